@@ -24,7 +24,7 @@ from torch import Tensor, nn
 class CompressMLP(nn.Module):
     """The default network: an MLP over the flattened block, its weights shared by the heads.
 
-    The hidden layer has int(expand_factor · l · D) units and a ReLU, the output `dim_out` features (default `dim_head`).
+    The hidden layer has int(expand_factor · l · D) units and a ReLU, the output `dim_out` features (else `dim_head`).
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class CompressMLP(nn.Module):
 
 
 class GroupedMLP(nn.Module):
-    """The MLP of `CompressMLP` with weights of its own for every head."""
+    """The MLP of `CompressMLP` with weights of its own for every head; with `heads` = 1 every head uses the same."""
 
     def __init__(self, dim_head: int, compress_window_size: int, heads: int, expand_factor: float = 1.0):
         super().__init__()
@@ -75,7 +75,10 @@ class AttentionPool(nn.Module):
 
 
 class ConvLinearCompress(nn.Module):
-    """A linear map of the whole block with a bias, one per head: a grouped convolution as wide as the block."""
+    """A linear map of the whole block with a bias, one per head: a grouped convolution as wide as the block.
+
+    With `heads` = 1 every head uses the same.
+    """
 
     def __init__(self, heads: int, dim_head: int, compress_window_size: int):
         super().__init__()
