@@ -1,0 +1,5 @@
+"""Native Sparse Attention (arXiv 2502.11089) as a drop-in PyTorch layer."""
+
+from native_sparse_attention.functional import nsa
+
+__all__ = ['nsa']

@@ -1,0 +1,163 @@
+"""The composition: compress -> attend -> choose -> attend -> window -> gate. The one file that knows the order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from native_sparse_attention import geometry
+from native_sparse_attention.ops import (
+    BackendChoice,
+    chosen_scores,
+    compressed_attention,
+    gated_sum,
+    select_blocks,
+    selected_attention,
+    window_attention,
+)
+from native_sparse_attention.ops._checks import check_block_sizes, check_not_negative, make_sequences, require
+from native_sparse_attention.ops.backend import check_backend, slowest
+from native_sparse_attention.ops.compressed_attention.api import backend_of as compressed_backend
+from native_sparse_attention.ops.gated_sum.api import check_gates
+from native_sparse_attention.ops.selected_attention.api import backend_of as selected_backend
+from native_sparse_attention.ops.window_attention.api import backend_of as window_backend
+
+
+def nsa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    gates: Tensor,
+    *,
+    q_cmp: Tensor | None = None,
+    k_window: Tensor | None = None,
+    v_window: Tensor | None = None,
+    mem_kv: tuple[Tensor, Tensor] | None = None,
+    compress_block_size: int,
+    compress_stride: int,
+    selection_block_size: int,
+    num_selected: int,
+    window_size: tuple[int, int],
+    num_init: int = 1,
+    num_local: int = 2,
+    share_group: bool = True,
+    use_diff_topk: bool = False,
+    q_offset: int | Tensor | None = None,
+    seqlens_k: Tensor | None = None,
+    causal: bool = True,
+    scale: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    backend: str = 'auto',
+) -> Tensor:
+    """Native Sparse Attention (equation 5 of arXiv 2502.11089): the gated sum of compressed, selected and window
+    attention.
+
+    Args:
+        q: `[B, T, HQ, D]`, k: `[B, S, H, D]`, v: `[B, S, H, DV]`, after rotary: what the selected and the window branch
+            read.
+        k_cmp: `[B, C, H, D]`, v_cmp: `[B, C, H, DV]`: compressed keys and values, made of keys before rotary.
+        gates: `[B, T, HQ, 3]` after the sigmoid, in the order compressed, selected, window.
+        q_cmp: `[B, T, HQ, D]` before rotary, for the compressed branch and the block scores; default q.
+        k_window, v_window: keys and values of the window branch; default k, v.
+        mem_kv: a pair `[H, M, D]`, `[H, M, DV]` that every query sees in the compressed branch.
+        compress_block_size, compress_stride, selection_block_size: l, d, l' in tokens; l' is a multiple of d, d at most
+            l.
+        num_selected: n, the blocks that a query reads, forced ones included; 0 switches the branch off (its part of the
+            sum is 0).
+        window_size: (left, right), keys before and after the query's own; causal: (left, 0).
+        num_init, num_local: forced blocks at the start, and those that end with the query's own.
+        share_group: the heads of a group read the same blocks.
+        use_diff_topk: logits of chosen, not forced blocks carry a factor of 1 whose gradient teaches the compressed
+            branch to choose.
+        q_offset, seqlens_k, causal, scale, cu_seqlens, cu_seqlens_k: as in the ops.
+        backend: 'auto', 'triton', 'flex' (the three attentions; choice and sum are eager) or 'eager'.
+
+    Returns:
+        `[B, T, HQ, DV]` in the dtype of q.
+
+    Raises:
+        ValueError: shapes, dtypes or settings that do not fit, or an explicit backend that cannot serve the call.
+    """
+    check_backend(backend)
+    check_gates(gates, q)
+    check_block_sizes(compress_block_size, compress_stride, selection_block_size)
+    check_not_negative(num_selected=num_selected, num_init=num_init, num_local=num_local)
+    require((k_window is None) == (v_window is None), 'k_window and v_window must be given together or not at all')
+    q_cmp = q if q_cmp is None else q_cmp
+    k_window, v_window = (k, v) if k_window is None or v_window is None else (k_window, v_window)
+    seqlen_k = k.shape[1] if cu_seqlens is None else None
+    where: dict[str, Any] = {
+        'q_offset': q_offset,
+        'seqlens_k': seqlens_k,
+        'causal': causal,
+        'scale': scale,
+        'cu_seqlens': cu_seqlens,
+        'cu_seqlens_k': cu_seqlens_k,
+    }
+    eager_in_flex = 'eager' if backend == 'flex' else backend
+
+    out_compressed, lse = compressed_attention(
+        q_cmp,
+        k_cmp,
+        v_cmp,
+        block_size=compress_block_size,
+        stride=compress_stride,
+        mem_kv=mem_kv,
+        seqlen_k=seqlen_k,
+        backend=backend,
+        **where,
+    )
+    out_window, _ = window_attention(q, k_window, v_window, window_size=window_size, backend=backend, **where)
+    if num_selected == 0:
+        return gated_sum(gates, out_compressed, torch.zeros_like(out_window), out_window, backend=eager_in_flex)
+
+    choice: dict[str, Any] = {
+        'compress_block_size': compress_block_size,
+        'compress_stride': compress_stride,
+        'selection_block_size': selection_block_size,
+        'seqlen_k': seqlen_k,
+        'backend': eager_in_flex,
+        **where,
+    }
+    block_indices = select_blocks(
+        q_cmp,
+        k_cmp,
+        lse,
+        num_selected=num_selected,
+        num_init=num_init,
+        num_local=num_local,
+        share_group=share_group,
+        **choice,
+    )
+    block_scale = None
+    if use_diff_topk:
+        scores = chosen_scores(q_cmp, k_cmp, lse, block_indices, **choice)
+        sequences = make_sequences(q, k.shape[1], q_offset, seqlens_k, cu_seqlens, cu_seqlens_k)
+        own_block = sequences.layout().position[..., None, None] // selection_block_size
+        forced = geometry.forced_priority(block_indices, own_block, num_init, num_local, causal) > 0
+        block_scale = 1 + (scores - scores.detach()).masked_fill(forced, 0)
+    out_selected, _ = selected_attention(
+        q, k, v, block_indices, block_size=selection_block_size, block_scale=block_scale, backend=backend, **where
+    )
+    return gated_sum(gates, out_compressed, out_selected, out_window, backend=eager_in_flex)
+
+
+def backend_of(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mem_kv: tuple[Tensor, Tensor] | None = None,
+    num_selected: int = 1,
+    backend: str = 'auto',
+) -> BackendChoice:
+    """The backend that the three attentions of `nsa` would take; where they differ, the slowest of them."""
+    choices = [compressed_backend(q, k, v, mem_kv=mem_kv, backend=backend), window_backend(q, k, v, backend=backend)]
+    if num_selected:
+        choices.append(selected_backend(q, k, v, backend=backend))
+    return slowest(choices)

@@ -1,0 +1,197 @@
+"""Integer arithmetic of blocks, windows and visibility, on ints or integer tensors.
+
+Everything about which key a query may see is decided here, once: the eager ops, the FlexAttention masks and the cache
+    all call these
+functions. Letters: l = compress_block_size, d = stride, l' = selection_block_size, t = position of a query in its sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+Integer = TypeVar('Integer', int, Tensor)
+
+
+def num_compressed_blocks(length: Integer, block_size: int, stride: int) -> Integer:
+    """C = max(0, (length - l) // d + 1): the compressed blocks that `length` tokens complete."""
+    return _clamp_min((length - block_size) // stride + 1, 0)
+
+
+def num_selection_blocks(length: Integer, block_size: int) -> Integer:
+    """Selection blocks that `length` tokens touch; the last one may be incomplete."""
+    return (length + block_size - 1) // block_size
+
+
+def max_length_of_compressed(num_compressed: int, block_size: int, stride: int) -> int:
+    """The longest sequence that has `num_compressed` compressed blocks and no more."""
+    return num_compressed * stride + block_size - 1
+
+
+def compressed_block_end(block: Integer, block_size: int, stride: int) -> Integer:
+    """The last token of compressed block `block`; the block is visible from that position on."""
+    return block * stride + block_size - 1
+
+
+def compressed_overlaps(block_size: int, stride: int, selection_block_size: int) -> list[tuple[int, int]]:
+    """Compressed blocks that share tokens with a selection block, as pairs (offset, shared tokens).
+
+    Selection block j shares tokens with the compressed blocks j * (l' / d) + offset, whatever j is, because l' is a
+    multiple of d. For l = 32, d = 16, l' = 64 the pairs are (-1, 16), (0, 32), (1, 32), (2, 32), (3, 16).
+    """
+    offsets = range(-((block_size - 1) // stride), selection_block_size // stride)
+    return [(o, min(o * stride + block_size, selection_block_size) - max(o * stride, 0)) for o in offsets]
+
+
+def forced_priority(block: Integer, own_block: Integer, num_init: int, num_local: int, causal: bool) -> Integer:
+    """How early a forced block is taken into a row: the larger the earlier, 0 for a block that is not forced.
+
+    The own block comes first, then the initial blocks, then the other local ones, nearer first and left before right.
+    """
+    distance = own_block - block
+    reach = abs(distance)
+    is_own = (distance == 0) & (num_local > 0)
+    is_local = (reach < num_local) & ((distance >= 0) | (not causal))
+    own = is_own * (2 * num_local + num_init + 1)
+    initial = _clamp_min(num_init - block, 0) + (block < num_init) * (2 * num_local)
+    local = is_local * (2 * num_local - 2 * reach + (distance > 0))
+    return _maximum(_maximum(own, initial), local)
+
+
+def num_forced_blocks(num_init: int, num_local: int, causal: bool) -> int:
+    """How many blocks of a row are forced, where the sequence is long enough to have them all."""
+    return num_init + (num_local if causal else max(0, 2 * num_local - 1))
+
+
+def in_window(key_position: Integer, position: Integer, left: int, right: int) -> Integer:
+    """Whether a query at `position` reads the key at `key_position`; -1 means unbounded on that side."""
+    distance = position - key_position
+    return ((distance <= left) | (left < 0)) & ((-distance <= right) | (right < 0))
+
+
+@dataclass(frozen=True)
+class QueryLayout:
+    """Where every query stands, and where the keys of its sequence lie.
+
+    position, key_start, key_len: int64 `[B, T]`: the query's position in its sequence, the index along the key axis of
+        the sequence's
+    first key, the number of its keys. Key p of the sequence lies at index `key_start + p`. covered: bool `[B, T]`,
+    False for a query that belongs to no sequence (its key_len is 0).
+    """
+
+    position: Tensor
+    key_start: Tensor
+    key_len: Tensor
+    covered: Tensor
+
+    def chunk(self, start: int, stop: int) -> QueryLayout:
+        return QueryLayout(*(t[:, start:stop] for t in (self.position, self.key_start, self.key_len, self.covered)))
+
+    def key_position(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """For key indices that broadcast against `[B, T, ...]`: their position in each query's sequence, and whether
+        they belong to it.
+        """
+        extra = (...,) + (None,) * (index.dim() - 2)
+        key_position = index - self.key_start[extra]
+        return key_position, (key_position >= 0) & (key_position < self.key_len[extra])
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """How the queries of a call stand to its keys: the arguments that every op takes, checked and together.
+
+    batch, seqlen_q, seqlen_k: ints B, T, S. q_offset: int, int tensor `[B]` (packed: `[N]`) or None, which makes
+        queries end where the
+    keys end. seqlens_k: int32 `[B]` or None. cu_seqlens, cu_seqlens_k: int32 `[N + 1]` or None, both set or neither.
+    """
+
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    device: torch.device
+    q_offset: int | Tensor | None = None
+    seqlens_k: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+
+    @property
+    def queries_follow_keys(self) -> bool:
+        """Whether neighbouring queries have neighbouring own keys, across the borders of packed sequences too."""
+        if self.cu_seqlens is None:
+            return True
+        return self.cu_seqlens_k is self.cu_seqlens and not isinstance(self.q_offset, Tensor)
+
+    def layout(self) -> QueryLayout:
+        """Positions of the queries and extents of their keys, counted in tokens."""
+        return self._layout(*self._token_extents())
+
+    def compressed_layout(self, block_size: int, stride: int) -> tuple[QueryLayout, Tensor]:
+        """The layout with `key_start` and `key_len` counted in compressed blocks, and the tokens `[B, T]` of each
+        query's sequence.
+        """
+        starts, lengths = self._token_extents()
+        blocks = num_compressed_blocks(lengths, block_size, stride)
+        block_starts = blocks.cumsum(0) - blocks if self.cu_seqlens is not None else starts
+        tokens = self._layout(starts, lengths)
+        return self._layout(block_starts, blocks, tokens.position), tokens.key_len
+
+    def _token_extents(self) -> tuple[Tensor, Tensor]:
+        """First key and number of keys of every sequence: `[N]` where packed, else `[B]`."""
+        if self.cu_seqlens_k is not None:
+            ends = self.cu_seqlens_k.long()
+            return ends[:-1], ends.diff()
+        if self.seqlens_k is not None:
+            lengths = self.seqlens_k.long()
+        else:
+            lengths = torch.full((self.batch,), self.seqlen_k, dtype=torch.int64, device=self.device)
+        return torch.zeros_like(lengths), lengths
+
+    def _layout(self, starts: Tensor, lengths: Tensor, position: Tensor | None = None) -> QueryLayout:
+        index = torch.arange(self.seqlen_q, device=self.device)
+        if self.cu_seqlens is None:
+            if position is None:
+                offset = lengths - self.seqlen_q if self.q_offset is None else self.q_offset
+                if isinstance(offset, Tensor):
+                    offset = offset.long()[:, None]
+                position = (index + offset).expand(self.batch, -1)
+            shape = (self.batch, self.seqlen_q)
+            covered = torch.ones(shape, dtype=torch.bool, device=self.device)
+            return QueryLayout(position, starts[:, None].expand(shape), lengths[:, None].expand(shape), covered)
+        ends = self.cu_seqlens.long()
+        sequence = torch.searchsorted(ends[1:], index, right=True).clamp(max=len(ends) - 2)
+        if position is None:
+            offset = lengths - ends.diff() if self.q_offset is None else self.q_offset
+            if isinstance(offset, Tensor):
+                offset = offset.long()[sequence]
+            position = (index - ends[sequence] + offset)[None]
+        covered = index < ends[-1]
+        return QueryLayout(
+            position, starts[sequence][None], torch.where(covered, lengths[sequence], 0)[None], covered[None]
+        )
+
+
+def packed_block_starts(cu_seqlens: Tensor, total: int, block_size: int, stride: int) -> Tensor:
+    """First token of every compressed block of packed sequences, one sequence after the other.
+
+    cu_seqlens: int32 `[N + 1]`; total: tokens in the batch. Returns int64 `[total // stride]`, enough for any packing,
+        so its size does
+    not depend on values on the device; entries that follow the last block repeat a valid start.
+    """
+    ends = cu_seqlens.long()
+    blocks = num_compressed_blocks(ends.diff(), block_size, stride)
+    block_ends = blocks.cumsum(0)
+    slot = torch.arange(total // stride, device=cu_seqlens.device)
+    sequence = torch.searchsorted(block_ends, slot, right=True).clamp(max=len(ends) - 2)
+    starts = ends[sequence] + (slot - block_ends[sequence] + blocks[sequence]) * stride
+    return starts.clamp(min=0, max=max(0, total - block_size))
+
+
+def _clamp_min(value: Integer, minimum: int) -> Integer:
+    return value.clamp(min=minimum) if isinstance(value, Tensor) else max(value, minimum)
+
+
+def _maximum(a: Integer, b: Integer) -> Integer:
+    return torch.maximum(a, b) if isinstance(a, Tensor) else max(a, b)

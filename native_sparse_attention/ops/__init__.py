@@ -1,0 +1,20 @@
+"""The ops of Native Sparse Attention, for people who own their projections."""
+
+from native_sparse_attention.ops._checks import validate_packing
+from native_sparse_attention.ops.backend import BackendChoice
+from native_sparse_attention.ops.block_selection import chosen_scores, select_blocks
+from native_sparse_attention.ops.compressed_attention import compressed_attention
+from native_sparse_attention.ops.gated_sum import gated_sum
+from native_sparse_attention.ops.selected_attention import selected_attention
+from native_sparse_attention.ops.window_attention import window_attention
+
+__all__ = [
+    'BackendChoice',
+    'chosen_scores',
+    'compressed_attention',
+    'gated_sum',
+    'select_blocks',
+    'selected_attention',
+    'validate_packing',
+    'window_attention',
+]

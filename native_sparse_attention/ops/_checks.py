@@ -1,0 +1,236 @@
+"""Validation that the ops share: one-line errors that name the argument, the value and the rule."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from native_sparse_attention.geometry import Sequences, max_length_of_compressed, num_compressed_blocks
+
+FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+INT_DTYPES = (torch.int32, torch.int64)
+
+
+def require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+def check_positive(**values: int) -> None:
+    for name, value in values.items():
+        require(isinstance(value, int) and value >= 1, f'{name} is {value}, but must be an integer of at least 1')
+
+
+def check_not_negative(**values: int) -> None:
+    for name, value in values.items():
+        require(isinstance(value, int) and value >= 0, f'{name} is {value}, but must be an integer of at least 0')
+
+
+def check_same_kind(**tensors: Tensor | None) -> None:
+    """All tensors have one floating dtype and one device."""
+    (first, reference), *rest = [(name, t) for name, t in tensors.items() if t is not None]
+    require(
+        reference.dtype in FLOAT_DTYPES,
+        f'{first} has dtype {reference.dtype}, but must be float64, float32, bfloat16 or float16',
+    )
+    for name, tensor in rest:
+        require(tensor.dtype == reference.dtype, f'{name} has dtype {tensor.dtype}, but {first} has {reference.dtype}')
+        require(
+            tensor.device == reference.device, f'{name} is on {tensor.device}, but {first} is on {reference.device}'
+        )
+
+
+def check_qkv(q: Tensor, k: Tensor, v: Tensor | None, k_name: str = 'k', v_name: str = 'v') -> None:
+    """`[B, T, HQ, D]`, `[B, S, H, D]`, `[B, S, H, DV]` with HQ a multiple of H, one dtype, one device."""
+    named = {'q': q, k_name: k} | ({} if v is None else {v_name: v})
+    for name, tensor in named.items():
+        require(
+            tensor.dim() == 4,
+            f'{name} has shape {tuple(tensor.shape)}, but must have 4 dimensions (batch, tokens, heads, head size)',
+        )
+    check_same_kind(**named)
+    require(k.shape[0] == q.shape[0], f'{k_name} has batch size {k.shape[0]}, but q has {q.shape[0]}')
+    require(k.shape[3] == q.shape[3], f'{k_name} has head size {k.shape[3]}, but q has {q.shape[3]}')
+    require(
+        k.shape[2] > 0 and q.shape[2] % k.shape[2] == 0,
+        f'q has {q.shape[2]} heads, but must have a multiple of the {k.shape[2]} heads of {k_name}',
+    )
+    if v is not None:
+        require(
+            v.shape[:3] == k.shape[:3],
+            f'{v_name} has shape {tuple(v.shape)}, but must match {k_name} in all but the last dimension: {tuple(k.shape)}',
+        )
+
+
+def check_block_sizes(compress_block_size: int, compress_stride: int, selection_block_size: int | None = None) -> None:
+    """1 <= d <= l, and l' a multiple of d."""
+    check_positive(compress_block_size=compress_block_size, compress_stride=compress_stride)
+    require(
+        compress_stride <= compress_block_size,
+        f'compress_stride is {compress_stride}, but must be at most compress_block_size, {compress_block_size}',
+    )
+    if selection_block_size is not None:
+        check_positive(selection_block_size=selection_block_size)
+        require(
+            selection_block_size % compress_stride == 0,
+            f'selection_block_size is {selection_block_size}, but must be a multiple of compress_stride, {compress_stride}',
+        )
+
+
+def check_lse(lse: Tensor, q: Tensor) -> None:
+    batch, seqlen, heads, _ = q.shape
+    require(
+        lse.shape == (batch, heads, seqlen),
+        f'lse has shape {tuple(lse.shape)}, but must have {(batch, heads, seqlen)} (B, HQ, T)',
+    )
+    require(lse.device == q.device, f'lse is on {lse.device}, but q is on {q.device}')
+
+
+def check_block_indices(block_indices: Tensor, q: Tensor, k: Tensor) -> None:
+    batch, seqlen, heads, _ = q.shape
+    name, shape = 'block_indices', tuple(block_indices.shape)
+    require(block_indices.dtype in INT_DTYPES, f'{name} has dtype {block_indices.dtype}, but must be int32 or int64')
+    require(
+        len(shape) == 4 and shape[:2] == (batch, seqlen) and shape[2] in (k.shape[2], heads),
+        f'{name} has shape {shape}, but must have {(batch, seqlen)} + (H, n) with H = {k.shape[2]}, or {heads} where heads choose alone',
+    )
+    require(block_indices.device == q.device, f'{name} is on {block_indices.device}, but q is on {q.device}')
+
+
+def make_sequences(
+    q: Tensor,
+    seqlen_k: int,
+    q_offset: int | Tensor | None,
+    seqlens_k: Tensor | None,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+) -> Sequences:
+    """Check how queries and keys stand to one another; the content of tensors is checked only where reading it costs
+    nothing.
+    """
+    batch, seqlen_q = q.shape[:2]
+    require(cu_seqlens_k is None or cu_seqlens is not None, 'cu_seqlens_k is given, but needs cu_seqlens beside it')
+    if cu_seqlens is not None:
+        require(batch == 1, f'q has batch size {batch}, but must have 1 where cu_seqlens is given')
+        require(seqlens_k is None, 'seqlens_k is given, but cannot be combined with cu_seqlens')
+        _check_integers('cu_seqlens', cu_seqlens, None, q)
+        if cu_seqlens_k is not None:
+            _check_integers('cu_seqlens_k', cu_seqlens_k, len(cu_seqlens), q)
+    if seqlens_k is not None:
+        _check_integers('seqlens_k', seqlens_k, batch, q)
+    if isinstance(q_offset, Tensor):
+        _check_integers('q_offset', q_offset, batch if cu_seqlens is None else len(cu_seqlens) - 1, q)
+    else:
+        require(
+            q_offset is None or isinstance(q_offset, int),
+            f'q_offset is {q_offset!r}, but must be an int, an integer tensor or None',
+        )
+    if q.device.type == 'cpu' and not torch.compiler.is_compiling():
+        _check_extents(seqlen_q, seqlen_k, seqlens_k, cu_seqlens, cu_seqlens_k)
+    cu_seqlens_k = cu_seqlens if cu_seqlens_k is None else cu_seqlens_k
+    return Sequences(batch, seqlen_q, seqlen_k, q.device, q_offset, seqlens_k, cu_seqlens, cu_seqlens_k)
+
+
+def make_compressed_sequences(
+    q: Tensor,
+    k_cmp: Tensor,
+    block_size: int,
+    stride: int,
+    seqlen_k: int | None,
+    q_offset: int | Tensor | None,
+    seqlens_k: Tensor | None,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+) -> Sequences:
+    """The same for the compressed ops, where the number of keys in tokens is not the length of `k_cmp`."""
+    num_compressed = k_cmp.shape[1]
+    if seqlen_k is not None:
+        check_not_negative(seqlen_k=seqlen_k)
+    elif cu_seqlens_k is not None:
+        seqlen_k = torch.iinfo(torch.int64).max  # only cu_seqlens_k knows: sequences shorter than a block leave no
+        trace in k_cmp
+    elif cu_seqlens is not None:
+        seqlen_k = q.shape[1]
+    elif seqlens_k is not None:
+        seqlen_k = max_length_of_compressed(num_compressed, block_size, stride)
+    else:
+        require(
+            not isinstance(q_offset, Tensor),
+            'seqlen_k is not given, but is needed where q_offset is per row and seqlens_k is not given',
+        )
+        seqlen_k = q.shape[1] + (q_offset or 0)  # type: ignore[operator]
+    sequences = make_sequences(q, seqlen_k, q_offset, seqlens_k, cu_seqlens, cu_seqlens_k)
+    if seqlens_k is None and cu_seqlens is None:
+        needed = num_compressed_blocks(seqlen_k, block_size, stride)
+        require(
+            num_compressed >= needed,
+            f'k_cmp has {num_compressed} compressed blocks, but seqlen_k = {seqlen_k} makes {needed}',
+        )
+    elif q.device.type == 'cpu' and not torch.compiler.is_compiling():
+        lengths = seqlens_k if seqlens_k is not None else sequences.cu_seqlens_k.diff()  # type: ignore[union-attr]
+        blocks = num_compressed_blocks(lengths.long(), block_size, stride)
+        needed = int(blocks.sum() if seqlens_k is None else blocks.max()) if blocks.numel() else 0
+        require(
+            num_compressed >= needed, f'k_cmp has {num_compressed} compressed blocks, but the key lengths make {needed}'
+        )
+    return sequences
+
+
+def validate_packing(
+    total: int,
+    cu_seqlens: Tensor,
+    *,
+    total_k: int | None = None,
+    cu_seqlens_k: Tensor | None = None,
+) -> None:
+    """Check the content of `cu_seqlens` wherever it lies; on a GPU this waits for the device, so the ops never do it by
+    themselves.
+
+    total, total_k: tokens on the query and the key side (total_k defaults to total). Raises ValueError unless each
+        tensor is int32 or
+    int64 `[N + 1]`, starts at 0, never decreases and ends within the tokens.
+    """
+    _check_cumulative('cu_seqlens', cu_seqlens, total)
+    if cu_seqlens_k is not None:
+        require(
+            len(cu_seqlens_k) == len(cu_seqlens),
+            f'cu_seqlens_k has {len(cu_seqlens_k)} entries, but cu_seqlens has {len(cu_seqlens)}',
+        )
+        _check_cumulative('cu_seqlens_k', cu_seqlens_k, total if total_k is None else total_k)
+
+
+def _check_extents(
+    seqlen_q: int, seqlen_k: int, seqlens_k: Tensor | None, cu_seqlens: Tensor | None, cu_seqlens_k: Tensor | None
+) -> None:
+    if cu_seqlens is not None:
+        _check_cumulative('cu_seqlens', cu_seqlens, seqlen_q)
+        if cu_seqlens_k is None:
+            require(
+                int(cu_seqlens[-1]) <= seqlen_k,
+                f'cu_seqlens ends at {int(cu_seqlens[-1])}, but there are {seqlen_k} keys',
+            )
+        else:
+            _check_cumulative('cu_seqlens_k', cu_seqlens_k, seqlen_k)
+    if seqlens_k is not None and seqlens_k.numel():
+        low, high = int(seqlens_k.min()), int(seqlens_k.max())
+        require(low >= 0 and high <= seqlen_k, f'seqlens_k lies in [{low}, {high}], but must lie in [0, {seqlen_k}]')
+
+
+def _check_integers(name: str, tensor: Tensor, length: int | None, q: Tensor) -> None:
+    require(tensor.dtype in INT_DTYPES, f'{name} has dtype {tensor.dtype}, but must be int32 or int64')
+    require(tensor.dim() == 1, f'{name} has shape {tuple(tensor.shape)}, but must have 1 dimension')
+    require(
+        length is not None or len(tensor) >= 2,
+        f'{name} has {len(tensor)} entries, but must have one per sequence and one more',
+    )
+    require(length is None or len(tensor) == length, f'{name} has {len(tensor)} entries, but must have {length}')
+    require(tensor.device == q.device, f'{name} is on {tensor.device}, but q is on {q.device}')
+
+
+def _check_cumulative(name: str, tensor: Tensor, total: int) -> None:
+    values = tensor.tolist()
+    require(len(values) >= 2, f'{name} has {len(values)} entries, but must have one per sequence and one more')
+    require(values[0] == 0, f'{name} starts at {values[0]}, but must start at 0')
+    decrease = next((i for i in range(1, len(values)) if values[i] < values[i - 1]), None)
+    require(decrease is None, f'{name} decreases at entry {decrease}, but must not')
+    require(values[-1] <= total, f'{name} ends at {values[-1]}, but there are {total} tokens')

@@ -1,0 +1,99 @@
+"""What the eager ops share: a softmax that knows empty rows, the roundings of half types, and query chunks.
+
+Logits, softmax and log-sum-exp are float32 (float64 for float64 inputs). In half types the normalised weights are
+rounded before they meet v, and in the backward pass the gradients of the logits before they meet q and k, as the
+kernels do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+# Elements of the largest intermediate tensor of a chunk of queries.
+CHUNK_ELEMENTS = 2**24
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def masked_softmax(logits: Tensor, visible: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Weights over the last dimension and their log-sum-exp, with weights 0 and log-sum-exp -inf where nothing is
+    visible.
+
+    logits, visible: `[..., keys]`; dtype: what weights and gradients of logits are rounded to. Returns `[..., keys]`
+        and `[...]`.
+    """
+    if logits.shape[-1] == 0:
+        return logits, torch.full(logits.shape[:-1], -torch.inf, dtype=logits.dtype, device=logits.device)
+    logits = _round_gradient(logits, dtype).masked_fill(~visible, -torch.inf)
+    row_max = logits.detach().amax(-1, keepdim=True)
+    exponentials = (logits - row_max.masked_fill(row_max == -torch.inf, 0)).exp()
+    total = exponentials.sum(-1, keepdim=True)
+    empty = total == 0
+    total = total.masked_fill(empty, 1)
+    lse = (row_max + total.log()).squeeze(-1)
+    return _round_value(exponentials / total, dtype), lse
+
+
+def zero_unread(tensor: Tensor, read: Tensor) -> Tensor:
+    """`[B, keys, H, D]` with the keys that no query reads (`read [B, keys]` False) set to 0, whatever they hold: 0 *
+    NaN is NaN.
+    """
+    return torch.where(read[..., None, None], tensor, 0)
+
+
+def in_query_chunks(
+    function: Callable[[int, int], tuple[Tensor, ...]],
+    seqlen: int,
+    elements_per_query: int,
+    dims: tuple[int, ...],
+    chunk: int | None = None,
+) -> tuple[Tensor, ...]:
+    """`function(start, stop)` for one range of queries after the other, its results joined along `dims`.
+
+    Where the whole would not fit into CHUNK_ELEMENTS, chunks are made so small that each does, and the backward pass
+    computes each again, so that memory is that of one chunk.
+    """
+    largest = max(1, CHUNK_ELEMENTS // max(1, elements_per_query))
+    size = min(largest, chunk or largest)
+    if size >= seqlen:
+        return function(0, seqlen)
+    ranges = [(start, min(seqlen, start + size)) for start in range(0, seqlen, size)]
+    if torch.is_grad_enabled() and largest < seqlen:
+        parts = [checkpoint(function, *r, use_reentrant=False, preserve_rng_state=False) for r in ranges]
+    else:
+        parts = [function(*r) for r in ranges]
+    return tuple(torch.cat(part, dim) for part, dim in zip(zip(*parts, strict=True), dims, strict=True))
+
+
+def without_autocast(tensor: Tensor) -> torch.autocast:
+    """Autocast must not turn the float32 products of an op into half ones."""
+    return torch.autocast(tensor.device.type, enabled=False)
+
+
+def _round_value(weights: Tensor, dtype: torch.dtype) -> Tensor:
+    if dtype == weights.dtype:
+        return weights
+    return weights + (weights.to(dtype).to(weights.dtype) - weights).detach()
+
+
+def _round_gradient(logits: Tensor, dtype: torch.dtype) -> Tensor:
+    return logits if dtype == logits.dtype else _RoundGradient.apply(logits, dtype)
+
+
+class _RoundGradient(torch.autograd.Function):
+    """The identity, with the gradient rounded to `dtype`."""
+
+    @staticmethod
+    def forward(ctx, logits: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.dtype = dtype
+        return logits.view_as(logits)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.to(ctx.dtype).to(grad.dtype), None

@@ -1,0 +1,133 @@
+"""Which blocks every query reads exactly: block scores (equation 9 of the paper), summed over a group (10), and the
+choice (11)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from native_sparse_attention.ops._checks import (
+    check_block_indices,
+    check_block_sizes,
+    check_lse,
+    check_not_negative,
+    check_qkv,
+    make_compressed_sequences,
+)
+from native_sparse_attention.ops.backend import BackendChoice, choose_backend, serves
+
+
+def select_blocks(
+    q: Tensor,
+    k_cmp: Tensor,
+    lse: Tensor,
+    *,
+    compress_block_size: int,
+    compress_stride: int,
+    selection_block_size: int,
+    num_selected: int,
+    num_init: int = 1,
+    num_local: int = 2,
+    seqlen_k: int | None = None,
+    share_group: bool = True,
+    q_offset: int | Tensor | None = None,
+    seqlens_k: Tensor | None = None,
+    causal: bool = True,
+    scale: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    backend: str = 'auto',
+) -> Tensor:
+    """The `num_selected` blocks that each query reads.
+
+    With p[c] the compressed attention weights, the score of selection block j is the sum over c of p[c] times the
+    tokens that compressed block c and selection block j share, over the stride. Scores of the heads of a group are
+    added. Forced blocks (the first `num_init`, and the `num_local` that end with the query's own) count towards
+    `num_selected`; the rest goes to the highest scores, of equal ones to the lower block. Only blocks whose first token
+    is visible are chosen (not causal: all).
+
+    Args:
+        q: `[B, T, HQ, D]`, before rotary. k_cmp: `[B, C, H, D]`. lse: `[B, HQ, T]` of `compressed_attention` on the
+            same inputs.
+        compress_block_size, compress_stride, selection_block_size: tokens; the last is a multiple of the stride.
+        num_selected: n, forced blocks included.
+        num_init, num_local: forced blocks. Not causal: local means the own block and num_local - 1 on either side.
+        share_group: the G heads of a group read the same blocks; else each head chooses for itself.
+        seqlen_k, q_offset, seqlens_k, scale, cu_seqlens, cu_seqlens_k: as `compressed_attention` takes them.
+        backend: 'auto', 'triton' or 'eager'.
+
+    Returns:
+        int32 `[B, T, H, n]` (`[B, T, HQ, n]` where heads choose alone), ascending, padded at the end with -1. No
+        gradient.
+
+    Raises:
+        ValueError: shapes, dtypes or settings that do not fit, or an explicit backend that cannot serve the call.
+    """
+    check_qkv(q, k_cmp, None, 'k_cmp')
+    check_lse(lse, q)
+    check_block_sizes(compress_block_size, compress_stride, selection_block_size)
+    check_not_negative(num_selected=num_selected, num_init=num_init, num_local=num_local)
+    sequences = make_compressed_sequences(
+        q, k_cmp, compress_block_size, compress_stride, seqlen_k, q_offset, seqlens_k, cu_seqlens, cu_seqlens_k
+    )
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    from native_sparse_attention.ops.block_selection import eager
+
+    backend_of('select_blocks', q, backend=backend)
+    sizes = (compress_block_size, compress_stride, selection_block_size)
+    return eager.select_blocks(
+        q, k_cmp, lse, sequences, sizes, num_selected, num_init, num_local, share_group, causal, scale
+    )
+
+
+def chosen_scores(
+    q: Tensor,
+    k_cmp: Tensor,
+    lse: Tensor,
+    block_indices: Tensor,
+    *,
+    compress_block_size: int,
+    compress_stride: int,
+    selection_block_size: int,
+    seqlen_k: int | None = None,
+    q_offset: int | Tensor | None = None,
+    seqlens_k: Tensor | None = None,
+    causal: bool = True,
+    scale: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    backend: str = 'auto',
+) -> Tensor:
+    """Scores of chosen blocks alone, differentiable: what makes the choice learnable, with memory linear in T.
+
+    The score is that of `select_blocks` times compress_stride / (compress_block_size * G), G = 1 where heads choose
+    alone, so that it lies in [0, selection_block_size / compress_block_size].
+
+    Args:
+        q, k_cmp, lse and the settings: as `select_blocks` takes them; lse carries gradient.
+        block_indices: int32 `[B, T, H, n]`, or `[B, T, HQ, n]` where heads choose alone.
+
+    Returns:
+        float32 (float64 for float64 inputs) in the shape of block_indices; 0 at padding and at indices that name no
+        block.
+
+    Raises:
+        ValueError: shapes, dtypes or settings that do not fit, or an explicit backend that cannot serve the call.
+    """
+    check_qkv(q, k_cmp, None, 'k_cmp')
+    check_lse(lse, q)
+    check_block_indices(block_indices, q, k_cmp)
+    check_block_sizes(compress_block_size, compress_stride, selection_block_size)
+    sequences = make_compressed_sequences(
+        q, k_cmp, compress_block_size, compress_stride, seqlen_k, q_offset, seqlens_k, cu_seqlens, cu_seqlens_k
+    )
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    from native_sparse_attention.ops.block_selection import eager
+
+    backend_of('chosen_scores', q, backend=backend)
+    sizes = (compress_block_size, compress_stride, selection_block_size)
+    return eager.chosen_scores(q, k_cmp, lse, block_indices, sequences, sizes, causal, scale)
+
+
+def backend_of(op: str, q: Tensor, *, backend: str = 'auto') -> BackendChoice:
+    """The backend that would serve these inputs."""
+    return choose_backend(op, backend, q.device, {'eager': serves})

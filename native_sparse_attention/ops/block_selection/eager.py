@@ -1,0 +1,141 @@
+"""Block scores and the choice of blocks in plain PyTorch, from the definition."""
+
+from __future__ import annotations
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from native_sparse_attention.geometry import (
+    Sequences,
+    compressed_block_end,
+    compressed_overlaps,
+    forced_priority,
+    max_length_of_compressed,
+    num_selection_blocks,
+)
+from native_sparse_attention.ops._eager import compute_dtype, in_query_chunks, without_autocast, zero_unread
+
+
+@torch.no_grad()
+def select_blocks(
+    q: Tensor,
+    k_cmp: Tensor,
+    lse: Tensor,
+    sequences: Sequences,
+    sizes: tuple[int, int, int],
+    num_selected: int,
+    num_init: int,
+    num_local: int,
+    share_group: bool,
+    causal: bool,
+    scale: float,
+) -> Tensor:
+    batch, seqlen, heads, _ = q.shape
+    num_compressed, kv_heads = k_cmp.shape[1:3]
+    block_size, stride, selection_block_size = sizes
+    float_dtype = compute_dtype(q.dtype)
+    queries = rearrange(q, 'b t (h g) d -> b t h g d', h=kv_heads)
+    row_lse = rearrange(lse, 'b (h g) t -> b t h g 1', h=kv_heads)
+    layout, tokens = sequences.compressed_layout(block_size, stride)
+    longest = min(sequences.seqlen_k, max_length_of_compressed(num_compressed, block_size, stride))
+    # [N]
+    block = torch.arange(num_selection_blocks(longest, selection_block_size), device=q.device)
+    index = torch.arange(num_compressed, device=q.device)
+    blocks_per_selection = selection_block_size // stride
+
+    def choose(start: int, stop: int) -> tuple[Tensor]:
+        chunk = layout.chunk(start, stop)
+        compressed, visible = chunk.key_position(index[None, None])
+        if causal:
+            visible = visible & (compressed_block_end(compressed, block_size, stride) <= chunk.position[..., None])
+        keys = zero_unread(k_cmp, visible.any(1)).to(float_dtype)
+        logits = torch.einsum('bthgd,bshd->bthgs', queries[:, start:stop].to(float_dtype), keys) * scale
+        exponent = logits - row_lse[:, start:stop].to(float_dtype)
+        weights = exponent.masked_fill(~visible[:, :, None, None], -torch.inf).exp()
+        # [B, T, HI, C]
+        weights = weights.sum(3) if share_group else rearrange(weights, 'b t h g s -> b t (h g) s')
+        scores = weights.new_zeros(*weights.shape[:3], len(block))
+        if num_compressed:
+            for offset, shared in compressed_overlaps(block_size, stride, selection_block_size):
+                compressed = (block * blocks_per_selection + offset)[None, None]
+                exists = (compressed >= 0) & (compressed < chunk.key_len[..., None])
+                slot = (compressed + chunk.key_start[..., None]).clamp(0, num_compressed - 1)
+                weight = weights.gather(-1, slot[:, :, None].expand_as(scores))
+                scores += torch.where(exists[:, :, None], weight * (shared / stride), 0)
+        own_block = chunk.position[..., None] // selection_block_size
+        choosable = block < num_selection_blocks(tokens[:, start:stop, None], selection_block_size)
+        if causal:
+            choosable = choosable & (block <= own_block)
+        priority = forced_priority(block, own_block, num_init, num_local, causal)
+        return (_first(scores, priority[:, :, None], choosable[:, :, None], num_selected),)
+
+    with without_autocast(q):
+        (chosen,) = in_query_chunks(choose, seqlen, batch * heads * max(num_compressed, len(block)), dims=(1,))
+    return chosen
+
+
+def chosen_scores(
+    q: Tensor,
+    k_cmp: Tensor,
+    lse: Tensor,
+    block_indices: Tensor,
+    sequences: Sequences,
+    sizes: tuple[int, int, int],
+    causal: bool,
+    scale: float,
+) -> Tensor:
+    batch, seqlen, heads, head_dim = q.shape
+    num_compressed, kv_heads = k_cmp.shape[1:3]
+    index_heads, num_selected = block_indices.shape[2:]
+    block_size, stride, selection_block_size = sizes
+    float_dtype = compute_dtype(q.dtype)
+    queries = rearrange(q, 'b t (h g) d -> b t h g d', h=index_heads)
+    row_lse = rearrange(lse, 'b (h g) t -> b t h g 1 1', h=index_heads)
+    layout, tokens = sequences.compressed_layout(block_size, stride)
+    overlaps = compressed_overlaps(block_size, stride, selection_block_size)
+    offsets, shared = torch.tensor(overlaps, device=q.device).unbind(1)
+    row = torch.arange(batch, device=q.device)[:, None, None, None, None]
+    kv_head = (torch.arange(index_heads, device=q.device) // (index_heads // kv_heads))[:, None, None]
+
+    def score(start: int, stop: int) -> tuple[Tensor]:
+        chunk = layout.chunk(start, stop)
+        position, key_start, key_len, length = (
+            t[..., None, None, None] for t in (chunk.position, chunk.key_start, chunk.key_len, tokens[:, start:stop])
+        )
+        # [B, T, HI, n, 1]
+        block = block_indices[:, start:stop, ..., None].long()
+        exists = (block >= 0) & (block < num_selection_blocks(length, selection_block_size))
+        if causal:
+            exists = exists & (block <= position // selection_block_size)
+        # [B, T, HI, n, offsets]
+        compressed = block.where(exists, 0) * (selection_block_size // stride) + offsets
+        visible = exists & (compressed >= 0) & (compressed < key_len)
+        if causal:
+            visible = visible & (compressed_block_end(compressed, block_size, stride) <= position)
+        slot = (compressed + key_start).clamp(0, max(0, num_compressed - 1))
+        keys = torch.where(visible[..., None], k_cmp[row, slot, kv_head], 0).to(float_dtype)
+        logits = torch.einsum('bthgd,bthnod->bthgno', queries[:, start:stop].to(float_dtype), keys) * scale
+        exponent = logits - row_lse[:, start:stop].to(float_dtype)
+        weights = exponent.masked_fill(~visible[:, :, :, None], -torch.inf).exp()
+        scores = torch.einsum('bthgno,o->bthn', weights, shared.to(float_dtype) / stride)
+        return (scores * (stride / (block_size * (heads // index_heads))),)
+
+    if num_compressed == 0:
+        return torch.zeros(block_indices.shape, dtype=float_dtype, device=q.device)
+    elements = batch * index_heads * num_selected * len(overlaps) * max(head_dim, heads // index_heads)
+    with without_autocast(q):
+        (scores,) = in_query_chunks(score, seqlen, elements, dims=(1,))
+    return scores
+
+
+def _first(scores: Tensor, priority: Tensor, choosable: Tensor, num_selected: int) -> Tensor:
+    """The first `num_selected` blocks by priority, then score, then index: int32 `[..., n]`, ascending, padded with -1."""
+    num_blocks = scores.shape[-1]
+    by_score = scores.sort(dim=-1, descending=True, stable=True).indices
+    priority = torch.where(choosable, priority, -1).expand_as(scores).gather(-1, by_score)
+    by_priority = priority.sort(dim=-1, descending=True, stable=True)
+    taken = by_score.gather(-1, by_priority.indices)[..., :num_selected]
+    taken = torch.where(by_priority.values[..., :num_selected] >= 0, taken, num_blocks).sort(-1).values
+    taken = torch.nn.functional.pad(taken, (0, num_selected - taken.shape[-1]), value=num_blocks)
+    return torch.where(taken < num_blocks, taken, -1).int()

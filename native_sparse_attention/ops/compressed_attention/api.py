@@ -1,0 +1,105 @@
+"""Attention over compressed keys and values: the coarse view of the whole past (equations 7 and 8 of the paper)."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch import Tensor
+
+from native_sparse_attention.ops._checks import (
+    check_block_sizes,
+    check_qkv,
+    check_same_kind,
+    make_compressed_sequences,
+    require,
+)
+from native_sparse_attention.ops.backend import BackendChoice, choose_backend, serves
+
+
+def compressed_attention(
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    *,
+    block_size: int,
+    stride: int,
+    mem_kv: tuple[Tensor, Tensor] | None = None,
+    seqlen_k: int | None = None,
+    q_offset: int | Tensor | None = None,
+    seqlens_k: Tensor | None = None,
+    causal: bool = True,
+    scale: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    backend: str = 'auto',
+) -> tuple[Tensor, Tensor]:
+    """Attention of every query over the compressed blocks that are complete at its position, and over memory pairs.
+
+    Compressed block c stands for the tokens [c * stride, c * stride + block_size) and is visible at position t when its
+    last token is, c * stride + block_size - 1 <= t; not causal: every block of the sequence is visible.
+
+    Args:
+        q: `[B, T, HQ, D]`, before rotary. k_cmp: `[B, C, H, D]`. v_cmp: `[B, C, H, DV]`. Packed: B = 1, the blocks of
+            the sequences one after the other, max(0, (length - block_size) // stride + 1) each; what follows the last
+            is ignored.
+        block_size, stride: tokens of a compressed block, tokens between two block starts.
+        mem_kv: a pair `[H, M, D]`, `[H, M, DV]` of keys and values that every query sees.
+        seqlen_k: S, the keys of a row in tokens; default T, with an int offset q_offset + T.
+        q_offset: position of the first query, an int, `[B]` (packed: `[N]`) or None: queries end where the keys end.
+        seqlens_k: int32 `[B]`, how many tokens of a row are real.
+        scale: factor of the logits, default D ** -0.5.
+        cu_seqlens, cu_seqlens_k: int32 `[N + 1]` borders in tokens of packed queries and keys; queries that they do not
+            cover give 0.
+        backend: 'auto', 'triton', 'flex' or 'eager'.
+
+    Returns:
+        The output `[B, T, HQ, DV]` in the dtype of q and its log-sum-exp `[B, HQ, T]` (float32; float64 for float64
+        inputs), both differentiable. Rows that see nothing give 0 and -inf.
+
+    Raises:
+        ValueError: shapes, dtypes or settings that do not fit, or an explicit backend that cannot serve the call.
+    """
+    check_qkv(q, k_cmp, v_cmp, 'k_cmp', 'v_cmp')
+    check_block_sizes(block_size, stride)
+    if mem_kv is not None:
+        _check_mem_kv(mem_kv, q, k_cmp, v_cmp)
+    sequences = make_compressed_sequences(
+        q, k_cmp, block_size, stride, seqlen_k, q_offset, seqlens_k, cu_seqlens, cu_seqlens_k
+    )
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    arguments = (q, k_cmp, v_cmp, mem_kv, sequences, block_size, stride, causal, scale)
+    match backend_of(q, k_cmp, v_cmp, mem_kv=mem_kv, backend=backend).name:
+        case 'flex':
+            from native_sparse_attention.ops.compressed_attention import flex
+
+            return flex.compressed_attention(*arguments)
+        case _:
+            from native_sparse_attention.ops.compressed_attention import eager
+
+            return eager.compressed_attention(*arguments)
+
+
+def backend_of(
+    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, *, mem_kv: tuple[Tensor, Tensor] | None = None, backend: str = 'auto'
+) -> BackendChoice:
+    """The backend that would serve these inputs."""
+    from native_sparse_attention.ops import _flex
+
+    tensors = (q, k_cmp, v_cmp, *(mem_kv or ()))
+    candidates = {'flex': partial(_flex.unsupported, *tensors), 'eager': serves}
+    return choose_backend('compressed_attention', backend, q.device, candidates)
+
+
+def _check_mem_kv(mem_kv: tuple[Tensor, Tensor], q: Tensor, k_cmp: Tensor, v_cmp: Tensor) -> None:
+    mem_k, mem_v = mem_kv
+    heads, head_dim, value_dim = k_cmp.shape[2], k_cmp.shape[3], v_cmp.shape[3]
+    check_same_kind(q=q, mem_k=mem_k, mem_v=mem_v)
+    for name, tensor, dim in (('mem_kv[0]', mem_k, head_dim), ('mem_kv[1]', mem_v, value_dim)):
+        require(
+            tensor.dim() == 3 and tensor.shape[0] == heads and tensor.shape[2] == dim,
+            f'{name} has shape {tuple(tensor.shape)}, but must have ({heads}, M, {dim})',
+        )
+    require(
+        mem_k.shape[1] == mem_v.shape[1],
+        f'mem_kv holds {mem_k.shape[1]} keys and {mem_v.shape[1]} values, but must hold pairs',
+    )

@@ -1,0 +1,58 @@
+"""Compressed attention in plain PyTorch, from the definition."""
+
+from __future__ import annotations
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from native_sparse_attention.geometry import Sequences, compressed_block_end
+from native_sparse_attention.ops._eager import (
+    compute_dtype,
+    in_query_chunks,
+    masked_softmax,
+    without_autocast,
+    zero_unread,
+)
+
+
+def compressed_attention(
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    mem_kv: tuple[Tensor, Tensor] | None,
+    sequences: Sequences,
+    block_size: int,
+    stride: int,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    batch, seqlen, heads, _ = q.shape
+    num_compressed, kv_heads = k_cmp.shape[1:3]
+    float_dtype = compute_dtype(q.dtype)
+    queries = rearrange(q, 'b t (h g) d -> b t h g d', h=kv_heads)
+    layout, _ = sequences.compressed_layout(block_size, stride)
+    index = torch.arange(num_compressed, device=q.device)
+
+    def attend(start: int, stop: int) -> tuple[Tensor, Tensor]:
+        chunk = layout.chunk(start, stop)
+        # [B, T, C]
+        block, visible = chunk.key_position(index[None, None])
+        if causal:
+            visible = visible & (compressed_block_end(block, block_size, stride) <= chunk.position[..., None])
+        read = visible.any(1)
+        keys, values = zero_unread(k_cmp, read), zero_unread(v_cmp, read)
+        if mem_kv is not None:
+            keys, values = (
+                torch.cat((rearrange(mem, 'h m d -> m h d').expand(batch, -1, -1, -1), compressed), 1)
+                for mem, compressed in zip(mem_kv, (keys, values), strict=True)
+            )
+            visible = torch.cat((chunk.covered[..., None].expand(-1, -1, mem_kv[0].shape[1]), visible), -1)
+        logits = torch.einsum('bthgd,bshd->bhgts', queries[:, start:stop].to(float_dtype), keys.to(float_dtype)) * scale
+        weights, lse = masked_softmax(logits, visible[:, None, None], q.dtype)
+        out = torch.einsum('bhgts,bshd->bthgd', weights, values.to(float_dtype)).to(q.dtype)
+        return rearrange(out, 'b t h g d -> b t (h g) d'), rearrange(lse, 'b h g t -> b (h g) t')
+
+    with without_autocast(q):
+        out, lse = in_query_chunks(attend, seqlen, batch * heads * num_compressed, dims=(1, 2))
+    return out, lse

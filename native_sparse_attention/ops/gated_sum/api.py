@@ -1,0 +1,48 @@
+"""The gated sum of the three branches (equation 5 of the paper)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from native_sparse_attention.ops._checks import check_same_kind, require
+from native_sparse_attention.ops.backend import BackendChoice, choose_backend, serves
+
+
+def gated_sum(
+    gates: Tensor, out_compressed: Tensor, out_selected: Tensor, out_window: Tensor, *, backend: str = 'auto'
+) -> Tensor:
+    """gates[..., 0] * out_compressed + gates[..., 1] * out_selected + gates[..., 2] * out_window.
+
+    Args:
+        gates: `[B, T, HQ, 3]` after the sigmoid, any floating dtype; float32 inside (float64 for float64 outputs).
+        out_compressed, out_selected, out_window: `[B, T, HQ, DV]`, one dtype.
+        backend: 'auto', 'triton' or 'eager'.
+
+    Returns:
+        `[B, T, HQ, DV]` in the dtype of the branches.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit, or an explicit backend that cannot serve the call.
+    """
+    shape = out_compressed.shape
+    require(len(shape) == 4, f'out_compressed has shape {tuple(shape)}, but must have 4 dimensions (B, T, HQ, DV)')
+    check_same_kind(out_compressed=out_compressed, out_selected=out_selected, out_window=out_window)
+    for name, tensor in (('out_selected', out_selected), ('out_window', out_window)):
+        require(tensor.shape == shape, f'{name} has shape {tuple(tensor.shape)}, but out_compressed has {tuple(shape)}')
+    check_gates(gates, out_compressed)
+    from native_sparse_attention.ops.gated_sum import eager
+
+    backend_of(out_compressed, backend=backend)
+    return eager.gated_sum(gates, out_compressed, out_selected, out_window)
+
+
+def backend_of(out: Tensor, *, backend: str = 'auto') -> BackendChoice:
+    """The backend that would serve these inputs."""
+    return choose_backend('gated_sum', backend, out.device, {'eager': serves})
+
+
+def check_gates(gates: Tensor, q: Tensor) -> None:
+    expected = (*q.shape[:3], 3)
+    require(gates.shape == expected, f'gates has shape {tuple(gates.shape)}, but must have {expected} (B, T, HQ, 3)')
+    require(gates.is_floating_point(), f'gates has dtype {gates.dtype}, but must be a floating dtype')
+    require(gates.device == q.device, f'gates is on {gates.device}, but the branches are on {q.device}')

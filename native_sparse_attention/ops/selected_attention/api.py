@@ -1,0 +1,86 @@
+"""Exact attention inside chosen blocks (equations 11 and 12 of the paper)."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch import Tensor
+
+from native_sparse_attention.ops._checks import check_block_indices, check_positive, check_qkv, make_sequences, require
+from native_sparse_attention.ops.backend import BackendChoice, choose_backend, serves
+
+
+def selected_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor,
+    *,
+    block_size: int,
+    block_scale: Tensor | None = None,
+    q_offset: int | Tensor | None = None,
+    seqlens_k: Tensor | None = None,
+    causal: bool = True,
+    scale: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    backend: str = 'auto',
+) -> tuple[Tensor, Tensor]:
+    """Attention of every query over the tokens of its chosen blocks that are not in the future.
+
+    A row of indices is a set: a block is read once, in whatever order and however often its index stands there. -1 is
+        padding wherever
+    it stands, and any other index that is out of range or in the future contributes nothing.
+
+    Args:
+        q: `[B, T, HQ, D]`. k: `[B, S, H, D]`. v: `[B, S, H, DV]`. Packed: B = 1.
+        block_indices: int32 `[B, T, H, n]`, or `[B, T, HQ, n]` where heads choose alone; block j holds the tokens
+            [j * block_size, (j + 1) * block_size) of the query's sequence.
+        block_size: tokens of a block.
+        block_scale: factors of the logits of each chosen block, in the shape of block_indices; of an index that stands
+            several times in a row the first counts. Differentiable.
+        q_offset: position of the first query, an int, `[B]` (packed: `[N]`) or None: queries end where the keys end.
+        seqlens_k: int32 `[B]`, how many keys of a row are real.
+        scale: factor of the logits, default D ** -0.5.
+        cu_seqlens, cu_seqlens_k: int32 `[N + 1]` borders of packed queries and keys; queries that they do not cover
+            give 0.
+        backend: 'auto', 'triton', 'flex' or 'eager'.
+
+    Returns:
+        The output `[B, T, HQ, DV]` in the dtype of q and its log-sum-exp `[B, HQ, T]` (float32; float64 for float64
+        inputs), both differentiable. Rows that see nothing give 0 and -inf.
+
+    Raises:
+        ValueError: shapes, dtypes or settings that do not fit, or an explicit backend that cannot serve the call.
+    """
+    check_qkv(q, k, v)
+    check_positive(block_size=block_size)
+    check_block_indices(block_indices, q, k)
+    if block_scale is not None:
+        require(
+            block_scale.shape == block_indices.shape,
+            f'block_scale has shape {tuple(block_scale.shape)}, but block_indices has {tuple(block_indices.shape)}',
+        )
+        require(block_scale.device == q.device, f'block_scale is on {block_scale.device}, but q is on {q.device}')
+    sequences = make_sequences(q, k.shape[1], q_offset, seqlens_k, cu_seqlens, cu_seqlens_k)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    arguments = (q, k, v, block_indices, block_scale, sequences, block_size, causal, scale)
+    match backend_of(q, k, v, block_scale=block_scale, backend=backend).name:
+        case 'flex':
+            from native_sparse_attention.ops.selected_attention import flex
+
+            return flex.selected_attention(*arguments)
+        case _:
+            from native_sparse_attention.ops.selected_attention import eager
+
+            return eager.selected_attention(*arguments)
+
+
+def backend_of(
+    q: Tensor, k: Tensor, v: Tensor, *, block_scale: Tensor | None = None, backend: str = 'auto'
+) -> BackendChoice:
+    """The backend that would serve these inputs."""
+    from native_sparse_attention.ops import _flex
+
+    candidates = {'flex': partial(_flex.unsupported, q, k, v), 'eager': serves}
+    return choose_backend('selected_attention', backend, q.device, candidates)

@@ -1,0 +1,77 @@
+"""Selected attention in plain PyTorch: the tokens of each query's blocks are gathered, in query chunks."""
+
+from __future__ import annotations
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from native_sparse_attention.geometry import Sequences
+from native_sparse_attention.ops._eager import compute_dtype, in_query_chunks, masked_softmax, without_autocast
+
+
+def selected_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor,
+    block_scale: Tensor | None,
+    sequences: Sequences,
+    block_size: int,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    batch, seqlen, heads, head_dim = q.shape
+    seqlen_k, kv_heads = k.shape[1:3]
+    index_heads, num_selected = block_indices.shape[2:]
+    float_dtype = compute_dtype(q.dtype)
+    queries = rearrange(q, 'b t (h g) d -> b t h g d', h=index_heads)
+    layout = sequences.layout()
+    within_block = torch.arange(block_size, device=q.device)
+    # Rows of k and v flattened to [B * S * H, D]: the row of key 0 for every batch entry and index head, [B, 1, HI, 1].
+    first_row = torch.arange(batch, device=q.device)[:, None] * (seqlen_k * kv_heads)
+    kv_head = torch.arange(index_heads, device=q.device) // (index_heads // kv_heads)
+    first_row = (first_row + kv_head)[:, None, :, None]
+
+    def attend(start: int, stop: int) -> tuple[Tensor, Tensor]:
+        chunk = layout.chunk(start, stop)
+        blocks = block_indices[:, start:stop].long()
+        # [B, T, HI, n, l']: the position of every token of every chosen block, and whether the query reads it.
+        token = blocks.clamp(-1, seqlen_k // block_size)[..., None] * block_size + within_block
+        extents = (chunk.position, chunk.key_start, chunk.key_len)
+        position, key_start, key_len = (t[..., None, None, None] for t in extents)
+        visible = _counts(blocks, seqlen_k // block_size)[..., None] & (token < key_len)
+        if causal:
+            visible = visible & (token <= position)
+        visible, index = (rearrange(t, 'b t h n l -> b t h (n l)') for t in (visible, token + key_start))
+        row = first_row + index.clamp(0, max(0, seqlen_k - 1)) * kv_heads
+        keys, values = (_gather(t, row, visible).to(float_dtype) for t in (k, v))
+        logits = torch.einsum('bthgd,bthsd->bthgs', queries[:, start:stop].to(float_dtype), keys) * scale
+        if block_scale is not None:
+            factor = block_scale[:, start:stop].to(float_dtype).repeat_interleave(block_size, -1)
+            logits = logits * factor.where(visible, 0)[:, :, :, None]
+        weights, lse = masked_softmax(logits, visible[:, :, :, None], q.dtype)
+        out = torch.einsum('bthgs,bthsd->bthgd', weights, values).to(q.dtype)
+        return rearrange(out, 'b t h g d -> b t (h g) d'), rearrange(lse, 'b t h g -> b (h g) t')
+
+    elements = batch * index_heads * num_selected * block_size * max(head_dim, v.shape[-1], heads // index_heads)
+    with without_autocast(q):
+        out, lse = in_query_chunks(attend, seqlen, elements, dims=(1, 2))
+    return out, lse
+
+
+def _counts(blocks: Tensor, last_block: int) -> Tensor:
+    """Whether an entry of a row `[..., n]` names a block that exists, for the first time in that row."""
+    entry = torch.arange(blocks.shape[-1], device=blocks.device)
+    repeats = (blocks[..., :, None] == blocks[..., None, :]) & (entry < entry[:, None])
+    return (blocks >= 0) & (blocks <= last_block) & ~repeats.any(-1)
+
+
+def _gather(tensor: Tensor, row: Tensor, visible: Tensor) -> Tensor:
+    """`[B, S, H, D]` at the flat rows `[B, T, HI, J]`, 0 where not visible, whatever stands there: `[B, T, HI, J,
+    D]`.
+    """
+    if tensor.shape[1] == 0:
+        return tensor.new_zeros(*row.shape, tensor.shape[-1])
+    gathered = torch.nn.functional.embedding(row, tensor.reshape(-1, tensor.shape[-1]))
+    return torch.where(visible[..., None], gathered, 0)

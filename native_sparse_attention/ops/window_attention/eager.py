@@ -1,0 +1,59 @@
+"""Window attention in plain PyTorch, from the definition."""
+
+from __future__ import annotations
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from native_sparse_attention.geometry import Sequences, in_window
+from native_sparse_attention.ops._eager import (
+    compute_dtype,
+    in_query_chunks,
+    masked_softmax,
+    without_autocast,
+    zero_unread,
+)
+
+# Queries that share one read of their window, where the window is narrower than that.
+CHUNK_QUERIES = 256
+
+
+def window_attention(
+    q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, left: int, right: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    batch, seqlen, heads, _ = q.shape
+    seqlen_k, kv_heads = k.shape[1:3]
+    float_dtype = compute_dtype(q.dtype)
+    queries = rearrange(q, 'b t (h g) d -> b t h g d', h=kv_heads)
+    layout = sequences.layout()
+    bounded = min(left, right) >= 0 and sequences.queries_follow_keys
+    chunk_queries = max(left + right, CHUNK_QUERIES) if bounded else seqlen
+    span = min(seqlen_k, chunk_queries + left + right) if bounded else seqlen_k
+
+    def attend(start: int, stop: int) -> tuple[Tensor, Tensor]:
+        chunk = layout.chunk(start, stop)
+        # [1 or B, keys]: the keys between the first query's leftmost and the last query's rightmost, or all.
+        num_keys = stop - start + left + right
+        if bounded and num_keys < seqlen_k:
+            first = (chunk.key_start + chunk.position)[:, :1] - left
+            index = first + torch.arange(num_keys, device=q.device)
+            row = torch.arange(batch, device=q.device)[:, None]
+            in_memory = index.clamp(0, seqlen_k - 1)
+            keys, values = k[row, in_memory], v[row, in_memory]
+        else:
+            index = torch.arange(seqlen_k, device=q.device)[None]
+            keys, values = k, v
+        # [B, T, keys]
+        key_position, own = chunk.key_position(index[:, None])
+        visible = own & in_window(key_position, chunk.position[..., None], left, right)
+        read = visible.any(1)
+        keys, values = zero_unread(keys, read).to(float_dtype), zero_unread(values, read).to(float_dtype)
+        logits = torch.einsum('bthgd,bshd->bhgts', queries[:, start:stop].to(float_dtype), keys) * scale
+        weights, lse = masked_softmax(logits, visible[:, None, None], q.dtype)
+        out = torch.einsum('bhgts,bshd->bthgd', weights, values).to(q.dtype)
+        return rearrange(out, 'b t h g d -> b t (h g) d'), rearrange(lse, 'b h g t -> b (h g) t')
+
+    with without_autocast(q):
+        out, lse = in_query_chunks(attend, seqlen, batch * heads * span, dims=(1, 2), chunk=chunk_queries)
+    return out, lse
