@@ -414,6 +414,14 @@ def test_a_network_of_other_sizes_is_refused_by_name(network):
     assert raised.value.__cause__ is not None
 
 
+def test_an_error_of_several_lines_is_told_in_one():
+    def fail(blocks):
+        raise RuntimeError('first\nsecond')
+
+    with pytest.raises(ValueError, match=r'^compress_mlp \(keys\) must map .*, got RuntimeError: first$'):
+        make_networks(Returns(fail), **SIZES)
+
+
 def test_the_check_leaves_networks_and_random_state_as_they_were():
     network = nn.Sequential(CompressTransformer(1, 8, 2, dropout=0.5), nn.BatchNorm2d(2))
     network[0].eval()
