@@ -58,7 +58,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor | None, k_name: str = 'k', v_name:
     if v is not None:
         require(
             v.shape[:3] == k.shape[:3],
-            f'{v_name} has shape {tuple(v.shape)}, but must match {k_name} in all but the last dimension: {tuple(k.shape)}',
+            f'{v_name} has shape {tuple(v.shape)}, but must be {tuple(k.shape[:3])} + (DV,) to match {k_name}',
         )
 
 
@@ -71,10 +71,8 @@ def check_block_sizes(compress_block_size: int, compress_stride: int, selection_
     )
     if selection_block_size is not None:
         check_positive(selection_block_size=selection_block_size)
-        require(
-            selection_block_size % compress_stride == 0,
-            f'selection_block_size is {selection_block_size}, but must be a multiple of compress_stride, {compress_stride}',
-        )
+        message = f'selection_block_size is {selection_block_size}, but must be a multiple of the stride, {compress_stride}'
+        require(selection_block_size % compress_stride == 0, message)
 
 
 def check_lse(lse: Tensor, q: Tensor) -> None:
@@ -90,10 +88,8 @@ def check_block_indices(block_indices: Tensor, q: Tensor, k: Tensor) -> None:
     batch, seqlen, heads, _ = q.shape
     name, shape = 'block_indices', tuple(block_indices.shape)
     require(block_indices.dtype in INT_DTYPES, f'{name} has dtype {block_indices.dtype}, but must be int32 or int64')
-    require(
-        len(shape) == 4 and shape[:2] == (batch, seqlen) and shape[2] in (k.shape[2], heads),
-        f'{name} has shape {shape}, but must have {(batch, seqlen)} + (H, n) with H = {k.shape[2]}, or {heads} where heads choose alone',
-    )
+    message = f'{name} has shape {shape}, but must have ({batch}, {seqlen}, {k.shape[2]} or, per query head, {heads}, n)'
+    require(len(shape) == 4 and shape[:2] == (batch, seqlen) and shape[2] in (k.shape[2], heads), message)
     require(block_indices.device == q.device, f'{name} is on {block_indices.device}, but q is on {q.device}')
 
 
@@ -147,8 +143,8 @@ def make_compressed_sequences(
     if seqlen_k is not None:
         check_not_negative(seqlen_k=seqlen_k)
     elif cu_seqlens_k is not None:
-        seqlen_k = torch.iinfo(torch.int64).max  # only cu_seqlens_k knows: sequences shorter than a block leave no
-        trace in k_cmp
+        # Only cu_seqlens_k knows: sequences shorter than a block leave no trace in k_cmp.
+        seqlen_k = torch.iinfo(torch.int64).max
     elif cu_seqlens is not None:
         seqlen_k = q.shape[1]
     elif seqlens_k is not None:
@@ -158,7 +154,7 @@ def make_compressed_sequences(
             not isinstance(q_offset, Tensor),
             'seqlen_k is not given, but is needed where q_offset is per row and seqlens_k is not given',
         )
-        seqlen_k = q.shape[1] + (q_offset or 0)  # type: ignore[operator]
+        seqlen_k = max(0, q.shape[1] + int(q_offset or 0))
     sequences = make_sequences(q, seqlen_k, q_offset, seqlens_k, cu_seqlens, cu_seqlens_k)
     if seqlens_k is None and cu_seqlens is None:
         needed = num_compressed_blocks(seqlen_k, block_size, stride)

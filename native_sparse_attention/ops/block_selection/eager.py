@@ -130,7 +130,7 @@ def chosen_scores(
 
 
 def _first(scores: Tensor, priority: Tensor, choosable: Tensor, num_selected: int) -> Tensor:
-    """The first `num_selected` blocks by priority, then score, then index: int32 `[..., n]`, ascending, padded with -1."""
+    """The first `num_selected` by priority, then score, then index: int32 `[..., n]`, ascending, padded with -1."""
     num_blocks = scores.shape[-1]
     by_score = scores.sort(dim=-1, descending=True, stable=True).indices
     priority = torch.where(choosable, priority, -1).expand_as(scores).gather(-1, by_score)

@@ -1,0 +1,58 @@
+"""Rotary position embedding from the frequencies of a rotary-embedding-torch instance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from rotary_embedding_torch import RotaryEmbedding
+from torch import Tensor, nn
+
+
+class Rotary(nn.Module):
+    """Rotates pairs of neighbouring features, `x[..., 2i]` and `x[..., 2i + 1]`, by position times frequency i.
+
+    Only the frequencies of the instance are used. Its own methods build positions in the dtype of the input and cache by
+    a scalar offset; here angles are float32, from integer positions, whatever the dtype of the input and of the module.
+    Features past twice the number of frequencies are left as they are.
+
+    Args:
+        head_dim: D, the features of a head.
+        rotary_emb: an instance of rotary-embedding-torch, None for its default for `head_dim`. xpos is refused.
+    """
+
+    def __init__(self, head_dim: int, rotary_emb: RotaryEmbedding | None = None) -> None:
+        super().__init__()
+        rotary_emb = RotaryEmbedding(head_dim) if rotary_emb is None else rotary_emb
+        if not isinstance(rotary_emb, RotaryEmbedding):
+            raise ValueError(
+                f'rotary_emb is a {type(rotary_emb).__name__}, but must be a RotaryEmbedding, None or False'
+            )
+        if rotary_emb.use_xpos:
+            raise ValueError('rotary_emb uses xpos, which scales keys by position and is not supported: use_xpos=False')
+        if 2 * len(rotary_emb.freqs) > head_dim:
+            raise ValueError(
+                f'rotary_emb has {len(rotary_emb.freqs)} frequencies, but heads of {head_dim} features take at most '
+                f'{head_dim // 2}'
+            )
+        self.rotary_emb = rotary_emb
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        """x: `[B, T, H, D]`, positions: integers `[B, T]` or `[1, T]`. Returns the shape and dtype of x."""
+        freqs = self.rotary_emb.freqs.float()
+        # [B, T, 1, D / 2]
+        angles = (positions.float()[..., None] / self.rotary_emb.interpolate_factor * freqs)[:, :, None]
+        cos, sin = angles.cos(), angles.sin()
+        rotated, rest = x[..., : 2 * len(freqs)], x[..., 2 * len(freqs) :]
+        even, odd = rotated.unflatten(-1, (-1, 2)).unbind(-1)
+        pairs = torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2)
+        return torch.cat((pairs.to(x.dtype), rest), -1)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Rotary:
+        # Casting the layer to a half type must not round the frequencies: at position 10,000 that is a wrong angle.
+        freqs = self.rotary_emb.freqs.data
+        super()._apply(fn, recurse)
+        if self.rotary_emb.freqs.dtype != freqs.dtype:
+            self.rotary_emb.freqs.data = freqs.to(self.rotary_emb.freqs.device)
+        return self
