@@ -220,6 +220,19 @@ def test_autocast(make, dtype):
         assert tensor.grad.isfinite().all()
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
+@every_network
+def test_more_blocks_than_a_cuda_grid_holds(make):
+    network = make(1, 8, 4).cuda()
+    blocks = torch.randn(1, 1, 2**16 + 1, 4, 8, device='cuda', requires_grad=True)
+    with torch.autocast('cuda', torch.bfloat16):
+        compressed = network(blocks)
+    compressed.float().sum().backward()
+    gold = deepcopy(network).double()(blocks[:, :, -9:].double())
+    torch.testing.assert_close(compressed[:, :, -9:].double(), gold, rtol=0, atol=2**-5 * gold.abs().max().item())
+
+
 @every_network
 def test_half_weights(make):
     network = make(2, 8, 4).to(torch.bfloat16)
