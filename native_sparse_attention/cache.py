@@ -1,7 +1,7 @@
 """The key/value cache of a layer and of a model: preallocated tensors that are written in place.
 
-Rows of a batch have lengths of their own, kept on the device; the host keeps upper bounds alone, so appending never waits
-for the device. What lies behind a row's length is never read.
+Rows of a batch have lengths of their own, kept on the device; the host keeps upper bounds alone, so appending never
+waits for the device. What lies behind a row's length is never read.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ FIRST_CAPACITY = 64
 class LayerCache:
     """What one attention layer keeps of the past.
 
-    k `[B, capacity, H, D]`, v `[B, capacity, H, DV]`: keys after rotary, and values. With `compress=(l, d)` also k_cmp and
-    v_cmp `[B, C + 1, H, D or DV]` (the last slot takes the candidate of an incomplete block), and rings raw_k, raw_v of the
-    last l - 1 + max_rollback keys before rotary (`has_raw_k`) and values (`has_raw_v`) that the next compressed block
-    needs; without a ring k or v themselves serve. With `has_window` the window branch has keys and values of its own,
-    k_window and v_window.
+    k `[B, capacity, H, D]`, v `[B, capacity, H, DV]`: keys after rotary, and values. With `compress=(l, d)` also k_cmp
+    and v_cmp `[B, C + 1, H, D or DV]` (the last slot takes the candidate of an incomplete block), and rings raw_k and
+    raw_v of the last l - 1 + max_rollback keys before rotary (`has_raw_k`) and values (`has_raw_v`) that the next
+    compressed block needs; without a ring k or v themselves serve. With `has_window` the window branch has keys and
+    values of its own, k_window and v_window.
 
     Args:
         batch_size, max_seq_len: rows and tokens per row. kv_heads, head_dim, value_dim: H, D, DV.
@@ -188,7 +188,8 @@ class LayerCache:
         """Row b becomes what row index[b] is, as beam search needs it. index: int64 `[B]`."""
         if index.shape != (self.batch_size,) or index.dtype not in (torch.int32, torch.int64):
             raise ValueError(
-                f'index has shape {tuple(index.shape)} and dtype {index.dtype}, but must be integers [{self.batch_size}]'
+                f'index has shape {tuple(index.shape)} and dtype {index.dtype}, but must be integers '
+                f'[{self.batch_size}]'
             )
         for tensor in (self.lengths, *self._tensors()):
             tensor.copy_(tensor.index_select(0, index))
@@ -197,9 +198,9 @@ class LayerCache:
         """Keep the first `length` tokens of every row that is longer, as speculative decoding needs it.
 
         length: an int, or an integer tensor `[B]` of one length per row. max_length: for a tensor, the host's bound on
-        the longest row afterwards (default: the bound stays as it is). Except to 0, at most `max_rollback` tokens behind
-        the longest that the cache has been can be taken back: ValueError beyond (a tensor is checked on CPUs only, since
-        reading one on a GPU waits for the device).
+        the longest row afterwards (default: the bound stays as it is). Except to 0, at most `max_rollback` tokens
+        behind the longest that the cache has been can be taken back: ValueError beyond (the content of a tensor is
+        checked on CPUs only, since reading it on a GPU waits for the device).
         """
         if isinstance(length, Tensor):
             if length.shape != (self.batch_size,) or length.dtype not in (torch.int32, torch.int64):
@@ -207,23 +208,26 @@ class LayerCache:
                     f'length has shape {tuple(length.shape)} and dtype {length.dtype}, but must be an int or integers '
                     f'[{self.batch_size}]'
                 )
-            shortened = length[length < self.lengths] if length.device.type == 'cpu' else length[:0]
-            lowest = int(shortened[shortened != 0].min()) if shortened.any() else self._high_water
-            lowest = min(lowest, int(shortened.min())) if len(shortened) and int(shortened.min()) < 0 else lowest
+            for row_length, held in zip(length.tolist(), self.lengths.tolist(), strict=True) if length.is_cpu else ():
+                self._check_rollback(row_length, held)
             bound = self.max_length if max_length is None else max_length
         else:
-            lowest = bound = length
-        if lowest < 0:
-            raise ValueError(f'length is {lowest}, but must be at least 0')
-        if 0 < lowest < self._high_water - self.max_rollback and lowest < self.max_length:
-            raise ValueError(
-                f'length is {lowest}, but the cache has held {self._high_water} tokens and max_rollback is '
-                f'{self.max_rollback}: crop to at least {self._high_water - self.max_rollback}, or to 0'
-            )
+            self._check_rollback(length, self.max_length)
+            bound = length
         self.lengths.copy_(torch.minimum(self.lengths, torch.as_tensor(length, device=self.device)))
         self.max_length = min(self.max_length, bound)
         if bound == 0:
             self._high_water = 0
+
+    def _check_rollback(self, length: int, held: int) -> None:
+        lowest = self._high_water - self.max_rollback
+        if length < 0:
+            raise ValueError(f'length is {length}, but must be at least 0')
+        if 0 < length < min(held, lowest):
+            raise ValueError(
+                f'length is {length}, but the cache has held {self._high_water} tokens and max_rollback is '
+                f'{self.max_rollback}: crop to at least {lowest}, or to 0'
+            )
 
     def _tensors(self) -> list[Tensor]:
         names = ('k', 'v', 'k_window', 'v_window', 'k_cmp', 'v_cmp', 'raw_k', 'raw_v')
@@ -248,7 +252,7 @@ class ModelCache(Sequence[LayerCache]):
     def __len__(self) -> int:
         return len(self.layers)
 
-    def __getitem__(self, index):  # noqa: ANN001 - int or slice, as Sequence has it
+    def __getitem__(self, index):
         return self.layers[index]
 
     def __iter__(self) -> Iterator[LayerCache]:
@@ -290,7 +294,7 @@ def _read(ring: Tensor | None, full: Tensor, position: Tensor) -> Tensor:
 
 
 def _write_ring(ring: Tensor, tokens: Tensor, old: Tensor, new: Tensor) -> None:
-    """Every slot takes the latest of the positions [old, new) that falls on it and else stays: position p is in slot p mod R."""
+    """Write positions [old, new), p into slot p mod R; a slot takes the latest that falls on it, or stays."""
     size = ring.shape[1]
     last = (new - 1)[:, None]
     latest = last - (last - torch.arange(size, device=ring.device)) % size

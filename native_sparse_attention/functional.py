@@ -152,12 +152,13 @@ def backend_of(
     k: Tensor,
     v: Tensor,
     *,
-    mem_kv: tuple[Tensor, Tensor] | None = None,
     num_selected: int = 1,
+    use_diff_topk: bool = False,
     backend: str = 'auto',
 ) -> BackendChoice:
     """The backend that the three attentions of `nsa` would take; where they differ, the slowest of them."""
-    choices = [compressed_backend(q, k, v, mem_kv=mem_kv, backend=backend), window_backend(q, k, v, backend=backend)]
+    choices = [compressed_backend(q, k, v, backend=backend), window_backend(q, k, v, backend=backend)]
     if num_selected:
-        choices.append(selected_backend(q, k, v, backend=backend))
+        block_scale = q[:, :, : k.shape[2], :1] if use_diff_topk else None
+        choices.append(selected_backend(q, k, v, block_scale=block_scale, backend=backend))
     return slowest(choices)

@@ -1,8 +1,8 @@
 """Integer arithmetic of blocks, windows and visibility, on ints or integer tensors.
 
 Everything about which key a query may see is decided here, once: the eager ops, the FlexAttention masks and the cache
-all call these functions. Letters: l = compress_block_size, d = stride, l' = selection_block_size, t = position of a query
-in its sequence.
+all call these functions. Letters: l = compress_block_size, d = stride, l' = selection_block_size, t = position of a
+query in its sequence.
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@ def check_mask(mask: Tensor, x: Tensor) -> None:
     """Raise ValueError unless mask is bool `[B, T]` on the device of x `[B, T, ...]`."""
     if mask.dtype != torch.bool or mask.shape != x.shape[:2]:
         raise ValueError(
-            f'mask has shape {tuple(mask.shape)} and dtype {mask.dtype}, but must be bool {tuple(x.shape[:2])}, True at real tokens'
+            f'mask has shape {tuple(mask.shape)} and dtype {mask.dtype}, but must be bool {tuple(x.shape[:2])}, '
+            'True at real tokens'
         )
     if mask.device != x.device:
         raise ValueError(f'mask is on {mask.device}, but the input is on {x.device}')

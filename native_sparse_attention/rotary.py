@@ -13,9 +13,9 @@ from torch import Tensor, nn
 class Rotary(nn.Module):
     """Rotates pairs of neighbouring features, `x[..., 2i]` and `x[..., 2i + 1]`, by position times frequency i.
 
-    Only the frequencies of the instance are used. Its own methods build positions in the dtype of the input and cache by
-    a scalar offset; here angles are float32, from integer positions, whatever the dtype of the input and of the module.
-    Features past twice the number of frequencies are left as they are.
+    Only the frequencies of the instance are used. Its own methods build positions in the dtype of the input and cache
+    by a scalar offset; here angles are float32, from integer positions, whatever the dtype of the input and of the
+    module. Features past twice the number of frequencies are left as they are.
 
     Args:
         head_dim: D, the features of a head.

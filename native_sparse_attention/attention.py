@@ -1,0 +1,469 @@
+"""`SparseAttention`: projections, rotary, gates and cache around `nsa`; the arithmetic of attention is in the ops."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, NamedTuple
+
+import torch
+from einops import rearrange
+from rotary_embedding_torch import RotaryEmbedding
+from torch import Tensor, nn
+
+from native_sparse_attention import functional, geometry
+from native_sparse_attention.cache import LayerCache
+from native_sparse_attention.compress import compress_blocks, make_networks
+from native_sparse_attention.ops._checks import check_not_negative, check_positive, require
+from native_sparse_attention.ops.backend import BackendChoice, check_backend
+from native_sparse_attention.padding import check_mask, from_front, front_order, to_front
+from native_sparse_attention.rotary import Rotary
+
+# Gates start at the window: sigmoid(-2), sigmoid(-2), sigmoid(2), as local patterns are learned first.
+GATE_START = (-2.0, -2.0, 2.0)
+
+
+class _Projected(NamedTuple):
+    """Queries, keys and values of new tokens, `[B, T, heads, head size]`, and gates `[B, T, HQ, 3]`."""
+
+    q: Tensor
+    q_cmp: Tensor
+    k: Tensor
+    v: Tensor
+    raw_k: Tensor
+    raw_v: Tensor
+    k_window: Tensor | None
+    v_window: Tensor | None
+    gates: Tensor
+
+
+class SparseAttention(nn.Module):
+    """Native Sparse Attention (Yuan et al. 2025, arXiv 2502.11089) as a layer: `[B, T, dim]` to `[B, T, dim]`.
+
+    Every query reads compressed summaries of the whole past, the few blocks that score highest, and a window of recent
+    tokens; a sigmoid gate per head, a function of the normalised input, adds the three.
+
+    Args:
+        dim: features of the input. dim_head: D, size of a query or key head. heads: HQ, query heads.
+        sliding_window_size: W, keys that a query reads in the window branch, itself included.
+        compress_block_size, compress_block_sliding_stride: l and d, tokens of a compressed block and between starts.
+        selection_block_size: l', tokens of a selection block, a multiple of d.
+        num_selected_blocks: n, blocks that a query reads exactly, forced ones included; 0 switches the branch off.
+        kv_heads: H, key/value heads, a divisor of heads; default heads.
+        num_compressed_mem_kv: learned key/value pairs before the compressed ones.
+        causal: queries read no later token; a cache needs it.
+        norm: RMSNorm of the input inside the layer.
+        use_diff_topk: gradients reach the block scores through the logits of the chosen blocks.
+        query_heads_share_selected_kv: heads of a group read the same blocks; else each head chooses for itself.
+        compress_mlp: network `[B, H, C, l, D] -> [B, H, C, D]` that is copied for keys and for values, or a pair
+            (for keys, for values), which DV != D requires; default an MLP with one hidden layer of
+            compress_mlp_expand_factor * l * D units. See `native_sparse_attention.compress`.
+        strategy_combine_mlp: network dim -> 3 * heads of gate logits, laid out (heads, 3); default a linear layer that
+            starts with the window.
+        dim_value_head: DV, size of a value head; default dim_head.
+        num_init_blocks, num_local_blocks: forced blocks at the start and up to the query's own.
+        independent_branch_kv: every branch projects keys and values of its own, as the paper has it.
+        rotary_emb: a rotary-embedding-torch instance, None for a default one, False for none.
+        backend: 'auto', 'triton', 'flex' or 'eager'; an explicit one raises where it cannot serve.
+        use_triton_kernel: deprecated, mapped to backend: True to 'auto', False to 'eager'.
+
+    Raises:
+        ValueError: sizes that do not fit, by name, value and rule.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        dim_head: int,
+        heads: int,
+        sliding_window_size: int,
+        compress_block_size: int,
+        compress_block_sliding_stride: int,
+        selection_block_size: int,
+        num_selected_blocks: int,
+        kv_heads: int | None = None,
+        num_compressed_mem_kv: int = 1,
+        causal: bool = False,
+        norm: bool = True,
+        use_diff_topk: bool = False,
+        query_heads_share_selected_kv: bool = True,
+        compress_mlp: nn.Module | tuple[nn.Module, nn.Module] | None = None,
+        compress_mlp_expand_factor: float = 1.0,
+        strategy_combine_mlp: nn.Module | None = None,
+        *,
+        dim_value_head: int | None = None,
+        num_init_blocks: int = 1,
+        num_local_blocks: int = 2,
+        independent_branch_kv: bool = False,
+        rotary_emb: RotaryEmbedding | bool | None = None,
+        backend: str = 'auto',
+        use_triton_kernel: bool | None = None,
+    ) -> None:
+        super().__init__()
+        kv_heads = heads if kv_heads is None else kv_heads
+        value_dim = dim_head if dim_value_head is None else dim_value_head
+        check_positive(
+            dim=dim,
+            dim_head=dim_head,
+            heads=heads,
+            kv_heads=kv_heads,
+            dim_value_head=value_dim,
+            sliding_window_size=sliding_window_size,
+            compress_block_size=compress_block_size,
+            compress_block_sliding_stride=compress_block_sliding_stride,
+            selection_block_size=selection_block_size,
+        )
+        check_not_negative(
+            num_selected_blocks=num_selected_blocks,
+            num_compressed_mem_kv=num_compressed_mem_kv,
+            num_init_blocks=num_init_blocks,
+            num_local_blocks=num_local_blocks,
+        )
+        require(heads % kv_heads == 0, f'heads is {heads}, but must be a multiple of kv_heads, {kv_heads}')
+        require(
+            compress_block_sliding_stride <= compress_block_size,
+            f'compress_block_sliding_stride is {compress_block_sliding_stride}, but must be at most '
+            f'compress_block_size, {compress_block_size}',
+        )
+        require(
+            selection_block_size % compress_block_sliding_stride == 0,
+            f'selection_block_size is {selection_block_size}, but must be a multiple of compress_block_sliding_stride, '
+            f'{compress_block_sliding_stride}',
+        )
+        require(
+            rotary_emb is not True, 'rotary_emb is True, but must be a RotaryEmbedding, None for a default or False'
+        )
+        check_backend(backend)
+        if use_triton_kernel is not None:
+            message = (
+                "use_triton_kernel is deprecated: use backend='auto', which takes Triton where it runs, or 'eager'"
+            )
+            warnings.warn(message, DeprecationWarning, stacklevel=2)
+            require(backend == 'auto', f'use_triton_kernel and backend={backend!r} are given, but one must be left out')
+            backend = 'auto' if use_triton_kernel else 'eager'
+        forced = geometry.num_forced_blocks(num_init_blocks, num_local_blocks, causal)
+        if 0 < num_selected_blocks <= forced:
+            warnings.warn(
+                f'num_selected_blocks is {num_selected_blocks}, but {forced} blocks are forced and count towards it, '
+                f'so no block is ever chosen by score: raise it, or lower num_init_blocks and num_local_blocks',
+                stacklevel=2,
+            )
+
+        self.dim_head, self.heads, self.kv_heads, self.dim_value_head = dim_head, heads, kv_heads, value_dim
+        self.sliding_window_size = sliding_window_size
+        self.compress_block_size = compress_block_size
+        self.compress_block_sliding_stride = compress_block_sliding_stride
+        self.selection_block_size, self.num_selected_blocks = selection_block_size, num_selected_blocks
+        self.num_init_blocks, self.num_local_blocks = num_init_blocks, num_local_blocks
+        self.causal, self.use_diff_topk = causal, use_diff_topk
+        self.query_heads_share_selected_kv = query_heads_share_selected_kv
+        self.independent_branch_kv = independent_branch_kv
+        self.backend = backend
+
+        self.norm = nn.RMSNorm(dim) if norm else nn.Identity()
+        self.rotary = None if rotary_emb is False else Rotary(dim_head, rotary_emb)  # type: ignore[arg-type]
+        # Queries, then keys and values of the compressed, the selected and the window branch, or one pair for all.
+        kv_sizes = [kv_heads * dim_head, kv_heads * value_dim]
+        self._split_sizes = [heads * dim_head, *kv_sizes * (3 if independent_branch_kv else 1)]
+        self.to_qkv = nn.Linear(dim, sum(self._split_sizes), bias=False)
+        self.combine_heads = nn.Linear(heads * value_dim, dim, bias=False)
+
+        self.k_intrablock_positions = nn.Parameter(torch.zeros(kv_heads, compress_block_size, dim_head))
+        self.v_intrablock_positions = nn.Parameter(torch.zeros(kv_heads, compress_block_size, value_dim))
+        self.compress_mem_k = nn.Parameter(torch.zeros(kv_heads, num_compressed_mem_kv, dim_head))
+        self.compress_mem_v = nn.Parameter(torch.zeros(kv_heads, num_compressed_mem_kv, value_dim))
+        self.k_compress, self.v_compress = make_networks(
+            compress_mlp,
+            kv_heads=kv_heads,
+            head_dim=dim_head,
+            value_dim=value_dim,
+            block_size=compress_block_size,
+            expand_factor=compress_mlp_expand_factor,
+        )
+        self.to_strategy_combine = _make_gate(dim, heads) if strategy_combine_mlp is None else strategy_combine_mlp
+        _check_gate(self.to_strategy_combine, dim, heads)
+
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        *,
+        cache: LayerCache | None = None,
+        return_cache: bool = False,
+        disable_triton_kernel: bool | None = None,
+        sliding_window_flex_mask: Any = None,
+        fine_selection_flex_mask: Any = None,
+    ) -> Any:
+        """Attend.
+
+        Args:
+            x: `[B, T, dim]`; with a cache the tokens that follow it, any number; packed: `[1, total, dim]`.
+            mask: bool `[B, T]`, True at real tokens, padding on either side. Padding gives 0 and influences nothing.
+            cu_seqlens: int32 `[N + 1]`, borders of packed sequences; tokens that follow the last give 0.
+            cache: what `init_cache` or an earlier call returned; advanced in place, and nothing is differentiated.
+            return_cache: return the cache too; without one, start one that grows.
+            disable_triton_kernel: deprecated; True runs this call with backend='eager'.
+            sliding_window_flex_mask, fine_selection_flex_mask: refused; backend='flex' makes its own masks.
+
+        Returns:
+            `[B, T, dim]`, or with return_cache the pair of it and the cache.
+
+        Raises:
+            ValueError: shapes or settings that do not fit, or a full cache; nothing is written then.
+        """
+        for name, flex_mask in (
+            ('sliding_window_flex_mask', sliding_window_flex_mask),
+            ('fine_selection_flex_mask', fine_selection_flex_mask),
+        ):
+            require(flex_mask is None, f"{name} is given, but masks are made inside: use backend='flex'")
+        self._check_input(x, mask, cu_seqlens, cache, return_cache)
+        backend = self.backend
+        if disable_triton_kernel is not None:
+            warnings.warn("disable_triton_kernel is deprecated: use backend='eager'", DeprecationWarning, stacklevel=2)
+            backend = 'eager' if disable_triton_kernel else backend
+        if cache is None and not return_cache:
+            return self._attend_whole(x, mask, cu_seqlens, backend)
+        with torch.no_grad():
+            if cache is None:
+                cache = self._make_cache(
+                    x.shape[0], max(x.shape[1], 64), 32, self._cache_dtype(x), x.device, grows=True
+                )
+            out = self._attend_cached(x, mask, cache, backend)
+        return (out, cache) if return_cache else out
+
+    def init_cache(
+        self,
+        batch_size: int,
+        max_seq_len: int,
+        max_rollback: int = 32,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> LayerCache:
+        """A preallocated cache for `batch_size` rows of up to `max_seq_len` tokens, never made anew.
+
+        max_rollback: tokens that `crop` can take back. dtype, device: default those of the layer's weights (under
+        autocast its dtype).
+        """
+        require(self.causal, 'causal is False, but a cache needs causal=True')
+        weight = self.to_qkv.weight
+        dtype = self._cache_dtype(weight) if dtype is None else dtype
+        return self._make_cache(
+            batch_size, max_seq_len, max_rollback, dtype, weight.device if device is None else device
+        )
+
+    def backend_for(self, x: Tensor) -> BackendChoice:
+        """The backend that a forward of x `[B, T, dim]` would take, and why faster ones are passed over."""
+        dtype, trains = self._cache_dtype(x), torch.is_grad_enabled() and self.to_qkv.weight.requires_grad
+        probe = torch.empty((), dtype=dtype, device=x.device, requires_grad=trains)
+        q = probe.expand(*x.shape[:2], self.heads, self.dim_head)
+        k, v = (probe.expand(*x.shape[:2], self.kv_heads, dim) for dim in (self.dim_head, self.dim_value_head))
+        return functional.backend_of(
+            q, k, v, num_selected=self.num_selected_blocks, use_diff_topk=self.use_diff_topk, backend=self.backend
+        )
+
+    def _attend_whole(self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, backend: str) -> Tensor:
+        order = lengths = None
+        if mask is not None:
+            order, lengths = front_order(mask)
+            x = to_front(x, order, mask)
+        positions = torch.arange(x.shape[1], device=x.device)[None]
+        if cu_seqlens is not None:
+            packed = geometry.Sequences(1, x.shape[1], x.shape[1], x.device, None, None, cu_seqlens, cu_seqlens)
+            positions = packed.layout().position
+        new = self._project(x, positions)
+        blocks_k, blocks_v = (self._blocks(raw, cu_seqlens) for raw in (new.raw_k, new.raw_v))
+        out = self._nsa(
+            new.q,
+            new.k,
+            new.v,
+            *self._compress(blocks_k, blocks_v),
+            new.gates,
+            q_cmp=new.q_cmp,
+            k_window=new.k_window,
+            v_window=new.v_window,
+            q_offset=0,
+            seqlens_k=lengths,
+            cu_seqlens=cu_seqlens,
+            backend=backend,
+        )
+        return out if mask is None or order is None else from_front(out, order, mask)
+
+    def _attend_cached(self, x: Tensor, mask: Tensor | None, cache: LayerCache, backend: str) -> Tensor:
+        num_tokens = x.shape[1]
+        cache.reserve(num_tokens)
+        order = counts = None
+        if mask is not None:
+            order, counts = front_order(mask)
+            x = to_front(x, order, mask)
+        offset = cache.lengths.clone()
+        new = self._project(x, cache.positions(num_tokens))
+        candidates, blocks_k, blocks_v = cache.block_candidates(new.raw_k, new.raw_v)
+        blocks_k, blocks_v = (rearrange(b, 'b c l h d -> b h c l d').to(new.raw_k.dtype) for b in (blocks_k, blocks_v))
+        cache.append(
+            new.k,
+            new.v,
+            counts=counts,
+            k_window=new.k_window,
+            v_window=new.v_window,
+            raw_k=new.raw_k,
+            raw_v=new.raw_v,
+            compressed=(candidates, *self._compress(blocks_k, blocks_v)),
+        )
+        num_keys = cache.max_length
+        num_compressed = geometry.num_compressed_blocks(num_keys, *self._compress_sizes)
+        k, v, k_window, v_window = (
+            None if t is None else t[:, :num_keys] for t in (cache.k, cache.v, cache.k_window, cache.v_window)
+        )
+        assert cache.k_cmp is not None
+        assert cache.v_cmp is not None
+        out = self._nsa(
+            new.q.to(cache.dtype),
+            k,
+            v,
+            cache.k_cmp[:, :num_compressed],
+            cache.v_cmp[:, :num_compressed],
+            new.gates,
+            q_cmp=new.q_cmp.to(cache.dtype),
+            k_window=k_window,
+            v_window=v_window,
+            q_offset=offset,
+            seqlens_k=cache.lengths,
+            backend=backend,
+        )
+        return out if mask is None or order is None else from_front(out, order, mask)
+
+    def _project(self, x: Tensor, positions: Tensor) -> _Projected:
+        x = self.norm(x)
+        q, *pairs = self.to_qkv(x).split(self._split_sizes, dim=-1)
+        q = rearrange(q, 'b t (h d) -> b t h d', h=self.heads)
+        pairs = [rearrange(t, 'b t (h d) -> b t h d', h=self.kv_heads) for t in pairs]
+        raw_k, raw_v = pairs[:2]
+        k, v = pairs[2:4] if self.independent_branch_kv else (raw_k, raw_v)
+        k_window, v_window = pairs[4:] if self.independent_branch_kv else (None, None)
+        logits = rearrange(self.to_strategy_combine(x), 'b t (h s) -> b t h s', h=self.heads)
+        gates = logits.to(torch.promote_types(logits.dtype, torch.float32)).sigmoid()
+        if self.rotary is None:
+            return _Projected(q, q, k, v, raw_k, raw_v, k_window, v_window, gates)
+        k_window = None if k_window is None else self.rotary(k_window, positions)
+        rotated_q, rotated_k = self.rotary(q, positions), self.rotary(k, positions)
+        return _Projected(rotated_q, q, rotated_k, v, raw_k, raw_v, k_window, v_window, gates)
+
+    def _blocks(self, raw: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        """Overlapping blocks `[B, H, C, l, D]` of `[B, T, H, D]`, a view where sequences are not packed."""
+        (block_size, stride), total = self._compress_sizes, raw.shape[1]
+        if total < block_size:
+            return raw.new_empty(raw.shape[0], raw.shape[2], 0, block_size, raw.shape[3])
+        if cu_seqlens is None:
+            return rearrange(raw.unfold(1, block_size, stride), 'b c h d l -> b h c l d')
+        starts = geometry.packed_block_starts(cu_seqlens, total, block_size, stride)
+        token = starts[:, None] + torch.arange(block_size, device=raw.device)
+        return rearrange(raw[:, token], 'b c l h d -> b h c l d')
+
+    def _compress(self, blocks_k: Tensor, blocks_v: Tensor) -> tuple[Tensor, Tensor]:
+        """Compressed keys `[B, C, H, D]` and values `[B, C, H, DV]` (equation 7)."""
+        blocks_k = blocks_k + self.k_intrablock_positions[:, None].to(blocks_k.dtype)
+        blocks_v = blocks_v + self.v_intrablock_positions[:, None].to(blocks_v.dtype)
+        return (
+            compress_blocks(self.k_compress, blocks_k, name='keys', value_dim=self.dim_head),
+            compress_blocks(self.v_compress, blocks_v, name='values', value_dim=self.dim_value_head),
+        )
+
+    def _nsa(self, q: Tensor, *tensors: Any, **settings: Any) -> Tensor:
+        """`nsa` with the settings of the layer, heads merged and projected to `[B, T, dim]`."""
+        mem_kv = None
+        if self.compress_mem_k.shape[1]:
+            mem_kv = (self.compress_mem_k.to(q.dtype), self.compress_mem_v.to(q.dtype))
+        window = self.sliding_window_size - 1
+        out = functional.nsa(
+            q,
+            *tensors,
+            mem_kv=mem_kv,
+            compress_block_size=self.compress_block_size,
+            compress_stride=self.compress_block_sliding_stride,
+            selection_block_size=self.selection_block_size,
+            num_selected=self.num_selected_blocks,
+            window_size=(window, 0 if self.causal else window),
+            num_init=self.num_init_blocks,
+            num_local=self.num_local_blocks,
+            share_group=self.query_heads_share_selected_kv,
+            use_diff_topk=self.use_diff_topk,
+            causal=self.causal,
+            **settings,
+        )
+        out = rearrange(out, 'b t h d -> b t (h d)')
+        if not torch.is_autocast_enabled(out.device.type):
+            out = out.to(self.combine_heads.weight.dtype)
+        return self.combine_heads(out)
+
+    @property
+    def _compress_sizes(self) -> tuple[int, int]:
+        return self.compress_block_size, self.compress_block_sliding_stride
+
+    def _make_cache(
+        self,
+        batch_size: int,
+        max_seq_len: int,
+        max_rollback: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        grows: bool = False,
+    ) -> LayerCache:
+        return LayerCache(
+            batch_size,
+            max_seq_len,
+            kv_heads=self.kv_heads,
+            head_dim=self.dim_head,
+            value_dim=self.dim_value_head,
+            max_rollback=max_rollback,
+            compress=self._compress_sizes,
+            has_raw_k=self.rotary is not None or self.independent_branch_kv,
+            has_raw_v=self.independent_branch_kv,
+            has_window=self.independent_branch_kv,
+            dtype=dtype,
+            device=device,
+            grows=grows,
+        )
+
+    def _cache_dtype(self, x: Tensor) -> torch.dtype:
+        device_type = x.device.type
+        return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else x.dtype
+
+    def _check_input(
+        self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, cache: LayerCache | None, return_cache: bool
+    ) -> None:
+        dim = self.to_qkv.in_features
+        require(x.dim() == 3 and x.shape[2] == dim, f'x has shape {tuple(x.shape)}, but must be [B, T, {dim}]')
+        if mask is not None:
+            require(cu_seqlens is None, 'mask and cu_seqlens are given, but one must be left out')
+            check_mask(mask, x)
+        if cu_seqlens is not None:
+            require(x.shape[0] == 1, f'x has batch size {x.shape[0]}, but must have 1 where cu_seqlens is given')
+            require(
+                cache is None and not return_cache, 'cu_seqlens is given, but a cache takes rows, not packed sequences'
+            )
+        if cache is not None or return_cache:
+            require(self.causal, 'causal is False, but a cache needs causal=True')
+        if cache is not None:
+            require(
+                cache.compress == self._compress_sizes and cache.k.shape[2:] == (self.kv_heads, self.dim_head),
+                f'cache holds (l, d) = {cache.compress} and keys of {tuple(cache.k.shape[2:])}, but the layer has '
+                f'{self._compress_sizes} and {(self.kv_heads, self.dim_head)}',
+            )
+            require(cache.batch_size == x.shape[0], f'x has batch size {x.shape[0]}, but cache has {cache.batch_size}')
+
+
+def _make_gate(dim: int, heads: int) -> nn.Linear:
+    gate = nn.Linear(dim, 3 * heads)
+    nn.init.zeros_(gate.weight)
+    gate.bias.data.copy_(torch.tensor(GATE_START * heads))
+    return gate
+
+
+@torch.no_grad()
+def _check_gate(gate: nn.Module, dim: int, heads: int) -> None:
+    weight = next((p for p in gate.parameters() if p.is_floating_point()), torch.empty(()))
+    shape = tuple(gate(torch.zeros(1, 1, dim, dtype=weight.dtype, device=weight.device)).shape)
+    require(
+        shape == (1, 1, 3 * heads),
+        f'strategy_combine_mlp maps {(1, 1, dim)} to {shape}, but must map it to {(1, 1, 3 * heads)}: 3 gates per head',
+    )
