@@ -1,0 +1,54 @@
+"""Seeds, the hypothesis profile and what a test asks of the machine."""
+
+from __future__ import annotations
+
+import random
+
+import hypothesis
+import pytest
+import torch
+
+# The tensors of the tests are small, and threads would wait for each other longer than they compute.
+torch.set_num_threads(1)
+
+# The same examples every time. `pytest --hypothesis-profile search` looks for new ones.
+hypothesis.settings.register_profile('suite', derandomize=True, database=None, deadline=None, max_examples=25)
+hypothesis.settings.register_profile('search', deadline=None, max_examples=500, print_blob=True)
+hypothesis.settings.load_profile('suite')
+
+
+class TorchRandom:
+    """torch's generator as hypothesis wants it, so that every example starts from the same state."""
+
+    def seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def getstate(self) -> tuple[int, ...]:
+        return tuple(torch.get_rng_state().tolist())
+
+    def setstate(self, state: tuple[int, ...]) -> None:
+        torch.set_rng_state(torch.tensor(state, dtype=torch.uint8))
+
+
+torch_random = TorchRandom()  # hypothesis keeps a weak reference
+hypothesis.register_random(torch_random)
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """The GPU where there is one."""
+    return torch.device('cuda' if torch.cuda.is_available() else 'cpu')
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker('gpu'):
+            item.add_marker(pytest.mark.skip(reason='no CUDA device'))
