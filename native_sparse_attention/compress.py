@@ -179,8 +179,8 @@ class _SelfAttention(nn.Module):
         """The last `num_queries` of tokens [N, l, dim] attend to all l, in both directions."""
         projected = self.q_proj(tokens[:, -num_queries:]), self.k_proj(tokens), self.v_proj(tokens)
         q, k, v = (rearrange(t, 'n l (h d) -> n h l d', h=self.num_heads) for t in projected)
-        # Blocks are short and many: scaled_dot_product_attention gains little here, and on CUDA it fails in half types for
-        # more than 65,535 blocks.
+        # Blocks are short and many: scaled_dot_product_attention gains little here, and on CUDA it was seen to fail in
+        # bf16 for more than 65,535 blocks.
         weights = (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).softmax(dim=-1)
         out = F.dropout(weights, self.dropout, self.training) @ v
         return self.out_proj(rearrange(out, 'n h l d -> n l (h d)'))
