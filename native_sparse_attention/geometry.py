@@ -194,4 +194,4 @@ def _clamp_min(value: Integer, minimum: int) -> Integer:
 
 
 def _maximum(a: Integer, b: Integer) -> Integer:
-    return torch.maximum(a, b) if isinstance(a, Tensor) else max(a, b)
+    return torch.maximum(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else max(a, b)

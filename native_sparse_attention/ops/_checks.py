@@ -71,7 +71,9 @@ def check_block_sizes(compress_block_size: int, compress_stride: int, selection_
     )
     if selection_block_size is not None:
         check_positive(selection_block_size=selection_block_size)
-        message = f'selection_block_size is {selection_block_size}, but must be a multiple of the stride, {compress_stride}'
+        message = (
+            f'selection_block_size is {selection_block_size}, but must be a multiple of the stride, {compress_stride}'
+        )
         require(selection_block_size % compress_stride == 0, message)
 
 
@@ -88,9 +90,16 @@ def check_block_indices(block_indices: Tensor, q: Tensor, k: Tensor) -> None:
     batch, seqlen, heads, _ = q.shape
     name, shape = 'block_indices', tuple(block_indices.shape)
     require(block_indices.dtype in INT_DTYPES, f'{name} has dtype {block_indices.dtype}, but must be int32 or int64')
-    message = f'{name} has shape {shape}, but must have ({batch}, {seqlen}, {k.shape[2]} or, per query head, {heads}, n)'
+    message = (
+        f'{name} has shape {shape}, but must have ({batch}, {seqlen}, {k.shape[2]} or, per query head, {heads}, n)'
+    )
     require(len(shape) == 4 and shape[:2] == (batch, seqlen) and shape[2] in (k.shape[2], heads), message)
     require(block_indices.device == q.device, f'{name} is on {block_indices.device}, but q is on {q.device}')
+
+
+def logit_scale(q: Tensor, scale: float | None) -> float:
+    """The factor of the logits: D ** -0.5 unless it is given."""
+    return q.shape[-1] ** -0.5 if scale is None else float(scale)
 
 
 def make_sequences(

@@ -11,6 +11,7 @@ from native_sparse_attention.ops._checks import (
     check_lse,
     check_not_negative,
     check_qkv,
+    logit_scale,
     make_compressed_sequences,
 )
 from native_sparse_attention.ops.backend import BackendChoice, choose_backend, serves
@@ -69,7 +70,7 @@ def select_blocks(
     sequences = make_compressed_sequences(
         q, k_cmp, compress_block_size, compress_stride, seqlen_k, q_offset, seqlens_k, cu_seqlens, cu_seqlens_k
     )
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = logit_scale(q, scale)
     from native_sparse_attention.ops.block_selection import eager
 
     backend_of('select_blocks', q, backend=backend)
@@ -120,7 +121,7 @@ def chosen_scores(
     sequences = make_compressed_sequences(
         q, k_cmp, compress_block_size, compress_stride, seqlen_k, q_offset, seqlens_k, cu_seqlens, cu_seqlens_k
     )
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = logit_scale(q, scale)
     from native_sparse_attention.ops.block_selection import eager
 
     backend_of('chosen_scores', q, backend=backend)

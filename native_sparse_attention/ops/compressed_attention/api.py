@@ -10,6 +10,7 @@ from native_sparse_attention.ops._checks import (
     check_block_sizes,
     check_qkv,
     check_same_kind,
+    logit_scale,
     make_compressed_sequences,
     require,
 )
@@ -66,7 +67,7 @@ def compressed_attention(
     sequences = make_compressed_sequences(
         q, k_cmp, block_size, stride, seqlen_k, q_offset, seqlens_k, cu_seqlens, cu_seqlens_k
     )
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = logit_scale(q, scale)
     arguments = (q, k_cmp, v_cmp, mem_kv, sequences, block_size, stride, causal, scale)
     match backend_of(q, k_cmp, v_cmp, mem_kv=mem_kv, backend=backend).name:
         case 'flex':

@@ -6,7 +6,14 @@ from functools import partial
 
 from torch import Tensor
 
-from native_sparse_attention.ops._checks import check_block_indices, check_positive, check_qkv, make_sequences, require
+from native_sparse_attention.ops._checks import (
+    check_block_indices,
+    check_positive,
+    check_qkv,
+    logit_scale,
+    make_sequences,
+    require,
+)
 from native_sparse_attention.ops.backend import BackendChoice, choose_backend, serves
 
 
@@ -63,7 +70,7 @@ def selected_attention(
         )
         require(block_scale.device == q.device, f'block_scale is on {block_scale.device}, but q is on {q.device}')
     sequences = make_sequences(q, k.shape[1], q_offset, seqlens_k, cu_seqlens, cu_seqlens_k)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = logit_scale(q, scale)
     arguments = (q, k, v, block_indices, block_scale, sequences, block_size, causal, scale)
     match backend_of(q, k, v, block_scale=block_scale, backend=backend).name:
         case 'flex':

@@ -6,7 +6,7 @@ from functools import partial
 
 from torch import Tensor
 
-from native_sparse_attention.ops._checks import check_qkv, make_sequences, require
+from native_sparse_attention.ops._checks import check_qkv, logit_scale, make_sequences, require
 from native_sparse_attention.ops.backend import BackendChoice, choose_backend, serves
 
 
@@ -47,7 +47,7 @@ def window_attention(
     check_qkv(q, k, v)
     left, right = check_window(window_size, causal)
     sequences = make_sequences(q, k.shape[1], q_offset, seqlens_k, cu_seqlens, cu_seqlens_k)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = logit_scale(q, scale)
     arguments = (q, k, v, sequences, left, right, scale)
     match backend_of(q, k, v, backend=backend).name:
         case 'flex':
