@@ -68,10 +68,8 @@ def _counts(blocks: Tensor, last_block: int) -> Tensor:
 
 
 def _gather(tensor: Tensor, row: Tensor, visible: Tensor) -> Tensor:
-    """`[B, S, H, D]` at the flat rows `[B, T, HI, J]`, 0 where not visible, whatever stands there: `[B, T, HI, J,
-    D]`.
-    """
-    if tensor.shape[1] == 0:
-        return tensor.new_zeros(*row.shape, tensor.shape[-1])
-    gathered = torch.nn.functional.embedding(row, tensor.reshape(-1, tensor.shape[-1]))
-    return torch.where(visible[..., None], gathered, 0)
+    """`[B, S, H, D]` at the flat rows `[B, T, HI, J]`, 0 where not visible, whatever stands there: `[B, T, HI, J, D]`."""
+    table = tensor.reshape(-1, tensor.shape[-1])
+    zero = len(table)
+    table = torch.cat((table, table.new_zeros(1, table.shape[-1])))
+    return torch.nn.functional.embedding(torch.where(visible, row, zero), table, padding_idx=zero)
