@@ -1,0 +1,407 @@
+"""A small language model, and the dense twin that it is compared with: the two differ in the attention alone."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from math import ceil, isfinite
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from native_sparse_attention.attention import SparseAttention
+from native_sparse_attention.cache import LayerCache, ModelCache
+from native_sparse_attention.dense import DenseAttention
+from native_sparse_attention.ops._checks import check_not_negative, check_positive, require
+from native_sparse_attention.ops.backend import check_backend
+from native_sparse_attention.padding import check_mask
+
+DEFAULT_SPARSE_ATTN_KWARGS: Mapping[str, Any] = {
+    'sliding_window_size': 32,
+    'compress_block_size': 4,
+    'compress_block_sliding_stride': 4,
+    'selection_block_size': 4,
+    'num_selected_blocks': 4,
+}
+SHAPE_SETTINGS = ('norm', 'dim_value_head', 'rotary_emb')  # of SparseAttention, which the dense twin shares
+IGNORED_LABEL = -100
+
+
+class Block(nn.Module):
+    """Attention, then a feed-forward network, each added to its input; both normalise what they read."""
+
+    def __init__(self, attention: SparseAttention | DenseAttention, feed_forward: nn.Module) -> None:
+        super().__init__()
+        self.attention = attention
+        self.feed_forward = feed_forward
+
+    def forward(self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, **options: Any) -> Tensor:
+        x = x + self.attention(x, mask, cu_seqlens, **options)
+        return x + self.feed_forward(x)
+
+    def decode(
+        self, x: Tensor, mask: Tensor | None, cache: LayerCache | None, **options: Any
+    ) -> tuple[Tensor, LayerCache]:
+        out, advanced = self.attention(x, mask, cache=cache, return_cache=True, **options)
+        x = x + out
+        return x + self.feed_forward(x), advanced
+
+
+class Transformer(nn.Module):
+    """A decoder over token ids, with sparse attention (`use_sparse_attn`) or its dense twin in every block.
+
+    num_tokens: size of the vocabulary. sparse_attn_kwargs: what `SparseAttention` takes beyond the sizes given here; by
+    default windows of 32 and blocks of 4, of which 4 are read. The dense twin takes `norm`, `dim_value_head` and
+    `rotary_emb` from it. With one seed, dense and sparse start from the same embedding, feed-forward networks and head.
+    tie_embeddings: one matrix is embedding and head. backend: 'auto', 'triton', 'flex' or 'eager', for the sparse
+    attention; the flags `use_flex_*` and `use_triton_*` of native-sparse-attention-pytorch are mapped to it with a
+    DeprecationWarning. Raises ValueError for sizes that do not fit.
+    """
+
+    def __init__(
+        self,
+        num_tokens: int,
+        dim: int,
+        depth: int,
+        dim_head: int = 64,
+        heads: int = 8,
+        kv_heads: int | None = None,
+        ff_expansion_factor: float = 4.0,
+        use_sparse_attn: bool = False,
+        causal: bool = True,
+        use_flex_sliding_window: bool = False,
+        use_flex_fine_selection: bool = False,
+        use_triton_fine_selection: bool = False,
+        sparse_attn_kwargs: Mapping[str, Any] = DEFAULT_SPARSE_ATTN_KWARGS,
+        *,
+        tie_embeddings: bool = False,
+        backend: str = 'auto',
+    ) -> None:
+        super().__init__()
+        check_backend(backend)
+        dim_hidden = int(dim * ff_expansion_factor)
+        check_positive(num_tokens=num_tokens, dim=dim, depth=depth)
+        require(dim_hidden >= 1, f'ff_expansion_factor is {ff_expansion_factor}, but must leave a hidden unit of {dim}')
+        backend = _backend_of_flags(
+            backend, use_flex_sliding_window, use_flex_fine_selection, use_triton_fine_selection
+        )
+        self.num_tokens, self.causal, self.use_sparse_attn, self.backend = num_tokens, causal, use_sparse_attn, backend
+
+        # The shared parts draw their random numbers before the attention does, so that they start alike in both models.
+        self.token_emb = nn.Embedding(num_tokens, dim)
+        self.norm = nn.RMSNorm(dim)
+        self.to_logits = nn.Linear(dim, num_tokens, bias=False)
+        if tie_embeddings:
+            # The head's start serves both: logits of an embedding of unit variance would have the variance dim.
+            self.token_emb.weight = self.to_logits.weight
+        feed_forwards = [_feed_forward(dim, dim_hidden) for _ in range(depth)]
+
+        sizes = {'dim': dim, 'dim_head': dim_head, 'heads': heads, 'kv_heads': kv_heads, 'causal': causal}
+        if use_sparse_attn:
+            attentions = [SparseAttention(**sizes, backend=backend, **sparse_attn_kwargs) for _ in range(depth)]
+        else:
+            shape = {name: sparse_attn_kwargs[name] for name in SHAPE_SETTINGS if name in sparse_attn_kwargs}
+            attentions = [DenseAttention(**sizes, **shape) for _ in range(depth)]
+        self.layers = nn.ModuleList(Block(*parts) for parts in zip(attentions, feed_forwards, strict=True))
+
+    def forward(
+        self,
+        ids: Tensor,
+        return_loss: bool = False,
+        cache: ModelCache | None = None,
+        return_cache: bool = False,
+        *,
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        disable_flex: bool | None = None,
+        disable_triton_kernel: bool | None = None,
+    ) -> Any:
+        """Logits `[B, T, num_tokens]` of the tokens that follow each of ids (int `[B, T]`).
+
+        return_loss: instead the mean cross entropy, in nats, of every token given those before it in its sequence
+        (float32; float64 in a float64 model). cache: ids are the tokens that follow it, any number of them.
+        return_cache: returns (logits, cache); without a cache one is started that grows. A call with a cache runs
+        without autograd. mask: bool `[B, T]`, True at real tokens, padding left or right; logits of padding mean
+        nothing. cu_seqlens: int32 `[N + 1]`, packed sequences in ids `[1, total]`. disable_flex, disable_triton_kernel:
+        flags of native-sparse-attention-pytorch, mapped to a backend for this call with a DeprecationWarning.
+        """
+        _check_ids('ids', ids)
+        if mask is not None:
+            check_mask(mask, ids)
+        cached = cache is not None or return_cache
+        options = self._options_of_flags(disable_flex, disable_triton_kernel)
+        if return_loss:
+            require(not cached, 'return_loss is True with a cache, but a loss needs a forward without one')
+            return self._loss(ids, mask, cu_seqlens, **options)
+        if not cached:
+            return self.to_logits(self._embed(ids, mask, cu_seqlens, **options))
+        require(cu_seqlens is None, 'cu_seqlens is given with a cache, but packed sequences have none')
+        with torch.no_grad():
+            embedded, cache = self._embed_cached(ids, mask, cache, **options)
+            logits = self.to_logits(embedded)
+        return (logits, cache) if return_cache else logits
+
+    @property
+    def blocks(self) -> list[Block]:
+        return [cast(Block, block) for block in self.layers]
+
+    def init_cache(
+        self,
+        batch_size: int,
+        max_seq_len: int,
+        max_rollback: int = 32,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> ModelCache:
+        """A preallocated cache of all layers; arguments and defaults are those of `SparseAttention.init_cache`."""
+        return ModelCache(
+            [b.attention.init_cache(batch_size, max_seq_len, max_rollback, dtype, device) for b in self.blocks]
+        )
+
+    @torch.no_grad()
+    def generate(
+        self,
+        prompt: Tensor,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        *,
+        mask: Tensor | None = None,
+        generator: torch.Generator | None = None,
+        progress: bool = False,
+    ) -> Tensor:
+        """Continue prompt `[B, P]` by `max_new_tokens` tokens through the cache; returns the new tokens alone.
+
+        temperature: 0 takes the likeliest token. top_k: draw from the k likeliest. top_p in (0, 1]: draw from the
+        fewest of the likeliest whose probabilities reach p. mask: bool `[B, P]`, True at real tokens; every row
+        continues after its own last one. generator: where random numbers come from, on the model's device. progress:
+        show a bar (needs tqdm). Raises ValueError for other values.
+        """
+        _check_prompt(prompt, mask, self.causal)
+        check_not_negative(max_new_tokens=max_new_tokens)
+        _check_sampling(temperature, top_k, top_p)
+
+        def choose(logits: Tensor) -> Tensor:
+            if temperature == 0:
+                return logits.argmax(-1)
+            probs = _nucleus(_keep_top_k(_tempered(logits, temperature), top_k), top_p)
+            return torch.multinomial(probs, 1, generator=generator).squeeze(-1)
+
+        return self._continue(prompt, max_new_tokens, choose, mask, progress)
+
+    @torch.no_grad()
+    def sample(
+        self,
+        prompt: Tensor,
+        seq_len: int,
+        temperature: float = 1.0,
+        filter_thres: float = 0.9,
+        use_cache_kv: bool = False,
+    ) -> Tensor:
+        """Continue prompt `[B, P]` to `seq_len` tokens; returns those after the prompt, `[B, max(0, seq_len - P)]`.
+
+        The meaning is that of native-sparse-attention-pytorch 0.2.3: temperature ≤ 0 takes the likeliest token;
+        otherwise one is drawn from the ceil((1 - filter_thres) · num_tokens) likeliest. use_cache_kv: decode through
+        the cache instead of recomputing the whole sequence for every token; the result is the same.
+        """
+        _check_prompt(prompt, None, self.causal)
+        require(0 <= filter_thres < 1, f'filter_thres is {filter_thres}, but must be at least 0 and less than 1')
+        kept = ceil((1 - filter_thres) * self.num_tokens)
+
+        def choose(logits: Tensor) -> Tensor:
+            if temperature <= 0:
+                return logits.argmax(-1)
+            logits = _keep_top_k(_tempered(logits, temperature), kept)
+            # The largest of logits with Gumbel noise, −log of an exponential variable, is a draw from their softmax.
+            return (logits - torch.empty_like(logits).exponential_().log()).argmax(-1)
+
+        count = max(0, seq_len - prompt.shape[1])
+        if use_cache_kv:
+            return self._continue(prompt, count, choose, None, progress=False)
+        out = prompt
+        with _evaluating(self):
+            for _ in range(count):
+                token = choose(self.to_logits(self._embed(out, None, None)[:, -1]))
+                out = torch.cat((out, token[:, None].to(out.dtype)), dim=1)
+        return out[:, prompt.shape[1] :]
+
+    def _continue(
+        self, prompt: Tensor, count: int, choose: Callable[[Tensor], Tensor], mask: Tensor | None, progress: bool
+    ) -> Tensor:
+        """`count` tokens after the prompt, through a preallocated cache; `choose` maps logits `[B, V]` to ids `[B]`."""
+        new = prompt.new_empty(prompt.shape[0], count)
+        if count == 0:
+            return new
+        with _evaluating(self):
+            cache = self.init_cache(prompt.shape[0], prompt.shape[1] + count)
+            embedded, _ = self._embed_cached(prompt, mask, cache)
+            last = embedded[:, -1] if mask is None else _last_real(embedded, mask)
+            for step in _steps(count, progress):
+                new[:, step] = choose(self.to_logits(last))
+                if step + 1 < count:
+                    embedded, _ = self._embed_cached(new[:, step : step + 1], None, cache)
+                    last = embedded[:, 0]
+        return new
+
+    def _embed(self, ids: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, **options: Any) -> Tensor:
+        """The normalised output of the last block, `[B, T, dim]`."""
+        x = self._tokens(ids, mask)
+        for block in self.blocks:
+            x = block(x, mask, cu_seqlens, **options)
+        return self.norm(x)
+
+    def _embed_cached(
+        self, ids: Tensor, mask: Tensor | None, cache: ModelCache | None, **options: Any
+    ) -> tuple[Tensor, ModelCache]:
+        if cache is not None:
+            given, depth = len(cache), len(self.layers)
+            require(given == depth, f'cache has {given} layers, but the model has {depth}')
+        x = self._tokens(ids, mask)
+        layer_caches = []
+        for index, block in enumerate(self.blocks):
+            x, layer_cache = block.decode(x, mask, None if cache is None else cache[index], **options)
+            layer_caches.append(layer_cache)
+        return self.norm(x), ModelCache(layer_caches) if cache is None else cache
+
+    def _tokens(self, ids: Tensor, mask: Tensor | None) -> Tensor:
+        # Ids at padding may lie outside the vocabulary, such as -100.
+        return self.token_emb(ids if mask is None else ids.masked_fill(~mask, 0))
+
+    def _loss(self, ids: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, **options: Any) -> Tensor:
+        require(ids.shape[1] >= 2, f'ids has {ids.shape[1]} tokens per row, but a loss needs at least 2')
+        labels = ids[:, 1:]
+        if mask is not None:
+            labels = labels.masked_fill(~(mask[:, :-1] & mask[:, 1:]), IGNORED_LABEL)
+            mask = mask[:, :-1]
+        if cu_seqlens is not None:
+            labels = labels.masked_fill(~_continues(cu_seqlens, ids.shape[1]), IGNORED_LABEL)
+            cu_seqlens = cu_seqlens.clamp(max=ids.shape[1] - 1)
+        logits = _upcast(self.to_logits(self._embed(ids[:, :-1], mask, cu_seqlens, **options)))
+        total = F.cross_entropy(
+            logits.flatten(0, 1), labels.flatten().long(), ignore_index=IGNORED_LABEL, reduction='sum'
+        )
+        return total / (labels != IGNORED_LABEL).sum().clamp(min=1)
+
+    def _options_of_flags(self, disable_flex: bool | None, disable_triton_kernel: bool | None) -> dict[str, Any]:
+        """What the attention of this call gets for the flags of native-sparse-attention-pytorch."""
+        flags = {'disable_flex': ('flex', disable_flex), 'disable_triton_kernel': ('triton', disable_triton_kernel)}
+        given = [name for name, (_, off) in flags.items() if off is not None]
+        if not given:
+            return {}
+        message = f"{' and '.join(given)} is deprecated: use backend='eager' in the constructor"
+        warnings.warn(message, DeprecationWarning, stacklevel=5)  # past the frames of nn.Module.__call__
+        runs_eager = any(off and self.backend in ('auto', backend) for backend, off in flags.values())
+        return {'disable_triton_kernel': True} if runs_eager and self.use_sparse_attn else {}
+
+
+def _feed_forward(dim: int, dim_hidden: int) -> nn.Sequential:
+    return nn.Sequential(nn.RMSNorm(dim), nn.Linear(dim, dim_hidden), nn.GELU(), nn.Linear(dim_hidden, dim))
+
+
+def _backend_of_flags(backend: str, flex_window: bool, flex_selection: bool, triton_selection: bool) -> str:
+    """The backend that the flags of native-sparse-attention-pytorch ask for."""
+    flags = {
+        'use_flex_sliding_window': flex_window,
+        'use_flex_fine_selection': flex_selection,
+        'use_triton_fine_selection': triton_selection,
+    }
+    given = [name for name, value in flags.items() if value]
+    if not given:
+        return backend
+    both = flex_selection and triton_selection
+    require(not both, 'use_flex_fine_selection and use_triton_fine_selection are both True, but at most one may be')
+    mapped = 'auto' if triton_selection else 'flex'  # auto takes Triton where it runs
+    require(backend in ('auto', mapped), f'backend is {backend!r}, but {" and ".join(given)} asks for {mapped!r}')
+    warnings.warn(f'{" and ".join(given)} is now backend={mapped!r}', DeprecationWarning, stacklevel=3)
+    return mapped
+
+
+def _continues(cu_seqlens: Tensor, total: int) -> Tensor:
+    """Bool `[total - 1]`: whether token t + 1 belongs to the sequence of token t."""
+    ends = cu_seqlens.long()
+    index = torch.arange(1, total, device=cu_seqlens.device)
+    return (index < ends[-1]) & ~torch.isin(index, ends)
+
+
+def _last_real(x: Tensor, mask: Tensor) -> Tensor:
+    """x `[B, T, D]` at every row's last real token, `[B, D]`."""
+    index = mask.shape[1] - 1 - mask.flip(1).int().argmax(1)
+    return x.take_along_dim(index[:, None, None], dim=1)[:, 0]
+
+
+def _keep_top_k(logits: Tensor, k: int | None) -> Tensor:
+    """logits `[B, V]` with -inf in place of all but the k largest."""
+    if k is None or k >= logits.shape[-1]:
+        return logits
+    values, index = logits.topk(k)
+    return torch.full_like(logits, -torch.inf).scatter(-1, index, values)
+
+
+def _nucleus(logits: Tensor, p: float | None) -> Tensor:
+    """Probabilities `[B, V]`, 0 but for the fewest of the largest that reach p together; not normalised."""
+    probs = logits.softmax(-1)
+    if p is None or p == 1:
+        return probs
+    ordered, index = probs.sort(dim=-1, descending=True)
+    larger = ordered.cumsum(-1) - ordered
+    return torch.zeros_like(probs).scatter(-1, index, ordered.masked_fill(larger >= p, 0.0))
+
+
+def _tempered(logits: Tensor, temperature: float) -> Tensor:
+    """Logits divided by the temperature; shifted before, so that the largest stays finite at any temperature."""
+    logits = _upcast(logits)
+    return (logits - logits.amax(-1, keepdim=True)) / max(temperature, 1e-10)
+
+
+def _upcast(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def _steps(count: int, progress: bool) -> Iterator[int]:
+    if not progress:
+        return iter(range(count))
+    from tqdm import tqdm  # not needed to import the package
+
+    return iter(tqdm(range(count), desc='generating', unit='token'))
+
+
+@contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    """Every module in evaluation mode, and afterwards in the mode that it was in."""
+    training = [m for m in module.modules() if m.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for m in training:
+            m.training = True
+
+
+def _check_ids(name: str, ids: Tensor) -> None:
+    given = f'{name} has shape {tuple(ids.shape)} and dtype {ids.dtype}'
+    is_int = ids.dtype in (torch.int32, torch.int64)
+    require(ids.dim() == 2 and is_int, f'{given}, but must be int32 or int64 [batch, tokens]')
+
+
+def _check_prompt(prompt: Tensor, mask: Tensor | None, causal: bool) -> None:
+    require(causal, 'causal is False, but only a causal model can generate')
+    _check_ids('prompt', prompt)
+    require(prompt.shape[1] > 0, 'prompt has no tokens, but needs at least 1')
+    if mask is not None:
+        check_mask(mask, prompt)
+    if mask is not None and mask.device.type == 'cpu':
+        require(
+            bool(mask.any(dim=1).all()), 'mask has a row of padding alone, but a prompt needs at least 1 real token'
+        )
+
+
+def _check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:
+    valid = isfinite(temperature) and temperature >= 0
+    require(valid, f'temperature is {temperature}, but must be finite and at least 0')
+    if top_k is not None:
+        check_positive(top_k=top_k)
+    require(top_p is None or 0 < top_p <= 1, f'top_p is {top_p}, but must be greater than 0 and at most 1')
