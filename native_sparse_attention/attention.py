@@ -219,7 +219,7 @@ class SparseAttention(nn.Module):
         self._check_input(x, mask, cu_seqlens, cache, return_cache)
         backend = self.backend
         if disable_triton_kernel is not None:
-            warnings.warn("disable_triton_kernel is deprecated: use backend='eager'", DeprecationWarning, stacklevel=2)
+            warnings.warn("disable_triton_kernel is deprecated: use backend='eager'", DeprecationWarning, stacklevel=4)
             backend = 'eager' if disable_triton_kernel else backend
         if cache is None and not return_cache:
             return self._attend_whole(x, mask, cu_seqlens, backend)

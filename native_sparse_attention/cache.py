@@ -76,8 +76,10 @@ class LayerCache:
             self.raw_v = zeros(ring, value_dim) if has_raw_v else None
         self.lengths = torch.zeros(batch_size, dtype=torch.int32, device=device)
         self.max_length = 0
-        # The longest that any row has ever been since the last reset: the rings lost what lies a ring's size before it.
-        self._high_water = 0
+        # The longest that each row has been since it was empty, and the host's bound on all: what lies a ring's size
+        # before it is lost, even if the row has been cropped since.
+        self._peaks = torch.zeros_like(self.lengths)
+        self._peak = 0
 
     @property
     def capacity(self) -> int:
@@ -176,13 +178,15 @@ class LayerCache:
             self.k_cmp[row, block] = k_cmp.to(self.dtype)
             self.v_cmp[row, block] = v_cmp.to(self.dtype)
         self.lengths.copy_(new)
+        self._peaks.copy_(torch.maximum(self._peaks, self.lengths))
         self.max_length += num_tokens
-        self._high_water = max(self._high_water, self.max_length)
+        self._peak = max(self._peak, self.max_length)
 
     def reset(self) -> None:
         """Forget everything; the tensors stay."""
         self.lengths.zero_()
-        self.max_length = self._high_water = 0
+        self._peaks.zero_()
+        self.max_length = self._peak = 0
 
     def reorder(self, index: Tensor) -> None:
         """Row b becomes what row index[b] is, as beam search needs it. index: int64 `[B]`."""
@@ -191,7 +195,7 @@ class LayerCache:
                 f'index has shape {tuple(index.shape)} and dtype {index.dtype}, but must be integers '
                 f'[{self.batch_size}]'
             )
-        for tensor in (self.lengths, *self._tensors()):
+        for tensor in (self.lengths, self._peaks, *self._tensors()):
             tensor.copy_(tensor.index_select(0, index))
 
     def crop(self, length: int | Tensor, *, max_length: int | None = None) -> None:
@@ -208,25 +212,26 @@ class LayerCache:
                     f'length has shape {tuple(length.shape)} and dtype {length.dtype}, but must be an int or integers '
                     f'[{self.batch_size}]'
                 )
-            for row_length, held in zip(length.tolist(), self.lengths.tolist(), strict=True) if length.is_cpu else ():
-                self._check_rollback(row_length, held)
+            if self.lengths.is_cpu:
+                for row in zip(length.tolist(), self.lengths.tolist(), self._peaks.tolist(), strict=True):
+                    self._check_rollback(*row)
             bound = self.max_length if max_length is None else max_length
         else:
-            self._check_rollback(length, self.max_length)
+            self._check_rollback(length, self.max_length, self._peak)
             bound = length
         self.lengths.copy_(torch.minimum(self.lengths, torch.as_tensor(length, device=self.device)))
+        self._peaks.masked_fill_(self.lengths == 0, 0)
         self.max_length = min(self.max_length, bound)
-        if bound == 0:
-            self._high_water = 0
+        if self.max_length == 0:
+            self._peak = 0
 
-    def _check_rollback(self, length: int, held: int) -> None:
-        lowest = self._high_water - self.max_rollback
+    def _check_rollback(self, length: int, held: int, peak: int) -> None:
         if length < 0:
             raise ValueError(f'length is {length}, but must be at least 0')
-        if 0 < length < min(held, lowest):
+        if 0 < length < min(held, peak - self.max_rollback):
             raise ValueError(
-                f'length is {length}, but the cache has held {self._high_water} tokens and max_rollback is '
-                f'{self.max_rollback}: crop to at least {lowest}, or to 0'
+                f'length is {length}, but the cache has held {peak} tokens and max_rollback is {self.max_rollback}: '
+                f'crop to at least {peak - self.max_rollback}, or to 0'
             )
 
     def _tensors(self) -> list[Tensor]:

@@ -24,7 +24,10 @@ class Rotary(nn.Module):
 
     def __init__(self, head_dim: int, rotary_emb: RotaryEmbedding | None = None) -> None:
         super().__init__()
-        rotary_emb = RotaryEmbedding(head_dim) if rotary_emb is None else rotary_emb
+        if rotary_emb is None:
+            if head_dim < 3:
+                raise ValueError(f'head_dim is {head_dim}, but a default rotary embedding needs at least 3 features')
+            rotary_emb = RotaryEmbedding(head_dim)
         if not isinstance(rotary_emb, RotaryEmbedding):
             raise ValueError(
                 f'rotary_emb is a {type(rotary_emb).__name__}, but must be a RotaryEmbedding, None or False'
