@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from native_sparse_attention import functional, geometry
 from native_sparse_attention.cache import LayerCache
 from native_sparse_attention.compress import compress_blocks, make_networks
-from native_sparse_attention.ops._checks import check_not_negative, check_positive, require
+from native_sparse_attention.ops._checks import check_not_negative, check_positive, make_sequences, require
 from native_sparse_attention.ops.backend import BackendChoice, check_backend
 from native_sparse_attention.padding import check_mask, from_front, front_order, to_front
 from native_sparse_attention.rotary import Rotary
@@ -268,8 +268,7 @@ class SparseAttention(nn.Module):
             x = to_front(x, order, mask)
         positions = torch.arange(x.shape[1], device=x.device)[None]
         if cu_seqlens is not None:
-            packed = geometry.Sequences(1, x.shape[1], x.shape[1], x.device, None, None, cu_seqlens, cu_seqlens)
-            positions = packed.layout().position
+            positions = make_sequences(x, x.shape[1], None, None, cu_seqlens, None).layout().position
         new = self._project(x, positions)
         blocks_k, blocks_v = (self._blocks(raw, cu_seqlens) for raw in (new.raw_k, new.raw_v))
         out = self._nsa(

@@ -315,9 +315,10 @@ def _backend_of_flags(backend: str, flex_window: bool, flex_selection: bool, tri
     both = flex_selection and triton_selection
     require(not both, 'use_flex_fine_selection and use_triton_fine_selection are both True, but at most one may be')
     mapped = 'auto' if triton_selection else 'flex'  # auto takes Triton where it runs
-    require(backend in ('auto', mapped), f'backend is {backend!r}, but {" and ".join(given)} asks for {mapped!r}')
+    fits = backend in ('auto', 'triton' if triton_selection else 'flex')
+    require(fits, f'backend is {backend!r}, but {" and ".join(given)} asks for {mapped!r}')
     warnings.warn(f'{" and ".join(given)} is now backend={mapped!r}', DeprecationWarning, stacklevel=3)
-    return mapped
+    return mapped if backend == 'auto' else backend
 
 
 def _continues(cu_seqlens: Tensor, total: int) -> Tensor:
@@ -352,9 +353,7 @@ def _nucleus(logits: Tensor, p: float | None) -> Tensor:
 
 
 def _tempered(logits: Tensor, temperature: float) -> Tensor:
-    """Logits divided by the temperature; shifted before, so that the largest stays finite at any temperature."""
-    logits = _upcast(logits)
-    return (logits - logits.amax(-1, keepdim=True)) / max(temperature, 1e-10)
+    return _upcast(logits) / max(temperature, 1e-10)  # a smaller divisor would make logits infinite
 
 
 def _upcast(logits: Tensor) -> Tensor:

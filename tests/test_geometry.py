@@ -115,9 +115,10 @@ def test_starts_of_packed_blocks(lengths: list[int], beyond: int, stride: int, e
 def test_layout_of_rows(offset: int | torch.Tensor | None) -> None:
     seqlens_k = torch.tensor([7, 9], dtype=torch.int32)
     layout = geometry.Sequences(2, 4, 9, torch.device('cpu'), offset, seqlens_k).layout()
-    first = {True: [3, 5]}.get(offset is None) or (
-        offset.tolist() if isinstance(offset, torch.Tensor) else [offset] * 2
-    )
+    if offset is None:
+        first = [3, 5]
+    else:
+        first = offset.tolist() if isinstance(offset, torch.Tensor) else [offset] * 2
     assert layout.position.tolist() == [[start + t for t in range(4)] for start in first]
     assert layout.key_len.tolist() == [[7] * 4, [9] * 4]
     position, own = layout.key_position(torch.arange(10)[None, None])

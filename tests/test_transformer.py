@@ -449,21 +449,30 @@ def assert_drawn_from(probs: Tensor, tokens: Tensor) -> None:
     assert ((frequencies(tokens) - probs).abs() <= 5 * deviation).all()
 
 
+def test_any_temperature_above_zero_is_taken():
+    model, prompt = make_model(False).float(), make_ids(1, 7)
+    greedy = model.generate(prompt, 10, 0)
+    for temperature in (1e-3, 1e-38, 1e-45, 1e-300):
+        assert torch.equal(model.generate(prompt, 10, temperature), greedy)
+        assert torch.equal(model.sample(prompt, 17, temperature), greedy)
+    assert model.generate(prompt, 10, 1e30).shape == (1, 10)
+
+
 def test_tokens_are_drawn_from_the_filtered_distribution():
     torch.manual_seed(0)
     model, prompt = make_model(False), make_ids(1, 5)
     many = prompt.expand(10_000, -1)
-    logits = model(prompt)[0, -1] / 1.7
+    logits = model(prompt)[0, -1] / 6.0
     order = logits.argsort(descending=True)
     probs = logits.softmax(-1)
-    assert_drawn_from(probs, model.generate(many, 1, 1.7))
+    assert_drawn_from(probs, model.generate(many, 1, 6.0))
     kept = torch.zeros_like(probs).index_fill(0, order[:6], 1)
-    assert_drawn_from(probs * kept / (probs * kept).sum(), model.generate(many, 1, 1.7, top_k=6))
+    assert_drawn_from(probs * kept / (probs * kept).sum(), model.generate(many, 1, 6.0, top_k=6))
     reached = int((probs[order].cumsum(0) < 0.6).sum()) + 1
     kept = torch.zeros_like(probs).index_fill(0, order[:reached], 1)
-    assert_drawn_from(probs * kept / (probs * kept).sum(), model.generate(many, 1, 1.7, top_p=0.6))
+    assert_drawn_from(probs * kept / (probs * kept).sum(), model.generate(many, 1, 6.0, top_p=0.6))
     kept = torch.zeros_like(probs).index_fill(0, order[:6], 1)  # ceil(0.2 * 29)
-    assert_drawn_from(probs * kept / (probs * kept).sum(), model.sample(many, 6, 1.7, filter_thres=0.8))
+    assert_drawn_from(probs * kept / (probs * kept).sum(), model.sample(many, 6, 6.0, filter_thres=0.8))
 
 
 @KINDS
