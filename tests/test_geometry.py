@@ -115,10 +115,8 @@ def test_starts_of_packed_blocks(lengths: list[int], beyond: int, stride: int, e
 def test_layout_of_rows(offset: int | torch.Tensor | None) -> None:
     seqlens_k = torch.tensor([7, 9], dtype=torch.int32)
     layout = geometry.Sequences(2, 4, 9, torch.device('cpu'), offset, seqlens_k).layout()
-    if offset is None:
-        first = [3, 5]
-    else:
-        first = offset.tolist() if isinstance(offset, torch.Tensor) else [offset] * 2
+    first = [3, 5] if offset is None else offset
+    first = first.tolist() if isinstance(first, torch.Tensor) else [first] * 2 if isinstance(first, int) else first
     assert layout.position.tolist() == [[start + t for t in range(4)] for start in first]
     assert layout.key_len.tolist() == [[7] * 4, [9] * 4]
     position, own = layout.key_position(torch.arange(10)[None, None])
