@@ -310,6 +310,7 @@ def test_flags_that_contradict():
         trainer_model(use_flex_sliding_window=True, backend='eager')
 
 
+@pytest.mark.filterwarnings('ignore:disable_triton_kernel:DeprecationWarning')
 def test_flags_of_a_call():
     model, ids = Transformer(16, 32, 2, 8, 4, use_sparse_attn=True), torch.randint(16, (1, 20))
     with pytest.warns(DeprecationWarning, match='disable_flex') as caught:
