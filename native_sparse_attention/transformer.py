@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from math import ceil, isfinite
 from typing import Any, cast
 
@@ -54,8 +55,9 @@ class Transformer(nn.Module):
     """A decoder over token ids, with sparse attention (`use_sparse_attn`) or its dense twin in every block.
 
     num_tokens: size of the vocabulary. sparse_attn_kwargs: what `SparseAttention` takes beyond the sizes given here; by
-    default windows of 32 and blocks of 4, of which 4 are read. The dense twin takes `norm`, `dim_value_head` and
-    `rotary_emb` from it. With one seed, dense and sparse start from the same embedding, feed-forward networks and head.
+    default windows of 32 and blocks of 4, of which 4 are read; every layer gets copies of the modules in it. The dense
+    twin takes `norm`, `dim_value_head` and `rotary_emb` from it. With one seed, dense and sparse start from the same
+    embedding, feed-forward networks and head.
     tie_embeddings: one matrix is embedding and head. backend: 'auto', 'triton', 'flex' or 'eager', for the sparse
     attention; the flags `use_flex_*` and `use_triton_*` of native-sparse-attention-pytorch are mapped to it with a
     DeprecationWarning. Raises ValueError for sizes that do not fit.
@@ -101,7 +103,10 @@ class Transformer(nn.Module):
 
         sizes = {'dim': dim, 'dim_head': dim_head, 'heads': heads, 'kv_heads': kv_heads, 'causal': causal}
         if use_sparse_attn:
-            attentions = [SparseAttention(**sizes, backend=backend, **sparse_attn_kwargs) for _ in range(depth)]
+            # Modules among the settings are copied, so that no layer shares weights with another.
+            attentions = [
+                SparseAttention(**sizes, backend=backend, **deepcopy(dict(sparse_attn_kwargs))) for _ in range(depth)
+            ]
         else:
             shape = {name: sparse_attn_kwargs[name] for name in SHAPE_SETTINGS if name in sparse_attn_kwargs}
             attentions = [DenseAttention(**sizes, **shape) for _ in range(depth)]

@@ -9,10 +9,12 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rotary_embedding_torch import RotaryEmbedding
 from torch import Tensor, nn
 
 from native_sparse_attention.attention import SparseAttention
-from native_sparse_attention.transformer import DenseAttention, Transformer
+from native_sparse_attention.compress import AttentionPool, MeanPool
+from native_sparse_attention.transformer import DEFAULT_SPARSE_ATTN_KWARGS, DenseAttention, Transformer
 
 KINDS = pytest.mark.parametrize('sparse', [False, True], ids=['dense', 'sparse'])
 VOCABULARY = 29
@@ -80,6 +82,19 @@ def test_dense_and_sparse_differ_in_the_attention_alone():
     assert all(torch.equal(p, theirs[name]) for name, p in shared.items())
     attention = {name: p for name, p in dense.named_parameters() if '.attention.' in name}
     assert all(p.shape == theirs[name].shape for name, p in attention.items())
+
+
+def test_layers_share_no_module_of_the_settings():
+    modules = {
+        'strategy_combine_mlp': nn.Linear(8, 6),
+        'compress_mlp': (MeanPool(), AttentionPool(4, 4)),
+        'rotary_emb': RotaryEmbedding(4, learned_freq=True),
+    }
+    settings = {**DEFAULT_SPARSE_ATTN_KWARGS, **modules}
+    model = Transformer(9, 8, 2, 4, 2, use_sparse_attn=True, sparse_attn_kwargs=settings)
+    first, second = ({id(p) for p in block.parameters()} for block in model.blocks)
+    assert first
+    assert not first & second
 
 
 def test_dense_twin_takes_the_shape_of_the_sparse_attention():
