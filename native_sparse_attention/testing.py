@@ -1,0 +1,324 @@
+"""How results are shown to be right: input makers and the error rules, shared by tests and benchmarks.
+
+The oracle is the eager backend in float64. Shapes and letters are those of the ops: queries `[B, T, HQ, D]`, keys
+`[B, S, H, D]`, values `[B, S, H, DV]`, block indices `[B, T, H or HQ, n]`, packed sequences `[1, total, H, D]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LAYOUTS = ('contiguous', 'sliced', 'transposed', 'expanded')
+INDEX_KINDS = ('valid', 'unordered', 'duplicates', 'junk', 'none')
+
+# The largest ||error|| of a row, relative to ||gold|| + 0.01 * mean ||gold||. The limit of bfloat16 is about six times
+# the worst row of eager, over outputs and gradients of all ops on normal inputs of up to 1,500 tokens. Those of the
+# other dtypes leave as much room: their worst rows are 2^-10.6 and 2^-16.8. tests/test_testing.py measures them again.
+ROW_LIMITS = {torch.bfloat16: 2.0**-5, torch.float16: 2.0**-8, torch.float32: 2.0**-14}
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Measured and allowed errors of a result, over the values that are finite in the gold."""
+
+    max: float
+    max_allowed: float
+    mean: float
+    mean_allowed: float
+    row: float
+    row_allowed: float
+    misplaced: int
+
+    def broken_rules(self) -> list[str]:
+        """What is wrong, one line each; empty where all rules hold."""
+        broken = []
+        if self.misplaced:
+            broken.append(f'rule 4: {self.misplaced} values are finite where the gold is not, or the other way round')
+        # NaN breaks a rule too.
+        if not self.max <= self.max_allowed:
+            broken.append(f'rule 1: max error is {self.max:.3e}, but at most {self.max_allowed:.3e} is allowed')
+        if not self.mean <= self.mean_allowed:
+            broken.append(f'rule 2: mean error is {self.mean:.3e}, but at most {self.mean_allowed:.3e} is allowed')
+        if not self.row <= self.row_allowed:
+            broken.append(f'rule 3: a row has error {self.row:.3e}, but at most {self.row_allowed:.3e} is allowed')
+        return broken
+
+
+def assert_matches(
+    result: Tensor,
+    gold: Tensor,
+    same_dtype: Tensor,
+    *,
+    name: str,
+    row_dims: int = 1,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Hold a result to the four error rules.
+
+    1. Its maximum error is at most twice that of eager in the same dtype, plus a rounding term (FlashAttention's rule).
+    2. Its mean error is at most 1.1 times that of eager in the same dtype for half types, 10 times for float32
+       (FlexAttention's rule).
+    3. In every row ||error|| / (||gold|| + 0.01 * mean ||gold||) is within the limit of the dtype.
+    4. Values that are not finite stand where the gold has the same ones, and nowhere else.
+
+    Args:
+        result: an output or a gradient, bfloat16, float16 or float32.
+        gold: the same from eager in float64. same_dtype: the same from eager in the dtype of result.
+        name: what to call it in messages.
+        row_dims: trailing dimensions that make a row, 1 for a head's vector, 0 for a log-sum-exp.
+        dtype: whose factor (rule 2) and limit (rule 3) count, default that of result. float32 gradients of what meets
+            half tensors, such as gates and block_scale, carry the roundings of the half type.
+
+    A gold that is zero but for its own rounding, such as the gradient of q where every query reads one key, has no
+    relative error and cannot be held to the rules.
+
+    Raises:
+        AssertionError: naming the broken rules, with measured and allowed numbers.
+    """
+    broken = measure_errors(result, gold, same_dtype, row_dims=row_dims, dtype=dtype).broken_rules()
+    if broken:
+        raise AssertionError('\n  '.join([f'{name} {tuple(result.shape)} {result.dtype}', *broken]))
+
+
+def measure_errors(
+    result: Tensor, gold: Tensor, same_dtype: Tensor, *, row_dims: int = 1, dtype: torch.dtype | None = None
+) -> Errors:
+    """The numbers behind `assert_matches`.
+
+    Raises:
+        ValueError: tensors that cannot be compared, or an eager result that is itself not finite where the gold is.
+    """
+    _check_comparable(result, gold, same_dtype)
+    finite = gold.isfinite()
+    error, reference = (_error(t, gold, finite) for t in (result, same_dtype))
+    if not reference.isfinite().all():
+        raise ValueError(f'same_dtype is not finite where gold is: the inputs are too large for {result.dtype}')
+    gold_in_dtype = gold.masked_fill(~finite, 0).to(result.dtype)
+    rounding = _largest((gold_in_dtype + 0.3) - 0.3 - gold_in_dtype)
+    dtype = result.dtype if dtype is None else dtype
+    return Errors(
+        max=_largest(error),
+        max_allowed=2 * _largest(reference) + 2 * rounding,
+        mean=_mean(error),
+        mean_allowed=(10 if dtype == torch.float32 else 1.1) * _mean(reference),
+        row=_largest(row_errors(result, gold, row_dims=row_dims)),
+        row_allowed=ROW_LIMITS[dtype],
+        misplaced=int((~torch.where(finite, result.isfinite(), _same_values(result, gold))).sum()),
+    )
+
+
+def row_errors(result: Tensor, gold: Tensor, *, row_dims: int = 1) -> Tensor:
+    """||error|| / (||gold|| + 0.01 * mean ||gold||) of every row, float64, over the values that are finite in gold."""
+    finite = gold.isfinite()
+    error = _norms(_error(result, gold, finite), row_dims)
+    norm = _norms(gold.masked_fill(~finite, 0), row_dims)
+    relative = error / (norm + 0.01 * norm.mean())
+    return relative.masked_fill(error == 0, 0)
+
+
+def outputs_and_gradients(
+    function: Callable[..., Any], tensors: Mapping[str, Tensor], grad_outputs: list[Tensor] | None = None
+) -> dict[str, Tensor]:
+    """What `function(**tensors)` returns and the gradient of every floating tensor, by name.
+
+    Outputs are named out0, out1, …, gradients by their tensor (`grad of q`). grad_outputs: gradients of the
+    differentiable outputs; by default ones. Values of non-differentiable outputs are returned like the others.
+    """
+    leaves = {name: t.detach().requires_grad_(t.is_floating_point()) for name, t in tensors.items()}
+    outputs = function(**leaves)
+    outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+    differentiable = [t for t in outputs if t.requires_grad]
+    if differentiable:
+        grads = [torch.ones_like(t) for t in differentiable] if grad_outputs is None else grad_outputs
+        torch.autograd.backward(differentiable, [g.to(t.dtype) for g, t in zip(grads, differentiable, strict=True)])
+    results = {f'out{i}': t.detach() for i, t in enumerate(outputs)}
+    for name, leaf in leaves.items():
+        if leaf.is_floating_point():
+            results[f'grad of {name}'] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+    return results
+
+
+def assert_attention_matches(
+    attention: Callable[..., tuple[Tensor, Tensor]],
+    tensors: Mapping[str, Tensor],
+    backend: str,
+    generator: torch.Generator | None = None,
+    **settings: Any,
+) -> None:
+    """Hold output, log-sum-exp and every gradient of an attention op on one backend to the rules.
+
+    attention: an op that returns (out, lse) and takes `tensors` (q among them; the floating ones are differentiated)
+    and `backend` by name. generator: of the gradients of both outputs, on the device of the tensors.
+    """
+
+    def run(dtype: torch.dtype | None, backend: str) -> dict[str, Tensor]:
+        cast = {n: t.to(dtype) if dtype is not None and t.is_floating_point() else t for n, t in tensors.items()}
+        return outputs_and_gradients(lambda **leaves: attention(**leaves, **settings, backend=backend), cast, grads)
+
+    with torch.no_grad():
+        outputs = attention(**tensors, **settings, backend='eager')
+    grads = [torch.randn(t.shape, dtype=t.dtype, device=t.device, generator=generator) for t in outputs]
+    result, same_dtype, gold = run(None, backend), run(None, 'eager'), run(torch.float64, 'eager')
+    # The log-sum-exp has a row per value. The gradients of one query's block_scale cancel each other, so a row of it is
+    # a row of the batch.
+    row_dims = {'out1': 0, 'grad of block_scale': 3}
+    dtypes = {'grad of block_scale': tensors['q'].dtype}
+    for name in result:
+        assert_matches(
+            result[name],
+            gold[name],
+            same_dtype[name],
+            name=f'{backend} {name}',
+            row_dims=row_dims.get(name, 1),
+            dtype=dtypes.get(name),
+        )
+
+
+def make_qkv(
+    batch: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    *,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    value_dim: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = 'cpu',
+    layout: str = 'contiguous',
+    generator: torch.Generator | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Normal q `[B, T, HQ, D]`, k `[B, S, H, D]` and v `[B, S, H, DV]`; compressed keys and values too, with S = C."""
+    value_dim = head_dim if value_dim is None else value_dim
+    shapes = (seqlen_q, heads, head_dim), (seqlen_k, kv_heads, head_dim), (seqlen_k, kv_heads, value_dim)
+    q, k, v = (
+        lay_out(torch.randn(batch, *shape, dtype=dtype, device=device, generator=generator), layout) for shape in shapes
+    )
+    return q, k, v
+
+
+def lay_out(tensor: Tensor, layout: str) -> Tensor:
+    """The values of `[B, T, H, D]` in another place of memory, the last dimension contiguous.
+
+    'sliced': a slice of one wide projection, NaN around it. 'transposed': stored `[B, H, T, D]`. 'expanded': the first
+    batch row stands for all of them, with stride 0. 'contiguous': as it is.
+    """
+    if layout == 'contiguous':
+        return tensor.contiguous()
+    if layout == 'sliced':
+        width = tensor.shape[2] * tensor.shape[3]
+        projection = tensor.new_full((*tensor.shape[:2], 3 * width), torch.nan)
+        result = projection[..., width : 2 * width].unflatten(-1, tensor.shape[2:])
+        return result.copy_(tensor)
+    if layout == 'transposed':
+        return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == 'expanded':
+        return tensor[:1].contiguous().expand_as(tensor)
+    raise ValueError(f'layout is {layout!r}, but must be one of {", ".join(map(repr, LAYOUTS))}')
+
+
+def make_cu_seqlens(
+    total: int,
+    num_sequences: int,
+    *,
+    uncovered: int = 0,
+    device: torch.device | str = 'cpu',
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """int32 `[num_sequences + 1]`: sequences of random lengths in `total` tokens of which the last `uncovered` belong
+    to none. The first and the last sequence are empty where there are three or more; so may others be.
+    """
+    end = total - uncovered
+    ends = torch.randint(0, end + 1, (num_sequences + 1,), device=device, generator=generator, dtype=torch.int32)
+    ends = ends.sort().values
+    ends[0], ends[-1] = 0, end
+    if num_sequences >= 3:
+        ends[1], ends[-2] = 0, end
+    return ends
+
+
+def make_block_indices(
+    kind: str,
+    batch: int,
+    seqlen_q: int,
+    choosers: int,
+    num_selected: int,
+    *,
+    seqlen_k: int,
+    block_size: int,
+    q_offset: int = 0,
+    causal: bool = True,
+    device: torch.device | str = 'cpu',
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """int32 `[B, T, choosers, n]` of one kind.
+
+    'valid': random blocks as `select_blocks` returns them. 'unordered': those in any order, padding among them.
+    'duplicates': those, some of them several times. 'junk': those, with other indices among them: -1, future, out of
+    range, the smallest and the largest int32. 'none': -1 alone.
+    """
+    shape = (batch, seqlen_q, choosers, num_selected)
+    if kind == 'none':
+        return torch.full(shape, -1, dtype=torch.int32, device=device)
+    if kind not in INDEX_KINDS:
+        raise ValueError(f'kind is {kind!r}, but must be one of {", ".join(map(repr, INDEX_KINDS))}')
+    num_blocks = -(-seqlen_k // block_size)
+    block = torch.arange(num_blocks, device=device)
+    position = q_offset + torch.arange(seqlen_q, device=device)
+    allowed = block * block_size <= position[:, None, None] if causal else torch.ones_like(block, dtype=torch.bool)
+    lots = torch.rand(*shape[:3], num_blocks, device=device, generator=generator).masked_fill(~allowed, -1)
+    drawn = lots.topk(min(num_selected, num_blocks), -1)
+    # Padding sorts behind every block.
+    valid = drawn.indices.masked_fill(drawn.values < 0, num_blocks).sort(-1).values
+    valid = torch.nn.functional.pad(valid, (0, num_selected - valid.shape[-1]), value=num_blocks)
+    valid = valid.masked_fill(valid == num_blocks, -1).int()
+    if kind == 'valid':
+        return valid
+    order = torch.rand(shape, device=device, generator=generator).argsort(-1)
+    mixed = valid.gather(-1, order)
+    if kind == 'unordered':
+        return mixed
+    replaced = torch.rand(shape, device=device, generator=generator) < 0.5
+    if kind == 'duplicates':
+        return torch.where(replaced, mixed.roll(1, -1), mixed)
+    int32 = torch.iinfo(torch.int32)
+    junk = torch.tensor([-1, -2, num_blocks - 1, num_blocks, seqlen_k, int32.min, int32.max], device=device)
+    drawn_junk = torch.randint(0, len(junk), shape, device=device, generator=generator)
+    return torch.where(replaced, junk[drawn_junk], mixed).int()
+
+
+def _check_comparable(result: Tensor, gold: Tensor, same_dtype: Tensor) -> None:
+    if result.dtype not in ROW_LIMITS:
+        raise ValueError(f'result has dtype {result.dtype}, but must have {", ".join(map(str, ROW_LIMITS))}')
+    if gold.dtype != torch.float64:
+        raise ValueError(f'gold has dtype {gold.dtype}, but must have torch.float64')
+    if same_dtype.dtype != result.dtype:
+        raise ValueError(f'same_dtype has dtype {same_dtype.dtype}, but result has {result.dtype}')
+    for name, tensor in (('gold', gold), ('same_dtype', same_dtype)):
+        if tensor.shape != result.shape:
+            raise ValueError(f'{name} has shape {tuple(tensor.shape)}, but result has {tuple(result.shape)}')
+
+
+def _error(tensor: Tensor, gold: Tensor, finite: Tensor) -> Tensor:
+    return (tensor.double() - gold).abs().masked_fill(~finite, 0)
+
+
+def _same_values(result: Tensor, gold: Tensor) -> Tensor:
+    return (result.double() == gold) | (result.isnan() & gold.isnan())
+
+
+def _norms(tensor: Tensor, row_dims: int) -> Tensor:
+    return tensor.flatten(-row_dims).norm(dim=-1) if row_dims else tensor.abs()
+
+
+def _largest(tensor: Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
+
+
+def _mean(tensor: Tensor) -> float:
+    return float(tensor.mean()) if tensor.numel() else 0.0

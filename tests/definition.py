@@ -1,0 +1,420 @@
+"""The definitions, token by token: what every op means, written to be read beside the paper.
+
+One loop per batch row, query, head and key, in float64, differentiable, and nothing shared with the package. Signatures
+are those of the public ops. Letters: l = compress_block_size, d = stride, l' = selection_block_size, t = position of a
+query in its sequence, c = compressed block, j = selection block.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Query(NamedTuple):
+    """A query: where it is stored, where it stands, and which keys and compressed blocks its sequence has."""
+
+    batch: int
+    index: int
+    position: int
+    first_key: int
+    num_keys: int
+    first_block: int
+    num_blocks: int
+
+
+def compressed_attention(
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    *,
+    block_size: int,
+    stride: int,
+    mem_kv: tuple[Tensor, Tensor] | None = None,
+    seqlen_k: int | None = None,
+    causal: bool = True,
+    scale: float | None = None,
+    **where: Any,
+) -> tuple[Tensor, Tensor]:
+    out, lse = empty_results(q, v_cmp)
+    for query in locate_queries(q, seqlen_k, block_size, stride, **where):
+        for head in range(q.shape[2]):
+            kv_head = head // (q.shape[2] // k_cmp.shape[2])
+            keys, values = [], []
+            if mem_kv is not None:
+                keys += [key.double() for key in mem_kv[0][kv_head]]
+                values += [value.double() for value in mem_kv[1][kv_head]]
+            for c in visible_compressed_blocks(query, block_size, stride, causal):
+                keys.append(k_cmp[query.batch, query.first_block + c, kv_head].double())
+                values.append(v_cmp[query.batch, query.first_block + c, kv_head].double())
+            write(out, lse, query, head, attend(q, query, head, keys, values, scale))
+    return out, lse
+
+
+def block_scores(
+    q: Tensor,
+    k_cmp: Tensor,
+    lse: Tensor,
+    *,
+    compress_block_size: int,
+    compress_stride: int,
+    selection_block_size: int,
+    seqlen_k: int | None = None,
+    causal: bool = True,
+    scale: float | None = None,
+    **where: Any,
+) -> dict[tuple[int, int, int, int], Tensor]:
+    """Equation 9, per head: {(batch, index of the query, head, selection block): score}."""
+    scores = {}
+    for query in locate_queries(q, seqlen_k, compress_block_size, compress_stride, **where):
+        visible = visible_compressed_blocks(query, compress_block_size, compress_stride, causal)
+        for head in range(q.shape[2]):
+            kv_head = head // (q.shape[2] // k_cmp.shape[2])
+            weights = {}
+            for c in visible:
+                key = k_cmp[query.batch, query.first_block + c, kv_head].double()
+                weights[c] = (logit(q, query, head, key, scale) - lse[query.batch, head, query.index]).exp()
+            for j in selection_blocks(query, selection_block_size):
+                score = q.new_zeros((), dtype=torch.float64)
+                for c in visible:
+                    shared = shared_tokens(c, j, compress_block_size, compress_stride, selection_block_size)
+                    if shared:
+                        score = score + weights[c] * shared / compress_stride
+                scores[query.batch, query.index, head, j] = score
+    return scores
+
+
+def select_blocks(
+    q: Tensor,
+    k_cmp: Tensor,
+    lse: Tensor,
+    *,
+    compress_block_size: int,
+    compress_stride: int,
+    selection_block_size: int,
+    num_selected: int,
+    num_init: int = 1,
+    num_local: int = 2,
+    seqlen_k: int | None = None,
+    share_group: bool = True,
+    causal: bool = True,
+    scale: float | None = None,
+    **where: Any,
+) -> Tensor:
+    sizes = {'compress_block_size': compress_block_size, 'compress_stride': compress_stride}
+    scores = block_scores(
+        q,
+        k_cmp,
+        lse,
+        **sizes,
+        selection_block_size=selection_block_size,
+        seqlen_k=seqlen_k,
+        causal=causal,
+        scale=scale,
+        **where,
+    )
+    choosers = k_cmp.shape[2] if share_group else q.shape[2]
+    group_size = q.shape[2] // choosers
+    block_indices = torch.full((*q.shape[:2], choosers, num_selected), -1, dtype=torch.int32)
+    for query in locate_queries(q, seqlen_k, compress_block_size, compress_stride, **where):
+        blocks = selection_blocks(query, selection_block_size)
+        allowed = [j for j in blocks if not causal or j * selection_block_size <= query.position]
+        forced = forced_blocks(query.position // selection_block_size, num_init, num_local, causal)
+        for chooser in range(choosers):
+            heads = range(chooser * group_size, (chooser + 1) * group_size)
+            total = {j: sum(float(scores[query.batch, query.index, head, j]) for head in heads) for j in allowed}
+            best_first = sorted(allowed, key=lambda j, total=total: (-total[j], j))
+            taken = list(dict.fromkeys([j for j in forced if j in allowed] + best_first))[:num_selected]
+            for entry, j in enumerate(sorted(taken)):
+                block_indices[query.batch, query.index, chooser, entry] = j
+    return block_indices
+
+
+def forced_blocks(own_block: int, num_init: int, num_local: int, causal: bool) -> list[int]:
+    """In the order in which they are taken. Some of them may not exist."""
+    own = [own_block] if num_local > 0 else []
+    initial = list(range(num_init))
+    local = []
+    for distance in range(1, num_local):
+        local.append(own_block - distance)
+        if not causal:
+            local.append(own_block + distance)
+    return own + initial + local
+
+
+def chosen_scores(
+    q: Tensor,
+    k_cmp: Tensor,
+    lse: Tensor,
+    block_indices: Tensor,
+    *,
+    compress_block_size: int,
+    compress_stride: int,
+    **settings: Any,
+) -> Tensor:
+    sizes = {'compress_block_size': compress_block_size, 'compress_stride': compress_stride}
+    scores = block_scores(q, k_cmp, lse, **sizes, **settings)
+    group_size = q.shape[2] // block_indices.shape[2]
+    result = torch.zeros(block_indices.shape, dtype=torch.float64)
+    for batch, index, chooser, entry in every_index(block_indices):
+        j = int(block_indices[batch, index, chooser, entry])
+        for head in range(chooser * group_size, (chooser + 1) * group_size):
+            if (batch, index, head, j) in scores:
+                factor = compress_stride / (compress_block_size * group_size)
+                result[batch, index, chooser, entry] += scores[batch, index, head, j] * factor
+    return result
+
+
+def selected_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor,
+    *,
+    block_size: int,
+    block_scale: Tensor | None = None,
+    causal: bool = True,
+    scale: float | None = None,
+    **where: Any,
+) -> tuple[Tensor, Tensor]:
+    out, lse = empty_results(q, v)
+    for query in locate_queries(q, k.shape[1], **where):
+        for head in range(q.shape[2]):
+            kv_head = head // (q.shape[2] // k.shape[2])
+            chooser = head // (q.shape[2] // block_indices.shape[2])
+            row = block_indices[query.batch, query.index, chooser].tolist()
+            keys, values, factors = [], [], []
+            for key_position in range(query.num_keys):
+                if causal and key_position > query.position:
+                    continue
+                if key_position // block_size not in row:
+                    continue
+                first_occurrence = row.index(key_position // block_size)
+                keys.append(k[query.batch, query.first_key + key_position, kv_head].double())
+                values.append(v[query.batch, query.first_key + key_position, kv_head].double())
+                if block_scale is not None:
+                    factors.append(block_scale[query.batch, query.index, chooser, first_occurrence].double())
+            write(out, lse, query, head, attend(q, query, head, keys, values, scale, factors))
+    return out, lse
+
+
+def window_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    window_size: tuple[int, int],
+    causal: bool = True,
+    scale: float | None = None,
+    **where: Any,
+) -> tuple[Tensor, Tensor]:
+    left, right = window_size
+    out, lse = empty_results(q, v)
+    for query in locate_queries(q, k.shape[1], **where):
+        for head in range(q.shape[2]):
+            kv_head = head // (q.shape[2] // k.shape[2])
+            keys, values = [], []
+            for key_position in range(query.num_keys):
+                if causal and key_position > query.position:
+                    continue
+                if left >= 0 and key_position < query.position - left:
+                    continue
+                if right >= 0 and key_position > query.position + right:
+                    continue
+                keys.append(k[query.batch, query.first_key + key_position, kv_head].double())
+                values.append(v[query.batch, query.first_key + key_position, kv_head].double())
+            write(out, lse, query, head, attend(q, query, head, keys, values, scale))
+    return out, lse
+
+
+def gated_sum(gates: Tensor, out_compressed: Tensor, out_selected: Tensor, out_window: Tensor) -> Tensor:
+    """Equation 5."""
+    out = torch.zeros(out_compressed.shape, dtype=torch.float64)
+    for batch, index, head in every_index(out[..., 0]):
+        for branch, result in enumerate((out_compressed, out_selected, out_window)):
+            gate = gates[batch, index, head, branch].double()
+            out[batch, index, head] += gate * result[batch, index, head].double()
+    return out
+
+
+def nsa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    gates: Tensor,
+    *,
+    q_cmp: Tensor | None = None,
+    k_window: Tensor | None = None,
+    v_window: Tensor | None = None,
+    mem_kv: tuple[Tensor, Tensor] | None = None,
+    compress_block_size: int,
+    compress_stride: int,
+    selection_block_size: int,
+    num_selected: int,
+    window_size: tuple[int, int],
+    num_init: int = 1,
+    num_local: int = 2,
+    share_group: bool = True,
+    use_diff_topk: bool = False,
+    **where: Any,
+) -> Tensor:
+    q_cmp = q if q_cmp is None else q_cmp
+    k_window = k if k_window is None else k_window
+    v_window = v if v_window is None else v_window
+    seqlen_k = k.shape[1]
+    sizes = {'compress_block_size': compress_block_size, 'compress_stride': compress_stride}
+    settings = {**sizes, 'selection_block_size': selection_block_size, 'seqlen_k': seqlen_k, **where}
+
+    out_compressed, lse = compressed_attention(
+        q_cmp,
+        k_cmp,
+        v_cmp,
+        block_size=compress_block_size,
+        stride=compress_stride,
+        mem_kv=mem_kv,
+        seqlen_k=seqlen_k,
+        **where,
+    )
+    block_indices = select_blocks(
+        q_cmp,
+        k_cmp,
+        lse,
+        num_selected=num_selected,
+        num_init=num_init,
+        num_local=num_local,
+        share_group=share_group,
+        **settings,
+    )
+    block_scale = None
+    if use_diff_topk:
+        scores = chosen_scores(q_cmp, k_cmp, lse, block_indices, **settings)
+        block_scale = 1 + (scores - scores.detach())
+        causal = where.get('causal', True)
+        for query in locate_queries(q, seqlen_k, **without_causal_and_scale(where)):
+            forced = forced_blocks(query.position // selection_block_size, num_init, num_local, causal)
+            for chooser, entry in itertools.product(*map(range, block_indices.shape[2:])):
+                if int(block_indices[query.batch, query.index, chooser, entry]) in forced:
+                    block_scale[query.batch, query.index, chooser, entry] = 1
+    out_selected, _ = selected_attention(
+        q, k, v, block_indices, block_size=selection_block_size, block_scale=block_scale, **where
+    )
+    out_window, _ = window_attention(q, k_window, v_window, window_size=window_size, **where)
+    return gated_sum(gates, out_compressed, out_selected, out_window)
+
+
+def attend(
+    q: Tensor,
+    query: Query,
+    head: int,
+    keys: list[Tensor],
+    values: list[Tensor],
+    scale: float | None,
+    factors: list[Tensor] | None = None,
+) -> tuple[Tensor, Tensor] | None:
+    """Softmax attention of one query over the keys it reads: output and log-sum-exp, None where it reads nothing."""
+    if not keys:
+        return None
+    logits = torch.stack([logit(q, query, head, key, scale) for key in keys])
+    if factors:
+        logits = logits * torch.stack(factors)
+    lse = logits.logsumexp(0)
+    weights = (logits - lse).exp()
+    return (weights[:, None] * torch.stack(values)).sum(0), lse
+
+
+def logit(q: Tensor, query: Query, head: int, key: Tensor, scale: float | None) -> Tensor:
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    return (q[query.batch, query.index, head].double() * key).sum() * factor
+
+
+def locate_queries(
+    q: Tensor,
+    seqlen_k: int | None,
+    block_size: int = 1,
+    stride: int = 1,
+    *,
+    q_offset: int | Tensor | None = None,
+    seqlens_k: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+) -> Iterator[Query]:
+    """Every query that belongs to a sequence."""
+    if cu_seqlens is not None:
+        ends_q = cu_seqlens.tolist()
+        ends_k = ends_q if cu_seqlens_k is None else cu_seqlens_k.tolist()
+        first_block = 0
+        for sequence in range(len(ends_q) - 1):
+            num_queries, num_keys = (ends[sequence + 1] - ends[sequence] for ends in (ends_q, ends_k))
+            num_blocks = count_compressed_blocks(num_keys, block_size, stride)
+            offset = first_position(q_offset, sequence, num_keys - num_queries)
+            for t in range(num_queries):
+                yield Query(0, ends_q[sequence] + t, offset + t, ends_k[sequence], num_keys, first_block, num_blocks)
+            first_block += num_blocks
+        return
+    for batch in range(q.shape[0]):
+        if seqlens_k is not None:
+            num_keys = int(seqlens_k[batch])
+        elif seqlen_k is not None:
+            num_keys = seqlen_k
+        else:
+            assert not isinstance(q_offset, Tensor)
+            num_keys = max(0, q.shape[1] + (q_offset or 0))
+        num_blocks = count_compressed_blocks(num_keys, block_size, stride)
+        offset = first_position(q_offset, batch, num_keys - q.shape[1])
+        for t in range(q.shape[1]):
+            yield Query(batch, t, offset + t, 0, num_keys, 0, num_blocks)
+
+
+def first_position(q_offset: int | Tensor | None, sequence: int, default: int) -> int:
+    if q_offset is None:
+        return default
+    return int(q_offset[sequence]) if isinstance(q_offset, Tensor) else q_offset
+
+
+def count_compressed_blocks(num_tokens: int, block_size: int, stride: int) -> int:
+    """Blocks of l tokens, one every d tokens, as long as they are complete."""
+    return sum(start + block_size <= num_tokens for start in range(0, num_tokens, stride))
+
+
+def visible_compressed_blocks(query: Query, block_size: int, stride: int, causal: bool) -> list[int]:
+    """Compressed blocks whose last token is not in the future."""
+    return [c for c in range(query.num_blocks) if not causal or c * stride + block_size - 1 <= query.position]
+
+
+def selection_blocks(query: Query, block_size: int) -> range:
+    """Selection blocks of the query's sequence; the last may be incomplete."""
+    return range(len(range(0, query.num_keys, block_size)))
+
+
+@cache
+def shared_tokens(c: int, j: int, compress_block_size: int, stride: int, selection_block_size: int) -> int:
+    compressed = range(c * stride, c * stride + compress_block_size)
+    selected = range(j * selection_block_size, (j + 1) * selection_block_size)
+    return len(set(compressed) & set(selected))
+
+
+def empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """What rows give that read nothing: output 0, log-sum-exp -inf."""
+    batch, seqlen_q, heads, _ = q.shape
+    out = torch.zeros(batch, seqlen_q, heads, v.shape[-1], dtype=torch.float64)
+    return out, torch.full((batch, heads, seqlen_q), -torch.inf, dtype=torch.float64)
+
+
+def write(out: Tensor, lse: Tensor, query: Query, head: int, result: tuple[Tensor, Tensor] | None) -> None:
+    if result is not None:
+        out[query.batch, query.index, head], lse[query.batch, head, query.index] = result
+
+
+def without_causal_and_scale(where: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in where.items() if name not in ('causal', 'scale')}
+
+
+def every_index(tensor: Tensor) -> Iterator[tuple[int, ...]]:
+    return itertools.product(*map(range, tensor.shape))
