@@ -68,7 +68,7 @@ def _counts(blocks: Tensor, last_block: int) -> Tensor:
 
 
 def _gather(tensor: Tensor, row: Tensor, visible: Tensor) -> Tensor:
-    """`[B, S, H, D]` at the flat rows `[B, T, HI, J]`, 0 where not visible, whatever stands there: `[B, T, HI, J, D]`."""
+    """`[B, S, H, D]` at flat rows `[B, T, HI, J]`, 0 where not visible, whatever stands there: `[B, T, HI, J, D]`."""
     table = tensor.reshape(-1, tensor.shape[-1])
     zero = len(table)
     table = torch.cat((table, table.new_zeros(1, table.shape[-1])))
