@@ -1,8 +1,8 @@
 """What the FlexAttention backends share: when they must refuse, which tiles are visited, and the call itself.
 
 A query reads intervals of the key axis. FlexAttention goes through the key axis in tiles, and for a tile of queries it
-visits those tiles of keys that an interval of one of its queries touches; inside them the mask function of the op decides
-per query and key. The lists of tiles are counted from the intervals, so nothing of size T x S ever exists.
+visits those tiles of keys that an interval of one of its queries touches; inside them the mask function of the op
+decides per query and key. The lists of tiles are counted from the intervals, so nothing of size T x S ever exists.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 # Keys of a tile; the queries of a tile are a multiple of it.
 TILE = 128
-# Of q and k, and of v: beyond that FlexAttention has no launch settings that fit into shared memory.
-MAX_HEAD_DIM = 256
-# One graph per dtype, head layout and gradient mode, and one each for lengths of 1; dynamo gives up at 8.
-MAX_GRAPHS = 1024
+# Of q and k, and of v: smaller ones are padded with zeros; beyond that FlexAttention has no launch settings that fit into shared memory.
+MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
+# Numbers are settings: the kernels have them built in. There is a graph per dtype, head layout, gradient mode and
+# setting, and one each for lengths of 1, but dynamo gives up at 8 unless told otherwise.
+GRAPH_SETTINGS = {'specialize_int': True, 'specialize_float': True, 'recompile_limit': 1024}
 
 
 def unsupported(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> str | None:
@@ -74,8 +75,8 @@ class Tiles(NamedTuple):
     full_q_indices: Tensor | None
 
 
-def query_tile(rows_per_token: int) -> int:
-    """Rows of a tile of queries where a token has several rows: it holds whole tokens."""
+def rows_of_tile(rows_per_token: int) -> int:
+    """Rows of a tile of queries where a token has several: it holds whole tokens."""
     return math.lcm(rows_per_token, TILE)
 
 
@@ -85,7 +86,7 @@ def find_tiles(first: Tensor, last: Tensor, seqlen_k: int, rows_per_token: int =
     first, last: int64 `[B, T, H, E]`, 0 <= first <= last <= seqlen_k. With one interval, full tiles are listed apart.
     """
     batch, seqlen, heads, intervals = first.shape
-    tokens = query_tile(rows_per_token) // rows_per_token
+    tokens = rows_of_tile(rows_per_token) // rows_per_token
     # At least two, so that short and long sequences share a compiled graph.
     num_q, num_k = (max(2, -(-length // tile)) for length, tile in ((seqlen, tokens), (seqlen_k, TILE)))
     token = torch.arange(seqlen, device=first.device)
@@ -140,9 +141,7 @@ def run(function: Callable[..., tuple[Tensor, Tensor]], q: Tensor, *arguments: A
             with warnings.catch_warnings():
                 warnings.filterwarnings('ignore', 'flex_attention called without torch.compile', UserWarning)
                 return function(q.detach(), *arguments)
-        # Numbers are settings here: kernels have them built in.
-        settings = {'specialize_int': True, 'specialize_float': True, 'recompile_limit': MAX_GRAPHS}
-        with torch._dynamo.config.patch(settings):
+        with torch._dynamo.config.patch(GRAPH_SETTINGS):
             return _compiled(function)(q, *arguments)
 
 
@@ -154,15 +153,21 @@ def attend(
     mask_mod: Callable[..., Tensor],
     scale: float,
     score_mod: Callable[..., Tensor] | None = None,
-    rows_per_token: int = 1,
+    rows: int = TILE,
 ) -> tuple[Tensor, Tensor]:
-    """FlexAttention over q `[B, HQ, T, D]`, k `[B, H, S, D]`, v `[B, H, S, DV]`: the output and its log-sum-exp."""
+    """FlexAttention over q `[B, HQ, T, D]`, k `[B, H, S, D]`, v `[B, H, S, DV]`: the output and its log-sum-exp.
+
+    rows: of a tile of queries.
+    """
     block_mask = BlockMask(
         seq_lengths=(q.shape[2], k.shape[2]),
-        BLOCK_SIZE=(query_tile(rows_per_token), TILE),
+        BLOCK_SIZE=(rows, TILE),
         mask_mod=mask_mod,
         **tiles._asdict(),
     )
+    value_dim = v.shape[3]
+    if q.is_cuda:
+        q, k, v = (F.pad(t, (0, max(0, MIN_HEAD_DIM - t.shape[3]))) for t in (q, k, v))
     # The kernel for short queries is built for one length and for some group sizes: the general one serves all.
     out, aux = flex_attention(
         q,
@@ -175,7 +180,7 @@ def attend(
         return_aux=AuxRequest(lse=True),
         kernel_options={'BACKEND': 'TRITON'},
     )
-    return out, aux.lse
+    return out[..., :value_dim], aux.lse
 
 
 @cache

@@ -1,0 +1,98 @@
+"""Selected attention with FlexAttention.
+
+The heads that share a choice become neighbouring queries of one head, so that a tile of queries is few tokens and the
+union of their blocks small, and k and v are never repeated.
+"""
+
+from __future__ import annotations
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from native_sparse_attention.geometry import Sequences, num_selection_blocks
+from native_sparse_attention.ops._flex import (
+    Tiles,
+    attend,
+    find_tiles,
+    heads_first,
+    rows_of_tile,
+    run,
+    with_a_key,
+    zero_unread,
+)
+
+
+def selected_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor,
+    block_scale: Tensor | None,
+    sequences: Sequences,
+    block_size: int,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    k, v = with_a_key(k, v)
+    index_heads, num_selected = block_indices.shape[2:]
+    rows_per_token = q.shape[2] // index_heads
+    layout = sequences.layout()
+    # [B, T]: keys of its sequence that a query may read.
+    num_keys = layout.key_len
+    if causal:
+        num_keys = num_keys.minimum(layout.position + 1).clamp(min=0)
+    # [B, T, HI, n]: the chosen blocks, -1 where an index names none, and the intervals of keys that they are.
+    key_start, end = (t[..., None, None] for t in (layout.key_start, layout.key_start + num_keys))
+    readable = (block_indices >= 0) & (block_indices < num_selection_blocks(num_keys, block_size)[..., None, None])
+    blocks = torch.where(readable, block_indices, -1).int()
+    first = torch.where(readable, key_start + blocks.long() * block_size, 0).clamp(0, k.shape[1])
+    last = torch.where(readable, (first + block_size).minimum(end), 0).clamp(0, k.shape[1])
+    k, v = (heads_first(zero_unread(t, first, last)) for t in (k, v))
+    tiles = find_tiles(first, last, k.shape[2], rows_per_token)
+    rows = rearrange(q, 'b t (h r) d -> b h (t r) d', h=index_heads).contiguous()
+    extents = [t.int() for t in (layout.key_start, num_keys)]
+    if num_selected == 0:
+        block_scale = None
+    if block_scale is not None:
+        block_scale = block_scale.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
+    settings = (block_size, num_selected, rows_per_token, rows_of_tile(rows_per_token), scale)
+    out, lse = run(_attend, rows, k, v, tiles, *extents, blocks, block_scale, *settings)
+    out = rearrange(out, 'b h (t r) d -> b t (h r) d', r=rows_per_token)
+    return out, rearrange(lse, 'b h (t r) -> b (h r) t', r=rows_per_token)
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tiles: Tiles,
+    key_start: Tensor,
+    num_keys: Tensor,
+    blocks: Tensor,
+    block_scale: Tensor | None,
+    block_size: int,
+    num_selected: int,
+    rows_per_token: int,
+    tile_rows: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    def mask_mod(b: Tensor, h: Tensor, row: Tensor, s: Tensor) -> Tensor:
+        t = row // rows_per_token
+        key_position = s - key_start[b, t]
+        block = key_position // block_size
+        chosen = s < 0
+        for i in range(num_selected):
+            chosen = chosen | (blocks[b, t, h, i] == block)
+        return chosen & (key_position >= 0) & (key_position < num_keys[b, t])
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, row: Tensor, s: Tensor) -> Tensor:
+        t = row // rows_per_token
+        block = (s - key_start[b, t]) // block_size
+        # Of an index that stands several times in a row the first entry counts, so it is looked at last.
+        entry = s * 0
+        for i in reversed(range(num_selected)):
+            entry = torch.where(blocks[b, t, h, i] == block, i, entry)
+        return score * block_scale[b, t, h, entry]
+
+    return attend(q, k, v, tiles, mask_mod, scale, None if block_scale is None else score_mod, tile_rows)

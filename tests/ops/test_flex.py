@@ -1,0 +1,274 @@
+"""FlexAttention against eager: on CPUs tile by tile as its kernels go, on GPUs the kernels, outputs and gradients."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from native_sparse_attention import nsa
+from native_sparse_attention.ops import _flex, compressed_attention, selected_attention, window_attention
+from native_sparse_attention.ops.selected_attention.api import backend_of as selected_backend
+from native_sparse_attention.ops.window_attention.api import backend_of as window_backend
+from native_sparse_attention.testing import make_block_indices
+from tests.problems import Extents, Heads, drawn_extents, make_compressed, make_mem_kv, make_qkv, normal, packed, whole
+
+OPS = ('window_attention', 'compressed_attention', 'selected_attention')
+FLEX = {op: importlib.import_module(f'native_sparse_attention.ops.{op}.flex') for op in OPS}
+# One for all, since each is traced anew. Three queries of a group do not divide a tile.
+HEADS = Heads(6, 2, 4, 3)
+SMALL_TILE = 4
+
+
+@contextmanager
+def small_tiles() -> Iterator[None]:
+    """On a CPU, FlexAttention asks the mask everywhere. Here it visits the listed tiles alone, small ones, and asks it
+    in partial ones only, as the kernels do.
+    """
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, tiles: _flex.Tiles, mask_mod: Callable, *rest: Any) -> Any:
+        rows = rest[2] if len(rest) == 3 else SMALL_TILE
+        partial, full = visited_tiles(tiles)
+
+        def visible(b: Tensor, h: Tensor, t: Tensor, s: Tensor) -> Tensor:
+            tile = (b, h % partial.shape[1], t // rows, s // SMALL_TILE)
+            return full[tile] | (partial[tile] & mask_mod(b, h, t, s))
+
+        return plain_attend(q, k, v, tiles, visible, *rest)
+
+    plain_attend = _flex.attend
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_flex, 'TILE', SMALL_TILE)
+        for module in FLEX.values():
+            patch.setattr(module, 'attend', attend)
+        yield
+
+
+def visited_tiles(tiles: _flex.Tiles) -> tuple[Tensor, Tensor]:
+    """Partial and full tiles as bool `[B, H, query tiles, key tiles]`; the lists of the backward pass say the same."""
+    partial = table(tiles.kv_num_blocks, tiles.kv_indices)
+    assert torch.equal(partial, table(tiles.q_num_blocks, tiles.q_indices).transpose(2, 3))
+    if tiles.full_kv_num_blocks is None:
+        return partial, torch.zeros_like(partial)
+    assert tiles.full_kv_indices is not None
+    assert tiles.full_q_num_blocks is not None
+    assert tiles.full_q_indices is not None
+    full = table(tiles.full_kv_num_blocks, tiles.full_kv_indices)
+    assert torch.equal(full, table(tiles.full_q_num_blocks, tiles.full_q_indices).transpose(2, 3))
+    assert not (partial & full).any()
+    return partial, full
+
+
+def table(counts: Tensor, indices: Tensor) -> Tensor:
+    """bool `[B, H, rows, columns]` of one kind of list, which the kernels want int32, contiguous and ascending."""
+    assert counts.dtype == indices.dtype == torch.int32
+    assert counts.is_contiguous()
+    assert indices.is_contiguous()
+    listed = torch.arange(indices.shape[-1]) < counts[..., None]
+    assert ((indices.diff(dim=-1) > 0) | ~listed[..., 1:]).all()
+    return torch.zeros(indices.shape, dtype=torch.bool).scatter_(-1, indices.long(), listed)
+
+
+def assert_flex_is_eager(op: Callable[..., tuple[Tensor, Tensor]], *tensors: Tensor, **settings: Any) -> None:
+    assume(tensors[0].shape[1])
+    results = []
+    for backend in ('flex', 'eager'):
+        with small_tiles():
+            results.append(op(*tensors, **settings, backend=backend))
+    for result, expected in zip(*results, strict=True):
+        torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
+
+
+@given(drawn_extents(), st.sampled_from([(3, 0), (-1, 0), (0, 4), (5, -1), (-1, -1)]))
+def test_window(extents: Extents, window_size: tuple[int, int]) -> None:
+    q, k, v = make_qkv(extents, HEADS)
+    causal = window_size[1] == 0
+    assert_flex_is_eager(window_attention, q, k, v, window_size=window_size, causal=causal, **extents.where)
+
+
+@given(drawn_extents(), st.sampled_from([(4, 2), (3, 2), (5, 5), (1, 1)]), st.integers(0, 2), st.booleans())
+def test_compressed(extents: Extents, sizes: tuple[int, int], pairs: int, causal: bool) -> None:
+    q, _, _ = make_qkv(extents, HEADS)
+    k_cmp, v_cmp = make_compressed(extents, HEADS, *sizes, more=pairs)
+    settings: dict[str, Any] = {'block_size': sizes[0], 'stride': sizes[1], 'causal': causal} | extents.where
+    if pairs:
+        settings['mem_kv'] = make_mem_kv(HEADS, pairs)
+    if not extents.packed:
+        settings['seqlen_k'] = extents.seqlen_k
+    assert_flex_is_eager(compressed_attention, q, k_cmp, v_cmp, **settings)
+
+
+@given(drawn_extents(), st.sampled_from([3, 4, 9]), st.sampled_from([0, 1, 4]), st.booleans(), st.data())
+def test_selected(extents: Extents, block_size: int, num_selected: int, causal: bool, data: st.DataObject) -> None:
+    q, k, v = make_qkv(extents, HEADS)
+    choosers = data.draw(st.sampled_from([HEADS.kv_heads, HEADS.heads]), 'choosers')
+    shape = (extents.batch, extents.seqlen_q, choosers, num_selected)
+    junk = torch.tensor([-1, -2, 100, 2**32, 2**32 + 1, -(2**63), 2**63 - 1])
+    indices = torch.randint(0, extents.seqlen_k // block_size + 2, shape)
+    indices = torch.where(torch.rand(shape) < 0.2, junk[torch.randint(0, len(junk), shape)], indices)
+    settings: dict[str, Any] = {'block_size': block_size, 'causal': causal} | extents.where
+    if data.draw(st.booleans(), 'with block_scale'):
+        settings['block_scale'] = normal(*shape).masked_fill(indices < 0, torch.nan)
+    assert_flex_is_eager(selected_attention, q, k, v, indices, **settings)
+
+
+@pytest.mark.parametrize('rows_per_token', [1, 3, 6])
+def test_tiles_are_those_that_are_read(rows_per_token: int, monkeypatch: pytest.MonkeyPatch):
+    """Every tile that a query reads in is visited, no other one is, and full tiles are those that are read whole."""
+    monkeypatch.setattr(_flex, 'TILE', SMALL_TILE)
+    batch, seqlen, head_count, seqlen_k = 2, 21, 3, 30
+    ends = torch.randint(0, seqlen_k + 1, (batch, seqlen, head_count, 1, 2)).sort(-1).values
+    ends[:, 4:16, 0] = torch.tensor([2, 29])
+    ends[:, 16:, 1] = 7
+    first, last = ends.unbind(-1)
+    partial, full = visited_tiles(_flex.find_tiles(first, last, seqlen_k, rows_per_token))
+    key = torch.arange(seqlen_k)
+    # [B, H, rows, keys], rows and keys padded to whole tiles
+    reads = ((first <= key) & (key < last)).transpose(1, 2).repeat_interleave(rows_per_token, 2)
+    tile = _flex.rows_of_tile(rows_per_token)
+    padding = (0, -seqlen_k % SMALL_TILE, 0, -seqlen * rows_per_token % tile)
+    reads = torch.nn.functional.pad(reads, padding).unflatten(3, (-1, SMALL_TILE)).unflatten(2, (-1, tile))
+    any_read, all_read = reads.any(5).any(3), reads.all(5).all(3)
+    count = any_read.shape[2]
+    assert all_read.any()
+    assert torch.equal((partial | full)[:, :, :count], any_read)
+    assert torch.equal(full[:, :, :count], all_read)
+    assert not (partial | full)[:, :, count:].any()
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16])
+def test_dtypes_on_cpu(dtype: torch.dtype):
+    q, k, v = (t.to(dtype) for t in make_qkv(whole(9), HEADS))
+    out, lse = window_attention(q, k, v, window_size=(3, 0), backend='flex')
+    expected, expected_lse = window_attention(q, k, v, window_size=(3, 0), backend='eager')
+    assert lse.dtype == torch.float32
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-6, atol=1e-6)
+
+
+def test_says_nothing_and_takes_weights_without_gradients():
+    """A call warns of nothing, and inputs may be parameters where no gradient is recorded."""
+    q, k, v = (t.requires_grad_() for t in make_qkv(whole(9), HEADS))
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter('error')
+        out, _ = window_attention(q, k, v, window_size=(3, 0), backend='flex')
+    assert not out.requires_grad
+
+
+def test_autocast_changes_nothing():
+    q, k, v = (t.float() for t in make_qkv(whole(9), HEADS))
+    expected, _ = window_attention(q, k, v, window_size=(3, 0), backend='flex')
+    with torch.autocast('cpu', dtype=torch.bfloat16):
+        out, _ = window_attention(q, k, v, window_size=(3, 0), backend='flex')
+    assert torch.equal(out, expected)
+
+
+def test_gradients_on_cpu_are_refused():
+    q, k, v = (t.requires_grad_() for t in make_qkv(whole(9), HEADS))
+    with pytest.raises(ValueError, match=r"'flex' cannot serve .* no backward pass on CPUs"):
+        window_attention(q, k, v, window_size=(3, 0), backend='flex')
+    indices, factors = torch.zeros(1, 9, 2, 1, dtype=torch.int32), torch.ones(1, 9, 2, 1, requires_grad=True)
+    tensors = (q.detach(), k.detach(), v.detach(), indices)
+    with pytest.raises(ValueError, match='no backward pass on CPUs'):
+        selected_attention(*tensors, block_size=4, block_scale=factors, backend='flex')
+    memory = make_mem_kv(HEADS, 1)
+    with pytest.raises(ValueError, match='no backward pass on CPUs'):
+        compressed_attention(
+            *tensors[:3], block_size=1, stride=1, mem_kv=(memory[0].requires_grad_(), memory[1]), backend='flex'
+        )
+    assert window_attention(q, k, v, window_size=(3, 0))[0].requires_grad
+
+
+def test_empty_tensors_are_refused():
+    q, k, v = make_qkv(packed([]), HEADS)
+    with pytest.raises(ValueError, match='no kernel for empty tensors'):
+        window_attention(q, k, v, window_size=(3, 0), backend='flex')
+
+
+def test_compiling_for_cpus_is_refused():
+    q, k, v = make_qkv(whole(9), HEADS)
+
+    @torch.compile(backend='eager')
+    def attend(q: Tensor) -> Tensor:
+        return window_attention(q, k, v, window_size=(3, 0), backend='flex')[0]
+
+    with pytest.raises(Exception, match='no FlexAttention with log-sum-exp for CPUs'):
+        attend(q)
+
+
+def test_auto_takes_eager_on_cpus():
+    q, k, v = make_qkv(whole(9), HEADS)
+    for choice in (window_backend(q, k, v), selected_backend(q, k, v)):
+        assert choice.name == 'eager'
+        assert choice.passed_over['flex'] == 'the tensors are on cpu'
+
+
+@pytest.mark.parametrize('lengths', [[3], [0, 40, 2], [150]])
+def test_composition(lengths: list[int]):
+    """The three branches together, also where no compressed block exists."""
+    extents = packed(lengths, 2)
+    q, k, v = make_qkv(extents, HEADS)
+    settings: dict[str, Any] = {
+        'compress_block_size': 4,
+        'compress_stride': 2,
+        'selection_block_size': 4,
+        'num_selected': 3,
+        'window_size': (5, 0),
+    }
+    arguments = (
+        q,
+        k,
+        v,
+        *make_compressed(extents, HEADS, 4, 2),
+        torch.rand(1, extents.seqlen_q, HEADS.heads, 3).double(),
+    )
+    results = [nsa(*arguments, **settings, **extents.where, backend=backend) for backend in ('flex', 'eager')]
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
+
+
+def test_few_graphs_serve_many_lengths():
+    """What is compiled on a GPU does not depend on lengths; here traced alone."""
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    def run(function: Callable[..., Any], q: Tensor, *arguments: Any) -> Any:
+        with torch._dynamo.config.patch(_flex.GRAPH_SETTINGS):
+            return torch.compile(function, backend=backend, dynamic=True, fullgraph=True)(q, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FLEX['selected_attention'], 'run', run)
+        for seqlen in (300, 130, 77, 400, 650, 200):
+            q, k, v = make_qkv(whole(seqlen, 2), Heads(6, 2, 16, 16))
+            indices = make_block_indices('valid', 2, seqlen, 2, 4, seqlen_k=seqlen, block_size=16)
+            out, _ = selected_attention(q, k, v, indices, block_size=16, backend='flex')
+            torch.testing.assert_close(out, selected_attention(q, k, v, indices, block_size=16, backend='eager')[0])
+    assert len(graphs) <= 2
+
+
+def test_no_block_mask_of_queries_by_keys():
+    """The largest table of a call counts tiles."""
+    seqlen = 4096
+    indices = make_block_indices('valid', 1, seqlen, 1, 4, seqlen_k=seqlen, block_size=64)
+    sizes = []
+
+    def run(function: Callable[..., Any], *arguments: Any) -> Any:
+        tensors = [t for a in arguments for t in (a if isinstance(a, tuple) else (a,)) if isinstance(t, Tensor)]
+        sizes.append(max(t.numel() for t in tensors))
+        return arguments[0], arguments[0][..., 0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FLEX['selected_attention'], 'run', run)
+        q, k, v = make_qkv(whole(seqlen), Heads(2, 1, 4, 4))
+        selected_attention(q, k, v, indices, block_size=64, backend='flex')
+    assert sizes == [q.numel()]
