@@ -90,6 +90,8 @@ def chosen_scores(
     index_heads, num_selected = block_indices.shape[2:]
     block_size, stride, selection_block_size = sizes
     float_dtype = compute_dtype(q.dtype)
+    # Cast here, once, so that gradients of keys that several queries read are added in float32.
+    k_cmp = k_cmp.to(float_dtype)
     queries = rearrange(q, 'b t (h g) d -> b t h g d', h=index_heads)
     row_lse = rearrange(lse, 'b (h g) t -> b t h g 1 1', h=index_heads)
     layout, tokens = sequences.compressed_layout(block_size, stride)
@@ -114,7 +116,7 @@ def chosen_scores(
         if causal:
             visible = visible & (compressed_block_end(compressed, block_size, stride) <= position)
         slot = (compressed + key_start).clamp(0, max(0, num_compressed - 1))
-        keys = torch.where(visible[..., None], k_cmp[row, slot, kv_head], 0).to(float_dtype)
+        keys = torch.where(visible[..., None], k_cmp[row, slot, kv_head], 0)
         logits = torch.einsum('bthgd,bthnod->bthgno', queries[:, start:stop].to(float_dtype), keys) * scale
         exponent = logits - row_lse[:, start:stop].to(float_dtype)
         weights = exponent.masked_fill(~visible[:, :, :, None], -torch.inf).exp()

@@ -30,6 +30,9 @@ def compressed_attention(
     batch, seqlen, heads, _ = q.shape
     num_compressed, kv_heads = k_cmp.shape[1:3]
     float_dtype = compute_dtype(q.dtype)
+    # Cast here, once, so that gradients of keys that several chunks read are added in float32.
+    k_cmp, v_cmp = k_cmp.to(float_dtype), v_cmp.to(float_dtype)
+    memory = None if mem_kv is None else [rearrange(mem.to(float_dtype), 'h m d -> m h d') for mem in mem_kv]
     queries = rearrange(q, 'b t (h g) d -> b t h g d', h=kv_heads)
     layout, _ = sequences.compressed_layout(block_size, stride)
     index = torch.arange(num_compressed, device=q.device)
@@ -42,15 +45,15 @@ def compressed_attention(
             visible = visible & (compressed_block_end(block, block_size, stride) <= chunk.position[..., None])
         read = visible.any(1)
         keys, values = zero_unread(k_cmp, read), zero_unread(v_cmp, read)
-        if mem_kv is not None:
+        if memory is not None:
             keys, values = (
-                torch.cat((rearrange(mem, 'h m d -> m h d').expand(batch, -1, -1, -1), compressed), 1)
-                for mem, compressed in zip(mem_kv, (keys, values), strict=True)
+                torch.cat((mem.expand(batch, -1, -1, -1), compressed), 1)
+                for mem, compressed in zip(memory, (keys, values), strict=True)
             )
-            visible = torch.cat((chunk.covered[..., None].expand(-1, -1, mem_kv[0].shape[1]), visible), -1)
-        logits = torch.einsum('bthgd,bshd->bhgts', queries[:, start:stop].to(float_dtype), keys.to(float_dtype)) * scale
+            visible = torch.cat((chunk.covered[..., None].expand(-1, -1, len(memory[0])), visible), -1)
+        logits = torch.einsum('bthgd,bshd->bhgts', queries[:, start:stop].to(float_dtype), keys) * scale
         weights, lse = masked_softmax(logits, visible[:, None, None], q.dtype)
-        out = torch.einsum('bhgts,bshd->bthgd', weights, values.to(float_dtype)).to(q.dtype)
+        out = torch.einsum('bhgts,bshd->bthgd', weights, values).to(q.dtype)
         return rearrange(out, 'b t h g d -> b t (h g) d'), rearrange(lse, 'b h g t -> b (h g) t')
 
     with without_autocast(q):

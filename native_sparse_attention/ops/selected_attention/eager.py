@@ -25,6 +25,8 @@ def selected_attention(
     seqlen_k, kv_heads = k.shape[1:3]
     index_heads, num_selected = block_indices.shape[2:]
     float_dtype = compute_dtype(q.dtype)
+    # Cast here, once, so that gradients of keys that several queries read are added in float32.
+    k, v = k.to(float_dtype), v.to(float_dtype)
     queries = rearrange(q, 'b t (h g) d -> b t h g d', h=index_heads)
     layout = sequences.layout()
     within_block = torch.arange(block_size, device=q.device)
@@ -45,7 +47,7 @@ def selected_attention(
             visible = visible & (token <= position)
         visible, index = (rearrange(t, 'b t h n l -> b t h (n l)') for t in (visible, token + key_start))
         row = first_row + index.clamp(0, max(0, seqlen_k - 1)) * kv_heads
-        keys, values = (_gather(t, row, visible).to(float_dtype) for t in (k, v))
+        keys, values = _gather(k, row, visible), _gather(v, row, visible)
         logits = torch.einsum('bthgd,bthsd->bthgs', queries[:, start:stop].to(float_dtype), keys) * scale
         if block_scale is not None:
             factor = block_scale[:, start:stop].to(float_dtype).repeat_interleave(block_size, -1)

@@ -25,6 +25,8 @@ def window_attention(
     batch, seqlen, heads, _ = q.shape
     seqlen_k, kv_heads = k.shape[1:3]
     float_dtype = compute_dtype(q.dtype)
+    # Cast here, once, so that gradients of keys that several chunks read are added in float32.
+    k, v = k.to(float_dtype), v.to(float_dtype)
     queries = rearrange(q, 'b t (h g) d -> b t h g d', h=kv_heads)
     layout = sequences.layout()
     bounded = min(left, right) >= 0 and sequences.queries_follow_keys
@@ -48,7 +50,7 @@ def window_attention(
         key_position, own = chunk.key_position(index[:, None])
         visible = own & in_window(key_position, chunk.position[..., None], left, right)
         read = visible.any(1)
-        keys, values = zero_unread(keys, read).to(float_dtype), zero_unread(values, read).to(float_dtype)
+        keys, values = zero_unread(keys, read), zero_unread(values, read)
         logits = torch.einsum('bthgd,bshd->bhgts', queries[:, start:stop].to(float_dtype), keys) * scale
         weights, lse = masked_softmax(logits, visible[:, None, None], q.dtype)
         out = torch.einsum('bhgts,bshd->bthgd', weights, values).to(q.dtype)
