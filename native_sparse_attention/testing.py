@@ -126,16 +126,15 @@ def outputs_and_gradients(
 ) -> dict[str, Tensor]:
     """What `function(**tensors)` returns and the gradient of every floating tensor, by name.
 
-    Outputs are named out0, out1, …, gradients by their tensor (`grad of q`). grad_outputs: gradients of the
-    differentiable outputs; by default ones. Values of non-differentiable outputs are returned like the others.
+    Outputs are named out0, out1, …, gradients by their tensor (`grad of q`). grad_outputs: one per output, any dtype,
+    ones by default. Those of outputs that are not differentiable are ignored.
     """
     leaves = {name: t.detach().requires_grad_(t.is_floating_point()) for name, t in tensors.items()}
     outputs = function(**leaves)
     outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
-    differentiable = [t for t in outputs if t.requires_grad]
-    if differentiable:
-        grads = [torch.ones_like(t) for t in differentiable] if grad_outputs is None else grad_outputs
-        torch.autograd.backward(differentiable, [g.to(t.dtype) for g, t in zip(grads, differentiable, strict=True)])
+    grads = [torch.ones_like(t) for t in outputs] if grad_outputs is None else grad_outputs
+    pairs = [(t, grad.to(t.dtype)) for t, grad in zip(outputs, grads, strict=True) if t.requires_grad]
+    torch.autograd.backward([t for t, _ in pairs], [grad for _, grad in pairs])
     results = {f'out{i}': t.detach() for i, t in enumerate(outputs)}
     for name, leaf in leaves.items():
         if leaf.is_floating_point():

@@ -127,7 +127,9 @@ def select_blocks(
         forced = forced_blocks(query.position // selection_block_size, num_init, num_local, causal)
         for chooser in range(choosers):
             heads = range(chooser * group_size, (chooser + 1) * group_size)
-            total = {j: sum(float(scores[query.batch, query.index, head, j]) for head in heads) for j in allowed}
+            total = {
+                j: sum(float(scores[query.batch, query.index, head, j].detach()) for head in heads) for j in allowed
+            }
             best_first = sorted(allowed, key=lambda j, total=total: (-total[j], j))
             taken = list(dict.fromkeys([j for j in forced if j in allowed] + best_first))[:num_selected]
             for entry, j in enumerate(sorted(taken)):
