@@ -29,7 +29,7 @@ def masked_softmax(logits: Tensor, visible: Tensor, dtype: torch.dtype) -> tuple
         and `[...]`.
     """
     if logits.shape[-1] == 0:
-        return logits, torch.full(logits.shape[:-1], -torch.inf, dtype=logits.dtype, device=logits.device)
+        return logits, logits.sum(-1) - torch.inf
     logits = _round_gradient(logits, dtype).masked_fill(~visible, -torch.inf)
     row_max = logits.detach().amax(-1, keepdim=True)
     exponentials = (logits - row_max.masked_fill(row_max == -torch.inf, 0)).exp()
@@ -40,11 +40,23 @@ def masked_softmax(logits: Tensor, visible: Tensor, dtype: torch.dtype) -> tuple
     return _round_value(exponentials / total, dtype), lse
 
 
-def zero_unread(tensor: Tensor, read: Tensor) -> Tensor:
-    """`[B, keys, H, D]` with the keys that no query reads (`read [B, keys]` False) set to 0, whatever they hold: 0 *
-    NaN is NaN.
+def without_nonfinite(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys `[B, S, H, D]` and values `[B, S, H, DV]`, 0 where one is not finite, and where that is: bool `[B, S, H]`.
+
+    What a query does not read must not reach it, not even as 0 * NaN; what it reads is put back by `taint`.
     """
-    return torch.where(read[..., None, None], tensor, 0)
+    finite = keys.isfinite().all(-1) & values.isfinite().all(-1)
+    return torch.where(finite[..., None], keys, 0), torch.where(finite[..., None], values, 0), ~finite
+
+
+def taint(out: Tensor, lse: Tensor, visible: Tensor, nonfinite: Tensor) -> tuple[Tensor, Tensor]:
+    """NaN in the rows that read a key or value that is not finite.
+
+    out: `[B, T, H, G, DV]`, lse: `[B, H, G, T]`, visible: `[B, T, S]`, nonfinite: `[B, S, H]`.
+    """
+    tainted = torch.einsum('bts,bsh->bth', visible.to(lse.dtype), nonfinite.to(lse.dtype)) > 0
+    lse = lse.masked_fill(tainted.transpose(1, 2)[:, :, None], torch.nan)
+    return out.masked_fill(tainted[..., None, None], torch.nan), lse
 
 
 def in_query_chunks(

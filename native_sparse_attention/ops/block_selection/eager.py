@@ -14,7 +14,7 @@ from native_sparse_attention.geometry import (
     max_length_of_compressed,
     num_selection_blocks,
 )
-from native_sparse_attention.ops._eager import compute_dtype, in_query_chunks, without_autocast, zero_unread
+from native_sparse_attention.ops._eager import compute_dtype, in_query_chunks, without_autocast
 
 
 @torch.no_grad()
@@ -35,6 +35,7 @@ def select_blocks(
     num_compressed, kv_heads = k_cmp.shape[1:3]
     block_size, stride, selection_block_size = sizes
     float_dtype = compute_dtype(q.dtype)
+    k_cmp = k_cmp.to(float_dtype)
     queries = rearrange(q, 'b t (h g) d -> b t h g d', h=kv_heads)
     row_lse = rearrange(lse, 'b (h g) t -> b t h g 1', h=kv_heads)
     layout, tokens = sequences.compressed_layout(block_size, stride)
@@ -49,8 +50,7 @@ def select_blocks(
         compressed, visible = chunk.key_position(index[None, None])
         if causal:
             visible = visible & (compressed_block_end(compressed, block_size, stride) <= chunk.position[..., None])
-        keys = zero_unread(k_cmp, visible.any(1)).to(float_dtype)
-        logits = torch.einsum('bthgd,bshd->bthgs', queries[:, start:stop].to(float_dtype), keys) * scale
+        logits = torch.einsum('bthgd,bshd->bthgs', queries[:, start:stop].to(float_dtype), k_cmp) * scale
         exponent = logits - row_lse[:, start:stop].to(float_dtype)
         weights = exponent.masked_fill(~visible[:, :, None, None], -torch.inf).exp()
         # [B, T, HI, C]

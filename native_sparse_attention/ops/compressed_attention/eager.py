@@ -11,8 +11,9 @@ from native_sparse_attention.ops._eager import (
     compute_dtype,
     in_query_chunks,
     masked_softmax,
+    taint,
     without_autocast,
-    zero_unread,
+    without_nonfinite,
 )
 
 
@@ -31,8 +32,13 @@ def compressed_attention(
     num_compressed, kv_heads = k_cmp.shape[1:3]
     float_dtype = compute_dtype(q.dtype)
     # Cast here, once, so that gradients of keys that several chunks read are added in float32.
-    k_cmp, v_cmp = k_cmp.to(float_dtype), v_cmp.to(float_dtype)
-    memory = None if mem_kv is None else [rearrange(mem.to(float_dtype), 'h m d -> m h d') for mem in mem_kv]
+    keys, values = k_cmp.to(float_dtype), v_cmp.to(float_dtype)
+    num_memory = 0
+    if mem_kv is not None:
+        num_memory = mem_kv[0].shape[1]
+        memory = (rearrange(mem.to(float_dtype), 'h m d -> m h d').expand(batch, -1, -1, -1) for mem in mem_kv)
+        keys, values = (torch.cat(pair, 1) for pair in zip(memory, (keys, values), strict=True))
+    keys, values, nonfinite = without_nonfinite(keys, values)
     queries = rearrange(q, 'b t (h g) d -> b t h g d', h=kv_heads)
     layout, _ = sequences.compressed_layout(block_size, stride)
     index = torch.arange(num_compressed, device=q.device)
@@ -43,17 +49,11 @@ def compressed_attention(
         block, visible = chunk.key_position(index[None, None])
         if causal:
             visible = visible & (compressed_block_end(block, block_size, stride) <= chunk.position[..., None])
-        read = visible.any(1)
-        keys, values = zero_unread(k_cmp, read), zero_unread(v_cmp, read)
-        if memory is not None:
-            keys, values = (
-                torch.cat((mem.expand(batch, -1, -1, -1), compressed), 1)
-                for mem, compressed in zip(memory, (keys, values), strict=True)
-            )
-            visible = torch.cat((chunk.covered[..., None].expand(-1, -1, len(memory[0])), visible), -1)
+        visible = torch.cat((chunk.covered[..., None].expand(-1, -1, num_memory), visible), -1)
         logits = torch.einsum('bthgd,bshd->bhgts', queries[:, start:stop].to(float_dtype), keys) * scale
         weights, lse = masked_softmax(logits, visible[:, None, None], q.dtype)
         out = torch.einsum('bhgts,bshd->bthgd', weights, values).to(q.dtype)
+        out, lse = taint(out, lse, visible, nonfinite)
         return rearrange(out, 'b t h g d -> b t (h g) d'), rearrange(lse, 'b h g t -> b (h g) t')
 
     with without_autocast(q):

@@ -11,8 +11,9 @@ from native_sparse_attention.ops._eager import (
     compute_dtype,
     in_query_chunks,
     masked_softmax,
+    taint,
     without_autocast,
-    zero_unread,
+    without_nonfinite,
 )
 
 # Queries that share one read of their window, where the window is narrower than that.
@@ -26,7 +27,7 @@ def window_attention(
     seqlen_k, kv_heads = k.shape[1:3]
     float_dtype = compute_dtype(q.dtype)
     # Cast here, once, so that gradients of keys that several chunks read are added in float32.
-    k, v = k.to(float_dtype), v.to(float_dtype)
+    k, v, nonfinite = without_nonfinite(k.to(float_dtype), v.to(float_dtype))
     queries = rearrange(q, 'b t (h g) d -> b t h g d', h=kv_heads)
     layout = sequences.layout()
     bounded = min(left, right) >= 0 and sequences.queries_follow_keys
@@ -37,23 +38,22 @@ def window_attention(
         chunk = layout.chunk(start, stop)
         # [1 or B, keys]: the keys between the first query's leftmost and the last query's rightmost, or all.
         num_keys = stop - start + left + right
-        if bounded and num_keys < seqlen_k:
+        if bounded and start < stop and num_keys < seqlen_k:
             first = (chunk.key_start + chunk.position)[:, :1] - left
             index = first + torch.arange(num_keys, device=q.device)
             row = torch.arange(batch, device=q.device)[:, None]
             in_memory = index.clamp(0, seqlen_k - 1)
-            keys, values = k[row, in_memory], v[row, in_memory]
+            keys, values, bad = k[row, in_memory], v[row, in_memory], nonfinite[row, in_memory]
         else:
             index = torch.arange(seqlen_k, device=q.device)[None]
-            keys, values = k, v
+            keys, values, bad = k, v, nonfinite
         # [B, T, keys]
         key_position, own = chunk.key_position(index[:, None])
         visible = own & in_window(key_position, chunk.position[..., None], left, right)
-        read = visible.any(1)
-        keys, values = zero_unread(keys, read), zero_unread(values, read)
         logits = torch.einsum('bthgd,bshd->bhgts', queries[:, start:stop].to(float_dtype), keys) * scale
         weights, lse = masked_softmax(logits, visible[:, None, None], q.dtype)
         out = torch.einsum('bhgts,bshd->bthgd', weights, values).to(q.dtype)
+        out, lse = taint(out, lse, visible, bad)
         return rearrange(out, 'b t h g d -> b t (h g) d'), rearrange(lse, 'b h g t -> b (h g) t')
 
     with without_autocast(q):
