@@ -21,17 +21,17 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 # Keys of a tile; the queries of a tile are a multiple of it.
 TILE = 128
-# Of q and k, and of v: smaller ones are padded with zeros; beyond that FlexAttention has no launch settings that fit into shared memory.
+# Beyond that, FlexAttention has no launch settings that fit into shared memory; smaller ones it cannot multiply.
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
 # Numbers are settings: the kernels have them built in. There is a graph per dtype, head layout, gradient mode and
 # setting, and one each for lengths of 1, but dynamo gives up at 8 unless told otherwise.
 GRAPH_SETTINGS = {'specialize_int': True, 'specialize_float': True, 'recompile_limit': 1024}
 
 
-def unsupported(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> str | None:
+def unsupported(q: Tensor, k: Tensor, v: Tensor, *others: Tensor, factors: Tensor | None = None) -> str | None:
     """Why FlexAttention cannot serve a call, or None where it can.
 
-    others: what else of the call may require a gradient.
+    others: what else may require a gradient. factors: of logits.
     """
     compiling = torch.compiler.is_compiling()
     if q.device.type not in ('cpu', 'cuda'):
@@ -40,37 +40,36 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> str 
         return f'q has shape {tuple(q.shape)} and v has head size {v.shape[-1]}, but it has no kernel for empty tensors'
     if not compiling and not torch._dynamo.is_dynamo_supported():
         return 'torch.compile does not support this version of Python'
+    needs_grad = [t is not None and t.requires_grad and torch.is_grad_enabled() for t in (factors, q, k, v, *others)]
     if q.device.type == 'cpu':
-        needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, *others))
-        if needs_grad:
+        if any(needs_grad):
             return 'an input requires a gradient, but it has no backward pass on CPUs'
         return 'torch.compile builds no FlexAttention with log-sum-exp for CPUs' if compiling else None
-    return _unsupported_on_gpu(q, v)
-
-
-def _unsupported_on_gpu(q: Tensor, v: Tensor) -> str | None:
-    if importlib.util.find_spec('triton') is None:
+    if not compiling and importlib.util.find_spec('triton') is None:
         return 'triton is not installed'
     if q.dtype == torch.float64:
         return 'q has dtype torch.float64, but its kernels compute in float32'
     head_dim = max(q.shape[-1], v.shape[-1])
     if head_dim > MAX_HEAD_DIM:
         return f'the head size is {head_dim}, but its kernels fit head sizes up to {MAX_HEAD_DIM}'
+    if needs_grad[0] and torch.are_deterministic_algorithms_enabled():
+        return 'deterministic algorithms are asked for, but it adds up the gradient of block_scale in any order'
     return None
 
 
 class Tiles(NamedTuple):
     """The tiles that are visited, as FlexAttention lists them: int32 counts `[B, H, tiles]` and indices `[B, H, tiles,
-    tiles]`, for every tile of queries those of keys, for every tile of keys those of queries. Full tiles, which every
-    query of the tile reads whole, are listed apart and need no mask; None where an op does not look for them.
+    tiles]`, for every tile of queries those of keys, and for the backward pass also the other way round. Full tiles,
+    which every query of the tile reads whole, are listed apart and need no mask; None where an op does not look for
+    them.
     """
 
     kv_num_blocks: Tensor
     kv_indices: Tensor
     full_kv_num_blocks: Tensor | None
     full_kv_indices: Tensor | None
-    q_num_blocks: Tensor
-    q_indices: Tensor
+    q_num_blocks: Tensor | None
+    q_indices: Tensor | None
     full_q_num_blocks: Tensor | None
     full_q_indices: Tensor | None
 
@@ -107,18 +106,29 @@ def find_tiles(first: Tensor, last: Tensor, seqlen_k: int, rows_per_token: int =
     return _list_tiles(visited & ~full, full)
 
 
-def zero_unread(tensor: Tensor, first: Tensor, last: Tensor) -> Tensor:
-    """`[B, S, H, D]` with the keys that no query reads set to 0, whatever they hold: 0 * NaN is NaN.
+def without_nonfinite(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys `[B, S, H, D]` and values `[B, S, H, DV]`, 0 where one is not finite, and bool `[B, S, H]`: where that is.
 
-    first, last: `[B, T, HI, E]` as in `find_tiles`, with HI 1, H or a multiple of H.
+    What a query of a tile does not read must not reach it, not even as 0 * NaN; what it reads is put back by `taint`.
     """
-    batch, seqlen, kv_heads = tensor.shape[:3]
-    index_heads = first.shape[2]
-    head = torch.arange(batch * index_heads, device=tensor.device).view(batch, 1, index_heads, 1)
-    read = _covered(head, first, last, batch * index_heads, seqlen).view(batch, index_heads, seqlen)
-    if index_heads > kv_heads:
-        read = read.unflatten(1, (kv_heads, -1)).any(2)
-    return torch.where(read.transpose(1, 2)[..., None], tensor, 0)
+    finite = k.isfinite().all(-1) & v.isfinite().all(-1)
+    return torch.where(finite[..., None], k, 0), torch.where(finite[..., None], v, 0), ~finite
+
+
+def taint(out: Tensor, lse: Tensor, nonfinite: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+    """NaN in the rows that read a key or value that is not finite.
+
+    out: `[B, T, HQ, DV]`, lse: `[B, HQ, T]`, nonfinite: `[B, S, H]`, first and last as in `find_tiles` with heads that
+    are 1 or a multiple of H.
+    """
+    batch, _, kv_heads = nonfinite.shape
+    heads = max(kv_heads, first.shape[2])
+    before = F.pad(nonfinite.cumsum(1, dtype=torch.int32), (0, 0, 1, 0))
+    row = torch.arange(batch, device=out.device)[:, None, None, None]
+    head = (torch.arange(heads, device=out.device) // (heads // kv_heads))[:, None]
+    tainted = (before[row, last, head] > before[row, first, head]).any(-1)
+    tainted = tainted.repeat_interleave(out.shape[2] // heads, 2)
+    return out.masked_fill(tainted[..., None], torch.nan), lse.masked_fill(tainted.transpose(1, 2), torch.nan)
 
 
 def heads_first(tensor: Tensor) -> Tensor:
@@ -154,10 +164,12 @@ def attend(
     scale: float,
     score_mod: Callable[..., Tensor] | None = None,
     rows: int = TILE,
+    pipelined: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """FlexAttention over q `[B, HQ, T, D]`, k `[B, H, S, D]`, v `[B, H, S, DV]`: the output and its log-sum-exp.
 
-    rows: of a tile of queries.
+    rows: of a tile of queries. pipelined: False where the modifiers load so much that several stages of it do not fit
+    into shared memory.
     """
     block_mask = BlockMask(
         seq_lengths=(q.shape[2], k.shape[2]),
@@ -167,8 +179,9 @@ def attend(
     )
     value_dim = v.shape[3]
     if q.is_cuda:
-        q, k, v = (F.pad(t, (0, max(0, MIN_HEAD_DIM - t.shape[3]))) for t in (q, k, v))
+        q, k, v = _pad_heads(q, k, v)
     # The kernel for short queries is built for one length and for some group sizes: the general one serves all.
+    options: Any = {'BACKEND': 'TRITON'} if pipelined else {'BACKEND': 'TRITON', 'num_stages': 1}
     out, aux = flex_attention(
         q,
         k,
@@ -178,9 +191,29 @@ def attend(
         scale=scale,
         enable_gqa=True,
         return_aux=AuxRequest(lse=True),
-        kernel_options={'BACKEND': 'TRITON'},
+        kernel_options=options,
     )
     return out[..., :value_dim], aux.lse
+
+
+def _pad_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Head sizes as powers of two, that of q and k not below that of v, which add no work but zeros.
+
+    The kernels compute with powers of two anyway, and their launch settings, made for the head size of q and k, fit
+    into shared memory for such sizes.
+    """
+    value_dim = _power_of_two(max(MIN_HEAD_DIM, v.shape[3]))
+    head_dim = max(_power_of_two(q.shape[3]), value_dim)
+    sizes = (head_dim, head_dim, value_dim)
+    q, k, v = (
+        t if t.shape[3] == size else F.pad(t, (0, size - t.shape[3])) for t, size in zip((q, k, v), sizes, strict=True)
+    )
+    return q, k, v
+
+
+def _power_of_two(size: int) -> int:
+    """The smallest power of two that is no less than size."""
+    return 1 << (size - 1).bit_length()
 
 
 @cache
@@ -203,16 +236,17 @@ def _covered(row: Tensor, first: Tensor, last: Tensor, num_rows: int, length: in
 
 def _list_tiles(partial: Tensor, full: Tensor | None) -> Tiles:
     """The lists of bool `[B, H, query tiles, key tiles]`."""
-    nothing = (None, None)
-    return Tiles(
-        *_true_columns(partial),
-        *(nothing if full is None else _true_columns(full)),
-        *_true_columns(partial.transpose(2, 3)),
-        *(nothing if full is None else _true_columns(full.transpose(2, 3))),
-    )
+    tables = torch.stack((partial,) if full is None else (partial, full))
+    by_query, by_key = _lists(tables), (None,) * 4
+    if torch.is_grad_enabled():
+        by_key = _lists(tables.transpose(3, 4))
+    return Tiles(*by_query, *by_key)
 
 
-def _true_columns(table: Tensor) -> tuple[Tensor, Tensor]:
-    """How many columns of each row are True, and all columns with those in front, ascending."""
-    indices = table.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
-    return table.sum(-1, dtype=torch.int32), indices.to(torch.int32).contiguous()
+def _lists(tables: Tensor) -> tuple[Tensor | None, ...]:
+    """Of bool `[1 or 2, B, H, rows, columns]` how many columns of a row are True, and the columns with those in front,
+    ascending.
+    """
+    counts = tables.sum(-1, dtype=torch.int32)
+    indices = tables.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32).contiguous()
+    return (counts[0], indices[0], counts[1], indices[1]) if len(tables) == 2 else (counts[0], indices[0], None, None)

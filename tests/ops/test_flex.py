@@ -35,7 +35,7 @@ def small_tiles() -> Iterator[None]:
     """
 
     def attend(q: Tensor, k: Tensor, v: Tensor, tiles: _flex.Tiles, mask_mod: Callable, *rest: Any) -> Any:
-        rows = rest[2] if len(rest) == 3 else SMALL_TILE
+        rows = rest[2] if len(rest) > 2 else SMALL_TILE
         partial, full = visited_tiles(tiles)
 
         def visible(b: Tensor, h: Tensor, t: Tensor, s: Tensor) -> Tensor:
@@ -54,15 +54,13 @@ def small_tiles() -> Iterator[None]:
 
 def visited_tiles(tiles: _flex.Tiles) -> tuple[Tensor, Tensor]:
     """Partial and full tiles as bool `[B, H, query tiles, key tiles]`; the lists of the backward pass say the same."""
-    partial = table(tiles.kv_num_blocks, tiles.kv_indices)
-    assert torch.equal(partial, table(tiles.q_num_blocks, tiles.q_indices).transpose(2, 3))
+    names = ('kv_num_blocks', 'kv_indices'), ('q_num_blocks', 'q_indices')
+    partial, by_key = (table(*(getattr(tiles, name) for name in pair)) for pair in names)
+    assert torch.equal(partial, by_key.transpose(2, 3))
     if tiles.full_kv_num_blocks is None:
         return partial, torch.zeros_like(partial)
-    assert tiles.full_kv_indices is not None
-    assert tiles.full_q_num_blocks is not None
-    assert tiles.full_q_indices is not None
-    full = table(tiles.full_kv_num_blocks, tiles.full_kv_indices)
-    assert torch.equal(full, table(tiles.full_q_num_blocks, tiles.full_q_indices).transpose(2, 3))
+    full, by_key = (table(*(getattr(tiles, f'full_{name}') for name in pair)) for pair in names)
+    assert torch.equal(full, by_key.transpose(2, 3))
     assert not (partial & full).any()
     return partial, full
 
@@ -84,12 +82,19 @@ def assert_flex_is_eager(op: Callable[..., tuple[Tensor, Tensor]], *tensors: Ten
         with small_tiles():
             results.append(op(*tensors, **settings, backend=backend))
     for result, expected in zip(*results, strict=True):
-        torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12, equal_nan=True)
+
+
+def spoil(k: Tensor, v: Tensor) -> None:
+    """NaN in a key or two, which those rows see that read them."""
+    place = torch.rand(k.shape[:3]) < 0.05
+    k[place], v[place] = torch.nan, torch.nan
 
 
 @given(drawn_extents(), st.sampled_from([(3, 0), (-1, 0), (0, 4), (5, -1), (-1, -1)]))
 def test_window(extents: Extents, window_size: tuple[int, int]) -> None:
     q, k, v = make_qkv(extents, HEADS)
+    spoil(k, v)
     causal = window_size[1] == 0
     assert_flex_is_eager(window_attention, q, k, v, window_size=window_size, causal=causal, **extents.where)
 
@@ -98,6 +103,7 @@ def test_window(extents: Extents, window_size: tuple[int, int]) -> None:
 def test_compressed(extents: Extents, sizes: tuple[int, int], pairs: int, causal: bool) -> None:
     q, _, _ = make_qkv(extents, HEADS)
     k_cmp, v_cmp = make_compressed(extents, HEADS, *sizes, more=pairs)
+    spoil(k_cmp, v_cmp)
     settings: dict[str, Any] = {'block_size': sizes[0], 'stride': sizes[1], 'causal': causal} | extents.where
     if pairs:
         settings['mem_kv'] = make_mem_kv(HEADS, pairs)
@@ -109,6 +115,7 @@ def test_compressed(extents: Extents, sizes: tuple[int, int], pairs: int, causal
 @given(drawn_extents(), st.sampled_from([3, 4, 9]), st.sampled_from([0, 1, 4]), st.booleans(), st.data())
 def test_selected(extents: Extents, block_size: int, num_selected: int, causal: bool, data: st.DataObject) -> None:
     q, k, v = make_qkv(extents, HEADS)
+    spoil(k, v)
     choosers = data.draw(st.sampled_from([HEADS.kv_heads, HEADS.heads]), 'choosers')
     shape = (extents.batch, extents.seqlen_q, choosers, num_selected)
     junk = torch.tensor([-1, -2, 100, 2**32, 2**32 + 1, -(2**63), 2**63 - 1])
@@ -142,6 +149,16 @@ def test_tiles_are_those_that_are_read(rows_per_token: int, monkeypatch: pytest.
     assert torch.equal((partial | full)[:, :, :count], any_read)
     assert torch.equal(full[:, :, :count], all_read)
     assert not (partial | full)[:, :, count:].any()
+
+
+def test_lists_for_the_backward_pass_alone_where_there_is_one():
+    first, last = torch.zeros(1, 9, 1, 1, dtype=torch.int64), torch.full((1, 9, 1, 1), 9)
+    with torch.no_grad():
+        tiles = _flex.find_tiles(first, last, 9)
+    assert tiles.kv_indices is not None
+    assert tiles.full_kv_indices is not None
+    assert tiles.q_indices is None
+    assert tiles.full_q_indices is None
 
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16])

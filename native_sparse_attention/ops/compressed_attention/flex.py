@@ -13,8 +13,9 @@ from native_sparse_attention.ops._flex import (
     find_tiles,
     heads_first,
     run,
+    taint,
     with_a_key,
-    zero_unread,
+    without_nonfinite,
 )
 
 
@@ -32,23 +33,26 @@ def compressed_attention(
     k, v = with_a_key(k_cmp, v_cmp)
     layout, _ = sequences.compressed_layout(block_size, stride)
     visible = num_compressed_blocks(layout.position + 1, block_size, stride) if causal else layout.key_len
-    # [B, T, 1, E]: the interval of compressed keys that a query reads.
-    first = layout.key_start.clamp(0, k.shape[1])[..., None, None]
-    last = (layout.key_start + visible.minimum(layout.key_len)).clamp(0, k.shape[1])[..., None, None].maximum(first)
-    k, v = (zero_unread(t, first, last) for t in (k, v))
-    num_mem = layout.covered.int() * (0 if mem_kv is None else mem_kv[0].shape[1])
+    # [B, T, 1, 1]: the interval of compressed keys that a query reads.
+    last = layout.key_start + visible.minimum(layout.key_len)
+    first, last = (t.clamp(0, k.shape[1])[..., None, None] for t in (layout.key_start, last))
+    last = last.maximum(first)
+    num_memory = 0
     if mem_kv is not None:
-        pairs = zip(mem_kv, (k, v), strict=True)
-        k, v = (torch.cat((rearrange(mem, 'h m d -> 1 m h d').expand(len(t), -1, -1, -1), t), 1) for mem, t in pairs)
-        memory = num_mem.long()[..., None, None]
-        shift = mem_kv[0].shape[1]
-        first, last = torch.cat((memory * 0, first + shift), -1), torch.cat((memory, last + shift), -1)
-    key_start = layout.key_start + (0 if mem_kv is None else mem_kv[0].shape[1])
-    k, v = heads_first(k), heads_first(v)
-    tiles = find_tiles(first, last, k.shape[2])
-    extents = [t.int() for t in (layout.position, key_start, layout.key_len, num_mem)]
-    out, lse = run(_attend, heads_first(q), k, v, tiles, *extents, block_size, stride, causal, scale)
-    return out.transpose(1, 2), lse
+        num_memory = mem_kv[0].shape[1]
+        memory = (rearrange(mem, 'h m d -> 1 m h d').expand(len(q), -1, -1, -1) for mem in mem_kv)
+        k, v = (torch.cat(pair, 1) for pair in zip(memory, (k, v), strict=True))
+    # [B, T]: memory pairs that a query reads.
+    memory_read = layout.covered.long() * num_memory
+    if num_memory:
+        before = memory_read[..., None, None]
+        first, last = torch.cat((before * 0, first + num_memory), -1), torch.cat((before, last + num_memory), -1)
+    k, v, nonfinite = without_nonfinite(k, v)
+    tiles = find_tiles(first, last, k.shape[1])
+    extents = [t.int() for t in (layout.position, layout.key_start + num_memory, layout.key_len, memory_read)]
+    q, k, v = (heads_first(t) for t in (q, k, v))
+    out, lse = run(_attend, q, k, v, tiles, *extents, block_size, stride, causal, scale)
+    return taint(out.transpose(1, 2), lse, nonfinite, first, last)
 
 
 def _attend(
@@ -59,7 +63,7 @@ def _attend(
     position: Tensor,
     key_start: Tensor,
     key_len: Tensor,
-    num_mem: Tensor,
+    memory_read: Tensor,
     block_size: int,
     stride: int,
     causal: bool,
@@ -70,6 +74,6 @@ def _attend(
         visible = (block >= 0) & (block < key_len[b, t])
         if causal:
             visible = visible & (compressed_block_end(block, block_size, stride) <= position[b, t])
-        return visible | (s < num_mem[b, t])
+        return visible | (s < memory_read[b, t])
 
     return attend(q, k, v, tiles, mask_mod, scale)

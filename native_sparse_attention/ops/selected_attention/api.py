@@ -89,5 +89,5 @@ def backend_of(
     """The backend that would serve these inputs."""
     from native_sparse_attention.ops import _flex
 
-    candidates = {'flex': partial(_flex.unsupported, q, k, v, block_scale), 'eager': serves}
+    candidates = {'flex': partial(_flex.unsupported, q, k, v, factors=block_scale), 'eager': serves}
     return choose_backend('selected_attention', backend, q.device, candidates)

@@ -18,9 +18,14 @@ from native_sparse_attention.ops._flex import (
     heads_first,
     rows_of_tile,
     run,
+    taint,
     with_a_key,
-    zero_unread,
+    without_nonfinite,
 )
+
+# A mask loads an index per chosen block. For more blocks than that, the loads of several stages may not fit into shared
+# memory; with the factors of block_scale they do not.
+FEW_BLOCKS = 16
 
 
 def selected_attention(
@@ -34,7 +39,7 @@ def selected_attention(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    k, v = with_a_key(k, v)
+    k, v, nonfinite = without_nonfinite(*with_a_key(k, v))
     index_heads, num_selected = block_indices.shape[2:]
     rows_per_token = q.shape[2] // index_heads
     layout = sequences.layout()
@@ -48,8 +53,7 @@ def selected_attention(
     blocks = torch.where(readable, block_indices, -1).int()
     first = torch.where(readable, key_start + blocks.long() * block_size, 0).clamp(0, k.shape[1])
     last = torch.where(readable, (first + block_size).minimum(end), 0).clamp(0, k.shape[1])
-    k, v = (heads_first(zero_unread(t, first, last)) for t in (k, v))
-    tiles = find_tiles(first, last, k.shape[2], rows_per_token)
+    tiles = find_tiles(first, last, k.shape[1], rows_per_token)
     rows = rearrange(q, 'b t (h r) d -> b h (t r) d', h=index_heads).contiguous()
     extents = [t.int() for t in (layout.key_start, num_keys)]
     if num_selected == 0:
@@ -57,9 +61,11 @@ def selected_attention(
     if block_scale is not None:
         block_scale = block_scale.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
     settings = (block_size, num_selected, rows_per_token, rows_of_tile(rows_per_token), scale)
+    k, v = heads_first(k), heads_first(v)
     out, lse = run(_attend, rows, k, v, tiles, *extents, blocks, block_scale, *settings)
     out = rearrange(out, 'b h (t r) d -> b t (h r) d', r=rows_per_token)
-    return out, rearrange(lse, 'b h (t r) -> b (h r) t', r=rows_per_token)
+    lse = rearrange(lse, 'b h (t r) -> b (h r) t', r=rows_per_token)
+    return taint(out, lse, nonfinite, first, last)
 
 
 def _attend(
@@ -95,4 +101,5 @@ def _attend(
             entry = torch.where(blocks[b, t, h, i] == block, i, entry)
         return score * block_scale[b, t, h, entry]
 
-    return attend(q, k, v, tiles, mask_mod, scale, None if block_scale is None else score_mod, tile_rows)
+    few_loads = block_scale is None and num_selected <= FEW_BLOCKS
+    return attend(q, k, v, tiles, mask_mod, scale, None if block_scale is None else score_mod, tile_rows, few_loads)

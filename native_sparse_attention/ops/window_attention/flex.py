@@ -11,27 +11,30 @@ from native_sparse_attention.ops._flex import (
     find_tiles,
     heads_first,
     run,
+    taint,
     with_a_key,
-    zero_unread,
+    without_nonfinite,
 )
 
 
 def window_attention(
     q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, left: int, right: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    k, v = with_a_key(k, v)
+    k, v, nonfinite = without_nonfinite(*with_a_key(k, v))
     layout = sequences.layout()
-    # [B, T]: the interval of keys that a query reads.
+    # [B, T, 1, 1]: the interval of keys that a query reads.
     first = layout.position - left if left >= 0 else layout.position * 0
     last = layout.position + right + 1 if right >= 0 else layout.key_len
     first, last = (
-        (t.clamp(min=0).minimum(layout.key_len) + layout.key_start).clamp(0, k.shape[1]) for t in (first, last)
+        (t.clamp(min=0).minimum(layout.key_len) + layout.key_start).clamp(0, k.shape[1])[..., None, None]
+        for t in (first, last)
     )
-    interval = (first[..., None, None], last.maximum(first)[..., None, None])
-    k, v = (heads_first(zero_unread(t, *interval)) for t in (k, v))
+    last = last.maximum(first)
+    tiles = find_tiles(first, last, k.shape[1])
     extents = [t.int() for t in (layout.position, layout.key_start, layout.key_len)]
-    out, lse = run(_attend, heads_first(q), k, v, find_tiles(*interval, k.shape[2]), *extents, left, right, scale)
-    return out.transpose(1, 2), lse
+    q, k, v = (heads_first(t) for t in (q, k, v))
+    out, lse = run(_attend, q, k, v, tiles, *extents, left, right, scale)
+    return taint(out.transpose(1, 2), lse, nonfinite, first, last)
 
 
 def _attend(
