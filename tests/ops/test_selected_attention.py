@@ -1,9 +1,7 @@
-"""Selected attention: its definition, rows of indices as sets, junk among them, and memory."""
+"""Selected attention: its definition, rows of indices as sets, and junk among them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -12,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from native_sparse_attention.ops import selected_attention
 from native_sparse_attention.testing import INDEX_KINDS, make_block_indices
@@ -158,49 +155,6 @@ def test_heads_of_a_group_may_choose_alone() -> None:
     results = [selected_attention(q, k, v, b, block_size=4) for b in (together, together.repeat_interleave(2, 2))]
     for result, same in zip(*results, strict=True):
         torch.testing.assert_close(result, same, rtol=1e-12, atol=1e-12)
-
-
-class LargestTensor(TorchDispatchMode):
-    """Remembers the bytes of the largest storage that any operation returns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(tensor, Tensor):
-                self.bytes = max(self.bytes, tensor.untyped_storage().nbytes())
-        return result
-
-
-@contextmanager
-def saved_bytes() -> Iterator[dict[int, int]]:
-    """The storages that are kept for the backward pass, by address."""
-    kept: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield kept
-
-
-@pytest.mark.parametrize('alone', [False, True])
-def test_memory_holds_no_queries_times_keys(alone: bool) -> None:
-    seqlen, num_selected, block_size = 4096, 4, 8
-    q, k, v = (t.float().requires_grad_() for t in make_qkv(whole(seqlen), Heads(2, 1, 4, 4)))
-    blocks = make_block_indices(
-        'valid', 1, seqlen, 2 if alone else 1, num_selected, seqlen_k=seqlen, block_size=block_size
-    )
-    with LargestTensor() as largest, saved_bytes() as kept:
-        out, lse = selected_attention(q, k, v, blocks, block_size=block_size)
-        (out.sum() + lse.sum()).backward()
-    # A mask of bools for every query and key would already be too large.
-    assert largest.bytes < seqlen * seqlen
-    assert sum(kept.values()) < 2 * seqlen * seqlen
 
 
 def call(**changes: Any) -> None:
