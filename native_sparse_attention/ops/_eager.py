@@ -41,22 +41,22 @@ def masked_softmax(logits: Tensor, visible: Tensor, dtype: torch.dtype) -> tuple
 
 
 def without_nonfinite(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys `[B, S, H, D]` and values `[B, S, H, DV]`, 0 where one is not finite, and where that is: bool `[B, S, H]`.
+    """Keys `[B, S, H, D]` and values `[B, S, H, DV]`, each 0 where it is not finite, and bool `[B, S, H, 2]`: where.
 
     What a query does not read must not reach it, not even as 0 * NaN; what it reads is put back by `taint`.
     """
-    finite = keys.isfinite().all(-1) & values.isfinite().all(-1)
-    return torch.where(finite[..., None], keys, 0), torch.where(finite[..., None], values, 0), ~finite
+    finite = [tensor.isfinite().all(-1, keepdim=True) for tensor in (keys, values)]
+    return torch.where(finite[0], keys, 0), torch.where(finite[1], values, 0), ~torch.cat(finite, -1)
 
 
 def taint(out: Tensor, lse: Tensor, visible: Tensor, nonfinite: Tensor) -> tuple[Tensor, Tensor]:
-    """NaN in the rows that read a key or value that is not finite.
+    """NaN in rows that read a key that is not finite, and in the outputs of those that read such a value.
 
-    out: `[B, T, H, G, DV]`, lse: `[B, H, G, T]`, visible: `[B, T, S]`, nonfinite: `[B, S, H]`.
+    out: `[B, T, H, G, DV]`, lse: `[B, H, G, T]`, visible: `[B, T, S]`, nonfinite: `[B, S, H, 2]` (key, value).
     """
-    tainted = torch.einsum('bts,bsh->bth', visible.to(lse.dtype), nonfinite.to(lse.dtype)) > 0
-    lse = lse.masked_fill(tainted.transpose(1, 2)[:, :, None], torch.nan)
-    return out.masked_fill(tainted[..., None, None], torch.nan), lse
+    tainted = torch.einsum('bts,bshx->bthx', visible.to(lse.dtype), nonfinite.to(lse.dtype)) > 0
+    lse = lse.masked_fill(tainted[..., 0].transpose(1, 2)[:, :, None], torch.nan)
+    return out.masked_fill(tainted.any(-1)[..., None, None], torch.nan), lse
 
 
 def in_query_chunks(
