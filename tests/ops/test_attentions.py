@@ -223,17 +223,46 @@ def test_a_row_does_not_depend_on_its_neighbours(attention: Attention) -> None:
 
 @every_attention
 @both_ways
-def test_a_sequence_does_not_depend_on_its_neighbours(causal: bool, attention: Attention) -> None:
+@pytest.mark.parametrize('names', ['kv', 'qkv'])
+@pytest.mark.parametrize('poison', [-7.0, torch.nan, torch.inf])
+def test_a_sequence_does_not_depend_on_its_neighbours(
+    poison: float, names: str, causal: bool, attention: Attention
+) -> None:
     extents = packed([9, 7, 8])
-    tensors = attention.make_inputs(extents, HEADS)
+    tensors, grads = attention.make_inputs(extents, HEADS), make_grads(extents, HEADS)
     changed = {name: t.clone() for name, t in tensors.items()}
-    first, last = attention.count_keys(9), attention.count_keys(9) + attention.count_keys(7)
-    for name, (start, stop) in {'q': (9, 16), 'k': (first, last), 'v': (first, last)}.items():
-        changed[name][:, :start] = torch.nan
-        changed[name][:, stop:] = torch.nan
-    (out, lse), (same_out, same_lse) = (attention.attend(extents, **t, causal=causal) for t in (tensors, changed))
-    assert torch.equal(out[:, 9:16], same_out[:, 9:16])
-    assert torch.equal(lse[..., 9:16], same_lse[..., 9:16])
+    queries = slice(9, 16)
+    keys = slice(attention.count_keys(9), attention.count_keys(9) + attention.count_keys(7))
+    for name in names:
+        own = queries if name == 'q' else keys
+        changed[name][:, : own.start] *= poison
+        changed[name][:, own.stop :] *= poison
+    outputs, same = (results(attention, extents, t, grads, causal=causal) for t in (tensors, changed))
+    outputs, same = (cut_results(t, queries, keys) for t in (outputs, same))
+    for name in outputs:
+        assert torch.equal(same[name], outputs[name]), name
+
+
+@every_attention
+@pytest.mark.parametrize('poison', [torch.nan, torch.inf])
+@pytest.mark.parametrize('names', ['k', 'v', 'kv'])
+def test_what_is_not_finite_reaches_those_who_read_it(names: str, poison: float, attention: Attention) -> None:
+    tensors, grads = attention.make_inputs(whole(24), HEADS), make_grads(whole(24), HEADS)
+    poisoned = {name: t.clone() for name, t in tensors.items()}
+    key = attention.count_keys(12)
+    for name in names:
+        poisoned[name][:, key, 0] *= poison
+    outputs, same = (results(attention, whole(24), t, grads) for t in (tensors, poisoned))
+    # The key belongs to the first kv head. A query reads it where its value changes what the query makes of it.
+    moved = {name: t.clone() for name, t in tensors.items()}
+    moved['v'][:, key, 0] += 1
+    reads = (attention.attend(whole(24), **moved)[0] != outputs['out0']).any(-1)
+    assert reads.any()
+    assert not reads[:, :12].any()
+    assert same['out0'][~reads].equal(outputs['out0'][~reads])
+    assert same['out1'].mT[~reads].equal(outputs['out1'].mT[~reads])
+    assert same['grad of q'][~reads].equal(outputs['grad of q'][~reads])
+    assert not same['out0'][reads].isfinite().all(-1).any()
 
 
 NOTHING_TO_READ = {
