@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from einops import rearrange
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -40,23 +41,30 @@ def masked_softmax(logits: Tensor, visible: Tensor, dtype: torch.dtype) -> tuple
     return _round_value(exponentials / total, dtype), lse
 
 
-def without_nonfinite(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys `[B, S, H, D]` and values `[B, S, H, DV]`, each 0 where it is not finite, and bool `[B, S, H, 2]`: where.
+def masked_attention(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Attention of queries `[B, T, H, G, D]` over the visible ones of keys `[B, S, H, D]` and values `[B, S, H, DV]`.
 
-    What a query does not read must not reach it, not even as 0 * NaN; what it reads is put back by `taint`.
+    visible: `[B, T, S]`; dtype: of the output. Returns `[B, T, HQ, DV]` and the log-sum-exp `[B, HQ, T]`. A query, key
+    or value that is not finite reaches those who read it, as NaN, and no one else: 0 * NaN is NaN, so such are set to
+    0 first, and what they reach to NaN at last.
     """
-    finite = [tensor.isfinite().all(-1, keepdim=True) for tensor in (keys, values)]
-    return torch.where(finite[0], keys, 0), torch.where(finite[1], values, 0), ~torch.cat(finite, -1)
+    finite_q, finite_k, finite_v = (t.isfinite().all(-1) for t in (q, k, v))
+    q, k, v = (torch.where(ok[..., None], t, 0) for ok, t in ((finite_q, q), (finite_k, k), (finite_v, v)))
+    logits = torch.einsum('bthgd,bshd->bhgts', q, k) * scale
+    weights, lse = masked_softmax(logits, visible[:, None, None], dtype)
+    out = torch.einsum('bhgts,bshd->bthgd', weights, v).to(dtype)
 
+    def reads_one_of(marked: Tensor) -> Tensor:
+        return torch.einsum('bts,bsh->bth', visible.to(q.dtype), marked.to(q.dtype))[..., None] > 0
 
-def taint(out: Tensor, lse: Tensor, visible: Tensor, nonfinite: Tensor) -> tuple[Tensor, Tensor]:
-    """NaN in rows that read a key that is not finite, and in the outputs of those that read such a value.
-
-    out: `[B, T, H, G, DV]`, lse: `[B, H, G, T]`, visible: `[B, T, S]`, nonfinite: `[B, S, H, 2]` (key, value).
-    """
-    tainted = torch.einsum('bts,bshx->bthx', visible.to(lse.dtype), nonfinite.to(lse.dtype)) > 0
-    lse = lse.masked_fill(tainted[..., 0].transpose(1, 2)[:, :, None], torch.nan)
-    return out.masked_fill(tainted.any(-1)[..., None, None], torch.nan), lse
+    # [B, T, H, G]
+    nan_logits = reads_one_of(~finite_k) | (~finite_q & visible.any(-1)[..., None, None])
+    nan_out = nan_logits | reads_one_of(~finite_v)
+    out = out.masked_fill(nan_out[..., None], torch.nan)
+    lse = lse.masked_fill(rearrange(nan_logits, 'b t h g -> b h g t'), torch.nan)
+    return rearrange(out, 'b t h g d -> b t (h g) d'), rearrange(lse, 'b h g t -> b (h g) t')
 
 
 def in_query_chunks(

@@ -7,14 +7,7 @@ from einops import rearrange
 from torch import Tensor
 
 from native_sparse_attention.geometry import Sequences, compressed_block_end
-from native_sparse_attention.ops._eager import (
-    compute_dtype,
-    in_query_chunks,
-    masked_softmax,
-    taint,
-    without_autocast,
-    without_nonfinite,
-)
+from native_sparse_attention.ops._eager import compute_dtype, in_query_chunks, masked_attention, without_autocast
 
 
 def compressed_attention(
@@ -38,7 +31,6 @@ def compressed_attention(
         num_memory = mem_kv[0].shape[1]
         memory = (rearrange(mem.to(float_dtype), 'h m d -> m h d').expand(batch, -1, -1, -1) for mem in mem_kv)
         keys, values = (torch.cat(pair, 1) for pair in zip(memory, (keys, values), strict=True))
-    keys, values, nonfinite = without_nonfinite(keys, values)
     queries = rearrange(q, 'b t (h g) d -> b t h g d', h=kv_heads)
     layout, _ = sequences.compressed_layout(block_size, stride)
     index = torch.arange(num_compressed, device=q.device)
@@ -50,11 +42,7 @@ def compressed_attention(
         if causal:
             visible = visible & (compressed_block_end(block, block_size, stride) <= chunk.position[..., None])
         visible = torch.cat((chunk.covered[..., None].expand(-1, -1, num_memory), visible), -1)
-        logits = torch.einsum('bthgd,bshd->bhgts', queries[:, start:stop].to(float_dtype), keys) * scale
-        weights, lse = masked_softmax(logits, visible[:, None, None], q.dtype)
-        out = torch.einsum('bhgts,bshd->bthgd', weights, values).to(q.dtype)
-        out, lse = taint(out, lse, visible, nonfinite)
-        return rearrange(out, 'b t h g d -> b t (h g) d'), rearrange(lse, 'b h g t -> b (h g) t')
+        return masked_attention(queries[:, start:stop].to(float_dtype), keys, values, visible, scale, q.dtype)
 
     with without_autocast(q):
         out, lse = in_query_chunks(attend, seqlen, batch * heads * num_compressed, dims=(1, 2))

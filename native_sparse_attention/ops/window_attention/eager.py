@@ -7,14 +7,7 @@ from einops import rearrange
 from torch import Tensor
 
 from native_sparse_attention.geometry import Sequences, in_window
-from native_sparse_attention.ops._eager import (
-    compute_dtype,
-    in_query_chunks,
-    masked_softmax,
-    taint,
-    without_autocast,
-    without_nonfinite,
-)
+from native_sparse_attention.ops._eager import compute_dtype, in_query_chunks, masked_attention, without_autocast
 
 # Queries that share one read of their window, where the window is narrower than that.
 CHUNK_QUERIES = 256
@@ -27,7 +20,7 @@ def window_attention(
     seqlen_k, kv_heads = k.shape[1:3]
     float_dtype = compute_dtype(q.dtype)
     # Cast here, once, so that gradients of keys that several chunks read are added in float32.
-    k, v, nonfinite = without_nonfinite(k.to(float_dtype), v.to(float_dtype))
+    k, v = k.to(float_dtype), v.to(float_dtype)
     queries = rearrange(q, 'b t (h g) d -> b t h g d', h=kv_heads)
     layout = sequences.layout()
     bounded = min(left, right) >= 0 and sequences.queries_follow_keys
@@ -43,18 +36,14 @@ def window_attention(
             index = first + torch.arange(num_keys, device=q.device)
             row = torch.arange(batch, device=q.device)[:, None]
             in_memory = index.clamp(0, seqlen_k - 1)
-            keys, values, bad = k[row, in_memory], v[row, in_memory], nonfinite[row, in_memory]
+            keys, values = k[row, in_memory], v[row, in_memory]
         else:
             index = torch.arange(seqlen_k, device=q.device)[None]
-            keys, values, bad = k, v, nonfinite
+            keys, values = k, v
         # [B, T, keys]
         key_position, own = chunk.key_position(index[:, None])
         visible = own & in_window(key_position, chunk.position[..., None], left, right)
-        logits = torch.einsum('bthgd,bshd->bhgts', queries[:, start:stop].to(float_dtype), keys) * scale
-        weights, lse = masked_softmax(logits, visible[:, None, None], q.dtype)
-        out = torch.einsum('bhgts,bshd->bthgd', weights, values).to(q.dtype)
-        out, lse = taint(out, lse, visible, bad)
-        return rearrange(out, 'b t h g d -> b t (h g) d'), rearrange(lse, 'b h g t -> b (h g) t')
+        return masked_attention(queries[:, start:stop].to(float_dtype), keys, values, visible, scale, q.dtype)
 
     with without_autocast(q):
         out, lse = in_query_chunks(attend, seqlen, batch * heads * span, dims=(1, 2), chunk=chunk_queries)
