@@ -118,13 +118,13 @@ def make_sequences(
     if cu_seqlens is not None:
         require(batch == 1, f'q has batch size {batch}, but must have 1 where cu_seqlens is given')
         require(seqlens_k is None, 'seqlens_k is given, but cannot be combined with cu_seqlens')
-        _check_integers('cu_seqlens', cu_seqlens, None, q)
+        _check_beside_q('cu_seqlens', cu_seqlens, None, q)
         if cu_seqlens_k is not None:
-            _check_integers('cu_seqlens_k', cu_seqlens_k, len(cu_seqlens), q)
+            _check_beside_q('cu_seqlens_k', cu_seqlens_k, len(cu_seqlens), q)
     if seqlens_k is not None:
-        _check_integers('seqlens_k', seqlens_k, batch, q)
+        _check_beside_q('seqlens_k', seqlens_k, batch, q)
     if isinstance(q_offset, Tensor):
-        _check_integers('q_offset', q_offset, batch if cu_seqlens is None else len(cu_seqlens) - 1, q)
+        _check_beside_q('q_offset', q_offset, batch if cu_seqlens is None else len(cu_seqlens) - 1, q)
     else:
         require(
             q_offset is None or isinstance(q_offset, int),
@@ -221,7 +221,12 @@ def _check_extents(
         require(low >= 0 and high <= seqlen_k, f'seqlens_k lies in [{low}, {high}], but must lie in [0, {seqlen_k}]')
 
 
-def _check_integers(name: str, tensor: Tensor, length: int | None, q: Tensor) -> None:
+def _check_beside_q(name: str, tensor: Tensor, length: int | None, q: Tensor) -> None:
+    _check_integers(name, tensor, length)
+    require(tensor.device == q.device, f'{name} is on {tensor.device}, but q is on {q.device}')
+
+
+def _check_integers(name: str, tensor: Tensor, length: int | None) -> None:
     require(tensor.dtype in INT_DTYPES, f'{name} has dtype {tensor.dtype}, but must be int32 or int64')
     require(tensor.dim() == 1, f'{name} has shape {tuple(tensor.shape)}, but must have 1 dimension')
     require(
@@ -229,12 +234,11 @@ def _check_integers(name: str, tensor: Tensor, length: int | None, q: Tensor) ->
         f'{name} has {len(tensor)} entries, but must have one per sequence and one more',
     )
     require(length is None or len(tensor) == length, f'{name} has {len(tensor)} entries, but must have {length}')
-    require(tensor.device == q.device, f'{name} is on {tensor.device}, but q is on {q.device}')
 
 
 def _check_cumulative(name: str, tensor: Tensor, total: int) -> None:
+    _check_integers(name, tensor, None)
     values = tensor.tolist()
-    require(len(values) >= 2, f'{name} has {len(values)} entries, but must have one per sequence and one more')
     require(values[0] == 0, f'{name} starts at {values[0]}, but must start at 0')
     decrease = next((i for i in range(1, len(values)) if values[i] < values[i - 1]), None)
     require(decrease is None, f'{name} decreases at entry {decrease}, but must not')
