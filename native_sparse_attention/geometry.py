@@ -36,14 +36,19 @@ def compressed_block_end(block: Integer, block_size: int, stride: int) -> Intege
     return block * stride + block_size - 1
 
 
-def compressed_overlaps(block_size: int, stride: int, selection_block_size: int) -> list[tuple[int, int]]:
-    """Compressed blocks that share tokens with a selection block, as pairs (offset, shared tokens).
+def overlapping_blocks(block_size: int, stride: int, selection_block_size: int) -> range:
+    """Offsets o of the compressed blocks that share tokens with a selection block.
 
-    Selection block j shares tokens with the compressed blocks j * (l' / d) + offset, whatever j is, because l' is a
-    multiple of d. For l = 32, d = 16, l' = 64 the pairs are (-1, 16), (0, 32), (1, 32), (2, 32), (3, 16).
+    Selection block j shares tokens with the compressed blocks j * (l' / d) + o, whatever j is, because l' is a multiple
+    of d. For l = 32, d = 16, l' = 64 the offsets are -1 ... 3, and they share 16, 32, 32, 32, 16 tokens.
     """
-    offsets = range(-((block_size - 1) // stride), selection_block_size // stride)
-    return [(o, min(o * stride + block_size, selection_block_size) - max(o * stride, 0)) for o in offsets]
+    return range(-((block_size - 1) // stride), selection_block_size // stride)
+
+
+def shared_tokens(offset: Integer, block_size: int, stride: int, selection_block_size: int) -> Integer:
+    """How many tokens selection block j and compressed block j * (l' / d) + offset share, for such an offset."""
+    start = offset * stride
+    return _clamp_max(start + block_size, selection_block_size) - _clamp_min(start, 0)
 
 
 def forced_priority(block: Integer, own_block: Integer, num_init: int, num_local: int, causal: bool) -> Integer:
@@ -191,6 +196,10 @@ def packed_block_starts(cu_seqlens: Tensor, total: int, block_size: int, stride:
 
 def _clamp_min(value: Integer, minimum: int) -> Integer:
     return value.clamp(min=minimum) if isinstance(value, Tensor) else max(value, minimum)
+
+
+def _clamp_max(value: Integer, maximum: int) -> Integer:
+    return value.clamp(max=maximum) if isinstance(value, Tensor) else min(value, maximum)
 
 
 def _maximum(a: Integer, b: Integer) -> Integer:

@@ -30,7 +30,10 @@ def test_compressed_blocks_are_the_complete_ones(length: int, stride: int, extra
 @given(stride=small, extra=st.integers(0, 12), multiple=st.integers(1, 5))
 def test_overlaps_count_shared_tokens(stride: int, extra: int, multiple: int) -> None:
     block_size, selection = stride + extra, stride * multiple
-    overlaps = dict(geometry.compressed_overlaps(block_size, stride, selection))
+    offsets = geometry.overlapping_blocks(block_size, stride, selection)
+    overlaps = {offset: geometry.shared_tokens(offset, block_size, stride, selection) for offset in offsets}
+    on_tensors = geometry.shared_tokens(torch.tensor(offsets), block_size, stride, selection)
+    assert on_tensors.tolist() == list(overlaps.values())
     for block, compressed in itertools.product(range(5), range(40)):
         tokens = set(range(block * selection, (block + 1) * selection))
         shared = len(tokens & set(range(compressed * stride, compressed * stride + block_size)))
@@ -39,7 +42,9 @@ def test_overlaps_count_shared_tokens(stride: int, extra: int, multiple: int) ->
 
 
 def test_overlaps_of_the_paper() -> None:
-    assert geometry.compressed_overlaps(32, 16, 64) == [(-1, 16), (0, 32), (1, 32), (2, 32), (3, 16)]
+    offsets = geometry.overlapping_blocks(32, 16, 64)
+    assert list(offsets) == [-1, 0, 1, 2, 3]
+    assert [geometry.shared_tokens(offset, 32, 16, 64) for offset in offsets] == [16, 32, 32, 32, 16]
 
 
 @given(own=st.integers(0, 9), init=st.integers(0, 4), local=st.integers(0, 4), causal=st.booleans())

@@ -9,10 +9,11 @@ from torch import Tensor
 from native_sparse_attention.geometry import (
     Sequences,
     compressed_block_end,
-    compressed_overlaps,
     forced_priority,
     max_length_of_compressed,
     num_selection_blocks,
+    overlapping_blocks,
+    shared_tokens,
 )
 from native_sparse_attention.ops._eager import compute_dtype, in_query_chunks, without_autocast
 
@@ -57,12 +58,13 @@ def select_blocks(
         weights = weights.sum(3) if share_group else rearrange(weights, 'b t h g s -> b t (h g) s')
         scores = weights.new_zeros(*weights.shape[:3], len(block))
         if num_compressed:
-            for offset, shared in compressed_overlaps(block_size, stride, selection_block_size):
+            for offset in overlapping_blocks(*sizes):
                 compressed = (block * blocks_per_selection + offset)[None, None]
                 exists = (compressed >= 0) & (compressed < chunk.key_len[..., None])
                 slot = (compressed + chunk.key_start[..., None]).clamp(0, num_compressed - 1)
                 weight = weights.gather(-1, slot[:, :, None].expand_as(scores))
-                scores += torch.where(exists[:, :, None], weight * (shared / stride), 0)
+                share = shared_tokens(offset, *sizes) / stride
+                scores += torch.where(exists[:, :, None], weight * share, 0)
         own_block = chunk.position[..., None] // selection_block_size
         choosable = block < num_selection_blocks(tokens[:, start:stop, None], selection_block_size)
         if causal:
@@ -95,8 +97,9 @@ def chosen_scores(
     queries = rearrange(q, 'b t (h g) d -> b t h g d', h=index_heads)
     row_lse = rearrange(lse, 'b (h g) t -> b t h g 1 1', h=index_heads)
     layout, tokens = sequences.compressed_layout(block_size, stride)
-    overlaps = compressed_overlaps(block_size, stride, selection_block_size)
-    offsets, shared = torch.tensor(overlaps, device=q.device).unbind(1)
+    overlapping = overlapping_blocks(*sizes)
+    offsets = torch.arange(overlapping.start, overlapping.stop, device=q.device)
+    share = shared_tokens(offsets, *sizes).to(float_dtype) / stride
     row = torch.arange(batch, device=q.device)[:, None, None, None, None]
     kv_head = (torch.arange(index_heads, device=q.device) // (index_heads // kv_heads))[:, None, None]
 
@@ -120,12 +123,12 @@ def chosen_scores(
         logits = torch.einsum('bthgd,bthnod->bthgno', queries[:, start:stop].to(float_dtype), keys) * scale
         exponent = logits - row_lse[:, start:stop].to(float_dtype)
         weights = exponent.masked_fill(~visible[:, :, :, None], -torch.inf).exp()
-        scores = torch.einsum('bthgno,o->bthn', weights, shared.to(float_dtype) / stride)
+        scores = torch.einsum('bthgno,o->bthn', weights, share)
         return (scores * (stride / (block_size * (heads // index_heads))),)
 
     if num_compressed == 0:
         return torch.zeros(block_indices.shape, dtype=float_dtype, device=q.device)
-    elements = batch * index_heads * num_selected * len(overlaps) * max(head_dim, heads // index_heads)
+    elements = batch * index_heads * num_selected * len(overlapping) * max(head_dim, heads // index_heads)
     with without_autocast(q):
         (scores,) = in_query_chunks(score, seqlen, elements, dims=(1,))
     return scores
