@@ -96,6 +96,7 @@ class Config:
     beta2: float = flag(0.95, 'of AdamW', 0)
     clip: float = flag(1.0, 'largest norm of the gradient', 0)
     amp: bool = flag(True, 'bfloat16 autocast, on GPUs')
+    threads: int = flag(0, 'of the CPU, 0: as many as torch takes; small models are hardly faster with more than 1', 0)
     seed: int = flag(0, 'of the weights, the order of the data and the samples', 0)
     log_every: int = flag(10, 'steps between lines of the log', 1)
     eval_every: int = flag(2000, 'steps between validations', 1)
@@ -104,7 +105,7 @@ class Config:
     sample_every: int = flag(2000, 'steps between samples; the last step writes one too', 1)
     sample_bytes: int = flag(512, 'length of a sample', 1)
     prompt_bytes: int = flag(128, 'bytes at the start of the validation split that a sample continues', 1)
-    temperature: float = flag(0.8, 'of a sample', 0)
+    temperature: float = flag(1.0, 'of a sample', 0)
     top_p: float = flag(0.95, 'share of the probability that a sample draws from', 0)
 
 
@@ -112,8 +113,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     'cpu': {
         'dim': 128, 'depth': 2, 'heads': 2, 'kv_heads': 1, 'dim_head': 32, 'sliding_window_size': 32,
         'compress_block_size': 8, 'compress_block_sliding_stride': 4, 'selection_block_size': 8,
-        'num_selected_blocks': 5, 'seq_len': 256, 'batch': 4, 'steps': 1200, 'lr': 4e-3, 'min_lr': 2e-4, 'warmup': 50,
-        'eval_every': 400, 'eval_bytes': 128 * 1024, 'save_every': 200, 'sample_every': 400, 'sample_bytes': 256,
+        'num_selected_blocks': 5, 'seq_len': 256, 'batch': 2, 'steps': 1800, 'lr': 3e-3, 'min_lr': 2e-4, 'warmup': 100,
+        'threads': 1, 'eval_every': 600, 'eval_bytes': 128 * 1024, 'save_every': 300, 'sample_every': 600,
+        'sample_bytes': 256,
     },
     'base': {},
     'long': {
@@ -415,8 +417,7 @@ class Run:
                 bar.update(ids[:, 1:].numel())
         bpb = nats / math.log(2) / (len(text) - 1)
         self.log(split=split, bpb=bpb, bytes=len(text), bytes_of_split=len(whole))
-        part = 'all' if len(text) == len(whole) else f'first {len(text):,} of'
-        say(f'step {self.step}: {split} {bpb:.4f} bits per byte ({self.corpus.name}, {part} {len(whole):,} bytes)')
+        say(f'step {self.step}: {split} {bpb:.4f} bits per byte ({self.corpus.name}, {coverage(self.rows[-1])})')
 
     def prompt(self) -> Tensor:
         return self.corpus.splits['valid'][: self.config.prompt_bytes].long()[None].to(self.device)
@@ -448,9 +449,10 @@ class Run:
         figure = Figure(figsize=(8, 5), layout='constrained')
         title = f'{self.folder.name}: {self.config.attention} attention on {self.corpus.name}'
         axes = figure.add_subplot(xlabel='step', ylabel='bits per byte', title=title)
-        for split, style in (('train', '-'), ('valid', 'o-')):
-            rows = [row for row in self.rows if row.get('split') == split]
-            axes.plot([row['step'] for row in rows], [row['bpb'] for row in rows], style, label=split)
+        train, valid = ([row for row in self.rows if row.get('split') == split] for split in ('train', 'valid'))
+        axes.plot([row['step'] for row in train], [row['bpb'] for row in train], label='train')
+        label = f'valid, {coverage(valid[-1])}'
+        axes.plot([row['step'] for row in valid], [row['bpb'] for row in valid], 'o-', label=label)
         axes.legend()
         with atomically(self.folder / 'loss.png') as file:
             figure.savefig(file, format='png', dpi=120)
@@ -494,6 +496,11 @@ class Run:
         self.optimizer.zero_grad()
 
 
+def coverage(row: dict[str, Any]) -> str:
+    part = 'all' if row['bytes'] == row['bytes_of_split'] else f'first {row["bytes"]:,} of'
+    return f'{part} {row["bytes_of_split"]:,} bytes'
+
+
 @contextlib.contextmanager
 def atomically(path: Path) -> Iterator[BinaryIO]:
     """A file that takes the place of `path` once all of it is on the disk."""
@@ -532,6 +539,7 @@ def open_run(options: argparse.Namespace, given: dict[str, Any]) -> Run:
     elif os.path.lexists(folder):
         raise UserError(f'{folder}: exists already (--resume continues it, --name starts another run)')
     refuse_short(corpus, config)
+    torch.set_num_threads(config.threads or torch.get_num_threads())
     try:
         device = torch.device(options.device)
         model = build_model(config, options.backend, device)
