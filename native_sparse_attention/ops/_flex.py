@@ -21,17 +21,22 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 # Keys of a tile; the queries of a tile are a multiple of it.
 TILE = 128
-# Beyond that, FlexAttention has no launch settings that fit into shared memory; smaller ones it cannot multiply.
+# Smaller head sizes Triton cannot multiply, so they are padded; for larger ones FlexAttention has no launch settings
+# that fit into shared memory.
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
+# The mask of selected attention compares with every chosen block in turn; with more of them it compiles for minutes.
+MAX_SELECTED = 64
 # Numbers are settings: the kernels have them built in. There is a graph per dtype, head layout, gradient mode and
 # setting, and one each for lengths of 1, but dynamo gives up at 8 unless told otherwise.
 GRAPH_SETTINGS = {'specialize_int': True, 'specialize_float': True, 'recompile_limit': 1024}
 
 
-def unsupported(q: Tensor, k: Tensor, v: Tensor, *others: Tensor, factors: Tensor | None = None) -> str | None:
+def unsupported(
+    q: Tensor, k: Tensor, v: Tensor, *others: Tensor, factors: Tensor | None = None, num_selected: int = 0
+) -> str | None:
     """Why FlexAttention cannot serve a call, or None where it can.
 
-    others: what else may require a gradient. factors: of logits.
+    others: what else may require a gradient. factors: of the logits of chosen blocks; num_selected: how many there are.
     """
     compiling = torch.compiler.is_compiling()
     if q.device.type not in ('cpu', 'cuda'):
@@ -52,6 +57,8 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, *others: Tensor, factors: Tenso
     head_dim = max(q.shape[-1], v.shape[-1])
     if head_dim > MAX_HEAD_DIM:
         return f'the head size is {head_dim}, but its kernels fit head sizes up to {MAX_HEAD_DIM}'
+    if num_selected > MAX_SELECTED:
+        return f'{num_selected} blocks are chosen, but its mask compares with at most {MAX_SELECTED}'
     if needs_grad[0] and torch.are_deterministic_algorithms_enabled():
         return 'deterministic algorithms are asked for, but it adds up the gradient of block_scale in any order'
     return None
@@ -97,10 +104,10 @@ def find_tiles(first: Tensor, last: Tensor, seqlen_k: int, rows_per_token: int =
     if intervals != 1:
         return _list_tiles(visited, None)
     padding = (0, 0, 0, num_q * tokens - seqlen)
-    latest_first = F.pad(first[..., 0], padding, value=seqlen_k).unflatten(1, (num_q, tokens)).amax(2)
-    earliest_last = F.pad(last[..., 0], padding).unflatten(1, (num_q, tokens)).amin(2)
-    # [B, H, query tiles, key tiles]
-    latest_first, earliest_last = (t.transpose(1, 2)[..., None] for t in (latest_first, earliest_last))
+    # [B, query tiles, tokens of a tile, H]; tokens beyond the last one read nothing.
+    first, last = (F.pad(t[..., 0], padding).unflatten(1, (num_q, tokens)) for t in (first, last))
+    # [B, H, query tiles, 1]
+    latest_first, earliest_last = (t.transpose(1, 2)[..., None] for t in (first.amax(2), last.amin(2)))
     edge = torch.arange(num_k, device=first.device) * TILE
     full = (latest_first <= edge) & (edge + TILE <= earliest_last)
     return _list_tiles(visited & ~full, full)
@@ -193,6 +200,7 @@ def attend(
         return_aux=AuxRequest(lse=True),
         kernel_options=options,
     )
+    assert aux.lse is not None
     return out[..., :value_dim], aux.lse
 
 
@@ -235,17 +243,15 @@ def _covered(row: Tensor, first: Tensor, last: Tensor, num_rows: int, length: in
 
 
 def _list_tiles(partial: Tensor, full: Tensor | None) -> Tiles:
-    """The lists of bool `[B, H, query tiles, key tiles]`."""
+    """The lists of bool `[B, H, query tiles, key tiles]`; those of the backward pass where there is one."""
     tables = torch.stack((partial,) if full is None else (partial, full))
-    by_query, by_key = _lists(tables), (None,) * 4
-    if torch.is_grad_enabled():
-        by_key = _lists(tables.transpose(3, 4))
-    return Tiles(*by_query, *by_key)
+    by_key = _list_columns(tables.transpose(3, 4)) if torch.is_grad_enabled() else (None, None, None, None)
+    return Tiles(*_list_columns(tables), *by_key)
 
 
-def _lists(tables: Tensor) -> tuple[Tensor | None, ...]:
-    """Of bool `[1 or 2, B, H, rows, columns]` how many columns of a row are True, and the columns with those in front,
-    ascending.
+def _list_columns(tables: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Of one or two tables `[1 or 2, B, H, rows, columns]` how many columns of a row are True, and the columns with
+    those in front, ascending.
     """
     counts = tables.sum(-1, dtype=torch.int32)
     indices = tables.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32).contiguous()

@@ -23,30 +23,31 @@ from tests.problems import Extents, Heads, drawn_extents, make_compressed, make_
 
 OPS = ('window_attention', 'compressed_attention', 'selected_attention')
 FLEX = {op: importlib.import_module(f'native_sparse_attention.ops.{op}.flex') for op in OPS}
+# Tiles of one key show whether the intervals are right, larger ones the mask, beside tiles of both kinds.
+tiles = st.sampled_from([1, 4])
 # One for all, since each is traced anew. Three queries of a group do not divide a tile.
 HEADS = Heads(6, 2, 4, 3)
-SMALL_TILE = 4
 
 
 @contextmanager
-def small_tiles() -> Iterator[None]:
+def small_tiles(tile: int) -> Iterator[None]:
     """On a CPU, FlexAttention asks the mask everywhere. Here it visits the listed tiles alone, small ones, and asks it
     in partial ones only, as the kernels do.
     """
 
     def attend(q: Tensor, k: Tensor, v: Tensor, tiles: _flex.Tiles, mask_mod: Callable, *rest: Any) -> Any:
-        rows = rest[2] if len(rest) > 2 else SMALL_TILE
+        rows = rest[2] if len(rest) > 2 else tile
         partial, full = visited_tiles(tiles)
 
         def visible(b: Tensor, h: Tensor, t: Tensor, s: Tensor) -> Tensor:
-            tile = (b, h % partial.shape[1], t // rows, s // SMALL_TILE)
-            return full[tile] | (partial[tile] & mask_mod(b, h, t, s))
+            place = (b, h % partial.shape[1], t // rows, s // tile)
+            return full[place] | (partial[place] & mask_mod(b, h, t, s))
 
         return plain_attend(q, k, v, tiles, visible, *rest)
 
     plain_attend = _flex.attend
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_flex, 'TILE', SMALL_TILE)
+        patch.setattr(_flex, 'TILE', tile)
         for module in FLEX.values():
             patch.setattr(module, 'attend', attend)
         yield
@@ -75,13 +76,13 @@ def table(counts: Tensor, indices: Tensor) -> Tensor:
     return torch.zeros(indices.shape, dtype=torch.bool).scatter_(-1, indices.long(), listed)
 
 
-def assert_flex_is_eager(op: Callable[..., tuple[Tensor, Tensor]], *tensors: Tensor, **settings: Any) -> None:
+def assert_flex_is_eager(
+    op: Callable[..., tuple[Tensor, Tensor]], tile: int, *tensors: Tensor, **settings: Any
+) -> None:
     assume(tensors[0].shape[1])
-    results = []
-    for backend in ('flex', 'eager'):
-        with small_tiles():
-            results.append(op(*tensors, **settings, backend=backend))
-    for result, expected in zip(*results, strict=True):
+    with small_tiles(tile):
+        results = op(*tensors, **settings, backend='flex')
+    for result, expected in zip(results, op(*tensors, **settings, backend='eager'), strict=True):
         torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12, equal_nan=True)
 
 
@@ -91,16 +92,16 @@ def spoil(k: Tensor, v: Tensor) -> None:
     k[place], v[place] = torch.nan, torch.nan
 
 
-@given(drawn_extents(), st.sampled_from([(3, 0), (-1, 0), (0, 4), (5, -1), (-1, -1)]))
-def test_window(extents: Extents, window_size: tuple[int, int]) -> None:
+@given(drawn_extents(), tiles, st.sampled_from([(3, 0), (-1, 0), (0, 4), (5, -1), (-1, -1)]))
+def test_window(extents: Extents, tile: int, window_size: tuple[int, int]) -> None:
     q, k, v = make_qkv(extents, HEADS)
     spoil(k, v)
     causal = window_size[1] == 0
-    assert_flex_is_eager(window_attention, q, k, v, window_size=window_size, causal=causal, **extents.where)
+    assert_flex_is_eager(window_attention, tile, q, k, v, window_size=window_size, causal=causal, **extents.where)
 
 
-@given(drawn_extents(), st.sampled_from([(4, 2), (3, 2), (5, 5), (1, 1)]), st.integers(0, 2), st.booleans())
-def test_compressed(extents: Extents, sizes: tuple[int, int], pairs: int, causal: bool) -> None:
+@given(drawn_extents(), tiles, st.sampled_from([(4, 2), (3, 2), (5, 5), (1, 1)]), st.integers(0, 2), st.booleans())
+def test_compressed(extents: Extents, tile: int, sizes: tuple[int, int], pairs: int, causal: bool) -> None:
     q, _, _ = make_qkv(extents, HEADS)
     k_cmp, v_cmp = make_compressed(extents, HEADS, *sizes, more=pairs)
     spoil(k_cmp, v_cmp)
@@ -109,11 +110,13 @@ def test_compressed(extents: Extents, sizes: tuple[int, int], pairs: int, causal
         settings['mem_kv'] = make_mem_kv(HEADS, pairs)
     if not extents.packed:
         settings['seqlen_k'] = extents.seqlen_k
-    assert_flex_is_eager(compressed_attention, q, k_cmp, v_cmp, **settings)
+    assert_flex_is_eager(compressed_attention, tile, q, k_cmp, v_cmp, **settings)
 
 
-@given(drawn_extents(), st.sampled_from([3, 4, 9]), st.sampled_from([0, 1, 4]), st.booleans(), st.data())
-def test_selected(extents: Extents, block_size: int, num_selected: int, causal: bool, data: st.DataObject) -> None:
+@given(drawn_extents(), tiles, st.sampled_from([3, 4, 9]), st.sampled_from([0, 1, 4]), st.booleans(), st.data())
+def test_selected(
+    extents: Extents, tile: int, block_size: int, num_selected: int, causal: bool, data: st.DataObject
+) -> None:
     q, k, v = make_qkv(extents, HEADS)
     spoil(k, v)
     choosers = data.draw(st.sampled_from([HEADS.kv_heads, HEADS.heads]), 'choosers')
@@ -124,13 +127,14 @@ def test_selected(extents: Extents, block_size: int, num_selected: int, causal: 
     settings: dict[str, Any] = {'block_size': block_size, 'causal': causal} | extents.where
     if data.draw(st.booleans(), 'with block_scale'):
         settings['block_scale'] = normal(*shape).masked_fill(indices < 0, torch.nan)
-    assert_flex_is_eager(selected_attention, q, k, v, indices, **settings)
+    assert_flex_is_eager(selected_attention, tile, q, k, v, indices, **settings)
 
 
 @pytest.mark.parametrize('rows_per_token', [1, 3, 6])
 def test_tiles_are_those_that_are_read(rows_per_token: int, monkeypatch: pytest.MonkeyPatch):
     """Every tile that a query reads in is visited, no other one is, and full tiles are those that are read whole."""
-    monkeypatch.setattr(_flex, 'TILE', SMALL_TILE)
+    width = 4
+    monkeypatch.setattr(_flex, 'TILE', width)
     batch, seqlen, head_count, seqlen_k = 2, 21, 3, 30
     ends = torch.randint(0, seqlen_k + 1, (batch, seqlen, head_count, 1, 2)).sort(-1).values
     ends[:, 4:16, 0] = torch.tensor([2, 29])
@@ -141,8 +145,8 @@ def test_tiles_are_those_that_are_read(rows_per_token: int, monkeypatch: pytest.
     # [B, H, rows, keys], rows and keys padded to whole tiles
     reads = ((first <= key) & (key < last)).transpose(1, 2).repeat_interleave(rows_per_token, 2)
     tile = _flex.rows_of_tile(rows_per_token)
-    padding = (0, -seqlen_k % SMALL_TILE, 0, -seqlen * rows_per_token % tile)
-    reads = torch.nn.functional.pad(reads, padding).unflatten(3, (-1, SMALL_TILE)).unflatten(2, (-1, tile))
+    padding = (0, -seqlen_k % width, 0, -seqlen * rows_per_token % tile)
+    reads = torch.nn.functional.pad(reads, padding).unflatten(3, (-1, width)).unflatten(2, (-1, tile))
     any_read, all_read = reads.any(5).any(3), reads.all(5).all(3)
     count = any_read.shape[2]
     assert all_read.any()
@@ -207,6 +211,12 @@ def test_gradients_on_cpu_are_refused():
 def test_empty_tensors_are_refused():
     q, k, v = make_qkv(packed([]), HEADS)
     with pytest.raises(ValueError, match='no kernel for empty tensors'):
+        window_attention(q, k, v, window_size=(3, 0), backend='flex')
+
+
+def test_other_devices_are_refused():
+    q, k, v = (t.to('meta') for t in make_qkv(whole(9), HEADS))
+    with pytest.raises(ValueError, match='the tensors are on meta, but it is tried on cpu and cuda alone'):
         window_attention(q, k, v, window_size=(3, 0), backend='flex')
 
 

@@ -27,9 +27,10 @@ def integers(*values: int) -> Tensor:
 def assert_flex_matches(op: Callable[..., tuple[Tensor, Tensor]], tensors: dict[str, Tensor], **settings: Any) -> None:
     """Output, log-sum-exp and every gradient, as near to eager in float64 as FlexAttention's arithmetic is.
 
-    float32 results within 1e-5 of the largest value. Half types by the error rules, but for the gradients that pass
-    through the logits: the kernels take the product of output and its gradient from the rounded output, so these have
-    twice the mean error, most of it in rows of few keys, and rule 3 does not suit them.
+    float32 results within 1e-5 of the largest value. Half types by the error rules, but for two kinds of gradients,
+    which may have twice the error that these allow, 2.5 times in the mean, and are not held to rule 3. Those that pass
+    through the logits: the kernels take the product of output and its gradient from the rounded output, which shows in
+    rows of few keys. And those of memory pairs, which are rounded per row of the batch before they are added.
     """
     outputs = op(**tensors, **settings, backend='eager')
     generator = torch.Generator('cuda').manual_seed(1)
@@ -43,15 +44,15 @@ def assert_flex_matches(op: Callable[..., tuple[Tensor, Tensor]], tensors: dict[
     dtype = tensors['q'].dtype
     for name, expected in gold.items():
         if dtype == torch.float32 or name == 'out1':
-            tolerance = 1e-5 * max(1, expected.abs().nan_to_num(posinf=0).max().item())
-            torch.testing.assert_close(
-                result[name], expected.float(), rtol=1e-5, atol=tolerance, msg=partial(titled, name)
-            )
+            finite = expected[expected.isfinite()].abs().tolist()
+            tolerance = {'rtol': 1e-5, 'atol': 1e-5 * max([1.0, *finite])}
+            torch.testing.assert_close(result[name], expected.float(), **tolerance, msg=partial(titled, name))
             continue
         row_dims = 3 if name == 'grad of block_scale' else 1
         errors = measure_errors(result[name], expected, same_dtype[name], row_dims=row_dims, dtype=dtype)
-        if name.startswith('grad') and name not in ('grad of v', 'grad of v_cmp', 'grad of mem_v'):
-            errors = replace(errors, mean_allowed=2 * errors.mean_allowed, row_allowed=torch.inf)
+        if name not in ('out0', 'grad of v', 'grad of v_cmp'):
+            wider = {'max_allowed': 2 * errors.max_allowed, 'mean_allowed': 2.5 * errors.mean_allowed}
+            errors = replace(errors, row_allowed=torch.inf, **wider)
         assert not errors.broken_rules(), (name, errors.broken_rules())
 
 
@@ -59,7 +60,7 @@ def titled(name: str, message: str) -> str:
     return f'{name}: {message}'
 
 
-def qkv(*sizes: int, dtype: torch.dtype, **shape: Any) -> dict[str, Tensor]:
+def qkv(*sizes: int, dtype: torch.dtype, **shape: Any) -> dict[str, Any]:
     generator = torch.Generator('cuda').manual_seed(0)
     shape = {'heads': 6, 'kv_heads': 2, 'head_dim': 64} | shape
     return dict(zip('qkv', make_qkv(*sizes, dtype=dtype, device='cuda', generator=generator, **shape), strict=True))
@@ -137,8 +138,8 @@ COMPRESSED: dict[str, tuple[tuple[int, int, int], int, dict[str, Any]]] = {
 @pytest.mark.parametrize('case', COMPRESSED)
 def test_compressed(case: str, dtype: torch.dtype):
     (batch, seqlen_q, seqlen_k), pairs, settings = COMPRESSED[case]
-    tensors = qkv(batch, seqlen_q, max(0, (seqlen_k - 32) // 16 + 1), dtype=dtype)
-    tensors = dict(zip(('q', 'k_cmp', 'v_cmp'), tensors.values(), strict=True))
+    compressed = qkv(batch, seqlen_q, max(0, (seqlen_k - 32) // 16 + 1), dtype=dtype)
+    tensors = {'q': compressed['q'], 'k_cmp': compressed['k'], 'v_cmp': compressed['v']}
     memory = {f'mem_{name}': t[0].transpose(0, 1) for name, t in qkv(1, 1, pairs, dtype=dtype).items() if name != 'q'}
     if 'cu_seqlens' not in settings:
         settings = settings | {'seqlen_k': seqlen_k}
@@ -166,7 +167,7 @@ SELECTED: dict[str, tuple[tuple[int, int, int], int, int, str, dict[str, Any], d
 }
 
 
-def selected_problem(case: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def selected_problem(case: str, dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, Any]]:
     (batch, seqlen_q, seqlen_k), block_size, choosers, kind, shape, settings = SELECTED[case]
     tensors = qkv(batch, seqlen_q, seqlen_k, dtype=dtype, **shape)
     generator = torch.Generator('cuda').manual_seed(2)
@@ -201,14 +202,18 @@ def test_block_scale(case: str, dtype: torch.dtype):
     assert_flex_matches(selected_attention, tensors | {'block_scale': 1 + 0.1 * noise}, **settings)
 
 
-@pytest.mark.parametrize('factors', [False, True])
-def test_many_blocks(factors: bool):
-    """What a mask loads for 64 blocks fits into shared memory."""
+@pytest.mark.parametrize(('num_selected', 'factors'), [(64, False), (20, True)])
+def test_many_blocks(num_selected: int, factors: bool):
+    """What the mask loads for as many blocks as are served fits into shared memory; one more is refused."""
     tensors = qkv(1, 600, 600, dtype=torch.bfloat16)
-    tensors['block_indices'] = make_block_indices('valid', 1, 600, 2, 64, seqlen_k=600, block_size=8, device='cuda')
+    indices = make_block_indices('valid', 1, 600, 2, num_selected, seqlen_k=600, block_size=8, device='cuda')
+    tensors['block_indices'] = indices
     if factors:
-        tensors['block_scale'] = torch.ones(tensors['block_indices'].shape, device='cuda')
+        tensors['block_scale'] = torch.ones(indices.shape, device='cuda')
     assert_flex_matches(selected_attention, tensors, block_size=8)
+    q, k, v = (tensors[name] for name in 'qkv')
+    with pytest.raises(ValueError, match='65 blocks are chosen'):
+        selected_attention(q, k, v, indices.new_zeros(1, 600, 2, 65), block_size=8, backend='flex')
 
 
 def test_without_gradients():
@@ -227,7 +232,7 @@ def test_float16():
 @pytest.mark.parametrize(
     'call',
     [
-        partial(window_attention, window_size=(3, 0), seqlens_k=[0]),
+        partial(window_attention, window_size=(3, 0), seqlens_k=torch.zeros(1, dtype=torch.int32)),
         partial(compressed_attention, block_size=32, stride=16, seqlen_k=20),
         partial(selected_attention, block_indices=torch.zeros(1, 100, 2, 0, dtype=torch.int32), block_size=16),
     ],
@@ -238,7 +243,7 @@ def test_nothing_to_read(call: partial):
     q, k, v = (t.requires_grad_() for t in qkv(1, 100, 100, dtype=torch.bfloat16).values())
     if call.func is compressed_attention:
         k, v = k[:, :0], v[:, :0]
-    settings = {name: t.cuda() if isinstance(t, Tensor) else t for name, t in on_gpu(call.keywords).items()}
+    settings = {name: value.cuda() if isinstance(value, Tensor) else value for name, value in call.keywords.items()}
     out, lse = call.func(q, k, v, **settings, backend='flex')
     assert not out.any()
     assert (lse == -torch.inf).all()
@@ -299,7 +304,8 @@ def test_inside_a_compiled_function(dynamic: bool | None):
     tensors = qkv(2, 300, 300, dtype=torch.float32)
     indices = make_block_indices('valid', 2, 300, 2, 4, seqlen_k=300, block_size=64, device='cuda')
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, backend: str) -> Tensor:
+    def attend(backend: str, *qkv: Tensor) -> Tensor:
+        q, k, v = qkv
         out, lse = window_attention(q, k, v, window_size=(50, 0), backend=backend)
         out = out + selected_attention(q, k, v, indices, block_size=64, backend=backend)[0]
         return out + compressed_attention(q, k, v, block_size=1, stride=1, backend=backend)[0] + lse.mean()
@@ -307,7 +313,7 @@ def test_inside_a_compiled_function(dynamic: bool | None):
     results = []
     for function, backend in ((torch.compile(attend, fullgraph=True, dynamic=dynamic), 'flex'), (attend, 'eager')):
         leaves = [t.clone().requires_grad_() for t in tensors.values()]
-        out = function(*leaves, backend)
+        out = function(backend, *leaves)
         out.sin().sum().backward()
         results.append([out, *(t.grad for t in leaves)])
     for result, expected in zip(*results, strict=True):
@@ -352,10 +358,10 @@ def test_deterministic():
     try:
         results = []
         for _ in range(2):
-            leaves = [t.clone().requires_grad_() for t in tensors.values()]
-            out, lse = selected_attention(*leaves, indices, **settings, backend='flex')
+            leaves = {n: t.clone().requires_grad_() for n, t in tensors.items()}
+            out, lse = selected_attention(**leaves, block_indices=indices, **settings, backend='flex')
             torch.autograd.backward([out, lse], [torch.ones_like(out), torch.ones_like(lse)])
-            results.append([out, lse, *(t.grad for t in leaves)])
+            results.append([out, lse, *(t.grad for t in leaves.values())])
         assert all(map(torch.equal, *results))
         factors = torch.ones(indices.shape, device='cuda', requires_grad=True)
         with pytest.raises(ValueError, match='deterministic'):

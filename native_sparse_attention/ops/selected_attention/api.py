@@ -72,7 +72,8 @@ def selected_attention(
     sequences = make_sequences(q, k.shape[1], q_offset, seqlens_k, cu_seqlens, cu_seqlens_k)
     scale = logit_scale(q, scale)
     arguments = (q, k, v, block_indices, block_scale, sequences, block_size, causal, scale)
-    match backend_of(q, k, v, block_scale=block_scale, backend=backend).name:
+    num_selected = block_indices.shape[3]
+    match backend_of(q, k, v, block_scale=block_scale, num_selected=num_selected, backend=backend).name:
         case 'flex':
             from native_sparse_attention.ops.selected_attention import flex
 
@@ -84,10 +85,17 @@ def selected_attention(
 
 
 def backend_of(
-    q: Tensor, k: Tensor, v: Tensor, *, block_scale: Tensor | None = None, backend: str = 'auto'
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    block_scale: Tensor | None = None,
+    num_selected: int = 1,
+    backend: str = 'auto',
 ) -> BackendChoice:
     """The backend that would serve these inputs."""
     from native_sparse_attention.ops import _flex
 
-    candidates = {'flex': partial(_flex.unsupported, q, k, v, factors=block_scale), 'eager': serves}
+    flex_unsupported = partial(_flex.unsupported, q, k, v, factors=block_scale, num_selected=num_selected)
+    candidates = {'flex': flex_unsupported, 'eager': serves}
     return choose_backend('selected_attention', backend, q.device, candidates)

@@ -92,6 +92,9 @@ def _attend(
             chosen = chosen | (blocks[b, t, h, i] == block)
         return chosen & (key_position >= 0) & (key_position < num_keys[b, t])
 
+    if block_scale is None:
+        return attend(q, k, v, tiles, mask_mod, scale, None, tile_rows, num_selected <= FEW_BLOCKS)
+
     def score_mod(score: Tensor, b: Tensor, h: Tensor, row: Tensor, s: Tensor) -> Tensor:
         t = row // rows_per_token
         block = (s - key_start[b, t]) // block_size
@@ -101,5 +104,4 @@ def _attend(
             entry = torch.where(blocks[b, t, h, i] == block, i, entry)
         return score * block_scale[b, t, h, entry]
 
-    few_loads = block_scale is None and num_selected <= FEW_BLOCKS
-    return attend(q, k, v, tiles, mask_mod, scale, None if block_scale is None else score_mod, tile_rows, few_loads)
+    return attend(q, k, v, tiles, mask_mod, scale, score_mod, tile_rows, False)
