@@ -160,5 +160,5 @@ def backend_of(
     choices = [compressed_backend(q, k, v, backend=backend), window_backend(q, k, v, backend=backend)]
     if num_selected:
         block_scale = q[:, :, : k.shape[2], :1] if use_diff_topk else None
-        choices.append(selected_backend(q, k, v, block_scale=block_scale, backend=backend))
+        choices.append(selected_backend(q, k, v, block_scale=block_scale, num_selected=num_selected, backend=backend))
     return slowest(choices)
