@@ -11,7 +11,7 @@ from rotary_embedding_torch import RotaryEmbedding
 from torch import Tensor, nn
 
 from native_sparse_attention import functional, geometry
-from native_sparse_attention.cache import LayerCache
+from native_sparse_attention.cache import FIRST_CAPACITY, MAX_ROLLBACK, LayerCache, projection_dtype
 from native_sparse_attention.compress import compress_blocks, make_networks
 from native_sparse_attention.ops._checks import check_not_negative, check_positive, make_sequences, require
 from native_sparse_attention.ops.backend import BackendChoice, check_backend
@@ -169,8 +169,11 @@ class SparseAttention(nn.Module):
 
         self.k_intrablock_positions = nn.Parameter(torch.zeros(kv_heads, compress_block_size, dim_head))
         self.v_intrablock_positions = nn.Parameter(torch.zeros(kv_heads, compress_block_size, value_dim))
-        self.compress_mem_k = nn.Parameter(torch.zeros(kv_heads, num_compressed_mem_kv, dim_head))
-        self.compress_mem_v = nn.Parameter(torch.zeros(kv_heads, num_compressed_mem_kv, value_dim))
+        # None where there are no pairs: an empty parameter never gets a gradient, which distributed training waits for.
+        self.compress_mem_k = self.compress_mem_v = None
+        if num_compressed_mem_kv:
+            self.compress_mem_k = nn.Parameter(torch.zeros(kv_heads, num_compressed_mem_kv, dim_head))
+            self.compress_mem_v = nn.Parameter(torch.zeros(kv_heads, num_compressed_mem_kv, value_dim))
         self.k_compress, self.v_compress = make_networks(
             compress_mlp,
             kv_heads=kv_heads,
@@ -220,13 +223,13 @@ class SparseAttention(nn.Module):
         backend = self.backend
         if disable_triton_kernel is not None:
             warnings.warn("disable_triton_kernel is deprecated: use backend='eager'", DeprecationWarning, stacklevel=4)
-            backend = 'eager' if disable_triton_kernel else backend
+            backend = 'eager' if disable_triton_kernel and backend in ('auto', 'triton') else backend
         if cache is None and not return_cache:
             return self._attend_whole(x, mask, cu_seqlens, backend)
         with torch.no_grad():
             if cache is None:
                 cache = self._make_cache(
-                    x.shape[0], max(x.shape[1], 64), 32, self._cache_dtype(x), x.device, grows=True
+                    x.shape[0], max(x.shape[1], FIRST_CAPACITY), MAX_ROLLBACK, projection_dtype(x), x.device, grows=True
                 )
             out = self._attend_cached(x, mask, cache, backend)
         return (out, cache) if return_cache else out
@@ -235,7 +238,7 @@ class SparseAttention(nn.Module):
         self,
         batch_size: int,
         max_seq_len: int,
-        max_rollback: int = 32,
+        max_rollback: int = MAX_ROLLBACK,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> LayerCache:
@@ -246,14 +249,15 @@ class SparseAttention(nn.Module):
         """
         require(self.causal, 'causal is False, but a cache needs causal=True')
         weight = self.to_qkv.weight
-        dtype = self._cache_dtype(weight) if dtype is None else dtype
+        dtype = projection_dtype(weight) if dtype is None else dtype
         return self._make_cache(
             batch_size, max_seq_len, max_rollback, dtype, weight.device if device is None else device
         )
 
     def backend_for(self, x: Tensor) -> BackendChoice:
         """The backend that a forward of x `[B, T, dim]` would take, and why faster ones are passed over."""
-        dtype, trains = self._cache_dtype(x), torch.is_grad_enabled() and self.to_qkv.weight.requires_grad
+        dtype = projection_dtype(x)
+        trains = torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self.parameters()))
         probe = torch.empty((), dtype=dtype, device=x.device, requires_grad=trains)
         q = probe.expand(*x.shape[:2], self.heads, self.dim_head)
         k, v = (probe.expand(*x.shape[:2], self.kv_heads, dim) for dim in (self.dim_head, self.dim_value_head))
@@ -268,7 +272,9 @@ class SparseAttention(nn.Module):
             x = to_front(x, order, mask)
         positions = torch.arange(x.shape[1], device=x.device)[None]
         if cu_seqlens is not None:
-            positions = make_sequences(x, x.shape[1], None, None, cu_seqlens, None).layout().position
+            layout = make_sequences(x, x.shape[1], None, None, cu_seqlens, None).layout()
+            positions = layout.position
+            x = torch.where(layout.covered[..., None], x, 0)
         new = self._project(x, positions)
         blocks_k, blocks_v = (self._blocks(raw, cu_seqlens) for raw in (new.raw_k, new.raw_v))
         out = self._nsa(
@@ -289,6 +295,8 @@ class SparseAttention(nn.Module):
 
     def _attend_cached(self, x: Tensor, mask: Tensor | None, cache: LayerCache, backend: str) -> Tensor:
         num_tokens = x.shape[1]
+        if backend not in ('auto', 'eager'):
+            self.backend_for(x)  # one that cannot serve raises here, before anything is written
         cache.reserve(num_tokens)
         order = counts = None
         if mask is not None:
@@ -370,7 +378,7 @@ class SparseAttention(nn.Module):
     def _nsa(self, q: Tensor, *tensors: Any, **settings: Any) -> Tensor:
         """`nsa` with the settings of the layer, heads merged and projected to `[B, T, dim]`."""
         mem_kv = None
-        if self.compress_mem_k.shape[1]:
+        if self.compress_mem_k is not None and self.compress_mem_v is not None:
             mem_kv = (self.compress_mem_k.to(q.dtype), self.compress_mem_v.to(q.dtype))
         window = self.sliding_window_size - 1
         out = functional.nsa(
@@ -390,13 +398,23 @@ class SparseAttention(nn.Module):
             **settings,
         )
         out = rearrange(out, 'b t h d -> b t (h d)')
-        if not torch.is_autocast_enabled(out.device.type):
-            out = out.to(self.combine_heads.weight.dtype)
-        return self.combine_heads(out)
+        return self.combine_heads(out.to(projection_dtype(self.combine_heads.weight)))
 
     @property
     def _compress_sizes(self) -> tuple[int, int]:
         return self.compress_block_size, self.compress_block_sliding_stride
+
+    @property
+    def _cache_layout(self) -> dict[str, Any]:
+        return {
+            'kv_heads': self.kv_heads,
+            'head_dim': self.dim_head,
+            'value_dim': self.dim_value_head,
+            'compress': self._compress_sizes,
+            'has_raw_k': self.rotary is not None or self.independent_branch_kv,
+            'has_raw_v': self.independent_branch_kv,
+            'has_window': self.independent_branch_kv,
+        }
 
     def _make_cache(
         self,
@@ -410,22 +428,12 @@ class SparseAttention(nn.Module):
         return LayerCache(
             batch_size,
             max_seq_len,
-            kv_heads=self.kv_heads,
-            head_dim=self.dim_head,
-            value_dim=self.dim_value_head,
             max_rollback=max_rollback,
-            compress=self._compress_sizes,
-            has_raw_k=self.rotary is not None or self.independent_branch_kv,
-            has_raw_v=self.independent_branch_kv,
-            has_window=self.independent_branch_kv,
             dtype=dtype,
             device=device,
             grows=grows,
+            **self._cache_layout,
         )
-
-    def _cache_dtype(self, x: Tensor) -> torch.dtype:
-        device_type = x.device.type
-        return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else x.dtype
 
     def _check_input(
         self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, cache: LayerCache | None, return_cache: bool
@@ -433,6 +441,8 @@ class SparseAttention(nn.Module):
         dim = self.to_qkv.in_features
         require(x.dim() == 3 and x.shape[2] == dim, f'x has shape {tuple(x.shape)}, but must be [B, T, {dim}]')
         if mask is not None:
+            kind = type(mask).__name__
+            require(isinstance(mask, Tensor), f'mask is a {kind}, but must be a bool tensor; a cache is given by name')
             require(cu_seqlens is None, 'mask and cu_seqlens are given, but one must be left out')
             check_mask(mask, x)
         if cu_seqlens is not None:
@@ -443,11 +453,11 @@ class SparseAttention(nn.Module):
         if cache is not None or return_cache:
             require(self.causal, 'causal is False, but a cache needs causal=True')
         if cache is not None:
-            require(
-                cache.compress == self._compress_sizes and cache.k.shape[2:] == (self.kv_heads, self.dim_head),
-                f'cache holds (l, d) = {cache.compress} and keys of {tuple(cache.k.shape[2:])}, but the layer has '
-                f'{self._compress_sizes} and {(self.kv_heads, self.dim_head)}',
-            )
+            for name, size in self._cache_layout.items():
+                held = cache.layout[name]
+                require(
+                    held == size, f'cache was made for {name} = {held}, but the layer has {size}: use its init_cache'
+                )
             require(cache.batch_size == x.shape[0], f'x has batch size {x.shape[0]}, but cache has {cache.batch_size}')
 
 
@@ -461,7 +471,18 @@ def _make_gate(dim: int, heads: int) -> nn.Linear:
 @torch.no_grad()
 def _check_gate(gate: nn.Module, dim: int, heads: int) -> None:
     weight = next((p for p in gate.parameters() if p.is_floating_point()), torch.empty(()))
-    shape = tuple(gate(torch.zeros(1, 1, dim, dtype=weight.dtype, device=weight.device)).shape)
+    was_training = [module for module in gate.modules() if module.training]
+    gate.eval()
+    try:
+        shape = tuple(gate(torch.zeros(1, 1, dim, dtype=weight.dtype, device=weight.device)).shape)
+    except Exception as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(
+            f'strategy_combine_mlp must map {(1, 1, dim)} to {(1, 1, 3 * heads)}, but: {reason}'
+        ) from error
+    finally:
+        for module in was_training:
+            module.training = True
     require(
         shape == (1, 1, 3 * heads),
         f'strategy_combine_mlp maps {(1, 1, dim)} to {shape}, but must map it to {(1, 1, 3 * heads)}: 3 gates per head',

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from native_sparse_attention.geometry import num_compressed_blocks
 
+# Tokens that a cache which grows holds at first, and tokens that `crop` takes back unless told otherwise.
 FIRST_CAPACITY = 64
+MAX_ROLLBACK = 32
 
 
 class LayerCache:
@@ -43,7 +45,7 @@ class LayerCache:
         kv_heads: int,
         head_dim: int,
         value_dim: int,
-        max_rollback: int = 32,
+        max_rollback: int = MAX_ROLLBACK,
         compress: tuple[int, int] | None = None,
         has_raw_k: bool = False,
         has_raw_v: bool = False,
@@ -58,9 +60,20 @@ class LayerCache:
         if not isinstance(max_rollback, int) or max_rollback < 0:
             raise ValueError(f'max_rollback is {max_rollback}, but must be an integer of at least 0')
         self.batch_size, self.max_rollback, self.compress, self.grows = batch_size, max_rollback, compress, grows
+        # What a layer must agree with to use this cache.
+        self.layout = {
+            'kv_heads': kv_heads,
+            'head_dim': head_dim,
+            'value_dim': value_dim,
+            'compress': compress,
+            'has_raw_k': has_raw_k,
+            'has_raw_v': has_raw_v,
+            'has_window': has_window,
+        }
 
         def zeros(tokens: int, dim: int) -> Tensor:
-            return torch.zeros(batch_size, tokens, kv_heads, dim, dtype=dtype, device=device)
+            with torch.inference_mode(False):  # tensors made under it could not be written outside
+                return torch.zeros(batch_size, tokens, kv_heads, dim, dtype=dtype, device=device)
 
         self.k, self.v = zeros(max_seq_len, head_dim), zeros(max_seq_len, value_dim)
         self.k_window, self.v_window = (
@@ -74,11 +87,13 @@ class LayerCache:
             ring = max(1, block_size - 1 + max_rollback)
             self.raw_k = zeros(ring, head_dim) if has_raw_k else None
             self.raw_v = zeros(ring, value_dim) if has_raw_v else None
-        self.lengths = torch.zeros(batch_size, dtype=torch.int32, device=device)
+        with torch.inference_mode(False):
+            self.lengths = torch.zeros(batch_size, dtype=torch.int32, device=device)
         self.max_length = 0
         # The longest that each row has been since it was empty, and the host's bound on all: what lies a ring's size
         # before it is lost, even if the row has been cropped since.
-        self._peaks = torch.zeros_like(self.lengths)
+        with torch.inference_mode(False):
+            self._peaks = torch.zeros_like(self.lengths)
         self._peak = 0
 
     @property
@@ -215,11 +230,14 @@ class LayerCache:
             if self.lengths.is_cpu:
                 for row in zip(length.tolist(), self.lengths.tolist(), self._peaks.tolist(), strict=True):
                     self._check_rollback(*row)
+            if max_length is not None and max_length < 0:
+                raise ValueError(f'max_length is {max_length}, but must be at least 0')
             bound = self.max_length if max_length is None else max_length
+            self.lengths.copy_(torch.minimum(self.lengths, length.to(self.lengths)))
         else:
             self._check_rollback(length, self.max_length, self._peak)
             bound = length
-        self.lengths.copy_(torch.minimum(self.lengths, torch.as_tensor(length, device=self.device)))
+            self.lengths.clamp_(max=length)
         self._peaks.masked_fill_(self.lengths == 0, 0)
         self.max_length = min(self.max_length, bound)
         if self.max_length == 0:
@@ -300,6 +318,8 @@ def _read(ring: Tensor | None, full: Tensor, position: Tensor) -> Tensor:
 
 def _write_ring(ring: Tensor, tokens: Tensor, old: Tensor, new: Tensor) -> None:
     """Write positions [old, new), p into slot p mod R; a slot takes the latest that falls on it, or stays."""
+    if tokens.shape[1] == 0:
+        return
     size = ring.shape[1]
     last = (new - 1)[:, None]
     latest = last - (last - torch.arange(size, device=ring.device)) % size
@@ -309,9 +329,18 @@ def _write_ring(ring: Tensor, tokens: Tensor, old: Tensor, new: Tensor) -> None:
     ring.copy_(torch.where((source >= 0)[..., None, None], written, ring))
 
 
+def projection_dtype(x: Tensor) -> torch.dtype:
+    """The dtype that a linear layer gives for x: that of autocast where it is on."""
+    device_type = x.device.type
+    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return x.dtype
+
+
 def _longer(tensor: Tensor | None, tokens: int) -> Tensor | None:
     if tensor is None:
         return None
-    longer = tensor.new_zeros(tensor.shape[0], tokens, *tensor.shape[2:])
+    with torch.inference_mode(False):
+        longer = tensor.new_zeros(tensor.shape[0], tokens, *tensor.shape[2:])
     longer[:, : tensor.shape[1]] = tensor
     return longer

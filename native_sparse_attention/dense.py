@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from rotary_embedding_torch import RotaryEmbedding
 from torch import Tensor, nn
 
-from native_sparse_attention.cache import LayerCache
+from native_sparse_attention.cache import FIRST_CAPACITY, MAX_ROLLBACK, LayerCache, projection_dtype
 from native_sparse_attention.geometry import Sequences
 from native_sparse_attention.ops._checks import check_positive, make_sequences, require
 from native_sparse_attention.padding import check_mask, from_front, front_order, to_front
@@ -70,7 +70,9 @@ class DenseAttention(nn.Module):
         require(cu_seqlens is None, 'cu_seqlens is given, but a cache takes rows, not packed sequences')
         with torch.no_grad():
             if cache is None:
-                cache = self._new_cache(x.shape[0], max(x.shape[1], 64), 32, self._cache_dtype(x), x.device, grows=True)
+                cache = self._new_cache(
+                    x.shape[0], max(x.shape[1], FIRST_CAPACITY), MAX_ROLLBACK, projection_dtype(x), x.device, grows=True
+                )
             self._check_cache(cache, x)
             out = self._attend_cached(x, mask, cache)
         return (out, cache) if return_cache else out
@@ -79,7 +81,7 @@ class DenseAttention(nn.Module):
         self,
         batch_size: int,
         max_seq_len: int,
-        max_rollback: int = 32,
+        max_rollback: int = MAX_ROLLBACK,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> LayerCache:
@@ -89,7 +91,7 @@ class DenseAttention(nn.Module):
         autocast its dtype).
         """
         weight = self.to_qkv.weight
-        dtype = self._cache_dtype(weight) if dtype is None else dtype
+        dtype = projection_dtype(weight) if dtype is None else dtype
         return self._new_cache(
             batch_size, max_seq_len, max_rollback, dtype, weight.device if device is None else device, grows=False
         )
@@ -167,10 +169,6 @@ class DenseAttention(nn.Module):
 
     def _combine(self, out: Tensor) -> Tensor:
         return self.combine_heads(out.flatten(-2))
-
-    def _cache_dtype(self, x: Tensor) -> torch.dtype:
-        device_type = x.device.type
-        return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else x.dtype
 
     def _check_input(self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
         dim = self.to_qkv.in_features

@@ -82,9 +82,8 @@ class QueryLayout:
     """Where every query stands, and where the keys of its sequence lie.
 
     position, key_start, key_len: int64 `[B, T]`: the query's position in its sequence, the index along the key axis of
-        the sequence's
-    first key, the number of its keys. Key p of the sequence lies at index `key_start + p`. covered: bool `[B, T]`,
-    False for a query that belongs to no sequence (its key_len is 0).
+    the sequence's first key, the number of its keys. Key p of the sequence lies at index `key_start + p`.
+    covered: bool `[B, T]`, False for a query that belongs to no sequence (its key_len is 0).
     """
 
     position: Tensor
@@ -109,8 +108,8 @@ class Sequences:
     """How the queries of a call stand to its keys: the arguments that every op takes, checked and together.
 
     batch, seqlen_q, seqlen_k: ints B, T, S. q_offset: int, int tensor `[B]` (packed: `[N]`) or None, which makes
-        queries end where the
-    keys end. seqlens_k: int32 `[B]` or None. cu_seqlens, cu_seqlens_k: int32 `[N + 1]` or None, both set or neither.
+    queries end where the keys end. seqlens_k: int32 `[B]` or None. cu_seqlens, cu_seqlens_k: int32 `[N + 1]` or None,
+    both set or neither.
     """
 
     batch: int
@@ -182,8 +181,7 @@ def packed_block_starts(cu_seqlens: Tensor, total: int, block_size: int, stride:
     """First token of every compressed block of packed sequences, one sequence after the other.
 
     cu_seqlens: int32 `[N + 1]`; total: tokens in the batch. Returns int64 `[total // stride]`, enough for any packing,
-        so its size does
-    not depend on values on the device; entries that follow the last block repeat a valid start.
+    so its size does not depend on values on the device; entries that follow the last block repeat a valid start.
     """
     ends = cu_seqlens.long()
     blocks = num_compressed_blocks(ends.diff(), block_size, stride)

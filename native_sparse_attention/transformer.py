@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from native_sparse_attention.attention import SparseAttention
-from native_sparse_attention.cache import LayerCache, ModelCache
+from native_sparse_attention.cache import MAX_ROLLBACK, LayerCache, ModelCache
 from native_sparse_attention.dense import DenseAttention
 from native_sparse_attention.ops._checks import check_not_negative, check_positive, require
 from native_sparse_attention.ops.backend import check_backend
@@ -157,7 +157,7 @@ class Transformer(nn.Module):
         self,
         batch_size: int,
         max_seq_len: int,
-        max_rollback: int = 32,
+        max_rollback: int = MAX_ROLLBACK,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> ModelCache:

@@ -70,7 +70,7 @@ def layer_of_one_sequence(attn: SparseAttention, x: Tensor) -> Tensor:
         q_cmp=q_cmp[None],
         k_window=k_window[None],
         v_window=v_window[None],
-        mem_kv=(attn.compress_mem_k, attn.compress_mem_v),
+        mem_kv=None if attn.compress_mem_k is None else (attn.compress_mem_k, attn.compress_mem_v),
         compress_block_size=attn.compress_block_size,
         compress_stride=stride,
         selection_block_size=attn.selection_block_size,

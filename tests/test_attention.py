@@ -136,6 +136,10 @@ def test_packed_is_alone(causal: bool, layer: SparseAttention) -> None:
     for start, stop in itertools.pairwise(cu_seqlens.tolist()):
         assert_same(out[:, start:stop], layer(x[:, start:stop]))
     assert out[:, 35:].eq(0).all()
+    out = layer(x.masked_fill(torch.arange(40)[:, None] >= 35, torch.nan), cu_seqlens=cu_seqlens)
+    assert out[:, 35:].eq(0).all()
+    out.sum().backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in layer.parameters())
 
 
 @pytest.mark.parametrize('causal', [True, False])
@@ -250,6 +254,38 @@ def test_a_full_cache_raises_before_it_writes() -> None:
     layer(tokens(2, 2), cache=cache)
 
 
+def test_a_backend_that_cannot_serve_writes_nothing() -> None:
+    layer = make_layer()
+    cache = layer.init_cache(2, 8)
+    layer(tokens(2, 3), cache=cache)
+    before = [t.clone() for t in (cache.lengths, *cache._tensors())]
+    layer.backend = 'triton'
+    with pytest.raises(ValueError, match='has no triton backend'):
+        layer(tokens(2, 3), cache=cache)
+    assert all(a.equal(b) for a, b in zip(before, (cache.lengths, *cache._tensors()), strict=True))
+
+
+def test_no_new_tokens(layer: SparseAttention) -> None:
+    x = tokens(2, 9)
+    cache = layer.init_cache(2, 16)
+    layer(x, cache=cache)
+    assert layer(tokens(2, 0), cache=cache).shape == (2, 0, DIM)
+    assert_same(layer(x[:, :2], cache=cache), layer(torch.cat((x, x[:, :2]), 1))[:, 9:])
+
+
+def test_a_cache_made_in_inference_mode_serves_outside() -> None:
+    layer, x = make_layer(), tokens(1, 80)
+    with torch.inference_mode():
+        _, cache = layer(x[:, :40], return_cache=True)
+        layer(x[:, 40:70], cache=cache)
+    assert_same(layer(x[:, 70:], cache=cache), layer(x)[:, 70:])
+
+
+def test_every_parameter_gets_a_gradient(layer: SparseAttention) -> None:
+    layer(tokens(1, 40)).sin().sum().backward()
+    assert [name for name, p in layer.named_parameters() if p.requires_grad and p.grad is None] == []
+
+
 def test_a_row_does_not_depend_on_its_neighbours(layer: SparseAttention) -> None:
     x = tokens(3, 33)
     for row, out in enumerate(layer(x)):
@@ -355,6 +391,7 @@ class TestRotary:
         ({'compress_mlp': nn.Flatten(3)}, 'compress_mlp'),
         ({'compress_mlp': MeanPool(), 'dim_value_head': 4}, 'compress_mlp'),
         ({'strategy_combine_mlp': nn.Linear(DIM, 7)}, 'strategy_combine_mlp maps'),
+        ({'strategy_combine_mlp': nn.Linear(7, 18)}, 'strategy_combine_mlp must map'),
         ({'rotary_emb': True}, 'rotary_emb is True'),
         ({'dim_head': 2}, 'head_dim is 2, but a default rotary embedding'),
     ],
@@ -382,7 +419,10 @@ def test_wrong_inputs() -> None:
         'x has batch size 1, but cache has 2': {'x': x[:1], 'cache': cache},
         'cu_seqlens ends at 11': {'x': x[:1], 'cu_seqlens': cu_seqlens + torch.tensor([0, 1], dtype=torch.int32)},
         'masks are made inside': {'x': x, 'sliding_window_flex_mask': object()},
-        'cache holds': {'x': x, 'cache': make_layer(**SETTINGS['stride 1']).init_cache(2, 16)},
+        'cache was made for compress = ': {'x': x, 'cache': make_layer(**SETTINGS['stride 1']).init_cache(2, 16)},
+        'cache was made for has_raw_v = ': {'x': x, 'cache': make_layer(independent_branch_kv=True).init_cache(2, 16)},
+        'cache was made for has_raw_k = ': {'x': x, 'cache': make_layer(rotary_emb=False).init_cache(2, 16)},
+        'a cache is given by name': {'x': x, 'mask': cache},
     }.items():
         with pytest.raises(ValueError, match=message) as error:
             layer(**arguments)

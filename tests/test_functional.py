@@ -248,3 +248,26 @@ def test_wrong_arguments(changes: dict[str, Any], message: str) -> None:
     settings |= {name: value for name, value in changes.items() if name not in (*NAMES, *OPTIONAL)}
     with pytest.raises(ValueError, match=message):
         call(nsa, inputs, **settings)
+
+
+@pytest.mark.parametrize(
+    ('changes', 'message'),
+    [
+        (
+            {'k_window': torch.zeros(1, 9, 1, 4), 'v_window': torch.zeros(1, 9, 1, 3)},
+            r'k_window has shape \(1, 9, 1, 4\)',
+        ),
+        ({'q_cmp': torch.zeros(1, 8, 3, 4)}, r'q_cmp has shape \(1, 8, 3, 4\)'),
+        ({'v_cmp': torch.zeros(1, 3, 1, 4)}, r'v_cmp has head size 4, but v has 3'),
+        ({'window_size': (3, 1)}, r'window_size is \(3, 1\)'),
+        ({'k_window': torch.zeros(1, 8, 1, 4)}, 'must be given together'),
+    ],
+)
+def test_refused_before_anything_runs(changes: dict[str, Any], message: str) -> None:
+    tensors = {'q': (1, 8, 2, 4), 'k': (1, 8, 1, 4), 'v': (1, 8, 1, 3), 'k_cmp': (1, 3, 1, 4), 'v_cmp': (1, 3, 1, 3)}
+    arguments: dict[str, Any] = {name: torch.zeros(shape) for name, shape in tensors.items()}
+    arguments |= {'gates': torch.zeros(1, 8, 2, 3), 'window_size': (3, 0), 'num_selected': 4}
+    arguments |= {'compress_block_size': 4, 'compress_stride': 2, 'selection_block_size': 4}
+    nsa(**arguments)
+    with pytest.raises(ValueError, match=message):
+        nsa(**arguments | changes)

@@ -188,12 +188,10 @@ def validate_packing(
     total_k: int | None = None,
     cu_seqlens_k: Tensor | None = None,
 ) -> None:
-    """Check the content of `cu_seqlens` wherever it lies; on a GPU this waits for the device, so the ops never do it by
-    themselves.
+    """Check the content of `cu_seqlens` on any device; on a GPU this waits for it, so no op does it by itself.
 
     total, total_k: tokens on the query and the key side (total_k defaults to total). Raises ValueError unless each
-        tensor is int32 or
-    int64 `[N + 1]`, starts at 0, never decreases and ends within the tokens.
+    tensor is int32 or int64 `[N + 1]`, starts at 0, never decreases and ends within the tokens.
     """
     _check_cumulative('cu_seqlens', cu_seqlens, total)
     if cu_seqlens_k is not None:

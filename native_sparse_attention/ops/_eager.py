@@ -8,6 +8,8 @@ kernels do.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from einops import rearrange
@@ -23,11 +25,10 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def masked_softmax(logits: Tensor, visible: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Weights over the last dimension and their log-sum-exp, with weights 0 and log-sum-exp -inf where nothing is
-    visible.
+    """Weights over the last dimension and their log-sum-exp; 0 and -inf in rows where nothing is visible.
 
     logits, visible: `[..., keys]`; dtype: what weights and gradients of logits are rounded to. Returns `[..., keys]`
-        and `[...]`.
+    and `[...]`.
     """
     if logits.shape[-1] == 0:
         return logits, logits.sum(-1) - torch.inf
@@ -91,9 +92,10 @@ def in_query_chunks(
     return tuple(torch.cat(part, dim) for part, dim in zip(zip(*parts, strict=True), dims, strict=True))
 
 
-def without_autocast(tensor: Tensor) -> torch.autocast:
+def without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
     """Autocast must not turn the float32 products of an op into half ones."""
-    return torch.autocast(tensor.device.type, enabled=False)
+    device_type = tensor.device.type
+    return torch.autocast(device_type, enabled=False) if torch.amp.is_autocast_available(device_type) else nullcontext()
 
 
 def _round_value(weights: Tensor, dtype: torch.dtype) -> Tensor:

@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
+# As in decoding: launches cost more there than the attention, and every new setting compiles for seconds.
+FEW_QUERIES = 16
 # Keys of a tile; the queries of a tile are a multiple of it.
 TILE = 128
 # Smaller head sizes Triton cannot multiply, so they are padded; for larger ones FlexAttention has no launch settings
@@ -29,6 +31,13 @@ MAX_SELECTED = 64
 # Numbers are settings: the kernels have them built in. There is a graph per dtype, head layout, gradient mode and
 # setting, and one each for lengths of 1, but dynamo gives up at 8 unless told otherwise.
 GRAPH_SETTINGS = {'specialize_int': True, 'specialize_float': True, 'recompile_limit': 1024}
+
+
+def passed_over(backend: str, q: Tensor, k: Tensor, v: Tensor, *others: Tensor, **settings: Any) -> str | None:
+    """Why a call on `backend` does not take FlexAttention: it cannot serve, or with 'auto' is slower than eager."""
+    if backend == 'auto' and q.shape[1] <= FEW_QUERIES:
+        return f'q has {q.shape[1]} queries per row, and for up to {FEW_QUERIES} eager is faster'
+    return unsupported(q, k, v, *others, **settings)
 
 
 def unsupported(

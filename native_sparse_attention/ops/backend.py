@@ -34,9 +34,8 @@ def choose_backend(
     """The backend for one call of `op`.
 
     candidates: the backends that the op has, fastest first, each with a function that says why it cannot serve this
-        call, or None where
-    it can. 'auto' takes the first that can, and on anything but a GPU eager; an explicit backend never falls back, it
-    raises ValueError with the reason.
+    call, or None where it can. 'auto' takes the first that can, and on anything but a GPU eager; an explicit backend
+    never falls back, it raises ValueError with the reason.
     """
     check_backend(backend)
     if backend != 'auto':

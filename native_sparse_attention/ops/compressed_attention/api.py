@@ -86,7 +86,7 @@ def backend_of(
     """The backend that would serve these inputs."""
     from native_sparse_attention.ops import _flex
 
-    candidates = {'flex': partial(_flex.unsupported, q, k_cmp, v_cmp, *(mem_kv or ())), 'eager': serves}
+    candidates = {'flex': partial(_flex.passed_over, backend, q, k_cmp, v_cmp, *(mem_kv or ())), 'eager': serves}
     return choose_backend('compressed_attention', backend, q.device, candidates)
 
 

@@ -36,8 +36,7 @@ def selected_attention(
     """Attention of every query over the tokens of its chosen blocks that are not in the future.
 
     A row of indices is a set: a block is read once, in whatever order and however often its index stands there. -1 is
-        padding wherever
-    it stands, and any other index that is out of range or in the future contributes nothing.
+    padding wherever it stands, and any other index that is out of range or in the future contributes nothing.
 
     Args:
         q: `[B, T, HQ, D]`. k: `[B, S, H, D]`. v: `[B, S, H, DV]`. Packed: B = 1.
@@ -96,6 +95,6 @@ def backend_of(
     """The backend that would serve these inputs."""
     from native_sparse_attention.ops import _flex
 
-    flex_unsupported = partial(_flex.unsupported, q, k, v, factors=block_scale, num_selected=num_selected)
-    candidates = {'flex': flex_unsupported, 'eager': serves}
+    flex = partial(_flex.passed_over, backend, q, k, v, factors=block_scale, num_selected=num_selected)
+    candidates = {'flex': flex, 'eager': serves}
     return choose_backend('selected_attention', backend, q.device, candidates)

@@ -64,7 +64,7 @@ def backend_of(q: Tensor, k: Tensor, v: Tensor, *, backend: str = 'auto') -> Bac
     """The backend that would serve these inputs."""
     from native_sparse_attention.ops import _flex
 
-    candidates = {'flex': partial(_flex.unsupported, q, k, v), 'eager': serves}
+    candidates = {'flex': partial(_flex.passed_over, backend, q, k, v), 'eager': serves}
     return choose_backend('window_attention', backend, q.device, candidates)
 
 
