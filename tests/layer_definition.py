@@ -64,13 +64,16 @@ def layer_of_one_sequence(attn: SparseAttention, x: Tensor) -> Tensor:
     logits = attn.to_strategy_combine(x[None])[0]
     gates = torch.stack([torch.sigmoid(logits[:, 3 * head : 3 * head + 3]) for head in range(heads)], 1)
 
+    mem_kv = None
+    if attn.compress_mem_k is not None and attn.compress_mem_v is not None:
+        mem_kv = (attn.compress_mem_k, attn.compress_mem_v)
     window = attn.sliding_window_size
     out = nsa(
         *(tensor[None] for tensor in (q, k, v, k_cmp, v_cmp, gates)),
         q_cmp=q_cmp[None],
         k_window=k_window[None],
         v_window=v_window[None],
-        mem_kv=None if attn.compress_mem_k is None else (attn.compress_mem_k, attn.compress_mem_v),
+        mem_kv=mem_kv,
         compress_block_size=attn.compress_block_size,
         compress_stride=stride,
         selection_block_size=attn.selection_block_size,
