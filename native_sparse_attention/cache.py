@@ -217,9 +217,9 @@ class LayerCache:
         """Keep the first `length` tokens of every row that is longer, as speculative decoding needs it.
 
         length: an int, or an integer tensor `[B]` of one length per row. max_length: for a tensor, the host's bound on
-        the longest row afterwards (default: the bound stays as it is). Except to 0, at most `max_rollback` tokens
-        behind the longest that the cache has been can be taken back: ValueError beyond (the content of a tensor is
-        checked on CPUs only, since reading it on a GPU waits for the device).
+        the longest row afterwards (default: the longest on CPUs; on a GPU the bound stays, so give it there). Except to
+        0, at most `max_rollback` tokens behind the longest that a row has been can be taken back: ValueError beyond
+        (the content of a tensor is checked on CPUs only, since reading it on a GPU waits for the device).
         """
         if isinstance(length, Tensor):
             if length.shape != (self.batch_size,) or length.dtype not in (torch.int32, torch.int64):
@@ -232,8 +232,10 @@ class LayerCache:
                     self._check_rollback(*row)
             if max_length is not None and max_length < 0:
                 raise ValueError(f'max_length is {max_length}, but must be at least 0')
-            bound = self.max_length if max_length is None else max_length
             self.lengths.copy_(torch.minimum(self.lengths, length.to(self.lengths)))
+            if max_length is None:
+                max_length = int(self.lengths.max()) if self.lengths.is_cpu else self.max_length
+            bound = max_length
         else:
             self._check_rollback(length, self.max_length, self._peak)
             bound = length

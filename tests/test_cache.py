@@ -85,10 +85,16 @@ def test_a_short_row_has_its_own_limit() -> None:
 def test_per_row_crop_bounds_the_host() -> None:
     cache = make()
     append(cache, 6)
+    cache.crop(torch.tensor([3, 4]), max_length=5)
+    assert cache.max_length == 5
     cache.crop(torch.tensor([3, 4]))
-    assert cache.max_length == 6
-    cache.crop(torch.tensor([3, 4]), max_length=4)
     assert cache.max_length == 4
+    with pytest.raises(ValueError, match='max_length is -1'):
+        cache.crop(torch.tensor([3, 4]), max_length=-1)
+    for _ in range(30):
+        append(cache, 4)
+        cache.crop(cache.lengths - 4)
+    assert cache.lengths.tolist() == [3, 4]
 
 
 @pytest.mark.parametrize('length', [torch.tensor([1]), torch.tensor([1.0, 2.0]), torch.tensor([[1, 2]])])

@@ -26,7 +26,8 @@ def selected_attention(
     index_heads, num_selected = block_indices.shape[2:]
     float_dtype = compute_dtype(q.dtype)
     # Cast here, once, so that gradients of keys that several queries read are added in float32.
-    k, v = k.to(float_dtype), v.to(float_dtype)
+    tables = [_table(tensor.to(float_dtype)) for tensor in (k, v)]
+    zero_row = batch * seqlen_k * kv_heads
     queries = rearrange(q, 'b t (h g) d -> b t h g d', h=index_heads)
     layout = sequences.layout()
     within_block = torch.arange(block_size, device=q.device)
@@ -47,7 +48,9 @@ def selected_attention(
             visible = visible & (token <= position)
         visible, index = (rearrange(t, 'b t h n l -> b t h (n l)') for t in (visible, token + key_start))
         row = first_row + index.clamp(0, max(0, seqlen_k - 1)) * kv_heads
-        keys, values = _gather(k, row, visible), _gather(v, row, visible)
+        row = torch.where(visible, row, zero_row)
+        # [B, T, HI, n * l', D and DV]
+        keys, values = (torch.nn.functional.embedding(row, table, padding_idx=zero_row) for table in tables)
         logits = torch.einsum('bthgd,bthsd->bthgs', queries[:, start:stop].to(float_dtype), keys) * scale
         if block_scale is not None:
             factor = block_scale[:, start:stop].to(float_dtype).repeat_interleave(block_size, -1)
@@ -69,9 +72,7 @@ def _counts(blocks: Tensor, last_block: int) -> Tensor:
     return (blocks >= 0) & (blocks <= last_block) & ~repeats.any(-1)
 
 
-def _gather(tensor: Tensor, row: Tensor, visible: Tensor) -> Tensor:
-    """`[B, S, H, D]` at flat rows `[B, T, HI, J]`, 0 where not visible, whatever stands there: `[B, T, HI, J, D]`."""
-    table = tensor.reshape(-1, tensor.shape[-1])
-    zero = len(table)
-    table = torch.cat((table, table.new_zeros(1, table.shape[-1])))
-    return torch.nn.functional.embedding(torch.where(visible, row, zero), table, padding_idx=zero)
+def _table(tensor: Tensor) -> Tensor:
+    """`[B, S, H, D]` as rows `[B * S * H + 1, D]`, the last one 0: what stands for a key that is not read."""
+    rows = tensor.reshape(-1, tensor.shape[-1])
+    return torch.cat((rows, rows.new_zeros(1, rows.shape[-1])))
