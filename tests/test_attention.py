@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from rotary_embedding_torch import RotaryEmbedding
 from torch import Tensor, nn
 
 from native_sparse_attention import SparseAttention
@@ -343,39 +342,6 @@ def test_every_network_decodes(name: str) -> None:
     cache = layer.init_cache(2, 37)
     steps = torch.cat([layer(step, cache=cache) for step in x.split(1, 1)], 1)
     assert_same(steps, layer(x))
-
-
-class TestRotary:
-    def test_matches_the_library(self) -> None:
-        layer = make_layer()
-        assert layer.rotary is not None
-        x = torch.randn(2, 50, 3, 6)
-        expected = RotaryEmbedding(6).rotate_queries_or_keys(x.transpose(1, 2)).transpose(1, 2)
-        torch.testing.assert_close(layer.rotary(x, torch.arange(50)[None]), expected)
-
-    def test_half_layers_keep_their_angles(self) -> None:
-        layer, x = make_layer(), torch.randn(1, 1, 1, 6)
-        assert layer.rotary is not None
-        expected = layer.rotary(x, torch.tensor([[100_003]]))
-        assert layer.bfloat16().to_qkv.weight.dtype == torch.bfloat16
-        assert layer.rotary(x, torch.tensor([[100_003]])).equal(expected)
-
-    def test_interpolation_learned_and_partial(self) -> None:
-        emb = RotaryEmbedding(4, interpolate_factor=2.0, learned_freq=True)
-        layer = make_layer(rotary_emb=emb)
-        assert layer.rotary is not None
-        x = torch.randn(1, 9, 1, 6)
-        out = layer.rotary(x, torch.arange(9)[None])
-        assert out[..., 4:].equal(x[..., 4:])
-        expected = RotaryEmbedding(4, custom_freqs=emb.freqs.data, interpolate_factor=2.0)
-        expected = expected.rotate_queries_or_keys(x[:, :, 0].double()).float()
-        torch.testing.assert_close(out[:, :, 0], expected)
-        layer(tokens(1, 9)).sum().backward()
-        assert emb.freqs.grad is not None
-
-    def test_xpos_is_refused(self) -> None:
-        with pytest.raises(ValueError, match='xpos'):
-            make_layer(rotary_emb=RotaryEmbedding(6, use_xpos=True))
 
 
 @pytest.mark.parametrize(
