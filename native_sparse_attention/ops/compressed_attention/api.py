@@ -70,6 +70,10 @@ def compressed_attention(
     scale = logit_scale(q, scale)
     arguments = (q, k_cmp, v_cmp, mem_kv, sequences, block_size, stride, causal, scale)
     match backend_of(q, k_cmp, v_cmp, mem_kv=mem_kv, backend=backend).name:
+        case 'triton':
+            from native_sparse_attention.ops.compressed_attention import triton
+
+            return triton.compressed_attention(*arguments)
         case 'flex':
             from native_sparse_attention.ops.compressed_attention import flex
 
@@ -85,8 +89,13 @@ def backend_of(
 ) -> BackendChoice:
     """The backend that would serve these inputs."""
     from native_sparse_attention.ops import _flex
+    from native_sparse_attention.ops._triton import support
 
-    candidates = {'flex': partial(_flex.passed_over, backend, q, k_cmp, v_cmp, *(mem_kv or ())), 'eager': serves}
+    candidates = {
+        'triton': partial(support.unsupported, q, k_cmp, v_cmp),
+        'flex': partial(_flex.passed_over, backend, q, k_cmp, v_cmp, *(mem_kv or ())),
+        'eager': serves,
+    }
     return choose_backend('compressed_attention', backend, q.device, candidates)
 
 

@@ -50,6 +50,10 @@ def window_attention(
     scale = logit_scale(q, scale)
     arguments = (q, k, v, sequences, left, right, scale)
     match backend_of(q, k, v, backend=backend).name:
+        case 'triton':
+            from native_sparse_attention.ops.window_attention import triton
+
+            return triton.window_attention(*arguments)
         case 'flex':
             from native_sparse_attention.ops.window_attention import flex
 
@@ -63,8 +67,13 @@ def window_attention(
 def backend_of(q: Tensor, k: Tensor, v: Tensor, *, backend: str = 'auto') -> BackendChoice:
     """The backend that would serve these inputs."""
     from native_sparse_attention.ops import _flex
+    from native_sparse_attention.ops._triton import support
 
-    candidates = {'flex': partial(_flex.passed_over, backend, q, k, v), 'eager': serves}
+    candidates = {
+        'triton': partial(support.unsupported, q, k, v),
+        'flex': partial(_flex.passed_over, backend, q, k, v),
+        'eager': serves,
+    }
     return choose_backend('window_attention', backend, q.device, candidates)
 
 

@@ -1,0 +1,333 @@
+"""Backward kernels of interval attention: one for the gradient of q, one for those of k and v.
+
+The gradient of a logit is p * (dp - delta), where delta is the sum of p * dp over the keys of a row. It is commonly taken
+as the product of the output and its gradient, but the output is rounded, and in rows of few keys that shows. So the
+first kernel starts from that product, adds up by how much it is off, and corrects both its result and delta.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from native_sparse_attention.ops._triton.interval.tiles import (
+    is_read,
+    key_range,
+    load_rows,
+    query_range,
+    split_finite,
+    split_range,
+    store_rows,
+)
+from native_sparse_attention.ops._triton.placement import (
+    count_blocks,
+    find_tile,
+    load_extent,
+    load_num_keys,
+    load_position,
+)
+
+
+@triton.jit
+def dq_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    lse_ptr,
+    dout_ptr,
+    dlse_ptr,
+    dq_ptr,
+    delta_ptr,
+    q_strides,
+    k_strides,
+    v_strides,
+    out_strides,
+    dout_strides,
+    dlse_strides,
+    dq_strides,
+    place,
+    interval,
+    scale,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    """Shapes as in the forward kernel; dlse may be None, and is `[B, HQ, T]` like lse and delta, where the gradient of
+    a logit is p * (dp - delta).
+    """
+    sequence, first_query = find_tile(tl.program_id(0), place.cu_seqlens, place.seqlen_q, place.num_sequences, BLOCK_M)
+    head = tl.program_id(1)
+    row, query_start, num_queries = load_extent(place.cu_seqlens, sequence, place.seqlen_q, place.num_sequences)
+    if first_query >= num_queries:
+        return
+    num_tokens = load_num_keys(place, sequence)
+    offset = load_position(place, sequence, num_queries, num_tokens)
+    _, key_start, _ = load_extent(place.cu_blocks, sequence, 2**30, place.num_sequences)
+    num_keys = count_blocks(num_tokens, interval.block_size, interval.stride)
+
+    queries = first_query + tl.arange(0, BLOCK_M)
+    query_mask = queries < num_queries
+    query_rows = query_start + queries
+    positions = offset + queries
+    row, head = row.to(tl.int64), head.to(tl.int64)
+    k_ptr += row * k_strides[0] + (head // GROUP) * k_strides[2]
+    v_ptr += row * v_strides[0] + (head // GROUP) * v_strides[2]
+    q_ptr += row * q_strides[0] + head * q_strides[2]
+    out_ptr += row * out_strides[0] + head * out_strides[2]
+    dout_ptr += row * dout_strides[0] + head * dout_strides[2]
+    dq_ptr += row * dq_strides[0] + head * dq_strides[2]
+    q = load_rows(q_ptr, query_rows, q_strides[1], query_mask, HEAD_DIM, BLOCK_D)  # [BLOCK_M, BLOCK_D]
+    dout = load_rows(dout_ptr, query_rows, dout_strides[1], query_mask, VALUE_DIM, BLOCK_DV)  # [BLOCK_M, BLOCK_DV]
+    out = load_rows(out_ptr, query_rows, out_strides[1], query_mask, VALUE_DIM, BLOCK_DV)
+    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+    row_of_lse = (row * tl.num_programs(1) + head) * place.seqlen_q
+    lse = tl.load(lse_ptr + row_of_lse + query_rows, mask=query_mask, other=0.0)
+    lse_log2 = tl.where(lse == float('-inf'), 0.0, lse) * 1.4426950408889634
+    dlse = tl.zeros([BLOCK_M], tl.float32)
+    if dlse_ptr is not None:
+        dlse_ptr += row * dlse_strides[0] + head * dlse_strides[1]
+        dlse = tl.load(dlse_ptr + query_rows.to(tl.int64) * dlse_strides[2], mask=query_mask, other=0.0)
+
+    last_position = offset + tl.minimum(first_query + BLOCK_M, num_queries) - 1
+    first, last, full_first, full_last = key_range(interval, offset + first_query, last_position, num_keys)
+    if interval.num_memory > 0:
+        if sequence < place.num_sequences:
+            first = -interval.num_memory
+            full_first = first
+    left_tiles, middle, right, end_tiles = split_range(first, last, full_first, full_last, BLOCK_N)
+
+    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    mean_k = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    missing = tl.zeros([BLOCK_M], tl.float32)
+    dq, mean_k, missing = _add_keys(
+        q, dout, k_ptr, v_ptr, k_strides[1], v_strides[1], dq, mean_k, missing, lse_log2, delta, dlse, positions, first,
+        left_tiles, right, end_tiles, last, key_start, interval, scale, True, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D,
+        BLOCK_DV,
+    )  # fmt: skip
+    dq, mean_k, missing = _add_keys(
+        q, dout, k_ptr, v_ptr, k_strides[1], v_strides[1], dq, mean_k, missing, lse_log2, delta, dlse, positions, middle,
+        0, middle, (right - middle) // BLOCK_N, last, key_start, interval, scale, False, HEAD_DIM, VALUE_DIM, BLOCK_N,
+        BLOCK_D, BLOCK_DV,
+    )  # fmt: skip
+    dq = (dq - missing[:, None] * mean_k) * scale
+    store_rows(dq_ptr, query_rows, dq_strides[1], dq, query_mask, HEAD_DIM, BLOCK_D)
+    tl.store(delta_ptr + row_of_lse + query_rows, delta + missing - dlse, mask=query_mask)
+
+
+@triton.jit
+def _add_keys(
+    q,
+    dout,
+    k_ptr,
+    v_ptr,
+    k_stride,
+    v_stride,
+    dq,
+    mean_k,
+    missing,
+    lse_log2,
+    delta,
+    dlse,
+    positions,
+    first,
+    left_tiles,
+    right,
+    num_tiles,
+    last,
+    key_start,
+    interval,
+    scale,
+    MASKED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    """Adds left_tiles of keys from `first` on and the rest of num_tiles from `right` on: to dq, with the delta that is
+    off by `missing`, and to the mean of the keys.
+    """
+    for tile in tl.range(0, num_tiles):
+        start = tl.where(tile < left_tiles, first + tile * BLOCK_N, right + (tile - left_tiles) * BLOCK_N)
+        keys = start + tl.arange(0, BLOCK_N)
+        rows = keys + interval.num_memory + tl.where(keys < 0, 0, key_start)
+        key_mask = keys < last
+        k = load_rows(k_ptr, rows, k_stride, key_mask, HEAD_DIM, BLOCK_D)  # [BLOCK_N, BLOCK_D]
+        v = load_rows(v_ptr, rows, v_stride, key_mask, VALUE_DIM, BLOCK_DV)  # [BLOCK_N, BLOCK_DV]
+        logits = tl.dot(q, tl.trans(k), input_precision='ieee')  # [BLOCK_M, BLOCK_N]
+        weights = tl.exp2(logits * (scale * 1.4426950408889634) - lse_log2[:, None])
+        dweights = tl.dot(dout, tl.trans(v), input_precision='ieee')
+        dlogits = weights * (dweights - delta[:, None])
+        if MASKED:
+            read = is_read(interval, keys[None, :], positions[:, None]) & key_mask[None, :]
+            weights = tl.where(read, weights, 0.0)
+            dlogits = tl.where(read, dlogits, 0.0)
+            k, _ = split_finite(k)
+        missing += tl.sum(dlogits, 1)
+        dlogits += weights * dlse[:, None]
+        dq = tl.dot(dlogits.to(k.dtype), k, dq, input_precision='ieee')
+        mean_k = tl.dot(weights.to(k.dtype), k, mean_k, input_precision='ieee')
+    return dq, mean_k, missing
+
+
+@triton.jit
+def dkv_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    lse_ptr,
+    delta_ptr,
+    dout_ptr,
+    dk_ptr,
+    dv_ptr,
+    q_strides,
+    k_strides,
+    v_strides,
+    dout_strides,
+    dk_strides,
+    dv_strides,
+    place,
+    interval,
+    scale,
+    num_keys_in_row,
+    MEMORY: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    """dk, dv: `[parts, B, M + C, H, D and DV]`: the sum over the first HEADS query heads of a group, the next, and so
+    on. One program per tile of keys, kv head and part. num_keys_in_row: C. MEMORY: of the memory keys, or the others.
+    """
+    kv_head = tl.program_id(1)
+    part = tl.program_id(2)
+    if MEMORY:
+        # Every query of the row reads these keys, wherever it stands.
+        memory_tiles = tl.cdiv(interval.num_memory, BLOCK_N)
+        row = tl.program_id(0) // memory_tiles
+        key_rows = (tl.program_id(0) % memory_tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
+        key_mask = key_rows < interval.num_memory
+        stored = key_mask
+        keys = key_rows - interval.num_memory
+        query_start = row * 0
+        offset = row * 0
+        first = row * 0
+        full_first = first
+        last = first + place.seqlen_q
+        if place.cu_seqlens is not None:
+            last = tl.minimum(last, tl.load(place.cu_seqlens + place.num_sequences).to(tl.int32))
+        full_last = last
+    else:
+        sequence, first_key = find_tile(
+            tl.program_id(0), place.cu_blocks, num_keys_in_row, place.num_sequences, BLOCK_N
+        )
+        if sequence >= place.num_sequences:
+            return
+        row, key_start, key_stop = load_extent(place.cu_blocks, sequence, num_keys_in_row, place.num_sequences)
+        if first_key >= key_stop:
+            return
+        _, query_start, num_queries = load_extent(place.cu_seqlens, sequence, place.seqlen_q, place.num_sequences)
+        num_tokens = load_num_keys(place, sequence)
+        offset = load_position(place, sequence, num_queries, num_tokens)
+        num_keys = tl.minimum(count_blocks(num_tokens, interval.block_size, interval.stride), key_stop)
+        keys = first_key + tl.arange(0, BLOCK_N)
+        key_rows = key_start + interval.num_memory + keys
+        key_mask = keys < num_keys
+        stored = keys < key_stop
+        last_key = tl.minimum(first_key + BLOCK_N, num_keys) - 1
+        first, last, full_first, full_last = query_range(interval, first_key, last_key, num_queries, offset)
+        if first_key >= num_keys:
+            last = first
+    row, kv_head = row.to(tl.int64), kv_head.to(tl.int64)
+    k_ptr += row * k_strides[0] + kv_head * k_strides[2]
+    v_ptr += row * v_strides[0] + kv_head * v_strides[2]
+    k = load_rows(k_ptr, key_rows, k_strides[1], key_mask, HEAD_DIM, BLOCK_D)  # [BLOCK_N, BLOCK_D]
+    v = load_rows(v_ptr, key_rows, v_strides[1], key_mask, VALUE_DIM, BLOCK_DV)  # [BLOCK_N, BLOCK_DV]
+    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+    q_ptr += row * q_strides[0]
+    dout_ptr += row * dout_strides[0]
+    first_head = (kv_head * tl.num_programs(2) + part) * HEADS
+    num_heads = tl.num_programs(1) * tl.num_programs(2) * HEADS
+    left_tiles, middle, right, end_tiles = split_range(first, last, full_first, full_last, BLOCK_M)
+    for head in range(HEADS):
+        q_of_head = q_ptr + (first_head + head) * q_strides[2] + query_start.to(tl.int64) * q_strides[1]
+        dout_of_head = dout_ptr + (first_head + head) * dout_strides[2] + query_start.to(tl.int64) * dout_strides[1]
+        row_of_lse = (row * num_heads + first_head + head) * place.seqlen_q + query_start
+        dk, dv = _add_queries(
+            q_of_head, dout_of_head, lse_ptr + row_of_lse, delta_ptr + row_of_lse, q_strides[1], dout_strides[1], k, v,
+            dk, dv, keys, first, left_tiles, right, end_tiles, last, offset, interval, scale, True, HEAD_DIM, VALUE_DIM,
+            BLOCK_M, BLOCK_D, BLOCK_DV,
+        )  # fmt: skip
+        dk, dv = _add_queries(
+            q_of_head, dout_of_head, lse_ptr + row_of_lse, delta_ptr + row_of_lse, q_strides[1], dout_strides[1], k, v,
+            dk, dv, keys, middle, 0, middle, (right - middle) // BLOCK_M, last, offset, interval, scale, False, HEAD_DIM,
+            VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV,
+        )  # fmt: skip
+    dk_ptr += part.to(tl.int64) * dk_strides[0] + row * dk_strides[1] + kv_head * dk_strides[3]
+    dv_ptr += part.to(tl.int64) * dv_strides[0] + row * dv_strides[1] + kv_head * dv_strides[3]
+    # What no query may read is loaded as 0, and its gradient is 0.
+    dk = tl.where(key_mask[:, None], dk * scale, 0.0)
+    dv = tl.where(key_mask[:, None], dv, 0.0)
+    store_rows(dk_ptr, key_rows, dk_strides[2], dk, stored, HEAD_DIM, BLOCK_D)
+    store_rows(dv_ptr, key_rows, dv_strides[2], dv, stored, VALUE_DIM, BLOCK_DV)
+
+
+@triton.jit
+def _add_queries(
+    q_ptr,
+    dout_ptr,
+    lse_ptr,
+    delta_ptr,
+    q_stride,
+    dout_stride,
+    k,
+    v,
+    dk,
+    dv,
+    keys,
+    first,
+    left_tiles,
+    right,
+    num_tiles,
+    last,
+    offset,
+    interval,
+    scale,
+    MASKED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    """Adds tiles of queries of one head: left_tiles from `first` on, the rest of num_tiles from `right` on."""
+    for tile in tl.range(0, num_tiles):
+        start = tl.where(tile < left_tiles, first + tile * BLOCK_M, right + (tile - left_tiles) * BLOCK_M)
+        queries = start + tl.arange(0, BLOCK_M)
+        query_mask = queries < last
+        q = load_rows(q_ptr, queries, q_stride, query_mask, HEAD_DIM, BLOCK_D)  # [BLOCK_M, BLOCK_D]
+        dout = load_rows(dout_ptr, queries, dout_stride, query_mask, VALUE_DIM, BLOCK_DV)  # [BLOCK_M, BLOCK_DV]
+        lse = tl.load(lse_ptr + queries, mask=query_mask, other=0.0)
+        delta = tl.load(delta_ptr + queries, mask=query_mask, other=0.0)
+        lse_log2 = tl.where(lse == float('-inf'), 0.0, lse) * 1.4426950408889634
+        logits = tl.dot(k, tl.trans(q), input_precision='ieee')  # [BLOCK_N, BLOCK_M]
+        weights = tl.exp2(logits * (scale * 1.4426950408889634) - lse_log2[None, :])
+        dweights = tl.dot(v, tl.trans(dout), input_precision='ieee')
+        dlogits = weights * (dweights - delta[None, :])
+        if MASKED:
+            read = is_read(interval, keys[:, None], (offset + queries)[None, :]) & query_mask[None, :]
+            weights = tl.where(read, weights, 0.0)
+            dlogits = tl.where(read, dlogits, 0.0)
+            q, _ = split_finite(q)
+        dv = tl.dot(weights.to(dout.dtype), dout, dv, input_precision='ieee')
+        dk = tl.dot(dlogits.to(q.dtype), q, dk, input_precision='ieee')
+    return dk, dv

@@ -1,0 +1,146 @@
+"""Forward kernel of interval attention: one program per tile of queries and query head."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from native_sparse_attention.ops._triton.interval.tiles import (
+    is_read,
+    key_range,
+    load_rows,
+    split_finite,
+    split_range,
+    store_rows,
+)
+from native_sparse_attention.ops._triton.placement import (
+    count_blocks,
+    find_tile,
+    load_extent,
+    load_num_keys,
+    load_position,
+)
+
+
+@triton.jit
+def forward_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    lse_ptr,
+    q_strides,
+    k_strides,
+    v_strides,
+    out_strides,
+    place,
+    interval,
+    scale,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    """q, out: `[B, T, HQ, D and DV]`; k, v: `[B, M + C, H, D and DV]`; lse: `[B, HQ, T]`."""
+    sequence, first_query = find_tile(tl.program_id(0), place.cu_seqlens, place.seqlen_q, place.num_sequences, BLOCK_M)
+    head = tl.program_id(1)
+    row, query_start, num_queries = load_extent(place.cu_seqlens, sequence, place.seqlen_q, place.num_sequences)
+    if first_query >= num_queries:
+        return
+    num_tokens = load_num_keys(place, sequence)
+    offset = load_position(place, sequence, num_queries, num_tokens)
+    _, key_start, _ = load_extent(place.cu_blocks, sequence, 2**30, place.num_sequences)
+    num_keys = count_blocks(num_tokens, interval.block_size, interval.stride)
+
+    queries = first_query + tl.arange(0, BLOCK_M)
+    query_mask = queries < num_queries
+    positions = offset + queries
+    q_ptr += row.to(tl.int64) * q_strides[0] + head.to(tl.int64) * q_strides[2]
+    k_ptr += row.to(tl.int64) * k_strides[0] + (head // GROUP).to(tl.int64) * k_strides[2]
+    v_ptr += row.to(tl.int64) * v_strides[0] + (head // GROUP).to(tl.int64) * v_strides[2]
+    q = load_rows(q_ptr, query_start + queries, q_strides[1], query_mask, HEAD_DIM, BLOCK_D)  # [BLOCK_M, BLOCK_D]
+
+    last_position = offset + tl.minimum(first_query + BLOCK_M, num_queries) - 1
+    first, last, full_first, full_last = key_range(interval, offset + first_query, last_position, num_keys)
+    if interval.num_memory > 0:
+        if sequence < place.num_sequences:
+            first = -interval.num_memory
+            full_first = first
+    left_tiles, middle, right, end_tiles = split_range(first, last, full_first, full_last, BLOCK_N)
+
+    row_max = tl.full([BLOCK_M], float('-inf'), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    out = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    scale_log2 = scale * 1.4426950408889634
+    row_max, total, out = _attend(
+        q, k_ptr, v_ptr, k_strides[1], v_strides[1], row_max, total, out, positions, first, left_tiles, right, end_tiles,
+        last, key_start, interval, scale_log2, True, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV,
+    )  # fmt: skip
+    row_max, total, out = _attend(
+        q, k_ptr, v_ptr, k_strides[1], v_strides[1], row_max, total, out, positions, middle, 0, middle,
+        (right - middle) // BLOCK_N, last, key_start, interval, scale_log2, False, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D,
+        BLOCK_DV,
+    )  # fmt: skip
+
+    empty = total == 0
+    total = tl.where(empty, 1.0, total)
+    out = out / total[:, None]
+    lse = tl.where(empty, float('-inf'), row_max * 0.6931471805599453 + tl.log(total))
+    out_ptr += row.to(tl.int64) * out_strides[0] + head.to(tl.int64) * out_strides[2]
+    store_rows(out_ptr, query_start + queries, out_strides[1], out, query_mask, VALUE_DIM, BLOCK_DV)
+    lse_ptr += (row * tl.num_programs(1) + head).to(tl.int64) * place.seqlen_q
+    tl.store(lse_ptr + query_start + queries, lse, mask=query_mask)
+
+
+@triton.jit
+def _attend(
+    q,
+    k_ptr,
+    v_ptr,
+    k_stride,
+    v_stride,
+    row_max,
+    total,
+    out,
+    positions,
+    first,
+    left_tiles,
+    right,
+    num_tiles,
+    last,
+    key_start,
+    interval,
+    scale_log2,
+    MASKED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    """Adds tiles of keys to a running softmax: left_tiles from `first` on, the rest of num_tiles from `right` on."""
+    for tile in tl.range(0, num_tiles):
+        start = tl.where(tile < left_tiles, first + tile * BLOCK_N, right + (tile - left_tiles) * BLOCK_N)
+        keys = start + tl.arange(0, BLOCK_N)
+        rows = keys + interval.num_memory + tl.where(keys < 0, 0, key_start)
+        key_mask = keys < last
+        k = load_rows(k_ptr, rows, k_stride, key_mask, HEAD_DIM, BLOCK_D)  # [BLOCK_N, BLOCK_D]
+        v = load_rows(v_ptr, rows, v_stride, key_mask, VALUE_DIM, BLOCK_DV)  # [BLOCK_N, BLOCK_DV]
+        logits = tl.dot(q, tl.trans(k), input_precision='ieee') * scale_log2  # [BLOCK_M, BLOCK_N]
+        if MASKED:
+            read = is_read(interval, keys[None, :], positions[:, None]) & key_mask[None, :]
+            logits = tl.where(read, logits, float('-inf'))
+            v, taint = split_finite(v)
+            out += tl.sum(tl.where(read, taint[None, :], 0.0), 1)[:, None]
+        new_max = tl.maximum(row_max, tl.max(logits, 1))
+        reference = tl.where(new_max == float('-inf'), 0.0, new_max)
+        weights = tl.exp2(logits - reference[:, None])
+        rescale = tl.exp2(row_max - reference)
+        total = total * rescale + tl.sum(weights, 1)
+        out = out * rescale[:, None]
+        out = tl.dot(weights.to(v.dtype), v, out, input_precision='ieee')
+        row_max = new_max
+    return row_max, total, out

@@ -1,0 +1,276 @@
+"""Interval attention as registered PyTorch ops, forward and backward."""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from native_sparse_attention.geometry import Sequences
+from native_sparse_attention.ops._triton.interval import settings
+from native_sparse_attention.ops._triton.interval.backward import dkv_kernel, dq_kernel
+from native_sparse_attention.ops._triton.interval.forward import forward_kernel
+from native_sparse_attention.ops._triton.interval.tiles import Interval
+from native_sparse_attention.ops._triton.launch import head_block, launch, refuse_double_backward, settings_of
+from native_sparse_attention.ops._triton.placement import (
+    flatten,
+    last_dim_contiguous,
+    make_placement,
+    num_tiles,
+    unflatten,
+)
+
+# Programs of the kernel for k and v that fill a GPU; where there are fewer, the heads of a group are added in parts.
+FULL_GRID = 1024
+# Bytes that those parts may take.
+WORKSPACE = 2**29
+
+OptionalTensor = Optional[Tensor]  # noqa: UP045 (the schema of an op is read off its annotations)
+OptionalInt = Optional[int]  # noqa: UP045
+
+
+def interval_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mem_kv: tuple[Tensor, Tensor] | None,
+    sequences: Sequences,
+    left: int | None,
+    reach: int | None,
+    scale: float,
+    block_size: int = 1,
+    stride: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """Attention of the query at position t over the keys from t - left on with key * stride + reach <= t.
+
+    q: `[B, T, HQ, D]`; k, v: `[B, C, H, D and DV]`, the compressed blocks of block_size and stride (1 and 1: the
+    tokens); mem_kv: pairs that every query reads, `[H, M, D and DV]`. left, reach: None is unbounded. Returns the
+    output `[B, T, HQ, DV]` and the log-sum-exp `[B, HQ, T]`.
+    """
+    mem_k, mem_v = (None, None) if mem_kv is None or mem_kv[0].shape[1] == 0 else mem_kv
+    return _forward(q, k, v, mem_k, mem_v, *flatten(sequences), left, reach, block_size, stride, scale)
+
+
+@torch.library.custom_op('native_sparse_attention::interval_attention', mutates_args=())
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mem_k: OptionalTensor,
+    mem_v: OptionalTensor,
+    seqlen_k: int,
+    q_offset: OptionalInt,
+    q_offsets: OptionalTensor,
+    seqlens_k: OptionalTensor,
+    cu_seqlens: OptionalTensor,
+    cu_seqlens_k: OptionalTensor,
+    left: OptionalInt,
+    reach: OptionalInt,
+    block_size: int,
+    stride: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    q, k, v, interval, place = _prepare(
+        q, k, v, mem_k, mem_v, (seqlen_k, q_offset, q_offsets, seqlens_k, cu_seqlens, cu_seqlens_k),
+        left, reach, block_size, stride,
+    )  # fmt: skip
+    batch, seqlen, heads, head_dim = q.shape
+    value_dim = v.shape[3]
+    out = q.new_empty(batch, seqlen, heads, value_dim)
+    lse = q.new_empty(batch, heads, seqlen, dtype=torch.float32)
+    block_m, block_n, num_warps, num_stages = settings_of(settings.FORWARD, q, v)
+    launch(
+        forward_kernel,
+        (num_tiles(place, seqlen, block_m), heads),
+        *(q, k, v, out, lse),
+        *(q.stride(), k.stride(), v.stride(), out.stride()),
+        *(place, interval, scale),
+        GROUP=heads // k.shape[2],
+        **_tile(head_dim, value_dim, block_m, block_n),
+        num_warps=num_warps,
+        num_stages=num_stages,
+        device=q.device,
+    )
+    return out, lse
+
+
+@torch.library.custom_op('native_sparse_attention::interval_attention_backward', mutates_args=())
+def _backward(
+    dout: Tensor,
+    dlse: OptionalTensor,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mem_k: OptionalTensor,
+    mem_v: OptionalTensor,
+    seqlen_k: int,
+    q_offset: OptionalInt,
+    q_offsets: OptionalTensor,
+    seqlens_k: OptionalTensor,
+    cu_seqlens: OptionalTensor,
+    cu_seqlens_k: OptionalTensor,
+    left: OptionalInt,
+    reach: OptionalInt,
+    block_size: int,
+    stride: int,
+    scale: float,
+    needs_dkv: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, mem_k and mem_v; where needs_dkv is not set, all but the first are empty."""
+    k_dtype, num_keys = k.dtype, k.shape[1]
+    q, k, v, interval, place = _prepare(
+        q, k, v, mem_k, mem_v, (seqlen_k, q_offset, q_offsets, seqlens_k, cu_seqlens, cu_seqlens_k),
+        left, reach, block_size, stride,
+    )  # fmt: skip
+    dout, out = last_dim_contiguous(dout, out)
+    batch, seqlen, heads, head_dim = q.shape
+    kv_heads, value_dim = v.shape[2:]
+    group = heads // kv_heads
+    dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+    delta = torch.empty_like(lse)
+    block_m, block_n, num_warps, num_stages = settings_of(settings.DQ, q, v)
+    launch(
+        dq_kernel,
+        (num_tiles(place, seqlen, block_m), heads),
+        *(q, k, v, out, lse, dout, dlse, dq, delta),
+        *(q.stride(), k.stride(), v.stride(), out.stride(), dout.stride()),
+        *(None if dlse is None else dlse.stride(), dq.stride()),
+        *(place, interval, scale),
+        GROUP=group,
+        **_tile(head_dim, value_dim, block_m, block_n),
+        num_warps=num_warps,
+        num_stages=num_stages,
+        device=q.device,
+    )
+    if not needs_dkv:
+        return dq, *(q.new_empty(0) for _ in range(4))
+
+    block_m, block_n, num_warps, num_stages = settings_of(settings.DKV, q, v)
+    key_tiles = num_tiles(place, num_keys, block_n)
+    parts = _count_parts(group, key_tiles // batch * kv_heads, k.shape[:3].numel() * 4 * (head_dim + value_dim))
+    # Memory is read by every row of the batch, and what is added afterwards is added in float32.
+    dtype = k_dtype if parts == 1 and interval.num_memory == 0 else torch.float32
+    # The kernel does not visit what no sequence covers.
+    allocate = torch.empty if cu_seqlens is None else torch.zeros
+    dk, dv = (allocate((parts, *t.shape), dtype=dtype, device=q.device) for t in (k, v))
+    memory_tiles = -(-interval.num_memory // block_n) * batch
+    for is_memory, tiles in ((False, key_tiles), (True, memory_tiles)):
+        launch(
+            dkv_kernel,
+            (tiles, kv_heads, parts),
+            *(q, k, v, lse, delta, dout, dk, dv),
+            *(q.stride(), k.stride(), v.stride(), dout.stride(), dk.stride(), dv.stride()),
+            *(place, interval, scale, num_keys),
+            MEMORY=is_memory,
+            HEADS=group // parts,
+            **_tile(head_dim, value_dim, block_m, block_n),
+            num_warps=num_warps,
+            num_stages=num_stages,
+            device=q.device,
+        )
+    results = []
+    for grad in (dk, dv):
+        grad = grad[0] if parts == 1 else grad.sum(0)
+        memory = grad[:, : interval.num_memory].sum(0).transpose(0, 1).to(k_dtype)
+        results.append((grad[:, interval.num_memory :].to(k_dtype), memory))
+    (dk, dmem_k), (dv, dmem_v) = results
+    return dq, dk.contiguous(), dv.contiguous(), dmem_k.contiguous(), dmem_v.contiguous()
+
+
+@_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    batch, seqlen, heads, _ = q.shape
+    out = q.new_empty(batch, seqlen, heads, v.shape[3])
+    return out, q.new_empty(batch, heads, seqlen, dtype=torch.float32)
+
+
+@_backward.register_fake
+def _(
+    dout: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mem_k: Tensor | None,
+    mem_v: Tensor | None,
+    *rest: Any,
+) -> tuple[Tensor, ...]:
+    dq = q.new_empty(q.shape)
+    if not rest[-1]:
+        return dq, *(q.new_empty(0) for _ in range(4))
+    heads, dims = k.shape[2], (k.shape[3], v.shape[3])
+    num_memory = 0 if mem_k is None else mem_k.shape[1]
+    return dq, k.new_empty(k.shape), v.new_empty(v.shape), *(k.new_empty(heads, num_memory, d) for d in dims)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.tensors = [isinstance(value, Tensor) for value in inputs]
+    ctx.others = [value for value in inputs if not isinstance(value, Tensor)]
+    ctx.save_for_backward(*output, *(value for value in inputs if isinstance(value, Tensor)))
+
+
+def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    out, lse, *tensors = ctx.saved_tensors
+    saved, others = iter(tensors), iter(ctx.others)
+    inputs = [next(saved) if is_tensor else next(others) for is_tensor in ctx.tensors]
+    if dout is None:
+        dout = torch.zeros_like(out)
+    needed = ctx.needs_input_grad[:5]
+    grads = _backward(dout, dlse, out, lse, *inputs, any(needed[1:]))
+    grads = [grad if needs else None for grad, needs in zip(grads, needed, strict=True)]
+    return *grads, *(None,) * (len(inputs) - 5)
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)
+refuse_double_backward(_backward)
+
+
+def _prepare(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mem_k: Tensor | None,
+    mem_v: Tensor | None,
+    flat: Any,
+    left: int | None,
+    reach: int | None,
+    block_size: int,
+    stride: int,
+) -> Any:
+    """Inputs as the kernels take them: memory stands before the other keys of every row."""
+    num_memory = 0
+    if mem_k is not None and mem_v is not None:
+        num_memory = mem_k.shape[1]
+        k, v = (
+            torch.cat((memory.transpose(0, 1).expand(len(t), -1, -1, -1), t), 1)
+            for memory, t in ((mem_k, k), (mem_v, v))
+        )
+    place = make_placement(unflatten(q, flat), block_size, stride)
+    return *last_dim_contiguous(q, k, v), Interval(left, reach, block_size, stride, num_memory), place
+
+
+def _tile(head_dim: int, value_dim: int, block_m: int, block_n: int) -> dict[str, int]:
+    return {
+        'HEAD_DIM': head_dim,
+        'VALUE_DIM': value_dim,
+        'BLOCK_M': block_m,
+        'BLOCK_N': block_n,
+        'BLOCK_D': head_block(head_dim),
+        'BLOCK_DV': head_block(value_dim),
+    }
+
+
+def _count_parts(group: int, programs: int, bytes_of_part: int) -> int:
+    """In how many parts the heads of a group are added: a divisor of `group`, more of them the fewer programs there are.
+
+    It depends on lengths and heads, not on the batch, so that a row's gradient does not depend on its neighbours.
+    """
+    divisors = [parts for parts in range(1, group + 1) if group % parts == 0]
+    within = [parts for parts in divisors if parts == 1 or parts * bytes_of_part <= WORKSPACE]
+    return next((parts for parts in within if parts * programs >= FULL_GRID), within[-1])

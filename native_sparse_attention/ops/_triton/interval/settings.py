@@ -1,0 +1,57 @@
+"""Launch settings of interval attention, by architecture, bytes of an element and head size."""
+
+from __future__ import annotations
+
+from native_sparse_attention.ops._triton.launch import Settings, Table
+
+FORWARD: Table = {
+    ('sm80', 2, 64): Settings(128, 64, 4, 3),
+    ('sm80', 2, 128): Settings(128, 64, 8, 2),
+    ('sm80', 2, 256): Settings(64, 32, 4, 2),
+    ('sm80', 4, 64): Settings(64, 32, 4, 2),
+    ('sm80', 4, 128): Settings(64, 32, 4, 1),
+    ('sm80', 4, 256): Settings(32, 16, 4, 1),
+    ('sm86', 2, 64): Settings(64, 64, 4, 2),
+    ('sm86', 2, 128): Settings(64, 32, 4, 2),
+    ('sm86', 2, 256): Settings(64, 32, 4, 1),
+    ('sm86', 4, 64): Settings(64, 32, 4, 1),
+    ('sm86', 4, 128): Settings(32, 32, 4, 1),
+    ('sm86', 4, 256): Settings(16, 16, 4, 1),
+    ('sm90', 2, 64): Settings(128, 128, 8, 3),
+    ('sm90', 2, 128): Settings(128, 64, 8, 3),
+    ('sm90', 2, 256): Settings(64, 64, 4, 2),
+}
+
+DQ: Table = {
+    ('sm80', 2, 64): Settings(64, 64, 4, 2),
+    ('sm80', 2, 128): Settings(64, 64, 8, 2),
+    ('sm80', 2, 256): Settings(32, 32, 4, 1),
+    ('sm80', 4, 64): Settings(32, 32, 4, 1),
+    ('sm80', 4, 128): Settings(32, 32, 4, 1),
+    ('sm80', 4, 256): Settings(16, 16, 4, 1),
+    ('sm86', 2, 64): Settings(64, 32, 4, 2),
+    ('sm86', 2, 128): Settings(64, 32, 4, 1),
+    ('sm86', 2, 256): Settings(32, 16, 4, 1),
+    ('sm86', 4, 64): Settings(32, 32, 4, 1),
+    ('sm86', 4, 128): Settings(32, 16, 4, 1),
+    ('sm86', 4, 256): Settings(16, 16, 4, 1),
+    ('sm90', 2, 64): Settings(128, 64, 8, 2),
+    ('sm90', 2, 128): Settings(64, 64, 8, 2),
+}
+
+DKV: Table = {
+    ('sm80', 2, 64): Settings(64, 64, 4, 2),
+    ('sm80', 2, 128): Settings(64, 64, 8, 2),
+    ('sm80', 2, 256): Settings(32, 32, 4, 1),
+    ('sm80', 4, 64): Settings(32, 32, 4, 1),
+    ('sm80', 4, 128): Settings(32, 32, 4, 1),
+    ('sm80', 4, 256): Settings(16, 16, 4, 1),
+    ('sm86', 2, 64): Settings(64, 32, 4, 2),
+    ('sm86', 2, 128): Settings(32, 32, 4, 1),
+    ('sm86', 2, 256): Settings(32, 16, 4, 1),
+    ('sm86', 4, 64): Settings(32, 32, 4, 1),
+    ('sm86', 4, 128): Settings(16, 32, 4, 1),
+    ('sm86', 4, 256): Settings(16, 16, 4, 1),
+    ('sm90', 2, 64): Settings(64, 128, 8, 2),
+    ('sm90', 2, 128): Settings(64, 128, 8, 2),
+}

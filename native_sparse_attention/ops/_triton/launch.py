@@ -1,0 +1,88 @@
+"""Launches, and the settings that they take from the committed tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+# Shared memory that a program may have, in bytes, by architecture.
+SHARED_MEMORY = {'sm80': 166912, 'sm86': 101376, 'sm90': 232448, 'sm100': 232448, 'sm120': 101376}
+# Whose settings an architecture takes where the table has none of its own.
+LIKE = {'sm90': 'sm80', 'sm100': 'sm90', 'sm86': 'sm86', 'sm120': 'sm86', 'sm80': 'sm80'}
+
+
+class Settings(NamedTuple):
+    """How a kernel is launched: rows and columns of its tile, warps of a program, stages of the pipeline."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+# (architecture, bytes of an element, largest head size that fits) -> settings
+Table = Mapping[tuple[str, int, int], Settings]
+
+
+def settings_of(table: Table, q: Tensor, *others: Tensor) -> Settings:
+    """The entry for the GPU, the dtype and the largest head size of the tensors."""
+    block_d = max(head_block(t.shape[-1]) for t in (q, *others))
+    return find_settings(table, architecture_of(q.device), q.element_size(), block_d)
+
+
+@cache
+def _find_settings(items: tuple[Any, ...], architecture: str, itemsize: int, block_d: int) -> Settings:
+    table = dict(items)
+    while True:
+        sizes = sorted(d for a, size, d in table if a == architecture and size == itemsize and d >= block_d)
+        if sizes:
+            return table[architecture, itemsize, sizes[0]]
+        if LIKE[architecture] == architecture:
+            raise KeyError(f'no launch settings for {architecture}, {itemsize} bytes, head size {block_d}')
+        architecture = LIKE[architecture]
+
+
+def find_settings(table: Table, architecture: str, itemsize: int, block_d: int) -> Settings:
+    """The entry of the smallest head size that holds `block_d`, of the architecture or of the one that it is like."""
+    return _find_settings(tuple(table.items()), architecture, itemsize, block_d)
+
+
+def architecture_of(device: torch.device) -> str:
+    """The row of the tables that a device takes; the interpreter takes that of the smallest GPU."""
+    if device.type != 'cuda':
+        return 'sm86'
+    return _architecture(torch.cuda.get_device_capability(device))
+
+
+@cache
+def _architecture(capability: tuple[int, int]) -> str:
+    known = {(8, 0): 'sm80', (8, 7): 'sm80', (9, 0): 'sm90', (10, 0): 'sm100', (10, 3): 'sm100'}
+    return known.get(capability, 'sm86' if capability[0] == 8 else 'sm120')
+
+
+def head_block(head_dim: int) -> int:
+    """The power of two that a tile holds of a head, at least what tl.dot multiplies."""
+    return max(16, triton.next_power_of_2(head_dim))
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, device: torch.device, **meta: Any) -> None:
+    """kernel[grid](*args, **meta) on the GPU of the tensors, whichever is current; nothing for an empty grid."""
+    if 0 in grid:
+        return
+    with torch.cuda.device(device) if device.type == 'cuda' else nullcontext():
+        kernel[grid](*args, **meta)
+
+
+def refuse_double_backward(op: Any) -> None:
+    """Makes a second derivative through the registered backward op an error that says what to do."""
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError(f'{op._qualname} has no second derivative: use backend="eager" for double backward')
+
+    op.register_autograd(refuse)

@@ -1,0 +1,166 @@
+"""Where queries stand among keys, as kernels see it: geometry.Sequences on the device.
+
+A tile of queries or of keys belongs to one sequence, so the first token of a sequence begins a tile and a packed
+sequence is computed as it is alone. Tokens are counted in int32 and become int64 before a stride is multiplied.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from native_sparse_attention.geometry import Sequences, num_compressed_blocks
+from native_sparse_attention.ops._triton.support import MAX_TOKENS
+
+
+class Placement(NamedTuple):
+    """One argument of a kernel. Tensors are int32 or int64, or None where a call does without them.
+
+    num_sequences, seqlen_q, seqlen_k: N (not packed: B), T, S. q_offset: of all sequences, or None; q_offsets: one per
+    sequence. cu_seqlens, cu_seqlens_k, seqlens_k: as the ops take them. cu_blocks: `[N + 1]`, packed: where the
+    compressed blocks of a sequence begin.
+    """
+
+    num_sequences: int
+    seqlen_q: int
+    seqlen_k: int
+    q_offset: int | None
+    q_offsets: Tensor | None
+    seqlens_k: Tensor | None
+    cu_seqlens: Tensor | None
+    cu_seqlens_k: Tensor | None
+    cu_blocks: Tensor | None
+
+
+def make_placement(sequences: Sequences, block_size: int = 1, stride: int = 1) -> Placement:
+    """block_size, stride: of the compressed blocks that `cu_blocks` counts; 1 and 1 stand for tokens."""
+    offset, cu_seqlens_k = sequences.q_offset, sequences.cu_seqlens_k
+    cu_blocks = cu_seqlens_k
+    if cu_seqlens_k is not None and (block_size, stride) != (1, 1):
+        blocks = num_compressed_blocks(cu_seqlens_k.diff(), block_size, stride)
+        cu_blocks = torch.nn.functional.pad(blocks.cumsum(0, dtype=torch.int32), (1, 0))
+    return Placement(
+        sequences.batch if sequences.cu_seqlens is None else len(sequences.cu_seqlens) - 1,
+        sequences.seqlen_q,
+        min(sequences.seqlen_k, MAX_TOKENS),
+        None if isinstance(offset, Tensor) or offset is None else min(max(offset, -MAX_TOKENS), MAX_TOKENS),
+        offset if isinstance(offset, Tensor) else None,
+        sequences.seqlens_k,
+        sequences.cu_seqlens,
+        cu_seqlens_k,
+        cu_blocks,
+    )
+
+
+def num_tiles(place: Placement, length: int, tile: int) -> int:
+    """Programs that cover an axis of `length` tokens (or blocks) in tiles of one sequence each; packed: a bound that
+    does not depend on values on the device, with the tokens behind the last sequence among them.
+    """
+    if place.cu_seqlens is None:
+        return place.num_sequences * -(-length // tile)
+    return length // tile + place.num_sequences + 1
+
+
+@triton.jit
+def find_tile(index, starts_ptr, length, num_sequences, TILE: tl.constexpr):
+    """Sequence of tile `index` and its first token in that sequence. Packed: tokens behind the last one form sequence N.
+
+    Sequence i owns the indices from starts[i] // TILE + i on: these are enough for its tiles, and no two overlap.
+    """
+    if starts_ptr is None:
+        tiles = tl.cdiv(length, TILE)
+        sequence = index // tiles
+        first = (index % tiles) * TILE
+    else:
+        sequence = 0
+        above = num_sequences
+        while sequence < above:
+            middle = (sequence + above + 1) // 2
+            if tl.load(starts_ptr + middle).to(tl.int32) // TILE + middle <= index:
+                sequence = middle
+            else:
+                above = middle - 1
+        first = (index - tl.load(starts_ptr + sequence).to(tl.int32) // TILE - sequence) * TILE
+    return sequence, first
+
+
+@triton.jit
+def load_extent(starts_ptr, sequence, length, num_sequences):
+    """Row, first token and tokens of a sequence on an axis of `length`. Packed: those of sequence N are the uncovered."""
+    if starts_ptr is None:
+        row = sequence
+        start = 0
+        stop = length
+    else:
+        row = 0
+        start = tl.minimum(tl.maximum(tl.load(starts_ptr + sequence).to(tl.int32), 0), length)
+        stop = length
+        if sequence < num_sequences:
+            stop = tl.minimum(tl.maximum(tl.load(starts_ptr + sequence + 1).to(tl.int32), start), length)
+    return row, start, stop - start
+
+
+@triton.jit
+def load_num_keys(place, sequence):
+    """Keys of a sequence in tokens; 0 for the tokens that no sequence covers."""
+    num_keys = 0
+    if sequence < place.num_sequences:
+        _, _, num_keys = load_extent(place.cu_seqlens_k, sequence, place.seqlen_k, place.num_sequences)
+        if place.seqlens_k is not None:
+            num_keys = tl.minimum(tl.maximum(tl.load(place.seqlens_k + sequence).to(tl.int32), 0), num_keys)
+    return num_keys
+
+
+@triton.jit
+def load_position(place, sequence, num_queries, num_keys):
+    """Position of a sequence's first query."""
+    if place.q_offsets is not None:
+        offset = 0
+        if sequence < place.num_sequences:
+            offset = tl.load(place.q_offsets + sequence)
+            offset = tl.minimum(tl.maximum(offset, -(2**30)), 2**30).to(tl.int32)
+    elif place.q_offset is not None:
+        offset = place.q_offset
+    else:
+        offset = num_keys - num_queries
+    return offset
+
+
+@triton.jit
+def count_blocks(num_tokens, block_size, stride):
+    """Compressed blocks that `num_tokens` tokens complete."""
+    return tl.maximum(num_tokens - block_size + stride, 0) // stride
+
+
+def last_dim_contiguous(*tensors: Any) -> Any:
+    """The tensors, copied where neighbours in the last dimension are not neighbours in memory."""
+    return tuple(t if t is None or t.stride(-1) == 1 or t.shape[-1] <= 1 else t.contiguous() for t in tensors)
+
+
+# The sequences of a call as a registered op takes them: seqlen_k, q_offset, q_offsets, seqlens_k, cu_seqlens,
+# cu_seqlens_k.
+FlatSequences = tuple[int, int | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+
+def flatten(sequences: Sequences) -> FlatSequences:
+    offset = sequences.q_offset
+    offsets = offset if isinstance(offset, Tensor) else None
+    return (
+        min(sequences.seqlen_k, MAX_TOKENS),
+        None if isinstance(offset, Tensor) else offset,
+        offsets,
+        sequences.seqlens_k,
+        sequences.cu_seqlens,
+        sequences.cu_seqlens_k,
+    )
+
+
+def unflatten(q: Tensor, flat: FlatSequences) -> Sequences:
+    """What `flatten` was given; q is `[B, T, ...]`."""
+    seqlen_k, q_offset, q_offsets, seqlens_k, cu_seqlens, cu_seqlens_k = flat
+    offset = q_offset if q_offsets is None else q_offsets
+    return Sequences(*q.shape[:2], seqlen_k, q.device, offset, seqlens_k, cu_seqlens, cu_seqlens_k)

@@ -1,0 +1,59 @@
+"""When the Triton backends serve a call. Imports no triton, so that asking costs nothing where it is not installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from functools import cache
+
+import torch
+from torch import Tensor
+
+MAX_HEAD_DIM = 256
+MIN_CAPABILITY = (8, 0)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# Offsets of tokens are int32 in the kernels; elements are counted in int64.
+MAX_TOKENS = 2**30
+
+
+def unsupported(q: Tensor, *others: Tensor) -> str | None:
+    """Why the kernels cannot serve a call, or None where they can. others: what else has a head size, such as k and v."""
+    reason = _unsupported_device(q.device)
+    if reason is not None:
+        return reason
+    if q.dtype not in DTYPES:
+        return f'q has dtype {q.dtype}, but its kernels compute in float32'
+    head_dim = max(t.shape[-1] for t in (q, *others))
+    if head_dim > MAX_HEAD_DIM:
+        return f'the head size is {head_dim}, but its kernels fit head sizes up to {MAX_HEAD_DIM}'
+    tokens = max(t.shape[1] for t in (q, *others))
+    if tokens > MAX_TOKENS:
+        return f'a row has {tokens} tokens, but its kernels count up to {MAX_TOKENS}'
+    return None
+
+
+def is_interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, on CPUs: TRITON_INTERPRET=1, as Triton reads it."""
+    return os.environ.get('TRITON_INTERPRET', '').lower() in ('1', 'true', 'yes', 'on', 'y')
+
+
+def _unsupported_device(device: torch.device) -> str | None:
+    if not _is_installed():
+        return 'triton is not installed'
+    if is_interpreted():
+        return None
+    if device.type != 'cuda':
+        return f'the tensors are on {device.type}, but its kernels run on GPUs (on CPUs with TRITON_INTERPRET=1)'
+    if torch.version.hip is None and _capability(device) < MIN_CAPABILITY:
+        return f'the GPU has compute capability {_capability(device)}, but at least {MIN_CAPABILITY} is needed'
+    return None
+
+
+@cache
+def _is_installed() -> bool:
+    return importlib.util.find_spec('triton') is not None
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)

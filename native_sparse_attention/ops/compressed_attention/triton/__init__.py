@@ -1,0 +1,23 @@
+"""Compressed attention with the kernels of interval attention: a query reads the blocks that end before or at it."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from native_sparse_attention.geometry import Sequences
+from native_sparse_attention.ops._triton.interval.op import interval_attention
+
+
+def compressed_attention(
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    mem_kv: tuple[Tensor, Tensor] | None,
+    sequences: Sequences,
+    block_size: int,
+    stride: int,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    reach = block_size - 1 if causal else None
+    return interval_attention(q, k_cmp, v_cmp, mem_kv, sequences, None, reach, scale, block_size, stride)
