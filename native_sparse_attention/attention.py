@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from native_sparse_attention import functional, geometry
 from native_sparse_attention.cache import FIRST_CAPACITY, MAX_ROLLBACK, LayerCache, projection_dtype
 from native_sparse_attention.compress import compress_blocks, make_networks
-from native_sparse_attention.ops._checks import check_not_negative, check_positive, make_sequences, require
+from native_sparse_attention.ops._checks import check_not_negative, check_positive, make_sequences
 from native_sparse_attention.ops.backend import BackendChoice, check_backend
 from native_sparse_attention.padding import check_mask, from_front, front_order, to_front
 from native_sparse_attention.rotary import Rotary
@@ -118,27 +118,28 @@ class SparseAttention(nn.Module):
             num_init_blocks=num_init_blocks,
             num_local_blocks=num_local_blocks,
         )
-        require(heads % kv_heads == 0, f'heads is {heads}, but must be a multiple of kv_heads, {kv_heads}')
-        require(
-            compress_block_sliding_stride <= compress_block_size,
-            f'compress_block_sliding_stride is {compress_block_sliding_stride}, but must be at most '
-            f'compress_block_size, {compress_block_size}',
-        )
-        require(
-            selection_block_size % compress_block_sliding_stride == 0,
-            f'selection_block_size is {selection_block_size}, but must be a multiple of compress_block_sliding_stride, '
-            f'{compress_block_sliding_stride}',
-        )
-        require(
-            rotary_emb is not True, 'rotary_emb is True, but must be a RotaryEmbedding, None for a default or False'
-        )
+        if heads % kv_heads != 0:
+            raise ValueError(f'heads is {heads}, but must be a multiple of kv_heads, {kv_heads}')
+        if compress_block_sliding_stride > compress_block_size:
+            raise ValueError(
+                f'compress_block_sliding_stride is {compress_block_sliding_stride}, but must be at most '
+                f'compress_block_size, {compress_block_size}'
+            )
+        if selection_block_size % compress_block_sliding_stride != 0:
+            raise ValueError(
+                f'selection_block_size is {selection_block_size}, but must be a multiple of compress_block_sliding_stride, '
+                f'{compress_block_sliding_stride}'
+            )
+        if rotary_emb is True:
+            raise ValueError('rotary_emb is True, but must be a RotaryEmbedding, None for a default or False')
         check_backend(backend)
         if use_triton_kernel is not None:
             message = (
                 "use_triton_kernel is deprecated: use backend='auto', which takes Triton where it runs, or 'eager'"
             )
             warnings.warn(message, DeprecationWarning, stacklevel=2)
-            require(backend == 'auto', f'use_triton_kernel and backend={backend!r} are given, but one must be left out')
+            if backend != 'auto':
+                raise ValueError(f'use_triton_kernel and backend={backend!r} are given, but one must be left out')
             backend = 'auto' if use_triton_kernel else 'eager'
         forced = geometry.num_forced_blocks(num_init_blocks, num_local_blocks, causal)
         if 0 < num_selected_blocks <= forced:
@@ -218,7 +219,8 @@ class SparseAttention(nn.Module):
             ('sliding_window_flex_mask', sliding_window_flex_mask),
             ('fine_selection_flex_mask', fine_selection_flex_mask),
         ):
-            require(flex_mask is None, f"{name} is given, but masks are made inside: use backend='flex'")
+            if flex_mask is not None:
+                raise ValueError(f"{name} is given, but masks are made inside: use backend='flex'")
         self._check_input(x, mask, cu_seqlens, cache, return_cache)
         backend = self.backend
         if disable_triton_kernel is not None:
@@ -247,7 +249,8 @@ class SparseAttention(nn.Module):
         max_rollback: tokens that `crop` can take back. dtype, device: default those of the layer's weights (under
         autocast its dtype).
         """
-        require(self.causal, 'causal is False, but a cache needs causal=True')
+        if not self.causal:
+            raise ValueError('causal is False, but a cache needs causal=True')
         weight = self.to_qkv.weight
         dtype = projection_dtype(weight) if dtype is None else dtype
         return self._make_cache(
@@ -439,26 +442,32 @@ class SparseAttention(nn.Module):
         self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, cache: LayerCache | None, return_cache: bool
     ) -> None:
         dim = self.to_qkv.in_features
-        require(x.dim() == 3 and x.shape[2] == dim, f'x has shape {tuple(x.shape)}, but must be [B, T, {dim}]')
+        if x.dim() != 3 or x.shape[2] != dim:
+            raise ValueError(f'x has shape {tuple(x.shape)}, but must be [B, T, {dim}]')
         if mask is not None:
             kind = type(mask).__name__
-            require(isinstance(mask, Tensor), f'mask is a {kind}, but must be a bool tensor; a cache is given by name')
-            require(cu_seqlens is None, 'mask and cu_seqlens are given, but one must be left out')
+            if not isinstance(mask, Tensor):
+                raise ValueError(f'mask is a {kind}, but must be a bool tensor; a cache is given by name')
+            if cu_seqlens is not None:
+                raise ValueError('mask and cu_seqlens are given, but one must be left out')
             check_mask(mask, x)
         if cu_seqlens is not None:
-            require(x.shape[0] == 1, f'x has batch size {x.shape[0]}, but must have 1 where cu_seqlens is given')
-            require(
-                cache is None and not return_cache, 'cu_seqlens is given, but a cache takes rows, not packed sequences'
-            )
+            if x.shape[0] != 1:
+                raise ValueError(f'x has batch size {x.shape[0]}, but must have 1 where cu_seqlens is given')
+            if cache is not None or return_cache:
+                raise ValueError('cu_seqlens is given, but a cache takes rows, not packed sequences')
         if cache is not None or return_cache:
-            require(self.causal, 'causal is False, but a cache needs causal=True')
+            if not self.causal:
+                raise ValueError('causal is False, but a cache needs causal=True')
         if cache is not None:
             for name, size in self._cache_layout.items():
                 held = cache.layout[name]
-                require(
-                    held == size, f'cache was made for {name} = {held}, but the layer has {size}: use its init_cache'
-                )
-            require(cache.batch_size == x.shape[0], f'x has batch size {x.shape[0]}, but cache has {cache.batch_size}')
+                if held != size:
+                    raise ValueError(
+                        f'cache was made for {name} = {held}, but the layer has {size}: use its init_cache'
+                    )
+            if cache.batch_size != x.shape[0]:
+                raise ValueError(f'x has batch size {x.shape[0]}, but cache has {cache.batch_size}')
 
 
 def _make_gate(dim: int, heads: int) -> nn.Linear:
@@ -483,7 +492,7 @@ def _check_gate(gate: nn.Module, dim: int, heads: int) -> None:
     finally:
         for module in was_training:
             module.training = True
-    require(
-        shape == (1, 1, 3 * heads),
-        f'strategy_combine_mlp maps {(1, 1, dim)} to {shape}, but must map it to {(1, 1, 3 * heads)}: 3 gates per head',
-    )
+    if shape != (1, 1, 3 * heads):
+        raise ValueError(
+            f'strategy_combine_mlp maps {(1, 1, dim)} to {shape}, but must map it to {(1, 1, 3 * heads)}: 3 gates per head'
+        )

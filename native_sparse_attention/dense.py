@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from native_sparse_attention.cache import FIRST_CAPACITY, MAX_ROLLBACK, LayerCache, projection_dtype
 from native_sparse_attention.geometry import Sequences
-from native_sparse_attention.ops._checks import check_positive, make_sequences, require
+from native_sparse_attention.ops._checks import check_positive, make_sequences
 from native_sparse_attention.padding import check_mask, from_front, front_order, to_front
 from native_sparse_attention.rotary import Rotary
 
@@ -40,7 +40,8 @@ class DenseAttention(nn.Module):
         kv_heads = heads if kv_heads is None else kv_heads
         value_dim = dim_head if dim_value_head is None else dim_value_head
         check_positive(dim=dim, dim_head=dim_head, heads=heads, kv_heads=kv_heads, dim_value_head=value_dim)
-        require(heads % kv_heads == 0, f'heads is {heads}, but must be a multiple of kv_heads, {kv_heads}')
+        if heads % kv_heads != 0:
+            raise ValueError(f'heads is {heads}, but must be a multiple of kv_heads, {kv_heads}')
         self.dim_head, self.heads, self.kv_heads, self.dim_value_head = dim_head, heads, kv_heads, value_dim
         self.causal = causal
         self.norm = nn.RMSNorm(dim) if norm else nn.Identity()
@@ -67,7 +68,8 @@ class DenseAttention(nn.Module):
         self._check_input(x, mask, cu_seqlens)
         if cache is None and not return_cache:
             return self._attend_all(x, mask, cu_seqlens)
-        require(cu_seqlens is None, 'cu_seqlens is given, but a cache takes rows, not packed sequences')
+        if cu_seqlens is not None:
+            raise ValueError('cu_seqlens is given, but a cache takes rows, not packed sequences')
         with torch.no_grad():
             if cache is None:
                 cache = self._new_cache(
@@ -105,7 +107,8 @@ class DenseAttention(nn.Module):
         device: torch.device | str,
         grows: bool,
     ) -> LayerCache:
-        require(self.causal, 'causal is False, but a cache needs causal=True')
+        if not self.causal:
+            raise ValueError('causal is False, but a cache needs causal=True')
         return LayerCache(
             batch_size,
             max_seq_len,
@@ -172,21 +175,26 @@ class DenseAttention(nn.Module):
 
     def _check_input(self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
         dim = self.to_qkv.in_features
-        require(x.dim() == 3 and x.shape[2] == dim, f'x has shape {tuple(x.shape)}, but must be [B, T, {dim}]')
+        if x.dim() != 3 or x.shape[2] != dim:
+            raise ValueError(f'x has shape {tuple(x.shape)}, but must be [B, T, {dim}]')
         if mask is not None:
-            require(cu_seqlens is None, 'mask and cu_seqlens are given, but one must be left out')
+            if cu_seqlens is not None:
+                raise ValueError('mask and cu_seqlens are given, but one must be left out')
             check_mask(mask, x)
         if cu_seqlens is not None:
-            require(x.shape[0] == 1, f'x has batch size {x.shape[0]}, but must have 1 where cu_seqlens is given')
+            if x.shape[0] != 1:
+                raise ValueError(f'x has batch size {x.shape[0]}, but must have 1 where cu_seqlens is given')
 
     def _check_cache(self, cache: LayerCache, x: Tensor) -> None:
-        require(self.causal, 'causal is False, but a cache needs causal=True')
+        if not self.causal:
+            raise ValueError('causal is False, but a cache needs causal=True')
         held, needed = (*cache.k.shape[2:], cache.v.shape[3]), (self.kv_heads, self.dim_head, self.dim_value_head)
-        require(
-            held == needed,
-            f'cache holds {held[0]} heads of sizes {held[1:]}, but the layer has {needed[0]} of {needed[1:]}',
-        )
-        require(cache.batch_size == x.shape[0], f'x has batch size {x.shape[0]}, but cache has {cache.batch_size}')
+        if held != needed:
+            raise ValueError(
+                f'cache holds {held[0]} heads of sizes {held[1:]}, but the layer has {needed[0]} of {needed[1:]}'
+            )
+        if cache.batch_size != x.shape[0]:
+            raise ValueError(f'x has batch size {x.shape[0]}, but cache has {cache.batch_size}')
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None = None, is_causal: bool = False) -> Tensor:

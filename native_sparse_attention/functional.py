@@ -22,7 +22,6 @@ from native_sparse_attention.ops._checks import (
     check_not_negative,
     check_qkv,
     make_sequences,
-    require,
 )
 from native_sparse_attention.ops.backend import check_backend, slowest
 from native_sparse_attention.ops.compressed_attention.api import backend_of as compressed_backend
@@ -94,17 +93,18 @@ def nsa(
     check_gates(gates, q)
     check_block_sizes(compress_block_size, compress_stride, selection_block_size)
     check_not_negative(num_selected=num_selected, num_init=num_init, num_local=num_local)
-    require((k_window is None) == (v_window is None), 'k_window and v_window must be given together or not at all')
+    if (k_window is None) != (v_window is None):
+        raise ValueError('k_window and v_window must be given together or not at all')
     q_cmp = q if q_cmp is None else q_cmp
     k_window, v_window = (k, v) if k_window is None or v_window is None else (k_window, v_window)
     check_qkv(q, k, v)
     check_window(window_size, causal)
     for name, tensor, like in (('q_cmp', q_cmp, q), ('k_window', k_window, k), ('v_window', v_window, v)):
-        require(
-            tensor.shape == like.shape, f'{name} has shape {tuple(tensor.shape)}, but must have {tuple(like.shape)}'
-        )
+        if tensor.shape != like.shape:
+            raise ValueError(f'{name} has shape {tuple(tensor.shape)}, but must have {tuple(like.shape)}')
     check_qkv(q_cmp, k_cmp, v_cmp, 'k_cmp', 'v_cmp')
-    require(v_cmp.shape[-1] == v.shape[-1], f'v_cmp has head size {v_cmp.shape[-1]}, but v has {v.shape[-1]}')
+    if v_cmp.shape[-1] != v.shape[-1]:
+        raise ValueError(f'v_cmp has head size {v_cmp.shape[-1]}, but v has {v.shape[-1]}')
     seqlen_k = k.shape[1] if cu_seqlens is None else None
     where: dict[str, Any] = {
         'q_offset': q_offset,

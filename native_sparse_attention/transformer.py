@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from native_sparse_attention.attention import SparseAttention
 from native_sparse_attention.cache import MAX_ROLLBACK, LayerCache, ModelCache
 from native_sparse_attention.dense import DenseAttention
-from native_sparse_attention.ops._checks import check_not_negative, check_positive, require
+from native_sparse_attention.ops._checks import check_not_negative, check_positive
 from native_sparse_attention.ops.backend import check_backend
 from native_sparse_attention.padding import check_mask
 
@@ -86,7 +86,8 @@ class Transformer(nn.Module):
         check_backend(backend)
         dim_hidden = int(dim * ff_expansion_factor)
         check_positive(num_tokens=num_tokens, dim=dim, depth=depth)
-        require(dim_hidden >= 1, f'ff_expansion_factor is {ff_expansion_factor}, but must leave a hidden unit of {dim}')
+        if dim_hidden < 1:
+            raise ValueError(f'ff_expansion_factor is {ff_expansion_factor}, but must leave a hidden unit of {dim}')
         backend = _backend_of_flags(
             backend, use_flex_sliding_window, use_flex_fine_selection, use_triton_fine_selection
         )
@@ -139,11 +140,13 @@ class Transformer(nn.Module):
         cached = cache is not None or return_cache
         options = self._options_of_flags(disable_flex, disable_triton_kernel)
         if return_loss:
-            require(not cached, 'return_loss is True with a cache, but a loss needs a forward without one')
+            if cached:
+                raise ValueError('return_loss is True with a cache, but a loss needs a forward without one')
             return self._loss(ids, mask, cu_seqlens, **options)
         if not cached:
             return self.to_logits(self._embed(ids, mask, cu_seqlens, **options))
-        require(cu_seqlens is None, 'cu_seqlens is given with a cache, but packed sequences have none')
+        if cu_seqlens is not None:
+            raise ValueError('cu_seqlens is given with a cache, but packed sequences have none')
         with torch.no_grad():
             embedded, cache = self._embed_cached(ids, mask, cache, **options)
             logits = self.to_logits(embedded)
@@ -214,7 +217,8 @@ class Transformer(nn.Module):
         the cache instead of recomputing the whole sequence for every token; the result is the same.
         """
         _check_prompt(prompt, None, self.causal)
-        require(0 <= filter_thres < 1, f'filter_thres is {filter_thres}, but must be at least 0 and less than 1')
+        if not 0 <= filter_thres < 1:
+            raise ValueError(f'filter_thres is {filter_thres}, but must be at least 0 and less than 1')
         kept = ceil((1 - filter_thres) * self.num_tokens)
 
         def choose(logits: Tensor) -> Tensor:
@@ -264,7 +268,8 @@ class Transformer(nn.Module):
     ) -> tuple[Tensor, ModelCache]:
         if cache is not None:
             given, depth = len(cache), len(self.layers)
-            require(given == depth, f'cache has {given} layers, but the model has {depth}')
+            if given != depth:
+                raise ValueError(f'cache has {given} layers, but the model has {depth}')
         x = self._tokens(ids, mask)
         layer_caches = []
         for index, block in enumerate(self.blocks):
@@ -277,7 +282,8 @@ class Transformer(nn.Module):
         return self.token_emb(ids if mask is None else ids.masked_fill(~mask, 0))
 
     def _loss(self, ids: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, **options: Any) -> Tensor:
-        require(ids.shape[1] >= 2, f'ids has {ids.shape[1]} tokens per row, but a loss needs at least 2')
+        if ids.shape[1] < 2:
+            raise ValueError(f'ids has {ids.shape[1]} tokens per row, but a loss needs at least 2')
         labels = ids[:, 1:]
         if mask is not None:
             labels = labels.masked_fill(~(mask[:, :-1] & mask[:, 1:]), IGNORED_LABEL)
@@ -318,10 +324,12 @@ def _backend_of_flags(backend: str, flex_window: bool, flex_selection: bool, tri
     if not given:
         return backend
     both = flex_selection and triton_selection
-    require(not both, 'use_flex_fine_selection and use_triton_fine_selection are both True, but at most one may be')
+    if both:
+        raise ValueError('use_flex_fine_selection and use_triton_fine_selection are both True, but at most one may be')
     mapped = 'auto' if triton_selection else 'flex'  # auto takes Triton where it runs
     fits = backend in ('auto', 'triton' if triton_selection else 'flex')
-    require(fits, f'backend is {backend!r}, but {" and ".join(given)} asks for {mapped!r}')
+    if not fits:
+        raise ValueError(f'backend is {backend!r}, but {" and ".join(given)} asks for {mapped!r}')
     warnings.warn(f'{" and ".join(given)} is now backend={mapped!r}', DeprecationWarning, stacklevel=3)
     return mapped if backend == 'auto' else backend
 
@@ -388,24 +396,28 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
 def _check_ids(name: str, ids: Tensor) -> None:
     given = f'{name} has shape {tuple(ids.shape)} and dtype {ids.dtype}'
     is_int = ids.dtype in (torch.int32, torch.int64)
-    require(ids.dim() == 2 and is_int, f'{given}, but must be int32 or int64 [batch, tokens]')
+    if ids.dim() != 2 or not is_int:
+        raise ValueError(f'{given}, but must be int32 or int64 [batch, tokens]')
 
 
 def _check_prompt(prompt: Tensor, mask: Tensor | None, causal: bool) -> None:
-    require(causal, 'causal is False, but only a causal model can generate')
+    if not causal:
+        raise ValueError('causal is False, but only a causal model can generate')
     _check_ids('prompt', prompt)
-    require(prompt.shape[1] > 0, 'prompt has no tokens, but needs at least 1')
+    if prompt.shape[1] <= 0:
+        raise ValueError('prompt has no tokens, but needs at least 1')
     if mask is not None:
         check_mask(mask, prompt)
     if mask is not None and mask.device.type == 'cpu':
-        require(
-            bool(mask.any(dim=1).all()), 'mask has a row of padding alone, but a prompt needs at least 1 real token'
-        )
+        if not bool(mask.any(dim=1).all()):
+            raise ValueError('mask has a row of padding alone, but a prompt needs at least 1 real token')
 
 
 def _check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:
     valid = isfinite(temperature) and temperature >= 0
-    require(valid, f'temperature is {temperature}, but must be finite and at least 0')
+    if not valid:
+        raise ValueError(f'temperature is {temperature}, but must be finite and at least 0')
     if top_k is not None:
         check_positive(top_k=top_k)
-    require(top_p is None or 0 < top_p <= 1, f'top_p is {top_p}, but must be greater than 0 and at most 1')
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f'top_p is {top_p}, but must be greater than 0 and at most 1')

@@ -18,83 +18,86 @@ def require(condition: bool, message: str) -> None:
 
 def check_positive(**values: int) -> None:
     for name, value in values.items():
-        require(isinstance(value, int) and value >= 1, f'{name} is {value}, but must be an integer of at least 1')
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f'{name} is {value}, but must be an integer of at least 1')
 
 
 def check_not_negative(**values: int) -> None:
     for name, value in values.items():
-        require(isinstance(value, int) and value >= 0, f'{name} is {value}, but must be an integer of at least 0')
+        if not isinstance(value, int) or value < 0:
+            raise ValueError(f'{name} is {value}, but must be an integer of at least 0')
 
 
 def check_same_kind(**tensors: Tensor | None) -> None:
     """All tensors have one floating dtype and one device."""
     (first, reference), *rest = [(name, t) for name, t in tensors.items() if t is not None]
-    require(
-        reference.dtype in FLOAT_DTYPES,
-        f'{first} has dtype {reference.dtype}, but must be float64, float32, bfloat16 or float16',
-    )
+    if reference.dtype not in FLOAT_DTYPES:
+        raise ValueError(f'{first} has dtype {reference.dtype}, but must be float64, float32, bfloat16 or float16')
     for name, tensor in rest:
-        require(tensor.dtype == reference.dtype, f'{name} has dtype {tensor.dtype}, but {first} has {reference.dtype}')
-        require(
-            tensor.device == reference.device, f'{name} is on {tensor.device}, but {first} is on {reference.device}'
-        )
+        if tensor.dtype != reference.dtype:
+            raise ValueError(f'{name} has dtype {tensor.dtype}, but {first} has {reference.dtype}')
+        if tensor.device != reference.device:
+            raise ValueError(f'{name} is on {tensor.device}, but {first} is on {reference.device}')
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor | None, k_name: str = 'k', v_name: str = 'v') -> None:
     """`[B, T, HQ, D]`, `[B, S, H, D]`, `[B, S, H, DV]` with HQ a multiple of H, one dtype, one device."""
     named = {'q': q, k_name: k} | ({} if v is None else {v_name: v})
     for name, tensor in named.items():
-        require(
-            tensor.dim() == 4,
-            f'{name} has shape {tuple(tensor.shape)}, but must have 4 dimensions (batch, tokens, heads, head size)',
-        )
+        if tensor.dim() != 4:
+            raise ValueError(
+                f'{name} has shape {tuple(tensor.shape)}, but must have 4 dimensions (batch, tokens, heads, head size)'
+            )
     check_same_kind(**named)
-    require(k.shape[0] == q.shape[0], f'{k_name} has batch size {k.shape[0]}, but q has {q.shape[0]}')
-    require(k.shape[3] == q.shape[3], f'{k_name} has head size {k.shape[3]}, but q has {q.shape[3]}')
-    require(
-        k.shape[2] > 0 and q.shape[2] % k.shape[2] == 0,
-        f'q has {q.shape[2]} heads, but must have a multiple of the {k.shape[2]} heads of {k_name}',
-    )
+    if k.shape[0] != q.shape[0]:
+        raise ValueError(f'{k_name} has batch size {k.shape[0]}, but q has {q.shape[0]}')
+    if k.shape[3] != q.shape[3]:
+        raise ValueError(f'{k_name} has head size {k.shape[3]}, but q has {q.shape[3]}')
+    if k.shape[2] <= 0 or q.shape[2] % k.shape[2] != 0:
+        raise ValueError(f'q has {q.shape[2]} heads, but must have a multiple of the {k.shape[2]} heads of {k_name}')
     if v is not None:
-        require(
-            v.shape[:3] == k.shape[:3],
-            f'{v_name} has shape {tuple(v.shape)}, but must be {tuple(k.shape[:3])} + (DV,) to match {k_name}',
-        )
+        if v.shape[:3] != k.shape[:3]:
+            raise ValueError(
+                f'{v_name} has shape {tuple(v.shape)}, but must be {tuple(k.shape[:3])} + (DV,) to match {k_name}'
+            )
 
 
 def check_block_sizes(compress_block_size: int, compress_stride: int, selection_block_size: int | None = None) -> None:
     """1 <= d <= l, and l' a multiple of d."""
     check_positive(compress_block_size=compress_block_size, compress_stride=compress_stride)
-    require(
-        compress_stride <= compress_block_size,
-        f'compress_stride is {compress_stride}, but must be at most compress_block_size, {compress_block_size}',
-    )
+    if compress_stride > compress_block_size:
+        raise ValueError(
+            f'compress_stride is {compress_stride}, but must be at most compress_block_size, {compress_block_size}'
+        )
     if selection_block_size is not None:
         check_positive(selection_block_size=selection_block_size)
         message = (
             f'selection_block_size is {selection_block_size}, but must be a multiple of the stride, {compress_stride}'
         )
-        require(selection_block_size % compress_stride == 0, message)
+        if selection_block_size % compress_stride != 0:
+            raise ValueError(message)
 
 
 def check_lse(lse: Tensor, q: Tensor) -> None:
     batch, seqlen, heads, _ = q.shape
-    require(
-        lse.shape == (batch, heads, seqlen),
-        f'lse has shape {tuple(lse.shape)}, but must have {(batch, heads, seqlen)} (B, HQ, T)',
-    )
-    require(lse.device == q.device, f'lse is on {lse.device}, but q is on {q.device}')
+    if lse.shape != (batch, heads, seqlen):
+        raise ValueError(f'lse has shape {tuple(lse.shape)}, but must have {(batch, heads, seqlen)} (B, HQ, T)')
+    if lse.device != q.device:
+        raise ValueError(f'lse is on {lse.device}, but q is on {q.device}')
 
 
 def check_block_indices(block_indices: Tensor, q: Tensor, k: Tensor) -> None:
     batch, seqlen, heads, _ = q.shape
     name, shape = 'block_indices', tuple(block_indices.shape)
-    require(block_indices.dtype in INT_DTYPES, f'{name} has dtype {block_indices.dtype}, but must be int32 or int64')
+    if block_indices.dtype not in INT_DTYPES:
+        raise ValueError(f'{name} has dtype {block_indices.dtype}, but must be int32 or int64')
     message = (
         f'{name} has shape {shape}, but must have ({batch}, {seqlen}, {k.shape[2]} or, per query head, {heads}, n)'
     )
-    require(len(shape) == 4 and shape[:2] == (batch, seqlen) and shape[2] in (k.shape[2], heads), message)
-    require(block_indices.device == q.device, f'{name} is on {block_indices.device}, but q is on {q.device}')
+    if len(shape) != 4 or shape[:2] != (batch, seqlen) or shape[2] not in (k.shape[2], heads):
+        raise ValueError(message)
+    if block_indices.device != q.device:
+        raise ValueError(f'{name} is on {block_indices.device}, but q is on {q.device}')
 
 
 def logit_scale(q: Tensor, scale: float | None) -> float:
@@ -114,10 +117,13 @@ def make_sequences(
     nothing.
     """
     batch, seqlen_q = q.shape[:2]
-    require(cu_seqlens_k is None or cu_seqlens is not None, 'cu_seqlens_k is given, but needs cu_seqlens beside it')
+    if cu_seqlens_k is not None and cu_seqlens is None:
+        raise ValueError('cu_seqlens_k is given, but needs cu_seqlens beside it')
     if cu_seqlens is not None:
-        require(batch == 1, f'q has batch size {batch}, but must have 1 where cu_seqlens is given')
-        require(seqlens_k is None, 'seqlens_k is given, but cannot be combined with cu_seqlens')
+        if batch != 1:
+            raise ValueError(f'q has batch size {batch}, but must have 1 where cu_seqlens is given')
+        if seqlens_k is not None:
+            raise ValueError('seqlens_k is given, but cannot be combined with cu_seqlens')
         _check_beside_q('cu_seqlens', cu_seqlens, None, q)
         if cu_seqlens_k is not None:
             _check_beside_q('cu_seqlens_k', cu_seqlens_k, len(cu_seqlens), q)
@@ -126,10 +132,8 @@ def make_sequences(
     if isinstance(q_offset, Tensor):
         _check_beside_q('q_offset', q_offset, batch if cu_seqlens is None else len(cu_seqlens) - 1, q)
     else:
-        require(
-            q_offset is None or isinstance(q_offset, int),
-            f'q_offset is {q_offset!r}, but must be an int, an integer tensor or None',
-        )
+        if q_offset is not None and not isinstance(q_offset, int):
+            raise ValueError(f'q_offset is {q_offset!r}, but must be an int, an integer tensor or None')
     if q.device.type == 'cpu' and not torch.compiler.is_compiling():
         _check_extents(seqlen_q, seqlen_k, seqlens_k, cu_seqlens, cu_seqlens_k)
     cu_seqlens_k = cu_seqlens if cu_seqlens_k is None else cu_seqlens_k
@@ -159,25 +163,22 @@ def make_compressed_sequences(
     elif seqlens_k is not None:
         seqlen_k = max_length_of_compressed(num_compressed, block_size, stride)
     else:
-        require(
-            not isinstance(q_offset, Tensor),
-            'seqlen_k is not given, but is needed where q_offset is per row and seqlens_k is not given',
-        )
+        if isinstance(q_offset, Tensor):
+            raise ValueError(
+                'seqlen_k is not given, but is needed where q_offset is per row and seqlens_k is not given'
+            )
         seqlen_k = max(0, q.shape[1] + int(q_offset or 0))
     sequences = make_sequences(q, seqlen_k, q_offset, seqlens_k, cu_seqlens, cu_seqlens_k)
     if seqlens_k is None and cu_seqlens is None:
         needed = num_compressed_blocks(seqlen_k, block_size, stride)
-        require(
-            num_compressed >= needed,
-            f'k_cmp has {num_compressed} compressed blocks, but seqlen_k = {seqlen_k} makes {needed}',
-        )
+        if num_compressed < needed:
+            raise ValueError(f'k_cmp has {num_compressed} compressed blocks, but seqlen_k = {seqlen_k} makes {needed}')
     elif q.device.type == 'cpu' and not torch.compiler.is_compiling():
         lengths = seqlens_k if seqlens_k is not None else sequences.cu_seqlens_k.diff()  # type: ignore[union-attr]
         blocks = num_compressed_blocks(lengths.long(), block_size, stride)
         needed = int(blocks.sum() if seqlens_k is None else blocks.max()) if blocks.numel() else 0
-        require(
-            num_compressed >= needed, f'k_cmp has {num_compressed} compressed blocks, but the key lengths make {needed}'
-        )
+        if num_compressed < needed:
+            raise ValueError(f'k_cmp has {num_compressed} compressed blocks, but the key lengths make {needed}')
     return sequences
 
 
@@ -195,10 +196,8 @@ def validate_packing(
     """
     _check_cumulative('cu_seqlens', cu_seqlens, total)
     if cu_seqlens_k is not None:
-        require(
-            len(cu_seqlens_k) == len(cu_seqlens),
-            f'cu_seqlens_k has {len(cu_seqlens_k)} entries, but cu_seqlens has {len(cu_seqlens)}',
-        )
+        if len(cu_seqlens_k) != len(cu_seqlens):
+            raise ValueError(f'cu_seqlens_k has {len(cu_seqlens_k)} entries, but cu_seqlens has {len(cu_seqlens)}')
         _check_cumulative('cu_seqlens_k', cu_seqlens_k, total if total_k is None else total_k)
 
 
@@ -208,36 +207,40 @@ def _check_extents(
     if cu_seqlens is not None:
         _check_cumulative('cu_seqlens', cu_seqlens, seqlen_q)
         if cu_seqlens_k is None:
-            require(
-                int(cu_seqlens[-1]) <= seqlen_k,
-                f'cu_seqlens ends at {int(cu_seqlens[-1])}, but there are {seqlen_k} keys',
-            )
+            if int(cu_seqlens[-1]) > seqlen_k:
+                raise ValueError(f'cu_seqlens ends at {int(cu_seqlens[-1])}, but there are {seqlen_k} keys')
         else:
             _check_cumulative('cu_seqlens_k', cu_seqlens_k, seqlen_k)
     if seqlens_k is not None and seqlens_k.numel():
         low, high = int(seqlens_k.min()), int(seqlens_k.max())
-        require(low >= 0 and high <= seqlen_k, f'seqlens_k lies in [{low}, {high}], but must lie in [0, {seqlen_k}]')
+        if low < 0 or high > seqlen_k:
+            raise ValueError(f'seqlens_k lies in [{low}, {high}], but must lie in [0, {seqlen_k}]')
 
 
 def _check_beside_q(name: str, tensor: Tensor, length: int | None, q: Tensor) -> None:
     _check_integers(name, tensor, length)
-    require(tensor.device == q.device, f'{name} is on {tensor.device}, but q is on {q.device}')
+    if tensor.device != q.device:
+        raise ValueError(f'{name} is on {tensor.device}, but q is on {q.device}')
 
 
 def _check_integers(name: str, tensor: Tensor, length: int | None) -> None:
-    require(tensor.dtype in INT_DTYPES, f'{name} has dtype {tensor.dtype}, but must be int32 or int64')
-    require(tensor.dim() == 1, f'{name} has shape {tuple(tensor.shape)}, but must have 1 dimension')
-    require(
-        length is not None or len(tensor) >= 2,
-        f'{name} has {len(tensor)} entries, but must have one per sequence and one more',
-    )
-    require(length is None or len(tensor) == length, f'{name} has {len(tensor)} entries, but must have {length}')
+    if tensor.dtype not in INT_DTYPES:
+        raise ValueError(f'{name} has dtype {tensor.dtype}, but must be int32 or int64')
+    if tensor.dim() != 1:
+        raise ValueError(f'{name} has shape {tuple(tensor.shape)}, but must have 1 dimension')
+    if length is None and len(tensor) < 2:
+        raise ValueError(f'{name} has {len(tensor)} entries, but must have one per sequence and one more')
+    if length is not None and len(tensor) != length:
+        raise ValueError(f'{name} has {len(tensor)} entries, but must have {length}')
 
 
 def _check_cumulative(name: str, tensor: Tensor, total: int) -> None:
     _check_integers(name, tensor, None)
     values = tensor.tolist()
-    require(values[0] == 0, f'{name} starts at {values[0]}, but must start at 0')
+    if values[0] != 0:
+        raise ValueError(f'{name} starts at {values[0]}, but must start at 0')
     decrease = next((i for i in range(1, len(values)) if values[i] < values[i - 1]), None)
-    require(decrease is None, f'{name} decreases at entry {decrease}, but must not')
-    require(values[-1] <= total, f'{name} ends at {values[-1]}, but there are {total} tokens')
+    if decrease is not None:
+        raise ValueError(f'{name} decreases at entry {decrease}, but must not')
+    if values[-1] > total:
+        raise ValueError(f'{name} ends at {values[-1]}, but there are {total} tokens')

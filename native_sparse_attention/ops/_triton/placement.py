@@ -67,7 +67,7 @@ def num_tiles(place: Placement, length: int, tile: int) -> int:
 
 @triton.jit
 def find_tile(index, starts_ptr, length, num_sequences, TILE: tl.constexpr):
-    """Sequence of tile `index` and its first token in that sequence. Packed: tokens behind the last one form sequence N.
+    """Sequence of tile `index` and its first token in that sequence. Packed: what no sequence covers is sequence N.
 
     Sequence i owns the indices from starts[i] // TILE + i on: these are enough for its tiles, and no two overlap.
     """
@@ -90,7 +90,7 @@ def find_tile(index, starts_ptr, length, num_sequences, TILE: tl.constexpr):
 
 @triton.jit
 def load_extent(starts_ptr, sequence, length, num_sequences):
-    """Row, first token and tokens of a sequence on an axis of `length`. Packed: those of sequence N are the uncovered."""
+    """Row, first token and number of tokens of a sequence on an axis of `length`; packed: of sequence N too."""
     if starts_ptr is None:
         row = sequence
         start = 0

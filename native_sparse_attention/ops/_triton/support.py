@@ -17,7 +17,7 @@ MAX_TOKENS = 2**30
 
 
 def unsupported(q: Tensor, *others: Tensor) -> str | None:
-    """Why the kernels cannot serve a call, or None where they can. others: what else has a head size, such as k and v."""
+    """Why the kernels cannot serve a call, or None where they can. others: k and v."""
     reason = _unsupported_device(q.device)
     if reason is not None:
         return reason

@@ -12,7 +12,6 @@ from native_sparse_attention.ops._checks import (
     check_same_kind,
     logit_scale,
     make_compressed_sequences,
-    require,
 )
 from native_sparse_attention.ops.backend import BackendChoice, choose_backend, serves
 
@@ -104,11 +103,7 @@ def _check_mem_kv(mem_kv: tuple[Tensor, Tensor], q: Tensor, k_cmp: Tensor, v_cmp
     heads, head_dim, value_dim = k_cmp.shape[2], k_cmp.shape[3], v_cmp.shape[3]
     check_same_kind(q=q, mem_k=mem_k, mem_v=mem_v)
     for name, tensor, dim in (('mem_kv[0]', mem_k, head_dim), ('mem_kv[1]', mem_v, value_dim)):
-        require(
-            tensor.dim() == 3 and tensor.shape[0] == heads and tensor.shape[2] == dim,
-            f'{name} has shape {tuple(tensor.shape)}, but must have ({heads}, M, {dim})',
-        )
-    require(
-        mem_k.shape[1] == mem_v.shape[1],
-        f'mem_kv holds {mem_k.shape[1]} keys and {mem_v.shape[1]} values, but must hold pairs',
-    )
+        if tensor.dim() != 3 or tensor.shape[0] != heads or tensor.shape[2] != dim:
+            raise ValueError(f'{name} has shape {tuple(tensor.shape)}, but must have ({heads}, M, {dim})')
+    if mem_k.shape[1] != mem_v.shape[1]:
+        raise ValueError(f'mem_kv holds {mem_k.shape[1]} keys and {mem_v.shape[1]} values, but must hold pairs')

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from native_sparse_attention.ops._checks import check_same_kind, require
+from native_sparse_attention.ops._checks import check_same_kind
 from native_sparse_attention.ops.backend import BackendChoice, choose_backend, serves
 
 
@@ -25,10 +25,12 @@ def gated_sum(
         ValueError: shapes or dtypes that do not fit, or an explicit backend that cannot serve the call.
     """
     shape = out_compressed.shape
-    require(len(shape) == 4, f'out_compressed has shape {tuple(shape)}, but must have 4 dimensions (B, T, HQ, DV)')
+    if len(shape) != 4:
+        raise ValueError(f'out_compressed has shape {tuple(shape)}, but must have 4 dimensions (B, T, HQ, DV)')
     check_same_kind(out_compressed=out_compressed, out_selected=out_selected, out_window=out_window)
     for name, tensor in (('out_selected', out_selected), ('out_window', out_window)):
-        require(tensor.shape == shape, f'{name} has shape {tuple(tensor.shape)}, but out_compressed has {tuple(shape)}')
+        if tensor.shape != shape:
+            raise ValueError(f'{name} has shape {tuple(tensor.shape)}, but out_compressed has {tuple(shape)}')
     check_gates(gates, out_compressed)
     from native_sparse_attention.ops.gated_sum import eager
 
@@ -43,6 +45,9 @@ def backend_of(out: Tensor, *, backend: str = 'auto') -> BackendChoice:
 
 def check_gates(gates: Tensor, q: Tensor) -> None:
     expected = (*q.shape[:3], 3)
-    require(gates.shape == expected, f'gates has shape {tuple(gates.shape)}, but must have {expected} (B, T, HQ, 3)')
-    require(gates.is_floating_point(), f'gates has dtype {gates.dtype}, but must be a floating dtype')
-    require(gates.device == q.device, f'gates is on {gates.device}, but the branches are on {q.device}')
+    if gates.shape != expected:
+        raise ValueError(f'gates has shape {tuple(gates.shape)}, but must have {expected} (B, T, HQ, 3)')
+    if not gates.is_floating_point():
+        raise ValueError(f'gates has dtype {gates.dtype}, but must be a floating dtype')
+    if gates.device != q.device:
+        raise ValueError(f'gates is on {gates.device}, but the branches are on {q.device}')

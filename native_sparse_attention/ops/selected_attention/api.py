@@ -12,7 +12,6 @@ from native_sparse_attention.ops._checks import (
     check_qkv,
     logit_scale,
     make_sequences,
-    require,
 )
 from native_sparse_attention.ops.backend import BackendChoice, choose_backend, serves
 
@@ -63,11 +62,12 @@ def selected_attention(
     check_positive(block_size=block_size)
     check_block_indices(block_indices, q, k)
     if block_scale is not None:
-        require(
-            block_scale.shape == block_indices.shape,
-            f'block_scale has shape {tuple(block_scale.shape)}, but block_indices has {tuple(block_indices.shape)}',
-        )
-        require(block_scale.device == q.device, f'block_scale is on {block_scale.device}, but q is on {q.device}')
+        if block_scale.shape != block_indices.shape:
+            raise ValueError(
+                f'block_scale has shape {tuple(block_scale.shape)}, but block_indices has {tuple(block_indices.shape)}'
+            )
+        if block_scale.device != q.device:
+            raise ValueError(f'block_scale is on {block_scale.device}, but q is on {q.device}')
     sequences = make_sequences(q, k.shape[1], q_offset, seqlens_k, cu_seqlens, cu_seqlens_k)
     scale = logit_scale(q, scale)
     arguments = (q, k, v, block_indices, block_scale, sequences, block_size, causal, scale)

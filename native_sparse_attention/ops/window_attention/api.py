@@ -6,7 +6,7 @@ from functools import partial
 
 from torch import Tensor
 
-from native_sparse_attention.ops._checks import check_qkv, logit_scale, make_sequences, require
+from native_sparse_attention.ops._checks import check_qkv, logit_scale, make_sequences
 from native_sparse_attention.ops.backend import BackendChoice, choose_backend, serves
 
 
@@ -79,10 +79,9 @@ def backend_of(q: Tensor, k: Tensor, v: Tensor, *, backend: str = 'auto') -> Bac
 
 def check_window(window_size: tuple[int, int], causal: bool) -> tuple[int, int]:
     """The window as the backends take it: right is 0 where causal."""
-    require(
-        len(window_size) == 2 and all(isinstance(side, int) and side >= -1 for side in window_size),
-        f'window_size is {window_size}, but must be (left, right), integers of at least -1',
-    )
+    if len(window_size) != 2 or not all(isinstance(side, int) and side >= -1 for side in window_size):
+        raise ValueError(f'window_size is {window_size}, but must be (left, right), integers of at least -1')
     left, right = window_size
-    require(not causal or right <= 0, f'window_size is {window_size}, but right must be 0 (or -1) where causal is set')
+    if causal and right > 0:
+        raise ValueError(f'window_size is {window_size}, but right must be 0 (or -1) where causal is set')
     return left, 0 if causal else right

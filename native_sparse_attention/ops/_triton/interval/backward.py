@@ -1,8 +1,8 @@
 """Backward kernels of interval attention: one for the gradient of q, one for those of k and v.
 
-The gradient of a logit is p * (dp - delta), where delta is the sum of p * dp over the keys of a row. It is commonly taken
-as the product of the output and its gradient, but the output is rounded, and in rows of few keys that shows. So the
-first kernel starts from that product, adds up by how much it is off, and corrects both its result and delta.
+The gradient of a logit is p * (dp - delta), where delta is the sum of p * dp over the keys of a row. It is commonly
+taken as the product of the output and its gradient, but the output is rounded, and in rows of few keys that shows. So
+the first kernel starts from that product, adds up by how much it is off, and corrects both its result and delta.
 """
 
 from __future__ import annotations
@@ -95,10 +95,9 @@ def dq_kernel(
 
     last_position = offset + tl.minimum(first_query + BLOCK_M, num_queries) - 1
     first, last, full_first, full_last = key_range(interval, offset + first_query, last_position, num_keys)
-    if interval.num_memory > 0:
-        if sequence < place.num_sequences:
-            first = -interval.num_memory
-            full_first = first
+    if (interval.num_memory > 0) & (sequence < place.num_sequences):
+        first = -interval.num_memory
+        full_first = first
     left_tiles, middle, right, end_tiles = split_range(first, last, full_first, full_last, BLOCK_N)
 
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -110,9 +109,9 @@ def dq_kernel(
         BLOCK_DV,
     )  # fmt: skip
     dq, mean_k, missing = _add_keys(
-        q, dout, k_ptr, v_ptr, k_strides[1], v_strides[1], dq, mean_k, missing, lse_log2, delta, dlse, positions, middle,
-        0, middle, (right - middle) // BLOCK_N, last, key_start, interval, scale, False, HEAD_DIM, VALUE_DIM, BLOCK_N,
-        BLOCK_D, BLOCK_DV,
+        q, dout, k_ptr, v_ptr, k_strides[1], v_strides[1], dq, mean_k, missing, lse_log2, delta, dlse, positions,
+        middle, 0, middle, (right - middle) // BLOCK_N, last, key_start, interval, scale, False, HEAD_DIM, VALUE_DIM,
+        BLOCK_N, BLOCK_D, BLOCK_DV,
     )  # fmt: skip
     dq = (dq - missing[:, None] * mean_k) * scale
     store_rows(dq_ptr, query_rows, dq_strides[1], dq, query_mask, HEAD_DIM, BLOCK_D)
@@ -258,10 +257,11 @@ def dkv_kernel(
     first_head = (kv_head * tl.num_programs(2) + part) * HEADS
     num_heads = tl.num_programs(1) * tl.num_programs(2) * HEADS
     left_tiles, middle, right, end_tiles = split_range(first, last, full_first, full_last, BLOCK_M)
+    first_row = tl.zeros([], tl.int64) + query_start
     for head in range(HEADS):
-        q_of_head = q_ptr + (first_head + head) * q_strides[2] + query_start.to(tl.int64) * q_strides[1]
-        dout_of_head = dout_ptr + (first_head + head) * dout_strides[2] + query_start.to(tl.int64) * dout_strides[1]
-        row_of_lse = (row * num_heads + first_head + head) * place.seqlen_q + query_start
+        q_of_head = q_ptr + (first_head + head) * q_strides[2] + first_row * q_strides[1]
+        dout_of_head = dout_ptr + (first_head + head) * dout_strides[2] + first_row * dout_strides[1]
+        row_of_lse = (row * num_heads + first_head + head) * place.seqlen_q + first_row
         dk, dv = _add_queries(
             q_of_head, dout_of_head, lse_ptr + row_of_lse, delta_ptr + row_of_lse, q_strides[1], dout_strides[1], k, v,
             dk, dv, keys, first, left_tiles, right, end_tiles, last, offset, interval, scale, True, HEAD_DIM, VALUE_DIM,
@@ -269,8 +269,8 @@ def dkv_kernel(
         )  # fmt: skip
         dk, dv = _add_queries(
             q_of_head, dout_of_head, lse_ptr + row_of_lse, delta_ptr + row_of_lse, q_strides[1], dout_strides[1], k, v,
-            dk, dv, keys, middle, 0, middle, (right - middle) // BLOCK_M, last, offset, interval, scale, False, HEAD_DIM,
-            VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV,
+            dk, dv, keys, middle, 0, middle, (right - middle) // BLOCK_M, last, offset, interval, scale, False,
+            HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
     dk_ptr += part.to(tl.int64) * dk_strides[0] + row * dk_strides[1] + kv_head * dk_strides[3]
     dv_ptr += part.to(tl.int64) * dv_strides[0] + row * dv_strides[1] + kv_head * dv_strides[3]

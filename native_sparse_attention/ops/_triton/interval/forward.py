@@ -65,10 +65,9 @@ def forward_kernel(
 
     last_position = offset + tl.minimum(first_query + BLOCK_M, num_queries) - 1
     first, last, full_first, full_last = key_range(interval, offset + first_query, last_position, num_keys)
-    if interval.num_memory > 0:
-        if sequence < place.num_sequences:
-            first = -interval.num_memory
-            full_first = first
+    if (interval.num_memory > 0) & (sequence < place.num_sequences):
+        first = -interval.num_memory
+        full_first = first
     left_tiles, middle, right, end_tiles = split_range(first, last, full_first, full_last, BLOCK_N)
 
     row_max = tl.full([BLOCK_M], float('-inf'), tl.float32)
@@ -76,13 +75,13 @@ def forward_kernel(
     out = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     scale_log2 = scale * 1.4426950408889634
     row_max, total, out = _attend(
-        q, k_ptr, v_ptr, k_strides[1], v_strides[1], row_max, total, out, positions, first, left_tiles, right, end_tiles,
-        last, key_start, interval, scale_log2, True, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV,
+        q, k_ptr, v_ptr, k_strides[1], v_strides[1], row_max, total, out, positions, first, left_tiles, right,
+        end_tiles, last, key_start, interval, scale_log2, True, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV,
     )  # fmt: skip
     row_max, total, out = _attend(
         q, k_ptr, v_ptr, k_strides[1], v_strides[1], row_max, total, out, positions, middle, 0, middle,
-        (right - middle) // BLOCK_N, last, key_start, interval, scale_log2, False, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D,
-        BLOCK_DV,
+        (right - middle) // BLOCK_N, last, key_start, interval, scale_log2, False, HEAD_DIM, VALUE_DIM, BLOCK_N,
+        BLOCK_D, BLOCK_DV,
     )  # fmt: skip
 
     empty = total == 0

@@ -248,7 +248,7 @@ def _prepare(
     if mem_k is not None and mem_v is not None:
         num_memory = mem_k.shape[1]
         k, v = (
-            torch.cat((memory.transpose(0, 1).expand(len(t), -1, -1, -1), t), 1)
+            torch.cat((memory.transpose(0, 1).expand(t.shape[0], -1, -1, -1), t), 1)
             for memory, t in ((mem_k, k), (mem_v, v))
         )
     place = make_placement(unflatten(q, flat), block_size, stride)
