@@ -127,8 +127,8 @@ class SparseAttention(nn.Module):
             )
         if selection_block_size % compress_block_sliding_stride != 0:
             raise ValueError(
-                f'selection_block_size is {selection_block_size}, but must be a multiple of compress_block_sliding_stride, '
-                f'{compress_block_sliding_stride}'
+                f'selection_block_size is {selection_block_size}, but must be a multiple of '
+                f'compress_block_sliding_stride, {compress_block_sliding_stride}'
             )
         if rotary_emb is True:
             raise ValueError('rotary_emb is True, but must be a RotaryEmbedding, None for a default or False')
@@ -456,9 +456,8 @@ class SparseAttention(nn.Module):
                 raise ValueError(f'x has batch size {x.shape[0]}, but must have 1 where cu_seqlens is given')
             if cache is not None or return_cache:
                 raise ValueError('cu_seqlens is given, but a cache takes rows, not packed sequences')
-        if cache is not None or return_cache:
-            if not self.causal:
-                raise ValueError('causal is False, but a cache needs causal=True')
+        if (cache is not None or return_cache) and not self.causal:
+            raise ValueError('causal is False, but a cache needs causal=True')
         if cache is not None:
             for name, size in self._cache_layout.items():
                 held = cache.layout[name]
@@ -494,5 +493,6 @@ def _check_gate(gate: nn.Module, dim: int, heads: int) -> None:
             module.training = True
     if shape != (1, 1, 3 * heads):
         raise ValueError(
-            f'strategy_combine_mlp maps {(1, 1, dim)} to {shape}, but must map it to {(1, 1, 3 * heads)}: 3 gates per head'
+            f'strategy_combine_mlp maps {(1, 1, dim)} to {shape}, but must map it to {(1, 1, 3 * heads)}: 3 gates per '
+            'head'
         )

@@ -181,9 +181,8 @@ class DenseAttention(nn.Module):
             if cu_seqlens is not None:
                 raise ValueError('mask and cu_seqlens are given, but one must be left out')
             check_mask(mask, x)
-        if cu_seqlens is not None:
-            if x.shape[0] != 1:
-                raise ValueError(f'x has batch size {x.shape[0]}, but must have 1 where cu_seqlens is given')
+        if cu_seqlens is not None and x.shape[0] != 1:
+            raise ValueError(f'x has batch size {x.shape[0]}, but must have 1 where cu_seqlens is given')
 
     def _check_cache(self, cache: LayerCache, x: Tensor) -> None:
         if not self.causal:

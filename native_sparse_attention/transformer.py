@@ -323,12 +323,10 @@ def _backend_of_flags(backend: str, flex_window: bool, flex_selection: bool, tri
     given = [name for name, value in flags.items() if value]
     if not given:
         return backend
-    both = flex_selection and triton_selection
-    if both:
+    if flex_selection and triton_selection:
         raise ValueError('use_flex_fine_selection and use_triton_fine_selection are both True, but at most one may be')
     mapped = 'auto' if triton_selection else 'flex'  # auto takes Triton where it runs
-    fits = backend in ('auto', 'triton' if triton_selection else 'flex')
-    if not fits:
+    if backend not in ('auto', 'triton' if triton_selection else 'flex'):
         raise ValueError(f'backend is {backend!r}, but {" and ".join(given)} asks for {mapped!r}')
     warnings.warn(f'{" and ".join(given)} is now backend={mapped!r}', DeprecationWarning, stacklevel=3)
     return mapped if backend == 'auto' else backend
@@ -394,28 +392,26 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
 
 
 def _check_ids(name: str, ids: Tensor) -> None:
-    given = f'{name} has shape {tuple(ids.shape)} and dtype {ids.dtype}'
-    is_int = ids.dtype in (torch.int32, torch.int64)
-    if ids.dim() != 2 or not is_int:
-        raise ValueError(f'{given}, but must be int32 or int64 [batch, tokens]')
+    if ids.dim() != 2 or ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f'{name} has shape {tuple(ids.shape)} and dtype {ids.dtype}, but must be int32 or int64 [batch, tokens]'
+        )
 
 
 def _check_prompt(prompt: Tensor, mask: Tensor | None, causal: bool) -> None:
     if not causal:
         raise ValueError('causal is False, but only a causal model can generate')
     _check_ids('prompt', prompt)
-    if prompt.shape[1] <= 0:
+    if prompt.shape[1] == 0:
         raise ValueError('prompt has no tokens, but needs at least 1')
     if mask is not None:
         check_mask(mask, prompt)
-    if mask is not None and mask.device.type == 'cpu':
-        if not bool(mask.any(dim=1).all()):
+        if mask.device.type == 'cpu' and not bool(mask.any(dim=1).all()):
             raise ValueError('mask has a row of padding alone, but a prompt needs at least 1 real token')
 
 
 def _check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:
-    valid = isfinite(temperature) and temperature >= 0
-    if not valid:
+    if not (isfinite(temperature) and temperature >= 0):
         raise ValueError(f'temperature is {temperature}, but must be finite and at least 0')
     if top_k is not None:
         check_positive(top_k=top_k)

@@ -1,4 +1,8 @@
-"""Validation that the ops share: one-line errors that name the argument, the value and the rule."""
+"""Validation that the ops share: one-line errors that name the argument, the value and the rule.
+
+A message is put together where it is raised and nowhere before: written out ahead of its check, it would make
+torch.compile compile anew for every length that it names.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +13,6 @@ from native_sparse_attention.geometry import Sequences, max_length_of_compressed
 
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 INT_DTYPES = (torch.int32, torch.int64)
-
-
-def require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
 
 
 def check_positive(**values: int) -> None:
@@ -53,13 +52,12 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor | None, k_name: str = 'k', v_name:
         raise ValueError(f'{k_name} has batch size {k.shape[0]}, but q has {q.shape[0]}')
     if k.shape[3] != q.shape[3]:
         raise ValueError(f'{k_name} has head size {k.shape[3]}, but q has {q.shape[3]}')
-    if k.shape[2] <= 0 or q.shape[2] % k.shape[2] != 0:
+    if k.shape[2] == 0 or q.shape[2] % k.shape[2] != 0:
         raise ValueError(f'q has {q.shape[2]} heads, but must have a multiple of the {k.shape[2]} heads of {k_name}')
-    if v is not None:
-        if v.shape[:3] != k.shape[:3]:
-            raise ValueError(
-                f'{v_name} has shape {tuple(v.shape)}, but must be {tuple(k.shape[:3])} + (DV,) to match {k_name}'
-            )
+    if v is not None and v.shape[:3] != k.shape[:3]:
+        raise ValueError(
+            f'{v_name} has shape {tuple(v.shape)}, but must be {tuple(k.shape[:3])} + (DV,) to match {k_name}'
+        )
 
 
 def check_block_sizes(compress_block_size: int, compress_stride: int, selection_block_size: int | None = None) -> None:
@@ -71,11 +69,11 @@ def check_block_sizes(compress_block_size: int, compress_stride: int, selection_
         )
     if selection_block_size is not None:
         check_positive(selection_block_size=selection_block_size)
-        message = (
-            f'selection_block_size is {selection_block_size}, but must be a multiple of the stride, {compress_stride}'
-        )
         if selection_block_size % compress_stride != 0:
-            raise ValueError(message)
+            raise ValueError(
+                f'selection_block_size is {selection_block_size}, but must be a multiple of the stride, '
+                f'{compress_stride}'
+            )
 
 
 def check_lse(lse: Tensor, q: Tensor) -> None:
@@ -88,16 +86,16 @@ def check_lse(lse: Tensor, q: Tensor) -> None:
 
 def check_block_indices(block_indices: Tensor, q: Tensor, k: Tensor) -> None:
     batch, seqlen, heads, _ = q.shape
-    name, shape = 'block_indices', tuple(block_indices.shape)
+    shape = block_indices.shape
     if block_indices.dtype not in INT_DTYPES:
-        raise ValueError(f'{name} has dtype {block_indices.dtype}, but must be int32 or int64')
-    message = (
-        f'{name} has shape {shape}, but must have ({batch}, {seqlen}, {k.shape[2]} or, per query head, {heads}, n)'
-    )
+        raise ValueError(f'block_indices has dtype {block_indices.dtype}, but must be int32 or int64')
     if len(shape) != 4 or shape[:2] != (batch, seqlen) or shape[2] not in (k.shape[2], heads):
-        raise ValueError(message)
+        raise ValueError(
+            f'block_indices has shape {tuple(shape)}, but must have ({batch}, {seqlen}, {k.shape[2]} or, per query '
+            f'head, {heads}, n)'
+        )
     if block_indices.device != q.device:
-        raise ValueError(f'{name} is on {block_indices.device}, but q is on {q.device}')
+        raise ValueError(f'block_indices is on {block_indices.device}, but q is on {q.device}')
 
 
 def logit_scale(q: Tensor, scale: float | None) -> float:
@@ -131,9 +129,8 @@ def make_sequences(
         _check_beside_q('seqlens_k', seqlens_k, batch, q)
     if isinstance(q_offset, Tensor):
         _check_beside_q('q_offset', q_offset, batch if cu_seqlens is None else len(cu_seqlens) - 1, q)
-    else:
-        if q_offset is not None and not isinstance(q_offset, int):
-            raise ValueError(f'q_offset is {q_offset!r}, but must be an int, an integer tensor or None')
+    elif q_offset is not None and not isinstance(q_offset, int):
+        raise ValueError(f'q_offset is {q_offset!r}, but must be an int, an integer tensor or None')
     if q.device.type == 'cpu' and not torch.compiler.is_compiling():
         _check_extents(seqlen_q, seqlen_k, seqlens_k, cu_seqlens, cu_seqlens_k)
     cu_seqlens_k = cu_seqlens if cu_seqlens_k is None else cu_seqlens_k
