@@ -1,7 +1,8 @@
-"""Seeds, the hypothesis profile and what a test asks of the machine."""
+"""Seeds, the hypothesis profile, Triton's interpreter, and what a test asks of the machine."""
 
 from __future__ import annotations
 
+import os
 import random
 
 import hypothesis
@@ -10,6 +11,11 @@ import torch
 
 # The tensors of the tests are small, and threads would wait for each other longer than they compute.
 torch.set_num_threads(1)
+
+# Without a GPU the kernels run in Triton's interpreter. Triton reads this when it decorates a kernel, so it comes before
+# anything imports one, and processes that tests start inherit it.
+if not torch.cuda.is_available():
+    os.environ.setdefault('TRITON_INTERPRET', '1')
 
 # The same examples every time. `pytest --hypothesis-profile search` looks for new ones.
 hypothesis.settings.register_profile('suite', derandomize=True, database=None, deadline=None, max_examples=25)
@@ -46,9 +52,14 @@ def device() -> torch.device:
     return torch.device('cuda' if torch.cuda.is_available() else 'cpu')
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption('--run-slow', action='store_true', help='run the tests marked slow, too')
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    asked_for_slow = config.getoption('--run-slow') or 'slow' in config.getoption('-m')
     for item in items:
-        if item.get_closest_marker('gpu'):
+        if item.get_closest_marker('gpu') and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason='no CUDA device'))
+        if item.get_closest_marker('slow') and not asked_for_slow:
+            item.add_marker(pytest.mark.skip(reason='slow; --run-slow or -m slow runs it'))

@@ -433,5 +433,14 @@ def test_wrong_packing(changes: dict[str, Any], message: str, attention: Attenti
 @every_attention
 def test_an_explicit_backend_does_not_fall_back(attention: Attention) -> None:
     tensors = attention.make_inputs(whole(12), HEADS)
-    with pytest.raises(ValueError, match=r"backend 'triton' cannot serve this call of \w+"):
+    with pytest.raises(ValueError, match=r"backend 'triton' cannot serve this call of \w+: \w+"):
+        attention.attend(whole(12), **tensors, backend='triton')
+
+
+@every_attention
+def test_triton_needs_a_gpu_or_its_interpreter(attention: Attention, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv('TRITON_INTERPRET', raising=False)
+    tensors = attention.make_inputs(whole(12), HEADS)
+    tensors = {name: t.float() if t.is_floating_point() else t for name, t in tensors.items()}
+    with pytest.raises(ValueError, match=r'the tensors are on cpu, but its kernels run on GPUs|has no triton backend'):
         attention.attend(whole(12), **tensors, backend='triton')

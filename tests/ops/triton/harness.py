@@ -1,0 +1,206 @@
+"""What the tests of kernels share: memory that betrays a wrong access, Triton's interpreter at its strictest, and the
+comparison with eager.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from triton.runtime import interpreter
+
+from native_sparse_attention.ops._triton.support import is_interpreted
+from native_sparse_attention.testing import assert_attention_matches, outputs_and_gradients
+
+# Elements on either side of a buffer that belong to nobody.
+MARGIN = 256
+# Buffers beyond this are left alone: filling them would cost more memory than a test has.
+MAX_POISONED_BYTES = 2**28
+JUNK = 0x5A5A5A5A5A5A5A5A
+
+Tensors = Mapping[str, Tensor]
+
+
+def junk_of(dtype: torch.dtype) -> float | int:
+    """What stands where nothing was written: NaN, or an integer that is no size, index or offset of a test."""
+    if dtype.is_floating_point:
+        return float('nan')
+    return True if dtype == torch.bool else JUNK & torch.iinfo(dtype).max
+
+
+def is_junk(tensor: Tensor) -> Tensor:
+    return tensor.isnan() if tensor.is_floating_point() else tensor == junk_of(tensor.dtype)
+
+
+def fence(tensor: Tensor) -> Tensor:
+    """The values of `tensor` with its strides, in a buffer where NaN (integers: junk) stands everywhere else."""
+    if tensor.numel() == 0:
+        return tensor
+    size = 1 + sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    buffer = torch.full((size + 2 * MARGIN,), junk_of(tensor.dtype), dtype=tensor.dtype, device=tensor.device)
+    fenced = buffer.as_strided(tensor.shape, tensor.stride(), MARGIN)
+    once = tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())
+    fenced[once] = tensor.detach()[once]
+    return fenced
+
+
+class Allocations:
+    """Uninitialised memory, full of junk and between margins of junk."""
+
+    def __init__(self) -> None:
+        self.buffers: list[tuple[Tensor, int]] = []
+
+    def poison(self, tensor: Tensor) -> Tensor:
+        """Another tensor of the same shape and strides, full of junk."""
+        size = tensor.untyped_storage().nbytes() // tensor.element_size() if type(tensor) is Tensor else 0
+        if size == 0 or tensor.requires_grad or size * tensor.element_size() > MAX_POISONED_BYTES:
+            return tensor
+        buffer = torch.full((size + 2 * MARGIN,), junk_of(tensor.dtype), dtype=tensor.dtype, device=tensor.device)
+        self.buffers.append((buffer, size))
+        return buffer.as_strided(tensor.shape, tensor.stride(), MARGIN)
+
+    def check(self) -> None:
+        for buffer, size in self.buffers:
+            margins = torch.cat((buffer[:MARGIN], buffer[MARGIN + size :]))
+            assert is_junk(margins).all(), f'written beside a buffer of {size} {buffer.dtype}'
+
+
+@contextmanager
+def poisoned_allocations() -> Iterator[None]:
+    """What allocates uninitialised memory gives it full of junk. On leaving, the margins must be as they were.
+
+    The functions themselves are replaced, because modes of PyTorch do not reach into a registered op.
+    """
+    allocations = Allocations()
+
+    def poisoning(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda *args, **kwargs: allocations.poison(function(*args, **kwargs))
+
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in ((torch, 'empty'), (torch, 'empty_like'), (Tensor, 'new_empty'), (torch, 'empty_strided')):
+            patch.setattr(owner, name, poisoning(getattr(owner, name)))
+        yield
+    allocations.check()
+
+
+@contextmanager
+def strict_interpreter() -> Iterator[None]:
+    """Interpreted kernels report int32 that overflows and asserts that fail, and every load and store that leaves the
+    tensors of a launch. Kernels on a GPU are left alone.
+    """
+    if not is_interpreted():
+        yield
+        return
+    extents = np.zeros((0, 2), dtype=np.uint64)
+    launch = interpreter.GridExecutor.__call__
+    load, store = interpreter.InterpreterBuilder.create_masked_load, interpreter.InterpreterBuilder.create_masked_store
+
+    def launch_watched(self: Any, *args: Any, **kwargs: Any) -> None:
+        nonlocal extents
+        extents = _merged_extents(_tensors_in((args, tuple(kwargs.values()))))
+        launch(self, *args, **kwargs)
+
+    def check(pointers: Any, mask: Any, what: str) -> None:
+        addresses = pointers.data[np.broadcast_to(mask.data, pointers.data.shape)]
+        size = np.uint64(pointers.get_element_ty().primitive_bitwidth // 8)
+        if addresses.size:
+            index = np.searchsorted(extents[:, 0], addresses, side='right') - 1
+            inside = (index >= 0) & (addresses + size <= extents[index, 1]) if len(extents) else np.zeros(1, bool)
+            assert inside.all(), f'{what} of {int((~inside).sum())} elements outside the tensors of the launch'
+
+    def load_watched(self: Any, pointers: Any, mask: Any, *args: Any, **kwargs: Any) -> Any:
+        check(pointers, mask, 'load')
+        return load(self, pointers, mask, *args, **kwargs)
+
+    def store_watched(self: Any, pointers: Any, value: Any, mask: Any, *args: Any, **kwargs: Any) -> Any:
+        check(pointers, mask, 'store')
+        return store(self, pointers, value, mask, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter.interpreter_builder, 'options', interpreter.InterpreterOptions(debug=True))
+        patch.setattr(interpreter.GridExecutor, '__call__', launch_watched)
+        patch.setattr(interpreter.InterpreterBuilder, 'create_masked_load', load_watched)
+        patch.setattr(interpreter.InterpreterBuilder, 'create_masked_store', store_watched)
+        # Values that are not finite are part of the tests.
+        with np.errstate(all='ignore'):
+            yield
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from _tensors_in(item)
+
+
+def _merged_extents(tensors: Iterator[Tensor]) -> np.ndarray:
+    """uint64 `[N, 2]`: the addresses [start, stop) of tensors, ascending and apart from each other."""
+    merged: list[list[int]] = []
+    extents = []
+    for t in tensors:
+        if t.numel():
+            last = sum((length - 1) * stride for length, stride in zip(t.shape, t.stride(), strict=True))
+            extents.append((t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()))
+    for start, stop in sorted(extents):
+        if merged and start <= merged[-1][1]:
+            merged[-1][1] = max(merged[-1][1], stop)
+        else:
+            merged.append([start, stop])
+    return np.array(merged, dtype=np.uint64).reshape(-1, 2)
+
+
+def place(value: Any, device: torch.device, dtype: torch.dtype = torch.float32) -> Any:
+    """Tensors on the device and fenced, floating ones in the dtype; what is in tuples and dictionaries too."""
+    if isinstance(value, Tensor):
+        return fence(value.to(device, dtype) if value.is_floating_point() else value.to(device))
+    if isinstance(value, tuple):
+        return tuple(place(item, device, dtype) for item in value)
+    if isinstance(value, dict):
+        return {name: place(item, device, dtype) for name, item in value.items()}
+    return value
+
+
+def assert_triton_matches(op: Callable[..., Any], tensors: Tensors, **settings: Any) -> None:
+    """Output, log-sum-exp and every gradient of an attention op by the error rules; tensors are fenced."""
+    assert_attention_matches(op, {name: fence(t) for name, t in tensors.items()}, 'triton', **settings)
+
+
+def run_triton(
+    op: Callable[..., Any], tensors: Tensors, grads: list[Tensor] | None = None, **settings: Any
+) -> dict[str, Tensor]:
+    """Outputs and gradients by name, as `outputs_and_gradients` gives them."""
+    return outputs_and_gradients(lambda **leaves: op(**leaves, **settings, backend='triton'), tensors, grads)
+
+
+def run_eager(
+    op: Callable[..., Any], tensors: Tensors, grads: list[Tensor] | None = None, **settings: Any
+) -> dict[str, Tensor]:
+    return outputs_and_gradients(lambda **leaves: op(**leaves, **settings, backend='eager'), tensors, grads)
+
+
+def assert_close_to_eager(
+    op: Callable[..., Any], tensors: Tensors, grads: list[Tensor] | None = None, atol: float = 2e-5, **settings: Any
+) -> None:
+    """For float32 inputs too small for the error rules, which need errors of eager to measure by."""
+    result, expected = run_triton(op, tensors, grads, **settings), run_eager(op, tensors, grads, **settings)
+    for name in expected:
+        torch.testing.assert_close(
+            result[name], expected[name], rtol=1e-4, atol=atol, equal_nan=True, msg=lambda m, n=name: f'{n}: {m}'
+        )
+
+
+def assert_same_bits(result: Tensors, expected: Tensors) -> None:
+    assert result.keys() == expected.keys()
+    for name in expected:
+        assert same_bits(result[name], expected[name]), name
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    return a.dtype == b.dtype and a.contiguous().view(integers).equal(b.contiguous().view(integers))
