@@ -3,6 +3,8 @@ choice (11)."""
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
 from native_sparse_attention.ops._checks import (
@@ -15,6 +17,10 @@ from native_sparse_attention.ops._checks import (
     make_compressed_sequences,
 )
 from native_sparse_attention.ops.backend import BackendChoice, choose_backend, serves
+
+# What a tile of the Triton kernel holds: heads that choose together, blocks of a row.
+MAX_GROUP = 64
+MAX_SELECTED = 512
 
 
 def select_blocks(
@@ -71,13 +77,19 @@ def select_blocks(
         q, k_cmp, compress_block_size, compress_stride, seqlen_k, q_offset, seqlens_k, cu_seqlens, cu_seqlens_k
     )
     scale = logit_scale(q, scale)
-    from native_sparse_attention.ops.block_selection import eager
-
-    backend_of('select_blocks', q, backend=backend)
     sizes = (compress_block_size, compress_stride, selection_block_size)
-    return eager.select_blocks(
-        q, k_cmp, lse, sequences, sizes, num_selected, num_init, num_local, share_group, causal, scale
-    )
+    arguments = (q, k_cmp, lse, sequences, sizes, num_selected, num_init, num_local, share_group, causal, scale)
+    group_size = q.shape[2] // k_cmp.shape[2] if share_group else 1
+    limits = {'group_size': group_size, 'num_selected': num_selected}
+    match backend_of('select_blocks', q, k_cmp, **limits, backend=backend).name:
+        case 'triton':
+            from native_sparse_attention.ops.block_selection import triton
+
+            return triton.select_blocks(*arguments)
+        case _:
+            from native_sparse_attention.ops.block_selection import eager
+
+            return eager.select_blocks(*arguments)
 
 
 def chosen_scores(
@@ -122,13 +134,36 @@ def chosen_scores(
         q, k_cmp, compress_block_size, compress_stride, seqlen_k, q_offset, seqlens_k, cu_seqlens, cu_seqlens_k
     )
     scale = logit_scale(q, scale)
-    from native_sparse_attention.ops.block_selection import eager
-
-    backend_of('chosen_scores', q, backend=backend)
     sizes = (compress_block_size, compress_stride, selection_block_size)
-    return eager.chosen_scores(q, k_cmp, lse, block_indices, sequences, sizes, causal, scale)
+    arguments = (q, k_cmp, lse, block_indices, sequences, sizes, causal, scale)
+    match backend_of('chosen_scores', q, k_cmp, backend=backend).name:
+        case 'triton':
+            from native_sparse_attention.ops.block_selection import triton
+
+            return triton.chosen_scores(*arguments)
+        case _:
+            from native_sparse_attention.ops.block_selection import eager
+
+            return eager.chosen_scores(*arguments)
 
 
-def backend_of(op: str, q: Tensor, *, backend: str = 'auto') -> BackendChoice:
-    """The backend that would serve these inputs."""
-    return choose_backend(op, backend, q.device, {'eager': serves})
+def backend_of(
+    op: str, q: Tensor, k_cmp: Tensor, *, group_size: int = 1, num_selected: int = 1, backend: str = 'auto'
+) -> BackendChoice:
+    """The backend that would serve these inputs of 'select_blocks' or 'chosen_scores'.
+
+    group_size, num_selected: of a choice, how many heads choose together and how many blocks.
+    """
+    candidates = {'triton': partial(_unsupported, q, k_cmp, group_size, num_selected), 'eager': serves}
+    return choose_backend(op, backend, q.device, candidates)
+
+
+def _unsupported(q: Tensor, k_cmp: Tensor, group_size: int, num_selected: int) -> str | None:
+    """Why the Triton kernels cannot serve a call, or None where they can."""
+    from native_sparse_attention.ops._triton import support
+
+    if group_size > MAX_GROUP:
+        return f'{group_size} heads choose together, but a tile of its kernel holds up to {MAX_GROUP}'
+    if num_selected > MAX_SELECTED:
+        return f'num_selected is {num_selected}, but its kernel keeps up to {MAX_SELECTED} blocks of a row'
+    return support.unsupported(q, k_cmp)

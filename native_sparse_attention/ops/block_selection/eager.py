@@ -17,6 +17,9 @@ from native_sparse_attention.geometry import (
 )
 from native_sparse_attention.ops._eager import compute_dtype, in_query_chunks, without_autocast
 
+# Larger than every index, so that padding is sorted behind the blocks.
+NO_BLOCK = 2**31 - 1
+
 
 @torch.no_grad()
 def select_blocks(
@@ -136,11 +139,11 @@ def chosen_scores(
 
 def _first(scores: Tensor, priority: Tensor, choosable: Tensor, num_selected: int) -> Tensor:
     """The first `num_selected` by priority, then score, then index: int32 `[..., n]`, ascending, padded with -1."""
-    num_blocks = scores.shape[-1]
     by_score = scores.sort(dim=-1, descending=True, stable=True).indices
     priority = torch.where(choosable, priority, -1).expand_as(scores).gather(-1, by_score)
     by_priority = priority.sort(dim=-1, descending=True, stable=True)
-    taken = by_score.gather(-1, by_priority.indices)[..., :num_selected]
-    taken = torch.where(by_priority.values[..., :num_selected] >= 0, taken, num_blocks).sort(-1).values
-    taken = torch.nn.functional.pad(taken, (0, num_selected - taken.shape[-1]), value=num_blocks)
-    return torch.where(taken < num_blocks, taken, -1).int()
+    taken = by_score.gather(-1, by_priority.indices)
+    taken = torch.where(by_priority.values >= 0, taken, NO_BLOCK)
+    # Padded for every number of blocks, so that torch.compile needs no graph of its own for those below num_selected.
+    taken = torch.nn.functional.pad(taken, (0, num_selected), value=NO_BLOCK)[..., :num_selected].sort(-1).values
+    return torch.where(taken < NO_BLOCK, taken, -1).int()

@@ -1,0 +1,329 @@
+"""The choice of blocks: one program per tile of queries and chooser, a running top-n over tiles of selection blocks."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Optional
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from native_sparse_attention.geometry import Sequences, max_length_of_compressed
+from native_sparse_attention.ops._triton.interval.tiles import load_rows
+from native_sparse_attention.ops._triton.launch import head_block, launch, settings_of
+from native_sparse_attention.ops._triton.placement import (
+    count_blocks,
+    find_tile,
+    flatten,
+    last_dim_contiguous,
+    load_extent,
+    load_num_keys,
+    load_position,
+    make_placement,
+    num_tiles,
+    unflatten,
+)
+from native_sparse_attention.ops._triton.support import MAX_TOKENS
+from native_sparse_attention.ops.block_selection.triton import settings
+
+# Blocks that a tile of queries keeps at a time; more would not stay in registers.
+MAX_KEPT = 4096
+# Forced blocks beyond these do not exist, and their priorities fit an int32.
+MAX_FORCED = 2**28
+
+OptionalTensor = Optional[Tensor]  # noqa: UP045 (the schema of an op is read off its annotations)
+OptionalInt = Optional[int]  # noqa: UP045
+
+
+class Blocks(NamedTuple):
+    """block_size, stride, selection_block_size: l, d, l'. num_compressed: the compressed blocks that there are, which
+    complete no sequence of more than max_tokens.
+    """
+
+    block_size: int
+    stride: int
+    selection_block_size: int
+    num_compressed: int
+    max_tokens: int
+
+
+class Choice(NamedTuple):
+    num_selected: int
+    num_init: int
+    num_local: int
+
+
+def select_blocks(
+    q: Tensor,
+    k_cmp: Tensor,
+    lse: Tensor,
+    sequences: Sequences,
+    sizes: tuple[int, int, int],
+    num_selected: int,
+    num_init: int,
+    num_local: int,
+    share_group: bool,
+    causal: bool,
+    scale: float,
+) -> Tensor:
+    # Whole numbers have no gradient, and nothing is to be kept for one.
+    q, k_cmp, lse = q.detach(), k_cmp.detach(), lse.detach()
+    return _select(
+        q, k_cmp, lse, *flatten(sequences), *sizes, num_selected, num_init, num_local, share_group, causal, scale
+    )
+
+
+@torch.library.custom_op('native_sparse_attention::select_blocks', mutates_args=())
+def _select(
+    q: Tensor,
+    k_cmp: Tensor,
+    lse: Tensor,
+    seqlen_k: int,
+    q_offset: OptionalInt,
+    q_offsets: OptionalTensor,
+    seqlens_k: OptionalTensor,
+    cu_seqlens: OptionalTensor,
+    cu_seqlens_k: OptionalTensor,
+    block_size: int,
+    stride: int,
+    selection_block_size: int,
+    num_selected: int,
+    num_init: int,
+    num_local: int,
+    share_group: bool,
+    causal: bool,
+    scale: float,
+) -> Tensor:
+    q, k_cmp = last_dim_contiguous(q, k_cmp)
+    sequences = unflatten(q, (seqlen_k, q_offset, q_offsets, seqlens_k, cu_seqlens, cu_seqlens_k))
+    place = make_placement(sequences, block_size, stride)
+    batch, seqlen, heads, head_dim = q.shape
+    num_compressed, kv_heads = k_cmp.shape[1:3]
+    choosers = kv_heads if share_group else heads
+    group = heads // choosers
+    out = q.new_empty(batch, seqlen, choosers, num_selected, dtype=torch.int32)
+    if out.numel() == 0:
+        return out
+    max_tokens = min(max_length_of_compressed(num_compressed, block_size, stride), MAX_TOKENS)
+    block_m, block_j, num_warps, num_stages = settings_of(settings.SELECT, q)
+    block_g = 1 << (group - 1).bit_length()
+    block_n = max(2, 1 << (num_selected - 1).bit_length())
+    block_t = max(1, 16 // block_g, min(block_m // block_g, MAX_KEPT // block_n))
+    launch(
+        select_kernel,
+        (num_tiles(place, seqlen, block_t), choosers),
+        *(q, k_cmp, lse, out),
+        *(q.stride(), k_cmp.stride(), lse.stride(), place),
+        Blocks(block_size, stride, selection_block_size, num_compressed, max_tokens),
+        Choice(num_selected, min(num_init, MAX_FORCED), min(num_local, MAX_FORCED)),
+        scale,
+        CAUSAL=causal,
+        GROUP=group,
+        CHOOSERS=choosers // kv_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_T=block_t,
+        BLOCK_G=block_g,
+        BLOCK_J=block_j,
+        BLOCK_N=block_n,
+        BLOCK_D=head_block(head_dim),
+        num_warps=num_warps,
+        num_stages=num_stages,
+        device=q.device,
+    )
+    return out
+
+
+@_select.register_fake
+def _(
+    q: Tensor,
+    k_cmp: Tensor,
+    lse: Tensor,
+    seqlen_k: int,
+    q_offset: int | None,
+    q_offsets: Tensor | None,
+    seqlens_k: Tensor | None,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    block_size: int,
+    stride: int,
+    selection_block_size: int,
+    num_selected: int,
+    num_init: int,
+    num_local: int,
+    share_group: bool,
+    causal: bool,
+    scale: float,
+) -> Tensor:
+    choosers = k_cmp.shape[2] if share_group else q.shape[2]
+    return q.new_empty(*q.shape[:2], choosers, num_selected, dtype=torch.int32)
+
+
+@triton.jit
+def select_kernel(
+    q_ptr,
+    k_ptr,
+    lse_ptr,
+    out_ptr,
+    q_strides,
+    k_strides,
+    lse_strides,
+    place,
+    blocks,
+    choice,
+    scale,
+    CAUSAL: tl.constexpr,
+    GROUP: tl.constexpr,
+    CHOOSERS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """q: `[B, T, HQ, D]`; k: `[B, C, H, D]`; lse: `[B, HQ, T]`; out: `[B, T, HI, n]`, contiguous. The GROUP heads of a
+    chooser choose together; every key head has CHOOSERS of them.
+    """
+    sequence, first_query = find_tile(tl.program_id(0), place.cu_seqlens, place.seqlen_q, place.num_sequences, BLOCK_T)
+    chooser = tl.program_id(1)
+    row, query_start, num_queries = load_extent(place.cu_seqlens, sequence, place.seqlen_q, place.num_sequences)
+    if first_query >= num_queries:
+        return
+    num_tokens = load_num_keys(place, sequence)
+    offset = load_position(place, sequence, num_queries, num_tokens)
+    _, key_start, _ = load_extent(place.cu_blocks, sequence, 2**30, place.num_sequences)
+    num_tokens = tl.minimum(num_tokens, blocks.max_tokens)
+    num_keys = count_blocks(num_tokens, blocks.block_size, blocks.stride)
+    num_keys = tl.minimum(num_keys, blocks.num_compressed - key_start)
+
+    members = tl.arange(0, BLOCK_T * BLOCK_G)  # every query with every head of the group
+    queries = first_query + members // BLOCK_G
+    member_mask = (queries < num_queries) & (members % BLOCK_G < GROUP)
+    heads = (chooser * GROUP + members % BLOCK_G).to(tl.int64)
+    q_ptr += row.to(tl.int64) * q_strides[0]
+    k_ptr += row.to(tl.int64) * k_strides[0] + (chooser // CHOOSERS).to(tl.int64) * k_strides[2]
+    lse_ptr += row.to(tl.int64) * lse_strides[0] + (query_start + queries).to(tl.int64) * lse_strides[2]
+    q_pointers = q_ptr + heads[:, None] * q_strides[2]
+    q = load_rows(q_pointers, query_start + queries, q_strides[1], member_mask, HEAD_DIM, BLOCK_D)
+    # What pads the group has weights of 0.
+    lse = tl.load(lse_ptr + heads * lse_strides[1], mask=member_mask, other=float('inf')).to(tl.float32)
+
+    chooser_queries = first_query + tl.arange(0, BLOCK_T)
+    own_block = _floor_divide(offset + chooser_queries, blocks.selection_block_size)
+    num_blocks = tl.cdiv(num_tokens, blocks.selection_block_size)
+    last = num_blocks
+    if CAUSAL:
+        last_position = offset + tl.minimum(first_query + BLOCK_T, num_queries) - 1
+        last = tl.minimum(last, _floor_divide(last_position, blocks.selection_block_size) + 1)
+    slots = tl.arange(0, BLOCK_N)
+    # Empty slots have keys below all others, and unequal ones. Slots behind the row are never the smallest.
+    empty = tl.where(slots < choice.num_selected, -1 - slots.to(tl.int64), 2**62)
+    kept = tl.broadcast_to(empty[None, :], [BLOCK_T, BLOCK_N])
+    for first_block in tl.range(0, last, BLOCK_J):
+        block = first_block + tl.arange(0, BLOCK_J)
+        scores = _score(
+            q, lse, k_ptr, k_strides[1], block, key_start, num_keys, offset + queries, blocks, scale,
+            CAUSAL, HEAD_DIM, BLOCK_J, BLOCK_D,
+        )  # fmt: skip
+        scores = tl.sum(tl.reshape(scores, [BLOCK_T, BLOCK_G, BLOCK_J]), 1)  # [BLOCK_T, BLOCK_J]
+        choosable = (block < num_blocks)[None, :]
+        if CAUSAL:
+            choosable = choosable & (block[None, :] <= own_block[:, None])
+        keys = _order(scores, block[None, :], own_block[:, None], choice, CAUSAL)
+        kept = _keep_largest(kept, tl.where(choosable, keys, -(2**62)))
+
+    taken = (kept >= 0) & (slots < choice.num_selected)[None, :]
+    indices = tl.sort(tl.where(taken, _block_of(kept), 2**30), 1)  # [BLOCK_T, BLOCK_N]
+    indices = tl.where(indices < 2**30, indices, -1)
+    rows = row.to(tl.int64) * place.seqlen_q + query_start + chooser_queries
+    out_ptr += (rows * tl.num_programs(1) + chooser)[:, None] * choice.num_selected
+    mask = (chooser_queries < num_queries)[:, None] & (slots < choice.num_selected)[None, :]
+    tl.store(out_ptr + slots[None, :], indices, mask=mask)
+
+
+@triton.jit
+def _score(
+    q,
+    lse,
+    k_ptr,
+    k_stride,
+    block,
+    key_start,
+    num_keys,
+    positions,
+    blocks,
+    scale,
+    CAUSAL: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Scores of selection blocks for every query and head, times the stride, which changes no order. The compressed
+    blocks of a selection block are added in one order, so that equal keys make equal scores.
+    """
+    scores = tl.zeros([q.shape[0], BLOCK_J], tl.float32)
+    blocks_per_selection = blocks.selection_block_size // blocks.stride
+    before = (blocks.block_size - 1) // blocks.stride
+    for step in tl.range(0, before + blocks_per_selection):
+        start = (step - before) * blocks.stride
+        shared = tl.minimum(start + blocks.block_size, blocks.selection_block_size) - tl.maximum(start, 0)
+        compressed = block * blocks_per_selection + step - before
+        exists = (compressed >= 0) & (compressed < num_keys)
+        k = load_rows(k_ptr, key_start + compressed, k_stride, exists, HEAD_DIM, BLOCK_D)  # [BLOCK_J, BLOCK_D]
+        logits = tl.dot(q, tl.trans(k), input_precision='ieee') * scale  # [BLOCK_T * BLOCK_G, BLOCK_J]
+        visible = exists[None, :]
+        if CAUSAL:
+            end = compressed * blocks.stride + blocks.block_size - 1
+            visible = visible & (end[None, :] <= positions[:, None])
+        weights = tl.exp2((logits - lse[:, None]) * 1.4426950408889634)
+        scores += tl.where(visible, weights, 0.0) * shared.to(tl.float32)
+    return scores
+
+
+@triton.jit
+def _order(scores, block, own_block, choice, CAUSAL: tl.constexpr):
+    """Unequal numbers of at least 0 in the order in which blocks are taken, the larger the earlier: forced blocks as in
+    geometry.forced_priority, then by score, of equal scores the lower block.
+    """
+    distance = own_block - block
+    reach = tl.abs(distance)
+    is_local = reach < choice.num_local
+    if CAUSAL:
+        is_local = is_local & (distance >= 0)
+    priority = tl.where(is_local, 2 * (choice.num_local - reach) + (distance > 0).to(tl.int32), 0)
+    initial = choice.num_init - block + 2 * choice.num_local
+    priority = tl.where(block < choice.num_init, tl.maximum(priority, initial), priority)
+    priority = tl.where(is_local & (distance == 0), 2 * choice.num_local + choice.num_init + 1, priority)
+    # Bits of floats that are not negative are in the order of the floats.
+    scores = tl.where(scores == scores, scores, float('inf'))
+    free = scores.to(tl.int32, bitcast=True).to(tl.int64)
+    return (tl.where(priority > 0, priority.to(tl.int64) + 2**31, free) << 30) + (2**30 - 1 - block)
+
+
+@triton.jit
+def _block_of(key):
+    """The block that `_order` gave the key to."""
+    return 2**30 - 1 - (key & (2**30 - 1)).to(tl.int32)
+
+
+@triton.jit
+def _keep_largest(kept, keys):
+    """Per row the largest of both, as many as are kept: the smallest that is kept makes room for the largest key as
+    long as that is larger.
+    """
+    smallest = tl.min(kept, 1)
+    largest = tl.max(keys, 1)
+    while tl.max((largest > smallest).to(tl.int32), 0) > 0:
+        replaced = (kept == smallest[:, None]) & (largest > smallest)[:, None]
+        kept = tl.where(replaced, largest[:, None], kept)
+        keys = tl.where(keys == largest[:, None], -(2**62), keys)
+        smallest = tl.min(kept, 1)
+        largest = tl.max(keys, 1)
+    return kept
+
+
+@triton.jit
+def _floor_divide(a, b):
+    """Rounded down, below 0 too, where a division on the device rounds towards 0."""
+    return tl.maximum(a, 0) // b - (tl.maximum(-a, 0) + b - 1) // b

@@ -1,0 +1,23 @@
+"""Launch settings of the choice of blocks, by architecture, bytes of an element and head size.
+
+block_m counts rows (queries times heads of a group), block_n selection blocks.
+"""
+
+from __future__ import annotations
+
+from native_sparse_attention.ops._triton.launch import Settings, Table
+
+SELECT: Table = {
+    ('sm80', 2, 64): Settings(64, 64, 4, 3),
+    ('sm80', 2, 128): Settings(64, 64, 4, 2),
+    ('sm80', 2, 256): Settings(64, 32, 4, 2),
+    ('sm80', 4, 64): Settings(64, 32, 4, 1),
+    ('sm80', 4, 128): Settings(32, 32, 4, 1),
+    ('sm80', 4, 256): Settings(16, 16, 4, 1),
+    ('sm86', 2, 64): Settings(64, 64, 4, 2),
+    ('sm86', 2, 128): Settings(64, 32, 4, 2),
+    ('sm86', 2, 256): Settings(64, 32, 4, 1),
+    ('sm86', 4, 64): Settings(64, 32, 4, 1),
+    ('sm86', 4, 128): Settings(32, 32, 4, 1),
+    ('sm86', 4, 256): Settings(16, 16, 4, 1),
+}
