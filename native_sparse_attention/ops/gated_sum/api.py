@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+import torch
 from torch import Tensor
 
 from native_sparse_attention.ops._checks import check_same_kind
@@ -32,15 +35,31 @@ def gated_sum(
         if tensor.shape != shape:
             raise ValueError(f'{name} has shape {tuple(tensor.shape)}, but out_compressed has {tuple(shape)}')
     check_gates(gates, out_compressed)
-    from native_sparse_attention.ops.gated_sum import eager
+    arguments = (gates, out_compressed, out_selected, out_window)
+    match backend_of(gates, out_compressed, backend=backend).name:
+        case 'triton':
+            from native_sparse_attention.ops.gated_sum import triton
 
-    backend_of(out_compressed, backend=backend)
-    return eager.gated_sum(gates, out_compressed, out_selected, out_window)
+            return triton.gated_sum(*arguments)
+        case _:
+            from native_sparse_attention.ops.gated_sum import eager
+
+            return eager.gated_sum(*arguments)
 
 
-def backend_of(out: Tensor, *, backend: str = 'auto') -> BackendChoice:
-    """The backend that would serve these inputs."""
-    return choose_backend('gated_sum', backend, out.device, {'eager': serves})
+def backend_of(gates: Tensor, out: Tensor, *, backend: str = 'auto') -> BackendChoice:
+    """The backend that would serve these inputs; out: one of the branches."""
+    candidates = {'triton': partial(_unsupported, gates, out), 'eager': serves}
+    return choose_backend('gated_sum', backend, out.device, candidates)
+
+
+def _unsupported(gates: Tensor, out: Tensor) -> str | None:
+    """Why the kernels cannot serve a call, or None where they can."""
+    from native_sparse_attention.ops._triton import support
+
+    if gates.dtype == torch.float64:
+        return f'gates has dtype {gates.dtype}, but its kernels compute in float32'
+    return support.unsupported(out)
 
 
 def check_gates(gates: Tensor, q: Tensor) -> None:
