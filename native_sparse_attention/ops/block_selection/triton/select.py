@@ -234,8 +234,13 @@ def select_kernel(
         kept = _keep_largest(kept, tl.where(choosable, keys, -(2**62)))
 
     taken = (kept >= 0) & (slots < choice.num_selected)[None, :]
-    indices = tl.sort(tl.where(taken, _block_of(kept), 2**30), 1)  # [BLOCK_T, BLOCK_N]
-    indices = tl.where(indices < 2**30, indices, -1)
+    rest = tl.where(taken, 2**30 - 1 - (kept & (2**30 - 1)).to(tl.int32), 2**30)  # blocks, as `_order` hid them in keys
+    indices = tl.full([BLOCK_T, BLOCK_N], -1, tl.int32)
+    # One after the other: tl.sort takes a minute to compile for long rows.
+    for slot in tl.range(0, choice.num_selected):
+        lowest = tl.min(rest, 1)[:, None]
+        indices = tl.where((slots == slot)[None, :] & (lowest < 2**30), lowest, indices)
+        rest = tl.where(rest == lowest, 2**30, rest)
     rows = row.to(tl.int64) * place.seqlen_q + query_start + chooser_queries
     out_ptr += (rows * tl.num_programs(1) + chooser)[:, None] * choice.num_selected
     mask = (chooser_queries < num_queries)[:, None] & (slots < choice.num_selected)[None, :]
@@ -299,12 +304,6 @@ def _order(scores, block, own_block, choice, CAUSAL: tl.constexpr):
     scores = tl.where(scores == scores, scores, float('inf'))
     free = scores.to(tl.int32, bitcast=True).to(tl.int64)
     return (tl.where(priority > 0, priority.to(tl.int64) + 2**31, free) << 30) + (2**30 - 1 - block)
-
-
-@triton.jit
-def _block_of(key):
-    """The block that `_order` gave the key to."""
-    return 2**30 - 1 - (key & (2**30 - 1)).to(tl.int32)
 
 
 @triton.jit
