@@ -195,6 +195,7 @@ def dkv_kernel(
     scale,
     num_keys_in_row,
     MEMORY: tl.constexpr,
+    SPLIT: tl.constexpr,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -203,24 +204,28 @@ def dkv_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
-    """dk, dv: `[parts, B, M + C, H, D and DV]`: the sum over the first HEADS query heads of a group, the next, and so
-    on. One program per tile of keys, kv head and part. num_keys_in_row: C. MEMORY: of the memory keys, or the others.
+    """dk, dv: `[parts, B, C, H, D and DV]`: the sum over the first HEADS query heads of a group, the next, and so on.
+    One program per tile of keys, kv head and part. num_keys_in_row: C. MEMORY: of the memory keys, with dk and dv
+    `[parts, B * splits, M, H, D and DV]`, a split for every SPLIT queries.
     """
     kv_head = tl.program_id(1)
     part = tl.program_id(2)
     if MEMORY:
-        # Every query of the row reads these keys, wherever it stands.
+        # Every query of the row reads these keys, wherever it stands. A program adds SPLIT queries.
         memory_tiles = tl.cdiv(interval.num_memory, BLOCK_N)
-        row = tl.program_id(0) // memory_tiles
+        splits = tl.cdiv(place.seqlen_q, SPLIT)
+        stored_row = tl.program_id(0) // memory_tiles
+        row = stored_row // splits
         key_rows = (tl.program_id(0) % memory_tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
+        stored_rows = key_rows
         key_mask = key_rows < interval.num_memory
         stored = key_mask
         keys = key_rows - interval.num_memory
         query_start = row * 0
         offset = row * 0
-        first = row * 0
+        first = (stored_row % splits) * SPLIT
         full_first = first
-        last = first + place.seqlen_q
+        last = tl.minimum(first + SPLIT, place.seqlen_q)
         if place.cu_seqlens is not None:
             last = tl.minimum(last, tl.load(place.cu_seqlens + place.num_sequences).to(tl.int32))
         full_last = last
@@ -238,7 +243,9 @@ def dkv_kernel(
         offset = load_position(place, sequence, num_queries, num_tokens)
         num_keys = tl.minimum(count_blocks(num_tokens, interval.block_size, interval.stride), key_stop)
         keys = first_key + tl.arange(0, BLOCK_N)
-        key_rows = key_start + interval.num_memory + keys
+        stored_row = row
+        stored_rows = key_start + keys
+        key_rows = stored_rows + interval.num_memory
         key_mask = keys < num_keys
         stored = keys < key_stop
         last_key = tl.minimum(first_key + BLOCK_N, num_keys) - 1
@@ -272,13 +279,13 @@ def dkv_kernel(
             dk, dv, keys, middle, 0, middle, (right - middle) // BLOCK_M, last, offset, interval, scale, False,
             HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
-    dk_ptr += part.to(tl.int64) * dk_strides[0] + row * dk_strides[1] + kv_head * dk_strides[3]
-    dv_ptr += part.to(tl.int64) * dv_strides[0] + row * dv_strides[1] + kv_head * dv_strides[3]
+    dk_ptr += part.to(tl.int64) * dk_strides[0] + stored_row.to(tl.int64) * dk_strides[1] + kv_head * dk_strides[3]
+    dv_ptr += part.to(tl.int64) * dv_strides[0] + stored_row.to(tl.int64) * dv_strides[1] + kv_head * dv_strides[3]
     # What no query may read is loaded as 0, and its gradient is 0.
     dk = tl.where(key_mask[:, None], dk * scale, 0.0)
     dv = tl.where(key_mask[:, None], dv, 0.0)
-    store_rows(dk_ptr, key_rows, dk_strides[2], dk, stored, HEAD_DIM, BLOCK_D)
-    store_rows(dv_ptr, key_rows, dv_strides[2], dv, stored, VALUE_DIM, BLOCK_DV)
+    store_rows(dk_ptr, stored_rows, dk_strides[2], dk, stored, HEAD_DIM, BLOCK_D)
+    store_rows(dv_ptr, stored_rows, dv_strides[2], dv, stored, VALUE_DIM, BLOCK_DV)
 
 
 @triton.jit

@@ -25,6 +25,8 @@ from native_sparse_attention.ops._triton.placement import (
 FULL_GRID = 1024
 # Bytes that those parts may take.
 WORKSPACE = 2**29
+# Queries whose part of the gradients of memory is added by one program.
+SPLIT = 1024
 
 OptionalTensor = Optional[Tensor]  # noqa: UP045 (the schema of an op is read off its annotations)
 OptionalInt = Optional[int]  # noqa: UP045
@@ -120,7 +122,7 @@ def _backward(
     needs_dkv: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, mem_k and mem_v; where needs_dkv is not set, all but the first are empty."""
-    k_dtype, num_keys = k.dtype, k.shape[1]
+    num_keys = k.shape[1]
     q, k, v, interval, place = _prepare(
         q, k, v, mem_k, mem_v, (seqlen_k, q_offset, q_offsets, seqlens_k, cu_seqlens, cu_seqlens_k),
         left, reach, block_size, stride,
@@ -149,35 +151,40 @@ def _backward(
         return dq, *(q.new_empty(0) for _ in range(4))
 
     block_m, block_n, num_warps, num_stages = settings_of(settings.DKV, q, v)
-    key_tiles = num_tiles(place, num_keys, block_n)
-    parts = _count_parts(group, key_tiles // batch * kv_heads, k.shape[:3].numel() * 4 * (head_dim + value_dim))
-    # Memory is read by every row of the batch, and what is added afterwards is added in float32.
-    dtype = k_dtype if parts == 1 and interval.num_memory == 0 else torch.float32
-    # The kernel does not visit what no sequence covers.
-    allocate = torch.empty if cu_seqlens is None else torch.zeros
-    dk, dv = (allocate((parts, *t.shape), dtype=dtype, device=q.device) for t in (k, v))
-    memory_tiles = -(-interval.num_memory // block_n) * batch
-    for is_memory, tiles in ((False, key_tiles), (True, memory_tiles)):
+    tiles = num_tiles(place, num_keys, block_n)
+    parts = _count_parts(group, tiles // batch * kv_heads, batch * num_keys * kv_heads * 4 * (head_dim + value_dim))
+
+    split = SPLIT
+    while -(-seqlen // split) * batch * interval.num_memory * heads * 4 * (head_dim + value_dim) > WORKSPACE:
+        split *= 2
+    splits = -(-seqlen // split) * batch
+
+    def add_queries(is_memory: bool, tiles: int, parts: int, dtype: torch.dtype, rows: int, keys: int) -> list[Tensor]:
+        """dk and dv `[rows, keys, H, D and DV]`."""
+        # The kernel does not visit what no sequence covers.
+        allocate = torch.empty if cu_seqlens is None or is_memory else torch.zeros
+        grads = [allocate((parts, rows, keys, *t.shape[2:]), dtype=dtype, device=q.device) for t in (k, v)]
         launch(
             dkv_kernel,
             (tiles, kv_heads, parts),
-            *(q, k, v, lse, delta, dout, dk, dv),
-            *(q.stride(), k.stride(), v.stride(), dout.stride(), dk.stride(), dv.stride()),
+            *(q, k, v, lse, delta, dout, *grads),
+            *(q.stride(), k.stride(), v.stride(), dout.stride(), *(t.stride() for t in grads)),
             *(place, interval, scale, num_keys),
             MEMORY=is_memory,
+            SPLIT=split,
             HEADS=group // parts,
             **_tile(head_dim, value_dim, block_m, block_n),
             num_warps=num_warps,
             num_stages=num_stages,
             device=q.device,
         )
-    results = []
-    for grad in (dk, dv):
-        grad = grad[0] if parts == 1 else grad.sum(0)
-        memory = grad[:, : interval.num_memory].sum(0).transpose(0, 1).to(k_dtype)
-        results.append((grad[:, interval.num_memory :].to(k_dtype), memory))
-    (dk, dmem_k), (dv, dmem_v) = results
-    return dq, dk.contiguous(), dv.contiguous(), dmem_k.contiguous(), dmem_v.contiguous()
+        return [t[0] if parts == 1 else t.sum(0) for t in grads]
+
+    dk, dv = add_queries(False, tiles, parts, k.dtype if parts == 1 else torch.float32, batch, num_keys)
+    memory_tiles = -(-interval.num_memory // block_n) * splits
+    memory = add_queries(True, memory_tiles, group, torch.float32, splits, interval.num_memory)
+    dmem_k, dmem_v = (t.sum(0).transpose(0, 1).to(k.dtype).contiguous() for t in memory)
+    return dq, dk.to(k.dtype), dv.to(k.dtype), dmem_k, dmem_v
 
 
 @_forward.register_fake
@@ -267,7 +274,7 @@ def _tile(head_dim: int, value_dim: int, block_m: int, block_n: int) -> dict[str
 
 
 def _count_parts(group: int, programs: int, bytes_of_part: int) -> int:
-    """In how many parts the heads of a group are added: a divisor of `group`, more of them the fewer programs there are.
+    """In how many parts the heads of a group are added: a divisor of `group`, the larger the fewer programs there are.
 
     It depends on lengths and heads, not on the batch, so that a row's gradient does not depend on its neighbours.
     """
