@@ -1,0 +1,234 @@
+"""The kernels on a GPU against eager in float64: drawn problems of every op, and every launch setting by itself.
+
+    python -m pytest -m gpu -n 15 tests/ops/test_triton_gpu.py
+
+test_triton_gpu_runtime.py and test_triton_gpu_sizes.py have what concerns the machine.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from native_sparse_attention import nsa, ops
+from native_sparse_attention.functional import backend_of
+from native_sparse_attention.geometry import forced_priority
+from native_sparse_attention.ops import chosen_scores, selected_attention, window_attention
+from native_sparse_attention.ops._checks import make_sequences
+from native_sparse_attention.testing import make_block_indices, make_qkv
+from tests.gpu_problems import (
+    Problem,
+    assert_obeys_the_rules,
+    attention_lse,
+    choose,
+    draw_problem,
+    draw_select_blocks,
+    make_nsa,
+    with_memory,
+)
+
+harness = pytest.importorskip('tests.ops.triton.harness', reason='triton is not installed')
+
+pytestmark = pytest.mark.gpu
+
+BACKEND = 'triton'
+COUNTS = {'window': 150, 'compressed': 130, 'selected': 180, 'chosen_scores': 70, 'gated_sum': 40}
+SELECT_COUNT = 60
+
+
+@pytest.fixture(autouse=True)
+def shared_gpu() -> Iterator[None]:
+    """Leaves the memory to the other processes that test on this GPU."""
+    yield
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize(
+    ('op', 'index'),
+    [pytest.param(op, index, id=f'{op}-{index}') for op, count in COUNTS.items() for index in range(count)],
+)
+def test_rules(op: str, index: int, device: torch.device):
+    """Drawn problems by the error rules, in memory full of NaN; the first call gives the bits of the second."""
+    problem, generator = draw_problem(op, index, device)
+    grads = problem.draw_grads(generator)
+    with harness.poisoned_allocations():
+        result = assert_obeys_the_rules(problem, grads, BACKEND)
+    harness.assert_same_bits(problem.run(BACKEND, grads), result)
+
+
+@pytest.mark.parametrize('index', range(SELECT_COUNT))
+def test_choice_is_exact(index: int, device: torch.device):
+    """Where scores are counts, of which many are equal, the choice is that of eager."""
+    problem = draw_select_blocks(index, device, exact=True)
+    with harness.poisoned_allocations():
+        blocks = choose(BACKEND, *problem)
+    assert torch.equal(blocks, choose('eager', *problem)), problem[1:]
+    assert torch.equal(blocks, choose(BACKEND, *problem))
+
+
+@pytest.mark.parametrize('index', range(SELECT_COUNT))
+def test_choice_has_the_highest_scores(index: int, device: torch.device):
+    """Where rounding may choose between scores that are nearly equal, those that were chosen are as high as eager's."""
+    problem = draw_select_blocks(index, device, exact=False)
+    with harness.poisoned_allocations():
+        blocks = choose(BACKEND, *problem)
+    assert_chooses_as_well(blocks, *problem)
+
+
+def assert_chooses_as_well(
+    blocks: Tensor, tensors: dict[str, Tensor], settings: dict[str, Any], choice: dict[str, Any]
+) -> None:
+    """Rows are filled as eager fills them, forced blocks are among them, and in float64 the others score as high."""
+    precise = {name: t.double() for name, t in tensors.items()}
+    expected = choose('eager', precise, settings, choice)
+    assert blocks.dtype == expected.dtype == torch.int32
+    assert torch.equal(blocks >= 0, expected >= 0)
+    following = (blocks[..., 1:] > blocks[..., :-1]) | (blocks[..., 1:] == -1)
+    assert following.all()
+    own = own_block(precise, settings)
+    forced = forced_priority(expected, own, choice['num_init'], choice['num_local'], settings['causal']) > 0
+    found = (expected[..., :, None] == blocks[..., None, :]).any(-1)
+    assert (found | ~forced | (expected < 0)).all()
+    score, expected_score = (
+        chosen_scores(**precise, block_indices=chosen, **settings, backend='eager').sort(-1).values
+        for chosen in (blocks, expected)
+    )
+    torch.testing.assert_close(score, expected_score, rtol=1e-4, atol=1e-6)
+
+
+def own_block(tensors: dict[str, Tensor], settings: dict[str, Any]) -> Tensor:
+    """The block that each query stands in, `[B, T, 1, 1]`."""
+    names = ('q_offset', 'seqlens_k', 'cu_seqlens', 'cu_seqlens_k')
+    sequences = make_sequences(tensors['q'], settings['seqlen_k'], *(settings.get(name) for name in names))
+    return sequences.layout().position[..., None, None] // settings['selection_block_size']
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An entry of a table of launch settings."""
+
+    module: str
+    table: str
+    key: tuple[str, int, int]
+
+    def __str__(self) -> str:
+        return '-'.join([*self.module.split('.')[2:-1], self.table, *map(str, self.key)])
+
+
+def every_entry() -> list[Entry]:
+    from native_sparse_attention.ops._triton.launch import Settings
+
+    entries = []
+    for found in pkgutil.walk_packages([str(Path(ops.__file__).parent)], f'{ops.__name__}.'):
+        if found.name.endswith('.settings'):
+            for name, table in vars(importlib.import_module(found.name)).items():
+                if isinstance(table, dict) and any(isinstance(value, Settings) for value in table.values()):
+                    entries += [Entry(found.name, name, key) for key in table]
+    return entries
+
+
+def problems_for(module: str, head_dim: int, dtype: torch.dtype, device: torch.device) -> Iterator[Problem]:
+    """Problems whose kernels take their settings from the tables of `module`, at a head size."""
+    generator = torch.Generator(device).manual_seed(0)
+    shape: dict[str, Any] = {'dtype': dtype, 'device': device, 'generator': generator}
+    shape |= {'heads': 6, 'kv_heads': 2, 'head_dim': head_dim}
+    q, k, v = make_qkv(2, 333, 333, **shape)
+    _, k_cmp, v_cmp = make_qkv(2, 1, 40, **shape)
+    sizes = {'compress_block_size': 16, 'compress_stride': 8, 'selection_block_size': 16}
+    tensors = {'q': q, 'k': k, 'v': v}
+    indices = make_block_indices(
+        'valid', 2, 333, 2, 6, seqlen_k=333, block_size=16, device=device, generator=generator
+    )  # fmt: skip
+    if 'interval' in module:
+        yield Problem(window_attention, tensors, {'window_size': (100, 0)}, {'out1': 0})
+        memory = {name: t[0, :3].transpose(0, 1).contiguous() for name, t in (('mem_k', k), ('mem_v', v))}
+        compressed = {'q': q, 'k_cmp': k_cmp, 'v_cmp': v_cmp} | memory
+        yield Problem(with_memory, compressed, {'block_size': 16, 'stride': 8}, {'out1': 0})
+    elif 'selected' in module:
+        yield Problem(selected_attention, tensors | {'block_indices': indices}, {'block_size': 16}, {'out1': 0})
+        scale = 1 + 0.1 * torch.randn(indices.shape, device=device, generator=generator)
+        tensors |= {'block_indices': indices, 'block_scale': scale}
+        by_name = {'out1': 0, 'grad of block_scale': 3}, {'grad of block_scale': dtype}
+        yield Problem(selected_attention, tensors, {'block_size': 16}, *by_name)
+    elif 'block_selection' in module:
+        lse = attention_lse(q, k_cmp, v_cmp, sizes | {'seqlen_k': 333})
+        tensors = {'q': q, 'k_cmp': k_cmp, 'lse': lse, 'block_indices': indices}
+        by_name = {'grad of lse': 0}, {'grad of lse': dtype, 'out0': dtype}
+        yield Problem(chosen_scores, tensors, sizes, *by_name)
+    else:
+        raise NotImplementedError(f'{module}: say here which op takes its settings')
+
+
+@pytest.mark.parametrize('entry', every_entry(), ids=str)
+def test_every_launch_setting(entry: Entry, device: torch.device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Each entry by itself, compiled anew: by the error rules, and the first call gives the bits of the second.
+
+    Entries of other architectures run too, but for those that need more shared memory than this one has.
+    """
+    from triton.runtime.errors import OutOfResources
+
+    from native_sparse_attention.ops._triton import launch
+
+    monkeypatch.setenv('TRITON_CACHE_DIR', str(tmp_path))
+    table = getattr(importlib.import_module(entry.module), entry.table)
+    architecture, itemsize, head_dim = entry.key
+    uses, find_settings = 0, launch.find_settings
+
+    def find_this(asked: Any, *rest: Any) -> Any:
+        nonlocal uses
+        uses += asked is table
+        return table[entry.key] if asked is table else find_settings(asked, *rest)
+
+    own = launch.architecture_of(device)
+    foreign = find_settings(table, own, itemsize, head_dim) != table[entry.key]
+    monkeypatch.setattr(launch, 'find_settings', find_this)
+    try:
+        for dtype in (torch.bfloat16, torch.float16) if itemsize == 2 else (torch.float32,):
+            for problem in problems_for(entry.module, head_dim, dtype, device):
+                grads = problem.draw_grads(torch.Generator(device).manual_seed(1))
+                with harness.poisoned_allocations():
+                    result = assert_obeys_the_rules(problem, grads, BACKEND)
+                harness.assert_same_bits(problem.run(BACKEND, grads), result)
+            if 'block_selection' in entry.module:
+                for index in range(3):
+                    tensors, settings, choice = choice_at(head_dim, dtype, index, device)
+                    blocks = choose(BACKEND, tensors, settings, choice)
+                    assert torch.equal(blocks, choose(BACKEND, tensors, settings, choice))
+                    assert_chooses_as_well(blocks, tensors, settings, choice)
+    except OutOfResources as error:
+        if not foreign:
+            raise
+        pytest.skip(f'{architecture} has what {own} has not: {error}')
+    assert uses, f'no problem here takes settings from {entry.table}'
+
+
+def choice_at(
+    head_dim: int, dtype: torch.dtype, index: int, device: torch.device
+) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
+    """A choice of blocks at a head size: of groups, of heads alone, not causal."""
+    generator = torch.Generator(device).manual_seed(index)
+    shape: dict[str, Any] = {'dtype': dtype, 'device': device, 'generator': generator}
+    q, k_cmp, v_cmp = make_qkv(2, 500, 61, heads=8, kv_heads=2, head_dim=head_dim, **shape)
+    settings = {'compress_block_size': 16, 'compress_stride': 8, 'selection_block_size': 16, 'seqlen_k': 500}
+    settings['causal'] = index < 2
+    lse = attention_lse(q, k_cmp, v_cmp, settings)
+    choice = {'num_selected': 8, 'num_init': 1, 'num_local': 2, 'share_group': index != 1}
+    return {'q': q, 'k_cmp': k_cmp, 'lse': lse}, settings, choice
+
+
+def test_what_is_tested_here_is_what_runs(device: torch.device):
+    """auto takes the kernels on this GPU, for every op of the composition and with every setting."""
+    tensors, settings = make_nsa(1, 300, device=device)
+    q, k, v = (tensors[name] for name in 'qkv')
+    assert backend_of(q, k, v, use_diff_topk=True).name == BACKEND
+    changes: tuple[dict[str, Any], ...] = ({}, {'use_diff_topk': True}, {'share_group': False})
+    for change in changes:
+        assert torch.equal(nsa(**tensors, **settings, **change), nsa(**tensors, **settings, **change, backend=BACKEND))
