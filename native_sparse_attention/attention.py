@@ -258,14 +258,22 @@ class SparseAttention(nn.Module):
         )
 
     def backend_for(self, x: Tensor) -> BackendChoice:
-        """The backend that a forward of x `[B, T, dim]` would take, and why faster ones are passed over."""
+        """The backend that a forward of x `[B, T, dim]` would take, and why faster ones are passed over; `ops` has what
+        each op takes.
+        """
         dtype = projection_dtype(x)
         trains = torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self.parameters()))
         probe = torch.empty((), dtype=dtype, device=x.device, requires_grad=trains)
         q = probe.expand(*x.shape[:2], self.heads, self.dim_head)
         k, v = (probe.expand(*x.shape[:2], self.kv_heads, dim) for dim in (self.dim_head, self.dim_value_head))
         return functional.backend_of(
-            q, k, v, num_selected=self.num_selected_blocks, use_diff_topk=self.use_diff_topk, backend=self.backend
+            q,
+            k,
+            v,
+            num_selected=self.num_selected_blocks,
+            share_group=self.query_heads_share_selected_kv,
+            use_diff_topk=self.use_diff_topk,
+            backend=self.backend,
         )
 
     def _attend_whole(self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, backend: str) -> Tensor:

@@ -24,7 +24,9 @@ from native_sparse_attention.ops._checks import (
     make_sequences,
 )
 from native_sparse_attention.ops.backend import check_backend, slowest
+from native_sparse_attention.ops.block_selection.api import backend_of as choice_backend
 from native_sparse_attention.ops.compressed_attention.api import backend_of as compressed_backend
+from native_sparse_attention.ops.gated_sum.api import backend_of as sum_backend
 from native_sparse_attention.ops.gated_sum.api import check_gates
 from native_sparse_attention.ops.selected_attention.api import backend_of as selected_backend
 from native_sparse_attention.ops.window_attention.api import backend_of as window_backend
@@ -81,7 +83,8 @@ def nsa(
         use_diff_topk: logits of chosen, not forced blocks carry a factor of 1 whose gradient teaches the compressed
             branch to choose.
         q_offset, seqlens_k, causal, scale, cu_seqlens, cu_seqlens_k: as in the ops.
-        backend: 'auto', 'triton', 'flex' (the three attentions; choice and sum are eager) or 'eager'.
+        backend: 'auto', 'triton', 'flex' (the three attentions; choice and sum are eager) or 'eager'; `backend_of`
+            says what 'auto' takes.
 
     Returns:
         `[B, T, HQ, DV]` in the dtype of q.
@@ -168,12 +171,29 @@ def backend_of(
     v: Tensor,
     *,
     num_selected: int = 1,
+    share_group: bool = True,
     use_diff_topk: bool = False,
     backend: str = 'auto',
 ) -> BackendChoice:
-    """The backend that the three attentions of `nsa` would take; where they differ, the slowest of them."""
-    choices = [compressed_backend(q, k, v, backend=backend), window_backend(q, k, v, backend=backend)]
+    """The backend that `nsa` would take, and in `ops` that of every op.
+
+    It is that of the three attentions; where they differ, the slowest of them.
+    """
+    attentions = {
+        'compressed_attention': compressed_backend(q, k, v, backend=backend),
+        'window_attention': window_backend(q, k, v, backend=backend),
+    }
+    eager_in_flex = 'eager' if backend == 'flex' else backend
+    others = {'gated_sum': sum_backend(q, v, backend=eager_in_flex)}
     if num_selected:
         block_scale = q[:, :, : k.shape[2], :1] if use_diff_topk else None
-        choices.append(selected_backend(q, k, v, block_scale=block_scale, num_selected=num_selected, backend=backend))
-    return slowest(choices)
+        attentions['selected_attention'] = selected_backend(
+            q, k, v, block_scale=block_scale, num_selected=num_selected, backend=backend
+        )
+        group_size = q.shape[2] // k.shape[2] if share_group else 1
+        others['select_blocks'] = choice_backend(
+            'select_blocks', q, k, group_size=group_size, num_selected=num_selected, backend=eager_in_flex
+        )
+        if use_diff_topk:
+            others['chosen_scores'] = choice_backend('chosen_scores', q, k, backend=eager_in_flex)
+    return slowest(attentions, others)

@@ -3,7 +3,7 @@ values."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -13,14 +13,21 @@ BACKENDS = ('auto', 'triton', 'flex', 'eager')
 
 @dataclass(frozen=True)
 class BackendChoice:
-    """The backend that serves a call, and for every faster one the reason why it does not."""
+    """The backend that serves a call, and for every faster one the reason why it does not.
+
+    ops: of a composition, what serves each of its ops, by name.
+    """
 
     name: str
     passed_over: Mapping[str, str] = field(default_factory=dict)
+    ops: Mapping[str, BackendChoice] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        reasons = '; '.join(f'not {name}: {reason}' for name, reason in self.passed_over.items())
-        return f'{self.name} ({reasons})' if reasons else self.name
+        reasons = [f'not {name}: {reason}' for name, reason in self.passed_over.items()]
+        # flex has the attentions alone, so that eager serves the rest with it goes without saying.
+        usual = ('flex', 'eager') if self.name == 'flex' else (self.name,)
+        others = [f'{op} by {choice}' for op, choice in self.ops.items() if choice.name not in usual]
+        return ', '.join([f'{self.name} ({"; ".join(reasons)})' if reasons else self.name, *others])
 
 
 def check_backend(backend: str) -> None:
@@ -34,8 +41,8 @@ def choose_backend(
     """The backend for one call of `op`.
 
     candidates: the backends that the op has, fastest first, each with a function that says why it cannot serve this
-    call, or None where it can. 'auto' takes the first that can, and on anything but a GPU eager; an explicit backend
-    never falls back, it raises ValueError with the reason.
+    call, or None where it can. 'auto' takes the first that can, on anything but a GPU eager, and triton on NVIDIA
+    GPUs only; an explicit backend never falls back, it raises ValueError with the reason.
     """
     check_backend(backend)
     if backend != 'auto':
@@ -45,7 +52,7 @@ def choose_backend(
         return BackendChoice(backend)
     passed_over: dict[str, str] = {}
     for name, unsupported in candidates.items():
-        reason = f'the tensors are on {device.type}' if name != 'eager' and device.type != 'cuda' else unsupported()
+        reason = _left_out(name, device) or unsupported()
         if reason is None:
             return BackendChoice(name, passed_over)
         passed_over[name] = reason
@@ -58,6 +65,16 @@ def serves() -> None:
     """The candidate function of a backend that serves every call."""
 
 
-def slowest(choices: Iterable[BackendChoice]) -> BackendChoice:
-    """Of the choices made for the ops of a composition the one whose backend is slowest."""
-    return max(choices, key=lambda choice: BACKENDS.index(choice.name))
+def slowest(choices: Mapping[str, BackendChoice], others: Mapping[str, BackendChoice]) -> BackendChoice:
+    """One choice for a composition: that of `choices`, by op, whose backend is slowest. It names them and `others`."""
+    choice = max(choices.values(), key=lambda choice: BACKENDS.index(choice.name))
+    return BackendChoice(choice.name, choice.passed_over, {**choices, **others})
+
+
+def _left_out(name: str, device: torch.device) -> str | None:
+    """Why 'auto' does not even ask a backend."""
+    if name != 'eager' and device.type != 'cuda':
+        return f'the tensors are on {device.type}'
+    if name == 'triton' and torch.version.hip is not None:
+        return 'its kernels are tried on NVIDIA GPUs alone'
+    return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -12,6 +11,8 @@ from torch import Tensor
 MAX_HEAD_DIM = 256
 MIN_CAPABILITY = (8, 0)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# Looked up once, as torch.compile warns of functions that remember what they returned.
+IS_INSTALLED = importlib.util.find_spec('triton') is not None
 # Offsets of tokens are int32 in the kernels; elements are counted in int64.
 MAX_TOKENS = 2**30
 
@@ -38,22 +39,17 @@ def is_interpreted() -> bool:
 
 
 def _unsupported_device(device: torch.device) -> str | None:
-    if not _is_installed():
+    if not IS_INSTALLED:
         return 'triton is not installed'
     if is_interpreted():
         return None
     if device.type != 'cuda':
         return f'the tensors are on {device.type}, but its kernels run on GPUs (on CPUs with TRITON_INTERPRET=1)'
-    if torch.version.hip is None and _capability(device) < MIN_CAPABILITY:
-        return f'the GPU has compute capability {_capability(device)}, but at least {MIN_CAPABILITY} is needed'
+    if torch.version.hip is not None:
+        return None
+    # torch.compile knows the properties as a constant, but not get_device_capability.
+    properties = torch.cuda.get_device_properties(device)
+    capability = properties.major, properties.minor
+    if capability < MIN_CAPABILITY:
+        return f'the GPU has compute capability {capability}, but its kernels need at least {MIN_CAPABILITY}'
     return None
-
-
-@cache
-def _is_installed() -> bool:
-    return importlib.util.find_spec('triton') is not None
-
-
-@cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
