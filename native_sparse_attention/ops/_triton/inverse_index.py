@@ -92,7 +92,7 @@ def make_inverse_index(
     # What chose nothing has the slot behind the last one, so a pair has num_entries places in the sorted keys.
     offsets = torch.arange(len(pairs), dtype=torch.int32, device=device) * (num_slots + 1)
     keys = (offsets + num_slots)[:, None].repeat(1, num_entries)
-    block_s = triton.next_power_of_2(max(num_selected, 1))
+    block_s = 1 << max(num_selected - 1, 0).bit_length()
     block_t = max(1, min(128, TILE_SIZE // block_s))
     tiles = num_tiles(place, seqlen, block_t)
     if place.cu_seqlens is None:

@@ -89,6 +89,27 @@ def find_tile(index, starts_ptr, length, num_sequences, TILE: tl.constexpr):
 
 
 @triton.jit
+def find_query(index, place):
+    """Sequence, row and token of query `index` of all rows. Packed: tokens behind the last one form sequence N."""
+    if place.cu_seqlens is None:
+        sequence = index // place.seqlen_q
+        row = sequence
+        token = index % place.seqlen_q
+    else:
+        row = 0
+        token = index
+        sequence = 0
+        above = place.num_sequences
+        while sequence < above:
+            middle = (sequence + above + 1) // 2
+            if tl.load(place.cu_seqlens + middle).to(tl.int32) <= token:
+                sequence = middle
+            else:
+                above = middle - 1
+    return sequence, row, token
+
+
+@triton.jit
 def load_extent(starts_ptr, sequence, length, num_sequences):
     """Row, first token and number of tokens of a sequence on an axis of `length`; packed: of sequence N too."""
     if starts_ptr is None:

@@ -15,6 +15,11 @@ from native_sparse_attention.ops._checks import (
 )
 from native_sparse_attention.ops.backend import BackendChoice, choose_backend, serves
 
+# Blocks of a query, which a kernel holds at once to find those that stand in the row already.
+MAX_SELECTED = 1024
+# Blocks that the queries of a kv head choose, which the kernels count in int32.
+MAX_CHOICES = 2**30
+
 
 def selected_attention(
     q: Tensor,
@@ -73,6 +78,10 @@ def selected_attention(
     arguments = (q, k, v, block_indices, block_scale, sequences, block_size, causal, scale)
     num_selected = block_indices.shape[3]
     match backend_of(q, k, v, block_scale=block_scale, num_selected=num_selected, backend=backend).name:
+        case 'triton':
+            from native_sparse_attention.ops.selected_attention import triton
+
+            return triton.selected_attention(*arguments)
         case 'flex':
             from native_sparse_attention.ops.selected_attention import flex
 
@@ -95,6 +104,21 @@ def backend_of(
     """The backend that would serve these inputs."""
     from native_sparse_attention.ops import _flex
 
-    flex = partial(_flex.passed_over, backend, q, k, v, factors=block_scale, num_selected=num_selected)
-    candidates = {'flex': flex, 'eager': serves}
+    candidates = {
+        'triton': partial(_not_by_triton, q, k, v, num_selected),
+        'flex': partial(_flex.passed_over, backend, q, k, v, factors=block_scale, num_selected=num_selected),
+        'eager': serves,
+    }
     return choose_backend('selected_attention', backend, q.device, candidates)
+
+
+def _not_by_triton(q: Tensor, k: Tensor, v: Tensor, num_selected: int) -> str | None:
+    """Why the kernels cannot serve a call, or None where they can."""
+    from native_sparse_attention.ops._triton import support
+
+    if num_selected > MAX_SELECTED:
+        return f'a query chooses {num_selected} blocks, but its kernels hold a choice of up to {MAX_SELECTED}'
+    choices = q.shape[1] * (q.shape[2] // k.shape[2]) * num_selected
+    if choices > MAX_CHOICES:
+        return f'up to {choices} blocks are chosen per kv head, but its kernels count up to {MAX_CHOICES}'
+    return support.unsupported(q, k, v)

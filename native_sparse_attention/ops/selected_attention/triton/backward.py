@@ -1,0 +1,391 @@
+"""Backward kernels of selected attention: one for the gradients of q and of the factors, one for those of k and v.
+
+The gradient of a logit is p * (dp - delta), where delta is the sum of p * dp over the keys of a row. It is commonly taken
+as the product of the output and its gradient, but the output is rounded, and in rows of few keys that shows. So the
+first kernel starts from that product, adds up by how much it is off, and corrects both its result and delta.
+
+The second kernel has a program per block of keys and per chunk of the list of those who chose it. A block with one
+chunk is finished there; the chunks of the others leave partial sums, which a third kernel adds in the order of the list.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from native_sparse_attention.ops._triton.interval.tiles import load_rows, split_finite, store_rows
+from native_sparse_attention.ops._triton.inverse_index import find_block
+from native_sparse_attention.ops._triton.placement import find_tile, load_extent, load_num_keys, load_position
+from native_sparse_attention.ops.selected_attention.triton.choice import find_reader, load_block, load_factor
+
+
+class Lists(NamedTuple):
+    """The lists of a group of pairs, as kernels take them.
+
+    entries, starts: of the inverse index, tensors. num_slots: block slots of a pair. num_programs: of a pair, enough for
+    the chunks of its lists. first_pair: of the group. kv_heads: H. repeats: R. num_selected: n. num_partials: partial
+    sums of a pair.
+    """
+
+    entries: Any
+    starts: Any
+    num_slots: int
+    num_programs: int
+    first_pair: int
+    kv_heads: int
+    repeats: int
+    num_selected: int
+    num_partials: int
+
+
+class Partials(NamedTuple):
+    """Sums over a chunk of a list, float32 tensors `[pairs * num_partials, block size, D and DV]`."""
+
+    k: Any
+    v: Any
+
+
+@triton.jit
+def dq_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    indices_ptr,
+    factors_ptr,
+    out_ptr,
+    lse_ptr,
+    dout_ptr,
+    dlse_ptr,
+    dq_ptr,
+    delta_ptr,
+    dfactors_ptr,
+    q_strides,
+    k_strides,
+    v_strides,
+    indices_strides,
+    factors_strides,
+    out_strides,
+    dout_strides,
+    dlse_strides,
+    dq_strides,
+    place,
+    scale,
+    GROUP: tl.constexpr,
+    REPEATS: tl.constexpr,
+    NUM_SELECTED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    """Shapes as in the forward kernel; dlse may be None, and is `[B, HQ, T]` like lse and delta, where the gradient of
+    a logit is p * (dp - delta). dfactors: float32 `[parts, B, T, HI, n]`, for the tiles of the heads of a choice, or
+    None.
+    """
+    row, token, key_start, readable = find_reader(tl.program_id(0), place, CAUSAL)
+    row, token = row.to(tl.int64), token.to(tl.int64)
+    parts = tl.cdiv(GROUP, BLOCK_M)
+    chooser = (tl.program_id(1) // parts).to(tl.int64)
+    part = tl.program_id(1) % parts
+    in_group = part * BLOCK_M + tl.arange(0, BLOCK_M)
+    heads = chooser * GROUP + in_group
+    head_mask = in_group < GROUP
+    num_choosers = tl.num_programs(1) // parts
+    k_ptr += row * k_strides[0] + chooser // REPEATS * k_strides[2]
+    v_ptr += row * v_strides[0] + chooser // REPEATS * v_strides[2]
+    indices_ptr += row * indices_strides[0] + token * indices_strides[1] + chooser * indices_strides[2]
+    if factors_ptr is not None:
+        factors_ptr += row * factors_strides[0] + token * factors_strides[1] + chooser * factors_strides[2]
+    q_ptr += row * q_strides[0] + token * q_strides[1]
+    out_ptr += row * out_strides[0] + token * out_strides[1]
+    dout_ptr += row * dout_strides[0] + token * dout_strides[1]
+    q = load_rows(q_ptr, heads, q_strides[2], head_mask, HEAD_DIM, BLOCK_D)  # [BLOCK_M, BLOCK_D]
+    dout = load_rows(dout_ptr, heads, dout_strides[2], head_mask, VALUE_DIM, BLOCK_DV)  # [BLOCK_M, BLOCK_DV]
+    out = load_rows(out_ptr, heads, out_strides[2], head_mask, VALUE_DIM, BLOCK_DV)
+    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+    places_of_lse = (row * num_choosers * GROUP + heads) * place.seqlen_q + token
+    lse = tl.load(lse_ptr + places_of_lse, mask=head_mask, other=0.0)
+    lse_log2 = tl.where(lse == float('-inf'), 0.0, lse) * 1.4426950408889634
+    dlse = tl.zeros([BLOCK_M], tl.float32)
+    if dlse_ptr is not None:
+        dlse_ptr += row * dlse_strides[0] + token * dlse_strides[2]
+        dlse = tl.load(dlse_ptr + heads * dlse_strides[1], mask=head_mask, other=0.0)
+    slots = tl.arange(0, BLOCK_S)
+    choice = tl.load(indices_ptr + slots, mask=slots < NUM_SELECTED, other=-1)  # [BLOCK_S]
+
+    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    mean_k = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    missing = tl.zeros([BLOCK_M], tl.float32)
+    if dfactors_ptr is not None:
+        # The gradient of a factor is a sum over heads, each with a delta of its own: it cannot be corrected at last.
+        for slot in tl.range(0, NUM_SELECTED):
+            first, last = load_block(indices_ptr, choice, slot, readable, BLOCK_SIZE, BLOCK_S)
+            factor = load_factor(factors_ptr, slot, first < last)
+            for start in tl.range(first, last, BLOCK_N):
+                _, _, _, dlogits = _differentiate(
+                    q, dout, k_ptr, v_ptr, k_strides[1], v_strides[1], lse_log2, delta, start, last, key_start, scale,
+                    factor, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV,
+                )  # fmt: skip
+                missing += tl.sum(dlogits, 1)
+        delta += missing
+        missing = tl.zeros([BLOCK_M], tl.float32)
+        query = row * place.seqlen_q + token
+        dfactors_ptr += ((part * tl.num_programs(0) + query) * num_choosers + chooser) * NUM_SELECTED
+    for slot in tl.range(0, NUM_SELECTED):
+        first, last = load_block(indices_ptr, choice, slot, readable, BLOCK_SIZE, BLOCK_S)
+        factor = load_factor(factors_ptr, slot, first < last)
+        dfactor = tl.zeros([BLOCK_M], tl.float32)
+        for start in tl.range(first, last, BLOCK_N):
+            k, logits, weights, dlogits = _differentiate(
+                q, dout, k_ptr, v_ptr, k_strides[1], v_strides[1], lse_log2, delta, start, last, key_start, scale,
+                factor, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV,
+            )  # fmt: skip
+            missing += tl.sum(dlogits, 1)
+            dlogits += weights * dlse[:, None]
+            dfactor += tl.sum(dlogits * logits, 1)
+            dq = tl.dot((dlogits * factor).to(k.dtype), k, dq, input_precision='ieee')
+            mean_k = tl.dot((weights * factor).to(k.dtype), k, mean_k, input_precision='ieee')
+        if dfactors_ptr is not None:
+            tl.store(dfactors_ptr + slot, tl.sum(dfactor, 0))
+    dq = (dq - missing[:, None] * mean_k) * scale
+    dq_ptr += row * dq_strides[0] + token * dq_strides[1]
+    store_rows(dq_ptr, heads, dq_strides[2], dq, head_mask, HEAD_DIM, BLOCK_D)
+    tl.store(delta_ptr + places_of_lse, delta + missing - dlse, mask=head_mask)
+
+
+@triton.jit
+def _differentiate(
+    q,
+    dout,
+    k_ptr,
+    v_ptr,
+    k_stride,
+    v_stride,
+    lse_log2,
+    delta,
+    first,
+    last,
+    key_start,
+    scale,
+    factor,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    """A tile of keys from `first` on, and [BLOCK_M, BLOCK_N]: their logits without the factor, their weights, and the
+    gradients of the logits; 0 for keys that are not read.
+    """
+    keys = first + tl.arange(0, BLOCK_N)
+    mask = keys < last
+    k = load_rows(k_ptr, key_start + keys, k_stride, mask, HEAD_DIM, BLOCK_D)  # [BLOCK_N, BLOCK_D]
+    v = load_rows(v_ptr, key_start + keys, v_stride, mask, VALUE_DIM, BLOCK_DV)  # [BLOCK_N, BLOCK_DV]
+    logits = tl.dot(q, tl.trans(k), input_precision='ieee') * scale
+    logits = tl.where(mask[None, :], logits, 0.0)
+    weights = tl.exp2(logits * (factor * 1.4426950408889634) - lse_log2[:, None])
+    weights = tl.where(mask[None, :], weights, 0.0)
+    dweights = tl.dot(dout, tl.trans(v), input_precision='ieee')
+    dlogits = tl.where(mask[None, :], weights * (dweights - delta[:, None]), 0.0)
+    return k, logits, weights, dlogits
+
+
+@triton.jit
+def dkv_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    factors_ptr,
+    lse_ptr,
+    delta_ptr,
+    dout_ptr,
+    dk_ptr,
+    dv_ptr,
+    partials,
+    q_strides,
+    k_strides,
+    v_strides,
+    factors_strides,
+    dout_strides,
+    dk_strides,
+    dv_strides,
+    place,
+    lists,
+    scale,
+    GROUP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    CHUNK: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    """Adds up to CHUNK entries of a list, to dk and dv where these are all, or else to a partial sum. One program per
+    pair, chunk and tile of the block's keys. dk, dv: `[B, S, H, D and DV]`.
+    """
+    tiles = tl.cdiv(BLOCK_SIZE, BLOCK_N)
+    pair, slot, first_entry, begin, length = _find_chunk(tl.program_id(0) // tiles, lists, CHUNK)
+    if slot >= lists.num_slots:
+        return
+    # A list without entries has a chunk too: its keys have gradients of 0.
+    if (first_entry > 0) & (first_entry >= length):
+        return
+    row = (lists.first_pair + pair) // lists.kv_heads
+    sequence, first_key = find_block(slot, row, place, BLOCK_SIZE)
+    if sequence >= place.num_sequences:
+        return
+    _, key_start, num_stored = load_extent(place.cu_seqlens_k, sequence, place.seqlen_k, place.num_sequences)
+    _, query_start, num_queries = load_extent(place.cu_seqlens, sequence, place.seqlen_q, place.num_sequences)
+    num_keys = load_num_keys(place, sequence)
+    offset = load_position(place, sequence, num_queries, num_keys) - query_start
+    in_block = tl.program_id(0) % tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+    keys = first_key + in_block
+    stored = (keys >= 0) & (keys < num_stored) & (in_block < BLOCK_SIZE)
+    key_mask = stored & (keys < num_keys)
+    kv_head = ((lists.first_pair + pair) % lists.kv_heads).to(tl.int64)
+    row = row.to(tl.int64)
+    k_ptr += row * k_strides[0] + kv_head * k_strides[2]
+    v_ptr += row * v_strides[0] + kv_head * v_strides[2]
+    k = load_rows(k_ptr, key_start + keys, k_strides[1], key_mask, HEAD_DIM, BLOCK_D)  # [BLOCK_N, BLOCK_D]
+    v = load_rows(v_ptr, key_start + keys, v_strides[1], key_mask, VALUE_DIM, BLOCK_DV)  # [BLOCK_N, BLOCK_DV]
+    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+
+    entries_ptr = lists.entries + pair.to(tl.int64) * place.seqlen_q * lists.repeats * lists.num_selected
+    entries_ptr += begin + first_entry
+    q_ptr += row * q_strides[0]
+    dout_ptr += row * dout_strides[0]
+    num_heads = lists.kv_heads * lists.repeats * GROUP
+    num_rows = tl.minimum(length - first_entry, CHUNK) * GROUP
+    for first_row in tl.range(0, num_rows, BLOCK_M):
+        rows = first_row + tl.arange(0, BLOCK_M)
+        row_mask = rows < num_rows
+        entry = tl.load(entries_ptr + rows // GROUP, mask=row_mask, other=0)
+        token = entry // (lists.repeats * lists.num_selected)
+        chooser = kv_head * lists.repeats + entry // lists.num_selected % lists.repeats
+        head = chooser * GROUP + rows % GROUP
+        positions = offset + token
+        token = token.to(tl.int64)
+        offsets = token * q_strides[1] + head * q_strides[2]
+        q = load_rows(q_ptr, offsets, 1, row_mask, HEAD_DIM, BLOCK_D)  # [BLOCK_M, BLOCK_D]
+        offsets = token * dout_strides[1] + head * dout_strides[2]
+        dout = load_rows(dout_ptr, offsets, 1, row_mask, VALUE_DIM, BLOCK_DV)  # [BLOCK_M, BLOCK_DV]
+        places_of_lse = (row * num_heads + head) * place.seqlen_q + token
+        lse = tl.load(lse_ptr + places_of_lse, mask=row_mask, other=0.0)
+        delta = tl.load(delta_ptr + places_of_lse, mask=row_mask, other=0.0)
+        lse_log2 = tl.where(lse == float('-inf'), 0.0, lse) * 1.4426950408889634
+        read = key_mask[:, None] & row_mask[None, :]
+        if CAUSAL:
+            read = read & (keys[:, None] <= positions[None, :])
+        logits = tl.dot(k, tl.trans(q), input_precision='ieee') * (scale * 1.4426950408889634)  # [BLOCK_N, BLOCK_M]
+        dweights = tl.dot(v, tl.trans(dout), input_precision='ieee')
+        if factors_ptr is not None:
+            offsets = row * factors_strides[0] + token * factors_strides[1] + chooser * factors_strides[2]
+            factor = tl.load(factors_ptr + offsets + entry % lists.num_selected, mask=row_mask, other=0.0)
+            factor = factor.to(tl.float32)
+            weights = tl.where(read, tl.exp2(logits * factor[None, :] - lse_log2[None, :]), 0.0)
+            dlogits = weights * ((dweights - delta[None, :]) * factor[None, :])
+        else:
+            weights = tl.where(read, tl.exp2(logits - lse_log2[None, :]), 0.0)
+            dlogits = weights * (dweights - delta[None, :])
+        dlogits = tl.where(read, dlogits, 0.0)
+        # A query that is not finite must not reach the keys that it does not read.
+        q, _ = split_finite(q)
+        dv = tl.dot(weights.to(dout.dtype), dout, dv, input_precision='ieee')
+        dk = tl.dot(dlogits.to(q.dtype), q, dk, input_precision='ieee')
+    # What no query may read is loaded as 0, and its gradient is 0.
+    dk = tl.where(key_mask[:, None], dk * scale, 0.0)
+    dv = tl.where(key_mask[:, None], dv, 0.0)
+    if length <= CHUNK:
+        dk_ptr += row * dk_strides[0] + kv_head * dk_strides[2]
+        dv_ptr += row * dv_strides[0] + kv_head * dv_strides[2]
+        store_rows(dk_ptr, key_start + keys, dk_strides[1], dk, stored, HEAD_DIM, BLOCK_D)
+        store_rows(dv_ptr, key_start + keys, dv_strides[1], dv, stored, VALUE_DIM, BLOCK_DV)
+    else:
+        rows_of_partial = _find_partial(pair, begin, lists, CHUNK) + first_entry // CHUNK
+        rows_of_partial = rows_of_partial * BLOCK_SIZE + in_block
+        store_rows(partials.k, rows_of_partial, HEAD_DIM, dk, in_block < BLOCK_SIZE, HEAD_DIM, BLOCK_D)
+        store_rows(partials.v, rows_of_partial, VALUE_DIM, dv, in_block < BLOCK_SIZE, VALUE_DIM, BLOCK_DV)
+
+
+@triton.jit
+def combine_kernel(
+    dk_ptr,
+    dv_ptr,
+    partials,
+    dk_strides,
+    dv_strides,
+    place,
+    lists,
+    BLOCK_SIZE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    """Adds the partial sums of the lists that have several. One program per pair, block slot and tile of its keys."""
+    tiles = tl.cdiv(BLOCK_SIZE, BLOCK_N)
+    slot = tl.program_id(0) // tiles % lists.num_slots
+    pair = tl.program_id(0) // tiles // lists.num_slots
+    starts_ptr = lists.starts + pair.to(tl.int64) * (lists.num_slots + 1) + slot
+    begin = tl.load(starts_ptr)
+    length = tl.load(starts_ptr + 1) - begin
+    if length <= CHUNK:
+        return
+    row = (lists.first_pair + pair) // lists.kv_heads
+    sequence, first_key = find_block(slot, row, place, BLOCK_SIZE)
+    if sequence >= place.num_sequences:
+        return
+    _, key_start, num_stored = load_extent(place.cu_seqlens_k, sequence, place.seqlen_k, place.num_sequences)
+    in_block = tl.program_id(0) % tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+    keys = first_key + in_block
+    in_partial = in_block < BLOCK_SIZE
+    stored = (keys >= 0) & (keys < num_stored) & in_partial
+    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+    first_partial = _find_partial(pair, begin, lists, CHUNK)
+    for chunk in tl.range(0, tl.cdiv(length, CHUNK)):
+        rows = (first_partial + chunk) * BLOCK_SIZE + in_block
+        dk += load_rows(partials.k, rows, HEAD_DIM, in_partial, HEAD_DIM, BLOCK_D)
+        dv += load_rows(partials.v, rows, VALUE_DIM, in_partial, VALUE_DIM, BLOCK_DV)
+    row = row.to(tl.int64)
+    kv_head = ((lists.first_pair + pair) % lists.kv_heads).to(tl.int64)
+    dk_ptr += row * dk_strides[0] + kv_head * dk_strides[2]
+    dv_ptr += row * dv_strides[0] + kv_head * dv_strides[2]
+    store_rows(dk_ptr, key_start + keys, dk_strides[1], dk, stored, HEAD_DIM, BLOCK_D)
+    store_rows(dv_ptr, key_start + keys, dv_strides[1], dv, stored, VALUE_DIM, BLOCK_DV)
+
+
+@triton.jit
+def _find_chunk(index, lists, CHUNK: tl.constexpr):
+    """Chunk `index` of the lists: its pair, block slot and first entry in the list, where the list begins, and its
+    length. The slot is num_slots behind the last list, and the first entry behind the end of a list where it has fewer
+    chunks than there is room for.
+    """
+    pair = index // lists.num_programs
+    starts_ptr = lists.starts + pair.to(tl.int64) * (lists.num_slots + 1)
+    # Lists follow each other as packed sequences do.
+    slot, first_entry = find_tile(index % lists.num_programs, starts_ptr, 0, lists.num_slots, CHUNK)
+    begin = tl.load(starts_ptr + slot)
+    end = tl.load(starts_ptr + tl.minimum(slot + 1, lists.num_slots))
+    return pair, slot, first_entry, begin, end - begin
+
+
+@triton.jit
+def _find_partial(pair, begin, lists, CHUNK: tl.constexpr):
+    """The first partial sum of a list that begins at entry `begin` and has more than CHUNK entries. Such a list of x *
+    CHUNK entries has at most floor(2 * x) chunks, so no two lists meet.
+    """
+    return pair.to(tl.int64) * lists.num_partials + 2 * begin.to(tl.int64) // CHUNK

@@ -1,0 +1,51 @@
+"""What a query chose: the keys of each index of its row."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from native_sparse_attention.ops._triton.inverse_index import count_readable_blocks
+from native_sparse_attention.ops._triton.placement import find_query, load_extent, load_num_keys, load_position
+
+
+@triton.jit
+def find_reader(index, place, CAUSAL: tl.constexpr):
+    """Row and token of query `index` of all rows, the first key of its sequence, and how many keys of the sequence it may
+    read: the first ones.
+    """
+    sequence, row, token = find_query(index, place)
+    _, query_start, num_queries = load_extent(place.cu_seqlens, sequence, place.seqlen_q, place.num_sequences)
+    readable = load_num_keys(place, sequence)
+    key_start = 0
+    if place.cu_seqlens_k is not None:
+        _, key_start, _ = load_extent(place.cu_seqlens_k, sequence, place.seqlen_k, place.num_sequences)
+    if CAUSAL:
+        position = load_position(place, sequence, num_queries, readable) + token - query_start
+        readable = tl.minimum(readable, tl.maximum(position + 1, 0))
+    return row, token, key_start, readable
+
+
+@triton.jit
+def load_block(indices_ptr, choice, place_in_row, readable, BLOCK_SIZE: tl.constexpr, BLOCK_S: tl.constexpr):
+    """Keys [first, last) of an index of a row. There are none where it names no block that can be read, or one that
+    stood earlier in the row. choice: the whole row, [BLOCK_S].
+    """
+    block = tl.load(indices_ptr + place_in_row)
+    # The number of blocks does not depend on the position: what is readable has been counted.
+    num_blocks = count_readable_blocks(0, readable, BLOCK_SIZE, False)
+    repeats = (choice == block) & (tl.arange(0, BLOCK_S) < place_in_row)
+    counts = (block >= 0) & (block < num_blocks) & (tl.sum(repeats.to(tl.int32), 0) == 0)
+    first = tl.where(counts, block, 0).to(tl.int32) * BLOCK_SIZE
+    last = tl.where(counts, tl.minimum(first + BLOCK_SIZE, readable), first)
+    return first, last
+
+
+@triton.jit
+def load_factor(factors_ptr, place_in_row, is_read):
+    """Factor of the logits of an index; 1 where there are none. That of an index that is not read may be anything."""
+    if factors_ptr is None:
+        factor = 1.0
+    else:
+        factor = tl.where(is_read, tl.load(factors_ptr + place_in_row).to(tl.float32), 0.0)
+    return factor

@@ -1,0 +1,311 @@
+"""Selected attention as registered PyTorch ops, forward and backward."""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from native_sparse_attention.geometry import Sequences
+from native_sparse_attention.ops._triton.inverse_index import group_pairs, make_inverse_index, num_block_slots
+from native_sparse_attention.ops._triton.launch import head_block, launch, refuse_double_backward, settings_of
+from native_sparse_attention.ops._triton.placement import (
+    Placement,
+    flatten,
+    last_dim_contiguous,
+    make_placement,
+    unflatten,
+)
+from native_sparse_attention.ops.selected_attention.triton import settings
+from native_sparse_attention.ops.selected_attention.triton.backward import (
+    Lists,
+    Partials,
+    combine_kernel,
+    dkv_kernel,
+    dq_kernel,
+)
+from native_sparse_attention.ops.selected_attention.triton.forward import forward_kernel
+
+# Pairs of a query and a head that one program adds to the gradients of a block; the lists of some blocks have many more.
+CHUNK_ROWS = 4096
+# Bytes that partial sums may take.
+WORKSPACE = 2**29
+
+OptionalTensor = Optional[Tensor]  # noqa: UP045 (the schema of an op is read off its annotations)
+OptionalInt = Optional[int]  # noqa: UP045
+
+
+def selected_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor,
+    block_scale: Tensor | None,
+    sequences: Sequences,
+    block_size: int,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    return _forward(q, k, v, block_indices, block_scale, *flatten(sequences), block_size, causal, scale)
+
+
+@torch.library.custom_op('native_sparse_attention::selected_attention', mutates_args=())
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor,
+    block_scale: OptionalTensor,
+    seqlen_k: int,
+    q_offset: OptionalInt,
+    q_offsets: OptionalTensor,
+    seqlens_k: OptionalTensor,
+    cu_seqlens: OptionalTensor,
+    cu_seqlens_k: OptionalTensor,
+    block_size: int,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    q, k, v, block_indices, block_scale = last_dim_contiguous(q, k, v, block_indices, block_scale)
+    sequences = unflatten(q, (seqlen_k, q_offset, q_offsets, seqlens_k, cu_seqlens, cu_seqlens_k))
+    batch, seqlen, heads, _ = q.shape
+    out = q.new_empty(batch, seqlen, heads, v.shape[3])
+    lse = q.new_empty(batch, heads, seqlen, dtype=torch.float32)
+    grid, meta = _launch_per_query(settings.FORWARD, q, k, v, block_indices, block_size, causal)
+    launch(
+        forward_kernel,
+        grid,
+        *(q, k, v, block_indices, block_scale, out, lse),
+        *(q.stride(), k.stride(), v.stride(), block_indices.stride(), _strides(block_scale), out.stride()),
+        *(make_placement(sequences), scale),
+        **meta,
+        device=q.device,
+    )
+    return out, lse
+
+
+@torch.library.custom_op('native_sparse_attention::selected_attention_backward', mutates_args=())
+def _backward(
+    dout: Tensor,
+    dlse: OptionalTensor,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor,
+    block_scale: OptionalTensor,
+    seqlen_k: int,
+    q_offset: OptionalInt,
+    q_offsets: OptionalTensor,
+    seqlens_k: OptionalTensor,
+    cu_seqlens: OptionalTensor,
+    cu_seqlens_k: OptionalTensor,
+    block_size: int,
+    causal: bool,
+    scale: float,
+    needs_dkv: bool,
+    needs_dscale: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v and block_scale; those that are not needed are empty, but for the first."""
+    q, k, v, block_indices, block_scale = last_dim_contiguous(q, k, v, block_indices, block_scale)
+    dout, out = last_dim_contiguous(dout, out)
+    place = make_placement(unflatten(q, (seqlen_k, q_offset, q_offsets, seqlens_k, cu_seqlens, cu_seqlens_k)))
+    dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+    delta = torch.empty_like(lse)
+    grid, meta = _launch_per_query(settings.DQ, q, k, v, block_indices, block_size, causal)
+    dfactors = None
+    if needs_dscale:
+        parts = grid[1] // max(block_indices.shape[2], 1)
+        dfactors = q.new_empty(parts, *block_indices.shape, dtype=torch.float32)
+    launch(
+        dq_kernel,
+        grid,
+        *(q, k, v, block_indices, block_scale, out, lse, dout, dlse, dq, delta, dfactors),
+        *(q.stride(), k.stride(), v.stride(), block_indices.stride(), _strides(block_scale)),
+        *(out.stride(), dout.stride(), _strides(dlse), dq.stride()),
+        *(place, scale),
+        **meta,
+        device=q.device,
+    )
+    dscale = q.new_empty(0)
+    if dfactors is not None and block_scale is not None:
+        dscale = (dfactors[0] if len(dfactors) == 1 else dfactors.sum(0)).to(block_scale.dtype)
+    dk, dv = q.new_empty(0), q.new_empty(0)
+    if needs_dkv:
+        dk, dv = _differentiate_keys(
+            q, k, v, block_indices, block_scale, lse, delta, dout, place, block_size, causal, scale
+        )
+    return dq, dk, dv, dscale
+
+
+def _differentiate_keys(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor,
+    block_scale: Tensor | None,
+    lse: Tensor,
+    delta: Tensor,
+    dout: Tensor,
+    place: Placement,
+    block_size: int,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of k and v, for one group of pairs (a row of the batch and a kv head) after the other."""
+    seqlen, heads, head_dim = q.shape[1:]
+    seqlen_k, kv_heads, value_dim = v.shape[1:]
+    index_heads, num_selected = block_indices.shape[2:]
+    # The kernels do not visit what no sequence covers.
+    allocate = torch.empty if place.cu_seqlens_k is None else torch.zeros
+    dk, dv = (allocate(t.shape, dtype=t.dtype, device=t.device) for t in (k, v))
+    if dk.numel() + dv.numel() == 0:
+        return dk, dv
+    block_size = min(block_size, seqlen_k)
+    num_entries = seqlen * (index_heads // kv_heads) * num_selected
+    num_slots = num_block_slots(place, block_size)
+    group = heads // index_heads
+    bytes_of_partial = 4 * block_size * (head_dim + value_dim)
+    chunk, num_partials = _split_lists(num_entries, group, bytes_of_partial)
+    most = max(1, WORKSPACE // max(1, num_partials * bytes_of_partial))
+    block_m, block_n, num_warps, num_stages = settings_of(settings.DKV, q, v)
+    block_n = min(block_n, head_block(block_size))
+    tiles = -(-block_size // block_n)
+    num_programs = num_entries // chunk + num_slots
+    meta: dict[str, Any] = {
+        'BLOCK_SIZE': block_size,
+        'CHUNK': chunk,
+        'HEAD_DIM': head_dim,
+        'VALUE_DIM': value_dim,
+        'BLOCK_N': block_n,
+        'BLOCK_D': head_block(head_dim),
+        'BLOCK_DV': head_block(value_dim),
+        'num_warps': num_warps,
+        'device': q.device,
+    }
+    for pairs in group_pairs(block_indices, kv_heads, num_slots, most):
+        index = make_inverse_index(
+            block_indices, place, pairs, kv_heads=kv_heads, block_size=block_size, causal=causal, unique=True
+        )
+        lists = Lists(
+            *index, num_slots, num_programs, pairs.start, kv_heads, index_heads // kv_heads, num_selected, num_partials
+        )
+        partials = Partials(
+            *(q.new_empty(len(pairs) * num_partials, block_size, d, dtype=torch.float32) for d in (head_dim, value_dim))
+        )
+        launch(
+            dkv_kernel,
+            (len(pairs) * num_programs * tiles,),
+            *(q, k, v, block_scale, lse, delta, dout, dk, dv, partials),
+            *(q.stride(), k.stride(), v.stride(), _strides(block_scale), dout.stride(), dk.stride(), dv.stride()),
+            *(place, lists, scale),
+            GROUP=group,
+            CAUSAL=causal,
+            BLOCK_M=block_m,
+            num_stages=num_stages,
+            **meta,
+        )
+        if num_partials:
+            launch(
+                combine_kernel,
+                (len(pairs) * num_slots * tiles,),
+                *(dk, dv, partials, dk.stride(), dv.stride(), place, lists),
+                **meta,
+            )
+    return dk, dv
+
+
+@_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    batch, seqlen, heads, _ = q.shape
+    out = q.new_empty(batch, seqlen, heads, v.shape[3])
+    return out, q.new_empty(batch, heads, seqlen, dtype=torch.float32)
+
+
+@_backward.register_fake
+def _(
+    dout: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor,
+    block_scale: Tensor | None,
+    *rest: Any,
+) -> tuple[Tensor, ...]:
+    dk, dv = (k.new_empty(k.shape), v.new_empty(v.shape)) if rest[-2] else (q.new_empty(0), q.new_empty(0))
+    dscale = q.new_empty(0)
+    if rest[-1] and block_scale is not None:
+        dscale = block_scale.new_empty(block_scale.shape)
+    return q.new_empty(q.shape), dk, dv, dscale
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.tensors = [isinstance(value, Tensor) for value in inputs]
+    ctx.others = [value for value in inputs if not isinstance(value, Tensor)]
+    ctx.save_for_backward(*output, *(value for value in inputs if isinstance(value, Tensor)))
+
+
+def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    out, lse, *tensors = ctx.saved_tensors
+    saved, others = iter(tensors), iter(ctx.others)
+    inputs = [next(saved) if is_tensor else next(others) for is_tensor in ctx.tensors]
+    if dout is None:
+        dout = torch.zeros_like(out)
+    needs_dq, needs_dk, needs_dv, _, needs_dscale = ctx.needs_input_grad[:5]
+    dq, dk, dv, dscale = _backward(dout, dlse, out, lse, *inputs, needs_dk or needs_dv, needs_dscale)
+    pairs = ((dq, needs_dq), (dk, needs_dk), (dv, needs_dv), (None, False), (dscale, needs_dscale))
+    return *(grad if needs else None for grad, needs in pairs), *(None,) * (len(inputs) - 5)
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)
+refuse_double_backward(_backward)
+
+
+def _launch_per_query(
+    table: settings.Table, q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_size: int, causal: bool
+) -> tuple[tuple[int, int], dict[str, Any]]:
+    """Grid and constants of the kernels that have a program per query and tile of the heads that share its choice."""
+    batch, seqlen, heads, head_dim = q.shape
+    index_heads, num_selected = block_indices.shape[2:]
+    group = heads // index_heads
+    # No block is longer than all keys.
+    block_size = max(1, min(block_size, k.shape[1]))
+    block_m, block_n, num_warps, num_stages = settings_of(table, q, v)
+    block_m = min(block_m, head_block(group))
+    return (batch * seqlen, index_heads * -(-group // block_m)), {
+        'GROUP': group,
+        'REPEATS': index_heads // k.shape[2],
+        'NUM_SELECTED': num_selected,
+        'BLOCK_SIZE': block_size,
+        'CAUSAL': causal,
+        'HEAD_DIM': head_dim,
+        'VALUE_DIM': v.shape[3],
+        'BLOCK_S': 1 << max(num_selected - 1, 0).bit_length(),
+        'BLOCK_M': block_m,
+        'BLOCK_N': min(block_n, head_block(block_size)),
+        'BLOCK_D': head_block(head_dim),
+        'BLOCK_DV': head_block(v.shape[3]),
+        'num_warps': num_warps,
+        'num_stages': num_stages,
+    }
+
+
+def _split_lists(num_entries: int, group: int, bytes_of_partial: int) -> tuple[int, int]:
+    """How many entries a chunk of a list has, and a bound of the partial sums of a pair, which fit into WORKSPACE.
+
+    It depends on lengths and heads, not on the batch, so that a row's gradient does not depend on its neighbours.
+    """
+    chunk = 1 << (max(1, CHUNK_ROWS // group).bit_length() - 1)
+    while num_entries > chunk and 2 * num_entries // chunk * bytes_of_partial > WORKSPACE:
+        chunk *= 2
+    return chunk, 2 * num_entries // chunk if num_entries > chunk else 0
+
+
+def _strides(tensor: Tensor | None) -> tuple[int, ...] | None:
+    return None if tensor is None else tensor.stride()
