@@ -36,7 +36,7 @@ DQ: Table = {
     ('sm86', 4, 128): Settings(32, 16, 4, 1),
     ('sm86', 4, 256): Settings(16, 16, 4, 1),
     ('sm90', 2, 64): Settings(128, 64, 8, 2),
-    ('sm90', 2, 128): Settings(64, 64, 8, 2),
+    ('sm90', 2, 128): Settings(128, 64, 8, 3),
 }
 
 DKV: Table = {
