@@ -75,6 +75,11 @@ def head_block(head_dim: int) -> int:
     return max(64, triton.next_power_of_2(head_dim))
 
 
+def row_block(rows: int) -> int:
+    """The power of two that holds so many rows of a tile, at least what tl.dot multiplies."""
+    return max(16, triton.next_power_of_2(rows))
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, device: torch.device, **meta: Any) -> None:
     """kernel[grid](*args, **meta) on the GPU of the tensors, whichever is current; nothing for an empty grid."""
     if 0 in grid:

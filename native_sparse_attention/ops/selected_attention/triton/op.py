@@ -9,7 +9,13 @@ from torch import Tensor
 
 from native_sparse_attention.geometry import Sequences
 from native_sparse_attention.ops._triton.inverse_index import group_pairs, make_inverse_index, num_block_slots
-from native_sparse_attention.ops._triton.launch import head_block, launch, refuse_double_backward, settings_of
+from native_sparse_attention.ops._triton.launch import (
+    head_block,
+    launch,
+    refuse_double_backward,
+    row_block,
+    settings_of,
+)
 from native_sparse_attention.ops._triton.placement import (
     Placement,
     flatten,
@@ -171,7 +177,7 @@ def _differentiate_keys(
     chunk, num_partials = _split_lists(num_entries, group, bytes_of_partial)
     most = max(1, WORKSPACE // max(1, num_partials * bytes_of_partial))
     block_m, block_n, num_warps, num_stages = settings_of(settings.DKV, q, v)
-    block_n = min(block_n, head_block(block_size))
+    block_n = min(block_n, row_block(block_size))
     tiles = -(-block_size // block_n)
     num_programs = num_entries // chunk + num_slots
     meta: dict[str, Any] = {
@@ -218,7 +224,7 @@ def _differentiate_keys(
 
 
 @_forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     batch, seqlen, heads, _ = q.shape
     out = q.new_empty(batch, seqlen, heads, v.shape[3])
     return out, q.new_empty(batch, heads, seqlen, dtype=torch.float32)
@@ -277,7 +283,7 @@ def _launch_per_query(
     # No block is longer than all keys.
     block_size = max(1, min(block_size, k.shape[1]))
     block_m, block_n, num_warps, num_stages = settings_of(table, q, v)
-    block_m = min(block_m, head_block(group))
+    block_m = min(block_m, row_block(group))
     return (batch * seqlen, index_heads * -(-group // block_m)), {
         'GROUP': group,
         'REPEATS': index_heads // k.shape[2],
@@ -288,7 +294,7 @@ def _launch_per_query(
         'VALUE_DIM': v.shape[3],
         'BLOCK_S': 1 << max(num_selected - 1, 0).bit_length(),
         'BLOCK_M': block_m,
-        'BLOCK_N': min(block_n, head_block(block_size)),
+        'BLOCK_N': min(block_n, row_block(block_size)),
         'BLOCK_D': head_block(head_dim),
         'BLOCK_DV': head_block(v.shape[3]),
         'num_warps': num_warps,
