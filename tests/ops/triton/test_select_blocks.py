@@ -1,0 +1,568 @@
+"""The choice of blocks in Triton against eager, and what must hold bit for bit."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from native_sparse_attention.geometry import Sequences, forced_priority
+from native_sparse_attention.ops import chosen_scores, compressed_attention, select_blocks
+from native_sparse_attention.ops._checks import make_compressed_sequences
+from native_sparse_attention.ops.block_selection import triton
+from native_sparse_attention.ops.block_selection.api import backend_of
+from native_sparse_attention.testing import LAYOUTS, lay_out
+from tests.ops.triton.harness import fence, place
+from tests.problems import (
+    Extents,
+    Heads,
+    cumulative,
+    drawn_block_sizes,
+    drawn_extents,
+    drawn_heads,
+    make_compressed,
+    make_mem_kv,
+    make_qkv,
+    packed,
+    row_integers,
+    whole,
+)
+
+Sizes = tuple[int, int, int]
+Problem = tuple[dict[str, Tensor], dict[str, Any]]
+HEADS = Heads(4, 2, 16, 16)
+SIZES = (4, 2, 4)
+# Selection blocks of a tile of float32 inputs with small heads.
+TILE = 32
+
+
+def settings_of(sizes: Sizes, extents: Extents, device: torch.device, **more: Any) -> dict[str, Any]:
+    names = ('compress_block_size', 'compress_stride', 'selection_block_size')
+    where = place(extents.where, device)
+    return {**dict(zip(names, sizes, strict=True)), 'seqlen_k': extents.seqlen_k, **more, **where}
+
+
+def make_problem(
+    extents: Extents,
+    heads: Heads,
+    sizes: Sizes,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    layout: str = 'contiguous',
+    pairs: int = 1,
+    **more: Any,
+) -> Problem:
+    """Tensors and settings; NaN in every compressed key that belongs to no sequence, and around every tensor."""
+    settings = settings_of(sizes, extents, device, **more)
+    q, _, _ = make_qkv(extents, heads)
+    k_cmp, v_cmp = make_compressed(extents, heads, *sizes[:2], more=1)
+    q, k_cmp, v_cmp = (lay_out(t.to(device, dtype), layout) for t in (q, k_cmp, v_cmp))
+    where = {name: value for name, value in settings.items() if name in ('seqlen_k', 'causal', 'scale', *extents.where)}
+    mem_kv = place(make_mem_kv(heads, pairs), device, dtype)
+    _, lse = compressed_attention(
+        q, k_cmp, v_cmp, block_size=sizes[0], stride=sizes[1], mem_kv=mem_kv, **where, backend='eager'
+    )
+    return {'q': fence(q), 'k_cmp': fence(k_cmp), 'lse': fence(lse)}, settings
+
+
+def make_counts(extents: Extents, heads: Heads, sizes: Sizes, device: torch.device, **more: Any) -> Problem:
+    """Weights are 1 or 0, so that scores are counts, in any order of summation, and many of them are equal.
+
+    The stride must be a power of two: thirds of a token cannot be counted without rounding.
+    """
+    batch, seqlen = extents.batch, extents.seqlen_q
+    feature = torch.randint(0, heads.head_dim, (batch, seqlen, heads.heads))
+    q = torch.nn.functional.one_hot(feature, heads.head_dim).float()
+    k_cmp, _ = make_compressed(extents, heads, *sizes[:2], more=1)
+    k_cmp = torch.where(k_cmp.isnan(), k_cmp, -1000.0 * (torch.rand_like(k_cmp) < 0.6)).float()
+    lse = torch.zeros(batch, heads.heads, seqlen)
+    tensors = {'q': q, 'k_cmp': k_cmp, 'lse': lse}
+    return place(tensors, device), settings_of(sizes, extents, device, scale=1.0, **more)
+
+
+def choose(problem: Problem, backend: str = 'triton', **choice: Any) -> Tensor:
+    tensors, settings = problem
+    return select_blocks(**tensors, **settings, **choice, backend=backend)
+
+
+def assert_equals_eager(problem: Problem, **choice: Any) -> Tensor:
+    result, expected = (choose(problem, backend, **choice) for backend in ('triton', 'eager'))
+    assert result.dtype == torch.int32
+    assert torch.equal(result, expected)
+    return result
+
+
+def assert_as_good_as_eager(problem: Problem, tolerance: float = 1e-5, **choice: Any) -> None:
+    """Another block than in eager may be chosen where scores differ by less than roundings of float32; forced blocks,
+    the number of blocks and their order in a row are the same.
+    """
+    tensors, settings = problem
+    result = choose(problem, **choice)
+    exact = {name: t.double() for name, t in tensors.items()}
+    expected = choose((exact, settings), 'eager', **choice)
+    assert result.dtype == torch.int32
+    assert result.shape == expected.shape
+    if torch.equal(result, expected):
+        return
+    num_blocks = int(expected.max()) + 1
+    assert num_blocks > int(result.max())
+    member, expected_member = (_membership(t, num_blocks) for t in (result, expected))
+    blocks = torch.arange(num_blocks, device=result.device)
+    row = torch.where(member, blocks, num_blocks).sort(-1).values
+    row = torch.nn.functional.pad(row, (0, result.shape[-1]), value=num_blocks)[..., : result.shape[-1]]
+    assert torch.equal(result, torch.where(row < num_blocks, row, -1).int())
+    assert torch.equal(member.sum(-1), expected_member.sum(-1))
+    missed, taken = expected_member & ~member, member & ~expected_member
+    own_block = positions(problem)[..., None, None] // settings['selection_block_size']
+    forced = [choice.get('num_init', 1), choice.get('num_local', 2), settings.get('causal', True)]
+    assert not ((missed | taken) & (forced_priority(blocks, own_block, *forced) > 0)).any()
+    indices = blocks.int().expand(*result.shape[:3], num_blocks).contiguous()
+    scores = chosen_scores(**exact, block_indices=indices, **settings, backend='eager')
+    best, worst = scores.masked_fill(~missed, -torch.inf).amax(-1), scores.masked_fill(~taken, torch.inf).amin(-1)
+    assert (best - worst <= tolerance * best)[missed.any(-1)].all()
+
+
+def _membership(block_indices: Tensor, num_blocks: int) -> Tensor:
+    member = torch.zeros(*block_indices.shape[:3], num_blocks + 1, dtype=torch.bool, device=block_indices.device)
+    return member.scatter(-1, block_indices.long() % (num_blocks + 1), True)[..., :num_blocks]
+
+
+def positions(problem: Problem) -> Tensor:
+    """`[B, T]`"""
+    return sequences_of(problem).layout().position
+
+
+def sequences_of(problem: Problem) -> Sequences:
+    tensors, settings = problem
+    names = ('seqlen_k', 'q_offset', 'seqlens_k', 'cu_seqlens', 'cu_seqlens_k')
+    return make_compressed_sequences(
+        tensors['q'],
+        tensors['k_cmp'],
+        settings['compress_block_size'],
+        settings['compress_stride'],
+        *(settings.get(name) for name in names),
+    )
+
+
+@pytest.mark.parametrize('share_group', [True, False])
+@pytest.mark.parametrize('causal', [True, False])
+@pytest.mark.parametrize(
+    'sizes', [(32, 16, 64), (4, 1, 4), (4, 2, 4), (4, 4, 4), (16, 16, 16), (4, 1, 1), (2, 1, 6), (1, 1, 3), (9, 4, 8)]
+)
+def test_scores_without_rounding(sizes: Sizes, causal: bool, share_group: bool, device: torch.device) -> None:
+    extents = Extents(1, 7, 12 * sizes[2] + 3, {}, [12 * sizes[2] + 3])
+    problem = make_counts(extents, Heads(3, 1, 4, 4), sizes, device, causal=causal)
+    assert_equals_eager(problem, num_selected=5, num_init=1, num_local=1, share_group=share_group)
+
+
+@pytest.mark.parametrize('sizes', [(6, 2, 8), (5, 5, 5), (8, 3, 6), (3, 1, 2), (7, 3, 3), (10, 3, 12)])
+@pytest.mark.parametrize('causal', [True, False])
+def test_block_sizes(sizes: Sizes, causal: bool, device: torch.device) -> None:
+    problem = make_problem(whole(41), Heads(2, 1, 16, 16), sizes, device, causal=causal)
+    assert_as_good_as_eager(problem, num_selected=4)
+
+
+@pytest.mark.parametrize('seqlen', [1, 6, 7, 8, 9, 11, 12, 13])
+def test_lengths_around_a_block(seqlen: int, device: torch.device) -> None:
+    problem = make_problem(whole(seqlen), Heads(2, 1, 16, 16), (7, 3, 6), device)
+    assert_as_good_as_eager(problem, num_selected=2, num_local=1)
+
+
+@pytest.mark.parametrize('causal', [True, False])
+@pytest.mark.parametrize(('num_init', 'num_local'), [(0, 0), (1, 2), (3, 0), (0, 3), (2, 4), (99, 99), (2**31, 2**31)])
+@pytest.mark.parametrize('num_selected', [1, 3, 6])
+def test_forced_blocks(num_selected: int, num_init: int, num_local: int, causal: bool, device: torch.device) -> None:
+    problem = make_counts(whole(32), Heads(1, 1, 4, 4), (2, 2, 4), device, causal=causal)
+    assert_equals_eager(problem, num_selected=num_selected, num_init=num_init, num_local=num_local)
+
+
+@pytest.mark.parametrize('num_selected', [0, 1, 2, 12, 13, 14, 100])
+def test_rows_longer_and_shorter_than_the_choice(num_selected: int, device: torch.device) -> None:
+    problem = make_counts(whole(52), Heads(1, 1, 4, 4), SIZES, device)
+    result = assert_equals_eager(problem, num_selected=num_selected)
+    assert result.shape == (1, 52, 1, num_selected)
+
+
+def test_the_longest_rows(device: torch.device) -> None:
+    extents = Extents(1, 3, 530, {}, [530])
+    problem = make_counts(extents, Heads(1, 1, 4, 4), (1, 1, 1), device)
+    assert_equals_eager(problem, num_selected=512)
+
+
+@pytest.mark.parametrize('group', [1, 2, 3, 6, 16, 32, 64])
+@pytest.mark.parametrize('share_group', [True, False])
+def test_groups(group: int, share_group: bool, device: torch.device) -> None:
+    heads = Heads(2 * group if group < 16 else group, 2 if group < 16 else 1, 4, 4)
+    if share_group or group <= 6:
+        extents = Extents(1, 4, 60, {}, [60])
+        problem = make_counts(extents, heads, SIZES, device)
+        assert_equals_eager(problem, num_selected=6, num_local=1, share_group=share_group)
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.float16])
+@pytest.mark.parametrize('head_dim', [1, 3, 16, 40, 64, 100, 128, 192, 256])
+def test_head_sizes(head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    extents = Extents(1, 9, 60, {}, [60])
+    problem = make_problem(extents, Heads(3, 1, head_dim, 4), SIZES, device, dtype)
+    assert_as_good_as_eager(problem, num_selected=5)
+
+
+@pytest.mark.parametrize('seqlen', [TILE - 1, TILE, TILE + 1, 2 * TILE, 2 * TILE + 1, 3 * TILE + 5])
+@pytest.mark.parametrize('causal', [True, False])
+def test_several_tiles_of_blocks(seqlen: int, causal: bool, device: torch.device) -> None:
+    extents = Extents(1, 6, 2 * seqlen, {}, [2 * seqlen])
+    heads, sizes = Heads(2, 1, 16, 16), (3, 1, 2)
+    assert_as_good_as_eager(make_problem(extents, heads, sizes, device, causal=causal), num_selected=7)
+    assert_equals_eager(make_counts(extents, heads, sizes, device, causal=causal), num_selected=7)
+
+
+def test_scores_that_rise_and_that_fall(device: torch.device) -> None:
+    """Every block of a later tile takes the place of one that was kept, or none does."""
+    for direction in (1, -1):
+        k_cmp = torch.arange(0.0, 3 * TILE)[None, :, None, None] * direction / TILE
+        tensors = {'q': torch.ones(1, 1, 1, 1), 'k_cmp': k_cmp, 'lse': torch.full((1, 1, 1), 2.0)}
+        extents = Extents(1, 1, 3 * TILE, {}, [3 * TILE])
+        problem = place(tensors, device), settings_of((1, 1, 1), extents, device)
+        result = assert_equals_eager(problem, num_selected=40, num_init=0, num_local=0)
+        expected = range(3 * TILE - 40, 3 * TILE) if direction > 0 else range(40)
+        assert result.flatten().tolist() == list(expected)
+
+
+@pytest.mark.parametrize('share_group', [True, False])
+def test_equal_scores_go_to_the_lower_block(share_group: bool, device: torch.device) -> None:
+    """Equal keys, whose scores are rounded: inner blocks tie all the same, and the first and the last score less."""
+    seqlen = 2 * TILE + 20
+    extents = Extents(1, 5, 4 * seqlen, {}, [4 * seqlen])
+    tensors, settings = make_problem(extents, Heads(6, 2, 16, 16), SIZES, device)
+    tensors['k_cmp'] = tensors['k_cmp'][:, :1].expand_as(tensors['k_cmp'])
+    for num_selected in (1, 3, TILE + 2):
+        choice: dict[str, Any] = {'num_init': 0, 'num_local': 1, 'share_group': share_group}
+        blocks = choose((tensors, settings), num_selected=num_selected, **choice)
+        expected = [*range(1, num_selected), seqlen - 1]
+        assert blocks[0, -1].tolist() == [expected] * (2 if share_group else 6)
+        blocks = choose((tensors, settings), num_selected=num_selected, num_init=0, num_local=0, share_group=False)
+        assert blocks[0, -1].tolist() == [list(range(1, num_selected + 1))] * 6
+
+
+EXTENTS = {
+    'batch': whole(40, batch=2),
+    'offset': Extents(2, 20, 90, {'q_offset': 35}, [90, 90]),
+    'negative offset': Extents(1, 40, 40, {'q_offset': -11}, [40]),
+    'offset beyond the keys': Extents(1, 20, 40, {'q_offset': 35}, [40]),
+    'keys end': Extents(2, 9, 75, {}, [75, 75]),
+    'row offsets': Extents(3, 20, 60, {'q_offset': row_integers([5, -15, 61])}, [60] * 3),
+    'lengths': Extents(3, 20, 70, {'seqlens_k': row_integers([70, 3, 41])}, [70, 3, 41]),
+    'lengths, row offsets': Extents(
+        3, 20, 70, {'seqlens_k': row_integers([70, 30, 0]), 'q_offset': row_integers([20, -5, 3])}, [70, 30, 0]
+    ),
+    'packed': packed([0, 0, 33, 1, 40, 0, 7, 0], uncovered=5),
+    'packed, one sequence': packed([30], uncovered=30),
+    'packed, short sequences': packed([1, 2, 3, 4, 5, 6, 7]),
+    'packed, other keys': Extents(
+        1,
+        60,
+        110,
+        {'cu_seqlens': cumulative([0, 20, 1, 33, 0]), 'cu_seqlens_k': cumulative([7, 40, 0, 50, 9])},
+        [7, 40, 0, 50, 9],
+    ),
+    'packed, offset': Extents(
+        1, 60, 60, {'cu_seqlens': cumulative([20, 40]), 'cu_seqlens_k': cumulative([50, 10]), 'q_offset': 7}, [50, 10]
+    ),
+    'packed, offsets': Extents(
+        1,
+        50,
+        90,
+        {
+            'cu_seqlens': cumulative([20, 0, 28]),
+            'cu_seqlens_k': cumulative([50, 5, 30]),
+            'q_offset': row_integers([25, 3, -4]),
+        },
+        [50, 5, 30],
+    ),
+}
+
+
+@pytest.mark.parametrize('extents', EXTENTS.values(), ids=EXTENTS)
+@pytest.mark.parametrize('causal', [True, False])
+def test_places_of_queries_among_keys(causal: bool, extents: Extents, device: torch.device) -> None:
+    heads = Heads(2, 1, 16, 16)
+    assert_as_good_as_eager(make_problem(extents, heads, SIZES, device, causal=causal), num_selected=5)
+    problem = make_counts(extents, heads, SIZES, device, causal=causal)
+    assert_equals_eager(problem, num_selected=4, num_local=1)
+
+
+@settings(max_examples=12)
+@given(
+    extents=drawn_extents(max_seqlen=40),
+    heads=drawn_heads(),
+    sizes=drawn_block_sizes(),
+    pairs=st.integers(0, 2),
+    num_selected=st.integers(0, 6),
+    num_init=st.integers(0, 3),
+    num_local=st.integers(0, 3),
+    share_group=st.booleans(),
+    causal=st.booleans(),
+    scale=st.sampled_from([None, 0.7]),
+    layout=st.sampled_from(LAYOUTS),
+)
+def test_drawn_problems(
+    extents: Extents,
+    heads: Heads,
+    sizes: Sizes,
+    pairs: int,
+    layout: str,
+    causal: bool,
+    scale: float | None,
+    **choice: Any,
+) -> None:
+    device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
+    where: dict[str, Any] = {'causal': causal, 'scale': scale, 'pairs': pairs, 'layout': layout}
+    assert_as_good_as_eager(make_problem(extents, heads, sizes, device, **where), **choice)
+
+
+@pytest.mark.parametrize('layout', LAYOUTS)
+def test_layouts(layout: str, device: torch.device) -> None:
+    problem = make_problem(whole(20, batch=2), HEADS, SIZES, device, layout=layout)
+    assert_as_good_as_eager(problem, num_selected=4)
+
+
+def test_memory_in_other_orders(device: torch.device) -> None:
+    tensors, settings = make_problem(whole(30, batch=2), HEADS, SIZES, device)
+    expected = choose((tensors, settings), num_selected=4)
+    spread = {name: t.mT.contiguous().mT for name, t in tensors.items()}
+    assert torch.equal(choose((spread, settings), num_selected=4), expected)
+    settings['cu_seqlens'] = torch.tensor([0, 30], device=device)
+    long = {name: t[:1] for name, t in tensors.items()}
+    assert torch.equal(choose((long, settings), num_selected=4), expected[:1])
+
+
+def test_what_no_query_reads_changes_nothing(device: torch.device) -> None:
+    """Positions 20 ... 29 of 100: compressed blocks that end behind position 29 may hold anything."""
+    extents = Extents(1, 10, 100, {'q_offset': 20}, [100])
+    tensors, settings = make_problem(extents, HEADS, SIZES, device)
+    expected = choose((tensors, settings), num_selected=4)
+    for junk in (torch.nan, torch.inf, -torch.inf):
+        spoiled = {**tensors, 'k_cmp': tensors['k_cmp'].clone()}
+        spoiled['k_cmp'][:, 14:] = junk
+        assert torch.equal(choose((spoiled, settings), num_selected=4), expected)
+
+
+@pytest.mark.parametrize('junk', [torch.nan, torch.inf])
+def test_the_future_changes_nothing(junk: float, device: torch.device) -> None:
+    tensors, settings = make_problem(whole(40), HEADS, SIZES, device)
+    expected = choose((tensors, settings), num_selected=4)
+    for position in (0, 12, 13, 31, 32):
+        spoiled = {name: t.clone() for name, t in tensors.items()}
+        spoiled['q'][:, position + 1 :] = junk
+        spoiled['lse'][..., position + 1 :] = junk
+        # The block that ends at `position` is the last that may be read.
+        spoiled['k_cmp'][:, max(0, (position - 3 + 2) // 2) :] = junk
+        result = choose((spoiled, settings), num_selected=4)
+        assert torch.equal(result[:, : position + 1], expected[:, : position + 1])
+
+
+@pytest.mark.parametrize('name', ['q', 'lse'])
+@pytest.mark.parametrize('junk', [torch.nan, torch.inf, -torch.inf])
+def test_a_query_that_is_not_finite_changes_no_other(junk: float, name: str, device: torch.device) -> None:
+    tensors, settings = make_problem(whole(40), HEADS, SIZES, device)
+    expected = choose((tensors, settings), num_selected=4)
+    spoiled = {name: t.clone() for name, t in tensors.items()}
+    if name == 'q':
+        spoiled['q'][:, 21, 0] = junk
+    else:
+        spoiled['lse'][:, 0, 21] = junk
+    result = choose((spoiled, settings), num_selected=4)
+    others = torch.ones_like(result, dtype=torch.bool)
+    others[:, 21, 0] = False
+    assert torch.equal(result[others], expected[others])
+    row = result[0, 21, 0].tolist()
+    assert row == sorted(set(row))
+    assert {0, 4, 5} < set(row) <= set(range(6))
+
+
+def test_scores_of_infinite_logits(device: torch.device) -> None:
+    """A score of infinity is the largest of a row, wherever it comes from."""
+    tensors, settings = make_problem(whole(40), Heads(1, 1, 16, 16), SIZES, device)
+    tensors['k_cmp'][:, 9] = torch.nan
+    result = choose((tensors, settings), num_selected=4, num_init=0, num_local=1)
+    assert (result[:, 24:] == 4).any(-1).all()
+    assert (result[:, 24:] == 5).any(-1).all()
+
+
+@pytest.mark.parametrize('logit', [6e4, -6e4])
+def test_large_logits(logit: float, device: torch.device) -> None:
+    """Weights of nearly 1 in one place and 0 in all others."""
+    tensors, settings = make_problem(whole(40), HEADS, SIZES, device, pairs=0, scale=1.0)
+    tensors['q'] = torch.full_like(tensors['q'], 6e4 / 16)
+    # Whole logits, exact in float32: 0 for all blocks but the seventh, for which it is 6e4 (or of none but it -6e4).
+    tensors['k_cmp'] = torch.zeros_like(tensors['k_cmp'])
+    tensors['k_cmp'][:, 6] = 1 if logit > 0 else -1
+    q, k_cmp = tensors['q'], tensors['k_cmp']
+    _, lse = compressed_attention(q, k_cmp, k_cmp, block_size=4, stride=2, scale=1.0, backend='eager')
+    tensors['lse'] = lse
+    for num_selected in (1, 2, 4):
+        result = choose((tensors, settings), num_selected=num_selected, num_init=0, num_local=0)
+        if logit > 0:
+            # Compressed block 6 covers the tokens of selection block 3 and no others.
+            assert (result[:, 16:] == 3).any(-1).all()
+            assert num_selected == 1 or (result[:, 16:] == 0).any(-1).all()
+        else:
+            # Its neighbours still share tokens with selection block 3, which scores less than all inner ones.
+            assert not (result[:, 24:] == 3).any()
+
+
+def test_no_compressed_block(device: torch.device) -> None:
+    tensors, settings = make_problem(whole(9, batch=2), Heads(2, 1, 3, 3), (16, 2, 2), device)
+    tensors['k_cmp'] = tensors['k_cmp'][:, :0]
+    assert_equals_eager((tensors, settings), num_selected=3, num_init=0, num_local=1)
+
+
+def test_no_queries(device: torch.device) -> None:
+    extents = Extents(2, 0, 40, {}, [40, 40])
+    assert_equals_eager(make_counts(extents, HEADS, SIZES, device), num_selected=3)
+    empty = make_counts(Extents(0, 3, 3, {}, []), HEADS, SIZES, device)
+    assert_equals_eager(empty, num_selected=3)
+
+
+@pytest.mark.parametrize('share_group', [True, False])
+def test_rows_do_not_depend_on_their_neighbours(share_group: bool, device: torch.device) -> None:
+    tensors, settings = make_problem(whole(37, batch=3), HEADS, SIZES, device)
+    choice: dict[str, Any] = {'num_selected': 5, 'share_group': share_group}
+    together = choose((tensors, settings), **choice)
+    assert torch.equal(choose((tensors, settings), **choice), together)
+    for row in range(3):
+        alone = choose(({name: t[row : row + 1] for name, t in tensors.items()}, settings), **choice)
+        assert torch.equal(alone, together[row : row + 1])
+
+
+def test_chunks_are_the_whole(device: torch.device) -> None:
+    tensors, settings = make_problem(whole(40), HEADS, SIZES, device)
+    expected = choose((tensors, settings), num_selected=5)
+    for start, stop in itertools.pairwise((0, 1, 2, 17, 40)):
+        chunk = {
+            'q': tensors['q'][:, start:stop],
+            'k_cmp': tensors['k_cmp'],
+            'lse': tensors['lse'][..., start:stop],
+        }
+        result = choose((chunk, {**settings, 'q_offset': start}), num_selected=5)
+        assert torch.equal(result, expected[:, start:stop])
+
+
+@pytest.mark.parametrize('lengths', [[33, 0, 1, 20, 7], [5, 5, 5, 5], [0, 0, 30]])
+def test_packed_is_alone(lengths: list[int], device: torch.device) -> None:
+    """The tokens behind the last sequence choose nothing."""
+    tensors, settings = make_problem(packed(lengths, uncovered=4), HEADS, SIZES, device)
+    together = choose((tensors, settings), num_selected=4)
+    start = first_block = 0
+    for length in lengths:
+        stop, blocks = start + length, max(0, (length - 4) // 2 + 1)
+        alone = {
+            'q': tensors['q'][:, start:stop],
+            'k_cmp': tensors['k_cmp'][:, first_block : first_block + blocks],
+            'lse': tensors['lse'][..., start:stop],
+        }
+        result = choose((alone, settings_of(SIZES, whole(length), device)), num_selected=4)
+        assert torch.equal(together[:, start:stop], result)
+        start, first_block = stop, first_block + blocks
+    assert (together[:, start:] == -1).all()
+
+
+@pytest.mark.parametrize(
+    'junk',
+    [
+        {'seqlens_k': [-5, 2**31 - 1]},
+        {'q_offset': [2**31 - 1, -(2**31)]},
+        {'cu_seqlens': [0, 50, 10, 2**31 - 1]},
+        {'cu_seqlens': [-(2**31), 2**31 - 1, 0, 7]},
+        {'cu_seqlens': [0, 5, 9, 12], 'cu_seqlens_k': [0, 2**31 - 1, -7, 30]},
+        {'cu_seqlens': [0, 5, 9, 12], 'cu_seqlens_k': [2**30, 2**30, 2**30, 2**31 - 1]},
+    ],
+)
+@pytest.mark.parametrize('causal', [True, False])
+def test_any_content_stays_inside_memory(junk: dict[str, list[int]], causal: bool, device: torch.device) -> None:
+    """What is checked on CPUs, where reading it costs nothing, is not checked on GPUs."""
+    batch = 1 if 'cu_seqlens' in junk else 2
+    tensors, _ = make_problem(whole(12, batch=batch), HEADS, SIZES, device)
+    content = {name: torch.tensor(values, dtype=torch.int32, device=device) for name, values in junk.items()}
+    if 'cu_seqlens' in content:
+        content.setdefault('cu_seqlens_k', content['cu_seqlens'])
+    sequences = Sequences(batch, 12, 2**63 - 1, device, **content)
+    q, k_cmp, lse = tensors.values()
+    result = triton.select_blocks(q, k_cmp, lse, sequences, SIZES, 3, 1, 2, True, causal, 0.25)
+    assert (result >= -1).all()
+
+
+def test_the_choice_has_no_gradient(device: torch.device) -> None:
+    tensors, settings = make_problem(whole(20), HEADS, SIZES, device)
+    expected = choose((tensors, settings), num_selected=3)
+    tensors = {name: t.requires_grad_() for name, t in tensors.items()}
+    result = choose((tensors, settings), num_selected=3)
+    assert not result.requires_grad
+    assert torch.equal(result, expected)
+
+
+@pytest.mark.plain_memory
+def test_it_passes_opcheck(device: torch.device) -> None:
+    op = torch.ops.native_sparse_attention.select_blocks.default
+    tensors, _ = make_problem(packed([9, 12]), HEADS, SIZES, device)
+    cu_seqlens = cumulative([9, 12]).to(device)
+    for share_group in (True, False):
+        choice = (*SIZES, 3, 1, 2, share_group, True, 0.25)
+        torch.library.opcheck(op, (*tensors.values(), 21, None, None, None, cu_seqlens, cu_seqlens, *choice))
+    tensors, _ = make_problem(whole(12, batch=2), HEADS, SIZES, device)
+    tensors = {name: t.requires_grad_() for name, t in tensors.items()}
+    for offset, offsets in ((3, None), (None, row_integers([2, 5]).to(device))):
+        lengths = row_integers([12, 7]).to(device)
+        where = (12, offset, offsets, lengths, None, None)
+        torch.library.opcheck(op, (*tensors.values(), *where, *SIZES, 3, 1, 2, True, False, 0.25))
+
+
+@pytest.mark.plain_memory
+def test_it_compiles(device: torch.device) -> None:
+    """One graph for every length, with inputs that require gradients."""
+    graphs = CompileCounterWithBackend('aot_eager')
+
+    names = ('compress_block_size', 'compress_stride', 'selection_block_size')
+    fixed: dict[str, Any] = {**dict(zip(names, SIZES, strict=True)), 'num_selected': 3, 'backend': 'triton'}
+
+    @torch.compile(fullgraph=True, backend=graphs, dynamic=True)
+    def compiled(q: Tensor, k_cmp: Tensor, lse: Tensor, seqlen: int) -> tuple[Tensor, Tensor]:
+        blocks = select_blocks(q * 1.0, k_cmp, lse, seqlen_k=seqlen, **fixed)
+        return blocks, (q * (blocks >= 0).float().sum()).sum()
+
+    for seqlen in (20, 26, 33):
+        tensors, settings = make_problem(whole(seqlen), HEADS, SIZES, device)
+        expected = choose((tensors, settings), num_selected=3)
+        q = tensors['q'].requires_grad_()
+        blocks, total = compiled(q, tensors['k_cmp'], tensors['lse'], seqlen)
+        total.backward()
+        assert not blocks.requires_grad
+        assert torch.equal(blocks, expected)
+        assert q.grad is not None
+        assert torch.equal(q.grad, torch.full_like(q, float((expected >= 0).sum())))
+    assert graphs.frame_count == 1
+
+
+def test_who_serves_a_choice(device: torch.device) -> None:
+    q, k_cmp = torch.zeros(1, 4, 130, 4, device=device), torch.zeros(1, 4, 2, 4, device=device)
+    with pytest.raises(ValueError, match=r'65 heads choose together, but a tile of its kernel holds up to 64'):
+        backend_of('select_blocks', q, k_cmp, group_size=65, backend='triton')
+    with pytest.raises(ValueError, match=r'num_selected is 513, but its kernel keeps up to 512 blocks of a row'):
+        backend_of('select_blocks', q, k_cmp, num_selected=513, backend='triton')
+    with pytest.raises(ValueError, match=r'q has dtype torch.float64, but its kernels compute in float32'):
+        backend_of('select_blocks', q.double(), k_cmp, backend='triton')
+    for op in ('select_blocks', 'chosen_scores'):
+        assert backend_of(op, q, k_cmp, backend='triton').name == 'triton'
+        auto = backend_of(op, q, k_cmp)
+        assert auto.name == ('triton' if device.type == 'cuda' else 'eager')
+    heads = Heads(65, 1, 4, 4)
+    problem = make_counts(whole(8), heads, SIZES, device)
+    with pytest.raises(ValueError, match=r'65 heads choose together'):
+        choose(problem, num_selected=2)
+    assert_equals_eager(problem, num_selected=2, share_group=False)
