@@ -300,7 +300,7 @@ def dkv_kernel(
             dlogits = weights * (dweights - delta[None, :])
         dlogits = tl.where(read, dlogits, 0.0)
         # A query that is not finite must not reach the keys that it does not read.
-        q, taint = split_finite(q)  # not `_`, which is an int above the loop
+        q, _taint = split_finite(q)  # not `_`, which is an int above the loop
         dv = tl.dot(weights.to(dout.dtype), dout, dv, input_precision='ieee')
         dk = tl.dot(dlogits.to(q.dtype), q, dk, input_precision='ieee')
     # What no query may read is loaded as 0, and its gradient is 0.
