@@ -1,0 +1,283 @@
+"""`chosen_scores` as registered PyTorch ops, forward and backward."""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from native_sparse_attention.geometry import Sequences, max_length_of_compressed, overlapping_blocks
+from native_sparse_attention.ops._triton.inverse_index import group_pairs, make_inverse_index, num_block_slots
+from native_sparse_attention.ops._triton.launch import Table, head_block, launch, refuse_double_backward, settings_of
+from native_sparse_attention.ops._triton.placement import (
+    Placement,
+    flatten,
+    last_dim_contiguous,
+    make_placement,
+    num_tiles,
+    unflatten,
+)
+from native_sparse_attention.ops.block_selection.triton import scores_settings
+from native_sparse_attention.ops.block_selection.triton.scores_backward import Lists, combine_kernel, partial_kernel
+from native_sparse_attention.ops.block_selection.triton.scores_forward import dq_kernel, forward_kernel
+from native_sparse_attention.ops.block_selection.triton.scores_tiles import Sizes
+
+# Queries times heads whose part of the gradient of compressed keys is added by one program.
+CHUNK_ROWS = 4096
+# Bytes that those parts may take.
+WORKSPACE = 2**28
+
+OptionalTensor = Optional[Tensor]  # noqa: UP045 (the schema of an op is read off its annotations)
+OptionalInt = Optional[int]  # noqa: UP045
+
+
+def chosen_scores(
+    q: Tensor,
+    k_cmp: Tensor,
+    lse: Tensor,
+    block_indices: Tensor,
+    sequences: Sequences,
+    sizes: tuple[int, int, int],
+    causal: bool,
+    scale: float,
+) -> Tensor:
+    return _forward(q, k_cmp, lse, block_indices, *flatten(sequences), *sizes, causal, scale)
+
+
+@torch.library.custom_op('native_sparse_attention::chosen_scores', mutates_args=())
+def _forward(
+    q: Tensor,
+    k_cmp: Tensor,
+    lse: Tensor,
+    block_indices: Tensor,
+    seqlen_k: int,
+    q_offset: OptionalInt,
+    q_offsets: OptionalTensor,
+    seqlens_k: OptionalTensor,
+    cu_seqlens: OptionalTensor,
+    cu_seqlens_k: OptionalTensor,
+    block_size: int,
+    stride: int,
+    selection_block_size: int,
+    causal: bool,
+    scale: float,
+) -> Tensor:
+    q, k_cmp, block_indices = last_dim_contiguous(q, k_cmp, block_indices)
+    flat = (seqlen_k, q_offset, q_offsets, seqlens_k, cu_seqlens, cu_seqlens_k)
+    place, sizes = _place(q, k_cmp, flat, block_size, stride)
+    out = q.new_empty(block_indices.shape, dtype=torch.float32)
+    if out.numel() == 0 or k_cmp.shape[1] == 0:
+        return out.zero_()
+    meta = _meta(q, k_cmp, block_indices, block_size, stride, selection_block_size, causal)
+    tile = _query_tile(scores_settings.FORWARD, q, meta)
+    launch(
+        forward_kernel,
+        (num_tiles(place, q.shape[1], 1), block_indices.shape[2]),
+        *(q, k_cmp, lse, block_indices, out),
+        *(q.stride(), k_cmp.stride(), lse.stride(), block_indices.stride(), out.stride()),
+        *(place, sizes, scale),
+        **meta,
+        **tile,
+        device=q.device,
+    )
+    return out
+
+
+@torch.library.custom_op('native_sparse_attention::chosen_scores_backward', mutates_args=())
+def _backward(
+    dout: Tensor,
+    q: Tensor,
+    k_cmp: Tensor,
+    lse: Tensor,
+    block_indices: Tensor,
+    seqlen_k: int,
+    q_offset: OptionalInt,
+    q_offsets: OptionalTensor,
+    seqlens_k: OptionalTensor,
+    cu_seqlens: OptionalTensor,
+    cu_seqlens_k: OptionalTensor,
+    block_size: int,
+    stride: int,
+    selection_block_size: int,
+    causal: bool,
+    scale: float,
+    needs_dq: bool,
+    needs_dk: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q and lse, empty unless needs_dq is set, and between them that of k_cmp, empty unless needs_dk."""
+    q, k_cmp, block_indices = last_dim_contiguous(q, k_cmp, block_indices)
+    flat = (seqlen_k, q_offset, q_offsets, seqlens_k, cu_seqlens, cu_seqlens_k)
+    place, sizes = _place(q, k_cmp, flat, block_size, stride)
+    dq, dk, dlse = (
+        t.new_empty(t.shape if needed else 0) for t, needed in ((q, needs_dq), (k_cmp, needs_dk), (lse, needs_dq))
+    )
+    if dout.numel() == 0 or k_cmp.shape[1] == 0:
+        return dq.zero_(), dk.zero_(), dlse.zero_()
+    meta = _meta(q, k_cmp, block_indices, block_size, stride, selection_block_size, causal)
+    if needs_dq:
+        tile = _query_tile(scores_settings.DQ, q, meta)
+        tiles_of_group = -(-meta['GROUP'] // tile['BLOCK_G'])
+        tensors = (q, k_cmp, lse, block_indices, dout, dq, dlse)
+        launch(
+            dq_kernel,
+            (num_tiles(place, q.shape[1], 1), block_indices.shape[2] * tiles_of_group),
+            *tensors,
+            *(t.stride() for t in tensors),
+            *(place, sizes, scale),
+            **meta,
+            **tile,
+            device=q.device,
+        )
+    if needs_dk:
+        _add_queries(dout, q, k_cmp, lse, block_indices, dk.zero_(), place, sizes, scale, meta)
+    return dq, dk, dlse
+
+
+def _add_queries(
+    dout: Tensor,
+    q: Tensor,
+    k_cmp: Tensor,
+    lse: Tensor,
+    block_indices: Tensor,
+    dk: Tensor,
+    place: Placement,
+    sizes: Sizes,
+    scale: float,
+    meta: dict[str, Any],
+) -> None:
+    """The gradient of compressed keys into dk, which has zeros: some pairs at a time and, where the parts of one pair
+    would not fit into the workspace, some selection blocks at a time. Neither changes how the parts are added.
+    """
+    block_m, block_c, num_warps, num_stages = settings_of(scores_settings.DK, q)
+    selection_block, per_selection = meta['SELECTION_BLOCK'], meta['PER_SELECTION']
+    num_offsets = per_selection - meta['FIRST_OFFSET']
+    head_dim, kv_heads = k_cmp.shape[2:][::-1]
+    num_slots = num_block_slots(place, selection_block)
+    num_entries = q.shape[1] * meta['CHOOSERS'] * meta['NUM_SELECTED']
+    chunk_bytes = num_offsets * head_dim * 4
+    chunk = max(64, CHUNK_ROWS // meta['GROUP'])
+    while num_entries // chunk * chunk_bytes > WORKSPACE:
+        chunk *= 2
+    reach = (num_offsets - 1) // per_selection
+    in_range = min(num_slots, max(1, WORKSPACE // chunk_bytes))
+    num_chunks = num_entries // chunk + in_range + reach + 1
+    most = max(1, 2 * WORKSPACE // (num_chunks * chunk_bytes))
+    constants = {name: meta[name] for name in ('SELECTION_BLOCK', 'PER_SELECTION', 'FIRST_OFFSET', 'HEAD_DIM')}
+    constants |= {'CHUNK': chunk, 'BLOCK_D': head_block(head_dim), 'num_warps': num_warps, 'device': q.device}
+    for pairs in group_pairs(block_indices, kv_heads, num_slots, most):
+        entries, starts = make_inverse_index(
+            block_indices,
+            place,
+            pairs,
+            kv_heads=kv_heads,
+            block_size=selection_block,
+            causal=meta['CAUSAL'],
+            unique=False,
+        )
+        partial = q.new_empty(len(pairs), num_chunks, num_offsets, head_dim, dtype=torch.float32)
+        for first_slot in range(0, num_slots, in_range):
+            stop = min(first_slot + in_range, num_slots)
+            last_slot = min(stop + reach, num_slots)
+            lists = Lists(
+                pairs.start, kv_heads, num_entries, num_slots, first_slot, last_slot, num_chunks, stop - first_slot
+            )
+            tensors = (q, k_cmp, lse, dout)
+            launch(
+                partial_kernel,
+                (len(pairs) * num_chunks, -(-num_offsets // block_c)),
+                *(*tensors, entries, starts, partial),
+                *(*(t.stride() for t in tensors), partial.stride()),
+                *(place, sizes, lists, scale),
+                **constants,
+                **{name: meta[name] for name in ('CAUSAL', 'GROUP', 'CHOOSERS', 'NUM_SELECTED')},
+                BLOCK_M=block_m,
+                BLOCK_O=block_c,
+                num_stages=num_stages,
+            )
+            launch(
+                combine_kernel,
+                (len(pairs) * (stop - first_slot), -(-per_selection // block_c)),
+                *(starts, partial, dk, partial.stride(), dk.stride()),
+                *(place, sizes, lists, scale),
+                **constants,
+                BLOCK_C=block_c,
+            )
+
+
+@_forward.register_fake
+def _(q: Tensor, k_cmp: Tensor, lse: Tensor, block_indices: Tensor, *_: Any) -> Tensor:
+    return q.new_empty(block_indices.shape, dtype=torch.float32)
+
+
+@_backward.register_fake
+def _(dout: Tensor, q: Tensor, k_cmp: Tensor, lse: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    needs_dq, needs_dk = rest[-2:]
+    dq, dk, dlse = (
+        t.new_empty(t.shape if needed else 0) for t, needed in ((q, needs_dq), (k_cmp, needs_dk), (lse, needs_dq))
+    )
+    return dq, dk, dlse
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.tensors = [isinstance(value, Tensor) for value in inputs]
+    ctx.others = [value for value in inputs if not isinstance(value, Tensor)]
+    ctx.save_for_backward(*(value for value in inputs if isinstance(value, Tensor)))
+
+
+def _differentiate(ctx: Any, dout: Tensor | None) -> tuple[Tensor | None, ...]:
+    if dout is None:
+        return (None,) * len(ctx.tensors)
+    saved, others = iter(ctx.saved_tensors), iter(ctx.others)
+    inputs = [next(saved) if is_tensor else next(others) for is_tensor in ctx.tensors]
+    needs_dq, needs_dk, needs_dlse = ctx.needs_input_grad[:3]
+    dq, dk, dlse = _backward(dout, *inputs, needs_dq or needs_dlse, needs_dk)
+    grads = (dq if needs_dq else None, dk if needs_dk else None, dlse if needs_dlse else None)
+    return *grads, *(None,) * (len(inputs) - 3)
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)
+refuse_double_backward(_backward)
+
+
+def _place(q: Tensor, k_cmp: Tensor, flat: Any, block_size: int, stride: int) -> tuple[Placement, Sizes]:
+    """Tokens without a complete compressed block do not matter, so their number need not be known."""
+    place = make_placement(unflatten(q, flat), block_size, stride)
+    num_compressed = k_cmp.shape[1]
+    longest = max_length_of_compressed(num_compressed, block_size, stride)
+    if place.cu_seqlens_k is not None:
+        longest += (place.num_sequences - 1) * (block_size - 1)
+    return place._replace(seqlen_k=min(place.seqlen_k, longest)), Sizes(block_size, stride, num_compressed)
+
+
+def _meta(
+    q: Tensor, k_cmp: Tensor, block_indices: Tensor, block_size: int, stride: int, selection_block: int, causal: bool
+) -> dict[str, Any]:
+    index_heads, num_selected = block_indices.shape[2:]
+    overlapping = overlapping_blocks(block_size, stride, selection_block)
+    return {
+        'CAUSAL': causal,
+        'GROUP': q.shape[2] // index_heads,
+        'CHOOSERS': index_heads // k_cmp.shape[2],
+        'NUM_SELECTED': num_selected,
+        'SELECTION_BLOCK': selection_block,
+        'PER_SELECTION': overlapping.stop,
+        'FIRST_OFFSET': overlapping.start,
+        'HEAD_DIM': q.shape[3],
+    }
+
+
+def _query_tile(table: Table, q: Tensor, meta: dict[str, Any]) -> dict[str, int]:
+    """Heads of a group by columns, which are pairs of a chosen block and a compressed block that overlaps it."""
+    block_m, block_n, num_warps, num_stages = settings_of(table, q)
+    num_offsets = meta['PER_SELECTION'] - meta['FIRST_OFFSET']
+    block_o = min(block_n, 1 << (num_offsets - 1).bit_length())
+    return {
+        'BLOCK_G': min(block_m, head_block(meta['GROUP'])),
+        'BLOCK_S': block_n // block_o,
+        'BLOCK_O': block_o,
+        'BLOCK_D': head_block(meta['HEAD_DIM']),
+        'num_warps': num_warps,
+        'num_stages': num_stages,
+    }

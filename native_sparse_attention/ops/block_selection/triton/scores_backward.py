@@ -1,0 +1,182 @@
+"""Kernels of the gradient of compressed keys in `chosen_scores`, which the lists of the inverse index make.
+
+The list of a selection block has the entries that chose it: long for a block that every query reads, short for most. So
+a program takes up to CHUNK entries of one list and adds what they give to all compressed blocks that overlap the block;
+then those partial sums that a compressed block is part of are added, in the order of blocks and chunks.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from native_sparse_attention.ops._triton.interval.tiles import load_rows, split_finite, store_rows
+from native_sparse_attention.ops._triton.inverse_index import find_block
+from native_sparse_attention.ops._triton.placement import find_tile, load_extent, load_num_keys, load_position
+from native_sparse_attention.ops.block_selection.triton.scores_tiles import dot_exact, locate_compressed, share_of
+
+
+class Lists(NamedTuple):
+    """The lists of a group of pairs, first_pair the first of them, each with num_entries entries in num_slots lists,
+    and those that a launch is about: first_slot ... last_slot - 1, in at most num_chunks chunks. num_combined: for how
+    many selection blocks from first_slot on gradients are added up.
+    """
+
+    first_pair: int
+    kv_heads: int
+    num_entries: int
+    num_slots: int
+    first_slot: int
+    last_slot: int
+    num_chunks: int
+    num_combined: int
+
+
+@triton.jit
+def partial_kernel(
+    q_ptr,
+    k_ptr,
+    lse_ptr,
+    dout_ptr,
+    entries_ptr,
+    starts_ptr,
+    partial_ptr,
+    q_strides,
+    k_strides,
+    lse_strides,
+    dout_strides,
+    partial_strides,
+    place,
+    sizes,
+    lists,
+    scale,
+    CAUSAL: tl.constexpr,
+    GROUP: tl.constexpr,
+    CHOOSERS: tl.constexpr,
+    NUM_SELECTED: tl.constexpr,
+    SELECTION_BLOCK: tl.constexpr,
+    PER_SELECTION: tl.constexpr,
+    FIRST_OFFSET: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """partial: float32 `[pairs, chunks, offsets, D]`; the other shapes as in the forward kernel. One program per chunk
+    of entries, and per BLOCK_O offsets.
+    """
+    pair = (tl.program_id(0) // lists.num_chunks).to(tl.int64)
+    chunk = tl.program_id(0) % lists.num_chunks
+    starts_ptr += pair * (lists.num_slots + 1)
+    entries_ptr += pair * lists.num_entries
+    index = _first_chunk(starts_ptr, lists, CHUNK) + chunk
+    slot, first = find_tile(index, starts_ptr, lists.num_entries, lists.num_slots, CHUNK)
+    if slot >= lists.last_slot:
+        return
+    first += tl.load(starts_ptr + slot)
+    num_entries = tl.minimum(tl.load(starts_ptr + slot + 1) - first, CHUNK)
+    if num_entries <= 0:
+        return
+    row = (lists.first_pair + pair) // lists.kv_heads
+    kv_head = (lists.first_pair + pair) % lists.kv_heads
+    sequence, first_token = find_block(slot, row.to(tl.int32), place, SELECTION_BLOCK)
+    _, query_start, num_queries = load_extent(place.cu_seqlens, sequence, place.seqlen_q, place.num_sequences)
+    num_tokens = load_num_keys(place, sequence)
+    first_position = load_position(place, sequence, num_queries, num_tokens) - query_start
+    key_start, num_keys = locate_compressed(place, sequence, num_tokens, sizes)
+    offsets = FIRST_OFFSET + tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O)
+    keys = first_token // SELECTION_BLOCK * PER_SELECTION + offsets
+    key_mask = (offsets < PER_SELECTION) & (keys >= 0) & (keys < num_keys)
+    k_ptr += row * k_strides[0] + kv_head * k_strides[2] + key_start.to(tl.int64) * k_strides[1]
+    k = load_rows(k_ptr, keys, k_strides[1], key_mask, HEAD_DIM, BLOCK_D)  # [BLOCK_O, BLOCK_D]
+    share = share_of(offsets, sizes, SELECTION_BLOCK) / GROUP
+    q_ptr += row * q_strides[0]
+    lse_ptr += row * lse_strides[0]
+    dout_ptr += row * dout_strides[0]
+    dk = tl.zeros([BLOCK_O, BLOCK_D], tl.float32)
+    for first_member in range(0, num_entries * GROUP, BLOCK_M):
+        members = first_member + tl.arange(0, BLOCK_M)  # every entry with every head of the group
+        member_mask = members < num_entries * GROUP
+        entry = tl.load(entries_ptr + first + members // GROUP, mask=member_mask, other=0)
+        chooser = kv_head * CHOOSERS + entry // NUM_SELECTED % CHOOSERS
+        heads = chooser * GROUP + members % GROUP
+        tokens = entry // NUM_SELECTED // CHOOSERS
+        position = first_position + tokens
+        tokens = tokens.to(tl.int64)
+        columns = (entry % NUM_SELECTED).to(tl.int64)
+        dscores = tl.load(
+            dout_ptr + tokens * dout_strides[1] + chooser * dout_strides[2] + columns * dout_strides[3],
+            mask=member_mask, other=0.0,
+        )  # fmt: skip
+        lse = tl.load(lse_ptr + heads * lse_strides[1] + tokens * lse_strides[2], mask=member_mask, other=0.0)
+        rows_of_q = tokens * q_strides[1] + heads * q_strides[2]
+        q = load_rows(q_ptr, rows_of_q, 1, member_mask, HEAD_DIM, BLOCK_D)  # [BLOCK_M, BLOCK_D]
+        logits = tl.dot(k, tl.trans(q), input_precision='ieee') * scale  # [BLOCK_O, BLOCK_M]
+        dlogits = tl.exp(logits - lse.to(tl.float32)[None, :]) * share[:, None] * dscores[None, :]
+        seen = key_mask[:, None] & member_mask[None, :]
+        if CAUSAL:
+            seen = seen & (keys[:, None] * sizes.stride + sizes.block_size - 1 <= position[None, :])
+        dk = dot_exact(tl.where(seen, dlogits, 0.0), split_finite(q)[0], dk)
+    partial_ptr += pair * partial_strides[0] + chunk.to(tl.int64) * partial_strides[1]
+    store_rows(partial_ptr, offsets - FIRST_OFFSET, partial_strides[2], dk, offsets < PER_SELECTION, HEAD_DIM, BLOCK_D)
+
+
+@triton.jit
+def combine_kernel(
+    starts_ptr,
+    partial_ptr,
+    dk_ptr,
+    partial_strides,
+    dk_strides,
+    place,
+    sizes,
+    lists,
+    scale,
+    SELECTION_BLOCK: tl.constexpr,
+    PER_SELECTION: tl.constexpr,
+    FIRST_OFFSET: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """dk: `[B, C, H, D]`. One program per selection block from lists.first_slot on, and per BLOCK_C of the compressed
+    blocks that begin in it. They overlap that block and some that follow.
+    """
+    pair = (tl.program_id(0) // lists.num_combined).to(tl.int64)
+    slot = lists.first_slot + tl.program_id(0) % lists.num_combined
+    starts_ptr += pair * (lists.num_slots + 1)
+    row = (lists.first_pair + pair) // lists.kv_heads
+    kv_head = (lists.first_pair + pair) % lists.kv_heads
+    sequence, first_token = find_block(slot, row.to(tl.int32), place, SELECTION_BLOCK)
+    num_tokens = load_num_keys(place, sequence)
+    if first_token >= num_tokens:
+        return
+    key_start, num_keys = locate_compressed(place, sequence, num_tokens, sizes)
+    offsets = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    keys = first_token // SELECTION_BLOCK * PER_SELECTION + offsets
+    key_mask = (offsets < PER_SELECTION) & (keys < num_keys)
+    first_chunk = _first_chunk(starts_ptr, lists, CHUNK)
+    partial_ptr += pair * partial_strides[0]
+    dk = tl.zeros([BLOCK_C, BLOCK_D], tl.float32)
+    for following in range((PER_SELECTION - 1 - FIRST_OFFSET) // PER_SELECTION + 1):
+        if first_token + following * SELECTION_BLOCK < num_tokens:
+            start = tl.load(starts_ptr + slot + following)
+            num_chunks = tl.cdiv(tl.load(starts_ptr + slot + following + 1) - start, CHUNK)
+            chunk = (start // CHUNK + slot + following - first_chunk).to(tl.int64)
+            rows = offsets - following * PER_SELECTION - FIRST_OFFSET
+            for _ in range(num_chunks):
+                partial = partial_ptr + chunk * partial_strides[1]
+                dk += load_rows(partial, rows, partial_strides[2], key_mask & (rows >= 0), HEAD_DIM, BLOCK_D)
+                chunk += 1
+    dk_ptr += row * dk_strides[0] + kv_head * dk_strides[2]
+    store_rows(dk_ptr, key_start + keys, dk_strides[1], dk * scale, key_mask, HEAD_DIM, BLOCK_D)
+
+
+@triton.jit
+def _first_chunk(starts_ptr, lists, CHUNK: tl.constexpr):
+    """Chunks are numbered like tiles of packed sequences; the first that list first_slot may have."""
+    return tl.load(starts_ptr + lists.first_slot) // CHUNK + lists.first_slot

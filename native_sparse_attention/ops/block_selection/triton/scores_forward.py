@@ -1,0 +1,157 @@
+"""Kernels of `chosen_scores` with one program per query and index head: the scores, and the gradients of q and lse."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from native_sparse_attention.ops._triton.interval.tiles import load_rows, store_rows
+from native_sparse_attention.ops.block_selection.triton.scores_tiles import (
+    dot_exact,
+    locate_query,
+    overlapping_columns,
+    share_of,
+)
+
+
+@triton.jit
+def forward_kernel(
+    q_ptr,
+    k_ptr,
+    lse_ptr,
+    indices_ptr,
+    out_ptr,
+    q_strides,
+    k_strides,
+    lse_strides,
+    indices_strides,
+    out_strides,
+    place,
+    sizes,
+    scale,
+    CAUSAL: tl.constexpr,
+    GROUP: tl.constexpr,
+    CHOOSERS: tl.constexpr,
+    NUM_SELECTED: tl.constexpr,
+    SELECTION_BLOCK: tl.constexpr,
+    PER_SELECTION: tl.constexpr,
+    FIRST_OFFSET: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """q: `[B, T, HQ, D]`; k: `[B, C, H, D]`; lse: `[B, HQ, T]`; indices, out: `[B, T, HI, n]`. The GROUP heads of an
+    index head share its row; a key head has CHOOSERS index heads. A selection block overlaps the compressed blocks at
+    the offsets FIRST_OFFSET ... PER_SELECTION - 1.
+    """
+    row, token, is_query, position, num_tokens, key_start, num_keys = locate_query(tl.program_id(0), place, sizes)
+    if not is_query:
+        return
+    row, token, head = row.to(tl.int64), token.to(tl.int64), tl.program_id(1).to(tl.int64)
+    q_ptr += row * q_strides[0] + token * q_strides[1]
+    k_ptr += row * k_strides[0] + (head // CHOOSERS) * k_strides[2] + key_start.to(tl.int64) * k_strides[1]
+    lse_ptr += row * lse_strides[0] + token * lse_strides[2]
+    indices_ptr += row * indices_strides[0] + token * indices_strides[1] + head * indices_strides[2]
+    out_ptr += row * out_strides[0] + token * out_strides[1] + head * out_strides[2]
+    BLOCK_N: tl.constexpr = BLOCK_S * BLOCK_O
+    for first_slot in range(0, NUM_SELECTED, BLOCK_S):
+        slots = first_slot + tl.arange(0, BLOCK_S)
+        scores = tl.zeros([BLOCK_S], tl.float32)
+        for first_offset in range(FIRST_OFFSET, PER_SELECTION, BLOCK_O):
+            offsets = first_offset + tl.arange(0, BLOCK_O)
+            keys, seen = overlapping_columns(
+                indices_ptr, slots, offsets, position, num_tokens, num_keys, sizes, CAUSAL, NUM_SELECTED,
+                SELECTION_BLOCK, PER_SELECTION,
+            )  # fmt: skip
+            columns = tl.reshape(seen, [BLOCK_N])
+            k = load_rows(k_ptr, tl.reshape(keys, [BLOCK_N]), k_strides[1], columns, HEAD_DIM, BLOCK_D)
+            total = tl.zeros([BLOCK_N], tl.float32)
+            for first_member in range(0, GROUP, BLOCK_G):
+                members = first_member + tl.arange(0, BLOCK_G)
+                heads = head * GROUP + members
+                q = load_rows(q_ptr, heads, q_strides[2], members < GROUP, HEAD_DIM, BLOCK_D)  # [BLOCK_G, BLOCK_D]
+                lse = tl.load(lse_ptr + heads * lse_strides[1], mask=members < GROUP, other=0.0).to(tl.float32)
+                logits = tl.dot(q, tl.trans(k), input_precision='ieee') * scale  # [BLOCK_G, BLOCK_N]
+                seen_by = columns[None, :] & (members < GROUP)[:, None]
+                total += tl.sum(tl.where(seen_by, tl.exp(logits - lse[:, None]), 0.0), 0)
+            share = share_of(offsets, sizes, SELECTION_BLOCK) / GROUP
+            shared = tl.where(seen, tl.reshape(total, [BLOCK_S, BLOCK_O]) * share[None, :], 0.0)
+            scores += tl.sum(shared, 1)
+        tl.store(out_ptr + slots, scores, mask=slots < NUM_SELECTED)
+
+
+@triton.jit
+def dq_kernel(
+    q_ptr,
+    k_ptr,
+    lse_ptr,
+    indices_ptr,
+    dout_ptr,
+    dq_ptr,
+    dlse_ptr,
+    q_strides,
+    k_strides,
+    lse_strides,
+    indices_strides,
+    dout_strides,
+    dq_strides,
+    dlse_strides,
+    place,
+    sizes,
+    scale,
+    CAUSAL: tl.constexpr,
+    GROUP: tl.constexpr,
+    CHOOSERS: tl.constexpr,
+    NUM_SELECTED: tl.constexpr,
+    SELECTION_BLOCK: tl.constexpr,
+    PER_SELECTION: tl.constexpr,
+    FIRST_OFFSET: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Shapes as in the forward kernel; one program per query and BLOCK_G heads of an index head."""
+    row, token, is_query, position, num_tokens, key_start, num_keys = locate_query(tl.program_id(0), place, sizes)
+    if not is_query:
+        return
+    tiles_of_group: tl.constexpr = (GROUP + BLOCK_G - 1) // BLOCK_G
+    row, token, head = row.to(tl.int64), token.to(tl.int64), (tl.program_id(1) // tiles_of_group).to(tl.int64)
+    k_ptr += row * k_strides[0] + (head // CHOOSERS) * k_strides[2] + key_start.to(tl.int64) * k_strides[1]
+    indices_ptr += row * indices_strides[0] + token * indices_strides[1] + head * indices_strides[2]
+    dout_ptr += row * dout_strides[0] + token * dout_strides[1] + head * dout_strides[2]
+    members = (tl.program_id(1) % tiles_of_group) * BLOCK_G + tl.arange(0, BLOCK_G)
+    member_mask = members < GROUP
+    heads = head * GROUP + members
+    q_ptr += row * q_strides[0] + token * q_strides[1]
+    q = load_rows(q_ptr, heads, q_strides[2], member_mask, HEAD_DIM, BLOCK_D)  # [BLOCK_G, BLOCK_D]
+    lse_ptr += row * lse_strides[0] + token * lse_strides[2]
+    lse = tl.load(lse_ptr + heads * lse_strides[1], mask=member_mask, other=0.0).to(tl.float32)
+    dq = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    dlse = tl.zeros([BLOCK_G], tl.float32)
+    BLOCK_N: tl.constexpr = BLOCK_S * BLOCK_O
+    for first_slot in range(0, NUM_SELECTED, BLOCK_S):
+        slots = first_slot + tl.arange(0, BLOCK_S)
+        dscores = tl.load(dout_ptr + slots.to(tl.int64) * dout_strides[3], mask=slots < NUM_SELECTED, other=0.0)
+        for first_offset in range(FIRST_OFFSET, PER_SELECTION, BLOCK_O):
+            offsets = first_offset + tl.arange(0, BLOCK_O)
+            keys, seen = overlapping_columns(
+                indices_ptr, slots, offsets, position, num_tokens, num_keys, sizes, CAUSAL, NUM_SELECTED,
+                SELECTION_BLOCK, PER_SELECTION,
+            )  # fmt: skip
+            columns = tl.reshape(seen, [BLOCK_N])
+            k = load_rows(k_ptr, tl.reshape(keys, [BLOCK_N]), k_strides[1], columns, HEAD_DIM, BLOCK_D)
+            logits = tl.dot(q, tl.trans(k), input_precision='ieee') * scale  # [BLOCK_G, BLOCK_N]
+            share = share_of(offsets, sizes, SELECTION_BLOCK) / GROUP
+            dweights = tl.reshape(dscores[:, None] * share[None, :], [BLOCK_N])
+            seen_by = columns[None, :] & member_mask[:, None]
+            dlogits = tl.where(seen_by, tl.exp(logits - lse[:, None]) * dweights[None, :], 0.0)
+            dlse -= tl.sum(dlogits, 1)
+            dq = dot_exact(dlogits, k, dq)
+    dq_ptr += row * dq_strides[0] + token * dq_strides[1]
+    store_rows(dq_ptr, heads, dq_strides[2], dq * scale, member_mask, HEAD_DIM, BLOCK_D)
+    dlse_ptr += row * dlse_strides[0] + token * dlse_strides[2]
+    tl.store(dlse_ptr + heads * dlse_strides[1], dlse.to(dlse_ptr.dtype.element_ty), mask=member_mask)

@@ -1,0 +1,54 @@
+"""Launch settings of `chosen_scores`, by architecture, bytes of an element and head size.
+
+block_m: heads of a group in FORWARD and DQ, queries times heads in DK. block_n: pairs of a chosen block and a
+compressed block that overlaps it in FORWARD and DQ, compressed blocks in DK.
+"""
+
+from __future__ import annotations
+
+from native_sparse_attention.ops._triton.launch import Settings, Table
+
+FORWARD: Table = {
+    ('sm80', 2, 64): Settings(64, 64, 4, 2),
+    ('sm80', 2, 128): Settings(64, 64, 4, 2),
+    ('sm80', 2, 256): Settings(64, 64, 4, 1),
+    ('sm80', 4, 64): Settings(64, 64, 4, 1),
+    ('sm80', 4, 128): Settings(32, 64, 4, 1),
+    ('sm80', 4, 256): Settings(16, 32, 4, 1),
+    ('sm86', 2, 64): Settings(64, 64, 4, 2),
+    ('sm86', 2, 128): Settings(64, 64, 4, 1),
+    ('sm86', 2, 256): Settings(32, 64, 4, 1),
+    ('sm86', 4, 64): Settings(64, 64, 4, 1),
+    ('sm86', 4, 128): Settings(32, 64, 4, 1),
+    ('sm86', 4, 256): Settings(16, 32, 4, 1),
+}
+
+DQ: Table = {
+    ('sm80', 2, 64): Settings(64, 64, 4, 2),
+    ('sm80', 2, 128): Settings(64, 64, 4, 1),
+    ('sm80', 2, 256): Settings(32, 32, 4, 1),
+    ('sm80', 4, 64): Settings(32, 64, 4, 1),
+    ('sm80', 4, 128): Settings(32, 32, 4, 1),
+    ('sm80', 4, 256): Settings(16, 16, 4, 1),
+    ('sm86', 2, 64): Settings(64, 64, 4, 1),
+    ('sm86', 2, 128): Settings(32, 64, 4, 1),
+    ('sm86', 2, 256): Settings(16, 32, 4, 1),
+    ('sm86', 4, 64): Settings(32, 64, 4, 1),
+    ('sm86', 4, 128): Settings(16, 32, 4, 1),
+    ('sm86', 4, 256): Settings(16, 16, 4, 1),
+}
+
+DK: Table = {
+    ('sm80', 2, 64): Settings(64, 16, 4, 2),
+    ('sm80', 2, 128): Settings(64, 16, 4, 2),
+    ('sm80', 2, 256): Settings(64, 16, 4, 1),
+    ('sm80', 4, 64): Settings(64, 16, 4, 1),
+    ('sm80', 4, 128): Settings(32, 16, 4, 1),
+    ('sm80', 4, 256): Settings(16, 16, 4, 1),
+    ('sm86', 2, 64): Settings(64, 16, 4, 2),
+    ('sm86', 2, 128): Settings(64, 16, 4, 1),
+    ('sm86', 2, 256): Settings(32, 16, 4, 1),
+    ('sm86', 4, 64): Settings(64, 16, 4, 1),
+    ('sm86', 4, 128): Settings(32, 16, 4, 1),
+    ('sm86', 4, 256): Settings(16, 16, 4, 1),
+}

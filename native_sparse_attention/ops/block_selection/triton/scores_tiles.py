@@ -1,0 +1,103 @@
+"""What the kernels of `chosen_scores` share: the compressed blocks that overlap a chosen one, and a product of float32
+with half types.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from native_sparse_attention.ops._triton.inverse_index import count_readable_blocks
+from native_sparse_attention.ops._triton.placement import count_blocks, find_tile, load_extent, load_num_keys
+from native_sparse_attention.ops._triton.placement import load_position as load_first_position
+
+
+class Sizes(NamedTuple):
+    """block_size, stride: l, d. num_compressed: C."""
+
+    block_size: int
+    stride: int
+    num_compressed: int
+
+
+@triton.jit
+def locate_query(index, place, sizes):
+    """Row and token of query `index`, whether it exists, its position, the tokens of its sequence, and the first of its
+    compressed blocks and their number, which stay within C.
+    """
+    sequence, first_query = find_tile(index, place.cu_seqlens, place.seqlen_q, place.num_sequences, 1)
+    row, query_start, num_queries = load_extent(place.cu_seqlens, sequence, place.seqlen_q, place.num_sequences)
+    num_tokens = load_num_keys(place, sequence)
+    position = load_first_position(place, sequence, num_queries, num_tokens) + first_query
+    key_start, num_keys = locate_compressed(place, sequence, num_tokens, sizes)
+    is_query = (first_query >= 0) & (first_query < num_queries)
+    return row, query_start + first_query, is_query, position, num_tokens, key_start, num_keys
+
+
+@triton.jit
+def locate_compressed(place, sequence, num_tokens, sizes):
+    """The first compressed block of a sequence of so many tokens, and the number of them."""
+    _, key_start, num_keys = load_extent(place.cu_blocks, sequence, sizes.num_compressed, place.num_sequences)
+    return key_start, tl.minimum(num_keys, count_blocks(num_tokens, sizes.block_size, sizes.stride))
+
+
+@triton.jit
+def share_of(offsets, sizes, SELECTION_BLOCK: tl.constexpr):
+    """The part of compressed block j * l' / d + offset that lies in selection block j, for offsets that overlap."""
+    start = offsets * sizes.stride
+    shared = tl.minimum(start + sizes.block_size, SELECTION_BLOCK) - tl.maximum(start, 0)
+    return shared.to(tl.float32) / sizes.block_size
+
+
+@triton.jit
+def overlapping_columns(
+    indices_ptr,
+    slots,
+    offsets,
+    position,
+    num_tokens,
+    num_keys,
+    sizes,
+    CAUSAL: tl.constexpr,
+    NUM_SELECTED: tl.constexpr,
+    SELECTION_BLOCK: tl.constexpr,
+    PER_SELECTION: tl.constexpr,
+):
+    """The compressed blocks at `offsets` of the selection blocks in `slots` of a query's row of indices, and which of
+    them it sees: `[slots, offsets]`, block 0 where it does not.
+    """
+    blocks = tl.load(indices_ptr + slots, mask=slots < NUM_SELECTED, other=-1)
+    exists = (blocks >= 0) & (blocks < count_readable_blocks(position, num_tokens, SELECTION_BLOCK, CAUSAL))
+    blocks = tl.where(exists, blocks, 0).to(tl.int32)
+    keys = blocks[:, None] * PER_SELECTION + offsets[None, :]
+    seen = exists[:, None] & (offsets < PER_SELECTION)[None, :] & (keys >= 0) & (keys < num_keys)
+    if CAUSAL:
+        seen = seen & (keys * sizes.stride + sizes.block_size - 1 <= position)
+    return tl.where(seen, keys, 0), seen
+
+
+@triton.jit
+def dot_exact(a, b, out):
+    """out + a @ b for float32 a `[M, K]`. Where b is of a half type, a is split into a high and a low part of it:
+    eager rounds the result alone, and with a rounded to one part the error rules break.
+    """
+    if b.dtype == tl.float32:
+        out = tl.dot(a, b, out, input_precision='ieee')
+    elif b.dtype == tl.bfloat16:
+        high = a.to(tl.bfloat16)
+        low = (a - high.to(tl.float32)).to(tl.bfloat16)
+        out = tl.dot(high, b, out, input_precision='ieee')
+        out = tl.dot(low, b, out, input_precision='ieee')
+    else:
+        # float16 has few exponents: each row is divided by the power of two at or below its largest value.
+        largest = tl.max(tl.abs(a), 1)
+        unit = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        unit = tl.where(unit == 0, 1.0, unit)[:, None]
+        scaled = a / unit
+        high = scaled.to(tl.float16)
+        low = (scaled - high.to(tl.float32)).to(tl.float16)
+        product = tl.dot(high, b, input_precision='ieee')
+        out += tl.dot(low, b, product, input_precision='ieee') * unit
+    return out
