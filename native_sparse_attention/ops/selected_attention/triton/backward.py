@@ -1,11 +1,11 @@
 """Backward kernels of selected attention: one for the gradients of q and of the factors, one for those of k and v.
 
-The gradient of a logit is p * (dp - delta), where delta is the sum of p * dp over the keys of a row. It is commonly taken
-as the product of the output and its gradient, but the output is rounded, and in rows of few keys that shows. So the
-first kernel starts from that product, adds up by how much it is off, and corrects both its result and delta.
+The gradient of a logit is p * (dp - delta), where delta is the sum of p * dp over the keys of a row. It is commonly
+taken as the product of the output and its gradient, but the output is rounded, and in rows of few keys that shows. So
+the first kernel starts from that product, adds up by how much it is off, and corrects both its result and delta.
 
 The second kernel has a program per block of keys and per chunk of the list of those who chose it. A block with one
-chunk is finished there; the chunks of the others leave partial sums, which a third kernel adds in the order of the list.
+chunk is finished there; the chunks of the others leave partial sums, which a third kernel adds in the list's order.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from native_sparse_attention.ops.selected_attention.triton.choice import find_re
 class Lists(NamedTuple):
     """The lists of a group of pairs, as kernels take them.
 
-    entries, starts: of the inverse index, tensors. num_slots: block slots of a pair. num_programs: of a pair, enough for
-    the chunks of its lists. first_pair: of the group. kv_heads: H. repeats: R. num_selected: n. num_partials: partial
-    sums of a pair.
+    entries, starts: of the inverse index, tensors. num_entries, num_slots: of a pair. num_programs: of a pair, enough
+    for the chunks of its lists. first_pair: of the group. kv_heads: H. repeats: R. num_selected: n. num_partials:
+    partial sums of a pair.
     """
 
     entries: Any
     starts: Any
+    num_entries: int
     num_slots: int
     num_programs: int
     first_pair: int
@@ -261,7 +262,7 @@ def dkv_kernel(
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
 
-    entries_ptr = lists.entries + pair.to(tl.int64) * place.seqlen_q * lists.repeats * lists.num_selected
+    entries_ptr = lists.entries + pair.to(tl.int64) * lists.num_entries
     entries_ptr += begin + first_entry
     q_ptr += row * q_strides[0]
     dout_ptr += row * dout_strides[0]
@@ -377,7 +378,7 @@ def _find_chunk(index, lists, CHUNK: tl.constexpr):
     pair = index // lists.num_programs
     starts_ptr = lists.starts + pair.to(tl.int64) * (lists.num_slots + 1)
     # Lists follow each other as packed sequences do.
-    slot, first_entry = find_tile(index % lists.num_programs, starts_ptr, 0, lists.num_slots, CHUNK)
+    slot, first_entry = find_tile(index % lists.num_programs, starts_ptr, lists.num_entries, lists.num_slots, CHUNK)
     begin = tl.load(starts_ptr + slot)
     end = tl.load(starts_ptr + tl.minimum(slot + 1, lists.num_slots))
     return pair, slot, first_entry, begin, end - begin

@@ -11,8 +11,8 @@ from native_sparse_attention.ops._triton.placement import find_query, load_exten
 
 @triton.jit
 def find_reader(index, place, CAUSAL: tl.constexpr):
-    """Row and token of query `index` of all rows, the first key of its sequence, and how many keys of the sequence it may
-    read: the first ones.
+    """Row and token of query `index` of all rows, the first key of its sequence, and how many keys of the sequence it
+    may read: the first ones.
     """
     sequence, row, token = find_query(index, place)
     _, query_start, num_queries = load_extent(place.cu_seqlens, sequence, place.seqlen_q, place.num_sequences)
@@ -44,8 +44,7 @@ def load_block(indices_ptr, choice, place_in_row, readable, BLOCK_SIZE: tl.const
 @triton.jit
 def load_factor(factors_ptr, place_in_row, is_read):
     """Factor of the logits of an index; 1 where there are none. That of an index that is not read may be anything."""
-    if factors_ptr is None:
-        factor = 1.0
-    else:
+    factor = 1.0
+    if factors_ptr is not None:
         factor = tl.where(is_read, tl.load(factors_ptr + place_in_row).to(tl.float32), 0.0)
     return factor

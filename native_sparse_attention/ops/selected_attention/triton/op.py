@@ -33,7 +33,7 @@ from native_sparse_attention.ops.selected_attention.triton.backward import (
 )
 from native_sparse_attention.ops.selected_attention.triton.forward import forward_kernel
 
-# Pairs of a query and a head that one program adds to the gradients of a block; the lists of some blocks have many more.
+# Pairs of a query and a head that one program adds to the gradients of a block; some blocks have many more.
 CHUNK_ROWS = 4096
 # Bytes that partial sums may take.
 WORKSPACE = 2**29
@@ -170,7 +170,8 @@ def _differentiate_keys(
     if dk.numel() + dv.numel() == 0:
         return dk, dv
     block_size = min(block_size, seqlen_k)
-    num_entries = seqlen * (index_heads // kv_heads) * num_selected
+    repeats = index_heads // kv_heads
+    num_entries = seqlen * repeats * num_selected
     num_slots = num_block_slots(place, block_size)
     group = heads // index_heads
     bytes_of_partial = 4 * block_size * (head_dim + value_dim)
@@ -195,9 +196,8 @@ def _differentiate_keys(
         index = make_inverse_index(
             block_indices, place, pairs, kv_heads=kv_heads, block_size=block_size, causal=causal, unique=True
         )
-        lists = Lists(
-            *index, num_slots, num_programs, pairs.start, kv_heads, index_heads // kv_heads, num_selected, num_partials
-        )
+        sizes = (num_entries, num_slots, num_programs, pairs.start, kv_heads, repeats, num_selected, num_partials)
+        lists = Lists(index.entries, index.starts, *sizes)
         partials = Partials(
             *(q.new_empty(len(pairs) * num_partials, block_size, d, dtype=torch.float32) for d in (head_dim, value_dim))
         )

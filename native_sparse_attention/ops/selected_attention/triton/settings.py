@@ -1,6 +1,6 @@
 """Launch settings of selected attention, by architecture, bytes of an element and head size.
 
-block_m: rows of a tile, heads of one query (DKV: pairs of a query and a head), at most. block_n: keys of a tile, at most.
+block_m: rows of a tile, heads of one query (DKV: pairs of a query and a head). block_n: keys of a tile. Both at most.
 """
 
 from __future__ import annotations
