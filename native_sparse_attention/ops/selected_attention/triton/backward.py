@@ -18,6 +18,7 @@ import triton.language as tl
 from native_sparse_attention.ops._triton.interval.tiles import load_rows, split_finite, store_rows
 from native_sparse_attention.ops._triton.inverse_index import find_block
 from native_sparse_attention.ops._triton.placement import find_tile, load_extent, load_num_keys, load_position
+from native_sparse_attention.ops._triton.tiles import add_product
 from native_sparse_attention.ops.selected_attention.triton.choice import find_reader, load_block, load_factor
 
 
@@ -151,8 +152,8 @@ def dq_kernel(
             missing += tl.sum(dlogits, 1)
             dlogits += weights * dlse[:, None]
             dfactor += tl.sum(dlogits * logits, 1)
-            dq = tl.dot((dlogits * factor).to(k.dtype), k, dq, input_precision='ieee')
-            mean_k = tl.dot((weights * factor).to(k.dtype), k, mean_k, input_precision='ieee')
+            dq = add_product((dlogits * factor).to(k.dtype), k, dq)
+            mean_k = add_product((weights * factor).to(k.dtype), k, mean_k)
         if dfactors_ptr is not None:
             tl.store(dfactors_ptr + slot, tl.sum(dfactor, 0))
     dq = (dq - missing[:, None] * mean_k) * scale
@@ -302,8 +303,8 @@ def dkv_kernel(
         dlogits = tl.where(read, dlogits, 0.0)
         # A query that is not finite must not reach the keys that it does not read.
         q, _taint = split_finite(q)  # not `_`, which is an int above the loop
-        dv = tl.dot(weights.to(dout.dtype), dout, dv, input_precision='ieee')
-        dk = tl.dot(dlogits.to(q.dtype), q, dk, input_precision='ieee')
+        dv = add_product(weights.to(dout.dtype), dout, dv)
+        dk = add_product(dlogits.to(q.dtype), q, dk)
     # What no query may read is loaded as 0, and its gradient is 0.
     dk = tl.where(key_mask[:, None], dk * scale, 0.0)
     dv = tl.where(key_mask[:, None], dv, 0.0)

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from native_sparse_attention.ops._triton.interval.tiles import load_rows, store_rows
+from native_sparse_attention.ops._triton.tiles import add_product
 from native_sparse_attention.ops.selected_attention.triton.choice import find_reader, load_block, load_factor
 
 
@@ -123,5 +124,5 @@ def _attend(
     rescale = tl.exp2(row_max - reference)
     total = total * rescale + tl.sum(weights, 1)
     out = out * rescale[:, None]
-    out = tl.dot(weights.to(v.dtype), v, out, input_precision='ieee')
+    out = add_product(weights.to(v.dtype), v, out)
     return new_max, total, out

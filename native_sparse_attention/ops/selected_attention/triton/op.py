@@ -33,8 +33,9 @@ from native_sparse_attention.ops.selected_attention.triton.backward import (
 )
 from native_sparse_attention.ops.selected_attention.triton.forward import forward_kernel
 
-# Pairs of a query and a head that one program adds to the gradients of a block; some blocks have many more.
-CHUNK_ROWS = 4096
+# Pairs of a query and a head that one program adds to the gradients of a block, by bytes of an element; the lists of
+# some blocks have many more. In float32 the sums are shorter, and so more exact.
+CHUNK_ROWS = {2: 4096, 4: 512}
 # Bytes that partial sums may take.
 WORKSPACE = 2**29
 
@@ -175,7 +176,7 @@ def _differentiate_keys(
     num_slots = num_block_slots(place, block_size)
     group = heads // index_heads
     bytes_of_partial = 4 * block_size * (head_dim + value_dim)
-    chunk, num_partials = _split_lists(num_entries, group, bytes_of_partial)
+    chunk, num_partials = _split_lists(num_entries, CHUNK_ROWS[q.element_size()] // group, bytes_of_partial)
     most = max(1, WORKSPACE // max(1, num_partials * bytes_of_partial))
     block_m, block_n, num_warps, num_stages = settings_of(settings.DKV, q, v)
     block_n = min(block_n, row_block(block_size))
@@ -302,12 +303,12 @@ def _launch_per_query(
     }
 
 
-def _split_lists(num_entries: int, group: int, bytes_of_partial: int) -> tuple[int, int]:
+def _split_lists(num_entries: int, chunk: int, bytes_of_partial: int) -> tuple[int, int]:
     """How many entries a chunk of a list has, and a bound of the partial sums of a pair, which fit into WORKSPACE.
 
     It depends on lengths and heads, not on the batch, so that a row's gradient does not depend on its neighbours.
     """
-    chunk = 1 << (max(1, CHUNK_ROWS // group).bit_length() - 1)
+    chunk = 1 << (max(1, chunk).bit_length() - 1)
     while num_entries > chunk and 2 * num_entries // chunk * bytes_of_partial > WORKSPACE:
         chunk *= 2
     return chunk, 2 * num_entries // chunk if num_entries > chunk else 0
