@@ -80,12 +80,19 @@ def find_tile(index, starts_ptr, length, num_sequences, TILE: tl.constexpr):
         above = num_sequences
         while sequence < above:
             middle = (sequence + above + 1) // 2
-            if tl.load(starts_ptr + middle).to(tl.int32) // TILE + middle <= index:
+            if _first_tile(starts_ptr, middle, length, TILE) <= index:
                 sequence = middle
             else:
                 above = middle - 1
-        first = (index - tl.load(starts_ptr + sequence).to(tl.int32) // TILE - sequence) * TILE
+        first = (index - _first_tile(starts_ptr, sequence, length, TILE)) * TILE
+        # Starts that begin above 0 or decrease leave tiles to nobody: these lie behind every sequence.
+        first = tl.where(first < 0, length, first)
     return sequence, first
+
+
+@triton.jit
+def _first_tile(starts_ptr, sequence, length, TILE: tl.constexpr):
+    return tl.minimum(tl.maximum(tl.load(starts_ptr + sequence), 0), length).to(tl.int32) // TILE + sequence
 
 
 @triton.jit
