@@ -237,17 +237,17 @@ def test_scores_that_rise_and_that_fall(device: torch.device) -> None:
 @pytest.mark.parametrize('share_group', [True, False])
 def test_equal_scores_go_to_the_lower_block(share_group: bool, device: torch.device) -> None:
     """Equal keys, whose scores are rounded: inner blocks tie all the same, and the first and the last score less."""
-    seqlen = 2 * TILE + 20
-    extents = Extents(1, 5, 4 * seqlen, {}, [4 * seqlen])
-    tensors, settings = make_problem(extents, Heads(6, 2, 16, 16), SIZES, device)
+    num_blocks = 2 * TILE + 20
+    extents = Extents(1, 2, 4 * num_blocks, {}, [4 * num_blocks])
+    tensors, settings = make_problem(extents, Heads(3, 1, 16, 16), SIZES, device)
     tensors['k_cmp'] = tensors['k_cmp'][:, :1].expand_as(tensors['k_cmp'])
-    for num_selected in (1, 3, TILE + 2):
-        choice: dict[str, Any] = {'num_init': 0, 'num_local': 1, 'share_group': share_group}
+    for num_selected, num_local in ((1, 0), (TILE + 2, 0), (3, 1)):
+        choice: dict[str, Any] = {'num_init': 0, 'num_local': num_local, 'share_group': share_group}
         blocks = choose((tensors, settings), num_selected=num_selected, **choice)
-        expected = [*range(1, num_selected), seqlen - 1]
-        assert blocks[0, -1].tolist() == [expected] * (2 if share_group else 6)
-        blocks = choose((tensors, settings), num_selected=num_selected, num_init=0, num_local=0, share_group=False)
-        assert blocks[0, -1].tolist() == [list(range(1, num_selected + 1))] * 6
+        expected = list(range(1, num_selected + 1))
+        if num_local:
+            expected[-1] = num_blocks - 1
+        assert blocks[0, -1].tolist() == [expected] * (1 if share_group else 3)
 
 
 EXTENTS = {
@@ -297,7 +297,7 @@ def test_places_of_queries_among_keys(causal: bool, extents: Extents, device: to
     assert_equals_eager(problem, num_selected=4, num_local=1)
 
 
-@settings(max_examples=12)
+@settings(max_examples=10)
 @given(
     extents=drawn_extents(max_seqlen=40),
     heads=drawn_heads(),
@@ -355,9 +355,9 @@ def test_what_no_query_reads_changes_nothing(device: torch.device) -> None:
 
 @pytest.mark.parametrize('junk', [torch.nan, torch.inf])
 def test_the_future_changes_nothing(junk: float, device: torch.device) -> None:
-    tensors, settings = make_problem(whole(40), HEADS, SIZES, device)
+    tensors, settings = make_problem(whole(40), Heads(2, 1, 16, 16), SIZES, device)
     expected = choose((tensors, settings), num_selected=4)
-    for position in (0, 12, 13, 31, 32):
+    for position in (0, 12, 31, 32):
         spoiled = {name: t.clone() for name, t in tensors.items()}
         spoiled['q'][:, position + 1 :] = junk
         spoiled['lse'][..., position + 1 :] = junk
@@ -432,7 +432,7 @@ def test_no_queries(device: torch.device) -> None:
 
 @pytest.mark.parametrize('share_group', [True, False])
 def test_rows_do_not_depend_on_their_neighbours(share_group: bool, device: torch.device) -> None:
-    tensors, settings = make_problem(whole(37, batch=3), HEADS, SIZES, device)
+    tensors, settings = make_problem(whole(37, batch=3), Heads(2, 1, 16, 16), SIZES, device)
     choice: dict[str, Any] = {'num_selected': 5, 'share_group': share_group}
     together = choose((tensors, settings), **choice)
     assert torch.equal(choose((tensors, settings), **choice), together)
@@ -510,16 +510,16 @@ def test_the_choice_has_no_gradient(device: torch.device) -> None:
 @pytest.mark.plain_memory
 def test_it_passes_opcheck(device: torch.device) -> None:
     op = torch.ops.native_sparse_attention.select_blocks.default
-    tensors, _ = make_problem(packed([9, 12]), HEADS, SIZES, device)
-    cu_seqlens = cumulative([9, 12]).to(device)
+    tensors, _ = make_problem(packed([3, 5]), HEADS, SIZES, device)
+    cu_seqlens = cumulative([3, 5]).to(device)
     for share_group in (True, False):
         choice = (*SIZES, 3, 1, 2, share_group, True, 0.25)
-        torch.library.opcheck(op, (*tensors.values(), 21, None, None, None, cu_seqlens, cu_seqlens, *choice))
-    tensors, _ = make_problem(whole(12, batch=2), HEADS, SIZES, device)
+        torch.library.opcheck(op, (*tensors.values(), 8, None, None, None, cu_seqlens, cu_seqlens, *choice))
+    tensors, _ = make_problem(whole(6, batch=2), Heads(2, 1, 16, 16), SIZES, device)
     tensors = {name: t.requires_grad_() for name, t in tensors.items()}
     for offset, offsets in ((3, None), (None, row_integers([2, 5]).to(device))):
-        lengths = row_integers([12, 7]).to(device)
-        where = (12, offset, offsets, lengths, None, None)
+        lengths = row_integers([6, 3]).to(device)
+        where = (6, offset, offsets, lengths, None, None)
         torch.library.opcheck(op, (*tensors.values(), *where, *SIZES, 3, 1, 2, True, False, 0.25))
 
 
@@ -561,8 +561,7 @@ def test_who_serves_a_choice(device: torch.device) -> None:
         assert backend_of(op, q, k_cmp, backend='triton').name == 'triton'
         auto = backend_of(op, q, k_cmp)
         assert auto.name == ('triton' if device.type == 'cuda' else 'eager')
-    heads = Heads(65, 1, 4, 4)
-    problem = make_counts(whole(8), heads, SIZES, device)
+    problem = make_counts(whole(8), Heads(65, 1, 4, 4), SIZES, device)
     with pytest.raises(ValueError, match=r'65 heads choose together'):
         choose(problem, num_selected=2)
-    assert_equals_eager(problem, num_selected=2, share_group=False)
+    assert choose(problem, num_selected=0, share_group=False).shape == (1, 8, 65, 0)
