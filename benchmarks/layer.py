@@ -1,0 +1,149 @@
+"""How fast is Native Sparse Attention as a whole, by backend? Forward, backward, peak memory.
+
+    python -m benchmarks.layer                                   every shape, every backend, `nsa`
+    python -m benchmarks.layer --shapes 'paper-8k-*,trainer'     some of them
+    python -m benchmarks.layer --what layer                      `SparseAttention`, projections and all
+    python -m benchmarks.layer --device cpu --shapes 'tiny*' --out /tmp/results    to try the script
+
+Writes <date>-<gpu>-<what>.md and .json to --out after every case, so that a run that is cut short leaves what it has.
+A case that takes longer than --case-seconds is stopped; eager ones that would are not begun. --budget bounds it all.
+On an H100: about 8 minutes for all shapes and backends, of which Triton takes 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks import report
+from benchmarks.runner import Case, run_cases, serve
+from benchmarks.shapes import SHAPES, Shape, find_shapes, make_inputs
+from benchmarks.timing import measure_both
+
+BACKENDS = ('triton', 'flex', 'eager')
+TITLES = {'nsa': '`nsa`: compress, choose, attend, gate', 'layer': '`SparseAttention`, projections and all'}
+DIM = 2048
+
+
+def work_of(shape: Shape) -> int:
+    """What eager's time is proportional to: keys gathered for the selected branch, and compressed weights."""
+    per_chooser = shape.num_selected * shape.selection_block_size * (shape.head_dim + shape.value_dim)
+    return shape.batch * shape.seqlen * (shape.choosers * per_chooser + 4 * shape.heads * shape.num_compressed)
+
+
+def make_call(what: str, shape: Shape, backend: str, device: str) -> tuple[Any, list[torch.Tensor]]:
+    """A forward, and what is differentiated."""
+    from native_sparse_attention import SparseAttention, nsa
+
+    if what == 'nsa':
+        tensors, settings = make_inputs(shape, device)
+        leaves = {name: t.requires_grad_() for name, t in tensors.items()}
+        return partial(nsa, **leaves, **settings, backend=backend), list(leaves.values())
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        layer = SparseAttention(
+            DIM if device != 'cpu' else 64,
+            shape.head_dim,
+            shape.heads,
+            shape.window,
+            shape.compress_block_size,
+            shape.compress_stride,
+            shape.selection_block_size,
+            shape.num_selected,
+            kv_heads=shape.kv_heads,
+            dim_value_head=shape.value_dim,
+            causal=shape.causal,
+            use_diff_topk=shape.use_diff_topk,
+            query_heads_share_selected_kv=shape.share_group,
+            backend=backend,
+        ).to(device, shape.dtype)
+    width = layer.to_qkv.in_features
+    x = torch.randn(shape.batch, shape.seqlen, width, dtype=shape.dtype, device=device, requires_grad=True)
+    borders = make_inputs(shape, device)[1].get('cu_seqlens') if shape.num_sequences else None
+    parameters = [p for p in layer.parameters() if p.requires_grad]
+    return partial(layer, x, cu_seqlens=borders), [x, *parameters]
+
+
+def measure(case: Case) -> Case:
+    shape, device = SHAPES[case['shape']], case['device']
+    torch.manual_seed(0)
+    forward, leaves = make_call(case['what'], shape, case['backend'], device)
+    with torch.no_grad():
+        finite = bool(forward().isfinite().all())
+    result = measure_both(forward, leaves, device, compiles=case['backend'] != 'eager')
+    return result if finite else result | {'note': 'the output is not finite'}
+
+
+def make_tables(rows: list[Case]) -> list[str]:
+    columns = ('shape', 'backend', 'forward ms', 'backward ms', 'both ms', 'peak GiB', '')
+    keys = ('shape', 'backend', 'forward_ms', 'backward_ms', 'total_ms')
+    body = [[*(row.get(key) for key in keys), report.gib(row.get('peak_bytes')), row.get('note', '')] for row in rows]
+    named = {(row['shape'], row['backend']): row for row in rows}
+    compared = []
+    for name in dict.fromkeys(row['shape'] for row in rows):
+        ours = named.get((name, 'triton'), {})
+        ratios = [
+            _ratio(named.get((name, other), {}).get(key), ours.get(key))
+            for other in ('flex', 'eager')
+            for key in ('forward_ms', 'backward_ms')
+        ]
+        compared.append([name, *ratios])
+    met = [(row[0], ratio) for row in compared for ratio in row[1:] if ratio is not None]
+    slower = dict.fromkeys(name for name, ratio in met if ratio <= 1)
+    verdict = f'Of {len(met)} comparisons Triton is the faster in all' + (
+        f' but some of {", ".join(slower)}' if slower else ''
+    )
+    legend = [[name, SHAPES[name].described()] for name in dict.fromkeys(row['shape'] for row in rows)]
+    return [
+        'Medians; caches cold; peak beyond the inputs, gradients included.',
+        report.table(columns, body),
+        'Times of the others over those of Triton:',
+        report.table(('shape', 'flex forward', 'flex backward', 'eager forward', 'eager backward'), compared),
+        f'{verdict}.',
+        report.table(('shape', ''), legend),
+    ]
+
+
+def _ratio(other: float | None, ours: float | None) -> float | None:
+    return other / ours if other and ours else None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    report.add_arguments(parser)
+    parser.add_argument('--shapes', default='*', help='patterns, separated by commas (%(default)s)')
+    parser.add_argument('--backends', default=','.join(BACKENDS), help='(%(default)s)')
+    parser.add_argument('--what', choices=TITLES, default='nsa')
+    parser.add_argument('--case-seconds', type=float, default=100, help='at most for one case (%(default)s)')
+    parser.add_argument('--budget', type=float, default=540, help='seconds for all of them (%(default)s)')
+    parser.add_argument('--worker', action='store_true', help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        return serve(measure)
+    cases = [
+        {
+            'shape': shape.name,
+            'backend': backend,
+            'what': options.what,
+            'device': options.device,
+            'work': work_of(shape),
+        }
+        for backend in options.backends.split(',')
+        for shape in find_shapes(options.shapes)
+    ]
+    where = report.machine(options.device, options.commit)
+    title = TITLES[options.what] + ', by backend'
+
+    def write(rows: list[Case]) -> None:
+        report.write(options.out, where, options.what, title, make_tables(rows), rows)
+
+    rows = run_cases(cases, options.case_seconds, options.budget, write)
+    print('\n\n'.join(make_tables(rows)))
+
+
+if __name__ == '__main__':
+    main()

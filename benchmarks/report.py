@@ -1,0 +1,115 @@
+"""Where the numbers come from, and files that hold them: benchmarks/results/<date>-<gpu>-<what>.md and .json."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / 'benchmarks' / 'results'
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add('--out', type=Path, default=RESULTS, help='folder of the results (%(default)s)')
+    add('--device', default='cuda' if torch.cuda.is_available() else 'cpu', help='cuda, or cpu to try the script')
+    add('--commit', default=None, help='of the code, where there is no git to ask')
+
+
+def machine(device: str, commit: str | None) -> dict[str, str]:
+    versions = {name: version(name) for name in ('torch', 'triton')}
+    found = {
+        'date': datetime.now(timezone.utc).strftime('%Y-%m-%d'),
+        'commit': commit or git_commit(),
+        'python': platform.python_version(),
+        **versions,
+        'command': ' '.join(['python -m', *module_command()]),
+    }
+    if device == 'cpu':
+        return {'gpu': 'cpu', **found}
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        'gpu': properties.name,
+        'memory': f'{properties.total_memory / 2**30:.0f} GiB',
+        'driver': driver(),
+        'cuda': str(torch.version.cuda),
+        **found,
+    }
+
+
+def module_command() -> list[str]:
+    spec = getattr(sys.modules['__main__'], '__spec__', None)
+    return [spec.name if spec else sys.argv[0], *sys.argv[1:]]
+
+
+def version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return 'none'
+
+
+def driver() -> str:
+    return _output('nvidia-smi', '--query-gpu=driver_version', '--format=csv,noheader').split('\n')[0] or 'unknown'
+
+
+def git_commit() -> str:
+    commit = _output('git', '-C', str(ROOT), 'rev-parse', '--short=12', 'HEAD')
+    changed = _output('git', '-C', str(ROOT), 'status', '--porcelain', '--untracked-files=no')
+    return (commit + ' with changes' * bool(changed)) if commit else 'unknown'
+
+
+def _output(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ''
+
+
+def gpu_slug(gpu: str) -> str:
+    """'h100' of 'NVIDIA H100 80GB HBM3'."""
+    words = [word for word in re.findall(r'[a-z0-9]+', gpu.lower()) if word not in ('nvidia', 'geforce', 'tesla')]
+    return words[0] if words else 'gpu'
+
+
+def path(out: Path, where: dict[str, str], what: str, suffix: str) -> Path:
+    out.mkdir(parents=True, exist_ok=True)
+    return out / f'{where["date"]}-{gpu_slug(where["gpu"])}-{what}{suffix}'
+
+
+def write(out: Path, where: dict[str, str], what: str, title: str, tables: Sequence[str], rows: Any) -> None:
+    """Both files, over what an earlier call wrote."""
+    facts = ', '.join(f'{name} {value}' for name, value in where.items() if name not in ('gpu', 'command'))
+    text = '\n\n'.join([f'# {title}', f'{where["gpu"]}: {facts}.', f'`{where["command"]}`', *tables])
+    path(out, where, what, '.md').write_text(text + '\n', encoding='utf-8')
+    body = {'machine': where, 'title': title, 'rows': rows}
+    path(out, where, what, '.json').write_text(json.dumps(body, indent=1, default=str) + '\n', encoding='utf-8')
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Markdown; numbers with three significant digits, None as a dash."""
+    lines = ['| ' + ' | '.join(columns) + ' |', '| ' + ' | '.join('---' for _ in columns) + ' |']
+    return '\n'.join([*lines, *('| ' + ' | '.join(map(cell, row)) + ' |' for row in rows)])
+
+
+def cell(value: Any) -> str:
+    if value is None:
+        return '–'
+    if isinstance(value, float):
+        return f'{value:.0f}' if abs(value) >= 100 else f'{value:.3g}'
+    return str(value)
+
+
+def gib(size: int | None) -> float | None:
+    return None if size is None else size / 2**30

@@ -1,0 +1,169 @@
+"""The settings that the benchmarks measure, and inputs for them.
+
+`paper-…` are those of the paper's model (64 query heads of size 128, l/d/l'/n/W = 32/16/64/16/512), `trainer` is the
+model of train_enwik8.py, the others change one thing each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from fnmatch import fnmatch
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Shape:
+    """B, T, HQ, H, D, DV; l, d, l', n, W. num_sequences: how many equal ones are packed into a row, 0: not packed."""
+
+    name: str
+    batch: int = 1
+    seqlen: int = 8192
+    heads: int = 64
+    kv_heads: int = 4
+    head_dim: int = 128
+    value_dim: int = 128
+    compress_block_size: int = 32
+    compress_stride: int = 16
+    selection_block_size: int = 64
+    num_selected: int = 16
+    window: int = 512
+    dtype: torch.dtype = torch.bfloat16
+    causal: bool = True
+    share_group: bool = True
+    use_diff_topk: bool = False
+    num_sequences: int = 0
+
+    @property
+    def num_compressed(self) -> int:
+        length = self.seqlen // max(1, self.num_sequences)
+        return max(1, self.num_sequences) * max(0, (length - self.compress_block_size) // self.compress_stride + 1)
+
+    @property
+    def window_size(self) -> tuple[int, int]:
+        return self.window - 1, 0 if self.causal else self.window - 1
+
+    @property
+    def choosers(self) -> int:
+        return self.kv_heads if self.share_group else self.heads
+
+    def described(self) -> str:
+        sizes = (self.compress_block_size, self.compress_stride, self.selection_block_size, self.num_selected)
+        parts = [
+            f'{self.batch} × {self.seqlen:,} tokens, {self.heads}/{self.kv_heads} heads of {self.head_dim}',
+            f"l/d/l'/n/W {'/'.join(map(str, (*sizes, self.window)))}",
+            str(self.dtype).removeprefix('torch.'),
+        ]
+        parts += ['not causal'] * (not self.causal) + ['heads choose alone'] * (not self.share_group)
+        parts += ['use_diff_topk'] * self.use_diff_topk
+        parts += [f'{self.num_sequences} packed sequences'] * (self.num_sequences > 0)
+        return ', '.join(parts)
+
+
+PAPER = Shape('paper')
+TRAINER = Shape(
+    'trainer', batch=4, seqlen=8192, heads=8, kv_heads=4, head_dim=64, value_dim=64, compress_block_size=16,
+    compress_stride=8, selection_block_size=16, num_selected=5, window=64, use_diff_topk=True,
+)  # fmt: skip
+
+SHAPES: dict[str, Shape] = {
+    shape.name: shape
+    for shape in (
+        *(
+            replace(PAPER, name=f'paper-{seqlen // 1024}k-h{kv_heads}', seqlen=seqlen, kv_heads=kv_heads)
+            for seqlen in (8192, 16384, 32768, 65536)
+            for kv_heads in (4, 16, 64)
+        ),
+        TRAINER,
+        replace(PAPER, name='head-64', seqlen=16384, head_dim=64, value_dim=64),
+        replace(PAPER, name='packed', seqlen=16384, num_sequences=4),
+        replace(PAPER, name='not-causal', causal=False),
+        replace(PAPER, name='alone', kv_heads=16, share_group=False),
+        replace(PAPER, name='diff-topk', seqlen=16384, use_diff_topk=True),
+        replace(PAPER, name='float16', dtype=torch.float16),
+        replace(PAPER, name='float32', heads=16, kv_heads=1, dtype=torch.float32),
+        # For trying the scripts on a CPU.
+        replace(TRAINER, name='tiny', batch=1, seqlen=96, heads=4, kv_heads=2, head_dim=16, value_dim=16, window=16,
+                dtype=torch.float32),
+        replace(TRAINER, name='tiny-packed', batch=1, seqlen=96, heads=2, kv_heads=1, head_dim=16, value_dim=16,
+                dtype=torch.float32, num_sequences=3, use_diff_topk=False),
+    )
+}  # fmt: skip
+
+
+def find_shapes(patterns: str) -> list[Shape]:
+    """Those whose names match one of the patterns, short sequences first; `tiny` ones must be asked for by name."""
+    found = [
+        shape
+        for shape in SHAPES.values()
+        for pattern in patterns.split(',')
+        if fnmatch(shape.name, pattern) and (not shape.name.startswith('tiny') or pattern.startswith('tiny'))
+    ]
+    if not found:
+        raise SystemExit(f'no shape is named {patterns}; there are {", ".join(SHAPES)}')
+    return sorted(dict.fromkeys(found), key=lambda shape: shape.batch * shape.seqlen)
+
+
+def make_inputs(shape: Shape, device: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Random tensors and settings of `nsa`."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, dtype=shape.dtype, device=device, generator=generator)
+
+    rows = (shape.batch, shape.seqlen)
+    compressed = (shape.batch, shape.num_compressed, shape.kv_heads)
+    tensors = {
+        'q': normal(*rows, shape.heads, shape.head_dim),
+        'k': normal(*rows, shape.kv_heads, shape.head_dim),
+        'v': normal(*rows, shape.kv_heads, shape.value_dim),
+        'k_cmp': normal(*compressed, shape.head_dim),
+        'v_cmp': normal(*compressed, shape.value_dim),
+        'gates': torch.rand(*rows, shape.heads, 3, device=device, generator=generator),
+    }
+    settings: dict[str, Any] = {
+        'compress_block_size': shape.compress_block_size,
+        'compress_stride': shape.compress_stride,
+        'selection_block_size': shape.selection_block_size,
+        'num_selected': shape.num_selected,
+        'window_size': shape.window_size,
+        'causal': shape.causal,
+        'share_group': shape.share_group,
+        'use_diff_topk': shape.use_diff_topk,
+    }
+    if shape.num_sequences:
+        length = shape.seqlen // shape.num_sequences
+        borders = torch.arange(shape.num_sequences + 1, dtype=torch.int32, device=device) * length
+        settings['cu_seqlens'] = borders
+    return tensors, settings
+
+
+def make_blocks(shape: Shape, device: str, neighbours: int = 1) -> Tensor:
+    """int32 `[B, T, choosers, n]`: the first block, the own and the one before it, and others drawn at random.
+
+    neighbours: so many queries share most of what is drawn, as they do in trained models.
+    """
+    generator = torch.Generator(device).manual_seed(1)
+    length = shape.seqlen // max(1, shape.num_sequences)
+    num_blocks = -(-length // shape.selection_block_size)
+    block = torch.arange(num_blocks, device=device)
+    chosen = torch.full(
+        (shape.batch, shape.seqlen, shape.choosers, shape.num_selected), -1, dtype=torch.int32, device=device
+    )
+    chunk = max(neighbours, 2**26 // (shape.batch * shape.choosers * num_blocks) // neighbours * neighbours)
+    for start in range(0, shape.seqlen, chunk):
+        stop = min(shape.seqlen, start + chunk)
+        own = (torch.arange(start, stop, device=device) % length // shape.selection_block_size)[:, None, None]
+        size = (shape.batch, -(-(stop - start) // neighbours), shape.choosers, num_blocks)
+        lots = torch.rand(size, device=device, generator=generator).repeat_interleave(neighbours, 1)[:, : stop - start]
+        if neighbours > 1:
+            lots = lots + 0.03 * torch.rand(lots.shape, device=device, generator=generator)
+        forced = (block == 0) | (block == own) | (block == own - 1)
+        allowed = block <= own if shape.causal else torch.ones_like(forced)
+        lots = lots.masked_fill(forced, 2).masked_fill(~allowed, -1)
+        drawn = lots.topk(min(shape.num_selected, num_blocks), -1)
+        blocks = drawn.indices.masked_fill(drawn.values < 0, num_blocks).sort(-1).values
+        chosen[:, start:stop, :, : blocks.shape[-1]] = blocks.masked_fill(blocks == num_blocks, -1).int()
+    return chosen

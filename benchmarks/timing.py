@@ -1,0 +1,108 @@
+"""Times and memory of calls, on a GPU with CUDA events; on a CPU, to try the scripts, with a clock."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# More than the L2 cache of any GPU holds: writing it before a run makes the run read its inputs from memory.
+FLUSH_BYTES = 256 * 2**20
+MAX_REPEATS = 50
+MIN_REPEATS = 3
+SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Times:
+    """Milliseconds: the median and the extremes of so many runs."""
+
+    median: float
+    low: float
+    high: float
+    runs: int
+
+
+def measure(function: Callable[[], Any], device: str, seconds: float = SECONDS, compiles: bool = True) -> Times:
+    """Times of function(), after a warm-up, with cold caches, for about so many seconds.
+
+    A run that takes longer than that is its own measurement. compiles: the first run, which may compile, never is.
+    """
+    first = _once(function, device, None)
+    if not compiles and first > 1e3 * seconds:
+        return Times(first, first, first, 1)
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device) if device != 'cpu' else None
+    estimate = _once(function, device, flush)
+    if estimate > 1e3 * seconds:
+        return Times(estimate, estimate, estimate, 1)
+    repeats = max(MIN_REPEATS, min(MAX_REPEATS, int(1e3 * seconds / max(estimate, 1e-3))))
+    times = [_once(function, device, flush) for _ in range(repeats)]
+    return Times(median(times), min(times), max(times), repeats)
+
+
+def _once(function: Callable[[], Any], device: str, flush: Tensor | None) -> float:
+    if flush is not None:
+        flush.zero_()
+    if device == 'cpu':
+        started = time.perf_counter()
+        function()
+        return 1e3 * (time.perf_counter() - started)
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    function()
+    stop.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(stop)
+
+
+def measure_both(
+    forward: Callable[[], Tensor],
+    leaves: Sequence[Tensor],
+    device: str,
+    seconds: float = SECONDS,
+    compiles: bool = True,
+) -> dict[str, Any]:
+    """forward_ms, backward_ms, total_ms (None where nothing is differentiated), spreads, peak bytes beyond the inputs.
+
+    leaves: what is differentiated. The forward is one that a backward follows. total_ms: one after the other; the sum
+    where that is more than two seconds.
+    """
+    base = reset_peak(device)
+    times = {'forward': measure(forward, device, seconds, compiles)}
+    total = None
+    if leaves:
+        out = forward()
+        dout = torch.randn_like(out)
+        times['backward'] = measure(
+            lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True), device, seconds, compiles
+        )
+        del out
+        total = times['forward'].median + times['backward'].median
+        if total < 2e3:
+            times['total'] = measure(lambda: torch.autograd.grad(forward(), leaves, dout), device, seconds, compiles)
+            total = times['total'].median
+    return {
+        **{f'{name}_ms': round(times[name].median, 4) if name in times else None for name in ('forward', 'backward')},
+        'total_ms': None if total is None else round(total, 4),
+        'spreads': {name: [round(t.low, 4), round(t.high, 4), t.runs] for name, t in times.items()},
+        'peak_bytes': None if device == 'cpu' else peak(device) - base,
+    }
+
+
+def reset_peak(device: str) -> int:
+    """Bytes that are allocated now."""
+    if device == 'cpu':
+        return 0
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated()
+
+
+def peak(device: str) -> int:
+    return 0 if device == 'cpu' else torch.cuda.max_memory_allocated()
