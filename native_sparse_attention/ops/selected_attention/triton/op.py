@@ -10,6 +10,7 @@ from torch import Tensor
 from native_sparse_attention.geometry import Sequences
 from native_sparse_attention.ops._triton.inverse_index import group_pairs, make_inverse_index, num_block_slots
 from native_sparse_attention.ops._triton.launch import (
+    Table,
     head_block,
     launch,
     refuse_double_backward,
@@ -21,6 +22,7 @@ from native_sparse_attention.ops._triton.placement import (
     flatten,
     last_dim_contiguous,
     make_placement,
+    num_tiles,
     unflatten,
 )
 from native_sparse_attention.ops.selected_attention.triton import settings
@@ -32,10 +34,16 @@ from native_sparse_attention.ops.selected_attention.triton.backward import (
     dq_kernel,
 )
 from native_sparse_attention.ops.selected_attention.triton.forward import forward_kernel
+from native_sparse_attention.ops.selected_attention.triton.neighbours import (
+    neighbours_dq_kernel,
+    neighbours_forward_kernel,
+)
 
 # Pairs of a query and a head that one program adds to the gradients of a block, by bytes of an element; the lists of
 # some blocks have many more. In float32 the sums are shorter, and so more exact.
 CHUNK_ROWS = {2: 4096, 4: 512}
+# The largest group, and the most indices of a row, where neighbouring queries go through their blocks together.
+SMALL_GROUP, MAX_SHARED_CHOICE = 8, 64
 # Bytes that partial sums may take.
 WORKSPACE = 2**29
 
@@ -79,13 +87,18 @@ def _forward(
     batch, seqlen, heads, _ = q.shape
     out = q.new_empty(batch, seqlen, heads, v.shape[3])
     lse = q.new_empty(batch, heads, seqlen, dtype=torch.float32)
-    grid, meta = _launch_per_query(settings.FORWARD, q, k, v, block_indices, block_size, causal)
+    place = make_placement(sequences)
+    if _neighbours_share(q, block_indices):
+        kernel, plan, table = neighbours_forward_kernel, _launch_per_tile, settings.NEIGHBOURS_FORWARD
+    else:
+        kernel, plan, table = forward_kernel, _launch_per_query, settings.FORWARD
+    grid, meta = plan(table, q, k, v, block_indices, place, block_size, causal)
     launch(
-        forward_kernel,
+        kernel,
         grid,
         *(q, k, v, block_indices, block_scale, out, lse),
         *(q.stride(), k.stride(), v.stride(), block_indices.stride(), _strides(block_scale), out.stride()),
-        *(make_placement(sequences), scale),
+        *(place, scale),
         **meta,
         device=q.device,
     )
@@ -121,13 +134,17 @@ def _backward(
     place = make_placement(unflatten(q, (seqlen_k, q_offset, q_offsets, seqlens_k, cu_seqlens, cu_seqlens_k)))
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     delta = torch.empty_like(lse)
-    grid, meta = _launch_per_query(settings.DQ, q, k, v, block_indices, block_size, causal)
+    if _neighbours_share(q, block_indices):
+        kernel, plan, table = neighbours_dq_kernel, _launch_per_tile, settings.NEIGHBOURS_DQ
+    else:
+        kernel, plan, table = dq_kernel, _launch_per_query, settings.DQ
+    grid, meta = plan(table, q, k, v, block_indices, place, block_size, causal)
     dfactors = None
     if needs_dscale:
         parts = grid[1] // max(block_indices.shape[2], 1)
         dfactors = q.new_empty(parts, *block_indices.shape, dtype=torch.float32)
     launch(
-        dq_kernel,
+        kernel,
         grid,
         *(q, k, v, block_indices, block_scale, out, lse, dout, dlse, dq, delta, dfactors),
         *(q.stride(), k.stride(), v.stride(), block_indices.stride(), _strides(block_scale)),
@@ -274,29 +291,65 @@ _forward.register_autograd(_differentiate, setup_context=_save)
 refuse_double_backward(_backward)
 
 
+def _neighbours_share(q: Tensor, block_indices: Tensor) -> bool:
+    """Whether neighbouring queries go through their blocks together: where the heads of one would fill no tile."""
+    index_heads, num_selected = block_indices.shape[2:]
+    return q.shape[2] // index_heads <= SMALL_GROUP and num_selected <= MAX_SHARED_CHOICE
+
+
+def _launch_per_tile(
+    table: Table,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor,
+    place: Placement,
+    block_size: int,
+    causal: bool,
+) -> tuple[tuple[int, int], dict[str, Any]]:
+    """Grid and constants of the kernels that have a program per tile of neighbouring queries and chooser."""
+    meta = _constants(table, q, k, v, block_indices, block_size, causal)
+    meta['BLOCK_G'] = 1 << (meta['GROUP'] - 1).bit_length()
+    tiles = num_tiles(place, q.shape[1], meta['BLOCK_M'] // meta['BLOCK_G'])
+    return (tiles, block_indices.shape[2]), meta
+
+
 def _launch_per_query(
-    table: settings.Table, q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_size: int, causal: bool
+    table: Table,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor,
+    place: Placement,
+    block_size: int,
+    causal: bool,
 ) -> tuple[tuple[int, int], dict[str, Any]]:
     """Grid and constants of the kernels that have a program per query and tile of the heads that share its choice."""
-    batch, seqlen, heads, head_dim = q.shape
+    meta = _constants(table, q, k, v, block_indices, block_size, causal)
+    meta['BLOCK_M'] = min(meta['BLOCK_M'], row_block(meta['GROUP']))
+    batch, seqlen = q.shape[:2]
+    return (batch * seqlen, block_indices.shape[2] * -(-meta['GROUP'] // meta['BLOCK_M'])), meta
+
+
+def _constants(
+    table: Table, q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_size: int, causal: bool
+) -> dict[str, Any]:
     index_heads, num_selected = block_indices.shape[2:]
-    group = heads // index_heads
     # No block is longer than all keys.
     block_size = max(1, min(block_size, k.shape[1]))
     block_m, block_n, num_warps, num_stages = settings_of(table, q, v)
-    block_m = min(block_m, row_block(group))
-    return (batch * seqlen, index_heads * -(-group // block_m)), {
-        'GROUP': group,
+    return {
+        'GROUP': q.shape[2] // index_heads,
         'REPEATS': index_heads // k.shape[2],
         'NUM_SELECTED': num_selected,
         'BLOCK_SIZE': block_size,
         'CAUSAL': causal,
-        'HEAD_DIM': head_dim,
+        'HEAD_DIM': q.shape[3],
         'VALUE_DIM': v.shape[3],
         'BLOCK_S': 1 << max(num_selected - 1, 0).bit_length(),
         'BLOCK_M': block_m,
         'BLOCK_N': min(block_n, row_block(block_size)),
-        'BLOCK_D': head_block(head_dim),
+        'BLOCK_D': head_block(q.shape[3]),
         'BLOCK_DV': head_block(v.shape[3]),
         'num_warps': num_warps,
         'num_stages': num_stages,

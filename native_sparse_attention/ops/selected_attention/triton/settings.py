@@ -1,6 +1,7 @@
 """Launch settings of selected attention, by architecture, bytes of an element and head size.
 
-block_m: rows of a tile, heads of one query (DKV: pairs of a query and a head). block_n: keys of a tile. Both at most.
+block_m: rows of a tile, heads of one query at most (DKV and NEIGHBOURS: pairs of a query and a head). block_n: keys of
+a tile at most.
 """
 
 from __future__ import annotations
@@ -49,5 +50,35 @@ DKV: Table = {
     ('sm86', 2, 256): Settings(16, 32, 4, 1),
     ('sm86', 4, 64): Settings(32, 32, 4, 1),
     ('sm86', 4, 128): Settings(16, 32, 4, 1),
+    ('sm86', 4, 256): Settings(16, 16, 4, 1),
+}
+
+NEIGHBOURS_FORWARD: Table = {
+    ('sm80', 2, 64): Settings(64, 64, 4, 2),
+    ('sm80', 2, 128): Settings(64, 64, 4, 2),
+    ('sm80', 2, 256): Settings(64, 32, 4, 1),
+    ('sm80', 4, 64): Settings(32, 32, 4, 1),
+    ('sm80', 4, 128): Settings(32, 32, 4, 1),
+    ('sm80', 4, 256): Settings(16, 16, 4, 1),
+    ('sm86', 2, 64): Settings(64, 64, 4, 1),
+    ('sm86', 2, 128): Settings(64, 32, 4, 1),
+    ('sm86', 2, 256): Settings(32, 32, 4, 1),
+    ('sm86', 4, 64): Settings(32, 32, 4, 1),
+    ('sm86', 4, 128): Settings(32, 32, 4, 1),
+    ('sm86', 4, 256): Settings(16, 16, 4, 1),
+}
+
+NEIGHBOURS_DQ: Table = {
+    ('sm80', 2, 64): Settings(64, 64, 4, 1),
+    ('sm80', 2, 128): Settings(64, 64, 8, 1),
+    ('sm80', 2, 256): Settings(32, 32, 4, 1),
+    ('sm80', 4, 64): Settings(32, 32, 4, 1),
+    ('sm80', 4, 128): Settings(32, 16, 4, 1),
+    ('sm80', 4, 256): Settings(16, 16, 4, 1),
+    ('sm86', 2, 64): Settings(64, 32, 4, 1),
+    ('sm86', 2, 128): Settings(32, 32, 4, 1),
+    ('sm86', 2, 256): Settings(16, 32, 4, 1),
+    ('sm86', 4, 64): Settings(32, 32, 4, 1),
+    ('sm86', 4, 128): Settings(16, 16, 4, 1),
     ('sm86', 4, 256): Settings(16, 16, 4, 1),
 }

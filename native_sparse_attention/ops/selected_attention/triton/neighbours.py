@@ -1,0 +1,284 @@
+"""Kernels of selected attention for small groups: neighbouring queries fill a tile together and share what they read.
+
+A query with few heads leaves most rows of a tile empty. So a program has several neighbours, goes through the blocks of
+their past in order, and reads those that one of them chose. Shapes and names are those of the kernels per query.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from native_sparse_attention.ops._triton.interval.tiles import load_rows, split_finite, store_rows
+from native_sparse_attention.ops._triton.placement import find_tile, load_extent, load_num_keys, load_position
+from native_sparse_attention.ops._triton.tiles import add_product
+
+
+@triton.jit
+def neighbours_forward_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    indices_ptr,
+    factors_ptr,
+    out_ptr,
+    lse_ptr,
+    q_strides,
+    k_strides,
+    v_strides,
+    indices_strides,
+    factors_strides,
+    out_strides,
+    place,
+    scale,
+    GROUP: tl.constexpr,
+    REPEATS: tl.constexpr,
+    NUM_SELECTED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    """One program per tile of BLOCK_M / BLOCK_G queries and per chooser; BLOCK_G holds the heads of a group."""
+    BLOCK_T: tl.constexpr = BLOCK_M // BLOCK_G
+    sequence, first_query = find_tile(tl.program_id(0), place.cu_seqlens, place.seqlen_q, place.num_sequences, BLOCK_T)
+    row, query_start, num_queries = load_extent(place.cu_seqlens, sequence, place.seqlen_q, place.num_sequences)
+    if (first_query < 0) | (first_query >= num_queries):
+        return
+    num_keys = load_num_keys(place, sequence)
+    offset = load_position(place, sequence, num_queries, num_keys)
+    _, key_start, _ = load_extent(place.cu_seqlens_k, sequence, place.seqlen_k, place.num_sequences)
+    row, chooser = row.to(tl.int64), tl.program_id(1).to(tl.int64)
+    queries, heads, mask = _rows_of_tile(first_query, num_queries, chooser, GROUP, BLOCK_G, BLOCK_M)
+    tokens = (query_start + queries).to(tl.int64)
+    positions = offset + queries
+    k_ptr += row * k_strides[0] + chooser // REPEATS * k_strides[2]
+    v_ptr += row * v_strides[0] + chooser // REPEATS * v_strides[2]
+    q_ptr += row * q_strides[0]
+    q = load_rows(q_ptr, tokens * q_strides[1] + heads * q_strides[2], 1, mask, HEAD_DIM, BLOCK_D)
+    indices_ptr += row * indices_strides[0] + chooser * indices_strides[2]
+    choice = _load_choice(indices_ptr, tokens * indices_strides[1], mask, NUM_SELECTED, BLOCK_S)  # [BLOCK_M, BLOCK_S]
+    if factors_ptr is not None:
+        factors_ptr += row * factors_strides[0] + chooser * factors_strides[2]
+        factors = _load_factors(factors_ptr, tokens * factors_strides[1], mask, NUM_SELECTED, BLOCK_S)
+
+    row_max = tl.full([BLOCK_M], float('-inf'), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    out = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    num_blocks = _count_blocks(offset + first_query, num_queries - first_query, num_keys, BLOCK_SIZE, BLOCK_T, CAUSAL)
+    for block in tl.range(0, num_blocks):
+        slot = _find_slot(choice, block, BLOCK_S)  # [BLOCK_M], BLOCK_S where a row did not choose the block
+        if tl.min(slot, 0) < BLOCK_S:
+            scale_log2 = tl.full([BLOCK_M], scale * 1.4426950408889634, tl.float32)
+            if factors_ptr is not None:
+                scale_log2 *= _pick(factors, slot, BLOCK_S)
+            last = tl.minimum((block + 1) * BLOCK_SIZE, num_keys)
+            for start in tl.range(block * BLOCK_SIZE, last, BLOCK_N):
+                keys = start + tl.arange(0, BLOCK_N)
+                key_mask = keys < last
+                k = load_rows(k_ptr, key_start + keys, k_strides[1], key_mask, HEAD_DIM, BLOCK_D)
+                v = load_rows(v_ptr, key_start + keys, v_strides[1], key_mask, VALUE_DIM, BLOCK_DV)
+                read = key_mask[None, :] & (slot < BLOCK_S)[:, None]
+                if CAUSAL:
+                    read = read & (keys[None, :] <= positions[:, None])
+                logits = tl.dot(q, tl.trans(k), input_precision='ieee') * scale_log2[:, None]  # [BLOCK_M, BLOCK_N]
+                logits = tl.where(read, logits, float('-inf'))
+                v, taint = split_finite(v)
+                out += tl.sum(tl.where(read, taint[None, :], 0.0), 1)[:, None]
+                new_max = tl.maximum(row_max, tl.max(logits, 1))
+                reference = tl.where(new_max == float('-inf'), 0.0, new_max)
+                weights = tl.exp2(logits - reference[:, None])
+                rescale = tl.exp2(row_max - reference)
+                total = total * rescale + tl.sum(weights, 1)
+                out = add_product(weights.to(v.dtype), v, out * rescale[:, None])
+                row_max = new_max
+
+    empty = total == 0
+    total = tl.where(empty, 1.0, total)
+    lse = tl.where(empty, float('-inf'), row_max * 0.6931471805599453 + tl.log(total))
+    out_ptr += row * out_strides[0]
+    offsets = tokens * out_strides[1] + heads * out_strides[2]
+    store_rows(out_ptr, offsets, 1, out / total[:, None], mask, VALUE_DIM, BLOCK_DV)
+    num_heads = tl.num_programs(1) * GROUP
+    tl.store(lse_ptr + (row * num_heads + heads) * place.seqlen_q + tokens, lse, mask=mask)
+
+
+@triton.jit
+def neighbours_dq_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    indices_ptr,
+    factors_ptr,
+    out_ptr,
+    lse_ptr,
+    dout_ptr,
+    dlse_ptr,
+    dq_ptr,
+    delta_ptr,
+    dfactors_ptr,
+    q_strides,
+    k_strides,
+    v_strides,
+    indices_strides,
+    factors_strides,
+    out_strides,
+    dout_strides,
+    dlse_strides,
+    dq_strides,
+    place,
+    scale,
+    GROUP: tl.constexpr,
+    REPEATS: tl.constexpr,
+    NUM_SELECTED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    """dfactors: float32 `[1, B, T, HI, n]`, or None. The gradients of factors of several heads are added at the end,
+    when each head knows by how much its delta was off.
+    """
+    BLOCK_T: tl.constexpr = BLOCK_M // BLOCK_G
+    sequence, first_query = find_tile(tl.program_id(0), place.cu_seqlens, place.seqlen_q, place.num_sequences, BLOCK_T)
+    row, query_start, num_queries = load_extent(place.cu_seqlens, sequence, place.seqlen_q, place.num_sequences)
+    if (first_query < 0) | (first_query >= num_queries):
+        return
+    num_keys = load_num_keys(place, sequence)
+    offset = load_position(place, sequence, num_queries, num_keys)
+    _, key_start, _ = load_extent(place.cu_seqlens_k, sequence, place.seqlen_k, place.num_sequences)
+    row, chooser = row.to(tl.int64), tl.program_id(1).to(tl.int64)
+    queries, heads, mask = _rows_of_tile(first_query, num_queries, chooser, GROUP, BLOCK_G, BLOCK_M)
+    tokens = (query_start + queries).to(tl.int64)
+    positions = offset + queries
+    k_ptr += row * k_strides[0] + chooser // REPEATS * k_strides[2]
+    v_ptr += row * v_strides[0] + chooser // REPEATS * v_strides[2]
+    indices_ptr += row * indices_strides[0] + chooser * indices_strides[2]
+    choice = _load_choice(indices_ptr, tokens * indices_strides[1], mask, NUM_SELECTED, BLOCK_S)  # [BLOCK_M, BLOCK_S]
+    if factors_ptr is not None:
+        factors_ptr += row * factors_strides[0] + chooser * factors_strides[2]
+        factors = _load_factors(factors_ptr, tokens * factors_strides[1], mask, NUM_SELECTED, BLOCK_S)
+    q_ptr += row * q_strides[0]
+    out_ptr += row * out_strides[0]
+    dout_ptr += row * dout_strides[0]
+    q = load_rows(q_ptr, tokens * q_strides[1] + heads * q_strides[2], 1, mask, HEAD_DIM, BLOCK_D)
+    dout = load_rows(dout_ptr, tokens * dout_strides[1] + heads * dout_strides[2], 1, mask, VALUE_DIM, BLOCK_DV)
+    out = load_rows(out_ptr, tokens * out_strides[1] + heads * out_strides[2], 1, mask, VALUE_DIM, BLOCK_DV)
+    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+    places_of_lse = (row * tl.num_programs(1) * GROUP + heads) * place.seqlen_q + tokens
+    lse = tl.load(lse_ptr + places_of_lse, mask=mask, other=0.0)
+    lse_log2 = tl.where(lse == float('-inf'), 0.0, lse) * 1.4426950408889634
+    dlse = tl.zeros([BLOCK_M], tl.float32)
+    if dlse_ptr is not None:
+        offsets = row * dlse_strides[0] + heads * dlse_strides[1] + tokens * dlse_strides[2]
+        dlse = tl.load(dlse_ptr + offsets, mask=mask, other=0.0)
+
+    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    mean_k = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    missing = tl.zeros([BLOCK_M], tl.float32)
+    dfactors = tl.zeros([BLOCK_M, BLOCK_S], tl.float32)
+    mean_logits = tl.zeros([BLOCK_M, BLOCK_S], tl.float32)
+    slots = tl.arange(0, BLOCK_S)
+    num_blocks = _count_blocks(offset + first_query, num_queries - first_query, num_keys, BLOCK_SIZE, BLOCK_T, CAUSAL)
+    for block in tl.range(0, num_blocks):
+        slot = _find_slot(choice, block, BLOCK_S)  # [BLOCK_M], BLOCK_S where a row did not choose the block
+        if tl.min(slot, 0) < BLOCK_S:
+            factor = tl.full([BLOCK_M], 1.0, tl.float32)
+            if factors_ptr is not None:
+                factor = _pick(factors, slot, BLOCK_S)
+            last = tl.minimum((block + 1) * BLOCK_SIZE, num_keys)
+            for start in tl.range(block * BLOCK_SIZE, last, BLOCK_N):
+                keys = start + tl.arange(0, BLOCK_N)
+                key_mask = keys < last
+                k = load_rows(k_ptr, key_start + keys, k_strides[1], key_mask, HEAD_DIM, BLOCK_D)
+                v = load_rows(v_ptr, key_start + keys, v_strides[1], key_mask, VALUE_DIM, BLOCK_DV)
+                read = key_mask[None, :] & (slot < BLOCK_S)[:, None]
+                if CAUSAL:
+                    read = read & (keys[None, :] <= positions[:, None])
+                logits = tl.where(read, tl.dot(q, tl.trans(k), input_precision='ieee') * scale, 0.0)
+                weights = tl.exp2(logits * (factor * 1.4426950408889634)[:, None] - lse_log2[:, None])
+                weights = tl.where(read, weights, 0.0)
+                dweights = tl.dot(dout, tl.trans(v), input_precision='ieee')
+                dlogits = tl.where(read, weights * (dweights - delta[:, None]), 0.0)
+                missing += tl.sum(dlogits, 1)
+                dlogits += weights * dlse[:, None]
+                if dfactors_ptr is not None:
+                    is_slot = slots[None, :] == slot[:, None]
+                    dfactors += tl.where(is_slot, tl.sum(dlogits * logits, 1)[:, None], 0.0)
+                    mean_logits += tl.where(is_slot, tl.sum(weights * logits, 1)[:, None], 0.0)
+                k, _taint = split_finite(k)
+                dq = add_product((dlogits * factor[:, None]).to(k.dtype), k, dq)
+                mean_k = add_product((weights * factor[:, None]).to(k.dtype), k, mean_k)
+
+    dq = (dq - missing[:, None] * mean_k) * scale
+    dq_ptr += row * dq_strides[0]
+    store_rows(dq_ptr, tokens * dq_strides[1] + heads * dq_strides[2], 1, dq, mask, HEAD_DIM, BLOCK_D)
+    tl.store(delta_ptr + places_of_lse, delta + missing - dlse, mask=mask)
+    if dfactors_ptr is not None:
+        dfactors = tl.where(mask[:, None], dfactors - missing[:, None] * mean_logits, 0.0)
+        dfactors = tl.sum(tl.reshape(dfactors, [BLOCK_T, BLOCK_G, BLOCK_S]), 1)  # [BLOCK_T, BLOCK_S]
+        queries = first_query + tl.arange(0, BLOCK_T)
+        rows = (row * place.seqlen_q + query_start + queries) * tl.num_programs(1) + chooser
+        dfactors_mask = (queries < num_queries)[:, None] & (slots < NUM_SELECTED)[None, :]
+        tl.store(dfactors_ptr + (rows * NUM_SELECTED)[:, None] + slots[None, :], dfactors, mask=dfactors_mask)
+
+
+@triton.jit
+def _rows_of_tile(first_query, num_queries, chooser, GROUP: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Query in its sequence and head of every row, and whether there are such: every query with every head."""
+    rows = tl.arange(0, BLOCK_M)
+    queries = first_query + rows // BLOCK_G
+    return queries, chooser * GROUP + rows % BLOCK_G, (queries < num_queries) & (rows % BLOCK_G < GROUP)
+
+
+@triton.jit
+def _load_choice(indices_ptr, rows, mask, NUM_SELECTED: tl.constexpr, BLOCK_S: tl.constexpr):
+    """The indices of every row, -1 for what names no block."""
+    slots = tl.arange(0, BLOCK_S)
+    mask = mask[:, None] & (slots < NUM_SELECTED)[None, :]
+    choice = tl.load(indices_ptr + rows[:, None] + slots[None, :], mask=mask, other=-1)
+    return tl.where((choice >= 0) & (choice < 2**30), choice, -1).to(tl.int32)
+
+
+@triton.jit
+def _load_factors(factors_ptr, rows, mask, NUM_SELECTED: tl.constexpr, BLOCK_S: tl.constexpr):
+    slots = tl.arange(0, BLOCK_S)
+    mask = mask[:, None] & (slots < NUM_SELECTED)[None, :]
+    return tl.load(factors_ptr + rows[:, None] + slots[None, :], mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _find_slot(choice, block, BLOCK_S: tl.constexpr):
+    """Where a block first stands in each row of indices, BLOCK_S where it does not."""
+    slots = tl.arange(0, BLOCK_S)
+    return tl.min(tl.where(choice == block, slots[None, :], BLOCK_S), 1)
+
+
+@triton.jit
+def _pick(factors, slot, BLOCK_S: tl.constexpr):
+    """The factor at each row's slot, 0 where it has none."""
+    slots = tl.arange(0, BLOCK_S)
+    return tl.sum(tl.where(slots[None, :] == slot[:, None], factors, 0.0), 1)
+
+
+@triton.jit
+def _count_blocks(
+    position, num_queries, num_keys, BLOCK_SIZE: tl.constexpr, BLOCK_T: tl.constexpr, CAUSAL: tl.constexpr
+):
+    """The blocks that hold a key which one of up to BLOCK_T queries from a position on may read."""
+    readable = num_keys
+    if CAUSAL:
+        readable = tl.minimum(readable, tl.maximum(position + tl.minimum(num_queries, BLOCK_T), 0))
+    return tl.cdiv(readable, BLOCK_SIZE)
