@@ -12,8 +12,8 @@ import torch
 # The tensors of the tests are small, and threads would wait for each other longer than they compute.
 torch.set_num_threads(1)
 
-# Without a GPU the kernels run in Triton's interpreter. Triton reads this when it decorates a kernel, so it comes before
-# anything imports one, and processes that tests start inherit it.
+# Without a GPU the kernels run in Triton's interpreter. Triton reads this when it decorates a kernel, so it is set
+# before anything imports one. Processes that tests start inherit it.
 if not torch.cuda.is_available():
     os.environ.setdefault('TRITON_INTERPRET', '1')
 
@@ -57,7 +57,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    asked_for_slow = config.getoption('--run-slow') or 'slow' in config.getoption('-m')
+    asked_for_slow = config.getoption('--run-slow') or 'slow' in str(config.getoption('-m'))
     for item in items:
         if item.get_closest_marker('gpu') and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason='no CUDA device'))

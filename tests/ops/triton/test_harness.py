@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import triton
@@ -25,8 +27,13 @@ def _copy_kernel(x_ptr, out_ptr, load_size, store_first, store_stop, scale, BLOC
 @torch.library.custom_op('native_sparse_attention_tests::copy', mutates_args=())
 def copy(x: Tensor, load_size: int, store_first: int, store_stop: int) -> Tensor:
     out = torch.empty_like(x)
-    _copy_kernel[(1,)](x, out, load_size, store_first, store_stop, 1, BLOCK=64)
+    _launch_copy(x, out, load_size, store_first, store_stop)
     return out
+
+
+def _launch_copy(x: Tensor, out: Tensor, load_size: int, store_first: int, store_stop: int, scale: int = 1) -> None:
+    kernel: Any = _copy_kernel
+    kernel[(1,)](x, out, load_size, store_first, store_stop, scale, BLOCK=64)
 
 
 @pytest.mark.parametrize('load_size', [0, 39, 40])
@@ -58,7 +65,7 @@ def test_a_store_beside_a_buffer_is_found_afterwards(stores: tuple[int, int], de
 def test_offsets_that_overflow_are_reported() -> None:
     x = torch.randn(64)
     with pytest.raises(Exception, match='int32 overflow detected'):
-        _copy_kernel[(1,)](x, x.clone(), 1, 0, 64, 2**30, BLOCK=64)
+        _launch_copy(x, x.clone(), 1, 0, 64, scale=2**30)
 
 
 @interpreted

@@ -67,8 +67,8 @@ def dq_kernel(
         return
     num_tokens = load_num_keys(place, sequence)
     offset = load_position(place, sequence, num_queries, num_tokens)
-    _, key_start, _ = load_extent(place.cu_blocks, sequence, 2**30, place.num_sequences)
-    num_keys = count_blocks(num_tokens, interval.block_size, interval.stride)
+    _, key_start, num_keys = load_extent(place.cu_blocks, sequence, interval.num_keys, place.num_sequences)
+    num_keys = tl.minimum(count_blocks(num_tokens, interval.block_size, interval.stride), num_keys)
 
     queries = first_query + tl.arange(0, BLOCK_M)
     query_mask = queries < num_queries
@@ -193,7 +193,6 @@ def dkv_kernel(
     place,
     interval,
     scale,
-    num_keys_in_row,
     MEMORY: tl.constexpr,
     SPLIT: tl.constexpr,
     HEADS: tl.constexpr,
@@ -205,7 +204,7 @@ def dkv_kernel(
     BLOCK_DV: tl.constexpr,
 ):
     """dk, dv: `[parts, B, C, H, D and DV]`: the sum over the first HEADS query heads of a group, the next, and so on.
-    One program per tile of keys, kv head and part. num_keys_in_row: C. MEMORY: of the memory keys, with dk and dv
+    One program per tile of keys, kv head and part. MEMORY: of the memory keys, with dk and dv
     `[parts, B * splits, M, H, D and DV]`, a split for every SPLIT queries.
     """
     kv_head = tl.program_id(1)
@@ -231,11 +230,11 @@ def dkv_kernel(
         full_last = last
     else:
         sequence, first_key = find_tile(
-            tl.program_id(0), place.cu_blocks, num_keys_in_row, place.num_sequences, BLOCK_N
+            tl.program_id(0), place.cu_blocks, interval.num_keys, place.num_sequences, BLOCK_N
         )
         if sequence >= place.num_sequences:
             return
-        row, key_start, key_stop = load_extent(place.cu_blocks, sequence, num_keys_in_row, place.num_sequences)
+        row, key_start, key_stop = load_extent(place.cu_blocks, sequence, interval.num_keys, place.num_sequences)
         if first_key >= key_stop:
             return
         _, query_start, num_queries = load_extent(place.cu_seqlens, sequence, place.seqlen_q, place.num_sequences)

@@ -52,8 +52,8 @@ def forward_kernel(
         return
     num_tokens = load_num_keys(place, sequence)
     offset = load_position(place, sequence, num_queries, num_tokens)
-    _, key_start, _ = load_extent(place.cu_blocks, sequence, 2**30, place.num_sequences)
-    num_keys = count_blocks(num_tokens, interval.block_size, interval.stride)
+    _, key_start, num_keys = load_extent(place.cu_blocks, sequence, interval.num_keys, place.num_sequences)
+    num_keys = tl.minimum(count_blocks(num_tokens, interval.block_size, interval.stride), num_keys)
 
     queries = first_query + tl.arange(0, BLOCK_M)
     query_mask = queries < num_queries

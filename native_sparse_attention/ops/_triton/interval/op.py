@@ -152,7 +152,9 @@ def _backward(
 
     block_m, block_n, num_warps, num_stages = settings_of(settings.DKV, q, v)
     tiles = num_tiles(place, num_keys, block_n)
-    parts = _count_parts(group, tiles // batch * kv_heads, batch * num_keys * kv_heads * 4 * (head_dim + value_dim))
+    parts = _count_parts(
+        group, tiles // max(batch, 1) * kv_heads, batch * num_keys * kv_heads * 4 * (head_dim + value_dim)
+    )
 
     split = SPLIT
     while -(-seqlen // split) * batch * interval.num_memory * heads * 4 * (head_dim + value_dim) > WORKSPACE:
@@ -169,7 +171,7 @@ def _backward(
             (tiles, kv_heads, parts),
             *(q, k, v, lse, delta, dout, *grads),
             *(q.stride(), k.stride(), v.stride(), dout.stride(), *(t.stride() for t in grads)),
-            *(place, interval, scale, num_keys),
+            *(place, interval, scale),
             MEMORY=is_memory,
             SPLIT=split,
             HEADS=group // parts,
@@ -251,7 +253,7 @@ def _prepare(
     stride: int,
 ) -> Any:
     """Inputs as the kernels take them: memory stands before the other keys of every row."""
-    num_memory = 0
+    num_memory, num_keys = 0, k.shape[1]
     if mem_k is not None and mem_v is not None:
         num_memory = mem_k.shape[1]
         k, v = (
@@ -259,7 +261,7 @@ def _prepare(
             for memory, t in ((mem_k, k), (mem_v, v))
         )
     place = make_placement(unflatten(q, flat), block_size, stride)
-    return *last_dim_contiguous(q, k, v), Interval(left, reach, block_size, stride, num_memory), place
+    return *last_dim_contiguous(q, k, v), Interval(left, reach, block_size, stride, num_memory, num_keys), place
 
 
 def _tile(head_dim: int, value_dim: int, block_m: int, block_n: int) -> dict[str, int]:

@@ -13,7 +13,7 @@ class Interval(NamedTuple):
 
     left, reach: None where that side is unbounded. num_memory: keys before the first one, which every query reads;
     they stand before all others on the key axis. block_size, stride: keys are the compressed blocks of so many tokens
-    (1, 1: the tokens themselves).
+    (1, 1: the tokens themselves). num_keys: C, all keys of a row but memory.
     """
 
     left: int | None
@@ -21,6 +21,7 @@ class Interval(NamedTuple):
     block_size: int
     stride: int
     num_memory: int
+    num_keys: int
 
 
 @triton.jit

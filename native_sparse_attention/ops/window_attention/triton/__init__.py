@@ -6,11 +6,12 @@ from torch import Tensor
 
 from native_sparse_attention.geometry import Sequences
 from native_sparse_attention.ops._triton.interval.op import interval_attention
+from native_sparse_attention.ops._triton.support import MAX_TOKENS
 
 
 def window_attention(
     q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, left: int, right: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    return interval_attention(
-        q, k, v, None, sequences, None if left < 0 else left, None if right < 0 else -right, scale
-    )
+    # What reaches beyond any token is unbounded, and sums of positions fit into int32.
+    bounds = [None if side < 0 or side >= MAX_TOKENS else side for side in (left, right)]
+    return interval_attention(q, k, v, None, sequences, bounds[0], None if bounds[1] is None else -bounds[1], scale)
