@@ -69,8 +69,8 @@ def _architecture(capability: tuple[int, int]) -> str:
 def head_block(head_dim: int) -> int:
     """The power of two that a tile holds of a head.
 
-    At least 64: on Hopper, Triton 3.6 gets products wrong whose operand has rows of 64 bytes in shared memory (seen with
-    head sizes of 24 and 32 beside 40: wrong outputs and illegal addresses).
+    At least 64: on Hopper, Triton 3.6 gets products wrong whose operand has rows of 64 bytes in shared memory (seen
+    with head sizes of 24 and 32 beside 40: wrong outputs and illegal addresses).
     """
     return max(64, triton.next_power_of_2(head_dim))
 

@@ -26,6 +26,7 @@ from native_sparse_attention.ops._triton.placement import (
     load_num_keys,
     load_position,
 )
+from native_sparse_attention.ops._triton.tiles import add_product
 
 
 @triton.jit
@@ -169,8 +170,8 @@ def _add_keys(
             k, _ = split_finite(k)
         missing += tl.sum(dlogits, 1)
         dlogits += weights * dlse[:, None]
-        dq = tl.dot(dlogits.to(k.dtype), k, dq, input_precision='ieee')
-        mean_k = tl.dot(weights.to(k.dtype), k, mean_k, input_precision='ieee')
+        dq = add_product(dlogits.to(k.dtype), k, dq)
+        mean_k = add_product(weights.to(k.dtype), k, mean_k)
     return dq, mean_k, missing
 
 
@@ -334,6 +335,6 @@ def _add_queries(
             weights = tl.where(read, weights, 0.0)
             dlogits = tl.where(read, dlogits, 0.0)
             q, _ = split_finite(q)
-        dv = tl.dot(weights.to(dout.dtype), dout, dv, input_precision='ieee')
-        dk = tl.dot(dlogits.to(q.dtype), q, dk, input_precision='ieee')
+        dv = add_product(weights.to(dout.dtype), dout, dv)
+        dk = add_product(dlogits.to(q.dtype), q, dk)
     return dk, dv

@@ -20,6 +20,7 @@ from native_sparse_attention.ops._triton.placement import (
     load_num_keys,
     load_position,
 )
+from native_sparse_attention.ops._triton.tiles import add_product
 
 
 @triton.jit
@@ -140,6 +141,6 @@ def _attend(
         rescale = tl.exp2(row_max - reference)
         total = total * rescale + tl.sum(weights, 1)
         out = out * rescale[:, None]
-        out = tl.dot(weights.to(v.dtype), v, out, input_precision='ieee')
+        out = add_product(weights.to(v.dtype), v, out)
         row_max = new_max
     return row_max, total, out

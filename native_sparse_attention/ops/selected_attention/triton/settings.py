@@ -36,6 +36,7 @@ DQ: Table = {
     ('sm86', 4, 64): Settings(32, 32, 4, 1),
     ('sm86', 4, 128): Settings(16, 32, 4, 1),
     ('sm86', 4, 256): Settings(16, 16, 4, 1),
+    ('sm90', 2, 128): Settings(32, 64, 2, 2),
 }
 
 DKV: Table = {
@@ -51,6 +52,7 @@ DKV: Table = {
     ('sm86', 4, 64): Settings(32, 32, 4, 1),
     ('sm86', 4, 128): Settings(16, 32, 4, 1),
     ('sm86', 4, 256): Settings(16, 16, 4, 1),
+    ('sm90', 2, 128): Settings(32, 64, 4, 2),
 }
 
 NEIGHBOURS_FORWARD: Table = {
