@@ -156,7 +156,7 @@ def _add_queries(
     num_slots = num_block_slots(place, selection_block)
     num_entries = q.shape[1] * meta['CHOOSERS'] * meta['NUM_SELECTED']
     chunk_bytes = num_offsets * head_dim * 4
-    chunk = max(64, CHUNK_ROWS // meta['GROUP'])
+    chunk = max(1, CHUNK_ROWS // meta['GROUP'])
     while num_entries // chunk * chunk_bytes > WORKSPACE:
         chunk *= 2
     reach = (num_offsets - 1) // per_selection
