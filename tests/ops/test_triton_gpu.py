@@ -120,7 +120,7 @@ class Entry:
     key: tuple[str, int, int]
 
     def __str__(self) -> str:
-        return '-'.join([*self.module.split('.')[2:-1], self.table, *map(str, self.key)])
+        return '-'.join([*self.module.split('.')[2:], self.table, *map(str, self.key)])
 
 
 def every_entry() -> list[Entry]:
@@ -128,7 +128,7 @@ def every_entry() -> list[Entry]:
 
     entries = []
     for found in pkgutil.walk_packages([str(Path(ops.__file__).parent)], f'{ops.__name__}.'):
-        if found.name.endswith('.settings'):
+        if found.name.endswith('settings'):
             for name, table in vars(importlib.import_module(found.name)).items():
                 if isinstance(table, dict) and any(isinstance(value, Settings) for value in table.values()):
                     entries += [Entry(found.name, name, key) for key in table]
@@ -153,6 +153,11 @@ def problems_for(module: str, head_dim: int, dtype: torch.dtype, device: torch.d
         compressed = {'q': q, 'k_cmp': k_cmp, 'v_cmp': v_cmp} | memory
         yield Problem(with_memory, compressed, {'block_size': 16, 'stride': 8}, {'out1': 0})
     elif 'selected' in module:
+        # One query's heads fill a tile of any height.
+        many = {**shape, 'heads': 64, 'kv_heads': 1}
+        wide = dict(zip('qkv', make_qkv(1, 150, 150, **many), strict=True))
+        wide['block_indices'] = indices[:1, :150, :1].contiguous()
+        yield Problem(selected_attention, wide, {'block_size': 16}, {'out1': 0})
         yield Problem(selected_attention, tensors | {'block_indices': indices}, {'block_size': 16}, {'out1': 0})
         scale = 1 + 0.1 * torch.randn(indices.shape, device=device, generator=generator)
         tensors |= {'block_indices': indices, 'block_scale': scale}
