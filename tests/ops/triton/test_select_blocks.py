@@ -512,15 +512,13 @@ def test_it_passes_opcheck(device: torch.device) -> None:
     op = torch.ops.native_sparse_attention.select_blocks.default
     tensors, _ = make_problem(packed([3, 5]), HEADS, SIZES, device)
     cu_seqlens = cumulative([3, 5]).to(device)
-    for share_group in (True, False):
-        choice = (*SIZES, 3, 1, 2, share_group, True, 0.25)
-        torch.library.opcheck(op, (*tensors.values(), 8, None, None, None, cu_seqlens, cu_seqlens, *choice))
+    choice = (*SIZES, 3, 1, 2)
+    borders = (8, None, None, None, cu_seqlens, cu_seqlens)
+    torch.library.opcheck(op, (*tensors.values(), *borders, *choice, False, True, 0.25))
     tensors, _ = make_problem(whole(6, batch=2), Heads(2, 1, 16, 16), SIZES, device)
     tensors = {name: t.requires_grad_() for name, t in tensors.items()}
-    for offset, offsets in ((3, None), (None, row_integers([2, 5]).to(device))):
-        lengths = row_integers([6, 3]).to(device)
-        where = (6, offset, offsets, lengths, None, None)
-        torch.library.opcheck(op, (*tensors.values(), *where, *SIZES, 3, 1, 2, True, False, 0.25))
+    lengths, offsets = row_integers([6, 3]).to(device), row_integers([2, 5]).to(device)
+    torch.library.opcheck(op, (*tensors.values(), 6, None, offsets, lengths, None, None, *choice, True, False, 0.25))
 
 
 @pytest.mark.plain_memory
