@@ -165,7 +165,8 @@ class Sequences:
             covered = torch.ones(shape, dtype=torch.bool, device=self.device)
             return QueryLayout(position, starts[:, None].expand(shape), lengths[:, None].expand(shape), covered)
         ends = self.cu_seqlens.long()
-        sequence = torch.searchsorted(ends[1:], index, right=True).clamp(max=len(ends) - 2)
+        # In all borders, as inductor cannot search in a part of a tensor.
+        sequence = (torch.searchsorted(ends, index, right=True) - 1).clamp(0, len(ends) - 2)
         if position is None:
             offset = lengths - ends.diff() if self.q_offset is None else self.q_offset
             if isinstance(offset, Tensor):

@@ -95,7 +95,10 @@ def in_query_chunks(
 def without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
     """Autocast must not turn the float32 products of an op into half ones."""
     device_type = tensor.device.type
-    return torch.autocast(device_type, enabled=False) if torch.amp.is_autocast_available(device_type) else nullcontext()
+    # torch.compile cannot trace the question in every version, and knows no device without autocast.
+    if torch.compiler.is_compiling() or torch.amp.is_autocast_available(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()
 
 
 def _round_value(weights: Tensor, dtype: torch.dtype) -> Tensor:

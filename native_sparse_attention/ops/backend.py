@@ -67,8 +67,10 @@ def serves() -> None:
 
 def slowest(choices: Mapping[str, BackendChoice], others: Mapping[str, BackendChoice]) -> BackendChoice:
     """One choice for a composition: that of `choices`, by op, whose backend is slowest. It names them and `others`."""
-    choice = max(choices.values(), key=lambda choice: BACKENDS.index(choice.name))
-    return BackendChoice(choice.name, choice.passed_over, {**choices, **others})
+    slow, *rest = choices.values()
+    for choice in rest:  # torch.compile takes no max with a key
+        slow = choice if BACKENDS.index(choice.name) > BACKENDS.index(slow.name) else slow
+    return BackendChoice(slow.name, slow.passed_over, {**choices, **others})
 
 
 def _left_out(name: str, device: torch.device) -> str | None:
