@@ -48,8 +48,8 @@ from native_sparse_attention.ops._triton.launch import Settings
 HEAD_DIMS = (64, 128, 256)
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 BLOCKS = (16, 32, 64, 128)
-WARPS = (4, 8)
-STAGES = (1, 2, 3, 4)
+WARPS = (2, 4, 8)
+STAGES = {2: (1, 2, 3), 4: (1, 2)}
 # The ops of benchmarks/ops.py whose kernels take their settings from the tables of a folder.
 OPS = {
     'interval': ('window', 'compressed'),
@@ -166,7 +166,9 @@ def candidates_for(itemsize: int, head_dim: int, device: str) -> list[Settings]:
     architecture = launch.architecture_of(torch.device(device))
     blocks = [size for size in BLOCKS if itemsize == 2 or size <= 64]
     found = []
-    for block_m, block_n, num_warps, num_stages in itertools.product(blocks, blocks, WARPS, STAGES):
+    for block_m, block_n, num_warps, num_stages in itertools.product(blocks, blocks, WARPS, STAGES[itemsize]):
+        if num_warps == 2 and block_m * block_n > 32 * 64:
+            continue
         registers = (block_m * block_n + max(block_m, block_n) * head_dim) / (32 * num_warps)
         shared = (2 * min(block_m, block_n) * max(1, num_stages - 1)) * head_dim * itemsize
         if registers <= 320 and shared <= launch.SHARED_MEMORY[architecture] and block_m * block_n <= 128 * 128:
