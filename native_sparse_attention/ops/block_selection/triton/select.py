@@ -192,10 +192,9 @@ def select_kernel(
         return
     num_tokens = load_num_keys(place, sequence)
     offset = load_position(place, sequence, num_queries, num_tokens)
-    _, key_start, _ = load_extent(place.cu_blocks, sequence, 2**30, place.num_sequences)
     num_tokens = tl.minimum(num_tokens, blocks.max_tokens)
-    num_keys = count_blocks(num_tokens, blocks.block_size, blocks.stride)
-    num_keys = tl.minimum(num_keys, blocks.num_compressed - key_start)
+    _, key_start, num_keys = load_extent(place.cu_blocks, sequence, blocks.num_compressed, place.num_sequences)
+    num_keys = tl.minimum(count_blocks(num_tokens, blocks.block_size, blocks.stride), num_keys)
 
     members = tl.arange(0, BLOCK_T * BLOCK_G)  # every query with every head of the group
     queries = first_query + members // BLOCK_G
