@@ -1,0 +1,585 @@
+"""Selected attention in Triton against eager, and what must hold bit for bit."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from native_sparse_attention.ops import selected_attention
+from native_sparse_attention.ops._triton import inverse_index
+from native_sparse_attention.ops._triton.support import is_interpreted
+from native_sparse_attention.ops.selected_attention.api import MAX_SELECTED, backend_of
+from native_sparse_attention.ops.selected_attention.triton import op
+from native_sparse_attention.testing import (
+    INDEX_KINDS,
+    LAYOUTS,
+    assert_attention_matches,
+    lay_out,
+    make_block_indices,
+    outputs_and_gradients,
+)
+from tests import problems
+from tests.ops.triton.harness import (
+    assert_close_to_eager,
+    assert_same_bits,
+    fence,
+    fewer_examples,
+    place,
+    run_eager,
+    run_triton,
+)
+from tests.problems import Extents, Heads, cumulative, drawn_extents, drawn_heads, packed, row_integers, whole
+
+HEADS = Heads(2, 1, 16, 16)
+TWO_GROUPS = Heads(4, 2, 16, 16)
+INT32 = torch.iinfo(torch.int32)
+JUNK = (-1, -2, INT32.min, INT32.max, 10**6)
+Tensors = dict[str, Tensor]
+
+
+@pytest.fixture(params=['a program per query', 'a program per tile of queries'], autouse=True)
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups of up to SMALL_GROUP heads have kernels of their own."""
+    if request.param == 'a program per query':
+        monkeypatch.setattr(op, 'SMALL_GROUP', 0)
+
+
+def make_indices(extents: Extents, choosers: int, num_selected: int, block_size: int) -> Tensor:
+    """Blocks of every kind, with repeats and junk among them."""
+    shape = (extents.batch, extents.seqlen_q, choosers, num_selected)
+    indices = torch.randint(-1, extents.seqlen_k // block_size + 2, shape).int()
+    junk = torch.tensor(JUNK).int()[torch.randint(0, len(JUNK), shape)]
+    return torch.where(torch.rand(shape) < 0.15, junk, indices)
+
+
+def make_inputs(
+    extents: Extents,
+    heads: Heads,
+    device: torch.device,
+    indices: Tensor,
+    *,
+    scaled: bool = False,
+    dtype: torch.dtype = torch.float32,
+    layout: str = 'contiguous',
+) -> Tensors:
+    """NaN in every key that belongs to no sequence, and around every tensor."""
+    tensors = dict(zip('qkv', problems.make_qkv(extents, heads), strict=True))
+    tensors = {name: fence(lay_out(t.to(device, dtype), layout)) for name, t in tensors.items()}
+    if scaled:
+        tensors['block_scale'] = place(1 + 0.5 * torch.randn(indices.shape), device)
+    return tensors | {'block_indices': place(indices, device)}
+
+
+def make_grads(extents: Extents, heads: Heads, device: torch.device) -> list[Tensor]:
+    batch, seqlen = extents.batch, extents.seqlen_q
+    return [
+        torch.randn(batch, seqlen, heads.heads, heads.value_dim, device=device),
+        torch.randn(batch, heads.heads, seqlen, device=device),
+    ]
+
+
+def assert_close(
+    extents: Extents,
+    heads: Heads,
+    device: torch.device,
+    *,
+    num_selected: int = 3,
+    block_size: int = 4,
+    choosers: int | None = None,
+    indices: Tensor | None = None,
+    scaled: bool = False,
+    layout: str = 'contiguous',
+    **settings: Any,
+) -> None:
+    """float32, by 1e-5."""
+    if indices is None:
+        indices = make_indices(extents, choosers or heads.kv_heads, num_selected, block_size)
+    tensors = make_inputs(extents, heads, device, indices, scaled=scaled, layout=layout)
+    settings |= {'block_size': block_size, **place(extents.where, device)}
+    assert_close_to_eager(selected_attention, tensors, make_grads(extents, heads, device), **settings)
+
+
+@pytest.mark.parametrize('kind', INDEX_KINDS)
+@pytest.mark.parametrize(('dtype', 'scaled'), [(torch.float32, True), (torch.float16, False), (torch.float16, True)])
+def test_every_kind_of_indices(kind: str, dtype: torch.dtype, scaled: bool, device: torch.device) -> None:
+    """By the error rules, with so many heads that mean errors mean something."""
+    extents = Extents(1, 5, 30, {'q_offset': 17}, [30])
+    indices = make_block_indices(kind, 1, 5, 2, 3, seqlen_k=30, block_size=7, q_offset=17)
+    tensors = make_inputs(extents, Heads(16, 2, 32, 24), device, indices, scaled=scaled, dtype=dtype)
+    assert_attention_matches(selected_attention, tensors, 'triton', block_size=7, q_offset=17)
+
+
+@pytest.mark.parametrize('group', [1, 2, 3, 4, 6, 8, 12, 16, 32, 40])
+def test_groups(group: int, device: torch.device) -> None:
+    assert_close(whole(4), Heads(group, 1, 16, 16), device, block_size=2, scaled=group % 3 == 0)
+
+
+@pytest.mark.parametrize(
+    ('head_dim', 'value_dim', 'dtype'),
+    [
+        (1, 3, torch.float32),
+        (40, 40, torch.float32),
+        (80, 64, torch.float32),
+        (100, 192, torch.float32),
+        (256, 17, torch.float32),
+        (24, 40, torch.float16),
+    ],
+)
+def test_head_sizes(head_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    if dtype == torch.float32:
+        return assert_close(whole(6), Heads(3, 1, head_dim, value_dim), device, num_selected=2)
+    extents = Extents(1, 8, 20, {}, [20])
+    indices = make_block_indices('valid', 1, 8, 1, 2, seqlen_k=20, block_size=5, q_offset=12)
+    tensors = make_inputs(extents, Heads(8, 1, head_dim, value_dim), device, indices, dtype=dtype)
+    return assert_attention_matches(selected_attention, tensors, 'triton', block_size=5)
+
+
+@pytest.mark.parametrize('causal', [True, False])
+@pytest.mark.parametrize('block_size', [1, 3, 16, 33, 64, 1000])
+def test_block_sizes(block_size: int, causal: bool, device: torch.device) -> None:
+    seqlen_k = min(2 * block_size, 90) + 7
+    extents = Extents(1, 3, seqlen_k, {}, [seqlen_k])
+    assert_close(extents, HEADS, device, block_size=block_size, num_selected=4, scaled=True, causal=causal)
+
+
+def test_many_blocks(device: torch.device) -> None:
+    assert_close(Extents(1, 1, 90, {}, [90]), HEADS, device, num_selected=60, block_size=1, scaled=True)
+
+
+EXTENTS = {
+    'offset': Extents(2, 5, 40, {'q_offset': 21}, [40, 40]),
+    'negative offset': Extents(1, 9, 20, {'q_offset': -4}, [20]),
+    'offset beyond the keys': Extents(1, 6, 12, {'q_offset': 9}, [12]),
+    'row offsets': Extents(3, 4, 30, {'q_offset': row_integers([5, -2, 40])}, [30] * 3),
+    'lengths': Extents(3, 5, 30, {'seqlens_k': row_integers([30, 9, 21])}, [30, 9, 21]),
+    'lengths, row offsets': Extents(
+        3, 5, 30, {'seqlens_k': row_integers([30, 13, 0]), 'q_offset': row_integers([20, -2, 3])}, [30, 13, 0]
+    ),
+    'packed': packed([0, 0, 7, 1, 9, 0], uncovered=2),
+    'packed, other keys': Extents(
+        1,
+        14,
+        50,
+        {'cu_seqlens': cumulative([0, 5, 1, 6, 0]), 'cu_seqlens_k': cumulative([7, 13, 0, 20, 4])},
+        [7, 13, 0, 20, 4],
+    ),
+    'packed, offsets': Extents(
+        1,
+        12,
+        40,
+        {
+            'cu_seqlens': cumulative([6, 0, 5]),
+            'cu_seqlens_k': cumulative([20, 5, 13]),
+            'q_offset': row_integers([11, 3, -2]),
+        },
+        [20, 5, 13],
+    ),
+}
+
+
+@pytest.mark.parametrize('causal', [True, False])
+@pytest.mark.parametrize('extents', EXTENTS.values(), ids=EXTENTS)
+def test_places_of_queries_among_keys(extents: Extents, causal: bool, device: torch.device) -> None:
+    assert_close(extents, Heads(2, 1, 16, 24), device, block_size=3 if causal else 4, causal=causal)
+
+
+@fewer_examples(0.16)
+@given(
+    drawn_extents(max_seqlen=10),
+    drawn_heads(),
+    st.integers(1, 7),
+    st.integers(0, 4),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([None, 0.7]),
+    st.sampled_from(LAYOUTS),
+)
+def test_drawn_problems(
+    extents: Extents,
+    heads: Heads,
+    block_size: int,
+    num_selected: int,
+    alone: bool,
+    scaled: bool,
+    causal: bool,
+    scale: float | None,
+    layout: str,
+) -> None:
+    device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
+    sizes: dict[str, Any] = {'num_selected': num_selected, 'block_size': block_size}
+    sizes['choosers'] = heads.heads if alone else heads.kv_heads
+    assert_close(extents, heads, device, **sizes, scaled=scaled, causal=causal, scale=scale, layout=layout)
+
+
+@pytest.mark.parametrize('scaled', [False, True])
+def test_heads_of_a_group_may_choose_alone(scaled: bool, device: torch.device) -> None:
+    assert_close(whole(5, batch=2), Heads(6, 2, 16, 16), device, choosers=6, scaled=scaled, block_size=2)
+
+
+@pytest.mark.parametrize('layout', LAYOUTS)
+def test_layouts(layout: str, device: torch.device) -> None:
+    assert_close(whole(5, batch=2), TWO_GROUPS, device, layout=layout, block_size=2)
+
+
+def test_strides_of_indices_and_factors(device: torch.device) -> None:
+    """Expanded over tokens, 64-bit, and with a last dimension apart in memory."""
+    indices, factors = torch.tensor([[3, 0, 1], [1, 1, 0]]), 1 + torch.rand(3, 2)
+    tensors = make_inputs(whole(6), TWO_GROUPS, device, indices.expand(1, 6, 2, 3))
+    tensors['block_indices'] = indices.to(device).expand(1, 6, 2, 3)
+    tensors['block_scale'] = factors.to(device).T.expand(1, 6, 2, 3)
+    assert_close_to_eager(selected_attention, tensors, make_grads(whole(6), TWO_GROUPS, device), block_size=2)
+
+
+@pytest.mark.parametrize('dtype', [torch.float16, torch.float64])
+def test_factors_of_another_dtype(dtype: torch.dtype, device: torch.device) -> None:
+    indices = make_block_indices('valid', 1, 6, 1, 3, seqlen_k=6, block_size=2)
+    tensors = make_inputs(whole(6), HEADS, device, indices, scaled=True)
+    grads = make_grads(whole(6), HEADS, device)
+    tensors['block_scale'] = tensors['block_scale'].half()
+    expected = run_triton(selected_attention, tensors, grads, block_size=2)
+    tensors['block_scale'] = tensors['block_scale'].to(dtype)
+    result = run_triton(selected_attention, tensors, grads, block_size=2)
+    name = 'grad of block_scale'
+    assert result[name].dtype == dtype
+    torch.testing.assert_close(result.pop(name).half(), expected.pop(name), rtol=2e-3, atol=2e-3)
+    assert_same_bits(result, expected)
+
+
+def test_expanded_gradients(device: torch.device) -> None:
+    results = []
+    indices = make_block_indices('valid', 1, 9, 1, 2, seqlen_k=9, block_size=4)
+    tensors = make_inputs(whole(9), HEADS, device, indices)
+    for backend in ('triton', 'eager'):
+        q, k, v = (tensors[name].detach().requires_grad_() for name in 'qkv')
+        out, lse = selected_attention(q, k, v, tensors['block_indices'], block_size=4, backend=backend)
+        (out.sum() + lse.sum()).backward()
+        results.append((q.grad, k.grad, v.grad))
+    for result, expected in zip(*results, strict=True):
+        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize('index', [0, 1], ids=['out', 'lse'])
+def test_the_gradient_of_one_output_alone(index: int, device: torch.device) -> None:
+    indices = make_block_indices('valid', 1, 6, 1, 2, seqlen_k=6, block_size=2)
+    tensors = make_inputs(whole(6), HEADS, device, indices, scaled=True)
+    grads = make_grads(whole(6), HEADS, device)[index : index + 1]
+    results = [
+        outputs_and_gradients(
+            lambda b=backend, **t: selected_attention(**t, block_size=2, backend=b)[index], tensors, grads
+        )
+        for backend in ('triton', 'eager')
+    ]
+    for name in results[0]:
+        torch.testing.assert_close(results[0][name], results[1][name], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize('needed', [['q'], ['k'], ['v', 'block_scale'], ['block_scale'], []])
+def test_gradients_where_they_are_needed(needed: list[str], device: torch.device) -> None:
+    indices = make_block_indices('valid', 1, 5, 1, 2, seqlen_k=5, block_size=2)
+    tensors = make_inputs(whole(5), HEADS, device, indices, scaled=True)
+    grads = make_grads(whole(5), HEADS, device)
+    expected = run_triton(selected_attention, tensors, grads, block_size=2)
+    leaves = {name: t.detach().requires_grad_(name in needed) for name, t in tensors.items()}
+    outputs = selected_attention(**leaves, block_size=2, backend='triton')
+    assert all(t.requires_grad == bool(needed) for t in outputs)
+    if needed:
+        torch.autograd.backward(outputs, grads)
+    for name, leaf in leaves.items():
+        assert (leaf.grad is not None) == (name in needed)
+        if leaf.grad is not None:
+            torch.testing.assert_close(leaf.grad, expected[f'grad of {name}'], rtol=1e-5, atol=1e-5)
+
+
+def test_double_backward_is_refused(device: torch.device) -> None:
+    tensors = make_inputs(whole(2), HEADS, device, torch.zeros(1, 2, 1, 1, dtype=torch.int32))
+    q = tensors['q'].detach().requires_grad_()
+    out, _ = selected_attention(**(tensors | {'q': q}), block_size=2, backend='triton')
+    (grad,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match=r'has no second derivative: use backend="eager"'):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize('logit', [6e4, -6e4])
+def test_large_logits(logit: float, device: torch.device) -> None:
+    indices = make_block_indices('valid', 1, 10, 1, 2, seqlen_k=10, block_size=4)
+    tensors = make_inputs(whole(10), HEADS, device, indices)
+    for name in 'qk':
+        tensors[name] = tensors[name].abs() / tensors[name].norm(dim=-1, keepdim=True) * 6e4**0.5
+    tensors['q'] = tensors['q'] * (1 if logit > 0 else -1)
+    result = run_triton(selected_attention, tensors, block_size=4, scale=1.0)
+    assert all(t.isfinite().all() for t in result.values())
+    gold = run_eager(
+        selected_attention,
+        {name: t.double() if t.is_floating_point() else t for name, t in tensors.items()},
+        block_size=4,
+        scale=1.0,
+    )
+    assert result['out1'].abs().max() > 3e4
+    torch.testing.assert_close(result['out1'].double(), gold['out1'], rtol=1e-6, atol=1e-2)
+
+
+def test_what_no_query_reads_changes_nothing(device: torch.device) -> None:
+    """Blocks that nobody chose, the future inside the own block, and factors of what is not read."""
+    extents = Extents(1, 3, 40, {'q_offset': 16}, [40])
+    settings: dict[str, Any] = {'block_size': 8, 'q_offset': 16}
+    indices = torch.tensor([2, 0, 2, 4, -1, INT32.min, INT32.max, 0], dtype=torch.int32).expand(1, 3, 1, 8)
+    tensors, grads = make_inputs(extents, HEADS, device, indices, scaled=True), make_grads(extents, HEADS, device)
+    expected = run_triton(selected_attention, tensors, grads, **settings)
+    read = torch.zeros(40, dtype=torch.bool, device=device)
+    read[:8] = read[16:19] = True
+    for junk in (torch.nan, torch.inf):
+        spoiled = {name: t.clone() for name, t in tensors.items()}
+        for name in 'kv':
+            spoiled[name][:, ~read] = junk
+        spoiled['block_scale'][..., 2:] = junk
+        assert_same_bits(run_triton(selected_attention, spoiled, grads, **settings), expected)
+    assert (expected['grad of k'][:, ~read] == 0).all()
+    assert (expected['grad of v'][:, ~read] == 0).all()
+    assert (expected['grad of k'][:, read] != 0).any(-1).all()
+    assert (expected['grad of block_scale'][..., 2:] == 0).all()
+    assert (expected['grad of block_scale'][..., :2] != 0).all()
+
+
+@pytest.mark.parametrize('names', ['q', 'k', 'v'])
+def test_what_is_not_finite_reaches_those_who_read_it(names: str, device: torch.device) -> None:
+    indices = torch.tensor([0, 1], dtype=torch.int32).expand(1, 8, 2, 2).clone()
+    indices[:, 6:, 0, 0] = -1
+    tensors, grads = make_inputs(whole(8), TWO_GROUPS, device, indices), make_grads(whole(8), TWO_GROUPS, device)
+    expected = run_triton(selected_attention, tensors, grads, block_size=4)
+    spoiled = {name: t.clone() for name, t in tensors.items()}
+    for name in names:
+        spoiled[name][:, 2, 0] = torch.nan
+    result = run_triton(selected_attention, spoiled, grads, block_size=4)
+    reads = torch.zeros(8, 4, dtype=torch.bool, device=device)
+    if names == 'q':
+        reads[2, 0] = True
+    else:
+        reads[2:6, :2] = True
+    for name in ('out0', 'grad of q'):
+        assert torch.equal(result[name][:, ~reads], expected[name][:, ~reads]), name
+        assert result[name][:, reads].isnan().any(-1).all(), name
+    if names == 'v':
+        assert torch.equal(result['out1'], expected['out1'])
+    if names == 'q':
+        read = torch.zeros(8, 2, dtype=torch.bool, device=device)
+        read[:3, 0] = True
+        for name in ('grad of k', 'grad of v'):
+            assert torch.equal(result[name][:, ~read], expected[name][:, ~read])
+            assert result[name][:, read].isnan().any(-1).all()
+
+
+def test_the_future_changes_nothing(device: torch.device) -> None:
+    indices = make_block_indices('valid', 1, 12, 1, 3, seqlen_k=12, block_size=4)
+    tensors, grads = make_inputs(whole(12), HEADS, device, indices), make_grads(whole(12), HEADS, device)
+    changed = {name: t.clone() for name, t in tensors.items()}
+    for name in 'qkv':
+        changed[name][:, 6:] = torch.nan
+    grads[0][:, 6:] = 0
+    grads[1][..., 6:] = 0
+    expected, result = (run_triton(selected_attention, t, grads, block_size=4) for t in (tensors, changed))
+    for name in ('out0', 'grad of q'):
+        assert torch.equal(result[name][:, :6], expected[name][:, :6])
+    assert torch.equal(result['out1'][..., :6], expected['out1'][..., :6])
+
+
+def test_a_row_does_not_depend_on_its_neighbours(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(op, 'CHUNK_ROWS', {4: 8})
+    extents = Extents(3, 5, 14, {'seqlens_k': row_integers([14, 3, 9])}, [14, 3, 9])
+    indices = make_indices(extents, 1, 3, 4)
+    tensors, grads = make_inputs(extents, HEADS, device, indices, scaled=True), make_grads(extents, HEADS, device)
+    lengths = extents.where['seqlens_k'].to(device)
+    together = run_triton(selected_attention, tensors, grads, block_size=4, seqlens_k=lengths)
+    for row in range(3):
+        own = slice(row, row + 1)
+        own_tensors = {name: t[own] for name, t in tensors.items()}
+        own_grads = [grad[own] for grad in grads]
+        alone = run_triton(selected_attention, own_tensors, own_grads, block_size=4, seqlens_k=lengths[own])
+        assert_same_bits({name: t[own] for name, t in together.items()}, alone)
+
+
+def test_packed_is_alone(device: torch.device) -> None:
+    lengths = [7, 0, 5]
+    extents = packed(lengths, uncovered=2)
+    tensors = make_inputs(extents, HEADS, device, make_indices(extents, 1, 3, 3), scaled=True)
+    tensors['q'][:, 12:] = torch.nan
+    grads = make_grads(extents, HEADS, device)
+    together = run_triton(selected_attention, tensors, grads, block_size=3, **place(extents.where, device))
+    for start, stop in itertools.pairwise([0, *itertools.accumulate(lengths)]):
+        own = {name: t[:, start:stop] for name, t in tensors.items()}
+        own_grads = [grads[0][:, start:stop], grads[1][..., start:stop]]
+        alone = run_triton(selected_attention, own, own_grads, block_size=3)
+        assert_same_bits(
+            {n: t[..., start:stop] if n == 'out1' else t[:, start:stop] for n, t in together.items()}, alone
+        )
+    for name, t in together.items():
+        rest = t[..., 12:] if name == 'out1' else t[:, 12:]
+        assert rest.eq(-torch.inf if name == 'out1' else 0).all(), name
+
+
+def test_the_same_bits_twice(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(op, 'CHUNK_ROWS', {4: 8})
+    extents = packed([8, 4], uncovered=1)
+    tensors = make_inputs(extents, HEADS, device, make_indices(extents, 1, 4, 3), scaled=True)
+    grads = make_grads(extents, HEADS, device)
+    settings: dict[str, Any] = {'block_size': 3, **place(extents.where, device)}
+    assert_same_bits(*(run_triton(selected_attention, tensors, grads, **settings) for _ in range(2)))
+
+
+def small_pieces(monkeypatch: pytest.MonkeyPatch, chunk_rows: int, workspace: int, most_entries: int) -> None:
+    monkeypatch.setattr(op, 'CHUNK_ROWS', {4: chunk_rows})
+    monkeypatch.setattr(op, 'WORKSPACE', workspace)
+    monkeypatch.setattr(inverse_index, 'MAX_ENTRIES', most_entries)
+
+
+@pytest.mark.parametrize(
+    ('chunk_rows', 'workspace', 'most_entries'), [(1, 2**29, 2**24), (6, 2**13, 1), (8, 2**29, 40), (16, 1, 2**24)]
+)
+@pytest.mark.parametrize('where', ['whole', 'packed'])
+def test_long_lists_are_split(
+    where: str,
+    chunk_rows: int,
+    workspace: int,
+    most_entries: int,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Into chunks of one entry and of several, with little room for partial sums, and pairs one at a time."""
+    small_pieces(monkeypatch, chunk_rows, workspace, most_entries)
+    extents = whole(5, batch=2) if where == 'whole' else packed([4, 0, 5], uncovered=1)
+    indices = make_indices(extents, 2, 3, 3)
+    indices[..., 0] = 0
+    assert_close(extents, TWO_GROUPS, device, indices=indices, block_size=3)
+
+
+def test_one_list_for_all_heads_that_choose_alone(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_pieces(monkeypatch, 4, 2**29, 2**24)
+    assert_close(whole(6), Heads(4, 2, 16, 16), device, choosers=4, block_size=3, scaled=True)
+
+
+@pytest.mark.parametrize(
+    ('num_entries', 'chunk', 'block_size', 'dims'),
+    [(2**16, 256, 64, 256), (2**24, 4096, 64, 512), (2**20, 33, 2**16, 256), (100, 0, 16, 32)],
+)
+def test_partial_sums_fit_into_their_workspace(num_entries: int, chunk: int, block_size: int, dims: int) -> None:
+    bytes_of_partial = 4 * block_size * dims
+    chunk, num_partials = op._split_lists(num_entries, chunk, bytes_of_partial)
+    assert num_partials * bytes_of_partial <= op.WORKSPACE
+    # Every way to cut the entries into two kinds of lists fits into the bound.
+    for length in (chunk + 1, 2 * chunk, 3 * chunk - 1, num_entries):
+        if num_partials and length <= num_entries:
+            assert num_entries // length * -(-length // chunk) <= num_partials
+
+
+NOTHING_TO_READ = {
+    'no keys': Extents(2, 2, 0, {}, [0, 0]),
+    'before the first key': Extents(1, 2, 12, {'q_offset': -4}, [12]),
+    'far before the first key': Extents(1, 2, 12, {'q_offset': -(2**40)}, [12]),
+    'empty rows': Extents(2, 2, 12, {'seqlens_k': row_integers([0, 0]), 'q_offset': 3}, [0, 0]),
+    'empty sequences': packed([0, 0, 0], uncovered=3),
+    'no tokens': whole(0),
+    'no rows': whole(4, batch=0),
+    'keys only': Extents(2, 0, 9, {}, [9, 9]),
+}
+
+
+@pytest.mark.parametrize('extents', NOTHING_TO_READ.values(), ids=NOTHING_TO_READ)
+def test_rows_with_nothing_to_read(extents: Extents, device: torch.device) -> None:
+    indices = make_indices(extents, 1, 3, 4).clamp(max=2)
+    tensors, grads = make_inputs(extents, HEADS, device, indices, scaled=True), make_grads(extents, HEADS, device)
+    results = run_triton(selected_attention, tensors, grads, block_size=4, **place(extents.where, device))
+    for name, t in results.items():
+        assert t.eq(-torch.inf if name == 'out1' else 0).all(), name
+
+
+@pytest.mark.parametrize('num_selected', [0, 2])
+def test_no_block_is_chosen(num_selected: int, device: torch.device) -> None:
+    indices = torch.full((1, 3, 1, num_selected), -1, dtype=torch.int32)
+    tensors, grads = make_inputs(whole(3), HEADS, device, indices, scaled=True), make_grads(whole(3), HEADS, device)
+    results = run_triton(selected_attention, tensors, grads, block_size=4)
+    for name, t in results.items():
+        assert t.eq(-torch.inf if name == 'out1' else 0).all(), name
+
+
+def test_what_the_kernels_do_not_serve(device: torch.device) -> None:
+    q, k, v = problems.make_qkv(whole(2), HEADS)
+    q, k, v = (t.float().to(device) for t in (q, k, v))
+    assert backend_of(q, k, v, num_selected=MAX_SELECTED, backend='triton').name == 'triton'
+    with pytest.raises(ValueError, match=r'chooses 1025 blocks, but its kernels hold a choice of up to 1024'):
+        backend_of(q, k, v, num_selected=MAX_SELECTED + 1, backend='triton')
+    many = q[:, :1].expand(1, 2**24, 2, 16)
+    with pytest.raises(ValueError, match=r'are chosen per kv head, but its kernels count up to'):
+        backend_of(many, k, v, num_selected=64, backend='triton')
+    with pytest.raises(ValueError, match=r'q has dtype torch.float64'):
+        backend_of(q.double(), k.double(), v.double(), backend='triton')
+
+
+@pytest.mark.plain_memory
+def test_the_registered_op_is_as_pytorch_wants_it(device: torch.device) -> None:
+    indices = make_block_indices('valid', 1, 2, 1, 2, seqlen_k=2, block_size=1)
+    tensors = make_inputs(whole(2), HEADS, device, indices, scaled=True)
+    q, k, v, factors = (tensors[name].detach().requires_grad_() for name in ('q', 'k', 'v', 'block_scale'))
+    cu_seqlens = torch.tensor([0, 2], dtype=torch.int32, device=device)
+    for borders in (None, cu_seqlens):
+        flat = (2, None, None, None, borders, borders)
+        torch.library.opcheck(op._forward, (q, k, v, tensors['block_indices'], factors, *flat, 1, True, 0.25))
+
+
+@pytest.mark.skipif(not is_interpreted(), reason='memory of gigabytes that nobody touches')
+@pytest.mark.parametrize('name', ['q', 'k', 'v', 'dout', 'block_indices', 'block_scale'])
+@pytest.mark.parametrize('dim', [1, 2])
+def test_offsets_beyond_int32(name: str, dim: int) -> None:
+    """Tokens, or heads, that lie 2 ** 31 elements and more apart."""
+    device = torch.device('cpu')
+    indices = make_block_indices('valid', 1, 3, 2, 2, seqlen_k=3, block_size=2)
+    tensors = make_inputs(whole(3), TWO_GROUPS, device, indices, scaled=True, dtype=torch.float16)
+    tensors['block_scale'] = tensors['block_scale'].half()
+    grads = make_grads(whole(3), TWO_GROUPS, device)
+    expected = run_triton(selected_attention, tensors, grads, block_size=2)
+    tensors['dout'] = grads[0].half()
+    tensors[name] = far_apart(tensors[name], dim)
+    grads[0] = tensors.pop('dout')
+    assert_same_bits(run_triton(selected_attention, tensors, grads, block_size=2), expected)
+
+
+def far_apart(tensor: Tensor, dim: int) -> Tensor:
+    """The same values, the last ones of a dimension more than 2 ** 31 elements behind the first."""
+    strides = list(tensor.contiguous().stride())
+    strides[dim] = 2**31 // (tensor.shape[dim] - 1) + 16
+    size = 1 + sum((length - 1) * stride for length, stride in zip(tensor.shape, strides, strict=True))
+    return torch.empty(size, dtype=tensor.dtype).as_strided(tensor.shape, strides).copy_(tensor)
+
+
+JUNK_BORDERS = {
+    'decreasing': {'cu_seqlens': row_integers([0, 5, 2, 7])},
+    'beyond': {'cu_seqlens': row_integers([0, 3, 500, 2**31 - 1])},
+    'negative': {'cu_seqlens': row_integers([-(2**31), -5, 3, 7])},
+    'late': {'cu_seqlens': row_integers([5, 6, 7, 7])},
+    'other keys': {'cu_seqlens': row_integers([0, 2, 4, 7]), 'cu_seqlens_k': row_integers([0, 100, -7, 90])},
+    'lengths': {'seqlens_k': row_integers([2**31 - 1])},
+    'negative lengths': {'seqlens_k': row_integers([-(2**31)])},
+    'offsets': {'q_offset': row_integers([2**31 - 1])},
+    'negative offsets': {'q_offset': torch.tensor([-(2**63)])},
+}
+
+
+@pytest.mark.parametrize('where', JUNK_BORDERS.values(), ids=JUNK_BORDERS)
+def test_any_content_of_borders_stays_inside_memory(where: dict[str, Tensor], device: torch.device) -> None:
+    """The op is called below the checks, which read values on CPU tensors alone."""
+    from native_sparse_attention.geometry import Sequences
+    from native_sparse_attention.ops.selected_attention.triton import selected_attention as unchecked
+
+    tensors = make_inputs(whole(7), HEADS, device, make_indices(whole(7), 1, 3, 2))
+    where = place(where, device)
+    cu_seqlens = where.get('cu_seqlens')
+    borders = (cu_seqlens, where.get('cu_seqlens_k', cu_seqlens))
+    sequences = Sequences(1, 7, 7, device, where.get('q_offset'), where.get('seqlens_k'), *borders)
+    outputs_and_gradients(
+        lambda q, k, v, block_indices: unchecked(q, k, v, block_indices, None, sequences, 2, True, 0.25), tensors
+    )
