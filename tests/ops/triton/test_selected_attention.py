@@ -286,7 +286,7 @@ def test_gradients_where_they_are_needed(needed: list[str], device: torch.device
     tensors = make_inputs(whole(5), HEADS, device, indices, scaled=True)
     grads = make_grads(whole(5), HEADS, device)
     expected = run_triton(selected_attention, tensors, grads, block_size=2)
-    leaves = {name: t.detach().requires_grad_(name in needed) for name, t in tensors.items()}
+    leaves: dict[str, Any] = {name: t.detach().requires_grad_(name in needed) for name, t in tensors.items()}
     outputs = selected_attention(**leaves, block_size=2, backend='triton')
     assert all(t.requires_grad == bool(needed) for t in outputs)
     if needed:
@@ -300,7 +300,7 @@ def test_gradients_where_they_are_needed(needed: list[str], device: torch.device
 def test_double_backward_is_refused(device: torch.device) -> None:
     tensors = make_inputs(whole(2), HEADS, device, torch.zeros(1, 2, 1, 1, dtype=torch.int32))
     q = tensors['q'].detach().requires_grad_()
-    out, _ = selected_attention(**(tensors | {'q': q}), block_size=2, backend='triton')
+    out, _ = selected_attention(q, *(tensors[n] for n in ('k', 'v', 'block_indices')), block_size=2, backend='triton')
     (grad,) = torch.autograd.grad(out.sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match=r'has no second derivative: use backend="eager"'):
         grad.sum().backward()
