@@ -224,7 +224,7 @@ def test_lists_in_many_parts(alone: bool, device: torch.device, monkeypatch: pyt
         return scores._backward(*arguments)[1]
 
     expected = run_eager(chosen_scores, tensors, grads, **settings)['grad of k_cmp']
-    monkeypatch.setattr(scores, 'CHUNK_ROWS', 8)
+    monkeypatch.setattr(scores, 'CHUNK_ROWS', {4: 8})
     together = gradient_of_keys()
     torch.testing.assert_close(together, expected, rtol=1e-4, atol=2e-6)
     # Room for the parts of 15 of the 23 places for blocks, so that those are taken in two steps.

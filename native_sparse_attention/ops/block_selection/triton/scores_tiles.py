@@ -12,6 +12,7 @@ import triton.language as tl
 from native_sparse_attention.ops._triton.inverse_index import count_readable_blocks
 from native_sparse_attention.ops._triton.placement import count_blocks, find_tile, load_extent, load_num_keys
 from native_sparse_attention.ops._triton.placement import load_position as load_first_position
+from native_sparse_attention.ops._triton.tiles import add_product
 
 
 class Sizes(NamedTuple):
@@ -84,7 +85,7 @@ def dot_exact(a, b, out):
     eager rounds the result alone, and with a rounded to one part the error rules break.
     """
     if b.dtype == tl.float32:
-        out = tl.dot(a, b, out, input_precision='ieee')
+        out = add_product(a, b, out)
     elif b.dtype == tl.bfloat16:
         high = a.to(tl.bfloat16)
         low = (a - high.to(tl.float32)).to(tl.bfloat16)
