@@ -25,6 +25,7 @@ from native_sparse_attention.ops import (
 from native_sparse_attention.testing import (
     INDEX_KINDS,
     LAYOUTS,
+    ROW_LIMITS,
     lay_out,
     make_block_indices,
     make_qkv,
@@ -45,7 +46,7 @@ SELECTION_BLOCK_SIZES = (16, 32, 64, 64, 8, 37, 128, 200)
 MAX_SEQLEN = 700
 # In results of fewer elements than this chance moves the largest and the mean error by more than rules 1 and 2 allow:
 # they are held to the others, and to twice the norm of eager's error.
-MIN_ELEMENTS = 2048
+MIN_ELEMENTS = 8192
 # The norm of the error over the norm of the gold that every result may have, whatever the error of eager.
 NORM_ERRORS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 1e-5}
 
@@ -101,14 +102,24 @@ def _broken_rules(
     expected, eager = gold[name], same_dtype[name]
     dtype = problem.dtypes.get(name, result.dtype)
     errors = measure_errors(result, expected, eager, row_dims=problem.row_dims.get(name, 1), dtype=dtype)
-    if expected.count_nonzero() < MIN_ELEMENTS:
+    # On a GPU eager's float32 products are summed in many parts, and are exact where a row has one key: float32 is held
+    # to 1e-5 of the norm instead of to its errors.
+    if expected.count_nonzero() < MIN_ELEMENTS or result.dtype == torch.float32:
         errors = replace(errors, max_allowed=torch.inf, mean_allowed=torch.inf)
+    if result.dtype == torch.float32 and _input_dtype(problem) != torch.float32:
+        # Sums of tensor cores are rounded towards zero: a log-sum-exp near 0 is not as exact as its neighbours.
+        errors = replace(errors, row_allowed=ROW_LIMITS[torch.float16])
     broken = errors.broken_rules()
     error, eager_error = (_relative_error(t, expected) for t in (result, eager))
     limit = max(NORM_ERRORS[dtype], 2 * eager_error)
     if not error <= limit:
         broken.append(f'the norm of the error is {error:.2e} of that of the gold, but at most {limit:.2e} is allowed')
     return broken
+
+
+def _input_dtype(problem: Problem) -> torch.dtype:
+    """Of the first tensor: q, or the gates' branches."""
+    return next(t.dtype for name, t in problem.tensors.items() if t.is_floating_point() and name != 'gates')
 
 
 def _relative_error(result: Tensor, gold: Tensor) -> float:

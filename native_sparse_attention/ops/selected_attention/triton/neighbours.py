@@ -1,7 +1,7 @@
 """Kernels of selected attention for small groups: neighbouring queries fill a tile together and share what they read.
 
-A query with few heads leaves most rows of a tile empty. So a program has several neighbours, goes through the blocks of
-their past in order, and reads those that one of them chose. Shapes and names are those of the kernels per query.
+A query with few heads leaves most rows of a tile empty. So a program has several neighbours, goes in order through the
+blocks that one of them chose. Shapes and names are those of the kernels per query.
 """
 
 from __future__ import annotations
@@ -72,32 +72,33 @@ def neighbours_forward_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     out = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     num_blocks = _count_blocks(offset + first_query, num_queries - first_query, num_keys, BLOCK_SIZE, BLOCK_T, CAUSAL)
-    for block in tl.range(0, num_blocks):
+    block = _next_block(choice, -1)
+    while block < num_blocks:
         slot = _find_slot(choice, block, BLOCK_S)  # [BLOCK_M], BLOCK_S where a row did not choose the block
-        if tl.min(slot, 0) < BLOCK_S:
-            scale_log2 = tl.full([BLOCK_M], scale * 1.4426950408889634, tl.float32)
-            if factors_ptr is not None:
-                scale_log2 *= _pick(factors, slot, BLOCK_S)
-            last = tl.minimum((block + 1) * BLOCK_SIZE, num_keys)
-            for start in tl.range(block * BLOCK_SIZE, last, BLOCK_N):
-                keys = start + tl.arange(0, BLOCK_N)
-                key_mask = keys < last
-                k = load_rows(k_ptr, key_start + keys, k_strides[1], key_mask, HEAD_DIM, BLOCK_D)
-                v = load_rows(v_ptr, key_start + keys, v_strides[1], key_mask, VALUE_DIM, BLOCK_DV)
-                read = key_mask[None, :] & (slot < BLOCK_S)[:, None]
-                if CAUSAL:
-                    read = read & (keys[None, :] <= positions[:, None])
-                logits = tl.dot(q, tl.trans(k), input_precision='ieee') * scale_log2[:, None]  # [BLOCK_M, BLOCK_N]
-                logits = tl.where(read, logits, float('-inf'))
-                v, taint = split_finite(v)
-                out += tl.sum(tl.where(read, taint[None, :], 0.0), 1)[:, None]
-                new_max = tl.maximum(row_max, tl.max(logits, 1))
-                reference = tl.where(new_max == float('-inf'), 0.0, new_max)
-                weights = tl.exp2(logits - reference[:, None])
-                rescale = tl.exp2(row_max - reference)
-                total = total * rescale + tl.sum(weights, 1)
-                out = add_product(weights.to(v.dtype), v, out * rescale[:, None])
-                row_max = new_max
+        scale_log2 = tl.full([BLOCK_M], scale * 1.4426950408889634, tl.float32)
+        if factors_ptr is not None:
+            scale_log2 *= _pick(factors, slot, BLOCK_S)
+        last = tl.minimum((block + 1) * BLOCK_SIZE, num_keys)
+        for start in tl.range(block * BLOCK_SIZE, last, BLOCK_N):
+            keys = start + tl.arange(0, BLOCK_N)
+            key_mask = keys < last
+            k = load_rows(k_ptr, key_start + keys, k_strides[1], key_mask, HEAD_DIM, BLOCK_D)
+            v = load_rows(v_ptr, key_start + keys, v_strides[1], key_mask, VALUE_DIM, BLOCK_DV)
+            read = key_mask[None, :] & (slot < BLOCK_S)[:, None]
+            if CAUSAL:
+                read = read & (keys[None, :] <= positions[:, None])
+            logits = tl.dot(q, tl.trans(k), input_precision='ieee') * scale_log2[:, None]  # [BLOCK_M, BLOCK_N]
+            logits = tl.where(read, logits, float('-inf'))
+            v, taint = split_finite(v)
+            out += tl.sum(tl.where(read, taint[None, :], 0.0), 1)[:, None]
+            new_max = tl.maximum(row_max, tl.max(logits, 1))
+            reference = tl.where(new_max == float('-inf'), 0.0, new_max)
+            weights = tl.exp2(logits - reference[:, None])
+            rescale = tl.exp2(row_max - reference)
+            total = total * rescale + tl.sum(weights, 1)
+            out = add_product(weights.to(v.dtype), v, out * rescale[:, None])
+            row_max = new_max
+        block = _next_block(choice, block)
 
     empty = total == 0
     total = tl.where(empty, 1.0, total)
@@ -192,35 +193,36 @@ def neighbours_dq_kernel(
     mean_logits = tl.zeros([BLOCK_M, BLOCK_S], tl.float32)
     slots = tl.arange(0, BLOCK_S)
     num_blocks = _count_blocks(offset + first_query, num_queries - first_query, num_keys, BLOCK_SIZE, BLOCK_T, CAUSAL)
-    for block in tl.range(0, num_blocks):
+    block = _next_block(choice, -1)
+    while block < num_blocks:
         slot = _find_slot(choice, block, BLOCK_S)  # [BLOCK_M], BLOCK_S where a row did not choose the block
-        if tl.min(slot, 0) < BLOCK_S:
-            factor = tl.full([BLOCK_M], 1.0, tl.float32)
-            if factors_ptr is not None:
-                factor = _pick(factors, slot, BLOCK_S)
-            last = tl.minimum((block + 1) * BLOCK_SIZE, num_keys)
-            for start in tl.range(block * BLOCK_SIZE, last, BLOCK_N):
-                keys = start + tl.arange(0, BLOCK_N)
-                key_mask = keys < last
-                k = load_rows(k_ptr, key_start + keys, k_strides[1], key_mask, HEAD_DIM, BLOCK_D)
-                v = load_rows(v_ptr, key_start + keys, v_strides[1], key_mask, VALUE_DIM, BLOCK_DV)
-                read = key_mask[None, :] & (slot < BLOCK_S)[:, None]
-                if CAUSAL:
-                    read = read & (keys[None, :] <= positions[:, None])
-                logits = tl.where(read, tl.dot(q, tl.trans(k), input_precision='ieee') * scale, 0.0)
-                weights = tl.exp2(logits * (factor * 1.4426950408889634)[:, None] - lse_log2[:, None])
-                weights = tl.where(read, weights, 0.0)
-                dweights = tl.dot(dout, tl.trans(v), input_precision='ieee')
-                dlogits = tl.where(read, weights * (dweights - delta[:, None]), 0.0)
-                missing += tl.sum(dlogits, 1)
-                dlogits += weights * dlse[:, None]
-                if dfactors_ptr is not None:
-                    is_slot = slots[None, :] == slot[:, None]
-                    dfactors += tl.where(is_slot, tl.sum(dlogits * logits, 1)[:, None], 0.0)
-                    mean_logits += tl.where(is_slot, tl.sum(weights * logits, 1)[:, None], 0.0)
-                k, _taint = split_finite(k)
-                dq = add_product((dlogits * factor[:, None]).to(k.dtype), k, dq)
-                mean_k = add_product((weights * factor[:, None]).to(k.dtype), k, mean_k)
+        factor = tl.full([BLOCK_M], 1.0, tl.float32)
+        if factors_ptr is not None:
+            factor = _pick(factors, slot, BLOCK_S)
+        last = tl.minimum((block + 1) * BLOCK_SIZE, num_keys)
+        for start in tl.range(block * BLOCK_SIZE, last, BLOCK_N):
+            keys = start + tl.arange(0, BLOCK_N)
+            key_mask = keys < last
+            k = load_rows(k_ptr, key_start + keys, k_strides[1], key_mask, HEAD_DIM, BLOCK_D)
+            v = load_rows(v_ptr, key_start + keys, v_strides[1], key_mask, VALUE_DIM, BLOCK_DV)
+            read = key_mask[None, :] & (slot < BLOCK_S)[:, None]
+            if CAUSAL:
+                read = read & (keys[None, :] <= positions[:, None])
+            logits = tl.where(read, tl.dot(q, tl.trans(k), input_precision='ieee') * scale, 0.0)
+            weights = tl.exp2(logits * (factor * 1.4426950408889634)[:, None] - lse_log2[:, None])
+            weights = tl.where(read, weights, 0.0)
+            dweights = tl.dot(dout, tl.trans(v), input_precision='ieee')
+            dlogits = tl.where(read, weights * (dweights - delta[:, None]), 0.0)
+            missing += tl.sum(dlogits, 1)
+            dlogits += weights * dlse[:, None]
+            if dfactors_ptr is not None:
+                is_slot = slots[None, :] == slot[:, None]
+                dfactors += tl.where(is_slot, tl.sum(dlogits * logits, 1)[:, None], 0.0)
+                mean_logits += tl.where(is_slot, tl.sum(weights * logits, 1)[:, None], 0.0)
+            k, _taint = split_finite(k)
+            dq = add_product((dlogits * factor[:, None]).to(k.dtype), k, dq)
+            mean_k = add_product((weights * factor[:, None]).to(k.dtype), k, mean_k)
+        block = _next_block(choice, block)
 
     dq = (dq - missing[:, None] * mean_k) * scale
     dq_ptr += row * dq_strides[0]
@@ -257,6 +259,12 @@ def _load_factors(factors_ptr, rows, mask, NUM_SELECTED: tl.constexpr, BLOCK_S: 
     slots = tl.arange(0, BLOCK_S)
     mask = mask[:, None] & (slots < NUM_SELECTED)[None, :]
     return tl.load(factors_ptr + rows[:, None] + slots[None, :], mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _next_block(choice, block):
+    """The first block behind `block` that a row chose."""
+    return tl.min(tl.min(tl.where(choice > block, choice, 2**30), 1), 0)
 
 
 @triton.jit

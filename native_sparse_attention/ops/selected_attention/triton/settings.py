@@ -68,6 +68,7 @@ NEIGHBOURS_FORWARD: Table = {
     ('sm86', 4, 64): Settings(32, 32, 4, 1),
     ('sm86', 4, 128): Settings(32, 32, 4, 1),
     ('sm86', 4, 256): Settings(16, 16, 4, 1),
+    ('sm90', 2, 128): Settings(128, 64, 8, 2),
 }
 
 NEIGHBOURS_DQ: Table = {
@@ -83,4 +84,5 @@ NEIGHBOURS_DQ: Table = {
     ('sm86', 4, 64): Settings(32, 32, 4, 1),
     ('sm86', 4, 128): Settings(16, 16, 4, 1),
     ('sm86', 4, 256): Settings(16, 16, 4, 1),
+    ('sm90', 2, 128): Settings(64, 32, 4, 2),
 }
