@@ -40,6 +40,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from native_sparse_attention import SparseAttention
 from native_sparse_attention.transformer import Transformer
 
 DATA = Path(__file__).parent / 'data'
@@ -142,7 +143,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, Any]]:
     add('--runs-dir', type=Path, default=Path('runs'), help='where runs are kept (%(default)s)')
     add('--resume', action='store_true', help='continue the run from its checkpoint, with its settings')
     add('--check-decode', action='store_true', help='train nothing: compare decoding with the full forward')
-    add('--backend', default='auto', help='of the attention: auto, triton, flex, eager (%(default)s)')
+    add('--backend', default='auto', help='of sparse attention: auto, triton, flex, eager (%(default)s)')
     add('--device', default='cuda' if torch.cuda.is_available() else 'cpu', help='cuda or cpu (%(default)s)')
     add('--compile', action='store_true', help='through torch.compile')
     add('--wandb', action='store_true', help='log to Weights & Biases too')
@@ -401,8 +402,21 @@ class Run:
 
     def loss(self, ids: Tensor) -> Tensor:
         """Mean nats per predicted byte of ids [B, T + 1]."""
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.amp and self.device.type == 'cuda'):
+        with self.autocast():
             return self.forward(ids.to(self.device), return_loss=True)
+
+    def autocast(self) -> torch.autocast:
+        enabled = self.config.amp and self.device.type == 'cuda'
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled)
+
+    def backend(self) -> str | None:
+        """What serves sparse attention in a training step, and why not what is faster; None for dense attention."""
+        attention = next((m for m in self.model.modules() if isinstance(m, SparseAttention)), None)
+        if attention is None:
+            return None
+        x = torch.empty(self.config.batch, self.config.seq_len, self.config.dim, device=self.device)
+        with self.autocast():
+            return str(attention.backend_for(x))
 
     @torch.no_grad()
     def evaluate(self, split: str) -> None:
@@ -588,11 +602,13 @@ def carry_out(run: Run, resumed: bool, to_wandb: bool) -> int:
             file.writelines(json.dumps(row).encode() + b'\n' for row in run.rows)
     else:
         run.folder.mkdir(parents=True)
-        run.log(preset=run.preset, config=asdict(run.config), torch=str(torch.__version__))
+        run.log(preset=run.preset, config=asdict(run.config), torch=str(torch.__version__), backend=run.backend())
         run.save()
     size, length = sum(p.numel() for p in run.model.parameters()), len(run.corpus.splits['train'])
     what = f'{run.config.attention} attention, {size:,} parameters, {length:,} bytes of {run.corpus.name} to train on'
     say(f'{run.folder}: {what}, {run.device}, from step {run.step} to {run.config.steps}')
+    if run.backend():
+        say(f'{run.folder}: attention by {run.backend()}')
     note_signals(run.signals)
     try:
         run.train()

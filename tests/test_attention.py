@@ -479,16 +479,3 @@ def test_short_and_empty(seqlen: int, batch: int) -> None:
         out.sum().backward()
         assert x.grad is not None
         assert x.grad.isfinite().all()
-
-
-def test_compiles_without_a_graph_break() -> None:
-    layer = make_layer(use_diff_topk=True).float()
-    torch._dynamo.reset()
-    compiled = torch.compile(layer, fullgraph=True, backend='eager')
-    x = torch.randn(2, 30, DIM, requires_grad=True)
-    cu_seqlens = torch.tensor([0, 11, 30], dtype=torch.int32)
-    for arguments in ((x,), (x[:1], None, cu_seqlens)):
-        results = [module(*arguments) for module in (compiled, layer)]
-        grads = [torch.autograd.grad(out.sin().sum(), x)[0] for out in results]
-        torch.testing.assert_close(*results)
-        torch.testing.assert_close(*grads)

@@ -89,31 +89,37 @@ def compiler_of(device: torch.device, through_autograd: bool = False) -> str:
     return 'inductor' if device.type == 'cuda' else 'aot_eager' if through_autograd else 'eager'
 
 
-@pytest.mark.parametrize('kind', KINDS)
+# What is left out of a quick run is covered by what stays, but for the combination.
+SLOW_EAGER = [pytest.param('eager', marks=pytest.mark.slow), 'triton']
+SLOW_BUT_PACKED = [pytest.param(kind, marks=[] if kind == 'packed' else pytest.mark.slow) for kind in KINDS]
+
+
+@pytest.mark.parametrize('kind', SLOW_BUT_PACKED)
 def test_every_length_with_triton(kind: str, device: torch.device) -> None:
     layer = make_layer(device, backend='triton')
-    assert_compiles(layer, kind, compiler_of(device, through_autograd=kind == 'padded'), device, (8, 9, 6))
+    assert_compiles(layer, kind, compiler_of(device, through_autograd=True), device, (8, 9, 6))
 
 
-@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.parametrize('kind', SLOW_BUT_PACKED)
 def test_every_length_with_eager(kind: str, device: torch.device) -> None:
     layer = make_layer(device, backend='eager', num_init_blocks=1, num_local_blocks=2, num_selected_blocks=4)
-    assert_compiles(layer, kind, compiler_of(device), device, (24, 32, 5, 40))
+    assert_compiles(layer, kind, compiler_of(device), device, (24, 32, 5))
 
 
+@pytest.mark.slow
 def test_joint_graph_with_eager(device: torch.device) -> None:
     layer = make_layer(device, backend='eager')
     assert_compiles(layer, 'padded', compiler_of(device, through_autograd=True), device, (9,))
 
 
-@pytest.mark.parametrize('backend', ['eager', 'triton'])
+@pytest.mark.parametrize('backend', SLOW_EAGER)
 def test_not_causal_heads_alone(backend: str, device: torch.device) -> None:
     settings = {'causal': False, 'query_heads_share_selected_kv': False, 'use_diff_topk': False}
     layer = make_layer(device, backend=backend, **settings)
     assert_compiles(layer, 'whole', compiler_of(device), device, (8,))
 
 
-@pytest.mark.parametrize('backend', ['eager', 'triton'])
+@pytest.mark.parametrize('backend', SLOW_EAGER)
 def test_decoding(backend: str, device: torch.device) -> None:
     """Steps through a cache: one graph for the first, and one for all that follow."""
     layer = make_layer(device, backend=backend, use_diff_topk=False)

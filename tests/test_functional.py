@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -10,8 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 
 from native_sparse_attention import nsa
+from native_sparse_attention.functional import backend_of
+from native_sparse_attention.ops._triton import support
+from native_sparse_attention.ops.backend import choose_backend, serves
 from native_sparse_attention.testing import ROW_LIMITS, row_errors
 from tests import definition
 from tests.problems import (
@@ -271,3 +279,95 @@ def test_refused_before_anything_runs(changes: dict[str, Any], message: str) -> 
     nsa(**arguments)
     with pytest.raises(ValueError, match=message):
         nsa(**arguments | changes)
+
+
+@pytest.fixture
+def float32_nsa() -> tuple[dict[str, Any], dict[str, Any]]:
+    """Tensors and settings of the smallest call in which every op has work."""
+    q, k, v = (torch.randn(1, 6, heads, 4) for heads in (2, 1, 1))
+    tensors = {'q': q, 'k': k, 'v': v, 'k_cmp': k[:, ::2], 'v_cmp': v[:, ::2], 'gates': torch.rand(1, 6, 2, 3)}
+    sizes = {'compress_block_size': 2, 'compress_stride': 2, 'selection_block_size': 2, 'window_size': (2, 0)}
+    return tensors, {**sizes, 'num_selected': 2, 'num_init': 0, 'num_local': 1, 'use_diff_topk': True}
+
+
+@pytest.mark.parametrize('reentrant', [True, False])
+def test_activation_checkpointing(
+    reentrant: bool, float32_nsa: tuple[dict[str, Any], dict[str, Any]], device: torch.device
+) -> None:
+    tensors, settings = float32_nsa
+    tensors = {name: t.to(device).requires_grad_() for name, t in tensors.items()}
+
+    def attend(*given: Tensor) -> Tensor:
+        return nsa(*given, **settings, backend='triton')  # type: ignore[arg-type]
+
+    results = []
+    for run in (attend, partial(checkpoint, attend, use_reentrant=reentrant)):
+        out = run(*tensors.values())
+        out.sin().sum().backward()
+        results.append([out, *(t.grad for t in tensors.values())])
+        for t in tensors.values():
+            t.grad = None
+    assert all(a.equal(b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize('transform', [torch.func.grad, torch.func.jacfwd, torch.func.vmap])
+def test_torch_func_is_left_to_eager(
+    transform: Callable[..., Any], float32_nsa: tuple[dict[str, Any], dict[str, Any]]
+) -> None:
+    """A registered op may drop a tangent without a word, so the kernels refuse, and auto does without them."""
+    tensors, settings = float32_nsa
+    q = tensors.pop('q')
+
+    def transformed(backend: str) -> Tensor:
+        def total(q: Tensor) -> Tensor:
+            return nsa(q, **tensors, **settings, backend=backend).sin().sum()
+
+        return transform(total)(q[None] if transform is torch.func.vmap else q)
+
+    torch.testing.assert_close(transformed('auto'), transformed('eager'))
+    with pytest.raises(ValueError, match=r"'triton' cannot serve this call of \w+: torch.func transforms"):
+        transformed('triton')
+
+
+def test_the_backend_of_every_op(float32_nsa: tuple[dict[str, Any], dict[str, Any]], device: torch.device) -> None:
+    """The query answers for all ops that a call runs, and refuses where one of them cannot be served."""
+    q, k, v = (float32_nsa[0][name].to(device) for name in 'qkv')
+    ops = {'compressed_attention', 'window_attention', 'gated_sum'}
+    choice = backend_of(q, k, v, num_selected=0, backend='triton')
+    assert (str(choice), set(choice.ops)) == ('triton', ops)
+    choice = backend_of(q, k, v, use_diff_topk=True, backend='triton')
+    assert {op: each.name for op, each in choice.ops.items()} == dict.fromkeys(
+        ops | {'selected_attention', 'select_blocks', 'chosen_scores'}, 'triton'
+    )
+    with pytest.raises(ValueError, match='float64'):
+        backend_of(q.double(), k.double(), v.double(), backend='triton')
+    wide = torch.empty(1, 4, 1, 300, device=device)
+    with pytest.raises(ValueError, match='the head size is 300, but its kernels fit head sizes up to 256'):
+        backend_of(q, k, wide, backend='triton')
+
+
+@pytest.mark.parametrize(
+    ('capability', 'hip', 'expected'),
+    [
+        ((9, 0), None, 'triton'),
+        ((8, 0), None, 'triton'),
+        ((7, 5), None, r'not triton: the GPU has compute capability \(7, 5\)'),
+        ((9, 4), '6.4', 'not triton: its kernels are tried on NVIDIA GPUs alone'),
+    ],
+)
+def test_auto_by_the_gpu(
+    capability: tuple[int, int], hip: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What auto takes on GPUs that need not be there."""
+    properties = SimpleNamespace(major=capability[0], minor=capability[1])
+    monkeypatch.setattr(torch.cuda, 'get_device_properties', lambda device: properties)
+    monkeypatch.setattr(torch.version, 'hip', hip)
+    monkeypatch.setenv('TRITON_INTERPRET', '0')
+    candidates = {'triton': partial(support.unsupported, cast(Tensor, OnGpu)), 'eager': serves}
+    assert re.search(expected, str(choose_backend('op', 'auto', torch.device('cuda'), candidates)))
+
+
+class OnGpu:
+    """What `unsupported` asks of a tensor."""
+
+    device, dtype, shape = torch.device('cuda'), torch.bfloat16, (1, 1, 1, 64)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
+from torch.autograd import forward_ad
 
 BACKENDS = ('auto', 'triton', 'flex', 'eager')
 
@@ -46,7 +47,9 @@ def choose_backend(
     """
     check_backend(backend)
     if backend != 'auto':
-        reason = candidates[backend]() if backend in candidates else f'{op} has no {backend} backend'
+        reason = f'{op} has no {backend} backend'
+        if backend in candidates:
+            reason = _transformed(backend) or candidates[backend]()
         if reason is not None:
             raise ValueError(f'backend {backend!r} cannot serve this call of {op}: {reason}')
         return BackendChoice(backend)
@@ -79,4 +82,13 @@ def _left_out(name: str, device: torch.device) -> str | None:
         return f'the tensors are on {device.type}'
     if name == 'triton' and torch.version.hip is not None:
         return 'its kernels are tried on NVIDIA GPUs alone'
+    return _transformed(name)
+
+
+def _transformed(name: str) -> str | None:
+    """Why a backend does not serve under torch.func: an op that PyTorch cannot look into may lose tangents silently."""
+    if name == 'eager' or torch.compiler.is_compiling():
+        return None
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return 'torch.func transforms and forward-mode derivatives look into an op, and eager alone lets them'
     return None
