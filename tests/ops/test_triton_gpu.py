@@ -1,6 +1,7 @@
 """The kernels on a GPU against eager in float64: drawn problems of every op, and every launch setting by itself.
 
-    python -m pytest -m gpu -n 15 tests/ops/test_triton_gpu.py
+    python -m pytest -m gpu -n 15 tests/ops/test_triton_gpu.py -k 'not every_launch'
+    python -m pytest -m gpu -n 15 tests/ops/test_triton_gpu.py -k every_launch
 
 test_triton_gpu_runtime.py and test_triton_gpu_sizes.py have what concerns the machine.
 """
@@ -173,8 +174,8 @@ def problems_for(module: str, head_dim: int, dtype: torch.dtype, device: torch.d
 
 
 @pytest.mark.parametrize('entry', every_entry(), ids=str)
-def test_every_launch_setting(entry: Entry, device: torch.device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """Each entry by itself, compiled anew: by the error rules, and the first call gives the bits of the second.
+def test_every_launch_setting(entry: Entry, device: torch.device, monkeypatch: pytest.MonkeyPatch):
+    """Each entry by itself: by the error rules, and the first call, which compiles, gives the bits of the second.
 
     Entries of other architectures run too, but for those that need more shared memory than this one has.
     """
@@ -182,7 +183,6 @@ def test_every_launch_setting(entry: Entry, device: torch.device, monkeypatch: p
 
     from native_sparse_attention.ops._triton import launch
 
-    monkeypatch.setenv('TRITON_CACHE_DIR', str(tmp_path))
     table = getattr(importlib.import_module(entry.module), entry.table)
     architecture, itemsize, head_dim = entry.key
     uses, find_settings = 0, launch.find_settings
