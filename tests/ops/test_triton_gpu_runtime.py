@@ -31,6 +31,11 @@ BACKEND = 'triton'
 ROOT = Path(__file__).parents[2]
 
 
+def environment_here() -> dict[str, str]:
+    """For another process that imports what this one does."""
+    return os.environ | {'PYTHONPATH': os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
+
+
 def integers(*values: int, device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.int32, device=device)
 
@@ -156,7 +161,7 @@ def digest(results: dict[str, Tensor]) -> str:
 
 def test_processes_give_the_same_bits(device: torch.device, tmp_path: Path):
     """One that compiles every kernel, one that finds them compiled, and a call order that is another."""
-    environment = os.environ | {'TRITON_CACHE_DIR': str(tmp_path), 'PYTHONPATH': str(ROOT)}
+    environment = environment_here() | {'TRITON_CACHE_DIR': str(tmp_path)}
     command = [sys.executable, '-c', HASH, device.type, BACKEND]
     outputs = [
         subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -335,7 +340,7 @@ print('done')
 
 def test_compilation_is_the_first_call_of_a_process(device: torch.device):
     command = [sys.executable, '-c', FRESH, device.type, BACKEND]
-    environment = os.environ | {'PYTHONPATH': str(ROOT)}
+    environment = environment_here()
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.stdout.endswith('done\n'), done.stderr
 

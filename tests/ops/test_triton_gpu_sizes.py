@@ -191,8 +191,10 @@ def test_scores_past_2_31_elements(device: torch.device):
         found = chosen_scores(q, tensors['k_cmp'].to(dtype), lse, **where, backend='eager')
         found.backward(dout.to(found.dtype).expand_as(found))
         expected.append([found.detach(), q.grad])
-    for name, tensor, gold, same_dtype in zip(('scores', 'grad of q'), result, *expected, strict=True):
-        assert_matches(tensor, gold, same_dtype, name=name, dtype=torch.bfloat16)
+    (scores_gold, gold), (_, same_dtype) = expected
+    # float32 from the sums of tensor cores, which eager's are not: see tests/gpu_problems.py.
+    assert (result[0].double() - scores_gold).norm() <= 1e-5 * scores_gold.norm()
+    assert_matches(result[1], gold, same_dtype, name='grad of q')
 
 
 @pytest.mark.usefixtures('most_memory')

@@ -10,6 +10,9 @@ A *pair* is a row of the batch and a kv head, pair = row * H + kv head. The inde
 1, or G where heads choose alone) share its lists.
 """
 
+# To pyright a jit function that another calls never returns.
+# pyright: reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -29,8 +32,8 @@ from native_sparse_attention.ops._triton.placement import (
     num_tiles,
 )
 
-# Entries that are sorted at once: 32 bytes each, so half a gigabyte.
-MAX_ENTRIES = 2**24
+# Entries that are sorted at once: some 40 bytes each, so a third of a gigabyte.
+MAX_ENTRIES = 2**23
 # Elements of a tile of the kernel, tokens times indices.
 TILE_SIZE = 1024
 
@@ -57,8 +60,8 @@ def num_block_slots(place: Placement, block_size: int) -> int:
 
 
 def group_pairs(block_indices: Tensor, kv_heads: int, num_slots: int, most: int | None = None) -> list[range]:
-    """The pairs in groups whose lists are made at once, within half a gigabyte where more than one pair is in a group;
-    at most `most` in one. What is computed for a pair must not depend on the group that it is in.
+    """The pairs in groups whose lists are made at once, within a third of a gigabyte where a group has more than one; at
+    most `most` in one. What is computed for a pair must not depend on the group that it is in.
     """
     batch, seqlen, index_heads, num_selected = block_indices.shape
     pairs = batch * kv_heads

@@ -8,7 +8,6 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 # Shared memory that a program may have, in bytes, by architecture.
@@ -72,12 +71,12 @@ def head_block(head_dim: int) -> int:
     At least 64: on Hopper, Triton 3.6 gets products wrong whose operand has rows of 64 bytes in shared memory (seen
     with head sizes of 24 and 32 beside 40: wrong outputs and illegal addresses).
     """
-    return max(64, triton.next_power_of_2(head_dim))
+    return max(64, 1 << (head_dim - 1).bit_length())
 
 
 def row_block(rows: int) -> int:
     """The power of two that holds so many rows of a tile, at least what tl.dot multiplies."""
-    return max(16, triton.next_power_of_2(rows))
+    return max(16, 1 << (rows - 1).bit_length())
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, device: torch.device, **meta: Any) -> None:

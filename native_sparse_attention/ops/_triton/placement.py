@@ -4,6 +4,9 @@ A tile of queries or of keys belongs to one sequence, so the first token of a se
 sequence is computed as it is alone. Tokens are counted in int32 and become int64 before a stride is multiplied.
 """
 
+# To pyright a jit function that another calls never returns.
+# pyright: reportGeneralTypeIssues=false, reportCallIssue=false
+
 from __future__ import annotations
 
 from typing import Any, NamedTuple

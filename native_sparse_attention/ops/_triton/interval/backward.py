@@ -5,20 +5,15 @@ taken as the product of the output and its gradient, but the output is rounded, 
 the first kernel starts from that product, adds up by how much it is off, and corrects both its result and delta.
 """
 
+# To pyright a jit function that another calls never returns.
+# pyright: reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from native_sparse_attention.ops._triton.interval.tiles import (
-    is_read,
-    key_range,
-    load_rows,
-    query_range,
-    split_finite,
-    split_range,
-    store_rows,
-)
+from native_sparse_attention.ops._triton.interval.tiles import is_read, key_range, query_range, split_range
 from native_sparse_attention.ops._triton.placement import (
     count_blocks,
     find_tile,
@@ -26,7 +21,7 @@ from native_sparse_attention.ops._triton.placement import (
     load_num_keys,
     load_position,
 )
-from native_sparse_attention.ops._triton.tiles import add_product
+from native_sparse_attention.ops._triton.tiles import add_product, load_rows, split_finite, store_rows
 
 
 @triton.jit
@@ -152,7 +147,7 @@ def _add_keys(
     """Adds left_tiles of keys from `first` on and the rest of num_tiles from `right` on: to dq, with the delta that is
     off by `missing`, and to the mean of the keys.
     """
-    for tile in tl.range(0, num_tiles):
+    for tile in range(num_tiles):
         start = tl.where(tile < left_tiles, first + tile * BLOCK_N, right + (tile - left_tiles) * BLOCK_N)
         keys = start + tl.arange(0, BLOCK_N)
         rows = keys + interval.num_memory + tl.where(keys < 0, 0, key_start)
@@ -317,7 +312,7 @@ def _add_queries(
     BLOCK_DV: tl.constexpr,
 ):
     """Adds tiles of queries of one head: left_tiles from `first` on, the rest of num_tiles from `right` on."""
-    for tile in tl.range(0, num_tiles):
+    for tile in range(num_tiles):
         start = tl.where(tile < left_tiles, first + tile * BLOCK_M, right + (tile - left_tiles) * BLOCK_M)
         queries = start + tl.arange(0, BLOCK_M)
         query_mask = queries < last

@@ -1,18 +1,14 @@
 """Forward kernel of interval attention: one program per tile of queries and query head."""
 
+# To pyright a jit function that another calls never returns.
+# pyright: reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from native_sparse_attention.ops._triton.interval.tiles import (
-    is_read,
-    key_range,
-    load_rows,
-    split_finite,
-    split_range,
-    store_rows,
-)
+from native_sparse_attention.ops._triton.interval.tiles import is_read, key_range, split_range
 from native_sparse_attention.ops._triton.placement import (
     count_blocks,
     find_tile,
@@ -20,7 +16,7 @@ from native_sparse_attention.ops._triton.placement import (
     load_num_keys,
     load_position,
 )
-from native_sparse_attention.ops._triton.tiles import add_product
+from native_sparse_attention.ops._triton.tiles import add_product, load_rows, split_finite, store_rows
 
 
 @triton.jit
@@ -122,7 +118,7 @@ def _attend(
     BLOCK_DV: tl.constexpr,
 ):
     """Adds tiles of keys to a running softmax: left_tiles from `first` on, the rest of num_tiles from `right` on."""
-    for tile in tl.range(0, num_tiles):
+    for tile in range(num_tiles):
         start = tl.where(tile < left_tiles, first + tile * BLOCK_N, right + (tile - left_tiles) * BLOCK_N)
         keys = start + tl.arange(0, BLOCK_N)
         rows = keys + interval.num_memory + tl.where(keys < 0, 0, key_start)

@@ -148,7 +148,7 @@ def _backward(
         device=q.device,
     )
     if not needs_dkv:
-        return dq, *(q.new_empty(0) for _ in range(4))
+        return dq, q.new_empty(0), q.new_empty(0), q.new_empty(0), q.new_empty(0)
 
     block_m, block_n, num_warps, num_stages = settings_of(settings.DKV, q, v)
     tiles = num_tiles(place, num_keys, block_n)
@@ -190,7 +190,7 @@ def _backward(
 
 
 @_forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     batch, seqlen, heads, _ = q.shape
     out = q.new_empty(batch, seqlen, heads, v.shape[3])
     return out, q.new_empty(batch, heads, seqlen, dtype=torch.float32)

@@ -5,6 +5,9 @@ a program takes up to CHUNK entries of one list and adds what they give to all c
 then those partial sums that a compressed block is part of are added, in the order of blocks and chunks.
 """
 
+# To pyright a jit function that another calls never returns.
+# pyright: reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -12,9 +15,9 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from native_sparse_attention.ops._triton.interval.tiles import load_rows, split_finite, store_rows
 from native_sparse_attention.ops._triton.inverse_index import find_block
 from native_sparse_attention.ops._triton.placement import find_tile, load_extent, load_num_keys, load_position
+from native_sparse_attention.ops._triton.tiles import load_rows, split_finite, store_rows
 from native_sparse_attention.ops.block_selection.triton.scores_tiles import dot_exact, locate_compressed, share_of
 
 

@@ -1,11 +1,14 @@
 """Kernels of `chosen_scores` with one program per query and index head: the scores, and the gradients of q and lse."""
 
+# To pyright a jit function that another calls never returns.
+# pyright: reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from native_sparse_attention.ops._triton.interval.tiles import load_rows, store_rows
+from native_sparse_attention.ops._triton.tiles import load_rows, store_rows
 from native_sparse_attention.ops.block_selection.triton.scores_tiles import (
     dot_exact,
     locate_query,

@@ -2,6 +2,9 @@
 with half types.
 """
 
+# To pyright a jit function that another calls never returns.
+# pyright: reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 from typing import NamedTuple

@@ -1,5 +1,8 @@
 """The choice of blocks: one program per tile of queries and chooser, a running top-n over tiles of selection blocks."""
 
+# To pyright a jit function that another calls never returns.
+# pyright: reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 from typing import NamedTuple, Optional
@@ -10,7 +13,6 @@ import triton.language as tl
 from torch import Tensor
 
 from native_sparse_attention.geometry import Sequences, max_length_of_compressed
-from native_sparse_attention.ops._triton.interval.tiles import load_rows
 from native_sparse_attention.ops._triton.launch import head_block, launch, settings_of
 from native_sparse_attention.ops._triton.placement import (
     count_blocks,
@@ -25,6 +27,7 @@ from native_sparse_attention.ops._triton.placement import (
     unflatten,
 )
 from native_sparse_attention.ops._triton.support import MAX_TOKENS
+from native_sparse_attention.ops._triton.tiles import load_rows
 from native_sparse_attention.ops.block_selection.triton import settings
 
 # Blocks that a tile of queries keeps at a time; more would not stay in registers.

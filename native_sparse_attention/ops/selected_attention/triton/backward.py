@@ -8,6 +8,9 @@ The second kernel has a program per block of keys and per chunk of the list of t
 chunk is finished there; the chunks of the others leave partial sums, which a third kernel adds in the list's order.
 """
 
+# To pyright a jit function that another calls never returns.
+# pyright: reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 from typing import Any, NamedTuple
@@ -15,10 +18,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from native_sparse_attention.ops._triton.interval.tiles import load_rows, split_finite, store_rows
 from native_sparse_attention.ops._triton.inverse_index import find_block
 from native_sparse_attention.ops._triton.placement import find_tile, load_extent, load_num_keys, load_position
-from native_sparse_attention.ops._triton.tiles import add_product
+from native_sparse_attention.ops._triton.tiles import add_product, load_rows, split_finite, store_rows
 from native_sparse_attention.ops.selected_attention.triton.choice import find_reader, load_block, load_factor
 
 

@@ -1,12 +1,14 @@
 """Forward kernel of selected attention: one program per query and tile of the heads that share its choice."""
 
+# To pyright a jit function that another calls never returns.
+# pyright: reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from native_sparse_attention.ops._triton.interval.tiles import load_rows, store_rows
-from native_sparse_attention.ops._triton.tiles import add_product
+from native_sparse_attention.ops._triton.tiles import add_product, load_rows, store_rows
 from native_sparse_attention.ops.selected_attention.triton.choice import find_reader, load_block, load_factor
 
 

@@ -4,14 +4,16 @@ A query with few heads leaves most rows of a tile empty. So a program has severa
 blocks that one of them chose. Shapes and names are those of the kernels per query.
 """
 
+# To pyright a jit function that another calls never returns.
+# pyright: reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from native_sparse_attention.ops._triton.interval.tiles import load_rows, split_finite, store_rows
 from native_sparse_attention.ops._triton.placement import find_tile, load_extent, load_num_keys, load_position
-from native_sparse_attention.ops._triton.tiles import add_product
+from native_sparse_attention.ops._triton.tiles import add_product, load_rows, split_finite, store_rows
 
 
 @triton.jit

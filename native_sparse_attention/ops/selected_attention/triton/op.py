@@ -45,7 +45,7 @@ CHUNK_ROWS = {2: 4096, 4: 512}
 # The largest group, and the most indices of a row, where neighbouring queries go through their blocks together.
 SMALL_GROUP, MAX_SHARED_CHOICE = 8, 64
 # Bytes that partial sums may take.
-WORKSPACE = 2**29
+WORKSPACE = 2**28
 
 OptionalTensor = Optional[Tensor]  # noqa: UP045 (the schema of an op is read off its annotations)
 OptionalInt = Optional[int]  # noqa: UP045
@@ -210,15 +210,16 @@ def _differentiate_keys(
         'num_warps': num_warps,
         'device': q.device,
     }
-    for pairs in group_pairs(block_indices, kv_heads, num_slots, most):
+    groups = group_pairs(block_indices, kv_heads, num_slots, most)
+    partials = Partials(
+        *(q.new_empty(len(groups[0]) * num_partials, block_size, d, dtype=torch.float32) for d in (head_dim, value_dim))
+    )
+    for pairs in groups:
         index = make_inverse_index(
             block_indices, place, pairs, kv_heads=kv_heads, block_size=block_size, causal=causal, unique=True
         )
         sizes = (num_entries, num_slots, num_programs, pairs.start, kv_heads, repeats, num_selected, num_partials)
         lists = Lists(index.entries, index.starts, *sizes)
-        partials = Partials(
-            *(q.new_empty(len(pairs) * num_partials, block_size, d, dtype=torch.float32) for d in (head_dim, value_dim))
-        )
         launch(
             dkv_kernel,
             (len(pairs) * num_programs * tiles,),
@@ -238,6 +239,7 @@ def _differentiate_keys(
                 *(dk, dv, partials, dk.stride(), dv.stride(), place, lists),
                 **meta,
             )
+        del index, lists  # before those of the next group are made
     return dk, dv
 
 
