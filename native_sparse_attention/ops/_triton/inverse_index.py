@@ -60,8 +60,8 @@ def num_block_slots(place: Placement, block_size: int) -> int:
 
 
 def group_pairs(block_indices: Tensor, kv_heads: int, num_slots: int, most: int | None = None) -> list[range]:
-    """The pairs in groups whose lists are made at once, within a third of a gigabyte where a group has more than one; at
-    most `most` in one. What is computed for a pair must not depend on the group that it is in.
+    """The pairs in groups whose lists are made at once, within a third of a gigabyte where a group has more than one;
+    at most `most` in one. What is computed for a pair must not depend on the group that it is in.
     """
     batch, seqlen, index_heads, num_selected = block_indices.shape
     pairs = batch * kv_heads
