@@ -54,7 +54,7 @@ def test_an_access_outside_the_tensors_is_reported(access: tuple[int, int, int],
         copy(torch.randn(40, device=device), *access)
 
 
-@pytest.mark.plain_memory
+@pytest.mark.plain_memory(watched=False)
 @pytest.mark.parametrize('stores', [(0, 41), (-1, 40)])
 def test_a_store_beside_a_buffer_is_found_afterwards(stores: tuple[int, int], device: torch.device) -> None:
     with pytest.raises(AssertionError, match='written beside a buffer of 40'), poisoned_allocations():

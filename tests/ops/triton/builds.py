@@ -1,0 +1,169 @@
+"""Compiles the kernels of every op for a GPU that need not be there, and prints a line of JSON for each.
+
+    python -m tests.ops.triton.builds sm90 bfloat16 128
+
+Public ops run forward and backward on small CPU tensors; where a kernel would be launched it is compiled instead, for
+what it would be launched with. A process of its own, because Triton's interpreter cannot be switched off again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+os.environ.pop('TRITON_INTERPRET', None)
+
+import torch
+from torch import Tensor
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from native_sparse_attention.ops import (
+    chosen_scores,
+    compressed_attention,
+    gated_sum,
+    select_blocks,
+    selected_attention,
+    window_attention,
+)
+from native_sparse_attention.ops._triton import launch, support
+
+SEQLEN = 96
+BLOCK, STRIDE, SELECTION_BLOCK = 32, 16, 64
+SIZES: dict[str, Any] = {
+    'compress_block_size': BLOCK,
+    'compress_stride': STRIDE,
+    'selection_block_size': SELECTION_BLOCK,
+}
+PACKED: dict[str, Any] = {'cu_seqlens': torch.tensor([0, 40, SEQLEN], dtype=torch.int32)}
+
+
+class NoGpu:
+    """Triton's driver of a GPU that is not there. Kernels are cached by device: an architecture has its own number."""
+
+    launcher_cls = staticmethod(lambda *_: None)
+
+    def __init__(self, architecture: str) -> None:
+        self.capability = int(architecture.removeprefix('sm'))
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget('cuda', self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return self.capability
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device('cpu')
+
+
+def make(dtype: torch.dtype, head_dim: int, kv_heads: int = 2, group: int = 4, keys: int = SEQLEN) -> list[Tensor]:
+    shapes = ((SEQLEN, kv_heads * group), (keys, kv_heads), (keys, kv_heads))
+    return [torch.zeros(1, *shape, head_dim, dtype=dtype, requires_grad=True) for shape in shapes]
+
+
+def differentiate(*outputs: Tensor) -> None:
+    torch.autograd.backward(outputs, [torch.zeros_like(t) for t in outputs])
+
+
+def build_window(dtype: torch.dtype, head_dim: int) -> None:
+    q, k, v = make(dtype, head_dim)
+    differentiate(*window_attention(q, k, v, window_size=(31, 0), backend='triton'))
+    differentiate(window_attention(q, k, v, window_size=(-1, -1), causal=False, **PACKED, backend='triton')[0])
+    window_attention(q[:, :1], k, v, window_size=(31, 0), backend='triton')
+
+
+def build_compressed(dtype: torch.dtype, head_dim: int) -> None:
+    q, k, v = make(dtype, head_dim, keys=(SEQLEN - BLOCK) // STRIDE + 1)
+    mem_kv = tuple(torch.zeros(2, 1, head_dim, dtype=dtype, requires_grad=True) for _ in range(2))
+    settings: dict[str, Any] = {'block_size': BLOCK, 'stride': STRIDE, 'mem_kv': mem_kv}
+    differentiate(*compressed_attention(q, k, v, **settings, **PACKED, backend='triton'))
+    compressed_attention(q[:, :1], k, v, block_size=BLOCK, stride=STRIDE, seqlen_k=SEQLEN, backend='triton')
+
+
+def build_choice(dtype: torch.dtype, head_dim: int) -> None:
+    for group, share_group in ((16, True), (4, False)):
+        q, k, _ = make(dtype, head_dim, group=group, keys=(SEQLEN - BLOCK) // STRIDE + 1)
+        lse = torch.zeros(1, q.shape[2], SEQLEN, requires_grad=True)
+        indices = select_blocks(q, k, lse, num_selected=16, share_group=share_group, **SIZES, backend='triton')
+        indices = torch.zeros_like(indices)
+        differentiate(chosen_scores(q, k, lse, indices, **SIZES, backend='triton'))
+
+
+def build_selected(dtype: torch.dtype, head_dim: int) -> None:
+    for group, choosers, scaled in ((4, 8, True), (16, 2, False)):
+        q, k, v = make(dtype, head_dim, group=group)
+        indices = torch.zeros(1, SEQLEN, choosers, 16, dtype=torch.int32)
+        block_scale = torch.ones(indices.shape, requires_grad=True) if scaled else None
+        settings: dict[str, Any] = {'block_size': SELECTION_BLOCK, 'block_scale': block_scale}
+        differentiate(*selected_attention(q, k, v, indices, **settings, backend='triton'))
+
+
+def build_gated_sum(dtype: torch.dtype, head_dim: int) -> None:
+    outs = [torch.zeros(1, SEQLEN, 4, head_dim, dtype=dtype, requires_grad=True) for _ in range(3)]
+    gates = torch.zeros(1, SEQLEN, 4, 3, requires_grad=True)
+    differentiate(gated_sum(gates, *outs, backend='triton'))
+
+
+# An op with a Triton backend has an entry here.
+OPS: dict[str, Callable[[torch.dtype, int], None]] = {
+    'window_attention': build_window,
+    'compressed_attention': build_compressed,
+    'select_blocks and chosen_scores': build_choice,
+    'selected_attention': build_selected,
+    'gated_sum': build_gated_sum,
+}
+
+
+def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+    log = io.StringIO()
+    with contextlib.redirect_stdout(log):
+        kernel = run_jit(self, *args, grid=grid, warmup=True, **kwargs)
+    spilled = [int(size) for size in re.findall(r'(\d+) bytes spill stores', log.getvalue())]
+    if log.getvalue():  # compiled just now
+        name = f'{self.fn.__module__.removeprefix("native_sparse_attention.ops.")}.{self.fn.__name__}'
+        report = {'kernel': name, 'shared': kernel.metadata.shared, 'spilled': max(spilled, default=0)}
+        print(json.dumps(report), flush=True)
+    return kernel
+
+
+run_jit: Any = JITFunction.run
+
+
+def zeros(*args: Any, **kwargs: Any) -> Tensor:
+    """Nothing is computed, but what a kernel would have written may be used as an index."""
+    return empty(*args, **kwargs).zero_()
+
+
+empty = torch.empty
+
+
+def main(architecture: str, dtype: str, head_dim: str) -> None:
+    no_gpu: Any = NoGpu(architecture)
+    driver.set_active(no_gpu)
+    knobs.nvidia.dump_ptxas_log = True
+    for owner, name, value in (
+        (JITFunction, 'run', compile_only),
+        (launch, 'architecture_of', lambda _: architecture),
+        (support, '_unsupported_device', lambda _: None),
+        (torch, 'empty', zeros),
+        (torch, 'empty_like', torch.zeros_like),
+        (Tensor, 'new_empty', Tensor.new_zeros),
+    ):
+        setattr(owner, name, value)
+    for build in OPS.values():
+        build(getattr(torch, dtype), int(head_dim))
+
+
+if __name__ == '__main__':
+    main(*sys.argv[1:])

@@ -1,0 +1,229 @@
+"""What PyTorch asks of registered ops: fake tensors, autograd, tracing, transforms, autocast and checkpointing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from native_sparse_attention.ops import (
+    chosen_scores,
+    compressed_attention,
+    gated_sum,
+    select_blocks,
+    selected_attention,
+    window_attention,
+)
+from native_sparse_attention.testing import make_qkv
+from tests.ops.triton.harness import run_triton, same_bits
+
+NAMESPACE = 'native_sparse_attention'
+T, BLOCK, STRIDE, SELECTION_BLOCK = 20, 4, 2, 4
+C = (T - BLOCK) // STRIDE + 1
+SIZES: dict[str, Any] = {
+    'compress_block_size': BLOCK,
+    'compress_stride': STRIDE,
+    'selection_block_size': SELECTION_BLOCK,
+}
+Tensors = dict[str, Any]
+
+
+def inputs(device: torch.device, keys: int = T) -> Tensors:
+    return dict(zip('qkv', make_qkv(1, T, keys, heads=2, kv_heads=1, head_dim=16, device=device), strict=True))
+
+
+def compressed(q: Tensor, k: Tensor, v: Tensor, mem_k: Tensor, mem_v: Tensor, **settings: Any) -> Any:
+    return compressed_attention(q, k, v, block_size=BLOCK, stride=STRIDE, mem_kv=(mem_k, mem_v), **settings)
+
+
+def windowed(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Any:
+    return window_attention(q, k, v, window_size=(5, 0), **settings)
+
+
+def packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, **settings: Any) -> Any:
+    return window_attention(q, k, v, window_size=(5, 0), cu_seqlens=cu_seqlens, **settings)
+
+
+def selected(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, block_scale: Tensor, **settings: Any) -> Any:
+    return selected_attention(q, k, v, indices, block_size=SELECTION_BLOCK, block_scale=block_scale, **settings)
+
+
+def choice(q: Tensor, k: Tensor, lse: Tensor, **settings: Any) -> Tensor:
+    return select_blocks(q, k, lse, num_selected=3, **SIZES, **settings)
+
+
+def scores(q: Tensor, k: Tensor, lse: Tensor, indices: Tensor, **settings: Any) -> Tensor:
+    return chosen_scores(q, k, lse, indices, **SIZES, **settings)
+
+
+def make_selected(device: torch.device) -> Tensors:
+    indices = torch.arange(3, dtype=torch.int32, device=device).expand(1, T, 1, 3).contiguous()
+    return inputs(device) | {'indices': indices, 'block_scale': torch.rand(1, T, 1, 3, device=device) + 0.5}
+
+
+def make_choice(device: torch.device) -> Tensors:
+    tensors = inputs(device, C)
+    _, lse = compressed_attention(**_renamed(tensors), block_size=BLOCK, stride=STRIDE, backend='eager')
+    return {'q': tensors['q'], 'k': tensors['k'], 'lse': lse}
+
+
+def _renamed(tensors: Tensors) -> Tensors:
+    return {'q': tensors['q'], 'k_cmp': tensors['k'], 'v_cmp': tensors['v']}
+
+
+def make_memory(device: torch.device) -> Tensors:
+    return {name: torch.randn(1, 2, 16, device=device) for name in ('mem_k', 'mem_v')}
+
+
+def make_gated(device: torch.device) -> Tensors:
+    outs = (torch.randn(1, T, 2, 16, device=device) for _ in range(3))
+    names = ('out_compressed', 'out_selected', 'out_window')
+    return {'gates': torch.rand(1, T, 2, 3, device=device), **dict(zip(names, outs, strict=True))}
+
+
+# Every public op with a Triton backend: how to call it, and how to make its tensors.
+OPS: dict[str, tuple[Callable[..., Any], Callable[[torch.device], Tensors]]] = {
+    'window': (windowed, inputs),
+    'packed': (packed, lambda d: inputs(d) | {'cu_seqlens': torch.tensor([0, 7, T], dtype=torch.int32, device=d)}),
+    'compressed': (compressed, lambda d: inputs(d, C) | make_memory(d)),
+    'selected': (selected, make_selected),
+    'choice': (choice, make_choice),
+    'scores': (scores, lambda d: make_choice(d) | {'indices': make_selected(d)['indices']}),
+    'gated sum': (gated_sum, make_gated),
+}
+DIFFERENTIABLE = [name for name in OPS if name != 'choice']
+
+every_op = pytest.mark.parametrize('name', DIFFERENTIABLE)
+
+
+class Recorder(TorchDispatchMode):
+    """The calls of registered ops of the package, one of each op."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == NAMESPACE:
+            self.calls.setdefault(func._schema.name.split('::')[1], (func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def record(name: str, device: torch.device) -> dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+    op, make = OPS[name]
+    tensors = make(device)
+    with Recorder() as recorder:
+        run_triton(op, tensors) if name in DIFFERENTIABLE else op(**tensors, backend='triton')
+    assert recorder.calls
+    return recorder.calls
+
+
+def leaf(value: Any, requires_grad: bool) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().requires_grad_(requires_grad and value.is_floating_point())
+    return value
+
+
+def test_every_registered_op_is_among_those_that_are_checked(device: torch.device) -> None:
+    checked = {op for name in OPS for op in record(name, device)}
+    schemas = torch._C._jit_get_all_schemas()
+    registered = {s.name.split('::')[1] for s in schemas if s.name.startswith(f'{NAMESPACE}::')}
+    assert registered == checked
+
+
+@pytest.mark.plain_memory  # it compares where in its buffer a result lies
+@pytest.mark.parametrize('name', OPS)
+def test_opcheck(name: str, device: torch.device) -> None:
+    for op, (function, args, kwargs) in record(name, device).items():
+        differentiable = name in DIFFERENTIABLE and not op.endswith('backward')
+        leaves = tuple(leaf(value, differentiable) for value in args)
+        torch.library.opcheck(function, leaves, kwargs)
+
+
+@every_op
+def test_a_second_derivative_is_refused(name: str, device: torch.device) -> None:
+    op, make = OPS[name]
+    leaves = {n: leaf(t, True) for n, t in make(device).items()}
+    out = op(**leaves, backend='triton')
+    out = out if isinstance(out, Tensor) else out[0]
+    wanted = [t for t in leaves.values() if t.requires_grad]
+    grads = torch.autograd.grad(out.square().sum(), wanted, create_graph=True, allow_unused=True)
+    total = sum(grad.square().sum() for grad in grads if grad is not None)
+    assert isinstance(total, Tensor)
+    with pytest.raises(RuntimeError, match='has no second derivative: use backend="eager"'):
+        total.backward()
+
+
+@pytest.mark.parametrize('name', OPS)
+@pytest.mark.parametrize('transform', [torch.func.vmap, torch.func.grad])
+def test_transforms_of_torch_func_are_refused(transform: Callable[..., Any], name: str, device: torch.device) -> None:
+    op, make = OPS[name]
+    tensors = make(device)
+
+    first, value = next(iter(tensors.items()))
+
+    def run(x: Tensor) -> Any:
+        return op(**(tensors | {first: x}), backend='triton')
+
+    with pytest.raises(ValueError, match=r'torch\.func transforms'):
+        transform(run)(torch.stack([value, value]) if transform is torch.func.vmap else value)
+
+
+@every_op
+def test_autocast_changes_nothing(name: str, device: torch.device) -> None:
+    op, make = OPS[name]
+    tensors = make(device)
+
+    def under_autocast(**leaves: Any) -> Any:
+        with torch.autocast(device.type, torch.bfloat16):
+            return op(**leaves)
+
+    result, expected = run_triton(under_autocast, tensors), run_triton(op, tensors)
+    for n in expected:
+        assert same_bits(result[n], expected[n]), n
+
+
+@every_op
+@pytest.mark.parametrize('use_reentrant', [True, False])
+def test_checkpointing_changes_nothing(use_reentrant: bool, name: str, device: torch.device) -> None:
+    op, make = OPS[name]
+    tensors = make(device)
+
+    def checkpointed(**leaves: Any) -> Any:
+        def run(*values: Any) -> Any:
+            return op(**dict(zip(leaves, values, strict=False)), backend='triton')
+
+        backend = leaves.pop('backend')
+        assert backend == 'triton'
+        return checkpoint(run, *leaves.values(), use_reentrant=use_reentrant)
+
+    result, expected = run_triton(checkpointed, tensors), run_triton(op, tensors)
+    for n in expected:
+        assert same_bits(result[n], expected[n]), n
+
+
+@every_op
+def test_each_gradient_alone(name: str, device: torch.device) -> None:
+    op, make = OPS[name]
+    tensors = make(device)
+    expected = run_triton(op, tensors)
+    for wanted in (n for n, t in tensors.items() if t.is_floating_point()):
+        leaves = {n: leaf(t, n == wanted) for n, t in tensors.items()}
+        outputs = op(**leaves, backend='triton')
+        outputs = [t for t in ((outputs,) if isinstance(outputs, Tensor) else outputs) if t.requires_grad]
+        torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
+        assert same_bits(leaves[wanted].grad, expected[f'grad of {wanted}']), wanted
+        assert all(t.grad is None for n, t in leaves.items() if n != wanted)
+
+
+@pytest.mark.parametrize('name', OPS)
+def test_no_gradient_is_no_graph(name: str, device: torch.device) -> None:
+    op, make = OPS[name]
+    outputs = op(**make(device), backend='triton')
+    for t in (outputs,) if isinstance(outputs, Tensor) else outputs:
+        assert not t.requires_grad

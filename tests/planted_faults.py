@@ -1,0 +1,171 @@
+"""Whether the tests notice when a kernel is wrong: one-line faults are planted, one at a time, and the tests must fail.
+
+    python tests/planted_faults.py [--jobs 2] [--only WORD]
+
+A copy of the package and its tests in a temporary directory carries the fault. The tests pass there without one, or
+nothing is said. Exits with 1 unless 95 % of the faults are caught.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = Path('native_sparse_attention')
+COPIED = ('native_sparse_attention', 'tests', 'pyproject.toml')
+MIN_CAUGHT = 0.95
+
+
+class Fault(NamedTuple):
+    """In `file` of the ops, `old`, which stands there once, becomes `new`. tests: files of tests/ops/triton."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+INTERVAL = ('test_window_attention.py', 'test_compressed_attention.py')
+SELECTED, CHOICE = ('test_selected_attention.py',), ('test_select_blocks.py',)
+SCORES, GATED, PLACED = ('test_chosen_scores.py',), ('test_gated_sum.py',), ('test_placement.py', *INTERVAL)
+FORWARD, BACKWARD = '_triton/interval/forward.py', '_triton/interval/backward.py'
+TILES, INTERVAL_OP, PLACEMENT = '_triton/interval/tiles.py', '_triton/interval/op.py', '_triton/placement.py'
+SELECTED_FORWARD, SELECTED_BACKWARD = 'selected_attention/triton/forward.py', 'selected_attention/triton/backward.py'
+NEIGHBOURS, ROWS = 'selected_attention/triton/neighbours.py', 'selected_attention/triton/choice.py'
+SELECT, GATED_SUM = 'block_selection/triton/select.py', 'gated_sum/triton/kernels.py'
+SCORES_FORWARD = 'block_selection/triton/scores_forward.py'
+SCORES_BACKWARD = 'block_selection/triton/scores_backward.py'
+SCORES_TILES = 'block_selection/triton/scores_tiles.py'
+
+FAULTS = [
+    # Interval attention
+    Fault('window one key too wide', TILES, 'position - key <= interval.left)', 'position - key <= interval.left + 1)', INTERVAL),
+    Fault('own key masked', TILES, 'interval.reach <= position)', 'interval.reach < position)', INTERVAL),
+    Fault('range ends one tile early', TILES, 'left_tiles + tl.cdiv(last - right, BLOCK)', 'left_tiles + (last - right) // BLOCK', INTERVAL),
+    Fault('full tiles one key too far', TILES, 'right = middle + tl.maximum(full_last - middle, 0) // BLOCK * BLOCK', 'right = middle + tl.maximum(full_last - middle + 1, 0) // BLOCK * BLOCK', INTERVAL),
+    Fault('last block not visible', TILES, 'tl.maximum(position - reach + stride, 0) // stride', 'tl.maximum(position - reach + stride - 1, 0) // stride', INTERVAL),
+    Fault('memory masked', TILES, 'read = read | (key < 0)', 'read = read | (key < -1)', INTERVAL),
+    Fault('last queries of a key left out', TILES, 'last = tl.minimum(num_queries, last_key + interval.left + 1 - offset)', 'last = tl.minimum(num_queries, last_key + interval.left - offset)', INTERVAL),
+    Fault('scale dropped', FORWARD, 'scale_log2 = scale * 1.4426950408889634', 'scale_log2 = 1.4426950408889634', INTERVAL),
+    Fault('scale off by half a percent', FORWARD, 'scale_log2 = scale * 1.4426950408889634', 'scale_log2 = scale * 1.45', INTERVAL),
+    Fault('no rescale of the sum', FORWARD, 'total = total * rescale + tl.sum(weights, 1)', 'total = total + tl.sum(weights, 1)', INTERVAL),
+    Fault('no rescale of the output', FORWARD, 'out = out * rescale[:, None]', 'out = out * 1.0', INTERVAL),
+    Fault('wrong group', FORWARD, 'k_ptr += row.to(tl.int64) * k_strides[0] + (head // GROUP).to(tl.int64) * k_strides[2]', 'k_ptr += row.to(tl.int64) * k_strides[0] + (head % tl.cdiv(tl.num_programs(1), GROUP)).to(tl.int64) * k_strides[2]', INTERVAL),
+    Fault('not a number goes unseen', FORWARD, 'out += tl.sum(tl.where(read, taint[None, :], 0.0), 1)[:, None]', 'out += 0.0', INTERVAL),
+    Fault('log-sum-exp in bits', FORWARD, 'row_max * 0.6931471805599453 + tl.log(total)', 'row_max + tl.log(total)', INTERVAL),
+    Fault('gradient of the log-sum-exp with the wrong sign', BACKWARD, 'dlogits += weights * dlse[:, None]', 'dlogits -= weights * dlse[:, None]', INTERVAL),
+    Fault('gradient of the log-sum-exp missing in k', BACKWARD, 'delta + missing - dlse, mask', 'delta + missing, mask', INTERVAL),
+    Fault('delta not corrected', BACKWARD, 'dq = (dq - missing[:, None] * mean_k) * scale', 'dq = dq * scale', INTERVAL),
+    Fault('delta of k not corrected', BACKWARD, 'delta + missing - dlse, mask', 'delta - dlse, mask', INTERVAL),
+    Fault('first memory key skipped', BACKWARD, 'key_mask = key_rows < interval.num_memory', 'key_mask = (key_rows < interval.num_memory) & (key_rows > 0)', INTERVAL),
+    Fault('queries that are not finite leak', BACKWARD, 'q, _ = split_finite(q)', 'q, _ = q, 0', INTERVAL),
+    Fault('a head of a group left out', BACKWARD, 'for head in range(HEADS):', 'for head in range(tl.cdiv(HEADS, 2)):', INTERVAL),
+    Fault('memory missing in the keys of a row', BACKWARD, 'key_rows = stored_rows + interval.num_memory', 'key_rows = stored_rows', INTERVAL),
+    # Placement
+    Fault('tiles of a packed sequence lost', PLACEMENT, 'return length // tile + place.num_sequences + 1', 'return length // tile + 1', PLACED),
+    Fault('keys behind the length of a row', PLACEMENT, 'tl.load(place.seqlens_k + sequence).to(tl.int32), 0), num_keys)', 'tl.load(place.seqlens_k + sequence).to(tl.int32) + 1, 0), num_keys)', PLACED),
+    Fault('queries one position early', PLACEMENT, 'offset = num_keys - num_queries', 'offset = num_keys - num_queries - 1', PLACED),
+    Fault('offset of the first row for all', PLACEMENT, 'offset = tl.load(place.q_offsets + sequence)', 'offset = tl.load(place.q_offsets + sequence * 0)', PLACED),
+    Fault('one block too many', PLACEMENT, 'tl.maximum(num_tokens - block_size + stride, 0) // stride', 'tl.maximum(num_tokens - block_size + stride + 1, 0) // stride', PLACED),
+    # Selected attention
+    Fault('last key of a block skipped', ROWS, 'tl.minimum(first + BLOCK_SIZE, readable)', 'tl.minimum(first + BLOCK_SIZE - 1, readable)', SELECTED),
+    Fault('duplicates count twice', ROWS, '(tl.sum(repeats.to(tl.int32), 0) == 0)', '(tl.sum(repeats.to(tl.int32), 0) >= 0)', SELECTED),
+    Fault('the future is read', ROWS, 'readable = tl.minimum(readable, tl.maximum(position + 1, 0))', 'readable = tl.minimum(readable, tl.maximum(position + 2, 0))', SELECTED),
+    Fault('no rescale in selected attention', SELECTED_FORWARD, 'out = out * rescale[:, None]', 'out = out * 1.0', SELECTED),
+    Fault('gradient of block_scale off', SELECTED_BACKWARD, 'dfactor += tl.sum(dlogits * logits, 1)', 'dfactor += tl.sum(dlogits * logits * factor, 1)', SELECTED),
+    Fault('block_scale missing in the gradient of q', SELECTED_BACKWARD, 'dq = add_product((dlogits * factor).to(k.dtype), k, dq)', 'dq = add_product(dlogits.to(k.dtype), k, dq)', SELECTED),
+    Fault('causal mask dropped in the gradient of k', SELECTED_BACKWARD, 'read = read & (keys[:, None] <= positions[None, :])', 'read = read & (keys[:, None] <= positions[None, :] + 1)', SELECTED),
+    Fault('last entry of a list skipped', SELECTED_BACKWARD, 'num_rows = tl.minimum(length - first_entry, CHUNK) * GROUP', 'num_rows = tl.minimum(length - first_entry - 1, CHUNK) * GROUP', SELECTED),
+    # Choice of blocks
+    Fault('overlap of blocks off', SELECT, 'shared = tl.minimum(start + blocks.block_size, blocks.selection_block_size) - tl.maximum(start, 0)', 'shared = tl.minimum(start + blocks.block_size, blocks.selection_block_size) - start', CHOICE),
+    Fault('ties go to the higher block', SELECT, '(2**30 - 1 - block)', 'block', CHOICE),
+    Fault('a block of the future may be chosen', SELECT, 'choosable = choosable & (block[None, :] <= own_block[:, None])', 'choosable = choosable & (block[None, :] <= own_block[:, None] + 1)', CHOICE),
+    Fault('one local block too many', SELECT, 'is_local = reach < choice.num_local', 'is_local = reach <= choice.num_local', CHOICE),
+    Fault('compressed blocks seen early', SELECT, 'end = compressed * blocks.stride + blocks.block_size - 1', 'end = compressed * blocks.stride + blocks.block_size - 2', CHOICE),
+    # Scores of the chosen
+    Fault('what pads a group is counted', SCORES_FORWARD, 'seen_by = columns[None, :] & (members < GROUP)[:, None]', 'seen_by = columns[None, :] & (members >= 0)[:, None]', SCORES),
+    Fault('shared tokens off by one', SCORES_TILES, 'shared = tl.minimum(start + sizes.block_size, SELECTION_BLOCK) - tl.maximum(start, 0)', 'shared = tl.minimum(start + sizes.block_size, SELECTION_BLOCK) - tl.maximum(start, 1)', SCORES),
+    Fault('causal mask off in the gradient of scores', SCORES_BACKWARD, 'sizes.block_size - 1 <= position[None, :])', 'sizes.block_size <= position[None, :])', SCORES),
+    # Gated sum
+    Fault('window gated as selected', GATED_SUM, 'out += _load_gate(gates_ptr + 2 * gates_strides[3], row_mask)', 'out += _load_gate(gates_ptr + gates_strides[3], row_mask)', GATED),
+    Fault('gradients of gates off by half a percent', GATED_SUM, 'dgate = tl.sum(dout * branch.to(tl.float32), 1)', 'dgate = tl.sum(dout * branch.to(tl.float32), 1) * 0.995', GATED),
+]  # fmt: skip
+
+
+def copy_package(directory: Path) -> None:
+    for name in COPIED:
+        source, target = ROOT / name, directory / name
+        if source.is_dir():
+            shutil.copytree(source, target, ignore=shutil.ignore_patterns('__pycache__'))
+        else:
+            shutil.copy(source, target)
+
+
+def with_fault(fault: Fault) -> str:
+    """The text of the file with the fault in it."""
+    text = (ROOT / PACKAGE / 'ops' / fault.file).read_text()
+    if text.count(fault.old) != 1:
+        raise SystemExit(f'{fault.name}: {fault.file} has {text.count(fault.old)} times: {fault.old}')
+    return text.replace(fault.old, fault.new)
+
+
+def run_tests(tests: tuple[str, ...], directory: Path) -> subprocess.CompletedProcess[str]:
+    check = f"import native_sparse_attention as n; assert n.__file__.startswith('{directory}'), n.__file__"
+    environment = os.environ | {'PYTHONPATH': str(directory), 'OMP_NUM_THREADS': '1'}
+    subprocess.run([sys.executable, '-c', check], cwd=directory, env=environment, check=True)
+    files = [f'tests/ops/triton/{name}' for name in tests]
+    command = [sys.executable, '-m', 'pytest', '-x', '-q', '--tb=line', '-p', 'no:cacheprovider', *files]
+    return subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True)
+
+
+def is_caught(fault: Fault) -> bool:
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name).resolve()
+        copy_package(directory)
+        (directory / PACKAGE / 'ops' / fault.file).write_text(with_fault(fault))
+        begin = time.monotonic()
+        done = run_tests(fault.tests, directory)
+    if done.returncode not in (0, 1):
+        raise SystemExit(f'{fault.name}: pytest ended with {done.returncode}\n{done.stdout}{done.stderr}')
+    caught = done.returncode == 1
+    by = next((line for line in done.stdout.splitlines() if line.startswith('FAILED')), '').removeprefix('FAILED ')
+    print(
+        f'{"caught" if caught else "MISSED"}  {fault.name} ({time.monotonic() - begin:.0f} s)  {by[:120]}', flush=True
+    )
+    return caught
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--jobs', type=int, default=2)
+    parser.add_argument('--only', default='', help='faults whose name or file has this in it')
+    parser.add_argument('--skip-control', action='store_true', help='do not run the tests without a fault first')
+    arguments = parser.parse_args()
+    faults = [fault for fault in FAULTS if arguments.only in f'{fault.name} {fault.file}']
+    for fault in faults:
+        with_fault(fault)
+    if not arguments.skip_control:
+        with tempfile.TemporaryDirectory() as name:
+            directory = Path(name).resolve()
+            copy_package(directory)
+            done = run_tests(tuple(sorted({test for fault in faults for test in fault.tests})), directory)
+        if done.returncode != 0:
+            raise SystemExit(f'the tests fail without a fault:\n{done.stdout[-4000:]}')
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        caught = sum(pool.map(is_caught, faults))
+    print(f'{caught} of {len(faults)} caught')
+    sys.exit(caught < MIN_CAUGHT * len(faults))
+
+
+if __name__ == '__main__':
+    main()
