@@ -43,10 +43,15 @@ JUNK = (-1, -2, INT32.min, INT32.max, 10**6)
 Tensors = dict[str, Tensor]
 
 
-@pytest.fixture(params=['a program per query', 'a program per tile of queries'], autouse=True)
+KERNELS = ('a program per query', 'a program per tile of queries')
+# For what does not depend on these kernels; those per tile take less time in the interpreter.
+per_tile = pytest.mark.parametrize('kernels', KERNELS[1:], indirect=True)
+
+
+@pytest.fixture(params=KERNELS, autouse=True)
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups of up to SMALL_GROUP heads have kernels of their own."""
-    if request.param == 'a program per query':
+    if request.param == KERNELS[0]:
         monkeypatch.setattr(op, 'SMALL_GROUP', 0)
 
 
@@ -297,6 +302,7 @@ def test_gradients_where_they_are_needed(needed: list[str], device: torch.device
             torch.testing.assert_close(leaf.grad, expected[f'grad of {name}'], rtol=1e-5, atol=1e-5)
 
 
+@per_tile
 def test_double_backward_is_refused(device: torch.device) -> None:
     tensors = make_inputs(whole(2), HEADS, device, torch.zeros(1, 2, 1, 1, dtype=torch.int32))
     q = tensors['q'].detach().requires_grad_()
@@ -438,6 +444,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch, chunk_rows: int, workspace: in
     monkeypatch.setattr(inverse_index, 'MAX_ENTRIES', most_entries)
 
 
+@per_tile
 @pytest.mark.parametrize(
     ('chunk_rows', 'workspace', 'most_entries'), [(1, 2**29, 2**24), (6, 2**13, 1), (8, 2**29, 40), (16, 1, 2**24)]
 )
@@ -458,11 +465,13 @@ def test_long_lists_are_split(
     assert_close(extents, TWO_GROUPS, device, indices=indices, block_size=3)
 
 
+@per_tile
 def test_one_list_for_all_heads_that_choose_alone(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     small_pieces(monkeypatch, 4, 2**29, 2**24)
     assert_close(whole(6), Heads(4, 2, 16, 16), device, choosers=4, block_size=3, scaled=True)
 
 
+@per_tile
 @pytest.mark.parametrize(
     ('num_entries', 'chunk', 'block_size', 'dims'),
     [(2**16, 256, 64, 256), (2**24, 4096, 64, 512), (2**20, 33, 2**16, 256), (100, 0, 16, 32)],
@@ -507,6 +516,7 @@ def test_no_block_is_chosen(num_selected: int, device: torch.device) -> None:
         assert t.eq(-torch.inf if name == 'out1' else 0).all(), name
 
 
+@per_tile
 def test_what_the_kernels_do_not_serve(device: torch.device) -> None:
     q, k, v = problems.make_qkv(whole(2), HEADS)
     q, k, v = (t.float().to(device) for t in (q, k, v))
@@ -520,6 +530,7 @@ def test_what_the_kernels_do_not_serve(device: torch.device) -> None:
         backend_of(q.double(), k.double(), v.double(), backend='triton')
 
 
+@per_tile
 @pytest.mark.plain_memory
 def test_the_registered_op_is_as_pytorch_wants_it(device: torch.device) -> None:
     indices = make_block_indices('valid', 1, 2, 1, 2, seqlen_k=2, block_size=1)
