@@ -81,6 +81,13 @@ def test_window_sizes_around_tiles(left: int, device: torch.device) -> None:
     assert_close(whole(100), Heads(1, 1, 16, 16), device, (left, 0))
 
 
+@pytest.mark.parametrize('offset', [30, 31, 32])
+@pytest.mark.parametrize('window', [(-1, 0), (33, 0), (-1, -1)])
+def test_offsets_around_tiles(window: tuple[int, int], offset: int, device: torch.device) -> None:
+    """The first query reads a whole tile of keys, or all but one, or one more."""
+    assert_close(Extents(1, 40, 80, {'q_offset': offset}, [80]), HEADS, device, window)
+
+
 @pytest.mark.parametrize('seqlen', [1, 40])
 def test_a_window_of_one_returns_the_values(seqlen: int, device: torch.device) -> None:
     tensors = make_inputs(whole(seqlen), TWO_GROUPS, device)
