@@ -49,8 +49,16 @@ def machine(device: str, commit: str | None) -> dict[str, str]:
 
 
 def module_command() -> list[str]:
+    """The module and its arguments, but for those that say where the results go and what the code is."""
     spec = getattr(sys.modules['__main__'], '__spec__', None)
-    return [spec.name if spec else sys.argv[0], *sys.argv[1:]]
+    arguments = iter(sys.argv[1:])
+    kept = []
+    for argument in arguments:
+        if argument in ('--out', '--commit'):
+            next(arguments, None)
+        else:
+            kept.append(argument)
+    return [spec.name if spec else sys.argv[0], *kept]
 
 
 def version(package: str) -> str:

@@ -9,7 +9,11 @@ from statistics import median
 from typing import Any
 
 import torch
+import torch._functorch.config
 from torch import Tensor
+
+# The backward of one forward is run many times, also where torch.compile would reuse what it kept.
+torch._functorch.config.donated_buffer = False
 
 # More than the L2 cache of any GPU holds: writing it before a run makes the run read its inputs from memory.
 FLUSH_BYTES = 256 * 2**20
