@@ -32,7 +32,7 @@ from native_sparse_attention.ops._triton.placement import (
     num_tiles,
 )
 
-# Entries that are sorted at once: some 40 bytes each, so a third of a gigabyte.
+# Entries that are sorted at once: some 50 bytes each, so less than half a gigabyte.
 MAX_ENTRIES = 2**23
 # Elements of a tile of the kernel, tokens times indices.
 TILE_SIZE = 1024
@@ -60,8 +60,8 @@ def num_block_slots(place: Placement, block_size: int) -> int:
 
 
 def group_pairs(block_indices: Tensor, kv_heads: int, num_slots: int, most: int | None = None) -> list[range]:
-    """The pairs in groups whose lists are made at once, within a third of a gigabyte where a group has more than one;
-    at most `most` in one. What is computed for a pair must not depend on the group that it is in.
+    """The pairs in groups whose lists are made at once, within half a gigabyte where a group has more than one; at most
+    `most` in one. What is computed for a pair must not depend on the group that it is in.
     """
     batch, seqlen, index_heads, num_selected = block_indices.shape
     pairs = batch * kv_heads
@@ -113,12 +113,31 @@ def make_inverse_index(
         num_warps=4,
         device=device,
     )
-    keys, order = keys.flatten().sort(stable=True)
-    entries = order.view(len(pairs), num_entries)
-    first_entry = torch.arange(len(pairs), device=device)[:, None] * num_entries
-    slots = torch.arange(len(pairs) * (num_slots + 1), dtype=torch.int32, device=device)
-    starts = torch.searchsorted(keys, slots, out_int32=True).view(len(pairs), num_slots + 1)
-    return InverseIndex((entries - first_entry).int(), starts - first_entry.int())
+    return _sort_lists(keys, num_slots)
+
+
+def _sort_lists(keys: Tensor, num_slots: int) -> InverseIndex:
+    """The lists of keys `[pairs, entries]`, which count on over all pairs and their slots, num_slots + 1 each.
+
+    The keys are sorted in parts, so that what sorting takes has a bound. The list of a slot is then what the parts have
+    of it, one part after the other.
+    """
+    pairs, num_entries = keys.shape
+    slots = torch.arange(pairs * (num_slots + 1) + 1, dtype=torch.int32, device=keys.device)
+    parts = keys.flatten().split(MAX_ENTRIES)
+    # [parts, slots + 1]: where the list of a slot begins in each sorted part.
+    starts_in_part = torch.stack([torch.searchsorted(part.sort().values, slots, out_int32=True) for part in parts])
+    counts = starts_in_part.diff(dim=1)
+    starts = torch.nn.functional.pad(counts.sum(0).cumsum(0), (1, 0))
+    moves = starts[:-1] + counts.cumsum(0) - counts - starts_in_part[:, :-1]
+    entries = torch.empty(keys.numel(), dtype=torch.int32, device=keys.device)
+    for index, part in enumerate(parts):
+        slot, order = part.sort(stable=True)
+        place = torch.arange(len(part), device=keys.device) + moves[index][slot]
+        entries[place] = (order + index * MAX_ENTRIES).remainder_(max(1, num_entries)).int()
+    first_entry = torch.arange(pairs, device=keys.device)[:, None] * num_entries
+    starts = starts[:-1].view(pairs, num_slots + 1) - first_entry
+    return InverseIndex(entries.view(pairs, num_entries), starts.int())
 
 
 @triton.jit

@@ -140,8 +140,9 @@ def test_tiles_of_tokens(extents: Extents, unique: bool, device: torch.device) -
     check(extents, device, repeats=2, unique=unique, num_selected=9)
 
 
-def test_pairs_in_groups(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inverse_index, 'MAX_ENTRIES', 150)
+@pytest.mark.parametrize('most', [150, 17], ids=['groups of pairs', 'parts of a pair'])
+def test_pairs_in_groups(most: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inverse_index, 'MAX_ENTRIES', most)
     check(Extents(3, 12, 12, {}, [12] * 3), device)
 
 
