@@ -36,6 +36,7 @@ class Fault(NamedTuple):
 
 
 INTERVAL = ('test_window_attention.py', 'test_compressed_attention.py')
+MEMORY = ('test_compressed_attention.py',)
 SELECTED, CHOICE = ('test_selected_attention.py',), ('test_select_blocks.py',)
 SCORES, GATED, PLACED = ('test_chosen_scores.py',), ('test_gated_sum.py',), ('test_placement.py', *INTERVAL)
 FORWARD, BACKWARD = '_triton/interval/forward.py', '_triton/interval/backward.py'
@@ -53,8 +54,8 @@ FAULTS = [
     Fault('own key masked', TILES, 'interval.reach <= position)', 'interval.reach < position)', INTERVAL),
     Fault('range ends one tile early', TILES, 'left_tiles + tl.cdiv(last - right, BLOCK)', 'left_tiles + (last - right) // BLOCK', INTERVAL),
     Fault('full tiles one key too far', TILES, 'right = middle + tl.maximum(full_last - middle, 0) // BLOCK * BLOCK', 'right = middle + tl.maximum(full_last - middle + 1, 0) // BLOCK * BLOCK', INTERVAL),
-    Fault('last block not visible', TILES, 'tl.maximum(position - reach + stride, 0) // stride', 'tl.maximum(position - reach + stride - 1, 0) // stride', INTERVAL),
-    Fault('memory masked', TILES, 'read = read | (key < 0)', 'read = read | (key < -1)', INTERVAL),
+    Fault('last block not visible', TILES, 'tl.maximum(position - reach + stride, 0) // stride', 'tl.maximum(position - reach + stride - 1, 0) // stride', MEMORY),
+    Fault('memory masked', TILES, 'read = read | (key < 0)', 'read = read | (key < -1)', MEMORY),
     Fault('last queries of a key left out', TILES, 'last = tl.minimum(num_queries, last_key + interval.left + 1 - offset)', 'last = tl.minimum(num_queries, last_key + interval.left - offset)', INTERVAL),
     Fault('scale dropped', FORWARD, 'scale_log2 = scale * 1.4426950408889634', 'scale_log2 = 1.4426950408889634', INTERVAL),
     Fault('scale off by half a percent', FORWARD, 'scale_log2 = scale * 1.4426950408889634', 'scale_log2 = scale * 1.45', INTERVAL),
@@ -67,10 +68,10 @@ FAULTS = [
     Fault('gradient of the log-sum-exp missing in k', BACKWARD, 'delta + missing - dlse, mask', 'delta + missing, mask', INTERVAL),
     Fault('delta not corrected', BACKWARD, 'dq = (dq - missing[:, None] * mean_k) * scale', 'dq = dq * scale', INTERVAL),
     Fault('delta of k not corrected', BACKWARD, 'delta + missing - dlse, mask', 'delta - dlse, mask', INTERVAL),
-    Fault('first memory key skipped', BACKWARD, 'key_mask = key_rows < interval.num_memory', 'key_mask = (key_rows < interval.num_memory) & (key_rows > 0)', INTERVAL),
+    Fault('first memory key skipped', BACKWARD, 'key_mask = key_rows < interval.num_memory', 'key_mask = (key_rows < interval.num_memory) & (key_rows > 0)', MEMORY),
     Fault('queries that are not finite leak', BACKWARD, 'q, _ = split_finite(q)', 'q, _ = q, 0', INTERVAL),
     Fault('a head of a group left out', BACKWARD, 'for head in range(HEADS):', 'for head in range(tl.cdiv(HEADS, 2)):', INTERVAL),
-    Fault('memory missing in the keys of a row', BACKWARD, 'key_rows = stored_rows + interval.num_memory', 'key_rows = stored_rows', INTERVAL),
+    Fault('memory missing in the keys of a row', BACKWARD, 'key_rows = stored_rows + interval.num_memory', 'key_rows = stored_rows', MEMORY),
     # Placement
     Fault('tiles of a packed sequence lost', PLACEMENT, 'return length // tile + place.num_sequences + 1', 'return length // tile + 1', PLACED),
     Fault('keys behind the length of a row', PLACEMENT, 'tl.load(place.seqlens_k + sequence).to(tl.int32), 0), num_keys)', 'tl.load(place.seqlens_k + sequence).to(tl.int32) + 1, 0), num_keys)', PLACED),

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from native_sparse_attention.geometry import Sequences
 from native_sparse_attention.ops import compressed_attention
+from native_sparse_attention.ops._triton.interval import op
 from native_sparse_attention.ops._triton.support import is_interpreted
 from native_sparse_attention.testing import LAYOUTS, assert_attention_matches, lay_out, outputs_and_gradients
 from tests import problems
@@ -111,6 +112,13 @@ def test_lengths(seqlen: int, causal: bool, device: torch.device) -> None:
 @pytest.mark.parametrize('causal', [True, False])
 def test_memory_pairs(pairs: int, causal: bool, device: torch.device) -> None:
     assert_close(whole(70, batch=2), HEADS, device, pairs, causal=causal)
+
+
+@pytest.mark.parametrize('split', [16, 32, 50])
+def test_memory_adds_its_queries_in_splits(split: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(op, 'SPLIT', split)
+    assert_close(whole(70, batch=2), HEADS, device, 2)
+    assert_close(packed([40, 0, 20], uncovered=9), HEADS, device, 1)
 
 
 @pytest.mark.parametrize('pairs', [0, 2])

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from native_sparse_attention.ops import window_attention
+from native_sparse_attention.ops._triton.interval import op
 from native_sparse_attention.ops._triton.support import is_interpreted
 from native_sparse_attention.testing import LAYOUTS, assert_attention_matches, lay_out, outputs_and_gradients
 from tests import problems
@@ -100,6 +101,18 @@ def test_a_window_of_one_returns_the_values(seqlen: int, device: torch.device) -
 def test_groups(group: int, device: torch.device) -> None:
     kv_heads = 2 if group < 8 else 1
     assert_close(whole(12), Heads(kv_heads * group, kv_heads, 16, 16), device, (5, 0))
+
+
+@pytest.mark.parametrize(('full_grid', 'parts'), [(1, 1), (5, 2), (9, 3), (1024, 6)])
+def test_heads_of_a_group_are_added_in_parts(
+    full_grid: int, parts: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fewer parts where the grid is full without them, and where they would take too much memory."""
+    monkeypatch.setattr(op, 'FULL_GRID', full_grid)
+    heads = Heads(12, 2, 16, 16)
+    assert op._count_parts(6, 4, 1) == parts
+    assert op._count_parts(6, 4, op.WORKSPACE) == 1
+    assert_close(whole(40), heads, device, (12, 0))
 
 
 @every_dtype
