@@ -115,6 +115,15 @@ def test_heads_of_a_group_are_added_in_parts(
     assert_close(whole(40), heads, device, (12, 0))
 
 
+@pytest.mark.parametrize('rows', [1, 2])
+def test_parts_of_some_rows_at_a_time(rows: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where those of all rows of the batch would take too much memory."""
+    heads = Heads(6, 1, 16, 16)
+    bytes_of_row = 6 * 40 * 4 * (16 + 16)
+    monkeypatch.setattr(op, 'WORKSPACE', rows * bytes_of_row)
+    assert_close(whole(40, batch=3), heads, device, (12, 0))
+
+
 @every_dtype
 @pytest.mark.parametrize(
     ('head_dim', 'value_dim'),

@@ -14,6 +14,7 @@ from native_sparse_attention.ops._triton.interval.forward import forward_kernel
 from native_sparse_attention.ops._triton.interval.tiles import Interval
 from native_sparse_attention.ops._triton.launch import head_block, launch, refuse_double_backward, settings_of
 from native_sparse_attention.ops._triton.placement import (
+    Placement,
     flatten,
     last_dim_contiguous,
     make_placement,
@@ -122,15 +123,13 @@ def _backward(
     needs_dkv: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, mem_k and mem_v; where needs_dkv is not set, all but the first are empty."""
-    num_keys = k.shape[1]
     q, k, v, interval, place = _prepare(
         q, k, v, mem_k, mem_v, (seqlen_k, q_offset, q_offsets, seqlens_k, cu_seqlens, cu_seqlens_k),
         left, reach, block_size, stride,
     )  # fmt: skip
     dout, out = last_dim_contiguous(dout, out)
-    batch, seqlen, heads, head_dim = q.shape
+    seqlen, heads, head_dim = q.shape[1:]
     kv_heads, value_dim = v.shape[2:]
-    group = heads // kv_heads
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     delta = torch.empty_like(lse)
     block_m, block_n, num_warps, num_stages = settings_of(settings.DQ, q, v)
@@ -141,7 +140,7 @@ def _backward(
         *(q.stride(), k.stride(), v.stride(), out.stride(), dout.stride()),
         *(None if dlse is None else dlse.stride(), dq.stride()),
         *(place, interval, scale),
-        GROUP=group,
+        GROUP=heads // kv_heads,
         **_tile(head_dim, value_dim, block_m, block_n),
         num_warps=num_warps,
         num_stages=num_stages,
@@ -150,43 +149,103 @@ def _backward(
     if not needs_dkv:
         return dq, q.new_empty(0), q.new_empty(0), q.new_empty(0), q.new_empty(0)
 
-    block_m, block_n, num_warps, num_stages = settings_of(settings.DKV, q, v)
-    tiles = num_tiles(place, num_keys, block_n)
-    parts = _count_parts(
-        group, tiles // max(batch, 1) * kv_heads, batch * num_keys * kv_heads * 4 * (head_dim + value_dim)
-    )
+    tensors = (q, k, v, lse, delta, dout)
+    dk, dv = _differentiate_keys(tensors, place, interval, scale)
+    dmem_k, dmem_v = _differentiate_memory(tensors, place, interval, scale)
+    return dq, dk, dv, dmem_k, dmem_v
 
+
+# q, k, v, lse, delta, dout
+Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def _differentiate_keys(tensors: Tensors, place: Placement, interval: Interval, scale: float) -> tuple[Tensor, Tensor]:
+    """dk and dv `[B, C, H, D and DV]`, where there are parts for some rows of the batch after the others: how many rows
+    fit into the workspace must not change how a row is added.
+    """
+    q, k, v, *_ = tensors
+    batch, _, heads, head_dim = q.shape
+    kv_heads, value_dim = v.shape[2:]
+    block_n = settings_of(settings.DKV, q, v).block_n
+    tiles_of_row = num_tiles(place, interval.num_keys, block_n) // max(batch, 1)
+    bytes_of_row = interval.num_keys * kv_heads * 4 * (head_dim + value_dim)
+    parts = _count_parts(heads // kv_heads, tiles_of_row * kv_heads, bytes_of_row)
+    # The kernel does not visit what no sequence covers.
+    allocate = torch.empty if place.cu_seqlens is None else torch.zeros
+
+    def add_queries(rows: range, dtype: torch.dtype) -> list[Tensor]:
+        grads = [
+            allocate((parts, len(rows), interval.num_keys, *t.shape[2:]), dtype=dtype, device=t.device) for t in (k, v)
+        ]
+        grid = (tiles_of_row * len(rows), kv_heads, parts)
+        _launch_dkv(grid, grads, _rows_of(tensors, rows), _place_of(place, rows), interval, scale)
+        return grads
+
+    if parts == 1:
+        dk, dv = (grad[0] for grad in add_queries(range(batch), k.dtype))
+        return dk, dv
+    dk, dv = (t.new_empty(batch, interval.num_keys, *t.shape[2:]) for t in (k, v))
+    for rows in _split_rows(batch, parts * bytes_of_row):
+        for grad, sums in zip((dk, dv), add_queries(rows, torch.float32), strict=True):
+            grad[rows.start : rows.stop] = sums.sum(0)
+    return dk, dv
+
+
+def _differentiate_memory(
+    tensors: Tensors, place: Placement, interval: Interval, scale: float
+) -> tuple[Tensor, Tensor]:
+    """dmem_k and dmem_v `[H, M, D and DV]`, the sums over splits of the queries of every row."""
+    q, k, v, *_ = tensors
+    batch, seqlen, heads, head_dim = q.shape
+    kv_heads, value_dim = v.shape[2:]
+    block_n = settings_of(settings.DKV, q, v).block_n
+    bytes_of_split = interval.num_memory * heads * 4 * (head_dim + value_dim)
     split = SPLIT
-    while -(-seqlen // split) * batch * interval.num_memory * heads * 4 * (head_dim + value_dim) > WORKSPACE:
+    while split < seqlen and -(-seqlen // split) * bytes_of_split > WORKSPACE:
         split *= 2
-    splits = -(-seqlen // split) * batch
+    splits = -(-seqlen // split)
+    tiles_of_row = -(-interval.num_memory // block_n) * splits
+    parts = heads // kv_heads
+    dmem_k, dmem_v = (
+        torch.zeros((interval.num_memory, *t.shape[2:]), dtype=torch.float32, device=t.device) for t in (k, v)
+    )
+    for rows in _split_rows(batch, splits * bytes_of_split):
+        shape = (parts, len(rows) * splits, interval.num_memory)
+        grads = [torch.empty((*shape, *t.shape[2:]), dtype=torch.float32, device=t.device) for t in (k, v)]
+        grid = (tiles_of_row * len(rows), kv_heads, parts)
+        _launch_dkv(grid, grads, _rows_of(tensors, rows), _place_of(place, rows), interval, scale, split)
+        dmem_k += grads[0].sum((0, 1))
+        dmem_v += grads[1].sum((0, 1))
+    dmem_k, dmem_v = (t.transpose(0, 1).to(k.dtype).contiguous() for t in (dmem_k, dmem_v))
+    return dmem_k, dmem_v
 
-    def add_queries(is_memory: bool, tiles: int, parts: int, dtype: torch.dtype, rows: int, keys: int) -> list[Tensor]:
-        """dk and dv `[rows, keys, H, D and DV]`."""
-        # The kernel does not visit what no sequence covers.
-        allocate = torch.empty if cu_seqlens is None or is_memory else torch.zeros
-        grads = [allocate((parts, rows, keys, *t.shape[2:]), dtype=dtype, device=q.device) for t in (k, v)]
-        launch(
-            dkv_kernel,
-            (tiles, kv_heads, parts),
-            *(q, k, v, lse, delta, dout, *grads),
-            *(q.stride(), k.stride(), v.stride(), dout.stride(), *(t.stride() for t in grads)),
-            *(place, interval, scale),
-            MEMORY=is_memory,
-            SPLIT=split,
-            HEADS=group // parts,
-            **_tile(head_dim, value_dim, block_m, block_n),
-            num_warps=num_warps,
-            num_stages=num_stages,
-            device=q.device,
-        )
-        return [t[0] if parts == 1 else t.sum(0) for t in grads]
 
-    dk, dv = add_queries(False, tiles, parts, k.dtype if parts == 1 else torch.float32, batch, num_keys)
-    memory_tiles = -(-interval.num_memory // block_n) * splits
-    memory = add_queries(True, memory_tiles, group, torch.float32, splits, interval.num_memory)
-    dmem_k, dmem_v = (t.sum(0).transpose(0, 1).to(k.dtype).contiguous() for t in memory)
-    return dq, dk.to(k.dtype), dv.to(k.dtype), dmem_k, dmem_v
+def _launch_dkv(
+    grid: tuple[int, int, int],
+    grads: list[Tensor],
+    tensors: Tensors,
+    place: Placement,
+    interval: Interval,
+    scale: float,
+    split: int | None = None,
+) -> None:
+    """split: of the queries, where the gradients are those of memory."""
+    q, k, v, lse, delta, dout = tensors
+    block_m, block_n, num_warps, num_stages = settings_of(settings.DKV, q, v)
+    launch(
+        dkv_kernel,
+        grid,
+        *(q, k, v, lse, delta, dout, *grads),
+        *(q.stride(), k.stride(), v.stride(), dout.stride(), *(t.stride() for t in grads)),
+        *(place, interval, scale),
+        MEMORY=split is not None,
+        SPLIT=SPLIT if split is None else split,
+        HEADS=q.shape[2] // k.shape[2] // grid[2],
+        **_tile(q.shape[3], v.shape[3], block_m, block_n),
+        num_warps=num_warps,
+        num_stages=num_stages,
+        device=q.device,
+    )
 
 
 @_forward.register_fake
@@ -275,10 +334,29 @@ def _tile(head_dim: int, value_dim: int, block_m: int, block_n: int) -> dict[str
     }
 
 
+def _split_rows(batch: int, bytes_of_row: int) -> list[range]:
+    """The rows of the batch in groups whose partial sums fit into the workspace, or have one row."""
+    size = max(1, WORKSPACE // max(1, bytes_of_row))
+    return [range(first, min(first + size, batch)) for first in range(0, batch, size)]
+
+
+def _rows_of(tensors: Tensors, rows: range) -> Tensors:
+    q, k, v, lse, delta, dout = (t[rows.start : rows.stop] for t in tensors)
+    return q, k, v, lse, delta, dout
+
+
+def _place_of(place: Placement, rows: range) -> Placement:
+    """The placement of some rows of the batch; packed sequences are in one row."""
+    if place.cu_seqlens is not None:
+        return place
+    q_offsets, seqlens_k = (t if t is None else t[rows.start : rows.stop] for t in (place.q_offsets, place.seqlens_k))
+    return place._replace(num_sequences=len(rows), q_offsets=q_offsets, seqlens_k=seqlens_k)
+
+
 def _count_parts(group: int, programs: int, bytes_of_part: int) -> int:
     """In how many parts the heads of a group are added: a divisor of `group`, the larger the fewer programs there are.
 
-    It depends on lengths and heads, not on the batch, so that a row's gradient does not depend on its neighbours.
+    programs, bytes_of_part: of one row of the batch, so that a row's gradient does not depend on its neighbours.
     """
     divisors = [parts for parts in range(1, group + 1) if group % parts == 0]
     within = [parts for parts in divisors if parts == 1 or parts * bytes_of_part <= WORKSPACE]
