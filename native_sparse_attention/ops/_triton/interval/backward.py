@@ -189,7 +189,6 @@ def dkv_kernel(
     place,
     interval,
     scale,
-    first_row,
     MEMORY: tl.constexpr,
     SPLIT: tl.constexpr,
     HEADS: tl.constexpr,
@@ -201,8 +200,8 @@ def dkv_kernel(
     BLOCK_DV: tl.constexpr,
 ):
     """dk, dv: `[parts, B, C, H, D and DV]`: the sum over the first HEADS query heads of a group, the next, and so on.
-    One program per tile of keys, kv head and part, for the rows of the batch from first_row on. MEMORY: of the memory
-    keys, with dk and dv `[parts, B * splits, M, H, D and DV]`, a split for every SPLIT queries.
+    One program per tile of keys, kv head and part. MEMORY: of the memory keys, with dk and dv
+    `[parts, B * splits, M, H, D and DV]`, a split for every SPLIT queries.
     """
     kv_head = tl.program_id(1)
     part = tl.program_id(2)
@@ -226,9 +225,8 @@ def dkv_kernel(
             last = tl.minimum(last, tl.load(place.cu_seqlens + place.num_sequences).to(tl.int32))
         full_last = last
     else:
-        first_tile = first_row * tl.cdiv(interval.num_keys, BLOCK_N)
         sequence, first_key = find_tile(
-            first_tile + tl.program_id(0), place.cu_blocks, interval.num_keys, place.num_sequences, BLOCK_N
+            tl.program_id(0), place.cu_blocks, interval.num_keys, place.num_sequences, BLOCK_N
         )
         if sequence >= place.num_sequences:
             return
@@ -240,7 +238,7 @@ def dkv_kernel(
         offset = load_position(place, sequence, num_queries, num_tokens)
         num_keys = tl.minimum(count_blocks(num_tokens, interval.block_size, interval.stride), key_stop)
         keys = first_key + tl.arange(0, BLOCK_N)
-        stored_row = row - first_row
+        stored_row = row
         stored_rows = key_start + keys
         key_rows = stored_rows + interval.num_memory
         key_mask = keys < num_keys
