@@ -21,7 +21,7 @@ from native_sparse_attention.ops._triton.support import MAX_TOKENS
 
 
 class Placement(NamedTuple):
-    """One argument of a kernel. Tensors are int32 or int64, or None where a call does without them.
+    """One argument of a kernel. Tensors are int32 or int64, contiguous, or None where a call does without them.
 
     num_sequences, seqlen_q, seqlen_k: N (not packed: B), T, S. q_offset: of all sequences, or None; q_offsets: one per
     sequence. cu_seqlens, cu_seqlens_k, seqlens_k: as the ops take them. cu_blocks: `[N + 1]`, packed: where the
@@ -41,19 +41,23 @@ class Placement(NamedTuple):
 
 def make_placement(sequences: Sequences, block_size: int = 1, stride: int = 1) -> Placement:
     """block_size, stride: of the compressed blocks that `cu_blocks` counts; 1 and 1 stand for tokens."""
-    offset, cu_seqlens_k = sequences.q_offset, sequences.cu_seqlens_k
+    offset, offsets = sequences.q_offset, None
+    if isinstance(offset, Tensor):
+        offset, offsets = None, offset
+    tensors = (offsets, sequences.seqlens_k, sequences.cu_seqlens, sequences.cu_seqlens_k)
+    q_offsets, seqlens_k, cu_seqlens, cu_seqlens_k = (t if t is None else t.contiguous() for t in tensors)
     cu_blocks = cu_seqlens_k
     if cu_seqlens_k is not None and (block_size, stride) != (1, 1):
         blocks = num_compressed_blocks(cu_seqlens_k.diff(), block_size, stride)
         cu_blocks = torch.nn.functional.pad(blocks.cumsum(0, dtype=torch.int32), (1, 0))
     return Placement(
-        sequences.batch if sequences.cu_seqlens is None else len(sequences.cu_seqlens) - 1,
+        sequences.batch if cu_seqlens is None else len(cu_seqlens) - 1,
         sequences.seqlen_q,
         min(sequences.seqlen_k, MAX_TOKENS),
-        None if isinstance(offset, Tensor) or offset is None else min(max(offset, -MAX_TOKENS), MAX_TOKENS),
-        offset if isinstance(offset, Tensor) else None,
-        sequences.seqlens_k,
-        sequences.cu_seqlens,
+        None if offset is None else min(max(offset, -MAX_TOKENS), MAX_TOKENS),
+        q_offsets,
+        seqlens_k,
+        cu_seqlens,
         cu_seqlens_k,
         cu_blocks,
     )

@@ -121,6 +121,11 @@ def test_memory_adds_its_queries_in_splits(split: int, device: torch.device, mon
     assert_close(packed([40, 0, 20], uncovered=9), HEADS, device, 1)
 
 
+def test_memory_larger_than_the_workspace(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(op, 'WORKSPACE', 1)
+    assert_close(whole(20, batch=3), HEADS, device, 2)
+
+
 @pytest.mark.parametrize('pairs', [0, 2])
 @pytest.mark.parametrize('sizes', [(1, 1), (2, 1), (5, 3), (7, 7), (32, 16), (60, 1), (70, 70)])
 def test_block_sizes(sizes: tuple[int, int], pairs: int, device: torch.device) -> None:

@@ -353,6 +353,17 @@ def test_what_no_query_reads_changes_nothing(device: torch.device) -> None:
     assert (expected['grad of block_scale'][..., :2] != 0).all()
 
 
+@pytest.mark.parametrize('junk', [torch.nan, torch.inf])
+def test_factors_of_the_future_change_nothing(junk: float, device: torch.device) -> None:
+    """Of a block that a later query of the same tile reads."""
+    indices = torch.tensor([0, 1], dtype=torch.int32).expand(1, 8, 1, 2)
+    tensors, grads = make_inputs(whole(8), HEADS, device, indices, scaled=True), make_grads(whole(8), HEADS, device)
+    expected = run_triton(selected_attention, tensors, grads, block_size=4)
+    tensors['block_scale'] = tensors['block_scale'].clone()
+    tensors['block_scale'][:, :4, :, 1] = junk
+    assert_same_bits(run_triton(selected_attention, tensors, grads, block_size=4), expected)
+
+
 @pytest.mark.parametrize('names', ['q', 'k', 'v'])
 def test_what_is_not_finite_reaches_those_who_read_it(names: str, device: torch.device) -> None:
     indices = torch.tensor([0, 1], dtype=torch.int32).expand(1, 8, 2, 2).clone()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -124,6 +125,21 @@ def test_parts_of_some_rows_at_a_time(rows: int, device: torch.device, monkeypat
     assert_close(whole(40, batch=3), heads, device, (12, 0))
 
 
+def test_parts_of_a_row_do_not_depend_on_the_batch(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    heads = Heads(6, 1, 16, 16)
+    monkeypatch.setattr(op, 'WORKSPACE', 6 * 40 * 4 * (16 + 16))  # of the six parts of one row
+    tensors, grads = make_inputs(whole(40, batch=2), heads, device), make_grads(whole(40, batch=2), heads, device)
+    together = run_triton(window_attention, tensors, grads, window_size=(12, 0))
+    for row in (slice(1), slice(1, 2)):
+        alone = run_triton(
+            window_attention,
+            {name: t[row] for name, t in tensors.items()},
+            [g[row] for g in grads],
+            window_size=(12, 0),
+        )
+        assert_same_bits({name: t[row] for name, t in together.items()}, alone)
+
+
 @every_dtype
 @pytest.mark.parametrize(
     ('head_dim', 'value_dim'),
@@ -175,6 +191,17 @@ EXTENTS = {
 }
 
 every_extent = pytest.mark.parametrize('extents', EXTENTS.values(), ids=EXTENTS)
+
+
+@pytest.mark.parametrize('name', ['row offsets', 'lengths', 'packed, offsets'])
+def test_strides_of_lengths_and_offsets(name: str, device: torch.device) -> None:
+    """Columns of a table, and one number for all rows."""
+    extents = EXTENTS[name]
+    columns = {key: torch.stack((t, t), 1)[:, 0] for key, t in extents.where.items()}
+    assert_close(replace(extents, where=columns), HEADS, device, (12, 0))
+    if name == 'row offsets':
+        one = {'q_offset': torch.tensor([7], dtype=torch.int32).expand(3)}
+        assert_close(replace(extents, where=one), HEADS, device, (12, 0))
 
 
 @every_extent

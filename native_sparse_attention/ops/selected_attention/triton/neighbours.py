@@ -1,7 +1,7 @@
 """Kernels of selected attention for small groups: neighbouring queries fill a tile together and share what they read.
 
-A query with few heads leaves most rows of a tile empty. So a program has several neighbours, goes in order through the
-blocks that one of them chose. Shapes and names are those of the kernels per query.
+A query with few heads leaves most rows of a tile empty. So a program has several neighbours and goes in order through
+the blocks that at least one of them chose. Shapes and names are those of the kernels per query.
 """
 
 # To pyright a jit function that another calls never returns.
@@ -76,7 +76,7 @@ def neighbours_forward_kernel(
     num_blocks = _count_blocks(offset + first_query, num_queries - first_query, num_keys, BLOCK_SIZE, BLOCK_T, CAUSAL)
     block = _next_block(choice, -1)
     while block < num_blocks:
-        slot = _find_slot(choice, block, BLOCK_S)  # [BLOCK_M], BLOCK_S where a row did not choose the block
+        slot = _find_slot(choice, block, positions, BLOCK_SIZE, BLOCK_S, CAUSAL)  # [BLOCK_M]
         scale_log2 = tl.full([BLOCK_M], scale * 1.4426950408889634, tl.float32)
         if factors_ptr is not None:
             scale_log2 *= _pick(factors, slot, BLOCK_S)
@@ -197,7 +197,7 @@ def neighbours_dq_kernel(
     num_blocks = _count_blocks(offset + first_query, num_queries - first_query, num_keys, BLOCK_SIZE, BLOCK_T, CAUSAL)
     block = _next_block(choice, -1)
     while block < num_blocks:
-        slot = _find_slot(choice, block, BLOCK_S)  # [BLOCK_M], BLOCK_S where a row did not choose the block
+        slot = _find_slot(choice, block, positions, BLOCK_SIZE, BLOCK_S, CAUSAL)  # [BLOCK_M]
         factor = tl.full([BLOCK_M], 1.0, tl.float32)
         if factors_ptr is not None:
             factor = _pick(factors, slot, BLOCK_S)
@@ -270,10 +270,15 @@ def _next_block(choice, block):
 
 
 @triton.jit
-def _find_slot(choice, block, BLOCK_S: tl.constexpr):
-    """Where a block first stands in each row of indices, BLOCK_S where it does not."""
+def _find_slot(choice, block, positions, BLOCK_SIZE: tl.constexpr, BLOCK_S: tl.constexpr, CAUSAL: tl.constexpr):
+    """Where a block first stands in each row of indices, BLOCK_S where it does not or is in the future: the factor of
+    what a row does not read may be anything.
+    """
     slots = tl.arange(0, BLOCK_S)
-    return tl.min(tl.where(choice == block, slots[None, :], BLOCK_S), 1)
+    slot = tl.min(tl.where(choice == block, slots[None, :], BLOCK_S), 1)
+    if CAUSAL:
+        slot = tl.where(block * BLOCK_SIZE <= positions, slot, BLOCK_S)
+    return slot
 
 
 @triton.jit
