@@ -353,6 +353,16 @@ def test_what_no_query_reads_changes_nothing(device: torch.device) -> None:
     assert (expected['grad of block_scale'][..., :2] != 0).all()
 
 
+def test_the_gradient_of_a_log_sum_exp_of_nothing(device: torch.device) -> None:
+    """NaN, as logaddexp of two such gives it, beside queries of the same tile that read something."""
+    indices = torch.tensor([[0], [-1]], dtype=torch.int32).repeat(4, 1).view(1, 8, 1, 1)
+    tensors, grads = make_inputs(whole(8), HEADS, device, indices, scaled=True), make_grads(whole(8), HEADS, device)
+    grads[1][:, :, 1::2] = torch.nan
+    result = run_triton(selected_attention, tensors, grads, block_size=4)
+    assert all(t.isfinite().all() for name, t in result.items() if name != 'out1')
+    assert (result['grad of q'][:, 1::2] == 0).all()
+
+
 @pytest.mark.parametrize('junk', [torch.nan, torch.inf])
 def test_factors_of_the_future_change_nothing(junk: float, device: torch.device) -> None:
     """Of a block that a later query of the same tile reads."""

@@ -428,6 +428,17 @@ def test_one_token_at_a_time_with_a_cache_that_is_not_yet_filled(device: torch.d
         torch.testing.assert_close(step_lse, lse[..., t : t + 1], rtol=1e-5, atol=1e-6)
 
 
+def test_the_gradient_of_a_log_sum_exp_of_nothing(device: torch.device) -> None:
+    """NaN, as logaddexp of two such gives it, beside queries of the same tile that read something."""
+    tensors = {name: t.requires_grad_() for name, t in make_inputs(whole(12), HEADS, device).items()}
+    out, lse = window_attention(**tensors, window_size=(4, 0), q_offset=-5, backend='triton')
+    dlse = torch.where(lse == -torch.inf, torch.nan, 0.5)
+    assert dlse.isnan().any()
+    grads = torch.autograd.grad((out, lse), list(tensors.values()), (torch.ones_like(out), dlse))
+    assert all(grad.isfinite().all() for grad in grads)
+    assert (grads[0][:, :5] == 0).all()
+
+
 @pytest.mark.parametrize('where', [{}, {'seqlens_k': row_integers([40, 9, 33])}])
 def test_a_row_does_not_depend_on_its_neighbours(where: dict[str, Tensor], device: torch.device) -> None:
     lengths = where['seqlens_k'].tolist() if where else [40] * 3

@@ -88,6 +88,8 @@ def dq_kernel(
     if dlse_ptr is not None:
         dlse_ptr += row * dlse_strides[0] + head * dlse_strides[1]
         dlse = tl.load(dlse_ptr + query_rows.to(tl.int64) * dlse_strides[2], mask=query_mask, other=0.0)
+        # A log-sum-exp of nothing has no gradient; logaddexp of two such gives NaN.
+        dlse = tl.where(lse == float('-inf'), 0.0, dlse)
 
     last_position = offset + tl.minimum(first_query + BLOCK_M, num_queries) - 1
     first, last, full_first, full_last = key_range(interval, offset + first_query, last_position, num_keys)

@@ -87,7 +87,7 @@ def forward_kernel(
     lse = tl.where(empty, float('-inf'), row_max * 0.6931471805599453 + tl.log(total))
     out_ptr += row.to(tl.int64) * out_strides[0] + head.to(tl.int64) * out_strides[2]
     store_rows(out_ptr, query_start + queries, out_strides[1], out, query_mask, VALUE_DIM, BLOCK_DV)
-    lse_ptr += (row * tl.num_programs(1) + head).to(tl.int64) * place.seqlen_q
+    lse_ptr += (row.to(tl.int64) * tl.num_programs(1) + head) * place.seqlen_q
     tl.store(lse_ptr + query_start + queries, lse, mask=query_mask)
 
 

@@ -97,7 +97,7 @@ def dq_kernel(
     row, token = row.to(tl.int64), token.to(tl.int64)
     parts = tl.cdiv(GROUP, BLOCK_M)
     chooser = (tl.program_id(1) // parts).to(tl.int64)
-    part = tl.program_id(1) % parts
+    part = (tl.program_id(1) % parts).to(tl.int64)
     in_group = part * BLOCK_M + tl.arange(0, BLOCK_M)
     heads = chooser * GROUP + in_group
     head_mask = in_group < GROUP
@@ -121,6 +121,8 @@ def dq_kernel(
     if dlse_ptr is not None:
         dlse_ptr += row * dlse_strides[0] + token * dlse_strides[2]
         dlse = tl.load(dlse_ptr + heads * dlse_strides[1], mask=head_mask, other=0.0)
+        # A log-sum-exp of nothing has no gradient; logaddexp of two such gives NaN.
+        dlse = tl.where(lse == float('-inf'), 0.0, dlse)
     slots = tl.arange(0, BLOCK_S)
     choice = tl.load(indices_ptr + slots, mask=slots < NUM_SELECTED, other=-1)  # [BLOCK_S]
 

@@ -187,6 +187,8 @@ def neighbours_dq_kernel(
     if dlse_ptr is not None:
         offsets = row * dlse_strides[0] + heads * dlse_strides[1] + tokens * dlse_strides[2]
         dlse = tl.load(dlse_ptr + offsets, mask=mask, other=0.0)
+        # A log-sum-exp of nothing has no gradient; logaddexp of two such gives NaN.
+        dlse = tl.where(lse == float('-inf'), 0.0, dlse)
 
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     mean_k = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
