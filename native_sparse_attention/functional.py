@@ -195,5 +195,7 @@ def backend_of(
             'select_blocks', q, k, group_size=group_size, num_selected=num_selected, backend=eager_in_flex
         )
         if use_diff_topk:
-            others['chosen_scores'] = choice_backend('chosen_scores', q, k, backend=eager_in_flex)
+            others['chosen_scores'] = choice_backend(
+                'chosen_scores', q, k, num_selected=num_selected, backend=eager_in_flex
+            )
     return slowest(attentions, others)

@@ -15,6 +15,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 IS_INSTALLED = importlib.util.find_spec('triton') is not None
 # Offsets of tokens are int32 in the kernels; elements are counted in int64.
 MAX_TOKENS = 2**30
+# Blocks that the queries of a kv head choose, which the lists of those who chose a block count in int32.
+MAX_CHOICES = 2**30
 
 
 def unsupported(q: Tensor, *others: Tensor) -> str | None:
@@ -30,6 +32,14 @@ def unsupported(q: Tensor, *others: Tensor) -> str | None:
     tokens = max(t.shape[1] for t in (q, *others))
     if tokens > MAX_TOKENS:
         return f'a row has {tokens} tokens, but its kernels count up to {MAX_TOKENS}'
+    return None
+
+
+def too_many_choices(q: Tensor, k: Tensor, num_selected: int) -> str | None:
+    """Why the lists of those who chose a block cannot be made, or None where they can."""
+    choices = q.shape[1] * (q.shape[2] // k.shape[2]) * num_selected
+    if choices > MAX_CHOICES:
+        return f'up to {choices} blocks are chosen per kv head, but its kernels count up to {MAX_CHOICES}'
     return None
 
 

@@ -136,7 +136,8 @@ def chosen_scores(
     scale = logit_scale(q, scale)
     sizes = (compress_block_size, compress_stride, selection_block_size)
     arguments = (q, k_cmp, lse, block_indices, sequences, sizes, causal, scale)
-    match backend_of('chosen_scores', q, k_cmp, backend=backend).name:
+    num_selected = block_indices.shape[3]
+    match backend_of('chosen_scores', q, k_cmp, num_selected=num_selected, backend=backend).name:
         case 'triton':
             from native_sparse_attention.ops.block_selection import triton
 
@@ -152,14 +153,23 @@ def backend_of(
 ) -> BackendChoice:
     """The backend that would serve these inputs of 'select_blocks' or 'chosen_scores'.
 
-    group_size, num_selected: of a choice, how many heads choose together and how many blocks.
+    group_size, num_selected: how many heads choose together, which matters to 'select_blocks' alone, and how many
+    blocks.
     """
-    candidates = {'triton': partial(_unsupported, q, k_cmp, group_size, num_selected), 'eager': serves}
+    unsupported = {'select_blocks': _choice_unsupported, 'chosen_scores': _scores_unsupported}[op]
+    candidates = {'triton': partial(unsupported, q, k_cmp, group_size, num_selected), 'eager': serves}
     return choose_backend(op, backend, q.device, candidates)
 
 
-def _unsupported(q: Tensor, k_cmp: Tensor, group_size: int, num_selected: int) -> str | None:
-    """Why the Triton kernels cannot serve a call, or None where they can."""
+def _scores_unsupported(q: Tensor, k_cmp: Tensor, group_size: int, num_selected: int) -> str | None:
+    """Why the Triton kernels cannot serve a call of `chosen_scores`, or None where they can."""
+    from native_sparse_attention.ops._triton import support
+
+    return support.too_many_choices(q, k_cmp, num_selected) or support.unsupported(q, k_cmp)
+
+
+def _choice_unsupported(q: Tensor, k_cmp: Tensor, group_size: int, num_selected: int) -> str | None:
+    """Why the Triton kernel cannot serve a call of `select_blocks`, or None where it can."""
     from native_sparse_attention.ops._triton import support
 
     if group_size > MAX_GROUP:

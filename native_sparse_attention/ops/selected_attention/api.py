@@ -17,8 +17,6 @@ from native_sparse_attention.ops.backend import BackendChoice, choose_backend, s
 
 # Blocks of a query, which a kernel holds at once to find those that stand in the row already.
 MAX_SELECTED = 1024
-# Blocks that the queries of a kv head choose, which the kernels count in int32.
-MAX_CHOICES = 2**30
 
 
 def selected_attention(
@@ -118,7 +116,4 @@ def _not_by_triton(q: Tensor, k: Tensor, v: Tensor, num_selected: int) -> str | 
 
     if num_selected > MAX_SELECTED:
         return f'a query chooses {num_selected} blocks, but its kernels hold a choice of up to {MAX_SELECTED}'
-    choices = q.shape[1] * (q.shape[2] // k.shape[2]) * num_selected
-    if choices > MAX_CHOICES:
-        return f'up to {choices} blocks are chosen per kv head, but its kernels count up to {MAX_CHOICES}'
-    return support.unsupported(q, k, v)
+    return support.too_many_choices(q, k, num_selected) or support.unsupported(q, k, v)

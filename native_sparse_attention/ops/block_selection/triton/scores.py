@@ -211,6 +211,7 @@ def _add_queries(
                 **constants,
                 BLOCK_C=block_c,
             )
+        del entries, starts, partial  # before those of the next group are made
 
 
 @_forward.register_fake
