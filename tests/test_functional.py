@@ -344,6 +344,9 @@ def test_the_backend_of_every_op(float32_nsa: tuple[dict[str, Any], dict[str, An
     wide = torch.empty(1, 4, 1, 300, device=device)
     with pytest.raises(ValueError, match='the head size is 300, but its kernels fit head sizes up to 256'):
         backend_of(q, k, wide, backend='triton')
+    many = torch.empty(1, 4, 65536, 16, device=device)
+    with pytest.raises(ValueError, match='q has 65536 heads, but its kernels take up to 65535'):
+        backend_of(many, many, many, backend='triton')
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 IS_INSTALLED = importlib.util.find_spec('triton') is not None
 # Offsets of tokens are int32 in the kernels; elements are counted in int64.
 MAX_TOKENS = 2**30
+# Heads lie on the second axis of a grid.
+MAX_HEADS = 65535
 # Blocks that the queries of a kv head choose, which the lists of those who chose a block count in int32.
 MAX_CHOICES = 2**30
 
@@ -29,6 +31,9 @@ def unsupported(q: Tensor, *others: Tensor) -> str | None:
     head_dim = max(t.shape[-1] for t in (q, *others))
     if head_dim > MAX_HEAD_DIM:
         return f'the head size is {head_dim}, but its kernels fit head sizes up to {MAX_HEAD_DIM}'
+    heads = q.shape[2]
+    if heads > MAX_HEADS:
+        return f'q has {heads} heads, but its kernels take up to {MAX_HEADS}'
     tokens = max(t.shape[1] for t in (q, *others))
     if tokens > MAX_TOKENS:
         return f'a row has {tokens} tokens, but its kernels count up to {MAX_TOKENS}'
