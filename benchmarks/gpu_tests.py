@@ -4,8 +4,8 @@
     python -m benchmarks.gpu_tests --name rules -- tests/ops/test_triton_gpu.py -k 'rules or choice'
     python -m benchmarks.gpu_tests --device cpu --out /tmp/results -- tests/test_geometry.py      to try the script
 
-Arguments after `--` go to pytest. Needs pytest-xdist for --jobs above 1. Writes <date>-<gpu>-tests-<name>.md and .json to
---out, with what failed by name, and returns what pytest returned.
+Arguments after `--` go to pytest. Needs pytest-xdist for --jobs above 1. Writes <date>-<gpu>-tests-<name>.md and .json
+to --out, with what failed by name, and returns what pytest returned.
 """
 
 from __future__ import annotations
