@@ -85,12 +85,3 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, device: torch.device,
         return
     with torch.cuda.device(device) if device.type == 'cuda' else nullcontext():
         kernel[grid](*args, **meta)
-
-
-def refuse_double_backward(op: Any) -> None:
-    """Makes a second derivative through the registered backward op an error that says what to do."""
-
-    def refuse(*_: Any) -> None:
-        raise RuntimeError(f'{op._qualname} has no second derivative: use backend="eager" for double backward')
-
-    op.register_autograd(refuse)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from native_sparse_attention.ops._triton.interval import settings
 from native_sparse_attention.ops._triton.interval.backward import dkv_kernel, dq_kernel
 from native_sparse_attention.ops._triton.interval.forward import forward_kernel
 from native_sparse_attention.ops._triton.interval.tiles import Interval
-from native_sparse_attention.ops._triton.launch import head_block, launch, refuse_double_backward, settings_of
+from native_sparse_attention.ops._triton.launch import head_block, launch, settings_of
 from native_sparse_attention.ops._triton.placement import (
     Placement,
     flatten,
@@ -21,6 +21,13 @@ from native_sparse_attention.ops._triton.placement import (
     num_tiles,
     unflatten,
 )
+from native_sparse_attention.ops._triton.registered import (
+    OptionalInt,
+    OptionalTensor,
+    refuse_double_backward,
+    save_inputs,
+    saved_inputs,
+)
 
 # Programs of the kernel for k and v that fill a GPU; where there are fewer, the heads of a group are added in parts.
 FULL_GRID = 1024
@@ -28,9 +35,6 @@ FULL_GRID = 1024
 WORKSPACE = 2**29
 # Queries whose part of the gradients of memory is added by one program.
 SPLIT = 1024
-
-OptionalTensor = Optional[Tensor]  # noqa: UP045 (the schema of an op is read off its annotations)
-OptionalInt = Optional[int]  # noqa: UP045
 
 
 def interval_attention(
@@ -276,17 +280,8 @@ def _(
     return dq, k.new_empty(k.shape), v.new_empty(v.shape), *(k.new_empty(heads, num_memory, d) for d in dims)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.set_materialize_grads(False)
-    ctx.tensors = [isinstance(value, Tensor) for value in inputs]
-    ctx.others = [value for value in inputs if not isinstance(value, Tensor)]
-    ctx.save_for_backward(*output, *(value for value in inputs if isinstance(value, Tensor)))
-
-
 def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    out, lse, *tensors = ctx.saved_tensors
-    saved, others = iter(tensors), iter(ctx.others)
-    inputs = [next(saved) if is_tensor else next(others) for is_tensor in ctx.tensors]
+    (out, lse), inputs = saved_inputs(ctx)
     if dout is None:
         dout = torch.zeros_like(out)
     needed = ctx.needs_input_grad[:5]
@@ -295,7 +290,7 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[
     return *grads, *(None,) * (len(inputs) - 5)
 
 
-_forward.register_autograd(_differentiate, setup_context=_save)
+_forward.register_autograd(_differentiate, setup_context=save_inputs)
 refuse_double_backward(_backward)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +13,6 @@ from native_sparse_attention.ops._triton.launch import (
     Table,
     head_block,
     launch,
-    refuse_double_backward,
     row_block,
     settings_of,
 )
@@ -25,6 +24,13 @@ from native_sparse_attention.ops._triton.placement import (
     num_tiles,
     unflatten,
 )
+from native_sparse_attention.ops._triton.registered import (
+    OptionalInt,
+    OptionalTensor,
+    refuse_double_backward,
+    save_inputs,
+    saved_inputs,
+)
 from native_sparse_attention.ops.block_selection.triton import scores_settings
 from native_sparse_attention.ops.block_selection.triton.scores_backward import Lists, combine_kernel, partial_kernel
 from native_sparse_attention.ops.block_selection.triton.scores_forward import dq_kernel, forward_kernel
@@ -35,9 +41,6 @@ from native_sparse_attention.ops.block_selection.triton.scores_tiles import Size
 CHUNK_ROWS = {2: 4096, 4: 512}
 # Bytes that those parts may take.
 WORKSPACE = 2**28
-
-OptionalTensor = Optional[Tensor]  # noqa: UP045 (the schema of an op is read off its annotations)
-OptionalInt = Optional[int]  # noqa: UP045
 
 
 def chosen_scores(
@@ -229,17 +232,13 @@ def _(dout: Tensor, q: Tensor, k_cmp: Tensor, lse: Tensor, *rest: Any) -> tuple[
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.set_materialize_grads(False)
-    ctx.tensors = [isinstance(value, Tensor) for value in inputs]
-    ctx.others = [value for value in inputs if not isinstance(value, Tensor)]
-    ctx.save_for_backward(*(value for value in inputs if isinstance(value, Tensor)))
+    save_inputs(ctx, inputs)
 
 
 def _differentiate(ctx: Any, dout: Tensor | None) -> tuple[Tensor | None, ...]:
     if dout is None:
         return (None,) * len(ctx.tensors)
-    saved, others = iter(ctx.saved_tensors), iter(ctx.others)
-    inputs = [next(saved) if is_tensor else next(others) for is_tensor in ctx.tensors]
+    _, inputs = saved_inputs(ctx)
     needs_dq, needs_dk, needs_dlse = ctx.needs_input_grad[:3]
     dq, dk, dlse = _backward(dout, *inputs, needs_dq or needs_dlse, needs_dk)
     grads = (dq if needs_dq else None, dk if needs_dk else None, dlse if needs_dlse else None)

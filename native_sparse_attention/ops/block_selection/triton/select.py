@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 import torch
 import triton
@@ -26,6 +26,7 @@ from native_sparse_attention.ops._triton.placement import (
     num_tiles,
     unflatten,
 )
+from native_sparse_attention.ops._triton.registered import OptionalInt, OptionalTensor
 from native_sparse_attention.ops._triton.support import MAX_TOKENS
 from native_sparse_attention.ops._triton.tiles import load_rows
 from native_sparse_attention.ops.block_selection.triton import settings
@@ -34,9 +35,6 @@ from native_sparse_attention.ops.block_selection.triton import settings
 MAX_KEPT = 4096
 # Forced blocks beyond these do not exist, and their priorities fit an int32.
 MAX_FORCED = 2**28
-
-OptionalTensor = Optional[Tensor]  # noqa: UP045 (the schema of an op is read off its annotations)
-OptionalInt = Optional[int]  # noqa: UP045
 
 
 class Blocks(NamedTuple):

@@ -8,7 +8,8 @@ import torch
 import triton
 from torch import Tensor
 
-from native_sparse_attention.ops._triton.launch import launch, refuse_double_backward
+from native_sparse_attention.ops._triton.launch import launch
+from native_sparse_attention.ops._triton.registered import refuse_double_backward
 from native_sparse_attention.ops.gated_sum.triton.kernels import backward_kernel, forward_kernel
 
 # Elements of a program's tile of one branch, and its warps: enough loads in flight, few enough registers.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +13,6 @@ from native_sparse_attention.ops._triton.launch import (
     Table,
     head_block,
     launch,
-    refuse_double_backward,
     row_block,
     settings_of,
 )
@@ -24,6 +23,13 @@ from native_sparse_attention.ops._triton.placement import (
     make_placement,
     num_tiles,
     unflatten,
+)
+from native_sparse_attention.ops._triton.registered import (
+    OptionalInt,
+    OptionalTensor,
+    refuse_double_backward,
+    save_inputs,
+    saved_inputs,
 )
 from native_sparse_attention.ops.selected_attention.triton import settings
 from native_sparse_attention.ops.selected_attention.triton.backward import (
@@ -46,9 +52,6 @@ CHUNK_ROWS = {2: 4096, 4: 512}
 SMALL_GROUP, MAX_SHARED_CHOICE = 8, 64
 # Bytes that partial sums may take.
 WORKSPACE = 2**28
-
-OptionalTensor = Optional[Tensor]  # noqa: UP045 (the schema of an op is read off its annotations)
-OptionalInt = Optional[int]  # noqa: UP045
 
 
 def selected_attention(
@@ -270,17 +273,8 @@ def _(
     return q.new_empty(q.shape), dk, dv, dscale
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.set_materialize_grads(False)
-    ctx.tensors = [isinstance(value, Tensor) for value in inputs]
-    ctx.others = [value for value in inputs if not isinstance(value, Tensor)]
-    ctx.save_for_backward(*output, *(value for value in inputs if isinstance(value, Tensor)))
-
-
 def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    out, lse, *tensors = ctx.saved_tensors
-    saved, others = iter(tensors), iter(ctx.others)
-    inputs = [next(saved) if is_tensor else next(others) for is_tensor in ctx.tensors]
+    (out, lse), inputs = saved_inputs(ctx)
     if dout is None:
         dout = torch.zeros_like(out)
     needs_dq, needs_dk, needs_dv, _, needs_dscale = ctx.needs_input_grad[:5]
@@ -289,7 +283,7 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[
     return *(grad if needs else None for grad, needs in pairs), *(None,) * (len(inputs) - 5)
 
 
-_forward.register_autograd(_differentiate, setup_context=_save)
+_forward.register_autograd(_differentiate, setup_context=save_inputs)
 refuse_double_backward(_backward)
 
 
