@@ -21,19 +21,19 @@ MAX_HEADS = 65535
 MAX_CHOICES = 2**30
 
 
-def unsupported(q: Tensor, *others: Tensor) -> str | None:
-    """Why the kernels cannot serve a call, or None where they can. others: k and v."""
+def unsupported(q: Tensor, *others: Tensor, name: str = 'q') -> str | None:
+    """Why the kernels cannot serve a call, or None where they can. others: k and v. name: what q is called there."""
     reason = _unsupported_device(q.device)
     if reason is not None:
         return reason
     if q.dtype not in DTYPES:
-        return f'q has dtype {q.dtype}, but its kernels compute in float32'
+        return f'{name} has dtype {q.dtype}, but its kernels compute in float32'
     head_dim = max(t.shape[-1] for t in (q, *others))
     if head_dim > MAX_HEAD_DIM:
         return f'the head size is {head_dim}, but its kernels fit head sizes up to {MAX_HEAD_DIM}'
     heads = q.shape[2]
     if heads > MAX_HEADS:
-        return f'q has {heads} heads, but its kernels take up to {MAX_HEADS}'
+        return f'{name} has {heads} heads, but its kernels take up to {MAX_HEADS}'
     tokens = max(t.shape[1] for t in (q, *others))
     if tokens > MAX_TOKENS:
         return f'a row has {tokens} tokens, but its kernels count up to {MAX_TOKENS}'

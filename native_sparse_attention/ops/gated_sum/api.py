@@ -59,7 +59,7 @@ def _unsupported(gates: Tensor, out: Tensor) -> str | None:
 
     if gates.dtype == torch.float64:
         return f'gates has dtype {gates.dtype}, but its kernels compute in float32'
-    return support.unsupported(out)
+    return support.unsupported(out, name='out_compressed')
 
 
 def check_gates(gates: Tensor, q: Tensor) -> None:

@@ -55,7 +55,7 @@ def interval_attention(
     tokens); mem_kv: pairs that every query reads, `[H, M, D and DV]`. left, reach: None is unbounded. Returns the
     output `[B, T, HQ, DV]` and the log-sum-exp `[B, HQ, T]`.
     """
-    mem_k, mem_v = (None, None) if mem_kv is None or mem_kv[0].shape[1] == 0 else mem_kv
+    mem_k, mem_v = (None, None) if mem_kv is None else mem_kv
     return _forward(q, k, v, mem_k, mem_v, *flatten(sequences), left, reach, block_size, stride, scale)
 
 
@@ -307,9 +307,8 @@ def _prepare(
     stride: int,
 ) -> Any:
     """Inputs as the kernels take them: memory stands before the other keys of every row."""
-    num_memory, num_keys = 0, k.shape[1]
-    if mem_k is not None and mem_v is not None:
-        num_memory = mem_k.shape[1]
+    num_memory, num_keys = 0 if mem_k is None else mem_k.shape[1], k.shape[1]
+    if num_memory and mem_k is not None and mem_v is not None:
         k, v = (
             torch.cat((memory.transpose(0, 1).expand(t.shape[0], -1, -1, -1), t), 1)
             for memory, t in ((mem_k, k), (mem_v, v))
