@@ -166,6 +166,18 @@ def load_position(place, sequence, num_queries, num_keys):
 
 
 @triton.jit
+def locate_queries(index, place, TILE: tl.constexpr):
+    """Of tile `index` of the queries: sequence, row, first token of the sequence, the tile's first query (at or behind
+    the last one where it holds none), and of the sequence the queries, the keys in tokens, the first query's position.
+    """
+    sequence, first_query = find_tile(index, place.cu_seqlens, place.seqlen_q, place.num_sequences, TILE)
+    row, query_start, num_queries = load_extent(place.cu_seqlens, sequence, place.seqlen_q, place.num_sequences)
+    num_tokens = load_num_keys(place, sequence)
+    offset = load_position(place, sequence, num_queries, num_tokens)
+    return sequence, row, query_start, first_query, num_queries, num_tokens, offset
+
+
+@triton.jit
 def count_blocks(num_tokens, block_size, stride):
     """Compressed blocks that `num_tokens` tokens complete."""
     return tl.maximum(num_tokens - block_size + stride, 0) // stride

@@ -20,6 +20,7 @@ from native_sparse_attention.ops._triton.placement import (
     load_extent,
     load_num_keys,
     load_position,
+    locate_queries,
 )
 from native_sparse_attention.ops._triton.tiles import add_product, load_rows, split_finite, store_rows
 
@@ -56,13 +57,12 @@ def dq_kernel(
     """Shapes as in the forward kernel; dlse may be None, and is `[B, HQ, T]` like lse and delta, where the gradient of
     a logit is p * (dp - delta).
     """
-    sequence, first_query = find_tile(tl.program_id(0), place.cu_seqlens, place.seqlen_q, place.num_sequences, BLOCK_M)
-    head = tl.program_id(1)
-    row, query_start, num_queries = load_extent(place.cu_seqlens, sequence, place.seqlen_q, place.num_sequences)
+    sequence, row, query_start, first_query, num_queries, num_tokens, offset = locate_queries(
+        tl.program_id(0), place, BLOCK_M
+    )
     if first_query >= num_queries:
         return
-    num_tokens = load_num_keys(place, sequence)
-    offset = load_position(place, sequence, num_queries, num_tokens)
+    head = tl.program_id(1)
     _, key_start, num_keys = load_extent(place.cu_blocks, sequence, interval.num_keys, place.num_sequences)
     num_keys = tl.minimum(count_blocks(num_tokens, interval.block_size, interval.stride), num_keys)
 

@@ -9,13 +9,7 @@ import triton
 import triton.language as tl
 
 from native_sparse_attention.ops._triton.interval.tiles import is_read, key_range, split_range
-from native_sparse_attention.ops._triton.placement import (
-    count_blocks,
-    find_tile,
-    load_extent,
-    load_num_keys,
-    load_position,
-)
+from native_sparse_attention.ops._triton.placement import count_blocks, load_extent, locate_queries
 from native_sparse_attention.ops._triton.tiles import add_product, load_rows, split_finite, store_rows
 
 
@@ -42,13 +36,12 @@ def forward_kernel(
     BLOCK_DV: tl.constexpr,
 ):
     """q, out: `[B, T, HQ, D and DV]`; k, v: `[B, M + C, H, D and DV]`; lse: `[B, HQ, T]`."""
-    sequence, first_query = find_tile(tl.program_id(0), place.cu_seqlens, place.seqlen_q, place.num_sequences, BLOCK_M)
-    head = tl.program_id(1)
-    row, query_start, num_queries = load_extent(place.cu_seqlens, sequence, place.seqlen_q, place.num_sequences)
+    sequence, row, query_start, first_query, num_queries, num_tokens, offset = locate_queries(
+        tl.program_id(0), place, BLOCK_M
+    )
     if first_query >= num_queries:
         return
-    num_tokens = load_num_keys(place, sequence)
-    offset = load_position(place, sequence, num_queries, num_tokens)
+    head = tl.program_id(1)
     _, key_start, num_keys = load_extent(place.cu_blocks, sequence, interval.num_keys, place.num_sequences)
     num_keys = tl.minimum(count_blocks(num_tokens, interval.block_size, interval.stride), num_keys)
 

@@ -16,12 +16,10 @@ from native_sparse_attention.geometry import Sequences, max_length_of_compressed
 from native_sparse_attention.ops._triton.launch import head_block, launch, settings_of
 from native_sparse_attention.ops._triton.placement import (
     count_blocks,
-    find_tile,
     flatten,
     last_dim_contiguous,
     load_extent,
-    load_num_keys,
-    load_position,
+    locate_queries,
     make_placement,
     num_tiles,
     unflatten,
@@ -186,13 +184,12 @@ def select_kernel(
     """q: `[B, T, HQ, D]`; k: `[B, C, H, D]`; lse: `[B, HQ, T]`; out: `[B, T, HI, n]`, contiguous. The GROUP heads of a
     chooser choose together; every key head has CHOOSERS of them.
     """
-    sequence, first_query = find_tile(tl.program_id(0), place.cu_seqlens, place.seqlen_q, place.num_sequences, BLOCK_T)
-    chooser = tl.program_id(1)
-    row, query_start, num_queries = load_extent(place.cu_seqlens, sequence, place.seqlen_q, place.num_sequences)
+    sequence, row, query_start, first_query, num_queries, num_tokens, offset = locate_queries(
+        tl.program_id(0), place, BLOCK_T
+    )
     if first_query >= num_queries:
         return
-    num_tokens = load_num_keys(place, sequence)
-    offset = load_position(place, sequence, num_queries, num_tokens)
+    chooser = tl.program_id(1)
     num_tokens = tl.minimum(num_tokens, blocks.max_tokens)
     _, key_start, num_keys = load_extent(place.cu_blocks, sequence, blocks.num_compressed, place.num_sequences)
     num_keys = tl.minimum(count_blocks(num_tokens, blocks.block_size, blocks.stride), num_keys)

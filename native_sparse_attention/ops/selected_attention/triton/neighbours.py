@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from native_sparse_attention.ops._triton.placement import find_tile, load_extent, load_num_keys, load_position
+from native_sparse_attention.ops._triton.placement import load_extent, locate_queries
 from native_sparse_attention.ops._triton.tiles import add_product, load_rows, split_finite, store_rows
 
 
@@ -49,12 +49,11 @@ def neighbours_forward_kernel(
 ):
     """One program per tile of BLOCK_M / BLOCK_G queries and per chooser; BLOCK_G holds the heads of a group."""
     BLOCK_T: tl.constexpr = BLOCK_M // BLOCK_G
-    sequence, first_query = find_tile(tl.program_id(0), place.cu_seqlens, place.seqlen_q, place.num_sequences, BLOCK_T)
-    row, query_start, num_queries = load_extent(place.cu_seqlens, sequence, place.seqlen_q, place.num_sequences)
-    if (first_query < 0) | (first_query >= num_queries):
+    sequence, row, query_start, first_query, num_queries, num_keys, offset = locate_queries(
+        tl.program_id(0), place, BLOCK_T
+    )
+    if first_query >= num_queries:
         return
-    num_keys = load_num_keys(place, sequence)
-    offset = load_position(place, sequence, num_queries, num_keys)
     _, key_start, _ = load_extent(place.cu_seqlens_k, sequence, place.seqlen_k, place.num_sequences)
     row, chooser = row.to(tl.int64), tl.program_id(1).to(tl.int64)
     queries, heads, mask = _rows_of_tile(first_query, num_queries, chooser, GROUP, BLOCK_G, BLOCK_M)
@@ -155,12 +154,11 @@ def neighbours_dq_kernel(
     when each head knows by how much its delta was off.
     """
     BLOCK_T: tl.constexpr = BLOCK_M // BLOCK_G
-    sequence, first_query = find_tile(tl.program_id(0), place.cu_seqlens, place.seqlen_q, place.num_sequences, BLOCK_T)
-    row, query_start, num_queries = load_extent(place.cu_seqlens, sequence, place.seqlen_q, place.num_sequences)
-    if (first_query < 0) | (first_query >= num_queries):
+    sequence, row, query_start, first_query, num_queries, num_keys, offset = locate_queries(
+        tl.program_id(0), place, BLOCK_T
+    )
+    if first_query >= num_queries:
         return
-    num_keys = load_num_keys(place, sequence)
-    offset = load_position(place, sequence, num_queries, num_keys)
     _, key_start, _ = load_extent(place.cu_seqlens_k, sequence, place.seqlen_k, place.num_sequences)
     row, chooser = row.to(tl.int64), tl.program_id(1).to(tl.int64)
     queries, heads, mask = _rows_of_tile(first_query, num_queries, chooser, GROUP, BLOCK_G, BLOCK_M)
