@@ -53,6 +53,32 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """Groups of up to SMALL_GROUP heads have kernels of their own."""
     if request.param == KERNELS[0]:
         monkeypatch.setattr(op, 'SMALL_GROUP', 0)
+    monkeypatch.setattr(op, 'MEETING', 0)
+
+
+@per_tile
+@pytest.mark.parametrize(
+    ('seqlen', 'group', 'num_selected', 'block_size', 'shared'),
+    [
+        (8192, 1, 16, 64, True),
+        (32768, 1, 16, 64, True),
+        (65536, 1, 16, 64, False),
+        (8192, 4, 16, 64, True),
+        (16384, 4, 16, 64, False),
+        (8192, 2, 5, 16, False),
+        (8192, 16, 16, 64, False),
+        (8192, 1, 65, 64, False),
+    ],
+)
+def test_neighbours_share_where_they_must_meet(
+    seqlen: int, group: int, num_selected: int, block_size: int, shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(op, 'MEETING', 4)
+    q, k, indices = (
+        torch.empty(1, seqlen, heads, size, device='meta')
+        for heads, size in ((2 * group, 64), (2, 64), (2, num_selected))
+    )
+    assert op._neighbours_share(q, k, indices, block_size) is shared
 
 
 def make_indices(extents: Extents, choosers: int, num_selected: int, block_size: int) -> Tensor:

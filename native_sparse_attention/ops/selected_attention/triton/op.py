@@ -50,6 +50,8 @@ from native_sparse_attention.ops.selected_attention.triton.neighbours import (
 CHUNK_ROWS = {2: 4096, 4: 512}
 # The largest group, and the most indices of a row, where neighbouring queries go through their blocks together.
 SMALL_GROUP, MAX_SHARED_CHOICE = 8, 64
+# They do where a tile of so many rows chooses each block so many times in the mean.
+TILE_ROWS, MEETING = 128, 4
 # Bytes that partial sums may take.
 WORKSPACE = 2**28
 
@@ -91,7 +93,7 @@ def _forward(
     out = q.new_empty(batch, seqlen, heads, v.shape[3])
     lse = q.new_empty(batch, heads, seqlen, dtype=torch.float32)
     place = make_placement(sequences)
-    if _neighbours_share(q, block_indices):
+    if _neighbours_share(q, k, block_indices, block_size):
         kernel, plan, table = neighbours_forward_kernel, _launch_per_tile, settings.NEIGHBOURS_FORWARD
     else:
         kernel, plan, table = forward_kernel, _launch_per_query, settings.FORWARD
@@ -137,7 +139,7 @@ def _backward(
     place = make_placement(unflatten(q, (seqlen_k, q_offset, q_offsets, seqlens_k, cu_seqlens, cu_seqlens_k)))
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     delta = torch.empty_like(lse)
-    if _neighbours_share(q, block_indices):
+    if _neighbours_share(q, k, block_indices, block_size):
         kernel, plan, table = neighbours_dq_kernel, _launch_per_tile, settings.NEIGHBOURS_DQ
     else:
         kernel, plan, table = dq_kernel, _launch_per_query, settings.DQ
@@ -287,10 +289,16 @@ _forward.register_autograd(_differentiate, setup_context=save_inputs)
 refuse_double_backward(_backward)
 
 
-def _neighbours_share(q: Tensor, block_indices: Tensor) -> bool:
-    """Whether neighbouring queries go through their blocks together: where the heads of one would fill no tile."""
+def _neighbours_share(q: Tensor, k: Tensor, block_indices: Tensor, block_size: int) -> bool:
+    """Whether neighbouring queries go through their blocks together: where the heads of one would fill no tile, and
+    there are so few blocks that the choices of many must meet, whatever they are.
+    """
     index_heads, num_selected = block_indices.shape[2:]
-    return q.shape[2] // index_heads <= SMALL_GROUP and num_selected <= MAX_SHARED_CHOICE
+    group = q.shape[2] // index_heads
+    if group > SMALL_GROUP or num_selected > MAX_SHARED_CHOICE:
+        return False
+    num_blocks = -(-k.shape[1] // block_size)
+    return MEETING * num_blocks * group <= TILE_ROWS * num_selected
 
 
 def _launch_per_tile(
