@@ -25,7 +25,6 @@ from native_sparse_attention.ops import (
 from native_sparse_attention.testing import (
     INDEX_KINDS,
     LAYOUTS,
-    ROW_LIMITS,
     lay_out,
     make_block_indices,
     make_qkv,
@@ -47,6 +46,10 @@ MAX_SEQLEN = 700
 # In results of fewer elements than this chance moves the largest and the mean error by more than rules 1 and 2 allow:
 # they are held to the others, and to twice the norm of eager's error.
 MIN_ELEMENTS = 8192
+# The results that are float32 whatever the inputs are, and meet no rounding to a half type; of other ops out1, the
+# log-sum-exp. Tensor cores round their sums towards zero, which shows near 0: the worst row on an H200 was 2^-13.8.
+UNROUNDED = {'chosen_scores': ('out0', 'grad of lse'), 'gated_sum': ()}
+UNROUNDED_ROW_LIMIT = 2.0**-12
 # The norm of the error over the norm of the gold that every result may have, whatever the error of eager.
 NORM_ERRORS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 1e-5}
 
@@ -103,12 +106,14 @@ def _broken_rules(
     dtype = problem.dtypes.get(name, result.dtype)
     errors = measure_errors(result, expected, eager, row_dims=problem.row_dims.get(name, 1), dtype=dtype)
     # On a GPU eager's float32 products are summed in many parts, and are exact where a row has one key: float32 is held
-    # to 1e-5 of the norm instead of to its errors.
-    if expected.count_nonzero() < MIN_ELEMENTS or result.dtype == torch.float32:
+    # to 1e-5 of the norm instead of to its errors, and so is what no half type rounds.
+    unrounded = result.dtype == torch.float32 and name in UNROUNDED.get(problem.function.__name__, ('out1',))
+    in_float32 = _input_dtype(problem) == torch.float32
+    if unrounded and not in_float32:
+        dtype = torch.float32
+        errors = replace(errors, row_allowed=UNROUNDED_ROW_LIMIT)
+    if expected.count_nonzero() < MIN_ELEMENTS or unrounded or in_float32:
         errors = replace(errors, max_allowed=torch.inf, mean_allowed=torch.inf)
-    if result.dtype == torch.float32 and _input_dtype(problem) != torch.float32:
-        # Sums of tensor cores are rounded towards zero: a log-sum-exp near 0 is not as exact as its neighbours.
-        errors = replace(errors, row_allowed=ROW_LIMITS[torch.float16])
     broken = errors.broken_rules()
     error, eager_error = (_relative_error(t, expected) for t in (result, eager))
     limit = max(NORM_ERRORS[dtype], 2 * eager_error)

@@ -125,6 +125,11 @@ def _sort_lists(keys: Tensor, num_slots: int) -> InverseIndex:
     pairs, num_entries = keys.shape
     slots = torch.arange(pairs * (num_slots + 1) + 1, dtype=torch.int32, device=keys.device)
     parts = keys.flatten().split(MAX_ENTRIES)
+    if len(parts) == 1:
+        slot, order = parts[0].sort(stable=True)
+        first_entry = torch.arange(pairs, dtype=torch.int32, device=keys.device)[:, None] * num_entries
+        starts = torch.searchsorted(slot, slots[:-1], out_int32=True).view(pairs, num_slots + 1)
+        return InverseIndex(order.int().view(pairs, num_entries) - first_entry, starts - first_entry)
     # [parts, slots + 1]: where the list of a slot begins in each sorted part.
     starts_in_part = torch.stack([torch.searchsorted(part.sort().values, slots, out_int32=True) for part in parts])
     counts = starts_in_part.diff(dim=1)
