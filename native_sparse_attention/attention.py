@@ -13,13 +13,11 @@ from torch import Tensor, nn
 from native_sparse_attention import functional, geometry
 from native_sparse_attention.cache import FIRST_CAPACITY, MAX_ROLLBACK, LayerCache, projection_dtype
 from native_sparse_attention.compress import compress_blocks, make_networks
+from native_sparse_attention.gate import check_gate, make_gate
 from native_sparse_attention.ops._checks import check_not_negative, check_positive, make_sequences
 from native_sparse_attention.ops.backend import BackendChoice, check_backend
 from native_sparse_attention.padding import check_mask, from_front, front_order, to_front
 from native_sparse_attention.rotary import Rotary
-
-# Gates start at the window: sigmoid(-2), sigmoid(-2), sigmoid(2), as local patterns are learned first.
-GATE_START = (-2.0, -2.0, 2.0)
 
 
 class _Projected(NamedTuple):
@@ -183,8 +181,8 @@ class SparseAttention(nn.Module):
             block_size=compress_block_size,
             expand_factor=compress_mlp_expand_factor,
         )
-        self.to_strategy_combine = _make_gate(dim, heads) if strategy_combine_mlp is None else strategy_combine_mlp
-        _check_gate(self.to_strategy_combine, dim, heads)
+        self.to_strategy_combine = make_gate(dim, heads) if strategy_combine_mlp is None else strategy_combine_mlp
+        check_gate(self.to_strategy_combine, dim, heads)
 
     def forward(
         self,
@@ -475,32 +473,3 @@ class SparseAttention(nn.Module):
                     )
             if cache.batch_size != x.shape[0]:
                 raise ValueError(f'x has batch size {x.shape[0]}, but cache has {cache.batch_size}')
-
-
-def _make_gate(dim: int, heads: int) -> nn.Linear:
-    gate = nn.Linear(dim, 3 * heads)
-    nn.init.zeros_(gate.weight)
-    gate.bias.data.copy_(torch.tensor(GATE_START * heads))
-    return gate
-
-
-@torch.no_grad()
-def _check_gate(gate: nn.Module, dim: int, heads: int) -> None:
-    weight = next((p for p in gate.parameters() if p.is_floating_point()), torch.empty(()))
-    was_training = [module for module in gate.modules() if module.training]
-    gate.eval()
-    try:
-        shape = tuple(gate(torch.zeros(1, 1, dim, dtype=weight.dtype, device=weight.device)).shape)
-    except Exception as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(
-            f'strategy_combine_mlp must map {(1, 1, dim)} to {(1, 1, 3 * heads)}, but: {reason}'
-        ) from error
-    finally:
-        for module in was_training:
-            module.training = True
-    if shape != (1, 1, 3 * heads):
-        raise ValueError(
-            f'strategy_combine_mlp maps {(1, 1, dim)} to {shape}, but must map it to {(1, 1, 3 * heads)}: 3 gates per '
-            'head'
-        )

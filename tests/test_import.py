@@ -21,7 +21,7 @@ BACKENDS = {'eager', 'flex', 'triton'}
 LINES = (
     {'geometry'},
     {'ops'},
-    {'functional', 'cache', 'compress', 'padding', 'rotary', 'testing'},
+    {'functional', 'cache', 'compress', 'gate', 'padding', 'rotary', 'testing'},
     {'attention', 'dense'},
     {'transformer'},
 )

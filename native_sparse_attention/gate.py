@@ -1,0 +1,40 @@
+"""The gate of the branches: a map from the normalised input to three gates per head, before the sigmoid."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+# Gates start at the window: sigmoid(-2), sigmoid(-2), sigmoid(2), as local patterns are learned first.
+GATE_START = (-2.0, -2.0, 2.0)
+
+
+def make_gate(dim: int, heads: int) -> nn.Linear:
+    """`[..., dim]` → `[..., 3 * heads]`; training begins from GATE_START, whatever the input."""
+    gate = nn.Linear(dim, 3 * heads)
+    nn.init.zeros_(gate.weight)
+    gate.bias.data.copy_(torch.tensor(GATE_START * heads))
+    return gate
+
+
+@torch.no_grad()
+def check_gate(gate: nn.Module, dim: int, heads: int) -> None:
+    """ValueError unless the gate maps `[..., dim]` to `[..., 3 * heads]`; its modes stay as they are."""
+    weight = next((p for p in gate.parameters() if p.is_floating_point()), torch.empty(()))
+    was_training = [module for module in gate.modules() if module.training]
+    gate.eval()
+    try:
+        shape = tuple(gate(torch.zeros(1, 1, dim, dtype=weight.dtype, device=weight.device)).shape)
+    except Exception as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(
+            f'strategy_combine_mlp must map {(1, 1, dim)} to {(1, 1, 3 * heads)}, but: {reason}'
+        ) from error
+    finally:
+        for module in was_training:
+            module.training = True
+    if shape != (1, 1, 3 * heads):
+        raise ValueError(
+            f'strategy_combine_mlp maps {(1, 1, dim)} to {shape}, but must map it to {(1, 1, 3 * heads)}: 3 gates per '
+            'head'
+        )
