@@ -236,6 +236,19 @@ def test_infinities_stand_where_the_gold_has_them() -> None:
         assert bool(errors.broken_rules()) == bool(broken)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(('dtype', 'rows', 'rules'), [
+    (torch.float32, 1000, ['rule 5']), (torch.bfloat16, 1000, ['rule 2', 'rule 5']),
+    (torch.bfloat16, 100, ['rule 5']),
+])  # fmt: skip
+def test_on_a_gpu_the_norm_stands_in_for_what_chance_decides(dtype: torch.dtype, rows: int, rules: list[str]):
+    """An error of 0.8 % everywhere in half types, of 2e-5 in float32, where eager has next to none."""
+    gold = torch.randn(rows, 64, dtype=torch.float64, device='cuda')
+    result = (gold * (1 + (2e-5 if dtype == torch.float32 else 8e-3))).to(dtype)
+    broken = measure_errors(result, gold, gold.to(dtype)).broken_rules()
+    assert [line.split(':')[0] for line in broken] == rules
+
+
 def test_what_cannot_be_compared() -> None:
     gold = torch.ones(3, 2, dtype=torch.float64)
     half = gold.bfloat16()

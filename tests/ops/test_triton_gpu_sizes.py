@@ -310,7 +310,6 @@ def grid_problem(op: str, device: torch.device) -> Problem:
     )  # fmt: skip
     lse = attention_lse(q, k_cmp, v_cmp, sizes)
     names = ('out_compressed', 'out_selected', 'out_window')
-    half = {'grad of lse': torch.bfloat16, 'out0': torch.bfloat16, 'grad of gates': torch.bfloat16}
     return {
         'window': Problem(window_attention, {'q': q, 'k': k, 'v': v}, {'window_size': (3, 0)}, {'out1': 0}),
         'compressed': Problem(
@@ -327,14 +326,13 @@ def grid_problem(op: str, device: torch.device) -> Problem:
             {'q': q, 'k_cmp': k_cmp, 'lse': lse, 'block_indices': blocks},
             sizes,
             {'grad of lse': 0},
-            half,
         ),
         'sum': Problem(
             gated_sum,
             {'gates': torch.rand(ROWS, 3, 2, 3, device=device), **{name: torch.randn_like(q) for name in names}},
             {},
             {},
-            half,
+            {'grad of gates': torch.bfloat16},
         ),
     }[op]
 
