@@ -35,9 +35,10 @@ class Fault(NamedTuple):
     tests: tuple[str, ...]
 
 
-INTERVAL = ('test_window_attention.py', 'test_compressed_attention.py')
 MEMORY = ('test_compressed_attention.py',)
-SELECTED, CHOICE = ('test_selected_attention.py',), ('test_select_blocks.py',)
+INTERVAL = ('test_window_attention.py', 'test_window_attention_guarantees.py', *MEMORY)
+SELECTED = ('test_selected_attention.py', 'test_selected_attention_guarantees.py')
+CHOICE = ('test_select_blocks.py', 'test_select_blocks_guarantees.py')
 SCORES, GATED, PLACED = ('test_chosen_scores.py',), ('test_gated_sum.py',), ('test_placement.py', *INTERVAL)
 FORWARD, BACKWARD = '_triton/interval/forward.py', '_triton/interval/backward.py'
 TILES, INTERVAL_OP, PLACEMENT = '_triton/interval/tiles.py', '_triton/interval/op.py', '_triton/placement.py'

@@ -21,6 +21,7 @@ from triton.runtime import interpreter
 
 from native_sparse_attention.ops._triton.support import is_interpreted
 from native_sparse_attention.testing import outputs_and_gradients
+from tests.problems import Extents, Heads
 
 # Elements on either side of a buffer that belong to nobody.
 MARGIN = 256
@@ -52,6 +53,14 @@ def fence(tensor: Tensor) -> Tensor:
     once = tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())
     fenced[once] = tensor.detach()[once]
     return fenced
+
+
+def far_apart(tensor: Tensor, dim: int) -> Tensor:
+    """The same values, the last ones of a dimension more than 2 ** 31 elements behind the first."""
+    strides = list(tensor.contiguous().stride())
+    strides[dim] = 2**31 // (tensor.shape[dim] - 1) + 16
+    size = 1 + sum((length - 1) * stride for length, stride in zip(tensor.shape, strides, strict=True))
+    return torch.empty(size, dtype=tensor.dtype).as_strided(tensor.shape, strides).copy_(tensor)
 
 
 class Allocations:
@@ -201,6 +210,17 @@ def place(value: Any, device: torch.device, dtype: torch.dtype = torch.float32) 
     if isinstance(value, dict):
         return {name: place(item, device, dtype) for name, item in value.items()}
     return value
+
+
+def make_grads(
+    extents: Extents, heads: Heads, device: torch.device, dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
+    """Of the output and the log-sum-exp of an attention."""
+    batch, seqlen = extents.batch, extents.seqlen_q
+    return [
+        torch.randn(batch, seqlen, heads.heads, heads.value_dim, device=device, dtype=dtype),
+        torch.randn(batch, heads.heads, seqlen, device=device),
+    ]
 
 
 def run_triton(

@@ -25,6 +25,7 @@ from tests.ops.triton.harness import (
     assert_same_bits,
     fence,
     fewer_examples,
+    make_grads,
     place,
     run_triton,
 )
@@ -72,12 +73,6 @@ def make_inputs(
         mem_kv = problems.make_mem_kv(heads, pairs)
         tensors |= {name: t.to(device, dtype) for name, t in zip(('mem_k', 'mem_v'), mem_kv, strict=True)}
     return {name: fence(t) for name, t in tensors.items()}
-
-
-def make_grads(extents: Extents, heads: Heads, device: torch.device) -> list[Tensor]:
-    batch, seqlen = extents.batch, extents.seqlen_q
-    shapes = (batch, seqlen, heads.heads, heads.value_dim), (batch, heads.heads, seqlen)
-    return [torch.randn(shape, device=device) for shape in shapes]
 
 
 def settings_of(extents: Extents, device: torch.device, sizes: tuple[int, int] = (BLOCK, STRIDE)) -> dict[str, Any]:

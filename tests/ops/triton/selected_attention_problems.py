@@ -1,0 +1,57 @@
+"""Problems for selected attention, and both kinds of its kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from native_sparse_attention.ops.selected_attention.triton import op
+from native_sparse_attention.testing import lay_out
+from tests import problems
+from tests.ops.triton.harness import fence, place
+from tests.problems import Extents, Heads
+
+HEADS = Heads(2, 1, 16, 16)
+TWO_GROUPS = Heads(4, 2, 16, 16)
+INT32 = torch.iinfo(torch.int32)
+JUNK = (-1, -2, INT32.min, INT32.max, 10**6)
+Tensors = dict[str, Tensor]
+
+KERNELS = ('a program per query', 'a program per tile of queries')
+# For what does not depend on these kernels; those per tile take less time in the interpreter.
+per_tile = pytest.mark.parametrize('kernels', KERNELS[1:], indirect=True)
+
+
+@pytest.fixture(params=KERNELS, autouse=True)
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups of up to SMALL_GROUP heads have kernels of their own."""
+    if request.param == KERNELS[0]:
+        monkeypatch.setattr(op, 'SMALL_GROUP', 0)
+    monkeypatch.setattr(op, 'MEETING', 0)
+
+
+def make_indices(extents: Extents, choosers: int, num_selected: int, block_size: int) -> Tensor:
+    """Blocks of every kind, with repeats and junk among them."""
+    shape = (extents.batch, extents.seqlen_q, choosers, num_selected)
+    indices = torch.randint(-1, extents.seqlen_k // block_size + 2, shape).int()
+    junk = torch.tensor(JUNK).int()[torch.randint(0, len(JUNK), shape)]
+    return torch.where(torch.rand(shape) < 0.15, junk, indices)
+
+
+def make_inputs(
+    extents: Extents,
+    heads: Heads,
+    device: torch.device,
+    indices: Tensor,
+    *,
+    scaled: bool = False,
+    dtype: torch.dtype = torch.float32,
+    layout: str = 'contiguous',
+) -> Tensors:
+    """NaN in every key that belongs to no sequence, and around every tensor."""
+    tensors = dict(zip('qkv', problems.make_qkv(extents, heads), strict=True))
+    tensors = {name: fence(lay_out(t.to(device, dtype), layout)) for name, t in tensors.items()}
+    if scaled:
+        tensors['block_scale'] = place(1 + 0.5 * torch.randn(indices.shape), device)
+    return tensors | {'block_indices': place(indices, device)}
