@@ -18,6 +18,8 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / 'benchmarks' / 'results'
+# What runs have in common whose rows may stand in one table.
+SAME = ('gpu', 'commit', 'torch', 'triton')
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,14 +29,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add('--commit', default=None, help='of the code, where there is no git to ask')
 
 
-def machine(device: str, commit: str | None) -> dict[str, str]:
+def machine(device: str, commit: str | None) -> dict[str, Any]:
     versions = {name: version(name) for name in ('torch', 'triton')}
     found = {
         'date': datetime.now(timezone.utc).strftime('%Y-%m-%d'),
         'commit': commit or git_commit(),
         'python': platform.python_version(),
         **versions,
-        'command': ' '.join(['python -m', *module_command()]),
+        'commands': [' '.join(['python -m', *module_command()])],
     }
     if device == 'cpu':
         return {'gpu': 'cpu', **found}
@@ -91,15 +93,32 @@ def gpu_slug(gpu: str) -> str:
     return words[0] if words else 'gpu'
 
 
-def path(out: Path, where: dict[str, str], what: str, suffix: str) -> Path:
+def path(out: Path, where: dict[str, Any], what: str, suffix: str) -> Path:
     out.mkdir(parents=True, exist_ok=True)
     return out / f'{where["date"]}-{gpu_slug(where["gpu"])}-{what}{suffix}'
 
 
-def write(out: Path, where: dict[str, str], what: str, title: str, tables: Sequence[str], rows: Any) -> None:
+def find_earlier(out: Path, where: dict[str, Any], what: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The rows of the latest file in `out`, and `where` with its date and commands, so that it is written anew.
+
+    SystemExit where that file is about something else than this run.
+    """
+    files = sorted(out.glob(path(out, where | {'date': '*'}, what, '.json').name))
+    if not files:
+        return where, []
+    earlier = json.loads(files[-1].read_text(encoding='utf-8'))
+    machine, rows = earlier['machine'], earlier['rows']
+    for name in SAME:
+        if machine[name] != where[name]:
+            raise SystemExit(f'--add: {files[-1]} has {name} {machine[name]}, this run {where[name]}')
+    return where | {'date': machine['date'], 'commands': machine['commands'] + where['commands']}, rows
+
+
+def write(out: Path, where: dict[str, Any], what: str, title: str, tables: Sequence[str], rows: Any) -> None:
     """Both files, over what an earlier call wrote."""
-    facts = ', '.join(f'{name} {value}' for name, value in where.items() if name not in ('gpu', 'command'))
-    text = '\n\n'.join([f'# {title}', f'{where["gpu"]}: {facts}.', f'`{where["command"]}`', *tables])
+    facts = ', '.join(f'{name} {value}' for name, value in where.items() if name not in ('gpu', 'commands'))
+    commands = [f'`{command}`' for command in where['commands']]
+    text = '\n\n'.join([f'# {title}', f'{where["gpu"]}: {facts}.', *commands, *tables])
     path(out, where, what, '.md').write_text(text + '\n', encoding='utf-8')
     body = {'machine': where, 'title': title, 'rows': rows}
     path(out, where, what, '.json').write_text(json.dumps(body, indent=1, default=str) + '\n', encoding='utf-8')

@@ -37,6 +37,10 @@ class Shape:
     num_sequences: int = 0
 
     @property
+    def tokens(self) -> int:
+        return self.batch * self.seqlen
+
+    @property
     def num_compressed(self) -> int:
         length = self.seqlen // max(1, self.num_sequences)
         return max(1, self.num_sequences) * max(0, (length - self.compress_block_size) // self.compress_stride + 1)
@@ -103,7 +107,7 @@ def find_shapes(patterns: str) -> list[Shape]:
     ]
     if not found:
         raise SystemExit(f'no shape is named {patterns}; there are {", ".join(SHAPES)}')
-    return sorted(dict.fromkeys(found), key=lambda shape: shape.batch * shape.seqlen)
+    return sorted(dict.fromkeys(found), key=lambda shape: shape.tokens)
 
 
 def make_inputs(shape: Shape, device: str) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -64,6 +64,13 @@ def _once(function: Callable[[], Any], device: str, flush: Tensor | None) -> flo
     return start.elapsed_time(stop)
 
 
+def run_once(forward: Callable[[], Tensor], leaves: Sequence[Tensor]) -> None:
+    """The passes that `measure_both` measures."""
+    out = forward()
+    if leaves:
+        torch.autograd.grad(out, leaves, torch.randn_like(out))
+
+
 def measure_both(
     forward: Callable[[], Tensor],
     leaves: Sequence[Tensor],
@@ -74,13 +81,16 @@ def measure_both(
     """forward_ms, backward_ms, total_ms (None where nothing is differentiated), spreads, peak bytes beyond the inputs.
 
     leaves: what is differentiated. The forward is one that a backward follows. total_ms: one after the other; the sum
-    where that is more than two seconds.
+    where that is more than two seconds. A note says so where what is differentiated is not finite.
     """
     base = reset_peak(device)
     times = {'forward': measure(forward, device, seconds, compiles)}
-    total = None
+    total, note = None, {}
     if leaves:
         out = forward()
+        # The sum shows it, and takes no memory.
+        if not out.detach().sum(dtype=torch.float32).isfinite():
+            note = {'note': 'the output is not finite'}
         dout = torch.randn_like(out)
         times['backward'] = measure(
             lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True), device, seconds, compiles
@@ -95,6 +105,7 @@ def measure_both(
         'total_ms': None if total is None else round(total, 4),
         'spreads': {name: [round(t.low, 4), round(t.high, 4), t.runs] for name, t in times.items()},
         'peak_bytes': None if device == 'cpu' else peak(device) - base,
+        **note,
     }
 
 
