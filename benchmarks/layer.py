@@ -1,13 +1,16 @@
 """How fast is Native Sparse Attention as a whole, by backend? Forward, backward, peak memory.
 
-    python -m benchmarks.layer                                   every shape, every backend, `nsa`
+    python -m benchmarks.layer --jobs 15                         every shape, every backend, `nsa`
     python -m benchmarks.layer --shapes 'paper-8k-*,trainer'     some of them
+    python -m benchmarks.layer --backends eager --add            a backend more, for the table of an earlier run
     python -m benchmarks.layer --what layer                      `SparseAttention`, projections and all
     python -m benchmarks.layer --device cpu --shapes 'tiny*' --out /tmp/results    to try the script
 
-Writes <date>-<gpu>-<what>.md and .json to --out after every case, so that a run that is cut short leaves what it has.
-A case that takes longer than --case-seconds is stopped; eager ones that would are not begun. --budget bounds it all.
-On an H100: about 8 minutes for all shapes and backends, of which Triton takes 2.
+Writes <date>-<gpu>-<what>.md and .json to --out after every case, so that a run that is cut short leaves what it has;
+--add keeps what is there of the same GPU, commit and versions. With --jobs, so many processes compile what the
+cases need, side by side, before the first is measured: FlexAttention compiles for most of a minute for every head
+layout and setting. A case that takes longer than --case-seconds is stopped; eager ones that would are not begun.
+--budget bounds it all.
 """
 
 from __future__ import annotations
@@ -20,9 +23,8 @@ from typing import Any
 import torch
 
 from benchmarks import report
-from benchmarks.runner import Case, run_cases, serve
+from benchmarks.runner import Case, add_arguments, run, serve
 from benchmarks.shapes import SHAPES, Shape, find_shapes, make_inputs
-from benchmarks.timing import measure_both
 
 BACKENDS = ('triton', 'flex', 'eager')
 TITLES = {'nsa': '`nsa`: compress, choose, attend, gate', 'layer': '`SparseAttention`, projections and all'}
@@ -68,17 +70,21 @@ def make_call(what: str, shape: Shape, backend: str, device: str) -> tuple[Any, 
     return partial(layer, x, cu_seqlens=borders), [x, *parameters]
 
 
-def measure(case: Case) -> Case:
-    shape, device = SHAPES[case['shape']], case['device']
-    torch.manual_seed(0)
-    forward, leaves = make_call(case['what'], shape, case['backend'], device)
-    with torch.no_grad():
-        finite = bool(forward().isfinite().all())
-    result = measure_both(forward, leaves, device, compiles=case['backend'] != 'eager')
-    return result if finite else result | {'note': 'the output is not finite'}
+def call_of(case: Case) -> tuple[Any, list[torch.Tensor]]:
+    return make_call(case['what'], SHAPES[case['shape']], case['backend'], case['device'])
+
+
+def make_cases(shapes: str, backends: str, what: str, device: str) -> list[Case]:
+    """Those of a shape stand together, so that a run that is cut short has whole comparisons."""
+    return [
+        {'shape': shape.name, 'backend': backend, 'what': what, 'device': device, 'work': work_of(shape)}
+        for shape in find_shapes(shapes)
+        for backend in backends.split(',')
+    ]
 
 
 def make_tables(rows: list[Case]) -> list[str]:
+    rows = sorted(rows, key=lambda row: (SHAPES[row['shape']].tokens, [*SHAPES].index(row['shape'])))
     columns = ('shape', 'backend', 'forward ms', 'backward ms', 'both ms', 'peak GiB', '')
     keys = ('shape', 'backend', 'forward_ms', 'backward_ms', 'total_ms')
     body = [[*(row.get(key) for key in keys), report.gib(row.get('peak_bytes')), row.get('note', '')] for row in rows]
@@ -114,35 +120,13 @@ def _ratio(other: float | None, ours: float | None) -> float | None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    report.add_arguments(parser)
-    parser.add_argument('--shapes', default='*', help='patterns, separated by commas (%(default)s)')
-    parser.add_argument('--backends', default=','.join(BACKENDS), help='(%(default)s)')
+    add_arguments(parser, shapes='*', backends=BACKENDS, case_seconds=100)
     parser.add_argument('--what', choices=TITLES, default='nsa')
-    parser.add_argument('--case-seconds', type=float, default=100, help='at most for one case (%(default)s)')
-    parser.add_argument('--budget', type=float, default=540, help='seconds for all of them (%(default)s)')
-    parser.add_argument('--worker', action='store_true', help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        return serve(measure)
-    cases = [
-        {
-            'shape': shape.name,
-            'backend': backend,
-            'what': options.what,
-            'device': options.device,
-            'work': work_of(shape),
-        }
-        for backend in options.backends.split(',')
-        for shape in find_shapes(options.shapes)
-    ]
-    where = report.machine(options.device, options.commit)
-    title = TITLES[options.what] + ', by backend'
-
-    def write(rows: list[Case]) -> None:
-        report.write(options.out, where, options.what, title, make_tables(rows), rows)
-
-    rows = run_cases(cases, options.case_seconds, options.budget, write)
-    print('\n\n'.join(make_tables(rows)))
+        return serve(call_of, seconds=1)
+    cases = make_cases(options.shapes, options.backends, options.what, options.device)
+    run(cases, options, options.what, TITLES[options.what] + ', by backend', make_tables)
 
 
 if __name__ == '__main__':

@@ -1,12 +1,12 @@
 """How fast is each op alone, by backend? Forward, backward, peak memory; dense attention of PyTorch beside them.
 
-    python -m benchmarks.ops                                     every op and backend, the shapes of design and trainer
+    python -m benchmarks.ops --jobs 15                           every op and backend, the shapes of design and trainer
     python -m benchmarks.ops --ops selected,choice --shapes 'paper-64k-*' --backends triton
     python -m benchmarks.ops --device cpu --shapes tiny --out /tmp/results     to try the script
 
 `selected` reads blocks of which the forced ones are shared and the others drawn at random; for `selected, alike` 16
 neighbours share most of them, as in trained models. Writes <date>-<gpu>-ops.md and .json to --out after every case.
-On an H100: Triton takes about 3 minutes for the default shapes, all backends about 8.
+On an H100, without --jobs: Triton takes about 3 minutes for the default shapes, all backends about 8.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from torch import Tensor
 
 from benchmarks import report
 from benchmarks.layer import work_of
-from benchmarks.runner import Case, run_cases, serve
+from benchmarks.runner import Case, add_arguments, run, serve
 from benchmarks.shapes import SHAPES, Shape, find_shapes, make_blocks, make_inputs
-from benchmarks.timing import measure_both
 
 OPS = ('window', 'compressed', 'choice', 'scores', 'selected', 'selected, alike', 'sum', 'dense')
 BACKENDS = ('triton', 'flex', 'eager', 'sdpa')
@@ -83,11 +82,9 @@ def make_call(op: str, shape: Shape, backend: str, device: str) -> tuple[Any, li
     return partial(ops.chosen_scores, q, k_cmp, lse, blocks(), **sizes, **where, backend=backend), [q, k_cmp, lse]
 
 
-def measure(case: Case) -> Case:
-    shape, device = SHAPES[case['shape']], case['device']
-    torch.manual_seed(0)
-    forward, leaves = make_call(case['op'], shape, case['backend'], device)
-    return measure_both(partial(first, forward), leaves, device, seconds=0.5, compiles=case['backend'] != 'eager')
+def call_of(case: Case) -> tuple[Any, list[Tensor]]:
+    forward, leaves = make_call(case['op'], SHAPES[case['shape']], case['backend'], case['device'])
+    return partial(first, forward), leaves
 
 
 def serves(op: str, backend: str, shape: Shape) -> bool:
@@ -113,31 +110,20 @@ def make_tables(rows: list[Case]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    report.add_arguments(parser)
+    add_arguments(parser, DEFAULT_SHAPES, BACKENDS, case_seconds=60)
     parser.add_argument('--ops', default=','.join(op for op in OPS if ' ' not in op) + ',alike', help='(%(default)s)')
-    parser.add_argument('--shapes', default=DEFAULT_SHAPES, help='patterns, separated by commas (%(default)s)')
-    parser.add_argument('--backends', default=','.join(BACKENDS), help='(%(default)s)')
-    parser.add_argument('--case-seconds', type=float, default=60, help='at most for one case (%(default)s)')
-    parser.add_argument('--budget', type=float, default=540, help='seconds for all of them (%(default)s)')
-    parser.add_argument('--worker', action='store_true', help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        return serve(measure)
+        return serve(call_of, seconds=0.5)
     ops = ['selected, alike' if op == 'alike' else op for op in options.ops.split(',')]
     cases = [
         {'op': op, 'shape': shape.name, 'backend': backend, 'device': options.device, 'work': work_of(shape)}
-        for backend in options.backends.split(',')
         for shape in find_shapes(options.shapes)
         for op in ops
+        for backend in options.backends.split(',')
         if serves(op, backend, shape)
     ]
-    where = report.machine(options.device, options.commit)
-
-    def write(rows: list[Case]) -> None:
-        report.write(options.out, where, 'ops', 'Each op alone, by backend', make_tables(rows), rows)
-
-    rows = run_cases(cases, options.case_seconds, options.budget, write)
-    print('\n\n'.join(make_tables(rows)))
+    run(cases, options, 'ops', 'Each op alone, by backend', make_tables)
 
 
 if __name__ == '__main__':

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import gc
 import json
 import os
 import queue
@@ -11,41 +13,123 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import replace
 from typing import Any
 
-from benchmarks.report import ROOT, module_command
+import torch
+from torch import Tensor
+
+from benchmarks import report
+from benchmarks.shapes import SHAPES
+from benchmarks.timing import measure_both, reset_peak, run_once
 
 Case = dict[str, Any]
+# The forward of a case, and what is differentiated.
+MakeCall = Callable[[Case], tuple[Callable[[], Tensor], list[Tensor]]]
 # Marks a result among what libraries print.
 MARK = 'RESULT '
 # What a new process needs to import torch and to reach the GPU.
 START_SECONDS = 60
+# Backends that compile, those that take longest first.
+COMPILED = ('flex', 'triton')
+# Tokens of a case that is compiled beside others, which share the memory of the GPU.
+WARM_TOKENS = 2**15
+# Processes that compile side by side have a core each; inductor would start more of them in every one.
+WARM_ENVIRONMENT = {'TORCHINDUCTOR_COMPILE_THREADS': '1'}
+NOT_RUN = 'not run'
 
 
-def serve(measure: Callable[[Case], Case]) -> None:
-    """What a worker does: a case per line of the input, a result per line of the output."""
+def add_arguments(parser: argparse.ArgumentParser, shapes: str, backends: Sequence[str], case_seconds: float) -> None:
+    """With these defaults."""
+    report.add_arguments(parser)
+    add = parser.add_argument
+    add('--shapes', default=shapes, help='patterns, separated by commas (%(default)s)')
+    add('--backends', default=','.join(backends), help='(%(default)s)')
+    add('--case-seconds', type=float, default=case_seconds, help='at most for one case (%(default)s)')
+    add('--budget', type=float, default=540, help='seconds for all of them, compilation included (%(default)s)')
+    add('--jobs', type=int, default=1, help='above 1: so many processes compile first, side by side (%(default)s)')
+    add('--add', action='store_true', help='to what an earlier run left in --out, whose other rows stay')
+    add('--worker', action='store_true', help=argparse.SUPPRESS)
+
+
+def run(
+    cases: Sequence[Case],
+    options: argparse.Namespace,
+    what: str,
+    title: str,
+    make_tables: Callable[[list[Case]], list[str]],
+) -> None:
+    """Runs the cases as the options say, and writes the results so far after every one."""
+    where, earlier = report.machine(options.device, options.commit), []
+    if options.add:
+        where, earlier = report.find_earlier(options.out, where, what)
+
+    def write(rows: list[Case]) -> None:
+        rows = join(earlier, rows)
+        report.write(options.out, where, what, title, make_tables(rows), rows)
+
+    rows = run_cases(cases, options.case_seconds, options.budget, write, options.jobs)
+    print('\n\n'.join(make_tables(join(earlier, rows))))
+
+
+def join(earlier: list[Case], rows: list[Case]) -> list[Case]:
+    """The rows of both; of two about the same case the later one, unless it was not run."""
+    found: dict[Hashable, Case] = {}
+    for row in [*earlier, *rows]:
+        case = tuple(row.get(name) for name in ('op', 'shape', 'backend'))
+        if case not in found or not row.get('note', '').startswith(NOT_RUN):
+            found[case] = row
+    return [*found.values()]
+
+
+def serve(make_call: MakeCall, seconds: float) -> None:
+    """What a worker does: a case per line of the input, a result per line of the output.
+
+    seconds: for which each pass is measured.
+    """
     for line in sys.stdin:
+        case = json.loads(line)
         try:
-            result = measure(json.loads(line))
+            result = _answer(case, make_call, seconds)
         except Exception as error:  # of whatever kind a backend has for what it cannot do
             first = next(iter(str(error).splitlines()), '')
             result = {'note': f'{type(error).__name__}: {first[:200]}'}
             traceback.print_exc()
-        print(MARK + json.dumps(result), flush=True)
+        try:
+            # The next case may be for a process beside this one. One that lost the GPU ends here.
+            gc.collect()
+            reset_peak(case['device'])
+        finally:
+            print(MARK + json.dumps(result), flush=True)
+
+
+def _answer(case: Case, make_call: MakeCall, seconds: float) -> Case:
+    compiles = case['backend'] != 'eager'
+    if not compiles:
+        # The first run counts where it is a long one, but not what the first of a process loads.
+        run_once(*make_call({**case, 'shape': 'tiny'}))
+    torch.manual_seed(0)
+    forward, leaves = make_call(case)
+    if case.get('warm'):
+        run_once(forward, leaves)
+        return {}
+    return measure_both(forward, leaves, case['device'], seconds, compiles)
 
 
 class Worker:
     """A process that runs `serve` in the script of this one."""
 
-    def __init__(self) -> None:
-        module = module_command()[0]
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        module = report.module_command()[0]
         self.process = subprocess.Popen(
             [sys.executable, '-m', module, '--worker'],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            cwd=ROOT,
+            cwd=report.ROOT,
+            env={**os.environ, **environment},
             start_new_session=True,
         )
         self.lines: queue.Queue[str | None] = queue.Queue()
@@ -89,37 +173,92 @@ class Worker:
         self.process.wait()
 
 
-def run_cases(
-    cases: Iterable[Case], case_seconds: float, budget_seconds: float, done: Callable[[list[Case]], None]
-) -> list[Case]:
-    """The cases with their results, in order; `done` is told after every one.
+class Workers:
+    """Workers by name. They start when they are first needed, and anew where one is gone."""
 
-    Cases of one `backend` share a process. When the budget is used up, the rest is not run.
-    """
-    started, rows, workers = time.monotonic(), [], {}
-    try:
-        for case in cases:
-            left = budget_seconds - (time.monotonic() - started)
-            name = case['backend']
-            estimate = estimated_seconds(case, rows)
-            began = time.monotonic()
-            if left <= 0:
-                result = {'note': 'not run: the time was used up'}
-            elif estimate > case_seconds:
-                result = {'note': f'not run: about {estimate:.0f} s by the shorter ones'}
-            else:
-                if name not in workers or not workers[name].alive:
-                    for worker in workers.values():  # one at a time has the GPU
-                        worker.stop()
-                    workers = {name: Worker()}
-                result = workers[name].measure(case, min(case_seconds, left))
-            rows.append({**case, **result, 'took_s': round(time.monotonic() - began, 1)})
-            print(json.dumps({key: value for key, value in rows[-1].items() if key != 'spreads'}), flush=True)
-            done(rows)
-    finally:
-        for worker in workers.values():
+    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
+        self.environment = environment or {}
+        self.workers: dict[Hashable, Worker] = {}
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for worker in self.workers.values():
             worker.stop()
+
+    def run(self, name: Hashable, case: Case, case_seconds: float, deadline: float) -> Case:
+        """The case with its result, and how long that took."""
+        began = time.monotonic()
+        if began >= deadline:
+            result = {'note': f'{NOT_RUN}: the time was used up'}
+        else:
+            if name not in self.workers or not self.workers[name].alive:
+                self.workers[name] = Worker(self.environment)
+            result = self.workers[name].measure(case, min(case_seconds, deadline - began))
+        return {**case, **result, 'took_s': round(time.monotonic() - began, 1)}
+
+
+def run_cases(
+    cases: Sequence[Case],
+    case_seconds: float,
+    budget_seconds: float,
+    done: Callable[[list[Case]], None],
+    jobs: int = 1,
+) -> list[Case]:
+    """The cases with their results, in order, one at a time; `done` is told after every one.
+
+    Cases of one `backend` share a process. With several jobs, what they need is compiled first. When the budget is used
+    up, the rest is not run.
+    """
+    deadline = time.monotonic() + budget_seconds
+    if jobs > 1:
+        warm_up(cases, jobs, case_seconds, deadline)
+    rows: list[Case] = []
+    with Workers() as workers:
+        for case in cases:
+            estimate = estimated_seconds(case, rows)
+            if estimate > case_seconds:
+                row = {**case, 'note': f'{NOT_RUN}: about {estimate:.0f} s by the shorter ones'}
+            else:
+                row = workers.run(case['backend'], case, case_seconds, deadline)
+            rows.append(row)
+            show(row)
+            done(rows)
     return rows
+
+
+def warm_up(cases: Iterable[Case], jobs: int, case_seconds: float, deadline: float) -> None:
+    """Compiles in so many processes, side by side, what the cases need, into the caches on disk.
+
+    What fails here is tried again where it is measured.
+    """
+
+    def warm(case: Case) -> Case:
+        return workers.run(threading.get_ident(), {**case, 'warm': True}, case_seconds, deadline)
+
+    with ThreadPoolExecutor(jobs) as pool, Workers(WARM_ENVIRONMENT) as workers:
+        rows = [pool.submit(warm, case) for case in cases_to_warm(cases)]
+        try:
+            for row in as_completed(rows):
+                show(row.result())
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def cases_to_warm(cases: Iterable[Case]) -> list[Case]:
+    """The shortest of those that differ in nothing but the length: no kernel is compiled for a length."""
+    shortest: dict[Hashable, Case] = {}
+    for case in sorted(cases, key=lambda case: SHAPES[case['shape']].tokens):
+        shape = SHAPES[case['shape']]
+        if case['backend'] in COMPILED and shape.tokens <= WARM_TOKENS:
+            kernels = (case['backend'], case.get('op'), replace(shape, name='', seqlen=0))
+            shortest.setdefault(kernels, case)
+    return sorted(shortest.values(), key=lambda case: COMPILED.index(case['backend']))
+
+
+def show(row: Case) -> None:
+    print(json.dumps({key: value for key, value in row.items() if key != 'spreads'}), flush=True)
 
 
 def estimated_seconds(case: Case, rows: list[Case]) -> float:
