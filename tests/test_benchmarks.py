@@ -1,0 +1,156 @@
+"""The benchmarks run every case apart, in an order that compares, and keep what they have."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+from benchmarks import layer, report, runner
+
+TINY = layer.make_cases('tiny*', 'triton,flex,eager', 'nsa', 'cpu')
+
+
+@dataclass
+class Fakes:
+    """What the fake workers answer, whose cases end them, and those that were started."""
+
+    forward_ms: float = 1.0
+    breaks: tuple[str, ...] = ()
+    started: list[FakeWorker] = field(default_factory=list)
+
+
+class FakeWorker:
+    def __init__(self, fakes: Fakes) -> None:
+        self.fakes, self.alive, self.cases = fakes, True, []
+        fakes.started.append(self)
+
+    def measure(self, case: runner.Case, seconds: float) -> runner.Case:
+        assert self.alive
+        self.cases.append(case)
+        if 'warm' in case or case['backend'] in self.fakes.breaks:
+            self.alive = False
+            return {'note': 'gone'}
+        return {'forward_ms': self.fakes.forward_ms}
+
+    def stop(self) -> None:
+        self.alive = False
+
+
+@pytest.fixture
+def fakes(monkeypatch: pytest.MonkeyPatch) -> Fakes:
+    fakes = Fakes()
+    monkeypatch.setattr(runner, 'Worker', lambda environment: FakeWorker(fakes))
+    return fakes
+
+
+def run_cases(cases: list[runner.Case], jobs: int = 1, budget: float = 60) -> list[runner.Case]:
+    rows = runner.run_cases(cases, 10, budget, lambda rows: None, jobs)
+    return [{key: value for key, value in row.items() if key != 'took_s'} for row in rows]
+
+
+def test_cases_of_a_shape_stand_together():
+    shapes = ('tiny', 'tiny-packed')
+    backends = ('triton', 'flex', 'eager')
+    assert [(case['shape'], case['backend']) for case in TINY] == [(s, b) for s in shapes for b in backends]
+
+
+def test_what_is_compiled_first():
+    def names(shapes: str) -> list[tuple[str, str]]:
+        cases = layer.make_cases(shapes, 'triton,flex,eager', 'nsa', 'cpu')
+        return [(case['backend'], case['shape']) for case in runner.cases_to_warm(reversed(cases))]
+
+    # Every kernel once, those that take longest first.
+    assert names('paper-*-h4,paper-*-h16') == [
+        (backend, f'paper-8k-h{heads}') for backend in ('flex', 'triton') for heads in (16, 4)
+    ]
+    assert names('paper-64k-h4') == []
+
+
+def test_failed_warm_up_costs_nothing(fakes: Fakes):
+    plain = run_cases(TINY)
+    fakes.started.clear()
+    assert run_cases(TINY, jobs=3) == plain
+    served = [case for worker in fakes.started for case in worker.cases]
+    assert ['warm' in case for case in served] == [True] * 4 + [False] * len(TINY)
+    assert not any(worker.alive for worker in fakes.started)
+
+
+def test_worker_that_is_gone_is_replaced(fakes: Fakes):
+    fakes.breaks = ('flex',)
+    rows = run_cases(TINY)
+    assert [row.get('note') for row in rows] == [None, 'gone', None] * 2
+    assert sorted(len(worker.cases) for worker in fakes.started) == [1, 1, 2, 2]
+
+
+def test_used_up_budget_is_noted(fakes: Fakes):
+    assert {row['note'] for row in run_cases(TINY, jobs=2, budget=0)} == {'not run: the time was used up'}
+    assert not fakes.started
+
+
+def run_into(out: Path, *flags: str) -> dict[str, Any]:
+    parser = argparse.ArgumentParser()
+    runner.add_arguments(parser, 'tiny', layer.BACKENDS, case_seconds=10)
+    options = parser.parse_args(['--device', 'cpu', '--commit', 'abc', '--out', str(out), *flags])
+    cases = layer.make_cases(options.shapes, options.backends, 'nsa', options.device)
+    runner.run(cases, options, 'nsa', 'A title', layer.make_tables)
+    (file,) = out.glob('*.json')
+    assert file.with_suffix('.md').exists()
+    return json.loads(file.read_text())
+
+
+def times(result: dict[str, Any]) -> dict[str, float | None]:
+    return {row['backend']: row.get('forward_ms') for row in result['rows']}
+
+
+def test_add_keeps_other_rows(fakes: Fakes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    run_into(tmp_path, '--backends', 'flex,eager')
+    # Midnight passes.
+    monkeypatch.setattr(report, 'datetime', Mock(**{'now.return_value': datetime(2100, 1, 1)}))
+    fakes.forward_ms = 2.0
+    added = run_into(tmp_path, '--backends', 'triton,eager', '--add')
+    assert times(added) == {'triton': 2.0, 'flex': 1.0, 'eager': 2.0}
+    assert len(added['machine']['commands']) == 2
+    # What a run did not come to replaces nothing.
+    assert times(run_into(tmp_path, '--add', '--budget', '0')) == times(added)
+    with pytest.raises(SystemExit, match='has commit abc, this run def'):
+        run_into(tmp_path, '--add', '--commit', 'def')
+
+
+def test_without_add_the_file_is_written_anew(fakes: Fakes, tmp_path: Path):
+    run_into(tmp_path, '--backends', 'flex,eager')
+    anew = run_into(tmp_path, '--backends', 'triton')
+    assert times(anew) == {'triton': 1.0}
+    assert len(anew['machine']['commands']) == 1
+
+
+def test_add_without_earlier_rows(fakes: Fakes, tmp_path: Path):
+    assert times(run_into(tmp_path, '--backends', 'eager', '--add')) == {'eager': 1.0}
+
+
+def test_script_in_processes(tmp_path: Path):
+    flags = ['--device', 'cpu', '--shapes', 'tiny', '--backends', 'flex,eager', '--jobs', '2', '--out', str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, '-m', 'benchmarks.layer', *flags],
+        cwd=report.ROOT,
+        env={**os.environ, 'OMP_NUM_THREADS': '1'},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{')]
+    assert [(row['backend'], row.get('warm')) for row in rows] == [('flex', True), ('flex', None), ('eager', None)]
+    # FlexAttention has no backward pass on CPUs.
+    assert all('cannot serve this call' in row['note'] for row in rows[:2])
+    assert rows[2]['forward_ms'] > 0
+    assert rows[2]['backward_ms'] > 0
