@@ -80,8 +80,12 @@ def row_block(rows: int) -> int:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, device: torch.device, **meta: Any) -> None:
-    """kernel[grid](*args, **meta) on the GPU of the tensors, whichever is current; nothing for an empty grid."""
+    """kernel[grid](*args, **meta) on the GPU of the tensors, whichever is current; nothing for an empty grid.
+
+    A product and a sum become one operation only where a kernel says tl.fma. Left to the compiler, that differs between
+    specialisations of a kernel, and a sequence would have other bits packed than alone.
+    """
     if 0 in grid:
         return
     with torch.cuda.device(device) if device.type == 'cuda' else nullcontext():
-        kernel[grid](*args, **meta)
+        kernel[grid](*args, enable_fp_fusion=False, **meta)

@@ -157,7 +157,7 @@ def _add_keys(
         k = load_rows(k_ptr, rows, k_stride, key_mask, HEAD_DIM, BLOCK_D)  # [BLOCK_N, BLOCK_D]
         v = load_rows(v_ptr, rows, v_stride, key_mask, VALUE_DIM, BLOCK_DV)  # [BLOCK_N, BLOCK_DV]
         logits = tl.dot(q, tl.trans(k), input_precision='ieee')  # [BLOCK_M, BLOCK_N]
-        weights = tl.exp2(logits * (scale * 1.4426950408889634) - lse_log2[:, None])
+        weights = tl.exp2(tl.fma(logits, scale * 1.4426950408889634, -lse_log2[:, None]))
         dweights = tl.dot(dout, tl.trans(v), input_precision='ieee')
         dlogits = weights * (dweights - delta[:, None])
         if MASKED:
@@ -166,7 +166,7 @@ def _add_keys(
             dlogits = tl.where(read, dlogits, 0.0)
             k, _ = split_finite(k)
         missing += tl.sum(dlogits, 1)
-        dlogits += weights * dlse[:, None]
+        dlogits = tl.fma(weights, dlse[:, None], dlogits)
         dq = add_product(dlogits.to(k.dtype), k, dq)
         mean_k = add_product(weights.to(k.dtype), k, mean_k)
     return dq, mean_k, missing
@@ -324,7 +324,7 @@ def _add_queries(
         delta = tl.load(delta_ptr + queries, mask=query_mask, other=0.0)
         lse_log2 = tl.where(lse == float('-inf'), 0.0, lse) * 1.4426950408889634
         logits = tl.dot(k, tl.trans(q), input_precision='ieee')  # [BLOCK_N, BLOCK_M]
-        weights = tl.exp2(logits * (scale * 1.4426950408889634) - lse_log2[None, :])
+        weights = tl.exp2(tl.fma(logits, scale * 1.4426950408889634, -lse_log2[None, :]))
         dweights = tl.dot(v, tl.trans(dout), input_precision='ieee')
         dlogits = weights * (dweights - delta[None, :])
         if MASKED:

@@ -77,7 +77,7 @@ def forward_kernel(
     empty = total == 0
     total = tl.where(empty, 1.0, total)
     out = out / total[:, None]
-    lse = tl.where(empty, float('-inf'), row_max * 0.6931471805599453 + tl.log(total))
+    lse = tl.where(empty, float('-inf'), tl.fma(row_max, 0.6931471805599453, tl.log(total)))
     out_ptr += row.to(tl.int64) * out_strides[0] + head.to(tl.int64) * out_strides[2]
     store_rows(out_ptr, query_start + queries, out_strides[1], out, query_mask, VALUE_DIM, BLOCK_DV)
     lse_ptr += (row.to(tl.int64) * tl.num_programs(1) + head) * place.seqlen_q
@@ -118,7 +118,8 @@ def _attend(
         key_mask = keys < last
         k = load_rows(k_ptr, rows, k_stride, key_mask, HEAD_DIM, BLOCK_D)  # [BLOCK_N, BLOCK_D]
         v = load_rows(v_ptr, rows, v_stride, key_mask, VALUE_DIM, BLOCK_DV)  # [BLOCK_N, BLOCK_DV]
-        logits = tl.dot(q, tl.trans(k), input_precision='ieee') * scale_log2  # [BLOCK_M, BLOCK_N]
+        products = tl.dot(q, tl.trans(k), input_precision='ieee')  # [BLOCK_M, BLOCK_N]
+        logits = products * scale_log2
         if MASKED:
             read = is_read(interval, keys[None, :], positions[:, None]) & key_mask[None, :]
             logits = tl.where(read, logits, float('-inf'))
@@ -126,7 +127,9 @@ def _attend(
             out += tl.sum(tl.where(read, taint[None, :], 0.0), 1)[:, None]
         new_max = tl.maximum(row_max, tl.max(logits, 1))
         reference = tl.where(new_max == float('-inf'), 0.0, new_max)
-        weights = tl.exp2(logits - reference[:, None])
+        weights = tl.exp2(tl.fma(products, scale_log2, -reference[:, None]))
+        if MASKED:
+            weights = tl.where(read, weights, 0.0)
         rescale = tl.exp2(row_max - reference)
         total = total * rescale + tl.sum(weights, 1)
         out = out * rescale[:, None]

@@ -117,8 +117,9 @@ def partial_kernel(
         lse = tl.load(lse_ptr + heads * lse_strides[1] + tokens * lse_strides[2], mask=member_mask, other=0.0)
         rows_of_q = tokens * q_strides[1] + heads * q_strides[2]
         q = load_rows(q_ptr, rows_of_q, 1, member_mask, HEAD_DIM, BLOCK_D)  # [BLOCK_M, BLOCK_D]
-        logits = tl.dot(k, tl.trans(q), input_precision='ieee') * scale  # [BLOCK_O, BLOCK_M]
-        dlogits = tl.exp(logits - lse.to(tl.float32)[None, :]) * share[:, None] * dscores[None, :]
+        products = tl.dot(k, tl.trans(q), input_precision='ieee')  # [BLOCK_O, BLOCK_M]
+        weights = tl.exp(tl.fma(products, scale, -lse.to(tl.float32)[None, :]))
+        dlogits = weights * share[:, None] * dscores[None, :]
         seen = key_mask[:, None] & member_mask[None, :]
         if CAUSAL:
             seen = seen & (keys[:, None] * sizes.stride + sizes.block_size - 1 <= position[None, :])

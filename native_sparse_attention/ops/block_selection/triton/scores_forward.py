@@ -76,9 +76,10 @@ def forward_kernel(
                 heads = head * GROUP + members
                 q = load_rows(q_ptr, heads, q_strides[2], members < GROUP, HEAD_DIM, BLOCK_D)  # [BLOCK_G, BLOCK_D]
                 lse = tl.load(lse_ptr + heads * lse_strides[1], mask=members < GROUP, other=0.0).to(tl.float32)
-                logits = tl.dot(q, tl.trans(k), input_precision='ieee') * scale  # [BLOCK_G, BLOCK_N]
+                products = tl.dot(q, tl.trans(k), input_precision='ieee')  # [BLOCK_G, BLOCK_N]
+                weights = tl.exp(tl.fma(products, scale, -lse[:, None]))
                 seen_by = columns[None, :] & (members < GROUP)[:, None]
-                total += tl.sum(tl.where(seen_by, tl.exp(logits - lse[:, None]), 0.0), 0)
+                total += tl.sum(tl.where(seen_by, weights, 0.0), 0)
             share = share_of(offsets, sizes, SELECTION_BLOCK) / GROUP
             shared = tl.where(seen, tl.reshape(total, [BLOCK_S, BLOCK_O]) * share[None, :], 0.0)
             scores += tl.sum(shared, 1)
@@ -147,11 +148,12 @@ def dq_kernel(
             )  # fmt: skip
             columns = tl.reshape(seen, [BLOCK_N])
             k = load_rows(k_ptr, tl.reshape(keys, [BLOCK_N]), k_strides[1], columns, HEAD_DIM, BLOCK_D)
-            logits = tl.dot(q, tl.trans(k), input_precision='ieee') * scale  # [BLOCK_G, BLOCK_N]
+            products = tl.dot(q, tl.trans(k), input_precision='ieee')  # [BLOCK_G, BLOCK_N]
+            weights = tl.exp(tl.fma(products, scale, -lse[:, None]))
             share = share_of(offsets, sizes, SELECTION_BLOCK) / GROUP
             dweights = tl.reshape(dscores[:, None] * share[None, :], [BLOCK_N])
             seen_by = columns[None, :] & member_mask[:, None]
-            dlogits = tl.where(seen_by, tl.exp(logits - lse[:, None]) * dweights[None, :], 0.0)
+            dlogits = tl.where(seen_by, weights * dweights[None, :], 0.0)
             dlse -= tl.sum(dlogits, 1)
             dq = dot_exact(dlogits, k, dq)
     dq_ptr += row * dq_strides[0] + token * dq_strides[1]

@@ -273,13 +273,13 @@ def _score(
         compressed = block * blocks_per_selection + step - before
         exists = (compressed >= 0) & (compressed < num_keys)
         k = load_rows(k_ptr, key_start + compressed, k_stride, exists, HEAD_DIM, BLOCK_D)  # [BLOCK_J, BLOCK_D]
-        logits = tl.dot(q, tl.trans(k), input_precision='ieee') * scale  # [BLOCK_T * BLOCK_G, BLOCK_J]
+        products = tl.dot(q, tl.trans(k), input_precision='ieee')  # [BLOCK_T * BLOCK_G, BLOCK_J]
         visible = exists[None, :]
         if CAUSAL:
             end = compressed * blocks.stride + blocks.block_size - 1
             visible = visible & (end[None, :] <= positions[:, None])
-        weights = tl.exp2((logits - lse[:, None]) * 1.4426950408889634)
-        scores += tl.where(visible, weights, 0.0) * shared.to(tl.float32)
+        weights = tl.exp2(tl.fma(products, scale, -lse[:, None]) * 1.4426950408889634)
+        scores = tl.fma(tl.where(visible, weights, 0.0), shared.to(tl.float32), scores)
     return scores
 
 

@@ -154,7 +154,7 @@ def dq_kernel(
                 factor, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV,
             )  # fmt: skip
             missing += tl.sum(dlogits, 1)
-            dlogits += weights * dlse[:, None]
+            dlogits = tl.fma(weights, dlse[:, None], dlogits)
             dfactor += tl.sum(dlogits * logits, 1)
             dq = add_product((dlogits * factor).to(k.dtype), k, dq)
             mean_k = add_product((weights * factor).to(k.dtype), k, mean_k)
@@ -196,7 +196,7 @@ def _differentiate(
     v = load_rows(v_ptr, key_start + keys, v_stride, mask, VALUE_DIM, BLOCK_DV)  # [BLOCK_N, BLOCK_DV]
     logits = tl.dot(q, tl.trans(k), input_precision='ieee') * scale
     logits = tl.where(mask[None, :], logits, 0.0)
-    weights = tl.exp2(logits * (factor * 1.4426950408889634) - lse_log2[:, None])
+    weights = tl.exp2(tl.fma(logits, factor * 1.4426950408889634, -lse_log2[:, None]))
     weights = tl.where(mask[None, :], weights, 0.0)
     dweights = tl.dot(dout, tl.trans(v), input_precision='ieee')
     dlogits = tl.where(mask[None, :], weights * (dweights - delta[:, None]), 0.0)
@@ -293,18 +293,20 @@ def dkv_kernel(
         read = key_mask[:, None] & row_mask[None, :]
         if CAUSAL:
             read = read & (keys[:, None] <= positions[None, :])
-        logits = tl.dot(k, tl.trans(q), input_precision='ieee') * (scale * 1.4426950408889634)  # [BLOCK_N, BLOCK_M]
+        products = tl.dot(k, tl.trans(q), input_precision='ieee')  # [BLOCK_N, BLOCK_M]
+        scale_log2 = tl.full([BLOCK_M], scale * 1.4426950408889634, tl.float32)
         dweights = tl.dot(v, tl.trans(dout), input_precision='ieee')
         if factors_ptr is not None:
             offsets = row * factors_strides[0] + token * factors_strides[1] + chooser * factors_strides[2]
             factor = tl.load(factors_ptr + offsets + entry % lists.num_selected, mask=row_mask, other=0.0)
             factor = factor.to(tl.float32)
-            weights = tl.where(read, tl.exp2(logits * factor[None, :] - lse_log2[None, :]), 0.0)
-            dlogits = weights * ((dweights - delta[None, :]) * factor[None, :])
+            scale_log2 *= factor
+            dweights = (dweights - delta[None, :]) * factor[None, :]
         else:
-            weights = tl.where(read, tl.exp2(logits - lse_log2[None, :]), 0.0)
-            dlogits = weights * (dweights - delta[None, :])
-        dlogits = tl.where(read, dlogits, 0.0)
+            dweights -= delta[None, :]
+        weights = tl.exp2(tl.fma(products, scale_log2[None, :], -lse_log2[None, :]))
+        weights = tl.where(read, weights, 0.0)
+        dlogits = tl.where(read, weights * dweights, 0.0)
         # A query that is not finite must not reach the keys that it does not read.
         q, _taint = split_finite(q)  # not `_`, which is an int above the loop
         dv = add_product(weights.to(dout.dtype), dout, dv)

@@ -84,7 +84,7 @@ def forward_kernel(
     empty = total == 0
     total = tl.where(empty, 1.0, total)
     out = out / total[:, None]
-    lse = tl.where(empty, float('-inf'), row_max * 0.6931471805599453 + tl.log(total))
+    lse = tl.where(empty, float('-inf'), tl.fma(row_max, 0.6931471805599453, tl.log(total)))
     out_ptr += row * out_strides[0] + token * out_strides[1]
     store_rows(out_ptr, heads, out_strides[2], out, head_mask, VALUE_DIM, BLOCK_DV)
     num_heads = tl.num_programs(1) // parts * GROUP
@@ -118,11 +118,12 @@ def _attend(
     mask = keys < last
     k = load_rows(k_ptr, key_start + keys, k_stride, mask, HEAD_DIM, BLOCK_D)  # [BLOCK_N, BLOCK_D]
     v = load_rows(v_ptr, key_start + keys, v_stride, mask, VALUE_DIM, BLOCK_DV)  # [BLOCK_N, BLOCK_DV]
-    logits = tl.dot(q, tl.trans(k), input_precision='ieee') * scale_log2  # [BLOCK_M, BLOCK_N]
-    logits = tl.where(mask[None, :], logits, float('-inf'))
+    products = tl.dot(q, tl.trans(k), input_precision='ieee')  # [BLOCK_M, BLOCK_N]
+    logits = tl.where(mask[None, :], products * scale_log2, float('-inf'))
     new_max = tl.maximum(row_max, tl.max(logits, 1))
     reference = tl.where(new_max == float('-inf'), 0.0, new_max)
-    weights = tl.exp2(logits - reference[:, None])
+    weights = tl.exp2(tl.fma(products, scale_log2, -reference[:, None]))
+    weights = tl.where(mask[None, :], weights, 0.0)
     rescale = tl.exp2(row_max - reference)
     total = total * rescale + tl.sum(weights, 1)
     out = out * rescale[:, None]

@@ -88,13 +88,14 @@ def neighbours_forward_kernel(
             read = key_mask[None, :] & (slot < BLOCK_S)[:, None]
             if CAUSAL:
                 read = read & (keys[None, :] <= positions[:, None])
-            logits = tl.dot(q, tl.trans(k), input_precision='ieee') * scale_log2[:, None]  # [BLOCK_M, BLOCK_N]
-            logits = tl.where(read, logits, float('-inf'))
+            products = tl.dot(q, tl.trans(k), input_precision='ieee')  # [BLOCK_M, BLOCK_N]
+            logits = tl.where(read, products * scale_log2[:, None], float('-inf'))
             v, taint = split_finite(v)
             out += tl.sum(tl.where(read, taint[None, :], 0.0), 1)[:, None]
             new_max = tl.maximum(row_max, tl.max(logits, 1))
             reference = tl.where(new_max == float('-inf'), 0.0, new_max)
-            weights = tl.exp2(logits - reference[:, None])
+            weights = tl.exp2(tl.fma(products, scale_log2[:, None], -reference[:, None]))
+            weights = tl.where(read, weights, 0.0)
             rescale = tl.exp2(row_max - reference)
             total = total * rescale + tl.sum(weights, 1)
             out = add_product(weights.to(v.dtype), v, out * rescale[:, None])
@@ -103,7 +104,7 @@ def neighbours_forward_kernel(
 
     empty = total == 0
     total = tl.where(empty, 1.0, total)
-    lse = tl.where(empty, float('-inf'), row_max * 0.6931471805599453 + tl.log(total))
+    lse = tl.where(empty, float('-inf'), tl.fma(row_max, 0.6931471805599453, tl.log(total)))
     out_ptr += row * out_strides[0]
     offsets = tokens * out_strides[1] + heads * out_strides[2]
     store_rows(out_ptr, offsets, 1, out / total[:, None], mask, VALUE_DIM, BLOCK_DV)
@@ -211,12 +212,13 @@ def neighbours_dq_kernel(
             if CAUSAL:
                 read = read & (keys[None, :] <= positions[:, None])
             logits = tl.where(read, tl.dot(q, tl.trans(k), input_precision='ieee') * scale, 0.0)
-            weights = tl.exp2(logits * (factor * 1.4426950408889634)[:, None] - lse_log2[:, None])
+            factor_log2 = factor * 1.4426950408889634
+            weights = tl.exp2(tl.fma(logits, factor_log2[:, None], -lse_log2[:, None]))
             weights = tl.where(read, weights, 0.0)
             dweights = tl.dot(dout, tl.trans(v), input_precision='ieee')
             dlogits = tl.where(read, weights * (dweights - delta[:, None]), 0.0)
             missing += tl.sum(dlogits, 1)
-            dlogits += weights * dlse[:, None]
+            dlogits = tl.fma(weights, dlse[:, None], dlogits)
             if dfactors_ptr is not None:
                 is_slot = slots[None, :] == slot[:, None]
                 dfactors += tl.where(is_slot, tl.sum(dlogits * logits, 1)[:, None], 0.0)
