@@ -41,9 +41,10 @@ TILE_SIZE = 1024
 class InverseIndex(NamedTuple):
     """The lists of a range of pairs, one per block slot.
 
-    entries: int32 `[pairs, T * R * n]`; an entry is (t * R + r) * n + i for index i of the row of token t and of the
-    r-th index head of the kv head. starts: int32 `[pairs, slots + 1]`. The entries that chose slot s of pair p are
-    entries[p, starts[p, s]:starts[p, s + 1]], in ascending order; those behind starts[p, slots] chose nothing.
+    entries: int32 `[pairs, T * R * n]`, T the tokens that the lists are made for; an entry is (t * R + r) * n + i for
+    index i of the row of the t-th of these tokens and of the r-th index head of the kv head. starts: int32
+    `[pairs, slots + 1]`. The entries that chose slot s of pair p are entries[p, starts[p, s]:starts[p, s + 1]], in
+    ascending order; those behind starts[p, slots] chose nothing.
     """
 
     entries: Tensor
@@ -79,18 +80,22 @@ def make_inverse_index(
     block_size: int,
     causal: bool,
     unique: bool,
+    tokens: range | None = None,
 ) -> InverseIndex:
     """The lists of the blocks that queries chose.
 
     block_indices: `[B, T, H or HQ, n]`, int32 or int64, last dimension contiguous. An index counts where it names a
     block with a key that the query may read: one of its sequence (and of its seqlens_k), and not of the future where
     causal. unique: of an index that stands several times in a row the first counts alone; otherwise all do.
-    pairs: which pairs, from `group_pairs`. The same bits in every run: a stable sort makes the order.
+    pairs: which pairs, from `group_pairs`. tokens: of the queries with these token numbers alone (packed or not, they
+    count along T), or None for all; entries count from the first of them. The same bits in every run: a stable
+    sort makes the order.
     """
     batch, seqlen, index_heads, num_selected = block_indices.shape
     repeats = index_heads // kv_heads
     num_slots = num_block_slots(place, block_size)
-    num_entries = seqlen * repeats * num_selected
+    tokens = range(seqlen) if tokens is None else tokens
+    num_entries = len(tokens) * repeats * num_selected
     device = block_indices.device
     # What chose nothing has the slot behind the last one, so a pair has num_entries places in the sorted keys.
     offsets = torch.arange(len(pairs), dtype=torch.int32, device=device) * (num_slots + 1)
@@ -104,6 +109,7 @@ def make_inverse_index(
         slot_kernel,
         (len(pairs) * tiles if num_entries else 0, repeats),
         *(block_indices, keys, block_indices.stride(), place, pairs.start, kv_heads, tiles, num_slots),
+        *(tokens.start, len(tokens)),
         NUM_SELECTED=num_selected,
         BLOCK_SIZE=block_size,
         CAUSAL=causal,
@@ -176,6 +182,8 @@ def slot_kernel(
     kv_heads,
     tiles_of_pair,
     num_slots,
+    first_token,
+    num_tokens,
     NUM_SELECTED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -183,8 +191,8 @@ def slot_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """keys: int32 `[pairs, T, R, n]`, the place of pair and slot that each index chose among all pairs and slots. One
-    program per pair and tile of tokens, and per index head of the pair.
+    """keys: int32 `[pairs, num_tokens, R, n]` of the tokens from first_token on, the place of pair and slot that each
+    index chose among all pairs and slots. One program per pair and tile of tokens, and per index head of the pair.
     """
     pair = tl.program_id(0) // tiles_of_pair
     tile = tl.program_id(0) % tiles_of_pair
@@ -194,7 +202,10 @@ def slot_kernel(
         tile += row * tiles_of_pair
     sequence, first_query = find_tile(tile, place.cu_seqlens, place.seqlen_q, place.num_sequences, BLOCK_T)
     _, query_start, num_queries = load_extent(place.cu_seqlens, sequence, place.seqlen_q, place.num_sequences)
-    if first_query >= num_queries:
+    # The tile's queries whose tokens are asked for.
+    first_asked = tl.maximum(first_query, first_token - query_start)
+    stop_asked = tl.minimum(tl.minimum(num_queries, first_query + BLOCK_T), first_token + num_tokens - query_start)
+    if first_asked >= stop_asked:
         return
     num_keys = load_num_keys(place, sequence)
     offset = load_position(place, sequence, num_queries, num_keys)
@@ -204,7 +215,7 @@ def slot_kernel(
         first_slot = key_start // BLOCK_SIZE + sequence
 
     queries = first_query + tl.arange(0, BLOCK_T)
-    query_mask = (queries >= 0) & (queries < num_queries)
+    query_mask = (queries >= first_asked) & (queries < stop_asked)
     tokens = (query_start + queries).to(tl.int64)
     entry = tl.arange(0, BLOCK_S)
     mask = query_mask[:, None] & (entry < NUM_SELECTED)[None, :]
@@ -218,6 +229,6 @@ def slot_kernel(
             same = blocks == tl.load(rows + earlier, mask=query_mask, other=-1)[:, None]
             counts = counts & ~(same & (entry > earlier)[None, :])
     slots = tl.where(counts, first_slot + tl.where(counts, blocks, 0).to(tl.int32), num_slots)
-    keys_ptr += pair.to(tl.int64) * place.seqlen_q * tl.num_programs(1) * NUM_SELECTED
-    places = (tokens * tl.num_programs(1) + tl.program_id(1)) * NUM_SELECTED
+    keys_ptr += pair.to(tl.int64) * num_tokens * tl.num_programs(1) * NUM_SELECTED
+    places = ((tokens - first_token) * tl.num_programs(1) + tl.program_id(1)) * NUM_SELECTED
     tl.store(keys_ptr + places[:, None] + entry[None, :], pair * (num_slots + 1) + slots, mask=mask)

@@ -37,11 +37,13 @@ def make_sequences(extents: Extents, device: torch.device) -> Sequences:
     return Sequences(*sizes, device, where.get('q_offset'), where.get('seqlens_k'), *borders)
 
 
-def lists_of_pair(rows: Tensor, row: int, sequences: Sequences, block_size: int, causal: bool, unique: bool) -> Lists:
+def lists_of_pair(
+    rows: Tensor, row: int, sequences: Sequences, block_size: int, causal: bool, unique: bool, tokens: range
+) -> Lists:
     """By definition, for the rows of indices `[T, R, n]` of one pair."""
     layout = sequences.layout()
     lists: Lists = defaultdict(list)
-    for t, of_token in enumerate(rows.tolist()):
+    for t, of_token in zip(tokens, rows[tokens.start : tokens.stop].tolist(), strict=True):
         position, num_keys = int(layout.position[row, t]), int(layout.key_len[row, t])
         first_slot = 0
         if sequences.cu_seqlens is not None and sequences.cu_seqlens_k is not None:
@@ -53,7 +55,7 @@ def lists_of_pair(rows: Tensor, row: int, sequences: Sequences, block_size: int,
                 first = block * block_size
                 if not 0 <= first < num_keys or (causal and first > position) or (unique and block in indices[:i]):
                     continue
-                lists[first_slot + block].append((t * len(of_token) + r) * len(indices) + i)
+                lists[first_slot + block].append(((t - tokens.start) * len(of_token) + r) * len(indices) + i)
     return dict(lists)
 
 
@@ -68,6 +70,7 @@ def check(
     causal: bool = True,
     unique: bool = True,
     dtype: torch.dtype = torch.int32,
+    tokens: range | None = None,
 ) -> None:
     sequences = make_sequences(extents, device)
     indices = place(make_indices(extents, kv_heads * repeats, num_selected, block_size, dtype), device)
@@ -75,11 +78,11 @@ def check(
     num_slots = num_block_slots(placement, block_size)
     groups = group_pairs(indices, kv_heads, num_slots)
     assert [pair for group in groups for pair in group] == list(range(extents.batch * kv_heads))
+    sizes = {'kv_heads': kv_heads, 'block_size': block_size}
+    asked = range(extents.seqlen_q) if tokens is None else tokens
     for pairs in groups:
-        index = make_inverse_index(
-            indices, placement, pairs, kv_heads=kv_heads, block_size=block_size, causal=causal, unique=unique
-        )
-        assert index.entries.shape == (len(pairs), extents.seqlen_q * repeats * num_selected)
+        index = make_inverse_index(indices, placement, pairs, **sizes, causal=causal, unique=unique, tokens=tokens)
+        assert index.entries.shape == (len(pairs), len(asked) * repeats * num_selected)
         assert index.starts.shape == (len(pairs), num_slots + 1)
         assert index.entries.dtype == index.starts.dtype == torch.int32
         for pair, entries, starts in zip(pairs, index.entries, index.starts.tolist(), strict=True):
@@ -87,7 +90,7 @@ def check(
             own = indices[row, :, head * repeats : (head + 1) * repeats]
             found = {s: entries[starts[s] : starts[s + 1]].tolist() for s in range(num_slots)}
             found = {slot: entries for slot, entries in found.items() if entries}
-            assert found == lists_of_pair(own, row, sequences, block_size, causal, unique)
+            assert found == lists_of_pair(own, row, sequences, block_size, causal, unique, asked)
             # Every entry stands somewhere once, so that none of them leads out of memory.
             assert entries.sort().values.tolist() == list(range(len(entries)))
 
@@ -101,6 +104,7 @@ def check(
     st.booleans(),
     st.booleans(),
     st.sampled_from([torch.int32, torch.int64]),
+    st.tuples(st.floats(0, 1), st.floats(0, 1)) | st.none(),
 )
 def test_drawn_problems(
     extents: Extents,
@@ -111,10 +115,12 @@ def test_drawn_problems(
     causal: bool,
     unique: bool,
     dtype: torch.dtype,
+    part: tuple[float, float] | None,
 ) -> None:
     device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
     sizes = {'kv_heads': kv_heads, 'repeats': repeats, 'num_selected': num_selected, 'block_size': block_size}
-    check(extents, device, **sizes, causal=causal, unique=unique, dtype=dtype)
+    tokens = None if part is None else range(*sorted(round(share * extents.seqlen_q) for share in part))
+    check(extents, device, **sizes, causal=causal, unique=unique, dtype=dtype, tokens=tokens)
 
 
 @pytest.mark.parametrize('unique', [True, False])
@@ -138,6 +144,14 @@ def test_drawn_problems(
 )
 def test_tiles_of_tokens(extents: Extents, unique: bool, device: torch.device) -> None:
     check(extents, device, repeats=2, unique=unique, num_selected=9)
+
+
+@pytest.mark.parametrize('tokens', [range(37), range(100, 211), range(216, 236), range(50, 50)], ids=str)
+@pytest.mark.parametrize(
+    'extents', [Extents(2, 236, 236, {}, [236] * 2), packed([0, 101, 0, 109, 17], uncovered=9)], ids=['whole', 'packed']
+)
+def test_tokens_of_a_range(extents: Extents, tokens: range, device: torch.device) -> None:
+    check(extents, device, repeats=2, num_selected=9, tokens=tokens)
 
 
 @pytest.mark.parametrize('most', [150, 17], ids=['groups of pairs', 'parts of a pair'])
