@@ -44,6 +44,7 @@ FORWARD, BACKWARD = '_triton/interval/forward.py', '_triton/interval/backward.py
 TILES, INTERVAL_OP, PLACEMENT = '_triton/interval/tiles.py', '_triton/interval/op.py', '_triton/placement.py'
 SELECTED_FORWARD, SELECTED_BACKWARD = 'selected_attention/triton/forward.py', 'selected_attention/triton/backward.py'
 NEIGHBOURS, ROWS = 'selected_attention/triton/neighbours.py', 'selected_attention/triton/choice.py'
+BY_BLOCK, LISTS = 'selected_attention/triton/by_block.py', 'selected_attention/triton/lists.py'
 SELECT, GATED_SUM = 'block_selection/triton/select.py', 'gated_sum/triton/kernels.py'
 SCORES_FORWARD = 'block_selection/triton/scores_forward.py'
 SCORES_BACKWARD = 'block_selection/triton/scores_backward.py'
@@ -88,6 +89,13 @@ FAULTS = [
     Fault('block_scale missing in the gradient of q', SELECTED_BACKWARD, 'dq = add_product((dlogits * factor).to(k.dtype), k, dq)', 'dq = add_product(dlogits.to(k.dtype), k, dq)', SELECTED),
     Fault('causal mask dropped in the gradient of k', SELECTED_BACKWARD, 'read = read & (keys[:, None] <= positions[None, :])', 'read = read & (keys[:, None] <= positions[None, :] + 1)', SELECTED),
     Fault('last entry of a list skipped', SELECTED_BACKWARD, 'num_rows = tl.minimum(length - first_entry, CHUNK) * GROUP', 'num_rows = tl.minimum(length - first_entry - 1, CHUNK) * GROUP', SELECTED),
+    Fault('by block: one key of the future', BY_BLOCK, 'read = read & (keys[None, :] <= positions[:, None])', 'read = read & (keys[None, :] <= positions[:, None] + 1)', SELECTED[:1]),
+    Fault('by block: last member skipped', BY_BLOCK, 'num_members = tl.minimum(length - first_entry, CHUNK) * GROUP', 'num_members = tl.minimum(length - first_entry, CHUNK) * GROUP - 1', SELECTED[:1]),
+    Fault('by block: unit of a part dropped', BY_BLOCK, 'out *= (1 / unit)[:, None]', 'out *= 1.0', SELECTED[:1]),
+    Fault('by block: totals of parts not rescaled', BY_BLOCK, 'tl.sum(tl.exp2(references - reference[:, None]) * totals, 1)', 'tl.sum(totals, 1)', SELECTED[:1]),
+    Fault('by block: part of another head', BY_BLOCK, 'places_of_part = places + slot * GROUP', 'places_of_part = places + slot', SELECTED[:1]),
+    Fault('by block: tokens of another range', BY_BLOCK, 'token = (lists.first_token + reader // lists.repeats)', 'token = (reader // lists.repeats)', SELECTED[:1]),
+    Fault('members of a list: next token', LISTS, 'token = lists.first_token + entry // (lists.repeats * lists.num_selected)', 'token = lists.first_token + (entry + 1) // (lists.repeats * lists.num_selected)', SELECTED[:1]),
     # Choice of blocks
     Fault('overlap of blocks off', SELECT, 'shared = tl.minimum(start + blocks.block_size, blocks.selection_block_size) - tl.maximum(start, 0)', 'shared = tl.minimum(start + blocks.block_size, blocks.selection_block_size) - start', CHOICE),
     Fault('ties go to the higher block', SELECT, '(2**30 - 1 - block)', 'block', CHOICE),

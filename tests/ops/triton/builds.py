@@ -16,6 +16,7 @@ import re
 import sys
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 os.environ.pop('TRITON_INTERPRET', None)
 
@@ -35,6 +36,7 @@ from native_sparse_attention.ops import (
     window_attention,
 )
 from native_sparse_attention.ops._triton import launch, support
+from native_sparse_attention.ops.selected_attention.triton import op as selected_op
 
 SEQLEN = 96
 BLOCK, STRIDE, SELECTION_BLOCK = 32, 16, 64
@@ -107,6 +109,10 @@ def build_selected(dtype: torch.dtype, head_dim: int) -> None:
         block_scale = torch.ones(indices.shape, requires_grad=True) if scaled else None
         settings: dict[str, Any] = {'block_size': SELECTION_BLOCK, 'block_scale': block_scale}
         differentiate(*selected_attention(q, k, v, indices, **settings, backend='triton'))
+    with mock.patch.object(selected_op, 'choose_design', return_value='block'):
+        q, k, v = make(dtype, head_dim)
+        indices = torch.zeros(1, SEQLEN, 2, 16, dtype=torch.int32)
+        selected_attention(q, k, v, indices, block_size=16, backend='triton')
 
 
 def build_gated_sum(dtype: torch.dtype, head_dim: int) -> None:

@@ -1,4 +1,4 @@
-"""Problems for selected attention, and both kinds of its kernels."""
+"""Problems for selected attention, and every kind of its kernels."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ INT32 = torch.iinfo(torch.int32)
 JUNK = (-1, -2, INT32.min, INT32.max, 10**6)
 Tensors = dict[str, Tensor]
 
-KERNELS = ('a program per query', 'a program per tile of queries')
+KERNELS = ('a program per query', 'a program per tile of queries', 'a program per block')
 # For what does not depend on these kernels; those per tile take less time in the interpreter.
-per_tile = pytest.mark.parametrize('kernels', KERNELS[1:], indirect=True)
+per_tile = pytest.mark.parametrize('kernels', KERNELS[1:2], indirect=True)
+per_block = pytest.mark.parametrize('kernels', KERNELS[2:], indirect=True)
 
 
 @pytest.fixture(params=KERNELS, autouse=True)
@@ -28,7 +29,8 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """Groups of up to SMALL_GROUP heads have kernels of their own."""
     if request.param == KERNELS[0]:
         monkeypatch.setattr(op, 'SMALL_GROUP', 0)
-    monkeypatch.setattr(op, 'MEETING', 0)
+    monkeypatch.setattr(op, 'MEETING', 10**9 if request.param == KERNELS[2] else 0)
+    monkeypatch.setattr(op, 'MIN_SEQLEN_BY_BLOCK', 0)
 
 
 def make_indices(extents: Extents, choosers: int, num_selected: int, block_size: int) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from native_sparse_attention.ops import selected_attention
 from native_sparse_attention.ops._triton import inverse_index
-from native_sparse_attention.ops.selected_attention.triton import op
+from native_sparse_attention.ops.selected_attention.triton import by_block, op
 from native_sparse_attention.testing import (
     INDEX_KINDS,
     LAYOUTS,
@@ -35,6 +35,7 @@ from tests.ops.triton.selected_attention_problems import (
     kernels,  # noqa: F401, every test takes it
     make_indices,
     make_inputs,
+    per_block,
     per_tile,
 )
 from tests.problems import Extents, Heads, cumulative, drawn_extents, drawn_heads, packed, row_integers, whole
@@ -42,27 +43,38 @@ from tests.problems import Extents, Heads, cumulative, drawn_extents, drawn_head
 
 @per_tile
 @pytest.mark.parametrize(
-    ('seqlen', 'group', 'num_selected', 'block_size', 'shared'),
+    ('seqlen', 'group', 'num_selected', 'block_size', 'forward', 'backward'),
     [
-        (8192, 1, 16, 64, True),
-        (32768, 1, 16, 64, True),
-        (65536, 1, 16, 64, False),
-        (8192, 4, 16, 64, True),
-        (16384, 4, 16, 64, False),
-        (8192, 2, 5, 16, False),
-        (8192, 16, 16, 64, False),
-        (8192, 1, 65, 64, False),
+        (8192, 1, 16, 64, 'neighbours', 'neighbours'),
+        (32768, 1, 16, 64, 'neighbours', 'neighbours'),
+        (65536, 1, 16, 64, 'block', 'query'),
+        (8192, 4, 16, 64, 'neighbours', 'neighbours'),
+        (16384, 4, 16, 64, 'block', 'query'),
+        (65536, 4, 16, 200, 'query', 'query'),
+        (8192, 2, 5, 16, 'block', 'query'),
+        (512, 2, 1, 16, 'query', 'query'),
+        (8192, 16, 16, 64, 'query', 'query'),
+        (8192, 1, 65, 64, 'block', 'query'),
+        (8192, 1, 0, 64, 'query', 'query'),
     ],
 )
-def test_neighbours_share_where_they_must_meet(
-    seqlen: int, group: int, num_selected: int, block_size: int, shared: bool, monkeypatch: pytest.MonkeyPatch
+def test_the_design_follows_from_the_shape(
+    seqlen: int,
+    group: int,
+    num_selected: int,
+    block_size: int,
+    forward: str,
+    backward: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(op, 'MEETING', 4)
+    monkeypatch.setattr(op, 'MIN_SEQLEN_BY_BLOCK', 1024)
     q, k, indices = (
-        torch.empty(1, seqlen, heads, size, device='meta')
+        torch.empty(1, seqlen, heads, size, dtype=torch.bfloat16, device='meta')
         for heads, size in ((2 * group, 64), (2, 64), (2, num_selected))
     )
-    assert op._neighbours_share(q, k, indices, block_size) is shared
+    assert op.choose_design(q, k, k, indices, block_size) == forward
+    assert op.choose_design(q, k, k, indices, block_size, backward=True) == backward
 
 
 def assert_close(
@@ -322,6 +334,26 @@ def test_long_lists_are_split(
     indices = make_indices(extents, 2, 3, 3)
     indices[..., 0] = 0
     assert_close(extents, TWO_GROUPS, device, indices=indices, block_size=3)
+
+
+@per_block
+@pytest.mark.parametrize(('chunk_rows', 'tokens'), [(1, 1), (6, 2), (16, 5)])
+@pytest.mark.parametrize('where', ['whole', 'packed'])
+def test_partial_results_of_some_tokens_at_a_time(
+    where: str, chunk_rows: int, tokens: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bits do not depend on how lists are cut and on how many tokens and kv heads a launch is about."""
+    extents = whole(12, batch=2) if where == 'whole' else packed([4, 0, 7], uncovered=1)
+    indices = make_indices(extents, 2, 3, 3)
+    indices[..., 0] = 0
+    tensors = make_inputs(extents, TWO_GROUPS, device, indices, scaled=True, dtype=torch.float16)
+    settings = {'block_size': 3, **place(extents.where, device)}
+    with torch.no_grad():
+        expected = selected_attention(**tensors, **settings, backend='triton')
+        monkeypatch.setattr(by_block, 'CHUNK_ROWS', chunk_rows)
+        monkeypatch.setattr(by_block, 'WORKSPACE', tokens * 3 * 2 * (2 * TWO_GROUPS.value_dim + 12))
+        for result, same in zip(selected_attention(**tensors, **settings, backend='triton'), expected, strict=True):
+            assert torch.equal(result, same)
 
 
 @per_tile

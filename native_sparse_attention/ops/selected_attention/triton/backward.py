@@ -19,36 +19,25 @@ import triton
 import triton.language as tl
 
 from native_sparse_attention.ops._triton.inverse_index import find_block
-from native_sparse_attention.ops._triton.placement import find_tile, load_extent, load_num_keys, load_position
+from native_sparse_attention.ops._triton.placement import load_extent
 from native_sparse_attention.ops._triton.tiles import add_product, load_rows, split_finite, store_rows
 from native_sparse_attention.ops.selected_attention.triton.choice import find_reader, load_block, load_factor
-
-
-class Lists(NamedTuple):
-    """The lists of a group of pairs, as kernels take them.
-
-    entries, starts: of the inverse index, tensors. num_entries, num_slots: of a pair. num_programs: of a pair, enough
-    for the chunks of its lists. first_pair: of the group. kv_heads: H. repeats: R. num_selected: n. num_partials:
-    partial sums of a pair.
-    """
-
-    entries: Any
-    starts: Any
-    num_entries: int
-    num_slots: int
-    num_programs: int
-    first_pair: int
-    kv_heads: int
-    repeats: int
-    num_selected: int
-    num_partials: int
+from native_sparse_attention.ops.selected_attention.triton.lists import (
+    find_chunk,
+    load_factors,
+    load_members,
+    load_sequence,
+)
 
 
 class Partials(NamedTuple):
-    """Sums over a chunk of a list, float32 tensors `[pairs * num_partials, block size, D and DV]`."""
+    """Sums over a chunk of a list: float32 tensors `[pairs * num_partials, block size, D and DV]`, num_partials of them
+    for a pair.
+    """
 
     k: Any
     v: Any
+    num_partials: int
 
 
 @triton.jit
@@ -240,7 +229,7 @@ def dkv_kernel(
     pair, chunk and tile of the block's keys. dk, dv: `[B, S, H, D and DV]`.
     """
     tiles = tl.cdiv(BLOCK_SIZE, BLOCK_N)
-    pair, slot, first_entry, begin, length = _find_chunk(tl.program_id(0) // tiles, lists, CHUNK)
+    pair, slot, first_entry, begin, length = find_chunk(tl.program_id(0) // tiles, lists, CHUNK)
     if slot >= lists.num_slots:
         return
     # A list without entries has a chunk too: its keys have gradients of 0.
@@ -250,10 +239,7 @@ def dkv_kernel(
     sequence, first_key = find_block(slot, row, place, BLOCK_SIZE)
     if sequence >= place.num_sequences:
         return
-    _, key_start, num_stored = load_extent(place.cu_seqlens_k, sequence, place.seqlen_k, place.num_sequences)
-    _, query_start, num_queries = load_extent(place.cu_seqlens, sequence, place.seqlen_q, place.num_sequences)
-    num_keys = load_num_keys(place, sequence)
-    offset = load_position(place, sequence, num_queries, num_keys) - query_start
+    key_start, num_stored, num_keys, offset = load_sequence(sequence, place)
     in_block = tl.program_id(0) % tiles * BLOCK_N + tl.arange(0, BLOCK_N)
     keys = first_key + in_block
     stored = (keys >= 0) & (keys < num_stored) & (in_block < BLOCK_SIZE)
@@ -276,10 +262,7 @@ def dkv_kernel(
     for first_row in tl.range(0, num_rows, BLOCK_M):
         rows = first_row + tl.arange(0, BLOCK_M)
         row_mask = rows < num_rows
-        entry = tl.load(entries_ptr + rows // GROUP, mask=row_mask, other=0)
-        token = entry // (lists.repeats * lists.num_selected)
-        chooser = kv_head * lists.repeats + entry // lists.num_selected % lists.repeats
-        head = chooser * GROUP + rows % GROUP
+        entry, token, chooser, head = load_members(entries_ptr, rows, row_mask, kv_head, lists, GROUP)
         positions = offset + token
         token = token.to(tl.int64)
         offsets = token * q_strides[1] + head * q_strides[2]
@@ -297,9 +280,7 @@ def dkv_kernel(
         scale_log2 = tl.full([BLOCK_M], scale * 1.4426950408889634, tl.float32)
         dweights = tl.dot(v, tl.trans(dout), input_precision='ieee')
         if factors_ptr is not None:
-            offsets = row * factors_strides[0] + token * factors_strides[1] + chooser * factors_strides[2]
-            factor = tl.load(factors_ptr + offsets + entry % lists.num_selected, mask=row_mask, other=0.0)
-            factor = factor.to(tl.float32)
+            factor = load_factors(factors_ptr, factors_strides, row, token, chooser, entry, row_mask, lists)
             scale_log2 *= factor
             dweights = (dweights - delta[None, :]) * factor[None, :]
         else:
@@ -320,7 +301,7 @@ def dkv_kernel(
         store_rows(dk_ptr, key_start + keys, dk_strides[1], dk, stored, HEAD_DIM, BLOCK_D)
         store_rows(dv_ptr, key_start + keys, dv_strides[1], dv, stored, VALUE_DIM, BLOCK_DV)
     else:
-        rows_of_partial = _find_partial(pair, begin, lists, CHUNK) + first_entry // CHUNK
+        rows_of_partial = _find_partial(pair, begin, partials, CHUNK) + first_entry // CHUNK
         rows_of_partial = rows_of_partial * BLOCK_SIZE + in_block
         store_rows(partials.k, rows_of_partial, HEAD_DIM, dk, in_block < BLOCK_SIZE, HEAD_DIM, BLOCK_D)
         store_rows(partials.v, rows_of_partial, VALUE_DIM, dv, in_block < BLOCK_SIZE, VALUE_DIM, BLOCK_DV)
@@ -363,7 +344,7 @@ def combine_kernel(
     stored = (keys >= 0) & (keys < num_stored) & in_partial
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
-    first_partial = _find_partial(pair, begin, lists, CHUNK)
+    first_partial = _find_partial(pair, begin, partials, CHUNK)
     for chunk in tl.range(0, tl.cdiv(length, CHUNK)):
         rows = (first_partial + chunk) * BLOCK_SIZE + in_block
         dk += load_rows(partials.k, rows, HEAD_DIM, in_partial, HEAD_DIM, BLOCK_D)
@@ -377,23 +358,8 @@ def combine_kernel(
 
 
 @triton.jit
-def _find_chunk(index, lists, CHUNK: tl.constexpr):
-    """Chunk `index` of the lists: its pair, block slot and first entry in the list, where the list begins, and its
-    length. The slot is num_slots behind the last list, and the first entry behind the end of a list where it has fewer
-    chunks than there is room for.
-    """
-    pair = index // lists.num_programs
-    starts_ptr = lists.starts + pair.to(tl.int64) * (lists.num_slots + 1)
-    # Lists follow each other as packed sequences do.
-    slot, first_entry = find_tile(index % lists.num_programs, starts_ptr, lists.num_entries, lists.num_slots, CHUNK)
-    begin = tl.load(starts_ptr + slot)
-    end = tl.load(starts_ptr + tl.minimum(slot + 1, lists.num_slots))
-    return pair, slot, first_entry, begin, end - begin
-
-
-@triton.jit
-def _find_partial(pair, begin, lists, CHUNK: tl.constexpr):
+def _find_partial(pair, begin, partials, CHUNK: tl.constexpr):
     """The first partial sum of a list that begins at entry `begin` and has more than CHUNK entries. Such a list of x *
     CHUNK entries has at most floor(2 * x) chunks, so no two lists meet.
     """
-    return pair.to(tl.int64) * lists.num_partials + 2 * begin.to(tl.int64) // CHUNK
+    return pair.to(tl.int64) * partials.num_partials + 2 * begin.to(tl.int64) // CHUNK

@@ -33,13 +33,14 @@ from native_sparse_attention.ops._triton.registered import (
 )
 from native_sparse_attention.ops.selected_attention.triton import settings
 from native_sparse_attention.ops.selected_attention.triton.backward import (
-    Lists,
     Partials,
     combine_kernel,
     dkv_kernel,
     dq_kernel,
 )
+from native_sparse_attention.ops.selected_attention.triton.by_block import attend_by_block
 from native_sparse_attention.ops.selected_attention.triton.forward import forward_kernel
+from native_sparse_attention.ops.selected_attention.triton.lists import Lists
 from native_sparse_attention.ops.selected_attention.triton.neighbours import (
     neighbours_dq_kernel,
     neighbours_forward_kernel,
@@ -48,10 +49,13 @@ from native_sparse_attention.ops.selected_attention.triton.neighbours import (
 # Pairs of a query and a head that one program adds to the gradients of a block, by bytes of an element; the lists of
 # some blocks have many more. In float32 the sums are shorter, and so more exact.
 CHUNK_ROWS = {2: 4096, 4: 512}
-# The largest group, and the most indices of a row, where neighbouring queries go through their blocks together.
+DESIGNS = ('query', 'neighbours', 'block')
+# The largest group that leaves a tile of one query empty, and the most indices of a row that neighbours share.
 SMALL_GROUP, MAX_SHARED_CHOICE = 8, 64
-# They do where a tile of so many rows chooses each block so many times in the mean.
+# Neighbours share where a tile of so many rows chooses each block so many times in the mean.
 TILE_ROWS, MEETING = 128, 4
+# Fewer queries than this do not pay for the lists of those who chose a block.
+MIN_SEQLEN_BY_BLOCK = 1024
 # Bytes that partial sums may take.
 WORKSPACE = 2**28
 
@@ -93,7 +97,11 @@ def _forward(
     out = q.new_empty(batch, seqlen, heads, v.shape[3])
     lse = q.new_empty(batch, heads, seqlen, dtype=torch.float32)
     place = make_placement(sequences)
-    if _neighbours_share(q, k, block_indices, block_size):
+    design = choose_design(q, k, v, block_indices, block_size)
+    if design == 'block':
+        attend_by_block(q, k, v, block_indices, block_scale, out, lse, place, block_size, causal, scale)
+        return out, lse
+    if design == 'neighbours':
         kernel, plan, table = neighbours_forward_kernel, _launch_per_tile, settings.NEIGHBOURS_FORWARD
     else:
         kernel, plan, table = forward_kernel, _launch_per_query, settings.FORWARD
@@ -139,7 +147,7 @@ def _backward(
     place = make_placement(unflatten(q, (seqlen_k, q_offset, q_offsets, seqlens_k, cu_seqlens, cu_seqlens_k)))
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     delta = torch.empty_like(lse)
-    if _neighbours_share(q, k, block_indices, block_size):
+    if choose_design(q, k, v, block_indices, block_size, backward=True) == 'neighbours':
         kernel, plan, table = neighbours_dq_kernel, _launch_per_tile, settings.NEIGHBOURS_DQ
     else:
         kernel, plan, table = dq_kernel, _launch_per_query, settings.DQ
@@ -216,14 +224,17 @@ def _differentiate_keys(
         'device': q.device,
     }
     groups = group_pairs(block_indices, kv_heads, num_slots, most)
+    rows = len(groups[0]) * num_partials
     partials = Partials(
-        *(q.new_empty(len(groups[0]) * num_partials, block_size, d, dtype=torch.float32) for d in (head_dim, value_dim))
+        q.new_empty(rows, block_size, head_dim, dtype=torch.float32),
+        q.new_empty(rows, block_size, value_dim, dtype=torch.float32),
+        num_partials,
     )
     for pairs in groups:
         index = make_inverse_index(
             block_indices, place, pairs, kv_heads=kv_heads, block_size=block_size, causal=causal, unique=True
         )
-        sizes = (num_entries, num_slots, num_programs, pairs.start, kv_heads, repeats, num_selected, num_partials)
+        sizes = (num_entries, num_slots, num_programs, pairs.start, kv_heads, repeats, num_selected, 0)
         lists = Lists(index.entries, index.starts, *sizes)
         launch(
             dkv_kernel,
@@ -289,16 +300,26 @@ _forward.register_autograd(_differentiate, setup_context=save_inputs)
 refuse_double_backward(_backward)
 
 
-def _neighbours_share(q: Tensor, k: Tensor, block_indices: Tensor, block_size: int) -> bool:
-    """Whether neighbouring queries go through their blocks together: where the heads of one would fill no tile, and
-    there are so few blocks that the choices of many must meet, whatever they are.
+def choose_design(
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_size: int, *, backward: bool = False
+) -> str:
+    """What a program has, one of DESIGNS, by shape alone: what choices overlap by lies on the device.
+
+    'query': a query with the heads of its group, which fill a tile where the group is large. 'neighbours': queries that
+    go through their blocks together, where there are so few blocks that the choices of many must meet, whatever they
+    are. 'block': a block and those who chose it, whatever there are of both; the forward alone has this one.
     """
     index_heads, num_selected = block_indices.shape[2:]
     group = q.shape[2] // index_heads
-    if group > SMALL_GROUP or num_selected > MAX_SHARED_CHOICE:
-        return False
+    if group > SMALL_GROUP or num_selected == 0:
+        return 'query'
     num_blocks = -(-k.shape[1] // block_size)
-    return MEETING * num_blocks * group <= TILE_ROWS * num_selected
+    if num_selected <= MAX_SHARED_CHOICE and MEETING * num_blocks * group <= TILE_ROWS * num_selected:
+        return 'neighbours'
+    if backward or q.shape[1] < MIN_SEQLEN_BY_BLOCK:
+        return 'query'
+    largest = settings_of(settings.BLOCK, q, v).block_n
+    return 'block' if row_block(min(block_size, k.shape[1])) <= largest else 'query'
 
 
 def _launch_per_tile(

@@ -1,7 +1,7 @@
 """Launch settings of selected attention, by architecture, bytes of an element and head size.
 
-block_m: rows of a tile, heads of one query at most (DKV and NEIGHBOURS: pairs of a query and a head). block_n: keys of
-a tile at most.
+block_m: rows of a tile, heads of one query at most (DKV, NEIGHBOURS and BLOCK: pairs of a query and a head). block_n:
+keys of a tile at most, which BLOCK has a whole block in.
 """
 
 from __future__ import annotations
@@ -85,4 +85,21 @@ NEIGHBOURS_DQ: Table = {
     ('sm86', 4, 128): Settings(16, 16, 4, 1),
     ('sm86', 4, 256): Settings(16, 16, 4, 1),
     ('sm90', 2, 128): Settings(64, 32, 4, 2),
+}
+
+BLOCK: Table = {
+    ('sm80', 2, 64): Settings(64, 128, 4, 3),
+    ('sm80', 2, 128): Settings(64, 64, 4, 2),
+    ('sm80', 2, 256): Settings(64, 64, 8, 1),
+    ('sm80', 4, 64): Settings(32, 64, 4, 1),
+    ('sm80', 4, 128): Settings(32, 64, 4, 1),
+    ('sm80', 4, 256): Settings(16, 32, 4, 1),
+    ('sm86', 2, 64): Settings(64, 64, 4, 2),
+    ('sm86', 2, 128): Settings(64, 64, 4, 1),
+    ('sm86', 2, 256): Settings(32, 32, 4, 1),
+    ('sm86', 4, 64): Settings(32, 64, 4, 1),
+    ('sm86', 4, 128): Settings(16, 32, 4, 1),
+    ('sm86', 4, 256): Settings(16, 16, 4, 1),
+    ('sm90', 2, 64): Settings(128, 128, 4, 3),
+    ('sm90', 2, 128): Settings(128, 64, 8, 3),
 }

@@ -1,0 +1,281 @@
+"""Kernels of selected attention for small groups and many blocks: a program has a block of keys and those who chose it.
+
+The queries of a list fill a tile however few heads a group has, and a block is read once for all of them. Each member
+of a list leaves a partial result, its attention to that block alone, and a second kernel merges those of a query. In
+half types they are float16, in units of a row's largest value: bfloat16 would show in the result, and float32 would
+cost twice the traffic.
+"""
+
+# To pyright a jit function that another calls never returns.
+# pyright: reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from native_sparse_attention.ops._triton.inverse_index import (
+    find_block,
+    group_pairs,
+    make_inverse_index,
+    num_block_slots,
+)
+from native_sparse_attention.ops._triton.launch import head_block, launch, row_block, settings_of
+from native_sparse_attention.ops._triton.placement import Placement
+from native_sparse_attention.ops._triton.tiles import add_product, load_rows, split_finite, store_rows
+from native_sparse_attention.ops.selected_attention.triton import settings
+from native_sparse_attention.ops.selected_attention.triton.lists import (
+    Lists,
+    find_chunk,
+    load_factors,
+    load_members,
+    load_sequence,
+)
+
+# Members of a list that a program has at most, and rows of a program that merges.
+CHUNK_ROWS, MERGE_ROWS = 1024, 32
+# Bytes that partial results may take.
+WORKSPACE = 2**28 + 2**27
+
+
+class Parts(NamedTuple):
+    """Partial results, a row for every entry of a pair and head of its chooser: `[pairs, T * R * n, G]` and DV.
+
+    out: float16 or float32 `[rows, DV]`, not divided by the sum of weights. unit: float32 `[rows]`, what out is a
+    multiple of, None for 1. reference: float32 `[rows]`, the largest logit times log2(e), which weights are relative
+    to. total: float32 `[rows]`, the sum of weights; 0 where there is no partial result, and the others have anything.
+    """
+
+    out: Any
+    unit: Any
+    reference: Any
+    total: Any
+
+
+def attend_by_block(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor,
+    block_scale: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    place: Placement,
+    block_size: int,
+    causal: bool,
+    scale: float,
+) -> None:
+    """out and lse, for one group of pairs and one range of tokens after the other."""
+    seqlen, heads, head_dim = q.shape[1:]
+    seqlen_k, kv_heads, value_dim = v.shape[1:]
+    index_heads, num_selected = block_indices.shape[2:]
+    block_size = min(block_size, seqlen_k)
+    repeats, group = index_heads // kv_heads, heads // index_heads
+    num_slots = num_block_slots(place, block_size)
+    in_half = q.dtype != torch.float32
+    bytes_of_token = repeats * num_selected * group * ((2 if in_half else 4) * value_dim + 12)
+    most = max(1, WORKSPACE // bytes_of_token)
+    block_m, _, num_warps, num_stages = settings_of(settings.BLOCK, q, v)
+    for pairs in group_pairs(block_indices, kv_heads, num_slots, max(1, most // max(seqlen, 1))):
+        for first in range(0, seqlen, most):
+            tokens = range(first, min(first + most, seqlen))
+            index = make_inverse_index(
+                block_indices,
+                place,
+                pairs,
+                kv_heads=kv_heads,
+                block_size=block_size,
+                causal=causal,
+                unique=True,
+                tokens=tokens,
+            )
+            num_entries = len(tokens) * repeats * num_selected
+            chunk = max(1, CHUNK_ROWS // group)
+            num_programs = num_entries // chunk + num_slots
+            sizes = (num_entries, num_slots, num_programs, pairs.start, kv_heads, repeats, num_selected, first)
+            lists = Lists(index.entries, index.starts, *sizes)
+            rows = len(pairs) * num_entries * group
+            parts = Parts(
+                q.new_empty(rows, value_dim, dtype=torch.float16 if in_half else torch.float32),
+                q.new_empty(rows, dtype=torch.float32) if in_half else None,
+                q.new_empty(rows, dtype=torch.float32),
+                q.new_zeros(rows, dtype=torch.float32),
+            )
+            launch(
+                block_kernel,
+                (len(pairs) * num_programs,),
+                *(q, k, v, block_scale, parts),
+                *(q.stride(), k.stride(), v.stride(), None if block_scale is None else block_scale.stride()),
+                *(place, lists, scale),
+                GROUP=group,
+                BLOCK_SIZE=block_size,
+                CAUSAL=causal,
+                CHUNK=chunk,
+                HEAD_DIM=head_dim,
+                VALUE_DIM=value_dim,
+                BLOCK_M=block_m,
+                BLOCK_N=row_block(block_size),
+                BLOCK_D=head_block(head_dim),
+                BLOCK_DV=head_block(value_dim),
+                num_warps=num_warps,
+                num_stages=num_stages,
+                device=q.device,
+            )
+            tiles = -(-len(tokens) * repeats * group // MERGE_ROWS)
+            launch(
+                merge_kernel,
+                (len(pairs) * tiles,),
+                *(parts, out, lse, out.stride(), place, lists, len(tokens)),
+                GROUP=group,
+                NUM_SELECTED=num_selected,
+                VALUE_DIM=value_dim,
+                BLOCK_S=1 << max(num_selected - 1, 0).bit_length(),
+                BLOCK_M=MERGE_ROWS,
+                BLOCK_DV=head_block(value_dim),
+                num_warps=4,
+                device=q.device,
+            )
+            del index, lists, parts  # before those of the next range are made
+
+
+@triton.jit
+def block_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    factors_ptr,
+    parts,
+    q_strides,
+    k_strides,
+    v_strides,
+    factors_strides,
+    place,
+    lists,
+    scale,
+    GROUP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    CHUNK: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    """Partial results of up to CHUNK entries of a list; one program per pair and chunk. BLOCK_N holds a whole block."""
+    pair, slot, first_entry, begin, length = find_chunk(tl.program_id(0), lists, CHUNK)
+    if (slot >= lists.num_slots) | (first_entry >= length):
+        return
+    row = (lists.first_pair + pair) // lists.kv_heads
+    sequence, first_key = find_block(slot, row, place, BLOCK_SIZE)
+    if sequence >= place.num_sequences:
+        return
+    key_start, _, num_keys, offset = load_sequence(sequence, place)
+    keys = first_key + tl.arange(0, BLOCK_N)
+    key_mask = (keys >= 0) & (keys < tl.minimum(num_keys, first_key + BLOCK_SIZE))
+    kv_head = ((lists.first_pair + pair) % lists.kv_heads).to(tl.int64)
+    row, pair = row.to(tl.int64), pair.to(tl.int64)
+    k_ptr += row * k_strides[0] + kv_head * k_strides[2]
+    v_ptr += row * v_strides[0] + kv_head * v_strides[2]
+    k = load_rows(k_ptr, key_start + keys, k_strides[1], key_mask, HEAD_DIM, BLOCK_D)  # [BLOCK_N, BLOCK_D]
+    v = load_rows(v_ptr, key_start + keys, v_strides[1], key_mask, VALUE_DIM, BLOCK_DV)  # [BLOCK_N, BLOCK_DV]
+    v, taint = split_finite(v)
+
+    entries_ptr = lists.entries + pair * lists.num_entries + begin + first_entry
+    q_ptr += row * q_strides[0]
+    num_members = tl.minimum(length - first_entry, CHUNK) * GROUP
+    for first_member in tl.range(0, num_members, BLOCK_M):
+        members = first_member + tl.arange(0, BLOCK_M)
+        mask = members < num_members
+        entry, token, chooser, head = load_members(entries_ptr, members, mask, kv_head, lists, GROUP)
+        positions = offset + token
+        token = token.to(tl.int64)
+        q = load_rows(q_ptr, token * q_strides[1] + head * q_strides[2], 1, mask, HEAD_DIM, BLOCK_D)
+        scale_log2 = tl.full([BLOCK_M], scale * 1.4426950408889634, tl.float32)
+        if factors_ptr is not None:
+            scale_log2 *= load_factors(factors_ptr, factors_strides, row, token, chooser, entry, mask, lists)
+        read = key_mask[None, :] & mask[:, None]
+        if CAUSAL:
+            read = read & (keys[None, :] <= positions[:, None])
+        products = tl.dot(q, tl.trans(k), input_precision='ieee')  # [BLOCK_M, BLOCK_N]
+        row_max = tl.max(tl.where(read, products * scale_log2[:, None], float('-inf')), 1)
+        reference = tl.where(row_max == float('-inf'), 0.0, row_max)
+        weights = tl.exp2(tl.fma(products, scale_log2[:, None], -reference[:, None]))
+        weights = tl.where(read, weights, 0.0)
+        out = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+        out = add_product(weights.to(v.dtype), v, out)
+        out += tl.sum(tl.where(read, taint[None, :], 0.0), 1)[:, None]
+        places = (pair * lists.num_entries + entry) * GROUP + members % GROUP
+        tl.store(parts.reference + places, reference, mask=mask)
+        tl.store(parts.total + places, tl.sum(weights, 1), mask=mask)
+        if parts.unit is not None:
+            unit = tl.max(tl.where(tl.abs(out) < float('inf'), tl.abs(out), 0.0), 1)
+            unit = tl.where(unit > 0, unit, 1.0)
+            tl.store(parts.unit + places, unit, mask=mask)
+            out *= (1 / unit)[:, None]
+        store_rows(parts.out, places, VALUE_DIM, out, mask, VALUE_DIM, BLOCK_DV)
+
+
+@triton.jit
+def merge_kernel(
+    parts,
+    out_ptr,
+    lse_ptr,
+    out_strides,
+    place,
+    lists,
+    num_tokens,
+    GROUP: tl.constexpr,
+    NUM_SELECTED: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    """out: `[B, T, HQ, DV]`, lse: `[B, HQ, T]`, of num_tokens tokens. One program per pair and tile of rows, which are
+    the heads of the tokens.
+    """
+    readers = num_tokens * lists.repeats
+    tiles = tl.cdiv(readers * GROUP, BLOCK_M)
+    pair = (tl.program_id(0) // tiles).to(tl.int64)
+    rows = (tl.program_id(0) % tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
+    mask = rows < readers * GROUP
+    reader, member = rows // GROUP, rows % GROUP
+    places = (pair * lists.num_entries + reader * NUM_SELECTED) * GROUP + member
+    slots = tl.arange(0, BLOCK_S)
+    offsets = places[:, None] + (slots * GROUP)[None, :]
+    slot_mask = mask[:, None] & (slots < NUM_SELECTED)[None, :]
+    totals = tl.load(parts.total + offsets, mask=slot_mask, other=0.0)  # [BLOCK_M, BLOCK_S]
+    references = tl.load(parts.reference + offsets, mask=slot_mask & (totals != 0), other=float('-inf'))
+    row_max = tl.max(references, 1)
+    reference = tl.where(row_max == float('-inf'), 0.0, row_max)
+    total = tl.sum(tl.exp2(references - reference[:, None]) * totals, 1)
+    empty = total == 0
+    total = tl.where(empty, 1.0, total)
+
+    out = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    for slot in tl.range(0, NUM_SELECTED):
+        places_of_part = places + slot * GROUP
+        is_part = mask & (tl.load(parts.total + places_of_part, mask=mask, other=0.0) != 0)
+        weight = tl.load(parts.reference + places_of_part, mask=is_part, other=float('-inf'))
+        weight = tl.exp2(weight - reference)
+        if parts.unit is not None:
+            weight *= tl.load(parts.unit + places_of_part, mask=is_part, other=0.0)
+        part = load_rows(parts.out, places_of_part, VALUE_DIM, is_part, VALUE_DIM, BLOCK_DV).to(tl.float32)
+        out = tl.fma(part, weight[:, None], out)
+    out = out / total[:, None]
+
+    row = (lists.first_pair + pair) // lists.kv_heads
+    kv_head = (lists.first_pair + pair) % lists.kv_heads
+    token = (lists.first_token + reader // lists.repeats).to(tl.int64)
+    head = (kv_head * lists.repeats + reader % lists.repeats) * GROUP + member
+    out_ptr += row * out_strides[0]
+    store_rows(out_ptr, token * out_strides[1] + head * out_strides[2], 1, out, mask, VALUE_DIM, BLOCK_DV)
+    lse = tl.where(empty, float('-inf'), tl.fma(reference, 0.6931471805599453, tl.log(total)))
+    num_heads = lists.kv_heads * lists.repeats * GROUP
+    tl.store(lse_ptr + (row * num_heads + head) * place.seqlen_q + token, lse, mask=mask)

@@ -1,0 +1,75 @@
+"""The lists of those who chose a block, as the kernels that have a program per block of keys go through them."""
+
+# To pyright a jit function that another calls never returns.
+# pyright: reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from native_sparse_attention.ops._triton.placement import find_tile, load_extent, load_num_keys, load_position
+
+
+class Lists(NamedTuple):
+    """The lists of a group of pairs, as kernels take them.
+
+    entries, starts: of the inverse index, tensors. num_entries, num_slots: of a pair. num_programs: of a pair, enough
+    for the chunks of its lists. first_pair: of the group. kv_heads: H. repeats: R. num_selected: n. first_token: the
+    token that entry 0 is of.
+    """
+
+    entries: Any
+    starts: Any
+    num_entries: int
+    num_slots: int
+    num_programs: int
+    first_pair: int
+    kv_heads: int
+    repeats: int
+    num_selected: int
+    first_token: int
+
+
+@triton.jit
+def find_chunk(index, lists, CHUNK: tl.constexpr):
+    """Chunk `index` of the lists: its pair, block slot and first entry in the list, where the list begins, and its
+    length. The slot is num_slots behind the last list, and the first entry behind the end of a list where it has fewer
+    chunks than there is room for.
+    """
+    pair = index // lists.num_programs
+    starts_ptr = lists.starts + pair.to(tl.int64) * (lists.num_slots + 1)
+    # Lists follow each other as packed sequences do.
+    slot, first_entry = find_tile(index % lists.num_programs, starts_ptr, lists.num_entries, lists.num_slots, CHUNK)
+    begin = tl.load(starts_ptr + slot)
+    end = tl.load(starts_ptr + tl.minimum(slot + 1, lists.num_slots))
+    return pair, slot, first_entry, begin, end - begin
+
+
+@triton.jit
+def load_sequence(sequence, place):
+    """First key and number of keys of a sequence as they are stored, the keys that it has, and what to add to a token
+    to have its position.
+    """
+    _, key_start, num_stored = load_extent(place.cu_seqlens_k, sequence, place.seqlen_k, place.num_sequences)
+    _, query_start, num_queries = load_extent(place.cu_seqlens, sequence, place.seqlen_q, place.num_sequences)
+    num_keys = load_num_keys(place, sequence)
+    return key_start, num_stored, num_keys, load_position(place, sequence, num_queries, num_keys) - query_start
+
+
+@triton.jit
+def load_members(entries_ptr, members, mask, kv_head, lists, GROUP: tl.constexpr):
+    """Members of a list, every entry with every head of its chooser: entry, token, chooser and head of each."""
+    entry = tl.load(entries_ptr + members // GROUP, mask=mask, other=0)
+    token = lists.first_token + entry // (lists.repeats * lists.num_selected)
+    chooser = kv_head * lists.repeats + entry // lists.num_selected % lists.repeats
+    return entry, token, chooser, chooser * GROUP + members % GROUP
+
+
+@triton.jit
+def load_factors(factors_ptr, factors_strides, row, token, chooser, entry, mask, lists):
+    """Factors of the logits of members of a list."""
+    offsets = row * factors_strides[0] + token * factors_strides[1] + chooser * factors_strides[2]
+    return tl.load(factors_ptr + offsets + entry % lists.num_selected, mask=mask, other=0.0).to(tl.float32)
