@@ -28,12 +28,14 @@ from benchmarks.timing import measure_both, reset_peak, run_once
 Case = dict[str, Any]
 # The forward of a case, and what is differentiated.
 MakeCall = Callable[[Case], tuple[Callable[[], Tensor], list[Tensor]]]
+# What a row tells beyond the times, from the forward and what is differentiated, on a device.
+MakeFacts = Callable[[Callable[[], Tensor], list[Tensor], str], Case]
 # Marks a result among what libraries print.
 MARK = 'RESULT '
 # What a new process needs to import torch and to reach the GPU.
 START_SECONDS = 60
-# Backends that compile, those that take longest first.
-COMPILED = ('flex', 'triton')
+# Backends and designs that compile, those that take longest first.
+COMPILED = ('flex', 'triton', 'query', 'neighbours', 'block')
 # Tokens of a case that is compiled beside others, which share the memory of the GPU.
 WARM_TOKENS = 2**15
 # Processes that compile side by side have a core each; inductor would start more of them in every one.
@@ -43,10 +45,15 @@ NOT_RUN = 'not run'
 
 def add_arguments(parser: argparse.ArgumentParser, shapes: str, backends: Sequence[str], case_seconds: float) -> None:
     """With these defaults."""
+    parser.add_argument('--shapes', default=shapes, help='patterns, separated by commas (%(default)s)')
+    parser.add_argument('--backends', default=','.join(backends), help='(%(default)s)')
+    add_run_arguments(parser, case_seconds)
+
+
+def add_run_arguments(parser: argparse.ArgumentParser, case_seconds: float) -> None:
+    """Those that say how cases are run, whatever they are."""
     report.add_arguments(parser)
     add = parser.add_argument
-    add('--shapes', default=shapes, help='patterns, separated by commas (%(default)s)')
-    add('--backends', default=','.join(backends), help='(%(default)s)')
     add('--case-seconds', type=float, default=case_seconds, help='at most for one case (%(default)s)')
     add('--budget', type=float, default=540, help='seconds for all of them, compilation included (%(default)s)')
     add('--jobs', type=int, default=1, help='above 1: so many processes compile first, side by side (%(default)s)')
@@ -60,8 +67,11 @@ def run(
     what: str,
     title: str,
     make_tables: Callable[[list[Case]], list[str]],
-) -> None:
-    """Runs the cases as the options say, and writes the results so far after every one."""
+) -> tuple[dict[str, Any], list[Case]]:
+    """Runs the cases as the options say, and writes the results so far after every one.
+
+    Gives the machine and all rows.
+    """
     where, earlier = report.machine(options.device, options.commit), []
     if options.add:
         where, earlier = report.find_earlier(options.out, where, what)
@@ -70,8 +80,9 @@ def run(
         rows = join(earlier, rows)
         report.write(options.out, where, what, title, make_tables(rows), rows)
 
-    rows = run_cases(cases, options.case_seconds, options.budget, write, options.jobs)
-    print('\n\n'.join(make_tables(join(earlier, rows))))
+    rows = join(earlier, run_cases(cases, options.case_seconds, options.budget, write, options.jobs))
+    print('\n\n'.join(make_tables(rows)))
+    return where, rows
 
 
 def join(earlier: list[Case], rows: list[Case]) -> list[Case]:
@@ -84,7 +95,7 @@ def join(earlier: list[Case], rows: list[Case]) -> list[Case]:
     return [*found.values()]
 
 
-def serve(make_call: MakeCall, seconds: float) -> None:
+def serve(make_call: MakeCall, seconds: float, make_facts: MakeFacts | None = None) -> None:
     """What a worker does: a case per line of the input, a result per line of the output.
 
     seconds: for which each pass is measured.
@@ -92,7 +103,7 @@ def serve(make_call: MakeCall, seconds: float) -> None:
     for line in sys.stdin:
         case = json.loads(line)
         try:
-            result = _answer(case, make_call, seconds)
+            result = _answer(case, make_call, seconds, make_facts)
         except Exception as error:  # of whatever kind a backend has for what it cannot do
             first = next(iter(str(error).splitlines()), '')
             result = {'note': f'{type(error).__name__}: {first[:200]}'}
@@ -105,7 +116,7 @@ def serve(make_call: MakeCall, seconds: float) -> None:
             print(MARK + json.dumps(result), flush=True)
 
 
-def _answer(case: Case, make_call: MakeCall, seconds: float) -> Case:
+def _answer(case: Case, make_call: MakeCall, seconds: float, make_facts: MakeFacts | None) -> Case:
     compiles = case['backend'] != 'eager'
     if not compiles:
         # The first run counts where it is a long one, but not what the first of a process loads.
@@ -115,7 +126,8 @@ def _answer(case: Case, make_call: MakeCall, seconds: float) -> Case:
     if case.get('warm'):
         run_once(forward, leaves)
         return {}
-    return measure_both(forward, leaves, case['device'], seconds, compiles)
+    result = measure_both(forward, leaves, case['device'], seconds, compiles)
+    return result | (make_facts(forward, leaves, case['device']) if make_facts else {})
 
 
 class Worker:

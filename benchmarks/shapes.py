@@ -6,6 +6,7 @@ model of train_enwik8.py, the others change one thing each.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from typing import Any
@@ -88,6 +89,11 @@ SHAPES: dict[str, Shape] = {
         replace(PAPER, name='diff-topk', seqlen=16384, use_diff_topk=True),
         replace(PAPER, name='float16', dtype=torch.float16),
         replace(PAPER, name='float32', heads=16, kv_heads=1, dtype=torch.float32),
+        replace(PAPER, name='many-64k-h4', seqlen=65536, num_sequences=64),
+        *(
+            replace(PAPER, name=f'long-{seqlen // 1024}k-h4', seqlen=seqlen)
+            for seqlen in (2**17, 2**18, 2**19, 2**20)
+        ),
         # For trying the scripts on a CPU.
         replace(TRAINER, name='tiny', batch=1, seqlen=96, heads=4, kv_heads=2, head_dim=16, value_dim=16, window=16,
                 dtype=torch.float32),
@@ -97,17 +103,30 @@ SHAPES: dict[str, Shape] = {
 }  # fmt: skip
 
 
-def find_shapes(patterns: str) -> list[Shape]:
-    """Those whose names match one of the patterns, short sequences first; `tiny` ones must be asked for by name."""
+# What begins so must be asked for by name.
+UNASKED = ('tiny', 'many', 'long')
+
+
+def find_names(names: Iterable[str], patterns: str) -> list[str]:
+    """Those that match one of the patterns, `*` leaving out what must be asked for by name.
+
+    SystemExit where there are none.
+    """
+    names = list(names)
     found = [
-        shape
-        for shape in SHAPES.values()
+        name
+        for name in names
         for pattern in patterns.split(',')
-        if fnmatch(shape.name, pattern) and (not shape.name.startswith('tiny') or pattern.startswith('tiny'))
+        if fnmatch(name, pattern) and (not name.startswith(UNASKED) or pattern.startswith(UNASKED))
     ]
     if not found:
-        raise SystemExit(f'no shape is named {patterns}; there are {", ".join(SHAPES)}')
-    return sorted(dict.fromkeys(found), key=lambda shape: shape.tokens)
+        raise SystemExit(f'nothing is named {patterns}; there are {", ".join(names)}')
+    return list(dict.fromkeys(found))
+
+
+def find_shapes(patterns: str) -> list[Shape]:
+    """Those whose names match one of the patterns, short sequences first."""
+    return sorted((SHAPES[name] for name in find_names(SHAPES, patterns)), key=lambda shape: shape.tokens)
 
 
 def make_inputs(shape: Shape, device: str) -> tuple[dict[str, Tensor], dict[str, Any]]:

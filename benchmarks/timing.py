@@ -109,6 +109,26 @@ def measure_both(
     }
 
 
+def measure_workspace(forward: Callable[[], Tensor], leaves: Sequence[Tensor], device: str) -> dict[str, Any]:
+    """Bytes: forward_workspace and backward_workspace, of the peak of a pass what it gives back; saved, what the
+    forward keeps beside its output.
+    """
+    if device == 'cpu':
+        return {}
+    base = reset_peak(device)
+    out = forward()
+    torch.cuda.synchronize()
+    kept = torch.cuda.memory_allocated()
+    sizes = {'forward_workspace': peak(device) - kept, 'saved': kept - base - out.numel() * out.element_size()}
+    dout = torch.randn_like(out)
+    reset_peak(device)
+    gradients = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+    torch.cuda.synchronize()
+    sizes['backward_workspace'] = peak(device) - torch.cuda.memory_allocated()
+    del gradients
+    return sizes
+
+
 def reset_peak(device: str) -> int:
     """Bytes that are allocated now."""
     if device == 'cpu':
