@@ -1,0 +1,144 @@
+"""The benchmark of the selected branch: what its report says, and what it holds outputs against."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import peers, runner, selected
+from benchmarks.shapes import find_names, find_shapes
+
+
+def row(case: str, backend: str, forward: float, backward: float | None = None, **rest: Any) -> runner.Case:
+    shape = selected.SETTINGS[case].shape
+    return {'op': case, 'shape': shape, 'backend': backend, 'forward_ms': forward, 'backward_ms': backward, **rest}
+
+
+ROWS = [
+    row('64k', 'triton', 10.0, 25.0, design='query', forward_workspace=2**20, backward_workspace=2**21, saved=0),
+    row('64k', 'cudnn', 120.0, 350.0),
+    row('64k', 'copy', 0.5, bytes=2 * 10**9),
+    row('64k', 'gather', 12.5, bytes=125 * 10**9),
+    row('64k', 'mdy666', 13.0, 30.0),
+    row('64k', 'xunhao', 20.0, 20.0),
+    row('64k', 'fsa', 1.0, 1.0, wrong=True, note='wrong: a row is off by 1 of its norm'),
+    {'op': '64k', 'shape': 'paper-64k-h4', 'backend': 'fla', 'note': 'ValueError: no'},
+    row('packed', 'triton', 11.0, 27.5),
+]
+
+
+def cells(table: str, name: str) -> dict[str, str]:
+    lines = [[cell.strip() for cell in line.strip('| ').split(' | ')] for line in table.splitlines()]
+    (found,) = (line for line in lines if line[0] == name)
+    return dict(zip(lines[0], found, strict=True))
+
+
+def test_targets():
+    table = cells(selected.target_table(selected.Found(ROWS)), '64k')
+    assert [table[name] for name in ('design', 'forward', 'target forward', 'met forward')] == [
+        'query', '10', '13.4', 'yes'
+    ]  # fmt: skip
+    assert [table[name] for name in ('backward', 'met backward', 'workspace backward')] == ['25', 'no', '2']
+    # Packed rows may take 1.2 times what the whole one takes.
+    assert cells(selected.target_table(selected.Found(ROWS)), 'packed')['target forward'] == '12'
+
+
+def test_ratios():
+    table = cells(selected.ratio_table(selected.Found(ROWS)), '64k')
+    expected = {'dense / ours': '12', 'best / ours': '1.3', 'best is': 'mdy666', 'ours / gather': '0.8'}
+    assert {name: table[f'forward: {name}'] for name in expected} == expected
+    # What is wrong is not the best. Passes have their best each.
+    assert (table['backward: best is'], table['backward: best / ours']) == ('xunhao', '0.8')
+    assert (table['copy GB/s'], table['gather GB/s']) == ('4000', '10000')
+
+
+def test_verdict():
+    assert selected.verdict(selected.Found(ROWS)) == (
+        '3 of 4 targets are met; not 64k backward by 8.7 %. '
+        '1 of 2 passes are no slower than the best public implementation; not 64k backward by 25.0 %. '
+        '2 of 2 passes are no slower than dense attention.'
+    )
+
+
+def test_packed_line():
+    (line,) = selected.packed_lines(selected.Found(ROWS))
+    assert line == 'packed over 64k, forward and backward: 1.10 and 1.10; at most 1.2: met.'
+
+
+def test_long_sequences_relative_to_the_shortest():
+    rows = [row('long-128k', 'triton', 20.0, 50.0), row('long-1m', 'triton', 240.0, 400.0)]
+    table = cells(selected.long_tables(selected.Found(rows))[1], 'long-1m')
+    assert [*table.values()][2::2] == ['1.5', '1']
+
+
+def test_what_must_be_asked_for():
+    assert not [name for name in find_names(selected.SETTINGS, '*') if name.startswith(('tiny', 'long'))]
+    assert not [shape.name for shape in find_shapes('*') if shape.name.startswith(('tiny', 'long', 'many'))]
+    assert [shape.name for shape in find_shapes('many*')] == ['many-64k-h4']
+
+
+def test_peer_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    class Worker:
+        def __init__(self, environment: Any) -> None:
+            self.alive = True
+
+        def measure(self, case: runner.Case, seconds: float) -> runner.Case:
+            return {'forward_ms': 1.0, 'backward_ms': 2.0}
+
+        def stop(self) -> None: ...
+
+    monkeypatch.setattr(runner, 'Worker', Worker)
+    monkeypatch.setitem(peers.PEERS, 'fla', replace(peers.PEERS['fla'], file='not/there.py'))
+    flags = ('--device', 'cpu', '--commit', 'abc', '--cases', 'tiny', '--peers', 'fla', '--out', str(tmp_path))
+    monkeypatch.setattr(sys, 'argv', ['selected', *flags])
+    selected.main()
+    (text,), (data,), (image,) = (list(tmp_path.glob(f'*{suffix}')) for suffix in ('.md', '.json', '.png'))
+    assert 'Not importable, and so not measured: fla-org/flash-linear-attention.' in text.read_text()
+    assert image.name in text.read_text()
+    assert 'fla' not in {case['backend'] for case in json.loads(data.read_text())['rows']}
+    with pytest.raises(ModuleNotFoundError, match='fla-org/flash-linear-attention is not on PYTHONPATH'):
+        peers.make_forward('fla', tiny())
+
+
+def test_modules_are_imported_without_their_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = tmp_path / 'a_peer'
+    folder.mkdir()
+    (folder / '__init__.py').write_text('raise ImportError')
+    (folder / 'part.py').write_text('answer = 42')
+    for name in ('a_peer', 'a_peer.part'):
+        # So that they are forgotten afterwards.
+        monkeypatch.setitem(sys.modules, name, None)
+        del sys.modules[name]
+    assert peers.import_from(tmp_path, 'a_peer.part').answer == 42
+
+
+def tiny(case: str = 'tiny') -> peers.Problem:
+    return selected.make_problem(selected.SETTINGS[case], 'cpu')
+
+
+def test_wrong_outputs_are_seen():
+    problem = tiny()
+    forward, leaves = selected.make_dense(problem)
+    assert selected.judge(problem, forward, leaves)['wrong']
+
+
+@pytest.mark.parametrize('case', ['tiny', 'tiny-packed'])
+def test_forced_design(case: str, monkeypatch: pytest.MonkeyPatch):
+    op = pytest.importorskip('native_sparse_attention.ops.selected_attention.triton.op')
+    monkeypatch.setattr(op, 'choose_design', op.choose_design)
+    device = 'cuda' if torch.cuda.is_available() else 'cpu'
+    for backend in ('neighbours', 'triton'):
+        call, leaves = selected.make_call({'op': case, 'backend': backend, 'device': device})
+        facts = selected.make_facts(call, leaves, device)
+        assert facts['error'] < 1e-4
+        assert facts['design'] == 'neighbours'
+    selected.force_design('block')
+    assert selected.force_design(None) == []
+    with pytest.raises(ValueError, match='no design rows'):
+        selected.force_design('rows')
