@@ -17,7 +17,7 @@ from benchmarks.timing import measure
 
 COPIED_BYTES = {'cuda': 2**30, 'cpu': 2**20}
 # num_warps and num_stages, of which the fastest counts.
-LAUNCHES = [(warps, stages) for warps in (1, 2, 4) for stages in (1, 3)]
+LAUNCHES = [(warps, stages) for warps in (1, 2, 4) for stages in (1, 2, 3)]
 
 
 def make_copy(problem: Problem) -> tuple[Callable[[], Tensor], int]:
