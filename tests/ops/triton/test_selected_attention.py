@@ -12,7 +12,7 @@ from torch import Tensor
 
 from native_sparse_attention.ops import selected_attention
 from native_sparse_attention.ops._triton import inverse_index
-from native_sparse_attention.ops.selected_attention.triton import by_block, op
+from native_sparse_attention.ops.selected_attention.triton import by_block, by_block_backward, keys, lists, op
 from native_sparse_attention.testing import (
     INDEX_KINDS,
     LAYOUTS,
@@ -47,14 +47,14 @@ from tests.problems import Extents, Heads, cumulative, drawn_extents, drawn_head
     [
         (8192, 1, 16, 64, 'neighbours', 'neighbours'),
         (32768, 1, 16, 64, 'neighbours', 'neighbours'),
-        (65536, 1, 16, 64, 'block', 'query'),
+        (65536, 1, 16, 64, 'block', 'block'),
         (8192, 4, 16, 64, 'neighbours', 'neighbours'),
-        (16384, 4, 16, 64, 'block', 'query'),
+        (16384, 4, 16, 64, 'block', 'block'),
         (65536, 4, 16, 200, 'query', 'query'),
-        (8192, 2, 5, 16, 'block', 'query'),
+        (8192, 2, 5, 16, 'block', 'block'),
         (512, 2, 1, 16, 'query', 'query'),
         (8192, 16, 16, 64, 'query', 'query'),
-        (8192, 1, 65, 64, 'block', 'query'),
+        (8192, 1, 65, 64, 'block', 'block'),
         (8192, 1, 0, 64, 'query', 'query'),
     ],
 )
@@ -310,8 +310,8 @@ def test_large_logits(logit: float, device: torch.device) -> None:
 
 
 def small_pieces(monkeypatch: pytest.MonkeyPatch, chunk_rows: int, workspace: int, most_entries: int) -> None:
-    monkeypatch.setattr(op, 'CHUNK_ROWS', {4: chunk_rows})
-    monkeypatch.setattr(op, 'WORKSPACE', workspace)
+    monkeypatch.setattr(keys, 'CHUNK_ROWS', {4: chunk_rows})
+    monkeypatch.setattr(keys, 'WORKSPACE', workspace)
     monkeypatch.setattr(inverse_index, 'MAX_ENTRIES', most_entries)
 
 
@@ -356,6 +356,37 @@ def test_partial_results_of_some_tokens_at_a_time(
             assert torch.equal(result, same)
 
 
+@per_block
+@pytest.mark.parametrize('size', [1.0, 1e6, 1e-6])
+def test_parts_in_float16(size: float, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As bfloat16 inputs have them, which the interpreter computes wrongly: far from what float16 holds, too."""
+    indices = make_indices(whole(12), 1, 3, 3)
+    tensors, grads = make_inputs(whole(12), HEADS, device, indices), make_grads(whole(12), HEADS, device)
+    tensors['v'] = tensors['v'] * size
+    expected = run_triton(selected_attention, tensors, grads, block_size=3)
+    monkeypatch.setattr(lists, 'dtype_of_parts', lambda _: torch.float16)
+    result = run_triton(selected_attention, tensors, grads, block_size=3)
+    assert not torch.equal(result['out0'], expected['out0'])
+    for name, t in expected.items():
+        error = (result[name] - t).nan_to_num()  # log-sum-exps of nothing
+        assert error.norm() <= 2.0**-11 * t.nan_to_num(neginf=0).norm(), name
+
+
+@per_block
+@pytest.mark.parametrize(('chunk_rows', 'tokens'), [(512, 1), (6, 4)])
+@pytest.mark.parametrize('where', ['whole', 'packed'])
+def test_gradients_of_some_tokens_at_a_time(
+    where: str, chunk_rows: int, tokens: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What later tokens add to the gradient of a key comes to what the ones before have added."""
+    extents = whole(7, batch=2) if where == 'whole' else packed([4, 0, 5], uncovered=1)
+    indices = make_indices(extents, 2, 3, 3)
+    indices[..., 0] = 0
+    monkeypatch.setattr(keys, 'CHUNK_ROWS', {4: chunk_rows})
+    monkeypatch.setattr(by_block_backward, 'WORKSPACE', tokens * 3 * 2 * (4 * TWO_GROUPS.head_dim + 16))
+    assert_close(extents, TWO_GROUPS, device, indices=indices, block_size=3, scaled=True)
+
+
 @per_tile
 def test_one_list_for_all_heads_that_choose_alone(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     small_pieces(monkeypatch, 4, 2**29, 2**24)
@@ -369,8 +400,8 @@ def test_one_list_for_all_heads_that_choose_alone(device: torch.device, monkeypa
 )
 def test_partial_sums_fit_into_their_workspace(num_entries: int, chunk: int, block_size: int, dims: int) -> None:
     bytes_of_partial = 4 * block_size * dims
-    chunk, num_partials = op._split_lists(num_entries, chunk, bytes_of_partial)
-    assert num_partials * bytes_of_partial <= op.WORKSPACE
+    chunk, num_partials = keys.split_lists(num_entries, chunk, bytes_of_partial)
+    assert num_partials * bytes_of_partial <= keys.WORKSPACE
     # Every way to cut the entries into two kinds of lists fits into the bound.
     for length in (chunk + 1, 2 * chunk, 3 * chunk - 1, num_entries):
         if num_partials and length <= num_entries:

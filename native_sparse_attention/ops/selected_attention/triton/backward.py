@@ -5,7 +5,8 @@ taken as the product of the output and its gradient, but the output is rounded, 
 the first kernel starts from that product, adds up by how much it is off, and corrects both its result and delta.
 
 The second kernel has a program per block of keys and per chunk of the list of those who chose it. A block with one
-chunk is finished there; the chunks of the others leave partial sums, which a third kernel adds in the list's order.
+chunk is finished there; the chunks of the others leave partial sums, which a third kernel adds in the list's order. The
+second kernel may also leave what a block adds to the gradients of q and of the factors of those who chose it.
 """
 
 # To pyright a jit function that another calls never returns.
@@ -27,6 +28,7 @@ from native_sparse_attention.ops.selected_attention.triton.lists import (
     load_factors,
     load_members,
     load_sequence,
+    store_part,
 )
 
 
@@ -204,6 +206,7 @@ def dkv_kernel(
     dk_ptr,
     dv_ptr,
     partials,
+    parts,
     q_strides,
     k_strides,
     v_strides,
@@ -218,6 +221,7 @@ def dkv_kernel(
     BLOCK_SIZE: tl.constexpr,
     CAUSAL: tl.constexpr,
     CHUNK: tl.constexpr,
+    ADDS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -226,7 +230,8 @@ def dkv_kernel(
     BLOCK_DV: tl.constexpr,
 ):
     """Adds up to CHUNK entries of a list, to dk and dv where these are all, or else to a partial sum. One program per
-    pair, chunk and tile of the block's keys. dk, dv: `[B, S, H, D and DV]`.
+    pair, chunk and tile of the block's keys. dk, dv: `[B, S, H, D and DV]`; ADDS: they have gradients already. parts:
+    of gradients of q, and in `second` of the factors, or None; BLOCK_N then holds a whole block.
     """
     tiles = tl.cdiv(BLOCK_SIZE, BLOCK_N)
     pair, slot, first_entry, begin, length = find_chunk(tl.program_id(0) // tiles, lists, CHUNK)
@@ -250,6 +255,7 @@ def dkv_kernel(
     v_ptr += row * v_strides[0] + kv_head * v_strides[2]
     k = load_rows(k_ptr, key_start + keys, k_strides[1], key_mask, HEAD_DIM, BLOCK_D)  # [BLOCK_N, BLOCK_D]
     v = load_rows(v_ptr, key_start + keys, v_strides[1], key_mask, VALUE_DIM, BLOCK_DV)  # [BLOCK_N, BLOCK_DV]
+    finite_k, _ = split_finite(k)
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
 
@@ -277,27 +283,38 @@ def dkv_kernel(
         if CAUSAL:
             read = read & (keys[:, None] <= positions[None, :])
         products = tl.dot(k, tl.trans(q), input_precision='ieee')  # [BLOCK_N, BLOCK_M]
-        scale_log2 = tl.full([BLOCK_M], scale * 1.4426950408889634, tl.float32)
-        dweights = tl.dot(v, tl.trans(dout), input_precision='ieee')
+        factor = tl.full([BLOCK_M], 1.0, tl.float32)
         if factors_ptr is not None:
             factor = load_factors(factors_ptr, factors_strides, row, token, chooser, entry, row_mask, lists)
-            scale_log2 *= factor
-            dweights = (dweights - delta[None, :]) * factor[None, :]
-        else:
-            dweights -= delta[None, :]
+        scale_log2 = scale * 1.4426950408889634 * factor
         weights = tl.exp2(tl.fma(products, scale_log2[None, :], -lse_log2[None, :]))
         weights = tl.where(read, weights, 0.0)
-        dlogits = tl.where(read, weights * dweights, 0.0)
+        dweights = tl.dot(v, tl.trans(dout), input_precision='ieee')
+        dlogits = tl.where(read, weights * (dweights - delta[None, :]), 0.0)
+        if parts is not None:
+            places = (pair.to(tl.int64) * lists.num_entries + entry) * GROUP + rows % GROUP
+            if parts.second is not None:
+                dfactors = tl.sum(dlogits * tl.where(read, products * scale, 0.0), 0)
+                tl.store(parts.second + places, dfactors, mask=row_mask)
+        if factors_ptr is not None:
+            dlogits *= factor[None, :]
         # A query that is not finite must not reach the keys that it does not read.
         q, _taint = split_finite(q)  # not `_`, which is an int above the loop
         dv = add_product(weights.to(dout.dtype), dout, dv)
         dk = add_product(dlogits.to(q.dtype), q, dk)
+        if parts is not None:
+            dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+            dq = add_product(tl.trans(dlogits.to(k.dtype)), finite_k, dq)
+            store_part(parts, places, dq, row_mask, HEAD_DIM, BLOCK_D)
     # What no query may read is loaded as 0, and its gradient is 0.
     dk = tl.where(key_mask[:, None], dk * scale, 0.0)
     dv = tl.where(key_mask[:, None], dv, 0.0)
     if length <= CHUNK:
         dk_ptr += row * dk_strides[0] + kv_head * dk_strides[2]
         dv_ptr += row * dv_strides[0] + kv_head * dv_strides[2]
+        if ADDS:
+            dk += load_rows(dk_ptr, key_start + keys, dk_strides[1], stored, HEAD_DIM, BLOCK_D)
+            dv += load_rows(dv_ptr, key_start + keys, dv_strides[1], stored, VALUE_DIM, BLOCK_DV)
         store_rows(dk_ptr, key_start + keys, dk_strides[1], dk, stored, HEAD_DIM, BLOCK_D)
         store_rows(dv_ptr, key_start + keys, dv_strides[1], dv, stored, VALUE_DIM, BLOCK_DV)
     else:
@@ -318,6 +335,7 @@ def combine_kernel(
     lists,
     BLOCK_SIZE: tl.constexpr,
     CHUNK: tl.constexpr,
+    ADDS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -342,17 +360,20 @@ def combine_kernel(
     keys = first_key + in_block
     in_partial = in_block < BLOCK_SIZE
     stored = (keys >= 0) & (keys < num_stored) & in_partial
+    row = row.to(tl.int64)
+    kv_head = ((lists.first_pair + pair) % lists.kv_heads).to(tl.int64)
+    dk_ptr += row * dk_strides[0] + kv_head * dk_strides[2]
+    dv_ptr += row * dv_strides[0] + kv_head * dv_strides[2]
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+    if ADDS:
+        dk += load_rows(dk_ptr, key_start + keys, dk_strides[1], stored, HEAD_DIM, BLOCK_D)
+        dv += load_rows(dv_ptr, key_start + keys, dv_strides[1], stored, VALUE_DIM, BLOCK_DV)
     first_partial = _find_partial(pair, begin, partials, CHUNK)
     for chunk in tl.range(0, tl.cdiv(length, CHUNK)):
         rows = (first_partial + chunk) * BLOCK_SIZE + in_block
         dk += load_rows(partials.k, rows, HEAD_DIM, in_partial, HEAD_DIM, BLOCK_D)
         dv += load_rows(partials.v, rows, VALUE_DIM, in_partial, VALUE_DIM, BLOCK_DV)
-    row = row.to(tl.int64)
-    kv_head = ((lists.first_pair + pair) % lists.kv_heads).to(tl.int64)
-    dk_ptr += row * dk_strides[0] + kv_head * dk_strides[2]
-    dv_ptr += row * dv_strides[0] + kv_head * dv_strides[2]
     store_rows(dk_ptr, key_start + keys, dk_strides[1], dk, stored, HEAD_DIM, BLOCK_D)
     store_rows(dv_ptr, key_start + keys, dv_strides[1], dv, stored, VALUE_DIM, BLOCK_DV)
 

@@ -1,9 +1,9 @@
 """Kernels of selected attention for small groups and many blocks: a program has a block of keys and those who chose it.
 
 The queries of a list fill a tile however few heads a group has, and a block is read once for all of them. Each member
-of a list leaves a partial result, its attention to that block alone, and a second kernel merges those of a query. In
-half types they are float16, in units of a row's largest value: bfloat16 would show in the result, and float32 would
-cost twice the traffic.
+of a list leaves a part, its attention to that block alone, and a second kernel merges those of a query. A part is the
+sum of weights times values; `first` is the largest logit times log2(e), which the weights are relative to, and `second`
+the sum of the weights.
 """
 
 # To pyright a jit function that another calls never returns.
@@ -11,9 +11,6 @@ cost twice the traffic.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -30,30 +27,20 @@ from native_sparse_attention.ops._triton.tiles import add_product, load_rows, sp
 from native_sparse_attention.ops.selected_attention.triton import settings
 from native_sparse_attention.ops.selected_attention.triton.lists import (
     Lists,
+    bytes_of_part,
     find_chunk,
+    find_owners,
     load_factors,
     load_members,
     load_sequence,
+    make_parts,
+    store_part,
 )
 
 # Members of a list that a program has at most, and rows of a program that merges.
 CHUNK_ROWS, MERGE_ROWS = 1024, 32
 # Bytes that partial results may take.
 WORKSPACE = 2**28 + 2**27
-
-
-class Parts(NamedTuple):
-    """Partial results, a row for every entry of a pair and head of its chooser: `[pairs, T * R * n, G]` and DV.
-
-    out: float16 or float32 `[rows, DV]`, not divided by the sum of weights. unit: float32 `[rows]`, what out is a
-    multiple of, None for 1. reference: float32 `[rows]`, the largest logit times log2(e), which weights are relative
-    to. total: float32 `[rows]`, the sum of weights; 0 where there is no partial result, and the others have anything.
-    """
-
-    out: Any
-    unit: Any
-    reference: Any
-    total: Any
 
 
 def attend_by_block(
@@ -76,9 +63,7 @@ def attend_by_block(
     block_size = min(block_size, seqlen_k)
     repeats, group = index_heads // kv_heads, heads // index_heads
     num_slots = num_block_slots(place, block_size)
-    in_half = q.dtype != torch.float32
-    bytes_of_token = repeats * num_selected * group * ((2 if in_half else 4) * value_dim + 12)
-    most = max(1, WORKSPACE // bytes_of_token)
+    most = max(1, WORKSPACE // (repeats * num_selected * group * bytes_of_part(q, value_dim)))
     block_m, _, num_warps, num_stages = settings_of(settings.BLOCK, q, v)
     for pairs in group_pairs(block_indices, kv_heads, num_slots, max(1, most // max(seqlen, 1))):
         for first in range(0, seqlen, most):
@@ -98,13 +83,7 @@ def attend_by_block(
             num_programs = num_entries // chunk + num_slots
             sizes = (num_entries, num_slots, num_programs, pairs.start, kv_heads, repeats, num_selected, first)
             lists = Lists(index.entries, index.starts, *sizes)
-            rows = len(pairs) * num_entries * group
-            parts = Parts(
-                q.new_empty(rows, value_dim, dtype=torch.float16 if in_half else torch.float32),
-                q.new_empty(rows, dtype=torch.float32) if in_half else None,
-                q.new_empty(rows, dtype=torch.float32),
-                q.new_zeros(rows, dtype=torch.float32),
-            )
+            parts = make_parts(q, len(pairs) * num_entries * group, value_dim)
             launch(
                 block_kernel,
                 (len(pairs) * num_programs,),
@@ -211,14 +190,9 @@ def block_kernel(
         out = add_product(weights.to(v.dtype), v, out)
         out += tl.sum(tl.where(read, taint[None, :], 0.0), 1)[:, None]
         places = (pair * lists.num_entries + entry) * GROUP + members % GROUP
-        tl.store(parts.reference + places, reference, mask=mask)
-        tl.store(parts.total + places, tl.sum(weights, 1), mask=mask)
-        if parts.unit is not None:
-            unit = tl.max(tl.where(tl.abs(out) < float('inf'), tl.abs(out), 0.0), 1)
-            unit = tl.where(unit > 0, unit, 1.0)
-            tl.store(parts.unit + places, unit, mask=mask)
-            out *= (1 / unit)[:, None]
-        store_rows(parts.out, places, VALUE_DIM, out, mask, VALUE_DIM, BLOCK_DV)
+        tl.store(parts.first + places, row_max, mask=mask)
+        tl.store(parts.second + places, tl.sum(weights, 1), mask=mask)
+        store_part(parts, places, out, mask, VALUE_DIM, BLOCK_DV)
 
 
 @triton.jit
@@ -240,18 +214,13 @@ def merge_kernel(
     """out: `[B, T, HQ, DV]`, lse: `[B, HQ, T]`, of num_tokens tokens. One program per pair and tile of rows, which are
     the heads of the tokens.
     """
-    readers = num_tokens * lists.repeats
-    tiles = tl.cdiv(readers * GROUP, BLOCK_M)
-    pair = (tl.program_id(0) // tiles).to(tl.int64)
-    rows = (tl.program_id(0) % tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
-    mask = rows < readers * GROUP
-    reader, member = rows // GROUP, rows % GROUP
-    places = (pair * lists.num_entries + reader * NUM_SELECTED) * GROUP + member
+    mask, row, token, head, places = find_owners(tl.program_id(0), lists, num_tokens, GROUP, BLOCK_M)
     slots = tl.arange(0, BLOCK_S)
     offsets = places[:, None] + (slots * GROUP)[None, :]
     slot_mask = mask[:, None] & (slots < NUM_SELECTED)[None, :]
-    totals = tl.load(parts.total + offsets, mask=slot_mask, other=0.0)  # [BLOCK_M, BLOCK_S]
-    references = tl.load(parts.reference + offsets, mask=slot_mask & (totals != 0), other=float('-inf'))
+    are_parts = tl.load(parts.unit + offsets, mask=slot_mask, other=0.0) != 0  # [BLOCK_M, BLOCK_S]
+    references = tl.load(parts.first + offsets, mask=are_parts, other=float('-inf'))
+    totals = tl.load(parts.second + offsets, mask=are_parts, other=0.0)
     row_max = tl.max(references, 1)
     reference = tl.where(row_max == float('-inf'), 0.0, row_max)
     total = tl.sum(tl.exp2(references - reference[:, None]) * totals, 1)
@@ -261,19 +230,14 @@ def merge_kernel(
     out = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     for slot in tl.range(0, NUM_SELECTED):
         places_of_part = places + slot * GROUP
-        is_part = mask & (tl.load(parts.total + places_of_part, mask=mask, other=0.0) != 0)
-        weight = tl.load(parts.reference + places_of_part, mask=is_part, other=float('-inf'))
-        weight = tl.exp2(weight - reference)
-        if parts.unit is not None:
-            weight *= tl.load(parts.unit + places_of_part, mask=is_part, other=0.0)
+        unit = tl.load(parts.unit + places_of_part, mask=mask, other=0.0)
+        is_part = unit != 0
+        weight = tl.load(parts.first + places_of_part, mask=is_part, other=float('-inf'))
+        weight = tl.exp2(weight - reference) * unit
         part = load_rows(parts.out, places_of_part, VALUE_DIM, is_part, VALUE_DIM, BLOCK_DV).to(tl.float32)
         out = tl.fma(part, weight[:, None], out)
     out = out / total[:, None]
 
-    row = (lists.first_pair + pair) // lists.kv_heads
-    kv_head = (lists.first_pair + pair) % lists.kv_heads
-    token = (lists.first_token + reader // lists.repeats).to(tl.int64)
-    head = (kv_head * lists.repeats + reader % lists.repeats) * GROUP + member
     out_ptr += row * out_strides[0]
     store_rows(out_ptr, token * out_strides[1] + head * out_strides[2], 1, out, mask, VALUE_DIM, BLOCK_DV)
     lse = tl.where(empty, float('-inf'), tl.fma(reference, 0.6931471805599453, tl.log(total)))

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from native_sparse_attention.ops._triton.placement import find_tile, load_extent, load_num_keys, load_position
+from native_sparse_attention.ops._triton.tiles import store_rows
 
 
 class Lists(NamedTuple):
@@ -31,6 +34,39 @@ class Lists(NamedTuple):
     repeats: int
     num_selected: int
     first_token: int
+
+
+class Parts(NamedTuple):
+    """What blocks add to results of their members: a row for every entry of a pair and head of its chooser, `[pairs,
+    T * R * n, G]`.
+
+    out: `[rows, D or DV]`, float16 or float32, in units of unit, float32 `[rows]`, which is 0 where there is no part;
+    what the others then have is anything. first, second: float32 `[rows]`, more of what a part has, or None.
+    """
+
+    out: Any
+    unit: Any
+    first: Any
+    second: Any
+
+
+def dtype_of_parts(dtype: torch.dtype) -> torch.dtype:
+    """Of inputs of a dtype: one that is more exact, so that parts do not show in the results."""
+    return torch.float16 if dtype == torch.bfloat16 else torch.float32
+
+
+def make_parts(like: Tensor, rows: int, size: int, has_second: bool = True) -> Parts:
+    """Room for so many parts of the size."""
+    return Parts(
+        like.new_empty(rows, size, dtype=dtype_of_parts(like.dtype)),
+        like.new_zeros(rows, dtype=torch.float32),
+        like.new_empty(rows, dtype=torch.float32),
+        like.new_empty(rows, dtype=torch.float32) if has_second else None,
+    )
+
+
+def bytes_of_part(like: Tensor, size: int) -> int:
+    return dtype_of_parts(like.dtype).itemsize * size + 12
 
 
 @triton.jit
@@ -73,3 +109,34 @@ def load_factors(factors_ptr, factors_strides, row, token, chooser, entry, mask,
     """Factors of the logits of members of a list."""
     offsets = row * factors_strides[0] + token * factors_strides[1] + chooser * factors_strides[2]
     return tl.load(factors_ptr + offsets + entry % lists.num_selected, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def find_owners(index, lists, num_tokens, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Tile `index` of those that parts belong to, the heads of num_tokens tokens of every pair: which exist, row, token
+    and head of each, and the place of its first part; the next ones are GROUP behind each other.
+    """
+    readers = num_tokens * lists.repeats
+    tiles = tl.cdiv(readers * GROUP, BLOCK_M)
+    pair = (index // tiles).to(tl.int64)
+    owners = (index % tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
+    reader = owners // GROUP
+    places = (pair * lists.num_entries + reader * lists.num_selected) * GROUP + owners % GROUP
+    kv_head = (lists.first_pair + pair) % lists.kv_heads
+    head = (kv_head * lists.repeats + reader % lists.repeats) * GROUP + owners % GROUP
+    token = (lists.first_token + reader // lists.repeats).to(tl.int64)
+    return owners < readers * GROUP, (lists.first_pair + pair) // lists.kv_heads, token, head, places
+
+
+@triton.jit
+def store_part(parts, places, values, mask, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """values `[places, SIZE]` in parts.out: in float16 as multiples of parts.unit, each row's largest value that is
+    finite. In float32 the unit is 1. It is never 0: that says that there is no part.
+    """
+    unit = tl.full([values.shape[0]], 1.0, tl.float32)
+    if parts.out.dtype.element_ty == tl.float16:
+        largest = tl.max(tl.where(tl.abs(values) < float('inf'), tl.abs(values), 0.0), 1)
+        unit = tl.where(largest > 0, largest, 1.0)
+        values *= (1 / unit)[:, None]
+    tl.store(parts.unit + places, unit, mask=mask)
+    store_rows(parts.out, places, SIZE, values, mask, SIZE, BLOCK)

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from native_sparse_attention.geometry import Sequences
-from native_sparse_attention.ops._triton.inverse_index import group_pairs, make_inverse_index, num_block_slots
 from native_sparse_attention.ops._triton.launch import (
     Table,
     head_block,
@@ -32,23 +31,16 @@ from native_sparse_attention.ops._triton.registered import (
     saved_inputs,
 )
 from native_sparse_attention.ops.selected_attention.triton import settings
-from native_sparse_attention.ops.selected_attention.triton.backward import (
-    Partials,
-    combine_kernel,
-    dkv_kernel,
-    dq_kernel,
-)
+from native_sparse_attention.ops.selected_attention.triton.backward import dq_kernel
 from native_sparse_attention.ops.selected_attention.triton.by_block import attend_by_block
+from native_sparse_attention.ops.selected_attention.triton.by_block_backward import MemberGradients
 from native_sparse_attention.ops.selected_attention.triton.forward import forward_kernel
-from native_sparse_attention.ops.selected_attention.triton.lists import Lists
+from native_sparse_attention.ops.selected_attention.triton.keys import differentiate_keys
 from native_sparse_attention.ops.selected_attention.triton.neighbours import (
     neighbours_dq_kernel,
     neighbours_forward_kernel,
 )
 
-# Pairs of a query and a head that one program adds to the gradients of a block, by bytes of an element; the lists of
-# some blocks have many more. In float32 the sums are shorter, and so more exact.
-CHUNK_ROWS = {2: 4096, 4: 512}
 DESIGNS = ('query', 'neighbours', 'block')
 # The largest group that leaves a tile of one query empty, and the most indices of a row that neighbours share.
 SMALL_GROUP, MAX_SHARED_CHOICE = 8, 64
@@ -56,8 +48,6 @@ SMALL_GROUP, MAX_SHARED_CHOICE = 8, 64
 TILE_ROWS, MEETING = 128, 4
 # Fewer queries than this do not pay for the lists of those who chose a block.
 MIN_SEQLEN_BY_BLOCK = 1024
-# Bytes that partial sums may take.
-WORKSPACE = 2**28
 
 
 def selected_attention(
@@ -145,9 +135,22 @@ def _backward(
     q, k, v, block_indices, block_scale = last_dim_contiguous(q, k, v, block_indices, block_scale)
     dout, out = last_dim_contiguous(dout, out)
     place = make_placement(unflatten(q, (seqlen_k, q_offset, q_offsets, seqlens_k, cu_seqlens, cu_seqlens_k)))
+    design = choose_design(q, k, v, block_indices, block_size, backward=True)
+    if design == 'block':
+        members = MemberGradients(
+            q, k, v, block_indices, block_scale, lse, dout, dlse, place, block_size, causal, scale, needs_dscale
+        )
+        dk, dv = differentiate_keys(
+            q, k, v, block_indices, block_scale, lse, members.delta, dout, place, block_size, causal, scale, members
+        )
+        dscale = q.new_empty(0)
+        if members.dfactors is not None and block_scale is not None:
+            dfactors = members.dfactors.unflatten(0, (q.shape[0], k.shape[2])).transpose(1, 2)
+            dscale = dfactors.reshape(block_scale.shape).to(block_scale.dtype)
+        return members.dq, *((dk, dv) if needs_dkv else (q.new_empty(0), q.new_empty(0))), dscale
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     delta = torch.empty_like(lse)
-    if choose_design(q, k, v, block_indices, block_size, backward=True) == 'neighbours':
+    if design == 'neighbours':
         kernel, plan, table = neighbours_dq_kernel, _launch_per_tile, settings.NEIGHBOURS_DQ
     else:
         kernel, plan, table = dq_kernel, _launch_per_query, settings.DQ
@@ -171,92 +174,10 @@ def _backward(
         dscale = (dfactors[0] if len(dfactors) == 1 else dfactors.sum(0)).to(block_scale.dtype)
     dk, dv = q.new_empty(0), q.new_empty(0)
     if needs_dkv:
-        dk, dv = _differentiate_keys(
+        dk, dv = differentiate_keys(
             q, k, v, block_indices, block_scale, lse, delta, dout, place, block_size, causal, scale
         )
     return dq, dk, dv, dscale
-
-
-def _differentiate_keys(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_indices: Tensor,
-    block_scale: Tensor | None,
-    lse: Tensor,
-    delta: Tensor,
-    dout: Tensor,
-    place: Placement,
-    block_size: int,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """Gradients of k and v, for one group of pairs (a row of the batch and a kv head) after the other."""
-    seqlen, heads, head_dim = q.shape[1:]
-    seqlen_k, kv_heads, value_dim = v.shape[1:]
-    index_heads, num_selected = block_indices.shape[2:]
-    # The kernels do not visit what no sequence covers.
-    allocate = torch.empty if place.cu_seqlens_k is None else torch.zeros
-    dk, dv = (allocate(t.shape, dtype=t.dtype, device=t.device) for t in (k, v))
-    if dk.numel() + dv.numel() == 0:
-        return dk, dv
-    block_size = min(block_size, seqlen_k)
-    repeats = index_heads // kv_heads
-    num_entries = seqlen * repeats * num_selected
-    num_slots = num_block_slots(place, block_size)
-    group = heads // index_heads
-    bytes_of_partial = 4 * block_size * (head_dim + value_dim)
-    chunk, num_partials = _split_lists(num_entries, CHUNK_ROWS[q.element_size()] // group, bytes_of_partial)
-    most = max(1, WORKSPACE // max(1, num_partials * bytes_of_partial))
-    block_m, block_n, num_warps, num_stages = settings_of(settings.DKV, q, v)
-    block_n = min(block_n, row_block(block_size))
-    tiles = -(-block_size // block_n)
-    num_programs = num_entries // chunk + num_slots
-    meta: dict[str, Any] = {
-        'BLOCK_SIZE': block_size,
-        'CHUNK': chunk,
-        'HEAD_DIM': head_dim,
-        'VALUE_DIM': value_dim,
-        'BLOCK_N': block_n,
-        'BLOCK_D': head_block(head_dim),
-        'BLOCK_DV': head_block(value_dim),
-        'num_warps': num_warps,
-        'device': q.device,
-    }
-    groups = group_pairs(block_indices, kv_heads, num_slots, most)
-    rows = len(groups[0]) * num_partials
-    partials = Partials(
-        q.new_empty(rows, block_size, head_dim, dtype=torch.float32),
-        q.new_empty(rows, block_size, value_dim, dtype=torch.float32),
-        num_partials,
-    )
-    for pairs in groups:
-        index = make_inverse_index(
-            block_indices, place, pairs, kv_heads=kv_heads, block_size=block_size, causal=causal, unique=True
-        )
-        sizes = (num_entries, num_slots, num_programs, pairs.start, kv_heads, repeats, num_selected, 0)
-        lists = Lists(index.entries, index.starts, *sizes)
-        launch(
-            dkv_kernel,
-            (len(pairs) * num_programs * tiles,),
-            *(q, k, v, block_scale, lse, delta, dout, dk, dv, partials),
-            *(q.stride(), k.stride(), v.stride(), _strides(block_scale), dout.stride(), dk.stride(), dv.stride()),
-            *(place, lists, scale),
-            GROUP=group,
-            CAUSAL=causal,
-            BLOCK_M=block_m,
-            num_stages=num_stages,
-            **meta,
-        )
-        if num_partials:
-            launch(
-                combine_kernel,
-                (len(pairs) * num_slots * tiles,),
-                *(dk, dv, partials, dk.stride(), dv.stride(), place, lists),
-                **meta,
-            )
-        del index, lists  # before those of the next group are made
-    return dk, dv
 
 
 @_forward.register_fake
@@ -307,7 +228,7 @@ def choose_design(
 
     'query': a query with the heads of its group, which fill a tile where the group is large. 'neighbours': queries that
     go through their blocks together, where there are so few blocks that the choices of many must meet, whatever they
-    are. 'block': a block and those who chose it, whatever there are of both; the forward alone has this one.
+    are. 'block': a block and those who chose it, whatever there are of both.
     """
     index_heads, num_selected = block_indices.shape[2:]
     group = q.shape[2] // index_heads
@@ -316,9 +237,10 @@ def choose_design(
     num_blocks = -(-k.shape[1] // block_size)
     if num_selected <= MAX_SHARED_CHOICE and MEETING * num_blocks * group <= TILE_ROWS * num_selected:
         return 'neighbours'
-    if backward or q.shape[1] < MIN_SEQLEN_BY_BLOCK:
+    if q.shape[1] < MIN_SEQLEN_BY_BLOCK:
         return 'query'
-    largest = settings_of(settings.BLOCK, q, v).block_n
+    table = settings.BLOCK_DKV if backward else settings.BLOCK
+    largest = settings_of(table, q, v).block_n
     return 'block' if row_block(min(block_size, k.shape[1])) <= largest else 'query'
 
 
@@ -379,17 +301,6 @@ def _constants(
         'num_warps': num_warps,
         'num_stages': num_stages,
     }
-
-
-def _split_lists(num_entries: int, chunk: int, bytes_of_partial: int) -> tuple[int, int]:
-    """How many entries a chunk of a list has, and a bound of the partial sums of a pair, which fit into WORKSPACE.
-
-    It depends on lengths and heads, not on the batch, so that a row's gradient does not depend on its neighbours.
-    """
-    chunk = 1 << (max(1, chunk).bit_length() - 1)
-    while num_entries > chunk and 2 * num_entries // chunk * bytes_of_partial > WORKSPACE:
-        chunk *= 2
-    return chunk, 2 * num_entries // chunk if num_entries > chunk else 0
 
 
 def _strides(tensor: Tensor | None) -> tuple[int, ...] | None:

@@ -1,7 +1,7 @@
 """Launch settings of selected attention, by architecture, bytes of an element and head size.
 
 block_m: rows of a tile, heads of one query at most (DKV, NEIGHBOURS and BLOCK: pairs of a query and a head). block_n:
-keys of a tile at most, which BLOCK has a whole block in.
+keys of a tile at most; BLOCK and BLOCK_DKV have a whole block in one.
 """
 
 from __future__ import annotations
@@ -102,4 +102,21 @@ BLOCK: Table = {
     ('sm86', 4, 256): Settings(16, 16, 4, 1),
     ('sm90', 2, 64): Settings(128, 128, 4, 3),
     ('sm90', 2, 128): Settings(128, 64, 8, 3),
+}
+
+BLOCK_DKV: Table = {
+    ('sm80', 2, 64): Settings(32, 128, 4, 2),
+    ('sm80', 2, 128): Settings(32, 64, 8, 2),
+    ('sm80', 2, 256): Settings(16, 32, 4, 1),
+    ('sm80', 4, 64): Settings(16, 64, 4, 1),
+    ('sm80', 4, 128): Settings(16, 32, 4, 1),
+    ('sm80', 4, 256): Settings(16, 16, 4, 1),
+    ('sm86', 2, 64): Settings(32, 64, 4, 2),
+    ('sm86', 2, 128): Settings(16, 64, 8, 1),
+    ('sm86', 2, 256): Settings(16, 32, 4, 1),
+    ('sm86', 4, 64): Settings(16, 64, 4, 1),
+    ('sm86', 4, 128): Settings(16, 32, 4, 1),
+    ('sm86', 4, 256): Settings(16, 16, 4, 1),
+    ('sm90', 2, 64): Settings(64, 128, 8, 2),
+    ('sm90', 2, 128): Settings(64, 64, 8, 2),
 }

@@ -1,0 +1,259 @@
+"""Gradients of queries by block: each block leaves its part of the gradients of those who chose it.
+
+What must be subtracted from the gradients of all weights of a query, delta, is the sum of p * dp over the keys of all
+its blocks. So the lists are gone through twice: for delta, which is exact then, and for the gradients.
+"""
+
+# To pyright a jit function that another calls never returns.
+# pyright: reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from native_sparse_attention.ops._triton.inverse_index import find_block
+from native_sparse_attention.ops._triton.launch import head_block, launch, row_block, settings_of
+from native_sparse_attention.ops._triton.placement import Placement
+from native_sparse_attention.ops._triton.tiles import load_rows, store_rows
+from native_sparse_attention.ops.selected_attention.triton import settings
+from native_sparse_attention.ops.selected_attention.triton.lists import (
+    Lists,
+    Parts,
+    bytes_of_part,
+    find_chunk,
+    find_owners,
+    load_factors,
+    load_members,
+    load_sequence,
+    make_parts,
+)
+
+# Members of a list that a program has at most, and rows of a program that adds up parts.
+CHUNK_ROWS, MERGE_ROWS = 1024, 32
+# Bytes that parts may take.
+WORKSPACE = 2**28 + 2**27
+
+
+class MemberGradients:
+    """Gradients of q and of the factors, and delta, which those of k and v need: `Members` of keys.py."""
+
+    table = settings.BLOCK_DKV
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        block_indices: Tensor,
+        block_scale: Tensor | None,
+        lse: Tensor,
+        dout: Tensor,
+        dlse: Tensor | None,
+        place: Placement,
+        block_size: int,
+        causal: bool,
+        scale: float,
+        needs_dfactors: bool,
+    ) -> None:
+        """dq, delta `[B, HQ, T]` and dfactors (float32 `[B * H, T, R, n]`, or None) are filled while lists are gone
+        through.
+        """
+        self.q, self.k, self.v, self.block_scale, self.lse = q, k, v, block_scale, lse
+        self.dout, self.dlse, self.place, self.causal, self.scale = dout, dlse, place, causal, scale
+        index_heads, self.num_selected = block_indices.shape[2:]
+        self.block_size = min(block_size, k.shape[1])
+        self.group, self.repeats = q.shape[2] // index_heads, index_heads // k.shape[2]
+        bytes_of_token = self.repeats * self.num_selected * self.group * (bytes_of_part(q, q.shape[3]) + 4)
+        self.most_tokens = max(1, WORKSPACE // max(1, bytes_of_token))
+        self.dq = torch.zeros_like(q, memory_format=torch.contiguous_format)
+        self.delta = torch.zeros_like(lse)
+        shape = (q.shape[0] * k.shape[2], q.shape[1], self.repeats, self.num_selected)
+        self.dfactors = q.new_zeros(shape, dtype=torch.float32) if needs_dfactors else None
+
+    def start(self, lists: Lists, pairs: range, tokens: range) -> Parts:
+        """delta of the tokens, and room for the parts of their gradients."""
+        q, k, v, block_scale, dout = self.q, self.k, self.v, self.block_scale, self.dout
+        parts = make_parts(q, len(pairs) * lists.num_entries * self.group, q.shape[3], self.dfactors is not None)
+        block_m, _, num_warps, num_stages = settings_of(settings.BLOCK, q, v)
+        chunk = max(1, CHUNK_ROWS // self.group)
+        num_programs = lists.num_entries // chunk + lists.num_slots
+        launch(
+            delta_kernel,
+            (len(pairs) * num_programs,),
+            *(q, k, v, block_scale, self.lse, dout, parts),
+            *(q.stride(), k.stride(), v.stride(), None if block_scale is None else block_scale.stride()),
+            *(dout.stride(), self.place, lists._replace(num_programs=num_programs), self.scale),
+            GROUP=self.group,
+            BLOCK_SIZE=self.block_size,
+            CAUSAL=self.causal,
+            CHUNK=chunk,
+            HEAD_DIM=q.shape[3],
+            VALUE_DIM=v.shape[3],
+            BLOCK_M=block_m,
+            BLOCK_N=row_block(self.block_size),
+            BLOCK_D=head_block(q.shape[3]),
+            BLOCK_DV=head_block(v.shape[3]),
+            num_warps=num_warps,
+            num_stages=num_stages,
+            device=q.device,
+        )
+        self._add_parts(parts, lists, pairs, tokens, finishes=False)
+        return parts
+
+    def finish(self, lists: Lists, parts: Parts, pairs: range, tokens: range) -> None:
+        """dq and dfactors of the tokens, from their parts."""
+        self._add_parts(parts, lists, pairs, tokens, finishes=True)
+        if self.dfactors is not None:
+            dfactors = torch.where(parts.unit != 0, parts.second, 0)
+            shape = (len(pairs), len(tokens), self.repeats, self.num_selected, self.group)
+            self.dfactors[pairs.start : pairs.stop, tokens.start : tokens.stop] = dfactors.view(shape).sum(-1)
+
+    def _add_parts(self, parts: Parts, lists: Lists, pairs: range, tokens: range, finishes: bool) -> None:
+        """delta, or else dq and dfactors."""
+        dlse = self.dlse
+        launch(
+            add_parts_kernel,
+            (len(pairs) * -(-len(tokens) * self.repeats * self.group // MERGE_ROWS),),
+            *(parts, self.delta, self.lse, dlse, self.dq),
+            *(None if dlse is None else dlse.stride(), self.dq.stride()),
+            *(self.place, lists, len(tokens), self.scale),
+            FINISHES=finishes,
+            GROUP=self.group,
+            NUM_SELECTED=self.num_selected,
+            HEAD_DIM=self.q.shape[3],
+            BLOCK_M=MERGE_ROWS,
+            BLOCK_D=head_block(self.q.shape[3]),
+            num_warps=4,
+            device=self.q.device,
+        )
+
+
+@triton.jit
+def delta_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    factors_ptr,
+    lse_ptr,
+    dout_ptr,
+    parts,
+    q_strides,
+    k_strides,
+    v_strides,
+    factors_strides,
+    dout_strides,
+    place,
+    lists,
+    scale,
+    GROUP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    CHUNK: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    """parts.first: the sum of p * dp over the keys of a block, for up to CHUNK entries of its list. One program per
+    pair and chunk.
+    """
+    pair, slot, first_entry, begin, length = find_chunk(tl.program_id(0), lists, CHUNK)
+    if (slot >= lists.num_slots) | (first_entry >= length):
+        return
+    row = (lists.first_pair + pair) // lists.kv_heads
+    sequence, first_key = find_block(slot, row, place, BLOCK_SIZE)
+    if sequence >= place.num_sequences:
+        return
+    key_start, _, num_keys, offset = load_sequence(sequence, place)
+    keys = first_key + tl.arange(0, BLOCK_N)
+    key_mask = (keys >= 0) & (keys < tl.minimum(num_keys, first_key + BLOCK_SIZE))
+    kv_head = ((lists.first_pair + pair) % lists.kv_heads).to(tl.int64)
+    row, pair = row.to(tl.int64), pair.to(tl.int64)
+    k_ptr += row * k_strides[0] + kv_head * k_strides[2]
+    v_ptr += row * v_strides[0] + kv_head * v_strides[2]
+    k = load_rows(k_ptr, key_start + keys, k_strides[1], key_mask, HEAD_DIM, BLOCK_D)  # [BLOCK_N, BLOCK_D]
+    v = load_rows(v_ptr, key_start + keys, v_strides[1], key_mask, VALUE_DIM, BLOCK_DV)  # [BLOCK_N, BLOCK_DV]
+
+    entries_ptr = lists.entries + pair * lists.num_entries + begin + first_entry
+    q_ptr += row * q_strides[0]
+    dout_ptr += row * dout_strides[0]
+    num_heads = lists.kv_heads * lists.repeats * GROUP
+    num_members = tl.minimum(length - first_entry, CHUNK) * GROUP
+    for first_member in tl.range(0, num_members, BLOCK_M):
+        members = first_member + tl.arange(0, BLOCK_M)
+        mask = members < num_members
+        entry, token, chooser, head = load_members(entries_ptr, members, mask, kv_head, lists, GROUP)
+        positions = offset + token
+        token = token.to(tl.int64)
+        q = load_rows(q_ptr, token * q_strides[1] + head * q_strides[2], 1, mask, HEAD_DIM, BLOCK_D)
+        dout = load_rows(dout_ptr, token * dout_strides[1] + head * dout_strides[2], 1, mask, VALUE_DIM, BLOCK_DV)
+        lse = tl.load(lse_ptr + (row * num_heads + head) * place.seqlen_q + token, mask=mask, other=0.0)
+        lse_log2 = tl.where(lse == float('-inf'), 0.0, lse) * 1.4426950408889634
+        scale_log2 = tl.full([BLOCK_M], scale * 1.4426950408889634, tl.float32)
+        if factors_ptr is not None:
+            scale_log2 *= load_factors(factors_ptr, factors_strides, row, token, chooser, entry, mask, lists)
+        read = key_mask[None, :] & mask[:, None]
+        if CAUSAL:
+            read = read & (keys[None, :] <= positions[:, None])
+        products = tl.dot(q, tl.trans(k), input_precision='ieee')  # [BLOCK_M, BLOCK_N]
+        weights = tl.exp2(tl.fma(products, scale_log2[:, None], -lse_log2[:, None]))
+        dweights = tl.dot(dout, tl.trans(v), input_precision='ieee')
+        places = (pair * lists.num_entries + entry) * GROUP + members % GROUP
+        tl.store(parts.first + places, tl.sum(tl.where(read, weights * dweights, 0.0), 1), mask=mask)
+        tl.store(parts.unit + places, tl.full([BLOCK_M], 1.0, tl.float32), mask=mask)
+
+
+@triton.jit
+def add_parts_kernel(
+    parts,
+    delta_ptr,
+    lse_ptr,
+    dlse_ptr,
+    dq_ptr,
+    dlse_strides,
+    dq_strides,
+    place,
+    lists,
+    num_tokens,
+    scale,
+    FINISHES: tl.constexpr,
+    GROUP: tl.constexpr,
+    NUM_SELECTED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """delta, `[B, HQ, T]`, from which the gradient of the log-sum-exp is taken; or else (FINISHES) dq. Of num_tokens
+    tokens; one program per tile of their heads.
+    """
+    mask, row, token, head, places = find_owners(tl.program_id(0), lists, num_tokens, GROUP, BLOCK_M)
+    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    delta = tl.zeros([BLOCK_M], tl.float32)
+    for slot in tl.range(0, NUM_SELECTED):
+        places_of_part = places + slot * GROUP
+        unit = tl.load(parts.unit + places_of_part, mask=mask, other=0.0)
+        is_part = unit != 0
+        if FINISHES:
+            part = load_rows(parts.out, places_of_part, HEAD_DIM, is_part, HEAD_DIM, BLOCK_D).to(tl.float32)
+            dq = tl.fma(part, unit[:, None], dq)
+        else:
+            delta += tl.load(parts.first + places_of_part, mask=is_part, other=0.0)
+    if FINISHES:
+        dq_ptr += row * dq_strides[0]
+        places = token * dq_strides[1] + head * dq_strides[2]
+        store_rows(dq_ptr, places, 1, dq * scale, mask, HEAD_DIM, BLOCK_D)
+    else:
+        num_heads = lists.kv_heads * lists.repeats * GROUP
+        places = (row * num_heads + head) * place.seqlen_q + token
+        if dlse_ptr is not None:
+            dlse_ptr += row * dlse_strides[0] + head * dlse_strides[1] + token * dlse_strides[2]
+            dlse = tl.load(dlse_ptr, mask=mask, other=0.0)
+            # A log-sum-exp of nothing has no gradient; logaddexp of two such gives NaN.
+            lse = tl.load(lse_ptr + places, mask=mask, other=0.0)
+            delta -= tl.where(lse == float('-inf'), 0.0, dlse)
+        tl.store(delta_ptr + places, delta, mask=mask)

@@ -1,0 +1,159 @@
+"""Gradients of k and v, and those of queries that a program per block gives with them."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from native_sparse_attention.ops._triton.inverse_index import group_pairs, make_inverse_index, num_block_slots
+from native_sparse_attention.ops._triton.launch import Table, head_block, launch, row_block, settings_of
+from native_sparse_attention.ops._triton.placement import Placement
+from native_sparse_attention.ops.selected_attention.triton import settings
+from native_sparse_attention.ops.selected_attention.triton.backward import Partials, combine_kernel, dkv_kernel
+from native_sparse_attention.ops.selected_attention.triton.lists import Lists, Parts
+
+# Pairs of a query and a head that one program adds to the gradients of a block, by bytes of an element; the lists of
+# some blocks have many more. In float32 the sums are shorter, and so more exact.
+CHUNK_ROWS = {2: 4096, 4: 512}
+# Bytes that partial sums may take.
+WORKSPACE = 2**28
+
+
+class Members(Protocol):
+    """What is done about the members of lists, besides, while the lists are there."""
+
+    table: Table
+    most_tokens: int
+
+    def start(self, lists: Lists, pairs: range, tokens: range) -> Parts:
+        """Before the gradients of k and v: room for what a block adds to the gradients of the members."""
+        ...
+
+    def finish(self, lists: Lists, parts: Parts, pairs: range, tokens: range) -> None: ...
+
+
+def differentiate_keys(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor,
+    block_scale: Tensor | None,
+    lse: Tensor,
+    delta: Tensor,
+    dout: Tensor,
+    place: Placement,
+    block_size: int,
+    causal: bool,
+    scale: float,
+    members: Members | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of k and v, for one group of pairs (a row of the batch and a kv head) after the other; where `members`
+    has no room for all tokens at once, for some tokens after the other.
+    """
+    seqlen, heads, head_dim = q.shape[1:]
+    seqlen_k, kv_heads, value_dim = v.shape[1:]
+    index_heads, num_selected = block_indices.shape[2:]
+    # The kernels do not visit what no sequence covers.
+    allocate = torch.empty if place.cu_seqlens_k is None else torch.zeros
+    dk, dv = (allocate(t.shape, dtype=t.dtype, device=t.device) for t in (k, v))
+    if dk.numel() + dv.numel() == 0:
+        return dk, dv
+    block_size = min(block_size, seqlen_k)
+    repeats, group = index_heads // kv_heads, heads // index_heads
+    num_slots = num_block_slots(place, block_size)
+    step = max(1, seqlen if members is None else min(seqlen, members.most_tokens))
+    ranges = [range(first, min(first + step, seqlen)) for first in range(0, max(seqlen, 1), step)]
+    most_entries = step * repeats * num_selected
+    bytes_of_partial = 4 * block_size * (head_dim + value_dim)
+    chunk, num_partials = split_lists(most_entries, CHUNK_ROWS[q.element_size()] // group, bytes_of_partial)
+    most = max(1, WORKSPACE // max(1, num_partials * bytes_of_partial))
+    if members is not None:
+        most = max(1, min(most, members.most_tokens // max(seqlen, 1)))
+    block_m, block_n, num_warps, num_stages = settings_of(settings.DKV if members is None else members.table, q, v)
+    block_n = min(block_n, row_block(block_size))
+    tiles = -(-block_size // block_n)
+    meta: dict[str, Any] = {
+        'BLOCK_SIZE': block_size,
+        'CHUNK': chunk,
+        'HEAD_DIM': head_dim,
+        'VALUE_DIM': value_dim,
+        'BLOCK_N': block_n,
+        'BLOCK_D': head_block(head_dim),
+        'BLOCK_DV': head_block(value_dim),
+        'num_warps': num_warps,
+        'device': q.device,
+    }
+    groups = group_pairs(block_indices, kv_heads, num_slots, most)
+    rows = len(groups[0]) * num_partials
+    partials = Partials(
+        q.new_empty(rows, block_size, head_dim, dtype=torch.float32),
+        q.new_empty(rows, block_size, value_dim, dtype=torch.float32),
+        num_partials,
+    )
+    for pairs in groups:
+        sums = (dk, dv) if len(ranges) == 1 else tuple(_sum_of_pair(t) for t in (dk, dv))
+        for tokens in ranges:
+            index = make_inverse_index(
+                block_indices,
+                place,
+                pairs,
+                kv_heads=kv_heads,
+                block_size=block_size,
+                causal=causal,
+                unique=True,
+                tokens=tokens,
+            )
+            num_entries = len(tokens) * repeats * num_selected
+            num_programs = num_entries // chunk + num_slots
+            sizes = (num_entries, num_slots, num_programs, pairs.start, kv_heads, repeats, num_selected, tokens.start)
+            lists = Lists(index.entries, index.starts, *sizes)
+            parts = None if members is None else members.start(lists, pairs, tokens)
+            strides = [t.stride() for t in sums]
+            launch(
+                dkv_kernel,
+                (len(pairs) * num_programs * tiles,),
+                *(q, k, v, block_scale, lse, delta, dout, *sums, partials, parts),
+                *(q.stride(), k.stride(), v.stride(), None if block_scale is None else block_scale.stride()),
+                *(dout.stride(), *strides, place, lists, scale),
+                GROUP=group,
+                CAUSAL=causal,
+                ADDS=len(ranges) > 1,
+                BLOCK_M=block_m,
+                num_stages=num_stages,
+                **meta,
+            )
+            if num_partials:
+                launch(
+                    combine_kernel,
+                    (len(pairs) * num_slots * tiles,),
+                    *(*sums, partials, *strides, place, lists),
+                    ADDS=len(ranges) > 1,
+                    **meta,
+                )
+            if members is not None and parts is not None:
+                members.finish(lists, parts, pairs, tokens)
+            del index, lists, parts  # before those of the next group are made
+        if len(ranges) > 1:
+            row, kv_head = divmod(pairs.start, kv_heads)
+            for grad, total in zip((dk, dv), sums, strict=True):
+                grad[row, :, kv_head] = total[0, :, 0]
+    return dk, dv
+
+
+def _sum_of_pair(grad: Tensor) -> Tensor:
+    """Float32 zeros `[S, D]` for one pair, which every row of the batch and kv head leads to."""
+    zeros = grad.new_zeros(grad.shape[1], grad.shape[3], dtype=torch.float32)
+    return zeros[None, :, None].expand(grad.shape)
+
+
+def split_lists(num_entries: int, chunk: int, bytes_of_partial: int) -> tuple[int, int]:
+    """How many entries a chunk of a list has, and a bound of the partial sums of a pair, which fit into WORKSPACE.
+
+    It depends on lengths and heads, not on the batch, so that a row's gradient does not depend on its neighbours.
+    """
+    chunk = 1 << (max(1, chunk).bit_length() - 1)
+    while num_entries > chunk and 2 * num_entries // chunk * bytes_of_partial > WORKSPACE:
+        chunk *= 2
+    return chunk, 2 * num_entries // chunk if num_entries > chunk else 0
