@@ -22,20 +22,35 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from native_sparse_attention.ops._triton.counting_sort import lists_of_sorted_tiles
 from native_sparse_attention.ops._triton.launch import launch
 from native_sparse_attention.ops._triton.placement import (
     Placement,
     find_tile,
-    load_extent,
     load_num_keys,
     load_position,
-    num_tiles,
+    locate_tokens,
 )
+from native_sparse_attention.ops._triton.tiles import sort_tile
 
 # Entries that are sorted at once: some 50 bytes each, so less than half a gigabyte.
 MAX_ENTRIES = 2**23
-# Elements of a tile of the kernel, tokens times indices.
-TILE_SIZE = 1024
+# Counts of the entries of tiles in slots, 4 bytes each: with 8 bytes for each of MAX_ENTRIES, less than that, too.
+MAX_COUNTS = 5 * 2**24
+# Lists of fewer entries than this are not worth the counting sort.
+MIN_COUNTED = 2**13
+
+
+class Tile(NamedTuple):
+    """Index rows times indices that a program has, by the binary logarithm of their number, and how it sorts them."""
+
+    log_size: int
+    num_warps: int
+    rotation: int
+
+
+# The smallest that suits is taken. A thread loads 4 indices at once, and as many again for every doubling.
+TILES = (Tile(10, 4, 1), Tile(11, 4, 2), Tile(12, 8, 2))
 
 
 class InverseIndex(NamedTuple):
@@ -66,8 +81,12 @@ def group_pairs(block_indices: Tensor, kv_heads: int, num_slots: int, most: int 
     """
     batch, seqlen, index_heads, num_selected = block_indices.shape
     pairs = batch * kv_heads
-    cost = max(seqlen * (index_heads // kv_heads) * num_selected, num_slots + 1)
-    size = max(1, min(pairs, MAX_ENTRIES // max(cost, 1), pairs if most is None else most))
+    num_rows = seqlen * (index_heads // kv_heads)
+    size = min(pairs, MAX_ENTRIES // max(num_rows * num_selected, num_slots + 1), pairs if most is None else most)
+    tile = _choose_tile(num_rows, num_selected, num_slots)
+    if tile is not None:
+        size = min(size, MAX_COUNTS // _num_counts(tile, num_rows, num_selected, num_slots))
+    size = max(1, size)
     return [range(first, min(first + size, pairs)) for first in range(0, pairs, size)]
 
 
@@ -88,38 +107,66 @@ def make_inverse_index(
     block with a key that the query may read: one of its sequence (and of its seqlens_k), and not of the future where
     causal. unique: of an index that stands several times in a row the first counts alone; otherwise all do.
     pairs: which pairs, from `group_pairs`. tokens: of the queries with these token numbers alone (packed or not, they
-    count along T), or None for all; entries count from the first of them. The same bits in every run: a stable
-    sort makes the order.
+    count along T), or None for all; entries count from the first of them. The same bits in every run, and whichever way
+    the lists are sorted.
     """
-    batch, seqlen, index_heads, num_selected = block_indices.shape
-    repeats = index_heads // kv_heads
-    num_slots = num_block_slots(place, block_size)
+    seqlen, index_heads, num_selected = block_indices.shape[1:]
     tokens = range(seqlen) if tokens is None else tokens
-    num_entries = len(tokens) * repeats * num_selected
+    repeats = index_heads // kv_heads
+    num_rows = len(tokens) * repeats
+    num_slots = num_block_slots(place, block_size)
+    counted = _choose_tile(num_rows, num_selected, num_slots)
+    tile = counted or TILES[0]
+    block_s = _index_block(num_selected)
+    log_tile = max(tile.log_size, block_s.bit_length() - 1)
+    block_rows = 2**log_tile // block_s
+    num_tiles = -(-num_rows // block_rows)
     device = block_indices.device
-    # What chose nothing has the slot behind the last one, so a pair has num_entries places in the sorted keys.
-    offsets = torch.arange(len(pairs), dtype=torch.int32, device=device) * (num_slots + 1)
-    keys = (offsets + num_slots)[:, None].repeat(1, num_entries)
-    block_s = 1 << max(num_selected - 1, 0).bit_length()
-    block_t = max(1, min(128, TILE_SIZE // block_s))
-    tiles = num_tiles(place, seqlen, block_t)
-    if place.cu_seqlens is None:
-        tiles = tiles // max(batch, 1)
+    keys = torch.empty(len(pairs), num_rows * num_selected, dtype=torch.int32, device=device)
     launch(
         slot_kernel,
-        (len(pairs) * tiles if num_entries else 0, repeats),
-        *(block_indices, keys, block_indices.stride(), place, pairs.start, kv_heads, tiles, num_slots),
-        *(tokens.start, len(tokens)),
+        (len(pairs) * num_tiles if num_selected else 0,),
+        *(block_indices, keys, block_indices.stride(), place, pairs.start, kv_heads, repeats, num_tiles, num_slots),
+        *(tokens.start, num_rows),
         NUM_SELECTED=num_selected,
         BLOCK_SIZE=block_size,
         CAUSAL=causal,
         UNIQUE=unique,
-        BLOCK_T=block_t,
         BLOCK_S=block_s,
-        num_warps=4,
+        LOG_TILE=log_tile,
+        ROTATION=tile.rotation,
+        SORTED=counted is not None,
+        num_warps=tile.num_warps,
         device=device,
     )
-    return _sort_lists(keys, num_slots)
+    if counted is None:
+        return _sort_lists(keys, num_slots)
+    return InverseIndex(*lists_of_sorted_tiles(keys, num_slots, 2**log_tile, block_rows * num_selected))
+
+
+def _choose_tile(num_rows: int, num_selected: int, num_slots: int) -> Tile | None:
+    """The tiles of a counting sort of the lists of a pair, or None where the lists are sorted as a whole: where they
+    are short, or so long and so many that the counts would take too much memory.
+    """
+    if num_rows * num_selected < MIN_COUNTED:
+        return None
+    for tile in TILES:
+        # Counts of more slots than a tile has entries take longer than a larger tile.
+        suits = num_slots <= 2**tile.log_size or tile == TILES[-1]
+        # The keys of a tile are below 2 ** 30, as `sort_tile` wants them.
+        fits = _index_block(num_selected) <= 2**tile.log_size and (num_slots + 2) << tile.log_size <= 2**30
+        if suits and fits and _num_counts(tile, num_rows, num_selected, num_slots) <= MAX_COUNTS:
+            return tile
+    return None
+
+
+def _num_counts(tile: Tile, num_rows: int, num_selected: int, num_slots: int) -> int:
+    block_rows = 2**tile.log_size // _index_block(num_selected)
+    return (num_slots + 1) * -(-num_rows // block_rows)
+
+
+def _index_block(num_selected: int) -> int:
+    return 1 << max(num_selected - 1, 0).bit_length()
 
 
 def _sort_lists(keys: Tensor, num_slots: int) -> InverseIndex:
@@ -172,7 +219,8 @@ def find_block(slot, row, place, BLOCK_SIZE: tl.constexpr):
     return sequence, first_key
 
 
-@triton.jit
+# What differs from call to call is not compiled for, as a sort takes seconds to compile.
+@triton.jit(do_not_specialize=['first_pair', 'tiles_of_pair', 'num_slots', 'first_token', 'num_rows'])
 def slot_kernel(
     indices_ptr,
     keys_ptr,
@@ -180,55 +228,63 @@ def slot_kernel(
     place,
     first_pair,
     kv_heads,
+    repeats,
     tiles_of_pair,
     num_slots,
     first_token,
-    num_tokens,
+    num_rows,
     NUM_SELECTED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     CAUSAL: tl.constexpr,
     UNIQUE: tl.constexpr,
-    BLOCK_T: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    LOG_TILE: tl.constexpr,
+    ROTATION: tl.constexpr,
+    SORTED: tl.constexpr,
 ):
-    """keys: int32 `[pairs, num_tokens, R, n]` of the tokens from first_token on, the place of pair and slot that each
-    index chose among all pairs and slots. One program per pair and tile of tokens, and per index head of the pair.
-    """
-    pair = tl.program_id(0) // tiles_of_pair
-    tile = tl.program_id(0) % tiles_of_pair
-    row = (first_pair + pair) // kv_heads
-    head = (first_pair + pair) % kv_heads * tl.num_programs(1) + tl.program_id(1)
-    if place.cu_seqlens is None:
-        tile += row * tiles_of_pair
-    sequence, first_query = find_tile(tile, place.cu_seqlens, place.seqlen_q, place.num_sequences, BLOCK_T)
-    _, query_start, num_queries = load_extent(place.cu_seqlens, sequence, place.seqlen_q, place.num_sequences)
-    # The tile's queries whose tokens are asked for.
-    first_asked = tl.maximum(first_query, first_token - query_start)
-    stop_asked = tl.minimum(tl.minimum(num_queries, first_query + BLOCK_T), first_token + num_tokens - query_start)
-    if first_asked >= stop_asked:
-        return
-    num_keys = load_num_keys(place, sequence)
-    offset = load_position(place, sequence, num_queries, num_keys)
-    first_slot = 0
-    if place.cu_seqlens_k is not None:
-        _, key_start, _ = load_extent(place.cu_seqlens_k, sequence, place.seqlen_k, place.num_sequences)
-        first_slot = key_start // BLOCK_SIZE + sequence
+    """keys: int32 `[pairs, num_rows, n]`, for the index rows (t, r) of the tokens from first_token on. One program per
+    pair and tile of rows.
 
-    queries = first_query + tl.arange(0, BLOCK_T)
-    query_mask = (queries >= first_asked) & (queries < stop_asked)
-    tokens = (query_start + queries).to(tl.int64)
+    Not SORTED: the place that an index chose among all pairs and slots, num_slots + 1 each. SORTED: the slot that it
+    chose and its place in the tile, slot * 2 ** LOG_TILE + place, in ascending order in each tile.
+    """
+    TILE_SIZE: tl.constexpr = 2**LOG_TILE
+    BLOCK_ROWS: tl.constexpr = TILE_SIZE // BLOCK_S
+    pair = tl.program_id(0) // tiles_of_pair
+    first_row = tl.program_id(0) % tiles_of_pair * BLOCK_ROWS
+    batch_row = (first_pair + pair) // kv_heads
+    in_tile = tl.arange(0, BLOCK_ROWS)
     entry = tl.arange(0, BLOCK_S)
-    mask = query_mask[:, None] & (entry < NUM_SELECTED)[None, :]
-    rows = indices_ptr + row.to(tl.int64) * indices_strides[0] + head.to(tl.int64) * indices_strides[2]
-    rows += tokens * indices_strides[1]
-    blocks = tl.load(rows[:, None] + entry[None, :], mask=mask, other=-1)  # [BLOCK_T, BLOCK_S]
-    num_blocks = count_readable_blocks(offset + queries, num_keys, BLOCK_SIZE, CAUSAL)
+    row_mask = in_tile < num_rows - first_row
+    tokens = first_token + (first_row + in_tile) // repeats
+    heads = (first_pair + pair) % kv_heads * repeats + (first_row + in_tile) % repeats
+    if place.cu_seqlens is None:
+        num_keys = load_num_keys(place, batch_row)
+        positions = load_position(place, batch_row, place.seqlen_q, num_keys) + tokens
+        first_slots = tokens * 0
+    else:
+        sequences, positions, key_starts, num_keys = locate_tokens(tokens, row_mask, place)
+        first_slots = key_starts // BLOCK_SIZE + sequences
+
+    mask = row_mask[:, None] & (entry < NUM_SELECTED)[None, :]
+    rows = indices_ptr + batch_row.to(tl.int64) * indices_strides[0]
+    rows += tokens.to(tl.int64) * indices_strides[1] + heads.to(tl.int64) * indices_strides[2]
+    blocks = tl.load(rows[:, None] + entry[None, :], mask=mask, other=-1)  # [BLOCK_ROWS, BLOCK_S]
+    num_blocks = count_readable_blocks(positions, num_keys, BLOCK_SIZE, CAUSAL)
     counts = mask & (blocks >= 0) & (blocks < num_blocks[:, None])
     if UNIQUE:
         for earlier in range(NUM_SELECTED - 1):
-            same = blocks == tl.load(rows + earlier, mask=query_mask, other=-1)[:, None]
+            same = blocks == tl.load(rows + earlier, mask=row_mask, other=-1)[:, None]
             counts = counts & ~(same & (entry > earlier)[None, :])
-    slots = tl.where(counts, first_slot + tl.where(counts, blocks, 0).to(tl.int32), num_slots)
-    keys_ptr += pair.to(tl.int64) * num_tokens * tl.num_programs(1) * NUM_SELECTED
-    places = ((tokens - first_token) * tl.num_programs(1) + tl.program_id(1)) * NUM_SELECTED
-    tl.store(keys_ptr + places[:, None] + entry[None, :], pair * (num_slots + 1) + slots, mask=mask)
+    slots = tl.where(counts, first_slots[:, None] + tl.where(counts, blocks, 0).to(tl.int32), num_slots)
+
+    keys_ptr += (pair.to(tl.int64) * num_rows + first_row) * NUM_SELECTED
+    places = in_tile[:, None] * NUM_SELECTED + entry[None, :]
+    if SORTED:
+        # What is no index comes behind all slots.
+        keys = tl.where(mask, slots * TILE_SIZE + places, (num_slots + 1) * TILE_SIZE)
+        keys = sort_tile(tl.reshape(keys, [TILE_SIZE]), LOG_TILE, ROTATION)
+        places = tl.arange(0, TILE_SIZE)
+        tl.store(keys_ptr + places, keys, mask=places < tl.minimum(num_rows - first_row, BLOCK_ROWS) * NUM_SELECTED)
+    else:
+        tl.store(keys_ptr + places, pair * (num_slots + 1) + slots, mask=mask)

@@ -140,6 +140,49 @@ def load_extent(starts_ptr, sequence, length, num_sequences):
 
 
 @triton.jit
+def locate_tokens(tokens, mask, place):
+    """Of each token of a packed row: the sequence, the token's position there, the sequence's first key along S, and
+    its keys in tokens: none for what no sequence covers (sequence N), and for a token that lies outside of the sequence
+    found for it because the borders are not in order.
+    """
+    sequences = tokens * 0
+    step = 1
+    while 2 * step <= place.num_sequences:
+        step *= 2
+    while step > 0:
+        later = sequences + step
+        found = mask & (later <= place.num_sequences)
+        starts = tl.load(place.cu_seqlens + later, mask=found, other=0).to(tl.int32)
+        sequences = tl.where(found & (starts <= tokens), later, sequences)
+        step = step // 2
+    mask = mask & (sequences < place.num_sequences)
+    starts, num_queries = _load_extents(place.cu_seqlens, sequences, mask, place.seqlen_q)
+    key_starts, num_keys = _load_extents(place.cu_seqlens_k, sequences, mask, place.seqlen_k)
+    if place.seqlens_k is not None:
+        limits = tl.load(place.seqlens_k + sequences, mask=mask, other=0).to(tl.int32)
+        num_keys = tl.minimum(tl.maximum(limits, 0), num_keys)
+    if place.q_offsets is not None:
+        offsets = tl.load(place.q_offsets + sequences, mask=mask, other=0)
+        offsets = tl.minimum(tl.maximum(offsets, -(2**30)), 2**30).to(tl.int32)
+    elif place.q_offset is not None:
+        offsets = place.q_offset
+    else:
+        offsets = num_keys - num_queries
+    queries = tokens - starts
+    num_keys = tl.where((queries >= 0) & (queries < num_queries), num_keys, 0)
+    return sequences, offsets + queries, key_starts, num_keys
+
+
+@triton.jit
+def _load_extents(starts_ptr, sequences, mask, length):
+    """First token and number of tokens of sequences on an axis of `length`; 0 and 0 where the mask leaves one out."""
+    starts = tl.load(starts_ptr + sequences, mask=mask, other=0).to(tl.int32)
+    stops = tl.load(starts_ptr + sequences + 1, mask=mask, other=0).to(tl.int32)
+    starts = tl.minimum(tl.maximum(starts, 0), length)
+    return starts, tl.minimum(tl.maximum(stops, starts), length) - starts
+
+
+@triton.jit
 def load_num_keys(place, sequence):
     """Keys of a sequence in tokens; 0 for the tokens that no sequence covers."""
     num_keys = 0

@@ -1,4 +1,7 @@
-"""Tiles of rows: loaded, stored, cleared of what is not finite, multiplied."""
+"""Tiles of rows: loaded, stored, cleared of what is not finite, multiplied; tiles of keys: sorted."""
+
+# To pyright a jit function that another calls never returns, nor does tl.static_range.
+# pyright: reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
@@ -44,3 +47,34 @@ def split_finite(x):
     """
     difference = x - x  # [BLOCK, BLOCK_D], NaN where x is not finite
     return tl.where(difference == 0, x, 0.0).to(x.dtype), tl.sum(difference.to(tl.float32), 1)
+
+
+@triton.jit
+def sort_tile(keys, LOG_SIZE: tl.constexpr, ROTATION: tl.constexpr):
+    """`[2 ** LOG_SIZE]` integers in ascending order, all at least 0 and below half of what their type holds.
+
+    Batcher's bitonic sorter, as tl.sort has it. A key's partner is found by a sum though, which the interpreter takes
+    at once; tl.sort's exclusive or takes it seconds for a thousand keys. The steps go most often between neighbours,
+    which should be keys of one thread. So the ROTATION upper bits of the places that keys come from are taken for the
+    lower ones, where a thread has 2 ** ROTATION runs of keys.
+    """
+    cube = tl.reshape(keys, [2] * LOG_SIZE)
+    for stage in tl.static_range(1, LOG_SIZE + 1):
+        # Every other run of 2 ** stage keys is to descend: its complements are sorted.
+        if stage < LOG_SIZE:
+            cube = cube ^ -_bit(LOG_SIZE, stage, ROTATION)
+        for step in tl.static_range(stage):
+            partners = tl.sum(cube, (LOG_SIZE - stage + step + ROTATION) % LOG_SIZE, keep_dims=True) - cube
+            is_second = _bit(LOG_SIZE, stage - 1 - step, ROTATION) != 0
+            cube = tl.where(is_second, tl.maximum(cube, partners), tl.minimum(cube, partners))
+        if stage < LOG_SIZE:
+            cube = cube ^ -_bit(LOG_SIZE, stage, ROTATION)
+    rotated = tl.reshape(cube, [2**ROTATION, 2 ** (LOG_SIZE - ROTATION)])
+    return tl.reshape(tl.trans(rotated), [2**LOG_SIZE])
+
+
+@triton.jit
+def _bit(LOG_SIZE: tl.constexpr, BIT: tl.constexpr, ROTATION: tl.constexpr):
+    """A bit of the places of the sorter, to be broadcast to `[2] * LOG_SIZE`."""
+    dim: tl.constexpr = (2 * LOG_SIZE - 1 - BIT + ROTATION) % LOG_SIZE
+    return tl.reshape(tl.arange(0, 2), [1] * dim + [2] + [1] * (LOG_SIZE - 1 - dim))

@@ -27,6 +27,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from native_sparse_attention.geometry import Sequences
 from native_sparse_attention.ops import (
     chosen_scores,
     compressed_attention,
@@ -35,7 +36,8 @@ from native_sparse_attention.ops import (
     selected_attention,
     window_attention,
 )
-from native_sparse_attention.ops._triton import launch, support
+from native_sparse_attention.ops._triton import inverse_index, launch, support
+from native_sparse_attention.ops._triton.placement import make_placement
 from native_sparse_attention.ops.selected_attention.triton import op as selected_op
 
 SEQLEN = 96
@@ -115,19 +117,32 @@ def build_selected(dtype: torch.dtype, head_dim: int) -> None:
         selected_attention(q, k, v, indices, block_size=16, backend='triton')
 
 
+def build_inverse_index(dtype: torch.dtype, head_dim: int) -> None:
+    num_selected = 16
+    seqlen = inverse_index.MIN_COUNTED // num_selected
+    indices = torch.zeros(1, seqlen, 2, num_selected, dtype=torch.int32)
+    packed = torch.tensor([0, 40, seqlen], dtype=torch.int32)
+    for tile, borders in zip((*inverse_index.TILES, inverse_index.TILES[0]), (None, None, None, packed), strict=True):
+        seqlen_k = SELECTION_BLOCK * (2**tile.log_size - 3)
+        sequences = Sequences(1, seqlen, seqlen_k, indices.device, None, None, borders, borders)
+        sizes: dict[str, Any] = {'kv_heads': 2, 'block_size': SELECTION_BLOCK, 'causal': True, 'unique': True}
+        inverse_index.make_inverse_index(indices, make_placement(sequences), range(2), **sizes)
+
+
 def build_gated_sum(dtype: torch.dtype, head_dim: int) -> None:
     outs = [torch.zeros(1, SEQLEN, 4, head_dim, dtype=dtype, requires_grad=True) for _ in range(3)]
     gates = torch.zeros(1, SEQLEN, 4, 3, requires_grad=True)
     differentiate(gated_sum(gates, *outs, backend='triton'))
 
 
-# An op with a Triton backend has an entry here.
+# An op with a Triton backend has an entry here, and what ops do only where a problem is large.
 OPS: dict[str, Callable[[torch.dtype, int], None]] = {
     'window_attention': build_window,
     'compressed_attention': build_compressed,
     'select_blocks and chosen_scores': build_choice,
     'selected_attention': build_selected,
     'gated_sum': build_gated_sum,
+    'lists of who chose a block': build_inverse_index,
 }
 
 

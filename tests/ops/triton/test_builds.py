@@ -24,6 +24,8 @@ KERNELS = {
     'block_selection': {'select_kernel', 'forward_kernel', 'dq_kernel'},
     'selected_attention': {'forward_kernel', 'dq_kernel', 'dkv_kernel'},
     'gated_sum': {'forward_kernel', 'backward_kernel'},
+    'inverse_index': {'slot_kernel'},
+    'counting_sort': {'run_kernel'},
 }
 
 Builds = Callable[..., list[dict[str, Any]]]

@@ -3,23 +3,38 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from native_sparse_attention.geometry import Sequences
 from native_sparse_attention.ops._triton import inverse_index
-from native_sparse_attention.ops._triton.inverse_index import group_pairs, make_inverse_index, num_block_slots
+from native_sparse_attention.ops._triton.inverse_index import (
+    TILES,
+    InverseIndex,
+    Tile,
+    group_pairs,
+    make_inverse_index,
+    num_block_slots,
+)
+from native_sparse_attention.ops._triton.launch import launch
 from native_sparse_attention.ops._triton.placement import make_placement
+from native_sparse_attention.ops._triton.tiles import sort_tile
 from tests.ops.triton.harness import place
 from tests.problems import Extents, cumulative, drawn_extents, packed, row_integers
 
 INT32 = torch.iinfo(torch.int32)
 JUNK = (-1, -2, INT32.min, INT32.max, 10**6)
 Lists = dict[int, list[int]]
+SMALL_TILE = Tile(7, 4, 2)
+ways = pytest.mark.parametrize('tile', [None, SMALL_TILE], ids=['sorted as a whole', 'counted'])
 
 
 def make_indices(extents: Extents, choosers: int, num_selected: int, block_size: int, dtype: torch.dtype) -> Tensor:
@@ -59,6 +74,21 @@ def lists_of_pair(
     return dict(lists)
 
 
+@contextmanager
+def sorted_by(tile: Tile | None) -> Iterator[None]:
+    """A counting sort of tiles of this size, or lists that are sorted as a whole."""
+    with pytest.MonkeyPatch.context() as patch:
+        if tile is None:
+            patch.setattr(inverse_index, 'MAX_COUNTS', 0)
+            patch.delattr(inverse_index, 'lists_of_sorted_tiles')
+        else:
+            sort_lists = inverse_index._sort_lists
+            patch.setattr(inverse_index, 'MIN_COUNTED', 1)
+            patch.setattr(inverse_index, 'TILES', (tile,))
+            patch.setattr(inverse_index, '_sort_lists', lambda keys, *rest: sort_lists(keys[:, :0], *rest))
+        yield
+
+
 def check(
     extents: Extents,
     device: torch.device,
@@ -71,17 +101,20 @@ def check(
     unique: bool = True,
     dtype: torch.dtype = torch.int32,
     tokens: range | None = None,
+    tile: Tile | None = None,
 ) -> None:
     sequences = make_sequences(extents, device)
     indices = place(make_indices(extents, kv_heads * repeats, num_selected, block_size, dtype), device)
     placement = make_placement(sequences)
     num_slots = num_block_slots(placement, block_size)
-    groups = group_pairs(indices, kv_heads, num_slots)
+    with sorted_by(tile):
+        groups = group_pairs(indices, kv_heads, num_slots)
     assert [pair for group in groups for pair in group] == list(range(extents.batch * kv_heads))
     sizes = {'kv_heads': kv_heads, 'block_size': block_size}
     asked = range(extents.seqlen_q) if tokens is None else tokens
     for pairs in groups:
-        index = make_inverse_index(indices, placement, pairs, **sizes, causal=causal, unique=unique, tokens=tokens)
+        with sorted_by(tile):
+            index = make_inverse_index(indices, placement, pairs, **sizes, causal=causal, unique=unique, tokens=tokens)
         assert index.entries.shape == (len(pairs), len(asked) * repeats * num_selected)
         assert index.starts.shape == (len(pairs), num_slots + 1)
         assert index.entries.dtype == index.starts.dtype == torch.int32
@@ -105,6 +138,7 @@ def check(
     st.booleans(),
     st.sampled_from([torch.int32, torch.int64]),
     st.tuples(st.floats(0, 1), st.floats(0, 1)) | st.none(),
+    st.sampled_from([None, Tile(3, 4, 0), SMALL_TILE]),
 )
 def test_drawn_problems(
     extents: Extents,
@@ -116,22 +150,24 @@ def test_drawn_problems(
     unique: bool,
     dtype: torch.dtype,
     part: tuple[float, float] | None,
+    tile: Tile | None,
 ) -> None:
     device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
     sizes = {'kv_heads': kv_heads, 'repeats': repeats, 'num_selected': num_selected, 'block_size': block_size}
     tokens = None if part is None else range(*sorted(round(share * extents.seqlen_q) for share in part))
-    check(extents, device, **sizes, causal=causal, unique=unique, dtype=dtype, tokens=tokens)
+    check(extents, device, **sizes, causal=causal, unique=unique, dtype=dtype, tokens=tokens, tile=tile)
 
 
+@ways
 @pytest.mark.parametrize('unique', [True, False])
 @pytest.mark.parametrize(
     'extents',
     [
-        Extents(2, 300, 300, {}, [300, 300]),
+        Extents(1, 40, 40, {}, [40]),
         Extents(
             3, 17, 40, {'q_offset': row_integers([5, -9, 30]), 'seqlens_k': row_integers([40, 0, 33])}, [40, 0, 33]
         ),
-        packed([0, 0, 17, 1, 200, 0], uncovered=9),
+        packed([0, 0, 17, 1, 20, 0], uncovered=9),
         Extents(
             1,
             60,
@@ -142,47 +178,111 @@ def test_drawn_problems(
     ],
     ids=['tiles', 'rows', 'packed', 'packed, other keys'],
 )
-def test_tiles_of_tokens(extents: Extents, unique: bool, device: torch.device) -> None:
-    check(extents, device, repeats=2, unique=unique, num_selected=9)
+def test_tiles_of_tokens(extents: Extents, unique: bool, tile: Tile | None, device: torch.device) -> None:
+    check(extents, device, kv_heads=1, repeats=3, unique=unique, num_selected=9, tile=tile)
 
 
-@pytest.mark.parametrize('tokens', [range(37), range(100, 211), range(216, 236), range(50, 50)], ids=str)
+@pytest.mark.parametrize('tile', TILES, ids=lambda tile: str(2**tile.log_size))
+def test_tiles_that_are_launched(tile: Tile, device: torch.device) -> None:
+    seqlen = 2**tile.log_size // 16 + 5
+    check(Extents(1, seqlen, seqlen, {}, [seqlen]), device, kv_heads=1, num_selected=13, tile=tile)
+
+
+@pytest.mark.parametrize('tokens', [range(17), range(40, 71), range(81, 93), range(20, 20)], ids=str)
+@ways
 @pytest.mark.parametrize(
-    'extents', [Extents(2, 236, 236, {}, [236] * 2), packed([0, 101, 0, 109, 17], uncovered=9)], ids=['whole', 'packed']
+    'extents', [Extents(2, 93, 93, {}, [93] * 2), packed([0, 41, 0, 31, 12], uncovered=9)], ids=['whole', 'packed']
 )
-def test_tokens_of_a_range(extents: Extents, tokens: range, device: torch.device) -> None:
-    check(extents, device, repeats=2, num_selected=9, tokens=tokens)
+def test_tokens_of_a_range(extents: Extents, tile: Tile | None, tokens: range, device: torch.device) -> None:
+    check(extents, device, kv_heads=1, repeats=2, num_selected=5, tokens=tokens, tile=tile)
 
 
+@ways
 @pytest.mark.parametrize('most', [150, 17], ids=['groups of pairs', 'parts of a pair'])
-def test_pairs_in_groups(most: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pairs_in_groups(most: int, tile: Tile | None, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inverse_index, 'MAX_ENTRIES', most)
-    check(Extents(3, 12, 12, {}, [12] * 3), device)
+    check(Extents(3, 12, 12, {}, [12] * 3), device, tile=tile)
 
 
-def test_a_pair_does_not_depend_on_its_group(device: torch.device) -> None:
+def make_lists(indices: Tensor, sequences: Sequences, pairs: range, tile: Tile | None) -> InverseIndex:
+    placement, kv_heads = make_placement(sequences), indices.shape[2]
+    with sorted_by(tile):
+        return make_inverse_index(indices, placement, pairs, kv_heads=kv_heads, block_size=3, causal=True, unique=True)
+
+
+@ways
+def test_a_pair_does_not_depend_on_its_group(tile: Tile | None, device: torch.device) -> None:
     extents = Extents(2, 20, 20, {}, [20, 20])
     indices = make_indices(extents, 2, 4, 3, torch.int32).to(device)
-    placement = make_placement(make_sequences(extents, device))
-    together = make_inverse_index(indices, placement, range(4), kv_heads=2, block_size=3, causal=True, unique=True)
+    sequences = make_sequences(extents, device)
+    together = make_lists(indices, sequences, range(4), tile)
     for pair in range(4):
-        alone = make_inverse_index(
-            indices, placement, range(pair, pair + 1), kv_heads=2, block_size=3, causal=True, unique=True
-        )
+        alone = make_lists(indices, sequences, range(pair, pair + 1), tile)
         assert alone.entries[0].equal(together.entries[pair])
         assert alone.starts[0].equal(together.starts[pair])
 
 
-def test_junk_in_borders_stays_inside_the_lists(device: torch.device) -> None:
+@ways
+@pytest.mark.parametrize(
+    'borders', [[0, 15, 5, 20], [0, 3, 500, INT32.max], [INT32.min, -5, 3, 20], [9, 9, 10, 12], [20, 4, 4, 0]], ids=str
+)
+def test_junk_in_borders_stays_inside_the_lists(borders: list[int], tile: Tile | None, device: torch.device) -> None:
     extents = Extents(1, 20, 20, {}, [20])
     indices = make_indices(extents, 1, 4, 3, torch.int32).to(device)
-    for borders in ([0, 15, 5, 20], [0, 3, 500, INT32.max], [INT32.min, -5, 3, 20], [9, 9, 10, 12]):
-        cu_seqlens = row_integers(borders).to(device)
-        sequences = Sequences(1, 20, 20, device, None, None, cu_seqlens, cu_seqlens)
-        index = make_inverse_index(
-            indices, make_placement(sequences), range(1), kv_heads=1, block_size=3, causal=True, unique=True
-        )
-        assert index.entries[0].sort().values.tolist() == list(range(80))
-        assert (index.starts.diff() >= 0).all()
-        assert index.starts.min() == 0
-        assert index.starts.max() <= 80
+    cu_seqlens = row_integers(borders).to(device)
+    index = make_lists(indices, Sequences(1, 20, 20, device, None, None, cu_seqlens, cu_seqlens), range(1), tile)
+    assert index.entries[0].sort().values.tolist() == list(range(80))
+    assert (index.starts.diff() >= 0).all()
+    assert index.starts.min() == 0
+    assert index.starts.max() <= 80
+
+
+@pytest.mark.parametrize(
+    ('num_rows', 'num_selected', 'num_slots', 'log_size'),
+    [
+        (2**15, 16, 512, 10),
+        (2**17, 16, 2048, 11),
+        (2**20, 16, 2**14, 12),
+        (2**22, 16, 2**16, None),  # a quarter of these tokens at a time would be counted
+        (2**21, 64, 512, 10),
+        (2**22, 64, 512, 11),
+        (2**15, 3000, 512, 12),
+        (2**15, 5000, 512, None),
+        (2**9, 16, 2**18, None),
+        (2**8, 16, 4, None),
+        (0, 16, 4, None),
+        (2**8, 0, 4, None),
+    ],
+)
+def test_choice_of_tiles(num_rows: int, num_selected: int, num_slots: int, log_size: int | None) -> None:
+    tile = inverse_index._choose_tile(num_rows, num_selected, num_slots)
+    assert (None if tile is None else tile.log_size) == log_size
+
+
+@pytest.mark.parametrize('seqlen', [2**9, 2**12, 2**15, 2**18, 2**20])
+@pytest.mark.parametrize('num_selected', [1, 13, 16, 33])
+def test_workspace_of_a_group(seqlen: int, num_selected: int) -> None:
+    """Keys, entries and counts of a group of several pairs, of all tokens or of a part of them."""
+    indices = torch.empty(1, device='meta').expand(8, seqlen, 64, num_selected)
+    num_slots = seqlen // 64
+    pairs = len(group_pairs(indices, 64, num_slots)[0])
+    for tokens in (seqlen, seqlen // 3, 1):
+        tile = inverse_index._choose_tile(tokens, num_selected, num_slots)
+        if tile is not None and pairs > 1:
+            counts = inverse_index._num_counts(tile, tokens, num_selected, num_slots)
+            assert pairs * 4 * (2 * tokens * num_selected + counts) <= 2**29
+
+
+@triton.jit
+def sort_kernel(keys_ptr, LOG_SIZE: tl.constexpr, ROTATION: tl.constexpr):
+    places = tl.arange(0, 2**LOG_SIZE)
+    tl.store(keys_ptr + places, sort_tile(tl.load(keys_ptr + places), LOG_SIZE, ROTATION))
+
+
+@pytest.mark.parametrize(('log_size', 'rotation'), [(1, 0), (4, 0), (4, 1), (5, 2), (5, 4)])
+def test_sort_of_a_tile(log_size: int, rotation: int, device: torch.device) -> None:
+    keys = torch.randint(2**30, (2**log_size,), dtype=torch.int32, device=device)
+    keys[:2] = torch.tensor([2**30 - 1, 0])
+    expected = keys.sort().values
+    launch(sort_kernel, (1,), keys, LOG_SIZE=log_size, ROTATION=rotation, device=device)
+    assert keys.equal(expected)
