@@ -108,8 +108,11 @@ def make_phases(table: str, itemsize: int, head_dim: int, device: str) -> list[A
     torch.manual_seed(0)
     module, name = find_tables()[table]
     shape = make_shape(itemsize, head_dim, device)
-    # Groups of 16 and of 2: what takes several queries at once where a group is small has tables of its own.
-    shapes = [shape, replace(shape, kv_heads=shape.heads // 2)] if table.startswith('selected') else [shape]
+    shapes = [shape]
+    if table.startswith('selected'):
+        # Groups of 16 and of 2, and the latter with more blocks: each has kernels and tables of its own.
+        small = replace(shape, kv_heads=shape.heads // 2)
+        shapes += [small, replace(small, seqlen=4 * shape.seqlen)]
     phases = []
     for op, shape in itertools.product(OPS[table.split('.')[0]], shapes):
         forward, leaves = make_call(op, shape, 'triton', device)
@@ -265,7 +268,11 @@ def tune(table: str, itemsize: int, head_dim: int, options: argparse.Namespace, 
     in_force = launch.find_settings(rows, architecture, itemsize, head_dim)
     # While a table is compiled, the memory is needed by the processes that do it.
     make_phases.cache_clear()
-    candidates = [c for c in candidates_for(itemsize, head_dim, device) if c != in_force][: options.limit]
+    candidates = [c for c in candidates_for(itemsize, head_dim, device) if c != in_force]
+    if name.startswith('BLOCK'):
+        # The largest block that these tables serve: not a matter of speed.
+        candidates = [c for c in candidates if c.block_n == in_force.block_n]
+    candidates = candidates[: options.limit]
     jobs = [(table, itemsize, head_dim, device, candidate) for candidate in candidates]
     usable = pool.usable(jobs, options.compile_seconds)
     phases = make_phases(table, itemsize, head_dim, device)
