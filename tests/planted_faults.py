@@ -94,7 +94,7 @@ FAULTS = [
     Fault('by block: unit of a part dropped', LISTS, 'values *= (1 / unit)[:, None]', 'values *= 1.0', SELECTED[:1]),
     Fault('by block: totals of parts not rescaled', BY_BLOCK, 'tl.sum(tl.exp2(references - reference[:, None]) * totals, 1)', 'tl.sum(totals, 1)', SELECTED[:1]),
     Fault('by block: part of another head', BY_BLOCK, 'places_of_part = places + slot * GROUP', 'places_of_part = places + slot', SELECTED[:1]),
-    Fault('by block: tokens of another range', BY_BLOCK, 'token = (lists.first_token + reader // lists.repeats)', 'token = (reader // lists.repeats)', SELECTED[:1]),
+    Fault('by block: tokens of another range', LISTS, 'token = (lists.first_token + reader // lists.repeats)', 'token = (reader // lists.repeats)', SELECTED[:1]),
     Fault('members of a list: next token', LISTS, 'token = lists.first_token + entry // (lists.repeats * lists.num_selected)', 'token = lists.first_token + (entry + 1) // (lists.repeats * lists.num_selected)', SELECTED[:1]),
     # Choice of blocks
     Fault('overlap of blocks off', SELECT, 'shared = tl.minimum(start + blocks.block_size, blocks.selection_block_size) - tl.maximum(start, 0)', 'shared = tl.minimum(start + blocks.block_size, blocks.selection_block_size) - start', CHOICE),

@@ -33,6 +33,7 @@ from tests.gpu_problems import Problem, assert_obeys_the_rules, attention_lse, c
 from tests.ops.test_triton_gpu import assert_chooses_as_well
 
 harness = pytest.importorskip('tests.ops.triton.harness', reason='triton is not installed')
+selected_op = pytest.importorskip('native_sparse_attention.ops.selected_attention.triton.op')
 
 pytestmark = pytest.mark.gpu
 
@@ -231,9 +232,12 @@ def spread(tensor: Tensor, axis: int, buffer: Tensor, start: int) -> Tensor:
 
 
 @pytest.mark.parametrize('axis', [0, 1, 2], ids=['batch', 'tokens', 'heads'])
-@pytest.mark.parametrize('op', ['window', 'compressed', 'selected', 'choice', 'scores', 'sum'])
-def test_strides_past_2_31(op: str, axis: int, device: torch.device):
+@pytest.mark.parametrize('op', ['window', 'compressed', 'selected', 'selected by block', 'choice', 'scores', 'sum'])
+def test_strides_past_2_31(op: str, axis: int, device: torch.device, monkeypatch: pytest.MonkeyPatch):
     """Inputs whose rows lie far apart give the bits that they give close together, outputs and gradients."""
+    if op == 'selected by block':
+        op = 'selected'
+        monkeypatch.setattr(selected_op, 'choose_design', lambda *_, **__: 'block')
     buffer = torch.empty(MANY + MANY // 16, dtype=torch.bfloat16, device=device)
     sizes = {'compress_block_size': 8, 'compress_stride': 4, 'selection_block_size': 16}
     q, k, v = make_qkv(2, 40, 40, heads=4, kv_heads=2, head_dim=64, dtype=torch.bfloat16, device=device)
