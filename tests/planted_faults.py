@@ -38,6 +38,7 @@ class Fault(NamedTuple):
 MEMORY = ('test_compressed_attention.py',)
 INTERVAL = ('test_window_attention.py', 'test_window_attention_guarantees.py', *MEMORY)
 SELECTED = ('test_selected_attention.py', 'test_selected_attention_guarantees.py')
+SHARED = ('test_selected_attention_sharing.py',)
 CHOICE = ('test_select_blocks.py', 'test_select_blocks_guarantees.py')
 SCORES, GATED, PLACED = ('test_chosen_scores.py',), ('test_gated_sum.py',), ('test_placement.py', *INTERVAL)
 FORWARD, BACKWARD = '_triton/interval/forward.py', '_triton/interval/backward.py'
@@ -45,6 +46,7 @@ TILES, INTERVAL_OP, PLACEMENT = '_triton/interval/tiles.py', '_triton/interval/o
 SELECTED_FORWARD, SELECTED_BACKWARD = 'selected_attention/triton/forward.py', 'selected_attention/triton/backward.py'
 NEIGHBOURS, ROWS = 'selected_attention/triton/neighbours.py', 'selected_attention/triton/choice.py'
 BY_BLOCK, LISTS = 'selected_attention/triton/by_block.py', 'selected_attention/triton/lists.py'
+SHARING = 'selected_attention/triton/sharing.py'
 SELECT, GATED_SUM = 'block_selection/triton/select.py', 'gated_sum/triton/kernels.py'
 SCORES_FORWARD = 'block_selection/triton/scores_forward.py'
 SCORES_BACKWARD = 'block_selection/triton/scores_backward.py'
@@ -109,6 +111,10 @@ FAULTS = [
     # Gated sum
     Fault('window gated as selected', GATED_SUM, 'out += _load_gate(gates_ptr + 2 * gates_strides[3], row_mask)', 'out += _load_gate(gates_ptr + gates_strides[3], row_mask)', GATED),
     Fault('gradients of gates off by half a percent', GATED_SUM, 'dgate = tl.sum(dout * branch.to(tl.float32), 1)', 'dgate = tl.sum(dout * branch.to(tl.float32), 1) * 0.995', GATED),
+    Fault('sharing: flag of another tile', SHARING, 'tile = start // sharing.block_t + sequence', 'tile = start // sharing.block_t', SHARED),
+    Fault('sharing: indices that stand twice count twice', SHARING, '(choices >= 0) & (repeated == 0)', '(choices >= 0)', SHARED),
+    Fault('sharing: the future counts', SHARING, 'tl.maximum(offset + queries + 1, 0)', 'tl.maximum(offset + num_queries, 0)', SHARED),
+    Fault('neighbours: slots of other heads', NEIGHBOURS, 'tl.broadcast_to(values[:, None], [BLOCK_T, BLOCK_G])', 'tl.broadcast_to(values[None, :], [BLOCK_G, BLOCK_T])', SHARED),
 ]  # fmt: skip
 
 

@@ -111,6 +111,11 @@ def build_selected(dtype: torch.dtype, head_dim: int) -> None:
         block_scale = torch.ones(indices.shape, requires_grad=True) if scaled else None
         settings: dict[str, Any] = {'block_size': SELECTION_BLOCK, 'block_scale': block_scale}
         differentiate(*selected_attention(q, k, v, indices, **settings, backend='triton'))
+    with mock.patch.object(selected_op, 'choose_design', return_value='mixed'):
+        q, k, v = make(dtype, head_dim, group=16)
+        indices = torch.zeros(1, SEQLEN, 2, 16, dtype=torch.int32)
+        differentiate(*selected_attention(q, k, v, indices, block_size=SELECTION_BLOCK, backend='triton'))
+        selected_attention(q, k, v, indices, block_size=SELECTION_BLOCK, **PACKED, backend='triton')
     with mock.patch.object(selected_op, 'choose_design', return_value='block'):
         q, k, v = make(dtype, head_dim)
         indices = torch.zeros(1, SEQLEN, 2, 16, dtype=torch.int32)

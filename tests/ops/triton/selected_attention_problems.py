@@ -17,20 +17,31 @@ TWO_GROUPS = Heads(4, 2, 16, 16)
 INT32 = torch.iinfo(torch.int32)
 JUNK = (-1, -2, INT32.min, INT32.max, 10**6)
 Tensors = dict[str, Tensor]
+group_block = op.group_block
 
-KERNELS = ('a program per query', 'a program per tile of queries', 'a program per block')
+KERNELS = ('a program per query', 'a program per tile of queries', 'a program per block', 'a tile or its queries')
 # For what does not depend on these kernels; those per tile take less time in the interpreter.
 per_tile = pytest.mark.parametrize('kernels', KERNELS[1:2], indirect=True)
-per_block = pytest.mark.parametrize('kernels', KERNELS[2:], indirect=True)
+per_block = pytest.mark.parametrize('kernels', KERNELS[2:3], indirect=True)
 
 
 @pytest.fixture(params=KERNELS, autouse=True)
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups of up to SMALL_GROUP heads have kernels of their own."""
-    if request.param == KERNELS[0]:
+    if request.param in (KERNELS[0], KERNELS[3]):
         monkeypatch.setattr(op, 'SMALL_GROUP', 0)
+    monkeypatch.setattr(op, 'MIN_SEQLEN_MIXED', 0 if request.param == KERNELS[3] else 10**9)
+    if request.param == KERNELS[3]:
+        # 4 queries of small groups in a tile of 32 rows, so that a few tokens are several tiles.
+        monkeypatch.setattr(op, 'group_block', lambda group: max(8, group_block(group)))
     monkeypatch.setattr(op, 'MEETING', 10**9 if request.param == KERNELS[2] else 0)
     monkeypatch.setattr(op, 'MIN_SEQLEN_BY_BLOCK', 0)
+
+
+@pytest.fixture(autouse=True)
+def mixed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large groups alone, and no matter how few queries."""
+    monkeypatch.setattr(op, 'MIN_SEQLEN_MIXED', 0)
 
 
 def make_indices(extents: Extents, choosers: int, num_selected: int, block_size: int) -> Tensor:

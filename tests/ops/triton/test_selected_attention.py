@@ -53,7 +53,12 @@ from tests.problems import Extents, Heads, cumulative, drawn_extents, drawn_head
         (65536, 4, 16, 200, 'query', 'query'),
         (8192, 2, 5, 16, 'block', 'block'),
         (512, 2, 1, 16, 'query', 'query'),
-        (8192, 16, 16, 64, 'query', 'query'),
+        (8192, 16, 16, 64, 'mixed', 'mixed'),
+        (65536, 12, 1, 16, 'mixed', 'mixed'),
+        (255, 16, 16, 64, 'query', 'query'),
+        (8192, 16, 65, 64, 'query', 'query'),
+        (8192, 33, 16, 64, 'query', 'query'),
+        (8192, 16, 0, 64, 'query', 'query'),
         (8192, 1, 65, 64, 'block', 'block'),
         (8192, 1, 0, 64, 'query', 'query'),
     ],
@@ -69,6 +74,7 @@ def test_the_design_follows_from_the_shape(
 ) -> None:
     monkeypatch.setattr(op, 'MEETING', 4)
     monkeypatch.setattr(op, 'MIN_SEQLEN_BY_BLOCK', 1024)
+    monkeypatch.setattr(op, 'MIN_SEQLEN_MIXED', 256)
     q, k, indices = (
         torch.empty(1, seqlen, heads, size, dtype=torch.bfloat16, device='meta')
         for heads, size in ((2 * group, 64), (2, 64), (2, num_selected))

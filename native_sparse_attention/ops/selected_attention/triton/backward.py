@@ -20,9 +20,9 @@ import triton
 import triton.language as tl
 
 from native_sparse_attention.ops._triton.inverse_index import find_block
-from native_sparse_attention.ops._triton.placement import load_extent
+from native_sparse_attention.ops._triton.placement import find_query, load_extent
 from native_sparse_attention.ops._triton.tiles import add_product, load_rows, split_finite, store_rows
-from native_sparse_attention.ops.selected_attention.triton.choice import find_reader, load_block, load_factor
+from native_sparse_attention.ops.selected_attention.triton.choice import find_keys, load_block, load_factor
 from native_sparse_attention.ops.selected_attention.triton.lists import (
     find_chunk,
     load_factors,
@@ -30,6 +30,7 @@ from native_sparse_attention.ops.selected_attention.triton.lists import (
     load_sequence,
     store_part,
 )
+from native_sparse_attention.ops.selected_attention.triton.sharing import load_flag_of_query
 
 
 class Partials(NamedTuple):
@@ -66,6 +67,7 @@ def dq_kernel(
     dlse_strides,
     dq_strides,
     place,
+    sharing,
     scale,
     GROUP: tl.constexpr,
     REPEATS: tl.constexpr,
@@ -84,10 +86,16 @@ def dq_kernel(
     a logit is p * (dp - delta). dfactors: float32 `[parts, B, T, HI, n]`, for the tiles of the heads of a choice, or
     None.
     """
-    row, token, key_start, readable = find_reader(tl.program_id(0), place, CAUSAL)
-    row, token = row.to(tl.int64), token.to(tl.int64)
     parts = tl.cdiv(GROUP, BLOCK_M)
     chooser = (tl.program_id(1) // parts).to(tl.int64)
+    sequence, row, token = find_query(tl.program_id(0), place)
+    is_shared = 0
+    if sharing.flags is not None:
+        is_shared = load_flag_of_query(sharing, sequence, token, chooser, tl.num_programs(1) // parts, place)
+    if is_shared != 0:
+        return
+    key_start, readable = find_keys(sequence, token, place, CAUSAL)
+    row, token = row.to(tl.int64), token.to(tl.int64)
     part = (tl.program_id(1) % parts).to(tl.int64)
     in_group = part * BLOCK_M + tl.arange(0, BLOCK_M)
     heads = chooser * GROUP + in_group

@@ -9,15 +9,12 @@ import triton
 import triton.language as tl
 
 from native_sparse_attention.ops._triton.inverse_index import count_readable_blocks
-from native_sparse_attention.ops._triton.placement import find_query, load_extent, load_num_keys, load_position
+from native_sparse_attention.ops._triton.placement import load_extent, load_num_keys, load_position
 
 
 @triton.jit
-def find_reader(index, place, CAUSAL: tl.constexpr):
-    """Row and token of query `index` of all rows, the first key of its sequence, and how many keys of the sequence it
-    may read: the first ones.
-    """
-    sequence, row, token = find_query(index, place)
+def find_keys(sequence, token, place, CAUSAL: tl.constexpr):
+    """The first key of a sequence, and how many of its keys a token of it may read: the first ones."""
     _, query_start, num_queries = load_extent(place.cu_seqlens, sequence, place.seqlen_q, place.num_sequences)
     readable = load_num_keys(place, sequence)
     key_start = 0
@@ -26,7 +23,7 @@ def find_reader(index, place, CAUSAL: tl.constexpr):
     if CAUSAL:
         position = load_position(place, sequence, num_queries, readable) + token - query_start
         readable = tl.minimum(readable, tl.maximum(position + 1, 0))
-    return row, token, key_start, readable
+    return key_start, readable
 
 
 @triton.jit
@@ -42,6 +39,15 @@ def load_block(indices_ptr, choice, place_in_row, readable, BLOCK_SIZE: tl.const
     first = tl.where(counts, block, 0).to(tl.int32) * BLOCK_SIZE
     last = tl.where(counts, tl.minimum(first + BLOCK_SIZE, readable), first)
     return first, last
+
+
+@triton.jit
+def load_choices(indices_ptr, rows, mask, NUM_SELECTED: tl.constexpr, BLOCK_S: tl.constexpr):
+    """The indices of every row, -1 for what names no block. rows: where they begin."""
+    slots = tl.arange(0, BLOCK_S)
+    mask = mask[:, None] & (slots < NUM_SELECTED)[None, :]
+    choices = tl.load(indices_ptr + rows[:, None] + slots[None, :], mask=mask, other=-1)
+    return tl.where((choices >= 0) & (choices < 2**30), choices, -1).to(tl.int32)
 
 
 @triton.jit

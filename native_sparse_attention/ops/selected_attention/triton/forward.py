@@ -8,8 +8,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from native_sparse_attention.ops._triton.placement import find_query
 from native_sparse_attention.ops._triton.tiles import add_product, load_rows, store_rows
-from native_sparse_attention.ops.selected_attention.triton.choice import find_reader, load_block, load_factor
+from native_sparse_attention.ops.selected_attention.triton.choice import find_keys, load_block, load_factor
+from native_sparse_attention.ops.selected_attention.triton.sharing import load_flag_of_query
 
 
 @triton.jit
@@ -28,6 +30,7 @@ def forward_kernel(
     factors_strides,
     out_strides,
     place,
+    sharing,
     scale,
     GROUP: tl.constexpr,
     REPEATS: tl.constexpr,
@@ -44,11 +47,18 @@ def forward_kernel(
 ):
     """q, out: `[B, T, HQ, D and DV]`; k, v: `[B, S, H, D and DV]`; indices, factors (or None): `[B, T, HI, n]`; lse:
     `[B, HQ, T]`. GROUP: HQ / HI, heads that share a choice. REPEATS: HI / H, choices of a kv head.
+    sharing: what the kernel of neighbours does is left to it.
     """
-    row, token, key_start, readable = find_reader(tl.program_id(0), place, CAUSAL)
-    row, token = row.to(tl.int64), token.to(tl.int64)
     parts = tl.cdiv(GROUP, BLOCK_M)
     chooser = tl.program_id(1) // parts
+    sequence, row, token = find_query(tl.program_id(0), place)
+    is_shared = 0
+    if sharing.flags is not None:
+        is_shared = load_flag_of_query(sharing, sequence, token, chooser, tl.num_programs(1) // parts, place)
+    if is_shared != 0:
+        return
+    key_start, readable = find_keys(sequence, token, place, CAUSAL)
+    row, token = row.to(tl.int64), token.to(tl.int64)
     in_group = tl.program_id(1) % parts * BLOCK_M + tl.arange(0, BLOCK_M)
     heads = chooser * GROUP + in_group
     head_mask = in_group < GROUP

@@ -1,7 +1,8 @@
-"""Kernels of selected attention for small groups: neighbouring queries fill a tile together and share what they read.
+"""Kernels of selected attention in which neighbouring queries fill a tile together and share what they read.
 
-A query with few heads leaves most rows of a tile empty. So a program has several neighbours and goes in order through
-the blocks that at least one of them chose. Shapes and names are those of the kernels per query.
+A query with few heads leaves most rows of a tile empty, and neighbours with many heads may have chosen the same. So a
+program has several neighbours and goes in order through the blocks that at least one of them chose. Shapes and names
+are those of the kernels per query.
 """
 
 # To pyright a jit function that another calls never returns.
@@ -14,6 +15,8 @@ import triton.language as tl
 
 from native_sparse_attention.ops._triton.placement import load_extent, locate_queries
 from native_sparse_attention.ops._triton.tiles import add_product, load_rows, split_finite, store_rows
+from native_sparse_attention.ops.selected_attention.triton.choice import load_choices
+from native_sparse_attention.ops.selected_attention.triton.sharing import load_flag
 
 
 @triton.jit
@@ -32,6 +35,7 @@ def neighbours_forward_kernel(
     factors_strides,
     out_strides,
     place,
+    sharing,
     scale,
     GROUP: tl.constexpr,
     REPEATS: tl.constexpr,
@@ -47,12 +51,19 @@ def neighbours_forward_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
-    """One program per tile of BLOCK_M / BLOCK_G queries and per chooser; BLOCK_G holds the heads of a group."""
+    """One program per tile of BLOCK_M / BLOCK_G queries and per chooser; BLOCK_G holds the heads of a group.
+    sharing: tiles without a flag are left to the kernel per query.
+    """
     BLOCK_T: tl.constexpr = BLOCK_M // BLOCK_G
     sequence, row, query_start, first_query, num_queries, num_keys, offset = locate_queries(
         tl.program_id(0), place, BLOCK_T
     )
     if first_query >= num_queries:
+        return
+    is_shared = 1
+    if sharing.flags is not None:
+        is_shared = load_flag(sharing, tl.program_id(0), tl.program_id(1), tl.num_programs(1))
+    if is_shared == 0:
         return
     _, key_start, _ = load_extent(place.cu_seqlens_k, sequence, place.seqlen_k, place.num_sequences)
     row, chooser = row.to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -64,28 +75,32 @@ def neighbours_forward_kernel(
     q_ptr += row * q_strides[0]
     q = load_rows(q_ptr, tokens * q_strides[1] + heads * q_strides[2], 1, mask, HEAD_DIM, BLOCK_D)
     indices_ptr += row * indices_strides[0] + chooser * indices_strides[2]
-    choice = _load_choice(indices_ptr, tokens * indices_strides[1], mask, NUM_SELECTED, BLOCK_S)  # [BLOCK_M, BLOCK_S]
+    members = first_query + tl.arange(0, BLOCK_T)
+    member_mask = members < num_queries
+    member_tokens = (query_start + members).to(tl.int64)
+    choices = load_choices(indices_ptr, member_tokens * indices_strides[1], member_mask, NUM_SELECTED, BLOCK_S)
     if factors_ptr is not None:
         factors_ptr += row * factors_strides[0] + chooser * factors_strides[2]
-        factors = _load_factors(factors_ptr, tokens * factors_strides[1], mask, NUM_SELECTED, BLOCK_S)
+        factors = _load_factors(factors_ptr, member_tokens * factors_strides[1], member_mask, NUM_SELECTED, BLOCK_S)
 
     row_max = tl.full([BLOCK_M], float('-inf'), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     out = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     num_blocks = _count_blocks(offset + first_query, num_queries - first_query, num_keys, BLOCK_SIZE, BLOCK_T, CAUSAL)
-    block = _next_block(choice, -1)
+    block = _next_block(choices, -1)
     while block < num_blocks:
-        slot = _find_slot(choice, block, positions, BLOCK_SIZE, BLOCK_S, CAUSAL)  # [BLOCK_M]
+        slot = _find_slot(choices, block, offset + members, BLOCK_SIZE, BLOCK_S, CAUSAL)  # [BLOCK_T]
         scale_log2 = tl.full([BLOCK_M], scale * 1.4426950408889634, tl.float32)
         if factors_ptr is not None:
-            scale_log2 *= _pick(factors, slot, BLOCK_S)
+            scale_log2 *= _for_heads(_pick(factors, slot, BLOCK_S), BLOCK_T, BLOCK_G)
+        chosen = _for_heads(slot, BLOCK_T, BLOCK_G) < BLOCK_S  # [BLOCK_M]
         last = tl.minimum((block + 1) * BLOCK_SIZE, num_keys)
         for start in tl.range(block * BLOCK_SIZE, last, BLOCK_N):
             keys = start + tl.arange(0, BLOCK_N)
             key_mask = keys < last
             k = load_rows(k_ptr, key_start + keys, k_strides[1], key_mask, HEAD_DIM, BLOCK_D)
             v = load_rows(v_ptr, key_start + keys, v_strides[1], key_mask, VALUE_DIM, BLOCK_DV)
-            read = key_mask[None, :] & (slot < BLOCK_S)[:, None]
+            read = key_mask[None, :] & chosen[:, None]
             if CAUSAL:
                 read = read & (keys[None, :] <= positions[:, None])
             products = tl.dot(q, tl.trans(k), input_precision='ieee')  # [BLOCK_M, BLOCK_N]
@@ -100,7 +115,7 @@ def neighbours_forward_kernel(
             total = total * rescale + tl.sum(weights, 1)
             out = add_product(weights.to(v.dtype), v, out * rescale[:, None])
             row_max = new_max
-        block = _next_block(choice, block)
+        block = _next_block(choices, block)
 
     empty = total == 0
     total = tl.where(empty, 1.0, total)
@@ -136,6 +151,7 @@ def neighbours_dq_kernel(
     dlse_strides,
     dq_strides,
     place,
+    sharing,
     scale,
     GROUP: tl.constexpr,
     REPEATS: tl.constexpr,
@@ -160,6 +176,11 @@ def neighbours_dq_kernel(
     )
     if first_query >= num_queries:
         return
+    is_shared = 1
+    if sharing.flags is not None:
+        is_shared = load_flag(sharing, tl.program_id(0), tl.program_id(1), tl.num_programs(1))
+    if is_shared == 0:
+        return
     _, key_start, _ = load_extent(place.cu_seqlens_k, sequence, place.seqlen_k, place.num_sequences)
     row, chooser = row.to(tl.int64), tl.program_id(1).to(tl.int64)
     queries, heads, mask = _rows_of_tile(first_query, num_queries, chooser, GROUP, BLOCK_G, BLOCK_M)
@@ -168,10 +189,13 @@ def neighbours_dq_kernel(
     k_ptr += row * k_strides[0] + chooser // REPEATS * k_strides[2]
     v_ptr += row * v_strides[0] + chooser // REPEATS * v_strides[2]
     indices_ptr += row * indices_strides[0] + chooser * indices_strides[2]
-    choice = _load_choice(indices_ptr, tokens * indices_strides[1], mask, NUM_SELECTED, BLOCK_S)  # [BLOCK_M, BLOCK_S]
+    members = first_query + tl.arange(0, BLOCK_T)
+    member_mask = members < num_queries
+    member_tokens = (query_start + members).to(tl.int64)
+    choices = load_choices(indices_ptr, member_tokens * indices_strides[1], member_mask, NUM_SELECTED, BLOCK_S)
     if factors_ptr is not None:
         factors_ptr += row * factors_strides[0] + chooser * factors_strides[2]
-        factors = _load_factors(factors_ptr, tokens * factors_strides[1], mask, NUM_SELECTED, BLOCK_S)
+        factors = _load_factors(factors_ptr, member_tokens * factors_strides[1], member_mask, NUM_SELECTED, BLOCK_S)
     q_ptr += row * q_strides[0]
     out_ptr += row * out_strides[0]
     dout_ptr += row * dout_strides[0]
@@ -196,12 +220,13 @@ def neighbours_dq_kernel(
     mean_logits = tl.zeros([BLOCK_M, BLOCK_S], tl.float32)
     slots = tl.arange(0, BLOCK_S)
     num_blocks = _count_blocks(offset + first_query, num_queries - first_query, num_keys, BLOCK_SIZE, BLOCK_T, CAUSAL)
-    block = _next_block(choice, -1)
+    block = _next_block(choices, -1)
     while block < num_blocks:
-        slot = _find_slot(choice, block, positions, BLOCK_SIZE, BLOCK_S, CAUSAL)  # [BLOCK_M]
+        slot = _find_slot(choices, block, offset + members, BLOCK_SIZE, BLOCK_S, CAUSAL)  # [BLOCK_T]
         factor = tl.full([BLOCK_M], 1.0, tl.float32)
         if factors_ptr is not None:
-            factor = _pick(factors, slot, BLOCK_S)
+            factor = _for_heads(_pick(factors, slot, BLOCK_S), BLOCK_T, BLOCK_G)
+        slot = _for_heads(slot, BLOCK_T, BLOCK_G)  # [BLOCK_M]
         last = tl.minimum((block + 1) * BLOCK_SIZE, num_keys)
         for start in tl.range(block * BLOCK_SIZE, last, BLOCK_N):
             keys = start + tl.arange(0, BLOCK_N)
@@ -226,7 +251,7 @@ def neighbours_dq_kernel(
             k, _taint = split_finite(k)
             dq = add_product((dlogits * factor[:, None]).to(k.dtype), k, dq)
             mean_k = add_product((weights * factor[:, None]).to(k.dtype), k, mean_k)
-        block = _next_block(choice, block)
+        block = _next_block(choices, block)
 
     dq = (dq - missing[:, None] * mean_k) * scale
     dq_ptr += row * dq_strides[0]
@@ -235,9 +260,8 @@ def neighbours_dq_kernel(
     if dfactors_ptr is not None:
         dfactors = tl.where(mask[:, None], dfactors - missing[:, None] * mean_logits, 0.0)
         dfactors = tl.sum(tl.reshape(dfactors, [BLOCK_T, BLOCK_G, BLOCK_S]), 1)  # [BLOCK_T, BLOCK_S]
-        queries = first_query + tl.arange(0, BLOCK_T)
-        rows = (row * place.seqlen_q + query_start + queries) * tl.num_programs(1) + chooser
-        dfactors_mask = (queries < num_queries)[:, None] & (slots < NUM_SELECTED)[None, :]
+        rows = (row * place.seqlen_q + member_tokens) * tl.num_programs(1) + chooser
+        dfactors_mask = member_mask[:, None] & (slots < NUM_SELECTED)[None, :]
         tl.store(dfactors_ptr + (rows * NUM_SELECTED)[:, None] + slots[None, :], dfactors, mask=dfactors_mask)
 
 
@@ -250,15 +274,6 @@ def _rows_of_tile(first_query, num_queries, chooser, GROUP: tl.constexpr, BLOCK_
 
 
 @triton.jit
-def _load_choice(indices_ptr, rows, mask, NUM_SELECTED: tl.constexpr, BLOCK_S: tl.constexpr):
-    """The indices of every row, -1 for what names no block."""
-    slots = tl.arange(0, BLOCK_S)
-    mask = mask[:, None] & (slots < NUM_SELECTED)[None, :]
-    choice = tl.load(indices_ptr + rows[:, None] + slots[None, :], mask=mask, other=-1)
-    return tl.where((choice >= 0) & (choice < 2**30), choice, -1).to(tl.int32)
-
-
-@triton.jit
 def _load_factors(factors_ptr, rows, mask, NUM_SELECTED: tl.constexpr, BLOCK_S: tl.constexpr):
     slots = tl.arange(0, BLOCK_S)
     mask = mask[:, None] & (slots < NUM_SELECTED)[None, :]
@@ -266,18 +281,24 @@ def _load_factors(factors_ptr, rows, mask, NUM_SELECTED: tl.constexpr, BLOCK_S: 
 
 
 @triton.jit
-def _next_block(choice, block):
-    """The first block behind `block` that a row chose."""
-    return tl.min(tl.min(tl.where(choice > block, choice, 2**30), 1), 0)
+def _for_heads(values, BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr):
+    """What a query has, [BLOCK_T], for each of its rows, [BLOCK_M]."""
+    return tl.reshape(tl.broadcast_to(values[:, None], [BLOCK_T, BLOCK_G]), [BLOCK_T * BLOCK_G])
 
 
 @triton.jit
-def _find_slot(choice, block, positions, BLOCK_SIZE: tl.constexpr, BLOCK_S: tl.constexpr, CAUSAL: tl.constexpr):
-    """Where a block first stands in each row of indices, BLOCK_S where it does not or is in the future: the factor of
-    what a row does not read may be anything.
+def _next_block(choices, block):
+    """The first block behind `block` that a query chose."""
+    return tl.min(tl.min(tl.where(choices > block, choices, 2**30), 1), 0)
+
+
+@triton.jit
+def _find_slot(choices, block, positions, BLOCK_SIZE: tl.constexpr, BLOCK_S: tl.constexpr, CAUSAL: tl.constexpr):
+    """Where a block first stands in each query's indices, BLOCK_S where it does not or is in the future: the factor of
+    what a query does not read may be anything.
     """
     slots = tl.arange(0, BLOCK_S)
-    slot = tl.min(tl.where(choice == block, slots[None, :], BLOCK_S), 1)
+    slot = tl.min(tl.where(choices == block, slots[None, :], BLOCK_S), 1)
     if CAUSAL:
         slot = tl.where(block * BLOCK_SIZE <= positions, slot, BLOCK_S)
     return slot
@@ -285,7 +306,7 @@ def _find_slot(choice, block, positions, BLOCK_SIZE: tl.constexpr, BLOCK_S: tl.c
 
 @triton.jit
 def _pick(factors, slot, BLOCK_S: tl.constexpr):
-    """The factor at each row's slot, 0 where it has none."""
+    """The factor at each query's slot, 0 where it has none."""
     slots = tl.arange(0, BLOCK_S)
     return tl.sum(tl.where(slots[None, :] == slot[:, None], factors, 0.0), 1)
 

@@ -40,10 +40,13 @@ from native_sparse_attention.ops.selected_attention.triton.neighbours import (
     neighbours_dq_kernel,
     neighbours_forward_kernel,
 )
+from native_sparse_attention.ops.selected_attention.triton.sharing import ALL, MAX_UNION_PERCENT, Sharing, find_sharing
 
-DESIGNS = ('query', 'neighbours', 'block')
+DESIGNS = ('query', 'neighbours', 'block', 'mixed')
 # The largest group that leaves a tile of one query empty, and the most indices of a row that neighbours share.
 SMALL_GROUP, MAX_SHARED_CHOICE = 8, 64
+# The largest group whose neighbours may share, and how many queries pay for finding out which do.
+MAX_SHARED_GROUP, MIN_SEQLEN_MIXED = 32, 256
 # Neighbours share where a tile of so many rows chooses each block so many times in the mean.
 TILE_ROWS, MEETING = 128, 4
 # Fewer queries than this do not pay for the lists of those who chose a block.
@@ -91,20 +94,17 @@ def _forward(
     if design == 'block':
         attend_by_block(q, k, v, block_indices, block_scale, out, lse, place, block_size, causal, scale)
         return out, lse
-    if design == 'neighbours':
-        kernel, plan, table = neighbours_forward_kernel, _launch_per_tile, settings.NEIGHBOURS_FORWARD
-    else:
-        kernel, plan, table = forward_kernel, _launch_per_query, settings.FORWARD
-    grid, meta = plan(table, q, k, v, block_indices, place, block_size, causal)
-    launch(
-        kernel,
-        grid,
-        *(q, k, v, block_indices, block_scale, out, lse),
-        *(q.stride(), k.stride(), v.stride(), block_indices.stride(), _strides(block_scale), out.stride()),
-        *(place, scale),
-        **meta,
-        device=q.device,
-    )
+    kernels = (neighbours_forward_kernel, settings.NEIGHBOURS_FORWARD), (forward_kernel, settings.FORWARD)
+    for kernel, grid, sharing, meta in _plan(design, *kernels, q, k, v, block_indices, place, block_size, causal):
+        launch(
+            kernel,
+            grid,
+            *(q, k, v, block_indices, block_scale, out, lse),
+            *(q.stride(), k.stride(), v.stride(), block_indices.stride(), _strides(block_scale), out.stride()),
+            *(place, sharing, scale),
+            **meta,
+            device=q.device,
+        )
     return out, lse
 
 
@@ -150,25 +150,25 @@ def _backward(
         return members.dq, *((dk, dv) if needs_dkv else (q.new_empty(0), q.new_empty(0))), dscale
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     delta = torch.empty_like(lse)
-    if design == 'neighbours':
-        kernel, plan, table = neighbours_dq_kernel, _launch_per_tile, settings.NEIGHBOURS_DQ
-    else:
-        kernel, plan, table = dq_kernel, _launch_per_query, settings.DQ
-    grid, meta = plan(table, q, k, v, block_indices, place, block_size, causal)
+    kernels = (neighbours_dq_kernel, settings.NEIGHBOURS_DQ), (dq_kernel, settings.DQ)
+    launches = _plan(design, *kernels, q, k, v, block_indices, place, block_size, causal)
     dfactors = None
     if needs_dscale:
-        parts = grid[1] // max(block_indices.shape[2], 1)
-        dfactors = q.new_empty(parts, *block_indices.shape, dtype=torch.float32)
-    launch(
-        kernel,
-        grid,
-        *(q, k, v, block_indices, block_scale, out, lse, dout, dlse, dq, delta, dfactors),
-        *(q.stride(), k.stride(), v.stride(), block_indices.stride(), _strides(block_scale)),
-        *(out.stride(), dout.stride(), _strides(dlse), dq.stride()),
-        *(place, scale),
-        **meta,
-        device=q.device,
-    )
+        parts = max(grid[1] for _, grid, _, _ in launches) // max(block_indices.shape[2], 1)
+        # A tile of neighbours has all heads of a group, and leaves its sums in the first part.
+        allocate = torch.zeros if len(launches) > 1 and parts > 1 else torch.empty
+        dfactors = allocate(parts, *block_indices.shape, dtype=torch.float32, device=q.device)
+    for kernel, grid, sharing, meta in launches:
+        launch(
+            kernel,
+            grid,
+            *(q, k, v, block_indices, block_scale, out, lse, dout, dlse, dq, delta, dfactors),
+            *(q.stride(), k.stride(), v.stride(), block_indices.stride(), _strides(block_scale)),
+            *(out.stride(), dout.stride(), _strides(dlse), dq.stride()),
+            *(place, sharing, scale),
+            **meta,
+            device=q.device,
+        )
     dscale = q.new_empty(0)
     if dfactors is not None and block_scale is not None:
         dscale = (dfactors[0] if len(dfactors) == 1 else dfactors.sum(0)).to(block_scale.dtype)
@@ -228,12 +228,17 @@ def choose_design(
 
     'query': a query with the heads of its group, which fill a tile where the group is large. 'neighbours': queries that
     go through their blocks together, where there are so few blocks that the choices of many must meet, whatever they
-    are. 'block': a block and those who chose it, whatever there are of both.
+    are. 'block': a block and those who chose it, whatever there are of both. 'mixed': large groups, whose neighbours go
+    together where they share enough, which the device says of every tile.
     """
     index_heads, num_selected = block_indices.shape[2:]
     group = q.shape[2] // index_heads
-    if group > SMALL_GROUP or num_selected == 0:
+    if num_selected == 0:
         return 'query'
+    if group > SMALL_GROUP:
+        tile = settings_of(settings.NEIGHBOURS_DQ if backward else settings.NEIGHBOURS_FORWARD, q, v).block_m
+        shares = 2 * group_block(group) <= tile and group <= MAX_SHARED_GROUP and num_selected <= MAX_SHARED_CHOICE
+        return 'mixed' if shares and q.shape[1] >= MIN_SEQLEN_MIXED else 'query'
     num_blocks = -(-k.shape[1] // block_size)
     if num_selected <= MAX_SHARED_CHOICE and MEETING * num_blocks * group <= TILE_ROWS * num_selected:
         return 'neighbours'
@@ -242,6 +247,38 @@ def choose_design(
     table = settings.BLOCK_DKV if backward else settings.BLOCK
     largest = settings_of(table, q, v).block_n
     return 'block' if row_block(min(block_size, k.shape[1])) <= largest else 'query'
+
+
+def group_block(group: int) -> int:
+    """Rows that a tile of neighbours has for each of its queries."""
+    return 1 << (group - 1).bit_length()
+
+
+def _plan(
+    design: str,
+    per_tile: tuple[Any, Table],
+    per_query: tuple[Any, Table],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor,
+    place: Placement,
+    block_size: int,
+    causal: bool,
+) -> list[tuple[Any, tuple[int, int], Sharing, dict[str, Any]]]:
+    """Kernels with their grids, what they leave to each other, and constants; per_tile, per_query: kernel and table."""
+    launches: list[tuple[Any, tuple[int, int], Sharing, dict[str, Any]]] = []
+    sharing, rest = ALL, (q, k, v, block_indices, place, block_size, causal)
+    if design != 'query':
+        grid, meta = _launch_per_tile(per_tile[1], *rest)
+        if design == 'mixed':
+            block_t = meta['BLOCK_M'] // meta['BLOCK_G']
+            sharing = find_sharing(block_indices, place, meta['BLOCK_SIZE'], causal, block_t, MAX_UNION_PERCENT)
+        launches.append((per_tile[0], grid, sharing, meta))
+    if design != 'neighbours':
+        grid, meta = _launch_per_query(per_query[1], *rest)
+        launches.append((per_query[0], grid, sharing, meta))
+    return launches
 
 
 def _launch_per_tile(
@@ -256,7 +293,7 @@ def _launch_per_tile(
 ) -> tuple[tuple[int, int], dict[str, Any]]:
     """Grid and constants of the kernels that have a program per tile of neighbouring queries and chooser."""
     meta = _constants(table, q, k, v, block_indices, block_size, causal)
-    meta['BLOCK_G'] = 1 << (meta['GROUP'] - 1).bit_length()
+    meta['BLOCK_G'] = group_block(meta['GROUP'])
     tiles = num_tiles(place, q.shape[1], meta['BLOCK_M'] // meta['BLOCK_G'])
     return (tiles, block_indices.shape[2]), meta
 

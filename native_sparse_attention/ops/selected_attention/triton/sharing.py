@@ -1,0 +1,130 @@
+"""Which tiles of neighbouring queries read their blocks together, decided on the device for each tile by itself.
+
+For a large group both designs fill their tiles, and the better one reads fewer blocks: a program per query reads each
+of its own, a program per tile the union of what its queries chose, and masks it for every one of them. What a tile does
+follows from its own queries' choices, so it is the same in every run and whatever else is in the batch.
+"""
+
+# To pyright a jit function that another calls never returns.
+# pyright: reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from native_sparse_attention.ops._triton.launch import launch
+from native_sparse_attention.ops._triton.placement import Placement, load_extent, locate_queries, num_tiles
+from native_sparse_attention.ops.selected_attention.triton.choice import load_choices
+
+# A tile reads its blocks together where these are at most so many of 100 that its queries would read one by one. On an
+# H200 4 queries of 16 heads took 1.17 times as long together as one by one where they shared nothing, so a block of a
+# union is dearer than one of a query; and a program per tile has fewer others to wait beside than 4 per query.
+MAX_UNION_PERCENT = 55
+
+
+class Sharing(NamedTuple):
+    """One argument of a kernel. flags: int8 `[tiles, HI]`, 1 where a tile of block_t queries reads together what a
+    chooser chose; or None, and all programs of the launch have work.
+    """
+
+    flags: Tensor | None
+    block_t: int
+
+
+ALL = Sharing(None, 1)
+
+
+def find_sharing(
+    block_indices: Tensor, place: Placement, block_size: int, causal: bool, block_t: int, max_percent: int
+) -> Sharing:
+    """Tiles as in `locate_queries`."""
+    seqlen, index_heads, num_selected = block_indices.shape[1:]
+    tiles = num_tiles(place, seqlen, block_t)
+    flags = torch.empty(tiles, index_heads, dtype=torch.int8, device=block_indices.device)
+    block_s = 1 << max(num_selected - 1, 0).bit_length()
+    launch(
+        sharing_kernel,
+        (tiles, index_heads),
+        *(flags, block_indices, block_indices.stride(), place, max_percent),
+        NUM_SELECTED=num_selected,
+        BLOCK_SIZE=block_size,
+        CAUSAL=causal,
+        BLOCK_S=block_s,
+        BLOCK_T=block_t,
+        # 16 to 32 comparisons of a thread at once.
+        num_warps=min(max(block_t * block_s * block_t // 512, 1), 4),
+        device=block_indices.device,
+    )
+    return Sharing(flags, block_t)
+
+
+@triton.jit
+def sharing_kernel(
+    flags_ptr,
+    indices_ptr,
+    indices_strides,
+    place,
+    max_percent,
+    NUM_SELECTED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """One program per tile of queries and chooser, which counts the blocks with a key that a query may read: those of
+    every query, and those that are different ones. A tile without any is shared, too: there is nothing to do.
+    """
+    _, row, query_start, first_query, num_queries, num_keys, offset = locate_queries(tl.program_id(0), place, BLOCK_T)
+    if first_query >= num_queries:
+        return
+    row, chooser = row.to(tl.int64), tl.program_id(1).to(tl.int64)
+    members = tl.arange(0, BLOCK_T)
+    queries = first_query + members
+    mask = queries < num_queries
+    readable = tl.zeros([BLOCK_T], tl.int32) + num_keys
+    if CAUSAL:
+        readable = tl.minimum(readable, tl.maximum(offset + queries + 1, 0))
+    num_blocks = tl.cdiv(readable, BLOCK_SIZE)  # [BLOCK_T]
+    indices_ptr += row * indices_strides[0] + chooser * indices_strides[2]
+    rows = (query_start + queries).to(tl.int64) * indices_strides[1]
+    slots = tl.arange(0, BLOCK_S)
+    choices = load_choices(indices_ptr, rows, mask, NUM_SELECTED, BLOCK_S)  # [BLOCK_T, BLOCK_S]
+    choices = tl.where(choices < num_blocks[:, None], choices, -1)
+
+    repeated = tl.zeros([BLOCK_T, BLOCK_S], tl.int32)
+    shared = tl.zeros([BLOCK_T, BLOCK_S], tl.int32)
+    for slot in tl.range(0, NUM_SELECTED):
+        others = load_choices(indices_ptr + slot, rows, mask, 1, 1)  # [BLOCK_T, 1]
+        others = tl.sum(tl.where(others < num_blocks[:, None], others, -1), 1)
+        same = choices[:, :, None] == others[None, None, :]  # [BLOCK_T, BLOCK_S, BLOCK_T]
+        own = same & (members[:, None] == members[None, :])[:, None, :]
+        repeated |= tl.max(own.to(tl.int32), 2) & (slot < slots)[None, :].to(tl.int32)
+        earlier = same & (members[:, None] > members[None, :])[:, None, :]
+        shared |= tl.max(earlier.to(tl.int32), 2)
+    pairs = (choices >= 0) & (repeated == 0)
+    union = pairs & (shared == 0)
+    num_pairs = tl.sum(tl.sum(pairs.to(tl.int32), 1), 0)
+    num_union = tl.sum(tl.sum(union.to(tl.int32), 1), 0)
+    flag = (100 * num_union <= max_percent * num_pairs).to(tl.int8)
+    tl.store(flags_ptr + tl.program_id(0).to(tl.int64) * tl.num_programs(1) + chooser, flag)
+
+
+@triton.jit
+def load_flag(sharing, tile, chooser, num_choosers):
+    return tl.load(sharing.flags + tile.to(tl.int64) * num_choosers + chooser)
+
+
+@triton.jit
+def load_flag_of_query(sharing, sequence, token, chooser, num_choosers, place):
+    """The flag of the tile that a query belongs to."""
+    _, start, _ = load_extent(place.cu_seqlens, sequence, place.seqlen_q, place.num_sequences)
+    if place.cu_seqlens is None:
+        tile = sequence * tl.cdiv(place.seqlen_q, sharing.block_t)
+    else:
+        tile = start // sharing.block_t + sequence
+    return load_flag(sharing, tile + (token - start) // sharing.block_t, chooser, num_choosers)
