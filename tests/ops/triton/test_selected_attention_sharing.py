@@ -59,10 +59,29 @@ def tiles_by_definition(sequences: Sequences, block_t: int) -> dict[int, list[tu
     return tiles
 
 
+def tile_before(
+    tile: int, tiles: dict[int, list[tuple[int, int]]], sequences: Sequences
+) -> list[tuple[int, int]] | None:
+    """The queries of the tile before in the same sequence, whose choices decide; the future has no say."""
+    row, token = tiles[tile][0]
+    is_first = token == 0 if sequences.cu_seqlens is None else token in sequences.cu_seqlens.tolist()
+    if is_first:
+        return None
+    assert tiles[tile - 1][-1] == (row, token - 1)
+    return tiles[tile - 1]
+
+
 def flag_by_definition(
-    indices: Tensor, queries: list[tuple[int, int]], sequences: Sequences, block_size: int, causal: bool, percent: int
+    indices: Tensor,
+    queries: list[tuple[int, int]] | None,
+    sequences: Sequences,
+    block_size: int,
+    causal: bool,
+    percent: int,
 ) -> int:
     """indices: `[B, T, n]` of one chooser."""
+    if queries is None:
+        return 0
     layout = sequences.layout()
     chosen = []
     for row, token in queries:
@@ -96,8 +115,10 @@ def assert_flags(
     tiles = tiles_by_definition(make_sequences(extents, torch.device('cpu')), block_t)
     cpu = make_sequences(extents, torch.device('cpu'))
     expected = {
-        (tile, chooser): flag_by_definition(indices[:, :, chooser], queries, cpu, block_size, causal, percent)
-        for tile, queries in tiles.items()
+        (tile, chooser): flag_by_definition(
+            indices[:, :, chooser], tile_before(tile, tiles, cpu), cpu, block_size, causal, percent
+        )
+        for tile in tiles
         for chooser in range(choosers)
     }
     assert {key: int(found[key]) for key in expected} == expected
@@ -150,14 +171,14 @@ def test_drawn_flags(
 @pytest.mark.parametrize('dtype', [torch.int32, torch.int64])
 def test_the_share_that_is_shared(dtype: torch.dtype, device: torch.device) -> None:
     """11 of 20 and one more, for which an index that stands twice, the future and junk do not count."""
-    rows = torch.full((1, 8, 1, 9), -1, dtype=dtype)
+    rows = torch.full((1, 12, 1, 9), -1, dtype=dtype)
     junk = torch.tensor([2**31 - 1, -(2**31), 14], dtype=dtype)
     for tile, last in ((0, 8), (4, 11)):
         for t, blocks in enumerate(([0, 1, 2, 3, 4], [4, 3, 5, 6, 7], [7, 8, 9, 10, 6], [0, 2, 4, 6, last])):
             rows[0, tile + t, 0, :5] = torch.tensor(blocks, dtype=dtype)
             rows[0, tile + t, 0, 5] = rows[0, tile + t, 0, 1]
         rows[0, tile + 1, 0, 6:9] = junk
-    extents = Extents(1, 8, 60, {'q_offset': 48}, [60])
+    extents = Extents(1, 12, 60, {'q_offset': 48}, [60])
     assert assert_flags(extents, device, indices=rows, choosers=1, block_size=4) == {0, 1}
 
 
@@ -188,7 +209,7 @@ def test_no_tile_some_tiles_and_all_tiles_share(
     extents, heads = Extents(1, 9, 30, {'q_offset': 21}, [30]), Heads(2 * group, 2, 16, 24)
     indices = make_shared_choice(extents, 2)
     flags = assert_flags(extents, device, indices=indices, block_size=2, block_t=2, percent=percent)
-    assert flags == {-1: {0}, 55: {0, 1}, 100: {1}}[percent]
+    assert flags == ({0} if percent == -1 else {0, 1})  # the first tile of a sequence is 0
     tensors, grads = make_inputs(extents, heads, device, indices, scaled=True), make_grads(extents, heads, device)
     assert_close_to_eager(selected_attention, tensors, grads, block_size=2, q_offset=21)
 
@@ -205,8 +226,8 @@ def test_a_group_of_several_tiles_per_query(device: torch.device, monkeypatch: p
     assert_close_to_eager(selected_attention, tensors, grads, block_size=2, q_offset=21)
 
 
-def test_a_row_and_a_tile_stand_alone(device: torch.device) -> None:
-    """Bit for bit: other rows, and other tiles of the same row, may choose what they like."""
+def test_other_rows_and_later_queries_change_nothing(device: torch.device) -> None:
+    """Bit for bit: they may choose what they like, also in the tile of a query."""
     extents = Extents(2, 8, 29, {'q_offset': 21}, [29, 29])
     indices = make_shared_choice(extents, num_selected=3)
     tensors, grads = make_inputs(extents, HEADS, device, indices, scaled=True), make_grads(extents, HEADS, device)
@@ -218,8 +239,8 @@ def test_a_row_and_a_tile_stand_alone(device: torch.device) -> None:
         own_tensors, own_grads = {name: t[own] for name, t in tensors.items()}, [grad[own] for grad in grads]
         alone = run_triton(selected_attention, own_tensors, own_grads, **settings)
         assert_same_bits({name: t[own] for name, t in expected.items()}, alone)
-    for first in (0, 4):
-        others = torch.arange(8, device=device) // 4 * 4 != first
+    for cut in range(1, 8):
+        others = torch.arange(8, device=device) >= cut
         changed = dict(tensors, block_indices=tensors['block_indices'].clone())
         changed['block_indices'][:, others] = place(make_indices(extents, 1, 3, 2), device)[:, others]
         result = run_triton(selected_attention, changed, grads, **settings)
@@ -242,8 +263,10 @@ def test_both_designs_agree_where_a_tile_may_take_either(device: torch.device, m
         monkeypatch.setattr(op, 'MAX_UNION_PERCENT', percent)
         results[percent] = run_triton(selected_attention, tensors, grads, **settings)
     sequences = make_sequences(extents, torch.device('cpu'))
-    for queries in tiles_by_definition(sequences, 2).values():
-        flag = flag_by_definition(indices[:, :, 0], queries, sequences, 2, True, 55)
+    tiles = tiles_by_definition(sequences, 2)
+    for tile, queries in tiles.items():
+        before = tile_before(tile, tiles, sequences)
+        flag = flag_by_definition(indices[:, :, 0], before, sequences, 2, True, 55)
         tokens = [token for _, token in queries]
         expected = results[100 if flag else -1]
         for name in ('out0', 'grad of q'):

@@ -2,7 +2,8 @@
 
 For a large group both designs fill their tiles, and the better one reads fewer blocks: a program per query reads each
 of its own, a program per tile the union of what its queries chose, and masks it for every one of them. What a tile does
-follows from its own queries' choices, so it is the same in every run and whatever else is in the batch.
+follows from the choices of the tile before it in the sequence, which overlap as much as its own do: so a result has the
+same bits whatever comes later, and whatever else is in the batch. The first tile of a sequence goes one by one.
 """
 
 # To pyright a jit function that another calls never returns.
@@ -76,16 +77,17 @@ def sharing_kernel(
     BLOCK_S: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """One program per tile of queries and chooser, which counts the blocks with a key that a query may read: those of
-    every query, and those that are different ones. A tile without any is shared, too: there is nothing to do.
+    """One program per tile of queries and chooser, which counts the blocks of the tile before with a key that a query
+    may read: those of every query, and those that are different ones. Where there are none, there is nothing to do, and
+    the tile is shared, too.
     """
     _, row, query_start, first_query, num_queries, num_keys, offset = locate_queries(tl.program_id(0), place, BLOCK_T)
     if first_query >= num_queries:
         return
     row, chooser = row.to(tl.int64), tl.program_id(1).to(tl.int64)
     members = tl.arange(0, BLOCK_T)
-    queries = first_query + members
-    mask = queries < num_queries
+    queries = first_query - BLOCK_T + members
+    mask = queries >= 0
     readable = tl.zeros([BLOCK_T], tl.int32) + num_keys
     if CAUSAL:
         readable = tl.minimum(readable, tl.maximum(offset + queries + 1, 0))
@@ -110,7 +112,7 @@ def sharing_kernel(
     union = pairs & (shared == 0)
     num_pairs = tl.sum(tl.sum(pairs.to(tl.int32), 1), 0)
     num_union = tl.sum(tl.sum(union.to(tl.int32), 1), 0)
-    flag = (100 * num_union <= max_percent * num_pairs).to(tl.int8)
+    flag = ((first_query > 0) & (100 * num_union <= max_percent * num_pairs)).to(tl.int8)
     tl.store(flags_ptr + tl.program_id(0).to(tl.int64) * tl.num_programs(1) + chooser, flag)
 
 
