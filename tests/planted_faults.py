@@ -46,6 +46,7 @@ TILES, INTERVAL_OP, PLACEMENT = '_triton/interval/tiles.py', '_triton/interval/o
 SELECTED_FORWARD, SELECTED_BACKWARD = 'selected_attention/triton/forward.py', 'selected_attention/triton/backward.py'
 NEIGHBOURS, ROWS = 'selected_attention/triton/neighbours.py', 'selected_attention/triton/choice.py'
 BY_BLOCK, LISTS = 'selected_attention/triton/by_block.py', 'selected_attention/triton/lists.py'
+BY_BLOCK_BACKWARD, SELECTED_KEYS = 'selected_attention/triton/by_block_backward.py', 'selected_attention/triton/keys.py'
 SHARING = 'selected_attention/triton/sharing.py'
 SELECT, GATED_SUM = 'block_selection/triton/select.py', 'gated_sum/triton/kernels.py'
 SCORES_FORWARD = 'block_selection/triton/scores_forward.py'
@@ -97,6 +98,11 @@ FAULTS = [
     Fault('by block: totals of parts not rescaled', BY_BLOCK, 'tl.sum(tl.exp2(references - reference[:, None]) * totals, 1)', 'tl.sum(totals, 1)', SELECTED[:1]),
     Fault('by block: part of another head', BY_BLOCK, 'places_of_part = places + slot * GROUP', 'places_of_part = places + slot', SELECTED[:1]),
     Fault('by block: tokens of another range', LISTS, 'token = (lists.first_token + reader // lists.repeats)', 'token = (reader // lists.repeats)', SELECTED[:1]),
+    Fault('by block: delta of another slot', BY_BLOCK_BACKWARD, 'delta += tl.load(parts.first + places_of_part', 'delta += tl.load(parts.first + places', SELECTED[:1]),
+    Fault('by block: gradient of the log-sum-exp with the wrong sign', BY_BLOCK_BACKWARD, 'delta -= tl.where', 'delta += tl.where', SELECTED[:1]),
+    Fault('by block: scale of dq dropped', BY_BLOCK_BACKWARD, 'places, 1, dq * scale, mask', 'places, 1, dq, mask', SELECTED[:1]),
+    Fault('by block: factors of what is no part', BY_BLOCK_BACKWARD, 'torch.where(parts.unit != 0, parts.second, 0)', 'parts.second', SELECTED),
+    Fault('by block: earlier tokens forgotten', SELECTED_KEYS, 'GROUP=group,\n                CAUSAL=causal,\n                ADDS=len(ranges) > 1,', 'GROUP=group,\n                CAUSAL=causal,\n                ADDS=False,', SELECTED[:1]),
     Fault('members of a list: next token', LISTS, 'token = lists.first_token + entry // (lists.repeats * lists.num_selected)', 'token = lists.first_token + (entry + 1) // (lists.repeats * lists.num_selected)', SELECTED[:1]),
     # Choice of blocks
     Fault('overlap of blocks off', SELECT, 'shared = tl.minimum(start + blocks.block_size, blocks.selection_block_size) - tl.maximum(start, 0)', 'shared = tl.minimum(start + blocks.block_size, blocks.selection_block_size) - start', CHOICE),

@@ -9,6 +9,7 @@ test_triton_gpu_runtime.py and test_triton_gpu_sizes.py have what concerns the m
 from __future__ import annotations
 
 import importlib
+import itertools
 import pkgutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -60,8 +61,9 @@ def shared_gpu() -> Iterator[None]:
 def test_rules(op: str, index: int, device: torch.device, monkeypatch: pytest.MonkeyPatch):
     """Drawn problems by the error rules, in memory full of NaN; the first call gives the bits of the second."""
     if index % 4 > 1:
-        # So small a problem would not have a program per block.
+        # So small a problem would not have a program per block, nor neighbours that share where they chose alike.
         monkeypatch.setattr(selected_op, 'MIN_SEQLEN_BY_BLOCK', 0)
+        monkeypatch.setattr(selected_op, 'MIN_SEQLEN_MIXED', 0)
         monkeypatch.setattr(selected_op, 'MEETING', 2**30)
     problem, generator = draw_problem(op, index, device)
     grads = problem.draw_grads(generator)
@@ -141,8 +143,12 @@ def every_entry() -> list[Entry]:
     return entries
 
 
-def problems_for(module: str, head_dim: int, dtype: torch.dtype, device: torch.device) -> Iterator[Problem]:
-    """Problems whose kernels take their settings from the tables of `module`, at a head size."""
+def problems_for(
+    module: str, head_dim: int, dtype: torch.dtype, device: torch.device, block_size: int
+) -> Iterator[Problem]:
+    """Problems whose kernels take their settings from the tables of `module`, at a head size. block_size: of selected
+    attention.
+    """
     generator = torch.Generator(device).manual_seed(0)
     shape: dict[str, Any] = {'dtype': dtype, 'device': device, 'generator': generator}
     shape |= {'heads': 6, 'kv_heads': 2, 'head_dim': head_dim}
@@ -161,14 +167,19 @@ def problems_for(module: str, head_dim: int, dtype: torch.dtype, device: torch.d
     elif 'selected' in module:
         # One query's heads fill a tile of any height.
         many = {**shape, 'heads': 64, 'kv_heads': 1}
+        indices = make_block_indices(
+            'valid', 2, 333, 2, 6, seqlen_k=333, block_size=block_size, device=device, generator=generator
+        )  # fmt: skip
         wide = dict(zip('qkv', make_qkv(1, 150, 150, **many), strict=True))
         wide['block_indices'] = indices[:1, :150, :1].contiguous()
-        yield Problem(selected_attention, wide, {'block_size': 16}, {'out1': 0})
-        yield Problem(selected_attention, tensors | {'block_indices': indices}, {'block_size': 16}, {'out1': 0})
+        yield Problem(selected_attention, wide, {'block_size': block_size}, {'out1': 0})
         scale = 1 + 0.1 * torch.randn(indices.shape, device=device, generator=generator)
         tensors |= {'block_indices': indices, 'block_scale': scale}
         by_name = {'out1': 0, 'grad of block_scale': 3}, {'grad of block_scale': dtype}
-        yield Problem(selected_attention, tensors, {'block_size': 16}, *by_name)
+        yield Problem(selected_attention, tensors, {'block_size': block_size}, *by_name)
+        borders = torch.tensor([0, 100, 100, 320], dtype=torch.int32, device=device)
+        packed = {name: t[:1] for name, t in tensors.items() if name != 'block_scale'}
+        yield Problem(selected_attention, packed, {'block_size': block_size, 'cu_seqlens': borders}, {'out1': 0})
     elif 'block_selection' in module:
         lse = attention_lse(q, k_cmp, v_cmp, sizes | {'seqlen_k': 333})
         tensors = {'q': q, 'k_cmp': k_cmp, 'lse': lse, 'block_indices': indices}
@@ -203,7 +214,10 @@ def test_every_launch_setting(entry: Entry, device: torch.device, monkeypatch: p
         monkeypatch.setattr(selected_op, 'choose_design', lambda *_, **__: 'block')
     try:
         for dtype in (torch.bfloat16, torch.float16) if itemsize == 2 else (torch.float32,):
-            for problem in problems_for(entry.module, head_dim, dtype, device):
+            block_sizes = (16, min(64, table[entry.key].block_n)) if 'selected' in entry.module else (16,)
+            for problem in itertools.chain(
+                *(problems_for(entry.module, head_dim, dtype, device, size) for size in sorted(set(block_sizes)))
+            ):
                 grads = problem.draw_grads(torch.Generator(device).manual_seed(1))
                 with harness.poisoned_allocations():
                     result = assert_obeys_the_rules(problem, grads, BACKEND)

@@ -119,7 +119,8 @@ def build_selected(dtype: torch.dtype, head_dim: int) -> None:
     with mock.patch.object(selected_op, 'choose_design', return_value='block'):
         q, k, v = make(dtype, head_dim)
         indices = torch.zeros(1, SEQLEN, 2, 16, dtype=torch.int32)
-        differentiate(*selected_attention(q, k, v, indices, block_size=16, backend='triton'))
+        served = launch.settings_of(selected_op.settings.BLOCK_DKV, q, v).block_n
+        differentiate(*selected_attention(q, k, v, indices, block_size=min(64, served), backend='triton'))
 
 
 def build_inverse_index(dtype: torch.dtype, head_dim: int) -> None:

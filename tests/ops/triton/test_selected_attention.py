@@ -61,6 +61,7 @@ from tests.problems import Extents, Heads, cumulative, drawn_extents, drawn_head
         (8192, 16, 0, 64, 'query', 'query'),
         (8192, 1, 65, 64, 'block', 'block'),
         (8192, 1, 0, 64, 'query', 'query'),
+        (2**20, 4, 16, 64, 'block', 'query'),
     ],
 )
 def test_the_design_follows_from_the_shape(
@@ -363,12 +364,15 @@ def test_partial_results_of_some_tokens_at_a_time(
 
 
 @per_block
-@pytest.mark.parametrize('size', [1.0, 1e6, 1e-6])
-def test_parts_in_float16(size: float, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As bfloat16 inputs have them, which the interpreter computes wrongly: far from what float16 holds, too."""
+@pytest.mark.parametrize(('size', 'sharpness'), [(1.0, 1.0), (1e6, 1.0), (1e-6, 1.0), (1.0, 40.0)])
+def test_parts_in_float16(size: float, sharpness: float, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As bfloat16 inputs have them, which the interpreter computes wrongly: far from what float16 holds, too, and next
+    to nothing where the logits of a block lie 100 below those of another.
+    """
     indices = make_indices(whole(12), 1, 3, 3)
     tensors, grads = make_inputs(whole(12), HEADS, device, indices), make_grads(whole(12), HEADS, device)
     tensors['v'] = tensors['v'] * size
+    tensors['q'] = tensors['q'] * sharpness
     expected = run_triton(selected_attention, tensors, grads, block_size=3)
     monkeypatch.setattr(lists, 'dtype_of_parts', lambda _: torch.float16)
     result = run_triton(selected_attention, tensors, grads, block_size=3)

@@ -180,16 +180,20 @@ def test_what_the_kernels_do_not_serve(device: torch.device) -> None:
         backend_of(q.double(), k.double(), v.double(), backend='triton')
 
 
-@per_tile
 @pytest.mark.plain_memory
 def test_the_registered_op_is_as_pytorch_wants_it(device: torch.device) -> None:
-    indices = make_block_indices('valid', 1, 2, 1, 2, seqlen_k=2, block_size=1)
-    tensors = make_inputs(whole(2), HEADS, device, indices, scaled=True)
+    indices = make_block_indices('valid', 1, 2, 2, 2, seqlen_k=2, block_size=1)
+    tensors = make_inputs(whole(2), TWO_GROUPS, device, indices, scaled=True)
     q, k, v, factors = (tensors[name].detach().requires_grad_() for name in ('q', 'k', 'v', 'block_scale'))
     cu_seqlens = torch.tensor([0, 2], dtype=torch.int32, device=device)
     for borders in (None, cu_seqlens):
         flat = (2, None, None, None, borders, borders)
-        torch.library.opcheck(op._forward, (q, k, v, tensors['block_indices'], factors, *flat, 1, True, 0.25))
+        inputs = (q, k, v, tensors['block_indices'], factors, *flat, 1, True, 0.25)
+        torch.library.opcheck(op._forward, inputs)
+        detached = [t.detach() if isinstance(t, Tensor) else t for t in inputs]
+        out, lse = op._forward(*detached)
+        arguments = (torch.ones_like(out), None, out, lse, *detached, True, True)
+        torch.library.opcheck(op._backward, arguments, test_utils=('test_schema', 'test_faketensor'))
 
 
 @pytest.mark.skipif(not is_interpreted(), reason='memory of gigabytes that nobody touches')

@@ -245,8 +245,8 @@ def dkv_kernel(
     pair, slot, first_entry, begin, length = find_chunk(tl.program_id(0) // tiles, lists, CHUNK)
     if slot >= lists.num_slots:
         return
-    # A list without entries has a chunk too: its keys have gradients of 0.
-    if (first_entry > 0) & (first_entry >= length):
+    # A list without entries has a chunk too: its keys have gradients of 0, or those that they have.
+    if (ADDS | (first_entry > 0)) & (first_entry >= length):
         return
     row = (lists.first_pair + pair) // lists.kv_heads
     sequence, first_key = find_block(slot, row, place, BLOCK_SIZE)

@@ -131,12 +131,12 @@ def find_owners(index, lists, num_tokens, GROUP: tl.constexpr, BLOCK_M: tl.const
 @triton.jit
 def store_part(parts, places, values, mask, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """values `[places, SIZE]` in parts.out: in float16 as multiples of parts.unit, each row's largest value that is
-    finite. In float32 the unit is 1. It is never 0: that says that there is no part.
+    finite, or 2 ** -100 where that has no inverse. In float32 the unit is 1. 0 says that there is no part.
     """
     unit = tl.full([values.shape[0]], 1.0, tl.float32)
     if parts.out.dtype.element_ty == tl.float16:
         largest = tl.max(tl.where(tl.abs(values) < float('inf'), tl.abs(values), 0.0), 1)
-        unit = tl.where(largest > 0, largest, 1.0)
+        unit = tl.where(largest > 0, tl.maximum(largest, 7.888609052210118e-31), 1.0)
         values *= (1 / unit)[:, None]
     tl.store(parts.unit + places, unit, mask=mask)
     store_rows(parts.out, places, SIZE, values, mask, SIZE, BLOCK)

@@ -30,12 +30,11 @@ from native_sparse_attention.ops._triton.registered import (
     save_inputs,
     saved_inputs,
 )
-from native_sparse_attention.ops.selected_attention.triton import settings
+from native_sparse_attention.ops.selected_attention.triton import keys, settings
 from native_sparse_attention.ops.selected_attention.triton.backward import dq_kernel
 from native_sparse_attention.ops.selected_attention.triton.by_block import attend_by_block
 from native_sparse_attention.ops.selected_attention.triton.by_block_backward import MemberGradients
 from native_sparse_attention.ops.selected_attention.triton.forward import forward_kernel
-from native_sparse_attention.ops.selected_attention.triton.keys import differentiate_keys
 from native_sparse_attention.ops.selected_attention.triton.neighbours import (
     neighbours_dq_kernel,
     neighbours_forward_kernel,
@@ -140,13 +139,13 @@ def _backward(
         members = MemberGradients(
             q, k, v, block_indices, block_scale, lse, dout, dlse, place, block_size, causal, scale, needs_dscale
         )
-        dk, dv = differentiate_keys(
+        dk, dv = keys.differentiate_keys(
             q, k, v, block_indices, block_scale, lse, members.delta, dout, place, block_size, causal, scale, members
         )
         dscale = q.new_empty(0)
         if members.dfactors is not None and block_scale is not None:
             dfactors = members.dfactors.unflatten(0, (q.shape[0], k.shape[2])).transpose(1, 2)
-            dscale = dfactors.reshape(block_scale.shape).to(block_scale.dtype)
+            dscale = dfactors.reshape(block_scale.shape).to(block_scale.dtype).contiguous()
         return members.dq, *((dk, dv) if needs_dkv else (q.new_empty(0), q.new_empty(0))), dscale
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     delta = torch.empty_like(lse)
@@ -174,7 +173,7 @@ def _backward(
         dscale = (dfactors[0] if len(dfactors) == 1 else dfactors.sum(0)).to(block_scale.dtype)
     dk, dv = q.new_empty(0), q.new_empty(0)
     if needs_dkv:
-        dk, dv = differentiate_keys(
+        dk, dv = keys.differentiate_keys(
             q, k, v, block_indices, block_scale, lse, delta, dout, place, block_size, causal, scale
         )
     return dq, dk, dv, dscale
@@ -233,7 +232,7 @@ def choose_design(
     """
     index_heads, num_selected = block_indices.shape[2:]
     group = q.shape[2] // index_heads
-    if num_selected == 0:
+    if num_selected == 0 or k.shape[1] == 0:
         return 'query'
     if group > SMALL_GROUP:
         tile = settings_of(settings.NEIGHBOURS_DQ if backward else settings.NEIGHBOURS_FORWARD, q, v).block_m
@@ -243,6 +242,9 @@ def choose_design(
     if num_selected <= MAX_SHARED_CHOICE and MEETING * num_blocks * group <= TILE_ROWS * num_selected:
         return 'neighbours'
     if q.shape[1] < MIN_SEQLEN_BY_BLOCK:
+        return 'query'
+    # Float32 sums of the gradients of one kv head must fit into the workspace.
+    if backward and 4 * k.shape[1] * (k.shape[3] + v.shape[3]) > keys.WORKSPACE:
         return 'query'
     table = settings.BLOCK_DKV if backward else settings.BLOCK
     largest = settings_of(table, q, v).block_n
