@@ -93,7 +93,7 @@ FAULTS = [
     Fault('causal mask dropped in the gradient of k', SELECTED_BACKWARD, 'read = read & (keys[:, None] <= positions[None, :])', 'read = read & (keys[:, None] <= positions[None, :] + 1)', SELECTED),
     Fault('last entry of a list skipped', SELECTED_BACKWARD, 'num_rows = tl.minimum(length - first_entry, CHUNK) * GROUP', 'num_rows = tl.minimum(length - first_entry - 1, CHUNK) * GROUP', SELECTED),
     Fault('by block: one key of the future', BY_BLOCK, 'read = read & (keys[None, :] <= positions[:, None])', 'read = read & (keys[None, :] <= positions[:, None] + 1)', SELECTED[:1]),
-    Fault('by block: last member skipped', BY_BLOCK, 'num_members = tl.minimum(length - first_entry, CHUNK) * GROUP', 'num_members = tl.minimum(length - first_entry, CHUNK) * GROUP - 1', SELECTED[:1]),
+    Fault('by block: last member skipped', BY_BLOCK, 'num_members = num_entries * GROUP', 'num_members = num_entries * GROUP - 1', SELECTED[:1]),
     Fault('by block: unit of a part dropped', LISTS, 'values *= (1 / unit)[:, None]', 'values *= 1.0', SELECTED[:1]),
     Fault('by block: totals of parts not rescaled', BY_BLOCK, 'tl.sum(tl.exp2(references - reference[:, None]) * totals, 1)', 'tl.sum(totals, 1)', SELECTED[:1]),
     Fault('by block: part of another head', BY_BLOCK, 'places_of_part = places + slot * GROUP', 'places_of_part = places + slot', SELECTED[:1]),

@@ -16,7 +16,6 @@ import triton.language as tl
 from torch import Tensor
 
 from native_sparse_attention.ops._triton.inverse_index import (
-    find_block,
     group_pairs,
     make_inverse_index,
     num_block_slots,
@@ -28,12 +27,11 @@ from native_sparse_attention.ops.selected_attention.triton import settings
 from native_sparse_attention.ops.selected_attention.triton.lists import (
     Lists,
     bytes_of_part,
-    find_chunk,
     find_owners,
     load_factors,
     load_members,
-    load_sequence,
     make_parts,
+    open_chunk,
     store_part,
 )
 
@@ -147,27 +145,19 @@ def block_kernel(
     BLOCK_DV: tl.constexpr,
 ):
     """Partial results of up to CHUNK entries of a list; one program per pair and chunk. BLOCK_N holds a whole block."""
-    pair, slot, first_entry, begin, length = find_chunk(tl.program_id(0), lists, CHUNK)
-    if (slot >= lists.num_slots) | (first_entry >= length):
+    num_entries, entries_ptr, pair, row, kv_head, key_start, keys, key_mask, offset = open_chunk(
+        tl.program_id(0), place, lists, BLOCK_SIZE, CHUNK, BLOCK_N
+    )
+    if num_entries <= 0:
         return
-    row = (lists.first_pair + pair) // lists.kv_heads
-    sequence, first_key = find_block(slot, row, place, BLOCK_SIZE)
-    if sequence >= place.num_sequences:
-        return
-    key_start, _, num_keys, offset = load_sequence(sequence, place)
-    keys = first_key + tl.arange(0, BLOCK_N)
-    key_mask = (keys >= 0) & (keys < tl.minimum(num_keys, first_key + BLOCK_SIZE))
-    kv_head = ((lists.first_pair + pair) % lists.kv_heads).to(tl.int64)
-    row, pair = row.to(tl.int64), pair.to(tl.int64)
     k_ptr += row * k_strides[0] + kv_head * k_strides[2]
     v_ptr += row * v_strides[0] + kv_head * v_strides[2]
     k = load_rows(k_ptr, key_start + keys, k_strides[1], key_mask, HEAD_DIM, BLOCK_D)  # [BLOCK_N, BLOCK_D]
     v = load_rows(v_ptr, key_start + keys, v_strides[1], key_mask, VALUE_DIM, BLOCK_DV)  # [BLOCK_N, BLOCK_DV]
     v, taint = split_finite(v)
 
-    entries_ptr = lists.entries + pair * lists.num_entries + begin + first_entry
     q_ptr += row * q_strides[0]
-    num_members = tl.minimum(length - first_entry, CHUNK) * GROUP
+    num_members = num_entries * GROUP
     for first_member in tl.range(0, num_members, BLOCK_M):
         members = first_member + tl.arange(0, BLOCK_M)
         mask = members < num_members

@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from native_sparse_attention.ops._triton.inverse_index import find_block
 from native_sparse_attention.ops._triton.launch import head_block, launch, row_block, settings_of
 from native_sparse_attention.ops._triton.placement import Placement
 from native_sparse_attention.ops._triton.tiles import load_rows, store_rows
@@ -23,12 +22,11 @@ from native_sparse_attention.ops.selected_attention.triton.lists import (
     Lists,
     Parts,
     bytes_of_part,
-    find_chunk,
     find_owners,
     load_factors,
     load_members,
-    load_sequence,
     make_parts,
+    open_chunk,
 )
 
 # Members of a list that a program has at most, and rows of a program that adds up parts.
@@ -162,28 +160,20 @@ def delta_kernel(
     """parts.first: the sum of p * dp over the keys of a block, for up to CHUNK entries of its list. One program per
     pair and chunk.
     """
-    pair, slot, first_entry, begin, length = find_chunk(tl.program_id(0), lists, CHUNK)
-    if (slot >= lists.num_slots) | (first_entry >= length):
+    num_entries, entries_ptr, pair, row, kv_head, key_start, keys, key_mask, offset = open_chunk(
+        tl.program_id(0), place, lists, BLOCK_SIZE, CHUNK, BLOCK_N
+    )
+    if num_entries <= 0:
         return
-    row = (lists.first_pair + pair) // lists.kv_heads
-    sequence, first_key = find_block(slot, row, place, BLOCK_SIZE)
-    if sequence >= place.num_sequences:
-        return
-    key_start, _, num_keys, offset = load_sequence(sequence, place)
-    keys = first_key + tl.arange(0, BLOCK_N)
-    key_mask = (keys >= 0) & (keys < tl.minimum(num_keys, first_key + BLOCK_SIZE))
-    kv_head = ((lists.first_pair + pair) % lists.kv_heads).to(tl.int64)
-    row, pair = row.to(tl.int64), pair.to(tl.int64)
     k_ptr += row * k_strides[0] + kv_head * k_strides[2]
     v_ptr += row * v_strides[0] + kv_head * v_strides[2]
     k = load_rows(k_ptr, key_start + keys, k_strides[1], key_mask, HEAD_DIM, BLOCK_D)  # [BLOCK_N, BLOCK_D]
     v = load_rows(v_ptr, key_start + keys, v_strides[1], key_mask, VALUE_DIM, BLOCK_DV)  # [BLOCK_N, BLOCK_DV]
 
-    entries_ptr = lists.entries + pair * lists.num_entries + begin + first_entry
     q_ptr += row * q_strides[0]
     dout_ptr += row * dout_strides[0]
     num_heads = lists.kv_heads * lists.repeats * GROUP
-    num_members = tl.minimum(length - first_entry, CHUNK) * GROUP
+    num_members = num_entries * GROUP
     for first_member in tl.range(0, num_members, BLOCK_M):
         members = first_member + tl.arange(0, BLOCK_M)
         mask = members < num_members

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from native_sparse_attention.ops._triton.inverse_index import find_block
 from native_sparse_attention.ops._triton.placement import find_tile, load_extent, load_num_keys, load_position
 from native_sparse_attention.ops._triton.tiles import store_rows
 
@@ -93,6 +94,26 @@ def load_sequence(sequence, place):
     _, query_start, num_queries = load_extent(place.cu_seqlens, sequence, place.seqlen_q, place.num_sequences)
     num_keys = load_num_keys(place, sequence)
     return key_start, num_stored, num_keys, load_position(place, sequence, num_queries, num_keys) - query_start
+
+
+@triton.jit
+def open_chunk(index, place, lists, BLOCK_SIZE: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Chunk `index` of the lists, with the whole block in BLOCK_N: how many entries it has and where they are, pair,
+    row and kv head, where the sequence's keys begin, the block's keys and which of them there are, and what to add to a
+    token to have its position.
+    """
+    pair, slot, first_entry, begin, length = find_chunk(index, lists, CHUNK)
+    row = (lists.first_pair + pair) // lists.kv_heads
+    sequence, first_key = find_block(slot, row, place, BLOCK_SIZE)
+    key_start, _, num_keys, offset = load_sequence(sequence, place)
+    keys = first_key + tl.arange(0, BLOCK_N)
+    key_mask = (keys >= 0) & (keys < tl.minimum(num_keys, first_key + BLOCK_SIZE))
+    exists = (slot < lists.num_slots) & (sequence < place.num_sequences)
+    num_entries = tl.where(exists, tl.minimum(length - first_entry, CHUNK), 0)
+    pair = pair.to(tl.int64)
+    entries_ptr = lists.entries + pair * lists.num_entries + begin + first_entry
+    kv_head = (lists.first_pair + pair) % lists.kv_heads
+    return num_entries, entries_ptr, pair, row.to(tl.int64), kv_head, key_start, keys, key_mask, offset
 
 
 @triton.jit
