@@ -17,7 +17,6 @@ from torch import Tensor
 
 from native_sparse_attention.ops._triton.inverse_index import (
     group_pairs,
-    make_inverse_index,
     num_block_slots,
 )
 from native_sparse_attention.ops._triton.launch import head_block, launch, row_block, settings_of
@@ -25,11 +24,11 @@ from native_sparse_attention.ops._triton.placement import Placement
 from native_sparse_attention.ops._triton.tiles import add_product, load_rows, split_finite, store_rows
 from native_sparse_attention.ops.selected_attention.triton import settings
 from native_sparse_attention.ops.selected_attention.triton.lists import (
-    Lists,
     bytes_of_part,
     find_owners,
     load_factors,
     load_members,
+    make_lists,
     make_parts,
     open_chunk,
     store_part,
@@ -61,30 +60,18 @@ def attend_by_block(
     block_size = min(block_size, seqlen_k)
     repeats, group = index_heads // kv_heads, heads // index_heads
     num_slots = num_block_slots(place, block_size)
+    chunk = max(1, CHUNK_ROWS // group)
     most = max(1, WORKSPACE // (repeats * num_selected * group * bytes_of_part(q, value_dim)))
     block_m, _, num_warps, num_stages = settings_of(settings.BLOCK, q, v)
     for pairs in group_pairs(block_indices, kv_heads, num_slots, max(1, most // max(seqlen, 1))):
         for first in range(0, seqlen, most):
             tokens = range(first, min(first + most, seqlen))
-            index = make_inverse_index(
-                block_indices,
-                place,
-                pairs,
-                kv_heads=kv_heads,
-                block_size=block_size,
-                causal=causal,
-                unique=True,
-                tokens=tokens,
-            )
-            num_entries = len(tokens) * repeats * num_selected
-            chunk = max(1, CHUNK_ROWS // group)
-            num_programs = num_entries // chunk + num_slots
-            sizes = (num_entries, num_slots, num_programs, pairs.start, kv_heads, repeats, num_selected, first)
-            lists = Lists(index.entries, index.starts, *sizes)
-            parts = make_parts(q, len(pairs) * num_entries * group, value_dim)
+            shape = {'kv_heads': kv_heads, 'block_size': block_size, 'causal': causal, 'chunk': chunk}
+            lists = make_lists(block_indices, place, pairs, tokens, **shape)
+            parts = make_parts(q, len(pairs) * lists.num_entries * group, value_dim)
             launch(
                 block_kernel,
-                (len(pairs) * num_programs,),
+                (len(pairs) * lists.num_programs,),
                 *(q, k, v, block_scale, parts),
                 *(q.stride(), k.stride(), v.stride(), None if block_scale is None else block_scale.stride()),
                 *(place, lists, scale),
@@ -116,7 +103,7 @@ def attend_by_block(
                 num_warps=4,
                 device=q.device,
             )
-            del index, lists, parts  # before those of the next range are made
+            del lists, parts  # before those of the next range are made
 
 
 @triton.jit

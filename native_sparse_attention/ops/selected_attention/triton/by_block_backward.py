@@ -18,6 +18,7 @@ from native_sparse_attention.ops._triton.launch import head_block, launch, row_b
 from native_sparse_attention.ops._triton.placement import Placement
 from native_sparse_attention.ops._triton.tiles import load_rows, store_rows
 from native_sparse_attention.ops.selected_attention.triton import settings
+from native_sparse_attention.ops.selected_attention.triton.by_block import CHUNK_ROWS, MERGE_ROWS, WORKSPACE
 from native_sparse_attention.ops.selected_attention.triton.lists import (
     Lists,
     Parts,
@@ -28,11 +29,6 @@ from native_sparse_attention.ops.selected_attention.triton.lists import (
     make_parts,
     open_chunk,
 )
-
-# Members of a list that a program has at most, and rows of a program that adds up parts.
-CHUNK_ROWS, MERGE_ROWS = 1024, 32
-# Bytes that parts may take.
-WORKSPACE = 2**28 + 2**27
 
 
 class MemberGradients:
@@ -66,10 +62,10 @@ class MemberGradients:
         self.group, self.repeats = q.shape[2] // index_heads, index_heads // k.shape[2]
         bytes_of_token = self.repeats * self.num_selected * self.group * (bytes_of_part(q, q.shape[3]) + 4)
         self.most_tokens = max(1, WORKSPACE // max(1, bytes_of_token))
-        self.dq = torch.zeros_like(q, memory_format=torch.contiguous_format)
-        self.delta = torch.zeros_like(lse)
+        self.dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+        self.delta = torch.empty_like(lse)
         shape = (q.shape[0] * k.shape[2], q.shape[1], self.repeats, self.num_selected)
-        self.dfactors = q.new_zeros(shape, dtype=torch.float32) if needs_dfactors else None
+        self.dfactors = q.new_empty(shape, dtype=torch.float32) if needs_dfactors else None
 
     def start(self, lists: Lists, pairs: range, tokens: range) -> Parts:
         """delta of the tokens, and room for the parts of their gradients."""

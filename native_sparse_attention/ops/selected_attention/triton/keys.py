@@ -7,12 +7,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from native_sparse_attention.ops._triton.inverse_index import group_pairs, make_inverse_index, num_block_slots
+from native_sparse_attention.ops._triton.inverse_index import group_pairs, num_block_slots
 from native_sparse_attention.ops._triton.launch import Table, head_block, launch, row_block, settings_of
 from native_sparse_attention.ops._triton.placement import Placement
 from native_sparse_attention.ops.selected_attention.triton import settings
 from native_sparse_attention.ops.selected_attention.triton.backward import Partials, combine_kernel, dkv_kernel
-from native_sparse_attention.ops.selected_attention.triton.lists import Lists, Parts
+from native_sparse_attention.ops.selected_attention.triton.lists import Lists, Parts, make_lists
 
 # Pairs of a query and a head that one program adds to the gradients of a block, by bytes of an element; the lists of
 # some blocks have many more. In float32 the sums are shorter, and so more exact.
@@ -95,25 +95,13 @@ def differentiate_keys(
     for pairs in groups:
         sums = (dk, dv) if len(ranges) == 1 else tuple(_sum_of_pair(t) for t in (dk, dv))
         for tokens in ranges:
-            index = make_inverse_index(
-                block_indices,
-                place,
-                pairs,
-                kv_heads=kv_heads,
-                block_size=block_size,
-                causal=causal,
-                unique=True,
-                tokens=tokens,
-            )
-            num_entries = len(tokens) * repeats * num_selected
-            num_programs = num_entries // chunk + num_slots
-            sizes = (num_entries, num_slots, num_programs, pairs.start, kv_heads, repeats, num_selected, tokens.start)
-            lists = Lists(index.entries, index.starts, *sizes)
+            shape = {'kv_heads': kv_heads, 'block_size': block_size, 'causal': causal, 'chunk': chunk}
+            lists = make_lists(block_indices, place, pairs, tokens, **shape)
             parts = None if members is None else members.start(lists, pairs, tokens)
             strides = [t.stride() for t in sums]
             launch(
                 dkv_kernel,
-                (len(pairs) * num_programs * tiles,),
+                (len(pairs) * lists.num_programs * tiles,),
                 *(q, k, v, block_scale, lse, delta, dout, *sums, partials, parts),
                 *(q.stride(), k.stride(), v.stride(), None if block_scale is None else block_scale.stride()),
                 *(dout.stride(), *strides, place, lists, scale),
@@ -134,7 +122,7 @@ def differentiate_keys(
                 )
             if members is not None and parts is not None:
                 members.finish(lists, parts, pairs, tokens)
-            del index, lists, parts  # before those of the next group are made
+            del lists, parts  # before those of the next group are made
         if len(ranges) > 1:
             row, kv_head = divmod(pairs.start, kv_heads)
             for grad, total in zip((dk, dv), sums, strict=True):

@@ -12,8 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from native_sparse_attention.ops._triton.inverse_index import find_block
-from native_sparse_attention.ops._triton.placement import find_tile, load_extent, load_num_keys, load_position
+from native_sparse_attention.ops._triton.inverse_index import find_block, make_inverse_index
+from native_sparse_attention.ops._triton.placement import (
+    Placement,
+    find_tile,
+    load_extent,
+    load_num_keys,
+    load_position,
+)
 from native_sparse_attention.ops._triton.tiles import store_rows
 
 
@@ -35,6 +41,28 @@ class Lists(NamedTuple):
     repeats: int
     num_selected: int
     first_token: int
+
+
+def make_lists(
+    block_indices: Tensor,
+    place: Placement,
+    pairs: range,
+    tokens: range,
+    *,
+    kv_heads: int,
+    block_size: int,
+    causal: bool,
+    chunk: int,
+) -> Lists:
+    """The lists of pairs from `group_pairs` and of these tokens, gone through in chunks of so many entries."""
+    index_heads, num_selected = block_indices.shape[2:]
+    sizes = {'kv_heads': kv_heads, 'block_size': block_size, 'causal': causal, 'unique': True, 'tokens': tokens}
+    index = make_inverse_index(block_indices, place, pairs, **sizes)
+    repeats, num_slots = index_heads // kv_heads, index.starts.shape[1] - 1
+    num_entries = len(tokens) * repeats * num_selected
+    num_programs = num_entries // chunk + num_slots
+    counts = (num_entries, num_slots, num_programs, pairs.start, kv_heads, repeats, num_selected, tokens.start)
+    return Lists(index.entries, index.starts, *counts)
 
 
 class Parts(NamedTuple):

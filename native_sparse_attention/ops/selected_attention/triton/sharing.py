@@ -22,9 +22,8 @@ from native_sparse_attention.ops._triton.launch import launch
 from native_sparse_attention.ops._triton.placement import Placement, load_extent, locate_queries, num_tiles
 from native_sparse_attention.ops.selected_attention.triton.choice import load_choices
 
-# A tile reads its blocks together where these are at most so many of 100 that its queries would read one by one. On an
-# H200 4 queries of 16 heads took 1.17 times as long together as one by one where they shared nothing, so a block of a
-# union is dearer than one of a query; and a program per tile has fewer others to wait beside than 4 per query.
+# A tile reads its blocks together where these are at most so many of 100 that its queries would read one by one. A
+# block of a union is dearer than one of a query, and a program per tile has fewer others to wait beside. Not measured.
 MAX_UNION_PERCENT = 55
 
 
