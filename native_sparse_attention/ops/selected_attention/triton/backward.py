@@ -239,7 +239,7 @@ def dkv_kernel(
 ):
     """Adds up to CHUNK entries of a list, to dk and dv where these are all, or else to a partial sum. One program per
     pair, chunk and tile of the block's keys. dk, dv: `[B, S, H, D and DV]`; ADDS: they have gradients already. parts:
-    of gradients of q, and in `second` of the factors, or None; BLOCK_N then holds a whole block.
+    of gradients of q, and in `second` of the factors, or NO_PARTS. Where there are some, BLOCK_N holds a whole block.
     """
     tiles = tl.cdiv(BLOCK_SIZE, BLOCK_N)
     pair, slot, first_entry, begin, length = find_chunk(tl.program_id(0) // tiles, lists, CHUNK)
@@ -299,7 +299,7 @@ def dkv_kernel(
         weights = tl.where(read, weights, 0.0)
         dweights = tl.dot(v, tl.trans(dout), input_precision='ieee')
         dlogits = tl.where(read, weights * (dweights - delta[None, :]), 0.0)
-        if parts is not None:
+        if parts.out is not None:
             places = (pair.to(tl.int64) * lists.num_entries + entry) * GROUP + rows % GROUP
             if parts.second is not None:
                 dfactors = tl.sum(dlogits * tl.where(read, products * scale, 0.0), 0)
@@ -310,7 +310,7 @@ def dkv_kernel(
         q, _taint = split_finite(q)  # not `_`, which is an int above the loop
         dv = add_product(weights.to(dout.dtype), dout, dv)
         dk = add_product(dlogits.to(q.dtype), q, dk)
-        if parts is not None:
+        if parts.out is not None:
             dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
             dq = add_product(tl.trans(dlogits.to(k.dtype)), finite_k, dq)
             store_part(parts, places, dq, row_mask, HEAD_DIM, BLOCK_D)

@@ -12,7 +12,7 @@ from native_sparse_attention.ops._triton.launch import Table, head_block, launch
 from native_sparse_attention.ops._triton.placement import Placement
 from native_sparse_attention.ops.selected_attention.triton import settings
 from native_sparse_attention.ops.selected_attention.triton.backward import Partials, combine_kernel, dkv_kernel
-from native_sparse_attention.ops.selected_attention.triton.lists import Lists, Parts, make_lists
+from native_sparse_attention.ops.selected_attention.triton.lists import NO_PARTS, Lists, Parts, make_lists
 
 # Pairs of a query and a head that one program adds to the gradients of a block, by bytes of an element; the lists of
 # some blocks have many more. In float32 the sums are shorter, and so more exact.
@@ -97,7 +97,7 @@ def differentiate_keys(
         for tokens in ranges:
             shape = {'kv_heads': kv_heads, 'block_size': block_size, 'causal': causal, 'chunk': chunk}
             lists = make_lists(block_indices, place, pairs, tokens, **shape)
-            parts = None if members is None else members.start(lists, pairs, tokens)
+            parts = NO_PARTS if members is None else members.start(lists, pairs, tokens)
             strides = [t.stride() for t in sums]
             launch(
                 dkv_kernel,
@@ -120,7 +120,7 @@ def differentiate_keys(
                     ADDS=len(ranges) > 1,
                     **meta,
                 )
-            if members is not None and parts is not None:
+            if members is not None:
                 members.finish(lists, parts, pairs, tokens)
             del lists, parts  # before those of the next group are made
         if len(ranges) > 1:

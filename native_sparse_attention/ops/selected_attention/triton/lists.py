@@ -79,6 +79,10 @@ class Parts(NamedTuple):
     second: Any
 
 
+# Kernels ask `parts.out is not None`: Triton 3.6 cannot compare a tuple with None.
+NO_PARTS = Parts(None, None, None, None)
+
+
 def dtype_of_parts(dtype: torch.dtype) -> torch.dtype:
     """Of inputs of a dtype: one that is more exact, so that parts do not show in the results."""
     return torch.float16 if dtype == torch.bfloat16 else torch.float32
