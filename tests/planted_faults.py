@@ -118,8 +118,8 @@ FAULTS = [
     Fault('window gated as selected', GATED_SUM, 'out += _load_gate(gates_ptr + 2 * gates_strides[3], row_mask)', 'out += _load_gate(gates_ptr + gates_strides[3], row_mask)', GATED),
     Fault('gradients of gates off by half a percent', GATED_SUM, 'dgate = tl.sum(dout * branch.to(tl.float32), 1)', 'dgate = tl.sum(dout * branch.to(tl.float32), 1) * 0.995', GATED),
     Fault('sharing: flag of another tile', SHARING, 'tile = start // sharing.block_t + sequence', 'tile = start // sharing.block_t', SHARED),
-    Fault('sharing: indices that stand twice count twice', SHARING, '(choices >= 0) & (repeated == 0)', '(choices >= 0)', SHARED),
-    Fault('sharing: the future counts', SHARING, 'tl.maximum(offset + queries + 1, 0)', 'tl.maximum(offset + num_queries, 0)', SHARED),
+    Fault('sharing: indices that stand twice count twice', SHARING, '(blocks >= 0) & (repeated == 0)', '(blocks >= 0)', SHARED),
+    Fault('sharing: the future counts', SHARING, 'tl.maximum(offset + members + 1, 0)', 'tl.maximum(offset + members + 9, 0)', SHARED),
     Fault('neighbours: slots of other heads', NEIGHBOURS, 'tl.broadcast_to(values[:, None], [BLOCK_T, BLOCK_G])', 'tl.broadcast_to(values[None, :], [BLOCK_G, BLOCK_T])', SHARED),
 ]  # fmt: skip
 

@@ -64,7 +64,7 @@ def test_rules(op: str, index: int, device: torch.device, monkeypatch: pytest.Mo
         # So small a problem would not have a program per block, nor neighbours that share where they chose alike.
         monkeypatch.setattr(selected_op, 'MIN_SEQLEN_BY_BLOCK', 0)
         monkeypatch.setattr(selected_op, 'MIN_SEQLEN_MIXED', 0)
-        monkeypatch.setattr(selected_op, 'MEETING', 2**30)
+        monkeypatch.setattr(selected_op, 'MEETING', 0)
     problem, generator = draw_problem(op, index, device)
     grads = problem.draw_grads(generator)
     with harness.poisoned_allocations():
@@ -210,11 +210,16 @@ def test_every_launch_setting(entry: Entry, device: torch.device, monkeypatch: p
     own = launch.architecture_of(device)
     foreign = find_settings(table, own, itemsize, head_dim) != table[entry.key]
     monkeypatch.setattr(launch, 'find_settings', find_this)
+    largest = min(64, table[entry.key].block_n)
     if entry.table.startswith('BLOCK'):
         monkeypatch.setattr(selected_op, 'choose_design', lambda *_, **__: 'block')
+        tables = selected_op.settings.BLOCK, selected_op.settings.BLOCK_DKV
+        # A whole block must fit into the tiles of both.
+        others = [other for other in tables if other is not table]
+        largest = min(largest, *(find_settings(other, own, itemsize, head_dim).block_n for other in others))
     try:
         for dtype in (torch.bfloat16, torch.float16) if itemsize == 2 else (torch.float32,):
-            block_sizes = (16, min(64, table[entry.key].block_n)) if 'selected' in entry.module else (16,)
+            block_sizes = (16, largest) if 'selected' in entry.module else (16,)
             for problem in itertools.chain(
                 *(problems_for(entry.module, head_dim, dtype, device, size) for size in sorted(set(block_sizes)))
             ):

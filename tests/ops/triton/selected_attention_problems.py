@@ -34,7 +34,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param == KERNELS[3]:
         # 4 queries of small groups in a tile of 32 rows, so that a few tokens are several tiles.
         monkeypatch.setattr(op, 'group_block', lambda group: max(8, group_block(group)))
-    monkeypatch.setattr(op, 'MEETING', 10**9 if request.param == KERNELS[2] else 0)
+    monkeypatch.setattr(op, 'MEETING', 0 if request.param == KERNELS[2] else 10**9)
     monkeypatch.setattr(op, 'MIN_SEQLEN_BY_BLOCK', 0)
 
 

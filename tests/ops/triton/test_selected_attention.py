@@ -45,11 +45,11 @@ from tests.problems import Extents, Heads, cumulative, drawn_extents, drawn_head
 @pytest.mark.parametrize(
     ('seqlen', 'group', 'num_selected', 'block_size', 'forward', 'backward'),
     [
-        (8192, 1, 16, 64, 'neighbours', 'neighbours'),
-        (32768, 1, 16, 64, 'neighbours', 'neighbours'),
+        (4096, 1, 16, 64, 'neighbours', 'neighbours'),
+        (8192, 1, 16, 64, 'block', 'block'),
+        (4096, 8, 16, 64, 'neighbours', 'neighbours'),
+        (8192, 4, 16, 64, 'block', 'block'),
         (65536, 1, 16, 64, 'block', 'block'),
-        (8192, 4, 16, 64, 'neighbours', 'neighbours'),
-        (16384, 4, 16, 64, 'block', 'block'),
         (65536, 4, 16, 200, 'query', 'query'),
         (8192, 2, 5, 16, 'block', 'block'),
         (512, 2, 1, 16, 'query', 'query'),

@@ -205,7 +205,7 @@ def make_shared_choice(extents: Extents, choosers: int = 1, num_selected: int = 
 def test_no_tile_some_tiles_and_all_tiles_share(
     group: int, percent: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(op, 'MAX_UNION_PERCENT', percent)
+    monkeypatch.setattr(op, 'MAX_UNION_PERCENT', {'forward': percent, 'backward': percent})
     extents, heads = Extents(1, 9, 30, {'q_offset': 21}, [30]), Heads(2 * group, 2, 16, 24)
     indices = make_shared_choice(extents, 2)
     flags = assert_flags(extents, device, indices=indices, block_size=2, block_t=2, percent=percent)
@@ -219,6 +219,7 @@ def test_a_group_of_several_tiles_per_query(device: torch.device, monkeypatch: p
     table = {key: row._replace(block_m=16) for key, row in op.settings.DQ.items()}
     monkeypatch.setattr(op.settings, 'DQ', table)
     monkeypatch.setattr(op.settings, 'NEIGHBOURS_DQ', {k: r._replace(block_m=64) for k, r in table.items()})
+    monkeypatch.setattr(op, 'MAX_UNION_PERCENT', {'forward': 55, 'backward': 55})
     extents, heads = Extents(1, 5, 26, {'q_offset': 21}, [26]), Heads(20, 1, 16, 16)
     indices = make_shared_choice(extents)
     assert assert_flags(extents, device, indices=indices, block_size=2, block_t=2, choosers=1) == {0, 1}
@@ -260,7 +261,7 @@ def test_both_designs_agree_where_a_tile_may_take_either(device: torch.device, m
     settings: dict[str, Any] = {'block_size': 2, **place(extents.where, device)}
     results = {}
     for percent in (-1, 55, 100):
-        monkeypatch.setattr(op, 'MAX_UNION_PERCENT', percent)
+        monkeypatch.setattr(op, 'MAX_UNION_PERCENT', {'forward': percent, 'backward': percent})
         results[percent] = run_triton(selected_attention, tensors, grads, **settings)
     sequences = make_sequences(extents, torch.device('cpu'))
     tiles = tiles_by_definition(sequences, 2)

@@ -35,7 +35,7 @@ from native_sparse_attention.ops.selected_attention.triton.lists import (
 )
 
 # Members of a list that a program has at most, and rows of a program that merges.
-CHUNK_ROWS, MERGE_ROWS = 1024, 32
+CHUNK_ROWS, MERGE_ROWS = 2048, 16
 # Bytes that partial results may take.
 WORKSPACE = 2**28 + 2**27
 

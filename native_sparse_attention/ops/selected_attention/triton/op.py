@@ -46,8 +46,8 @@ DESIGNS = ('query', 'neighbours', 'block', 'mixed')
 SMALL_GROUP, MAX_SHARED_CHOICE = 8, 64
 # The largest group whose neighbours may share, and how many queries pay for finding out which do.
 MAX_SHARED_GROUP, MIN_SEQLEN_MIXED = 32, 256
-# Neighbours share where a tile of so many rows chooses each block so many times in the mean.
-TILE_ROWS, MEETING = 128, 4
+# Neighbours share where there are at most so many times as many blocks as each of them chooses.
+MEETING = 4
 # Fewer queries than this do not pay for the lists of those who chose a block.
 MIN_SEQLEN_BY_BLOCK = 1024
 
@@ -94,7 +94,8 @@ def _forward(
         attend_by_block(q, k, v, block_indices, block_scale, out, lse, place, block_size, causal, scale)
         return out, lse
     kernels = (neighbours_forward_kernel, settings.NEIGHBOURS_FORWARD), (forward_kernel, settings.FORWARD)
-    for kernel, grid, sharing, meta in _plan(design, *kernels, q, k, v, block_indices, place, block_size, causal):
+    how = (design, *kernels, MAX_UNION_PERCENT['forward'])
+    for kernel, grid, sharing, meta in _plan(*how, q, k, v, block_indices, place, block_size, causal):
         launch(
             kernel,
             grid,
@@ -150,7 +151,8 @@ def _backward(
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     delta = torch.empty_like(lse)
     kernels = (neighbours_dq_kernel, settings.NEIGHBOURS_DQ), (dq_kernel, settings.DQ)
-    launches = _plan(design, *kernels, q, k, v, block_indices, place, block_size, causal)
+    how = (design, *kernels, MAX_UNION_PERCENT['backward'])
+    launches = _plan(*how, q, k, v, block_indices, place, block_size, causal)
     dfactors = None
     if needs_dscale:
         parts = max(grid[1] for _, grid, _, _ in launches) // max(block_indices.shape[2], 1)
@@ -239,7 +241,7 @@ def choose_design(
         shares = 2 * group_block(group) <= tile and group <= MAX_SHARED_GROUP and num_selected <= MAX_SHARED_CHOICE
         return 'mixed' if shares and q.shape[1] >= MIN_SEQLEN_MIXED else 'query'
     num_blocks = -(-k.shape[1] // block_size)
-    if num_selected <= MAX_SHARED_CHOICE and MEETING * num_blocks * group <= TILE_ROWS * num_selected:
+    if num_selected <= MAX_SHARED_CHOICE and num_blocks <= MEETING * num_selected:
         return 'neighbours'
     if q.shape[1] < MIN_SEQLEN_BY_BLOCK:
         return 'query'
@@ -260,6 +262,7 @@ def _plan(
     design: str,
     per_tile: tuple[Any, Table],
     per_query: tuple[Any, Table],
+    max_percent: int,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -275,7 +278,7 @@ def _plan(
         grid, meta = _launch_per_tile(per_tile[1], *rest)
         if design == 'mixed':
             block_t = meta['BLOCK_M'] // meta['BLOCK_G']
-            sharing = find_sharing(block_indices, place, meta['BLOCK_SIZE'], causal, block_t, MAX_UNION_PERCENT)
+            sharing = find_sharing(block_indices, place, meta['BLOCK_SIZE'], causal, block_t, max_percent)
         launches.append((per_tile[0], grid, sharing, meta))
     if design != 'neighbours':
         grid, meta = _launch_per_query(per_query[1], *rest)

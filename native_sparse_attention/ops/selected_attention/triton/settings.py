@@ -100,8 +100,8 @@ BLOCK: Table = {
     ('sm86', 4, 64): Settings(32, 64, 4, 1),
     ('sm86', 4, 128): Settings(16, 32, 4, 1),
     ('sm86', 4, 256): Settings(16, 16, 4, 1),
-    ('sm90', 2, 64): Settings(128, 128, 8, 3),
-    ('sm90', 2, 128): Settings(128, 64, 8, 3),
+    ('sm90', 2, 64): Settings(64, 128, 4, 2),
+    ('sm90', 2, 128): Settings(128, 64, 4, 2),
 }
 
 BLOCK_DKV: Table = {
@@ -117,6 +117,6 @@ BLOCK_DKV: Table = {
     ('sm86', 4, 64): Settings(16, 64, 4, 1),
     ('sm86', 4, 128): Settings(16, 32, 4, 1),
     ('sm86', 4, 256): Settings(16, 16, 4, 1),
-    ('sm90', 2, 64): Settings(64, 128, 8, 2),
-    ('sm90', 2, 128): Settings(64, 64, 8, 2),
+    ('sm90', 2, 64): Settings(64, 128, 4, 2),
+    ('sm90', 2, 128): Settings(32, 64, 4, 2),
 }
