@@ -106,7 +106,7 @@ def make_tables(rows: list[Case]) -> list[str]:
     legend = [[name, SHAPES[name].described()] for name in dict.fromkeys(row['shape'] for row in rows)]
     return [
         'Medians; caches cold; peak beyond the inputs, gradients included. '
-        'A pass of eager that takes more than a second is one run, its first.',
+        'A pass of more than a second is one run; of eager it is the first, which allocates the memory, too.',
         report.table(columns, body),
         'Times of the others over those of Triton:',
         report.table(('shape', 'flex forward', 'flex backward', 'eager forward', 'eager backward'), compared),

@@ -110,9 +110,10 @@ def make_phases(table: str, itemsize: int, head_dim: int, device: str) -> list[A
     shape = make_shape(itemsize, head_dim, device)
     shapes = [shape]
     if table.startswith('selected'):
-        # Groups of 16 and of 2, and the latter with more blocks: each has kernels and tables of its own.
+        # Groups of 16 and of 2, and the latter with few blocks and with many: each has kernels and tables of its own.
         small = replace(shape, kv_heads=shape.heads // 2)
-        shapes += [small, replace(small, seqlen=4 * shape.seqlen)]
+        few_blocks = 2 * shape.num_selected * shape.selection_block_size
+        shapes += [replace(small, seqlen=few_blocks), replace(small, seqlen=4 * shape.seqlen)]
     phases = []
     for op, shape in itertools.product(OPS[table.split('.')[0]], shapes):
         forward, leaves = make_call(op, shape, 'triton', device)

@@ -119,7 +119,7 @@ FAULTS = [
     Fault('gradients of gates off by half a percent', GATED_SUM, 'dgate = tl.sum(dout * branch.to(tl.float32), 1)', 'dgate = tl.sum(dout * branch.to(tl.float32), 1) * 0.995', GATED),
     Fault('sharing: flag of another tile', SHARING, 'tile = start // sharing.block_t + sequence', 'tile = start // sharing.block_t', SHARED),
     Fault('sharing: indices that stand twice count twice', SHARING, '(blocks >= 0) & (repeated == 0)', '(blocks >= 0)', SHARED),
-    Fault('sharing: the future counts', SHARING, 'tl.maximum(offset + members + 1, 0)', 'tl.maximum(offset + members + 9, 0)', SHARED),
+    Fault('sharing: the future counts', SHARING, 'count_readable_blocks(offset + members, ', 'count_readable_blocks(offset + members + 8, ', SHARED),
     Fault('neighbours: slots of other heads', NEIGHBOURS, 'tl.broadcast_to(values[:, None], [BLOCK_T, BLOCK_G])', 'tl.broadcast_to(values[None, :], [BLOCK_G, BLOCK_T])', SHARED),
 ]  # fmt: skip
 

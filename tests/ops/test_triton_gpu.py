@@ -65,6 +65,7 @@ def test_rules(op: str, index: int, device: torch.device, monkeypatch: pytest.Mo
         monkeypatch.setattr(selected_op, 'MIN_SEQLEN_BY_BLOCK', 0)
         monkeypatch.setattr(selected_op, 'MIN_SEQLEN_MIXED', 0)
         monkeypatch.setattr(selected_op, 'MEETING', 0)
+        monkeypatch.setattr(selected_op, 'MAX_UNION_PERCENT', {'forward': 60, 'backward': 60})
     problem, generator = draw_problem(op, index, device)
     grads = problem.draw_grads(generator)
     with harness.poisoned_allocations():
@@ -212,11 +213,15 @@ def test_every_launch_setting(entry: Entry, device: torch.device, monkeypatch: p
     monkeypatch.setattr(launch, 'find_settings', find_this)
     largest = min(64, table[entry.key].block_n)
     if entry.table.startswith('BLOCK'):
-        monkeypatch.setattr(selected_op, 'choose_design', lambda *_, **__: 'block')
-        tables = selected_op.settings.BLOCK, selected_op.settings.BLOCK_DKV
-        # A whole block must fit into the tiles of both.
-        others = [other for other in tables if other is not table]
-        largest = min(largest, *(find_settings(other, own, itemsize, head_dim).block_n for other in others))
+        largest = table[entry.key].block_n
+
+        def by_block(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, block_size: int, backward: bool = False) -> str:
+            """Wherever a whole block fits into the tiles of a pass."""
+            tiles = selected_op.settings.BLOCK_DKV if backward else selected_op.settings.BLOCK
+            found = table[entry.key] if tiles is table else find_settings(tiles, own, itemsize, head_dim)
+            return 'block' if block_size <= found.block_n else 'query'
+
+        monkeypatch.setattr(selected_op, 'choose_design', by_block)
     try:
         for dtype in (torch.bfloat16, torch.float16) if itemsize == 2 else (torch.float32,):
             block_sizes = (16, largest) if 'selected' in entry.module else (16,)

@@ -19,6 +19,8 @@ JUNK = (-1, -2, INT32.min, INT32.max, 10**6)
 Tensors = dict[str, Tensor]
 group_block = op.group_block
 
+# A tile of two queries has a union of half of its pairs at least.
+SHARES_OFTEN = {'forward': 75, 'backward': 75}
 KERNELS = ('a program per query', 'a program per tile of queries', 'a program per block', 'a tile or its queries')
 # For what does not depend on these kernels; those per tile take less time in the interpreter.
 per_tile = pytest.mark.parametrize('kernels', KERNELS[1:2], indirect=True)
@@ -34,14 +36,16 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param == KERNELS[3]:
         # 4 queries of small groups in a tile of 32 rows, so that a few tokens are several tiles.
         monkeypatch.setattr(op, 'group_block', lambda group: max(8, group_block(group)))
+    monkeypatch.setattr(op, 'MAX_UNION_PERCENT', SHARES_OFTEN)
     monkeypatch.setattr(op, 'MEETING', 0 if request.param == KERNELS[2] else 10**9)
     monkeypatch.setattr(op, 'MIN_SEQLEN_BY_BLOCK', 0)
 
 
 @pytest.fixture(autouse=True)
 def mixed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Large groups alone, and no matter how few queries."""
+    """Large groups alone, no matter how few queries, and most tiles that can share do."""
     monkeypatch.setattr(op, 'MIN_SEQLEN_MIXED', 0)
+    monkeypatch.setattr(op, 'MAX_UNION_PERCENT', SHARES_OFTEN)
 
 
 def make_indices(extents: Extents, choosers: int, num_selected: int, block_size: int) -> Tensor:

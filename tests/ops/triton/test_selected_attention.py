@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from native_sparse_attention.ops import selected_attention
-from native_sparse_attention.ops._triton import inverse_index
+from native_sparse_attention.ops._triton import inverse_index, launch
 from native_sparse_attention.ops.selected_attention.triton import by_block, by_block_backward, keys, lists, op
 from native_sparse_attention.testing import (
     INDEX_KINDS,
@@ -48,6 +48,7 @@ from tests.problems import Extents, Heads, cumulative, drawn_extents, drawn_head
         (4096, 1, 16, 64, 'neighbours', 'neighbours'),
         (8192, 1, 16, 64, 'block', 'block'),
         (4096, 8, 16, 64, 'neighbours', 'neighbours'),
+        (4160, 1, 16, 64, 'block', 'block'),
         (8192, 4, 16, 64, 'block', 'block'),
         (65536, 1, 16, 64, 'block', 'block'),
         (65536, 4, 16, 200, 'query', 'query'),
@@ -57,7 +58,7 @@ from tests.problems import Extents, Heads, cumulative, drawn_extents, drawn_head
         (65536, 12, 1, 16, 'mixed', 'mixed'),
         (255, 16, 16, 64, 'query', 'query'),
         (8192, 16, 65, 64, 'query', 'query'),
-        (8192, 33, 16, 64, 'query', 'query'),
+        (8192, 17, 16, 64, 'query', 'query'),
         (8192, 16, 0, 64, 'query', 'query'),
         (8192, 1, 65, 64, 'block', 'block'),
         (8192, 1, 0, 64, 'query', 'query'),
@@ -76,6 +77,8 @@ def test_the_design_follows_from_the_shape(
     monkeypatch.setattr(op, 'MEETING', 4)
     monkeypatch.setattr(op, 'MIN_SEQLEN_BY_BLOCK', 1024)
     monkeypatch.setattr(op, 'MIN_SEQLEN_MIXED', 256)
+    monkeypatch.setattr(op, 'MAX_UNION_PERCENT', {'forward': 18, 'backward': 40})
+    monkeypatch.setattr(launch, 'architecture_of', lambda _: 'sm90')
     q, k, indices = (
         torch.empty(1, seqlen, heads, size, dtype=torch.bfloat16, device='meta')
         for heads, size in ((2 * group, 64), (2, 64), (2, num_selected))

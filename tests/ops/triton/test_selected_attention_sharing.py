@@ -13,6 +13,7 @@ from torch import Tensor
 from native_sparse_attention.geometry import Sequences
 from native_sparse_attention.ops import selected_attention
 from native_sparse_attention.ops._triton.placement import make_placement
+from native_sparse_attention.ops._triton.support import is_interpreted
 from native_sparse_attention.ops.selected_attention.triton import op, sharing
 from native_sparse_attention.ops.selected_attention.triton.sharing import find_sharing
 from tests.ops.triton.harness import (
@@ -168,6 +169,21 @@ def test_drawn_flags(
     assert_flags(extents, device, **sizes, causal=causal, percent=percent)
 
 
+@pytest.mark.skipif(not is_interpreted(), reason='memory of gigabytes that nobody touches')
+def test_indices_far_apart() -> None:
+    """Queries of one tile whose indices lie 2 ** 31 elements apart."""
+    extents, stride = Extents(1, 5, 60, {'q_offset': 55}, [60]), 2**31 // 3 + 16
+    indices = make_shared_choice(extents)
+    memory = torch.empty(5 * stride, dtype=torch.int32)
+    rows = memory.as_strided(indices.shape, (0, stride, 4, 1)).copy_(indices)
+    place_of = make_placement(make_sequences(extents, torch.device('cpu')))
+    expected = find_sharing(indices, place_of, 4, True, 4, 60).flags
+    found = find_sharing(rows, place_of, 4, True, 4, 60).flags
+    assert expected is not None
+    assert found is not None
+    assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize('dtype', [torch.int32, torch.int64])
 def test_the_share_that_is_shared(dtype: torch.dtype, device: torch.device) -> None:
     """11 of 20 and one more, for which an index that stands twice, the future and junk do not count."""
@@ -219,7 +235,6 @@ def test_a_group_of_several_tiles_per_query(device: torch.device, monkeypatch: p
     table = {key: row._replace(block_m=16) for key, row in op.settings.DQ.items()}
     monkeypatch.setattr(op.settings, 'DQ', table)
     monkeypatch.setattr(op.settings, 'NEIGHBOURS_DQ', {k: r._replace(block_m=64) for k, r in table.items()})
-    monkeypatch.setattr(op, 'MAX_UNION_PERCENT', {'forward': 55, 'backward': 55})
     extents, heads = Extents(1, 5, 26, {'q_offset': 21}, [26]), Heads(20, 1, 16, 16)
     indices = make_shared_choice(extents)
     assert assert_flags(extents, device, indices=indices, block_size=2, block_t=2, choosers=1) == {0, 1}
@@ -231,6 +246,11 @@ def test_other_rows_and_later_queries_change_nothing(device: torch.device) -> No
     """Bit for bit: they may choose what they like, also in the tile of a query."""
     extents = Extents(2, 8, 29, {'q_offset': 21}, [29, 29])
     indices = make_shared_choice(extents, num_selected=3)
+    percent = op.MAX_UNION_PERCENT['forward']
+    assert assert_flags(extents, device, indices=indices, block_size=2, block_t=2, choosers=1, percent=percent) == {
+        0,
+        1,
+    }
     tensors, grads = make_inputs(extents, HEADS, device, indices, scaled=True), make_grads(extents, HEADS, device)
     settings: dict[str, Any] = {'block_size': 2, 'q_offset': 21}
     expected = run_triton(selected_attention, tensors, grads, **settings)

@@ -44,8 +44,8 @@ from native_sparse_attention.ops.selected_attention.triton.sharing import ALL, M
 DESIGNS = ('query', 'neighbours', 'block', 'mixed')
 # The largest group that leaves a tile of one query empty, and the most indices of a row that neighbours share.
 SMALL_GROUP, MAX_SHARED_CHOICE = 8, 64
-# The largest group whose neighbours may share, and how many queries pay for finding out which do.
-MAX_SHARED_GROUP, MIN_SEQLEN_MIXED = 32, 256
+# Fewer queries than this do not pay for finding out which of them share.
+MIN_SEQLEN_MIXED = 256
 # Neighbours share where there are at most so many times as many blocks as each of them chooses.
 MEETING = 4
 # Fewer queries than this do not pay for the lists of those who chose a block.
@@ -94,8 +94,9 @@ def _forward(
         attend_by_block(q, k, v, block_indices, block_scale, out, lse, place, block_size, causal, scale)
         return out, lse
     kernels = (neighbours_forward_kernel, settings.NEIGHBOURS_FORWARD), (forward_kernel, settings.FORWARD)
-    how = (design, *kernels, MAX_UNION_PERCENT['forward'])
-    for kernel, grid, sharing, meta in _plan(*how, q, k, v, block_indices, place, block_size, causal):
+    percent = MAX_UNION_PERCENT['forward']
+    launches = _plan(design, *kernels, q, k, v, block_indices, place, block_size, causal, max_percent=percent)
+    for kernel, grid, sharing, meta in launches:
         launch(
             kernel,
             grid,
@@ -151,8 +152,8 @@ def _backward(
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     delta = torch.empty_like(lse)
     kernels = (neighbours_dq_kernel, settings.NEIGHBOURS_DQ), (dq_kernel, settings.DQ)
-    how = (design, *kernels, MAX_UNION_PERCENT['backward'])
-    launches = _plan(*how, q, k, v, block_indices, place, block_size, causal)
+    percent = MAX_UNION_PERCENT['backward']
+    launches = _plan(design, *kernels, q, k, v, block_indices, place, block_size, causal, max_percent=percent)
     dfactors = None
     if needs_dscale:
         parts = max(grid[1] for _, grid, _, _ in launches) // max(block_indices.shape[2], 1)
@@ -238,7 +239,9 @@ def choose_design(
         return 'query'
     if group > SMALL_GROUP:
         tile = settings_of(settings.NEIGHBOURS_DQ if backward else settings.NEIGHBOURS_FORWARD, q, v).block_m
-        shares = 2 * group_block(group) <= tile and group <= MAX_SHARED_GROUP and num_selected <= MAX_SHARED_CHOICE
+        # Queries that all chose the same still read one block together for each that one of them would read.
+        most = MAX_UNION_PERCENT['backward' if backward else 'forward'] * tile // group_block(group)
+        shares = most >= 100 and num_selected <= MAX_SHARED_CHOICE
         return 'mixed' if shares and q.shape[1] >= MIN_SEQLEN_MIXED else 'query'
     num_blocks = -(-k.shape[1] // block_size)
     if num_selected <= MAX_SHARED_CHOICE and num_blocks <= MEETING * num_selected:
@@ -262,7 +265,6 @@ def _plan(
     design: str,
     per_tile: tuple[Any, Table],
     per_query: tuple[Any, Table],
-    max_percent: int,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -270,6 +272,8 @@ def _plan(
     place: Placement,
     block_size: int,
     causal: bool,
+    *,
+    max_percent: int,
 ) -> list[tuple[Any, tuple[int, int], Sharing, dict[str, Any]]]:
     """Kernels with their grids, what they leave to each other, and constants; per_tile, per_query: kernel and table."""
     launches: list[tuple[Any, tuple[int, int], Sharing, dict[str, Any]]] = []

@@ -18,12 +18,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from native_sparse_attention.ops._triton.inverse_index import count_readable_blocks
 from native_sparse_attention.ops._triton.launch import launch
 from native_sparse_attention.ops._triton.placement import Placement, load_extent, locate_queries, num_tiles
 
 # A tile reads its blocks together where these are at most so many of 100 that its queries would read one by one. A
-# block of a union is dearer than one of a query, which is masked for none of its rows. From one H200: at 64k tokens and
-# G = 16 both designs take as long at about 20 forward and 45 backward.
+# block of a union is dearer than one of a query, which is masked for none of its rows. On an H200, at G = 16, both take
+# as long at about 20 forward (8 queries a tile) and 45 backward (4); tiles that are no faster should not share.
 MAX_UNION_PERCENT = {'forward': 18, 'backward': 40}
 # Comparisons of indices that a program makes at once.
 COMPARISONS = 4096
@@ -88,20 +89,22 @@ def sharing_kernel(
         return
     row, chooser = row.to(tl.int64), tl.program_id(1).to(tl.int64)
     first_query -= BLOCK_T
+    # A tile before another one is full.
+    num_members = tl.where(first_query >= 0, BLOCK_T, 0)
     offset += first_query
     indices_ptr += row * indices_strides[0] + chooser * indices_strides[2]
     stride = indices_strides[1]
     indices_ptr += (query_start + first_query).to(tl.int64) * stride
     places = tl.arange(0, BLOCK_T * BLOCK_S)
     blocks = _load_readable(
-        indices_ptr, stride, places, -first_query, num_keys, offset, NUM_SELECTED, BLOCK_SIZE, CAUSAL, BLOCK_S
+        indices_ptr, stride, places, num_members, num_keys, offset, NUM_SELECTED, BLOCK_SIZE, CAUSAL, BLOCK_S
     )
     repeated = tl.zeros([BLOCK_T * BLOCK_S], tl.int32)
     shared = tl.zeros([BLOCK_T * BLOCK_S], tl.int32)
     for first in tl.range(0, BLOCK_T * BLOCK_S, BLOCK_N):
         earlier = first + tl.arange(0, BLOCK_N)
         others = _load_readable(
-            indices_ptr, stride, earlier, -first_query, num_keys, offset, NUM_SELECTED, BLOCK_SIZE, CAUSAL, BLOCK_S
+            indices_ptr, stride, earlier, num_members, num_keys, offset, NUM_SELECTED, BLOCK_SIZE, CAUSAL, BLOCK_S
         )
         same = (blocks[:, None] == others[None, :]) & (places[:, None] > earlier[None, :])
         own = same & ((places // BLOCK_S)[:, None] == (earlier // BLOCK_S)[None, :])
@@ -111,7 +114,7 @@ def sharing_kernel(
     union = pairs & (shared == 0)
     num_pairs = tl.sum(pairs.to(tl.int32), 0)
     num_union = tl.sum(union.to(tl.int32), 0)
-    flag = ((first_query >= 0) & (100 * num_union <= max_percent * num_pairs)).to(tl.int8)
+    flag = ((num_members > 0) & (100 * num_union <= max_percent * num_pairs)).to(tl.int8)
     tl.store(flags_ptr + tl.program_id(0).to(tl.int64) * tl.num_programs(1) + chooser, flag)
 
 
@@ -120,7 +123,7 @@ def _load_readable(
     indices_ptr,
     stride,
     places,
-    first_member,
+    num_members,
     num_keys,
     offset,
     NUM_SELECTED: tl.constexpr,
@@ -129,15 +132,13 @@ def _load_readable(
     BLOCK_S: tl.constexpr,
 ):
     """The indices at places of a tile, `[queries, BLOCK_S]`, and -1 for those that name nothing that their query may
-    read. first_member: that there is. offset: the position of the tile's first query.
+    read. num_members: queries that there are. offset: the position of its first query.
     """
     members, slots = places // BLOCK_S, places % BLOCK_S
-    mask = (members >= first_member) & (slots < NUM_SELECTED)
-    blocks = tl.load(indices_ptr + members * stride + slots, mask=mask, other=-1)
-    readable = num_keys
-    if CAUSAL:
-        readable = tl.minimum(readable, tl.maximum(offset + members + 1, 0))
-    return tl.where((blocks >= 0) & (blocks < tl.cdiv(readable, BLOCK_SIZE)), blocks, -1).to(tl.int32)
+    mask = (members < num_members) & (slots < NUM_SELECTED)
+    blocks = tl.load(indices_ptr + members.to(tl.int64) * stride + slots, mask=mask, other=-1)
+    num_blocks = count_readable_blocks(offset + members, num_keys, BLOCK_SIZE, CAUSAL)
+    return tl.where((blocks >= 0) & (blocks < num_blocks), blocks, -1).to(tl.int32)
 
 
 @triton.jit
