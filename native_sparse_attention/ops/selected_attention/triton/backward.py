@@ -226,6 +226,8 @@ def dkv_kernel(
     lists,
     scale,
     GROUP: tl.constexpr,
+    REPEATS: tl.constexpr,
+    NUM_SELECTED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     CAUSAL: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -271,12 +273,14 @@ def dkv_kernel(
     entries_ptr += begin + first_entry
     q_ptr += row * q_strides[0]
     dout_ptr += row * dout_strides[0]
-    num_heads = lists.kv_heads * lists.repeats * GROUP
+    num_heads = lists.kv_heads * REPEATS * GROUP
     num_rows = tl.minimum(length - first_entry, CHUNK) * GROUP
     for first_row in tl.range(0, num_rows, BLOCK_M):
         rows = first_row + tl.arange(0, BLOCK_M)
         row_mask = rows < num_rows
-        entry, token, chooser, head = load_members(entries_ptr, rows, row_mask, kv_head, lists, GROUP)
+        entry, token, chooser, head = load_members(
+            entries_ptr, rows, row_mask, kv_head, lists, GROUP, REPEATS, NUM_SELECTED
+        )
         positions = offset + token
         token = token.to(tl.int64)
         offsets = token * q_strides[1] + head * q_strides[2]
@@ -293,7 +297,7 @@ def dkv_kernel(
         products = tl.dot(k, tl.trans(q), input_precision='ieee')  # [BLOCK_N, BLOCK_M]
         factor = tl.full([BLOCK_M], 1.0, tl.float32)
         if factors_ptr is not None:
-            factor = load_factors(factors_ptr, factors_strides, row, token, chooser, entry, row_mask, lists)
+            factor = load_factors(factors_ptr, factors_strides, row, token, chooser, entry, row_mask, NUM_SELECTED)
         scale_log2 = scale * 1.4426950408889634 * factor
         weights = tl.exp2(tl.fma(products, scale_log2[None, :], -lse_log2[None, :]))
         weights = tl.where(read, weights, 0.0)

@@ -76,6 +76,8 @@ def attend_by_block(
                 *(q.stride(), k.stride(), v.stride(), None if block_scale is None else block_scale.stride()),
                 *(place, lists, scale),
                 GROUP=group,
+                REPEATS=repeats,
+                NUM_SELECTED=num_selected,
                 BLOCK_SIZE=block_size,
                 CAUSAL=causal,
                 CHUNK=chunk,
@@ -95,6 +97,7 @@ def attend_by_block(
                 (len(pairs) * tiles,),
                 *(parts, out, lse, out.stride(), place, lists, len(tokens)),
                 GROUP=group,
+                REPEATS=repeats,
                 NUM_SELECTED=num_selected,
                 VALUE_DIM=value_dim,
                 BLOCK_S=1 << max(num_selected - 1, 0).bit_length(),
@@ -121,6 +124,8 @@ def block_kernel(
     lists,
     scale,
     GROUP: tl.constexpr,
+    REPEATS: tl.constexpr,
+    NUM_SELECTED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     CAUSAL: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -148,13 +153,15 @@ def block_kernel(
     for first_member in tl.range(0, num_members, BLOCK_M):
         members = first_member + tl.arange(0, BLOCK_M)
         mask = members < num_members
-        entry, token, chooser, head = load_members(entries_ptr, members, mask, kv_head, lists, GROUP)
+        entry, token, chooser, head = load_members(
+            entries_ptr, members, mask, kv_head, lists, GROUP, REPEATS, NUM_SELECTED
+        )
         positions = offset + token
         token = token.to(tl.int64)
         q = load_rows(q_ptr, token * q_strides[1] + head * q_strides[2], 1, mask, HEAD_DIM, BLOCK_D)
         scale_log2 = tl.full([BLOCK_M], scale * 1.4426950408889634, tl.float32)
         if factors_ptr is not None:
-            scale_log2 *= load_factors(factors_ptr, factors_strides, row, token, chooser, entry, mask, lists)
+            scale_log2 *= load_factors(factors_ptr, factors_strides, row, token, chooser, entry, mask, NUM_SELECTED)
         read = key_mask[None, :] & mask[:, None]
         if CAUSAL:
             read = read & (keys[None, :] <= positions[:, None])
@@ -182,6 +189,7 @@ def merge_kernel(
     lists,
     num_tokens,
     GROUP: tl.constexpr,
+    REPEATS: tl.constexpr,
     NUM_SELECTED: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_S: tl.constexpr,
@@ -191,7 +199,9 @@ def merge_kernel(
     """out: `[B, T, HQ, DV]`, lse: `[B, HQ, T]`, of num_tokens tokens. One program per pair and tile of rows, which are
     the heads of the tokens.
     """
-    mask, row, token, head, places = find_owners(tl.program_id(0), lists, num_tokens, GROUP, BLOCK_M)
+    mask, row, token, head, places = find_owners(
+        tl.program_id(0), lists, num_tokens, GROUP, REPEATS, NUM_SELECTED, BLOCK_M
+    )
     slots = tl.arange(0, BLOCK_S)
     offsets = places[:, None] + (slots * GROUP)[None, :]
     slot_mask = mask[:, None] & (slots < NUM_SELECTED)[None, :]
@@ -218,5 +228,5 @@ def merge_kernel(
     out_ptr += row * out_strides[0]
     store_rows(out_ptr, token * out_strides[1] + head * out_strides[2], 1, out, mask, VALUE_DIM, BLOCK_DV)
     lse = tl.where(empty, float('-inf'), tl.fma(reference, 0.6931471805599453, tl.log(total)))
-    num_heads = lists.kv_heads * lists.repeats * GROUP
+    num_heads = lists.kv_heads * REPEATS * GROUP
     tl.store(lse_ptr + (row * num_heads + head) * place.seqlen_q + token, lse, mask=mask)

@@ -81,6 +81,8 @@ class MemberGradients:
             *(q.stride(), k.stride(), v.stride(), None if block_scale is None else block_scale.stride()),
             *(dout.stride(), self.place, lists._replace(num_programs=num_programs), self.scale),
             GROUP=self.group,
+            REPEATS=self.repeats,
+            NUM_SELECTED=self.num_selected,
             BLOCK_SIZE=self.block_size,
             CAUSAL=self.causal,
             CHUNK=chunk,
@@ -116,6 +118,7 @@ class MemberGradients:
             *(self.place, lists, len(tokens), self.scale),
             FINISHES=finishes,
             GROUP=self.group,
+            REPEATS=self.repeats,
             NUM_SELECTED=self.num_selected,
             HEAD_DIM=self.q.shape[3],
             BLOCK_M=MERGE_ROWS,
@@ -143,6 +146,8 @@ def delta_kernel(
     lists,
     scale,
     GROUP: tl.constexpr,
+    REPEATS: tl.constexpr,
+    NUM_SELECTED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     CAUSAL: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -168,12 +173,14 @@ def delta_kernel(
 
     q_ptr += row * q_strides[0]
     dout_ptr += row * dout_strides[0]
-    num_heads = lists.kv_heads * lists.repeats * GROUP
+    num_heads = lists.kv_heads * REPEATS * GROUP
     num_members = num_entries * GROUP
     for first_member in tl.range(0, num_members, BLOCK_M):
         members = first_member + tl.arange(0, BLOCK_M)
         mask = members < num_members
-        entry, token, chooser, head = load_members(entries_ptr, members, mask, kv_head, lists, GROUP)
+        entry, token, chooser, head = load_members(
+            entries_ptr, members, mask, kv_head, lists, GROUP, REPEATS, NUM_SELECTED
+        )
         positions = offset + token
         token = token.to(tl.int64)
         q = load_rows(q_ptr, token * q_strides[1] + head * q_strides[2], 1, mask, HEAD_DIM, BLOCK_D)
@@ -182,7 +189,7 @@ def delta_kernel(
         lse_log2 = tl.where(lse == float('-inf'), 0.0, lse) * 1.4426950408889634
         scale_log2 = tl.full([BLOCK_M], scale * 1.4426950408889634, tl.float32)
         if factors_ptr is not None:
-            scale_log2 *= load_factors(factors_ptr, factors_strides, row, token, chooser, entry, mask, lists)
+            scale_log2 *= load_factors(factors_ptr, factors_strides, row, token, chooser, entry, mask, NUM_SELECTED)
         read = key_mask[None, :] & mask[:, None]
         if CAUSAL:
             read = read & (keys[None, :] <= positions[:, None])
@@ -209,6 +216,7 @@ def add_parts_kernel(
     scale,
     FINISHES: tl.constexpr,
     GROUP: tl.constexpr,
+    REPEATS: tl.constexpr,
     NUM_SELECTED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -217,7 +225,9 @@ def add_parts_kernel(
     """delta, `[B, HQ, T]`, from which the gradient of the log-sum-exp is taken; or else (FINISHES) dq. Of num_tokens
     tokens; one program per tile of their heads.
     """
-    mask, row, token, head, places = find_owners(tl.program_id(0), lists, num_tokens, GROUP, BLOCK_M)
+    mask, row, token, head, places = find_owners(
+        tl.program_id(0), lists, num_tokens, GROUP, REPEATS, NUM_SELECTED, BLOCK_M
+    )
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     delta = tl.zeros([BLOCK_M], tl.float32)
     for slot in tl.range(0, NUM_SELECTED):
@@ -234,7 +244,7 @@ def add_parts_kernel(
         places = token * dq_strides[1] + head * dq_strides[2]
         store_rows(dq_ptr, places, 1, dq * scale, mask, HEAD_DIM, BLOCK_D)
     else:
-        num_heads = lists.kv_heads * lists.repeats * GROUP
+        num_heads = lists.kv_heads * REPEATS * GROUP
         places = (row * num_heads + head) * place.seqlen_q + token
         if dlse_ptr is not None:
             dlse_ptr += row * dlse_strides[0] + head * dlse_strides[1] + token * dlse_strides[2]

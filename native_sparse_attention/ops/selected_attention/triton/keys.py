@@ -106,6 +106,8 @@ def differentiate_keys(
                 *(q.stride(), k.stride(), v.stride(), None if block_scale is None else block_scale.stride()),
                 *(dout.stride(), *strides, place, lists, scale),
                 GROUP=group,
+                REPEATS=repeats,
+                NUM_SELECTED=num_selected,
                 CAUSAL=causal,
                 ADDS=len(ranges) > 1,
                 BLOCK_M=block_m,

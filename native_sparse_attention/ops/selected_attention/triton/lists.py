@@ -27,8 +27,8 @@ class Lists(NamedTuple):
     """The lists of a group of pairs, as kernels take them.
 
     entries, starts: of the inverse index, tensors. num_entries, num_slots: of a pair. num_programs: of a pair, enough
-    for the chunks of its lists. first_pair: of the group. kv_heads: H. repeats: R. num_selected: n. first_token: the
-    token that entry 0 is of.
+    for the chunks of its lists. first_pair: of the group. kv_heads: H. first_token: the token that entry 0 is
+    of. R and n are constants of the kernels, which divide by them.
     """
 
     entries: Any
@@ -38,8 +38,6 @@ class Lists(NamedTuple):
     num_programs: int
     first_pair: int
     kv_heads: int
-    repeats: int
-    num_selected: int
     first_token: int
 
 
@@ -61,7 +59,7 @@ def make_lists(
     repeats, num_slots = index_heads // kv_heads, index.starts.shape[1] - 1
     num_entries = len(tokens) * repeats * num_selected
     num_programs = num_entries // chunk + num_slots
-    counts = (num_entries, num_slots, num_programs, pairs.start, kv_heads, repeats, num_selected, tokens.start)
+    counts = (num_entries, num_slots, num_programs, pairs.start, kv_heads, tokens.start)
     return Lists(index.entries, index.starts, *counts)
 
 
@@ -149,35 +147,45 @@ def open_chunk(index, place, lists, BLOCK_SIZE: tl.constexpr, CHUNK: tl.constexp
 
 
 @triton.jit
-def load_members(entries_ptr, members, mask, kv_head, lists, GROUP: tl.constexpr):
+def load_members(
+    entries_ptr, members, mask, kv_head, lists, GROUP: tl.constexpr, REPEATS: tl.constexpr, NUM_SELECTED: tl.constexpr
+):
     """Members of a list, every entry with every head of its chooser: entry, token, chooser and head of each."""
     entry = tl.load(entries_ptr + members // GROUP, mask=mask, other=0)
-    token = lists.first_token + entry // (lists.repeats * lists.num_selected)
-    chooser = kv_head * lists.repeats + entry // lists.num_selected % lists.repeats
+    token = lists.first_token + entry // (REPEATS * NUM_SELECTED)
+    chooser = kv_head * REPEATS + entry // NUM_SELECTED % REPEATS
     return entry, token, chooser, chooser * GROUP + members % GROUP
 
 
 @triton.jit
-def load_factors(factors_ptr, factors_strides, row, token, chooser, entry, mask, lists):
+def load_factors(factors_ptr, factors_strides, row, token, chooser, entry, mask, NUM_SELECTED: tl.constexpr):
     """Factors of the logits of members of a list."""
     offsets = row * factors_strides[0] + token * factors_strides[1] + chooser * factors_strides[2]
-    return tl.load(factors_ptr + offsets + entry % lists.num_selected, mask=mask, other=0.0).to(tl.float32)
+    return tl.load(factors_ptr + offsets + entry % NUM_SELECTED, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def find_owners(index, lists, num_tokens, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+def find_owners(
+    index,
+    lists,
+    num_tokens,
+    GROUP: tl.constexpr,
+    REPEATS: tl.constexpr,
+    NUM_SELECTED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
     """Tile `index` of those that parts belong to, the heads of num_tokens tokens of every pair: which exist, row, token
     and head of each, and the place of its first part; the next ones are GROUP behind each other.
     """
-    readers = num_tokens * lists.repeats
+    readers = num_tokens * REPEATS
     tiles = tl.cdiv(readers * GROUP, BLOCK_M)
     pair = (index // tiles).to(tl.int64)
     owners = (index % tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
     reader = owners // GROUP
-    places = (pair * lists.num_entries + reader * lists.num_selected) * GROUP + owners % GROUP
+    places = (pair * lists.num_entries + reader * NUM_SELECTED) * GROUP + owners % GROUP
     kv_head = (lists.first_pair + pair) % lists.kv_heads
-    head = (kv_head * lists.repeats + reader % lists.repeats) * GROUP + owners % GROUP
-    token = (lists.first_token + reader // lists.repeats).to(tl.int64)
+    head = (kv_head * REPEATS + reader % REPEATS) * GROUP + owners % GROUP
+    token = (lists.first_token + reader // REPEATS).to(tl.int64)
     return owners < readers * GROUP, (lists.first_pair + pair) // lists.kv_heads, token, head, places
 
 
