@@ -24,6 +24,7 @@ from native_sparse_attention.ops._triton.placement import find_query, load_exten
 from native_sparse_attention.ops._triton.tiles import add_product, load_rows, split_finite, store_rows
 from native_sparse_attention.ops.selected_attention.triton.choice import find_keys, load_block, load_factor
 from native_sparse_attention.ops.selected_attention.triton.lists import (
+    count_near,
     find_chunk,
     load_factors,
     load_members,
@@ -265,59 +266,30 @@ def dkv_kernel(
     v_ptr += row * v_strides[0] + kv_head * v_strides[2]
     k = load_rows(k_ptr, key_start + keys, k_strides[1], key_mask, HEAD_DIM, BLOCK_D)  # [BLOCK_N, BLOCK_D]
     v = load_rows(v_ptr, key_start + keys, v_strides[1], key_mask, VALUE_DIM, BLOCK_DV)  # [BLOCK_N, BLOCK_DV]
-    finite_k, _ = split_finite(k)
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
 
-    entries_ptr = lists.entries + pair.to(tl.int64) * lists.num_entries
-    entries_ptr += begin + first_entry
-    q_ptr += row * q_strides[0]
-    dout_ptr += row * dout_strides[0]
-    num_heads = lists.kv_heads * REPEATS * GROUP
-    num_rows = tl.minimum(length - first_entry, CHUNK) * GROUP
-    for first_row in tl.range(0, num_rows, BLOCK_M):
-        rows = first_row + tl.arange(0, BLOCK_M)
-        row_mask = rows < num_rows
-        entry, token, chooser, head = load_members(
-            entries_ptr, rows, row_mask, kv_head, lists, GROUP, REPEATS, NUM_SELECTED
-        )
-        positions = offset + token
-        token = token.to(tl.int64)
-        offsets = token * q_strides[1] + head * q_strides[2]
-        q = load_rows(q_ptr, offsets, 1, row_mask, HEAD_DIM, BLOCK_D)  # [BLOCK_M, BLOCK_D]
-        offsets = token * dout_strides[1] + head * dout_strides[2]
-        dout = load_rows(dout_ptr, offsets, 1, row_mask, VALUE_DIM, BLOCK_DV)  # [BLOCK_M, BLOCK_DV]
-        places_of_lse = (row * num_heads + head) * place.seqlen_q + token
-        lse = tl.load(lse_ptr + places_of_lse, mask=row_mask, other=0.0)
-        delta = tl.load(delta_ptr + places_of_lse, mask=row_mask, other=0.0)
-        lse_log2 = tl.where(lse == float('-inf'), 0.0, lse) * 1.4426950408889634
-        read = key_mask[:, None] & row_mask[None, :]
-        if CAUSAL:
-            read = read & (keys[:, None] <= positions[None, :])
-        products = tl.dot(k, tl.trans(q), input_precision='ieee')  # [BLOCK_N, BLOCK_M]
-        factor = tl.full([BLOCK_M], 1.0, tl.float32)
-        if factors_ptr is not None:
-            factor = load_factors(factors_ptr, factors_strides, row, token, chooser, entry, row_mask, NUM_SELECTED)
-        scale_log2 = scale * 1.4426950408889634 * factor
-        weights = tl.exp2(tl.fma(products, scale_log2[None, :], -lse_log2[None, :]))
-        weights = tl.where(read, weights, 0.0)
-        dweights = tl.dot(v, tl.trans(dout), input_precision='ieee')
-        dlogits = tl.where(read, weights * (dweights - delta[None, :]), 0.0)
-        if parts.out is not None:
-            places = (pair.to(tl.int64) * lists.num_entries + entry) * GROUP + rows % GROUP
-            if parts.second is not None:
-                dfactors = tl.sum(dlogits * tl.where(read, products * scale, 0.0), 0)
-                tl.store(parts.second + places, dfactors, mask=row_mask)
-        if factors_ptr is not None:
-            dlogits *= factor[None, :]
-        # A query that is not finite must not reach the keys that it does not read.
-        q, _taint = split_finite(q)  # not `_`, which is an int above the loop
-        dv = add_product(weights.to(dout.dtype), dout, dv)
-        dk = add_product(dlogits.to(q.dtype), q, dk)
-        if parts.out is not None:
-            dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-            dq = add_product(tl.trans(dlogits.to(k.dtype)), finite_k, dq)
-            store_part(parts, places, dq, row_mask, HEAD_DIM, BLOCK_D)
+    entries_ptr = lists.entries + pair.to(tl.int64) * lists.num_entries + begin + first_entry
+    num_entries = tl.minimum(length - first_entry, CHUNK)
+    num_near = count_near(
+        entries_ptr, num_entries, keys, key_mask, offset, lists, BLOCK_SIZE, CAUSAL, CHUNK, REPEATS, NUM_SELECTED
+    )
+    num_rows = num_entries * GROUP
+    first_far = tl.cdiv(num_near * GROUP, BLOCK_M) * BLOCK_M
+    inputs = (q_ptr, factors_ptr, lse_ptr, delta_ptr, dout_ptr, q_strides, factors_strides, dout_strides)
+    finite_k, _ = split_finite(k)
+    for first_row in tl.range(0, tl.minimum(first_far, num_rows), BLOCK_M):
+        dk, dv = _add_members(
+            inputs, k, v, finite_k, dk, dv, entries_ptr, first_row, num_rows, pair, row, kv_head, keys, key_mask,
+            offset, parts, place, lists, scale, GROUP, REPEATS, NUM_SELECTED, CAUSAL, True, HEAD_DIM, VALUE_DIM,
+            BLOCK_M, BLOCK_D, BLOCK_DV,
+        )  # fmt: skip
+    for first_row in tl.range(first_far, num_rows, BLOCK_M):
+        dk, dv = _add_members(
+            inputs, k, v, k, dk, dv, entries_ptr, first_row, num_rows, pair, row, kv_head, keys, key_mask,
+            offset, parts, place, lists, scale, GROUP, REPEATS, NUM_SELECTED, CAUSAL, False, HEAD_DIM, VALUE_DIM,
+            BLOCK_M, BLOCK_D, BLOCK_DV,
+        )  # fmt: skip
     # What no query may read is loaded as 0, and its gradient is 0.
     dk = tl.where(key_mask[:, None], dk * scale, 0.0)
     dv = tl.where(key_mask[:, None], dv, 0.0)
@@ -334,6 +306,91 @@ def dkv_kernel(
         rows_of_partial = rows_of_partial * BLOCK_SIZE + in_block
         store_rows(partials.k, rows_of_partial, HEAD_DIM, dk, in_block < BLOCK_SIZE, HEAD_DIM, BLOCK_D)
         store_rows(partials.v, rows_of_partial, VALUE_DIM, dv, in_block < BLOCK_SIZE, VALUE_DIM, BLOCK_DV)
+
+
+@triton.jit
+def _add_members(
+    inputs,
+    k,
+    v,
+    finite_k,
+    dk,
+    dv,
+    entries_ptr,
+    first_row,
+    num_rows,
+    pair,
+    row,
+    kv_head,
+    keys,
+    key_mask,
+    offset,
+    parts,
+    place,
+    lists,
+    scale,
+    GROUP: tl.constexpr,
+    REPEATS: tl.constexpr,
+    NUM_SELECTED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    MASKED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    """dk and dv with what a tile of members adds. Not MASKED: all of them read all of the keys."""
+    q_ptr, factors_ptr, lse_ptr, delta_ptr, dout_ptr, q_strides, factors_strides, dout_strides = inputs
+    rows = first_row + tl.arange(0, BLOCK_M)
+    row_mask = rows < num_rows
+    entry, token, chooser, head = load_members(
+        entries_ptr, rows, row_mask, kv_head, lists, GROUP, REPEATS, NUM_SELECTED
+    )
+    positions = offset + token
+    token = token.to(tl.int64)
+    offsets = row * q_strides[0] + token * q_strides[1] + head * q_strides[2]
+    q = load_rows(q_ptr, offsets, 1, row_mask, HEAD_DIM, BLOCK_D)  # [BLOCK_M, BLOCK_D]
+    offsets = row * dout_strides[0] + token * dout_strides[1] + head * dout_strides[2]
+    dout = load_rows(dout_ptr, offsets, 1, row_mask, VALUE_DIM, BLOCK_DV)  # [BLOCK_M, BLOCK_DV]
+    num_heads = lists.kv_heads * REPEATS * GROUP
+    places_of_lse = (row * num_heads + head) * place.seqlen_q + token
+    # Rows that are none have weights of 0.
+    lse = tl.load(lse_ptr + places_of_lse, mask=row_mask, other=float('inf'))
+    delta = tl.load(delta_ptr + places_of_lse, mask=row_mask, other=0.0)
+    lse_log2 = tl.where(lse == float('-inf'), 0.0, lse) * 1.4426950408889634
+    factor = tl.full([BLOCK_M], 1.0, tl.float32)
+    if factors_ptr is not None:
+        factor = load_factors(factors_ptr, factors_strides, row, token, chooser, entry, row_mask, NUM_SELECTED)
+    scale_log2 = scale * 1.4426950408889634 * factor
+
+    products = tl.dot(k, tl.trans(q), input_precision='ieee')  # [BLOCK_N, BLOCK_M]
+    weights = tl.exp2(tl.fma(products, scale_log2[None, :], -lse_log2[None, :]))
+    dweights = tl.dot(v, tl.trans(dout), input_precision='ieee')
+    dlogits = weights * (dweights - delta[None, :])
+    logits = products * scale
+    if MASKED:
+        read = key_mask[:, None] & row_mask[None, :]
+        if CAUSAL:
+            read = read & (keys[:, None] <= positions[None, :])
+        weights = tl.where(read, weights, 0.0)
+        dlogits = tl.where(read, dlogits, 0.0)
+        logits = tl.where(read, logits, 0.0)
+        # A query that is not finite must not reach the keys that it does not read.
+        q, _ = split_finite(q)
+    if parts.out is not None:
+        places = (pair.to(tl.int64) * lists.num_entries + entry) * GROUP + rows % GROUP
+        if parts.second is not None:
+            tl.store(parts.second + places, tl.sum(dlogits * logits, 0), mask=row_mask)
+    if factors_ptr is not None:
+        dlogits *= factor[None, :]
+    dv = add_product(weights.to(dout.dtype), dout, dv)
+    dk = add_product(dlogits.to(q.dtype), q, dk)
+    if parts.out is not None:
+        dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        dq = add_product(tl.trans(dlogits.to(finite_k.dtype)), finite_k, dq)
+        store_part(parts, places, dq, row_mask, HEAD_DIM, BLOCK_D)
+    return dk, dv
 
 
 @triton.jit

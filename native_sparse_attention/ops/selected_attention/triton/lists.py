@@ -147,6 +147,35 @@ def open_chunk(index, place, lists, BLOCK_SIZE: tl.constexpr, CHUNK: tl.constexp
 
 
 @triton.jit
+def count_near(
+    entries_ptr,
+    num_entries,
+    keys,
+    key_mask,
+    offset,
+    lists,
+    BLOCK_SIZE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    CHUNK: tl.constexpr,
+    REPEATS: tl.constexpr,
+    NUM_SELECTED: tl.constexpr,
+):
+    """How many of the first entries must be masked: those before the last of the keys where CAUSAL, or all where a key
+    is missing. The others read every one of the keys.
+    """
+    num_near = num_entries * 0
+    if CAUSAL:
+        # Those who chose a block stand in it or behind it, in order.
+        NEAR: tl.constexpr = min(BLOCK_SIZE * REPEATS, CHUNK)
+        BLOCK: tl.constexpr = triton.next_power_of_2(NEAR)
+        places = tl.arange(0, BLOCK)
+        entry = tl.load(entries_ptr + places, mask=places < num_entries, other=0)
+        positions = offset + lists.first_token + entry // (REPEATS * NUM_SELECTED)
+        num_near = tl.sum(((places < num_entries) & (positions < tl.max(keys, 0))).to(tl.int32), 0)
+    return tl.where(tl.min(key_mask.to(tl.int32), 0) == 0, num_entries, num_near)
+
+
+@triton.jit
 def load_members(
     entries_ptr, members, mask, kv_head, lists, GROUP: tl.constexpr, REPEATS: tl.constexpr, NUM_SELECTED: tl.constexpr
 ):
