@@ -232,6 +232,7 @@ def dkv_kernel(
     BLOCK_SIZE: tl.constexpr,
     CAUSAL: tl.constexpr,
     CHUNK: tl.constexpr,
+    WIDE: tl.constexpr,
     ADDS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -276,19 +277,25 @@ def dkv_kernel(
     )
     num_rows = num_entries * GROUP
     first_far = tl.cdiv(num_near * GROUP, BLOCK_M) * BLOCK_M
+    num_heads = lists.kv_heads * REPEATS * GROUP
+    q_ptr += row * q_strides[0]
+    dout_ptr += row * dout_strides[0]
+    lse_ptr += row * num_heads * place.seqlen_q
+    delta_ptr += row * num_heads * place.seqlen_q
     inputs = (q_ptr, factors_ptr, lse_ptr, delta_ptr, dout_ptr, q_strides, factors_strides, dout_strides)
     finite_k, _ = split_finite(k)
+    largest = tl.max(tl.abs(finite_k), 1).to(tl.float32)  # [BLOCK_N]
     for first_row in tl.range(0, tl.minimum(first_far, num_rows), BLOCK_M):
         dk, dv = _add_members(
-            inputs, k, v, finite_k, dk, dv, entries_ptr, first_row, num_rows, pair, row, kv_head, keys, key_mask,
-            offset, parts, place, lists, scale, GROUP, REPEATS, NUM_SELECTED, CAUSAL, True, HEAD_DIM, VALUE_DIM,
-            BLOCK_M, BLOCK_D, BLOCK_DV,
+            inputs, k, v, finite_k, largest, dk, dv, entries_ptr, first_row, num_rows, pair, row, kv_head,
+            keys, key_mask, offset, parts, place, lists, scale, GROUP, REPEATS, NUM_SELECTED, CAUSAL,
+            WIDE, True, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
     for first_row in tl.range(first_far, num_rows, BLOCK_M):
         dk, dv = _add_members(
-            inputs, k, v, k, dk, dv, entries_ptr, first_row, num_rows, pair, row, kv_head, keys, key_mask,
-            offset, parts, place, lists, scale, GROUP, REPEATS, NUM_SELECTED, CAUSAL, False, HEAD_DIM, VALUE_DIM,
-            BLOCK_M, BLOCK_D, BLOCK_DV,
+            inputs, k, v, k, largest, dk, dv, entries_ptr, first_row, num_rows, pair, row, kv_head, keys,
+            key_mask, offset, parts, place, lists, scale, GROUP, REPEATS, NUM_SELECTED, CAUSAL, WIDE,
+            False, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
     # What no query may read is loaded as 0, and its gradient is 0.
     dk = tl.where(key_mask[:, None], dk * scale, 0.0)
@@ -314,6 +321,7 @@ def _add_members(
     k,
     v,
     finite_k,
+    largest,
     dk,
     dv,
     entries_ptr,
@@ -333,6 +341,7 @@ def _add_members(
     REPEATS: tl.constexpr,
     NUM_SELECTED: tl.constexpr,
     CAUSAL: tl.constexpr,
+    WIDE: tl.constexpr,
     MASKED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -340,7 +349,7 @@ def _add_members(
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
-    """dk and dv with what a tile of members adds. Not MASKED: all of them read all of the keys."""
+    """dk and dv with what a tile of members adds. Not MASKED: all of them read all of the keys. largest: of a key."""
     q_ptr, factors_ptr, lse_ptr, delta_ptr, dout_ptr, q_strides, factors_strides, dout_strides = inputs
     rows = first_row + tl.arange(0, BLOCK_M)
     row_mask = rows < num_rows
@@ -348,13 +357,13 @@ def _add_members(
         entries_ptr, rows, row_mask, kv_head, lists, GROUP, REPEATS, NUM_SELECTED
     )
     positions = offset + token
-    token = token.to(tl.int64)
-    offsets = row * q_strides[0] + token * q_strides[1] + head * q_strides[2]
+    if WIDE:
+        token, head = token.to(tl.int64), head.to(tl.int64)
+    offsets = token * q_strides[1] + head * q_strides[2]
     q = load_rows(q_ptr, offsets, 1, row_mask, HEAD_DIM, BLOCK_D)  # [BLOCK_M, BLOCK_D]
-    offsets = row * dout_strides[0] + token * dout_strides[1] + head * dout_strides[2]
+    offsets = token * dout_strides[1] + head * dout_strides[2]
     dout = load_rows(dout_ptr, offsets, 1, row_mask, VALUE_DIM, BLOCK_DV)  # [BLOCK_M, BLOCK_DV]
-    num_heads = lists.kv_heads * REPEATS * GROUP
-    places_of_lse = (row * num_heads + head) * place.seqlen_q + token
+    places_of_lse = head * place.seqlen_q + token
     # Rows that are none have weights of 0.
     lse = tl.load(lse_ptr + places_of_lse, mask=row_mask, other=float('inf'))
     delta = tl.load(delta_ptr + places_of_lse, mask=row_mask, other=0.0)
@@ -379,7 +388,7 @@ def _add_members(
         # A query that is not finite must not reach the keys that it does not read.
         q, _ = split_finite(q)
     if parts.out is not None:
-        places = (pair.to(tl.int64) * lists.num_entries + entry) * GROUP + rows % GROUP
+        places = (pair * lists.num_entries + entry) * GROUP + rows % GROUP
         if parts.second is not None:
             tl.store(parts.second + places, tl.sum(dlogits * logits, 0), mask=row_mask)
     if factors_ptr is not None:
@@ -389,7 +398,8 @@ def _add_members(
     if parts.out is not None:
         dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         dq = add_product(tl.trans(dlogits.to(finite_k.dtype)), finite_k, dq)
-        store_part(parts, places, dq, row_mask, HEAD_DIM, BLOCK_D)
+        bound = tl.sum(tl.abs(dlogits) * largest[:, None], 0)
+        store_part(parts, places, dq, bound, row_mask, HEAD_DIM, BLOCK_D)
     return dk, dv
 
 

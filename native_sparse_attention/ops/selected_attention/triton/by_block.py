@@ -25,7 +25,9 @@ from native_sparse_attention.ops._triton.tiles import add_product, load_rows, sp
 from native_sparse_attention.ops.selected_attention.triton import settings
 from native_sparse_attention.ops.selected_attention.triton.lists import (
     bytes_of_part,
+    count_near,
     find_owners,
+    is_wide,
     load_factors,
     load_members,
     make_lists,
@@ -81,6 +83,7 @@ def attend_by_block(
                 BLOCK_SIZE=block_size,
                 CAUSAL=causal,
                 CHUNK=chunk,
+                WIDE=is_wide(q, block_scale),
                 HEAD_DIM=head_dim,
                 VALUE_DIM=value_dim,
                 BLOCK_M=block_m,
@@ -129,6 +132,7 @@ def block_kernel(
     BLOCK_SIZE: tl.constexpr,
     CAUSAL: tl.constexpr,
     CHUNK: tl.constexpr,
+    WIDE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -146,37 +150,93 @@ def block_kernel(
     v_ptr += row * v_strides[0] + kv_head * v_strides[2]
     k = load_rows(k_ptr, key_start + keys, k_strides[1], key_mask, HEAD_DIM, BLOCK_D)  # [BLOCK_N, BLOCK_D]
     v = load_rows(v_ptr, key_start + keys, v_strides[1], key_mask, VALUE_DIM, BLOCK_DV)  # [BLOCK_N, BLOCK_DV]
-    v, taint = split_finite(v)
-
-    q_ptr += row * q_strides[0]
+    finite_v, taint = split_finite(v)
+    largest = tl.max(tl.abs(finite_v), 1).to(tl.float32)  # [BLOCK_N]
+    num_near = count_near(
+        entries_ptr, num_entries, keys, key_mask, offset, lists, BLOCK_SIZE, CAUSAL, CHUNK, REPEATS, NUM_SELECTED
+    )
     num_members = num_entries * GROUP
-    for first_member in tl.range(0, num_members, BLOCK_M):
-        members = first_member + tl.arange(0, BLOCK_M)
-        mask = members < num_members
-        entry, token, chooser, head = load_members(
-            entries_ptr, members, mask, kv_head, lists, GROUP, REPEATS, NUM_SELECTED
-        )
-        positions = offset + token
-        token = token.to(tl.int64)
-        q = load_rows(q_ptr, token * q_strides[1] + head * q_strides[2], 1, mask, HEAD_DIM, BLOCK_D)
-        scale_log2 = tl.full([BLOCK_M], scale * 1.4426950408889634, tl.float32)
-        if factors_ptr is not None:
-            scale_log2 *= load_factors(factors_ptr, factors_strides, row, token, chooser, entry, mask, NUM_SELECTED)
-        read = key_mask[None, :] & mask[:, None]
+    first_far = tl.cdiv(num_near * GROUP, BLOCK_M) * BLOCK_M
+    q_ptr += row * q_strides[0]
+    inputs = (q_ptr, factors_ptr, q_strides, factors_strides)
+    for first_member in tl.range(0, tl.minimum(first_far, num_members), BLOCK_M):
+        _attend(
+            inputs, k, finite_v, taint, largest, entries_ptr, first_member, num_members, pair, row,
+            kv_head, keys, key_mask, offset, parts, lists, scale, GROUP, REPEATS, NUM_SELECTED, CAUSAL,
+            WIDE, True, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV,
+        )  # fmt: skip
+    for first_member in tl.range(first_far, num_members, BLOCK_M):
+        _attend(
+            inputs, k, v, taint, largest, entries_ptr, first_member, num_members, pair, row, kv_head,
+            keys, key_mask, offset, parts, lists, scale, GROUP, REPEATS, NUM_SELECTED, CAUSAL, WIDE,
+            False, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV,
+        )  # fmt: skip
+
+
+@triton.jit
+def _attend(
+    inputs,
+    k,
+    v,
+    taint,
+    largest,
+    entries_ptr,
+    first_member,
+    num_members,
+    pair,
+    row,
+    kv_head,
+    keys,
+    key_mask,
+    offset,
+    parts,
+    lists,
+    scale,
+    GROUP: tl.constexpr,
+    REPEATS: tl.constexpr,
+    NUM_SELECTED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WIDE: tl.constexpr,
+    MASKED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    """The parts of a tile of members. Not MASKED: all of them read all of the keys. largest: of the values of a key."""
+    q_ptr, factors_ptr, q_strides, factors_strides = inputs
+    members = first_member + tl.arange(0, BLOCK_M)
+    mask = members < num_members
+    entry, token, chooser, head = load_members(entries_ptr, members, mask, kv_head, lists, GROUP, REPEATS, NUM_SELECTED)
+    positions = offset + token
+    if WIDE:
+        token, head = token.to(tl.int64), head.to(tl.int64)
+    offsets = token * q_strides[1] + head * q_strides[2]
+    q = load_rows(q_ptr, offsets, 1, mask, HEAD_DIM, BLOCK_D)
+    scale_log2 = tl.full([BLOCK_M], scale * 1.4426950408889634, tl.float32)
+    if factors_ptr is not None:
+        scale_log2 *= load_factors(factors_ptr, factors_strides, row, token, chooser, entry, mask, NUM_SELECTED)
+    products = tl.dot(q, tl.trans(k), input_precision='ieee')  # [BLOCK_M, BLOCK_N]
+    logits = products * scale_log2[:, None]
+    read = key_mask[None, :] & mask[:, None]
+    if MASKED:
         if CAUSAL:
             read = read & (keys[None, :] <= positions[:, None])
-        products = tl.dot(q, tl.trans(k), input_precision='ieee')  # [BLOCK_M, BLOCK_N]
-        row_max = tl.max(tl.where(read, products * scale_log2[:, None], float('-inf')), 1)
-        reference = tl.where(row_max == float('-inf'), 0.0, row_max)
-        weights = tl.exp2(tl.fma(products, scale_log2[:, None], -reference[:, None]))
+        logits = tl.where(read, logits, float('-inf'))
+    row_max = tl.max(logits, 1)
+    reference = tl.where(row_max == float('-inf'), 0.0, row_max)
+    weights = tl.exp2(tl.fma(products, scale_log2[:, None], -reference[:, None]))
+    if MASKED:
         weights = tl.where(read, weights, 0.0)
-        out = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-        out = add_product(weights.to(v.dtype), v, out)
+    out = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    out = add_product(weights.to(v.dtype), v, out)
+    if MASKED:
         out += tl.sum(tl.where(read, taint[None, :], 0.0), 1)[:, None]
-        places = (pair * lists.num_entries + entry) * GROUP + members % GROUP
-        tl.store(parts.first + places, row_max, mask=mask)
-        tl.store(parts.second + places, tl.sum(weights, 1), mask=mask)
-        store_part(parts, places, out, mask, VALUE_DIM, BLOCK_DV)
+    places = (pair * lists.num_entries + entry) * GROUP + members % GROUP
+    tl.store(parts.first + places, row_max, mask=mask)
+    tl.store(parts.second + places, tl.sum(weights, 1), mask=mask)
+    store_part(parts, places, out, tl.sum(weights * largest[None, :], 1), mask, VALUE_DIM, BLOCK_DV)
 
 
 @triton.jit

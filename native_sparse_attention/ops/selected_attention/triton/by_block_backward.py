@@ -23,7 +23,9 @@ from native_sparse_attention.ops.selected_attention.triton.lists import (
     Lists,
     Parts,
     bytes_of_part,
+    count_near,
     find_owners,
+    is_wide,
     load_factors,
     load_members,
     make_parts,
@@ -86,6 +88,7 @@ class MemberGradients:
             BLOCK_SIZE=self.block_size,
             CAUSAL=self.causal,
             CHUNK=chunk,
+            WIDE=is_wide(q, dout, self.lse, block_scale),
             HEAD_DIM=q.shape[3],
             VALUE_DIM=v.shape[3],
             BLOCK_M=block_m,
@@ -151,6 +154,7 @@ def delta_kernel(
     BLOCK_SIZE: tl.constexpr,
     CAUSAL: tl.constexpr,
     CHUNK: tl.constexpr,
+    WIDE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -171,34 +175,88 @@ def delta_kernel(
     k = load_rows(k_ptr, key_start + keys, k_strides[1], key_mask, HEAD_DIM, BLOCK_D)  # [BLOCK_N, BLOCK_D]
     v = load_rows(v_ptr, key_start + keys, v_strides[1], key_mask, VALUE_DIM, BLOCK_DV)  # [BLOCK_N, BLOCK_DV]
 
+    num_near = count_near(
+        entries_ptr, num_entries, keys, key_mask, offset, lists, BLOCK_SIZE, CAUSAL, CHUNK, REPEATS, NUM_SELECTED
+    )
+    num_members = num_entries * GROUP
+    first_far = tl.cdiv(num_near * GROUP, BLOCK_M) * BLOCK_M
+    num_heads = lists.kv_heads * REPEATS * GROUP
     q_ptr += row * q_strides[0]
     dout_ptr += row * dout_strides[0]
-    num_heads = lists.kv_heads * REPEATS * GROUP
-    num_members = num_entries * GROUP
-    for first_member in tl.range(0, num_members, BLOCK_M):
-        members = first_member + tl.arange(0, BLOCK_M)
-        mask = members < num_members
-        entry, token, chooser, head = load_members(
-            entries_ptr, members, mask, kv_head, lists, GROUP, REPEATS, NUM_SELECTED
-        )
-        positions = offset + token
-        token = token.to(tl.int64)
-        q = load_rows(q_ptr, token * q_strides[1] + head * q_strides[2], 1, mask, HEAD_DIM, BLOCK_D)
-        dout = load_rows(dout_ptr, token * dout_strides[1] + head * dout_strides[2], 1, mask, VALUE_DIM, BLOCK_DV)
-        lse = tl.load(lse_ptr + (row * num_heads + head) * place.seqlen_q + token, mask=mask, other=0.0)
-        lse_log2 = tl.where(lse == float('-inf'), 0.0, lse) * 1.4426950408889634
-        scale_log2 = tl.full([BLOCK_M], scale * 1.4426950408889634, tl.float32)
-        if factors_ptr is not None:
-            scale_log2 *= load_factors(factors_ptr, factors_strides, row, token, chooser, entry, mask, NUM_SELECTED)
+    lse_ptr += row * num_heads * place.seqlen_q
+    inputs = (q_ptr, factors_ptr, lse_ptr, dout_ptr, q_strides, factors_strides, dout_strides)
+    for first_member in tl.range(0, tl.minimum(first_far, num_members), BLOCK_M):
+        _add_delta(
+            inputs, k, v, entries_ptr, first_member, num_members, pair, row, kv_head, keys, key_mask,
+            offset, parts, place, lists, scale, GROUP, REPEATS, NUM_SELECTED, CAUSAL, WIDE, True,
+            HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV,
+        )  # fmt: skip
+    for first_member in tl.range(first_far, num_members, BLOCK_M):
+        _add_delta(
+            inputs, k, v, entries_ptr, first_member, num_members, pair, row, kv_head, keys, key_mask,
+            offset, parts, place, lists, scale, GROUP, REPEATS, NUM_SELECTED, CAUSAL, WIDE, False,
+            HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV,
+        )  # fmt: skip
+
+
+@triton.jit
+def _add_delta(
+    inputs,
+    k,
+    v,
+    entries_ptr,
+    first_member,
+    num_members,
+    pair,
+    row,
+    kv_head,
+    keys,
+    key_mask,
+    offset,
+    parts,
+    place,
+    lists,
+    scale,
+    GROUP: tl.constexpr,
+    REPEATS: tl.constexpr,
+    NUM_SELECTED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WIDE: tl.constexpr,
+    MASKED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    """Of a tile of members. Not MASKED: all of them read all of the keys."""
+    q_ptr, factors_ptr, lse_ptr, dout_ptr, q_strides, factors_strides, dout_strides = inputs
+    members = first_member + tl.arange(0, BLOCK_M)
+    mask = members < num_members
+    entry, token, chooser, head = load_members(entries_ptr, members, mask, kv_head, lists, GROUP, REPEATS, NUM_SELECTED)
+    positions = offset + token
+    if WIDE:
+        token, head = token.to(tl.int64), head.to(tl.int64)
+    offsets = token * q_strides[1] + head * q_strides[2]
+    q = load_rows(q_ptr, offsets, 1, mask, HEAD_DIM, BLOCK_D)
+    offsets = token * dout_strides[1] + head * dout_strides[2]
+    dout = load_rows(dout_ptr, offsets, 1, mask, VALUE_DIM, BLOCK_DV)
+    lse = tl.load(lse_ptr + head * place.seqlen_q + token, mask=mask, other=0.0)
+    lse_log2 = tl.where(lse == float('-inf'), 0.0, lse) * 1.4426950408889634
+    scale_log2 = tl.full([BLOCK_M], scale * 1.4426950408889634, tl.float32)
+    if factors_ptr is not None:
+        scale_log2 *= load_factors(factors_ptr, factors_strides, row, token, chooser, entry, mask, NUM_SELECTED)
+    products = tl.dot(q, tl.trans(k), input_precision='ieee')  # [BLOCK_M, BLOCK_N]
+    weights = tl.exp2(tl.fma(products, scale_log2[:, None], -lse_log2[:, None]))
+    dweights = weights * tl.dot(dout, tl.trans(v), input_precision='ieee')
+    if MASKED:
         read = key_mask[None, :] & mask[:, None]
         if CAUSAL:
             read = read & (keys[None, :] <= positions[:, None])
-        products = tl.dot(q, tl.trans(k), input_precision='ieee')  # [BLOCK_M, BLOCK_N]
-        weights = tl.exp2(tl.fma(products, scale_log2[:, None], -lse_log2[:, None]))
-        dweights = tl.dot(dout, tl.trans(v), input_precision='ieee')
-        places = (pair * lists.num_entries + entry) * GROUP + members % GROUP
-        tl.store(parts.first + places, tl.sum(tl.where(read, weights * dweights, 0.0), 1), mask=mask)
-        tl.store(parts.unit + places, tl.full([BLOCK_M], 1.0, tl.float32), mask=mask)
+        dweights = tl.where(read, dweights, 0.0)
+    places = (pair * lists.num_entries + entry) * GROUP + members % GROUP
+    tl.store(parts.first + places, tl.sum(dweights, 1), mask=mask)
+    tl.store(parts.unit + places, tl.full([BLOCK_M], 1.0, tl.float32), mask=mask)
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from native_sparse_attention.ops._triton.launch import Table, head_block, launch
 from native_sparse_attention.ops._triton.placement import Placement
 from native_sparse_attention.ops.selected_attention.triton import settings
 from native_sparse_attention.ops.selected_attention.triton.backward import Partials, combine_kernel, dkv_kernel
-from native_sparse_attention.ops.selected_attention.triton.lists import NO_PARTS, Lists, Parts, make_lists
+from native_sparse_attention.ops.selected_attention.triton.lists import NO_PARTS, Lists, Parts, is_wide, make_lists
 
 # Pairs of a query and a head that one program adds to the gradients of a block, by bytes of an element; the lists of
 # some blocks have many more. In float32 the sums are shorter, and so more exact.
@@ -109,6 +109,7 @@ def differentiate_keys(
                 REPEATS=repeats,
                 NUM_SELECTED=num_selected,
                 CAUSAL=causal,
+                WIDE=is_wide(q, dout, lse, block_scale),
                 ADDS=len(ranges) > 1,
                 BLOCK_M=block_m,
                 num_stages=num_stages,

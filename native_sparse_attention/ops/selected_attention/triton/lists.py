@@ -63,6 +63,15 @@ def make_lists(
     return Lists(index.entries, index.starts, *counts)
 
 
+def is_wide(*tensors: Tensor | None) -> bool:
+    """Whether elements of one row of the batch lie more than int32 counts apart, so that offsets are int64."""
+    return any(
+        sum((size - 1) * abs(stride) for size, stride in zip(t.shape[1:], t.stride()[1:], strict=True)) >= 2**31
+        for t in tensors
+        if t is not None
+    )
+
+
 class Parts(NamedTuple):
     """What blocks add to results of their members: a row for every entry of a pair and head of its chooser, `[pairs,
     T * R * n, G]`.
@@ -140,8 +149,7 @@ def open_chunk(index, place, lists, BLOCK_SIZE: tl.constexpr, CHUNK: tl.constexp
     key_mask = (keys >= 0) & (keys < tl.minimum(num_keys, first_key + BLOCK_SIZE))
     exists = (slot < lists.num_slots) & (sequence < place.num_sequences)
     num_entries = tl.where(exists, tl.minimum(length - first_entry, CHUNK), 0)
-    pair = pair.to(tl.int64)
-    entries_ptr = lists.entries + pair * lists.num_entries + begin + first_entry
+    entries_ptr = lists.entries + pair.to(tl.int64) * lists.num_entries + begin + first_entry
     kv_head = (lists.first_pair + pair) % lists.kv_heads
     return num_entries, entries_ptr, pair, row.to(tl.int64), kv_head, key_start, keys, key_mask, offset
 
@@ -182,7 +190,7 @@ def load_members(
     """Members of a list, every entry with every head of its chooser: entry, token, chooser and head of each."""
     entry = tl.load(entries_ptr + members // GROUP, mask=mask, other=0)
     token = lists.first_token + entry // (REPEATS * NUM_SELECTED)
-    chooser = kv_head * REPEATS + entry // NUM_SELECTED % REPEATS
+    chooser = kv_head.to(tl.int32) * REPEATS + entry // NUM_SELECTED % REPEATS
     return entry, token, chooser, chooser * GROUP + members % GROUP
 
 
@@ -219,14 +227,13 @@ def find_owners(
 
 
 @triton.jit
-def store_part(parts, places, values, mask, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """values `[places, SIZE]` in parts.out: in float16 as multiples of parts.unit, each row's largest value that is
-    finite, or 2 ** -100 where that has no inverse. In float32 the unit is 1. 0 says that there is no part.
+def store_part(parts, places, values, largest, mask, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """values `[places, SIZE]` in parts.out: in float16 as multiples of parts.unit, which is `largest`, a bound of a
+    row's values, or what has an inverse, 2 ** -100 to 2 ** 125. In float32 the unit is 1. 0 says that there is no part.
     """
     unit = tl.full([values.shape[0]], 1.0, tl.float32)
     if parts.out.dtype.element_ty == tl.float16:
-        largest = tl.max(tl.where(tl.abs(values) < float('inf'), tl.abs(values), 0.0), 1)
-        unit = tl.where(largest > 0, tl.maximum(largest, 7.888609052210118e-31), 1.0)
+        unit = tl.minimum(tl.maximum(largest, 7.888609052210118e-31), 4.253529586511731e37)
         values *= (1 / unit)[:, None]
     tl.store(parts.unit + places, unit, mask=mask)
     store_rows(parts.out, places, SIZE, values, mask, SIZE, BLOCK)
