@@ -24,10 +24,13 @@ def add_product(a, b, total):
 
 
 @triton.jit
-def load_rows(ptr, rows, stride, mask, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Rows of SIZE elements, padded to BLOCK with zeros; 0 in rows that the mask leaves out."""
+def load_rows(ptr, rows, stride, mask, SIZE: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr = True):
+    """Rows of SIZE elements, padded to BLOCK with zeros; 0 in rows that the mask leaves out. WIDE: int32 may not count
+    the elements up to the last of them.
+    """
     offsets = tl.arange(0, BLOCK)
-    pointers = ptr + rows.to(tl.int64)[:, None] * stride + offsets[None, :]
+    rows = rows.to(tl.int64) if WIDE else rows
+    pointers = ptr + rows[:, None] * stride + offsets[None, :]
     if SIZE == BLOCK:
         return tl.load(pointers, mask=mask[:, None], other=0.0)
     return tl.load(pointers, mask=mask[:, None] & (offsets < SIZE)[None, :], other=0.0)

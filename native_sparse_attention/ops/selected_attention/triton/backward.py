@@ -82,6 +82,7 @@ def dq_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     """Shapes as in the forward kernel; dlse may be None, and is `[B, HQ, T]` like lse and delta, where the gradient of
     a logit is p * (dp - delta). dfactors: float32 `[parts, B, T, HI, n]`, for the tiles of the heads of a choice, or
@@ -137,7 +138,7 @@ def dq_kernel(
             for start in tl.range(first, last, BLOCK_N):
                 _, _, _, dlogits = _differentiate(
                     q, dout, k_ptr, v_ptr, k_strides[1], v_strides[1], lse_log2, delta, start, last, key_start, scale,
-                    factor, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV,
+                    factor, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
                 )  # fmt: skip
                 missing += tl.sum(dlogits, 1)
         delta += missing
@@ -151,7 +152,7 @@ def dq_kernel(
         for start in tl.range(first, last, BLOCK_N):
             k, logits, weights, dlogits = _differentiate(
                 q, dout, k_ptr, v_ptr, k_strides[1], v_strides[1], lse_log2, delta, start, last, key_start, scale,
-                factor, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV,
+                factor, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
             )  # fmt: skip
             missing += tl.sum(dlogits, 1)
             dlogits = tl.fma(weights, dlse[:, None], dlogits)
@@ -186,14 +187,15 @@ def _differentiate(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     """A tile of keys from `first` on, and [BLOCK_M, BLOCK_N]: their logits without the factor, their weights, and the
     gradients of the logits; 0 for keys that are not read.
     """
     keys = first + tl.arange(0, BLOCK_N)
     mask = keys < last
-    k = load_rows(k_ptr, key_start + keys, k_stride, mask, HEAD_DIM, BLOCK_D)  # [BLOCK_N, BLOCK_D]
-    v = load_rows(v_ptr, key_start + keys, v_stride, mask, VALUE_DIM, BLOCK_DV)  # [BLOCK_N, BLOCK_DV]
+    k = load_rows(k_ptr, key_start + keys, k_stride, mask, HEAD_DIM, BLOCK_D, WIDE)  # [BLOCK_N, BLOCK_D]
+    v = load_rows(v_ptr, key_start + keys, v_stride, mask, VALUE_DIM, BLOCK_DV, WIDE)  # [BLOCK_N, BLOCK_DV]
     logits = tl.dot(q, tl.trans(k), input_precision='ieee') * scale
     logits = tl.where(mask[None, :], logits, 0.0)
     weights = tl.exp2(tl.fma(logits, factor * 1.4426950408889634, -lse_log2[:, None]))

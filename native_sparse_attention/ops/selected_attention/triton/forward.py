@@ -44,6 +44,7 @@ def forward_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     """q, out: `[B, T, HQ, D and DV]`; k, v: `[B, S, H, D and DV]`; indices, factors (or None): `[B, T, HI, n]`; lse:
     `[B, HQ, T]`. GROUP: HQ / HI, heads that share a choice. REPEATS: HI / H, choices of a kv head.
@@ -82,13 +83,13 @@ def forward_kernel(
         if BLOCK_SIZE <= BLOCK_N:
             row_max, total, out = _attend(
                 q, k_ptr, v_ptr, k_strides[1], v_strides[1], row_max, total, out, first, last, key_start, scale_log2,
-                HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV,
+                HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
             )  # fmt: skip
         else:
             for start in tl.range(first, last, BLOCK_N):
                 row_max, total, out = _attend(
                     q, k_ptr, v_ptr, k_strides[1], v_strides[1], row_max, total, out, start, last, key_start,
-                    scale_log2, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV,
+                    scale_log2, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
                 )  # fmt: skip
 
     empty = total == 0
@@ -120,14 +121,15 @@ def _attend(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     """Adds a tile of keys from `first` on to a running softmax. All rows read the same keys, so those that are not read
     are not loaded.
     """
     keys = first + tl.arange(0, BLOCK_N)
     mask = keys < last
-    k = load_rows(k_ptr, key_start + keys, k_stride, mask, HEAD_DIM, BLOCK_D)  # [BLOCK_N, BLOCK_D]
-    v = load_rows(v_ptr, key_start + keys, v_stride, mask, VALUE_DIM, BLOCK_DV)  # [BLOCK_N, BLOCK_DV]
+    k = load_rows(k_ptr, key_start + keys, k_stride, mask, HEAD_DIM, BLOCK_D, WIDE)  # [BLOCK_N, BLOCK_D]
+    v = load_rows(v_ptr, key_start + keys, v_stride, mask, VALUE_DIM, BLOCK_DV, WIDE)  # [BLOCK_N, BLOCK_DV]
     products = tl.dot(q, tl.trans(k), input_precision='ieee')  # [BLOCK_M, BLOCK_N]
     logits = tl.where(mask[None, :], products * scale_log2, float('-inf'))
     new_max = tl.maximum(row_max, tl.max(logits, 1))

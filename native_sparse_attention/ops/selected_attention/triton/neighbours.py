@@ -50,6 +50,7 @@ def neighbours_forward_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     """One program per tile of BLOCK_M / BLOCK_G queries and per chooser; BLOCK_G holds the heads of a group.
     sharing: tiles without a flag are left to the kernel per query.
@@ -98,8 +99,8 @@ def neighbours_forward_kernel(
         for start in tl.range(block * BLOCK_SIZE, last, BLOCK_N):
             keys = start + tl.arange(0, BLOCK_N)
             key_mask = keys < last
-            k = load_rows(k_ptr, key_start + keys, k_strides[1], key_mask, HEAD_DIM, BLOCK_D)
-            v = load_rows(v_ptr, key_start + keys, v_strides[1], key_mask, VALUE_DIM, BLOCK_DV)
+            k = load_rows(k_ptr, key_start + keys, k_strides[1], key_mask, HEAD_DIM, BLOCK_D, WIDE)
+            v = load_rows(v_ptr, key_start + keys, v_strides[1], key_mask, VALUE_DIM, BLOCK_DV, WIDE)
             read = key_mask[None, :] & chosen[:, None]
             if CAUSAL:
                 read = read & (keys[None, :] <= positions[:, None])
@@ -166,6 +167,7 @@ def neighbours_dq_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     """dfactors: float32 `[1, B, T, HI, n]`, or None. The gradients of factors of several heads are added at the end,
     when each head knows by how much its delta was off.
@@ -231,8 +233,8 @@ def neighbours_dq_kernel(
         for start in tl.range(block * BLOCK_SIZE, last, BLOCK_N):
             keys = start + tl.arange(0, BLOCK_N)
             key_mask = keys < last
-            k = load_rows(k_ptr, key_start + keys, k_strides[1], key_mask, HEAD_DIM, BLOCK_D)
-            v = load_rows(v_ptr, key_start + keys, v_strides[1], key_mask, VALUE_DIM, BLOCK_DV)
+            k = load_rows(k_ptr, key_start + keys, k_strides[1], key_mask, HEAD_DIM, BLOCK_D, WIDE)
+            v = load_rows(v_ptr, key_start + keys, v_strides[1], key_mask, VALUE_DIM, BLOCK_DV, WIDE)
             read = key_mask[None, :] & (slot < BLOCK_S)[:, None]
             if CAUSAL:
                 read = read & (keys[None, :] <= positions[:, None])

@@ -35,6 +35,7 @@ from native_sparse_attention.ops.selected_attention.triton.backward import dq_ke
 from native_sparse_attention.ops.selected_attention.triton.by_block import attend_by_block
 from native_sparse_attention.ops.selected_attention.triton.by_block_backward import MemberGradients
 from native_sparse_attention.ops.selected_attention.triton.forward import forward_kernel
+from native_sparse_attention.ops.selected_attention.triton.lists import is_wide
 from native_sparse_attention.ops.selected_attention.triton.neighbours import (
     neighbours_dq_kernel,
     neighbours_forward_kernel,
@@ -344,6 +345,7 @@ def _constants(
         'BLOCK_N': min(block_n, row_block(block_size)),
         'BLOCK_D': head_block(q.shape[3]),
         'BLOCK_DV': head_block(v.shape[3]),
+        'WIDE': is_wide(k, v),
         'num_warps': num_warps,
         'num_stages': num_stages,
     }
