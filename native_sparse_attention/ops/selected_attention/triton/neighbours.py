@@ -1,8 +1,8 @@
 """Kernels of selected attention in which neighbouring queries fill a tile together and share what they read.
 
 A query with few heads leaves most rows of a tile empty, and neighbours with many heads may have chosen the same. So a
-program has several neighbours and goes in order through the blocks that at least one of them chose. Shapes and names
-are those of the kernels per query.
+program has several neighbours and goes in order through the blocks that at least one of them chose (`Sharing`). Shapes
+and names are those of the kernels per query.
 """
 
 # To pyright a jit function that another calls never returns.
@@ -51,13 +51,15 @@ def neighbours_forward_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     WIDE: tl.constexpr,
+    UNION: tl.constexpr,
 ):
     """One program per tile of BLOCK_M / BLOCK_G queries and per chooser; BLOCK_G holds the heads of a group.
     sharing: tiles without a flag are left to the kernel per query.
     """
     BLOCK_T: tl.constexpr = BLOCK_M // BLOCK_G
+    SPLIT: tl.constexpr = (BLOCK_SIZE + BLOCK_N - 1) // BLOCK_N
     sequence, row, query_start, first_query, num_queries, num_keys, offset = locate_queries(
-        tl.program_id(0), place, BLOCK_T
+        sharing.first_tile + tl.program_id(0), place, BLOCK_T
     )
     if first_query >= num_queries:
         return
@@ -79,44 +81,35 @@ def neighbours_forward_kernel(
     members = first_query + tl.arange(0, BLOCK_T)
     member_mask = members < num_queries
     member_tokens = (query_start + members).to(tl.int64)
-    choices = load_choices(indices_ptr, member_tokens * indices_strides[1], member_mask, NUM_SELECTED, BLOCK_S)
+    choices = 0
+    factors = 0
     if factors_ptr is not None:
+        choices = load_choices(indices_ptr, member_tokens * indices_strides[1], member_mask, NUM_SELECTED, BLOCK_S)
         factors_ptr += row * factors_strides[0] + chooser * factors_strides[2]
         factors = _load_factors(factors_ptr, member_tokens * factors_strides[1], member_mask, NUM_SELECTED, BLOCK_S)
 
     row_max = tl.full([BLOCK_M], float('-inf'), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     out = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    num_blocks = _count_blocks(offset + first_query, num_queries - first_query, num_keys, BLOCK_SIZE, BLOCK_T, CAUSAL)
-    block = _next_block(choices, -1)
-    while block < num_blocks:
-        slot = _find_slot(choices, block, offset + members, BLOCK_SIZE, BLOCK_S, CAUSAL)  # [BLOCK_T]
-        scale_log2 = tl.full([BLOCK_M], scale * 1.4426950408889634, tl.float32)
-        if factors_ptr is not None:
-            scale_log2 *= _for_heads(_pick(factors, slot, BLOCK_S), BLOCK_T, BLOCK_G)
-        chosen = _for_heads(slot, BLOCK_T, BLOCK_G) < BLOCK_S  # [BLOCK_M]
-        last = tl.minimum((block + 1) * BLOCK_SIZE, num_keys)
-        for start in tl.range(block * BLOCK_SIZE, last, BLOCK_N):
-            keys = start + tl.arange(0, BLOCK_N)
-            key_mask = keys < last
-            k = load_rows(k_ptr, key_start + keys, k_strides[1], key_mask, HEAD_DIM, BLOCK_D, WIDE)
-            v = load_rows(v_ptr, key_start + keys, v_strides[1], key_mask, VALUE_DIM, BLOCK_DV, WIDE)
-            read = key_mask[None, :] & chosen[:, None]
-            if CAUSAL:
-                read = read & (keys[None, :] <= positions[:, None])
-            products = tl.dot(q, tl.trans(k), input_precision='ieee')  # [BLOCK_M, BLOCK_N]
-            logits = tl.where(read, products * scale_log2[:, None], float('-inf'))
-            v, taint = split_finite(v)
-            out += tl.sum(tl.where(read, taint[None, :], 0.0), 1)[:, None]
-            new_max = tl.maximum(row_max, tl.max(logits, 1))
-            reference = tl.where(new_max == float('-inf'), 0.0, new_max)
-            weights = tl.exp2(tl.fma(products, scale_log2[:, None], -reference[:, None]))
-            weights = tl.where(read, weights, 0.0)
-            rescale = tl.exp2(row_max - reference)
-            total = total * rescale + tl.sum(weights, 1)
-            out = add_product(weights.to(v.dtype), v, out * rescale[:, None])
-            row_max = new_max
-        block = _next_block(choices, block)
+    in_unions = (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + chooser) * UNION
+    blocks_ptr = sharing.blocks + in_unions
+    members_ptr = sharing.members + in_unions + in_unions // UNION
+    num_blocks = tl.load(sharing.counts + in_unions // UNION * 2)
+    num_whole = 0
+    if BLOCK_SIZE % BLOCK_N == 0:
+        num_whole = tl.load(sharing.counts + in_unions // UNION * 2 + 1)
+    for step in tl.range(0, num_whole * SPLIT):
+        row_max, total, out = _attend(
+            q, k_ptr, v_ptr, blocks_ptr, members_ptr, choices, factors, row_max, total, out, step, num_keys, key_start,
+            positions, k_strides[1], v_strides[1], scale, factors_ptr is not None, False, CAUSAL, BLOCK_SIZE, SPLIT,
+            HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_T, BLOCK_G, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+        )  # fmt: skip
+    for step in tl.range(num_whole * SPLIT, num_blocks * SPLIT):
+        row_max, total, out = _attend(
+            q, k_ptr, v_ptr, blocks_ptr, members_ptr, choices, factors, row_max, total, out, step, num_keys, key_start,
+            positions, k_strides[1], v_strides[1], scale, factors_ptr is not None, True, CAUSAL, BLOCK_SIZE, SPLIT,
+            HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_T, BLOCK_G, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+        )  # fmt: skip
 
     empty = total == 0
     total = tl.where(empty, 1.0, total)
@@ -126,6 +119,96 @@ def neighbours_forward_kernel(
     store_rows(out_ptr, offsets, 1, out / total[:, None], mask, VALUE_DIM, BLOCK_DV)
     num_heads = tl.num_programs(1) * GROUP
     tl.store(lse_ptr + (row * num_heads + heads) * place.seqlen_q + tokens, lse, mask=mask)
+
+
+@triton.jit
+def _attend(
+    q,
+    k_ptr,
+    v_ptr,
+    blocks_ptr,
+    members_ptr,
+    choices,
+    factors,
+    row_max,
+    total,
+    out,
+    step,
+    num_keys,
+    key_start,
+    positions,
+    k_stride,
+    v_stride,
+    scale,
+    SCALED: tl.constexpr,
+    MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Adds a tile of keys to a running softmax: part step % SPLIT of block step // SPLIT of the union. Not MASKED: who
+    chose the block reads all of the tile.
+    """
+    block, chosen, keys, key_mask = _open_step(
+        blocks_ptr, members_ptr, step, num_keys, MASKED, BLOCK_SIZE, SPLIT, BLOCK_T, BLOCK_G, BLOCK_N
+    )
+    k = load_rows(k_ptr, key_start + keys, k_stride, key_mask, HEAD_DIM, BLOCK_D, WIDE)
+    v = load_rows(v_ptr, key_start + keys, v_stride, key_mask, VALUE_DIM, BLOCK_DV, WIDE)
+    scale_log2 = tl.full([BLOCK_T * BLOCK_G], scale * 1.4426950408889634, tl.float32)
+    if SCALED:
+        scale_log2 *= _for_heads(_pick(factors, _find_slot(choices, block, BLOCK_S), BLOCK_S), BLOCK_T, BLOCK_G)
+    read = chosen[:, None] & key_mask[None, :]
+    if MASKED and CAUSAL:
+        read = read & (keys[None, :] <= positions[:, None])
+    products = tl.dot(q, tl.trans(k), input_precision='ieee')  # [BLOCK_M, BLOCK_N]
+    logits = tl.where(read, products * scale_log2[:, None], float('-inf'))
+    v, taint = split_finite(v)
+    if MASKED:
+        out += tl.sum(tl.where(read, taint[None, :], 0.0), 1)[:, None]
+    else:
+        out += tl.where(chosen, tl.sum(taint, 0), 0.0)[:, None]
+    new_max = tl.maximum(row_max, tl.max(logits, 1))
+    reference = tl.where(new_max == float('-inf'), 0.0, new_max)
+    weights = tl.exp2(tl.fma(products, scale_log2[:, None], -reference[:, None]))
+    weights = tl.where(read, weights, 0.0)
+    rescale = tl.exp2(row_max - reference)
+    total = total * rescale + tl.sum(weights, 1)
+    out = add_product(weights.to(v.dtype), v, out * rescale[:, None])
+    return new_max, total, out
+
+
+@triton.jit
+def _open_step(
+    blocks_ptr,
+    members_ptr,
+    step,
+    num_keys,
+    MASKED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """The block of a step, which rows of the tile chose it, its keys, and which of these there are."""
+    place = step // SPLIT
+    block = tl.load(blocks_ptr + place)
+    members = tl.load(members_ptr + place + 1) - tl.load(members_ptr + place)
+    chosen = (members >> (tl.arange(0, BLOCK_T * BLOCK_G) // BLOCK_G).to(tl.int64)) & 1
+    keys = block * BLOCK_SIZE + step % SPLIT * BLOCK_N + tl.arange(0, BLOCK_N)
+    key_mask = tl.full([BLOCK_N], 1, tl.int1)
+    if MASKED:
+        key_mask = keys < tl.minimum((block + 1) * BLOCK_SIZE, num_keys)
+    return block, chosen != 0, keys, key_mask
 
 
 @triton.jit
@@ -168,13 +251,15 @@ def neighbours_dq_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     WIDE: tl.constexpr,
+    UNION: tl.constexpr,
 ):
     """dfactors: float32 `[1, B, T, HI, n]`, or None. The gradients of factors of several heads are added at the end,
     when each head knows by how much its delta was off.
     """
     BLOCK_T: tl.constexpr = BLOCK_M // BLOCK_G
+    SPLIT: tl.constexpr = (BLOCK_SIZE + BLOCK_N - 1) // BLOCK_N
     sequence, row, query_start, first_query, num_queries, num_keys, offset = locate_queries(
-        tl.program_id(0), place, BLOCK_T
+        sharing.first_tile + tl.program_id(0), place, BLOCK_T
     )
     if first_query >= num_queries:
         return
@@ -194,8 +279,10 @@ def neighbours_dq_kernel(
     members = first_query + tl.arange(0, BLOCK_T)
     member_mask = members < num_queries
     member_tokens = (query_start + members).to(tl.int64)
-    choices = load_choices(indices_ptr, member_tokens * indices_strides[1], member_mask, NUM_SELECTED, BLOCK_S)
+    choices = 0
+    factors = 0
     if factors_ptr is not None:
+        choices = load_choices(indices_ptr, member_tokens * indices_strides[1], member_mask, NUM_SELECTED, BLOCK_S)
         factors_ptr += row * factors_strides[0] + chooser * factors_strides[2]
         factors = _load_factors(factors_ptr, member_tokens * factors_strides[1], member_mask, NUM_SELECTED, BLOCK_S)
     q_ptr += row * q_strides[0]
@@ -221,39 +308,38 @@ def neighbours_dq_kernel(
     dfactors = tl.zeros([BLOCK_M, BLOCK_S], tl.float32)
     mean_logits = tl.zeros([BLOCK_M, BLOCK_S], tl.float32)
     slots = tl.arange(0, BLOCK_S)
-    num_blocks = _count_blocks(offset + first_query, num_queries - first_query, num_keys, BLOCK_SIZE, BLOCK_T, CAUSAL)
-    block = _next_block(choices, -1)
-    while block < num_blocks:
-        slot = _find_slot(choices, block, offset + members, BLOCK_SIZE, BLOCK_S, CAUSAL)  # [BLOCK_T]
+    in_unions = (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + chooser) * UNION
+    blocks_ptr = sharing.blocks + in_unions
+    members_ptr = sharing.members + in_unions + in_unions // UNION
+    num_blocks = tl.load(sharing.counts + in_unions // UNION * 2)
+    for step in tl.range(0, num_blocks * SPLIT):
+        block, chosen, keys, key_mask = _open_step(
+            blocks_ptr, members_ptr, step, num_keys, True, BLOCK_SIZE, SPLIT, BLOCK_T, BLOCK_G, BLOCK_N
+        )
+        k = load_rows(k_ptr, key_start + keys, k_strides[1], key_mask, HEAD_DIM, BLOCK_D, WIDE)
+        v = load_rows(v_ptr, key_start + keys, v_strides[1], key_mask, VALUE_DIM, BLOCK_DV, WIDE)
         factor = tl.full([BLOCK_M], 1.0, tl.float32)
         if factors_ptr is not None:
+            slot = _find_slot(choices, block, BLOCK_S)  # [BLOCK_T]
             factor = _for_heads(_pick(factors, slot, BLOCK_S), BLOCK_T, BLOCK_G)
-        slot = _for_heads(slot, BLOCK_T, BLOCK_G)  # [BLOCK_M]
-        last = tl.minimum((block + 1) * BLOCK_SIZE, num_keys)
-        for start in tl.range(block * BLOCK_SIZE, last, BLOCK_N):
-            keys = start + tl.arange(0, BLOCK_N)
-            key_mask = keys < last
-            k = load_rows(k_ptr, key_start + keys, k_strides[1], key_mask, HEAD_DIM, BLOCK_D, WIDE)
-            v = load_rows(v_ptr, key_start + keys, v_strides[1], key_mask, VALUE_DIM, BLOCK_DV, WIDE)
-            read = key_mask[None, :] & (slot < BLOCK_S)[:, None]
-            if CAUSAL:
-                read = read & (keys[None, :] <= positions[:, None])
-            logits = tl.where(read, tl.dot(q, tl.trans(k), input_precision='ieee') * scale, 0.0)
-            factor_log2 = factor * 1.4426950408889634
-            weights = tl.exp2(tl.fma(logits, factor_log2[:, None], -lse_log2[:, None]))
-            weights = tl.where(read, weights, 0.0)
-            dweights = tl.dot(dout, tl.trans(v), input_precision='ieee')
-            dlogits = tl.where(read, weights * (dweights - delta[:, None]), 0.0)
-            missing += tl.sum(dlogits, 1)
-            dlogits = tl.fma(weights, dlse[:, None], dlogits)
-            if dfactors_ptr is not None:
-                is_slot = slots[None, :] == slot[:, None]
-                dfactors += tl.where(is_slot, tl.sum(dlogits * logits, 1)[:, None], 0.0)
-                mean_logits += tl.where(is_slot, tl.sum(weights * logits, 1)[:, None], 0.0)
-            k, _taint = split_finite(k)
-            dq = add_product((dlogits * factor[:, None]).to(k.dtype), k, dq)
-            mean_k = add_product((weights * factor[:, None]).to(k.dtype), k, mean_k)
-        block = _next_block(choices, block)
+        read = chosen[:, None] & key_mask[None, :]
+        if CAUSAL:
+            read = read & (keys[None, :] <= positions[:, None])
+        logits = tl.where(read, tl.dot(q, tl.trans(k), input_precision='ieee') * scale, 0.0)
+        factor_log2 = factor * 1.4426950408889634
+        weights = tl.exp2(tl.fma(logits, factor_log2[:, None], -lse_log2[:, None]))
+        weights = tl.where(read, weights, 0.0)
+        dweights = tl.dot(dout, tl.trans(v), input_precision='ieee')
+        dlogits = tl.where(read, weights * (dweights - delta[:, None]), 0.0)
+        missing += tl.sum(dlogits, 1)
+        dlogits = tl.fma(weights, dlse[:, None], dlogits)
+        if dfactors_ptr is not None:
+            is_slot = (slots[None, :] == _for_heads(slot, BLOCK_T, BLOCK_G)[:, None]) & chosen[:, None]
+            dfactors += tl.where(is_slot, tl.sum(dlogits * logits, 1)[:, None], 0.0)
+            mean_logits += tl.where(is_slot, tl.sum(weights * logits, 1)[:, None], 0.0)
+        k, _taint = split_finite(k)
+        dq = add_product((dlogits * factor[:, None]).to(k.dtype), k, dq)
+        mean_k = add_product((weights * factor[:, None]).to(k.dtype), k, mean_k)
 
     dq = (dq - missing[:, None] * mean_k) * scale
     dq_ptr += row * dq_strides[0]
@@ -289,21 +375,9 @@ def _for_heads(values, BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr):
 
 
 @triton.jit
-def _next_block(choices, block):
-    """The first block behind `block` that a query chose."""
-    return tl.min(tl.min(tl.where(choices > block, choices, 2**30), 1), 0)
-
-
-@triton.jit
-def _find_slot(choices, block, positions, BLOCK_SIZE: tl.constexpr, BLOCK_S: tl.constexpr, CAUSAL: tl.constexpr):
-    """Where a block first stands in each query's indices, BLOCK_S where it does not or is in the future: the factor of
-    what a query does not read may be anything.
-    """
-    slots = tl.arange(0, BLOCK_S)
-    slot = tl.min(tl.where(choices == block, slots[None, :], BLOCK_S), 1)
-    if CAUSAL:
-        slot = tl.where(block * BLOCK_SIZE <= positions, slot, BLOCK_S)
-    return slot
+def _find_slot(choices, block, BLOCK_S: tl.constexpr):
+    """Where a block first stands in each query's indices, BLOCK_S where it does not."""
+    return tl.min(tl.where(choices == block, tl.arange(0, BLOCK_S)[None, :], BLOCK_S), 1)
 
 
 @triton.jit
@@ -311,14 +385,3 @@ def _pick(factors, slot, BLOCK_S: tl.constexpr):
     """The factor at each query's slot, 0 where it has none."""
     slots = tl.arange(0, BLOCK_S)
     return tl.sum(tl.where(slots[None, :] == slot[:, None], factors, 0.0), 1)
-
-
-@triton.jit
-def _count_blocks(
-    position, num_queries, num_keys, BLOCK_SIZE: tl.constexpr, BLOCK_T: tl.constexpr, CAUSAL: tl.constexpr
-):
-    """The blocks that hold a key which one of up to BLOCK_T queries from a position on may read."""
-    readable = num_keys
-    if CAUSAL:
-        readable = tl.minimum(readable, tl.maximum(position + tl.minimum(num_queries, BLOCK_T), 0))
-    return tl.cdiv(readable, BLOCK_SIZE)

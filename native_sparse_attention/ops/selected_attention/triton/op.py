@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,7 +21,6 @@ from native_sparse_attention.ops._triton.placement import (
     flatten,
     last_dim_contiguous,
     make_placement,
-    num_tiles,
     unflatten,
 )
 from native_sparse_attention.ops._triton.registered import (
@@ -40,7 +40,16 @@ from native_sparse_attention.ops.selected_attention.triton.neighbours import (
     neighbours_dq_kernel,
     neighbours_forward_kernel,
 )
-from native_sparse_attention.ops.selected_attention.triton.sharing import ALL, MAX_UNION_PERCENT, Sharing, find_sharing
+from native_sparse_attention.ops.selected_attention.triton.sharing import (
+    MAX_INDICES,
+    MAX_MEMBERS,
+    MAX_UNION_PERCENT,
+    NOTHING_SHARED,
+    Sharing,
+    find_sharing,
+    union_size,
+    union_tiles,
+)
 
 DESIGNS = ('query', 'neighbours', 'block', 'mixed')
 # The largest group that leaves a tile of one query empty, and the most indices of a row that neighbours share.
@@ -157,9 +166,11 @@ def _backward(
     launches = _plan(design, *kernels, q, k, v, block_indices, place, block_size, causal, max_percent=percent)
     dfactors = None
     if needs_dscale:
-        parts = max(grid[1] for _, grid, _, _ in launches) // max(block_indices.shape[2], 1)
+        group = q.shape[2] // max(block_indices.shape[2], 1)
+        rows = min(settings_of(settings.DQ, q, v).block_m, row_block(group))
         # A tile of neighbours has all heads of a group, and leaves its sums in the first part.
-        allocate = torch.zeros if len(launches) > 1 and parts > 1 else torch.empty
+        parts = 1 if design == 'neighbours' else -(-group // rows)
+        allocate = torch.zeros if design == 'mixed' and parts > 1 else torch.empty
         dfactors = allocate(parts, *block_indices.shape, dtype=torch.float32, device=q.device)
     for kernel, grid, sharing, meta in launches:
         launch(
@@ -241,8 +252,9 @@ def choose_design(
     if group > SMALL_GROUP:
         tile = settings_of(settings.NEIGHBOURS_DQ if backward else settings.NEIGHBOURS_FORWARD, q, v).block_m
         # Queries that all chose the same still read one block together for each that one of them would read.
-        most = MAX_UNION_PERCENT['backward' if backward else 'forward'] * tile // group_block(group)
-        shares = most >= 100 and num_selected <= MAX_SHARED_CHOICE
+        block_t = tile // group_block(group)
+        shares = MAX_UNION_PERCENT['backward' if backward else 'forward'] * block_t >= 100
+        shares = shares and num_selected <= MAX_SHARED_CHOICE and _fits_unions(q, k, block_indices, block_size, block_t)
         return 'mixed' if shares and q.shape[1] >= MIN_SEQLEN_MIXED else 'query'
     num_blocks = -(-k.shape[1] // block_size)
     if num_selected <= MAX_SHARED_CHOICE and num_blocks <= MEETING * num_selected:
@@ -255,6 +267,13 @@ def choose_design(
     table = settings.BLOCK_DKV if backward else settings.BLOCK
     largest = settings_of(table, q, v).block_n
     return 'block' if row_block(min(block_size, k.shape[1])) <= largest else 'query'
+
+
+def _fits_unions(q: Tensor, k: Tensor, block_indices: Tensor, block_size: int, block_t: int) -> bool:
+    """Whether the unions of all tiles can be made at once."""
+    size = union_size(block_indices.shape[3], block_t)
+    num_indices = q.shape[0] * -(-q.shape[1] // block_t) * block_indices.shape[2] * size
+    return num_indices <= MAX_INDICES and (k.shape[1] // block_size + 2) * size <= 2**30
 
 
 def group_block(group: int) -> int:
@@ -275,37 +294,28 @@ def _plan(
     causal: bool,
     *,
     max_percent: int,
-) -> list[tuple[Any, tuple[int, int], Sharing, dict[str, Any]]]:
-    """Kernels with their grids, what they leave to each other, and constants; per_tile, per_query: kernel and table."""
-    launches: list[tuple[Any, tuple[int, int], Sharing, dict[str, Any]]] = []
-    sharing, rest = ALL, (q, k, v, block_indices, place, block_size, causal)
+) -> Iterator[tuple[Any, tuple[int, int], Sharing, dict[str, Any]]]:
+    """Kernels with their grids, what they share or leave to each other, and constants, one after the other, so that
+    what a launch needs is there for no longer. per_tile, per_query: kernel and table.
+    """
+    sharing, rest = NOTHING_SHARED, (q, k, v, block_indices, place, block_size, causal)
     if design != 'query':
-        grid, meta = _launch_per_tile(per_tile[1], *rest)
+        meta = _constants(per_tile[1], q, k, v, block_indices, block_size, causal)
+        meta['BLOCK_G'] = group_block(meta['GROUP'])
+        meta['BLOCK_M'] = min(meta['BLOCK_M'], MAX_MEMBERS * meta['BLOCK_G'])
+        block_t = meta['BLOCK_M'] // meta['BLOCK_G']
+        meta['UNION'] = union_size(block_indices.shape[3], block_t)
+        unions = (block_indices, place, meta['BLOCK_SIZE'], causal, block_t)
         if design == 'mixed':
-            block_t = meta['BLOCK_M'] // meta['BLOCK_G']
-            sharing = find_sharing(block_indices, place, meta['BLOCK_SIZE'], causal, block_t, max_percent)
-        launches.append((per_tile[0], grid, sharing, meta))
+            sharing = find_sharing(*unions, max_percent)
+            yield per_tile[0], sharing.counts.shape[:2], sharing, meta
+        else:
+            for tiles in union_tiles(block_indices, place, block_t):
+                sharing = find_sharing(*unions, None, tiles)
+                yield per_tile[0], sharing.counts.shape[:2], sharing, meta
     if design != 'neighbours':
         grid, meta = _launch_per_query(per_query[1], *rest)
-        launches.append((per_query[0], grid, sharing, meta))
-    return launches
-
-
-def _launch_per_tile(
-    table: Table,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_indices: Tensor,
-    place: Placement,
-    block_size: int,
-    causal: bool,
-) -> tuple[tuple[int, int], dict[str, Any]]:
-    """Grid and constants of the kernels that have a program per tile of neighbouring queries and chooser."""
-    meta = _constants(table, q, k, v, block_indices, block_size, causal)
-    meta['BLOCK_G'] = group_block(meta['GROUP'])
-    tiles = num_tiles(place, q.shape[1], meta['BLOCK_M'] // meta['BLOCK_G'])
-    return (tiles, block_indices.shape[2]), meta
+        yield per_query[0], grid, sharing, meta
 
 
 def _launch_per_query(

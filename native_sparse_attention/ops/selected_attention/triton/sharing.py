@@ -1,4 +1,4 @@
-"""Which tiles of neighbouring queries read their blocks together, decided on the device for each tile by itself.
+"""What tiles of neighbouring queries read together: the blocks that at least one of them chose, and which of them did.
 
 For a large group both designs fill their tiles, and the better one reads fewer blocks: a program per query reads each
 of its own, a program per tile the union of what its queries chose, and masks it for every one of them. What a tile does
@@ -11,7 +11,7 @@ same bits whatever comes later, and whatever else is in the batch. The first til
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -21,54 +21,93 @@ from torch import Tensor
 from native_sparse_attention.ops._triton.inverse_index import count_readable_blocks
 from native_sparse_attention.ops._triton.launch import launch
 from native_sparse_attention.ops._triton.placement import Placement, load_extent, locate_queries, num_tiles
+from native_sparse_attention.ops._triton.tiles import sort_tile
 
 # A tile reads its blocks together where these are at most so many of 100 that its queries would read one by one. A
 # block of a union is dearer than one of a query, which is masked for none of its rows. On an H200, at G = 16, both take
 # as long at about 20 forward (8 queries a tile) and 45 backward (4); tiles that are no faster should not share.
 MAX_UNION_PERCENT = {'forward': 18, 'backward': 40}
-# Comparisons of indices that a program makes at once.
-COMPARISONS = 4096
+# Indices whose unions are made at once, 12 bytes each.
+MAX_INDICES = 2**25
+# A tile's members are bits of an integer.
+MAX_MEMBERS = 64
 
 
 class Sharing(NamedTuple):
-    """One argument of a kernel. flags: int8 `[tiles, HI]`, 1 where a tile of block_t queries reads together what a
-    chooser chose; or None, and all programs of the launch have work.
+    """One argument of the kernels, for tiles of block_t queries as in `locate_queries`, from first_tile on.
+
+    blocks: int32 `[tiles, HI, P]`, the union of what a chooser's queries chose, ascending; P is `union_size`. members:
+    int64 `[tiles, HI, P + 1]`: bit t of members[i + 1] - members[i] says that query t of the tile chose block i.
+    counts: int32 `[tiles, HI, 2]`, of the blocks, and of the first ones that every query may read as a whole. flags:
+    int8 `[tiles + 1, HI]`, 1 where a tile reads its union, 0 where its queries go one by one; None where all tiles are
+    alike.
     """
 
-    flags: Tensor | None
+    flags: Any
     block_t: int
+    blocks: Any
+    members: Any
+    counts: Any
+    first_tile: int
 
 
-ALL = Sharing(None, 1)
+NOTHING_SHARED = Sharing(None, 1, None, None, None, 0)
 
 
 def find_sharing(
-    block_indices: Tensor, place: Placement, block_size: int, causal: bool, block_t: int, max_percent: int
+    block_indices: Tensor,
+    place: Placement,
+    block_size: int,
+    causal: bool,
+    block_t: int,
+    max_percent: int | None,
+    tiles: range | None = None,
 ) -> Sharing:
-    """Tiles as in `locate_queries`."""
+    """The unions of these tiles, or of all; with flags unless max_percent is None."""
     seqlen, index_heads, num_selected = block_indices.shape[1:]
-    tiles = num_tiles(place, seqlen, block_t)
-    flags = torch.empty(tiles, index_heads, dtype=torch.int8, device=block_indices.device)
-    block_s = 1 << max(num_selected - 1, 0).bit_length()
+    tiles = range(num_tiles(place, seqlen, block_t)) if tiles is None else tiles
+    size = union_size(num_selected, block_t)
+    block_s, log_size = size // block_t, size.bit_length() - 1
+    shape, device = (len(tiles), index_heads), block_indices.device
+    sharing = Sharing(
+        None if max_percent is None else torch.empty(len(tiles) + 1, index_heads, dtype=torch.int8, device=device),
+        block_t,
+        torch.empty(*shape, size, dtype=torch.int32, device=device),
+        torch.empty(*shape, size + 1, dtype=torch.int64, device=device),
+        torch.empty(*shape, 2, dtype=torch.int32, device=device),
+        tiles.start,
+    )
     launch(
-        sharing_kernel,
-        (tiles, index_heads),
-        *(flags, block_indices, block_indices.stride(), place, max_percent),
+        union_kernel,
+        shape,
+        *(sharing, block_indices, block_indices.stride(), place, max_percent),
         NUM_SELECTED=num_selected,
         BLOCK_SIZE=block_size,
         CAUSAL=causal,
         BLOCK_S=block_s,
-        BLOCK_T=block_t,
-        BLOCK_N=max(1, min(block_t * block_s, COMPARISONS // (block_t * block_s))),
-        num_warps=4,
-        device=block_indices.device,
+        LOG_SIZE=log_size,
+        num_warps=min(max(size // 128, 1), 8),
+        device=device,
     )
-    return Sharing(flags, block_t)
+    return sharing
 
 
-@triton.jit
-def sharing_kernel(
-    flags_ptr,
+def union_size(num_selected: int, block_t: int) -> int:
+    """P of `Sharing`: at least 2, which can be sorted."""
+    return block_t * (1 << max(num_selected - 1, 1).bit_length())
+
+
+def union_tiles(block_indices: Tensor, place: Placement, block_t: int) -> list[range]:
+    """All tiles, in ranges whose unions are made at once."""
+    seqlen, index_heads, num_selected = block_indices.shape[1:]
+    tiles = num_tiles(place, seqlen, block_t)
+    step = max(1, MAX_INDICES // max(1, index_heads * union_size(num_selected, block_t)))
+    return [range(first, min(first + step, tiles)) for first in range(0, tiles, step)]
+
+
+@triton.jit(do_not_specialize=['max_percent'])
+def union_kernel(
+    sharing,
     indices_ptr,
     indices_strides,
     place,
@@ -77,68 +116,64 @@ def sharing_kernel(
     BLOCK_SIZE: tl.constexpr,
     CAUSAL: tl.constexpr,
     BLOCK_S: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    LOG_SIZE: tl.constexpr,
 ):
-    """One program per tile of queries and chooser, which counts the blocks of the tile before with a key that a query
-    may read: those of every query, and those that are different ones. Where there are none, there is nothing to do, and
-    the tile is shared, too.
+    """One program per tile of queries and chooser. Only blocks with a key that a query may read count, and an index
+    that stands several times in a row counts once. A tile leaves the flag of the next one of its sequence.
     """
-    _, row, query_start, first_query, num_queries, num_keys, offset = locate_queries(tl.program_id(0), place, BLOCK_T)
+    SIZE: tl.constexpr = 2**LOG_SIZE
+    BLOCK_T: tl.constexpr = SIZE // BLOCK_S
+    NO_BLOCK: tl.constexpr = 2**30 // SIZE - 1
+    index = tl.program_id(0) + sharing.first_tile
+    _, row, query_start, first_query, num_queries, num_keys, offset = locate_queries(index, place, BLOCK_T)
     if first_query >= num_queries:
         return
     row, chooser = row.to(tl.int64), tl.program_id(1).to(tl.int64)
-    first_query -= BLOCK_T
-    # A tile before another one is full.
-    num_members = tl.where(first_query >= 0, BLOCK_T, 0)
-    offset += first_query
+    place_of_tile = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + chooser
+    places = tl.arange(0, SIZE)
+    queries, slots = first_query + places // BLOCK_S, places % BLOCK_S
+    mask = (queries < num_queries) & (slots < NUM_SELECTED)
     indices_ptr += row * indices_strides[0] + chooser * indices_strides[2]
-    stride = indices_strides[1]
-    indices_ptr += (query_start + first_query).to(tl.int64) * stride
-    places = tl.arange(0, BLOCK_T * BLOCK_S)
-    blocks = _load_readable(
-        indices_ptr, stride, places, num_members, num_keys, offset, NUM_SELECTED, BLOCK_SIZE, CAUSAL, BLOCK_S
+    blocks = tl.load(
+        indices_ptr + (query_start + queries).to(tl.int64) * indices_strides[1] + slots, mask=mask, other=-1
     )
-    repeated = tl.zeros([BLOCK_T * BLOCK_S], tl.int32)
-    shared = tl.zeros([BLOCK_T * BLOCK_S], tl.int32)
-    for first in tl.range(0, BLOCK_T * BLOCK_S, BLOCK_N):
-        earlier = first + tl.arange(0, BLOCK_N)
-        others = _load_readable(
-            indices_ptr, stride, earlier, num_members, num_keys, offset, NUM_SELECTED, BLOCK_SIZE, CAUSAL, BLOCK_S
-        )
-        same = (blocks[:, None] == others[None, :]) & (places[:, None] > earlier[None, :])
-        own = same & ((places // BLOCK_S)[:, None] == (earlier // BLOCK_S)[None, :])
-        repeated |= tl.max(own.to(tl.int32), 1)
-        shared |= tl.max(same.to(tl.int32), 1)
-    pairs = (blocks >= 0) & (repeated == 0)
-    union = pairs & (shared == 0)
-    num_pairs = tl.sum(pairs.to(tl.int32), 0)
-    num_union = tl.sum(union.to(tl.int32), 0)
-    flag = ((num_members > 0) & (100 * num_union <= max_percent * num_pairs)).to(tl.int8)
-    tl.store(flags_ptr + tl.program_id(0).to(tl.int64) * tl.num_programs(1) + chooser, flag)
+    num_blocks = count_readable_blocks(offset + queries, num_keys, BLOCK_SIZE, CAUSAL)
+    counts = (blocks >= 0) & (blocks < num_blocks) & (blocks < NO_BLOCK)
+    keys = sort_tile(tl.where(counts, blocks.to(tl.int32), NO_BLOCK) * SIZE + places, LOG_SIZE, LOG_SIZE // 5)
 
+    # What stands before and behind each of them is read back, from where the union comes to stand.
+    blocks_ptr = sharing.blocks + place_of_tile * SIZE
+    tl.store(blocks_ptr + places, keys)
+    tl.debug_barrier()
+    before = tl.load(blocks_ptr + places - 1, mask=places > 0, other=2**30)
+    behind = tl.load(blocks_ptr + places + 1, mask=places < SIZE - 1, other=2**30)
+    tl.debug_barrier()
+    blocks = keys // SIZE
+    is_block = blocks < NO_BLOCK
+    starts = is_block & (before // SIZE != blocks)
+    is_pair = is_block & (before // BLOCK_S != keys // BLOCK_S)
+    is_last = is_block & (behind // SIZE != blocks)
+    ranks = tl.cumsum(starts.to(tl.int32), 0)
+    bits = tl.where(is_pair, 1, 0).to(tl.int64) << (keys % SIZE // BLOCK_S).to(tl.int64)
+    members_ptr = sharing.members + place_of_tile * (SIZE + 1)
+    tl.store(blocks_ptr + ranks - 1, blocks, mask=is_last)
+    tl.store(members_ptr + ranks, tl.cumsum(bits, 0), mask=is_last)
+    tl.store(members_ptr, 0)
 
-@triton.jit
-def _load_readable(
-    indices_ptr,
-    stride,
-    places,
-    num_members,
-    num_keys,
-    offset,
-    NUM_SELECTED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-):
-    """The indices at places of a tile, `[queries, BLOCK_S]`, and -1 for those that name nothing that their query may
-    read. num_members: queries that there are. offset: the position of its first query.
-    """
-    members, slots = places // BLOCK_S, places % BLOCK_S
-    mask = (members < num_members) & (slots < NUM_SELECTED)
-    blocks = tl.load(indices_ptr + members.to(tl.int64) * stride + slots, mask=mask, other=-1)
-    num_blocks = count_readable_blocks(offset + members, num_keys, BLOCK_SIZE, CAUSAL)
-    return tl.where((blocks >= 0) & (blocks < num_blocks), blocks, -1).to(tl.int32)
+    num_whole = num_keys // BLOCK_SIZE
+    if CAUSAL:
+        num_whole = tl.minimum(num_whole, tl.maximum(offset + first_query + 1, 0) // BLOCK_SIZE)
+    counts_ptr = sharing.counts + place_of_tile * 2
+    num_union = tl.sum(starts.to(tl.int32), 0)
+    tl.store(counts_ptr, num_union)
+    tl.store(counts_ptr + 1, tl.sum((starts & (blocks < num_whole)).to(tl.int32), 0))
+    if sharing.flags is not None:
+        flags_ptr = sharing.flags + place_of_tile
+        if first_query == 0:
+            tl.store(flags_ptr, 0)
+        if first_query + BLOCK_T < num_queries:
+            flag = 100 * num_union <= max_percent * tl.sum(is_pair.to(tl.int32), 0)
+            tl.store(flags_ptr + tl.num_programs(1), flag.to(tl.int8))
 
 
 @triton.jit
