@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from native_sparse_attention.ops import selected_attention
 from native_sparse_attention.ops._triton.placement import make_placement
 from native_sparse_attention.ops._triton.support import is_interpreted
 from native_sparse_attention.ops.selected_attention.triton import op, sharing
-from native_sparse_attention.ops.selected_attention.triton.sharing import find_sharing
+from native_sparse_attention.ops.selected_attention.triton.sharing import Sharing, find_sharing
 from tests.ops.triton.harness import (
     assert_close_to_eager,
     assert_same_bits,
@@ -33,6 +34,8 @@ from tests.ops.triton.selected_attention_problems import (
 from tests.problems import Extents, Heads, cumulative, drawn_extents, packed, row_integers, whole
 
 HEADS = Heads(12, 1, 16, 16)
+# Of the keys or values, which are not looked at here.
+NOT_FOUND = torch.zeros(1, 1, 1, dtype=torch.int8)
 
 
 def make_sequences(extents: Extents, device: torch.device) -> Sequences:
@@ -83,13 +86,44 @@ def flag_by_definition(
     """indices: `[B, T, n]` of one chooser."""
     if queries is None:
         return 0
+    chosen = [
+        {block for block in indices[row, token].tolist() if 0 <= block * block_size <= last}
+        for row, token, last in last_keys(queries, sequences, causal)
+    ]
+    return int(100 * len(set[int]().union(*chosen)) <= percent * sum(map(len, chosen)))
+
+
+def last_keys(queries: list[tuple[int, int]], sequences: Sequences, causal: bool) -> Iterator[tuple[int, int, int]]:
+    """Row and token of each query, and the last key that it may read."""
     layout = sequences.layout()
-    chosen = []
     for row, token in queries:
         position, num_keys = int(layout.position[row, token]), int(layout.key_len[row, token])
-        last = min(num_keys - 1, position) if causal else num_keys - 1
-        chosen.append({block for block in indices[row, token].tolist() if 0 <= block * block_size <= last})
-    return int(100 * len(set[int]().union(*chosen)) <= percent * sum(map(len, chosen)))
+        yield row, token, min(num_keys - 1, position) if causal else num_keys - 1
+
+
+def assert_union(
+    sharing: Sharing,
+    tile: int,
+    chooser: int,
+    indices: Tensor,
+    queries: list[tuple[int, int]],
+    sequences: Sequences,
+    block_size: int,
+    causal: bool,
+) -> None:
+    """indices: `[B, T, n]` of one chooser."""
+    expected: dict[int, int] = {}
+    whole = 2**30
+    for bit, (row, token, last) in enumerate(last_keys(queries, sequences, causal)):
+        for block in set(indices[row, token].tolist()):
+            if 0 <= block * block_size <= last:
+                expected[block] = expected.get(block, 0) | 1 << bit
+        whole = min(whole, (last + 1) // block_size)
+    num_blocks, num_whole = sharing.counts[tile, chooser].tolist()
+    blocks = sharing.blocks[tile, chooser, :num_blocks].tolist()
+    members = sharing.members[tile, chooser, : num_blocks + 1].diff().tolist()
+    assert (blocks, [bits % 2**64 for bits in members]) == (sorted(expected), [expected[b] for b in sorted(expected)])
+    assert num_whole == sum(block < whole for block in expected)
 
 
 def assert_flags(
@@ -109,12 +143,15 @@ def assert_flags(
         indices = make_indices(extents, choosers, num_selected, block_size)
     sequences = make_sequences(extents, device)
     with poisoned_allocations():
-        found = find_sharing(
-            place(indices, device), make_placement(sequences), block_size, causal, block_t, percent
-        ).flags
-    assert found is not None
-    tiles = tiles_by_definition(make_sequences(extents, torch.device('cpu')), block_t)
+        sharing = find_sharing(
+            place(indices, device), make_placement(sequences), block_size, causal, block_t, percent, NOT_FOUND
+        )
+    found = sharing.flags
     cpu = make_sequences(extents, torch.device('cpu'))
+    tiles = tiles_by_definition(cpu, block_t)
+    for tile, queries in tiles.items():
+        for chooser in range(choosers):
+            assert_union(sharing, tile, chooser, indices[:, :, chooser], queries, cpu, block_size, causal)
     expected = {
         (tile, chooser): flag_by_definition(
             indices[:, :, chooser], tile_before(tile, tiles, cpu), cpu, block_size, causal, percent
@@ -177,8 +214,8 @@ def test_indices_far_apart() -> None:
     memory = torch.empty(5 * stride, dtype=torch.int32)
     rows = memory.as_strided(indices.shape, (0, stride, 4, 1)).copy_(indices)
     place_of = make_placement(make_sequences(extents, torch.device('cpu')))
-    expected = find_sharing(indices, place_of, 4, True, 4, 60).flags
-    found = find_sharing(rows, place_of, 4, True, 4, 60).flags
+    expected = find_sharing(indices, place_of, 4, True, 4, 60, NOT_FOUND).flags
+    found = find_sharing(rows, place_of, 4, True, 4, 60, NOT_FOUND).flags
     assert expected is not None
     assert found is not None
     assert torch.equal(found, expected)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from native_sparse_attention.ops._triton.finite import is_finite
 from native_sparse_attention.ops._triton.placement import load_extent, locate_queries
 from native_sparse_attention.ops._triton.tiles import add_product, load_rows, split_finite, store_rows
 from native_sparse_attention.ops.selected_attention.triton.choice import load_choices
@@ -95,9 +96,10 @@ def neighbours_forward_kernel(
     blocks_ptr = sharing.blocks + in_unions
     members_ptr = sharing.members + in_unions + in_unions // UNION
     num_blocks = tl.load(sharing.counts + in_unions // UNION * 2)
-    num_whole = 0
-    if BLOCK_SIZE % BLOCK_N == 0:
-        num_whole = tl.load(sharing.counts + in_unions // UNION * 2 + 1)
+    num_whole = tl.load(sharing.counts + in_unions // UNION * 2 + 1)
+    pair = row * (tl.num_programs(1) // REPEATS) + chooser // REPEATS
+    if BLOCK_SIZE % BLOCK_N != 0 or not is_finite(sharing.infinite, pair, sharing.num_chunks):
+        num_whole = 0
     for step in tl.range(0, num_whole * SPLIT):
         row_max, total, out = _attend(
             q, k_ptr, v_ptr, blocks_ptr, members_ptr, choices, factors, row_max, total, out, step, num_keys, key_start,
@@ -156,7 +158,7 @@ def _attend(
     WIDE: tl.constexpr,
 ):
     """Adds a tile of keys to a running softmax: part step % SPLIT of block step // SPLIT of the union. Not MASKED: who
-    chose the block reads all of the tile.
+    chose the block reads all of the tile, and all of it is finite.
     """
     block, chosen, keys, key_mask = _open_step(
         blocks_ptr, members_ptr, step, num_keys, MASKED, BLOCK_SIZE, SPLIT, BLOCK_T, BLOCK_G, BLOCK_N
@@ -171,11 +173,9 @@ def _attend(
         read = read & (keys[None, :] <= positions[:, None])
     products = tl.dot(q, tl.trans(k), input_precision='ieee')  # [BLOCK_M, BLOCK_N]
     logits = tl.where(read, products * scale_log2[:, None], float('-inf'))
-    v, taint = split_finite(v)
     if MASKED:
+        v, taint = split_finite(v)
         out += tl.sum(tl.where(read, taint[None, :], 0.0), 1)[:, None]
-    else:
-        out += tl.where(chosen, tl.sum(taint, 0), 0.0)[:, None]
     new_max = tl.maximum(row_max, tl.max(logits, 1))
     reference = tl.where(new_max == float('-inf'), 0.0, new_max)
     weights = tl.exp2(tl.fma(products, scale_log2[:, None], -reference[:, None]))
@@ -312,34 +312,26 @@ def neighbours_dq_kernel(
     blocks_ptr = sharing.blocks + in_unions
     members_ptr = sharing.members + in_unions + in_unions // UNION
     num_blocks = tl.load(sharing.counts + in_unions // UNION * 2)
-    for step in tl.range(0, num_blocks * SPLIT):
-        block, chosen, keys, key_mask = _open_step(
-            blocks_ptr, members_ptr, step, num_keys, True, BLOCK_SIZE, SPLIT, BLOCK_T, BLOCK_G, BLOCK_N
-        )
-        k = load_rows(k_ptr, key_start + keys, k_strides[1], key_mask, HEAD_DIM, BLOCK_D, WIDE)
-        v = load_rows(v_ptr, key_start + keys, v_strides[1], key_mask, VALUE_DIM, BLOCK_DV, WIDE)
-        factor = tl.full([BLOCK_M], 1.0, tl.float32)
-        if factors_ptr is not None:
-            slot = _find_slot(choices, block, BLOCK_S)  # [BLOCK_T]
-            factor = _for_heads(_pick(factors, slot, BLOCK_S), BLOCK_T, BLOCK_G)
-        read = chosen[:, None] & key_mask[None, :]
-        if CAUSAL:
-            read = read & (keys[None, :] <= positions[:, None])
-        logits = tl.where(read, tl.dot(q, tl.trans(k), input_precision='ieee') * scale, 0.0)
-        factor_log2 = factor * 1.4426950408889634
-        weights = tl.exp2(tl.fma(logits, factor_log2[:, None], -lse_log2[:, None]))
-        weights = tl.where(read, weights, 0.0)
-        dweights = tl.dot(dout, tl.trans(v), input_precision='ieee')
-        dlogits = tl.where(read, weights * (dweights - delta[:, None]), 0.0)
-        missing += tl.sum(dlogits, 1)
-        dlogits = tl.fma(weights, dlse[:, None], dlogits)
-        if dfactors_ptr is not None:
-            is_slot = (slots[None, :] == _for_heads(slot, BLOCK_T, BLOCK_G)[:, None]) & chosen[:, None]
-            dfactors += tl.where(is_slot, tl.sum(dlogits * logits, 1)[:, None], 0.0)
-            mean_logits += tl.where(is_slot, tl.sum(weights * logits, 1)[:, None], 0.0)
-        k, _taint = split_finite(k)
-        dq = add_product((dlogits * factor[:, None]).to(k.dtype), k, dq)
-        mean_k = add_product((weights * factor[:, None]).to(k.dtype), k, mean_k)
+    num_whole = tl.load(sharing.counts + in_unions // UNION * 2 + 1)
+    pair = row * (tl.num_programs(1) // REPEATS) + chooser // REPEATS
+    if BLOCK_SIZE % BLOCK_N != 0 or not is_finite(sharing.infinite, pair, sharing.num_chunks):
+        num_whole = 0
+    sums = (dq, mean_k, missing, dfactors, mean_logits)
+    for step in tl.range(0, num_whole * SPLIT):
+        sums = _differentiate(
+            q, dout, k_ptr, v_ptr, blocks_ptr, members_ptr, choices, factors, lse_log2, delta, dlse, sums, step,
+            num_keys, key_start, positions, k_strides[1], v_strides[1], scale, factors_ptr is not None,
+            dfactors_ptr is not None, False, CAUSAL, BLOCK_SIZE, SPLIT, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_T, BLOCK_G,
+            BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+        )  # fmt: skip
+    for step in tl.range(num_whole * SPLIT, num_blocks * SPLIT):
+        sums = _differentiate(
+            q, dout, k_ptr, v_ptr, blocks_ptr, members_ptr, choices, factors, lse_log2, delta, dlse, sums, step,
+            num_keys, key_start, positions, k_strides[1], v_strides[1], scale, factors_ptr is not None,
+            dfactors_ptr is not None, True, CAUSAL, BLOCK_SIZE, SPLIT, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_T, BLOCK_G,
+            BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+        )  # fmt: skip
+    dq, mean_k, missing, dfactors, mean_logits = sums
 
     dq = (dq - missing[:, None] * mean_k) * scale
     dq_ptr += row * dq_strides[0]
@@ -351,6 +343,78 @@ def neighbours_dq_kernel(
         rows = (row * place.seqlen_q + member_tokens) * tl.num_programs(1) + chooser
         dfactors_mask = member_mask[:, None] & (slots < NUM_SELECTED)[None, :]
         tl.store(dfactors_ptr + (rows * NUM_SELECTED)[:, None] + slots[None, :], dfactors, mask=dfactors_mask)
+
+
+@triton.jit
+def _differentiate(
+    q,
+    dout,
+    k_ptr,
+    v_ptr,
+    blocks_ptr,
+    members_ptr,
+    choices,
+    factors,
+    lse_log2,
+    delta,
+    dlse,
+    sums,
+    step,
+    num_keys,
+    key_start,
+    positions,
+    k_stride,
+    v_stride,
+    scale,
+    SCALED: tl.constexpr,
+    DIFFERENTIATES_FACTORS: tl.constexpr,
+    MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """What a tile of keys adds to the sums; steps and MASKED as in `_attend`."""
+    dq, mean_k, missing, dfactors, mean_logits = sums
+    block, chosen, keys, key_mask = _open_step(
+        blocks_ptr, members_ptr, step, num_keys, MASKED, BLOCK_SIZE, SPLIT, BLOCK_T, BLOCK_G, BLOCK_N
+    )
+    k = load_rows(k_ptr, key_start + keys, k_stride, key_mask, HEAD_DIM, BLOCK_D, WIDE)
+    v = load_rows(v_ptr, key_start + keys, v_stride, key_mask, VALUE_DIM, BLOCK_DV, WIDE)
+    factor = tl.full([BLOCK_T * BLOCK_G], 1.0, tl.float32)
+    if SCALED:
+        slot = _find_slot(choices, block, BLOCK_S)  # [BLOCK_T]
+        # That of a block that a query does not read may be anything.
+        factor = tl.where(chosen, _for_heads(_pick(factors, slot, BLOCK_S), BLOCK_T, BLOCK_G), 0.0)
+    read = chosen[:, None] & key_mask[None, :]
+    if MASKED and CAUSAL:
+        read = read & (keys[None, :] <= positions[:, None])
+    logits = tl.where(read, tl.dot(q, tl.trans(k), input_precision='ieee') * scale, 0.0)
+    factor_log2 = factor * 1.4426950408889634
+    weights = tl.exp2(tl.fma(logits, factor_log2[:, None], -lse_log2[:, None]))
+    weights = tl.where(read, weights, 0.0)
+    dweights = tl.dot(dout, tl.trans(v), input_precision='ieee')
+    dlogits = tl.where(read, weights * (dweights - delta[:, None]), 0.0)
+    missing += tl.sum(dlogits, 1)
+    dlogits = tl.fma(weights, dlse[:, None], dlogits)
+    if DIFFERENTIATES_FACTORS:
+        slots = tl.arange(0, BLOCK_S)
+        is_slot = (slots[None, :] == _for_heads(slot, BLOCK_T, BLOCK_G)[:, None]) & chosen[:, None]
+        dfactors += tl.where(is_slot, tl.sum(dlogits * logits, 1)[:, None], 0.0)
+        mean_logits += tl.where(is_slot, tl.sum(weights * logits, 1)[:, None], 0.0)
+    if MASKED:
+        k, _ = split_finite(k)
+    dq = add_product((dlogits * factor[:, None]).to(k.dtype), k, dq)
+    mean_k = add_product((weights * factor[:, None]).to(k.dtype), k, mean_k)
+    return dq, mean_k, missing, dfactors, mean_logits
 
 
 @triton.jit

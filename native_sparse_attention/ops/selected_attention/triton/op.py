@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from native_sparse_attention.geometry import Sequences
+from native_sparse_attention.ops._triton.finite import find_infinite
 from native_sparse_attention.ops._triton.launch import (
     Table,
     head_block,
@@ -105,7 +106,7 @@ def _forward(
         return out, lse
     kernels = (neighbours_forward_kernel, settings.NEIGHBOURS_FORWARD), (forward_kernel, settings.FORWARD)
     percent = MAX_UNION_PERCENT['forward']
-    launches = _plan(design, *kernels, q, k, v, block_indices, place, block_size, causal, max_percent=percent)
+    launches = _plan(design, *kernels, q, k, v, block_indices, place, block_size, causal, max_percent=percent, summed=v)
     for kernel, grid, sharing, meta in launches:
         launch(
             kernel,
@@ -163,7 +164,7 @@ def _backward(
     delta = torch.empty_like(lse)
     kernels = (neighbours_dq_kernel, settings.NEIGHBOURS_DQ), (dq_kernel, settings.DQ)
     percent = MAX_UNION_PERCENT['backward']
-    launches = _plan(design, *kernels, q, k, v, block_indices, place, block_size, causal, max_percent=percent)
+    launches = _plan(design, *kernels, q, k, v, block_indices, place, block_size, causal, max_percent=percent, summed=k)
     dfactors = None
     if needs_dscale:
         group = q.shape[2] // max(block_indices.shape[2], 1)
@@ -294,9 +295,11 @@ def _plan(
     causal: bool,
     *,
     max_percent: int,
+    summed: Tensor,
 ) -> Iterator[tuple[Any, tuple[int, int], Sharing, dict[str, Any]]]:
     """Kernels with their grids, what they share or leave to each other, and constants, one after the other, so that
-    what a launch needs is there for no longer. per_tile, per_query: kernel and table.
+    what a launch needs is there for no longer. per_tile, per_query: kernel and table. summed: what kernels per tile
+    add up, k or v.
     """
     sharing, rest = NOTHING_SHARED, (q, k, v, block_indices, place, block_size, causal)
     if design != 'query':
@@ -307,11 +310,12 @@ def _plan(
         meta['UNION'] = union_size(block_indices.shape[3], block_t)
         unions = (block_indices, place, meta['BLOCK_SIZE'], causal, block_t)
         if design == 'mixed':
-            sharing = find_sharing(*unions, max_percent)
+            sharing = find_sharing(*unions, max_percent, find_infinite(summed))
             yield per_tile[0], sharing.counts.shape[:2], sharing, meta
         else:
+            infinite = find_infinite(summed)
             for tiles in union_tiles(block_indices, place, block_t):
-                sharing = find_sharing(*unions, None, tiles)
+                sharing = find_sharing(*unions, None, infinite, tiles)
                 yield per_tile[0], sharing.counts.shape[:2], sharing, meta
     if design != 'neighbours':
         grid, meta = _launch_per_query(per_query[1], *rest)

@@ -40,7 +40,7 @@ class Sharing(NamedTuple):
     int64 `[tiles, HI, P + 1]`: bit t of members[i + 1] - members[i] says that query t of the tile chose block i.
     counts: int32 `[tiles, HI, 2]`, of the blocks, and of the first ones that every query may read as a whole. flags:
     int8 `[tiles + 1, HI]`, 1 where a tile reads its union, 0 where its queries go one by one; None where all tiles are
-    alike.
+    alike. infinite: of k or v, from `find_infinite`.
     """
 
     flags: Any
@@ -49,9 +49,11 @@ class Sharing(NamedTuple):
     members: Any
     counts: Any
     first_tile: int
+    infinite: Any
+    num_chunks: int
 
 
-NOTHING_SHARED = Sharing(None, 1, None, None, None, 0)
+NOTHING_SHARED = Sharing(None, 1, None, None, None, 0, None, 0)
 
 
 def find_sharing(
@@ -61,6 +63,7 @@ def find_sharing(
     causal: bool,
     block_t: int,
     max_percent: int | None,
+    infinite: Tensor,
     tiles: range | None = None,
 ) -> Sharing:
     """The unions of these tiles, or of all; with flags unless max_percent is None."""
@@ -76,6 +79,8 @@ def find_sharing(
         torch.empty(*shape, size + 1, dtype=torch.int64, device=device),
         torch.empty(*shape, 2, dtype=torch.int32, device=device),
         tiles.start,
+        infinite,
+        infinite.shape[2],
     )
     launch(
         union_kernel,
