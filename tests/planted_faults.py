@@ -121,7 +121,7 @@ FAULTS = [
     Fault('sharing: indices that stand twice count twice', SHARING, 'is_block & (before // BLOCK_S != keys // BLOCK_S)', 'is_block', SHARED),
     Fault('sharing: the future counts', SHARING, 'count_readable_blocks(offset + queries, ', 'count_readable_blocks(offset + queries + 8, ', SHARED),
     Fault('sharing: the flag of its own tile', SHARING, 'tl.store(flags_ptr + tl.num_programs(1), flag.to(tl.int8))', 'tl.store(flags_ptr, flag.to(tl.int8))', SHARED),
-    Fault('sharing: the last of a block forgotten', SHARING, 'mask=places < SIZE - 1, other=2**30)', 'mask=places < SIZE - 2, other=2**30)', SHARED),
+    Fault('sharing: a block stands twice', SHARING, 'is_block & (before // SIZE != blocks)', 'is_block', SHARED),
     Fault('neighbours: blocks of which some keys are in the future go unmasked', SHARING, 'tl.maximum(offset + first_query + 1, 0) // BLOCK_SIZE', 'tl.maximum(offset + first_query + BLOCK_SIZE, 0) // BLOCK_SIZE', SHARED),
     Fault('neighbours: all of a tile read what one chose', NEIGHBOURS, 'return block, chosen != 0, keys, key_mask', 'return block, chosen >= 0, keys, key_mask', SHARED),
     Fault('neighbours: what is not finite goes unseen', NEIGHBOURS, 'or not is_finite(sharing.infinite, pair, sharing.num_chunks):\n        num_whole = 0\n    for step', ':\n        num_whole = 0\n    for step', ('test_selected_attention_guarantees.py',)),

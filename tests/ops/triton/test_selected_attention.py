@@ -151,6 +151,14 @@ def test_block_sizes(block_size: int, causal: bool, device: torch.device) -> Non
     assert_close(extents, HEADS, device, block_size=block_size, num_selected=4, scaled=True, causal=causal)
 
 
+@pytest.mark.parametrize('causal', [True, False])
+@pytest.mark.parametrize(('seqlen', 'scaled'), [(48, True), (43, False)])
+def test_whole_blocks(seqlen: int, scaled: bool, causal: bool, device: torch.device) -> None:
+    """Blocks that fill a tile of keys, which members behind them read as a whole and those in them do not."""
+    heads = Heads(2, 1, 16, 16)
+    assert_close(whole(seqlen), heads, device, block_size=16, num_selected=3, scaled=scaled, causal=causal)
+
+
 def test_many_blocks(device: torch.device) -> None:
     assert_close(Extents(1, 1, 90, {}, [90]), HEADS, device, num_selected=60, block_size=1, scaled=True)
 

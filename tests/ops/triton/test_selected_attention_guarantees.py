@@ -81,6 +81,24 @@ def test_factors_of_the_future_change_nothing(junk: float, device: torch.device)
     assert_same_bits(run_triton(selected_attention, tensors, grads, block_size=4), expected)
 
 
+@pytest.mark.parametrize('junk', [torch.nan, torch.inf])
+def test_what_others_read_of_whole_blocks_changes_nothing(junk: float, device: torch.device) -> None:
+    """Of a tile's queries every other one reads a block that holds what is not finite."""
+    extents, sequences = Extents(1, 14, 48, {'q_offset': 33}, [48]), {'block_size': 16, 'q_offset': 33}
+    indices = torch.tensor([[0, 2], [1, 2]], dtype=torch.int32).repeat(7, 1).view(1, 14, 1, 2)
+    tensors, grads = make_inputs(extents, HEADS, device, indices), make_grads(extents, HEADS, device)
+    expected = run_triton(selected_attention, tensors, grads, **sequences)
+    for name in 'kv':
+        spoiled = tensors | {name: tensors[name].clone()}
+        spoiled[name][:, 20] = junk
+        result = run_triton(selected_attention, spoiled, grads, **sequences)
+        for output in ('out0', 'grad of q'):
+            assert torch.equal(result[output][:, ::2], expected[output][:, ::2]), output
+            assert not result[output][:, 1::2].isfinite().all(-1).any(), output
+        for output in ('grad of k', 'grad of v'):
+            assert torch.equal(result[output][:, :16], expected[output][:, :16]), output
+
+
 @pytest.mark.parametrize('names', ['q', 'k', 'v'])
 def test_what_is_not_finite_reaches_those_who_read_it(names: str, device: torch.device) -> None:
     indices = torch.tensor([0, 1], dtype=torch.int32).expand(1, 8, 2, 2).clone()
