@@ -73,7 +73,7 @@ class MemberGradients:
         parts = make_parts(q, len(pairs) * lists.num_entries * self.group, q.shape[3], self.dfactors is not None)
         block_m, _, num_warps, num_stages = settings_of(settings.BLOCK, q, v)
         chunk = max(1, CHUNK_ROWS // self.group)
-        num_programs = lists.num_entries // chunk + lists.num_slots
+        num_programs = lists.num_entries // chunk + lists.num_slots + 1
         launch(
             delta_kernel,
             (len(pairs) * num_programs,),
@@ -157,7 +157,7 @@ def delta_kernel(
     pair and chunk.
     """
     num_entries, entries_ptr, pair, row, kv_head, key_start, keys, key_mask, offset = open_chunk(
-        tl.program_id(0), place, lists, BLOCK_SIZE, CHUNK, BLOCK_N
+        tl.program_id(0), place, lists, parts, GROUP, BLOCK_SIZE, CHUNK, BLOCK_N
     )
     if num_entries <= 0:
         return
