@@ -28,6 +28,7 @@ from native_sparse_attention.ops._triton.registered import (
     OptionalInt,
     OptionalTensor,
     refuse_double_backward,
+    register_derivative,
     save_inputs,
     saved_inputs,
 )
@@ -245,7 +246,7 @@ def _differentiate(ctx: Any, dout: Tensor | None) -> tuple[Tensor | None, ...]:
     return *grads, *(None,) * (len(inputs) - 3)
 
 
-_forward.register_autograd(_differentiate, setup_context=_save)
+register_derivative(_forward, _differentiate, _save)
 refuse_double_backward(_backward)
 
 
