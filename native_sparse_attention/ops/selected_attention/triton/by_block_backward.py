@@ -101,12 +101,11 @@ class MemberGradients:
         """dq and dfactors of the tokens, from their parts."""
         self._add_parts(parts, lists, pairs, tokens, finishes=True)
         if self.dfactors is not None:
-            dfactors = torch.where(parts.unit != 0, parts.second, 0)
-            shape = (len(pairs), len(tokens), self.repeats, self.num_selected, self.group)
-            self.dfactors[pairs.start : pairs.stop, tokens.start : tokens.stop] = dfactors.view(shape).sum(-1)
+            dfactors = self.dfactors[pairs.start : pairs.stop, tokens.start : tokens.stop]
+            torch.sum(parts.second.view(*dfactors.shape, self.group), -1, out=dfactors)
 
     def _add_parts(self, parts: Parts, lists: Lists, pairs: range, tokens: range, finishes: bool) -> None:
-        """delta, or else dq and dfactors."""
+        """delta, or else dq."""
         dlse = self.dlse
         launch(
             add_parts_kernel,

@@ -69,9 +69,8 @@ class Parts(NamedTuple):
     """What blocks add to results of their members: a row for every entry of a pair and head of its chooser, `[pairs,
     T * R * n, G]`.
 
-    out: `[rows, D or DV]`, float16 or float32, in units of unit, float32 `[rows]`, which is 0 where there is no part
-    (`open_chunk`); what the others then have is anything. first, second: float32 `[rows]`, more of what a part has, or
-    None.
+    out: `[rows, D or DV]`, float16 or float32, in units of unit, float32 `[rows]`. first, second: float32 `[rows]`,
+    more of what a part has, or None. Where there is no part, unit and second are 0 (`open_chunk`), the others anything.
     """
 
     out: Any
@@ -160,6 +159,8 @@ def open_chunk(
             entry = tl.load(entries_ptr + members // GROUP, mask=mask, other=0)
             places = (pair * lists.num_entries + entry) * GROUP + members % GROUP
             tl.store(parts.unit + places, tl.zeros([1024], tl.float32), mask=mask)
+            if parts.second is not None:
+                tl.store(parts.second + places, tl.zeros([1024], tl.float32), mask=mask)
         num_entries = 0
     kv_head = (lists.first_pair + pair) % lists.kv_heads
     return num_entries, entries_ptr, pair, row.to(tl.int64), kv_head, key_start, keys, key_mask, offset
