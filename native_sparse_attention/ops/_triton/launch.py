@@ -31,8 +31,8 @@ Table = Mapping[tuple[str, int, int], Settings]
 
 def settings_of(table: Table, q: Tensor, *others: Tensor) -> Settings:
     """The entry for the GPU, the dtype and the largest head size of the tensors."""
-    block_d = max(head_block(t.shape[-1]) for t in (q, *others))
-    return find_settings(table, architecture_of(q.device), q.element_size(), block_d)
+    head_dim = max(t.shape[-1] for t in (q, *others))
+    return find_settings(table, architecture_of(q.device), q.element_size(), head_block(head_dim))
 
 
 def find_settings(table: Table, architecture: str, itemsize: int, block_d: int) -> Settings:

@@ -21,16 +21,16 @@ def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...] = 
     """Keeps the inputs of a forward, and its outputs where the backward reads them, for `saved_inputs`."""
     ctx.set_materialize_grads(False)
     ctx.num_outputs = len(output)
-    ctx.tensors = [isinstance(value, Tensor) for value in inputs]
-    ctx.others = [value for value in inputs if not isinstance(value, Tensor)]
-    ctx.save_for_backward(*output, *(value for value in inputs if isinstance(value, Tensor)))
+    ctx.others = [None if isinstance(value, Tensor) else value for value in inputs]
+    ctx.save_for_backward(*output, *(value if isinstance(value, Tensor) else None for value in inputs))
 
 
 def saved_inputs(ctx: Any) -> tuple[list[Tensor], list[Any]]:
     """The outputs and the inputs that `save_inputs` was given."""
-    saved, others = iter(ctx.saved_tensors), iter(ctx.others)  # read once, as checkpointing wants it
-    outputs = [next(saved) for _ in range(ctx.num_outputs)]
-    return outputs, [next(saved) if is_tensor else next(others) for is_tensor in ctx.tensors]
+    saved = ctx.saved_tensors  # read once, as checkpointing wants it
+    outputs, tensors = saved[: ctx.num_outputs], saved[ctx.num_outputs :]
+    inputs = [other if tensor is None else tensor for tensor, other in zip(tensors, ctx.others, strict=True)]
+    return list(outputs), inputs
 
 
 def register_derivative(op: CustomOpDef, backward: Callable[..., Any], save: Callable[..., None]) -> None:

@@ -238,7 +238,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _differentiate(ctx: Any, dout: Tensor | None) -> tuple[Tensor | None, ...]:
     if dout is None:
-        return (None,) * len(ctx.tensors)
+        return (None,) * len(ctx.others)
     _, inputs = saved_inputs(ctx)
     needs_dq, needs_dk, needs_dlse = ctx.needs_input_grad[:3]
     dq, dk, dlse = _backward(dout, *inputs, needs_dq or needs_dlse, needs_dk)
