@@ -101,7 +101,8 @@ FAULTS = [
     Fault('by block: delta of another slot', BY_BLOCK_BACKWARD, 'delta += tl.load(parts.first + places_of_part', 'delta += tl.load(parts.first + places', SELECTED[:1]),
     Fault('by block: gradient of the log-sum-exp with the wrong sign', BY_BLOCK_BACKWARD, 'delta -= tl.where', 'delta += tl.where', SELECTED[:1]),
     Fault('by block: scale of dq dropped', BY_BLOCK_BACKWARD, 'places, 1, dq * scale, mask', 'places, 1, dq, mask', SELECTED[:1]),
-    Fault('by block: factors of what is no part', BY_BLOCK_BACKWARD, 'torch.where(parts.unit != 0, parts.second, 0)', 'parts.second', SELECTED),
+    Fault('by block: what chose nothing is a part', LISTS, 'tl.store(parts.unit + places, tl.zeros(', 'tl.store(parts.unit + places, 1.0 + tl.zeros(', SELECTED[:1]),
+    Fault('by block: factors of what is no part', LISTS, 'tl.store(parts.second + places, tl.zeros(', 'tl.store(parts.second + places, 1.0 + tl.zeros(', SELECTED[:1]),
     Fault('by block: earlier tokens forgotten', SELECTED_KEYS, 'ADDS=len(ranges) > 1,\n                BLOCK_M=block_m,', 'ADDS=False,\n                BLOCK_M=block_m,', SELECTED[:1]),
     Fault('members of a list: next token', LISTS, 'token = lists.first_token + entry // (REPEATS * NUM_SELECTED)', 'token = lists.first_token + (entry + 1) // (REPEATS * NUM_SELECTED)', SELECTED[:1]),
     # Choice of blocks

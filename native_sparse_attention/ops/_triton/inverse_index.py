@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from native_sparse_attention.ops._triton.counting_sort import lists_of_sorted_tiles
+from native_sparse_attention.ops._triton.counting_sort import count_runs, lists_of_sorted_tiles, make_counts
 from native_sparse_attention.ops._triton.launch import launch
 from native_sparse_attention.ops._triton.placement import (
     Placement,
@@ -123,10 +123,22 @@ def make_inverse_index(
     num_tiles = -(-num_rows // block_rows)
     device = block_indices.device
     keys = torch.empty(len(pairs), num_rows * num_selected, dtype=torch.int32, device=device)
+    counts = None if counted is None else make_counts(keys, num_slots, num_tiles)
     launch(
         slot_kernel,
         (len(pairs) * num_tiles if num_selected else 0,),
-        *(block_indices, keys, block_indices.stride(), place, pairs.start, kv_heads, repeats, num_tiles, num_slots),
+        *(
+            block_indices,
+            keys,
+            counts,
+            block_indices.stride(),
+            place,
+            pairs.start,
+            kv_heads,
+            repeats,
+            num_tiles,
+            num_slots,
+        ),
         *(tokens.start, num_rows),
         NUM_SELECTED=num_selected,
         BLOCK_SIZE=block_size,
@@ -135,13 +147,12 @@ def make_inverse_index(
         BLOCK_S=block_s,
         LOG_TILE=log_tile,
         ROTATION=tile.rotation,
-        SORTED=counted is not None,
         num_warps=tile.num_warps,
         device=device,
     )
-    if counted is None:
+    if counts is None:
         return _sort_lists(keys, num_slots)
-    return InverseIndex(*lists_of_sorted_tiles(keys, num_slots, 2**log_tile, block_rows * num_selected))
+    return InverseIndex(*lists_of_sorted_tiles(keys, counts, num_slots, 2**log_tile, block_rows * num_selected))
 
 
 def _choose_tile(num_rows: int, num_selected: int, num_slots: int) -> Tile | None:
@@ -224,6 +235,7 @@ def find_block(slot, row, place, BLOCK_SIZE: tl.constexpr):
 def slot_kernel(
     indices_ptr,
     keys_ptr,
+    counts_ptr,
     indices_strides,
     place,
     first_pair,
@@ -240,13 +252,13 @@ def slot_kernel(
     BLOCK_S: tl.constexpr,
     LOG_TILE: tl.constexpr,
     ROTATION: tl.constexpr,
-    SORTED: tl.constexpr,
 ):
     """keys: int32 `[pairs, num_rows, n]`, for the index rows (t, r) of the tokens from first_token on. One program per
     pair and tile of rows.
 
-    Not SORTED: the place that an index chose among all pairs and slots, num_slots + 1 each. SORTED: the slot that it
-    chose and its place in the tile, slot * 2 ** LOG_TILE + place, in ascending order in each tile.
+    Without counts: the place that an index chose among all pairs and slots, num_slots + 1 each. With counts, of which
+    each tile leaves its own: the slot that an index chose and its place in the tile, slot * 2 ** LOG_TILE + place, in
+    ascending order in each tile.
     """
     TILE_SIZE: tl.constexpr = 2**LOG_TILE
     BLOCK_ROWS: tl.constexpr = TILE_SIZE // BLOCK_S
@@ -280,11 +292,15 @@ def slot_kernel(
 
     keys_ptr += (pair.to(tl.int64) * num_rows + first_row) * NUM_SELECTED
     places = in_tile[:, None] * NUM_SELECTED + entry[None, :]
-    if SORTED:
+    if counts_ptr is not None:
         # What is no index comes behind all slots.
         keys = tl.where(mask, slots * TILE_SIZE + places, (num_slots + 1) * TILE_SIZE)
         keys = sort_tile(tl.reshape(keys, [TILE_SIZE]), LOG_TILE, ROTATION)
         places = tl.arange(0, TILE_SIZE)
-        tl.store(keys_ptr + places, keys, mask=places < tl.minimum(num_rows - first_row, BLOCK_ROWS) * NUM_SELECTED)
+        num_keys = tl.minimum(num_rows - first_row, BLOCK_ROWS) * NUM_SELECTED
+        tl.store(keys_ptr + places, keys, mask=places < num_keys)
+        tl.debug_barrier()  # the keys that its threads stored are read by others now
+        tile = tl.program_id(0) % tiles_of_pair
+        count_runs(keys_ptr, counts_ptr, pair, tile, num_keys, tiles_of_pair, num_slots, TILE_SIZE)
     else:
         tl.store(keys_ptr + places, pair * (num_slots + 1) + slots, mask=mask)

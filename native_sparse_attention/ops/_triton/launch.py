@@ -31,36 +31,27 @@ Table = Mapping[tuple[str, int, int], Settings]
 
 def settings_of(table: Table, q: Tensor, *others: Tensor) -> Settings:
     """The entry for the GPU, the dtype and the largest head size of the tensors."""
-    block_d = max(head_block(t.shape[-1]) for t in (q, *others))
-    return find_settings(table, architecture_of(q.device), q.element_size(), block_d)
+    head_dim = max(t.shape[-1] for t in (q, *others))
+    return find_settings(table, architecture_of(q.device), q.element_size(), head_block(head_dim))
 
 
-@cache
-def _find_settings(items: tuple[Any, ...], architecture: str, itemsize: int, block_d: int) -> Settings:
-    table = dict(items)
+def find_settings(table: Table, architecture: str, itemsize: int, block_d: int) -> Settings:
+    """The entry of the smallest head size that holds `block_d`, of the architecture or of the one that it is like."""
     while True:
-        sizes = sorted(d for a, size, d in table if a == architecture and size == itemsize and d >= block_d)
+        sizes = [d for a, size, d in table if a == architecture and size == itemsize and d >= block_d]
         if sizes:
-            return table[architecture, itemsize, sizes[0]]
+            return table[architecture, itemsize, min(sizes)]
         if LIKE[architecture] == architecture:
             raise KeyError(f'no launch settings for {architecture}, {itemsize} bytes, head size {block_d}')
         architecture = LIKE[architecture]
 
 
-def find_settings(table: Table, architecture: str, itemsize: int, block_d: int) -> Settings:
-    """The entry of the smallest head size that holds `block_d`, of the architecture or of the one that it is like."""
-    return _find_settings(tuple(table.items()), architecture, itemsize, block_d)
-
-
+@cache
 def architecture_of(device: torch.device) -> str:
-    """The row of the tables that a device takes; the interpreter takes that of the smallest GPU."""
+    """The row of the tables that the device of a tensor takes; the interpreter takes that of the smallest GPU."""
     if device.type != 'cuda':
         return 'sm86'
-    return _architecture(torch.cuda.get_device_capability(device))
-
-
-@cache
-def _architecture(capability: tuple[int, int]) -> str:
+    capability = torch.cuda.get_device_capability(device)
     known = {(8, 0): 'sm80', (8, 7): 'sm80', (9, 0): 'sm90', (10, 0): 'sm100', (10, 3): 'sm100'}
     return known.get(capability, 'sm86' if capability[0] == 8 else 'sm120')
 
@@ -87,5 +78,6 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, device: torch.device,
     """
     if 0 in grid:
         return
-    with torch.cuda.device(device) if device.type == 'cuda' else nullcontext():
+    is_current = device.type != 'cuda' or device.index == torch.cuda.current_device()
+    with nullcontext() if is_current else torch.cuda.device(device):
         kernel[grid](*args, enable_fp_fusion=False, **meta)

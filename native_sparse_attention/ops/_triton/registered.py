@@ -1,30 +1,64 @@
-"""What the ops registered with PyTorch share: names for their schemas, inputs kept for the backward, no second one."""
+"""What the ops registered with PyTorch share: names for their schemas, derivatives, no second ones, and inputs kept for
+the backward.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Optional
 
+import torch
 from torch import Tensor
+from torch.library import CustomOpDef, Library
 
 # The schema of an op is read off its annotations, which must be of this form.
 OptionalTensor = Optional[Tensor]  # noqa: UP045
 OptionalInt = Optional[int]  # noqa: UP045
+_LIBRARY = Library('native_sparse_attention', 'FRAGMENT')
 
 
 def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...] = ()) -> None:
     """Keeps the inputs of a forward, and its outputs where the backward reads them, for `saved_inputs`."""
     ctx.set_materialize_grads(False)
     ctx.num_outputs = len(output)
-    ctx.tensors = [isinstance(value, Tensor) for value in inputs]
-    ctx.others = [value for value in inputs if not isinstance(value, Tensor)]
-    ctx.save_for_backward(*output, *(value for value in inputs if isinstance(value, Tensor)))
+    ctx.others = [None if isinstance(value, Tensor) else value for value in inputs]
+    ctx.save_for_backward(*output, *(value if isinstance(value, Tensor) else None for value in inputs))
 
 
 def saved_inputs(ctx: Any) -> tuple[list[Tensor], list[Any]]:
     """The outputs and the inputs that `save_inputs` was given."""
-    saved, others = iter(ctx.saved_tensors), iter(ctx.others)  # read once, as checkpointing wants it
-    outputs = [next(saved) for _ in range(ctx.num_outputs)]
-    return outputs, [next(saved) if is_tensor else next(others) for is_tensor in ctx.tensors]
+    saved = ctx.saved_tensors  # read once, as checkpointing wants it
+    outputs, tensors = saved[: ctx.num_outputs], saved[ctx.num_outputs :]
+    inputs = [other if tensor is None else tensor for tensor, other in zip(tensors, ctx.others, strict=True)]
+    return list(outputs), inputs
+
+
+def register_derivative(op: CustomOpDef, backward: Callable[..., Any], save: Callable[..., None]) -> None:
+    """What op.register_autograd(backward, setup_context=save) does, for an op without default values.
+
+    PyTorch reads the whole schema anew for each argument, to fill in defaults before `save`: 60 microseconds of a call
+    with 14 arguments. Tensors on CPUs and GPUs come here instead.
+    """
+    op.register_autograd(backward, setup_context=save)
+
+    def below(*inputs: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*inputs)
+
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        output = below(*inputs)
+        save(ctx, inputs, output)
+        return output
+
+    methods = {'forward': staticmethod(forward), 'backward': staticmethod(backward)}
+    derivative: Any = type(op._name, (torch.autograd.Function,), methods)
+
+    def call(*inputs: Any) -> Any:
+        needs_graph = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in inputs)
+        return (derivative.apply if needs_graph else below)(*inputs)
+
+    for device in ('CPU', 'CUDA'):
+        _LIBRARY.impl(op._name, call, f'Autograd{device}')
 
 
 def refuse_double_backward(op: Any) -> None:

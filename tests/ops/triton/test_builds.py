@@ -26,7 +26,7 @@ KERNELS = {
     'by_block': {'block_kernel', 'merge_kernel', 'delta_kernel', 'add_parts_kernel'},
     'gated_sum': {'forward_kernel', 'backward_kernel'},
     'inverse_index': {'slot_kernel'},
-    'counting_sort': {'run_kernel'},
+    'counting_sort': {'place_kernel'},
 }
 
 Builds = Callable[..., list[dict[str, Any]]]

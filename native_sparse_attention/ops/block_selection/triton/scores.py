@@ -28,6 +28,7 @@ from native_sparse_attention.ops._triton.registered import (
     OptionalInt,
     OptionalTensor,
     refuse_double_backward,
+    register_derivative,
     save_inputs,
     saved_inputs,
 )
@@ -237,7 +238,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _differentiate(ctx: Any, dout: Tensor | None) -> tuple[Tensor | None, ...]:
     if dout is None:
-        return (None,) * len(ctx.tensors)
+        return (None,) * len(ctx.others)
     _, inputs = saved_inputs(ctx)
     needs_dq, needs_dk, needs_dlse = ctx.needs_input_grad[:3]
     dq, dk, dlse = _backward(dout, *inputs, needs_dq or needs_dlse, needs_dk)
@@ -245,7 +246,7 @@ def _differentiate(ctx: Any, dout: Tensor | None) -> tuple[Tensor | None, ...]:
     return *grads, *(None,) * (len(inputs) - 3)
 
 
-_forward.register_autograd(_differentiate, setup_context=_save)
+register_derivative(_forward, _differentiate, _save)
 refuse_double_backward(_backward)
 
 

@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from native_sparse_attention.ops._triton.launch import launch
-from native_sparse_attention.ops._triton.registered import refuse_double_backward
+from native_sparse_attention.ops._triton.registered import refuse_double_backward, register_derivative
 from native_sparse_attention.ops.gated_sum.triton.kernels import backward_kernel, forward_kernel
 
 # Elements of a program's tile of one branch, and its warps: enough loads in flight, few enough registers.
@@ -79,7 +79,7 @@ def _differentiate(ctx: Any, dout: Tensor | None) -> tuple[Tensor | None, ...]:
     return tuple(grad if needed else None for grad, needed in zip(grads, needs, strict=True))
 
 
-_forward.register_autograd(_differentiate, setup_context=_save)
+register_derivative(_forward, _differentiate, _save)
 refuse_double_backward(_backward)
 
 

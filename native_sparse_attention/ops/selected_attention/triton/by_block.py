@@ -142,7 +142,7 @@ def block_kernel(
 ):
     """Partial results of up to CHUNK entries of a list; one program per pair and chunk. BLOCK_N holds a whole block."""
     num_entries, entries_ptr, pair, row, kv_head, key_start, keys, key_mask, offset = open_chunk(
-        tl.program_id(0), place, lists, BLOCK_SIZE, CHUNK, BLOCK_N
+        tl.program_id(0), place, lists, parts, GROUP, BLOCK_SIZE, CHUNK, BLOCK_N
     )
     if num_entries <= 0:
         return

@@ -75,7 +75,7 @@ class MemberGradients:
         parts = make_parts(q, len(pairs) * lists.num_entries * self.group, q.shape[3], self.dfactors is not None)
         block_m, _, num_warps, num_stages = settings_of(settings.BLOCK, q, v)
         chunk = max(1, CHUNK_ROWS // self.group)
-        num_programs = lists.num_entries // chunk + lists.num_slots
+        num_programs = lists.num_entries // chunk + lists.num_slots + 1
         launch(
             delta_kernel,
             (len(pairs) * num_programs,),
@@ -106,12 +106,11 @@ class MemberGradients:
         """dq and dfactors of the tokens, from their parts."""
         self._add_parts(parts, lists, pairs, tokens, finishes=True)
         if self.dfactors is not None:
-            dfactors = torch.where(parts.unit != 0, parts.second, 0)
-            shape = (len(pairs), len(tokens), self.repeats, self.num_selected, self.group)
-            self.dfactors[pairs.start : pairs.stop, tokens.start : tokens.stop] = dfactors.view(shape).sum(-1)
+            dfactors = self.dfactors[pairs.start : pairs.stop, tokens.start : tokens.stop]
+            torch.sum(parts.second.view(*dfactors.shape, self.group), -1, out=dfactors)
 
     def _add_parts(self, parts: Parts, lists: Lists, pairs: range, tokens: range, finishes: bool) -> None:
-        """delta, or else dq and dfactors."""
+        """delta, or else dq."""
         dlse = self.dlse
         launch(
             add_parts_kernel,
@@ -166,7 +165,7 @@ def delta_kernel(
     pair and chunk.
     """
     num_entries, entries_ptr, pair, row, kv_head, key_start, keys, key_mask, offset = open_chunk(
-        tl.program_id(0), place, lists, BLOCK_SIZE, CHUNK, BLOCK_N
+        tl.program_id(0), place, lists, parts, GROUP, BLOCK_SIZE, CHUNK, BLOCK_N
     )
     if num_entries <= 0:
         return

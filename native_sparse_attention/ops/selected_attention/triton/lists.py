@@ -27,8 +27,8 @@ class Lists(NamedTuple):
     """The lists of a group of pairs, as kernels take them.
 
     entries, starts: of the inverse index, tensors. num_entries, num_slots: of a pair. num_programs: of a pair, enough
-    for the chunks of its lists. first_pair: of the group. kv_heads: H. first_token: the token that entry 0 is
-    of. R and n are constants of the kernels, which divide by them.
+    for the chunks of its lists and of what chose nothing. first_pair: of the group. kv_heads: H. first_token: the token
+    that entry 0 is of. R and n are constants of the kernels, which divide by them.
     """
 
     entries: Any
@@ -58,7 +58,7 @@ def make_lists(
     index = make_inverse_index(block_indices, place, pairs, **sizes)
     repeats, num_slots = index_heads // kv_heads, index.starts.shape[1] - 1
     num_entries = len(tokens) * repeats * num_selected
-    num_programs = num_entries // chunk + num_slots
+    num_programs = num_entries // chunk + num_slots + 1
     counts = (num_entries, num_slots, num_programs, pairs.start, kv_heads, tokens.start)
     return Lists(index.entries, index.starts, *counts)
 
@@ -76,8 +76,8 @@ class Parts(NamedTuple):
     """What blocks add to results of their members: a row for every entry of a pair and head of its chooser, `[pairs,
     T * R * n, G]`.
 
-    out: `[rows, D or DV]`, float16 or float32, in units of unit, float32 `[rows]`, which is 0 where there is no part;
-    what the others then have is anything. first, second: float32 `[rows]`, more of what a part has, or None.
+    out: `[rows, D or DV]`, float16 or float32, in units of unit, float32 `[rows]`. first, second: float32 `[rows]`,
+    more of what a part has, or None. Where there is no part, unit and second are 0 (`open_chunk`), the others anything.
     """
 
     out: Any
@@ -99,7 +99,7 @@ def make_parts(like: Tensor, rows: int, size: int, has_second: bool = True) -> P
     """Room for so many parts of the size."""
     return Parts(
         like.new_empty(rows, size, dtype=dtype_of_parts(like.dtype)),
-        like.new_zeros(rows, dtype=torch.float32),
+        like.new_empty(rows, dtype=torch.float32),
         like.new_empty(rows, dtype=torch.float32),
         like.new_empty(rows, dtype=torch.float32) if has_second else None,
     )
@@ -112,15 +112,15 @@ def bytes_of_part(like: Tensor, size: int) -> int:
 @triton.jit
 def find_chunk(index, lists, CHUNK: tl.constexpr):
     """Chunk `index` of the lists: its pair, block slot and first entry in the list, where the list begins, and its
-    length. The slot is num_slots behind the last list, and the first entry behind the end of a list where it has fewer
-    chunks than there is room for.
+    length. Slot num_slots has the list of what chose nothing. The first entry is behind the end of a list where it has
+    fewer chunks than there is room for.
     """
     pair = index // lists.num_programs
     starts_ptr = lists.starts + pair.to(tl.int64) * (lists.num_slots + 1)
     # Lists follow each other as packed sequences do.
     slot, first_entry = find_tile(index % lists.num_programs, starts_ptr, lists.num_entries, lists.num_slots, CHUNK)
     begin = tl.load(starts_ptr + slot)
-    end = tl.load(starts_ptr + tl.minimum(slot + 1, lists.num_slots))
+    end = tl.load(starts_ptr + slot + 1, mask=slot < lists.num_slots, other=lists.num_entries)
     return pair, slot, first_entry, begin, end - begin
 
 
@@ -136,10 +136,19 @@ def load_sequence(sequence, place):
 
 
 @triton.jit
-def open_chunk(index, place, lists, BLOCK_SIZE: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr):
+def open_chunk(
+    index,
+    place,
+    lists,
+    parts,
+    GROUP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """Chunk `index` of the lists, with the whole block in BLOCK_N: how many entries it has and where they are, pair,
     row and kv head, where the sequence's keys begin, the block's keys and which of them there are, and what to add to a
-    token to have its position.
+    token to have its position. Entries without a block, of which a chunk has none then, are said to have no parts.
     """
     pair, slot, first_entry, begin, length = find_chunk(index, lists, CHUNK)
     row = (lists.first_pair + pair) // lists.kv_heads
@@ -147,9 +156,18 @@ def open_chunk(index, place, lists, BLOCK_SIZE: tl.constexpr, CHUNK: tl.constexp
     key_start, _, num_keys, offset = load_sequence(sequence, place)
     keys = first_key + tl.arange(0, BLOCK_N)
     key_mask = (keys >= 0) & (keys < tl.minimum(num_keys, first_key + BLOCK_SIZE))
-    exists = (slot < lists.num_slots) & (sequence < place.num_sequences)
-    num_entries = tl.where(exists, tl.minimum(length - first_entry, CHUNK), 0)
+    num_entries = tl.minimum(length - first_entry, CHUNK)
     entries_ptr = lists.entries + pair.to(tl.int64) * lists.num_entries + begin + first_entry
+    if (slot >= lists.num_slots) | (sequence >= place.num_sequences):
+        for first_member in tl.range(0, num_entries * GROUP, 1024):
+            members = first_member + tl.arange(0, 1024)
+            mask = members < num_entries * GROUP
+            entry = tl.load(entries_ptr + members // GROUP, mask=mask, other=0)
+            places = (pair * lists.num_entries + entry) * GROUP + members % GROUP
+            tl.store(parts.unit + places, tl.zeros([1024], tl.float32), mask=mask)
+            if parts.second is not None:
+                tl.store(parts.second + places, tl.zeros([1024], tl.float32), mask=mask)
+        num_entries = 0
     kv_head = (lists.first_pair + pair) % lists.kv_heads
     return num_entries, entries_ptr, pair, row.to(tl.int64), kv_head, key_start, keys, key_mask, offset
 

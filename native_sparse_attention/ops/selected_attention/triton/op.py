@@ -28,6 +28,7 @@ from native_sparse_attention.ops._triton.registered import (
     OptionalInt,
     OptionalTensor,
     refuse_double_backward,
+    register_derivative,
     save_inputs,
     saved_inputs,
 )
@@ -232,7 +233,7 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[
     return *(grad if needs else None for grad, needs in pairs), *(None,) * (len(inputs) - 5)
 
 
-_forward.register_autograd(_differentiate, setup_context=save_inputs)
+register_derivative(_forward, _differentiate, save_inputs)
 refuse_double_backward(_backward)
 
 
