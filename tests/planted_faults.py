@@ -55,12 +55,12 @@ SCORES_TILES = 'block_selection/triton/scores_tiles.py'
 
 FAULTS = [
     # Interval attention
-    Fault('window one key too wide', TILES, 'position - key <= interval.left)', 'position - key <= interval.left + 1)', INTERVAL),
-    Fault('own key masked', TILES, 'interval.reach <= position)', 'interval.reach < position)', INTERVAL),
+    Fault('window one key too wide', TILES, 'firsts = positions - interval.left', 'firsts = positions - interval.left - 1', INTERVAL),
+    Fault('own key masked', TILES, 'keys * interval.stride + interval.reach - offset)', 'keys * interval.stride + interval.reach + 1 - offset)', INTERVAL),
     Fault('range ends one tile early', TILES, 'left_tiles + tl.cdiv(last - right, BLOCK)', 'left_tiles + (last - right) // BLOCK', INTERVAL),
     Fault('full tiles one key too far', TILES, 'right = middle + tl.maximum(full_last - middle, 0) // BLOCK * BLOCK', 'right = middle + tl.maximum(full_last - middle + 1, 0) // BLOCK * BLOCK', INTERVAL),
     Fault('last block not visible', TILES, 'tl.maximum(position - reach + stride, 0) // stride', 'tl.maximum(position - reach + stride - 1, 0) // stride', MEMORY),
-    Fault('memory masked', TILES, 'read = read | (key < 0)', 'read = read | (key < -1)', MEMORY),
+    Fault('memory masked', TILES, 'firsts = tl.where(keys < 0, 0, ', 'firsts = tl.where(keys < 0, 1, ', MEMORY),
     Fault('last queries of a key left out', TILES, 'last = tl.minimum(num_queries, last_key + interval.left + 1 - offset)', 'last = tl.minimum(num_queries, last_key + interval.left - offset)', INTERVAL),
     Fault('scale dropped', FORWARD, 'scale_log2 = scale * 1.4426950408889634', 'scale_log2 = 1.4426950408889634', INTERVAL),
     Fault('scale off by half a percent', FORWARD, 'scale_log2 = scale * 1.4426950408889634', 'scale_log2 = scale * 1.45', INTERVAL),
@@ -68,6 +68,7 @@ FAULTS = [
     Fault('no rescale of the output', FORWARD, 'out = out * rescale[:, None]', 'out = out * 1.0', INTERVAL),
     Fault('wrong group', FORWARD, 'k_ptr += row.to(tl.int64) * k_strides[0] + (head // GROUP).to(tl.int64) * k_strides[2]', 'k_ptr += row.to(tl.int64) * k_strides[0] + (head % tl.cdiv(tl.num_programs(1), GROUP)).to(tl.int64) * k_strides[2]', INTERVAL),
     Fault('not a number goes unseen', FORWARD, 'out += tl.sum(tl.where(read, taint[None, :], 0.0), 1)[:, None]', 'out += 0.0', INTERVAL),
+    Fault('what a row does not read spoils it', FORWARD, 'if not is_finite_tile(sums[2]):', 'if end_tiles < 0:', INTERVAL),
     Fault('log-sum-exp in bits', FORWARD, 'tl.fma(row_max, 0.6931471805599453, tl.log(total))', 'tl.fma(row_max, 1.0, tl.log(total))', INTERVAL),
     Fault('gradient of the log-sum-exp with the wrong sign', BACKWARD, 'tl.fma(weights, dlse[:, None], dlogits)', 'tl.fma(-weights, dlse[:, None], dlogits)', INTERVAL),
     Fault('gradient of the log-sum-exp missing in k', BACKWARD, 'delta + missing - dlse, mask', 'delta + missing, mask', INTERVAL),
@@ -75,7 +76,8 @@ FAULTS = [
     Fault('delta of k not corrected', BACKWARD, 'delta + missing - dlse, mask', 'delta - dlse, mask', INTERVAL),
     Fault('first memory key skipped', BACKWARD, 'key_mask = key_rows < interval.num_memory', 'key_mask = (key_rows < interval.num_memory) & (key_rows > 0)', MEMORY),
     Fault('queries that are not finite leak', BACKWARD, 'q, _ = split_finite(q)', 'q, _ = q, 0', INTERVAL),
-    Fault('a head of a group left out', BACKWARD, 'for head in range(HEADS):', 'for head in range(tl.cdiv(HEADS, 2)):', INTERVAL),
+    Fault('keys that are not finite leak', BACKWARD, 'k, _ = split_finite(k)', 'k, _ = k, 0', INTERVAL),
+    Fault('a head of a group left out', BACKWARD, 'sums = empty_sums\n    for head in range(HEADS):', 'sums = empty_sums\n    for head in range(tl.cdiv(HEADS, 2)):', INTERVAL),
     Fault('memory missing in the keys of a row', BACKWARD, 'key_rows = stored_rows + interval.num_memory', 'key_rows = stored_rows', MEMORY),
     # Placement
     Fault('tiles of a packed sequence lost', PLACEMENT, 'return length // tile + place.num_sequences + 1', 'return length // tile + 1', PLACED),
