@@ -170,7 +170,7 @@ def _add_keys(
     WIDE: tl.constexpr,
 ):
     """Adds a tile of keys: to dq, with the delta that is off by `missing`, and to the mean of the keys. Not MASKED:
-    every row reads all of it. CAREFUL: keys that are not finite reach those alone who read them.
+    every row reads all of it. CAREFUL: what is not finite reaches those rows alone that read it.
     """
     dq, mean_k, missing = sums
     start = find_start(tiles, tile, MASKED, CAREFUL, BLOCK_N)
@@ -179,14 +179,15 @@ def _add_keys(
         BLOCK_D, BLOCK_DV, WIDE,
     )  # fmt: skip
     logits = tl.dot(q, tl.trans(k), input_precision='ieee')  # [BLOCK_M, BLOCK_N]
-    weights = tl.exp2(tl.fma(logits, scale * 1.4426950408889634, -lse_log2[:, None]))
-    dweights = tl.dot(dout, tl.trans(v), input_precision='ieee')
-    dlogits = weights * (dweights - delta[:, None])
+    exponents = tl.fma(logits, scale * 1.4426950408889634, -lse_log2[:, None])
     if MASKED:
         read = reads_keys(interval, limits, start, BLOCK_N)
-        weights = tl.where(read, weights, 0.0)
-        dlogits = tl.where(read, dlogits, 0.0)
+        exponents = tl.where(read, exponents, float('-inf'))
+    weights = tl.exp2(exponents)
+    dweights = tl.dot(dout, tl.trans(v), input_precision='ieee')
+    dlogits = weights * (dweights - delta[:, None])
     if CAREFUL:
+        dlogits = tl.where(read, dlogits, 0.0)
         k, _ = split_finite(k)
     missing += tl.sum(dlogits, 1)
     dlogits = tl.fma(weights, dlse[:, None], dlogits)
@@ -355,8 +356,8 @@ def _add_queries(
     BLOCK_DV: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Adds a tile of queries of one head. Not MASKED: all of them read every key. CAREFUL: queries that are not finite
-    reach those keys alone that they read.
+    """Adds a tile of queries of one head. Not MASKED: all of them read every key. CAREFUL: what is not finite reaches
+    those keys alone that are read with it.
     """
     dk, dv = sums
     start = find_start(tiles, tile, MASKED, CAREFUL, BLOCK_M)
@@ -370,14 +371,15 @@ def _add_queries(
     delta = tl.load(delta_ptr + queries, mask=query_mask, other=0.0)
     lse_log2 = tl.where(lse == float('-inf'), 0.0, lse) * 1.4426950408889634
     logits = tl.dot(k, tl.trans(q), input_precision='ieee')  # [BLOCK_N, BLOCK_M]
-    weights = tl.exp2(tl.fma(logits, scale * 1.4426950408889634, -lse_log2[None, :]))
-    dweights = tl.dot(v, tl.trans(dout), input_precision='ieee')
-    dlogits = weights * (dweights - delta[None, :])
+    exponents = tl.fma(logits, scale * 1.4426950408889634, -lse_log2[None, :])
     if MASKED:
         read = is_read_by(interval, limits, start, BLOCK_M)
-        weights = tl.where(read, weights, 0.0)
-        dlogits = tl.where(read, dlogits, 0.0)
+        exponents = tl.where(read, exponents, float('-inf'))
+    weights = tl.exp2(exponents)
+    dweights = tl.dot(v, tl.trans(dout), input_precision='ieee')
+    dlogits = weights * (dweights - delta[None, :])
     if CAREFUL:
+        dlogits = tl.where(read, dlogits, 0.0)
         q, _ = split_finite(q)
     dv = add_product(weights.to(dout.dtype), dout, dv)
     dk = add_product(dlogits.to(q.dtype), q, dk)

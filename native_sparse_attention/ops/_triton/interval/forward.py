@@ -76,7 +76,8 @@ def forward_kernel(
         tl.zeros([BLOCK_M, BLOCK_DV], tl.float32),
     )
     sums = empty_sums
-    scale_log2 = scale * 1.4426950408889634
+    # Infinity must keep its sign: what is not read has logits of -inf.
+    scale_log2 = tl.where(scale == 0, 1e-37, scale * 1.4426950408889634)
     for tile in range(end_tiles):
         sums = _attend(
             q, k_ptr, v_ptr, k_strides[1], v_strides[1], sums, limits, tiles, tile, last, key_start, interval,
@@ -141,18 +142,17 @@ def _attend(
         BLOCK_D, BLOCK_DV, WIDE,
     )  # fmt: skip
     products = tl.dot(q, tl.trans(k), input_precision='ieee')  # [BLOCK_M, BLOCK_N]
-    logits = products * scale_log2
     if MASKED:
         read = reads_keys(interval, limits, start, BLOCK_N)
-        logits = tl.where(read, logits, float('-inf'))
+        # What makes a logit -inf, and a weight 0.
+        products = tl.where(read, products, tl.where(scale_log2 < 0, float('inf'), float('-inf')))
+    logits = products * scale_log2
     if CAREFUL:
         v, taint = split_finite(v)
         out += tl.sum(tl.where(read, taint[None, :], 0.0), 1)[:, None]
     new_max = tl.maximum(row_max, tl.max(logits, 1))
     reference = tl.where(new_max == float('-inf'), 0.0, new_max)
     weights = tl.exp2(tl.fma(products, scale_log2, -reference[:, None]))
-    if MASKED:
-        weights = tl.where(read, weights, 0.0)
     rescale = tl.exp2(row_max - reference)
     total = total * rescale + tl.sum(weights, 1)
     out = out * rescale[:, None]
