@@ -367,8 +367,11 @@ def _add_queries(
         query_mask = queries < last
     q = load_rows(q_ptr, queries, q_stride, query_mask, HEAD_DIM, BLOCK_D, WIDE)  # [BLOCK_M, BLOCK_D]
     dout = load_rows(dout_ptr, queries, dout_stride, query_mask, VALUE_DIM, BLOCK_DV, WIDE)  # [BLOCK_M, BLOCK_DV]
-    lse = tl.load(lse_ptr + queries, mask=query_mask, other=0.0)
-    delta = tl.load(delta_ptr + queries, mask=query_mask, other=0.0)
+    if MASKED:
+        # A thread loads many of these; a mask for each costs more than the last one's once more.
+        queries = tl.minimum(queries, last - 1)
+    lse = tl.load(lse_ptr + queries)
+    delta = tl.load(delta_ptr + queries)
     lse_log2 = tl.where(lse == float('-inf'), 0.0, lse) * 1.4426950408889634
     logits = tl.dot(k, tl.trans(q), input_precision='ieee')  # [BLOCK_N, BLOCK_M]
     exponents = tl.fma(logits, scale * 1.4426950408889634, -lse_log2[None, :])
