@@ -70,6 +70,15 @@ def row_block(rows: int) -> int:
     return max(16, 1 << (rows - 1).bit_length())
 
 
+def is_wide(*tensors: Tensor | None) -> bool:
+    """Whether elements of one row of the batch lie more than int32 counts apart, so that offsets are int64."""
+    return any(
+        sum((size - 1) * abs(stride) for size, stride in zip(t.shape[1:], t.stride()[1:], strict=True)) >= 2**31
+        for t in tensors
+        if t is not None
+    )
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, device: torch.device, **meta: Any) -> None:
     """kernel[grid](*args, **meta) on the GPU of the tensors, whichever is current; nothing for an empty grid.
 

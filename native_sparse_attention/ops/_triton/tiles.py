@@ -53,6 +53,12 @@ def split_finite(x):
 
 
 @triton.jit
+def is_finite_tile(x):
+    """Whether all of x is finite. A sum of products is not where a factor was not, be the other factor 0."""
+    return tl.max((tl.sum((x - x).to(tl.float32), 1) != 0).to(tl.int32), 0) == 0
+
+
+@triton.jit
 def sort_tile(keys, LOG_SIZE: tl.constexpr, ROTATION: tl.constexpr):
     """`[2 ** LOG_SIZE]` integers in ascending order, all at least 0 and below half of what their type holds.
 

@@ -13,7 +13,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from native_sparse_attention.ops._triton.interval.tiles import is_read, key_range, query_range, split_range
+from native_sparse_attention.ops._triton.interval.tiles import (
+    find_start,
+    is_read_by,
+    key_limits,
+    key_range,
+    load_keys,
+    query_limits,
+    query_range,
+    reads_keys,
+    split_range,
+)
 from native_sparse_attention.ops._triton.placement import (
     count_blocks,
     find_tile,
@@ -22,7 +32,7 @@ from native_sparse_attention.ops._triton.placement import (
     load_position,
     locate_queries,
 )
-from native_sparse_attention.ops._triton.tiles import add_product, load_rows, split_finite, store_rows
+from native_sparse_attention.ops._triton.tiles import add_product, is_finite_tile, load_rows, split_finite, store_rows
 
 
 @triton.jit
@@ -53,6 +63,7 @@ def dq_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     """Shapes as in the forward kernel; dlse may be None, and is `[B, HQ, T]` like lse and delta, where the gradient of
     a logit is p * (dp - delta).
@@ -93,24 +104,38 @@ def dq_kernel(
 
     last_position = offset + tl.minimum(first_query + BLOCK_M, num_queries) - 1
     first, last, full_first, full_last = key_range(interval, offset + first_query, last_position, num_keys)
-    if (interval.num_memory > 0) & (sequence < place.num_sequences):
+    if interval.num_memory is not None and sequence < place.num_sequences:
         first = -interval.num_memory
         full_first = first
-    left_tiles, middle, right, end_tiles = split_range(first, last, full_first, full_last, BLOCK_N)
+    tiles = split_range(first, last, full_first, full_last, BLOCK_N)
+    end_tiles, num_tiles = tiles[4], tiles[5]
+    limits = key_limits(interval, positions, last)
 
-    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    mean_k = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    missing = tl.zeros([BLOCK_M], tl.float32)
-    dq, mean_k, missing = _add_keys(
-        q, dout, k_ptr, v_ptr, k_strides[1], v_strides[1], dq, mean_k, missing, lse_log2, delta, dlse, positions, first,
-        left_tiles, right, end_tiles, last, key_start, interval, scale, True, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D,
-        BLOCK_DV,
-    )  # fmt: skip
-    dq, mean_k, missing = _add_keys(
-        q, dout, k_ptr, v_ptr, k_strides[1], v_strides[1], dq, mean_k, missing, lse_log2, delta, dlse, positions,
-        middle, 0, middle, (right - middle) // BLOCK_N, last, key_start, interval, scale, False, HEAD_DIM, VALUE_DIM,
-        BLOCK_N, BLOCK_D, BLOCK_DV,
-    )  # fmt: skip
+    empty_sums = (
+        tl.zeros([BLOCK_M, BLOCK_D], tl.float32),
+        tl.zeros([BLOCK_M, BLOCK_D], tl.float32),
+        tl.zeros([BLOCK_M], tl.float32),
+    )
+    sums = empty_sums
+    for tile in range(end_tiles):
+        sums = _add_keys(
+            q, dout, k_ptr, v_ptr, k_strides[1], v_strides[1], sums, lse_log2, delta, dlse, limits, tiles, tile, last,
+            key_start, interval, scale, True, False, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+        )  # fmt: skip
+    for tile in range(end_tiles, num_tiles):
+        sums = _add_keys(
+            q, dout, k_ptr, v_ptr, k_strides[1], v_strides[1], sums, lse_log2, delta, dlse, limits, tiles, tile, last,
+            key_start, interval, scale, False, False, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+        )  # fmt: skip
+    if not (is_finite_tile(sums[0]) and is_finite_tile(sums[1])):
+        # Perhaps for keys that some rows of the tile do not read: once more, with care.
+        sums = empty_sums
+        for tile in range(num_tiles):
+            sums = _add_keys(
+                q, dout, k_ptr, v_ptr, k_strides[1], v_strides[1], sums, lse_log2, delta, dlse, limits, tiles, tile,
+                last, key_start, interval, scale, True, True, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+            )  # fmt: skip
+    dq, mean_k, missing = sums
     dq = (dq - missing[:, None] * mean_k) * scale
     store_rows(dq_ptr, query_rows, dq_strides[1], dq, query_mask, HEAD_DIM, BLOCK_D)
     tl.store(delta_ptr + row_of_lse + query_rows, delta + missing - dlse, mask=query_mask)
@@ -124,51 +149,50 @@ def _add_keys(
     v_ptr,
     k_stride,
     v_stride,
-    dq,
-    mean_k,
-    missing,
+    sums,
     lse_log2,
     delta,
     dlse,
-    positions,
-    first,
-    left_tiles,
-    right,
-    num_tiles,
+    limits,
+    tiles,
+    tile,
     last,
     key_start,
     interval,
     scale,
     MASKED: tl.constexpr,
+    CAREFUL: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
-    """Adds left_tiles of keys from `first` on and the rest of num_tiles from `right` on: to dq, with the delta that is
-    off by `missing`, and to the mean of the keys.
+    """Adds a tile of keys: to dq, with the delta that is off by `missing`, and to the mean of the keys. Not MASKED:
+    every row reads all of it. CAREFUL: what is not finite reaches those rows alone that read it.
     """
-    for tile in range(num_tiles):
-        start = tl.where(tile < left_tiles, first + tile * BLOCK_N, right + (tile - left_tiles) * BLOCK_N)
-        keys = start + tl.arange(0, BLOCK_N)
-        rows = keys + interval.num_memory + tl.where(keys < 0, 0, key_start)
-        key_mask = keys < last
-        k = load_rows(k_ptr, rows, k_stride, key_mask, HEAD_DIM, BLOCK_D)  # [BLOCK_N, BLOCK_D]
-        v = load_rows(v_ptr, rows, v_stride, key_mask, VALUE_DIM, BLOCK_DV)  # [BLOCK_N, BLOCK_DV]
-        logits = tl.dot(q, tl.trans(k), input_precision='ieee')  # [BLOCK_M, BLOCK_N]
-        weights = tl.exp2(tl.fma(logits, scale * 1.4426950408889634, -lse_log2[:, None]))
-        dweights = tl.dot(dout, tl.trans(v), input_precision='ieee')
-        dlogits = weights * (dweights - delta[:, None])
-        if MASKED:
-            read = is_read(interval, keys[None, :], positions[:, None]) & key_mask[None, :]
-            weights = tl.where(read, weights, 0.0)
-            dlogits = tl.where(read, dlogits, 0.0)
-            k, _ = split_finite(k)
-        missing += tl.sum(dlogits, 1)
-        dlogits = tl.fma(weights, dlse[:, None], dlogits)
-        dq = add_product(dlogits.to(k.dtype), k, dq)
-        mean_k = add_product(weights.to(k.dtype), k, mean_k)
+    dq, mean_k, missing = sums
+    start = find_start(tiles, tile, MASKED, CAREFUL, BLOCK_N)
+    k, v = load_keys(
+        k_ptr, v_ptr, k_stride, v_stride, start, last, key_start, interval, MASKED, HEAD_DIM, VALUE_DIM, BLOCK_N,
+        BLOCK_D, BLOCK_DV, WIDE,
+    )  # fmt: skip
+    logits = tl.dot(q, tl.trans(k), input_precision='ieee')  # [BLOCK_M, BLOCK_N]
+    exponents = tl.fma(logits, scale * 1.4426950408889634, -lse_log2[:, None])
+    if MASKED:
+        read = reads_keys(interval, limits, start, BLOCK_N)
+        exponents = tl.where(read, exponents, float('-inf'))
+    weights = tl.exp2(exponents)
+    dweights = tl.dot(dout, tl.trans(v), input_precision='ieee')
+    dlogits = weights * (dweights - delta[:, None])
+    if CAREFUL:
+        dlogits = tl.where(read, dlogits, 0.0)
+        k, _ = split_finite(k)
+    missing += tl.sum(dlogits, 1)
+    dlogits = tl.fma(weights, dlse[:, None], dlogits)
+    dq = add_product(dlogits.to(k.dtype), k, dq)
+    mean_k = add_product(weights.to(k.dtype), k, mean_k)
     return dq, mean_k, missing
 
 
@@ -200,6 +224,7 @@ def dkv_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     """dk, dv: `[parts, B, C, H, D and DV]`: the sum over the first HEADS query heads of a group, the next, and so on.
     One program per tile of keys, kv head and part. MEMORY: of the memory keys, with dk and dv
@@ -242,7 +267,9 @@ def dkv_kernel(
         keys = first_key + tl.arange(0, BLOCK_N)
         stored_row = row
         stored_rows = key_start + keys
-        key_rows = stored_rows + interval.num_memory
+        key_rows = stored_rows
+        if interval.num_memory is not None:
+            key_rows = stored_rows + interval.num_memory
         key_mask = keys < num_keys
         stored = keys < key_stop
         last_key = tl.minimum(first_key + BLOCK_N, num_keys) - 1
@@ -254,28 +281,46 @@ def dkv_kernel(
     v_ptr += row * v_strides[0] + kv_head * v_strides[2]
     k = load_rows(k_ptr, key_rows, k_strides[1], key_mask, HEAD_DIM, BLOCK_D)  # [BLOCK_N, BLOCK_D]
     v = load_rows(v_ptr, key_rows, v_strides[1], key_mask, VALUE_DIM, BLOCK_DV)  # [BLOCK_N, BLOCK_DV]
-    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     q_ptr += row * q_strides[0]
     dout_ptr += row * dout_strides[0]
     first_head = (kv_head * tl.num_programs(2) + part) * HEADS
     num_heads = tl.num_programs(1) * tl.num_programs(2) * HEADS
-    left_tiles, middle, right, end_tiles = split_range(first, last, full_first, full_last, BLOCK_M)
+    tiles = split_range(first, last, full_first, full_last, BLOCK_M)
+    end_tiles, num_tiles = tiles[4], tiles[5]
+    limits = query_limits(interval, keys, last, offset)
     first_row = tl.zeros([], tl.int64) + query_start
+    empty_sums = (tl.zeros([BLOCK_N, BLOCK_D], tl.float32), tl.zeros([BLOCK_N, BLOCK_DV], tl.float32))
+    sums = empty_sums
     for head in range(HEADS):
         q_of_head = q_ptr + (first_head + head) * q_strides[2] + first_row * q_strides[1]
         dout_of_head = dout_ptr + (first_head + head) * dout_strides[2] + first_row * dout_strides[1]
         row_of_lse = (row * num_heads + first_head + head) * place.seqlen_q + first_row
-        dk, dv = _add_queries(
-            q_of_head, dout_of_head, lse_ptr + row_of_lse, delta_ptr + row_of_lse, q_strides[1], dout_strides[1], k, v,
-            dk, dv, keys, first, left_tiles, right, end_tiles, last, offset, interval, scale, True, HEAD_DIM, VALUE_DIM,
-            BLOCK_M, BLOCK_D, BLOCK_DV,
-        )  # fmt: skip
-        dk, dv = _add_queries(
-            q_of_head, dout_of_head, lse_ptr + row_of_lse, delta_ptr + row_of_lse, q_strides[1], dout_strides[1], k, v,
-            dk, dv, keys, middle, 0, middle, (right - middle) // BLOCK_M, last, offset, interval, scale, False,
-            HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV,
-        )  # fmt: skip
+        for tile in range(end_tiles):
+            sums = _add_queries(
+                q_of_head, dout_of_head, lse_ptr + row_of_lse, delta_ptr + row_of_lse, q_strides[1], dout_strides[1],
+                k, v, sums, limits, tiles, tile, last, interval, scale, True, False, HEAD_DIM, VALUE_DIM, BLOCK_M,
+                BLOCK_D, BLOCK_DV, WIDE,
+            )  # fmt: skip
+        for tile in range(end_tiles, num_tiles):
+            sums = _add_queries(
+                q_of_head, dout_of_head, lse_ptr + row_of_lse, delta_ptr + row_of_lse, q_strides[1], dout_strides[1],
+                k, v, sums, limits, tiles, tile, last, interval, scale, False, False, HEAD_DIM, VALUE_DIM, BLOCK_M,
+                BLOCK_D, BLOCK_DV, WIDE,
+            )  # fmt: skip
+    if not is_finite_tile(sums[0]):
+        # Perhaps for queries that do not read some keys of the tile: once more, with care.
+        sums = empty_sums
+        for head in range(HEADS):
+            q_of_head = q_ptr + (first_head + head) * q_strides[2] + first_row * q_strides[1]
+            dout_of_head = dout_ptr + (first_head + head) * dout_strides[2] + first_row * dout_strides[1]
+            row_of_lse = (row * num_heads + first_head + head) * place.seqlen_q + first_row
+            for tile in range(num_tiles):
+                sums = _add_queries(
+                    q_of_head, dout_of_head, lse_ptr + row_of_lse, delta_ptr + row_of_lse, q_strides[1],
+                    dout_strides[1], k, v, sums, limits, tiles, tile, last, interval, scale, True, True, HEAD_DIM,
+                    VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV, WIDE,
+                )  # fmt: skip
+    dk, dv = sums
     dk_ptr += part.to(tl.int64) * dk_strides[0] + stored_row.to(tl.int64) * dk_strides[1] + kv_head * dk_strides[3]
     dv_ptr += part.to(tl.int64) * dv_strides[0] + stored_row.to(tl.int64) * dv_strides[1] + kv_head * dv_strides[3]
     # What no query may read is loaded as 0, and its gradient is 0.
@@ -295,43 +340,50 @@ def _add_queries(
     dout_stride,
     k,
     v,
-    dk,
-    dv,
-    keys,
-    first,
-    left_tiles,
-    right,
-    num_tiles,
+    sums,
+    limits,
+    tiles,
+    tile,
     last,
-    offset,
     interval,
     scale,
     MASKED: tl.constexpr,
+    CAREFUL: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
-    """Adds tiles of queries of one head: left_tiles from `first` on, the rest of num_tiles from `right` on."""
-    for tile in range(num_tiles):
-        start = tl.where(tile < left_tiles, first + tile * BLOCK_M, right + (tile - left_tiles) * BLOCK_M)
-        queries = start + tl.arange(0, BLOCK_M)
+    """Adds a tile of queries of one head. Not MASKED: all of them read every key. CAREFUL: what is not finite reaches
+    those keys alone that are read with it.
+    """
+    dk, dv = sums
+    start = find_start(tiles, tile, MASKED, CAREFUL, BLOCK_M)
+    queries = start + tl.arange(0, BLOCK_M)
+    query_mask = tl.full([BLOCK_M], 1, tl.int1)
+    if MASKED:
         query_mask = queries < last
-        q = load_rows(q_ptr, queries, q_stride, query_mask, HEAD_DIM, BLOCK_D)  # [BLOCK_M, BLOCK_D]
-        dout = load_rows(dout_ptr, queries, dout_stride, query_mask, VALUE_DIM, BLOCK_DV)  # [BLOCK_M, BLOCK_DV]
-        lse = tl.load(lse_ptr + queries, mask=query_mask, other=0.0)
-        delta = tl.load(delta_ptr + queries, mask=query_mask, other=0.0)
-        lse_log2 = tl.where(lse == float('-inf'), 0.0, lse) * 1.4426950408889634
-        logits = tl.dot(k, tl.trans(q), input_precision='ieee')  # [BLOCK_N, BLOCK_M]
-        weights = tl.exp2(tl.fma(logits, scale * 1.4426950408889634, -lse_log2[None, :]))
-        dweights = tl.dot(v, tl.trans(dout), input_precision='ieee')
-        dlogits = weights * (dweights - delta[None, :])
-        if MASKED:
-            read = is_read(interval, keys[:, None], (offset + queries)[None, :]) & query_mask[None, :]
-            weights = tl.where(read, weights, 0.0)
-            dlogits = tl.where(read, dlogits, 0.0)
-            q, _ = split_finite(q)
-        dv = add_product(weights.to(dout.dtype), dout, dv)
-        dk = add_product(dlogits.to(q.dtype), q, dk)
+    q = load_rows(q_ptr, queries, q_stride, query_mask, HEAD_DIM, BLOCK_D, WIDE)  # [BLOCK_M, BLOCK_D]
+    dout = load_rows(dout_ptr, queries, dout_stride, query_mask, VALUE_DIM, BLOCK_DV, WIDE)  # [BLOCK_M, BLOCK_DV]
+    if MASKED:
+        # A thread loads many of these; a mask for each costs more than the last one's once more.
+        queries = tl.minimum(queries, last - 1)
+    lse = tl.load(lse_ptr + queries)
+    delta = tl.load(delta_ptr + queries)
+    lse_log2 = tl.where(lse == float('-inf'), 0.0, lse) * 1.4426950408889634
+    logits = tl.dot(k, tl.trans(q), input_precision='ieee')  # [BLOCK_N, BLOCK_M]
+    exponents = tl.fma(logits, scale * 1.4426950408889634, -lse_log2[None, :])
+    if MASKED:
+        read = is_read_by(interval, limits, start, BLOCK_M)
+        exponents = tl.where(read, exponents, float('-inf'))
+    weights = tl.exp2(exponents)
+    dweights = tl.dot(v, tl.trans(dout), input_precision='ieee')
+    dlogits = weights * (dweights - delta[None, :])
+    if CAREFUL:
+        dlogits = tl.where(read, dlogits, 0.0)
+        q, _ = split_finite(q)
+    dv = add_product(weights.to(dout.dtype), dout, dv)
+    dk = add_product(dlogits.to(q.dtype), q, dk)
     return dk, dv

@@ -8,9 +8,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from native_sparse_attention.ops._triton.interval.tiles import is_read, key_range, split_range
+from native_sparse_attention.ops._triton.interval.tiles import (
+    find_start,
+    key_limits,
+    key_range,
+    load_keys,
+    reads_keys,
+    split_range,
+)
 from native_sparse_attention.ops._triton.placement import count_blocks, load_extent, locate_queries
-from native_sparse_attention.ops._triton.tiles import add_product, load_rows, split_finite, store_rows
+from native_sparse_attention.ops._triton.tiles import add_product, is_finite_tile, load_rows, split_finite, store_rows
 
 
 @triton.jit
@@ -34,6 +41,7 @@ def forward_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     """q, out: `[B, T, HQ, D and DV]`; k, v: `[B, M + C, H, D and DV]`; lse: `[B, HQ, T]`."""
     sequence, row, query_start, first_query, num_queries, num_tokens, offset = locate_queries(
@@ -55,24 +63,40 @@ def forward_kernel(
 
     last_position = offset + tl.minimum(first_query + BLOCK_M, num_queries) - 1
     first, last, full_first, full_last = key_range(interval, offset + first_query, last_position, num_keys)
-    if (interval.num_memory > 0) & (sequence < place.num_sequences):
+    if interval.num_memory is not None and sequence < place.num_sequences:
         first = -interval.num_memory
         full_first = first
-    left_tiles, middle, right, end_tiles = split_range(first, last, full_first, full_last, BLOCK_N)
+    tiles = split_range(first, last, full_first, full_last, BLOCK_N)
+    end_tiles, num_tiles = tiles[4], tiles[5]
+    limits = key_limits(interval, positions, last)
 
-    row_max = tl.full([BLOCK_M], float('-inf'), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    out = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    scale_log2 = scale * 1.4426950408889634
-    row_max, total, out = _attend(
-        q, k_ptr, v_ptr, k_strides[1], v_strides[1], row_max, total, out, positions, first, left_tiles, right,
-        end_tiles, last, key_start, interval, scale_log2, True, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV,
-    )  # fmt: skip
-    row_max, total, out = _attend(
-        q, k_ptr, v_ptr, k_strides[1], v_strides[1], row_max, total, out, positions, middle, 0, middle,
-        (right - middle) // BLOCK_N, last, key_start, interval, scale_log2, False, HEAD_DIM, VALUE_DIM, BLOCK_N,
-        BLOCK_D, BLOCK_DV,
-    )  # fmt: skip
+    empty_sums = (
+        tl.full([BLOCK_M], float('-inf'), tl.float32),
+        tl.zeros([BLOCK_M], tl.float32),
+        tl.zeros([BLOCK_M, BLOCK_DV], tl.float32),
+    )
+    sums = empty_sums
+    # Infinity must keep its sign: what is not read has logits of -inf.
+    scale_log2 = tl.where(scale == 0, 1e-37, scale * 1.4426950408889634)
+    for tile in range(end_tiles):
+        sums = _attend(
+            q, k_ptr, v_ptr, k_strides[1], v_strides[1], sums, limits, tiles, tile, last, key_start, interval,
+            scale_log2, True, False, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+        )  # fmt: skip
+    for tile in range(end_tiles, num_tiles):
+        sums = _attend(
+            q, k_ptr, v_ptr, k_strides[1], v_strides[1], sums, limits, tiles, tile, last, key_start, interval,
+            scale_log2, False, False, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+        )  # fmt: skip
+    if not is_finite_tile(sums[2]):
+        # Perhaps for values that some rows of the tile do not read: once more, with care.
+        sums = empty_sums
+        for tile in range(num_tiles):
+            sums = _attend(
+                q, k_ptr, v_ptr, k_strides[1], v_strides[1], sums, limits, tiles, tile, last, key_start, interval,
+                scale_log2, True, True, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+            )  # fmt: skip
+    row_max, total, out = sums
 
     empty = total == 0
     total = tl.where(empty, 1.0, total)
@@ -91,48 +115,46 @@ def _attend(
     v_ptr,
     k_stride,
     v_stride,
-    row_max,
-    total,
-    out,
-    positions,
-    first,
-    left_tiles,
-    right,
-    num_tiles,
+    sums,
+    limits,
+    tiles,
+    tile,
     last,
     key_start,
     interval,
     scale_log2,
     MASKED: tl.constexpr,
+    CAREFUL: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
-    """Adds tiles of keys to a running softmax: left_tiles from `first` on, the rest of num_tiles from `right` on."""
-    for tile in range(num_tiles):
-        start = tl.where(tile < left_tiles, first + tile * BLOCK_N, right + (tile - left_tiles) * BLOCK_N)
-        keys = start + tl.arange(0, BLOCK_N)
-        rows = keys + interval.num_memory + tl.where(keys < 0, 0, key_start)
-        key_mask = keys < last
-        k = load_rows(k_ptr, rows, k_stride, key_mask, HEAD_DIM, BLOCK_D)  # [BLOCK_N, BLOCK_D]
-        v = load_rows(v_ptr, rows, v_stride, key_mask, VALUE_DIM, BLOCK_DV)  # [BLOCK_N, BLOCK_DV]
-        products = tl.dot(q, tl.trans(k), input_precision='ieee')  # [BLOCK_M, BLOCK_N]
-        logits = products * scale_log2
-        if MASKED:
-            read = is_read(interval, keys[None, :], positions[:, None]) & key_mask[None, :]
-            logits = tl.where(read, logits, float('-inf'))
-            v, taint = split_finite(v)
-            out += tl.sum(tl.where(read, taint[None, :], 0.0), 1)[:, None]
-        new_max = tl.maximum(row_max, tl.max(logits, 1))
-        reference = tl.where(new_max == float('-inf'), 0.0, new_max)
-        weights = tl.exp2(tl.fma(products, scale_log2, -reference[:, None]))
-        if MASKED:
-            weights = tl.where(read, weights, 0.0)
-        rescale = tl.exp2(row_max - reference)
-        total = total * rescale + tl.sum(weights, 1)
-        out = out * rescale[:, None]
-        out = add_product(weights.to(v.dtype), v, out)
-        row_max = new_max
-    return row_max, total, out
+    """Adds a tile of keys to a running softmax. Not MASKED: every row reads all of it. CAREFUL: values that are not
+    finite reach those alone who read them.
+    """
+    row_max, total, out = sums
+    start = find_start(tiles, tile, MASKED, CAREFUL, BLOCK_N)
+    k, v = load_keys(
+        k_ptr, v_ptr, k_stride, v_stride, start, last, key_start, interval, MASKED, HEAD_DIM, VALUE_DIM, BLOCK_N,
+        BLOCK_D, BLOCK_DV, WIDE,
+    )  # fmt: skip
+    products = tl.dot(q, tl.trans(k), input_precision='ieee')  # [BLOCK_M, BLOCK_N]
+    if MASKED:
+        read = reads_keys(interval, limits, start, BLOCK_N)
+        # What makes a logit -inf, and a weight 0.
+        products = tl.where(read, products, tl.where(scale_log2 < 0, float('inf'), float('-inf')))
+    logits = products * scale_log2
+    if CAREFUL:
+        v, taint = split_finite(v)
+        out += tl.sum(tl.where(read, taint[None, :], 0.0), 1)[:, None]
+    new_max = tl.maximum(row_max, tl.max(logits, 1))
+    reference = tl.where(new_max == float('-inf'), 0.0, new_max)
+    weights = tl.exp2(tl.fma(products, scale_log2, -reference[:, None]))
+    rescale = tl.exp2(row_max - reference)
+    total = total * rescale + tl.sum(weights, 1)
+    out = out * rescale[:, None]
+    out = add_product(weights.to(v.dtype), v, out)
+    return new_max, total, out

@@ -12,7 +12,7 @@ from native_sparse_attention.ops._triton.interval import settings
 from native_sparse_attention.ops._triton.interval.backward import dkv_kernel, dq_kernel
 from native_sparse_attention.ops._triton.interval.forward import forward_kernel
 from native_sparse_attention.ops._triton.interval.tiles import Interval
-from native_sparse_attention.ops._triton.launch import head_block, launch, settings_of
+from native_sparse_attention.ops._triton.launch import head_block, is_wide, launch, settings_of
 from native_sparse_attention.ops._triton.placement import (
     Placement,
     flatten,
@@ -96,6 +96,7 @@ def _forward(
         *(place, interval, scale),
         GROUP=heads // k.shape[2],
         **_tile(head_dim, value_dim, block_m, block_n),
+        WIDE=is_wide(k, v),
         num_warps=num_warps,
         num_stages=num_stages,
         device=q.device,
@@ -147,6 +148,7 @@ def _backward(
         *(place, interval, scale),
         GROUP=heads // kv_heads,
         **_tile(head_dim, value_dim, block_m, block_n),
+        WIDE=is_wide(k, v),
         num_warps=num_warps,
         num_stages=num_stages,
         device=q.device,
@@ -203,19 +205,18 @@ def _differentiate_memory(
     q, k, v, *_ = tensors
     batch, seqlen, heads, head_dim = q.shape
     kv_heads, value_dim = v.shape[2:]
+    num_memory = interval.num_memory or 0
     block_n = settings_of(settings.DKV, q, v).block_n
-    bytes_of_split = interval.num_memory * heads * 4 * (head_dim + value_dim)
+    bytes_of_split = num_memory * heads * 4 * (head_dim + value_dim)
     split = SPLIT
     while split < seqlen and -(-seqlen // split) * bytes_of_split > WORKSPACE:
         split *= 2
     splits = -(-seqlen // split)
-    tiles_of_row = -(-interval.num_memory // block_n) * splits
+    tiles_of_row = -(-num_memory // block_n) * splits
     parts = heads // kv_heads
-    dmem_k, dmem_v = (
-        torch.zeros((interval.num_memory, *t.shape[2:]), dtype=torch.float32, device=t.device) for t in (k, v)
-    )
+    dmem_k, dmem_v = (torch.zeros((num_memory, *t.shape[2:]), dtype=torch.float32, device=t.device) for t in (k, v))
     for rows in _split_rows(batch, splits * bytes_of_split):
-        shape = (parts, len(rows) * splits, interval.num_memory)
+        shape = (parts, len(rows) * splits, num_memory)
         grads = [torch.empty((*shape, *t.shape[2:]), dtype=torch.float32, device=t.device) for t in (k, v)]
         grid = (tiles_of_row * len(rows), kv_heads, parts)
         _launch_dkv(grid, grads, _rows_of(tensors, rows), _place_of(place, rows), interval, scale, split)
@@ -247,6 +248,7 @@ def _launch_dkv(
         SPLIT=SPLIT if split is None else split,
         HEADS=q.shape[2] // k.shape[2] // grid[2],
         **_tile(q.shape[3], v.shape[3], block_m, block_n),
+        WIDE=is_wide(q, dout),
         num_warps=num_warps,
         num_stages=num_stages,
         device=q.device,
@@ -308,8 +310,9 @@ def _prepare(
     stride: int,
 ) -> Any:
     """Inputs as the kernels take them: memory stands before the other keys of every row."""
-    num_memory, num_keys = 0 if mem_k is None else mem_k.shape[1], k.shape[1]
-    if num_memory and mem_k is not None and mem_v is not None:
+    num_memory, num_keys = None, k.shape[1]
+    if mem_k is not None and mem_v is not None and mem_k.shape[1]:
+        num_memory = mem_k.shape[1]
         k, v = (
             torch.cat((memory.transpose(0, 1).expand(t.shape[0], -1, -1, -1), t), 1)
             for memory, t in ((mem_k, k), (mem_v, v))

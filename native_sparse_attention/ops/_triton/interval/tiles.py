@@ -7,20 +7,22 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from native_sparse_attention.ops._triton.tiles import load_rows
+
 
 class Interval(NamedTuple):
     """Which keys the query at position t reads: those with t - left <= key and key * stride + reach <= t.
 
-    left, reach: None where that side is unbounded. num_memory: keys before the first one, which every query reads;
-    they stand before all others on the key axis. block_size, stride: keys are the compressed blocks of so many tokens
-    (1, 1: the tokens themselves). num_keys: C, all keys of a row but memory.
+    left, reach: None where that side is unbounded. num_memory: keys before the first one, which every query reads
+    (None: there are none); they stand before all others on the key axis. block_size, stride: keys are the compressed
+    blocks of so many tokens (1, 1: the tokens themselves). num_keys: C, all keys of a row but memory.
     """
 
     left: int | None
     reach: int | None
     block_size: int
     stride: int
-    num_memory: int
+    num_memory: int | None
     num_keys: int
 
 
@@ -61,15 +63,86 @@ def query_range(interval, first_key, last_key, num_queries, offset):
 
 
 @triton.jit
-def is_read(interval, key, position):
-    """Whether the query at `position` reads `key`, which exists; memory has the keys below 0."""
-    read = key == key
+def key_limits(interval, positions, last):
+    """Of the queries at these positions, the keys [firsts, lasts) before `last` that each of them reads, memory apart.
+    Where `left` is None, firsts says nothing.
+    """
+    firsts = positions
     if interval.left is not None:
-        read = read & (position - key <= interval.left)
+        firsts = positions - interval.left
+    lasts = positions * 0 + last
     if interval.reach is not None:
-        read = read & (key * interval.stride + interval.reach <= position)
-    if interval.num_memory > 0:
-        read = read | (key < 0)
+        lasts = tl.minimum(last, _count(positions, interval.reach, interval.stride))
+    return firsts, lasts
+
+
+@triton.jit
+def reads_keys(interval, limits, start, BLOCK: tl.constexpr):
+    """`[rows, BLOCK]`: whether a query with these limits reads one of the keys from `start` on; memory is below 0."""
+    keys = tl.arange(0, BLOCK)[None, :]
+    firsts, lasts = limits
+    read = keys < (lasts - start)[:, None]
+    if interval.left is not None:
+        is_in_window = keys >= (firsts - start)[:, None]
+        if interval.num_memory is not None:
+            is_in_window = is_in_window | (keys < -start)
+        read = read & is_in_window
+    return read
+
+
+@triton.jit
+def load_keys(
+    k_ptr,
+    v_ptr,
+    k_stride,
+    v_stride,
+    start,
+    last,
+    key_start,
+    interval,
+    MASKED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """k `[BLOCK_N, BLOCK_D]` and v `[BLOCK_N, BLOCK_DV]` from `start` on, before `last` where MASKED."""
+    keys = start + tl.arange(0, BLOCK_N)
+    rows = key_start + keys
+    if interval.num_memory is not None:
+        rows = keys + interval.num_memory + tl.where(keys < 0, 0, key_start)
+    mask = tl.full([BLOCK_N], 1, tl.int1)
+    if MASKED:
+        mask = keys < last
+    k = load_rows(k_ptr, rows, k_stride, mask, HEAD_DIM, BLOCK_D, WIDE)
+    v = load_rows(v_ptr, rows, v_stride, mask, VALUE_DIM, BLOCK_DV, WIDE)
+    return k, v
+
+
+@triton.jit
+def query_limits(interval, keys, last, offset):
+    """Of these keys, the queries [firsts, lasts) before `last` that read each of them. Where `reach` is None, firsts
+    says nothing.
+    """
+    firsts = keys
+    if interval.reach is not None:
+        firsts = tl.where(keys < 0, 0, keys * interval.stride + interval.reach - offset)
+    lasts = keys * 0 + last
+    if interval.left is not None:
+        lasts = tl.where(keys < 0, last, tl.minimum(last, keys + interval.left + 1 - offset))
+    return firsts, lasts
+
+
+@triton.jit
+def is_read_by(interval, limits, start, BLOCK: tl.constexpr):
+    """`[keys, BLOCK]`: whether a key with these limits is read by one of the queries from `start` on."""
+    queries = tl.arange(0, BLOCK)[None, :]
+    firsts, lasts = limits
+    read = queries < (lasts - start)[:, None]
+    if interval.reach is not None:
+        read = read & (queries >= (firsts - start)[:, None])
     return read
 
 
@@ -82,11 +155,24 @@ def _count(position, reach, stride):
 @triton.jit
 def split_range(first, last, full_first, full_last, BLOCK: tl.constexpr):
     """[first, last) in tiles: those at either end, which need a mask because not every row of the other side reads
-    [first, full_first) and [full_last, last), and those in the middle. Returns the number of tiles at the left end, the
-    first element behind them, the first element of the right end, and the number of tiles at both ends.
+    [first, full_first) and [full_last, last), and those in the middle. Tiles are counted from the left end to the right
+    one and then through the middle; `find_start` takes what this returns, of which the last two are the number of tiles
+    at both ends and of all.
     """
     last = tl.maximum(first, last)
     left_tiles = tl.cdiv(tl.minimum(tl.maximum(full_first, first), last) - first, BLOCK)
     middle = tl.minimum(first + left_tiles * BLOCK, last)
     right = middle + tl.maximum(full_last - middle, 0) // BLOCK * BLOCK
-    return left_tiles, middle, right, left_tiles + tl.cdiv(last - right, BLOCK)
+    end_tiles = left_tiles + tl.cdiv(last - right, BLOCK)
+    return first, left_tiles, middle, right, end_tiles, end_tiles + (right - middle) // BLOCK
+
+
+@triton.jit
+def find_start(tiles, tile, MASKED: tl.constexpr, CAREFUL: tl.constexpr, BLOCK: tl.constexpr):
+    """The first element of a tile: of those at the ends where MASKED, of any where CAREFUL, else of the middle."""
+    first, left_tiles, middle, right, end_tiles, _ = tiles
+    start = middle + (tile - end_tiles) * BLOCK
+    if MASKED:
+        at_end = tl.where(tile < left_tiles, first + tile * BLOCK, right + (tile - left_tiles) * BLOCK)
+        start = tl.where(tile < end_tiles, at_end, start) if CAREFUL else at_end
+    return start

@@ -19,7 +19,7 @@ from native_sparse_attention.ops._triton.inverse_index import (
     group_pairs,
     num_block_slots,
 )
-from native_sparse_attention.ops._triton.launch import head_block, launch, row_block, settings_of
+from native_sparse_attention.ops._triton.launch import head_block, is_wide, launch, row_block, settings_of
 from native_sparse_attention.ops._triton.placement import Placement
 from native_sparse_attention.ops._triton.tiles import add_product, load_rows, split_finite, store_rows
 from native_sparse_attention.ops.selected_attention.triton import settings
@@ -27,7 +27,6 @@ from native_sparse_attention.ops.selected_attention.triton.lists import (
     bytes_of_part,
     count_near,
     find_owners,
-    is_wide,
     load_factors,
     load_members,
     make_lists,

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from native_sparse_attention.ops._triton.launch import head_block, launch, row_block, settings_of
+from native_sparse_attention.ops._triton.launch import head_block, is_wide, launch, row_block, settings_of
 from native_sparse_attention.ops._triton.placement import Placement
 from native_sparse_attention.ops._triton.tiles import load_rows, store_rows
 from native_sparse_attention.ops.selected_attention.triton import settings
@@ -25,7 +25,6 @@ from native_sparse_attention.ops.selected_attention.triton.lists import (
     bytes_of_part,
     count_near,
     find_owners,
-    is_wide,
     load_factors,
     load_members,
     make_parts,

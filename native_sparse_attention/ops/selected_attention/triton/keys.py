@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from native_sparse_attention.ops._triton.inverse_index import group_pairs, num_block_slots
-from native_sparse_attention.ops._triton.launch import Table, head_block, launch, row_block, settings_of
+from native_sparse_attention.ops._triton.launch import Table, head_block, is_wide, launch, row_block, settings_of
 from native_sparse_attention.ops._triton.placement import Placement
 from native_sparse_attention.ops.selected_attention.triton import settings
 from native_sparse_attention.ops.selected_attention.triton.backward import Partials, combine_kernel, dkv_kernel
-from native_sparse_attention.ops.selected_attention.triton.lists import NO_PARTS, Lists, Parts, is_wide, make_lists
+from native_sparse_attention.ops.selected_attention.triton.lists import NO_PARTS, Lists, Parts, make_lists
 
 # Pairs of a query and a head that one program adds to the gradients of a block, by bytes of an element; the lists of
 # some blocks have many more. In float32 the sums are shorter, and so more exact.

@@ -63,15 +63,6 @@ def make_lists(
     return Lists(index.entries, index.starts, *counts)
 
 
-def is_wide(*tensors: Tensor | None) -> bool:
-    """Whether elements of one row of the batch lie more than int32 counts apart, so that offsets are int64."""
-    return any(
-        sum((size - 1) * abs(stride) for size, stride in zip(t.shape[1:], t.stride()[1:], strict=True)) >= 2**31
-        for t in tensors
-        if t is not None
-    )
-
-
 class Parts(NamedTuple):
     """What blocks add to results of their members: a row for every entry of a pair and head of its chooser, `[pairs,
     T * R * n, G]`.

@@ -13,6 +13,7 @@ from native_sparse_attention.ops._triton.finite import find_infinite
 from native_sparse_attention.ops._triton.launch import (
     Table,
     head_block,
+    is_wide,
     launch,
     row_block,
     settings_of,
@@ -37,7 +38,6 @@ from native_sparse_attention.ops.selected_attention.triton.backward import dq_ke
 from native_sparse_attention.ops.selected_attention.triton.by_block import attend_by_block
 from native_sparse_attention.ops.selected_attention.triton.by_block_backward import MemberGradients
 from native_sparse_attention.ops.selected_attention.triton.forward import forward_kernel
-from native_sparse_attention.ops.selected_attention.triton.lists import is_wide
 from native_sparse_attention.ops.selected_attention.triton.neighbours import (
     neighbours_dq_kernel,
     neighbours_forward_kernel,
