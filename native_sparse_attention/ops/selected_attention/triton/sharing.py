@@ -59,7 +59,7 @@ def find_sharing(
         CAUSAL=causal,
         BLOCK_S=block_s,
         BLOCK_T=block_t,
-        BLOCK_N=max(1, min(block_t * block_s, COMPARISONS // (block_t * block_s))),
+        BLOCK_N=min(block_t * block_s, COMPARISONS // (block_t * block_s)),
         num_warps=4,
         device=block_indices.device,
     )
