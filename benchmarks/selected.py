@@ -3,6 +3,7 @@
     python -m benchmarks.selected                                  every case, every peer that is on PYTHONPATH
     python -m benchmarks.selected --cases '64k*' --peers mdy666    some of them
     python -m benchmarks.selected --long --add                     128k to 1M tokens, for the table of an earlier run
+    python -m benchmarks.selected --cases 'short*,32k*,64k' --peers ''    where one design overtakes another
     TRITON_INTERPRET=1 python -m benchmarks.selected --device cpu --cases 'tiny*' --designs '' --out /tmp/results
                                                                    to try the script
 
@@ -67,6 +68,12 @@ SETTINGS: dict[str, Setting] = {
     'long-256k': Setting('long-256k-h4'),
     'long-512k': Setting('long-512k-h4'),
     'long-1m': Setting('long-1024k-h4'),
+    'short-4k-g1': Setting('short-4k-h64'),
+    'short-4k-g4': Setting('short-4k-h16'),
+    'short-4k-g8': Setting('short-4k-h8'),
+    'short-8k-g1': Setting('short-8k-h64'),
+    'short-8k-g4': Setting('short-8k-h16'),
+    'short-8k-g8': Setting('short-8k-h8'),
     'tiny': Setting('tiny', targets=(1, 1)),
     'tiny-packed': Setting('tiny-packed', whole='tiny'),
 }
@@ -401,7 +408,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_run_arguments(parser, case_seconds=90)
     add = parser.add_argument
-    add('--cases', default='*', help='patterns, separated by commas; tiny-… and long-… by name only (%(default)s)')
+    add(
+        '--cases',
+        default='*',
+        help='patterns, separated by commas; tiny, short and long by name only (%(default)s)',
+    )
     add('--long', action='store_true', help='the cases of 128k to 1M tokens instead')
     add('--peers', default=','.join(PEERS), help="of these those that can be imported; '' for none (%(default)s)")
     add('--designs', default=','.join(DESIGNS), help="that are forced; '' for none (%(default)s)")

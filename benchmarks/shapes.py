@@ -94,6 +94,11 @@ SHAPES: dict[str, Shape] = {
             replace(PAPER, name=f'long-{seqlen // 1024}k-h4', seqlen=seqlen)
             for seqlen in (2**17, 2**18, 2**19, 2**20)
         ),
+        *(
+            replace(PAPER, name=f'short-{seqlen // 1024}k-h{kv_heads}', seqlen=seqlen, kv_heads=kv_heads)
+            for seqlen in (4096, 8192)
+            for kv_heads in (8, 16, 64)
+        ),
         # For trying the scripts on a CPU.
         replace(TRAINER, name='tiny', batch=1, seqlen=96, heads=4, kv_heads=2, head_dim=16, value_dim=16, window=16,
                 dtype=torch.float32),
@@ -104,7 +109,7 @@ SHAPES: dict[str, Shape] = {
 
 
 # What begins so must be asked for by name.
-UNASKED = ('tiny', 'many', 'long')
+UNASKED = ('tiny', 'many', 'long', 'short')
 
 
 def find_names(names: Iterable[str], patterns: str) -> list[str]:

@@ -78,8 +78,8 @@ def test_long_sequences_relative_to_the_shortest():
 
 
 def test_what_must_be_asked_for():
-    assert not [name for name in find_names(selected.SETTINGS, '*') if name.startswith(('tiny', 'long'))]
-    assert not [shape.name for shape in find_shapes('*') if shape.name.startswith(('tiny', 'long', 'many'))]
+    assert not [name for name in find_names(selected.SETTINGS, '*') if name.startswith(('tiny', 'short', 'long'))]
+    assert not [shape.name for shape in find_shapes('*') if shape.name.startswith(('tiny', 'short', 'long', 'many'))]
     assert [shape.name for shape in find_shapes('many*')] == ['many-64k-h4']
 
 

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
+from native_sparse_attention.geometry import Sequences
 from native_sparse_attention.ops._triton.support import is_interpreted
 from native_sparse_attention.testing import outputs_and_gradients
 from tests.problems import Extents, Heads
@@ -262,3 +263,11 @@ def fewer_examples(share: float) -> hypothesis.settings:
 def same_bits(a: Tensor, b: Tensor) -> bool:
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
     return a.dtype == b.dtype and a.contiguous().view(integers).equal(b.contiguous().view(integers))
+
+
+def make_sequences(extents: Extents, device: torch.device) -> Sequences:
+    where = place(extents.where, device)
+    cu_seqlens = where.get('cu_seqlens')
+    borders = (cu_seqlens, where.get('cu_seqlens_k', cu_seqlens))
+    sizes = (extents.batch, extents.seqlen_q, extents.seqlen_k)
+    return Sequences(*sizes, device, where.get('q_offset'), where.get('seqlens_k'), *borders)

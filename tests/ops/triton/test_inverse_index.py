@@ -27,7 +27,7 @@ from native_sparse_attention.ops._triton.inverse_index import (
 from native_sparse_attention.ops._triton.launch import launch
 from native_sparse_attention.ops._triton.placement import make_placement
 from native_sparse_attention.ops._triton.tiles import sort_tile
-from tests.ops.triton.harness import place
+from tests.ops.triton.harness import make_sequences, place
 from tests.problems import Extents, cumulative, drawn_extents, packed, row_integers
 
 INT32 = torch.iinfo(torch.int32)
@@ -42,14 +42,6 @@ def make_indices(extents: Extents, choosers: int, num_selected: int, block_size:
     indices = torch.randint(-1, extents.seqlen_k // block_size + 2, shape)
     junk = torch.tensor(JUNK)[torch.randint(0, len(JUNK), shape)]
     return torch.where(torch.rand(shape) < 0.2, junk, indices).to(dtype)
-
-
-def make_sequences(extents: Extents, device: torch.device) -> Sequences:
-    where = place(extents.where, device)
-    cu_seqlens = where.get('cu_seqlens')
-    borders = (cu_seqlens, where.get('cu_seqlens_k', cu_seqlens))
-    sizes = (extents.batch, extents.seqlen_q, extents.seqlen_k)
-    return Sequences(*sizes, device, where.get('q_offset'), where.get('seqlens_k'), *borders)
 
 
 def lists_of_pair(

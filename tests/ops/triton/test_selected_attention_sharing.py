@@ -22,6 +22,7 @@ from tests.ops.triton.harness import (
     assert_same_bits,
     is_junk,
     make_grads,
+    make_sequences,
     place,
     poisoned_allocations,
     run_triton,
@@ -36,14 +37,6 @@ from tests.problems import Extents, Heads, cumulative, drawn_extents, packed, ro
 HEADS = Heads(12, 1, 16, 16)
 # Of the keys or values, which are not looked at here.
 NOT_FOUND = torch.zeros(1, 1, 1, dtype=torch.int8)
-
-
-def make_sequences(extents: Extents, device: torch.device) -> Sequences:
-    where = place(extents.where, device)
-    cu_seqlens = where.get('cu_seqlens')
-    borders = (cu_seqlens, where.get('cu_seqlens_k', cu_seqlens))
-    sizes = (extents.batch, extents.seqlen_q, extents.seqlen_k)
-    return Sequences(*sizes, device, where.get('q_offset'), where.get('seqlens_k'), *borders)
 
 
 def tiles_by_definition(sequences: Sequences, block_t: int) -> dict[int, list[tuple[int, int]]]:
@@ -283,11 +276,8 @@ def test_other_rows_and_later_queries_change_nothing(device: torch.device) -> No
     """Bit for bit: they may choose what they like, also in the tile of a query."""
     extents = Extents(2, 8, 29, {'q_offset': 21}, [29, 29])
     indices = make_shared_choice(extents, num_selected=3)
-    percent = op.MAX_UNION_PERCENT['forward']
-    assert assert_flags(extents, device, indices=indices, block_size=2, block_t=2, choosers=1, percent=percent) == {
-        0,
-        1,
-    }
+    sizes: dict[str, Any] = {'block_size': 2, 'block_t': 2, 'choosers': 1, 'percent': op.MAX_UNION_PERCENT['forward']}
+    assert assert_flags(extents, device, indices=indices, **sizes) == {0, 1}
     tensors, grads = make_inputs(extents, HEADS, device, indices, scaled=True), make_grads(extents, HEADS, device)
     settings: dict[str, Any] = {'block_size': 2, 'q_offset': 21}
     expected = run_triton(selected_attention, tensors, grads, **settings)
