@@ -136,9 +136,8 @@ def assert_flags(
         indices = make_indices(extents, choosers, num_selected, block_size)
     sequences = make_sequences(extents, device)
     with poisoned_allocations():
-        sharing = find_sharing(
-            place(indices, device), make_placement(sequences), block_size, causal, block_t, percent, NOT_FOUND
-        )
+        placement, nothing_found = make_placement(sequences), NOT_FOUND.to(device)
+        sharing = find_sharing(place(indices, device), placement, block_size, causal, block_t, percent, nothing_found)
     found = sharing.flags
     cpu = make_sequences(extents, torch.device('cpu'))
     tiles = tiles_by_definition(cpu, block_t)

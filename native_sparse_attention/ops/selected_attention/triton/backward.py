@@ -26,8 +26,9 @@ from native_sparse_attention.ops.selected_attention.triton.choice import find_ke
 from native_sparse_attention.ops.selected_attention.triton.lists import (
     count_near,
     find_chunk,
+    find_members,
+    load_entries,
     load_factors,
-    load_members,
     load_sequence,
     store_part,
 )
@@ -130,37 +131,39 @@ def dq_kernel(
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     mean_k = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     missing = tl.zeros([BLOCK_M], tl.float32)
+    SPLIT: tl.constexpr = (BLOCK_SIZE + BLOCK_N - 1) // BLOCK_N
     if dfactors_ptr is not None:
         # The gradient of a factor is a sum over heads, each with a delta of its own: it cannot be corrected at last.
-        for slot in tl.range(0, NUM_SELECTED):
+        for step in tl.range(0, NUM_SELECTED * SPLIT):
+            slot = step // SPLIT
             first, last = load_block(indices_ptr, choice, slot, readable, BLOCK_SIZE, BLOCK_S)
             factor = load_factor(factors_ptr, slot, first < last)
-            for start in tl.range(first, last, BLOCK_N):
-                _, _, _, dlogits = _differentiate(
-                    q, dout, k_ptr, v_ptr, k_strides[1], v_strides[1], lse_log2, delta, start, last, key_start, scale,
-                    factor, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
-                )  # fmt: skip
-                missing += tl.sum(dlogits, 1)
+            _, _, _, dlogits = _differentiate(
+                q, dout, k_ptr, v_ptr, k_strides[1], v_strides[1], lse_log2, delta, first + step % SPLIT * BLOCK_N,
+                last, key_start, scale, factor, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+            )  # fmt: skip
+            missing += tl.sum(dlogits, 1)
         delta += missing
         missing = tl.zeros([BLOCK_M], tl.float32)
         query = row * place.seqlen_q + token
         dfactors_ptr += ((part * tl.num_programs(0) + query) * num_choosers + chooser) * NUM_SELECTED
-    for slot in tl.range(0, NUM_SELECTED):
+    dfactor = tl.zeros([BLOCK_M], tl.float32)
+    # One loop, whose next step is fetched in time, be a block one tile or several.
+    for step in tl.range(0, NUM_SELECTED * SPLIT):
+        slot = step // SPLIT
         first, last = load_block(indices_ptr, choice, slot, readable, BLOCK_SIZE, BLOCK_S)
         factor = load_factor(factors_ptr, slot, first < last)
-        dfactor = tl.zeros([BLOCK_M], tl.float32)
-        for start in tl.range(first, last, BLOCK_N):
-            k, logits, weights, dlogits = _differentiate(
-                q, dout, k_ptr, v_ptr, k_strides[1], v_strides[1], lse_log2, delta, start, last, key_start, scale,
-                factor, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
-            )  # fmt: skip
-            missing += tl.sum(dlogits, 1)
-            dlogits = tl.fma(weights, dlse[:, None], dlogits)
-            dfactor += tl.sum(dlogits * logits, 1)
-            dq = add_product((dlogits * factor).to(k.dtype), k, dq)
-            mean_k = add_product((weights * factor).to(k.dtype), k, mean_k)
+        k, logits, weights, dlogits = _differentiate(
+            q, dout, k_ptr, v_ptr, k_strides[1], v_strides[1], lse_log2, delta, first + step % SPLIT * BLOCK_N, last,
+            key_start, scale, factor, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+        )  # fmt: skip
+        missing += tl.sum(dlogits, 1)
+        dlogits = tl.fma(weights, dlse[:, None], dlogits)
         if dfactors_ptr is not None:
+            dfactor = tl.where(step % SPLIT == 0, 0.0, dfactor) + tl.sum(dlogits * logits, 1)
             tl.store(dfactors_ptr + slot, tl.sum(dfactor, 0))
+        dq = add_product((dlogits * factor).to(k.dtype), k, dq)
+        mean_k = add_product((weights * factor).to(k.dtype), k, mean_k)
     dq = (dq - missing[:, None] * mean_k) * scale
     dq_ptr += row * dq_strides[0] + token * dq_strides[1]
     store_rows(dq_ptr, heads, dq_strides[2], dq, head_mask, HEAD_DIM, BLOCK_D)
@@ -287,18 +290,23 @@ def dkv_kernel(
     inputs = (q_ptr, factors_ptr, lse_ptr, delta_ptr, dout_ptr, q_strides, factors_strides, dout_strides)
     finite_k, _ = split_finite(k)
     largest = tl.max(tl.abs(finite_k), 1).to(tl.float32)  # [BLOCK_N]
+    entry = load_entries(entries_ptr, 0, num_rows, GROUP, BLOCK_M)
     for first_row in tl.range(0, tl.minimum(first_far, num_rows), BLOCK_M):
+        following = load_entries(entries_ptr, first_row + BLOCK_M, num_rows, GROUP, BLOCK_M)
         dk, dv = _add_members(
-            inputs, k, v, finite_k, largest, dk, dv, entries_ptr, first_row, num_rows, pair, row, kv_head,
+            inputs, k, v, finite_k, largest, dk, dv, entry, first_row, num_rows, pair, row, kv_head,
             keys, key_mask, offset, parts, place, lists, scale, GROUP, REPEATS, NUM_SELECTED, CAUSAL,
             WIDE, True, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
+        entry = following
     for first_row in tl.range(first_far, num_rows, BLOCK_M):
+        following = load_entries(entries_ptr, first_row + BLOCK_M, num_rows, GROUP, BLOCK_M)
         dk, dv = _add_members(
-            inputs, k, v, k, largest, dk, dv, entries_ptr, first_row, num_rows, pair, row, kv_head, keys,
+            inputs, k, v, k, largest, dk, dv, entry, first_row, num_rows, pair, row, kv_head, keys,
             key_mask, offset, parts, place, lists, scale, GROUP, REPEATS, NUM_SELECTED, CAUSAL, WIDE,
             False, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
+        entry = following
     # What no query may read is loaded as 0, and its gradient is 0.
     dk = tl.where(key_mask[:, None], dk * scale, 0.0)
     dv = tl.where(key_mask[:, None], dv, 0.0)
@@ -326,7 +334,7 @@ def _add_members(
     largest,
     dk,
     dv,
-    entries_ptr,
+    entry,
     first_row,
     num_rows,
     pair,
@@ -355,9 +363,7 @@ def _add_members(
     q_ptr, factors_ptr, lse_ptr, delta_ptr, dout_ptr, q_strides, factors_strides, dout_strides = inputs
     rows = first_row + tl.arange(0, BLOCK_M)
     row_mask = rows < num_rows
-    entry, token, chooser, head = load_members(
-        entries_ptr, rows, row_mask, kv_head, lists, GROUP, REPEATS, NUM_SELECTED
-    )
+    token, chooser, head = find_members(entry, rows, kv_head, lists, GROUP, REPEATS, NUM_SELECTED)
     positions = offset + token
     if WIDE:
         token, head = token.to(tl.int64), head.to(tl.int64)
@@ -398,10 +404,11 @@ def _add_members(
     dv = add_product(weights.to(dout.dtype), dout, dv)
     dk = add_product(dlogits.to(q.dtype), q, dk)
     if parts.out is not None:
-        dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        dq = add_product(tl.trans(dlogits.to(finite_k.dtype)), finite_k, dq)
+        # Upside down, so that elements of a head are rows, of which tensor cores of Hopper want 64.
+        dq = tl.zeros([BLOCK_D, BLOCK_M], tl.float32)
+        dq = add_product(tl.trans(finite_k), dlogits.to(finite_k.dtype), dq)
         bound = tl.sum(tl.abs(dlogits) * largest[:, None], 0)
-        store_part(parts, places, dq, bound, row_mask, HEAD_DIM, BLOCK_D)
+        store_part(parts, places, tl.trans(dq), bound, row_mask, HEAD_DIM, BLOCK_D)
     return dk, dv
 
 

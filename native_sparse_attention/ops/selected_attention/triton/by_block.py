@@ -26,9 +26,10 @@ from native_sparse_attention.ops.selected_attention.triton import settings
 from native_sparse_attention.ops.selected_attention.triton.lists import (
     bytes_of_part,
     count_near,
+    find_members,
     find_owners,
+    load_entries,
     load_factors,
-    load_members,
     make_lists,
     make_parts,
     open_chunk,
@@ -158,18 +159,23 @@ def block_kernel(
     first_far = tl.cdiv(num_near * GROUP, BLOCK_M) * BLOCK_M
     q_ptr += row * q_strides[0]
     inputs = (q_ptr, factors_ptr, q_strides, factors_strides)
+    entry = load_entries(entries_ptr, 0, num_members, GROUP, BLOCK_M)
     for first_member in tl.range(0, tl.minimum(first_far, num_members), BLOCK_M):
+        following = load_entries(entries_ptr, first_member + BLOCK_M, num_members, GROUP, BLOCK_M)
         _attend(
-            inputs, k, finite_v, taint, largest, entries_ptr, first_member, num_members, pair, row,
+            inputs, k, finite_v, taint, largest, entry, first_member, num_members, pair, row,
             kv_head, keys, key_mask, offset, parts, lists, scale, GROUP, REPEATS, NUM_SELECTED, CAUSAL,
             WIDE, True, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
+        entry = following
     for first_member in tl.range(first_far, num_members, BLOCK_M):
+        following = load_entries(entries_ptr, first_member + BLOCK_M, num_members, GROUP, BLOCK_M)
         _attend(
-            inputs, k, v, taint, largest, entries_ptr, first_member, num_members, pair, row, kv_head,
+            inputs, k, v, taint, largest, entry, first_member, num_members, pair, row, kv_head,
             keys, key_mask, offset, parts, lists, scale, GROUP, REPEATS, NUM_SELECTED, CAUSAL, WIDE,
             False, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
+        entry = following
 
 
 @triton.jit
@@ -179,7 +185,7 @@ def _attend(
     v,
     taint,
     largest,
-    entries_ptr,
+    entry,
     first_member,
     num_members,
     pair,
@@ -207,7 +213,7 @@ def _attend(
     q_ptr, factors_ptr, q_strides, factors_strides = inputs
     members = first_member + tl.arange(0, BLOCK_M)
     mask = members < num_members
-    entry, token, chooser, head = load_members(entries_ptr, members, mask, kv_head, lists, GROUP, REPEATS, NUM_SELECTED)
+    token, chooser, head = find_members(entry, members, kv_head, lists, GROUP, REPEATS, NUM_SELECTED)
     positions = offset + token
     if WIDE:
         token, head = token.to(tl.int64), head.to(tl.int64)

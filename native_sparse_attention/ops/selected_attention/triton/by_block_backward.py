@@ -24,9 +24,10 @@ from native_sparse_attention.ops.selected_attention.triton.lists import (
     Parts,
     bytes_of_part,
     count_near,
+    find_members,
     find_owners,
+    load_entries,
     load_factors,
-    load_members,
     make_parts,
     open_chunk,
 )
@@ -183,18 +184,23 @@ def delta_kernel(
     dout_ptr += row * dout_strides[0]
     lse_ptr += row * num_heads * place.seqlen_q
     inputs = (q_ptr, factors_ptr, lse_ptr, dout_ptr, q_strides, factors_strides, dout_strides)
+    entry = load_entries(entries_ptr, 0, num_members, GROUP, BLOCK_M)
     for first_member in tl.range(0, tl.minimum(first_far, num_members), BLOCK_M):
+        following = load_entries(entries_ptr, first_member + BLOCK_M, num_members, GROUP, BLOCK_M)
         _add_delta(
-            inputs, k, v, entries_ptr, first_member, num_members, pair, row, kv_head, keys, key_mask,
+            inputs, k, v, entry, first_member, num_members, pair, row, kv_head, keys, key_mask,
             offset, parts, place, lists, scale, GROUP, REPEATS, NUM_SELECTED, CAUSAL, WIDE, True,
             HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
+        entry = following
     for first_member in tl.range(first_far, num_members, BLOCK_M):
+        following = load_entries(entries_ptr, first_member + BLOCK_M, num_members, GROUP, BLOCK_M)
         _add_delta(
-            inputs, k, v, entries_ptr, first_member, num_members, pair, row, kv_head, keys, key_mask,
+            inputs, k, v, entry, first_member, num_members, pair, row, kv_head, keys, key_mask,
             offset, parts, place, lists, scale, GROUP, REPEATS, NUM_SELECTED, CAUSAL, WIDE, False,
             HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
+        entry = following
 
 
 @triton.jit
@@ -202,7 +208,7 @@ def _add_delta(
     inputs,
     k,
     v,
-    entries_ptr,
+    entry,
     first_member,
     num_members,
     pair,
@@ -231,7 +237,7 @@ def _add_delta(
     q_ptr, factors_ptr, lse_ptr, dout_ptr, q_strides, factors_strides, dout_strides = inputs
     members = first_member + tl.arange(0, BLOCK_M)
     mask = members < num_members
-    entry, token, chooser, head = load_members(entries_ptr, members, mask, kv_head, lists, GROUP, REPEATS, NUM_SELECTED)
+    token, chooser, head = find_members(entry, members, kv_head, lists, GROUP, REPEATS, NUM_SELECTED)
     positions = offset + token
     if WIDE:
         token, head = token.to(tl.int64), head.to(tl.int64)

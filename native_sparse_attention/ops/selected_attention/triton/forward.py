@@ -77,20 +77,16 @@ def forward_kernel(
     row_max = tl.full([BLOCK_M], float('-inf'), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     out = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    for slot in tl.range(0, NUM_SELECTED):
+    # One loop, whose next step is fetched in time, be a block one tile or several.
+    SPLIT: tl.constexpr = (BLOCK_SIZE + BLOCK_N - 1) // BLOCK_N
+    for step in tl.range(0, NUM_SELECTED * SPLIT):
+        slot = step // SPLIT
         first, last = load_block(indices_ptr, choice, slot, readable, BLOCK_SIZE, BLOCK_S)
         scale_log2 = load_factor(factors_ptr, slot, first < last) * (scale * 1.4426950408889634)
-        if BLOCK_SIZE <= BLOCK_N:
-            row_max, total, out = _attend(
-                q, k_ptr, v_ptr, k_strides[1], v_strides[1], row_max, total, out, first, last, key_start, scale_log2,
-                HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
-            )  # fmt: skip
-        else:
-            for start in tl.range(first, last, BLOCK_N):
-                row_max, total, out = _attend(
-                    q, k_ptr, v_ptr, k_strides[1], v_strides[1], row_max, total, out, start, last, key_start,
-                    scale_log2, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
-                )  # fmt: skip
+        row_max, total, out = _attend(
+            q, k_ptr, v_ptr, k_strides[1], v_strides[1], row_max, total, out, first + step % SPLIT * BLOCK_N, last,
+            key_start, scale_log2, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+        )  # fmt: skip
 
     empty = total == 0
     total = tl.where(empty, 1.0, total)

@@ -121,7 +121,7 @@ def differentiate_keys(
                     (len(pairs) * num_slots * tiles,),
                     *(*sums, partials, *strides, place, lists),
                     ADDS=len(ranges) > 1,
-                    **meta,
+                    **meta | {'num_warps': 8},
                 )
             if members is not None:
                 members.finish(lists, parts, pairs, tokens)
