@@ -90,7 +90,7 @@ FAULTS = [
     Fault('duplicates count twice', ROWS, '(tl.sum(repeats.to(tl.int32), 0) == 0)', '(tl.sum(repeats.to(tl.int32), 0) >= 0)', SELECTED),
     Fault('the future is read', ROWS, 'readable = tl.minimum(readable, tl.maximum(position + 1, 0))', 'readable = tl.minimum(readable, tl.maximum(position + 2, 0))', SELECTED),
     Fault('no rescale in selected attention', SELECTED_FORWARD, 'out = out * rescale[:, None]', 'out = out * 1.0', SELECTED),
-    Fault('gradient of block_scale off', SELECTED_BACKWARD, 'dfactor += tl.sum(dlogits * logits, 1)', 'dfactor += tl.sum(dlogits * logits * factor, 1)', SELECTED),
+    Fault('gradient of block_scale off', SELECTED_BACKWARD, 'dfactor) + tl.sum(dlogits * logits, 1)', 'dfactor) + tl.sum(dlogits * logits * factor, 1)', SELECTED),
     Fault('block_scale missing in the gradient of q', SELECTED_BACKWARD, 'dq = add_product((dlogits * factor).to(k.dtype), k, dq)', 'dq = add_product(dlogits.to(k.dtype), k, dq)', SELECTED),
     Fault('causal mask dropped in the gradient of k', SELECTED_BACKWARD, 'read = read & (keys[:, None] <= positions[None, :])', 'read = read & (keys[:, None] <= positions[None, :] + 1)', SELECTED),
     Fault('last entry of a list skipped', SELECTED_BACKWARD, 'num_entries = tl.minimum(length - first_entry, CHUNK)', 'num_entries = tl.minimum(length - first_entry - 1, CHUNK)', SELECTED),

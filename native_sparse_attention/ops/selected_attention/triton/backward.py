@@ -404,11 +404,10 @@ def _add_members(
     dv = add_product(weights.to(dout.dtype), dout, dv)
     dk = add_product(dlogits.to(q.dtype), q, dk)
     if parts.out is not None:
-        # Upside down, so that elements of a head are rows, of which tensor cores of Hopper want 64.
-        dq = tl.zeros([BLOCK_D, BLOCK_M], tl.float32)
-        dq = add_product(tl.trans(finite_k), dlogits.to(finite_k.dtype), dq)
+        dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        dq = add_product(tl.trans(dlogits.to(finite_k.dtype)), finite_k, dq)
         bound = tl.sum(tl.abs(dlogits) * largest[:, None], 0)
-        store_part(parts, places, tl.trans(dq), bound, row_mask, HEAD_DIM, BLOCK_D)
+        store_part(parts, places, dq, bound, row_mask, HEAD_DIM, BLOCK_D)
     return dk, dv
 
 

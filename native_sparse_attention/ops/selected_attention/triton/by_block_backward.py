@@ -74,6 +74,7 @@ class MemberGradients:
         q, k, v, block_scale, dout = self.q, self.k, self.v, self.block_scale, self.dout
         parts = make_parts(q, len(pairs) * lists.num_entries * self.group, q.shape[3], self.dfactors is not None)
         block_m, _, num_warps, num_stages = settings_of(settings.BLOCK, q, v)
+        num_stages = min(num_stages, 2)  # twice as much is fetched ahead as forward, q and dout
         chunk = max(1, CHUNK_ROWS // self.group)
         num_programs = lists.num_entries // chunk + lists.num_slots + 1
         launch(

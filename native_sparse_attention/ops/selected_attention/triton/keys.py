@@ -16,7 +16,7 @@ from native_sparse_attention.ops.selected_attention.triton.lists import NO_PARTS
 
 # Pairs of a query and a head that one program adds to the gradients of a block, by bytes of an element; the lists of
 # some blocks have many more. In float32 the sums are shorter, and so more exact.
-CHUNK_ROWS = {2: 4096, 4: 512}
+CHUNK_ROWS = {2: 2048, 4: 512}
 # Bytes that partial sums may take.
 WORKSPACE = 2**28
 

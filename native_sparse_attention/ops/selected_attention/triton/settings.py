@@ -21,6 +21,7 @@ FORWARD: Table = {
     ('sm86', 4, 64): Settings(32, 32, 4, 2),
     ('sm86', 4, 128): Settings(16, 32, 4, 1),
     ('sm86', 4, 256): Settings(16, 16, 4, 1),
+    ('sm90', 2, 128): Settings(64, 64, 2, 2),
 }
 
 DQ: Table = {
@@ -52,7 +53,7 @@ DKV: Table = {
     ('sm86', 4, 64): Settings(32, 32, 4, 1),
     ('sm86', 4, 128): Settings(16, 32, 4, 1),
     ('sm86', 4, 256): Settings(16, 16, 4, 1),
-    ('sm90', 2, 128): Settings(32, 64, 4, 2),
+    ('sm90', 2, 128): Settings(32, 64, 4, 3),
 }
 
 NEIGHBOURS_FORWARD: Table = {
@@ -68,7 +69,7 @@ NEIGHBOURS_FORWARD: Table = {
     ('sm86', 4, 64): Settings(32, 32, 4, 1),
     ('sm86', 4, 128): Settings(32, 32, 4, 1),
     ('sm86', 4, 256): Settings(16, 16, 4, 1),
-    ('sm90', 2, 128): Settings(128, 64, 8, 2),
+    ('sm90', 2, 128): Settings(64, 64, 4, 3),
 }
 
 NEIGHBOURS_DQ: Table = {
@@ -84,7 +85,7 @@ NEIGHBOURS_DQ: Table = {
     ('sm86', 4, 64): Settings(32, 32, 4, 1),
     ('sm86', 4, 128): Settings(16, 16, 4, 1),
     ('sm86', 4, 256): Settings(16, 16, 4, 1),
-    ('sm90', 2, 128): Settings(64, 32, 4, 2),
+    ('sm90', 2, 128): Settings(64, 32, 4, 3),
 }
 
 BLOCK: Table = {
@@ -100,8 +101,8 @@ BLOCK: Table = {
     ('sm86', 4, 64): Settings(32, 64, 4, 1),
     ('sm86', 4, 128): Settings(16, 32, 4, 1),
     ('sm86', 4, 256): Settings(16, 16, 4, 1),
-    ('sm90', 2, 64): Settings(64, 128, 4, 2),
-    ('sm90', 2, 128): Settings(128, 64, 4, 2),
+    ('sm90', 2, 64): Settings(64, 128, 2, 3),
+    ('sm90', 2, 128): Settings(64, 64, 4, 3),
 }
 
 BLOCK_DKV: Table = {
@@ -117,6 +118,6 @@ BLOCK_DKV: Table = {
     ('sm86', 4, 64): Settings(16, 64, 4, 1),
     ('sm86', 4, 128): Settings(16, 32, 4, 1),
     ('sm86', 4, 256): Settings(16, 16, 4, 1),
-    ('sm90', 2, 64): Settings(64, 128, 4, 2),
-    ('sm90', 2, 128): Settings(32, 64, 4, 2),
+    ('sm90', 2, 64): Settings(64, 128, 4, 3),
+    ('sm90', 2, 128): Settings(32, 64, 4, 3),
 }
