@@ -56,7 +56,7 @@ def finite_kernel(
         tokens = first + tl.arange(0, BLOCK_T)
         x = load_rows(x_ptr, tokens, strides[1], tokens < seqlen, HEAD_DIM, BLOCK_D).to(tl.float32)
         found = tl.maximum(found, tl.max(tl.max((x - x != 0).to(tl.int32), 1), 0))
-    tl.store(found_ptr + tl.program_id(0), found.to(tl.int8))
+    tl.store(found_ptr + tl.program_id(0), tl.cast(found, tl.int8))
 
 
 @triton.jit

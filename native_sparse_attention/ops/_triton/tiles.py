@@ -24,7 +24,7 @@ def add_product(a, b, total):
 
 
 @triton.jit
-def load_rows(ptr, rows, stride, mask, SIZE: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr = True):
+def load_rows(ptr, rows, stride, mask, SIZE: tl.constexpr, BLOCK: tl.constexpr, WIDE=True):
     """Rows of SIZE elements, padded to BLOCK with zeros; 0 in rows that the mask leaves out. WIDE: int32 may not count
     the elements up to the last of them.
     """

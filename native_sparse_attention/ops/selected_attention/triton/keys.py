@@ -82,7 +82,6 @@ def differentiate_keys(
         'BLOCK_N': block_n,
         'BLOCK_D': head_block(head_dim),
         'BLOCK_DV': head_block(value_dim),
-        'num_warps': num_warps,
         'device': q.device,
     }
     groups = group_pairs(block_indices, kv_heads, num_slots, most)
@@ -112,6 +111,7 @@ def differentiate_keys(
                 WIDE=is_wide(q, dout, lse, block_scale),
                 ADDS=len(ranges) > 1,
                 BLOCK_M=block_m,
+                num_warps=num_warps,
                 num_stages=num_stages,
                 **meta,
             )
@@ -121,7 +121,8 @@ def differentiate_keys(
                     (len(pairs) * num_slots * tiles,),
                     *(*sums, partials, *strides, place, lists),
                     ADDS=len(ranges) > 1,
-                    **meta | {'num_warps': 8},
+                    num_warps=8,
+                    **meta,
                 )
             if members is not None:
                 members.finish(lists, parts, pairs, tokens)
