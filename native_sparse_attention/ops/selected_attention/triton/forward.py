@@ -75,7 +75,7 @@ def forward_kernel(
     choice = tl.load(indices_ptr + slots, mask=slots < NUM_SELECTED, other=-1)  # [BLOCK_S]
 
     row_max = tl.full([BLOCK_M], float('-inf'), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+    totals = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)  # added up over the keys of a tile at the end
     out = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     # One loop, whose next step is fetched in time, be a block one tile or several.
     SPLIT: tl.constexpr = (BLOCK_SIZE + BLOCK_N - 1) // BLOCK_N
@@ -83,11 +83,12 @@ def forward_kernel(
         slot = step // SPLIT
         first, last = load_block(indices_ptr, choice, slot, readable, BLOCK_SIZE, BLOCK_S)
         scale_log2 = load_factor(factors_ptr, slot, first < last) * (scale * 1.4426950408889634)
-        row_max, total, out = _attend(
-            q, k_ptr, v_ptr, k_strides[1], v_strides[1], row_max, total, out, first + step % SPLIT * BLOCK_N, last,
+        row_max, totals, out = _attend(
+            q, k_ptr, v_ptr, k_strides[1], v_strides[1], row_max, totals, out, first + step % SPLIT * BLOCK_N, last,
             key_start, scale_log2, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
         )  # fmt: skip
 
+    total = tl.sum(totals, 1)
     empty = total == 0
     total = tl.where(empty, 1.0, total)
     out = out / total[:, None]
@@ -106,7 +107,7 @@ def _attend(
     k_stride,
     v_stride,
     row_max,
-    total,
+    totals,
     out,
     first,
     last,
@@ -133,7 +134,7 @@ def _attend(
     weights = tl.exp2(tl.fma(products, scale_log2, -reference[:, None]))
     weights = tl.where(mask[None, :], weights, 0.0)
     rescale = tl.exp2(row_max - reference)
-    total = total * rescale + tl.sum(weights, 1)
+    totals = tl.fma(totals, rescale[:, None], weights)
     out = out * rescale[:, None]
     out = add_product(weights.to(v.dtype), v, out)
-    return new_max, total, out
+    return new_max, totals, out
