@@ -60,20 +60,6 @@ def is_finite_tile(x):
 
 
 @triton.jit
-def is_off(missing, power, dtype: tl.constexpr):
-    """Whether the gradient of a row shows that its delta was off by `missing`. power: the sum of the squares of the
-    gradients of its logits, which are rounded to dtype before they meet the keys; what is less than that does not show.
-    """
-    SHOWS: tl.constexpr = 2**-18 if dtype == tl.bfloat16 else 2**-24 if dtype == tl.float16 else 2**-48
-    return (missing * missing <= SHOWS * power) == 0  # NaN shows
-
-
-@triton.jit
-def is_any(mask):
-    return tl.max(mask.to(tl.int32), 0) != 0
-
-
-@triton.jit
 def sort_tile(keys, LOG_SIZE: tl.constexpr, ROTATION: tl.constexpr):
     """`[2 ** LOG_SIZE]` integers in ascending order, all at least 0 and below half of what their type holds.
 

@@ -2,8 +2,7 @@
 
 The gradient of a logit is p * (dp - delta), where delta is the sum of p * dp over the keys of a row. It is commonly
 taken as the product of the output and its gradient, but the output is rounded, and in rows of few keys that shows. So
-the first kernel starts from that product, adds up by how much it is off, and corrects delta, and its result where that
-shows.
+the first kernel starts from that product, adds up by how much it is off, and corrects both its result and delta.
 
 The second kernel has a program per block of keys and per chunk of the list of those who chose it. A block with one
 chunk is finished there; the chunks of the others leave partial sums, which a third kernel adds in the list's order. The
@@ -22,7 +21,7 @@ import triton.language as tl
 
 from native_sparse_attention.ops._triton.inverse_index import find_block
 from native_sparse_attention.ops._triton.placement import find_query, load_extent
-from native_sparse_attention.ops._triton.tiles import add_product, is_any, is_off, load_rows, split_finite, store_rows
+from native_sparse_attention.ops._triton.tiles import add_product, load_rows, split_finite, store_rows
 from native_sparse_attention.ops.selected_attention.triton.choice import find_keys, load_block, load_factor
 from native_sparse_attention.ops.selected_attention.triton.lists import (
     count_near,
@@ -130,9 +129,10 @@ def dq_kernel(
     choice = tl.load(indices_ptr + slots, mask=slots < NUM_SELECTED, other=-1)  # [BLOCK_S]
 
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    missing = tl.zeros([BLOCK_M], tl.float32)
+    mean_k = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     SPLIT: tl.constexpr = (BLOCK_SIZE + BLOCK_N - 1) // BLOCK_N
     if dfactors_ptr is not None:
+        missing = tl.zeros([BLOCK_M], tl.float32)
         # The gradient of a factor is a sum over heads, each with a delta of its own: it cannot be corrected at last.
         for step in tl.range(0, NUM_SELECTED * SPLIT):
             slot = step // SPLIT
@@ -147,8 +147,7 @@ def dq_kernel(
         query = row * place.seqlen_q + token
         dfactors_ptr += ((part * tl.num_programs(0) + query) * num_choosers + chooser) * NUM_SELECTED
     dfactor = tl.zeros([BLOCK_M], tl.float32)
-    errors = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    squares = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    errors = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)  # added up over the keys of a tile at the end
     # One loop, whose next step is fetched in time, be a block one tile or several.
     for step in tl.range(0, NUM_SELECTED * SPLIT):
         slot = step // SPLIT
@@ -159,27 +158,14 @@ def dq_kernel(
             key_start, scale, factor, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
         )  # fmt: skip
         errors += dlogits
-        squares = tl.fma(dlogits, dlogits, squares)
         dlogits = tl.fma(weights, dlse[:, None], dlogits)
         if dfactors_ptr is not None:
             dfactor = tl.where(step % SPLIT == 0, 0.0, dfactor) + tl.sum(dlogits * logits, 1)
             tl.store(dfactors_ptr + slot, tl.sum(dfactor, 0))
         dq = add_product((dlogits * factor).to(k.dtype), k, dq)
+        mean_k = add_product((weights * factor).to(k.dtype), k, mean_k)
     missing = tl.sum(errors, 1)
-    off = is_off(missing, tl.sum(squares, 1), q.dtype)
-    if is_any(off):
-        mean_k = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        for step in tl.range(0, NUM_SELECTED * SPLIT):
-            slot = step // SPLIT
-            first, last = load_block(indices_ptr, choice, slot, readable, BLOCK_SIZE, BLOCK_S)
-            factor = load_factor(factors_ptr, slot, first < last)
-            _, k, _, weights = _weigh(
-                q, k_ptr, k_strides[1], lse_log2, first + step % SPLIT * BLOCK_N, last, key_start, scale, factor,
-                HEAD_DIM, BLOCK_N, BLOCK_D, WIDE,
-            )  # fmt: skip
-            mean_k = add_product((weights * factor).to(k.dtype), k, mean_k)
-        dq = tl.where(off[:, None], dq - missing[:, None] * mean_k, dq)  # no row has a say in another's
-    dq *= scale
+    dq = (dq - missing[:, None] * mean_k) * scale
     dq_ptr += row * dq_strides[0] + token * dq_strides[1]
     store_rows(dq_ptr, heads, dq_strides[2], dq, head_mask, HEAD_DIM, BLOCK_D)
     tl.store(delta_ptr + places_of_lse, delta + missing - dlse, mask=head_mask)
@@ -210,42 +196,17 @@ def _differentiate(
     """A tile of keys from `first` on, and [BLOCK_M, BLOCK_N]: their logits without the factor, their weights, and the
     gradients of the logits; 0 for keys that are not read.
     """
-    keys, k, logits, weights = _weigh(
-        q, k_ptr, k_stride, lse_log2, first, last, key_start, scale, factor, HEAD_DIM, BLOCK_N, BLOCK_D, WIDE
-    )
-    mask = keys < last
-    v = load_rows(v_ptr, key_start + keys, v_stride, mask, VALUE_DIM, BLOCK_DV, WIDE)  # [BLOCK_N, BLOCK_DV]
-    dweights = tl.dot(dout, tl.trans(v), input_precision='ieee')
-    dlogits = tl.where(mask[None, :], weights * (dweights - delta[:, None]), 0.0)
-    return k, logits, weights, dlogits
-
-
-@triton.jit
-def _weigh(
-    q,
-    k_ptr,
-    k_stride,
-    lse_log2,
-    first,
-    last,
-    key_start,
-    scale,
-    factor,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    WIDE: tl.constexpr,
-):
-    """A tile of keys from `first` on: which, themselves, and [BLOCK_M, BLOCK_N], their logits without the factor and
-    their weights; 0 for keys that are not read.
-    """
     keys = first + tl.arange(0, BLOCK_N)
     mask = keys < last
     k = load_rows(k_ptr, key_start + keys, k_stride, mask, HEAD_DIM, BLOCK_D, WIDE)  # [BLOCK_N, BLOCK_D]
+    v = load_rows(v_ptr, key_start + keys, v_stride, mask, VALUE_DIM, BLOCK_DV, WIDE)  # [BLOCK_N, BLOCK_DV]
     logits = tl.dot(q, tl.trans(k), input_precision='ieee') * scale
     logits = tl.where(mask[None, :], logits, 0.0)
     weights = tl.exp2(tl.fma(logits, factor * 1.4426950408889634, -lse_log2[:, None]))
-    return keys, k, logits, tl.where(mask[None, :], weights, 0.0)
+    weights = tl.where(mask[None, :], weights, 0.0)
+    dweights = tl.dot(dout, tl.trans(v), input_precision='ieee')
+    dlogits = tl.where(mask[None, :], weights * (dweights - delta[:, None]), 0.0)
+    return k, logits, weights, dlogits
 
 
 @triton.jit

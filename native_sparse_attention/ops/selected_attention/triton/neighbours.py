@@ -15,7 +15,7 @@ import triton.language as tl
 
 from native_sparse_attention.ops._triton.finite import is_finite
 from native_sparse_attention.ops._triton.placement import load_extent, locate_queries
-from native_sparse_attention.ops._triton.tiles import add_product, is_any, is_off, load_rows, split_finite, store_rows
+from native_sparse_attention.ops._triton.tiles import add_product, load_rows, split_finite, store_rows
 from native_sparse_attention.ops.selected_attention.triton.choice import load_choices
 from native_sparse_attention.ops.selected_attention.triton.sharing import load_flag
 
@@ -303,8 +303,8 @@ def neighbours_dq_kernel(
         dlse = tl.where(lse == float('-inf'), 0.0, dlse)
 
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    mean_k = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     missing = tl.zeros([BLOCK_M], tl.float32)
-    power = tl.zeros([BLOCK_M], tl.float32)
     dfactors = tl.zeros([BLOCK_M, BLOCK_S], tl.float32)
     mean_logits = tl.zeros([BLOCK_M, BLOCK_S], tl.float32)
     slots = tl.arange(0, BLOCK_S)
@@ -316,7 +316,7 @@ def neighbours_dq_kernel(
     pair = row * (tl.num_programs(1) // REPEATS) + chooser // REPEATS
     if BLOCK_SIZE % BLOCK_N != 0 or not is_finite(sharing.infinite, pair, sharing.num_chunks):
         num_whole = 0
-    sums = (dq, missing, power, dfactors, mean_logits)
+    sums = (dq, mean_k, missing, dfactors, mean_logits)
     for step in tl.range(0, num_whole * SPLIT):
         sums = _differentiate(
             q, dout, k_ptr, v_ptr, blocks_ptr, members_ptr, choices, factors, lse_log2, delta, dlse, sums, step,
@@ -331,21 +331,9 @@ def neighbours_dq_kernel(
             dfactors_ptr is not None, True, CAUSAL, BLOCK_SIZE, SPLIT, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_T, BLOCK_G,
             BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
         )  # fmt: skip
-    dq, missing, power, dfactors, mean_logits = sums
-    off = is_off(missing, power, q.dtype)
-    if is_any(off):
-        mean_k = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        for step in tl.range(0, num_blocks * SPLIT):
-            tile = _weigh(
-                q, k_ptr, blocks_ptr, members_ptr, choices, factors, lse_log2, step, num_keys, key_start, positions,
-                k_strides[1], scale, factors_ptr is not None, True, CAUSAL, BLOCK_SIZE, SPLIT, HEAD_DIM, BLOCK_S,
-                BLOCK_T, BLOCK_G, BLOCK_N, BLOCK_D, WIDE,
-            )  # fmt: skip
-            k, _taint = split_finite(tile[0])
-            mean_k = add_product((tile[7] * tile[4][:, None]).to(k.dtype), k, mean_k)
-        dq = tl.where(off[:, None], dq - missing[:, None] * mean_k, dq)  # no row has a say in another's
+    dq, mean_k, missing, dfactors, mean_logits = sums
 
-    dq *= scale
+    dq = (dq - missing[:, None] * mean_k) * scale
     dq_ptr += row * dq_strides[0]
     store_rows(dq_ptr, tokens * dq_strides[1] + heads * dq_strides[2], 1, dq, mask, HEAD_DIM, BLOCK_D)
     tl.store(delta_ptr + places_of_lse, delta + missing - dlse, mask=mask)
@@ -395,66 +383,13 @@ def _differentiate(
     WIDE: tl.constexpr,
 ):
     """What a tile of keys adds to the sums; steps and MASKED as in `_attend`."""
-    dq, missing, power, dfactors, mean_logits = sums
-    k, keys, key_mask, read, factor, slot, logits, weights = _weigh(
-        q, k_ptr, blocks_ptr, members_ptr, choices, factors, lse_log2, step, num_keys, key_start, positions, k_stride,
-        scale, SCALED, MASKED, CAUSAL, BLOCK_SIZE, SPLIT, HEAD_DIM, BLOCK_S, BLOCK_T, BLOCK_G, BLOCK_N, BLOCK_D, WIDE,
-    )  # fmt: skip
-    v = load_rows(v_ptr, key_start + keys, v_stride, key_mask, VALUE_DIM, BLOCK_DV, WIDE)
-    dweights = tl.dot(dout, tl.trans(v), input_precision='ieee')
-    dlogits = tl.where(read, weights * (dweights - delta[:, None]), 0.0)
-    missing += tl.sum(dlogits, 1)
-    power += tl.sum(dlogits * dlogits, 1)
-    dlogits = tl.fma(weights, dlse[:, None], dlogits)
-    if DIFFERENTIATES_FACTORS:
-        slots = tl.arange(0, BLOCK_S)
-        # Whoever did not choose the block has weights of 0.
-        is_slot = slots[None, :] == _for_heads(slot, BLOCK_T, BLOCK_G)[:, None]
-        dfactors += tl.where(is_slot, tl.sum(dlogits * logits, 1)[:, None], 0.0)
-        mean_logits += tl.where(is_slot, tl.sum(weights * logits, 1)[:, None], 0.0)
-    if MASKED:
-        k, _ = split_finite(k)
-    dq = add_product((dlogits * factor[:, None]).to(k.dtype), k, dq)
-    return dq, missing, power, dfactors, mean_logits
-
-
-@triton.jit
-def _weigh(
-    q,
-    k_ptr,
-    blocks_ptr,
-    members_ptr,
-    choices,
-    factors,
-    lse_log2,
-    step,
-    num_keys,
-    key_start,
-    positions,
-    k_stride,
-    scale,
-    SCALED: tl.constexpr,
-    MASKED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    SPLIT: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    WIDE: tl.constexpr,
-):
-    """The keys of a step, themselves, which and whether there are such; [BLOCK_M, BLOCK_N]: who reads them, logits
-    without the factor, weights; factor of a row, and slot of a query if SCALED.
-    """
+    dq, mean_k, missing, dfactors, mean_logits = sums
     block, chosen, keys, key_mask = _open_step(
         blocks_ptr, members_ptr, step, num_keys, MASKED, BLOCK_SIZE, SPLIT, BLOCK_T, BLOCK_G, BLOCK_N
     )
     k = load_rows(k_ptr, key_start + keys, k_stride, key_mask, HEAD_DIM, BLOCK_D, WIDE)
+    v = load_rows(v_ptr, key_start + keys, v_stride, key_mask, VALUE_DIM, BLOCK_DV, WIDE)
     factor = tl.full([BLOCK_T * BLOCK_G], 1.0, tl.float32)
-    slot = 0
     if SCALED:
         slot = _find_slot(choices, block, BLOCK_S)  # [BLOCK_T]
         # That of a block that a query does not read may be anything.
@@ -465,7 +400,21 @@ def _weigh(
     logits = tl.where(read, tl.dot(q, tl.trans(k), input_precision='ieee') * scale, 0.0)
     factor_log2 = factor * 1.4426950408889634
     weights = tl.exp2(tl.fma(logits, factor_log2[:, None], -lse_log2[:, None]))
-    return k, keys, key_mask, read, factor, slot, logits, tl.where(read, weights, 0.0)
+    weights = tl.where(read, weights, 0.0)
+    dweights = tl.dot(dout, tl.trans(v), input_precision='ieee')
+    dlogits = tl.where(read, weights * (dweights - delta[:, None]), 0.0)
+    missing += tl.sum(dlogits, 1)
+    dlogits = tl.fma(weights, dlse[:, None], dlogits)
+    if DIFFERENTIATES_FACTORS:
+        slots = tl.arange(0, BLOCK_S)
+        is_slot = (slots[None, :] == _for_heads(slot, BLOCK_T, BLOCK_G)[:, None]) & chosen[:, None]
+        dfactors += tl.where(is_slot, tl.sum(dlogits * logits, 1)[:, None], 0.0)
+        mean_logits += tl.where(is_slot, tl.sum(weights * logits, 1)[:, None], 0.0)
+    if MASKED:
+        k, _ = split_finite(k)
+    dq = add_product((dlogits * factor[:, None]).to(k.dtype), k, dq)
+    mean_k = add_product((weights * factor[:, None]).to(k.dtype), k, mean_k)
+    return dq, mean_k, missing, dfactors, mean_logits
 
 
 @triton.jit
