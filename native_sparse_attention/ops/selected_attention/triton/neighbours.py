@@ -98,14 +98,17 @@ def neighbours_forward_kernel(
     num_blocks = tl.load(sharing.counts + in_unions // UNION * 2)
     num_whole = tl.load(sharing.counts + in_unions // UNION * 2 + 1)
     pair = row * (tl.num_programs(1) // REPEATS) + chooser // REPEATS
-    if BLOCK_SIZE % BLOCK_N != 0 or not is_finite(sharing.infinite, pair, sharing.num_chunks):
+    # Beside products of float32, masks cost nothing, and every loop takes seconds to compile.
+    UNMASKED: tl.constexpr = BLOCK_SIZE % BLOCK_N == 0 and q.dtype != tl.float32
+    if not UNMASKED or not is_finite(sharing.infinite, pair, sharing.num_chunks):
         num_whole = 0
-    for step in tl.range(0, num_whole * SPLIT):
-        row_max, total, out = _attend(
-            q, k_ptr, v_ptr, blocks_ptr, members_ptr, choices, factors, row_max, total, out, step, num_keys, key_start,
-            positions, k_strides[1], v_strides[1], scale, factors_ptr is not None, False, CAUSAL, BLOCK_SIZE, SPLIT,
-            HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_T, BLOCK_G, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
-        )  # fmt: skip
+    if UNMASKED:
+        for step in tl.range(0, num_whole * SPLIT):
+            row_max, total, out = _attend(
+                q, k_ptr, v_ptr, blocks_ptr, members_ptr, choices, factors, row_max, total, out, step, num_keys,
+                key_start, positions, k_strides[1], v_strides[1], scale, factors_ptr is not None, False, CAUSAL,
+                BLOCK_SIZE, SPLIT, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_T, BLOCK_G, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+            )  # fmt: skip
     for step in tl.range(num_whole * SPLIT, num_blocks * SPLIT):
         row_max, total, out = _attend(
             q, k_ptr, v_ptr, blocks_ptr, members_ptr, choices, factors, row_max, total, out, step, num_keys, key_start,
@@ -314,16 +317,19 @@ def neighbours_dq_kernel(
     num_blocks = tl.load(sharing.counts + in_unions // UNION * 2)
     num_whole = tl.load(sharing.counts + in_unions // UNION * 2 + 1)
     pair = row * (tl.num_programs(1) // REPEATS) + chooser // REPEATS
-    if BLOCK_SIZE % BLOCK_N != 0 or not is_finite(sharing.infinite, pair, sharing.num_chunks):
+    # Beside products of float32, masks cost nothing, and every loop takes seconds to compile.
+    UNMASKED: tl.constexpr = BLOCK_SIZE % BLOCK_N == 0 and q.dtype != tl.float32
+    if not UNMASKED or not is_finite(sharing.infinite, pair, sharing.num_chunks):
         num_whole = 0
     sums = (dq, mean_k, missing, dfactors, mean_logits)
-    for step in tl.range(0, num_whole * SPLIT):
-        sums = _differentiate(
-            q, dout, k_ptr, v_ptr, blocks_ptr, members_ptr, choices, factors, lse_log2, delta, dlse, sums, step,
-            num_keys, key_start, positions, k_strides[1], v_strides[1], scale, factors_ptr is not None,
-            dfactors_ptr is not None, False, CAUSAL, BLOCK_SIZE, SPLIT, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_T, BLOCK_G,
-            BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
-        )  # fmt: skip
+    if UNMASKED:
+        for step in tl.range(0, num_whole * SPLIT):
+            sums = _differentiate(
+                q, dout, k_ptr, v_ptr, blocks_ptr, members_ptr, choices, factors, lse_log2, delta, dlse, sums, step,
+                num_keys, key_start, positions, k_strides[1], v_strides[1], scale, factors_ptr is not None,
+                dfactors_ptr is not None, False, CAUSAL, BLOCK_SIZE, SPLIT, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_T,
+                BLOCK_G, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+            )  # fmt: skip
     for step in tl.range(num_whole * SPLIT, num_blocks * SPLIT):
         sums = _differentiate(
             q, dout, k_ptr, v_ptr, blocks_ptr, members_ptr, choices, factors, lse_log2, delta, dlse, sums, step,
