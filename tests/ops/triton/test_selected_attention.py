@@ -376,13 +376,23 @@ def test_partial_results_of_some_tokens_at_a_time(
 
 
 @per_block
+@pytest.mark.parametrize(('heads', 'scaled'), [(HEADS, False), (HEADS, True), (Heads(2, 1, 64, 128), False)])
 @pytest.mark.parametrize(('size', 'sharpness'), [(1.0, 1.0), (1e6, 1.0), (1e-6, 1.0), (1.0, 40.0)])
-def test_parts_in_float16(size: float, sharpness: float, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_in_float16(
+    size: float,
+    sharpness: float,
+    heads: Heads,
+    scaled: bool,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As bfloat16 inputs have them, which the interpreter computes wrongly: far from what float16 holds, too, and next
-    to nothing where the logits of a block lie 100 below those of another.
+    to nothing where the logits of a block lie 100 below those of another. Where a head fills its tile, the columns of
+    parts are stored in another order.
     """
     indices = make_indices(whole(12), 1, 3, 3)
-    tensors, grads = make_inputs(whole(12), HEADS, device, indices), make_grads(whole(12), HEADS, device)
+    tensors = make_inputs(whole(12), heads, device, indices, scaled=scaled)
+    grads = make_grads(whole(12), heads, device)
     tensors['v'] = tensors['v'] * size
     tensors['q'] = tensors['q'] * sharpness
     expected = run_triton(selected_attention, tensors, grads, block_size=3)

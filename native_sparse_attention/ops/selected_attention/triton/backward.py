@@ -27,6 +27,8 @@ from native_sparse_attention.ops.selected_attention.triton.lists import (
     count_near,
     find_chunk,
     find_members,
+    find_unit,
+    invert_power,
     load_entries,
     load_factors,
     load_sequence,
@@ -217,6 +219,7 @@ def dkv_kernel(
     factors_ptr,
     lse_ptr,
     delta_ptr,
+    inverses_ptr,
     dout_ptr,
     dk_ptr,
     dv_ptr,
@@ -250,6 +253,7 @@ def dkv_kernel(
     """Adds up to CHUNK entries of a list, to dk and dv where these are all, or else to a partial sum. One program per
     pair, chunk and tile of the block's keys. dk, dv: `[B, S, H, D and DV]`; ADDS: they have gradients already. parts:
     of gradients of q, and in `second` of the factors, or NO_PARTS. Where there are some, BLOCK_N holds a whole block.
+    inverses: of units of the gradients of the logits, where parts are float16, or None.
     """
     tiles = tl.cdiv(BLOCK_SIZE, BLOCK_N)
     pair, slot, first_entry, begin, length = find_chunk(tl.program_id(0) // tiles, lists, CHUNK)
@@ -288,14 +292,21 @@ def dkv_kernel(
     dout_ptr += row * dout_strides[0]
     lse_ptr += row * num_heads * place.seqlen_q
     delta_ptr += row * num_heads * place.seqlen_q
-    inputs = (q_ptr, factors_ptr, lse_ptr, delta_ptr, dout_ptr, q_strides, factors_strides, dout_strides)
+    if inverses_ptr is not None:
+        inverses_ptr += row * num_heads * place.seqlen_q
+    inputs = (q_ptr, factors_ptr, lse_ptr, delta_ptr, inverses_ptr, dout_ptr, q_strides, factors_strides, dout_strides)
     finite_k, _ = split_finite(k)
-    largest = tl.max(tl.abs(finite_k), 1).to(tl.float32)  # [BLOCK_N]
+    scaled_k, unit = k, 1.0
+    if inverses_ptr is not None:
+        # The inverse is a power of two, so no bit of a key is lost.
+        unit, inverse = find_unit(tl.max(tl.ravel(tl.abs(finite_k.to(tl.float32))), 0) * 4096)
+        scaled_k = (k.to(tl.float32) * inverse).to(k.dtype)
+        finite_k = (finite_k.to(tl.float32) * inverse).to(k.dtype)
     entry = load_entries(entries_ptr, 0, num_rows, GROUP, BLOCK_M)
     for first_row in tl.range(0, tl.minimum(first_far, num_rows), BLOCK_M):
         following = load_entries(entries_ptr, first_row + BLOCK_M, num_rows, GROUP, BLOCK_M)
         dk, dv = _add_members(
-            inputs, k, v, finite_k, largest, dk, dv, entry, first_row, num_rows, pair, row, kv_head,
+            inputs, k, v, finite_k, unit, dk, dv, entry, first_row, num_rows, pair, row, kv_head,
             keys, key_mask, offset, parts, place, lists, scale, GROUP, REPEATS, NUM_SELECTED, CAUSAL,
             WIDE, True, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
@@ -303,7 +314,7 @@ def dkv_kernel(
     for first_row in tl.range(first_far, num_rows, BLOCK_M):
         following = load_entries(entries_ptr, first_row + BLOCK_M, num_rows, GROUP, BLOCK_M)
         dk, dv = _add_members(
-            inputs, k, v, k, largest, dk, dv, entry, first_row, num_rows, pair, row, kv_head, keys,
+            inputs, k, v, scaled_k, unit, dk, dv, entry, first_row, num_rows, pair, row, kv_head, keys,
             key_mask, offset, parts, place, lists, scale, GROUP, REPEATS, NUM_SELECTED, CAUSAL, WIDE,
             False, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
@@ -331,8 +342,8 @@ def _add_members(
     inputs,
     k,
     v,
-    finite_k,
-    largest,
+    scaled_k,
+    unit,
     dk,
     dv,
     entry,
@@ -360,8 +371,10 @@ def _add_members(
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
-    """dk and dv with what a tile of members adds. Not MASKED: all of them read all of the keys. largest: of a key."""
-    q_ptr, factors_ptr, lse_ptr, delta_ptr, dout_ptr, q_strides, factors_strides, dout_strides = inputs
+    """dk and dv with what a tile of members adds. Not MASKED: all of them read all of the keys. scaled_k: k as
+    multiples of unit, for parts.
+    """
+    q_ptr, factors_ptr, lse_ptr, delta_ptr, inverses_ptr, dout_ptr, q_strides, factors_strides, dout_strides = inputs
     rows = first_row + tl.arange(0, BLOCK_M)
     row_mask = rows < num_rows
     token, chooser, head = find_members(entry, rows, kv_head, lists, GROUP, REPEATS, NUM_SELECTED)
@@ -373,17 +386,18 @@ def _add_members(
     offsets = token * dout_strides[1] + head * dout_strides[2]
     dout = load_rows(dout_ptr, offsets, 1, row_mask, VALUE_DIM, BLOCK_DV)  # [BLOCK_M, BLOCK_DV]
     places_of_lse = head * place.seqlen_q + token
-    # Rows that are none have weights of 0.
-    lse = tl.load(lse_ptr + places_of_lse, mask=row_mask, other=float('inf'))
+    # Rows that are none add nothing: their q and dout are 0.
+    lse = tl.load(lse_ptr + places_of_lse, mask=row_mask, other=0.0)
     delta = tl.load(delta_ptr + places_of_lse, mask=row_mask, other=0.0)
-    lse_log2 = tl.where(lse == float('-inf'), 0.0, lse) * 1.4426950408889634
+    # Where lse is -inf, all logits are: a number makes their weights 0. Its product with log2(e) is one too.
+    shift = tl.maximum(lse, -2.0e38, propagate_nan=tl.PropagateNan.ALL) * -1.4426950408889634
     factor = tl.full([BLOCK_M], 1.0, tl.float32)
     if factors_ptr is not None:
         factor = load_factors(factors_ptr, factors_strides, row, token, chooser, entry, row_mask, NUM_SELECTED)
     scale_log2 = scale * 1.4426950408889634 * factor
 
     products = tl.dot(k, tl.trans(q), input_precision='ieee')  # [BLOCK_N, BLOCK_M]
-    weights = tl.exp2(tl.fma(products, scale_log2[None, :], -lse_log2[None, :]))
+    weights = tl.exp2(tl.fma(products, scale_log2[None, :], shift[None, :]))
     dweights = tl.dot(v, tl.trans(dout), input_precision='ieee')
     dlogits = weights * (dweights - delta[None, :])
     logits = products * scale
@@ -405,10 +419,17 @@ def _add_members(
     dv = add_product(weights.to(dout.dtype), dout, dv)
     dk = add_product(dlogits.to(q.dtype), q, dk)
     if parts.out is not None:
+        units = tl.zeros([BLOCK_M], tl.float32) + unit
+        if inverses_ptr is not None:
+            inverse = tl.load(inverses_ptr + places_of_lse, mask=row_mask, other=0.0)
+            if factors_ptr is not None:
+                # Not without a limit: the inverse has to remain a number.
+                inverse *= find_unit(tl.maximum(tl.abs(factor), 5.9604644775390625e-08) * 4096)[1]
+            units = tl.minimum(units * invert_power(inverse), 8.507059173023462e37)
+            dlogits *= inverse[None, :]
         dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        dq = add_product(tl.trans(dlogits.to(finite_k.dtype)), finite_k, dq)
-        bound = tl.sum(tl.abs(dlogits) * largest[:, None], 0)
-        store_part(parts, places, dq, bound, row_mask, HEAD_DIM, BLOCK_D)
+        dq = add_product(tl.trans(dlogits.to(scaled_k.dtype)), scaled_k, dq)
+        store_part(parts, places, dq, units, row_mask, HEAD_DIM, BLOCK_D, True)
     return dk, dv
 
 

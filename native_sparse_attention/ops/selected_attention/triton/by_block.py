@@ -28,11 +28,13 @@ from native_sparse_attention.ops.selected_attention.triton.lists import (
     count_near,
     find_members,
     find_owners,
+    find_unit,
     load_entries,
     load_factors,
     make_lists,
     make_parts,
     open_chunk,
+    sort_columns,
     store_part,
 )
 
@@ -104,6 +106,7 @@ def attend_by_block(
                 NUM_SELECTED=num_selected,
                 VALUE_DIM=value_dim,
                 BLOCK_S=1 << max(num_selected - 1, 0).bit_length(),
+                UNROLLED=min(num_selected, 4),
                 BLOCK_M=MERGE_ROWS,
                 BLOCK_DV=head_block(value_dim),
                 num_warps=4,
@@ -151,7 +154,12 @@ def block_kernel(
     k = load_rows(k_ptr, key_start + keys, k_strides[1], key_mask, HEAD_DIM, BLOCK_D)  # [BLOCK_N, BLOCK_D]
     v = load_rows(v_ptr, key_start + keys, v_strides[1], key_mask, VALUE_DIM, BLOCK_DV)  # [BLOCK_N, BLOCK_DV]
     finite_v, taint = split_finite(v)
-    largest = tl.max(tl.abs(finite_v), 1).to(tl.float32)  # [BLOCK_N]
+    unit = 1.0
+    if parts.out.dtype.element_ty == tl.float16:
+        # A weight is at most 1. The inverse is a power of two, so no bit of a value is lost.
+        unit, inverse = find_unit(tl.max(tl.ravel(tl.abs(finite_v.to(tl.float32))), 0) * BLOCK_N)
+        v = (v.to(tl.float32) * inverse).to(v.dtype)
+        finite_v = (finite_v.to(tl.float32) * inverse).to(v.dtype)
     num_near = count_near(
         entries_ptr, num_entries, keys, key_mask, offset, lists, BLOCK_SIZE, CAUSAL, CHUNK, REPEATS, NUM_SELECTED
     )
@@ -163,7 +171,7 @@ def block_kernel(
     for first_member in tl.range(0, tl.minimum(first_far, num_members), BLOCK_M):
         following = load_entries(entries_ptr, first_member + BLOCK_M, num_members, GROUP, BLOCK_M)
         _attend(
-            inputs, k, finite_v, taint, largest, entry, first_member, num_members, pair, row,
+            inputs, k, finite_v, taint, unit, entry, first_member, num_members, pair, row,
             kv_head, keys, key_mask, offset, parts, lists, scale, GROUP, REPEATS, NUM_SELECTED, CAUSAL,
             WIDE, True, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
@@ -171,7 +179,7 @@ def block_kernel(
     for first_member in tl.range(first_far, num_members, BLOCK_M):
         following = load_entries(entries_ptr, first_member + BLOCK_M, num_members, GROUP, BLOCK_M)
         _attend(
-            inputs, k, v, taint, largest, entry, first_member, num_members, pair, row, kv_head,
+            inputs, k, v, taint, unit, entry, first_member, num_members, pair, row, kv_head,
             keys, key_mask, offset, parts, lists, scale, GROUP, REPEATS, NUM_SELECTED, CAUSAL, WIDE,
             False, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
@@ -184,7 +192,7 @@ def _attend(
     k,
     v,
     taint,
-    largest,
+    unit,
     entry,
     first_member,
     num_members,
@@ -209,7 +217,7 @@ def _attend(
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
-    """The parts of a tile of members. Not MASKED: all of them read all of the keys. largest: of the values of a key."""
+    """The parts of a tile of members. Not MASKED: all of them read all of the keys. v: in units of the parts."""
     q_ptr, factors_ptr, q_strides, factors_strides = inputs
     members = first_member + tl.arange(0, BLOCK_M)
     mask = members < num_members
@@ -241,7 +249,7 @@ def _attend(
     places = (pair * lists.num_entries + entry) * GROUP + members % GROUP
     tl.store(parts.first + places, row_max, mask=mask)
     tl.store(parts.second + places, tl.sum(weights, 1), mask=mask)
-    store_part(parts, places, out, tl.sum(weights * largest[None, :], 1), mask, VALUE_DIM, BLOCK_DV)
+    store_part(parts, places, out, tl.zeros([BLOCK_M], tl.float32) + unit, mask, VALUE_DIM, BLOCK_DV, False)
 
 
 @triton.jit
@@ -258,6 +266,7 @@ def merge_kernel(
     NUM_SELECTED: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    UNROLLED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
@@ -280,15 +289,18 @@ def merge_kernel(
     total = tl.where(empty, 1.0, total)
 
     out = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    for slot in tl.range(0, NUM_SELECTED):
-        places_of_part = places + slot * GROUP
-        unit = tl.load(parts.unit + places_of_part, mask=mask, other=0.0)
-        is_part = unit != 0
-        weight = tl.load(parts.first + places_of_part, mask=is_part, other=float('-inf'))
-        weight = tl.exp2(weight - reference) * unit
-        part = load_rows(parts.out, places_of_part, VALUE_DIM, is_part, VALUE_DIM, BLOCK_DV).to(tl.float32)
-        out = tl.fma(part, weight[:, None], out)
-    out = out / total[:, None]
+    for first_slot in tl.range(0, NUM_SELECTED, UNROLLED):
+        for in_step in tl.static_range(UNROLLED):
+            slot = first_slot + in_step
+            is_slot = mask & (slot < NUM_SELECTED)
+            places_of_part = places + slot * GROUP
+            unit = tl.load(parts.unit + places_of_part, mask=is_slot, other=0.0)
+            is_part = unit != 0
+            weight = tl.load(parts.first + places_of_part, mask=is_slot, other=float('-inf'))
+            weight = tl.exp2(tl.where(is_part, weight, float('-inf')) - reference) * unit
+            part = load_rows(parts.out, places_of_part, VALUE_DIM, is_part, VALUE_DIM, BLOCK_DV).to(tl.float32)
+            out = tl.fma(part, weight[:, None], out)
+    out = sort_columns(parts, out / total[:, None], VALUE_DIM, BLOCK_DV, False)
 
     out_ptr += row * out_strides[0]
     store_rows(out_ptr, token * out_strides[1] + head * out_strides[2], 1, out, mask, VALUE_DIM, BLOCK_DV)

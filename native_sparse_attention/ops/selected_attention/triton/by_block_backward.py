@@ -26,10 +26,13 @@ from native_sparse_attention.ops.selected_attention.triton.lists import (
     count_near,
     find_members,
     find_owners,
+    find_unit,
     load_entries,
     load_factors,
+    make_inverses,
     make_parts,
     open_chunk,
+    sort_columns,
 )
 
 
@@ -54,8 +57,8 @@ class MemberGradients:
         scale: float,
         needs_dfactors: bool,
     ) -> None:
-        """dq, delta `[B, HQ, T]` and dfactors (float32 `[B * H, T, R, n]`, or None) are filled while lists are gone
-        through.
+        """dq, delta and inverses `[B, HQ, T]` and dfactors (float32 `[B * H, T, R, n]`, or None) are filled while lists
+        are gone through.
         """
         self.q, self.k, self.v, self.block_scale, self.lse = q, k, v, block_scale, lse
         self.dout, self.dlse, self.place, self.causal, self.scale = dout, dlse, place, causal, scale
@@ -66,6 +69,7 @@ class MemberGradients:
         self.most_tokens = max(1, WORKSPACE // max(1, bytes_of_token))
         self.dq = torch.empty_like(q, memory_format=torch.contiguous_format)
         self.delta = torch.empty_like(lse)
+        self.inverses = make_inverses(lse, q.dtype)
         shape = (q.shape[0] * k.shape[2], q.shape[1], self.repeats, self.num_selected)
         self.dfactors = q.new_empty(shape, dtype=torch.float32) if needs_dfactors else None
 
@@ -116,7 +120,7 @@ class MemberGradients:
         launch(
             add_parts_kernel,
             (len(pairs) * -(-len(tokens) * self.repeats * self.group // MERGE_ROWS),),
-            *(parts, self.delta, self.lse, dlse, self.dq),
+            *(parts, self.delta, self.inverses, self.lse, dlse, self.dq),
             *(None if dlse is None else dlse.stride(), self.dq.stride()),
             *(self.place, lists, len(tokens), self.scale),
             FINISHES=finishes,
@@ -124,6 +128,7 @@ class MemberGradients:
             REPEATS=self.repeats,
             NUM_SELECTED=self.num_selected,
             HEAD_DIM=self.q.shape[3],
+            UNROLLED=min(self.num_selected, 4),
             BLOCK_M=MERGE_ROWS,
             BLOCK_D=head_block(self.q.shape[3]),
             num_warps=4,
@@ -162,8 +167,8 @@ def delta_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
-    """parts.first: the sum of p * dp over the keys of a block, for up to CHUNK entries of its list. One program per
-    pair and chunk.
+    """parts.first: the sum of p * dp over the keys of a block, for up to CHUNK entries of its list. parts.unit: the
+    sum of their absolute values, at least 2 ** -100, where parts are float16. One program per pair and chunk.
     """
     num_entries, entries_ptr, pair, row, kv_head, key_start, keys, key_mask, offset = open_chunk(
         tl.program_id(0), place, lists, parts, GROUP, BLOCK_SIZE, CHUNK, BLOCK_N
@@ -261,13 +266,17 @@ def _add_delta(
         dweights = tl.where(read, dweights, 0.0)
     places = (pair * lists.num_entries + entry) * GROUP + members % GROUP
     tl.store(parts.first + places, tl.sum(dweights, 1), mask=mask)
-    tl.store(parts.unit + places, tl.full([BLOCK_M], 1.0, tl.float32), mask=mask)
+    unit = tl.full([BLOCK_M], 1.0, tl.float32)
+    if parts.out.dtype.element_ty == tl.float16:
+        unit = tl.maximum(tl.sum(tl.abs(dweights), 1), 7.888609052210118e-31)
+    tl.store(parts.unit + places, unit, mask=mask)
 
 
 @triton.jit
 def add_parts_kernel(
     parts,
     delta_ptr,
+    inverses_ptr,
     lse_ptr,
     dlse_ptr,
     dq_ptr,
@@ -282,27 +291,35 @@ def add_parts_kernel(
     REPEATS: tl.constexpr,
     NUM_SELECTED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    UNROLLED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """delta, `[B, HQ, T]`, from which the gradient of the log-sum-exp is taken; or else (FINISHES) dq. Of num_tokens
-    tokens; one program per tile of their heads.
+    """delta, `[B, HQ, T]`, from which the gradient of the log-sum-exp is taken, and inverses, of units of the gradients
+    of logits (`find_unit`), or None; or else (FINISHES) dq. Of num_tokens tokens; one program per tile of their heads.
     """
     mask, row, token, head, places = find_owners(
         tl.program_id(0), lists, num_tokens, GROUP, REPEATS, NUM_SELECTED, BLOCK_M
     )
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     delta = tl.zeros([BLOCK_M], tl.float32)
-    for slot in tl.range(0, NUM_SELECTED):
-        places_of_part = places + slot * GROUP
-        unit = tl.load(parts.unit + places_of_part, mask=mask, other=0.0)
-        is_part = unit != 0
-        if FINISHES:
-            part = load_rows(parts.out, places_of_part, HEAD_DIM, is_part, HEAD_DIM, BLOCK_D).to(tl.float32)
-            dq = tl.fma(part, unit[:, None], dq)
-        else:
-            delta += tl.load(parts.first + places_of_part, mask=is_part, other=0.0)
+    spread = tl.zeros([BLOCK_M], tl.float32)
+    for first_slot in tl.range(0, NUM_SELECTED, UNROLLED):
+        for in_step in tl.static_range(UNROLLED):
+            is_slot = mask & (first_slot + in_step < NUM_SELECTED)
+            places_of_part = places + (first_slot + in_step) * GROUP
+            unit = tl.load(parts.unit + places_of_part, mask=is_slot, other=0.0)
+            is_part = unit != 0
+            if FINISHES:
+                part = load_rows(parts.out, places_of_part, HEAD_DIM, is_part, HEAD_DIM, BLOCK_D).to(tl.float32)
+                dq = tl.fma(part, unit[:, None], dq)
+            else:
+                # Not masked by the unit, which it need not wait for then.
+                term = tl.load(parts.first + places_of_part, mask=is_slot, other=0.0)
+                delta += tl.where(is_part, term, 0.0)
+                spread += unit
     if FINISHES:
+        dq = sort_columns(parts, dq, HEAD_DIM, BLOCK_D, True)
         dq_ptr += row * dq_strides[0]
         places = token * dq_strides[1] + head * dq_strides[2]
         store_rows(dq_ptr, places, 1, dq * scale, mask, HEAD_DIM, BLOCK_D)
@@ -314,5 +331,11 @@ def add_parts_kernel(
             dlse = tl.load(dlse_ptr, mask=mask, other=0.0)
             # A log-sum-exp of nothing has no gradient; logaddexp of two such gives NaN.
             lse = tl.load(lse_ptr + places, mask=mask, other=0.0)
-            delta -= tl.where(lse == float('-inf'), 0.0, dlse)
+            dlse = tl.where(lse == float('-inf'), 0.0, dlse)
+            delta -= dlse
+            spread += tl.abs(dlse)
         tl.store(delta_ptr + places, delta, mask=mask)
+        if inverses_ptr is not None:
+            # Over the keys of a block p * (dp - delta) adds up to twice that at most; and p may be a bit off.
+            _, inverse = find_unit(4 * spread)
+            tl.store(inverses_ptr + places, inverse, mask=mask)

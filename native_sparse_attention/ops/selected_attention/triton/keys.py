@@ -26,6 +26,7 @@ class Members(Protocol):
 
     table: Table
     most_tokens: int
+    inverses: Tensor | None
 
     def start(self, lists: Lists, pairs: range, tokens: range) -> Parts:
         """Before the gradients of k and v: room for what a block adds to the gradients of the members."""
@@ -101,7 +102,8 @@ def differentiate_keys(
             launch(
                 dkv_kernel,
                 (len(pairs) * lists.num_programs * tiles,),
-                *(q, k, v, block_scale, lse, delta, dout, *sums, partials, parts),
+                *(q, k, v, block_scale, lse, delta, None if members is None else members.inverses),
+                *(dout, *sums, partials, parts),
                 *(q.stride(), k.stride(), v.stride(), None if block_scale is None else block_scale.stride()),
                 *(dout.stride(), *strides, place, lists, scale),
                 GROUP=group,

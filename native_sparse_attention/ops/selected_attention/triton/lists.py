@@ -67,8 +67,9 @@ class Parts(NamedTuple):
     """What blocks add to results of their members: a row for every entry of a pair and head of its chooser, `[pairs,
     T * R * n, G]`.
 
-    out: `[rows, D or DV]`, float16 or float32, in units of unit, float32 `[rows]`. first, second: float32 `[rows]`,
-    more of what a part has, or None. Where there is no part, unit and second are 0 (`open_chunk`), the others anything.
+    out: `[rows, D or DV]`, float16 or float32, in units of unit, float32 `[rows]` (`find_unit`). first, second: float32
+    `[rows]`, more of what a part has, or None. Where there is no part, unit and second are 0 (`open_chunk`), the others
+    anything.
     """
 
     out: Any
@@ -94,6 +95,11 @@ def make_parts(like: Tensor, rows: int, size: int, has_second: bool = True) -> P
         like.new_empty(rows, dtype=torch.float32),
         like.new_empty(rows, dtype=torch.float32) if has_second else None,
     )
+
+
+def make_inverses(lse: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Room for a number for each query and head, where parts of inputs of a dtype have units."""
+    return torch.empty_like(lse) if dtype_of_parts(dtype) == torch.float16 else None
 
 
 def bytes_of_part(like: Tensor, size: int) -> int:
@@ -245,13 +251,60 @@ def find_owners(
 
 
 @triton.jit
-def store_part(parts, places, values, largest, mask, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """values `[places, SIZE]` in parts.out: in float16 as multiples of parts.unit, which is `largest`, a bound of a
-    row's values, or what has an inverse, 2 ** -100 to 2 ** 125. In float32 the unit is 1. 0 says that there is no part.
+def find_unit(bound):
+    """The unit of float16 parts whose values are at most `bound`, or a few times that, and its inverse: powers of two,
+    2 ** -100 to 2 ** 125. The largest multiples are 2 ** 12 to 2 ** 13, so those from bound * 2 ** -26 on have all
+    bits of a float16, and the bound may be far off.
     """
-    unit = tl.full([values.shape[0]], 1.0, tl.float32)
-    if parts.out.dtype.element_ty == tl.float16:
-        unit = tl.minimum(tl.maximum(largest, 7.888609052210118e-31), 4.253529586511731e37)
-        values *= (1 / unit)[:, None]
+    unit = tl.minimum(tl.maximum(bound * 0.000244140625, 7.888609052210118e-31), 4.253529586511731e37)
+    unit = (unit.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    return unit, invert_power(unit)
+
+
+@triton.jit
+def invert_power(power):
+    """1 / power, of powers of two from 2 ** -126 to 2 ** 126."""
+    return (0x7F000000 - power.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def store_part(parts, places, values, unit, mask, SIZE: tl.constexpr, BLOCK: tl.constexpr, BY_WARPS: tl.constexpr):
+    """values `[places, SIZE]`, multiples of unit, which is not 0: that says that there is no part. In float16 they are
+    stored in another order, which `sort_columns` undoes.
+
+    Products leave a thread of a quad two neighbouring elements of every 8 of a row, or, BY_WARPS, of every 32, of which
+    mma.sync gives each of four warps 8. What a thread has is stored side by side and does not go through shared memory.
+    """
     tl.store(parts.unit + places, unit, mask=mask)
-    store_rows(parts.out, places, SIZE, values, mask, SIZE, BLOCK)
+    if (parts.out.dtype.element_ty == tl.float16) & (SIZE == BLOCK):
+        ROWS: tl.constexpr = values.shape[0]
+        NUM_PIECES: tl.constexpr = SIZE // (SIZE // 4 if BY_WARPS else 32)
+        values = values.to(tl.float16)
+        places = tl.where(mask, places, -1)
+        if BY_WARPS:
+            values = tl.permute(tl.reshape(values, [ROWS // 8, 8, SIZE // 32, 4, 4, 2]), [0, 3, 1, 4, 2, 5])
+            places = tl.broadcast_to(tl.reshape(places, [ROWS // 8, 1, 8]), [ROWS // 8, 4, 8])
+            pieces = places * NUM_PIECES + tl.arange(0, NUM_PIECES)[None, :, None]
+        else:
+            values = tl.permute(tl.reshape(values, [ROWS // 16, 2, 8, SIZE // 32, 4, 4, 2]), [3, 1, 0, 2, 5, 4, 6])
+            places = tl.permute(tl.reshape(places, [1, ROWS // 16, 2, 8]), [0, 2, 1, 3])
+            places = tl.broadcast_to(places, [NUM_PIECES, 2, ROWS // 16, 8])
+            pieces = places * NUM_PIECES + tl.arange(0, NUM_PIECES)[:, None, None, None]
+        pieces = tl.reshape(pieces, [NUM_PIECES * ROWS])
+        values = tl.reshape(values, [NUM_PIECES * ROWS, SIZE // NUM_PIECES])
+        store_rows(parts.out, pieces, SIZE // NUM_PIECES, values, pieces >= 0, SIZE // NUM_PIECES, SIZE // NUM_PIECES)
+    else:
+        store_rows(parts.out, places, SIZE, values, mask, SIZE, BLOCK)
+
+
+@triton.jit
+def sort_columns(parts, values, SIZE: tl.constexpr, BLOCK: tl.constexpr, BY_WARPS: tl.constexpr):
+    """Sums of what `store_part` stored, with their columns in order."""
+    if (parts.out.dtype.element_ty == tl.float16) & (SIZE == BLOCK):
+        ROWS: tl.constexpr = values.shape[0]
+        if BY_WARPS:
+            values = tl.permute(tl.reshape(values, [ROWS, 4, 4, SIZE // 32, 2]), [0, 3, 1, 2, 4])
+        else:
+            values = tl.permute(tl.reshape(values, [ROWS, SIZE // 32, 4, 4, 2]), [0, 1, 3, 2, 4])
+        values = tl.reshape(values, [ROWS, SIZE])
+    return values
