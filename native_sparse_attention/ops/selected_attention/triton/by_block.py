@@ -15,10 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from native_sparse_attention.ops._triton.inverse_index import (
-    group_pairs,
-    num_block_slots,
-)
+from native_sparse_attention.ops._triton.inverse_index import group_pairs, num_block_slots
 from native_sparse_attention.ops._triton.launch import head_block, is_wide, launch, row_block, settings_of
 from native_sparse_attention.ops._triton.placement import Placement
 from native_sparse_attention.ops._triton.tiles import add_product, load_rows, split_finite, store_rows
@@ -35,13 +32,14 @@ from native_sparse_attention.ops.selected_attention.triton.lists import (
     make_parts,
     open_chunk,
     sort_columns,
+    split_tokens,
     store_part,
 )
 
 # Members of a list that a program has at most, and rows of a program that merges.
 CHUNK_ROWS, MERGE_ROWS = 2048, 16
 # Bytes that partial results may take.
-WORKSPACE = 2**28 + 2**27
+WORKSPACE = 2**29 + 2**26
 
 
 def attend_by_block(
@@ -68,8 +66,7 @@ def attend_by_block(
     most = max(1, WORKSPACE // (repeats * num_selected * group * bytes_of_part(q, value_dim)))
     block_m, _, num_warps, num_stages = settings_of(settings.BLOCK, q, v)
     for pairs in group_pairs(block_indices, kv_heads, num_slots, max(1, most // max(seqlen, 1))):
-        for first in range(0, seqlen, most):
-            tokens = range(first, min(first + most, seqlen))
+        for tokens in split_tokens(seqlen, most):
             shape = {'kv_heads': kv_heads, 'block_size': block_size, 'causal': causal, 'chunk': chunk}
             lists = make_lists(block_indices, place, pairs, tokens, **shape)
             parts = make_parts(q, len(pairs) * lists.num_entries * group, value_dim)

@@ -12,7 +12,7 @@ from native_sparse_attention.ops._triton.launch import Table, head_block, is_wid
 from native_sparse_attention.ops._triton.placement import Placement
 from native_sparse_attention.ops.selected_attention.triton import settings
 from native_sparse_attention.ops.selected_attention.triton.backward import Partials, combine_kernel, dkv_kernel
-from native_sparse_attention.ops.selected_attention.triton.lists import NO_PARTS, Lists, Parts, make_lists
+from native_sparse_attention.ops.selected_attention.triton.lists import NO_PARTS, Lists, Parts, make_lists, split_tokens
 
 # Pairs of a query and a head that one program adds to the gradients of a block, by bytes of an element; the lists of
 # some blocks have many more. In float32 the sums are shorter, and so more exact.
@@ -64,9 +64,8 @@ def differentiate_keys(
     block_size = min(block_size, seqlen_k)
     repeats, group = index_heads // kv_heads, heads // index_heads
     num_slots = num_block_slots(place, block_size)
-    step = max(1, seqlen if members is None else min(seqlen, members.most_tokens))
-    ranges = [range(first, min(first + step, seqlen)) for first in range(0, max(seqlen, 1), step)]
-    most_entries = step * repeats * num_selected
+    ranges = split_tokens(seqlen, max(seqlen, 1) if members is None else members.most_tokens) or [range(0)]
+    most_entries = max(1, len(ranges[0])) * repeats * num_selected
     bytes_of_partial = 4 * block_size * (head_dim + value_dim)
     chunk, num_partials = split_lists(most_entries, CHUNK_ROWS[q.element_size()] // group, bytes_of_partial)
     most = max(1, WORKSPACE // max(1, num_partials * bytes_of_partial))

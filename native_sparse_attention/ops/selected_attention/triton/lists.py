@@ -63,6 +63,12 @@ def make_lists(
     return Lists(index.entries, index.starts, *counts)
 
 
+def split_tokens(seqlen: int, most: int) -> list[range]:
+    """All tokens in as few ranges of at most so many as there can be, the first ones as long as each other."""
+    step = -(-seqlen // max(1, -(-seqlen // most)))
+    return [range(first, min(first + step, seqlen)) for first in range(0, seqlen, max(step, 1))]
+
+
 class Parts(NamedTuple):
     """What blocks add to results of their members: a row for every entry of a pair and head of its chooser, `[pairs,
     T * R * n, G]`.
