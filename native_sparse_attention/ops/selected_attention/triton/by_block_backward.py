@@ -24,6 +24,7 @@ from native_sparse_attention.ops.selected_attention.triton.lists import (
     Parts,
     bytes_of_part,
     count_near,
+    count_programs,
     find_members,
     find_owners,
     find_unit,
@@ -80,7 +81,7 @@ class MemberGradients:
         block_m, _, num_warps, num_stages = settings_of(settings.BLOCK, q, v)
         num_stages = min(num_stages, 2)  # twice as much is fetched ahead as forward, q and dout
         chunk = max(1, CHUNK_ROWS // self.group)
-        num_programs = lists.num_entries // chunk + lists.num_slots + 1
+        num_programs = count_programs(lists.num_entries, lists.num_slots, chunk)
         launch(
             delta_kernel,
             (len(pairs) * num_programs,),

@@ -122,7 +122,7 @@ def differentiate_keys(
                     (len(pairs) * num_slots * tiles,),
                     *(*sums, partials, *strides, place, lists),
                     ADDS=len(ranges) > 1,
-                    num_warps=8,
+                    num_warps=8,  # it holds sums of a whole block, and waits for memory
                     **meta,
                 )
             if members is not None:

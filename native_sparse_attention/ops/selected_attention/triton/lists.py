@@ -58,7 +58,7 @@ def make_lists(
     index = make_inverse_index(block_indices, place, pairs, **sizes)
     repeats, num_slots = index_heads // kv_heads, index.starts.shape[1] - 1
     num_entries = len(tokens) * repeats * num_selected
-    num_programs = num_entries // chunk + num_slots + 1
+    num_programs = count_programs(num_entries, num_slots, chunk)
     counts = (num_entries, num_slots, num_programs, pairs.start, kv_heads, tokens.start)
     return Lists(index.entries, index.starts, *counts)
 
@@ -67,6 +67,11 @@ def split_tokens(seqlen: int, most: int) -> list[range]:
     """All tokens in as few ranges of at most so many as there can be, the first ones as long as each other."""
     step = -(-seqlen // max(1, -(-seqlen // most)))
     return [range(first, min(first + step, seqlen)) for first in range(0, seqlen, max(step, 1))]
+
+
+def count_programs(num_entries: int, num_slots: int, chunk: int) -> int:
+    """Enough for the chunks of so many entries of the lists of a pair and of what chose nothing."""
+    return num_entries // chunk + num_slots + 1
 
 
 class Parts(NamedTuple):
