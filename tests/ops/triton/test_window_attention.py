@@ -35,9 +35,15 @@ def assert_matches(extents: Extents, heads: Heads, device: torch.device, dtype: 
     assert_attention_matches(window_attention, tensors, 'triton', **place(extents.where, device), **settings)
 
 
-def assert_close(extents: Extents, heads: Heads, device: torch.device, window: tuple[int, int]) -> None:
+def assert_close(
+    extents: Extents,
+    heads: Heads,
+    device: torch.device,
+    window: tuple[int, int],
+    dtype: torch.dtype = torch.float32,
+) -> None:
     settings: dict[str, Any] = {'window_size': window, 'causal': window[1] == 0}
-    tensors, grads = make_inputs(extents, heads, device), make_grads(extents, heads, device)
+    tensors, grads = make_inputs(extents, heads, device, dtype), make_grads(extents, heads, device)
     assert_close_to_eager(window_attention, tensors, grads, **settings, **place(extents.where, device))
 
 
@@ -47,22 +53,35 @@ def test_lengths(seqlen: int, device: torch.device) -> None:
     assert_close(whole(seqlen), HEADS, device, (40, 0))
 
 
+@every_dtype
 @pytest.mark.parametrize('seqlen', [1, 2, 3, 33, 64, 97])
 @pytest.mark.parametrize('window', [(-1, 0), (-1, -1), (9, 5), (-1, 7), (33, -1), (32, 32)])
-def test_windows(window: tuple[int, int], seqlen: int, device: torch.device) -> None:
-    assert_close(whole(seqlen), HEADS, device, window)
+def test_windows(window: tuple[int, int], seqlen: int, dtype: torch.dtype, device: torch.device) -> None:
+    assert_close(whole(seqlen), HEADS, device, window, dtype)
 
 
+@every_dtype
 @pytest.mark.parametrize('left', [1, 31, 32, 33, 63, 64, 65, 96])
-def test_window_sizes_around_tiles(left: int, device: torch.device) -> None:
-    assert_close(whole(100), Heads(1, 1, 16, 16), device, (left, 0))
+def test_window_sizes_around_tiles(left: int, dtype: torch.dtype, device: torch.device) -> None:
+    assert_close(whole(100), Heads(1, 1, 16, 16), device, (left, 0), dtype)
 
 
+@every_dtype
 @pytest.mark.parametrize('offset', [30, 31, 32])
 @pytest.mark.parametrize('window', [(-1, 0), (33, 0), (-1, -1)])
-def test_offsets_around_tiles(window: tuple[int, int], offset: int, device: torch.device) -> None:
+def test_offsets_around_tiles(window: tuple[int, int], offset: int, dtype: torch.dtype, device: torch.device) -> None:
     """The first query reads a whole tile of keys, or all but one, or one more."""
-    assert_close(Extents(1, 40, 80, {'q_offset': offset}, [80]), HEADS, device, window)
+    assert_close(Extents(1, 40, 80, {'q_offset': offset}, [80]), HEADS, device, window, dtype)
+
+
+def test_rows_with_almost_all_weight_on_one_key(device: torch.device) -> None:
+    """What the rounding of the output adds to delta is as large there as the gradients of the logits."""
+    heads = Heads(2, 2, 64, 64)
+    tensors = make_inputs(whole(80), heads, device)
+    tensors['q'] = 0.85 * tensors['k']
+    tensors['v'] = 8 * tensors['v']
+    tensors = {name: t.half() for name, t in tensors.items()}
+    assert_attention_matches(window_attention, tensors, 'triton', window_size=(39, 0))
 
 
 @pytest.mark.parametrize('seqlen', [1, 40])
@@ -164,9 +183,11 @@ def test_strides_of_lengths_and_offsets(name: str, device: torch.device) -> None
 
 
 @every_extent
-@pytest.mark.parametrize('window', [(12, 0), (9, 6)])
-def test_places_of_queries_among_keys(window: tuple[int, int], extents: Extents, device: torch.device) -> None:
-    assert_close(extents, Heads(2, 1, 16, 24), device, window)
+@pytest.mark.parametrize(('window', 'dtype'), [((12, 0), torch.float32), ((9, 6), torch.float16)])
+def test_places_of_queries_among_keys(
+    window: tuple[int, int], dtype: torch.dtype, extents: Extents, device: torch.device
+) -> None:
+    assert_close(extents, Heads(2, 1, 16, 24), device, window, dtype)
 
 
 @fewer_examples(0.4)

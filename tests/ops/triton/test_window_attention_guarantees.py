@@ -52,9 +52,10 @@ def test_what_no_query_reads_changes_nothing(window: tuple[int, int], device: to
     assert (expected['grad of k'][:, read] != 0).any(-1).all()
 
 
+@pytest.mark.parametrize('dtype', [torch.float32, torch.float16])
 @pytest.mark.parametrize('position', [0, 3, 30, 31, 32, 63, 64])
-def test_the_future_changes_nothing(position: int, device: torch.device) -> None:
-    tensors = make_inputs(whole(70), HEADS, device)
+def test_the_future_changes_nothing(position: int, dtype: torch.dtype, device: torch.device) -> None:
+    tensors = make_inputs(whole(70), HEADS, device, dtype)
     changed = {name: t.clone() for name, t in tensors.items()}
     for name in 'qkv':
         changed[name][:, position + 1 :] = torch.nan
@@ -68,10 +69,13 @@ def test_the_future_changes_nothing(position: int, device: torch.device) -> None
     assert torch.equal(result['grad of q'][:, past], expected['grad of q'][:, past])
 
 
+@pytest.mark.parametrize('dtype', [torch.float32, torch.float16])
 @pytest.mark.parametrize('names', ['k', 'v', 'kv'])
 @pytest.mark.parametrize('key', [35, 64])
-def test_what_is_not_finite_reaches_those_who_read_it(names: str, key: int, device: torch.device) -> None:
-    tensors, grads = make_inputs(whole(70), TWO_GROUPS, device), make_grads(whole(70), TWO_GROUPS, device)
+def test_what_is_not_finite_reaches_those_who_read_it(
+    names: str, key: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    tensors, grads = make_inputs(whole(70), TWO_GROUPS, device, dtype), make_grads(whole(70), TWO_GROUPS, device)
     expected = run_triton(window_attention, tensors, grads, window_size=(20, 0))
     for junk in (torch.nan, torch.inf):
         spoiled = {name: t.clone() for name, t in tensors.items()}
@@ -89,8 +93,9 @@ def test_what_is_not_finite_reaches_those_who_read_it(names: str, key: int, devi
             assert torch.equal(result['out1'], expected['out1'])
 
 
-def test_a_query_that_is_not_finite_spoils_what_it_reads_alone(device: torch.device) -> None:
-    tensors, grads = make_inputs(whole(70), TWO_GROUPS, device), make_grads(whole(70), TWO_GROUPS, device)
+@pytest.mark.parametrize('dtype', [torch.float32, torch.float16])
+def test_a_query_that_is_not_finite_spoils_what_it_reads_alone(dtype: torch.dtype, device: torch.device) -> None:
+    tensors, grads = make_inputs(whole(70), TWO_GROUPS, device, dtype), make_grads(whole(70), TWO_GROUPS, device)
     expected = run_triton(window_attention, tensors, grads, window_size=(20, 0))
     tensors['q'][:, 40, 0] = torch.nan
     result = run_triton(window_attention, tensors, grads, window_size=(20, 0))

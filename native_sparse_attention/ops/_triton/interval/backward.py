@@ -96,7 +96,8 @@ def dq_kernel(
     lse = tl.load(lse_ptr + row_of_lse + query_rows, mask=query_mask, other=0.0)
     lse_log2 = tl.where(lse == float('-inf'), 0.0, lse) * 1.4426950408889634
     dlse = tl.zeros([BLOCK_M], tl.float32)
-    if dlse_ptr is not None:
+    HAS_DLSE: tl.constexpr = dlse_ptr is not None
+    if HAS_DLSE:
         dlse_ptr += row * dlse_strides[0] + head * dlse_strides[1]
         dlse = tl.load(dlse_ptr + query_rows.to(tl.int64) * dlse_strides[2], mask=query_mask, other=0.0)
         # A log-sum-exp of nothing has no gradient; logaddexp of two such gives NaN.
@@ -117,23 +118,28 @@ def dq_kernel(
         tl.zeros([BLOCK_M], tl.float32),
     )
     sums = empty_sums
-    for tile in range(end_tiles):
-        sums = _add_keys(
-            q, dout, k_ptr, v_ptr, k_strides[1], v_strides[1], sums, lse_log2, delta, dlse, limits, tiles, tile, last,
-            key_start, interval, scale, True, False, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
-        )  # fmt: skip
-    for tile in range(end_tiles, num_tiles):
-        sums = _add_keys(
-            q, dout, k_ptr, v_ptr, k_strides[1], v_strides[1], sums, lse_log2, delta, dlse, limits, tiles, tile, last,
-            key_start, interval, scale, False, False, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
-        )  # fmt: skip
-    if not (is_finite_tile(sums[0]) and is_finite_tile(sums[1])):
-        # Perhaps for keys that some rows of the tile do not read: once more, with care.
-        sums = empty_sums
-        for tile in range(num_tiles):
+    # In float32 care costs nothing beside the products, and a loop takes seconds to compile: there is only the last.
+    if q.dtype != tl.float32:
+        for tile in range(end_tiles):
             sums = _add_keys(
                 q, dout, k_ptr, v_ptr, k_strides[1], v_strides[1], sums, lse_log2, delta, dlse, limits, tiles, tile,
-                last, key_start, interval, scale, True, True, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+                last, key_start, interval, scale, HAS_DLSE, True, False, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D,
+                BLOCK_DV, WIDE,
+            )  # fmt: skip
+        for tile in range(end_tiles, num_tiles):
+            sums = _add_keys(
+                q, dout, k_ptr, v_ptr, k_strides[1], v_strides[1], sums, lse_log2, delta, dlse, limits, tiles, tile,
+                last, key_start, interval, scale, HAS_DLSE, False, False, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D,
+                BLOCK_DV, WIDE,
+            )  # fmt: skip
+    if q.dtype == tl.float32 or not (is_finite_tile(sums[0]) and is_finite_tile(sums[1])):
+        # Perhaps for keys that some rows of the tile do not read: once more, with care.
+        sums = empty_sums
+        for tile in tl.range(num_tiles, num_stages=1):
+            sums = _add_keys(
+                q, dout, k_ptr, v_ptr, k_strides[1], v_strides[1], sums, lse_log2, delta, dlse, limits, tiles, tile,
+                last, key_start, interval, scale, HAS_DLSE, True, True, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D,
+                BLOCK_DV, WIDE,
             )  # fmt: skip
     dq, mean_k, missing = sums
     dq = (dq - missing[:, None] * mean_k) * scale
@@ -160,6 +166,7 @@ def _add_keys(
     key_start,
     interval,
     scale,
+    HAS_DLSE: tl.constexpr,
     MASKED: tl.constexpr,
     CAREFUL: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -174,10 +181,8 @@ def _add_keys(
     """
     dq, mean_k, missing = sums
     start = find_start(tiles, tile, MASKED, CAREFUL, BLOCK_N)
-    k, v = load_keys(
-        k_ptr, v_ptr, k_stride, v_stride, start, last, key_start, interval, MASKED, HEAD_DIM, VALUE_DIM, BLOCK_N,
-        BLOCK_D, BLOCK_DV, WIDE,
-    )  # fmt: skip
+    k = load_keys(k_ptr, k_stride, start, last, key_start, interval, MASKED, HEAD_DIM, BLOCK_N, BLOCK_D, WIDE)
+    v = load_keys(v_ptr, v_stride, start, last, key_start, interval, MASKED, VALUE_DIM, BLOCK_N, BLOCK_DV, WIDE)
     logits = tl.dot(q, tl.trans(k), input_precision='ieee')  # [BLOCK_M, BLOCK_N]
     exponents = tl.fma(logits, scale * 1.4426950408889634, -lse_log2[:, None])
     if MASKED:
@@ -190,7 +195,8 @@ def _add_keys(
         dlogits = tl.where(read, dlogits, 0.0)
         k, _ = split_finite(k)
     missing += tl.sum(dlogits, 1)
-    dlogits = tl.fma(weights, dlse[:, None], dlogits)
+    if HAS_DLSE:
+        dlogits = tl.fma(weights, dlse[:, None], dlogits)
     dq = add_product(dlogits.to(k.dtype), k, dq)
     mean_k = add_product(weights.to(k.dtype), k, mean_k)
     return dq, mean_k, missing
@@ -291,30 +297,32 @@ def dkv_kernel(
     first_row = tl.zeros([], tl.int64) + query_start
     empty_sums = (tl.zeros([BLOCK_N, BLOCK_D], tl.float32), tl.zeros([BLOCK_N, BLOCK_DV], tl.float32))
     sums = empty_sums
-    for head in range(HEADS):
-        q_of_head = q_ptr + (first_head + head) * q_strides[2] + first_row * q_strides[1]
-        dout_of_head = dout_ptr + (first_head + head) * dout_strides[2] + first_row * dout_strides[1]
-        row_of_lse = (row * num_heads + first_head + head) * place.seqlen_q + first_row
-        for tile in range(end_tiles):
-            sums = _add_queries(
-                q_of_head, dout_of_head, lse_ptr + row_of_lse, delta_ptr + row_of_lse, q_strides[1], dout_strides[1],
-                k, v, sums, limits, tiles, tile, last, interval, scale, True, False, HEAD_DIM, VALUE_DIM, BLOCK_M,
-                BLOCK_D, BLOCK_DV, WIDE,
-            )  # fmt: skip
-        for tile in range(end_tiles, num_tiles):
-            sums = _add_queries(
-                q_of_head, dout_of_head, lse_ptr + row_of_lse, delta_ptr + row_of_lse, q_strides[1], dout_strides[1],
-                k, v, sums, limits, tiles, tile, last, interval, scale, False, False, HEAD_DIM, VALUE_DIM, BLOCK_M,
-                BLOCK_D, BLOCK_DV, WIDE,
-            )  # fmt: skip
-    if not is_finite_tile(sums[0]):
+    # In float32 there is only the last loop, as in the other kernel.
+    if k.dtype != tl.float32:
+        for head in range(HEADS):
+            q_of_head = q_ptr + (first_head + head) * q_strides[2] + first_row * q_strides[1]
+            dout_of_head = dout_ptr + (first_head + head) * dout_strides[2] + first_row * dout_strides[1]
+            row_of_lse = (row * num_heads + first_head + head) * place.seqlen_q + first_row
+            for tile in range(end_tiles):
+                sums = _add_queries(
+                    q_of_head, dout_of_head, lse_ptr + row_of_lse, delta_ptr + row_of_lse, q_strides[1],
+                    dout_strides[1], k, v, sums, limits, tiles, tile, last, interval, scale, True, False, HEAD_DIM,
+                    VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV, WIDE,
+                )  # fmt: skip
+            for tile in range(end_tiles, num_tiles):
+                sums = _add_queries(
+                    q_of_head, dout_of_head, lse_ptr + row_of_lse, delta_ptr + row_of_lse, q_strides[1],
+                    dout_strides[1], k, v, sums, limits, tiles, tile, last, interval, scale, False, False, HEAD_DIM,
+                    VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV, WIDE,
+                )  # fmt: skip
+    if k.dtype == tl.float32 or not is_finite_tile(sums[0]):
         # Perhaps for queries that do not read some keys of the tile: once more, with care.
         sums = empty_sums
         for head in range(HEADS):
             q_of_head = q_ptr + (first_head + head) * q_strides[2] + first_row * q_strides[1]
             dout_of_head = dout_ptr + (first_head + head) * dout_strides[2] + first_row * dout_strides[1]
             row_of_lse = (row * num_heads + first_head + head) * place.seqlen_q + first_row
-            for tile in range(num_tiles):
+            for tile in tl.range(num_tiles, num_stages=1):
                 sums = _add_queries(
                     q_of_head, dout_of_head, lse_ptr + row_of_lse, delta_ptr + row_of_lse, q_strides[1],
                     dout_strides[1], k, v, sums, limits, tiles, tile, last, interval, scale, True, True, HEAD_DIM,

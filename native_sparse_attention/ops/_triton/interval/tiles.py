@@ -92,23 +92,19 @@ def reads_keys(interval, limits, start, BLOCK: tl.constexpr):
 
 @triton.jit
 def load_keys(
-    k_ptr,
-    v_ptr,
-    k_stride,
-    v_stride,
+    ptr,
+    stride,
     start,
     last,
     key_start,
     interval,
     MASKED: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
+    SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
+    BLOCK: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """k `[BLOCK_N, BLOCK_D]` and v `[BLOCK_N, BLOCK_DV]` from `start` on, before `last` where MASKED."""
+    """Keys or values `[BLOCK_N, BLOCK]`, of SIZE elements, from `start` on, before `last` where MASKED."""
     keys = start + tl.arange(0, BLOCK_N)
     rows = key_start + keys
     if interval.num_memory is not None:
@@ -116,9 +112,7 @@ def load_keys(
     mask = tl.full([BLOCK_N], 1, tl.int1)
     if MASKED:
         mask = keys < last
-    k = load_rows(k_ptr, rows, k_stride, mask, HEAD_DIM, BLOCK_D, WIDE)
-    v = load_rows(v_ptr, rows, v_stride, mask, VALUE_DIM, BLOCK_DV, WIDE)
-    return k, v
+    return load_rows(ptr, rows, stride, mask, SIZE, BLOCK, WIDE)
 
 
 @triton.jit
