@@ -81,12 +81,15 @@ def test_factors_of_the_future_change_nothing(junk: float, device: torch.device)
     assert_same_bits(run_triton(selected_attention, tensors, grads, block_size=4), expected)
 
 
+@pytest.mark.parametrize('dtype', [torch.float32, torch.float16])
 @pytest.mark.parametrize('junk', [torch.nan, torch.inf])
-def test_what_others_read_of_whole_blocks_changes_nothing(junk: float, device: torch.device) -> None:
+def test_what_others_read_of_whole_blocks_changes_nothing(
+    junk: float, dtype: torch.dtype, device: torch.device
+) -> None:
     """Of a tile's queries every other one reads a block that holds what is not finite."""
     extents, sequences = Extents(1, 14, 48, {'q_offset': 33}, [48]), {'block_size': 16, 'q_offset': 33}
     indices = torch.tensor([[0, 2], [1, 2]], dtype=torch.int32).repeat(7, 1).view(1, 14, 1, 2)
-    tensors, grads = make_inputs(extents, HEADS, device, indices), make_grads(extents, HEADS, device)
+    tensors, grads = make_inputs(extents, HEADS, device, indices, dtype=dtype), make_grads(extents, HEADS, device)
     expected = run_triton(selected_attention, tensors, grads, **sequences)
     for name in 'kv':
         spoiled = tensors | {name: tensors[name].clone()}
@@ -99,11 +102,15 @@ def test_what_others_read_of_whole_blocks_changes_nothing(junk: float, device: t
             assert torch.equal(result[output][:, :16], expected[output][:, :16]), output
 
 
+@pytest.mark.parametrize('dtype', [torch.float32, torch.float16])
 @pytest.mark.parametrize('names', ['q', 'k', 'v'])
-def test_what_is_not_finite_reaches_those_who_read_it(names: str, device: torch.device) -> None:
+def test_what_is_not_finite_reaches_those_who_read_it(names: str, dtype: torch.dtype, device: torch.device) -> None:
     indices = torch.tensor([0, 1], dtype=torch.int32).expand(1, 8, 2, 2).clone()
     indices[:, 6:, 0, 0] = -1
-    tensors, grads = make_inputs(whole(8), TWO_GROUPS, device, indices), make_grads(whole(8), TWO_GROUPS, device)
+    tensors, grads = (
+        make_inputs(whole(8), TWO_GROUPS, device, indices, dtype=dtype),
+        make_grads(whole(8), TWO_GROUPS, device),
+    )
     expected = run_triton(selected_attention, tensors, grads, block_size=4)
     spoiled = {name: t.clone() for name, t in tensors.items()}
     for name in names:
