@@ -239,12 +239,12 @@ def test_infinities_stand_where_the_gold_has_them() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(('dtype', 'rows', 'rules'), [
     (torch.float32, 1000, ['rule 5']), (torch.bfloat16, 1000, ['rule 2', 'rule 5']),
-    (torch.bfloat16, 100, ['rule 5']),
+    (torch.bfloat16, 8, ['rule 2', 'rule 5']), (torch.bfloat16, 7, ['rule 5']),
 ])  # fmt: skip
 def test_on_a_gpu_the_norm_stands_in_for_what_chance_decides(dtype: torch.dtype, rows: int, rules: list[str]):
-    """An error of 0.8 % everywhere in half types, of 2e-5 in float32, where eager has next to none."""
-    gold = torch.randn(rows, 64, dtype=torch.float64, device='cuda')
-    result = (gold * (1 + (2e-5 if dtype == torch.float32 else 8e-3))).to(dtype)
+    """An error of 0.6 % everywhere in half types, of 2e-5 in float32, where eager has next to none."""
+    gold = torch.randn(rows, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).cuda()
+    result = (gold * (1 + (2e-5 if dtype == torch.float32 else 6e-3))).to(dtype)
     broken = measure_errors(result, gold, gold.to(dtype)).broken_rules()
     assert [line.split(':')[0] for line in broken] == rules
 
