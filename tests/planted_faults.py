@@ -68,7 +68,7 @@ FAULTS = [
     Fault('no rescale of the output', FORWARD, 'out = out * rescale[:, None]', 'out = out * 1.0', INTERVAL),
     Fault('wrong group', FORWARD, 'k_ptr += row.to(tl.int64) * k_strides[0] + (head // GROUP).to(tl.int64) * k_strides[2]', 'k_ptr += row.to(tl.int64) * k_strides[0] + (head % tl.cdiv(tl.num_programs(1), GROUP)).to(tl.int64) * k_strides[2]', INTERVAL),
     Fault('not a number goes unseen', FORWARD, 'out += tl.sum(tl.where(read, taint[None, :], 0.0), 1)[:, None]', 'out += 0.0', INTERVAL),
-    Fault('what a row does not read spoils it', FORWARD, 'or not is_finite_tile(sums[2]):', 'or end_tiles < 0:', INTERVAL),
+    Fault('what a row does not read spoils it', FORWARD, 'if not is_finite_tile(sums[2]):', 'if end_tiles < 0:', INTERVAL),
     Fault('log-sum-exp in bits', FORWARD, 'tl.fma(row_max, 0.6931471805599453, tl.log(total))', 'tl.fma(row_max, 1.0, tl.log(total))', INTERVAL),
     Fault('gradient of the log-sum-exp with the wrong sign', BACKWARD, 'tl.fma(weights, dlse[:, None], dlogits)', 'tl.fma(-weights, dlse[:, None], dlogits)', INTERVAL),
     Fault('gradient of the log-sum-exp missing in k', BACKWARD, 'delta + missing - dlse, mask', 'delta + missing, mask', INTERVAL),

@@ -98,16 +98,17 @@ def test_groups(group: int, device: torch.device) -> None:
     assert_close(whole(12), Heads(kv_heads * group, kv_heads, 16, 16), device, (5, 0))
 
 
+@every_dtype
 @pytest.mark.parametrize(('full_grid', 'parts'), [(1, 1), (5, 2), (9, 3), (1024, 6)])
 def test_heads_of_a_group_are_added_in_parts(
-    full_grid: int, parts: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    full_grid: int, parts: int, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fewer parts where the grid is full without them, and where they would take too much memory."""
     monkeypatch.setattr(op, 'FULL_GRID', full_grid)
     heads = Heads(12, 2, 16, 16)
     assert op._count_parts(6, 4, 1) == parts
     assert op._count_parts(6, 4, op.WORKSPACE) == 1
-    assert_close(whole(40), heads, device, (12, 0))
+    assert_close(whole(40), heads, device, (12, 0), dtype)
 
 
 @pytest.mark.parametrize('rows', [1, 2])

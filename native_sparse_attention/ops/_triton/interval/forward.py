@@ -78,19 +78,17 @@ def forward_kernel(
     sums = empty_sums
     # Infinity must keep its sign: what is not read has logits of -inf.
     scale_log2 = tl.where(scale == 0, 1e-37, scale * 1.4426950408889634)
-    # In float32 care costs nothing beside the products, and a loop takes seconds to compile: there is only the last.
-    if q.dtype != tl.float32:
-        for tile in range(end_tiles):
-            sums = _attend(
-                q, k_ptr, v_ptr, k_strides[1], v_strides[1], sums, limits, tiles, tile, last, key_start, interval,
-                scale_log2, True, False, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
-            )  # fmt: skip
-        for tile in range(end_tiles, num_tiles):
-            sums = _attend(
-                q, k_ptr, v_ptr, k_strides[1], v_strides[1], sums, limits, tiles, tile, last, key_start, interval,
-                scale_log2, False, False, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
-            )  # fmt: skip
-    if q.dtype == tl.float32 or not is_finite_tile(sums[2]):
+    for tile in range(end_tiles):
+        sums = _attend(
+            q, k_ptr, v_ptr, k_strides[1], v_strides[1], sums, limits, tiles, tile, last, key_start, interval,
+            scale_log2, True, False, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+        )  # fmt: skip
+    for tile in range(end_tiles, num_tiles):
+        sums = _attend(
+            q, k_ptr, v_ptr, k_strides[1], v_strides[1], sums, limits, tiles, tile, last, key_start, interval,
+            scale_log2, False, False, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+        )  # fmt: skip
+    if not is_finite_tile(sums[2]):
         # Perhaps for values that some rows of the tile do not read: once more, with care.
         sums = empty_sums
         for tile in tl.range(num_tiles, num_stages=1):
