@@ -14,9 +14,10 @@ from native_sparse_attention.ops.selected_attention.triton import settings
 from native_sparse_attention.ops.selected_attention.triton.backward import Partials, combine_kernel, dkv_kernel
 from native_sparse_attention.ops.selected_attention.triton.lists import NO_PARTS, Lists, Parts, make_lists, split_tokens
 
-# Pairs of a query and a head that one program adds to the gradients of a block, by bytes of an element; the lists of
-# some blocks have many more. In float32 the sums are shorter, and so more exact.
-CHUNK_ROWS = {2: 2048, 4: 512}
+# Pairs of a query and a head, and entries, that one program adds to the gradients of a block, by bytes of an element;
+# the lists of some blocks have many more. In float32 the sums are shorter, and so more exact.
+CHUNK_ROWS = {2: 4096, 4: 512}
+CHUNK_ENTRIES = 2048
 # Bytes that partial sums may take.
 WORKSPACE = 2**28
 
@@ -67,7 +68,8 @@ def differentiate_keys(
     ranges = split_tokens(seqlen, max(seqlen, 1) if members is None else members.most_tokens) or [range(0)]
     most_entries = max(1, len(ranges[0])) * repeats * num_selected
     bytes_of_partial = 4 * block_size * (head_dim + value_dim)
-    chunk, num_partials = split_lists(most_entries, CHUNK_ROWS[q.element_size()] // group, bytes_of_partial)
+    most_in_chunk = min(CHUNK_ROWS[q.element_size()] // group, CHUNK_ENTRIES)
+    chunk, num_partials = split_lists(most_entries, most_in_chunk, bytes_of_partial)
     most = max(1, WORKSPACE // max(1, num_partials * bytes_of_partial))
     if members is not None:
         most = max(1, min(most, members.most_tokens // max(seqlen, 1)))
