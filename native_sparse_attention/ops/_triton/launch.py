@@ -9,9 +9,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 # Shared memory that a program may have, in bytes, by architecture.
 SHARED_MEMORY = {'sm80': 166912, 'sm86': 101376, 'sm90': 232448, 'sm100': 232448, 'sm120': 101376}
+# Architectures with a tensor memory accelerator that kernels make use of.
+WITH_TILES = ('sm90', 'sm100')
 # Whose settings an architecture takes where the table has none of its own.
 LIKE = {'sm90': 'sm80', 'sm100': 'sm90', 'sm86': 'sm86', 'sm120': 'sm86', 'sm80': 'sm80'}
 
@@ -68,6 +71,19 @@ def head_block(head_dim: int) -> int:
 def row_block(rows: int) -> int:
     """The power of two that holds so many rows of a tile, at least what tl.dot multiplies."""
     return max(16, 1 << (rows - 1).bit_length())
+
+
+def describe_tiles(tensor: Tensor, rows: int, size: int) -> TensorDescriptor | None:
+    """What the tensor memory accelerator fetches tiles `[1, rows, 1, size]` of `[B, S, H, D]` by, zeros beyond it; None
+    where the GPU has none or cannot reach the tensor by it.
+    """
+    if architecture_of(tensor.device) not in WITH_TILES or tensor.numel() == 0 or tensor.data_ptr() % 16:
+        return None
+    if tensor.stride(-1) != 1 or any(
+        stride <= 0 or stride * tensor.element_size() % 16 for stride in tensor.stride()[:-1]
+    ):
+        return None
+    return TensorDescriptor(tensor, [*tensor.shape], [*tensor.stride()], [1, rows, 1, size])
 
 
 def is_wide(*tensors: Tensor | None) -> bool:

@@ -37,6 +37,30 @@ def load_rows(ptr, rows, stride, mask, SIZE: tl.constexpr, BLOCK: tl.constexpr, 
 
 
 @triton.jit
+def load_tile(
+    tiles,
+    ptr,
+    row,
+    first,
+    head,
+    stride,
+    SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """ROWS rows of SIZE elements of a head of `[B, S, H, SIZE]`, from `first` on, all of which there are, padded to
+    BLOCK with zeros. tiles: its tensor descriptor (`describe_tiles`); without one, ptr leads to row
+    and head.
+    """
+    if tiles is not None:
+        tile = tl.reshape(tiles.load([row.to(tl.int32), first, head.to(tl.int32), 0]), [ROWS, BLOCK])
+    else:
+        tile = load_rows(ptr, first + tl.arange(0, ROWS), stride, tl.full([ROWS], 1, tl.int1), SIZE, BLOCK, WIDE)
+    return tile
+
+
+@triton.jit
 def store_rows(ptr, rows, stride, values, mask, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     offsets = tl.arange(0, BLOCK)
     pointers = ptr + rows.to(tl.int64)[:, None] * stride + offsets[None, :]

@@ -21,8 +21,14 @@ import triton.language as tl
 
 from native_sparse_attention.ops._triton.inverse_index import find_block
 from native_sparse_attention.ops._triton.placement import find_query, load_extent
-from native_sparse_attention.ops._triton.tiles import add_product, load_rows, split_finite, store_rows
-from native_sparse_attention.ops.selected_attention.triton.choice import find_keys, load_block, load_factor
+from native_sparse_attention.ops._triton.tiles import add_product, load_rows, load_tile, split_finite, store_rows
+from native_sparse_attention.ops.selected_attention.triton.choice import (
+    find_keys,
+    find_whole_blocks,
+    load_block,
+    load_factor,
+    load_whole,
+)
 from native_sparse_attention.ops.selected_attention.triton.lists import (
     count_near,
     find_chunk,
@@ -52,6 +58,8 @@ def dq_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
+    k_tiles,
+    v_tiles,
     indices_ptr,
     factors_ptr,
     out_ptr,
@@ -133,39 +141,51 @@ def dq_kernel(
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     mean_k = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     SPLIT: tl.constexpr = (BLOCK_SIZE + BLOCK_N - 1) // BLOCK_N
+    # Beside products of float32, masks cost nothing, and every loop takes seconds to compile.
+    UNMASKED: tl.constexpr = BLOCK_SIZE % BLOCK_N == 0 and q.dtype != tl.float32
+    num_slots, spare, first_step, last_step = 0, 0, 0, NUM_SELECTED * SPLIT
+    if UNMASKED:
+        # What is left is the block of which only the first keys may be read.
+        num_slots, spare, first_step = find_whole_blocks(choice, readable, NUM_SELECTED, BLOCK_SIZE, BLOCK_S)
+        first_step *= SPLIT
+        last_step = tl.minimum(first_step + SPLIT, last_step)
+    inputs = (q, dout, k_ptr, v_ptr, k_tiles, v_tiles, row, chooser // REPEATS, k_strides[1], v_strides[1], key_start)
+    row_of_choice = (indices_ptr, factors_ptr, choice, readable, spare)
     if dfactors_ptr is not None:
         missing = tl.zeros([BLOCK_M], tl.float32)
         # The gradient of a factor is a sum over heads, each with a delta of its own: it cannot be corrected at last.
-        for step in tl.range(0, NUM_SELECTED * SPLIT):
-            slot = step // SPLIT
-            first, last = load_block(indices_ptr, choice, slot, readable, BLOCK_SIZE, BLOCK_S)
-            factor = load_factor(factors_ptr, slot, first < last)
-            _, _, _, dlogits = _differentiate(
-                q, dout, k_ptr, v_ptr, k_strides[1], v_strides[1], lse_log2, delta, first + step % SPLIT * BLOCK_N,
-                last, key_start, scale, factor, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+        if UNMASKED:
+            for step in tl.range(0, num_slots * SPLIT):
+                _, _, _, dlogits, _ = _differentiate(
+                    inputs, row_of_choice, lse_log2, delta, step, scale, False, BLOCK_SIZE, SPLIT, HEAD_DIM, VALUE_DIM,
+                    BLOCK_S, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+                )  # fmt: skip
+                missing += tl.sum(dlogits, 1)
+        for step in tl.range(first_step, last_step, num_stages=1 if UNMASKED else None):
+            _, _, _, dlogits, _ = _differentiate(
+                inputs, row_of_choice, lse_log2, delta, step, scale, True, BLOCK_SIZE, SPLIT, HEAD_DIM, VALUE_DIM,
+                BLOCK_S, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
             )  # fmt: skip
             missing += tl.sum(dlogits, 1)
         delta += missing
         query = row * place.seqlen_q + token
         dfactors_ptr += ((part * tl.num_programs(0) + query) * num_choosers + chooser) * NUM_SELECTED
-    dfactor = tl.zeros([BLOCK_M], tl.float32)
+        tl.store(dfactors_ptr + slots, tl.zeros([BLOCK_S], tl.float32), mask=slots < NUM_SELECTED)
     errors = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)  # added up over the keys of a tile at the end
-    # One loop, whose next step is fetched in time, be a block one tile or several.
-    for step in tl.range(0, NUM_SELECTED * SPLIT):
-        slot = step // SPLIT
-        first, last = load_block(indices_ptr, choice, slot, readable, BLOCK_SIZE, BLOCK_S)
-        factor = load_factor(factors_ptr, slot, first < last)
-        k, logits, weights, dlogits = _differentiate(
-            q, dout, k_ptr, v_ptr, k_strides[1], v_strides[1], lse_log2, delta, first + step % SPLIT * BLOCK_N, last,
-            key_start, scale, factor, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+    sums = (dq, mean_k, errors, tl.zeros([BLOCK_M], tl.float32))
+    if UNMASKED:
+        # One loop, whose next step is fetched in time, be a block one tile or several.
+        for step in tl.range(0, num_slots * SPLIT):
+            sums = _add_keys(
+                inputs, row_of_choice, sums, lse_log2, delta, dlse, dfactors_ptr, step, scale, False, BLOCK_SIZE, SPLIT,
+                HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+            )  # fmt: skip
+    for step in tl.range(first_step, last_step, num_stages=1 if UNMASKED else None):
+        sums = _add_keys(
+            inputs, row_of_choice, sums, lse_log2, delta, dlse, dfactors_ptr, step, scale, True, BLOCK_SIZE, SPLIT,
+            HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
         )  # fmt: skip
-        errors += dlogits
-        dlogits = tl.fma(weights, dlse[:, None], dlogits)
-        if dfactors_ptr is not None:
-            dfactor = tl.where(step % SPLIT == 0, 0.0, dfactor) + tl.sum(dlogits * logits, 1)
-            tl.store(dfactors_ptr + slot, tl.sum(dfactor, 0))
-        dq = add_product((dlogits * factor).to(k.dtype), k, dq)
-        mean_k = add_product((weights * factor).to(k.dtype), k, mean_k)
+    dq, mean_k, errors, _ = sums
     missing = tl.sum(errors, 1)
     dq = (dq - missing[:, None] * mean_k) * scale
     dq_ptr += row * dq_strides[0] + token * dq_strides[1]
@@ -174,41 +194,95 @@ def dq_kernel(
 
 
 @triton.jit
-def _differentiate(
-    q,
-    dout,
-    k_ptr,
-    v_ptr,
-    k_stride,
-    v_stride,
+def _add_keys(
+    inputs,
+    row_of_choice,
+    sums,
     lse_log2,
     delta,
-    first,
-    last,
-    key_start,
+    dlse,
+    dfactors_ptr,
+    step,
     scale,
-    factor,
+    MASKED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    SPLIT: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
+    BLOCK_S: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """A tile of keys from `first` on, and [BLOCK_M, BLOCK_N]: their logits without the factor, their weights, and the
-    gradients of the logits; 0 for keys that are not read.
+    """Adds a tile of keys to dq, to the mean of the keys, to what dq is off by, and to the gradient of a factor."""
+    dq, mean_k, errors, dfactor = sums
+    k, logits, weights, dlogits, factor = _differentiate(
+        inputs, row_of_choice, lse_log2, delta, step, scale, MASKED, BLOCK_SIZE, SPLIT, HEAD_DIM, VALUE_DIM, BLOCK_S,
+        BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+    )  # fmt: skip
+    errors += dlogits
+    dlogits = tl.fma(weights, dlse[:, None], dlogits)
+    if dfactors_ptr is not None:
+        # Logits of keys that are not read may be anything.
+        terms = tl.where(dlogits == 0, 0.0, dlogits * logits)
+        dfactor = tl.where(step % SPLIT == 0, 0.0, dfactor) + tl.sum(terms, 1)
+        tl.store(dfactors_ptr + step // SPLIT, tl.sum(dfactor, 0))
+    dq = add_product((dlogits * factor).to(k.dtype), k, dq)
+    mean_k = add_product((weights * factor).to(k.dtype), k, mean_k)
+    return dq, mean_k, errors, dfactor
+
+
+@triton.jit
+def _differentiate(
+    inputs,
+    row_of_choice,
+    lse_log2,
+    delta,
+    step,
+    scale,
+    MASKED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """A tile of keys, part step % SPLIT of the block of an index, and [BLOCK_M, BLOCK_N]: their logits without the
+    factor, their weights, and the gradients of the logits, 0 for keys that are not read; and the factor. Not MASKED:
+    of blocks of which all keys may be read.
     """
-    keys = first + tl.arange(0, BLOCK_N)
-    mask = keys < last
-    k = load_rows(k_ptr, key_start + keys, k_stride, mask, HEAD_DIM, BLOCK_D, WIDE)  # [BLOCK_N, BLOCK_D]
-    v = load_rows(v_ptr, key_start + keys, v_stride, mask, VALUE_DIM, BLOCK_DV, WIDE)  # [BLOCK_N, BLOCK_DV]
+    q, dout, k_ptr, v_ptr, k_tiles, v_tiles, row, kv_head, k_stride, v_stride, key_start = inputs
+    indices_ptr, factors_ptr, choice, readable, spare = row_of_choice
+    slot = step // SPLIT
+    if MASKED:
+        first, last = load_block(indices_ptr, choice, slot, readable, BLOCK_SIZE, BLOCK_S)
+        is_read = first < last
+        keys = first + step % SPLIT * BLOCK_N + tl.arange(0, BLOCK_N)
+        mask = keys < last
+        k = load_rows(k_ptr, key_start + keys, k_stride, mask, HEAD_DIM, BLOCK_D, WIDE)  # [BLOCK_N, BLOCK_D]
+        v = load_rows(v_ptr, key_start + keys, v_stride, mask, VALUE_DIM, BLOCK_DV, WIDE)  # [BLOCK_N, BLOCK_DV]
+        read = mask[None, :]
+    else:
+        first, is_read = load_whole(indices_ptr, choice, slot, readable, spare, BLOCK_SIZE, BLOCK_S)
+        first += key_start + step % SPLIT * BLOCK_N
+        k = load_tile(k_tiles, k_ptr, row, first, kv_head, k_stride, HEAD_DIM, BLOCK_N, BLOCK_D, WIDE)
+        v = load_tile(v_tiles, v_ptr, row, first, kv_head, v_stride, VALUE_DIM, BLOCK_N, BLOCK_DV, WIDE)
+        read = is_read
+    factor = load_factor(factors_ptr, slot, is_read)
     logits = tl.dot(q, tl.trans(k), input_precision='ieee') * scale
-    logits = tl.where(mask[None, :], logits, 0.0)
-    weights = tl.exp2(tl.fma(logits, factor * 1.4426950408889634, -lse_log2[:, None]))
-    weights = tl.where(mask[None, :], weights, 0.0)
+    if MASKED:
+        # Of a query that is not finite, and reads nothing.
+        logits = tl.where(read, logits, 0.0)
+    bias = tl.where(read, 0.0, float('-inf')) - lse_log2[:, None]
+    weights = tl.exp2(tl.fma(logits, factor * 1.4426950408889634, bias))
     dweights = tl.dot(dout, tl.trans(v), input_precision='ieee')
-    dlogits = tl.where(mask[None, :], weights * (dweights - delta[:, None]), 0.0)
-    return k, logits, weights, dlogits
+    dlogits = tl.where(read, weights * (dweights - delta[:, None]), 0.0)
+    return k, logits, weights, dlogits, factor
 
 
 @triton.jit

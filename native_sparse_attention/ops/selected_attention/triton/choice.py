@@ -42,6 +42,31 @@ def load_block(indices_ptr, choice, place_in_row, readable, BLOCK_SIZE: tl.const
 
 
 @triton.jit
+def find_whole_blocks(choice, readable, NUM_SELECTED: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_S: tl.constexpr):
+    """Of a row of indices, [BLOCK_S]: how many of them there are up to the last that names a block of which all keys
+    may be read, the largest such block, and where the block stands of which only the first keys may be read, n if it
+    does not.
+    """
+    slots = tl.arange(0, BLOCK_S)
+    num_whole = readable // BLOCK_SIZE
+    is_whole = (choice >= 0) & (choice < num_whole)
+    num_slots = tl.max(tl.where(is_whole, slots + 1, 0), 0)
+    spare = tl.max(tl.where(is_whole, choice, 0), 0).to(tl.int32)
+    return num_slots, spare, tl.min(tl.where(choice == num_whole, slots, NUM_SELECTED), 0)
+
+
+@triton.jit
+def load_whole(indices_ptr, choice, place_in_row, readable, spare, BLOCK_SIZE: tl.constexpr, BLOCK_S: tl.constexpr):
+    """The first key of the block that an index of a row names, and whether it counts: all keys of the block may be
+    read, and it has not stood earlier in the row. Otherwise the first key of the block `spare`.
+    """
+    first, last = load_block(
+        indices_ptr, choice, place_in_row, readable // BLOCK_SIZE * BLOCK_SIZE, BLOCK_SIZE, BLOCK_S
+    )
+    return tl.where(first < last, first, spare * BLOCK_SIZE), first < last
+
+
+@triton.jit
 def load_choices(indices_ptr, rows, mask, NUM_SELECTED: tl.constexpr, BLOCK_S: tl.constexpr):
     """The indices of every row, -1 for what names no block. rows: where they begin."""
     slots = tl.arange(0, BLOCK_S)

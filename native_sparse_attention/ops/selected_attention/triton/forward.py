@@ -9,8 +9,14 @@ import triton
 import triton.language as tl
 
 from native_sparse_attention.ops._triton.placement import find_query
-from native_sparse_attention.ops._triton.tiles import add_product, load_rows, store_rows
-from native_sparse_attention.ops.selected_attention.triton.choice import find_keys, load_block, load_factor
+from native_sparse_attention.ops._triton.tiles import add_product, load_rows, load_tile, store_rows
+from native_sparse_attention.ops.selected_attention.triton.choice import (
+    find_keys,
+    find_whole_blocks,
+    load_block,
+    load_factor,
+    load_whole,
+)
 from native_sparse_attention.ops.selected_attention.triton.sharing import load_flag_of_query
 
 
@@ -19,6 +25,8 @@ def forward_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
+    k_tiles,
+    v_tiles,
     indices_ptr,
     factors_ptr,
     out_ptr,
@@ -48,7 +56,8 @@ def forward_kernel(
 ):
     """q, out: `[B, T, HQ, D and DV]`; k, v: `[B, S, H, D and DV]`; indices, factors (or None): `[B, T, HI, n]`; lse:
     `[B, HQ, T]`. GROUP: HQ / HI, heads that share a choice. REPEATS: HI / H, choices of a kv head.
-    sharing: what the kernel of neighbours does is left to it.
+    sharing: what the kernel of neighbours does is left to it. k_tiles, v_tiles: tensor descriptors of k and v, tiles of
+    `[1, BLOCK_N, 1, BLOCK_D and BLOCK_DV]`, or None.
     """
     parts = tl.cdiv(GROUP, BLOCK_M)
     chooser = tl.program_id(1) // parts
@@ -77,16 +86,34 @@ def forward_kernel(
     row_max = tl.full([BLOCK_M], float('-inf'), tl.float32)
     totals = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)  # added up over the keys of a tile at the end
     out = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    # One loop, whose next step is fetched in time, be a block one tile or several.
     SPLIT: tl.constexpr = (BLOCK_SIZE + BLOCK_N - 1) // BLOCK_N
-    for step in tl.range(0, NUM_SELECTED * SPLIT):
+    # Beside products of float32, masks cost nothing, and every loop takes seconds to compile.
+    UNMASKED: tl.constexpr = BLOCK_SIZE % BLOCK_N == 0 and q.dtype != tl.float32
+    first_step, last_step = 0, NUM_SELECTED * SPLIT
+    if UNMASKED:
+        num_slots, spare, first_step = find_whole_blocks(choice, readable, NUM_SELECTED, BLOCK_SIZE, BLOCK_S)
+        # One loop, whose next step is fetched in time, be a block one tile or several.
+        for step in tl.range(0, num_slots * SPLIT):
+            slot = step // SPLIT
+            first, is_read = load_whole(indices_ptr, choice, slot, readable, spare, BLOCK_SIZE, BLOCK_S)
+            first += key_start + step % SPLIT * BLOCK_N
+            k = load_tile(k_tiles, k_ptr, row, first, kv_head, k_strides[1], HEAD_DIM, BLOCK_N, BLOCK_D, WIDE)
+            v = load_tile(v_tiles, v_ptr, row, first, kv_head, v_strides[1], VALUE_DIM, BLOCK_N, BLOCK_DV, WIDE)
+            scale_log2 = load_factor(factors_ptr, slot, is_read) * (scale * 1.4426950408889634)
+            bias = tl.where(is_read, 0.0, float('-inf'))
+            row_max, totals, out = _attend(q, k, v, row_max, totals, out, scale_log2, bias, False)
+        # What is left is the block of which only the first keys may be read.
+        first_step *= SPLIT
+        last_step = tl.minimum(first_step + SPLIT, last_step)
+    for step in tl.range(first_step, last_step, num_stages=1 if UNMASKED else None):
         slot = step // SPLIT
         first, last = load_block(indices_ptr, choice, slot, readable, BLOCK_SIZE, BLOCK_S)
+        keys = first + step % SPLIT * BLOCK_N + tl.arange(0, BLOCK_N)
+        k = load_rows(k_ptr, key_start + keys, k_strides[1], keys < last, HEAD_DIM, BLOCK_D, WIDE)
+        v = load_rows(v_ptr, key_start + keys, v_strides[1], keys < last, VALUE_DIM, BLOCK_DV, WIDE)
         scale_log2 = load_factor(factors_ptr, slot, first < last) * (scale * 1.4426950408889634)
-        row_max, totals, out = _attend(
-            q, k_ptr, v_ptr, k_strides[1], v_strides[1], row_max, totals, out, first + step % SPLIT * BLOCK_N, last,
-            key_start, scale_log2, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
-        )  # fmt: skip
+        bias = tl.where(keys < last, 0.0, float('-inf'))[None, :]
+        row_max, totals, out = _attend(q, k, v, row_max, totals, out, scale_log2, bias, True)
 
     total = tl.sum(totals, 1)
     empty = total == 0
@@ -100,41 +127,18 @@ def forward_kernel(
 
 
 @triton.jit
-def _attend(
-    q,
-    k_ptr,
-    v_ptr,
-    k_stride,
-    v_stride,
-    row_max,
-    totals,
-    out,
-    first,
-    last,
-    key_start,
-    scale_log2,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    WIDE: tl.constexpr,
-):
-    """Adds a tile of keys from `first` on to a running softmax. All rows read the same keys, so those that are not read
-    are not loaded.
+def _attend(q, k, v, row_max, totals, out, scale_log2, bias, MASKED: tl.constexpr):
+    """Adds a tile of keys to a running softmax. bias: of the logits, 0, or -inf for keys that are not read; these are 0
+    where MASKED, or else keys that the query reads in another step.
     """
-    keys = first + tl.arange(0, BLOCK_N)
-    mask = keys < last
-    k = load_rows(k_ptr, key_start + keys, k_stride, mask, HEAD_DIM, BLOCK_D, WIDE)  # [BLOCK_N, BLOCK_D]
-    v = load_rows(v_ptr, key_start + keys, v_stride, mask, VALUE_DIM, BLOCK_DV, WIDE)  # [BLOCK_N, BLOCK_DV]
     products = tl.dot(q, tl.trans(k), input_precision='ieee')  # [BLOCK_M, BLOCK_N]
-    logits = tl.where(mask[None, :], products * scale_log2, float('-inf'))
-    new_max = tl.maximum(row_max, tl.max(logits, 1))
+    if MASKED:
+        # A query that is not finite, and reads nothing.
+        products = tl.where(bias == 0, products, 0.0)
+    new_max = tl.maximum(row_max, tl.max(tl.fma(products, scale_log2, bias), 1))
     reference = tl.where(new_max == float('-inf'), 0.0, new_max)
-    weights = tl.exp2(tl.fma(products, scale_log2, -reference[:, None]))
-    weights = tl.where(mask[None, :], weights, 0.0)
+    weights = tl.exp2(tl.fma(products, scale_log2, bias - reference[:, None]))
     rescale = tl.exp2(row_max - reference)
     totals = tl.fma(totals, rescale[:, None], weights)
-    out = out * rescale[:, None]
-    out = add_product(weights.to(v.dtype), v, out)
+    out = add_product(weights.to(v.dtype), v, out * rescale[:, None])
     return new_max, totals, out

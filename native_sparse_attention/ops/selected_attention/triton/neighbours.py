@@ -15,7 +15,7 @@ import triton.language as tl
 
 from native_sparse_attention.ops._triton.finite import is_finite
 from native_sparse_attention.ops._triton.placement import load_extent, locate_queries
-from native_sparse_attention.ops._triton.tiles import add_product, load_rows, split_finite, store_rows
+from native_sparse_attention.ops._triton.tiles import add_product, load_rows, load_tile, split_finite, store_rows
 from native_sparse_attention.ops.selected_attention.triton.choice import load_choices
 from native_sparse_attention.ops.selected_attention.triton.sharing import load_flag
 
@@ -25,6 +25,8 @@ def neighbours_forward_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
+    k_tiles,
+    v_tiles,
     indices_ptr,
     factors_ptr,
     out_ptr,
@@ -55,7 +57,7 @@ def neighbours_forward_kernel(
     UNION: tl.constexpr,
 ):
     """One program per tile of BLOCK_M / BLOCK_G queries and per chooser; BLOCK_G holds the heads of a group.
-    sharing: tiles without a flag are left to the kernel per query.
+    sharing: tiles without a flag are left to the kernel per query. k_tiles, v_tiles: as in that one.
     """
     BLOCK_T: tl.constexpr = BLOCK_M // BLOCK_G
     SPLIT: tl.constexpr = (BLOCK_SIZE + BLOCK_N - 1) // BLOCK_N
@@ -98,6 +100,7 @@ def neighbours_forward_kernel(
     num_blocks = tl.load(sharing.counts + in_unions // UNION * 2)
     num_whole = tl.load(sharing.counts + in_unions // UNION * 2 + 1)
     pair = row * (tl.num_programs(1) // REPEATS) + chooser // REPEATS
+    source = (k_ptr, v_ptr, k_tiles, v_tiles, row, chooser // REPEATS, k_strides[1], v_strides[1], key_start)
     # Beside products of float32, masks cost nothing, and every loop takes seconds to compile.
     UNMASKED: tl.constexpr = BLOCK_SIZE % BLOCK_N == 0 and q.dtype != tl.float32
     if not UNMASKED or not is_finite(sharing.infinite, pair, sharing.num_chunks):
@@ -105,15 +108,15 @@ def neighbours_forward_kernel(
     if UNMASKED:
         for step in tl.range(0, num_whole * SPLIT):
             row_max, total, out = _attend(
-                q, k_ptr, v_ptr, blocks_ptr, members_ptr, choices, factors, row_max, total, out, step, num_keys,
-                key_start, positions, k_strides[1], v_strides[1], scale, factors_ptr is not None, False, CAUSAL,
-                BLOCK_SIZE, SPLIT, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_T, BLOCK_G, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+                q, source, blocks_ptr, members_ptr, choices, factors, row_max, total, out, step, num_keys, positions,
+                scale, factors_ptr is not None, False, CAUSAL, BLOCK_SIZE, SPLIT, HEAD_DIM, VALUE_DIM, BLOCK_S,
+                BLOCK_T, BLOCK_G, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
             )  # fmt: skip
     for step in tl.range(num_whole * SPLIT, num_blocks * SPLIT):
         row_max, total, out = _attend(
-            q, k_ptr, v_ptr, blocks_ptr, members_ptr, choices, factors, row_max, total, out, step, num_keys, key_start,
-            positions, k_strides[1], v_strides[1], scale, factors_ptr is not None, True, CAUSAL, BLOCK_SIZE, SPLIT,
-            HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_T, BLOCK_G, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+            q, source, blocks_ptr, members_ptr, choices, factors, row_max, total, out, step, num_keys, positions, scale,
+            factors_ptr is not None, True, CAUSAL, BLOCK_SIZE, SPLIT, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_T, BLOCK_G,
+            BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
         )  # fmt: skip
 
     empty = total == 0
@@ -129,8 +132,7 @@ def neighbours_forward_kernel(
 @triton.jit
 def _attend(
     q,
-    k_ptr,
-    v_ptr,
+    source,
     blocks_ptr,
     members_ptr,
     choices,
@@ -140,10 +142,7 @@ def _attend(
     out,
     step,
     num_keys,
-    key_start,
     positions,
-    k_stride,
-    v_stride,
     scale,
     SCALED: tl.constexpr,
     MASKED: tl.constexpr,
@@ -163,11 +162,10 @@ def _attend(
     """Adds a tile of keys to a running softmax: part step % SPLIT of block step // SPLIT of the union. Not MASKED: who
     chose the block reads all of the tile, and all of it is finite.
     """
-    block, chosen, keys, key_mask = _open_step(
+    block, chosen, first, keys, key_mask = _open_step(
         blocks_ptr, members_ptr, step, num_keys, MASKED, BLOCK_SIZE, SPLIT, BLOCK_T, BLOCK_G, BLOCK_N
     )
-    k = load_rows(k_ptr, key_start + keys, k_stride, key_mask, HEAD_DIM, BLOCK_D, WIDE)
-    v = load_rows(v_ptr, key_start + keys, v_stride, key_mask, VALUE_DIM, BLOCK_DV, WIDE)
+    k, v = _load_keys(source, first, key_mask, MASKED, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE)
     scale_log2 = tl.full([BLOCK_T * BLOCK_G], scale * 1.4426950408889634, tl.float32)
     if SCALED:
         scale_log2 *= _for_heads(_pick(factors, _find_slot(choices, block, BLOCK_S), BLOCK_S), BLOCK_T, BLOCK_G)
@@ -202,16 +200,45 @@ def _open_step(
     BLOCK_G: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """The block of a step, which rows of the tile chose it, its keys, and which of these there are."""
+    """The block of a step, which rows of the tile chose it, its first key and all of them, and which of these there
+    are.
+    """
     place = step // SPLIT
     block = tl.load(blocks_ptr + place)
     members = tl.load(members_ptr + place + 1) - tl.load(members_ptr + place)
     chosen = (members >> (tl.arange(0, BLOCK_T * BLOCK_G) // BLOCK_G).to(tl.int64)) & 1
-    keys = block * BLOCK_SIZE + step % SPLIT * BLOCK_N + tl.arange(0, BLOCK_N)
+    first = block * BLOCK_SIZE + step % SPLIT * BLOCK_N
+    keys = first + tl.arange(0, BLOCK_N)
     key_mask = tl.full([BLOCK_N], 1, tl.int1)
     if MASKED:
         key_mask = keys < tl.minimum((block + 1) * BLOCK_SIZE, num_keys)
-    return block, chosen != 0, keys, key_mask
+    return block, chosen != 0, first, keys, key_mask
+
+
+@triton.jit
+def _load_keys(
+    source,
+    first,
+    mask,
+    MASKED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """k `[BLOCK_N, BLOCK_D]` and v `[BLOCK_N, BLOCK_DV]` of a step. source: where they are."""
+    k_ptr, v_ptr, k_tiles, v_tiles, row, kv_head, k_stride, v_stride, key_start = source
+    first += key_start
+    if MASKED:
+        rows = first + tl.arange(0, BLOCK_N)
+        k = load_rows(k_ptr, rows, k_stride, mask, HEAD_DIM, BLOCK_D, WIDE)
+        v = load_rows(v_ptr, rows, v_stride, mask, VALUE_DIM, BLOCK_DV, WIDE)
+    else:
+        k = load_tile(k_tiles, k_ptr, row, first, kv_head, k_stride, HEAD_DIM, BLOCK_N, BLOCK_D, WIDE)
+        v = load_tile(v_tiles, v_ptr, row, first, kv_head, v_stride, VALUE_DIM, BLOCK_N, BLOCK_DV, WIDE)
+    return k, v
 
 
 @triton.jit
@@ -219,6 +246,8 @@ def neighbours_dq_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
+    k_tiles,
+    v_tiles,
     indices_ptr,
     factors_ptr,
     out_ptr,
@@ -317,6 +346,7 @@ def neighbours_dq_kernel(
     num_blocks = tl.load(sharing.counts + in_unions // UNION * 2)
     num_whole = tl.load(sharing.counts + in_unions // UNION * 2 + 1)
     pair = row * (tl.num_programs(1) // REPEATS) + chooser // REPEATS
+    source = (k_ptr, v_ptr, k_tiles, v_tiles, row, chooser // REPEATS, k_strides[1], v_strides[1], key_start)
     # Beside products of float32, masks cost nothing, and every loop takes seconds to compile.
     UNMASKED: tl.constexpr = BLOCK_SIZE % BLOCK_N == 0 and q.dtype != tl.float32
     if not UNMASKED or not is_finite(sharing.infinite, pair, sharing.num_chunks):
@@ -325,17 +355,15 @@ def neighbours_dq_kernel(
     if UNMASKED:
         for step in tl.range(0, num_whole * SPLIT):
             sums = _differentiate(
-                q, dout, k_ptr, v_ptr, blocks_ptr, members_ptr, choices, factors, lse_log2, delta, dlse, sums, step,
-                num_keys, key_start, positions, k_strides[1], v_strides[1], scale, factors_ptr is not None,
-                dfactors_ptr is not None, False, CAUSAL, BLOCK_SIZE, SPLIT, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_T,
-                BLOCK_G, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+                q, dout, source, blocks_ptr, members_ptr, choices, factors, lse_log2, delta, dlse, sums, step, num_keys,
+                positions, scale, factors_ptr is not None, dfactors_ptr is not None, False, CAUSAL, BLOCK_SIZE, SPLIT,
+                HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_T, BLOCK_G, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
             )  # fmt: skip
     for step in tl.range(num_whole * SPLIT, num_blocks * SPLIT):
         sums = _differentiate(
-            q, dout, k_ptr, v_ptr, blocks_ptr, members_ptr, choices, factors, lse_log2, delta, dlse, sums, step,
-            num_keys, key_start, positions, k_strides[1], v_strides[1], scale, factors_ptr is not None,
-            dfactors_ptr is not None, True, CAUSAL, BLOCK_SIZE, SPLIT, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_T, BLOCK_G,
-            BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+            q, dout, source, blocks_ptr, members_ptr, choices, factors, lse_log2, delta, dlse, sums, step, num_keys,
+            positions, scale, factors_ptr is not None, dfactors_ptr is not None, True, CAUSAL, BLOCK_SIZE, SPLIT,
+            HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_T, BLOCK_G, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
         )  # fmt: skip
     dq, mean_k, missing, dfactors, mean_logits = sums
 
@@ -355,8 +383,7 @@ def neighbours_dq_kernel(
 def _differentiate(
     q,
     dout,
-    k_ptr,
-    v_ptr,
+    source,
     blocks_ptr,
     members_ptr,
     choices,
@@ -367,10 +394,7 @@ def _differentiate(
     sums,
     step,
     num_keys,
-    key_start,
     positions,
-    k_stride,
-    v_stride,
     scale,
     SCALED: tl.constexpr,
     DIFFERENTIATES_FACTORS: tl.constexpr,
@@ -390,11 +414,10 @@ def _differentiate(
 ):
     """What a tile of keys adds to the sums; steps and MASKED as in `_attend`."""
     dq, mean_k, missing, dfactors, mean_logits = sums
-    block, chosen, keys, key_mask = _open_step(
+    block, chosen, first, keys, key_mask = _open_step(
         blocks_ptr, members_ptr, step, num_keys, MASKED, BLOCK_SIZE, SPLIT, BLOCK_T, BLOCK_G, BLOCK_N
     )
-    k = load_rows(k_ptr, key_start + keys, k_stride, key_mask, HEAD_DIM, BLOCK_D, WIDE)
-    v = load_rows(v_ptr, key_start + keys, v_stride, key_mask, VALUE_DIM, BLOCK_DV, WIDE)
+    k, v = _load_keys(source, first, key_mask, MASKED, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE)
     factor = tl.full([BLOCK_T * BLOCK_G], 1.0, tl.float32)
     if SCALED:
         slot = _find_slot(choices, block, BLOCK_S)  # [BLOCK_T]

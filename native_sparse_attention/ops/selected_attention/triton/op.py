@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from native_sparse_attention.geometry import Sequences
 from native_sparse_attention.ops._triton.finite import find_infinite
 from native_sparse_attention.ops._triton.launch import (
     Table,
+    describe_tiles,
     head_block,
     is_wide,
     launch,
@@ -112,7 +114,7 @@ def _forward(
         launch(
             kernel,
             grid,
-            *(q, k, v, block_indices, block_scale, out, lse),
+            *(q, k, v, *_tiles(k, v, meta), block_indices, block_scale, out, lse),
             *(q.stride(), k.stride(), v.stride(), block_indices.stride(), _strides(block_scale), out.stride()),
             *(place, sharing, scale),
             **meta,
@@ -178,7 +180,7 @@ def _backward(
         launch(
             kernel,
             grid,
-            *(q, k, v, block_indices, block_scale, out, lse, dout, dlse, dq, delta, dfactors),
+            *(q, k, v, *_tiles(k, v, meta), block_indices, block_scale, out, lse, dout, dlse, dq, delta, dfactors),
             *(q.stride(), k.stride(), v.stride(), block_indices.stride(), _strides(block_scale)),
             *(out.stride(), dout.stride(), _strides(dlse), dq.stride()),
             *(place, sharing, scale),
@@ -368,3 +370,11 @@ def _constants(
 
 def _strides(tensor: Tensor | None) -> tuple[int, ...] | None:
     return None if tensor is None else tensor.stride()
+
+
+def _tiles(k: Tensor, v: Tensor, meta: dict[str, Any]) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
+    """Of k and v, where a block is whole tiles."""
+    block_n = meta['BLOCK_N']
+    if meta['BLOCK_SIZE'] % block_n or k.element_size() == 4:
+        return None, None
+    return describe_tiles(k, block_n, meta['BLOCK_D']), describe_tiles(v, block_n, meta['BLOCK_DV'])
