@@ -100,6 +100,7 @@ FAULTS = [
     Fault('by block: unit of a part dropped', BY_BLOCK, 'tl.zeros([BLOCK_M], tl.float32) + unit, mask', 'tl.zeros([BLOCK_M], tl.float32) + 1.0, mask', SELECTED[:1]),
     Fault('by block: unit of a gradient dropped', SELECTED_BACKWARD, 'dlogits *= inverse[None, :]', 'dlogits *= 1.0', SELECTED[:1]),
     Fault('by block: unit of a factor dropped', SELECTED_BACKWARD, 'inverse *= find_unit(tl.maximum(tl.abs(factor), 5.9604644775390625e-08) * 4096)[1]', 'inverse *= 1.0', SELECTED[:1]),
+    Fault('by block: unit of a gradient is 0', SELECTED_BACKWARD, 'units = tl.maximum(unit * invert_power(inverse), 1.1754943508222875e-38)', 'units = unit * invert_power(inverse)', ('test_selected_attention_guarantees.py',)),
     Fault('by block: units by keys of the future', SELECTED_BACKWARD, 'find_unit(tl.max(tl.where(read, unit[:, None], 0.0), 0) * 4096)', 'find_unit(tl.max(unit, 0) * 4096)', ('test_selected_attention_guarantees.py',)),
     Fault('by block: units by values of the future', BY_BLOCK, 'find_unit(tl.max(tl.where(read, unit[None, :], 0.0), 1) * keys.shape[0])', 'find_unit(tl.zeros([BLOCK_M], tl.float32) + tl.max(unit, 0) * keys.shape[0])', ('test_selected_attention_guarantees.py',)),
     Fault('by block: columns of a part in disorder', BY_BLOCK_BACKWARD, 'dq = sort_columns(parts, dq, HEAD_DIM, BLOCK_D, True)', 'dq = sort_columns(parts, dq, HEAD_DIM, BLOCK_D, False)', SELECTED[:1]),

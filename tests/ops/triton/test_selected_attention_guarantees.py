@@ -169,6 +169,25 @@ def test_the_size_of_the_future_changes_nothing(
     assert torch.equal(result['out1'][..., :7], expected['out1'][..., :7])
 
 
+@per_block
+@pytest.mark.parametrize('keys_are', ['0', 'not numbers'])
+def test_gradients_by_parts_are_not_numbers_where_inputs_are_not(
+    keys_are: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though units of float16 parts are the smallest there are, then."""
+    monkeypatch.setattr(lists, 'dtype_of_parts', lambda _: torch.float16)
+    indices = make_block_indices('valid', 1, 12, 1, 3, seqlen_k=12, block_size=4)
+    tensors, grads = make_inputs(whole(12), HEADS, device, indices), make_grads(whole(12), HEADS, device)
+    grads[1].zero_()
+    tensors['k'] = torch.full_like(tensors['k'], torch.nan if keys_are == 'not numbers' else 0.0)
+    if keys_are == '0':
+        tensors['q'] = tensors['q'].clone()
+        tensors['q'][:, 9] = torch.nan
+    result = run_triton(selected_attention, tensors, grads, block_size=4)['grad of q']
+    assert result[:, 9].isnan().all()
+    assert result.isnan().all() or keys_are == '0'
+
+
 def test_a_row_does_not_depend_on_its_neighbours(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keys, 'CHUNK_ROWS', {4: 8})
     extents = Extents(3, 5, 14, {'seqlens_k': row_integers([14, 3, 9])}, [14, 3, 9])
