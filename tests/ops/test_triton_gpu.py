@@ -79,7 +79,7 @@ def test_what_is_not_a_number_stays_so(spoiled: str, device: torch.device, monke
     monkeypatch.setattr(selected_op, 'MIN_SEQLEN_BY_BLOCK', 0)
     monkeypatch.setattr(selected_op, 'MEETING', 0)
     generator = torch.Generator(device).manual_seed(0)
-    sizes = {'heads': 4, 'kv_heads': 4, 'head_dim': 64, 'dtype': torch.bfloat16}
+    sizes: dict[str, Any] = {'heads': 4, 'kv_heads': 4, 'head_dim': 64, 'dtype': torch.bfloat16}
     q, k, v = make_qkv(1, 256, 256, **sizes, device=device, generator=generator)
     blocks = make_block_indices('valid', 1, 256, 4, 2, seqlen_k=256, block_size=64, device=device, generator=generator)
     if spoiled == 'a query':
@@ -90,10 +90,10 @@ def test_what_is_not_a_number_stays_so(spoiled: str, device: torch.device, monke
     found = []
     for backend in (BACKEND, 'eager'):
         leaves = [t.clone().requires_grad_() for t in (q, k, v)]
-        out, _ = selected_attention(*leaves, blocks, block_size=64, backend=backend)
+        out, _ = selected_attention(leaves[0], leaves[1], leaves[2], blocks, block_size=64, backend=backend)
         found.append(torch.autograd.grad(out.sum(), leaves)[0].isnan())
     assert found[1].any()
-    assert torch.equal(*found)
+    assert torch.equal(found[0], found[1])
 
 
 @pytest.mark.parametrize('index', range(SELECT_COUNT))
