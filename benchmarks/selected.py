@@ -3,7 +3,7 @@
     python -m benchmarks.selected                                  every case, every peer that is on PYTHONPATH
     python -m benchmarks.selected --cases '64k*' --peers mdy666    some of them
     python -m benchmarks.selected --long --add                     128k to 1M tokens, for the table of an earlier run
-    python -m benchmarks.selected --cases 'short*,32k*,64k' --peers ''    where one design overtakes another
+    python -m benchmarks.selected --cases '8k,packed,short*,32k*,64k*' --peers ''    where one design overtakes another
     TRITON_INTERPRET=1 python -m benchmarks.selected --device cpu --cases 'tiny*' --designs '' --out /tmp/results
                                                                    to try the script
 

@@ -44,7 +44,7 @@ BLOCK_SIZES = (
 SELECTION_BLOCK_SIZES = (16, 32, 64, 64, 8, 37, 128, 200)
 MAX_SEQLEN = 700
 # Fewer rows are drawn several times over, so that errors are no matter of chance.
-MIN_ROWS = 512
+DRAWN_ROWS = 512
 # The results that are float32 whatever the inputs are, and meet no rounding to a half type; of other ops out1, the
 # log-sum-exp. A row of them is one number, which nothing averages, and tensor cores round their sums towards zero: the
 # worst row on an H200 was 2^-13.7.
@@ -164,7 +164,7 @@ def draw_extents(random: Random, device: torch.device, rows_per_query: int, *aro
     if kind.startswith('packed'):
         return _draw_packed(random, device, kind, *around)
     seqlen_q = draw_seqlen(random, *around)
-    batch = max(random.choice((1, 2, 3)), -(-MIN_ROWS // (seqlen_q * rows_per_query)))
+    batch = max(random.choice((1, 2, 3)), -(-DRAWN_ROWS // (seqlen_q * rows_per_query)))
     if kind == 'whole':
         return Extents(batch, seqlen_q, seqlen_q, {}, [seqlen_q] * batch)
     seqlen_k = draw_seqlen(random, *around)
@@ -359,7 +359,7 @@ def choose(backend: str, tensors: dict[str, Tensor], settings: dict[str, Any], c
 def draw_gated_sum(random: Random, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Problem:
     drawn = draw_shape(random, dtype, device, generator)
     seqlen = draw_seqlen(random)
-    batch = max(random.choice((1, 2, 3)), -(-MIN_ROWS // (seqlen * drawn.heads)))
+    batch = max(random.choice((1, 2, 3)), -(-DRAWN_ROWS // (seqlen * drawn.heads)))
     shape = (batch, seqlen, drawn.heads, drawn.value_dim)
     gates = torch.rand(*shape[:3], 3, device=device, generator=generator).to(random.choice((torch.float32, dtype)))
     if random.random() < 0.3:

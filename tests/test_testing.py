@@ -18,6 +18,7 @@ from native_sparse_attention.ops import (
 from native_sparse_attention.testing import (
     INDEX_KINDS,
     LAYOUTS,
+    NORM_LIMITS,
     ROW_LIMITS,
     assert_attention_matches,
     assert_matches,
@@ -234,6 +235,24 @@ def test_infinities_stand_where_the_gold_has_them() -> None:
         errors = measure_errors(result, gold, gold.float(), row_dims=0)
         assert errors.misplaced == broken
         assert bool(errors.broken_rules()) == bool(broken)
+
+
+@pytest.mark.parametrize(('dtype', 'broken'), [(torch.bfloat16, True), (torch.float16, False), (torch.float32, False)])
+def test_a_bad_row_of_eager_excuses_none_in_bfloat16(dtype: torch.dtype, broken: bool) -> None:
+    gold = torch.randn(100, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    result = gold.clone()
+    result[7] *= 1 + 2.0**-4
+    result = result.to(dtype)
+    lines = measure_errors(result, gold, result).broken_rules()
+    assert any(line.startswith('rule 3') for line in lines) == broken
+
+
+@pytest.mark.parametrize('dtype', NORM_LIMITS)
+def test_the_norm_of_eager_excuses_none(dtype: torch.dtype) -> None:
+    gold = torch.randn(100, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    result = (gold * (1 + 1.5 * NORM_LIMITS[dtype])).to(dtype)
+    broken = measure_errors(result, gold, result).broken_rules()
+    assert [line.split(':')[0] for line in broken] == ['rule 5']
 
 
 @pytest.mark.gpu

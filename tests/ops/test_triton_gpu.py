@@ -73,6 +73,29 @@ def test_rules(op: str, index: int, device: torch.device, monkeypatch: pytest.Mo
     harness.assert_same_bits(problem.run(BACKEND, grads), result)
 
 
+@pytest.mark.parametrize('spoiled', ['every key', 'a block of keys', 'a query'])
+def test_what_is_not_a_number_stays_so(spoiled: str, device: torch.device, monkeypatch: pytest.MonkeyPatch):
+    """In gradients of queries by block, whose units are the smallest there are where keys are 0 or not numbers."""
+    monkeypatch.setattr(selected_op, 'MIN_SEQLEN_BY_BLOCK', 0)
+    monkeypatch.setattr(selected_op, 'MEETING', 0)
+    generator = torch.Generator(device).manual_seed(0)
+    sizes: dict[str, Any] = {'heads': 4, 'kv_heads': 4, 'head_dim': 64, 'dtype': torch.bfloat16}
+    q, k, v = make_qkv(1, 256, 256, **sizes, device=device, generator=generator)
+    blocks = make_block_indices('valid', 1, 256, 4, 2, seqlen_k=256, block_size=64, device=device, generator=generator)
+    if spoiled == 'a query':
+        k.zero_()
+        q[:, 200] = torch.nan
+    else:
+        k[:, : 64 if spoiled == 'a block of keys' else 256] = torch.nan
+    found = []
+    for backend in (BACKEND, 'eager'):
+        leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+        out, _ = selected_attention(leaves[0], leaves[1], leaves[2], blocks, block_size=64, backend=backend)
+        found.append(torch.autograd.grad(out.sum(), leaves)[0].isnan())
+    assert found[1].any()
+    assert torch.equal(found[0], found[1])
+
+
 @pytest.mark.parametrize('index', range(SELECT_COUNT))
 def test_choice_is_exact(index: int, device: torch.device):
     """Where scores are counts, of which many are equal, the choice is that of eager."""

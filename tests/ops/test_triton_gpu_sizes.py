@@ -409,6 +409,13 @@ def memory_problems(
     }
 
 
+def test_workspace_of_the_longest_gradients_by_block(device: torch.device):
+    """At most 1 GiB."""
+    function, tensors, settings = memory_problems(2**18, 64, device)['selected']
+    for phase, size in peaks(function, tensors, **settings).items():
+        assert size <= GIB, f'{phase}: {size / GIB:.2f} GiB'
+
+
 @pytest.mark.parametrize('kv_heads', [4, 64])
 @pytest.mark.parametrize('op', ['window', 'compressed', 'selected', 'choice', 'scores', 'sum'])
 def test_workspace(op: str, kv_heads: int, device: torch.device):

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partialmethod
 from typing import Any
 
 import hypothesis
@@ -160,6 +160,10 @@ def strict_interpreter() -> Iterator[None]:
         patch.setattr(interpreter, '_patch_lang', patch_once_a_launch)
         patch.setattr(interpreter, '_get_np_dtype', numpy_dtype)
         patch.setattr(TritonSemantic, 'binary_op_sanitize_overflow_impl', _refuse_overflow)
+        # Of a number and NaN, a GPU takes the number.
+        for name, function in (('create_maxnumf', np.fmax), ('create_minnumf', np.fmin)):
+            take = partialmethod(interpreter.InterpreterBuilder.binary_op, op=function)
+            patch.setattr(interpreter.InterpreterBuilder, name, take)
         patch.setattr(interpreter.InterpreterBuilder, 'create_masked_load', load_watched)
         patch.setattr(interpreter.InterpreterBuilder, 'create_masked_store', store_watched)
         # Values that are not finite are part of the tests.

@@ -376,13 +376,15 @@ def test_partial_results_of_some_tokens_at_a_time(
 
 
 @per_block
-@pytest.mark.parametrize(('heads', 'scaled'), [(HEADS, False), (HEADS, True), (Heads(2, 1, 64, 128), False)])
+@pytest.mark.parametrize(
+    ('heads', 'factor'), [(HEADS, None), (HEADS, 1.0), (HEADS, 1e6), (HEADS, 1e-6), (Heads(2, 1, 64, 128), None)]
+)
 @pytest.mark.parametrize(('size', 'sharpness'), [(1.0, 1.0), (1e6, 1.0), (1e-6, 1.0), (1.0, 40.0)])
 def test_parts_in_float16(
     size: float,
     sharpness: float,
     heads: Heads,
-    scaled: bool,
+    factor: float | None,
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -391,10 +393,13 @@ def test_parts_in_float16(
     parts are stored in another order.
     """
     indices = make_indices(whole(12), 1, 3, 3)
-    tensors = make_inputs(whole(12), heads, device, indices, scaled=scaled)
+    tensors = make_inputs(whole(12), heads, device, indices, scaled=factor is not None)
     grads = make_grads(whole(12), heads, device)
     tensors['v'] = tensors['v'] * size
     tensors['q'] = tensors['q'] * sharpness
+    if factor is not None:
+        tensors['q'] = tensors['q'] / factor
+        tensors['block_scale'] = tensors['block_scale'] * factor
     expected = run_triton(selected_attention, tensors, grads, block_size=3)
     monkeypatch.setattr(lists, 'dtype_of_parts', lambda _: torch.float16)
     result = run_triton(selected_attention, tensors, grads, block_size=3)

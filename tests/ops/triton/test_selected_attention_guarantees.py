@@ -12,7 +12,7 @@ from torch import Tensor
 from native_sparse_attention.ops import selected_attention
 from native_sparse_attention.ops._triton.support import is_interpreted
 from native_sparse_attention.ops.selected_attention.api import MAX_SELECTED, backend_of
-from native_sparse_attention.ops.selected_attention.triton import keys, op
+from native_sparse_attention.ops.selected_attention.triton import keys, lists, op
 from native_sparse_attention.testing import make_block_indices, outputs_and_gradients
 from tests import problems
 from tests.ops.triton.harness import assert_same_bits, far_apart, make_grads, place, run_triton
@@ -23,6 +23,7 @@ from tests.ops.triton.selected_attention_problems import (
     kernels,  # noqa: F401, every test takes it
     make_indices,
     make_inputs,
+    per_block,
     per_tile,
 )
 from tests.problems import Extents, packed, row_integers, whole
@@ -146,6 +147,45 @@ def test_the_future_changes_nothing(device: torch.device) -> None:
     for name in ('out0', 'grad of q'):
         assert torch.equal(result[name][:, :6], expected[name][:, :6])
     assert torch.equal(result['out1'][..., :6], expected['out1'][..., :6])
+
+
+@per_block
+@pytest.mark.parametrize('size', [1e4, 1e30])
+@pytest.mark.parametrize('name', ['k', 'v'])
+def test_the_size_of_the_future_changes_nothing(
+    name: str, size: float, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor the units of float16 parts, as bfloat16 inputs have them."""
+    monkeypatch.setattr(lists, 'dtype_of_parts', lambda _: torch.float16)
+    indices = make_block_indices('valid', 1, 12, 1, 3, seqlen_k=12, block_size=4)
+    tensors, grads = make_inputs(whole(12), HEADS, device, indices), make_grads(whole(12), HEADS, device)
+    grads[0][:, 7:] = 0
+    grads[1][..., 7:] = 0
+    changed = tensors | {name: tensors[name].clone()}
+    changed[name][:, 7] = size
+    expected, result = (run_triton(selected_attention, t, grads, block_size=4) for t in (tensors, changed))
+    for output in ('out0', 'grad of q'):
+        assert torch.equal(result[output][:, :7], expected[output][:, :7]), output
+    assert torch.equal(result['out1'][..., :7], expected['out1'][..., :7])
+
+
+@per_block
+@pytest.mark.parametrize('keys_are', ['0', 'not numbers'])
+def test_gradients_by_parts_are_not_numbers_where_inputs_are_not(
+    keys_are: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though units of float16 parts are the smallest there are, then."""
+    monkeypatch.setattr(lists, 'dtype_of_parts', lambda _: torch.float16)
+    indices = make_block_indices('valid', 1, 12, 1, 3, seqlen_k=12, block_size=4)
+    tensors, grads = make_inputs(whole(12), HEADS, device, indices), make_grads(whole(12), HEADS, device)
+    grads[1].zero_()
+    tensors['k'] = torch.full_like(tensors['k'], torch.nan if keys_are == 'not numbers' else 0.0)
+    if keys_are == '0':
+        tensors['q'] = tensors['q'].clone()
+        tensors['q'][:, 9] = torch.nan
+    result = run_triton(selected_attention, tensors, grads, block_size=4)['grad of q']
+    assert result[:, 9].isnan().all()
+    assert result.isnan().all() or keys_are == '0'
 
 
 def test_a_row_does_not_depend_on_its_neighbours(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

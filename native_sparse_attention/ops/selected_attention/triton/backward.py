@@ -370,17 +370,17 @@ def dkv_kernel(
         inverses_ptr += row * num_heads * place.seqlen_q
     inputs = (q_ptr, factors_ptr, lse_ptr, delta_ptr, inverses_ptr, dout_ptr, q_strides, factors_strides, dout_strides)
     finite_k, _ = split_finite(k)
+    largest = tl.max(tl.abs(finite_k.to(tl.float32)), 1)  # [BLOCK_N]
     scaled_k, unit = k, 1.0
     if inverses_ptr is not None:
         # The inverse is a power of two, so no bit of a key is lost.
-        unit, inverse = find_unit(tl.max(tl.ravel(tl.abs(finite_k.to(tl.float32))), 0) * 4096)
+        unit, inverse = find_unit(tl.max(largest, 0) * 4096)
         scaled_k = (k.to(tl.float32) * inverse).to(k.dtype)
-        finite_k = (finite_k.to(tl.float32) * inverse).to(k.dtype)
     entry = load_entries(entries_ptr, 0, num_rows, GROUP, BLOCK_M)
     for first_row in tl.range(0, tl.minimum(first_far, num_rows), BLOCK_M):
         following = load_entries(entries_ptr, first_row + BLOCK_M, num_rows, GROUP, BLOCK_M)
         dk, dv = _add_members(
-            inputs, k, v, finite_k, unit, dk, dv, entry, first_row, num_rows, pair, row, kv_head,
+            inputs, k, v, finite_k, largest, dk, dv, entry, first_row, num_rows, pair, row, kv_head,
             keys, key_mask, offset, parts, place, lists, scale, GROUP, REPEATS, NUM_SELECTED, CAUSAL,
             WIDE, True, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
@@ -446,7 +446,8 @@ def _add_members(
     BLOCK_DV: tl.constexpr,
 ):
     """dk and dv with what a tile of members adds. Not MASKED: all of them read all of the keys. scaled_k: k as
-    multiples of unit, for parts.
+    multiples of unit, for parts; or MASKED as it is, and unit the largest element of every key, so that each member has
+    a unit by what it reads.
     """
     q_ptr, factors_ptr, lse_ptr, delta_ptr, inverses_ptr, dout_ptr, q_strides, factors_strides, dout_strides = inputs
     rows = first_row + tl.arange(0, BLOCK_M)
@@ -493,13 +494,19 @@ def _add_members(
     dv = add_product(weights.to(dout.dtype), dout, dv)
     dk = add_product(dlogits.to(q.dtype), q, dk)
     if parts.out is not None:
-        units = tl.zeros([BLOCK_M], tl.float32) + unit
+        units = tl.full([BLOCK_M], 1.0, tl.float32)
         if inverses_ptr is not None:
             inverse = tl.load(inverses_ptr + places_of_lse, mask=row_mask, other=0.0)
             if factors_ptr is not None:
-                # Not without a limit: the inverse has to remain a number.
+                # Not without limits: the inverse has to remain a number.
                 inverse *= find_unit(tl.maximum(tl.abs(factor), 5.9604644775390625e-08) * 4096)[1]
-            units = tl.minimum(units * invert_power(inverse), 8.507059173023462e37)
+                inverse = tl.maximum(inverse, 1.1754943508222875e-38)
+            if MASKED:
+                unit, inverse_of_k = find_unit(tl.max(tl.where(read, unit[:, None], 0.0), 0) * 4096)
+                dlogits *= inverse_of_k[None, :]
+            # Neither 0, which says that there is no part, nor more than invert_power takes.
+            units = tl.maximum(unit * invert_power(inverse), 1.1754943508222875e-38)
+            units = tl.minimum(units, 8.507059173023462e37)
             dlogits *= inverse[None, :]
         dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         dq = add_product(tl.trans(dlogits.to(scaled_k.dtype)), scaled_k, dq)

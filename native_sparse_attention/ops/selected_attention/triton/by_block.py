@@ -151,12 +151,12 @@ def block_kernel(
     k = load_rows(k_ptr, key_start + keys, k_strides[1], key_mask, HEAD_DIM, BLOCK_D)  # [BLOCK_N, BLOCK_D]
     v = load_rows(v_ptr, key_start + keys, v_strides[1], key_mask, VALUE_DIM, BLOCK_DV)  # [BLOCK_N, BLOCK_DV]
     finite_v, taint = split_finite(v)
+    largest = tl.max(tl.abs(finite_v.to(tl.float32)), 1)  # [BLOCK_N]
     unit = 1.0
     if parts.out.dtype.element_ty == tl.float16:
         # A weight is at most 1. The inverse is a power of two, so no bit of a value is lost.
-        unit, inverse = find_unit(tl.max(tl.ravel(tl.abs(finite_v.to(tl.float32))), 0) * BLOCK_N)
+        unit, inverse = find_unit(tl.max(largest, 0) * BLOCK_N)
         v = (v.to(tl.float32) * inverse).to(v.dtype)
-        finite_v = (finite_v.to(tl.float32) * inverse).to(v.dtype)
     num_near = count_near(
         entries_ptr, num_entries, keys, key_mask, offset, lists, BLOCK_SIZE, CAUSAL, CHUNK, REPEATS, NUM_SELECTED
     )
@@ -168,7 +168,7 @@ def block_kernel(
     for first_member in tl.range(0, tl.minimum(first_far, num_members), BLOCK_M):
         following = load_entries(entries_ptr, first_member + BLOCK_M, num_members, GROUP, BLOCK_M)
         _attend(
-            inputs, k, finite_v, taint, unit, entry, first_member, num_members, pair, row,
+            inputs, k, finite_v, taint, largest, entry, first_member, num_members, pair, row,
             kv_head, keys, key_mask, offset, parts, lists, scale, GROUP, REPEATS, NUM_SELECTED, CAUSAL,
             WIDE, True, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
@@ -214,7 +214,9 @@ def _attend(
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
-    """The parts of a tile of members. Not MASKED: all of them read all of the keys. v: in units of the parts."""
+    """The parts of a tile of members. Not MASKED: all of them read all of the keys, and v is in units of the parts.
+    MASKED: unit is the largest value of every key, and each member has a unit by what it reads.
+    """
     q_ptr, factors_ptr, q_strides, factors_strides = inputs
     members = first_member + tl.arange(0, BLOCK_M)
     mask = members < num_members
@@ -242,6 +244,11 @@ def _attend(
     out = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     out = add_product(weights.to(v.dtype), v, out)
     if MASKED:
+        if parts.out.dtype.element_ty == tl.float16:
+            unit, inverse = find_unit(tl.max(tl.where(read, unit[None, :], 0.0), 1) * keys.shape[0])
+            out *= inverse[:, None]
+        else:
+            unit = 1.0
         out += tl.sum(tl.where(read, taint[None, :], 0.0), 1)[:, None]
     places = (pair * lists.num_entries + entry) * GROUP + members % GROUP
     tl.store(parts.first + places, row_max, mask=mask)
