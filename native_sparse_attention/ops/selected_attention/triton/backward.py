@@ -15,13 +15,15 @@ import triton
 import triton.language as tl
 
 from native_sparse_attention.ops._triton.placement import find_query
-from native_sparse_attention.ops._triton.tiles import add_product, load_rows, load_tile, store_rows
+from native_sparse_attention.ops._triton.tiles import add_product, load_rows, store_rows
 from native_sparse_attention.ops.selected_attention.triton.choice import (
+    ANY,
+    PART,
+    WHOLE,
     find_keys,
     find_whole_blocks,
-    load_block,
     load_factor,
-    load_whole,
+    load_step,
 )
 from native_sparse_attention.ops.selected_attention.triton.sharing import load_flag_of_query
 
@@ -113,53 +115,60 @@ def dq_kernel(
 
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     mean_k = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    SPLIT: tl.constexpr = (BLOCK_SIZE + BLOCK_N - 1) // BLOCK_N
     # Beside products of float32, masks cost nothing, and every loop takes seconds to compile.
     UNMASKED: tl.constexpr = BLOCK_SIZE % BLOCK_N == 0 and q.dtype != tl.float32
-    num_slots, spare, first_step, last_step = 0, 0, 0, NUM_SELECTED * SPLIT
-    if UNMASKED:
-        # What is left is the block of which only the first keys may be read.
-        num_slots, spare, first_step = find_whole_blocks(choice, readable, NUM_SELECTED, BLOCK_SIZE, BLOCK_S)
-        first_step *= SPLIT
-        last_step = tl.minimum(first_step + SPLIT, last_step)
-    inputs = (q, dout, k_ptr, v_ptr, k_tiles, v_tiles, row, chooser // REPEATS, k_strides[1], v_strides[1], key_start)
-    row_of_choice = (indices_ptr, factors_ptr, choice, readable, spare)
+    num_slots, spare, last_slot, num_left = find_whole_blocks(choice, readable, NUM_SELECTED, BLOCK_SIZE, BLOCK_S)
+    num_steps = num_slots * (BLOCK_SIZE // BLOCK_N)
+    # What is left is a few keys of one block, in smaller tiles, none of which is read in vain; or everything.
+    KIND: tl.constexpr = PART if UNMASKED else ANY
+    BLOCK_L: tl.constexpr = 16 if UNMASKED else BLOCK_N
+    num_last_steps = tl.cdiv(num_left, 16) if UNMASKED else NUM_SELECTED * tl.cdiv(BLOCK_SIZE, BLOCK_N)
+    source = (k_ptr, v_ptr, k_tiles, v_tiles, row, chooser // REPEATS, k_strides[1], v_strides[1], key_start)
+    inputs = (q, dout, lse_log2, dlse, factors_ptr, scale)
+    chosen = (indices_ptr, choice, readable, spare, last_slot)
+    missing = tl.zeros([BLOCK_M], tl.float32)
+    errors = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)  # added up over the keys of a tile at the end
     if dfactors_ptr is not None:
-        missing = tl.zeros([BLOCK_M], tl.float32)
         # The gradient of a factor is a sum over heads, each with a delta of its own: it cannot be corrected at last.
         if UNMASKED:
-            for step in tl.range(0, num_slots * SPLIT):
-                _, _, _, dlogits, _ = _differentiate(
-                    inputs, row_of_choice, lse_log2, delta, step, scale, False, BLOCK_SIZE, SPLIT, HEAD_DIM, VALUE_DIM,
-                    BLOCK_S, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+            for step in tl.range(0, num_steps):
+                _, _, _, _, dlogits, _ = _differentiate(
+                    inputs, source, chosen, delta, step, WHOLE, BLOCK_SIZE, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_N,
+                    BLOCK_D, BLOCK_DV, WIDE,
                 )  # fmt: skip
-                missing += tl.sum(dlogits, 1)
-        for step in tl.range(first_step, last_step, num_stages=1 if UNMASKED else None):
-            _, _, _, dlogits, _ = _differentiate(
-                inputs, row_of_choice, lse_log2, delta, step, scale, True, BLOCK_SIZE, SPLIT, HEAD_DIM, VALUE_DIM,
-                BLOCK_S, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+                errors += dlogits
+            missing += tl.sum(errors, 1)
+        for step in tl.range(0, num_last_steps):
+            _, _, _, _, dlogits, _ = _differentiate(
+                inputs, source, chosen, delta, step, KIND, BLOCK_SIZE, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_L, BLOCK_D,
+                BLOCK_DV, WIDE,
             )  # fmt: skip
             missing += tl.sum(dlogits, 1)
         delta += missing
+        missing = tl.zeros([BLOCK_M], tl.float32)
+        errors = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         query = row * place.seqlen_q + token
         dfactors_ptr += ((part * tl.num_programs(0) + query) * num_choosers + chooser) * NUM_SELECTED
+        # Of indices that no step belongs to.
         tl.store(dfactors_ptr + slots, tl.zeros([BLOCK_S], tl.float32), mask=slots < NUM_SELECTED)
-    errors = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)  # added up over the keys of a tile at the end
-    sums = (dq, mean_k, errors, tl.zeros([BLOCK_M], tl.float32))
+    sums = (dq, mean_k, tl.zeros([BLOCK_M], tl.float32))
     if UNMASKED:
         # One loop, whose next step is fetched in time, be a block one tile or several.
-        for step in tl.range(0, num_slots * SPLIT):
-            sums = _add_keys(
-                inputs, row_of_choice, sums, lse_log2, delta, dlse, dfactors_ptr, step, scale, False, BLOCK_SIZE, SPLIT,
-                HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+        for step in tl.range(0, num_steps):
+            sums, dlogits = _add_keys(
+                inputs, source, chosen, sums, delta, dfactors_ptr, step, step % (BLOCK_SIZE // BLOCK_N) == 0, WHOLE,
+                BLOCK_SIZE, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
             )  # fmt: skip
-    for step in tl.range(first_step, last_step, num_stages=1 if UNMASKED else None):
-        sums = _add_keys(
-            inputs, row_of_choice, sums, lse_log2, delta, dlse, dfactors_ptr, step, scale, True, BLOCK_SIZE, SPLIT,
-            HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+            errors += dlogits
+        missing += tl.sum(errors, 1)
+    for step in tl.range(0, num_last_steps):
+        is_first = step == 0 if UNMASKED else step % tl.cdiv(BLOCK_SIZE, BLOCK_N) == 0
+        sums, dlogits = _add_keys(
+            inputs, source, chosen, sums, delta, dfactors_ptr, step, is_first, KIND, BLOCK_SIZE, HEAD_DIM, VALUE_DIM,
+            BLOCK_S, BLOCK_L, BLOCK_D, BLOCK_DV, WIDE,
         )  # fmt: skip
-    dq, mean_k, errors, _ = sums
-    missing = tl.sum(errors, 1)
+        missing += tl.sum(dlogits, 1)
+    dq, mean_k, _ = sums
     dq = (dq - missing[:, None] * mean_k) * scale
     dq_ptr += row * dq_strides[0] + token * dq_strides[1]
     store_rows(dq_ptr, heads, dq_strides[2], dq, head_mask, HEAD_DIM, BLOCK_D)
@@ -169,17 +178,15 @@ def dq_kernel(
 @triton.jit
 def _add_keys(
     inputs,
-    row_of_choice,
+    source,
+    chosen,
     sums,
-    lse_log2,
     delta,
-    dlse,
     dfactors_ptr,
     step,
-    scale,
-    MASKED: tl.constexpr,
+    is_first,
+    KIND: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    SPLIT: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_S: tl.constexpr,
@@ -188,35 +195,35 @@ def _add_keys(
     BLOCK_DV: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Adds a tile of keys to dq, to the mean of the keys, to what dq is off by, and to the gradient of a factor."""
-    dq, mean_k, errors, dfactor = sums
-    k, logits, weights, dlogits, factor = _differentiate(
-        inputs, row_of_choice, lse_log2, delta, step, scale, MASKED, BLOCK_SIZE, SPLIT, HEAD_DIM, VALUE_DIM, BLOCK_S,
-        BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+    """Adds a tile of keys to dq, to the mean of the keys and to the gradient of a factor, which begins with the first
+    tile of an index. Gives p * (dp - delta), too.
+    """
+    dq, mean_k, dfactor = sums
+    dlse = inputs[3]
+    k, slot, logits, weights, errors, factor = _differentiate(
+        inputs, source, chosen, delta, step, KIND, BLOCK_SIZE, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_N, BLOCK_D, BLOCK_DV,
+        WIDE,
     )  # fmt: skip
-    errors += dlogits
-    dlogits = tl.fma(weights, dlse[:, None], dlogits)
+    dlogits = tl.fma(weights, dlse[:, None], errors)
     if dfactors_ptr is not None:
         # Logits of keys that are not read may be anything.
         terms = tl.where(dlogits == 0, 0.0, dlogits * logits)
-        dfactor = tl.where(step % SPLIT == 0, 0.0, dfactor) + tl.sum(terms, 1)
-        tl.store(dfactors_ptr + step // SPLIT, tl.sum(dfactor, 0))
+        dfactor = tl.where(is_first, 0.0, dfactor) + tl.sum(terms, 1)
+        tl.store(dfactors_ptr + slot, tl.sum(dfactor, 0))
     dq = add_product((dlogits * factor).to(k.dtype), k, dq)
     mean_k = add_product((weights * factor).to(k.dtype), k, mean_k)
-    return dq, mean_k, errors, dfactor
+    return (dq, mean_k, dfactor), errors
 
 
 @triton.jit
 def _differentiate(
     inputs,
-    row_of_choice,
-    lse_log2,
+    source,
+    chosen,
     delta,
     step,
-    scale,
-    MASKED: tl.constexpr,
+    KIND: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    SPLIT: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_S: tl.constexpr,
@@ -225,34 +232,20 @@ def _differentiate(
     BLOCK_DV: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """A tile of keys, part step % SPLIT of the block of an index, and [BLOCK_M, BLOCK_N]: their logits without the
-    factor, their weights, and the gradients of the logits, 0 for keys that are not read; and the factor. Not MASKED:
-    of blocks of which all keys may be read.
+    """A tile of keys (`load_step`), its index, and [BLOCK_M, BLOCK_N]: their logits without the factor, their weights,
+    and the gradients of the logits, 0 for keys that are not read; and the factor.
     """
-    q, dout, k_ptr, v_ptr, k_tiles, v_tiles, row, kv_head, k_stride, v_stride, key_start = inputs
-    indices_ptr, factors_ptr, choice, readable, spare = row_of_choice
-    slot = step // SPLIT
-    if MASKED:
-        first, last = load_block(indices_ptr, choice, slot, readable, BLOCK_SIZE, BLOCK_S)
-        is_read = first < last
-        keys = first + step % SPLIT * BLOCK_N + tl.arange(0, BLOCK_N)
-        mask = keys < last
-        k = load_rows(k_ptr, key_start + keys, k_stride, mask, HEAD_DIM, BLOCK_D, WIDE)  # [BLOCK_N, BLOCK_D]
-        v = load_rows(v_ptr, key_start + keys, v_stride, mask, VALUE_DIM, BLOCK_DV, WIDE)  # [BLOCK_N, BLOCK_DV]
-        read = mask[None, :]
-    else:
-        first, is_read = load_whole(indices_ptr, choice, slot, readable, spare, BLOCK_SIZE, BLOCK_S)
-        first += key_start + step % SPLIT * BLOCK_N
-        k = load_tile(k_tiles, k_ptr, row, first, kv_head, k_stride, HEAD_DIM, BLOCK_N, BLOCK_D, WIDE)
-        v = load_tile(v_tiles, v_ptr, row, first, kv_head, v_stride, VALUE_DIM, BLOCK_N, BLOCK_DV, WIDE)
-        read = is_read
+    q, dout, lse_log2, _, factors_ptr, scale = inputs
+    k, v, slot, is_read, read = load_step(
+        source, chosen, step, KIND, BLOCK_SIZE, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE
+    )
     factor = load_factor(factors_ptr, slot, is_read)
     logits = tl.dot(q, tl.trans(k), input_precision='ieee') * scale
-    if MASKED:
+    if KIND != WHOLE:
         # Of a query that is not finite, and reads nothing.
         logits = tl.where(read, logits, 0.0)
     bias = tl.where(read, 0.0, float('-inf')) - lse_log2[:, None]
     weights = tl.exp2(tl.fma(logits, factor * 1.4426950408889634, bias))
     dweights = tl.dot(dout, tl.trans(v), input_precision='ieee')
     dlogits = tl.where(read, weights * (dweights - delta[:, None]), 0.0)
-    return k, logits, weights, dlogits, factor
+    return k, slot, logits, weights, dlogits, factor

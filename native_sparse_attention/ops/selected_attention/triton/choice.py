@@ -10,6 +10,10 @@ import triton.language as tl
 
 from native_sparse_attention.ops._triton.inverse_index import count_readable_blocks
 from native_sparse_attention.ops._triton.placement import load_extent, load_num_keys, load_position
+from native_sparse_attention.ops._triton.tiles import load_rows, load_tile
+
+# Of what the tiles of keys of a loop are.
+WHOLE, PART, ANY = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
@@ -44,26 +48,66 @@ def load_block(indices_ptr, choice, place_in_row, readable, BLOCK_SIZE: tl.const
 @triton.jit
 def find_whole_blocks(choice, readable, NUM_SELECTED: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_S: tl.constexpr):
     """Of a row of indices, [BLOCK_S]: how many of them there are up to the last that names a block of which all keys
-    may be read, the largest such block, and where the block stands of which only the first keys may be read, n if it
-    does not.
+    may be read, the largest such block, where the block first stands of which only the first keys may be read, and how
+    many these are, 0 if it does not.
     """
     slots = tl.arange(0, BLOCK_S)
     num_whole = readable // BLOCK_SIZE
     is_whole = (choice >= 0) & (choice < num_whole)
     num_slots = tl.max(tl.where(is_whole, slots + 1, 0), 0)
     spare = tl.max(tl.where(is_whole, choice, 0), 0).to(tl.int32)
-    return num_slots, spare, tl.min(tl.where(choice == num_whole, slots, NUM_SELECTED), 0)
+    last_slot = tl.min(tl.where(choice == num_whole, slots, NUM_SELECTED), 0)
+    return num_slots, spare, last_slot, tl.where(last_slot < NUM_SELECTED, readable % BLOCK_SIZE, 0)
 
 
 @triton.jit
-def load_whole(indices_ptr, choice, place_in_row, readable, spare, BLOCK_SIZE: tl.constexpr, BLOCK_S: tl.constexpr):
-    """The first key of the block that an index of a row names, and whether it counts: all keys of the block may be
-    read, and it has not stood earlier in the row. Otherwise the first key of the block `spare`.
+def load_step(
+    source,
+    chosen,
+    step,
+    KIND: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """k `[BLOCK_N, BLOCK_D]` and v `[BLOCK_N, BLOCK_DV]` of a step, the index that it belongs to, whether the index
+    counts, and which of the keys are read: all or none where KIND is WHOLE, otherwise `[1, BLOCK_N]`; the others are 0.
+
+    source: where k and v are. chosen: the row of indices. KIND: tiles of blocks of which all keys may be read (those of
+    the block `spare` where an index names none, or one that stood earlier), of the block of which only the first keys
+    may, or of any blocks.
     """
-    first, last = load_block(
-        indices_ptr, choice, place_in_row, readable // BLOCK_SIZE * BLOCK_SIZE, BLOCK_SIZE, BLOCK_S
-    )
-    return tl.where(first < last, first, spare * BLOCK_SIZE), first < last
+    k_ptr, v_ptr, k_tiles, v_tiles, row, kv_head, k_stride, v_stride, key_start = source
+    indices_ptr, choice, readable, spare, last_slot = chosen
+    SPLIT: tl.constexpr = (BLOCK_SIZE + BLOCK_N - 1) // BLOCK_N
+    if KIND == WHOLE:
+        slot = step // SPLIT
+        first, last = load_block(indices_ptr, choice, slot, readable // BLOCK_SIZE * BLOCK_SIZE, BLOCK_SIZE, BLOCK_S)
+        is_read = first < last
+        first = key_start + tl.where(is_read, first, spare * BLOCK_SIZE) + step % SPLIT * BLOCK_N
+        k = load_tile(k_tiles, k_ptr, row, first, kv_head, k_stride, HEAD_DIM, BLOCK_N, BLOCK_D, WIDE)
+        v = load_tile(v_tiles, v_ptr, row, first, kv_head, v_stride, VALUE_DIM, BLOCK_N, BLOCK_DV, WIDE)
+        read = is_read
+    else:
+        if KIND == PART:
+            slot = last_slot
+            first = readable // BLOCK_SIZE * BLOCK_SIZE + step * BLOCK_N
+            last = readable
+        else:
+            slot = step // SPLIT
+            first, last = load_block(indices_ptr, choice, slot, readable, BLOCK_SIZE, BLOCK_S)
+            first += step % SPLIT * BLOCK_N
+        keys = first + tl.arange(0, BLOCK_N)
+        k = load_rows(k_ptr, key_start + keys, k_stride, keys < last, HEAD_DIM, BLOCK_D, WIDE)
+        v = load_rows(v_ptr, key_start + keys, v_stride, keys < last, VALUE_DIM, BLOCK_DV, WIDE)
+        is_read = first < last
+        read = (keys < last)[None, :]
+    return k, v, slot, is_read, read
 
 
 @triton.jit

@@ -9,13 +9,15 @@ import triton
 import triton.language as tl
 
 from native_sparse_attention.ops._triton.placement import find_query
-from native_sparse_attention.ops._triton.tiles import add_product, load_rows, load_tile, store_rows
+from native_sparse_attention.ops._triton.tiles import add_product, load_rows, store_rows
 from native_sparse_attention.ops.selected_attention.triton.choice import (
+    ANY,
+    PART,
+    WHOLE,
     find_keys,
     find_whole_blocks,
-    load_block,
     load_factor,
-    load_whole,
+    load_step,
 )
 from native_sparse_attention.ops.selected_attention.triton.sharing import load_flag_of_query
 
@@ -84,38 +86,39 @@ def forward_kernel(
     choice = tl.load(indices_ptr + slots, mask=slots < NUM_SELECTED, other=-1)  # [BLOCK_S]
 
     row_max = tl.full([BLOCK_M], float('-inf'), tl.float32)
-    totals = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)  # added up over the keys of a tile at the end
+    total = tl.zeros([BLOCK_M], tl.float32)
     out = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    SPLIT: tl.constexpr = (BLOCK_SIZE + BLOCK_N - 1) // BLOCK_N
+    scale_log2 = scale * 1.4426950408889634
+    source = (k_ptr, v_ptr, k_tiles, v_tiles, row, kv_head, k_strides[1], v_strides[1], key_start)
     # Beside products of float32, masks cost nothing, and every loop takes seconds to compile.
-    UNMASKED: tl.constexpr = BLOCK_SIZE % BLOCK_N == 0 and q.dtype != tl.float32
-    first_step, last_step = 0, NUM_SELECTED * SPLIT
-    if UNMASKED:
-        num_slots, spare, first_step = find_whole_blocks(choice, readable, NUM_SELECTED, BLOCK_SIZE, BLOCK_S)
+    if BLOCK_SIZE % BLOCK_N == 0 and q.dtype != tl.float32:
+        num_slots, spare, last_slot, num_left = find_whole_blocks(choice, readable, NUM_SELECTED, BLOCK_SIZE, BLOCK_S)
+        chosen = (indices_ptr, choice, readable, spare, last_slot)
+        totals = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)  # added up over the keys of a tile at the end
         # One loop, whose next step is fetched in time, be a block one tile or several.
-        for step in tl.range(0, num_slots * SPLIT):
-            slot = step // SPLIT
-            first, is_read = load_whole(indices_ptr, choice, slot, readable, spare, BLOCK_SIZE, BLOCK_S)
-            first += key_start + step % SPLIT * BLOCK_N
-            k = load_tile(k_tiles, k_ptr, row, first, kv_head, k_strides[1], HEAD_DIM, BLOCK_N, BLOCK_D, WIDE)
-            v = load_tile(v_tiles, v_ptr, row, first, kv_head, v_strides[1], VALUE_DIM, BLOCK_N, BLOCK_DV, WIDE)
-            scale_log2 = load_factor(factors_ptr, slot, is_read) * (scale * 1.4426950408889634)
-            bias = tl.where(is_read, 0.0, float('-inf'))
-            row_max, totals, out = _attend(q, k, v, row_max, totals, out, scale_log2, bias, False)
-        # What is left is the block of which only the first keys may be read.
-        first_step *= SPLIT
-        last_step = tl.minimum(first_step + SPLIT, last_step)
-    for step in tl.range(first_step, last_step, num_stages=1 if UNMASKED else None):
-        slot = step // SPLIT
-        first, last = load_block(indices_ptr, choice, slot, readable, BLOCK_SIZE, BLOCK_S)
-        keys = first + step % SPLIT * BLOCK_N + tl.arange(0, BLOCK_N)
-        k = load_rows(k_ptr, key_start + keys, k_strides[1], keys < last, HEAD_DIM, BLOCK_D, WIDE)
-        v = load_rows(v_ptr, key_start + keys, v_strides[1], keys < last, VALUE_DIM, BLOCK_DV, WIDE)
-        scale_log2 = load_factor(factors_ptr, slot, first < last) * (scale * 1.4426950408889634)
-        bias = tl.where(keys < last, 0.0, float('-inf'))[None, :]
-        row_max, totals, out = _attend(q, k, v, row_max, totals, out, scale_log2, bias, True)
+        for step in tl.range(0, num_slots * (BLOCK_SIZE // BLOCK_N)):
+            k, v, slot, is_read, read = load_step(
+                source, chosen, step, WHOLE, BLOCK_SIZE, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE
+            )
+            factor = load_factor(factors_ptr, slot, is_read)
+            row_max, totals, out = _attend(q, k, v, row_max, totals, out, factor * scale_log2, read, False)
+        total = tl.sum(totals, 1)
+        # Few keys are left, of one block: in smaller tiles, none of which is read in vain.
+        for step in tl.range(0, tl.cdiv(num_left, 16)):
+            k, v, slot, is_read, read = load_step(
+                source, chosen, step, PART, BLOCK_SIZE, HEAD_DIM, VALUE_DIM, BLOCK_S, 16, BLOCK_D, BLOCK_DV, WIDE
+            )
+            factor = load_factor(factors_ptr, slot, is_read)
+            row_max, total, out = _attend(q, k, v, row_max, total, out, factor * scale_log2, read, True)
+    else:
+        chosen = (indices_ptr, choice, readable, 0, 0)
+        for step in tl.range(0, NUM_SELECTED * tl.cdiv(BLOCK_SIZE, BLOCK_N)):
+            k, v, slot, is_read, read = load_step(
+                source, chosen, step, ANY, BLOCK_SIZE, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE
+            )
+            factor = load_factor(factors_ptr, slot, is_read)
+            row_max, total, out = _attend(q, k, v, row_max, total, out, factor * scale_log2, read, True)
 
-    total = tl.sum(totals, 1)
     empty = total == 0
     total = tl.where(empty, 1.0, total)
     out = out / total[:, None]
@@ -127,18 +130,20 @@ def forward_kernel(
 
 
 @triton.jit
-def _attend(q, k, v, row_max, totals, out, scale_log2, bias, MASKED: tl.constexpr):
-    """Adds a tile of keys to a running softmax. bias: of the logits, 0, or -inf for keys that are not read; these are 0
-    where MASKED, or else keys that the query reads in another step.
+def _attend(q, k, v, row_max, total, out, scale_log2, read, MASKED: tl.constexpr):
+    """Adds a tile of keys to a running softmax. read: which keys are, the others being 0; or, not MASKED, whether all
+    are, or else they are keys that the query reads in another step. total: [BLOCK_M], or, not MASKED, with a column for
+    every key of a tile.
     """
     products = tl.dot(q, tl.trans(k), input_precision='ieee')  # [BLOCK_M, BLOCK_N]
     if MASKED:
         # A query that is not finite, and reads nothing.
-        products = tl.where(bias == 0, products, 0.0)
+        products = tl.where(read, products, 0.0)
+    bias = tl.where(read, 0.0, float('-inf'))
     new_max = tl.maximum(row_max, tl.max(tl.fma(products, scale_log2, bias), 1))
     reference = tl.where(new_max == float('-inf'), 0.0, new_max)
     weights = tl.exp2(tl.fma(products, scale_log2, bias - reference[:, None]))
     rescale = tl.exp2(row_max - reference)
-    totals = tl.fma(totals, rescale[:, None], weights)
+    total = tl.fma(total, rescale, tl.sum(weights, 1)) if MASKED else tl.fma(total, rescale[:, None], weights)
     out = add_product(weights.to(v.dtype), v, out * rescale[:, None])
-    return new_max, totals, out
+    return new_max, total, out
