@@ -44,6 +44,7 @@ SCORES, GATED, PLACED = ('test_chosen_scores.py',), ('test_gated_sum.py',), ('te
 FORWARD, BACKWARD = '_triton/interval/forward.py', '_triton/interval/backward.py'
 TILES, INTERVAL_OP, PLACEMENT = '_triton/interval/tiles.py', '_triton/interval/op.py', '_triton/placement.py'
 SELECTED_FORWARD, SELECTED_BACKWARD = 'selected_attention/triton/forward.py', 'selected_attention/triton/backward.py'
+KEY_GRADIENTS = 'selected_attention/triton/key_gradients.py'
 NEIGHBOURS, ROWS = 'selected_attention/triton/neighbours.py', 'selected_attention/triton/choice.py'
 BY_BLOCK, LISTS = 'selected_attention/triton/by_block.py', 'selected_attention/triton/lists.py'
 BY_BLOCK_BACKWARD, SELECTED_KEYS = 'selected_attention/triton/by_block_backward.py', 'selected_attention/triton/keys.py'
@@ -93,15 +94,15 @@ FAULTS = [
     Fault('no rescale in selected attention', SELECTED_FORWARD, 'out = out * rescale[:, None]', 'out = out * 1.0', SELECTED),
     Fault('gradient of block_scale off', SELECTED_BACKWARD, 'dfactor) + tl.sum(dlogits * logits, 1)', 'dfactor) + tl.sum(dlogits * logits * factor, 1)', SELECTED),
     Fault('block_scale missing in the gradient of q', SELECTED_BACKWARD, 'dq = add_product((dlogits * factor).to(k.dtype), k, dq)', 'dq = add_product(dlogits.to(k.dtype), k, dq)', SELECTED),
-    Fault('causal mask dropped in the gradient of k', SELECTED_BACKWARD, 'read = read & (keys[:, None] <= positions[None, :])', 'read = read & (keys[:, None] <= positions[None, :] + 1)', SELECTED),
-    Fault('last entry of a list skipped', SELECTED_BACKWARD, 'num_entries = tl.minimum(length - first_entry, CHUNK)', 'num_entries = tl.minimum(length - first_entry - 1, CHUNK)', SELECTED),
+    Fault('causal mask dropped in the gradient of k', KEY_GRADIENTS, 'read = read & (keys[:, None] <= positions[None, :])', 'read = read & (keys[:, None] <= positions[None, :] + 1)', SELECTED),
+    Fault('last entry of a list skipped', KEY_GRADIENTS, 'num_entries = tl.minimum(length - first_entry, CHUNK)', 'num_entries = tl.minimum(length - first_entry - 1, CHUNK)', SELECTED),
     Fault('by block: one key of the future', BY_BLOCK, 'read = read & (keys[None, :] <= positions[:, None])', 'read = read & (keys[None, :] <= positions[:, None] + 1)', SELECTED[:1]),
     Fault('by block: last member skipped', BY_BLOCK, 'num_members = num_entries * GROUP', 'num_members = num_entries * GROUP - 1', SELECTED[:1]),
     Fault('by block: unit of a part dropped', BY_BLOCK, 'tl.zeros([BLOCK_M], tl.float32) + unit, mask', 'tl.zeros([BLOCK_M], tl.float32) + 1.0, mask', SELECTED[:1]),
-    Fault('by block: unit of a gradient dropped', SELECTED_BACKWARD, 'dlogits *= inverse[None, :]', 'dlogits *= 1.0', SELECTED[:1]),
-    Fault('by block: unit of a factor dropped', SELECTED_BACKWARD, 'inverse *= find_unit(tl.maximum(tl.abs(factor), 5.9604644775390625e-08) * 4096)[1]', 'inverse *= 1.0', SELECTED[:1]),
-    Fault('by block: unit of a gradient is 0', SELECTED_BACKWARD, 'units = tl.maximum(unit * invert_power(inverse), 1.1754943508222875e-38)', 'units = unit * invert_power(inverse)', ('test_selected_attention_guarantees.py',)),
-    Fault('by block: units by keys of the future', SELECTED_BACKWARD, 'find_unit(tl.max(tl.where(read, unit[:, None], 0.0), 0) * 4096)', 'find_unit(tl.max(unit, 0) * 4096)', ('test_selected_attention_guarantees.py',)),
+    Fault('by block: unit of a gradient dropped', KEY_GRADIENTS, 'dlogits *= inverse[None, :]', 'dlogits *= 1.0', SELECTED[:1]),
+    Fault('by block: unit of a factor dropped', KEY_GRADIENTS, 'inverse *= find_unit(tl.maximum(tl.abs(factor), 5.9604644775390625e-08) * 4096)[1]', 'inverse *= 1.0', SELECTED[:1]),
+    Fault('by block: unit of a gradient is 0', KEY_GRADIENTS, 'units = tl.maximum(unit * invert_power(inverse), 1.1754943508222875e-38)', 'units = unit * invert_power(inverse)', ('test_selected_attention_guarantees.py',)),
+    Fault('by block: units by keys of the future', KEY_GRADIENTS, 'find_unit(tl.max(tl.where(read, unit[:, None], 0.0), 0) * 4096)', 'find_unit(tl.max(unit, 0) * 4096)', ('test_selected_attention_guarantees.py',)),
     Fault('by block: units by values of the future', BY_BLOCK, 'find_unit(tl.max(tl.where(read, unit[None, :], 0.0), 1) * keys.shape[0])', 'find_unit(tl.zeros([BLOCK_M], tl.float32) + tl.max(unit, 0) * keys.shape[0])', ('test_selected_attention_guarantees.py',)),
     Fault('by block: columns of a part in disorder', BY_BLOCK_BACKWARD, 'dq = sort_columns(parts, dq, HEAD_DIM, BLOCK_D, True)', 'dq = sort_columns(parts, dq, HEAD_DIM, BLOCK_D, False)', SELECTED[:1]),
     Fault('by block: totals of parts not rescaled', BY_BLOCK, 'tl.sum(tl.exp2(references - reference[:, None]) * totals, 1)', 'tl.sum(totals, 1)', SELECTED[:1]),

@@ -11,7 +11,7 @@ from native_sparse_attention.ops._triton.inverse_index import group_pairs, num_b
 from native_sparse_attention.ops._triton.launch import Table, head_block, is_wide, launch, row_block, settings_of
 from native_sparse_attention.ops._triton.placement import Placement
 from native_sparse_attention.ops.selected_attention.triton import settings
-from native_sparse_attention.ops.selected_attention.triton.backward import Partials, combine_kernel, dkv_kernel
+from native_sparse_attention.ops.selected_attention.triton.key_gradients import Partials, combine_kernel, dkv_kernel
 from native_sparse_attention.ops.selected_attention.triton.lists import NO_PARTS, Lists, Parts, make_lists, split_tokens
 
 # Pairs of a query and a head, and entries, that one program adds to the gradients of a block, by bytes of an element;

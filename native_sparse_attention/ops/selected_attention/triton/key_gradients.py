@@ -1,0 +1,332 @@
+"""Backward kernels of selected attention for the gradients of k and v.
+
+The first has a program per block of keys and per chunk of the list of those who chose it. A block with one chunk is
+finished there; the chunks of the others leave partial sums, which the second adds in the list's order. The first may
+also leave what a block adds to the gradients of q and of the factors of those who chose it.
+"""
+
+# To pyright a jit function that another calls never returns.
+# pyright: reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from native_sparse_attention.ops._triton.inverse_index import find_block
+from native_sparse_attention.ops._triton.placement import load_extent
+from native_sparse_attention.ops._triton.tiles import add_product, load_rows, split_finite, store_rows
+from native_sparse_attention.ops.selected_attention.triton.lists import (
+    count_near,
+    find_chunk,
+    find_members,
+    find_unit,
+    invert_power,
+    load_entries,
+    load_factors,
+    load_sequence,
+    store_part,
+)
+
+
+class Partials(NamedTuple):
+    """Sums over a chunk of a list: float32 tensors `[pairs * num_partials, block size, D and DV]`, num_partials of them
+    for a pair.
+    """
+
+    k: Any
+    v: Any
+    num_partials: int
+
+
+@triton.jit
+def dkv_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    factors_ptr,
+    lse_ptr,
+    delta_ptr,
+    inverses_ptr,
+    dout_ptr,
+    dk_ptr,
+    dv_ptr,
+    partials,
+    parts,
+    q_strides,
+    k_strides,
+    v_strides,
+    factors_strides,
+    dout_strides,
+    dk_strides,
+    dv_strides,
+    place,
+    lists,
+    scale,
+    GROUP: tl.constexpr,
+    REPEATS: tl.constexpr,
+    NUM_SELECTED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    CHUNK: tl.constexpr,
+    WIDE: tl.constexpr,
+    ADDS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    """Adds up to CHUNK entries of a list, to dk and dv where these are all, or else to a partial sum. One program per
+    pair, chunk and tile of the block's keys. dk, dv: `[B, S, H, D and DV]`; ADDS: they have gradients already. parts:
+    of gradients of q, and in `second` of the factors, or NO_PARTS. Where there are some, BLOCK_N holds a whole block.
+    inverses: of units of the gradients of the logits, where parts are float16, or None.
+    """
+    tiles = tl.cdiv(BLOCK_SIZE, BLOCK_N)
+    pair, slot, first_entry, begin, length = find_chunk(tl.program_id(0) // tiles, lists, CHUNK)
+    if slot >= lists.num_slots:
+        return
+    # A list without entries has a chunk too: its keys have gradients of 0, or those that they have.
+    if (ADDS | (first_entry > 0)) & (first_entry >= length):
+        return
+    row = (lists.first_pair + pair) // lists.kv_heads
+    sequence, first_key = find_block(slot, row, place, BLOCK_SIZE)
+    if sequence >= place.num_sequences:
+        return
+    key_start, num_stored, num_keys, offset = load_sequence(sequence, place)
+    in_block = tl.program_id(0) % tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+    keys = first_key + in_block
+    stored = (keys >= 0) & (keys < num_stored) & (in_block < BLOCK_SIZE)
+    key_mask = stored & (keys < num_keys)
+    kv_head = ((lists.first_pair + pair) % lists.kv_heads).to(tl.int64)
+    row = row.to(tl.int64)
+    k_ptr += row * k_strides[0] + kv_head * k_strides[2]
+    v_ptr += row * v_strides[0] + kv_head * v_strides[2]
+    k = load_rows(k_ptr, key_start + keys, k_strides[1], key_mask, HEAD_DIM, BLOCK_D)  # [BLOCK_N, BLOCK_D]
+    v = load_rows(v_ptr, key_start + keys, v_strides[1], key_mask, VALUE_DIM, BLOCK_DV)  # [BLOCK_N, BLOCK_DV]
+    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+
+    entries_ptr = lists.entries + pair.to(tl.int64) * lists.num_entries + begin + first_entry
+    num_entries = tl.minimum(length - first_entry, CHUNK)
+    num_near = count_near(
+        entries_ptr, num_entries, keys, key_mask, offset, lists, BLOCK_SIZE, CAUSAL, CHUNK, REPEATS, NUM_SELECTED
+    )
+    num_rows = num_entries * GROUP
+    first_far = tl.cdiv(num_near * GROUP, BLOCK_M) * BLOCK_M
+    num_heads = lists.kv_heads * REPEATS * GROUP
+    q_ptr += row * q_strides[0]
+    dout_ptr += row * dout_strides[0]
+    lse_ptr += row * num_heads * place.seqlen_q
+    delta_ptr += row * num_heads * place.seqlen_q
+    if inverses_ptr is not None:
+        inverses_ptr += row * num_heads * place.seqlen_q
+    inputs = (q_ptr, factors_ptr, lse_ptr, delta_ptr, inverses_ptr, dout_ptr, q_strides, factors_strides, dout_strides)
+    finite_k, _ = split_finite(k)
+    largest = tl.max(tl.abs(finite_k.to(tl.float32)), 1)  # [BLOCK_N]
+    scaled_k, unit = k, 1.0
+    if inverses_ptr is not None:
+        # The inverse is a power of two, so no bit of a key is lost.
+        unit, inverse = find_unit(tl.max(largest, 0) * 4096)
+        scaled_k = (k.to(tl.float32) * inverse).to(k.dtype)
+    entry = load_entries(entries_ptr, 0, num_rows, GROUP, BLOCK_M)
+    for first_row in tl.range(0, tl.minimum(first_far, num_rows), BLOCK_M):
+        following = load_entries(entries_ptr, first_row + BLOCK_M, num_rows, GROUP, BLOCK_M)
+        dk, dv = _add_members(
+            inputs, k, v, finite_k, largest, dk, dv, entry, first_row, num_rows, pair, row, kv_head,
+            keys, key_mask, offset, parts, place, lists, scale, GROUP, REPEATS, NUM_SELECTED, CAUSAL,
+            WIDE, True, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV,
+        )  # fmt: skip
+        entry = following
+    for first_row in tl.range(first_far, num_rows, BLOCK_M):
+        following = load_entries(entries_ptr, first_row + BLOCK_M, num_rows, GROUP, BLOCK_M)
+        dk, dv = _add_members(
+            inputs, k, v, scaled_k, unit, dk, dv, entry, first_row, num_rows, pair, row, kv_head, keys,
+            key_mask, offset, parts, place, lists, scale, GROUP, REPEATS, NUM_SELECTED, CAUSAL, WIDE,
+            False, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV,
+        )  # fmt: skip
+        entry = following
+    # What no query may read is loaded as 0, and its gradient is 0.
+    dk = tl.where(key_mask[:, None], dk * scale, 0.0)
+    dv = tl.where(key_mask[:, None], dv, 0.0)
+    if length <= CHUNK:
+        dk_ptr += row * dk_strides[0] + kv_head * dk_strides[2]
+        dv_ptr += row * dv_strides[0] + kv_head * dv_strides[2]
+        if ADDS:
+            dk += load_rows(dk_ptr, key_start + keys, dk_strides[1], stored, HEAD_DIM, BLOCK_D)
+            dv += load_rows(dv_ptr, key_start + keys, dv_strides[1], stored, VALUE_DIM, BLOCK_DV)
+        store_rows(dk_ptr, key_start + keys, dk_strides[1], dk, stored, HEAD_DIM, BLOCK_D)
+        store_rows(dv_ptr, key_start + keys, dv_strides[1], dv, stored, VALUE_DIM, BLOCK_DV)
+    else:
+        rows_of_partial = _find_partial(pair, begin, partials, CHUNK) + first_entry // CHUNK
+        rows_of_partial = rows_of_partial * BLOCK_SIZE + in_block
+        store_rows(partials.k, rows_of_partial, HEAD_DIM, dk, in_block < BLOCK_SIZE, HEAD_DIM, BLOCK_D)
+        store_rows(partials.v, rows_of_partial, VALUE_DIM, dv, in_block < BLOCK_SIZE, VALUE_DIM, BLOCK_DV)
+
+
+@triton.jit
+def _add_members(
+    inputs,
+    k,
+    v,
+    scaled_k,
+    unit,
+    dk,
+    dv,
+    entry,
+    first_row,
+    num_rows,
+    pair,
+    row,
+    kv_head,
+    keys,
+    key_mask,
+    offset,
+    parts,
+    place,
+    lists,
+    scale,
+    GROUP: tl.constexpr,
+    REPEATS: tl.constexpr,
+    NUM_SELECTED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WIDE: tl.constexpr,
+    MASKED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    """dk and dv with what a tile of members adds. Not MASKED: all of them read all of the keys. scaled_k: k as
+    multiples of unit, for parts; or MASKED as it is, and unit the largest element of every key, so that each member has
+    a unit by what it reads.
+    """
+    q_ptr, factors_ptr, lse_ptr, delta_ptr, inverses_ptr, dout_ptr, q_strides, factors_strides, dout_strides = inputs
+    rows = first_row + tl.arange(0, BLOCK_M)
+    row_mask = rows < num_rows
+    token, chooser, head = find_members(entry, rows, kv_head, lists, GROUP, REPEATS, NUM_SELECTED)
+    positions = offset + token
+    if WIDE:
+        token, head = token.to(tl.int64), head.to(tl.int64)
+    offsets = token * q_strides[1] + head * q_strides[2]
+    q = load_rows(q_ptr, offsets, 1, row_mask, HEAD_DIM, BLOCK_D)  # [BLOCK_M, BLOCK_D]
+    offsets = token * dout_strides[1] + head * dout_strides[2]
+    dout = load_rows(dout_ptr, offsets, 1, row_mask, VALUE_DIM, BLOCK_DV)  # [BLOCK_M, BLOCK_DV]
+    places_of_lse = head * place.seqlen_q + token
+    # Rows that are none add nothing: their q and dout are 0.
+    lse = tl.load(lse_ptr + places_of_lse, mask=row_mask, other=0.0)
+    delta = tl.load(delta_ptr + places_of_lse, mask=row_mask, other=0.0)
+    # Where lse is -inf, all logits are: a number makes their weights 0. Its product with log2(e) is one too.
+    shift = tl.maximum(lse, -2.0e38, propagate_nan=tl.PropagateNan.ALL) * -1.4426950408889634
+    factor = tl.full([BLOCK_M], 1.0, tl.float32)
+    if factors_ptr is not None:
+        factor = load_factors(factors_ptr, factors_strides, row, token, chooser, entry, row_mask, NUM_SELECTED)
+    scale_log2 = scale * 1.4426950408889634 * factor
+
+    products = tl.dot(k, tl.trans(q), input_precision='ieee')  # [BLOCK_N, BLOCK_M]
+    weights = tl.exp2(tl.fma(products, scale_log2[None, :], shift[None, :]))
+    dweights = tl.dot(v, tl.trans(dout), input_precision='ieee')
+    dlogits = weights * (dweights - delta[None, :])
+    logits = products * scale
+    if MASKED:
+        read = key_mask[:, None] & row_mask[None, :]
+        if CAUSAL:
+            read = read & (keys[:, None] <= positions[None, :])
+        weights = tl.where(read, weights, 0.0)
+        dlogits = tl.where(read, dlogits, 0.0)
+        logits = tl.where(read, logits, 0.0)
+        # A query that is not finite must not reach the keys that it does not read.
+        q, _ = split_finite(q)
+    if parts.out is not None:
+        places = (pair * lists.num_entries + entry) * GROUP + rows % GROUP
+        if parts.second is not None:
+            tl.store(parts.second + places, tl.sum(dlogits * logits, 0), mask=row_mask)
+    if factors_ptr is not None:
+        dlogits *= factor[None, :]
+    dv = add_product(weights.to(dout.dtype), dout, dv)
+    dk = add_product(dlogits.to(q.dtype), q, dk)
+    if parts.out is not None:
+        units = tl.full([BLOCK_M], 1.0, tl.float32)
+        if inverses_ptr is not None:
+            inverse = tl.load(inverses_ptr + places_of_lse, mask=row_mask, other=0.0)
+            if factors_ptr is not None:
+                # Not without limits: the inverse has to remain a number.
+                inverse *= find_unit(tl.maximum(tl.abs(factor), 5.9604644775390625e-08) * 4096)[1]
+                inverse = tl.maximum(inverse, 1.1754943508222875e-38)
+            if MASKED:
+                unit, inverse_of_k = find_unit(tl.max(tl.where(read, unit[:, None], 0.0), 0) * 4096)
+                dlogits *= inverse_of_k[None, :]
+            # Neither 0, which says that there is no part, nor more than invert_power takes.
+            units = tl.maximum(unit * invert_power(inverse), 1.1754943508222875e-38)
+            units = tl.minimum(units, 8.507059173023462e37)
+            dlogits *= inverse[None, :]
+        dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        dq = add_product(tl.trans(dlogits.to(scaled_k.dtype)), scaled_k, dq)
+        store_part(parts, places, dq, units, row_mask, HEAD_DIM, BLOCK_D, True)
+    return dk, dv
+
+
+@triton.jit
+def combine_kernel(
+    dk_ptr,
+    dv_ptr,
+    partials,
+    dk_strides,
+    dv_strides,
+    place,
+    lists,
+    BLOCK_SIZE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ADDS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    """Adds the partial sums of the lists that have several. One program per pair, block slot and tile of its keys."""
+    tiles = tl.cdiv(BLOCK_SIZE, BLOCK_N)
+    slot = tl.program_id(0) // tiles % lists.num_slots
+    pair = tl.program_id(0) // tiles // lists.num_slots
+    starts_ptr = lists.starts + pair.to(tl.int64) * (lists.num_slots + 1) + slot
+    begin = tl.load(starts_ptr)
+    length = tl.load(starts_ptr + 1) - begin
+    if length <= CHUNK:
+        return
+    row = (lists.first_pair + pair) // lists.kv_heads
+    sequence, first_key = find_block(slot, row, place, BLOCK_SIZE)
+    if sequence >= place.num_sequences:
+        return
+    _, key_start, num_stored = load_extent(place.cu_seqlens_k, sequence, place.seqlen_k, place.num_sequences)
+    in_block = tl.program_id(0) % tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+    keys = first_key + in_block
+    in_partial = in_block < BLOCK_SIZE
+    stored = (keys >= 0) & (keys < num_stored) & in_partial
+    row = row.to(tl.int64)
+    kv_head = ((lists.first_pair + pair) % lists.kv_heads).to(tl.int64)
+    dk_ptr += row * dk_strides[0] + kv_head * dk_strides[2]
+    dv_ptr += row * dv_strides[0] + kv_head * dv_strides[2]
+    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+    if ADDS:
+        dk += load_rows(dk_ptr, key_start + keys, dk_strides[1], stored, HEAD_DIM, BLOCK_D)
+        dv += load_rows(dv_ptr, key_start + keys, dv_strides[1], stored, VALUE_DIM, BLOCK_DV)
+    first_partial = _find_partial(pair, begin, partials, CHUNK)
+    for chunk in tl.range(0, tl.cdiv(length, CHUNK)):
+        rows = (first_partial + chunk) * BLOCK_SIZE + in_block
+        dk += load_rows(partials.k, rows, HEAD_DIM, in_partial, HEAD_DIM, BLOCK_D)
+        dv += load_rows(partials.v, rows, VALUE_DIM, in_partial, VALUE_DIM, BLOCK_DV)
+    store_rows(dk_ptr, key_start + keys, dk_strides[1], dk, stored, HEAD_DIM, BLOCK_D)
+    store_rows(dv_ptr, key_start + keys, dv_strides[1], dv, stored, VALUE_DIM, BLOCK_DV)
+
+
+@triton.jit
+def _find_partial(pair, begin, partials, CHUNK: tl.constexpr):
+    """The first partial sum of a list that begins at entry `begin` and has more than CHUNK entries. Such a list of x *
+    CHUNK entries has at most floor(2 * x) chunks, so no two lists meet.
+    """
+    return pair.to(tl.int64) * partials.num_partials + 2 * begin.to(tl.int64) // CHUNK
