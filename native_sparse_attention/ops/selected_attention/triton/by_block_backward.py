@@ -68,7 +68,7 @@ class MemberGradients:
         self.group, self.repeats = q.shape[2] // index_heads, index_heads // k.shape[2]
         bytes_of_token = self.repeats * self.num_selected * self.group * (bytes_of_part(q, q.shape[3]) + 4)
         # What a row of the batch has besides: delta and inverses.
-        workspace = WORKSPACE - 2 * lse[:1].numel() * lse.element_size()
+        workspace = max(WORKSPACE - 2 * lse[:1].numel() * lse.element_size(), WORKSPACE // 2)
         self.most_tokens = max(1, workspace // max(1, bytes_of_token))
         self.dq = torch.empty_like(q, memory_format=torch.contiguous_format)
         self.delta = torch.empty_like(lse)
