@@ -46,7 +46,6 @@ def dq_kernel(
     dlse_ptr,
     dq_ptr,
     delta_ptr,
-    shift_ptr,
     q_strides,
     k_strides,
     v_strides,
@@ -67,7 +66,7 @@ def dq_kernel(
     WIDE: tl.constexpr,
 ):
     """Shapes as in the forward kernel; dlse may be None, and is `[B, HQ, T]` like lse and delta, where the gradient of
-    a logit is p * (dp - delta), and shift, where p is 2 ** (logit * log2(e) + shift).
+    a logit is p * (dp - delta).
     """
     sequence, row, query_start, first_query, num_queries, num_tokens, offset = locate_queries(
         tl.program_id(0), place, BLOCK_M
@@ -146,7 +145,6 @@ def dq_kernel(
     dq = (dq - missing[:, None] * mean_k) * scale
     store_rows(dq_ptr, query_rows, dq_strides[1], dq, query_mask, HEAD_DIM, BLOCK_D)
     tl.store(delta_ptr + row_of_lse + query_rows, delta + missing - dlse, mask=query_mask)
-    tl.store(shift_ptr + row_of_lse + query_rows, -lse_log2, mask=query_mask)
 
 
 @triton.jit
@@ -209,7 +207,7 @@ def dkv_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
-    shift_ptr,
+    lse_ptr,
     delta_ptr,
     dout_ptr,
     dk_ptr,
@@ -304,16 +302,16 @@ def dkv_kernel(
         for head in range(HEADS):
             q_of_head = q_ptr + (first_head + head) * q_strides[2] + first_row * q_strides[1]
             dout_of_head = dout_ptr + (first_head + head) * dout_strides[2] + first_row * dout_strides[1]
-            row_of_delta = (row * num_heads + first_head + head) * place.seqlen_q + first_row
+            row_of_lse = (row * num_heads + first_head + head) * place.seqlen_q + first_row
             for tile in range(end_tiles):
                 sums = _add_queries(
-                    q_of_head, dout_of_head, shift_ptr + row_of_delta, delta_ptr + row_of_delta, q_strides[1],
+                    q_of_head, dout_of_head, lse_ptr + row_of_lse, delta_ptr + row_of_lse, q_strides[1],
                     dout_strides[1], k, v, sums, limits, tiles, tile, last, interval, scale, True, False, HEAD_DIM,
                     VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV, WIDE,
                 )  # fmt: skip
             for tile in range(end_tiles, num_tiles):
                 sums = _add_queries(
-                    q_of_head, dout_of_head, shift_ptr + row_of_delta, delta_ptr + row_of_delta, q_strides[1],
+                    q_of_head, dout_of_head, lse_ptr + row_of_lse, delta_ptr + row_of_lse, q_strides[1],
                     dout_strides[1], k, v, sums, limits, tiles, tile, last, interval, scale, False, False, HEAD_DIM,
                     VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV, WIDE,
                 )  # fmt: skip
@@ -323,10 +321,10 @@ def dkv_kernel(
         for head in range(HEADS):
             q_of_head = q_ptr + (first_head + head) * q_strides[2] + first_row * q_strides[1]
             dout_of_head = dout_ptr + (first_head + head) * dout_strides[2] + first_row * dout_strides[1]
-            row_of_delta = (row * num_heads + first_head + head) * place.seqlen_q + first_row
+            row_of_lse = (row * num_heads + first_head + head) * place.seqlen_q + first_row
             for tile in tl.range(num_tiles, num_stages=1):
                 sums = _add_queries(
-                    q_of_head, dout_of_head, shift_ptr + row_of_delta, delta_ptr + row_of_delta, q_strides[1],
+                    q_of_head, dout_of_head, lse_ptr + row_of_lse, delta_ptr + row_of_lse, q_strides[1],
                     dout_strides[1], k, v, sums, limits, tiles, tile, last, interval, scale, True, True, HEAD_DIM,
                     VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV, WIDE,
                 )  # fmt: skip
@@ -344,7 +342,7 @@ def dkv_kernel(
 def _add_queries(
     q_ptr,
     dout_ptr,
-    shift_ptr,
+    lse_ptr,
     delta_ptr,
     q_stride,
     dout_stride,
@@ -380,10 +378,11 @@ def _add_queries(
     if MASKED:
         # A thread loads many of these; a mask for each costs more than the last one's once more.
         queries = tl.minimum(queries, last - 1)
-    shift = tl.load(shift_ptr + queries)
+    lse = tl.load(lse_ptr + queries)
     delta = tl.load(delta_ptr + queries)
+    lse_log2 = tl.where(lse == float('-inf'), 0.0, lse) * 1.4426950408889634
     logits = tl.dot(k, tl.trans(q), input_precision='ieee')  # [BLOCK_N, BLOCK_M]
-    exponents = tl.fma(logits, scale * 1.4426950408889634, shift[None, :])
+    exponents = tl.fma(logits, scale * 1.4426950408889634, -lse_log2[None, :])
     if MASKED:
         read = is_read_by(interval, limits, start, BLOCK_M)
         exponents = tl.where(read, exponents, float('-inf'))

@@ -137,12 +137,12 @@ def _backward(
     seqlen, heads, head_dim = q.shape[1:]
     kv_heads, value_dim = v.shape[2:]
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
-    delta, shift = torch.empty_like(lse), torch.empty_like(lse)
+    delta = torch.empty_like(lse)
     block_m, block_n, num_warps, num_stages = settings_of(settings.DQ, q, v)
     launch(
         dq_kernel,
         (num_tiles(place, seqlen, block_m), heads),
-        *(q, k, v, out, lse, dout, dlse, dq, delta, shift),
+        *(q, k, v, out, lse, dout, dlse, dq, delta),
         *(q.stride(), k.stride(), v.stride(), out.stride(), dout.stride()),
         *(None if dlse is None else dlse.stride(), dq.stride()),
         *(place, interval, scale),
@@ -156,13 +156,13 @@ def _backward(
     if not needs_dkv:
         return dq, q.new_empty(0), q.new_empty(0), q.new_empty(0), q.new_empty(0)
 
-    tensors = (q, k, v, shift, delta, dout)
+    tensors = (q, k, v, lse, delta, dout)
     dk, dv = _differentiate_keys(tensors, place, interval, scale)
     dmem_k, dmem_v = _differentiate_memory(tensors, place, interval, scale)
     return dq, dk, dv, dmem_k, dmem_v
 
 
-# q, k, v, shift, delta, dout
+# q, k, v, lse, delta, dout
 Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
@@ -236,12 +236,12 @@ def _launch_dkv(
     split: int | None = None,
 ) -> None:
     """split: of the queries, where the gradients are those of memory."""
-    q, k, v, shift, delta, dout = tensors
+    q, k, v, lse, delta, dout = tensors
     block_m, block_n, num_warps, num_stages = settings_of(settings.DKV, q, v)
     launch(
         dkv_kernel,
         grid,
-        *(q, k, v, shift, delta, dout, *grads),
+        *(q, k, v, lse, delta, dout, *grads),
         *(q.stride(), k.stride(), v.stride(), dout.stride(), *(t.stride() for t in grads)),
         *(place, interval, scale),
         MEMORY=split is not None,
@@ -339,8 +339,8 @@ def _split_rows(batch: int, bytes_of_row: int) -> list[range]:
 
 
 def _rows_of(tensors: Tensors, rows: range) -> Tensors:
-    q, k, v, shift, delta, dout = (t[rows.start : rows.stop] for t in tensors)
-    return q, k, v, shift, delta, dout
+    q, k, v, lse, delta, dout = (t[rows.start : rows.stop] for t in tensors)
+    return q, k, v, lse, delta, dout
 
 
 def _place_of(place: Placement, rows: range) -> Placement:

@@ -217,27 +217,18 @@ def select_kernel(
     # Empty slots have keys below all others, and unequal ones. Slots behind the row are never the smallest.
     empty = tl.where(slots < choice.num_selected, -1 - slots.to(tl.int64), 2**62)
     kept = tl.broadcast_to(empty[None, :], [BLOCK_T, BLOCK_N])
-    first_whole, last_whole = _find_whole_tiles(first_query + offset, num_keys, blocks, choice, CAUSAL, BLOCK_J)
-    # In any order: which blocks are kept does not depend on it. All tiles but the whole ones, then these.
-    for tile in tl.range(0, tl.cdiv(last, BLOCK_J) - (last_whole - first_whole)):
-        tile += tl.where(tile < first_whole, 0, last_whole - first_whole)
-        block = tile * BLOCK_J + tl.arange(0, BLOCK_J)
+    for first_block in tl.range(0, last, BLOCK_J):
+        block = first_block + tl.arange(0, BLOCK_J)
         scores = _score(
             q, lse, k_ptr, k_strides[1], block, key_start, num_keys, offset + queries, blocks, scale,
-            True, CAUSAL, HEAD_DIM, BLOCK_T, BLOCK_G, BLOCK_J, BLOCK_D,
+            CAUSAL, HEAD_DIM, BLOCK_J, BLOCK_D,
         )  # fmt: skip
+        scores = tl.sum(tl.reshape(scores, [BLOCK_T, BLOCK_G, BLOCK_J]), 1)  # [BLOCK_T, BLOCK_J]
         choosable = (block < num_blocks)[None, :]
         if CAUSAL:
             choosable = choosable & (block[None, :] <= own_block[:, None])
         keys = _order(scores, block[None, :], own_block[:, None], choice, CAUSAL)
         kept = _keep_largest(kept, tl.where(choosable, keys, -(2**62)))
-    for tile in tl.range(first_whole, last_whole):
-        block = tile * BLOCK_J + tl.arange(0, BLOCK_J)
-        scores = _score(
-            q, lse, k_ptr, k_strides[1], block, key_start, num_keys, offset + queries, blocks, scale,
-            False, CAUSAL, HEAD_DIM, BLOCK_T, BLOCK_G, BLOCK_J, BLOCK_D,
-        )  # fmt: skip
-        kept = _keep_highest(kept, scores, block[None, :])
 
     taken = (kept >= 0) & (slots < choice.num_selected)[None, :]
     rest = tl.where(taken, 2**30 - 1 - (kept & (2**30 - 1)).to(tl.int32), 2**30)  # blocks, as `_order` hid them in keys
@@ -254,22 +245,6 @@ def select_kernel(
 
 
 @triton.jit
-def _find_whole_tiles(first_position, num_keys, blocks, choice, CAUSAL: tl.constexpr, BLOCK_J: tl.constexpr):
-    """The first and the last of the tiles without forced blocks of which all compressed blocks there are and all
-    queries see them, the last one exclusive. first_position: of the first query.
-    """
-    per_selection = blocks.selection_block_size // blocks.stride
-    before = (blocks.block_size - 1) // blocks.stride
-    seen = num_keys
-    if CAUSAL:
-        seen = tl.minimum(seen, count_blocks(tl.maximum(first_position + 1, 0), blocks.block_size, blocks.stride))
-    first = tl.cdiv(tl.maximum(tl.cdiv(before, per_selection), choice.num_init), BLOCK_J)
-    own_block = _floor_divide(first_position, blocks.selection_block_size)
-    stop = tl.minimum(seen // per_selection, own_block + 1 - choice.num_local)
-    return first, tl.maximum(tl.maximum(stop, 0) // BLOCK_J, first)
-
-
-@triton.jit
 def _score(
     q,
     lse,
@@ -281,41 +256,31 @@ def _score(
     positions,
     blocks,
     scale,
-    MASKED: tl.constexpr,
     CAUSAL: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_G: tl.constexpr,
     BLOCK_J: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Scores of selection blocks for every query, [BLOCK_T, BLOCK_J], times the stride, which changes no order. The
-    compressed blocks of a selection block are added in one order, so that equal keys make equal scores. Not MASKED: all
-    queries see all of them.
+    """Scores of selection blocks for every query and head, times the stride, which changes no order. The compressed
+    blocks of a selection block are added in one order, so that equal keys make equal scores.
     """
     scores = tl.zeros([q.shape[0], BLOCK_J], tl.float32)
     blocks_per_selection = blocks.selection_block_size // blocks.stride
     before = (blocks.block_size - 1) // blocks.stride
-    scale_log2 = scale * 1.4426950408889634
-    lse_log2 = lse * 1.4426950408889634
     for step in tl.range(0, before + blocks_per_selection):
         start = (step - before) * blocks.stride
         shared = tl.minimum(start + blocks.block_size, blocks.selection_block_size) - tl.maximum(start, 0)
         compressed = block * blocks_per_selection + step - before
-        exists = tl.full([BLOCK_J], 1, tl.int1)
-        if MASKED:
-            exists = (compressed >= 0) & (compressed < num_keys)
+        exists = (compressed >= 0) & (compressed < num_keys)
         k = load_rows(k_ptr, key_start + compressed, k_stride, exists, HEAD_DIM, BLOCK_D)  # [BLOCK_J, BLOCK_D]
         products = tl.dot(q, tl.trans(k), input_precision='ieee')  # [BLOCK_T * BLOCK_G, BLOCK_J]
-        weights = tl.exp2(tl.fma(products, scale_log2, -lse_log2[:, None]))
-        if MASKED:
-            visible = exists[None, :]
-            if CAUSAL:
-                end = compressed * blocks.stride + blocks.block_size - 1
-                visible = visible & (end[None, :] <= positions[:, None])
-            weights = tl.where(visible, weights, 0.0)
-        scores = tl.fma(weights, shared.to(tl.float32), scores)
-    return tl.sum(tl.reshape(scores, [BLOCK_T, BLOCK_G, BLOCK_J]), 1)
+        visible = exists[None, :]
+        if CAUSAL:
+            end = compressed * blocks.stride + blocks.block_size - 1
+            visible = visible & (end[None, :] <= positions[:, None])
+        weights = tl.exp2(tl.fma(products, scale, -lse[:, None]) * 1.4426950408889634)
+        scores = tl.fma(tl.where(visible, weights, 0.0), shared.to(tl.float32), scores)
+    return scores
 
 
 @triton.jit
@@ -332,16 +297,10 @@ def _order(scores, block, own_block, choice, CAUSAL: tl.constexpr):
     initial = choice.num_init - block + 2 * choice.num_local
     priority = tl.where(block < choice.num_init, tl.maximum(priority, initial), priority)
     priority = tl.where(is_local & (distance == 0), 2 * choice.num_local + choice.num_init + 1, priority)
+    # Bits of floats that are not negative are in the order of the floats.
     scores = tl.where(scores == scores, scores, float('inf'))
-    return tl.where(
-        priority > 0, (priority.to(tl.int64) + 2**31 << 30) + (2**30 - 1 - block), _order_free(scores, block)
-    )
-
-
-@triton.jit
-def _order_free(scores, block):
-    """`_order` of blocks that are not forced. Bits of floats that are not negative are in the order of the floats."""
-    return (scores.to(tl.int32, bitcast=True).to(tl.int64) << 30) + (2**30 - 1 - block)
+    free = scores.to(tl.int32, bitcast=True).to(tl.int64)
+    return (tl.where(priority > 0, priority.to(tl.int64) + 2**31, free) << 30) + (2**30 - 1 - block)
 
 
 @triton.jit
@@ -358,30 +317,6 @@ def _keep_largest(kept, keys):
         smallest = tl.min(kept, 1)
         largest = tl.max(keys, 1)
     return kept
-
-
-@triton.jit
-def _keep_highest(kept, scores, block):
-    """`_keep_largest` of blocks that are not forced, of which only the best are put in order."""
-    scores = tl.where(scores == scores, scores, float('inf'))
-    smallest = tl.min(kept, 1)
-    best, key = _find_best(scores, block)
-    while tl.max((key > smallest).to(tl.int32), 0) > 0:
-        replaced = (kept == smallest[:, None]) & (key > smallest)[:, None]
-        kept = tl.where(replaced, key[:, None], kept)
-        # Negative numbers are below all that is kept.
-        scores = tl.where(block == best[:, None], -1.0, scores)
-        smallest = tl.min(kept, 1)
-        best, key = _find_best(scores, block)
-    return kept
-
-
-@triton.jit
-def _find_best(scores, block):
-    """Per row the block that is taken first, and its key."""
-    highest = tl.max(scores, 1)
-    best = tl.min(tl.where(scores == highest[:, None], block, 2**30), 1)
-    return best, _order_free(highest, best)
 
 
 @triton.jit

@@ -21,7 +21,7 @@ FORWARD: Table = {
     ('sm86', 4, 64): Settings(32, 32, 4, 2),
     ('sm86', 4, 128): Settings(16, 32, 4, 1),
     ('sm86', 4, 256): Settings(16, 16, 4, 1),
-    ('sm90', 2, 128): Settings(64, 64, 2, 2),
+    ('sm90', 2, 128): Settings(64, 64, 1, 2),
 }
 
 DQ: Table = {
