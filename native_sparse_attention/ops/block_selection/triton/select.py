@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from native_sparse_attention.geometry import Sequences, max_length_of_compressed
-from native_sparse_attention.ops._triton.launch import head_block, launch, settings_of
+from native_sparse_attention.ops._triton.launch import head_block, is_wide, launch, settings_of
 from native_sparse_attention.ops._triton.placement import (
     count_blocks,
     flatten,
@@ -107,7 +107,7 @@ def _select(
     max_tokens = min(max_length_of_compressed(num_compressed, block_size, stride), MAX_TOKENS)
     block_m, block_j, num_warps, num_stages = settings_of(settings.SELECT, q)
     block_g = 1 << (group - 1).bit_length()
-    block_n = max(2, 1 << (num_selected - 1).bit_length())
+    block_n = max(32, 1 << (num_selected - 1).bit_length())
     block_t = max(1, 16 // block_g, min(block_m // block_g, MAX_KEPT // block_n))
     launch(
         select_kernel,
@@ -124,8 +124,11 @@ def _select(
         BLOCK_T=block_t,
         BLOCK_G=block_g,
         BLOCK_J=block_j,
+        BLOCK_P=min(block_j, block_n),
         BLOCK_N=block_n,
         BLOCK_D=head_block(head_dim),
+        HANDED_ON=block_size - stride <= selection_block_size,
+        WIDE=is_wide(k_cmp),
         num_warps=num_warps,
         num_stages=num_stages,
         device=q.device,
@@ -178,8 +181,11 @@ def select_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_J: tl.constexpr,
+    BLOCK_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    HANDED_ON: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     """q: `[B, T, HQ, D]`; k: `[B, C, H, D]`; lse: `[B, HQ, T]`; out: `[B, T, HI, n]`, contiguous. The GROUP heads of a
     chooser choose together; every key head has CHOOSERS of them.
@@ -190,6 +196,8 @@ def select_kernel(
     if first_query >= num_queries:
         return
     chooser = tl.program_id(1)
+    # A tile's first block is the last one of the tile before, to hand on what it shares with the next one.
+    OVERLAP: tl.constexpr = 1 if HANDED_ON else 0
     num_tokens = tl.minimum(num_tokens, blocks.max_tokens)
     _, key_start, num_keys = load_extent(place.cu_blocks, sequence, blocks.num_compressed, place.num_sequences)
     num_keys = tl.minimum(count_blocks(num_tokens, blocks.block_size, blocks.stride), num_keys)
@@ -217,18 +225,55 @@ def select_kernel(
     # Empty slots have keys below all others, and unequal ones. Slots behind the row are never the smallest.
     empty = tl.where(slots < choice.num_selected, -1 - slots.to(tl.int64), 2**62)
     kept = tl.broadcast_to(empty[None, :], [BLOCK_T, BLOCK_N])
-    for first_block in tl.range(0, last, BLOCK_J):
-        block = first_block + tl.arange(0, BLOCK_J)
-        scores = _score(
-            q, lse, k_ptr, k_strides[1], block, key_start, num_keys, offset + queries, blocks, scale,
-            CAUSAL, HEAD_DIM, BLOCK_J, BLOCK_D,
-        )  # fmt: skip
-        scores = tl.sum(tl.reshape(scores, [BLOCK_T, BLOCK_G, BLOCK_J]), 1)  # [BLOCK_T, BLOCK_J]
-        choosable = (block < num_blocks)[None, :]
-        if CAUSAL:
-            choosable = choosable & (block[None, :] <= own_block[:, None])
-        keys = _order(scores, block[None, :], own_block[:, None], choice, CAUSAL)
-        kept = _keep_largest(kept, tl.where(choosable, keys, -(2**62)))
+
+    per_selection = blocks.selection_block_size // blocks.stride
+    skipped = 0 if HANDED_ON else (blocks.block_size - 1) // blocks.stride
+    num_steps = per_selection + skipped
+    seen = num_keys  # by all queries
+    if CAUSAL:
+        first_position = tl.maximum(offset + first_query + 1, 0)
+        seen = tl.minimum(seen, count_blocks(first_position, blocks.block_size, blocks.stride))
+    scale_log2 = scale * 1.4426950408889634
+    lse_log2 = lse * 1.4426950408889634
+    # One loop over tiles and their steps, so that all of them are one pipeline.
+    first_block, step = -OVERLAP, 0
+    scores = tl.zeros([BLOCK_J, BLOCK_T], tl.float32)
+    onward = tl.zeros([BLOCK_J, BLOCK_T], tl.float32)
+    for _ in tl.range(0, tl.cdiv(last, BLOCK_J - OVERLAP) * num_steps):
+        compressed = (first_block + tl.arange(0, BLOCK_J)) * per_selection + step - skipped
+        exists = (compressed >= 0) & (compressed < num_keys)
+        k = load_rows(k_ptr, key_start + compressed, k_strides[1], exists, HEAD_DIM, BLOCK_D, WIDE)  # [BLOCK_J, BLOCK_D]
+        products = tl.dot(k, tl.trans(q), input_precision='ieee')  # [BLOCK_J, BLOCK_T * BLOCK_G]
+        weights = tl.exp2(tl.fma(products, scale_log2, -lse_log2[None, :]))
+        if (first_block * per_selection < skipped) | ((first_block + BLOCK_J) * per_selection > seen):
+            visible = exists[:, None]
+            if CAUSAL:
+                end = compressed * blocks.stride + blocks.block_size - 1
+                visible = visible & (end[:, None] <= (offset + queries)[None, :])
+            weights = tl.where(visible, weights, 0.0)
+        weights = tl.sum(tl.reshape(weights, [BLOCK_J, BLOCK_T, BLOCK_G]), 2)
+        start = (step - skipped) * blocks.stride
+        end = start + blocks.block_size
+        shared = tl.minimum(end, blocks.selection_block_size) - tl.maximum(start, 0)
+        scores = tl.fma(weights, shared.to(tl.float32), scores)
+        if HANDED_ON:
+            onward = tl.fma(weights, tl.maximum(end - blocks.selection_block_size, 0).to(tl.float32), onward)
+        step += 1
+        if step == num_steps:
+            for part in tl.static_range(0, BLOCK_J, BLOCK_P):
+                place_in_tile = part + tl.arange(0, BLOCK_P)
+                part_scores = _pick(scores, place_in_tile)
+                if HANDED_ON:
+                    part_scores += _pick(onward, tl.maximum(place_in_tile - 1, 0))
+                block = (first_block + place_in_tile)[None, :]
+                choosable = (place_in_tile >= OVERLAP)[None, :] & (block < num_blocks)
+                if CAUSAL:
+                    choosable = choosable & (block <= own_block[:, None])
+                keys = _order(part_scores, block, own_block[:, None], choice, CAUSAL)
+                kept = _keep_largest(kept, tl.where(choosable, keys, -(2**62)))
+            scores = tl.zeros([BLOCK_J, BLOCK_T], tl.float32)
+            onward = tl.zeros([BLOCK_J, BLOCK_T], tl.float32)
+            first_block, step = first_block + BLOCK_J - OVERLAP, 0
 
     taken = (kept >= 0) & (slots < choice.num_selected)[None, :]
     rest = tl.where(taken, 2**30 - 1 - (kept & (2**30 - 1)).to(tl.int32), 2**30)  # blocks, as `_order` hid them in keys
@@ -245,42 +290,10 @@ def select_kernel(
 
 
 @triton.jit
-def _score(
-    q,
-    lse,
-    k_ptr,
-    k_stride,
-    block,
-    key_start,
-    num_keys,
-    positions,
-    blocks,
-    scale,
-    CAUSAL: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_J: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Scores of selection blocks for every query and head, times the stride, which changes no order. The compressed
-    blocks of a selection block are added in one order, so that equal keys make equal scores.
-    """
-    scores = tl.zeros([q.shape[0], BLOCK_J], tl.float32)
-    blocks_per_selection = blocks.selection_block_size // blocks.stride
-    before = (blocks.block_size - 1) // blocks.stride
-    for step in tl.range(0, before + blocks_per_selection):
-        start = (step - before) * blocks.stride
-        shared = tl.minimum(start + blocks.block_size, blocks.selection_block_size) - tl.maximum(start, 0)
-        compressed = block * blocks_per_selection + step - before
-        exists = (compressed >= 0) & (compressed < num_keys)
-        k = load_rows(k_ptr, key_start + compressed, k_stride, exists, HEAD_DIM, BLOCK_D)  # [BLOCK_J, BLOCK_D]
-        products = tl.dot(q, tl.trans(k), input_precision='ieee')  # [BLOCK_T * BLOCK_G, BLOCK_J]
-        visible = exists[None, :]
-        if CAUSAL:
-            end = compressed * blocks.stride + blocks.block_size - 1
-            visible = visible & (end[None, :] <= positions[:, None])
-        weights = tl.exp2(tl.fma(products, scale, -lse[:, None]) * 1.4426950408889634)
-        scores = tl.fma(tl.where(visible, weights, 0.0), shared.to(tl.float32), scores)
-    return scores
+def _pick(values, rows):
+    """Some rows of [J, T], as columns."""
+    values = tl.trans(values)
+    return tl.gather(values, tl.broadcast_to(rows[None, :], [values.shape[0], rows.shape[0]]), 1)
 
 
 @triton.jit
@@ -308,14 +321,13 @@ def _keep_largest(kept, keys):
     """Per row the largest of both, as many as are kept: the smallest that is kept makes room for the largest key as
     long as that is larger.
     """
-    smallest = tl.min(kept, 1)
-    largest = tl.max(keys, 1)
-    while tl.max((largest > smallest).to(tl.int32), 0) > 0:
-        replaced = (kept == smallest[:, None]) & (largest > smallest)[:, None]
-        kept = tl.where(replaced, largest[:, None], kept)
-        keys = tl.where(keys == largest[:, None], -(2**62), keys)
-        smallest = tl.min(kept, 1)
-        largest = tl.max(keys, 1)
+    smallest = tl.min(kept, 1)[:, None]
+    num_larger = tl.sum((keys > smallest).to(tl.int32), 1)
+    for _ in tl.range(0, tl.max(num_larger, 0)):
+        largest = tl.max(keys, 1)[:, None]
+        kept = tl.where((kept == smallest) & (largest > smallest), largest, kept)
+        keys = tl.where(keys == largest, -(2**62), keys)
+        smallest = tl.min(kept, 1)[:, None]
     return kept
 
 
