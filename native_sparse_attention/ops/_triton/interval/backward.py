@@ -57,6 +57,7 @@ def dq_kernel(
     interval,
     scale,
     GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -69,41 +70,42 @@ def dq_kernel(
     a logit is p * (dp - delta).
     """
     sequence, row, query_start, first_query, num_queries, num_tokens, offset = locate_queries(
-        tl.program_id(0), place, BLOCK_M
+        tl.program_id(0), place, BLOCK_M // HEADS
     )
     if first_query >= num_queries:
         return
-    head = tl.program_id(1)
     _, key_start, num_keys = load_extent(place.cu_blocks, sequence, interval.num_keys, place.num_sequences)
     num_keys = tl.minimum(count_blocks(num_tokens, interval.block_size, interval.stride), num_keys)
 
-    queries = first_query + tl.arange(0, BLOCK_M)
+    members = tl.arange(0, BLOCK_M)  # every query with every one of the heads
+    queries = first_query + members // HEADS
     query_mask = queries < num_queries
     query_rows = query_start + queries
     positions = offset + queries
-    row, head = row.to(tl.int64), head.to(tl.int64)
-    k_ptr += row * k_strides[0] + (head // GROUP) * k_strides[2]
-    v_ptr += row * v_strides[0] + (head // GROUP) * v_strides[2]
-    q_ptr += row * q_strides[0] + head * q_strides[2]
-    out_ptr += row * out_strides[0] + head * out_strides[2]
-    dout_ptr += row * dout_strides[0] + head * dout_strides[2]
-    dq_ptr += row * dq_strides[0] + head * dq_strides[2]
+    row, first_head = row.to(tl.int64), tl.program_id(1).to(tl.int64) * HEADS
+    heads = first_head + members % HEADS
+    k_ptr += row * k_strides[0] + first_head // GROUP * k_strides[2]
+    v_ptr += row * v_strides[0] + first_head // GROUP * v_strides[2]
+    q_ptr += row * q_strides[0] + heads[:, None] * q_strides[2]
+    out_ptr += row * out_strides[0] + heads[:, None] * out_strides[2]
+    dout_ptr += row * dout_strides[0] + heads[:, None] * dout_strides[2]
+    dq_ptr += row * dq_strides[0] + heads[:, None] * dq_strides[2]
     q = load_rows(q_ptr, query_rows, q_strides[1], query_mask, HEAD_DIM, BLOCK_D)  # [BLOCK_M, BLOCK_D]
     dout = load_rows(dout_ptr, query_rows, dout_strides[1], query_mask, VALUE_DIM, BLOCK_DV)  # [BLOCK_M, BLOCK_DV]
     out = load_rows(out_ptr, query_rows, out_strides[1], query_mask, VALUE_DIM, BLOCK_DV)
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
-    row_of_lse = (row * tl.num_programs(1) + head) * place.seqlen_q
+    row_of_lse = (row * tl.num_programs(1) * HEADS + heads) * place.seqlen_q
     lse = tl.load(lse_ptr + row_of_lse + query_rows, mask=query_mask, other=0.0)
     lse_log2 = tl.where(lse == float('-inf'), 0.0, lse) * 1.4426950408889634
     dlse = tl.zeros([BLOCK_M], tl.float32)
     HAS_DLSE: tl.constexpr = dlse_ptr is not None
     if HAS_DLSE:
-        dlse_ptr += row * dlse_strides[0] + head * dlse_strides[1]
+        dlse_ptr += row * dlse_strides[0] + heads * dlse_strides[1]
         dlse = tl.load(dlse_ptr + query_rows.to(tl.int64) * dlse_strides[2], mask=query_mask, other=0.0)
         # A log-sum-exp of nothing has no gradient; logaddexp of two such gives NaN.
         dlse = tl.where(lse == float('-inf'), 0.0, dlse)
 
-    last_position = offset + tl.minimum(first_query + BLOCK_M, num_queries) - 1
+    last_position = offset + tl.minimum(first_query + BLOCK_M // HEADS, num_queries) - 1
     first, last, full_first, full_last = key_range(interval, offset + first_query, last_position, num_keys)
     if interval.num_memory is not None and sequence < place.num_sequences:
         first = -interval.num_memory

@@ -1,4 +1,4 @@
-"""Forward kernel of interval attention: one program per tile of queries and query head."""
+"""Forward kernel of interval attention: one program per tile of queries with HEADS heads that share keys."""
 
 # To pyright a jit function that another calls never returns.
 # pyright: reportGeneralTypeIssues=false
@@ -35,6 +35,7 @@ def forward_kernel(
     interval,
     scale,
     GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -45,23 +46,25 @@ def forward_kernel(
 ):
     """q, out: `[B, T, HQ, D and DV]`; k, v: `[B, M + C, H, D and DV]`; lse: `[B, HQ, T]`."""
     sequence, row, query_start, first_query, num_queries, num_tokens, offset = locate_queries(
-        tl.program_id(0), place, BLOCK_M
+        tl.program_id(0), place, BLOCK_M // HEADS
     )
     if first_query >= num_queries:
         return
-    head = tl.program_id(1)
     _, key_start, num_keys = load_extent(place.cu_blocks, sequence, interval.num_keys, place.num_sequences)
     num_keys = tl.minimum(count_blocks(num_tokens, interval.block_size, interval.stride), num_keys)
 
-    queries = first_query + tl.arange(0, BLOCK_M)
+    members = tl.arange(0, BLOCK_M)  # every query with every one of the heads
+    queries = first_query + members // HEADS
     query_mask = queries < num_queries
     positions = offset + queries
-    q_ptr += row.to(tl.int64) * q_strides[0] + head.to(tl.int64) * q_strides[2]
-    k_ptr += row.to(tl.int64) * k_strides[0] + (head // GROUP).to(tl.int64) * k_strides[2]
-    v_ptr += row.to(tl.int64) * v_strides[0] + (head // GROUP).to(tl.int64) * v_strides[2]
+    row, first_head = row.to(tl.int64), tl.program_id(1).to(tl.int64) * HEADS
+    heads = (first_head + members % HEADS)[:, None]
+    k_ptr += row * k_strides[0] + first_head // GROUP * k_strides[2]
+    v_ptr += row * v_strides[0] + first_head // GROUP * v_strides[2]
+    q_ptr += row * q_strides[0] + heads * q_strides[2]
     q = load_rows(q_ptr, query_start + queries, q_strides[1], query_mask, HEAD_DIM, BLOCK_D)  # [BLOCK_M, BLOCK_D]
 
-    last_position = offset + tl.minimum(first_query + BLOCK_M, num_queries) - 1
+    last_position = offset + tl.minimum(first_query + BLOCK_M // HEADS, num_queries) - 1
     first, last, full_first, full_last = key_range(interval, offset + first_query, last_position, num_keys)
     if interval.num_memory is not None and sequence < place.num_sequences:
         first = -interval.num_memory
@@ -102,10 +105,10 @@ def forward_kernel(
     total = tl.where(empty, 1.0, total)
     out = out / total[:, None]
     lse = tl.where(empty, float('-inf'), tl.fma(row_max, 0.6931471805599453, tl.log(total)))
-    out_ptr += row.to(tl.int64) * out_strides[0] + head.to(tl.int64) * out_strides[2]
+    out_ptr += row * out_strides[0] + heads * out_strides[2]
     store_rows(out_ptr, query_start + queries, out_strides[1], out, query_mask, VALUE_DIM, BLOCK_DV)
-    lse_ptr += (row.to(tl.int64) * tl.num_programs(1) + head) * place.seqlen_q
-    tl.store(lse_ptr + query_start + queries, lse, mask=query_mask)
+    row_of_lse = (row * tl.num_programs(1) * HEADS + first_head + members % HEADS) * place.seqlen_q
+    tl.store(lse_ptr + row_of_lse + query_start + queries, lse, mask=query_mask)
 
 
 @triton.jit

@@ -88,13 +88,15 @@ def _forward(
     out = q.new_empty(batch, seqlen, heads, value_dim)
     lse = q.new_empty(batch, heads, seqlen, dtype=torch.float32)
     block_m, block_n, num_warps, num_stages = settings_of(settings.FORWARD, q, v)
+    packed = _count_packed(heads // k.shape[2], block_m)
     launch(
         forward_kernel,
-        (num_tiles(place, seqlen, block_m), heads),
+        (num_tiles(place, seqlen, block_m // packed), heads // packed),
         *(q, k, v, out, lse),
         *(q.stride(), k.stride(), v.stride(), out.stride()),
         *(place, interval, scale),
         GROUP=heads // k.shape[2],
+        HEADS=packed,
         **_tile(head_dim, value_dim, block_m, block_n),
         WIDE=is_wide(k, v),
         num_warps=num_warps,
@@ -139,14 +141,16 @@ def _backward(
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     delta = torch.empty_like(lse)
     block_m, block_n, num_warps, num_stages = settings_of(settings.DQ, q, v)
+    packed = _count_packed(heads // kv_heads, block_m)
     launch(
         dq_kernel,
-        (num_tiles(place, seqlen, block_m), heads),
+        (num_tiles(place, seqlen, block_m // packed), heads // packed),
         *(q, k, v, out, lse, dout, dlse, dq, delta),
         *(q.stride(), k.stride(), v.stride(), out.stride(), dout.stride()),
         *(None if dlse is None else dlse.stride(), dq.stride()),
         *(place, interval, scale),
         GROUP=heads // kv_heads,
+        HEADS=packed,
         **_tile(head_dim, value_dim, block_m, block_n),
         WIDE=is_wide(k, v),
         num_warps=num_warps,
@@ -330,6 +334,11 @@ def _tile(head_dim: int, value_dim: int, block_m: int, block_n: int) -> dict[str
         'BLOCK_D': head_block(head_dim),
         'BLOCK_DV': head_block(value_dim),
     }
+
+
+def _count_packed(group: int, block_m: int) -> int:
+    """Heads of a group in one tile, a power of two: the more, the fewer keys its queries have between them."""
+    return min(group & -group, block_m)
 
 
 def _split_rows(batch: int, bytes_of_row: int) -> list[range]:
