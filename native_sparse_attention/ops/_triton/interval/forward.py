@@ -34,6 +34,7 @@ def forward_kernel(
     place,
     interval,
     scale,
+    NEGATIVE: tl.constexpr,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -79,17 +80,17 @@ def forward_kernel(
         tl.zeros([BLOCK_M, BLOCK_DV], tl.float32),
     )
     sums = empty_sums
-    # Infinity must keep its sign: what is not read has logits of -inf.
-    scale_log2 = tl.where(scale == 0, 1e-37, scale * 1.4426950408889634)
+    # Where a scale is negative products are, so that the largest makes the largest logit, and -inf a weight of 0.
+    scale_log2 = tl.where(scale == 0, 1e-37, tl.abs(scale) * 1.4426950408889634)
     for tile in range(end_tiles):
         sums = _attend(
             q, k_ptr, v_ptr, k_strides[1], v_strides[1], sums, limits, tiles, tile, last, key_start, interval,
-            scale_log2, True, False, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+            scale_log2, NEGATIVE, True, False, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
         )  # fmt: skip
     for tile in range(end_tiles, num_tiles):
         sums = _attend(
             q, k_ptr, v_ptr, k_strides[1], v_strides[1], sums, limits, tiles, tile, last, key_start, interval,
-            scale_log2, False, False, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+            scale_log2, NEGATIVE, False, False, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
         )  # fmt: skip
     if not is_finite_tile(sums[2]):
         # Perhaps for values that some rows of the tile do not read: once more, with care.
@@ -97,7 +98,7 @@ def forward_kernel(
         for tile in tl.range(num_tiles, num_stages=1):
             sums = _attend(
                 q, k_ptr, v_ptr, k_strides[1], v_strides[1], sums, limits, tiles, tile, last, key_start, interval,
-                scale_log2, True, True, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+                scale_log2, NEGATIVE, True, True, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
             )  # fmt: skip
     row_max, total, out = sums
 
@@ -126,6 +127,7 @@ def _attend(
     key_start,
     interval,
     scale_log2,
+    NEGATIVE: tl.constexpr,
     MASKED: tl.constexpr,
     CAREFUL: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -143,15 +145,14 @@ def _attend(
     k = load_keys(k_ptr, k_stride, start, last, key_start, interval, MASKED, HEAD_DIM, BLOCK_N, BLOCK_D, WIDE)
     v = load_keys(v_ptr, v_stride, start, last, key_start, interval, MASKED, VALUE_DIM, BLOCK_N, BLOCK_DV, WIDE)
     products = tl.dot(q, tl.trans(k), input_precision='ieee')  # [BLOCK_M, BLOCK_N]
+    products = -products if NEGATIVE else products
     if MASKED:
         read = reads_keys(interval, limits, start, BLOCK_N)
-        # What makes a logit -inf, and a weight 0.
-        products = tl.where(read, products, tl.where(scale_log2 < 0, float('inf'), float('-inf')))
-    logits = products * scale_log2
+        products = tl.where(read, products, float('-inf'))
     if CAREFUL:
         v, taint = split_finite(v)
         out += tl.sum(tl.where(read, taint[None, :], 0.0), 1)[:, None]
-    new_max = tl.maximum(row_max, tl.max(logits, 1))
+    new_max = tl.maximum(row_max, tl.max(products, 1) * scale_log2)
     reference = tl.where(new_max == float('-inf'), 0.0, new_max)
     weights = tl.exp2(tl.fma(products, scale_log2, -reference[:, None]))
     rescale = tl.exp2(row_max - reference)

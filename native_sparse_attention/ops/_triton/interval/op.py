@@ -95,6 +95,7 @@ def _forward(
         *(q, k, v, out, lse),
         *(q.stride(), k.stride(), v.stride(), out.stride()),
         *(place, interval, scale),
+        NEGATIVE=scale < 0,
         GROUP=heads // k.shape[2],
         HEADS=packed,
         **_tile(head_dim, value_dim, block_m, block_n),
