@@ -46,6 +46,8 @@ def dq_kernel(
     dlse_ptr,
     dq_ptr,
     delta_ptr,
+    k_tiles,
+    v_tiles,
     q_strides,
     k_strides,
     v_strides,
@@ -84,8 +86,9 @@ def dq_kernel(
     positions = offset + queries
     row, first_head = row.to(tl.int64), tl.program_id(1).to(tl.int64) * HEADS
     heads = first_head + members % HEADS
-    k_ptr += row * k_strides[0] + first_head // GROUP * k_strides[2]
-    v_ptr += row * v_strides[0] + first_head // GROUP * v_strides[2]
+    kv_head = first_head // GROUP
+    keys = (k_tiles, row, kv_head, k_ptr + row * k_strides[0] + kv_head * k_strides[2], k_strides[1])
+    values = (v_tiles, row, kv_head, v_ptr + row * v_strides[0] + kv_head * v_strides[2], v_strides[1])
     q_ptr += row * q_strides[0] + heads[:, None] * q_strides[2]
     out_ptr += row * out_strides[0] + heads[:, None] * out_strides[2]
     dout_ptr += row * dout_strides[0] + heads[:, None] * dout_strides[2]
@@ -124,13 +127,13 @@ def dq_kernel(
     if q.dtype != tl.float32:
         for tile in range(end_tiles):
             sums = _add_keys(
-                q, dout, k_ptr, v_ptr, k_strides[1], v_strides[1], sums, lse_log2, delta, dlse, limits, tiles, tile,
+                q, dout, keys, values, sums, lse_log2, delta, dlse, limits, tiles, tile,
                 last, key_start, interval, scale, HAS_DLSE, True, False, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D,
                 BLOCK_DV, WIDE,
             )  # fmt: skip
         for tile in range(end_tiles, num_tiles):
             sums = _add_keys(
-                q, dout, k_ptr, v_ptr, k_strides[1], v_strides[1], sums, lse_log2, delta, dlse, limits, tiles, tile,
+                q, dout, keys, values, sums, lse_log2, delta, dlse, limits, tiles, tile,
                 last, key_start, interval, scale, HAS_DLSE, False, False, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D,
                 BLOCK_DV, WIDE,
             )  # fmt: skip
@@ -139,7 +142,7 @@ def dq_kernel(
         sums = empty_sums
         for tile in tl.range(num_tiles, num_stages=1):
             sums = _add_keys(
-                q, dout, k_ptr, v_ptr, k_strides[1], v_strides[1], sums, lse_log2, delta, dlse, limits, tiles, tile,
+                q, dout, keys, values, sums, lse_log2, delta, dlse, limits, tiles, tile,
                 last, key_start, interval, scale, HAS_DLSE, True, True, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D,
                 BLOCK_DV, WIDE,
             )  # fmt: skip
@@ -153,10 +156,8 @@ def dq_kernel(
 def _add_keys(
     q,
     dout,
-    k_ptr,
-    v_ptr,
-    k_stride,
-    v_stride,
+    keys,
+    values,
     sums,
     lse_log2,
     delta,
@@ -183,8 +184,8 @@ def _add_keys(
     """
     dq, mean_k, missing = sums
     start = find_start(tiles, tile, MASKED, CAREFUL, BLOCK_N)
-    k = load_keys(k_ptr, k_stride, start, last, key_start, interval, MASKED, HEAD_DIM, BLOCK_N, BLOCK_D, WIDE)
-    v = load_keys(v_ptr, v_stride, start, last, key_start, interval, MASKED, VALUE_DIM, BLOCK_N, BLOCK_DV, WIDE)
+    k = load_keys(keys, start, last, key_start, interval, MASKED, HEAD_DIM, BLOCK_N, BLOCK_D, WIDE)
+    v = load_keys(values, start, last, key_start, interval, MASKED, VALUE_DIM, BLOCK_N, BLOCK_DV, WIDE)
     logits = tl.dot(q, tl.trans(k), input_precision='ieee')  # [BLOCK_M, BLOCK_N]
     exponents = tl.fma(logits, scale * 1.4426950408889634, -lse_log2[:, None])
     if MASKED:

@@ -27,6 +27,8 @@ def forward_kernel(
     v_ptr,
     out_ptr,
     lse_ptr,
+    k_tiles,
+    v_tiles,
     q_strides,
     k_strides,
     v_strides,
@@ -60,8 +62,9 @@ def forward_kernel(
     positions = offset + queries
     row, first_head = row.to(tl.int64), tl.program_id(1).to(tl.int64) * HEADS
     heads = (first_head + members % HEADS)[:, None]
-    k_ptr += row * k_strides[0] + first_head // GROUP * k_strides[2]
-    v_ptr += row * v_strides[0] + first_head // GROUP * v_strides[2]
+    kv_head = first_head // GROUP
+    keys = (k_tiles, row, kv_head, k_ptr + row * k_strides[0] + kv_head * k_strides[2], k_strides[1])
+    values = (v_tiles, row, kv_head, v_ptr + row * v_strides[0] + kv_head * v_strides[2], v_strides[1])
     q_ptr += row * q_strides[0] + heads * q_strides[2]
     q = load_rows(q_ptr, query_start + queries, q_strides[1], query_mask, HEAD_DIM, BLOCK_D)  # [BLOCK_M, BLOCK_D]
 
@@ -84,12 +87,12 @@ def forward_kernel(
     scale_log2 = tl.where(scale == 0, 1e-37, tl.abs(scale) * 1.4426950408889634)
     for tile in range(end_tiles):
         sums = _attend(
-            q, k_ptr, v_ptr, k_strides[1], v_strides[1], sums, limits, tiles, tile, last, key_start, interval,
+            q, keys, values, sums, limits, tiles, tile, last, key_start, interval,
             scale_log2, NEGATIVE, True, False, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
         )  # fmt: skip
     for tile in range(end_tiles, num_tiles):
         sums = _attend(
-            q, k_ptr, v_ptr, k_strides[1], v_strides[1], sums, limits, tiles, tile, last, key_start, interval,
+            q, keys, values, sums, limits, tiles, tile, last, key_start, interval,
             scale_log2, NEGATIVE, False, False, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
         )  # fmt: skip
     if not is_finite_tile(sums[2]):
@@ -97,7 +100,7 @@ def forward_kernel(
         sums = empty_sums
         for tile in tl.range(num_tiles, num_stages=1):
             sums = _attend(
-                q, k_ptr, v_ptr, k_strides[1], v_strides[1], sums, limits, tiles, tile, last, key_start, interval,
+                q, keys, values, sums, limits, tiles, tile, last, key_start, interval,
                 scale_log2, NEGATIVE, True, True, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
             )  # fmt: skip
     row_max, total, out = sums
@@ -115,10 +118,8 @@ def forward_kernel(
 @triton.jit
 def _attend(
     q,
-    k_ptr,
-    v_ptr,
-    k_stride,
-    v_stride,
+    keys,
+    values,
     sums,
     limits,
     tiles,
@@ -142,8 +143,8 @@ def _attend(
     """
     row_max, total, out = sums
     start = find_start(tiles, tile, MASKED, CAREFUL, BLOCK_N)
-    k = load_keys(k_ptr, k_stride, start, last, key_start, interval, MASKED, HEAD_DIM, BLOCK_N, BLOCK_D, WIDE)
-    v = load_keys(v_ptr, v_stride, start, last, key_start, interval, MASKED, VALUE_DIM, BLOCK_N, BLOCK_DV, WIDE)
+    k = load_keys(keys, start, last, key_start, interval, MASKED, HEAD_DIM, BLOCK_N, BLOCK_D, WIDE)
+    v = load_keys(values, start, last, key_start, interval, MASKED, VALUE_DIM, BLOCK_N, BLOCK_DV, WIDE)
     products = tl.dot(q, tl.trans(k), input_precision='ieee')  # [BLOCK_M, BLOCK_N]
     products = -products if NEGATIVE else products
     if MASKED:

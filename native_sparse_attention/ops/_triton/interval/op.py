@@ -12,7 +12,7 @@ from native_sparse_attention.ops._triton.interval import settings
 from native_sparse_attention.ops._triton.interval.backward import dkv_kernel, dq_kernel
 from native_sparse_attention.ops._triton.interval.forward import forward_kernel
 from native_sparse_attention.ops._triton.interval.tiles import Interval
-from native_sparse_attention.ops._triton.launch import head_block, is_wide, launch, settings_of
+from native_sparse_attention.ops._triton.launch import describe_tiles, head_block, is_wide, launch, settings_of
 from native_sparse_attention.ops._triton.placement import (
     Placement,
     flatten,
@@ -92,7 +92,7 @@ def _forward(
     launch(
         forward_kernel,
         (num_tiles(place, seqlen, block_m // packed), heads // packed),
-        *(q, k, v, out, lse),
+        *(q, k, v, out, lse, *_describe_keys(k, v, place, interval, block_n)),
         *(q.stride(), k.stride(), v.stride(), out.stride()),
         *(place, interval, scale),
         NEGATIVE=scale < 0,
@@ -146,7 +146,7 @@ def _backward(
     launch(
         dq_kernel,
         (num_tiles(place, seqlen, block_m // packed), heads // packed),
-        *(q, k, v, out, lse, dout, dlse, dq, delta),
+        *(q, k, v, out, lse, dout, dlse, dq, delta, *_describe_keys(k, v, place, interval, block_n)),
         *(q.stride(), k.stride(), v.stride(), out.stride(), dout.stride()),
         *(None if dlse is None else dlse.stride(), dq.stride()),
         *(place, interval, scale),
@@ -335,6 +335,15 @@ def _tile(head_dim: int, value_dim: int, block_m: int, block_n: int) -> dict[str
         'BLOCK_D': head_block(head_dim),
         'BLOCK_DV': head_block(value_dim),
     }
+
+
+def _describe_keys(k: Tensor, v: Tensor, place: Placement, interval: Interval, block_n: int) -> Any:
+    """Descriptors for tiles that are read as a whole. In float32 there would be none to gain, and between memory and
+    the keys of a packed sequence lie others.
+    """
+    if k.element_size() == 4 or (interval.num_memory is not None and place.cu_blocks is not None):
+        return None, None
+    return (describe_tiles(t, block_n, head_block(t.shape[3])) for t in (k, v))
 
 
 def _count_packed(group: int, block_m: int) -> int:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from native_sparse_attention.ops._triton.tiles import load_rows
+from native_sparse_attention.ops._triton.tiles import load_rows, load_tile
 
 
 class Interval(NamedTuple):
@@ -92,8 +92,7 @@ def reads_keys(interval, limits, start, BLOCK: tl.constexpr):
 
 @triton.jit
 def load_keys(
-    ptr,
-    stride,
+    source,
     start,
     last,
     key_start,
@@ -104,15 +103,19 @@ def load_keys(
     BLOCK: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Keys or values `[BLOCK_N, BLOCK]`, of SIZE elements, from `start` on, before `last` where MASKED."""
-    keys = start + tl.arange(0, BLOCK_N)
-    rows = key_start + keys
-    if interval.num_memory is not None:
-        rows = keys + interval.num_memory + tl.where(keys < 0, 0, key_start)
-    mask = tl.full([BLOCK_N], 1, tl.int1)
-    if MASKED:
-        mask = keys < last
-    return load_rows(ptr, rows, stride, mask, SIZE, BLOCK, WIDE)
+    """Keys or values `[BLOCK_N, BLOCK]`, of SIZE elements, from `start` on, before `last` where MASKED. source: a
+    tensor's descriptor (`describe_tiles`), the row of the batch and the head to read by it, and a pointer to these two.
+    """
+    tiles, row, head, ptr, stride = source
+    num_memory = 0 if interval.num_memory is None else interval.num_memory
+    if not MASKED and tiles is not None:
+        keys = load_tile(tiles, None, row, key_start + num_memory + start, head, None, SIZE, BLOCK_N, BLOCK, WIDE)
+    else:
+        keys = start + tl.arange(0, BLOCK_N)
+        rows = keys + num_memory + (key_start if interval.num_memory is None else tl.where(keys < 0, 0, key_start))
+        mask = keys < last if MASKED else tl.full([BLOCK_N], 1, tl.int1)
+        keys = load_rows(ptr, rows, stride, mask, SIZE, BLOCK, WIDE)
+    return keys
 
 
 @triton.jit
