@@ -31,8 +31,8 @@ from native_sparse_attention.ops.block_selection.triton import settings
 
 # Blocks that a tile of queries keeps at a time; more would not stay in registers.
 MAX_KEPT = 4096
-# Forced blocks beyond these do not exist, and their priorities fit an int32.
-MAX_FORCED = 2**28
+# Forced blocks beyond these do not exist, and their priorities fit between the bits of infinity and the largest int32.
+MAX_FORCED = 2**21
 
 
 class Blocks(NamedTuple):
@@ -107,7 +107,7 @@ def _select(
     max_tokens = min(max_length_of_compressed(num_compressed, block_size, stride), MAX_TOKENS)
     block_m, block_j, num_warps, num_stages = settings_of(settings.SELECT, q)
     block_g = 1 << (group - 1).bit_length()
-    block_n = max(32, 1 << (num_selected - 1).bit_length())
+    block_n = max(block_j, 1 << (num_selected - 1).bit_length())
     block_t = max(1, 16 // block_g, min(block_m // block_g, MAX_KEPT // block_n))
     launch(
         select_kernel,
@@ -124,7 +124,6 @@ def _select(
         BLOCK_T=block_t,
         BLOCK_G=block_g,
         BLOCK_J=block_j,
-        BLOCK_P=min(block_j, block_n),
         BLOCK_N=block_n,
         BLOCK_D=head_block(head_dim),
         HANDED_ON=block_size - stride <= selection_block_size,
@@ -181,7 +180,6 @@ def select_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_J: tl.constexpr,
-    BLOCK_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     HANDED_ON: tl.constexpr,
@@ -222,9 +220,9 @@ def select_kernel(
         last_position = offset + tl.minimum(first_query + BLOCK_T, num_queries) - 1
         last = tl.minimum(last, _floor_divide(last_position, blocks.selection_block_size) + 1)
     slots = tl.arange(0, BLOCK_N)
-    # Empty slots have keys below all others, and unequal ones. Slots behind the row are never the smallest.
-    empty = tl.where(slots < choice.num_selected, -1 - slots.to(tl.int64), 2**62)
-    kept = tl.broadcast_to(empty[None, :], [BLOCK_T, BLOCK_N])
+    # Empty slots have keys below all others, and blocks that there are not. Slots behind the row are never the smallest.
+    empty = tl.where(slots < choice.num_selected, -1, 2**31 - 1)
+    kept = tl.broadcast_to(empty[None, :], [BLOCK_T, BLOCK_N]), tl.broadcast_to(-1 - slots[None, :], [BLOCK_T, BLOCK_N])
 
     per_selection = blocks.selection_block_size // blocks.stride
     skipped = 0 if HANDED_ON else (blocks.block_size - 1) // blocks.stride
@@ -260,23 +258,14 @@ def select_kernel(
             onward = tl.fma(weights, tl.maximum(end - blocks.selection_block_size, 0).to(tl.float32), onward)
         step += 1
         if step == num_steps:
-            for part in tl.static_range(0, BLOCK_J, BLOCK_P):
-                place_in_tile = part + tl.arange(0, BLOCK_P)
-                part_scores = _pick(scores, place_in_tile)
-                if HANDED_ON:
-                    part_scores += _pick(onward, tl.maximum(place_in_tile - 1, 0))
-                block = (first_block + place_in_tile)[None, :]
-                choosable = (place_in_tile >= OVERLAP)[None, :] & (block < num_blocks)
-                if CAUSAL:
-                    choosable = choosable & (block <= own_block[:, None])
-                keys = _order(part_scores, block, own_block[:, None], choice, CAUSAL)
-                kept = _keep_largest(kept, tl.where(choosable, keys, -(2**62)))
+            ranks = _rank(scores, onward, first_block, own_block, num_blocks, choice, CAUSAL, HANDED_ON)
+            kept = _keep_largest(kept, ranks, first_block + tl.arange(0, BLOCK_J)[None, :], choice.num_selected)
             scores = tl.zeros([BLOCK_J, BLOCK_T], tl.float32)
             onward = tl.zeros([BLOCK_J, BLOCK_T], tl.float32)
             first_block, step = first_block + BLOCK_J - OVERLAP, 0
 
-    taken = (kept >= 0) & (slots < choice.num_selected)[None, :]
-    rest = tl.where(taken, 2**30 - 1 - (kept & (2**30 - 1)).to(tl.int32), 2**30)  # blocks, as `_order` hid them in keys
+    taken = (kept[0] >= 0) & (slots < choice.num_selected)[None, :]
+    rest = tl.where(taken, kept[1], 2**30)
     indices = tl.full([BLOCK_T, BLOCK_N], -1, tl.int32)
     # One after the other: tl.sort takes a minute to compile for long rows.
     for slot in tl.range(0, choice.num_selected):
@@ -290,6 +279,34 @@ def select_kernel(
 
 
 @triton.jit
+def _rank(
+    scores, onward, first_block, own_block, num_blocks, choice, CAUSAL: tl.constexpr, HANDED_ON: tl.constexpr
+):
+    """Of a tile's blocks: `[T, J]`, the larger the earlier a block is taken, of equal ones the lower block; -1 where it is
+    not to be taken. Forced blocks have the ranks of geometry.forced_priority, above all scores, `[J, T]`.
+    """
+    places = tl.arange(0, scores.shape[0])
+    score = _pick(scores, places)
+    if HANDED_ON:
+        score += _pick(onward, tl.maximum(places - 1, 0))
+    block = (first_block + places)[None, :]
+    distance = own_block[:, None] - block
+    reach = tl.abs(distance)
+    is_local = reach < choice.num_local
+    choosable = (block < num_blocks) & ((places > 0)[None, :] | (not HANDED_ON))
+    if CAUSAL:
+        is_local = is_local & (distance >= 0)
+        choosable = choosable & (distance >= 0)
+    priority = tl.where(is_local, 2 * (choice.num_local - reach) + (distance > 0).to(tl.int32), 0)
+    initial = choice.num_init - block + 2 * choice.num_local
+    priority = tl.where(block < choice.num_init, tl.maximum(priority, initial), priority)
+    priority = tl.where(is_local & (distance == 0), 2 * choice.num_local + choice.num_init + 1, priority)
+    # Bits of floats that are not negative are in the order of the floats.
+    bits = tl.where(score == score, score, float('inf')).to(tl.int32, bitcast=True)
+    return tl.where(choosable, tl.where(priority > 0, 0x7F800000 + priority, bits), -1)
+
+
+@triton.jit
 def _pick(values, rows):
     """Some rows of [J, T], as columns."""
     values = tl.trans(values)
@@ -297,38 +314,24 @@ def _pick(values, rows):
 
 
 @triton.jit
-def _order(scores, block, own_block, choice, CAUSAL: tl.constexpr):
-    """Unequal numbers of at least 0 in the order in which blocks are taken, the larger the earlier: forced blocks as in
-    geometry.forced_priority, then by score, of equal scores the lower block.
+def _keep_largest(kept, ranks, block, num_selected):
+    """Per row the largest of both, as many as are kept: the smallest that is kept, of equal ones that of the highest
+    block, makes room for the largest rank as long as that is larger. kept: ranks and their blocks, lower ones than
+    `block`.
     """
-    distance = own_block - block
-    reach = tl.abs(distance)
-    is_local = reach < choice.num_local
-    if CAUSAL:
-        is_local = is_local & (distance >= 0)
-    priority = tl.where(is_local, 2 * (choice.num_local - reach) + (distance > 0).to(tl.int32), 0)
-    initial = choice.num_init - block + 2 * choice.num_local
-    priority = tl.where(block < choice.num_init, tl.maximum(priority, initial), priority)
-    priority = tl.where(is_local & (distance == 0), 2 * choice.num_local + choice.num_init + 1, priority)
-    # Bits of floats that are not negative are in the order of the floats.
-    scores = tl.where(scores == scores, scores, float('inf'))
-    free = scores.to(tl.int32, bitcast=True).to(tl.int64)
-    return (tl.where(priority > 0, priority.to(tl.int64) + 2**31, free) << 30) + (2**30 - 1 - block)
-
-
-@triton.jit
-def _keep_largest(kept, keys):
-    """Per row the largest of both, as many as are kept: the smallest that is kept makes room for the largest key as
-    long as that is larger.
-    """
+    kept, kept_block = kept
     smallest = tl.min(kept, 1)[:, None]
-    num_larger = tl.sum((keys > smallest).to(tl.int32), 1)
-    for _ in tl.range(0, tl.max(num_larger, 0)):
-        largest = tl.max(keys, 1)[:, None]
-        kept = tl.where((kept == smallest) & (largest > smallest), largest, kept)
-        keys = tl.where(keys == largest, -(2**62), keys)
+    num_larger = tl.sum((ranks > smallest).to(tl.int32), 1)
+    for _ in tl.range(0, tl.minimum(tl.max(num_larger, 0), num_selected)):
+        largest = tl.max(ranks, 1)[:, None]
+        best = tl.min(tl.where(ranks == largest, block, 2**30), 1)[:, None]
+        worst = tl.max(tl.where(kept == smallest, kept_block, -(2**30)), 1)[:, None]
+        replaced = (kept_block == worst) & (largest > smallest)
+        kept = tl.where(replaced, largest, kept)
+        kept_block = tl.where(replaced, best, kept_block)
+        ranks = tl.where(block == best, -1, ranks)
         smallest = tl.min(kept, 1)[:, None]
-    return kept
+    return kept, kept_block
 
 
 @triton.jit
