@@ -44,19 +44,23 @@ def load_tile(
     first,
     head,
     stride,
+    exists,
     SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """ROWS rows of SIZE elements of a head of `[B, S, H, SIZE]`, from `first` on, all of which there are, padded to
-    BLOCK with zeros. tiles: its tensor descriptor (`describe_tiles`); without one, ptr leads to row
+    """ROWS rows of SIZE elements of a head of `[B, S, H, SIZE]`, from `first` on, padded to BLOCK with zeros; either all
+    of them exist, or zeros are fetched. tiles: its tensor descriptor (`describe_tiles`); without one, ptr leads to row
     and head.
     """
     if tiles is not None:
+        first = tl.where(exists, first, 2**30)  # beyond all tensors, where zeros are
         tile = tl.reshape(tiles.load([row.to(tl.int32), first, head.to(tl.int32), 0]), [ROWS, BLOCK])
     else:
-        tile = load_rows(ptr, first + tl.arange(0, ROWS), stride, tl.full([ROWS], 1, tl.int1), SIZE, BLOCK, WIDE)
+        tile = load_rows(
+            ptr, first + tl.arange(0, ROWS), stride, tl.full([ROWS], 1, tl.int1) & exists, SIZE, BLOCK, WIDE
+        )
     return tile
 
 

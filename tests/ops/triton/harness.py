@@ -248,8 +248,10 @@ def assert_close_to_eager(
     within 2e-3.
     """
     gold = run_eager(op, {n: t.double() if t.is_floating_point() else t for n, t in tensors.items()}, grads, **settings)
+    is_half = any(t.dtype == torch.float16 for t in tensors.values())
     for name, t in run_triton(op, tensors, grads, **settings).items():
-        tolerance = 2e-3 if t.dtype == torch.float16 else 1e-5
+        # Gradients come of rounded weights, whatever their own type.
+        tolerance = 2e-3 if t.dtype == torch.float16 or (is_half and name.startswith('grad')) else 1e-5
         torch.testing.assert_close(
             t.double(), gold[name], rtol=tolerance, atol=tolerance, equal_nan=True, msg=lambda m, n=name: f'{n}: {m}'
         )

@@ -109,7 +109,7 @@ def load_keys(
     tiles, row, head, ptr, stride = source
     num_memory = 0 if interval.num_memory is None else interval.num_memory
     if not MASKED and tiles is not None:
-        keys = load_tile(tiles, None, row, key_start + num_memory + start, head, None, SIZE, BLOCK_N, BLOCK, WIDE)
+        keys = load_tile(tiles, None, row, key_start + num_memory + start, head, None, True, SIZE, BLOCK_N, BLOCK, WIDE)
     else:
         keys = start + tl.arange(0, BLOCK_N)
         rows = keys + num_memory + (key_start if interval.num_memory is None else tl.where(keys < 0, 0, key_start))

@@ -240,7 +240,9 @@ def select_kernel(
     for _ in tl.range(0, tl.cdiv(last, BLOCK_J - OVERLAP) * num_steps):
         compressed = (first_block + tl.arange(0, BLOCK_J)) * per_selection + step - skipped
         exists = (compressed >= 0) & (compressed < num_keys)
-        k = load_rows(k_ptr, key_start + compressed, k_strides[1], exists, HEAD_DIM, BLOCK_D, WIDE)  # [BLOCK_J, BLOCK_D]
+        k = load_rows(
+            k_ptr, key_start + compressed, k_strides[1], exists, HEAD_DIM, BLOCK_D, WIDE
+        )  # [BLOCK_J, BLOCK_D]
         products = tl.dot(k, tl.trans(q), input_precision='ieee')  # [BLOCK_J, BLOCK_T * BLOCK_G]
         weights = tl.exp2(tl.fma(products, scale_log2, -lse_log2[None, :]))
         if (first_block * per_selection < skipped) | ((first_block + BLOCK_J) * per_selection > seen):
@@ -279,9 +281,7 @@ def select_kernel(
 
 
 @triton.jit
-def _rank(
-    scores, onward, first_block, own_block, num_blocks, choice, CAUSAL: tl.constexpr, HANDED_ON: tl.constexpr
-):
+def _rank(scores, onward, first_block, own_block, num_blocks, choice, CAUSAL: tl.constexpr, HANDED_ON: tl.constexpr):
     """Of a tile's blocks: `[T, J]`, the larger the earlier a block is taken, of equal ones the lower block; -1 where it is
     not to be taken. Forced blocks have the ranks of geometry.forced_priority, above all scores, `[J, T]`.
     """

@@ -117,15 +117,15 @@ def dq_kernel(
     mean_k = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     # Beside products of float32, masks cost nothing, and every loop takes seconds to compile.
     UNMASKED: tl.constexpr = BLOCK_SIZE % BLOCK_N == 0 and q.dtype != tl.float32
-    num_slots, spare, last_slot, num_left = find_whole_blocks(choice, readable, NUM_SELECTED, BLOCK_SIZE, BLOCK_S)
+    num_slots, last_slot, num_left = find_whole_blocks(choice, readable, NUM_SELECTED, BLOCK_SIZE, BLOCK_S)
     num_steps = num_slots * (BLOCK_SIZE // BLOCK_N)
     # What is left is a few keys of one block, in smaller tiles, none of which is read in vain; or everything.
     KIND: tl.constexpr = PART if UNMASKED else ANY
     BLOCK_L: tl.constexpr = 16 if UNMASKED else BLOCK_N
     num_last_steps = tl.cdiv(num_left, 16) if UNMASKED else NUM_SELECTED * tl.cdiv(BLOCK_SIZE, BLOCK_N)
     source = (k_ptr, v_ptr, k_tiles, v_tiles, row, chooser // REPEATS, k_strides[1], v_strides[1], key_start)
-    inputs = (q, dout, lse_log2, dlse, factors_ptr, scale)
-    chosen = (indices_ptr, choice, readable, spare, last_slot)
+    inputs = (q, dout, lse_log2, dlse, head_mask, factors_ptr, scale)
+    chosen = (indices_ptr, choice, readable, last_slot)
     missing = tl.zeros([BLOCK_M], tl.float32)
     errors = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)  # added up over the keys of a tile at the end
     if dfactors_ptr is not None:
@@ -199,7 +199,7 @@ def _add_keys(
     tile of an index. Gives p * (dp - delta), too.
     """
     dq, mean_k, dfactor = sums
-    dlse = inputs[3]
+    dlse, head_mask = inputs[3], inputs[4]
     k, slot, logits, weights, errors, factor = _differentiate(
         inputs, source, chosen, delta, step, KIND, BLOCK_SIZE, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_N, BLOCK_D, BLOCK_DV,
         WIDE,
@@ -209,7 +209,7 @@ def _add_keys(
         # Logits of keys that are not read may be anything.
         terms = tl.where(dlogits == 0, 0.0, dlogits * logits)
         dfactor = tl.where(is_first, 0.0, dfactor) + tl.sum(terms, 1)
-        tl.store(dfactors_ptr + slot, tl.sum(dfactor, 0))
+        tl.store(dfactors_ptr + slot, tl.sum(tl.where(head_mask, dfactor, 0.0), 0))
     dq = add_product((dlogits * factor).to(k.dtype), k, dq)
     mean_k = add_product((weights * factor).to(k.dtype), k, mean_k)
     return (dq, mean_k, dfactor), errors
@@ -235,7 +235,7 @@ def _differentiate(
     """A tile of keys (`load_step`), its index, and [BLOCK_M, BLOCK_N]: their logits without the factor, their weights,
     and the gradients of the logits, 0 for keys that are not read; and the factor.
     """
-    q, dout, lse_log2, _, factors_ptr, scale = inputs
+    q, dout, lse_log2, _, _, factors_ptr, scale = inputs
     k, v, slot, is_read, read = load_step(
         source, chosen, step, KIND, BLOCK_SIZE, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE
     )

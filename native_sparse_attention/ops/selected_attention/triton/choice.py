@@ -48,16 +48,15 @@ def load_block(indices_ptr, choice, place_in_row, readable, BLOCK_SIZE: tl.const
 @triton.jit
 def find_whole_blocks(choice, readable, NUM_SELECTED: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_S: tl.constexpr):
     """Of a row of indices, [BLOCK_S]: how many of them there are up to the last that names a block of which all keys
-    may be read, the largest such block, where the block first stands of which only the first keys may be read, and how
-    many these are, 0 if it does not.
+    may be read, where the block first stands of which only the first keys may be read, and how many these are, 0 if it
+    does not.
     """
     slots = tl.arange(0, BLOCK_S)
     num_whole = readable // BLOCK_SIZE
     is_whole = (choice >= 0) & (choice < num_whole)
     num_slots = tl.max(tl.where(is_whole, slots + 1, 0), 0)
-    spare = tl.max(tl.where(is_whole, choice, 0), 0).to(tl.int32)
     last_slot = tl.min(tl.where(choice == num_whole, slots, NUM_SELECTED), 0)
-    return num_slots, spare, last_slot, tl.where(last_slot < NUM_SELECTED, readable % BLOCK_SIZE, 0)
+    return num_slots, last_slot, tl.where(last_slot < NUM_SELECTED, readable % BLOCK_SIZE, 0)
 
 
 @triton.jit
@@ -78,20 +77,19 @@ def load_step(
     """k `[BLOCK_N, BLOCK_D]` and v `[BLOCK_N, BLOCK_DV]` of a step, the index that it belongs to, whether the index
     counts, and which of the keys are read: all or none where KIND is WHOLE, otherwise `[1, BLOCK_N]`; the others are 0.
 
-    source: where k and v are. chosen: the row of indices. KIND: tiles of blocks of which all keys may be read (those of
-    the block `spare` where an index names none, or one that stood earlier), of the block of which only the first keys
-    may, or of any blocks.
+    source: where k and v are. chosen: the row of indices. KIND: tiles of blocks of which all keys may be read, of the
+    block of which only the first keys may, or of any blocks.
     """
     k_ptr, v_ptr, k_tiles, v_tiles, row, kv_head, k_stride, v_stride, key_start = source
-    indices_ptr, choice, readable, spare, last_slot = chosen
+    indices_ptr, choice, readable, last_slot = chosen
     SPLIT: tl.constexpr = (BLOCK_SIZE + BLOCK_N - 1) // BLOCK_N
     if KIND == WHOLE:
         slot = step // SPLIT
         first, last = load_block(indices_ptr, choice, slot, readable // BLOCK_SIZE * BLOCK_SIZE, BLOCK_SIZE, BLOCK_S)
         is_read = first < last
-        first = key_start + tl.where(is_read, first, spare * BLOCK_SIZE) + step % SPLIT * BLOCK_N
-        k = load_tile(k_tiles, k_ptr, row, first, kv_head, k_stride, HEAD_DIM, BLOCK_N, BLOCK_D, WIDE)
-        v = load_tile(v_tiles, v_ptr, row, first, kv_head, v_stride, VALUE_DIM, BLOCK_N, BLOCK_DV, WIDE)
+        first += key_start + step % SPLIT * BLOCK_N
+        k = load_tile(k_tiles, k_ptr, row, first, kv_head, k_stride, is_read, HEAD_DIM, BLOCK_N, BLOCK_D, WIDE)
+        v = load_tile(v_tiles, v_ptr, row, first, kv_head, v_stride, is_read, VALUE_DIM, BLOCK_N, BLOCK_DV, WIDE)
         read = is_read
     else:
         if KIND == PART:

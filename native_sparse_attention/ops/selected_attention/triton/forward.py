@@ -92,8 +92,8 @@ def forward_kernel(
     source = (k_ptr, v_ptr, k_tiles, v_tiles, row, kv_head, k_strides[1], v_strides[1], key_start)
     # Beside products of float32, masks cost nothing, and every loop takes seconds to compile.
     if BLOCK_SIZE % BLOCK_N == 0 and q.dtype != tl.float32:
-        num_slots, spare, last_slot, num_left = find_whole_blocks(choice, readable, NUM_SELECTED, BLOCK_SIZE, BLOCK_S)
-        chosen = (indices_ptr, choice, readable, spare, last_slot)
+        num_slots, last_slot, num_left = find_whole_blocks(choice, readable, NUM_SELECTED, BLOCK_SIZE, BLOCK_S)
+        chosen = (indices_ptr, choice, readable, last_slot)
         totals = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)  # added up over the keys of a tile at the end
         # One loop, whose next step is fetched in time, be a block one tile or several.
         for step in tl.range(0, num_slots * (BLOCK_SIZE // BLOCK_N)):
@@ -111,7 +111,7 @@ def forward_kernel(
             factor = load_factor(factors_ptr, slot, is_read)
             row_max, total, out = _attend(q, k, v, row_max, total, out, factor * scale_log2, read, True)
     else:
-        chosen = (indices_ptr, choice, readable, 0, 0)
+        chosen = (indices_ptr, choice, readable, 0)
         for step in tl.range(0, NUM_SELECTED * tl.cdiv(BLOCK_SIZE, BLOCK_N)):
             k, v, slot, is_read, read = load_step(
                 source, chosen, step, ANY, BLOCK_SIZE, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE
@@ -132,8 +132,7 @@ def forward_kernel(
 @triton.jit
 def _attend(q, k, v, row_max, total, out, scale_log2, read, MASKED: tl.constexpr):
     """Adds a tile of keys to a running softmax. read: which keys are, the others being 0; or, not MASKED, whether all
-    are, or else they are keys that the query reads in another step. total: [BLOCK_M], or, not MASKED, with a column for
-    every key of a tile.
+    are. total: [BLOCK_M], or, not MASKED, with a column for every key of a tile.
     """
     products = tl.dot(q, tl.trans(k), input_precision='ieee')  # [BLOCK_M, BLOCK_N]
     if MASKED:

@@ -236,8 +236,8 @@ def _load_keys(
         k = load_rows(k_ptr, rows, k_stride, mask, HEAD_DIM, BLOCK_D, WIDE)
         v = load_rows(v_ptr, rows, v_stride, mask, VALUE_DIM, BLOCK_DV, WIDE)
     else:
-        k = load_tile(k_tiles, k_ptr, row, first, kv_head, k_stride, HEAD_DIM, BLOCK_N, BLOCK_D, WIDE)
-        v = load_tile(v_tiles, v_ptr, row, first, kv_head, v_stride, VALUE_DIM, BLOCK_N, BLOCK_DV, WIDE)
+        k = load_tile(k_tiles, k_ptr, row, first, kv_head, k_stride, True, HEAD_DIM, BLOCK_N, BLOCK_D, WIDE)
+        v = load_tile(v_tiles, v_ptr, row, first, kv_head, v_stride, True, VALUE_DIM, BLOCK_N, BLOCK_DV, WIDE)
     return k, v
 
 
