@@ -50,9 +50,9 @@ def load_tile(
     BLOCK: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """ROWS rows of SIZE elements of a head of `[B, S, H, SIZE]`, from `first` on, padded to BLOCK with zeros; either all
-    of them exist, or zeros are fetched. tiles: its tensor descriptor (`describe_tiles`); without one, ptr leads to row
-    and head.
+    """ROWS rows of SIZE elements of a head of `[B, S, H, SIZE]`, from `first` on, padded to BLOCK with zeros; all of
+    them exist, or else zeros are fetched. tiles: its tensor descriptor (`describe_tiles`); without one, ptr leads to
+    row and head.
     """
     if tiles is not None:
         first = tl.where(exists, first, 2**30)  # beyond all tensors, where zeros are

@@ -12,7 +12,14 @@ from native_sparse_attention.ops._triton.interval import settings
 from native_sparse_attention.ops._triton.interval.backward import dkv_kernel, dq_kernel
 from native_sparse_attention.ops._triton.interval.forward import forward_kernel
 from native_sparse_attention.ops._triton.interval.tiles import Interval
-from native_sparse_attention.ops._triton.launch import describe_tiles, head_block, is_wide, launch, settings_of
+from native_sparse_attention.ops._triton.launch import (
+    Settings,
+    describe_tiles,
+    head_block,
+    is_wide,
+    launch,
+    settings_of,
+)
 from native_sparse_attention.ops._triton.placement import (
     Placement,
     flatten,
@@ -178,7 +185,7 @@ def _differentiate_keys(tensors: Tensors, place: Placement, interval: Interval, 
     q, k, v, *_ = tensors
     batch, _, heads, head_dim = q.shape
     kv_heads, value_dim = v.shape[2:]
-    block_n = settings_of(settings.DKV, q, v).block_n
+    block_n = _settings_of_keys(interval, q, v).block_n
     tiles_of_row = num_tiles(place, interval.num_keys, block_n) // max(batch, 1)
     bytes_of_row = interval.num_keys * kv_heads * 4 * (head_dim + value_dim)
     parts = _count_parts(heads // kv_heads, tiles_of_row * kv_heads, bytes_of_row)
@@ -211,7 +218,7 @@ def _differentiate_memory(
     batch, seqlen, heads, head_dim = q.shape
     kv_heads, value_dim = v.shape[2:]
     num_memory = interval.num_memory or 0
-    block_n = settings_of(settings.DKV, q, v).block_n
+    block_n = _settings_of_keys(interval, q, v).block_n
     bytes_of_split = num_memory * heads * 4 * (head_dim + value_dim)
     split = SPLIT
     while split < seqlen and -(-seqlen // split) * bytes_of_split > WORKSPACE:
@@ -242,7 +249,7 @@ def _launch_dkv(
 ) -> None:
     """split: of the queries, where the gradients are those of memory."""
     q, k, v, lse, delta, dout = tensors
-    block_m, block_n, num_warps, num_stages = settings_of(settings.DKV, q, v)
+    block_m, block_n, num_warps, num_stages = _settings_of_keys(interval, q, v)
     launch(
         dkv_kernel,
         grid,
@@ -258,6 +265,10 @@ def _launch_dkv(
         num_stages=num_stages,
         device=q.device,
     )
+
+
+def _settings_of_keys(interval: Interval, q: Tensor, v: Tensor) -> Settings:
+    return settings_of(settings.DKV if interval.left is None else settings.DKV_WINDOW, q, v)
 
 
 @_forward.register_fake

@@ -220,9 +220,9 @@ def select_kernel(
         last_position = offset + tl.minimum(first_query + BLOCK_T, num_queries) - 1
         last = tl.minimum(last, _floor_divide(last_position, blocks.selection_block_size) + 1)
     slots = tl.arange(0, BLOCK_N)
-    # Empty slots have keys below all others, and blocks that there are not. Slots behind the row are never the smallest.
-    empty = tl.where(slots < choice.num_selected, -1, 2**31 - 1)
-    kept = tl.broadcast_to(empty[None, :], [BLOCK_T, BLOCK_N]), tl.broadcast_to(-1 - slots[None, :], [BLOCK_T, BLOCK_N])
+    # Empty slots rank below all blocks, and hold none that there is. Slots behind the row are never the smallest.
+    empty = tl.where(slots < choice.num_selected, -1, 2**31 - 1)[None, :]
+    kept = (tl.broadcast_to(empty, [BLOCK_T, BLOCK_N]), tl.broadcast_to(-1 - slots[None, :], [BLOCK_T, BLOCK_N]))
 
     per_selection = blocks.selection_block_size // blocks.stride
     skipped = 0 if HANDED_ON else (blocks.block_size - 1) // blocks.stride
@@ -240,9 +240,7 @@ def select_kernel(
     for _ in tl.range(0, tl.cdiv(last, BLOCK_J - OVERLAP) * num_steps):
         compressed = (first_block + tl.arange(0, BLOCK_J)) * per_selection + step - skipped
         exists = (compressed >= 0) & (compressed < num_keys)
-        k = load_rows(
-            k_ptr, key_start + compressed, k_strides[1], exists, HEAD_DIM, BLOCK_D, WIDE
-        )  # [BLOCK_J, BLOCK_D]
+        k = load_rows(k_ptr, key_start + compressed, k_strides[1], exists, HEAD_DIM, BLOCK_D, WIDE)
         products = tl.dot(k, tl.trans(q), input_precision='ieee')  # [BLOCK_J, BLOCK_T * BLOCK_G]
         weights = tl.exp2(tl.fma(products, scale_log2, -lse_log2[None, :]))
         if (first_block * per_selection < skipped) | ((first_block + BLOCK_J) * per_selection > seen):
@@ -282,8 +280,8 @@ def select_kernel(
 
 @triton.jit
 def _rank(scores, onward, first_block, own_block, num_blocks, choice, CAUSAL: tl.constexpr, HANDED_ON: tl.constexpr):
-    """Of a tile's blocks: `[T, J]`, the larger the earlier a block is taken, of equal ones the lower block; -1 where it is
-    not to be taken. Forced blocks have the ranks of geometry.forced_priority, above all scores, `[J, T]`.
+    """Of a tile's blocks, `[T, J]`: the larger the earlier a block is taken, of equal ones the lower block; -1 where it
+    is not to be taken. Forced blocks have the ranks of geometry.forced_priority, above all scores, `[J, T]`.
     """
     places = tl.arange(0, scores.shape[0])
     score = _pick(scores, places)
