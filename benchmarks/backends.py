@@ -1,10 +1,10 @@
 """How fast is Native Sparse Attention as a whole, by backend? Forward, backward, peak memory.
 
-    python -m benchmarks.layer --jobs 15                         every shape, every backend, `nsa`
-    python -m benchmarks.layer --shapes 'paper-8k-*,trainer'     some of them
-    python -m benchmarks.layer --backends eager --add            a backend more, for the table of an earlier run
-    python -m benchmarks.layer --what layer                      `SparseAttention`, projections and all
-    python -m benchmarks.layer --device cpu --shapes 'tiny*' --out /tmp/results    to try the script
+    python -m benchmarks.backends --jobs 15                         every shape, every backend, `nsa`
+    python -m benchmarks.backends --shapes 'paper-8k-*,trainer'     some of them
+    python -m benchmarks.backends --backends eager --add            a backend more, for the table of an earlier run
+    python -m benchmarks.backends --what layer                      `SparseAttention`, projections and all
+    python -m benchmarks.backends --device cpu --shapes 'tiny*' --out /tmp/results    to try the script
 
 Writes <date>-<gpu>-<what>.md and .json to --out after every case, so that a run that is cut short leaves what it has;
 --add keeps what is there of the same GPU, commit and versions. With --jobs, so many processes compile what the
