@@ -93,7 +93,7 @@ def make_tables(rows: list[Case]) -> list[str]:
     for name in dict.fromkeys(row['shape'] for row in rows):
         ours = named.get((name, 'triton'), {})
         ratios = [
-            _ratio(named.get((name, other), {}).get(key), ours.get(key))
+            report.ratio(named.get((name, other), {}).get(key), ours.get(key))
             for other in ('flex', 'eager')
             for key in ('forward_ms', 'backward_ms')
         ]
@@ -113,10 +113,6 @@ def make_tables(rows: list[Case]) -> list[str]:
         f'{verdict}.',
         report.table(('shape', ''), legend),
     ]
-
-
-def _ratio(other: float | None, ours: float | None) -> float | None:
-    return other / ours if other and ours else None
 
 
 def main() -> None:

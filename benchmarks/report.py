@@ -139,5 +139,9 @@ def cell(value: Any) -> str:
     return str(value)
 
 
+def ratio(a: float | None, b: float | None) -> float | None:
+    return a / b if a and b else None
+
+
 def gib(size: int | None) -> float | None:
     return None if size is None else size / 2**30
