@@ -29,7 +29,7 @@ from typing import Any
 from torch import Tensor
 
 from benchmarks import peers, report
-from benchmarks.layer_report import make_tables, plot_shares, plot_times
+from benchmarks.layer_report import FEWER_HEADS, make_tables, plot_shares, plot_times
 from benchmarks.parts import CUDNN, FLASH, FLEX, OTHERS, OURS, PARTS, make_call, shape_of
 from benchmarks.peers import PEERS
 from benchmarks.runner import Case, add_run_arguments, run, serve
@@ -38,7 +38,7 @@ from benchmarks.shapes import SHAPES, Shape, find_names
 # What has targets, then what is compared, then what completes the curves over the length.
 DEFAULT_SHAPES = (
     'paper-64k-h4', 'paper-8k-h4', 'paper-32k-h16', 'paper-32k-h64', 'head-64', 'trainer', 'short-4k-h4',
-    'paper-16k-h4', 'paper-32k-h4', 'long-128k-h4', 'long-256k-h4', 'long-512k-h4', 'long-1024k-h4', 'long-1024k-q32',
+    'paper-16k-h4', 'paper-32k-h4', 'long-128k-h4', 'long-256k-h4', 'long-512k-h4', 'long-1024k-h4', FEWER_HEADS,
 )  # fmt: skip
 # Longer, dense attention takes minutes.
 MAX_DENSE = 2**17
@@ -70,7 +70,7 @@ def make_cases(shapes: str, parts: str, backends: list[str], device: str, longes
         for name, part, backend in product(names, find_names(PARTS, parts), backends)
         if serves(part, backend, shape_of(name), longest_peer)
         # The shape with fewer heads is for the whole, which with more does not fit.
-        and (name != 'long-1024k-q32' or part == 'nsa')
+        and (name != FEWER_HEADS or part == 'nsa')
     ]
 
 

@@ -112,7 +112,7 @@ def make_choice(part: str, steps: Steps, problem: Problem) -> tuple[Call, list[T
 
     if part == 'choice':
         return Call(needed(steps.prepare_choice)(*tensors), facts), []
-    return Call(lambda: needed(steps.choose)(*tensors)[0], facts), []
+    return Call(lambda: steps.unlay(needed(steps.choose)(*tensors)[0]), facts), []
 
 
 def union(blocks: Tensor, count: int) -> float:
