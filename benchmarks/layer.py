@@ -33,7 +33,7 @@ from benchmarks.layer_report import FEWER_HEADS, make_tables, plot_shares, plot_
 from benchmarks.parts import CUDNN, FLASH, FLEX, OTHERS, OURS, PARTS, make_call, shape_of
 from benchmarks.peers import PEERS
 from benchmarks.runner import Case, add_run_arguments, run, serve
-from benchmarks.shapes import SHAPES, Shape, find_names
+from benchmarks.shapes import PAPER, SHAPES, Shape, find_names
 
 # What has targets, then what is compared, then what completes the curves over the length.
 DEFAULT_SHAPES = (
@@ -96,12 +96,14 @@ def main() -> None:
     cases = make_cases(options.shapes, options.parts, found, options.device, options.longest_peer)
     tables = partial(make_tables, missing=[PEERS[name].repository for name in missing])
     where, rows = run(cases, options, 'parts', TITLE, tables)
-    images = {'': plot_times, '-shares': plot_shares}
     links = []
-    for suffix, plot in images.items():
+    for suffix, plot, text in (
+        ('', plot_times, '`nsa` over the length'),
+        ('-shares', plot_shares, 'Share of each part'),
+    ):
         image = report.path(options.out, where, f'parts{suffix}', '.png')
-        plot(image, rows)
-        links.append(f'![{plot.__name__}]({image.name})')
+        plot(image, rows, f'{text}, {where["gpu"]}, {PAPER.described().split("tokens, ")[1]}')
+        links.append(f'![{text}]({image.name})')
     report.write(options.out, where, 'parts', TITLE, [*tables(rows), *links], rows)
 
 

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from itertools import pairwise, product
 from pathlib import Path
+from typing import Any
 
 from benchmarks import report
 from benchmarks.parts import CUDNN, FLASH, FLEX, OURS, PARTS, shape_of
@@ -278,12 +279,12 @@ def row_table(found: Found) -> str:
     return report.table(('part', 'shape', 'backend', *columns), body)
 
 
-def plot_times(path: Path, rows: list[Case]) -> None:
+def plot_times(path: Path, rows: list[Case], title: str) -> None:
     """`nsa` of everybody over the length."""
     from matplotlib.figure import Figure
 
     found = Found(rows)
-    figure = Figure(figsize=(10, 5), layout='constrained')
+    figure = Figure(figsize=(12, 5), layout='constrained')
     backends = [name for name in (OURS, CUDNN, FLASH, *PEERS) if any(key[2] == name for key in found.named)]
     for what, axes in zip(PASSES, figure.subplots(1, 2), strict=True):
         for backend in backends:
@@ -292,24 +293,27 @@ def plot_times(path: Path, rows: list[Case]) -> None:
             if known:
                 style = {'marker': 'o', 'linewidth': 2.5 if backend == OURS else 1.2}
                 style['linestyle'] = '--' if backend in (CUDNN, FLASH) else '-'
-                axes.plot(*zip(*known, strict=True), label=NAMES.get(backend, backend), **style)
+                less = ' (does less)' if backend in PEERS and PEERS[backend].less else ''
+                axes.plot(*zip(*known, strict=True), label=NAMES.get(backend, backend) + less, **style)
         axes.set_xscale('log', base=2)
         axes.set_yscale('log')
         tokens = [SHAPES[name].seqlen for name in found.lengths]
         axes.set_xticks(tokens, [short(count) for count in tokens])
-        axes.set(xlabel='tokens', ylabel='ms', title=f'{what}, {SHAPES[TARGET_SHAPE].heads} query heads')
+        fewer = found.ours('nsa', FEWER_HEADS, what)
+        if fewer:
+            shape = SHAPES[FEWER_HEADS]
+            axes.plot([shape.seqlen], [fewer], 'C0s', fillstyle='none', label=f'ours, {shape.heads} query heads')
+        axes.set(xlabel='tokens', ylabel='ms', title=what)
         axes.grid(alpha=0.3)
-        if axes.lines:
-            axes.legend()
-    figure.savefig(path, dpi=120)
+    save(figure, path, title)
 
 
-def plot_shares(path: Path, rows: list[Case]) -> None:
+def plot_shares(path: Path, rows: list[Case], title: str) -> None:
     """Of each part, over the length."""
     from matplotlib.figure import Figure
 
     found = Found(rows)
-    figure = Figure(figsize=(10, 5), layout='constrained')
+    figure = Figure(figsize=(12, 5), layout='constrained')
     for what, axes in zip(PASSES, figure.subplots(1, 2), strict=True):
         times = {
             name: [found.ours(part, name, what) for part in SHARES[what]]
@@ -324,7 +328,14 @@ def plot_shares(path: Path, rows: list[Case]) -> None:
             below = [a + b for a, b in zip(below, heights, strict=True)]
         axes.set_xticks(range(len(times)), [short(SHAPES[name].seqlen) for name in times])
         axes.set(xlabel='tokens', ylabel='percent', title=what)
-    figure.axes[0].legend()
+    save(figure, path, title)
+
+
+def save(figure: Any, path: Path, title: str) -> None:
+    """With a legend beside the last axes that is true of all."""
+    figure.suptitle(title)
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.axes[-1].legend(handles, labels, loc='center left', bbox_to_anchor=(1, 0.5))
     figure.savefig(path, dpi=120)
 
 

@@ -17,7 +17,7 @@ from benchmarks.backends import make_call as make_by_backend
 from benchmarks.judge import BRANCHES, Call
 from benchmarks.peers import NSA_TENSORS, PEERS, Forward, Problem, Steps, heads_first, rows
 from benchmarks.runner import Case
-from benchmarks.shapes import RHO, SHAPES, Shape, make_settings, make_tensors
+from benchmarks.shapes import RHO, SHAPES, Shape, make_settings, make_tensors, normal
 
 OURS, CUDNN, FLASH, FLEX = 'triton', 'cudnn', 'flash', 'flex'
 PARTS = (
@@ -61,7 +61,7 @@ def make_call(case: Case) -> tuple[Call, list[Tensor]]:
         forward, leaves = make_layer(part, shape, backend, case['device'])
         return Call(forward), leaves
     problem = make_problem(part, shape, case['device'])
-    steps = ours(problem) if backend == OURS else make_steps(backend, problem)
+    steps = ours(problem) if backend == OURS else make_steps(part, backend, problem)
     return make_part(part, steps, problem, dense=backend in (CUDNN, FLASH))
 
 
@@ -185,9 +185,11 @@ def ours(problem: Problem) -> Steps:
     )
 
 
-def make_steps(backend: str, problem: Problem) -> Steps:
-    """Of an implementation that is not ours."""
+def make_steps(part: str, backend: str, problem: Problem) -> Steps:
+    """Of an implementation that is not ours; those of PyTorch are for the part alone."""
     match backend:
+        case 'flash' if part == 'window':
+            return Steps(rows, problem.in_sequences, window=peers.flash_window(problem))
         case 'cudnn' | 'flash':
             return dense(backend, problem)
         case 'flex':
@@ -197,20 +199,17 @@ def make_steps(backend: str, problem: Problem) -> Steps:
 
 
 def dense(backend: str, problem: Problem) -> Steps:
-    """Dense attention of PyTorch, by cuDNN or FlashAttention-2, and the latter's window."""
+    """Dense attention of PyTorch, by cuDNN or FlashAttention-2."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     kernel = SDPBackend.CUDNN_ATTENTION if backend == CUDNN else SDPBackend.FLASH_ATTENTION
-    on_gpu, near = problem.device.type == 'cuda', peers.flash_window(problem)
+    on_gpu = problem.device.type == 'cuda'
 
     def whole(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with sdpa_kernel(kernel) if on_gpu else nullcontext():
             return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
-    def window(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return heads_first(problem.in_sequences(near(*map(rows, (q, k, v)))))
-
-    return Steps(heads_first, heads_first, window=window, whole=whole, reads=('q', 'k', 'v'))
+    return Steps(heads_first, heads_first, whole=whole, reads=('q', 'k', 'v'))
 
 
 def make_dense(problem: Problem) -> Forward:
@@ -255,12 +254,20 @@ def make_layer(part: str, shape: Shape, backend: str, device: str) -> Forward:
         if peer.layer is None or folder is None:
             raise ValueError(f'{peer.repository} has no layer, or is not on PYTHONPATH')
         layer = peer.layer(shape, DIM, folder).to(device, shape.dtype)
-        x = torch.randn(shape.batch, shape.seqlen, DIM, dtype=shape.dtype, device=device, requires_grad=True)
+        x = make_related(shape, DIM, device)
         return lambda: layer(x), [x, *(p for p in layer.parameters() if p.requires_grad)]
     forward, leaves = make_by_backend('layer', shape, backend, device)
+    layer, x = forward.func, forward.args[0]
+    with torch.no_grad():
+        x.copy_(make_related(shape, x.shape[-1], device))
     if part == 'layer':
         return forward, leaves
-    layer, x = forward.func, forward.args[0]
-    projected = torch.randn(*x.shape[:2], layer.to_qkv.out_features, dtype=x.dtype, device=device, requires_grad=True)
+    projected = make_related(shape, layer.to_qkv.out_features, device)
     layer.to_qkv, layer.combine_heads = Given(layer.to_qkv, projected), Given(layer.combine_heads, None)
     return forward, [x, projected, *(p for p in layer.parameters() if p.requires_grad)]
+
+
+def make_related(shape: Shape, width: int, device: str) -> Tensor:
+    """`[B, T, width]` whose neighbours resemble each other, to be differentiated."""
+    size = (shape.batch, shape.seqlen, 1, width)
+    return normal(size, shape.dtype, torch.Generator(device).manual_seed(0), RHO)[:, :, 0].requires_grad_()

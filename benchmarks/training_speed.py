@@ -119,12 +119,12 @@ def make_tables(rows: list[Case]) -> list[str]:
     ]
 
 
-def plot(path: Path, rows: list[Case]) -> None:
+def plot(path: Path, rows: list[Case], title: str) -> None:
     from matplotlib.figure import Figure
 
     found = Found(rows)
     figure = Figure(figsize=(8, 5), layout='constrained')
-    axes = figure.add_subplot(xlabel='length of the sequences', ylabel='tokens/s', title=TITLE)
+    axes = figure.add_subplot(xlabel='length of the sequences', ylabel='tokens/s', title=title)
     for model in found.models:
         known = [(length, rate) for length in found.lengths if (rate := found.rate(length, model))]
         axes.plot([length for length, _ in known], [rate for _, rate in known], 'o-', label=model)
@@ -156,7 +156,7 @@ def main() -> None:
         cases.append({**named, 'data': options.data, 'config': asdict(config)})
     where, rows = run(cases, options, 'training', TITLE, make_tables)
     image = report.path(options.out, where, 'training', '.png')
-    plot(image, rows)
+    plot(image, rows, f'{TITLE}, {where["gpu"]}')
     report.write(options.out, where, 'training', TITLE, [*make_tables(rows), f'![tokens/s]({image.name})'], rows)
 
 

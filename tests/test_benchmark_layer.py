@@ -114,7 +114,7 @@ def test_all_tables(tmp_path: Path):
     assert 'Not importable, and so not measured: a/b.' in text
     for rows in (ROWS, []):
         for plot in (layer_report.plot_times, layer_report.plot_shares):
-            plot(tmp_path / 'image.png', rows)
+            plot(tmp_path / 'image.png', rows, 'A title')
         assert layer_report.make_tables(rows, [])
 
 
@@ -182,6 +182,39 @@ def test_parts_of_ours(part: str):
     assert facts.get('error', 0) < 1e-4
     assert facts.get('agreement', 1) > 0.99
     assert 'wrong' not in facts
+
+
+FLASH_ATTN = """
+import torch
+
+def flash_attn_varlen_func(q, k, v, cu_q, cu_k, max_q, max_k, causal, window_size):
+    from native_sparse_attention.ops import window_attention
+    tensors = (t[None] for t in (q, k, v))
+    return window_attention(*tensors, window_size=window_size, cu_seqlens=cu_q, backend='eager')[0][0]
+"""
+
+
+@pytest.mark.filterwarnings('ignore:flex_attention called without')
+@pytest.mark.parametrize('backend', ['flash', 'flex'])
+def test_window_of_pytorch(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / 'flash_attn.py').write_text(FLASH_ATTN)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(torch, 'compile', lambda function, **settings: function)
+    problem = parts.make_problem('window', replace(SHAPES['tiny'], batch=2), 'cpu')
+    steps = parts.make_steps('window', backend, problem)
+    # FlexAttention has no backward pass on CPUs.
+    leaves = [t.detach() for t in problem.leaves(steps.layout)]
+    out = steps.unlay(parts.needed(steps.window)(*leaves))
+    assert out.shape == (2, 96, 4, 16)
+    for place in judge.places(problem):
+        assert max(judge.row_errors(problem, out[place], judge.window_row(problem, *place))) < 1e-4
+
+
+@pytest.mark.parametrize('backend', ['cudnn', 'flash'])
+def test_dense_attention(backend: str):
+    call, leaves = parts.make_call({'op': 'nsa', 'backend': backend, 'shape': 'tiny', 'device': 'cpu'})
+    assert (len(leaves), call().shape) == (3, (1, 96, 4, 16))
+    assert call.facts()['error'] < 1e-4
 
 
 def eager_steps(problem: peers.Problem, folder: Path, faulty: str = '') -> peers.Steps:
