@@ -31,6 +31,8 @@ LEAST_GAIN = (4.9, 5.2)
 MOST_INSIDE = 1.15
 # Tokens from which on `nsa` is the faster, forward and backward together.
 BREAK_EVEN = 2**13
+# Tokens from which on it is enough to run, with memory linear in the length.
+LONG = 2**18
 # Where no part may be slower than the best public one.
 COMPARED = (TARGET_SHAPE, 'paper-8k-h4', 'paper-32k-h16', 'paper-32k-h64', 'head-64', 'trainer')
 # The whole of a million tokens, which does not fit with more.
@@ -114,7 +116,7 @@ def make_tables(rows: list[Case], missing: list[str]) -> list[str]:
         'Shapes:': report.table(('shape', ''), [[name, shape_of(name).described()] for name in found.shapes]),
     }
     filled = [part for text, table in tables.items() if table.count('\n') > 1 for part in (text, table)]
-    notes = [*ratio_lines(found), verdict(found)]
+    notes = [*ratio_lines(found), verdict(found), long_line(found)]
     return [
         f'ms, medians, caches cold; a pass of more than a second is one run. Neighbours correlate by {RHO}, but not in '
         'nsa-unrelated. Backward: everything that a call needs.',
@@ -209,6 +211,19 @@ def verdict(found: Found) -> str:
             missed = f'; not {", ".join(over)}' if over else ''
             parts.append(f'{len(known) - len(over)} of {len(known)} {text}{missed}.')
     return ' '.join(parts)
+
+
+def long_line(found: Found) -> str:
+    """Whether every pass of ours from LONG tokens on has run."""
+    ran = {
+        f'{part} {what} of {shape}': bool(found.ours(part, shape, what))
+        for part, shape, backend in found.named
+        for what in PASSES
+        if backend == OURS and SHAPES[shape].tokens >= LONG and part in (*SHARES[what], 'nsa')
+    }
+    failed = [name for name, there in ran.items() if not there]
+    text = f'From {LONG:,} tokens on {len(ran) - len(failed)} of {len(ran)} passes ran'
+    return (f'{text}; not {", ".join(failed)}.' if failed else f'{text}.') if ran else ''
 
 
 def comparison_table(found: Found) -> str:

@@ -183,7 +183,7 @@ def normal(size: tuple[int, int, int, int], dtype: torch.dtype, generator: torch
         reach = 1
         # Sums over twice as many steps each time, up to where nothing is left of a step.
         while reach < length and rho**reach > 1e-4:
-            x[:, reach:] += rho**reach * x[:, :-reach].clone()
+            x[:, reach:] += rho**reach * x[:, :-reach]
             reach *= 2
         out[:, :, head] = x
     return out

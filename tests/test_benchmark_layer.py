@@ -99,6 +99,14 @@ def test_verdict():
     )
 
 
+def test_long_sequences():
+    assert layer_report.long_line(Found(ROWS)) == 'From 262,144 tokens on 2 of 2 passes ran.'
+    rows = [row('choice', 'triton', 9.0, shape='long-256k-h4'), row('window', 'triton', 9.0, shape='long-256k-h4')]
+    text = layer_report.long_line(Found(rows))
+    assert text == 'From 262,144 tokens on 2 of 3 passes ran; not window backward of long-256k-h4.'
+    assert layer_report.long_line(Found(ROWS[:1])) == ''
+
+
 def test_memory_and_shares():
     growth = layer_report.growth_table(Found(ROWS))
     # A million tokens with half as many heads.
@@ -251,8 +259,8 @@ def somebody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(SHAPES, 'two', replace(SHAPES['tiny'], batch=2))
 
-    def call(part: str, faulty: str = '') -> runner.Case:
-        peer = peers.Peer('some/body', '', 'here.py', partial(eager_steps, faulty=faulty))
+    def call(part: str, faulty: str = '', less: str = '') -> runner.Case:
+        peer = peers.Peer('some/body', '', 'here.py', partial(eager_steps, faulty=faulty), less=less)
         monkeypatch.setitem(peers.PEERS, 'somebody', peer)
         found, _ = parts.make_call({'op': part, 'backend': 'somebody', 'shape': 'two', 'device': 'cpu'})
         assert found().shape == (2, 96, 4, 16)
@@ -275,6 +283,10 @@ def test_wrong_parts_are_seen(part: str, somebody: Any, monkeypatch: pytest.Monk
     # One key more in a window of 16.
     monkeypatch.setattr(judge, 'MAX_ERROR', 0.01)
     assert somebody(part, faulty=part)['wrong']
+
+
+def test_who_does_less_is_not_wrong(somebody: Any):
+    assert somebody('nsa', faulty='compressed', less='half of it') == {'note': 'does less'}
 
 
 def test_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
