@@ -1,133 +1,110 @@
-"""How fast is Native Sparse Attention as a whole, by backend? Forward, backward, peak memory.
+"""How fast is the layer, part by part and whole, from 4k to 1M tokens? Its targets, dense attention, every peer.
 
-    python -m benchmarks.layer --jobs 15                         every shape, every backend, `nsa`
-    python -m benchmarks.layer --shapes 'paper-8k-*,trainer'     some of them
-    python -m benchmarks.layer --backends eager --add            a backend more, for the table of an earlier run
-    python -m benchmarks.layer --what layer                      `SparseAttention`, projections and all
-    python -m benchmarks.layer --device cpu --shapes 'tiny*' --out /tmp/results    to try the script
+    python -m benchmarks.layer --missing                                  everything, and again until all has been run
+    python -m benchmarks.layer --shapes paper-64k-h4                      what has targets
+    python -m benchmarks.layer --parts 'nsa*' --backends triton,cudnn     some of it
+    TRITON_INTERPRET=1 python -m benchmarks.layer --device cpu --shapes tiny --out /tmp/results     to try the script
 
-Writes <date>-<gpu>-<what>.md and .json to --out after every case, so that a run that is cut short leaves what it has;
---add keeps what is there of the same GPU, commit and versions. With --jobs, so many processes compile what the
-cases need, side by side, before the first is measured: FlexAttention compiles for most of a minute for every head
-layout and setting. A case that takes longer than --case-seconds is stopped; eager ones that would are not begun.
---budget bounds it all.
+Parts: compressed attention, it and the choice of blocks together, the choice, selected attention (of the blocks that
+the implementation itself chose), the window, the gated sum, `nsa`, and `SparseAttention`, whole and without its two
+projections (layer-inside). Neighbours of the inputs resemble each other (`make_tensors`), but not in nsa-unrelated.
+
+Backends: triton is ours; cudnn is dense attention of PyTorch by cuDNN; flash is dense attention of PyTorch by
+FlashAttention-2, or the window of FlashAttention-2; flex is FlexAttention, compiled for each length; and the
+repositories of benchmarks/peers.py that are on PYTHONPATH, whose whole has the window of FlashAttention-2. Each has a
+process of its own. A few rows of all outputs but the layers' are held against float32; those that are wrong count for
+nothing.
+
+Writes <date>-<gpu>-parts.md and .json to --out after every case, at the end -parts.png (time over length) and
+-parts-shares.png (share of each part). --budget bounds a call; the next one with --missing goes on where it stopped.
 """
 
 from __future__ import annotations
 
 import argparse
-import warnings
 from functools import partial
+from itertools import product
 from typing import Any
 
-import torch
+from torch import Tensor
 
-from benchmarks import report
-from benchmarks.runner import Case, add_arguments, run, serve
-from benchmarks.shapes import SHAPES, Shape, find_shapes, make_inputs
+from benchmarks import peers, report
+from benchmarks.layer_report import FEWER_HEADS, make_tables, plot_shares, plot_times
+from benchmarks.parts import CUDNN, FLASH, FLEX, OTHERS, OURS, PARTS, make_call, shape_of
+from benchmarks.peers import PEERS
+from benchmarks.runner import Case, add_run_arguments, run, serve
+from benchmarks.shapes import PAPER, SHAPES, Shape, find_names
 
-BACKENDS = ('triton', 'flex', 'eager')
-TITLES = {'nsa': '`nsa`: compress, choose, attend, gate', 'layer': '`SparseAttention`, projections and all'}
-DIM = 2048
-
-
-def work_of(shape: Shape) -> int:
-    """What eager's time is proportional to: keys gathered for the selected branch, and compressed weights."""
-    per_chooser = shape.num_selected * shape.selection_block_size * (shape.head_dim + shape.value_dim)
-    return shape.batch * shape.seqlen * (shape.choosers * per_chooser + 4 * shape.heads * shape.num_compressed)
-
-
-def make_call(what: str, shape: Shape, backend: str, device: str) -> tuple[Any, list[torch.Tensor]]:
-    """A forward, and what is differentiated."""
-    from native_sparse_attention import SparseAttention, nsa
-
-    if what == 'nsa':
-        tensors, settings = make_inputs(shape, device)
-        leaves = {name: t.requires_grad_() for name, t in tensors.items()}
-        return partial(nsa, **leaves, **settings, backend=backend), list(leaves.values())
-    with warnings.catch_warnings():
-        warnings.simplefilter('ignore')
-        layer = SparseAttention(
-            DIM if device != 'cpu' else 64,
-            shape.head_dim,
-            shape.heads,
-            shape.window,
-            shape.compress_block_size,
-            shape.compress_stride,
-            shape.selection_block_size,
-            shape.num_selected,
-            kv_heads=shape.kv_heads,
-            dim_value_head=shape.value_dim,
-            causal=shape.causal,
-            use_diff_topk=shape.use_diff_topk,
-            query_heads_share_selected_kv=shape.share_group,
-            backend=backend,
-        ).to(device, shape.dtype)
-    width = layer.to_qkv.in_features
-    x = torch.randn(shape.batch, shape.seqlen, width, dtype=shape.dtype, device=device, requires_grad=True)
-    borders = make_inputs(shape, device)[1].get('cu_seqlens') if shape.num_sequences else None
-    parameters = [p for p in layer.parameters() if p.requires_grad]
-    return partial(layer, x, cu_seqlens=borders), [x, *parameters]
+# What has targets, then what is compared, then what completes the curves over the length.
+DEFAULT_SHAPES = (
+    'paper-64k-h4', 'paper-8k-h4', 'paper-32k-h16', 'paper-32k-h64', 'head-64', 'trainer', 'short-4k-h4',
+    'paper-16k-h4', 'paper-32k-h4', 'long-128k-h4', 'long-256k-h4', 'long-512k-h4', 'long-1024k-h4', FEWER_HEADS,
+)  # fmt: skip
+# Longer, dense attention takes minutes.
+MAX_DENSE = 2**17
+MAX_LAYER = 2**16
+# The tensors of more do not fit on one GPU.
+MAX_WHOLE = 2**20 * 32
+TITLE = 'Part by part and whole'
 
 
-def call_of(case: Case) -> tuple[Any, list[torch.Tensor]]:
-    return make_call(case['what'], SHAPES[case['shape']], case['backend'], case['device'])
+def serves(part: str, backend: str, shape: Shape, longest_peer: int) -> bool:
+    if part in ('layer', 'layer-inside', 'nsa-unrelated') and shape.seqlen > MAX_LAYER:
+        return False
+    if part == 'nsa' and shape.seqlen * shape.heads > MAX_WHOLE:
+        return False
+    if backend == OURS:
+        return True
+    if backend in OTHERS:
+        return part in OTHERS[backend] and shape.seqlen <= MAX_DENSE
+    peer, group = PEERS[backend], shape.heads // shape.kv_heads
+    return part in peer.parts and group <= peer.max_group and shape.seqlen <= longest_peer
 
 
-def make_cases(shapes: str, backends: str, what: str, device: str) -> list[Case]:
-    """Those of a shape stand together, so that a run that is cut short has whole comparisons."""
+def make_cases(shapes: str, parts: str, backends: list[str], device: str, longest_peer: int) -> list[Case]:
+    """Those of a shape and part stand together, so that a run that is cut short has whole comparisons."""
+    names = find_names(SHAPES, shapes)
+    names.sort(key=lambda name: DEFAULT_SHAPES.index(name) if name in DEFAULT_SHAPES else -1)
     return [
-        {'shape': shape.name, 'backend': backend, 'what': what, 'device': device, 'work': work_of(shape)}
-        for shape in find_shapes(shapes)
-        for backend in backends.split(',')
+        {'op': part, 'shape': name, 'backend': backend, 'device': device}
+        for name, part, backend in product(names, find_names(PARTS, parts), backends)
+        if serves(part, backend, shape_of(name), longest_peer)
+        # The shape with fewer heads is for the whole, which with more does not fit.
+        and (name != FEWER_HEADS or part == 'nsa')
     ]
 
 
-def make_tables(rows: list[Case]) -> list[str]:
-    rows = sorted(rows, key=lambda row: (SHAPES[row['shape']].tokens, [*SHAPES].index(row['shape'])))
-    columns = ('shape', 'backend', 'forward ms', 'backward ms', 'both ms', 'peak GiB', '')
-    keys = ('shape', 'backend', 'forward_ms', 'backward_ms', 'total_ms')
-    body = [[*(row.get(key) for key in keys), report.gib(row.get('peak_bytes')), row.get('note', '')] for row in rows]
-    named = {(row['shape'], row['backend']): row for row in rows}
-    compared = []
-    for name in dict.fromkeys(row['shape'] for row in rows):
-        ours = named.get((name, 'triton'), {})
-        ratios = [
-            _ratio(named.get((name, other), {}).get(key), ours.get(key))
-            for other in ('flex', 'eager')
-            for key in ('forward_ms', 'backward_ms')
-        ]
-        compared.append([name, *ratios])
-    met = [(row[0], ratio) for row in compared for ratio in row[1:] if ratio is not None]
-    slower = dict.fromkeys(name for name, ratio in met if ratio <= 1)
-    verdict = f'Of {len(met)} comparisons Triton is the faster in all' + (
-        f' but some of {", ".join(slower)}' if slower else ''
-    )
-    legend = [[name, SHAPES[name].described()] for name in dict.fromkeys(row['shape'] for row in rows)]
-    return [
-        'Medians; caches cold; peak beyond the inputs, gradients included. '
-        'A pass of more than a second is one run; of eager it is the first, which allocates the memory, too.',
-        report.table(columns, body),
-        'Times of the others over those of Triton:',
-        report.table(('shape', 'flex forward', 'flex backward', 'eager forward', 'eager backward'), compared),
-        f'{verdict}.',
-        report.table(('shape', ''), legend),
-    ]
-
-
-def _ratio(other: float | None, ours: float | None) -> float | None:
-    return other / ours if other and ours else None
+def make_facts(call: Any, leaves: list[Tensor], device: str) -> Case:
+    return call.facts()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser, shapes='*', backends=BACKENDS, case_seconds=100)
-    parser.add_argument('--what', choices=TITLES, default='nsa')
+    add_run_arguments(parser, case_seconds=90)
+    add = parser.add_argument
+    add('--shapes', default=','.join(DEFAULT_SHAPES), help='patterns, separated by commas (%(default)s)')
+    add('--parts', default='*', help='patterns (%(default)s)')
+    everything = (OURS, CUDNN, FLASH, FLEX, *PEERS)
+    add('--backends', default=','.join(everything), help='of peers those that can be imported (%(default)s)')
+    add('--longest-peer', type=int, default=2**17, help='tokens; longer, several break their process (%(default)s)')
     options = parser.parse_args()
     if options.worker:
-        return serve(call_of, seconds=1)
-    cases = make_cases(options.shapes, options.backends, options.what, options.device)
-    run(cases, options, options.what, TITLES[options.what] + ', by backend', make_tables)
+        return serve(make_call, seconds=0.3, make_facts=make_facts)
+    wanted = options.backends.split(',')
+    missing = [name for name in wanted if name in PEERS and not peers.find_folder(PEERS[name].file)]
+    found = [name for name in wanted if name not in missing]
+    cases = make_cases(options.shapes, options.parts, found, options.device, options.longest_peer)
+    tables = partial(make_tables, missing=[PEERS[name].repository for name in missing])
+    where, rows = run(cases, options, 'parts', TITLE, tables)
+    links = []
+    for suffix, plot, text in (
+        ('', plot_times, '`nsa` over the length'),
+        ('-shares', plot_shares, 'Share of each part'),
+    ):
+        image = report.path(options.out, where, f'parts{suffix}', '.png')
+        plot(image, rows, f'{text}, {where["gpu"]}, {PAPER.described().split("tokens, ")[1]}')
+        links.append(f'![{text}]({image.name})')
+    report.write(options.out, where, 'parts', TITLE, [*tables(rows), *links], rows)
 
 
 if __name__ == '__main__':

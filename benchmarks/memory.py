@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks import report
-from benchmarks.layer import TITLES, make_call
+from benchmarks.backends import TITLES, make_call
 from benchmarks.shapes import SHAPES
 
 LIMIT = 24 * 2**30

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import report
-from benchmarks.layer import work_of
+from benchmarks.backends import work_of
 from benchmarks.runner import Case, add_arguments, run, serve
 from benchmarks.shapes import SHAPES, Shape, find_shapes, make_blocks, make_inputs
 

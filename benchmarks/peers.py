@@ -1,8 +1,8 @@
-"""Public implementations of the selected branch, each behind an adapter. None is a dependency: where a checkout or an
-installation of one is on PYTHONPATH, it can be measured.
+"""Public implementations of Native Sparse Attention, each behind an adapter. None is a dependency: where a checkout or
+an installation of one is on PYTHONPATH, it can be measured.
 
-An adapter takes a `Problem` and gives a forward, whose output is `[N, L, HQ, DV]`, and what is differentiated. Layouts
-are changed before the forward, so that no time is counted but the peer's own.
+An adapter takes a `Problem` and gives `Steps`: what the implementation does, on tensors in its own layout. Layouts are
+changed before a forward, so that no time is counted but the peer's own.
 """
 
 from __future__ import annotations
@@ -11,57 +11,148 @@ import importlib
 import importlib.util
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from benchmarks.shapes import Shape
 
 Forward = tuple[Callable[[], Tensor], list[Tensor]]
+NSA_TENSORS = ('q', 'k', 'v', 'k_cmp', 'v_cmp', 'gates')
 
 
 @dataclass(frozen=True)
 class Problem:
-    """N sequences of length L: q `[N, L, HQ, D]`, k, v `[N, L, H, ·]`, blocks int32 `[N, L, H, n]`, ascending and then
-    -1, counted from the start of the sequence. packed: they are one row to those who know packed rows.
+    """N sequences of length L: what a case needs of q `[N, L, HQ, D]`, k, v `[N, L, H, ·]`, k_cmp, v_cmp
+    `[N, C, H, ·]`, gates `[N, L, HQ, 3]` and blocks int32 `[N, L, H, n]`, ascending and then -1, counted from the start
+    of the sequence. packed: the sequences are one row to those who know packed rows.
     """
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    blocks: Tensor
-    block_size: int
-    packed: bool = False
+    shape: Shape
+    tensors: dict[str, Tensor]
 
     @property
-    def borders(self) -> Tensor:
-        """int32 `[N + 1]`: where the sequences begin and end when they lie one after the other."""
-        count, length = self.q.shape[:2]
-        return torch.arange(count + 1, dtype=torch.int32, device=self.q.device) * length
+    def q(self) -> Tensor:
+        return self.tensors['q']
+
+    @property
+    def k(self) -> Tensor:
+        return self.tensors['k']
+
+    @property
+    def v(self) -> Tensor:
+        return self.tensors['v']
+
+    @property
+    def blocks(self) -> Tensor:
+        return self.tensors['blocks']
+
+    @property
+    def packed(self) -> bool:
+        return self.shape.num_sequences > 0
+
+    @property
+    def block_size(self) -> int:
+        return self.shape.selection_block_size
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """N and L."""
+        count = self.shape.batch * max(1, self.shape.num_sequences)
+        return count, self.shape.tokens // count
+
+    @property
+    def num_compressed(self) -> int:
+        """C."""
+        return self.shape.batch * self.shape.num_compressed // self.size[0]
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.tensors.values())).device
+
+    def borders(self, length: int | None = None) -> Tensor:
+        """int32 `[N + 1]`: where the sequences begin and end when they lie one after the other; of another length."""
+        count, own_length = self.size
+        return torch.arange(count + 1, dtype=torch.int32, device=self.device) * (
+            own_length if length is None else length
+        )
 
     @property
     def scale(self) -> float:
-        return self.q.shape[3] ** -0.5
+        return self.shape.head_dim**-0.5
 
-    def leaves(self, change: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        """q, k and v in another layout, to be differentiated."""
-        return [change(t).detach().contiguous().requires_grad_() for t in (self.q, self.k, self.v)]
+    def leaves(self, change: Callable[[Tensor], Tensor], names: Sequence[str] = ('q', 'k', 'v')) -> list[Tensor]:
+        """Tensors in another layout, to be differentiated."""
+        return [change(self.tensors[name]).detach().contiguous().requires_grad_() for name in names]
 
-    def like_out(self, out: Tensor) -> Tensor:
+    def in_sequences(self, out: Tensor) -> Tensor:
         """Rows one after the other as `[N, L, HQ, DV]`."""
-        return out.view(*self.q.shape[:3], self.v.shape[3])
+        return out.view(*self.size, self.shape.heads, self.shape.value_dim)
+
+
+def rows(t: Tensor) -> Tensor:
+    return t.flatten(0, 1)
+
+
+def heads_first(t: Tensor) -> Tensor:
+    return t.transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What an implementation does; None: what it has not.
+
+    layout: of `[N, L, heads, ·]`; unlay: an output as `[N, L, HQ, DV]`. lay_blocks: of `[N, L, H, n]`; unlay_blocks: as
+    `[N, L, H, n]`. compress(q, k_cmp, v_cmp) gives the output, choose(q, k_cmp, v_cmp) it and the chosen blocks,
+    prepare_choice(q, k_cmp, v_cmp) a call that chooses and does nothing else, select(q, k, v, blocks), window(q, k, v)
+    and add(gates, compressed, selected, window) outputs; lay_gates: of `[N, L, HQ, 3]` after the sigmoid, as add takes
+    them. whole(*reads): all of it, where that is not the steps one after the other.
+    """
+
+    layout: Callable[[Tensor], Tensor]
+    unlay: Callable[[Tensor], Tensor]
+    lay_blocks: Callable[[Tensor], Tensor] = lambda blocks: blocks
+    unlay_blocks: Callable[[Tensor], Tensor] = lambda blocks: blocks
+    lay_gates: Callable[[Tensor], Tensor] = lambda gates: gates
+    compress: Callable[..., Tensor] | None = None
+    choose: Callable[..., tuple[Tensor, Tensor]] | None = None
+    prepare_choice: Callable[..., Callable[[], Tensor]] | None = None
+    select: Callable[..., Tensor] | None = None
+    window: Callable[..., Tensor] | None = None
+    add: Callable[..., Tensor] | None = None
+    whole: Callable[..., Tensor] | None = None
+    reads: tuple[str, ...] = NSA_TENSORS
+
+
+def make_selected(steps: Steps, problem: Problem) -> Forward:
+    """The selected branch of the problem's blocks; outputs are `[N, L, HQ, DV]`."""
+    assert steps.select is not None
+    leaves, blocks = problem.leaves(steps.layout), steps.lay_blocks(problem.blocks)
+    select, unlay = steps.select, steps.unlay
+    return lambda: unlay(select(*leaves, blocks)), leaves
 
 
 @dataclass(frozen=True)
 class Peer:
-    """read: what the adapter was written by. file: where that lies on PYTHONPATH, the peer can be imported."""
+    """read: what the adapter was written by. file: where that lies on PYTHONPATH, the peer can be imported.
+
+    For benchmarks/layer.py: the parts that are its own, up to how many query heads of a kv head, and where the whole
+    does less than that of others, what. layer: a module `[B, T, dim] → [B, T, dim]` of a shape and dim.
+    """
 
     repository: str
     read: str
     file: str
-    adapter: Callable[[Problem, Path], Forward]
+    adapter: Callable[[Problem, Path], Steps]
+    parts: tuple[str, ...] = ()
+    max_group: int = 1024
+    less: str = ''
+    layer: Callable[[Shape, int, Path], nn.Module] | None = None
 
 
 def find_folder(file: str) -> Path | None:
@@ -69,7 +160,7 @@ def find_folder(file: str) -> Path | None:
     return next((Path(folder) for folder in sys.path if (Path(folder) / file).is_file()), None)
 
 
-def make_forward(name: str, problem: Problem) -> Forward:
+def make_steps(name: str, problem: Problem) -> Steps:
     """Raises ModuleNotFoundError where the peer, or what it needs, is not there."""
     peer = PEERS[name]
     folder = find_folder(peer.file)
@@ -90,101 +181,235 @@ def import_from(folder: Path, module: str) -> ModuleType:
     return importlib.import_module(module)
 
 
-def rows(t: Tensor) -> Tensor:
-    return t.flatten(0, 1)
+def flash_window(problem: Problem) -> Callable[..., Tensor]:
+    """FlashAttention-2 over rows one after the other: of flash_attn, or where that is not installed PyTorch's copy."""
+    borders, length, left = problem.borders(), problem.size[1], problem.shape.window - 1
+    if importlib.util.find_spec('flash_attn'):
+        attend = importlib.import_module('flash_attn').flash_attn_varlen_func
+        return lambda q, k, v: attend(q, k, v, borders, borders, length, length, causal=True, window_size=(left, 0))
+
+    def window(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        sizes = (borders, borders, length, length)
+        return torch.ops.aten._flash_attention_forward(
+            *(q, k, v, *sizes, 0.0, True, False), scale=problem.scale, window_size_left=left, window_size_right=0
+        )[0]
+
+    return window
 
 
-def heads_first(t: Tensor) -> Tensor:
-    return t.transpose(1, 2)
+def weigh(gates: Tensor, *branches: Tensor) -> Tensor:
+    """The sum of those who have no kernel for it."""
+    first, second, third = (gates[..., i : i + 1] * branch for i, branch in enumerate(branches))
+    return first + second + third
 
 
-def mdy666(problem: Problem, folder: Path) -> Forward:
-    """`select_attn(q, k, v, topk, sm_scale)` of fcf117c: q `[tokens, HQ, D]`, topk `[H, tokens, n]`, ascending, padded
-    with a block that does not exist. Sizes and borders are set on a class beforehand.
+def of_rows(problem: Problem, **steps: Any) -> Steps:
+    """Steps on rows one after the other, with blocks int32 `[H, tokens, n]`, and the window of FlashAttention-2, which
+    those who work so take.
     """
-    if importlib.util.find_spec('pkg_resources') is None:
+    dtype = problem.shape.dtype
+    common: dict[str, Any] = {
+        'layout': rows,
+        'unlay': problem.in_sequences,
+        'lay_blocks': lambda blocks: rows(blocks).transpose(0, 1).contiguous(),
+        'unlay_blocks': lambda blocks: blocks.transpose(0, 1).unflatten(0, problem.size),
+        'lay_gates': lambda gates: rows(gates).to(dtype),
+        'window': flash_window(problem),
+        'add': weigh,
+    }
+    return Steps(**common | steps)
+
+
+def mdy666(problem: Problem, folder: Path) -> Steps:
+    """Of fcf117c: `compress_attn(q, k, v, sm_scale)`, `slc_topk_indices(q, k, lse, sm_scale, …)`, `select_attn(q, k,
+    v, topk, sm_scale)` and `fused_sigmoid_combine(a, b, c, logits)`: q `[tokens, HQ, D]`, topk `[H, tokens, n]`,
+    ascending, padded with a block that does not exist. Sizes and borders are set on a class beforehand.
+    """
+    if 'pkg_resources' not in sys.modules and importlib.util.find_spec('pkg_resources') is None:
         # setuptools no longer has it, and one function of it is used.
         module = ModuleType('pkg_resources')
         module.__dict__['parse_version'] = lambda text: tuple(map(int, re.findall(r'\d+', text)[:3]))
         sys.modules['pkg_resources'] = module
-    select_attn = import_from(folder, 'flash_nsa.ops.select_attn').select_attn
+    ops = {
+        function: getattr(import_from(folder, f'flash_nsa.ops.{module}'), function)
+        for module, function in (
+            ('compress_attn', 'compress_attn'),
+            ('topk', 'slc_topk_indices'),
+            ('select_attn', 'select_attn'),
+            ('combine', 'fused_sigmoid_combine'),
+        )
+    }
     helper = importlib.import_module('flash_nsa.utils').NSAHelper
-    helper.set_hyperparameters(block_size=problem.block_size, top_n=problem.blocks.shape[3])
+    shape, scale = problem.shape, problem.scale
+    sizes = (shape.compress_block_size, shape.compress_stride, shape.selection_block_size, shape.window)
+    helper.set_hyperparameters(*sizes, top_n=shape.num_selected, num_init_blocks=1, num_local_blocks=2)
     # Equal borders would leave what follows from an earlier block size.
     helper.x_cu_seqlens = None
-    helper.init_cu_seqlens(problem.borders)
-    num_blocks = -(-problem.q.shape[1] // problem.block_size)
-    blocks = rows(problem.blocks).transpose(0, 1)
-    blocks = blocks.masked_fill(blocks < 0, num_blocks).contiguous()
-    leaves = problem.leaves(rows)
-    return lambda: problem.like_out(select_attn(*leaves, blocks, problem.scale)), leaves
+    helper.init_cu_seqlens(problem.borders())
+    num_blocks = -(-problem.size[1] // problem.block_size)
+
+    def choose(q: Tensor, k_cmp: Tensor, v_cmp: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = ops['compress_attn'](q, k_cmp, v_cmp, scale)
+        with torch.no_grad():
+            # The settings of its own module.
+            blocks, _ = ops['slc_topk_indices'](q, k_cmp, lse, scale, maybe_efficient_version=True, scale_slc_p=True)
+        return out, blocks
+
+    return of_rows(
+        problem,
+        lay_blocks=lambda blocks: rows(blocks.masked_fill(blocks < 0, num_blocks)).transpose(0, 1).contiguous(),
+        compress=lambda *tensors: ops['compress_attn'](*tensors, scale)[0],
+        choose=choose,
+        select=lambda *tensors: ops['select_attn'](*tensors, scale),
+        lay_gates=lambda gates: rows(gates).logit().to(shape.dtype),
+        add=lambda gates, *branches: ops['fused_sigmoid_combine'](*branches, gates),
+    )
 
 
-def xunhao(problem: Problem, folder: Path) -> Forward:
-    """`topk_sparse_attention(q, k, v, topk_idx, block_size, cu_seqlens, softmax_scale)` of 9bea856: q
-    `[tokens, HQ, D]`, topk_idx int32 `[H, tokens, n]`, ascending, padded with -1. Blocks of 32, 64, 128 or 256.
+def xunhao(problem: Problem, folder: Path) -> Steps:
+    """Of 9bea856: `compressed_attention(q, k, v, kernel_size, kernel_stride, block_size, topk, cu_seqlens_q,
+    cu_seqlens_k, max_seqlen_q, max_seqlen_k, sm_scale, init_blocks, local_blocks)`, which chooses too, and
+    `topk_sparse_attention(q, k, v, topk_idx, block_size, cu_seqlens, softmax_scale)`: q `[tokens, HQ, D]`, topk_idx
+    int32 `[H, tokens, n]`, ascending, padded with -1. Blocks of 32, 64, 128 or 256.
     """
-    name = 'native_sparse_attention.ops.triton.topk_sparse_attention'
-    return _attend_rows(import_from(folder, name).topk_sparse_attention, problem)
+    ops = 'native_sparse_attention.ops.triton'
+    module = import_from(folder, f'{ops}.compressed_attention')
+    select = import_from(folder, f'{ops}.topk_sparse_attention').topk_sparse_attention
+    return of_rows(problem, **_xunhao_steps(problem, module, select))
 
 
-def fsa(problem: Problem, folder: Path) -> Forward:
-    """`FSA_topk_sparse_attention(q, k, v, topk_idx, block_size, cu_seqlens, softmax_scale)` of 1da34f3, laid out as
-    xunhao's. It goes over the sequences one by one.
+def fsa(problem: Problem, folder: Path) -> Steps:
+    """Of 1da34f3: `FSA_topk_sparse_attention`, laid out as xunhao's; it goes over the sequences one by one. The
+    compressed branch is a copy of xunhao's that chooses head by head, and where a kv head has more than 8 query heads
+    its layer takes a copy of xunhao's selected branch, too.
     """
-    module = import_from(folder, 'fsa.ops.FSA_topk_sparse_attention')
-    return _attend_rows(module.FSA_topk_sparse_attention, problem)
+    select = import_from(folder, 'fsa.ops.FSA_topk_sparse_attention').FSA_topk_sparse_attention
+    try:
+        module = import_from(folder, 'nsa_ref.ops.compressed_attention')
+    except ImportError:
+        # For the selected branch alone it is not needed.
+        module = None
+    return of_rows(problem, **_xunhao_steps(problem, module, select, parallel_topk_compute=False))
 
 
-def _attend_rows(attend: Callable[..., Tensor], problem: Problem) -> Forward:
-    blocks = rows(problem.blocks).transpose(0, 1).contiguous()
-    leaves, borders = problem.leaves(rows), problem.borders
-    return lambda: problem.like_out(attend(*leaves, blocks, problem.block_size, borders, problem.scale)), leaves
+def _xunhao_steps(problem: Problem, module: Any, select: Callable[..., Tensor], **settings: Any) -> dict[str, Any]:
+    shape, scale, borders = problem.shape, problem.scale, problem.borders()
+    (_, length), num_compressed = problem.size, problem.num_compressed
+    lengths = (borders, problem.borders(num_compressed), length, num_compressed, scale)
+    sizes = (shape.compress_block_size, shape.compress_stride)
+
+    def choose(q: Tensor, k_cmp: Tensor, v_cmp: Tensor) -> tuple[Tensor, Tensor]:
+        chosen = (problem.block_size, shape.num_selected)
+        return module.compressed_attention(
+            *(q, k_cmp, v_cmp, *sizes, *chosen, *lengths), init_blocks=1, local_blocks=2, **settings
+        )
+
+    return {
+        'compress': lambda *tensors: module.CompressedAttention.apply(*tensors, *sizes, *lengths)[0],
+        'choose': choose,
+        'select': lambda *tensors: select(*tensors, problem.block_size, borders, scale),
+    }
 
 
-def fla(problem: Problem, folder: Path) -> Forward:
-    """`ParallelNSAFunction.apply(q, k, v, block_indices, block_counts, block_size, scale, cu_seqlens)` of bc3b101d
-    (0.5.2), which `parallel_nsa` calls after it has pooled keys that a given choice does not need: q `[B, T, HQ, D]`,
+def fla(problem: Problem, folder: Path) -> Steps:
+    """Of bc3b101d (0.5.2): `ParallelNSAFunction.apply(q, k, v, block_indices, block_counts, block_size, scale,
+    cu_seqlens)`, which `parallel_nsa` calls after it has pooled keys that a given choice does not need, and
+    `parallel_nsa(q, k, v, g_cmp, g_slc, …)` without its window, which needs flash_attn: q `[B, T, HQ, D]`,
     block_indices `[B, T, H, n]`, padded with -1. A kv head must have at least 16 query heads.
     """
-    if problem.q.shape[2] < 16 * problem.k.shape[2]:
+    shape = problem.shape
+    if shape.heads < 16 * shape.kv_heads:
         raise ValueError('a kv head must have at least 16 query heads')
-    attend = importlib.import_module('fla.ops.nsa.parallel').ParallelNSAFunction.apply
-    num_selected, borders = problem.blocks.shape[3], problem.borders if problem.packed else None
+    module = importlib.import_module('fla.ops.nsa.parallel')
+    borders = problem.borders() if problem.packed else None
     one_row = (lambda t: rows(t)[None]) if problem.packed else (lambda t: t)
-    leaves, blocks = problem.leaves(one_row), one_row(problem.blocks).contiguous()
-    settings = (num_selected, problem.block_size, problem.scale, borders)
-    return lambda: problem.like_out(attend(*leaves, blocks, *settings)), leaves
+    settings = (shape.num_selected, problem.block_size, problem.scale, borders)
+    window = flash_window(problem)
+
+    def whole(q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
+        sizes = {'block_counts': shape.num_selected, 'block_size': problem.block_size, 'cu_seqlens': borders}
+        out = module.parallel_nsa(q, k, v, gates[..., 0], gates[..., 1], scale=problem.scale, **sizes)
+        near = window(*map(rows, (q, k, v))).view_as(out)
+        return torch.addcmul(out, near, gates[..., 2:])
+
+    return Steps(
+        layout=one_row,
+        unlay=problem.in_sequences,
+        lay_blocks=lambda blocks: one_row(blocks).contiguous(),
+        lay_gates=lambda gates: one_row(gates).to(shape.dtype),
+        select=lambda *tensors: module.ParallelNSAFunction.apply(*tensors, *settings),
+        whole=whole,
+        reads=('q', 'k', 'v', 'gates'),
+    )
 
 
-def lucidrains(problem: Problem, folder: Path) -> Forward:
-    """`native_sparse_attend(fq, fk, fv, block_size, selected_block_indices, fmask)` of 83fa271 (0.2.3): fq
+def lucidrains(problem: Problem, folder: Path) -> Steps:
+    """Of 83fa271 (0.2.3): `native_sparse_attend(fq, fk, fv, block_size, selected_block_indices, fmask)`: fq
     `[B, HQ, T, D]`, indices and mask `[B, H, T, n]` without the query's own block, which it always reads. It computes
     in float16, and knows no packed rows: sequences are a batch.
     """
     module = import_from(folder, 'native_sparse_attention_pytorch.triton_native_sparse_attention')
-    blocks = heads_first(problem.blocks).long()
-    own = torch.arange(problem.q.shape[1], device=blocks.device)[:, None] // problem.block_size
-    mask = ((blocks >= 0) & (blocks != own)).contiguous()
-    blocks = blocks.clamp(min=0).contiguous()
-    leaves = problem.leaves(heads_first)
-    return lambda: heads_first(module.native_sparse_attend(*leaves, problem.block_size, blocks, mask)), leaves
+
+    def lay_blocks(blocks: Tensor) -> Any:
+        blocks = heads_first(blocks).long()
+        own = torch.arange(problem.size[1], device=blocks.device)[:, None] // problem.block_size
+        mask = ((blocks >= 0) & (blocks != own)).contiguous()
+        return blocks.clamp(min=0).contiguous(), mask
+
+    def select(q: Tensor, k: Tensor, v: Tensor, blocks: Any) -> Tensor:
+        return module.native_sparse_attend(q, k, v, problem.block_size, *blocks)
+
+    return Steps(heads_first, heads_first, lay_blocks=lay_blocks, select=select)
 
 
+def lucidrains_layer(shape: Shape, dim: int, folder: Path) -> nn.Module:
+    """`SparseAttention` of 83fa271 (0.2.3), whose window has one key more than it says, and whose choice has the own
+    block on top.
+    """
+    module = import_from(folder, 'native_sparse_attention_pytorch.native_sparse_attention')
+    sizes = (shape.compress_block_size, shape.compress_stride, shape.selection_block_size, shape.num_selected - 1)
+    settings = {'kv_heads': shape.kv_heads, 'causal': shape.causal, 'use_triton_kernel': True}
+    return module.SparseAttention(dim, shape.head_dim, shape.heads, shape.window - 1, *sizes, **settings)
+
+
+WHOLE = ('nsa', 'nsa-unrelated')
 PEERS = {
-    'mdy666': Peer('mdy666/Scalable-Flash-Native-Sparse-Attention', 'fcf117c', 'flash_nsa/ops/select_attn.py', mdy666),
+    'mdy666': Peer(
+        'mdy666/Scalable-Flash-Native-Sparse-Attention',
+        'fcf117c',
+        'flash_nsa/ops/select_attn.py',
+        mdy666,
+        ('compressed', 'compressed+choice', 'selected', 'sum', *WHOLE),
+    ),
     'xunhao': Peer(
         'XunhaoLai/native-sparse-attention-triton',
         '9bea856',
         'native_sparse_attention/ops/triton/topk_sparse_attention.py',
         xunhao,
+        ('compressed', 'compressed+choice', 'selected', *WHOLE),
     ),
-    'fsa': Peer('Relaxed-System-Lab/Flash-Sparse-Attention', '1da34f3', 'fsa/ops/FSA_topk_sparse_attention.py', fsa),
-    'fla': Peer('fla-org/flash-linear-attention', 'bc3b101d', 'fla/ops/nsa/parallel.py', fla),
+    'fsa': Peer(
+        'Relaxed-System-Lab/Flash-Sparse-Attention',
+        '1da34f3',
+        'fsa/ops/FSA_topk_sparse_attention.py',
+        fsa,
+        ('compressed+choice', 'selected', *WHOLE),
+        max_group=8,
+    ),
+    'fla': Peer(
+        'fla-org/flash-linear-attention',
+        'bc3b101d',
+        'fla/ops/nsa/parallel.py',
+        fla,
+        WHOLE,
+        less="its compressed keys are means of blocks of l' that do not overlap, a quarter of ours",
+    ),
     'lucidrains': Peer(
         'lucidrains/native-sparse-attention-pytorch',
         '83fa271',
         'native_sparse_attention_pytorch/triton_native_sparse_attention.py',
         lucidrains,
+        ('layer',),
+        layer=lucidrains_layer,
     ),
 }

@@ -111,7 +111,8 @@ def find_earlier(out: Path, where: dict[str, Any], what: str) -> tuple[dict[str,
     for name in SAME:
         if machine[name] != where[name]:
             raise SystemExit(f'--add: {files[-1]} has {name} {machine[name]}, this run {where[name]}')
-    return where | {'date': machine['date'], 'commands': machine['commands'] + where['commands']}, rows
+    commands = list(dict.fromkeys([*machine['commands'], *where['commands']]))
+    return where | {'date': machine['date'], 'commands': commands}, rows
 
 
 def write(out: Path, where: dict[str, Any], what: str, title: str, tables: Sequence[str], rows: Any) -> None:
@@ -136,6 +137,10 @@ def cell(value: Any) -> str:
     if isinstance(value, float):
         return f'{value:.0f}' if abs(value) >= 100 else f'{value:.3g}'
     return str(value)
+
+
+def ratio(a: float | None, b: float | None) -> float | None:
+    return a / b if a and b else None
 
 
 def gib(size: int | None) -> float | None:

@@ -58,6 +58,7 @@ def add_run_arguments(parser: argparse.ArgumentParser, case_seconds: float) -> N
     add('--budget', type=float, default=540, help='seconds for all of them, compilation included (%(default)s)')
     add('--jobs', type=int, default=1, help='above 1: so many processes compile first, side by side (%(default)s)')
     add('--add', action='store_true', help='to what an earlier run left in --out, whose other rows stay')
+    add('--missing', action='store_true', help='--add, and only what the earlier run did not come to')
     add('--worker', action='store_true', help=argparse.SUPPRESS)
 
 
@@ -73,8 +74,11 @@ def run(
     Gives the machine and all rows.
     """
     where, earlier = report.machine(options.device, options.commit), []
-    if options.add:
+    if options.add or options.missing:
         where, earlier = report.find_earlier(options.out, where, what)
+    if options.missing:
+        known = {name_of(row) for row in earlier if was_run(row)}
+        cases = [case for case in cases if name_of(case) not in known]
 
     def write(rows: list[Case]) -> None:
         rows = join(earlier, rows)
@@ -89,10 +93,17 @@ def join(earlier: list[Case], rows: list[Case]) -> list[Case]:
     """The rows of both; of two about the same case the later one, unless it was not run."""
     found: dict[Hashable, Case] = {}
     for row in [*earlier, *rows]:
-        case = tuple(row.get(name) for name in ('op', 'shape', 'backend'))
-        if case not in found or not row.get('note', '').startswith(NOT_RUN):
-            found[case] = row
+        if name_of(row) not in found or was_run(row):
+            found[name_of(row)] = row
     return [*found.values()]
+
+
+def name_of(case: Case) -> Hashable:
+    return tuple(case.get(name) for name in ('op', 'shape', 'backend'))
+
+
+def was_run(row: Case) -> bool:
+    return not row.get('note', '').startswith(NOT_RUN)
 
 
 def serve(make_call: MakeCall, seconds: float, make_facts: MakeFacts | None = None) -> None:
@@ -202,12 +213,16 @@ class Workers:
     def run(self, name: Hashable, case: Case, case_seconds: float, deadline: float) -> Case:
         """The case with its result, and how long that took."""
         began = time.monotonic()
+        used_up = {'note': f'{NOT_RUN}: the time was used up'}
         if began >= deadline:
-            result = {'note': f'{NOT_RUN}: the time was used up'}
+            result = used_up
         else:
             if name not in self.workers or not self.workers[name].alive:
                 self.workers[name] = Worker(self.environment)
             result = self.workers[name].measure(case, min(case_seconds, deadline - began))
+            if time.monotonic() >= deadline and 'note' in result:
+                # It might have ended in its own time.
+                result = used_up
         return {**case, **result, 'took_s': round(time.monotonic() - began, 1)}
 
 
@@ -261,9 +276,10 @@ def warm_up(cases: Iterable[Case], jobs: int, case_seconds: float, deadline: flo
 def cases_to_warm(cases: Iterable[Case]) -> list[Case]:
     """The shortest of those that differ in nothing but the length: no kernel is compiled for a length."""
     shortest: dict[Hashable, Case] = {}
-    for case in sorted(cases, key=lambda case: SHAPES[case['shape']].tokens):
+    compiled = [case for case in cases if case['backend'] in COMPILED]
+    for case in sorted(compiled, key=lambda case: SHAPES[case['shape']].tokens):
         shape = SHAPES[case['shape']]
-        if case['backend'] in COMPILED and shape.tokens <= WARM_TOKENS:
+        if shape.tokens <= WARM_TOKENS:
             kernels = (case['backend'], case.get('op'), replace(shape, name='', seqlen=0))
             shortest.setdefault(kernels, case)
     return sorted(shortest.values(), key=lambda case: COMPILED.index(case['backend']))

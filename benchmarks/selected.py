@@ -17,27 +17,27 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial, wraps
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from benchmarks import peers, report
-from benchmarks.peers import PEERS, Problem, heads_first
+from benchmarks.judge import Call, selected_row
+from benchmarks.judge import judge as judge_rows
+from benchmarks.parts import make_dense, ours
+from benchmarks.peers import PEERS, Problem, make_selected
+from benchmarks.report import ratio
 from benchmarks.runner import Case, add_run_arguments, run, serve
-from benchmarks.shapes import SHAPES, Shape, find_names, make_blocks, make_inputs
+from benchmarks.shapes import SHAPES, Shape, find_names, make_blocks, make_tensors
 from benchmarks.timing import measure_workspace
 
 OURS, DENSE, CEILINGS = 'triton', 'cudnn', ('copy', 'gather')
 DESIGNS = ('query', 'neighbours', 'block')
 PASSES = ('forward', 'backward')
-# Of a row's norm, in half types.
-MAX_ERROR = 0.05
 # Dense attention of longer sequences takes minutes.
 MAX_DENSE = 2**17
 MIB = 2**20
@@ -79,26 +79,15 @@ SETTINGS: dict[str, Setting] = {
 }
 
 
-@dataclass
-class Call:
-    """A forward, and what its row tells beside the times."""
-
-    forward: Callable[[], Tensor]
-    facts: Callable[[], Case] = dict
-
-    def __call__(self) -> Tensor:
-        return self.forward()
-
-
 def make_problem(setting: Setting, device: str) -> Problem:
     shape = SHAPES[setting.shape]
-    tensors = make_inputs(shape, device)[0]
+    tensors = make_tensors(shape, device, ('q', 'k', 'v'))
     blocks = make_blocks(shape, device, setting.neighbours)
     count = shape.batch * max(1, shape.num_sequences)
     q, k, v, blocks = (
         t.view(count, shape.tokens // count, *t.shape[2:]) for t in (tensors['q'], tensors['k'], tensors['v'], blocks)
     )
-    return Problem(q, k, v, blocks, shape.selection_block_size, shape.num_sequences > 0)
+    return Problem(shape, {'q': q, 'k': k, 'v': v, 'blocks': blocks})
 
 
 def make_call(case: Case) -> tuple[Call, list[Tensor]]:
@@ -112,28 +101,17 @@ def make_call(case: Case) -> tuple[Call, list[Tensor]]:
     if backend == DENSE:
         forward, leaves = make_dense(problem)
     elif backend in PEERS:
-        forward, leaves = peers.make_forward(backend, problem)
+        forward, leaves = make_selected(peers.make_steps(backend, problem), problem)
         facts = partial(judge, problem, forward, leaves)
     else:
         used = force_design(None if backend == OURS else backend)
-        forward, leaves = make_ours(problem)
+        forward, leaves = make_selected(ours(problem), problem)
         facts = partial(judge_ours, problem, forward, leaves, used)
     return Call(forward, facts), leaves
 
 
 def make_facts(call: Any, leaves: list[Tensor], device: str) -> Case:
     return (measure_workspace(call, leaves, device) if leaves else {}) | call.facts()
-
-
-def make_ours(problem: Problem) -> peers.Forward:
-    from native_sparse_attention.ops import selected_attention
-
-    where, change = {}, lambda t: t
-    if problem.packed:
-        where, change = {'cu_seqlens': problem.borders}, lambda t: peers.rows(t)[None]
-    leaves, blocks = problem.leaves(change), change(problem.blocks)
-    attend = partial(selected_attention, *leaves, blocks, block_size=problem.block_size, backend=OURS, **where)
-    return lambda: problem.like_out(attend()[0]), leaves
 
 
 def force_design(design: str | None) -> list[str]:
@@ -158,52 +136,13 @@ def force_design(design: str | None) -> list[str]:
     return used
 
 
-def make_dense(problem: Problem) -> peers.Forward:
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    q, k, v = leaves = problem.leaves(heads_first)
-    on_gpu = problem.q.is_cuda
-
-    def forward() -> Tensor:
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if on_gpu else nullcontext():
-            return heads_first(
-                torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-            )
-
-    return forward, leaves
-
-
 def judge(problem: Problem, forward: Callable[[], Tensor], leaves: list[Tensor]) -> Case:
-    """How far a few rows are from attention in float32; a note where that is too far, or a gradient is not finite."""
-    out = forward()
-    gradients = torch.autograd.grad(out, leaves, torch.randn_like(out))
-    finite = all(bool(t.sum(dtype=torch.float32).isfinite()) for t in gradients)
-    count, length = problem.q.shape[:2]
-    places = [(n, t) for n in {0, count - 1} for t in torch.linspace(0, length - 1, 4).int().tolist()]
-    errors = [row_error(problem, out.detach()[place], *place) for place in places]
-    # A NaN is what max gives wherever there is one.
-    error = float(torch.tensor(errors).max())
-    if not error <= MAX_ERROR:
-        return {'error': error, 'wrong': True, 'note': f'wrong: a row is off by {error:.2g} of its norm'}
-    return {'error': error} | ({} if finite else {'wrong': True, 'note': 'wrong: a gradient is not finite'})
+    return judge_rows(problem, forward, leaves, selected_row)
 
 
 def judge_ours(problem: Problem, forward: Callable[[], Tensor], leaves: list[Tensor], used: list[str]) -> Case:
     """With the designs that were used, that of the forward first."""
     return judge(problem, forward, leaves) | {'design': '/'.join(dict.fromkeys(used))}
-
-
-def row_error(problem: Problem, out: Tensor, sequence: int, token: int) -> float:
-    """Of `[HQ, DV]`, relative to the norm."""
-    keys, values = (t[sequence, : token + 1].float() for t in (problem.k, problem.v))
-    q = problem.q[sequence, token].float().unflatten(0, (keys.shape[1], -1))
-    block = torch.arange(token + 1, dtype=torch.int32, device=q.device) // problem.block_size
-    # [H, keys]
-    chosen = torch.stack([torch.isin(block, blocks) for blocks in problem.blocks[sequence, token]])
-    logits = torch.einsum('hgd,khd->hgk', q, keys) * problem.scale
-    weights = logits.masked_fill(~chosen[:, None], -torch.inf).softmax(-1)
-    gold = torch.einsum('hgk,khd->hgd', weights, values).flatten(0, 1)
-    return float((out.float() - gold).norm() / gold.norm())
 
 
 class Found:
@@ -247,10 +186,6 @@ def least_bytes(shape: Shape, what: str) -> int:
     """The forward reads q, k, v and writes the output; the backward reads all of it and writes as many gradients."""
     values = (shape.heads + shape.kv_heads) * (shape.head_dim + shape.value_dim) * shape.tokens
     return values * shape.dtype.itemsize * (1 if what == 'forward' else 2)
-
-
-def ratio(a: float | None, b: float | None) -> float | None:
-    return a / b if a and b else None
 
 
 def mib(size: int | None) -> float | None:

@@ -94,6 +94,8 @@ SHAPES: dict[str, Shape] = {
             replace(PAPER, name=f'long-{seqlen // 1024}k-h4', seqlen=seqlen)
             for seqlen in (2**17, 2**18, 2**19, 2**20)
         ),
+        replace(PAPER, name='long-1024k-q32', seqlen=2**20, heads=32, kv_heads=2),
+        replace(PAPER, name='short-4k-h4', seqlen=4096),
         *(
             replace(PAPER, name=f'short-{seqlen // 1024}k-h{kv_heads}', seqlen=seqlen, kv_heads=kv_heads)
             for seqlen in (4096, 8192)
@@ -108,6 +110,9 @@ SHAPES: dict[str, Shape] = {
 }  # fmt: skip
 
 
+TENSORS = ('q', 'k', 'v', 'k_cmp', 'v_cmp', 'gates')
+# Of neighbours, in make_tensors. A query and one 64 tokens later correlate by a half.
+RHO = 0.99
 # What begins so must be asked for by name.
 UNASKED = ('tiny', 'many', 'long', 'short')
 
@@ -136,21 +141,55 @@ def find_shapes(patterns: str) -> list[Shape]:
 
 def make_inputs(shape: Shape, device: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Random tensors and settings of `nsa`."""
-    generator = torch.Generator(device).manual_seed(0)
+    return make_tensors(shape, device, TENSORS), make_settings(shape, device)
 
-    def normal(*size: int) -> Tensor:
-        return torch.randn(*size, dtype=shape.dtype, device=device, generator=generator)
 
+def make_tensors(shape: Shape, device: str, names: Iterable[str], rho: float = 0) -> dict[str, Tensor]:
+    """Those of TENSORS that are named, each the same whatever the others are: normal, of variance 1; gates uniform.
+
+    rho: what follow each other in a sequence correlate by it, in q, k and v alike (AR(1)), compressed keys and values,
+    which are a stride apart, by rho**stride. So neighbours choose alike, as they do in trained models; 0: unrelated.
+    """
     rows = (shape.batch, shape.seqlen)
     compressed = (shape.batch, shape.num_compressed, shape.kv_heads)
-    tensors = {
-        'q': normal(*rows, shape.heads, shape.head_dim),
-        'k': normal(*rows, shape.kv_heads, shape.head_dim),
-        'v': normal(*rows, shape.kv_heads, shape.value_dim),
-        'k_cmp': normal(*compressed, shape.head_dim),
-        'v_cmp': normal(*compressed, shape.value_dim),
-        'gates': torch.rand(*rows, shape.heads, 3, device=device, generator=generator),
+    sizes = {
+        'q': (*rows, shape.heads, shape.head_dim),
+        'k': (*rows, shape.kv_heads, shape.head_dim),
+        'v': (*rows, shape.kv_heads, shape.value_dim),
+        'k_cmp': (*compressed, shape.head_dim),
+        'v_cmp': (*compressed, shape.value_dim),
     }
+    made = {}
+    for name in names:
+        generator = torch.Generator(device).manual_seed(TENSORS.index(name))
+        if name == 'gates':
+            made[name] = torch.rand(*rows, shape.heads, 3, device=device, generator=generator)
+        else:
+            step = shape.compress_stride if name.endswith('_cmp') else 1
+            made[name] = normal(sizes[name], shape.dtype, generator, rho**step if rho else 0)
+    return made
+
+
+def normal(size: tuple[int, int, int, int], dtype: torch.dtype, generator: torch.Generator, rho: float) -> Tensor:
+    """`[B, T, heads, D]` of mean 0 and variance 1: x[t] = rho * x[t - 1] + sqrt(1 - rho^2) * noise[t]."""
+    if rho == 0:
+        return torch.randn(size, dtype=dtype, device=generator.device, generator=generator)
+    batch, length, heads, dim = size
+    out = torch.empty(size, dtype=dtype, device=generator.device)
+    # Head by head, so that float32 takes little memory.
+    for head in range(heads):
+        x = torch.randn(batch, length, dim, device=generator.device, generator=generator)
+        x[:, 1:] *= (1 - rho**2) ** 0.5
+        reach = 1
+        # Sums over twice as many steps each time, up to where nothing is left of a step.
+        while reach < length and rho**reach > 1e-4:
+            x[:, reach:] += rho**reach * x[:, :-reach]
+            reach *= 2
+        out[:, :, head] = x
+    return out
+
+
+def make_settings(shape: Shape, device: str) -> dict[str, Any]:
     settings: dict[str, Any] = {
         'compress_block_size': shape.compress_block_size,
         'compress_stride': shape.compress_stride,
@@ -165,7 +204,7 @@ def make_inputs(shape: Shape, device: str) -> tuple[dict[str, Tensor], dict[str,
         length = shape.seqlen // shape.num_sequences
         borders = torch.arange(shape.num_sequences + 1, dtype=torch.int32, device=device) * length
         settings['cu_seqlens'] = borders
-    return tensors, settings
+    return settings
 
 
 def make_blocks(shape: Shape, device: str, neighbours: int = 1) -> Tensor:

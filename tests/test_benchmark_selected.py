@@ -103,7 +103,7 @@ def test_peer_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.Monkey
     assert image.name in text.read_text()
     assert 'fla' not in {case['backend'] for case in json.loads(data.read_text())['rows']}
     with pytest.raises(ModuleNotFoundError, match='fla-org/flash-linear-attention is not on PYTHONPATH'):
-        peers.make_forward('fla', tiny())
+        peers.make_steps('fla', tiny())
 
 
 def test_modules_are_imported_without_their_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -15,9 +15,9 @@ from unittest.mock import Mock
 
 import pytest
 
-from benchmarks import layer, report, runner
+from benchmarks import backends, report, runner
 
-TINY = layer.make_cases('tiny*', 'triton,flex,eager', 'nsa', 'cpu')
+TINY = backends.make_cases('tiny*', 'triton,flex,eager', 'nsa', 'cpu')
 
 
 @dataclass
@@ -66,7 +66,7 @@ def test_cases_of_a_shape_stand_together():
 
 def test_what_is_compiled_first():
     def names(shapes: str) -> list[tuple[str, str]]:
-        cases = layer.make_cases(shapes, 'triton,flex,eager', 'nsa', 'cpu')
+        cases = backends.make_cases(shapes, 'triton,flex,eager', 'nsa', 'cpu')
         return [(case['backend'], case['shape']) for case in runner.cases_to_warm(reversed(cases))]
 
     # Every kernel once, those that take longest first.
@@ -99,10 +99,10 @@ def test_used_up_budget_is_noted(fakes: Fakes):
 
 def run_into(out: Path, *flags: str) -> dict[str, Any]:
     parser = argparse.ArgumentParser()
-    runner.add_arguments(parser, 'tiny', layer.BACKENDS, case_seconds=10)
+    runner.add_arguments(parser, 'tiny', backends.BACKENDS, case_seconds=10)
     options = parser.parse_args(['--device', 'cpu', '--commit', 'abc', '--out', str(out), *flags])
-    cases = layer.make_cases(options.shapes, options.backends, 'nsa', options.device)
-    runner.run(cases, options, 'nsa', 'A title', layer.make_tables)
+    cases = backends.make_cases(options.shapes, options.backends, 'nsa', options.device)
+    runner.run(cases, options, 'nsa', 'A title', backends.make_tables)
     (file,) = out.glob('*.json')
     assert file.with_suffix('.md').exists()
     return json.loads(file.read_text())
@@ -116,6 +116,7 @@ def test_add_keeps_other_rows(fakes: Fakes, tmp_path: Path, monkeypatch: pytest.
     run_into(tmp_path, '--backends', 'flex,eager')
     # Midnight passes.
     monkeypatch.setattr(report, 'datetime', Mock(**{'now.return_value': datetime(2100, 1, 1)}))
+    monkeypatch.setattr(sys, 'argv', [*sys.argv, '--add'])
     fakes.forward_ms = 2.0
     added = run_into(tmp_path, '--backends', 'triton,eager', '--add')
     assert times(added) == {'triton': 2.0, 'flex': 1.0, 'eager': 2.0}
@@ -133,6 +134,25 @@ def test_without_add_the_file_is_written_anew(fakes: Fakes, tmp_path: Path):
     assert len(anew['machine']['commands']) == 1
 
 
+def test_missing_runs_what_an_earlier_run_did_not_come_to(fakes: Fakes, tmp_path: Path):
+    run_into(tmp_path, '--backends', 'flex')
+    run_into(tmp_path, '--backends', 'eager', '--add', '--budget', '0')
+    fakes.forward_ms = 2.0
+    found = [run_into(tmp_path, '--backends', 'flex,eager', '--missing') for _ in range(2)]
+    assert [times(result) for result in found] == [{'flex': 1.0, 'eager': 2.0}] * 2
+    assert [case['backend'] for worker in fakes.started for case in worker.cases] == ['flex', 'eager']
+    # A command that is given again stands there once.
+    assert len(found[1]['machine']['commands']) == 1
+
+
+def test_what_the_budget_stopped_counts_as_not_run(fakes: Fakes, monkeypatch: pytest.MonkeyPatch):
+    clock = iter([0.0, 0.0, 70.0, 70.0])
+    monkeypatch.setattr(runner.time, 'monotonic', lambda: next(clock))
+    fakes.breaks = ('flex',)
+    (row,) = run_cases(TINY[1:2])
+    assert row['note'] == 'not run: the time was used up'
+
+
 def test_add_without_earlier_rows(fakes: Fakes, tmp_path: Path):
     assert times(run_into(tmp_path, '--backends', 'eager', '--add')) == {'eager': 1.0}
 
@@ -140,7 +160,7 @@ def test_add_without_earlier_rows(fakes: Fakes, tmp_path: Path):
 def test_script_in_processes(tmp_path: Path):
     flags = ['--device', 'cpu', '--shapes', 'tiny', '--backends', 'flex,eager', '--jobs', '2', '--out', str(tmp_path)]
     done = subprocess.run(
-        [sys.executable, '-m', 'benchmarks.layer', *flags],
+        [sys.executable, '-m', 'benchmarks.backends', *flags],
         cwd=report.ROOT,
         env={**os.environ, 'OMP_NUM_THREADS': '1'},
         capture_output=True,

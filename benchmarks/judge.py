@@ -1,0 +1,158 @@
+"""Whether an implementation gives what it should: a few rows of its outputs against float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from benchmarks.peers import Problem
+from benchmarks.runner import Case
+
+# Of a row's norm, in half types.
+MAX_ERROR = 0.05
+# Rounding decides between blocks of nearly equal score.
+MIN_AGREEMENT = 0.9
+# A row of one token: [HQ, DV].
+Row = Callable[[Problem, int, int], Tensor]
+
+
+@dataclass
+class Call:
+    """A forward, and what its row tells beside the times."""
+
+    forward: Callable[[], Tensor]
+    facts: Callable[[], Case] = dict
+
+    def __call__(self) -> Tensor:
+        return self.forward()
+
+
+def judge(
+    problem: Problem,
+    forward: Callable[[], Tensor],
+    leaves: list[Tensor],
+    gold: Row,
+    typical: bool = False,
+) -> Case:
+    """How far a few rows are from those in float32; a note where that is too far, or a gradient is not finite.
+
+    typical: the median counts, not the worst, as where rounding decides about what is read.
+    """
+    out = forward()
+    finite = True
+    if leaves:
+        gradients = torch.autograd.grad(out, leaves, torch.randn_like(out))
+        finite = all(bool(t.sum(dtype=torch.float32).isfinite()) for t in gradients)
+    errors = [error for place in places(problem) for error in row_errors(problem, out[place], gold(problem, *place))]
+    # A NaN is what both give wherever there is one.
+    error = float(torch.tensor(errors).median() if typical else torch.tensor(errors).max())
+    if not error <= MAX_ERROR:
+        return {'error': error, 'wrong': True, 'note': f'wrong: a row is off by {error:.2g} of its norm'}
+    return {'error': error} | ({} if finite else {'wrong': True, 'note': 'wrong: a gradient is not finite'})
+
+
+def judge_choice(problem: Problem, blocks: Tensor) -> Case:
+    """How many of the blocks `[N, L, H, n]` that should be chosen are, in a few rows."""
+    found = [
+        (torch.isin(gold, chosen) & (gold >= 0)).sum() / (gold >= 0).sum()
+        for place in places(problem)
+        for gold, chosen in zip(chosen_blocks(problem, *place), blocks[place], strict=True)
+    ]
+    agreement = float(torch.stack(found).mean())
+    if agreement < MIN_AGREEMENT:
+        return {'agreement': agreement, 'wrong': True, 'note': f'wrong: {100 * agreement:.0f} % of the blocks'}
+    return {'agreement': agreement}
+
+
+def places(problem: Problem) -> list[tuple[int, int]]:
+    """Sequences and tokens. Those that see no compressed block are left out: there peers differ in what they give."""
+    count, length = problem.size
+    first = min(length - 1, problem.shape.compress_block_size)
+    tokens = torch.linspace(first, length - 1, 4).int().tolist()
+    return [(sequence, token) for sequence in sorted({0, count - 1}) for token in tokens]
+
+
+def row_errors(problem: Problem, out: Tensor, gold: Tensor) -> list[float]:
+    """Of each kv head of `[HQ, DV]`, relative to the norm."""
+    out, gold = (t.detach().float().reshape(problem.shape.kv_heads, -1) for t in (out, gold))
+    return ((out - gold).norm(dim=1) / gold.norm(dim=1)).tolist()
+
+
+def attend(problem: Problem, sequence: int, token: int, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    """`[HQ, DV]`: of keys and values `[keys, H, ·]`, those of the mask `[keys]` or `[H, keys]`."""
+    weights = weigh_keys(problem, sequence, token, keys, mask)
+    return torch.einsum('hgk,khd->hgd', weights, values.float()).flatten(0, 1)
+
+
+def weigh_keys(problem: Problem, sequence: int, token: int, keys: Tensor, mask: Tensor) -> Tensor:
+    q = problem.q[sequence, token].float().unflatten(0, (problem.shape.kv_heads, -1))
+    logits = torch.einsum('hgd,khd->hgk', q, keys.float()) * problem.scale
+    mask = mask if mask.dim() == 2 else mask[None]
+    return logits.masked_fill(~mask[:, None], -torch.inf).softmax(-1)
+
+
+def visible_blocks(problem: Problem, token: int) -> Tensor:
+    """bool `[C]`."""
+    shape = problem.shape
+    last = torch.arange(problem.num_compressed, device=problem.device) * shape.compress_stride
+    return last + shape.compress_block_size - 1 <= token
+
+
+def compressed_row(problem: Problem, sequence: int, token: int) -> Tensor:
+    keys, values = (problem.tensors[name][sequence] for name in ('k_cmp', 'v_cmp'))
+    return attend(problem, sequence, token, keys, values, visible_blocks(problem, token))
+
+
+def chosen_blocks(problem: Problem, sequence: int, token: int) -> Tensor:
+    """`[H, n]` by equation 9 of the paper, the first block and two local ones forced, -1 where there are fewer."""
+    shape, keys = problem.shape, problem.tensors['k_cmp'][sequence]
+    # [H, C]
+    weights = weigh_keys(problem, sequence, token, keys, visible_blocks(problem, token)).sum(1).double()
+    start = torch.arange(problem.num_compressed, device=problem.device) * shape.compress_stride
+    own = token // problem.block_size
+    # A compressed block gives its weight to each of its tokens, and a selection block has that of its tokens.
+    edges = weights.new_zeros(len(weights), max(problem.size[1], (own + 1) * problem.block_size) + 1)
+    edges.index_add_(1, start, weights).index_add_(1, start + shape.compress_block_size, -weights)
+    of_tokens = edges.cumsum(1)[:, : (own + 1) * problem.block_size]
+    scores = of_tokens.unflatten(1, (own + 1, problem.block_size)).sum(2)
+    scores[:, torch.tensor(sorted({0, max(0, own - 1), own}), device=problem.device)] = torch.inf
+    order = scores.sort(descending=True, stable=True).indices[:, : shape.num_selected]
+    return torch.nn.functional.pad(order, (0, shape.num_selected - order.shape[1]), value=-1)
+
+
+def selected_row(problem: Problem, sequence: int, token: int, blocks: Tensor | None = None) -> Tensor:
+    """blocks: `[H, n]`, default those of the problem."""
+    blocks = problem.blocks[sequence, token] if blocks is None else blocks
+    keys, values = (t[sequence, : token + 1] for t in (problem.k, problem.v))
+    block = torch.arange(token + 1, device=problem.device) // problem.block_size
+    mask = torch.stack([torch.isin(block, chosen.long()) for chosen in blocks])
+    return attend(problem, sequence, token, keys, values, mask)
+
+
+def window_row(problem: Problem, sequence: int, token: int) -> Tensor:
+    near = slice(max(0, token + 1 - problem.shape.window), token + 1)
+    keys, values = (t[sequence, near] for t in (problem.k, problem.v))
+    return attend(problem, sequence, token, keys, values, torch.ones(len(keys), dtype=torch.bool, device=keys.device))
+
+
+def sum_row(problem: Problem, sequence: int, token: int) -> Tensor:
+    gates, *branches = (problem.tensors[name][sequence, token].float() for name in ('gates', *BRANCHES))
+    return torch.einsum('hi,ihd->hd', gates, torch.stack(branches))
+
+
+def nsa_row(problem: Problem, sequence: int, token: int) -> Tensor:
+    place = (sequence, token)
+    chosen = selected_row(problem, *place, chosen_blocks(problem, *place))
+    branches = torch.stack([compressed_row(problem, *place), chosen, window_row(problem, *place)])
+    return torch.einsum('hi,ihd->hd', problem.tensors['gates'][place].float(), branches)
+
+
+def dense_row(problem: Problem, sequence: int, token: int) -> Tensor:
+    keys, values = (t[sequence, : token + 1] for t in (problem.k, problem.v))
+    return attend(problem, sequence, token, keys, values, torch.ones(len(keys), dtype=torch.bool, device=keys.device))
+
+
+BRANCHES = ('compressed', 'selected', 'window')

@@ -1,0 +1,277 @@
+"""What benchmarks/layer.py measures: the parts of `nsa`, and the whole, of ours, dense attention and the peers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks import judge, peers
+from benchmarks.backends import DIM
+from benchmarks.backends import make_call as make_by_backend
+from benchmarks.judge import BRANCHES, Call
+from benchmarks.peers import NSA_TENSORS, PEERS, Forward, Problem, Steps, heads_first, rows
+from benchmarks.runner import Case
+from benchmarks.shapes import RHO, SHAPES, Shape, make_settings, make_tensors, normal
+
+OURS, CUDNN, FLASH, FLEX = 'triton', 'cudnn', 'flash', 'flex'
+PARTS = (
+    'compressed', 'compressed+choice', 'choice', 'selected', 'window', 'sum', 'nsa', 'nsa-unrelated',
+    'layer', 'layer-inside',
+)  # fmt: skip
+# Those that others than the peers have.
+OTHERS = {CUDNN: ('nsa',), FLASH: ('window', 'nsa'), FLEX: ('window',)}
+READS = {
+    'compressed': ('q', 'k_cmp', 'v_cmp'),
+    'compressed+choice': ('q', 'k_cmp', 'v_cmp'),
+    'choice': ('q', 'k_cmp', 'v_cmp'),
+    'selected': ('q', 'k', 'v'),
+    'window': ('q', 'k', 'v'),
+    'sum': ('gates', *BRANCHES),
+}
+
+
+def shape_of(name: str) -> Shape:
+    """Without use_diff_topk, which no public implementation has."""
+    return replace(SHAPES[name], use_diff_topk=False)
+
+
+def make_problem(part: str, shape: Shape, device: str) -> Problem:
+    """What the part reads. Neighbours resemble each other (RHO) but for 'nsa-unrelated'."""
+    names = READS.get(part, NSA_TENSORS)
+    if part == 'selected':
+        names = (*names, 'k_cmp', 'v_cmp')
+    rho = 0 if part == 'nsa-unrelated' else RHO
+    tensors = make_tensors(shape, device, [name for name in names if name not in BRANCHES], rho)
+    size = (shape.batch, shape.seqlen, shape.heads, shape.value_dim)
+    tensors |= {name: torch.randn(size, dtype=shape.dtype, device=device) for name in names if name in BRANCHES}
+    count = shape.batch * max(1, shape.num_sequences)
+    split = {name: t.view(count, t.shape[0] * t.shape[1] // count, *t.shape[2:]) for name, t in tensors.items()}
+    return Problem(shape, split)
+
+
+def make_call(case: Case) -> tuple[Call, list[Tensor]]:
+    part, backend, shape = case['op'], case['backend'], shape_of(case['shape'])
+    if part.startswith('layer'):
+        forward, leaves = make_layer(part, shape, backend, case['device'])
+        return Call(forward), leaves
+    problem = make_problem(part, shape, case['device'])
+    steps = ours(problem) if backend == OURS else make_steps(part, backend, problem)
+    call, leaves = make_part(part, steps, problem, dense=backend in (CUDNN, FLASH))
+    if backend in PEERS and PEERS[backend].less:
+        # Its output is another.
+        return Call(call.forward, lambda: {'note': 'does less'}), leaves
+    return call, leaves
+
+
+def make_part(part: str, steps: Steps, problem: Problem, dense: bool = False) -> tuple[Call, list[Tensor]]:
+    """A forward whose outputs are `[N, L, HQ, DV]`, which tells how right they are, and what is differentiated."""
+    if part in ('compressed+choice', 'choice'):
+        return make_choice(part, steps, problem)
+    match part:
+        case 'compressed':
+            attend, gold = steps.compress, judge.compressed_row
+        case 'selected':
+            tensors = [t.detach() for t in problem.leaves(steps.layout, READS['choice'])]
+            blocks = needed(steps.choose)(*tensors)[1]
+            problem.tensors['blocks'] = steps.unlay_blocks(blocks)
+            attend, gold = partial(select_blocks, needed(steps.select), blocks), judge.selected_row
+        case 'window':
+            attend, gold = steps.window, judge.window_row
+        case 'sum':
+            attend, gold = steps.add, judge.sum_row
+        case _:
+            attend = steps.whole or partial(attend_in_steps, steps)
+            gold = judge.dense_row if dense else judge.nsa_row
+    reads = READS.get(part, steps.reads)
+    changes = [(name, steps.lay_gates if name == 'gates' else steps.layout) for name in reads]
+    leaves = [leaf for name, change in changes for leaf in problem.leaves(change, [name])]
+    attend, unlay = needed(attend), steps.unlay
+
+    def forward() -> Tensor:
+        return unlay(attend(*leaves))
+
+    facts = partial(judge.judge, problem, forward, leaves, gold, typical=part.startswith('nsa'))
+    return Call(forward, facts), leaves
+
+
+def select_blocks(select: Callable[..., Tensor], blocks: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return select(q, k, v, blocks)
+
+
+def make_choice(part: str, steps: Steps, problem: Problem) -> tuple[Call, list[Tensor]]:
+    """The choice has no gradient, so forwards alone are measured; that of the compressed branch is one that a backward
+    could follow.
+    """
+    tensors = problem.leaves(steps.layout, READS['choice'])
+
+    def facts() -> Case:
+        blocks = steps.unlay_blocks(needed(steps.choose)(*tensors)[1])
+        return judge.judge_choice(problem, blocks) | {f'union_{count}': union(blocks, count) for count in (4, 16)}
+
+    if part == 'choice':
+        return Call(needed(steps.prepare_choice)(*tensors), facts), []
+    return Call(lambda: steps.unlay(needed(steps.choose)(*tensors)[0]), facts), []
+
+
+def union(blocks: Tensor, count: int) -> float:
+    """How many blocks so many neighbours read together: the mean of groups at the end of the first sequence."""
+    groups = min(64, blocks.shape[1] // count)
+    # [groups, H, count * n]
+    together = blocks[0, -groups * count :].unflatten(0, (groups, count)).transpose(1, 2).flatten(2).sort(-1).values
+    new = (together[..., 1:] != together[..., :-1]) & (together[..., 1:] >= 0)
+    return float((new.sum(-1) + (together[..., 0] >= 0)).float().mean())
+
+
+def needed(step: Callable[..., Any] | None) -> Callable[..., Any]:
+    if step is None:
+        raise ValueError('it has no such step')
+    return step
+
+
+def attend_in_steps(
+    steps: Steps, q: Tensor, k: Tensor, v: Tensor, k_cmp: Tensor, v_cmp: Tensor, gates: Tensor
+) -> Tensor:
+    compressed, blocks = needed(steps.choose)(q, k_cmp, v_cmp)
+    selected = needed(steps.select)(q, k, v, blocks)
+    return needed(steps.add)(gates, compressed, selected, needed(steps.window)(q, k, v))
+
+
+def ours(problem: Problem) -> Steps:
+    from native_sparse_attention import nsa, ops
+
+    shape, where = problem.shape, {'cu_seqlens': problem.borders()} if problem.packed else {}
+
+    def layout(t: Tensor) -> Tensor:
+        return rows(t)[None] if problem.packed else t
+
+    settings = make_settings(shape, str(problem.device)) | where
+    sizes = {name: settings[name] for name in ('compress_block_size', 'compress_stride', 'selection_block_size')}
+    chosen = {**sizes, 'num_selected': shape.num_selected, 'backend': OURS, **where}
+    compress = partial(
+        ops.compressed_attention,
+        block_size=shape.compress_block_size,
+        stride=shape.compress_stride,
+        seqlen_k=None if problem.packed else problem.size[1],
+        backend=OURS,
+        **where,
+    )
+
+    def choose(q: Tensor, k_cmp: Tensor, v_cmp: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = compress(q, k_cmp, v_cmp)
+        return out, ops.select_blocks(q, k_cmp, lse, **chosen)
+
+    def prepare_choice(q: Tensor, k_cmp: Tensor, v_cmp: Tensor) -> Callable[[], Tensor]:
+        with torch.no_grad():
+            _, lse = compress(q, k_cmp, v_cmp)
+        return partial(ops.select_blocks, q, k_cmp, lse, **chosen)
+
+    select = partial(ops.selected_attention, block_size=problem.block_size, backend=OURS, **where)
+    window = partial(ops.window_attention, window_size=shape.window_size, backend=OURS, **where)
+    return Steps(
+        layout=layout,
+        unlay=problem.in_sequences,
+        lay_blocks=layout,
+        unlay_blocks=lambda blocks: blocks.view(*problem.size, *blocks.shape[2:]),
+        lay_gates=layout,
+        compress=lambda *tensors: compress(*tensors)[0],
+        choose=choose,
+        prepare_choice=prepare_choice,
+        select=lambda *tensors: select(*tensors)[0],
+        window=lambda *tensors: window(*tensors)[0],
+        add=partial(ops.gated_sum, backend=OURS),
+        whole=partial(nsa, **settings, backend=OURS),
+    )
+
+
+def make_steps(part: str, backend: str, problem: Problem) -> Steps:
+    """Of an implementation that is not ours; those of PyTorch are for the part alone."""
+    match backend:
+        case 'flash' if part == 'window':
+            return Steps(rows, problem.in_sequences, window=peers.flash_window(problem))
+        case 'cudnn' | 'flash':
+            return dense(backend, problem)
+        case 'flex':
+            return Steps(heads_first, heads_first, window=flex_window(problem))
+        case _:
+            return peers.make_steps(backend, problem)
+
+
+def dense(backend: str, problem: Problem) -> Steps:
+    """Dense attention of PyTorch, by cuDNN or FlashAttention-2."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    kernel = SDPBackend.CUDNN_ATTENTION if backend == CUDNN else SDPBackend.FLASH_ATTENTION
+    on_gpu = problem.device.type == 'cuda'
+
+    def whole(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(kernel) if on_gpu else nullcontext():
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    return Steps(heads_first, heads_first, whole=whole, reads=('q', 'k', 'v'))
+
+
+def make_dense(problem: Problem) -> Forward:
+    """Of cuDNN, on a GPU."""
+    steps = dense(CUDNN, problem)
+    leaves, whole = problem.leaves(steps.layout), needed(steps.whole)
+    return lambda: heads_first(whole(*leaves)), leaves
+
+
+def flex_window(problem: Problem) -> Callable[..., Tensor]:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    (_, length), size, on_gpu = problem.size, problem.shape.window, problem.device.type == 'cuda'
+    # Compiled for this length alone; and for as many lengths as there are.
+    torch._dynamo.reset()
+    attend = torch.compile(flex_attention, dynamic=False)
+
+    def near(b: Tensor, h: Tensor, token: Tensor, key: Tensor) -> Tensor:
+        return (token >= key) & (token - key < size)
+
+    mask = create_block_mask(near, None, None, length, length, device=str(problem.device), _compile=on_gpu)
+    return lambda q, k, v: attend(q, k, v, block_mask=mask, enable_gqa=True)
+
+
+class Given(nn.Module):
+    """In the place of a projection: takes no time. What it gives, or, where that is None, what it is given."""
+
+    def __init__(self, projection: nn.Linear, out: Tensor | None) -> None:
+        super().__init__()
+        self.in_features, self.out = projection.in_features, out
+        self.weight = nn.Parameter(projection.weight.new_empty(0), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.out is None else self.out
+
+
+def make_layer(part: str, shape: Shape, backend: str, device: str) -> Forward:
+    """`SparseAttention`, or what a peer has in its place; 'no projections': all of it but to_qkv and combine_heads."""
+    if backend != OURS:
+        peer = PEERS[backend]
+        folder = peers.find_folder(peer.file)
+        if peer.layer is None or folder is None:
+            raise ValueError(f'{peer.repository} has no layer, or is not on PYTHONPATH')
+        layer = peer.layer(shape, DIM, folder).to(device, shape.dtype)
+        x = make_related(shape, DIM, device)
+        return lambda: layer(x), [x, *(p for p in layer.parameters() if p.requires_grad)]
+    forward, leaves = make_by_backend('layer', shape, backend, device)
+    layer, x = forward.func, forward.args[0]
+    with torch.no_grad():
+        x.copy_(make_related(shape, x.shape[-1], device))
+    if part == 'layer':
+        return forward, leaves
+    projected = make_related(shape, layer.to_qkv.out_features, device)
+    layer.to_qkv, layer.combine_heads = Given(layer.to_qkv, projected), Given(layer.combine_heads, None)
+    return forward, [x, projected, *(p for p in layer.parameters() if p.requires_grad)]
+
+
+def make_related(shape: Shape, width: int, device: str) -> Tensor:
+    """`[B, T, width]` whose neighbours resemble each other, to be differentiated."""
+    size = (shape.batch, shape.seqlen, 1, width)
+    return normal(size, shape.dtype, torch.Generator(device).manual_seed(0), RHO)[:, :, 0].requires_grad_()

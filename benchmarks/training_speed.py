@@ -1,0 +1,164 @@
+"""How fast does train_enwik8.py train, sparse and dense, over the length of the sequences? Tokens per second.
+
+    python -m benchmarks.training_speed                            1k to 64k tokens, about 2 minutes on a GPU
+    python -m benchmarks.training_speed --models sparse-compiled,dense-compiled --add       through torch.compile, too
+    python -m benchmarks.training_speed --device cpu --lengths 64,128 --tokens 256 --out /tmp/results -- --preset cpu
+                                                                   to try the script
+
+The same model, optimizer and text (the sources of Python's library): but for attention and length everything is as in
+preset long, which the length of 16,384 is exactly. Steps are those of the trainer, each of --tokens tokens, a quarter
+of them in a forward where sequences are short enough. Flags after `--` are train_enwik8.py's. Writes
+<date>-<gpu>-training.md and .json to --out after every case, and at the end .png.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import report
+from benchmarks.judge import Call
+from benchmarks.report import ratio
+from benchmarks.runner import Case, add_run_arguments, run, serve
+from train_enwik8 import PRESETS, Config, Corpus, Run, build_model, build_optimizer, load_corpus, parse
+
+LENGTHS = tuple(2**power for power in range(10, 17))
+MODELS = ('sparse', 'dense')
+COMPILED = '-compiled'
+TITLE = 'Training speed, sparse and dense'
+# Tokens from which on sparse attention trains faster.
+BREAK_EVEN = 2**13
+
+
+def make_config(flags: list[str], attention: str, length: int, tokens: int) -> Config:
+    """Of preset long and the flags, but for the attention, the length and how many sequences are in a step."""
+    options, given = parse(['--preset', 'long', *flags])
+    batch = max(1, tokens // 4 // length)
+    sizes = {'seq_len': length, 'batch': batch, 'grad_accum': max(1, tokens // (batch * length))}
+    return Config(**{**PRESETS[options.preset], **given, 'attention': attention, **sizes})
+
+
+@cache
+def text(data: str) -> Corpus:
+    return load_corpus(data)
+
+
+def make_call(case: Case) -> tuple[Call, list[Tensor]]:
+    """A step of the trainer."""
+    config, device = Config(**case['config']), torch.device(case['device'])
+    model = build_model(config, 'auto', device)
+    forward = torch.compile(model) if case['backend'].endswith(COMPILED) else model
+    trainer = Run(config, 'long', Path(), text(case['data']), device, model, forward, build_optimizer(model, config))
+
+    def step() -> Tensor:
+        trainer.train_step()
+        return trainer.recent.pop()
+
+    return Call(step, lambda: {'attention': trainer.backend(), 'loss': float(step())}), []
+
+
+def make_facts(call: Any, leaves: list[Tensor], device: str) -> Case:
+    return call.facts()
+
+
+def tokens_per_s(row: Case | None) -> float | None:
+    if row is None or not row.get('forward_ms'):
+        return None
+    config = row['config']
+    return 1e3 * config['seq_len'] * config['batch'] * config['grad_accum'] / row['forward_ms']
+
+
+class Found:
+    """The rows by length and model."""
+
+    def __init__(self, rows: list[Case]) -> None:
+        self.rows = {(row['config']['seq_len'], row['backend']): row for row in rows}
+        self.lengths = sorted({length for length, _ in self.rows})
+        self.models = list(dict.fromkeys(row['backend'] for row in rows))
+
+    def rate(self, length: int, model: str) -> float | None:
+        return tokens_per_s(self.rows.get((length, model)))
+
+    def gain(self, length: int) -> float | None:
+        return ratio(self.rate(length, 'sparse'), self.rate(length, 'dense'))
+
+
+def make_tables(rows: list[Case]) -> list[str]:
+    found = Found(rows)
+    body = []
+    for length in found.lengths:
+        config = next(row['config'] for (tokens, _), row in found.rows.items() if tokens == length)
+        rates = [found.rate(length, model) for model in found.models]
+        sizes = [report.gib(found.rows.get((length, model), {}).get('peak_bytes')) for model in found.models]
+        shown = [None if rate is None else f'{rate:,.0f}' for rate in rates]
+        body.append([f'{length:,}', f'{config["batch"]} × {config["grad_accum"]}', *shown, found.gain(length), *sizes])
+    columns = ['length', 'sequences of a step', *(f'{model}, tokens/s' for model in found.models), 'sparse / dense']
+    notes = [[length, model, row.get('attention'), row.get('note', '')] for (length, model), row in found.rows.items()]
+    known = {length: gain for length in found.lengths if (gain := found.gain(length))}
+    slow = [f'{length:,} ({gain:.2f})' for length, gain in known.items() if length >= BREAK_EVEN and gain < 1]
+    judged = f'missed at {", ".join(slow)}' if slow else 'met'
+    settings = {name: value for name, value in rows[0]['config'].items() if name not in ('attention', 'seq_len')}
+    settings = {name: value for name, value in settings.items() if name not in ('batch', 'grad_accum')}
+    return [
+        'Tokens per second of whole steps of the trainer, medians. Peak: GiB of a step beyond the weights.',
+        report.table((*columns, *(f'{model}, peak' for model in found.models)), body),
+        *(
+            [f'Sparse is faster from {BREAK_EVEN:,} tokens on: {judged}.']
+            if any(n >= BREAK_EVEN for n in known)
+            else []
+        ),
+        report.table(('length', 'model', 'attention', ''), notes),
+        f'Settings: {", ".join(f"{name} {value}" for name, value in settings.items())}.',
+    ]
+
+
+def plot(path: Path, rows: list[Case], title: str) -> None:
+    from matplotlib.figure import Figure
+
+    found = Found(rows)
+    figure = Figure(figsize=(8, 5), layout='constrained')
+    axes = figure.add_subplot(xlabel='length of the sequences', ylabel='tokens/s', title=title)
+    for model in found.models:
+        known = [(length, rate) for length in found.lengths if (rate := found.rate(length, model))]
+        axes.plot([length for length, _ in known], [rate for _, rate in known], 'o-', label=model)
+    axes.set_xscale('log', base=2)
+    names = [f'{length // 1024}k' if length % 1024 == 0 else str(length) for length in found.lengths]
+    axes.set_xticks(found.lengths, names)
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_run_arguments(parser, case_seconds=90)
+    add = parser.add_argument
+    add('--lengths', default=','.join(map(str, LENGTHS)), help='tokens (%(default)s)')
+    add('--models', default=','.join(MODELS), help=f'each also with {COMPILED} (%(default)s)')
+    add('--tokens', type=int, default=2**16, help='of a step (%(default)s)')
+    add('--data', default='stdlib', help='text, as train_enwik8.py takes it (%(default)s)')
+    add('flags', nargs='*', help='of train_enwik8.py')
+    options = parser.parse_args()
+    if options.worker:
+        return serve(make_call, seconds=3, make_facts=make_facts)
+    cases = []
+    for length, model in product(options.lengths.split(','), options.models.split(',')):
+        config = make_config(options.flags, model.removesuffix(COMPILED), int(length), options.tokens)
+        named = {'op': 'step', 'shape': f'{length} tokens', 'backend': model, 'device': options.device}
+        cases.append({**named, 'data': options.data, 'config': asdict(config)})
+    where, rows = run(cases, options, 'training', TITLE, make_tables)
+    image = report.path(options.out, where, 'training', '.png')
+    plot(image, rows, f'{TITLE}, {where["gpu"]}')
+    report.write(options.out, where, 'training', TITLE, [*make_tables(rows), f'![tokens/s]({image.name})'], rows)
+
+
+if __name__ == '__main__':
+    main()
