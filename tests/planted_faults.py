@@ -49,6 +49,7 @@ NEIGHBOURS, ROWS = 'selected_attention/triton/neighbours.py', 'selected_attentio
 BY_BLOCK, LISTS = 'selected_attention/triton/by_block.py', 'selected_attention/triton/lists.py'
 BY_BLOCK_BACKWARD, SELECTED_KEYS = 'selected_attention/triton/by_block_backward.py', 'selected_attention/triton/keys.py'
 SHARING = 'selected_attention/triton/sharing.py'
+TILE_ROWS = '_triton/tiles.py'
 SELECT, GATED_SUM = 'block_selection/triton/select.py', 'gated_sum/triton/kernels.py'
 SCORES_FORWARD = 'block_selection/triton/scores_forward.py'
 SCORES_BACKWARD = 'block_selection/triton/scores_backward.py'
@@ -63,11 +64,15 @@ FAULTS = [
     Fault('last block not visible', TILES, 'tl.maximum(position - reach + stride, 0) // stride', 'tl.maximum(position - reach + stride - 1, 0) // stride', MEMORY),
     Fault('memory masked', TILES, 'firsts = tl.where(keys < 0, 0, ', 'firsts = tl.where(keys < 0, 1, ', MEMORY),
     Fault('last queries of a key left out', TILES, 'last = tl.minimum(num_queries, last_key + interval.left + 1 - offset)', 'last = tl.minimum(num_queries, last_key + interval.left - offset)', INTERVAL),
-    Fault('scale dropped', FORWARD, 'scale_log2 = tl.where(scale == 0, 1e-37, scale * 1.4426950408889634)', 'scale_log2 = 1.4426950408889634', INTERVAL),
-    Fault('scale off by half a percent', FORWARD, 'scale_log2 = tl.where(scale == 0, 1e-37, scale * 1.4426950408889634)', 'scale_log2 = scale * 1.45', INTERVAL),
+    Fault('scale dropped', FORWARD, 'scale_log2 = tl.where(scale == 0, 1e-37, tl.abs(scale) * 1.4426950408889634)', 'scale_log2 = 1.4426950408889634', INTERVAL),
+    Fault('scale off by half a percent', FORWARD, 'scale_log2 = tl.where(scale == 0, 1e-37, tl.abs(scale) * 1.4426950408889634)', 'scale_log2 = tl.abs(scale) * 1.45', INTERVAL),
+    Fault('sign of the scale dropped', FORWARD, 'products = -products if NEGATIVE else products', 'products = products', INTERVAL),
     Fault('no rescale of the sum', FORWARD, 'total = total * rescale + tl.sum(weights, 1)', 'total = total + tl.sum(weights, 1)', INTERVAL),
     Fault('no rescale of the output', FORWARD, 'out = out * rescale[:, None]', 'out = out * 1.0', INTERVAL),
-    Fault('wrong group', FORWARD, 'k_ptr += row.to(tl.int64) * k_strides[0] + (head // GROUP).to(tl.int64) * k_strides[2]', 'k_ptr += row.to(tl.int64) * k_strides[0] + (head % tl.cdiv(tl.num_programs(1), GROUP)).to(tl.int64) * k_strides[2]', INTERVAL),
+    Fault('wrong group', FORWARD, 'kv_head = first_head // GROUP', 'kv_head = first_head % tl.cdiv(tl.num_programs(1) * HEADS, GROUP)', INTERVAL),
+    Fault('heads of a tile in disorder', FORWARD, 'heads = (first_head + members % HEADS)[:, None]', 'heads = (first_head + members // (BLOCK_M // HEADS))[:, None]', INTERVAL),
+    Fault('positions of the first head for all', BACKWARD, 'queries = first_query + members // HEADS', 'queries = first_query + members % (BLOCK_M // HEADS)', INTERVAL),
+    Fault('tiles by descriptor one key late', TILES, 'row, key_start + num_memory + start, head', 'row, key_start + num_memory + start + 1, head', ('test_interval_tiles.py',)),
     Fault('not a number goes unseen', FORWARD, 'out += tl.sum(tl.where(read, taint[None, :], 0.0), 1)[:, None]', 'out += 0.0', INTERVAL),
     Fault('what a row does not read spoils it', FORWARD, 'if not is_finite_tile(sums[2]):', 'if end_tiles < 0:', INTERVAL),
     Fault('log-sum-exp in bits', FORWARD, 'tl.fma(row_max, 0.6931471805599453, tl.log(total))', 'tl.fma(row_max, 1.0, tl.log(total))', INTERVAL),
@@ -91,8 +96,9 @@ FAULTS = [
     Fault('last key of a block skipped', ROWS, 'tl.minimum(first + BLOCK_SIZE, readable)', 'tl.minimum(first + BLOCK_SIZE - 1, readable)', SELECTED),
     Fault('duplicates count twice', ROWS, '(tl.sum(repeats.to(tl.int32), 0) == 0)', '(tl.sum(repeats.to(tl.int32), 0) >= 0)', SELECTED),
     Fault('the future is read', ROWS, 'readable = tl.minimum(readable, tl.maximum(position + 1, 0))', 'readable = tl.minimum(readable, tl.maximum(position + 2, 0))', SELECTED),
-    Fault('a block that stood earlier is read again', ROWS, 'return tl.where(first < last, first, spare * BLOCK_SIZE), first < last', 'return tl.where(first < last, first, spare * BLOCK_SIZE), first >= 0', SELECTED),
-    Fault('the block of the first keys forgotten', SELECTED_FORWARD, 'last_step = tl.minimum(first_step + SPLIT, last_step)', 'last_step = first_step', SELECTED),
+    Fault('a block that stood earlier is read again', ROWS, 'is_read = first < last\n        first += key_start', 'is_read = first >= 0\n        first += key_start', SELECTED),
+    Fault('the first keys of the last block forgotten', ROWS, 'readable % BLOCK_SIZE, 0)', '0, 0)', SELECTED),
+    Fault('another head by descriptor', TILE_ROWS, 'head.to(tl.int32), 0])', 'head.to(tl.int32) * 0, 0])', ('test_selected_attention_tiles.py',)),
     Fault('no rescale in selected attention', SELECTED_FORWARD, 'v, out * rescale[:, None])', 'v, out)', SELECTED),
     Fault('gradient of block_scale off', SELECTED_BACKWARD, '0.0, dlogits * logits)', '0.0, dlogits * logits * factor)', SELECTED),
     Fault('block_scale missing in the gradient of q', SELECTED_BACKWARD, 'dq = add_product((dlogits * factor).to(k.dtype), k, dq)', 'dq = add_product(dlogits.to(k.dtype), k, dq)', SELECTED),
@@ -118,9 +124,14 @@ FAULTS = [
     Fault('by block: earlier tokens forgotten', SELECTED_KEYS, 'ADDS=len(ranges) > 1,\n                BLOCK_M=block_m,', 'ADDS=False,\n                BLOCK_M=block_m,', SELECTED[:1]),
     Fault('members of a list: next token', LISTS, 'token = lists.first_token + entry // (REPEATS * NUM_SELECTED)', 'token = lists.first_token + (entry + 1) // (REPEATS * NUM_SELECTED)', SELECTED[:1]),
     # Choice of blocks
-    Fault('overlap of blocks off', SELECT, 'shared = tl.minimum(start + blocks.block_size, blocks.selection_block_size) - tl.maximum(start, 0)', 'shared = tl.minimum(start + blocks.block_size, blocks.selection_block_size) - start', CHOICE),
-    Fault('ties go to the higher block', SELECT, '(2**30 - 1 - block)', 'block', CHOICE),
-    Fault('a block of the future may be chosen', SELECT, 'choosable = choosable & (block[None, :] <= own_block[:, None])', 'choosable = choosable & (block[None, :] <= own_block[:, None] + 1)', CHOICE),
+    Fault('overlap of blocks off', SELECT, 'shared = tl.minimum(end, blocks.selection_block_size) - tl.maximum(start, 0)', 'shared = tl.minimum(end, blocks.selection_block_size) - start', CHOICE),
+    Fault('what is handed on forgotten', SELECT, 'score += _pick(onward, tl.maximum(places - 1, 0))', 'score += 0.0 * _pick(onward, tl.maximum(places - 1, 0))', CHOICE),
+    Fault('a tile begins one block late', SELECT, 'first_block + BLOCK_J - OVERLAP, 0', 'first_block + BLOCK_J, 0', CHOICE),
+    Fault('one step of the running choice missing', SELECT, 'tl.minimum(tl.max(num_larger, 0), num_selected)', 'tl.minimum(tl.max(num_larger, 0), num_selected - 1)', CHOICE),
+    Fault('tiles that some queries see in part go unmasked', SELECT, '((first_block + BLOCK_J) * per_selection > seen)', '((first_block + BLOCK_J) * per_selection > seen + 1)', CHOICE),
+    Fault('ties go to the higher block', SELECT, 'best = tl.min(tl.where(ranks == largest, block, 2**30), 1)', 'best = tl.max(tl.where(ranks == largest, block, -1), 1)', CHOICE),
+    Fault('of equal blocks the lower one makes room', SELECT, 'worst = tl.max(tl.where(kept == smallest, kept_block, -(2**30)), 1)', 'worst = tl.min(tl.where(kept == smallest, kept_block, 2**30), 1)', CHOICE),
+    Fault('a block of the future may be chosen', SELECT, 'choosable = choosable & (distance >= 0)', 'choosable = choosable & (distance >= -1)', CHOICE),
     Fault('one local block too many', SELECT, 'is_local = reach < choice.num_local', 'is_local = reach <= choice.num_local', CHOICE),
     Fault('compressed blocks seen early', SELECT, 'end = compressed * blocks.stride + blocks.block_size - 1', 'end = compressed * blocks.stride + blocks.block_size - 2', CHOICE),
     # Scores of the chosen

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
+from torch import Tensor
 
 if importlib.util.find_spec('triton') is None:
     collect_ignore_glob = ['test_*.py']
@@ -24,3 +26,24 @@ def treacherous_memory(request: pytest.FixtureRequest) -> Iterator[None]:
         if plain is None or plain.kwargs.get('watched', True):
             stack.enter_context(strict_interpreter())
         yield
+
+
+@pytest.fixture
+def described(device: Any, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """The tensors that attention has described for the tensor memory accelerator, as if there were one."""
+    from native_sparse_attention.ops._triton import launch
+    from native_sparse_attention.ops._triton.interval import op as interval
+    from native_sparse_attention.ops.selected_attention.triton import op as selected
+
+    found = []
+    describe_tiles = launch.describe_tiles
+
+    def describe(tensor: Tensor, *sizes: int) -> Any:
+        result = describe_tiles(tensor, *sizes)
+        found.extend([tensor] * (result is not None))
+        return result
+
+    monkeypatch.setattr(launch, 'WITH_TILES', (launch.architecture_of(device),))
+    for op in (interval, selected):
+        monkeypatch.setattr(op, 'describe_tiles', describe)
+    return found

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from native_sparse_attention.ops import selected_attention
 from native_sparse_attention.ops._triton import launch
-from native_sparse_attention.ops._triton.launch import architecture_of, describe_tiles
-from native_sparse_attention.ops.selected_attention.triton import op
+from native_sparse_attention.ops._triton.launch import describe_tiles
 from tests.ops.triton.harness import assert_same_bits, make_grads, place, run_triton
 from tests.ops.triton.selected_attention_problems import (
     HEADS,
@@ -25,21 +24,6 @@ from tests.problems import Extents, Heads, packed, whole
 
 with_tiles = pytest.mark.parametrize('kernels', [KERNELS[0], KERNELS[1], KERNELS[3]], indirect=True)
 per_query = pytest.mark.parametrize('kernels', KERNELS[:1], indirect=True)
-
-
-@pytest.fixture
-def described(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """The tensors that have been described, with the accelerator there."""
-    found = []
-
-    def describe(tensor: Tensor, *sizes: int) -> Any:
-        result = describe_tiles(tensor, *sizes)
-        found.extend([tensor] * (result is not None))
-        return result
-
-    monkeypatch.setattr(launch, 'WITH_TILES', (architecture_of(device),))
-    monkeypatch.setattr(op, 'describe_tiles', describe)
-    return found
 
 
 @with_tiles
