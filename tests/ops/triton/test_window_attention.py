@@ -92,6 +92,14 @@ def test_a_window_of_one_returns_the_values(seqlen: int, device: torch.device) -
     assert_close(whole(seqlen), TWO_GROUPS, device, (0, 0))
 
 
+@pytest.mark.parametrize('scale', [0.0, -0.7])
+@pytest.mark.parametrize('window', [(5, 0), (-1, 0)])
+def test_scales_that_turn_the_order_of_keys(scale: float, window: tuple[int, int], device: torch.device) -> None:
+    extents = whole(80)
+    tensors, grads = make_inputs(extents, TWO_GROUPS, device), make_grads(extents, TWO_GROUPS, device)
+    assert_close_to_eager(window_attention, tensors, grads, window_size=window, scale=scale)
+
+
 @pytest.mark.parametrize('group', [1, 2, 3, 4, 6, 8, 12, 16, 32])
 def test_groups(group: int, device: torch.device) -> None:
     kv_heads = 2 if group < 8 else 1
@@ -198,7 +206,7 @@ def test_places_of_queries_among_keys(
     st.integers(-1, 12),
     st.integers(-1, 12),
     st.booleans(),
-    st.sampled_from([None, 0.7]),
+    st.sampled_from([None, 0.7, -0.7]),
     st.sampled_from(LAYOUTS),
 )
 def test_drawn_problems(
