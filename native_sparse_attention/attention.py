@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from native_sparse_attention import functional, geometry
 from native_sparse_attention.cache import FIRST_CAPACITY, MAX_ROLLBACK, LayerCache, projection_dtype
-from native_sparse_attention.compress import compress_blocks, make_networks
+from native_sparse_attention.compress import compress_blocks, compress_tokens, make_networks
 from native_sparse_attention.gate import check_gate, make_gate
 from native_sparse_attention.ops._checks import check_not_negative, check_positive, make_sequences
 from native_sparse_attention.ops.backend import BackendChoice, check_backend
@@ -285,12 +285,24 @@ class SparseAttention(nn.Module):
             positions = layout.position
             x = torch.where(layout.covered[..., None], x, 0)
         new = self._project(x, positions)
-        blocks_k, blocks_v = (self._blocks(raw, cu_seqlens) for raw in (new.raw_k, new.raw_v))
+        k_cmp = compress_tokens(
+            self.k_compress,
+            *(new.raw_k, self.k_intrablock_positions, self.compress_block_sliding_stride, cu_seqlens),
+            name='keys',
+            value_dim=self.dim_head,
+        )
+        v_cmp = compress_tokens(
+            self.v_compress,
+            *(new.raw_v, self.v_intrablock_positions, self.compress_block_sliding_stride, cu_seqlens),
+            name='values',
+            value_dim=self.dim_value_head,
+        )
         out = self._nsa(
             new.q,
             new.k,
             new.v,
-            *self._compress(blocks_k, blocks_v),
+            k_cmp,
+            v_cmp,
             new.gates,
             q_cmp=new.q_cmp,
             k_window=new.k_window,
@@ -323,7 +335,7 @@ class SparseAttention(nn.Module):
             v_window=new.v_window,
             raw_k=new.raw_k,
             raw_v=new.raw_v,
-            compressed=(candidates, *self._compress(blocks_k, blocks_v)),
+            compressed=(candidates, *self._compress_blocks(blocks_k, blocks_v)),
         )
         num_keys = cache.max_length
         num_compressed = geometry.num_compressed_blocks(num_keys, *self._compress_sizes)
@@ -364,18 +376,7 @@ class SparseAttention(nn.Module):
         rotated_q, rotated_k = self.rotary(q, positions), self.rotary(k, positions)
         return _Projected(rotated_q, q, rotated_k, v, raw_k, raw_v, k_window, v_window, gates)
 
-    def _blocks(self, raw: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        """Overlapping blocks `[B, H, C, l, D]` of `[B, T, H, D]`, a view where sequences are not packed."""
-        (block_size, stride), total = self._compress_sizes, raw.shape[1]
-        if total < block_size:
-            return raw.new_empty(raw.shape[0], raw.shape[2], 0, block_size, raw.shape[3])
-        if cu_seqlens is None:
-            return rearrange(raw.unfold(1, block_size, stride), 'b c h d l -> b h c l d')
-        starts = geometry.packed_block_starts(cu_seqlens, total, block_size, stride)
-        token = starts[:, None] + torch.arange(block_size, device=raw.device)
-        return rearrange(raw[:, token], 'b c l h d -> b h c l d')
-
-    def _compress(self, blocks_k: Tensor, blocks_v: Tensor) -> tuple[Tensor, Tensor]:
+    def _compress_blocks(self, blocks_k: Tensor, blocks_v: Tensor) -> tuple[Tensor, Tensor]:
         """Compressed keys `[B, C, H, D]` and values `[B, C, H, DV]` (equation 7)."""
         blocks_k = blocks_k + self.k_intrablock_positions[:, None].to(blocks_k.dtype)
         blocks_v = blocks_v + self.v_intrablock_positions[:, None].to(blocks_v.dtype)
