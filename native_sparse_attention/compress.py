@@ -115,6 +115,7 @@ class GroupedMLP(nn.Module):
         first, activation, second = self.net
         if isinstance(blocks, OverlappingBlocks):
             assert isinstance(first, EinMix)
+            assert first.bias is not None
             weight = first.weight if len(first.weight) > 1 else first.weight[0]
             hidden = blocks.times(weight, first.bias[0, :, 0])
             return second(_heads_first(activation(hidden)))
@@ -184,7 +185,8 @@ class SingleProjection(nn.Module):
             if isinstance(self.compress, EinMix):
                 weight = self.compress.weight.flatten(1, 2)
             else:
-                weight = self.compress[1].weight.t()
+                _, linear = self.compress
+                weight = linear.weight.t()
             return _heads_first(blocks.times(weight))
         return self.compress(blocks)
 

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
 
 from native_sparse_attention import geometry
 from native_sparse_attention.ops import (
@@ -199,3 +207,21 @@ def backend_of(
                 'chosen_scores', q, k, num_selected=num_selected, backend=eager_in_flex
             )
     return slowest(attentions, others)
+
+
+def made_again(attend: Callable[[], Tensor], choice: BackendChoice) -> Tensor:
+    """attend(), of which the backward pass keeps what attend refers to and the blocks that queries chose, and makes
+    everything else once more.
+
+    attend: `nsa` and what is to be made again before it; without random numbers. choice: of `backend_of`. Where it is
+    not Triton's, the blocks are chosen once more too.
+    """
+    # FlexAttention is compiled, which those who look on at single operations prevent.
+    keeps_choice = choice.name == 'triton' and 'select_blocks' in choice.ops
+    contexts = partial(create_selective_checkpoint_contexts, _keep_choice) if keeps_choice else noop_context_fn
+    return checkpoint(attend, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+
+
+def _keep_choice(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    is_choice = str(op) == 'native_sparse_attention.select_blocks.default'
+    return CheckpointPolicy.MUST_SAVE if is_choice else CheckpointPolicy.PREFER_RECOMPUTE
