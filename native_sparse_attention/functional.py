@@ -8,12 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-    noop_context_fn,
-)
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from native_sparse_attention import geometry
 from native_sparse_attention.ops import (
@@ -217,8 +212,9 @@ def made_again(attend: Callable[[], Tensor], choice: BackendChoice) -> Tensor:
     not Triton's, the blocks are chosen once more too.
     """
     # FlexAttention is compiled, which those who look on at single operations prevent.
-    keeps_choice = choice.name == 'triton' and 'select_blocks' in choice.ops
-    contexts = partial(create_selective_checkpoint_contexts, _keep_choice) if keeps_choice else noop_context_fn
+    if choice.name != 'triton' or 'select_blocks' not in choice.ops:
+        return checkpoint(attend, use_reentrant=False, preserve_rng_state=False)
+    contexts = partial(create_selective_checkpoint_contexts, _keep_choice)
     return checkpoint(attend, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
 
 

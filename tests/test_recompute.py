@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from rotary_embedding_torch import RotaryEmbedding
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from native_sparse_attention import SparseAttention
-from native_sparse_attention.compress import MeanPool
 from native_sparse_attention.transformer import Transformer
-from rotary_embedding_torch import RotaryEmbedding
 
 DIM = 12
 SIZES: dict[str, Any] = {
@@ -60,9 +59,10 @@ def make_layers(dtype: torch.dtype = torch.float32, **settings: Any) -> tuple[Sp
     return layers[0], layers[1]
 
 
-def run(layer: torch.nn.Module, x: Tensor, **inputs: Any) -> list[Tensor]:
+def run(layer: SparseAttention, x: Tensor, compiled: Any = None, **inputs: Any) -> list[Tensor]:
+    """Output and gradients of the layer, or of what it was compiled to."""
     x = x.clone().requires_grad_()
-    out = layer(x, **inputs)
+    out = (compiled or layer)(x, **inputs)
     leaves = [x, *(p for p in layer.parameters() if p.requires_grad)]
     return [out, *torch.autograd.grad(out.float().sin().sum(), leaves, materialize_grads=True)]
 
@@ -83,11 +83,17 @@ def test_gradients_have_the_same_bits(name: str, dtype: torch.dtype, kind: str) 
     assert_same_bits(make_layers(dtype, **SETTINGS[name], backend='eager'), x, **INPUTS[kind])
 
 
-@pytest.mark.parametrize('kind', ['whole', 'packed'])
-@pytest.mark.parametrize('dtype', [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize('name', ['diff_topk', 'own branches', 'no selection', 'learned rotary'])
+@pytest.mark.parametrize(
+    ('name', 'kind', 'dtype'),
+    [
+        ('diff_topk', 'packed', torch.float16),
+        ('own branches', 'whole', torch.float32),
+        ('no selection', 'whole', torch.float16),
+        ('learned rotary', 'whole', torch.float32),
+    ],
+)
 def test_gradients_of_the_kernels_have_the_same_bits(
-    name: str, dtype: torch.dtype, kind: str, device: torch.device
+    name: str, kind: str, dtype: torch.dtype, device: torch.device
 ) -> None:
     layers = make_layers(dtype, **SETTINGS[name], backend='triton')
     x = torch.randn(1, 17, DIM).to(device, dtype)
@@ -143,15 +149,8 @@ def test_compiles(backend: str, device: torch.device) -> None:
     x = torch.randn(1, 9, DIM).to(device)
     compiler = 'inductor' if device.type == 'cuda' else 'aot_eager'
     compiled: Any = torch.compile(layer, fullgraph=True, backend=compiler)
-    torch.testing.assert_close(run_module(compiled, layer, x), run(layer, x))
+    torch.testing.assert_close(run(layer, x, compiled), run(layer, x))
     torch._dynamo.reset()
-
-
-def run_module(module: Any, layer: SparseAttention, x: Tensor) -> list[Tensor]:
-    x = x.clone().requires_grad_()
-    out = module(x)
-    leaves = [x, *(p for p in layer.parameters() if p.requires_grad)]
-    return [out, *torch.autograd.grad(out.float().sin().sum(), leaves, materialize_grads=True)]
 
 
 class Calls(TorchDispatchMode):
@@ -219,25 +218,26 @@ def bytes_of_dense(layer: SparseAttention, x: Tensor) -> int:
 
 
 @pytest.mark.parametrize(('recompute', 'limit'), [(False, 3.0), (True, 1.6)])
-@pytest.mark.parametrize('changes', [{}, {'use_diff_topk': True}, {'compress_mlp': MeanPool()}], ids=str)
+@pytest.mark.parametrize('changes', [{}, {'use_diff_topk': True}], ids=str)
 def test_bytes_kept_for_the_backward_pass(
     changes: dict[str, Any], recompute: bool, limit: float, device: torch.device
 ) -> None:
-    # Heads and blocks of the paper; without the norm, which on CPUs keeps float32 copies of its input.
+    # A quarter of the paper's layer; without the norm, which on CPUs keeps float32 copies of its input.
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
         layer = SparseAttention(
-            *(2048, 128, 64, 512, 32, 16, 64, 16),
-            **({'kv_heads': 4, 'causal': True, 'norm': False, 'backend': 'triton', 'recompute': recompute} | changes),
+            *(512, 128, 16, 512, 32, 16, 64, 16),
+            **({'kv_heads': 1, 'causal': True, 'norm': False, 'backend': 'triton', 'recompute': recompute} | changes),
         )
     layer = layer.to(device, torch.float16)
-    x = torch.randn(1, 128, 2048, device=device).half().requires_grad_()
+    x = torch.randn(1, 64, 512, device=device).half().requires_grad_()
     with Kept() as kept:
         out = layer(x)
-    ratio = (kept.bytes(out) + x.numel() * x.element_size()) / bytes_of_dense(layer, x)
+    # The input is among what is seen, as a view.
+    ratio = kept.bytes(out, *layer.parameters()) / bytes_of_dense(layer, x)
+    print(f'{ratio:.2f} times what a dense layer keeps')
     assert ratio <= limit
-    # What is measured is what it is thought to be: neither less nor much less.
-    assert ratio > limit - 1
+    assert ratio > limit - 1  # or not everything was seen
 
 
 def test_a_model_passes_it_on() -> None:
