@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from native_sparse_attention import functional, geometry
 from native_sparse_attention.cache import FIRST_CAPACITY, MAX_ROLLBACK, LayerCache, projection_dtype
 from native_sparse_attention.compress import compress_blocks, compress_tokens, make_networks
 from native_sparse_attention.gate import check_gate, make_gate
+from native_sparse_attention.ops import select_blocks
 from native_sparse_attention.ops._checks import check_not_negative, check_positive, make_sequences
 from native_sparse_attention.ops.backend import BackendChoice, check_backend
 from native_sparse_attention.padding import check_mask, from_front, front_order, to_front
@@ -268,9 +270,6 @@ class SparseAttention(nn.Module):
         probe = torch.empty((), dtype=dtype, device=x.device, requires_grad=trains)
         q = probe.expand(*x.shape[:2], self.heads, self.dim_head)
         k, v = (probe.expand(*x.shape[:2], self.kv_heads, dim) for dim in (self.dim_head, self.dim_value_head))
-        return self._backend_of(q, k, v, self.backend)
-
-    def _backend_of(self, q: Tensor, k: Tensor, v: Tensor, backend: str) -> BackendChoice:
         return functional.backend_of(
             q,
             k,
@@ -278,7 +277,7 @@ class SparseAttention(nn.Module):
             num_selected=self.num_selected_blocks,
             share_group=self.query_heads_share_selected_kv,
             use_diff_topk=self.use_diff_topk,
-            backend=backend,
+            backend=self.backend,
         )
 
     def _attend_whole(self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, backend: str) -> Tensor:
@@ -305,7 +304,7 @@ class SparseAttention(nn.Module):
             value_dim=self.dim_value_head,
         )
 
-        def attend() -> Tensor:
+        def attend(choose: Callable[..., Tensor]) -> Tensor:
             q, k, k_window = self._rotate(positions, backend, new.q, new.k, new.k_window)
             return self._nsa(
                 *(q, k, new.v, k_cmp, v_cmp, new.gates),
@@ -315,14 +314,12 @@ class SparseAttention(nn.Module):
                 q_offset=0,
                 seqlens_k=lengths,
                 cu_seqlens=cu_seqlens,
+                choose=choose,
                 backend=backend,
             )
 
-        if self.recompute and torch.is_grad_enabled():
-            out = functional.made_again(attend, self._backend_of(new.q, new.k, new.v, backend))
-        else:
-            out = attend()
-        out = self._combine(out)
+        makes_again = self.recompute and torch.is_grad_enabled()
+        out = self._combine(functional.made_again(attend) if makes_again else attend(select_blocks))
         return out if mask is None or order is None else from_front(out, order, mask)
 
     def _attend_cached(self, x: Tensor, mask: Tensor | None, cache: LayerCache, backend: str) -> Tensor:

@@ -185,8 +185,7 @@ class SingleProjection(nn.Module):
             if isinstance(self.compress, EinMix):
                 weight = self.compress.weight.flatten(1, 2)
             else:
-                _, linear = self.compress
-                weight = linear.weight.t()
+                weight = self.compress.get_parameter('1.weight').t()
             return _heads_first(blocks.times(weight))
         return self.compress(blocks)
 

@@ -62,7 +62,7 @@ def make_layers(dtype: torch.dtype = torch.float32, **settings: Any) -> tuple[Sp
 def run(layer: SparseAttention, x: Tensor, compiled: Any = None, **inputs: Any) -> list[Tensor]:
     """Output and gradients of the layer, or of what it was compiled to."""
     x = x.clone().requires_grad_()
-    out = (compiled or layer)(x, **inputs)
+    out = (layer if compiled is None else compiled)(x, **inputs)
     leaves = [x, *(p for p in layer.parameters() if p.requires_grad)]
     return [out, *torch.autograd.grad(out.float().sin().sum(), leaves, materialize_grads=True)]
 
@@ -178,6 +178,15 @@ def test_blocks_are_chosen_once(device: torch.device) -> None:
         assert calls.counts['rotary'] == 2 * times + 2
 
 
+@pytest.mark.parametrize('backend', ['eager', 'triton'])
+def test_a_graph_that_is_retained(backend: str, device: torch.device) -> None:
+    _, layer = make_layers(use_diff_topk=True, backend=backend)
+    x = torch.randn(1, 9, DIM).to(device).requires_grad_()
+    out = layer.to(device)(x).sum()
+    first, second = (torch.autograd.grad(out, x, retain_graph=True)[0] for _ in range(2))
+    assert first.equal(second)
+
+
 def test_without_gradients_nothing_is_made_again(device: torch.device) -> None:
     _, layer = make_layers(backend='triton')
     with Calls() as calls, torch.no_grad():
@@ -244,7 +253,9 @@ def test_a_model_passes_it_on() -> None:
     model = Transformer(
         9, 16, 2, dim_head=8, heads=2, use_sparse_attn=True, sparse_attn_kwargs={**SIZES_OF_MODEL, 'recompute': True}
     )
-    assert all(block.attention.recompute for block in model.layers)
+    layers = [module for module in model.modules() if isinstance(module, SparseAttention)]
+    assert len(layers) == 2
+    assert all(layer.recompute for layer in layers)
 
 
 SIZES_OF_MODEL: dict[str, Any] = {
