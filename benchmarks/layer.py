@@ -4,6 +4,8 @@
     python -m benchmarks.layer --shapes 'paper-8k-*,trainer'     some of them
     python -m benchmarks.layer --backends eager --add            a backend more, for the table of an earlier run
     python -m benchmarks.layer --what layer                      `SparseAttention`, projections and all
+    python -m benchmarks.layer --what recompute                  the same with recompute=True
+    python -m benchmarks.layer --what around --backends triton   without the projections, beside `nsa`: what it adds
     python -m benchmarks.layer --device cpu --shapes 'tiny*' --out /tmp/results    to try the script
 
 Writes <date>-<gpu>-<what>.md and .json to --out after every case, so that a run that is cut short leaves what it has;
@@ -27,7 +29,15 @@ from benchmarks.runner import Case, add_arguments, run, serve
 from benchmarks.shapes import SHAPES, Shape, find_shapes, make_inputs
 
 BACKENDS = ('triton', 'flex', 'eager')
-TITLES = {'nsa': '`nsa`: compress, choose, attend, gate', 'layer': '`SparseAttention`, projections and all'}
+TITLES = {
+    'nsa': '`nsa`: compress, choose, attend, gate',
+    'layer': '`SparseAttention`, projections and all',
+    'recompute': '`SparseAttention(recompute=True)`, projections and all',
+    'around': '`SparseAttention` without its projections',
+    'dense': '`DenseAttention`, projections and all',
+}
+# The layer's times beyond those of `nsa`, projections left out, in percent of them.
+MAX_AROUND = 15
 DIM = 2048
 
 
@@ -39,16 +49,35 @@ def work_of(shape: Shape) -> int:
 
 def make_call(what: str, shape: Shape, backend: str, device: str) -> tuple[Any, list[torch.Tensor]]:
     """A forward, and what is differentiated."""
-    from native_sparse_attention import SparseAttention, nsa
+    from native_sparse_attention import nsa
 
     if what == 'nsa':
         tensors, settings = make_inputs(shape, device)
         leaves = {name: t.requires_grad_() for name, t in tensors.items()}
         return partial(nsa, **leaves, **settings, backend=backend), list(leaves.values())
+    layer = make_layer(what, shape, backend, device)
+    width = layer.to_qkv.in_features
+    x = torch.randn(shape.batch, shape.seqlen, width, dtype=shape.dtype, device=device, requires_grad=True)
+    borders = make_inputs(shape, device)[1].get('cu_seqlens') if shape.num_sequences else None
+    leaves = [x]
+    if what == 'around':
+        leaves = leave_projections_out(layer, x)
+    leaves += [p for p in layer.parameters() if p.requires_grad]
+    return partial(layer, x.detach() if what == 'around' else x, cu_seqlens=borders), leaves
+
+
+def make_layer(what: str, shape: Shape, backend: str, device: str) -> Any:
+    from native_sparse_attention import SparseAttention
+    from native_sparse_attention.dense import DenseAttention
+
+    dim = DIM if device != 'cpu' else 64
+    sizes: dict[str, Any] = {'kv_heads': shape.kv_heads, 'dim_value_head': shape.value_dim, 'causal': shape.causal}
+    if what == 'dense':
+        return DenseAttention(dim, shape.head_dim, shape.heads, **sizes).to(device, shape.dtype)
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
         layer = SparseAttention(
-            DIM if device != 'cpu' else 64,
+            dim,
             shape.head_dim,
             shape.heads,
             shape.window,
@@ -56,30 +85,75 @@ def make_call(what: str, shape: Shape, backend: str, device: str) -> tuple[Any, 
             shape.compress_stride,
             shape.selection_block_size,
             shape.num_selected,
-            kv_heads=shape.kv_heads,
-            dim_value_head=shape.value_dim,
-            causal=shape.causal,
+            **sizes,
             use_diff_topk=shape.use_diff_topk,
             query_heads_share_selected_kv=shape.share_group,
             backend=backend,
-        ).to(device, shape.dtype)
-    width = layer.to_qkv.in_features
-    x = torch.randn(shape.batch, shape.seqlen, width, dtype=shape.dtype, device=device, requires_grad=True)
-    borders = make_inputs(shape, device)[1].get('cu_seqlens') if shape.num_sequences else None
-    parameters = [p for p in layer.parameters() if p.requires_grad]
-    return partial(layer, x, cu_seqlens=borders), [x, *parameters]
+            recompute=what == 'recompute',
+        )
+    return layer.to(device, shape.dtype)
+
+
+class Given(torch.nn.Module):
+    """In place of a projection: what it would give, or, where nothing is given, its input."""
+
+    def __init__(self, projection: torch.nn.Linear, out: torch.Tensor | None = None) -> None:
+        super().__init__()
+        self.in_features = projection.in_features
+        self.register_buffer('weight', projection.weight.detach(), persistent=False)
+        self.out = out
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.out is None else self.out
+
+
+def leave_projections_out(layer: Any, x: torch.Tensor) -> list[torch.Tensor]:
+    """Gives what stands in place of the results of projections that follow the norm, to be differentiated."""
+    given = []
+    with torch.no_grad():
+        x = layer.norm(x)
+        for name in ('to_qkv', 'to_strategy_combine'):
+            projection = getattr(layer, name)
+            given.append(projection(x).detach().requires_grad_())
+            setattr(layer, name, Given(projection, given[-1]))
+    layer.norm = torch.nn.Identity()
+    layer.combine_heads = Given(layer.combine_heads)
+    return given
 
 
 def call_of(case: Case) -> tuple[Any, list[torch.Tensor]]:
-    return make_call(case['what'], SHAPES[case['shape']], case['backend'], case['device'])
+    return make_call(case.get('op', case['what']), SHAPES[case['shape']], case['backend'], case['device'])
 
 
 def make_cases(shapes: str, backends: str, what: str, device: str) -> list[Case]:
     """Those of a shape stand together, so that a run that is cut short has whole comparisons."""
-    return [
+    cases = [
         {'shape': shape.name, 'backend': backend, 'what': what, 'device': device, 'work': work_of(shape)}
         for shape in find_shapes(shapes)
         for backend in backends.split(',')
+    ]
+    return cases if what != 'around' else [{**case, 'op': op} for case in cases for op in ('nsa', 'around')]
+
+
+def make_tables_around(rows: list[Case]) -> list[str]:
+    """`nsa`, the layer without projections, and what it takes beyond `nsa`."""
+    passes = ('forward_ms', 'backward_ms', 'total_ms')
+    found = {(row['shape'], row['backend'], row['op']): row for row in rows}
+    body = []
+    for shape, backend in dict.fromkeys((row['shape'], row['backend']) for row in rows):
+        ours, around = (found.get((shape, backend, op), {}) for op in ('nsa', 'around'))
+        ratios = [_ratio(around.get(key), ours.get(key)) for key in passes]
+        notes = ' '.join(row['note'] for row in (ours, around) if row.get('note'))
+        times = [row.get(key) for key in passes for row in (ours, around)]
+        body.append([shape, backend, *times, *(None if r is None else 100 * r - 100 for r in ratios), notes])
+    columns = [f'{where} {pass_} ms' for pass_ in ('forward', 'backward', 'both') for where in ('nsa', 'layer')]
+    columns += [f'{pass_} + %' for pass_ in ('forward', 'backward', 'both')]
+    legend = [[name, SHAPES[name].described()] for name in dict.fromkeys(row['shape'] for row in rows)]
+    return [
+        f'Medians; caches cold. The layer may take {MAX_AROUND} % more than `nsa`: rotary, gates and the networks of '
+        'blocks, those learned parts whose gradients it computes included.',
+        report.table(('shape', 'backend', *columns, ''), body),
+        report.table(('shape', ''), legend),
     ]
 
 
@@ -127,7 +201,8 @@ def main() -> None:
     if options.worker:
         return serve(call_of, seconds=1)
     cases = make_cases(options.shapes, options.backends, options.what, options.device)
-    run(cases, options, options.what, TITLES[options.what] + ', by backend', make_tables)
+    tables = make_tables_around if options.what == 'around' else make_tables
+    run(cases, options, options.what, TITLES[options.what] + ', by backend', tables)
 
 
 if __name__ == '__main__':
