@@ -14,6 +14,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
 
 from benchmarks import layer, report, runner
 
@@ -135,6 +136,27 @@ def test_without_add_the_file_is_written_anew(fakes: Fakes, tmp_path: Path):
 
 def test_add_without_earlier_rows(fakes: Fakes, tmp_path: Path):
     assert times(run_into(tmp_path, '--backends', 'eager', '--add')) == {'eager': 1.0}
+
+
+def test_layer_without_its_projections():
+    attention = layer.make_layer('layer', layer.SHAPES['tiny'], 'eager', 'cpu')
+    x, project = torch.randn(1, 96, 64), attention.combine_heads
+    expected = attention(x)
+    given = layer.leave_projections_out(attention, x)
+    out = attention(x)
+    torch.testing.assert_close(project(out), expected)
+    grads = torch.autograd.grad(out.sum(), [*given, *(p for p in attention.parameters() if p.requires_grad)])
+    assert all(grad.isfinite().all() for grad in grads)
+
+
+def test_what_the_layer_adds():
+    cases = layer.make_cases('tiny', 'triton', 'around', 'cpu')
+    assert [case['op'] for case in cases] == ['nsa', 'around']
+    times = {'nsa': (2.0, 4.0, 6.0), 'around': (2.2, 4.2, 6.4)}
+    names = ('forward_ms', 'backward_ms', 'total_ms')
+    rows = [{**case, **dict(zip(names, times[case['op']], strict=True))} for case in cases]
+    (row,) = [line for line in layer.make_tables_around(rows)[1].splitlines() if line.startswith('| tiny')]
+    assert [cell.strip() for cell in row.split('|')][-5:-2] == ['10', '5', '6.67']
 
 
 def test_script_in_processes(tmp_path: Path):
