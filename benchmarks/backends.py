@@ -4,6 +4,7 @@
     python -m benchmarks.backends --shapes 'paper-8k-*,trainer'     some of them
     python -m benchmarks.backends --backends eager --add            a backend more, for the table of an earlier run
     python -m benchmarks.backends --what layer                      `SparseAttention`, projections and all
+    python -m benchmarks.backends --what recompute                  the same with recompute=True
     python -m benchmarks.backends --device cpu --shapes 'tiny*' --out /tmp/results    to try the script
 
 Writes <date>-<gpu>-<what>.md and .json to --out after every case, so that a run that is cut short leaves what it has;
@@ -27,7 +28,12 @@ from benchmarks.runner import Case, add_arguments, run, serve
 from benchmarks.shapes import SHAPES, Shape, find_shapes, make_inputs
 
 BACKENDS = ('triton', 'flex', 'eager')
-TITLES = {'nsa': '`nsa`: compress, choose, attend, gate', 'layer': '`SparseAttention`, projections and all'}
+TITLES = {
+    'nsa': '`nsa`: compress, choose, attend, gate',
+    'layer': '`SparseAttention`, projections and all',
+    'recompute': '`SparseAttention(recompute=True)`, projections and all',
+    'dense': '`DenseAttention`, projections and all',
+}
 DIM = 2048
 
 
@@ -39,16 +45,32 @@ def work_of(shape: Shape) -> int:
 
 def make_call(what: str, shape: Shape, backend: str, device: str) -> tuple[Any, list[torch.Tensor]]:
     """A forward, and what is differentiated."""
-    from native_sparse_attention import SparseAttention, nsa
+    from native_sparse_attention import nsa
 
     if what == 'nsa':
         tensors, settings = make_inputs(shape, device)
         leaves = {name: t.requires_grad_() for name, t in tensors.items()}
         return partial(nsa, **leaves, **settings, backend=backend), list(leaves.values())
+    layer = make_layer(what, shape, backend, device)
+    width = layer.to_qkv.in_features
+    x = torch.randn(shape.batch, shape.seqlen, width, dtype=shape.dtype, device=device, requires_grad=True)
+    borders = make_inputs(shape, device)[1].get('cu_seqlens') if shape.num_sequences else None
+    parameters = [p for p in layer.parameters() if p.requires_grad]
+    return partial(layer, x, cu_seqlens=borders), [x, *parameters]
+
+
+def make_layer(what: str, shape: Shape, backend: str, device: str) -> Any:
+    from native_sparse_attention import SparseAttention
+    from native_sparse_attention.dense import DenseAttention
+
+    dim = DIM if device != 'cpu' else 64
+    sizes: dict[str, Any] = {'kv_heads': shape.kv_heads, 'dim_value_head': shape.value_dim, 'causal': shape.causal}
+    if what == 'dense':
+        return DenseAttention(dim, shape.head_dim, shape.heads, **sizes).to(device, shape.dtype)
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
         layer = SparseAttention(
-            DIM if device != 'cpu' else 64,
+            dim,
             shape.head_dim,
             shape.heads,
             shape.window,
@@ -56,18 +78,13 @@ def make_call(what: str, shape: Shape, backend: str, device: str) -> tuple[Any, 
             shape.compress_stride,
             shape.selection_block_size,
             shape.num_selected,
-            kv_heads=shape.kv_heads,
-            dim_value_head=shape.value_dim,
-            causal=shape.causal,
+            **sizes,
             use_diff_topk=shape.use_diff_topk,
             query_heads_share_selected_kv=shape.share_group,
             backend=backend,
-        ).to(device, shape.dtype)
-    width = layer.to_qkv.in_features
-    x = torch.randn(shape.batch, shape.seqlen, width, dtype=shape.dtype, device=device, requires_grad=True)
-    borders = make_inputs(shape, device)[1].get('cu_seqlens') if shape.num_sequences else None
-    parameters = [p for p in layer.parameters() if p.requires_grad]
-    return partial(layer, x, cu_seqlens=borders), [x, *parameters]
+            recompute=what == 'recompute',
+        )
+    return layer.to(device, shape.dtype)
 
 
 def call_of(case: Case) -> tuple[Any, list[torch.Tensor]]:

@@ -4,8 +4,11 @@
     python -m benchmarks.memory --device cpu --shape tiny --out /tmp/results       to try the script
 
 Everything counts: q, k, v (for the layer: input, weights and what lies between), the gradient of the output, outputs,
-gradients, workspace, and what PyTorch's allocator holds beside (`reserved`). Two answers: `nsa` on given q, k and v,
-and `SparseAttention` with projections and compression networks. Writes <date>-<gpu>-memory.md and .json to --out.
+gradients, workspace, and what PyTorch's allocator holds beside (`reserved`). Four answers: `nsa` on given q, k and v,
+`SparseAttention` with projections and compression networks, the same with recompute=True, and `DenseAttention`. `kept`
+is what the forward leaves for the backward, the input included, but for the output; `of dense` is that by what a dense
+layer must keep: its input, before and after the norm, q, k, v, the output of attention and its log-sum-exp. Writes
+<date>-<gpu>-memory.md and .json to --out.
 """
 
 from __future__ import annotations
@@ -19,9 +22,12 @@ import torch
 
 from benchmarks import report
 from benchmarks.backends import TITLES, make_call
-from benchmarks.shapes import SHAPES
+from benchmarks.shapes import SHAPES, Shape
 
 LIMIT = 24 * 2**30
+WHATS = ('nsa', 'layer', 'recompute', 'dense')
+# Times what a dense layer must keep.
+MOST_KEPT = {'layer': 3.0, 'recompute': 1.6}
 
 
 def measure(what: str, shape: str, backend: str, device: str) -> dict[str, Any]:
@@ -42,14 +48,28 @@ def measure(what: str, shape: str, backend: str, device: str) -> dict[str, Any]:
     found['inputs'] = allocated()
     out = forward()
     found['after_forward'], found['peak_forward'] = allocated(), peak()
+    if what != 'nsa':
+        x = leaves[0]
+        found['kept'] = found['after_forward'] - found['inputs'] - size_of(out) + size_of(x) if device != 'cpu' else 0
+        found['of_dense'] = found['kept'] / bytes_of_dense(SHAPES[shape], x)
     dout = torch.randn_like(out)
     out.backward(dout)
     found['peak'], found['end'] = peak(), allocated()
     found['reserved'] = 0 if device == 'cpu' else torch.cuda.max_memory_reserved()
-    found['gradients'] = sum(t.grad.numel() * t.grad.element_size() for t in leaves if t.grad is not None)
-    found['fits'] = found['peak'] <= LIMIT
+    found['gradients'] = sum(size_of(t.grad) for t in leaves if t.grad is not None)
+    found['fits'] = found['peak'] <= LIMIT and found.get('of_dense', 0) <= MOST_KEPT.get(what, float('inf'))
     assert all(t.grad is not None and bool(t.grad.isfinite().all()) for t in leaves)
     return found
+
+
+def size_of(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def bytes_of_dense(shape: Shape, x: torch.Tensor) -> int:
+    """Input, normalised input, q, k, v, output and log-sum-exp of a dense layer."""
+    features = (shape.heads + shape.kv_heads) * (shape.head_dim + shape.value_dim)
+    return 2 * size_of(x) + shape.tokens * (features * x.element_size() + 4 * shape.heads)
 
 
 def main() -> int:
@@ -59,12 +79,24 @@ def main() -> int:
     parser.add_argument('--backend', default='auto', help='(%(default)s)')
     options = parser.parse_args()
     torch.manual_seed(0)
-    rows = [measure(what, options.shape, options.backend, options.device) for what in TITLES]
+    rows = [measure(what, options.shape, options.backend, options.device) for what in WHATS]
     keys = ('before', 'inputs', 'after_forward', 'peak_forward', 'gradients', 'peak', 'end', 'reserved')
-    body = [[TITLES[row['what']], *(row[key] / 2**30 for key in keys), 'yes' if row['fits'] else 'NO'] for row in rows]
+    body = [
+        [
+            TITLES[row['what']],
+            *(row[key] / 2**30 for key in keys),
+            report.gib(row.get('kept')),
+            row.get('of_dense'),
+            'yes' if row['fits'] else 'NO',
+        ]
+        for row in rows
+    ]
     tables = [
         SHAPES[options.shape].described() + f', backend {options.backend}, one forward and backward. GiB:',
-        report.table(('', *(key.replace('_', ' ') for key in keys), 'peak within 24 GiB'), body),
+        report.table(('', *(key.replace('_', ' ') for key in keys), 'kept', 'of dense', 'within limits'), body),
+        'Limits: a peak of 24 GiB; kept at most '
+        + ', '.join(f'{most} times what dense must keep by {TITLES[what]}' for what, most in MOST_KEPT.items())
+        + '.',
     ]
     where = report.machine(options.device, options.commit)
     report.write(options.out, where, 'memory', 'Memory of a forward and backward', tables, rows)

@@ -23,9 +23,9 @@ from benchmarks.backends import work_of
 from benchmarks.runner import Case, add_arguments, run, serve
 from benchmarks.shapes import SHAPES, Shape, find_shapes, make_blocks, make_inputs
 
-OPS = ('window', 'compressed', 'choice', 'scores', 'selected', 'selected, alike', 'sum', 'dense')
+OPS = ('window', 'compressed', 'choice', 'scores', 'selected', 'selected, alike', 'sum', 'rotary', 'dense')
 BACKENDS = ('triton', 'flex', 'eager', 'sdpa')
-WITHOUT_FLEX = ('choice', 'scores', 'sum', 'dense')
+WITHOUT_FLEX = ('choice', 'scores', 'sum', 'rotary', 'dense')
 DEFAULT_SHAPES = 'paper-8k-h4,paper-32k-*,paper-64k-h4,trainer,head-64,packed'
 
 
@@ -55,6 +55,9 @@ def make_call(op: str, shape: Shape, backend: str, device: str) -> tuple[Any, li
         q, k, v = (t.detach().transpose(1, 2).contiguous().requires_grad_() for t in (q, k, v))
         attend = torch.nn.functional.scaled_dot_product_attention
         return partial(attend, q, k, v, is_causal=shape.causal, enable_gqa=True), [q, k, v]
+    if op == 'rotary':
+        angles = torch.rand(1, shape.seqlen, shape.head_dim // 2, device=device) * shape.seqlen
+        return partial(ops.rotary, q, angles.cos(), angles.sin(), backend=backend), [q]
     if op == 'sum':
         branches = [torch.randn_like(q[..., :1].expand(*q.shape[:3], shape.value_dim)) for _ in range(3)]
         branches = [t.requires_grad_() for t in branches]

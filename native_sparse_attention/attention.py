@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -12,8 +13,9 @@ from torch import Tensor, nn
 
 from native_sparse_attention import functional, geometry
 from native_sparse_attention.cache import FIRST_CAPACITY, MAX_ROLLBACK, LayerCache, projection_dtype
-from native_sparse_attention.compress import compress_blocks, make_networks
+from native_sparse_attention.compress import compress_blocks, compress_tokens, make_networks
 from native_sparse_attention.gate import check_gate, make_gate
+from native_sparse_attention.ops import select_blocks
 from native_sparse_attention.ops._checks import check_not_negative, check_positive, make_sequences
 from native_sparse_attention.ops.backend import BackendChoice, check_backend
 from native_sparse_attention.padding import check_mask, from_front, front_order, to_front
@@ -21,10 +23,9 @@ from native_sparse_attention.rotary import Rotary
 
 
 class _Projected(NamedTuple):
-    """Queries, keys and values of new tokens, `[B, T, heads, head size]`, and gates `[B, T, HQ, 3]`."""
+    """Queries, keys and values of new tokens before rotary, `[B, T, heads, head size]`, and gates `[B, T, HQ, 3]`."""
 
     q: Tensor
-    q_cmp: Tensor
     k: Tensor
     v: Tensor
     raw_k: Tensor
@@ -62,6 +63,8 @@ class SparseAttention(nn.Module):
         independent_branch_kv: every branch projects keys and values of its own, as the paper has it.
         rotary_emb: a rotary-embedding-torch instance, None for a default one, False for none.
         backend: 'auto', 'triton', 'flex' or 'eager'; an explicit one raises where it cannot serve.
+        recompute: keep neither branch outputs nor rotated queries and keys for the backward pass, which makes them
+            again: about half of the memory, with the same gradients, for another forward of `nsa` without the choice.
         use_triton_kernel: deprecated, mapped to backend: True to 'auto', False to 'eager'.
 
     Raises:
@@ -94,6 +97,7 @@ class SparseAttention(nn.Module):
         independent_branch_kv: bool = False,
         rotary_emb: RotaryEmbedding | bool | None = None,
         backend: str = 'auto',
+        recompute: bool = False,
         use_triton_kernel: bool | None = None,
     ) -> None:
         super().__init__()
@@ -131,6 +135,8 @@ class SparseAttention(nn.Module):
         if rotary_emb is True:
             raise ValueError('rotary_emb is True, but must be a RotaryEmbedding, None for a default or False')
         check_backend(backend)
+        if not isinstance(recompute, bool):
+            raise ValueError(f'recompute is {recompute!r}, but must be True or False')
         if use_triton_kernel is not None:
             message = (
                 "use_triton_kernel is deprecated: use backend='auto', which takes Triton where it runs, or 'eager'"
@@ -156,7 +162,7 @@ class SparseAttention(nn.Module):
         self.causal, self.use_diff_topk = causal, use_diff_topk
         self.query_heads_share_selected_kv = query_heads_share_selected_kv
         self.independent_branch_kv = independent_branch_kv
-        self.backend = backend
+        self.backend, self.recompute = backend, recompute
 
         self.norm = nn.RMSNorm(dim) if norm else nn.Identity()
         self.rotary = None if rotary_emb is False else Rotary(dim_head, rotary_emb)  # type: ignore[arg-type]
@@ -284,22 +290,36 @@ class SparseAttention(nn.Module):
             layout = make_sequences(x, x.shape[1], None, None, cu_seqlens, None).layout()
             positions = layout.position
             x = torch.where(layout.covered[..., None], x, 0)
-        new = self._project(x, positions)
-        blocks_k, blocks_v = (self._blocks(raw, cu_seqlens) for raw in (new.raw_k, new.raw_v))
-        out = self._nsa(
-            new.q,
-            new.k,
-            new.v,
-            *self._compress(blocks_k, blocks_v),
-            new.gates,
-            q_cmp=new.q_cmp,
-            k_window=new.k_window,
-            v_window=new.v_window,
-            q_offset=0,
-            seqlens_k=lengths,
-            cu_seqlens=cu_seqlens,
-            backend=backend,
+        new = self._project(x)
+        k_cmp = compress_tokens(
+            self.k_compress,
+            *(new.raw_k, self.k_intrablock_positions, self.compress_block_sliding_stride, cu_seqlens),
+            name='keys',
+            value_dim=self.dim_head,
         )
+        v_cmp = compress_tokens(
+            self.v_compress,
+            *(new.raw_v, self.v_intrablock_positions, self.compress_block_sliding_stride, cu_seqlens),
+            name='values',
+            value_dim=self.dim_value_head,
+        )
+
+        def attend(choose: Callable[..., Tensor]) -> Tensor:
+            q, k, k_window = self._rotate(positions, backend, new.q, new.k, new.k_window)
+            return self._nsa(
+                *(q, k, new.v, k_cmp, v_cmp, new.gates),
+                q_cmp=new.q,
+                k_window=k_window,
+                v_window=new.v_window,
+                q_offset=0,
+                seqlens_k=lengths,
+                cu_seqlens=cu_seqlens,
+                choose=choose,
+                backend=backend,
+            )
+
+        makes_again = self.recompute and torch.is_grad_enabled()
+        out = self._combine(functional.made_again(attend) if makes_again else attend(select_blocks))
         return out if mask is None or order is None else from_front(out, order, mask)
 
     def _attend_cached(self, x: Tensor, mask: Tensor | None, cache: LayerCache, backend: str) -> Tensor:
@@ -312,18 +332,19 @@ class SparseAttention(nn.Module):
             order, counts = front_order(mask)
             x = to_front(x, order, mask)
         offset = cache.lengths.clone()
-        new = self._project(x, cache.positions(num_tokens))
+        new = self._project(x)
+        q, k, k_window = self._rotate(cache.positions(num_tokens), backend, new.q, new.k, new.k_window)
         candidates, blocks_k, blocks_v = cache.block_candidates(new.raw_k, new.raw_v)
         blocks_k, blocks_v = (rearrange(b, 'b c l h d -> b h c l d').to(new.raw_k.dtype) for b in (blocks_k, blocks_v))
         cache.append(
-            new.k,
+            k,
             new.v,
             counts=counts,
-            k_window=new.k_window,
+            k_window=k_window,
             v_window=new.v_window,
             raw_k=new.raw_k,
             raw_v=new.raw_v,
-            compressed=(candidates, *self._compress(blocks_k, blocks_v)),
+            compressed=(candidates, *self._compress_blocks(blocks_k, blocks_v)),
         )
         num_keys = cache.max_length
         num_compressed = geometry.num_compressed_blocks(num_keys, *self._compress_sizes)
@@ -333,22 +354,23 @@ class SparseAttention(nn.Module):
         assert cache.k_cmp is not None
         assert cache.v_cmp is not None
         out = self._nsa(
-            new.q.to(cache.dtype),
+            q.to(cache.dtype),
             k,
             v,
             cache.k_cmp[:, :num_compressed],
             cache.v_cmp[:, :num_compressed],
             new.gates,
-            q_cmp=new.q_cmp.to(cache.dtype),
+            q_cmp=new.q.to(cache.dtype),
             k_window=k_window,
             v_window=v_window,
             q_offset=offset,
             seqlens_k=cache.lengths,
             backend=backend,
         )
+        out = self._combine(out)
         return out if mask is None or order is None else from_front(out, order, mask)
 
-    def _project(self, x: Tensor, positions: Tensor) -> _Projected:
+    def _project(self, x: Tensor) -> _Projected:
         x = self.norm(x)
         q, *pairs = self.to_qkv(x).split(self._split_sizes, dim=-1)
         q = rearrange(q, 'b t (h d) -> b t h d', h=self.heads)
@@ -358,24 +380,16 @@ class SparseAttention(nn.Module):
         k_window, v_window = pairs[4:] if self.independent_branch_kv else (None, None)
         logits = rearrange(self.to_strategy_combine(x), 'b t (h s) -> b t h s', h=self.heads)
         gates = logits.to(torch.promote_types(logits.dtype, torch.float32)).sigmoid()
+        return _Projected(q, k, v, raw_k, raw_v, k_window, v_window, gates)
+
+    def _rotate(self, positions: Tensor, backend: str, *tensors: Tensor | None) -> list[Any]:
+        """Each of tensors `[B, T, heads, D]` that is not None, turned by positions `[B, T]`."""
         if self.rotary is None:
-            return _Projected(q, q, k, v, raw_k, raw_v, k_window, v_window, gates)
-        k_window = None if k_window is None else self.rotary(k_window, positions)
-        rotated_q, rotated_k = self.rotary(q, positions), self.rotary(k, positions)
-        return _Projected(rotated_q, q, rotated_k, v, raw_k, raw_v, k_window, v_window, gates)
+            return list(tensors)
+        cos, sin = self.rotary.tables(positions)
+        return [None if t is None else self.rotary.rotate(t, cos, sin, backend) for t in tensors]
 
-    def _blocks(self, raw: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        """Overlapping blocks `[B, H, C, l, D]` of `[B, T, H, D]`, a view where sequences are not packed."""
-        (block_size, stride), total = self._compress_sizes, raw.shape[1]
-        if total < block_size:
-            return raw.new_empty(raw.shape[0], raw.shape[2], 0, block_size, raw.shape[3])
-        if cu_seqlens is None:
-            return rearrange(raw.unfold(1, block_size, stride), 'b c h d l -> b h c l d')
-        starts = geometry.packed_block_starts(cu_seqlens, total, block_size, stride)
-        token = starts[:, None] + torch.arange(block_size, device=raw.device)
-        return rearrange(raw[:, token], 'b c l h d -> b h c l d')
-
-    def _compress(self, blocks_k: Tensor, blocks_v: Tensor) -> tuple[Tensor, Tensor]:
+    def _compress_blocks(self, blocks_k: Tensor, blocks_v: Tensor) -> tuple[Tensor, Tensor]:
         """Compressed keys `[B, C, H, D]` and values `[B, C, H, DV]` (equation 7)."""
         blocks_k = blocks_k + self.k_intrablock_positions[:, None].to(blocks_k.dtype)
         blocks_v = blocks_v + self.v_intrablock_positions[:, None].to(blocks_v.dtype)
@@ -385,12 +399,12 @@ class SparseAttention(nn.Module):
         )
 
     def _nsa(self, q: Tensor, *tensors: Any, **settings: Any) -> Tensor:
-        """`nsa` with the settings of the layer, heads merged and projected to `[B, T, dim]`."""
+        """`nsa` with the settings of the layer, `[B, T, HQ, DV]`."""
         mem_kv = None
         if self.compress_mem_k is not None and self.compress_mem_v is not None:
             mem_kv = (self.compress_mem_k.to(q.dtype), self.compress_mem_v.to(q.dtype))
         window = self.sliding_window_size - 1
-        out = functional.nsa(
+        return functional.nsa(
             q,
             *tensors,
             mem_kv=mem_kv,
@@ -406,6 +420,9 @@ class SparseAttention(nn.Module):
             causal=self.causal,
             **settings,
         )
+
+    def _combine(self, out: Tensor) -> Tensor:
+        """Heads merged and projected to `[B, T, dim]`."""
         out = rearrange(out, 'b t h d -> b t (h d)')
         return self.combine_heads(out.to(projection_dtype(self.combine_heads.weight)))
 

@@ -3,7 +3,12 @@
 Every network is a module that maps blocks [B, H, C, l, D] to one summary per block, [B, H, C, D], each block by itself.
 Blocks are unrotated and already carry the learned position inside the block. For values, DV stands in place of D.
 
-Legend: B batch, H key/value heads, C compressed blocks, l tokens of a block, D head size, DV head size of values.
+Blocks overlap, so laid out they take l / d times the memory of the tokens. The networks here that are linear in the
+block, or begin so, take `OverlappingBlocks` too: each chunk of d tokens is multiplied by the part of the weights that
+stands at its place in a block, and the products of neighbouring chunks are added.
+
+Legend: B batch, H key/value heads, C compressed blocks, l tokens of a block, d tokens between the starts of blocks, D
+head size, DV head size of values.
 
 The constructor arguments are those of native-sparse-attention-pytorch 0.2.3.
 """
@@ -13,12 +18,62 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from copy import deepcopy
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from einops.layers.torch import EinMix
 from torch import Tensor, nn
+
+from native_sparse_attention import geometry
+
+
+class OverlappingBlocks(NamedTuple):
+    """Blocks that are not laid out: block c is the chunks c … c + l / d - 1, plus what every block adds.
+
+    chunks: `[N, B, H, d * D]`, contiguous, N = C + l / d - 1. positions: `[H, l, D]`.
+    """
+
+    chunks: Tensor
+    positions: Tensor
+
+    def of_each_place(self, chunks: Tensor) -> list[Tensor]:
+        """The first, second, … chunk of all blocks, `[C, ...]` each, of chunks `[N, ...]`."""
+        length = self.positions.shape[1:].numel() // self.chunks.shape[3]
+        num_blocks = len(chunks) - length + 1
+        return [chunks[place : place + num_blocks] for place in range(length)]
+
+    def times(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Flat blocks times weight `[l * D, O]`, or `[H, l * D, O]` of each head, plus bias `[O]`, `[H, O]` or none, as
+        `[C, B, H, O]`.
+        """
+        per_head, out = weight.dim() == 3, None
+        chunks, parts = self.of_each_place(self.chunks), weight.split(self.chunks.shape[3], dim=-2)
+        for chunk, part in zip(chunks, parts, strict=True):
+            if per_head:
+                rows = chunk.flatten(0, 1).transpose(0, 1)  # [H, C * B, d * D]
+                out = torch.bmm(rows, part) if out is None else torch.baddbmm(out, rows, part)
+            else:
+                rows = chunk.flatten(0, 2)
+                out = torch.mm(rows, part) if out is None else torch.addmm(out, rows, part)
+        assert out is not None
+        positions = self.positions.flatten(1)
+        constant = torch.bmm(positions[:, None], weight)[:, 0] if per_head else torch.mm(positions, weight)  # [H, O]
+        out = (out.transpose(0, 1) if per_head else out).reshape(*chunks[0].shape[:3], -1)
+        return out + (constant if bias is None else constant + bias)
+
+    def mean(self) -> Tensor:
+        """`[C, B, H, D]`, summed in float32."""
+        block_size, dim = self.positions.shape[1:]
+        sums = self.chunks.unflatten(-1, (-1, dim)).sum(-2, dtype=torch.promote_types(self.chunks.dtype, torch.float32))
+        means = torch.stack(self.of_each_place(sums)).sum(0) / block_size
+        return (means + self.positions.mean(1, dtype=means.dtype)).to(self.chunks.dtype)
+
+
+def _heads_first(summaries: Tensor) -> Tensor:
+    """`[C, B, H, D]` as `[B, H, C, D]`."""
+    return summaries.permute(1, 2, 0, 3)
 
 
 class CompressMLP(nn.Module):
@@ -36,7 +91,10 @@ class CompressMLP(nn.Module):
         self.to_hidden = nn.Linear(dim, dim_hidden)
         self.to_out = nn.Linear(dim_hidden, dim_head if dim_out is None else dim_out)
 
-    def forward(self, blocks: Tensor) -> Tensor:
+    def forward(self, blocks: Tensor | OverlappingBlocks) -> Tensor:
+        if isinstance(blocks, OverlappingBlocks):
+            hidden = blocks.times(self.to_hidden.weight.t(), self.to_hidden.bias)
+            return _heads_first(self.to_out(hidden.relu()))
         return self.to_out(self.to_hidden(blocks.flatten(-2)).relu())
 
 
@@ -53,7 +111,14 @@ class GroupedMLP(nn.Module):
             EinMix('b h c i -> b h c o', weight_shape='h i o', bias_shape='h o', h=heads, i=dim_hidden, o=dim_head),
         )
 
-    def forward(self, blocks: Tensor) -> Tensor:
+    def forward(self, blocks: Tensor | OverlappingBlocks) -> Tensor:
+        first, activation, second = self.net
+        if isinstance(blocks, OverlappingBlocks):
+            assert isinstance(first, EinMix)
+            assert first.bias is not None
+            weight = first.weight if len(first.weight) > 1 else first.weight[0]
+            hidden = blocks.times(weight, first.bias[0, :, 0])
+            return second(_heads_first(activation(hidden)))
         return self.net(blocks.flatten(-2))
 
 
@@ -85,11 +150,15 @@ class ConvLinearCompress(nn.Module):
         self.heads = heads
         self.conv = nn.Conv1d(heads * dim_head, heads * dim_head, compress_window_size, groups=heads)
 
-    def forward(self, blocks: Tensor) -> Tensor:
+    def forward(self, blocks: Tensor | OverlappingBlocks) -> Tensor:
         # The kernel meets each block at one place only, so this is a matrix product per head: faster than a grouped
         # convolution, not subject to its TF32 default, and defined for C = 0.
-        weight = rearrange(self.conv.weight, '(h o) i l -> h o i l', h=self.heads)
         assert self.conv.bias is not None
+        if isinstance(blocks, OverlappingBlocks):
+            weight = rearrange(self.conv.weight, '(h o) i l -> h (l i) o', h=self.heads)
+            bias = rearrange(self.conv.bias, '(h o) -> h o', h=self.heads)
+            return _heads_first(blocks.times(weight if self.heads > 1 else weight[0], bias))
+        weight = rearrange(self.conv.weight, '(h o) i l -> h o i l', h=self.heads)
         summaries = torch.einsum('bhcli,hoil->bhco', blocks, weight)
         return summaries + rearrange(self.conv.bias, '(h o) -> h 1 o', h=self.heads)
 
@@ -111,7 +180,13 @@ class SingleProjection(nn.Module):
                 nn.Flatten(-2), nn.Linear(compress_window_size * dim_head, dim_head, bias=False)
             )
 
-    def forward(self, blocks: Tensor) -> Tensor:
+    def forward(self, blocks: Tensor | OverlappingBlocks) -> Tensor:
+        if isinstance(blocks, OverlappingBlocks):
+            if isinstance(self.compress, EinMix):
+                weight = self.compress.weight.flatten(1, 2)
+            else:
+                weight = self.compress.get_parameter('1.weight').t()
+            return _heads_first(blocks.times(weight))
         return self.compress(blocks)
 
 
@@ -189,8 +264,8 @@ class _SelfAttention(nn.Module):
 class MeanPool(nn.Module):
     """The mean of the block's tokens; nothing is learned."""
 
-    def forward(self, blocks: Tensor) -> Tensor:
-        return blocks.mean(dim=-2)
+    def forward(self, blocks: Tensor | OverlappingBlocks) -> Tensor:
+        return _heads_first(blocks.mean()) if isinstance(blocks, OverlappingBlocks) else blocks.mean(dim=-2)
 
 
 def make_networks(
@@ -247,6 +322,66 @@ def compress_blocks(network: nn.Module, blocks: Tensor, *, name: str, value_dim:
     compressed = network(blocks)
     _check_output(compressed, blocks.shape, value_dim, name)
     return compressed.transpose(1, 2).to(blocks.dtype)
+
+
+def compress_tokens(
+    network: nn.Module,
+    tokens: Tensor,
+    positions: Tensor,
+    stride: int,
+    cu_seqlens: Tensor | None = None,
+    *,
+    name: str,
+    value_dim: int,
+) -> Tensor:
+    """Summarises the blocks of tokens `[B, T, H, D]`, any strides, that begin every `stride` tokens, as
+    `[B, C, H, value_dim]`.
+
+    positions: `[H, l, D]`, what every block adds. cu_seqlens: int32 `[N + 1]`, borders of packed sequences; the
+    summaries of each follow those of the one before, and C is T // stride, of which the last are meaningless. name: as
+    in `compress_blocks`. Blocks are laid out only for a network that must have them so.
+
+    Raises ValueError where the network does not return `[B, H, C, value_dim]`.
+    """
+    batch, total, heads, dim = tokens.shape
+    block_size = positions.shape[1]
+    positions = positions.to(tokens.dtype)
+    if total < block_size:
+        return tokens.new_empty(batch, 0, heads, value_dim)
+    if block_size % stride or not _takes_overlapping(network):
+        blocks = _lay_out(tokens, block_size, stride, cu_seqlens) + positions[:, None]
+        return compress_blocks(network, blocks, name=name, value_dim=value_dim)
+    chunks = rearrange(_lay_out(tokens, stride, stride, cu_seqlens), 'b h n d i -> n b h (d i)').contiguous()
+    compressed = network(OverlappingBlocks(chunks, positions))
+    num_blocks = (total - block_size) // stride + 1
+    _check_output(compressed, (batch, heads, num_blocks, block_size, dim), value_dim, name)
+    compressed = compressed.transpose(1, 2).to(tokens.dtype)
+    if cu_seqlens is None:
+        return compressed
+    return compressed[:, geometry.packed_block_chunks(cu_seqlens, total, block_size, stride)]
+
+
+def _lay_out(tokens: Tensor, block_size: int, stride: int, cu_seqlens: Tensor | None) -> Tensor:
+    """Blocks `[B, H, C, l, D]` of `[B, T, H, D]`, T at least l; a view where sequences are not packed."""
+    if cu_seqlens is None:
+        return rearrange(tokens.unfold(1, block_size, stride), 'b c h d l -> b h c l d')
+    starts = geometry.packed_block_starts(cu_seqlens, tokens.shape[1], block_size, stride)
+    token = starts[:, None] + torch.arange(block_size, device=tokens.device)
+    return rearrange(tokens[:, token], 'b c l h d -> b h c l d')
+
+
+def _takes_overlapping(network: nn.Module) -> bool:
+    """Whether the network takes `OverlappingBlocks`, and nothing in it is another's: it goes around its first layer,
+    whose hooks, parametrisations and adapters would not be seen.
+    """
+    return type(network) in _LINEAR_FIRST and all(
+        type(module) in _KNOWN and not (module._forward_hooks or module._forward_pre_hooks or 'forward' in vars(module))
+        for module in network.modules()
+    )
+
+
+_LINEAR_FIRST = (CompressMLP, GroupedMLP, ConvLinearCompress, SingleProjection, MeanPool)
+_KNOWN = (*_LINEAR_FIRST, nn.Linear, nn.Conv1d, nn.Flatten, nn.ReLU, nn.Sequential, EinMix)
 
 
 def _check_network(network: nn.Module, shape: Sequence[int], name: str) -> None:

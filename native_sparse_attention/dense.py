@@ -167,7 +167,8 @@ class DenseAttention(nn.Module):
         k = k.unflatten(-1, (self.kv_heads, self.dim_head))
         v = v.unflatten(-1, (self.kv_heads, self.dim_value_head))
         if self.rotary is not None:
-            q, k = self.rotary(q, positions), self.rotary(k, positions)
+            tables = self.rotary.tables(positions)
+            q, k = self.rotary.rotate(q, *tables), self.rotary.rotate(k, *tables)
         return q, k, v
 
     def _combine(self, out: Tensor) -> Tensor:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from native_sparse_attention import geometry
 from native_sparse_attention.ops import (
@@ -60,6 +63,7 @@ def nsa(
     scale: float | None = None,
     cu_seqlens: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
+    choose: Callable[..., Tensor] = select_blocks,
     backend: str = 'auto',
 ) -> Tensor:
     """Native Sparse Attention (equation 5 of arXiv 2502.11089): the gated sum of compressed, selected and window
@@ -83,6 +87,7 @@ def nsa(
         use_diff_topk: logits of chosen, not forced blocks carry a factor of 1 whose gradient teaches the compressed
             branch to choose.
         q_offset, seqlens_k, causal, scale, cu_seqlens, cu_seqlens_k: as in the ops.
+        choose: chooses the blocks, called as `select_blocks` is.
         backend: 'auto', 'triton', 'flex' (the three attentions; choice and sum are eager) or 'eager'; `backend_of`
             says what 'auto' takes.
 
@@ -142,7 +147,7 @@ def nsa(
         'backend': eager_in_flex,
         **where,
     }
-    block_indices = select_blocks(
+    block_indices = choose(
         q_cmp,
         k_cmp,
         lse,
@@ -199,3 +204,34 @@ def backend_of(
                 'chosen_scores', q, k, num_selected=num_selected, backend=eager_in_flex
             )
     return slowest(attentions, others)
+
+
+def made_again(attend: Callable[[Callable[..., Tensor]], Tensor]) -> Tensor:
+    """attend(choose), of which the backward pass keeps what attend refers to and the blocks that queries chose, and
+    makes everything else once more.
+
+    attend: `nsa` with the given `choose`, and what is to be made again before it; without random numbers.
+    """
+    if not torch.compiler.is_compiling():
+        return checkpoint(attend, _KeptChoice(), use_reentrant=False, preserve_rng_state=False)
+    # What is traced must not change what lies outside it, so that the kernel's choice is kept as the result of an op.
+    contexts = partial(create_selective_checkpoint_contexts, _keep_choice)
+    return checkpoint(attend, select_blocks, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+
+
+class _KeptChoice:
+    """`select_blocks` in the first call, and what that gave in every later one."""
+
+    def __init__(self) -> None:
+        self.block_indices: Tensor | None = None
+
+    @torch.no_grad()
+    def __call__(self, *args: Any, **settings: Any) -> Tensor:
+        if self.block_indices is None:
+            self.block_indices = select_blocks(*args, **settings)
+        return self.block_indices
+
+
+def _keep_choice(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    is_choice = str(op) == 'native_sparse_attention.select_blocks.default'
+    return CheckpointPolicy.MUST_SAVE if is_choice else CheckpointPolicy.PREFER_RECOMPUTE

@@ -184,13 +184,28 @@ def packed_block_starts(cu_seqlens: Tensor, total: int, block_size: int, stride:
     cu_seqlens: int32 `[N + 1]`; total: tokens in the batch. Returns int64 `[total // stride]`, enough for any packing,
     so its size does not depend on values on the device; entries that follow the last block repeat a valid start.
     """
-    ends = cu_seqlens.long()
-    blocks = num_compressed_blocks(ends.diff(), block_size, stride)
-    block_ends = blocks.cumsum(0)
-    slot = torch.arange(total // stride, device=cu_seqlens.device)
-    sequence = torch.searchsorted(block_ends, slot, right=True).clamp(max=len(ends) - 2)
-    starts = ends[sequence] + (slot - block_ends[sequence] + blocks[sequence]) * stride
+    sequence, block = _packed_blocks(cu_seqlens, total, block_size, stride)
+    starts = cu_seqlens.long()[sequence] + block * stride
     return starts.clamp(min=0, max=max(0, total - block_size))
+
+
+def packed_block_chunks(cu_seqlens: Tensor, total: int, block_size: int, stride: int) -> Tensor:
+    """The first chunk of every block that `packed_block_starts` has, where chunks are blocks of `stride` tokens that do
+    not overlap and block_size is a multiple of stride. Entries that follow the last block repeat a valid chunk.
+    """
+    sequence, block = _packed_blocks(cu_seqlens, total, block_size, stride)
+    chunks = cu_seqlens.long().diff() // stride
+    first = (chunks.cumsum(0) - chunks)[sequence] + block
+    return first.clamp(min=0, max=max(0, (total - block_size) // stride))
+
+
+def _packed_blocks(cu_seqlens: Tensor, total: int, block_size: int, stride: int) -> tuple[Tensor, Tensor]:
+    """The sequence of every compressed block, and its number there: int64 `[total // stride]` each."""
+    blocks = num_compressed_blocks(cu_seqlens.long().diff(), block_size, stride)
+    ends = blocks.cumsum(0)
+    slot = torch.arange(total // stride, device=cu_seqlens.device)
+    sequence = torch.searchsorted(ends, slot, right=True).clamp(max=len(ends) - 1)
+    return sequence, slot - ends[sequence] + blocks[sequence]
 
 
 def _clamp_min(value: Integer, minimum: int) -> Integer:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from rotary_embedding_torch import RotaryEmbedding
 from torch import Tensor, nn
+
+from native_sparse_attention import ops
 
 
 class Rotary(nn.Module):
@@ -41,16 +42,21 @@ class Rotary(nn.Module):
             )
         self.rotary_emb = rotary_emb
 
-    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, backend: str = 'auto') -> Tensor:
         """x: `[B, T, H, D]`, positions: integers `[B, T]` or `[1, T]`. Returns the shape and dtype of x."""
-        freqs = self.rotary_emb.freqs.float()
-        # [B, T, 1, D / 2]
-        angles = (positions.float()[..., None] / self.rotary_emb.interpolate_factor * freqs)[:, :, None]
-        cos, sin = angles.cos(), angles.sin()
-        rotated, rest = x[..., : 2 * len(freqs)], x[..., 2 * len(freqs) :]
-        even, odd = rotated.unflatten(-1, (-1, 2)).unbind(-1)
-        pairs = torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2)
-        return torch.cat((pairs.to(x.dtype), rest), -1)
+        return self.rotate(x, *self.tables(positions), backend)
+
+    def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the angles at positions `[B, T]`, float32 `[B, T, F]`, for any number of `rotate`."""
+        angles = positions.float()[..., None] / self.rotary_emb.interpolate_factor * self.rotary_emb.freqs.float()
+        return angles.cos(), angles.sin()
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, backend: str = 'auto') -> Tensor:
+        """x `[B, T, H, D]` turned by the angles of `tables`. backend: of the layer; eager serves flex, and frequencies
+        that are learned.
+        """
+        learned = self.rotary_emb.freqs.requires_grad
+        return ops.rotary(x, cos, sin, backend='eager' if backend == 'flex' or learned else backend)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Rotary:
         # Casting the layer to a half type must not round the frequencies: at position 10,000 that is a wrong angle.

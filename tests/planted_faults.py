@@ -51,6 +51,7 @@ BY_BLOCK_BACKWARD, SELECTED_KEYS = 'selected_attention/triton/by_block_backward.
 SHARING = 'selected_attention/triton/sharing.py'
 TILE_ROWS = '_triton/tiles.py'
 SELECT, GATED_SUM = 'block_selection/triton/select.py', 'gated_sum/triton/kernels.py'
+ROTARY = 'rotary/triton/kernels.py'
 SCORES_FORWARD = 'block_selection/triton/scores_forward.py'
 SCORES_BACKWARD = 'block_selection/triton/scores_backward.py'
 SCORES_TILES = 'block_selection/triton/scores_tiles.py'
@@ -141,6 +142,13 @@ FAULTS = [
     # Gated sum
     Fault('window gated as selected', GATED_SUM, 'out += _load_gate(gates_ptr + 2 * gates_strides[3], row_mask)', 'out += _load_gate(gates_ptr + gates_strides[3], row_mask)', GATED),
     Fault('gradients of gates off by half a percent', GATED_SUM, 'dgate = tl.sum(dout * branch.to(tl.float32), 1)', 'dgate = tl.sum(dout * branch.to(tl.float32), 1) * 0.995', GATED),
+    # Rotary
+    Fault('rotary: gradients turned forward', ROTARY, 'sin = -sin', 'sin = sin * 1.0', ('test_rotary.py',)),
+    Fault('rotary: pairs turned the other way', ROTARY, 'odd * cos + even * sin', 'odd * cos - even * sin', ('test_rotary.py',)),
+    Fault('rotary: last pair left as it is', ROTARY, '(angles < NUM_ANGLES)', '(angles < NUM_ANGLES - 1)', ('test_rotary.py',)),
+    Fault('rotary: angles of the first row for all', ROTARY, 'batch * sin_strides[0]', 'batch * 0', ('test_rotary.py',)),
+    Fault('rotary: what is not turned is multiplied', ROTARY, 'even * sin, odd)', 'even * sin, odd * cos + even * sin)', ('test_rotary.py',)),
+    # Sharing
     Fault('sharing: flag of another tile', SHARING, 'tile = start // sharing.block_t + sequence', 'tile = start // sharing.block_t', SHARED),
     Fault('sharing: indices that stand twice count twice', SHARING, 'is_block & (before // BLOCK_S != keys // BLOCK_S)', 'is_block', SHARED),
     Fault('sharing: the future counts', SHARING, 'count_readable_blocks(offset + queries, ', 'count_readable_blocks(offset + queries + 8, ', SHARED),

@@ -5,6 +5,7 @@ from native_sparse_attention.ops.backend import BackendChoice
 from native_sparse_attention.ops.block_selection import chosen_scores, select_blocks
 from native_sparse_attention.ops.compressed_attention import compressed_attention
 from native_sparse_attention.ops.gated_sum import gated_sum
+from native_sparse_attention.ops.rotary import rotary
 from native_sparse_attention.ops.selected_attention import selected_attention
 from native_sparse_attention.ops.window_attention import window_attention
 
@@ -13,6 +14,7 @@ __all__ = [
     'chosen_scores',
     'compressed_attention',
     'gated_sum',
+    'rotary',
     'select_blocks',
     'selected_attention',
     'validate_packing',

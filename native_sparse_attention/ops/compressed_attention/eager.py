@@ -29,7 +29,7 @@ def compressed_attention(
     num_memory = 0
     if mem_kv is not None:
         num_memory = mem_kv[0].shape[1]
-        memory = (rearrange(mem.to(float_dtype), 'h m d -> m h d').expand(batch, -1, -1, -1) for mem in mem_kv)
+        memory = (mem.to(float_dtype).transpose(0, 1).expand(batch, -1, -1, -1) for mem in mem_kv)
         keys, values = (torch.cat(pair, 1) for pair in zip(memory, (keys, values), strict=True))
     queries = rearrange(q, 'b t (h g) d -> b t h g d', h=kv_heads)
     layout, _ = sequences.compressed_layout(block_size, stride)

@@ -32,6 +32,7 @@ from native_sparse_attention.ops import (
     chosen_scores,
     compressed_attention,
     gated_sum,
+    rotary,
     select_blocks,
     selected_attention,
     window_attention,
@@ -141,6 +142,12 @@ def build_gated_sum(dtype: torch.dtype, head_dim: int) -> None:
     differentiate(gated_sum(gates, *outs, backend='triton'))
 
 
+def build_rotary(dtype: torch.dtype, head_dim: int) -> None:
+    x, _, _ = make(dtype, head_dim)
+    tables = torch.zeros(1, SEQLEN, head_dim // 2)
+    differentiate(rotary(x, tables, tables, backend='triton'))
+
+
 # An op with a Triton backend has an entry here, and what ops do only where a problem is large.
 OPS: dict[str, Callable[[torch.dtype, int], None]] = {
     'window_attention': build_window,
@@ -148,6 +155,7 @@ OPS: dict[str, Callable[[torch.dtype, int], None]] = {
     'select_blocks and chosen_scores': build_choice,
     'selected_attention': build_selected,
     'gated_sum': build_gated_sum,
+    'rotary': build_rotary,
     'lists of who chose a block': build_inverse_index,
 }
 

@@ -25,6 +25,7 @@ KERNELS = {
     'selected_attention': {'forward_kernel', 'dq_kernel', 'dkv_kernel', 'union_kernel', 'block_kernel'},
     'by_block': {'block_kernel', 'merge_kernel', 'delta_kernel', 'add_parts_kernel'},
     'gated_sum': {'forward_kernel', 'backward_kernel'},
+    'rotary': {'rotary_kernel'},
     'inverse_index': {'slot_kernel'},
     'counting_sort': {'place_kernel'},
 }

@@ -1,0 +1,73 @@
+"""Rotary position embedding (Su et al. 2021): pairs of neighbouring features are turned by angles that are given."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from native_sparse_attention.ops.backend import BackendChoice, choose_backend, serves
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, backend: str = 'auto') -> Tensor:
+    """Turns `x[..., 2i]` and `x[..., 2i + 1]` by the angle whose cosine and sine are `cos[..., i]` and `sin[..., i]`.
+
+    Args:
+        x: `[B, T, H, D]`, queries or keys.
+        cos, sin: `[B, T, F]` or, for all rows of the batch, `[1, T, F]`, 2 F at most D, float32 (float64 beside a
+            float64 x too). Features from 2 F on stay as they are. Differentiable in eager.
+        backend: 'auto', 'triton' or 'eager'.
+
+    Returns:
+        `[B, T, H, D]` in the dtype of x, which is what is computed in float32 (float64 for a float64 x), rounded once.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit, or an explicit backend that cannot serve the call.
+    """
+    if x.dim() != 4:
+        raise ValueError(f'x has shape {tuple(x.shape)}, but must have 4 dimensions (B, T, H, D)')
+    if not x.is_floating_point():
+        raise ValueError(f'x has dtype {x.dtype}, but must be a floating dtype')
+    for name, table in (('cos', cos), ('sin', sin)):
+        _check_table(name, table, x)
+    if sin.shape != cos.shape:
+        raise ValueError(f'sin has shape {tuple(sin.shape)}, but cos has {tuple(cos.shape)}')
+    match backend_of(x, cos, sin, backend=backend).name:
+        case 'triton':
+            from native_sparse_attention.ops.rotary import triton
+
+            return triton.rotary(x, cos, sin)
+        case _:
+            from native_sparse_attention.ops.rotary import eager
+
+            return eager.rotary(x, cos, sin)
+
+
+def backend_of(x: Tensor, cos: Tensor, sin: Tensor, *, backend: str = 'auto') -> BackendChoice:
+    """The backend that would serve these inputs."""
+    candidates = {'triton': partial(_unsupported, x, cos, sin), 'eager': serves}
+    return choose_backend('rotary', backend, x.device, candidates)
+
+
+def _unsupported(x: Tensor, cos: Tensor, sin: Tensor) -> str | None:
+    """Why the kernel cannot serve a call, or None where it can."""
+    from native_sparse_attention.ops._triton import support
+
+    if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
+        return 'cos or sin requires a gradient, which its kernel does not compute'
+    if cos.dtype == torch.float64:
+        return f'cos has dtype {cos.dtype}, but its kernel computes in float32'
+    return support.unsupported(x, name='x')
+
+
+def _check_table(name: str, table: Tensor, x: Tensor) -> None:
+    batch, seqlen, _, head_dim = x.shape
+    if table.dim() != 3 or table.shape[0] not in (1, batch) or table.shape[1] != seqlen:
+        raise ValueError(f'{name} has shape {tuple(table.shape)}, but must have ({batch} or 1, {seqlen}, F)')
+    if 2 * table.shape[2] > head_dim:
+        raise ValueError(f'{name} has {table.shape[2]} angles, but heads of {head_dim} features take {head_dim // 2}')
+    if table.dtype != torch.float32 and not table.dtype == x.dtype == torch.float64:
+        raise ValueError(f'{name} has dtype {table.dtype}, but must be float32')
+    if table.device != x.device:
+        raise ValueError(f'{name} is on {table.device}, but x is on {x.device}')

@@ -1,0 +1,58 @@
+"""The kernel of the rotary embedding. A row is the vector of one head of one token; a program has BLOCK_M of them."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def rotary_kernel(
+    x_ptr,
+    cos_ptr,
+    sin_ptr,
+    out_ptr,
+    x_strides,
+    cos_strides,
+    sin_strides,
+    out_strides,
+    num_rows,
+    seqlen,
+    heads,
+    HEAD_DIM: tl.constexpr,
+    NUM_ANGLES: tl.constexpr,
+    INVERSE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """x, out: `[B, T, H, D]`; cos, sin: `[B, T, F]`, with the stride 0 over rows of a batch that share them.
+
+    INVERSE: by the negative angles, as gradients are turned.
+    """
+    # Counted in the type of num_rows: division is much faster in int32, where that is enough.
+    rows = (num_rows * 0 + tl.program_id(0)) * BLOCK_M + tl.arange(0, BLOCK_M)
+    row_mask = (rows >= 0) & (rows < num_rows)
+    tokens = rows // heads
+    batch, token, head = (tokens // seqlen).to(tl.int64), (tokens % seqlen).to(tl.int64), (rows % heads).to(tl.int64)
+    columns = tl.arange(0, BLOCK_D)
+    mask = row_mask[:, None] & (columns < HEAD_DIM)[None, :]
+    starts = batch * x_strides[0] + token * x_strides[1] + head * x_strides[2]
+    # Of a pair the even and the odd feature: [BLOCK_M, BLOCK_D / 2]
+    x = tl.load(x_ptr + starts[:, None] + columns.to(tl.int64)[None, :] * x_strides[3], mask=mask, other=0.0)
+    even, odd = tl.split(tl.reshape(x.to(tl.float32), [BLOCK_M, BLOCK_D // 2, 2]))
+    angles = tl.arange(0, BLOCK_D // 2)
+    is_turned = row_mask[:, None] & (angles < NUM_ANGLES)[None, :]
+    angles = angles.to(tl.int64)[None, :]
+    starts = batch * cos_strides[0] + token * cos_strides[1]
+    cos = tl.load(cos_ptr + starts[:, None] + angles * cos_strides[2], mask=is_turned, other=1.0)
+    starts = batch * sin_strides[0] + token * sin_strides[1]
+    sin = tl.load(sin_ptr + starts[:, None] + angles * sin_strides[2], mask=is_turned, other=0.0)
+    if INVERSE:
+        sin = -sin
+    # What is not turned stays as it is, infinities too.
+    turned_even = tl.where(is_turned, even * cos - odd * sin, even)
+    turned_odd = tl.where(is_turned, odd * cos + even * sin, odd)
+    out = tl.reshape(tl.join(turned_even, turned_odd), [BLOCK_M, BLOCK_D])
+    starts = batch * out_strides[0] + token * out_strides[1] + head * out_strides[2]
+    pointers = out_ptr + starts[:, None] + columns.to(tl.int64)[None, :] * out_strides[3]
+    tl.store(pointers, out.to(out_ptr.dtype.element_ty), mask=mask)
