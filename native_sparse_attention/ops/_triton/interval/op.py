@@ -218,6 +218,8 @@ def _differentiate_memory(
     batch, seqlen, heads, head_dim = q.shape
     kv_heads, value_dim = v.shape[2:]
     num_memory = interval.num_memory or 0
+    if num_memory == 0:
+        return k.new_empty(kv_heads, 0, head_dim), k.new_empty(kv_heads, 0, value_dim)
     block_n = _settings_of_keys(interval, q, v).block_n
     bytes_of_split = num_memory * heads * 4 * (head_dim + value_dim)
     split = SPLIT
