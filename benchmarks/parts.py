@@ -251,7 +251,7 @@ class Given(nn.Module):
 
 
 def make_layer(part: str, shape: Shape, backend: str, device: str) -> Forward:
-    """`SparseAttention`, or what a peer has in its place; 'no projections': all of it but to_qkv and combine_heads."""
+    """`SparseAttention`, or what a peer has in its place; 'layer-inside': all of it but to_qkv and combine_heads."""
     if backend != OURS:
         peer = PEERS[backend]
         folder = peers.find_folder(peer.file)

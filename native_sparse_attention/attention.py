@@ -304,10 +304,14 @@ class SparseAttention(nn.Module):
             value_dim=self.dim_value_head,
         )
 
+        # What `attend` is made of is read here, once: parameters may have other values when it is made again.
+        tables, mem_kv = self._tables(positions), self._memory(new.q.dtype)
+
         def attend(choose: Callable[..., Tensor]) -> Tensor:
-            q, k, k_window = self._rotate(positions, backend, new.q, new.k, new.k_window)
+            q, k, k_window = self._rotate(tables, backend, new.q, new.k, new.k_window)
             return self._nsa(
                 *(q, k, new.v, k_cmp, v_cmp, new.gates),
+                mem_kv=mem_kv,
                 q_cmp=new.q,
                 k_window=k_window,
                 v_window=new.v_window,
@@ -333,7 +337,8 @@ class SparseAttention(nn.Module):
             x = to_front(x, order, mask)
         offset = cache.lengths.clone()
         new = self._project(x)
-        q, k, k_window = self._rotate(cache.positions(num_tokens), backend, new.q, new.k, new.k_window)
+        tables = self._tables(cache.positions(num_tokens))
+        q, k, k_window = self._rotate(tables, backend, new.q, new.k, new.k_window)
         candidates, blocks_k, blocks_v = cache.block_candidates(new.raw_k, new.raw_v)
         blocks_k, blocks_v = (rearrange(b, 'b c l h d -> b h c l d').to(new.raw_k.dtype) for b in (blocks_k, blocks_v))
         cache.append(
@@ -360,6 +365,7 @@ class SparseAttention(nn.Module):
             cache.k_cmp[:, :num_compressed],
             cache.v_cmp[:, :num_compressed],
             new.gates,
+            mem_kv=self._memory(cache.dtype),
             q_cmp=new.q.to(cache.dtype),
             k_window=k_window,
             v_window=v_window,
@@ -382,12 +388,21 @@ class SparseAttention(nn.Module):
         gates = logits.to(torch.promote_types(logits.dtype, torch.float32)).sigmoid()
         return _Projected(q, k, v, raw_k, raw_v, k_window, v_window, gates)
 
-    def _rotate(self, positions: Tensor, backend: str, *tensors: Tensor | None) -> list[Any]:
-        """Each of tensors `[B, T, heads, D]` that is not None, turned by positions `[B, T]`."""
-        if self.rotary is None:
+    def _tables(self, positions: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Cosines and sines for positions `[B, T]`."""
+        return None if self.rotary is None else self.rotary.tables(positions)
+
+    def _rotate(self, tables: tuple[Tensor, Tensor] | None, backend: str, *tensors: Tensor | None) -> list[Any]:
+        """Each of tensors `[B, T, heads, D]` that is not None, turned by `_tables`."""
+        if self.rotary is None or tables is None:
             return list(tensors)
-        cos, sin = self.rotary.tables(positions)
-        return [None if t is None else self.rotary.rotate(t, cos, sin, backend) for t in tensors]
+        return [None if t is None else self.rotary.rotate(t, *tables, backend) for t in tensors]
+
+    def _memory(self, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+        """Memory pairs of the compressed branch."""
+        if self.compress_mem_k is None or self.compress_mem_v is None:
+            return None
+        return self.compress_mem_k.to(dtype), self.compress_mem_v.to(dtype)
 
     def _compress_blocks(self, blocks_k: Tensor, blocks_v: Tensor) -> tuple[Tensor, Tensor]:
         """Compressed keys `[B, C, H, D]` and values `[B, C, H, DV]` (equation 7)."""
@@ -400,14 +415,10 @@ class SparseAttention(nn.Module):
 
     def _nsa(self, q: Tensor, *tensors: Any, **settings: Any) -> Tensor:
         """`nsa` with the settings of the layer, `[B, T, HQ, DV]`."""
-        mem_kv = None
-        if self.compress_mem_k is not None and self.compress_mem_v is not None:
-            mem_kv = (self.compress_mem_k.to(q.dtype), self.compress_mem_v.to(q.dtype))
         window = self.sliding_window_size - 1
         return functional.nsa(
             q,
             *tensors,
-            mem_kv=mem_kv,
             compress_block_size=self.compress_block_size,
             compress_stride=self.compress_block_sliding_stride,
             selection_block_size=self.selection_block_size,

@@ -30,16 +30,22 @@ from native_sparse_attention import geometry
 
 
 class OverlappingBlocks(NamedTuple):
-    """Blocks that are not laid out: block c is the chunks c … c + l / d - 1, plus what every block adds.
+    """Blocks that are not laid out: the chunks c … c + l / d - 1 from every chunk c on, plus what every block adds.
 
-    chunks: `[N, B, H, d * D]`, contiguous, N = C + l / d - 1. positions: `[H, l, D]`.
+    chunks: `[N, B, H, d * D]`, contiguous. positions: `[H, l, D]`. first_chunks: int64 `[C]`, where those begin that
+    there are; None: all N - l / d + 1 are.
     """
 
     chunks: Tensor
     positions: Tensor
+    first_chunks: Tensor | None = None
+
+    def that_there_are(self, of_blocks: Tensor) -> Tensor:
+        """Of results of every chunk's block, those of the C blocks."""
+        return of_blocks if self.first_chunks is None else of_blocks[self.first_chunks]
 
     def of_each_place(self, chunks: Tensor) -> list[Tensor]:
-        """The first, second, … chunk of all blocks, `[C, ...]` each, of chunks `[N, ...]`."""
+        """The first, second, … chunk of every chunk's block, of chunks `[N, ...]`."""
         length = self.positions.shape[1:].numel() // self.chunks.shape[3]
         num_blocks = len(chunks) - length + 1
         return [chunks[place : place + num_blocks] for place in range(length)]
@@ -60,14 +66,14 @@ class OverlappingBlocks(NamedTuple):
         assert out is not None
         positions = self.positions.flatten(1)
         constant = torch.bmm(positions[:, None], weight)[:, 0] if per_head else torch.mm(positions, weight)  # [H, O]
-        out = (out.transpose(0, 1) if per_head else out).reshape(*chunks[0].shape[:3], -1)
-        return out + (constant if bias is None else constant + bias)
+        out = (out.transpose(0, 1) if per_head else out).reshape(*chunks[0].shape[:3], weight.shape[-1])
+        return self.that_there_are(out) + (constant if bias is None else constant + bias)
 
     def mean(self) -> Tensor:
         """`[C, B, H, D]`, summed in float32."""
         block_size, dim = self.positions.shape[1:]
         sums = self.chunks.unflatten(-1, (-1, dim)).sum(-2, dtype=torch.promote_types(self.chunks.dtype, torch.float32))
-        means = torch.stack(self.of_each_place(sums)).sum(0) / block_size
+        means = self.that_there_are(torch.stack(self.of_each_place(sums)).sum(0)) / block_size
         return (means + self.positions.mean(1, dtype=means.dtype)).to(self.chunks.dtype)
 
 
@@ -91,6 +97,9 @@ class CompressMLP(nn.Module):
         self.to_hidden = nn.Linear(dim, dim_hidden)
         self.to_out = nn.Linear(dim_hidden, dim_head if dim_out is None else dim_out)
 
+    def takes_overlapping(self) -> bool:
+        return type(self.to_hidden) is nn.Linear
+
     def forward(self, blocks: Tensor | OverlappingBlocks) -> Tensor:
         if isinstance(blocks, OverlappingBlocks):
             hidden = blocks.times(self.to_hidden.weight.t(), self.to_hidden.bias)
@@ -111,9 +120,12 @@ class GroupedMLP(nn.Module):
             EinMix('b h c i -> b h c o', weight_shape='h i o', bias_shape='h o', h=heads, i=dim_hidden, o=dim_head),
         )
 
+    def takes_overlapping(self) -> bool:
+        return len(self.net) == 3 and type(self.net[0]) is EinMix and self.net[0].bias is not None
+
     def forward(self, blocks: Tensor | OverlappingBlocks) -> Tensor:
-        first, activation, second = self.net
         if isinstance(blocks, OverlappingBlocks):
+            first, activation, second = self.net
             assert isinstance(first, EinMix)
             assert first.bias is not None
             weight = first.weight if len(first.weight) > 1 else first.weight[0]
@@ -150,6 +162,9 @@ class ConvLinearCompress(nn.Module):
         self.heads = heads
         self.conv = nn.Conv1d(heads * dim_head, heads * dim_head, compress_window_size, groups=heads)
 
+    def takes_overlapping(self) -> bool:
+        return type(self.conv) is nn.Conv1d and self.conv.bias is not None
+
     def forward(self, blocks: Tensor | OverlappingBlocks) -> Tensor:
         # The kernel meets each block at one place only, so this is a matrix product per head: faster than a grouped
         # convolution, not subject to its TF32 default, and defined for C = 0.
@@ -179,6 +194,12 @@ class SingleProjection(nn.Module):
             self.compress = nn.Sequential(
                 nn.Flatten(-2), nn.Linear(compress_window_size * dim_head, dim_head, bias=False)
             )
+
+    def takes_overlapping(self) -> bool:
+        if isinstance(self.compress, EinMix):
+            return self.compress.bias is None
+        types = [type(module) for module in self.compress.children()]
+        return types == [nn.Flatten, nn.Linear] and [*dict(self.compress.named_parameters())] == ['1.weight']
 
     def forward(self, blocks: Tensor | OverlappingBlocks) -> Tensor:
         if isinstance(blocks, OverlappingBlocks):
@@ -263,6 +284,9 @@ class _SelfAttention(nn.Module):
 
 class MeanPool(nn.Module):
     """The mean of the block's tokens; nothing is learned."""
+
+    def takes_overlapping(self) -> bool:
+        return True
 
     def forward(self, blocks: Tensor | OverlappingBlocks) -> Tensor:
         return _heads_first(blocks.mean()) if isinstance(blocks, OverlappingBlocks) else blocks.mean(dim=-2)
@@ -352,13 +376,21 @@ def compress_tokens(
         blocks = _lay_out(tokens, block_size, stride, cu_seqlens) + positions[:, None]
         return compress_blocks(network, blocks, name=name, value_dim=value_dim)
     chunks = rearrange(_lay_out(tokens, stride, stride, cu_seqlens), 'b h n d i -> n b h (d i)').contiguous()
-    compressed = network(OverlappingBlocks(chunks, positions))
-    num_blocks = (total - block_size) // stride + 1
+    num_blocks, first_chunks = (total - block_size) // stride + 1, None
+    if cu_seqlens is not None:
+        first_chunks = geometry.packed_block_chunks(cu_seqlens, total, block_size, stride)
+        num_blocks = len(first_chunks)
+        chunks = _clear_unused(chunks, first_chunks, block_size // stride)
+    compressed = network(OverlappingBlocks(chunks, positions, first_chunks))
     _check_output(compressed, (batch, heads, num_blocks, block_size, dim), value_dim, name)
-    compressed = compressed.transpose(1, 2).to(tokens.dtype)
-    if cu_seqlens is None:
-        return compressed
-    return compressed[:, geometry.packed_block_chunks(cu_seqlens, total, block_size, stride)]
+    return compressed.transpose(1, 2).to(tokens.dtype)
+
+
+def _clear_unused(chunks: Tensor, first_chunks: Tensor, length: int) -> Tensor:
+    """0 in chunks of no block: a product of weights may meet them with gradients of 0, which NaN would make NaN."""
+    used = first_chunks[:, None] + torch.arange(length, device=chunks.device)
+    is_used = torch.zeros(len(chunks), dtype=torch.bool, device=chunks.device).scatter(0, used.flatten(), True)
+    return torch.where(is_used[:, None, None, None], chunks, 0)
 
 
 def _lay_out(tokens: Tensor, block_size: int, stride: int, cu_seqlens: Tensor | None) -> Tensor:
@@ -374,13 +406,16 @@ def _takes_overlapping(network: nn.Module) -> bool:
     """Whether the network takes `OverlappingBlocks`, and nothing in it is another's: it goes around its first layer,
     whose hooks, parametrisations and adapters would not be seen.
     """
-    return type(network) in _LINEAR_FIRST and all(
-        type(module) in _KNOWN and not (module._forward_hooks or module._forward_pre_hooks or 'forward' in vars(module))
+    if not isinstance(network, _LINEAR_FIRST) or type(network) not in _LINEAR_FIRST or not network.takes_overlapping():
+        return False
+    return all(
+        type(module) in _KNOWN and 'forward' not in vars(module) and not any(getattr(module, name) for name in _HOOKS)
         for module in network.modules()
     )
 
 
 _LINEAR_FIRST = (CompressMLP, GroupedMLP, ConvLinearCompress, SingleProjection, MeanPool)
+_HOOKS = ('_forward_hooks', '_forward_pre_hooks', '_backward_hooks', '_backward_pre_hooks')
 _KNOWN = (*_LINEAR_FIRST, nn.Linear, nn.Conv1d, nn.Flatten, nn.ReLU, nn.Sequential, EinMix)
 
 

@@ -182,7 +182,7 @@ def packed_block_starts(cu_seqlens: Tensor, total: int, block_size: int, stride:
     """First token of every compressed block of packed sequences, one sequence after the other.
 
     cu_seqlens: int32 `[N + 1]`; total: tokens in the batch. Returns int64 `[total // stride]`, enough for any packing,
-    so its size does not depend on values on the device; entries that follow the last block repeat a valid start.
+    so its size does not depend on values on the device; entries that follow the last block repeat it.
     """
     sequence, block = _packed_blocks(cu_seqlens, total, block_size, stride)
     starts = cu_seqlens.long()[sequence] + block * stride
@@ -191,7 +191,7 @@ def packed_block_starts(cu_seqlens: Tensor, total: int, block_size: int, stride:
 
 def packed_block_chunks(cu_seqlens: Tensor, total: int, block_size: int, stride: int) -> Tensor:
     """The first chunk of every block that `packed_block_starts` has, where chunks are blocks of `stride` tokens that do
-    not overlap and block_size is a multiple of stride. Entries that follow the last block repeat a valid chunk.
+    not overlap and block_size is a multiple of stride. Entries that follow the last block repeat it.
     """
     sequence, block = _packed_blocks(cu_seqlens, total, block_size, stride)
     chunks = cu_seqlens.long().diff() // stride
@@ -200,10 +200,13 @@ def packed_block_chunks(cu_seqlens: Tensor, total: int, block_size: int, stride:
 
 
 def _packed_blocks(cu_seqlens: Tensor, total: int, block_size: int, stride: int) -> tuple[Tensor, Tensor]:
-    """The sequence of every compressed block, and its number there: int64 `[total // stride]` each."""
+    """The sequence of every compressed block, and its number there: int64 `[total // stride]` each, where entries that
+    follow the last block repeat it.
+    """
     blocks = num_compressed_blocks(cu_seqlens.long().diff(), block_size, stride)
     ends = blocks.cumsum(0)
     slot = torch.arange(total // stride, device=cu_seqlens.device)
+    slot = torch.minimum(slot, (ends[-1] - 1).clamp(min=0))
     sequence = torch.searchsorted(ends, slot, right=True).clamp(max=len(ends) - 1)
     return sequence, slot - ends[sequence] + blocks[sequence]
 

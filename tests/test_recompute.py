@@ -75,6 +75,20 @@ def assert_same_bits(layers: tuple[SparseAttention, SparseAttention], x: Tensor,
         assert a.equal(b)
 
 
+@pytest.mark.parametrize('name', ['default', 'learned rotary'])
+def test_parameters_that_have_other_values_by_then(name: str) -> None:
+    """Of a functional call, whose parameters are those of the call in the backward pass too."""
+    layers, x = make_layers(**SETTINGS[name]), torch.randn(2, 17, DIM)
+    gradients = []
+    for layer in layers:
+        torch.manual_seed(1)
+        given = {n: (p + torch.randn_like(p)).detach().requires_grad_() for n, p in layer.named_parameters()}
+        out = torch.func.functional_call(layer, given, (x,))
+        gradients.append(torch.autograd.grad(out.sin().sum(), [*given.values()], materialize_grads=True))
+    for a, b in zip(*gradients, strict=True):
+        assert a.equal(b)
+
+
 @pytest.mark.parametrize('kind', INPUTS)
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize('name', SETTINGS)

@@ -209,7 +209,7 @@ def select_kernel(
     lse_ptr += row.to(tl.int64) * lse_strides[0] + (query_start + queries).to(tl.int64) * lse_strides[2]
     q_pointers = q_ptr + heads[:, None] * q_strides[2]
     q = load_rows(q_pointers, query_start + queries, q_strides[1], member_mask, HEAD_DIM, BLOCK_D)
-    # What pads the group has weights of 0.
+    # What pads the group has weights of 0, or NaN where a key is infinite.
     lse = tl.load(lse_ptr + heads * lse_strides[1], mask=member_mask, other=float('inf')).to(tl.float32)
 
     chooser_queries = first_query + tl.arange(0, BLOCK_T)

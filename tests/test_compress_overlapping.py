@@ -1,0 +1,190 @@
+"""Blocks that overlap and are not laid out: as networks of blocks that are, and where they have to be."""
+
+import itertools
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from native_sparse_attention.compress import (
+    CompressMLP,
+    ConvLinearCompress,
+    GroupedMLP,
+    SingleProjection,
+    compress_tokens,
+)
+from tests.test_compress import NETWORKS, every_network, make_double
+
+
+def laid_out(network, tokens, positions, stride, cu_seqlens=None):
+    """Summaries `[B, C, H, D]` of blocks that are laid out one by one, those of every sequence after the other."""
+    block_size, borders = positions.shape[1], [0, tokens.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
+    starts = [
+        start
+        for first, last in itertools.pairwise(borders)
+        for start in range(first, last - block_size + 1, stride)
+    ]  # fmt: skip
+    if not starts:
+        return tokens.new_zeros(tokens.shape[0], 0, *tokens.shape[2:])
+    blocks = torch.stack([tokens[:, start : start + block_size].transpose(1, 2) for start in starts], 2)
+    return network(blocks + positions[:, None]).transpose(1, 2)
+
+
+# heads, head size, l, d, tokens, borders of packed sequences
+OVERLAPS = [
+    (2, 4, 4, 2, 13, None),
+    (1, 3, 6, 2, 11, None),
+    (3, 4, 3, 3, 10, None),
+    (2, 4, 4, 1, 4, None),
+    (2, 4, 4, 2, 3, None),
+    (2, 4, 5, 2, 14, None),
+    (2, 4, 4, 2, 23, [0, 5, 5, 8, 19, 21]),
+    (1, 4, 6, 2, 12, [0, 3, 5]),
+    (2, 4, 2, 2, 12, [0, 3, 12]),
+    (2, 4, 5, 2, 23, [0, 5, 5, 8, 19, 21]),
+]
+
+
+@every_network
+@pytest.mark.parametrize(('heads', 'dim', 'length', 'stride', 'total', 'borders'), OVERLAPS)
+def test_overlapping_blocks_need_not_be_laid_out(make, heads, dim, length, stride, total, borders):
+    network = make_double(make, heads, dim, length)
+    batch = 2 if borders is None else 1
+    tokens = torch.randn(batch, heads, total, dim, dtype=torch.float64).transpose(1, 2).requires_grad_()
+    positions = torch.randn(heads, length, dim, dtype=torch.float64, requires_grad=True)
+    cu_seqlens = None if borders is None else torch.tensor(borders, dtype=torch.int32)
+    leaves = [tokens, positions, *network.parameters()]
+    expected = laid_out(network, tokens, positions, stride, cu_seqlens)
+    result = compress_tokens(network, tokens, positions, stride, cu_seqlens, name='keys', value_dim=dim)
+    assert cu_seqlens is None or result.shape[1] == (total // stride if total >= length else 0)
+    result = result[:, : expected.shape[1]]
+    torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
+    if expected.shape[1]:
+        grad = torch.randn_like(expected)
+        found, wanted = (torch.autograd.grad(t, leaves, grad, materialize_grads=True) for t in (result, expected))
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+@every_network
+@pytest.mark.parametrize('autocast', [True, False])
+def test_half_types_need_not_be_laid_out(make, autocast):
+    network = make(2, 8, 4)
+    tokens, positions = torch.randn(2, 21, 2, 8), torch.randn(2, 4, 8)
+    gold = laid_out(deepcopy(network).double(), tokens.bfloat16().double(), positions.bfloat16().double(), 2)
+    if not autocast:
+        network = network.bfloat16()
+    with torch.autocast('cpu', torch.bfloat16, enabled=autocast):
+        result = compress_tokens(network, tokens.bfloat16(), positions, 2, name='keys', value_dim=8)
+    assert result.dtype == torch.bfloat16
+    torch.testing.assert_close(result.double(), gold, rtol=0, atol=2**-5 * gold.abs().max().item())
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of a storage that an operation returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for t in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(t, torch.Tensor):
+                self.elements = max(self.elements, t.untyped_storage().nbytes() // t.element_size())
+        return result
+
+
+@pytest.mark.parametrize('name', ['mlp', 'grouped mlp', 'conv', 'projection', 'projection per head', 'mean'])
+@pytest.mark.parametrize('borders', [None, [0, 300, 700]])
+def test_nothing_of_the_size_of_all_blocks_is_made(name, borders):
+    heads, dim, length, stride, total = 2, 4, 16, 2, 800
+    network = NETWORKS[name](heads, dim, length)
+    if 'mlp' in name:  # the hidden layer must not hide it
+        network = CompressMLP(dim, length, 0.1) if name == 'mlp' else GroupedMLP(dim, length, heads, 0.1)
+    tokens = torch.randn(1, total, heads, dim, requires_grad=True)
+    positions = torch.zeros(heads, length, dim)
+    cu_seqlens = None if borders is None else torch.tensor(borders, dtype=torch.int32)
+    with Largest() as largest:
+        compress_tokens(network, tokens, positions, stride, cu_seqlens, name='keys', value_dim=dim).sum().backward()
+    assert largest.elements <= 4 * tokens.numel() < tokens.numel() * length // stride
+
+
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def test_what_is_changed_in_a_network_is_seen():
+    tokens, positions = torch.randn(1, 9, 2, 4), torch.zeros(2, 4, 4)
+
+    def changed(change):
+        network = CompressMLP(4, 4)
+        change(network)
+        result = compress_tokens(network, tokens, positions, 2, name='keys', value_dim=4)
+        torch.testing.assert_close(result, laid_out(network, tokens, positions, 2))
+        return result
+
+    changed(lambda network: None)
+    changed(lambda network: setattr(network, 'to_hidden', Doubled(16, 16)))
+    changed(lambda network: setattr(network, 'forward', lambda blocks: blocks.sum(-2)))
+    changed(lambda network: network.to_hidden.register_forward_hook(lambda module, inputs, output: output + 1))
+    changed(lambda network: network.to_hidden.register_forward_pre_hook(lambda module, inputs: inputs[0] + 1))
+    changed(lambda network: nn.utils.parametrizations.weight_norm(network.to_hidden))
+
+
+@pytest.mark.parametrize('register', ['register_full_backward_hook', 'register_full_backward_pre_hook'])
+def test_backward_hooks_of_a_network_are_called(register: str):
+    network, calls = CompressMLP(4, 4), []
+    getattr(network.to_hidden, register)(lambda module, *gradients: calls.append(module))
+    tokens, positions = torch.randn(1, 9, 2, 4, requires_grad=True), torch.zeros(2, 4, 4)
+    compress_tokens(network, tokens, positions, 2, name='keys', value_dim=4).sum().backward()
+    assert calls == [network.to_hidden]
+
+
+@pytest.mark.parametrize(
+    'network',
+    [
+        SingleProjection(4, 4),
+        SingleProjection(4, 4, heads=2),
+        GroupedMLP(4, 4, 2),
+        ConvLinearCompress(2, 4, 4),
+    ],
+    ids=['projection', 'projections', 'grouped', 'convolution'],
+)
+def test_networks_that_were_rebuilt(network: nn.Module):
+    """With a layer more, or a bias more or less: as blocks that are laid out give them."""
+    match network:
+        case SingleProjection(compress=nn.Sequential() as layers):
+            layers[1] = nn.Linear(16, 4)
+        case SingleProjection():
+            network.compress = nn.Sequential(nn.Flatten(-2), nn.Linear(16, 4, bias=False), nn.ReLU())
+        case GroupedMLP():
+            network.net.append(nn.ReLU())
+        case ConvLinearCompress():
+            nn.utils.parametrizations.weight_norm(network.conv)
+    tokens, positions = torch.randn(1, 9, 2, 4), torch.randn(2, 4, 4)
+    result = compress_tokens(network, tokens, positions, 2, name='keys', value_dim=4)
+    torch.testing.assert_close(result, laid_out(network, tokens, positions, 2))
+
+
+@pytest.mark.parametrize('name', NETWORKS)
+def test_a_batch_of_no_rows(name: str):
+    network, tokens, positions = NETWORKS[name](2, 3, 4), torch.randn(0, 9, 2, 3), torch.randn(2, 4, 3)
+    assert compress_tokens(network, tokens, positions, 2, name='keys', value_dim=3).shape == (0, 3, 2, 3)
+
+
+@pytest.mark.parametrize('name', NETWORKS)
+def test_what_no_block_has_reaches_no_gradient(name: str):
+    """Packed sequences too short for a block, and what would lie across a border."""
+    network, positions = NETWORKS[name](2, 3, 8), torch.randn(2, 8, 3)
+    cu_seqlens = torch.tensor([0, 6, 30, 35, 40], dtype=torch.int32)
+    tokens = torch.randn(1, 40, 2, 3)
+    tokens[:, :6] = torch.nan
+    tokens[:, 30:] = torch.nan
+    tokens.requires_grad_()
+    out = compress_tokens(network, tokens, positions, 4, cu_seqlens, name='keys', value_dim=3)
+    assert out.isfinite().all()
+    out[:, :5].sum().backward()
+    assert all(p.grad.isfinite().all() for p in [tokens, *network.parameters()] if p.grad is not None)
