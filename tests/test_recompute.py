@@ -241,7 +241,7 @@ def bytes_of_dense(layer: SparseAttention, x: Tensor) -> int:
 
 
 @pytest.mark.parametrize(('recompute', 'limit'), [(False, 3.0), (True, 1.6)])
-@pytest.mark.parametrize('changes', [{}, {'use_diff_topk': True}], ids=str)
+@pytest.mark.parametrize('changes', [{'use_diff_topk': True}], ids=str)
 def test_bytes_kept_for_the_backward_pass(
     changes: dict[str, Any], recompute: bool, limit: float, device: torch.device
 ) -> None:

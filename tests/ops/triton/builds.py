@@ -172,7 +172,16 @@ def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) 
     return kernel
 
 
+def compile_once(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """A kernel in the first variant that is asked for, and no other."""
+    if self in compiled:
+        return None
+    compiled.add(self)
+    return compile_only(self, *args, **kwargs)
+
+
 run_jit: Any = JITFunction.run
+compiled: set[Any] = set()
 
 
 def zeros(*args: Any, **kwargs: Any) -> Tensor:
@@ -183,12 +192,12 @@ def zeros(*args: Any, **kwargs: Any) -> Tensor:
 empty = torch.empty
 
 
-def main(architecture: str, dtype: str, head_dim: str) -> None:
+def main(architecture: str, dtype: str, head_dim: str, variants: str = 'all') -> None:
     no_gpu: Any = NoGpu(architecture)
     driver.set_active(no_gpu)
     knobs.nvidia.dump_ptxas_log = True
     for owner, name, value in (
-        (JITFunction, 'run', compile_only),
+        (JITFunction, 'run', compile_once if variants == 'one' else compile_only),
         (launch, 'architecture_of', lambda _: architecture),
         (support, '_unsupported_device', lambda _: None),
         (torch, 'empty', zeros),

@@ -33,9 +33,9 @@ KERNELS = {
 Builds = Callable[..., list[dict[str, Any]]]
 
 
-def build(architecture: str, dtype: str, head_dim: int, cache: Path) -> list[dict[str, Any]]:
+def build(architecture: str, dtype: str, head_dim: int, variants: str, cache: Path) -> list[dict[str, Any]]:
     done = subprocess.run(
-        [sys.executable, '-m', 'tests.ops.triton.builds', architecture, dtype, str(head_dim)],
+        [sys.executable, '-m', 'tests.ops.triton.builds', architecture, dtype, str(head_dim), variants],
         cwd=ROOT,
         env=os.environ | {'TRITON_CACHE_DIR': str(cache), 'OMP_NUM_THREADS': '1', 'CUDA_VISIBLE_DEVICES': ''},
         capture_output=True,
@@ -55,9 +55,9 @@ def builds(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
     with ThreadPoolExecutor(2) as pool:
         running: dict[str, Future[list[dict[str, Any]]]] = {}
         for case in cases:
-            architecture, dtype, head_dim = case.split('-')
+            architecture, dtype, head_dim, variants = case.split('-')
             cache = tmp_path_factory.mktemp('triton')
-            running[case] = pool.submit(build, architecture, dtype, int(head_dim), cache)
+            running[case] = pool.submit(build, architecture, dtype, int(head_dim), variants, cache)
         yield lambda *case: running['-'.join(map(str, case))].result()
 
 
@@ -68,18 +68,23 @@ def assert_fits(reports: list[dict[str, Any]], architecture: str) -> None:
     assert not too_large
 
 
-@pytest.mark.parametrize('head_dim', [128])
-@pytest.mark.parametrize('dtype', ['bfloat16'])
-@pytest.mark.parametrize('architecture', ['sm80', 'sm90', 'sm100', 'sm120'])
-def test_every_kernel_builds(architecture: str, dtype: str, head_dim: int, builds: Builds) -> None:
-    reports = builds(architecture, dtype, head_dim)
+@pytest.mark.parametrize(
+    ('architecture', 'dtype', 'head_dim', 'variants'),
+    [
+        pytest.param(architecture, 'bfloat16', 128, variants, id=f'{architecture}-bfloat16-128-{variants}')
+        for architecture, variants in (('sm80', 'one'), ('sm90', 'all'), ('sm100', 'one'), ('sm120', 'one'))
+    ],
+)
+def test_every_kernel_builds(architecture: str, dtype: str, head_dim: int, variants: str, builds: Builds) -> None:
+    reports = builds(architecture, dtype, head_dim, variants)
     assert_fits(reports, architecture)
     assert not [r for r in reports if r['spilled'] > MAX_SPILLED]
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize('variants', ['all'])
 @pytest.mark.parametrize('head_dim', [64, 128, 256])
 @pytest.mark.parametrize('dtype', ['bfloat16', 'float16', 'float32'])
 @pytest.mark.parametrize('architecture', ['sm80', 'sm86', 'sm90', 'sm100', 'sm120'])
-def test_every_setting_builds(architecture: str, dtype: str, head_dim: int, builds: Builds) -> None:
-    assert_fits(builds(architecture, dtype, head_dim), architecture)
+def test_every_setting_builds(architecture: str, dtype: str, head_dim: int, variants: str, builds: Builds) -> None:
+    assert_fits(builds(architecture, dtype, head_dim, variants), architecture)

@@ -27,16 +27,15 @@ per_query = pytest.mark.parametrize('kernels', KERNELS[:1], indirect=True)
 
 
 @with_tiles
-@pytest.mark.parametrize('scaled', [False, True])
 @pytest.mark.parametrize(
-    ('extents', 'heads', 'block_size'),
+    ('extents', 'heads', 'block_size', 'scaled'),
     [
-        (whole(40), HEADS, 16),
-        (whole(64), HEADS, 32),
-        (whole(40, batch=2), TWO_GROUPS, 16),
-        (whole(37), Heads(4, 2, 40, 24), 16),
-        (packed([35, 0, 20], uncovered=2), HEADS, 16),
-        (Extents(1, 5, 80, {'q_offset': 61}, [80]), HEADS, 16),
+        (whole(40), HEADS, 16, False),
+        (whole(64), HEADS, 32, True),
+        (whole(20, batch=2), TWO_GROUPS, 16, False),
+        (whole(37), Heads(4, 2, 40, 24), 16, True),
+        (packed([35, 0, 20], uncovered=2), HEADS, 16, True),
+        (Extents(1, 5, 80, {'q_offset': 61}, [80]), HEADS, 16, False),
     ],
     ids=['whole', 'two tiles a block', 'a batch', 'heads that are not a power of two', 'packed', 'offset'],
 )
