@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from native_sparse_attention.geometry import Sequences, forced_priority
-from native_sparse_attention.ops import chosen_scores, compressed_attention
+from native_sparse_attention.ops import chosen_scores, compressed_attention, select_blocks
 from native_sparse_attention.ops._checks import make_compressed_sequences
 from native_sparse_attention.testing import LAYOUTS
 from tests.ops.triton.harness import place
@@ -299,6 +299,21 @@ def test_scores_of_infinite_logits(device: torch.device) -> None:
     result = choose((tensors, settings), num_selected=4, num_init=0, num_local=1)
     assert (result[:, 24:] == 4).any(-1).all()
     assert (result[:, 24:] == 5).any(-1).all()
+
+
+def test_compressed_blocks_that_end_later(device: torch.device) -> None:
+    """At the end of a tile of blocks too, where others of the tile are seen: they count for nothing."""
+    q = torch.ones(1, 1, 1, 16, device=device)
+    settings: dict[str, Any] = {'compress_block_size': 8, 'compress_stride': 4, 'selection_block_size': 8}
+    settings |= {'num_selected': 1, 'num_init': 0, 'num_local': 0, 'backend': 'triton'}
+    for position in range(16 * TILE - 40, 16 * TILE):
+        k_cmp = torch.zeros(1, 4 * TILE + 8, 1, 16, device=device)
+        k_cmp[:, 3] = 0.1
+        seen = (position + 1 - 8) // 4 + 1
+        k_cmp[:, seen:] = 9.0
+        lse = torch.zeros(1, 1, 1, device=device)
+        result = select_blocks(q, k_cmp, lse, q_offset=position, seqlen_k=16 * TILE + 36, **settings)
+        assert result.tolist() == [[[[1]]]]
 
 
 @pytest.mark.parametrize('logit', [6e4, -6e4])
