@@ -291,19 +291,13 @@ class SparseAttention(nn.Module):
             positions = layout.position
             x = torch.where(layout.covered[..., None], x, 0)
         new = self._project(x)
+        at = (self.compress_block_sliding_stride, cu_seqlens)
         k_cmp = compress_tokens(
-            self.k_compress,
-            *(new.raw_k, self.k_intrablock_positions, self.compress_block_sliding_stride, cu_seqlens),
-            name='keys',
-            value_dim=self.dim_head,
+            self.k_compress, new.raw_k, self.k_intrablock_positions, *at, name='keys', value_dim=self.dim_head
         )
         v_cmp = compress_tokens(
-            self.v_compress,
-            *(new.raw_v, self.v_intrablock_positions, self.compress_block_sliding_stride, cu_seqlens),
-            name='values',
-            value_dim=self.dim_value_head,
+            self.v_compress, new.raw_v, self.v_intrablock_positions, *at, name='values', value_dim=self.dim_value_head
         )
-
         # What `attend` is made of is read here, once: parameters may have other values when it is made again.
         tables, mem_kv = self._tables(positions), self._memory(new.q.dtype)
 

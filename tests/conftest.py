@@ -63,3 +63,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason='no CUDA device'))
         if item.get_closest_marker('slow') and not asked_for_slow:
             item.add_marker(pytest.mark.skip(reason='slow; --run-slow or -m slow runs it'))
+
+
+@pytest.fixture
+def instant_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Benchmarks whose cases are not run: all take as long."""
+    from benchmarks import runner
+
+    class Worker:
+        def __init__(self, environment: dict[str, str]) -> None:
+            self.alive = True
+
+        def measure(self, case: runner.Case, seconds: float) -> runner.Case:
+            return {'forward_ms': 1.0, 'backward_ms': 2.0}
+
+        def stop(self) -> None: ...
+
+    monkeypatch.setattr(runner, 'Worker', Worker)

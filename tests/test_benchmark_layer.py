@@ -289,17 +289,8 @@ def test_who_does_less_is_not_wrong(somebody: Any):
     assert somebody('nsa', faulty='compressed', less='half of it') == {'note': 'does less'}
 
 
+@pytest.mark.usefixtures('instant_worker')
 def test_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    class Worker:
-        def __init__(self, environment: Any) -> None:
-            self.alive = True
-
-        def measure(self, case: runner.Case, seconds: float) -> runner.Case:
-            return {'forward_ms': 1.0, 'backward_ms': 2.0}
-
-        def stop(self) -> None: ...
-
-    monkeypatch.setattr(runner, 'Worker', Worker)
     monkeypatch.setattr(peers, 'find_folder', lambda file: None)
     flags = ['--device', 'cpu', '--commit', 'abc', '--shapes', 'tiny', '--parts', 'nsa*,window', '--out', str(tmp_path)]
     monkeypatch.setattr(sys, 'argv', ['layer', *flags])

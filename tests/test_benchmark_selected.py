@@ -83,17 +83,8 @@ def test_what_must_be_asked_for():
     assert [shape.name for shape in find_shapes('many*')] == ['many-64k-h4']
 
 
+@pytest.mark.usefixtures('instant_worker')
 def test_peer_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    class Worker:
-        def __init__(self, environment: Any) -> None:
-            self.alive = True
-
-        def measure(self, case: runner.Case, seconds: float) -> runner.Case:
-            return {'forward_ms': 1.0, 'backward_ms': 2.0}
-
-        def stop(self) -> None: ...
-
-    monkeypatch.setattr(runner, 'Worker', Worker)
     monkeypatch.setitem(peers.PEERS, 'fla', replace(peers.PEERS['fla'], file='not/there.py'))
     flags = ('--device', 'cpu', '--commit', 'abc', '--cases', 'tiny', '--peers', 'fla', '--out', str(tmp_path))
     monkeypatch.setattr(sys, 'argv', ['selected', *flags])
