@@ -316,6 +316,16 @@ def test_compressed_blocks_that_end_later(device: torch.device) -> None:
         assert result.tolist() == [[[[1]]]]
 
 
+@pytest.mark.parametrize('group', [3, 4])
+def test_scores_of_keys_that_are_infinite(group: int, device: torch.device) -> None:
+    """Weights of 0, for what pads a group as well."""
+    tensors, settings = make_problem(whole(64), Heads(group, 1, 16, 16), (4, 4, 4), device)
+    tensors['q'] = tensors['q'].abs()
+    tensors['k_cmp'][:, 4, 0, 3] = -torch.inf
+    result = choose((tensors, settings), num_selected=3, num_init=0, num_local=1)
+    assert not (result[:, 24:] == 4).any()
+
+
 @pytest.mark.parametrize('logit', [6e4, -6e4])
 def test_large_logits(logit: float, device: torch.device) -> None:
     """Weights of nearly 1 in one place and 0 in all others."""

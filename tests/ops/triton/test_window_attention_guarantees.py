@@ -18,6 +18,17 @@ from tests.ops.triton.window_attention_problems import HEADS, TWO_GROUPS, Tensor
 from tests.problems import Extents, Heads, packed, row_integers, whole
 
 
+@pytest.mark.parametrize(('group', 'left', 'seqlen'), [(1, 70, 66), (1, 70, 70), (6, 70, 97), (4, 40, 97)])
+def test_queries_that_follow_change_no_bit(group: int, left: int, seqlen: int, device: torch.device) -> None:
+    """Not of how tiles are cut either."""
+    tensors = make_inputs(whole(100), Heads(group, 1, 16, 16), device)
+    out, lse = window_attention(**tensors, window_size=(left, 0), backend='triton')
+    prefix = {name: t[:, :seqlen] for name, t in tensors.items()}
+    out_of_prefix, lse_of_prefix = window_attention(**prefix, window_size=(left, 0), backend='triton')
+    assert torch.equal(out[:, :seqlen], out_of_prefix)
+    assert torch.equal(lse[:, :, :seqlen], lse_of_prefix)
+
+
 def test_parts_of_a_row_do_not_depend_on_the_batch(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     heads = Heads(6, 1, 16, 16)
     monkeypatch.setattr(op, 'WORKSPACE', 6 * 40 * 4 * (16 + 16))  # of the six parts of one row

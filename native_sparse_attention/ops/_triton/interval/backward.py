@@ -109,7 +109,11 @@ def dq_kernel(
         dlse = tl.where(lse == float('-inf'), 0.0, dlse)
 
     last_position = offset + tl.minimum(first_query + BLOCK_M // HEADS, num_queries) - 1
-    first, last, full_first, full_last = key_range(interval, offset + first_query, last_position, num_keys)
+    # As if the tile were full: queries that follow must not change in what order keys are gone through.
+    end_position = offset + first_query + BLOCK_M // HEADS - 1
+    first, last, full_first, full_last = key_range(
+        interval, offset + first_query, last_position, end_position, num_keys
+    )
     if interval.num_memory is not None and sequence < place.num_sequences:
         first = -interval.num_memory
         full_first = first

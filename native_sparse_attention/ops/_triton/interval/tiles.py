@@ -27,15 +27,15 @@ class Interval(NamedTuple):
 
 
 @triton.jit
-def key_range(interval, first_position, last_position, num_keys):
+def key_range(interval, first_position, last_position, end_position, num_keys):
     """Keys [first, last) that one of the queries at first_position ... last_position reads, and those [full_first,
-    full_last) that all of them read; memory apart.
+    full_last) that all of them read, and would up to end_position, if there were as many; memory apart.
     """
     first = 0
     full_first = 0
     if interval.left is not None:
         first = tl.maximum(first_position - interval.left, 0)
-        full_first = tl.maximum(last_position - interval.left, 0)
+        full_first = tl.maximum(end_position - interval.left, 0)
     last = num_keys
     full_last = num_keys
     if interval.reach is not None:

@@ -209,7 +209,7 @@ def select_kernel(
     lse_ptr += row.to(tl.int64) * lse_strides[0] + (query_start + queries).to(tl.int64) * lse_strides[2]
     q_pointers = q_ptr + heads[:, None] * q_strides[2]
     q = load_rows(q_pointers, query_start + queries, q_strides[1], member_mask, HEAD_DIM, BLOCK_D)
-    # What pads the group has weights of 0, or NaN where a key is infinite.
+    # What pads the group has weights of 0.
     lse = tl.load(lse_ptr + heads * lse_strides[1], mask=member_mask, other=float('inf')).to(tl.float32)
 
     chooser_queries = first_query + tl.arange(0, BLOCK_T)
@@ -243,6 +243,9 @@ def select_kernel(
         k = load_rows(k_ptr, key_start + compressed, k_strides[1], exists, HEAD_DIM, BLOCK_D, WIDE)
         products = tl.dot(k, tl.trans(q), input_precision='ieee')  # [BLOCK_J, BLOCK_T * BLOCK_G]
         weights = tl.exp2(tl.fma(products, scale_log2, -lse_log2[None, :]))
+        if GROUP < BLOCK_G:
+            # Of keys that are infinite, too.
+            weights = tl.where(member_mask[None, :], weights, 0.0)
         if (first_block * per_selection < skipped) | ((first_block + BLOCK_J) * per_selection > seen):
             visible = exists[:, None]
             if CAUSAL:
