@@ -10,21 +10,19 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from native_sparse_attention import geometry
 from native_sparse_attention.ops import (
     BackendChoice,
-    chosen_scores,
     compressed_attention,
     gated_sum,
     select_blocks,
     selected_attention,
+    straight_through_scale,
     window_attention,
 )
 from native_sparse_attention.ops._checks import (
     check_block_sizes,
     check_not_negative,
     check_qkv,
-    make_sequences,
 )
 from native_sparse_attention.ops.backend import check_backend, slowest
 from native_sparse_attention.ops.block_selection.api import backend_of as choice_backend
@@ -159,11 +157,9 @@ def nsa(
     )
     block_scale = None
     if use_diff_topk:
-        scores = chosen_scores(q_cmp, k_cmp, lse, block_indices, **choice)
-        sequences = make_sequences(q, k.shape[1], q_offset, seqlens_k, cu_seqlens, cu_seqlens_k)
-        own_block = sequences.layout().position[..., None, None] // selection_block_size
-        forced = geometry.forced_priority(block_indices, own_block, num_init, num_local, causal) > 0
-        block_scale = 1 + (scores - scores.detach()).masked_fill(forced, 0)
+        block_scale = straight_through_scale(
+            q_cmp, k_cmp, lse, block_indices, num_init=num_init, num_local=num_local, **choice
+        )
     out_selected, _ = selected_attention(
         q, k, v, block_indices, block_size=selection_block_size, block_scale=block_scale, backend=backend, **where
     )

@@ -2,7 +2,7 @@
 
 from native_sparse_attention.ops._checks import validate_packing
 from native_sparse_attention.ops.backend import BackendChoice
-from native_sparse_attention.ops.block_selection import chosen_scores, select_blocks
+from native_sparse_attention.ops.block_selection import chosen_scores, select_blocks, straight_through_scale
 from native_sparse_attention.ops.compressed_attention import compressed_attention
 from native_sparse_attention.ops.gated_sum import gated_sum
 from native_sparse_attention.ops.rotary import rotary
@@ -17,6 +17,7 @@ __all__ = [
     'rotary',
     'select_blocks',
     'selected_attention',
+    'straight_through_scale',
     'validate_packing',
     'window_attention',
 ]

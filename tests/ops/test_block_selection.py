@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from native_sparse_attention.ops import chosen_scores, compressed_attention, select_blocks
+from native_sparse_attention.ops import chosen_scores, compressed_attention, select_blocks, straight_through_scale
 from tests import definition
 from tests.problems import (
     Extents,
@@ -383,6 +383,14 @@ def test_wrong_choices(changes: dict[str, Any], message: str) -> None:
 def test_wrong_arguments(op: Any, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call(op, **changes)
+
+
+@pytest.mark.parametrize('name', ['num_init', 'num_local'])
+def test_wrong_numbers_of_forced_blocks(name: str) -> None:
+    blocks = torch.zeros(2, 12, 2, 3, dtype=torch.int32)
+    forced = {'num_init': 0, 'num_local': 0} | {name: -1}
+    with pytest.raises(ValueError, match=f'{name} is -1, but must be an integer of at least 0'):
+        call(straight_through_scale, block_indices=blocks, **forced)
 
 
 def test_scores_of_indices_that_do_not_fit() -> None:

@@ -219,6 +219,16 @@ def find_block(slot, row, place, BLOCK_SIZE: tl.constexpr):
     return sequence, first_key
 
 
+@triton.jit
+def load_entries(entries_ptr, first_member, num_members, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Entries of a tile of members of a list, which are every entry with every head of its chooser. To be loaded a step
+    ahead of what they say where to find: copies end in order, so a pipeline that fetches the entries of a later step
+    itself has to wait for all that it has fetched before them.
+    """
+    members = first_member + tl.arange(0, BLOCK_M)
+    return tl.load(entries_ptr + members // GROUP, mask=members < num_members, other=0)
+
+
 # What differs from call to call is not compiled for, as a sort takes seconds to compile.
 @triton.jit(do_not_specialize=['first_pair', 'tiles_of_pair', 'num_slots', 'first_token', 'num_rows'])
 def slot_kernel(

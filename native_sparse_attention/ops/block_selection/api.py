@@ -4,6 +4,7 @@ choice (11)."""
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -126,16 +127,10 @@ def chosen_scores(
     Raises:
         ValueError: shapes, dtypes or settings that do not fit, or an explicit backend that cannot serve the call.
     """
-    check_qkv(q, k_cmp, None, 'k_cmp')
-    check_lse(lse, q)
-    check_block_indices(block_indices, q, k_cmp)
-    check_block_sizes(compress_block_size, compress_stride, selection_block_size)
-    sequences = make_compressed_sequences(
-        q, k_cmp, compress_block_size, compress_stride, seqlen_k, q_offset, seqlens_k, cu_seqlens, cu_seqlens_k
+    settings = (compress_block_size, compress_stride, selection_block_size)
+    arguments = _check_chosen(
+        q, k_cmp, lse, block_indices, *settings, seqlen_k, q_offset, seqlens_k, causal, scale, cu_seqlens, cu_seqlens_k
     )
-    scale = logit_scale(q, scale)
-    sizes = (compress_block_size, compress_stride, selection_block_size)
-    arguments = (q, k_cmp, lse, block_indices, sequences, sizes, causal, scale)
     num_selected = block_indices.shape[3]
     match backend_of('chosen_scores', q, k_cmp, num_selected=num_selected, backend=backend).name:
         case 'triton':
@@ -146,6 +141,57 @@ def chosen_scores(
             from native_sparse_attention.ops.block_selection import eager
 
             return eager.chosen_scores(*arguments)
+
+
+def straight_through_scale(
+    q: Tensor,
+    k_cmp: Tensor,
+    lse: Tensor,
+    block_indices: Tensor,
+    *,
+    num_init: int,
+    num_local: int,
+    compress_block_size: int,
+    compress_stride: int,
+    selection_block_size: int,
+    seqlen_k: int | None = None,
+    q_offset: int | Tensor | None = None,
+    seqlens_k: Tensor | None = None,
+    causal: bool = True,
+    scale: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    backend: str = 'auto',
+) -> Tensor:
+    """1 for every chosen block, with the gradients of `chosen_scores` where the block was not forced: `block_scale` of
+    `selected_attention`, by which the choice is learned (a straight-through estimator).
+
+    It is 1 + scores - scores.detach(), but the Triton kernels compute no score for it.
+
+    Args:
+        num_init, num_local: as `select_blocks` takes them; the others as `chosen_scores` does.
+
+    Returns:
+        float32 (float64 for float64 inputs) in the shape of block_indices.
+
+    Raises:
+        ValueError: as `chosen_scores`.
+    """
+    settings = (compress_block_size, compress_stride, selection_block_size)
+    arguments = _check_chosen(
+        q, k_cmp, lse, block_indices, *settings, seqlen_k, q_offset, seqlens_k, causal, scale, cu_seqlens, cu_seqlens_k
+    )
+    check_not_negative(num_init=num_init, num_local=num_local)
+    num_selected = block_indices.shape[3]
+    match backend_of('chosen_scores', q, k_cmp, num_selected=num_selected, backend=backend).name:
+        case 'triton':
+            from native_sparse_attention.ops.block_selection import triton
+
+            return triton.straight_through_scale(*arguments, num_init, num_local)
+        case _:
+            from native_sparse_attention.ops.block_selection import eager
+
+            return eager.straight_through_scale(*arguments, num_init, num_local)
 
 
 def backend_of(
@@ -159,6 +205,34 @@ def backend_of(
     unsupported = {'select_blocks': _choice_unsupported, 'chosen_scores': _scores_unsupported}[op]
     candidates = {'triton': partial(unsupported, q, k_cmp, group_size, num_selected), 'eager': serves}
     return choose_backend(op, backend, q.device, candidates)
+
+
+def _check_chosen(
+    q: Tensor,
+    k_cmp: Tensor,
+    lse: Tensor,
+    block_indices: Tensor,
+    compress_block_size: int,
+    compress_stride: int,
+    selection_block_size: int,
+    seqlen_k: int | None,
+    q_offset: int | Tensor | None,
+    seqlens_k: Tensor | None,
+    causal: bool,
+    scale: float | None,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+) -> tuple[Any, ...]:
+    """What the backends take for `chosen_scores`, once it fits."""
+    check_qkv(q, k_cmp, None, 'k_cmp')
+    check_lse(lse, q)
+    check_block_indices(block_indices, q, k_cmp)
+    check_block_sizes(compress_block_size, compress_stride, selection_block_size)
+    sequences = make_compressed_sequences(
+        q, k_cmp, compress_block_size, compress_stride, seqlen_k, q_offset, seqlens_k, cu_seqlens, cu_seqlens_k
+    )
+    sizes = (compress_block_size, compress_stride, selection_block_size)
+    return q, k_cmp, lse, block_indices, sequences, sizes, causal, logit_scale(q, scale)
 
 
 def _scores_unsupported(q: Tensor, k_cmp: Tensor, group_size: int, num_selected: int) -> str | None:

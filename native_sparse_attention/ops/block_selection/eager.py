@@ -10,6 +10,7 @@ from native_sparse_attention.geometry import (
     Sequences,
     compressed_block_end,
     forced_priority,
+    is_forced,
     max_length_of_compressed,
     num_selection_blocks,
     overlapping_blocks,
@@ -135,6 +136,25 @@ def chosen_scores(
     with without_autocast(q):
         (scores,) = in_query_chunks(score, seqlen, elements, dims=(1,))
     return scores
+
+
+def straight_through_scale(
+    q: Tensor,
+    k_cmp: Tensor,
+    lse: Tensor,
+    block_indices: Tensor,
+    sequences: Sequences,
+    sizes: tuple[int, int, int],
+    causal: bool,
+    scale: float,
+    num_init: int,
+    num_local: int,
+) -> Tensor:
+    scores = chosen_scores(q, k_cmp, lse, block_indices, sequences, sizes, causal, scale)
+    layout, _ = sequences.compressed_layout(*sizes[:2])
+    own_block = layout.position[..., None, None] // sizes[2]
+    forced = is_forced(block_indices, own_block, num_init, num_local, causal)
+    return 1 + (scores - scores.detach()).masked_fill(forced, 0)
 
 
 def _first(scores: Tensor, priority: Tensor, choosable: Tensor, num_selected: int) -> Tensor:

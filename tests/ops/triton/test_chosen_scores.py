@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from native_sparse_attention.ops import chosen_scores, compressed_attention
+from native_sparse_attention.ops import chosen_scores, compressed_attention, straight_through_scale
 from native_sparse_attention.ops.block_selection.triton import scores
 from native_sparse_attention.testing import INDEX_KINDS, LAYOUTS, assert_matches, lay_out, make_block_indices
 from tests.ops.triton.harness import assert_close_to_eager, assert_same_bits, fence, place, run_eager, run_triton
@@ -208,6 +208,24 @@ def test_any_call(
     assert_close_to_eager(chosen_scores, tensors, make_grad(tensors), **settings)
 
 
+@pytest.mark.parametrize('forced', [(0, 0), (1, 0), (0, 1), (1, 2), (3, 9)])
+@pytest.mark.parametrize('causal', [True, False])
+@pytest.mark.parametrize('extents', [Extents(2, 7, 40, {'q_offset': 21}, [40, 40]), packed([5, 31])])
+def test_straight_through_scale(extents: Extents, causal: bool, forced: tuple[int, int], device: torch.device) -> None:
+    """1, with the gradients of scores of blocks that are not forced, wherever the index of a block stands."""
+    tensors, settings = make_problem(extents, device, num_selected=6, causal=causal)
+    tensors['block_indices'] = torch.randint_like(tensors['block_indices'], -1, 10)
+    grads = make_grad(tensors)
+    settings |= dict(zip(('num_init', 'num_local'), forced, strict=True))
+    expected = run_eager(straight_through_scale, tensors, grads, **settings)
+    result = run_triton(straight_through_scale, tensors, grads, **settings)
+    assert (result.pop('out0') == 1).all()
+    assert (expected.pop('out0') == 1).all()
+    for name, value in result.items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=2e-6)
+    assert expected['grad of k_cmp'].nan_to_num().any() == (forced != (3, 9))
+
+
 @pytest.mark.parametrize('alone', [False, True])
 def test_lists_in_many_parts(alone: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = (3, 1, 1)
@@ -220,7 +238,7 @@ def test_lists_in_many_parts(alone: bool, device: torch.device, monkeypatch: pyt
     where = (20, None, None, None, settings['cu_seqlens'], settings['cu_seqlens'])
 
     def gradient_of_keys() -> Tensor:
-        arguments = (*grads, q, k_cmp, lse, block_indices, *where, *sizes, True, 0.25, False, True)
+        arguments = (*grads, q, k_cmp, lse, block_indices, *where, *sizes, True, 0.25, 0, 0, False, True)
         return scores._backward(*arguments)[1]
 
     expected = run_eager(chosen_scores, tensors, grads, **settings)['grad of k_cmp']
@@ -314,7 +332,9 @@ def test_opcheck(device: torch.device) -> None:
     q, k_cmp, lse, block_indices = tensors.values()
     where = (6, None, None, None, settings['cu_seqlens'], settings['cu_seqlens'])
     leaves = tuple(t.detach().clone().requires_grad_() for t in (q, k_cmp, lse))
-    torch.library.opcheck(scores._forward, (*leaves, block_indices, *where, *SIZES, True, 0.3))
+    arguments = (*leaves, block_indices, *where, *SIZES, True, 0.3)
+    torch.library.opcheck(scores._forward, arguments)
+    torch.library.opcheck(scores._ones, (*arguments, 1, 2))
     for needs in ((True, True), (True, False), (False, True)):
         arguments = (
             *make_grad(tensors),
@@ -324,6 +344,8 @@ def test_opcheck(device: torch.device) -> None:
             *SIZES,
             True,
             0.3,
+            1,
+            2,
             *needs,
         )
         torch.library.opcheck(scores._backward, arguments, test_utils=('test_schema', 'test_faketensor'))

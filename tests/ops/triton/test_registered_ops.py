@@ -18,6 +18,7 @@ from native_sparse_attention.ops import (
     rotary,
     select_blocks,
     selected_attention,
+    straight_through_scale,
     window_attention,
 )
 from native_sparse_attention.testing import make_qkv
@@ -62,6 +63,10 @@ def scores(q: Tensor, k: Tensor, lse: Tensor, indices: Tensor, **settings: Any) 
     return chosen_scores(q, k, lse, indices, **SIZES, **settings)
 
 
+def scale_of(q: Tensor, k: Tensor, lse: Tensor, indices: Tensor, **settings: Any) -> Tensor:
+    return straight_through_scale(q, k, lse, indices, num_init=1, num_local=0, **SIZES, **settings)
+
+
 def make_selected(device: torch.device) -> Tensors:
     indices = torch.arange(3, dtype=torch.int32, device=device).expand(1, T, 1, 3).contiguous()
     return inputs(device) | {'indices': indices, 'block_scale': torch.rand(1, T, 1, 3, device=device) + 0.5}
@@ -100,6 +105,7 @@ OPS: dict[str, tuple[Callable[..., Any], Callable[[torch.device], Tensors]]] = {
     'selected': (selected, make_selected),
     'choice': (choice, make_choice),
     'scores': (scores, lambda d: make_choice(d) | {'indices': make_selected(d)['indices']}),
+    'scale': (scale_of, lambda d: make_choice(d) | {'indices': make_selected(d)['indices']}),
     'gated sum': (gated_sum, make_gated),
     'rotary': (turned, lambda d: {'x': inputs(d)['q'], 'positions': torch.arange(T, device=d)[None]}),
 }

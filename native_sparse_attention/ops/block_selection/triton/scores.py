@@ -1,4 +1,4 @@
-"""`chosen_scores` as registered PyTorch ops, forward and backward."""
+"""`chosen_scores` and `straight_through_scale` as registered PyTorch ops, with the backward that they share."""
 
 from __future__ import annotations
 
@@ -96,6 +96,45 @@ def _forward(
     return out
 
 
+def straight_through_scale(
+    q: Tensor,
+    k_cmp: Tensor,
+    lse: Tensor,
+    block_indices: Tensor,
+    sequences: Sequences,
+    sizes: tuple[int, int, int],
+    causal: bool,
+    scale: float,
+    num_init: int,
+    num_local: int,
+) -> Tensor:
+    return _ones(q, k_cmp, lse, block_indices, *flatten(sequences), *sizes, causal, scale, num_init, num_local)
+
+
+@torch.library.custom_op('native_sparse_attention::straight_through_scale', mutates_args=())
+def _ones(
+    q: Tensor,
+    k_cmp: Tensor,
+    lse: Tensor,
+    block_indices: Tensor,
+    seqlen_k: int,
+    q_offset: OptionalInt,
+    q_offsets: OptionalTensor,
+    seqlens_k: OptionalTensor,
+    cu_seqlens: OptionalTensor,
+    cu_seqlens_k: OptionalTensor,
+    block_size: int,
+    stride: int,
+    selection_block_size: int,
+    causal: bool,
+    scale: float,
+    num_init: int,
+    num_local: int,
+) -> Tensor:
+    """Scores are what its gradients are of, and are not computed."""
+    return torch.ones(block_indices.shape, dtype=torch.float32, device=q.device)
+
+
 @torch.library.custom_op('native_sparse_attention::chosen_scores_backward', mutates_args=())
 def _backward(
     dout: Tensor,
@@ -114,13 +153,18 @@ def _backward(
     selection_block_size: int,
     causal: bool,
     scale: float,
+    num_init: int,
+    num_local: int,
     needs_dq: bool,
     needs_dk: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q and lse, empty unless needs_dq is set, and between them that of k_cmp, empty unless needs_dk."""
+    """Gradients of q and lse, empty unless needs_dq is set, and between them that of k_cmp, empty unless needs_dk; none
+    come from the scores of blocks that num_init and num_local force.
+    """
     q, k_cmp, block_indices = last_dim_contiguous(q, k_cmp, block_indices)
     flat = (seqlen_k, q_offset, q_offsets, seqlens_k, cu_seqlens, cu_seqlens_k)
     place, sizes = _place(q, k_cmp, flat, block_size, stride)
+    sizes = sizes._replace(num_init=num_init, num_local=num_local)
     dq, dk, dlse = (
         t.new_empty(t.shape if needed else 0) for t, needed in ((q, needs_dq), (k_cmp, needs_dk), (lse, needs_dq))
     )
@@ -223,6 +267,11 @@ def _(q: Tensor, k_cmp: Tensor, lse: Tensor, block_indices: Tensor, *_: Any) -> 
     return q.new_empty(block_indices.shape, dtype=torch.float32)
 
 
+@_ones.register_fake
+def _(q: Tensor, k_cmp: Tensor, lse: Tensor, block_indices: Tensor, *_: Any) -> Tensor:
+    return q.new_empty(block_indices.shape, dtype=torch.float32)
+
+
 @_backward.register_fake
 def _(dout: Tensor, q: Tensor, k_cmp: Tensor, lse: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     needs_dq, needs_dk = rest[-2:]
@@ -236,17 +285,23 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     save_inputs(ctx, inputs)
 
 
-def _differentiate(ctx: Any, dout: Tensor | None) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, dout: Tensor | None, *forced: int) -> tuple[Tensor | None, ...]:
+    """forced: what the inputs of the forward lack, num_init and num_local."""
     if dout is None:
         return (None,) * len(ctx.others)
     _, inputs = saved_inputs(ctx)
     needs_dq, needs_dk, needs_dlse = ctx.needs_input_grad[:3]
-    dq, dk, dlse = _backward(dout, *inputs, needs_dq or needs_dlse, needs_dk)
+    dq, dk, dlse = _backward(dout, *inputs, *forced, needs_dq or needs_dlse, needs_dk)
     grads = (dq if needs_dq else None, dk if needs_dk else None, dlse if needs_dlse else None)
     return *grads, *(None,) * (len(inputs) - 3)
 
 
-register_derivative(_forward, _differentiate, _save)
+def _differentiate_scores(ctx: Any, dout: Tensor | None) -> tuple[Tensor | None, ...]:
+    return _differentiate(ctx, dout, 0, 0)
+
+
+register_derivative(_forward, _differentiate_scores, _save)
+register_derivative(_ones, _differentiate, _save)
 refuse_double_backward(_backward)
 
 

@@ -15,10 +15,15 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from native_sparse_attention.ops._triton.inverse_index import find_block
+from native_sparse_attention.ops._triton.inverse_index import find_block, load_entries
 from native_sparse_attention.ops._triton.placement import find_tile, load_extent, load_num_keys, load_position
 from native_sparse_attention.ops._triton.tiles import load_rows, split_finite, store_rows
-from native_sparse_attention.ops.block_selection.triton.scores_tiles import dot_exact, locate_compressed, share_of
+from native_sparse_attention.ops.block_selection.triton.scores_tiles import (
+    dot_exact,
+    is_forced,
+    locate_compressed,
+    share_of,
+)
 
 
 class Lists(NamedTuple):
@@ -91,7 +96,8 @@ def partial_kernel(
     first_position = load_position(place, sequence, num_queries, num_tokens) - query_start
     key_start, num_keys = locate_compressed(place, sequence, num_tokens, sizes)
     offsets = FIRST_OFFSET + tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O)
-    keys = first_token // SELECTION_BLOCK * PER_SELECTION + offsets
+    block = first_token // SELECTION_BLOCK
+    keys = block * PER_SELECTION + offsets
     key_mask = (offsets < PER_SELECTION) & (keys >= 0) & (keys < num_keys)
     k_ptr += row * k_strides[0] + kv_head * k_strides[2] + key_start.to(tl.int64) * k_strides[1]
     k = load_rows(k_ptr, keys, k_strides[1], key_mask, HEAD_DIM, BLOCK_D)  # [BLOCK_O, BLOCK_D]
@@ -100,10 +106,13 @@ def partial_kernel(
     lse_ptr += row * lse_strides[0]
     dout_ptr += row * dout_strides[0]
     dk = tl.zeros([BLOCK_O, BLOCK_D], tl.float32)
-    for first_member in range(0, num_entries * GROUP, BLOCK_M):
+    entries_ptr += first
+    num_members = num_entries * GROUP
+    entry = load_entries(entries_ptr, 0, num_members, GROUP, BLOCK_M)
+    for first_member in tl.range(0, num_members, BLOCK_M):
+        following = load_entries(entries_ptr, first_member + BLOCK_M, num_members, GROUP, BLOCK_M)
         members = first_member + tl.arange(0, BLOCK_M)  # every entry with every head of the group
-        member_mask = members < num_entries * GROUP
-        entry = tl.load(entries_ptr + first + members // GROUP, mask=member_mask, other=0)
+        member_mask = members < num_members
         chooser = kv_head * CHOOSERS + entry // NUM_SELECTED % CHOOSERS
         heads = chooser * GROUP + members % GROUP
         tokens = entry // NUM_SELECTED // CHOOSERS
@@ -114,6 +123,7 @@ def partial_kernel(
             dout_ptr + tokens * dout_strides[1] + chooser * dout_strides[2] + columns * dout_strides[3],
             mask=member_mask, other=0.0,
         )  # fmt: skip
+        dscores = tl.where(is_forced(block, position, sizes, SELECTION_BLOCK, CAUSAL), 0.0, dscores)
         lse = tl.load(lse_ptr + heads * lse_strides[1] + tokens * lse_strides[2], mask=member_mask, other=0.0)
         rows_of_q = tokens * q_strides[1] + heads * q_strides[2]
         q = load_rows(q_ptr, rows_of_q, 1, member_mask, HEAD_DIM, BLOCK_D)  # [BLOCK_M, BLOCK_D]
@@ -124,6 +134,7 @@ def partial_kernel(
         if CAUSAL:
             seen = seen & (keys[:, None] * sizes.stride + sizes.block_size - 1 <= position[None, :])
         dk = dot_exact(tl.where(seen, dlogits, 0.0), split_finite(q)[0], dk)
+        entry = following
     partial_ptr += pair * partial_strides[0] + chunk.to(tl.int64) * partial_strides[1]
     store_rows(partial_ptr, offsets - FIRST_OFFSET, partial_strides[2], dk, offsets < PER_SELECTION, HEAD_DIM, BLOCK_D)
 

@@ -11,6 +11,7 @@ import triton.language as tl
 from native_sparse_attention.ops._triton.tiles import load_rows, store_rows
 from native_sparse_attention.ops.block_selection.triton.scores_tiles import (
     dot_exact,
+    is_forced,
     locate_query,
     overlapping_columns,
     share_of,
@@ -140,6 +141,8 @@ def dq_kernel(
     for first_slot in range(0, NUM_SELECTED, BLOCK_S):
         slots = first_slot + tl.arange(0, BLOCK_S)
         dscores = tl.load(dout_ptr + slots.to(tl.int64) * dout_strides[3], mask=slots < NUM_SELECTED, other=0.0)
+        blocks = tl.load(indices_ptr + slots, mask=slots < NUM_SELECTED, other=0)
+        dscores = tl.where(is_forced(blocks, position, sizes, SELECTION_BLOCK, CAUSAL), 0.0, dscores)
         for first_offset in range(FIRST_OFFSET, PER_SELECTION, BLOCK_O):
             offsets = first_offset + tl.arange(0, BLOCK_O)
             keys, seen = overlapping_columns(

@@ -19,11 +19,13 @@ from native_sparse_attention.ops._triton.tiles import add_product
 
 
 class Sizes(NamedTuple):
-    """block_size, stride: l, d. num_compressed: C."""
+    """block_size, stride: l, d. num_compressed: C. num_init, num_local: forced blocks, whose scores get no gradient."""
 
     block_size: int
     stride: int
     num_compressed: int
+    num_init: int = 0
+    num_local: int = 0
 
 
 @triton.jit
@@ -53,6 +55,15 @@ def share_of(offsets, sizes, SELECTION_BLOCK: tl.constexpr):
     start = offsets * sizes.stride
     shared = tl.minimum(start + sizes.block_size, SELECTION_BLOCK) - tl.maximum(start, 0)
     return shared.to(tl.float32) / sizes.block_size
+
+
+@triton.jit
+def is_forced(blocks, positions, sizes, SELECTION_BLOCK: tl.constexpr, CAUSAL: tl.constexpr):
+    """Whether queries at positions have to read blocks (`geometry.is_forced`)."""
+    own_block = positions // SELECTION_BLOCK
+    is_local = blocks > own_block - sizes.num_local
+    is_local = is_local & (blocks <= own_block if CAUSAL else blocks < own_block + sizes.num_local)
+    return (blocks < sizes.num_init) | is_local
 
 
 @triton.jit

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from native_sparse_attention.ops._triton.inverse_index import group_pairs, num_block_slots
+from native_sparse_attention.ops._triton.inverse_index import group_pairs, load_entries, num_block_slots
 from native_sparse_attention.ops._triton.launch import head_block, is_wide, launch, row_block, settings_of
 from native_sparse_attention.ops._triton.placement import Placement
 from native_sparse_attention.ops._triton.tiles import add_product, load_rows, split_finite, store_rows
@@ -26,7 +26,6 @@ from native_sparse_attention.ops.selected_attention.triton.lists import (
     find_members,
     find_owners,
     find_unit,
-    load_entries,
     load_factors,
     make_lists,
     make_parts,

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from native_sparse_attention.ops._triton.inverse_index import load_entries
 from native_sparse_attention.ops._triton.launch import head_block, is_wide, launch, row_block, settings_of
 from native_sparse_attention.ops._triton.placement import Placement
 from native_sparse_attention.ops._triton.tiles import load_rows, store_rows
@@ -28,7 +29,6 @@ from native_sparse_attention.ops.selected_attention.triton.lists import (
     find_members,
     find_owners,
     find_unit,
-    load_entries,
     load_factors,
     make_inverses,
     make_parts,

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from native_sparse_attention.ops._triton.inverse_index import find_block
+from native_sparse_attention.ops._triton.inverse_index import find_block, load_entries
 from native_sparse_attention.ops._triton.placement import load_extent
 from native_sparse_attention.ops._triton.tiles import add_product, load_rows, split_finite, store_rows
 from native_sparse_attention.ops.selected_attention.triton.lists import (
@@ -24,7 +24,6 @@ from native_sparse_attention.ops.selected_attention.triton.lists import (
     find_members,
     find_unit,
     invert_power,
-    load_entries,
     load_factors,
     load_sequence,
     store_part,

@@ -210,16 +210,6 @@ def count_near(
 
 
 @triton.jit
-def load_entries(entries_ptr, first_member, num_members, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Entries of a tile of members of a list, which are every entry with every head of its chooser. To be loaded a step
-    ahead of what they say where to find: copies end in order, so a pipeline that fetches the entries of a later step
-    itself has to wait for all that it has fetched before them.
-    """
-    members = first_member + tl.arange(0, BLOCK_M)
-    return tl.load(entries_ptr + members // GROUP, mask=members < num_members, other=0)
-
-
-@triton.jit
 def find_members(
     entry, members, kv_head, lists, GROUP: tl.constexpr, REPEATS: tl.constexpr, NUM_SELECTED: tl.constexpr
 ):
