@@ -44,11 +44,12 @@ from benchmarks.timing import FLUSH_BYTES
 from native_sparse_attention import ops
 from native_sparse_attention.ops._triton import launch
 from native_sparse_attention.ops._triton.launch import Settings
+from native_sparse_attention.ops.selected_attention.triton.settings import SHORT
 
 HEAD_DIMS = (64, 128, 256)
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 BLOCKS = (16, 32, 64, 128)
-WARPS = (2, 4, 8)
+WARPS = (1, 2, 4, 8)
 STAGES = {2: (1, 2, 3), 4: (1, 2)}
 # The ops of benchmarks/ops.py whose kernels take their settings from the tables of a folder.
 OPS = {
@@ -110,10 +111,12 @@ def make_phases(table: str, itemsize: int, head_dim: int, device: str) -> list[A
     shape = make_shape(itemsize, head_dim, device)
     shapes = [shape]
     if table.startswith('selected'):
-        # Groups of 16 and of 2, and the latter with few blocks and with many: each has kernels and tables of its own.
+        # Groups of 16 and of 2, the latter with few blocks, with many, and with many short ones: each has kernels or
+        # tables of its own.
         small = replace(shape, kv_heads=shape.heads // 2)
         few_blocks = 2 * shape.num_selected * shape.selection_block_size
-        shapes += [replace(small, seqlen=few_blocks), replace(small, seqlen=4 * shape.seqlen)]
+        short = replace(small, selection_block_size=max(shape.compress_stride, SHORT // 2))
+        shapes += [replace(small, seqlen=few_blocks), *(replace(s, seqlen=4 * s.seqlen) for s in (small, short))]
     phases = []
     for op, shape in itertools.product(OPS[table.split('.')[0]], shapes):
         forward, leaves = make_call(op, shape, 'triton', device)

@@ -20,4 +20,5 @@ SELECT: Table = {
     ('sm86', 4, 64): Settings(64, 32, 4, 1),
     ('sm86', 4, 128): Settings(32, 32, 4, 1),
     ('sm86', 4, 256): Settings(16, 16, 4, 1),
+    ('sm90', 2, 64): Settings(64, 64, 4, 2),
 }

@@ -63,7 +63,7 @@ def attend_by_block(
     num_slots = num_block_slots(place, block_size)
     chunk = max(1, CHUNK_ROWS // group)
     most = max(1, WORKSPACE // (repeats * num_selected * group * bytes_of_part(q, value_dim)))
-    block_m, _, num_warps, num_stages = settings_of(settings.BLOCK, q, v)
+    block_m, _, num_warps, num_stages = settings_of(settings.block_table(block_size), q, v)
     for pairs in group_pairs(block_indices, kv_heads, num_slots, max(1, most // max(seqlen, 1))):
         for tokens in split_tokens(seqlen, most):
             shape = {'kv_heads': kv_heads, 'block_size': block_size, 'causal': causal, 'chunk': chunk}

@@ -40,8 +40,6 @@ from native_sparse_attention.ops.selected_attention.triton.lists import (
 class MemberGradients:
     """Gradients of q and of the factors, and delta, which those of k and v need: `Members` of keys.py."""
 
-    table = settings.BLOCK_DKV
-
     def __init__(
         self,
         q: Tensor,
@@ -65,6 +63,7 @@ class MemberGradients:
         self.dout, self.dlse, self.place, self.causal, self.scale = dout, dlse, place, causal, scale
         index_heads, self.num_selected = block_indices.shape[2:]
         self.block_size = min(block_size, k.shape[1])
+        self.table = settings.block_dkv_table(self.block_size)
         self.group, self.repeats = q.shape[2] // index_heads, index_heads // k.shape[2]
         bytes_of_token = self.repeats * self.num_selected * self.group * (bytes_of_part(q, q.shape[3]) + 4)
         # What a row of the batch has besides: delta and inverses.
@@ -80,7 +79,7 @@ class MemberGradients:
         """delta of the tokens, and room for the parts of their gradients."""
         q, k, v, block_scale, dout = self.q, self.k, self.v, self.block_scale, self.dout
         parts = make_parts(q, len(pairs) * lists.num_entries * self.group, q.shape[3], self.dfactors is not None)
-        block_m, _, num_warps, num_stages = settings_of(settings.BLOCK, q, v)
+        block_m, _, num_warps, num_stages = settings_of(settings.block_table(self.block_size), q, v)
         num_stages = min(num_stages, 2)  # twice as much is fetched ahead as forward, q and dout
         chunk = max(1, CHUNK_ROWS // self.group)
         num_programs = count_programs(lists.num_entries, lists.num_slots, chunk)

@@ -1,7 +1,7 @@
 """Launch settings of selected attention, by architecture, bytes of an element and head size.
 
 block_m: rows of a tile, heads of one query at most (DKV, NEIGHBOURS and BLOCK: pairs of a query and a head). block_n:
-keys of a tile at most; BLOCK and BLOCK_DKV have a whole block in one.
+keys of a tile at most; BLOCK and BLOCK_DKV have a whole block in one, and rows of their own for short blocks.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ BLOCK: Table = {
     ('sm86', 4, 64): Settings(32, 64, 4, 1),
     ('sm86', 4, 128): Settings(16, 32, 4, 1),
     ('sm86', 4, 256): Settings(16, 16, 4, 1),
-    ('sm90', 2, 64): Settings(64, 128, 2, 3),
+    ('sm90', 2, 64): Settings(128, 128, 4, 3),
     ('sm90', 2, 128): Settings(64, 64, 4, 3),
 }
 
@@ -121,3 +121,16 @@ BLOCK_DKV: Table = {
     ('sm90', 2, 64): Settings(64, 128, 4, 3),
     ('sm90', 2, 128): Settings(32, 64, 4, 2),
 }
+
+# Keys of a short block, whose tiles are small.
+SHORT = 32
+BLOCK_SHORT: Table = BLOCK | {('sm90', 2, 64): Settings(64, 128, 2, 2)}
+BLOCK_DKV_SHORT: Table = BLOCK_DKV | {('sm90', 2, 64): Settings(64, 128, 2, 3)}
+
+
+def block_table(block_size: int) -> Table:
+    return BLOCK_SHORT if block_size <= SHORT else BLOCK
+
+
+def block_dkv_table(block_size: int) -> Table:
+    return BLOCK_DKV_SHORT if block_size <= SHORT else BLOCK_DKV
