@@ -21,7 +21,8 @@ FORWARD: Table = {
     ('sm86', 4, 64): Settings(32, 32, 4, 2),
     ('sm86', 4, 128): Settings(16, 32, 4, 1),
     ('sm86', 4, 256): Settings(16, 16, 4, 1),
-    ('sm90', 2, 128): Settings(64, 64, 1, 2),
+    ('sm90', 2, 64): Settings(64, 64, 1, 5),
+    ('sm90', 2, 128): Settings(64, 32, 1, 5),
 }
 
 DQ: Table = {
@@ -37,6 +38,7 @@ DQ: Table = {
     ('sm86', 4, 64): Settings(32, 32, 4, 1),
     ('sm86', 4, 128): Settings(16, 32, 4, 1),
     ('sm86', 4, 256): Settings(16, 16, 4, 1),
+    ('sm90', 2, 64): Settings(32, 64, 2, 3),
     ('sm90', 2, 128): Settings(32, 64, 2, 2),
 }
 
@@ -53,6 +55,7 @@ DKV: Table = {
     ('sm86', 4, 64): Settings(32, 32, 4, 1),
     ('sm86', 4, 128): Settings(16, 32, 4, 1),
     ('sm86', 4, 256): Settings(16, 16, 4, 1),
+    ('sm90', 2, 64): Settings(64, 64, 4, 3),
     ('sm90', 2, 128): Settings(32, 64, 4, 3),
 }
 
@@ -69,6 +72,7 @@ NEIGHBOURS_FORWARD: Table = {
     ('sm86', 4, 64): Settings(32, 32, 4, 1),
     ('sm86', 4, 128): Settings(32, 32, 4, 1),
     ('sm86', 4, 256): Settings(16, 16, 4, 1),
+    ('sm90', 2, 64): Settings(64, 64, 4, 6),
     ('sm90', 2, 128): Settings(64, 64, 4, 3),
 }
 
@@ -85,6 +89,7 @@ NEIGHBOURS_DQ: Table = {
     ('sm86', 4, 64): Settings(32, 32, 4, 1),
     ('sm86', 4, 128): Settings(16, 16, 4, 1),
     ('sm86', 4, 256): Settings(16, 16, 4, 1),
+    ('sm90', 2, 64): Settings(64, 64, 4, 2),
     ('sm90', 2, 128): Settings(64, 32, 4, 3),
 }
 
