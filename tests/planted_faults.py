@@ -138,6 +138,10 @@ FAULTS = [
     # Scores of the chosen
     Fault('what pads a group is counted', SCORES_FORWARD, 'seen_by = columns[None, :] & (members < GROUP)[:, None]', 'seen_by = columns[None, :] & (members >= 0)[:, None]', SCORES),
     Fault('shared tokens off by one', SCORES_TILES, 'shared = tl.minimum(start + sizes.block_size, SELECTION_BLOCK) - tl.maximum(start, 0)', 'shared = tl.minimum(start + sizes.block_size, SELECTION_BLOCK) - tl.maximum(start, 1)', SCORES),
+    Fault('one local block more has no gradient', SCORES_TILES, 'is_local = blocks > own_block - sizes.num_local', 'is_local = blocks >= own_block - sizes.num_local', SCORES),
+    Fault('gradients of keys by scores of forced blocks', SCORES_BACKWARD, 'is_forced(block, position, sizes', 'is_forced(block + 1, position, sizes', SCORES),
+    Fault('gradients of queries by scores of forced blocks', SCORES_FORWARD, 'is_forced(blocks, position, sizes', 'is_forced(blocks + 1, position, sizes', SCORES),
+    Fault('entries of this step twice in the gradient of scores', SCORES_BACKWARD, 'first_member + BLOCK_M, num_members', 'first_member, num_members', SCORES),
     Fault('causal mask off in the gradient of scores', SCORES_BACKWARD, 'sizes.block_size - 1 <= position[None, :])', 'sizes.block_size <= position[None, :])', SCORES),
     # Gated sum
     Fault('window gated as selected', GATED_SUM, 'out += _load_gate(gates_ptr + 2 * gates_strides[3], row_mask)', 'out += _load_gate(gates_ptr + gates_strides[3], row_mask)', GATED),
