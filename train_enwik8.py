@@ -122,7 +122,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     'long': {
         'sliding_window_size': 512, 'compress_block_size': 32, 'compress_block_sliding_stride': 16,
         'selection_block_size': 64, 'num_selected_blocks': 16,
-        'seq_len': 16_384, 'batch': 1, 'grad_accum': 4, 'steps': 5000,
+        'seq_len': 16_384, 'batch': 4, 'grad_accum': 1, 'steps': 5000,
         'eval_every': 1000, 'save_every': 250, 'sample_every': 1000, 'prompt_bytes': 4096,
     },
 }  # fmt: skip

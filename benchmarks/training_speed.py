@@ -6,8 +6,8 @@
                                                                    to try the script
 
 The same model, optimizer and text (the sources of Python's library): but for attention and length everything is as in
-preset long, which the length of 16,384 is exactly. Steps are those of the trainer, each of --tokens tokens, a quarter
-of them in a forward where sequences are short enough. Flags after `--` are train_enwik8.py's. Writes
+preset long, which the length of 16,384 is exactly. Steps are those of the trainer, each of --tokens tokens, all of
+them in one forward. Flags after `--` are train_enwik8.py's. Writes
 <date>-<gpu>-training.md and .json to --out after every case, and at the end .png.
 """
 
@@ -38,10 +38,9 @@ BREAK_EVEN = 2**13
 
 
 def make_config(flags: list[str], attention: str, length: int, tokens: int) -> Config:
-    """Of preset long and the flags, but for the attention, the length and how many sequences are in a step."""
+    """Of preset long and the flags, but for the attention, the length and how many sequences a step has."""
     options, given = parse(['--preset', 'long', *flags])
-    batch = max(1, tokens // 4 // length)
-    sizes = {'seq_len': length, 'batch': batch, 'grad_accum': max(1, tokens // (batch * length))}
+    sizes = {'seq_len': length, 'batch': max(1, tokens // length), 'grad_accum': 1}
     return Config(**{**PRESETS[options.preset], **given, 'attention': attention, **sizes})
 
 
@@ -72,7 +71,7 @@ def tokens_per_s(row: Case | None) -> float | None:
     if row is None or not row.get('forward_ms'):
         return None
     config = row['config']
-    return 1e3 * config['seq_len'] * config['batch'] * config['grad_accum'] / row['forward_ms']
+    return 1e3 * config['seq_len'] * config['batch'] / row['forward_ms']
 
 
 class Found:
@@ -98,14 +97,14 @@ def make_tables(rows: list[Case]) -> list[str]:
         rates = [found.rate(length, model) for model in found.models]
         sizes = [report.gib(found.rows.get((length, model), {}).get('peak_bytes')) for model in found.models]
         shown = [None if rate is None else f'{rate:,.0f}' for rate in rates]
-        body.append([f'{length:,}', f'{config["batch"]} × {config["grad_accum"]}', *shown, found.gain(length), *sizes])
+        body.append([f'{length:,}', f'{config["batch"]}', *shown, found.gain(length), *sizes])
     columns = ['length', 'sequences of a step', *(f'{model}, tokens/s' for model in found.models), 'sparse / dense']
     notes = [[length, model, row.get('attention'), row.get('note', '')] for (length, model), row in found.rows.items()]
     known = {length: gain for length in found.lengths if (gain := found.gain(length))}
     slow = [f'{length:,} ({gain:.2f})' for length, gain in known.items() if length >= BREAK_EVEN and gain < 1]
     judged = f'missed at {", ".join(slow)}' if slow else 'met'
     settings = {name: value for name, value in rows[0]['config'].items() if name not in ('attention', 'seq_len')}
-    settings = {name: value for name, value in settings.items() if name not in ('batch', 'grad_accum')}
+    settings.pop('batch')
     return [
         'Tokens per second of whole steps of the trainer, medians. Peak: GiB of a step beyond the weights.',
         report.table((*columns, *(f'{model}, peak' for model in found.models)), body),
