@@ -240,7 +240,7 @@ def test_every_launch_setting(entry: Entry, device: torch.device, monkeypatch: p
 
         def by_block(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, block_size: int, backward: bool = False) -> str:
             """Wherever a whole block fits into the tiles of a pass."""
-            tiles = selected_op.settings.BLOCK_DKV if backward else selected_op.settings.BLOCK
+            tiles = selected_op.settings.BLOCK_DQ if backward else selected_op.settings.BLOCK
             found = table[entry.key] if tiles is table else find_settings(tiles, own, itemsize, head_dim)
             return 'block' if block_size <= found.block_n else 'query'
 

@@ -120,7 +120,7 @@ def build_selected(dtype: torch.dtype, head_dim: int) -> None:
     with mock.patch.object(selected_op, 'choose_design', return_value='block'):
         q, k, v = make(dtype, head_dim)
         indices = torch.zeros(1, SEQLEN, 2, 16, dtype=torch.int32)
-        served = launch.settings_of(selected_op.settings.BLOCK_DKV, q, v).block_n
+        served = launch.settings_of(selected_op.settings.BLOCK_DQ, q, v).block_n
         differentiate(*selected_attention(q, k, v, indices, block_size=min(64, served), backend='triton'))
 
 

@@ -23,7 +23,7 @@ KERNELS = {
     'interval': {'forward_kernel', 'dq_kernel', 'dkv_kernel'},
     'block_selection': {'select_kernel', 'forward_kernel', 'dq_kernel'},
     'selected_attention': {'forward_kernel', 'dq_kernel', 'dkv_kernel', 'union_kernel', 'block_kernel'},
-    'by_block': {'block_kernel', 'merge_kernel', 'delta_kernel', 'add_parts_kernel'},
+    'by_block': {'block_kernel', 'merge_kernel', 'member_kernel', 'add_parts_kernel'},
     'gated_sum': {'forward_kernel', 'backward_kernel'},
     'rotary': {'rotary_kernel'},
     'inverse_index': {'slot_kernel'},

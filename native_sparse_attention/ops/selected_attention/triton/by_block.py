@@ -252,7 +252,7 @@ def _attend(
     places = (pair * lists.num_entries + entry) * GROUP + members % GROUP
     tl.store(parts.first + places, row_max, mask=mask)
     tl.store(parts.second + places, tl.sum(weights, 1), mask=mask)
-    store_part(parts, places, out, tl.zeros([BLOCK_M], tl.float32) + unit, mask, VALUE_DIM, BLOCK_DV, False)
+    store_part(parts, places, out, tl.zeros([BLOCK_M], tl.float32) + unit, mask, VALUE_DIM, BLOCK_DV)
 
 
 @triton.jit
@@ -303,7 +303,7 @@ def merge_kernel(
             weight = tl.exp2(tl.where(is_part, weight, float('-inf')) - reference) * unit
             part = load_rows(parts.out, places_of_part, VALUE_DIM, is_part, VALUE_DIM, BLOCK_DV).to(tl.float32)
             out = tl.fma(part, weight[:, None], out)
-    out = sort_columns(parts, out / total[:, None], VALUE_DIM, BLOCK_DV, False)
+    out = sort_columns(parts, out / total[:, None], VALUE_DIM, BLOCK_DV)
 
     out_ptr += row * out_strides[0]
     store_rows(out_ptr, token * out_strides[1] + head * out_strides[2], 1, out, mask, VALUE_DIM, BLOCK_DV)

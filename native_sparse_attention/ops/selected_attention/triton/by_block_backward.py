@@ -1,7 +1,8 @@
 """Gradients of queries by block: each block leaves its part of the gradients of those who chose it.
 
 What must be subtracted from the gradients of all weights of a query, delta, is the sum of p * dp over the keys of all
-its blocks. So the lists are gone through twice: for delta, which is exact then, and for the gradients.
+its blocks. So the lists are gone through twice: for delta, which is exact then, and for the gradients. Those of k and v
+are another kernel's (key_gradients.py): beside its sums there is no room for a part of dq.
 """
 
 # To pyright a jit function that another calls never returns.
@@ -17,7 +18,7 @@ from torch import Tensor
 from native_sparse_attention.ops._triton.inverse_index import load_entries
 from native_sparse_attention.ops._triton.launch import head_block, is_wide, launch, row_block, settings_of
 from native_sparse_attention.ops._triton.placement import Placement
-from native_sparse_attention.ops._triton.tiles import load_rows, store_rows
+from native_sparse_attention.ops._triton.tiles import add_product, load_rows, split_finite, store_rows
 from native_sparse_attention.ops.selected_attention.triton import settings
 from native_sparse_attention.ops.selected_attention.triton.by_block import CHUNK_ROWS, MERGE_ROWS, WORKSPACE
 from native_sparse_attention.ops.selected_attention.triton.lists import (
@@ -29,11 +30,13 @@ from native_sparse_attention.ops.selected_attention.triton.lists import (
     find_members,
     find_owners,
     find_unit,
+    invert_power,
     load_factors,
     make_inverses,
     make_parts,
     open_chunk,
     sort_columns,
+    store_part,
 )
 
 
@@ -63,7 +66,6 @@ class MemberGradients:
         self.dout, self.dlse, self.place, self.causal, self.scale = dout, dlse, place, causal, scale
         index_heads, self.num_selected = block_indices.shape[2:]
         self.block_size = min(block_size, k.shape[1])
-        self.table = settings.block_dkv_table(self.block_size)
         self.group, self.repeats = q.shape[2] // index_heads, index_heads // k.shape[2]
         bytes_of_token = self.repeats * self.num_selected * self.group * (bytes_of_part(q, q.shape[3]) + 4)
         # What a row of the batch has besides: delta and inverses.
@@ -75,20 +77,33 @@ class MemberGradients:
         shape = (q.shape[0] * k.shape[2], q.shape[1], self.repeats, self.num_selected)
         self.dfactors = q.new_empty(shape, dtype=torch.float32) if needs_dfactors else None
 
-    def start(self, lists: Lists, pairs: range, tokens: range) -> Parts:
-        """delta of the tokens, and room for the parts of their gradients."""
+    def visit(self, lists: Lists, pairs: range, tokens: range) -> None:
+        """delta and the gradients of the tokens."""
+        rows = len(pairs) * lists.num_entries * self.group
+        parts = make_parts(self.q, rows, self.q.shape[3], self.dfactors is not None)
+        for finishes in (False, True):
+            self._visit_blocks(parts, lists, pairs, finishes)
+            self._add_parts(parts, lists, pairs, tokens, finishes)
+        if self.dfactors is not None:
+            dfactors = self.dfactors[pairs.start : pairs.stop, tokens.start : tokens.stop]
+            torch.sum(parts.second.view(*dfactors.shape, self.group), -1, out=dfactors)
+
+    def _visit_blocks(self, parts: Parts, lists: Lists, pairs: range, finishes: bool) -> None:
+        """Parts of delta, or else of dq."""
         q, k, v, block_scale, dout = self.q, self.k, self.v, self.block_scale, self.dout
-        parts = make_parts(q, len(pairs) * lists.num_entries * self.group, q.shape[3], self.dfactors is not None)
-        block_m, _, num_warps, num_stages = settings_of(settings.block_table(self.block_size), q, v)
-        num_stages = min(num_stages, 2)  # twice as much is fetched ahead as forward, q and dout
+        table = settings.block_dq_table if finishes else settings.block_table
+        block_m, _, num_warps, num_stages = settings_of(table(self.block_size), q, v)
+        if not finishes:
+            num_stages = min(num_stages, 2)  # twice as much is fetched ahead as forward, q and dout
         chunk = max(1, CHUNK_ROWS // self.group)
         num_programs = count_programs(lists.num_entries, lists.num_slots, chunk)
         launch(
-            delta_kernel,
+            member_kernel,
             (len(pairs) * num_programs,),
-            *(q, k, v, block_scale, self.lse, dout, parts),
+            *(q, k, v, block_scale, self.lse, dout, self.delta, self.inverses, parts),
             *(q.stride(), k.stride(), v.stride(), None if block_scale is None else block_scale.stride()),
             *(dout.stride(), self.place, lists._replace(num_programs=num_programs), self.scale),
+            FINISHES=finishes,
             GROUP=self.group,
             REPEATS=self.repeats,
             NUM_SELECTED=self.num_selected,
@@ -106,15 +121,6 @@ class MemberGradients:
             num_stages=num_stages,
             device=q.device,
         )
-        self._add_parts(parts, lists, pairs, tokens, finishes=False)
-        return parts
-
-    def finish(self, lists: Lists, parts: Parts, pairs: range, tokens: range) -> None:
-        """dq and dfactors of the tokens, from their parts."""
-        self._add_parts(parts, lists, pairs, tokens, finishes=True)
-        if self.dfactors is not None:
-            dfactors = self.dfactors[pairs.start : pairs.stop, tokens.start : tokens.stop]
-            torch.sum(parts.second.view(*dfactors.shape, self.group), -1, out=dfactors)
 
     def _add_parts(self, parts: Parts, lists: Lists, pairs: range, tokens: range, finishes: bool) -> None:
         """delta, or else dq."""
@@ -139,13 +145,15 @@ class MemberGradients:
 
 
 @triton.jit
-def delta_kernel(
+def member_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
     factors_ptr,
     lse_ptr,
     dout_ptr,
+    delta_ptr,
+    inverses_ptr,
     parts,
     q_strides,
     k_strides,
@@ -155,6 +163,7 @@ def delta_kernel(
     place,
     lists,
     scale,
+    FINISHES: tl.constexpr,
     GROUP: tl.constexpr,
     REPEATS: tl.constexpr,
     NUM_SELECTED: tl.constexpr,
@@ -169,8 +178,10 @@ def delta_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
-    """parts.first: the sum of p * dp over the keys of a block, for up to CHUNK entries of its list. parts.unit: the
-    sum of their absolute values, at least 2 ** -100, where parts are float16. One program per pair and chunk.
+    """Of up to CHUNK entries of a list: parts of dq, and in `second` of the factors (FINISHES), or else in `first` the
+    sum of p * dp over the keys of a block, and in `unit` that of their absolute values, at least 2 ** -100, where parts
+    are float16. inverses: of units of the gradients of the logits, where parts are float16, or None. One program per
+    pair and chunk. BLOCK_N holds a whole block.
     """
     num_entries, entries_ptr, pair, row, kv_head, key_start, keys, key_mask, offset = open_chunk(
         tl.program_id(0), place, lists, parts, GROUP, BLOCK_SIZE, CHUNK, BLOCK_N
@@ -181,6 +192,15 @@ def delta_kernel(
     v_ptr += row * v_strides[0] + kv_head * v_strides[2]
     k = load_rows(k_ptr, key_start + keys, k_strides[1], key_mask, HEAD_DIM, BLOCK_D)  # [BLOCK_N, BLOCK_D]
     v = load_rows(v_ptr, key_start + keys, v_strides[1], key_mask, VALUE_DIM, BLOCK_DV)  # [BLOCK_N, BLOCK_DV]
+    # For parts: keys that members do not read, and how large they are.
+    finite_k, scaled_k, largest, unit = k, k, 0.0, 1.0
+    if FINISHES:
+        finite_k, _ = split_finite(k)
+        largest = tl.max(tl.abs(finite_k.to(tl.float32)), 1)  # [BLOCK_N]
+        if inverses_ptr is not None:
+            # The inverse is a power of two, so no bit of a key is lost.
+            unit, inverse = find_unit(tl.max(largest, 0) * 4096)
+            scaled_k = (k.to(tl.float32) * inverse).to(k.dtype)
 
     num_near = count_near(
         entries_ptr, num_entries, keys, key_mask, offset, lists, BLOCK_SIZE, CAUSAL, CHUNK, REPEATS, NUM_SELECTED
@@ -191,31 +211,36 @@ def delta_kernel(
     q_ptr += row * q_strides[0]
     dout_ptr += row * dout_strides[0]
     lse_ptr += row * num_heads * place.seqlen_q
-    inputs = (q_ptr, factors_ptr, lse_ptr, dout_ptr, q_strides, factors_strides, dout_strides)
+    delta_ptr += row * num_heads * place.seqlen_q
+    if inverses_ptr is not None:
+        inverses_ptr += row * num_heads * place.seqlen_q
+    inputs = (q_ptr, factors_ptr, lse_ptr, dout_ptr, delta_ptr, inverses_ptr, q_strides, factors_strides, dout_strides)
     entry = load_entries(entries_ptr, 0, num_members, GROUP, BLOCK_M)
     for first_member in tl.range(0, tl.minimum(first_far, num_members), BLOCK_M):
         following = load_entries(entries_ptr, first_member + BLOCK_M, num_members, GROUP, BLOCK_M)
-        _add_delta(
-            inputs, k, v, entry, first_member, num_members, pair, row, kv_head, keys, key_mask,
-            offset, parts, place, lists, scale, GROUP, REPEATS, NUM_SELECTED, CAUSAL, WIDE, True,
+        _add_members(
+            inputs, k, v, finite_k, largest, entry, first_member, num_members, pair, row, kv_head, keys, key_mask,
+            offset, parts, place, lists, scale, FINISHES, GROUP, REPEATS, NUM_SELECTED, CAUSAL, WIDE, True,
             HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
         entry = following
     for first_member in tl.range(first_far, num_members, BLOCK_M):
         following = load_entries(entries_ptr, first_member + BLOCK_M, num_members, GROUP, BLOCK_M)
-        _add_delta(
-            inputs, k, v, entry, first_member, num_members, pair, row, kv_head, keys, key_mask,
-            offset, parts, place, lists, scale, GROUP, REPEATS, NUM_SELECTED, CAUSAL, WIDE, False,
+        _add_members(
+            inputs, k, v, scaled_k, unit, entry, first_member, num_members, pair, row, kv_head, keys, key_mask,
+            offset, parts, place, lists, scale, FINISHES, GROUP, REPEATS, NUM_SELECTED, CAUSAL, WIDE, False,
             HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
         entry = following
 
 
 @triton.jit
-def _add_delta(
+def _add_members(
     inputs,
     k,
     v,
+    scaled_k,
+    unit,
     entry,
     first_member,
     num_members,
@@ -229,6 +254,7 @@ def _add_delta(
     place,
     lists,
     scale,
+    FINISHES: tl.constexpr,
     GROUP: tl.constexpr,
     REPEATS: tl.constexpr,
     NUM_SELECTED: tl.constexpr,
@@ -241,8 +267,10 @@ def _add_delta(
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
-    """Of a tile of members. Not MASKED: all of them read all of the keys."""
-    q_ptr, factors_ptr, lse_ptr, dout_ptr, q_strides, factors_strides, dout_strides = inputs
+    """The parts of a tile of members. Not MASKED: all of them read all of the keys. scaled_k: k as multiples of unit;
+    or MASKED as it is, and unit the largest element of every key, so that each member has a unit by what it reads.
+    """
+    q_ptr, factors_ptr, lse_ptr, dout_ptr, delta_ptr, inverses_ptr, q_strides, factors_strides, dout_strides = inputs
     members = first_member + tl.arange(0, BLOCK_M)
     mask = members < num_members
     token, chooser, head = find_members(entry, members, kv_head, lists, GROUP, REPEATS, NUM_SELECTED)
@@ -253,25 +281,56 @@ def _add_delta(
     q = load_rows(q_ptr, offsets, 1, mask, HEAD_DIM, BLOCK_D)
     offsets = token * dout_strides[1] + head * dout_strides[2]
     dout = load_rows(dout_ptr, offsets, 1, mask, VALUE_DIM, BLOCK_DV)
-    lse = tl.load(lse_ptr + head * place.seqlen_q + token, mask=mask, other=0.0)
+    places_of_lse = head * place.seqlen_q + token
+    lse = tl.load(lse_ptr + places_of_lse, mask=mask, other=0.0)
     lse_log2 = tl.where(lse == float('-inf'), 0.0, lse) * 1.4426950408889634
-    scale_log2 = tl.full([BLOCK_M], scale * 1.4426950408889634, tl.float32)
+    factor = tl.full([BLOCK_M], 1.0, tl.float32)
     if factors_ptr is not None:
-        scale_log2 *= load_factors(factors_ptr, factors_strides, row, token, chooser, entry, mask, NUM_SELECTED)
+        factor = load_factors(factors_ptr, factors_strides, row, token, chooser, entry, mask, NUM_SELECTED)
+    scale_log2 = scale * 1.4426950408889634 * factor
     products = tl.dot(q, tl.trans(k), input_precision='ieee')  # [BLOCK_M, BLOCK_N]
     weights = tl.exp2(tl.fma(products, scale_log2[:, None], -lse_log2[:, None]))
-    dweights = weights * tl.dot(dout, tl.trans(v), input_precision='ieee')
-    if MASKED:
-        read = key_mask[None, :] & mask[:, None]
-        if CAUSAL:
-            read = read & (keys[None, :] <= positions[:, None])
-        dweights = tl.where(read, dweights, 0.0)
+    dweights = tl.dot(dout, tl.trans(v), input_precision='ieee')
+    read = key_mask[None, :] & mask[:, None]
+    if CAUSAL:
+        read = read & (keys[None, :] <= positions[:, None])
     places = (pair * lists.num_entries + entry) * GROUP + members % GROUP
-    tl.store(parts.first + places, tl.sum(dweights, 1), mask=mask)
-    unit = tl.full([BLOCK_M], 1.0, tl.float32)
-    if parts.out.dtype.element_ty == tl.float16:
-        unit = tl.maximum(tl.sum(tl.abs(dweights), 1), 7.888609052210118e-31)
-    tl.store(parts.unit + places, unit, mask=mask)
+    if not FINISHES:
+        terms = weights * dweights
+        if MASKED:
+            terms = tl.where(read, terms, 0.0)
+        tl.store(parts.first + places, tl.sum(terms, 1), mask=mask)
+        units = tl.full([BLOCK_M], 1.0, tl.float32)
+        if parts.out.dtype.element_ty == tl.float16:
+            units = tl.maximum(tl.sum(tl.abs(terms), 1), 7.888609052210118e-31)
+        tl.store(parts.unit + places, units, mask=mask)
+    else:
+        delta = tl.load(delta_ptr + places_of_lse, mask=mask, other=0.0)
+        dlogits = weights * (dweights - delta[:, None])
+        logits = products * scale
+        if MASKED:
+            dlogits = tl.where(read, dlogits, 0.0)
+            logits = tl.where(read, logits, 0.0)
+        if parts.second is not None:
+            tl.store(parts.second + places, tl.sum(dlogits * logits, 1), mask=mask)
+        dlogits *= factor[:, None]
+        units = tl.full([BLOCK_M], 1.0, tl.float32)
+        if inverses_ptr is not None:
+            inverse = tl.load(inverses_ptr + places_of_lse, mask=mask, other=0.0)
+            if factors_ptr is not None:
+                # Not without limits: the inverse has to remain a number.
+                inverse *= find_unit(tl.maximum(tl.abs(factor), 5.9604644775390625e-08) * 4096)[1]
+                inverse = tl.maximum(inverse, 1.1754943508222875e-38)
+            if MASKED:
+                unit, inverse_of_k = find_unit(tl.max(tl.where(read, unit[None, :], 0.0), 1) * 4096)
+                dlogits *= inverse_of_k[:, None]
+            # Neither 0, which says that there is no part, nor more than invert_power takes.
+            units = tl.maximum(unit * invert_power(inverse), 1.1754943508222875e-38)
+            units = tl.minimum(units, 8.507059173023462e37)
+            dlogits *= inverse[:, None]
+        dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        dq = add_product(dlogits.to(scaled_k.dtype), scaled_k, dq)
+        store_part(parts, places, dq, units, mask, HEAD_DIM, BLOCK_D)
 
 
 @triton.jit
@@ -321,7 +380,7 @@ def add_parts_kernel(
                 delta += tl.where(is_part, term, 0.0)
                 spread += unit
     if FINISHES:
-        dq = sort_columns(parts, dq, HEAD_DIM, BLOCK_D, True)
+        dq = sort_columns(parts, dq, HEAD_DIM, BLOCK_D)
         dq_ptr += row * dq_strides[0]
         places = token * dq_strides[1] + head * dq_strides[2]
         store_rows(dq_ptr, places, 1, dq * scale, mask, HEAD_DIM, BLOCK_D)

@@ -1,8 +1,7 @@
 """Backward kernels of selected attention for the gradients of k and v.
 
 The first has a program per block of keys and per chunk of the list of those who chose it. A block with one chunk is
-finished there; the chunks of the others leave partial sums, which the second adds in the list's order. The first may
-also leave what a block adds to the gradients of q and of the factors of those who chose it.
+finished there; the chunks of the others leave partial sums, which the second adds in the list's order.
 """
 
 # To pyright a jit function that another calls never returns.
@@ -22,11 +21,8 @@ from native_sparse_attention.ops.selected_attention.triton.lists import (
     count_near,
     find_chunk,
     find_members,
-    find_unit,
-    invert_power,
     load_factors,
     load_sequence,
-    store_part,
 )
 
 
@@ -48,12 +44,10 @@ def dkv_kernel(
     factors_ptr,
     lse_ptr,
     delta_ptr,
-    inverses_ptr,
     dout_ptr,
     dk_ptr,
     dv_ptr,
     partials,
-    parts,
     q_strides,
     k_strides,
     v_strides,
@@ -80,9 +74,7 @@ def dkv_kernel(
     BLOCK_DV: tl.constexpr,
 ):
     """Adds up to CHUNK entries of a list, to dk and dv where these are all, or else to a partial sum. One program per
-    pair, chunk and tile of the block's keys. dk, dv: `[B, S, H, D and DV]`; ADDS: they have gradients already. parts:
-    of gradients of q, and in `second` of the factors, or NO_PARTS. Where there are some, BLOCK_N holds a whole block.
-    inverses: of units of the gradients of the logits, where parts are float16, or None.
+    pair, chunk and tile of the block's keys. dk, dv: `[B, S, H, D and DV]`; ADDS: they have gradients already.
     """
     tiles = tl.cdiv(BLOCK_SIZE, BLOCK_N)
     pair, slot, first_entry, begin, length = find_chunk(tl.program_id(0) // tiles, lists, CHUNK)
@@ -121,31 +113,20 @@ def dkv_kernel(
     dout_ptr += row * dout_strides[0]
     lse_ptr += row * num_heads * place.seqlen_q
     delta_ptr += row * num_heads * place.seqlen_q
-    if inverses_ptr is not None:
-        inverses_ptr += row * num_heads * place.seqlen_q
-    inputs = (q_ptr, factors_ptr, lse_ptr, delta_ptr, inverses_ptr, dout_ptr, q_strides, factors_strides, dout_strides)
-    finite_k, _ = split_finite(k)
-    largest = tl.max(tl.abs(finite_k.to(tl.float32)), 1)  # [BLOCK_N]
-    scaled_k, unit = k, 1.0
-    if inverses_ptr is not None:
-        # The inverse is a power of two, so no bit of a key is lost.
-        unit, inverse = find_unit(tl.max(largest, 0) * 4096)
-        scaled_k = (k.to(tl.float32) * inverse).to(k.dtype)
+    inputs = (q_ptr, factors_ptr, lse_ptr, delta_ptr, dout_ptr, q_strides, factors_strides, dout_strides)
     entry = load_entries(entries_ptr, 0, num_rows, GROUP, BLOCK_M)
     for first_row in tl.range(0, tl.minimum(first_far, num_rows), BLOCK_M):
         following = load_entries(entries_ptr, first_row + BLOCK_M, num_rows, GROUP, BLOCK_M)
         dk, dv = _add_members(
-            inputs, k, v, finite_k, largest, dk, dv, entry, first_row, num_rows, pair, row, kv_head,
-            keys, key_mask, offset, parts, place, lists, scale, GROUP, REPEATS, NUM_SELECTED, CAUSAL,
-            WIDE, True, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV,
+            inputs, k, v, dk, dv, entry, first_row, num_rows, row, kv_head, keys, key_mask, offset, place, lists, scale,
+            GROUP, REPEATS, NUM_SELECTED, CAUSAL, WIDE, True, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
         entry = following
     for first_row in tl.range(first_far, num_rows, BLOCK_M):
         following = load_entries(entries_ptr, first_row + BLOCK_M, num_rows, GROUP, BLOCK_M)
         dk, dv = _add_members(
-            inputs, k, v, scaled_k, unit, dk, dv, entry, first_row, num_rows, pair, row, kv_head, keys,
-            key_mask, offset, parts, place, lists, scale, GROUP, REPEATS, NUM_SELECTED, CAUSAL, WIDE,
-            False, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV,
+            inputs, k, v, dk, dv, entry, first_row, num_rows, row, kv_head, keys, key_mask, offset, place, lists, scale,
+            GROUP, REPEATS, NUM_SELECTED, CAUSAL, WIDE, False, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
         entry = following
     # What no query may read is loaded as 0, and its gradient is 0.
@@ -171,20 +152,16 @@ def _add_members(
     inputs,
     k,
     v,
-    scaled_k,
-    unit,
     dk,
     dv,
     entry,
     first_row,
     num_rows,
-    pair,
     row,
     kv_head,
     keys,
     key_mask,
     offset,
-    parts,
     place,
     lists,
     scale,
@@ -200,11 +177,8 @@ def _add_members(
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
-    """dk and dv with what a tile of members adds. Not MASKED: all of them read all of the keys. scaled_k: k as
-    multiples of unit, for parts; or MASKED as it is, and unit the largest element of every key, so that each member has
-    a unit by what it reads.
-    """
-    q_ptr, factors_ptr, lse_ptr, delta_ptr, inverses_ptr, dout_ptr, q_strides, factors_strides, dout_strides = inputs
+    """dk and dv with what a tile of members adds. Not MASKED: all of them read all of the keys."""
+    q_ptr, factors_ptr, lse_ptr, delta_ptr, dout_ptr, q_strides, factors_strides, dout_strides = inputs
     rows = first_row + tl.arange(0, BLOCK_M)
     row_mask = rows < num_rows
     token, chooser, head = find_members(entry, rows, kv_head, lists, GROUP, REPEATS, NUM_SELECTED)
@@ -230,42 +204,18 @@ def _add_members(
     weights = tl.exp2(tl.fma(products, scale_log2[None, :], shift[None, :]))
     dweights = tl.dot(v, tl.trans(dout), input_precision='ieee')
     dlogits = weights * (dweights - delta[None, :])
-    logits = products * scale
     if MASKED:
         read = key_mask[:, None] & row_mask[None, :]
         if CAUSAL:
             read = read & (keys[:, None] <= positions[None, :])
         weights = tl.where(read, weights, 0.0)
         dlogits = tl.where(read, dlogits, 0.0)
-        logits = tl.where(read, logits, 0.0)
         # A query that is not finite must not reach the keys that it does not read.
         q, _ = split_finite(q)
-    if parts.out is not None:
-        places = (pair * lists.num_entries + entry) * GROUP + rows % GROUP
-        if parts.second is not None:
-            tl.store(parts.second + places, tl.sum(dlogits * logits, 0), mask=row_mask)
     if factors_ptr is not None:
         dlogits *= factor[None, :]
     dv = add_product(weights.to(dout.dtype), dout, dv)
     dk = add_product(dlogits.to(q.dtype), q, dk)
-    if parts.out is not None:
-        units = tl.full([BLOCK_M], 1.0, tl.float32)
-        if inverses_ptr is not None:
-            inverse = tl.load(inverses_ptr + places_of_lse, mask=row_mask, other=0.0)
-            if factors_ptr is not None:
-                # Not without limits: the inverse has to remain a number.
-                inverse *= find_unit(tl.maximum(tl.abs(factor), 5.9604644775390625e-08) * 4096)[1]
-                inverse = tl.maximum(inverse, 1.1754943508222875e-38)
-            if MASKED:
-                unit, inverse_of_k = find_unit(tl.max(tl.where(read, unit[:, None], 0.0), 0) * 4096)
-                dlogits *= inverse_of_k[None, :]
-            # Neither 0, which says that there is no part, nor more than invert_power takes.
-            units = tl.maximum(unit * invert_power(inverse), 1.1754943508222875e-38)
-            units = tl.minimum(units, 8.507059173023462e37)
-            dlogits *= inverse[None, :]
-        dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        dq = add_product(tl.trans(dlogits.to(scaled_k.dtype)), scaled_k, dq)
-        store_part(parts, places, dq, units, row_mask, HEAD_DIM, BLOCK_D, True)
     return dk, dv
 
 

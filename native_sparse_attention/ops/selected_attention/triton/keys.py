@@ -1,4 +1,4 @@
-"""Gradients of k and v, and those of queries that a program per block gives with them."""
+"""Gradients of k and v."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from native_sparse_attention.ops._triton.inverse_index import group_pairs, num_block_slots
-from native_sparse_attention.ops._triton.launch import Table, head_block, is_wide, launch, row_block, settings_of
+from native_sparse_attention.ops._triton.launch import head_block, is_wide, launch, row_block, settings_of
 from native_sparse_attention.ops._triton.placement import Placement
 from native_sparse_attention.ops.selected_attention.triton import settings
 from native_sparse_attention.ops.selected_attention.triton.key_gradients import Partials, combine_kernel, dkv_kernel
-from native_sparse_attention.ops.selected_attention.triton.lists import NO_PARTS, Lists, Parts, make_lists, split_tokens
+from native_sparse_attention.ops.selected_attention.triton.lists import Lists, make_lists, split_tokens
 
 # Pairs of a query and a head, and entries, that one program adds to the gradients of a block, by bytes of an element;
 # the lists of some blocks have many more. In float32 the sums are shorter, and so more exact.
@@ -25,15 +25,11 @@ WORKSPACE = 2**28
 class Members(Protocol):
     """What is done about the members of lists, besides, while the lists are there."""
 
-    table: Table
     most_tokens: int
-    inverses: Tensor | None
 
-    def start(self, lists: Lists, pairs: range, tokens: range) -> Parts:
-        """Before the gradients of k and v: room for what a block adds to the gradients of the members."""
+    def visit(self, lists: Lists, pairs: range, tokens: range) -> None:
+        """Before the gradients of k and v, which need delta."""
         ...
-
-    def finish(self, lists: Lists, parts: Parts, pairs: range, tokens: range) -> None: ...
 
 
 def differentiate_keys(
@@ -73,7 +69,7 @@ def differentiate_keys(
     most = max(1, WORKSPACE // max(1, num_partials * bytes_of_partial))
     if members is not None:
         most = max(1, min(most, members.most_tokens // max(seqlen, 1)))
-    block_m, block_n, num_warps, num_stages = settings_of(settings.DKV if members is None else members.table, q, v)
+    block_m, block_n, num_warps, num_stages = settings_of(settings.DKV, q, v)
     block_n = min(block_n, row_block(block_size))
     tiles = -(-block_size // block_n)
     meta: dict[str, Any] = {
@@ -98,13 +94,13 @@ def differentiate_keys(
         for tokens in ranges:
             shape = {'kv_heads': kv_heads, 'block_size': block_size, 'causal': causal, 'chunk': chunk}
             lists = make_lists(block_indices, place, pairs, tokens, **shape)
-            parts = NO_PARTS if members is None else members.start(lists, pairs, tokens)
+            if members is not None:
+                members.visit(lists, pairs, tokens)
             strides = [t.stride() for t in sums]
             launch(
                 dkv_kernel,
                 (len(pairs) * lists.num_programs * tiles,),
-                *(q, k, v, block_scale, lse, delta, None if members is None else members.inverses),
-                *(dout, *sums, partials, parts),
+                *(q, k, v, block_scale, lse, delta, dout, *sums, partials),
                 *(q.stride(), k.stride(), v.stride(), None if block_scale is None else block_scale.stride()),
                 *(dout.stride(), *strides, place, lists, scale),
                 GROUP=group,
@@ -127,9 +123,7 @@ def differentiate_keys(
                     num_warps=8,  # it holds sums of a whole block, and waits for memory
                     **meta,
                 )
-            if members is not None:
-                members.finish(lists, parts, pairs, tokens)
-            del lists, parts  # before those of the next group are made
+            del lists  # before those of the next group are made
         if len(ranges) > 1:
             row, kv_head = divmod(pairs.start, kv_heads)
             for grad, total in zip((dk, dv), sums, strict=True):

@@ -89,10 +89,6 @@ class Parts(NamedTuple):
     second: Any
 
 
-# Kernels ask `parts.out is not None`: Triton 3.6 cannot compare a tuple with None.
-NO_PARTS = Parts(None, None, None, None)
-
-
 def dtype_of_parts(dtype: torch.dtype) -> torch.dtype:
     """Of inputs of a dtype: one that is more exact, so that parts do not show in the results."""
     return torch.float16 if dtype == torch.bfloat16 else torch.float32
@@ -269,43 +265,33 @@ def invert_power(power):
 
 
 @triton.jit
-def store_part(parts, places, values, unit, mask, SIZE: tl.constexpr, BLOCK: tl.constexpr, BY_WARPS: tl.constexpr):
+def store_part(parts, places, values, unit, mask, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """values `[places, SIZE]`, multiples of unit, which is not 0: that says that there is no part. In float16 they are
     stored in another order, which `sort_columns` undoes.
 
-    Products leave a thread of a quad two neighbouring elements of every 8 of a row, or, BY_WARPS, of every 32, of which
-    mma.sync gives each of four warps 8. What a thread has is stored side by side and does not go through shared memory.
+    Products leave a thread of a quad two neighbouring elements of every 8 of a row. What a thread has is stored side by
+    side and does not go through shared memory.
     """
     tl.store(parts.unit + places, unit, mask=mask)
     if (parts.out.dtype.element_ty == tl.float16) & (SIZE == BLOCK):
         ROWS: tl.constexpr = values.shape[0]
-        NUM_PIECES: tl.constexpr = SIZE // (SIZE // 4 if BY_WARPS else 32)
-        values = values.to(tl.float16)
-        places = tl.where(mask, places, -1)
-        if BY_WARPS:
-            values = tl.permute(tl.reshape(values, [ROWS // 8, 8, SIZE // 32, 4, 4, 2]), [0, 3, 1, 4, 2, 5])
-            places = tl.broadcast_to(tl.reshape(places, [ROWS // 8, 1, 8]), [ROWS // 8, 4, 8])
-            pieces = places * NUM_PIECES + tl.arange(0, NUM_PIECES)[None, :, None]
-        else:
-            values = tl.permute(tl.reshape(values, [ROWS // 16, 2, 8, SIZE // 32, 4, 4, 2]), [3, 1, 0, 2, 5, 4, 6])
-            places = tl.permute(tl.reshape(places, [1, ROWS // 16, 2, 8]), [0, 2, 1, 3])
-            places = tl.broadcast_to(places, [NUM_PIECES, 2, ROWS // 16, 8])
-            pieces = places * NUM_PIECES + tl.arange(0, NUM_PIECES)[:, None, None, None]
+        NUM_PIECES: tl.constexpr = SIZE // 32
+        values = tl.reshape(values.to(tl.float16), [ROWS // 16, 2, 8, NUM_PIECES, 4, 4, 2])
+        values = tl.reshape(tl.permute(values, [3, 1, 0, 2, 5, 4, 6]), [NUM_PIECES * ROWS, 32])
+        places = tl.permute(tl.reshape(tl.where(mask, places, -1), [1, ROWS // 16, 2, 8]), [0, 2, 1, 3])
+        places = tl.broadcast_to(places, [NUM_PIECES, 2, ROWS // 16, 8])
+        pieces = places * NUM_PIECES + tl.arange(0, NUM_PIECES)[:, None, None, None]
         pieces = tl.reshape(pieces, [NUM_PIECES * ROWS])
-        values = tl.reshape(values, [NUM_PIECES * ROWS, SIZE // NUM_PIECES])
-        store_rows(parts.out, pieces, SIZE // NUM_PIECES, values, pieces >= 0, SIZE // NUM_PIECES, SIZE // NUM_PIECES)
+        store_rows(parts.out, pieces, 32, values, pieces >= 0, 32, 32)
     else:
         store_rows(parts.out, places, SIZE, values, mask, SIZE, BLOCK)
 
 
 @triton.jit
-def sort_columns(parts, values, SIZE: tl.constexpr, BLOCK: tl.constexpr, BY_WARPS: tl.constexpr):
+def sort_columns(parts, values, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """Sums of what `store_part` stored, with their columns in order."""
     if (parts.out.dtype.element_ty == tl.float16) & (SIZE == BLOCK):
         ROWS: tl.constexpr = values.shape[0]
-        if BY_WARPS:
-            values = tl.permute(tl.reshape(values, [ROWS, 4, 4, SIZE // 32, 2]), [0, 3, 1, 2, 4])
-        else:
-            values = tl.permute(tl.reshape(values, [ROWS, SIZE // 32, 4, 4, 2]), [0, 1, 3, 2, 4])
+        values = tl.permute(tl.reshape(values, [ROWS, SIZE // 32, 4, 4, 2]), [0, 1, 3, 2, 4])
         values = tl.reshape(values, [ROWS, SIZE])
     return values

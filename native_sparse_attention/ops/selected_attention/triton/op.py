@@ -268,7 +268,7 @@ def choose_design(
     # Float32 sums of the gradients of one kv head must fit into the workspace.
     if backward and 4 * k.shape[1] * (k.shape[3] + v.shape[3]) > keys.WORKSPACE:
         return 'query'
-    table = settings.BLOCK_DKV if backward else settings.BLOCK
+    table = settings.BLOCK_DQ if backward else settings.BLOCK
     largest = settings_of(table, q, v).block_n
     return 'block' if row_block(min(block_size, k.shape[1])) <= largest else 'query'
 

@@ -1,7 +1,7 @@
 """Launch settings of selected attention, by architecture, bytes of an element and head size.
 
 block_m: rows of a tile, heads of one query at most (DKV, NEIGHBOURS and BLOCK: pairs of a query and a head). block_n:
-keys of a tile at most; BLOCK and BLOCK_DKV have a whole block in one, and rows of their own for short blocks.
+keys of a tile at most; BLOCK and BLOCK_DQ have a whole block in one, and rows of their own for short blocks.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ BLOCK: Table = {
     ('sm90', 2, 128): Settings(64, 64, 4, 3),
 }
 
-BLOCK_DKV: Table = {
+BLOCK_DQ: Table = {
     ('sm80', 2, 64): Settings(32, 128, 4, 2),
     ('sm80', 2, 128): Settings(32, 64, 8, 2),
     ('sm80', 2, 256): Settings(16, 32, 4, 1),
@@ -130,12 +130,12 @@ BLOCK_DKV: Table = {
 # Keys of a short block, whose tiles are small.
 SHORT = 32
 BLOCK_SHORT: Table = BLOCK | {('sm90', 2, 64): Settings(64, 128, 2, 2)}
-BLOCK_DKV_SHORT: Table = BLOCK_DKV | {('sm90', 2, 64): Settings(64, 128, 2, 3)}
+BLOCK_DQ_SHORT: Table = BLOCK_DQ | {('sm90', 2, 64): Settings(64, 128, 2, 3)}
 
 
 def block_table(block_size: int) -> Table:
     return BLOCK_SHORT if block_size <= SHORT else BLOCK
 
 
-def block_dkv_table(block_size: int) -> Table:
-    return BLOCK_DKV_SHORT if block_size <= SHORT else BLOCK_DKV
+def block_dq_table(block_size: int) -> Table:
+    return BLOCK_DQ_SHORT if block_size <= SHORT else BLOCK_DQ
