@@ -192,16 +192,6 @@ def member_kernel(
     v_ptr += row * v_strides[0] + kv_head * v_strides[2]
     k = load_rows(k_ptr, key_start + keys, k_strides[1], key_mask, HEAD_DIM, BLOCK_D)  # [BLOCK_N, BLOCK_D]
     v = load_rows(v_ptr, key_start + keys, v_strides[1], key_mask, VALUE_DIM, BLOCK_DV)  # [BLOCK_N, BLOCK_DV]
-    # For parts: keys that members do not read, and how large they are.
-    finite_k, scaled_k, largest, unit = k, k, 0.0, 1.0
-    if FINISHES:
-        finite_k, _ = split_finite(k)
-        largest = tl.max(tl.abs(finite_k.to(tl.float32)), 1)  # [BLOCK_N]
-        if inverses_ptr is not None:
-            # The inverse is a power of two, so no bit of a key is lost.
-            unit, inverse = find_unit(tl.max(largest, 0) * 4096)
-            scaled_k = (k.to(tl.float32) * inverse).to(k.dtype)
-
     num_near = count_near(
         entries_ptr, num_entries, keys, key_mask, offset, lists, BLOCK_SIZE, CAUSAL, CHUNK, REPEATS, NUM_SELECTED
     )
@@ -215,8 +205,14 @@ def member_kernel(
     if inverses_ptr is not None:
         inverses_ptr += row * num_heads * place.seqlen_q
     inputs = (q_ptr, factors_ptr, lse_ptr, dout_ptr, delta_ptr, inverses_ptr, q_strides, factors_strides, dout_strides)
+    # For parts: keys of which a member does not read some must be finite; all others are multiples of a unit.
+    finite_k, largest, unit = k, 0.0, 1.0
+    if FINISHES:
+        finite_k, _ = split_finite(k)
+        largest = tl.max(tl.abs(finite_k.to(tl.float32)), 1)  # [BLOCK_N]
     entry = load_entries(entries_ptr, 0, num_members, GROUP, BLOCK_M)
-    for first_member in tl.range(0, tl.minimum(first_far, num_members), BLOCK_M):
+    # In one stage, since two copies of k leave little shared memory, and such members are few.
+    for first_member in tl.range(0, tl.minimum(first_far, num_members), BLOCK_M, num_stages=1):
         following = load_entries(entries_ptr, first_member + BLOCK_M, num_members, GROUP, BLOCK_M)
         _add_members(
             inputs, k, v, finite_k, largest, entry, first_member, num_members, pair, row, kv_head, keys, key_mask,
@@ -224,12 +220,16 @@ def member_kernel(
             HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
         entry = following
+    if FINISHES and inverses_ptr is not None:
+        # The inverse is a power of two, so no bit of a key is lost.
+        unit, inverse = find_unit(tl.max(largest, 0) * 4096)
+        k = (k.to(tl.float32) * inverse).to(k.dtype)
     for first_member in tl.range(first_far, num_members, BLOCK_M):
         following = load_entries(entries_ptr, first_member + BLOCK_M, num_members, GROUP, BLOCK_M)
         _add_members(
-            inputs, k, v, scaled_k, unit, entry, first_member, num_members, pair, row, kv_head, keys, key_mask,
-            offset, parts, place, lists, scale, FINISHES, GROUP, REPEATS, NUM_SELECTED, CAUSAL, WIDE, False,
-            HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV,
+            inputs, k, v, k, unit, entry, first_member, num_members, pair, row, kv_head, keys, key_mask, offset, parts,
+            place, lists, scale * unit, FINISHES, GROUP, REPEATS, NUM_SELECTED, CAUSAL, WIDE, False, HEAD_DIM,
+            VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
         entry = following
 
@@ -239,7 +239,7 @@ def _add_members(
     inputs,
     k,
     v,
-    scaled_k,
+    k_of_parts,
     unit,
     entry,
     first_member,
@@ -267,8 +267,9 @@ def _add_members(
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
-    """The parts of a tile of members. Not MASKED: all of them read all of the keys. scaled_k: k as multiples of unit;
-    or MASKED as it is, and unit the largest element of every key, so that each member has a unit by what it reads.
+    """The parts of a tile of members. Not MASKED: all of them read all of the keys, and k is in multiples of unit.
+    MASKED: k_of_parts is finite, and unit the largest element of every key, so that each member has a unit by what it
+    reads.
     """
     q_ptr, factors_ptr, lse_ptr, dout_ptr, delta_ptr, inverses_ptr, q_strides, factors_strides, dout_strides = inputs
     members = first_member + tl.arange(0, BLOCK_M)
@@ -329,7 +330,7 @@ def _add_members(
             units = tl.minimum(units, 8.507059173023462e37)
             dlogits *= inverse[:, None]
         dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        dq = add_product(dlogits.to(scaled_k.dtype), scaled_k, dq)
+        dq = add_product(dlogits.to(k_of_parts.dtype), k_of_parts, dq)
         store_part(parts, places, dq, units, mask, HEAD_DIM, BLOCK_D)
 
 
