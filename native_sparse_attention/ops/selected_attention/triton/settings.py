@@ -123,14 +123,14 @@ BLOCK_DQ: Table = {
     ('sm86', 4, 64): Settings(16, 64, 4, 1),
     ('sm86', 4, 128): Settings(16, 32, 4, 1),
     ('sm86', 4, 256): Settings(16, 16, 4, 1),
-    ('sm90', 2, 64): Settings(64, 128, 4, 3),
-    ('sm90', 2, 128): Settings(32, 64, 4, 2),
+    ('sm90', 2, 64): Settings(64, 128, 4, 2),
+    ('sm90', 2, 128): Settings(64, 64, 4, 2),
 }
 
 # Keys of a short block, whose tiles are small.
 SHORT = 32
 BLOCK_SHORT: Table = BLOCK | {('sm90', 2, 64): Settings(64, 128, 2, 2)}
-BLOCK_DQ_SHORT: Table = BLOCK_DQ | {('sm90', 2, 64): Settings(64, 128, 2, 3)}
+BLOCK_DQ_SHORT: Table = BLOCK_DQ | {('sm90', 2, 64): Settings(32, 128, 1, 3)}
 
 
 def block_table(block_size: int) -> Table:
