@@ -374,13 +374,13 @@ class SparseAttention(nn.Module):
         x = self.norm(x)
         rounded = x.to(projection_dtype(x))  # once, where autocast would do so for each of two linear layers
         q, *pairs = self.to_qkv(rounded).split(self._split_sizes, dim=-1)
-        q = rearrange(q, 'b t (h d) -> b t h d', h=self.heads)
-        pairs = [rearrange(t, 'b t (h d) -> b t h d', h=self.kv_heads) for t in pairs]
+        q = q.unflatten(-1, (self.heads, -1))
+        pairs = [t.unflatten(-1, (self.kv_heads, -1)) for t in pairs]
         raw_k, raw_v = pairs[:2]
         k, v = pairs[2:4] if self.independent_branch_kv else (raw_k, raw_v)
         k_window, v_window = pairs[4:] if self.independent_branch_kv else (None, None)
         logits = self.to_strategy_combine(rounded if type(self.to_strategy_combine) is nn.Linear else x)
-        logits = rearrange(logits, 'b t (h s) -> b t h s', h=self.heads)
+        logits = logits.unflatten(-1, (self.heads, 3))
         gates = logits.to(torch.promote_types(logits.dtype, torch.float32)).sigmoid()
         return _Projected(q, k, v, raw_k, raw_v, k_window, v_window, gates)
 
@@ -430,8 +430,7 @@ class SparseAttention(nn.Module):
 
     def _combine(self, out: Tensor) -> Tensor:
         """Heads merged and projected to `[B, T, dim]`."""
-        out = rearrange(out, 'b t h d -> b t (h d)')
-        return self.combine_heads(out.to(projection_dtype(self.combine_heads.weight)))
+        return self.combine_heads(out.flatten(2).to(projection_dtype(self.combine_heads.weight)))
 
     @property
     def _compress_sizes(self) -> tuple[int, int]:

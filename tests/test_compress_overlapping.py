@@ -108,6 +108,21 @@ def test_keys_and_values_are_summarised_as_each_alone(name, heads, dim, length, 
             torch.testing.assert_close(found[1:], tuple(t.to(dtype) for t in wanted[1:]), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize('name', ['mlp', 'grouped mlp'])
+def test_keys_and_values_together_under_autocast(name):
+    networks = [NETWORKS[name](2, 8, 4) for _ in range(2)]
+    tokens, positions = (
+        [torch.randn(2, 21, 2, 8).bfloat16() for _ in range(2)],
+        [torch.randn(2, 4, 8) for _ in range(2)],
+    )
+    with torch.autocast('cpu', torch.bfloat16):
+        results = compress_pair((networks[0], networks[1]), (tokens[0], tokens[1]), (positions[0], positions[1]), 2)
+    for result, network, t, at in zip(results, networks, tokens, positions, strict=True):
+        gold = laid_out(deepcopy(network).double(), t.double(), at.double(), 2)
+        assert result.dtype == torch.bfloat16
+        torch.testing.assert_close(result.double(), gold, rtol=0, atol=2**-5 * gold.abs().max().item())
+
+
 class Operations(TorchDispatchMode):
     """How many operations make something new."""
 
