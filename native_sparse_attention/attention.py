@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from native_sparse_attention import functional, geometry
 from native_sparse_attention.cache import FIRST_CAPACITY, MAX_ROLLBACK, LayerCache, projection_dtype
-from native_sparse_attention.compress import compress_blocks, compress_tokens, make_networks
+from native_sparse_attention.compress import compress_blocks, compress_pair, make_networks
 from native_sparse_attention.gate import check_gate, make_gate
 from native_sparse_attention.ops import select_blocks
 from native_sparse_attention.ops._checks import check_not_negative, check_positive, make_sequences
@@ -291,12 +291,12 @@ class SparseAttention(nn.Module):
             positions = layout.position
             x = torch.where(layout.covered[..., None], x, 0)
         new = self._project(x)
-        at = (self.compress_block_sliding_stride, cu_seqlens)
-        k_cmp = compress_tokens(
-            self.k_compress, new.raw_k, self.k_intrablock_positions, *at, name='keys', value_dim=self.dim_head
-        )
-        v_cmp = compress_tokens(
-            self.v_compress, new.raw_v, self.v_intrablock_positions, *at, name='values', value_dim=self.dim_value_head
+        k_cmp, v_cmp = compress_pair(
+            (self.k_compress, self.v_compress),
+            (new.raw_k, new.raw_v),
+            (self.k_intrablock_positions, self.v_intrablock_positions),
+            self.compress_block_sliding_stride,
+            cu_seqlens,
         )
         # What `attend` is made of is read here, once: parameters may have other values when it is made again.
         tables, mem_kv = self._tables(positions), self._memory(new.q.dtype)
@@ -372,13 +372,15 @@ class SparseAttention(nn.Module):
 
     def _project(self, x: Tensor) -> _Projected:
         x = self.norm(x)
-        q, *pairs = self.to_qkv(x).split(self._split_sizes, dim=-1)
-        q = rearrange(q, 'b t (h d) -> b t h d', h=self.heads)
-        pairs = [rearrange(t, 'b t (h d) -> b t h d', h=self.kv_heads) for t in pairs]
+        rounded = x.to(projection_dtype(x))  # once, where autocast would do so for each of two linear layers
+        q, *pairs = self.to_qkv(rounded).split(self._split_sizes, dim=-1)
+        q = q.unflatten(-1, (self.heads, -1))
+        pairs = [t.unflatten(-1, (self.kv_heads, -1)) for t in pairs]
         raw_k, raw_v = pairs[:2]
         k, v = pairs[2:4] if self.independent_branch_kv else (raw_k, raw_v)
         k_window, v_window = pairs[4:] if self.independent_branch_kv else (None, None)
-        logits = rearrange(self.to_strategy_combine(x), 'b t (h s) -> b t h s', h=self.heads)
+        logits = self.to_strategy_combine(rounded if type(self.to_strategy_combine) is nn.Linear else x)
+        logits = logits.unflatten(-1, (self.heads, 3))
         gates = logits.to(torch.promote_types(logits.dtype, torch.float32)).sigmoid()
         return _Projected(q, k, v, raw_k, raw_v, k_window, v_window, gates)
 
@@ -428,8 +430,7 @@ class SparseAttention(nn.Module):
 
     def _combine(self, out: Tensor) -> Tensor:
         """Heads merged and projected to `[B, T, dim]`."""
-        out = rearrange(out, 'b t h d -> b t (h d)')
-        return self.combine_heads(out.to(projection_dtype(self.combine_heads.weight)))
+        return self.combine_heads(out.flatten(2).to(projection_dtype(self.combine_heads.weight)))
 
     @property
     def _compress_sizes(self) -> tuple[int, int]:

@@ -4,8 +4,8 @@ Every network is a module that maps blocks [B, H, C, l, D] to one summary per bl
 Blocks are unrotated and already carry the learned position inside the block. For values, DV stands in place of D.
 
 Blocks overlap, so laid out they take l / d times the memory of the tokens. The networks here that are linear in the
-block, or begin so, take `OverlappingBlocks` too: each chunk of d tokens is multiplied by the part of the weights that
-stands at its place in a block, and the products of neighbouring chunks are added.
+block, or begin so, take `OverlappingBlocks` of one kind too; two MLPs of the same sizes take those of keys and of
+values at once.
 
 Legend: B batch, H key/value heads, C compressed blocks, l tokens of a block, d tokens between the starts of blocks, D
 head size, DV head size of values.
@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from copy import deepcopy
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,59 +26,7 @@ from einops.layers.torch import EinMix
 from torch import Tensor, nn
 
 from native_sparse_attention import geometry
-
-
-class OverlappingBlocks(NamedTuple):
-    """Blocks that are not laid out: the chunks c … c + l / d - 1 from every chunk c on, plus what every block adds.
-
-    chunks: `[N, B, H, d * D]`, contiguous. positions: `[H, l, D]`. first_chunks: int64 `[C]`, where those begin that
-    there are; None: all N - l / d + 1 are.
-    """
-
-    chunks: Tensor
-    positions: Tensor
-    first_chunks: Tensor | None = None
-
-    def that_there_are(self, of_blocks: Tensor) -> Tensor:
-        """Of results of every chunk's block, those of the C blocks."""
-        return of_blocks if self.first_chunks is None else of_blocks[self.first_chunks]
-
-    def of_each_place(self, chunks: Tensor) -> list[Tensor]:
-        """The first, second, … chunk of every chunk's block, of chunks `[N, ...]`."""
-        length = self.positions.shape[1:].numel() // self.chunks.shape[3]
-        num_blocks = len(chunks) - length + 1
-        return [chunks[place : place + num_blocks] for place in range(length)]
-
-    def times(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Flat blocks times weight `[l * D, O]`, or `[H, l * D, O]` of each head, plus bias `[O]`, `[H, O]` or none, as
-        `[C, B, H, O]`.
-        """
-        per_head, out = weight.dim() == 3, None
-        chunks, parts = self.of_each_place(self.chunks), weight.split(self.chunks.shape[3], dim=-2)
-        for chunk, part in zip(chunks, parts, strict=True):
-            if per_head:
-                rows = chunk.flatten(0, 1).transpose(0, 1)  # [H, C * B, d * D]
-                out = torch.bmm(rows, part) if out is None else torch.baddbmm(out, rows, part)
-            else:
-                rows = chunk.flatten(0, 2)
-                out = torch.mm(rows, part) if out is None else torch.addmm(out, rows, part)
-        assert out is not None
-        positions = self.positions.flatten(1)
-        constant = torch.bmm(positions[:, None], weight)[:, 0] if per_head else torch.mm(positions, weight)  # [H, O]
-        out = (out.transpose(0, 1) if per_head else out).reshape(*chunks[0].shape[:3], weight.shape[-1])
-        return self.that_there_are(out) + (constant if bias is None else constant + bias)
-
-    def mean(self) -> Tensor:
-        """`[C, B, H, D]`, summed in float32."""
-        block_size, dim = self.positions.shape[1:]
-        sums = self.chunks.unflatten(-1, (-1, dim)).sum(-2, dtype=torch.promote_types(self.chunks.dtype, torch.float32))
-        means = self.that_there_are(torch.stack(self.of_each_place(sums)).sum(0)) / block_size
-        return (means + self.positions.mean(1, dtype=means.dtype)).to(self.chunks.dtype)
-
-
-def _heads_first(summaries: Tensor) -> Tensor:
-    """`[C, B, H, D]` as `[B, H, C, D]`."""
-    return summaries.permute(1, 2, 0, 3)
+from native_sparse_attention.overlapping import OverlappingBlocks, join, lay_out_chunks
 
 
 class CompressMLP(nn.Module):
@@ -98,12 +45,19 @@ class CompressMLP(nn.Module):
         self.to_out = nn.Linear(dim_hidden, dim_head if dim_out is None else dim_out)
 
     def takes_overlapping(self) -> bool:
-        return type(self.to_hidden) is nn.Linear
+        return all(type(layer) is nn.Linear and layer.bias is not None for layer in (self.to_hidden, self.to_out))
+
+    def weights(self) -> list[Tensor]:
+        return [self.to_hidden.weight, self.to_hidden.bias, self.to_out.weight, self.to_out.bias]
+
+    @staticmethod
+    def run(blocks: OverlappingBlocks, weights: Sequence[Tensor]) -> Tensor:
+        """`[K, B, H, C, D]`; weights: those of K networks, `[K, ...]` each."""
+        return blocks.through_mlp(*weights)
 
     def forward(self, blocks: Tensor | OverlappingBlocks) -> Tensor:
         if isinstance(blocks, OverlappingBlocks):
-            hidden = blocks.times(self.to_hidden.weight.t(), self.to_hidden.bias)
-            return _heads_first(self.to_out(hidden.relu()))
+            return self.run(blocks, [w[None] for w in self.weights()])[0]
         return self.to_out(self.to_hidden(blocks.flatten(-2)).relu())
 
 
@@ -121,16 +75,24 @@ class GroupedMLP(nn.Module):
         )
 
     def takes_overlapping(self) -> bool:
-        return len(self.net) == 3 and type(self.net[0]) is EinMix and self.net[0].bias is not None
+        if [type(module) for module in self.net] != [EinMix, nn.ReLU, EinMix]:
+            return False
+        return all(layer.bias is not None for layer in (self.net[0], self.net[2]))
+
+    def weights(self) -> list[Tensor]:
+        names = ('0.weight', '0.bias', '2.weight', '2.bias')
+        return [self.net.get_parameter(name) for name in names]
+
+    @staticmethod
+    def run(blocks: OverlappingBlocks, weights: Sequence[Tensor]) -> Tensor:
+        """`[K, B, H, C, D]`; weights: those of K networks, `[K, ...]` each."""
+        first, first_bias, second, second_bias = weights
+        first, second = first.flatten(0, 1).mT, second.flatten(0, 1).mT
+        return blocks.through_mlp(first, first_bias.view(len(first), -1), second, second_bias.view(len(second), -1))
 
     def forward(self, blocks: Tensor | OverlappingBlocks) -> Tensor:
         if isinstance(blocks, OverlappingBlocks):
-            first, activation, second = self.net
-            assert isinstance(first, EinMix)
-            assert first.bias is not None
-            weight = first.weight if len(first.weight) > 1 else first.weight[0]
-            hidden = blocks.times(weight, first.bias[0, :, 0])
-            return second(_heads_first(activation(hidden)))
+            return self.run(blocks, [w[None] for w in self.weights()])[0]
         return self.net(blocks.flatten(-2))
 
 
@@ -170,9 +132,9 @@ class ConvLinearCompress(nn.Module):
         # convolution, not subject to its TF32 default, and defined for C = 0.
         assert self.conv.bias is not None
         if isinstance(blocks, OverlappingBlocks):
-            weight = rearrange(self.conv.weight, '(h o) i l -> h (l i) o', h=self.heads)
+            weight = rearrange(self.conv.weight, '(h o) i l -> h o (l i)', h=self.heads)
             bias = rearrange(self.conv.bias, '(h o) -> h o', h=self.heads)
-            return _heads_first(blocks.times(weight if self.heads > 1 else weight[0], bias))
+            return blocks.heads_apart(blocks.times(weight, bias))[0]
         weight = rearrange(self.conv.weight, '(h o) i l -> h o i l', h=self.heads)
         summaries = torch.einsum('bhcli,hoil->bhco', blocks, weight)
         return summaries + rearrange(self.conv.bias, '(h o) -> h 1 o', h=self.heads)
@@ -204,10 +166,10 @@ class SingleProjection(nn.Module):
     def forward(self, blocks: Tensor | OverlappingBlocks) -> Tensor:
         if isinstance(blocks, OverlappingBlocks):
             if isinstance(self.compress, EinMix):
-                weight = self.compress.weight.flatten(1, 2)
+                weight = self.compress.weight.flatten(1, 2).mT
             else:
-                weight = self.compress.get_parameter('1.weight').t()
-            return _heads_first(blocks.times(weight))
+                weight = self.compress.get_parameter('1.weight')[None]
+            return blocks.heads_apart(blocks.times(weight))[0]
         return self.compress(blocks)
 
 
@@ -289,7 +251,7 @@ class MeanPool(nn.Module):
         return True
 
     def forward(self, blocks: Tensor | OverlappingBlocks) -> Tensor:
-        return _heads_first(blocks.mean()) if isinstance(blocks, OverlappingBlocks) else blocks.mean(dim=-2)
+        return blocks.mean()[0] if isinstance(blocks, OverlappingBlocks) else blocks.mean(dim=-2)
 
 
 def make_networks(
@@ -369,28 +331,56 @@ def compress_tokens(
     """
     batch, total, heads, dim = tokens.shape
     block_size = positions.shape[1]
-    positions = positions.to(tokens.dtype)
     if total < block_size:
         return tokens.new_empty(batch, 0, heads, value_dim)
     if block_size % stride or not _takes_overlapping(network):
-        blocks = _lay_out(tokens, block_size, stride, cu_seqlens) + positions[:, None]
+        blocks = _lay_out(tokens, block_size, stride, cu_seqlens) + positions[:, None].to(tokens.dtype)
         return compress_blocks(network, blocks, name=name, value_dim=value_dim)
-    chunks = rearrange(_lay_out(tokens, stride, stride, cu_seqlens), 'b h n d i -> n b h (d i)').contiguous()
-    num_blocks, first_chunks = (total - block_size) // stride + 1, None
-    if cu_seqlens is not None:
-        first_chunks = geometry.packed_block_chunks(cu_seqlens, total, block_size, stride)
-        num_blocks = len(first_chunks)
-        chunks = _clear_unused(chunks, first_chunks, block_size // stride)
-    compressed = network(OverlappingBlocks(chunks, positions, first_chunks))
-    _check_output(compressed, (batch, heads, num_blocks, block_size, dim), value_dim, name)
+    chunks, first_chunks = lay_out_chunks([tokens], block_size, stride, cu_seqlens)
+    blocks = OverlappingBlocks(chunks, positions[None], first_chunks)
+    compressed = network(blocks)
+    _check_output(compressed, (batch, heads, blocks.num_left, block_size, dim), value_dim, name)
     return compressed.transpose(1, 2).to(tokens.dtype)
 
 
-def _clear_unused(chunks: Tensor, first_chunks: Tensor, length: int) -> Tensor:
-    """0 in chunks of no block: a product of weights may meet them with gradients of 0, which NaN would make NaN."""
-    used = first_chunks[:, None] + torch.arange(length, device=chunks.device)
-    is_used = torch.zeros(len(chunks), dtype=torch.bool, device=chunks.device).scatter(0, used.flatten(), True)
-    return torch.where(is_used[:, None, None, None], chunks, 0)
+def compress_pair(
+    networks: tuple[nn.Module, nn.Module],
+    tokens: tuple[Tensor, Tensor],
+    positions: tuple[Tensor, Tensor],
+    stride: int,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Summaries of keys and of values, for each of which the arguments of `compress_tokens` are given.
+
+    Two MLPs of the same sizes run as one, in half as many operations, where autocast casts their weights: so no copy of
+    them is made that there would not be otherwise.
+    """
+    (batch, total, heads, dim), block_size = tokens[0].shape, positions[0].shape[1]
+    mlps = [] if total < block_size or block_size % stride else _run_as_one(networks, tokens[0].dtype)
+    if not mlps:
+        (network_k, network_v), (k, v), (positions_k, positions_v) = networks, tokens, positions
+        at = (stride, cu_seqlens)
+        return (
+            compress_tokens(network_k, k, positions_k, *at, name='keys', value_dim=k.shape[3]),
+            compress_tokens(network_v, v, positions_v, *at, name='values', value_dim=v.shape[3]),
+        )
+    chunks, first_chunks = lay_out_chunks(tokens, block_size, stride, cu_seqlens)
+    parameters = [[*network.weights(), p] for network, p in zip(mlps, positions, strict=True)]
+    *weights, both_positions = join(parameters, tokens[0].dtype)
+    blocks = OverlappingBlocks(chunks, both_positions, first_chunks)
+    compressed = mlps[0].run(blocks, weights)
+    _check_output(compressed[0], (batch, heads, blocks.num_left, block_size, dim), dim, 'keys')
+    k_cmp, v_cmp = compressed.transpose(2, 3).to(tokens[0].dtype).unbind()
+    return k_cmp, v_cmp
+
+
+def _run_as_one(networks: tuple[nn.Module, nn.Module], dtype: torch.dtype) -> list[CompressMLP | GroupedMLP]:
+    """Both networks if they are MLPs of the same sizes, of another dtype, that take `OverlappingBlocks`; else none."""
+    mlps = [n for n in networks if isinstance(n, (CompressMLP, GroupedMLP)) and _takes_overlapping(n)]
+    if len(mlps) < 2 or type(mlps[0]) is not type(mlps[1]):
+        return []
+    kinds = [[(w.shape, w.dtype, w.device) for w in mlp.weights()] for mlp in mlps]
+    return mlps if kinds[0] == kinds[1] and kinds[0][0][1] != dtype else []
 
 
 def _lay_out(tokens: Tensor, block_size: int, stride: int, cu_seqlens: Tensor | None) -> Tensor:

@@ -48,7 +48,8 @@ class Rotary(nn.Module):
 
     def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the angles at positions `[B, T]`, float32 `[B, T, F]`, for any number of `rotate`."""
-        angles = positions.float()[..., None] / self.rotary_emb.interpolate_factor * self.rotary_emb.freqs.float()
+        factor, freqs = self.rotary_emb.interpolate_factor, self.rotary_emb.freqs.float()
+        angles = (positions[..., None] if factor == 1 else positions.float()[..., None] / factor) * freqs
         return angles.cos(), angles.sin()
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, backend: str = 'auto') -> Tensor:

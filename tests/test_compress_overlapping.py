@@ -13,6 +13,7 @@ from native_sparse_attention.compress import (
     ConvLinearCompress,
     GroupedMLP,
     SingleProjection,
+    compress_pair,
     compress_tokens,
 )
 from tests.test_compress import NETWORKS, every_network, make_double
@@ -79,6 +80,76 @@ def test_half_types_need_not_be_laid_out(make, autocast):
         result = compress_tokens(network, tokens.bfloat16(), positions, 2, name='keys', value_dim=8)
     assert result.dtype == torch.bfloat16
     torch.testing.assert_close(result.double(), gold, rtol=0, atol=2**-5 * gold.abs().max().item())
+
+
+@pytest.mark.parametrize('name', ['mlp', 'grouped mlp', 'projection'])
+@pytest.mark.parametrize(('heads', 'dim', 'length', 'stride', 'total', 'borders'), OVERLAPS)
+def test_keys_and_values_are_summarised_as_each_alone(name, heads, dim, length, stride, total, borders):
+    """MLPs whose weights have another dtype run as one."""
+    dtype = torch.float32 if 'mlp' in name and length % stride == 0 else torch.float64
+    networks = [NETWORKS[name](heads, dim, length).to(dtype) for _ in range(2)]
+    batch = 2 if borders is None else 1
+    both = [torch.randn(batch, total, heads, dim, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    positions = [torch.randn(heads, length, dim, dtype=dtype, requires_grad=True) for _ in range(2)]
+    cu_seqlens = None if borders is None else torch.tensor(borders, dtype=torch.int32)
+    results = compress_pair(
+        (networks[0], networks[1]), (both[0], both[1]), (positions[0], positions[1]), stride, cu_seqlens
+    )
+    for result, network, tokens, at in zip(results, networks, both, positions, strict=True):
+        alone, leaves = deepcopy(network).double(), [tokens, at, *network.parameters()]
+        expected = laid_out(alone, tokens, at.double(), stride, cu_seqlens)
+        result = result[:, : expected.shape[1]]
+        torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
+        if expected.shape[1]:
+            grad = torch.randn_like(expected)
+            found = torch.autograd.grad(result, leaves, grad, retain_graph=True)
+            wanted = torch.autograd.grad(expected, [tokens, at, *alone.parameters()], grad)
+            torch.testing.assert_close(found[0], wanted[0], rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(found[1:], tuple(t.to(dtype) for t in wanted[1:]), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize('name', ['mlp', 'grouped mlp'])
+def test_keys_and_values_together_under_autocast(name):
+    networks = [NETWORKS[name](2, 8, 4) for _ in range(2)]
+    tokens, positions = (
+        [torch.randn(2, 21, 2, 8).bfloat16() for _ in range(2)],
+        [torch.randn(2, 4, 8) for _ in range(2)],
+    )
+    with torch.autocast('cpu', torch.bfloat16):
+        results = compress_pair((networks[0], networks[1]), (tokens[0], tokens[1]), (positions[0], positions[1]), 2)
+    for result, network, t, at in zip(results, networks, tokens, positions, strict=True):
+        gold = laid_out(deepcopy(network).double(), t.double(), at.double(), 2)
+        assert result.dtype == torch.bfloat16
+        torch.testing.assert_close(result.double(), gold, rtol=0, atol=2**-5 * gold.abs().max().item())
+
+
+class Operations(TorchDispatchMode):
+    """How many operations make something new."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += not func.is_view and 'empty' not in str(func) and 'unsafe_view' not in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize('name', ['mlp', 'grouped mlp'])
+def test_mlps_of_keys_and_values_take_few_operations_under_autocast(name):
+    networks, positions = [NETWORKS[name](2, 4, 4) for _ in range(2)], torch.zeros(2, 4, 4, requires_grad=True)
+    tokens = torch.randn(1, 16, 2, 4).bfloat16().requires_grad_()
+    leaves = [tokens, positions, *networks[0].parameters(), *networks[1].parameters()]
+
+    def count(k_network):
+        with Operations() as operations, torch.autocast('cpu', torch.bfloat16):
+            results = compress_pair((k_network, networks[1]), (tokens, tokens), (positions, positions), 2)
+            torch.autograd.grad([result.sum() for result in results], leaves, allow_unused=True)
+        return operations.count
+
+    together = count(networks[0])
+    networks[0].register_forward_hook(lambda module, inputs, output: output)
+    assert together <= 42 < count(networks[0])
 
 
 class Largest(TorchDispatchMode):

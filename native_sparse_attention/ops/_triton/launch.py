@@ -40,13 +40,14 @@ def settings_of(table: Table, q: Tensor, *others: Tensor) -> Settings:
 
 def find_settings(table: Table, architecture: str, itemsize: int, block_d: int) -> Settings:
     """The entry of the smallest head size that holds `block_d`, of the architecture or of the one that it is like."""
-    while True:
+    while (architecture, itemsize, block_d) not in table:
         sizes = [d for a, size, d in table if a == architecture and size == itemsize and d >= block_d]
         if sizes:
             return table[architecture, itemsize, min(sizes)]
         if LIKE[architecture] == architecture:
             raise KeyError(f'no launch settings for {architecture}, {itemsize} bytes, head size {block_d}')
         architecture = LIKE[architecture]
+    return table[architecture, itemsize, block_d]
 
 
 @cache
@@ -88,11 +89,13 @@ def describe_tiles(tensor: Tensor, rows: int, size: int) -> TensorDescriptor | N
 
 def is_wide(*tensors: Tensor | None) -> bool:
     """Whether elements of one row of the batch lie more than int32 counts apart, so that offsets are int64."""
-    return any(
-        sum((size - 1) * abs(stride) for size, stride in zip(t.shape[1:], t.stride()[1:], strict=True)) >= 2**31
-        for t in tensors
-        if t is not None
-    )
+    for tensor in tensors:
+        if tensor is not None:
+            _, *sizes = tensor.shape
+            _, *strides = tensor.stride()
+            if sum((size - 1) * abs(stride) for size, stride in zip(sizes, strides, strict=True)) >= 2**31:
+                return True
+    return False
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, device: torch.device, **meta: Any) -> None:

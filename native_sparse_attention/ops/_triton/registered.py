@@ -37,13 +37,16 @@ def register_derivative(op: CustomOpDef, backward: Callable[..., Any], save: Cal
     """What op.register_autograd(backward, setup_context=save) does, for an op without default values.
 
     PyTorch reads the whole schema anew for each argument, to fill in defaults before `save`, which an op of many
-    arguments pays in every call. Tensors on CPUs and GPUs come here instead.
+    arguments pays in every call. Tensors on CPUs and GPUs come here instead, and from here to the function of the op,
+    not by way of a search for results that are inputs, which the tests make.
     """
     op.register_autograd(backward, setup_context=save)
+    overload = op._opoverload
+    function = torch._disable_dynamo(op._init_fn)
 
     def below(*inputs: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
-            return op(*inputs)
+            return overload(*inputs)
 
     def forward(ctx: Any, *inputs: Any) -> Any:
         output = below(*inputs)
@@ -59,12 +62,13 @@ def register_derivative(op: CustomOpDef, backward: Callable[..., Any], save: Cal
 
     for device in ('CPU', 'CUDA'):
         _LIBRARY.impl(op._name, call, f'Autograd{device}')
+        _LIBRARY.impl(op._name, function, device)
 
 
-def refuse_double_backward(op: Any) -> None:
+def refuse_double_backward(op: CustomOpDef) -> None:
     """Makes a second derivative through the registered backward op an error that says what to do."""
 
     def refuse(*_: Any) -> None:
         raise RuntimeError(f'{op._qualname} has no second derivative: use backend="eager" for double backward')
 
-    op.register_autograd(refuse)
+    register_derivative(op, refuse, lambda ctx, inputs, output: None)

@@ -206,7 +206,7 @@ def _differentiate_keys(tensors: Tensors, place: Placement, interval: Interval, 
     dk, dv = (t.new_empty(batch, interval.num_keys, *t.shape[2:]) for t in (k, v))
     for rows in _split_rows(batch, parts * bytes_of_row):
         for grad, sums in zip((dk, dv), add_queries(rows, torch.float32), strict=True):
-            grad[rows.start : rows.stop] = sums.sum(0)
+            _add_parts(sums, grad[rows.start : rows.stop])
     return dk, dv
 
 
@@ -228,16 +228,28 @@ def _differentiate_memory(
     splits = -(-seqlen // split)
     tiles_of_row = -(-num_memory // block_n) * splits
     parts = heads // kv_heads
-    dmem_k, dmem_v = (torch.zeros((num_memory, *t.shape[2:]), dtype=torch.float32, device=t.device) for t in (k, v))
+    if batch == 0:
+        return k.new_zeros(kv_heads, num_memory, head_dim), k.new_zeros(kv_heads, num_memory, value_dim)
+    sums = []
     for rows in _split_rows(batch, splits * bytes_of_split):
         shape = (parts, len(rows) * splits, num_memory)
         grads = [torch.empty((*shape, *t.shape[2:]), dtype=torch.float32, device=t.device) for t in (k, v)]
         grid = (tiles_of_row * len(rows), kv_heads, parts)
         _launch_dkv(grid, grads, _rows_of(tensors, rows), _place_of(place, rows), interval, scale, split)
-        dmem_k += grads[0].sum((0, 1))
-        dmem_v += grads[1].sum((0, 1))
-    dmem_k, dmem_v = (t.transpose(0, 1).to(k.dtype).contiguous() for t in (dmem_k, dmem_v))
+        sums.append([grad.sum((0, 1)) for grad in grads])
+    first, *others = sums
+    for grads in others:
+        first = [total + grad for total, grad in zip(first, grads, strict=True)]
+    dmem_k, dmem_v = (total.transpose(0, 1).to(k.dtype).contiguous() for total in first)
     return dmem_k, dmem_v
+
+
+def _add_parts(parts: Tensor, out: Tensor) -> None:
+    """The sum of float32 parts `[P, ...]`, rounded once into out."""
+    if len(parts) == 2:
+        torch.add(parts[0], parts[1], out=out)  # writes what a sum would leave for a copy to round
+    else:
+        out.copy_(parts.sum(0))
 
 
 def _launch_dkv(
@@ -371,13 +383,15 @@ def _split_rows(batch: int, bytes_of_row: int) -> list[range]:
 
 
 def _rows_of(tensors: Tensors, rows: range) -> Tensors:
+    if len(rows) == len(tensors[0]):
+        return tensors
     q, k, v, lse, delta, dout = (t[rows.start : rows.stop] for t in tensors)
     return q, k, v, lse, delta, dout
 
 
 def _place_of(place: Placement, rows: range) -> Placement:
     """The placement of some rows of the batch; packed sequences are in one row."""
-    if place.cu_seqlens is not None:
+    if place.cu_seqlens is not None or len(rows) == place.num_sequences:
         return place
     q_offsets, seqlens_k = (t if t is None else t[rows.start : rows.stop] for t in (place.q_offsets, place.seqlens_k))
     return place._replace(num_sequences=len(rows), q_offsets=q_offsets, seqlens_k=seqlens_k)

@@ -1,0 +1,125 @@
+"""Blocks that overlap and are not laid out, and the arithmetic that networks do with them.
+
+Each chunk of d tokens is multiplied by the part of the weights that stands at its place in a block, and the products of
+neighbouring chunks are added. Keys and values are K kinds of blocks, computed together where their networks allow it.
+
+Legend: that of `compress`, with K kinds and N chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from native_sparse_attention import geometry
+
+
+class OverlappingBlocks(NamedTuple):
+    """The chunks c … c + l / d - 1 from every chunk c on, plus what every block adds.
+
+    chunks: of each kind `[B, N, d, H, D]`, any strides. positions: `[K, H, l, D]`. first_chunks: int64 `[C]`, where
+    those blocks begin that there are; None: all N - l / d + 1 are.
+    """
+
+    chunks: Sequence[Tensor]
+    positions: Tensor
+    first_chunks: Tensor | None = None
+
+    def that_there_are(self, of_blocks: Tensor) -> Tensor:
+        """Of results `[K, every chunk's block, ...]`, those of the C blocks."""
+        return of_blocks if self.first_chunks is None else of_blocks[:, self.first_chunks]
+
+    @property
+    def num_places(self) -> int:
+        """l / d."""
+        return self.positions.shape[2] // self.chunks[0].shape[2]
+
+    @property
+    def num_blocks(self) -> int:
+        """Of every chunk's block, whether there is one or not."""
+        return self.chunks[0].shape[1] - self.num_places + 1
+
+    @property
+    def num_left(self) -> int:
+        """C."""
+        return self.num_blocks if self.first_chunks is None else len(self.first_chunks)
+
+    def times(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """A linear layer of flat blocks, `[K, C * B * H, O]` or of each head `[K * H, C * B, O]`.
+
+        weight, bias: as `nn.Linear` has them, `[K, O, l * D]`, `[K, O]`, or of each head `[K * H, O, l * D]`,
+        `[K * H, O]`.
+        """
+        kinds, batch, dtype = len(self.chunks), len(self.chunks[0]), self.chunks[0].dtype
+        if len(weight) == kinds:
+            rows = torch.stack([c.permute(1, 0, 3, 2, 4) for c in self.chunks]).flatten(4)  # [K, N, B, H, d * D]
+            positions = self.positions.flatten(2)
+        else:
+            rows = torch.stack([c.permute(3, 1, 0, 2, 4) for c in self.chunks])
+            rows = rows.flatten(4).flatten(0, 1)  # [K * H, N, B, d * D]
+            positions = self.positions.flatten(2).flatten(0, 1)[:, None]
+        # Cast once here: autocast would cast every part anew.
+        weight, positions, bias = weight.to(dtype), positions.to(dtype), None if bias is None else bias.to(dtype)
+        out = None
+        for place, part in enumerate(weight.split(rows.shape[-1], dim=2)):
+            chunk = rows[:, place : place + self.num_blocks].flatten(1, -2)
+            out = torch.bmm(chunk, part.mT) if out is None else torch.baddbmm(out, chunk, part.mT)
+        assert out is not None
+        # The weight stands first, so that its derivative is laid out as it is: [K, O, H] or [K * H, O, 1].
+        columns = positions.mT
+        constant = torch.bmm(weight, columns) if bias is None else torch.baddbmm(bias[..., None], weight, columns)
+        constant = constant.mT[:, None, None]
+        out = self.that_there_are(out.unflatten(1, (self.num_blocks, batch, constant.shape[3])))
+        return (out + constant).flatten(1, 3)
+
+    def mean(self) -> Tensor:
+        """`[K, B, H, C, D]`, summed in float32."""
+        chunks = torch.stack(tuple(self.chunks))
+        sums = chunks.sum(3, dtype=torch.promote_types(chunks.dtype, torch.float32)).transpose(1, 2)
+        places = [sums[:, place : place + self.num_blocks] for place in range(self.num_places)]
+        means = self.that_there_are(torch.stack(places).sum(0)) / self.positions.shape[2]
+        means = means + self.positions.mean(2, dtype=means.dtype)[:, None, None]
+        return means.permute(0, 2, 3, 1, 4).to(chunks.dtype)
+
+    def heads_apart(self, out: Tensor) -> Tensor:
+        """`[K, B, H, C, O]` of rows as `times` has them."""
+        (kinds, heads), batch = self.positions.shape[:2], len(self.chunks[0])
+        if len(out) == kinds:
+            return out.unflatten(1, (self.num_left, batch, heads)).permute(0, 2, 3, 1, 4)
+        return out.unflatten(1, (self.num_left, batch)).unflatten(0, (kinds, heads)).permute(0, 3, 1, 2, 4)
+
+    def through_mlp(self, first: Tensor, first_bias: Tensor, second: Tensor, second_bias: Tensor) -> Tensor:
+        """`[K, B, H, C, O]`: a layer with a ReLU and another, whose weights are as in `times`."""
+        hidden = self.times(first, first_bias).relu()
+        out = torch.baddbmm(second_bias[:, None].to(hidden.dtype), hidden, second.to(hidden.dtype).mT)
+        return self.heads_apart(out)
+
+
+def lay_out_chunks(
+    tokens: Sequence[Tensor], block_size: int, stride: int, cu_seqlens: Tensor | None
+) -> tuple[list[Tensor], Tensor | None]:
+    """chunks and first_chunks of the blocks of tokens `[B, T, H, D]`, T at least l = block_size, a multiple of d."""
+    total = tokens[0].shape[1]
+    if cu_seqlens is None:
+        whole = total - total % stride
+        # Of all tokens there is no slice, whose derivative would be a copy.
+        whole_chunks = [t if whole == total else t[:, :whole] for t in tokens]
+        return [t.unflatten(1, (-1, stride)) for t in whole_chunks], None
+    starts = geometry.packed_block_starts(cu_seqlens, total, stride, stride)
+    token = starts[:, None] + torch.arange(stride, device=tokens[0].device)
+    first_chunks = geometry.packed_block_chunks(cu_seqlens, total, block_size, stride)
+    used = first_chunks[:, None] + torch.arange(block_size // stride, device=first_chunks.device)
+    is_used = torch.zeros(len(token), dtype=torch.bool, device=used.device).scatter(0, used.flatten(), True)
+    # 0 in chunks of no block: a product of weights may meet them with gradients of 0, which NaN would make NaN.
+    return [torch.where(is_used[:, None, None, None], t[:, token], 0) for t in tokens], first_chunks
+
+
+def join(parameters: Sequence[Sequence[Tensor]], dtype: torch.dtype) -> list[Tensor]:
+    """The first, second, … of each of K networks' parameters, `[K, ...]` in the dtype: one copy and one cast of all."""
+    flat = torch.cat([p.flatten() for alike in zip(*parameters, strict=True) for p in alike]).to(dtype)
+    kinds = len(parameters)
+    parts = flat.split([kinds * p.numel() for p in parameters[0]])
+    return [part.view(kinds, *p.shape) for part, p in zip(parts, parameters[0], strict=True)]
