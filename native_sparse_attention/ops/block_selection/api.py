@@ -4,10 +4,10 @@ choice (11)."""
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
+from native_sparse_attention.geometry import Sequences
 from native_sparse_attention.ops._checks import (
     check_block_indices,
     check_block_sizes,
@@ -222,7 +222,7 @@ def _check_chosen(
     scale: float | None,
     cu_seqlens: Tensor | None,
     cu_seqlens_k: Tensor | None,
-) -> tuple[Any, ...]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Sequences, tuple[int, int, int], bool, float]:
     """What the backends take for `chosen_scores`, once it fits."""
     check_qkv(q, k_cmp, None, 'k_cmp')
     check_lse(lse, q)
