@@ -12,13 +12,14 @@ from rotary_embedding_torch import RotaryEmbedding
 from torch import Tensor, nn
 
 from native_sparse_attention import functional, geometry
-from native_sparse_attention.cache import FIRST_CAPACITY, MAX_ROLLBACK, LayerCache, projection_dtype
+from native_sparse_attention.cache import FIRST_CAPACITY, MAX_ROLLBACK, LayerCache
 from native_sparse_attention.compress import compress_blocks, compress_pair, make_networks
 from native_sparse_attention.gate import check_gate, make_gate
 from native_sparse_attention.ops import select_blocks
 from native_sparse_attention.ops._checks import check_not_negative, check_positive, make_sequences
 from native_sparse_attention.ops.backend import BackendChoice, check_backend
 from native_sparse_attention.padding import check_mask, from_front, front_order, to_front
+from native_sparse_attention.projection import is_plain_linear, projection_dtype
 from native_sparse_attention.rotary import Rotary
 
 
@@ -373,13 +374,13 @@ class SparseAttention(nn.Module):
     def _project(self, x: Tensor) -> _Projected:
         x = self.norm(x)
         rounded = x.to(projection_dtype(x))  # once, where autocast would do so for each of two linear layers
-        q, *pairs = self.to_qkv(rounded).split(self._split_sizes, dim=-1)
+        qkv, logits = (m(rounded if is_plain_linear(m) else x) for m in (self.to_qkv, self.to_strategy_combine))
+        q, *pairs = qkv.split(self._split_sizes, dim=-1)
         q = q.unflatten(-1, (self.heads, -1))
         pairs = [t.unflatten(-1, (self.kv_heads, -1)) for t in pairs]
         raw_k, raw_v = pairs[:2]
         k, v = pairs[2:4] if self.independent_branch_kv else (raw_k, raw_v)
         k_window, v_window = pairs[4:] if self.independent_branch_kv else (None, None)
-        logits = self.to_strategy_combine(rounded if type(self.to_strategy_combine) is nn.Linear else x)
         logits = logits.unflatten(-1, (self.heads, 3))
         gates = logits.to(torch.promote_types(logits.dtype, torch.float32)).sigmoid()
         return _Projected(q, k, v, raw_k, raw_v, k_window, v_window, gates)

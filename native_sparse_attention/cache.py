@@ -331,15 +331,6 @@ def _write_ring(ring: Tensor, tokens: Tensor, old: Tensor, new: Tensor) -> None:
     ring.copy_(torch.where((source >= 0)[..., None, None], written, ring))
 
 
-def projection_dtype(x: Tensor) -> torch.dtype:
-    """The dtype that a linear layer gives for x: that of autocast where it is on."""
-    device_type = x.device.type
-    has_autocast = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device_type)
-    if has_autocast and torch.is_autocast_enabled(device_type):
-        return torch.get_autocast_dtype(device_type)
-    return x.dtype
-
-
 def _longer(tensor: Tensor | None, tokens: int) -> Tensor | None:
     if tensor is None:
         return None

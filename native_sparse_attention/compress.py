@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from native_sparse_attention import geometry
 from native_sparse_attention.overlapping import OverlappingBlocks, join, lay_out_chunks
+from native_sparse_attention.projection import projection_dtype
 
 
 class CompressMLP(nn.Module):
@@ -353,7 +354,7 @@ def compress_pair(
     """Summaries of keys and of values, for each of which the arguments of `compress_tokens` are given.
 
     Two MLPs of the same sizes run as one, in half as many operations, where autocast casts their weights: so no copy of
-    them is made that there would not be otherwise.
+    them is kept that there would not be otherwise.
     """
     (batch, total, heads, dim), block_size = tokens[0].shape, positions[0].shape[1]
     mlps = [] if total < block_size or block_size % stride else _run_as_one(networks, tokens[0].dtype)
@@ -375,12 +376,15 @@ def compress_pair(
 
 
 def _run_as_one(networks: tuple[nn.Module, nn.Module], dtype: torch.dtype) -> list[CompressMLP | GroupedMLP]:
-    """Both networks if they are MLPs of the same sizes, of another dtype, that take `OverlappingBlocks`; else none."""
+    """Both networks if they are MLPs of the same sizes that take `OverlappingBlocks`, and autocast makes their weights
+    of this dtype; else none.
+    """
     mlps = [n for n in networks if isinstance(n, (CompressMLP, GroupedMLP)) and _takes_overlapping(n)]
     if len(mlps) < 2 or type(mlps[0]) is not type(mlps[1]):
         return []
     kinds = [[(w.shape, w.dtype, w.device) for w in mlp.weights()] for mlp in mlps]
-    return mlps if kinds[0] == kinds[1] and kinds[0][0][1] != dtype else []
+    weight = mlps[0].weights()[0]
+    return mlps if kinds[0] == kinds[1] and weight.dtype != dtype == projection_dtype(weight) else []
 
 
 def _lay_out(tokens: Tensor, block_size: int, stride: int, cu_seqlens: Tensor | None) -> Tensor:

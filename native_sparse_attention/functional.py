@@ -196,8 +196,8 @@ def backend_of(
             'select_blocks', q, k, group_size=group_size, num_selected=num_selected, backend=eager_in_flex
         )
         if use_diff_topk:
-            others['chosen_scores'] = choice_backend(
-                'chosen_scores', q, k, num_selected=num_selected, backend=eager_in_flex
+            others['straight_through_scale'] = choice_backend(
+                'straight_through_scale', q, k, num_selected=num_selected, backend=eager_in_flex
             )
     return slowest(attentions, others)
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from native_sparse_attention import geometry
+from native_sparse_attention.projection import projection_dtype
 
 
 class OverlappingBlocks(NamedTuple):
@@ -53,7 +54,7 @@ class OverlappingBlocks(NamedTuple):
         weight, bias: as `nn.Linear` has them, `[K, O, l * D]`, `[K, O]`, or of each head `[K * H, O, l * D]`,
         `[K * H, O]`.
         """
-        kinds, batch, dtype = len(self.chunks), len(self.chunks[0]), self.chunks[0].dtype
+        kinds, batch = len(self.chunks), len(self.chunks[0])
         if len(weight) == kinds:
             rows = torch.stack([c.permute(1, 0, 3, 2, 4) for c in self.chunks]).flatten(4)  # [K, N, B, H, d * D]
             positions = self.positions.flatten(2)
@@ -62,7 +63,8 @@ class OverlappingBlocks(NamedTuple):
             rows = rows.flatten(4).flatten(0, 1)  # [K * H, N, B, d * D]
             positions = self.positions.flatten(2).flatten(0, 1)[:, None]
         # Cast once here: autocast would cast every part anew.
-        weight, positions, bias = weight.to(dtype), positions.to(dtype), None if bias is None else bias.to(dtype)
+        weight, bias = weight.to(projection_dtype(weight)), None if bias is None else bias.to(projection_dtype(bias))
+        positions = positions.to(rows.dtype)
         out = None
         for place, part in enumerate(weight.split(rows.shape[-1], dim=2)):
             chunk = rows[:, place : place + self.num_blocks].flatten(1, -2)
@@ -94,7 +96,8 @@ class OverlappingBlocks(NamedTuple):
     def through_mlp(self, first: Tensor, first_bias: Tensor, second: Tensor, second_bias: Tensor) -> Tensor:
         """`[K, B, H, C, O]`: a layer with a ReLU and another, whose weights are as in `times`."""
         hidden = self.times(first, first_bias).relu()
-        out = torch.baddbmm(second_bias[:, None].to(hidden.dtype), hidden, second.to(hidden.dtype).mT)
+        second, second_bias = (t.to(projection_dtype(t)) for t in (second, second_bias))
+        out = torch.baddbmm(second_bias[:, None], hidden, second.mT)
         return self.heads_apart(out)
 
 

@@ -337,7 +337,7 @@ def test_the_backend_of_every_op(float32_nsa: tuple[dict[str, Any], dict[str, An
     assert (str(choice), set(choice.ops)) == ('triton', ops)
     choice = backend_of(q, k, v, use_diff_topk=True, backend='triton')
     assert {op: each.name for op, each in choice.ops.items()} == dict.fromkeys(
-        ops | {'selected_attention', 'select_blocks', 'chosen_scores'}, 'triton'
+        ops | {'selected_attention', 'select_blocks', 'straight_through_scale'}, 'triton'
     )
     with pytest.raises(ValueError, match='float64'):
         backend_of(q.double(), k.double(), v.double(), backend='triton')

@@ -166,7 +166,8 @@ def straight_through_scale(
     """1 for every chosen block, with the gradients of `chosen_scores` where the block was not forced: `block_scale` of
     `selected_attention`, by which the choice is learned (a straight-through estimator).
 
-    It is 1 + scores - scores.detach(), but the Triton kernels compute no score for it.
+    It is 1 + scores - scores.detach(), but the Triton kernels compute no score for it, so that it is 1 where a score is
+    not finite too.
 
     Args:
         num_init, num_local: as `select_blocks` takes them; the others as `chosen_scores` does.
@@ -183,7 +184,7 @@ def straight_through_scale(
     )
     check_not_negative(num_init=num_init, num_local=num_local)
     num_selected = block_indices.shape[3]
-    match backend_of('chosen_scores', q, k_cmp, num_selected=num_selected, backend=backend).name:
+    match backend_of('straight_through_scale', q, k_cmp, num_selected=num_selected, backend=backend).name:
         case 'triton':
             from native_sparse_attention.ops.block_selection import triton
 
@@ -197,12 +198,12 @@ def straight_through_scale(
 def backend_of(
     op: str, q: Tensor, k_cmp: Tensor, *, group_size: int = 1, num_selected: int = 1, backend: str = 'auto'
 ) -> BackendChoice:
-    """The backend that would serve these inputs of 'select_blocks' or 'chosen_scores'.
+    """The backend that would serve these inputs of 'select_blocks', 'chosen_scores' or 'straight_through_scale'.
 
     group_size, num_selected: how many heads choose together, which matters to 'select_blocks' alone, and how many
     blocks.
     """
-    unsupported = {'select_blocks': _choice_unsupported, 'chosen_scores': _scores_unsupported}[op]
+    unsupported = _choice_unsupported if op == 'select_blocks' else _scores_unsupported
     candidates = {'triton': partial(unsupported, q, k_cmp, group_size, num_selected), 'eager': serves}
     return choose_backend(op, backend, q.device, candidates)
 
@@ -236,7 +237,7 @@ def _check_chosen(
 
 
 def _scores_unsupported(q: Tensor, k_cmp: Tensor, group_size: int, num_selected: int) -> str | None:
-    """Why the Triton kernels cannot serve a call of `chosen_scores`, or None where they can."""
+    """Why the Triton kernels cannot serve a call about chosen scores, or None where they can."""
     from native_sparse_attention.ops._triton import support
 
     return support.too_many_choices(q, k_cmp, num_selected) or support.unsupported(q, k_cmp)

@@ -221,7 +221,7 @@ def member_kernel(
         )  # fmt: skip
         entry = following
     if FINISHES and inverses_ptr is not None:
-        # The inverse is a power of two, so no bit of a key is lost.
+        # The inverse is a power of two, so no bit of a key is lost that is not 2 ** 126 times as small as the largest.
         unit, inverse = find_unit(tl.max(largest, 0) * 4096)
         k = (k.to(tl.float32) * inverse).to(k.dtype)
     for first_member in tl.range(first_far, num_members, BLOCK_M):

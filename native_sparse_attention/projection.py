@@ -1,0 +1,22 @@
+"""What autocast does to linear layers, for what goes around it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+def projection_dtype(x: Tensor) -> torch.dtype:
+    """The dtype that a linear layer gives for x: that of autocast where it is on, which leaves float64 alone."""
+    device_type = x.device.type
+    if x.dtype == torch.float64:
+        return x.dtype
+    has_autocast = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device_type)
+    if has_autocast and torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return x.dtype
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """Whether it is `nn.Linear` and nothing else, so that it may read its input cast as autocast would cast it."""
+    return type(module) is nn.Linear and 'forward' not in vars(module) and not module._forward_pre_hooks
