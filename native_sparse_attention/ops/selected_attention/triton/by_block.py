@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from native_sparse_attention.ops._triton.inverse_index import group_pairs, load_entries, num_block_slots
-from native_sparse_attention.ops._triton.launch import head_block, is_wide, launch, row_block, settings_of
+from native_sparse_attention.ops._triton.launch import head_block, is_wide, launch, row_block
 from native_sparse_attention.ops._triton.placement import Placement
 from native_sparse_attention.ops._triton.tiles import add_product, load_rows, split_finite, store_rows
 from native_sparse_attention.ops.selected_attention.triton import settings
@@ -63,7 +63,8 @@ def attend_by_block(
     num_slots = num_block_slots(place, block_size)
     chunk = max(1, CHUNK_ROWS // group)
     most = max(1, WORKSPACE // (repeats * num_selected * group * bytes_of_part(q, value_dim)))
-    block_m, _, num_warps, num_stages = settings_of(settings.block_table(block_size), q, v)
+    tables = (settings.BLOCK, settings.BLOCK_SHORT)
+    block_m, _, num_warps, num_stages = settings.settings_of_blocks(*tables, block_size, q, v)
     for pairs in group_pairs(block_indices, kv_heads, num_slots, max(1, most // max(seqlen, 1))):
         for tokens in split_tokens(seqlen, most):
             shape = {'kv_heads': kv_heads, 'block_size': block_size, 'causal': causal, 'chunk': chunk}

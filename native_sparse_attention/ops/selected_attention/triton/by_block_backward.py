@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from native_sparse_attention.ops._triton.inverse_index import load_entries
-from native_sparse_attention.ops._triton.launch import head_block, is_wide, launch, row_block, settings_of
+from native_sparse_attention.ops._triton.launch import head_block, is_wide, launch, row_block
 from native_sparse_attention.ops._triton.placement import Placement
 from native_sparse_attention.ops._triton.tiles import add_product, load_rows, split_finite, store_rows
 from native_sparse_attention.ops.selected_attention.triton import settings
@@ -91,8 +91,8 @@ class MemberGradients:
     def _visit_blocks(self, parts: Parts, lists: Lists, pairs: range, finishes: bool) -> None:
         """Parts of delta, or else of dq."""
         q, k, v, block_scale, dout = self.q, self.k, self.v, self.block_scale, self.dout
-        table = settings.block_dq_table if finishes else settings.block_table
-        block_m, _, num_warps, num_stages = settings_of(table(self.block_size), q, v)
+        tables = (settings.BLOCK_DQ, settings.BLOCK_DQ_SHORT) if finishes else (settings.BLOCK, settings.BLOCK_SHORT)
+        block_m, _, num_warps, num_stages = settings.settings_of_blocks(*tables, self.block_size, q, v)
         if not finishes:
             num_stages = min(num_stages, 2)  # twice as much is fetched ahead as forward, q and dout
         chunk = max(1, CHUNK_ROWS // self.group)

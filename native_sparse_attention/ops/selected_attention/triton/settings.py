@@ -6,7 +6,11 @@ keys of a tile at most; BLOCK and BLOCK_DQ have a whole block in one, and rows o
 
 from __future__ import annotations
 
-from native_sparse_attention.ops._triton.launch import Settings, Table
+from contextlib import suppress
+
+from torch import Tensor
+
+from native_sparse_attention.ops._triton.launch import Settings, Table, settings_of
 
 FORWARD: Table = {
     ('sm80', 2, 64): Settings(64, 64, 4, 3),
@@ -127,15 +131,15 @@ BLOCK_DQ: Table = {
     ('sm90', 2, 128): Settings(64, 64, 4, 2),
 }
 
-# Keys of a short block, whose tiles are small.
+# Keys of a short block, whose tiles are small, and rows for such blocks.
 SHORT = 32
-BLOCK_SHORT: Table = BLOCK | {('sm90', 2, 64): Settings(64, 128, 2, 2)}
-BLOCK_DQ_SHORT: Table = BLOCK_DQ | {('sm90', 2, 64): Settings(32, 128, 1, 3)}
+BLOCK_SHORT: Table = {('sm90', 2, 64): Settings(64, 128, 2, 2)}
+BLOCK_DQ_SHORT: Table = {('sm90', 2, 64): Settings(32, 128, 1, 3)}
 
 
-def block_table(block_size: int) -> Table:
-    return BLOCK_SHORT if block_size <= SHORT else BLOCK
-
-
-def block_dq_table(block_size: int) -> Table:
-    return BLOCK_DQ_SHORT if block_size <= SHORT else BLOCK_DQ
+def settings_of_blocks(table: Table, short: Table, block_size: int, q: Tensor, v: Tensor) -> Settings:
+    """The entry for blocks of this size: that of `short` where they are, and there is one."""
+    if block_size <= SHORT:
+        with suppress(KeyError):
+            return settings_of(short, q, v)
+    return settings_of(table, q, v)
