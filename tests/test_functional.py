@@ -329,6 +329,24 @@ def test_torch_func_is_left_to_eager(
         transformed('triton')
 
 
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+def test_torch_func_in_half_types(dtype: torch.dtype, float32_nsa: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    """Eager rounds gradients there, which torch.func has to get past."""
+    tensors, settings = float32_nsa
+    tensors = {name: t.detach().to(dtype) for name, t in tensors.items()}
+    q = tensors.pop('q').requires_grad_()
+
+    def total(q: Tensor) -> Tensor:
+        return nsa(q, **tensors, **settings).float().sin().sum()  # type: ignore[arg-type]
+
+    (expected,) = torch.autograd.grad(total(q), q)
+    assert torch.equal(torch.func.grad(total)(q.detach()), expected)
+    assert torch.equal(torch.func.vmap(torch.func.grad(total))(q.detach()[None])[0], expected)
+    tangent = torch.randn_like(q)
+    derivative = torch.func.jvp(total, (q.detach(),), (tangent,))[1]
+    torch.testing.assert_close(derivative, (expected.float() * tangent.float()).sum(), rtol=2e-2, atol=2e-2)
+
+
 def test_the_backend_of_every_op(float32_nsa: tuple[dict[str, Any], dict[str, Any]], device: torch.device) -> None:
     """The query answers for all ops that a call runs, and refuses where one of them cannot be served."""
     q, k, v = (float32_nsa[0][name].to(device) for name in 'qkv')

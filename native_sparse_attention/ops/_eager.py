@@ -114,11 +114,20 @@ def _round_gradient(logits: Tensor, dtype: torch.dtype) -> Tensor:
 class _RoundGradient(torch.autograd.Function):
     """The identity, with the gradient rounded to `dtype`."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx, logits: Tensor, dtype: torch.dtype) -> Tensor:
-        ctx.dtype = dtype
+    def forward(logits: Tensor, dtype: torch.dtype) -> Tensor:
         return logits.view_as(logits)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+    def setup_context(ctx: Any, inputs: tuple[Tensor, torch.dtype], output: Tensor) -> None:
+        ctx.dtype = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad.to(ctx.dtype).to(grad.dtype), None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
+        return tangent.view_as(tangent)
