@@ -7,8 +7,8 @@
 
 The same model, optimizer and text (the sources of Python's library): but for attention and length everything is as in
 preset long, which the length of 16,384 is exactly. Steps are those of the trainer, each of --tokens tokens, all of
-them in one forward. Flags after `--` are train_enwik8.py's. Writes
-<date>-<gpu>-training.md and .json to --out after every case, and at the end .png.
+them in one forward. Flags after `--` are train_enwik8.py's. Writes <date>-<gpu>-training.md and .json to --out after
+every case, and at the end .png.
 """
 
 from __future__ import annotations
@@ -97,14 +97,14 @@ def make_tables(rows: list[Case]) -> list[str]:
         rates = [found.rate(length, model) for model in found.models]
         sizes = [report.gib(found.rows.get((length, model), {}).get('peak_bytes')) for model in found.models]
         shown = [None if rate is None else f'{rate:,.0f}' for rate in rates]
-        body.append([f'{length:,}', f'{config["batch"]}', *shown, found.gain(length), *sizes])
+        body.append([f'{length:,}', str(config['batch']), *shown, found.gain(length), *sizes])
     columns = ['length', 'sequences of a step', *(f'{model}, tokens/s' for model in found.models), 'sparse / dense']
     notes = [[length, model, row.get('attention'), row.get('note', '')] for (length, model), row in found.rows.items()]
     known = {length: gain for length in found.lengths if (gain := found.gain(length))}
     slow = [f'{length:,} ({gain:.2f})' for length, gain in known.items() if length >= BREAK_EVEN and gain < 1]
     judged = f'missed at {", ".join(slow)}' if slow else 'met'
-    settings = {name: value for name, value in rows[0]['config'].items() if name not in ('attention', 'seq_len')}
-    settings.pop('batch')
+    varied = ('attention', 'seq_len', 'batch')
+    settings = {name: value for name, value in rows[0]['config'].items() if name not in varied}
     return [
         'Tokens per second of whole steps of the trainer, medians. Peak: GiB of a step beyond the weights.',
         report.table((*columns, *(f'{model}, peak' for model in found.models)), body),

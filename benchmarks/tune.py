@@ -50,7 +50,7 @@ HEAD_DIMS = (64, 128, 256)
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 BLOCKS = (16, 32, 64, 128)
 WARPS = (1, 2, 4, 8)
-STAGES = {2: (1, 2, 3, 5, 6), 4: (1, 2)}
+STAGES = {2: (1, 2, 3, 4, 5, 6), 4: (1, 2)}
 # The ops of benchmarks/ops.py whose kernels take their settings from the tables of a folder.
 OPS = {
     'interval': ('window', 'compressed'),

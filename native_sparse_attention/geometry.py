@@ -66,13 +66,6 @@ def forced_priority(block: Integer, own_block: Integer, num_init: int, num_local
     return _maximum(_maximum(own, initial), local)
 
 
-def is_forced(block: Integer, own_block: Integer, num_init: int, num_local: int, causal: bool) -> Integer:
-    """Whether a block is forced: `forced_priority` is above 0."""
-    distance = own_block - block
-    is_local = (distance < num_local) & ((distance if causal else distance + num_local - 1) >= 0)
-    return (block < num_init) | is_local
-
-
 def num_forced_blocks(num_init: int, num_local: int, causal: bool) -> int:
     """How many blocks of a row are forced, where the sequence is long enough to have them all."""
     return num_init + (num_local if causal else max(0, 2 * num_local - 1))

@@ -10,7 +10,6 @@ from native_sparse_attention.geometry import (
     Sequences,
     compressed_block_end,
     forced_priority,
-    is_forced,
     max_length_of_compressed,
     num_selection_blocks,
     overlapping_blocks,
@@ -153,7 +152,7 @@ def straight_through_scale(
     scores = chosen_scores(q, k_cmp, lse, block_indices, sequences, sizes, causal, scale)
     layout, _ = sequences.compressed_layout(*sizes[:2])
     own_block = layout.position[..., None, None] // sizes[2]
-    forced = is_forced(block_indices, own_block, num_init, num_local, causal)
+    forced = forced_priority(block_indices, own_block, num_init, num_local, causal) > 0
     return 1 + (scores - scores.detach()).masked_fill(forced, 0)
 
 

@@ -333,8 +333,8 @@ def test_opcheck(device: torch.device) -> None:
     where = (6, None, None, None, settings['cu_seqlens'], settings['cu_seqlens'])
     leaves = tuple(t.detach().clone().requires_grad_() for t in (q, k_cmp, lse))
     arguments = (*leaves, block_indices, *where, *SIZES, True, 0.3)
-    torch.library.opcheck(scores._forward, arguments)
-    torch.library.opcheck(scores._ones, (*arguments, 1, 2))
+    torch.library.opcheck(scores._forward, (*arguments, 0, 0, False))
+    torch.library.opcheck(scores._forward, (*arguments, 1, 2, True))
     for needs in ((True, True), (True, False), (False, True)):
         arguments = (
             *make_grad(tensors),

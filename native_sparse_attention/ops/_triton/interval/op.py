@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Any
 
 import torch
@@ -237,10 +238,8 @@ def _differentiate_memory(
         grid = (tiles_of_row * len(rows), kv_heads, parts)
         _launch_dkv(grid, grads, _rows_of(tensors, rows), _place_of(place, rows), interval, scale, split)
         sums.append([grad.sum((0, 1)) for grad in grads])
-    first, *others = sums
-    for grads in others:
-        first = [total + grad for total, grad in zip(first, grads, strict=True)]
-    dmem_k, dmem_v = (total.transpose(0, 1).to(k.dtype).contiguous() for total in first)
+    totals = (reduce(torch.add, grads) for grads in zip(*sums, strict=True))
+    dmem_k, dmem_v = (total.transpose(0, 1).to(k.dtype).contiguous() for total in totals)
     return dmem_k, dmem_v
 
 

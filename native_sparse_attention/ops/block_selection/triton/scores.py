@@ -1,4 +1,4 @@
-"""`chosen_scores` and `straight_through_scale` as registered PyTorch ops, with the backward that they share."""
+"""`chosen_scores` and `straight_through_scale` as one registered PyTorch op, forward and backward."""
 
 from __future__ import annotations
 
@@ -54,7 +54,23 @@ def chosen_scores(
     causal: bool,
     scale: float,
 ) -> Tensor:
-    return _forward(q, k_cmp, lse, block_indices, *flatten(sequences), *sizes, causal, scale)
+    return _forward(q, k_cmp, lse, block_indices, *flatten(sequences), *sizes, causal, scale, 0, 0, False)
+
+
+def straight_through_scale(
+    q: Tensor,
+    k_cmp: Tensor,
+    lse: Tensor,
+    block_indices: Tensor,
+    sequences: Sequences,
+    sizes: tuple[int, int, int],
+    causal: bool,
+    scale: float,
+    num_init: int,
+    num_local: int,
+) -> Tensor:
+    forced = (num_init, num_local)
+    return _forward(q, k_cmp, lse, block_indices, *flatten(sequences), *sizes, causal, scale, *forced, True)
 
 
 @torch.library.custom_op('native_sparse_attention::chosen_scores', mutates_args=())
@@ -74,7 +90,13 @@ def _forward(
     selection_block_size: int,
     causal: bool,
     scale: float,
+    num_init: int,
+    num_local: int,
+    straight_through: bool,
 ) -> Tensor:
+    """straight_through: 1 instead of scores, with their gradients; there num_init and num_local count."""
+    if straight_through:
+        return torch.ones(block_indices.shape, dtype=torch.float32, device=q.device)
     q, k_cmp, block_indices = last_dim_contiguous(q, k_cmp, block_indices)
     flat = (seqlen_k, q_offset, q_offsets, seqlens_k, cu_seqlens, cu_seqlens_k)
     place, sizes = _place(q, k_cmp, flat, block_size, stride)
@@ -94,45 +116,6 @@ def _forward(
         device=q.device,
     )
     return out
-
-
-def straight_through_scale(
-    q: Tensor,
-    k_cmp: Tensor,
-    lse: Tensor,
-    block_indices: Tensor,
-    sequences: Sequences,
-    sizes: tuple[int, int, int],
-    causal: bool,
-    scale: float,
-    num_init: int,
-    num_local: int,
-) -> Tensor:
-    return _ones(q, k_cmp, lse, block_indices, *flatten(sequences), *sizes, causal, scale, num_init, num_local)
-
-
-@torch.library.custom_op('native_sparse_attention::straight_through_scale', mutates_args=())
-def _ones(
-    q: Tensor,
-    k_cmp: Tensor,
-    lse: Tensor,
-    block_indices: Tensor,
-    seqlen_k: int,
-    q_offset: OptionalInt,
-    q_offsets: OptionalTensor,
-    seqlens_k: OptionalTensor,
-    cu_seqlens: OptionalTensor,
-    cu_seqlens_k: OptionalTensor,
-    block_size: int,
-    stride: int,
-    selection_block_size: int,
-    causal: bool,
-    scale: float,
-    num_init: int,
-    num_local: int,
-) -> Tensor:
-    """Scores are what its gradients are of, and are not computed."""
-    return torch.ones(block_indices.shape, dtype=torch.float32, device=q.device)
 
 
 @torch.library.custom_op('native_sparse_attention::chosen_scores_backward', mutates_args=())
@@ -267,11 +250,6 @@ def _(q: Tensor, k_cmp: Tensor, lse: Tensor, block_indices: Tensor, *_: Any) -> 
     return q.new_empty(block_indices.shape, dtype=torch.float32)
 
 
-@_ones.register_fake
-def _(q: Tensor, k_cmp: Tensor, lse: Tensor, block_indices: Tensor, *_: Any) -> Tensor:
-    return q.new_empty(block_indices.shape, dtype=torch.float32)
-
-
 @_backward.register_fake
 def _(dout: Tensor, q: Tensor, k_cmp: Tensor, lse: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     needs_dq, needs_dk = rest[-2:]
@@ -285,23 +263,17 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     save_inputs(ctx, inputs)
 
 
-def _differentiate(ctx: Any, dout: Tensor | None, *forced: int) -> tuple[Tensor | None, ...]:
-    """forced: what the inputs of the forward lack, num_init and num_local."""
+def _differentiate(ctx: Any, dout: Tensor | None) -> tuple[Tensor | None, ...]:
     if dout is None:
         return (None,) * len(ctx.others)
     _, inputs = saved_inputs(ctx)
     needs_dq, needs_dk, needs_dlse = ctx.needs_input_grad[:3]
-    dq, dk, dlse = _backward(dout, *inputs, *forced, needs_dq or needs_dlse, needs_dk)
+    dq, dk, dlse = _backward(dout, *inputs[:-1], needs_dq or needs_dlse, needs_dk)
     grads = (dq if needs_dq else None, dk if needs_dk else None, dlse if needs_dlse else None)
     return *grads, *(None,) * (len(inputs) - 3)
 
 
-def _differentiate_scores(ctx: Any, dout: Tensor | None) -> tuple[Tensor | None, ...]:
-    return _differentiate(ctx, dout, 0, 0)
-
-
-register_derivative(_forward, _differentiate_scores, _save)
-register_derivative(_ones, _differentiate, _save)
+register_derivative(_forward, _differentiate, _save)
 refuse_double_backward(_backward)
 
 

@@ -59,7 +59,7 @@ def share_of(offsets, sizes, SELECTION_BLOCK: tl.constexpr):
 
 @triton.jit
 def is_forced(blocks, positions, sizes, SELECTION_BLOCK: tl.constexpr, CAUSAL: tl.constexpr):
-    """Whether queries at positions have to read blocks (`geometry.is_forced`)."""
+    """Whether queries at positions have to read blocks (`geometry.forced_priority` above 0)."""
     own_block = positions // SELECTION_BLOCK
     is_local = blocks > own_block - sizes.num_local
     is_local = is_local & (blocks <= own_block if CAUSAL else blocks < own_block + sizes.num_local)
