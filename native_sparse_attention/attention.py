@@ -7,13 +7,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from einops import rearrange
 from rotary_embedding_torch import RotaryEmbedding
 from torch import Tensor, nn
 
 from native_sparse_attention import functional, geometry
 from native_sparse_attention.cache import FIRST_CAPACITY, MAX_ROLLBACK, LayerCache
-from native_sparse_attention.compress import compress_blocks, compress_pair, make_networks
+from native_sparse_attention.compress import compress_pair, make_networks
+from native_sparse_attention.decoding import nsa_decode
 from native_sparse_attention.gate import check_gate, make_gate
 from native_sparse_attention.ops import select_blocks
 from native_sparse_attention.ops._checks import check_not_negative, check_positive, make_sequences
@@ -330,42 +330,29 @@ class SparseAttention(nn.Module):
         if mask is not None:
             order, counts = front_order(mask)
             x = to_front(x, order, mask)
-        offset = cache.lengths.clone()
         new = self._project(x)
-        tables = self._tables(cache.positions(num_tokens))
-        q, k, k_window = self._rotate(tables, backend, new.q, new.k, new.k_window)
-        candidates, blocks_k, blocks_v = cache.block_candidates(new.raw_k, new.raw_v)
-        blocks_k, blocks_v = (rearrange(b, 'b c l h d -> b h c l d').to(new.raw_k.dtype) for b in (blocks_k, blocks_v))
-        cache.append(
-            k,
+        out = nsa_decode(
+            new.q,
+            new.k,
             new.v,
-            counts=counts,
-            k_window=k_window,
-            v_window=new.v_window,
+            new.gates,
+            cache,
+            networks=(self.k_compress, self.v_compress),
+            positions=(self.k_intrablock_positions, self.v_intrablock_positions),
+            freqs=None if self.rotary is None else self.rotary.freqs,
+            interpolate_factor=1.0 if self.rotary is None else self.rotary.interpolate_factor,
+            mem_kv=self._memory(cache.dtype),
             raw_k=new.raw_k,
             raw_v=new.raw_v,
-            compressed=(candidates, *self._compress_blocks(blocks_k, blocks_v)),
-        )
-        num_keys = cache.max_length
-        num_compressed = geometry.num_compressed_blocks(num_keys, *self._compress_sizes)
-        k, v, k_window, v_window = (
-            None if t is None else t[:, :num_keys] for t in (cache.k, cache.v, cache.k_window, cache.v_window)
-        )
-        assert cache.k_cmp is not None
-        assert cache.v_cmp is not None
-        out = self._nsa(
-            q.to(cache.dtype),
-            k,
-            v,
-            cache.k_cmp[:, :num_compressed],
-            cache.v_cmp[:, :num_compressed],
-            new.gates,
-            mem_kv=self._memory(cache.dtype),
-            q_cmp=new.q.to(cache.dtype),
-            k_window=k_window,
-            v_window=v_window,
-            q_offset=offset,
-            seqlens_k=cache.lengths,
+            k_window=new.k_window,
+            v_window=new.v_window,
+            counts=counts,
+            selection_block_size=self.selection_block_size,
+            num_selected=self.num_selected_blocks,
+            window_size=self.sliding_window_size,
+            num_init=self.num_init_blocks,
+            num_local=self.num_local_blocks,
+            share_group=self.query_heads_share_selected_kv,
             backend=backend,
         )
         out = self._combine(out)
@@ -400,15 +387,6 @@ class SparseAttention(nn.Module):
         if self.compress_mem_k is None or self.compress_mem_v is None:
             return None
         return self.compress_mem_k.to(dtype), self.compress_mem_v.to(dtype)
-
-    def _compress_blocks(self, blocks_k: Tensor, blocks_v: Tensor) -> tuple[Tensor, Tensor]:
-        """Compressed keys `[B, C, H, D]` and values `[B, C, H, DV]` (equation 7)."""
-        blocks_k = blocks_k + self.k_intrablock_positions[:, None].to(blocks_k.dtype)
-        blocks_v = blocks_v + self.v_intrablock_positions[:, None].to(blocks_v.dtype)
-        return (
-            compress_blocks(self.k_compress, blocks_k, name='keys', value_dim=self.dim_head),
-            compress_blocks(self.v_compress, blocks_v, name='values', value_dim=self.dim_value_head),
-        )
 
     def _nsa(self, q: Tensor, *tensors: Any, **settings: Any) -> Tensor:
         """`nsa` with the settings of the layer, `[B, T, HQ, DV]`."""

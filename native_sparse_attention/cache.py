@@ -123,6 +123,42 @@ class LayerCache:
             capacity *= 2
         self._grow(capacity)
 
+    def advance(self, num_tokens: int) -> None:
+        self.max_length += num_tokens
+        self._peak = max(self._peak, self.max_length)
+
+    def read(self, num_tokens: int) -> list[Tensor | None]:
+        tensors = (self.k, self.v, self.k_window, self.v_window)
+        return [None if t is None else t[:, :num_tokens] for t in tensors]
+
+    def read_compressed(self, num_blocks: int) -> tuple[Tensor, Tensor]:
+        return self.k_cmp[:, :num_blocks], self.v_cmp[:, :num_blocks]
+
+    @property
+    def workspace(self):
+        if not hasattr(self, '_workspace'):
+            self._workspace = {}
+        return self._workspace
+
+    def storage(self):
+        from native_sparse_attention.ops.decoding.api import Storage
+
+        return Storage(
+            self.k,
+            self.v,
+            self.k_window,
+            self.v_window,
+            self.k_cmp,
+            self.v_cmp,
+            self.raw_k,
+            self.raw_v,
+            self.lengths,
+            self._peaks,
+            None,
+            None,
+            self.capacity,
+        )
+
     def positions(self, num_tokens: int) -> Tensor:
         """int64 `[B, num_tokens]`: positions of the next tokens of every row."""
         return self.lengths.long()[:, None] + torch.arange(num_tokens, device=self.device)

@@ -46,11 +46,18 @@ class Rotary(nn.Module):
         """x: `[B, T, H, D]`, positions: integers `[B, T]` or `[1, T]`. Returns the shape and dtype of x."""
         return self.rotate(x, *self.tables(positions), backend)
 
+    @property
+    def freqs(self) -> Tensor:
+        """Float32 `[F]`."""
+        return self.rotary_emb.freqs.float()
+
+    @property
+    def interpolate_factor(self) -> float:
+        return self.rotary_emb.interpolate_factor
+
     def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the angles at positions `[B, T]`, float32 `[B, T, F]`, for any number of `rotate`."""
-        factor, freqs = self.rotary_emb.interpolate_factor, self.rotary_emb.freqs.float()
-        angles = (positions[..., None] if factor == 1 else positions.float()[..., None] / factor) * freqs
-        return angles.cos(), angles.sin()
+        return angle_tables(positions, self.freqs, self.interpolate_factor)
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, backend: str = 'auto') -> Tensor:
         """x `[B, T, H, D]` turned by the angles of `tables`. backend: of the layer; eager serves flex, and frequencies
@@ -66,3 +73,10 @@ class Rotary(nn.Module):
         if self.rotary_emb.freqs.dtype != freqs.dtype:
             self.rotary_emb.freqs.data = freqs.to(self.rotary_emb.freqs.device)
         return self
+
+
+def angle_tables(positions: Tensor, freqs: Tensor, interpolate_factor: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of position / interpolate_factor * freqs, float32: positions `[B, T]`, freqs `[F]`."""
+    scaled = positions if interpolate_factor == 1 else positions.float() / interpolate_factor
+    angles = scaled[..., None] * freqs
+    return angles.cos(), angles.sin()

@@ -27,6 +27,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from native_sparse_attention.cache import LayerCache
+from native_sparse_attention.compress import MeanPool, SingleProjection
+from native_sparse_attention.decoding import nsa_decode
 from native_sparse_attention.geometry import Sequences
 from native_sparse_attention.ops import (
     chosen_scores,
@@ -151,6 +154,26 @@ def build_rotary(dtype: torch.dtype, head_dim: int) -> None:
     differentiate(rotary(x, tables, tables, backend='triton'))
 
 
+@torch.no_grad()
+def build_decoding(dtype: torch.dtype, head_dim: int) -> None:
+    for num_tokens, is_mean in ((1, True), (5, False)):
+        q, k, v = (t[:, :num_tokens] for t in make(dtype, head_dim, group=16))
+        sizes: dict[str, Any] = {'kv_heads': 2, 'head_dim': head_dim, 'value_dim': head_dim, 'dtype': dtype}
+        cache = LayerCache(1, 4 * SEQLEN, compress=(BLOCK, STRIDE), has_raw_k=True, **sizes)
+        networks = (MeanPool(),) * 2 if is_mean else (SingleProjection(head_dim, BLOCK).to(dtype),) * 2
+        nsa_decode(
+            *(q, k, v, torch.zeros(1, num_tokens, 32, 3), cache),
+            networks=networks,
+            positions=(torch.zeros(2, BLOCK, head_dim, dtype=dtype),) * 2,
+            freqs=torch.zeros(head_dim // 2),
+            mem_kv=(torch.zeros(2, 1, head_dim, dtype=dtype),) * 2,
+            selection_block_size=SELECTION_BLOCK,
+            num_selected=16,
+            window_size=100,
+            backend='triton',
+        )
+
+
 # An op with a Triton backend has an entry here, and what ops do only where a problem is large.
 OPS: dict[str, Callable[[torch.dtype, int], None]] = {
     'window_attention': build_window,
@@ -159,6 +182,7 @@ OPS: dict[str, Callable[[torch.dtype, int], None]] = {
     'selected_attention': build_selected,
     'gated_sum': build_gated_sum,
     'rotary': build_rotary,
+    'decoding': build_decoding,
     'lists of who chose a block': build_inverse_index,
 }
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from native_sparse_attention.ops._triton.rotation import turn
+
 
 @triton.jit
 def rotary_kernel(
@@ -37,9 +39,7 @@ def rotary_kernel(
     columns = tl.arange(0, BLOCK_D)
     mask = row_mask[:, None] & (columns < HEAD_DIM)[None, :]
     starts = batch * x_strides[0] + token * x_strides[1] + head * x_strides[2]
-    # Of a pair the even and the odd feature: [BLOCK_M, BLOCK_D / 2]
     x = tl.load(x_ptr + starts[:, None] + columns.to(tl.int64)[None, :] * x_strides[3], mask=mask, other=0.0)
-    even, odd = tl.split(tl.reshape(x.to(tl.float32), [BLOCK_M, BLOCK_D // 2, 2]))
     angles = tl.arange(0, BLOCK_D // 2)
     is_turned = row_mask[:, None] & (angles < NUM_ANGLES)[None, :]
     angles = angles.to(tl.int64)[None, :]
@@ -49,10 +49,7 @@ def rotary_kernel(
     sin = tl.load(sin_ptr + starts[:, None] + angles * sin_strides[2], mask=is_turned, other=0.0)
     if INVERSE:
         sin = -sin
-    # What is not turned stays as it is, infinities too.
-    turned_even = tl.where(is_turned, even * cos - odd * sin, even)
-    turned_odd = tl.where(is_turned, odd * cos + even * sin, odd)
-    out = tl.reshape(tl.join(turned_even, turned_odd), [BLOCK_M, BLOCK_D])
+    out = turn(x, cos, sin, is_turned)
     starts = batch * out_strides[0] + token * out_strides[1] + head * out_strides[2]
     pointers = out_ptr + starts[:, None] + columns.to(tl.int64)[None, :] * out_strides[3]
     tl.store(pointers, out.to(out_ptr.dtype.element_ty), mask=mask)

@@ -1,0 +1,188 @@
+"""Decoding: attention of new tokens over a cache, from append to gated output."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from einops import rearrange
+from torch import Tensor, nn
+
+from native_sparse_attention import functional, ops
+from native_sparse_attention.cache import LayerCache
+from native_sparse_attention.compress import MeanPool, compress_blocks
+from native_sparse_attention.geometry import num_compressed_blocks
+from native_sparse_attention.ops.backend import BackendChoice
+from native_sparse_attention.ops.decoding import api
+from native_sparse_attention.ops.decoding.api import Settings, Tokens
+from native_sparse_attention.rotary import angle_tables
+
+
+class Phi(NamedTuple):
+    """The networks of keys and of values, and what is added to the tokens of a block: `[H, l, D]` and `[H, l, DV]`."""
+
+    networks: tuple[nn.Module, nn.Module]
+    positions: tuple[Tensor, Tensor]
+
+    @property
+    def is_mean(self) -> bool:
+        return all(type(network) is MeanPool for network in self.networks)
+
+    def __call__(self, blocks_k: Tensor, blocks_v: Tensor) -> tuple[Tensor, Tensor]:
+        """Compressed keys `[B, C, H, D]` and values `[B, C, H, DV]` of blocks `[B, H, C, l, D or DV]`."""
+        networks = zip(self.networks, (blocks_k, blocks_v), ('keys', 'values'), strict=True)
+        k_cmp, v_cmp = (compress_blocks(n, b, name=name, value_dim=b.shape[-1]) for n, b, name in networks)
+        return k_cmp, v_cmp
+
+
+def nsa_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Tensor,
+    cache: LayerCache,
+    *,
+    networks: tuple[nn.Module, nn.Module],
+    positions: tuple[Tensor, Tensor],
+    freqs: Tensor | None = None,
+    interpolate_factor: float = 1.0,
+    mem_kv: tuple[Tensor, Tensor] | None = None,
+    raw_k: Tensor | None = None,
+    raw_v: Tensor | None = None,
+    k_window: Tensor | None = None,
+    v_window: Tensor | None = None,
+    counts: Tensor | None = None,
+    selection_block_size: int,
+    num_selected: int,
+    window_size: int,
+    num_init: int = 1,
+    num_local: int = 2,
+    share_group: bool = True,
+    scale: float | None = None,
+    num_splits: int = 0,
+    tiles_of_program: int = 0,
+    backend: str = 'auto',
+) -> Tensor:
+    """`nsa` of new tokens over a cache, which advances by them: appended, compressed, attended to and gated.
+
+    Args:
+        q: `[B, T, HQ, D]`, k: `[B, T, H, D]`, v: `[B, T, H, DV]`: new tokens of every row, before rotary.
+        gates: `[B, T, HQ, 3]` after the sigmoid.
+        cache: of sizes (l, d), with `has_raw_k` where freqs are given.
+        networks: φ of keys and of values, `[B, H, C, l, D or DV]` to `[B, H, C, D or DV]`. positions: what is added to
+            blocks before, `[H, l, D]` and `[H, l, DV]`.
+        freqs: float32 `[F]`, angles are position / interpolate_factor * freqs; None for no rotary embedding.
+        mem_kv: a pair `[H, M, D]`, `[H, M, DV]` that every query sees in the compressed branch.
+        raw_k, raw_v: what is compressed; default k, v. k_window, v_window: of the window branch; default k, v.
+        counts: int32 `[B]`, how many of the T are real; the others stand behind them. Default all.
+        selection_block_size, num_selected, num_init, num_local, share_group, scale: as in `nsa`. window_size: W, the
+            query's own token included.
+        num_splits, tiles_of_program: as in `ops.decoding.api.Settings`.
+        backend: 'auto', 'triton', 'flex' or 'eager'. The kernels of Triton decode up to 16 tokens at a time; longer
+            chunks go through those of `nsa`.
+
+    Returns:
+        `[B, T, HQ, DV]` in the dtype of q.
+
+    Raises:
+        ValueError: shapes or settings that do not fit, or a full cache; nothing is written then.
+    """
+    assert cache.compress is not None
+    tokens = Tokens(q, k, v, k if raw_k is None else raw_k, v if raw_v is None else raw_v, k_window, v_window)
+    settings = Settings(
+        *(*cache.compress, selection_block_size, num_selected, window_size, num_init, num_local, share_group),
+        *(q.shape[-1] ** -0.5 if scale is None else scale, num_splits, tiles_of_program),
+    )
+    phi = Phi(networks, positions)
+    cache.reserve(q.shape[1])
+    is_step = counts is None and backend_of(q, k, v, cache, backend=backend).name == 'triton'
+    if not is_step:
+        return _decode_by_ops(tokens, gates, cache, phi, freqs, interpolate_factor, mem_kv, counts, settings, backend)
+    from native_sparse_attention.ops.decoding import triton
+
+    storage, is_mean = cache.storage(), phi.is_mean
+    turned, *blocks = triton.append(
+        tokens, storage, positions, freqs, interpolate_factor, settings, is_mean, cache.workspace
+    )
+    k_cmp, v_cmp = blocks if is_mean else phi(*(b.to(q.dtype) for b in blocks))
+    out, _ = triton.attend(turned, q, k_cmp, v_cmp, gates, mem_kv, storage, settings, cache.workspace)
+    cache.advance(q.shape[1])
+    return out
+
+
+def backend_of(q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, *, backend: str = 'auto') -> BackendChoice:
+    """'triton' where the kernels of decoding serve these new tokens in fixed launches, else 'eager': the ops of `nsa`
+    one by one, by whatever backend serves them.
+    """
+    if backend == 'triton' and not 1 <= q.shape[1] <= api.MAX_NEW_TOKENS:
+        backend = 'auto'
+    return api.backend_of(q, k, v, dtype=cache.dtype, backend=backend)
+
+
+def _decode_by_ops(
+    tokens: Tokens,
+    gates: Tensor,
+    cache: LayerCache,
+    phi: Phi,
+    freqs: Tensor | None,
+    interpolate_factor: float,
+    mem_kv: tuple[Tensor, Tensor] | None,
+    counts: Tensor | None,
+    settings: Settings,
+    backend: str,
+) -> Tensor:
+    """Any number of tokens, by the ops of `nsa`."""
+    q, k, v, raw_k, raw_v, k_window, v_window = tokens
+    num_tokens, dtype = q.shape[1], raw_k.dtype
+    offset = cache.lengths.clone()
+    turned, k, k_window = _rotate((q, k, k_window), cache.positions(num_tokens), freqs, interpolate_factor, backend)
+    candidates, *blocks = cache.block_candidates(raw_k, raw_v)
+    blocks_k, blocks_v = (
+        rearrange(b, 'b c l h d -> b h c l d').to(dtype) + p[:, None].to(dtype)
+        for b, p in zip(blocks, phi.positions, strict=True)
+    )
+    cache.append(
+        k,
+        v,
+        counts=counts,
+        k_window=k_window,
+        v_window=v_window,
+        raw_k=raw_k,
+        raw_v=raw_v,
+        compressed=(candidates, *phi(blocks_k, blocks_v)),
+    )
+    num_keys = cache.max_length
+    num_compressed = num_compressed_blocks(num_keys, settings.compress_block_size, settings.compress_stride)
+    k, v, k_window, v_window = cache.read(num_keys)
+    return functional.nsa(
+        turned.to(cache.dtype),
+        k,
+        v,
+        *cache.read_compressed(num_compressed),
+        gates,
+        mem_kv=mem_kv,
+        q_cmp=q.to(cache.dtype),
+        k_window=k_window,
+        v_window=v_window,
+        compress_block_size=settings.compress_block_size,
+        compress_stride=settings.compress_stride,
+        selection_block_size=settings.selection_block_size,
+        num_selected=settings.num_selected,
+        window_size=(settings.window_size - 1, 0),
+        num_init=settings.num_init,
+        num_local=settings.num_local,
+        share_group=settings.share_group,
+        scale=settings.scale,
+        q_offset=offset,
+        seqlens_k=cache.lengths,
+        backend=backend,
+    )
+
+
+def _rotate(
+    tensors: tuple[Tensor | None, ...], positions: Tensor, freqs: Tensor | None, factor: float, backend: str
+) -> Any:
+    if freqs is None:
+        return tensors
+    cos, sin = angle_tables(positions, freqs, factor)
+    backend = 'eager' if backend == 'flex' else backend
+    return tuple(None if t is None else ops.rotary(t, cos, sin, backend=backend) for t in tensors)

@@ -1,0 +1,5 @@
+"""Decoding in Triton: five launches for a step, and φ between the first and the second."""
+
+from native_sparse_attention.ops.decoding.triton.op import append, attend
+
+__all__ = ['append', 'attend']

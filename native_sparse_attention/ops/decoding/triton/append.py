@@ -1,0 +1,189 @@
+"""The first launch of a step: new tokens into the cache, and the blocks that they complete laid out for φ."""
+
+# To pyright a jit function that another calls never returns.
+# pyright: reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from native_sparse_attention.ops._triton.placement import count_blocks
+from native_sparse_attention.ops._triton.rotation import turn
+from native_sparse_attention.ops.decoding.triton.storage import load_at, load_lengths, locate, store_at
+
+# Roles of programs: new tokens, blocks of keys, blocks of values.
+NUM_ROLES = 3
+
+
+@triton.jit
+def append_kernel(
+    q,
+    k,
+    v,
+    k_window,
+    v_window,
+    raw_k,
+    raw_v,
+    turned_q,
+    cached_k,
+    cached_v,
+    cached_k_window,
+    cached_v_window,
+    ring_k,
+    ring_v,
+    blocks_k,
+    blocks_v,
+    positions_k_ptr,
+    positions_v_ptr,
+    freqs_ptr,
+    lengths_ptr,
+    pages,
+    step,
+    sizes,
+    num_blocks,
+    factor,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    NUM_ANGLES: tl.constexpr,
+    MEAN: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    """One program per row and key head, and role. New tokens `[B, T, heads, D]`, the cache `[B, S, H, D]` or pages of
+    it, rings `[B, R, H, D]`; blocks_k, blocks_v: `[B, K, H, l, D]` by their strides, with MEAN `[B, K, H, D]`.
+
+    Nothing is turned without freqs; k_window, v_window where the window reads k and v; a ring where the cache
+    itself has what is compressed.
+    """
+    row = (tl.program_id(0) // step.kv_heads).to(tl.int64)
+    head = tl.program_id(0) % step.kv_heads
+    old, length = load_lengths(lengths_ptr, row, step)
+    if tl.program_id(1) == 0:
+        heads = head * GROUP + tl.arange(0, BLOCK_G)
+        in_group = tl.arange(0, BLOCK_G) < GROUP
+        for token in range(step.num_tokens):
+            position = old + token
+            if freqs_ptr is not None:
+                angles = tl.arange(0, BLOCK_D // 2)
+                is_turned = (angles < NUM_ANGLES)[None, :]
+                freqs = tl.load(freqs_ptr + angles, mask=angles < NUM_ANGLES, other=0.0)
+                angle = (tl.div_rn(position.to(tl.float32), factor) * freqs)[None, :]
+                cos, sin = tl.cos(angle), tl.sin(angle)
+                offsets = row * q.strides[0] + token * q.strides[1] + heads.to(tl.int64) * q.strides[2]
+                x = load_at(q.ptr, offsets, in_group, HEAD_DIM, BLOCK_D)
+                x = turn(x, cos, sin, is_turned)
+                strides = turned_q.strides
+                offsets = row * strides[0] + token * strides[1] + heads.to(tl.int64) * strides[2]
+                store_at(turned_q.ptr, offsets, x, in_group, HEAD_DIM, BLOCK_D)
+            else:
+                cos, sin, is_turned = 1.0, 0.0, False
+            one = tl.full([1], 1, tl.int1) & (position < length)
+            positions = tl.zeros([1], tl.int32) + position
+            _copy(k, cached_k, row, token, head, positions, one, pages, cos, sin, is_turned, HEAD_DIM, BLOCK_D)
+            _copy(v, cached_v, row, token, head, positions, one, pages, 1.0, 0.0, False, VALUE_DIM, BLOCK_DV)
+            if k_window.ptr is not None:
+                to = cached_k_window
+                _copy(k_window, to, row, token, head, positions, one, pages, cos, sin, is_turned, HEAD_DIM, BLOCK_D)
+                to = cached_v_window
+                _copy(v_window, to, row, token, head, positions, one, pages, 1.0, 0.0, False, VALUE_DIM, BLOCK_DV)
+    elif tl.program_id(1) == 1:
+        place = (row, head.to(tl.int64), old, length)
+        blocks = (blocks_k, positions_k_ptr, num_blocks)
+        _lay_out_blocks(raw_k, ring_k, cached_k, blocks, place, pages, step, sizes, MEAN, HEAD_DIM, BLOCK_L, BLOCK_D)
+    else:
+        place = (row, head.to(tl.int64), old, length)
+        blocks = (blocks_v, positions_v_ptr, num_blocks)
+        _lay_out_blocks(raw_v, ring_v, cached_v, blocks, place, pages, step, sizes, MEAN, VALUE_DIM, BLOCK_L, BLOCK_DV)
+
+
+@triton.jit
+def _copy(
+    new,
+    cached,
+    row,
+    token,
+    head,
+    positions,
+    fits,
+    pages,
+    cos,
+    sin,
+    is_turned,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One new token of a head into the cache, turned where `is_turned` is not False."""
+    offset = row * new.strides[0] + token * new.strides[1] + head.to(tl.int64) * new.strides[2]
+    x = load_at(new.ptr, tl.zeros([1], tl.int64) + offset, fits, SIZE, BLOCK)
+    if is_turned is not False:
+        x = turn(x, cos, sin, is_turned)
+    offsets, fits = locate(positions, fits, row, pages, cached.strides)
+    store_at(cached.ptr, offsets + head.to(tl.int64) * cached.strides[2], x, fits, SIZE, BLOCK)
+
+
+@triton.jit
+def _lay_out_blocks(
+    new,
+    ring,
+    cached,
+    blocks,
+    place,
+    pages,
+    step,
+    sizes,
+    MEAN: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """The blocks that the new tokens may complete, zeros for those that they do not, and the new tokens into the ring.
+
+    blocks: by row, block, head and token.
+    """
+    blocks, positions_ptr, num_blocks = blocks
+    row, head, old, length = place
+    first = count_blocks(old, sizes.block_size, sizes.stride)
+    num_complete = count_blocks(length, sizes.block_size, sizes.stride)
+    for index in range(num_blocks):
+        total = tl.zeros([BLOCK_D], tl.float32)
+        base = row * blocks.strides[0] + index * blocks.strides[1] + head * blocks.strides[2]
+        for start in range(0, sizes.block_size, BLOCK_L):
+            places = start + tl.arange(0, BLOCK_L)
+            tokens = (first + index) * sizes.stride + places
+            inside = places < sizes.block_size
+            exists = inside & (first + index < num_complete)
+            if ring.ptr is None:
+                offsets, found = locate(tokens, exists & (tokens < old), row, pages, cached.strides)
+                x = load_at(cached.ptr, offsets + head * cached.strides[2], found, SIZE, BLOCK_D)
+            else:
+                offsets = row * ring.strides[0] + (tokens % ring.size).to(tl.int64) * ring.strides[1]
+                found = exists & (tokens < old)
+                x = load_at(ring.ptr, offsets + head * ring.strides[2], found, SIZE, BLOCK_D)
+            offsets = row * new.strides[0] + (tokens - old).to(tl.int64) * new.strides[1] + head * new.strides[2]
+            x_new = load_at(new.ptr, offsets, exists & (tokens >= old), SIZE, BLOCK_D)
+            x = tl.where((tokens >= old)[:, None], x_new.to(x.dtype), x)
+            offsets = (head * sizes.block_size + places) * SIZE
+            added = load_at(positions_ptr, offsets, exists, SIZE, BLOCK_D).to(x.dtype)
+            x = (x.to(tl.float32) + added.to(tl.float32)).to(x.dtype)  # [BLOCK_L, BLOCK_D]
+            if MEAN:
+                total += tl.sum(x.to(tl.float32), 0)
+            else:
+                store_at(blocks.ptr, base + places.to(tl.int64) * blocks.strides[3], x, inside, SIZE, BLOCK_D)
+        if MEAN:
+            columns = tl.arange(0, BLOCK_D)
+            mean = tl.div_rn(total, tl.zeros([BLOCK_D], tl.float32) + sizes.block_size)
+            tl.store(blocks.ptr + base + columns, mean.to(blocks.ptr.dtype.element_ty), mask=columns < SIZE)
+    if ring.ptr is not None:
+        # A new token takes the place of an old one, which a block above may have needed.
+        tl.debug_barrier()
+        for token in range(step.num_tokens):
+            fits = tl.full([1], 1, tl.int1) & (old + token < length)
+            offset = row * new.strides[0] + token * new.strides[1] + head * new.strides[2]
+            x = load_at(new.ptr, tl.zeros([1], tl.int64) + offset, fits, SIZE, BLOCK_D)
+            slot = ((old + token) % ring.size).to(tl.int64)
+            offset = row * ring.strides[0] + slot * ring.strides[1] + head * ring.strides[2]
+            store_at(ring.ptr, tl.zeros([1], tl.int64) + offset, x, fits, SIZE, BLOCK_D)

@@ -1,0 +1,233 @@
+"""The fourth launch of a step: selected and window attention together, a block that both read once; and the fifth: the
+three branches put together.
+"""
+
+# To pyright a jit function that another calls never returns.
+# pyright: reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from native_sparse_attention.ops.decoding.triton.compressed import soften
+from native_sparse_attention.ops.decoding.triton.storage import load_at, load_lengths, locate, store_at
+
+
+class Reading(NamedTuple):
+    """window_size: W. num_tiles: tiles of tokens that a query may read. of_program: how many of them a program takes.
+    num_programs: those of a query.
+    """
+
+    window_size: int
+    num_tiles: int
+    of_program: int
+    num_programs: int
+
+
+@triton.jit
+def attend_kernel(
+    q,
+    cached_k,
+    cached_v,
+    cached_k_window,
+    cached_v_window,
+    best_ptr,
+    chosen_ptr,
+    lengths_ptr,
+    out_ptr,
+    stats_ptr,
+    pages,
+    step,
+    sizes,
+    choice,
+    reading,
+    scale,
+    GROUP: tl.constexpr,
+    CHOOSERS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    """One program per row, token, chooser and share of what they read: the chosen blocks one after the other, then the
+    blocks of the window that are not among them.
+
+    q: `[B, T, HQ, D]`; the cache `[B, S, H, D]` or pages; best: what the third launch left; chosen: int32 `[B, T,
+    choosers, n]`, the choice for whom it may concern. Of rows `[B, T, choosers, programs, 2, heads]`, selected and
+    window: out `[..., DV]`, not normalised; stats `[..., 2]`, the largest logit and the sum of weights.
+    """
+    share: tl.constexpr = GROUP // CHOOSERS
+    part = tl.program_id(0) % reading.num_programs
+    query = tl.program_id(0) // reading.num_programs
+    choosers = step.kv_heads * CHOOSERS
+    chooser = query % choosers
+    token = (query // choosers % step.num_tokens).to(tl.int64)
+    row = (query // choosers // step.num_tokens).to(tl.int64)
+    head = (chooser // CHOOSERS).to(tl.int64)
+    old, length = load_lengths(lengths_ptr, row, step)
+    position = old + token.to(tl.int32)
+
+    # The best of the best of all chunks, in slots; no block where there are fewer.
+    slots = tl.arange(0, BLOCK_S)
+    chosen = tl.full([BLOCK_S], -1, tl.int32)
+    candidates = tl.arange(0, BLOCK_C)
+    num_candidates = choice.num_chunks * choice.num_selected
+    best_ptr += query.to(tl.int64) * num_candidates
+    keys = tl.load(best_ptr + candidates, mask=candidates < num_candidates, other=-1)
+    for slot in range(choice.num_selected):
+        best = tl.max(keys, 0)
+        block = tl.where(best < 0, -1, 2**31 - 1 - (best & 0xFFFFFFFF)).to(tl.int32)
+        chosen = tl.where(slots == slot, block, chosen)
+        keys = tl.where(keys == best, -1, keys)
+    if part == 0:
+        chosen_ptr += query.to(tl.int64) * choice.num_selected
+        tl.store(chosen_ptr + slots, chosen, mask=slots < choice.num_selected)
+
+    members = tl.arange(0, BLOCK_M)
+    is_member = members < share
+    heads = (chooser * share + members).to(tl.int64)
+    offsets = row * q.strides[0] + token * q.strides[1] + heads * q.strides[2]
+    q = load_at(q.ptr, offsets, is_member, HEAD_DIM, BLOCK_D)
+    first_in_window = tl.maximum(position - reading.window_size + 1, 0)
+    first_block = first_in_window // sizes.selection_block_size
+    largest_selected = tl.full([BLOCK_M], float('-inf'), tl.float32)
+    largest_window = tl.full([BLOCK_M], float('-inf'), tl.float32)
+    total_selected = tl.zeros([BLOCK_M], tl.float32)
+    total_window = tl.zeros([BLOCK_M], tl.float32)
+    out_selected = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    out_window = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    first_tile = part * reading.of_program
+    for tile in tl.range(first_tile, tl.minimum(first_tile + reading.of_program, reading.num_tiles)):
+        places = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        item = places // sizes.selection_block_size
+        is_chosen = item < choice.num_selected
+        block = first_block + item - choice.num_selected
+        known = tl.max((block[:, None] == chosen[None, :]).to(tl.int32), 1) > 0
+        if choice.num_selected > 0:
+            block = tl.where(is_chosen, tl.gather(chosen, tl.minimum(item, BLOCK_S - 1), 0), block)
+        tokens = block * sizes.selection_block_size + places % sizes.selection_block_size
+        exists = (block >= 0) & (tokens <= position) & (tokens < length)
+        in_window = exists & (tokens >= first_in_window)
+        in_selected = exists & is_chosen
+        in_window = (
+            in_window & (is_chosen | (known == 0)) if cached_k_window.ptr is None else in_window & (is_chosen == 0)
+        )
+        offsets_k, found = locate(tokens, in_selected | in_window, row, pages, cached_k.strides)
+        offsets_v, found = locate(tokens, in_selected | in_window, row, pages, cached_v.strides)
+        of_head_k, of_head_v = head * cached_k.strides[2], head * cached_v.strides[2]
+        if cached_k_window.ptr is None:
+            k = load_at(cached_k.ptr, offsets_k + of_head_k, found, HEAD_DIM, BLOCK_D)
+            v = load_at(cached_v.ptr, offsets_v + of_head_v, found, VALUE_DIM, BLOCK_DV)
+        else:
+            # Laid out as keys and values of the other branch are.
+            k = load_at(cached_k.ptr, offsets_k + of_head_k, found & is_chosen, HEAD_DIM, BLOCK_D)
+            v = load_at(cached_v.ptr, offsets_v + of_head_v, found & is_chosen, VALUE_DIM, BLOCK_DV)
+            other_k = load_at(cached_k_window.ptr, offsets_k + of_head_k, found & in_window, HEAD_DIM, BLOCK_D)
+            other_v = load_at(cached_v_window.ptr, offsets_v + of_head_v, found & in_window, VALUE_DIM, BLOCK_DV)
+            k = tl.where(is_chosen[:, None], k, other_k)
+            v = tl.where(is_chosen[:, None], v, other_v)
+        logits = tl.dot(q, tl.trans(k), input_precision='ieee') * (scale * 1.4426950408889634)  # [BLOCK_M, BLOCK_N]
+        if tl.max((in_selected & found).to(tl.int32), 0) > 0:
+            largest_selected, total_selected, out_selected = _read(
+                logits, v, in_selected & found, largest_selected, total_selected, out_selected
+            )
+        if tl.max((in_window & found).to(tl.int32), 0) > 0:
+            largest_window, total_window, out_window = _read(
+                logits, v, in_window & found, largest_window, total_window, out_window
+            )
+
+    results = (tl.program_id(0).to(tl.int64) * 2) * share + members
+    of_selected, of_window = (largest_selected, total_selected), (largest_window, total_window)
+    _store(out_ptr, stats_ptr, results, of_selected, out_selected, is_member, VALUE_DIM, BLOCK_DV)
+    _store(out_ptr, stats_ptr, results + share, of_window, out_window, is_member, VALUE_DIM, BLOCK_DV)
+
+
+@triton.jit
+def _read(logits, v, mask, largest, total, out):
+    """One tile of keys and values into a branch."""
+    weights, shrink, largest = soften(tl.where(mask[None, :], logits, float('-inf')), largest)
+    out = tl.dot(weights.to(v.dtype), v, out * shrink[:, None], input_precision='ieee')
+    return largest, total * shrink + tl.sum(weights, 1), out
+
+
+@triton.jit
+def _store(out_ptr, stats_ptr, results, stats, out, mask, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """A branch's part, but for the output of one that has read nothing."""
+    largest, total = stats
+    tl.store(stats_ptr + 2 * results, largest, mask=mask)
+    tl.store(stats_ptr + 2 * results + 1, total, mask=mask)
+    store_at(out_ptr, results * SIZE, out, mask & (total != 0), SIZE, BLOCK)
+
+
+@triton.jit
+def combine_kernel(
+    gates,
+    compressed_ptr,
+    compressed_stats_ptr,
+    parts_ptr,
+    parts_stats_ptr,
+    out_ptr,
+    lengths_ptr,
+    peaks_ptr,
+    step,
+    num_splits,
+    num_programs,
+    GROUP: tl.constexpr,
+    CHOOSERS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    """One program per row, token and head: the gated sum of the three branches, each put together from its parts.
+
+    gates: `[B, T, HQ, 3]`; out: `[B, T, HQ, DV]`, contiguous. The first program of a row sets its length and the
+    longest that it has been: nobody reads them in this launch.
+    """
+    share: tl.constexpr = GROUP // CHOOSERS
+    query_heads = step.kv_heads * GROUP
+    query = tl.program_id(0)
+    head = query % query_heads
+    token = query // query_heads % step.num_tokens
+    row = (query // query_heads // step.num_tokens).to(tl.int64)
+    columns = tl.arange(0, BLOCK_DV)
+    unit = row * step.kv_heads + head // GROUP
+    parts = tl.arange(0, BLOCK_S)
+    results = ((unit * step.num_tokens + token) * GROUP + head % GROUP) * num_splits + parts
+    out = _join(compressed_ptr, compressed_stats_ptr, results, parts < num_splits, VALUE_DIM, BLOCK_DV)
+    gate_ptr = gates.ptr + row * gates.strides[0] + token * gates.strides[1] + head * gates.strides[2]
+    out = out * tl.load(gate_ptr).to(tl.float32)
+    parts = tl.arange(0, BLOCK_P)
+    chooser_query = query.to(tl.int64) // share
+    results = ((chooser_query * num_programs + parts) * 2) * share + head % share
+    selected = _join(parts_ptr, parts_stats_ptr, results, parts < num_programs, VALUE_DIM, BLOCK_DV)
+    out += selected * tl.load(gate_ptr + gates.strides[3]).to(tl.float32)
+    window = _join(parts_ptr, parts_stats_ptr, results + share, parts < num_programs, VALUE_DIM, BLOCK_DV)
+    out += window * tl.load(gate_ptr + 2 * gates.strides[3]).to(tl.float32)
+    pointers = out_ptr + query.to(tl.int64) * VALUE_DIM + columns
+    tl.store(pointers, out.to(out_ptr.dtype.element_ty), mask=columns < VALUE_DIM)
+    if query % (query_heads * step.num_tokens) == 0:
+        _, length = load_lengths(lengths_ptr, row, step)
+        peak = tl.load(peaks_ptr + row)
+        tl.store(lengths_ptr + row, length)
+        tl.store(peaks_ptr + row, tl.maximum(peak, length))
+
+
+@triton.jit
+def _join(out_ptr, stats_ptr, results, exists, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """`[BLOCK]`: the output of a branch; 0 where nothing is read."""
+    largest = tl.load(stats_ptr + 2 * results, mask=exists, other=float('-inf'))
+    total = tl.load(stats_ptr + 2 * results + 1, mask=exists, other=0.0)
+    base = tl.max(largest, 0)
+    weights = tl.exp2(largest - tl.where(base == float('-inf'), 0.0, base))
+    parts = load_at(out_ptr, results * SIZE, exists & (total != 0), SIZE, BLOCK)
+    total = tl.sum(total * weights, 0)
+    out = tl.sum(parts * weights[:, None], 0)
+    return tl.where(total == 0, 0.0, out / tl.where(total == 0, 1.0, total))

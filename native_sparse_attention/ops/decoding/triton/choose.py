@@ -1,0 +1,117 @@
+"""The third launch of a step: the best blocks of every chunk of a row, from the sums that the second one left."""
+
+# To pyright a jit function that another calls never returns.
+# pyright: reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from native_sparse_attention.ops.decoding.triton.storage import load_lengths
+
+
+class Choice(NamedTuple):
+    """num_selected: n, the blocks that a query reads. num_init, num_local: forced ones. num_chunks: parts of a row."""
+
+    num_selected: int
+    num_init: int
+    num_local: int
+    num_chunks: int
+
+
+@triton.jit
+def choose_kernel(
+    stats_ptr,
+    sums_ptr,
+    maxima_ptr,
+    best_ptr,
+    lengths_ptr,
+    step,
+    sizes,
+    split,
+    choice,
+    GROUP: tl.constexpr,
+    CHOOSERS: tl.constexpr,
+    HANDED_ON: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+):
+    """One program per row, token, chooser and chunk of BLOCK_J selection blocks. GROUP: heads of a key head, of which
+    each of CHOOSERS has its share; TILE: blocks that have a maximum in common.
+
+    best: int64 `[B, T, choosers, chunks, n]`, the first n of a chunk, the best first: what `rank` gives in the upper
+    half, and below it the complement of the block, -1 where there are no more.
+    """
+    chunk = tl.program_id(0) % choice.num_chunks
+    query = tl.program_id(0) // choice.num_chunks
+    choosers = step.kv_heads * CHOOSERS
+    chooser = query % choosers
+    token = query // choosers % step.num_tokens
+    row = query // choosers // step.num_tokens
+    old, length = load_lengths(lengths_ptr, row, step)
+    position = old + token
+
+    block = chunk * BLOCK_J + tl.arange(0, BLOCK_J)
+    own_block = position // sizes.selection_block_size
+    choosable = (block <= own_block) & (block < tl.cdiv(length, sizes.selection_block_size))
+    score = tl.zeros([BLOCK_J], tl.float32)
+    share: tl.constexpr = GROUP // CHOOSERS
+    splits = tl.arange(0, BLOCK_S)
+    for start in range(0, share, BLOCK_G):
+        heads = start + tl.arange(0, BLOCK_G)
+        is_head = heads < share
+        unit = row.to(tl.int64) * step.kv_heads + chooser // CHOOSERS
+        member = (unit * step.num_tokens + token) * GROUP + chooser % CHOOSERS * share + heads
+        stats = stats_ptr + 2 * ((member * split.num_splits)[:, None] + splits[None, :])
+        mask = is_head[:, None] & (splits < split.num_splits)[None, :]
+        largest = tl.load(stats, mask=mask, other=float('-inf'))
+        total = tl.load(stats + 1, mask=mask, other=0.0)
+        base = tl.max(largest, 1)
+        base = tl.where(base == float('-inf'), 0.0, base)
+        total = tl.sum(total * tl.exp2(largest - base[:, None]), 1)  # [BLOCK_G]
+        heads = (member, is_head, base, total)
+        score += _add_heads(sums_ptr, maxima_ptr, heads, block, choosable, split, TILE)
+        if HANDED_ON:
+            onward_ptr = sums_ptr + split.num_blocks
+            score += _add_heads(onward_ptr, maxima_ptr, heads, block - 1, choosable & (block > 0), split, TILE)
+
+    keys = (rank(score, block, own_block, choice).to(tl.int64) << 32) + (2**31 - 1 - block)
+    keys = tl.where(choosable, keys, -1)
+    best_ptr += tl.program_id(0).to(tl.int64) * choice.num_selected
+    for slot in range(choice.num_selected):
+        best = tl.max(keys, 0)
+        tl.store(best_ptr + slot, best)
+        keys = tl.where(keys == best, -1, keys)
+
+
+@triton.jit
+def _add_heads(sums_ptr, maxima_ptr, heads, block, mask, split, TILE: tl.constexpr):
+    """The sums of blocks `[J]` over heads, made weights of a softmax."""
+    member, is_head, base, total = heads
+    mask = is_head[:, None] & mask[None, :]
+    sums = tl.load(sums_ptr + (member * 2 * split.num_blocks)[:, None] + block[None, :], mask=mask, other=0.0)
+    largest = tl.load(maxima_ptr + (member * split.num_tiles)[:, None] + block[None, :] // TILE, mask=mask, other=0.0)
+    weights = tl.exp2(largest - base[:, None]) / total[:, None]
+    # Where nothing is seen there are no weights to scale.
+    return tl.sum(tl.where(mask & (sums != 0), sums * weights, 0.0), 0)
+
+
+@triton.jit
+def rank(score, block, own_block, choice):
+    """The larger the earlier a block is taken. Forced blocks have the ranks of geometry.forced_priority, above all
+    scores.
+    """
+    distance = own_block - block
+    is_local = (distance >= 0) & (distance < choice.num_local)
+    priority = tl.where(is_local, 2 * (choice.num_local - distance) + (distance > 0).to(tl.int32), 0)
+    initial = choice.num_init - block + 2 * choice.num_local
+    priority = tl.where(block < choice.num_init, tl.maximum(priority, initial), priority)
+    priority = tl.where(is_local & (distance == 0), 2 * choice.num_local + choice.num_init + 1, priority)
+    # Bits of floats that are not negative are in the order of the floats.
+    bits = tl.where(score == score, score, float('inf')).to(tl.int32, bitcast=True)
+    return tl.where(priority > 0, 0x7F800000 + priority, bits)

@@ -1,0 +1,207 @@
+"""The launches of a step. Their grids and arguments depend on shapes alone, and they write into workspace that stays:
+a step can be captured in a CUDA graph, which is then valid for every later length of every row.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from native_sparse_attention.ops._triton.launch import head_block, launch, row_block
+from native_sparse_attention.ops._triton.placement import last_dim_contiguous
+from native_sparse_attention.ops.decoding.api import Settings, Storage, Tokens
+from native_sparse_attention.ops.decoding.triton.append import NUM_ROLES, append_kernel
+from native_sparse_attention.ops.decoding.triton.attend import Reading, attend_kernel, combine_kernel
+from native_sparse_attention.ops.decoding.triton.choose import Choice, choose_kernel
+from native_sparse_attention.ops.decoding.triton.compressed import Split, compressed_kernel
+from native_sparse_attention.ops.decoding.triton.settings import launch_options, make_plan
+from native_sparse_attention.ops.decoding.triton.storage import Blocks, Pages, Step, ring_of, strided
+
+# Workspace by name and shape, kept with the cache that it serves.
+Workspace = dict[tuple[Any, ...], Tensor]
+# Tokens of a compressed block that a program lays out at a time.
+BLOCK_L = 32
+
+
+def append(
+    tokens: Tokens,
+    storage: Storage,
+    positions: tuple[Tensor, Tensor],
+    freqs: Tensor | None,
+    factor: float,
+    settings: Settings,
+    is_mean: bool,
+    workspace: Workspace,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Writes new tokens into the cache. Returns q, turned; and the blocks that they may complete, K = ceil(T / d) of
+    keys and of values: laid out `[B, H, K, l, D or DV]` for φ, positions added; with is_mean their means `[B, K, H, D
+    or DV]`. positions: `[H, l, D]`, `[H, l, DV]`. freqs: float32 `[F]`, of angles position / factor * freqs.
+    """
+    q, k, v, raw_k, raw_v, k_window, v_window = last_dim_contiguous(*tokens)
+    batch, num_tokens, heads, head_dim = q.shape
+    kv_heads, value_dim = k.shape[2], v.shape[3]
+    block_size, stride = settings.compress_block_size, settings.compress_stride
+    num_blocks = -(-num_tokens // stride)
+    dtype, device = storage.k.dtype, q.device
+    turned = q if freqs is None else _empty(workspace, 'q', q.shape, dtype, device)
+    blocks_k, blocks_v = (
+        _empty(workspace, name, (batch, num_blocks, kv_heads, *sizes), dtype, device)
+        for name, sizes in (
+            ('blocks_k', (head_dim,) if is_mean else (block_size, head_dim)),
+            ('blocks_v', (value_dim,) if is_mean else (block_size, value_dim)),
+        )
+    )
+    launch(
+        append_kernel,
+        (batch * kv_heads, NUM_ROLES),
+        *(strided(t) for t in (q, k, v, k_window, v_window, raw_k, raw_v, turned)),
+        *(strided(t) for t in (storage.k, storage.v, storage.k_window, storage.v_window)),
+        *(ring_of(storage.raw_k), ring_of(storage.raw_v)),
+        *(strided(blocks_k), strided(blocks_v), *(p.contiguous() for p in positions)),
+        *(freqs, storage.lengths, _pages(storage.block_table, storage.k)),
+        Step(num_tokens, storage.capacity, kv_heads),
+        Blocks(block_size, stride, settings.selection_block_size),
+        *(num_blocks, factor),
+        GROUP=heads // kv_heads,
+        HEAD_DIM=head_dim,
+        VALUE_DIM=value_dim,
+        NUM_ANGLES=0 if freqs is None else len(freqs),
+        MEAN=is_mean,
+        BLOCK_G=1 << (heads // kv_heads - 1).bit_length(),
+        BLOCK_L=min(BLOCK_L, 1 << (block_size - 1).bit_length()),
+        BLOCK_D=head_block(head_dim),
+        BLOCK_DV=head_block(value_dim),
+        **launch_options('append'),
+        device=device,
+    )
+    if is_mean:
+        return turned, blocks_k, blocks_v
+    return turned, blocks_k.transpose(1, 2), blocks_v.transpose(1, 2)
+
+
+def attend(
+    q: Tensor,
+    q_cmp: Tensor,
+    new_k: Tensor,
+    new_v: Tensor,
+    gates: Tensor,
+    mem_kv: tuple[Tensor, Tensor] | None,
+    storage: Storage,
+    settings: Settings,
+    workspace: Workspace,
+) -> tuple[Tensor, Tensor | None]:
+    """What new tokens attend to, gated, `[B, T, HQ, DV]`, after `append`; and the chosen blocks, int32 `[B, T, H or HQ,
+    n]`. Stores the compressed blocks new_k, new_v `[B, K, H, D or DV]` that are complete, and advances the lengths.
+    """
+    q, q_cmp, gates, new_k, new_v = last_dim_contiguous(q, q_cmp, gates, new_k, new_v)
+    batch, num_tokens, heads, head_dim = q.shape
+    kv_heads, value_dim = new_v.shape[2], new_v.shape[3]
+    choosers = kv_heads if settings.share_group else heads
+    device, dtype = q.device, storage.k.dtype
+    plan = make_plan(
+        *(device, dtype.itemsize, batch, num_tokens, heads, kv_heads, choosers, max(head_dim, value_dim)),
+        *(storage.capacity, settings.selection_block_size, settings.num_selected, settings.window_size),
+        *(settings.num_splits, settings.tiles_of_program),
+    )
+    step = Step(num_tokens, storage.capacity, kv_heads)
+    sizes = Blocks(settings.compress_block_size, settings.compress_stride, settings.selection_block_size)
+    split = Split(plan.num_splits, plan.num_blocks, plan.num_tiles)
+    choice = Choice(settings.num_selected, settings.num_init, settings.num_local, plan.num_chunks)
+    group = heads // kv_heads
+    handed_on = settings.compress_block_size - settings.compress_stride <= settings.selection_block_size
+    rows, queries = batch * num_tokens * heads, batch * num_tokens * choosers
+
+    def empty(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return _empty(workspace, name, shape, dtype, device)
+
+    out_compressed = empty('out_compressed', rows, plan.num_splits, value_dim)
+    stats = empty('stats', rows, plan.num_splits, 2)
+    sums, maxima = empty('sums', rows, 2, plan.num_blocks), empty('maxima', rows, plan.num_tiles)
+    out_parts = empty('out_parts', queries, plan.num_programs, 2, heads // choosers, value_dim)
+    parts_stats = empty('parts_stats', queries, plan.num_programs, 2, heads // choosers, 2)
+    best = empty('best', queries, plan.num_chunks, settings.num_selected, dtype=torch.int64)
+    chosen = empty('chosen', batch, num_tokens, choosers, settings.num_selected, dtype=torch.int32)
+    out = gates.new_empty(batch, num_tokens, heads, value_dim, dtype=q_cmp.dtype)
+    mem_k, mem_v = (None, None) if mem_kv is None else (t.contiguous() for t in mem_kv)
+    head_sizes = {'HEAD_DIM': head_dim, 'VALUE_DIM': value_dim}
+    head_blocks = {'BLOCK_D': head_block(head_dim), 'BLOCK_DV': head_block(value_dim)}
+    groups = {'GROUP': group, 'CHOOSERS': choosers // kv_heads}
+
+    row_tiles = -(-num_tokens * group // plan.block_m)
+    launch(
+        compressed_kernel,
+        (batch * kv_heads * row_tiles * plan.num_splits,),
+        *(strided(t) for t in (q_cmp, storage.k_cmp, storage.v_cmp, new_k, new_v)),
+        *(mem_k, mem_v, storage.lengths, out_compressed, stats, sums, maxima),
+        *(_pages(storage.block_table_cmp, storage.k_cmp), step, sizes, split, settings.scale),
+        GROUP=group,
+        NUM_MEM=0 if mem_k is None else mem_k.shape[1],
+        HANDED_ON=handed_on,
+        BLOCK_M=plan.block_m,
+        BLOCK_J=plan.block_j,
+        **head_sizes,
+        **head_blocks,
+        **launch_options('compressed'),
+        device=device,
+    )
+    if settings.num_selected:
+        launch(
+            choose_kernel,
+            (queries * plan.num_chunks,),
+            *(stats, sums, maxima, best, storage.lengths, step, sizes, split, choice),
+            **groups,
+            HANDED_ON=handed_on,
+            TILE=plan.block_j,
+            BLOCK_G=min(16, 1 << (heads // choosers - 1).bit_length()),
+            BLOCK_S=1 << (plan.num_splits - 1).bit_length(),
+            BLOCK_J=plan.chunk,
+            **launch_options('choose'),
+            device=device,
+        )
+    launch(
+        attend_kernel,
+        (queries * plan.num_programs,),
+        *(strided(t) for t in (q, storage.k, storage.v, storage.k_window, storage.v_window)),
+        *(best, chosen, storage.lengths, out_parts, parts_stats, _pages(storage.block_table, storage.k)),
+        *(step, sizes, choice),
+        Reading(settings.window_size, plan.num_reads, plan.of_program, plan.num_programs),
+        settings.scale,
+        **groups,
+        BLOCK_C=1 << max(plan.num_chunks * settings.num_selected - 1, 0).bit_length(),
+        BLOCK_S=row_block(max(settings.num_selected, 1)),
+        BLOCK_M=row_block(heads // choosers),
+        BLOCK_N=plan.block_n,
+        **head_sizes,
+        **head_blocks,
+        **launch_options('attend'),
+        device=device,
+    )
+    launch(
+        combine_kernel,
+        (rows,),
+        *(strided(gates), out_compressed, stats, out_parts, parts_stats, out, storage.lengths, storage.peaks),
+        *(step, plan.num_splits, plan.num_programs),
+        **groups,
+        VALUE_DIM=value_dim,
+        BLOCK_S=1 << (plan.num_splits - 1).bit_length(),
+        BLOCK_P=1 << (plan.num_programs - 1).bit_length(),
+        BLOCK_DV=head_block(value_dim),
+        **launch_options('combine'),
+        device=device,
+    )
+    return out, chosen if settings.num_selected else None
+
+
+def _pages(table: Tensor | None, pool: Tensor) -> Pages:
+    return Pages(None, 0, 1, 0) if table is None else Pages(table, table.shape[1], pool.shape[1], pool.shape[0])
+
+
+def _empty(workspace: Workspace, name: str, shape: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor that stays, whatever is in it."""
+    key = (name, *shape, dtype)
+    if key not in workspace:
+        with torch.inference_mode(False):
+            workspace[key] = torch.empty(shape, dtype=dtype, device=device)
+    return workspace[key]

@@ -1,0 +1,103 @@
+"""Launch settings of decoding: what a program takes, and how many share the work of a row."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+from native_sparse_attention.ops._triton.launch import head_block, row_block
+
+# Warps and pipeline stages of each kernel.
+LAUNCHES = {'append': (4, 1), 'compressed': (4, 2), 'choose': (4, 1), 'attend': (4, 2), 'combine': (4, 1)}
+# Programs that a launch should have for each multiprocessor, and multiprocessors where there are none.
+PROGRAMS = 8
+MULTIPROCESSORS = 64
+# Most parts that the compressed blocks of a row are split into, and most bytes of a tile of keys.
+MAX_SPLITS = 64
+TILE_BYTES = 16384
+# Selection blocks of a program that chooses, and most candidates that the programs of a row leave.
+CHUNK = 256
+MAX_CANDIDATES = 4096
+
+
+class Plan(NamedTuple):
+    """block_m: rows of a tile of compressed attention. block_j: selection blocks of its tile. num_splits: its parts of
+    a row. num_blocks, num_tiles: selection blocks of a row, in whole tiles. chunk, num_chunks: of the choice. block_n:
+    tokens of a tile of the other branches, num_reads of which are for a query; of_program: those of a program.
+    """
+
+    block_m: int
+    block_j: int
+    num_splits: int
+    num_blocks: int
+    num_tiles: int
+    chunk: int
+    num_chunks: int
+    block_n: int
+    num_reads: int
+    of_program: int
+
+    @property
+    def num_programs(self) -> int:
+        return -(-self.num_reads // self.of_program)
+
+
+@cache
+def make_plan(
+    device: torch.device,
+    itemsize: int,
+    batch: int,
+    num_tokens: int,
+    heads: int,
+    kv_heads: int,
+    choosers: int,
+    head_dim: int,
+    capacity: int,
+    selection_block_size: int,
+    num_selected: int,
+    window_size: int,
+    num_splits: int,
+    tiles_of_program: int,
+) -> Plan:
+    """num_splits, tiles_of_program: 0 for as many as the batch asks for."""
+    target = PROGRAMS * _multiprocessors(device)
+    rows = num_tokens * heads // kv_heads
+    block_m = min(64, row_block(rows))
+    block_d = head_block(head_dim)
+    tile = max(16, min(64, _power_of_2_below(TILE_BYTES // (block_d * itemsize))))
+    num_blocks = -(-capacity // selection_block_size)
+    block_j = min(tile, row_block(num_blocks))
+    num_tiles = -(-num_blocks // block_j)
+    units = batch * kv_heads * -(-rows // block_m)
+    num_splits = num_splits or max(1, min(MAX_SPLITS, -(-target // units)))
+    chunk = CHUNK
+    while -(-num_blocks // chunk) * num_selected > MAX_CANDIDATES:
+        chunk *= 2
+    block_n = min(tile, max(16, 1 << (selection_block_size - 1).bit_length()))
+    reach = (window_size + selection_block_size - 2) // selection_block_size + 1
+    num_reads = -(-(num_selected + reach) * selection_block_size // block_n)
+    queries = batch * num_tokens * choosers
+    of_program = tiles_of_program or max(1, min(num_reads, num_reads * queries // target))
+    return Plan(
+        *(block_m, block_j, min(num_splits, num_tiles), num_tiles * block_j, num_tiles),
+        *(min(chunk, max(16, 1 << (num_blocks - 1).bit_length())), -(-num_blocks // chunk)),
+        *(block_n, num_reads, min(of_program, num_reads)),
+    )
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != 'cuda':
+        return MULTIPROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def launch_options(kernel: str) -> dict[str, int]:
+    num_warps, num_stages = LAUNCHES[kernel]
+    return {'num_warps': num_warps, 'num_stages': num_stages}
+
+
+def _power_of_2_below(n: int) -> int:
+    return 1 << max(n, 1).bit_length() - 1

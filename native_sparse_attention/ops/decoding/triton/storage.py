@@ -1,0 +1,97 @@
+"""Where the kernels of decoding find tokens: rows of different lengths, in a tensor of their own or in pages."""
+
+# To pyright a jit function that another calls never returns.
+# pyright: reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+class Strided(NamedTuple):
+    """A tensor, or none, and its strides; the last dimension is contiguous."""
+
+    ptr: Tensor | None
+    strides: tuple[int, ...]
+
+
+class Ring(NamedTuple):
+    """The last `size` tokens of every row `[B, size, H, D]`, position p in place p modulo size; or none."""
+
+    ptr: Tensor | None
+    strides: tuple[int, ...]
+    size: int
+
+
+class Pages(NamedTuple):
+    """Token p of row b lies in page table[b, p // size] of num_pages; without a table in row b of its tensor."""
+
+    table: Tensor | None
+    per_row: int
+    size: int
+    num_pages: int
+
+
+class Step(NamedTuple):
+    """num_tokens: T, the new tokens of every row. capacity: tokens that fit into a row. kv_heads: H."""
+
+    num_tokens: int
+    capacity: int
+    kv_heads: int
+
+
+class Blocks(NamedTuple):
+    """l, d and l' in tokens."""
+
+    block_size: int
+    stride: int
+    selection_block_size: int
+
+
+def strided(tensor: Tensor | None) -> Strided:
+    return Strided(None, (0,) * 4) if tensor is None else Strided(tensor, tensor.stride())
+
+
+def ring_of(tensor: Tensor | None) -> Ring:
+    return Ring(None, (0,) * 4, 1) if tensor is None else Ring(tensor, tensor.stride(), tensor.shape[1])
+
+
+@triton.jit
+def load_lengths(lengths_ptr, row, step):
+    """Tokens of a row before the step and after it: what does not fit is dropped."""
+    old = tl.minimum(tl.maximum(tl.load(lengths_ptr + row), 0), step.capacity)
+    return old, tl.minimum(old + step.num_tokens, step.capacity)
+
+
+@triton.jit
+def locate(tokens, exists, row, pages, strides):
+    """Offsets of tokens of a row, int64, and whether they exist: not in a page that does not."""
+    if pages.table is None:
+        offsets = row.to(tl.int64) * strides[0] + tokens.to(tl.int64) * strides[1]
+    else:
+        entry = pages.table + row.to(tl.int64) * pages.per_row + tokens // pages.size
+        page = tl.load(entry, mask=exists, other=-1)
+        exists = exists & (page >= 0) & (page < pages.num_pages)
+        offsets = page.to(tl.int64) * strides[0] + (tokens % pages.size).to(tl.int64) * strides[1]
+    return offsets, exists
+
+
+@triton.jit
+def load_at(ptr, offsets, mask, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows of SIZE elements at offsets, padded to BLOCK with zeros; 0 in rows that the mask leaves out."""
+    columns = tl.arange(0, BLOCK)
+    pointers = ptr + offsets[:, None] + columns[None, :]
+    if SIZE == BLOCK:
+        return tl.load(pointers, mask=mask[:, None], other=0.0)
+    return tl.load(pointers, mask=mask[:, None] & (columns < SIZE)[None, :], other=0.0)
+
+
+@triton.jit
+def store_at(ptr, offsets, values, mask, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    columns = tl.arange(0, BLOCK)
+    pointers = ptr + offsets[:, None] + columns[None, :]
+    tl.store(pointers, values.to(ptr.dtype.element_ty), mask=mask[:, None] & (columns < SIZE)[None, :])
