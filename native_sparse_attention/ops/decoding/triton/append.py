@@ -41,7 +41,6 @@ def append_kernel(
     pages,
     step,
     sizes,
-    num_blocks,
     factor,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -92,11 +91,11 @@ def append_kernel(
                 _copy(v_window, to, row, token, head, positions, one, pages, 1.0, 0.0, False, VALUE_DIM, BLOCK_DV)
     elif tl.program_id(1) == 1:
         place = (row, head.to(tl.int64), old, length)
-        blocks = (blocks_k, positions_k_ptr, num_blocks)
+        blocks = (blocks_k, positions_k_ptr)
         _lay_out_blocks(raw_k, ring_k, cached_k, blocks, place, pages, step, sizes, MEAN, HEAD_DIM, BLOCK_L, BLOCK_D)
     else:
         place = (row, head.to(tl.int64), old, length)
-        blocks = (blocks_v, positions_v_ptr, num_blocks)
+        blocks = (blocks_v, positions_v_ptr)
         _lay_out_blocks(raw_v, ring_v, cached_v, blocks, place, pages, step, sizes, MEAN, VALUE_DIM, BLOCK_L, BLOCK_DV)
 
 
@@ -144,11 +143,11 @@ def _lay_out_blocks(
 
     blocks: by row, block, head and token.
     """
-    blocks, positions_ptr, num_blocks = blocks
+    blocks, positions_ptr = blocks
     row, head, old, length = place
     first = count_blocks(old, sizes.block_size, sizes.stride)
     num_complete = count_blocks(length, sizes.block_size, sizes.stride)
-    for index in range(num_blocks):
+    for index in range(step.num_new):
         total = tl.zeros([BLOCK_D], tl.float32)
         base = row * blocks.strides[0] + index * blocks.strides[1] + head * blocks.strides[2]
         for start in range(0, sizes.block_size, BLOCK_L):

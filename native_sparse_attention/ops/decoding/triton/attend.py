@@ -12,16 +12,18 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from native_sparse_attention.ops.decoding.triton.choose import MAX_COUNTED, TAKEN, block_of, count_larger
 from native_sparse_attention.ops.decoding.triton.compressed import soften
 from native_sparse_attention.ops.decoding.triton.storage import load_at, load_lengths, locate, store_at
 
 
 class Reading(NamedTuple):
-    """window_size: W. num_tiles: tiles of tokens that a query may read. of_program: how many of them a program takes.
-    num_programs: those of a query.
+    """window_size: W. num_chosen: tiles that hold the tokens of chosen blocks; num_tiles: and of those of the window.
+    of_program: how many of them a program takes. num_programs: those of a query.
     """
 
     window_size: int
+    num_chosen: int
     num_tiles: int
     of_program: int
     num_programs: int
@@ -60,7 +62,7 @@ def attend_kernel(
     blocks of the window that are not among them.
 
     q: `[B, T, HQ, D]`; the cache `[B, S, H, D]` or pages; best: what the third launch left; chosen: int32 `[B, T,
-    choosers, n]`, the choice for whom it may concern. Of rows `[B, T, choosers, programs, 2, heads]`, selected and
+    choosers, n]`, made of it where a row has several chunks. Of rows `[B, T, choosers, programs, 2, heads]`, selected and
     window: out `[..., DV]`, not normalised; stats `[..., 2]`, the largest logit and the sum of weights.
     """
     share: tl.constexpr = GROUP // CHOOSERS
@@ -74,21 +76,12 @@ def attend_kernel(
     old, length = load_lengths(lengths_ptr, row, step)
     position = old + token.to(tl.int32)
 
-    # The best of the best of all chunks, in slots; no block where there are fewer.
     slots = tl.arange(0, BLOCK_S)
-    chosen = tl.full([BLOCK_S], -1, tl.int32)
-    candidates = tl.arange(0, BLOCK_C)
-    num_candidates = choice.num_chunks * choice.num_selected
-    best_ptr += query.to(tl.int64) * num_candidates
-    keys = tl.load(best_ptr + candidates, mask=candidates < num_candidates, other=-1)
-    for slot in range(choice.num_selected):
-        best = tl.max(keys, 0)
-        block = tl.where(best < 0, -1, 2**31 - 1 - (best & 0xFFFFFFFF)).to(tl.int32)
-        chosen = tl.where(slots == slot, block, chosen)
-        keys = tl.where(keys == best, -1, keys)
-    if part == 0:
-        chosen_ptr += query.to(tl.int64) * choice.num_selected
-        tl.store(chosen_ptr + slots, chosen, mask=slots < choice.num_selected)
+    chosen_ptr += query.to(tl.int64) * choice.num_selected
+    if choice.num_chunks > 1:
+        best_ptr += query.to(tl.int64) * choice.num_chunks * choice.num_selected
+        _store_choice(best_ptr, chosen_ptr, choice, BLOCK_C, BLOCK_S)
+    chosen = tl.load(chosen_ptr + slots, mask=slots < choice.num_selected, other=-1)
 
     members = tl.arange(0, BLOCK_M)
     is_member = members < share
@@ -104,49 +97,70 @@ def attend_kernel(
     out_selected = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     out_window = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     first_tile = part * reading.of_program
-    for tile in tl.range(first_tile, tl.minimum(first_tile + reading.of_program, reading.num_tiles)):
+    last_tile = first_tile + reading.of_program
+    scale_log2 = scale * 1.4426950408889634
+    of_head_k, of_head_v = head * cached_k.strides[2], head * cached_v.strides[2]
+    for tile in tl.range(first_tile, tl.minimum(last_tile, reading.num_chosen)):
         places = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         item = places // sizes.selection_block_size
-        is_chosen = item < choice.num_selected
-        block = first_block + item - choice.num_selected
-        known = tl.max((block[:, None] == chosen[None, :]).to(tl.int32), 1) > 0
-        if choice.num_selected > 0:
-            block = tl.where(is_chosen, tl.gather(chosen, tl.minimum(item, BLOCK_S - 1), 0), block)
+        block = tl.load(chosen_ptr + item, mask=item < choice.num_selected, other=-1)
         tokens = block * sizes.selection_block_size + places % sizes.selection_block_size
         exists = (block >= 0) & (tokens <= position) & (tokens < length)
-        in_window = exists & (tokens >= first_in_window)
-        in_selected = exists & is_chosen
-        in_window = (
-            in_window & (is_chosen | (known == 0)) if cached_k_window.ptr is None else in_window & (is_chosen == 0)
+        offsets_k, exists = locate(tokens, exists, row, pages, cached_k.strides)
+        offsets_v, exists = locate(tokens, exists, row, pages, cached_v.strides)
+        k = load_at(cached_k.ptr, offsets_k + of_head_k, exists, HEAD_DIM, BLOCK_D)
+        v = load_at(cached_v.ptr, offsets_v + of_head_v, exists, VALUE_DIM, BLOCK_DV)
+        logits = tl.dot(q, tl.trans(k), input_precision='ieee') * scale_log2  # [BLOCK_M, BLOCK_N]
+        largest_selected, total_selected, out_selected = _read(
+            logits, v, exists, largest_selected, total_selected, out_selected
         )
-        offsets_k, found = locate(tokens, in_selected | in_window, row, pages, cached_k.strides)
-        offsets_v, found = locate(tokens, in_selected | in_window, row, pages, cached_v.strides)
-        of_head_k, of_head_v = head * cached_k.strides[2], head * cached_v.strides[2]
         if cached_k_window.ptr is None:
-            k = load_at(cached_k.ptr, offsets_k + of_head_k, found, HEAD_DIM, BLOCK_D)
-            v = load_at(cached_v.ptr, offsets_v + of_head_v, found, VALUE_DIM, BLOCK_DV)
+            in_window = exists & (tokens >= first_in_window)
+            if tl.max(in_window.to(tl.int32), 0) > 0:
+                largest_window, total_window, out_window = _read(
+                    logits, v, in_window, largest_window, total_window, out_window
+                )
+    for tile in tl.range(tl.maximum(first_tile, reading.num_chosen), tl.minimum(last_tile, reading.num_tiles)):
+        places = (tile - reading.num_chosen) * BLOCK_N + tl.arange(0, BLOCK_N)
+        tokens = first_block * sizes.selection_block_size + places
+        exists = (tokens >= first_in_window) & (tokens <= position) & (tokens < length)
+        if cached_k_window.ptr is None:
+            block = tokens // sizes.selection_block_size
+            exists = exists & (tl.max((block[:, None] == chosen[None, :]).to(tl.int32), 1) == 0)
+        offsets_k, exists = locate(tokens, exists, row, pages, cached_k.strides)
+        offsets_v, exists = locate(tokens, exists, row, pages, cached_v.strides)
+        if cached_k_window.ptr is None:
+            k = load_at(cached_k.ptr, offsets_k + of_head_k, exists, HEAD_DIM, BLOCK_D)
+            v = load_at(cached_v.ptr, offsets_v + of_head_v, exists, VALUE_DIM, BLOCK_DV)
         else:
             # Laid out as keys and values of the other branch are.
-            k = load_at(cached_k.ptr, offsets_k + of_head_k, found & is_chosen, HEAD_DIM, BLOCK_D)
-            v = load_at(cached_v.ptr, offsets_v + of_head_v, found & is_chosen, VALUE_DIM, BLOCK_DV)
-            other_k = load_at(cached_k_window.ptr, offsets_k + of_head_k, found & in_window, HEAD_DIM, BLOCK_D)
-            other_v = load_at(cached_v_window.ptr, offsets_v + of_head_v, found & in_window, VALUE_DIM, BLOCK_DV)
-            k = tl.where(is_chosen[:, None], k, other_k)
-            v = tl.where(is_chosen[:, None], v, other_v)
-        logits = tl.dot(q, tl.trans(k), input_precision='ieee') * (scale * 1.4426950408889634)  # [BLOCK_M, BLOCK_N]
-        if tl.max((in_selected & found).to(tl.int32), 0) > 0:
-            largest_selected, total_selected, out_selected = _read(
-                logits, v, in_selected & found, largest_selected, total_selected, out_selected
-            )
-        if tl.max((in_window & found).to(tl.int32), 0) > 0:
-            largest_window, total_window, out_window = _read(
-                logits, v, in_window & found, largest_window, total_window, out_window
-            )
+            k = load_at(cached_k_window.ptr, offsets_k + of_head_k, exists, HEAD_DIM, BLOCK_D)
+            v = load_at(cached_v_window.ptr, offsets_v + of_head_v, exists, VALUE_DIM, BLOCK_DV)
+        logits = tl.dot(q, tl.trans(k), input_precision='ieee') * scale_log2
+        largest_window, total_window, out_window = _read(logits, v, exists, largest_window, total_window, out_window)
 
     results = (tl.program_id(0).to(tl.int64) * 2) * share + members
     of_selected, of_window = (largest_selected, total_selected), (largest_window, total_window)
     _store(out_ptr, stats_ptr, results, of_selected, out_selected, is_member, VALUE_DIM, BLOCK_DV)
     _store(out_ptr, stats_ptr, results + share, of_window, out_window, is_member, VALUE_DIM, BLOCK_DV)
+
+
+@triton.jit
+def _store_choice(best_ptr, chosen_ptr, choice, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr):
+    """The blocks that are best of the best of all chunks. Every program of a query stores them, each for itself."""
+    candidates = tl.arange(0, BLOCK_C)
+    num_candidates = choice.num_chunks * choice.num_selected
+    # Keys of nothing differ, so that each has a place of its own.
+    keys = tl.load(best_ptr + candidates, mask=candidates < num_candidates, other=-1)
+    keys = tl.where(keys < 0, -1 - candidates, keys)
+    if BLOCK_C <= MAX_COUNTED:
+        place = count_larger(keys)
+        tl.store(chosen_ptr + place, block_of(keys), mask=place < choice.num_selected)
+    for slot in range(0 if BLOCK_C <= MAX_COUNTED else choice.num_selected):
+        best = tl.max(keys, 0)
+        tl.store(chosen_ptr + slot, block_of(best))
+        keys = tl.where(keys == best, TAKEN, keys)
+    tl.debug_barrier()
 
 
 @triton.jit

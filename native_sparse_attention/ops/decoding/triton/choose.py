@@ -12,6 +12,11 @@ import triton.language as tl
 
 from native_sparse_attention.ops.decoding.triton.storage import load_lengths
 
+# Most keys that are put in order by comparing all pairs of them, in registers.
+MAX_COUNTED = tl.constexpr(128)
+# Less than any key.
+TAKEN = tl.constexpr(-(2**40))
+
 
 class Choice(NamedTuple):
     """num_selected: n, the blocks that a query reads. num_init, num_local: forced ones. num_chunks: parts of a row."""
@@ -28,6 +33,7 @@ def choose_kernel(
     sums_ptr,
     maxima_ptr,
     best_ptr,
+    chosen_ptr,
     lengths_ptr,
     step,
     sizes,
@@ -44,8 +50,9 @@ def choose_kernel(
     """One program per row, token, chooser and chunk of BLOCK_J selection blocks. GROUP: heads of a key head, of which
     each of CHOOSERS has its share; TILE: blocks that have a maximum in common.
 
-    best: int64 `[B, T, choosers, chunks, n]`, the first n of a chunk, the best first: what `rank` gives in the upper
-    half, and below it the complement of the block, -1 where there are no more.
+    best: int64 `[B, T, choosers, chunks, n]`, the first n of a chunk in their order: what `rank` gives in the upper half
+    of the bits, and in the lower one the complement of the block; negative where there are no more. chosen: int32 `[B,
+    T, choosers, n]`, their blocks where a row is one chunk, -1 where there are no more.
     """
     chunk = tl.program_id(0) % choice.num_chunks
     query = tl.program_id(0) // choice.num_chunks
@@ -81,12 +88,32 @@ def choose_kernel(
             score += _add_heads(onward_ptr, maxima_ptr, heads, block - 1, choosable & (block > 0), split, TILE)
 
     keys = (rank(score, block, own_block, choice).to(tl.int64) << 32) + (2**31 - 1 - block)
-    keys = tl.where(choosable, keys, -1)
+    keys = tl.where(choosable, keys, -1 - block)
     best_ptr += tl.program_id(0).to(tl.int64) * choice.num_selected
-    for slot in range(choice.num_selected):
+    chosen_ptr += tl.program_id(0).to(tl.int64) * choice.num_selected
+    if BLOCK_J <= MAX_COUNTED:
+        place = count_larger(keys)
+        tl.store(best_ptr + place, keys, mask=place < choice.num_selected)
+        if choice.num_chunks == 1:
+            tl.store(chosen_ptr + place, block_of(keys), mask=place < choice.num_selected)
+    for slot in range(0 if BLOCK_J <= MAX_COUNTED else choice.num_selected):
         best = tl.max(keys, 0)
         tl.store(best_ptr + slot, best)
-        keys = tl.where(keys == best, -1, keys)
+        if choice.num_chunks == 1:
+            tl.store(chosen_ptr + slot, block_of(best))
+        keys = tl.where(keys == best, TAKEN, keys)
+
+
+@triton.jit
+def count_larger(keys):
+    """How many of keys `[J]` are larger, for each of them."""
+    return tl.sum((keys[None, :] > keys[:, None]).to(tl.int32), 1)
+
+
+@triton.jit
+def block_of(keys):
+    """The blocks of keys, -1 for what is none."""
+    return tl.where(keys < 0, -1, 2**31 - 1 - (keys & 0xFFFFFFFF)).to(tl.int32)
 
 
 @triton.jit

@@ -70,7 +70,6 @@ def compressed_kernel(
     row_tiles = tl.cdiv(num_rows, BLOCK_M)
     part = tl.program_id(0) % split.num_splits
     unit = tl.program_id(0) // split.num_splits
-    is_first = unit % row_tiles == 0  # of those that read the same keys
     members = (unit % row_tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
     is_member = members < num_rows
     unit = unit // row_tiles
@@ -80,6 +79,26 @@ def compressed_kernel(
     first_new = count_blocks(old, sizes.block_size, sizes.stride)
     last_seen = old + members // GROUP - sizes.block_size + 1  # first tokens of blocks up to here
     scale_log2 = scale * 1.4426950408889634
+
+    skipped = 0 if HANDED_ON else (sizes.block_size - 1) // sizes.stride
+    per_selection = sizes.selection_block_size // sizes.stride
+    num_steps = per_selection + skipped
+    num_tiles = tl.cdiv(tl.cdiv(length, sizes.selection_block_size), BLOCK_J)
+    of_part = tl.cdiv(num_tiles, split.num_splits)
+    first_tile = part * of_part
+    last_tile = tl.minimum(first_tile + of_part, num_tiles)
+    # All programs that read a new block store it, each for itself.
+    for index in range(step.num_new):
+        block = tl.zeros([1], tl.int32) + first_new + index
+        is_read = (block < num_keys) & (block < last_tile * BLOCK_J * per_selection)
+        is_read = is_read & (block >= first_tile * BLOCK_J * per_selection - skipped)
+        offsets, found = locate(block, is_read, row, pages, cached_k.strides)
+        k = load_at(new_k.ptr, block * 0 + _offset(new_k, row, index, head), found, HEAD_DIM, BLOCK_D)
+        store_at(cached_k.ptr, offsets + head * cached_k.strides[2], k, found, HEAD_DIM, BLOCK_D)
+        offsets, found = locate(block, is_read, row, pages, cached_v.strides)
+        v = load_at(new_v.ptr, block * 0 + _offset(new_v, row, index, head), found, VALUE_DIM, BLOCK_DV)
+        store_at(cached_v.ptr, offsets + head * cached_v.strides[2], v, found, VALUE_DIM, BLOCK_DV)
+    tl.debug_barrier()
 
     tokens, heads = (members // GROUP).to(tl.int64), head * GROUP + members % GROUP
     q = load_at(
@@ -104,13 +123,6 @@ def compressed_kernel(
             total = total * shrink + tl.sum(weights, 1)
             out = tl.dot(weights.to(v.dtype), v, out * shrink[:, None], input_precision='ieee')
 
-    per_selection = sizes.selection_block_size // sizes.stride
-    skipped = 0 if HANDED_ON else (sizes.block_size - 1) // sizes.stride
-    num_steps = per_selection + skipped
-    num_tiles = tl.cdiv(tl.cdiv(length, sizes.selection_block_size), BLOCK_J)
-    of_part = tl.cdiv(num_tiles, split.num_splits)
-    first_tile = part * of_part
-    last_tile = tl.minimum(first_tile + of_part, num_tiles)
     sums_ptr += ((unit.to(tl.int64) * num_rows + members) * 2 * split.num_blocks)[:, None]
     maxima_ptr += (unit.to(tl.int64) * num_rows + members) * split.num_tiles
     own = tl.zeros([BLOCK_M, BLOCK_J], tl.float32)
@@ -120,25 +132,11 @@ def compressed_kernel(
     for _ in tl.range(0, tl.maximum(last_tile - first_tile, 0) * num_steps):
         compressed = (tile * BLOCK_J + tl.arange(0, BLOCK_J)) * per_selection + index - skipped
         exists = (compressed >= 0) & (compressed < num_keys)
-        is_new = exists & (compressed >= first_new)
         is_own = exists & (index >= skipped)
-        offsets_k, found_k = locate(compressed, exists & (compressed < first_new), row, pages, cached_k.strides)
-        offsets_v, found_v = locate(compressed, is_own & (compressed < first_new), row, pages, cached_v.strides)
+        offsets_k, found_k = locate(compressed, exists, row, pages, cached_k.strides)
+        offsets_v, found_v = locate(compressed, is_own, row, pages, cached_v.strides)
         k = load_at(cached_k.ptr, offsets_k + head * cached_k.strides[2], found_k, HEAD_DIM, BLOCK_D)
         v = load_at(cached_v.ptr, offsets_v + head * cached_v.strides[2], found_v, VALUE_DIM, BLOCK_DV)
-        if (tile + 1) * BLOCK_J * per_selection > first_new:
-            new = (compressed - first_new).to(tl.int64)
-            offsets = row * new_k.strides[0] + new * new_k.strides[1] + head * new_k.strides[2]
-            fresh_k = load_at(new_k.ptr, offsets, is_new, HEAD_DIM, BLOCK_D).to(k.dtype)
-            offsets = row * new_v.strides[0] + new * new_v.strides[1] + head * new_v.strides[2]
-            fresh_v = load_at(new_v.ptr, offsets, is_new & is_own, VALUE_DIM, BLOCK_DV).to(v.dtype)
-            k = tl.where(is_new[:, None], fresh_k, k)
-            v = tl.where(is_new[:, None], fresh_v, v)
-            stored = is_new & is_own & is_first
-            offsets_k, stored_k = locate(compressed, stored, row, pages, cached_k.strides)
-            offsets_v, stored = locate(compressed, stored, row, pages, cached_v.strides)
-            store_at(cached_k.ptr, offsets_k + head * cached_k.strides[2], k, stored_k, HEAD_DIM, BLOCK_D)
-            store_at(cached_v.ptr, offsets_v + head * cached_v.strides[2], v, stored, VALUE_DIM, BLOCK_DV)
         logits = tl.dot(q, tl.trans(k), input_precision='ieee') * scale_log2  # [BLOCK_M, BLOCK_J]
         visible = exists[None, :] & ((compressed * sizes.stride)[None, :] <= last_seen[:, None])
         logits = tl.where(visible, logits, float('-inf'))
@@ -168,6 +166,11 @@ def compressed_kernel(
     tl.store(stats_ptr + 2 * results, largest, mask=is_member)
     tl.store(stats_ptr + 2 * results + 1, total, mask=is_member)
     store_at(out_ptr, results * VALUE_DIM, out, is_member, VALUE_DIM, BLOCK_DV)
+
+
+@triton.jit
+def _offset(tensor, row, index, head):
+    return row * tensor.strides[0] + index * tensor.strides[1] + head * tensor.strides[2]
 
 
 @triton.jit

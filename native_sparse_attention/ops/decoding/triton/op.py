@@ -61,9 +61,9 @@ def append(
         *(ring_of(storage.raw_k), ring_of(storage.raw_v)),
         *(strided(blocks_k), strided(blocks_v), *(p.contiguous() for p in positions)),
         *(freqs, storage.lengths, _pages(storage.block_table, storage.k)),
-        Step(num_tokens, storage.capacity, kv_heads),
+        Step(num_tokens, num_blocks, storage.capacity, kv_heads),
         Blocks(block_size, stride, settings.selection_block_size),
-        *(num_blocks, factor),
+        factor,
         GROUP=heads // kv_heads,
         HEAD_DIM=head_dim,
         VALUE_DIM=value_dim,
@@ -105,7 +105,7 @@ def attend(
         *(storage.capacity, settings.selection_block_size, settings.num_selected, settings.window_size),
         *(settings.num_splits, settings.tiles_of_program),
     )
-    step = Step(num_tokens, storage.capacity, kv_heads)
+    step = Step(num_tokens, new_k.shape[1], storage.capacity, kv_heads)
     sizes = Blocks(settings.compress_block_size, settings.compress_stride, settings.selection_block_size)
     split = Split(plan.num_splits, plan.num_blocks, plan.num_tiles)
     choice = Choice(settings.num_selected, settings.num_init, settings.num_local, plan.num_chunks)
@@ -150,7 +150,7 @@ def attend(
         launch(
             choose_kernel,
             (queries * plan.num_chunks,),
-            *(stats, sums, maxima, best, storage.lengths, step, sizes, split, choice),
+            *(stats, sums, maxima, best, chosen, storage.lengths, step, sizes, split, choice),
             **groups,
             HANDED_ON=handed_on,
             TILE=plan.block_j,
@@ -166,7 +166,7 @@ def attend(
         *(strided(t) for t in (q, storage.k, storage.v, storage.k_window, storage.v_window)),
         *(best, chosen, storage.lengths, out_parts, parts_stats, _pages(storage.block_table, storage.k)),
         *(step, sizes, choice),
-        Reading(settings.window_size, plan.num_reads, plan.of_program, plan.num_programs),
+        Reading(settings.window_size, plan.num_chosen, plan.num_reads, plan.of_program, plan.num_programs),
         settings.scale,
         **groups,
         BLOCK_C=1 << max(plan.num_chunks * settings.num_selected - 1, 0).bit_length(),

@@ -25,7 +25,8 @@ MAX_CANDIDATES = 4096
 class Plan(NamedTuple):
     """block_m: rows of a tile of compressed attention. block_j: selection blocks of its tile. num_splits: its parts of
     a row. num_blocks, num_tiles: selection blocks of a row, in whole tiles. chunk, num_chunks: of the choice. block_n:
-    tokens of a tile of the other branches, num_reads of which are for a query; of_program: those of a program.
+    tokens of a tile of the other branches, num_chosen of which hold chosen blocks and num_reads those and the window;
+    of_program: tiles of a program.
     """
 
     block_m: int
@@ -36,6 +37,7 @@ class Plan(NamedTuple):
     chunk: int
     num_chunks: int
     block_n: int
+    num_chosen: int
     num_reads: int
     of_program: int
 
@@ -77,13 +79,14 @@ def make_plan(
         chunk *= 2
     block_n = min(tile, max(16, 1 << (selection_block_size - 1).bit_length()))
     reach = (window_size + selection_block_size - 2) // selection_block_size + 1
-    num_reads = -(-(num_selected + reach) * selection_block_size // block_n)
+    num_chosen = -(-num_selected * selection_block_size // block_n)
+    num_reads = num_chosen + -(-reach * selection_block_size // block_n)
     queries = batch * num_tokens * choosers
     of_program = tiles_of_program or max(1, min(num_reads, num_reads * queries // target))
     return Plan(
         *(block_m, block_j, min(num_splits, num_tiles), num_tiles * block_j, num_tiles),
         *(min(chunk, max(16, 1 << (num_blocks - 1).bit_length())), -(-num_blocks // chunk)),
-        *(block_n, num_reads, min(of_program, num_reads)),
+        *(block_n, num_chosen, num_reads, min(of_program, num_reads)),
     )
 
 

@@ -37,9 +37,12 @@ class Pages(NamedTuple):
 
 
 class Step(NamedTuple):
-    """num_tokens: T, the new tokens of every row. capacity: tokens that fit into a row. kv_heads: H."""
+    """num_tokens: T, the new tokens of every row. num_new: K, the compressed blocks that they may complete. capacity:
+    tokens that fit into a row. kv_heads: H.
+    """
 
     num_tokens: int
+    num_new: int
     capacity: int
     kv_heads: int
 
