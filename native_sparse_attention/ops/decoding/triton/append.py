@@ -10,7 +10,13 @@ import triton.language as tl
 
 from native_sparse_attention.ops._triton.placement import count_blocks
 from native_sparse_attention.ops._triton.rotation import turn
-from native_sparse_attention.ops.decoding.triton.storage import load_at, load_lengths, locate, store_at
+from native_sparse_attention.ops.decoding.triton.storage import (
+    load_at,
+    load_lengths,
+    locate,
+    store_at,
+    wait_for_launch_before,
+)
 
 # Roles of programs: new tokens, blocks of keys, blocks of values.
 NUM_ROLES = 3
@@ -51,6 +57,7 @@ def append_kernel(
     BLOCK_L: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """One program per row and key head, and role. New tokens `[B, T, heads, D]`, the cache `[B, S, H, D]` or pages of
     it, rings `[B, R, H, D]`; blocks_k, blocks_v: `[B, K, H, l, D]` by their strides, with MEAN `[B, K, H, D]`.
@@ -58,6 +65,7 @@ def append_kernel(
     Nothing is turned without freqs; k_window, v_window where the window reads k and v; a ring where the cache
     itself has what is compressed.
     """
+    wait_for_launch_before(OVERLAPS)
     row = (tl.program_id(0) // step.kv_heads).to(tl.int64)
     head = tl.program_id(0) % step.kv_heads
     old, length = load_lengths(lengths_ptr, row, step)

@@ -14,7 +14,13 @@ import triton.language as tl
 
 from native_sparse_attention.ops.decoding.triton.choose import MAX_COUNTED, TAKEN, block_of, count_larger
 from native_sparse_attention.ops.decoding.triton.compressed import soften
-from native_sparse_attention.ops.decoding.triton.storage import load_at, load_lengths, locate, store_at
+from native_sparse_attention.ops.decoding.triton.storage import (
+    load_at,
+    load_lengths,
+    locate,
+    store_at,
+    wait_for_launch_before,
+)
 
 
 class Reading(NamedTuple):
@@ -57,6 +63,7 @@ def attend_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """One program per row, token, chooser and share of what they read: the chosen blocks one after the other, then the
     blocks of the window that are not among them.
@@ -65,6 +72,7 @@ def attend_kernel(
     choosers, n]`, made of it where a row has several chunks. Of rows `[B, T, choosers, programs, 2, heads]`, selected and
     window: out `[..., DV]`, not normalised; stats `[..., 2]`, the largest logit and the sum of weights.
     """
+    wait_for_launch_before(OVERLAPS)
     share: tl.constexpr = GROUP // CHOOSERS
     part = tl.program_id(0) % reading.num_programs
     query = tl.program_id(0) // reading.num_programs
@@ -199,12 +207,14 @@ def combine_kernel(
     BLOCK_S: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """One program per row, token and head: the gated sum of the three branches, each put together from its parts.
 
     gates: `[B, T, HQ, 3]`; out: `[B, T, HQ, DV]`, contiguous. The first program of a row sets its length and the
     longest that it has been: nobody reads them in this launch.
     """
+    wait_for_launch_before(OVERLAPS)
     share: tl.constexpr = GROUP // CHOOSERS
     query_heads = step.kv_heads * GROUP
     query = tl.program_id(0)

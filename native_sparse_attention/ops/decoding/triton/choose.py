@@ -10,7 +10,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from native_sparse_attention.ops.decoding.triton.storage import load_lengths
+from native_sparse_attention.ops.decoding.triton.storage import load_lengths, wait_for_launch_before
 
 # Most keys that are put in order by comparing all pairs of them, in registers.
 MAX_COUNTED = tl.constexpr(128)
@@ -46,6 +46,7 @@ def choose_kernel(
     BLOCK_G: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_J: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """One program per row, token, chooser and chunk of BLOCK_J selection blocks. GROUP: heads of a key head, of which
     each of CHOOSERS has its share; TILE: blocks that have a maximum in common.
@@ -54,6 +55,7 @@ def choose_kernel(
     of the bits, and in the lower one the complement of the block; negative where there are no more. chosen: int32 `[B,
     T, choosers, n]`, their blocks where a row is one chunk, -1 where there are no more.
     """
+    wait_for_launch_before(OVERLAPS)
     chunk = tl.program_id(0) % choice.num_chunks
     query = tl.program_id(0) // choice.num_chunks
     choosers = step.kv_heads * CHOOSERS
@@ -74,6 +76,11 @@ def choose_kernel(
         is_head = heads < share
         unit = row.to(tl.int64) * step.kv_heads + chooser // CHOOSERS
         member = (unit * step.num_tokens + token) * GROUP + chooser % CHOOSERS * share + heads
+        # All loads first: they do not wait for each other.
+        own = _load_sums(sums_ptr, maxima_ptr, member, is_head, block, choosable, split, TILE)
+        if HANDED_ON:
+            exists, onward_ptr = choosable & (block > 0), sums_ptr + split.num_blocks
+            onward = _load_sums(onward_ptr, maxima_ptr, member, is_head, block - 1, exists, split, TILE)
         stats = stats_ptr + 2 * ((member * split.num_splits)[:, None] + splits[None, :])
         mask = is_head[:, None] & (splits < split.num_splits)[None, :]
         largest = tl.load(stats, mask=mask, other=float('-inf'))
@@ -81,11 +88,9 @@ def choose_kernel(
         base = tl.max(largest, 1)
         base = tl.where(base == float('-inf'), 0.0, base)
         total = tl.sum(total * tl.exp2(largest - base[:, None]), 1)  # [BLOCK_G]
-        heads = (member, is_head, base, total)
-        score += _add_heads(sums_ptr, maxima_ptr, heads, block, choosable, split, TILE)
+        score += _add_heads(own, base, total)
         if HANDED_ON:
-            onward_ptr = sums_ptr + split.num_blocks
-            score += _add_heads(onward_ptr, maxima_ptr, heads, block - 1, choosable & (block > 0), split, TILE)
+            score += _add_heads(onward, base, total)
 
     keys = (rank(score, block, own_block, choice).to(tl.int64) << 32) + (2**31 - 1 - block)
     keys = tl.where(choosable, keys, -1 - block)
@@ -117,15 +122,21 @@ def block_of(keys):
 
 
 @triton.jit
-def _add_heads(sums_ptr, maxima_ptr, heads, block, mask, split, TILE: tl.constexpr):
-    """The sums of blocks `[J]` over heads, made weights of a softmax."""
-    member, is_head, base, total = heads
+def _load_sums(sums_ptr, maxima_ptr, member, is_head, block, mask, split, TILE: tl.constexpr):
+    """Sums of blocks `[G, J]`, and what they are relative to."""
     mask = is_head[:, None] & mask[None, :]
     sums = tl.load(sums_ptr + (member * 2 * split.num_blocks)[:, None] + block[None, :], mask=mask, other=0.0)
-    largest = tl.load(maxima_ptr + (member * split.num_tiles)[:, None] + block[None, :] // TILE, mask=mask, other=0.0)
-    weights = tl.exp2(largest - base[:, None]) / total[:, None]
+    maxima = tl.load(maxima_ptr + (member * split.num_tiles)[:, None] + block[None, :] // TILE, mask=mask, other=0.0)
+    return sums, maxima
+
+
+@triton.jit
+def _add_heads(sums_and_maxima, base, total):
+    """Sums `[G, J]` as weights of a softmax, added up over heads."""
+    sums, maxima = sums_and_maxima
+    weights = sums * tl.exp2(maxima - base[:, None]) * (1.0 / total)[:, None]
     # Where nothing is seen there are no weights to scale.
-    return tl.sum(tl.where(mask & (sums != 0), sums * weights, 0.0), 0)
+    return tl.sum(tl.where(sums != 0, weights, 0.0), 0)
 
 
 @triton.jit

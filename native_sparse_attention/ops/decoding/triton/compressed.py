@@ -16,7 +16,13 @@ import triton
 import triton.language as tl
 
 from native_sparse_attention.ops._triton.placement import count_blocks
-from native_sparse_attention.ops.decoding.triton.storage import load_at, load_lengths, locate, store_at
+from native_sparse_attention.ops.decoding.triton.storage import (
+    load_at,
+    load_lengths,
+    locate,
+    store_at,
+    wait_for_launch_before,
+)
 
 
 class Split(NamedTuple):
@@ -53,10 +59,12 @@ def compressed_kernel(
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     HANDED_ON: tl.constexpr,
+    STEPS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_J: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """One program per split and tile of the rows of a key head: a row r is token r / G with head r % G of the group.
 
@@ -66,6 +74,7 @@ def compressed_kernel(
     weights in tokens, of the compressed blocks that begin in a selection block and, with HANDED_ON, what these share
     with the next one; maxima `[..., tiles]`, what the sums are relative to.
     """
+    wait_for_launch_before(OVERLAPS)
     num_rows = step.num_tokens * GROUP
     row_tiles = tl.cdiv(num_rows, BLOCK_M)
     part = tl.program_id(0) % split.num_splits
@@ -82,7 +91,6 @@ def compressed_kernel(
 
     skipped = 0 if HANDED_ON else (sizes.block_size - 1) // sizes.stride
     per_selection = sizes.selection_block_size // sizes.stride
-    num_steps = per_selection + skipped
     num_tiles = tl.cdiv(tl.cdiv(length, sizes.selection_block_size), BLOCK_J)
     of_part = tl.cdiv(num_tiles, split.num_splits)
     first_tile = part * of_part
@@ -112,8 +120,8 @@ def compressed_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     out = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     if part == 0:
-        for start in range(0, NUM_MEM, BLOCK_J):
-            places = start + tl.arange(0, BLOCK_J)
+        for start in range(0, NUM_MEM, BLOCK_J * STEPS):
+            places = start + tl.arange(0, BLOCK_J * STEPS)
             exists = places < NUM_MEM
             k = load_at(mem_k_ptr, (head * NUM_MEM + places) * HEAD_DIM, exists, HEAD_DIM, BLOCK_D).to(q.dtype)
             v = load_at(mem_v_ptr, (head * NUM_MEM + places) * VALUE_DIM, exists, VALUE_DIM, BLOCK_DV).to(q.dtype)
@@ -125,47 +133,45 @@ def compressed_kernel(
 
     sums_ptr += ((unit.to(tl.int64) * num_rows + members) * 2 * split.num_blocks)[:, None]
     maxima_ptr += (unit.to(tl.int64) * num_rows + members) * split.num_tiles
-    own = tl.zeros([BLOCK_M, BLOCK_J], tl.float32)
-    onward = tl.zeros([BLOCK_M, BLOCK_J], tl.float32)
-    tile, index = first_tile, first_tile * 0
-    # One loop over tiles and their steps, so that all of them are one pipeline.
-    for _ in tl.range(0, tl.maximum(last_tile - first_tile, 0) * num_steps):
-        compressed = (tile * BLOCK_J + tl.arange(0, BLOCK_J)) * per_selection + index - skipped
-        exists = (compressed >= 0) & (compressed < num_keys)
-        is_own = exists & (index >= skipped)
+    # A tile has STEPS places for every selection block, of which some may be empty.
+    places = tl.arange(0, BLOCK_J * STEPS)
+    steps = places % STEPS - skipped
+    begins, ends = steps * sizes.stride, steps * sizes.stride + sizes.block_size
+    shared = tl.minimum(ends, sizes.selection_block_size) - tl.maximum(begins, 0)
+    beyond = tl.maximum(ends - sizes.selection_block_size, 0)
+    for tile in tl.range(first_tile, last_tile):
+        compressed = (tile * BLOCK_J + places // STEPS) * per_selection + steps
+        exists = (compressed >= 0) & (compressed < num_keys) & (steps < per_selection)
+        is_own = exists & (steps >= 0)
         offsets_k, found_k = locate(compressed, exists, row, pages, cached_k.strides)
         offsets_v, found_v = locate(compressed, is_own, row, pages, cached_v.strides)
         k = load_at(cached_k.ptr, offsets_k + head * cached_k.strides[2], found_k, HEAD_DIM, BLOCK_D)
         v = load_at(cached_v.ptr, offsets_v + head * cached_v.strides[2], found_v, VALUE_DIM, BLOCK_DV)
-        logits = tl.dot(q, tl.trans(k), input_precision='ieee') * scale_log2  # [BLOCK_M, BLOCK_J]
+        logits = tl.dot(q, tl.trans(k), input_precision='ieee') * scale_log2  # [BLOCK_M, BLOCK_J * STEPS]
         visible = exists[None, :] & ((compressed * sizes.stride)[None, :] <= last_seen[:, None])
-        logits = tl.where(visible, logits, float('-inf'))
-        weights, shrink, largest = soften(logits, largest)
-        begin = (index - skipped) * sizes.stride
-        end = begin + sizes.block_size
-        shared = tl.minimum(end, sizes.selection_block_size) - tl.maximum(begin, 0)
-        own = own * shrink[:, None] + weights * shared.to(tl.float32)
+        weights, shrink, largest = soften(tl.where(visible, logits, float('-inf')), largest)
+        of_block = (tile * BLOCK_J + tl.arange(0, BLOCK_J))[None, :]
+        own = _add_steps(weights * shared.to(tl.float32)[None, :], STEPS)
+        tl.store(sums_ptr + of_block, own, mask=is_member[:, None])
         if HANDED_ON:
-            beyond = tl.maximum(end - sizes.selection_block_size, 0)
-            onward = onward * shrink[:, None] + weights * beyond.to(tl.float32)
-        weights = tl.where(is_own[None, :], weights, 0.0)
+            onward = _add_steps(weights * beyond.to(tl.float32)[None, :], STEPS)
+            tl.store(sums_ptr + split.num_blocks + of_block, onward, mask=is_member[:, None])
+        tl.store(maxima_ptr + tile, largest, mask=is_member)
+        if not HANDED_ON:
+            weights = tl.where(is_own[None, :], weights, 0.0)
         total = total * shrink + tl.sum(weights, 1)
         out = tl.dot(weights.to(v.dtype), v, out * shrink[:, None], input_precision='ieee')
-        index += 1
-        if index == num_steps:
-            columns = (tile * BLOCK_J + tl.arange(0, BLOCK_J))[None, :]
-            tl.store(sums_ptr + columns, own, mask=is_member[:, None])
-            if HANDED_ON:
-                tl.store(sums_ptr + split.num_blocks + columns, onward, mask=is_member[:, None])
-            tl.store(maxima_ptr + tile, largest, mask=is_member)
-            own = tl.zeros([BLOCK_M, BLOCK_J], tl.float32)
-            onward = tl.zeros([BLOCK_M, BLOCK_J], tl.float32)
-            tile, index = tile + 1, index * 0
 
     results = (unit.to(tl.int64) * num_rows + members) * split.num_splits + part
     tl.store(stats_ptr + 2 * results, largest, mask=is_member)
     tl.store(stats_ptr + 2 * results + 1, total, mask=is_member)
     store_at(out_ptr, results * VALUE_DIM, out, is_member, VALUE_DIM, BLOCK_DV)
+
+
+@triton.jit
+def _add_steps(weights, STEPS: tl.constexpr):
+    """`[M, J * STEPS]` to `[M, J]`."""
+    return tl.sum(tl.reshape(weights, [weights.shape[0], weights.shape[1] // STEPS, STEPS]), 2)
 
 
 @triton.jit

@@ -73,7 +73,7 @@ def append(
         BLOCK_L=min(BLOCK_L, 1 << (block_size - 1).bit_length()),
         BLOCK_D=head_block(head_dim),
         BLOCK_DV=head_block(value_dim),
-        **launch_options('append'),
+        **launch_options('append', device),
         device=device,
     )
     if is_mean:
@@ -102,7 +102,8 @@ def attend(
     device, dtype = q.device, storage.k.dtype
     plan = make_plan(
         *(device, dtype.itemsize, batch, num_tokens, heads, kv_heads, choosers, max(head_dim, value_dim)),
-        *(storage.capacity, settings.selection_block_size, settings.num_selected, settings.window_size),
+        *(storage.capacity, settings.compress_block_size, settings.compress_stride, settings.selection_block_size),
+        *(settings.num_selected, settings.window_size),
         *(settings.num_splits, settings.tiles_of_program),
     )
     step = Step(num_tokens, new_k.shape[1], storage.capacity, kv_heads)
@@ -140,10 +141,11 @@ def attend(
         NUM_MEM=0 if mem_k is None else mem_k.shape[1],
         HANDED_ON=handed_on,
         BLOCK_M=plan.block_m,
+        STEPS=plan.steps,
         BLOCK_J=plan.block_j,
         **head_sizes,
         **head_blocks,
-        **launch_options('compressed'),
+        **launch_options('compressed', device),
         device=device,
     )
     if settings.num_selected:
@@ -157,7 +159,7 @@ def attend(
             BLOCK_G=min(16, 1 << (heads // choosers - 1).bit_length()),
             BLOCK_S=1 << (plan.num_splits - 1).bit_length(),
             BLOCK_J=plan.chunk,
-            **launch_options('choose'),
+            **launch_options('choose', device),
             device=device,
         )
     launch(
@@ -175,7 +177,7 @@ def attend(
         BLOCK_N=plan.block_n,
         **head_sizes,
         **head_blocks,
-        **launch_options('attend'),
+        **launch_options('attend', device),
         device=device,
     )
     launch(
@@ -188,7 +190,7 @@ def attend(
         BLOCK_S=1 << (plan.num_splits - 1).bit_length(),
         BLOCK_P=1 << (plan.num_programs - 1).bit_length(),
         BLOCK_DV=head_block(value_dim),
-        **launch_options('combine'),
+        **launch_options('combine', device),
         device=device,
     )
     return out, chosen if settings.num_selected else None

@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from native_sparse_attention.geometry import overlapping_blocks
 from native_sparse_attention.ops._triton.launch import head_block, row_block
 
 # Warps and pipeline stages of each kernel.
 LAUNCHES = {'append': (4, 1), 'compressed': (4, 2), 'choose': (4, 1), 'attend': (4, 2), 'combine': (4, 1)}
-# Programs that a launch should have for each multiprocessor, and multiprocessors where there are none.
-PROGRAMS = 8
+# Programs of a multiprocessor at a time, and multiprocessors where there are none.
+PROGRAMS = 3
 MULTIPROCESSORS = 64
 # Most parts that the compressed blocks of a row are split into, and most bytes of a tile of keys.
 MAX_SPLITS = 64
 TILE_BYTES = 16384
+# Most compressed blocks that begin in a selection block or share tokens with it: a tile has them all.
+MAX_STEPS = 256
 # Selection blocks of a program that chooses, and most candidates that the programs of a row leave.
-CHUNK = 256
+CHUNK = 64
 MAX_CANDIDATES = 4096
 
 
 class Plan(NamedTuple):
-    """block_m: rows of a tile of compressed attention. block_j: selection blocks of its tile. num_splits: its parts of
+    """block_m: rows of a tile of compressed attention. block_j: selection blocks of its tile, steps: places for compressed
+    blocks of each. num_splits: its parts of
     a row. num_blocks, num_tiles: selection blocks of a row, in whole tiles. chunk, num_chunks: of the choice. block_n:
     tokens of a tile of the other branches, num_chosen of which hold chosen blocks and num_reads those and the window;
     of_program: tiles of a program.
@@ -31,6 +35,7 @@ class Plan(NamedTuple):
 
     block_m: int
     block_j: int
+    steps: int
     num_splits: int
     num_blocks: int
     num_tiles: int
@@ -57,6 +62,8 @@ def make_plan(
     choosers: int,
     head_dim: int,
     capacity: int,
+    block_size: int,
+    stride: int,
     selection_block_size: int,
     num_selected: int,
     window_size: int,
@@ -64,16 +71,16 @@ def make_plan(
     tiles_of_program: int,
 ) -> Plan:
     """num_splits, tiles_of_program: 0 for as many as the batch asks for."""
-    target = PROGRAMS * _multiprocessors(device)
+    slots = PROGRAMS * _multiprocessors(device)
     rows = num_tokens * heads // kv_heads
     block_m = min(64, row_block(rows))
-    block_d = head_block(head_dim)
-    tile = max(16, min(64, _power_of_2_below(TILE_BYTES // (block_d * itemsize))))
+    tile = max(16, min(64, _power_of_2_below(TILE_BYTES // (head_block(head_dim) * itemsize))))
     num_blocks = -(-capacity // selection_block_size)
-    block_j = min(tile, row_block(num_blocks))
+    steps = num_steps(block_size, stride, selection_block_size)
+    block_j = max(1, tile // steps)
     num_tiles = -(-num_blocks // block_j)
     units = batch * kv_heads * -(-rows // block_m)
-    num_splits = num_splits or max(1, min(MAX_SPLITS, -(-target // units)))
+    num_splits = min(num_splits or min(MAX_SPLITS, max(1, slots // units)), num_tiles)
     chunk = CHUNK
     while -(-num_blocks // chunk) * num_selected > MAX_CANDIDATES:
         chunk *= 2
@@ -82,12 +89,21 @@ def make_plan(
     num_chosen = -(-num_selected * selection_block_size // block_n)
     num_reads = num_chosen + -(-reach * selection_block_size // block_n)
     queries = batch * num_tokens * choosers
-    of_program = tiles_of_program or max(1, min(num_reads, num_reads * queries // target))
+    of_program = tiles_of_program or -(-num_reads // max(1, slots // queries))
     return Plan(
-        *(block_m, block_j, min(num_splits, num_tiles), num_tiles * block_j, num_tiles),
+        *(block_m, block_j, steps, num_splits, num_tiles * block_j, num_tiles),
         *(min(chunk, max(16, 1 << (num_blocks - 1).bit_length())), -(-num_blocks // chunk)),
         *(block_n, num_chosen, num_reads, min(of_program, num_reads)),
     )
+
+
+def num_steps(block_size: int, stride: int, selection_block_size: int) -> int:
+    """Places of a tile for the compressed blocks of a selection block, a power of two: those that begin in it, which
+    hand on what they share with the next one, or all that share tokens with it where some reach further than that.
+    """
+    overlapping = overlapping_blocks(block_size, stride, selection_block_size)
+    handed_on = block_size - stride <= selection_block_size
+    return 1 << ((overlapping.stop if handed_on else len(overlapping)) - 1).bit_length()
 
 
 @cache
@@ -97,9 +113,17 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def launch_options(kernel: str) -> dict[str, int]:
+def launch_options(kernel: str, device: torch.device) -> dict[str, Any]:
     num_warps, num_stages = LAUNCHES[kernel]
-    return {'num_warps': num_warps, 'num_stages': num_stages}
+    options = {'num_warps': num_warps, 'num_stages': num_stages, 'OVERLAPS': overlaps(device)}
+    # What comes before the first launch does not know that it may be overlapped.
+    return options | {'launch_pdl': True} if options['OVERLAPS'] and kernel != 'append' else options
+
+
+@cache
+def overlaps(device: torch.device) -> bool:
+    """Whether a launch may begin while the one before still runs: from Hopper on."""
+    return device.type == 'cuda' and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _power_of_2_below(n: int) -> int:

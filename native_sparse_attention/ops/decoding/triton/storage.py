@@ -10,6 +10,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 class Strided(NamedTuple):
@@ -61,6 +62,16 @@ def strided(tensor: Tensor | None) -> Strided:
 
 def ring_of(tensor: Tensor | None) -> Ring:
     return Ring(None, (0,) * 4, 1) if tensor is None else Ring(tensor, tensor.stride(), tensor.shape[1])
+
+
+@triton.jit
+def wait_for_launch_before(OVERLAPS: tl.constexpr):
+    """With OVERLAPS programs start while the launch before still runs, and wait here until it has written everything;
+    and let those of the next launch do the same.
+    """
+    if OVERLAPS:
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 @triton.jit
