@@ -308,7 +308,7 @@ def plot(path: Path, rows: list[Case], title: str) -> None:
     from matplotlib.figure import Figure
 
     found = Found(rows)
-    figure = Figure(figsize=(9, 7), layout='constrained')
+    figure = Figure(figsize=(11, 7), layout='constrained')
     for what, axes in zip(PASSES, figure.subplots(2, 1, sharex=True), strict=True):
         bars = {
             'ours': [found.ms(case, OURS, what) for case in found.cases],

@@ -131,6 +131,7 @@ def plot(path: Path, rows: list[Case], title: str) -> None:
     names = [f'{length // 1024}k' if length % 1024 == 0 else str(length) for length in found.lengths]
     axes.set_xticks(found.lengths, names)
     axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter('{x:,.0f}')
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=120)
