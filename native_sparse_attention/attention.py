@@ -19,6 +19,7 @@ from native_sparse_attention.ops import select_blocks
 from native_sparse_attention.ops._checks import check_not_negative, check_positive, make_sequences
 from native_sparse_attention.ops.backend import BackendChoice, check_backend
 from native_sparse_attention.padding import check_mask, from_front, front_order, to_front
+from native_sparse_attention.paged_cache import make_cache
 from native_sparse_attention.projection import is_plain_linear, projection_dtype
 from native_sparse_attention.rotary import Rotary
 
@@ -248,18 +249,22 @@ class SparseAttention(nn.Module):
         max_rollback: int = MAX_ROLLBACK,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        page_size: int | None = None,
+        num_pages: int | None = None,
     ) -> LayerCache:
         """A preallocated cache for `batch_size` rows of up to `max_seq_len` tokens, never made anew.
 
         max_rollback: tokens that `crop` can take back. dtype, device: default those of the layer's weights (under
-        autocast its dtype).
+        autocast its dtype). page_size: a multiple of selection_block_size, for a `PagedLayerCache`; its pools have
+        num_pages pages (default: what the rows need).
         """
         if not self.causal:
             raise ValueError('causal is False, but a cache needs causal=True')
         weight = self.to_qkv.weight
         dtype = projection_dtype(weight) if dtype is None else dtype
+        device = weight.device if device is None else device
         return self._make_cache(
-            batch_size, max_seq_len, max_rollback, dtype, weight.device if device is None else device
+            batch_size, max_seq_len, max_rollback, dtype, device, page_size=page_size, num_pages=num_pages
         )
 
     def backend_for(self, x: Tensor) -> BackendChoice:
@@ -434,15 +439,16 @@ class SparseAttention(nn.Module):
         max_rollback: int,
         dtype: torch.dtype,
         device: torch.device | str,
-        grows: bool = False,
+        **options: Any,
     ) -> LayerCache:
-        return LayerCache(
+        return make_cache(
             batch_size,
             max_seq_len,
             max_rollback=max_rollback,
             dtype=dtype,
             device=device,
-            grows=grows,
+            selection_block_size=self.selection_block_size,
+            **options,
             **self._cache_layout,
         )
 

@@ -7,15 +7,20 @@ waits for the device. What lies behind a row's length is never read.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from native_sparse_attention.geometry import num_compressed_blocks
+from native_sparse_attention.ops.decoding.api import Storage
 
 # Tokens that a cache which grows holds at first, and tokens that `crop` takes back unless told otherwise.
 FIRST_CAPACITY = 64
 MAX_ROLLBACK = 32
+
+TOKENS = ('k', 'v', 'k_window', 'v_window')  # what a cache holds for every token
+PAIRS = ('k_cmp', 'v_cmp')  # and for every compressed block
 
 
 class LayerCache:
@@ -35,7 +40,13 @@ class LayerCache:
 
     Attributes:
         lengths: int32 `[B]` on the device. max_length: host int, no row is longer. capacity: tokens per row.
+        page_size, page_size_cmp, block_table, block_table_cmp: of a `PagedLayerCache`; None in this one.
     """
+
+    page_size: int | None = None
+    page_size_cmp: int | None = None
+    block_table: Tensor | None = None
+    block_table_cmp: Tensor | None = None
 
     def __init__(
         self,
@@ -71,30 +82,30 @@ class LayerCache:
             'has_window': has_window,
         }
 
-        def zeros(tokens: int, dim: int) -> Tensor:
-            with torch.inference_mode(False):  # tensors made under it could not be written outside
-                return torch.zeros(batch_size, tokens, kv_heads, dim, dtype=dtype, device=device)
+        def zeros(slots: int, dim: int) -> Tensor:
+            return _zeros((batch_size, slots, kv_heads, dim), dtype, device)
 
-        self.k, self.v = zeros(max_seq_len, head_dim), zeros(max_seq_len, value_dim)
-        self.k_window, self.v_window = (
-            (zeros(max_seq_len, head_dim), zeros(max_seq_len, value_dim)) if has_window else (None, None)
-        )
-        self.k_cmp = self.v_cmp = self.raw_k = self.raw_v = None
+        def stored(name: str, slots: int, dim: int) -> Tensor:
+            return self._make(name, (batch_size, slots, kv_heads, dim), dtype, device)
+
+        self.k, self.v = stored('k', max_seq_len, head_dim), stored('v', max_seq_len, value_dim)
+        self.k_window = self.v_window = self.k_cmp = self.v_cmp = self.raw_k = self.raw_v = None
+        if has_window:
+            self.k_window = stored('k_window', max_seq_len, head_dim)
+            self.v_window = stored('v_window', max_seq_len, value_dim)
         if compress is not None:
             block_size, stride = compress
             slots = num_compressed_blocks(max_seq_len, block_size, stride) + 1
-            self.k_cmp, self.v_cmp = zeros(slots, head_dim), zeros(slots, value_dim)
+            self.k_cmp, self.v_cmp = stored('k_cmp', slots, head_dim), stored('v_cmp', slots, value_dim)
             ring = max(1, block_size - 1 + max_rollback)
             self.raw_k = zeros(ring, head_dim) if has_raw_k else None
             self.raw_v = zeros(ring, value_dim) if has_raw_v else None
-        with torch.inference_mode(False):
-            self.lengths = torch.zeros(batch_size, dtype=torch.int32, device=device)
-        self.max_length = 0
         # The longest that each row has been since it was empty, and the host's bound on all: what lies a ring's size
         # before it is lost, even if the row has been cropped since.
-        with torch.inference_mode(False):
-            self._peaks = torch.zeros_like(self.lengths)
-        self._peak = 0
+        self.lengths, self._peaks = (_zeros((batch_size,), torch.int32, device) for _ in range(2))
+        self.max_length = self._peak = 0
+        # Of the kernels that decode, by name and shape: results that one launch leaves for the next.
+        self.workspace: dict[tuple[Any, ...], Tensor] = {}
 
     @property
     def capacity(self) -> int:
@@ -124,39 +135,36 @@ class LayerCache:
         self._grow(capacity)
 
     def advance(self, num_tokens: int) -> None:
+        """Move the host's bounds by `num_tokens`, as `append` does.
+
+        For users of CUDA graphs: a replay that appends up to so many tokens moves `lengths` alone, so call `reserve`
+        before it and this after it.
+        """
         self.max_length += num_tokens
         self._peak = max(self._peak, self.max_length)
 
-    def read(self, num_tokens: int) -> list[Tensor | None]:
-        tensors = (self.k, self.v, self.k_window, self.v_window)
-        return [None if t is None else t[:, :num_tokens] for t in tensors]
+    def read(self, num_tokens: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """k, v, k_window, v_window `[B, num_tokens, H, D or DV]`: the first tokens of every row, and anything behind
+        the end of shorter rows. Views where the cache has them in one piece.
+        """
+        k_window, v_window = (
+            None if t is None else self._read(name, num_tokens)
+            for name, t in (('k_window', self.k_window), ('v_window', self.v_window))
+        )
+        return self._read('k', num_tokens), self._read('v', num_tokens), k_window, v_window
 
     def read_compressed(self, num_blocks: int) -> tuple[Tensor, Tensor]:
-        return self.k_cmp[:, :num_blocks], self.v_cmp[:, :num_blocks]
+        """k_cmp, v_cmp `[B, num_blocks, H, D or DV]`: the first compressed blocks of every row, as tokens in `read`."""
+        assert self.compress is not None
+        return self._read('k_cmp', num_blocks), self._read('v_cmp', num_blocks)
 
-    @property
-    def workspace(self):
-        if not hasattr(self, '_workspace'):
-            self._workspace = {}
-        return self._workspace
-
-    def storage(self):
-        from native_sparse_attention.ops.decoding.api import Storage
-
+    def storage(self) -> Storage:
+        """The tensors as the kernels that decode take them."""
+        assert self.k_cmp is not None
+        assert self.v_cmp is not None
         return Storage(
-            self.k,
-            self.v,
-            self.k_window,
-            self.v_window,
-            self.k_cmp,
-            self.v_cmp,
-            self.raw_k,
-            self.raw_v,
-            self.lengths,
-            self._peaks,
-            None,
-            None,
-            self.capacity,
+            *(self.k, self.v, self.k_window, self.v_window, self.k_cmp, self.v_cmp, self.raw_k, self.raw_v),
+            *(self.lengths, self._peaks, self.block_table, self.block_table_cmp, self.capacity),
         )
 
     def positions(self, num_tokens: int) -> Tensor:
@@ -185,8 +193,8 @@ class LayerCache:
         row = torch.arange(self.batch_size, device=self.device)[:, None, None]
         history = history_start[:, None] + torch.arange(block_size - 1, device=self.device)
         raw_k, raw_v = (
-            torch.cat((_read(ring, full, history), new.to(self.dtype)), 1)[row, token]
-            for ring, full, new in ((self.raw_k, self.k, k), (self.raw_v, self.v, v))
+            torch.cat((self._recent(name, history), new.to(self.dtype)), 1)[row, token]
+            for name, new in (('k', k), ('v', v))
         )
         return blocks, raw_k, raw_v
 
@@ -212,26 +220,21 @@ class LayerCache:
         assert self.max_length + num_tokens <= self.capacity, 'reserve first'
         old = self.lengths.long()
         new = old + (num_tokens if counts is None else counts)
-        row, position = torch.arange(self.batch_size, device=self.device)[:, None], self.positions(num_tokens)
-        for tensor, tokens in (
-            (self.k, k),
-            (self.v, v),
-            (self.k_window, k_window),
-            (self.v_window, v_window),
-        ):
-            if tensor is not None and tokens is not None:
-                tensor[row, position] = tokens.to(self.dtype)
+        position = self.positions(num_tokens)
+        for name, tokens in zip(TOKENS, (k, v, k_window, v_window), strict=True):
+            if tokens is not None and getattr(self, name) is not None:
+                self._write(name, position, tokens.to(self.dtype), new)
         for ring, tokens in ((self.raw_k, raw_k), (self.raw_v, raw_v)):
             if ring is not None and tokens is not None:
                 _write_ring(ring, tokens.to(self.dtype), old, new)
-        if compressed is not None and self.k_cmp is not None and self.v_cmp is not None:
-            block, k_cmp, v_cmp = compressed
-            self.k_cmp[row, block] = k_cmp.to(self.dtype)
-            self.v_cmp[row, block] = v_cmp.to(self.dtype)
+        if compressed is not None and self.compress is not None:
+            block, *pair = compressed
+            num_blocks = num_compressed_blocks(new, *self.compress)
+            for name, summaries in zip(PAIRS, pair, strict=True):
+                self._write(name, block, summaries.to(self.dtype), num_blocks)
         self.lengths.copy_(new)
         self._peaks.copy_(torch.maximum(self._peaks, self.lengths))
-        self.max_length += num_tokens
-        self._peak = max(self._peak, self.max_length)
+        self.advance(num_tokens)
 
     def reset(self) -> None:
         """Forget everything; the tensors stay."""
@@ -246,8 +249,14 @@ class LayerCache:
                 f'index has shape {tuple(index.shape)} and dtype {index.dtype}, but must be integers '
                 f'[{self.batch_size}]'
             )
-        for tensor in (self.lengths, self._peaks, *self._tensors()):
-            tensor.copy_(tensor.index_select(0, index))
+        for tensor in (self.lengths, self._peaks, self.raw_k, self.raw_v):
+            if tensor is not None:
+                tensor.copy_(tensor.index_select(0, index))
+        lengths = self.lengths.long()
+        self._reorder(TOKENS, index, self.max_length, lengths)
+        if self.compress is not None:
+            longest = num_compressed_blocks(self.max_length, *self.compress)
+            self._reorder(PAIRS, index, longest, num_compressed_blocks(lengths, *self.compress))
 
     def crop(self, length: int | Tensor, *, max_length: int | None = None) -> None:
         """Keep the first `length` tokens of every row that is longer, as speculative decoding needs it.
@@ -291,11 +300,41 @@ class LayerCache:
             )
 
     def _tensors(self) -> list[Tensor]:
-        names = ('k', 'v', 'k_window', 'v_window', 'k_cmp', 'v_cmp', 'raw_k', 'raw_v')
+        names = (*TOKENS, *PAIRS, 'raw_k', 'raw_v')
         return [tensor for tensor in (getattr(self, name) for name in names) if tensor is not None]
 
+    def _make(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: Any) -> Tensor:
+        """The tensor `name`, of shape `[B, slots, H, D or DV]` in one piece."""
+        return _zeros(shape, dtype, device)
+
+    def _read(self, name: str, count: int) -> Tensor:
+        """The first `count` entries of every row, `[B, count, H, D or DV]`."""
+        return getattr(self, name)[:, :count]
+
+    def _read_at(self, name: str, index: Tensor) -> Tensor:
+        """The entries at index `[B, n]` of each row; those out of range give anything."""
+        tensor = getattr(self, name)
+        return tensor[_rows(tensor), index.clamp(0, tensor.shape[1] - 1)]
+
+    def _write(self, name: str, index: Tensor, entries: Tensor, ends: Tensor) -> None:
+        """Write entries `[B, n, H, D or DV]` at index `[B, n]` of each row; what is not before ends `[B]` may be."""
+        tensor = getattr(self, name)
+        tensor[_rows(tensor), index] = entries
+
+    def _reorder(self, names: Sequence[str], index: Tensor, count: int, ends: Tensor) -> None:
+        """Row b gets the first ends[b] entries of row index[b], none more than `count`."""
+        where = torch.arange(count, device=self.device).expand(self.batch_size, -1)
+        for name in names:
+            if getattr(self, name) is not None:
+                self._write(name, where, self._read(name, count).index_select(0, index), ends)
+
+    def _recent(self, name: str, position: Tensor) -> Tensor:
+        """Raw 'k' or 'v' at recent positions `[B, n]`, from the ring if there is one; negative ones give anything."""
+        ring = getattr(self, f'raw_{name}')
+        return self._read_at(name, position) if ring is None else ring[_rows(ring), position % ring.shape[1]]
+
     def _grow(self, capacity: int) -> None:
-        for name in ('k', 'v', 'k_window', 'v_window'):
+        for name in TOKENS:
             setattr(self, name, _longer(getattr(self, name), capacity))
         if self.compress is not None:
             slots = num_compressed_blocks(capacity, *self.compress) + 1
@@ -335,6 +374,14 @@ class ModelCache(Sequence[LayerCache]):
     def batch_size(self) -> int:
         return self.layers[0].batch_size
 
+    def reserve(self, num_tokens: int) -> None:
+        for layer in self.layers:
+            layer.reserve(num_tokens)
+
+    def advance(self, num_tokens: int) -> None:
+        for layer in self.layers:
+            layer.advance(num_tokens)
+
     def reset(self) -> None:
         for layer in self.layers:
             layer.reset()
@@ -348,10 +395,14 @@ class ModelCache(Sequence[LayerCache]):
             layer.crop(length, max_length=max_length)
 
 
-def _read(ring: Tensor | None, full: Tensor, position: Tensor) -> Tensor:
-    """Old tokens at positions `[B, n]`, from the ring where there is one; negative positions give anything."""
-    row = torch.arange(full.shape[0], device=full.device)[:, None]
-    return full[row, position.clamp(0, full.shape[1] - 1)] if ring is None else ring[row, position % ring.shape[1]]
+def _zeros(shape: Sequence[int], dtype: torch.dtype, device: Any) -> Tensor:
+    with torch.inference_mode(False):  # tensors made under it could not be written outside
+        return torch.zeros(*shape, dtype=dtype, device=device)
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """int64 `[B, 1]`: the index of every row."""
+    return torch.arange(tensor.shape[0], device=tensor.device)[:, None]
 
 
 def _write_ring(ring: Tensor, tokens: Tensor, old: Tensor, new: Tensor) -> None:
@@ -362,15 +413,13 @@ def _write_ring(ring: Tensor, tokens: Tensor, old: Tensor, new: Tensor) -> None:
     last = (new - 1)[:, None]
     latest = last - (last - torch.arange(size, device=ring.device)) % size
     source = latest - old[:, None]
-    row = torch.arange(ring.shape[0], device=ring.device)[:, None]
-    written = tokens[row, source.clamp(0, tokens.shape[1] - 1)]
+    written = tokens[_rows(ring), source.clamp(0, tokens.shape[1] - 1)]
     ring.copy_(torch.where((source >= 0)[..., None, None], written, ring))
 
 
 def _longer(tensor: Tensor | None, tokens: int) -> Tensor | None:
     if tensor is None:
         return None
-    with torch.inference_mode(False):
-        longer = tensor.new_zeros(tensor.shape[0], tokens, *tensor.shape[2:])
+    longer = _zeros((tensor.shape[0], tokens, *tensor.shape[2:]), tensor.dtype, tensor.device)
     longer[:, : tensor.shape[1]] = tensor
     return longer

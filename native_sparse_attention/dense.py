@@ -13,6 +13,7 @@ from native_sparse_attention.cache import FIRST_CAPACITY, MAX_ROLLBACK, LayerCac
 from native_sparse_attention.geometry import Sequences
 from native_sparse_attention.ops._checks import check_positive, make_sequences
 from native_sparse_attention.padding import check_mask, from_front, front_order, to_front
+from native_sparse_attention.paged_cache import make_cache
 from native_sparse_attention.projection import projection_dtype
 from native_sparse_attention.rotary import Rotary
 
@@ -87,16 +88,20 @@ class DenseAttention(nn.Module):
         max_rollback: int = MAX_ROLLBACK,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        page_size: int | None = None,
+        num_pages: int | None = None,
     ) -> LayerCache:
         """A preallocated cache for `batch_size` rows of up to `max_seq_len` tokens, never made anew.
 
         max_rollback: tokens that `crop` can take back. dtype, device: default those of the layer's weights (under
-        autocast its dtype).
+        autocast its dtype). page_size: tokens of a page, for a `PagedLayerCache`; its pools have num_pages pages
+        (default: what the rows need).
         """
         weight = self.to_qkv.weight
         dtype = projection_dtype(weight) if dtype is None else dtype
+        device = weight.device if device is None else device
         return self._new_cache(
-            batch_size, max_seq_len, max_rollback, dtype, weight.device if device is None else device, grows=False
+            batch_size, max_seq_len, max_rollback, dtype, device, page_size=page_size, num_pages=num_pages
         )
 
     def _new_cache(
@@ -106,11 +111,11 @@ class DenseAttention(nn.Module):
         max_rollback: int,
         dtype: torch.dtype,
         device: torch.device | str,
-        grows: bool,
+        **options: Any,
     ) -> LayerCache:
         if not self.causal:
             raise ValueError('causal is False, but a cache needs causal=True')
-        return LayerCache(
+        return make_cache(
             batch_size,
             max_seq_len,
             kv_heads=self.kv_heads,
@@ -119,7 +124,7 @@ class DenseAttention(nn.Module):
             max_rollback=max_rollback,
             dtype=dtype,
             device=device,
-            grows=grows,
+            **options,
         )
 
     def _attend_all(self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
@@ -155,7 +160,7 @@ class DenseAttention(nn.Module):
         num_keys = cache.max_length
         # What lies behind a row's length may be anything, and a NaN would survive the weight 0.
         unused = torch.arange(num_keys, device=x.device) >= cache.lengths[:, None]
-        k, v = (t[:, :num_keys].masked_fill(unused[..., None, None], 0.0) for t in (cache.k, cache.v))
+        k, v = (t.masked_fill(unused[..., None, None], 0.0) for t in cache.read(num_keys)[:2])
         sequences = Sequences(batch, seqlen, num_keys, x.device, offset, cache.lengths)
         out = _sdpa(q.to(cache.dtype), k, v, _visible(sequences, causal=True))
         out = self._combine(out.to(self.combine_heads.weight.dtype))

@@ -163,11 +163,12 @@ class Transformer(nn.Module):
         max_rollback: int = MAX_ROLLBACK,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        page_size: int | None = None,
+        num_pages: int | None = None,
     ) -> ModelCache:
         """A preallocated cache of all layers; arguments and defaults are those of `SparseAttention.init_cache`."""
-        return ModelCache(
-            [b.attention.init_cache(batch_size, max_seq_len, max_rollback, dtype, device) for b in self.blocks]
-        )
+        options = (max_rollback, dtype, device, page_size, num_pages)
+        return ModelCache([b.attention.init_cache(batch_size, max_seq_len, *options) for b in self.blocks])
 
     @torch.no_grad()
     def generate(

@@ -1,10 +1,13 @@
-"""The cache by itself: what it refuses, what it keeps, and that it never moves."""
+"""The cache, by itself and under the layer: what it refuses, what it keeps, and that it never moves."""
 
 from __future__ import annotations
+
+import re
 
 import pytest
 import torch
 
+from native_sparse_attention import SparseAttention
 from native_sparse_attention.cache import LayerCache, ModelCache
 
 SIZES = {'kv_heads': 2, 'head_dim': 4, 'value_dim': 3}
@@ -48,6 +51,36 @@ def test_capacity() -> None:
     assert growing.k_cmp.shape[1] == 8
 
 
+def test_the_host_advances_by_itself() -> None:
+    """A replayed graph moves the lengths; the host follows, and refuses as if it had appended."""
+    cache, appended = make(max_seq_len=8, max_rollback=2), make(max_seq_len=8, max_rollback=2)
+    append(appended, 6)
+    model = ModelCache([cache, make(max_seq_len=8)])
+    model.reserve(6)
+    model.advance(6)
+    assert (cache.max_length, cache._peak, model[1].max_length) == (appended.max_length, appended._peak, 6)
+    assert cache.lengths.tolist() == [0, 0]
+    cache.lengths.fill_(6)
+    for refuse in (lambda c: c.reserve(3), lambda c: c.crop(3)):
+        with pytest.raises(ValueError) as expected:  # noqa: PT011
+            refuse(appended)
+        with pytest.raises(ValueError, match=re.escape(str(expected.value))):
+            refuse(model)
+    model.reserve(2)
+
+
+def test_read_gives_views() -> None:
+    cache = make(compress=(4, 2), has_window=True)
+    append(cache, 5)
+    held = cache.k, cache.v, cache.k_window, cache.v_window, cache.k_cmp, cache.v_cmp
+    for read, tensor in zip((*cache.read(5), *cache.read_compressed(1)), held, strict=True):
+        assert read is not None
+        assert tensor is not None
+        assert (read.data_ptr(), read.stride()) == (tensor.data_ptr(), tensor.stride())
+        assert read.shape[1] == (1 if tensor.shape[1] == 8 else 5)
+    assert make().read(3)[2:] == (None, None)
+
+
 def test_crop_bounds() -> None:
     cache = make(max_rollback=4)
     append(cache, 12)
@@ -60,6 +93,8 @@ def test_crop_bounds() -> None:
         cache.crop(6)
     append(cache, 1)
     assert cache.max_length == 10
+    with pytest.raises(ValueError, match='has held 12 tokens'):
+        cache.crop(7)
     cache.crop(8)
     cache.crop(12)
     assert cache.lengths.tolist() == [8, 8]
@@ -130,10 +165,155 @@ def test_model_cache_moves_its_layers_together() -> None:
     assert (len(cache), cache.max_length, cache.capacity, cache.batch_size) == (2, 5, 16, 2)
     cache.crop(3)
     assert [layer.lengths.tolist() for layer in cache] == [[3, 3]] * 2
-    k = cache[1].k.clone()
+    k = cache[1].read(3)[0].clone()
     cache.reorder(torch.tensor([1, 0]))
-    assert cache[1].k.equal(k.flip(0))
+    assert cache[1].read(3)[0].equal(k.flip(0))
     cache.reset()
     assert cache.lengths.tolist() == [0, 0]
     with pytest.raises(ValueError, match='layers is empty'):
         ModelCache([])
+
+
+# Through the layer, whose blocks of 7 and strides of 3 meet no border of what it holds; pages of 12 tokens.
+KINDS = {'contiguous': None, 'paged': 12}
+SETTINGS = {
+    'ring of keys': {},
+    'no ring': {'rotary_emb': False},
+    'own branches': {'independent_branch_kv': True, 'dim_value_head': 4},
+}
+DIM, MAX_ROLLBACK = 12, 9
+LAYER = {
+    'dim': DIM,
+    'dim_head': 6,
+    'heads': 4,
+    'kv_heads': 2,
+    'sliding_window_size': 5,
+    'compress_block_size': 7,
+    'compress_block_sliding_stride': 3,
+    'selection_block_size': 6,
+    'num_selected_blocks': 4,
+    'causal': True,
+    'backend': 'eager',
+}
+
+
+def make_layer(setting: str) -> SparseAttention:
+    layer = SparseAttention(**LAYER | SETTINGS[setting])  # type: ignore[arg-type]
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return layer
+
+
+@pytest.fixture(params=SETTINGS)
+def layer(request: pytest.FixtureRequest) -> SparseAttention:
+    return make_layer(request.param)
+
+
+@pytest.fixture(params=KINDS)
+def page_size(request: pytest.FixtureRequest) -> int | None:
+    return KINDS[request.param]
+
+
+def state(cache: LayerCache) -> list[list[torch.Tensor]]:
+    """Of every row what may still be read: its tokens, its complete blocks, and what the ring holds of it."""
+    assert cache.compress is not None
+    block_size, stride = cache.compress
+    rows = []
+    for row, (length, peak) in enumerate(zip(cache.lengths.tolist(), cache._peaks.tolist(), strict=True)):
+        held = [t[row] for t in cache.read(length) if t is not None]
+        held += [t[row] for t in cache.read_compressed(max(0, (length - block_size) // stride + 1))]
+        for ring in (cache.raw_k, cache.raw_v):
+            if ring is not None:
+                held.append(ring[row, torch.arange(max(0, peak - ring.shape[1]), length) % ring.shape[1]])
+        rows.append([t.clone() for t in held])
+    return rows
+
+
+def poison(cache: LayerCache) -> None:
+    for tensor in cache._tensors():
+        tensor.fill_(torch.nan)
+
+
+def assert_equal(found: list[list[torch.Tensor]], expected: list[list[torch.Tensor]]) -> None:
+    for row, expected_row in zip(found, expected, strict=True):
+        assert all(a.equal(b) for a, b in zip(row, expected_row, strict=True))
+
+
+def test_a_crop_leaves_no_trace(layer: SparseAttention, page_size: int | None) -> None:
+    """Going further by up to max_rollback tokens and back: the same bits as never having gone."""
+    x, other = torch.randn(2, 40, DIM), torch.randn(2, MAX_ROLLBACK, DIM)
+    for start, further in ((1, 9), (6, 1), (11, 4), (12, 9), (20, 8)):
+        never, cropped = (layer.init_cache(2, 41, MAX_ROLLBACK, page_size=page_size) for _ in range(2))
+        for cache in (never, cropped):
+            layer(x[:, :start], cache=cache)
+        layer(other[:, :further], cache=cropped)
+        cropped.crop(start)
+        for step in x[:, start:].split([3, *[1] * 10, 40 - start - 13], 1):
+            assert layer(step, cache=cropped).equal(layer(step, cache=never)), (start, further)
+        for row, expected in zip(state(cropped), state(never), strict=True):
+            # The rings of both end with the same tokens, and hold all that a crop may ask for.
+            assert all(a.equal(b[-len(a) :]) for a, b in zip(row, expected, strict=True) if len(a))
+
+
+def test_a_crop_per_row_leaves_no_trace(layer: SparseAttention, page_size: int | None) -> None:
+    x, other = torch.randn(3, 30, DIM), torch.randn(3, MAX_ROLLBACK, DIM)
+    mask = torch.arange(20) < torch.tensor([20, 14, 5])[:, None]
+    never, cropped = (layer.init_cache(3, 41, MAX_ROLLBACK, page_size=page_size) for _ in range(2))
+    for cache in (never, cropped):
+        layer(x[:, :20], mask, cache=cache)
+    for _ in range(3):
+        layer(other, cache=cropped)
+        cropped.crop(torch.tensor([20, 14, 5]), max_length=20)
+    for step in x[:, 20:].split([1, 1, 4, 4], 1):
+        assert layer(step, cache=cropped).equal(layer(step, cache=never))
+
+
+def test_beams_right_after_a_crop(layer: SparseAttention, page_size: int | None) -> None:
+    cache = layer.init_cache(3, 64, MAX_ROLLBACK, page_size=page_size)
+    layer(torch.randn(3, 25, DIM), torch.arange(25) < torch.tensor([25, 11, 18])[:, None], cache=cache)
+    cache.crop(torch.tensor([16, 11, 12]))
+    before = state(cache)
+    index = torch.tensor([2, 0, 2])
+    cache.reorder(index)
+    assert cache.lengths.tolist() == [12, 16, 12]
+    assert_equal(state(cache), [before[row] for row in index])
+    with pytest.raises(ValueError, match='has held 18 tokens'):
+        cache.crop(torch.tensor([8, 16, 12]))
+    # Two rows of one past go separate ways.
+    more = torch.randn(3, 9, DIM)
+    layer(more, cache=cache)
+    after = state(cache)
+    assert_equal([[t[:12] for t in after[0][:2]]], [[t[:12] for t in after[2][:2]]])
+    assert not after[0][0][12:].equal(after[2][0][12:])
+    cache.crop(torch.tensor([12, 16, 12]))
+    assert layer(more, cache=cache).isfinite().all()
+    assert_equal(state(cache), after)
+
+
+def test_unused_memory_is_not_read(layer: SparseAttention, page_size: int | None) -> None:
+    """NaN in it, behind short rows and in rings too."""
+    x = torch.randn(3, 40, DIM)
+    mask = torch.arange(20) < torch.tensor([20, 9, 0])[:, None]
+    clean, poisoned = (layer.init_cache(3, 48, MAX_ROLLBACK, page_size=page_size) for _ in range(2))
+    poison(poisoned)
+    for cache in (clean, poisoned):
+        layer(x[:, :20], mask, cache=cache)
+    for step in x[:, 20:].split([1, 1, 7, 1, 10], 1):
+        out = layer(step, cache=poisoned)
+        assert out.isfinite().all()
+        assert out.equal(layer(step, cache=clean))
+
+
+def test_a_full_cache_raises_before_it_writes(layer: SparseAttention, page_size: int | None) -> None:
+    cache = layer.init_cache(2, 23, page_size=page_size)
+    poison(cache)
+    x = torch.randn(2, 24, DIM)
+    layer(x[:, :20], cache=cache)
+    before = [t.clone() for t in (cache.lengths, cache._peaks, *cache._tensors())]
+    for num_tokens in (4, 24):
+        with pytest.raises(ValueError, match='capacity is 23'):
+            layer(x[:, :num_tokens], cache=cache)
+    after = (cache.lengths, cache._peaks, *cache._tensors())
+    assert all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(before, after, strict=True))
+    layer(x[:, 20:23], cache=cache)
+    assert cache.lengths.tolist() == [23, 23]

@@ -22,6 +22,7 @@ LINES = (
     {'geometry', 'projection'},
     {'ops', 'overlapping'},
     {'functional', 'cache', 'compress', 'gate', 'padding', 'rotary', 'testing'},
+    {'paged_cache'},
     {'attention', 'dense'},
     {'transformer'},
 )

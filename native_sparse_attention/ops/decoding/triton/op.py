@@ -197,7 +197,10 @@ def attend(
 
 
 def _pages(table: Tensor | None, pool: Tensor) -> Pages:
-    return Pages(None, 0, 1, 0) if table is None else Pages(table, table.shape[1], pool.shape[1], pool.shape[0])
+    if table is None:
+        return Pages(None, 0, 1, 0)
+    (table,) = last_dim_contiguous(table)
+    return Pages(table, table.stride(0), pool.shape[1], pool.shape[0])
 
 
 def _empty(workspace: Workspace, name: str, shape: Any, dtype: torch.dtype, device: torch.device) -> Tensor:

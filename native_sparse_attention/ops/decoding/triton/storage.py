@@ -29,10 +29,12 @@ class Ring(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """Token p of row b lies in page table[b, p // size] of num_pages; without a table in row b of its tensor."""
+    """Token p of row b lies in page table[b, p // size] of num_pages; without a table in row b of its tensor. stride: from a
+    row of the table to the next.
+    """
 
     table: Tensor | None
-    per_row: int
+    stride: int
     size: int
     num_pages: int
 
@@ -87,7 +89,7 @@ def locate(tokens, exists, row, pages, strides):
     if pages.table is None:
         offsets = row.to(tl.int64) * strides[0] + tokens.to(tl.int64) * strides[1]
     else:
-        entry = pages.table + row.to(tl.int64) * pages.per_row + tokens // pages.size
+        entry = pages.table + row.to(tl.int64) * pages.stride + tokens // pages.size
         page = tl.load(entry, mask=exists, other=-1)
         exists = exists & (page >= 0) & (page < pages.num_pages)
         offsets = page.to(tl.int64) * strides[0] + (tokens % pages.size).to(tl.int64) * strides[1]
