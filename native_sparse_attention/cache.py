@@ -194,6 +194,10 @@ class LayerCache:
             self.v_cmp[row, block] = v_cmp.to(self.dtype)
         self.lengths.copy_(new)
         self._peaks.copy_(torch.maximum(self._peaks, self.lengths))
+        self.advance(num_tokens)
+
+    def advance(self, num_tokens: int) -> None:
+        """The host's half of an append, for whoever replays the device's half alone, as a CUDA graph does."""
         self.max_length += num_tokens
         self._peak = max(self._peak, self.max_length)
 
@@ -298,6 +302,14 @@ class ModelCache(Sequence[LayerCache]):
     @property
     def batch_size(self) -> int:
         return self.layers[0].batch_size
+
+    def reserve(self, num_tokens: int) -> None:
+        for layer in self.layers:
+            layer.reserve(num_tokens)
+
+    def advance(self, num_tokens: int) -> None:
+        for layer in self.layers:
+            layer.advance(num_tokens)
 
     def reset(self) -> None:
         for layer in self.layers:
