@@ -262,6 +262,10 @@ class SparseAttention(nn.Module):
             batch_size, max_seq_len, max_rollback, dtype, weight.device if device is None else device
         )
 
+    def decodes_fixed(self, cache: LayerCache, num_tokens: int) -> bool:
+        """Whether a call with so many new tokens is the same launches at every length, as a CUDA graph needs it."""
+        return False
+
     def backend_for(self, x: Tensor) -> BackendChoice:
         """The backend that a forward of x `[B, T, dim]` would take, and why faster ones are passed over; `ops` has what
         each op takes.
