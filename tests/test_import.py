@@ -22,7 +22,7 @@ LINES = (
     {'geometry', 'projection'},
     {'ops', 'overlapping'},
     {'functional', 'cache', 'compress', 'gate', 'padding', 'rotary', 'testing'},
-    {'attention', 'dense'},
+    {'attention', 'dense', 'generation'},
     {'transformer'},
 )
 
