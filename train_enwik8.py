@@ -4,6 +4,7 @@
     python train_enwik8.py --attention dense    the same model with full attention: lay the two curves over each other
     python train_enwik8.py --resume             the same command again: the run goes on where it stopped
     python train_enwik8.py --check-decode       decoding through the cache against the full forward, on the checkpoint
+    python train_enwik8.py --sample runs/<name> --prompt 'The ' --tokens 2000    text by the checkpoint, as it comes
 
 A run keeps all it writes in runs/<name>/: log.jsonl, loss.png, sample-<step>.txt, checkpoint.pt. Losses are bits per
 byte. Validation and test predict each byte of their region but the first exactly once, in windows of --seq-len bytes
@@ -13,6 +14,7 @@ that do not overlap. data/README.md is about the text.
 from __future__ import annotations
 
 import argparse
+import codecs
 import contextlib
 import gzip
 import hashlib
@@ -31,7 +33,7 @@ import urllib.request
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
@@ -143,6 +145,9 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, Any]]:
     add('--runs-dir', type=Path, default=Path('runs'), help='where runs are kept (%(default)s)')
     add('--resume', action='store_true', help='continue the run from its checkpoint, with its settings')
     add('--check-decode', action='store_true', help='train nothing: compare decoding with the full forward')
+    add('--sample', type=Path, metavar='RUN', help='train nothing: print text that the model of runs/<name> writes')
+    add('--prompt', help='what that text continues (a line break)')
+    add('--tokens', type=int, metavar='N', help='bytes of that text (512)')
     add('--backend', default='auto', help='of sparse attention: auto, triton, flex, eager (%(default)s)')
     add('--device', default='cuda' if torch.cuda.is_available() else 'cpu', help='cuda or cpu (%(default)s)')
     add('--compile', action='store_true', help='through torch.compile')
@@ -159,6 +164,8 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, Any]]:
             kind['metavar'] = 'N' if isinstance(f.default, int) else 'X'
         add(spelled(f.name), default=argparse.SUPPRESS, help=f'{f.metadata["help"]} ({shown})', **kind)
     options = parser.parse_args(argv)
+    if options.sample is None and (options.prompt is not None or options.tokens is not None):
+        raise UserError('--prompt and --tokens: need --sample, the run that writes')
     given = {f.name: vars(options).pop(f.name) for f in fields(Config) if f.name in options}
     for f in fields(Config):
         least = f.metadata['least']
@@ -297,6 +304,16 @@ def build_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
     others = [p for name, p in model.named_parameters() if name not in matrices]
     groups = [{'params': list(matrices.values())}, {'params': others, 'weight_decay': 0.0}]
     return torch.optim.AdamW(groups, config.lr, (config.beta1, config.beta2), weight_decay=config.weight_decay)
+
+
+def build(config: Config, options: argparse.Namespace) -> tuple[torch.device, Transformer, torch.optim.Optimizer]:
+    torch.set_num_threads(config.threads or torch.get_num_threads())
+    try:
+        device = torch.device(options.device)
+        model = build_model(config, options.backend, device)
+        return device, model, build_optimizer(model, config)
+    except (ValueError, RuntimeError, AssertionError) as error:  # sizes that do not fit, a device that is not there
+        raise UserError(one_line(error)) from error
 
 
 def learning_rate(step: int, config: Config) -> float:
@@ -553,13 +570,7 @@ def open_run(options: argparse.Namespace, given: dict[str, Any]) -> Run:
     elif os.path.lexists(folder):
         raise UserError(f'{folder}: exists already (--resume continues it, --name starts another run)')
     refuse_short(corpus, config)
-    torch.set_num_threads(config.threads or torch.get_num_threads())
-    try:
-        device = torch.device(options.device)
-        model = build_model(config, options.backend, device)
-        optimizer = build_optimizer(model, config)
-    except (ValueError, RuntimeError, AssertionError) as error:  # sizes that do not fit, a device that is not there
-        raise UserError(one_line(error)) from error
+    device, model, optimizer = build(config, options)
     forward = torch.compile(model) if options.compile else model
     run = Run(config, preset, folder, corpus, device, model, forward, optimizer)
     if state:
@@ -661,6 +672,50 @@ def check_decode(run: Run, exact: bool) -> int:
     return 0 if passed else 1
 
 
+def sample(options: argparse.Namespace, given: dict[str, Any]) -> int:
+    """Print what the model of a checkpoint writes after --prompt, byte by byte, and how fast; returns the exit code.
+
+    On a GPU in bfloat16, as the run was trained.
+    """
+    for name in given.keys() - {'temperature', 'top_p', 'seed'}:
+        raise UserError(f'{spelled(name)}: --sample keeps the settings of the run')
+    if options.resume or options.check_decode:
+        raise UserError('--sample: goes without --resume and --check-decode')
+    prompt = b'\n' if options.prompt is None else os.fsencode(options.prompt)
+    count = 512 if options.tokens is None else options.tokens
+    if not prompt:
+        raise UserError('--prompt: must have at least 1 byte')
+    if count < 1:
+        raise UserError(f'--tokens {count}: must be at least 1')
+    state = load_checkpoint(options.sample)
+    config = replace(state['config'], **given)
+    device, model, _ = build(config, options)
+    try:
+        model.load_state_dict(state['model'])
+    except RuntimeError as error:
+        raise UserError(f'{options.sample}/checkpoint.pt: of another shape: {one_line(error)}') from error
+    if config.amp and device.type == 'cuda':
+        model.bfloat16()
+    decoder = codecs.getincrementaldecoder('utf-8')(errors='replace')  # holds back the start of a character
+    times = [time.perf_counter()]
+
+    def show(tokens: Tensor) -> None:
+        new = bytes(tokens.tolist())
+        times.append(time.perf_counter())
+        print(decoder.decode(prompt + new if len(times) == 2 else new), end='', flush=True)
+
+    settings = {'temperature': config.temperature, 'top_p': config.top_p, 'seed': config.seed, 'callback': show}
+    try:
+        model.generate(torch.tensor([list(prompt)], device=device), count, **settings)
+    except (ValueError, NotImplementedError) as error:
+        raise UserError(one_line(error)) from error
+    print(decoder.decode(b'', final=True))
+    start, first, last = times[0], times[1], times[-1]
+    speed = f', then {(count - 1) / (last - first):,.0f} tokens/s' if count > 1 else ''
+    print(f'{options.sample}: {count:,} tokens, the first after {first - start:.2f} s{speed}', file=sys.stderr)
+    return 0
+
+
 def say(text: str) -> None:
     tqdm.write(text)
 
@@ -678,6 +733,8 @@ def main(argv: list[str] | None = None) -> int:
     """Exit code 0; 1 if --check-decode finds a difference; 2 for what the user can put right; 128 + n on signal n."""
     try:
         options, given = parse(argv)
+        if options.sample:
+            return sample(options, given)
         run = open_run(options, given)
         if options.check_decode:
             return check_decode(run, exact=options.backend in ('auto', 'eager'))

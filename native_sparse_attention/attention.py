@@ -267,6 +267,10 @@ class SparseAttention(nn.Module):
             batch_size, max_seq_len, max_rollback, dtype, device, page_size=page_size, num_pages=num_pages
         )
 
+    def decodes_fixed(self, cache: LayerCache, num_tokens: int) -> bool:
+        """Whether a call with so many new tokens is the same launches at every length, as a CUDA graph needs it."""
+        return False
+
     def backend_for(self, x: Tensor) -> BackendChoice:
         """The backend that a forward of x `[B, T, dim]` would take, and why faster ones are passed over; `ops` has what
         each op takes.

@@ -104,6 +104,10 @@ class DenseAttention(nn.Module):
             batch_size, max_seq_len, max_rollback, dtype, device, page_size=page_size, num_pages=num_pages
         )
 
+    def decodes_fixed(self, cache: LayerCache, num_tokens: int) -> bool:
+        """Whether a call with so many new tokens is the same launches at every length, as a CUDA graph needs it."""
+        return False
+
     def _new_cache(
         self,
         batch_size: int,

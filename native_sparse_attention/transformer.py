@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from math import ceil, isfinite
+from itertools import zip_longest
+from math import ceil
 from typing import Any, cast
 
 import torch
@@ -16,6 +16,15 @@ from torch import Tensor, nn
 from native_sparse_attention.attention import SparseAttention
 from native_sparse_attention.cache import MAX_ROLLBACK, LayerCache, ModelCache
 from native_sparse_attention.dense import DenseAttention
+from native_sparse_attention.generation import (
+    DecodeStep,
+    continue_prompt,
+    evaluating,
+    gumbel_draw,
+    last_real,
+    sampler,
+    stop_ids,
+)
 from native_sparse_attention.ops._checks import check_not_negative, check_positive
 from native_sparse_attention.ops.backend import check_backend
 from native_sparse_attention.padding import check_mask
@@ -29,6 +38,7 @@ DEFAULT_SPARSE_ATTN_KWARGS: Mapping[str, Any] = {
 }
 SHAPE_SETTINGS = ('norm', 'dim_value_head', 'rotary_emb')  # of SparseAttention, which the dense twin shares
 IGNORED_LABEL = -100
+CHUNK_SIZE = 16_384  # tokens of a prompt in one forward, so that memory follows the cache and not the prompt
 
 
 class Block(nn.Module):
@@ -170,6 +180,36 @@ class Transformer(nn.Module):
         options = (max_rollback, dtype, device, page_size, num_pages)
         return ModelCache([b.attention.init_cache(batch_size, max_seq_len, *options) for b in self.blocks])
 
+    def decodes_fixed(self, cache: ModelCache, num_tokens: int) -> bool:
+        """Whether a call with the cache and `num_tokens` tokens per row is the same launches at any length of any row,
+        so that a CUDA graph of one serves all.
+        """
+        return all(
+            block.attention.decodes_fixed(layer, num_tokens) for block, layer in zip(self.blocks, cache, strict=True)
+        )
+
+    @torch.no_grad()
+    def prefill(
+        self, ids: Tensor, cache: ModelCache, *, mask: Tensor | None = None, chunk_size: int = CHUNK_SIZE
+    ) -> Tensor:
+        """Append ids `[B, T]` to the cache, chunk_size tokens at a time; logits `[B, num_tokens]` of what follows.
+
+        mask: bool `[B, T]`, True at real tokens, of which every row needs one: its logits follow its own last one.
+        Raises ValueError where the cache may not hold all, before anything is written.
+        """
+        _check_prompt('ids', ids, mask)
+        check_positive(chunk_size=chunk_size)
+        cache.reserve(ids.shape[1])
+        masks = [None] if mask is None else mask.split(chunk_size, dim=1)
+        last = None
+        for part, real in zip_longest(ids.split(chunk_size, dim=1), masks):
+            embedded, _ = self._embed_cached(part, real, cache)
+            if real is None or last is None:
+                last = embedded[:, -1] if real is None else last_real(embedded, real)
+            else:
+                last = torch.where(real.any(1, keepdim=True), last_real(embedded, real), last)
+        return self.to_logits(last)
+
     @torch.no_grad()
     def generate(
         self,
@@ -180,27 +220,59 @@ class Transformer(nn.Module):
         top_p: float | None = None,
         *,
         mask: Tensor | None = None,
+        seed: int | Sequence[int] | Tensor | None = None,
         generator: torch.Generator | None = None,
+        stop_tokens: int | Sequence[int] | Tensor | None = None,
+        callback: Callable[[Tensor], None] | None = None,
+        chunk_size: int = CHUNK_SIZE,
+        use_graph: bool | None = None,
         progress: bool = False,
     ) -> Tensor:
         """Continue prompt `[B, P]` by `max_new_tokens` tokens through the cache; returns the new tokens alone.
 
-        temperature: 0 takes the likeliest token. top_k: draw from the k likeliest. top_p in (0, 1]: draw from the
-        fewest of the likeliest whose probabilities reach p. mask: bool `[B, P]`, True at real tokens; every row
-        continues after its own last one. generator: where random numbers come from, on the model's device. progress:
-        show a bar (needs tqdm). Raises ValueError for other values.
+        Args:
+            temperature: 0 takes the likeliest token.
+            top_k: draw from the k likeliest.
+            top_p: in (0, 1]: draw from the fewest of the likeliest whose probabilities reach p.
+            mask: bool `[B, P]`, True at real tokens, padding on either side; every row continues after its own last.
+            seed: one per row, of 0 to 2³² − 1: draw s of a row depends on its seed and s alone, so that its text is the
+                same alone and in any batch (as far as its logits are). An int stands for seed, seed + 1, … of the rows.
+            generator: where random numbers come from without a seed, on the model's device (default: torch's own).
+            stop_tokens: ids. A row ends with the first that it draws, which it then repeats; the result is as long as
+                the longest row, `[B, ≤ max_new_tokens]`. Whether all have stopped is looked up every 16 steps.
+            callback: called with the tokens `[B]` of each step, on the device, whose columns together are the result.
+                Reading them waits for the device; with stop_tokens every step does.
+            chunk_size: tokens of the prompt in a forward.
+            use_graph: replay the step of a token as a CUDA graph; None: where possible, see `generation.DecodeStep`.
+            progress: show a bar (needs tqdm).
+
+        Raises ValueError for other values.
         """
-        _check_prompt(prompt, mask, self.causal)
+        self._check_causal()
+        _check_prompt('prompt', prompt, mask)
         check_not_negative(max_new_tokens=max_new_tokens)
-        _check_sampling(temperature, top_k, top_p)
-
-        def choose(logits: Tensor) -> Tensor:
-            if temperature == 0:
-                return logits.argmax(-1)
-            probs = _nucleus(_keep_top_k(_tempered(logits, temperature), top_k), top_p)
-            return torch.multinomial(probs, 1, generator=generator).squeeze(-1)
-
-        return self._continue(prompt, max_new_tokens, choose, mask, progress)
+        check_positive(chunk_size=chunk_size)
+        choose = sampler(
+            prompt.shape[0],
+            max_new_tokens,
+            prompt.device,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            generator=generator,
+        )
+        return self._continue(
+            prompt,
+            max_new_tokens,
+            choose,
+            mask,
+            chunk_size,
+            use_graph,
+            stop_tokens=stop_ids(stop_tokens, prompt.device),
+            callback=callback,
+            progress=progress,
+        )
 
     @torch.no_grad()
     def sample(
@@ -217,45 +289,49 @@ class Transformer(nn.Module):
         otherwise one is drawn from the ceil((1 - filter_thres) · num_tokens) likeliest. use_cache_kv: decode through
         the cache instead of recomputing the whole sequence for every token; the result is the same.
         """
-        _check_prompt(prompt, None, self.causal)
+        self._check_causal()
+        _check_prompt('prompt', prompt, None)
         if not 0 <= filter_thres < 1:
             raise ValueError(f'filter_thres is {filter_thres}, but must be at least 0 and less than 1')
         kept = ceil((1 - filter_thres) * self.num_tokens)
 
-        def choose(logits: Tensor) -> Tensor:
-            if temperature <= 0:
-                return logits.argmax(-1)
-            logits = _keep_top_k(_tempered(logits, temperature), kept)
-            # The largest of logits with Gumbel noise, −log of an exponential variable, is a draw from their softmax.
-            return (logits - torch.empty_like(logits).exponential_().log()).argmax(-1)
+        def choose(logits: Tensor, _: int) -> Tensor:
+            return logits.argmax(-1) if temperature <= 0 else gumbel_draw(logits, temperature, kept)
 
         count = max(0, seq_len - prompt.shape[1])
         if use_cache_kv:
-            return self._continue(prompt, count, choose, None, progress=False)
+            return self._continue(prompt, count, choose)
         out = prompt
-        with _evaluating(self):
-            for _ in range(count):
-                token = choose(self.to_logits(self._embed(out, None, None)[:, -1]))
+        with evaluating(self):
+            for step in range(count):
+                token = choose(self.to_logits(self._embed(out, None, None)[:, -1]), step)
                 out = torch.cat((out, token[:, None].to(out.dtype)), dim=1)
         return out[:, prompt.shape[1] :]
 
     def _continue(
-        self, prompt: Tensor, count: int, choose: Callable[[Tensor], Tensor], mask: Tensor | None, progress: bool
+        self,
+        prompt: Tensor,
+        count: int,
+        choose: Callable[[Tensor, int], Tensor],
+        mask: Tensor | None = None,
+        chunk_size: int = CHUNK_SIZE,
+        use_graph: bool | None = None,
+        **options: Any,
     ) -> Tensor:
-        """`count` tokens after the prompt, through a preallocated cache; `choose` maps logits `[B, V]` to ids `[B]`."""
-        new = prompt.new_empty(prompt.shape[0], count)
+        """`count` tokens after the prompt, through a preallocated cache; the rest is that of `continue_prompt`."""
+        batch, length = prompt.shape
+        new = prompt.new_empty(batch, count)
         if count == 0:
             return new
-        with _evaluating(self):
-            cache = self.init_cache(prompt.shape[0], prompt.shape[1] + count)
-            embedded, _ = self._embed_cached(prompt, mask, cache)
-            last = embedded[:, -1] if mask is None else _last_real(embedded, mask)
-            for step in _steps(count, progress):
-                new[:, step] = choose(self.to_logits(last))
-                if step + 1 < count:
-                    embedded, _ = self._embed_cached(new[:, step : step + 1], None, cache)
-                    last = embedded[:, 0]
-        return new
+        with evaluating(self):
+            cache = self.init_cache(batch, length + count)
+            step = DecodeStep(self, cache, use_graph=use_graph)
+            logits = self.prefill(prompt, cache, mask=mask, chunk_size=chunk_size)
+            return continue_prompt(new, logits, step, choose, **options)
+
+    def _check_causal(self) -> None:
+        if not self.causal:
+            raise ValueError('causal is False, but only a causal model can generate')
 
     def _embed(self, ids: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, **options: Any) -> Tensor:
         """The normalised output of the last block, `[B, T, dim]`."""
@@ -340,56 +416,8 @@ def _continues(cu_seqlens: Tensor, total: int) -> Tensor:
     return (index < ends[-1]) & ~torch.isin(index, ends)
 
 
-def _last_real(x: Tensor, mask: Tensor) -> Tensor:
-    """x `[B, T, D]` at every row's last real token, `[B, D]`."""
-    index = mask.shape[1] - 1 - mask.flip(1).int().argmax(1)
-    return x.take_along_dim(index[:, None, None], dim=1)[:, 0]
-
-
-def _keep_top_k(logits: Tensor, k: int | None) -> Tensor:
-    """logits `[B, V]` with -inf in place of all but the k largest."""
-    if k is None or k >= logits.shape[-1]:
-        return logits
-    values, index = logits.topk(k)
-    return torch.full_like(logits, -torch.inf).scatter(-1, index, values)
-
-
-def _nucleus(logits: Tensor, p: float | None) -> Tensor:
-    """Probabilities `[B, V]`, 0 but for the fewest of the largest that reach p together; not normalised."""
-    probs = logits.softmax(-1)
-    if p is None or p == 1:
-        return probs
-    ordered, index = probs.sort(dim=-1, descending=True)
-    larger = ordered.cumsum(-1) - ordered
-    return torch.zeros_like(probs).scatter(-1, index, ordered.masked_fill(larger >= p, 0.0))
-
-
-def _tempered(logits: Tensor, temperature: float) -> Tensor:
-    return _upcast(logits) / max(temperature, 1e-10)  # a smaller divisor would make logits infinite
-
-
 def _upcast(logits: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-
-def _steps(count: int, progress: bool) -> Iterator[int]:
-    if not progress:
-        return iter(range(count))
-    from tqdm import tqdm  # not needed to import the package
-
-    return iter(tqdm(range(count), desc='generating', unit='token'))
-
-
-@contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    """Every module in evaluation mode, and afterwards in the mode that it was in."""
-    training = [m for m in module.modules() if m.training]
-    module.eval()
-    try:
-        yield
-    finally:
-        for m in training:
-            m.training = True
 
 
 def _check_ids(name: str, ids: Tensor) -> None:
@@ -399,22 +427,11 @@ def _check_ids(name: str, ids: Tensor) -> None:
         )
 
 
-def _check_prompt(prompt: Tensor, mask: Tensor | None, causal: bool) -> None:
-    if not causal:
-        raise ValueError('causal is False, but only a causal model can generate')
-    _check_ids('prompt', prompt)
-    if prompt.shape[1] == 0:
-        raise ValueError('prompt has no tokens, but needs at least 1')
+def _check_prompt(name: str, ids: Tensor, mask: Tensor | None) -> None:
+    _check_ids(name, ids)
+    if ids.shape[1] == 0:
+        raise ValueError(f'{name} has no tokens, but needs at least 1')
     if mask is not None:
-        check_mask(mask, prompt)
+        check_mask(mask, ids)
         if mask.device.type == 'cpu' and not bool(mask.any(dim=1).all()):
-            raise ValueError('mask has a row of padding alone, but a prompt needs at least 1 real token')
-
-
-def _check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:
-    if not (isfinite(temperature) and temperature >= 0):
-        raise ValueError(f'temperature is {temperature}, but must be finite and at least 0')
-    if top_k is not None:
-        check_positive(top_k=top_k)
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f'top_p is {top_p}, but must be greater than 0 and at most 1')
+            raise ValueError(f'mask has a row of padding alone, but {name} needs at least 1 real token in each')

@@ -22,8 +22,8 @@ LINES = (
     {'geometry', 'projection'},
     {'ops', 'overlapping'},
     {'functional', 'cache', 'compress', 'gate', 'padding', 'rotary', 'testing'},
-    {'paged_cache'},
-    {'attention', 'dense'},
+    {'paged_cache', 'decoding'},
+    {'attention', 'dense', 'generation'},
     {'transformer'},
 )
 

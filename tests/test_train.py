@@ -393,3 +393,68 @@ def test_presets_and_help(capsys) -> None:
     assert all(train_enwik8.spelled(name) in printed for name in asdict(Config()))
     with pytest.raises(UserError):
         train_enwik8.parse(['--steps'])
+
+
+SAMPLE = ['--device', 'cpu', '--sample']
+
+
+def test_sample_prints_what_the_checkpoint_generates(finished: Path) -> None:
+    prompt, count = 'some “wörds” ', 300
+    arguments = [*SAMPLE, str(finished), '--prompt', prompt, '--tokens', str(count), '--seed', '5', '--top-p', '0.9']
+    done = subprocess.run(
+        [sys.executable, train_enwik8.__file__, *arguments],
+        env={**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONIOENCODING': 'utf-8'},
+        capture_output=True,
+        timeout=120,
+    )
+    state = train_enwik8.load_checkpoint(finished)
+    model = train_enwik8.build_model(state['config'], 'auto', torch.device('cpu'))
+    model.load_state_dict(state['model'])
+    ids = torch.tensor([list(prompt.encode())])
+    written = bytes(model.generate(ids, count, 1.0, top_p=0.9, seed=5)[0].tolist())
+    # Two steps of training leave bytes that are no text, so the decoder has characters to hold back and to replace.
+    assert done.stdout.decode() == (prompt.encode() + written).decode(errors='replace') + '\n'
+    assert f'{count} tokens, the first after ' in done.stderr.decode()
+    assert done.stderr.decode().rstrip().endswith('tokens/s')
+    assert done.returncode == 0
+
+
+def test_sample_of_little(finished: Path, capsys) -> None:
+    before = contents(finished)
+    written = []
+    for seed in ('0', '0', '1'):
+        assert main([*SAMPLE, str(finished), '--tokens', '40', '--seed', seed]) == 0
+        written.append(capsys.readouterr().out)
+    assert written[0] == written[1] != written[2]
+    assert written[0].startswith('\n')
+    assert main([*SAMPLE, str(finished), '--tokens', '1']) == 0
+    assert 'tokens/s' not in capsys.readouterr().err
+    assert contents(finished) == before
+
+
+@pytest.mark.parametrize(
+    ('more', 'message'),
+    [
+        (['--tokens', '0'], '--tokens 0: must be at least 1'),
+        (['--prompt', ''], '--prompt: must have at least 1 byte'),
+        (['--dim', '32'], '--dim: --sample keeps the settings of the run'),
+        (['--resume'], '--sample: goes without --resume'),
+        (['--top-p', '1.5'], 'top_p is 1.5'),
+        (['--seed', str(2**32)], 'seed is 4294967296'),
+        (['--backend', 'cudnn'], 'backend'),
+        (['--device', 'abacus'], 'abacus'),
+    ],
+)
+def test_sample_errors(finished: Path, capsys, more: list[str], message: str) -> None:
+    assert message in refused([*SAMPLE, str(finished), *more], capsys)
+
+
+def test_sample_errors_of_the_run(finished: Path, capsys) -> None:
+    none = finished.parent / 'none'
+    assert f'{none}/checkpoint.pt: no such checkpoint (runs that have one: done)' in refused(
+        [*SAMPLE, str(none)], capsys
+    )
+    state = torch.load(finished / 'checkpoint.pt', weights_only=True)
+    torch.save({**state, 'config': {**state['config'], 'dim': 32}}, finished / 'checkpoint.pt')
+    assert 'checkpoint.pt: of another shape' in refused([*SAMPLE, str(finished)], capsys)
+    assert '--prompt and --tokens: need --sample' in refused(['--prompt', 'the'], capsys)
