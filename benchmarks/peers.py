@@ -220,16 +220,20 @@ def of_rows(problem: Problem, **steps: Any) -> Steps:
     return Steps(**common | steps)
 
 
+def stand_in_for_pkg_resources() -> None:
+    """setuptools no longer has it, and mdy666 uses one function of it."""
+    if 'pkg_resources' not in sys.modules and importlib.util.find_spec('pkg_resources') is None:
+        module = ModuleType('pkg_resources')
+        module.__dict__['parse_version'] = lambda text: tuple(map(int, re.findall(r'\d+', text)[:3]))
+        sys.modules['pkg_resources'] = module
+
+
 def mdy666(problem: Problem, folder: Path) -> Steps:
     """Of fcf117c: `compress_attn(q, k, v, sm_scale)`, `slc_topk_indices(q, k, lse, sm_scale, …)`, `select_attn(q, k,
     v, topk, sm_scale)` and `fused_sigmoid_combine(a, b, c, logits)`: q `[tokens, HQ, D]`, topk `[H, tokens, n]`,
     ascending, padded with a block that does not exist. Sizes and borders are set on a class beforehand.
     """
-    if 'pkg_resources' not in sys.modules and importlib.util.find_spec('pkg_resources') is None:
-        # setuptools no longer has it, and one function of it is used.
-        module = ModuleType('pkg_resources')
-        module.__dict__['parse_version'] = lambda text: tuple(map(int, re.findall(r'\d+', text)[:3]))
-        sys.modules['pkg_resources'] = module
+    stand_in_for_pkg_resources()
     ops = {
         function: getattr(import_from(folder, f'flash_nsa.ops.{module}'), function)
         for module, function in (

@@ -30,6 +30,8 @@ Case = dict[str, Any]
 MakeCall = Callable[[Case], tuple[Callable[[], Tensor], list[Tensor]]]
 # What a row tells beyond the times, from the forward and what is differentiated, on a device.
 MakeFacts = Callable[[Callable[[], Tensor], list[Tensor], str], Case]
+# What is measured, from a forward, what is differentiated, the device, seconds, and whether the first run compiles.
+Measure = Callable[[Any, list[Tensor], str, float, bool], Case]
 # Marks a result among what libraries print.
 MARK = 'RESULT '
 # What a new process needs to import torch and to reach the GPU.
@@ -106,7 +108,9 @@ def was_run(row: Case) -> bool:
     return not row.get('note', '').startswith(NOT_RUN)
 
 
-def serve(make_call: MakeCall, seconds: float, make_facts: MakeFacts | None = None) -> None:
+def serve(
+    make_call: MakeCall, seconds: float, make_facts: MakeFacts | None = None, measure: Measure = measure_both
+) -> None:
     """What a worker does: a case per line of the input, a result per line of the output.
 
     seconds: for which each pass is measured.
@@ -114,7 +118,7 @@ def serve(make_call: MakeCall, seconds: float, make_facts: MakeFacts | None = No
     for line in sys.stdin:
         case = json.loads(line)
         try:
-            result = _answer(case, make_call, seconds, make_facts)
+            result = _answer(case, make_call, seconds, make_facts, measure)
         except Exception as error:  # of whatever kind a backend has for what it cannot do
             first = next(iter(str(error).splitlines()), '')
             result = {'note': f'{type(error).__name__}: {first[:200]}'}
@@ -127,7 +131,7 @@ def serve(make_call: MakeCall, seconds: float, make_facts: MakeFacts | None = No
             print(MARK + json.dumps(result), flush=True)
 
 
-def _answer(case: Case, make_call: MakeCall, seconds: float, make_facts: MakeFacts | None) -> Case:
+def _answer(case: Case, make_call: MakeCall, seconds: float, make_facts: MakeFacts | None, measure: Measure) -> Case:
     compiles = case['backend'] != 'eager'
     if not compiles:
         # The first run counts where it is a long one, but not what the first of a process loads.
@@ -137,7 +141,7 @@ def _answer(case: Case, make_call: MakeCall, seconds: float, make_facts: MakeFac
     if case.get('warm'):
         run_once(forward, leaves)
         return {}
-    result = measure_both(forward, leaves, case['device'], seconds, compiles)
+    result = measure(forward, leaves, case['device'], seconds, compiles)
     return result | (make_facts(forward, leaves, case['device']) if make_facts else {})
 
 

@@ -1,0 +1,123 @@
+"""Decoding by others: dense attention of PyTorch, and public implementations of NSA that have a whole step of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.decode_steps import Row, Step, judge_rows
+from benchmarks.peers import find_folder, import_from, stand_in_for_pkg_resources
+from benchmarks.shapes import Shape
+from native_sparse_attention.geometry import num_compressed_blocks
+
+# Tokens of a page of mdy666, of which it takes multiples.
+PAGE_SIZE = 128
+
+
+def make_dense(shape: Shape, device: str, backend: str) -> Step:
+    """Of cuDNN or FlashAttention-2, on a GPU. The heads of a group are queries of one head, so that keys and values are
+    read once.
+    """
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    kernel = SDPBackend.CUDNN_ATTENTION if backend == 'cudnn' else SDPBackend.FLASH_ATTENTION
+    q, k, v = (
+        torch.randn(shape.batch, shape.kv_heads, tokens, dim, dtype=shape.dtype, device=device)
+        for tokens, dim in (
+            (shape.heads // shape.kv_heads, shape.head_dim),
+            (shape.seqlen, shape.head_dim),
+            (shape.seqlen, shape.value_dim),
+        )
+    )
+
+    def run() -> Tensor:
+        with sdpa_kernel(kernel) if device != 'cpu' else nullcontext():
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+    return Step(run)
+
+
+def mdy666(shape: Shape, device: str, folder: Path) -> Step:
+    """Of fcf117c: `nsa_decode(q, k, v, w, context_lens, block_tables, cmp_slot_mapping, cmp_block_tables, …)`: q
+    `[B, HQ, D]`, k and v `[pages, PAGE_SIZE, H, ·]`, which hold tokens and compressed pairs, w logits `[B, HQ, 3]`, the
+    slot of the compressed pair that the token completes. Its window has one key more than it says.
+    """
+    stand_in_for_pkg_resources()
+    nsa_decode = import_from(folder, 'flash_nsa.inference').nsa_decode
+    sizes = (shape.compress_block_size, shape.compress_stride)
+    compressed = num_compressed_blocks(shape.seqlen, *sizes)
+    pages, pages_cmp = (-(-count // PAGE_SIZE) for count in (shape.seqlen, compressed))
+
+    def random(*size: int) -> Tensor:
+        return torch.randn(size, dtype=shape.dtype, device=device)
+
+    def table(first: int, columns: int) -> Tensor:
+        numbers = torch.arange(shape.batch * columns, dtype=torch.int32, device=device)
+        return (first + numbers).view(shape.batch, columns)
+
+    tokens, pairs = table(0, pages), table(shape.batch * pages, pages_cmp)
+    k, v = (
+        random(shape.batch * (pages + pages_cmp), PAGE_SIZE, shape.kv_heads, dim)
+        for dim in (shape.head_dim, shape.value_dim)
+    )
+    q, logits = random(shape.batch, shape.heads, shape.head_dim), random(shape.batch, shape.heads, 3)
+    run = partial(
+        nsa_decode,
+        *(q, k, v, logits),
+        context_lens=torch.full((shape.batch,), shape.seqlen, dtype=torch.int32, device=device),
+        block_tables=tokens,
+        cmp_slot_mapping=pairs[:, (compressed - 1) // PAGE_SIZE] * PAGE_SIZE + (compressed - 1) % PAGE_SIZE,
+        cmp_block_tables=pairs,
+        fixed_y_maxlen=compressed,
+        fixed_num_slc_blocks=-(-shape.seqlen // shape.selection_block_size),
+        kernel_size=shape.compress_block_size,
+        stride=shape.compress_stride,
+        block_size=shape.selection_block_size,
+        top_n=shape.num_selected,
+        window_size=shape.window,
+    )
+
+    def row(index: int) -> Row:
+        of_row = [
+            pool[table[index].long()].flatten(0, 1)[:count]
+            for table, count in ((tokens, shape.seqlen), (pairs, compressed))
+            for pool in (k, v)
+        ]
+        return Row(q[index], q[index], *of_row, gates=logits[index].float().sigmoid(), window=shape.window + 1)
+
+    return Step(run, judge=partial(judge_rows, shape, row))
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """file: where that lies on PYTHONPATH, the peer can be imported. less: what it leaves to its caller."""
+
+    repository: str
+    file: str
+    adapter: Callable[[Shape, str, Path], Step]
+    less: str
+
+
+DECODERS = {
+    'mdy666': Decoder(
+        'mdy666/Scalable-Flash-Native-Sparse-Attention',
+        'flash_nsa/inference/__init__.py',
+        mdy666,
+        "rotary and the write of the token's own key and value",
+    )
+}
+
+
+def make_peer(name: str, shape: Shape, device: str) -> Step:
+    """Raises ModuleNotFoundError where the peer, or what it needs, is not there."""
+    decoder = DECODERS[name]
+    folder = find_folder(decoder.file)
+    if folder is None:
+        raise ModuleNotFoundError(f'{decoder.repository} is not on PYTHONPATH')
+    return decoder.adapter(shape, device, folder)
