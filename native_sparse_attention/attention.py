@@ -10,10 +10,9 @@ import torch
 from rotary_embedding_torch import RotaryEmbedding
 from torch import Tensor, nn
 
-from native_sparse_attention import functional, geometry
+from native_sparse_attention import decoding, functional, geometry
 from native_sparse_attention.cache import FIRST_CAPACITY, MAX_ROLLBACK, LayerCache
 from native_sparse_attention.compress import compress_pair, make_networks
-from native_sparse_attention.decoding import nsa_decode
 from native_sparse_attention.gate import check_gate, make_gate
 from native_sparse_attention.ops import select_blocks
 from native_sparse_attention.ops._checks import check_not_negative, check_positive, make_sequences
@@ -269,7 +268,10 @@ class SparseAttention(nn.Module):
 
     def decodes_fixed(self, cache: LayerCache, num_tokens: int) -> bool:
         """Whether a call with so many new tokens is the same launches at every length, as a CUDA graph needs it."""
-        return False
+        probe = torch.empty((), dtype=cache.dtype, device=cache.device)
+        sizes = ((self.heads, self.dim_head), (self.kv_heads, self.dim_head), (self.kv_heads, self.dim_value_head))
+        q, k, v = (probe.expand(cache.batch_size, num_tokens, *size) for size in sizes)
+        return decoding.backend_of(q, k, v, cache, self.selection_block_size, backend=self.backend).name == 'triton'
 
     def backend_for(self, x: Tensor) -> BackendChoice:
         """The backend that a forward of x `[B, T, dim]` would take, and why faster ones are passed over; `ops` has what
@@ -340,7 +342,7 @@ class SparseAttention(nn.Module):
             order, counts = front_order(mask)
             x = to_front(x, order, mask)
         new = self._project(x)
-        out = nsa_decode(
+        out = decoding.nsa_decode(
             new.q,
             new.k,
             new.v,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from einops import rearrange
 from torch import Tensor, nn
 
@@ -11,9 +12,11 @@ from native_sparse_attention import functional, ops
 from native_sparse_attention.cache import LayerCache
 from native_sparse_attention.compress import MeanPool, compress_blocks
 from native_sparse_attention.geometry import num_compressed_blocks
+from native_sparse_attention.ops._checks import check_qkv
 from native_sparse_attention.ops.backend import BackendChoice
 from native_sparse_attention.ops.decoding import api
 from native_sparse_attention.ops.decoding.api import Settings, Tokens
+from native_sparse_attention.ops.gated_sum.api import check_gates
 from native_sparse_attention.rotary import angle_tables
 
 
@@ -86,16 +89,17 @@ def nsa_decode(
     Raises:
         ValueError: shapes or settings that do not fit, or a full cache; nothing is written then.
     """
-    assert cache.compress is not None
     tokens = Tokens(q, k, v, k if raw_k is None else raw_k, v if raw_v is None else raw_v, k_window, v_window)
+    _check(tokens, gates, cache, selection_block_size)
+    assert cache.compress is not None
     settings = Settings(
         *(*cache.compress, selection_block_size, num_selected, window_size, num_init, num_local, share_group),
         *(q.shape[-1] ** -0.5 if scale is None else scale, num_splits, tiles_of_program),
     )
     phi = Phi(networks, positions)
     cache.reserve(q.shape[1])
-    is_step = counts is None and backend_of(q, k, v, cache, backend=backend).name == 'triton'
-    if not is_step:
+    choice = backend_of(q, k, v, cache, selection_block_size, backend=backend)
+    if choice.name != 'triton' or counts is not None or torch.compiler.is_compiling():
         return _decode_by_ops(tokens, gates, cache, phi, freqs, interpolate_factor, mem_kv, counts, settings, backend)
     from native_sparse_attention.ops.decoding import triton
 
@@ -109,13 +113,54 @@ def nsa_decode(
     return out
 
 
-def backend_of(q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, *, backend: str = 'auto') -> BackendChoice:
+def backend_of(
+    q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, selection_block_size: int, *, backend: str = 'auto'
+) -> BackendChoice:
     """'triton' where the kernels of decoding serve these new tokens in fixed launches, else 'eager': the ops of `nsa`
     one by one, by whatever backend serves them.
     """
     if backend == 'triton' and not 1 <= q.shape[1] <= api.MAX_NEW_TOKENS:
         backend = 'auto'
-    return api.backend_of(q, k, v, dtype=cache.dtype, backend=backend)
+    assert cache.compress is not None
+    return api.backend_of(
+        *(q, k, v),
+        dtype=cache.dtype,
+        compress=cache.compress,
+        selection_block_size=selection_block_size,
+        backend=backend,
+    )
+
+
+def _check(tokens: Tokens, gates: Tensor, cache: LayerCache, selection_block_size: int) -> None:
+    q, k, v, raw_k, raw_v, k_window, v_window = tokens
+    check_qkv(q, k, v)
+    check_gates(gates, q)
+    if k.shape[1] != q.shape[1]:
+        raise ValueError(f'k has {k.shape[1]} tokens, but q has {q.shape[1]}')
+    layout = cache.layout
+    held = (layout['kv_heads'], layout['head_dim'], layout['value_dim'])
+    if held != (*k.shape[2:], v.shape[3]):
+        sizes = (*k.shape[2:], v.shape[3])
+        raise ValueError(f'cache holds {held[0]} heads of sizes {held[1:]}, but k and v have {sizes[0]} of {sizes[1:]}')
+    if cache.batch_size != q.shape[0]:
+        raise ValueError(f'q has batch size {q.shape[0]}, but cache has {cache.batch_size}')
+    if cache.compress is None:
+        raise ValueError('cache has no compressed keys, but needs compress=(l, d)')
+    if layout['has_window'] != (k_window is not None and v_window is not None):
+        raise ValueError(f'cache has has_window = {layout["has_window"]}, but k_window and v_window go with it')
+    if cache.page_size is not None and cache.page_size % selection_block_size != 0:
+        raise ValueError(
+            f'cache has page_size {cache.page_size}, but must have a multiple of selection_block_size, '
+            f'{selection_block_size}'
+        )
+    for name, tensor, like in (
+        ('raw_k', raw_k, k),
+        ('raw_v', raw_v, v),
+        ('k_window', k_window, k),
+        ('v_window', v_window, v),
+    ):
+        if tensor is not None and tensor.shape != like.shape:
+            raise ValueError(f'{name} has shape {tuple(tensor.shape)}, but must have {tuple(like.shape)}')
 
 
 def _decode_by_ops(

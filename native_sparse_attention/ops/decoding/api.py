@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from native_sparse_attention.geometry import overlapping_blocks
 from native_sparse_attention.ops.backend import BackendChoice, choose_backend, serves
 
 # New tokens of a row that the kernels take at a time.
 MAX_NEW_TOKENS = 16
 # Heads of a group whose rows a tile of the kernels holds.
 MAX_GROUP = 64
+# Compressed blocks that share tokens with a selection block: a tile of the kernels has them all.
+MAX_OVERLAPPING = 128
 
 
 class Storage(NamedTuple):
@@ -74,15 +78,24 @@ class Settings(NamedTuple):
     tiles_of_program: int = 0
 
 
-def backend_of(q: Tensor, k: Tensor, v: Tensor, *, dtype: Any, backend: str = 'auto') -> BackendChoice:
-    """The backend that would serve a step of q `[B, T, HQ, D]`, k and v on a cache of `dtype`: 'triton', or 'eager' for
-    the ops one by one.
+def backend_of(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    dtype: torch.dtype,
+    compress: tuple[int, int],
+    selection_block_size: int,
+    backend: str = 'auto',
+) -> BackendChoice:
+    """The backend that would serve a step of q `[B, T, HQ, D]`, k and v on a cache of `dtype`, of blocks `compress` =
+    (l, d): 'triton', or 'eager' for the ops one by one.
     """
-    candidates = {'triton': partial(_unsupported, q, k, v, dtype), 'eager': serves}
+    candidates = {'triton': partial(_unsupported, q, k, v, dtype, (*compress, selection_block_size)), 'eager': serves}
     return choose_backend('decoding', 'eager' if backend == 'flex' else backend, q.device, candidates)
 
 
-def _unsupported(q: Tensor, k: Tensor, v: Tensor, dtype: Any) -> str | None:
+def _unsupported(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, sizes: tuple[int, int, int]) -> str | None:
     """Why the kernels cannot serve a step, or None where they can."""
     from native_sparse_attention.ops._triton import support
 
@@ -91,6 +104,11 @@ def _unsupported(q: Tensor, k: Tensor, v: Tensor, dtype: Any) -> str | None:
         return f'there are {num_tokens} new tokens, but its kernels take 1 to {MAX_NEW_TOKENS}'
     if group > MAX_GROUP:
         return f'{group} heads share a key head, but its kernels take up to {MAX_GROUP}'
+    overlapping = len(overlapping_blocks(*sizes))
+    if overlapping > MAX_OVERLAPPING:
+        return (
+            f'{overlapping} compressed blocks overlap a selection block, but its kernels take up to {MAX_OVERLAPPING}'
+        )
     if dtype not in support.DTYPES:
         return f'the cache has dtype {dtype}, but its kernels compute in float32'
     return support.unsupported(q, k, v)

@@ -69,8 +69,8 @@ def attend_kernel(
     blocks of the window that are not among them.
 
     q: `[B, T, HQ, D]`; the cache `[B, S, H, D]` or pages; best: what the third launch left; chosen: int32 `[B, T,
-    choosers, n]`, made of it where a row has several chunks. Of rows `[B, T, choosers, programs, 2, heads]`, selected and
-    window: out `[..., DV]`, not normalised; stats `[..., 2]`, the largest logit and the sum of weights.
+    choosers, n]`, made of it where a row has several chunks. Of rows `[B, T, choosers, programs, 2, heads]`, selected
+    and window: out `[..., DV]`, not normalised; stats `[..., 2]`, the largest logit and the sum of weights.
     """
     wait_for_launch_before(OVERLAPS)
     share: tl.constexpr = GROUP // CHOOSERS

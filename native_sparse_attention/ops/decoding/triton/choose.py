@@ -51,9 +51,9 @@ def choose_kernel(
     """One program per row, token, chooser and chunk of BLOCK_J selection blocks. GROUP: heads of a key head, of which
     each of CHOOSERS has its share; TILE: blocks that have a maximum in common.
 
-    best: int64 `[B, T, choosers, chunks, n]`, the first n of a chunk in their order: what `rank` gives in the upper half
-    of the bits, and in the lower one the complement of the block; negative where there are no more. chosen: int32 `[B,
-    T, choosers, n]`, their blocks where a row is one chunk, -1 where there are no more.
+    best: int64 `[B, T, choosers, chunks, n]`, the first n of a chunk in their order: what `rank` gives in the upper
+    half of the bits, and in the lower one the complement of the block; negative where there are no more. chosen: int32
+    `[B, T, choosers, n]`, their blocks where a row is one chunk, -1 where there are no more.
     """
     wait_for_launch_before(OVERLAPS)
     chunk = tl.program_id(0) % choice.num_chunks

@@ -16,7 +16,7 @@ from native_sparse_attention.ops.decoding.triton.append import NUM_ROLES, append
 from native_sparse_attention.ops.decoding.triton.attend import Reading, attend_kernel, combine_kernel
 from native_sparse_attention.ops.decoding.triton.choose import Choice, choose_kernel
 from native_sparse_attention.ops.decoding.triton.compressed import Split, compressed_kernel
-from native_sparse_attention.ops.decoding.triton.settings import launch_options, make_plan
+from native_sparse_attention.ops.decoding.triton.settings import FEW_TILES, launch_options, make_plan
 from native_sparse_attention.ops.decoding.triton.storage import Blocks, Pages, Step, ring_of, strided
 
 # Workspace by name and shape, kept with the cache that it serves.
@@ -73,7 +73,7 @@ def append(
         BLOCK_L=min(BLOCK_L, 1 << (block_size - 1).bit_length()),
         BLOCK_D=head_block(head_dim),
         BLOCK_DV=head_block(value_dim),
-        **launch_options('append', device),
+        **launch_options('append', device, few_rows=False),
         device=device,
     )
     if is_mean:
@@ -145,7 +145,7 @@ def attend(
         BLOCK_J=plan.block_j,
         **head_sizes,
         **head_blocks,
-        **launch_options('compressed', device),
+        **launch_options('compressed', device, plan.few_rows),
         device=device,
     )
     if settings.num_selected:
@@ -159,7 +159,7 @@ def attend(
             BLOCK_G=min(16, 1 << (heads // choosers - 1).bit_length()),
             BLOCK_S=1 << (plan.num_splits - 1).bit_length(),
             BLOCK_J=plan.chunk,
-            **launch_options('choose', device),
+            **launch_options('choose', device, plan.few_rows),
             device=device,
         )
     launch(
@@ -177,7 +177,7 @@ def attend(
         BLOCK_N=plan.block_n,
         **head_sizes,
         **head_blocks,
-        **launch_options('attend', device),
+        **launch_options('attend' if plan.of_program > FEW_TILES else 'attend_few', device, plan.few_rows),
         device=device,
     )
     launch(
@@ -190,7 +190,7 @@ def attend(
         BLOCK_S=1 << (plan.num_splits - 1).bit_length(),
         BLOCK_P=1 << (plan.num_programs - 1).bit_length(),
         BLOCK_DV=head_block(value_dim),
-        **launch_options('combine', device),
+        **launch_options('combine', device, plan.few_rows),
         device=device,
     )
     return out, chosen if settings.num_selected else None

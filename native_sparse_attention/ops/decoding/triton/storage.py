@@ -29,8 +29,8 @@ class Ring(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """Token p of row b lies in page table[b, p // size] of num_pages; without a table in row b of its tensor. stride: from a
-    row of the table to the next.
+    """Token p of row b lies in page table[b, p // size] of num_pages; without a table in row b of its tensor. stride:
+    from a row of the table to the next.
     """
 
     table: Tensor | None
