@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from native_sparse_attention.geometry import num_compressed_blocks
-from native_sparse_attention.ops.decoding.api import Storage
+from native_sparse_attention.ops.decoding.step import Storage
 
 # Tokens that a cache which grows holds at first, and tokens that `crop` takes back unless told otherwise.
 FIRST_CAPACITY = 64

@@ -15,7 +15,7 @@ from native_sparse_attention.geometry import num_compressed_blocks
 from native_sparse_attention.ops._checks import check_qkv
 from native_sparse_attention.ops.backend import BackendChoice
 from native_sparse_attention.ops.decoding import api
-from native_sparse_attention.ops.decoding.api import Settings, Tokens
+from native_sparse_attention.ops.decoding.step import Settings, Tokens
 from native_sparse_attention.ops.gated_sum.api import check_gates
 from native_sparse_attention.rotary import angle_tables
 
@@ -79,7 +79,7 @@ def nsa_decode(
         counts: int32 `[B]`, how many of the T are real; the others stand behind them. Default all.
         selection_block_size, num_selected, num_init, num_local, share_group, scale: as in `nsa`. window_size: W, the
             query's own token included.
-        num_splits, tiles_of_program: as in `ops.decoding.api.Settings`.
+        num_splits, tiles_of_program: as in `ops.decoding.step.Settings`.
         backend: 'auto', 'triton', 'flex' or 'eager'. The kernels of Triton decode up to 16 tokens at a time; longer
             chunks go through those of `nsa`.
 

@@ -160,13 +160,14 @@ def build_decoding(dtype: torch.dtype, head_dim: int) -> None:
         q, k, v = (t[:, :num_tokens] for t in make(dtype, head_dim, group=16))
         sizes: dict[str, Any] = {'kv_heads': 2, 'head_dim': head_dim, 'value_dim': head_dim, 'dtype': dtype}
         cache = LayerCache(1, 4 * SEQLEN, compress=(BLOCK, STRIDE), has_raw_k=True, **sizes)
-        networks = (MeanPool(),) * 2 if is_mean else (SingleProjection(head_dim, BLOCK).to(dtype),) * 2
+        network = MeanPool() if is_mean else SingleProjection(head_dim, BLOCK).to(dtype)
+        positions, memory = (torch.zeros(2, length, head_dim, dtype=dtype) for length in (BLOCK, 1))
         nsa_decode(
             *(q, k, v, torch.zeros(1, num_tokens, 32, 3), cache),
-            networks=networks,
-            positions=(torch.zeros(2, BLOCK, head_dim, dtype=dtype),) * 2,
+            networks=(network, network),
+            positions=(positions, positions),
             freqs=torch.zeros(head_dim // 2),
-            mem_kv=(torch.zeros(2, 1, head_dim, dtype=dtype),) * 2,
+            mem_kv=(memory, memory),
             selection_block_size=SELECTION_BLOCK,
             num_selected=16,
             window_size=100,

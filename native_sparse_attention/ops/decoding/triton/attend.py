@@ -204,8 +204,7 @@ def combine_kernel(
     GROUP: tl.constexpr,
     CHOOSERS: tl.constexpr,
     VALUE_DIM: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_P: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
@@ -223,17 +222,15 @@ def combine_kernel(
     row = (query // query_heads // step.num_tokens).to(tl.int64)
     columns = tl.arange(0, BLOCK_DV)
     unit = row * step.kv_heads + head // GROUP
-    parts = tl.arange(0, BLOCK_S)
-    results = ((unit * step.num_tokens + token) * GROUP + head % GROUP) * num_splits + parts
-    out = _join(compressed_ptr, compressed_stats_ptr, results, parts < num_splits, VALUE_DIM, BLOCK_DV)
+    first = ((unit * step.num_tokens + token) * GROUP + head % GROUP) * num_splits
+    out = _join(compressed_ptr, compressed_stats_ptr, first, 1, num_splits, VALUE_DIM, PARTS, BLOCK_DV)
     gate_ptr = gates.ptr + row * gates.strides[0] + token * gates.strides[1] + head * gates.strides[2]
     out = out * tl.load(gate_ptr).to(tl.float32)
-    parts = tl.arange(0, BLOCK_P)
     chooser_query = query.to(tl.int64) // share
-    results = ((chooser_query * num_programs + parts) * 2) * share + head % share
-    selected = _join(parts_ptr, parts_stats_ptr, results, parts < num_programs, VALUE_DIM, BLOCK_DV)
+    first, stride = chooser_query * num_programs * 2 * share + head % share, 2 * share
+    selected = _join(parts_ptr, parts_stats_ptr, first, stride, num_programs, VALUE_DIM, PARTS, BLOCK_DV)
     out += selected * tl.load(gate_ptr + gates.strides[3]).to(tl.float32)
-    window = _join(parts_ptr, parts_stats_ptr, results + share, parts < num_programs, VALUE_DIM, BLOCK_DV)
+    window = _join(parts_ptr, parts_stats_ptr, first + share, stride, num_programs, VALUE_DIM, PARTS, BLOCK_DV)
     out += window * tl.load(gate_ptr + 2 * gates.strides[3]).to(tl.float32)
     pointers = out_ptr + query.to(tl.int64) * VALUE_DIM + columns
     tl.store(pointers, out.to(out_ptr.dtype.element_ty), mask=columns < VALUE_DIM)
@@ -245,13 +242,19 @@ def combine_kernel(
 
 
 @triton.jit
-def _join(out_ptr, stats_ptr, results, exists, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """`[BLOCK]`: the output of a branch; 0 where nothing is read."""
-    largest = tl.load(stats_ptr + 2 * results, mask=exists, other=float('-inf'))
-    total = tl.load(stats_ptr + 2 * results + 1, mask=exists, other=0.0)
-    base = tl.max(largest, 0)
-    weights = tl.exp2(largest - tl.where(base == float('-inf'), 0.0, base))
-    parts = load_at(out_ptr, results * SIZE, exists & (total != 0), SIZE, BLOCK)
-    total = tl.sum(total * weights, 0)
-    out = tl.sum(parts * weights[:, None], 0)
-    return tl.where(total == 0, 0.0, out / tl.where(total == 0, 1.0, total))
+def _join(out_ptr, stats_ptr, first, stride, num_parts, SIZE: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """`[BLOCK]`: the output of a branch from results first, first + stride ...; 0 where nothing is read."""
+    largest = tl.full([1], float('-inf'), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    out = tl.zeros([1, BLOCK], tl.float32)
+    for start in range(0, num_parts, PARTS):
+        parts = start + tl.arange(0, PARTS)
+        results = first + parts * stride
+        logits = tl.load(stats_ptr + 2 * results, mask=parts < num_parts, other=float('-inf'))
+        totals = tl.load(stats_ptr + 2 * results + 1, mask=parts < num_parts, other=0.0)
+        outs = load_at(out_ptr, results * SIZE, (parts < num_parts) & (totals != 0), SIZE, BLOCK)
+        weights, shrink, largest = soften(logits[None, :], largest)
+        total = total * shrink + tl.sum(totals[None, :] * weights, 1)
+        out = out * shrink[:, None] + tl.sum(outs * tl.trans(weights), 0)[None, :]
+    total = tl.sum(total, 0)
+    return tl.where(total == 0, 0.0, tl.sum(out, 0) / tl.where(total == 0, 1.0, total))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from native_sparse_attention.ops._triton.launch import head_block, launch, row_block
 from native_sparse_attention.ops._triton.placement import last_dim_contiguous
-from native_sparse_attention.ops.decoding.api import Settings, Storage, Tokens
+from native_sparse_attention.ops.decoding.step import Settings, Storage, Tokens
 from native_sparse_attention.ops.decoding.triton.append import NUM_ROLES, append_kernel
 from native_sparse_attention.ops.decoding.triton.attend import Reading, attend_kernel, combine_kernel
 from native_sparse_attention.ops.decoding.triton.choose import Choice, choose_kernel
@@ -21,8 +21,10 @@ from native_sparse_attention.ops.decoding.triton.storage import Blocks, Pages, S
 
 # Workspace by name and shape, kept with the cache that it serves.
 Workspace = dict[tuple[Any, ...], Tensor]
-# Tokens of a compressed block that a program lays out at a time.
-BLOCK_L = 32
+# Bytes of a compressed block that a program lays out at a time.
+BLOCK_BYTES = 8192
+# Elements of partial results that a program puts together at a time.
+PARTS_ELEMENTS = 2048
 
 
 def append(
@@ -45,6 +47,7 @@ def append(
     block_size, stride = settings.compress_block_size, settings.compress_stride
     num_blocks = -(-num_tokens // stride)
     dtype, device = storage.k.dtype, q.device
+    row_bytes = head_block(max(head_dim, value_dim)) * dtype.itemsize
     turned = q if freqs is None else _empty(workspace, 'q', q.shape, dtype, device)
     blocks_k, blocks_v = (
         _empty(workspace, name, (batch, num_blocks, kv_heads, *sizes), dtype, device)
@@ -70,7 +73,7 @@ def append(
         NUM_ANGLES=0 if freqs is None else len(freqs),
         MEAN=is_mean,
         BLOCK_G=1 << (heads // kv_heads - 1).bit_length(),
-        BLOCK_L=min(BLOCK_L, 1 << (block_size - 1).bit_length()),
+        BLOCK_L=min(max(8, BLOCK_BYTES // row_bytes), 1 << (block_size - 1).bit_length()),
         BLOCK_D=head_block(head_dim),
         BLOCK_DV=head_block(value_dim),
         **launch_options('append', device, few_rows=False),
@@ -130,7 +133,8 @@ def attend(
     head_blocks = {'BLOCK_D': head_block(head_dim), 'BLOCK_DV': head_block(value_dim)}
     groups = {'GROUP': group, 'CHOOSERS': choosers // kv_heads}
 
-    row_tiles = -(-num_tokens * group // plan.block_m)
+    row_tiles, block_m = -(-num_tokens * group // plan.block_m), row_block(heads // choosers)
+    row_bytes = max(head_blocks.values()) * dtype.itemsize
     launch(
         compressed_kernel,
         (batch * kv_heads * row_tiles * plan.num_splits,),
@@ -145,7 +149,7 @@ def attend(
         BLOCK_J=plan.block_j,
         **head_sizes,
         **head_blocks,
-        **launch_options('compressed', device, plan.few_rows),
+        **launch_options('compressed', device, plan.few_rows, plan.block_m * head_blocks['BLOCK_DV'], row_bytes),
         device=device,
     )
     if settings.num_selected:
@@ -162,6 +166,7 @@ def attend(
             **launch_options('choose', device, plan.few_rows),
             device=device,
         )
+    variant = 'attend' if plan.of_program > FEW_TILES else 'attend_few'
     launch(
         attend_kernel,
         (queries * plan.num_programs,),
@@ -173,11 +178,11 @@ def attend(
         **groups,
         BLOCK_C=1 << max(plan.num_chunks * settings.num_selected - 1, 0).bit_length(),
         BLOCK_S=row_block(max(settings.num_selected, 1)),
-        BLOCK_M=row_block(heads // choosers),
+        BLOCK_M=block_m,
         BLOCK_N=plan.block_n,
         **head_sizes,
         **head_blocks,
-        **launch_options('attend' if plan.of_program > FEW_TILES else 'attend_few', device, plan.few_rows),
+        **launch_options(variant, device, plan.few_rows, 2 * block_m * head_blocks['BLOCK_DV'], row_bytes),
         device=device,
     )
     launch(
@@ -187,8 +192,7 @@ def attend(
         *(step, plan.num_splits, plan.num_programs),
         **groups,
         VALUE_DIM=value_dim,
-        BLOCK_S=1 << (plan.num_splits - 1).bit_length(),
-        BLOCK_P=1 << (plan.num_programs - 1).bit_length(),
+        PARTS=PARTS_ELEMENTS // head_block(value_dim),
         BLOCK_DV=head_block(value_dim),
         **launch_options('combine', device, plan.few_rows),
         device=device,
@@ -199,7 +203,7 @@ def attend(
 def _pages(table: Tensor | None, pool: Tensor) -> Pages:
     if table is None:
         return Pages(None, 0, 1, 0)
-    (table,) = last_dim_contiguous(table)
+    table = table if table.stride(1) == 1 else table.contiguous()
     return Pages(table, table.stride(0), pool.shape[1], pool.shape[0])
 
 

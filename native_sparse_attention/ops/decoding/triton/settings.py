@@ -10,7 +10,8 @@ import torch
 from native_sparse_attention.geometry import overlapping_blocks
 from native_sparse_attention.ops._triton.launch import head_block, row_block
 
-# Warps and pipeline stages of each kernel; attend_few: where its programs have at most FEW_TILES tiles.
+# Warps and pipeline stages of each kernel where rows are few and short; attend_few: where its programs have at most
+# FEW_TILES tiles.
 LAUNCHES = {
     'append': (2, 1),
     'compressed': (2, 3),
@@ -20,6 +21,9 @@ LAUNCHES = {
     'combine': (1, 1),
 }
 FEW_TILES = 2
+# Elements of outputs that a warp has in registers, and bytes of a row beyond which two stages are all that fits.
+WARP_ELEMENTS = 2048
+LONG_ROW = 256
 # Bytes of a tile of keys, and the rows that it has at most.
 COMPRESSED_TILE, ATTEND_TILE = (8192, 32), (16384, 64)
 # Programs of a multiprocessor at a time, and multiprocessors where there are none.
@@ -83,7 +87,8 @@ def make_plan(
     slots = PROGRAMS * multiprocessors
     row_bytes = head_block(head_dim) * itemsize
     rows = num_tokens * heads // kv_heads
-    block_m = min(64, row_block(rows))
+    # In float32 products take registers of their own.
+    block_m = min(64 if itemsize == 2 else 32 if row_bytes <= 512 else 16, row_block(rows))
     num_blocks = -(-capacity // selection_block_size)
     steps = num_steps(block_size, stride, selection_block_size)
     block_j = max(1, _tile_rows(COMPRESSED_TILE, row_bytes) // steps)
@@ -115,9 +120,15 @@ def num_steps(block_size: int, stride: int, selection_block_size: int) -> int:
     return 1 << ((overlapping.stop if handed_on else len(overlapping)) - 1).bit_length()
 
 
-def launch_options(kernel: str, device: torch.device, few_rows: bool) -> dict[str, Any]:
-    """few_rows: a launch begins while the one before still runs, where the GPU knows how."""
+def launch_options(
+    kernel: str, device: torch.device, few_rows: bool, num_elements: int = 0, row_bytes: int = 0
+) -> dict[str, Any]:
+    """few_rows: a launch begins while the one before still runs, where the GPU knows how. num_elements: of the outputs
+    that a program has at a time; row_bytes: of a key.
+    """
     num_warps, num_stages = LAUNCHES[kernel]
+    num_warps = max(num_warps, min(8, num_elements // WARP_ELEMENTS))
+    num_stages = min(num_stages, 2) if row_bytes > LONG_ROW else num_stages
     overlaps = few_rows and can_overlap(device)
     options = {'num_warps': num_warps, 'num_stages': num_stages, 'OVERLAPS': overlaps}
     # What comes before the first launch does not know that it may be overlapped.
