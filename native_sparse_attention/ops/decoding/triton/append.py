@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from native_sparse_attention.ops._triton.placement import count_blocks
-from native_sparse_attention.ops._triton.rotation import turn
+from native_sparse_attention.ops._triton.rotation import cos_and_sin, turn
 from native_sparse_attention.ops.decoding.triton.storage import (
     load_at,
     load_lengths,
@@ -18,7 +18,7 @@ from native_sparse_attention.ops.decoding.triton.storage import (
     wait_for_launch_before,
 )
 
-# Roles of programs: new tokens, blocks of keys, blocks of values.
+# Roles of programs: queries and new keys, blocks of keys, new values and their blocks.
 NUM_ROLES = 3
 
 
@@ -45,9 +45,10 @@ def append_kernel(
     freqs_ptr,
     lengths_ptr,
     pages,
-    step,
-    sizes,
+    capacity,
     factor,
+    step: tl.constexpr,
+    sizes: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -60,76 +61,57 @@ def append_kernel(
     OVERLAPS: tl.constexpr,
 ):
     """One program per row and key head, and role. New tokens `[B, T, heads, D]`, the cache `[B, S, H, D]` or pages of
-    it, rings `[B, R, H, D]`; blocks_k, blocks_v: `[B, K, H, l, D]` by their strides, with MEAN `[B, K, H, D]`.
+    it, rings `[B, R, H, D]`; blocks_k, blocks_v: `[B, K, H, l, D]`, with MEAN `[B, K, H, D]`.
 
-    Nothing is turned without freqs; k_window, v_window where the window reads k and v; a ring where the cache
+    Nothing is turned without freqs; k_window, v_window are None where the window reads k and v; a ring where the cache
     itself has what is compressed.
     """
     wait_for_launch_before(OVERLAPS)
     row = (tl.program_id(0) // step.kv_heads).to(tl.int64)
-    head = tl.program_id(0) % step.kv_heads
-    old, length = load_lengths(lengths_ptr, row, step)
+    head = (tl.program_id(0) % step.kv_heads).to(tl.int64)
+    old, length = load_lengths(lengths_ptr, row, capacity, step)
+    place = (row, head, old, length)
     if tl.program_id(1) == 0:
-        heads = head * GROUP + tl.arange(0, BLOCK_G)
-        in_group = tl.arange(0, BLOCK_G) < GROUP
+        angles = tl.arange(0, BLOCK_D // 2)
+        is_turned = (angles < NUM_ANGLES)[None, :]
         for token in range(step.num_tokens):
-            position = old + token
+            cos = tl.full([1, BLOCK_D // 2], 1.0, tl.float32)
+            sin = tl.zeros([1, BLOCK_D // 2], tl.float32)
             if freqs_ptr is not None:
-                angles = tl.arange(0, BLOCK_D // 2)
-                is_turned = (angles < NUM_ANGLES)[None, :]
                 freqs = tl.load(freqs_ptr + angles, mask=angles < NUM_ANGLES, other=0.0)
-                angle = (tl.div_rn(position.to(tl.float32), factor) * freqs)[None, :]
-                cos, sin = tl.cos(angle), tl.sin(angle)
-                offsets = row * q.strides[0] + token * q.strides[1] + heads.to(tl.int64) * q.strides[2]
-                x = load_at(q.ptr, offsets, in_group, HEAD_DIM, BLOCK_D)
-                x = turn(x, cos, sin, is_turned)
-                strides = turned_q.strides
-                offsets = row * strides[0] + token * strides[1] + heads.to(tl.int64) * strides[2]
-                store_at(turned_q.ptr, offsets, x, in_group, HEAD_DIM, BLOCK_D)
-            else:
-                cos, sin, is_turned = 1.0, 0.0, False
-            one = tl.full([1], 1, tl.int1) & (position < length)
-            positions = tl.zeros([1], tl.int32) + position
-            _copy(k, cached_k, row, token, head, positions, one, pages, cos, sin, is_turned, HEAD_DIM, BLOCK_D)
-            _copy(v, cached_v, row, token, head, positions, one, pages, 1.0, 0.0, False, VALUE_DIM, BLOCK_DV)
+                cos, sin = cos_and_sin((tl.div_rn((old + token).to(tl.float32), factor) * freqs)[None, :])
+                heads = tl.arange(0, BLOCK_G)
+                offsets = (head * GROUP + heads) * q.strides[2] + (row * q.strides[0] + token * q.strides[1])
+                x = turn(load_at(q.ptr, offsets, heads < GROUP, HEAD_DIM, BLOCK_D), cos, sin, is_turned)
+                to = turned_q.strides
+                offsets = (head * GROUP + heads) * to[2] + (row * to[0] + token * to[1])
+                store_at(turned_q.ptr, offsets, x, heads < GROUP, HEAD_DIM, BLOCK_D)
+            _copy(k, cached_k, token, place, pages, cos, sin, is_turned, HEAD_DIM, BLOCK_D)
             if k_window.ptr is not None:
-                to = cached_k_window
-                _copy(k_window, to, row, token, head, positions, one, pages, cos, sin, is_turned, HEAD_DIM, BLOCK_D)
-                to = cached_v_window
-                _copy(v_window, to, row, token, head, positions, one, pages, 1.0, 0.0, False, VALUE_DIM, BLOCK_DV)
+                _copy(k_window, cached_k_window, token, place, pages, cos, sin, is_turned, HEAD_DIM, BLOCK_D)
     elif tl.program_id(1) == 1:
-        place = (row, head.to(tl.int64), old, length)
         blocks = (blocks_k, positions_k_ptr)
         _lay_out_blocks(raw_k, ring_k, cached_k, blocks, place, pages, step, sizes, MEAN, HEAD_DIM, BLOCK_L, BLOCK_D)
     else:
-        place = (row, head.to(tl.int64), old, length)
+        for token in range(step.num_tokens):
+            _copy(v, cached_v, token, place, pages, None, None, None, VALUE_DIM, BLOCK_DV)
+            if v_window.ptr is not None:
+                _copy(v_window, cached_v_window, token, place, pages, None, None, None, VALUE_DIM, BLOCK_DV)
         blocks = (blocks_v, positions_v_ptr)
         _lay_out_blocks(raw_v, ring_v, cached_v, blocks, place, pages, step, sizes, MEAN, VALUE_DIM, BLOCK_L, BLOCK_DV)
 
 
 @triton.jit
-def _copy(
-    new,
-    cached,
-    row,
-    token,
-    head,
-    positions,
-    fits,
-    pages,
-    cos,
-    sin,
-    is_turned,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """One new token of a head into the cache, turned where `is_turned` is not False."""
-    offset = row * new.strides[0] + token * new.strides[1] + head.to(tl.int64) * new.strides[2]
-    x = load_at(new.ptr, tl.zeros([1], tl.int64) + offset, fits, SIZE, BLOCK)
-    if is_turned is not False:
+def _copy(new, cached, token, place, pages, cos, sin, is_turned, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """One new token of a head into the cache, turned where there are angles."""
+    row, head, old, length = place
+    positions = tl.zeros([1], tl.int32) + (old + token)
+    offset = row * new.strides[0] + token * new.strides[1] + head * new.strides[2]
+    x = load_at(new.ptr, tl.zeros([1], tl.int64) + offset, positions < length, SIZE, BLOCK)
+    if cos is not None:
         x = turn(x, cos, sin, is_turned)
-    offsets, fits = locate(positions, fits, row, pages, cached.strides)
-    store_at(cached.ptr, offsets + head.to(tl.int64) * cached.strides[2], x, fits, SIZE, BLOCK)
+    offsets, fits = locate(positions, positions < length, row, pages, cached.strides)
+    store_at(cached.ptr, offsets + head * cached.strides[2], x, fits, SIZE, BLOCK)
 
 
 @triton.jit
@@ -140,8 +122,8 @@ def _lay_out_blocks(
     blocks,
     place,
     pages,
-    step,
-    sizes,
+    step: tl.constexpr,
+    sizes: tl.constexpr,
     MEAN: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK_L: tl.constexpr,
@@ -182,7 +164,7 @@ def _lay_out_blocks(
                 store_at(blocks.ptr, base + places.to(tl.int64) * blocks.strides[3], x, inside, SIZE, BLOCK_D)
         if MEAN:
             columns = tl.arange(0, BLOCK_D)
-            mean = tl.div_rn(total, tl.zeros([BLOCK_D], tl.float32) + sizes.block_size)
+            mean = tl.div_rn(total, tl.full([BLOCK_D], sizes.block_size, tl.float32))
             tl.store(blocks.ptr + base + columns, mean.to(blocks.ptr.dtype.element_ty), mask=columns < SIZE)
     if ring.ptr is not None:
         # A new token takes the place of an old one, which a block above may have needed.

@@ -25,14 +25,13 @@ from native_sparse_attention.ops.decoding.triton.storage import (
 
 class Reading(NamedTuple):
     """window_size: W. num_chosen: tiles that hold the tokens of chosen blocks; num_tiles: and of those of the window.
-    of_program: how many of them a program takes. num_programs: those of a query.
+    of_program: how many of them a program takes. A constant of kernels.
     """
 
     window_size: int
     num_chosen: int
     num_tiles: int
     of_program: int
-    num_programs: int
 
 
 @triton.jit
@@ -48,11 +47,13 @@ def attend_kernel(
     out_ptr,
     stats_ptr,
     pages,
-    step,
-    sizes,
-    choice,
-    reading,
+    capacity,
+    num_chunks,
     scale,
+    step: tl.constexpr,
+    sizes: tl.constexpr,
+    choice: tl.constexpr,
+    reading: tl.constexpr,
     GROUP: tl.constexpr,
     CHOOSERS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -74,21 +75,20 @@ def attend_kernel(
     """
     wait_for_launch_before(OVERLAPS)
     share: tl.constexpr = GROUP // CHOOSERS
-    part = tl.program_id(0) % reading.num_programs
-    query = tl.program_id(0) // reading.num_programs
-    choosers = step.kv_heads * CHOOSERS
+    choosers: tl.constexpr = step.kv_heads * CHOOSERS
+    query, part = tl.program_id(0), tl.program_id(1)
     chooser = query % choosers
     token = (query // choosers % step.num_tokens).to(tl.int64)
     row = (query // choosers // step.num_tokens).to(tl.int64)
     head = (chooser // CHOOSERS).to(tl.int64)
-    old, length = load_lengths(lengths_ptr, row, step)
+    old, length = load_lengths(lengths_ptr, row, capacity, step)
     position = old + token.to(tl.int32)
 
     slots = tl.arange(0, BLOCK_S)
     chosen_ptr += query.to(tl.int64) * choice.num_selected
-    if choice.num_chunks > 1:
-        best_ptr += query.to(tl.int64) * choice.num_chunks * choice.num_selected
-        _store_choice(best_ptr, chosen_ptr, choice, BLOCK_C, BLOCK_S)
+    if num_chunks > 1:
+        best_ptr += query.to(tl.int64) * num_chunks * choice.num_selected
+        _store_choice(best_ptr, chosen_ptr, num_chunks, choice, BLOCK_C)
     chosen = tl.load(chosen_ptr + slots, mask=slots < choice.num_selected, other=-1)
 
     members = tl.arange(0, BLOCK_M)
@@ -105,59 +105,55 @@ def attend_kernel(
     out_selected = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     out_window = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     first_tile = part * reading.of_program
-    last_tile = first_tile + reading.of_program
     scale_log2 = scale * 1.4426950408889634
     of_head_k, of_head_v = head * cached_k.strides[2], head * cached_v.strides[2]
-    for tile in tl.range(first_tile, tl.minimum(last_tile, reading.num_chosen)):
+    for tile in tl.range(first_tile, tl.minimum(first_tile + reading.of_program, reading.num_tiles)):
+        # A tile holds tokens of chosen blocks, or of the window: all of one kind.
+        is_chosen = tile < reading.num_chosen
         places = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         item = places // sizes.selection_block_size
-        block = tl.load(chosen_ptr + item, mask=item < choice.num_selected, other=-1)
+        block = tl.load(chosen_ptr + item, mask=is_chosen & (item < choice.num_selected), other=-1)
         tokens = block * sizes.selection_block_size + places % sizes.selection_block_size
-        exists = (block >= 0) & (tokens <= position) & (tokens < length)
-        offsets_k, exists = locate(tokens, exists, row, pages, cached_k.strides)
-        offsets_v, exists = locate(tokens, exists, row, pages, cached_v.strides)
-        k = load_at(cached_k.ptr, offsets_k + of_head_k, exists, HEAD_DIM, BLOCK_D)
-        v = load_at(cached_v.ptr, offsets_v + of_head_v, exists, VALUE_DIM, BLOCK_DV)
-        logits = tl.dot(q, tl.trans(k), input_precision='ieee') * scale_log2  # [BLOCK_M, BLOCK_N]
-        largest_selected, total_selected, out_selected = _read(
-            logits, v, exists, largest_selected, total_selected, out_selected
-        )
+        of_window = first_block * sizes.selection_block_size + places - reading.num_chosen * BLOCK_N
+        exists = tl.where(is_chosen, block >= 0, of_window >= first_in_window)
+        tokens = tl.where(is_chosen, tokens, of_window)
+        exists = exists & (tokens <= position) & (tokens < length)
         if cached_k_window.ptr is None:
-            in_window = exists & (tokens >= first_in_window)
-            if tl.max(in_window.to(tl.int32), 0) > 0:
-                largest_window, total_window, out_window = _read(
-                    logits, v, in_window, largest_window, total_window, out_window
-                )
-    for tile in tl.range(tl.maximum(first_tile, reading.num_chosen), tl.minimum(last_tile, reading.num_tiles)):
-        places = (tile - reading.num_chosen) * BLOCK_N + tl.arange(0, BLOCK_N)
-        tokens = first_block * sizes.selection_block_size + places
-        exists = (tokens >= first_in_window) & (tokens <= position) & (tokens < length)
-        if cached_k_window.ptr is None:
+            # Not again what is read as chosen.
             block = tokens // sizes.selection_block_size
-            exists = exists & (tl.max((block[:, None] == chosen[None, :]).to(tl.int32), 1) == 0)
+            known = tl.max((block[:, None] == chosen[None, :]).to(tl.int32), 1) == 1
+            exists = exists & (is_chosen | (known == 0))
         offsets_k, exists = locate(tokens, exists, row, pages, cached_k.strides)
         offsets_v, exists = locate(tokens, exists, row, pages, cached_v.strides)
+        in_selected, in_window = exists & is_chosen, exists & (tokens >= first_in_window)
         if cached_k_window.ptr is None:
             k = load_at(cached_k.ptr, offsets_k + of_head_k, exists, HEAD_DIM, BLOCK_D)
             v = load_at(cached_v.ptr, offsets_v + of_head_v, exists, VALUE_DIM, BLOCK_DV)
         else:
             # Laid out as keys and values of the other branch are.
-            k = load_at(cached_k_window.ptr, offsets_k + of_head_k, exists, HEAD_DIM, BLOCK_D)
-            v = load_at(cached_v_window.ptr, offsets_v + of_head_v, exists, VALUE_DIM, BLOCK_DV)
-        logits = tl.dot(q, tl.trans(k), input_precision='ieee') * scale_log2
-        largest_window, total_window, out_window = _read(logits, v, exists, largest_window, total_window, out_window)
+            in_window = in_window & (is_chosen == 0)
+            k = load_at(cached_k.ptr, offsets_k + of_head_k, in_selected, HEAD_DIM, BLOCK_D)
+            v = load_at(cached_v.ptr, offsets_v + of_head_v, in_selected, VALUE_DIM, BLOCK_DV)
+            k_window = load_at(cached_k_window.ptr, offsets_k + of_head_k, in_window, HEAD_DIM, BLOCK_D)
+            v_window = load_at(cached_v_window.ptr, offsets_v + of_head_v, in_window, VALUE_DIM, BLOCK_DV)
+            k, v = tl.where(is_chosen, k, k_window), tl.where(is_chosen, v, v_window)
+        logits = tl.dot(q, tl.trans(k), input_precision='ieee') * scale_log2  # [BLOCK_M, BLOCK_N]
+        largest_selected, total_selected, out_selected = _read(
+            logits, v, in_selected, largest_selected, total_selected, out_selected
+        )
+        largest_window, total_window, out_window = _read(logits, v, in_window, largest_window, total_window, out_window)
 
-    results = (tl.program_id(0).to(tl.int64) * 2) * share + members
+    results = ((query.to(tl.int64) * tl.num_programs(1) + part) * 2) * share + members
     of_selected, of_window = (largest_selected, total_selected), (largest_window, total_window)
     _store(out_ptr, stats_ptr, results, of_selected, out_selected, is_member, VALUE_DIM, BLOCK_DV)
     _store(out_ptr, stats_ptr, results + share, of_window, out_window, is_member, VALUE_DIM, BLOCK_DV)
 
 
 @triton.jit
-def _store_choice(best_ptr, chosen_ptr, choice, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr):
+def _store_choice(best_ptr, chosen_ptr, num_chunks, choice: tl.constexpr, BLOCK_C: tl.constexpr):
     """The blocks that are best of the best of all chunks. Every program of a query stores them, each for itself."""
     candidates = tl.arange(0, BLOCK_C)
-    num_candidates = choice.num_chunks * choice.num_selected
+    num_candidates = num_chunks * choice.num_selected
     # Keys of nothing differ, so that each has a place of its own.
     keys = tl.load(best_ptr + candidates, mask=candidates < num_candidates, other=-1)
     keys = tl.where(keys < 0, -1 - candidates, keys)
@@ -198,9 +194,10 @@ def combine_kernel(
     out_ptr,
     lengths_ptr,
     peaks_ptr,
-    step,
+    capacity,
     num_splits,
     num_programs,
+    step: tl.constexpr,
     GROUP: tl.constexpr,
     CHOOSERS: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -215,7 +212,7 @@ def combine_kernel(
     """
     wait_for_launch_before(OVERLAPS)
     share: tl.constexpr = GROUP // CHOOSERS
-    query_heads = step.kv_heads * GROUP
+    query_heads: tl.constexpr = step.kv_heads * GROUP
     query = tl.program_id(0)
     head = query % query_heads
     token = query // query_heads % step.num_tokens
@@ -235,7 +232,7 @@ def combine_kernel(
     pointers = out_ptr + query.to(tl.int64) * VALUE_DIM + columns
     tl.store(pointers, out.to(out_ptr.dtype.element_ty), mask=columns < VALUE_DIM)
     if query % (query_heads * step.num_tokens) == 0:
-        _, length = load_lengths(lengths_ptr, row, step)
+        _, length = load_lengths(lengths_ptr, row, capacity, step)
         peak = tl.load(peaks_ptr + row)
         tl.store(lengths_ptr + row, length)
         tl.store(peaks_ptr + row, tl.maximum(peak, length))

@@ -19,12 +19,11 @@ TAKEN = tl.constexpr(-(2**40))
 
 
 class Choice(NamedTuple):
-    """num_selected: n, the blocks that a query reads. num_init, num_local: forced ones. num_chunks: parts of a row."""
+    """num_selected: n, the blocks that a query reads. num_init, num_local: forced ones. A constant of kernels."""
 
     num_selected: int
     num_init: int
     num_local: int
-    num_chunks: int
 
 
 @triton.jit
@@ -35,10 +34,12 @@ def choose_kernel(
     best_ptr,
     chosen_ptr,
     lengths_ptr,
-    step,
-    sizes,
-    split,
-    choice,
+    capacity,
+    num_splits,
+    room,
+    step: tl.constexpr,
+    sizes: tl.constexpr,
+    choice: tl.constexpr,
     GROUP: tl.constexpr,
     CHOOSERS: tl.constexpr,
     HANDED_ON: tl.constexpr,
@@ -56,13 +57,12 @@ def choose_kernel(
     `[B, T, choosers, n]`, their blocks where a row is one chunk, -1 where there are no more.
     """
     wait_for_launch_before(OVERLAPS)
-    chunk = tl.program_id(0) % choice.num_chunks
-    query = tl.program_id(0) // choice.num_chunks
-    choosers = step.kv_heads * CHOOSERS
+    query, chunk = tl.program_id(0), tl.program_id(1)
+    choosers: tl.constexpr = step.kv_heads * CHOOSERS
     chooser = query % choosers
     token = query // choosers % step.num_tokens
     row = query // choosers // step.num_tokens
-    old, length = load_lengths(lengths_ptr, row, step)
+    old, length = load_lengths(lengths_ptr, row, capacity, step)
     position = old + token
 
     block = chunk * BLOCK_J + tl.arange(0, BLOCK_J)
@@ -77,12 +77,12 @@ def choose_kernel(
         unit = row.to(tl.int64) * step.kv_heads + chooser // CHOOSERS
         member = (unit * step.num_tokens + token) * GROUP + chooser % CHOOSERS * share + heads
         # All loads first: they do not wait for each other.
-        own = _load_sums(sums_ptr, maxima_ptr, member, is_head, block, choosable, split, TILE)
+        own = _load_sums(sums_ptr, maxima_ptr, member, is_head, block, choosable, room, TILE)
         if HANDED_ON:
-            exists, onward_ptr = choosable & (block > 0), sums_ptr + split.num_blocks
-            onward = _load_sums(onward_ptr, maxima_ptr, member, is_head, block - 1, exists, split, TILE)
-        stats = stats_ptr + 2 * ((member * split.num_splits)[:, None] + splits[None, :])
-        mask = is_head[:, None] & (splits < split.num_splits)[None, :]
+            exists, onward_ptr = choosable & (block > 0), sums_ptr + room.num_blocks
+            onward = _load_sums(onward_ptr, maxima_ptr, member, is_head, block - 1, exists, room, TILE)
+        stats = stats_ptr + 2 * ((member * num_splits)[:, None] + splits[None, :])
+        mask = is_head[:, None] & (splits < num_splits)[None, :]
         largest = tl.load(stats, mask=mask, other=float('-inf'))
         total = tl.load(stats + 1, mask=mask, other=0.0)
         base = tl.max(largest, 1)
@@ -94,17 +94,17 @@ def choose_kernel(
 
     keys = (rank(score, block, own_block, choice).to(tl.int64) << 32) + (2**31 - 1 - block)
     keys = tl.where(choosable, keys, -1 - block)
-    best_ptr += tl.program_id(0).to(tl.int64) * choice.num_selected
-    chosen_ptr += tl.program_id(0).to(tl.int64) * choice.num_selected
+    best_ptr += (query.to(tl.int64) * tl.num_programs(1) + chunk) * choice.num_selected
+    chosen_ptr += query.to(tl.int64) * choice.num_selected
     if BLOCK_J <= MAX_COUNTED:
         place = count_larger(keys)
         tl.store(best_ptr + place, keys, mask=place < choice.num_selected)
-        if choice.num_chunks == 1:
+        if tl.num_programs(1) == 1:
             tl.store(chosen_ptr + place, block_of(keys), mask=place < choice.num_selected)
     for slot in range(0 if BLOCK_J <= MAX_COUNTED else choice.num_selected):
         best = tl.max(keys, 0)
         tl.store(best_ptr + slot, best)
-        if choice.num_chunks == 1:
+        if tl.num_programs(1) == 1:
             tl.store(chosen_ptr + slot, block_of(best))
         keys = tl.where(keys == best, TAKEN, keys)
 
@@ -122,11 +122,11 @@ def block_of(keys):
 
 
 @triton.jit
-def _load_sums(sums_ptr, maxima_ptr, member, is_head, block, mask, split, TILE: tl.constexpr):
+def _load_sums(sums_ptr, maxima_ptr, member, is_head, block, mask, room, TILE: tl.constexpr):
     """Sums of blocks `[G, J]`, and what they are relative to."""
     mask = is_head[:, None] & mask[None, :]
-    sums = tl.load(sums_ptr + (member * 2 * split.num_blocks)[:, None] + block[None, :], mask=mask, other=0.0)
-    maxima = tl.load(maxima_ptr + (member * split.num_tiles)[:, None] + block[None, :] // TILE, mask=mask, other=0.0)
+    sums = tl.load(sums_ptr + (member * 2 * room.num_blocks)[:, None] + block[None, :], mask=mask, other=0.0)
+    maxima = tl.load(maxima_ptr + (member * room.num_tiles)[:, None] + block[None, :] // TILE, mask=mask, other=0.0)
     return sums, maxima
 
 
@@ -140,7 +140,7 @@ def _add_heads(sums_and_maxima, base, total):
 
 
 @triton.jit
-def rank(score, block, own_block, choice):
+def rank(score, block, own_block, choice: tl.constexpr):
     """The larger the earlier a block is taken. Forced blocks have the ranks of geometry.forced_priority, above all
     scores.
     """

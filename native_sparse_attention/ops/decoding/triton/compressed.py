@@ -25,12 +25,9 @@ from native_sparse_attention.ops.decoding.triton.storage import (
 )
 
 
-class Split(NamedTuple):
-    """num_splits: programs that share the blocks of a row. num_blocks: selection blocks that sums are kept for, a
-    multiple of a tile's. num_tiles: tiles that hold them.
-    """
+class Room(NamedTuple):
+    """What sums have room for in a row: selection blocks, in whole tiles, and such tiles."""
 
-    num_splits: int
     num_blocks: int
     num_tiles: int
 
@@ -50,10 +47,11 @@ def compressed_kernel(
     sums_ptr,
     maxima_ptr,
     pages,
-    step,
-    sizes,
-    split,
+    capacity,
+    room,
     scale,
+    step: tl.constexpr,
+    sizes: tl.constexpr,
     GROUP: tl.constexpr,
     NUM_MEM: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -66,7 +64,8 @@ def compressed_kernel(
     BLOCK_DV: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """One program per split and tile of the rows of a key head: a row r is token r / G with head r % G of the group.
+    """One program per row, key head and tile of its rows, and split: a row r of a key head is token r / G with head
+    r % G of the group.
 
     q: `[B, T, HQ, D]`; cached_k, cached_v: `[B, C, H, D]` or pages; new_k, new_v: `[B, K, H, D]`, the blocks that the
     step completes, stored into the cache here; mem_k, mem_v: `[H, M, D]`. Of rows `[B, H, T * G]`: out `[..., splits,
@@ -75,38 +74,38 @@ def compressed_kernel(
     with the next one; maxima `[..., tiles]`, what the sums are relative to.
     """
     wait_for_launch_before(OVERLAPS)
-    num_rows = step.num_tokens * GROUP
-    row_tiles = tl.cdiv(num_rows, BLOCK_M)
-    part = tl.program_id(0) % split.num_splits
-    unit = tl.program_id(0) // split.num_splits
-    members = (unit % row_tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
+    num_rows: tl.constexpr = step.num_tokens * GROUP
+    row_tiles: tl.constexpr = (num_rows + BLOCK_M - 1) // BLOCK_M
+    part, num_splits = tl.program_id(1), tl.num_programs(1)
+    unit = tl.program_id(0) // row_tiles
+    members = (tl.program_id(0) % row_tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
     is_member = members < num_rows
-    unit = unit // row_tiles
     row, head = (unit // step.kv_heads).to(tl.int64), (unit % step.kv_heads).to(tl.int64)
-    old, length = load_lengths(lengths_ptr, row, step)
+    old, length = load_lengths(lengths_ptr, row, capacity, step)
     num_keys = count_blocks(length, sizes.block_size, sizes.stride)
     first_new = count_blocks(old, sizes.block_size, sizes.stride)
     last_seen = old + members // GROUP - sizes.block_size + 1  # first tokens of blocks up to here
     scale_log2 = scale * 1.4426950408889634
-
-    skipped = 0 if HANDED_ON else (sizes.block_size - 1) // sizes.stride
-    per_selection = sizes.selection_block_size // sizes.stride
-    num_tiles = tl.cdiv(tl.cdiv(length, sizes.selection_block_size), BLOCK_J)
-    of_part = tl.cdiv(num_tiles, split.num_splits)
+    skipped: tl.constexpr = 0 if HANDED_ON else (sizes.block_size - 1) // sizes.stride
+    per_selection: tl.constexpr = sizes.selection_block_size // sizes.stride
+    tile_tokens: tl.constexpr = sizes.selection_block_size * BLOCK_J
+    num_tiles = tl.cdiv(length, tile_tokens)
+    of_part = tl.cdiv(num_tiles, num_splits)
     first_tile = part * of_part
     last_tile = tl.minimum(first_tile + of_part, num_tiles)
-    # All programs that read a new block store it, each for itself.
-    for index in range(step.num_new):
-        block = tl.zeros([1], tl.int32) + first_new + index
-        is_read = (block < num_keys) & (block < last_tile * BLOCK_J * per_selection)
-        is_read = is_read & (block >= first_tile * BLOCK_J * per_selection - skipped)
-        offsets, found = locate(block, is_read, row, pages, cached_k.strides)
-        k = load_at(new_k.ptr, block * 0 + _offset(new_k, row, index, head), found, HEAD_DIM, BLOCK_D)
-        store_at(cached_k.ptr, offsets + head * cached_k.strides[2], k, found, HEAD_DIM, BLOCK_D)
-        offsets, found = locate(block, is_read, row, pages, cached_v.strides)
-        v = load_at(new_v.ptr, block * 0 + _offset(new_v, row, index, head), found, VALUE_DIM, BLOCK_DV)
-        store_at(cached_v.ptr, offsets + head * cached_v.strides[2], v, found, VALUE_DIM, BLOCK_DV)
-    tl.debug_barrier()
+    if first_new < num_keys:
+        # All programs that read a new block store it, each for itself.
+        for index in range(step.num_new):
+            block = tl.zeros([1], tl.int32) + first_new + index
+            is_read = (block < num_keys) & (block < last_tile * BLOCK_J * per_selection)
+            is_read = is_read & (block >= first_tile * BLOCK_J * per_selection - skipped)
+            offsets, found = locate(block, is_read, row, pages, cached_k.strides)
+            k = load_at(new_k.ptr, block * 0 + _offset(new_k, row, index, head), found, HEAD_DIM, BLOCK_D)
+            store_at(cached_k.ptr, offsets + head * cached_k.strides[2], k, found, HEAD_DIM, BLOCK_D)
+            offsets, found = locate(block, is_read, row, pages, cached_v.strides)
+            v = load_at(new_v.ptr, block * 0 + _offset(new_v, row, index, head), found, VALUE_DIM, BLOCK_DV)
+            store_at(cached_v.ptr, offsets + head * cached_v.strides[2], v, found, VALUE_DIM, BLOCK_DV)
+        tl.debug_barrier()
 
     tokens, heads = (members // GROUP).to(tl.int64), head * GROUP + members % GROUP
     q = load_at(
@@ -120,19 +119,19 @@ def compressed_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     out = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     if part == 0:
-        for start in range(0, NUM_MEM, BLOCK_J * STEPS):
-            places = start + tl.arange(0, BLOCK_J * STEPS)
-            exists = places < NUM_MEM
-            k = load_at(mem_k_ptr, (head * NUM_MEM + places) * HEAD_DIM, exists, HEAD_DIM, BLOCK_D).to(q.dtype)
-            v = load_at(mem_v_ptr, (head * NUM_MEM + places) * VALUE_DIM, exists, VALUE_DIM, BLOCK_DV).to(q.dtype)
-            logits = tl.dot(q, tl.trans(k), input_precision='ieee') * scale_log2
-            logits = tl.where(exists[None, :], logits, float('-inf'))
+        # Few: not worth a product of matrices.
+        columns, columns_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+        for index in range(NUM_MEM):
+            place = head * NUM_MEM + index
+            k = tl.load(mem_k_ptr + place * HEAD_DIM + columns, mask=columns < HEAD_DIM, other=0.0).to(tl.float32)
+            v = tl.load(mem_v_ptr + place * VALUE_DIM + columns_v, mask=columns_v < VALUE_DIM, other=0.0)
+            logits = tl.sum(q.to(tl.float32) * k[None, :], 1)[:, None] * scale_log2  # [BLOCK_M, 1]
             weights, shrink, largest = soften(logits, largest)
             total = total * shrink + tl.sum(weights, 1)
-            out = tl.dot(weights.to(v.dtype), v, out * shrink[:, None], input_precision='ieee')
+            out = out * shrink[:, None] + weights * v.to(tl.float32)[None, :]
 
-    sums_ptr += ((unit.to(tl.int64) * num_rows + members) * 2 * split.num_blocks)[:, None]
-    maxima_ptr += (unit.to(tl.int64) * num_rows + members) * split.num_tiles
+    sums_ptr += ((unit.to(tl.int64) * num_rows + members) * 2 * room.num_blocks)[:, None]
+    maxima_ptr += (unit.to(tl.int64) * num_rows + members) * room.num_tiles
     # A tile has STEPS places for every selection block, of which some may be empty.
     places = tl.arange(0, BLOCK_J * STEPS)
     steps = places % STEPS - skipped
@@ -155,14 +154,14 @@ def compressed_kernel(
         tl.store(sums_ptr + of_block, own, mask=is_member[:, None])
         if HANDED_ON:
             onward = _add_steps(weights * beyond.to(tl.float32)[None, :], STEPS)
-            tl.store(sums_ptr + split.num_blocks + of_block, onward, mask=is_member[:, None])
+            tl.store(sums_ptr + room.num_blocks + of_block, onward, mask=is_member[:, None])
         tl.store(maxima_ptr + tile, largest, mask=is_member)
         if not HANDED_ON:
             weights = tl.where(is_own[None, :], weights, 0.0)
         total = total * shrink + tl.sum(weights, 1)
         out = tl.dot(weights.to(v.dtype), v, out * shrink[:, None], input_precision='ieee')
 
-    results = (unit.to(tl.int64) * num_rows + members) * split.num_splits + part
+    results = (unit.to(tl.int64) * num_rows + members) * num_splits + part
     tl.store(stats_ptr + 2 * results, largest, mask=is_member)
     tl.store(stats_ptr + 2 * results + 1, total, mask=is_member)
     store_at(out_ptr, results * VALUE_DIM, out, is_member, VALUE_DIM, BLOCK_DV)

@@ -15,16 +15,16 @@ from native_sparse_attention.ops.decoding.step import Settings, Storage, Tokens
 from native_sparse_attention.ops.decoding.triton.append import NUM_ROLES, append_kernel
 from native_sparse_attention.ops.decoding.triton.attend import Reading, attend_kernel, combine_kernel
 from native_sparse_attention.ops.decoding.triton.choose import Choice, choose_kernel
-from native_sparse_attention.ops.decoding.triton.compressed import Split, compressed_kernel
+from native_sparse_attention.ops.decoding.triton.compressed import Room, compressed_kernel
 from native_sparse_attention.ops.decoding.triton.settings import FEW_TILES, launch_options, make_plan
 from native_sparse_attention.ops.decoding.triton.storage import Blocks, Pages, Step, ring_of, strided
 
 # Workspace by name and shape, kept with the cache that it serves.
 Workspace = dict[tuple[Any, ...], Tensor]
 # Bytes of a compressed block that a program lays out at a time.
-BLOCK_BYTES = 8192
+BLOCK_BYTES = 4096
 # Elements of partial results that a program puts together at a time.
-PARTS_ELEMENTS = 2048
+PARTS_ELEMENTS = 1024
 
 
 def append(
@@ -64,9 +64,9 @@ def append(
         *(ring_of(storage.raw_k), ring_of(storage.raw_v)),
         *(strided(blocks_k), strided(blocks_v), *(p.contiguous() for p in positions)),
         *(freqs, storage.lengths, _pages(storage.block_table, storage.k)),
-        Step(num_tokens, num_blocks, storage.capacity, kv_heads),
-        Blocks(block_size, stride, settings.selection_block_size),
-        factor,
+        *(storage.capacity, factor),
+        step=Step(num_tokens, num_blocks, kv_heads),
+        sizes=Blocks(block_size, stride, settings.selection_block_size),
         GROUP=heads // kv_heads,
         HEAD_DIM=head_dim,
         VALUE_DIM=value_dim,
@@ -109,10 +109,12 @@ def attend(
         *(settings.num_selected, settings.window_size),
         *(settings.num_splits, settings.tiles_of_program),
     )
-    step = Step(num_tokens, new_k.shape[1], storage.capacity, kv_heads)
+    step = Step(num_tokens, new_k.shape[1], kv_heads)
     sizes = Blocks(settings.compress_block_size, settings.compress_stride, settings.selection_block_size)
-    split = Split(plan.num_splits, plan.num_blocks, plan.num_tiles)
-    choice = Choice(settings.num_selected, settings.num_init, settings.num_local, plan.num_chunks)
+    room = Room(plan.num_blocks, plan.num_tiles)
+    choice = Choice(settings.num_selected, settings.num_init, settings.num_local)
+    reading = Reading(settings.window_size, plan.num_chosen, plan.num_reads, plan.of_program)
+    capacity = storage.capacity
     group = heads // kv_heads
     handed_on = settings.compress_block_size - settings.compress_stride <= settings.selection_block_size
     rows, queries = batch * num_tokens * heads, batch * num_tokens * choosers
@@ -137,10 +139,12 @@ def attend(
     row_bytes = max(head_blocks.values()) * dtype.itemsize
     launch(
         compressed_kernel,
-        (batch * kv_heads * row_tiles * plan.num_splits,),
+        (batch * kv_heads * row_tiles, plan.num_splits),
         *(strided(t) for t in (q_cmp, storage.k_cmp, storage.v_cmp, new_k, new_v)),
         *(mem_k, mem_v, storage.lengths, out_compressed, stats, sums, maxima),
-        *(_pages(storage.block_table_cmp, storage.k_cmp), step, sizes, split, settings.scale),
+        *(_pages(storage.block_table_cmp, storage.k_cmp), capacity, room, settings.scale),
+        step=step,
+        sizes=sizes,
         GROUP=group,
         NUM_MEM=0 if mem_k is None else mem_k.shape[1],
         HANDED_ON=handed_on,
@@ -155,8 +159,11 @@ def attend(
     if settings.num_selected:
         launch(
             choose_kernel,
-            (queries * plan.num_chunks,),
-            *(stats, sums, maxima, best, chosen, storage.lengths, step, sizes, split, choice),
+            (queries, plan.num_chunks),
+            *(stats, sums, maxima, best, chosen, storage.lengths, capacity, plan.num_splits, room),
+            step=step,
+            sizes=sizes,
+            choice=choice,
             **groups,
             HANDED_ON=handed_on,
             TILE=plan.block_j,
@@ -169,12 +176,14 @@ def attend(
     variant = 'attend' if plan.of_program > FEW_TILES else 'attend_few'
     launch(
         attend_kernel,
-        (queries * plan.num_programs,),
+        (queries, plan.num_programs),
         *(strided(t) for t in (q, storage.k, storage.v, storage.k_window, storage.v_window)),
         *(best, chosen, storage.lengths, out_parts, parts_stats, _pages(storage.block_table, storage.k)),
-        *(step, sizes, choice),
-        Reading(settings.window_size, plan.num_chosen, plan.num_reads, plan.of_program, plan.num_programs),
-        settings.scale,
+        *(capacity, plan.num_chunks, settings.scale),
+        step=step,
+        sizes=sizes,
+        choice=choice,
+        reading=reading,
         **groups,
         BLOCK_C=1 << max(plan.num_chunks * settings.num_selected - 1, 0).bit_length(),
         BLOCK_S=row_block(max(settings.num_selected, 1)),
@@ -189,7 +198,8 @@ def attend(
         combine_kernel,
         (rows,),
         *(strided(gates), out_compressed, stats, out_parts, parts_stats, out, storage.lengths, storage.peaks),
-        *(step, plan.num_splits, plan.num_programs),
+        *(capacity, plan.num_splits, plan.num_programs),
+        step=step,
         **groups,
         VALUE_DIM=value_dim,
         PARTS=PARTS_ELEMENTS // head_block(value_dim),

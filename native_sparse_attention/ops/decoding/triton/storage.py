@@ -40,18 +40,17 @@ class Pages(NamedTuple):
 
 
 class Step(NamedTuple):
-    """num_tokens: T, the new tokens of every row. num_new: K, the compressed blocks that they may complete. capacity:
-    tokens that fit into a row. kv_heads: H.
+    """num_tokens: T, the new tokens of every row. num_new: K, the compressed blocks that they may complete. kv_heads:
+    H. A constant of kernels.
     """
 
     num_tokens: int
     num_new: int
-    capacity: int
     kv_heads: int
 
 
 class Blocks(NamedTuple):
-    """l, d and l' in tokens."""
+    """l, d and l' in tokens. A constant of kernels."""
 
     block_size: int
     stride: int
@@ -77,10 +76,10 @@ def wait_for_launch_before(OVERLAPS: tl.constexpr):
 
 
 @triton.jit
-def load_lengths(lengths_ptr, row, step):
+def load_lengths(lengths_ptr, row, capacity, step: tl.constexpr):
     """Tokens of a row before the step and after it: what does not fit is dropped."""
-    old = tl.minimum(tl.maximum(tl.load(lengths_ptr + row), 0), step.capacity)
-    return old, tl.minimum(old + step.num_tokens, step.capacity)
+    old = tl.minimum(tl.maximum(tl.load(lengths_ptr + row), 0), capacity)
+    return old, tl.minimum(old + step.num_tokens, capacity)
 
 
 @triton.jit
