@@ -16,15 +16,15 @@ from native_sparse_attention.ops.decoding.triton.append import NUM_ROLES, append
 from native_sparse_attention.ops.decoding.triton.attend import Reading, attend_kernel, combine_kernel
 from native_sparse_attention.ops.decoding.triton.choose import Choice, choose_kernel
 from native_sparse_attention.ops.decoding.triton.compressed import Room, compressed_kernel
-from native_sparse_attention.ops.decoding.triton.settings import FEW_TILES, launch_options, make_plan
+from native_sparse_attention.ops.decoding.triton.settings import FEW_TILES, MANY_TILES, launch_options, make_plan
 from native_sparse_attention.ops.decoding.triton.storage import Blocks, Pages, Step, ring_of, strided
 
 # Workspace by name and shape, kept with the cache that it serves.
 Workspace = dict[tuple[Any, ...], Tensor]
 # Bytes of a compressed block that a program lays out at a time.
 BLOCK_BYTES = 4096
-# Elements of partial results that a program puts together at a time.
-PARTS_ELEMENTS = 1024
+# Elements of partial results that a program puts together at a time: many where it would wait for each.
+PARTS_ELEMENTS = {False: 1024, True: 8192}
 
 
 def append(
@@ -173,7 +173,9 @@ def attend(
             **launch_options('choose', device, plan.few_rows),
             device=device,
         )
-    variant = 'attend' if plan.of_program > FEW_TILES else 'attend_few'
+    variant = 'attend'
+    if plan.of_program <= FEW_TILES or plan.of_program > MANY_TILES:
+        variant = 'attend_few' if plan.of_program <= FEW_TILES else 'attend_many'
     launch(
         attend_kernel,
         (queries, plan.num_programs),
@@ -202,9 +204,9 @@ def attend(
         step=step,
         **groups,
         VALUE_DIM=value_dim,
-        PARTS=PARTS_ELEMENTS // head_block(value_dim),
+        PARTS=PARTS_ELEMENTS[plan.few_rows] // head_block(value_dim),
         BLOCK_DV=head_block(value_dim),
-        **launch_options('combine', device, plan.few_rows),
+        **launch_options('combine_few' if plan.few_rows else 'combine', device, plan.few_rows),
         device=device,
     )
     return out, chosen if settings.num_selected else None

@@ -11,16 +11,18 @@ from native_sparse_attention.geometry import overlapping_blocks
 from native_sparse_attention.ops._triton.launch import head_block, row_block
 
 # Warps and pipeline stages of each kernel where rows are few and short; attend_few: where its programs have at most
-# FEW_TILES tiles.
+# FEW_TILES tiles, attend_many: more than MANY_TILES; combine_few: where rows are so few that launches wait.
 LAUNCHES = {
     'append': (2, 1),
     'compressed': (2, 3),
     'choose': (4, 1),
     'attend': (2, 3),
     'attend_few': (4, 2),
+    'attend_many': (2, 2),
     'combine': (1, 1),
+    'combine_few': (4, 1),
 }
-FEW_TILES = 2
+FEW_TILES, MANY_TILES = 2, 12
 # Elements of outputs that a warp has in registers, and bytes of a row beyond which two stages are all that fits.
 WARP_ELEMENTS = 2048
 LONG_ROW = 256
