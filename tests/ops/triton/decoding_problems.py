@@ -217,6 +217,7 @@ def copy_cache(cache: LayerCache, dtype: torch.dtype | None = None) -> LayerCach
         cache.capacity,
         **cache.layout,
         max_rollback=cache.max_rollback,
+        grows=cache.grows,
         dtype=dtype or cache.dtype,
         device=cache.device,
     )

@@ -186,9 +186,10 @@ def test_pools_of_any_strides(independent: bool, device: torch.device) -> None:
     """Pools of an engine: heads before tokens, keys and values of all branches interleaved, rows far apart."""
     case = Case(heads=Heads(4, 2, 16, 24), page_size=16, independent=independent, network='own')
     layer, cache = make_layer(case, device), make_cache(case, [21, 9], device)
+    assert cache.v_cmp is not None
     cache.k = fence(cache.k.transpose(1, 2).contiguous().transpose(1, 2))
     cache.v_cmp = torch.cat((cache.v_cmp, cache.v_cmp * torch.nan), -1)[..., :24]
-    if independent:
+    if cache.v_window is not None:
         cache.v_window = fence(cache.v_window.transpose(0, 1).contiguous().transpose(0, 1))
     twin = copy_cache(cache)
     check_step(case, cache, twin, make_tokens(case, 2, 3, device), layer)
@@ -211,10 +212,16 @@ def test_slices_of_one_projection(device: torch.device) -> None:
     parts = torch.randn(2, 3, 16 * sum(sizes.values()), device=device).split([16 * n for n in sizes.values()], -1)
     tokens = {name: part.unflatten(-1, (-1, 16)) for name, part in zip(sizes, parts, strict=True)}
     tokens['gates'] = torch.rand(2, 3, 3, 8, device=device)[..., ::2].transpose(2, 3)
-    layer['freqs'] = torch.rand(16, device=device)[::2]
     layer['positions'] = tuple(t.transpose(1, 2).contiguous().transpose(1, 2) for t in layer['positions'])
     layer['mem_kv'] = tuple(t.expand(2, 3, 16) for t in layer['mem_kv'])
     check_step(case, cache, copy_cache(cache), tokens, layer)
+
+
+def test_freqs_of_any_stride(device: torch.device) -> None:
+    case = Case(heads=ONE_HEAD)
+    layer, cache = make_layer(case, device), make_cache(case, [26], device)
+    layer['freqs'] = torch.rand(16, device=device)[::2]
+    check_step(case, cache, copy_cache(cache), make_tokens(case, 1, 1, device), layer)
 
 
 def test_one_token_for_all_rows(device: torch.device) -> None:
@@ -258,6 +265,7 @@ def test_large_logits(sign: int, device: torch.device) -> None:
     case = Case(heads=ONE_HEAD, num_angles=0)
     layer, cache = make_layer(case, device), make_cache(case, [27, 4], device)
     tokens = make_tokens(case, 2, 2, device)
+    assert cache.k_cmp is not None
     logits = torch.einsum('b t h d, b s k d -> b h t s k', tokens['q'], cache.k_cmp.nan_to_num())
     layer['scale'] = sign * 6e4 / float(logits.abs().max())
     check_step(case, cache, copy_cache(cache), tokens, layer, num_splits=2)
