@@ -139,7 +139,8 @@ def strict_interpreter() -> Iterator[None]:
         return np.dtype(np.uint64) if dtype.scalar.is_ptr() else dtype_of(dtype.scalar)
 
     def check(pointers: Any, mask: Any, what: str) -> None:
-        addresses = pointers.data[np.broadcast_to(mask.data, pointers.data.shape)]
+        # A mask that branches put together may be of another type than bool, and index otherwise.
+        addresses = pointers.data[np.broadcast_to(mask.data, pointers.data.shape).astype(bool)]
         size = np.uint64(pointers.get_element_ty().primitive_bitwidth // 8)
         if addresses.size:
             index = np.searchsorted(extents[:, 0], addresses, side='right') - 1
