@@ -255,13 +255,11 @@ def state_of(cache: LayerCache) -> dict[str, Tensor]:
     return state | {name: ring.clone() for name, ring in rings.items() if ring is not None}
 
 
-def chosen_blocks(cache: LayerCache) -> Tensor | None:
-    """Int32 `[B, T, choosers, n]`: the blocks of the last step, ascending, -1 behind them; None where n is 0."""
-    last = [t for (name, *_), t in cache.workspace.items() if name == 'chosen']
-    if not last or last[-1].numel() == 0:
-        return None
+def chosen_blocks(cache: LayerCache, num_tokens: int) -> Tensor:
+    """Int32 `[B, T, choosers, n]`: the blocks of the last step of so many tokens, ascending, -1 behind them."""
+    (chosen,) = (t for (name, *_), t in cache.workspace.items() if name == 'chosen' and t.shape[1] == num_tokens)
     beyond = torch.iinfo(torch.int32).max
-    ordered = last[-1].masked_fill(last[-1] < 0, beyond).sort(-1).values
+    ordered = chosen.masked_fill(chosen < 0, beyond).sort(-1).values
     return ordered.masked_fill(ordered == beyond, -1)
 
 
@@ -312,27 +310,22 @@ def assert_obeys_the_rules(decoder: Decoder, steps: int | None = None, **options
     for index in range(steps):
         tokens = decoder.tokens(index)
         outs['triton'].append(decoder.step(caches['triton'], tokens, **options))
-        chosen = chosen_blocks(caches['triton'])
-        assert chosen is not None
-        k_cmp, v_cmp = (
-            t.double()
-            for t in caches['triton'].read_compressed(
-                num_compressed_blocks(caches['triton'].max_length, *shape.sizes[:2])
-            )
-        )
+        chosen = chosen_blocks(caches['triton'], shape.num_tokens)
+        num_blocks = num_compressed_blocks(caches['triton'].max_length, *shape.sizes[:2])
+        pairs = [t.double() for t in caches['triton'].read_compressed(num_blocks)]
 
         def choose(q: Tensor, *_: Tensor, check: bool, **settings: Any) -> Tensor:
             if check:
                 names = ('q_offset', 'seqlens_k', 'seqlen_k', 'causal', 'scale')
                 _, lse = compressed_attention(
-                    *(q.double(), k_cmp, v_cmp),  # noqa: B023
+                    *(q.double(), *pairs),  # noqa: B023
                     block_size=shape.sizes[0],
                     stride=shape.sizes[1],
                     mem_kv=(decoder.mem_kv[0].double(), decoder.mem_kv[1].double()) if shape.num_mem else None,
                     backend='eager',
                     **{name: settings[name] for name in names},
                 )
-                assert_chooses_as_well(chosen, q.double(), k_cmp, lse, **settings)  # noqa: B023
+                assert_chooses_as_well(chosen, q.double(), pairs[0], lse, **settings)  # noqa: B023
             return chosen  # noqa: B023
 
         for name in ('eager', 'gold'):
