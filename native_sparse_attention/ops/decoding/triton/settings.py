@@ -97,7 +97,7 @@ def make_plan(
     num_tiles = -(-num_blocks // block_j)
     units = batch * kv_heads * -(-rows // block_m)
     num_splits = num_splits or min(MAX_SPLITS, max(1, slots // units))
-    chunk = CHUNK
+    chunk = max(CHUNK, row_block(num_selected))  # a program leaves as many candidates as there are places to fill
     while -(-num_blocks // chunk) * num_selected > MAX_CANDIDATES:
         chunk *= 2
     block_n = min(_tile_rows(ATTEND_TILE, row_bytes), row_block(selection_block_size))
@@ -108,7 +108,7 @@ def make_plan(
     of_program = tiles_of_program or -(-num_reads // max(1, slots // queries))
     return Plan(
         *(block_m, block_j, steps, min(num_splits, num_tiles), num_tiles * block_j, num_tiles),
-        *(min(chunk, row_block(num_blocks)), -(-num_blocks // chunk)),
+        *(min(chunk, row_block(max(num_blocks, num_selected))), -(-num_blocks // chunk)),
         *(block_n, num_chosen, num_reads, min(of_program, num_reads), units <= multiprocessors // 8),
     )
 

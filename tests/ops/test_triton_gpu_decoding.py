@@ -1,0 +1,520 @@
+"""The kernels of decoding on a GPU: by the error rules, and bit for bit wherever a step is to be the same.
+
+python -m pytest -m gpu -n 8 tests/ops/test_triton_gpu_decoding.py
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from native_sparse_attention import SparseAttention, attention
+from native_sparse_attention.cache import PAIRS, TOKENS, LayerCache
+from native_sparse_attention.compress import MeanPool
+from native_sparse_attention.geometry import num_compressed_blocks
+from native_sparse_attention.ops import select_blocks
+from native_sparse_attention.paged_cache import PagedLayerCache
+from native_sparse_attention.testing import assert_matches
+from native_sparse_attention.transformer import Transformer
+from tests.gpu_decoding_problems import (
+    Decoder,
+    Shape,
+    assert_chooses_as_well,
+    assert_obeys_the_rules,
+    chosen_blocks,
+    draw_shape,
+    fill,
+    move_page,
+    poison_workspace,
+    set_lengths,
+    state_of,
+)
+from tests.ops.test_triton_gpu_runtime import ROOT, digest, environment_here
+
+harness = pytest.importorskip('tests.ops.triton.harness', reason='triton is not installed')
+settings_of_decoding = pytest.importorskip('native_sparse_attention.ops.decoding.triton.settings')
+
+pytestmark = pytest.mark.gpu
+
+COUNT = 24
+# Rows beside and on the borders of compressed blocks of 32, selection blocks of 64 and windows of 128.
+MIXED = Shape(lengths=(0, 31, 63, 1000, 127), capacity=1500)
+# Steps that reach some of those borders in every row.
+STEPS = 24
+PHI = pytest.mark.parametrize('learned', [False, True], ids=['mean', 'learned'])
+NUM_TOKENS = pytest.mark.parametrize('num_tokens', [1, 4])
+
+
+@pytest.fixture(autouse=True)
+def shared_gpu() -> Iterator[None]:
+    """Leaves the memory to the other processes that test on this GPU."""
+    yield
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize('index', range(COUNT))
+def test_rules(index: int, device: torch.device):
+    """Drawn problems, in workspace full of NaN."""
+    with harness.poisoned_allocations():
+        assert_obeys_the_rules(Decoder(draw_shape(index), device))
+
+
+def test_a_million_tokens(device: torch.device):
+    lengths = (1_000_000, 17)
+    shape = Shape(lengths, 1_000_100, group=16, kv_heads=1, head_dim=64, value_dim=64, sizes=(32, 16, 64, 16, 512))
+    assert_obeys_the_rules(Decoder(shape, device), steps=3)
+
+
+def test_more_blocks_asked_for_than_there_are(device: torch.device):
+    shape = replace(MIXED, lengths=(70, 0, 200), capacity=300, sizes=(32, 16, 64, 33, 128))
+    with harness.poisoned_allocations():
+        assert_obeys_the_rules(Decoder(shape, device))
+
+
+LAUNCHED = [(torch.bfloat16, 64), (torch.bfloat16, 128), (torch.bfloat16, 256), (torch.float16, 128)]
+LAUNCHED += [(torch.float32, 64), (torch.float32, 128), (torch.float32, 256)]
+
+
+@pytest.mark.parametrize('tiles_of_program', [1, 4], ids=['attend_few', 'attend'])
+@pytest.mark.parametrize(('dtype', 'head_dim'), LAUNCHED, ids=str)
+def test_every_launch_setting(
+    dtype: torch.dtype, head_dim: int, tiles_of_program: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+):
+    """By the error rules; the first call, which compiles, gives the bits of the second, and launches that overlap those
+    of launches that wait.
+    """
+    shape = replace(MIXED, lengths=(1000, 127), dtype=dtype, head_dim=head_dim, value_dim=head_dim, kv_heads=1)
+    decoder, outs = Decoder(shape, device), []
+    overlaps = settings_of_decoding.can_overlap(device)
+    for overlapping in (overlaps, overlaps, False, False):
+        monkeypatch.setattr(settings_of_decoding, 'can_overlap', lambda _, overlapping=overlapping: overlapping)
+        outs.append(torch.cat(assert_obeys_the_rules(decoder, 20, num_splits=3, tiles_of_program=tiles_of_program)))
+    assert all(harness.same_bits(out, outs[0]) for out in outs)
+
+
+LAYER: dict[str, Any] = {
+    'dim': 128,
+    'dim_head': 32,
+    'heads': 8,
+    'kv_heads': 2,
+    'sliding_window_size': 24,
+    'compress_block_size': 8,
+    'compress_block_sliding_stride': 4,
+    'selection_block_size': 8,
+    'num_selected_blocks': 6,
+    'causal': True,
+}
+WIDE_BLOCKS = {'compress_block_size': 20, 'compress_block_sliding_stride': 4, 'selection_block_size': 8}
+EVERY_TOKEN = {'compress_block_size': 4, 'compress_block_sliding_stride': 4, 'selection_block_size': 4}
+PAPER = {'compress_block_size': 32, 'compress_block_sliding_stride': 16, 'selection_block_size': 64}
+LAYERS: dict[str, dict[str, Any]] = {
+    'default': {},
+    'mean': {'compress_mlp': MeanPool(), 'num_compressed_mem_kv': 3},
+    'wide blocks': WIDE_BLOCKS,
+    'blocks side by side': EVERY_TOKEN | {'sliding_window_size': 5, 'rotary_emb': False, 'num_compressed_mem_kv': 0},
+    'branches of their own': {'independent_branch_kv': True},
+    'heads alone': {'query_heads_share_selected_kv': False, 'heads': 4},
+    'group of 16': PAPER | {'heads': 16, 'kv_heads': 1, 'dim_head': 64, 'sliding_window_size': 100},
+    'bfloat16': {'compress_mlp': MeanPool()},
+}
+PREFILL, ONE_BY_ONE, CHUNKS = (13, 9), 512, (3, 7, 3, 7, 7)
+
+
+@pytest.mark.parametrize('name', LAYERS)
+@torch.no_grad()
+def test_step_by_step_is_the_whole(name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch):
+    """A layer from a prefill of rows of different lengths, one token at a time and in chunks, against its whole forward
+    in float64: outputs by the error rules, and the same blocks wherever scores differ by more than rounding.
+    """
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if name == 'bfloat16' else torch.float32
+    layer = SparseAttention(**LAYER | LAYERS[name]).to(device, dtype)
+    for parameter in layer.parameters():
+        if not parameter.any():
+            parameter.normal_()
+    sizes = (1,) * ONE_BY_ONE + CHUNKS
+    decoded, prefill = sum(sizes), torch.tensor(PREFILL, device=device)
+    x = torch.randn(len(PREFILL), max(PREFILL) + decoded, LAYER['dim'], dtype=dtype, device=device)
+    index = prefill[:, None] + torch.arange(decoded, device=device)  # of what is decoded, in each row
+    cache = layer.init_cache(len(PREFILL), max(PREFILL) + decoded)
+    assert all(layer.decodes_fixed(cache, size) for size in sizes)
+    layer(x[:, : max(PREFILL)], torch.arange(max(PREFILL), device=device) < prefill[:, None], cache=cache)
+    outs, choices = [], []
+    for new in _rows_at(x, index).split(sizes, 1):
+        outs.append(layer(new, cache=cache))
+        choices.append(chosen_blocks(cache, new.shape[1]))
+    assert cache.lengths.tolist() == [length + decoded for length in PREFILL]
+    stepped, blocks = torch.cat(outs, 1), torch.cat(choices, 1)
+    same: list[float] = []
+
+    def choose(q: Tensor, k_cmp: Tensor, lse: Tensor, **settings: Any) -> Tensor:
+        """What the steps have chosen, and before them what the whole forward chooses."""
+        chosen = select_blocks(q, k_cmp, lse, **settings)
+        own = _rows_at(chosen, index)
+        if q.dtype == torch.float64:
+            same.append(float((own == blocks).all(-1).double().mean()))
+            whole = chosen.clone()
+            whole[torch.arange(len(PREFILL), device=device)[:, None], index] = blocks
+            rtol = 2.0**-5 if dtype == torch.bfloat16 else 1e-4
+            assert_chooses_as_well(whole, q, k_cmp, lse, rtol=rtol, **settings)
+        chosen[torch.arange(len(PREFILL), device=device)[:, None], index] = blocks
+        return chosen
+
+    monkeypatch.setattr(attention, 'select_blocks', choose)
+    layer.backend = 'eager'
+    eager = _rows_at(layer(x), index)
+    gold = _rows_at(layer.double()(x.double()), index)
+    assert_matches(stepped, gold, eager, name=name)
+    assert same[0] > (0.5 if dtype == torch.bfloat16 else 0.99)
+
+
+def _rows_at(tensor: Tensor, index: Tensor) -> Tensor:
+    """`[B, n, ...]` at index `[B, n]`."""
+    return tensor[torch.arange(len(tensor), device=tensor.device)[:, None], index]
+
+
+@NUM_TOKENS
+@pytest.mark.parametrize('pinned', [(4, 2), (3, 5)], ids=['attend_few', 'attend'])
+def test_a_row_alone_is_the_row_of_a_batch(pinned: tuple[int, int], num_tokens: int, device: torch.device):
+    """Bit for bit, where splits and tiles of a program are given. Networks that are learned would not be: the products
+    of PyTorch depend on the batch.
+    """
+    lengths = tuple((97 * row) % 1000 for row in range(32))
+    decoder = Decoder(replace(MIXED, lengths=lengths, num_tokens=num_tokens), device)
+    options: dict[str, Any] = {'num_splits': pinned[0], 'tiles_of_program': pinned[1]}
+    together = decoder.cache()
+    outs = [decoder.step(together, decoder.tokens(step), **options) for step in range(STEPS)]
+    whole = state_of(together)
+    for row in (0, 11, 31):
+        rows = slice(row, row + 1)
+        alone = decoder.cache(rows=rows)
+        for step, out in enumerate(outs):
+            result = decoder.step(alone, decoder.tokens(step, rows), **options)
+            assert harness.same_bits(result, out[rows]), (row, step)
+        for name, tensor in state_of(alone).items():
+            expected = whole[name][rows]
+            expected = expected[:, : tensor.shape[1]] if expected.dim() > 1 else expected
+            assert harness.same_bits(tensor, expected), (row, name)
+
+
+class Replayed:
+    """A step on a cache as a CUDA graph. Neither its capture nor a replay moves the host's bounds."""
+
+    def __init__(self, decoder: Decoder, cache: LayerCache) -> None:
+        self.tokens = decoder.tokens(0)
+        lengths = tuple(cache.lengths.tolist())
+        decoder.step(cache, self.tokens)  # compiles
+        set_lengths(cache, lengths)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.out = decoder.step(cache, self.tokens)
+        set_lengths(cache, lengths)
+
+    def __call__(self, tokens: dict[str, Tensor]) -> Tensor:
+        for name, tensor in tokens.items():
+            self.tokens[name].copy_(tensor)
+        self.out.fill_(torch.nan)
+        self.graph.replay()
+        return self.out
+
+
+@PHI
+@pytest.mark.parametrize('page_size', [None, 128])
+@NUM_TOKENS
+def test_a_replay_is_a_step(num_tokens: int, page_size: int | None, learned: bool, device: torch.device):
+    """A graph that is captured with short rows, at later lengths of every row, through borders of blocks and windows;
+    its pages move between replays.
+    """
+    shape = replace(MIXED, lengths=(3, 0, 40), num_tokens=num_tokens, page_size=page_size, learned=learned)
+    decoder = Decoder(shape, device)
+    caches = decoder.cache(), decoder.cache()
+    replayed = Replayed(decoder, caches[0])
+    for turn, lengths in enumerate((shape.lengths, (100, 31, 0), (1400, 63, 1000))):
+        for cache in caches:
+            # Blocks of earlier turns lie where steps have not written.
+            for name, whole in decoder.contents.items():
+                fill(cache, name, whole, cache.lengths)
+            set_lengths(cache, lengths)
+        for step in range(STEPS):
+            tokens = decoder.tokens(100 * turn + step)
+            caches[1].reserve(num_tokens)
+            expected = decoder.step(caches[1], tokens)
+            caches[0].reserve(num_tokens)
+            assert expected.isfinite().all()
+            assert harness.same_bits(replayed(tokens), expected), (lengths, step)
+            caches[0].advance(num_tokens)
+            if page_size is not None and step % 5 == 0:
+                move_page(caches[0], row=step % 3, column=0)
+                move_page(caches[0], row=0, column=lengths[0] // page_size)
+        harness.assert_same_bits(state_of(caches[0]), state_of(caches[1]))
+        assert (caches[0].max_length, caches[0]._peak) == (caches[1].max_length, caches[1]._peak)
+
+
+@NUM_TOKENS
+@pytest.mark.parametrize('page_size', [None, 64])
+def test_a_replay_past_the_capacity_drops_the_write(page_size: int | None, num_tokens: int, device: torch.device):
+    """Full rows stay as they are, as does what lies around the tensors of the cache."""
+    capacity = 320
+    shape = replace(MIXED, lengths=(capacity - 6, capacity, 40), capacity=capacity, num_tokens=num_tokens)
+    decoder = Decoder(replace(shape, page_size=page_size, has_window=True), device)
+    caches, margins = (decoder.cache(), decoder.cache()), []
+    for name in (*TOKENS, *PAIRS, 'raw_k', 'raw_v'):
+        tensor = getattr(caches[0], name)
+        whole = torch.full((len(tensor) + 2, *tensor.shape[1:]), torch.nan, dtype=tensor.dtype, device=device)
+        whole[1:-1] = tensor
+        setattr(caches[0], name, whole[1:-1])
+        margins += [whole[0], whole[-1]]
+    full = {name: t[1].clone() for name, t in state_of(caches[0]).items()}
+    replayed = Replayed(decoder, caches[0])
+    steps = 12
+    for step in range(steps):
+        replayed(decoder.tokens(step))
+        # What fits, a token at a time, is what a cache without full rows has.
+        lengths = caches[0].lengths.tolist()
+        assert lengths == [min(length + (step + 1) * num_tokens, capacity) for length in shape.lengths]
+    assert harness.same_bits(caches[0].lengths, caches[0]._peaks)
+    assert all(margin.isnan().all() for margin in margins)
+    state = state_of(caches[0])
+    for name, tensor in full.items():
+        assert harness.same_bits(state[name][1], tensor), name
+    # The short row, and the one that fills up on the way, have what steps that fit give.
+    longer = replace(decoder.shape, lengths=(capacity - 6, 0, 40), capacity=capacity + 64)
+    roomy = Decoder(longer, device)
+    cache = roomy.cache()
+    for name, tensor in decoder.contents.items():
+        count = roomy.contents[name].shape[1]
+        entries = torch.nn.functional.pad(tensor, (0, 0, 0, 0, 0, count - tensor.shape[1]))
+        fill(cache, name, entries, cache.lengths)
+    for step in range(steps):
+        roomy.step(cache, decoder.tokens(step))
+    expected = state_of(cache)
+    for name in TOKENS:
+        for row in (0, 2):
+            assert harness.same_bits(state[name][row], expected[name][row, :capacity]), (name, row)
+    count = num_compressed_blocks(capacity, *shape.sizes[:2])
+    for name in PAIRS:
+        for row in (0, 2):
+            assert harness.same_bits(state[name][row], expected[name][row, :count]), (name, row)
+
+
+@PHI
+@NUM_TOKENS
+def test_a_step_neither_waits_nor_allocates(num_tokens: int, learned: bool, device: torch.device):
+    """Without a graph too: after the first step there is one allocation, the output, besides those of φ."""
+    decoder = Decoder(replace(MIXED, num_tokens=num_tokens, learned=learned), device)
+    cache, tokens = decoder.cache(), [decoder.tokens(step) for step in range(5)]
+    decoder.step(cache, tokens[0])
+    blocks = [cache.workspace[key].transpose(1, 2) for key in cache.workspace if key[0] in ('blocks_k', 'blocks_v')]
+    phi = decoder.phi(cache.dtype)
+    for new in tokens[1:]:
+        in_phi = 0
+        if learned:
+            with torch.no_grad():
+                before = torch.cuda.memory_stats(device)['allocation.all.allocated']
+                phi(blocks[0], blocks[1])
+                in_phi = torch.cuda.memory_stats(device)['allocation.all.allocated'] - before
+        torch.cuda.synchronize()
+        held = torch.cuda.memory_allocated(device)
+        before = torch.cuda.memory_stats(device)['allocation.all.allocated']
+        torch.cuda.set_sync_debug_mode('error')
+        try:
+            out = decoder.step(cache, new)
+        finally:
+            torch.cuda.set_sync_debug_mode('default')
+        made = torch.cuda.memory_stats(device)['allocation.all.allocated'] - before
+        assert made == in_phi + 1
+        del out
+        assert torch.cuda.memory_allocated(device) == held
+
+
+@pytest.mark.parametrize('page_size', [None, 128])
+@NUM_TOKENS
+def test_unused_memory_changes_nothing(num_tokens: int, page_size: int | None, device: torch.device):
+    """NaN behind every row, in places of rings that no block needs, and in what steps leave for each other."""
+    shape = replace(MIXED, num_tokens=num_tokens, page_size=page_size, has_window=True)
+    decoder = Decoder(shape, device)
+    caches = [decoder.cache(background=background) for background in (0.0, torch.nan)]
+    for step in range(STEPS):
+        tokens = decoder.tokens(step)
+        out, spoiled = (decoder.step(cache, tokens) for cache in caches)
+        assert out.isfinite().all()
+        assert harness.same_bits(out, spoiled), step
+        poison_workspace(caches[1], harness.junk_of)
+    states = [state_of(cache) for cache in caches]
+    for name in states[0]:
+        if not name.startswith('raw'):
+            assert harness.same_bits(states[0][name], states[1][name]), name
+
+
+@NUM_TOKENS
+@PHI
+def test_cropped_tokens_leave_nothing_behind(learned: bool, num_tokens: int, device: torch.device):
+    """Decoding again after `crop` gives the bits of never having gone further."""
+    shape = replace(MIXED, num_tokens=num_tokens, learned=learned, has_window=True)
+    decoder = Decoder(shape, device)
+    straight, cropped = decoder.cache(), decoder.cache()
+    further = shape.max_rollback // num_tokens
+    for turn in range(3):
+        for step in range(3):
+            tokens = decoder.tokens(100 * turn + step)
+            assert harness.same_bits(decoder.step(cropped, tokens), decoder.step(straight, tokens)), (turn, step)
+        bound = cropped.max_length
+        for step in range(further):
+            decoder.step(cropped, decoder.tokens(1000 + step))
+        cropped.crop(cropped.lengths - further * num_tokens, max_length=bound)
+        assert torch.equal(cropped.lengths, straight.lengths)
+    states = state_of(straight), state_of(cropped)
+    for name in (*TOKENS, *PAIRS):
+        assert harness.same_bits(states[0][name], states[1][name]), name
+
+
+@pytest.mark.parametrize('batch', [1, 5, 160])
+@torch.no_grad()
+def test_repeated_steps_give_the_same_bits(batch: int, device: torch.device):
+    """A thousand times the same step: launches that overlap, and more programs than fit."""
+    lengths = (1023,) if batch == 1 else MIXED.lengths * (batch // 5)
+    decoder = Decoder(replace(MIXED, lengths=lengths, num_tokens=2), device)
+    cache, tokens = decoder.cache(), decoder.tokens(0)
+    start = cache.lengths.clone()
+    expected = decoder.step(cache, tokens)
+    state = state_of(cache)
+    differs = torch.zeros((), dtype=torch.bool, device=device)
+    for _ in range(1000):
+        cache.lengths.copy_(start)
+        cache.advance(-2)
+        differs |= (decoder.step(cache, tokens) != expected).any()
+    assert expected.isfinite().all()
+    assert not differs
+    harness.assert_same_bits(state_of(cache), state)
+
+
+HASH = """
+import sys, torch
+from tests.ops.test_triton_gpu_decoding import digest_of_steps, VARIANTS
+for name in VARIANTS:
+    print(name, digest_of_steps(name, torch.device(sys.argv[1])))
+"""
+VARIANTS: dict[str, dict[str, Any]] = {
+    'mean': {},
+    'learned': {'learned': True, 'num_tokens': 3},
+    'heads alone': {'share_group': False, 'page_size': 64},
+}
+
+
+def digest_of_steps(name: str, device: torch.device) -> str:
+    decoder = Decoder(replace(MIXED, **VARIANTS[name]), device)
+    cache = decoder.cache()
+    outs = {str(step): decoder.step(cache, decoder.tokens(step)) for step in range(5)}
+    return digest(outs | state_of(cache))
+
+
+def test_processes_give_the_same_bits(device: torch.device, tmp_path: Path):
+    """One that compiles every kernel, one that finds them compiled, and a call order that is another."""
+    environment = environment_here() | {'TRITON_CACHE_DIR': str(tmp_path)}
+    command = [sys.executable, '-c', HASH, device.type]
+    outputs = [
+        subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        for _ in range(2)
+    ]
+    assert outputs[0] == outputs[1]
+    digests = dict(line.rsplit(' ', 1) for line in outputs[0].splitlines())
+    assert list(digests) == list(VARIANTS)
+    for name in reversed(VARIANTS):
+        assert digest_of_steps(name, device) == digests[name], name
+
+
+# Elements that int32 cannot count.
+FAR = 2**31
+
+
+@pytest.mark.parametrize('where', ['rows', 'pages', 'strides'])
+def test_far_apart(where: str, device: torch.device):
+    """Rows, pages and tokens of a row more than 2^31 elements behind the first, to the bits of a small cache."""
+    seqlen = 131_072
+    shape = replace(MIXED, lengths=(seqlen - 40,), capacity=seqlen, kv_heads=4, max_rollback=8)
+    row = shape.kv_heads * shape.head_dim * seqlen
+    options: dict[str, Any] = {'num_splits': 4, 'tiles_of_program': 4}
+    decoder = Decoder(shape, device)
+    near, batch = decoder.cache(), 1
+    if where == 'rows':
+        batch = FAR // row + 2
+        far = LayerCache(batch, seqlen, dtype=shape.dtype, device=device, max_rollback=8, **shape.layout)
+    elif where == 'pages':
+        page_size = 1024
+        pages, all_pages = seqlen // page_size, FAR // (row // seqlen * page_size) + 200
+        far = PagedLayerCache(
+            1,
+            seqlen,
+            page_size=page_size,
+            selection_block_size=shape.sizes[2],
+            num_pages=all_pages,
+            block_table=(all_pages - 1 - torch.arange(pages, device=device)).int()[None],
+            dtype=shape.dtype,
+            device=device,
+            max_rollback=8,
+            **shape.layout,
+        )
+    else:
+        far = decoder.cache()
+        for name in ('k', 'v', 'k_cmp', 'v_cmp'):
+            setattr(far, name, spread(getattr(far, name)))
+    assert _last_offset(far.k) > FAR
+    lengths = (5,) * (batch - 1) + shape.lengths
+    for name, whole in decoder.contents.items():
+        if where == 'rows':
+            getattr(far, name)[-1:, : whole.shape[1]] = whole
+        elif where == 'pages':
+            fill(far, name, whole, far.lengths)
+    set_lengths(far, lengths)
+    for step in range(5):
+        tokens = decoder.tokens(step)
+        many = {name: t.expand(batch, *t.shape[1:]) for name, t in tokens.items()}
+        out = decoder.step(far, many, **options)[-1:]
+        assert harness.same_bits(out, decoder.step(near, tokens, **options)), step
+    new = slice(shape.lengths[0], shape.lengths[0] + 5)
+    blocks = num_compressed_blocks(new.stop, *shape.sizes[:2])
+    for name, count in (('k', new.stop), ('v', new.stop), ('k_cmp', blocks), ('v_cmp', blocks)):
+        found, expected = (cache._read(name, count)[-1:, -5:] for cache in (far, near))
+        assert harness.same_bits(found, expected), name
+
+
+def spread(tensor: Tensor) -> Tensor:
+    """The same `[B, S, H, D]`, the last token more than 2^31 elements behind the first."""
+    strides = (0, FAR // (tensor.shape[1] - 1) + 16, *tensor.stride()[2:])
+    size = 1 + sum((length - 1) * stride for length, stride in zip(tensor.shape, strides, strict=True))
+    buffer = torch.empty(size, dtype=tensor.dtype, device=tensor.device)
+    return buffer.as_strided(tensor.shape, strides).copy_(tensor)
+
+
+def _last_offset(tensor: Tensor) -> int:
+    return sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+@pytest.mark.parametrize('num_selected', [5, 12])
+def test_prompts_of_different_lengths_give_the_text_of_each_alone(num_selected: int, device: torch.device):
+    """In float32, where the likeliest token does not depend on the order of sums."""
+    settings: dict[str, Any] = {
+        'sliding_window_size': 32,
+        'compress_block_size': 16,
+        'compress_block_sliding_stride': 8,
+        'selection_block_size': 16,
+        'num_selected_blocks': num_selected,
+    }
+    torch.manual_seed(0)
+    model = Transformer(256, 128, 2, 32, 8, 2, use_sparse_attn=True, sparse_attn_kwargs=settings).to(device)
+    lengths = (150, 7, 33, 1)
+    mask = torch.arange(max(lengths), device=device) >= max(lengths) - torch.tensor(lengths, device=device)[:, None]
+    ids = torch.randint(0, 256, mask.shape, device=device)
+    together = model.generate(ids, 100, 0, mask=mask)
+    for row, length in enumerate(lengths):
+        alone = model.generate(ids[row : row + 1, -length:], 100, 0)
+        assert torch.equal(alone[0], together[row]), row
