@@ -124,7 +124,7 @@ def backend_of(
     assert cache.compress is not None
     return api.backend_of(
         *(q, k, v),
-        dtype=cache.dtype,
+        storage=cache.storage(),
         compress=cache.compress,
         selection_block_size=selection_block_size,
         backend=backend,

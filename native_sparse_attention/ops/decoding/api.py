@@ -9,6 +9,7 @@ from torch import Tensor
 
 from native_sparse_attention.geometry import overlapping_blocks
 from native_sparse_attention.ops.backend import BackendChoice, choose_backend, serves
+from native_sparse_attention.ops.decoding.step import Storage
 
 # New tokens of a row that the kernels take at a time.
 MAX_NEW_TOKENS = 16
@@ -23,19 +24,19 @@ def backend_of(
     k: Tensor,
     v: Tensor,
     *,
-    dtype: torch.dtype,
+    storage: Storage,
     compress: tuple[int, int],
     selection_block_size: int,
     backend: str = 'auto',
 ) -> BackendChoice:
-    """The backend that would serve a step of q `[B, T, HQ, D]`, k and v on a cache of `dtype`, of blocks `compress` =
-    (l, d): 'triton', or 'eager' for the ops one by one.
+    """The backend that would serve a step of q `[B, T, HQ, D]`, k and v on a cache with blocks `compress` = (l, d):
+    'triton', or 'eager' for the ops one by one.
     """
-    candidates = {'triton': partial(_unsupported, q, k, v, dtype, (*compress, selection_block_size)), 'eager': serves}
+    candidates = {'triton': partial(_unsupported, q, k, v, storage, (*compress, selection_block_size)), 'eager': serves}
     return choose_backend('decoding', 'eager' if backend == 'flex' else backend, q.device, candidates)
 
 
-def _unsupported(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, sizes: tuple[int, int, int]) -> str | None:
+def _unsupported(q: Tensor, k: Tensor, v: Tensor, storage: Storage, sizes: tuple[int, int, int]) -> str | None:
     """Why the kernels cannot serve a step, or None where they can."""
     from native_sparse_attention.ops._triton import support
 
@@ -49,6 +50,10 @@ def _unsupported(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, sizes: tup
         return (
             f'{overlapping} compressed blocks overlap a selection block, but its kernels take up to {MAX_OVERLAPPING}'
         )
-    if dtype not in support.DTYPES:
-        return f'the cache has dtype {dtype}, but its kernels compute in float32'
+    if storage.k.dtype not in support.DTYPES:
+        return f'the cache has dtype {storage.k.dtype}, but its kernels compute in float32'
+    tensors = {name: tensor for name, tensor in storage._asdict().items() if isinstance(tensor, torch.Tensor)}
+    for name, tensor in tensors.items():
+        if tensor.stride(-1) != 1:
+            return f'{name} has strides {tensor.stride()}, but its kernels need neighbours in the last dimension'
     return support.unsupported(q, k, v)

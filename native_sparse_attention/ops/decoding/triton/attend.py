@@ -130,12 +130,14 @@ def attend_kernel(
             k = load_at(cached_k.ptr, offsets_k + of_head_k, exists, HEAD_DIM, BLOCK_D)
             v = load_at(cached_v.ptr, offsets_v + of_head_v, exists, VALUE_DIM, BLOCK_DV)
         else:
-            # Laid out as keys and values of the other branch are.
             in_window = in_window & (is_chosen == 0)
+            of_window_k, of_window_v = head * cached_k_window.strides[2], head * cached_v_window.strides[2]
+            window_k, _ = locate(tokens, in_window, row, pages, cached_k_window.strides)
+            window_v, _ = locate(tokens, in_window, row, pages, cached_v_window.strides)
             k = load_at(cached_k.ptr, offsets_k + of_head_k, in_selected, HEAD_DIM, BLOCK_D)
             v = load_at(cached_v.ptr, offsets_v + of_head_v, in_selected, VALUE_DIM, BLOCK_DV)
-            k_window = load_at(cached_k_window.ptr, offsets_k + of_head_k, in_window, HEAD_DIM, BLOCK_D)
-            v_window = load_at(cached_v_window.ptr, offsets_v + of_head_v, in_window, VALUE_DIM, BLOCK_DV)
+            k_window = load_at(cached_k_window.ptr, window_k + of_window_k, in_window, HEAD_DIM, BLOCK_D)
+            v_window = load_at(cached_v_window.ptr, window_v + of_window_v, in_window, VALUE_DIM, BLOCK_DV)
             k, v = tl.where(is_chosen, k, k_window), tl.where(is_chosen, v, v_window)
         logits = tl.dot(q, tl.trans(k), input_precision='ieee') * scale_log2  # [BLOCK_M, BLOCK_N]
         largest_selected, total_selected, out_selected = _read(

@@ -215,7 +215,6 @@ def attend(
 def _pages(table: Tensor | None, pool: Tensor) -> Pages:
     if table is None:
         return Pages(None, 0, 1, 0)
-    table = table if table.stride(1) == 1 else table.contiguous()
     return Pages(table, table.stride(0), pool.shape[1], pool.shape[0])
 
 
