@@ -86,16 +86,13 @@ def attend_whole(tokens: dict[str, Tensor], layer: dict[str, Any], factor: float
     q, k, v, gates = (tokens[name] for name in ('q', 'k', 'v', 'gates'))
     networks, positions, freqs, window = (layer.pop(n) for n in ('networks', 'positions', 'freqs', 'window_size'))
     raw = tokens.get('raw_k', k), tokens.get('raw_v', v)
-    turned, k_window = [q, k], tokens.get('k_window')
+    turned_q, turned_k, k_window = q, k, tokens.get('k_window')
     if freqs is not None:
         tables = angle_tables(torch.arange(q.shape[1])[None], freqs, factor)
-        turned = [ops.rotary(t, *tables, backend='eager') for t in turned]
+        turned_q, turned_k = (ops.rotary(t, *tables, backend='eager') for t in (q, k))
         k_window = None if k_window is None else ops.rotary(k_window, *tables, backend='eager')
     return nsa(
-        *turned,
-        v,
-        *compress_pair(networks, raw, positions, STRIDE),
-        gates,
+        *(turned_q, turned_k, v, *compress_pair(networks, raw, positions, STRIDE), gates),
         q_cmp=q,
         k_window=k_window,
         v_window=tokens.get('v_window'),
@@ -193,8 +190,9 @@ def test_backend() -> None:
     assert choice.name == 'eager'
     assert choice.passed_over == {'triton': 'the tensors are on cpu'}
     for num_tokens in (0, 17):
-        long = [t.new_zeros(BATCH, num_tokens, *t.shape[2:]) for t in (q, k, v)]
-        assert backend_of(*long, make_cache(), 8, backend='triton').name == 'eager'
+        others = make_tokens(num_tokens)
+        new = (others['q'], others['k'], others['v'])
+        assert backend_of(*new, make_cache(), 8, backend='triton').name == 'eager'
     with pytest.raises(ValueError, match="backend is 'cuda', but must be"):
         backend_of(q, k, v, make_cache(), 8, backend='cuda')
 
