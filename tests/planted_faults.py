@@ -51,7 +51,7 @@ BY_BLOCK_BACKWARD, SELECTED_KEYS = 'selected_attention/triton/by_block_backward.
 SHARING = 'selected_attention/triton/sharing.py'
 TILE_ROWS = '_triton/tiles.py'
 SELECT, GATED_SUM = 'block_selection/triton/select.py', 'gated_sum/triton/kernels.py'
-ROTARY = 'rotary/triton/kernels.py'
+ROTARY, ROTATION = 'rotary/triton/kernels.py', '_triton/rotation.py'
 SCORES_FORWARD = 'block_selection/triton/scores_forward.py'
 SCORES_BACKWARD = 'block_selection/triton/scores_backward.py'
 SCORES_TILES = 'block_selection/triton/scores_tiles.py'
@@ -153,10 +153,10 @@ FAULTS = [
     Fault('gradients of gates off by half a percent', GATED_SUM, 'dgate = tl.sum(dout * branch.to(tl.float32), 1)', 'dgate = tl.sum(dout * branch.to(tl.float32), 1) * 0.995', GATED),
     # Rotary
     Fault('rotary: gradients turned forward', ROTARY, 'sin = -sin', 'sin = sin * 1.0', ('test_rotary.py',)),
-    Fault('rotary: pairs turned the other way', ROTARY, 'odd * cos + even * sin', 'odd * cos - even * sin', ('test_rotary.py',)),
+    Fault('rotary: pairs turned the other way', ROTATION, 'odd * cos + even * sin', 'odd * cos - even * sin', ('test_rotary.py',)),
     Fault('rotary: last pair left as it is', ROTARY, '(angles < NUM_ANGLES)', '(angles < NUM_ANGLES - 1)', ('test_rotary.py',)),
     Fault('rotary: angles of the first row for all', ROTARY, 'batch * sin_strides[0]', 'batch * 0', ('test_rotary.py',)),
-    Fault('rotary: what is not turned is multiplied', ROTARY, 'even * sin, odd)', 'even * sin, odd * cos + even * sin)', ('test_rotary.py',)),
+    Fault('rotary: what is not turned is multiplied', ROTATION, 'even * sin, odd)', 'even * sin, odd * cos + even * sin)', ('test_rotary.py',)),
     # Sharing
     Fault('sharing: flag of another tile', SHARING, 'tile = start // sharing.block_t + sequence', 'tile = start // sharing.block_t', SHARED),
     Fault('sharing: indices that stand twice count twice', SHARING, 'is_block & (before // BLOCK_S != keys // BLOCK_S)', 'is_block', SHARED),
