@@ -51,10 +51,15 @@ BY_BLOCK_BACKWARD, SELECTED_KEYS = 'selected_attention/triton/by_block_backward.
 SHARING = 'selected_attention/triton/sharing.py'
 TILE_ROWS = '_triton/tiles.py'
 SELECT, GATED_SUM = 'block_selection/triton/select.py', 'gated_sum/triton/kernels.py'
-ROTARY = 'rotary/triton/kernels.py'
+ROTARY, ROTATION = 'rotary/triton/kernels.py', '_triton/rotation.py'
 SCORES_FORWARD = 'block_selection/triton/scores_forward.py'
 SCORES_BACKWARD = 'block_selection/triton/scores_backward.py'
 SCORES_TILES = 'block_selection/triton/scores_tiles.py'
+DECODING = ('test_decoding.py', 'test_decoding_guarantees.py')
+APPEND, STORAGE = 'decoding/triton/append.py', 'decoding/triton/storage.py'
+COMPRESSED, CHOOSE = 'decoding/triton/compressed.py', 'decoding/triton/choose.py'
+ATTEND, DECODING_OP = 'decoding/triton/attend.py', 'decoding/triton/op.py'
+DECODING_SETTINGS = 'decoding/triton/settings.py'
 
 FAULTS = [
     # Interval attention
@@ -148,10 +153,10 @@ FAULTS = [
     Fault('gradients of gates off by half a percent', GATED_SUM, 'dgate = tl.sum(dout * branch.to(tl.float32), 1)', 'dgate = tl.sum(dout * branch.to(tl.float32), 1) * 0.995', GATED),
     # Rotary
     Fault('rotary: gradients turned forward', ROTARY, 'sin = -sin', 'sin = sin * 1.0', ('test_rotary.py',)),
-    Fault('rotary: pairs turned the other way', ROTARY, 'odd * cos + even * sin', 'odd * cos - even * sin', ('test_rotary.py',)),
+    Fault('rotary: pairs turned the other way', ROTATION, 'odd * cos + even * sin', 'odd * cos - even * sin', ('test_rotary.py',)),
     Fault('rotary: last pair left as it is', ROTARY, '(angles < NUM_ANGLES)', '(angles < NUM_ANGLES - 1)', ('test_rotary.py',)),
     Fault('rotary: angles of the first row for all', ROTARY, 'batch * sin_strides[0]', 'batch * 0', ('test_rotary.py',)),
-    Fault('rotary: what is not turned is multiplied', ROTARY, 'even * sin, odd)', 'even * sin, odd * cos + even * sin)', ('test_rotary.py',)),
+    Fault('rotary: what is not turned is multiplied', ROTATION, 'even * sin, odd)', 'even * sin, odd * cos + even * sin)', ('test_rotary.py',)),
     # Sharing
     Fault('sharing: flag of another tile', SHARING, 'tile = start // sharing.block_t + sequence', 'tile = start // sharing.block_t', SHARED),
     Fault('sharing: indices that stand twice count twice', SHARING, 'is_block & (before // BLOCK_S != keys // BLOCK_S)', 'is_block', SHARED),
@@ -164,6 +169,48 @@ FAULTS = [
     Fault('members that must be masked are not', LISTS, '(positions < tl.max(keys, 0))', '(positions < tl.max(keys, 0) - 1)', SELECTED[:1]),
     Fault('a block with keys that are none goes unmasked', LISTS, 'return tl.where(tl.min(key_mask.to(tl.int32), 0) == 0, num_entries, num_near)', 'return num_near', SELECTED[:1]),
     Fault('neighbours: slots of other heads', NEIGHBOURS, 'tl.broadcast_to(values[:, None], [BLOCK_T, BLOCK_G])', 'tl.broadcast_to(values[None, :], [BLOCK_G, BLOCK_T])', SHARED),
+    # Decoding
+    Fault('decoding: all tokens at one position', APPEND, 'position = old + token\n', 'position = old + token * 0\n', DECODING),
+    Fault('decoding: what does not fit is written', APPEND, 'one = tl.full([1], 1, tl.int1) & (position < length)', 'one = tl.full([1], 1, tl.int1) & (position >= 0)', DECODING),
+    Fault('decoding: what does not fit goes into the ring', APPEND, 'fits = tl.full([1], 1, tl.int1) & (old + token < length)', 'fits = tl.full([1], 1, tl.int1) & (old + token >= 0)', DECODING),
+    Fault('decoding: places of the ring off by one', APPEND, 'slot = ((old + token) % ring.size)', 'slot = ((old + token + 1) % ring.size)', DECODING),
+    Fault('decoding: blocks of the next step', APPEND, 'first = count_blocks(old, sizes.block_size, sizes.stride)', 'first = count_blocks(old + sizes.stride, sizes.block_size, sizes.stride)', DECODING),
+    Fault('decoding: positions in a block of the first head', APPEND, 'offsets = (head * sizes.block_size + places) * SIZE', 'offsets = (head * 0 + places) * SIZE', DECODING),
+    Fault('decoding: mean of what pads a block', APPEND, 'tl.zeros([BLOCK_D], tl.float32) + sizes.block_size', 'tl.zeros([BLOCK_D], tl.float32) + (sizes.block_size + BLOCK_L - 1) // BLOCK_L * BLOCK_L', DECODING),
+    Fault('decoding: first new token missing in its block', APPEND, 'x = tl.where((tokens >= old)[:, None]', 'x = tl.where((tokens > old)[:, None]', DECODING),
+    Fault('decoding: angles not interpolated', APPEND, 'tl.div_rn(position.to(tl.float32), factor)', 'position.to(tl.float32)', DECODING),
+    Fault('decoding: entry of another place of a page', STORAGE, '(tokens % pages.size)', '((tokens + 1) % pages.size)', DECODING),
+    Fault('decoding: pages beyond the pool', STORAGE, 'exists & (page >= 0) & (page < pages.num_pages)', 'exists & (page >= 0)', DECODING),
+    Fault('decoding: lengths beyond the capacity', STORAGE, 'tl.minimum(old + step.num_tokens, step.capacity)', 'old + step.num_tokens', DECODING),
+    Fault('decoding: compressed blocks seen early', COMPRESSED, 'sizes.block_size + 1  # first', 'sizes.block_size + 2  # first', DECODING),
+    Fault('decoding: blocks of another selection block attended to twice', COMPRESSED, 'weights = tl.where(is_own[None, :], weights, 0.0)', 'weights = weights * 1.0', DECODING),
+    Fault('decoding: overlap of blocks off', COMPRESSED, 'shared = tl.minimum(ends, sizes.selection_block_size) - tl.maximum(begins, 0)', 'shared = tl.minimum(ends, sizes.selection_block_size) - begins', DECODING),
+    Fault('decoding: overlap with the next block off', COMPRESSED, 'beyond = tl.maximum(ends - sizes.selection_block_size, 0)', 'beyond = tl.maximum(ends - sizes.selection_block_size + 1, 0)', DECODING),
+    Fault('decoding: every part reads the memory', COMPRESSED, 'if part == 0:', 'if part >= 0:', DECODING),
+    Fault('decoding: no rescale of the sum', COMPRESSED, '            weights = tl.where(is_own[None, :], weights, 0.0)\n        total = total * shrink', '            weights = tl.where(is_own[None, :], weights, 0.0)\n        total = total', DECODING),
+    Fault('decoding: last new block not stored', COMPRESSED, 'is_read = (block < num_keys) &', 'is_read = (block < num_keys - 1) &', DECODING),
+    Fault('decoding: tiles of a part forgotten', COMPRESSED, 'of_part = tl.cdiv(num_tiles, split.num_splits)', 'of_part = num_tiles // split.num_splits', DECODING),
+    Fault('decoding: a block of the future may be chosen', CHOOSE, 'choosable = (block <= own_block)', 'choosable = (block <= own_block + 1)', DECODING),
+    Fault('decoding: what is handed on forgotten', CHOOSE, 'score += _add_heads(onward, base, total)', 'score += 0.0 * _add_heads(onward, base, total)', DECODING),
+    Fault('decoding: maxima of the first tile for all', CHOOSE, 'block[None, :] // TILE, mask', 'block[None, :] // TILE * 0, mask', DECODING),
+    Fault('decoding: sums of other heads', CHOOSE, '* GROUP + chooser % CHOOSERS * share + heads', '* GROUP + heads', DECODING),
+    Fault('decoding: a head of a group left out', CHOOSE, 'is_head = heads < share\n', 'is_head = (heads < share) & ((heads > 0) | (share == 1))\n', DECODING),
+    Fault('decoding: totals of parts not rescaled', CHOOSE, 'total = tl.sum(total * tl.exp2(largest - base[:, None]), 1)', 'total = tl.sum(total, 1)', DECODING),
+    Fault('decoding: one local block too many', CHOOSE, '(distance < choice.num_local)', '(distance <= choice.num_local)', DECODING),
+    Fault('decoding: an initial block missing', CHOOSE, 'tl.where(block < choice.num_init,', 'tl.where(block < choice.num_init - 1,', DECODING),
+    Fault('decoding: the best of a large chunk again', CHOOSE, 'keys = tl.where(keys == best, TAKEN, keys)', 'keys = keys + 0', DECODING),
+    Fault('decoding: the best of all chunks again', ATTEND, 'keys = tl.where(keys == best, TAKEN, keys)', 'keys = keys + 0', DECODING),
+    Fault('decoding: last chunk forgotten', ATTEND, 'num_candidates = choice.num_chunks * choice.num_selected', 'num_candidates = (choice.num_chunks - 1) * choice.num_selected', DECODING),
+    Fault('decoding: window one key too wide', ATTEND, 'position - reading.window_size + 1, 0)', 'position - reading.window_size, 0)', DECODING),
+    Fault('decoding: window reads chosen blocks again', ATTEND, '.to(tl.int32), 1) == 0)', '.to(tl.int32), 1) >= 0)', DECODING),
+    Fault('decoding: first key of the window missing in a chosen block', ATTEND, 'in_window = exists & (tokens >= first_in_window)', 'in_window = exists & (tokens > first_in_window)', DECODING),
+    Fault('decoding: selected branch reads the future', ATTEND, '(block >= 0) & (tokens <= position)', '(block >= 0) & (tokens <= position + 1)', DECODING),
+    Fault('decoding: window gated as selected', ATTEND, 'tl.load(gate_ptr + 2 * gates.strides[3])', 'tl.load(gate_ptr + gates.strides[3])', DECODING),
+    Fault('decoding: parts not rescaled', ATTEND, 'total = tl.sum(total * weights, 0)', 'total = tl.sum(total, 0)', DECODING),
+    Fault('decoding: parts of the first head for all', ATTEND, '* 2) * share + head % share', '* 2) * share + head * 0', DECODING),
+    Fault('decoding: the longest that a row has been forgotten', ATTEND, 'tl.maximum(peak, length)', 'tl.maximum(length, 0)', DECODING),
+    Fault('decoding: last of the blocks that may be complete forgotten', DECODING_OP, 'num_blocks = -(-num_tokens // stride)', 'num_blocks = max(1, num_tokens // stride)', DECODING),
+    Fault('decoding: window one block short', DECODING_SETTINGS, '(window_size + selection_block_size - 2) // selection_block_size + 1', '(window_size + selection_block_size - 2) // selection_block_size', DECODING),
 ]  # fmt: skip
 
 

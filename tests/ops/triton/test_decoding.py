@@ -132,7 +132,7 @@ def test_shares_of_the_work(pinned: tuple[int, int], blocks: tuple[int, int, int
 
 
 @pytest.mark.parametrize(
-    ('chunk', 'num_selected', 'capacity'), [(64, 3, 300), (64, 70, 300), (16, 20, 150), (256, 3, 300)]
+    ('chunk', 'num_selected', 'capacity'), [(64, 3, 300), (16, 14, 300), (256, 3, 300), (64, 70, 300), (16, 20, 150)]
 )
 def test_chunks_of_the_choice(
     chunk: int, num_selected: int, capacity: int, device: torch.device, monkeypatch: pytest.MonkeyPatch

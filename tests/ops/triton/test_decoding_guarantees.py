@@ -180,6 +180,10 @@ def test_decoding_again_after_a_rollback(case: Case, device: torch.device) -> No
     assert same_bits(out, expected)
     assert_hold_the_same(case, cache, twin)
     assert cache._peaks.tolist() == [34, 17]
+    cache.crop(cache.lengths - 2)
+    decode(cache, make_tokens(case, 2, 1, device), layer, **PINNED)
+    assert cache.lengths.tolist() == [33, 16]
+    assert cache._peaks.tolist() == [34, 17]
 
 
 def test_the_same_bits_every_time(device: torch.device) -> None:

@@ -1,0 +1,329 @@
+"""`nsa_decode` by the ops of `nsa`: steps give what `nsa` gives of the whole, and errors write nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from native_sparse_attention import LayerCache, ops
+from native_sparse_attention.compress import CompressMLP, MeanPool, compress_pair
+from native_sparse_attention.decoding import backend_of, nsa_decode
+from native_sparse_attention.functional import nsa
+from native_sparse_attention.ops._triton.support import is_interpreted
+from native_sparse_attention.paged_cache import PagedLayerCache
+from native_sparse_attention.rotary import angle_tables
+
+BATCH, HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM = 2, 4, 2, 8, 6
+BLOCK_SIZE, STRIDE = 8, 4
+SETTINGS = {'selection_block_size': 8, 'num_selected': 3, 'window_size': 7}
+BACKENDS = [
+    'eager',
+    pytest.param(
+        'triton',
+        marks=pytest.mark.skipif(
+            importlib.util.find_spec('triton') is None or not is_interpreted(),
+            reason='without a GPU kernels run in the interpreter',
+        ),
+    ),
+]
+
+pytestmark = pytest.mark.usefixtures('no_gradients')
+
+
+@pytest.fixture
+def no_gradients() -> Any:
+    with torch.no_grad():
+        yield
+
+
+def make_tokens(num_tokens: int, independent: bool = False, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    def normal(heads: int, dim: int) -> Tensor:
+        return torch.randn(BATCH, num_tokens, heads, dim, dtype=dtype)
+
+    tokens = {'q': normal(HEADS, HEAD_DIM), 'gates': torch.rand(BATCH, num_tokens, HEADS, 3)}
+    for key, value in (('k', 'v'), *((('raw_k', 'raw_v'), ('k_window', 'v_window')) if independent else ())):
+        tokens |= {key: normal(KV_HEADS, HEAD_DIM), value: normal(KV_HEADS, VALUE_DIM)}
+    return tokens
+
+
+def make_layer(freqs: bool = True, pairs: int = 1, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    def pair(count: int) -> tuple[Tensor, ...]:
+        return tuple(torch.randn(KV_HEADS, count, dim, dtype=dtype) for dim in (HEAD_DIM, VALUE_DIM))
+
+    return {
+        'networks': (CompressMLP(HEAD_DIM, BLOCK_SIZE).to(dtype), MeanPool()),
+        'positions': pair(BLOCK_SIZE),
+        'freqs': torch.rand(3) if freqs else None,
+        'mem_kv': pair(pairs) if pairs else None,
+        **SETTINGS,
+    }
+
+
+def make_cache(independent: bool = False, **changes: Any) -> LayerCache:
+    layout: dict[str, Any] = {
+        'kv_heads': KV_HEADS,
+        'head_dim': HEAD_DIM,
+        'value_dim': VALUE_DIM,
+        'compress': (BLOCK_SIZE, STRIDE),
+        'has_raw_k': True,
+        'has_raw_v': independent,
+        'has_window': independent,
+        'max_rollback': 2,
+    }
+    kind = PagedLayerCache if 'page_size' in changes else LayerCache
+    return kind(BATCH, 40, **layout | changes)
+
+
+def attend_whole(tokens: dict[str, Tensor], layer: dict[str, Any], factor: float = 1.0, **more: Any) -> Tensor:
+    """`nsa` of a whole sequence."""
+    layer = dict(layer)
+    q, k, v, gates = (tokens[name] for name in ('q', 'k', 'v', 'gates'))
+    networks, positions, freqs, window = (layer.pop(n) for n in ('networks', 'positions', 'freqs', 'window_size'))
+    raw = tokens.get('raw_k', k), tokens.get('raw_v', v)
+    turned_q, turned_k, k_window = q, k, tokens.get('k_window')
+    if freqs is not None:
+        tables = angle_tables(torch.arange(q.shape[1])[None], freqs, factor)
+        turned_q, turned_k = (ops.rotary(t, *tables, backend='eager') for t in (q, k))
+        k_window = None if k_window is None else ops.rotary(k_window, *tables, backend='eager')
+    return nsa(
+        *(turned_q, turned_k, v, *compress_pair(networks, raw, positions, STRIDE), gates),
+        q_cmp=q,
+        k_window=k_window,
+        v_window=tokens.get('v_window'),
+        compress_block_size=BLOCK_SIZE,
+        compress_stride=STRIDE,
+        window_size=(window - 1, 0),
+        backend='eager',
+        **layer,
+        **more,
+    )
+
+
+def split(tokens: dict[str, Tensor], sizes: list[int]) -> list[dict[str, Tensor]]:
+    parts = {name: t.split(sizes, 1) for name, t in tokens.items()}
+    return [{name: part[i] for name, part in parts.items()} for i in range(len(sizes))]
+
+
+@pytest.mark.parametrize('independent', [False, True])
+@pytest.mark.parametrize(('freqs', 'pairs'), [(True, 1), (False, 0)])
+@pytest.mark.parametrize('sizes', [[37], [1] * 37, [20, 3, 0, 1, 13]], ids=['whole', 'steps', 'chunks'])
+def test_steps_are_the_whole(sizes: list[int], freqs: bool, pairs: int, independent: bool) -> None:
+    tokens = make_tokens(37, independent, torch.float64)
+    layer = make_layer(freqs, pairs, torch.float64)
+    cache = make_cache(independent, dtype=torch.float64)
+    parts = [nsa_decode(**part, cache=cache, **layer, backend='eager') for part in split(tokens, sizes)]
+    torch.testing.assert_close(torch.cat(parts, 1), attend_whole(tokens, layer), rtol=1e-9, atol=1e-9)
+    assert cache.lengths.tolist() == [37, 37]
+    assert cache.max_length == 37
+
+
+@pytest.mark.parametrize(
+    'settings',
+    [
+        {'num_selected': 0},
+        {'num_init': 0, 'num_local': 1},
+        {'share_group': False},
+        {'scale': 0.7},
+        {'window_size': 1},
+        {'window_size': 50, 'num_selected': 50},
+    ],
+    ids=str,
+)
+def test_settings(settings: dict[str, Any]) -> None:
+    tokens, layer = make_tokens(30, dtype=torch.float64), make_layer(dtype=torch.float64) | settings
+    cache = make_cache(dtype=torch.float64)
+    parts = [nsa_decode(**part, cache=cache, **layer, backend='eager') for part in split(tokens, [25, 1, 4])]
+    torch.testing.assert_close(torch.cat(parts, 1), attend_whole(tokens, layer), rtol=1e-9, atol=1e-9)
+
+
+def test_angles_between_positions() -> None:
+    tokens, layer, cache = make_tokens(20), make_layer(), make_cache()
+    out = nsa_decode(**tokens, cache=cache, **layer, interpolate_factor=3.0, backend='eager')
+    torch.testing.assert_close(out, attend_whole(tokens, layer, 3.0), rtol=1e-5, atol=1e-5)
+    layer['freqs'] = layer['freqs'] / 3
+    torch.testing.assert_close(out, attend_whole(tokens, layer), rtol=1e-4, atol=1e-4)
+
+
+def test_counts() -> None:
+    """Tokens behind the real ones leave no trace."""
+    layer, cache = make_layer(), make_cache()
+    first, second = make_tokens(21), make_tokens(3)
+    counts = torch.tensor([21, 10], dtype=torch.int32)
+    for name in ('k', 'v'):
+        first[name][1, 10:] = 1e3
+    nsa_decode(**first, cache=cache, **layer, counts=counts, backend='eager')
+    out = nsa_decode(**second, cache=cache, **layer, backend='eager')
+    assert cache.lengths.tolist() == [24, 13]
+    for row, count in enumerate(counts.tolist()):
+        joined = {
+            name: torch.cat((t[row : row + 1, :count], second[name][row : row + 1]), 1) for name, t in first.items()
+        }
+        expected = attend_whole(joined, layer)[:, count:]
+        torch.testing.assert_close(out[row : row + 1], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize('backend', BACKENDS)
+def test_the_result_has_the_dtype_of_q(backend: str) -> None:
+    layer, cache = make_layer(pairs=0), make_cache(dtype=torch.float16)
+    out = nsa_decode(**make_tokens(9), cache=cache, **layer, backend=backend)
+    assert out.dtype == torch.float32
+
+
+def test_flex_decodes_by_the_ops_of_nsa(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = []
+    monkeypatch.setattr(
+        'native_sparse_attention.decoding.functional.nsa', lambda *_, backend, **__: taken.append(backend)
+    )
+    nsa_decode(**make_tokens(3), cache=make_cache(), **make_layer(freqs=False), backend='flex')
+    assert taken == ['flex']
+
+
+def test_backend() -> None:
+    q, k, v = (make_tokens(3)[name] for name in 'qkv')
+    choice = backend_of(q, k, v, make_cache(), 8)
+    assert choice.name == 'eager'
+    assert choice.passed_over == {'triton': 'the tensors are on cpu'}
+    for num_tokens in (0, 17):
+        others = make_tokens(num_tokens)
+        new = (others['q'], others['k'], others['v'])
+        assert backend_of(*new, make_cache(), 8, backend='triton').name == 'eager'
+    with pytest.raises(ValueError, match="backend is 'cuda', but must be"):
+        backend_of(q, k, v, make_cache(), 8, backend='cuda')
+
+
+@pytest.mark.skipif(not is_interpreted(), reason='on a GPU the tensors of this test lie elsewhere')
+@pytest.mark.parametrize(
+    ('dtype', 'group', 'sizes', 'reason'),
+    [
+        (torch.float64, 1, (8, 4, 8), 'the cache has dtype torch.float64, but its kernels compute in float32'),
+        (torch.float32, 65, (8, 4, 8), '65 heads share a key head, but its kernels take up to 64'),
+        (
+            torch.float32,
+            1,
+            (256, 1, 64),
+            '319 compressed blocks overlap a selection block, but its kernels take up to 128',
+        ),
+    ],
+)
+def test_what_the_kernels_do_not_serve(
+    dtype: torch.dtype, group: int, sizes: tuple[int, int, int], reason: str
+) -> None:
+    q, k = torch.zeros(BATCH, 1, group, 8), torch.zeros(BATCH, 1, 1, 8)
+    cache = make_cache(kv_heads=1, value_dim=8, compress=sizes[:2], dtype=dtype)
+    with pytest.raises(ValueError, match=f"backend 'triton' cannot serve this call of decoding: {reason}"):
+        backend_of(q, k, k, cache, sizes[2], backend='triton')
+
+
+def without_rows(tokens: dict[str, Tensor], count: int) -> dict[str, Tensor]:
+    return {name: t[:count] for name, t in tokens.items()}
+
+
+ERRORS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
+    'rank': (lambda: {'q': torch.zeros(2, 3, 4)}, 'q has shape (2, 3, 4), but must have 4 dimensions'),
+    'gates': (lambda: {'gates': torch.rand(2, 3, 4, 2)}, 'gates has shape (2, 3, 4, 2), but must have (2, 3, 4, 3)'),
+    'integer gates': (lambda: {'gates': torch.ones(2, 3, 4, 3).int()}, 'gates has dtype torch.int32'),
+    'heads': (
+        lambda: {'k': torch.zeros(2, 3, 4, 8), 'v': torch.zeros(2, 3, 4, 6)},
+        'cache holds 2 heads of sizes (8, 6), but k and v have 4 of (8, 6)',
+    ),
+    'head sizes': (
+        lambda: {'v': torch.zeros(2, 3, 2, 8)},
+        'cache holds 2 heads of sizes (8, 6), but k and v have 2 of (8, 8)',
+    ),
+    'tokens': (
+        lambda: {'k': torch.zeros(2, 4, 2, 8), 'v': torch.zeros(2, 4, 2, 6)},
+        'k has 4 tokens, but q has 3',
+    ),
+    'batch': (lambda: without_rows(make_tokens(3), 1), 'q has batch size 1, but cache has 2'),
+    'not compressed': (
+        lambda: {'cache': make_cache(compress=None)},
+        'cache has no compressed keys, but needs compress=(l, d)',
+    ),
+    'window missing': (
+        lambda: {'cache': make_cache(has_window=True)},
+        'cache has has_window = True, but k_window and v_window go with it',
+    ),
+    'window too many': (
+        lambda: {'k_window': torch.zeros(2, 3, 2, 8), 'v_window': torch.zeros(2, 3, 2, 6)},
+        'cache has has_window = False, but k_window and v_window go with it',
+    ),
+    'pages': (
+        lambda: {'cache': make_cache(page_size=12, selection_block_size=4)},
+        'cache has page_size 12, but must have a multiple of selection_block_size, 8',
+    ),
+    'raw_k': (lambda: {'raw_k': torch.zeros(2, 3, 2, 6)}, 'raw_k has shape (2, 3, 2, 6), but must have (2, 3, 2, 8)'),
+    'raw_v': (lambda: {'raw_v': torch.zeros(2, 1, 2, 6)}, 'raw_v has shape (2, 1, 2, 6), but must have (2, 3, 2, 6)'),
+    'k_window': (
+        lambda: {
+            'cache': make_cache(has_window=True),
+            'k_window': torch.zeros(2, 3, 1, 8),
+            'v_window': torch.zeros(2, 3, 2, 6),
+        },
+        'k_window has shape (2, 3, 1, 8), but must have (2, 3, 2, 8)',
+    ),
+    'capacity': (lambda: make_tokens(41), 'the cache holds up to 0 tokens a row and gets 41 more'),
+    'backend': (lambda: {'backend': 'cuda'}, "backend is 'cuda', but must be"),
+}
+
+
+def assert_refused(changes: dict[str, Any], message: str, backend: str) -> None:
+    """With an error, and nothing written."""
+    call = {**make_tokens(3), 'cache': make_cache(), **make_layer(), 'backend': backend, **changes}
+    cache = call['cache']
+    before = [t.clone() for t in cache._tensors()]
+    with pytest.raises(ValueError, match=re.escape(message)):
+        nsa_decode(**call)
+    assert cache.lengths.tolist() == [0, 0]
+    assert cache.max_length == 0
+    for tensor, old in zip(cache._tensors(), before, strict=True):
+        assert torch.equal(tensor, old)
+
+
+@pytest.mark.parametrize('name', ERRORS)
+def test_errors(name: str) -> None:
+    make, message = ERRORS[name]
+    assert_refused(make(), message, 'eager')
+
+
+@pytest.mark.parametrize('backend', BACKENDS)
+@pytest.mark.parametrize(
+    ('changes', 'message'),
+    [
+        ({'num_selected': -1}, 'num_selected is -1, but must be an integer of at least 0'),
+        ({'num_init': -1}, 'num_init is -1, but must be an integer of at least 0'),
+        ({'num_local': -2}, 'num_local is -2, but must be an integer of at least 0'),
+        ({'selection_block_size': 6}, 'selection_block_size is 6, but must be a multiple of the stride, 4'),
+        ({'selection_block_size': 0}, 'selection_block_size is 0, but must be an integer of at least 1'),
+        ({'window_size': -3}, 'window_size is'),
+        ({'mem_kv': (torch.zeros(2, 1, 8), torch.zeros(2, 2, 6))}, 'mem'),
+        ({'mem_kv': (torch.zeros(1, 1, 8), torch.zeros(1, 1, 6))}, 'mem'),
+        ({'freqs': torch.rand(5)}, '5'),
+        ({'positions': (torch.zeros(2, 4, 8), torch.zeros(2, 8, 6))}, 'positions'),
+        ({'k_window': torch.zeros(2, 3, 2, 8)}, 'k_window'),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else '',
+)
+def test_settings_that_do_not_fit(changes: dict[str, Any], message: str, backend: str) -> None:
+    """Settings too are refused before anything is written, by either backend alike."""
+    assert_refused(changes, message, backend)
+
+
+@pytest.mark.parametrize('backend', BACKENDS)
+def test_a_network_of_another_size(backend: str) -> None:
+    cache, layer = make_cache(), make_layer()
+    layer['networks'] = (nn.Flatten(3), MeanPool())
+    with pytest.raises(ValueError, match='must map'):
+        nsa_decode(**make_tokens(9), cache=cache, **layer, backend=backend)
+    assert cache.lengths.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize('backend', BACKENDS)
+def test_rotary_needs_a_ring(backend: str) -> None:
+    """What is compressed are keys before rotary, which a cache without a ring does not keep."""
+    assert_refused({'cache': make_cache(has_raw_k=False)}, 'has_raw_k', backend)
