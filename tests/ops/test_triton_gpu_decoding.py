@@ -112,6 +112,7 @@ LAYER: dict[str, Any] = {
     'selection_block_size': 8,
     'num_selected_blocks': 6,
     'causal': True,
+    'backend': 'triton',
 }
 WIDE_BLOCKS = {'compress_block_size': 20, 'compress_block_sliding_stride': 4, 'selection_block_size': 8}
 EVERY_TOKEN = {'compress_block_size': 4, 'compress_block_sliding_stride': 4, 'selection_block_size': 4}
