@@ -111,9 +111,10 @@ class Decoder:
         block_size, stride = shape.sizes[:2]
         dims = shape.head_dim, shape.value_dim
         torch.manual_seed(seed)
-        self.networks = tuple(
-            (CompressMLP(dim, block_size) if shape.learned else MeanPool()).to(device, shape.dtype) for dim in dims
-        )
+        with device:
+            networks = [CompressMLP(dim, block_size) if shape.learned else MeanPool() for dim in dims]
+        self.networks = [network.to(shape.dtype) for network in networks]
+        self._phi: dict[torch.dtype, Phi] = {}
         self.positions, self.mem_kv = (
             tuple(self._normal(shape.kv_heads, count, dim) for dim in dims) for count in (block_size, shape.num_mem)
         )
@@ -202,10 +203,11 @@ class Decoder:
         )
 
     def phi(self, dtype: torch.dtype) -> Phi:
-        networks = self.networks
-        if dtype != self.shape.dtype:
-            networks = tuple(deepcopy(network).to(dtype) for network in networks)
-        return Phi((networks[0], networks[1]), (self.positions[0].to(dtype), self.positions[1].to(dtype)))
+        if dtype not in self._phi:
+            networks = [deepcopy(network).to(dtype) for network in self.networks]
+            positions = [position.to(dtype) for position in self.positions]
+            self._phi[dtype] = Phi((networks[0], networks[1]), (positions[0], positions[1]))
+        return self._phi[dtype]
 
 
 def fill(cache: LayerCache, name: str, entries: Tensor, lengths: Tensor, background: float | None = None) -> None:

@@ -112,6 +112,7 @@ LAYER: dict[str, Any] = {
     'selection_block_size': 8,
     'num_selected_blocks': 6,
     'causal': True,
+    'backend': 'triton',
 }
 WIDE_BLOCKS = {'compress_block_size': 20, 'compress_block_sliding_stride': 4, 'selection_block_size': 8}
 EVERY_TOKEN = {'compress_block_size': 4, 'compress_block_sliding_stride': 4, 'selection_block_size': 4}
@@ -164,7 +165,7 @@ def test_step_by_step_is_the_whole(name: str, device: torch.device, monkeypatch:
             same.append(float((own == blocks).all(-1).double().mean()))
             whole = chosen.clone()
             whole[torch.arange(len(PREFILL), device=device)[:, None], index] = blocks
-            rtol = 2.0**-5 if dtype == torch.bfloat16 else 1e-4
+            rtol = 2.0**-7 if dtype == torch.bfloat16 else 1e-4
             assert_chooses_as_well(whole, q, k_cmp, lse, rtol=rtol, **settings)
         chosen[torch.arange(len(PREFILL), device=device)[:, None], index] = blocks
         return chosen
@@ -174,7 +175,7 @@ def test_step_by_step_is_the_whole(name: str, device: torch.device, monkeypatch:
     eager = _rows_at(layer(x), index)
     gold = _rows_at(layer.double()(x.double()), index)
     assert_matches(stepped, gold, eager, name=name)
-    assert same[0] > (0.5 if dtype == torch.bfloat16 else 0.99)
+    assert same[0] > (0.95 if dtype == torch.bfloat16 else 0.99)
 
 
 def _rows_at(tensor: Tensor, index: Tensor) -> Tensor:
