@@ -5,8 +5,8 @@ score is a sum of weights over heads, which nobody knows before all log-sum-exps
 relative to the largest logit that it has met, and that logit.
 """
 
-# To pyright a jit function that another calls never returns.
-# pyright: reportGeneralTypeIssues=false
+# To pyright a jit function that another calls never returns, and a constant has no fields.
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 

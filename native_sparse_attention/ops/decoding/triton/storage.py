@@ -1,7 +1,7 @@
 """Where the kernels of decoding find tokens: rows of different lengths, in a tensor of their own or in pages."""
 
-# To pyright a jit function that another calls never returns.
-# pyright: reportGeneralTypeIssues=false
+# To pyright a jit function that another calls never returns, and a constant has no fields.
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
