@@ -193,7 +193,7 @@ class Decoder:
             networks=phi.networks,
             positions=phi.positions,
             freqs=self.freqs,
-            mem_kv=(self.mem_kv[0].to(dtype), self.mem_kv[1].to(dtype)) if self.shape.num_mem else None,
+            mem_kv=self.memory(dtype),
             selection_block_size=selection_block_size,
             num_selected=num_selected,
             window_size=window_size,
@@ -201,6 +201,10 @@ class Decoder:
             backend=backend,
             **options,
         )
+
+    def memory(self, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+        mem_k, mem_v = (t.to(dtype) for t in self.mem_kv)
+        return (mem_k, mem_v) if self.shape.num_mem else None
 
     def phi(self, dtype: torch.dtype) -> Phi:
         if dtype not in self._phi:
@@ -316,22 +320,8 @@ def assert_obeys_the_rules(decoder: Decoder, steps: int | None = None, **options
         num_blocks = num_compressed_blocks(caches['triton'].max_length, *shape.sizes[:2])
         pairs = [t.double() for t in caches['triton'].read_compressed(num_blocks)]
 
-        def choose(q: Tensor, *_: Tensor, check: bool, **settings: Any) -> Tensor:
-            if check:
-                names = ('q_offset', 'seqlens_k', 'seqlen_k', 'causal', 'scale')
-                lse = compressed_attention(
-                    *(q.double(), *pairs),  # noqa: B023
-                    block_size=shape.sizes[0],
-                    stride=shape.sizes[1],
-                    mem_kv=(decoder.mem_kv[0].double(), decoder.mem_kv[1].double()) if shape.num_mem else None,
-                    backend='eager',
-                    **{name: settings[name] for name in names},
-                )[1]
-                assert_chooses_as_well(chosen, q.double(), pairs[0], lse, **settings)  # noqa: B023
-            return chosen  # noqa: B023
-
-        for name in ('eager', 'gold'):
-            with choosing(partial(choose, check=name == 'gold')):
+        for name, check in (('eager', None), ('gold', pairs)):
+            with choosing(partial(_take, decoder=decoder, chosen=chosen, pairs=check)):
                 outs[name].append(decoder.step(caches[name], tokens, 'eager'))
     assert_matches(*(torch.cat(outs[name], 1) for name in ('triton', 'gold', 'eager')), name='out')
     assert len({tuple(cache.lengths.tolist()) for cache in caches.values()}) == 1
@@ -341,6 +331,26 @@ def assert_obeys_the_rules(decoder: Decoder, steps: int | None = None, **options
             if found['gold'].numel():
                 assert_matches(found['triton'], found['gold'], found['eager'], name=name)
     return outs['triton']
+
+
+def _take(
+    q: Tensor, *_: Tensor, decoder: Decoder, chosen: Tensor, pairs: list[Tensor] | None, **settings: Any
+) -> Tensor:
+    """The chosen blocks, which must score as high as those that the float64 pairs (k_cmp, v_cmp) lead to."""
+    if pairs is not None:
+        block_size, stride = decoder.shape.sizes[:2]
+        lse = compressed_attention(
+            q.double(),
+            pairs[0],
+            pairs[1],
+            block_size=block_size,
+            stride=stride,
+            mem_kv=decoder.memory(torch.float64),
+            backend='eager',
+            **{name: settings[name] for name in ('q_offset', 'seqlens_k', 'seqlen_k', 'causal', 'scale')},
+        )[1]
+        assert_chooses_as_well(chosen, q.double(), pairs[0], lse, **settings)
+    return chosen
 
 
 def _appended(cache: LayerCache, name: str, shape: Shape) -> Tensor:
