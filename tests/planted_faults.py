@@ -198,7 +198,7 @@ FAULTS = [
     Fault('decoding: totals of parts not rescaled', CHOOSE, 'total = tl.sum(total * tl.exp2(largest - base[:, None]), 1)', 'total = tl.sum(total, 1)', DECODING[1:]),
     Fault('decoding: one local block too many', CHOOSE, '(distance < choice.num_local)', '(distance <= choice.num_local)', DECODING[1:]),
     Fault('decoding: an initial block missing', CHOOSE, 'tl.where(block < choice.num_init,', 'tl.where(block < choice.num_init - 1,', DECODING[1:]),
-    Fault('decoding: the best of a large chunk again', CHOOSE, 'keys = tl.where(keys == best, TAKEN, keys)', 'keys = keys + 0', DECODING[1:]),
+    Fault('decoding: the best of a large chunk again', CHOOSE, 'keys = tl.where(keys == best, TAKEN, keys)', 'keys = keys + 0', DECODING[:1]),
     Fault('decoding: the best of all chunks again', ATTEND, 'keys = tl.where(keys == best, TAKEN, keys)', 'keys = keys + 0', DECODING),
     Fault('decoding: last chunk forgotten', ATTEND, 'num_candidates = choice.num_chunks * choice.num_selected', 'num_candidates = (choice.num_chunks - 1) * choice.num_selected', DECODING),
     Fault('decoding: window one key too wide', ATTEND, 'position - reading.window_size + 1, 0)', 'position - reading.window_size, 0)', DECODING),
