@@ -57,15 +57,15 @@ def select(case: Case, cache: LayerCache, tokens: dict[str, Tensor], layer: dict
         Case(blocks=(16, 4, 4), num_selected=6, share_group=False),
         Case(blocks=(4, 4, 4), num_selected=5, pairs=0, num_init=0, num_local=1),
         Case(blocks=(6, 3, 6), num_selected=4, pairs=0, dtype=torch.float16),
-        Case(blocks=(2, 2, 2), num_selected=7, capacity=200),
+        Case(heads=Heads(8, 1, 16, 16), blocks=(2, 2, 2), num_selected=12, capacity=200),
         Case(heads=Heads(20, 1, 16, 16), num_selected=4, page_size=16),
     ],
     ids=['shared', 'of each head', 'overlapping far', 'one local block', 'float16', 'several chunks', 'many heads'],
 )
 def test_choice(case: Case, device: torch.device) -> None:
-    """Random scores differ by more than their roundings."""
+    """Random scores differ by more than their roundings. Logits are large, so that parts of a row weigh differently."""
     lengths = [case.capacity - 3, 9]
-    layer, cache = make_layer(case, device), make_cache(case, lengths, device)
+    layer, cache = make_layer(case, device) | {'scale': 1.0}, make_cache(case, lengths, device)
     tokens = make_tokens(case, 2, 2, device)
     _, chosen = decode(cache, tokens, layer, num_splits=3)
     assert chosen is not None
