@@ -12,8 +12,9 @@ from native_sparse_attention import functional, ops
 from native_sparse_attention.cache import LayerCache
 from native_sparse_attention.compress import MeanPool, compress_blocks
 from native_sparse_attention.geometry import num_compressed_blocks
-from native_sparse_attention.ops._checks import check_qkv
+from native_sparse_attention.ops._checks import check_block_sizes, check_not_negative, check_positive, check_qkv
 from native_sparse_attention.ops.backend import BackendChoice
+from native_sparse_attention.ops.compressed_attention.api import check_mem_kv
 from native_sparse_attention.ops.decoding import api
 from native_sparse_attention.ops.decoding.step import Settings, Tokens
 from native_sparse_attention.ops.gated_sum.api import check_gates
@@ -90,7 +91,10 @@ def nsa_decode(
         ValueError: shapes or settings that do not fit, or a full cache; nothing is written then.
     """
     tokens = Tokens(q, k, v, k if raw_k is None else raw_k, v if raw_v is None else raw_v, k_window, v_window)
-    _check(tokens, gates, cache, selection_block_size)
+    check_positive(window_size=window_size)
+    check_not_negative(num_selected=num_selected, num_init=num_init, num_local=num_local)
+    _check_tokens(tokens, gates, cache)
+    _check_layer(tokens, cache, positions, freqs, mem_kv, selection_block_size)
     assert cache.compress is not None
     settings = Settings(
         *(*cache.compress, selection_block_size, num_selected, window_size, num_init, num_local, share_group),
@@ -98,9 +102,11 @@ def nsa_decode(
     )
     phi = Phi(networks, positions)
     cache.reserve(q.shape[1])
+    mem_kv = None if mem_kv is None else (mem_kv[0].to(cache.dtype), mem_kv[1].to(cache.dtype))
     choice = backend_of(q, k, v, cache, selection_block_size, backend=backend)
     if choice.name != 'triton' or counts is not None or torch.compiler.is_compiling():
-        return _decode_by_ops(tokens, gates, cache, phi, freqs, interpolate_factor, mem_kv, counts, settings, backend)
+        out = _decode_by_ops(tokens, gates, cache, phi, freqs, interpolate_factor, mem_kv, counts, settings, backend)
+        return out.to(q.dtype)
     from native_sparse_attention.ops.decoding import triton
 
     storage, is_mean = cache.storage(), phi.is_mean
@@ -131,28 +137,22 @@ def backend_of(
     )
 
 
-def _check(tokens: Tokens, gates: Tensor, cache: LayerCache, selection_block_size: int) -> None:
+def _check_tokens(tokens: Tokens, gates: Tensor, cache: LayerCache) -> None:
     q, k, v, raw_k, raw_v, k_window, v_window = tokens
     check_qkv(q, k, v)
     check_gates(gates, q)
     if k.shape[1] != q.shape[1]:
         raise ValueError(f'k has {k.shape[1]} tokens, but q has {q.shape[1]}')
-    layout = cache.layout
+    layout, sizes = cache.layout, (*k.shape[2:], v.shape[3])
     held = (layout['kv_heads'], layout['head_dim'], layout['value_dim'])
-    if held != (*k.shape[2:], v.shape[3]):
-        sizes = (*k.shape[2:], v.shape[3])
+    if held != sizes:
         raise ValueError(f'cache holds {held[0]} heads of sizes {held[1:]}, but k and v have {sizes[0]} of {sizes[1:]}')
     if cache.batch_size != q.shape[0]:
         raise ValueError(f'q has batch size {q.shape[0]}, but cache has {cache.batch_size}')
-    if cache.compress is None:
-        raise ValueError('cache has no compressed keys, but needs compress=(l, d)')
-    if layout['has_window'] != (k_window is not None and v_window is not None):
+    if (k_window is None) != (v_window is None):
+        raise ValueError('k_window and v_window must be given together or not at all')
+    if layout['has_window'] != (k_window is not None):
         raise ValueError(f'cache has has_window = {layout["has_window"]}, but k_window and v_window go with it')
-    if cache.page_size is not None and cache.page_size % selection_block_size != 0:
-        raise ValueError(
-            f'cache has page_size {cache.page_size}, but must have a multiple of selection_block_size, '
-            f'{selection_block_size}'
-        )
     for name, tensor, like in (
         ('raw_k', raw_k, k),
         ('raw_v', raw_v, v),
@@ -161,6 +161,36 @@ def _check(tokens: Tokens, gates: Tensor, cache: LayerCache, selection_block_siz
     ):
         if tensor is not None and tensor.shape != like.shape:
             raise ValueError(f'{name} has shape {tuple(tensor.shape)}, but must have {tuple(like.shape)}')
+
+
+def _check_layer(
+    tokens: Tokens,
+    cache: LayerCache,
+    positions: tuple[Tensor, Tensor],
+    freqs: Tensor | None,
+    mem_kv: tuple[Tensor, Tensor] | None,
+    selection_block_size: int,
+) -> None:
+    (heads, head_dim), value_dim = tokens.k.shape[2:], tokens.v.shape[3]
+    if cache.compress is None:
+        raise ValueError('cache has no compressed keys, but needs compress=(l, d)')
+    check_block_sizes(*cache.compress, selection_block_size)
+    if cache.page_size is not None and cache.page_size % selection_block_size != 0:
+        raise ValueError(
+            f'cache has page_size {cache.page_size}, but must have a multiple of selection_block_size, '
+            f'{selection_block_size}'
+        )
+    for name, tensor, size in (('keys', positions[0], head_dim), ('values', positions[1], value_dim)):
+        if tensor.shape != (heads, cache.compress[0], size):
+            rule = (heads, cache.compress[0], size)
+            raise ValueError(f'positions of {name} have shape {tuple(tensor.shape)}, but must have {rule} (H, l, D)')
+    if freqs is not None:
+        if freqs.dim() != 1 or 2 * len(freqs) > head_dim:
+            raise ValueError(f'freqs has shape {tuple(freqs.shape)}, but must have at most {head_dim // 2} (D / 2)')
+        if not cache.layout['has_raw_k']:
+            raise ValueError('cache has has_raw_k = False, but with freqs what is compressed are keys before rotary')
+    if mem_kv is not None:
+        check_mem_kv(mem_kv, heads, head_dim, value_dim)
 
 
 def _decode_by_ops(

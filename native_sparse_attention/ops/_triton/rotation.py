@@ -25,7 +25,7 @@ def turn(x, cos, sin, is_turned):
 
 @triton.jit
 def cos_and_sin(x):
-    """Of float32 angles that are not negative, below 2 ** 23, within 2 units in the last place of 1.
+    """Of float32 angles up to 2 ** 23, within 2 units in the last place of 1.
 
     tl.cos and tl.sin are exact for all that there is, which takes thousands of instructions.
     """
@@ -40,7 +40,7 @@ def cos_and_sin(x):
     sin = tl.fma(sin * square, rest, rest)
     cos = tl.fma(tl.fma(2.443315711809948e-5, square, -1.388731625493765e-3), square, 4.166664568298827e-2)
     cos = tl.fma(cos * square, square, tl.fma(square, -0.5, 1.0))
-    turn = quarters.to(tl.int32) % 4
-    is_odd = turn % 2 == 1
+    turn = quarters.to(tl.int32) & 3
+    is_odd = (turn & 1) == 1
     new_cos, new_sin = tl.where(is_odd, sin, cos), tl.where(is_odd, cos, sin)
     return tl.where((turn == 1) | (turn == 2), -new_cos, new_cos), tl.where(turn >= 2, -new_sin, new_sin)

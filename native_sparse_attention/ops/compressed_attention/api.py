@@ -62,7 +62,8 @@ def compressed_attention(
     check_qkv(q, k_cmp, v_cmp, 'k_cmp', 'v_cmp')
     check_block_sizes(block_size, stride)
     if mem_kv is not None:
-        _check_mem_kv(mem_kv, q, k_cmp, v_cmp)
+        check_same_kind(q=q, mem_k=mem_kv[0], mem_v=mem_kv[1])
+        check_mem_kv(mem_kv, k_cmp.shape[2], k_cmp.shape[3], v_cmp.shape[3])
     sequences = make_compressed_sequences(
         q, k_cmp, block_size, stride, seqlen_k, q_offset, seqlens_k, cu_seqlens, cu_seqlens_k
     )
@@ -98,10 +99,8 @@ def backend_of(
     return choose_backend('compressed_attention', backend, q.device, candidates)
 
 
-def _check_mem_kv(mem_kv: tuple[Tensor, Tensor], q: Tensor, k_cmp: Tensor, v_cmp: Tensor) -> None:
+def check_mem_kv(mem_kv: tuple[Tensor, Tensor], heads: int, head_dim: int, value_dim: int) -> None:
     mem_k, mem_v = mem_kv
-    heads, head_dim, value_dim = k_cmp.shape[2], k_cmp.shape[3], v_cmp.shape[3]
-    check_same_kind(q=q, mem_k=mem_k, mem_v=mem_v)
     for name, tensor, dim in (('mem_kv[0]', mem_k, head_dim), ('mem_kv[1]', mem_v, value_dim)):
         if tensor.dim() != 3 or tensor.shape[0] != heads or tensor.shape[2] != dim:
             raise ValueError(f'{name} has shape {tuple(tensor.shape)}, but must have ({heads}, M, {dim})')

@@ -199,10 +199,10 @@ def test_pools_of_any_strides(independent: bool, device: torch.device) -> None:
 def test_pools_whose_last_dimension_is_not_contiguous(device: torch.device) -> None:
     case = Case(page_size=16)
     layer, cache = make_layer(case, device), make_cache(case, [21, 9], device)
-    for name in ('v', 'k_cmp'):
-        setattr(cache, name, torch.stack((getattr(cache, name), getattr(cache, name) * torch.nan), -1)[..., 0])
-    check_step(case, cache, copy_cache(cache), make_tokens(case, 2, 3, device), layer)
-    assert_rest_is_unused(cache)
+    cache.v = torch.stack((cache.v, cache.v * torch.nan), -1)[..., 0]
+    with pytest.raises(ValueError, match=r'v has strides .* need neighbours in the last dimension'):
+        decode(cache, make_tokens(case, 2, 3, device), layer)
+    assert cache.lengths.tolist() == [21, 9]
 
 
 def test_slices_of_one_projection(device: torch.device) -> None:
@@ -219,9 +219,9 @@ def test_slices_of_one_projection(device: torch.device) -> None:
 
 def test_freqs_of_any_stride(device: torch.device) -> None:
     case = Case(heads=ONE_HEAD)
-    layer, cache = make_layer(case, device), make_cache(case, [26], device)
+    layer, cache = make_layer(case, device), make_cache(case, [26, 3], device)
     layer['freqs'] = torch.rand(16, device=device)[::2]
-    check_step(case, cache, copy_cache(cache), make_tokens(case, 1, 1, device), layer)
+    check_step(case, cache, copy_cache(cache), make_tokens(case, 2, 3, device), layer)
 
 
 def test_one_token_for_all_rows(device: torch.device) -> None:

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from native_sparse_attention.ops._triton.placement import count_blocks
+from native_sparse_attention.ops._triton.tiles import split_finite
 from native_sparse_attention.ops.decoding.triton.storage import (
     load_at,
     load_lengths,
@@ -159,6 +160,10 @@ def compressed_kernel(
         if not HANDED_ON:
             weights = tl.where(is_own[None, :], weights, 0.0)
         total = total * shrink + tl.sum(weights, 1)
+        if step.num_tokens > 1:
+            # A block that later rows see must not reach earlier ones, whose weight of it is 0.
+            v, spoiled = split_finite(v)
+            total += tl.sum(tl.where(weights > 0, spoiled[None, :], 0.0), 1)
         out = tl.dot(weights.to(v.dtype), v, out * shrink[:, None], input_precision='ieee')
 
     results = (unit.to(tl.int64) * num_rows + members) * num_splits + part

@@ -48,7 +48,7 @@ def append(
     num_blocks = -(-num_tokens // stride)
     dtype, device = storage.k.dtype, q.device
     row_bytes = head_block(max(head_dim, value_dim)) * dtype.itemsize
-    turned = q if freqs is None else _empty(workspace, 'q', q.shape, dtype, device)
+    turned = q.to(dtype) if freqs is None else _empty(workspace, 'q', q.shape, dtype, device)
     blocks_k, blocks_v = (
         _empty(workspace, name, (batch, num_blocks, kv_heads, *sizes), dtype, device)
         for name, sizes in (
@@ -63,7 +63,7 @@ def append(
         *(strided(t) for t in (storage.k, storage.v, storage.k_window, storage.v_window)),
         *(ring_of(storage.raw_k), ring_of(storage.raw_v)),
         *(strided(blocks_k), strided(blocks_v), *(p.contiguous() for p in positions)),
-        *(freqs, storage.lengths, _pages(storage.block_table, storage.k)),
+        *(None if freqs is None else freqs.contiguous(), storage.lengths, _pages(storage.block_table, storage.k)),
         *(storage.capacity, factor),
         step=Step(num_tokens, num_blocks, kv_heads),
         sizes=Blocks(block_size, stride, settings.selection_block_size),
@@ -130,6 +130,7 @@ def attend(
     best = empty('best', queries, plan.num_chunks, settings.num_selected, dtype=torch.int64)
     chosen = empty('chosen', batch, num_tokens, choosers, settings.num_selected, dtype=torch.int32)
     out = gates.new_empty(batch, num_tokens, heads, value_dim, dtype=q_cmp.dtype)
+    q_cmp = q_cmp.to(dtype)
     mem_k, mem_v = (None, None) if mem_kv is None else (t.contiguous() for t in mem_kv)
     head_sizes = {'HEAD_DIM': head_dim, 'VALUE_DIM': value_dim}
     head_blocks = {'BLOCK_D': head_block(head_dim), 'BLOCK_DV': head_block(value_dim)}
