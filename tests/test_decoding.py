@@ -178,7 +178,8 @@ def test_the_result_has_the_dtype_of_q(backend: str) -> None:
 def test_flex_decodes_by_the_ops_of_nsa(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = []
     monkeypatch.setattr(
-        'native_sparse_attention.decoding.functional.nsa', lambda *_, backend, **__: taken.append(backend)
+        'native_sparse_attention.decoding.functional.nsa',
+        lambda q, *_, backend, **__: taken.append(backend) or q,
     )
     nsa_decode(**make_tokens(3), cache=make_cache(), **make_layer(freqs=False), backend='flex')
     assert taken == ['flex']
