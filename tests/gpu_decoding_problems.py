@@ -113,7 +113,7 @@ class Decoder:
         torch.manual_seed(seed)
         with device:
             networks = [CompressMLP(dim, block_size) if shape.learned else MeanPool() for dim in dims]
-        self.networks = [network.to(shape.dtype) for network in networks]
+        self.networks = [network.to(device, shape.dtype) for network in networks]
         self._phi: dict[torch.dtype, Phi] = {}
         self.positions, self.mem_kv = (
             tuple(self._normal(shape.kv_heads, count, dim) for dim in dims) for count in (block_size, shape.num_mem)

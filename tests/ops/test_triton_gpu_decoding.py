@@ -213,8 +213,10 @@ class Replayed:
     def __init__(self, decoder: Decoder, cache: LayerCache) -> None:
         self.tokens = decoder.tokens(0)
         lengths = tuple(cache.lengths.tolist())
+        cache.max_length = 0  # the host would refuse a step of full rows
         decoder.step(cache, self.tokens)  # compiles
         set_lengths(cache, lengths)
+        cache.max_length = 0
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
             self.out = decoder.step(cache, self.tokens)

@@ -167,7 +167,7 @@ def build_decoding(dtype: torch.dtype, head_dim: int) -> None:
             networks=(network, network),
             positions=(positions, positions),
             freqs=torch.zeros(head_dim // 2),
-            mem_kv=(memory, memory),
+            mem_kv=(memory, memory) if is_mean else None,
             selection_block_size=SELECTION_BLOCK,
             num_selected=16,
             window_size=100,

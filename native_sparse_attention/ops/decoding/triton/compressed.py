@@ -119,17 +119,18 @@ def compressed_kernel(
     largest = tl.full([BLOCK_M], float('-inf'), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     out = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    if part == 0:
-        # Few: not worth a product of matrices.
-        columns, columns_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-        for index in range(NUM_MEM):
-            place = head * NUM_MEM + index
-            k = tl.load(mem_k_ptr + place * HEAD_DIM + columns, mask=columns < HEAD_DIM, other=0.0).to(tl.float32)
-            v = tl.load(mem_v_ptr + place * VALUE_DIM + columns_v, mask=columns_v < VALUE_DIM, other=0.0)
-            logits = tl.sum(q.to(tl.float32) * k[None, :], 1)[:, None] * scale_log2  # [BLOCK_M, 1]
-            weights, shrink, largest = soften(logits, largest)
-            total = total * shrink + tl.sum(weights, 1)
-            out = out * shrink[:, None] + weights * v.to(tl.float32)[None, :]
+    if NUM_MEM > 0:  # noqa: SIM102 - a constant, without which there is nothing to compile
+        if part == 0:
+            # Few: not worth a product of matrices.
+            columns, columns_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+            for index in range(NUM_MEM):
+                place = head * NUM_MEM + index
+                k = tl.load(mem_k_ptr + place * HEAD_DIM + columns, mask=columns < HEAD_DIM, other=0.0).to(tl.float32)
+                v = tl.load(mem_v_ptr + place * VALUE_DIM + columns_v, mask=columns_v < VALUE_DIM, other=0.0)
+                logits = tl.sum(q.to(tl.float32) * k[None, :], 1)[:, None] * scale_log2  # [BLOCK_M, 1]
+                weights, shrink, largest = soften(logits, largest)
+                total = total * shrink + tl.sum(weights, 1)
+                out = out * shrink[:, None] + weights * v.to(tl.float32)[None, :]
 
     sums_ptr += ((unit.to(tl.int64) * num_rows + members) * 2 * room.num_blocks)[:, None]
     maxima_ptr += (unit.to(tl.int64) * num_rows + members) * room.num_tiles
