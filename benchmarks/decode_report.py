@@ -247,5 +247,5 @@ def plot(path: Path, rows: list[Case], title: str) -> None:
             )
     axes.set_yscale('log')
     axes.set_xticks(range(len(cases)), cases, rotation=45, ha='right')
-    axes.legend()
+    figure.legend(loc='outside upper center', ncols=3)
     figure.savefig(path, dpi=120)
