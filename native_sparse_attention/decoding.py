@@ -38,6 +38,7 @@ class Phi(NamedTuple):
         return k_cmp, v_cmp
 
 
+@torch.no_grad()
 def nsa_decode(
     q: Tensor,
     k: Tensor,
@@ -66,7 +67,8 @@ def nsa_decode(
     tiles_of_program: int = 0,
     backend: str = 'auto',
 ) -> Tensor:
-    """`nsa` of new tokens over a cache, which advances by them: appended, compressed, attended to and gated.
+    """`nsa` of new tokens over a cache, which advances by them: appended, compressed, attended to and gated. Nothing is
+    differentiated.
 
     Args:
         q: `[B, T, HQ, D]`, k: `[B, T, H, D]`, v: `[B, T, H, DV]`: new tokens of every row, before rotary.
@@ -93,6 +95,7 @@ def nsa_decode(
     tokens = Tokens(q, k, v, k if raw_k is None else raw_k, v if raw_v is None else raw_v, k_window, v_window)
     check_positive(window_size=window_size)
     check_not_negative(num_selected=num_selected, num_init=num_init, num_local=num_local)
+    check_not_negative(num_splits=num_splits, tiles_of_program=tiles_of_program)
     _check_tokens(tokens, gates, cache)
     _check_layer(tokens, cache, positions, freqs, mem_kv, selection_block_size)
     assert cache.compress is not None
@@ -161,6 +164,9 @@ def _check_tokens(tokens: Tokens, gates: Tensor, cache: LayerCache) -> None:
     ):
         if tensor is not None and tensor.shape != like.shape:
             raise ValueError(f'{name} has shape {tuple(tensor.shape)}, but must have {tuple(like.shape)}')
+    for name, raw, tensor in (('raw_k', raw_k, k), ('raw_v', raw_v, v)):
+        if raw is not tensor and not layout[f'has_{name}']:
+            raise ValueError(f'cache has has_{name} = False, but {name} is given')
 
 
 def _check_layer(

@@ -305,6 +305,8 @@ def test_errors(name: str) -> None:
         ({'mem_kv': (torch.zeros(2, 1, 8), torch.zeros(2, 2, 6))}, 'mem'),
         ({'mem_kv': (torch.zeros(1, 1, 8), torch.zeros(1, 1, 6))}, 'mem'),
         ({'freqs': torch.rand(5)}, '5'),
+        ({'raw_v': torch.zeros(2, 3, 2, 6)}, 'cache has has_raw_v = False, but raw_v is given'),
+        ({'num_splits': -1}, 'num_splits is -1, but must be an integer of at least 0'),
         ({'positions': (torch.zeros(2, 4, 8), torch.zeros(2, 8, 6))}, 'positions'),
         ({'k_window': torch.zeros(2, 3, 2, 8)}, 'k_window'),
     ],

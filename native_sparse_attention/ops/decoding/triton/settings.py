@@ -98,10 +98,11 @@ def make_plan(
     units = batch * kv_heads * -(-rows // block_m)
     num_splits = num_splits or min(MAX_SPLITS, max(1, slots // units))
     chunk = max(CHUNK, row_block(num_selected))  # a program leaves as many candidates as there are places to fill
-    while -(-num_blocks // chunk) * num_selected > MAX_CANDIDATES:
+    while chunk < num_blocks and -(-num_blocks // chunk) * num_selected > MAX_CANDIDATES:
         chunk *= 2
     block_n = min(_tile_rows(ATTEND_TILE, row_bytes), row_block(selection_block_size))
     reach = (window_size + selection_block_size - 2) // selection_block_size + 1
+    reach = min(reach, num_blocks)
     num_chosen = -(-num_selected * selection_block_size // block_n)
     num_reads = num_chosen + -(-reach * selection_block_size // block_n)
     queries = batch * num_tokens * choosers
