@@ -333,10 +333,8 @@ class SparseAttention(nn.Module):
         return out if mask is None or order is None else from_front(out, order, mask)
 
     def _attend_cached(self, x: Tensor, mask: Tensor | None, cache: LayerCache, backend: str) -> Tensor:
-        num_tokens = x.shape[1]
         if backend not in ('auto', 'eager'):
             self.backend_for(x)  # one that cannot serve raises here, before anything is written
-        cache.reserve(num_tokens)
         order = counts = None
         if mask is not None:
             order, counts = front_order(mask)
