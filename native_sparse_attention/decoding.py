@@ -105,7 +105,8 @@ def nsa_decode(
     )
     phi = Phi(networks, positions)
     cache.reserve(q.shape[1])
-    mem_kv = None if mem_kv is None else (mem_kv[0].to(cache.dtype), mem_kv[1].to(cache.dtype))
+    if mem_kv is not None:
+        mem_kv = mem_kv[0].to(cache.dtype).contiguous(), mem_kv[1].to(cache.dtype).contiguous()
     choice = backend_of(q, k, v, cache, selection_block_size, backend=backend)
     if choice.name != 'triton' or counts is not None or torch.compiler.is_compiling():
         out = _decode_by_ops(tokens, gates, cache, phi, freqs, interpolate_factor, mem_kv, counts, settings, backend)
@@ -113,11 +114,11 @@ def nsa_decode(
     from native_sparse_attention.ops.decoding import triton
 
     storage, is_mean = cache.storage(), phi.is_mean
-    turned, *blocks = triton.append(
+    turned, q_cmp, *blocks = triton.append(
         tokens, storage, positions, freqs, interpolate_factor, settings, is_mean, cache.workspace
     )
     k_cmp, v_cmp = blocks if is_mean else phi(*(b.to(q.dtype) for b in blocks))
-    out, _ = triton.attend(turned, q, k_cmp, v_cmp, gates, mem_kv, storage, settings, cache.workspace)
+    out, _ = triton.attend(turned, q_cmp, k_cmp, v_cmp, gates, mem_kv, storage, settings, cache.workspace, q.dtype)
     cache.advance(q.shape[1])
     return out
 

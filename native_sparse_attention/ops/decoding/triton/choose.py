@@ -10,7 +10,11 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from native_sparse_attention.ops.decoding.triton.storage import load_lengths, wait_for_launch_before
+from native_sparse_attention.ops.decoding.triton.storage import (
+    let_next_launch_begin,
+    load_lengths,
+    wait_for_launch_before,
+)
 
 # Most keys that are put in order by comparing all pairs of them, in registers.
 MAX_COUNTED = tl.constexpr(128)
@@ -56,7 +60,6 @@ def choose_kernel(
     half of the bits, and in the lower one the complement of the block; negative where there are no more. chosen: int32
     `[B, T, choosers, n]`, their blocks where a row is one chunk, -1 where there are no more.
     """
-    wait_for_launch_before(OVERLAPS)
     query, chunk = tl.program_id(0), tl.program_id(1)
     choosers: tl.constexpr = step.kv_heads * CHOOSERS
     chooser = query % choosers
@@ -64,11 +67,16 @@ def choose_kernel(
     row = query // choosers // step.num_tokens
     old, length = load_lengths(lengths_ptr, row, capacity, step)
     position = old + token
+    wait_for_launch_before(OVERLAPS)
+    let_next_launch_begin(OVERLAPS)
 
-    block = chunk * BLOCK_J + tl.arange(0, BLOCK_J)
-    own_block = position // sizes.selection_block_size
-    choosable = (block <= own_block) & (block < tl.cdiv(length, sizes.selection_block_size))
-    score = tl.zeros([BLOCK_J], tl.float32)
+    tiles: tl.constexpr = BLOCK_J // TILE
+    tile = chunk * tiles + tl.arange(0, tiles)
+    num_tiles = tl.cdiv(length, TILE * sizes.selection_block_size)
+    # The last tile of the chunk before, which hands on to the first block of this one.
+    tile_before = chunk * tiles - 1 + tl.arange(0, 1)
+    score, onward = tl.zeros([BLOCK_J], tl.float32), tl.zeros([BLOCK_J], tl.float32)
+    before = tl.zeros([TILE], tl.float32)
     share: tl.constexpr = GROUP // CHOOSERS
     splits = tl.arange(0, BLOCK_S)
     for start in range(0, share, BLOCK_G):
@@ -77,10 +85,11 @@ def choose_kernel(
         unit = row.to(tl.int64) * step.kv_heads + chooser // CHOOSERS
         member = (unit * step.num_tokens + token) * GROUP + chooser % CHOOSERS * share + heads
         # All loads first: they do not wait for each other.
-        own = _load_sums(sums_ptr, maxima_ptr, member, is_head, block, choosable, room, TILE)
+        own = _load_sums(sums_ptr, maxima_ptr, member, is_head, tile, num_tiles, room, TILE)
         if HANDED_ON:
-            exists, onward_ptr = choosable & (block > 0), sums_ptr + room.num_blocks
-            onward = _load_sums(onward_ptr, maxima_ptr, member, is_head, block - 1, exists, room, TILE)
+            onward_ptr = sums_ptr + room.num_blocks
+            handed = _load_sums(onward_ptr, maxima_ptr, member, is_head, tile, num_tiles, room, TILE)
+            handed_before = _load_sums(onward_ptr, maxima_ptr, member, is_head, tile_before, num_tiles, room, TILE)
         stats = stats_ptr + 2 * ((member * num_splits)[:, None] + splits[None, :])
         mask = is_head[:, None] & (splits < num_splits)[None, :]
         largest = tl.load(stats, mask=mask, other=float('-inf'))
@@ -90,8 +99,16 @@ def choose_kernel(
         total = tl.sum(total * tl.exp2(largest - base[:, None]), 1)  # [BLOCK_G]
         score += _add_heads(own, base, total)
         if HANDED_ON:
-            score += _add_heads(onward, base, total)
+            onward += _add_heads(handed, base, total)
+            before += _add_heads(handed_before, base, total)
 
+    places = tl.arange(0, BLOCK_J)
+    if HANDED_ON:
+        last = tl.sum(tl.where(tl.arange(0, TILE) == TILE - 1, before, 0.0), 0)
+        score += tl.where(places == 0, last, tl.gather(onward, tl.maximum(places - 1, 0), 0))
+    block = chunk * BLOCK_J + places
+    own_block = position // sizes.selection_block_size
+    choosable = (block <= own_block) & (block < tl.cdiv(length, sizes.selection_block_size))
     keys = (rank(score, block, own_block, choice).to(tl.int64) << 32) + (2**31 - 1 - block)
     keys = tl.where(choosable, keys, -1 - block)
     best_ptr += (query.to(tl.int64) * tl.num_programs(1) + chunk) * choice.num_selected
@@ -122,21 +139,24 @@ def block_of(keys):
 
 
 @triton.jit
-def _load_sums(sums_ptr, maxima_ptr, member, is_head, block, mask, room, TILE: tl.constexpr):
-    """Sums of blocks `[G, J]`, and what they are relative to."""
-    mask = is_head[:, None] & mask[None, :]
-    sums = tl.load(sums_ptr + (member * 2 * room.num_blocks)[:, None] + block[None, :], mask=mask, other=0.0)
-    maxima = tl.load(maxima_ptr + (member * room.num_tiles)[:, None] + block[None, :] // TILE, mask=mask, other=0.0)
+def _load_sums(sums_ptr, maxima_ptr, member, is_head, tile, num_tiles, room, TILE: tl.constexpr):
+    """Sums of the blocks of tiles `[G, tiles, TILE]`, and what they are relative to, `[G, tiles]`."""
+    mask = is_head[:, None] & ((tile >= 0) & (tile < num_tiles))[None, :]
+    offsets = (member * 2 * room.num_blocks)[:, None] + (tile * TILE)[None, :]
+    pointers = sums_ptr + offsets[:, :, None] + tl.arange(0, TILE)[None, None, :]
+    sums = tl.load(pointers, mask=mask[:, :, None], other=0.0)
+    maxima = tl.load(maxima_ptr + (member * room.num_tiles)[:, None] + tile[None, :], mask=mask, other=0.0)
     return sums, maxima
 
 
 @triton.jit
 def _add_heads(sums_and_maxima, base, total):
-    """Sums `[G, J]` as weights of a softmax, added up over heads."""
+    """Sums `[G, tiles, TILE]` as weights of a softmax, added up over heads, `[tiles * TILE]`."""
     sums, maxima = sums_and_maxima
-    weights = sums * tl.exp2(maxima - base[:, None]) * (1.0 / total)[:, None]
+    factors = tl.exp2(maxima - base[:, None]) * (1.0 / total)[:, None]
     # Where nothing is seen there are no weights to scale.
-    return tl.sum(tl.where(sums != 0, weights, 0.0), 0)
+    weights = tl.where(sums != 0, sums * factors[:, :, None], 0.0)
+    return tl.reshape(tl.sum(weights, 0), [weights.shape[1] * weights.shape[2]])
 
 
 @triton.jit
