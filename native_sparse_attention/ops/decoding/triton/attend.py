@@ -12,7 +12,6 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from native_sparse_attention.ops.decoding.triton.choose import MAX_COUNTED, TAKEN, block_of, count_larger
 from native_sparse_attention.ops.decoding.triton.compressed import soften
 from native_sparse_attention.ops.decoding.triton.storage import (
     let_next_launch_begin,
@@ -42,14 +41,12 @@ def attend_kernel(
     cached_v,
     cached_k_window,
     cached_v_window,
-    best_ptr,
     chosen_ptr,
     lengths_ptr,
     out_ptr,
     stats_ptr,
     pages,
     capacity,
-    num_chunks,
     scale,
     step: tl.constexpr,
     sizes: tl.constexpr,
@@ -59,7 +56,6 @@ def attend_kernel(
     CHOOSERS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
-    BLOCK_C: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -70,8 +66,7 @@ def attend_kernel(
     """One program per row, token, chooser and share of what they read: the chosen blocks one after the other, then the
     blocks of the window that are not among them.
 
-    q: `[B, T, HQ, D]`; the cache `[B, S, H, D]` or pages; best: what the third launch left; chosen: int32 `[B, T,
-    choosers, n]`, made of it where a row has several chunks. Of rows `[B, T, choosers, programs, 2, heads]`, selected
+    q: `[B, T, HQ, D]`; the cache `[B, S, H, D]` or pages; chosen: int32 `[B, T, choosers, n]`. Of rows `[B, T, choosers, programs, 2, heads]`, selected
     and window: out `[..., DV]`, not normalised; stats `[..., 2]`, the largest logit and the sum of weights.
     """
     share: tl.constexpr = GROUP // CHOOSERS
@@ -88,9 +83,6 @@ def attend_kernel(
 
     slots = tl.arange(0, BLOCK_S)
     chosen_ptr += query.to(tl.int64) * choice.num_selected
-    if num_chunks > 1:
-        best_ptr += query.to(tl.int64) * num_chunks * choice.num_selected
-        _store_choice(best_ptr, chosen_ptr, num_chunks, choice, BLOCK_C)
     chosen = tl.load(chosen_ptr + slots, mask=slots < choice.num_selected, other=-1)
 
     members = tl.arange(0, BLOCK_M)
@@ -164,24 +156,6 @@ def _load_tokens(tensor, tokens, exists, row, head, pages, SIZE: tl.constexpr, B
     ptr, strides = tensor
     offsets, exists = locate(tokens, exists, row, pages, strides)
     return load_at(ptr, offsets + head * strides[2], exists, SIZE, BLOCK), exists
-
-
-@triton.jit
-def _store_choice(best_ptr, chosen_ptr, num_chunks, choice: tl.constexpr, BLOCK_C: tl.constexpr):
-    """The blocks that are best of the best of all chunks. Every program of a query stores them, each for itself."""
-    candidates = tl.arange(0, BLOCK_C)
-    num_candidates = num_chunks * choice.num_selected
-    # Keys of nothing differ, so that each has a place of its own.
-    keys = tl.load(best_ptr + candidates, mask=candidates < num_candidates, other=-1)
-    keys = tl.where(keys < 0, -1 - candidates, keys)
-    if BLOCK_C <= MAX_COUNTED:
-        place = count_larger(keys)
-        tl.store(chosen_ptr + place, block_of(keys), mask=place < choice.num_selected)
-    for slot in range(0 if BLOCK_C <= MAX_COUNTED else choice.num_selected):
-        best = tl.max(keys, 0)
-        tl.store(chosen_ptr + slot, block_of(best))
-        keys = tl.where(keys == best, TAKEN, keys)
-    tl.debug_barrier()
 
 
 @triton.jit

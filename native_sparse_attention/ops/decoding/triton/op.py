@@ -130,7 +130,8 @@ def attend(
     sums, maxima = empty('sums', rows, 2, plan.num_blocks), empty('maxima', rows, plan.num_tiles)
     out_parts = empty('out_parts', queries, plan.num_programs, 2, heads // choosers, value_dim)
     parts_stats = empty('parts_stats', queries, plan.num_programs, 2, heads // choosers, 2)
-    best = empty('best', queries, plan.num_chunks, settings.num_selected, dtype=torch.int64)
+    best = empty('best', queries, 2, plan.num_chunks * settings.num_selected, dtype=torch.int32)
+    counts = _kept(workspace, 'counts', (queries,), torch.int32, device, torch.zeros)
     chosen = empty('chosen', batch, num_tokens, choosers, settings.num_selected, dtype=torch.int32)
     out = gates.new_empty(batch, num_tokens, heads, value_dim, dtype=dtype)
     mem_k, mem_v = (None, None) if mem_kv is None else mem_kv
@@ -163,7 +164,7 @@ def attend(
         launch(
             choose_kernel,
             (queries, plan.num_chunks),
-            *(stats, sums, maxima, best, chosen, storage.lengths, capacity, plan.num_splits, room),
+            *(stats, sums, maxima, best, counts, chosen, storage.lengths, capacity, plan.num_splits, room),
             step=step,
             sizes=sizes,
             choice=choice,
@@ -173,6 +174,7 @@ def attend(
             BLOCK_G=min(16, 1 << (heads // choosers - 1).bit_length()),
             BLOCK_S=1 << (plan.num_splits - 1).bit_length(),
             BLOCK_J=plan.chunk,
+            BLOCK_C=1 << (plan.num_chunks * settings.num_selected - 1).bit_length(),
             **launch_options('choose', device, plan.few_rows),
             device=device,
         )
@@ -183,14 +185,13 @@ def attend(
         attend_kernel,
         (queries, plan.num_programs),
         *(strided(t) for t in (q, storage.k, storage.v, storage.k_window, storage.v_window)),
-        *(best, chosen, storage.lengths, out_parts, parts_stats, _pages(storage.block_table, storage.k)),
-        *(capacity, plan.num_chunks, settings.scale),
+        *(chosen, storage.lengths, out_parts, parts_stats, _pages(storage.block_table, storage.k)),
+        *(capacity, settings.scale),
         step=step,
         sizes=sizes,
         choice=choice,
         reading=reading,
         **groups,
-        BLOCK_C=1 << max(plan.num_chunks * settings.num_selected - 1, 0).bit_length(),
         BLOCK_S=row_block(max(settings.num_selected, 1)),
         BLOCK_M=block_m,
         BLOCK_N=plan.block_n,
@@ -224,8 +225,13 @@ def _pages(table: Tensor | None, pool: Tensor) -> Pages:
 
 def _empty(workspace: Workspace, name: str, shape: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor that stays, whatever is in it."""
+    return _kept(workspace, name, shape, dtype, device, torch.empty)
+
+
+def _kept(workspace: Workspace, name: str, shape: Any, dtype: torch.dtype, device: torch.device, make: Any) -> Tensor:
+    """A tensor that stays, made anew where there is none of that shape."""
     key = (name, *shape, dtype)
     if key not in workspace:
         with torch.inference_mode(False):
-            workspace[key] = torch.empty(shape, dtype=dtype, device=device)
+            workspace[key] = make(shape, dtype=dtype, device=device)
     return workspace[key]

@@ -15,7 +15,7 @@ from native_sparse_attention.ops._triton.launch import head_block, row_block
 LAUNCHES = {
     'append': (2, 1),
     'compressed': (2, 3),
-    'choose': (4, 1),
+    'choose': (1, 1),
     'attend': (2, 3),
     'attend_few': (4, 2),
     'attend_many': (2, 2),
@@ -36,8 +36,8 @@ MULTIPROCESSORS = 64
 # who put them together have all of them at a time.
 MAX_PARTS = 64
 # Selection blocks of a program that chooses, and most candidates that the programs of a row leave.
-CHUNK = 128
-MAX_CANDIDATES = 4096
+CHUNK = 64
+MAX_CANDIDATES = 1024
 
 
 class Plan(NamedTuple):
