@@ -79,7 +79,6 @@ def attend_kernel(
     old, length = load_lengths(lengths_ptr, row, capacity, step)
     position = old + token.to(tl.int32)
     wait_for_launch_before(OVERLAPS)
-    let_next_launch_begin(OVERLAPS)
 
     slots = tl.arange(0, BLOCK_S)
     chosen_ptr += query.to(tl.int64) * choice.num_selected
@@ -129,6 +128,7 @@ def attend_kernel(
         )
         largest_window, total_window, out_window = _read(logits, v, in_window, largest_window, total_window, out_window)
 
+    let_next_launch_begin(OVERLAPS)
     results = ((query.to(tl.int64) * tl.num_programs(1) + part) * 2) * share + members
     of_selected, of_window = (largest_selected, total_selected), (largest_window, total_window)
     _store(out_ptr, stats_ptr, results, of_selected, out_selected, is_member, VALUE_DIM, BLOCK_DV)

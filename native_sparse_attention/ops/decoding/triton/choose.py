@@ -51,15 +51,17 @@ def choose_kernel(
     BLOCK_G: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_J: tl.constexpr,
+    FAN: tl.constexpr,
     BLOCK_C: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """One program per row, token, chooser and chunk of BLOCK_J selection blocks. GROUP: heads of a key head, of which
     each of CHOOSERS has its share; TILE: blocks that have a maximum in common.
 
-    best: int32 `[B, T, choosers, 2, chunks * n]`, ranks and blocks of the first n of every chunk, in order. chosen:
-    int32 `[B, T, choosers, n]`, the first n of all, -1 where there are no more, by whichever program of a query is the
-    last. counts: int32 `[B, T, choosers]`, how many are done, 0 before and after.
+    best: int32 `[B, T, choosers, 2, num_bests, n]`, ranks and blocks of the first n of every chunk, in order, then those
+    of FAN chunks, and so on; chosen: int32 `[B, T, choosers, n]`, the first n of all, -1 where there are no more.
+    Whoever is the last of FAN programs goes on. counts: int32 `[B, T, choosers, num_bests]`, how many are done; 0 before
+    and after.
     """
     query, chunk = tl.program_id(0), tl.program_id(1)
     choosers: tl.constexpr = step.kv_heads * CHOOSERS
@@ -69,7 +71,6 @@ def choose_kernel(
     old, length = load_lengths(lengths_ptr, row, capacity, step)
     position = old + token
     wait_for_launch_before(OVERLAPS)
-    let_next_launch_begin(OVERLAPS)
 
     block = chunk * BLOCK_J + tl.arange(0, BLOCK_J)
     # Tiles are written as a whole.
@@ -121,32 +122,43 @@ def choose_kernel(
     own_block = position // sizes.selection_block_size
     choosable = (block <= own_block) & (block < tl.cdiv(length, sizes.selection_block_size))
     ranks = tl.where(choosable, rank(score, block, own_block, choice), NOTHING)
+    let_next_launch_begin(OVERLAPS)
     chosen_ptr += query.to(tl.int64) * choice.num_selected
-    if tl.num_programs(1) == 1:
-        _store_best(ranks, block, None, chosen_ptr, choice.num_selected)
-    else:
-        num_candidates = tl.num_programs(1) * choice.num_selected
-        ranks_ptr = best_ptr + query.to(tl.int64) * 2 * num_candidates
-        slot, blocks_ptr = chunk * choice.num_selected, ranks_ptr + num_candidates
-        _store_best(ranks, block, ranks_ptr + slot, blocks_ptr + slot, choice.num_selected)
+    counts_ptr += query.to(tl.int64) * room.num_bests
+    ranks_ptr = best_ptr + query.to(tl.int64) * 2 * room.num_bests * choice.num_selected
+    blocks_ptr = ranks_ptr + room.num_bests * choice.num_selected
+    # What is left of a level is `count` times the first n, behind those of the levels before.
+    level, count, index = 0, tl.num_programs(1), chunk
+    _store_best(ranks, block, ranks_ptr, blocks_ptr, chosen_ptr, index, count, choice.num_selected)
+    while count > 1:
+        leader = level + index // FAN * FAN
+        members = tl.minimum(level + count - leader, FAN)
         tl.debug_barrier()
-        if tl.atomic_add(counts_ptr + query, 1) == tl.num_programs(1) - 1:
+        if tl.atomic_add(counts_ptr + leader, 1) == members - 1:
+            tl.store(counts_ptr + leader, 0)
+            level, count, index = level + count, tl.cdiv(count, FAN), index // FAN
             candidates = tl.arange(0, BLOCK_C)
-            is_candidate = candidates < num_candidates
-            candidate_ranks = tl.load(ranks_ptr + candidates, mask=is_candidate, other=TAKEN, cache_modifier='.cg')
-            candidate_blocks = tl.load(blocks_ptr + candidates, mask=is_candidate, other=-1, cache_modifier='.cg')
-            _store_best(candidate_ranks, candidate_blocks, None, chosen_ptr, choice.num_selected)
-            tl.store(counts_ptr + query, 0)
+            is_candidate = candidates < members * choice.num_selected
+            candidates += leader * choice.num_selected
+            best_ranks = tl.load(ranks_ptr + candidates, mask=is_candidate, other=TAKEN, cache_modifier='.cg')
+            best_blocks = tl.load(blocks_ptr + candidates, mask=is_candidate, other=-1, cache_modifier='.cg')
+            place = level + index
+            _store_best(best_ranks, best_blocks, ranks_ptr, blocks_ptr, chosen_ptr, place, count, choice.num_selected)
+        else:
+            count = 1
 
 
 @triton.jit
-def _store_best(ranks, blocks, ranks_ptr, blocks_ptr, COUNT: tl.constexpr):
-    """The largest of ranks `[J]`, if given a place, and their blocks, the lower first; -1 where there are no more."""
-    for slot in range(COUNT):
+def _store_best(ranks, blocks, ranks_ptr, blocks_ptr, chosen_ptr, place, count, N: tl.constexpr):
+    """The N largest of ranks and their blocks, of equal ones the lower block first, as the best at a place; the blocks
+    as what is chosen where they are all that is left. -1 for a block where there are no more.
+    """
+    ranks_ptr += place * N
+    blocks_ptr = tl.where(count == 1, chosen_ptr, blocks_ptr + place * N)
+    for slot in range(N):
         best = tl.max(ranks, 0)
         block = tl.min(tl.where(ranks == best, blocks, NO_BLOCK), 0)
-        if ranks_ptr is not None:
-            tl.store(ranks_ptr + slot, best)
+        tl.store(ranks_ptr + slot, best)
         tl.store(blocks_ptr + slot, tl.where(best < 0, -1, block))
         ranks = tl.where(blocks == block, TAKEN, ranks)
 

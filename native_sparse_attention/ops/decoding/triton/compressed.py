@@ -28,10 +28,13 @@ from native_sparse_attention.ops.decoding.triton.storage import (
 
 
 class Room(NamedTuple):
-    """What sums have room for in a row: selection blocks, in whole tiles, and such tiles."""
+    """What there is room for in a row: selection blocks, in whole tiles, and such tiles; the first n of a chunk of them,
+    and of several chunks.
+    """
 
     num_blocks: int
     num_tiles: int
+    num_bests: int
 
 
 @triton.jit
@@ -75,7 +78,6 @@ def compressed_kernel(
     weights in tokens, of the compressed blocks that begin in a selection block and, with HANDED_ON, what these share
     with the next one; maxima `[..., tiles]`, what the sums are relative to.
     """
-    let_next_launch_begin(OVERLAPS)
     num_rows: tl.constexpr = step.num_tokens * GROUP
     row_tiles: tl.constexpr = (num_rows + BLOCK_M - 1) // BLOCK_M
     part, num_splits = tl.program_id(1), tl.num_programs(1)
@@ -170,6 +172,7 @@ def compressed_kernel(
         out = tl.dot(weights.to(v.dtype), v, out * shrink[:, None], input_precision='ieee')
 
     wait_for_launch_before(OVERLAPS)
+    let_next_launch_begin(OVERLAPS)
     results = (unit.to(tl.int64) * num_rows + members) * num_splits + part
     tl.store(stats_ptr + 2 * results, largest, mask=is_member)
     tl.store(stats_ptr + 2 * results + 1, total, mask=is_member)

@@ -77,7 +77,7 @@ def append(
         BLOCK_L=min(max(8, BLOCK_BYTES // row_bytes), 1 << (block_size - 1).bit_length()),
         BLOCK_D=head_block(head_dim),
         BLOCK_DV=head_block(value_dim),
-        **launch_options('append', device, few_rows=False),
+        **launch_options('append', device),
         device=device,
     )
     if is_mean:
@@ -114,7 +114,7 @@ def attend(
     )
     step = Step(num_tokens, new_k.shape[1], kv_heads)
     sizes = Blocks(settings.compress_block_size, settings.compress_stride, settings.selection_block_size)
-    room = Room(plan.num_blocks, plan.num_tiles)
+    room = Room(plan.num_blocks, plan.num_tiles, plan.num_bests)
     choice = Choice(settings.num_selected, settings.num_init, settings.num_local)
     reading = Reading(settings.window_size, plan.num_chosen, plan.num_reads, plan.of_program)
     capacity = storage.capacity
@@ -130,8 +130,8 @@ def attend(
     sums, maxima = empty('sums', rows, 2, plan.num_blocks), empty('maxima', rows, plan.num_tiles)
     out_parts = empty('out_parts', queries, plan.num_programs, 2, heads // choosers, value_dim)
     parts_stats = empty('parts_stats', queries, plan.num_programs, 2, heads // choosers, 2)
-    best = empty('best', queries, 2, plan.num_chunks * settings.num_selected, dtype=torch.int32)
-    counts = _kept(workspace, 'counts', (queries,), torch.int32, device, torch.zeros)
+    best = empty('best', queries, 2, plan.num_bests, settings.num_selected, dtype=torch.int32)
+    counts = _kept(workspace, 'counts', (queries, plan.num_bests), torch.int32, device, torch.zeros)
     chosen = empty('chosen', batch, num_tokens, choosers, settings.num_selected, dtype=torch.int32)
     out = gates.new_empty(batch, num_tokens, heads, value_dim, dtype=dtype)
     mem_k, mem_v = (None, None) if mem_kv is None else mem_kv
@@ -157,10 +157,11 @@ def attend(
         BLOCK_J=plan.block_j,
         **head_sizes,
         **head_blocks,
-        **launch_options('compressed', device, plan.few_rows, plan.block_m * head_blocks['BLOCK_DV'], row_bytes),
+        **launch_options('compressed', device, plan.block_m * head_blocks['BLOCK_DV'], row_bytes),
         device=device,
     )
     if settings.num_selected:
+        block_g = min(16, 1 << (heads // choosers - 1).bit_length())
         launch(
             choose_kernel,
             (queries, plan.num_chunks),
@@ -171,11 +172,12 @@ def attend(
             **groups,
             HANDED_ON=handed_on,
             TILE=plan.block_j,
-            BLOCK_G=min(16, 1 << (heads // choosers - 1).bit_length()),
+            BLOCK_G=block_g,
             BLOCK_S=1 << (plan.num_splits - 1).bit_length(),
             BLOCK_J=plan.chunk,
-            BLOCK_C=1 << (plan.num_chunks * settings.num_selected - 1).bit_length(),
-            **launch_options('choose', device, plan.few_rows),
+            FAN=plan.fan,
+            BLOCK_C=1 << (min(plan.num_chunks, plan.fan) * settings.num_selected - 1).bit_length(),
+            **launch_options('choose', device, 2 * block_g * plan.chunk),
             device=device,
         )
     variant = 'attend'
@@ -197,7 +199,7 @@ def attend(
         BLOCK_N=plan.block_n,
         **head_sizes,
         **head_blocks,
-        **launch_options(variant, device, plan.few_rows, 2 * block_m * head_blocks['BLOCK_DV'], row_bytes),
+        **launch_options(variant, device, 2 * block_m * head_blocks['BLOCK_DV'], row_bytes),
         device=device,
     )
     launch(
@@ -211,7 +213,7 @@ def attend(
         NUM_PROGRAMS=plan.num_programs,
         VALUE_DIM=value_dim,
         BLOCK_DV=head_block(value_dim),
-        **launch_options('combine', device, plan.few_rows, plan.num_parts * head_blocks['BLOCK_DV']),
+        **launch_options('combine', device, plan.num_parts * head_blocks['BLOCK_DV']),
         device=device,
     )
     return out, chosen if settings.num_selected else None

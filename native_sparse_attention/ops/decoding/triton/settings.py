@@ -22,30 +22,34 @@ LAUNCHES = {
     'combine': (1, 1),
 }
 FEW_TILES, MANY_TILES = 2, 12
-# Launches that begin while the one before still runs, where the GPU knows how; all do where rows are few.
-OVERLAPPING = ('append', 'compressed', 'choose', 'combine')
+# Launches that begin while the one before still runs, where the GPU knows how.
+OVERLAPPING = ('append', 'compressed', 'choose', 'attend', 'attend_few', 'attend_many', 'combine')
 # Elements of outputs that a warp has in registers, and bytes of a row beyond which two stages are all that fits.
 WARP_ELEMENTS = 2048
 LONG_ROW = 256
 # Bytes of a tile of keys, and the rows that it has at most.
 COMPRESSED_TILE, ATTEND_TILE = (8192, 32), (16384, 64)
-# Programs of a multiprocessor at a time, and multiprocessors where there are none.
-PROGRAMS = 3
+# Programs of a multiprocessor at a time, more of them where each has MANY_TILES tiles all the same; and multiprocessors
+# where there are none.
+PROGRAMS, MORE_PROGRAMS = 3, 4
 MULTIPROCESSORS = 64
+# Tiles that are worth a program of selected and window attention.
+MIN_TILES = 2
 # Most parts that the compressed blocks of a row are split into, and programs that read what a query has chosen: those
 # who put them together have all of them at a time.
 MAX_PARTS = 64
-# Selection blocks of a program that chooses, and most candidates that the programs of a row leave.
+# Selection blocks of a program that chooses, and candidates that are merged at a time.
 CHUNK = 64
-MAX_CANDIDATES = 1024
+CANDIDATES = 512
 
 
 class Plan(NamedTuple):
     """block_m: rows of a tile of compressed attention; block_j: its selection blocks, with steps places for compressed
     blocks each. num_splits: parts of a row. num_blocks, num_tiles: selection blocks of a row, in whole tiles. chunk,
-    num_chunks: selection blocks of a program that chooses, and such programs of a row. block_n: tokens of a tile of the
+    num_chunks: selection blocks of a program that chooses, and such programs of a row; fan: of which the last merges what
+    they have left, and num_bests: such leavings. block_n: tokens of a tile of the
     other branches; num_chosen of the tiles hold chosen blocks, num_reads these and the window. of_program: tiles of a
-    program. few_rows: so few programs that launches wait for each other.
+    program.
     """
 
     block_m: int
@@ -56,11 +60,12 @@ class Plan(NamedTuple):
     num_tiles: int
     chunk: int
     num_chunks: int
+    fan: int
+    num_bests: int
     block_n: int
     num_chosen: int
     num_reads: int
     of_program: int
-    few_rows: bool
 
     @property
     def num_programs(self) -> int:
@@ -93,7 +98,6 @@ def make_plan(
 ) -> Plan:
     """num_splits, tiles_of_program: 0 for as many as the batch asks for."""
     multiprocessors = _multiprocessors(device)
-    slots = PROGRAMS * multiprocessors
     row_bytes = head_block(head_dim) * itemsize
     rows = num_tokens * heads // kv_heads
     # In float32 products take registers of their own.
@@ -103,22 +107,33 @@ def make_plan(
     block_j = max(1, _tile_rows(COMPRESSED_TILE, row_bytes) // steps)
     num_tiles = -(-num_blocks // block_j)
     units = batch * kv_heads * -(-rows // block_m)
-    num_splits = min(MAX_PARTS, num_splits or max(1, slots // units))
+    num_splits = num_splits or max(
+        PROGRAMS * multiprocessors // units,
+        min(MORE_PROGRAMS * multiprocessors // units, num_tiles // MANY_TILES),
+        1,
+    )
     # A program leaves as many candidates as there are places to fill, and takes whole tiles.
     chunk = max(CHUNK, block_j, row_block(num_selected))
-    while chunk < num_blocks and -(-num_blocks // chunk) * num_selected > MAX_CANDIDATES:
-        chunk *= 2
+    chunk = min(chunk, max(block_j, row_block(max(num_blocks, num_selected))))
+    num_chunks = -(-num_blocks // chunk)
+    fan = max(2, CANDIDATES // max(num_selected, 1))
+    num_bests = left = num_chunks
+    while left > 1:
+        left = -(-left // fan)
+        num_bests += left
     block_n = min(_tile_rows(ATTEND_TILE, row_bytes), row_block(selection_block_size))
     reach = (window_size + selection_block_size - 2) // selection_block_size + 1
     reach = min(reach, num_blocks)
     num_chosen = -(-num_selected * selection_block_size // block_n)
     num_reads = num_chosen + -(-reach * selection_block_size // block_n)
     queries = batch * num_tokens * choosers
-    of_program = max(tiles_of_program or -(-num_reads // max(1, slots // queries)), -(-num_reads // MAX_PARTS))
+    fitting = max(1, PROGRAMS * multiprocessors // queries)
+    of_program = tiles_of_program or max(-(-num_reads // fitting), MIN_TILES)
+    of_program = min(max(of_program, -(-num_reads // MAX_PARTS)), num_reads)
     return Plan(
-        *(block_m, block_j, steps, min(num_splits, num_tiles), num_tiles * block_j, num_tiles),
-        *(min(chunk, max(block_j, row_block(max(num_blocks, num_selected)))), -(-num_blocks // chunk)),
-        *(block_n, num_chosen, num_reads, min(of_program, num_reads), units <= multiprocessors // 8),
+        *(block_m, block_j, steps, min(num_splits, num_tiles, MAX_PARTS), num_tiles * block_j, num_tiles),
+        *(chunk, num_chunks, fan, num_bests),
+        *(block_n, num_chosen, num_reads, of_program),
     )
 
 
@@ -131,17 +146,13 @@ def num_steps(block_size: int, stride: int, selection_block_size: int) -> int:
     return 1 << ((overlapping.stop if handed_on else len(overlapping)) - 1).bit_length()
 
 
-def launch_options(
-    kernel: str, device: torch.device, few_rows: bool, num_elements: int = 0, row_bytes: int = 0
-) -> dict[str, Any]:
-    """few_rows: launches wait for each other. num_elements: of the outputs that a program has at a time; row_bytes: of
-    a key.
-    """
+def launch_options(kernel: str, device: torch.device, num_elements: int = 0, row_bytes: int = 0) -> dict[str, Any]:
+    """num_elements: of the outputs that a program has at a time; row_bytes: of a key."""
     num_warps, num_stages = LAUNCHES[kernel]
     while num_warps < 8 and 2 * num_warps * WARP_ELEMENTS <= num_elements:
         num_warps *= 2
     num_stages = min(num_stages, 2) if row_bytes > LONG_ROW else num_stages
-    overlaps = (few_rows or kernel in OVERLAPPING) and can_overlap(device)
+    overlaps = kernel in OVERLAPPING and can_overlap(device)
     options = {'num_warps': num_warps, 'num_stages': num_stages, 'OVERLAPS': overlaps}
     # What comes before the first launch is not known to have written everything.
     return options | {'launch_pdl': True} if overlaps and kernel != 'append' else options
