@@ -74,7 +74,9 @@ def choose_kernel(
 
     block = chunk * BLOCK_J + tl.arange(0, BLOCK_J)
     # Tiles are written as a whole.
-    in_tile = block // TILE < tl.cdiv(length, TILE * sizes.selection_block_size)
+    KINDS: tl.constexpr = 2 if HANDED_ON else 1
+    of_chunk = chunk * BLOCK_J * KINDS + tl.arange(0, BLOCK_J * KINDS)
+    in_tile = of_chunk // (KINDS * TILE) < tl.cdiv(length, TILE * sizes.selection_block_size)
     # What blocks have in common that lie in a tile: few of them, so that they lie in one thread too.
     RUN: tl.constexpr = min(TILE, 4)
     run = chunk * (BLOCK_J // RUN) + tl.arange(0, BLOCK_J // RUN)
@@ -85,20 +87,19 @@ def choose_kernel(
     unit = row.to(tl.int64) * step.kv_heads + chooser // CHOOSERS
     member = (unit * step.num_tokens + token) * GROUP + chooser % CHOOSERS * share
     num_blocks = tl.multiple_of(room.num_blocks, TILE)
-    sums_ptr += member * 2 * num_blocks
+    sums_ptr += member * KINDS * num_blocks
     maxima_ptr += member * room.num_tiles
     stats_ptr += 2 * member * num_splits
     splits = tl.arange(0, BLOCK_S)
     for start in range(0, share, BLOCK_G):
         heads = start + tl.arange(0, BLOCK_G)
         is_head = heads < share
-        sums_of_head, maxima_of_head = sums_ptr + heads * 2 * num_blocks, maxima_ptr + heads * room.num_tiles
+        sums_of_head, maxima_of_head = sums_ptr + heads * KINDS * num_blocks, maxima_ptr + heads * room.num_tiles
         # All loads first: they do not wait for each other.
         mask = is_head[:, None] & in_tile[None, :]
-        own = tl.load(sums_of_head[:, None] + block[None, :], mask=mask, other=0.0)
+        sums = tl.load(sums_of_head[:, None] + of_chunk[None, :], mask=mask, other=0.0)
         if HANDED_ON:
-            handed = tl.load(sums_of_head[:, None] + num_blocks + block[None, :], mask=mask, other=0.0)
-            handed_before = tl.load(sums_of_head + num_blocks + before, mask=is_head & (chunk > 0), other=0.0)
+            handed_before = tl.load(sums_of_head + 2 * before + 1, mask=is_head & (chunk > 0), other=0.0)
             maxima_before = tl.load(maxima_of_head + before // TILE, mask=is_head & (chunk > 0), other=0.0)
         mask = is_head[:, None] & (run * RUN * sizes.selection_block_size < length)[None, :]
         maxima = tl.load(maxima_of_head[:, None] + run[None, :] // (TILE // RUN), mask=mask, other=0.0)
@@ -111,10 +112,11 @@ def choose_kernel(
         total = tl.sum(total * tl.exp2(largest - base[:, None]), 1)  # [BLOCK_G]
         factors = tl.exp2(maxima - base[:, None]) * (1.0 / total)[:, None]
         factors = tl.reshape(tl.broadcast_to(factors[:, :, None], [BLOCK_G, BLOCK_J // RUN, RUN]), [BLOCK_G, BLOCK_J])
-        score += _add_heads(own, factors)
         if HANDED_ON:
+            sums, handed = tl.split(tl.reshape(sums, [BLOCK_G, BLOCK_J, 2]))
             onward += _add_heads(handed, factors)
             first += _add_heads(handed_before, tl.exp2(maxima_before - base) * (1.0 / total))
+        score += _add_heads(sums, factors)
 
     if HANDED_ON:
         places = tl.arange(0, BLOCK_J)

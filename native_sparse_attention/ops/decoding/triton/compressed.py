@@ -74,9 +74,9 @@ def compressed_kernel(
 
     q: `[B, T, HQ, D]`; cached_k, cached_v: `[B, C, H, D]` or pages; new_k, new_v: `[B, K, H, D]`, the blocks that the
     step completes, stored into the cache here; mem_k, mem_v: `[H, M, D]`. Of rows `[B, H, T * G]`: out `[..., splits,
-    DV]`, not normalised; stats `[..., splits, 2]`, the largest logit and the sum of weights; sums `[..., 2, blocks]`:
-    weights in tokens, of the compressed blocks that begin in a selection block and, with HANDED_ON, what these share
-    with the next one; maxima `[..., tiles]`, what the sums are relative to.
+    DV]`, not normalised; stats `[..., splits, 2]`, the largest logit and the sum of weights; sums `[..., blocks, 2]`:
+    weights in tokens, of the compressed blocks that begin in a selection block and what these share with the next one;
+    without HANDED_ON `[..., blocks]`, of all that share tokens with it; maxima `[..., tiles]`, what the sums are relative to.
     """
     num_rows: tl.constexpr = step.num_tokens * GROUP
     row_tiles: tl.constexpr = (num_rows + BLOCK_M - 1) // BLOCK_M
@@ -136,7 +136,8 @@ def compressed_kernel(
                 total = total * shrink + tl.sum(weights, 1)
                 out = out * shrink[:, None] + weights * v.to(tl.float32)[None, :]
 
-    sums_ptr += ((unit.to(tl.int64) * num_rows + members) * 2 * room.num_blocks)[:, None]
+    KINDS: tl.constexpr = 2 if HANDED_ON else 1
+    sums_ptr += ((unit.to(tl.int64) * num_rows + members) * KINDS * room.num_blocks)[:, None]
     maxima_ptr += (unit.to(tl.int64) * num_rows + members) * room.num_tiles
     # A tile has STEPS places for every selection block, of which some may be empty.
     places = tl.arange(0, BLOCK_J * STEPS)
@@ -144,6 +145,8 @@ def compressed_kernel(
     begins, ends = steps * sizes.stride, steps * sizes.stride + sizes.block_size
     shared = tl.minimum(ends, sizes.selection_block_size) - tl.maximum(begins, 0)
     beyond = tl.maximum(ends - sizes.selection_block_size, 0)
+    # Added up over a tile at the end: that takes warps to wait for each other.
+    totals = tl.zeros([BLOCK_M, BLOCK_J * STEPS], tl.float32)
     for tile in tl.range(first_tile, last_tile):
         compressed = (tile * BLOCK_J + places // STEPS) * per_selection + steps
         exists = (compressed >= 0) & (compressed < num_keys) & (steps < per_selection)
@@ -155,22 +158,24 @@ def compressed_kernel(
         logits = tl.dot(q, tl.trans(k), input_precision='ieee') * scale_log2  # [BLOCK_M, BLOCK_J * STEPS]
         visible = exists[None, :] & ((compressed * sizes.stride)[None, :] <= last_seen[:, None])
         weights, shrink, largest = soften(tl.where(visible, logits, float('-inf')), largest)
-        of_block = (tile * BLOCK_J + tl.arange(0, BLOCK_J))[None, :]
-        own = _add_steps(weights * shared.to(tl.float32)[None, :], STEPS)
-        tl.store(sums_ptr + of_block, own, mask=is_member[:, None])
+        sums = _add_steps(weights * shared.to(tl.float32)[None, :], STEPS)
         if HANDED_ON:
             onward = _add_steps(weights * beyond.to(tl.float32)[None, :], STEPS)
-            tl.store(sums_ptr + room.num_blocks + of_block, onward, mask=is_member[:, None])
+            sums = tl.reshape(tl.join(sums, onward), [BLOCK_M, BLOCK_J * KINDS])
+        of_tile = tile * BLOCK_J * KINDS + tl.arange(0, BLOCK_J * KINDS)
+        tl.store(sums_ptr + of_tile[None, :], sums, mask=is_member[:, None])
         tl.store(maxima_ptr + tile, largest, mask=is_member)
         if not HANDED_ON:
             weights = tl.where(is_own[None, :], weights, 0.0)
-        total = total * shrink + tl.sum(weights, 1)
+        total *= shrink
+        totals = totals * shrink[:, None] + weights
         if step.num_tokens > 1:
             # A block that later rows see must not reach earlier ones, whose weight of it is 0.
             v, spoiled = split_finite(v)
-            total += tl.sum(tl.where(weights > 0, spoiled[None, :], 0.0), 1)
+            totals += tl.where(weights > 0, spoiled[None, :], 0.0)
         out = tl.dot(weights.to(v.dtype), v, out * shrink[:, None], input_precision='ieee')
 
+    total += tl.sum(totals, 1)
     wait_for_launch_before(OVERLAPS)
     let_next_launch_begin(OVERLAPS)
     results = (unit.to(tl.int64) * num_rows + members) * num_splits + part

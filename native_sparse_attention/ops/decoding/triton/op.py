@@ -127,7 +127,7 @@ def attend(
 
     out_compressed = empty('out_compressed', rows, plan.num_splits, value_dim)
     stats = empty('stats', rows, plan.num_splits, 2)
-    sums, maxima = empty('sums', rows, 2, plan.num_blocks), empty('maxima', rows, plan.num_tiles)
+    sums, maxima = empty('sums', rows, plan.num_blocks, 2 if handed_on else 1), empty('maxima', rows, plan.num_tiles)
     out_parts = empty('out_parts', queries, plan.num_programs, 2, heads // choosers, value_dim)
     parts_stats = empty('parts_stats', queries, plan.num_programs, 2, heads // choosers, 2)
     best = empty('best', queries, 2, plan.num_bests, settings.num_selected, dtype=torch.int32)

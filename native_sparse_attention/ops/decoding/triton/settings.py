@@ -13,7 +13,7 @@ from native_sparse_attention.ops._triton.launch import head_block, row_block
 # Warps and pipeline stages of each kernel where rows are few and short; attend_few: where its programs have at most
 # FEW_TILES tiles, attend_many: more than MANY_TILES.
 LAUNCHES = {
-    'append': (2, 1),
+    'append': (1, 1),
     'compressed': (2, 3),
     'choose': (1, 1),
     'attend': (2, 3),
