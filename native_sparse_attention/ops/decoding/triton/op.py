@@ -16,7 +16,7 @@ from native_sparse_attention.ops.decoding.triton.append import NUM_ROLES, append
 from native_sparse_attention.ops.decoding.triton.attend import Reading, attend_kernel, combine_kernel
 from native_sparse_attention.ops.decoding.triton.choose import Choice, choose_kernel
 from native_sparse_attention.ops.decoding.triton.compressed import Room, compressed_kernel
-from native_sparse_attention.ops.decoding.triton.settings import FEW_TILES, MANY_TILES, launch_options, make_plan
+from native_sparse_attention.ops.decoding.triton.settings import attend_variant, launch_options, make_plan
 from native_sparse_attention.ops.decoding.triton.storage import Blocks, Pages, Step, ring_of, strided
 
 # Workspace by name and shape, kept with the cache that it serves.
@@ -180,9 +180,7 @@ def attend(
             **launch_options('choose', device, 2 * block_g * plan.chunk),
             device=device,
         )
-    variant = 'attend'
-    if plan.of_program <= FEW_TILES or plan.of_program > MANY_TILES:
-        variant = 'attend_few' if plan.of_program <= FEW_TILES else 'attend_many'
+    variant = attend_variant(plan.of_program)
     launch(
         attend_kernel,
         (queries, plan.num_programs),

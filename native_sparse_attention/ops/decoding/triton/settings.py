@@ -10,8 +10,8 @@ import torch
 from native_sparse_attention.geometry import overlapping_blocks
 from native_sparse_attention.ops._triton.launch import head_block, row_block
 
-# Warps and pipeline stages of each kernel where rows are few and short; attend_few: where its programs have at most
-# FEW_TILES tiles, attend_many: more than MANY_TILES.
+# Warps and pipeline stages of each kernel; attend_few: where its programs have at most FEW_TILES tiles, attend_many: more
+# than MANY_TILES.
 LAUNCHES = {
     'append': (1, 1),
     'compressed': (2, 3),
@@ -22,19 +22,17 @@ LAUNCHES = {
     'combine': (1, 1),
 }
 FEW_TILES, MANY_TILES = 2, 12
-# Launches that begin while the one before still runs, where the GPU knows how.
-OVERLAPPING = ('append', 'compressed', 'choose', 'attend', 'attend_few', 'attend_many', 'combine')
 # Elements of outputs that a warp has in registers, and bytes of a row beyond which two stages are all that fits.
 WARP_ELEMENTS = 2048
 LONG_ROW = 256
 # Bytes of a tile of keys, and the rows that it has at most.
 COMPRESSED_TILE, ATTEND_TILE = (8192, 32), (16384, 64)
-# Programs of a multiprocessor at a time, more of them where each has MANY_TILES tiles all the same; and multiprocessors
-# where there are none.
-PROGRAMS, MORE_PROGRAMS = 3, 4
+# Programs of a multiprocessor at a time: of compressed attention, where each has MANY_TILES tiles all the same, and where
+# programs of selected and window attention have few tiles. Multiprocessors where there are none.
+PROGRAMS, MORE_PROGRAMS, FEW_TILES_PROGRAMS = 3, 4, 5
 MULTIPROCESSORS = 64
-# Tiles that are worth a program of selected and window attention.
-MIN_TILES = 2
+# Parts that a row always may have, and tiles that are worth one more: parts must be put together.
+PARTS, TILES_OF_PART = 24, 8
 # Most parts that the compressed blocks of a row are split into, and programs that read what a query has chosen: those
 # who put them together have all of them at a time.
 MAX_PARTS = 64
@@ -46,10 +44,9 @@ CANDIDATES = 512
 class Plan(NamedTuple):
     """block_m: rows of a tile of compressed attention; block_j: its selection blocks, with steps places for compressed
     blocks each. num_splits: parts of a row. num_blocks, num_tiles: selection blocks of a row, in whole tiles. chunk,
-    num_chunks: selection blocks of a program that chooses, and such programs of a row; fan: of which the last merges what
-    they have left, and num_bests: such leavings. block_n: tokens of a tile of the
-    other branches; num_chosen of the tiles hold chosen blocks, num_reads these and the window. of_program: tiles of a
-    program.
+    num_chunks: selection blocks of a program that chooses, and such programs of a row. fan: of what these and those who
+    merge leave, so many are merged; num_bests: of all that they leave, the room. block_n: tokens of a tile of the other
+    branches; num_chosen of the tiles hold chosen blocks, num_reads these and the window. of_program: tiles of a program.
     """
 
     block_m: int
@@ -107,11 +104,10 @@ def make_plan(
     block_j = max(1, _tile_rows(COMPRESSED_TILE, row_bytes) // steps)
     num_tiles = -(-num_blocks // block_j)
     units = batch * kv_heads * -(-rows // block_m)
-    num_splits = num_splits or max(
-        PROGRAMS * multiprocessors // units,
-        min(MORE_PROGRAMS * multiprocessors // units, num_tiles // MANY_TILES),
-        1,
-    )
+    if not num_splits:
+        num_splits = max(1, PROGRAMS * multiprocessors // units)
+        more = min(MORE_PROGRAMS * multiprocessors // units, num_tiles // MANY_TILES)
+        num_splits = min(max(num_splits, more), max(PARTS, num_tiles // TILES_OF_PART))
     # A program leaves as many candidates as there are places to fill, and takes whole tiles.
     chunk = max(CHUNK, block_j, row_block(num_selected))
     chunk = min(chunk, max(block_j, row_block(max(num_blocks, num_selected))))
@@ -127,14 +123,26 @@ def make_plan(
     num_chosen = -(-num_selected * selection_block_size // block_n)
     num_reads = num_chosen + -(-reach * selection_block_size // block_n)
     queries = batch * num_tokens * choosers
-    fitting = max(1, PROGRAMS * multiprocessors // queries)
-    of_program = tiles_of_program or max(-(-num_reads // fitting), MIN_TILES)
+    of_program = tiles_of_program or _tiles_of_program(num_reads, multiprocessors, queries)
     of_program = min(max(of_program, -(-num_reads // MAX_PARTS)), num_reads)
     return Plan(
         *(block_m, block_j, steps, min(num_splits, num_tiles, MAX_PARTS), num_tiles * block_j, num_tiles),
         *(chunk, num_chunks, fan, num_bests),
         *(block_n, num_chosen, num_reads, of_program),
     )
+
+
+def _tiles_of_program(num_tiles: int, multiprocessors: int, queries: int) -> int:
+    few, several = (
+        -(-num_tiles // max(1, programs * multiprocessors // queries)) for programs in (FEW_TILES_PROGRAMS, PROGRAMS)
+    )
+    return few if few <= FEW_TILES else several
+
+
+def attend_variant(of_program: int) -> str:
+    if of_program <= FEW_TILES:
+        return 'attend_few'
+    return 'attend' if of_program <= MANY_TILES else 'attend_many'
 
 
 def num_steps(block_size: int, stride: int, selection_block_size: int) -> int:
@@ -152,7 +160,7 @@ def launch_options(kernel: str, device: torch.device, num_elements: int = 0, row
     while num_warps < 8 and 2 * num_warps * WARP_ELEMENTS <= num_elements:
         num_warps *= 2
     num_stages = min(num_stages, 2) if row_bytes > LONG_ROW else num_stages
-    overlaps = kernel in OVERLAPPING and can_overlap(device)
+    overlaps = can_overlap(device)
     options = {'num_warps': num_warps, 'num_stages': num_stages, 'OVERLAPS': overlaps}
     # What comes before the first launch is not known to have written everything.
     return options | {'launch_pdl': True} if overlaps and kernel != 'append' else options
