@@ -106,6 +106,8 @@ class LayerCache:
         self.max_length = self._peak = 0
         # Of the kernels that decode, by name and shape: results that one launch leaves for the next.
         self.workspace: dict[tuple[Any, ...], Tensor] = {}
+        # Networks φ, by identity, and numbers and dtypes of blocks that they were tried on before any was laid out.
+        self.networks_tried: set[tuple[Any, ...]] = set()
 
     @property
     def capacity(self) -> int:

@@ -270,6 +270,22 @@ ERRORS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     ),
     'capacity': (lambda: make_tokens(41), 'the cache holds up to 0 tokens a row and gets 41 more'),
     'backend': (lambda: {'backend': 'cuda'}, "backend is 'cuda', but must be"),
+    'counts of a row': (lambda: {'counts': torch.tensor([3])}, 'counts has 1 entries, but must have 2'),
+    'counts by token': (lambda: {'counts': torch.ones(2, 3).int()}, 'counts has shape (2, 3), but must have 1 dim'),
+    'counts as floats': (lambda: {'counts': torch.ones(2)}, 'counts has dtype torch.float32, but must be int32'),
+    'counts elsewhere': (lambda: {'counts': torch.ones(2).int().to('meta')}, 'counts is on meta, but q is on cpu'),
+    'more than all': (lambda: {'counts': torch.tensor([3, 4])}, 'counts is [3, 4], but must lie in [0, 3]'),
+    'less than none': (lambda: {'counts': torch.tensor([-1, 3])}, 'counts is [-1, 3], but must lie in [0, 3]'),
+    'gates elsewhere': (lambda: {'gates': torch.rand(2, 3, 4, 3, device='meta')}, 'gates is on meta'),
+    'tokens elsewhere': (
+        lambda: {name: t.to('meta') for name, t in make_tokens(3).items()},
+        'q is on meta, but cache is on cpu',
+    ),
+    'raw_k elsewhere': (lambda: {'raw_k': torch.zeros(2, 3, 2, 8, device='meta')}, 'raw_k is on meta, but q is on cpu'),
+    'raw_k of another dtype': (
+        lambda: {'raw_k': torch.zeros(2, 3, 2, 8).half()},
+        'raw_k has dtype torch.float16, but q has torch.float32',
+    ),
 }
 
 
@@ -304,10 +320,22 @@ def test_errors(name: str) -> None:
         ({'window_size': -3}, 'window_size is'),
         ({'mem_kv': (torch.zeros(2, 1, 8), torch.zeros(2, 2, 6))}, 'mem'),
         ({'mem_kv': (torch.zeros(1, 1, 8), torch.zeros(1, 1, 6))}, 'mem'),
+        ({'mem_kv': (torch.zeros(2, 1, 8), torch.zeros(2, 1, 6).int())}, 'mem_kv[1] has dtype torch.int32'),
+        (
+            {'mem_kv': (torch.zeros(2, 1, 8, device='meta'), torch.zeros(2, 1, 6))},
+            'mem_kv[0] is on meta, but q is on cpu',
+        ),
         ({'freqs': torch.rand(5)}, '5'),
+        ({'freqs': torch.rand(3).double()}, 'freqs has dtype torch.float64, but must be float32'),
+        ({'freqs': torch.rand(3, device='meta')}, 'freqs is on meta, but q is on cpu'),
         ({'raw_v': torch.zeros(2, 3, 2, 6)}, 'cache has has_raw_v = False, but raw_v is given'),
         ({'num_splits': -1}, 'num_splits is -1, but must be an integer of at least 0'),
         ({'positions': (torch.zeros(2, 4, 8), torch.zeros(2, 8, 6))}, 'positions'),
+        ({'positions': (torch.zeros(2, 8, 8).int(), torch.zeros(2, 8, 6))}, 'positions[0] has dtype torch.int32'),
+        (
+            {'positions': (torch.zeros(2, 8, 8), torch.zeros(2, 8, 6, device='meta'))},
+            'positions[1] is on meta, but q is on cpu',
+        ),
         ({'k_window': torch.zeros(2, 3, 2, 8)}, 'k_window'),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else '',
@@ -317,13 +345,44 @@ def test_settings_that_do_not_fit(changes: dict[str, Any], message: str, backend
     assert_refused(changes, message, backend)
 
 
+class Fails(nn.Module):
+    def forward(self, blocks: Tensor) -> Tensor:
+        raise RuntimeError('mat1 and mat2 must have the same dtype')
+
+
 @pytest.mark.parametrize('backend', BACKENDS)
-def test_a_network_of_another_size(backend: str) -> None:
-    cache, layer = make_cache(), make_layer()
-    layer['networks'] = (nn.Flatten(3), MeanPool())
-    with pytest.raises(ValueError, match='must map'):
-        nsa_decode(**make_tokens(9), cache=cache, **layer, backend=backend)
-    assert cache.lengths.tolist() == [0, 0]
+@pytest.mark.parametrize('network', [nn.Flatten(3), Fails()], ids=['size', 'dtype'])
+def test_networks_that_fail(network: nn.Module, backend: str) -> None:
+    """They leave nothing behind, not even in a ring that holds no more than the next block needs."""
+    layer, old, new = make_layer(), make_tokens(22), make_tokens(9)
+    failing: dict[str, Any] = layer | {'networks': (MeanPool(), network)}
+    failed, cache = (make_cache(max_rollback=0) for _ in range(2))
+    for held in (failed, cache):
+        nsa_decode(**old, cache=held, **layer, backend='eager')
+    with pytest.raises((ValueError, RuntimeError), match=r'must map|same dtype'):
+        nsa_decode(**make_tokens(9), cache=failed, **failing, backend=backend)
+    assert failed.lengths.tolist() == [22, 22]
+    assert failed.max_length == 22
+    outs = [nsa_decode(**new, cache=held, **layer, backend=backend) for held in (failed, cache)]
+    assert torch.equal(*outs)
+
+
+@pytest.mark.parametrize(
+    ('changes', 'reason'),
+    [
+        ({}, 'compressed_attention: the tensors are on cpu'),
+        ({'gates': torch.ones(2, 17, 4, 3).double()}, 'gated_sum: gates has dtype torch.float64'),
+    ],
+    ids=['device', 'gates'],
+)
+def test_ops_that_the_kernels_do_not_serve(
+    changes: dict[str, Tensor], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More tokens than the kernels of decoding take go through those of `nsa`."""
+    if not changes:
+        monkeypatch.delenv('TRITON_INTERPRET', raising=False)
+    message = f"backend 'triton' cannot serve this call of {reason}"
+    assert_refused({**make_tokens(17), **changes}, message, 'triton')
 
 
 @pytest.mark.parametrize('backend', BACKENDS)

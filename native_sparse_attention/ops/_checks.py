@@ -122,13 +122,13 @@ def make_sequences(
             raise ValueError(f'q has batch size {batch}, but must have 1 where cu_seqlens is given')
         if seqlens_k is not None:
             raise ValueError('seqlens_k is given, but cannot be combined with cu_seqlens')
-        _check_beside_q('cu_seqlens', cu_seqlens, None, q)
+        check_beside_q('cu_seqlens', cu_seqlens, None, q)
         if cu_seqlens_k is not None:
-            _check_beside_q('cu_seqlens_k', cu_seqlens_k, len(cu_seqlens), q)
+            check_beside_q('cu_seqlens_k', cu_seqlens_k, len(cu_seqlens), q)
     if seqlens_k is not None:
-        _check_beside_q('seqlens_k', seqlens_k, batch, q)
+        check_beside_q('seqlens_k', seqlens_k, batch, q)
     if isinstance(q_offset, Tensor):
-        _check_beside_q('q_offset', q_offset, batch if cu_seqlens is None else len(cu_seqlens) - 1, q)
+        check_beside_q('q_offset', q_offset, batch if cu_seqlens is None else len(cu_seqlens) - 1, q)
     elif q_offset is not None and not isinstance(q_offset, int):
         raise ValueError(f'q_offset is {q_offset!r}, but must be an int, an integer tensor or None')
     if q.device.type == 'cpu' and not torch.compiler.is_compiling():
@@ -214,7 +214,7 @@ def _check_extents(
             raise ValueError(f'seqlens_k lies in [{low}, {high}], but must lie in [0, {seqlen_k}]')
 
 
-def _check_beside_q(name: str, tensor: Tensor, length: int | None, q: Tensor) -> None:
+def check_beside_q(name: str, tensor: Tensor, length: int | None, q: Tensor) -> None:
     _check_integers(name, tensor, length)
     if tensor.device != q.device:
         raise ValueError(f'{name} is on {tensor.device}, but q is on {q.device}')
