@@ -336,6 +336,7 @@ class LayerCache:
         return self._read_at(name, position) if ring is None else ring[_rows(ring), position % ring.shape[1]]
 
     def _grow(self, capacity: int) -> None:
+        self.workspace.clear()  # it is as large as the capacity
         for name in TOKENS:
             setattr(self, name, _longer(getattr(self, name), capacity))
         if self.compress is not None:

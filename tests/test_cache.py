@@ -43,9 +43,12 @@ def test_capacity() -> None:
         cache.reserve(2)
     cache.reserve(1)
     growing = make(max_seq_len=4, grows=True, compress=(4, 2), has_raw_k=True)
+    growing.workspace['sums', 2] = torch.zeros(2)
     k, _ = append(growing, 3)
+    assert growing.workspace
     append(growing, 6)
     assert growing.capacity == 16
+    assert not growing.workspace, 'it is as large as the capacity was'
     assert growing.k[:, :3].equal(k)
     assert growing.k_cmp is not None
     assert growing.k_cmp.shape[1] == 8
