@@ -271,7 +271,8 @@ class SparseAttention(nn.Module):
         probe = torch.empty((), dtype=cache.dtype, device=cache.device)
         sizes = ((self.heads, self.dim_head), (self.kv_heads, self.dim_head), (self.kv_heads, self.dim_value_head))
         q, k, v = (probe.expand(cache.batch_size, num_tokens, *size) for size in sizes)
-        return decoding.backend_of(q, k, v, cache, self.selection_block_size, backend=self.backend).name == 'triton'
+        sizes = (self.selection_block_size, self.num_selected_blocks)
+        return decoding.backend_of(q, k, v, cache, *sizes, backend=self.backend).name == 'triton'
 
     def backend_for(self, x: Tensor) -> BackendChoice:
         """The backend that a forward of x `[B, T, dim]` would take, and why faster ones are passed over; `ops` has what

@@ -123,6 +123,8 @@ def nsa_decode(
     check_positive(window_size=window_size)
     check_not_negative(num_selected=num_selected, num_init=num_init, num_local=num_local)
     check_not_negative(num_splits=num_splits, tiles_of_program=tiles_of_program)
+    if num_splits > api.MAX_SPLITS:
+        raise ValueError(f'num_splits is {num_splits}, but must be at most {api.MAX_SPLITS}')
     _check_tokens(tokens, gates, cache, counts)
     _check_layer(tokens, cache, positions, freqs, mem_kv, selection_block_size)
     assert cache.compress is not None
@@ -131,7 +133,7 @@ def nsa_decode(
         *(q.shape[-1] ** -0.5 if scale is None else scale, num_splits, tiles_of_program),
     )
     phi = Phi(networks, positions)
-    choice = backend_of(q, k, v, cache, selection_block_size, backend=backend)
+    choice = backend_of(q, k, v, cache, selection_block_size, num_selected, backend=backend)
     by_ops = choice.name != 'triton' or counts is not None or torch.compiler.is_compiling()
     if by_ops and backend not in ('auto', 'eager'):
         _check_ops(tokens, gates, cache, freqs, settings, backend)
@@ -155,7 +157,14 @@ def nsa_decode(
 
 
 def backend_of(
-    q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, selection_block_size: int, *, backend: str = 'auto'
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache: LayerCache,
+    selection_block_size: int,
+    num_selected: int,
+    *,
+    backend: str = 'auto',
 ) -> BackendChoice:
     """'triton' where the kernels of decoding serve these new tokens in fixed launches, else 'eager': the ops of `nsa`
     one by one, by whatever backend serves them.
@@ -168,6 +177,7 @@ def backend_of(
         storage=cache.storage(),
         compress=cache.compress,
         selection_block_size=selection_block_size,
+        num_selected=num_selected,
         backend=backend,
     )
 

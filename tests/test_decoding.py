@@ -187,38 +187,51 @@ def test_flex_decodes_by_the_ops_of_nsa(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_backend() -> None:
     q, k, v = (make_tokens(3)[name] for name in 'qkv')
-    choice = backend_of(q, k, v, make_cache(), 8)
+    choice = backend_of(q, k, v, make_cache(), 8, 3)
     assert choice.name == 'eager'
     assert choice.passed_over == {'triton': 'the tensors are on cpu'}
     for num_tokens in (0, 17):
         others = make_tokens(num_tokens)
         new = (others['q'], others['k'], others['v'])
-        assert backend_of(*new, make_cache(), 8, backend='triton').name == 'eager'
+        assert backend_of(*new, make_cache(), 8, 3, backend='triton').name == 'eager'
     with pytest.raises(ValueError, match="backend is 'cuda', but must be"):
-        backend_of(q, k, v, make_cache(), 8, backend='cuda')
+        backend_of(q, k, v, make_cache(), 8, 3, backend='cuda')
 
 
 @pytest.mark.skipif(not is_interpreted(), reason='on a GPU the tensors of this test lie elsewhere')
 @pytest.mark.parametrize(
-    ('dtype', 'group', 'sizes', 'reason'),
+    ('dtype', 'group', 'sizes', 'num_selected', 'reason'),
     [
-        (torch.float64, 1, (8, 4, 8), 'the cache has dtype torch.float64, but its kernels compute in float32'),
-        (torch.float32, 65, (8, 4, 8), '65 heads share a key head, but its kernels take up to 64'),
+        (torch.float64, 1, (8, 4, 8), 3, 'the cache has dtype torch.float64, but its kernels compute in float32'),
+        (torch.float32, 65, (8, 4, 8), 3, '65 heads share a key head, but its kernels take up to 64'),
         (
             torch.float32,
             1,
             (256, 1, 64),
+            3,
             '319 compressed blocks overlap a selection block, but its kernels take up to 128',
         ),
+        (torch.float32, 1, (8, 4, 8), 513, 'n is 513, but its kernels choose up to 512 blocks'),
     ],
 )
 def test_what_the_kernels_do_not_serve(
-    dtype: torch.dtype, group: int, sizes: tuple[int, int, int], reason: str
+    dtype: torch.dtype, group: int, sizes: tuple[int, int, int], num_selected: int, reason: str
 ) -> None:
     q, k = torch.zeros(BATCH, 1, group, 8), torch.zeros(BATCH, 1, 1, 8)
     cache = make_cache(kv_heads=1, value_dim=8, compress=sizes[:2], dtype=dtype)
     with pytest.raises(ValueError, match=f"backend 'triton' cannot serve this call of decoding: {reason}"):
-        backend_of(q, k, k, cache, sizes[2], backend='triton')
+        backend_of(q, k, k, cache, sizes[2], num_selected, backend='triton')
+
+
+@pytest.mark.skipif(not is_interpreted(), reason='on a GPU the tensors of this test lie elsewhere')
+def test_rows_that_are_too_long_for_what_is_chosen() -> None:
+    q, k = torch.zeros(BATCH, 1, 2, 1), torch.zeros(BATCH, 1, 1, 1)
+    layout = {'kv_heads': 1, 'head_dim': 1, 'value_dim': 1, 'compress': (4, 4)}
+    cache = LayerCache(BATCH, 4 * 3 * 2**11, **layout)
+    assert backend_of(q, k, k, cache, 4, 512, backend='triton').name == 'triton'
+    cache = LayerCache(BATCH, 4 * 3 * 2**11 + 1, **layout)
+    with pytest.raises(ValueError, match='512 of 6145 blocks are chosen, but its kernels choose so many of up to 6144'):
+        backend_of(q, k, k, cache, 4, 512, backend='triton')
 
 
 def without_rows(tokens: dict[str, Tensor], count: int) -> dict[str, Tensor]:
@@ -330,6 +343,7 @@ def test_errors(name: str) -> None:
         ({'freqs': torch.rand(3, device='meta')}, 'freqs is on meta, but q is on cpu'),
         ({'raw_v': torch.zeros(2, 3, 2, 6)}, 'cache has has_raw_v = False, but raw_v is given'),
         ({'num_splits': -1}, 'num_splits is -1, but must be an integer of at least 0'),
+        ({'num_splits': 257}, 'num_splits is 257, but must be at most 256'),
         ({'positions': (torch.zeros(2, 4, 8), torch.zeros(2, 8, 6))}, 'positions'),
         ({'positions': (torch.zeros(2, 8, 8).int(), torch.zeros(2, 8, 6))}, 'positions[0] has dtype torch.int32'),
         (
