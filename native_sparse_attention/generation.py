@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from native_sparse_attention.cache import ModelCache
-from native_sparse_attention.ops._checks import check_positive
+from native_sparse_attention.ops._checks import check_positive, is_int
 
 SEEDS = 2**32  # torch's generator of a CPU takes 32 bits of a seed
 # Steps between two looks at whether every row has stopped: looking waits for the device.
@@ -180,11 +180,16 @@ def sampler(
 
 def _seeds_of_rows(seed: int | Sequence[int] | Tensor, batch: int) -> list[int]:
     given = seed.tolist() if isinstance(seed, Tensor) else seed
-    rows = [given + row for row in range(batch)] if isinstance(given, int) else list(given)
+    if isinstance(given, Sequence):
+        rows = list(given)
+    elif is_int(given):
+        rows = [given + row for row in range(batch)]
+    else:
+        raise ValueError(f'seed is {given}, but must be an integer, or one for each row')
     if len(rows) != batch:
         raise ValueError(f'seed has {len(rows)} entries, but must have one for each of {batch} rows, or be an integer')
     for row in rows:
-        if not isinstance(row, int) or not 0 <= row < SEEDS:
+        if not is_int(row) or not 0 <= row < SEEDS:
             raise ValueError(f'seed is {row} for a row, but must be an integer from 0 to {SEEDS - 1}')
     return rows
 

@@ -329,6 +329,9 @@ LAYOUT = {
 POOLS = make_pools(LAYOUT, 12, 4, 4)
 REFUSED = {
     'page_size is 0, but must be an integer of at least 1': {'page_size': 0},
+    'page_size is True, but must be an integer of at least 1': {'page_size': True},
+    'selection_block_size is 0, but must be an integer of at least 1': {'selection_block_size': 0},
+    'compress_stride is 0, but must be an integer of at least 1': {'compress': (7, 0)},
     'page_size is 16, but must be a multiple of selection_block_size, 6': {'page_size': 16},
     'page_size is 12, but must be a multiple of the compression stride, 5': {'compress': (7, 5)},
     'num_pages is 0, but must be an integer of at least 1': {'num_pages': 0},

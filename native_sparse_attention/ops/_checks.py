@@ -15,15 +15,20 @@ FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 INT_DTYPES = (torch.int32, torch.int64)
 
 
+def is_int(value: object) -> bool:
+    """True and False are no integers."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def check_positive(**values: int) -> None:
     for name, value in values.items():
-        if not isinstance(value, int) or value < 1:
+        if not is_int(value) or value < 1:
             raise ValueError(f'{name} is {value}, but must be an integer of at least 1')
 
 
 def check_not_negative(**values: int) -> None:
     for name, value in values.items():
-        if not isinstance(value, int) or value < 0:
+        if not is_int(value) or value < 0:
             raise ValueError(f'{name} is {value}, but must be an integer of at least 0')
 
 
