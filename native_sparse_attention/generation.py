@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from native_sparse_attention.cache import ModelCache
-from native_sparse_attention.ops._checks import check_positive, is_int
+from native_sparse_attention.ops._checks import INT_DTYPES, check_positive, is_int
 
 SEEDS = 2**32  # torch's generator of a CPU takes 32 bits of a seed
 # Steps between two looks at whether every row has stopped: looking waits for the device.
@@ -62,8 +62,10 @@ class DecodeStep:
     def __call__(self, ids: Tensor) -> Tensor:
         """Raises ValueError for a full cache, before anything is written."""
         expected = (self.cache.batch_size, self.num_tokens)
-        if ids.shape != expected:
-            raise ValueError(f'ids has shape {tuple(ids.shape)}, but must be {expected}')
+        if ids.shape != expected or ids.dtype not in INT_DTYPES:
+            raise ValueError(
+                f'ids has shape {tuple(ids.shape)} and dtype {ids.dtype}, but must be int32 or int64 {expected}'
+            )
         self.cache.reserve(self.num_tokens)
         if not self.uses_graph:
             return self.model(ids, cache=self.cache)
@@ -248,7 +250,7 @@ def stop_ids(stop_tokens: int | Sequence[int] | Tensor | None, device: torch.dev
     ids = torch.as_tensor(stop_tokens, device=device).flatten()
     if ids.numel() == 0:
         return None
-    if ids.dtype not in (torch.int32, torch.int64):
+    if ids.dtype not in INT_DTYPES:
         raise ValueError(f'stop_tokens is {stop_tokens}, but must be an integer id or several')
     return ids
 

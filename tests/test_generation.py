@@ -225,8 +225,12 @@ def test_step_errors():
     before = [layer.k.clone() for layer in cache]
     for call, message in [
         (lambda: step(ids[:, :1]), 'holds up to 10 tokens a row and gets 1 more, but its capacity is 10'),
-        (lambda: step(ids[:1, :1]), r'ids has shape \(1, 1\), but must be \(2, 1\)'),
+        (
+            lambda: step(ids[:1, :1]),
+            r'ids has shape \(1, 1\) and dtype torch.int64, but must be int32 or int64 \(2, 1\)',
+        ),
         (lambda: step(ids[:, 0]), r'ids has shape \(2,\)'),
+        (lambda: step(ids[:, :1].float()), r'ids has shape \(2, 1\) and dtype torch.float32'),
         (lambda: DecodeStep(model, cache, 0), 'num_tokens is 0'),
         (lambda: DecodeStep(model, cache, use_graph=True), 'use_graph is True'),
     ]:

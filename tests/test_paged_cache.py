@@ -201,6 +201,8 @@ def test_a_page_that_is_not_there() -> None:
         layer(x[:, :1], cache=cache)
         assert written(cache, 'k').sum() == before + 2
         cache.crop(PAGE_SIZE)
+    with pytest.raises(ValueError, match='num_tokens is -1, but must be an integer of at least 0'):
+        cache.validate_tables(-1)
     with pytest.raises(ValueError, match='block_table has 5 pages a row, but must have 6 for row 0'):
         cache.validate_tables(CAPACITY)
 
@@ -347,6 +349,7 @@ REFUSED = {
         'block_table': torch.zeros(2, 1, dtype=torch.int32)
     },
     'block_table_cmp has shape (2, 2) and dtype torch.int64': {'block_table_cmp': torch.zeros(2, 2).long()},
+    'device is meta, but the pools are on cpu': {'device': 'meta'},
     'block_table is on meta, but must be on cpu': {'block_table': torch.zeros(2, 2).int().to('meta')},
 }
 
