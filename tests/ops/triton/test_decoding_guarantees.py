@@ -141,7 +141,11 @@ def test_later_tokens_change_nothing(case: Case, value: float, device: torch.dev
     assert same_bits(out[:, :2], expected[:, :2])
 
 
-@pytest.mark.parametrize('case', [Case(), Case(independent=True), Case(page_size=16)], ids=['', 'own', 'paged'])
+@pytest.mark.parametrize(
+    'case',
+    [Case(heads=ONE_HEAD), Case(heads=ONE_HEAD, independent=True), Case(heads=ONE_HEAD, page_size=16)],
+    ids=['', 'own', 'paged'],
+)
 def test_what_does_not_fit_is_dropped(case: Case, device: torch.device) -> None:
     """As in a replay of a graph: the bound of the host says that there is room, the lengths say that there is none."""
     lengths = [case.capacity - 2, 20, case.capacity]
@@ -168,7 +172,9 @@ def test_what_does_not_fit_is_dropped(case: Case, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize(
-    'case', [Case(num_angles=0), Case(independent=True, network='own', page_size=8)], ids=['', 'independent']
+    'case',
+    [Case(heads=ONE_HEAD, num_angles=0), Case(heads=ONE_HEAD, independent=True, network='own', page_size=8)],
+    ids=['', 'independent'],
 )
 def test_decoding_again_after_a_rollback(case: Case, device: torch.device) -> None:
     layer, cache = make_layer(case, device), make_cache(case, [30, 13], device)
