@@ -108,7 +108,7 @@ def nsa_decode(
         counts: int32 or int64 `[B]`, how many of the T are real; the others stand behind them. Default all.
         selection_block_size, num_selected, num_init, num_local, share_group, scale: as in `nsa`. window_size: W, the
             query's own token included.
-        num_splits, tiles_of_program: as in `ops.decoding.step.Settings`.
+        num_splits, tiles_of_program: as in `ops.decoding.step.Settings`; at most 256 splits.
         backend: 'auto', 'triton', 'flex' or 'eager'. The kernels of Triton decode up to 16 tokens at a time; longer
             chunks go through those of `nsa`.
 
@@ -116,7 +116,8 @@ def nsa_decode(
         `[B, T, HQ, DV]` in the dtype of q.
 
     Raises:
-        ValueError: shapes or settings that do not fit, or a full cache; nothing is written then.
+        ValueError: shapes, devices or settings that do not fit, networks that cannot compress blocks, an explicit
+            backend that cannot serve the call, or a full cache; nothing is written then.
     """
     tokens = Tokens(q, k, v, k if raw_k is None else raw_k, v if raw_v is None else raw_v, k_window, v_window)
     check_backend(backend)
