@@ -49,7 +49,8 @@ class Settings(NamedTuple):
     """Of a layer: l, d, l', n, W, forced blocks, whether a group chooses together, and the factor of the logits.
 
     num_splits: parts that the compressed blocks of a row are read in, and tiles_of_program: tiles of tokens that a
-    program of the selected and the window branch reads; 0 for what suits the batch. Results depend on them in the last
+    program of the selected and the window branch reads, more where a query would have over 64 such programs; 0 for what
+    suits the batch. Results depend on them in the last
     bits, so a row has the same bits in batches of any size where they are given.
     """
 

@@ -66,8 +66,9 @@ def attend_kernel(
     """One program per row, token, chooser and share of what they read: the chosen blocks one after the other, then the
     blocks of the window that are not among them.
 
-    q: `[B, T, HQ, D]`; the cache `[B, S, H, D]` or pages; chosen: int32 `[B, T, choosers, n]`. Of rows `[B, T, choosers, programs, 2, heads]`, selected
-    and window: out `[..., DV]`, not normalised; stats `[..., 2]`, the largest logit and the sum of weights.
+    q: `[B, T, HQ, D]`; the cache `[B, S, H, D]` or pages; chosen: int32 `[B, T, choosers, n]`. Of rows `[B, T,
+    choosers, programs, 2, heads]`, selected and window: out `[..., DV]`, not normalised; stats `[..., 2]`, the largest
+    logit and the sum of weights.
     """
     share: tl.constexpr = GROUP // CHOOSERS
     choosers: tl.constexpr = step.kv_heads * CHOOSERS

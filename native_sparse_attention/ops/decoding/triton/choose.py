@@ -58,9 +58,9 @@ def choose_kernel(
     """One program per row, token, chooser and chunk of BLOCK_J selection blocks. GROUP: heads of a key head, of which
     each of CHOOSERS has its share; TILE: blocks that have a maximum in common.
 
-    best: int32 `[B, T, choosers, 2, num_bests, n]`, ranks and blocks of the first n of every chunk, in order, then those
-    of FAN chunks, and so on; chosen: int32 `[B, T, choosers, n]`, the first n of all, -1 where there are no more.
-    Whoever is the last of FAN programs goes on. counts: int32 `[B, T, choosers, num_bests]`, how many are done; 0 before
+    best: int32 `[B, T, choosers, 2, num_bests, n]`, ranks and blocks of the first n of every chunk, in order, then
+    those of FAN chunks, and so on; chosen: int32 `[B, T, choosers, n]`, the first n of all, -1 where there are no more.
+    Who is the last of FAN programs goes on. counts: int32 `[B, T, choosers, num_bests]`, how many are done; 0 before
     and after.
     """
     query, chunk = tl.program_id(0), tl.program_id(1)

@@ -28,7 +28,7 @@ from native_sparse_attention.ops.decoding.triton.storage import (
 
 
 class Room(NamedTuple):
-    """What there is room for in a row: selection blocks, in whole tiles, and such tiles; the first n of a chunk of them,
+    """What there is room for in a row: selection blocks, in whole tiles; such tiles; the first n of a chunk of blocks,
     and of several chunks.
     """
 
@@ -74,9 +74,10 @@ def compressed_kernel(
 
     q: `[B, T, HQ, D]`; cached_k, cached_v: `[B, C, H, D]` or pages; new_k, new_v: `[B, K, H, D]`, the blocks that the
     step completes, stored into the cache here; mem_k, mem_v: `[H, M, D]`. Of rows `[B, H, T * G]`: out `[..., splits,
-    DV]`, not normalised; stats `[..., splits, 2]`, the largest logit and the sum of weights; sums `[..., blocks, 2]`:
-    weights in tokens, of the compressed blocks that begin in a selection block and what these share with the next one;
-    without HANDED_ON `[..., blocks]`, of all that share tokens with it; maxima `[..., tiles]`, what the sums are relative to.
+    DV]`, not normalised; stats `[..., splits, 2]`, the largest logit and the sum of weights; sums `[..., blocks, 2]`,
+    with HANDED_ON weights in tokens of the compressed blocks that begin in a selection block, and what these share with
+    the next one; without, `[..., blocks]`, of all that share tokens with it; maxima `[..., tiles]`, what the sums are
+    relative to.
     """
     num_rows: tl.constexpr = step.num_tokens * GROUP
     row_tiles: tl.constexpr = (num_rows + BLOCK_M - 1) // BLOCK_M

@@ -9,8 +9,9 @@ import torch
 
 from native_sparse_attention.geometry import overlapping_blocks
 from native_sparse_attention.ops._triton.launch import head_block, row_block
+from native_sparse_attention.ops.decoding.api import MAX_SPLITS
 
-# Warps and pipeline stages of each kernel; attend_few: where its programs have at most FEW_TILES tiles, attend_many: more
+# Warps and pipeline stages of each kernel; attend_few: where programs have at most FEW_TILES tiles, attend_many: more
 # than MANY_TILES.
 LAUNCHES = {
     'append': (1, 1),
@@ -27,15 +28,12 @@ WARP_ELEMENTS = 2048
 LONG_ROW = 256
 # Bytes of a tile of keys, and the rows that it has at most.
 COMPRESSED_TILE, ATTEND_TILE = (8192, 32), (16384, 64)
-# Programs of a multiprocessor at a time: of compressed attention, where each has MANY_TILES tiles all the same, and where
-# programs of selected and window attention have few tiles. Multiprocessors where there are none.
+# Programs of a multiprocessor at a time; of compressed attention where each has MANY_TILES tiles all the same; of the
+# other branches where they have few tiles. Multiprocessors where there are none.
 PROGRAMS, MORE_PROGRAMS, FEW_TILES_PROGRAMS = 3, 4, 5
 MULTIPROCESSORS = 64
 # Parts that a row always may have, and tiles that are worth one more: parts must be put together.
 PARTS, TILES_OF_PART = 24, 8
-# Most parts that the compressed blocks of a row are split into, and programs that read what a query has chosen: those
-# who put them together have all of them at a time.
-MAX_PARTS = 64
 # Selection blocks of a program that chooses, and candidates that are merged at a time.
 CHUNK = 64
 CANDIDATES = 512
@@ -45,8 +43,8 @@ class Plan(NamedTuple):
     """block_m: rows of a tile of compressed attention; block_j: its selection blocks, with steps places for compressed
     blocks each. num_splits: parts of a row. num_blocks, num_tiles: selection blocks of a row, in whole tiles. chunk,
     num_chunks: selection blocks of a program that chooses, and such programs of a row. fan: of what these and those who
-    merge leave, so many are merged; num_bests: of all that they leave, the room. block_n: tokens of a tile of the other
-    branches; num_chosen of the tiles hold chosen blocks, num_reads these and the window. of_program: tiles of a program.
+    merge leave, so many are merged; num_bests: how often something is left. block_n: tokens of a tile of the other
+    branches; num_chosen tiles hold chosen blocks, num_reads these and the window. of_program: tiles of a program.
     """
 
     block_m: int
@@ -124,9 +122,9 @@ def make_plan(
     num_reads = num_chosen + -(-reach * selection_block_size // block_n)
     queries = batch * num_tokens * choosers
     of_program = tiles_of_program or _tiles_of_program(num_reads, multiprocessors, queries)
-    of_program = min(max(of_program, -(-num_reads // MAX_PARTS)), num_reads)
+    of_program = min(max(of_program, -(-num_reads // MAX_SPLITS)), num_reads)
     return Plan(
-        *(block_m, block_j, steps, min(num_splits, num_tiles, MAX_PARTS), num_tiles * block_j, num_tiles),
+        *(block_m, block_j, steps, min(num_splits, num_tiles, MAX_SPLITS), num_tiles * block_j, num_tiles),
         *(chunk, num_chunks, fan, num_bests),
         *(block_n, num_chosen, num_reads, of_program),
     )
