@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from einops import rearrange
@@ -13,12 +14,15 @@ from native_sparse_attention.cache import LayerCache
 from native_sparse_attention.compress import MeanPool, compress_blocks
 from native_sparse_attention.geometry import num_compressed_blocks
 from native_sparse_attention.ops._checks import check_block_sizes, check_not_negative, check_positive, check_qkv
-from native_sparse_attention.ops.backend import BackendChoice
+from native_sparse_attention.ops.backend import BackendChoice, transformed
 from native_sparse_attention.ops.compressed_attention.api import check_mem_kv
 from native_sparse_attention.ops.decoding import api
-from native_sparse_attention.ops.decoding.step import Settings, Tokens
+from native_sparse_attention.ops.decoding.step import ALIGNMENT, Settings, Tokens, look_at
 from native_sparse_attention.ops.gated_sum.api import check_gates
 from native_sparse_attention.rotary import angle_tables
+
+if TYPE_CHECKING:
+    from native_sparse_attention.ops.decoding.triton import Launches
 
 
 class Phi(NamedTuple):
@@ -29,7 +33,8 @@ class Phi(NamedTuple):
 
     @property
     def is_mean(self) -> bool:
-        return all(type(network) is MeanPool for network in self.networks)
+        of_keys, of_values = self.networks
+        return type(of_keys) is MeanPool and type(of_values) is MeanPool
 
     def __call__(self, blocks_k: Tensor, blocks_v: Tensor) -> tuple[Tensor, Tensor]:
         """Compressed keys `[B, C, H, D]` and values `[B, C, H, DV]` of blocks `[B, H, C, l, D or DV]`."""
@@ -37,8 +42,12 @@ class Phi(NamedTuple):
         k_cmp, v_cmp = (compress_blocks(n, b, name=name, value_dim=b.shape[-1]) for n, b, name in networks)
         return k_cmp, v_cmp
 
+    def settled(self, blocks: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+        """The same of blocks cast to dtype, with the same strides and alignment whatever the networks return."""
+        pair = (t.contiguous() for t in self(*(b.to(dtype) for b in blocks)))
+        return [t if t.data_ptr() % ALIGNMENT == 0 else t.clone() for t in pair]
 
-@torch.no_grad()
+
 def nsa_decode(
     q: Tensor,
     k: Tensor,
@@ -92,6 +101,21 @@ def nsa_decode(
     Raises:
         ValueError: shapes or settings that do not fit, or a full cache; nothing is written then.
     """
+    phi = Phi(networks, positions)
+    # What a step depends on: tensors by what they look like, and everything else by value.
+    given = (
+        *(q, k, v, gates, *positions, freqs, *((None, None) if mem_kv is None else mem_kv), k_window, v_window),
+        *(None if raw_k is k else raw_k, None if raw_v is v else raw_v),
+    )
+    values = (
+        *(selection_block_size, num_selected, window_size, num_init, num_local, share_group, scale, num_splits),
+        *(tiles_of_program, interpolate_factor, backend, phi.is_mean),
+    )
+    if counts is None and not torch.compiler.is_compiling() and cache.launches and transformed('triton') is None:
+        looks, addresses = look_at(given, cache.storage()[:-1])
+        launches = cache.launches.get((values, looks))
+        if launches is not None and cache.has_room(q.shape[1]) and not launches.are_watched():
+            return _decode_again(q, v, cache, phi, launches, addresses)
     tokens = Tokens(q, k, v, k if raw_k is None else raw_k, v if raw_v is None else raw_v, k_window, v_window)
     check_positive(window_size=window_size)
     check_not_negative(num_selected=num_selected, num_init=num_init, num_local=num_local)
@@ -103,21 +127,52 @@ def nsa_decode(
         *(*cache.compress, selection_block_size, num_selected, window_size, num_init, num_local, share_group),
         *(q.shape[-1] ** -0.5 if scale is None else scale, num_splits, tiles_of_program),
     )
-    phi = Phi(networks, positions)
-    cache.reserve(q.shape[1])
-    mem_kv = None if mem_kv is None else (mem_kv[0].to(cache.dtype), mem_kv[1].to(cache.dtype))
     choice = backend_of(q, k, v, cache, selection_block_size, backend=backend)
-    if choice.name != 'triton' or counts is not None or torch.compiler.is_compiling():
-        out = _decode_by_ops(tokens, gates, cache, phi, freqs, interpolate_factor, mem_kv, counts, settings, backend)
-        return out.to(q.dtype)
-    from native_sparse_attention.ops.decoding import triton
+    by_ops = choice.name != 'triton' or counts is not None or torch.compiler.is_compiling()
+    if by_ops and backend not in ('auto', 'eager'):
+        # One that cannot serve raises here.
+        functional.backend_of(
+            *(t.to(cache.dtype) for t in (q, k, v)), num_selected=num_selected, share_group=share_group, backend=backend
+        )
+    cache.reserve(q.shape[1])
+    with torch.no_grad():
+        mem_kv = None if mem_kv is None else (mem_kv[0].to(cache.dtype), mem_kv[1].to(cache.dtype))
+        if by_ops:
+            out = _decode_by_ops(
+                tokens, gates, cache, phi, freqs, interpolate_factor, mem_kv, counts, settings, backend
+            )
+            return out.to(q.dtype)
+        from native_sparse_attention.ops.decoding import triton
 
-    storage, is_mean = cache.storage(), phi.is_mean
-    turned, *blocks = triton.append(
-        tokens, storage, positions, freqs, interpolate_factor, settings, is_mean, cache.workspace
-    )
-    k_cmp, v_cmp = blocks if is_mean else phi(*(b.to(q.dtype) for b in blocks))
-    out, _ = triton.attend(turned, q, k_cmp, v_cmp, gates, mem_kv, storage, settings, cache.workspace)
+        storage = cache.storage()
+        launches = triton.Launches(given, storage[:-1], cache.workspace)
+        turned, *new = triton.append(
+            *(tokens, storage, positions, freqs, interpolate_factor, settings, phi.is_mean, cache.workspace, launches)
+        )
+        if not phi.is_mean:
+            launches.blocks = new
+            new = phi.settled(new, q.dtype)
+            launches.give(*new)
+        out, _ = triton.attend(*(turned, q, *new, gates, mem_kv, storage, settings, cache.workspace, launches))
+    cache.advance(q.shape[1])
+    if launches.is_complete:
+        looks, _ = look_at(given, storage[:-1])
+        cache.remember((values, looks), launches)
+    return out
+
+
+def _decode_again(
+    q: Tensor, v: Tensor, cache: LayerCache, phi: Phi, launches: Launches, addresses: list[int]
+) -> Tensor:
+    """A step by launches that were made before, for tensors that look the same."""
+    out = q.new_empty(*q.shape[:3], v.shape[3])
+    if phi.is_mean:
+        launches.again([*addresses, out.data_ptr()])
+    else:
+        launches.again(addresses, stop=1)
+        with torch.no_grad():
+            new_k, new_v = phi.settled(launches.blocks, q.dtype)
+        launches.again([*addresses, new_k.data_ptr(), new_v.data_ptr(), out.data_ptr()], start=1)
     cache.advance(q.shape[1])
     return out
 

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from native_sparse_attention.ops._triton.launch import head_block, launch, row_block
+from native_sparse_attention.ops._triton.launch import head_block, row_block
 from native_sparse_attention.ops._triton.placement import last_dim_contiguous
 from native_sparse_attention.ops.decoding.step import Settings, Storage, Tokens
 from native_sparse_attention.ops.decoding.triton.append import NUM_ROLES, append_kernel
 from native_sparse_attention.ops.decoding.triton.attend import Reading, attend_kernel, combine_kernel
 from native_sparse_attention.ops.decoding.triton.choose import Choice, choose_kernel
 from native_sparse_attention.ops.decoding.triton.compressed import Room, compressed_kernel
+from native_sparse_attention.ops.decoding.triton.prepared import Launches
 from native_sparse_attention.ops.decoding.triton.settings import FEW_TILES, MANY_TILES, launch_options, make_plan
 from native_sparse_attention.ops.decoding.triton.storage import Blocks, Pages, Step, ring_of, strided
 
@@ -36,6 +37,7 @@ def append(
     settings: Settings,
     is_mean: bool,
     workspace: Workspace,
+    launches: Launches,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Writes new tokens into the cache. Returns q, turned; and the blocks that they may complete, K = ceil(T / d) of
     keys and of values: laid out `[B, H, K, l, D or DV]` for φ, positions added; with is_mean their means `[B, K, H, D
@@ -56,7 +58,7 @@ def append(
             ('blocks_v', (value_dim,) if is_mean else (block_size, value_dim)),
         )
     )
-    launch(
+    launches.launch(
         append_kernel,
         (batch * kv_heads, NUM_ROLES),
         *(strided(t) for t in (q, k, v, k_window, v_window, raw_k, raw_v, turned)),
@@ -94,6 +96,7 @@ def attend(
     storage: Storage,
     settings: Settings,
     workspace: Workspace,
+    launches: Launches,
 ) -> tuple[Tensor, Tensor | None]:
     """What new tokens attend to, gated, `[B, T, HQ, DV]`, after `append`; and the chosen blocks, int32 `[B, T, H or HQ,
     n]`. Stores the compressed blocks new_k, new_v `[B, K, H, D or DV]` that are complete, and advances the lengths.
@@ -130,6 +133,7 @@ def attend(
     best = empty('best', queries, plan.num_chunks, settings.num_selected, dtype=torch.int64)
     chosen = empty('chosen', batch, num_tokens, choosers, settings.num_selected, dtype=torch.int32)
     out = gates.new_empty(batch, num_tokens, heads, value_dim, dtype=q_cmp.dtype)
+    launches.give(out)
     q_cmp = q_cmp.to(dtype)
     mem_k, mem_v = (None, None) if mem_kv is None else (t.contiguous() for t in mem_kv)
     head_sizes = {'HEAD_DIM': head_dim, 'VALUE_DIM': value_dim}
@@ -138,7 +142,7 @@ def attend(
 
     row_tiles, block_m = -(-num_tokens * group // plan.block_m), row_block(heads // choosers)
     row_bytes = max(head_blocks.values()) * dtype.itemsize
-    launch(
+    launches.launch(
         compressed_kernel,
         (batch * kv_heads * row_tiles, plan.num_splits),
         *(strided(t) for t in (q_cmp, storage.k_cmp, storage.v_cmp, new_k, new_v)),
@@ -158,7 +162,7 @@ def attend(
         device=device,
     )
     if settings.num_selected:
-        launch(
+        launches.launch(
             choose_kernel,
             (queries, plan.num_chunks),
             *(stats, sums, maxima, best, chosen, storage.lengths, capacity, plan.num_splits, room),
@@ -177,7 +181,7 @@ def attend(
     variant = 'attend'
     if plan.of_program <= FEW_TILES or plan.of_program > MANY_TILES:
         variant = 'attend_few' if plan.of_program <= FEW_TILES else 'attend_many'
-    launch(
+    launches.launch(
         attend_kernel,
         (queries, plan.num_programs),
         *(strided(t) for t in (q, storage.k, storage.v, storage.k_window, storage.v_window)),
@@ -197,7 +201,7 @@ def attend(
         **launch_options(variant, device, plan.few_rows, 2 * block_m * head_blocks['BLOCK_DV'], row_bytes),
         device=device,
     )
-    launch(
+    launches.launch(
         combine_kernel,
         (rows,),
         *(strided(gates), out_compressed, stats, out_parts, parts_stats, out, storage.lengths, storage.peaks),
