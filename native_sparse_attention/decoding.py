@@ -146,14 +146,14 @@ def nsa_decode(
 
         storage = cache.storage()
         launches = triton.Launches(given, storage[:-1], cache.workspace)
-        turned, *new = triton.append(
+        turned, new_k, new_v = triton.append(
             *(tokens, storage, positions, freqs, interpolate_factor, settings, phi.is_mean, cache.workspace, launches)
         )
         if not phi.is_mean:
-            launches.blocks = new
-            new = phi.settled(new, q.dtype)
-            launches.give(*new)
-        out, _ = triton.attend(*(turned, q, *new, gates, mem_kv, storage, settings, cache.workspace, launches))
+            launches.blocks = [new_k, new_v]
+            new_k, new_v = phi.settled(launches.blocks, q.dtype)
+            launches.give(new_k, new_v)
+        out, _ = triton.attend(*(turned, q, new_k, new_v, gates, mem_kv, storage, settings, cache.workspace, launches))
     cache.advance(q.shape[1])
     if launches.is_complete:
         looks, _ = look_at(given, storage[:-1])

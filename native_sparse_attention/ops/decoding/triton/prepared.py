@@ -5,7 +5,7 @@ and divisors found, and the compiled kernel looked up by them.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,9 +24,9 @@ class Prepared(NamedTuple):
     the position among the values, the index of the tensor, and what follows it in a tuple (None: it is no tuple).
     """
 
-    run: Callable[..., None]
+    run: Any
     grid: tuple[int, int, int]
-    function: int
+    function: Any
     metadata: Any
     values: list[Any]
     places: list[tuple[int, int, tuple[Any, ...] | None]]
@@ -78,7 +78,8 @@ class Launches:
         signature = inspect.signature(kernel.fn)
         bound = signature.bind(*args, **{name: value for name, value in meta.items() if name in signature.parameters})
         bound.apply_defaults()
-        values, places = list(bound.arguments.values()), []
+        values: list[Any] = list(bound.arguments.values())
+        places: list[tuple[int, int, tuple[Any, ...] | None]] = []
         for position, value in enumerate(values):
             # In a tuple the tensor comes first, and numbers after it.
             first, rest = (value[0], tuple(value[1:])) if isinstance(value, tuple) and value else (value, None)
@@ -98,10 +99,11 @@ class Launches:
 
     def again(self, addresses: list[int], start: int = 0, stop: int | None = None) -> None:
         """The launches from start to stop, on the current stream, for given tensors at these addresses (0: None)."""
-        if self._device.index != driver.active.get_current_device():
+        active: Any = driver.active
+        if self._device.index != active.get_current_device():
             with torch.cuda.device(self._device):
                 return self.again(addresses, start, stop)
-        stream = driver.active.get_current_stream(self._device.index)
+        stream = active.get_current_stream(self._device.index)
         for run, (x, y, z), function, metadata, values, places in self._prepared[start:stop]:
             for position, index, rest in places:
                 values[position] = addresses[index] if rest is None else (addresses[index], *rest)
