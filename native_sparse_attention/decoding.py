@@ -127,44 +127,57 @@ def nsa_decode(
         *(*cache.compress, selection_block_size, num_selected, window_size, num_init, num_local, share_group),
         *(q.shape[-1] ** -0.5 if scale is None else scale, num_splits, tiles_of_program),
     )
-    choice = backend_of(q, k, v, cache, selection_block_size, backend=backend)
-    by_ops = choice.name != 'triton' or counts is not None or torch.compiler.is_compiling()
-    if by_ops and backend not in ('auto', 'eager'):
-        # One that cannot serve raises here.
-        functional.backend_of(
-            *(t.to(cache.dtype) for t in (q, k, v)), num_selected=num_selected, share_group=share_group, backend=backend
-        )
-    cache.reserve(q.shape[1])
     with torch.no_grad():
+        choice = backend_of(q, k, v, cache, selection_block_size, backend=backend)
+        by_ops = choice.name != 'triton' or counts is not None or torch.compiler.is_compiling()
+        if by_ops and backend not in ('auto', 'eager'):
+            # One that cannot serve raises here.
+            chosen = {'num_selected': num_selected, 'share_group': share_group}
+            functional.backend_of(*(t.to(cache.dtype) for t in (q, k, v)), **chosen, backend=backend)
+        cache.reserve(q.shape[1])
         mem_kv = None if mem_kv is None else (mem_kv[0].to(cache.dtype), mem_kv[1].to(cache.dtype))
+        layer = (gates, cache, phi, freqs, interpolate_factor, mem_kv)
         if by_ops:
-            out = _decode_by_ops(
-                tokens, gates, cache, phi, freqs, interpolate_factor, mem_kv, counts, settings, backend
-            )
-            return out.to(q.dtype)
-        from native_sparse_attention.ops.decoding import triton
-
-        storage = cache.storage()
-        launches = triton.Launches(given, storage[:-1], cache.workspace)
-        turned, new_k, new_v = triton.append(
-            *(tokens, storage, positions, freqs, interpolate_factor, settings, phi.is_mean, cache.workspace, launches)
-        )
-        if not phi.is_mean:
-            launches.blocks = [new_k, new_v]
-            new_k, new_v = phi.settled(launches.blocks, q.dtype)
-            launches.give(new_k, new_v)
-        out, _ = triton.attend(*(turned, q, new_k, new_v, gates, mem_kv, storage, settings, cache.workspace, launches))
-    cache.advance(q.shape[1])
+            return _decode_by_ops(tokens, *layer, counts, settings, backend).to(q.dtype)
+        out, launches = _decode_by_kernels(tokens, *layer, settings, given)
     if launches.is_complete:
-        looks, _ = look_at(given, storage[:-1])
+        looks, _ = look_at(given, cache.storage()[:-1])
         cache.remember((values, looks), launches)
     return out
+
+
+def _decode_by_kernels(
+    tokens: Tokens,
+    gates: Tensor,
+    cache: LayerCache,
+    phi: Phi,
+    freqs: Tensor | None,
+    interpolate_factor: float,
+    mem_kv: tuple[Tensor, Tensor] | None,
+    settings: Settings,
+    given: tuple[Tensor | None, ...],
+) -> tuple[Tensor, Launches]:
+    """A step, and its launches, which `_decode_again` makes again. given: tensors that are others then."""
+    from native_sparse_attention.ops.decoding import triton
+
+    q, storage, workspace = tokens.q, cache.storage(), cache.workspace
+    launches = triton.Launches(given, storage[:-1], workspace)
+    turned, new_k, new_v = triton.append(
+        *(tokens, storage, phi.positions, freqs, interpolate_factor, settings, phi.is_mean, workspace, launches)
+    )
+    if not phi.is_mean:
+        launches.blocks = [new_k, new_v]
+        new_k, new_v = phi.settled(launches.blocks, q.dtype)
+        launches.give(new_k, new_v)
+    out, _ = triton.attend(turned, q, new_k, new_v, gates, mem_kv, storage, settings, workspace, launches)
+    cache.advance(q.shape[1])
+    return out, launches
 
 
 def _decode_again(
     q: Tensor, v: Tensor, cache: LayerCache, phi: Phi, launches: Launches, addresses: list[int]
 ) -> Tensor:
-    """A step by launches that were made before, for tensors that look the same."""
+    """A step by launches that were made before. addresses: of the tensors given, which look as those did."""
     out = q.new_empty(*q.shape[:3], v.shape[3])
     if phi.is_mean:
         launches.again([*addresses, out.data_ptr()])

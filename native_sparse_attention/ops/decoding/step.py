@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -70,15 +70,14 @@ class Settings(NamedTuple):
     tiles_of_program: int = 0
 
 
-def look_at(given: Iterable[Tensor | None], owned: Iterable[Tensor | None]) -> tuple[tuple[Any, ...], list[int]]:
+def look_at(given: Sequence[Tensor | None], owned: Sequence[Tensor | None]) -> tuple[tuple[Any, ...], list[int]]:
     """What launches depend on besides the values of tensors; and the addresses of those given, 0 for None. Launches for
     some given tensors serve others of the same looks, but no others that are owned.
     """
-    looks: list[Any] = []
-    addresses = []
-    for t in given:
-        address = 0 if t is None else t.data_ptr()
-        addresses.append(address)
-        looks.append(None if t is None else (t.shape, t.stride(), t.dtype, t.device, address % ALIGNMENT))
-    looks += [None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.data_ptr()) for t in owned]
+    addresses = [0 if t is None else t.data_ptr() for t in given]
+    looks = [
+        None if t is None else (t.shape, t.stride(), t.dtype, t.device, address % ALIGNMENT)
+        for t, address in zip(given, addresses, strict=True)
+    ]
+    looks += [None if t is None else (t.shape, t.stride(), t.dtype, t.data_ptr()) for t in owned]
     return tuple(looks), addresses

@@ -82,16 +82,15 @@ class Launches:
         places: list[tuple[int, int, tuple[Any, ...] | None]] = []
         for position, value in enumerate(values):
             # In a tuple the tensor comes first, and numbers after it.
-            first, rest = (value[0], tuple(value[1:])) if isinstance(value, tuple) and value else (value, None)
-            if not isinstance(first, Tensor):
-                continue
-            if id(first) in self._given:
-                places.append((position, self._given[id(first)], rest))
+            first, *rest = value if isinstance(value, tuple) else (value,)
+            follows = tuple(rest) if isinstance(value, tuple) else None
+            if isinstance(first, Tensor) and id(first) in self._given:
+                places.append((position, self._given[id(first)], follows))
                 values[position] = None
-            elif self._stays(first):
-                values[position] = first.data_ptr() if rest is None else (first.data_ptr(), *rest)
-            else:
-                self.is_complete = False
+            elif isinstance(first, Tensor):
+                self.is_complete = self.is_complete and self._stays(first)
+                values[position] = first.data_ptr() if follows is None else (first.data_ptr(), *follows)
+            self.is_complete = self.is_complete and not any(isinstance(item, Tensor) for item in rest)
         x, y, z = (*grid, 1, 1)[:3]
         self._prepared.append(
             Prepared(compiled.run, (x, y, z), compiled.function, compiled.packed_metadata, values, places)
@@ -121,5 +120,5 @@ class Launches:
     @staticmethod
     def are_watched() -> bool:
         """Whether somebody, a profiler say, wants to hear of every launch that Triton makes."""
-        hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-        return any(getattr(hook, 'calls', hook) for hook in hooks)
+        enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+        return bool(getattr(enter, 'calls', enter) or getattr(leave, 'calls', leave))
