@@ -11,7 +11,7 @@ import pickle
 import weakref
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -51,9 +51,7 @@ class Played(CompiledKernel):
 
     def __init__(self, kernel: Any, args: tuple[Any, ...], meta: dict[str, Any], runs: list[str]) -> None:
         self.kernel, self.runs = kernel, runs
-        self.layouts = [_layout(arg) for arg in args]
-        self.types = [type(arg) for arg in args]
-        self.meta = meta
+        self.layouts, self.types, self.meta = [_layout(arg) for arg in args], [type(arg) for arg in args], meta
 
     def run(self, *args: Any) -> None:
         x, y, z, *launch = args[:9]
@@ -76,14 +74,26 @@ def _items(value: Any) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else ()
 
 
-def _layout(arg: Any) -> tuple[torch.Size, tuple[int, ...], torch.dtype] | None:
+class Layout(NamedTuple):
+    """What a kernel was compiled for. alignment: bytes that addresses lie behind what 16 divides."""
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    alignment: int
+
+
+def _layout(arg: Any) -> Layout | None:
     """Of a tensor, which may be the first of a tuple."""
     first = arg[0] if isinstance(arg, tuple) and arg else arg
-    return (first.shape, first.stride(), first.dtype) if isinstance(first, Tensor) else None
+    if not isinstance(first, Tensor):
+        return None
+    return Layout(first.shape, first.stride(), first.dtype, first.data_ptr() % 16)
 
 
-def _tensor_at(address: int, layout: tuple[torch.Size, tuple[int, ...], torch.dtype]) -> Tensor:
-    shape, strides, dtype = layout
+def _tensor_at(address: int, layout: Layout) -> Tensor:
+    shape, strides, dtype, alignment = layout
+    assert address % 16 in (0, alignment)
     if 0 in shape:
         return torch.zeros(shape, dtype=dtype)
     count = 1 + sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True))
@@ -299,7 +309,7 @@ def test_networks_of_changing_layouts(runs: list[str]) -> None:
     for index in range(4):
         networks = Moody(), Moody()
         for network in networks:
-            network.calls = index  # of the twin's step, so that this one's is the next
+            network.calls = index + 2  # after the step of the twin an aligned result, then another
         beside.check(repeats=index > 0, tokens=beside.tokens(4), networks=networks)
 
 
@@ -388,8 +398,10 @@ def test_a_workspace_that_is_lost(runs: list[str]) -> None:
     """Launches hold what they write into."""
     beside = Beside(Case(heads=ONE_HEAD), [29], runs)
     beside.check(repeats=False)
+    held = [weakref.ref(t) for t in beside.cache.workspace.values()]
     beside.cache.workspace.clear()
     gc.collect()
+    assert all(ref() is not None for ref in held)
     beside.check(repeats=True)
 
 
@@ -435,12 +447,13 @@ def test_refused_by_a_transform(runs: list[str]) -> None:
 def test_other_ways_leave_launches_alone(runs: list[str]) -> None:
     """Steps by ops, with counts and of another backend, between those by launches."""
     beside = Beside(Case(heads=ONE_HEAD), [29], runs)
-    beside.check(repeats=False)
+    beside.check(repeats=False, tokens=beside.tokens(2))
     for cache in (beside.cache, beside.twin):
         torch.manual_seed(1)
-        decode_eagerly(cache, beside.tokens(), beside.layer)
-        step(cache, beside.tokens(), beside.layer, counts=torch.ones(1, dtype=torch.int32))
-    beside.check(repeats=True)
+        decode_eagerly(cache, beside.tokens(2), beside.layer)
+        step(cache, beside.tokens(2), beside.layer, counts=torch.ones(1, dtype=torch.int32))
+        assert cache.lengths.tolist() == [34]
+    beside.check(repeats=True, tokens=beside.tokens(2))
 
 
 def test_the_device_of_the_tensors_is_made_the_current_one(runs: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
