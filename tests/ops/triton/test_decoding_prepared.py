@@ -292,7 +292,8 @@ def test_one_tensor_given_twice(runs: list[str]) -> None:
         beside.check(repeats=repeats, mem_kv=mem_kv)
 
 
-def test_networks_of_changing_layouts(runs: list[str]) -> None:
+@pytest.mark.parametrize('num_tokens', [2, 4])
+def test_networks_of_changing_layouts(num_tokens: int, runs: list[str]) -> None:
     """What φ returns may lie anywhere and in any order."""
 
     class Moody(torch.nn.Module):
@@ -310,7 +311,7 @@ def test_networks_of_changing_layouts(runs: list[str]) -> None:
         networks = Moody(), Moody()
         for network in networks:
             network.calls = index + 2  # after the step of the twin an aligned result, then another
-        beside.check(repeats=index > 0, tokens=beside.tokens(4), networks=networks)
+        beside.check(repeats=index > 0, tokens=beside.tokens(num_tokens), networks=networks)
 
 
 def test_outputs_are_tensors_of_their_own(runs: list[str]) -> None:
