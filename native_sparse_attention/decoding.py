@@ -101,10 +101,12 @@ def nsa_decode(
     Raises:
         ValueError: shapes or settings that do not fit, or a full cache; nothing is written then.
     """
-    phi = Phi(networks, positions)
+    phi, memory = Phi(networks, positions), None
+    if mem_kv is not None:
+        memory = mem_kv[0].to(cache.dtype).contiguous(), mem_kv[1].to(cache.dtype).contiguous()
     # What a step depends on: tensors by what they look like, and everything else by value.
     given = (
-        *(q, k, v, gates, *positions, freqs, *((None, None) if mem_kv is None else mem_kv), k_window, v_window),
+        *(q, k, v, gates, *positions, freqs, *(memory or (None, None)), k_window, v_window),
         *(None if raw_k is k else raw_k, None if raw_v is v else raw_v),
     )
     values = (
@@ -135,8 +137,7 @@ def nsa_decode(
             chosen = {'num_selected': num_selected, 'share_group': share_group}
             functional.backend_of(*(t.to(cache.dtype) for t in (q, k, v)), **chosen, backend=backend)
         cache.reserve(q.shape[1])
-        mem_kv = None if mem_kv is None else (mem_kv[0].to(cache.dtype), mem_kv[1].to(cache.dtype))
-        layer = (gates, cache, phi, freqs, interpolate_factor, mem_kv)
+        layer = (gates, cache, phi, freqs, interpolate_factor, memory)
         if by_ops:
             return _decode_by_ops(tokens, *layer, counts, settings, backend).to(q.dtype)
         out, launches = _decode_by_kernels(tokens, *layer, settings, given)

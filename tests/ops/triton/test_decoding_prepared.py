@@ -242,17 +242,29 @@ def test_gates_of_another_dtype(runs: list[str]) -> None:
         beside.check(repeats=repeats, tokens=tokens | {'gates': tokens['gates'].to(dtype)})
 
 
-@pytest.mark.parametrize('name', ['positions', 'freqs', 'mem_kv'])
-def test_parameters_that_are_copied(name: str, runs: list[str]) -> None:
-    """Parts of other tensors, whose values change between steps: the copy is made anew."""
+@pytest.mark.parametrize(('name', 'repeats'), [('positions', False), ('freqs', False), ('mem_kv', True)])
+def test_parameters_that_are_copied(name: str, repeats: bool, runs: list[str]) -> None:
+    """Parts of other tensors, whose values change between steps: the copy is made anew, of memory pairs before looks are
+    taken.
+    """
     beside = Beside(Case(heads=ONE_HEAD, pairs=2), [29], runs)
     whole = beside.layer[name]
     whole = tuple(torch.stack((t, t), -1) for t in (whole if isinstance(whole, tuple) else (whole,)))
     parts = tuple(t[..., 0] for t in whole)
     beside.layer[name] = parts[0] if name == 'freqs' else parts
-    for _ in range(3):
-        beside.check(repeats=False)
+    for index in range(3):
+        beside.check(repeats=repeats and index > 0)
         for t in whole:
+            t.mul_(0.5)
+
+
+def test_memory_of_another_dtype(runs: list[str]) -> None:
+    """As under autocast: it is cast anew in every step."""
+    beside = Beside(Case(heads=ONE_HEAD, dtype=torch.float16), [29], runs)
+    beside.layer['mem_kv'] = tuple(t.float() for t in beside.layer['mem_kv'])
+    for index in range(3):
+        beside.check(repeats=index > 0)
+        for t in beside.layer['mem_kv']:
             t.mul_(0.5)
 
 
