@@ -244,8 +244,8 @@ def test_gates_of_another_dtype(runs: list[str]) -> None:
 
 @pytest.mark.parametrize(('name', 'repeats'), [('positions', False), ('freqs', False), ('mem_kv', True)])
 def test_parameters_that_are_copied(name: str, repeats: bool, runs: list[str]) -> None:
-    """Parts of other tensors, whose values change between steps: the copy is made anew, of memory pairs before looks are
-    taken.
+    """Parts of other tensors, whose values change between steps: the copy is made anew. That of memory pairs is made
+    before one looks.
     """
     beside = Beside(Case(heads=ONE_HEAD, pairs=2), [29], runs)
     whole = beside.layer[name]
