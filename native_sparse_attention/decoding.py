@@ -163,14 +163,16 @@ def _decode_by_kernels(
 
     q, storage, workspace = tokens.q, cache.storage(), cache.workspace
     launches = triton.Launches(given, storage[:-1], workspace)
-    turned, new_k, new_v = triton.append(
+    turned, q_cmp, new_k, new_v = triton.append(
         *(tokens, storage, phi.positions, freqs, interpolate_factor, settings, phi.is_mean, workspace, launches)
     )
     if not phi.is_mean:
         launches.blocks = [new_k, new_v]
         new_k, new_v = phi.settled(launches.blocks, q.dtype)
         launches.give(new_k, new_v)
-    out, _ = triton.attend(turned, q, new_k, new_v, gates, mem_kv, storage, settings, workspace, launches)
+    out, _ = triton.attend(
+        *(turned, q_cmp, new_k, new_v, gates, mem_kv, storage, settings, workspace, q.dtype, launches)
+    )
     cache.advance(q.shape[1])
     return out, launches
 

@@ -82,11 +82,11 @@ def test_choice(case: Case, device: torch.device) -> None:
 def test_ties_go_to_the_lower_block(
     blocks: tuple[int, int, int], capacity: int, share_group: bool, device: torch.device
 ) -> None:
-    """Keys are all alike, so that blocks in the middle have the same score."""
+    """Keys are all 0, so that logits are too, and blocks in the middle have the same score."""
     case = Case(blocks=blocks, capacity=capacity, num_selected=4, num_init=1, num_local=1, share_group=share_group)
     layer, cache = make_layer(case, device), make_cache(case, [capacity - 4], device)
     assert cache.k_cmp is not None
-    cache.k_cmp.masked_fill_(~cache.k_cmp.isnan(), 0.5)
+    cache.k_cmp.masked_fill_(~cache.k_cmp.isnan(), 0)
     tokens = make_tokens(case, 1, 1, device)
     _, chosen = decode(cache, tokens, layer, num_splits=2)
     assert chosen is not None

@@ -11,11 +11,11 @@ import triton.language as tl
 from native_sparse_attention.ops._triton.placement import count_blocks
 from native_sparse_attention.ops._triton.rotation import cos_and_sin, turn
 from native_sparse_attention.ops.decoding.triton.storage import (
+    let_next_launch_begin,
     load_at,
     load_lengths,
     locate,
     store_at,
-    wait_for_launch_before,
 )
 
 # Roles of programs: queries and new keys, blocks of keys, new values and their blocks.
@@ -66,7 +66,7 @@ def append_kernel(
     Nothing is turned without freqs; k_window, v_window are None where the window reads k and v; a ring where the cache
     itself has what is compressed.
     """
-    wait_for_launch_before(OVERLAPS)
+    let_next_launch_begin(OVERLAPS)
     row = (tl.program_id(0) // step.kv_heads).to(tl.int64)
     head = (tl.program_id(0) % step.kv_heads).to(tl.int64)
     old, length = load_lengths(lengths_ptr, row, capacity, step)

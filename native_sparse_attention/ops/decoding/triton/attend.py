@@ -12,9 +12,9 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from native_sparse_attention.ops.decoding.triton.choose import MAX_COUNTED, TAKEN, block_of, count_larger
 from native_sparse_attention.ops.decoding.triton.compressed import soften
 from native_sparse_attention.ops.decoding.triton.storage import (
+    let_next_launch_begin,
     load_at,
     load_lengths,
     locate,
@@ -41,14 +41,12 @@ def attend_kernel(
     cached_v,
     cached_k_window,
     cached_v_window,
-    best_ptr,
     chosen_ptr,
     lengths_ptr,
     out_ptr,
     stats_ptr,
     pages,
     capacity,
-    num_chunks,
     scale,
     step: tl.constexpr,
     sizes: tl.constexpr,
@@ -58,7 +56,6 @@ def attend_kernel(
     CHOOSERS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
-    BLOCK_C: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -69,11 +66,9 @@ def attend_kernel(
     """One program per row, token, chooser and share of what they read: the chosen blocks one after the other, then the
     blocks of the window that are not among them.
 
-    q: `[B, T, HQ, D]`; the cache `[B, S, H, D]` or pages; best: what the third launch left; chosen: int32 `[B, T,
-    choosers, n]`, made of it where a row has several chunks. Of rows `[B, T, choosers, programs, 2, heads]`, selected
+    q: `[B, T, HQ, D]`; the cache `[B, S, H, D]` or pages; chosen: int32 `[B, T, choosers, n]`. Of rows `[B, T, choosers, programs, 2, heads]`, selected
     and window: out `[..., DV]`, not normalised; stats `[..., 2]`, the largest logit and the sum of weights.
     """
-    wait_for_launch_before(OVERLAPS)
     share: tl.constexpr = GROUP // CHOOSERS
     choosers: tl.constexpr = step.kv_heads * CHOOSERS
     query, part = tl.program_id(0), tl.program_id(1)
@@ -83,12 +78,11 @@ def attend_kernel(
     head = (chooser // CHOOSERS).to(tl.int64)
     old, length = load_lengths(lengths_ptr, row, capacity, step)
     position = old + token.to(tl.int32)
+    wait_for_launch_before(OVERLAPS)
+    let_next_launch_begin(OVERLAPS)
 
     slots = tl.arange(0, BLOCK_S)
     chosen_ptr += query.to(tl.int64) * choice.num_selected
-    if num_chunks > 1:
-        best_ptr += query.to(tl.int64) * num_chunks * choice.num_selected
-        _store_choice(best_ptr, chosen_ptr, num_chunks, choice, BLOCK_C)
     chosen = tl.load(chosen_ptr + slots, mask=slots < choice.num_selected, other=-1)
 
     members = tl.arange(0, BLOCK_M)
@@ -106,7 +100,6 @@ def attend_kernel(
     out_window = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     first_tile = part * reading.of_program
     scale_log2 = scale * 1.4426950408889634
-    of_head_k, of_head_v = head * cached_k.strides[2], head * cached_v.strides[2]
     for tile in tl.range(first_tile, tl.minimum(first_tile + reading.of_program, reading.num_tiles)):
         # A tile holds tokens of chosen blocks, or of the window: all of one kind.
         is_chosen = tile < reading.num_chosen
@@ -118,27 +111,18 @@ def attend_kernel(
         exists = tl.where(is_chosen, block >= 0, of_window >= first_in_window)
         tokens = tl.where(is_chosen, tokens, of_window)
         exists = exists & (tokens <= position) & (tokens < length)
+        from_k, from_v = _either(is_chosen, cached_k, cached_k_window), _either(is_chosen, cached_v, cached_v_window)
+        in_window = tokens >= first_in_window
         if cached_k_window.ptr is None:
             # Not again what is read as chosen.
             block = tokens // sizes.selection_block_size
             known = tl.max((block[:, None] == chosen[None, :]).to(tl.int32), 1) == 1
             exists = exists & (is_chosen | (known == 0))
-        offsets_k, exists = locate(tokens, exists, row, pages, cached_k.strides)
-        offsets_v, exists = locate(tokens, exists, row, pages, cached_v.strides)
-        in_selected, in_window = exists & is_chosen, exists & (tokens >= first_in_window)
-        if cached_k_window.ptr is None:
-            k = load_at(cached_k.ptr, offsets_k + of_head_k, exists, HEAD_DIM, BLOCK_D)
-            v = load_at(cached_v.ptr, offsets_v + of_head_v, exists, VALUE_DIM, BLOCK_DV)
         else:
             in_window = in_window & (is_chosen == 0)
-            of_window_k, of_window_v = head * cached_k_window.strides[2], head * cached_v_window.strides[2]
-            window_k, _ = locate(tokens, in_window, row, pages, cached_k_window.strides)
-            window_v, _ = locate(tokens, in_window, row, pages, cached_v_window.strides)
-            k = load_at(cached_k.ptr, offsets_k + of_head_k, in_selected, HEAD_DIM, BLOCK_D)
-            v = load_at(cached_v.ptr, offsets_v + of_head_v, in_selected, VALUE_DIM, BLOCK_DV)
-            k_window = load_at(cached_k_window.ptr, window_k + of_window_k, in_window, HEAD_DIM, BLOCK_D)
-            v_window = load_at(cached_v_window.ptr, window_v + of_window_v, in_window, VALUE_DIM, BLOCK_DV)
-            k, v = tl.where(is_chosen, k, k_window), tl.where(is_chosen, v, v_window)
+        k, exists = _load_tokens(from_k, tokens, exists, row, head, pages, HEAD_DIM, BLOCK_D)
+        v, exists = _load_tokens(from_v, tokens, exists, row, head, pages, VALUE_DIM, BLOCK_DV)
+        in_selected, in_window = exists & is_chosen, exists & in_window
         logits = tl.dot(q, tl.trans(k), input_precision='ieee') * scale_log2  # [BLOCK_M, BLOCK_N]
         largest_selected, total_selected, out_selected = _read(
             logits, v, in_selected, largest_selected, total_selected, out_selected
@@ -152,21 +136,26 @@ def attend_kernel(
 
 
 @triton.jit
-def _store_choice(best_ptr, chosen_ptr, num_chunks, choice: tl.constexpr, BLOCK_C: tl.constexpr):
-    """The blocks that are best of the best of all chunks. Every program of a query stores them, each for itself."""
-    candidates = tl.arange(0, BLOCK_C)
-    num_candidates = num_chunks * choice.num_selected
-    # Keys of nothing differ, so that each has a place of its own.
-    keys = tl.load(best_ptr + candidates, mask=candidates < num_candidates, other=-1)
-    keys = tl.where(keys < 0, -1 - candidates, keys)
-    if BLOCK_C <= MAX_COUNTED:
-        place = count_larger(keys)
-        tl.store(chosen_ptr + place, block_of(keys), mask=place < choice.num_selected)
-    for slot in range(0 if BLOCK_C <= MAX_COUNTED else choice.num_selected):
-        best = tl.max(keys, 0)
-        tl.store(chosen_ptr + slot, block_of(best))
-        keys = tl.where(keys == best, TAKEN, keys)
-    tl.debug_barrier()
+def _either(is_first, first, second):
+    """The pointer and the strides of one of two tensors; of the first where the second is none."""
+    if second.ptr is None:
+        ptr, strides = first.ptr, first.strides
+    else:
+        ptr = tl.where(is_first, first.ptr, second.ptr)
+        strides = (
+            tl.where(is_first, first.strides[0], second.strides[0]),
+            tl.where(is_first, first.strides[1], second.strides[1]),
+            tl.where(is_first, first.strides[2], second.strides[2]),
+        )
+    return ptr, strides
+
+
+@triton.jit
+def _load_tokens(tensor, tokens, exists, row, head, pages, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Tokens of a head of a row, and which of them exist: 0 for others."""
+    ptr, strides = tensor
+    offsets, exists = locate(tokens, exists, row, pages, strides)
+    return load_at(ptr, offsets + head * strides[2], exists, SIZE, BLOCK), exists
 
 
 @triton.jit
@@ -179,11 +168,11 @@ def _read(logits, v, mask, largest, total, out):
 
 @triton.jit
 def _store(out_ptr, stats_ptr, results, stats, out, mask, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """A branch's part, but for the output of one that has read nothing."""
+    """A branch's part."""
     largest, total = stats
     tl.store(stats_ptr + 2 * results, largest, mask=mask)
     tl.store(stats_ptr + 2 * results + 1, total, mask=mask)
-    store_at(out_ptr, results * SIZE, out, mask & (total != 0), SIZE, BLOCK)
+    store_at(out_ptr, results * SIZE, out, mask, SIZE, BLOCK)
 
 
 @triton.jit
@@ -197,22 +186,21 @@ def combine_kernel(
     lengths_ptr,
     peaks_ptr,
     capacity,
-    num_splits,
-    num_programs,
     step: tl.constexpr,
     GROUP: tl.constexpr,
     CHOOSERS: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    NUM_PROGRAMS: tl.constexpr,
     VALUE_DIM: tl.constexpr,
-    PARTS: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """One program per row, token and head: the gated sum of the three branches, each put together from its parts.
+    """One program per row, token and head: the gated sum of the three branches, each put together from its parts,
+    NUM_SPLITS of the compressed one and NUM_PROGRAMS of both others.
 
     gates: `[B, T, HQ, 3]`; out: `[B, T, HQ, DV]`, contiguous. The first program of a row sets its length and the
     longest that it has been: nobody reads them in this launch.
     """
-    wait_for_launch_before(OVERLAPS)
     share: tl.constexpr = GROUP // CHOOSERS
     query_heads: tl.constexpr = step.kv_heads * GROUP
     query = tl.program_id(0)
@@ -221,16 +209,17 @@ def combine_kernel(
     row = (query // query_heads // step.num_tokens).to(tl.int64)
     columns = tl.arange(0, BLOCK_DV)
     unit = row * step.kv_heads + head // GROUP
-    first = ((unit * step.num_tokens + token) * GROUP + head % GROUP) * num_splits
-    out = _join(compressed_ptr, compressed_stats_ptr, first, 1, num_splits, VALUE_DIM, PARTS, BLOCK_DV)
     gate_ptr = gates.ptr + row * gates.strides[0] + token * gates.strides[1] + head * gates.strides[2]
-    out = out * tl.load(gate_ptr).to(tl.float32)
-    chooser_query = query.to(tl.int64) // share
-    first, stride = chooser_query * num_programs * 2 * share + head % share, 2 * share
-    selected = _join(parts_ptr, parts_stats_ptr, first, stride, num_programs, VALUE_DIM, PARTS, BLOCK_DV)
-    out += selected * tl.load(gate_ptr + gates.strides[3]).to(tl.float32)
-    window = _join(parts_ptr, parts_stats_ptr, first + share, stride, num_programs, VALUE_DIM, PARTS, BLOCK_DV)
-    out += window * tl.load(gate_ptr + 2 * gates.strides[3]).to(tl.float32)
+    gate_compressed = tl.load(gate_ptr).to(tl.float32)
+    gate_selected = tl.load(gate_ptr + gates.strides[3]).to(tl.float32)
+    gate_window = tl.load(gate_ptr + 2 * gates.strides[3]).to(tl.float32)
+    wait_for_launch_before(OVERLAPS)
+    first = ((unit * step.num_tokens + token) * GROUP + head % GROUP) * NUM_SPLITS
+    compressed = _load_parts(compressed_ptr, compressed_stats_ptr, first, 1, NUM_SPLITS, VALUE_DIM, BLOCK_DV)
+    first, stride = (query.to(tl.int64) // share * NUM_PROGRAMS) * 2 * share + head % share, 2 * share
+    selected = _load_parts(parts_ptr, parts_stats_ptr, first, stride, NUM_PROGRAMS, VALUE_DIM, BLOCK_DV)
+    window = _load_parts(parts_ptr, parts_stats_ptr, first + share, stride, NUM_PROGRAMS, VALUE_DIM, BLOCK_DV)
+    out = _join(compressed) * gate_compressed + _join(selected) * gate_selected + _join(window) * gate_window
     pointers = out_ptr + query.to(tl.int64) * VALUE_DIM + columns
     tl.store(pointers, out.to(out_ptr.dtype.element_ty), mask=columns < VALUE_DIM)
     if query % (query_heads * step.num_tokens) == 0:
@@ -241,19 +230,23 @@ def combine_kernel(
 
 
 @triton.jit
-def _join(out_ptr, stats_ptr, first, stride, num_parts, SIZE: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """`[BLOCK]`: the output of a branch from results first, first + stride ...; 0 where nothing is read."""
-    largest = tl.full([1], float('-inf'), tl.float32)
-    total = tl.zeros([1], tl.float32)
-    out = tl.zeros([1, BLOCK], tl.float32)
-    for start in range(0, num_parts, PARTS):
-        parts = start + tl.arange(0, PARTS)
-        results = first + parts * stride
-        logits = tl.load(stats_ptr + 2 * results, mask=parts < num_parts, other=float('-inf'))
-        totals = tl.load(stats_ptr + 2 * results + 1, mask=parts < num_parts, other=0.0)
-        outs = load_at(out_ptr, results * SIZE, (parts < num_parts) & (totals != 0), SIZE, BLOCK)
-        weights, shrink, largest = soften(logits[None, :], largest)
-        total = total * shrink + tl.sum(totals[None, :] * weights, 1)
-        out = out * shrink[:, None] + tl.sum(outs * tl.trans(weights), 0)[None, :]
-    total = tl.sum(total, 0)
-    return tl.where(total == 0, 0.0, tl.sum(out, 0) / tl.where(total == 0, 1.0, total))
+def _load_parts(out_ptr, stats_ptr, first, stride, NUM: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Largest logits and sums of weights `[PARTS]` and outputs `[PARTS, BLOCK]` of results first, first + stride ...;
+    PARTS: NUM, padded.
+    """
+    parts = tl.arange(0, triton.next_power_of_2(NUM))
+    results = first + parts * stride
+    largest = tl.load(stats_ptr + 2 * results, mask=parts < NUM, other=float('-inf'))
+    totals = tl.load(stats_ptr + 2 * results + 1, mask=parts < NUM, other=0.0)
+    return largest, totals, load_at(out_ptr, results * SIZE, parts < NUM, SIZE, BLOCK)
+
+
+@triton.jit
+def _join(parts):
+    """`[BLOCK]`: the output of a branch from its parts; 0 where nothing is read."""
+    largest, totals, outs = parts
+    base = tl.max(largest, 0)
+    weights = tl.exp2(largest - tl.where(base == float('-inf'), 0.0, base))
+    total = tl.sum(totals * weights, 0)
+    out = tl.sum(tl.where((totals != 0)[:, None], outs * weights[:, None], 0.0), 0)
+    return tl.where(total == 0, 0.0, out / tl.where(total == 0, 1.0, total))

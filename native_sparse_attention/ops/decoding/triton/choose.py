@@ -10,12 +10,15 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from native_sparse_attention.ops.decoding.triton.storage import load_lengths, wait_for_launch_before
+from native_sparse_attention.ops.decoding.triton.storage import (
+    let_next_launch_begin,
+    load_lengths,
+    wait_for_launch_before,
+)
 
-# Most keys that are put in order by comparing all pairs of them, in registers.
-MAX_COUNTED = tl.constexpr(128)
-# Less than any key.
-TAKEN = tl.constexpr(-(2**40))
+# Ranks of what is no block and of what has been taken. More than any block.
+NOTHING, TAKEN = tl.constexpr(-1), tl.constexpr(-2)
+NO_BLOCK = tl.constexpr(2**31 - 1)
 
 
 class Choice(NamedTuple):
@@ -32,6 +35,7 @@ def choose_kernel(
     sums_ptr,
     maxima_ptr,
     best_ptr,
+    counts_ptr,
     chosen_ptr,
     lengths_ptr,
     capacity,
@@ -47,16 +51,16 @@ def choose_kernel(
     BLOCK_G: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_J: tl.constexpr,
+    BLOCK_C: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """One program per row, token, chooser and chunk of BLOCK_J selection blocks. GROUP: heads of a key head, of which
     each of CHOOSERS has its share; TILE: blocks that have a maximum in common.
 
-    best: int64 `[B, T, choosers, chunks, n]`, the first n of a chunk in their order: what `rank` gives in the upper
-    half of the bits, and in the lower one the complement of the block; negative where there are no more. chosen: int32
-    `[B, T, choosers, n]`, their blocks where a row is one chunk, -1 where there are no more.
+    best: int32 `[B, T, choosers, 2, chunks * n]`, ranks and blocks of the first n of every chunk, in order. chosen:
+    int32 `[B, T, choosers, n]`, the first n of all, -1 where there are no more, by whichever program of a query is the
+    last. counts: int32 `[B, T, choosers]`, how many are done, 0 before and after.
     """
-    wait_for_launch_before(OVERLAPS)
     query, chunk = tl.program_id(0), tl.program_id(1)
     choosers: tl.constexpr = step.kv_heads * CHOOSERS
     chooser = query % choosers
@@ -64,79 +68,93 @@ def choose_kernel(
     row = query // choosers // step.num_tokens
     old, length = load_lengths(lengths_ptr, row, capacity, step)
     position = old + token
+    wait_for_launch_before(OVERLAPS)
+    let_next_launch_begin(OVERLAPS)
 
     block = chunk * BLOCK_J + tl.arange(0, BLOCK_J)
-    own_block = position // sizes.selection_block_size
-    choosable = (block <= own_block) & (block < tl.cdiv(length, sizes.selection_block_size))
-    score = tl.zeros([BLOCK_J], tl.float32)
+    # Tiles are written as a whole.
+    in_tile = block // TILE < tl.cdiv(length, TILE * sizes.selection_block_size)
+    # What blocks have in common that lie in a tile: few of them, so that they lie in one thread too.
+    RUN: tl.constexpr = min(TILE, 4)
+    run = chunk * (BLOCK_J // RUN) + tl.arange(0, BLOCK_J // RUN)
+    # The last block of the chunk before hands on to the first one of this chunk.
+    before = chunk * BLOCK_J - 1
+    score, onward, first = tl.zeros([BLOCK_J], tl.float32), tl.zeros([BLOCK_J], tl.float32), 0.0
     share: tl.constexpr = GROUP // CHOOSERS
+    unit = row.to(tl.int64) * step.kv_heads + chooser // CHOOSERS
+    member = (unit * step.num_tokens + token) * GROUP + chooser % CHOOSERS * share
+    num_blocks = tl.multiple_of(room.num_blocks, TILE)
+    sums_ptr += member * 2 * num_blocks
+    maxima_ptr += member * room.num_tiles
+    stats_ptr += 2 * member * num_splits
     splits = tl.arange(0, BLOCK_S)
     for start in range(0, share, BLOCK_G):
         heads = start + tl.arange(0, BLOCK_G)
         is_head = heads < share
-        unit = row.to(tl.int64) * step.kv_heads + chooser // CHOOSERS
-        member = (unit * step.num_tokens + token) * GROUP + chooser % CHOOSERS * share + heads
+        sums_of_head, maxima_of_head = sums_ptr + heads * 2 * num_blocks, maxima_ptr + heads * room.num_tiles
         # All loads first: they do not wait for each other.
-        own = _load_sums(sums_ptr, maxima_ptr, member, is_head, block, choosable, room, TILE)
+        mask = is_head[:, None] & in_tile[None, :]
+        own = tl.load(sums_of_head[:, None] + block[None, :], mask=mask, other=0.0)
         if HANDED_ON:
-            exists, onward_ptr = choosable & (block > 0), sums_ptr + room.num_blocks
-            onward = _load_sums(onward_ptr, maxima_ptr, member, is_head, block - 1, exists, room, TILE)
-        stats = stats_ptr + 2 * ((member * num_splits)[:, None] + splits[None, :])
+            handed = tl.load(sums_of_head[:, None] + num_blocks + block[None, :], mask=mask, other=0.0)
+            handed_before = tl.load(sums_of_head + num_blocks + before, mask=is_head & (chunk > 0), other=0.0)
+            maxima_before = tl.load(maxima_of_head + before // TILE, mask=is_head & (chunk > 0), other=0.0)
+        mask = is_head[:, None] & (run * RUN * sizes.selection_block_size < length)[None, :]
+        maxima = tl.load(maxima_of_head[:, None] + run[None, :] // (TILE // RUN), mask=mask, other=0.0)
+        stats = stats_ptr + 2 * ((heads * num_splits)[:, None] + splits[None, :])
         mask = is_head[:, None] & (splits < num_splits)[None, :]
         largest = tl.load(stats, mask=mask, other=float('-inf'))
         total = tl.load(stats + 1, mask=mask, other=0.0)
         base = tl.max(largest, 1)
         base = tl.where(base == float('-inf'), 0.0, base)
         total = tl.sum(total * tl.exp2(largest - base[:, None]), 1)  # [BLOCK_G]
-        score += _add_heads(own, base, total)
+        factors = tl.exp2(maxima - base[:, None]) * (1.0 / total)[:, None]
+        factors = tl.reshape(tl.broadcast_to(factors[:, :, None], [BLOCK_G, BLOCK_J // RUN, RUN]), [BLOCK_G, BLOCK_J])
+        score += _add_heads(own, factors)
         if HANDED_ON:
-            score += _add_heads(onward, base, total)
+            onward += _add_heads(handed, factors)
+            first += _add_heads(handed_before, tl.exp2(maxima_before - base) * (1.0 / total))
 
-    keys = (rank(score, block, own_block, choice).to(tl.int64) << 32) + (2**31 - 1 - block)
-    keys = tl.where(choosable, keys, -1 - block)
-    best_ptr += (query.to(tl.int64) * tl.num_programs(1) + chunk) * choice.num_selected
+    if HANDED_ON:
+        places = tl.arange(0, BLOCK_J)
+        score += tl.where(places == 0, first, tl.gather(onward, tl.maximum(places - 1, 0), 0))
+    own_block = position // sizes.selection_block_size
+    choosable = (block <= own_block) & (block < tl.cdiv(length, sizes.selection_block_size))
+    ranks = tl.where(choosable, rank(score, block, own_block, choice), NOTHING)
     chosen_ptr += query.to(tl.int64) * choice.num_selected
-    if BLOCK_J <= MAX_COUNTED:
-        place = count_larger(keys)
-        tl.store(best_ptr + place, keys, mask=place < choice.num_selected)
-        if tl.num_programs(1) == 1:
-            tl.store(chosen_ptr + place, block_of(keys), mask=place < choice.num_selected)
-    for slot in range(0 if BLOCK_J <= MAX_COUNTED else choice.num_selected):
-        best = tl.max(keys, 0)
-        tl.store(best_ptr + slot, best)
-        if tl.num_programs(1) == 1:
-            tl.store(chosen_ptr + slot, block_of(best))
-        keys = tl.where(keys == best, TAKEN, keys)
+    if tl.num_programs(1) == 1:
+        _store_best(ranks, block, None, chosen_ptr, choice.num_selected)
+    else:
+        num_candidates = tl.num_programs(1) * choice.num_selected
+        ranks_ptr = best_ptr + query.to(tl.int64) * 2 * num_candidates
+        slot, blocks_ptr = chunk * choice.num_selected, ranks_ptr + num_candidates
+        _store_best(ranks, block, ranks_ptr + slot, blocks_ptr + slot, choice.num_selected)
+        tl.debug_barrier()
+        if tl.atomic_add(counts_ptr + query, 1) == tl.num_programs(1) - 1:
+            candidates = tl.arange(0, BLOCK_C)
+            is_candidate = candidates < num_candidates
+            candidate_ranks = tl.load(ranks_ptr + candidates, mask=is_candidate, other=TAKEN, cache_modifier='.cg')
+            candidate_blocks = tl.load(blocks_ptr + candidates, mask=is_candidate, other=-1, cache_modifier='.cg')
+            _store_best(candidate_ranks, candidate_blocks, None, chosen_ptr, choice.num_selected)
+            tl.store(counts_ptr + query, 0)
 
 
 @triton.jit
-def count_larger(keys):
-    """How many of keys `[J]` are larger, for each of them."""
-    return tl.sum((keys[None, :] > keys[:, None]).to(tl.int32), 1)
+def _store_best(ranks, blocks, ranks_ptr, blocks_ptr, COUNT: tl.constexpr):
+    """The largest of ranks `[J]`, if given a place, and their blocks, the lower first; -1 where there are no more."""
+    for slot in range(COUNT):
+        best = tl.max(ranks, 0)
+        block = tl.min(tl.where(ranks == best, blocks, NO_BLOCK), 0)
+        if ranks_ptr is not None:
+            tl.store(ranks_ptr + slot, best)
+        tl.store(blocks_ptr + slot, tl.where(best < 0, -1, block))
+        ranks = tl.where(blocks == block, TAKEN, ranks)
 
 
 @triton.jit
-def block_of(keys):
-    """The blocks of keys, -1 for what is none."""
-    return tl.where(keys < 0, -1, 2**31 - 1 - (keys & 0xFFFFFFFF)).to(tl.int32)
-
-
-@triton.jit
-def _load_sums(sums_ptr, maxima_ptr, member, is_head, block, mask, room, TILE: tl.constexpr):
-    """Sums of blocks `[G, J]`, and what they are relative to."""
-    mask = is_head[:, None] & mask[None, :]
-    sums = tl.load(sums_ptr + (member * 2 * room.num_blocks)[:, None] + block[None, :], mask=mask, other=0.0)
-    maxima = tl.load(maxima_ptr + (member * room.num_tiles)[:, None] + block[None, :] // TILE, mask=mask, other=0.0)
-    return sums, maxima
-
-
-@triton.jit
-def _add_heads(sums_and_maxima, base, total):
-    """Sums `[G, J]` as weights of a softmax, added up over heads."""
-    sums, maxima = sums_and_maxima
-    weights = sums * tl.exp2(maxima - base[:, None]) * (1.0 / total)[:, None]
-    # Where nothing is seen there are no weights to scale.
-    return tl.sum(tl.where(sums != 0, weights, 0.0), 0)
+def _add_heads(sums, factors):
+    """Sums of heads `[G, ...]` as weights of a softmax, added up. Where nothing is seen there are none to scale."""
+    return tl.sum(tl.where(sums != 0, sums * factors, 0.0), 0)
 
 
 @triton.jit

@@ -18,6 +18,7 @@ import triton.language as tl
 from native_sparse_attention.ops._triton.placement import count_blocks
 from native_sparse_attention.ops._triton.tiles import split_finite
 from native_sparse_attention.ops.decoding.triton.storage import (
+    let_next_launch_begin,
     load_at,
     load_lengths,
     locate,
@@ -74,7 +75,7 @@ def compressed_kernel(
     weights in tokens, of the compressed blocks that begin in a selection block and, with HANDED_ON, what these share
     with the next one; maxima `[..., tiles]`, what the sums are relative to.
     """
-    wait_for_launch_before(OVERLAPS)
+    let_next_launch_begin(OVERLAPS)
     num_rows: tl.constexpr = step.num_tokens * GROUP
     row_tiles: tl.constexpr = (num_rows + BLOCK_M - 1) // BLOCK_M
     part, num_splits = tl.program_id(1), tl.num_programs(1)
@@ -94,12 +95,13 @@ def compressed_kernel(
     of_part = tl.cdiv(num_tiles, num_splits)
     first_tile = part * of_part
     last_tile = tl.minimum(first_tile + of_part, num_tiles)
-    if first_new < num_keys:
+    first_block, last_block = first_tile * BLOCK_J * per_selection - skipped, last_tile * BLOCK_J * per_selection
+    if (first_new < tl.minimum(num_keys, last_block)) & (num_keys > first_block):
         # All programs that read a new block store it, each for itself.
+        wait_for_launch_before(OVERLAPS)
         for index in range(step.num_new):
             block = tl.zeros([1], tl.int32) + first_new + index
-            is_read = (block < num_keys) & (block < last_tile * BLOCK_J * per_selection)
-            is_read = is_read & (block >= first_tile * BLOCK_J * per_selection - skipped)
+            is_read = (block < num_keys) & (block >= first_block) & (block < last_block)
             offsets, found = locate(block, is_read, row, pages, cached_k.strides)
             k = load_at(new_k.ptr, block * 0 + _offset(new_k, row, index, head), found, HEAD_DIM, BLOCK_D)
             store_at(cached_k.ptr, offsets + head * cached_k.strides[2], k, found, HEAD_DIM, BLOCK_D)
@@ -167,6 +169,7 @@ def compressed_kernel(
             total += tl.sum(tl.where(weights > 0, spoiled[None, :], 0.0), 1)
         out = tl.dot(weights.to(v.dtype), v, out * shrink[:, None], input_precision='ieee')
 
+    wait_for_launch_before(OVERLAPS)
     results = (unit.to(tl.int64) * num_rows + members) * num_splits + part
     tl.store(stats_ptr + 2 * results, largest, mask=is_member)
     tl.store(stats_ptr + 2 * results + 1, total, mask=is_member)

@@ -24,8 +24,6 @@ from native_sparse_attention.ops.decoding.triton.storage import Blocks, Pages, S
 Workspace = dict[tuple[Any, ...], Tensor]
 # Bytes of a compressed block that a program lays out at a time.
 BLOCK_BYTES = 4096
-# Elements of partial results that a program puts together at a time: many where it would wait for each.
-PARTS_ELEMENTS = {False: 1024, True: 8192}
 
 
 def append(
@@ -38,10 +36,11 @@ def append(
     is_mean: bool,
     workspace: Workspace,
     launches: Launches,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Writes new tokens into the cache. Returns q, turned; and the blocks that they may complete, K = ceil(T / d) of
-    keys and of values: laid out `[B, H, K, l, D or DV]` for φ, positions added; with is_mean their means `[B, K, H, D
-    or DV]`. positions: `[H, l, D]`, `[H, l, DV]`. freqs: float32 `[F]`, of angles position / factor * freqs.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Writes new tokens into the cache. Returns q, turned and as it is, in the dtype of the cache; and the blocks that
+    they may complete, K = ceil(T / d) of keys and of values: laid out `[B, H, K, l, D or DV]` for φ, positions added;
+    with is_mean their means `[B, K, H, D or DV]`. positions: `[H, l, D]`, `[H, l, DV]`. freqs: float32 `[F]`, of angles
+    position / factor * freqs.
     """
     q, k, v, raw_k, raw_v, k_window, v_window = last_dim_contiguous(*tokens)
     batch, num_tokens, heads, head_dim = q.shape
@@ -50,7 +49,9 @@ def append(
     num_blocks = -(-num_tokens // stride)
     dtype, device = storage.k.dtype, q.device
     row_bytes = head_block(max(head_dim, value_dim)) * dtype.itemsize
-    turned = q.to(dtype) if freqs is None else _empty(workspace, 'q', q.shape, dtype, device)
+    # Before the launch, with which the next one may overlap: it reads q and waits for what it gets from here alone.
+    q_cmp = q.to(dtype)
+    turned = q_cmp if freqs is None else _empty(workspace, 'q', q.shape, dtype, device)
     blocks_k, blocks_v = (
         _empty(workspace, name, (batch, num_blocks, kv_heads, *sizes), dtype, device)
         for name, sizes in (
@@ -82,8 +83,8 @@ def append(
         device=device,
     )
     if is_mean:
-        return turned, blocks_k, blocks_v
-    return turned, blocks_k.transpose(1, 2), blocks_v.transpose(1, 2)
+        return turned, q_cmp, blocks_k, blocks_v
+    return turned, q_cmp, blocks_k.transpose(1, 2), blocks_v.transpose(1, 2)
 
 
 def attend(
@@ -96,18 +97,20 @@ def attend(
     storage: Storage,
     settings: Settings,
     workspace: Workspace,
+    dtype: torch.dtype,
     launches: Launches,
 ) -> tuple[Tensor, Tensor | None]:
-    """What new tokens attend to, gated, `[B, T, HQ, DV]`, after `append`; and the chosen blocks, int32 `[B, T, H or HQ,
-    n]`. Stores the compressed blocks new_k, new_v `[B, K, H, D or DV]` that are complete, and advances the lengths.
+    """What new tokens attend to, gated, `[B, T, HQ, DV]` of dtype, after `append`; and the chosen blocks, int32 `[B, T,
+    H or HQ, n]`. Stores the compressed blocks new_k, new_v `[B, K, H, D or DV]` that are complete, and advances the
+    lengths. mem_kv: contiguous.
     """
-    q, q_cmp, gates, new_k, new_v = last_dim_contiguous(q, q_cmp, gates, new_k, new_v)
+    gates, new_k, new_v = last_dim_contiguous(gates, new_k, new_v)
     batch, num_tokens, heads, head_dim = q.shape
     kv_heads, value_dim = new_v.shape[2], new_v.shape[3]
     choosers = kv_heads if settings.share_group else heads
-    device, dtype = q.device, storage.k.dtype
+    device, itemsize = q.device, storage.k.element_size()
     plan = make_plan(
-        *(device, dtype.itemsize, batch, num_tokens, heads, kv_heads, choosers, max(head_dim, value_dim)),
+        *(device, itemsize, batch, num_tokens, heads, kv_heads, choosers, max(head_dim, value_dim)),
         *(storage.capacity, settings.compress_block_size, settings.compress_stride, settings.selection_block_size),
         *(settings.num_selected, settings.window_size),
         *(settings.num_splits, settings.tiles_of_program),
@@ -130,18 +133,18 @@ def attend(
     sums, maxima = empty('sums', rows, 2, plan.num_blocks), empty('maxima', rows, plan.num_tiles)
     out_parts = empty('out_parts', queries, plan.num_programs, 2, heads // choosers, value_dim)
     parts_stats = empty('parts_stats', queries, plan.num_programs, 2, heads // choosers, 2)
-    best = empty('best', queries, plan.num_chunks, settings.num_selected, dtype=torch.int64)
+    best = empty('best', queries, 2, plan.num_chunks * settings.num_selected, dtype=torch.int32)
+    counts = _kept(workspace, 'counts', (queries,), torch.int32, device, torch.zeros)
     chosen = empty('chosen', batch, num_tokens, choosers, settings.num_selected, dtype=torch.int32)
-    out = gates.new_empty(batch, num_tokens, heads, value_dim, dtype=q_cmp.dtype)
+    out = gates.new_empty(batch, num_tokens, heads, value_dim, dtype=dtype)
     launches.give(out)
-    q_cmp = q_cmp.to(dtype)
-    mem_k, mem_v = (None, None) if mem_kv is None else (t.contiguous() for t in mem_kv)
+    mem_k, mem_v = (None, None) if mem_kv is None else mem_kv
     head_sizes = {'HEAD_DIM': head_dim, 'VALUE_DIM': value_dim}
     head_blocks = {'BLOCK_D': head_block(head_dim), 'BLOCK_DV': head_block(value_dim)}
     groups = {'GROUP': group, 'CHOOSERS': choosers // kv_heads}
 
     row_tiles, block_m = -(-num_tokens * group // plan.block_m), row_block(heads // choosers)
-    row_bytes = max(head_blocks.values()) * dtype.itemsize
+    row_bytes = max(head_blocks.values()) * itemsize
     launches.launch(
         compressed_kernel,
         (batch * kv_heads * row_tiles, plan.num_splits),
@@ -165,7 +168,7 @@ def attend(
         launches.launch(
             choose_kernel,
             (queries, plan.num_chunks),
-            *(stats, sums, maxima, best, chosen, storage.lengths, capacity, plan.num_splits, room),
+            *(stats, sums, maxima, best, counts, chosen, storage.lengths, capacity, plan.num_splits, room),
             step=step,
             sizes=sizes,
             choice=choice,
@@ -175,6 +178,7 @@ def attend(
             BLOCK_G=min(16, 1 << (heads // choosers - 1).bit_length()),
             BLOCK_S=1 << (plan.num_splits - 1).bit_length(),
             BLOCK_J=plan.chunk,
+            BLOCK_C=1 << (plan.num_chunks * settings.num_selected - 1).bit_length(),
             **launch_options('choose', device, plan.few_rows),
             device=device,
         )
@@ -185,14 +189,13 @@ def attend(
         attend_kernel,
         (queries, plan.num_programs),
         *(strided(t) for t in (q, storage.k, storage.v, storage.k_window, storage.v_window)),
-        *(best, chosen, storage.lengths, out_parts, parts_stats, _pages(storage.block_table, storage.k)),
-        *(capacity, plan.num_chunks, settings.scale),
+        *(chosen, storage.lengths, out_parts, parts_stats, _pages(storage.block_table, storage.k)),
+        *(capacity, settings.scale),
         step=step,
         sizes=sizes,
         choice=choice,
         reading=reading,
         **groups,
-        BLOCK_C=1 << max(plan.num_chunks * settings.num_selected - 1, 0).bit_length(),
         BLOCK_S=row_block(max(settings.num_selected, 1)),
         BLOCK_M=block_m,
         BLOCK_N=plan.block_n,
@@ -205,13 +208,14 @@ def attend(
         combine_kernel,
         (rows,),
         *(strided(gates), out_compressed, stats, out_parts, parts_stats, out, storage.lengths, storage.peaks),
-        *(capacity, plan.num_splits, plan.num_programs),
+        capacity,
         step=step,
         **groups,
+        NUM_SPLITS=plan.num_splits,
+        NUM_PROGRAMS=plan.num_programs,
         VALUE_DIM=value_dim,
-        PARTS=PARTS_ELEMENTS[plan.few_rows] // head_block(value_dim),
         BLOCK_DV=head_block(value_dim),
-        **launch_options('combine_few' if plan.few_rows else 'combine', device, plan.few_rows),
+        **launch_options('combine', device, plan.few_rows, plan.num_parts * head_blocks['BLOCK_DV']),
         device=device,
     )
     return out, chosen if settings.num_selected else None
@@ -225,8 +229,13 @@ def _pages(table: Tensor | None, pool: Tensor) -> Pages:
 
 def _empty(workspace: Workspace, name: str, shape: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor that stays, whatever is in it."""
+    return _kept(workspace, name, shape, dtype, device, torch.empty)
+
+
+def _kept(workspace: Workspace, name: str, shape: Any, dtype: torch.dtype, device: torch.device, make: Any) -> Tensor:
+    """A tensor that stays, made anew where there is none of that shape."""
     key = (name, *shape, dtype)
     if key not in workspace:
         with torch.inference_mode(False):
-            workspace[key] = torch.empty(shape, dtype=dtype, device=device)
+            workspace[key] = make(shape, dtype=dtype, device=device)
     return workspace[key]

@@ -11,18 +11,19 @@ from native_sparse_attention.geometry import overlapping_blocks
 from native_sparse_attention.ops._triton.launch import head_block, row_block
 
 # Warps and pipeline stages of each kernel where rows are few and short; attend_few: where its programs have at most
-# FEW_TILES tiles, attend_many: more than MANY_TILES; combine_few: where rows are so few that launches wait.
+# FEW_TILES tiles, attend_many: more than MANY_TILES.
 LAUNCHES = {
     'append': (2, 1),
     'compressed': (2, 3),
-    'choose': (4, 1),
+    'choose': (1, 1),
     'attend': (2, 3),
     'attend_few': (4, 2),
     'attend_many': (2, 2),
     'combine': (1, 1),
-    'combine_few': (4, 1),
 }
 FEW_TILES, MANY_TILES = 2, 12
+# Launches that begin while the one before still runs, where the GPU knows how; all do where rows are few.
+OVERLAPPING = ('append', 'compressed', 'choose', 'combine')
 # Elements of outputs that a warp has in registers, and bytes of a row beyond which two stages are all that fits.
 WARP_ELEMENTS = 2048
 LONG_ROW = 256
@@ -31,11 +32,12 @@ COMPRESSED_TILE, ATTEND_TILE = (8192, 32), (16384, 64)
 # Programs of a multiprocessor at a time, and multiprocessors where there are none.
 PROGRAMS = 3
 MULTIPROCESSORS = 64
-# Most parts that the compressed blocks of a row are split into.
-MAX_SPLITS = 64
+# Most parts that the compressed blocks of a row are split into, and programs that read what a query has chosen: those
+# who put them together have all of them at a time.
+MAX_PARTS = 64
 # Selection blocks of a program that chooses, and most candidates that the programs of a row leave.
 CHUNK = 64
-MAX_CANDIDATES = 4096
+MAX_CANDIDATES = 1024
 
 
 class Plan(NamedTuple):
@@ -63,6 +65,11 @@ class Plan(NamedTuple):
     @property
     def num_programs(self) -> int:
         return -(-self.num_reads // self.of_program)
+
+    @property
+    def num_parts(self) -> int:
+        """Of an output, in powers of two: of the compressed branch and of both others."""
+        return (1 << (self.num_splits - 1).bit_length()) + (2 << (self.num_programs - 1).bit_length())
 
 
 @cache
@@ -96,8 +103,9 @@ def make_plan(
     block_j = max(1, _tile_rows(COMPRESSED_TILE, row_bytes) // steps)
     num_tiles = -(-num_blocks // block_j)
     units = batch * kv_heads * -(-rows // block_m)
-    num_splits = num_splits or min(MAX_SPLITS, max(1, slots // units))
-    chunk = max(CHUNK, row_block(num_selected))  # a program leaves as many candidates as there are places to fill
+    num_splits = min(MAX_PARTS, num_splits or max(1, slots // units))
+    # A program leaves as many candidates as there are places to fill, and takes whole tiles.
+    chunk = max(CHUNK, block_j, row_block(num_selected))
     while chunk < num_blocks and -(-num_blocks // chunk) * num_selected > MAX_CANDIDATES:
         chunk *= 2
     block_n = min(_tile_rows(ATTEND_TILE, row_bytes), row_block(selection_block_size))
@@ -106,10 +114,10 @@ def make_plan(
     num_chosen = -(-num_selected * selection_block_size // block_n)
     num_reads = num_chosen + -(-reach * selection_block_size // block_n)
     queries = batch * num_tokens * choosers
-    of_program = tiles_of_program or -(-num_reads // max(1, slots // queries))
+    of_program = max(tiles_of_program or -(-num_reads // max(1, slots // queries)), -(-num_reads // MAX_PARTS))
     return Plan(
         *(block_m, block_j, steps, min(num_splits, num_tiles), num_tiles * block_j, num_tiles),
-        *(min(chunk, row_block(max(num_blocks, num_selected))), -(-num_blocks // chunk)),
+        *(min(chunk, max(block_j, row_block(max(num_blocks, num_selected)))), -(-num_blocks // chunk)),
         *(block_n, num_chosen, num_reads, min(of_program, num_reads), units <= multiprocessors // 8),
     )
 
@@ -126,15 +134,16 @@ def num_steps(block_size: int, stride: int, selection_block_size: int) -> int:
 def launch_options(
     kernel: str, device: torch.device, few_rows: bool, num_elements: int = 0, row_bytes: int = 0
 ) -> dict[str, Any]:
-    """few_rows: a launch begins while the one before still runs, where the GPU knows how. num_elements: of the outputs
-    that a program has at a time; row_bytes: of a key.
+    """few_rows: launches wait for each other. num_elements: of the outputs that a program has at a time; row_bytes: of
+    a key.
     """
     num_warps, num_stages = LAUNCHES[kernel]
-    num_warps = max(num_warps, min(8, num_elements // WARP_ELEMENTS))
+    while num_warps < 8 and 2 * num_warps * WARP_ELEMENTS <= num_elements:
+        num_warps *= 2
     num_stages = min(num_stages, 2) if row_bytes > LONG_ROW else num_stages
-    overlaps = few_rows and can_overlap(device)
+    overlaps = (few_rows or kernel in OVERLAPPING) and can_overlap(device)
     options = {'num_warps': num_warps, 'num_stages': num_stages, 'OVERLAPS': overlaps}
-    # What comes before the first launch does not know that it may be overlapped.
+    # What comes before the first launch is not known to have written everything.
     return options | {'launch_pdl': True} if overlaps and kernel != 'append' else options
 
 

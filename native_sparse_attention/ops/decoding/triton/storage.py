@@ -67,11 +67,20 @@ def ring_of(tensor: Tensor | None) -> Ring:
 
 @triton.jit
 def wait_for_launch_before(OVERLAPS: tl.constexpr):
-    """With OVERLAPS programs start while the launch before still runs, and wait here until it has written everything;
-    and let those of the next launch do the same.
+    """With OVERLAPS programs start while the launch before still runs, and wait here until it has written everything.
+
+    Every program of a launch must, or else the launch after it would not know that all before it are done. Ahead of it
+    only what no launch of the step writes may be read: lengths, which the last one sets, and compressed blocks that
+    are not new.
     """
     if OVERLAPS:
         gdc_wait()
+
+
+@triton.jit
+def let_next_launch_begin(OVERLAPS: tl.constexpr):
+    """Programs of the next launch may start where there is room, once all of this one have come here."""
+    if OVERLAPS:
         gdc_launch_dependents()
 
 
