@@ -20,7 +20,7 @@ from native_sparse_attention.ops.backend import BackendChoice, check_backend
 from native_sparse_attention.padding import check_mask, from_front, front_order, to_front
 from native_sparse_attention.paged_cache import make_cache
 from native_sparse_attention.projection import is_plain_linear, projection_dtype
-from native_sparse_attention.rotary import Rotary
+from native_sparse_attention.rotary import Rotary, rotate
 
 
 class _Projected(NamedTuple):
@@ -271,7 +271,8 @@ class SparseAttention(nn.Module):
         probe = torch.empty((), dtype=cache.dtype, device=cache.device)
         sizes = ((self.heads, self.dim_head), (self.kv_heads, self.dim_head), (self.kv_heads, self.dim_value_head))
         q, k, v = (probe.expand(cache.batch_size, num_tokens, *size) for size in sizes)
-        return decoding.backend_of(q, k, v, cache, self.selection_block_size, backend=self.backend).name == 'triton'
+        sizes = (self.selection_block_size, self.num_selected_blocks)
+        return decoding.backend_of(q, k, v, cache, *sizes, backend=self.backend).name == 'triton'
 
     def backend_for(self, x: Tensor) -> BackendChoice:
         """The backend that a forward of x `[B, T, dim]` would take, and why faster ones are passed over; `ops` has what
@@ -311,10 +312,11 @@ class SparseAttention(nn.Module):
             cu_seqlens,
         )
         # What `attend` is made of is read here, once: parameters may have other values when it is made again.
-        tables, mem_kv = self._tables(positions), self._memory(new.q.dtype)
+        tables = None if self.rotary is None else self.rotary.tables(positions)
+        mem_kv = None if self._memory is None else (self._memory[0].to(new.q.dtype), self._memory[1].to(new.q.dtype))
 
         def attend(choose: Callable[..., Tensor]) -> Tensor:
-            q, k, k_window = self._rotate(tables, backend, new.q, new.k, new.k_window)
+            q, k, k_window = rotate(tables, backend, new.q, new.k, new.k_window)
             return self._nsa(
                 *(q, k, new.v, k_cmp, v_cmp, new.gates),
                 mem_kv=mem_kv,
@@ -348,7 +350,7 @@ class SparseAttention(nn.Module):
             positions=(self.k_intrablock_positions, self.v_intrablock_positions),
             freqs=None if rotary is None else rotary.freqs,
             interpolate_factor=1.0 if rotary is None else rotary.interpolate_factor,
-            mem_kv=self._memory(cache.dtype),
+            mem_kv=self._memory,
             raw_k=new.raw_k,
             raw_v=new.raw_v,
             k_window=new.k_window,
@@ -379,20 +381,11 @@ class SparseAttention(nn.Module):
         gates = logits.to(torch.promote_types(logits.dtype, torch.float32)).sigmoid()
         return _Projected(q, k, v, raw_k, raw_v, k_window, v_window, gates)
 
-    def _tables(self, positions: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Cosines and sines for positions `[B, T]`."""
-        return None if self.rotary is None else self.rotary.tables(positions)
-
-    def _rotate(self, tables: tuple[Tensor, Tensor] | None, backend: str, *tensors: Tensor | None) -> list[Any]:
-        """Each of tensors `[B, T, heads, D]` that is not None, turned by `_tables`."""
-        if self.rotary is None or tables is None:
-            return list(tensors)
-        return [None if t is None else self.rotary.rotate(t, *tables, backend) for t in tensors]
-
-    def _memory(self, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+    @property
+    def _memory(self) -> tuple[Tensor, Tensor] | None:
         """Memory pairs of the compressed branch."""
         mem_k, mem_v = self.compress_mem_k, self.compress_mem_v
-        return None if mem_k is None or mem_v is None else (mem_k.to(dtype), mem_v.to(dtype))
+        return None if mem_k is None or mem_v is None else (mem_k, mem_v)
 
     def _nsa(self, q: Tensor, *tensors: Any, **settings: Any) -> Tensor:
         """`nsa` with the settings of the layer, `[B, T, HQ, DV]`."""

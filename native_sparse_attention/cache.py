@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from native_sparse_attention.geometry import num_compressed_blocks
+from native_sparse_attention.ops._checks import check_block_sizes, check_not_negative, check_positive
 from native_sparse_attention.ops.decoding.step import Storage
 
 # Tokens that a cache which grows holds at first, and tokens that `crop` takes back unless told otherwise.
@@ -67,11 +68,11 @@ class LayerCache:
         device: torch.device | str | None = None,
         grows: bool = False,
     ) -> None:
-        for name, value in (('batch_size', batch_size), ('max_seq_len', max_seq_len)):
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f'{name} is {value}, but must be an integer of at least 1')
-        if not isinstance(max_rollback, int) or max_rollback < 0:
-            raise ValueError(f'max_rollback is {max_rollback}, but must be an integer of at least 0')
+        check_positive(batch_size=batch_size, max_seq_len=max_seq_len)
+        check_positive(kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim)
+        check_not_negative(max_rollback=max_rollback)
+        if compress is not None:
+            check_block_sizes(*compress)
         self.batch_size, self.max_rollback, self.compress, self.grows = batch_size, max_rollback, compress, grows
         # What a layer must agree with to use this cache.
         self.layout = {
@@ -110,10 +111,12 @@ class LayerCache:
         self.workspace: dict[tuple[Any, ...], Tensor] = {}
         # And the launches of steps, by what they depend on, to be made again.
         self.launches: dict[tuple[Any, ...], Any] = {}
+        # Networks φ, by identity, and numbers and dtypes of blocks that they were tried on before any was laid out.
+        self.networks_tried: set[tuple[Any, ...]] = set()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Launches have addresses, and a copy has tensors of its own.
-        return self.__dict__ | {'workspace': {}, 'launches': {}}
+        # Launches have addresses, and a copy has tensors of its own; networks are known by identity.
+        return self.__dict__ | {'workspace': {}, 'launches': {}, 'networks_tried': set()}
 
     @property
     def capacity(self) -> int:
@@ -352,7 +355,7 @@ class LayerCache:
         return self._read_at(name, position) if ring is None else ring[_rows(ring), position % ring.shape[1]]
 
     def _grow(self, capacity: int) -> None:
-        self.workspace.clear()
+        self.workspace.clear()  # it is as large as the capacity
         self.launches.clear()
         for name in TOKENS:
             setattr(self, name, _longer(getattr(self, name), capacity))

@@ -290,8 +290,8 @@ def make_networks(
             raise ValueError(f'compress_mlp must be None, a module or a pair of modules, got {_describe(compress_mlp)}')
     # C differs from H, so that a network that swaps the two is refused as well.
     num_blocks = 3 if kv_heads == 2 else 2
-    _check_network(network_k, [1, kv_heads, num_blocks, block_size, head_dim], 'keys')
-    _check_network(network_v, [1, kv_heads, num_blocks, block_size, value_dim], 'values')
+    check_network(network_k, (1, kv_heads, num_blocks, block_size, head_dim), name='keys')
+    check_network(network_v, (1, kv_heads, num_blocks, block_size, value_dim), name='values')
     return network_k, network_v
 
 
@@ -413,10 +413,16 @@ _HOOKS = ('_forward_hooks', '_forward_pre_hooks', '_backward_hooks', '_backward_
 _KNOWN = (*_LINEAR_FIRST, nn.Linear, nn.Conv1d, nn.Flatten, nn.ReLU, nn.Sequential, EinMix)
 
 
-def _check_network(network: nn.Module, shape: Sequence[int], name: str) -> None:
-    """Runs the network once on zeros of `shape`, in eval mode, and leaves it as it was."""
-    weight = next((p for p in network.parameters() if p.is_floating_point()), torch.empty(()))
-    blocks = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
+def check_network(network: nn.Module, shape: Sequence[int], *, name: str, like: Tensor | None = None) -> None:
+    """Runs the network once on zeros of `shape` [B, H, C, l, D], in eval mode, and leaves it as it was.
+
+    name: as in `compress_blocks`. like: has the dtype and the device of the zeros; default the network's weights.
+
+    Raises ValueError where the network raises, or returns another shape than [B, H, C, D].
+    """
+    if like is None:
+        like = next((p for p in network.parameters() if p.is_floating_point()), torch.empty(()))
+    blocks = torch.zeros(shape, dtype=like.dtype, device=like.device)
     was_training = [(module, module.training) for module in network.modules()]
     network.eval()
     try:

@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from native_sparse_attention import functional, ops
+from native_sparse_attention import functional
 from native_sparse_attention.cache import LayerCache
-from native_sparse_attention.compress import MeanPool, compress_blocks
+from native_sparse_attention.compress import MeanPool, check_network, compress_blocks
 from native_sparse_attention.geometry import num_compressed_blocks
-from native_sparse_attention.ops._checks import check_block_sizes, check_not_negative, check_positive, check_qkv
-from native_sparse_attention.ops.backend import BackendChoice, transformed
+from native_sparse_attention.ops._checks import (
+    FLOAT_DTYPES,
+    check_beside_q,
+    check_block_sizes,
+    check_not_negative,
+    check_positive,
+    check_qkv,
+    check_same_kind,
+)
+from native_sparse_attention.ops.backend import BackendChoice, check_backend, transformed
 from native_sparse_attention.ops.compressed_attention.api import check_mem_kv
 from native_sparse_attention.ops.decoding import api
 from native_sparse_attention.ops.decoding.step import ALIGNMENT, Settings, Tokens, look_at
+from native_sparse_attention.ops.gated_sum.api import backend_of as sum_backend
 from native_sparse_attention.ops.gated_sum.api import check_gates
-from native_sparse_attention.rotary import angle_tables
+from native_sparse_attention.ops.rotary.api import backend_of as rotary_backend
+from native_sparse_attention.rotary import angle_tables, rotate
 
 if TYPE_CHECKING:
     from native_sparse_attention.ops.decoding.triton import Launches
@@ -35,6 +45,22 @@ class Phi(NamedTuple):
     def is_mean(self) -> bool:
         of_keys, of_values = self.networks
         return type(of_keys) is MeanPool and type(of_values) is MeanPool
+
+    def try_on(self, cache: LayerCache, q: Tensor) -> None:
+        """Raise ValueError where the networks cannot compress what new tokens complete: they are run on zeros, once for
+        every cache and number of blocks.
+        """
+        assert cache.compress is not None
+        block_size, stride = cache.compress
+        num_blocks = -(-q.shape[1] // stride)
+        case = (*map(id, self.networks), num_blocks, q.dtype)
+        if case in cache.networks_tried:
+            return
+        heads = cache.layout['kv_heads']
+        for network, name, size in zip(self.networks, ('keys', 'values'), ('head_dim', 'value_dim'), strict=True):
+            shape = (q.shape[0], heads, num_blocks, block_size, cache.layout[size])
+            check_network(network, shape, name=name, like=q)
+        cache.networks_tried.add(case)
 
     def __call__(self, blocks_k: Tensor, blocks_v: Tensor) -> tuple[Tensor, Tensor]:
         """Compressed keys `[B, C, H, D]` and values `[B, C, H, DV]` of blocks `[B, H, C, l, D or DV]`."""
@@ -88,10 +114,10 @@ def nsa_decode(
         freqs: float32 `[F]`, angles are position / interpolate_factor * freqs; None for no rotary embedding.
         mem_kv: a pair `[H, M, D]`, `[H, M, DV]` that every query sees in the compressed branch.
         raw_k, raw_v: what is compressed; default k, v. k_window, v_window: of the window branch; default k, v.
-        counts: int32 `[B]`, how many of the T are real; the others stand behind them. Default all.
+        counts: int32 or int64 `[B]`, how many of the T are real; the others stand behind them. Default all.
         selection_block_size, num_selected, num_init, num_local, share_group, scale: as in `nsa`. window_size: W, the
             query's own token included.
-        num_splits, tiles_of_program: as in `ops.decoding.step.Settings`.
+        num_splits, tiles_of_program: as in `ops.decoding.step.Settings`; at most 256 splits.
         backend: 'auto', 'triton', 'flex' or 'eager'. The kernels of Triton decode up to 16 tokens at a time; longer
             chunks go through those of `nsa`.
 
@@ -99,7 +125,8 @@ def nsa_decode(
         `[B, T, HQ, DV]` in the dtype of q.
 
     Raises:
-        ValueError: shapes or settings that do not fit, or a full cache; nothing is written then.
+        ValueError: shapes, devices or settings that do not fit, networks that cannot compress blocks, an explicit
+            backend that cannot serve the call, or a full cache; nothing is written then.
     """
     phi, memory = Phi(networks, positions), None
     if mem_kv is not None:
@@ -119,10 +146,13 @@ def nsa_decode(
         if launches is not None and cache.has_room(q.shape[1]) and not launches.are_watched():
             return _decode_again(q, v, cache, phi, launches, addresses)
     tokens = Tokens(q, k, v, k if raw_k is None else raw_k, v if raw_v is None else raw_v, k_window, v_window)
+    check_backend(backend)
     check_positive(window_size=window_size)
     check_not_negative(num_selected=num_selected, num_init=num_init, num_local=num_local)
     check_not_negative(num_splits=num_splits, tiles_of_program=tiles_of_program)
-    _check_tokens(tokens, gates, cache)
+    if num_splits > api.MAX_SPLITS:
+        raise ValueError(f'num_splits is {num_splits}, but must be at most {api.MAX_SPLITS}')
+    _check_tokens(tokens, gates, cache, counts)
     _check_layer(tokens, cache, positions, freqs, mem_kv, selection_block_size)
     assert cache.compress is not None
     settings = Settings(
@@ -130,12 +160,10 @@ def nsa_decode(
         *(q.shape[-1] ** -0.5 if scale is None else scale, num_splits, tiles_of_program),
     )
     with torch.no_grad():
-        choice = backend_of(q, k, v, cache, selection_block_size, backend=backend)
+        choice = backend_of(q, k, v, cache, selection_block_size, num_selected, backend=backend)
         by_ops = choice.name != 'triton' or counts is not None or torch.compiler.is_compiling()
         if by_ops and backend not in ('auto', 'eager'):
-            # One that cannot serve raises here.
-            chosen = {'num_selected': num_selected, 'share_group': share_group}
-            functional.backend_of(*(t.to(cache.dtype) for t in (q, k, v)), **chosen, backend=backend)
+            _check_ops(tokens, gates, cache, freqs, settings, backend)
         cache.reserve(q.shape[1])
         layer = (gates, cache, phi, freqs, interpolate_factor, memory)
         if by_ops:
@@ -162,6 +190,8 @@ def _decode_by_kernels(
     from native_sparse_attention.ops.decoding import triton
 
     q, storage, workspace = tokens.q, cache.storage(), cache.workspace
+    if not phi.is_mean:
+        phi.try_on(cache, q)
     launches = triton.Launches(given, storage[:-1], workspace)
     turned, q_cmp, new_k, new_v = triton.append(
         *(tokens, storage, phi.positions, freqs, interpolate_factor, settings, phi.is_mean, workspace, launches)
@@ -185,6 +215,7 @@ def _decode_again(
     if phi.is_mean:
         launches.again([*addresses, out.data_ptr()])
     else:
+        phi.try_on(cache, q)
         launches.again(addresses, stop=1)
         with torch.no_grad():
             new_k, new_v = phi.settled(launches.blocks, q.dtype)
@@ -194,7 +225,14 @@ def _decode_again(
 
 
 def backend_of(
-    q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, selection_block_size: int, *, backend: str = 'auto'
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache: LayerCache,
+    selection_block_size: int,
+    num_selected: int,
+    *,
+    backend: str = 'auto',
 ) -> BackendChoice:
     """'triton' where the kernels of decoding serve these new tokens in fixed launches, else 'eager': the ops of `nsa`
     one by one, by whatever backend serves them.
@@ -207,13 +245,17 @@ def backend_of(
         storage=cache.storage(),
         compress=cache.compress,
         selection_block_size=selection_block_size,
+        num_selected=num_selected,
         backend=backend,
     )
 
 
-def _check_tokens(tokens: Tokens, gates: Tensor, cache: LayerCache) -> None:
+def _check_tokens(tokens: Tokens, gates: Tensor, cache: LayerCache, counts: Tensor | None) -> None:
     q, k, v, raw_k, raw_v, k_window, v_window = tokens
     check_qkv(q, k, v)
+    check_same_kind(**tokens._asdict())
+    if q.device != cache.device:
+        raise ValueError(f'q is on {q.device}, but cache is on {cache.device}')
     check_gates(gates, q)
     if k.shape[1] != q.shape[1]:
         raise ValueError(f'k has {k.shape[1]} tokens, but q has {q.shape[1]}')
@@ -238,6 +280,10 @@ def _check_tokens(tokens: Tokens, gates: Tensor, cache: LayerCache) -> None:
     for name, raw, tensor in (('raw_k', raw_k, k), ('raw_v', raw_v, v)):
         if raw is not tensor and not layout[f'has_{name}']:
             raise ValueError(f'cache has has_{name} = False, but {name} is given')
+    if counts is not None:
+        check_beside_q('counts', counts, q.shape[0], q)
+        if counts.is_cpu and not torch.compiler.is_compiling() and not bool(counts.clamp(0, q.shape[1]).equal(counts)):
+            raise ValueError(f'counts is {counts.tolist()}, but must lie in [0, {q.shape[1]}], the new tokens')
 
 
 def _check_layer(
@@ -248,7 +294,7 @@ def _check_layer(
     mem_kv: tuple[Tensor, Tensor] | None,
     selection_block_size: int,
 ) -> None:
-    (heads, head_dim), value_dim = tokens.k.shape[2:], tokens.v.shape[3]
+    (heads, head_dim), value_dim, device = tokens.k.shape[2:], tokens.v.shape[3], tokens.q.device
     if cache.compress is None:
         raise ValueError('cache has no compressed keys, but needs compress=(l, d)')
     check_block_sizes(*cache.compress, selection_block_size)
@@ -257,17 +303,47 @@ def _check_layer(
             f'cache has page_size {cache.page_size}, but must have a multiple of selection_block_size, '
             f'{selection_block_size}'
         )
-    for name, tensor, size in (('keys', positions[0], head_dim), ('values', positions[1], value_dim)):
-        if tensor.shape != (heads, cache.compress[0], size):
-            rule = (heads, cache.compress[0], size)
-            raise ValueError(f'positions of {name} have shape {tuple(tensor.shape)}, but must have {rule} (H, l, D)')
+    for index, size in enumerate((head_dim, value_dim)):
+        rule = (heads, cache.compress[0], size)
+        _check_parameter(f'positions[{index}]', positions[index], FLOAT_DTYPES, device)
+        if positions[index].shape != rule:
+            shape = tuple(positions[index].shape)
+            raise ValueError(f'positions[{index}] has shape {shape}, but must have {rule} (H, l, D or DV)')
     if freqs is not None:
+        _check_parameter('freqs', freqs, (torch.float32,), device)
         if freqs.dim() != 1 or 2 * len(freqs) > head_dim:
             raise ValueError(f'freqs has shape {tuple(freqs.shape)}, but must have at most {head_dim // 2} (D / 2)')
         if not cache.layout['has_raw_k']:
             raise ValueError('cache has has_raw_k = False, but with freqs what is compressed are keys before rotary')
     if mem_kv is not None:
         check_mem_kv(mem_kv, heads, head_dim, value_dim)
+        for index, tensor in enumerate(mem_kv):
+            _check_parameter(f'mem_kv[{index}]', tensor, FLOAT_DTYPES, device)
+
+
+def _check_parameter(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:
+    if tensor.dtype not in dtypes:
+        rule = ' or '.join(str(dtype).removeprefix('torch.') for dtype in dtypes)
+        raise ValueError(f'{name} has dtype {tensor.dtype}, but must be {rule}')
+    if tensor.device != device:
+        raise ValueError(f'{name} is on {tensor.device}, but q is on {device}')
+
+
+def _check_ops(
+    tokens: Tokens, gates: Tensor, cache: LayerCache, freqs: Tensor | None, settings: Settings, backend: str
+) -> None:
+    """Raise ValueError where this backend has an op of `_decode_by_ops` that cannot serve it."""
+    q, k, v = tokens[:3]
+    of_cache, num_keys = torch.empty((), dtype=cache.dtype, device=cache.device), cache.max_length + q.shape[1]
+    new_q = of_cache.expand(q.shape)
+    held = (of_cache.expand(len(t), num_keys, *t.shape[2:]) for t in (k, v))
+    functional.backend_of(
+        new_q, *held, num_selected=settings.num_selected, share_group=settings.share_group, backend=backend
+    )
+    backend = 'eager' if backend == 'flex' else backend
+    sum_backend(gates, new_q, backend=backend)
+    if freqs is not None:
+        rotary_backend(q, freqs, freqs, backend=backend)
 
 
 def _decode_by_ops(
@@ -286,7 +362,8 @@ def _decode_by_ops(
     q, k, v, raw_k, raw_v, k_window, v_window = tokens
     num_tokens, dtype = q.shape[1], raw_k.dtype
     offset = cache.lengths.clone()
-    turned, k, k_window = _rotate((q, k, k_window), cache.positions(num_tokens), freqs, interpolate_factor, backend)
+    tables = None if freqs is None else angle_tables(cache.positions(num_tokens), freqs, interpolate_factor)
+    turned, k, k_window = rotate(tables, backend, q, k, k_window)
     candidates, *blocks = cache.block_candidates(raw_k, raw_v)
     blocks_k, blocks_v = (
         rearrange(b, 'b c l h d -> b h c l d').to(dtype) + p[:, None].to(dtype)
@@ -328,13 +405,3 @@ def _decode_by_ops(
         seqlens_k=cache.lengths,
         backend=backend,
     )
-
-
-def _rotate(
-    tensors: tuple[Tensor | None, ...], positions: Tensor, freqs: Tensor | None, factor: float, backend: str
-) -> Any:
-    if freqs is None:
-        return tensors
-    cos, sin = angle_tables(positions, freqs, factor)
-    backend = 'eager' if backend == 'flex' else backend
-    return tuple(None if t is None else ops.rotary(t, cos, sin, backend=backend) for t in tensors)

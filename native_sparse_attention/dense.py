@@ -15,7 +15,7 @@ from native_sparse_attention.ops._checks import check_positive, make_sequences
 from native_sparse_attention.padding import check_mask, from_front, front_order, to_front
 from native_sparse_attention.paged_cache import make_cache
 from native_sparse_attention.projection import projection_dtype
-from native_sparse_attention.rotary import Rotary
+from native_sparse_attention.rotary import Rotary, rotate
 
 
 class DenseAttention(nn.Module):
@@ -178,7 +178,7 @@ class DenseAttention(nn.Module):
         v = v.unflatten(-1, (self.kv_heads, self.dim_value_head))
         if self.rotary is not None:
             tables = self.rotary.tables(positions)
-            q, k = self.rotary.rotate(q, *tables), self.rotary.rotate(k, *tables)
+            q, k = rotate(tables, 'auto', q, k)
         return q, k, v
 
     def _combine(self, out: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from native_sparse_attention.cache import ModelCache
-from native_sparse_attention.ops._checks import check_positive
+from native_sparse_attention.ops._checks import INT_DTYPES, check_positive, is_int
 
 SEEDS = 2**32  # torch's generator of a CPU takes 32 bits of a seed
 # Steps between two looks at whether every row has stopped: looking waits for the device.
@@ -62,8 +62,10 @@ class DecodeStep:
     def __call__(self, ids: Tensor) -> Tensor:
         """Raises ValueError for a full cache, before anything is written."""
         expected = (self.cache.batch_size, self.num_tokens)
-        if ids.shape != expected:
-            raise ValueError(f'ids has shape {tuple(ids.shape)}, but must be {expected}')
+        if ids.shape != expected or ids.dtype not in INT_DTYPES:
+            raise ValueError(
+                f'ids has shape {tuple(ids.shape)} and dtype {ids.dtype}, but must be int32 or int64 {expected}'
+            )
         self.cache.reserve(self.num_tokens)
         if not self.uses_graph:
             return self.model(ids, cache=self.cache)
@@ -180,11 +182,16 @@ def sampler(
 
 def _seeds_of_rows(seed: int | Sequence[int] | Tensor, batch: int) -> list[int]:
     given = seed.tolist() if isinstance(seed, Tensor) else seed
-    rows = [given + row for row in range(batch)] if isinstance(given, int) else list(given)
+    if isinstance(given, Sequence):
+        rows = list(given)
+    elif is_int(given):
+        rows = [given + row for row in range(batch)]
+    else:
+        raise ValueError(f'seed is {given}, but must be an integer, or one for each row')
     if len(rows) != batch:
         raise ValueError(f'seed has {len(rows)} entries, but must have one for each of {batch} rows, or be an integer')
     for row in rows:
-        if not isinstance(row, int) or not 0 <= row < SEEDS:
+        if not is_int(row) or not 0 <= row < SEEDS:
             raise ValueError(f'seed is {row} for a row, but must be an integer from 0 to {SEEDS - 1}')
     return rows
 
@@ -243,7 +250,7 @@ def stop_ids(stop_tokens: int | Sequence[int] | Tensor | None, device: torch.dev
     ids = torch.as_tensor(stop_tokens, device=device).flatten()
     if ids.numel() == 0:
         return None
-    if ids.dtype not in (torch.int32, torch.int64):
+    if ids.dtype not in INT_DTYPES:
         raise ValueError(f'stop_tokens is {stop_tokens}, but must be an integer id or several')
     return ids
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from native_sparse_attention.cache import MAX_ROLLBACK, PAIRS, TOKENS, LayerCache
 from native_sparse_attention.geometry import num_compressed_blocks
+from native_sparse_attention.ops._checks import check_block_sizes, check_not_negative, check_positive
 
 
 class PagedLayerCache(LayerCache):
@@ -67,9 +68,10 @@ class PagedLayerCache(LayerCache):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        for name, value in (('page_size', page_size), ('num_pages', 1 if num_pages is None else num_pages)):
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f'{name} is {value}, but must be an integer of at least 1')
+        check_positive(page_size=page_size, num_pages=1 if num_pages is None else num_pages)
+        check_positive(selection_block_size=selection_block_size)
+        if compress is not None:
+            check_block_sizes(*compress)
         stride = 1 if compress is None else compress[1]
         for name, size in (('selection_block_size', selection_block_size), ('the compression stride', stride)):
             if page_size % size != 0:
@@ -97,6 +99,8 @@ class PagedLayerCache(LayerCache):
             dtype=dtype or torch.float32,
             device=device,
         )
+        if self.lengths.device != self.device:
+            raise ValueError(f'device is {self.lengths.device}, but the pools are on {self.device}')
         self.block_table = self._make_table('block_table', block_table, self.k.shape[0])
         if self.k_cmp is not None:
             table = block_table if block_table_cmp is None else block_table_cmp
@@ -111,6 +115,7 @@ class PagedLayerCache(LayerCache):
 
         For the compressed pairs too: a row needs the page of every block that these tokens complete.
         """
+        check_not_negative(num_tokens=num_tokens)
         tokens = self.lengths.long() + num_tokens
         self._validate('block_table', tokens, 'k')
         if self.compress is not None:

@@ -44,7 +44,7 @@ class Rotary(nn.Module):
 
     def forward(self, x: Tensor, positions: Tensor, backend: str = 'auto') -> Tensor:
         """x: `[B, T, H, D]`, positions: integers `[B, T]` or `[1, T]`. Returns the shape and dtype of x."""
-        return self.rotate(x, *self.tables(positions), backend)
+        return rotate(self.tables(positions), backend, x)[0]
 
     @property
     def freqs(self) -> Tensor:
@@ -58,13 +58,6 @@ class Rotary(nn.Module):
     def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the angles at positions `[B, T]`, float32 `[B, T, F]`, for any number of `rotate`."""
         return angle_tables(positions, self.freqs, self.interpolate_factor)
-
-    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, backend: str = 'auto') -> Tensor:
-        """x `[B, T, H, D]` turned by the angles of `tables`. backend: of the layer; eager serves flex, and frequencies
-        that are learned.
-        """
-        learned = self.rotary_emb.freqs.requires_grad
-        return ops.rotary(x, cos, sin, backend='eager' if backend == 'flex' or learned else backend)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Rotary:
         # Casting the layer to a half type must not round the frequencies: at position 10,000 that is a wrong angle.
@@ -80,3 +73,13 @@ def angle_tables(positions: Tensor, freqs: Tensor, interpolate_factor: float = 1
     scaled = positions if interpolate_factor == 1 else positions.float() / interpolate_factor
     angles = scaled[..., None] * freqs
     return angles.cos(), angles.sin()
+
+
+def rotate(tables: tuple[Tensor, Tensor] | None, backend: str, *tensors: Tensor | None) -> list[Any]:
+    """Each of tensors `[B, T, heads, D]` that is not None, turned by tables, if there are any. backend: of the layer;
+    eager serves flex, and angles that are learned.
+    """
+    if tables is None:
+        return list(tensors)
+    backend = 'eager' if backend == 'flex' or tables[0].requires_grad else backend
+    return [None if t is None else ops.rotary(t, *tables, backend=backend) for t in tensors]

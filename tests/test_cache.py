@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -43,9 +44,12 @@ def test_capacity() -> None:
         cache.reserve(2)
     cache.reserve(1)
     growing = make(max_seq_len=4, grows=True, compress=(4, 2), has_raw_k=True)
+    growing.workspace['sums', 2] = torch.zeros(2)
     k, _ = append(growing, 3)
+    assert growing.workspace
     append(growing, 6)
     assert growing.capacity == 16
+    assert not growing.workspace, 'it is as large as the capacity was'
     assert growing.k[:, :3].equal(k)
     assert growing.k_cmp is not None
     assert growing.k_cmp.shape[1] == 8
@@ -138,10 +142,28 @@ def test_crop_refuses_other_tensors(length: torch.Tensor) -> None:
         make().crop(length)
 
 
-@pytest.mark.parametrize(('name', 'value'), [('batch_size', 0), ('max_seq_len', 0), ('max_rollback', -1)])
-def test_sizes(name: str, value: int) -> None:
-    with pytest.raises(ValueError, match=f'{name} is {value}'):
-        make(**{name: value})
+@pytest.mark.parametrize(
+    ('name', 'value'),
+    [
+        ('batch_size', 0),
+        ('max_seq_len', 0),
+        ('max_seq_len', True),
+        ('kv_heads', 0),
+        ('head_dim', 0),
+        ('value_dim', 1.5),
+        ('max_rollback', -1),
+        ('max_rollback', True),
+    ],
+)
+def test_sizes(name: str, value: float) -> None:
+    sizes: dict[str, Any] = {name: value}
+    with pytest.raises(ValueError, match=f'{name} is {value}, but must be an integer of at least'):
+        make(**sizes)
+
+
+def test_sizes_of_blocks() -> None:
+    with pytest.raises(ValueError, match='compress_stride is 5, but must be at most compress_block_size, 4'):
+        make(compress=(4, 5))
 
 
 def test_reorder_refuses() -> None:

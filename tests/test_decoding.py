@@ -187,38 +187,51 @@ def test_flex_decodes_by_the_ops_of_nsa(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_backend() -> None:
     q, k, v = (make_tokens(3)[name] for name in 'qkv')
-    choice = backend_of(q, k, v, make_cache(), 8)
+    choice = backend_of(q, k, v, make_cache(), 8, 3)
     assert choice.name == 'eager'
     assert choice.passed_over == {'triton': 'the tensors are on cpu'}
     for num_tokens in (0, 17):
         others = make_tokens(num_tokens)
         new = (others['q'], others['k'], others['v'])
-        assert backend_of(*new, make_cache(), 8, backend='triton').name == 'eager'
+        assert backend_of(*new, make_cache(), 8, 3, backend='triton').name == 'eager'
     with pytest.raises(ValueError, match="backend is 'cuda', but must be"):
-        backend_of(q, k, v, make_cache(), 8, backend='cuda')
+        backend_of(q, k, v, make_cache(), 8, 3, backend='cuda')
 
 
 @pytest.mark.skipif(not is_interpreted(), reason='on a GPU the tensors of this test lie elsewhere')
 @pytest.mark.parametrize(
-    ('dtype', 'group', 'sizes', 'reason'),
+    ('dtype', 'group', 'sizes', 'num_selected', 'reason'),
     [
-        (torch.float64, 1, (8, 4, 8), 'the cache has dtype torch.float64, but its kernels compute in float32'),
-        (torch.float32, 65, (8, 4, 8), '65 heads share a key head, but its kernels take up to 64'),
+        (torch.float64, 1, (8, 4, 8), 3, 'the cache has dtype torch.float64, but its kernels compute in float32'),
+        (torch.float32, 65, (8, 4, 8), 3, '65 heads share a key head, but its kernels take up to 64'),
         (
             torch.float32,
             1,
             (256, 1, 64),
+            3,
             '319 compressed blocks overlap a selection block, but its kernels take up to 128',
         ),
+        (torch.float32, 1, (8, 4, 8), 513, 'n is 513, but its kernels choose up to 512 blocks'),
     ],
 )
 def test_what_the_kernels_do_not_serve(
-    dtype: torch.dtype, group: int, sizes: tuple[int, int, int], reason: str
+    dtype: torch.dtype, group: int, sizes: tuple[int, int, int], num_selected: int, reason: str
 ) -> None:
     q, k = torch.zeros(BATCH, 1, group, 8), torch.zeros(BATCH, 1, 1, 8)
     cache = make_cache(kv_heads=1, value_dim=8, compress=sizes[:2], dtype=dtype)
     with pytest.raises(ValueError, match=f"backend 'triton' cannot serve this call of decoding: {reason}"):
-        backend_of(q, k, k, cache, sizes[2], backend='triton')
+        backend_of(q, k, k, cache, sizes[2], num_selected, backend='triton')
+
+
+@pytest.mark.skipif(not is_interpreted(), reason='on a GPU the tensors of this test lie elsewhere')
+def test_rows_that_are_too_long_for_what_is_chosen() -> None:
+    q, k = torch.zeros(BATCH, 1, 2, 1), torch.zeros(BATCH, 1, 1, 1)
+    layout = {'kv_heads': 1, 'head_dim': 1, 'value_dim': 1, 'compress': (4, 4)}
+    cache = LayerCache(BATCH, 4 * 3 * 2**11, **layout)
+    assert backend_of(q, k, k, cache, 4, 512, backend='triton').name == 'triton'
+    cache = LayerCache(BATCH, 4 * 3 * 2**11 + 1, **layout)
+    with pytest.raises(ValueError, match='512 of 6145 blocks are chosen, but its kernels choose so many of up to 6144'):
+        backend_of(q, k, k, cache, 4, 512, backend='triton')
 
 
 def without_rows(tokens: dict[str, Tensor], count: int) -> dict[str, Tensor]:
@@ -270,6 +283,22 @@ ERRORS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     ),
     'capacity': (lambda: make_tokens(41), 'the cache holds up to 0 tokens a row and gets 41 more'),
     'backend': (lambda: {'backend': 'cuda'}, "backend is 'cuda', but must be"),
+    'counts of a row': (lambda: {'counts': torch.tensor([3])}, 'counts has 1 entries, but must have 2'),
+    'counts by token': (lambda: {'counts': torch.ones(2, 3).int()}, 'counts has shape (2, 3), but must have 1 dim'),
+    'counts as floats': (lambda: {'counts': torch.ones(2)}, 'counts has dtype torch.float32, but must be int32'),
+    'counts elsewhere': (lambda: {'counts': torch.ones(2).int().to('meta')}, 'counts is on meta, but q is on cpu'),
+    'more than all': (lambda: {'counts': torch.tensor([3, 4])}, 'counts is [3, 4], but must lie in [0, 3]'),
+    'less than none': (lambda: {'counts': torch.tensor([-1, 3])}, 'counts is [-1, 3], but must lie in [0, 3]'),
+    'gates elsewhere': (lambda: {'gates': torch.rand(2, 3, 4, 3, device='meta')}, 'gates is on meta'),
+    'tokens elsewhere': (
+        lambda: {name: t.to('meta') for name, t in make_tokens(3).items()},
+        'q is on meta, but cache is on cpu',
+    ),
+    'raw_k elsewhere': (lambda: {'raw_k': torch.zeros(2, 3, 2, 8, device='meta')}, 'raw_k is on meta, but q is on cpu'),
+    'raw_k of another dtype': (
+        lambda: {'raw_k': torch.zeros(2, 3, 2, 8).half()},
+        'raw_k has dtype torch.float16, but q has torch.float32',
+    ),
 }
 
 
@@ -304,10 +333,23 @@ def test_errors(name: str) -> None:
         ({'window_size': -3}, 'window_size is'),
         ({'mem_kv': (torch.zeros(2, 1, 8), torch.zeros(2, 2, 6))}, 'mem'),
         ({'mem_kv': (torch.zeros(1, 1, 8), torch.zeros(1, 1, 6))}, 'mem'),
+        ({'mem_kv': (torch.zeros(2, 1, 8), torch.zeros(2, 1, 6).int())}, 'mem_kv[1] has dtype torch.int32'),
+        (
+            {'mem_kv': (torch.zeros(2, 1, 8, device='meta'), torch.zeros(2, 1, 6))},
+            'mem_kv[0] is on meta, but q is on cpu',
+        ),
         ({'freqs': torch.rand(5)}, '5'),
+        ({'freqs': torch.rand(3).double()}, 'freqs has dtype torch.float64, but must be float32'),
+        ({'freqs': torch.rand(3, device='meta')}, 'freqs is on meta, but q is on cpu'),
         ({'raw_v': torch.zeros(2, 3, 2, 6)}, 'cache has has_raw_v = False, but raw_v is given'),
         ({'num_splits': -1}, 'num_splits is -1, but must be an integer of at least 0'),
+        ({'num_splits': 257}, 'num_splits is 257, but must be at most 256'),
         ({'positions': (torch.zeros(2, 4, 8), torch.zeros(2, 8, 6))}, 'positions'),
+        ({'positions': (torch.zeros(2, 8, 8).int(), torch.zeros(2, 8, 6))}, 'positions[0] has dtype torch.int32'),
+        (
+            {'positions': (torch.zeros(2, 8, 8), torch.zeros(2, 8, 6, device='meta'))},
+            'positions[1] is on meta, but q is on cpu',
+        ),
         ({'k_window': torch.zeros(2, 3, 2, 8)}, 'k_window'),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else '',
@@ -317,13 +359,44 @@ def test_settings_that_do_not_fit(changes: dict[str, Any], message: str, backend
     assert_refused(changes, message, backend)
 
 
+class Fails(nn.Module):
+    def forward(self, blocks: Tensor) -> Tensor:
+        raise RuntimeError('mat1 and mat2 must have the same dtype')
+
+
 @pytest.mark.parametrize('backend', BACKENDS)
-def test_a_network_of_another_size(backend: str) -> None:
-    cache, layer = make_cache(), make_layer()
-    layer['networks'] = (nn.Flatten(3), MeanPool())
-    with pytest.raises(ValueError, match='must map'):
-        nsa_decode(**make_tokens(9), cache=cache, **layer, backend=backend)
-    assert cache.lengths.tolist() == [0, 0]
+@pytest.mark.parametrize('network', [nn.Flatten(3), Fails()], ids=['size', 'dtype'])
+def test_networks_that_fail(network: nn.Module, backend: str) -> None:
+    """They leave nothing behind, not even in a ring that holds no more than the next block needs."""
+    layer, old, new = make_layer(), make_tokens(22), make_tokens(9)
+    failing: dict[str, Any] = layer | {'networks': (MeanPool(), network)}
+    failed, cache = (make_cache(max_rollback=0) for _ in range(2))
+    for held in (failed, cache):
+        nsa_decode(**old, cache=held, **layer, backend='eager')
+    with pytest.raises((ValueError, RuntimeError), match=r'must map|same dtype'):
+        nsa_decode(**make_tokens(9), cache=failed, **failing, backend=backend)
+    assert failed.lengths.tolist() == [22, 22]
+    assert failed.max_length == 22
+    outs = [nsa_decode(**new, cache=held, **layer, backend=backend) for held in (failed, cache)]
+    assert torch.equal(*outs)
+
+
+@pytest.mark.parametrize(
+    ('changes', 'reason'),
+    [
+        ({}, 'compressed_attention: the tensors are on cpu'),
+        ({'gates': torch.ones(2, 17, 4, 3).double()}, 'gated_sum: gates has dtype torch.float64'),
+    ],
+    ids=['device', 'gates'],
+)
+def test_ops_that_the_kernels_do_not_serve(
+    changes: dict[str, Tensor], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More tokens than the kernels of decoding take go through those of `nsa`."""
+    if not changes:
+        monkeypatch.delenv('TRITON_INTERPRET', raising=False)
+    message = f"backend 'triton' cannot serve this call of {reason}"
+    assert_refused({**make_tokens(17), **changes}, message, 'triton')
 
 
 @pytest.mark.parametrize('backend', BACKENDS)

@@ -187,6 +187,12 @@ def test_callback_gets_every_column_in_order(sparse, stop_tokens):
         ({'seed': 2**32 - 1}, 'seed is 4294967296 for a row'),
         ({'seed': [1]}, 'seed has 1 entries, but must have one for each of 2 rows'),
         ({'seed': [1, 0.5]}, 'seed is 0.5 for a row'),
+        ({'seed': [1, True]}, 'seed is True for a row'),
+        ({'seed': True}, 'seed is True, but must be an integer'),
+        ({'seed': 1.0}, 'seed is 1.0, but must be an integer'),
+        ({'seed': torch.tensor(True)}, 'seed is True, but must be an integer'),
+        ({'top_k': True}, 'top_k is True'),
+        ({'max_new_tokens': True}, 'max_new_tokens is True'),
         ({'seed': 1, 'generator': torch.Generator()}, 'seed and generator are given'),
         ({'stop_tokens': 0.5}, 'stop_tokens is 0.5'),
         ({'chunk_size': 0}, 'chunk_size is 0'),
@@ -195,7 +201,7 @@ def test_callback_gets_every_column_in_order(sparse, stop_tokens):
 )
 def test_generation_errors(arguments, message):
     with pytest.raises(ValueError, match=message):
-        make_model(False).generate(make_ids(2, 3), 4, **arguments)
+        make_model(False).generate(make_ids(2, 3), **{'max_new_tokens': 4} | arguments)
 
 
 @KINDS
@@ -219,8 +225,12 @@ def test_step_errors():
     before = [layer.k.clone() for layer in cache]
     for call, message in [
         (lambda: step(ids[:, :1]), 'holds up to 10 tokens a row and gets 1 more, but its capacity is 10'),
-        (lambda: step(ids[:1, :1]), r'ids has shape \(1, 1\), but must be \(2, 1\)'),
+        (
+            lambda: step(ids[:1, :1]),
+            r'ids has shape \(1, 1\) and dtype torch.int64, but must be int32 or int64 \(2, 1\)',
+        ),
         (lambda: step(ids[:, 0]), r'ids has shape \(2,\)'),
+        (lambda: step(ids[:, :1].float()), r'ids has shape \(2, 1\) and dtype torch.float32'),
         (lambda: DecodeStep(model, cache, 0), 'num_tokens is 0'),
         (lambda: DecodeStep(model, cache, use_graph=True), 'use_graph is True'),
     ]:

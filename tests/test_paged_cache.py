@@ -201,6 +201,8 @@ def test_a_page_that_is_not_there() -> None:
         layer(x[:, :1], cache=cache)
         assert written(cache, 'k').sum() == before + 2
         cache.crop(PAGE_SIZE)
+    with pytest.raises(ValueError, match='num_tokens is -1, but must be an integer of at least 0'):
+        cache.validate_tables(-1)
     with pytest.raises(ValueError, match='block_table has 5 pages a row, but must have 6 for row 0'):
         cache.validate_tables(CAPACITY)
 
@@ -329,6 +331,9 @@ LAYOUT = {
 POOLS = make_pools(LAYOUT, 12, 4, 4)
 REFUSED = {
     'page_size is 0, but must be an integer of at least 1': {'page_size': 0},
+    'page_size is True, but must be an integer of at least 1': {'page_size': True},
+    'selection_block_size is 0, but must be an integer of at least 1': {'selection_block_size': 0},
+    'compress_stride is 0, but must be an integer of at least 1': {'compress': (7, 0)},
     'page_size is 16, but must be a multiple of selection_block_size, 6': {'page_size': 16},
     'page_size is 12, but must be a multiple of the compression stride, 5': {'compress': (7, 5)},
     'num_pages is 0, but must be an integer of at least 1': {'num_pages': 0},
@@ -344,6 +349,7 @@ REFUSED = {
         'block_table': torch.zeros(2, 1, dtype=torch.int32)
     },
     'block_table_cmp has shape (2, 2) and dtype torch.int64': {'block_table_cmp': torch.zeros(2, 2).long()},
+    'device is meta, but the pools are on cpu': {'device': 'meta'},
     'block_table is on meta, but must be on cpu': {'block_table': torch.zeros(2, 2).int().to('meta')},
 }
 

@@ -419,7 +419,8 @@ def test_sample_prints_what_the_checkpoint_generates(finished: Path) -> None:
     assert done.returncode == 0
 
 
-def test_sample_of_little(finished: Path, capsys) -> None:
+def test_sample_of_little(finished: Path, capsys, monkeypatch) -> None:
+    monkeypatch.delattr(train_enwik8, 'build_optimizer')
     before = contents(finished)
     written = []
     for seed in ('0', '0', '1'):
@@ -437,8 +438,12 @@ def test_sample_of_little(finished: Path, capsys) -> None:
     [
         (['--tokens', '0'], '--tokens 0: must be at least 1'),
         (['--prompt', ''], '--prompt: must have at least 1 byte'),
-        (['--dim', '32'], '--dim: --sample keeps the settings of the run'),
-        (['--resume'], '--sample: goes without --resume'),
+        (['--dim', '32'], '--dim: not with --sample'),
+        (['--resume'], '--resume: not with --sample'),
+        (['--check-decode', '--wandb'], '--check-decode, --wandb: not with --sample'),
+        (['--runs-dir', 'elsewhere', '--name', 'other'], '--name, --runs-dir: not with --sample'),
+        (['--preset', 'long', '--data', 'stdlib'], '--data, --preset: not with --sample'),
+        (['--compile', '--seed', '3'], '--compile: not with --sample'),
         (['--top-p', '1.5'], 'top_p is 1.5'),
         (['--seed', str(2**32)], 'seed is 4294967296'),
         (['--backend', 'cudnn'], 'backend'),

@@ -15,15 +15,20 @@ FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 INT_DTYPES = (torch.int32, torch.int64)
 
 
+def is_int(value: object) -> bool:
+    """True and False are no integers."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def check_positive(**values: int) -> None:
     for name, value in values.items():
-        if not isinstance(value, int) or value < 1:
+        if not is_int(value) or value < 1:
             raise ValueError(f'{name} is {value}, but must be an integer of at least 1')
 
 
 def check_not_negative(**values: int) -> None:
     for name, value in values.items():
-        if not isinstance(value, int) or value < 0:
+        if not is_int(value) or value < 0:
             raise ValueError(f'{name} is {value}, but must be an integer of at least 0')
 
 
@@ -122,13 +127,13 @@ def make_sequences(
             raise ValueError(f'q has batch size {batch}, but must have 1 where cu_seqlens is given')
         if seqlens_k is not None:
             raise ValueError('seqlens_k is given, but cannot be combined with cu_seqlens')
-        _check_beside_q('cu_seqlens', cu_seqlens, None, q)
+        check_beside_q('cu_seqlens', cu_seqlens, None, q)
         if cu_seqlens_k is not None:
-            _check_beside_q('cu_seqlens_k', cu_seqlens_k, len(cu_seqlens), q)
+            check_beside_q('cu_seqlens_k', cu_seqlens_k, len(cu_seqlens), q)
     if seqlens_k is not None:
-        _check_beside_q('seqlens_k', seqlens_k, batch, q)
+        check_beside_q('seqlens_k', seqlens_k, batch, q)
     if isinstance(q_offset, Tensor):
-        _check_beside_q('q_offset', q_offset, batch if cu_seqlens is None else len(cu_seqlens) - 1, q)
+        check_beside_q('q_offset', q_offset, batch if cu_seqlens is None else len(cu_seqlens) - 1, q)
     elif q_offset is not None and not isinstance(q_offset, int):
         raise ValueError(f'q_offset is {q_offset!r}, but must be an int, an integer tensor or None')
     if q.device.type == 'cpu' and not torch.compiler.is_compiling():
@@ -214,7 +219,7 @@ def _check_extents(
             raise ValueError(f'seqlens_k lies in [{low}, {high}], but must lie in [0, {seqlen_k}]')
 
 
-def _check_beside_q(name: str, tensor: Tensor, length: int | None, q: Tensor) -> None:
+def check_beside_q(name: str, tensor: Tensor, length: int | None, q: Tensor) -> None:
     _check_integers(name, tensor, length)
     if tensor.device != q.device:
         raise ValueError(f'{name} is on {tensor.device}, but q is on {q.device}')

@@ -17,6 +17,12 @@ MAX_NEW_TOKENS = 16
 MAX_GROUP = 64
 # Compressed blocks that share tokens with a selection block: a tile of the kernels has them all.
 MAX_OVERLAPPING = 128
+# Blocks that a query reads, and those times the blocks of a row: programs of the kernels order whole chunks of a row in
+# registers, the larger the more candidates its chunks leave.
+MAX_SELECTED = 512
+MAX_CANDIDATES = 3 * 2**20
+# Parts of a row whose results a program of the kernels puts together.
+MAX_SPLITS = 256
 
 
 def backend_of(
@@ -27,16 +33,20 @@ def backend_of(
     storage: Storage,
     compress: tuple[int, int],
     selection_block_size: int,
+    num_selected: int,
     backend: str = 'auto',
 ) -> BackendChoice:
     """The backend that would serve a step of q `[B, T, HQ, D]`, k and v on a cache with blocks `compress` = (l, d):
     'triton', or 'eager' for the ops one by one.
     """
-    candidates = {'triton': partial(_unsupported, q, k, v, storage, (*compress, selection_block_size)), 'eager': serves}
+    sizes = (*compress, selection_block_size)
+    candidates = {'triton': partial(_unsupported, q, k, v, storage, sizes, num_selected), 'eager': serves}
     return choose_backend('decoding', 'eager' if backend == 'flex' else backend, q.device, candidates)
 
 
-def _unsupported(q: Tensor, k: Tensor, v: Tensor, storage: Storage, sizes: tuple[int, int, int]) -> str | None:
+def _unsupported(
+    q: Tensor, k: Tensor, v: Tensor, storage: Storage, sizes: tuple[int, int, int], num_selected: int
+) -> str | None:
     """Why the kernels cannot serve a step, or None where they can."""
     from native_sparse_attention.ops._triton import support
 
@@ -50,6 +60,14 @@ def _unsupported(q: Tensor, k: Tensor, v: Tensor, storage: Storage, sizes: tuple
         return (
             f'{overlapping} compressed blocks overlap a selection block, but its kernels take up to {MAX_OVERLAPPING}'
         )
+    if num_selected > MAX_SELECTED:
+        return f'n is {num_selected}, but its kernels choose up to {MAX_SELECTED} blocks'
+    num_blocks = -(-storage.capacity // sizes[2])
+    if num_selected * num_blocks > MAX_CANDIDATES:
+        most = MAX_CANDIDATES // num_selected
+        return f'{num_selected} of {num_blocks} blocks are chosen, but its kernels choose so many of up to {most}'
+    if storage.capacity > support.MAX_TOKENS:
+        return f'a row has {storage.capacity} tokens, but its kernels count up to {support.MAX_TOKENS}'
     if storage.k.dtype not in support.DTYPES:
         return f'the cache has dtype {storage.k.dtype}, but its kernels compute in float32'
     tensors = {name: tensor for name, tensor in storage._asdict().items() if isinstance(tensor, torch.Tensor)}

@@ -202,12 +202,39 @@ def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) 
 
 def compile_once(self: Any, *args: Any, **kwargs: Any) -> Any:
     """A kernel in the first variant that is asked for, and no other; one of two halves in both."""
-    if (self, kwargs.get('FINISHES')) in compiled:
+    return compile_new((self, kwargs.get('FINISHES')), self, *args, **kwargs)
+
+
+def compile_kinds(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """A kernel in the first of all variants that differ by numbers alone."""
+    return compile_new((self, kind_of(args), kind_of(kwargs)), self, *args, **kwargs)
+
+
+def compile_new(kind: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    if kind in compiled:
         return None
-    compiled.add((self, kwargs.get('FINISHES')))
+    compiled.add(kind)
     return compile_only(self, *args, **kwargs)
 
 
+def kind_of(argument: Any) -> Any:
+    """What makes other code of a kernel than other numbers do."""
+    match argument:
+        case dict():
+            return tuple((name, kind_of(value)) for name, value in argument.items() if name not in OPTIONS)
+        case tuple():
+            return tuple(map(kind_of, argument))
+        case Tensor():
+            return argument.dtype
+        case bool() | None:
+            return argument
+        case int() | float():
+            return argument > 0
+        case _:
+            return type(argument)
+
+
+OPTIONS = ('grid', 'num_warps', 'num_stages', 'num_ctas', 'maxnreg')
 run_jit: Any = JITFunction.run
 compiled: set[Any] = set()
 
@@ -224,8 +251,9 @@ def main(architecture: str, dtype: str, head_dim: str, variants: str = 'all') ->
     no_gpu: Any = NoGpu(architecture)
     driver.set_active(no_gpu)
     knobs.nvidia.dump_ptxas_log = True
+    run = {'one': compile_once, 'kinds': compile_kinds, 'all': compile_only}[variants]
     for owner, name, value in (
-        (JITFunction, 'run', compile_once if variants == 'one' else compile_only),
+        (JITFunction, 'run', run),
         (launch, 'architecture_of', lambda _: architecture),
         (support, '_unsupported_device', lambda _: None),
         (torch, 'empty', zeros),

@@ -326,6 +326,18 @@ def test_networks_of_changing_layouts(num_tokens: int, runs: list[str]) -> None:
         beside.check(repeats=index > 0, tokens=beside.tokens(num_tokens), networks=networks)
 
 
+def test_networks_that_cannot_compress_blocks(runs: list[str]) -> None:
+    """They too are found out before anything is written."""
+    beside = Beside(Case(heads=ONE_HEAD, network='own'), [29], runs)
+    for repeats in (False, True):
+        beside.check(repeats=repeats)
+    runs.clear()
+    with pytest.raises(ValueError, match='keys'):
+        step(beside.cache, beside.tokens(), beside.layer | {'networks': (torch.nn.Identity(), torch.nn.Identity())})
+    assert not runs
+    assert_hold_the_same(beside.case, beside.cache, beside.twin)
+
+
 def test_outputs_are_tensors_of_their_own(runs: list[str]) -> None:
     beside = Beside(Case(heads=ONE_HEAD), [29], runs)
     outs = [beside.check(repeats=index > 0) for index in range(3)]
