@@ -60,6 +60,8 @@ APPEND, STORAGE = 'decoding/triton/append.py', 'decoding/triton/storage.py'
 COMPRESSED, CHOOSE = 'decoding/triton/compressed.py', 'decoding/triton/choose.py'
 ATTEND, DECODING_OP = 'decoding/triton/attend.py', 'decoding/triton/op.py'
 DECODING_SETTINGS = 'decoding/triton/settings.py'
+AGAIN = ('test_decoding_prepared.py',)
+DECODING_STEP, PREPARED = 'decoding/step.py', 'decoding/triton/prepared.py'
 
 FAULTS = [
     # Interval attention
@@ -211,6 +213,12 @@ FAULTS = [
     Fault('decoding: the longest that a row has been forgotten', ATTEND, 'tl.maximum(peak, length)', 'tl.maximum(length, 0)', DECODING[1:]),
     Fault('decoding: last of the blocks that may be complete forgotten', DECODING_OP, 'num_blocks = -(-num_tokens // stride)', 'num_blocks = max(1, num_tokens // stride)', DECODING),
     Fault('decoding: window one block short', DECODING_SETTINGS, '(window_size + selection_block_size - 2) // selection_block_size + 1', '(window_size + selection_block_size - 2) // selection_block_size', DECODING),
+    Fault('decoding: launches made again for another alignment', DECODING_STEP, 't.device, address % ALIGNMENT)', 't.device, 0)', AGAIN),
+    Fault('decoding: launches made again for other strides', DECODING_STEP, '(t.shape, t.stride(), t.dtype, t.device', '(t.shape, t.dtype, t.device', AGAIN),
+    Fault('decoding: launches made again for another tensor of the cache', DECODING_STEP, 't.dtype, t.data_ptr())', 't.dtype)', AGAIN),
+    Fault('decoding: launches made again for a copy of an argument', PREPARED, 'self.is_complete and self._stays(first)', 'self.is_complete', AGAIN),
+    Fault('decoding: tensors given twice not told apart', PREPARED, 'self.is_complete and id(tensor) not in self._given', 'self.is_complete', AGAIN),
+    Fault('decoding: launches do not hold the workspace', PREPARED, 'self._held.append(tensor)', 'pass', AGAIN),
 ]  # fmt: skip
 
 
