@@ -339,7 +339,7 @@ class SparseAttention(nn.Module):
         if mask is not None:
             order, counts = front_order(mask)
             x = to_front(x, order, mask)
-        new = self._project(x)
+        new, rotary = self._project(x), self.rotary
         out = decoding.nsa_decode(
             new.q,
             new.k,
@@ -348,8 +348,8 @@ class SparseAttention(nn.Module):
             cache,
             networks=(self.k_compress, self.v_compress),
             positions=(self.k_intrablock_positions, self.v_intrablock_positions),
-            freqs=None if self.rotary is None else self.rotary.freqs,
-            interpolate_factor=1.0 if self.rotary is None else self.rotary.interpolate_factor,
+            freqs=None if rotary is None else rotary.freqs,
+            interpolate_factor=1.0 if rotary is None else rotary.interpolate_factor,
             mem_kv=self._memory,
             raw_k=new.raw_k,
             raw_v=new.raw_v,
@@ -384,9 +384,8 @@ class SparseAttention(nn.Module):
     @property
     def _memory(self) -> tuple[Tensor, Tensor] | None:
         """Memory pairs of the compressed branch."""
-        if self.compress_mem_k is None or self.compress_mem_v is None:
-            return None
-        return self.compress_mem_k, self.compress_mem_v
+        mem_k, mem_v = self.compress_mem_k, self.compress_mem_v
+        return None if mem_k is None or mem_v is None else (mem_k, mem_v)
 
     def _nsa(self, q: Tensor, *tensors: Any, **settings: Any) -> Tensor:
         """`nsa` with the settings of the layer, `[B, T, HQ, DV]`."""

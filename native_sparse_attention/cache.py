@@ -19,6 +19,8 @@ from native_sparse_attention.ops.decoding.step import Storage
 # Tokens that a cache which grows holds at first, and tokens that `crop` takes back unless told otherwise.
 FIRST_CAPACITY = 64
 MAX_ROLLBACK = 32
+# Different steps that a cache remembers the launches of.
+MAX_LAUNCHES = 16
 
 TOKENS = ('k', 'v', 'k_window', 'v_window')  # what a cache holds for every token
 PAIRS = ('k_cmp', 'v_cmp')  # and for every compressed block
@@ -107,8 +109,14 @@ class LayerCache:
         self.max_length = self._peak = 0
         # Of the kernels that decode, by name and shape: results that one launch leaves for the next.
         self.workspace: dict[tuple[Any, ...], Tensor] = {}
+        # And the launches of steps, by what they depend on, to be made again.
+        self.launches: dict[tuple[Any, ...], Any] = {}
         # Networks φ, by identity, and numbers and dtypes of blocks that they were tried on before any was laid out.
         self.networks_tried: set[tuple[Any, ...]] = set()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Launches have addresses, and a copy has tensors of its own; networks are known by identity.
+        return self.__dict__ | {'workspace': {}, 'launches': {}, 'networks_tried': set()}
 
     @property
     def capacity(self) -> int:
@@ -122,11 +130,15 @@ class LayerCache:
     def device(self) -> torch.device:
         return self.k.device
 
+    def has_room(self, num_tokens: int) -> bool:
+        """Whether `num_tokens` more fit as it is."""
+        return self.max_length + num_tokens <= self.capacity
+
     def reserve(self, num_tokens: int) -> None:
         """Make sure that `num_tokens` more fit; raises ValueError, with nothing written, where they may not."""
-        needed = self.max_length + num_tokens
-        if needed <= self.capacity:
+        if self.has_room(num_tokens):
             return
+        needed = self.max_length + num_tokens
         if not self.grows:
             raise ValueError(
                 f'the cache holds up to {self.max_length} tokens a row and gets {num_tokens} more, but its capacity is '
@@ -145,6 +157,12 @@ class LayerCache:
         """
         self.max_length += num_tokens
         self._peak = max(self._peak, self.max_length)
+
+    def remember(self, key: tuple[Any, ...], launches: Any) -> None:
+        """Keep the launches of a step; where too many are kept, forget the others."""
+        if len(self.launches) >= MAX_LAUNCHES:
+            self.launches.clear()
+        self.launches[key] = launches
 
     def read(self, num_tokens: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """k, v, k_window, v_window `[B, num_tokens, H, D or DV]`: the first tokens of every row, and anything behind
@@ -338,6 +356,7 @@ class LayerCache:
 
     def _grow(self, capacity: int) -> None:
         self.workspace.clear()  # it is as large as the capacity
+        self.launches.clear()
         for name in TOKENS:
             setattr(self, name, _longer(getattr(self, name), capacity))
         if self.compress is not None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from einops import rearrange
@@ -21,14 +22,17 @@ from native_sparse_attention.ops._checks import (
     check_qkv,
     check_same_kind,
 )
-from native_sparse_attention.ops.backend import BackendChoice, check_backend
+from native_sparse_attention.ops.backend import BackendChoice, check_backend, transformed
 from native_sparse_attention.ops.compressed_attention.api import check_mem_kv
 from native_sparse_attention.ops.decoding import api
-from native_sparse_attention.ops.decoding.step import Settings, Tokens
+from native_sparse_attention.ops.decoding.step import ALIGNMENT, Settings, Tokens, look_at
 from native_sparse_attention.ops.gated_sum.api import backend_of as sum_backend
 from native_sparse_attention.ops.gated_sum.api import check_gates
 from native_sparse_attention.ops.rotary.api import backend_of as rotary_backend
 from native_sparse_attention.rotary import angle_tables, rotate
+
+if TYPE_CHECKING:
+    from native_sparse_attention.ops.decoding.triton import Launches
 
 
 class Phi(NamedTuple):
@@ -39,7 +43,8 @@ class Phi(NamedTuple):
 
     @property
     def is_mean(self) -> bool:
-        return all(type(network) is MeanPool for network in self.networks)
+        of_keys, of_values = self.networks
+        return type(of_keys) is MeanPool and type(of_values) is MeanPool
 
     def try_on(self, cache: LayerCache, q: Tensor) -> None:
         """Raise ValueError where the networks cannot compress what new tokens complete: they are run on zeros, once for
@@ -63,8 +68,12 @@ class Phi(NamedTuple):
         k_cmp, v_cmp = (compress_blocks(n, b, name=name, value_dim=b.shape[-1]) for n, b, name in networks)
         return k_cmp, v_cmp
 
+    def settled(self, blocks: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+        """The same of blocks cast to dtype, with the same strides and alignment whatever the networks return."""
+        pair = (t.contiguous() for t in self(*(b.to(dtype) for b in blocks)))
+        return [t if t.data_ptr() % ALIGNMENT == 0 else t.clone() for t in pair]
 
-@torch.no_grad()
+
 def nsa_decode(
     q: Tensor,
     k: Tensor,
@@ -119,6 +128,23 @@ def nsa_decode(
         ValueError: shapes, devices or settings that do not fit, networks that cannot compress blocks, an explicit
             backend that cannot serve the call, or a full cache; nothing is written then.
     """
+    phi, memory = Phi(networks, positions), None
+    if mem_kv is not None:
+        memory = mem_kv[0].to(cache.dtype).contiguous(), mem_kv[1].to(cache.dtype).contiguous()
+    # What a step depends on: tensors by what they look like, and everything else by value.
+    given = (
+        *(q, k, v, gates, *positions, freqs, *(memory or (None, None)), k_window, v_window),
+        *(None if raw_k is k else raw_k, None if raw_v is v else raw_v),
+    )
+    values = (
+        *(selection_block_size, num_selected, window_size, num_init, num_local, share_group, scale, num_splits),
+        *(tiles_of_program, interpolate_factor, backend, phi.is_mean),
+    )
+    if counts is None and not torch.compiler.is_compiling() and cache.launches and transformed('triton') is None:
+        looks, addresses = look_at(given, cache.storage()[:-1])
+        launches = cache.launches.get((values, looks))
+        if launches is not None and cache.has_room(q.shape[1]) and not launches.are_watched():
+            return _decode_again(q, v, cache, phi, launches, addresses)
     tokens = Tokens(q, k, v, k if raw_k is None else raw_k, v if raw_v is None else raw_v, k_window, v_window)
     check_backend(backend)
     check_positive(window_size=window_size)
@@ -133,27 +159,67 @@ def nsa_decode(
         *(*cache.compress, selection_block_size, num_selected, window_size, num_init, num_local, share_group),
         *(q.shape[-1] ** -0.5 if scale is None else scale, num_splits, tiles_of_program),
     )
-    phi = Phi(networks, positions)
-    choice = backend_of(q, k, v, cache, selection_block_size, num_selected, backend=backend)
-    by_ops = choice.name != 'triton' or counts is not None or torch.compiler.is_compiling()
-    if by_ops and backend not in ('auto', 'eager'):
-        _check_ops(tokens, gates, cache, freqs, settings, backend)
-    cache.reserve(q.shape[1])
-    if mem_kv is not None:
-        mem_kv = mem_kv[0].to(cache.dtype).contiguous(), mem_kv[1].to(cache.dtype).contiguous()
-    if by_ops:
-        out = _decode_by_ops(tokens, gates, cache, phi, freqs, interpolate_factor, mem_kv, counts, settings, backend)
-        return out.to(q.dtype)
+    with torch.no_grad():
+        choice = backend_of(q, k, v, cache, selection_block_size, num_selected, backend=backend)
+        by_ops = choice.name != 'triton' or counts is not None or torch.compiler.is_compiling()
+        if by_ops and backend not in ('auto', 'eager'):
+            _check_ops(tokens, gates, cache, freqs, settings, backend)
+        cache.reserve(q.shape[1])
+        layer = (gates, cache, phi, freqs, interpolate_factor, memory)
+        if by_ops:
+            return _decode_by_ops(tokens, *layer, counts, settings, backend).to(q.dtype)
+        out, launches = _decode_by_kernels(tokens, *layer, settings, given)
+    if launches.is_complete:
+        looks, _ = look_at(given, cache.storage()[:-1])
+        cache.remember((values, looks), launches)
+    return out
+
+
+def _decode_by_kernels(
+    tokens: Tokens,
+    gates: Tensor,
+    cache: LayerCache,
+    phi: Phi,
+    freqs: Tensor | None,
+    interpolate_factor: float,
+    mem_kv: tuple[Tensor, Tensor] | None,
+    settings: Settings,
+    given: tuple[Tensor | None, ...],
+) -> tuple[Tensor, Launches]:
+    """A step, and its launches, which `_decode_again` makes again. given: tensors that are others then."""
     from native_sparse_attention.ops.decoding import triton
 
-    storage, is_mean = cache.storage(), phi.is_mean
-    if not is_mean:
+    q, storage, workspace = tokens.q, cache.storage(), cache.workspace
+    if not phi.is_mean:
         phi.try_on(cache, q)
-    turned, q_cmp, *blocks = triton.append(
-        tokens, storage, positions, freqs, interpolate_factor, settings, is_mean, cache.workspace
+    launches = triton.Launches(given, storage[:-1], workspace)
+    turned, q_cmp, new_k, new_v = triton.append(
+        *(tokens, storage, phi.positions, freqs, interpolate_factor, settings, phi.is_mean, workspace, launches)
     )
-    k_cmp, v_cmp = blocks if is_mean else phi(*(b.to(q.dtype) for b in blocks))
-    out, _ = triton.attend(turned, q_cmp, k_cmp, v_cmp, gates, mem_kv, storage, settings, cache.workspace, q.dtype)
+    if not phi.is_mean:
+        launches.blocks = [new_k, new_v]
+        new_k, new_v = phi.settled(launches.blocks, q.dtype)
+        launches.give(new_k, new_v)
+    out, _ = triton.attend(
+        *(turned, q_cmp, new_k, new_v, gates, mem_kv, storage, settings, workspace, q.dtype, launches)
+    )
+    cache.advance(q.shape[1])
+    return out, launches
+
+
+def _decode_again(
+    q: Tensor, v: Tensor, cache: LayerCache, phi: Phi, launches: Launches, addresses: list[int]
+) -> Tensor:
+    """A step by launches that were made before. addresses: of the tensors given, which look as those did."""
+    out = q.new_empty(*q.shape[:3], v.shape[3])
+    if phi.is_mean:
+        launches.again([*addresses, out.data_ptr()])
+    else:
+        phi.try_on(cache, q)
+        launches.again(addresses, stop=1)
+        with torch.no_grad():
+            new_k, new_v = phi.settled(launches.blocks, q.dtype)
+        launches.again([*addresses, new_k.data_ptr(), new_v.data_ptr(), out.data_ptr()], start=1)
     cache.advance(q.shape[1])
     return out
 

@@ -365,8 +365,10 @@ def _appended(cache: LayerCache, name: str, shape: Shape) -> Tensor:
 
 
 def poison_workspace(cache: LayerCache, junk_of: Any) -> None:
-    for tensor in cache.workspace.values():
-        tensor.fill_(junk_of(tensor.dtype))
+    """All but counts of programs, which are 0 between steps."""
+    for (name, *_), tensor in cache.workspace.items():
+        if name != 'counts':
+            tensor.fill_(junk_of(tensor.dtype))
 
 
 def move_page(cache: LayerCache, row: int, column: int) -> None:

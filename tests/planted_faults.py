@@ -60,6 +60,8 @@ APPEND, STORAGE = 'decoding/triton/append.py', 'decoding/triton/storage.py'
 COMPRESSED, CHOOSE = 'decoding/triton/compressed.py', 'decoding/triton/choose.py'
 ATTEND, DECODING_OP = 'decoding/triton/attend.py', 'decoding/triton/op.py'
 DECODING_SETTINGS = 'decoding/triton/settings.py'
+AGAIN = ('test_decoding_prepared.py',)
+DECODING_STEP, PREPARED = 'decoding/step.py', 'decoding/triton/prepared.py'
 
 FAULTS = [
     # Interval attention
@@ -187,30 +189,39 @@ FAULTS = [
     Fault('decoding: overlap of blocks off', COMPRESSED, 'shared = tl.minimum(ends, sizes.selection_block_size) - tl.maximum(begins, 0)', 'shared = tl.minimum(ends, sizes.selection_block_size) - begins', DECODING[1:]),
     Fault('decoding: overlap with the next block off', COMPRESSED, 'beyond = tl.maximum(ends - sizes.selection_block_size, 0)', 'beyond = tl.maximum(ends - sizes.selection_block_size + 1, 0)', DECODING),
     Fault('decoding: every part reads the memory', COMPRESSED, 'if part == 0:', 'if part >= 0:', DECODING),
-    Fault('decoding: no rescale of the sum', COMPRESSED, '            weights = tl.where(is_own[None, :], weights, 0.0)\n        total = total * shrink', '            weights = tl.where(is_own[None, :], weights, 0.0)\n        total = total', DECODING),
+    Fault('decoding: no rescale of the sum', COMPRESSED, 'totals = totals * shrink[:, None] + weights', 'totals = totals + weights', DECODING),
     Fault('decoding: last new block not stored', COMPRESSED, 'is_read = (block < num_keys) &', 'is_read = (block < num_keys - 1) &', DECODING),
     Fault('decoding: tiles of a part forgotten', COMPRESSED, 'of_part = tl.cdiv(num_tiles, num_splits)', 'of_part = num_tiles // num_splits', DECODING),
     Fault('decoding: a block of the future may be chosen', CHOOSE, 'choosable = (block <= own_block)', 'choosable = (block <= own_block + 1)', DECODING[1:]),
-    Fault('decoding: what is handed on forgotten', CHOOSE, 'score += _add_heads(onward, base, total)', 'score += 0.0 * _add_heads(onward, base, total)', DECODING[1:]),
-    Fault('decoding: maxima of the first tile for all', CHOOSE, 'block[None, :] // TILE, mask', 'block[None, :] // TILE * 0, mask', DECODING[1:]),
-    Fault('decoding: sums of other heads', CHOOSE, '* GROUP + chooser % CHOOSERS * share + heads', '* GROUP + heads', DECODING[1:]),
+    Fault('decoding: what is handed on forgotten', CHOOSE, 'onward += _add_heads(handed, factors)', 'onward += 0.0 * _add_heads(handed, factors)', DECODING[1:]),
+    Fault('decoding: what the chunk before hands on forgotten', CHOOSE, 'first += _add_heads(handed_before,', 'first += 0.0 * _add_heads(handed_before,', DECODING[1:]),
+    Fault('decoding: maxima of the first tile for all', CHOOSE, 'run[None, :] // (TILE // RUN), mask', 'run[None, :] // (TILE // RUN) * 0, mask', DECODING[1:]),
+    Fault('decoding: sums of other heads', CHOOSE, '* GROUP + chooser % CHOOSERS * share\n', '* GROUP\n', DECODING[1:]),
     Fault('decoding: a head of a group left out', CHOOSE, 'is_head = heads < share\n', 'is_head = (heads < share) & ((heads > 0) | (share == 1))\n', DECODING[1:]),
     Fault('decoding: totals of parts not rescaled', CHOOSE, 'total = tl.sum(total * tl.exp2(largest - base[:, None]), 1)', 'total = tl.sum(total, 1)', DECODING[1:]),
     Fault('decoding: one local block too many', CHOOSE, '(distance < choice.num_local)', '(distance <= choice.num_local)', DECODING[1:]),
     Fault('decoding: an initial block missing', CHOOSE, 'tl.where(block < choice.num_init,', 'tl.where(block < choice.num_init - 1,', DECODING[1:]),
-    Fault('decoding: the best of a large chunk again', CHOOSE, 'keys = tl.where(keys == best, TAKEN, keys)', 'keys = keys + 0', DECODING[:1]),
-    Fault('decoding: the best of all chunks again', ATTEND, 'keys = tl.where(keys == best, TAKEN, keys)', 'keys = keys + 0', DECODING),
-    Fault('decoding: last chunk forgotten', ATTEND, 'num_candidates = num_chunks * choice.num_selected', 'num_candidates = (num_chunks - 1) * choice.num_selected', DECODING),
+    Fault('decoding: the best of a chunk again', CHOOSE, 'ranks = tl.where(blocks == block, TAKEN, ranks)', 'ranks = ranks + 0', DECODING),
+    Fault('decoding: last chunk forgotten', CHOOSE, 'is_candidate = candidates < members *', 'is_candidate = candidates < (members - 1) *', DECODING),
+    Fault('decoding: the first chunks alone are merged', CHOOSE, 'candidates += leader * choice.num_selected', 'candidates += 0 * choice.num_selected', DECODING),
+    Fault('decoding: merged before all are done', CHOOSE, '== members - 1:', '== 0:', DECODING),
+    Fault('decoding: counts of programs stay', CHOOSE, 'tl.store(counts_ptr + leader, 0)', 'tl.store(counts_ptr + leader, members)', DECODING),
     Fault('decoding: window one key too wide', ATTEND, 'position - reading.window_size + 1, 0)', 'position - reading.window_size, 0)', DECODING),
     Fault('decoding: window reads chosen blocks again', ATTEND, '(is_chosen | (known == 0))', '(is_chosen | (known == known))', DECODING),
-    Fault('decoding: first key of the window missing in a chosen block', ATTEND, 'exists & is_chosen, exists & (tokens >= first_in_window)', 'exists & is_chosen, exists & (tokens > first_in_window)', DECODING),
+    Fault('decoding: first key of the window missing in a chosen block', ATTEND, 'in_window = tokens >= first_in_window', 'in_window = tokens > first_in_window', DECODING),
     Fault('decoding: selected branch reads the future', ATTEND, 'exists = exists & (tokens <= position)', 'exists = exists & (tokens <= position + 1)', DECODING),
     Fault('decoding: window gated as selected', ATTEND, 'tl.load(gate_ptr + 2 * gates.strides[3])', 'tl.load(gate_ptr + gates.strides[3])', DECODING),
-    Fault('decoding: parts not rescaled', ATTEND, 'total = total * shrink + tl.sum(totals[None, :] * weights, 1)', 'total = total + tl.sum(totals[None, :], 1)', DECODING),
+    Fault('decoding: parts not rescaled', ATTEND, 'total = tl.sum(totals * weights, 0)', 'total = tl.sum(totals, 0)', DECODING),
     Fault('decoding: parts of the first head for all', ATTEND, '* 2 * share + head % share', '* 2 * share + head * 0', DECODING),
     Fault('decoding: the longest that a row has been forgotten', ATTEND, 'tl.maximum(peak, length)', 'tl.maximum(length, 0)', DECODING[1:]),
     Fault('decoding: last of the blocks that may be complete forgotten', DECODING_OP, 'num_blocks = -(-num_tokens // stride)', 'num_blocks = max(1, num_tokens // stride)', DECODING),
     Fault('decoding: window one block short', DECODING_SETTINGS, '(window_size + selection_block_size - 2) // selection_block_size + 1', '(window_size + selection_block_size - 2) // selection_block_size', DECODING),
+    Fault('decoding: launches made again for another alignment', DECODING_STEP, 't.device, address % ALIGNMENT)', 't.device, 0)', AGAIN),
+    Fault('decoding: launches made again for other strides', DECODING_STEP, '(t.shape, t.stride(), t.dtype, t.device', '(t.shape, t.dtype, t.device', AGAIN),
+    Fault('decoding: launches made again for another tensor of the cache', DECODING_STEP, 't.dtype, t.data_ptr())', 't.dtype)', AGAIN),
+    Fault('decoding: launches made again for a copy of an argument', PREPARED, 'self.is_complete and self._stays(first)', 'self.is_complete', AGAIN),
+    Fault('decoding: tensors given twice not told apart', PREPARED, 'self.is_complete and id(tensor) not in self._given', 'self.is_complete', AGAIN),
+    Fault('decoding: launches do not hold the workspace', PREPARED, 'self._held.append(tensor)', 'pass', AGAIN),
 ]  # fmt: skip
 
 

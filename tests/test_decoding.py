@@ -223,17 +223,6 @@ def test_what_the_kernels_do_not_serve(
         backend_of(q, k, k, cache, sizes[2], num_selected, backend='triton')
 
 
-@pytest.mark.skipif(not is_interpreted(), reason='on a GPU the tensors of this test lie elsewhere')
-def test_rows_that_are_too_long_for_what_is_chosen() -> None:
-    q, k = torch.zeros(BATCH, 1, 2, 1), torch.zeros(BATCH, 1, 1, 1)
-    layout = {'kv_heads': 1, 'head_dim': 1, 'value_dim': 1, 'compress': (4, 4)}
-    cache = LayerCache(BATCH, 4 * 3 * 2**11, **layout)
-    assert backend_of(q, k, k, cache, 4, 512, backend='triton').name == 'triton'
-    cache = LayerCache(BATCH, 4 * 3 * 2**11 + 1, **layout)
-    with pytest.raises(ValueError, match='512 of 6145 blocks are chosen, but its kernels choose so many of up to 6144'):
-        backend_of(q, k, k, cache, 4, 512, backend='triton')
-
-
 def without_rows(tokens: dict[str, Tensor], count: int) -> dict[str, Tensor]:
     return {name: t[:count] for name, t in tokens.items()}
 

@@ -49,7 +49,7 @@ def choose_backend(
     if backend != 'auto':
         reason = f'{op} has no {backend} backend'
         if backend in candidates:
-            reason = _transformed(backend) or candidates[backend]()
+            reason = transformed(backend) or candidates[backend]()
         if reason is not None:
             raise ValueError(f'backend {backend!r} cannot serve this call of {op}: {reason}')
         return BackendChoice(backend)
@@ -82,10 +82,10 @@ def _left_out(name: str, device: torch.device) -> str | None:
         return f'the tensors are on {device.type}'
     if name == 'triton' and torch.version.hip is not None:
         return 'its kernels are tried on NVIDIA GPUs alone'
-    return _transformed(name)
+    return transformed(name)
 
 
-def _transformed(name: str) -> str | None:
+def transformed(name: str) -> str | None:
     """Why a backend does not serve under torch.func: an op that PyTorch cannot look into may lose tangents silently."""
     if name == 'eager' or torch.compiler.is_compiling():
         return None

@@ -98,14 +98,15 @@ def is_wide(*tensors: Tensor | None) -> bool:
     return False
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *args: Any, device: torch.device, **meta: Any) -> None:
-    """kernel[grid](*args, **meta) on the GPU of the tensors, whichever is current; nothing for an empty grid.
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, device: torch.device, **meta: Any) -> Any:
+    """kernel[grid](*args, **meta) on the GPU of the tensors, whichever is current; nothing for an empty grid. Returns
+    what Triton does: the compiled kernel.
 
     A product and a sum become one operation only where a kernel says tl.fma. Left to the compiler, that differs between
     specialisations of a kernel, and a sequence would have other bits packed than alone.
     """
     if 0 in grid:
-        return
+        return None
     is_current = device.type != 'cuda' or device.index == torch.cuda.current_device()
     with nullcontext() if is_current else torch.cuda.device(device):
-        kernel[grid](*args, enable_fp_fusion=False, **meta)
+        return kernel[grid](*args, enable_fp_fusion=False, **meta)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from torch import Tensor
+
+# Bytes by which Triton tells addresses apart.
+ALIGNMENT = 16
 
 
 class Storage(NamedTuple):
@@ -65,3 +69,16 @@ class Settings(NamedTuple):
     scale: float
     num_splits: int = 0
     tiles_of_program: int = 0
+
+
+def look_at(given: Sequence[Tensor | None], owned: Sequence[Tensor | None]) -> tuple[tuple[Any, ...], list[int]]:
+    """What launches depend on besides the values of tensors; and the addresses of those given, 0 for None. Launches for
+    some given tensors serve others of the same looks, but no others that are owned.
+    """
+    addresses = [0 if t is None else t.data_ptr() for t in given]
+    looks = [
+        None if t is None else (t.shape, t.stride(), t.dtype, t.device, address % ALIGNMENT)
+        for t, address in zip(given, addresses, strict=True)
+    ]
+    looks += [None if t is None else (t.shape, t.stride(), t.dtype, t.data_ptr()) for t in owned]
+    return tuple(looks), addresses

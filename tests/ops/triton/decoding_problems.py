@@ -16,12 +16,10 @@ All of it takes a device, and dtypes of `Case.dtype`; nothing here asks for the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -29,7 +27,6 @@ from native_sparse_attention.cache import PAIRS, TOKENS, LayerCache
 from native_sparse_attention.compress import MeanPool
 from native_sparse_attention.decoding import nsa_decode
 from native_sparse_attention.geometry import num_compressed_blocks
-from native_sparse_attention.ops.decoding import triton
 from native_sparse_attention.paged_cache import PagedLayerCache
 from native_sparse_attention.testing import assert_matches
 from tests.ops.triton.harness import fence, same_bits
@@ -256,30 +253,25 @@ def in_double(value: Any) -> Any:
     return value.double() if isinstance(value, Tensor) else value
 
 
-@contextmanager
-def recorded_choices() -> Iterator[list[Tensor | None]]:
-    """The blocks that the kernels choose meanwhile, of one step after the other."""
-    choices: list[Tensor | None] = []
-    attend = triton.attend
-
-    def record(*args: Any) -> tuple[Tensor, Tensor | None]:
-        out, chosen = attend(*args)
-        choices.append(None if chosen is None else chosen.clone())
-        return out, chosen
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(triton, 'attend', record)
-        yield choices
-
-
 def decode(
     cache: LayerCache, tokens: dict[str, Tensor], layer: dict[str, Any], **settings: Any
 ) -> tuple[Tensor, Tensor | None]:
     """A step by the kernels: the output and the blocks that it chose."""
-    with torch.no_grad(), recorded_choices() as choices:
+    with torch.no_grad():
         out = nsa_decode(**tokens, cache=cache, **layer, **settings, backend='triton')
-    (chosen,) = choices
-    return out, chosen
+    return out, chosen_blocks(cache, tokens['q'].shape[1], layer['num_selected'])
+
+
+def chosen_blocks(cache: LayerCache, num_tokens: int, num_selected: int) -> Tensor | None:
+    """A copy of what the last step by the kernels of so many tokens chose."""
+    if num_selected == 0:
+        return None
+    (chosen,) = (
+        t
+        for (name, *_), t in cache.workspace.items()
+        if name == 'chosen' and (t.shape[1], t.shape[3]) == (num_tokens, num_selected)
+    )
+    return chosen.clone()
 
 
 def decode_eagerly(cache: LayerCache, tokens: dict[str, Tensor], layer: dict[str, Any]) -> Tensor:

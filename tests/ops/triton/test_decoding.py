@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from native_sparse_attention.cache import LayerCache
-from native_sparse_attention.ops.decoding import api
 from native_sparse_attention.ops.decoding.triton import settings
 from native_sparse_attention.paged_cache import PagedLayerCache
 from tests.ops.triton.decoding_problems import (
@@ -133,31 +132,20 @@ def test_shares_of_the_work(pinned: tuple[int, int], blocks: tuple[int, int, int
 
 
 @pytest.mark.parametrize(
-    ('chunk', 'num_selected', 'capacity'), [(64, 3, 300), (16, 14, 300), (256, 3, 300), (64, 70, 300), (16, 20, 150)]
+    ('chunk', 'candidates', 'num_selected'),
+    [(64, 512, 3), (16, 512, 14), (16, 64, 16), (16, 30, 10), (256, 512, 3), (16, 8, 70)],
 )
 def test_chunks_of_the_choice(
-    chunk: int, num_selected: int, capacity: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    chunk: int, candidates: int, num_selected: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Several chunks, candidates that are put in order by comparing pairs and by maxima, and a chunk of so many."""
+    """What chunks leave is merged at once or in several levels, of which the last may have one member; a chunk of so
+    many."""
     monkeypatch.setattr(settings, 'CHUNK', chunk)
+    monkeypatch.setattr(settings, 'CANDIDATES', candidates)
     settings.make_plan.cache_clear()
-    case = Case(heads=ONE_HEAD, blocks=(2, 2, 2), capacity=capacity, num_selected=num_selected, window_size=3)
-    check(case, [capacity - 3], (1,), device)
+    case = Case(heads=ONE_HEAD, blocks=(2, 2, 2), capacity=300, num_selected=num_selected, window_size=3)
+    check(case, [297, 90], (1, 2), device)
     settings.make_plan.cache_clear()
-
-
-@pytest.mark.parametrize('num_selected', [1, 3, 16, 17, 100, 255, 256, 300, api.MAX_SELECTED])
-def test_chunks_of_the_choice_fit_into_registers(num_selected: int, device: torch.device) -> None:
-    """In as long a row as is served; of twice as many blocks a program would be compiled for seconds, and spill."""
-    sizes = {'block_size': 8, 'stride': 8, 'selection_block_size': 8, 'window_size': 8, 'head_dim': 16}
-    heads = {'itemsize': 2, 'batch': 1, 'num_tokens': 1, 'heads': 1, 'kv_heads': 1, 'choosers': 1}
-    of_program = {'num_splits': 0, 'tiles_of_program': 0}
-    for num_blocks in (1, 1000, api.MAX_CANDIDATES // num_selected):
-        capacity = num_blocks * sizes['selection_block_size']
-        plan = settings.make_plan(
-            device=device, capacity=capacity, num_selected=num_selected, **heads, **sizes, **of_program
-        )
-        assert num_selected <= plan.chunk <= 1024
 
 
 @pytest.mark.parametrize('page_size', [8, 32])

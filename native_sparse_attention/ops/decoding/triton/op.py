@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from native_sparse_attention.ops._triton.launch import head_block, launch, row_block
+from native_sparse_attention.ops._triton.launch import head_block, row_block
 from native_sparse_attention.ops._triton.placement import last_dim_contiguous
 from native_sparse_attention.ops.decoding.step import Settings, Storage, Tokens
 from native_sparse_attention.ops.decoding.triton.append import NUM_ROLES, append_kernel
 from native_sparse_attention.ops.decoding.triton.attend import Reading, attend_kernel, combine_kernel
 from native_sparse_attention.ops.decoding.triton.choose import Choice, choose_kernel
 from native_sparse_attention.ops.decoding.triton.compressed import Room, compressed_kernel
+from native_sparse_attention.ops.decoding.triton.prepared import Launches
 from native_sparse_attention.ops.decoding.triton.settings import attend_variant, launch_options, make_plan
 from native_sparse_attention.ops.decoding.triton.storage import Blocks, Pages, Step, ring_of, strided
 
@@ -34,6 +35,7 @@ def append(
     settings: Settings,
     is_mean: bool,
     workspace: Workspace,
+    launches: Launches,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Writes new tokens into the cache. Returns q, turned and as it is, in the dtype of the cache; and the blocks that
     they may complete, K = ceil(T / d) of keys and of values: laid out `[B, H, K, l, D or DV]` for φ, positions added;
@@ -57,7 +59,7 @@ def append(
             ('blocks_v', (value_dim,) if is_mean else (block_size, value_dim)),
         )
     )
-    launch(
+    launches.launch(
         append_kernel,
         (batch * kv_heads, NUM_ROLES),
         *(strided(t) for t in (q, k, v, k_window, v_window, raw_k, raw_v, turned)),
@@ -96,6 +98,7 @@ def attend(
     settings: Settings,
     workspace: Workspace,
     dtype: torch.dtype,
+    launches: Launches,
 ) -> tuple[Tensor, Tensor | None]:
     """What new tokens attend to, gated, `[B, T, HQ, DV]` of dtype, after `append`; and the chosen blocks, int32 `[B, T,
     H or HQ, n]`. Stores the compressed blocks new_k, new_v `[B, K, H, D or DV]` that are complete, and advances the
@@ -134,6 +137,7 @@ def attend(
     counts = _kept(workspace, 'counts', (queries, plan.num_bests), torch.int32, device, torch.zeros)
     chosen = empty('chosen', batch, num_tokens, choosers, settings.num_selected, dtype=torch.int32)
     out = gates.new_empty(batch, num_tokens, heads, value_dim, dtype=dtype)
+    launches.give(out)
     mem_k, mem_v = (None, None) if mem_kv is None else mem_kv
     head_sizes = {'HEAD_DIM': head_dim, 'VALUE_DIM': value_dim}
     head_blocks = {'BLOCK_D': head_block(head_dim), 'BLOCK_DV': head_block(value_dim)}
@@ -141,7 +145,7 @@ def attend(
 
     row_tiles, block_m = -(-num_tokens * group // plan.block_m), row_block(heads // choosers)
     row_bytes = max(head_blocks.values()) * itemsize
-    launch(
+    launches.launch(
         compressed_kernel,
         (batch * kv_heads * row_tiles, plan.num_splits),
         *(strided(t) for t in (q_cmp, storage.k_cmp, storage.v_cmp, new_k, new_v)),
@@ -162,7 +166,7 @@ def attend(
     )
     if settings.num_selected:
         block_g = min(16, 1 << (heads // choosers - 1).bit_length())
-        launch(
+        launches.launch(
             choose_kernel,
             (queries, plan.num_chunks),
             *(stats, sums, maxima, best, counts, chosen, storage.lengths, capacity, plan.num_splits, room),
@@ -181,7 +185,7 @@ def attend(
             device=device,
         )
     variant = attend_variant(plan.of_program)
-    launch(
+    launches.launch(
         attend_kernel,
         (queries, plan.num_programs),
         *(strided(t) for t in (q, storage.k, storage.v, storage.k_window, storage.v_window)),
@@ -200,7 +204,7 @@ def attend(
         **launch_options(variant, device, 2 * block_m * head_blocks['BLOCK_DV'], row_bytes),
         device=device,
     )
-    launch(
+    launches.launch(
         combine_kernel,
         (rows,),
         *(strided(gates), out_compressed, stats, out_parts, parts_stats, out, storage.lengths, storage.peaks),
