@@ -204,7 +204,7 @@ FAULTS = [
     Fault('decoding: the best of a chunk again', CHOOSE, 'ranks = tl.where(blocks == block, TAKEN, ranks)', 'ranks = ranks + 0', DECODING),
     Fault('decoding: last chunk forgotten', CHOOSE, 'is_candidate = candidates < members *', 'is_candidate = candidates < (members - 1) *', DECODING),
     Fault('decoding: the first chunks alone are merged', CHOOSE, 'candidates += leader * choice.num_selected', 'candidates += 0 * choice.num_selected', DECODING),
-    Fault('decoding: merged before all are done', CHOOSE, '== members - 1:', '== 0:', DECODING),
+    Fault('decoding: merged before all are done', CHOOSE, '== members - 1:', '== tl.minimum(members - 1, 1):', DECODING),
     Fault('decoding: counts of programs stay', CHOOSE, 'tl.store(counts_ptr + leader, 0)', 'tl.store(counts_ptr + leader, members)', DECODING),
     Fault('decoding: window one key too wide', ATTEND, 'position - reading.window_size + 1, 0)', 'position - reading.window_size, 0)', DECODING),
     Fault('decoding: window reads chosen blocks again', ATTEND, '(is_chosen | (known == 0))', '(is_chosen | (known == known))', DECODING),

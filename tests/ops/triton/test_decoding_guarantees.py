@@ -57,9 +57,13 @@ def select(case: Case, cache: LayerCache, tokens: dict[str, Tensor], layer: dict
         Case(blocks=(4, 4, 4), num_selected=5, pairs=0, num_init=0, num_local=1),
         Case(blocks=(6, 3, 6), num_selected=4, pairs=0, dtype=torch.float16),
         Case(heads=Heads(8, 1, 16, 16), blocks=(2, 2, 2), num_selected=12, capacity=200),
+        Case(heads=Heads(8, 4, 16, 16), blocks=(4, 2, 2), num_selected=48, capacity=200, share_group=False),
         Case(heads=Heads(20, 1, 16, 16), num_selected=4, page_size=16),
     ],
-    ids=['shared', 'of each head', 'overlapping far', 'one local block', 'float16', 'several chunks', 'many heads'],
+    ids=[
+        *('shared', 'of each head', 'overlapping far', 'one local block', 'float16', 'several chunks'),
+        *('handed on between chunks', 'many heads'),
+    ],
 )
 def test_choice(case: Case, device: torch.device) -> None:
     """Random scores differ by more than their roundings. Logits are large, so that parts of a row weigh differently."""
