@@ -80,5 +80,5 @@ def look_at(given: Sequence[Tensor | None], owned: Sequence[Tensor | None]) -> t
         None if t is None else (t.shape, t.stride(), t.dtype, t.device, address % ALIGNMENT)
         for t, address in zip(given, addresses, strict=True)
     ]
-    looks += [None if t is None else (t.shape, t.stride(), t.dtype, t.data_ptr()) for t in owned]
+    looks += [None if t is None else (t.shape, t.data_ptr()) for t in owned]
     return tuple(looks), addresses

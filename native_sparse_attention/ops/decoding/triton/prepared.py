@@ -20,8 +20,7 @@ from native_sparse_attention.ops._triton.launch import launch
 class Prepared(NamedTuple):
     """A launch: what Triton calls with (*grid, stream, function, metadata, launch metadata, two hooks, *values).
 
-    values: the arguments of the kernel, constants among them, with addresses for tensors. places: of those that change,
-    the position among the values, the index of the tensor, and what follows it in a tuple (None: it is no tuple).
+    values: the arguments of the kernel, constants among them, with addresses for tensors.
     """
 
     run: Any
@@ -29,7 +28,14 @@ class Prepared(NamedTuple):
     function: Any
     metadata: Any
     values: list[Any]
-    places: list[tuple[int, int, tuple[Any, ...] | None]]
+
+
+class Place(NamedTuple):
+    """Where an address goes among the values of a launch, and what follows it in a tuple (None: it is in none)."""
+
+    values: list[Any]
+    position: int
+    rest: tuple[Any, ...] | None
 
 
 class Launches:
@@ -55,8 +61,10 @@ class Launches:
         self._device = torch.device('cpu')
         self._workspace = workspace
         self._held: list[Tensor] = []
-        self._num_given = 0
+        # The index of a tensor that is given, by its id in Python; and for each index the places and the address.
         self._given: dict[int, int] = {}
+        self._places: list[list[Place]] = []
+        self._addresses: list[int] = []
         self._owned = {id(t) for t in owned if t is not None}
         self.give(*given)
 
@@ -65,8 +73,9 @@ class Launches:
         for tensor in tensors:
             if tensor is not None:
                 self.is_complete = self.is_complete and id(tensor) not in self._given
-                self._given[id(tensor)] = self._num_given
-            self._num_given += 1
+                self._given[id(tensor)] = len(self._places)
+            self._places.append([])
+            self._addresses.append(0)
 
     def launch(self, kernel: Any, grid: tuple[int, ...], *args: Any, device: torch.device, **meta: Any) -> None:
         """What `launch` of ops/_triton does, and keeps what `again` needs."""
@@ -79,22 +88,21 @@ class Launches:
         bound = signature.bind(*args, **{name: value for name, value in meta.items() if name in signature.parameters})
         bound.apply_defaults()
         values: list[Any] = list(bound.arguments.values())
-        places: list[tuple[int, int, tuple[Any, ...] | None]] = []
         for position, value in enumerate(values):
             # In a tuple the tensor comes first, and numbers after it.
             first, *rest = value if isinstance(value, tuple) else (value,)
             follows = tuple(rest) if isinstance(value, tuple) else None
+            if isinstance(first, Tensor):
+                values[position] = first.data_ptr() if follows is None else (first.data_ptr(), *follows)
             if isinstance(first, Tensor) and id(first) in self._given:
-                places.append((position, self._given[id(first)], follows))
-                values[position] = None
+                index = self._given[id(first)]
+                self._places[index].append(Place(values, position, follows))
+                self._addresses[index] = first.data_ptr()
             elif isinstance(first, Tensor):
                 self.is_complete = self.is_complete and self._stays(first)
-                values[position] = first.data_ptr() if follows is None else (first.data_ptr(), *follows)
             self.is_complete = self.is_complete and not any(isinstance(item, Tensor) for item in rest)
         x, y, z = (*grid, 1, 1)[:3]
-        self._prepared.append(
-            Prepared(compiled.run, (x, y, z), compiled.function, compiled.packed_metadata, values, places)
-        )
+        self._prepared.append(Prepared(compiled.run, (x, y, z), compiled.function, compiled.packed_metadata, values))
 
     def again(self, addresses: list[int], start: int = 0, stop: int | None = None) -> None:
         """The launches from start to stop, on the current stream, for given tensors at these addresses (0: None)."""
@@ -103,9 +111,12 @@ class Launches:
             with torch.cuda.device(self._device):
                 return self.again(addresses, start, stop)
         stream = active.get_current_stream(self._device.index)
-        for run, (x, y, z), function, metadata, values, places in self._prepared[start:stop]:
-            for position, index, rest in places:
-                values[position] = addresses[index] if rest is None else (addresses[index], *rest)
+        for index, address in enumerate(addresses):
+            if address != self._addresses[index]:
+                self._addresses[index] = address
+                for values, position, rest in self._places[index]:
+                    values[position] = address if rest is None else (address, *rest)
+        for run, (x, y, z), function, metadata, values in self._prepared[start:stop]:
             run(x, y, z, stream, function, metadata, None, None, None, *values)
         return None
 
