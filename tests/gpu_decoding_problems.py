@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from native_sparse_attention import functional
 from native_sparse_attention.cache import PAIRS, TOKENS, LayerCache
@@ -102,6 +102,19 @@ def draw_shape(index: int) -> Shape:
     )
 
 
+class InOnePiece(nn.Module):
+    """A network whose products get the same operands from every backend, laid out alike: then they have the same bits,
+    where otherwise PyTorch chooses another way to add up.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, blocks: Tensor) -> Tensor:
+        return self.network(blocks.contiguous())
+
+
 class Decoder:
     """What steps of a shape have in common: networks, positions, memory, frequencies, and what caches hold."""
 
@@ -112,7 +125,7 @@ class Decoder:
         dims = shape.head_dim, shape.value_dim
         torch.manual_seed(seed)
         with device:
-            networks = [CompressMLP(dim, block_size) if shape.learned else MeanPool() for dim in dims]
+            networks = [InOnePiece(CompressMLP(dim, block_size)) if shape.learned else MeanPool() for dim in dims]
         self.networks = [network.to(device, shape.dtype) for network in networks]
         self._phi: dict[torch.dtype, Phi] = {}
         self.positions, self.mem_kv = (
