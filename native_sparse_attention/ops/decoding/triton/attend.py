@@ -187,17 +187,19 @@ def combine_kernel(
     lengths_ptr,
     peaks_ptr,
     capacity,
+    num_splits,
+    num_programs,
     step: tl.constexpr,
     GROUP: tl.constexpr,
     CHOOSERS: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
-    NUM_PROGRAMS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_P: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """One program per row, token and head: the gated sum of the three branches, each put together from its parts,
-    NUM_SPLITS of the compressed one and NUM_PROGRAMS of both others.
+    num_splits of the compressed one and num_programs of both others.
 
     gates: `[B, T, HQ, 3]`; out: `[B, T, HQ, DV]`, contiguous. The first program of a row sets its length and the
     longest that it has been: nobody reads them in this launch.
@@ -215,11 +217,11 @@ def combine_kernel(
     gate_selected = tl.load(gate_ptr + gates.strides[3]).to(tl.float32)
     gate_window = tl.load(gate_ptr + 2 * gates.strides[3]).to(tl.float32)
     wait_for_launch_before(OVERLAPS)
-    first = ((unit * step.num_tokens + token) * GROUP + head % GROUP) * NUM_SPLITS
-    compressed = _load_parts(compressed_ptr, compressed_stats_ptr, first, 1, NUM_SPLITS, VALUE_DIM, BLOCK_DV)
-    first, stride = (query.to(tl.int64) // share * NUM_PROGRAMS) * 2 * share + head % share, 2 * share
-    selected = _load_parts(parts_ptr, parts_stats_ptr, first, stride, NUM_PROGRAMS, VALUE_DIM, BLOCK_DV)
-    window = _load_parts(parts_ptr, parts_stats_ptr, first + share, stride, NUM_PROGRAMS, VALUE_DIM, BLOCK_DV)
+    first = ((unit * step.num_tokens + token) * GROUP + head % GROUP) * num_splits
+    compressed = _load_parts(compressed_ptr, compressed_stats_ptr, first, 1, num_splits, BLOCK_S, VALUE_DIM, BLOCK_DV)
+    first, stride = (query.to(tl.int64) // share * num_programs) * 2 * share + head % share, 2 * share
+    selected = _load_parts(parts_ptr, parts_stats_ptr, first, stride, num_programs, BLOCK_P, VALUE_DIM, BLOCK_DV)
+    window = _load_parts(parts_ptr, parts_stats_ptr, first + share, stride, num_programs, BLOCK_P, VALUE_DIM, BLOCK_DV)
     out = _join(compressed) * gate_compressed + _join(selected) * gate_selected + _join(window) * gate_window
     pointers = out_ptr + query.to(tl.int64) * VALUE_DIM + columns
     tl.store(pointers, out.to(out_ptr.dtype.element_ty), mask=columns < VALUE_DIM)
@@ -231,15 +233,15 @@ def combine_kernel(
 
 
 @triton.jit
-def _load_parts(out_ptr, stats_ptr, first, stride, NUM: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Largest logits and sums of weights `[PARTS]` and outputs `[PARTS, BLOCK]` of results first, first + stride ...;
-    PARTS: NUM, padded.
-    """
-    parts = tl.arange(0, triton.next_power_of_2(NUM))
+def _load_parts(
+    out_ptr, stats_ptr, first, stride, num_parts, PARTS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Largest logits and sums of weights `[PARTS]` and outputs `[PARTS, BLOCK]` of results first, first + stride ..."""
+    parts = tl.arange(0, PARTS)
     results = first + parts * stride
-    largest = tl.load(stats_ptr + 2 * results, mask=parts < NUM, other=float('-inf'))
-    totals = tl.load(stats_ptr + 2 * results + 1, mask=parts < NUM, other=0.0)
-    return largest, totals, load_at(out_ptr, results * SIZE, parts < NUM, SIZE, BLOCK)
+    largest = tl.load(stats_ptr + 2 * results, mask=parts < num_parts, other=float('-inf'))
+    totals = tl.load(stats_ptr + 2 * results + 1, mask=parts < num_parts, other=0.0)
+    return largest, totals, load_at(out_ptr, results * SIZE, parts < num_parts, SIZE, BLOCK)
 
 
 @triton.jit

@@ -143,6 +143,7 @@ def attend(
     head_blocks = {'BLOCK_D': head_block(head_dim), 'BLOCK_DV': head_block(value_dim)}
     groups = {'GROUP': group, 'CHOOSERS': choosers // kv_heads}
 
+    block_s, block_p = (1 << (parts - 1).bit_length() for parts in (plan.num_splits, plan.num_programs))
     row_tiles, block_m = -(-num_tokens * group // plan.block_m), row_block(heads // choosers)
     row_bytes = max(head_blocks.values()) * itemsize
     launches.launch(
@@ -177,7 +178,7 @@ def attend(
             HANDED_ON=handed_on,
             TILE=plan.block_j,
             BLOCK_G=block_g,
-            BLOCK_S=1 << (plan.num_splits - 1).bit_length(),
+            BLOCK_S=block_s,
             BLOCK_J=plan.chunk,
             FAN=plan.fan,
             BLOCK_C=1 << (min(plan.num_chunks, plan.fan) * settings.num_selected - 1).bit_length(),
@@ -208,14 +209,14 @@ def attend(
         combine_kernel,
         (rows,),
         *(strided(gates), out_compressed, stats, out_parts, parts_stats, out, storage.lengths, storage.peaks),
-        capacity,
+        *(capacity, plan.num_splits, plan.num_programs),
         step=step,
         **groups,
-        NUM_SPLITS=plan.num_splits,
-        NUM_PROGRAMS=plan.num_programs,
+        BLOCK_S=block_s,
+        BLOCK_P=block_p,
         VALUE_DIM=value_dim,
         BLOCK_DV=head_block(value_dim),
-        **launch_options('combine', device, plan.num_parts * head_blocks['BLOCK_DV']),
+        **launch_options('combine', device, (block_s + 2 * block_p) * head_blocks['BLOCK_DV']),
         device=device,
     )
     return out, chosen if settings.num_selected else None

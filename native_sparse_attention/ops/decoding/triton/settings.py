@@ -66,11 +66,6 @@ class Plan(NamedTuple):
     def num_programs(self) -> int:
         return -(-self.num_reads // self.of_program)
 
-    @property
-    def num_parts(self) -> int:
-        """Of an output, in powers of two: of the compressed branch and of both others."""
-        return (1 << (self.num_splits - 1).bit_length()) + (2 << (self.num_programs - 1).bit_length())
-
 
 @cache
 def make_plan(
