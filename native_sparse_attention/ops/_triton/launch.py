@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from triton import knobs
+from triton.compiler import CompiledKernel
+from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 # Shared memory that a program may have, in bytes, by architecture.
@@ -98,15 +100,85 @@ def is_wide(*tensors: Tensor | None) -> bool:
     return False
 
 
+class Kept(NamedTuple):
+    """A compiled kernel: what Triton calls with (*grid, stream, function, metadata, launch metadata, two hooks,
+    *values), and the values that come behind the arguments, its constants. compiled: the kernel itself.
+    """
+
+    run: Any
+    function: Any
+    metadata: Any
+    constants: tuple[Any, ...]
+    compiled: CompiledKernel
+
+
+# Compiled kernels by the looks of what they were launched with, until there are too many of them.
+_KEPT: dict[tuple[Any, ...], Kept] = {}
+MAX_KEPT = 4096
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, device: torch.device, **meta: Any) -> Any:
     """kernel[grid](*args, **meta) on the GPU of the tensors, whichever is current; nothing for an empty grid. Returns
     what Triton does: the compiled kernel.
+
+    Which of its compiled kernels a launch takes Triton finds out by binding the arguments and looking at each of them.
+    All that it looks at are types and values of what is not a tensor, and of a tensor the dtype and whether its address
+    is a multiple of 16. So it is asked once for each of those. An argument that is no tensor must have the same type in
+    every launch of a kernel, as 1, 1.0 and True look the same here.
 
     A product and a sum become one operation only where a kernel says tl.fma. Left to the compiler, that differs between
     specialisations of a kernel, and a sequence would have other bits packed than alone.
     """
     if 0 in grid:
         return None
-    is_current = device.type != 'cuda' or device.index == torch.cuda.current_device()
-    with nullcontext() if is_current else torch.cuda.device(device):
+    if device.type == 'cuda' and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return launch(kernel, grid, *args, device=device, **meta)
+    if are_watched():
         return kernel[grid](*args, enable_fp_fusion=False, **meta)
+    looks: list[Any] = [kernel.fn, device, *meta, *meta.values()]
+    values = _look_at(args, looks)
+    key = tuple(looks)
+    kept = _KEPT.get(key)
+    if kept is None:
+        compiled = kernel[grid](*args, enable_fp_fusion=False, **meta)
+        # On AMD GPUs kernels depend on the sizes of storages too. What Triton interprets is not compiled.
+        if isinstance(compiled, CompiledKernel) and torch.version.hip is None:
+            if len(_KEPT) == MAX_KEPT:
+                _KEPT.clear()
+            constants = tuple(meta[name] for name in kernel.arg_names[len(args) :])
+            _KEPT[key] = Kept(compiled.run, compiled.function, compiled.packed_metadata, constants, compiled)
+        return compiled
+    x, y, z = (*grid, 1, 1)[:3]
+    active: Any = driver.active
+    stream = active.get_current_stream(device.index)
+    kept.run(x, y, z, stream, kept.function, kept.metadata, None, None, None, *values, *kept.constants)
+    return kept.compiled
+
+
+def are_watched() -> bool:
+    """Whether somebody, a profiler say, wants to hear of every launch that Triton makes."""
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return bool(getattr(enter, 'calls', enter) or getattr(leave, 'calls', leave))
+
+
+def _look_at(args: tuple[Any, ...], looks: list[Any]) -> list[Any]:
+    """The arguments with addresses for tensors; what Triton looks at is added to the looks."""
+    values: list[Any] = []
+    for arg in args:
+        if isinstance(arg, Tensor):
+            address = arg.data_ptr()
+            values.append(address)
+            looks.append(arg.dtype)
+            looks.append(address % 16 == 0)
+        elif isinstance(arg, TensorDescriptor):
+            values.append(arg)
+            looks.append(arg.base.dtype)
+            looks.append(tuple(arg.block_shape))
+        elif isinstance(arg, tuple) and not (type(arg) is tuple and type(arg[0]) is int):  # not strides
+            looks.append(len(arg))
+            values.append(tuple(_look_at(arg, looks)))
+        else:
+            values.append(arg)
+            looks.append(arg)
+    return values

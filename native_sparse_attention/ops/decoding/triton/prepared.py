@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
-from native_sparse_attention.ops._triton.launch import launch
+from native_sparse_attention.ops._triton.launch import are_watched, launch
 
 
 class Prepared(NamedTuple):
@@ -50,6 +49,8 @@ class Launches:
     Attributes:
         blocks: what the first launch leaves for φ.
     """
+
+    are_watched = staticmethod(are_watched)
 
     def __init__(
         self, given: Sequence[Tensor | None], owned: Sequence[Tensor | None], workspace: dict[Any, Tensor]
@@ -127,9 +128,3 @@ class Launches:
         if is_workspace:
             self._held.append(tensor)  # so that its address stays its own
         return is_workspace
-
-    @staticmethod
-    def are_watched() -> bool:
-        """Whether somebody, a profiler say, wants to hear of every launch that Triton makes."""
-        enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-        return bool(getattr(enter, 'calls', enter) or getattr(leave, 'calls', leave))
