@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -80,24 +80,34 @@ def describe_tiles(tensor: Tensor, rows: int, size: int) -> TensorDescriptor | N
     """What the tensor memory accelerator fetches tiles `[1, rows, 1, size]` of `[B, S, H, D]` by, zeros beyond it; None
     where the GPU has none or cannot reach the tensor by it.
     """
-    if architecture_of(tensor.device) not in WITH_TILES or tensor.numel() == 0 or tensor.data_ptr() % 16:
+    if architecture_of(tensor.device) not in WITH_TILES or tensor.data_ptr() % 16:
         return None
-    if tensor.stride(-1) != 1 or any(
-        stride <= 0 or stride * tensor.element_size() % 16 for stride in tensor.stride()[:-1]
-    ):
+    layout = _lay_out_tiles(tensor.shape, tensor.stride(), tensor.element_size(), rows, size)
+    if layout is None:
         return None
-    return TensorDescriptor(tensor, [*tensor.shape], [*tensor.stride()], [1, rows, 1, size])
+    tiles = object.__new__(TensorDescriptor)  # which would check once more what has been checked
+    tiles.__dict__.update(layout, base=tensor)
+    return tiles
+
+
+@lru_cache(maxsize=1024)
+def _lay_out_tiles(
+    shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, rows: int, size: int
+) -> dict[str, list[int]] | None:
+    """What a descriptor says of a tensor besides where it is, or None where it cannot."""
+    if 0 in shape or strides[-1] != 1 or any(stride <= 0 or stride * itemsize % 16 for stride in strides[:-1]):
+        return None
+    return {'shape': [*shape], 'strides': [*strides], 'block_shape': [1, rows, 1, size]}
 
 
 def is_wide(*tensors: Tensor | None) -> bool:
     """Whether elements of one row of the batch lie more than int32 counts apart, so that offsets are int64."""
-    for tensor in tensors:
-        if tensor is not None:
-            _, *sizes = tensor.shape
-            _, *strides = tensor.stride()
-            if sum((size - 1) * abs(stride) for size, stride in zip(sizes, strides, strict=True)) >= 2**31:
-                return True
-    return False
+    return any(t is not None and _is_wide(t.shape, t.stride()) for t in tensors)
+
+
+@lru_cache(maxsize=1024)
+def _is_wide(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    return sum((size - 1) * abs(stride) for size, stride in zip(shape[1:], strides[1:], strict=True)) >= 2**31
 
 
 class Kept(NamedTuple):
@@ -115,6 +125,7 @@ class Kept(NamedTuple):
 # Compiled kernels by the looks of what they were launched with, until there are too many of them.
 _KEPT: dict[tuple[Any, ...], Kept] = {}
 MAX_KEPT = 4096
+_NUMBERS = (int, type(None), float, bool)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, device: torch.device, **meta: Any) -> Any:
@@ -166,19 +177,18 @@ def _look_at(args: tuple[Any, ...], looks: list[Any]) -> list[Any]:
     """The arguments with addresses for tensors; what Triton looks at is added to the looks."""
     values: list[Any] = []
     for arg in args:
-        if isinstance(arg, Tensor):
-            address = arg.data_ptr()
-            values.append(address)
-            looks.append(arg.dtype)
-            looks.append(address % 16 == 0)
-        elif isinstance(arg, TensorDescriptor):
-            values.append(arg)
-            looks.append(arg.base.dtype)
-            looks.append(tuple(arg.block_shape))
-        elif isinstance(arg, tuple) and not (type(arg) is tuple and type(arg[0]) is int):  # not strides
-            looks.append(len(arg))
-            values.append(tuple(_look_at(arg, looks)))
-        else:
+        kind = type(arg)
+        if kind in _NUMBERS or (kind is tuple and type(arg[0]) is int):  # strides
             values.append(arg)
             looks.append(arg)
+        elif isinstance(arg, Tensor):
+            address = arg.data_ptr()
+            values.append(address)
+            looks += (arg.dtype, address % 16 == 0)
+        elif kind is TensorDescriptor:
+            values.append(arg)
+            looks += (arg.base.dtype, *arg.block_shape)
+        else:
+            looks.append(len(arg))
+            values.append(tuple(_look_at(arg, looks)))
     return values

@@ -14,6 +14,8 @@ from torch.library import CustomOpDef, Library
 # The schema of an op is read off its annotations, which must be of this form.
 OptionalTensor = Optional[Tensor]  # noqa: UP045
 OptionalInt = Optional[int]  # noqa: UP045
+# Stands for an input that PyTorch keeps.
+_SAVED = object()
 _LIBRARY = Library('native_sparse_attention', 'FRAGMENT')
 
 
@@ -21,16 +23,16 @@ def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...] = 
     """Keeps the inputs of a forward, and its outputs where the backward reads them, for `saved_inputs`."""
     ctx.set_materialize_grads(False)
     ctx.num_outputs = len(output)
-    ctx.others = [None if isinstance(value, Tensor) else value for value in inputs]
-    ctx.save_for_backward(*output, *(value if isinstance(value, Tensor) else None for value in inputs))
+    ctx.others = [_SAVED if isinstance(value, Tensor) else value for value in inputs]
+    ctx.save_for_backward(*output, *(value for value in inputs if isinstance(value, Tensor)))
 
 
 def saved_inputs(ctx: Any) -> tuple[list[Tensor], list[Any]]:
     """The outputs and the inputs that `save_inputs` was given."""
     saved = ctx.saved_tensors  # read once, as checkpointing wants it
-    outputs, tensors = saved[: ctx.num_outputs], saved[ctx.num_outputs :]
-    inputs = [other if tensor is None else tensor for tensor, other in zip(tensors, ctx.others, strict=True)]
-    return list(outputs), inputs
+    tensors = iter(saved[ctx.num_outputs :])
+    inputs = [next(tensors) if other is _SAVED else other for other in ctx.others]
+    return list(saved[: ctx.num_outputs]), inputs
 
 
 def register_derivative(op: CustomOpDef, backward: Callable[..., Any], save: Callable[..., None]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from native_sparse_attention.geometry import Sequences
 from native_sparse_attention.ops._triton.finite import find_infinite
 from native_sparse_attention.ops._triton.launch import (
+    Settings,
     Table,
     describe_tiles,
     head_block,
@@ -345,24 +347,39 @@ def _launch_per_query(
 def _constants(
     table: Table, q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_size: int, causal: bool
 ) -> dict[str, Any]:
-    index_heads, num_selected = block_indices.shape[2:]
+    shapes = (q.shape, k.shape, v.shape, block_indices.shape)
+    return _find_constants(settings_of(table, q, v), *shapes, block_size, causal, is_wide(k, v)).copy()
+
+
+@lru_cache(maxsize=1024)
+def _find_constants(
+    tile: Settings,
+    q_shape: tuple[int, ...],
+    k_shape: tuple[int, ...],
+    v_shape: tuple[int, ...],
+    indices_shape: tuple[int, ...],
+    block_size: int,
+    causal: bool,
+    wide: bool,
+) -> dict[str, Any]:
+    index_heads, num_selected = indices_shape[2:]
     # No block is longer than all keys.
-    block_size = max(1, min(block_size, k.shape[1]))
-    block_m, block_n, num_warps, num_stages = settings_of(table, q, v)
+    block_size = max(1, min(block_size, k_shape[1]))
+    block_m, block_n, num_warps, num_stages = tile
     return {
-        'GROUP': q.shape[2] // index_heads,
-        'REPEATS': index_heads // k.shape[2],
+        'GROUP': q_shape[2] // index_heads,
+        'REPEATS': index_heads // k_shape[2],
         'NUM_SELECTED': num_selected,
         'BLOCK_SIZE': block_size,
         'CAUSAL': causal,
-        'HEAD_DIM': q.shape[3],
-        'VALUE_DIM': v.shape[3],
+        'HEAD_DIM': q_shape[3],
+        'VALUE_DIM': v_shape[3],
         'BLOCK_S': 1 << max(num_selected - 1, 0).bit_length(),
         'BLOCK_M': block_m,
         'BLOCK_N': min(block_n, row_block(block_size)),
-        'BLOCK_D': head_block(q.shape[3]),
-        'BLOCK_DV': head_block(v.shape[3]),
-        'WIDE': is_wide(k, v),
+        'BLOCK_D': head_block(q_shape[3]),
+        'BLOCK_DV': head_block(v_shape[3]),
+        'WIDE': wide,
         'num_warps': num_warps,
         'num_stages': num_stages,
     }
