@@ -35,6 +35,8 @@ from native_sparse_attention.ops._triton.tiles import sort_tile
 
 # Entries that are sorted at once: some 50 bytes each, so less than half a gigabyte.
 MAX_ENTRIES = 2**23
+# Lists of a pair of up to so many entries are sorted beside those of the others, by PyTorch in a single kernel.
+MAX_ROW = 2**12
 # Counts of the entries of tiles in slots, 4 bytes each: with 8 bytes for each of MAX_ENTRIES, less than that, too.
 MAX_COUNTS = 5 * 2**24
 # Lists of fewer entries than this are not worth the counting sort.
@@ -176,6 +178,10 @@ def _sort_lists(keys: Tensor, num_slots: int) -> InverseIndex:
     of it, one part after the other.
     """
     pairs, num_entries = keys.shape
+    if 0 < num_entries <= MAX_ROW and keys.numel() <= MAX_ENTRIES:
+        slots = torch.arange(pairs * (num_slots + 1), dtype=torch.int32, device=keys.device).view(pairs, num_slots + 1)
+        slot, order = keys.sort(stable=True)
+        return InverseIndex(order.int(), torch.searchsorted(slot, slots, out_int32=True))
     slots = torch.arange(pairs * (num_slots + 1) + 1, dtype=torch.int32, device=keys.device)
     parts = keys.flatten().split(MAX_ENTRIES)
     if len(parts) == 1:

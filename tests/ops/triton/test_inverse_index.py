@@ -196,6 +196,15 @@ def test_pairs_in_groups(most: int, tile: Tile | None, device: torch.device, mon
     check(Extents(3, 12, 12, {}, [12] * 3), device, tile=tile)
 
 
+@pytest.mark.parametrize(
+    'extents', [Extents(3, 12, 12, {}, [12] * 3), packed([0, 41, 0, 31, 12], uncovered=9)], ids=['whole', 'packed']
+)
+def test_long_lists_of_pairs(extents: Extents, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are sorted with the lists of other pairs."""
+    monkeypatch.setattr(inverse_index, 'MAX_ROW', 0)
+    check(extents, device, tile=None)
+
+
 def make_lists(indices: Tensor, sequences: Sequences, pairs: range, tile: Tile | None) -> InverseIndex:
     placement, kv_heads = make_placement(sequences), indices.shape[2]
     with sorted_by(tile):
