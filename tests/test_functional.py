@@ -382,6 +382,7 @@ def test_auto_by_the_gpu(
     """What auto takes on GPUs that need not be there."""
     properties = SimpleNamespace(major=capability[0], minor=capability[1])
     monkeypatch.setattr(torch.cuda, 'get_device_properties', lambda device: properties)
+    monkeypatch.setattr(support, '_capability', support._find_capability)
     monkeypatch.setattr(torch.version, 'hip', hip)
     monkeypatch.setenv('TRITON_INTERPRET', '0')
     candidates = {'triton': partial(support.unsupported, cast(Tensor, OnGpu)), 'eager': serves}

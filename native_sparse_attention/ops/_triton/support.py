@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -62,9 +63,16 @@ def _unsupported_device(device: torch.device) -> str | None:
         return f'the tensors are on {device.type}, but its kernels run on GPUs (on CPUs with TRITON_INTERPRET=1)'
     if torch.version.hip is not None:
         return None
-    # torch.compile knows the properties as a constant, but not get_device_capability.
-    properties = torch.cuda.get_device_properties(device)
-    capability = properties.major, properties.minor
+    # torch.compile knows the properties as a constant, and warns of functions that remember what they returned.
+    capability = (_find_capability if torch.compiler.is_compiling() else _capability)(device)
     if capability < MIN_CAPABILITY:
         return f'the GPU has compute capability {capability}, but its kernels need at least {MIN_CAPABILITY}'
     return None
+
+
+def _find_capability(device: torch.device) -> tuple[int, int]:
+    properties = torch.cuda.get_device_properties(device)
+    return properties.major, properties.minor
+
+
+_capability = cache(_find_capability)
