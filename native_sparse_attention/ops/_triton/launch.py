@@ -125,7 +125,7 @@ class Kept(NamedTuple):
 # Compiled kernels by the looks of what they were launched with, until there are too many of them.
 _KEPT: dict[tuple[Any, ...], Kept] = {}
 MAX_KEPT = 4096
-_NUMBERS = (int, type(None), float, bool)
+_NUMBERS = frozenset((int, type(None), float, bool))
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, device: torch.device, **meta: Any) -> Any:
@@ -147,9 +147,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, device: torch.device,
             return launch(kernel, grid, *args, device=device, **meta)
     if are_watched():
         return kernel[grid](*args, enable_fp_fusion=False, **meta)
-    looks: list[Any] = [kernel.fn, device, *meta, *meta.values()]
-    values = _look_at(args, looks)
-    key = tuple(looks)
+    values, looks = _look_at(args)
+    key = (kernel.fn, device, looks, *meta, *meta.values())
     kept = _KEPT.get(key)
     if kept is None:
         compiled = kernel[grid](*args, enable_fp_fusion=False, **meta)
@@ -173,22 +172,18 @@ def are_watched() -> bool:
     return bool(getattr(enter, 'calls', enter) or getattr(leave, 'calls', leave))
 
 
-def _look_at(args: tuple[Any, ...], looks: list[Any]) -> list[Any]:
-    """The arguments with addresses for tensors; what Triton looks at is added to the looks."""
-    values: list[Any] = []
-    for arg in args:
+def _look_at(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The arguments with addresses for tensors, and with what Triton looks at."""
+    values, looks = [*args], [*args]
+    for place, arg in enumerate(args):
         kind = type(arg)
         if kind in _NUMBERS or (kind is tuple and type(arg[0]) is int):  # strides
-            values.append(arg)
-            looks.append(arg)
-        elif isinstance(arg, Tensor):
-            address = arg.data_ptr()
-            values.append(address)
-            looks += (arg.dtype, address % 16 == 0)
+            continue
+        if isinstance(arg, Tensor):
+            values[place] = address = arg.data_ptr()
+            looks[place] = (arg.dtype, address % 16 == 0)
         elif kind is TensorDescriptor:
-            values.append(arg)
-            looks += (arg.base.dtype, *arg.block_shape)
-        else:
-            looks.append(len(arg))
-            values.append(tuple(_look_at(arg, looks)))
-    return values
+            looks[place] = (arg.base.dtype, *arg.block_shape)
+        elif not _NUMBERS.issuperset(map(type, arg)):
+            values[place], looks[place] = _look_at(arg)
+    return tuple(values), tuple(looks)
