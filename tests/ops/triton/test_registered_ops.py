@@ -136,6 +136,19 @@ def record(name: str, device: torch.device) -> dict[str, tuple[Any, tuple[Any, .
     return recorder.calls
 
 
+@pytest.mark.parametrize('requires_grad', [False, True])
+def test_a_view_that_negates(device: torch.device, requires_grad: bool) -> None:
+    """PyTorch resolves it before kernels see its memory."""
+    tensors = {name: t.requires_grad_(requires_grad) for name, t in inputs(device).items()}
+    q = torch.complex(torch.zeros_like(tensors['q']), tensors['q'].detach()).conj().imag
+    assert q.is_neg()
+    out, lse = windowed(**tensors | {'q': q}, backend='triton')
+    expected, expected_lse = windowed(**tensors | {'q': q.resolve_neg()}, backend='triton')
+    assert same_bits(out, expected)
+    assert same_bits(lse, expected_lse)
+    assert out.requires_grad == requires_grad
+
+
 def leaf(value: Any, requires_grad: bool) -> Any:
     if isinstance(value, Tensor):
         return value.detach().requires_grad_(requires_grad and value.is_floating_point())
