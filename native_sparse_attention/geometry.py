@@ -8,7 +8,7 @@ query in its sequence.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -103,8 +103,7 @@ class QueryLayout:
         return key_position, (key_position >= 0) & (key_position < self.key_len[extra])
 
 
-@dataclass(frozen=True)
-class Sequences:
+class Sequences(NamedTuple):
     """How the queries of a call stand to its keys: the arguments that every op takes, checked and together.
 
     batch, seqlen_q, seqlen_k: ints B, T, S. q_offset: int, int tensor `[B]` (packed: `[N]`) or None, which makes

@@ -35,33 +35,35 @@ def check_not_negative(**values: int) -> None:
 def check_same_kind(**tensors: Tensor | None) -> None:
     """All tensors have one floating dtype and one device."""
     (first, reference), *rest = [(name, t) for name, t in tensors.items() if t is not None]
-    if reference.dtype not in FLOAT_DTYPES:
-        raise ValueError(f'{first} has dtype {reference.dtype}, but must be float64, float32, bfloat16 or float16')
+    dtype, device = reference.dtype, reference.device
+    if dtype not in FLOAT_DTYPES:
+        raise ValueError(f'{first} has dtype {dtype}, but must be float64, float32, bfloat16 or float16')
     for name, tensor in rest:
-        if tensor.dtype != reference.dtype:
-            raise ValueError(f'{name} has dtype {tensor.dtype}, but {first} has {reference.dtype}')
-        if tensor.device != reference.device:
-            raise ValueError(f'{name} is on {tensor.device}, but {first} is on {reference.device}')
+        if tensor.dtype != dtype:
+            raise ValueError(f'{name} has dtype {tensor.dtype}, but {first} has {dtype}')
+        if tensor.device != device:
+            raise ValueError(f'{name} is on {tensor.device}, but {first} is on {device}')
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor | None, k_name: str = 'k', v_name: str = 'v') -> None:
     """`[B, T, HQ, D]`, `[B, S, H, D]`, `[B, S, H, DV]` with HQ a multiple of H, one dtype, one device."""
-    named = {'q': q, k_name: k} | ({} if v is None else {v_name: v})
+    named = {'q': q, k_name: k} if v is None else {'q': q, k_name: k, v_name: v}
     for name, tensor in named.items():
         if tensor.dim() != 4:
             raise ValueError(
                 f'{name} has shape {tuple(tensor.shape)}, but must have 4 dimensions (batch, tokens, heads, head size)'
             )
     check_same_kind(**named)
-    if k.shape[0] != q.shape[0]:
-        raise ValueError(f'{k_name} has batch size {k.shape[0]}, but q has {q.shape[0]}')
-    if k.shape[3] != q.shape[3]:
-        raise ValueError(f'{k_name} has head size {k.shape[3]}, but q has {q.shape[3]}')
-    if k.shape[2] == 0 or q.shape[2] % k.shape[2] != 0:
-        raise ValueError(f'q has {q.shape[2]} heads, but must have a multiple of the {k.shape[2]} heads of {k_name}')
-    if v is not None and v.shape[:3] != k.shape[:3]:
+    q_shape, k_shape = q.shape, k.shape
+    if k_shape[0] != q_shape[0]:
+        raise ValueError(f'{k_name} has batch size {k_shape[0]}, but q has {q_shape[0]}')
+    if k_shape[3] != q_shape[3]:
+        raise ValueError(f'{k_name} has head size {k_shape[3]}, but q has {q_shape[3]}')
+    if k_shape[2] == 0 or q_shape[2] % k_shape[2] != 0:
+        raise ValueError(f'q has {q_shape[2]} heads, but must have a multiple of the {k_shape[2]} heads of {k_name}')
+    if v is not None and v.shape[:3] != k_shape[:3]:
         raise ValueError(
-            f'{v_name} has shape {tuple(v.shape)}, but must be {tuple(k.shape[:3])} + (DV,) to match {k_name}'
+            f'{v_name} has shape {tuple(v.shape)}, but must be {tuple(k_shape[:3])} + (DV,) to match {k_name}'
         )
 
 

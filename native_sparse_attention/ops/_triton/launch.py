@@ -36,7 +36,9 @@ Table = Mapping[tuple[str, int, int], Settings]
 
 def settings_of(table: Table, q: Tensor, *others: Tensor) -> Settings:
     """The entry for the GPU, the dtype and the largest head size of the tensors."""
-    head_dim = max(t.shape[-1] for t in (q, *others))
+    head_dim = q.shape[-1]
+    for tensor in others:
+        head_dim = max(head_dim, tensor.shape[-1])
     return find_settings(table, architecture_of(q.device), q.element_size(), head_block(head_dim))
 
 

@@ -17,6 +17,7 @@ from native_sparse_attention.ops._checks import (
     logit_scale,
     make_compressed_sequences,
 )
+from native_sparse_attention.ops._triton import support
 from native_sparse_attention.ops.backend import BackendChoice, choose_backend, serves
 
 # What a tile of the Triton kernel holds: heads that choose together, blocks of a row.
@@ -238,15 +239,11 @@ def _check_chosen(
 
 def _scores_unsupported(q: Tensor, k_cmp: Tensor, group_size: int, num_selected: int) -> str | None:
     """Why the Triton kernels cannot serve a call about chosen scores, or None where they can."""
-    from native_sparse_attention.ops._triton import support
-
     return support.too_many_choices(q, k_cmp, num_selected) or support.unsupported(q, k_cmp)
 
 
 def _choice_unsupported(q: Tensor, k_cmp: Tensor, group_size: int, num_selected: int) -> str | None:
     """Why the Triton kernel cannot serve a call of `select_blocks`, or None where it can."""
-    from native_sparse_attention.ops._triton import support
-
     if group_size > MAX_GROUP:
         return f'{group_size} heads choose together, but a tile of its kernel holds up to {MAX_GROUP}'
     if num_selected > MAX_SELECTED:

@@ -13,6 +13,7 @@ from native_sparse_attention.ops._checks import (
     logit_scale,
     make_compressed_sequences,
 )
+from native_sparse_attention.ops._triton import support
 from native_sparse_attention.ops.backend import BackendChoice, choose_backend, serves
 
 
@@ -89,7 +90,6 @@ def backend_of(
 ) -> BackendChoice:
     """The backend that would serve these inputs."""
     from native_sparse_attention.ops import _flex
-    from native_sparse_attention.ops._triton import support
 
     candidates = {
         'triton': partial(support.unsupported, q, k_cmp, v_cmp),

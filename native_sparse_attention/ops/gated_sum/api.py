@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from native_sparse_attention.ops._checks import check_same_kind
+from native_sparse_attention.ops._triton import support
 from native_sparse_attention.ops.backend import BackendChoice, choose_backend, serves
 
 
@@ -55,8 +56,6 @@ def backend_of(gates: Tensor, out: Tensor, *, backend: str = 'auto') -> BackendC
 
 def _unsupported(gates: Tensor, out: Tensor) -> str | None:
     """Why the kernels cannot serve a call, or None where they can."""
-    from native_sparse_attention.ops._triton import support
-
     if gates.dtype == torch.float64:
         return f'gates has dtype {gates.dtype}, but its kernels compute in float32'
     return support.unsupported(out, name='out_compressed')

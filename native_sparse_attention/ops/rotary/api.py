@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from native_sparse_attention.ops._triton import support
 from native_sparse_attention.ops.backend import BackendChoice, choose_backend, serves
 
 
@@ -52,8 +53,6 @@ def backend_of(x: Tensor, cos: Tensor, sin: Tensor, *, backend: str = 'auto') ->
 
 def _unsupported(x: Tensor, cos: Tensor, sin: Tensor) -> str | None:
     """Why the kernel cannot serve a call, or None where it can."""
-    from native_sparse_attention.ops._triton import support
-
     if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
         return 'cos or sin requires a gradient, which its kernel does not compute'
     if cos.dtype == torch.float64:

@@ -13,6 +13,7 @@ from native_sparse_attention.ops._checks import (
     logit_scale,
     make_sequences,
 )
+from native_sparse_attention.ops._triton import support
 from native_sparse_attention.ops.backend import BackendChoice, choose_backend, serves
 
 # Blocks of a query, which a kernel holds at once to find those that stand in the row already.
@@ -112,8 +113,6 @@ def backend_of(
 
 def _not_by_triton(q: Tensor, k: Tensor, v: Tensor, num_selected: int) -> str | None:
     """Why the kernels cannot serve a call, or None where they can."""
-    from native_sparse_attention.ops._triton import support
-
     if num_selected > MAX_SELECTED:
         return f'a query chooses {num_selected} blocks, but its kernels hold a choice of up to {MAX_SELECTED}'
     return support.too_many_choices(q, k, num_selected) or support.unsupported(q, k, v)

@@ -7,6 +7,7 @@ from functools import partial
 from torch import Tensor
 
 from native_sparse_attention.ops._checks import check_qkv, logit_scale, make_sequences
+from native_sparse_attention.ops._triton import support
 from native_sparse_attention.ops.backend import BackendChoice, choose_backend, serves
 
 
@@ -67,7 +68,6 @@ def window_attention(
 def backend_of(q: Tensor, k: Tensor, v: Tensor, *, backend: str = 'auto') -> BackendChoice:
     """The backend that would serve these inputs."""
     from native_sparse_attention.ops import _flex
-    from native_sparse_attention.ops._triton import support
 
     candidates = {
         'triton': partial(support.unsupported, q, k, v),

@@ -189,14 +189,15 @@ def _backward(
             **meta,
             device=q.device,
         )
-    dscale = q.new_empty(0)
-    if dfactors is not None and block_scale is not None:
+    if dfactors is None or block_scale is None:
+        dscale = q.new_empty(0)
+    else:
         dscale = (dfactors[0] if len(dfactors) == 1 else dfactors.sum(0)).to(block_scale.dtype)
-    dk, dv = q.new_empty(0), q.new_empty(0)
-    if needs_dkv:
-        dk, dv = keys.differentiate_keys(
-            q, k, v, block_indices, block_scale, lse, delta, dout, place, block_size, causal, scale
-        )
+    if not needs_dkv:
+        return dq, q.new_empty(0), q.new_empty(0), dscale
+    dk, dv = keys.differentiate_keys(
+        q, k, v, block_indices, block_scale, lse, delta, dout, place, block_size, causal, scale
+    )
     return dq, dk, dv, dscale
 
 
