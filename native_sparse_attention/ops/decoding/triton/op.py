@@ -119,7 +119,7 @@ def attend(
     sizes = Blocks(settings.compress_block_size, settings.compress_stride, settings.selection_block_size)
     room = Room(plan.num_blocks, plan.num_tiles, plan.num_bests)
     choice = Choice(settings.num_selected, settings.num_init, settings.num_local)
-    reading = Reading(settings.window_size, plan.num_chosen, plan.num_reads, plan.of_program)
+    reading = Reading(settings.window_size, plan.num_chosen, plan.num_reads)
     capacity = storage.capacity
     group = heads // kv_heads
     handed_on = settings.compress_block_size - settings.compress_stride <= settings.selection_block_size
@@ -134,7 +134,7 @@ def attend(
     out_parts = empty('out_parts', queries, plan.num_programs, 2, heads // choosers, value_dim)
     parts_stats = empty('parts_stats', queries, plan.num_programs, 2, heads // choosers, 2)
     best = empty('best', queries, 2, plan.num_bests, settings.num_selected, dtype=torch.int32)
-    counts = _kept(workspace, 'counts', (queries, plan.num_bests), torch.int32, device, torch.zeros)
+    counts = _counts(workspace, (queries, plan.num_bests), device)
     chosen = empty('chosen', batch, num_tokens, choosers, settings.num_selected, dtype=torch.int32)
     out = gates.new_empty(batch, num_tokens, heads, value_dim, dtype=dtype)
     launches.give(out)
@@ -191,7 +191,7 @@ def attend(
         (queries, plan.num_programs),
         *(strided(t) for t in (q, storage.k, storage.v, storage.k_window, storage.v_window)),
         *(chosen, storage.lengths, out_parts, parts_stats, _pages(storage.block_table, storage.k)),
-        *(capacity, settings.scale),
+        *(capacity, settings.scale, plan.of_program),
         step=step,
         sizes=sizes,
         choice=choice,
@@ -230,13 +230,18 @@ def _pages(table: Tensor | None, pool: Tensor) -> Pages:
 
 def _empty(workspace: Workspace, name: str, shape: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor that stays, whatever is in it."""
-    return _kept(workspace, name, shape, dtype, device, torch.empty)
-
-
-def _kept(workspace: Workspace, name: str, shape: Any, dtype: torch.dtype, device: torch.device, make: Any) -> Tensor:
-    """A tensor that stays, made anew where there is none of that shape."""
     key = (name, *shape, dtype)
     if key not in workspace:
         with torch.inference_mode(False):
-            workspace[key] = make(shape, dtype=dtype, device=device)
+            workspace[key] = torch.empty(shape, dtype=dtype, device=device)
+    return workspace[key]
+
+
+def _counts(workspace: Workspace, shape: tuple[int, int], device: torch.device) -> Tensor:
+    """Zeros `[queries, num_bests]`, which every step leaves as they were."""
+    key = ('counts', *shape, torch.int32)
+    if key not in workspace:
+        if device.type == 'cuda' and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError('a step of decoding is captured, but must have run once before on the same cache')
+        _empty(workspace, 'counts', shape, torch.int32, device).zero_()
     return workspace[key]

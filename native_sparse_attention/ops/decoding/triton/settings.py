@@ -9,7 +9,7 @@ import torch
 
 from native_sparse_attention.geometry import overlapping_blocks
 from native_sparse_attention.ops._triton.launch import head_block, row_block
-from native_sparse_attention.ops.decoding.api import MAX_SPLITS
+from native_sparse_attention.ops.decoding.step import MAX_SPLITS
 
 # Warps and pipeline stages of each kernel; attend_few: where programs have at most FEW_TILES tiles, attend_many: more
 # than MANY_TILES.
