@@ -419,6 +419,25 @@ def test_tensors_of_the_cache_that_are_replaced(runs: list[str]) -> None:
     beside.check(repeats=True)
 
 
+def test_a_table_of_other_strides_at_the_same_address(runs: list[str]) -> None:
+    beside = Beside(Case(heads=ONE_HEAD, page_size=8), [29, 13], runs)
+    beside.check(repeats=False)
+    table = beside.cache.block_table
+    assert table is not None
+    wide = torch.full((2, 2 * table.shape[1]), -1, dtype=torch.int32)
+    wide[:, ::2] = -1
+    wide[:, : table.shape[1]] = table
+    beside.cache.block_table = wide[:, : table.shape[1]]
+    beside.check(repeats=False)
+    beside.check(repeats=True)
+    # Rows of the table now follow one another at the address where they lay apart.
+    first = wide.flatten()[: table.numel()].view(table.shape)
+    first.copy_(table.clone())
+    beside.cache.block_table = first
+    beside.check(repeats=False)
+    beside.check(repeats=True)
+
+
 def test_a_workspace_that_is_lost(runs: list[str]) -> None:
     """Launches hold what they write into."""
     beside = Beside(Case(heads=ONE_HEAD), [29], runs)
