@@ -425,17 +425,11 @@ def test_a_table_of_other_strides_at_the_same_address(runs: list[str]) -> None:
     table = beside.cache.block_table
     assert table is not None
     wide = torch.full((2, 2 * table.shape[1]), -1, dtype=torch.int32)
-    wide[:, ::2] = -1
-    wide[:, : table.shape[1]] = table
-    beside.cache.block_table = wide[:, : table.shape[1]]
-    beside.check(repeats=False)
-    beside.check(repeats=True)
-    # Rows of the table now follow one another at the address where they lay apart.
-    first = wide.flatten()[: table.numel()].view(table.shape)
-    first.copy_(table.clone())
-    beside.cache.block_table = first
-    beside.check(repeats=False)
-    beside.check(repeats=True)
+    # Rows of the table lie apart, and then one after the other from the same address on.
+    for other in (wide[:, : table.shape[1]], wide.flatten()[: table.numel()].view(table.shape)):
+        beside.cache.block_table = other.copy_(table)
+        beside.check(repeats=False)
+        beside.check(repeats=True)
 
 
 def test_a_workspace_that_is_lost(runs: list[str]) -> None:
