@@ -201,9 +201,7 @@ def _decode_by_kernels(
         launches.blocks = [new_k, new_v]
         new_k, new_v = phi.settled(launches.blocks, q.dtype)
         launches.give(new_k, new_v)
-    out, _ = triton.attend(
-        *(turned, q_cmp, new_k, new_v, gates, mem_kv, storage, settings, workspace, q.dtype, launches)
-    )
+    out = triton.attend(*(turned, q_cmp, new_k, new_v, gates, mem_kv, storage, settings, workspace, q.dtype, launches))
     cache.advance(q.shape[1])
     return out, launches
 

@@ -17,7 +17,7 @@ from native_sparse_attention.ops.decoding.triton.attend import Reading, attend_k
 from native_sparse_attention.ops.decoding.triton.choose import Choice, choose_kernel
 from native_sparse_attention.ops.decoding.triton.compressed import Room, compressed_kernel
 from native_sparse_attention.ops.decoding.triton.prepared import Launches
-from native_sparse_attention.ops.decoding.triton.settings import attend_variant, launch_options, make_plan
+from native_sparse_attention.ops.decoding.triton.settings import attend_variant, hands_on, launch_options, make_plan
 from native_sparse_attention.ops.decoding.triton.storage import Blocks, Pages, Step, ring_of, strided
 
 # Workspace by name and shape, kept with the cache that it serves.
@@ -99,10 +99,9 @@ def attend(
     workspace: Workspace,
     dtype: torch.dtype,
     launches: Launches,
-) -> tuple[Tensor, Tensor | None]:
-    """What new tokens attend to, gated, `[B, T, HQ, DV]` of dtype, after `append`; and the chosen blocks, int32 `[B, T,
-    H or HQ, n]`. Stores the compressed blocks new_k, new_v `[B, K, H, D or DV]` that are complete, and advances the
-    lengths. mem_kv: contiguous.
+) -> Tensor:
+    """What new tokens attend to, gated, `[B, T, HQ, DV]` of dtype, after `append`. Stores the compressed blocks new_k,
+    new_v `[B, K, H, D or DV]` that are complete, and advances the lengths. mem_kv: contiguous.
     """
     gates, new_k, new_v = last_dim_contiguous(gates, new_k, new_v)
     batch, num_tokens, heads, head_dim = q.shape
@@ -122,7 +121,7 @@ def attend(
     reading = Reading(settings.window_size, plan.num_chosen, plan.num_reads)
     capacity = storage.capacity
     group = heads // kv_heads
-    handed_on = settings.compress_block_size - settings.compress_stride <= settings.selection_block_size
+    handed_on = hands_on(*sizes)
     rows, queries = batch * num_tokens * heads, batch * num_tokens * choosers
 
     def empty(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -219,7 +218,7 @@ def attend(
         **launch_options('combine', device, (block_s + 2 * block_p) * head_blocks['BLOCK_DV']),
         device=device,
     )
-    return out, chosen if settings.num_selected else None
+    return out
 
 
 def _pages(table: Tensor | None, pool: Tensor) -> Pages:
