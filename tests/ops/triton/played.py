@@ -1,4 +1,4 @@
-"""Kernels of the interpreter that play compiled ones: they get addresses and numbers alone, as Triton's launcher does."""
+"""Kernels of the interpreter that play compiled ones: they get addresses and numbers alone, as from a launcher."""
 
 from __future__ import annotations
 
