@@ -111,7 +111,7 @@ class LayerCache:
         self.workspace: dict[tuple[Any, ...], Tensor] = {}
         # And the launches of steps, by what they depend on, to be made again.
         self.launches: dict[tuple[Any, ...], Any] = {}
-        # Networks φ, by identity, and numbers and dtypes of blocks that they were tried on before any was laid out.
+        # Networks φ, and numbers and dtypes of blocks that they were tried on before any was laid out.
         self.networks_tried: set[tuple[Any, ...]] = set()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from native_sparse_attention.ops._checks import (
 from native_sparse_attention.ops.backend import BackendChoice, check_backend, transformed
 from native_sparse_attention.ops.compressed_attention.api import check_mem_kv
 from native_sparse_attention.ops.decoding import api
-from native_sparse_attention.ops.decoding.step import ALIGNMENT, Settings, Tokens, look_at
+from native_sparse_attention.ops.decoding.step import ALIGNMENT, MAX_SPLITS, Settings, Tokens, look_at
 from native_sparse_attention.ops.gated_sum.api import backend_of as sum_backend
 from native_sparse_attention.ops.gated_sum.api import check_gates
 from native_sparse_attention.ops.rotary.api import backend_of as rotary_backend
@@ -53,8 +53,9 @@ class Phi(NamedTuple):
         assert cache.compress is not None
         block_size, stride = cache.compress
         num_blocks = -(-q.shape[1] // stride)
-        case = (*map(id, self.networks), num_blocks, q.dtype)
-        if case in cache.networks_tried:
+        case = (*self.networks, num_blocks, q.dtype)
+        # What runs while a graph is captured would be part of it.
+        if case in cache.networks_tried or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
         heads = cache.layout['kv_heads']
         for network, name, size in zip(self.networks, ('keys', 'values'), ('head_dim', 'value_dim'), strict=True):
@@ -150,8 +151,8 @@ def nsa_decode(
     check_positive(window_size=window_size)
     check_not_negative(num_selected=num_selected, num_init=num_init, num_local=num_local)
     check_not_negative(num_splits=num_splits, tiles_of_program=tiles_of_program)
-    if num_splits > api.MAX_SPLITS:
-        raise ValueError(f'num_splits is {num_splits}, but must be at most {api.MAX_SPLITS}')
+    if num_splits > MAX_SPLITS:
+        raise ValueError(f'num_splits is {num_splits}, but must be at most {MAX_SPLITS}')
     _check_tokens(tokens, gates, cache, counts)
     _check_layer(tokens, cache, positions, freqs, mem_kv, selection_block_size)
     assert cache.compress is not None
@@ -200,9 +201,7 @@ def _decode_by_kernels(
         launches.blocks = [new_k, new_v]
         new_k, new_v = phi.settled(launches.blocks, q.dtype)
         launches.give(new_k, new_v)
-    out, _ = triton.attend(
-        *(turned, q_cmp, new_k, new_v, gates, mem_kv, storage, settings, workspace, q.dtype, launches)
-    )
+    out = triton.attend(*(turned, q_cmp, new_k, new_v, gates, mem_kv, storage, settings, workspace, q.dtype, launches))
     cache.advance(q.shape[1])
     return out, launches
 

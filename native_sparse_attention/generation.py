@@ -93,10 +93,13 @@ class DecodeStep:
             enabled=torch.is_autocast_enabled('cuda'),
             cache_enabled=False,
         )
+        bounds = [(layer.max_length, layer._peak) for layer in self.cache]
         try:
             with torch.cuda.device(ids.device), uncached, torch.cuda.graph(graph, capture_error_mode='thread_local'):
                 return graph, self.model(ids, cache=self.cache)
         except RuntimeError as error:
+            for layer, (max_length, peak) in zip(self.cache, bounds, strict=True):
+                layer.max_length, layer._peak = max_length, peak
             raise RuntimeError(
                 'the step cannot be captured, as where a network of the model reads from the device: use_graph=False'
             ) from error

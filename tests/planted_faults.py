@@ -218,7 +218,7 @@ FAULTS = [
     Fault('decoding: window one block short', DECODING_SETTINGS, '(window_size + selection_block_size - 2) // selection_block_size + 1', '(window_size + selection_block_size - 2) // selection_block_size', DECODING),
     Fault('decoding: launches made again for another alignment', DECODING_STEP, 't.device, address % ALIGNMENT)', 't.device, 0)', AGAIN),
     Fault('decoding: launches made again for other strides', DECODING_STEP, '(t.shape, t.stride(), t.dtype, t.device', '(t.shape, t.dtype, t.device', AGAIN),
-    Fault('decoding: launches made again for another tensor of the cache', DECODING_STEP, '(t.shape, t.data_ptr())', '(t.shape, None)', AGAIN),
+    Fault('decoding: launches made again for another tensor of the cache', DECODING_STEP, 't.dtype, t.data_ptr())', 't.dtype)', AGAIN),
     Fault('decoding: launches made again for a copy of an argument', PREPARED, 'self.is_complete and self._stays(first)', 'self.is_complete', AGAIN),
     Fault('decoding: tensors given twice not told apart', PREPARED, 'self.is_complete and id(tensor) not in self._given', 'self.is_complete', AGAIN),
     Fault('decoding: launches do not hold the workspace', PREPARED, 'self._held.append(tensor)', 'pass', AGAIN),

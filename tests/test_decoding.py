@@ -332,7 +332,7 @@ def test_errors(name: str) -> None:
         ({'freqs': torch.rand(3, device='meta')}, 'freqs is on meta, but q is on cpu'),
         ({'raw_v': torch.zeros(2, 3, 2, 6)}, 'cache has has_raw_v = False, but raw_v is given'),
         ({'num_splits': -1}, 'num_splits is -1, but must be an integer of at least 0'),
-        ({'num_splits': 257}, 'num_splits is 257, but must be at most 256'),
+        ({'num_splits': 65}, 'num_splits is 65, but must be at most 64'),
         ({'positions': (torch.zeros(2, 4, 8), torch.zeros(2, 8, 6))}, 'positions'),
         ({'positions': (torch.zeros(2, 8, 8).int(), torch.zeros(2, 8, 6))}, 'positions[0] has dtype torch.int32'),
         (

@@ -229,9 +229,25 @@ class Replayed:
         return self.out
 
 
+@pytest.fixture
+def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Small ones, so that short rows have several, and what they leave is merged in several levels."""
+    if request.param == 'small chunks':
+        monkeypatch.setattr(settings_of_decoding, 'CHUNK', 16)
+        monkeypatch.setattr(settings_of_decoding, 'CANDIDATES', 32)
+    settings_of_decoding.make_plan.cache_clear()
+    yield
+    settings_of_decoding.make_plan.cache_clear()
+
+
+SMALL_CHUNKS = pytest.mark.parametrize('chunks', ['', 'small chunks'], indirect=True)
+
+
+@SMALL_CHUNKS
 @PHI
 @pytest.mark.parametrize('page_size', [None, 128])
 @NUM_TOKENS
+@pytest.mark.usefixtures('chunks')
 def test_a_replay_is_a_step(num_tokens: int, page_size: int | None, learned: bool, device: torch.device):
     """A graph that is captured with short rows, at later lengths of every row, through borders of blocks and windows;
     its pages move between replays.
@@ -259,6 +275,29 @@ def test_a_replay_is_a_step(num_tokens: int, page_size: int | None, learned: boo
                 move_page(caches[0], row=0, column=lengths[0] // page_size)
         harness.assert_same_bits(state_of(caches[0]), state_of(caches[1]))
         assert (caches[0].max_length, caches[0]._peak) == (caches[1].max_length, caches[1]._peak)
+
+
+@SMALL_CHUNKS
+@pytest.mark.parametrize('num_selected', [0, 4])
+@PHI
+@pytest.mark.usefixtures('chunks')
+def test_launches_that_begin_early(
+    learned: bool, num_selected: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+):
+    """The bits of those that wait for the one before to end, whoever is the last to leave something."""
+    sizes = (*MIXED.sizes[:3], num_selected, MIXED.sizes[4])
+    decoder = Decoder(replace(MIXED, sizes=sizes, learned=learned, lengths=(1000, 63, 0), capacity=1400), device)
+    caches = decoder.cache(), decoder.cache()
+    for step in range(300):
+        tokens = decoder.tokens(step % 16)
+        outs = []
+        for cache, can_overlap in zip(caches, (True, False), strict=True):
+            with monkeypatch.context() as patch:
+                if not can_overlap:
+                    patch.setattr(settings_of_decoding, 'can_overlap', lambda _: False)
+                outs.append(decoder.step(cache, tokens))
+        assert harness.same_bits(*outs), step
+    harness.assert_same_bits(*map(state_of, caches))
 
 
 @NUM_TOKENS

@@ -19,8 +19,8 @@ MAX_GROUP = 64
 MAX_OVERLAPPING = 128
 # Blocks that a query reads: programs of the kernels have so many of a row in registers.
 MAX_SELECTED = 512
-# Parts of a row whose results a program of the kernels puts together.
-MAX_SPLITS = 64
+# Selection blocks of a row: a grid has so many programs for chunks of 64 of them.
+MAX_BLOCKS = 64 * 65535
 
 
 def backend_of(
@@ -60,6 +60,9 @@ def _unsupported(
         )
     if num_selected > MAX_SELECTED:
         return f'n is {num_selected}, but its kernels choose up to {MAX_SELECTED} blocks'
+    num_blocks = -(-storage.capacity // sizes[2])
+    if num_blocks > MAX_BLOCKS:
+        return f'a row has {num_blocks} selection blocks, but its kernels choose from up to {MAX_BLOCKS}'
     if storage.capacity > support.MAX_TOKENS:
         return f'a row has {storage.capacity} tokens, but its kernels count up to {support.MAX_TOKENS}'
     if storage.k.dtype not in support.DTYPES:

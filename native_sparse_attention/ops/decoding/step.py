@@ -11,6 +11,10 @@ from torch import Tensor
 ALIGNMENT = 16
 
 
+# Parts of a row whose results a program of the kernels puts together.
+MAX_SPLITS = 64
+
+
 class Storage(NamedTuple):
     """The tensors of a cache.
 
@@ -54,8 +58,8 @@ class Settings(NamedTuple):
 
     num_splits: parts that the compressed blocks of a row are read in, and tiles_of_program: tiles of tokens that a
     program of the selected and the window branch reads, more where a query would have over 64 such programs; 0 for what
-    suits the batch. Results depend on them in the last
-    bits, so a row has the same bits in batches of any size where they are given.
+    suits the batch. Results depend on them in the last bits, so a row has the same bits in batches of any size where
+    they are given.
     """
 
     compress_block_size: int
@@ -80,5 +84,5 @@ def look_at(given: Sequence[Tensor | None], owned: Sequence[Tensor | None]) -> t
         None if t is None else (t.shape, t.stride(), t.dtype, t.device, address % ALIGNMENT)
         for t, address in zip(given, addresses, strict=True)
     ]
-    looks += [None if t is None else (t.shape, t.data_ptr()) for t in owned]
+    looks += [None if t is None else (t.shape, t.stride(), t.dtype, t.data_ptr()) for t in owned]
     return tuple(looks), addresses

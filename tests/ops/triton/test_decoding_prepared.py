@@ -5,20 +5,18 @@ numbers alone, as Triton's launcher does.
 from __future__ import annotations
 
 import copy
-import ctypes
 import gc
 import pickle
 import weakref
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from triton import knobs
-from triton.compiler import CompiledKernel
 
 from native_sparse_attention import cache as cache_module
 from native_sparse_attention.cache import LayerCache
@@ -36,69 +34,12 @@ from tests.ops.triton.decoding_problems import (
     make_tokens,
 )
 from tests.ops.triton.harness import same_bits
+from tests.ops.triton.played import STREAM, Played
 from tests.problems import Heads
 
 pytestmark = pytest.mark.skipif(not is_interpreted(), reason='a GPU has compiled kernels')
 
 ONE_HEAD = Heads(2, 1, 16, 16)
-STREAM = 7
-
-
-class Played(CompiledKernel):
-    """What Triton would return for a launch: runs the kernel of the interpreter on memory at the addresses it gets."""
-
-    function, packed_metadata = 11, (1, 1, 0)
-
-    def __init__(self, kernel: Any, args: tuple[Any, ...], meta: dict[str, Any], runs: list[str]) -> None:
-        self.kernel, self.runs = kernel, runs
-        self.layouts, self.types, self.meta = [_layout(arg) for arg in args], [type(arg) for arg in args], meta
-
-    def run(self, *args: Any) -> None:
-        x, y, z, *launch = args[:9]
-        assert launch == [STREAM, self.function, self.packed_metadata, None, None, None]
-        values = args[9:]
-        assert not any(isinstance(t, Tensor) for value in values for t in (value, *_items(value)))
-        self.runs.append(self.kernel.fn.__name__)
-        positional = [self._place(*it) for it in zip(values, self.layouts, self.types, strict=False)]
-        self.kernel[x, y, z](*positional, **self.meta)
-
-    def _place(self, value: Any, layout: Any, kind: type) -> Any:
-        if layout is None:
-            return value
-        if isinstance(value, tuple):
-            return kind(_tensor_at(value[0], layout), *value[1:])
-        return _tensor_at(value, layout)
-
-
-def _items(value: Any) -> tuple[Any, ...]:
-    return value if isinstance(value, tuple) else ()
-
-
-class Layout(NamedTuple):
-    """What a kernel was compiled for. alignment: bytes that addresses lie behind what 16 divides."""
-
-    shape: torch.Size
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    alignment: int
-
-
-def _layout(arg: Any) -> Layout | None:
-    """Of a tensor, which may be the first of a tuple."""
-    first = arg[0] if isinstance(arg, tuple) and arg else arg
-    if not isinstance(first, Tensor):
-        return None
-    return Layout(first.shape, first.stride(), first.dtype, first.data_ptr() % 16)
-
-
-def _tensor_at(address: int, layout: Layout) -> Tensor:
-    shape, strides, dtype, alignment = layout
-    assert address % 16 in (0, alignment)
-    if 0 in shape:
-        return torch.zeros(shape, dtype=dtype)
-    count = 1 + sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True))
-    memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
-    return torch.frombuffer(memory, dtype=dtype).as_strided(shape, strides)
 
 
 @pytest.fixture(autouse=True)
@@ -417,6 +358,19 @@ def test_tensors_of_the_cache_that_are_replaced(runs: list[str]) -> None:
     for cache in (beside.cache, beside.twin):
         cache.reorder(torch.tensor([1, 0]))
     beside.check(repeats=True)
+
+
+def test_a_table_of_other_strides_at_the_same_address(runs: list[str]) -> None:
+    beside = Beside(Case(heads=ONE_HEAD, page_size=8), [29, 13], runs)
+    beside.check(repeats=False)
+    table = beside.cache.block_table
+    assert table is not None
+    wide = torch.full((2, 2 * table.shape[1]), -1, dtype=torch.int32)
+    # Rows of the table lie apart, and then one after the other from the same address on.
+    for other in (wide[:, : table.shape[1]], wide.flatten()[: table.numel()].view(table.shape)):
+        beside.cache.block_table = other.copy_(table)
+        beside.check(repeats=False)
+        beside.check(repeats=True)
 
 
 def test_a_workspace_that_is_lost(runs: list[str]) -> None:

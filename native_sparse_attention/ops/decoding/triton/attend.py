@@ -24,14 +24,13 @@ from native_sparse_attention.ops.decoding.triton.storage import (
 
 
 class Reading(NamedTuple):
-    """window_size: W. num_chosen: tiles that hold the tokens of chosen blocks; num_tiles: and of those of the window.
-    of_program: how many of them a program takes. A constant of kernels.
+    """window_size: W. num_chosen: tiles that hold the tokens of chosen blocks; num_tiles: and of those of the window. A
+    constant of kernels.
     """
 
     window_size: int
     num_chosen: int
     num_tiles: int
-    of_program: int
 
 
 @triton.jit
@@ -48,6 +47,7 @@ def attend_kernel(
     pages,
     capacity,
     scale,
+    of_program,
     step: tl.constexpr,
     sizes: tl.constexpr,
     choice: tl.constexpr,
@@ -63,8 +63,8 @@ def attend_kernel(
     BLOCK_DV: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """One program per row, token, chooser and share of what they read: the chosen blocks one after the other, then the
-    blocks of the window that are not among them.
+    """One program per row, token, chooser and of_program tiles of what they read: the chosen blocks one after the
+    other, then the blocks of the window that are not among them.
 
     q: `[B, T, HQ, D]`; the cache `[B, S, H, D]` or pages; chosen: int32 `[B, T, choosers, n]`. Of rows `[B, T,
     choosers, programs, 2, heads]`, selected and window: out `[..., DV]`, not normalised; stats `[..., 2]`, the largest
@@ -98,9 +98,9 @@ def attend_kernel(
     total_window = tl.zeros([BLOCK_M], tl.float32)
     out_selected = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     out_window = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    first_tile = part * reading.of_program
+    first_tile = part * of_program
     scale_log2 = scale * 1.4426950408889634
-    for tile in tl.range(first_tile, tl.minimum(first_tile + reading.of_program, reading.num_tiles)):
+    for tile in tl.range(first_tile, tl.minimum(first_tile + of_program, reading.num_tiles)):
         # A tile holds tokens of chosen blocks, or of the window: all of one kind.
         is_chosen = tile < reading.num_chosen
         places = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -176,7 +176,7 @@ def _store(out_ptr, stats_ptr, results, stats, out, mask, SIZE: tl.constexpr, BL
     store_at(out_ptr, results * SIZE, out, mask, SIZE, BLOCK)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=['num_splits', 'num_programs'])
 def combine_kernel(
     gates,
     compressed_ptr,

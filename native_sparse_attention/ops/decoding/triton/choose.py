@@ -29,7 +29,7 @@ class Choice(NamedTuple):
     num_local: int
 
 
-@triton.jit
+@triton.jit(do_not_specialize=['num_splits'])
 def choose_kernel(
     stats_ptr,
     sums_ptr,

@@ -102,15 +102,9 @@ def compressed_kernel(
     if (first_new < tl.minimum(num_keys, last_block)) & (num_keys > first_block):
         # All programs that read a new block store it, each for itself.
         wait_for_launch_before(OVERLAPS)
-        for index in range(step.num_new):
-            block = tl.zeros([1], tl.int32) + first_new + index
-            is_read = (block < num_keys) & (block >= first_block) & (block < last_block)
-            offsets, found = locate(block, is_read, row, pages, cached_k.strides)
-            k = load_at(new_k.ptr, block * 0 + _offset(new_k, row, index, head), found, HEAD_DIM, BLOCK_D)
-            store_at(cached_k.ptr, offsets + head * cached_k.strides[2], k, found, HEAD_DIM, BLOCK_D)
-            offsets, found = locate(block, is_read, row, pages, cached_v.strides)
-            v = load_at(new_v.ptr, block * 0 + _offset(new_v, row, index, head), found, VALUE_DIM, BLOCK_DV)
-            store_at(cached_v.ptr, offsets + head * cached_v.strides[2], v, found, VALUE_DIM, BLOCK_DV)
+        new = (first_new, num_keys, first_block, last_block)
+        _store_new(new_k, cached_k, new, row, head, pages, step, HEAD_DIM, BLOCK_D)
+        _store_new(new_v, cached_v, new, row, head, pages, step, VALUE_DIM, BLOCK_DV)
         tl.debug_barrier()
 
     tokens, heads = (members // GROUP).to(tl.int64), head * GROUP + members % GROUP
@@ -186,14 +180,22 @@ def compressed_kernel(
 
 
 @triton.jit
-def _add_steps(weights, STEPS: tl.constexpr):
-    """`[M, J * STEPS]` to `[M, J]`."""
-    return tl.sum(tl.reshape(weights, [weights.shape[0], weights.shape[1] // STEPS, STEPS]), 2)
+def _store_new(new, cached, blocks, row, head, pages, step: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Those of the new blocks, first_new ... num_keys, that lie in first_block ... last_block, into the cache."""
+    first_new, num_keys, first_block, last_block = blocks
+    for index in range(step.num_new):
+        block = tl.zeros([1], tl.int32) + first_new + index
+        is_read = (block < num_keys) & (block >= first_block) & (block < last_block)
+        to, found = locate(block, is_read, row, pages, cached.strides)
+        offsets = row * new.strides[0] + index * new.strides[1] + head * new.strides[2]
+        x = load_at(new.ptr, tl.zeros([1], tl.int64) + offsets, found, SIZE, BLOCK)
+        store_at(cached.ptr, to + head * cached.strides[2], x, found, SIZE, BLOCK)
 
 
 @triton.jit
-def _offset(tensor, row, index, head):
-    return row * tensor.strides[0] + index * tensor.strides[1] + head * tensor.strides[2]
+def _add_steps(weights, STEPS: tl.constexpr):
+    """`[M, J * STEPS]` to `[M, J]`."""
+    return tl.sum(tl.reshape(weights, [weights.shape[0], weights.shape[1] // STEPS, STEPS]), 2)
 
 
 @triton.jit

@@ -17,7 +17,7 @@ from native_sparse_attention.ops.decoding.triton.attend import Reading, attend_k
 from native_sparse_attention.ops.decoding.triton.choose import Choice, choose_kernel
 from native_sparse_attention.ops.decoding.triton.compressed import Room, compressed_kernel
 from native_sparse_attention.ops.decoding.triton.prepared import Launches
-from native_sparse_attention.ops.decoding.triton.settings import attend_variant, launch_options, make_plan
+from native_sparse_attention.ops.decoding.triton.settings import attend_variant, hands_on, launch_options, make_plan
 from native_sparse_attention.ops.decoding.triton.storage import Blocks, Pages, Step, ring_of, strided
 
 # Workspace by name and shape, kept with the cache that it serves.
@@ -99,10 +99,9 @@ def attend(
     workspace: Workspace,
     dtype: torch.dtype,
     launches: Launches,
-) -> tuple[Tensor, Tensor | None]:
-    """What new tokens attend to, gated, `[B, T, HQ, DV]` of dtype, after `append`; and the chosen blocks, int32 `[B, T,
-    H or HQ, n]`. Stores the compressed blocks new_k, new_v `[B, K, H, D or DV]` that are complete, and advances the
-    lengths. mem_kv: contiguous.
+) -> Tensor:
+    """What new tokens attend to, gated, `[B, T, HQ, DV]` of dtype, after `append`. Stores the compressed blocks new_k,
+    new_v `[B, K, H, D or DV]` that are complete, and advances the lengths. mem_kv: contiguous.
     """
     gates, new_k, new_v = last_dim_contiguous(gates, new_k, new_v)
     batch, num_tokens, heads, head_dim = q.shape
@@ -119,10 +118,10 @@ def attend(
     sizes = Blocks(settings.compress_block_size, settings.compress_stride, settings.selection_block_size)
     room = Room(plan.num_blocks, plan.num_tiles, plan.num_bests)
     choice = Choice(settings.num_selected, settings.num_init, settings.num_local)
-    reading = Reading(settings.window_size, plan.num_chosen, plan.num_reads, plan.of_program)
+    reading = Reading(settings.window_size, plan.num_chosen, plan.num_reads)
     capacity = storage.capacity
     group = heads // kv_heads
-    handed_on = settings.compress_block_size - settings.compress_stride <= settings.selection_block_size
+    handed_on = hands_on(*sizes)
     rows, queries = batch * num_tokens * heads, batch * num_tokens * choosers
 
     def empty(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -134,7 +133,7 @@ def attend(
     out_parts = empty('out_parts', queries, plan.num_programs, 2, heads // choosers, value_dim)
     parts_stats = empty('parts_stats', queries, plan.num_programs, 2, heads // choosers, 2)
     best = empty('best', queries, 2, plan.num_bests, settings.num_selected, dtype=torch.int32)
-    counts = _kept(workspace, 'counts', (queries, plan.num_bests), torch.int32, device, torch.zeros)
+    counts = _counts(workspace, (queries, plan.num_bests), device)
     chosen = empty('chosen', batch, num_tokens, choosers, settings.num_selected, dtype=torch.int32)
     out = gates.new_empty(batch, num_tokens, heads, value_dim, dtype=dtype)
     launches.give(out)
@@ -191,7 +190,7 @@ def attend(
         (queries, plan.num_programs),
         *(strided(t) for t in (q, storage.k, storage.v, storage.k_window, storage.v_window)),
         *(chosen, storage.lengths, out_parts, parts_stats, _pages(storage.block_table, storage.k)),
-        *(capacity, settings.scale),
+        *(capacity, settings.scale, plan.of_program),
         step=step,
         sizes=sizes,
         choice=choice,
@@ -219,7 +218,7 @@ def attend(
         **launch_options('combine', device, (block_s + 2 * block_p) * head_blocks['BLOCK_DV']),
         device=device,
     )
-    return out, chosen if settings.num_selected else None
+    return out
 
 
 def _pages(table: Tensor | None, pool: Tensor) -> Pages:
@@ -230,13 +229,18 @@ def _pages(table: Tensor | None, pool: Tensor) -> Pages:
 
 def _empty(workspace: Workspace, name: str, shape: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor that stays, whatever is in it."""
-    return _kept(workspace, name, shape, dtype, device, torch.empty)
-
-
-def _kept(workspace: Workspace, name: str, shape: Any, dtype: torch.dtype, device: torch.device, make: Any) -> Tensor:
-    """A tensor that stays, made anew where there is none of that shape."""
     key = (name, *shape, dtype)
     if key not in workspace:
         with torch.inference_mode(False):
-            workspace[key] = make(shape, dtype=dtype, device=device)
+            workspace[key] = torch.empty(shape, dtype=dtype, device=device)
+    return workspace[key]
+
+
+def _counts(workspace: Workspace, shape: tuple[int, int], device: torch.device) -> Tensor:
+    """Zeros `[queries, num_bests]`, which every step leaves as they were."""
+    key = ('counts', *shape, torch.int32)
+    if key not in workspace:
+        if device.type == 'cuda' and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError('a step of decoding is captured, but must have run once before on the same cache')
+        _empty(workspace, 'counts', shape, torch.int32, device).zero_()
     return workspace[key]

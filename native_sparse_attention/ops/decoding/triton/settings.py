@@ -9,7 +9,7 @@ import torch
 
 from native_sparse_attention.geometry import overlapping_blocks
 from native_sparse_attention.ops._triton.launch import head_block, row_block
-from native_sparse_attention.ops.decoding.api import MAX_SPLITS
+from native_sparse_attention.ops.decoding.step import MAX_SPLITS
 
 # Warps and pipeline stages of each kernel; attend_few: where programs have at most FEW_TILES tiles, attend_many: more
 # than MANY_TILES.
@@ -139,12 +139,17 @@ def attend_variant(of_program: int) -> str:
 
 
 def num_steps(block_size: int, stride: int, selection_block_size: int) -> int:
-    """Places of a tile for the compressed blocks of a selection block, a power of two: those that begin in it, which
-    hand on what they share with the next one, or all that share tokens with it where some reach further than that.
+    """Places of a tile for the compressed blocks of a selection block, a power of two: those that begin in it, or all
+    that share tokens with it.
     """
     overlapping = overlapping_blocks(block_size, stride, selection_block_size)
-    handed_on = block_size - stride <= selection_block_size
-    return 1 << ((overlapping.stop if handed_on else len(overlapping)) - 1).bit_length()
+    begins_in_it = hands_on(block_size, stride, selection_block_size)
+    return 1 << ((overlapping.stop if begins_in_it else len(overlapping)) - 1).bit_length()
+
+
+def hands_on(block_size: int, stride: int, selection_block_size: int) -> bool:
+    """Whether compressed blocks hand on to the next selection block what they share with it: none reaches further."""
+    return block_size - stride <= selection_block_size
 
 
 def launch_options(kernel: str, device: torch.device, num_elements: int = 0, row_bytes: int = 0) -> dict[str, Any]:
