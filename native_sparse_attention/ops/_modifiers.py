@@ -10,8 +10,8 @@ from torch import Tensor
 class Modifiers(NamedTuple):
     """What is None (0 for dropout_p) is off.
 
-    A logit is scale * q . k; softcap makes it softcap * tanh(logit / softcap); then bias is added; then what must not be
-    read is left out. sinks take part in the softmax and in its log-sum-exp, and carry no value. Weights are dropped
+    A logit is scale * q . k; softcap makes it softcap * tanh(logit / softcap); then bias is added; then what must not
+    be read is left out. sinks take part in the softmax and in its log-sum-exp, and carry no value. Weights are dropped
     after the softmax, so the log-sum-exp knows nothing of it.
 
     softcap: above 0. sinks: `[HQ]`, logits, float32 (float64 for float64 inputs). query_segments, key_segments: int32
