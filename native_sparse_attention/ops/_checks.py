@@ -6,6 +6,8 @@ torch.compile compile anew for every length that it names.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -108,6 +110,14 @@ def check_block_indices(block_indices: Tensor, q: Tensor, k: Tensor) -> None:
 def logit_scale(q: Tensor, scale: float | None) -> float:
     """The factor of the logits: D ** -0.5 unless it is given."""
     return q.shape[-1] ** -0.5 if scale is None else float(scale)
+
+
+def checked_softcap(softcap: float | None) -> float | None:
+    if softcap is None:
+        return None
+    if not (is_int(softcap) or isinstance(softcap, float)) or not 0 < softcap < math.inf:
+        raise ValueError(f'softcap is {softcap!r}, but must be a finite number above 0, or None')
+    return float(softcap)
 
 
 def make_sequences(

@@ -14,6 +14,7 @@ from torch.library import CustomOpDef, Library
 # The schema of an op is read off its annotations, which must be of this form.
 OptionalTensor = Optional[Tensor]  # noqa: UP045
 OptionalInt = Optional[int]  # noqa: UP045
+OptionalFloat = Optional[float]  # noqa: UP045
 # Of a call that PyTorch takes from autograd to a CPU or GPU without a stop.
 _PLAIN_KEYS = 0
 for _key in ('CPU', 'CUDA', 'AutogradCPU', 'AutogradCUDA', 'ADInplaceOrView', 'AutocastCPU', 'AutocastCUDA'):
