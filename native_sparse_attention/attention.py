@@ -16,9 +16,8 @@ from native_sparse_attention.checks import check_cache, check_input, check_layer
 from native_sparse_attention.compress import compress_pair, make_networks
 from native_sparse_attention.gate import check_gate, make_gate
 from native_sparse_attention.ops import select_blocks
-from native_sparse_attention.ops._checks import check_not_negative, check_positive, make_sequences
-from native_sparse_attention.ops._modifier_checks import check_softcap
-from native_sparse_attention.ops._random import as_seed, check_dropout_p
+from native_sparse_attention.ops._checks import check_not_negative, check_positive, checked_softcap, make_sequences
+from native_sparse_attention.ops._random import as_seed, check_probability
 from native_sparse_attention.ops.backend import BackendChoice, check_backend
 from native_sparse_attention.padding import from_front, front_order, to_front
 from native_sparse_attention.paged_cache import make_cache
@@ -132,8 +131,8 @@ class SparseAttention(nn.Module):
             num_local_blocks=num_local_blocks,
             num_sinks=num_sinks,
         )
-        check_softcap(softcap)
-        check_dropout_p(dropout, 'dropout')
+        softcap = checked_softcap(softcap)
+        check_probability(dropout=dropout)
         check_layer_sizes(heads, kv_heads, compress_block_size, compress_block_sliding_stride, selection_block_size)
         if rotary_emb is True:
             raise ValueError('rotary_emb is True, but must be a RotaryEmbedding, None for a default or False')

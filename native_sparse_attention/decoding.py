@@ -21,8 +21,9 @@ from native_sparse_attention.ops._checks import (
     check_positive,
     check_qkv,
     check_same_kind,
+    checked_softcap,
 )
-from native_sparse_attention.ops._modifier_checks import check_softcap, reduce_sinks
+from native_sparse_attention.ops._modifier_checks import reduce_sinks
 from native_sparse_attention.ops.backend import BackendChoice, check_backend, transformed
 from native_sparse_attention.ops.compressed_attention.api import check_mem_kv
 from native_sparse_attention.ops.decoding import api
@@ -163,8 +164,7 @@ def nsa_decode(
         raise ValueError(f'num_splits is {num_splits}, but must be at most {MAX_SPLITS}')
     _check_tokens(tokens, gates, cache, counts)
     _check_layer(tokens, cache, positions, freqs, mem_kv, selection_block_size)
-    check_softcap(softcap)
-    modifiers |= {'sinks': reduce_sinks(sinks, q), 'sinks_cmp': reduce_sinks(sinks_cmp, q, 'sinks_cmp')}
+    modifiers = {'softcap': checked_softcap(softcap), 'sinks': reduce_sinks(sinks, q), 'sinks_cmp': reduce_sinks(sinks_cmp, q, 'sinks_cmp')}
     assert cache.compress is not None
     settings = Settings(
         *(*cache.compress, selection_block_size, num_selected, window_size, num_init, num_local, share_group),

@@ -20,12 +20,14 @@ from native_sparse_attention.ops import (
     window_attention,
 )
 from native_sparse_attention.ops._checks import (
+    check_block_counts,
     check_block_indices,
     check_block_sizes,
     check_not_negative,
     check_qkv,
+    checked_softcap,
 )
-from native_sparse_attention.ops._modifier_checks import check_alone, check_softcap, reduce_sinks
+from native_sparse_attention.ops._modifier_checks import check_alone, reduce_sinks
 from native_sparse_attention.ops._modifiers import Modifiers
 from native_sparse_attention.ops._random import check_dropout
 from native_sparse_attention.ops._segments import cu_seqlens_of, mask_output
@@ -137,7 +139,10 @@ def nsa(
     needs_scores = has_selected and (block_indices is None or use_diff_topk)
     if has_compressed or needs_scores:
         _check_compressed(q_cmp, k_cmp, v_cmp, v)
-    check_softcap(softcap)
+    if has_selected and block_counts is not None:
+        kv_heads = k.shape[2] if share_group else q.shape[2]
+        check_block_counts(block_counts, kv_heads if block_indices is None else block_indices.shape[2], q)
+    softcap = checked_softcap(softcap)
     check_dropout(dropout_p, dropout_seed, q)
     sinks, sinks_cmp = reduce_sinks(sinks, q), reduce_sinks(sinks_cmp, q, 'sinks_cmp')
     padding = None
@@ -259,7 +264,6 @@ def backend_of(
     has_selected = has_selected and num_selected > 0
     eager_in_flex = 'eager' if backend == 'flex' else backend
     attentions: dict[str, BackendChoice] = {}
-    others = {'gated_sum': sum_backend(q, v, backend=eager_in_flex)}
     if has_compressed or (has_selected and (block_indices is None or use_diff_topk)):
         modifiers = Modifiers(softcap, sinks_cmp)
         attentions['compressed_attention'] = compressed_backend(q, k, v, modifiers=modifiers, backend=backend)
@@ -267,10 +271,11 @@ def backend_of(
         seed = torch.empty(1, dtype=torch.int64, device=q.device) if dropout_p else None
         modifiers = Modifiers(softcap, sinks, dropout_p=dropout_p, dropout_seed=seed)
         attentions['window_attention'] = window_backend(q, k, v, modifiers=modifiers, backend=backend)
+    others = {'gated_sum': sum_backend(q, v, backend=eager_in_flex)}
     if has_selected:
         block_scale = q[:, :, : k.shape[2], :1] if use_diff_topk else None
         attentions['selected_attention'] = selected_backend(
-            q, k, v, block_scale=block_scale, num_selected=num_selected, softcap=softcap, backend=backend
+            q, k, v, block_scale=block_scale, num_selected=num_selected, backend=backend
         )
         group_size = q.shape[2] // k.shape[2] if share_group else 1
         choice = {'num_selected': num_selected, 'backend': eager_in_flex}

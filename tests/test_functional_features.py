@@ -148,15 +148,33 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
+def draw(features: dict[str, Any], extents: Extents) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Inputs with sinks of the shapes given, and the other settings, with counts."""
+    inputs, settings = make_inputs(extents), {**features, **extents.where}
+    if settings.get('block_counts') == 'drawn':
+        settings['block_counts'] = torch.randint(-1, 5, (extents.batch, extents.seqlen_q, 2))
+    inputs |= {name: normal(*settings.pop(name)) for name in SINKS if name in settings}
+    return inputs, settings
+
+
 @pytest.mark.parametrize('extents', EXTENTS.values(), ids=EXTENTS)
 @pytest.mark.parametrize('use_diff_topk', [False, True])
 @pytest.mark.parametrize('features', FEATURES.values(), ids=FEATURES)
 def test_is_the_sum_of_the_ops(features: dict[str, Any], use_diff_topk: bool, extents: Extents) -> None:
-    inputs, settings = make_inputs(extents), {**features, 'use_diff_topk': use_diff_topk, **extents.where}
-    if settings.get('block_counts') == 'drawn':
-        settings['block_counts'] = torch.randint(-1, 5, (extents.batch, extents.seqlen_q, 2))
-    inputs |= {name: normal(*settings.pop(name)) for name in SINKS if name in settings}
+    inputs, settings = draw(features, extents)
+    settings['use_diff_topk'] = use_diff_topk
     assert_calls_agree(inputs, lambda given: call(given, **settings), lambda given: call(given, by_hand, **settings))
+
+
+@pytest.mark.parametrize('extents', EXTENTS.values(), ids=EXTENTS)
+@pytest.mark.parametrize('causal', [True, False])
+@pytest.mark.parametrize('features', [FEATURES[name] for name in FEATURES if name not in ('none', 'dropout', 'all')], ids=str)
+def test_definition(features: dict[str, Any], causal: bool, extents: Extents) -> None:
+    inputs, settings = draw(features, extents)
+    settings |= {'causal': causal, 'window_size': (3, 0 if causal else 2)}
+    assert_calls_agree(
+        inputs, lambda given: call(given, **settings), lambda given: call(given, definition.nsa, **settings)
+    )
 
 
 SUBSETS = [subset for count in (1, 2, 3) for subset in itertools.combinations(range(3), count)]
@@ -231,7 +249,7 @@ def refuse(*_: Any, **__: Any) -> Tensor:
 @pytest.mark.parametrize('use_diff_topk', [False, True])
 def test_a_choice_handed_in(use_diff_topk: bool, share_group: bool, extents: Extents) -> None:
     inputs = make_inputs(extents)
-    indices = choose(inputs, share_group, **extents.where)
+    indices = choose(inputs, share_group, softcap=0.8, **extents.where)
     settings = {'use_diff_topk': use_diff_topk, 'softcap': 0.8, **extents.where}
     for num_selected in (3, None):
         assert_calls_agree(
