@@ -22,7 +22,7 @@ LINES = (
     {'geometry', 'projection'},
     {'ops', 'overlapping'},
     {'functional', 'cache', 'compress', 'gate', 'padding', 'rotary', 'testing'},
-    {'paged_cache', 'decoding'},
+    {'paged_cache', 'decoding', 'checks'},
     {'attention', 'dense', 'generation'},
     {'transformer', 'compat'},
 )

@@ -10,14 +10,13 @@ from torch import Tensor
 
 from native_sparse_attention.geometry import Sequences
 from native_sparse_attention.ops._checks import (
-    INT_DTYPES,
+    check_block_counts,
     check_block_indices,
     check_block_sizes,
     check_lse,
     check_not_negative,
     check_qkv,
     checked_softcap,
-    is_int,
     logit_scale,
     make_compressed_sequences,
 )
@@ -296,18 +295,10 @@ def _check_counts(
     """What the backends take: a count per row or None, and the most that a row takes."""
     if block_counts is None:
         return None, num_selected
-    if not isinstance(block_counts, Tensor):
-        if is_int(block_counts):
-            return None, max(0, min(block_counts, num_selected))
-        raise ValueError(f'block_counts is {block_counts!r}, but must be an int, an integer tensor or None')
-    shape = (*q.shape[:2], k_cmp.shape[2] if share_group else q.shape[2])
-    if block_counts.dtype not in INT_DTYPES:
-        raise ValueError(f'block_counts has dtype {block_counts.dtype}, but must be int32 or int64')
-    if block_counts.shape != shape:
-        raise ValueError(f'block_counts has shape {tuple(block_counts.shape)}, but must have {shape}')
-    if block_counts.device != q.device:
-        raise ValueError(f'block_counts is on {block_counts.device}, but q is on {q.device}')
-    return block_counts, num_selected
+    check_block_counts(block_counts, k_cmp.shape[2] if share_group else q.shape[2], q)
+    if isinstance(block_counts, Tensor):
+        return block_counts, num_selected
+    return None, max(0, min(block_counts, num_selected))
 
 
 def _scores_unsupported(q: Tensor, k_cmp: Tensor, group_size: int, num_selected: int) -> str | None:

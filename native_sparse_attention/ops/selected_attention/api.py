@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from native_sparse_attention.ops._checks import (
-    INT_DTYPES,
+    check_block_counts,
     check_block_indices,
     check_positive,
     check_qkv,
     checked_softcap,
-    is_int,
     logit_scale,
     make_sequences,
 )
@@ -95,6 +94,7 @@ def selected_attention(
     sequences = make_sequences(q, k.shape[1], q_offset, seqlens_k, cu_seqlens, cu_seqlens_k)
     scale, softcap = logit_scale(q, scale), checked_softcap(softcap)
     if block_counts is not None:
+        check_block_counts(block_counts, block_indices.shape[2], q)
         block_indices, block_scale = _keep_first(block_counts, block_indices, block_scale)
     if padding is not None:
         # Who chose nothing has no output and no gradient, and whom nobody chose has none either.
@@ -147,17 +147,8 @@ def _keep_first(
 ) -> tuple[Tensor, Tensor | None]:
     """The first indices of every row, with -1 for the others or without them, and their factors."""
     if not isinstance(block_counts, Tensor):
-        if not is_int(block_counts):
-            raise ValueError(f'block_counts is {block_counts!r}, but must be an int, an integer tensor or None')
         kept = slice(max(0, block_counts))
         return block_indices[..., kept], None if block_scale is None else block_scale[..., kept]
-    shape = tuple(block_indices.shape[:3])
-    if block_counts.dtype not in INT_DTYPES:
-        raise ValueError(f'block_counts has dtype {block_counts.dtype}, but must be int32 or int64')
-    if block_counts.shape != shape:
-        raise ValueError(f'block_counts has shape {tuple(block_counts.shape)}, but must have {shape}')
-    if block_counts.device != block_indices.device:
-        raise ValueError(f'block_counts is on {block_counts.device}, but q is on {block_indices.device}')
     entry = torch.arange(block_indices.shape[3], device=block_indices.device)
     return torch.where(entry < block_counts[..., None], block_indices, -1), block_scale
 
