@@ -147,7 +147,8 @@ def make_problem(
     **settings: Any,
 ) -> Problem:
     """lengths: (queries, keys) of the sequences; not packed: of every row. counts: None for a tensor. width: entries of
-    block_indices, None for none. uncovered: tokens that belong to no sequence.
+    block_indices, None for none. uncovered: tokens that belong to no sequence, whose keys and
+    values are NaN.
     """
     if packed:
         of_queries, of_keys = (cumulative([pair[n] for pair in lengths]) for n in range(2))
@@ -158,6 +159,8 @@ def make_problem(
     heads = kv_heads * group_size
     inputs = {'q': normal(batch, seqlen_q, heads, 4), 'k': normal(batch, seqlen_k, kv_heads, 4)}
     inputs |= {'v': normal(batch, seqlen_k, kv_heads, 3)}
+    for name in ('k', 'v'):
+        inputs[name][:, seqlen_k - uncovered :] = torch.nan
     inputs |= {name: torch.rand(batch, seqlen_q, heads).double() for name in gates}
     settings = {'block_size': 3, 'window_size': 4 if 'g_swa' in gates else 0, **settings}
     settings['block_counts'] = torch.randint(-1, 6, (batch, seqlen_q, kv_heads)) if counts is None else counts
@@ -336,7 +339,7 @@ def ones(*shape: int, **settings: Any) -> Tensor:
         ({'g_swa': None}, r'g_swa is None, but must be given where window_size is 4'),
         ({'g_cmp': ones(1, 6, 2)}, r'g_cmp has shape \(1, 6, 2\), but must have \(1, 6, 4\) \(B, T, HQ\)'),
         ({'g_slc': ones(1, 6, 4, dtype=torch.int64)}, r'g_slc has dtype torch.int64, but must be a floating dtype'),
-        ({'g_swa': ones(1, 6, 4, device='meta')}, r'g_swa is on meta, but q is on cpu'),
+        ({'g_swa': ones(1, 6, 4, device='meta')}, r'g_swa is on meta, but the branches are on cpu'),
         ({'q': normal(1, 6, 3, 4)}, r'q has 3 heads, but must have a multiple of the 2 heads of k'),
         ({'v': normal(1, 5, 2, 4)}, r'v has shape \(1, 5, 2, 4\), but must be \(1, 6, 2\) \+ \(DV,\) to match k'),
         ({'block_size': 0}, r'block_size is 0, but must be an integer of at least 1'),
@@ -350,8 +353,8 @@ def ones(*shape: int, **settings: Any) -> Tensor:
         ({'block_indices': ones(1, 6, 2, 3)}, r'block_indices has dtype torch.float32, but must be int32 or int64'),
         ({'block_indices': ones(1, 6, 3, 3).int()}, r'block_indices has shape \(1, 6, 3, 3\), but must have'),
         ({'block_indices': ones(6).int()}, r'block_indices has shape \(6,\), but must have'),
-        ({'cu_seqlens': [0, 6]}, r'cu_seqlens is \[0, 6\], but must be a tensor or a pair of tensors'),
-        ({'cu_seqlens': (cumulative([6]),)}, r'cu_seqlens is .*, but must be a tensor or a pair of tensors'),
+        ({'cu_seqlens': [0, 6]}, r'cu_seqlens is a list, but must be a tensor or a pair of tensors'),
+        ({'cu_seqlens': (cumulative([6]),)}, r'cu_seqlens is a tuple, but must be a tensor or a pair of tensors'),
         ({'cu_seqlens': cumulative([7])}, r'cu_seqlens ends at 7, but there are 6 tokens'),
         ({'cu_seqlens': (cumulative([6]), cumulative([3, 3]))}, r'cu_seqlens_k has 3 entries, but must have 2'),
         ({'backend': 'cuda'}, r"backend is 'cuda', but must be one of"),

@@ -7,16 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from native_sparse_attention.functional import nsa
 from native_sparse_attention.geometry import packed_block_starts
-from native_sparse_attention.ops import (
-    compressed_attention,
-    gated_sum,
-    select_blocks,
-    selected_attention,
-    window_attention,
-)
+from native_sparse_attention.ops import selected_attention
 from native_sparse_attention.ops._checks import (
-    INT_DTYPES,
+    check_block_counts,
     check_block_indices,
     check_not_negative,
     check_positive,
@@ -24,9 +19,7 @@ from native_sparse_attention.ops._checks import (
     make_sequences,
 )
 from native_sparse_attention.ops.backend import check_backend
-
-# The blocks that are read whatever their scores: the first, the query's own and the one before it.
-FORCED = {'num_init': 1, 'num_local': 2}
+from native_sparse_attention.ops.gated_sum.api import check_gate
 
 
 def parallel_nsa(
@@ -78,62 +71,48 @@ def parallel_nsa(
     check_positive(block_size=block_size)
     check_not_negative(window_size=window_size)
     for name, gate in (('g_cmp', g_cmp), ('g_slc', g_slc), ('g_swa', g_swa)):
-        _check_gate(name, gate, q)
+        if gate is not None:
+            check_gate(name, gate, tuple(q.shape[:3]), '(B, T, HQ)', q)
     if window_size > 0 and g_swa is None:
         raise ValueError(f'g_swa is None, but must be given where window_size is {window_size}')
     if block_indices is not None:
         check_block_indices(block_indices, q, k)
     elif g_cmp is None:
         raise ValueError('block_indices is None, but must be given where g_cmp is None')
-    _check_counts(block_counts, q, k.shape[2] if block_indices is None else block_indices.shape[2])
-    counts = block_counts if isinstance(block_counts, Tensor) else None
-    num_selected = 0 if block_indices is not None else _enough(block_counts)
+    counts = _check_counts(block_counts, q, k.shape[2] if block_indices is None else block_indices.shape[2])
     cu_seqlens_q, cu_seqlens_k = _borders(cu_seqlens)
-    make_sequences(q, k.shape[1], None, None, cu_seqlens_q, cu_seqlens_k)  # checks the borders
     where: dict[str, Any] = {'scale': scale, 'cu_seqlens': cu_seqlens_q, 'cu_seqlens_k': cu_seqlens_k}
-    eager_in_flex = 'eager' if backend == 'flex' else backend
+    make_sequences(q, k.shape[1], None, None, cu_seqlens_q, cu_seqlens_k)  # checks the borders
 
-    out_compressed = out_window = None
+    if g_cmp is None and g_slc is None and window_size == 0:
+        assert block_indices is not None
+        return selected_attention(
+            q, k, v, block_indices, block_size=block_size, block_counts=counts, backend=backend, **where
+        )[0]
+    k_cmp = v_cmp = None
     if g_cmp is not None:
-        k_cmp, v_cmp = (
-            _block_means(t, block_size, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k) for t in (k, v)
-        )
-        seqlen_k = k.shape[1] if cu_seqlens is None else None
-        out_compressed, lse = compressed_attention(
-            q, k_cmp, v_cmp, block_size=block_size, stride=block_size, seqlen_k=seqlen_k, backend=backend, **where
-        )
-        if block_indices is None:
-            block_indices = select_blocks(
-                q,
-                k_cmp,
-                lse,
-                compress_block_size=block_size,
-                compress_stride=block_size,
-                selection_block_size=block_size,
-                num_selected=num_selected,
-                block_counts=counts,
-                seqlen_k=seqlen_k,
-                backend=eager_in_flex,
-                **FORCED,
-                **where,
-            )
-            counts = None  # they are in the choice
-    assert block_indices is not None
-    out_selected, _ = selected_attention(
-        q, k, v, block_indices, block_size=block_size, block_counts=counts, backend=backend, **where
+        borders = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+        k_cmp, v_cmp = (_block_means(t, block_size, borders) for t in (k, v))
+    gates = (g_cmp, q.new_ones(q.shape[:3]) if g_slc is None else g_slc, g_swa if window_size > 0 else None)
+    return nsa(
+        q,
+        k,
+        v,
+        k_cmp,
+        v_cmp,
+        gates,
+        compress_block_size=block_size,
+        compress_stride=block_size,
+        selection_block_size=block_size,
+        num_selected=_enough(block_counts) if block_indices is None else None,
+        window_size=(max(window_size - 1, 0), 0),
+        num_init=1,
+        num_local=2,
+        block_indices=block_indices,
+        block_counts=counts,
+        backend=backend,
+        **where,
     )
-    if window_size > 0:
-        out_window, _ = window_attention(q, k, v, window_size=(window_size - 1, 0), backend=backend, **where)
-    elif g_cmp is None and g_slc is None:
-        return out_selected
-    g_slc = q.new_ones(q.shape[:3]) if g_slc is None else g_slc
-    nothing = out_selected.new_zeros(()).expand_as(out_selected)
-    branches = [
-        (gate if out is not None and gate is not None else torch.zeros_like(g_slc), nothing if out is None else out)
-        for gate, out in ((g_cmp, out_compressed), (g_slc, out_selected), (g_swa, out_window))
-    ]
-    gates, outs = zip(*branches, strict=True)
-    return gated_sum(torch.stack(gates, -1), *outs, backend=eager_in_flex)
 
 
 def _block_means(tokens: Tensor, block_size: int, cu_seqlens: Tensor | None) -> Tensor:
@@ -155,20 +134,17 @@ def _borders(cu_seqlens: Tensor | tuple[Tensor, Tensor] | None) -> tuple[Tensor 
     match cu_seqlens:
         case [Tensor() as cu_seqlens_q, Tensor() as cu_seqlens_k]:
             return cu_seqlens_q, cu_seqlens_k
-    raise ValueError(f'cu_seqlens is {cu_seqlens!r}, but must be a tensor or a pair of tensors')
+    kind = type(cu_seqlens).__name__
+    raise ValueError(f'cu_seqlens is a {kind}, but must be a tensor or a pair of tensors, for queries and keys')
 
 
-def _check_counts(block_counts: Tensor | int, q: Tensor, choosers: int) -> None:
+def _check_counts(block_counts: Tensor | int, q: Tensor, choosers: int) -> Tensor | None:
+    """The counts where queries have their own."""
     if not isinstance(block_counts, Tensor):
         check_not_negative(block_counts=block_counts)
-        return
-    expected = (*q.shape[:2], choosers)
-    if block_counts.dtype not in INT_DTYPES:
-        raise ValueError(f'block_counts has dtype {block_counts.dtype}, but must be int32 or int64')
-    if block_counts.shape != expected:
-        raise ValueError(f'block_counts has shape {tuple(block_counts.shape)}, but must have {expected} (B, T, H)')
-    if block_counts.device != q.device:
-        raise ValueError(f'block_counts is on {block_counts.device}, but q is on {q.device}')
+        return None
+    check_block_counts(block_counts, choosers, q)
+    return block_counts
 
 
 def _enough(block_counts: Tensor | int) -> int:
@@ -182,15 +158,3 @@ def _enough(block_counts: Tensor | int) -> int:
         )
     largest = int(block_counts.max()) if block_counts.numel() else 0
     return 1 << (largest - 1).bit_length() if largest > 0 else 0
-
-
-def _check_gate(name: str, gate: Tensor | None, q: Tensor) -> None:
-    if gate is None:
-        return
-    expected = tuple(q.shape[:3])
-    if gate.shape != expected:
-        raise ValueError(f'{name} has shape {tuple(gate.shape)}, but must have {expected} (B, T, HQ)')
-    if not gate.is_floating_point():
-        raise ValueError(f'{name} has dtype {gate.dtype}, but must be a floating dtype')
-    if gate.device != q.device:
-        raise ValueError(f'{name} is on {gate.device}, but q is on {q.device}')
