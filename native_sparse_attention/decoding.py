@@ -164,7 +164,11 @@ def nsa_decode(
         raise ValueError(f'num_splits is {num_splits}, but must be at most {MAX_SPLITS}')
     _check_tokens(tokens, gates, cache, counts)
     _check_layer(tokens, cache, positions, freqs, mem_kv, selection_block_size)
-    modifiers = {'softcap': checked_softcap(softcap), 'sinks': reduce_sinks(sinks, q), 'sinks_cmp': reduce_sinks(sinks_cmp, q, 'sinks_cmp')}
+    modifiers = {
+        'softcap': checked_softcap(softcap),
+        'sinks': reduce_sinks(sinks, q),
+        'sinks_cmp': reduce_sinks(sinks_cmp, q, 'sinks_cmp'),
+    }
     assert cache.compress is not None
     settings = Settings(
         *(*cache.compress, selection_block_size, num_selected, window_size, num_init, num_local, share_group),

@@ -69,6 +69,7 @@ def block_scores(
     seqlen_k: int | None = None,
     causal: bool = True,
     scale: float | None = None,
+    softcap: float | None = None,
     **where: Any,
 ) -> dict[tuple[int, int, int, int], Tensor]:
     """Equation 9, per head: {(batch, index of the query, head, selection block): score}."""
@@ -80,7 +81,10 @@ def block_scores(
             weights = {}
             for c in visible:
                 key = k_cmp[query.batch, query.first_block + c, kv_head].double()
-                weights[c] = (logit(q, query, head, key, scale) - lse[query.batch, head, query.index]).exp()
+                capped = logit(q, query, head, key, scale)
+                if softcap is not None:
+                    capped = softcap * torch.tanh(capped / softcap)
+                weights[c] = (capped - lse[query.batch, head, query.index]).exp()
             for j in selection_blocks(query, selection_block_size):
                 score = q.new_zeros((), dtype=torch.float64)
                 for c in visible:
@@ -106,6 +110,8 @@ def select_blocks(
     share_group: bool = True,
     causal: bool = True,
     scale: float | None = None,
+    softcap: float | None = None,
+    block_counts: int | Tensor | None = None,
     **where: Any,
 ) -> Tensor:
     sizes = {'compress_block_size': compress_block_size, 'compress_stride': compress_stride}
@@ -118,6 +124,7 @@ def select_blocks(
         seqlen_k=seqlen_k,
         causal=causal,
         scale=scale,
+        softcap=softcap,
         **where,
     )
     choosers = k_cmp.shape[2] if share_group else q.shape[2]
@@ -133,7 +140,11 @@ def select_blocks(
                 j: sum(float(scores[query.batch, query.index, head, j].detach()) for head in heads) for j in allowed
             }
             best_first = sorted(allowed, key=lambda j, total=total: (-total[j], j))
-            taken = list(dict.fromkeys([j for j in forced if j in allowed] + best_first))[:num_selected]
+            count = num_selected if block_counts is None else block_counts
+            if isinstance(count, Tensor):
+                count = int(count[query.batch, query.index, chooser])
+            taken = list(dict.fromkeys([j for j in forced if j in allowed] + best_first))
+            taken = taken[: max(0, min(count, num_selected))]
             for entry, j in enumerate(sorted(taken)):
                 block_indices[query.batch, query.index, chooser, entry] = j
     return block_indices

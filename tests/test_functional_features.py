@@ -168,7 +168,9 @@ def test_is_the_sum_of_the_ops(features: dict[str, Any], use_diff_topk: bool, ex
 
 @pytest.mark.parametrize('extents', EXTENTS.values(), ids=EXTENTS)
 @pytest.mark.parametrize('causal', [True, False])
-@pytest.mark.parametrize('features', [FEATURES[name] for name in FEATURES if name not in ('none', 'dropout', 'all')], ids=str)
+@pytest.mark.parametrize(
+    'features', [FEATURES[name] for name in FEATURES if name not in ('none', 'dropout', 'all')], ids=str
+)
 def test_definition(features: dict[str, Any], causal: bool, extents: Extents) -> None:
     inputs, settings = draw(features, extents)
     settings |= {'causal': causal, 'window_size': (3, 0 if causal else 2)}
