@@ -58,17 +58,17 @@ def check_softcap(softcap: float | None) -> None:
         raise ValueError(f'softcap is {softcap!r}, but must be a finite number above 0 or None')
 
 
-def reduce_sinks(sinks: Tensor | None, q: Tensor) -> Tensor | None:
+def reduce_sinks(sinks: Tensor | None, q: Tensor, name: str = 'sinks') -> Tensor | None:
     """sinks `[HQ]` or `[HQ, M]` as one logit a head, `[HQ]` in float32 (float64 where q is)."""
     if sinks is None:
         return None
-    check_tensors(sinks=sinks)
+    check_tensors(**{name: sinks})
     heads = q.shape[2]
     if sinks.dim() not in (1, 2) or sinks.shape[0] != heads:
-        raise ValueError(f'sinks has shape {tuple(sinks.shape)}, but must have ({heads},) or ({heads}, M)')
+        raise ValueError(f'{name} has shape {tuple(sinks.shape)}, but must have ({heads},) or ({heads}, M)')
     if sinks.dtype not in FLOAT_DTYPES:
-        raise ValueError(f'sinks has dtype {sinks.dtype}, but must be float64, float32, bfloat16 or float16')
-    _check_device('sinks', sinks, q)
+        raise ValueError(f'{name} has dtype {sinks.dtype}, but must be float64, float32, bfloat16 or float16')
+    _check_device(name, sinks, q)
     logits = sinks.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
     if sinks.dim() == 1:
         return logits

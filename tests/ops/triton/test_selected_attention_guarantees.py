@@ -251,9 +251,9 @@ def test_the_registered_op_is_as_pytorch_wants_it(device: torch.device) -> None:
     tensors = make_inputs(whole(2), TWO_GROUPS, device, indices, scaled=True)
     q, k, v, factors = (tensors[name].detach().requires_grad_() for name in ('q', 'k', 'v', 'block_scale'))
     cu_seqlens = torch.tensor([0, 2], dtype=torch.int32, device=device)
-    for borders in (None, cu_seqlens):
+    for borders, softcap in ((None, None), (cu_seqlens, 3.0)):
         flat = (2, None, None, None, borders, borders)
-        inputs = (q, k, v, tensors['block_indices'], factors, *flat, 1, True, 0.25)
+        inputs = (q, k, v, tensors['block_indices'], factors, *flat, 1, True, 0.25, softcap)
         torch.library.opcheck(op._forward, inputs)
         detached = [t.detach() if isinstance(t, Tensor) else t for t in inputs]
         out, lse = op._forward(*detached)

@@ -18,6 +18,7 @@ from torch import Tensor
 from native_sparse_attention.ops._triton.inverse_index import group_pairs, load_entries, num_block_slots
 from native_sparse_attention.ops._triton.launch import head_block, is_wide, launch, row_block
 from native_sparse_attention.ops._triton.placement import Placement
+from native_sparse_attention.ops._triton.softcap import cap_logits
 from native_sparse_attention.ops._triton.tiles import add_product, load_rows, split_finite, store_rows
 from native_sparse_attention.ops.selected_attention.triton import settings
 from native_sparse_attention.ops.selected_attention.triton.lists import (
@@ -53,6 +54,7 @@ def attend_by_block(
     block_size: int,
     causal: bool,
     scale: float,
+    softcap: float | None,
 ) -> None:
     """out and lse, for one group of pairs and one range of tokens after the other."""
     seqlen, heads, head_dim = q.shape[1:]
@@ -75,7 +77,7 @@ def attend_by_block(
                 (len(pairs) * lists.num_programs,),
                 *(q, k, v, block_scale, parts),
                 *(q.stride(), k.stride(), v.stride(), None if block_scale is None else block_scale.stride()),
-                *(place, lists, scale),
+                *(place, lists, scale, softcap),
                 GROUP=group,
                 REPEATS=repeats,
                 NUM_SELECTED=num_selected,
@@ -126,6 +128,7 @@ def block_kernel(
     place,
     lists,
     scale,
+    softcap,
     GROUP: tl.constexpr,
     REPEATS: tl.constexpr,
     NUM_SELECTED: tl.constexpr,
@@ -169,7 +172,7 @@ def block_kernel(
         following = load_entries(entries_ptr, first_member + BLOCK_M, num_members, GROUP, BLOCK_M)
         _attend(
             inputs, k, finite_v, taint, largest, entry, first_member, num_members, pair, row,
-            kv_head, keys, key_mask, offset, parts, lists, scale, GROUP, REPEATS, NUM_SELECTED, CAUSAL,
+            kv_head, keys, key_mask, offset, parts, lists, scale, softcap, GROUP, REPEATS, NUM_SELECTED, CAUSAL,
             WIDE, True, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
         entry = following
@@ -177,7 +180,7 @@ def block_kernel(
         following = load_entries(entries_ptr, first_member + BLOCK_M, num_members, GROUP, BLOCK_M)
         _attend(
             inputs, k, v, taint, unit, entry, first_member, num_members, pair, row, kv_head,
-            keys, key_mask, offset, parts, lists, scale, GROUP, REPEATS, NUM_SELECTED, CAUSAL, WIDE,
+            keys, key_mask, offset, parts, lists, scale, softcap, GROUP, REPEATS, NUM_SELECTED, CAUSAL, WIDE,
             False, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
         entry = following
@@ -202,6 +205,7 @@ def _attend(
     parts,
     lists,
     scale,
+    softcap,
     GROUP: tl.constexpr,
     REPEATS: tl.constexpr,
     NUM_SELECTED: tl.constexpr,
@@ -230,6 +234,9 @@ def _attend(
     if factors_ptr is not None:
         scale_log2 *= load_factors(factors_ptr, factors_strides, row, token, chooser, entry, mask, NUM_SELECTED)
     products = tl.dot(q, tl.trans(k), input_precision='ieee')  # [BLOCK_M, BLOCK_N]
+    if softcap is not None:
+        products = cap_logits(products * scale_log2[:, None], softcap * 1.4426950408889634)
+        scale_log2 = tl.full([BLOCK_M], 1.0, tl.float32)
     logits = products * scale_log2[:, None]
     read = key_mask[None, :] & mask[:, None]
     if MASKED:

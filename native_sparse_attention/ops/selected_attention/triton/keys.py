@@ -45,6 +45,7 @@ def differentiate_keys(
     block_size: int,
     causal: bool,
     scale: float,
+    softcap: float | None,
     members: Members | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of k and v, for one group of pairs (a row of the batch and a kv head) after the other; where `members`
@@ -102,7 +103,7 @@ def differentiate_keys(
                 (len(pairs) * lists.num_programs * tiles,),
                 *(q, k, v, block_scale, lse, delta, dout, *sums, partials),
                 *(q.stride(), k.stride(), v.stride(), None if block_scale is None else block_scale.stride()),
-                *(dout.stride(), *strides, place, lists, scale),
+                *(dout.stride(), *strides, place, lists, scale, softcap),
                 GROUP=group,
                 REPEATS=repeats,
                 NUM_SELECTED=num_selected,

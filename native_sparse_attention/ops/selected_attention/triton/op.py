@@ -30,6 +30,7 @@ from native_sparse_attention.ops._triton.placement import (
     unflatten,
 )
 from native_sparse_attention.ops._triton.registered import (
+    OptionalFloat,
     OptionalInt,
     OptionalTensor,
     refuse_double_backward,
@@ -42,10 +43,8 @@ from native_sparse_attention.ops.selected_attention.triton.backward import dq_ke
 from native_sparse_attention.ops.selected_attention.triton.by_block import attend_by_block
 from native_sparse_attention.ops.selected_attention.triton.by_block_backward import MemberGradients
 from native_sparse_attention.ops.selected_attention.triton.forward import forward_kernel
-from native_sparse_attention.ops.selected_attention.triton.neighbours import (
-    neighbours_dq_kernel,
-    neighbours_forward_kernel,
-)
+from native_sparse_attention.ops.selected_attention.triton.neighbours import neighbours_forward_kernel
+from native_sparse_attention.ops.selected_attention.triton.neighbours_backward import neighbours_dq_kernel
 from native_sparse_attention.ops.selected_attention.triton.sharing import (
     MAX_INDICES,
     MAX_MEMBERS,
@@ -78,8 +77,9 @@ def selected_attention(
     block_size: int,
     causal: bool,
     scale: float,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    return _forward(q, k, v, block_indices, block_scale, *flatten(sequences), block_size, causal, scale)
+    return _forward(q, k, v, block_indices, block_scale, *flatten(sequences), block_size, causal, scale, softcap)
 
 
 @torch.library.custom_op('native_sparse_attention::selected_attention', mutates_args=())
@@ -98,6 +98,7 @@ def _forward(
     block_size: int,
     causal: bool,
     scale: float,
+    softcap: OptionalFloat,
 ) -> tuple[Tensor, Tensor]:
     q, k, v, block_indices, block_scale = last_dim_contiguous(q, k, v, block_indices, block_scale)
     sequences = unflatten(q, (seqlen_k, q_offset, q_offsets, seqlens_k, cu_seqlens, cu_seqlens_k))
@@ -107,7 +108,7 @@ def _forward(
     place = make_placement(sequences)
     design = choose_design(q, k, v, block_indices, block_size)
     if design == 'block':
-        attend_by_block(q, k, v, block_indices, block_scale, out, lse, place, block_size, causal, scale)
+        attend_by_block(q, k, v, block_indices, block_scale, out, lse, place, block_size, causal, scale, softcap)
         return out, lse
     kernels = (neighbours_forward_kernel, settings.NEIGHBOURS_FORWARD), (forward_kernel, settings.FORWARD)
     percent = MAX_UNION_PERCENT['forward']
@@ -118,7 +119,7 @@ def _forward(
             grid,
             *(q, k, v, *_tiles(k, v, meta), block_indices, block_scale, out, lse),
             *(q.stride(), k.stride(), v.stride(), block_indices.stride(), _strides(block_scale), out.stride()),
-            *(place, sharing, scale),
+            *(place, sharing, scale, softcap),
             **meta,
             device=q.device,
         )
@@ -145,6 +146,7 @@ def _backward(
     block_size: int,
     causal: bool,
     scale: float,
+    softcap: OptionalFloat,
     needs_dkv: bool,
     needs_dscale: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -154,12 +156,9 @@ def _backward(
     place = make_placement(unflatten(q, (seqlen_k, q_offset, q_offsets, seqlens_k, cu_seqlens, cu_seqlens_k)))
     design = choose_design(q, k, v, block_indices, block_size, backward=True)
     if design == 'block':
-        members = MemberGradients(
-            q, k, v, block_indices, block_scale, lse, dout, dlse, place, block_size, causal, scale, needs_dscale
-        )
-        dk, dv = keys.differentiate_keys(
-            q, k, v, block_indices, block_scale, lse, members.delta, dout, place, block_size, causal, scale, members
-        )
+        chosen, settled = (q, k, v, block_indices, block_scale, lse), (place, block_size, causal, scale, softcap)
+        members = MemberGradients(*chosen, dout, dlse, *settled, needs_dscale)
+        dk, dv = keys.differentiate_keys(*chosen, members.delta, dout, *settled, members)
         dscale = q.new_empty(0)
         if members.dfactors is not None and block_scale is not None:
             dfactors = members.dfactors.unflatten(0, (q.shape[0], k.shape[2])).transpose(1, 2)
@@ -185,7 +184,7 @@ def _backward(
             *(q, k, v, *_tiles(k, v, meta), block_indices, block_scale, out, lse, dout, dlse, dq, delta, dfactors),
             *(q.stride(), k.stride(), v.stride(), block_indices.stride(), _strides(block_scale)),
             *(out.stride(), dout.stride(), _strides(dlse), dq.stride()),
-            *(place, sharing, scale),
+            *(place, sharing, scale, softcap),
             **meta,
             device=q.device,
         )
@@ -196,7 +195,7 @@ def _backward(
     if not needs_dkv:
         return dq, q.new_empty(0), q.new_empty(0), dscale
     dk, dv = keys.differentiate_keys(
-        q, k, v, block_indices, block_scale, lse, delta, dout, place, block_size, causal, scale
+        q, k, v, block_indices, block_scale, lse, delta, dout, place, block_size, causal, scale, softcap
     )
     return dq, dk, dv, dscale
 
