@@ -51,8 +51,8 @@ def test_definition(extents: Extents, heads: Heads, pairs: int, num_sinks: int, 
     op, by_definition = (
         partial(call, function) for function in (compressed_attention, definition.compressed_attention)
     )
-    if extents.packed:
-        by_definition = partial(uncovered_too, by_definition, int(extents.where['cu_seqlens'][-1]))
+    covered = int(extents.where['cu_seqlens'][-1]) if extents.packed else extents.seqlen_q
+    by_definition = partial(uncovered_too, by_definition, covered)
     assert_agree(op, by_definition, q, *make_compressed(extents, heads, 4, 2), *tensors)
 
 
@@ -61,8 +61,9 @@ def uncovered_too(function: Any, covered: int, q: Tensor, k: Tensor, v: Tensor, 
     read nothing.
     """
     out, lse = function(q, k, v, sinks, *rest)
-    of_sinks = sinks.logsumexp(1)[None, :, None].expand(-1, -1, q.shape[1] - covered)
-    return out, torch.cat((lse[..., :covered], of_sinks), -1)
+    of_sinks = sinks.logsumexp(1)[None, :, None].expand(len(q), -1, q.shape[1] - covered)
+    # The output is differentiable, also where nothing is read.
+    return out + 0 * q.sum(), torch.cat((lse[..., :covered], of_sinks), -1)
 
 
 def test_derivatives() -> None:
@@ -95,9 +96,9 @@ def test_segments_are_sequences_and_padding_is_nothing(features: dict[str, Any])
 
     expected = outputs_and_gradients(expected_of, tensors, grads)
     assert expected['out0'][:, ~padding].any()
-    for given in (ids, ids.int()):
+    for segment_ids in (ids, ids.int()):
         results = outputs_and_gradients(
-            lambda **inputs: compressed_attention(**inputs, **SIZES, segment_ids=given, **features),  # noqa: B023
+            lambda **inputs: compressed_attention(**inputs, **SIZES, segment_ids=segment_ids, **features),  # noqa: B023
             tensors,
             grads,
         )

@@ -231,15 +231,11 @@ def test_small_chunks_give_the_same(feature: Feature, monkeypatch: pytest.Monkey
 
 
 def test_segments_are_sequences() -> None:
-    """Runs of ids read as packed sequences of such lengths do, also where the runs of queries are others than those of
-    keys.
-    """
     extents = packed([3, 5, 4])
     inputs = make_qkv(extents, HEADS)
     ids = torch.tensor([[7] * 3 + [0] * 5 + [2] * 4])
-    results = [
-        window_attention(*inputs, window_size=(2, 0), **where) for where in (extents.where, {'segment_ids': ids})
-    ]
+    placements: list[dict[str, Any]] = [extents.where, {'segment_ids': ids}]
+    results = [window_attention(*inputs, window_size=(2, 0), **where) for where in placements]
     for result, expected in zip(*reversed(results), strict=True):
         torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
     both = window_attention(*inputs, window_size=(2, 0), segment_ids=(ids.int(), ids.int()), mask=ids > -1)
