@@ -31,8 +31,7 @@ def window_attention(
     scale: float,
     modifiers: Modifiers = OFF,
 ) -> tuple[Tensor, Tensor]:
-    if k.shape[1] == 0:
-        modifiers = _with_a_key(modifiers)
+    modifiers = _prepare(modifiers, k.shape[1])
     k, v, nonfinite = without_nonfinite(*with_a_key(k, v))
     layout = sequences.layout()
     # [B, T, 1, 1]: the interval of keys that a query reads.
@@ -103,8 +102,12 @@ def _entry(table: Tensor, b: Tensor, h: Tensor, t: Tensor, s: Tensor) -> Tensor:
     return table[b % table.shape[0], h % table.shape[1], t, s]
 
 
-def _with_a_key(modifiers: Modifiers) -> Modifiers:
-    """What goes with the key that nobody reads."""
+def _prepare(modifiers: Modifiers, seqlen_k: int) -> Modifiers:
+    """Without gradients, and with what goes with the key that nobody reads, where there is no other."""
+    # FlexAttention refuses parameters in a mask, also where no gradient is recorded.
+    modifiers = modifiers._replace(bias=None if modifiers.bias is None else modifiers.bias.detach())
+    if seqlen_k:
+        return modifiers
     key_segments, bias, attn_mask = modifiers.key_segments, modifiers.bias, modifiers.attn_mask
     if key_segments is not None:
         key_segments = F.pad(key_segments, (0, 1), value=-1)
