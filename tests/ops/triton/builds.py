@@ -127,6 +127,10 @@ def build_choice(dtype: torch.dtype, head_dim: int) -> None:
         indices = torch.zeros_like(indices)
         chosen_scores(q, k, lse, indices, **SIZES, backend='triton')
         differentiate(straight_through_scale(q, k, lse, indices, num_init=1, num_local=2, **SIZES, backend='triton'))
+    features: dict[str, Any] = {**SIZES, 'softcap': 20.0, 'backend': 'triton'}
+    counts = torch.zeros(indices.shape[:3], dtype=torch.int32)
+    select_blocks(q, k, lse, num_selected=16, share_group=False, block_counts=counts, **features)
+    differentiate(chosen_scores(q, k, lse, indices, **features))
 
 
 def build_selected(dtype: torch.dtype, head_dim: int) -> None:
