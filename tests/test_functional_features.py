@@ -163,7 +163,9 @@ def draw(features: dict[str, Any], extents: Extents) -> tuple[dict[str, Tensor],
 def test_is_the_sum_of_the_ops(features: dict[str, Any], use_diff_topk: bool, extents: Extents) -> None:
     inputs, settings = draw(features, extents)
     settings['use_diff_topk'] = use_diff_topk
-    assert_calls_agree(inputs, lambda given: call(given, **settings), lambda given: call(given, by_hand, **settings))
+    assert_calls_agree(
+        inputs, lambda given: call(given, nsa, **settings), lambda given: call(given, by_hand, **settings)
+    )
 
 
 @pytest.mark.parametrize('extents', EXTENTS.values(), ids=EXTENTS)
@@ -349,7 +351,7 @@ def test_gradcheck() -> None:
 def test_dropout_is_a_matter_of_the_seed() -> None:
     inputs = make_inputs(whole(19))
     plain, first, again, other = (
-        call(inputs, **settings)
+        call(inputs, nsa, **settings)
         for settings in (
             {'dropout_seed': 3},
             DROPOUT,

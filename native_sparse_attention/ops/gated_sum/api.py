@@ -63,7 +63,7 @@ def _unsupported(gates: Tensor, out: Tensor) -> str | None:
 
 
 def check_gates(gates: Tensor, q: Tensor) -> None:
-    _check_gate('gates', gates, (*q.shape[:3], 3), '(B, T, HQ, 3)', q)
+    check_gate('gates', gates, (*q.shape[:3], 3), '(B, T, HQ, 3)', q)
 
 
 def stack_gates(gates: Tensor | Sequence[Tensor | None], q: Tensor) -> tuple[Tensor, tuple[bool, bool, bool]]:
@@ -78,7 +78,7 @@ def stack_gates(gates: Tensor | Sequence[Tensor | None], q: Tensor) -> tuple[Ten
         raise ValueError(f'gates is {kind}, but must be a tensor or 3 gates: of compressed, selected and window branch')
     for index, gate in enumerate(gates):
         if gate is not None:
-            _check_gate(f'gates[{index}]', gate, tuple(q.shape[:3]), '(B, T, HQ)', q)
+            check_gate(f'gates[{index}]', gate, tuple(q.shape[:3]), '(B, T, HQ)', q)
     compressed, selected, window = gates
     zeros = next((torch.zeros_like(gate) for gate in gates if gate is not None), None)
     if zeros is None:
@@ -87,7 +87,7 @@ def stack_gates(gates: Tensor | Sequence[Tensor | None], q: Tensor) -> tuple[Ten
     return stacked, (compressed is not None, selected is not None, window is not None)
 
 
-def _check_gate(name: str, gate: Tensor, expected: tuple[int, ...], legend: str, q: Tensor) -> None:
+def check_gate(name: str, gate: Tensor, expected: tuple[int, ...], legend: str, q: Tensor) -> None:
     if gate.shape != expected:
         raise ValueError(f'{name} has shape {tuple(gate.shape)}, but must have {expected} {legend}')
     if not gate.is_floating_point():
