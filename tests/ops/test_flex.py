@@ -35,7 +35,7 @@ def small_tiles(tile: int) -> Iterator[None]:
     in partial ones only, as the kernels do.
     """
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, tiles: _flex.Tiles, mask_mod: Callable, *rest: Any) -> Any:
+    def attend(q: Tensor, k: Tensor, v: Tensor, tiles: _flex.Tiles, mask_mod: Callable, *rest: Any, **more: Any) -> Any:
         rows = rest[2] if len(rest) > 2 else tile
         partial, full = visited_tiles(tiles)
 
@@ -43,7 +43,7 @@ def small_tiles(tile: int) -> Iterator[None]:
             place = (b, h % partial.shape[1], t // rows, s // tile)
             return full[place] | (partial[place] & mask_mod(b, h, t, s))
 
-        return plain_attend(q, k, v, tiles, visible, *rest)
+        return plain_attend(q, k, v, tiles, visible, *rest, **more)
 
     plain_attend = _flex.attend
     with pytest.MonkeyPatch.context() as patch:

@@ -22,4 +22,4 @@ def compressed_attention(
     modifiers: Modifiers = OFF,
 ) -> tuple[Tensor, Tensor]:
     reach = block_size - 1 if causal else None
-    return interval_attention(q, k_cmp, v_cmp, mem_kv, sequences, None, reach, scale, block_size, stride)
+    return interval_attention(q, k_cmp, v_cmp, mem_kv, sequences, None, reach, scale, block_size, stride, modifiers)

@@ -22,4 +22,5 @@ def window_attention(
 ) -> tuple[Tensor, Tensor]:
     # What reaches beyond any token is unbounded, and sums of positions fit into int32.
     bounds = [None if side < 0 or side >= MAX_TOKENS else side for side in (left, right)]
-    return interval_attention(q, k, v, None, sequences, bounds[0], None if bounds[1] is None else -bounds[1], scale)
+    reach = None if bounds[1] is None else -bounds[1]
+    return interval_attention(q, k, v, None, sequences, bounds[0], reach, scale, modifiers=modifiers)
