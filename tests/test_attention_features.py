@@ -117,7 +117,7 @@ def test_ragged_rows_through_the_cache(features: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize('features', FEATURES.values(), ids=FEATURES)
 def test_decoding_falls_back_and_says_why(features: dict[str, Any]) -> None:
-    layer = make_layer(torch.float32, **features, backend='triton')
+    layer = make_layer(torch.float32, **features, backend='triton').requires_grad_(False)
     cache, step = layer.init_cache(2, 32), tokens(2, 1, torch.float32)
     reason = (
         'softcap is 0.7, but its kernels cap no logits'
@@ -127,10 +127,13 @@ def test_decoding_falls_back_and_says_why(features: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"backend 'triton' cannot serve this call of decoding: {reason}"):
         layer(step, cache=cache)
     assert cache.lengths.tolist() == [0, 0]
+    # More tokens than the kernels of decoding take go through those of nsa.
+    prompt = tokens(2, 17, torch.float32)
+    torch.testing.assert_close(layer(prompt, cache=cache), layer(prompt), rtol=1e-4, atol=1e-4)
     layer.backend = 'auto'
     assert not layer.decodes_fixed(cache, 1)
     layer(step, cache=cache)
-    assert cache.lengths.tolist() == [1, 1]
+    assert cache.lengths.tolist() == [18, 18]
 
 
 def test_a_cache_serves_layers_with_and_without_features() -> None:
