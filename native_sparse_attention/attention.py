@@ -165,7 +165,7 @@ class SparseAttention(nn.Module):
         self.query_heads_share_selected_kv = query_heads_share_selected_kv
         self.independent_branch_kv = independent_branch_kv
         self.backend, self.recompute = backend, recompute
-        self.softcap, self.dropout = softcap, dropout
+        self.softcap, self.num_sinks, self.dropout = softcap, num_sinks, dropout
 
         self.norm = nn.RMSNorm(dim) if norm else nn.Identity()
         self.rotary = None if rotary_emb is False else Rotary(dim_head, rotary_emb)  # type: ignore[arg-type]
@@ -252,6 +252,10 @@ class SparseAttention(nn.Module):
             out = self._attend_cached(x, mask, cache, backend)
         return (out, cache) if return_cache else out
 
+    def extra_repr(self) -> str:
+        settings = {'softcap': self.softcap, 'num_sinks': self.num_sinks, 'dropout': self.dropout}
+        return ', '.join(f'{name}={value}' for name, value in settings.items() if value)
+
     def init_cache(
         self,
         batch_size: int,
@@ -283,7 +287,7 @@ class SparseAttention(nn.Module):
         sizes = ((self.heads, self.dim_head), (self.kv_heads, self.dim_head), (self.kv_heads, self.dim_value_head))
         q, k, v = (probe.expand(cache.batch_size, num_tokens, *size) for size in sizes)
         sizes = (self.selection_block_size, self.num_selected_blocks)
-        features = {'softcap': self.softcap, 'has_sinks': self.window_sinks is not None}
+        features = {'softcap': self.softcap, 'has_sinks': self.num_sinks > 0}
         return decoding.backend_of(q, k, v, cache, *sizes, **features, backend=self.backend).name == 'triton'
 
     def backend_for(self, x: Tensor) -> BackendChoice:
@@ -302,6 +306,10 @@ class SparseAttention(nn.Module):
             num_selected=self.num_selected_blocks,
             share_group=self.query_heads_share_selected_kv,
             use_diff_topk=self.use_diff_topk,
+            softcap=self.softcap,
+            sinks=self.window_sinks,
+            sinks_cmp=self.compress_sinks,
+            dropout_p=self._dropout_p,
             backend=self.backend,
         )
 
@@ -327,8 +335,7 @@ class SparseAttention(nn.Module):
         tables = None if self.rotary is None else self.rotary.tables(positions)
         mem_kv = None if self._memory is None else (self._memory[0].to(new.q.dtype), self._memory[1].to(new.q.dtype))
         sinks = {'sinks': self.window_sinks, 'sinks_cmp': self.compress_sinks}
-        dropout_p = self.dropout if self.training else 0.0
-        dropout_seed = as_seed(None, x.device) if dropout_p else None
+        dropout = {'dropout_p': self._dropout_p, 'dropout_seed': as_seed(None, x.device) if self._dropout_p else None}
 
         def attend(choose: Callable[..., Tensor]) -> Tensor:
             q, k, k_window = rotate(tables, backend, new.q, new.k, new.k_window)
@@ -342,8 +349,7 @@ class SparseAttention(nn.Module):
                 seqlens_k=lengths,
                 cu_seqlens=cu_seqlens,
                 **sinks,
-                dropout_p=dropout_p,
-                dropout_seed=dropout_seed,
+                **dropout,
                 choose=choose,
                 backend=backend,
             )
@@ -407,6 +413,10 @@ class SparseAttention(nn.Module):
         """Memory pairs of the compressed branch."""
         mem_k, mem_v = self.compress_mem_k, self.compress_mem_v
         return None if mem_k is None or mem_v is None else (mem_k, mem_v)
+
+    @property
+    def _dropout_p(self) -> float:
+        return self.dropout if self.training else 0.0
 
     def _nsa(self, q: Tensor, *tensors: Any, **settings: Any) -> Tensor:
         """`nsa` with the settings of the layer, `[B, T, HQ, DV]`."""

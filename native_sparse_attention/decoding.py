@@ -147,8 +147,7 @@ def nsa_decode(
         *(selection_block_size, num_selected, window_size, num_init, num_local, share_group, scale, num_splits),
         *(tiles_of_program, interpolate_factor, backend, phi.is_mean),
     )
-    modifiers = {'softcap': softcap, 'sinks': sinks, 'sinks_cmp': sinks_cmp}
-    is_plain = all(modifier is None for modifier in modifiers.values())
+    is_plain = softcap is None and sinks is None and sinks_cmp is None
     by_launches = is_plain and counts is None and not torch.compiler.is_compiling()
     if by_launches and cache.launches and transformed('triton') is None:
         looks, addresses = look_at(given, cache.storage()[:-1])

@@ -163,7 +163,9 @@ def draw(features: dict[str, Any], extents: Extents) -> tuple[dict[str, Tensor],
 def test_is_the_sum_of_the_ops(features: dict[str, Any], use_diff_topk: bool, extents: Extents) -> None:
     inputs, settings = draw(features, extents)
     settings['use_diff_topk'] = use_diff_topk
-    assert_calls_agree(inputs, lambda given: call(given, **settings), lambda given: call(given, by_hand, **settings))
+    assert_calls_agree(
+        inputs, lambda given: call(given, nsa, **settings), lambda given: call(given, by_hand, **settings)
+    )
 
 
 @pytest.mark.parametrize('extents', EXTENTS.values(), ids=EXTENTS)
@@ -349,7 +351,7 @@ def test_gradcheck() -> None:
 def test_dropout_is_a_matter_of_the_seed() -> None:
     inputs = make_inputs(whole(19))
     plain, first, again, other = (
-        call(inputs, **settings)
+        call(inputs, nsa, **settings)
         for settings in (
             {'dropout_seed': 3},
             DROPOUT,
@@ -389,6 +391,25 @@ def test_dtypes_of_gates_and_sinks(dtype: torch.dtype) -> None:
     ]
     assert results[0].dtype == dtype
     assert results[0].equal(results[1])
+
+
+@pytest.mark.parametrize('gates', [(0, 1, 2), (1,), (0, 2)], ids=str)
+def test_triton_equals_eager(gates: tuple[int, ...], device: torch.device) -> None:
+    """Every feature at once, and gates of some branches alone."""
+    inputs = make_inputs(whole(19)) | {'sinks': normal(6), 'sinks_cmp': normal(6, 2)}
+    of_branches = inputs.pop('gates').unbind(-1)
+    inputs |= {GATES[branch]: of_branches[branch].contiguous() for branch in gates}
+    inputs = {name: t.float().to(device) for name, t in inputs.items()}
+    counts = torch.randint(-1, 5, (1, 19, 2), device=device)
+    settings = {'softcap': 0.8, 'block_counts': counts, 'use_diff_topk': True, **DROPOUT}
+    results = []
+    for backend in ('triton', 'eager'):
+        leaves = {name: t.clone().requires_grad_() for name, t in inputs.items()}
+        out = call(dict.fromkeys(GATES) | leaves, backend=backend, **settings)
+        out.sin().sum().backward()
+        results.append([out, *(torch.zeros_like(t) if t.grad is None else t.grad for t in leaves.values())])
+    for result, expected in zip(*results, strict=True):
+        torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
 
 
 PLAIN = {
@@ -489,5 +510,16 @@ def test_refused_before_anything_runs(changes: dict[str, Any], message: str, mon
 def test_the_backend_of_every_op_that_runs(device: torch.device) -> None:
     arguments = plain_arguments()
     q, k, v = (arguments[name].to(device) for name in 'qkv')
-    everything = {'compressed_attention', 'window_attention', 'selected_attention', 'select_blocks', 'gated_sum'}
-    assert set(backend_of(q, k, v).ops) == everything
+    gate = GATE.to(device)
+    cases: list[tuple[dict[str, Any], set[str]]] = [
+        ({}, {'compressed_attention', 'window_attention', 'selected_attention', 'select_blocks'}),
+        ({'gates': (None, gate, None)}, {'compressed_attention', 'selected_attention', 'select_blocks'}),
+        ({'gates': (None, gate, None), 'block_indices': INDICES}, {'selected_attention'}),
+        ({'gates': (gate, None, gate)}, {'compressed_attention', 'window_attention'}),
+        ({'gates': (None, gate, None), 'block_indices': INDICES[..., :0]}, set()),
+    ]
+    for settings, expected in cases:
+        for features in ({}, {'softcap': 0.8, 'sinks': gate[0, 0], 'sinks_cmp': gate[0, 0], 'dropout_p': 0.5}):
+            choice = backend_of(q, k, v, **settings, **features, backend='triton')
+            assert choice.name == 'triton'
+            assert set(choice.ops) == expected | {'gated_sum'}

@@ -203,7 +203,8 @@ def test_segments(ids: list[int], softcap: float | None) -> None:
     assert_is_dense(inputs, softcap=softcap, segment_ids=segment_ids, block_counts=counts)
 
 
-def test_padding_is_neither_read_nor_differentiated() -> None:
+@pytest.mark.parametrize('softcap', [None, 2.0])
+def test_padding_is_neither_read_nor_differentiated(softcap: float | None) -> None:
     segment_ids = torch.tensor([SEGMENTS['padding']])
     padding = segment_ids[0] < 0
     leaves = make_qkv(whole(12), HEADS)
@@ -211,7 +212,8 @@ def test_padding_is_neither_read_nor_differentiated() -> None:
         leaf[:, padding] = torch.nan
         leaf.requires_grad_()
     indices = torch.tensor([0, 1], dtype=torch.int32).expand(1, 12, 2, 2)
-    out, lse = selected_attention(*leaves, indices, block_size=BLOCK_SIZE, segment_ids=segment_ids)
+    settings: dict[str, Any] = {'block_size': BLOCK_SIZE, 'segment_ids': segment_ids, 'softcap': softcap}
+    out, lse = selected_attention(*leaves, indices, **settings)
     assert out[:, padding].eq(0).all()
     assert lse[..., padding].eq(-torch.inf).all()
     (out.sum() + lse.masked_fill(lse == -torch.inf, 0).sum()).backward()

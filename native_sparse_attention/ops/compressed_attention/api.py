@@ -123,7 +123,7 @@ def backend_of(
     from native_sparse_attention.ops import _flex
 
     candidates = {
-        'triton': partial(support.unsupported, q, k_cmp, v_cmp, modifiers=modifiers),
+        'triton': partial(support.unsupported, q, k_cmp, v_cmp),
         'flex': partial(_flex.passed_over, backend, q, k_cmp, v_cmp, *(mem_kv or ()), modifiers=modifiers),
         'eager': serves,
     }

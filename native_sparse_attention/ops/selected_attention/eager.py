@@ -57,7 +57,8 @@ def selected_attention(
             factor = block_scale[:, start:stop].to(float_dtype).repeat_interleave(block_size, -1)
             logits = logits * factor.where(visible, 0)[:, :, :, None]
         if softcap is not None:
-            logits = softcap * (logits / softcap).tanh()
+            # What is not read may be no number, which the slope of the cap would carry into gradients of 0.
+            logits = softcap * (logits.where(visible[:, :, :, None], 0) / softcap).tanh()
         weights, lse = masked_softmax(logits, visible[:, :, :, None], q.dtype)
         out = torch.einsum('bthgs,bthsd->bthgd', weights, values).to(q.dtype)
         return rearrange(out, 'b t h g d -> b t (h g) d'), rearrange(lse, 'b t h g -> b (h g) t')

@@ -98,7 +98,7 @@ def backend_of(q: Tensor, k: Tensor, v: Tensor, *, modifiers: Modifiers = OFF, b
     from native_sparse_attention.ops import _flex
 
     candidates = {
-        'triton': partial(support.unsupported, q, k, v, modifiers=modifiers),
+        'triton': partial(support.unsupported, q, k, v),
         'flex': partial(_flex.passed_over, backend, q, k, v, modifiers=modifiers),
         'eager': serves,
     }

