@@ -81,12 +81,18 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor | None, k_name: str = 'k', v_name:
         )
 
 
-def check_block_sizes(compress_block_size: int, compress_stride: int, selection_block_size: int | None = None) -> None:
+def check_block_sizes(
+    compress_block_size: int,
+    compress_stride: int,
+    selection_block_size: int | None = None,
+    names: tuple[str, str] = ('compress_block_size', 'compress_stride'),
+) -> None:
     """1 <= d <= l, and l' a multiple of d."""
-    check_positive(compress_block_size=compress_block_size, compress_stride=compress_stride)
+    block_name, stride_name = names
+    check_positive(**{block_name: compress_block_size, stride_name: compress_stride})
     if compress_stride > compress_block_size:
         raise ValueError(
-            f'compress_stride is {compress_stride}, but must be at most compress_block_size, {compress_block_size}'
+            f'{stride_name} is {compress_stride}, but must be at most {block_name}, {compress_block_size}'
         )
     if selection_block_size is not None:
         check_positive(selection_block_size=selection_block_size)
