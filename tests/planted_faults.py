@@ -38,7 +38,7 @@ class Fault(NamedTuple):
 MEMORY = ('test_compressed_attention.py',)
 INTERVAL = ('test_window_attention.py', 'test_window_attention_guarantees.py', *MEMORY)
 SELECTED = ('test_selected_attention.py', 'test_selected_attention_guarantees.py')
-SHARED = ('test_selected_attention_sharing.py',)
+SHARED, CAPPED = ('test_selected_attention_sharing.py',), ('test_selected_features.py',)
 CHOICE = ('test_select_blocks.py', 'test_select_blocks_guarantees.py')
 SCORES, GATED, PLACED = ('test_chosen_scores.py',), ('test_gated_sum.py',), ('test_placement.py', *INTERVAL)
 FORWARD, BACKWARD = '_triton/interval/forward.py', '_triton/interval/backward.py'
@@ -46,6 +46,7 @@ TILES, INTERVAL_OP, PLACEMENT = '_triton/interval/tiles.py', '_triton/interval/o
 SELECTED_FORWARD, SELECTED_BACKWARD = 'selected_attention/triton/forward.py', 'selected_attention/triton/backward.py'
 KEY_GRADIENTS = 'selected_attention/triton/key_gradients.py'
 NEIGHBOURS, ROWS = 'selected_attention/triton/neighbours.py', 'selected_attention/triton/choice.py'
+NEIGHBOURS_BACKWARD = 'selected_attention/triton/neighbours_backward.py'
 BY_BLOCK, LISTS = 'selected_attention/triton/by_block.py', 'selected_attention/triton/lists.py'
 BY_BLOCK_BACKWARD, SELECTED_KEYS = 'selected_attention/triton/by_block_backward.py', 'selected_attention/triton/keys.py'
 SHARING = 'selected_attention/triton/sharing.py'
@@ -171,6 +172,16 @@ FAULTS = [
     Fault('members that must be masked are not', LISTS, '(positions < tl.max(keys, 0))', '(positions < tl.max(keys, 0) - 1)', SELECTED[:1]),
     Fault('a block with keys that are none goes unmasked', LISTS, 'return tl.where(tl.min(key_mask.to(tl.int32), 0) == 0, num_entries, num_near)', 'return num_near', SELECTED[:1]),
     Fault('neighbours: slots of other heads', NEIGHBOURS, 'tl.broadcast_to(values[:, None], [BLOCK_T, BLOCK_G])', 'tl.broadcast_to(values[None, :], [BLOCK_G, BLOCK_T])', SHARED),
+    # Soft caps of selected attention
+    Fault('soft cap: none for the mean key of a query', SELECTED_BACKWARD, '        weights *= slope\n', '', CAPPED),
+    Fault('soft cap: no slope in the gradient of q', SELECTED_BACKWARD, '        dlogits *= slope\n', '', CAPPED),
+    Fault('soft cap: a tile fetched in vain counts', SELECTED_FORWARD, 'if MASKED or softcap is not None:', 'if MASKED:', CAPPED),
+    Fault('soft cap: before the factor', SELECTED_BACKWARD, 'cap_logits(logits * factor, softcap)', 'cap_logits(logits, softcap) * factor', CAPPED),
+    Fault('soft cap: by neighbours, no slope in the gradient of q', NEIGHBOURS_BACKWARD, '        dlogits *= slope\n', '', CAPPED),
+    Fault('soft cap: by neighbours, none for the mean key', NEIGHBOURS_BACKWARD, '        weights *= slope\n', '', CAPPED),
+    Fault('soft cap: by block, no slope in the gradient of q', BY_BLOCK_BACKWARD, 'dlogits *= cap_slope(capped_log2, softcap * 1.4426950408889634)', 'dlogits *= 1.0', CAPPED),
+    Fault('soft cap: by block, in other units', BY_BLOCK, 'softcap * 1.4426950408889634', 'softcap', CAPPED),
+    Fault('soft cap: no slope in the gradient of k', KEY_GRADIENTS, 'dlogits *= cap_slope(capped_log2, softcap * 1.4426950408889634)', 'dlogits *= 1.0', CAPPED),
     # Decoding
     Fault('decoding: all tokens at one position', APPEND, 'positions = tl.zeros([1], tl.int32) + (old + token)\n', 'positions = tl.zeros([1], tl.int32) + old\n', DECODING),
     Fault('decoding: what does not fit is written', APPEND, 'fits = locate(positions, positions < length', 'fits = locate(positions, positions >= 0', DECODING[1:]),

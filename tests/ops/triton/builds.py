@@ -128,6 +128,12 @@ def build_selected(dtype: torch.dtype, head_dim: int) -> None:
         served = launch.settings_of(selected_op.settings.BLOCK_DQ, q, v).block_n
         for block_size in dict.fromkeys((min(64, served), 16, served)):
             differentiate(*selected_attention(q, k, v, indices, block_size=block_size, backend='triton'))
+    for design in ('query', 'neighbours', 'block'):
+        with mock.patch.object(selected_op, 'choose_design', return_value=design):
+            block_size = min(SELECTION_BLOCK, served)
+            block_scale = None if design == 'block' else torch.ones(indices.shape, requires_grad=True)
+            capped: dict[str, Any] = {'block_size': block_size, 'block_scale': block_scale, 'softcap': 30.0}
+            differentiate(*selected_attention(q, k, v, indices, **capped, backend='triton'))
 
 
 def build_inverse_index(dtype: torch.dtype, head_dim: int) -> None:
