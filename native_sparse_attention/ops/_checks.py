@@ -34,6 +34,12 @@ def check_not_negative(**values: int) -> None:
             raise ValueError(f'{name} is {value}, but must be an integer of at least 0')
 
 
+def check_tensors(**values: object) -> None:
+    for name, value in values.items():
+        if not isinstance(value, torch.Tensor):
+            raise ValueError(f'{name} is a {type(value).__name__}, but must be a tensor')
+
+
 def check_same_kind(**tensors: Tensor | None) -> None:
     """All tensors have one floating dtype and one device."""
     (first, reference), *rest = [(name, t) for name, t in tensors.items() if t is not None]
@@ -50,6 +56,7 @@ def check_same_kind(**tensors: Tensor | None) -> None:
 def check_qkv(q: Tensor, k: Tensor, v: Tensor | None, k_name: str = 'k', v_name: str = 'v') -> None:
     """`[B, T, HQ, D]`, `[B, S, H, D]`, `[B, S, H, DV]` with HQ a multiple of H, one dtype, one device."""
     named = {'q': q, k_name: k} if v is None else {'q': q, k_name: k, v_name: v}
+    check_tensors(**named)
     for name, tensor in named.items():
         if tensor.dim() != 4:
             raise ValueError(
@@ -86,6 +93,7 @@ def check_block_sizes(compress_block_size: int, compress_stride: int, selection_
 
 
 def check_lse(lse: Tensor, q: Tensor) -> None:
+    check_tensors(lse=lse)
     batch, seqlen, heads, _ = q.shape
     if lse.shape != (batch, heads, seqlen):
         raise ValueError(f'lse has shape {tuple(lse.shape)}, but must have {(batch, heads, seqlen)} (B, HQ, T)')
@@ -94,6 +102,7 @@ def check_lse(lse: Tensor, q: Tensor) -> None:
 
 
 def check_block_indices(block_indices: Tensor, q: Tensor, k: Tensor) -> None:
+    check_tensors(block_indices=block_indices)
     batch, seqlen, heads, _ = q.shape
     shape = block_indices.shape
     if block_indices.dtype not in INT_DTYPES:
@@ -109,6 +118,8 @@ def check_block_indices(block_indices: Tensor, q: Tensor, k: Tensor) -> None:
 
 def logit_scale(q: Tensor, scale: float | None) -> float:
     """The factor of the logits: D ** -0.5 unless it is given."""
+    if scale is not None and (not isinstance(scale, int | float) or not -float('inf') < scale < float('inf')):
+        raise ValueError(f'scale is {scale!r}, but must be a finite number or None')
     return q.shape[-1] ** -0.5 if scale is None else float(scale)
 
 
@@ -146,7 +157,7 @@ def make_sequences(
         check_beside_q('seqlens_k', seqlens_k, batch, q)
     if isinstance(q_offset, Tensor):
         check_beside_q('q_offset', q_offset, batch if cu_seqlens is None else len(cu_seqlens) - 1, q)
-    elif q_offset is not None and not isinstance(q_offset, int):
+    elif q_offset is not None and not is_int(q_offset):
         raise ValueError(f'q_offset is {q_offset!r}, but must be an int, an integer tensor or None')
     if q.device.type == 'cpu' and not torch.compiler.is_compiling():
         _check_extents(seqlen_q, seqlen_k, seqlens_k, cu_seqlens, cu_seqlens_k)
@@ -238,6 +249,7 @@ def check_beside_q(name: str, tensor: Tensor, length: int | None, q: Tensor) -> 
 
 
 def _check_integers(name: str, tensor: Tensor, length: int | None) -> None:
+    check_tensors(**{name: tensor})
     if tensor.dtype not in INT_DTYPES:
         raise ValueError(f'{name} has dtype {tensor.dtype}, but must be int32 or int64')
     if tensor.dim() != 1:

@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
+from native_sparse_attention.ops._modifiers import OFF, Modifiers
+
 # As in decoding: launches cost more there than the attention, and every new setting compiles for seconds.
 FEW_QUERIES = 16
 # Keys of a tile; the queries of a tile are a multiple of it.
@@ -41,12 +43,27 @@ def passed_over(backend: str, q: Tensor, k: Tensor, v: Tensor, *others: Tensor, 
 
 
 def unsupported(
-    q: Tensor, k: Tensor, v: Tensor, *others: Tensor, factors: Tensor | None = None, num_selected: int = 0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *others: Tensor,
+    factors: Tensor | None = None,
+    num_selected: int = 0,
+    modifiers: Modifiers = OFF,
 ) -> str | None:
     """Why FlexAttention cannot serve a call, or None where it can.
 
     others: what else may require a gradient. factors: of the logits of chosen blocks; num_selected: how many there are.
     """
+    if modifiers.features():
+        return f'{modifiers.features()[0]} is given, but it does not know that'
+    if modifiers.sinks is not None:
+        return 'sinks is given, but its softmax is over keys alone'
+    if modifiers.dropout_seed is not None:
+        return f'dropout_p is {modifiers.dropout_p}, but it does not drop weights'
+    bias = modifiers.bias
+    if bias is not None and bias.requires_grad and torch.is_grad_enabled():
+        return 'bias requires a gradient, but it would add that up in any order and in the dtype of bias'
     compiling = torch.compiler.is_compiling()
     if q.device.type not in ('cpu', 'cuda'):
         return f'the tensors are on {q.device.type}, but it is tried on cpu and cuda alone'

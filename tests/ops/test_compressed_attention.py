@@ -168,7 +168,7 @@ def call(**changes: Any) -> None:
         ({'mem_kv': (normal(2, 1, 3), normal(2, 2, 5))}, r'mem_kv holds 1 keys and 2 values, but must hold pairs'),
         (
             {'mem_kv': (normal(2, 1, 3).float(), normal(2, 1, 5))},
-            r'mem_k has dtype torch.float32, but q has torch.float64',
+            r'mem_kv\[0\] has dtype torch.float32, but q has torch.float64',
         ),
     ],
 )

@@ -9,6 +9,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from native_sparse_attention.ops._modifiers import OFF, Modifiers
+
 MAX_HEAD_DIM = 256
 MIN_CAPABILITY = (8, 0)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -22,8 +24,10 @@ MAX_HEADS = 65535
 MAX_CHOICES = 2**30
 
 
-def unsupported(q: Tensor, *others: Tensor, name: str = 'q') -> str | None:
+def unsupported(q: Tensor, *others: Tensor, name: str = 'q', modifiers: Modifiers = OFF) -> str | None:
     """Why the kernels cannot serve a call, or None where they can. others: k and v. name: what q is called there."""
+    if modifiers.features():
+        return f'{", ".join(modifiers.features())} given, but its kernels do not know it'
     reason = _unsupported_device(q.device)
     if reason is not None:
         return reason

@@ -17,6 +17,7 @@ from native_sparse_attention.ops._flex import (
     with_a_key,
     without_nonfinite,
 )
+from native_sparse_attention.ops._modifiers import OFF, Modifiers
 
 
 def compressed_attention(
@@ -29,6 +30,7 @@ def compressed_attention(
     stride: int,
     causal: bool,
     scale: float,
+    modifiers: Modifiers = OFF,
 ) -> tuple[Tensor, Tensor]:
     k, v = with_a_key(k_cmp, v_cmp)
     layout, _ = sequences.compressed_layout(block_size, stride)

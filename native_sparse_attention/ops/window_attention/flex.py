@@ -15,10 +15,18 @@ from native_sparse_attention.ops._flex import (
     with_a_key,
     without_nonfinite,
 )
+from native_sparse_attention.ops._modifiers import OFF, Modifiers
 
 
 def window_attention(
-    q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, left: int, right: int, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sequences: Sequences,
+    left: int,
+    right: int,
+    scale: float,
+    modifiers: Modifiers = OFF,
 ) -> tuple[Tensor, Tensor]:
     k, v, nonfinite = without_nonfinite(*with_a_key(k, v))
     layout = sequences.layout()
