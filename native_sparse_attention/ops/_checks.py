@@ -6,6 +6,8 @@ torch.compile compile anew for every length that it names.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -114,11 +116,34 @@ def check_block_indices(block_indices: Tensor, q: Tensor, k: Tensor) -> None:
         raise ValueError(f'block_indices is on {block_indices.device}, but q is on {q.device}')
 
 
+def check_block_counts(block_counts: int | Tensor, choosers: int, q: Tensor) -> None:
+    """An int, or int32 or int64 `[B, T, choosers]`."""
+    if not isinstance(block_counts, Tensor):
+        if not is_int(block_counts):
+            raise ValueError(f'block_counts is {block_counts!r}, but must be an int, an integer tensor or None')
+        return
+    shape = (*q.shape[:2], choosers)
+    if block_counts.dtype not in INT_DTYPES:
+        raise ValueError(f'block_counts has dtype {block_counts.dtype}, but must be int32 or int64')
+    if block_counts.shape != shape:
+        raise ValueError(f'block_counts has shape {tuple(block_counts.shape)}, but must have {shape}')
+    if block_counts.device != q.device:
+        raise ValueError(f'block_counts is on {block_counts.device}, but q is on {q.device}')
+
+
 def logit_scale(q: Tensor, scale: float | None) -> float:
     """The factor of the logits: D ** -0.5 unless it is given."""
     if scale is not None and (not isinstance(scale, int | float) or not -float('inf') < scale < float('inf')):
         raise ValueError(f'scale is {scale!r}, but must be a finite number or None')
     return q.shape[-1] ** -0.5 if scale is None else float(scale)
+
+
+def checked_softcap(softcap: float | None) -> float | None:
+    if softcap is None:
+        return None
+    if not (is_int(softcap) or isinstance(softcap, float)) or not 0 < softcap < math.inf:
+        raise ValueError(f'softcap is {softcap!r}, but must be a finite number above 0, or None')
+    return float(softcap)
 
 
 def make_sequences(

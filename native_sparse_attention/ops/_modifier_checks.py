@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from native_sparse_attention.ops import _random
-from native_sparse_attention.ops._checks import FLOAT_DTYPES, INT_DTYPES, check_tensors
+from native_sparse_attention.ops._checks import FLOAT_DTYPES, INT_DTYPES, check_tensors, checked_softcap
 from native_sparse_attention.ops._modifiers import OFF, Modifiers
 
 SegmentIds = Tensor | tuple[Tensor, Tensor] | None
@@ -25,7 +25,7 @@ def make_modifiers(
     dropout_seed: int | Tensor | None,
 ) -> Modifiers:
     """Check the features of `window_attention`; a seed is drawn where one is needed and none is given."""
-    check_softcap(softcap)
+    softcap = checked_softcap(softcap)
     sink_logits = reduce_sinks(sinks, q)
     query_segments, key_segments = _make_segments(q, k, segment_ids, mask)
     if bias is not None:
@@ -39,7 +39,7 @@ def make_modifiers(
     _random.check_dropout(dropout_p, dropout_seed, q)
     seed = _random.as_seed(dropout_seed, q.device) if dropout_p else None
     modifiers = Modifiers(
-        None if softcap is None else float(softcap),
+        softcap,
         sink_logits,
         query_segments,
         key_segments,
@@ -51,24 +51,17 @@ def make_modifiers(
     return modifiers if modifiers.features() else OFF
 
 
-def check_softcap(softcap: float | None) -> None:
-    if softcap is None:
-        return
-    if isinstance(softcap, bool) or not isinstance(softcap, int | float) or not 0 < softcap < float('inf'):
-        raise ValueError(f'softcap is {softcap!r}, but must be a finite number above 0 or None')
-
-
-def reduce_sinks(sinks: Tensor | None, q: Tensor) -> Tensor | None:
+def reduce_sinks(sinks: Tensor | None, q: Tensor, name: str = 'sinks') -> Tensor | None:
     """sinks `[HQ]` or `[HQ, M]` as one logit a head, `[HQ]` in float32 (float64 where q is)."""
     if sinks is None:
         return None
-    check_tensors(sinks=sinks)
+    check_tensors(**{name: sinks})
     heads = q.shape[2]
     if sinks.dim() not in (1, 2) or sinks.shape[0] != heads:
-        raise ValueError(f'sinks has shape {tuple(sinks.shape)}, but must have ({heads},) or ({heads}, M)')
+        raise ValueError(f'{name} has shape {tuple(sinks.shape)}, but must have ({heads},) or ({heads}, M)')
     if sinks.dtype not in FLOAT_DTYPES:
-        raise ValueError(f'sinks has dtype {sinks.dtype}, but must be float64, float32, bfloat16 or float16')
-    _check_device('sinks', sinks, q)
+        raise ValueError(f'{name} has dtype {sinks.dtype}, but must be float64, float32, bfloat16 or float16')
+    _check_device(name, sinks, q)
     logits = sinks.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
     if sinks.dim() == 1:
         return logits

@@ -55,9 +55,14 @@ def as_seed(seed: int | Tensor | None, device: torch.device) -> Tensor:
     return torch.full((1,), seed, dtype=torch.int64, device=device)
 
 
+def check_probability(**values: float) -> None:
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+            raise ValueError(f'{name} is {value!r}, but must be a number in [0, 1)')
+
+
 def check_dropout(dropout_p: float, seed: int | Tensor | None, q: Tensor) -> None:
-    if isinstance(dropout_p, bool) or not isinstance(dropout_p, int | float) or not 0 <= dropout_p < 1:
-        raise ValueError(f'dropout_p is {dropout_p!r}, but must be a number in [0, 1)')
+    check_probability(dropout_p=dropout_p)
     if seed is None:
         return
     if isinstance(seed, torch.Tensor):

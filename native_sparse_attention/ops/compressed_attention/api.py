@@ -11,10 +11,11 @@ from native_sparse_attention.ops._checks import (
     check_qkv,
     check_same_kind,
     check_tensors,
+    checked_softcap,
     logit_scale,
     make_compressed_sequences,
 )
-from native_sparse_attention.ops._modifier_checks import check_alone, check_softcap, reduce_sinks
+from native_sparse_attention.ops._modifier_checks import check_alone, reduce_sinks
 from native_sparse_attention.ops._modifiers import OFF, Modifiers
 from native_sparse_attention.ops._segments import cu_seqlens_of, mask_outputs
 from native_sparse_attention.ops._triton import support
@@ -79,8 +80,7 @@ def compressed_attention(
     if mem_kv is not None:
         check_mem_kv(mem_kv, k_cmp.shape[2], k_cmp.shape[3], v_cmp.shape[3])
         check_same_kind(**{'q': q, 'mem_kv[0]': mem_kv[0], 'mem_kv[1]': mem_kv[1]})
-    check_softcap(softcap)
-    modifiers = Modifiers(softcap=softcap, sinks=reduce_sinks(sinks, q))
+    modifiers = Modifiers(softcap=checked_softcap(softcap), sinks=reduce_sinks(sinks, q))
     padding = None
     if segment_ids is not None:
         check_alone(

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from native_sparse_attention.ops._checks import (
+    check_block_counts,
     check_block_indices,
     check_positive,
     check_qkv,
+    checked_softcap,
     logit_scale,
     make_sequences,
 )
+from native_sparse_attention.ops._segments import cu_seqlens_of
 from native_sparse_attention.ops._triton import support
 from native_sparse_attention.ops.backend import BackendChoice, choose_backend, serves
 
@@ -34,6 +38,9 @@ def selected_attention(
     scale: float | None = None,
     cu_seqlens: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
+    segment_ids: Tensor | None = None,
+    softcap: float | None = None,
+    block_counts: int | Tensor | None = None,
     backend: str = 'auto',
 ) -> tuple[Tensor, Tensor]:
     """Attention of every query over the tokens of its chosen blocks that are not in the future.
@@ -53,6 +60,12 @@ def selected_attention(
         scale: factor of the logits, default D ** -0.5.
         cu_seqlens, cu_seqlens_k: int32 `[N + 1]` borders of packed queries and keys; queries that they do not cover
             give 0.
+        segment_ids: int32 or int64 `[1, T]`, instead of cu_seqlens and whatever else says where queries stand: runs of
+            equal ids are sequences of their own, ids below 0 padding, which gives 0 and -inf and is read by nobody. On
+            a GPU the host waits for them; under CUDA graph capture they are refused.
+        softcap: above 0: a logit, factors included, becomes softcap * tanh(logit / softcap). None: it stays.
+        block_counts: how many of the first indices of a row count, an int or int32 or int64 `[B, T, H]` (`[B, T, HQ]`
+            where heads choose alone); the rest is ignored. Below 0 is 0, above n is n. None: all.
         backend: 'auto', 'triton', 'flex' or 'eager'.
 
     Returns:
@@ -72,9 +85,21 @@ def selected_attention(
             )
         if block_scale.device != q.device:
             raise ValueError(f'block_scale is on {block_scale.device}, but q is on {q.device}')
+    padding = None
+    if segment_ids is not None:
+        _check_alone(q_offset=q_offset, seqlens_k=seqlens_k, cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k)
+        if k.shape[1] != q.shape[1]:
+            raise ValueError(f'k has {k.shape[1]} tokens, but must have {q.shape[1]}, as q, where segment_ids is given')
+        cu_seqlens, padding = cu_seqlens_of(segment_ids, q)
     sequences = make_sequences(q, k.shape[1], q_offset, seqlens_k, cu_seqlens, cu_seqlens_k)
-    scale = logit_scale(q, scale)
-    arguments = (q, k, v, block_indices, block_scale, sequences, block_size, causal, scale)
+    scale, softcap = logit_scale(q, scale), checked_softcap(softcap)
+    if block_counts is not None:
+        check_block_counts(block_counts, block_indices.shape[2], q)
+        block_indices, block_scale = _keep_first(block_counts, block_indices, block_scale)
+    if padding is not None:
+        # Who chose nothing has no output and no gradient, and whom nobody chose has none either.
+        block_indices = block_indices.masked_fill(padding[:, :, None, None], -1)
+    arguments = (q, k, v, block_indices, block_scale, sequences, block_size, causal, scale, softcap)
     num_selected = block_indices.shape[3]
     match backend_of(q, k, v, block_scale=block_scale, num_selected=num_selected, backend=backend).name:
         case 'triton':
@@ -109,6 +134,23 @@ def backend_of(
         'eager': serves,
     }
     return choose_backend('selected_attention', backend, q.device, candidates)
+
+
+def _check_alone(**others: int | Tensor | None) -> None:
+    for name, value in others.items():
+        if value is not None:
+            raise ValueError(f'{name} is given, but cannot be combined with segment_ids')
+
+
+def _keep_first(
+    block_counts: int | Tensor, block_indices: Tensor, block_scale: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """The first indices of every row, with -1 for the others or without them, and their factors."""
+    if not isinstance(block_counts, Tensor):
+        kept = slice(max(0, block_counts))
+        return block_indices[..., kept], None if block_scale is None else block_scale[..., kept]
+    entry = torch.arange(block_indices.shape[3], device=block_indices.device)
+    return torch.where(entry < block_counts[..., None], block_indices, -1), block_scale
 
 
 def _not_by_triton(q: Tensor, k: Tensor, v: Tensor, num_selected: int) -> str | None:

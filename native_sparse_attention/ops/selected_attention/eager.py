@@ -20,6 +20,7 @@ def selected_attention(
     block_size: int,
     causal: bool,
     scale: float,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     batch, seqlen, heads, head_dim = q.shape
     seqlen_k, kv_heads = k.shape[1:3]
@@ -55,6 +56,9 @@ def selected_attention(
         if block_scale is not None:
             factor = block_scale[:, start:stop].to(float_dtype).repeat_interleave(block_size, -1)
             logits = logits * factor.where(visible, 0)[:, :, :, None]
+        if softcap is not None:
+            # What is not read may be no number, which the slope of the cap would carry into gradients of 0.
+            logits = softcap * (logits.where(visible[:, :, :, None], 0) / softcap).tanh()
         weights, lse = masked_softmax(logits, visible[:, :, :, None], q.dtype)
         out = torch.einsum('bthgs,bthsd->bthgd', weights, values).to(q.dtype)
         return rearrange(out, 'b t h g d -> b t (h g) d'), rearrange(lse, 'b t h g -> b (h g) t')

@@ -38,6 +38,7 @@ def selected_attention(
     block_size: int,
     causal: bool,
     scale: float,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     k, v, nonfinite = without_nonfinite(*with_a_key(k, v))
     index_heads, num_selected = block_indices.shape[2:]
@@ -60,7 +61,7 @@ def selected_attention(
         block_scale = None
     if block_scale is not None:
         block_scale = block_scale.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
-    settings = (block_size, num_selected, rows_per_token, rows_of_tile(rows_per_token), scale)
+    settings = (block_size, num_selected, rows_per_token, rows_of_tile(rows_per_token), scale, softcap)
     k, v = heads_first(k), heads_first(v)
     out, lse = run(_attend, rows, k, v, tiles, *extents, blocks, block_scale, *settings)
     out = rearrange(out, 'b h (t r) d -> b t (h r) d', r=rows_per_token)
@@ -82,6 +83,7 @@ def _attend(
     rows_per_token: int,
     tile_rows: int,
     scale: float,
+    softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
     def mask_mod(b: Tensor, h: Tensor, row: Tensor, s: Tensor) -> Tensor:
         t = row // rows_per_token
@@ -92,16 +94,20 @@ def _attend(
             chosen = chosen | (blocks[b, t, h, i] == block)
         return chosen & (key_position >= 0) & (key_position < num_keys[b, t])
 
-    if block_scale is None:
-        return attend(q, k, v, tiles, mask_mod, scale, None, tile_rows, num_selected <= FEW_BLOCKS)
+    def cap(score: Tensor, *_: Tensor) -> Tensor:
+        return score if softcap is None else softcap * torch.tanh(score / softcap)
 
-    def score_mod(score: Tensor, b: Tensor, h: Tensor, row: Tensor, s: Tensor) -> Tensor:
+    if block_scale is None:
+        score_mod = None if softcap is None else cap
+        return attend(q, k, v, tiles, mask_mod, scale, score_mod, tile_rows, num_selected <= FEW_BLOCKS)
+
+    def scale_block(score: Tensor, b: Tensor, h: Tensor, row: Tensor, s: Tensor) -> Tensor:
         t = row // rows_per_token
         block = (s - key_start[b, t]) // block_size
         # Of an index that stands several times in a row the first entry counts, so it is looked at last.
         entry = s * 0
         for i in reversed(range(num_selected)):
             entry = torch.where(blocks[b, t, h, i] == block, i, entry)
-        return score * block_scale[b, t, h, entry]
+        return cap(score * block_scale[b, t, h, entry])
 
-    return attend(q, k, v, tiles, mask_mod, scale, score_mod, tile_rows, False)
+    return attend(q, k, v, tiles, mask_mod, scale, scale_block, tile_rows, False)

@@ -38,8 +38,6 @@ def window_attention(
     chunk_queries = max(left + right, CHUNK_QUERIES) if bounded else seqlen
     span = min(seqlen_k, chunk_queries + left + right) if bounded else seqlen_k
 
-    row = torch.arange(batch, device=q.device)[:, None]
-
     def attend(start: int, stop: int) -> tuple[Tensor, Tensor]:
         chunk = layout.chunk(start, stop)
         # [1 or B, keys]: the keys between the first query's leftmost and the last query's rightmost, or all.
@@ -47,6 +45,7 @@ def window_attention(
         if bounded and start < stop and num_keys < seqlen_k:
             first = (chunk.key_start + chunk.position)[:, :1] - left
             index = first + torch.arange(num_keys, device=q.device)
+            row = torch.arange(batch, device=q.device)[:, None]
             in_memory = index.clamp(0, seqlen_k - 1)
             keys, values = k[row, in_memory], v[row, in_memory]
         else:
@@ -55,35 +54,46 @@ def window_attention(
         # [B, T, keys]
         key_position, own = chunk.key_position(index[:, None])
         visible = own & in_window(key_position, chunk.position[..., None], left, right)
-        if modifiers.query_segments is not None and modifiers.key_segments is not None:
-            query_segment = modifiers.query_segments[:, start:stop, None]
-            same = query_segment == modifiers.key_segments[row, in_memory][:, None]
-            visible = visible & same & (query_segment >= 0)
-        visible = visible[:, None]
-        bias, attn_mask, kept = modifiers.bias, modifiers.attn_mask, None
-        if attn_mask is not None:
-            visible = visible & attn_mask[:, :, start:stop]
-        if bias is not None:
-            bias = bias[:, :, start:stop].to(float_dtype)
-        if modifiers.dropout_seed is not None:
-            rows_of_batch, head = (torch.arange(size, device=q.device) for size in (batch, heads))
-            query = torch.arange(start, stop, device=q.device)
-            place = (rows_of_batch[:, None, None, None], head[:, None, None], query[:, None], in_memory[:, None, None])
-            kept = _random.keep(modifiers.dropout_seed, modifiers.dropout_p, *place).to(float_dtype)
-            kept = kept / (1 - modifiers.dropout_p)
+        bias = modifiers.bias
         return masked_attention(
             queries[:, start:stop].to(float_dtype),
             keys,
             values,
-            visible,
+            _allowed(visible, modifiers, start, stop, in_memory),
             scale,
             q.dtype,
             softcap=modifiers.softcap,
-            bias=bias,
+            bias=None if bias is None else bias[:, :, start:stop].to(float_dtype),
             sinks=modifiers.sinks,
-            kept=kept,
+            kept=_kept(modifiers, batch, heads, start, stop, in_memory, float_dtype),
         )
 
     with without_autocast(q):
         out, lse = in_query_chunks(attend, seqlen, batch * heads * span, dims=(1, 2), chunk=chunk_queries)
     return out, lse
+
+
+def _allowed(visible: Tensor, modifiers: Modifiers, start: int, stop: int, index: Tensor) -> Tensor:
+    """`[B, HQ or 1, T, keys]`: where `visible [B, T, keys]`, segments and attn_mask let queries start ... stop read.
+
+    index: of the keys, `[1 or B, keys]`; all keys where there is an attn_mask.
+    """
+    query_segments, key_segments, attn_mask = modifiers.query_segments, modifiers.key_segments, modifiers.attn_mask
+    if query_segments is not None and key_segments is not None:
+        of_query = query_segments[:, start:stop, None]
+        of_key = key_segments.gather(1, index.expand(len(key_segments), -1))[:, None]
+        visible = visible & (of_query == of_key) & (of_query >= 0)
+    visible = visible[:, None]
+    return visible if attn_mask is None else visible & attn_mask[:, :, start:stop]
+
+
+def _kept(
+    modifiers: Modifiers, batch: int, heads: int, start: int, stop: int, index: Tensor, dtype: torch.dtype
+) -> Tensor | None:
+    """What dropout multiplies weights by, `[B, HQ, T, keys]`; index: of the keys, `[1 or B, keys]`."""
+    seed, dropout_p = modifiers.dropout_seed, modifiers.dropout_p
+    if seed is None:
+        return None
+    row, head, query = (torch.arange(*ends, device=index.device) for ends in ((batch,), (heads,), (start, stop)))
+    place = (row[:, None, None, None], head[:, None, None], query[:, None], index[:, None, None])
+    return _random.keep(seed, dropout_p, *place).to(dtype) / (1 - dropout_p)

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from native_sparse_attention.ops._triton.placement import find_query
+from native_sparse_attention.ops._triton.softcap import cap_logits, cap_slope
 from native_sparse_attention.ops._triton.tiles import add_product, load_rows, store_rows
 from native_sparse_attention.ops.selected_attention.triton.choice import (
     ANY,
@@ -56,6 +57,7 @@ def dq_kernel(
     place,
     sharing,
     scale,
+    softcap,
     GROUP: tl.constexpr,
     REPEATS: tl.constexpr,
     NUM_SELECTED: tl.constexpr,
@@ -124,7 +126,7 @@ def dq_kernel(
     BLOCK_L: tl.constexpr = 16 if UNMASKED else BLOCK_N
     num_last_steps = tl.cdiv(num_left, 16) if UNMASKED else NUM_SELECTED * tl.cdiv(BLOCK_SIZE, BLOCK_N)
     source = (k_ptr, v_ptr, k_tiles, v_tiles, row, chooser // REPEATS, k_strides[1], v_strides[1], key_start)
-    inputs = (q, dout, lse_log2, dlse, head_mask, factors_ptr, scale)
+    inputs = (q, dout, lse_log2, dlse, head_mask, factors_ptr, scale, softcap)
     chosen = (indices_ptr, choice, readable, last_slot)
     missing = tl.zeros([BLOCK_M], tl.float32)
     errors = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)  # added up over the keys of a tile at the end
@@ -132,14 +134,14 @@ def dq_kernel(
         # The gradient of a factor is a sum over heads, each with a delta of its own: it cannot be corrected at last.
         if UNMASKED:
             for step in tl.range(0, num_steps):
-                _, _, _, _, dlogits, _ = _differentiate(
+                _, _, _, _, dlogits, _, _ = _differentiate(
                     inputs, source, chosen, delta, step, WHOLE, BLOCK_SIZE, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_N,
                     BLOCK_D, BLOCK_DV, WIDE,
                 )  # fmt: skip
                 errors += dlogits
             missing += tl.sum(errors, 1)
         for step in tl.range(0, num_last_steps):
-            _, _, _, _, dlogits, _ = _differentiate(
+            _, _, _, _, dlogits, _, _ = _differentiate(
                 inputs, source, chosen, delta, step, KIND, BLOCK_SIZE, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_L, BLOCK_D,
                 BLOCK_DV, WIDE,
             )  # fmt: skip
@@ -199,12 +201,15 @@ def _add_keys(
     tile of an index. Gives p * (dp - delta), too.
     """
     dq, mean_k, dfactor = sums
-    dlse, head_mask = inputs[3], inputs[4]
-    k, slot, logits, weights, errors, factor = _differentiate(
+    dlse, head_mask, softcap = inputs[3], inputs[4], inputs[7]
+    k, slot, logits, weights, errors, factor, slope = _differentiate(
         inputs, source, chosen, delta, step, KIND, BLOCK_SIZE, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_N, BLOCK_D, BLOCK_DV,
         WIDE,
     )  # fmt: skip
     dlogits = tl.fma(weights, dlse[:, None], errors)
+    if softcap is not None:
+        dlogits *= slope
+        weights *= slope
     if dfactors_ptr is not None:
         # Logits of keys that are not read may be anything.
         terms = tl.where(dlogits == 0, 0.0, dlogits * logits)
@@ -233,19 +238,26 @@ def _differentiate(
     WIDE: tl.constexpr,
 ):
     """A tile of keys (`load_step`), its index, and [BLOCK_M, BLOCK_N]: their logits without the factor, their weights,
-    and the gradients of the logits, 0 for keys that are not read; and the factor.
+    and the gradients of the logits, 0 for keys that are not read; the factor; and the slopes of what is capped. Logits
+    are without the factor and the cap, their gradients beside both.
     """
-    q, dout, lse_log2, _, _, factors_ptr, scale = inputs
+    q, dout, lse_log2, _, _, factors_ptr, scale, softcap = inputs
     k, v, slot, is_read, read = load_step(
         source, chosen, step, KIND, BLOCK_SIZE, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE
     )
     factor = load_factor(factors_ptr, slot, is_read)
     logits = tl.dot(q, tl.trans(k), input_precision='ieee') * scale
-    if KIND != WHOLE:
-        # Of a query that is not finite, and reads nothing.
+    if KIND != WHOLE or softcap is not None:
+        # Of a query that is not finite, and reads nothing; its other logits may be finite where they are capped.
         logits = tl.where(read, logits, 0.0)
     bias = tl.where(read, 0.0, float('-inf')) - lse_log2[:, None]
-    weights = tl.exp2(tl.fma(logits, factor * 1.4426950408889634, bias))
+    slope = 1.0
+    if softcap is None:
+        weights = tl.exp2(tl.fma(logits, factor * 1.4426950408889634, bias))
+    else:
+        capped = cap_logits(logits * factor, softcap)
+        slope = cap_slope(capped, softcap)
+        weights = tl.exp2(tl.fma(capped, 1.4426950408889634, bias))
     dweights = tl.dot(dout, tl.trans(v), input_precision='ieee')
     dlogits = tl.where(read, weights * (dweights - delta[:, None]), 0.0)
-    return k, slot, logits, weights, dlogits, factor
+    return k, slot, logits, weights, dlogits, factor, slope

@@ -18,6 +18,7 @@ from torch import Tensor
 from native_sparse_attention.ops._triton.inverse_index import load_entries
 from native_sparse_attention.ops._triton.launch import head_block, is_wide, launch, row_block
 from native_sparse_attention.ops._triton.placement import Placement
+from native_sparse_attention.ops._triton.softcap import cap_logits, cap_slope
 from native_sparse_attention.ops._triton.tiles import add_product, load_rows, split_finite, store_rows
 from native_sparse_attention.ops.selected_attention.triton import settings
 from native_sparse_attention.ops.selected_attention.triton.by_block import CHUNK_ROWS, MERGE_ROWS, WORKSPACE
@@ -57,6 +58,7 @@ class MemberGradients:
         block_size: int,
         causal: bool,
         scale: float,
+        softcap: float | None,
         needs_dfactors: bool,
     ) -> None:
         """dq, delta and inverses `[B, HQ, T]` and dfactors (float32 `[B * H, T, R, n]`, or None) are filled while lists
@@ -64,6 +66,7 @@ class MemberGradients:
         """
         self.q, self.k, self.v, self.block_scale, self.lse = q, k, v, block_scale, lse
         self.dout, self.dlse, self.place, self.causal, self.scale = dout, dlse, place, causal, scale
+        self.softcap = softcap
         index_heads, self.num_selected = block_indices.shape[2:]
         self.block_size = min(block_size, k.shape[1])
         self.group, self.repeats = q.shape[2] // index_heads, index_heads // k.shape[2]
@@ -102,7 +105,7 @@ class MemberGradients:
             (len(pairs) * num_programs,),
             *(q, k, v, block_scale, self.lse, dout, self.delta, self.inverses, parts),
             *(q.stride(), k.stride(), v.stride(), None if block_scale is None else block_scale.stride()),
-            *(dout.stride(), self.place, lists._replace(num_programs=num_programs), self.scale),
+            *(dout.stride(), self.place, lists._replace(num_programs=num_programs), self.scale, self.softcap),
             FINISHES=finishes,
             GROUP=self.group,
             REPEATS=self.repeats,
@@ -163,6 +166,7 @@ def member_kernel(
     place,
     lists,
     scale,
+    softcap,
     FINISHES: tl.constexpr,
     GROUP: tl.constexpr,
     REPEATS: tl.constexpr,
@@ -216,7 +220,7 @@ def member_kernel(
         following = load_entries(entries_ptr, first_member + BLOCK_M, num_members, GROUP, BLOCK_M)
         _add_members(
             inputs, k, v, finite_k, largest, entry, first_member, num_members, pair, row, kv_head, keys, key_mask,
-            offset, parts, place, lists, scale, FINISHES, GROUP, REPEATS, NUM_SELECTED, CAUSAL, WIDE, True,
+            offset, parts, place, lists, scale, softcap, FINISHES, GROUP, REPEATS, NUM_SELECTED, CAUSAL, WIDE, True,
             HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
         entry = following
@@ -228,7 +232,7 @@ def member_kernel(
         following = load_entries(entries_ptr, first_member + BLOCK_M, num_members, GROUP, BLOCK_M)
         _add_members(
             inputs, k, v, k, unit, entry, first_member, num_members, pair, row, kv_head, keys, key_mask, offset, parts,
-            place, lists, scale * unit, FINISHES, GROUP, REPEATS, NUM_SELECTED, CAUSAL, WIDE, False, HEAD_DIM,
+            place, lists, scale * unit, softcap, FINISHES, GROUP, REPEATS, NUM_SELECTED, CAUSAL, WIDE, False, HEAD_DIM,
             VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
         entry = following
@@ -254,6 +258,7 @@ def _add_members(
     place,
     lists,
     scale,
+    softcap,
     FINISHES: tl.constexpr,
     GROUP: tl.constexpr,
     REPEATS: tl.constexpr,
@@ -290,7 +295,11 @@ def _add_members(
         factor = load_factors(factors_ptr, factors_strides, row, token, chooser, entry, mask, NUM_SELECTED)
     scale_log2 = scale * 1.4426950408889634 * factor
     products = tl.dot(q, tl.trans(k), input_precision='ieee')  # [BLOCK_M, BLOCK_N]
-    weights = tl.exp2(tl.fma(products, scale_log2[:, None], -lse_log2[:, None]))
+    if softcap is None:
+        weights = tl.exp2(tl.fma(products, scale_log2[:, None], -lse_log2[:, None]))
+    else:
+        capped_log2 = cap_logits(products * scale_log2[:, None], softcap * 1.4426950408889634)
+        weights = tl.exp2(capped_log2 - lse_log2[:, None])
     dweights = tl.dot(dout, tl.trans(v), input_precision='ieee')
     read = key_mask[None, :] & mask[:, None]
     if CAUSAL:
@@ -308,6 +317,9 @@ def _add_members(
     else:
         delta = tl.load(delta_ptr + places_of_lse, mask=mask, other=0.0)
         dlogits = weights * (dweights - delta[:, None])
+        if softcap is not None:
+            # At most 1, so bounds of gradients hold.
+            dlogits *= cap_slope(capped_log2, softcap * 1.4426950408889634)
         logits = products * scale
         if MASKED:
             dlogits = tl.where(read, dlogits, 0.0)

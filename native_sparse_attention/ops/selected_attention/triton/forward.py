@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from native_sparse_attention.ops._triton.placement import find_query
+from native_sparse_attention.ops._triton.softcap import cap_logits
 from native_sparse_attention.ops._triton.tiles import add_product, load_rows, store_rows
 from native_sparse_attention.ops.selected_attention.triton.choice import (
     ANY,
@@ -42,6 +43,7 @@ def forward_kernel(
     place,
     sharing,
     scale,
+    softcap,
     GROUP: tl.constexpr,
     REPEATS: tl.constexpr,
     NUM_SELECTED: tl.constexpr,
@@ -59,7 +61,7 @@ def forward_kernel(
     """q, out: `[B, T, HQ, D and DV]`; k, v: `[B, S, H, D and DV]`; indices, factors (or None): `[B, T, HI, n]`; lse:
     `[B, HQ, T]`. GROUP: HQ / HI, heads that share a choice. REPEATS: HI / H, choices of a kv head.
     sharing: what the kernel of neighbours does is left to it. k_tiles, v_tiles: tensor descriptors of k and v, tiles of
-    `[1, BLOCK_N, 1, BLOCK_D and BLOCK_DV]`, or None.
+    `[1, BLOCK_N, 1, BLOCK_D and BLOCK_DV]`, or None. softcap: of the logits, or None, as in all of these kernels.
     """
     parts = tl.cdiv(GROUP, BLOCK_M)
     chooser = tl.program_id(1) // parts
@@ -101,7 +103,7 @@ def forward_kernel(
                 source, chosen, step, WHOLE, BLOCK_SIZE, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE
             )
             factor = load_factor(factors_ptr, slot, is_read)
-            row_max, totals, out = _attend(q, k, v, row_max, totals, out, factor * scale_log2, read, False)
+            row_max, totals, out = _attend(q, k, v, row_max, totals, out, factor * scale_log2, softcap, read, False)
         total = tl.sum(totals, 1)
         # Few keys are left, of one block: in smaller tiles, none of which is read in vain.
         for step in tl.range(0, tl.cdiv(num_left, 16)):
@@ -109,7 +111,7 @@ def forward_kernel(
                 source, chosen, step, PART, BLOCK_SIZE, HEAD_DIM, VALUE_DIM, BLOCK_S, 16, BLOCK_D, BLOCK_DV, WIDE
             )
             factor = load_factor(factors_ptr, slot, is_read)
-            row_max, total, out = _attend(q, k, v, row_max, total, out, factor * scale_log2, read, True)
+            row_max, total, out = _attend(q, k, v, row_max, total, out, factor * scale_log2, softcap, read, True)
     else:
         chosen = (indices_ptr, choice, readable, 0)
         for step in tl.range(0, NUM_SELECTED * tl.cdiv(BLOCK_SIZE, BLOCK_N)):
@@ -117,7 +119,7 @@ def forward_kernel(
                 source, chosen, step, ANY, BLOCK_SIZE, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE
             )
             factor = load_factor(factors_ptr, slot, is_read)
-            row_max, total, out = _attend(q, k, v, row_max, total, out, factor * scale_log2, read, True)
+            row_max, total, out = _attend(q, k, v, row_max, total, out, factor * scale_log2, softcap, read, True)
 
     empty = total == 0
     total = tl.where(empty, 1.0, total)
@@ -130,14 +132,17 @@ def forward_kernel(
 
 
 @triton.jit
-def _attend(q, k, v, row_max, total, out, scale_log2, read, MASKED: tl.constexpr):
+def _attend(q, k, v, row_max, total, out, scale_log2, softcap, read, MASKED: tl.constexpr):
     """Adds a tile of keys to a running softmax. read: which keys are, the others being 0; or, not MASKED, whether all
     are. total: [BLOCK_M], or, not MASKED, with a column for every key of a tile.
     """
     products = tl.dot(q, tl.trans(k), input_precision='ieee')  # [BLOCK_M, BLOCK_N]
-    if MASKED:
-        # A query that is not finite, and reads nothing.
+    if MASKED or softcap is not None:
+        # A query that is not finite, and reads nothing; its other logits may be finite where they are capped.
         products = tl.where(read, products, 0.0)
+    if softcap is not None:
+        products = cap_logits(products * scale_log2, softcap * 1.4426950408889634)
+        scale_log2 = 1.0
     bias = tl.where(read, 0.0, float('-inf'))
     new_max = tl.maximum(row_max, tl.max(tl.fma(products, scale_log2, bias), 1))
     reference = tl.where(new_max == float('-inf'), 0.0, new_max)

@@ -16,6 +16,7 @@ import triton.language as tl
 
 from native_sparse_attention.ops._triton.inverse_index import find_block, load_entries
 from native_sparse_attention.ops._triton.placement import load_extent
+from native_sparse_attention.ops._triton.softcap import cap_logits, cap_slope
 from native_sparse_attention.ops._triton.tiles import add_product, load_rows, split_finite, store_rows
 from native_sparse_attention.ops.selected_attention.triton.lists import (
     count_near,
@@ -58,6 +59,7 @@ def dkv_kernel(
     place,
     lists,
     scale,
+    softcap,
     GROUP: tl.constexpr,
     REPEATS: tl.constexpr,
     NUM_SELECTED: tl.constexpr,
@@ -119,14 +121,14 @@ def dkv_kernel(
         following = load_entries(entries_ptr, first_row + BLOCK_M, num_rows, GROUP, BLOCK_M)
         dk, dv = _add_members(
             inputs, k, v, dk, dv, entry, first_row, num_rows, row, kv_head, keys, key_mask, offset, place, lists, scale,
-            GROUP, REPEATS, NUM_SELECTED, CAUSAL, WIDE, True, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV,
+            softcap, GROUP, REPEATS, NUM_SELECTED, CAUSAL, WIDE, True, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
         entry = following
     for first_row in tl.range(first_far, num_rows, BLOCK_M):
         following = load_entries(entries_ptr, first_row + BLOCK_M, num_rows, GROUP, BLOCK_M)
         dk, dv = _add_members(
             inputs, k, v, dk, dv, entry, first_row, num_rows, row, kv_head, keys, key_mask, offset, place, lists, scale,
-            GROUP, REPEATS, NUM_SELECTED, CAUSAL, WIDE, False, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV,
+            softcap, GROUP, REPEATS, NUM_SELECTED, CAUSAL, WIDE, False, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
         entry = following
     # What no query may read is loaded as 0, and its gradient is 0.
@@ -165,6 +167,7 @@ def _add_members(
     place,
     lists,
     scale,
+    softcap,
     GROUP: tl.constexpr,
     REPEATS: tl.constexpr,
     NUM_SELECTED: tl.constexpr,
@@ -201,9 +204,15 @@ def _add_members(
     scale_log2 = scale * 1.4426950408889634 * factor
 
     products = tl.dot(k, tl.trans(q), input_precision='ieee')  # [BLOCK_N, BLOCK_M]
-    weights = tl.exp2(tl.fma(products, scale_log2[None, :], shift[None, :]))
+    if softcap is None:
+        weights = tl.exp2(tl.fma(products, scale_log2[None, :], shift[None, :]))
+    else:
+        capped_log2 = cap_logits(products * scale_log2[None, :], softcap * 1.4426950408889634)
+        weights = tl.exp2(capped_log2 + shift[None, :])
     dweights = tl.dot(v, tl.trans(dout), input_precision='ieee')
     dlogits = weights * (dweights - delta[None, :])
+    if softcap is not None:
+        dlogits *= cap_slope(capped_log2, softcap * 1.4426950408889634)
     if MASKED:
         read = key_mask[:, None] & row_mask[None, :]
         if CAUSAL:

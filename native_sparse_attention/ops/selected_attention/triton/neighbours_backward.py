@@ -1,0 +1,242 @@
+"""Gradients of q and of the factors where neighbouring queries fill a tile together: see neighbours.py."""
+
+# To pyright a jit function that another calls never returns.
+# pyright: reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from native_sparse_attention.ops._triton.finite import is_finite
+from native_sparse_attention.ops._triton.placement import load_extent, locate_queries
+from native_sparse_attention.ops._triton.softcap import cap_logits, cap_slope
+from native_sparse_attention.ops._triton.tiles import add_product, load_rows, split_finite, store_rows
+from native_sparse_attention.ops.selected_attention.triton.choice import load_choices
+from native_sparse_attention.ops.selected_attention.triton.neighbours import (
+    find_slot,
+    for_heads,
+    load_factors_of_tile,
+    load_keys,
+    open_step,
+    pick_factor,
+    rows_of_tile,
+)
+from native_sparse_attention.ops.selected_attention.triton.sharing import load_flag
+
+
+@triton.jit
+def neighbours_dq_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    k_tiles,
+    v_tiles,
+    indices_ptr,
+    factors_ptr,
+    out_ptr,
+    lse_ptr,
+    dout_ptr,
+    dlse_ptr,
+    dq_ptr,
+    delta_ptr,
+    dfactors_ptr,
+    q_strides,
+    k_strides,
+    v_strides,
+    indices_strides,
+    factors_strides,
+    out_strides,
+    dout_strides,
+    dlse_strides,
+    dq_strides,
+    place,
+    sharing,
+    scale,
+    softcap,
+    GROUP: tl.constexpr,
+    REPEATS: tl.constexpr,
+    NUM_SELECTED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    WIDE: tl.constexpr,
+    UNION: tl.constexpr,
+):
+    """dfactors: float32 `[1, B, T, HI, n]`, or None. The gradients of factors of several heads are added at the end,
+    when each head knows by how much its delta was off.
+    """
+    BLOCK_T: tl.constexpr = BLOCK_M // BLOCK_G
+    SPLIT: tl.constexpr = (BLOCK_SIZE + BLOCK_N - 1) // BLOCK_N
+    sequence, row, query_start, first_query, num_queries, num_keys, offset = locate_queries(
+        sharing.first_tile + tl.program_id(0), place, BLOCK_T
+    )
+    if first_query >= num_queries:
+        return
+    is_shared = 1
+    if sharing.flags is not None:
+        is_shared = load_flag(sharing, tl.program_id(0), tl.program_id(1), tl.num_programs(1))
+    if is_shared == 0:
+        return
+    _, key_start, _ = load_extent(place.cu_seqlens_k, sequence, place.seqlen_k, place.num_sequences)
+    row, chooser = row.to(tl.int64), tl.program_id(1).to(tl.int64)
+    queries, heads, mask = rows_of_tile(first_query, num_queries, chooser, GROUP, BLOCK_G, BLOCK_M)
+    tokens = (query_start + queries).to(tl.int64)
+    positions = offset + queries
+    k_ptr += row * k_strides[0] + chooser // REPEATS * k_strides[2]
+    v_ptr += row * v_strides[0] + chooser // REPEATS * v_strides[2]
+    indices_ptr += row * indices_strides[0] + chooser * indices_strides[2]
+    members = first_query + tl.arange(0, BLOCK_T)
+    member_mask = members < num_queries
+    member_tokens = (query_start + members).to(tl.int64)
+    choices = 0
+    factors = 0
+    if factors_ptr is not None:
+        choices = load_choices(indices_ptr, member_tokens * indices_strides[1], member_mask, NUM_SELECTED, BLOCK_S)
+        factors_ptr += row * factors_strides[0] + chooser * factors_strides[2]
+        factors = load_factors_of_tile(
+            factors_ptr, member_tokens * factors_strides[1], member_mask, NUM_SELECTED, BLOCK_S
+        )
+    q_ptr += row * q_strides[0]
+    out_ptr += row * out_strides[0]
+    dout_ptr += row * dout_strides[0]
+    q = load_rows(q_ptr, tokens * q_strides[1] + heads * q_strides[2], 1, mask, HEAD_DIM, BLOCK_D)
+    dout = load_rows(dout_ptr, tokens * dout_strides[1] + heads * dout_strides[2], 1, mask, VALUE_DIM, BLOCK_DV)
+    out = load_rows(out_ptr, tokens * out_strides[1] + heads * out_strides[2], 1, mask, VALUE_DIM, BLOCK_DV)
+    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+    places_of_lse = (row * tl.num_programs(1) * GROUP + heads) * place.seqlen_q + tokens
+    lse = tl.load(lse_ptr + places_of_lse, mask=mask, other=0.0)
+    lse_log2 = tl.where(lse == float('-inf'), 0.0, lse) * 1.4426950408889634
+    dlse = tl.zeros([BLOCK_M], tl.float32)
+    if dlse_ptr is not None:
+        offsets = row * dlse_strides[0] + heads * dlse_strides[1] + tokens * dlse_strides[2]
+        dlse = tl.load(dlse_ptr + offsets, mask=mask, other=0.0)
+        # A log-sum-exp of nothing has no gradient; logaddexp of two such gives NaN.
+        dlse = tl.where(lse == float('-inf'), 0.0, dlse)
+
+    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    mean_k = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    missing = tl.zeros([BLOCK_M], tl.float32)
+    dfactors = tl.zeros([BLOCK_M, BLOCK_S], tl.float32)
+    mean_logits = tl.zeros([BLOCK_M, BLOCK_S], tl.float32)
+    slots = tl.arange(0, BLOCK_S)
+    in_unions = (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + chooser) * UNION
+    blocks_ptr = sharing.blocks + in_unions
+    members_ptr = sharing.members + in_unions + in_unions // UNION
+    num_blocks = tl.load(sharing.counts + in_unions // UNION * 2)
+    num_whole = tl.load(sharing.counts + in_unions // UNION * 2 + 1)
+    pair = row * (tl.num_programs(1) // REPEATS) + chooser // REPEATS
+    source = (k_ptr, v_ptr, k_tiles, v_tiles, row, chooser // REPEATS, k_strides[1], v_strides[1], key_start)
+    # Beside products of float32, masks cost nothing, and every loop takes seconds to compile.
+    UNMASKED: tl.constexpr = BLOCK_SIZE % BLOCK_N == 0 and q.dtype != tl.float32
+    if not UNMASKED or not is_finite(sharing.infinite, pair, sharing.num_chunks):
+        num_whole = 0
+    sums = (dq, mean_k, missing, dfactors, mean_logits)
+    if UNMASKED:
+        for step in tl.range(0, num_whole * SPLIT):
+            sums = _differentiate(
+                q, dout, source, blocks_ptr, members_ptr, choices, factors, lse_log2, delta, dlse, sums, step, num_keys,
+                positions, scale, softcap, factors_ptr is not None, dfactors_ptr is not None, False, CAUSAL, BLOCK_SIZE,
+                SPLIT, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_T, BLOCK_G, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+            )  # fmt: skip
+    for step in tl.range(num_whole * SPLIT, num_blocks * SPLIT):
+        sums = _differentiate(
+            q, dout, source, blocks_ptr, members_ptr, choices, factors, lse_log2, delta, dlse, sums, step, num_keys,
+            positions, scale, softcap, factors_ptr is not None, dfactors_ptr is not None, True, CAUSAL, BLOCK_SIZE,
+            SPLIT, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_T, BLOCK_G, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+        )  # fmt: skip
+    dq, mean_k, missing, dfactors, mean_logits = sums
+
+    dq = (dq - missing[:, None] * mean_k) * scale
+    dq_ptr += row * dq_strides[0]
+    store_rows(dq_ptr, tokens * dq_strides[1] + heads * dq_strides[2], 1, dq, mask, HEAD_DIM, BLOCK_D)
+    tl.store(delta_ptr + places_of_lse, delta + missing - dlse, mask=mask)
+    if dfactors_ptr is not None:
+        dfactors = tl.where(mask[:, None], dfactors - missing[:, None] * mean_logits, 0.0)
+        dfactors = tl.sum(tl.reshape(dfactors, [BLOCK_T, BLOCK_G, BLOCK_S]), 1)  # [BLOCK_T, BLOCK_S]
+        rows = (row * place.seqlen_q + member_tokens) * tl.num_programs(1) + chooser
+        dfactors_mask = member_mask[:, None] & (slots < NUM_SELECTED)[None, :]
+        tl.store(dfactors_ptr + (rows * NUM_SELECTED)[:, None] + slots[None, :], dfactors, mask=dfactors_mask)
+
+
+@triton.jit
+def _differentiate(
+    q,
+    dout,
+    source,
+    blocks_ptr,
+    members_ptr,
+    choices,
+    factors,
+    lse_log2,
+    delta,
+    dlse,
+    sums,
+    step,
+    num_keys,
+    positions,
+    scale,
+    softcap,
+    SCALED: tl.constexpr,
+    DIFFERENTIATES_FACTORS: tl.constexpr,
+    MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """What a tile of keys adds to the sums; steps and MASKED as in `_attend`."""
+    dq, mean_k, missing, dfactors, mean_logits = sums
+    block, chosen, first, keys, key_mask = open_step(
+        blocks_ptr, members_ptr, step, num_keys, MASKED, BLOCK_SIZE, SPLIT, BLOCK_T, BLOCK_G, BLOCK_N
+    )
+    k, v = load_keys(source, first, key_mask, MASKED, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE)
+    factor = tl.full([BLOCK_T * BLOCK_G], 1.0, tl.float32)
+    if SCALED:
+        slot = find_slot(choices, block, BLOCK_S)  # [BLOCK_T]
+        # That of a block that a query does not read may be anything.
+        factor = tl.where(chosen, for_heads(pick_factor(factors, slot, BLOCK_S), BLOCK_T, BLOCK_G), 0.0)
+    read = chosen[:, None] & key_mask[None, :]
+    if MASKED and CAUSAL:
+        read = read & (keys[None, :] <= positions[:, None])
+    logits = tl.where(read, tl.dot(q, tl.trans(k), input_precision='ieee') * scale, 0.0)
+    if softcap is None:
+        factor_log2 = factor * 1.4426950408889634
+        weights = tl.exp2(tl.fma(logits, factor_log2[:, None], -lse_log2[:, None]))
+    else:
+        capped = cap_logits(logits * factor[:, None], softcap)
+        weights = tl.exp2(tl.fma(capped, 1.4426950408889634, -lse_log2[:, None]))
+    weights = tl.where(read, weights, 0.0)
+    dweights = tl.dot(dout, tl.trans(v), input_precision='ieee')
+    dlogits = tl.where(read, weights * (dweights - delta[:, None]), 0.0)
+    missing += tl.sum(dlogits, 1)
+    dlogits = tl.fma(weights, dlse[:, None], dlogits)
+    if softcap is not None:
+        slope = cap_slope(capped, softcap)
+        dlogits *= slope
+        weights *= slope
+    if DIFFERENTIATES_FACTORS:
+        slots = tl.arange(0, BLOCK_S)
+        is_slot = (slots[None, :] == for_heads(slot, BLOCK_T, BLOCK_G)[:, None]) & chosen[:, None]
+        dfactors += tl.where(is_slot, tl.sum(dlogits * logits, 1)[:, None], 0.0)
+        mean_logits += tl.where(is_slot, tl.sum(weights * logits, 1)[:, None], 0.0)
+    if MASKED:
+        k, _ = split_finite(k)
+    dq = add_product((dlogits * factor[:, None]).to(k.dtype), k, dq)
+    mean_k = add_product((weights * factor[:, None]).to(k.dtype), k, mean_k)
+    return dq, mean_k, missing, dfactors, mean_logits
