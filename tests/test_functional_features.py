@@ -144,6 +144,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     'dropout': DROPOUT,
     'one count': {'block_counts': 2},
     'counts': {'block_counts': 'drawn'},
+    'counts of heads': {'block_counts': 'drawn', 'share_group': False},
     'all': {'softcap': 0.8, 'block_counts': 'drawn', **SINKS, **DROPOUT},
 }
 
@@ -152,7 +153,9 @@ def draw(features: dict[str, Any], extents: Extents) -> tuple[dict[str, Tensor],
     """Inputs with sinks of the shapes given, and the other settings, with counts."""
     inputs, settings = make_inputs(extents), {**features, **extents.where}
     if settings.get('block_counts') == 'drawn':
-        settings['block_counts'] = torch.randint(-1, 5, (extents.batch, extents.seqlen_q, 2))
+        settings['block_counts'] = torch.randint(
+            -1, 5, (extents.batch, extents.seqlen_q, 2 if settings.get('share_group', True) else 6)
+        )
     inputs |= {name: normal(*settings.pop(name)) for name in SINKS if name in settings}
     return inputs, settings
 
@@ -434,6 +437,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     'no gate': ({'gates': (None, None, None)}, 'gates is None for every branch'),
     'two gates': ({'gates': (GATE, GATE)}, 'gates is 2 gates, but must be a tensor or 3 gates'),
     'gates as text': ({'gates': 'all'}, 'gates is str, but must be'),
+    'a gate as a number': ({'gates': (GATE, 0.5, None)}, r'gates\[1\] is a float, but must be a tensor'),
     'a gate of 4 dimensions': ({'gates': (GATE, GATE[..., None], None)}, r'gates\[1\] has shape \(1, 8, 4, 1\)'),
     'an integer gate': ({'gates': (GATE, GATE, GATE.int())}, r'gates\[2\] has dtype torch.int32'),
     'no n': ({'num_selected': None}, 'num_selected is None, but must be given'),
