@@ -26,6 +26,7 @@ from native_sparse_attention.ops._checks import (
     check_not_negative,
     check_qkv,
     checked_softcap,
+    make_sequences,
 )
 from native_sparse_attention.ops._modifier_checks import check_alone, reduce_sinks
 from native_sparse_attention.ops._modifiers import Modifiers
@@ -152,6 +153,7 @@ def nsa(
         if k.shape[1] != q.shape[1]:
             raise ValueError(f'k has {k.shape[1]} tokens, but must have {q.shape[1]}, as q, beside segment_ids')
         cu_seqlens, padding = cu_seqlens_of(segment_ids, q)
+    make_sequences(q, k.shape[1], q_offset, seqlens_k, cu_seqlens, cu_seqlens_k)
     seqlen_k = k.shape[1] if cu_seqlens is None else None
     where: dict[str, Any] = {
         'q_offset': q_offset,

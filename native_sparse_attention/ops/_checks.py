@@ -22,16 +22,21 @@ def is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def shown(value: object) -> str:
+    """A value in a message of one line."""
+    return f'a {type(value).__name__}' if isinstance(value, torch.Tensor) else repr(value)
+
+
 def check_positive(**values: int) -> None:
     for name, value in values.items():
         if not is_int(value) or value < 1:
-            raise ValueError(f'{name} is {value}, but must be an integer of at least 1')
+            raise ValueError(f'{name} is {shown(value)}, but must be an integer of at least 1')
 
 
 def check_not_negative(**values: int) -> None:
     for name, value in values.items():
         if not is_int(value) or value < 0:
-            raise ValueError(f'{name} is {value}, but must be an integer of at least 0')
+            raise ValueError(f'{name} is {shown(value)}, but must be an integer of at least 0')
 
 
 def check_tensors(**values: object) -> None:
@@ -76,12 +81,18 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor | None, k_name: str = 'k', v_name:
         )
 
 
-def check_block_sizes(compress_block_size: int, compress_stride: int, selection_block_size: int | None = None) -> None:
+def check_block_sizes(
+    compress_block_size: int,
+    compress_stride: int,
+    selection_block_size: int | None = None,
+    names: tuple[str, str] = ('compress_block_size', 'compress_stride'),
+) -> None:
     """1 <= d <= l, and l' a multiple of d."""
-    check_positive(compress_block_size=compress_block_size, compress_stride=compress_stride)
+    block_name, stride_name = names
+    check_positive(**{block_name: compress_block_size, stride_name: compress_stride})
     if compress_stride > compress_block_size:
         raise ValueError(
-            f'compress_stride is {compress_stride}, but must be at most compress_block_size, {compress_block_size}'
+            f'{stride_name} is {compress_stride}, but must be at most {block_name}, {compress_block_size}'
         )
     if selection_block_size is not None:
         check_positive(selection_block_size=selection_block_size)
@@ -97,6 +108,8 @@ def check_lse(lse: Tensor, q: Tensor) -> None:
     batch, seqlen, heads, _ = q.shape
     if lse.shape != (batch, heads, seqlen):
         raise ValueError(f'lse has shape {tuple(lse.shape)}, but must have {(batch, heads, seqlen)} (B, HQ, T)')
+    if not lse.is_floating_point():
+        raise ValueError(f'lse has dtype {lse.dtype}, but must be a floating dtype')
     if lse.device != q.device:
         raise ValueError(f'lse is on {lse.device}, but q is on {q.device}')
 
@@ -120,7 +133,7 @@ def check_block_counts(block_counts: int | Tensor, choosers: int, q: Tensor) -> 
     """An int, or int32 or int64 `[B, T, choosers]`."""
     if not isinstance(block_counts, Tensor):
         if not is_int(block_counts):
-            raise ValueError(f'block_counts is {block_counts!r}, but must be an int, an integer tensor or None')
+            raise ValueError(f'block_counts is {shown(block_counts)}, but must be an int, an integer tensor or None')
         return
     shape = (*q.shape[:2], choosers)
     if block_counts.dtype not in INT_DTYPES:
@@ -134,7 +147,7 @@ def check_block_counts(block_counts: int | Tensor, choosers: int, q: Tensor) -> 
 def logit_scale(q: Tensor, scale: float | None) -> float:
     """The factor of the logits: D ** -0.5 unless it is given."""
     if scale is not None and (not isinstance(scale, int | float) or not -float('inf') < scale < float('inf')):
-        raise ValueError(f'scale is {scale!r}, but must be a finite number or None')
+        raise ValueError(f'scale is {shown(scale)}, but must be a finite number or None')
     return q.shape[-1] ** -0.5 if scale is None else float(scale)
 
 
@@ -142,7 +155,7 @@ def checked_softcap(softcap: float | None) -> float | None:
     if softcap is None:
         return None
     if not (is_int(softcap) or isinstance(softcap, float)) or not 0 < softcap < math.inf:
-        raise ValueError(f'softcap is {softcap!r}, but must be a finite number above 0, or None')
+        raise ValueError(f'softcap is {shown(softcap)}, but must be a finite number above 0, or None')
     return float(softcap)
 
 
@@ -173,7 +186,7 @@ def make_sequences(
     if isinstance(q_offset, Tensor):
         check_beside_q('q_offset', q_offset, batch if cu_seqlens is None else len(cu_seqlens) - 1, q)
     elif q_offset is not None and not is_int(q_offset):
-        raise ValueError(f'q_offset is {q_offset!r}, but must be an int, an integer tensor or None')
+        raise ValueError(f'q_offset is {shown(q_offset)}, but must be an int, an integer tensor or None')
     if q.device.type == 'cpu' and not torch.compiler.is_compiling():
         _check_extents(seqlen_q, seqlen_k, seqlens_k, cu_seqlens, cu_seqlens_k)
     cu_seqlens_k = cu_seqlens if cu_seqlens_k is None else cu_seqlens_k

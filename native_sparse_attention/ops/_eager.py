@@ -42,7 +42,8 @@ def masked_softmax(
     """
     logits = _round_gradient(logits, dtype)
     if softcap is not None:
-        logits = softcap * (logits / softcap).tanh()
+        # What is not read may be no number, which the slope of the cap would carry into gradients of 0.
+        logits = softcap * (logits.where(visible, 0) / softcap).tanh()
     if bias is not None:
         logits = logits + bias.where(visible, 0)
     logits = logits.masked_fill(~visible, -torch.inf)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from native_sparse_attention.ops import _random
 from native_sparse_attention.ops._checks import FLOAT_DTYPES, INT_DTYPES, check_tensors, checked_softcap
-from native_sparse_attention.ops._modifiers import OFF, Modifiers
+from native_sparse_attention.ops._modifiers import Modifiers
 
 SegmentIds = Tensor | tuple[Tensor, Tensor] | None
 
@@ -38,17 +38,7 @@ def make_modifiers(
             raise ValueError(f'attn_mask has dtype {attn_mask.dtype}, but must be bool; what is added is bias')
     _random.check_dropout(dropout_p, dropout_seed, q)
     seed = _random.as_seed(dropout_seed, q.device) if dropout_p else None
-    modifiers = Modifiers(
-        softcap,
-        sink_logits,
-        query_segments,
-        key_segments,
-        bias,
-        attn_mask,
-        float(dropout_p),
-        seed,
-    )
-    return modifiers if modifiers.features() else OFF
+    return Modifiers(softcap, sink_logits, query_segments, key_segments, bias, attn_mask, float(dropout_p), seed)
 
 
 def reduce_sinks(sinks: Tensor | None, q: Tensor, name: str = 'sinks') -> Tensor | None:
@@ -92,7 +82,8 @@ def _make_segments(
                 )
             segment_ids = (segment_ids, segment_ids)
         if not isinstance(segment_ids, tuple | list) or len(segment_ids) != 2:
-            raise ValueError(f'segment_ids is {segment_ids!r}, but must be a tensor or a pair, for queries and keys')
+            kind = type(segment_ids).__name__
+            raise ValueError(f'segment_ids is a {kind}, but must be a tensor or a pair, for queries and keys')
         query_ids, key_ids = segment_ids
         for name, ids, length in (('segment_ids', query_ids, seqlen_q), ('segment_ids[1]', key_ids, seqlen_k)):
             check_tensors(**{name: ids})

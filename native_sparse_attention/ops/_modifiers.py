@@ -29,17 +29,5 @@ class Modifiers(NamedTuple):
     dropout_p: float = 0.0
     dropout_seed: Tensor | None = None
 
-    def features(self) -> list[str]:
-        """The public names of what is on."""
-        given = {
-            'softcap': self.softcap,
-            'sinks': self.sinks,
-            'segment_ids (or mask)': self.query_segments,
-            'bias': self.bias,
-            'attn_mask': self.attn_mask,
-            'dropout_p': self.dropout_seed,
-        }
-        return [name for name, value in given.items() if value is not None]
-
 
 OFF = Modifiers()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from native_sparse_attention.ops._checks import is_int
+from native_sparse_attention.ops._checks import is_int, shown
 
 ROUNDS = 10
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -58,7 +58,7 @@ def as_seed(seed: int | Tensor | None, device: torch.device) -> Tensor:
 def check_probability(**values: float) -> None:
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
-            raise ValueError(f'{name} is {value!r}, but must be a number in [0, 1)')
+            raise ValueError(f'{name} is {shown(value)}, but must be a number in [0, 1)')
 
 
 def check_dropout(dropout_p: float, seed: int | Tensor | None, q: Tensor) -> None:
@@ -74,7 +74,7 @@ def check_dropout(dropout_p: float, seed: int | Tensor | None, q: Tensor) -> Non
             raise ValueError(f'dropout_seed is on {seed.device}, but q is on {q.device}')
     elif not is_int(seed) or not -(2**63) <= seed < 2**63:
         raise ValueError(
-            f'dropout_seed is {seed!r}, but must be an int of 64 bits, an int64 tensor of shape (1,) or None'
+            f'dropout_seed is {shown(seed)}, but must be an int of 64 bits, an int64 tensor of shape (1,) or None'
         )
 
 

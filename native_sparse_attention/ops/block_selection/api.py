@@ -20,6 +20,7 @@ from native_sparse_attention.ops._checks import (
     logit_scale,
     make_compressed_sequences,
 )
+from native_sparse_attention.ops._modifier_checks import check_alone
 from native_sparse_attention.ops._segments import cu_seqlens_of
 from native_sparse_attention.ops._triton import support
 from native_sparse_attention.ops.backend import BackendChoice, choose_backend, serves
@@ -274,14 +275,8 @@ def _borders(
     """cu_seqlens, made of segment_ids where these are given, and the padding among them."""
     if segment_ids is None:
         return cu_seqlens, None
-    for name, value in (
-        ('q_offset', q_offset),
-        ('seqlens_k', seqlens_k),
-        ('cu_seqlens', cu_seqlens),
-        ('cu_seqlens_k', cu_seqlens_k),
-    ):
-        if value is not None:
-            raise ValueError(f'{name} is given, but cannot be combined with segment_ids')
+    others = {'cu_seqlens': cu_seqlens, 'cu_seqlens_k': cu_seqlens_k, 'seqlens_k': seqlens_k, 'q_offset': q_offset}
+    check_alone('segment_ids', **others)
     return cu_seqlens_of(segment_ids, q)
 
 

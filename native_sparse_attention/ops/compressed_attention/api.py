@@ -76,7 +76,7 @@ def compressed_attention(
         ValueError: shapes, dtypes or settings that do not fit, or an explicit backend that cannot serve the call.
     """
     check_qkv(q, k_cmp, v_cmp, 'k_cmp', 'v_cmp')
-    check_block_sizes(block_size, stride)
+    check_block_sizes(block_size, stride, names=('block_size', 'stride'))
     if mem_kv is not None:
         check_mem_kv(mem_kv, k_cmp.shape[2], k_cmp.shape[3], v_cmp.shape[3])
         check_same_kind(**{'q': q, 'mem_kv[0]': mem_kv[0], 'mem_kv[1]': mem_kv[1]})

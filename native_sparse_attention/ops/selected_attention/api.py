@@ -12,10 +12,12 @@ from native_sparse_attention.ops._checks import (
     check_block_indices,
     check_positive,
     check_qkv,
+    check_tensors,
     checked_softcap,
     logit_scale,
     make_sequences,
 )
+from native_sparse_attention.ops._modifier_checks import check_alone
 from native_sparse_attention.ops._segments import cu_seqlens_of
 from native_sparse_attention.ops._triton import support
 from native_sparse_attention.ops.backend import BackendChoice, choose_backend, serves
@@ -79,6 +81,9 @@ def selected_attention(
     check_positive(block_size=block_size)
     check_block_indices(block_indices, q, k)
     if block_scale is not None:
+        check_tensors(block_scale=block_scale)
+        if not block_scale.is_floating_point():
+            raise ValueError(f'block_scale has dtype {block_scale.dtype}, but must be a floating dtype')
         if block_scale.shape != block_indices.shape:
             raise ValueError(
                 f'block_scale has shape {tuple(block_scale.shape)}, but block_indices has {tuple(block_indices.shape)}'
@@ -87,7 +92,8 @@ def selected_attention(
             raise ValueError(f'block_scale is on {block_scale.device}, but q is on {q.device}')
     padding = None
     if segment_ids is not None:
-        _check_alone(q_offset=q_offset, seqlens_k=seqlens_k, cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k)
+        others = {'cu_seqlens': cu_seqlens, 'cu_seqlens_k': cu_seqlens_k, 'seqlens_k': seqlens_k, 'q_offset': q_offset}
+        check_alone('segment_ids', **others)
         if k.shape[1] != q.shape[1]:
             raise ValueError(f'k has {k.shape[1]} tokens, but must have {q.shape[1]}, as q, where segment_ids is given')
         cu_seqlens, padding = cu_seqlens_of(segment_ids, q)
@@ -134,12 +140,6 @@ def backend_of(
         'eager': serves,
     }
     return choose_backend('selected_attention', backend, q.device, candidates)
-
-
-def _check_alone(**others: int | Tensor | None) -> None:
-    for name, value in others.items():
-        if value is not None:
-            raise ValueError(f'{name} is given, but cannot be combined with segment_ids')
 
 
 def _keep_first(
