@@ -158,7 +158,8 @@ def build_inverse_index(dtype: torch.dtype, head_dim: int) -> None:
     seqlen = inverse_index.MIN_COUNTED // num_selected
     indices = torch.zeros(1, seqlen, 2, num_selected, dtype=torch.int32)
     packed = torch.tensor([0, 40, seqlen], dtype=torch.int32)
-    for tile, borders in zip((*inverse_index.TILES, inverse_index.TILES[0]), (None, None, None, packed), strict=True):
+    tiles = (inverse_index.SHORT_TILE, *inverse_index.TILES)
+    for tile, borders in (*((tile, None) for tile in tiles), (tiles[1], packed)):
         seqlen_k = SELECTION_BLOCK * (2**tile.log_size - 3)
         sequences = Sequences(1, seqlen, seqlen_k, indices.device, None, None, borders, borders)
         sizes: dict[str, Any] = {'kv_heads': 2, 'block_size': SELECTION_BLOCK, 'causal': True, 'unique': True}
