@@ -144,6 +144,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     'dropout': DROPOUT,
     'one count': {'block_counts': 2},
     'counts': {'block_counts': 'drawn'},
+    'counts of heads': {'block_counts': 'drawn', 'share_group': False},
     'all': {'softcap': 0.8, 'block_counts': 'drawn', **SINKS, **DROPOUT},
 }
 
@@ -152,7 +153,9 @@ def draw(features: dict[str, Any], extents: Extents) -> tuple[dict[str, Tensor],
     """Inputs with sinks of the shapes given, and the other settings, with counts."""
     inputs, settings = make_inputs(extents), {**features, **extents.where}
     if settings.get('block_counts') == 'drawn':
-        settings['block_counts'] = torch.randint(-1, 5, (extents.batch, extents.seqlen_q, 2))
+        settings['block_counts'] = torch.randint(
+            -1, 5, (extents.batch, extents.seqlen_q, 2 if settings.get('share_group', True) else 6)
+        )
     inputs |= {name: normal(*settings.pop(name)) for name in SINKS if name in settings}
     return inputs, settings
 
@@ -327,13 +330,25 @@ def test_segments_are_sequences_of_their_own(dtype: torch.dtype, use_diff_topk: 
     assert_calls_agree(inputs, lambda given: call(given, segment_ids=segment_ids, **settings), alone)
 
 
-def test_segments_of_padding_give_0() -> None:
-    inputs = make_inputs(packed([4, 2, 6]))
-    for name in ('q', 'k', 'v', 'q_cmp', 'k_window', 'v_window', 'gates'):
-        inputs[name][:, 4:6] = torch.nan
-    out = call(inputs, segment_ids=torch.tensor([[1] * 4 + [-1] * 2 + [1] * 6]))
-    assert out[:, 4:6].eq(0).all()
-    assert out.isfinite().all()
+@pytest.mark.parametrize('backend', ['eager', 'triton'])
+def test_segments_of_padding_give_0_and_reach_nobody(backend: str, device: torch.device) -> None:
+    ids = torch.tensor([[1] * 6 + [-1] * 7 + [1] * 8 + [-5]], device=device)
+    inputs = make_inputs(packed([6, 7, 8, 1])) | {'sinks': normal(6), 'sinks_cmp': normal(6, 2)}
+    inputs = {name: t.float().to(device) for name, t in inputs.items()}
+    per_block = torch.tensor([[False, True, True, False, False]], device=device)  # 1, 2 and 2 blocks, and no other
+    results = []
+    for garbage in (1.0, torch.nan):
+        leaves = {}
+        for name, t in inputs.items():
+            at = {5: per_block, 22: ids < 0}.get(t.shape[1]) if t.dim() == 4 else None
+            t = t.clone() if at is None else t.masked_fill(at[..., None, None], garbage)
+            leaves[name] = t.requires_grad_()
+        out = call(leaves, segment_ids=ids, backend=backend, use_diff_topk=True)
+        assert out[ids < 0].eq(0).all()
+        out.sin().sum().backward()
+        results.append([out, *(t.grad for t in leaves.values())])
+        assert all(bool(t.isfinite().all()) for t in results[-1])
+    assert all(a.equal(b) for a, b in zip(*results, strict=True))
 
 
 def test_gradcheck() -> None:
@@ -434,6 +449,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     'no gate': ({'gates': (None, None, None)}, 'gates is None for every branch'),
     'two gates': ({'gates': (GATE, GATE)}, 'gates is 2 gates, but must be a tensor or 3 gates'),
     'gates as text': ({'gates': 'all'}, 'gates is str, but must be'),
+    'a gate as a number': ({'gates': (GATE, 0.5, None)}, r'gates\[1\] is a float, but must be a tensor'),
     'a gate of 4 dimensions': ({'gates': (GATE, GATE[..., None], None)}, r'gates\[1\] has shape \(1, 8, 4, 1\)'),
     'an integer gate': ({'gates': (GATE, GATE, GATE.int())}, r'gates\[2\] has dtype torch.int32'),
     'no n': ({'num_selected': None}, 'num_selected is None, but must be given'),

@@ -91,9 +91,7 @@ def check_block_sizes(
     block_name, stride_name = names
     check_positive(**{block_name: compress_block_size, stride_name: compress_stride})
     if compress_stride > compress_block_size:
-        raise ValueError(
-            f'{stride_name} is {compress_stride}, but must be at most {block_name}, {compress_block_size}'
-        )
+        raise ValueError(f'{stride_name} is {compress_stride}, but must be at most {block_name}, {compress_block_size}')
     if selection_block_size is not None:
         check_positive(selection_block_size=selection_block_size)
         if selection_block_size % compress_stride != 0:
