@@ -12,12 +12,14 @@ from torch import Tensor, nn
 
 from native_sparse_attention import decoding, functional, geometry
 from native_sparse_attention.cache import FIRST_CAPACITY, MAX_ROLLBACK, LayerCache
+from native_sparse_attention.checks import check_cache, check_input, check_layer_sizes
 from native_sparse_attention.compress import compress_pair, make_networks
 from native_sparse_attention.gate import check_gate, make_gate
 from native_sparse_attention.ops import select_blocks
-from native_sparse_attention.ops._checks import check_not_negative, check_positive, make_sequences
+from native_sparse_attention.ops._checks import check_not_negative, check_positive, checked_softcap, make_sequences
+from native_sparse_attention.ops._random import as_seed, check_probability
 from native_sparse_attention.ops.backend import BackendChoice, check_backend
-from native_sparse_attention.padding import check_mask, from_front, front_order, to_front
+from native_sparse_attention.padding import from_front, front_order, to_front
 from native_sparse_attention.paged_cache import make_cache
 from native_sparse_attention.projection import is_plain_linear, projection_dtype
 from native_sparse_attention.rotary import Rotary, rotate
@@ -66,6 +68,10 @@ class SparseAttention(nn.Module):
         backend: 'auto', 'triton', 'flex' or 'eager'; an explicit one raises where it cannot serve.
         recompute: keep neither branch outputs nor rotated queries and keys for the backward pass, which makes them
             again: about half of the memory, with the same gradients, for another forward of `nsa` without the choice.
+        softcap: logits of all branches become softcap * tanh(logit / softcap).
+        num_sinks: learned logits per head, in the softmax of the compressed and of the window branch each, of keys that
+            carry no value: a query may attend to nothing.
+        dropout: probability with which the window branch drops weights, in training mode; never with a cache.
         use_triton_kernel: deprecated, mapped to backend: True to 'auto', False to 'eager'.
 
     Raises:
@@ -99,6 +105,9 @@ class SparseAttention(nn.Module):
         rotary_emb: RotaryEmbedding | bool | None = None,
         backend: str = 'auto',
         recompute: bool = False,
+        softcap: float | None = None,
+        num_sinks: int = 0,
+        dropout: float = 0.0,
         use_triton_kernel: bool | None = None,
     ) -> None:
         super().__init__()
@@ -120,19 +129,11 @@ class SparseAttention(nn.Module):
             num_compressed_mem_kv=num_compressed_mem_kv,
             num_init_blocks=num_init_blocks,
             num_local_blocks=num_local_blocks,
+            num_sinks=num_sinks,
         )
-        if heads % kv_heads != 0:
-            raise ValueError(f'heads is {heads}, but must be a multiple of kv_heads, {kv_heads}')
-        if compress_block_sliding_stride > compress_block_size:
-            raise ValueError(
-                f'compress_block_sliding_stride is {compress_block_sliding_stride}, but must be at most '
-                f'compress_block_size, {compress_block_size}'
-            )
-        if selection_block_size % compress_block_sliding_stride != 0:
-            raise ValueError(
-                f'selection_block_size is {selection_block_size}, but must be a multiple of '
-                f'compress_block_sliding_stride, {compress_block_sliding_stride}'
-            )
+        softcap = checked_softcap(softcap)
+        check_probability(dropout=dropout)
+        check_layer_sizes(heads, kv_heads, compress_block_size, compress_block_sliding_stride, selection_block_size)
         if rotary_emb is True:
             raise ValueError('rotary_emb is True, but must be a RotaryEmbedding, None for a default or False')
         check_backend(backend)
@@ -164,6 +165,7 @@ class SparseAttention(nn.Module):
         self.query_heads_share_selected_kv = query_heads_share_selected_kv
         self.independent_branch_kv = independent_branch_kv
         self.backend, self.recompute = backend, recompute
+        self.softcap, self.num_sinks, self.dropout = softcap, num_sinks, dropout
 
         self.norm = nn.RMSNorm(dim) if norm else nn.Identity()
         self.rotary = None if rotary_emb is False else Rotary(dim_head, rotary_emb)  # type: ignore[arg-type]
@@ -180,6 +182,10 @@ class SparseAttention(nn.Module):
         if num_compressed_mem_kv:
             self.compress_mem_k = nn.Parameter(torch.zeros(kv_heads, num_compressed_mem_kv, dim_head))
             self.compress_mem_v = nn.Parameter(torch.zeros(kv_heads, num_compressed_mem_kv, value_dim))
+        self.compress_sinks = self.window_sinks = None
+        if num_sinks:
+            self.compress_sinks = nn.Parameter(torch.zeros(heads, num_sinks))
+            self.window_sinks = nn.Parameter(torch.zeros(heads, num_sinks))
         self.k_compress, self.v_compress = make_networks(
             compress_mlp,
             kv_heads=kv_heads,
@@ -226,12 +232,17 @@ class SparseAttention(nn.Module):
         ):
             if flex_mask is not None:
                 raise ValueError(f"{name} is given, but masks are made inside: use backend='flex'")
-        self._check_input(x, mask, cu_seqlens, cache, return_cache)
+        cached = cache is not None or return_cache
+        check_input(x, mask, cu_seqlens, self.to_qkv.in_features, cached)
+        if cached and not self.causal:
+            raise ValueError('causal is False, but a cache needs causal=True')
+        if cache is not None:
+            check_cache(cache, x, self._cache_layout)
         backend = self.backend
         if disable_triton_kernel is not None:
             warnings.warn("disable_triton_kernel is deprecated: use backend='eager'", DeprecationWarning, stacklevel=4)
             backend = 'eager' if disable_triton_kernel and backend in ('auto', 'triton') else backend
-        if cache is None and not return_cache:
+        if not cached:
             return self._attend_whole(x, mask, cu_seqlens, backend)
         with torch.no_grad():
             if cache is None:
@@ -240,6 +251,10 @@ class SparseAttention(nn.Module):
                 )
             out = self._attend_cached(x, mask, cache, backend)
         return (out, cache) if return_cache else out
+
+    def extra_repr(self) -> str:
+        settings = {'softcap': self.softcap, 'num_sinks': self.num_sinks, 'dropout': self.dropout}
+        return ', '.join(f'{name}={value}' for name, value in settings.items() if value)
 
     def init_cache(
         self,
@@ -272,7 +287,8 @@ class SparseAttention(nn.Module):
         sizes = ((self.heads, self.dim_head), (self.kv_heads, self.dim_head), (self.kv_heads, self.dim_value_head))
         q, k, v = (probe.expand(cache.batch_size, num_tokens, *size) for size in sizes)
         sizes = (self.selection_block_size, self.num_selected_blocks)
-        return decoding.backend_of(q, k, v, cache, *sizes, backend=self.backend).name == 'triton'
+        features = {'softcap': self.softcap, 'has_sinks': self.num_sinks > 0}
+        return decoding.backend_of(q, k, v, cache, *sizes, **features, backend=self.backend).name == 'triton'
 
     def backend_for(self, x: Tensor) -> BackendChoice:
         """The backend that a forward of x `[B, T, dim]` would take, and why faster ones are passed over; `ops` has what
@@ -290,6 +306,10 @@ class SparseAttention(nn.Module):
             num_selected=self.num_selected_blocks,
             share_group=self.query_heads_share_selected_kv,
             use_diff_topk=self.use_diff_topk,
+            softcap=self.softcap,
+            sinks=self.window_sinks,
+            sinks_cmp=self.compress_sinks,
+            dropout_p=self._dropout_p,
             backend=self.backend,
         )
 
@@ -314,6 +334,8 @@ class SparseAttention(nn.Module):
         # What `attend` is made of is read here, once: parameters may have other values when it is made again.
         tables = None if self.rotary is None else self.rotary.tables(positions)
         mem_kv = None if self._memory is None else (self._memory[0].to(new.q.dtype), self._memory[1].to(new.q.dtype))
+        sinks = {'sinks': self.window_sinks, 'sinks_cmp': self.compress_sinks}
+        dropout = {'dropout_p': self._dropout_p, 'dropout_seed': as_seed(None, x.device) if self._dropout_p else None}
 
         def attend(choose: Callable[..., Tensor]) -> Tensor:
             q, k, k_window = rotate(tables, backend, new.q, new.k, new.k_window)
@@ -326,6 +348,8 @@ class SparseAttention(nn.Module):
                 q_offset=0,
                 seqlens_k=lengths,
                 cu_seqlens=cu_seqlens,
+                **sinks,
+                **dropout,
                 choose=choose,
                 backend=backend,
             )
@@ -351,6 +375,9 @@ class SparseAttention(nn.Module):
             freqs=None if rotary is None else rotary.freqs,
             interpolate_factor=1.0 if rotary is None else rotary.interpolate_factor,
             mem_kv=self._memory,
+            softcap=self.softcap,
+            sinks=self.window_sinks,
+            sinks_cmp=self.compress_sinks,
             raw_k=new.raw_k,
             raw_v=new.raw_v,
             k_window=new.k_window,
@@ -387,6 +414,10 @@ class SparseAttention(nn.Module):
         mem_k, mem_v = self.compress_mem_k, self.compress_mem_v
         return None if mem_k is None or mem_v is None else (mem_k, mem_v)
 
+    @property
+    def _dropout_p(self) -> float:
+        return self.dropout if self.training else 0.0
+
     def _nsa(self, q: Tensor, *tensors: Any, **settings: Any) -> Tensor:
         """`nsa` with the settings of the layer, `[B, T, HQ, DV]`."""
         window = self.sliding_window_size - 1
@@ -403,6 +434,7 @@ class SparseAttention(nn.Module):
             share_group=self.query_heads_share_selected_kv,
             use_diff_topk=self.use_diff_topk,
             causal=self.causal,
+            softcap=self.softcap,
             **settings,
         )
 
@@ -445,33 +477,3 @@ class SparseAttention(nn.Module):
             **options,
             **self._cache_layout,
         )
-
-    def _check_input(
-        self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, cache: LayerCache | None, return_cache: bool
-    ) -> None:
-        dim = self.to_qkv.in_features
-        if x.dim() != 3 or x.shape[2] != dim:
-            raise ValueError(f'x has shape {tuple(x.shape)}, but must be [B, T, {dim}]')
-        if mask is not None:
-            kind = type(mask).__name__
-            if not isinstance(mask, Tensor):
-                raise ValueError(f'mask is a {kind}, but must be a bool tensor; a cache is given by name')
-            if cu_seqlens is not None:
-                raise ValueError('mask and cu_seqlens are given, but one must be left out')
-            check_mask(mask, x)
-        if cu_seqlens is not None:
-            if x.shape[0] != 1:
-                raise ValueError(f'x has batch size {x.shape[0]}, but must have 1 where cu_seqlens is given')
-            if cache is not None or return_cache:
-                raise ValueError('cu_seqlens is given, but a cache takes rows, not packed sequences')
-        if (cache is not None or return_cache) and not self.causal:
-            raise ValueError('causal is False, but a cache needs causal=True')
-        if cache is not None:
-            for name, size in self._cache_layout.items():
-                held = cache.layout[name]
-                if held != size:
-                    raise ValueError(
-                        f'cache was made for {name} = {held}, but the layer has {size}: use its init_cache'
-                    )
-            if cache.batch_size != x.shape[0]:
-                raise ValueError(f'x has batch size {x.shape[0]}, but cache has {cache.batch_size}')

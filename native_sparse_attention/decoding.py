@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from einops import rearrange
@@ -21,7 +21,9 @@ from native_sparse_attention.ops._checks import (
     check_positive,
     check_qkv,
     check_same_kind,
+    checked_softcap,
 )
+from native_sparse_attention.ops._modifier_checks import reduce_sinks
 from native_sparse_attention.ops.backend import BackendChoice, check_backend, transformed
 from native_sparse_attention.ops.compressed_attention.api import check_mem_kv
 from native_sparse_attention.ops.decoding import api
@@ -99,6 +101,9 @@ def nsa_decode(
     num_local: int = 2,
     share_group: bool = True,
     scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    sinks_cmp: Tensor | None = None,
     num_splits: int = 0,
     tiles_of_program: int = 0,
     backend: str = 'auto',
@@ -118,6 +123,7 @@ def nsa_decode(
         counts: int32 or int64 `[B]`, how many of the T are real; the others stand behind them. Default all.
         selection_block_size, num_selected, num_init, num_local, share_group, scale: as in `nsa`. window_size: W, the
             query's own token included.
+        softcap, sinks, sinks_cmp: as in `nsa`, whose ops decode where one is given.
         num_splits, tiles_of_program: as in `ops.decoding.step.Settings`; at most 64 splits.
         backend: 'auto', 'triton', 'flex' or 'eager'. The kernels of Triton decode up to 16 tokens at a time; longer
             chunks go through those of `nsa`.
@@ -141,7 +147,9 @@ def nsa_decode(
         *(selection_block_size, num_selected, window_size, num_init, num_local, share_group, scale, num_splits),
         *(tiles_of_program, interpolate_factor, backend, phi.is_mean),
     )
-    if counts is None and not torch.compiler.is_compiling() and cache.launches and transformed('triton') is None:
+    is_plain = softcap is None and sinks is None and sinks_cmp is None
+    by_launches = is_plain and counts is None and not torch.compiler.is_compiling()
+    if by_launches and cache.launches and transformed('triton') is None:
         looks, addresses = look_at(given, cache.storage()[:-1])
         launches = cache.launches.get((values, looks))
         if launches is not None and cache.has_room(q.shape[1]) and not launches.are_watched():
@@ -155,20 +163,27 @@ def nsa_decode(
         raise ValueError(f'num_splits is {num_splits}, but must be at most {MAX_SPLITS}')
     _check_tokens(tokens, gates, cache, counts)
     _check_layer(tokens, cache, positions, freqs, mem_kv, selection_block_size)
+    modifiers = {
+        'softcap': checked_softcap(softcap),
+        'sinks': reduce_sinks(sinks, q),
+        'sinks_cmp': reduce_sinks(sinks_cmp, q, 'sinks_cmp'),
+    }
     assert cache.compress is not None
     settings = Settings(
         *(*cache.compress, selection_block_size, num_selected, window_size, num_init, num_local, share_group),
         *(q.shape[-1] ** -0.5 if scale is None else scale, num_splits, tiles_of_program),
     )
     with torch.no_grad():
-        choice = backend_of(q, k, v, cache, selection_block_size, num_selected, backend=backend)
-        by_ops = choice.name != 'triton' or counts is not None or torch.compiler.is_compiling()
+        sizes = (selection_block_size, num_selected)
+        has_sinks = sinks is not None or sinks_cmp is not None
+        choice = backend_of(q, k, v, cache, *sizes, softcap=softcap, has_sinks=has_sinks, backend=backend)
+        by_ops = choice.name != 'triton' or not by_launches
         if by_ops and backend not in ('auto', 'eager'):
-            _check_ops(tokens, gates, cache, freqs, settings, backend)
+            _check_ops(tokens, gates, cache, freqs, settings, modifiers, backend)
         cache.reserve(q.shape[1])
         layer = (gates, cache, phi, freqs, interpolate_factor, memory)
         if by_ops:
-            return _decode_by_ops(tokens, *layer, counts, settings, backend).to(q.dtype)
+            return _decode_by_ops(tokens, *layer, counts, settings, modifiers, backend).to(q.dtype)
         out, launches = _decode_by_kernels(tokens, *layer, settings, given)
     if launches.is_complete:
         looks, _ = look_at(given, cache.storage()[:-1])
@@ -231,10 +246,14 @@ def backend_of(
     selection_block_size: int,
     num_selected: int,
     *,
+    softcap: float | None = None,
+    has_sinks: bool = False,
     backend: str = 'auto',
 ) -> BackendChoice:
     """'triton' where the kernels of decoding serve these new tokens in fixed launches, else 'eager': the ops of `nsa`
     one by one, by whatever backend serves them.
+
+    softcap, has_sinks: what goes through the ops alone.
     """
     if backend == 'triton' and not 1 <= q.shape[1] <= api.MAX_NEW_TOKENS:
         backend = 'auto'
@@ -245,6 +264,8 @@ def backend_of(
         compress=cache.compress,
         selection_block_size=selection_block_size,
         num_selected=num_selected,
+        softcap=softcap,
+        has_sinks=has_sinks,
         backend=backend,
     )
 
@@ -329,7 +350,13 @@ def _check_parameter(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...],
 
 
 def _check_ops(
-    tokens: Tokens, gates: Tensor, cache: LayerCache, freqs: Tensor | None, settings: Settings, backend: str
+    tokens: Tokens,
+    gates: Tensor,
+    cache: LayerCache,
+    freqs: Tensor | None,
+    settings: Settings,
+    modifiers: dict[str, Any],
+    backend: str,
 ) -> None:
     """Raise ValueError where this backend has an op of `_decode_by_ops` that cannot serve it."""
     q, k, v = tokens[:3]
@@ -337,7 +364,7 @@ def _check_ops(
     new_q = of_cache.expand(q.shape)
     held = (of_cache.expand(len(t), num_keys, *t.shape[2:]) for t in (k, v))
     functional.backend_of(
-        new_q, *held, num_selected=settings.num_selected, share_group=settings.share_group, backend=backend
+        new_q, *held, num_selected=settings.num_selected, share_group=settings.share_group, **modifiers, backend=backend
     )
     backend = 'eager' if backend == 'flex' else backend
     sum_backend(gates, new_q, backend=backend)
@@ -355,6 +382,7 @@ def _decode_by_ops(
     mem_kv: tuple[Tensor, Tensor] | None,
     counts: Tensor | None,
     settings: Settings,
+    modifiers: dict[str, Any],
     backend: str,
 ) -> Tensor:
     """Any number of tokens, by the ops of `nsa`."""
@@ -402,5 +430,6 @@ def _decode_by_ops(
         scale=settings.scale,
         q_offset=offset,
         seqlens_k=cache.lengths,
+        **modifiers,
         backend=backend,
     )

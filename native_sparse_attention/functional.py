@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from native_sparse_attention.geometry import packed_block_starts
 from native_sparse_attention.ops import (
     BackendChoice,
     compressed_attention,
@@ -20,15 +22,23 @@ from native_sparse_attention.ops import (
     window_attention,
 )
 from native_sparse_attention.ops._checks import (
+    check_block_counts,
+    check_block_indices,
     check_block_sizes,
     check_not_negative,
     check_qkv,
+    checked_softcap,
+    make_sequences,
 )
+from native_sparse_attention.ops._modifier_checks import check_alone, reduce_sinks
+from native_sparse_attention.ops._modifiers import Modifiers
+from native_sparse_attention.ops._random import check_dropout
+from native_sparse_attention.ops._segments import cu_seqlens_of
 from native_sparse_attention.ops.backend import check_backend, slowest
 from native_sparse_attention.ops.block_selection.api import backend_of as choice_backend
 from native_sparse_attention.ops.compressed_attention.api import backend_of as compressed_backend
 from native_sparse_attention.ops.gated_sum.api import backend_of as sum_backend
-from native_sparse_attention.ops.gated_sum.api import check_gates
+from native_sparse_attention.ops.gated_sum.api import stack_gates
 from native_sparse_attention.ops.selected_attention.api import backend_of as selected_backend
 from native_sparse_attention.ops.window_attention.api import backend_of as window_backend
 from native_sparse_attention.ops.window_attention.api import check_window
@@ -38,9 +48,9 @@ def nsa(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    k_cmp: Tensor,
-    v_cmp: Tensor,
-    gates: Tensor,
+    k_cmp: Tensor | None,
+    v_cmp: Tensor | None,
+    gates: Tensor | Sequence[Tensor | None],
     *,
     q_cmp: Tensor | None = None,
     k_window: Tensor | None = None,
@@ -49,18 +59,26 @@ def nsa(
     compress_block_size: int,
     compress_stride: int,
     selection_block_size: int,
-    num_selected: int,
+    num_selected: int | None = None,
     window_size: tuple[int, int],
     num_init: int = 1,
     num_local: int = 2,
     share_group: bool = True,
     use_diff_topk: bool = False,
+    block_indices: Tensor | None = None,
+    block_counts: int | Tensor | None = None,
     q_offset: int | Tensor | None = None,
     seqlens_k: Tensor | None = None,
     causal: bool = True,
     scale: float | None = None,
     cu_seqlens: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
+    segment_ids: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    sinks_cmp: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
     choose: Callable[..., Tensor] = select_blocks,
     backend: str = 'auto',
 ) -> Tensor:
@@ -70,21 +88,32 @@ def nsa(
     Args:
         q: `[B, T, HQ, D]`, k: `[B, S, H, D]`, v: `[B, S, H, DV]`, after rotary: what the selected and the window branch
             read.
-        k_cmp: `[B, C, H, D]`, v_cmp: `[B, C, H, DV]`: compressed keys and values, made of keys before rotary.
-        gates: `[B, T, HQ, 3]` after the sigmoid, in the order compressed, selected, window.
+        k_cmp: `[B, C, H, D]`, v_cmp: `[B, C, H, DV]`: compressed keys and values, made of keys before rotary. None
+            where neither the compressed branch nor block scores are needed.
+        gates: `[B, T, HQ, 3]` after the sigmoid, in the order compressed, selected, window; or a triple of `[B, T, HQ]`
+            and None, which leaves a branch out: nothing of it is computed but what others need.
         q_cmp: `[B, T, HQ, D]` before rotary, for the compressed branch and the block scores; default q.
         k_window, v_window: keys and values of the window branch; default k, v.
         mem_kv: a pair `[H, M, D]`, `[H, M, DV]` that every query sees in the compressed branch.
         compress_block_size, compress_stride, selection_block_size: l, d, l' in tokens; l' is a multiple of d, d at most
             l.
         num_selected: n, the blocks that a query reads, forced ones included; 0 switches the branch off (its part of the
-            sum is 0).
+            sum is 0). Needed where blocks are chosen.
         window_size: (left, right), keys before and after the query's own; causal: (left, 0).
         num_init, num_local: forced blocks at the start, and those that end with the query's own.
         share_group: the heads of a group read the same blocks.
         use_diff_topk: logits of chosen, not forced blocks carry a factor of 1 whose gradient teaches the compressed
             branch to choose.
+        block_indices: int32 `[B, T, H or HQ, n]`, a choice made already, as `selected_attention` takes it; nothing is
+            chosen then.
+        block_counts: how many of the n blocks a query reads, an int or int32 `[B, T, H]` (`[B, T, HQ]` where heads
+            choose alone).
         q_offset, seqlens_k, causal, scale, cu_seqlens, cu_seqlens_k: as in the ops.
+        segment_ids: int32 or int64 `[1, T]`, runs of equal ids are sequences of their own, in k_cmp and v_cmp too; read
+            on the host once. Negative: padding, which gives 0. In place of cu_seqlens, seqlens_k and q_offset.
+        softcap: logits of all branches become softcap * tanh(logit / softcap).
+        sinks, sinks_cmp: logits `[HQ]` or `[HQ, M]` of keys without values, in the window and the compressed branch.
+        dropout_p, dropout_seed: weights that the window branch drops, as in `window_attention`.
         choose: chooses the blocks, called as `select_blocks` is.
         backend: 'auto', 'triton', 'flex' (the three attentions; choice and sum are eager) or 'eager'; `backend_of`
             says what 'auto' takes.
@@ -96,21 +125,42 @@ def nsa(
         ValueError: shapes, dtypes or settings that do not fit, or an explicit backend that cannot serve the call.
     """
     check_backend(backend)
-    check_gates(gates, q)
+    check_qkv(q, k, v)
+    gates, (has_compressed, has_selected, has_window) = stack_gates(gates, q)
     check_block_sizes(compress_block_size, compress_stride, selection_block_size)
-    check_not_negative(num_selected=num_selected, num_init=num_init, num_local=num_local)
+    num_selected = _check_choice(q, k, has_selected, num_selected, block_indices)
+    check_not_negative(num_init=num_init, num_local=num_local)
     if (k_window is None) != (v_window is None):
         raise ValueError('k_window and v_window must be given together or not at all')
     q_cmp = q if q_cmp is None else q_cmp
     k_window, v_window = (k, v) if k_window is None or v_window is None else (k_window, v_window)
-    check_qkv(q, k, v)
     check_window(window_size, causal)
     for name, tensor, like in (('q_cmp', q_cmp, q), ('k_window', k_window, k), ('v_window', v_window, v)):
         if tensor.shape != like.shape:
             raise ValueError(f'{name} has shape {tuple(tensor.shape)}, but must have {tuple(like.shape)}')
-    check_qkv(q_cmp, k_cmp, v_cmp, 'k_cmp', 'v_cmp')
-    if v_cmp.shape[-1] != v.shape[-1]:
-        raise ValueError(f'v_cmp has head size {v_cmp.shape[-1]}, but v has {v.shape[-1]}')
+    has_selected = has_selected and num_selected > 0
+    needs_scores = has_selected and (block_indices is None or use_diff_topk)
+    if has_compressed or needs_scores:
+        _check_compressed(q_cmp, k_cmp, v_cmp, v)
+    if has_selected and block_counts is not None:
+        kv_heads = k.shape[2] if share_group else q.shape[2]
+        check_block_counts(block_counts, kv_heads if block_indices is None else block_indices.shape[2], q)
+    softcap = checked_softcap(softcap)
+    check_dropout(dropout_p, dropout_seed, q)
+    sinks, sinks_cmp = reduce_sinks(sinks, q), reduce_sinks(sinks_cmp, q, 'sinks_cmp')
+    if segment_ids is not None:
+        others = {'cu_seqlens': cu_seqlens, 'cu_seqlens_k': cu_seqlens_k, 'seqlens_k': seqlens_k, 'q_offset': q_offset}
+        check_alone('segment_ids', **others)
+        if k.shape[1] != q.shape[1]:
+            raise ValueError(f'k has {k.shape[1]} tokens, but must have {q.shape[1]}, as q, beside segment_ids')
+        cu_seqlens, padding = cu_seqlens_of(segment_ids, q)
+        if padding is not None:
+            # Whatever stands there, it reaches neither outputs nor gradients that tokens share, such as those of sinks.
+            tokens = (q, k, v, q_cmp, k_window, v_window, gates)
+            q, k, v, q_cmp, k_window, v_window, gates = (_zero_padding(t, padding) for t in tokens)
+            starts = packed_block_starts(cu_seqlens, q.shape[1], compress_block_size, compress_stride)
+            k_cmp, v_cmp = (t if t is None else _zero_padding(t, padding[:, starts]) for t in (k_cmp, v_cmp))
+    make_sequences(q, k.shape[1], q_offset, seqlens_k, cu_seqlens, cu_seqlens_k)
     seqlen_k = k.shape[1] if cu_seqlens is None else None
     where: dict[str, Any] = {
         'q_offset': q_offset,
@@ -119,51 +169,81 @@ def nsa(
         'scale': scale,
         'cu_seqlens': cu_seqlens,
         'cu_seqlens_k': cu_seqlens_k,
+        'softcap': softcap,
     }
     eager_in_flex = 'eager' if backend == 'flex' else backend
 
-    out_compressed, lse = compressed_attention(
-        q_cmp,
-        k_cmp,
-        v_cmp,
-        block_size=compress_block_size,
-        stride=compress_stride,
-        mem_kv=mem_kv,
-        seqlen_k=seqlen_k,
-        backend=backend,
-        **where,
-    )
-    out_window, _ = window_attention(q, k_window, v_window, window_size=window_size, backend=backend, **where)
-    if num_selected == 0:
-        return gated_sum(gates, out_compressed, torch.zeros_like(out_window), out_window, backend=eager_in_flex)
-
-    choice: dict[str, Any] = {
-        'compress_block_size': compress_block_size,
-        'compress_stride': compress_stride,
-        'selection_block_size': selection_block_size,
-        'seqlen_k': seqlen_k,
-        'backend': eager_in_flex,
-        **where,
-    }
-    block_indices = choose(
-        q_cmp,
-        k_cmp,
-        lse,
-        num_selected=num_selected,
-        num_init=num_init,
-        num_local=num_local,
-        share_group=share_group,
-        **choice,
-    )
-    block_scale = None
-    if use_diff_topk:
-        block_scale = straight_through_scale(
-            q_cmp, k_cmp, lse, block_indices, num_init=num_init, num_local=num_local, **choice
+    out_compressed = out_selected = out_window = lse = None
+    if has_compressed or needs_scores:
+        assert k_cmp is not None
+        assert v_cmp is not None
+        out_compressed, lse = compressed_attention(
+            q_cmp,
+            k_cmp,
+            v_cmp,
+            block_size=compress_block_size,
+            stride=compress_stride,
+            mem_kv=mem_kv,
+            seqlen_k=seqlen_k,
+            sinks=sinks_cmp,
+            backend=backend,
+            **where,
         )
-    out_selected, _ = selected_attention(
-        q, k, v, block_indices, block_size=selection_block_size, block_scale=block_scale, backend=backend, **where
-    )
-    return gated_sum(gates, out_compressed, out_selected, out_window, backend=eager_in_flex)
+    if has_window:
+        out_window, _ = window_attention(
+            q,
+            k_window,
+            v_window,
+            window_size=window_size,
+            sinks=sinks,
+            dropout_p=dropout_p,
+            dropout_seed=dropout_seed,
+            backend=backend,
+            **where,
+        )
+    if has_selected:
+        choice: dict[str, Any] = {
+            'compress_block_size': compress_block_size,
+            'compress_stride': compress_stride,
+            'selection_block_size': selection_block_size,
+            'seqlen_k': seqlen_k,
+            'backend': eager_in_flex,
+            **where,
+        }
+        if block_indices is None:
+            block_indices = choose(
+                q_cmp,
+                k_cmp,
+                lse,
+                num_selected=num_selected,
+                num_init=num_init,
+                num_local=num_local,
+                share_group=share_group,
+                block_counts=block_counts,
+                **choice,
+            )
+            block_counts = None
+        block_scale = None
+        if use_diff_topk:
+            assert k_cmp is not None
+            assert lse is not None
+            block_scale = straight_through_scale(
+                q_cmp, k_cmp, lse, block_indices, num_init=num_init, num_local=num_local, **choice
+            )
+        out_selected, _ = selected_attention(
+            q,
+            k,
+            v,
+            block_indices,
+            block_size=selection_block_size,
+            block_scale=block_scale,
+            block_counts=block_counts,
+            backend=backend,
+            **where,
+        )
+    outs = (out_compressed if has_compressed else None, out_selected, out_window)
+    compressed, selected, window = (_or_zeros(out, q, v) for out in outs)
+    return gated_sum(gates, compressed, selected, window, backend=eager_in_flex)
 
 
 def backend_of(
@@ -171,35 +251,88 @@ def backend_of(
     k: Tensor,
     v: Tensor,
     *,
+    gates: Tensor | Sequence[Tensor | None] | None = None,
     num_selected: int = 1,
     share_group: bool = True,
     use_diff_topk: bool = False,
+    block_indices: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    sinks_cmp: Tensor | None = None,
+    dropout_p: float = 0.0,
     backend: str = 'auto',
 ) -> BackendChoice:
     """The backend that `nsa` would take, and in `ops` that of every op.
 
-    It is that of the three attentions; where they differ, the slowest of them.
+    It is that of the three attentions; where they differ, the slowest of them. gates: None for all branches.
     """
-    attentions = {
-        'compressed_attention': compressed_backend(q, k, v, backend=backend),
-        'window_attention': window_backend(q, k, v, backend=backend),
-    }
+    has_compressed, has_selected, has_window = (
+        (True, True, True) if gates is None or isinstance(gates, Tensor) else (gate is not None for gate in gates)
+    )
+    num_selected = num_selected if block_indices is None else block_indices.shape[3]
+    has_selected = has_selected and num_selected > 0
     eager_in_flex = 'eager' if backend == 'flex' else backend
+    attentions: dict[str, BackendChoice] = {}
+    if has_compressed or (has_selected and (block_indices is None or use_diff_topk)):
+        modifiers = Modifiers(softcap, sinks_cmp)
+        attentions['compressed_attention'] = compressed_backend(q, k, v, modifiers=modifiers, backend=backend)
+    if has_window:
+        seed = torch.empty(1, dtype=torch.int64, device=q.device) if dropout_p else None
+        modifiers = Modifiers(softcap, sinks, dropout_p=dropout_p, dropout_seed=seed)
+        attentions['window_attention'] = window_backend(q, k, v, modifiers=modifiers, backend=backend)
     others = {'gated_sum': sum_backend(q, v, backend=eager_in_flex)}
-    if num_selected:
+    if has_selected:
         block_scale = q[:, :, : k.shape[2], :1] if use_diff_topk else None
         attentions['selected_attention'] = selected_backend(
             q, k, v, block_scale=block_scale, num_selected=num_selected, backend=backend
         )
         group_size = q.shape[2] // k.shape[2] if share_group else 1
-        others['select_blocks'] = choice_backend(
-            'select_blocks', q, k, group_size=group_size, num_selected=num_selected, backend=eager_in_flex
-        )
+        choice = {'num_selected': num_selected, 'backend': eager_in_flex}
+        if block_indices is None:
+            others['select_blocks'] = choice_backend('select_blocks', q, k, group_size=group_size, **choice)
         if use_diff_topk:
-            others['straight_through_scale'] = choice_backend(
-                'straight_through_scale', q, k, num_selected=num_selected, backend=eager_in_flex
-            )
-    return slowest(attentions, others)
+            others['straight_through_scale'] = choice_backend('straight_through_scale', q, k, **choice)
+    return slowest(attentions or others, others)
+
+
+def _zero_padding(x: Tensor, padding: Tensor) -> Tensor:
+    """x `[1, N, heads, ...]` with 0 where padding `[1, M]` is True; M may be more or less than N."""
+    count = x.shape[1]
+    padding = F.pad(padding[:, :count], (0, max(0, count - padding.shape[1])))
+    return x.masked_fill(padding[..., None, None], 0)
+
+
+def _or_zeros(out: Tensor | None, q: Tensor, v: Tensor) -> Tensor:
+    """What a branch gives: 0 where it is left out."""
+    return q.new_zeros(v.shape[-1]).expand(*q.shape[:3], -1) if out is None else out
+
+
+def _check_choice(
+    q: Tensor, k: Tensor, has_selected: bool, num_selected: int | None, block_indices: Tensor | None
+) -> int:
+    """n, of blocks that are chosen or were."""
+    if block_indices is None:
+        if num_selected is None and has_selected:
+            raise ValueError('num_selected is None, but must be given where no block_indices are')
+        num_selected = 0 if num_selected is None else num_selected
+        check_not_negative(num_selected=num_selected)
+        return num_selected
+    check_block_indices(block_indices, q, k)
+    count = block_indices.shape[3]
+    if num_selected not in (None, count):
+        raise ValueError(
+            f'num_selected is {num_selected}, but must be {count} or None: block_indices has {count} blocks'
+        )
+    return count
+
+
+def _check_compressed(q_cmp: Tensor, k_cmp: Tensor | None, v_cmp: Tensor | None, v: Tensor) -> None:
+    if k_cmp is None or v_cmp is None:
+        name = 'k_cmp' if k_cmp is None else 'v_cmp'
+        raise ValueError(f'{name} is None, but must be given for the compressed branch and for the scores of blocks')
+    check_qkv(q_cmp, k_cmp, v_cmp, 'k_cmp', 'v_cmp')
+    if v_cmp.shape[-1] != v.shape[-1]:
+        raise ValueError(f'v_cmp has head size {v_cmp.shape[-1]}, but v has {v.shape[-1]}')
 
 
 def made_again(attend: Callable[[Callable[..., Tensor]], Tensor]) -> Tensor:

@@ -39,6 +39,8 @@ def compressed_attention(
     seqlen_k: int | None = None,
     causal: bool = True,
     scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     **where: Any,
 ) -> tuple[Tensor, Tensor]:
     out, lse = empty_results(q, v_cmp)
@@ -52,7 +54,7 @@ def compressed_attention(
             for c in visible_compressed_blocks(query, block_size, stride, causal):
                 keys.append(k_cmp[query.batch, query.first_block + c, kv_head].double())
                 values.append(v_cmp[query.batch, query.first_block + c, kv_head].double())
-            write(out, lse, query, head, attend(q, query, head, keys, values, scale))
+            write(out, lse, query, head, attend(q, query, head, keys, values, scale, None, softcap, sinks))
     return out, lse
 
 
@@ -67,6 +69,7 @@ def block_scores(
     seqlen_k: int | None = None,
     causal: bool = True,
     scale: float | None = None,
+    softcap: float | None = None,
     **where: Any,
 ) -> dict[tuple[int, int, int, int], Tensor]:
     """Equation 9, per head: {(batch, index of the query, head, selection block): score}."""
@@ -78,7 +81,10 @@ def block_scores(
             weights = {}
             for c in visible:
                 key = k_cmp[query.batch, query.first_block + c, kv_head].double()
-                weights[c] = (logit(q, query, head, key, scale) - lse[query.batch, head, query.index]).exp()
+                capped = logit(q, query, head, key, scale)
+                if softcap is not None:
+                    capped = softcap * torch.tanh(capped / softcap)
+                weights[c] = (capped - lse[query.batch, head, query.index]).exp()
             for j in selection_blocks(query, selection_block_size):
                 score = q.new_zeros((), dtype=torch.float64)
                 for c in visible:
@@ -104,6 +110,8 @@ def select_blocks(
     share_group: bool = True,
     causal: bool = True,
     scale: float | None = None,
+    softcap: float | None = None,
+    block_counts: int | Tensor | None = None,
     **where: Any,
 ) -> Tensor:
     sizes = {'compress_block_size': compress_block_size, 'compress_stride': compress_stride}
@@ -116,6 +124,7 @@ def select_blocks(
         seqlen_k=seqlen_k,
         causal=causal,
         scale=scale,
+        softcap=softcap,
         **where,
     )
     choosers = k_cmp.shape[2] if share_group else q.shape[2]
@@ -131,7 +140,11 @@ def select_blocks(
                 j: sum(float(scores[query.batch, query.index, head, j].detach()) for head in heads) for j in allowed
             }
             best_first = sorted(allowed, key=lambda j, total=total: (-total[j], j))
-            taken = list(dict.fromkeys([j for j in forced if j in allowed] + best_first))[:num_selected]
+            count = num_selected if block_counts is None else block_counts
+            if isinstance(count, Tensor):
+                count = int(count[query.batch, query.index, chooser])
+            taken = list(dict.fromkeys([j for j in forced if j in allowed] + best_first))
+            taken = taken[: max(0, min(count, num_selected))]
             for entry, j in enumerate(sorted(taken)):
                 block_indices[query.batch, query.index, chooser, entry] = j
     return block_indices
@@ -180,8 +193,10 @@ def selected_attention(
     *,
     block_size: int,
     block_scale: Tensor | None = None,
+    block_counts: int | Tensor | None = None,
     causal: bool = True,
     scale: float | None = None,
+    softcap: float | None = None,
     **where: Any,
 ) -> tuple[Tensor, Tensor]:
     out, lse = empty_results(q, v)
@@ -190,6 +205,11 @@ def selected_attention(
             kv_head = head // (q.shape[2] // k.shape[2])
             chooser = head // (q.shape[2] // block_indices.shape[2])
             row = block_indices[query.batch, query.index, chooser].tolist()
+            if block_counts is not None:
+                count = block_counts
+                if isinstance(count, Tensor):
+                    count = int(count[query.batch, query.index, chooser])
+                row = row[: max(0, count)]
             keys, values, factors = [], [], []
             for key_position in range(query.num_keys):
                 if causal and key_position > query.position:
@@ -201,7 +221,7 @@ def selected_attention(
                 values.append(v[query.batch, query.first_key + key_position, kv_head].double())
                 if block_scale is not None:
                     factors.append(block_scale[query.batch, query.index, chooser, first_occurrence].double())
-            write(out, lse, query, head, attend(q, query, head, keys, values, scale, factors))
+            write(out, lse, query, head, attend(q, query, head, keys, values, scale, factors, softcap))
     return out, lse
 
 
@@ -213,6 +233,8 @@ def window_attention(
     window_size: tuple[int, int],
     causal: bool = True,
     scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     **where: Any,
 ) -> tuple[Tensor, Tensor]:
     left, right = window_size
@@ -230,7 +252,7 @@ def window_attention(
                     continue
                 keys.append(k[query.batch, query.first_key + key_position, kv_head].double())
                 values.append(v[query.batch, query.first_key + key_position, kv_head].double())
-            write(out, lse, query, head, attend(q, query, head, keys, values, scale))
+            write(out, lse, query, head, attend(q, query, head, keys, values, scale, None, softcap, sinks))
     return out, lse
 
 
@@ -265,6 +287,9 @@ def nsa(
     num_local: int = 2,
     share_group: bool = True,
     use_diff_topk: bool = False,
+    block_counts: int | Tensor | None = None,
+    sinks: Tensor | None = None,
+    sinks_cmp: Tensor | None = None,
     **where: Any,
 ) -> Tensor:
     q_cmp = q if q_cmp is None else q_cmp
@@ -282,6 +307,7 @@ def nsa(
         stride=compress_stride,
         mem_kv=mem_kv,
         seqlen_k=seqlen_k,
+        sinks=sinks_cmp,
         **where,
     )
     block_indices = select_blocks(
@@ -292,6 +318,7 @@ def nsa(
         num_init=num_init,
         num_local=num_local,
         share_group=share_group,
+        block_counts=block_counts,
         **settings,
     )
     block_scale = None
@@ -299,7 +326,7 @@ def nsa(
         scores = chosen_scores(q_cmp, k_cmp, lse, block_indices, **settings)
         block_scale = 1 + (scores - scores.detach())
         causal = where.get('causal', True)
-        for query in locate_queries(q, seqlen_k, **without_causal_and_scale(where)):
+        for query in locate_queries(q, seqlen_k, **placement(where)):
             forced = forced_blocks(query.position // selection_block_size, num_init, num_local, causal)
             for chooser, entry in itertools.product(*map(range, block_indices.shape[2:])):
                 if int(block_indices[query.batch, query.index, chooser, entry]) in forced:
@@ -307,7 +334,7 @@ def nsa(
     out_selected, _ = selected_attention(
         q, k, v, block_indices, block_size=selection_block_size, block_scale=block_scale, **where
     )
-    out_window, _ = window_attention(q, k_window, v_window, window_size=window_size, **where)
+    out_window, _ = window_attention(q, k_window, v_window, window_size=window_size, sinks=sinks, **where)
     return gated_sum(gates, out_compressed, out_selected, out_window)
 
 
@@ -319,16 +346,24 @@ def attend(
     values: list[Tensor],
     scale: float | None,
     factors: list[Tensor] | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor] | None:
-    """Softmax attention of one query over the keys it reads: output and log-sum-exp, None where it reads nothing."""
-    if not keys:
+    """Softmax attention of one query over the keys it reads: output and log-sum-exp, None where it reads nothing.
+
+    sinks `[HQ]` or `[HQ, M]` are logits of keys whose values are 0.
+    """
+    if not keys and sinks is None:
         return None
-    logits = torch.stack([logit(q, query, head, key, scale) for key in keys])
+    logits = torch.stack([logit(q, query, head, key, scale) for key in keys]) if keys else torch.zeros(0).double()
     if factors:
         logits = logits * torch.stack(factors)
-    lse = logits.logsumexp(0)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    of_sinks = logits[:0] if sinks is None else sinks[head].double().flatten()
+    lse = torch.cat((logits, of_sinks)).logsumexp(0)
     weights = (logits - lse).exp()
-    return (weights[:, None] * torch.stack(values)).sum(0), lse
+    return (weights[:, None] * torch.stack(values)).sum(0) if keys else torch.zeros(()).double(), lse
 
 
 def logit(q: Tensor, query: Query, head: int, key: Tensor, scale: float | None) -> Tensor:
@@ -414,8 +449,9 @@ def write(out: Tensor, lse: Tensor, query: Query, head: int, result: tuple[Tenso
         out[query.batch, query.index, head], lse[query.batch, head, query.index] = result
 
 
-def without_causal_and_scale(where: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in where.items() if name not in ('causal', 'scale')}
+def placement(where: dict[str, Any]) -> dict[str, Any]:
+    """What says where queries stand."""
+    return {name: value for name, value in where.items() if name not in ('causal', 'scale', 'softcap')}
 
 
 def every_index(tensor: Tensor) -> Iterator[tuple[int, ...]]:

@@ -84,6 +84,9 @@ def layer_of_one_sequence(attn: SparseAttention, x: Tensor) -> Tensor:
         share_group=attn.query_heads_share_selected_kv,
         use_diff_topk=attn.use_diff_topk,
         causal=attn.causal,
+        softcap=attn.softcap,
+        sinks=attn.window_sinks,
+        sinks_cmp=attn.compress_sinks,
     )
     return out[0].flatten(-2) @ attn.combine_heads.weight.T
 

@@ -40,6 +40,7 @@ INTERVAL = ('test_window_attention.py', 'test_window_attention_guarantees.py', *
 SELECTED = ('test_selected_attention.py', 'test_selected_attention_guarantees.py')
 SHARED, CAPPED = ('test_selected_attention_sharing.py',), ('test_selected_features.py',)
 CHOICE = ('test_select_blocks.py', 'test_select_blocks_guarantees.py')
+CHOICE_FEATURES = ('test_choice_features.py',)
 SCORES, GATED, PLACED = ('test_chosen_scores.py',), ('test_gated_sum.py',), ('test_placement.py', *INTERVAL)
 FORWARD, BACKWARD = '_triton/interval/forward.py', '_triton/interval/backward.py'
 TILES, INTERVAL_OP, PLACEMENT = '_triton/interval/tiles.py', '_triton/interval/op.py', '_triton/placement.py'
@@ -151,6 +152,10 @@ FAULTS = [
     Fault('gradients of queries by scores of forced blocks', SCORES_FORWARD, 'is_forced(blocks, position, sizes', 'is_forced(blocks + 1, position, sizes', SCORES),
     Fault('entries of this step twice in the gradient of scores', SCORES_BACKWARD, 'first_member + BLOCK_M, num_members', 'first_member, num_members', SCORES),
     Fault('causal mask off in the gradient of scores', SCORES_BACKWARD, 'sizes.block_size - 1 <= position[None, :])', 'sizes.block_size <= position[None, :])', SCORES),
+    Fault('one block more than the count of a row', SELECT, 'slots[None, :] < counts', 'slots[None, :] <= counts', CHOICE_FEATURES),
+    Fault('counts of another chooser', SELECT, 'counts_ptr += rows * tl.num_programs(1) + chooser', 'counts_ptr += rows * tl.num_programs(1)', CHOICE_FEATURES),
+    Fault('scores of logits without their cap', SCORES_TILES, 'cap_logits(products * scale, softcap) + minus_lse', 'products * scale + minus_lse', CHOICE_FEATURES),
+    Fault('slope of the soft cap forgotten', SCORES_TILES, 'dlogits * cap_slope_at(products * scale, softcap)', 'dlogits', CHOICE_FEATURES),
     # Gated sum
     Fault('window gated as selected', GATED_SUM, 'out += _load_gate(gates_ptr + 2 * gates_strides[3], row_mask)', 'out += _load_gate(gates_ptr + gates_strides[3], row_mask)', GATED),
     Fault('gradients of gates off by half a percent', GATED_SUM, 'dgate = tl.sum(dout * branch.to(tl.float32), 1)', 'dgate = tl.sum(dout * branch.to(tl.float32), 1) * 0.995', GATED),

@@ -22,9 +22,9 @@ LINES = (
     {'geometry', 'projection'},
     {'ops', 'overlapping'},
     {'functional', 'cache', 'compress', 'gate', 'padding', 'rotary', 'testing'},
-    {'paged_cache', 'decoding'},
+    {'paged_cache', 'decoding', 'checks'},
     {'attention', 'dense', 'generation'},
-    {'transformer'},
+    {'transformer', 'compat'},
 )
 
 # Run in a process of its own. torch comes first: what it does to the process is not the package's doing.
@@ -38,6 +38,7 @@ for name in ('is_available', 'device_count', 'current_device', 'get_device_prope
 before = dict(os.environ), torch.get_default_dtype(), torch.get_num_threads(), torch.random.get_rng_state().sum()
 import native_sparse_attention
 import native_sparse_attention.compress, native_sparse_attention.ops, native_sparse_attention.transformer
+import native_sparse_attention.compat.fla
 after = dict(os.environ), torch.get_default_dtype(), torch.get_num_threads(), torch.random.get_rng_state().sum()
 assert before == after, [pair for pair in zip(before, after) if pair[0] != pair[1]]
 assert 'triton' not in sys.modules, 'the import imports triton'

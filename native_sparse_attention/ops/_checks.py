@@ -22,16 +22,27 @@ def is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def shown(value: object) -> str:
+    """A value in a message of one line."""
+    return f'a {type(value).__name__}' if isinstance(value, torch.Tensor) else repr(value)
+
+
 def check_positive(**values: int) -> None:
     for name, value in values.items():
         if not is_int(value) or value < 1:
-            raise ValueError(f'{name} is {value}, but must be an integer of at least 1')
+            raise ValueError(f'{name} is {shown(value)}, but must be an integer of at least 1')
 
 
 def check_not_negative(**values: int) -> None:
     for name, value in values.items():
         if not is_int(value) or value < 0:
-            raise ValueError(f'{name} is {value}, but must be an integer of at least 0')
+            raise ValueError(f'{name} is {shown(value)}, but must be an integer of at least 0')
+
+
+def check_tensors(**values: object) -> None:
+    for name, value in values.items():
+        if not isinstance(value, torch.Tensor):
+            raise ValueError(f'{name} is a {type(value).__name__}, but must be a tensor')
 
 
 def check_same_kind(**tensors: Tensor | None) -> None:
@@ -50,6 +61,7 @@ def check_same_kind(**tensors: Tensor | None) -> None:
 def check_qkv(q: Tensor, k: Tensor, v: Tensor | None, k_name: str = 'k', v_name: str = 'v') -> None:
     """`[B, T, HQ, D]`, `[B, S, H, D]`, `[B, S, H, DV]` with HQ a multiple of H, one dtype, one device."""
     named = {'q': q, k_name: k} if v is None else {'q': q, k_name: k, v_name: v}
+    check_tensors(**named)
     for name, tensor in named.items():
         if tensor.dim() != 4:
             raise ValueError(
@@ -69,13 +81,17 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor | None, k_name: str = 'k', v_name:
         )
 
 
-def check_block_sizes(compress_block_size: int, compress_stride: int, selection_block_size: int | None = None) -> None:
+def check_block_sizes(
+    compress_block_size: int,
+    compress_stride: int,
+    selection_block_size: int | None = None,
+    names: tuple[str, str] = ('compress_block_size', 'compress_stride'),
+) -> None:
     """1 <= d <= l, and l' a multiple of d."""
-    check_positive(compress_block_size=compress_block_size, compress_stride=compress_stride)
+    block_name, stride_name = names
+    check_positive(**{block_name: compress_block_size, stride_name: compress_stride})
     if compress_stride > compress_block_size:
-        raise ValueError(
-            f'compress_stride is {compress_stride}, but must be at most compress_block_size, {compress_block_size}'
-        )
+        raise ValueError(f'{stride_name} is {compress_stride}, but must be at most {block_name}, {compress_block_size}')
     if selection_block_size is not None:
         check_positive(selection_block_size=selection_block_size)
         if selection_block_size % compress_stride != 0:
@@ -86,14 +102,18 @@ def check_block_sizes(compress_block_size: int, compress_stride: int, selection_
 
 
 def check_lse(lse: Tensor, q: Tensor) -> None:
+    check_tensors(lse=lse)
     batch, seqlen, heads, _ = q.shape
     if lse.shape != (batch, heads, seqlen):
         raise ValueError(f'lse has shape {tuple(lse.shape)}, but must have {(batch, heads, seqlen)} (B, HQ, T)')
+    if not lse.is_floating_point():
+        raise ValueError(f'lse has dtype {lse.dtype}, but must be a floating dtype')
     if lse.device != q.device:
         raise ValueError(f'lse is on {lse.device}, but q is on {q.device}')
 
 
 def check_block_indices(block_indices: Tensor, q: Tensor, k: Tensor) -> None:
+    check_tensors(block_indices=block_indices)
     batch, seqlen, heads, _ = q.shape
     shape = block_indices.shape
     if block_indices.dtype not in INT_DTYPES:
@@ -107,8 +127,25 @@ def check_block_indices(block_indices: Tensor, q: Tensor, k: Tensor) -> None:
         raise ValueError(f'block_indices is on {block_indices.device}, but q is on {q.device}')
 
 
+def check_block_counts(block_counts: int | Tensor, choosers: int, q: Tensor) -> None:
+    """An int, or int32 or int64 `[B, T, choosers]`."""
+    if not isinstance(block_counts, Tensor):
+        if not is_int(block_counts):
+            raise ValueError(f'block_counts is {shown(block_counts)}, but must be an int, an integer tensor or None')
+        return
+    shape = (*q.shape[:2], choosers)
+    if block_counts.dtype not in INT_DTYPES:
+        raise ValueError(f'block_counts has dtype {block_counts.dtype}, but must be int32 or int64')
+    if block_counts.shape != shape:
+        raise ValueError(f'block_counts has shape {tuple(block_counts.shape)}, but must have {shape}')
+    if block_counts.device != q.device:
+        raise ValueError(f'block_counts is on {block_counts.device}, but q is on {q.device}')
+
+
 def logit_scale(q: Tensor, scale: float | None) -> float:
     """The factor of the logits: D ** -0.5 unless it is given."""
+    if scale is not None and (not isinstance(scale, int | float) or not -float('inf') < scale < float('inf')):
+        raise ValueError(f'scale is {shown(scale)}, but must be a finite number or None')
     return q.shape[-1] ** -0.5 if scale is None else float(scale)
 
 
@@ -116,7 +153,7 @@ def checked_softcap(softcap: float | None) -> float | None:
     if softcap is None:
         return None
     if not (is_int(softcap) or isinstance(softcap, float)) or not 0 < softcap < math.inf:
-        raise ValueError(f'softcap is {softcap!r}, but must be a finite number above 0, or None')
+        raise ValueError(f'softcap is {shown(softcap)}, but must be a finite number above 0, or None')
     return float(softcap)
 
 
@@ -146,8 +183,8 @@ def make_sequences(
         check_beside_q('seqlens_k', seqlens_k, batch, q)
     if isinstance(q_offset, Tensor):
         check_beside_q('q_offset', q_offset, batch if cu_seqlens is None else len(cu_seqlens) - 1, q)
-    elif q_offset is not None and not isinstance(q_offset, int):
-        raise ValueError(f'q_offset is {q_offset!r}, but must be an int, an integer tensor or None')
+    elif q_offset is not None and not is_int(q_offset):
+        raise ValueError(f'q_offset is {shown(q_offset)}, but must be an int, an integer tensor or None')
     if q.device.type == 'cpu' and not torch.compiler.is_compiling():
         _check_extents(seqlen_q, seqlen_k, seqlens_k, cu_seqlens, cu_seqlens_k)
     cu_seqlens_k = cu_seqlens if cu_seqlens_k is None else cu_seqlens_k
@@ -238,6 +275,7 @@ def check_beside_q(name: str, tensor: Tensor, length: int | None, q: Tensor) -> 
 
 
 def _check_integers(name: str, tensor: Tensor, length: int | None) -> None:
+    check_tensors(**{name: tensor})
     if tensor.dtype not in INT_DTYPES:
         raise ValueError(f'{name} has dtype {tensor.dtype}, but must be int32 or int64')
     if tensor.dim() != 1:

@@ -24,44 +24,83 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def masked_softmax(logits: Tensor, visible: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def masked_softmax(
+    logits: Tensor,
+    visible: Tensor,
+    dtype: torch.dtype,
+    *,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    kept: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Weights over the last dimension and their log-sum-exp; 0 and -inf in rows where nothing is visible.
 
-    logits, visible: `[..., keys]`; dtype: what weights and gradients of logits are rounded to. Returns `[..., keys]`
-    and `[...]`.
+    logits, visible: `[..., keys]`; dtype: what weights and gradients of logits are rounded to. softcap, and bias, which
+    is added after it: as `Modifiers` says. sinks: `[..., 1]`, further logits, one a row. kept: factors of the weights.
+    visible and the last three broadcast. Returns `[..., keys]` and `[...]`.
     """
-    if logits.shape[-1] == 0:
-        return logits, logits.sum(-1) - torch.inf
-    logits = _round_gradient(logits, dtype).masked_fill(~visible, -torch.inf)
-    row_max = logits.detach().amax(-1, keepdim=True)
-    exponentials = (logits - row_max.masked_fill(row_max == -torch.inf, 0)).exp()
+    logits = _round_gradient(logits, dtype)
+    if softcap is not None:
+        # What is not read may be no number, which the slope of the cap would carry into gradients of 0.
+        logits = softcap * (logits.where(visible, 0) / softcap).tanh()
+    if bias is not None:
+        logits = logits + bias.where(visible, 0)
+    logits = logits.masked_fill(~visible, -torch.inf)
+    detached = logits.detach()
+    row_max = detached.amax(-1, keepdim=True) if logits.shape[-1] else detached.sum(-1, keepdim=True) - torch.inf
+    if sinks is not None:
+        row_max = row_max.maximum(sinks.detach())
+    subtracted = row_max.masked_fill(row_max == -torch.inf, 0)
+    exponentials = (logits - subtracted).exp()
     total = exponentials.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + (sinks - subtracted).exp()
     empty = total == 0
     total = total.masked_fill(empty, 1)
     lse = (row_max + total.log()).squeeze(-1)
-    return _round_value(exponentials / total, dtype), lse
+    weights = exponentials / total
+    return _round_value(weights if kept is None else weights * kept, dtype), lse
 
 
 def masked_attention(
-    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, dtype: torch.dtype
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Tensor,
+    scale: float,
+    dtype: torch.dtype,
+    *,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    kept: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of queries `[B, T, H, G, D]` over the visible ones of keys `[B, S, H, D]` and values `[B, S, H, DV]`.
 
-    visible: `[B, T, S]`; dtype: of the output. Returns `[B, T, HQ, DV]` and the log-sum-exp `[B, HQ, T]`. A query, key
-    or value that is not finite reaches those who read it, as NaN, and no one else: 0 * NaN is NaN, so such are set to
-    0 first, and what they reach to NaN at last.
+    visible: `[B, HQ or 1, T, S]`; dtype: of the output. softcap, bias `[B or 1, HQ or 1, T, S]` and sinks `[HQ]`: as
+    `Modifiers` says. kept: factors of the weights, `[B, HQ, T, S]`. Returns `[B, T, HQ, DV]` and the log-sum-exp
+    `[B, HQ, T]`. A query, key or value that is not finite reaches those who read it, as NaN, and no one else: 0 * NaN
+    is NaN, so such are set to 0 first, and what they reach to NaN at last.
     """
     finite_q, finite_k, finite_v = (t.isfinite().all(-1) for t in (q, k, v))
     q, k, v = (torch.where(ok[..., None], t, 0) for ok, t in ((finite_q, q), (finite_k, k), (finite_v, v)))
+    groups = q.shape[2:4]
+    visible = _by_group(visible, groups)
+    if bias is not None:
+        bias = _by_group(bias, groups)
+        visible = visible & (bias != -torch.inf)
+    kept = None if kept is None else _by_group(kept, groups)
+    sinks = None if sinks is None else sinks.view(*groups, 1, 1)
     logits = torch.einsum('bthgd,bshd->bhgts', q, k) * scale
-    weights, lse = masked_softmax(logits, visible[:, None, None], dtype)
+    weights, lse = masked_softmax(logits, visible, dtype, softcap=softcap, bias=bias, sinks=sinks, kept=kept)
     out = torch.einsum('bhgts,bshd->bthgd', weights, v).to(dtype)
 
     def reads_one_of(marked: Tensor) -> Tensor:
-        return torch.einsum('bts,bsh->bth', visible.to(q.dtype), marked.to(q.dtype))[..., None] > 0
+        return torch.einsum('bhgts,bsh->bthg', visible.to(q.dtype), marked.to(q.dtype)) > 0
 
     # [B, T, H, G]
-    nan_logits = reads_one_of(~finite_k) | (~finite_q & visible.any(-1)[..., None, None])
+    nan_logits = reads_one_of(~finite_k) | (~finite_q & rearrange(visible.any(-1), 'b h g t -> b t h g'))
     nan_out = nan_logits | reads_one_of(~finite_v)
     out = out.masked_fill(nan_out[..., None], torch.nan)
     lse = lse.masked_fill(rearrange(nan_logits, 'b t h g -> b h g t'), torch.nan)
@@ -99,6 +138,11 @@ def without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
     if torch.compiler.is_compiling() or torch.amp.is_autocast_available(device_type):
         return torch.autocast(device_type, enabled=False)
     return nullcontext()
+
+
+def _by_group(table: Tensor, groups: torch.Size) -> Tensor:
+    """`[B, HQ or 1, T, S]` as `[B, H or 1, G or 1, T, S]`."""
+    return table.unflatten(1, (1, 1) if table.shape[1] == 1 else groups)
 
 
 def _round_value(weights: Tensor, dtype: torch.dtype) -> Tensor:

@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
+from native_sparse_attention.ops._modifiers import OFF, Modifiers
+
 # As in decoding: launches cost more there than the attention, and every new setting compiles for seconds.
 FEW_QUERIES = 16
 # Keys of a tile; the queries of a tile are a multiple of it.
@@ -41,12 +43,25 @@ def passed_over(backend: str, q: Tensor, k: Tensor, v: Tensor, *others: Tensor, 
 
 
 def unsupported(
-    q: Tensor, k: Tensor, v: Tensor, *others: Tensor, factors: Tensor | None = None, num_selected: int = 0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *others: Tensor,
+    factors: Tensor | None = None,
+    num_selected: int = 0,
+    modifiers: Modifiers = OFF,
 ) -> str | None:
     """Why FlexAttention cannot serve a call, or None where it can.
 
     others: what else may require a gradient. factors: of the logits of chosen blocks; num_selected: how many there are.
     """
+    if modifiers.sinks is not None:
+        return 'sinks is given, but its softmax is over keys alone'
+    if modifiers.dropout_seed is not None:
+        return f'dropout_p is {modifiers.dropout_p}, but it does not drop weights'
+    bias = modifiers.bias
+    if bias is not None and bias.requires_grad and torch.is_grad_enabled():
+        return 'bias requires a gradient, but it would add that up in any order and in the dtype of bias'
     compiling = torch.compiler.is_compiling()
     if q.device.type not in ('cpu', 'cuda'):
         return f'the tensors are on {q.device.type}, but it is tried on cpu and cuda alone'
@@ -95,10 +110,11 @@ def rows_of_tile(rows_per_token: int) -> int:
     return math.lcm(rows_per_token, TILE)
 
 
-def find_tiles(first: Tensor, last: Tensor, seqlen_k: int, rows_per_token: int = 1) -> Tiles:
+def find_tiles(first: Tensor, last: Tensor, seqlen_k: int, rows_per_token: int = 1, all_are_read: bool = True) -> Tiles:
     """The tiles to visit where the query at token t reads the keys [first, last) of E intervals.
 
-    first, last: int64 `[B, T, H, E]`, 0 <= first <= last <= seqlen_k. With one interval, full tiles are listed apart.
+    first, last: int64 `[B, T, H, E]`, 0 <= first <= last <= seqlen_k. With one interval, full tiles are listed apart,
+    unless a query may read some of an interval's keys alone (all_are_read=False).
     """
     batch, seqlen, heads, intervals = first.shape
     tokens = rows_of_tile(rows_per_token) // rows_per_token
@@ -110,7 +126,7 @@ def find_tiles(first: Tensor, last: Tensor, seqlen_k: int, rows_per_token: int =
     tile_first = first // TILE
     tile_last = torch.where(first < last, (last + (TILE - 1)) // TILE, tile_first)
     visited = _covered(row, tile_first, tile_last, batch * heads * num_q, num_k).view(batch, heads, num_q, num_k)
-    if intervals != 1:
+    if intervals != 1 or not all_are_read:
         return _list_tiles(visited, None)
     padding = (0, 0, 0, num_q * tokens - seqlen)
     # [B, query tiles, tokens of a tile, H]; tokens beyond the last one read nothing.
@@ -145,6 +161,13 @@ def taint(out: Tensor, lse: Tensor, nonfinite: Tensor, first: Tensor, last: Tens
     tainted = (before[row, last, head] > before[row, first, head]).any(-1)
     tainted = tainted.repeat_interleave(out.shape[2] // heads, 2)
     return out.masked_fill(tainted[..., None], torch.nan), lse.masked_fill(tainted.transpose(1, 2), torch.nan)
+
+
+def capped(softcap: float | None) -> Callable[..., Tensor] | None:
+    """The score function of a soft cap."""
+    if softcap is None:
+        return None
+    return lambda score, b, h, t, s: softcap * torch.tanh(score / softcap)
 
 
 def heads_first(tensor: Tensor) -> Tensor:

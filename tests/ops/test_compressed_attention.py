@@ -145,9 +145,9 @@ def call(**changes: Any) -> None:
 @pytest.mark.parametrize(
     ('changes', 'message'),
     [
-        ({'block_size': 0}, r'compress_block_size is 0, but must be an integer of at least 1'),
-        ({'stride': 0}, r'compress_stride is 0, but must be an integer of at least 1'),
-        ({'stride': 5}, r'compress_stride is 5, but must be at most compress_block_size, 4'),
+        ({'block_size': 0}, r'block_size is 0, but must be an integer of at least 1'),
+        ({'stride': 0}, r'stride is 0, but must be an integer of at least 1'),
+        ({'stride': 5}, r'stride is 5, but must be at most block_size, 4'),
         ({'seqlen_k': 14}, r'k_cmp has 5 compressed blocks, but seqlen_k = 14 makes 6'),
         ({'seqlen_k': -1}, r'seqlen_k is -1, but must be an integer of at least 0'),
         ({'q_offset': 2}, r'k_cmp has 5 compressed blocks, but seqlen_k = 14 makes 6'),
@@ -168,7 +168,7 @@ def call(**changes: Any) -> None:
         ({'mem_kv': (normal(2, 1, 3), normal(2, 2, 5))}, r'mem_kv holds 1 keys and 2 values, but must hold pairs'),
         (
             {'mem_kv': (normal(2, 1, 3).float(), normal(2, 1, 5))},
-            r'mem_k has dtype torch.float32, but q has torch.float64',
+            r'mem_kv\[0\] has dtype torch.float32, but q has torch.float64',
         ),
     ],
 )

@@ -35,7 +35,7 @@ def small_tiles(tile: int) -> Iterator[None]:
     in partial ones only, as the kernels do.
     """
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, tiles: _flex.Tiles, mask_mod: Callable, *rest: Any) -> Any:
+    def attend(q: Tensor, k: Tensor, v: Tensor, tiles: _flex.Tiles, mask_mod: Callable, *rest: Any, **more: Any) -> Any:
         rows = rest[2] if len(rest) > 2 else tile
         partial, full = visited_tiles(tiles)
 
@@ -43,7 +43,7 @@ def small_tiles(tile: int) -> Iterator[None]:
             place = (b, h % partial.shape[1], t // rows, s // tile)
             return full[place] | (partial[place] & mask_mod(b, h, t, s))
 
-        return plain_attend(q, k, v, tiles, visible, *rest)
+        return plain_attend(q, k, v, tiles, visible, *rest, **more)
 
     plain_attend = _flex.attend
     with pytest.MonkeyPatch.context() as patch:
@@ -100,12 +100,34 @@ def test_window(extents: Extents, tile: int, window_size: tuple[int, int]) -> No
     assert_flex_is_eager(window_attention, tile, q, k, v, window_size=window_size, causal=causal, **extents.where)
 
 
+@given(drawn_extents(), tiles, st.sampled_from([(3, 0), (-1, 0), (2, 4), (-1, -1)]), st.integers(1, 31))
+def test_window_features(extents: Extents, tile: int, window_size: tuple[int, int], drawn: int) -> None:
+    """drawn: a bit for every feature."""
+    q, k, v = make_qkv(extents, HEADS)
+    spoil(k, v)
+    per_query, per_key = (extents.batch, extents.seqlen_q), (extents.batch, extents.seqlen_k)
+    # [B, 1, T, S] and [1, HQ, T, S]
+    tables = [torch.rand(*size, extents.seqlen_q, extents.seqlen_k) for size in ((extents.batch, 1), (1, HEADS.heads))]
+    features: dict[str, Any] = {
+        'segment_ids': (torch.randint(-1, 3, per_query), torch.randint(-1, 3, per_key)),
+        'mask': torch.rand(per_key) < 0.8,
+        'attn_mask': tables[0] < 0.8,
+        'bias': tables[1].double().masked_fill(tables[1] < 0.2, -torch.inf),
+        'softcap': 1.5,
+    }
+    settings = {name: value for bit, (name, value) in enumerate(features.items()) if drawn >> bit & 1}
+    settings |= {'window_size': window_size, 'causal': window_size[1] == 0, **extents.where}
+    assert_flex_is_eager(window_attention, tile, q, k, v, **settings)
+
+
 @given(drawn_extents(), tiles, st.sampled_from([(4, 2), (3, 2), (5, 5), (1, 1)]), st.integers(0, 2), st.booleans())
 def test_compressed(extents: Extents, tile: int, sizes: tuple[int, int], pairs: int, causal: bool) -> None:
     q, _, _ = make_qkv(extents, HEADS)
     k_cmp, v_cmp = make_compressed(extents, HEADS, *sizes, more=pairs)
     spoil(k_cmp, v_cmp)
     settings: dict[str, Any] = {'block_size': sizes[0], 'stride': sizes[1], 'causal': causal} | extents.where
+    if causal:
+        settings['softcap'] = 1.5
     if pairs:
         settings['mem_kv'] = make_mem_kv(HEADS, pairs)
     if not extents.packed:
@@ -206,6 +228,23 @@ def test_gradients_on_cpu_are_refused():
             *tensors[:3], block_size=1, stride=1, mem_kv=(memory[0].requires_grad_(), memory[1]), backend='flex'
         )
     assert window_attention(q, k, v, window_size=(3, 0))[0].requires_grad
+
+
+def test_what_it_has_not_is_refused():
+    q, k, v = make_qkv(whole(9), HEADS)
+    features: dict[str, Any] = {
+        'sinks is given': {'sinks': normal(6)},
+        'dropout_p is 0.5': {'dropout_p': 0.5},
+        'bias requires a gradient': {'bias': normal(1, 1, 9, 9).requires_grad_()},
+    }
+    for reason, settings in features.items():
+        with pytest.raises(ValueError, match=rf"'flex' cannot serve .* {reason}, but"):
+            window_attention(q, k, v, window_size=(3, 0), **settings, backend='flex')
+    with pytest.raises(ValueError, match=r"'flex' cannot serve .* sinks is given, but"):
+        compressed_attention(q, k, v, block_size=1, stride=1, sinks=normal(6), backend='flex')
+    with torch.no_grad():
+        out, _ = window_attention(q, k, v, window_size=(3, 0), bias=features.popitem()[1]['bias'], backend='flex')
+    assert not out.requires_grad
 
 
 def test_empty_tensors_are_refused():

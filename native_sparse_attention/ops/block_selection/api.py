@@ -5,18 +5,23 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from native_sparse_attention.geometry import Sequences
 from native_sparse_attention.ops._checks import (
+    check_block_counts,
     check_block_indices,
     check_block_sizes,
     check_lse,
     check_not_negative,
     check_qkv,
+    checked_softcap,
     logit_scale,
     make_compressed_sequences,
 )
+from native_sparse_attention.ops._modifier_checks import check_alone
+from native_sparse_attention.ops._segments import cu_seqlens_of
 from native_sparse_attention.ops._triton import support
 from native_sparse_attention.ops.backend import BackendChoice, choose_backend, serves
 
@@ -44,6 +49,9 @@ def select_blocks(
     scale: float | None = None,
     cu_seqlens: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
+    segment_ids: Tensor | None = None,
+    softcap: float | None = None,
+    block_counts: int | Tensor | None = None,
     backend: str = 'auto',
 ) -> Tensor:
     """The `num_selected` blocks that each query reads.
@@ -51,8 +59,9 @@ def select_blocks(
     With p[c] the compressed attention weights, the score of selection block j is the sum over c of p[c] times the
     tokens that compressed block c and selection block j share, over the stride. Scores of the heads of a group are
     added. Forced blocks (the first `num_init`, and the `num_local` that end with the query's own) count towards
-    `num_selected`; the rest goes to the highest scores, of equal ones to the lower block. Only blocks whose first token
-    is visible are chosen (not causal: all).
+    `num_selected`: the own block is taken first, then the initial ones, then the other local ones, nearer first. The
+    rest goes to the highest scores, of equal ones to the lower block. Only blocks whose first token is visible are
+    chosen (not causal: all).
 
     Args:
         q: `[B, T, HQ, D]`, before rotary. k_cmp: `[B, C, H, D]`. lse: `[B, HQ, T]` of `compressed_attention` on the
@@ -62,6 +71,9 @@ def select_blocks(
         num_init, num_local: forced blocks. Not causal: local means the own block and num_local - 1 on either side.
         share_group: the G heads of a group read the same blocks; else each head chooses for itself.
         seqlen_k, q_offset, seqlens_k, scale, cu_seqlens, cu_seqlens_k: as `compressed_attention` takes them.
+        segment_ids, softcap: as `compressed_attention` takes them; lse must come of the same. Padding chooses nothing.
+        block_counts: how many of the n blocks a query takes, an int or integers `[B, T, H]` (`[B, T, HQ]` where heads
+            choose alone); less than 0 counts as 0, more than n as n.
         backend: 'auto', 'triton' or 'eager'.
 
     Returns:
@@ -75,23 +87,30 @@ def select_blocks(
     check_lse(lse, q)
     check_block_sizes(compress_block_size, compress_stride, selection_block_size)
     check_not_negative(num_selected=num_selected, num_init=num_init, num_local=num_local)
+    softcap = checked_softcap(softcap)
+    counts, num_kept = _check_counts(block_counts, q, k_cmp, num_selected, share_group)
+    cu_seqlens, padding = _borders(segment_ids, q, q_offset, seqlens_k, cu_seqlens, cu_seqlens_k)
     sequences = make_compressed_sequences(
         q, k_cmp, compress_block_size, compress_stride, seqlen_k, q_offset, seqlens_k, cu_seqlens, cu_seqlens_k
     )
     scale = logit_scale(q, scale)
     sizes = (compress_block_size, compress_stride, selection_block_size)
-    arguments = (q, k_cmp, lse, sequences, sizes, num_selected, num_init, num_local, share_group, causal, scale)
+    choice = (num_kept, num_init, num_local, share_group)
+    arguments = (q, k_cmp, lse, sequences, sizes, *choice, causal, scale, softcap, counts)
     group_size = q.shape[2] // k_cmp.shape[2] if share_group else 1
     limits = {'group_size': group_size, 'num_selected': num_selected}
     match backend_of('select_blocks', q, k_cmp, **limits, backend=backend).name:
         case 'triton':
             from native_sparse_attention.ops.block_selection import triton
 
-            return triton.select_blocks(*arguments)
+            chosen = triton.select_blocks(*arguments)
         case _:
             from native_sparse_attention.ops.block_selection import eager
 
-            return eager.select_blocks(*arguments)
+            chosen = eager.select_blocks(*arguments)
+    if num_kept < num_selected:
+        chosen = torch.nn.functional.pad(chosen, (0, num_selected - num_kept), value=-1)
+    return _without_padding(chosen, padding)
 
 
 def chosen_scores(
@@ -110,6 +129,8 @@ def chosen_scores(
     scale: float | None = None,
     cu_seqlens: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
+    segment_ids: Tensor | None = None,
+    softcap: float | None = None,
     backend: str = 'auto',
 ) -> Tensor:
     """Scores of chosen blocks alone, differentiable: what makes the choice learnable, with memory linear in T.
@@ -119,7 +140,8 @@ def chosen_scores(
 
     Args:
         q, k_cmp, lse and the settings: as `select_blocks` takes them; lse carries gradient.
-        block_indices: int32 `[B, T, H, n]`, or `[B, T, HQ, n]` where heads choose alone.
+        block_indices: int32 `[B, T, H, n]`, or `[B, T, HQ, n]` where heads choose alone; those of padding tokens
+            (segment_ids below 0) count as -1.
 
     Returns:
         float32 (float64 for float64 inputs) in the shape of block_indices; 0 at padding and at indices that name no
@@ -129,9 +151,8 @@ def chosen_scores(
         ValueError: shapes, dtypes or settings that do not fit, or an explicit backend that cannot serve the call.
     """
     settings = (compress_block_size, compress_stride, selection_block_size)
-    arguments = _check_chosen(
-        q, k_cmp, lse, block_indices, *settings, seqlen_k, q_offset, seqlens_k, causal, scale, cu_seqlens, cu_seqlens_k
-    )
+    where = (seqlen_k, q_offset, seqlens_k, cu_seqlens, cu_seqlens_k, segment_ids)
+    arguments = _check_chosen(q, k_cmp, lse, block_indices, *settings, *where, causal, scale, softcap)
     num_selected = block_indices.shape[3]
     match backend_of('chosen_scores', q, k_cmp, num_selected=num_selected, backend=backend).name:
         case 'triton':
@@ -162,6 +183,8 @@ def straight_through_scale(
     scale: float | None = None,
     cu_seqlens: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
+    segment_ids: Tensor | None = None,
+    softcap: float | None = None,
     backend: str = 'auto',
 ) -> Tensor:
     """1 for every chosen block, with the gradients of `chosen_scores` where the block was not forced: `block_scale` of
@@ -180,9 +203,8 @@ def straight_through_scale(
         ValueError: as `chosen_scores`.
     """
     settings = (compress_block_size, compress_stride, selection_block_size)
-    arguments = _check_chosen(
-        q, k_cmp, lse, block_indices, *settings, seqlen_k, q_offset, seqlens_k, causal, scale, cu_seqlens, cu_seqlens_k
-    )
+    where = (seqlen_k, q_offset, seqlens_k, cu_seqlens, cu_seqlens_k, segment_ids)
+    arguments = _check_chosen(q, k_cmp, lse, block_indices, *settings, *where, causal, scale, softcap)
     check_not_negative(num_init=num_init, num_local=num_local)
     num_selected = block_indices.shape[3]
     match backend_of('straight_through_scale', q, k_cmp, num_selected=num_selected, backend=backend).name:
@@ -220,21 +242,58 @@ def _check_chosen(
     seqlen_k: int | None,
     q_offset: int | Tensor | None,
     seqlens_k: Tensor | None,
-    causal: bool,
-    scale: float | None,
     cu_seqlens: Tensor | None,
     cu_seqlens_k: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Sequences, tuple[int, int, int], bool, float]:
+    segment_ids: Tensor | None,
+    causal: bool,
+    scale: float | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Sequences, tuple[int, int, int], bool, float, float | None]:
     """What the backends take for `chosen_scores`, once it fits."""
     check_qkv(q, k_cmp, None, 'k_cmp')
     check_lse(lse, q)
     check_block_indices(block_indices, q, k_cmp)
     check_block_sizes(compress_block_size, compress_stride, selection_block_size)
+    softcap = checked_softcap(softcap)
+    cu_seqlens, padding = _borders(segment_ids, q, q_offset, seqlens_k, cu_seqlens, cu_seqlens_k)
     sequences = make_compressed_sequences(
         q, k_cmp, compress_block_size, compress_stride, seqlen_k, q_offset, seqlens_k, cu_seqlens, cu_seqlens_k
     )
+    block_indices = _without_padding(block_indices, padding)
     sizes = (compress_block_size, compress_stride, selection_block_size)
-    return q, k_cmp, lse, block_indices, sequences, sizes, causal, logit_scale(q, scale)
+    return q, k_cmp, lse, block_indices, sequences, sizes, causal, logit_scale(q, scale), softcap
+
+
+def _borders(
+    segment_ids: Tensor | None,
+    q: Tensor,
+    q_offset: int | Tensor | None,
+    seqlens_k: Tensor | None,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """cu_seqlens, made of segment_ids where these are given, and the padding among them."""
+    if segment_ids is None:
+        return cu_seqlens, None
+    others = {'cu_seqlens': cu_seqlens, 'cu_seqlens_k': cu_seqlens_k, 'seqlens_k': seqlens_k, 'q_offset': q_offset}
+    check_alone('segment_ids', **others)
+    return cu_seqlens_of(segment_ids, q)
+
+
+def _without_padding(block_indices: Tensor, padding: Tensor | None) -> Tensor:
+    return block_indices if padding is None else block_indices.masked_fill(padding[:, :, None, None], -1)
+
+
+def _check_counts(
+    block_counts: int | Tensor | None, q: Tensor, k_cmp: Tensor, num_selected: int, share_group: bool
+) -> tuple[Tensor | None, int]:
+    """What the backends take: a count per row or None, and the most that a row takes."""
+    if block_counts is None:
+        return None, num_selected
+    check_block_counts(block_counts, k_cmp.shape[2] if share_group else q.shape[2], q)
+    if isinstance(block_counts, Tensor):
+        return block_counts, num_selected
+    return None, max(0, min(block_counts, num_selected))
 
 
 def _scores_unsupported(q: Tensor, k_cmp: Tensor, group_size: int, num_selected: int) -> str | None:

@@ -34,6 +34,8 @@ def select_blocks(
     share_group: bool,
     causal: bool,
     scale: float,
+    softcap: float | None = None,
+    block_counts: Tensor | None = None,
 ) -> Tensor:
     batch, seqlen, heads, _ = q.shape
     num_compressed, kv_heads = k_cmp.shape[1:3]
@@ -55,7 +57,7 @@ def select_blocks(
         if causal:
             visible = visible & (compressed_block_end(compressed, block_size, stride) <= chunk.position[..., None])
         logits = torch.einsum('bthgd,bshd->bthgs', queries[:, start:stop].to(float_dtype), k_cmp) * scale
-        exponent = logits - row_lse[:, start:stop].to(float_dtype)
+        exponent = _capped(logits, softcap) - row_lse[:, start:stop].to(float_dtype)
         weights = exponent.masked_fill(~visible[:, :, None, None], -torch.inf).exp()
         # [B, T, HI, C]
         weights = weights.sum(3) if share_group else rearrange(weights, 'b t h g s -> b t (h g) s')
@@ -73,7 +75,8 @@ def select_blocks(
         if causal:
             choosable = choosable & (block <= own_block)
         priority = forced_priority(block, own_block, num_init, num_local, causal)
-        return (_first(scores, priority[:, :, None], choosable[:, :, None], num_selected),)
+        counts = None if block_counts is None else block_counts[:, start:stop, :, None]
+        return (_first(scores, priority[:, :, None], choosable[:, :, None], num_selected, counts),)
 
     with without_autocast(q):
         (chosen,) = in_query_chunks(choose, seqlen, batch * heads * max(num_compressed, len(block)), dims=(1,))
@@ -89,6 +92,7 @@ def chosen_scores(
     sizes: tuple[int, int, int],
     causal: bool,
     scale: float,
+    softcap: float | None = None,
 ) -> Tensor:
     batch, seqlen, heads, head_dim = q.shape
     num_compressed, kv_heads = k_cmp.shape[1:3]
@@ -124,8 +128,11 @@ def chosen_scores(
         slot = (compressed + key_start).clamp(0, max(0, num_compressed - 1))
         keys = torch.where(visible[..., None], k_cmp[row, slot, kv_head], 0)
         logits = torch.einsum('bthgd,bthnod->bthgno', queries[:, start:stop].to(float_dtype), keys) * scale
+        unseen = ~visible[:, :, :, None]
+        # What is not seen must not reach the slope of the soft cap.
+        logits = _capped(logits.masked_fill(unseen, 0), softcap)
         exponent = logits - row_lse[:, start:stop].to(float_dtype)
-        weights = exponent.masked_fill(~visible[:, :, :, None], -torch.inf).exp()
+        weights = exponent.masked_fill(unseen, -torch.inf).exp()
         scores = torch.einsum('bthgno,o->bthn', weights, share)
         return (scores * (stride / (block_size * (heads // index_heads))),)
 
@@ -146,23 +153,35 @@ def straight_through_scale(
     sizes: tuple[int, int, int],
     causal: bool,
     scale: float,
+    softcap: float | None,
     num_init: int,
     num_local: int,
 ) -> Tensor:
-    scores = chosen_scores(q, k_cmp, lse, block_indices, sequences, sizes, causal, scale)
+    scores = chosen_scores(q, k_cmp, lse, block_indices, sequences, sizes, causal, scale, softcap)
     layout, _ = sequences.compressed_layout(*sizes[:2])
     own_block = layout.position[..., None, None] // sizes[2]
     forced = forced_priority(block_indices, own_block, num_init, num_local, causal) > 0
     return 1 + (scores - scores.detach()).masked_fill(forced, 0)
 
 
-def _first(scores: Tensor, priority: Tensor, choosable: Tensor, num_selected: int) -> Tensor:
-    """The first `num_selected` by priority, then score, then index: int32 `[..., n]`, ascending, padded with -1."""
+def _capped(logits: Tensor, softcap: float | None) -> Tensor:
+    return logits if softcap is None else softcap * (logits / softcap).tanh()
+
+
+def _first(
+    scores: Tensor, priority: Tensor, choosable: Tensor, num_selected: int, counts: Tensor | None = None
+) -> Tensor:
+    """The first `num_selected`, or the first `counts [..., 1]` of them, by priority, then score, then index: int32
+    `[..., n]`, ascending, padded with -1.
+    """
     by_score = scores.sort(dim=-1, descending=True, stable=True).indices
     priority = torch.where(choosable, priority, -1).expand_as(scores).gather(-1, by_score)
     by_priority = priority.sort(dim=-1, descending=True, stable=True)
     taken = by_score.gather(-1, by_priority.indices)
     taken = torch.where(by_priority.values >= 0, taken, NO_BLOCK)
     # Padded for every number of blocks, so that torch.compile needs no graph of its own for those below num_selected.
-    taken = torch.nn.functional.pad(taken, (0, num_selected), value=NO_BLOCK)[..., :num_selected].sort(-1).values
+    taken = torch.nn.functional.pad(taken, (0, num_selected), value=NO_BLOCK)[..., :num_selected]
+    if counts is not None:
+        taken = torch.where(torch.arange(num_selected, device=taken.device) < counts, taken, NO_BLOCK)
+    taken = taken.sort(-1).values
     return torch.where(taken < NO_BLOCK, taken, -1).int()

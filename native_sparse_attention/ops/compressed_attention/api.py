@@ -10,9 +10,14 @@ from native_sparse_attention.ops._checks import (
     check_block_sizes,
     check_qkv,
     check_same_kind,
+    check_tensors,
+    checked_softcap,
     logit_scale,
     make_compressed_sequences,
 )
+from native_sparse_attention.ops._modifier_checks import check_alone, reduce_sinks
+from native_sparse_attention.ops._modifiers import OFF, Modifiers
+from native_sparse_attention.ops._segments import cu_seqlens_of, mask_outputs
 from native_sparse_attention.ops._triton import support
 from native_sparse_attention.ops.backend import BackendChoice, choose_backend, serves
 
@@ -32,6 +37,9 @@ def compressed_attention(
     scale: float | None = None,
     cu_seqlens: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
+    segment_ids: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     backend: str = 'auto',
 ) -> tuple[Tensor, Tensor]:
     """Attention of every query over the compressed blocks that are complete at its position, and over memory pairs.
@@ -51,56 +59,82 @@ def compressed_attention(
         scale: factor of the logits, default D ** -0.5.
         cu_seqlens, cu_seqlens_k: int32 `[N + 1]` borders in tokens of packed queries and keys; queries that they do not
             cover give 0.
+        segment_ids: int32 or int64 `[1, T]`, instead of cu_seqlens: runs of equal ids are packed sequences, those of an
+            id below 0 padding. They are read on the host, once a call; where several calls share them, cu_seqlens
+            is the faster way.
+        softcap: above 0: a logit becomes softcap * tanh(logit / softcap).
+        sinks: `[HQ]` or `[HQ, M]`, any floating dtype: logits that take part in the softmax of every query and in its
+            log-sum-exp, and carry no value. Differentiable.
         backend: 'auto', 'triton', 'flex' or 'eager'.
 
     Returns:
         The output `[B, T, HQ, DV]` in the dtype of q and its log-sum-exp `[B, HQ, T]` (float32; float64 for float64
-        inputs), both differentiable. Rows that see nothing give 0 and -inf.
+        inputs), both differentiable. Rows that see nothing give 0 and -inf, or the log-sum-exp of the sinks; padding
+        gives 0 and -inf.
 
     Raises:
         ValueError: shapes, dtypes or settings that do not fit, or an explicit backend that cannot serve the call.
     """
     check_qkv(q, k_cmp, v_cmp, 'k_cmp', 'v_cmp')
-    check_block_sizes(block_size, stride)
+    check_block_sizes(block_size, stride, names=('block_size', 'stride'))
     if mem_kv is not None:
-        check_same_kind(q=q, mem_k=mem_kv[0], mem_v=mem_kv[1])
         check_mem_kv(mem_kv, k_cmp.shape[2], k_cmp.shape[3], v_cmp.shape[3])
+        check_same_kind(**{'q': q, 'mem_kv[0]': mem_kv[0], 'mem_kv[1]': mem_kv[1]})
+    modifiers = Modifiers(softcap=checked_softcap(softcap), sinks=reduce_sinks(sinks, q))
+    padding = None
+    if segment_ids is not None:
+        check_alone(
+            'segment_ids', cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k, seqlens_k=seqlens_k, q_offset=q_offset
+        )
+        if seqlen_k is not None and seqlen_k != q.shape[1]:
+            raise ValueError(f'seqlen_k is {seqlen_k}, but must be T, {q.shape[1]}, where segment_ids is given')
+        cu_seqlens, padding = cu_seqlens_of(segment_ids, q)
     sequences = make_compressed_sequences(
         q, k_cmp, block_size, stride, seqlen_k, q_offset, seqlens_k, cu_seqlens, cu_seqlens_k
     )
     scale = logit_scale(q, scale)
-    arguments = (q, k_cmp, v_cmp, mem_kv, sequences, block_size, stride, causal, scale)
-    match backend_of(q, k_cmp, v_cmp, mem_kv=mem_kv, backend=backend).name:
+    arguments = (q, k_cmp, v_cmp, mem_kv, sequences, block_size, stride, causal, scale, modifiers)
+    match backend_of(q, k_cmp, v_cmp, mem_kv=mem_kv, modifiers=modifiers, backend=backend).name:
         case 'triton':
             from native_sparse_attention.ops.compressed_attention import triton
 
-            return triton.compressed_attention(*arguments)
+            outputs = triton.compressed_attention(*arguments)
         case 'flex':
             from native_sparse_attention.ops.compressed_attention import flex
 
-            return flex.compressed_attention(*arguments)
+            outputs = flex.compressed_attention(*arguments)
         case _:
             from native_sparse_attention.ops.compressed_attention import eager
 
-            return eager.compressed_attention(*arguments)
+            outputs = eager.compressed_attention(*arguments)
+    return mask_outputs(*outputs, padding)
 
 
 def backend_of(
-    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, *, mem_kv: tuple[Tensor, Tensor] | None = None, backend: str = 'auto'
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    *,
+    mem_kv: tuple[Tensor, Tensor] | None = None,
+    modifiers: Modifiers = OFF,
+    backend: str = 'auto',
 ) -> BackendChoice:
     """The backend that would serve these inputs."""
     from native_sparse_attention.ops import _flex
 
     candidates = {
         'triton': partial(support.unsupported, q, k_cmp, v_cmp),
-        'flex': partial(_flex.passed_over, backend, q, k_cmp, v_cmp, *(mem_kv or ())),
+        'flex': partial(_flex.passed_over, backend, q, k_cmp, v_cmp, *(mem_kv or ()), modifiers=modifiers),
         'eager': serves,
     }
     return choose_backend('compressed_attention', backend, q.device, candidates)
 
 
 def check_mem_kv(mem_kv: tuple[Tensor, Tensor], heads: int, head_dim: int, value_dim: int) -> None:
+    if not isinstance(mem_kv, tuple | list) or len(mem_kv) != 2:
+        raise ValueError(f'mem_kv is a {type(mem_kv).__name__}, but must be a pair of tensors (keys, values)')
     mem_k, mem_v = mem_kv
+    check_tensors(**{'mem_kv[0]': mem_k, 'mem_kv[1]': mem_v})
     for name, tensor, dim in (('mem_kv[0]', mem_k, head_dim), ('mem_kv[1]', mem_v, value_dim)):
         if tensor.dim() != 3 or tensor.shape[0] != heads or tensor.shape[2] != dim:
             raise ValueError(f'{name} has shape {tuple(tensor.shape)}, but must have ({heads}, M, {dim})')

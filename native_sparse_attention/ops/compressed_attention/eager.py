@@ -8,6 +8,7 @@ from torch import Tensor
 
 from native_sparse_attention.geometry import Sequences, compressed_block_end
 from native_sparse_attention.ops._eager import compute_dtype, in_query_chunks, masked_attention, without_autocast
+from native_sparse_attention.ops._modifiers import OFF, Modifiers
 
 
 def compressed_attention(
@@ -20,6 +21,7 @@ def compressed_attention(
     stride: int,
     causal: bool,
     scale: float,
+    modifiers: Modifiers = OFF,
 ) -> tuple[Tensor, Tensor]:
     batch, seqlen, heads, _ = q.shape
     num_compressed, kv_heads = k_cmp.shape[1:3]
@@ -42,7 +44,16 @@ def compressed_attention(
         if causal:
             visible = visible & (compressed_block_end(block, block_size, stride) <= chunk.position[..., None])
         visible = torch.cat((chunk.covered[..., None].expand(-1, -1, num_memory), visible), -1)
-        return masked_attention(queries[:, start:stop].to(float_dtype), keys, values, visible, scale, q.dtype)
+        return masked_attention(
+            queries[:, start:stop].to(float_dtype),
+            keys,
+            values,
+            visible[:, None],
+            scale,
+            q.dtype,
+            softcap=modifiers.softcap,
+            sinks=modifiers.sinks,
+        )
 
     with without_autocast(q):
         out, lse = in_query_chunks(attend, seqlen, batch * heads * num_compressed, dims=(1, 2))

@@ -10,6 +10,7 @@ from native_sparse_attention.geometry import Sequences, compressed_block_end, nu
 from native_sparse_attention.ops._flex import (
     Tiles,
     attend,
+    capped,
     find_tiles,
     heads_first,
     run,
@@ -17,6 +18,7 @@ from native_sparse_attention.ops._flex import (
     with_a_key,
     without_nonfinite,
 )
+from native_sparse_attention.ops._modifiers import OFF, Modifiers
 
 
 def compressed_attention(
@@ -29,6 +31,7 @@ def compressed_attention(
     stride: int,
     causal: bool,
     scale: float,
+    modifiers: Modifiers = OFF,
 ) -> tuple[Tensor, Tensor]:
     k, v = with_a_key(k_cmp, v_cmp)
     layout, _ = sequences.compressed_layout(block_size, stride)
@@ -51,7 +54,7 @@ def compressed_attention(
     tiles = find_tiles(first, last, k.shape[1])
     extents = [t.int() for t in (layout.position, layout.key_start + num_memory, layout.key_len, memory_read)]
     q, k, v = (heads_first(t) for t in (q, k, v))
-    out, lse = run(_attend, q, k, v, tiles, *extents, block_size, stride, causal, scale)
+    out, lse = run(_attend, q, k, v, tiles, *extents, block_size, stride, causal, scale, modifiers.softcap)
     return taint(out.transpose(1, 2), lse, nonfinite, first, last)
 
 
@@ -68,6 +71,7 @@ def _attend(
     stride: int,
     causal: bool,
     scale: float,
+    softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
     def mask_mod(b: Tensor, h: Tensor, t: Tensor, s: Tensor) -> Tensor:
         block = s - key_start[b, t]
@@ -76,4 +80,4 @@ def _attend(
             visible = visible & (compressed_block_end(block, block_size, stride) <= position[b, t])
         return visible | (s < memory_read[b, t])
 
-    return attend(q, k, v, tiles, mask_mod, scale)
+    return attend(q, k, v, tiles, mask_mod, scale, capped(softcap))

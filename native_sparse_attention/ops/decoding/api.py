@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
@@ -32,14 +30,27 @@ def backend_of(
     compress: tuple[int, int],
     selection_block_size: int,
     num_selected: int,
+    softcap: float | None = None,
+    has_sinks: bool = False,
     backend: str = 'auto',
 ) -> BackendChoice:
     """The backend that would serve a step of q `[B, T, HQ, D]`, k and v on a cache with blocks `compress` = (l, d):
     'triton', or 'eager' for the ops one by one.
     """
     sizes = (*compress, selection_block_size)
-    candidates = {'triton': partial(_unsupported, q, k, v, storage, sizes, num_selected), 'eager': serves}
+
+    def unsupported() -> str | None:
+        return _modified(softcap, has_sinks) or _unsupported(q, k, v, storage, sizes, num_selected)
+
+    candidates = {'triton': unsupported, 'eager': serves}
     return choose_backend('decoding', 'eager' if backend == 'flex' else backend, q.device, candidates)
+
+
+def _modified(softcap: float | None, has_sinks: bool) -> str | None:
+    """Why the kernels cannot serve what changes logits or weights, or None where nothing does."""
+    if softcap is not None:
+        return f'softcap is {softcap}, but its kernels cap no logits'
+    return 'there are sinks, but its kernels have none' if has_sinks else None
 
 
 def _unsupported(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from native_sparse_attention.ops._checks import check_same_kind
+from native_sparse_attention.ops._checks import check_same_kind, check_tensors
 from native_sparse_attention.ops._triton import support
 from native_sparse_attention.ops.backend import BackendChoice, choose_backend, serves
 
@@ -62,10 +63,35 @@ def _unsupported(gates: Tensor, out: Tensor) -> str | None:
 
 
 def check_gates(gates: Tensor, q: Tensor) -> None:
-    expected = (*q.shape[:3], 3)
-    if gates.shape != expected:
-        raise ValueError(f'gates has shape {tuple(gates.shape)}, but must have {expected} (B, T, HQ, 3)')
-    if not gates.is_floating_point():
-        raise ValueError(f'gates has dtype {gates.dtype}, but must be a floating dtype')
-    if gates.device != q.device:
-        raise ValueError(f'gates is on {gates.device}, but the branches are on {q.device}')
+    check_gate('gates', gates, (*q.shape[:3], 3), '(B, T, HQ, 3)', q)
+
+
+def stack_gates(gates: Tensor | Sequence[Tensor | None], q: Tensor) -> tuple[Tensor, tuple[bool, bool, bool]]:
+    """Gates as `gated_sum` takes them, of such or of a triple of `[B, T, HQ]` and None, whose gates are 0; and which
+    branches have a gate.
+    """
+    if isinstance(gates, Tensor):
+        check_gates(gates, q)
+        return gates, (True, True, True)
+    if not isinstance(gates, (tuple, list)) or len(gates) != 3:
+        kind = f'{len(gates)} gates' if isinstance(gates, (tuple, list)) else type(gates).__name__
+        raise ValueError(f'gates is {kind}, but must be a tensor or 3 gates: of compressed, selected and window branch')
+    for index, gate in enumerate(gates):
+        if gate is not None:
+            check_gate(f'gates[{index}]', gate, tuple(q.shape[:3]), '(B, T, HQ)', q)
+    compressed, selected, window = gates
+    zeros = next((torch.zeros_like(gate) for gate in gates if gate is not None), None)
+    if zeros is None:
+        raise ValueError('gates is None for every branch, but must be a gate for at least one')
+    stacked = torch.stack([zeros if gate is None else gate for gate in gates], -1)
+    return stacked, (compressed is not None, selected is not None, window is not None)
+
+
+def check_gate(name: str, gate: Tensor, expected: tuple[int, ...], legend: str, q: Tensor) -> None:
+    check_tensors(**{name: gate})
+    if gate.shape != expected:
+        raise ValueError(f'{name} has shape {tuple(gate.shape)}, but must have {expected} {legend}')
+    if not gate.is_floating_point():
+        raise ValueError(f'{name} has dtype {gate.dtype}, but must be a floating dtype')
+    if gate.device != q.device:
+        raise ValueError(f'{name} is on {gate.device}, but the branches are on {q.device}')

@@ -8,15 +8,16 @@ import torch
 from torch import Tensor
 
 from native_sparse_attention.ops._checks import (
-    INT_DTYPES,
+    check_block_counts,
     check_block_indices,
     check_positive,
     check_qkv,
+    check_tensors,
     checked_softcap,
-    is_int,
     logit_scale,
     make_sequences,
 )
+from native_sparse_attention.ops._modifier_checks import check_alone
 from native_sparse_attention.ops._segments import cu_seqlens_of
 from native_sparse_attention.ops._triton import support
 from native_sparse_attention.ops.backend import BackendChoice, choose_backend, serves
@@ -80,6 +81,9 @@ def selected_attention(
     check_positive(block_size=block_size)
     check_block_indices(block_indices, q, k)
     if block_scale is not None:
+        check_tensors(block_scale=block_scale)
+        if not block_scale.is_floating_point():
+            raise ValueError(f'block_scale has dtype {block_scale.dtype}, but must be a floating dtype')
         if block_scale.shape != block_indices.shape:
             raise ValueError(
                 f'block_scale has shape {tuple(block_scale.shape)}, but block_indices has {tuple(block_indices.shape)}'
@@ -88,13 +92,15 @@ def selected_attention(
             raise ValueError(f'block_scale is on {block_scale.device}, but q is on {q.device}')
     padding = None
     if segment_ids is not None:
-        _check_alone(q_offset=q_offset, seqlens_k=seqlens_k, cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k)
+        others = {'cu_seqlens': cu_seqlens, 'cu_seqlens_k': cu_seqlens_k, 'seqlens_k': seqlens_k, 'q_offset': q_offset}
+        check_alone('segment_ids', **others)
         if k.shape[1] != q.shape[1]:
             raise ValueError(f'k has {k.shape[1]} tokens, but must have {q.shape[1]}, as q, where segment_ids is given')
         cu_seqlens, padding = cu_seqlens_of(segment_ids, q)
     sequences = make_sequences(q, k.shape[1], q_offset, seqlens_k, cu_seqlens, cu_seqlens_k)
     scale, softcap = logit_scale(q, scale), checked_softcap(softcap)
     if block_counts is not None:
+        check_block_counts(block_counts, block_indices.shape[2], q)
         block_indices, block_scale = _keep_first(block_counts, block_indices, block_scale)
     if padding is not None:
         # Who chose nothing has no output and no gradient, and whom nobody chose has none either.
@@ -136,28 +142,13 @@ def backend_of(
     return choose_backend('selected_attention', backend, q.device, candidates)
 
 
-def _check_alone(**others: int | Tensor | None) -> None:
-    for name, value in others.items():
-        if value is not None:
-            raise ValueError(f'{name} is given, but cannot be combined with segment_ids')
-
-
 def _keep_first(
     block_counts: int | Tensor, block_indices: Tensor, block_scale: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """The first indices of every row, with -1 for the others or without them, and their factors."""
     if not isinstance(block_counts, Tensor):
-        if not is_int(block_counts):
-            raise ValueError(f'block_counts is {block_counts!r}, but must be an int, an integer tensor or None')
         kept = slice(max(0, block_counts))
         return block_indices[..., kept], None if block_scale is None else block_scale[..., kept]
-    shape = tuple(block_indices.shape[:3])
-    if block_counts.dtype not in INT_DTYPES:
-        raise ValueError(f'block_counts has dtype {block_counts.dtype}, but must be int32 or int64')
-    if block_counts.shape != shape:
-        raise ValueError(f'block_counts has shape {tuple(block_counts.shape)}, but must have {shape}')
-    if block_counts.device != block_indices.device:
-        raise ValueError(f'block_counts is on {block_counts.device}, but q is on {block_indices.device}')
     entry = torch.arange(block_indices.shape[3], device=block_indices.device)
     return torch.where(entry < block_counts[..., None], block_indices, -1), block_scale
 

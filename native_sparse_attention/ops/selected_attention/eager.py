@@ -56,10 +56,7 @@ def selected_attention(
         if block_scale is not None:
             factor = block_scale[:, start:stop].to(float_dtype).repeat_interleave(block_size, -1)
             logits = logits * factor.where(visible, 0)[:, :, :, None]
-        if softcap is not None:
-            # What is not read may be no number, which the slope of the cap would carry into gradients of 0.
-            logits = softcap * (logits.where(visible[:, :, :, None], 0) / softcap).tanh()
-        weights, lse = masked_softmax(logits, visible[:, :, :, None], q.dtype)
+        weights, lse = masked_softmax(logits, visible[:, :, :, None], q.dtype, softcap=softcap)
         out = torch.einsum('bthgs,bthsd->bthgd', weights, values).to(q.dtype)
         return rearrange(out, 'b t h g d -> b t (h g) d'), rearrange(lse, 'b t h g -> b (h g) t')
 

@@ -6,7 +6,9 @@ from functools import partial
 
 from torch import Tensor
 
-from native_sparse_attention.ops._checks import check_qkv, logit_scale, make_sequences
+from native_sparse_attention.ops._checks import check_qkv, is_int, logit_scale, make_sequences, shown
+from native_sparse_attention.ops._modifier_checks import make_modifiers
+from native_sparse_attention.ops._modifiers import OFF, Modifiers
 from native_sparse_attention.ops._triton import support
 from native_sparse_attention.ops.backend import BackendChoice, choose_backend, serves
 
@@ -23,9 +25,21 @@ def window_attention(
     scale: float | None = None,
     cu_seqlens: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
+    segment_ids: Tensor | tuple[Tensor, Tensor] | None = None,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
     backend: str = 'auto',
 ) -> tuple[Tensor, Tensor]:
     """Attention of the query at position t over the keys t - left ... t + right.
+
+    A logit is scale * q . k, softcap makes it softcap * tanh(logit / softcap), and then bias is added. A key is read
+    where the window, segment_ids, mask, attn_mask all allow it and bias is not -inf. What is None is off, and every
+    feature goes with every other one.
 
     Args:
         q: `[B, T, HQ, D]`. k: `[B, S, H, D]`. v: `[B, S, H, DV]`. Packed: B = 1.
@@ -36,11 +50,24 @@ def window_attention(
         scale: factor of the logits, default D ** -0.5.
         cu_seqlens, cu_seqlens_k: int32 `[N + 1]` borders of packed queries and keys; queries that they do not cover
             give 0.
+        segment_ids: int32 or int64 below 2 ** 31, `[B, T]` where T = S, or a pair `[B, T]`, `[B, S]`: a query reads
+            keys of its own id. Those of an id below 0 read nothing and are not read.
+        mask: bool `[B, S]`, True for a real key.
+        bias: `[B or 1, HQ or 1, T, S]` in the dtype of q or float32, by index of query and key, where packed too.
+            Differentiable; its gradient has its shape.
+        attn_mask: bool in such a shape, True where a query may read.
+        softcap: above 0.
+        sinks: `[HQ]` or `[HQ, M]`, any floating dtype: logits that take part in the softmax of every query and in its
+            log-sum-exp, and carry no value (StreamingLLM, arXiv 2309.17453; gpt-oss). Differentiable.
+        dropout_p: in [0, 1), how probably a weight is dropped after the softmax; the others are divided by
+            1 - dropout_p. The log-sum-exp knows nothing of it.
+        dropout_seed: an int, or int64 `[1]` beside q. With one seed and p the same weights are dropped in every call,
+            on every backend: by Philox, of the indices of row, head, query and key. None: a seed of torch's generator.
         backend: 'auto', 'triton', 'flex' or 'eager'.
 
     Returns:
         The output `[B, T, HQ, DV]` in the dtype of q and its log-sum-exp `[B, HQ, T]` (float32; float64 for float64
-        inputs), both differentiable. Rows that see nothing give 0 and -inf.
+        inputs), both differentiable. Rows that see nothing give 0 and -inf, or the log-sum-exp of the sinks.
 
     Raises:
         ValueError: shapes, dtypes or settings that do not fit, or an explicit backend that cannot serve the call.
@@ -49,8 +76,9 @@ def window_attention(
     left, right = check_window(window_size, causal)
     sequences = make_sequences(q, k.shape[1], q_offset, seqlens_k, cu_seqlens, cu_seqlens_k)
     scale = logit_scale(q, scale)
-    arguments = (q, k, v, sequences, left, right, scale)
-    match backend_of(q, k, v, backend=backend).name:
+    modifiers = make_modifiers(q, k, segment_ids, mask, bias, attn_mask, softcap, sinks, dropout_p, dropout_seed)
+    arguments = (q, k, v, sequences, left, right, scale, modifiers)
+    match backend_of(q, k, v, modifiers=modifiers, backend=backend).name:
         case 'triton':
             from native_sparse_attention.ops.window_attention import triton
 
@@ -65,13 +93,13 @@ def window_attention(
             return eager.window_attention(*arguments)
 
 
-def backend_of(q: Tensor, k: Tensor, v: Tensor, *, backend: str = 'auto') -> BackendChoice:
+def backend_of(q: Tensor, k: Tensor, v: Tensor, *, modifiers: Modifiers = OFF, backend: str = 'auto') -> BackendChoice:
     """The backend that would serve these inputs."""
     from native_sparse_attention.ops import _flex
 
     candidates = {
         'triton': partial(support.unsupported, q, k, v),
-        'flex': partial(_flex.passed_over, backend, q, k, v),
+        'flex': partial(_flex.passed_over, backend, q, k, v, modifiers=modifiers),
         'eager': serves,
     }
     return choose_backend('window_attention', backend, q.device, candidates)
@@ -79,8 +107,9 @@ def backend_of(q: Tensor, k: Tensor, v: Tensor, *, backend: str = 'auto') -> Bac
 
 def check_window(window_size: tuple[int, int], causal: bool) -> tuple[int, int]:
     """The window as the backends take it: right is 0 where causal."""
-    if len(window_size) != 2 or not all(isinstance(side, int) and side >= -1 for side in window_size):
-        raise ValueError(f'window_size is {window_size}, but must be (left, right), integers of at least -1')
+    is_pair = isinstance(window_size, tuple | list) and len(window_size) == 2
+    if not is_pair or not all(is_int(side) and side >= -1 for side in window_size):
+        raise ValueError(f'window_size is {shown(window_size)}, but must be (left, right), integers of at least -1')
     left, right = window_size
     if causal and right > 0:
         raise ValueError(f'window_size is {window_size}, but right must be 0 (or -1) where causal is set')

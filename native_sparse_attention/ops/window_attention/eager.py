@@ -7,14 +7,23 @@ from einops import rearrange
 from torch import Tensor
 
 from native_sparse_attention.geometry import Sequences, in_window
+from native_sparse_attention.ops import _random
 from native_sparse_attention.ops._eager import compute_dtype, in_query_chunks, masked_attention, without_autocast
+from native_sparse_attention.ops._modifiers import OFF, Modifiers
 
 # Queries that share one read of their window, where the window is narrower than that.
 CHUNK_QUERIES = 256
 
 
 def window_attention(
-    q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, left: int, right: int, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sequences: Sequences,
+    left: int,
+    right: int,
+    scale: float,
+    modifiers: Modifiers = OFF,
 ) -> tuple[Tensor, Tensor]:
     batch, seqlen, heads, _ = q.shape
     seqlen_k, kv_heads = k.shape[1:3]
@@ -23,7 +32,9 @@ def window_attention(
     k, v = k.to(float_dtype), v.to(float_dtype)
     queries = rearrange(q, 'b t (h g) d -> b t h g d', h=kv_heads)
     layout = sequences.layout()
-    bounded = min(left, right) >= 0 and sequences.queries_follow_keys
+    # Tables of queries by keys are read whole, and the keys with them.
+    whole = modifiers.bias is not None or modifiers.attn_mask is not None
+    bounded = min(left, right) >= 0 and sequences.queries_follow_keys and not whole
     chunk_queries = max(left + right, CHUNK_QUERIES) if bounded else seqlen
     span = min(seqlen_k, chunk_queries + left + right) if bounded else seqlen_k
 
@@ -38,13 +49,51 @@ def window_attention(
             in_memory = index.clamp(0, seqlen_k - 1)
             keys, values = k[row, in_memory], v[row, in_memory]
         else:
-            index = torch.arange(seqlen_k, device=q.device)[None]
+            index = in_memory = torch.arange(seqlen_k, device=q.device)[None]
             keys, values = k, v
         # [B, T, keys]
         key_position, own = chunk.key_position(index[:, None])
         visible = own & in_window(key_position, chunk.position[..., None], left, right)
-        return masked_attention(queries[:, start:stop].to(float_dtype), keys, values, visible, scale, q.dtype)
+        bias = modifiers.bias
+        return masked_attention(
+            queries[:, start:stop].to(float_dtype),
+            keys,
+            values,
+            _allowed(visible, modifiers, start, stop, in_memory),
+            scale,
+            q.dtype,
+            softcap=modifiers.softcap,
+            bias=None if bias is None else bias[:, :, start:stop].to(float_dtype),
+            sinks=modifiers.sinks,
+            kept=_kept(modifiers, batch, heads, start, stop, in_memory, float_dtype),
+        )
 
     with without_autocast(q):
         out, lse = in_query_chunks(attend, seqlen, batch * heads * span, dims=(1, 2), chunk=chunk_queries)
     return out, lse
+
+
+def _allowed(visible: Tensor, modifiers: Modifiers, start: int, stop: int, index: Tensor) -> Tensor:
+    """`[B, HQ or 1, T, keys]`: where `visible [B, T, keys]`, segments and attn_mask let queries start ... stop read.
+
+    index: of the keys, `[1 or B, keys]`; all keys where there is an attn_mask.
+    """
+    query_segments, key_segments, attn_mask = modifiers.query_segments, modifiers.key_segments, modifiers.attn_mask
+    if query_segments is not None and key_segments is not None:
+        of_query = query_segments[:, start:stop, None]
+        of_key = key_segments.gather(1, index.expand(len(key_segments), -1))[:, None]
+        visible = visible & (of_query == of_key) & (of_query >= 0)
+    visible = visible[:, None]
+    return visible if attn_mask is None else visible & attn_mask[:, :, start:stop]
+
+
+def _kept(
+    modifiers: Modifiers, batch: int, heads: int, start: int, stop: int, index: Tensor, dtype: torch.dtype
+) -> Tensor | None:
+    """What dropout multiplies weights by, `[B, HQ, T, keys]`; index: of the keys, `[1 or B, keys]`."""
+    seed, dropout_p = modifiers.dropout_seed, modifiers.dropout_p
+    if seed is None:
+        return None
+    row, head, query = (torch.arange(*ends, device=index.device) for ends in ((batch,), (heads,), (start, stop)))
+    place = (row[:, None, None, None], head[:, None, None], query[:, None], index[:, None, None])
+    return _random.keep(seed, dropout_p, *place).to(dtype) / (1 - dropout_p)

@@ -42,6 +42,7 @@ from native_sparse_attention.ops import (
     window_attention,
 )
 from native_sparse_attention.ops._triton import inverse_index, launch, support
+from native_sparse_attention.ops._triton.interval.modifiers import Marks
 from native_sparse_attention.ops._triton.placement import make_placement
 from native_sparse_attention.ops.selected_attention.triton import op as selected_op
 
@@ -92,6 +93,24 @@ def build_window(dtype: torch.dtype, head_dim: int) -> None:
     window_attention(q[:, :1], k, v, window_size=(31, 0), backend='triton')
 
 
+def build_features(dtype: torch.dtype, head_dim: int) -> None:
+    q, k, v = make(dtype, head_dim)
+    sinks, bias = torch.zeros(8, requires_grad=True), torch.zeros(1, 1, SEQLEN, SEQLEN, requires_grad=True)
+    ids = torch.zeros(1, SEQLEN, dtype=torch.int32)
+    features: dict[str, Any] = {
+        'segment_ids': ids, 'bias': bias, 'attn_mask': ids[:, None, None].expand(1, 1, SEQLEN, SEQLEN) == 0,
+        'softcap': 20.0, 'sinks': sinks, 'dropout_p': 0.1, 'dropout_seed': 1,
+    }  # fmt: skip
+    differentiate(*window_attention(q, k, v, window_size=(31, 0), **features, **PACKED, backend='triton'))
+    for names in (('softcap',), ('sinks',), ('segment_ids', 'attn_mask'), ('bias',), ('dropout_p', 'dropout_seed')):
+        some = {name: features[name] for name in names}
+        differentiate(*window_attention(q, k, v, window_size=(31, 0), **some, backend='triton'))
+    q, k, v = make(dtype, head_dim, keys=(SEQLEN - BLOCK) // STRIDE + 1)
+    memory = torch.zeros(2, 1, head_dim, dtype=dtype, requires_grad=True)
+    settings: dict[str, Any] = {'block_size': BLOCK, 'stride': STRIDE, 'mem_kv': (memory, memory)}
+    differentiate(*compressed_attention(q, k, v, **settings, softcap=20.0, sinks=sinks, backend='triton'))
+
+
 def build_compressed(dtype: torch.dtype, head_dim: int) -> None:
     q, k, v = make(dtype, head_dim, keys=(SEQLEN - BLOCK) // STRIDE + 1)
     mem_kv = tuple(torch.zeros(2, 1, head_dim, dtype=dtype, requires_grad=True) for _ in range(2))
@@ -108,6 +127,10 @@ def build_choice(dtype: torch.dtype, head_dim: int) -> None:
         indices = torch.zeros_like(indices)
         chosen_scores(q, k, lse, indices, **SIZES, backend='triton')
         differentiate(straight_through_scale(q, k, lse, indices, num_init=1, num_local=2, **SIZES, backend='triton'))
+    features: dict[str, Any] = {**SIZES, 'softcap': 20.0, 'backend': 'triton'}
+    counts = torch.zeros(indices.shape[:3], dtype=torch.int32)
+    select_blocks(q, k, lse, num_selected=16, share_group=False, block_counts=counts, **features)
+    differentiate(chosen_scores(q, k, lse, indices, **features))
 
 
 def build_selected(dtype: torch.dtype, head_dim: int) -> None:
@@ -141,7 +164,8 @@ def build_inverse_index(dtype: torch.dtype, head_dim: int) -> None:
     seqlen = inverse_index.MIN_COUNTED // num_selected
     indices = torch.zeros(1, seqlen, 2, num_selected, dtype=torch.int32)
     packed = torch.tensor([0, 40, seqlen], dtype=torch.int32)
-    for tile, borders in zip((*inverse_index.TILES, inverse_index.TILES[0]), (None, None, None, packed), strict=True):
+    tiles = (inverse_index.SHORT_TILE, *inverse_index.TILES)
+    for tile, borders in (*((tile, None) for tile in tiles), (tiles[1], packed)):
         seqlen_k = SELECTION_BLOCK * (2**tile.log_size - 3)
         sequences = Sequences(1, seqlen, seqlen_k, indices.device, None, None, borders, borders)
         sizes: dict[str, Any] = {'kv_heads': 2, 'block_size': SELECTION_BLOCK, 'causal': True, 'unique': True}
@@ -185,6 +209,7 @@ def build_decoding(dtype: torch.dtype, head_dim: int) -> None:
 OPS: dict[str, Callable[[torch.dtype, int], None]] = {
     'window_attention': build_window,
     'compressed_attention': build_compressed,
+    'features of both': build_features,
     'select_blocks and chosen_scores': build_choice,
     'selected_attention': build_selected,
     'gated_sum': build_gated_sum,
@@ -207,8 +232,11 @@ def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) 
 
 
 def compile_once(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """A kernel in the first variant that is asked for, and no other; one of two halves in both."""
-    return compile_new((self, kwargs.get('FINISHES')), self, *args, **kwargs)
+    """A kernel in the first variant that is asked for, and no other; one of two halves in both, and those that know
+    modifiers with all of them too.
+    """
+    is_marked = any(isinstance(arg, Marks) and all(v is not None for v in arg) for arg in args)
+    return compile_new((self, kwargs.get('FINISHES'), is_marked), self, *args, **kwargs)
 
 
 def compile_kinds(self: Any, *args: Any, **kwargs: Any) -> Any:

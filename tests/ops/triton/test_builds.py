@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[3]
 MAX_SPILLED = 1024
 # Every op with kernels is among those that are built.
 KERNELS = {
-    'interval': {'forward_kernel', 'dq_kernel', 'dkv_kernel'},
+    'interval': {'forward_kernel', 'dq_kernel', 'dkv_kernel', 'dbias_kernel'},
     'block_selection': {'select_kernel', 'forward_kernel', 'dq_kernel'},
     'selected_attention': {'forward_kernel', 'dq_kernel', 'dkv_kernel', 'union_kernel', 'block_kernel'},
     'by_block': {'block_kernel', 'merge_kernel', 'member_kernel', 'add_parts_kernel'},

@@ -238,7 +238,7 @@ def test_lists_in_many_parts(alone: bool, device: torch.device, monkeypatch: pyt
     where = (20, None, None, None, settings['cu_seqlens'], settings['cu_seqlens'])
 
     def gradient_of_keys() -> Tensor:
-        arguments = (*grads, q, k_cmp, lse, block_indices, *where, *sizes, True, 0.25, 0, 0, False, True)
+        arguments = (*grads, q, k_cmp, lse, block_indices, *where, *sizes, True, 0.25, None, 0, 0, False, True)
         return scores._backward(*arguments)[1]
 
     expected = run_eager(chosen_scores, tensors, grads, **settings)['grad of k_cmp']
@@ -332,7 +332,7 @@ def test_opcheck(device: torch.device) -> None:
     q, k_cmp, lse, block_indices = tensors.values()
     where = (6, None, None, None, settings['cu_seqlens'], settings['cu_seqlens'])
     leaves = tuple(t.detach().clone().requires_grad_() for t in (q, k_cmp, lse))
-    arguments = (*leaves, block_indices, *where, *SIZES, True, 0.3)
+    arguments = (*leaves, block_indices, *where, *SIZES, True, 0.3, None)
     torch.library.opcheck(scores._forward, (*arguments, 0, 0, False))
     torch.library.opcheck(scores._forward, (*arguments, 1, 2, True))
     for needs in ((True, True), (True, False), (False, True)):
@@ -344,6 +344,7 @@ def test_opcheck(device: torch.device) -> None:
             *SIZES,
             True,
             0.3,
+            None,
             1,
             2,
             *needs,

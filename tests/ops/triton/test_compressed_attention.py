@@ -16,7 +16,7 @@ from torch import Tensor
 
 from native_sparse_attention.geometry import Sequences
 from native_sparse_attention.ops import compressed_attention
-from native_sparse_attention.ops._triton.interval import op
+from native_sparse_attention.ops._triton.interval import keys
 from native_sparse_attention.ops._triton.support import is_interpreted
 from native_sparse_attention.testing import LAYOUTS, assert_attention_matches, lay_out, outputs_and_gradients
 from tests import problems
@@ -111,13 +111,13 @@ def test_memory_pairs(pairs: int, causal: bool, device: torch.device) -> None:
 
 @pytest.mark.parametrize('split', [16, 32, 50])
 def test_memory_adds_its_queries_in_splits(split: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(op, 'SPLIT', split)
+    monkeypatch.setattr(keys, 'SPLIT', split)
     assert_close(whole(70, batch=2), HEADS, device, 2)
     assert_close(packed([40, 0, 20], uncovered=9), HEADS, device, 1)
 
 
 def test_memory_larger_than_the_workspace(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(op, 'WORKSPACE', 1)
+    monkeypatch.setattr(keys, 'WORKSPACE', 1)
     assert_close(whole(20, batch=3), HEADS, device, 2)
 
 

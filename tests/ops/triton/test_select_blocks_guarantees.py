@@ -146,11 +146,13 @@ def test_it_passes_opcheck(device: torch.device) -> None:
     cu_seqlens = cumulative([3, 5]).to(device)
     choice = (*SIZES, 3, 1, 2)
     borders = (8, None, None, None, cu_seqlens, cu_seqlens)
-    torch.library.opcheck(op, (*tensors.values(), *borders, *choice, False, True, 0.25))
+    torch.library.opcheck(op, (*tensors.values(), *borders, *choice, False, True, 0.25, None, None))
     tensors, _ = make_problem(whole(6, batch=2), Heads(2, 1, 16, 16), SIZES, device)
     tensors = {name: t.requires_grad_() for name, t in tensors.items()}
     lengths, offsets = row_integers([6, 3]).to(device), row_integers([2, 5]).to(device)
-    torch.library.opcheck(op, (*tensors.values(), 6, None, offsets, lengths, None, None, *choice, True, False, 0.25))
+    borders = (6, None, offsets, lengths, None, None)
+    counts = torch.arange(12, device=device).reshape(2, 6, 1) - 3
+    torch.library.opcheck(op, (*tensors.values(), *borders, *choice, True, False, 0.25, 2.0, counts))
 
 
 @pytest.mark.plain_memory

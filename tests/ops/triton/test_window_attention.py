@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from native_sparse_attention.ops import window_attention
-from native_sparse_attention.ops._triton.interval import op
+from native_sparse_attention.ops._triton.interval import keys
 from native_sparse_attention.testing import LAYOUTS, assert_attention_matches, outputs_and_gradients
 from tests.ops.triton.harness import (
     assert_close_to_eager,
@@ -112,10 +112,10 @@ def test_heads_of_a_group_are_added_in_parts(
     full_grid: int, parts: int, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fewer parts where the grid is full without them, and where they would take too much memory."""
-    monkeypatch.setattr(op, 'FULL_GRID', full_grid)
+    monkeypatch.setattr(keys, 'FULL_GRID', full_grid)
     heads = Heads(12, 2, 16, 16)
-    assert op._count_parts(6, 4, 1) == parts
-    assert op._count_parts(6, 4, op.WORKSPACE) == 1
+    assert keys._count_parts(6, 4, 1) == parts
+    assert keys._count_parts(6, 4, keys.WORKSPACE) == 1
     assert_close(whole(40), heads, device, (12, 0), dtype)
 
 
@@ -124,7 +124,7 @@ def test_parts_of_some_rows_at_a_time(rows: int, device: torch.device, monkeypat
     """Where those of all rows of the batch would take too much memory."""
     heads = Heads(6, 1, 16, 16)
     bytes_of_row = 6 * 40 * 4 * (16 + 16)
-    monkeypatch.setattr(op, 'WORKSPACE', rows * bytes_of_row)
+    monkeypatch.setattr(keys, 'WORKSPACE', rows * bytes_of_row)
     assert_close(whole(40, batch=3), heads, device, (12, 0))
 
 

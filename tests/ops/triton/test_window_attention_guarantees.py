@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from native_sparse_attention.ops import window_attention
-from native_sparse_attention.ops._triton.interval import op
+from native_sparse_attention.ops._triton.interval import keys
 from native_sparse_attention.ops._triton.support import is_interpreted
 from native_sparse_attention.testing import outputs_and_gradients
 from tests.ops.triton.harness import assert_same_bits, far_apart, make_grads, place, run_triton
@@ -31,7 +31,7 @@ def test_queries_that_follow_change_no_bit(group: int, left: int, seqlen: int, d
 
 def test_parts_of_a_row_do_not_depend_on_the_batch(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     heads = Heads(6, 1, 16, 16)
-    monkeypatch.setattr(op, 'WORKSPACE', 6 * 40 * 4 * (16 + 16))  # of the six parts of one row
+    monkeypatch.setattr(keys, 'WORKSPACE', 6 * 40 * 4 * (16 + 16))  # of the six parts of one row
     tensors, grads = make_inputs(whole(40, batch=2), heads, device), make_grads(whole(40, batch=2), heads, device)
     together = run_triton(window_attention, tensors, grads, window_size=(12, 0))
     for row in (slice(1), slice(1, 2)):

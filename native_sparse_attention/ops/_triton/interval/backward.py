@@ -13,6 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from native_sparse_attention.ops._triton.interval.modifiers import find_exponents, is_kept, place_tile, row_of_marks
 from native_sparse_attention.ops._triton.interval.tiles import (
     find_start,
     is_read_by,
@@ -58,6 +59,7 @@ def dq_kernel(
     place,
     interval,
     scale,
+    marks,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -120,35 +122,36 @@ def dq_kernel(
     tiles = split_range(first, last, full_first, full_last, BLOCK_N)
     end_tiles, num_tiles = tiles[4], tiles[5]
     limits = key_limits(interval, positions, last)
+    rows = (row_of_marks(marks, row), heads, query_rows, query_mask)
 
-    empty_sums = (
-        tl.zeros([BLOCK_M, BLOCK_D], tl.float32),
-        tl.zeros([BLOCK_M, BLOCK_D], tl.float32),
-        tl.zeros([BLOCK_M], tl.float32),
-    )
+    missing = tl.zeros([BLOCK_M], tl.float32)
+    if marks.sinks is not None:
+        # A sink is a key with a value of 0.
+        missing = -delta * tl.exp2(tl.load(marks.sinks + heads) * 1.4426950408889634 - lse_log2)
+    empty_sums = (tl.zeros([BLOCK_M, BLOCK_D], tl.float32), tl.zeros([BLOCK_M, BLOCK_D], tl.float32), missing)
     sums = empty_sums
     # In float32 care costs nothing beside the products, and a loop takes seconds to compile: there is only the last.
     if q.dtype != tl.float32:
         for tile in range(end_tiles):
             sums = _add_keys(
-                q, dout, keys, values, sums, lse_log2, delta, dlse, limits, tiles, tile,
-                last, key_start, interval, scale, HAS_DLSE, True, False, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D,
-                BLOCK_DV, WIDE,
+                q, dout, keys, values, sums, rows, lse_log2, delta, dlse, limits, tiles, tile,
+                last, key_start, interval, scale, marks, HAS_DLSE, True, False, HEAD_DIM, VALUE_DIM, BLOCK_N,
+                BLOCK_D, BLOCK_DV, WIDE,
             )  # fmt: skip
         for tile in range(end_tiles, num_tiles):
             sums = _add_keys(
-                q, dout, keys, values, sums, lse_log2, delta, dlse, limits, tiles, tile,
-                last, key_start, interval, scale, HAS_DLSE, False, False, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D,
-                BLOCK_DV, WIDE,
+                q, dout, keys, values, sums, rows, lse_log2, delta, dlse, limits, tiles, tile,
+                last, key_start, interval, scale, marks, HAS_DLSE, False, False, HEAD_DIM, VALUE_DIM, BLOCK_N,
+                BLOCK_D, BLOCK_DV, WIDE,
             )  # fmt: skip
     if q.dtype == tl.float32 or not (is_finite_tile(sums[0]) and is_finite_tile(sums[1])):
         # Perhaps for keys that some rows of the tile do not read: once more, with care.
         sums = empty_sums
         for tile in tl.range(num_tiles, num_stages=1):
             sums = _add_keys(
-                q, dout, keys, values, sums, lse_log2, delta, dlse, limits, tiles, tile,
-                last, key_start, interval, scale, HAS_DLSE, True, True, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D,
-                BLOCK_DV, WIDE,
+                q, dout, keys, values, sums, rows, lse_log2, delta, dlse, limits, tiles, tile,
+                last, key_start, interval, scale, marks, HAS_DLSE, True, True, HEAD_DIM, VALUE_DIM, BLOCK_N,
+                BLOCK_D, BLOCK_DV, WIDE,
             )  # fmt: skip
     dq, mean_k, missing = sums
     dq = (dq - missing[:, None] * mean_k) * scale
@@ -163,6 +166,7 @@ def _add_keys(
     keys,
     values,
     sums,
+    rows,
     lse_log2,
     delta,
     dlse,
@@ -173,6 +177,7 @@ def _add_keys(
     key_start,
     interval,
     scale,
+    marks,
     HAS_DLSE: tl.constexpr,
     MASKED: tl.constexpr,
     CAREFUL: tl.constexpr,
@@ -183,20 +188,23 @@ def _add_keys(
     BLOCK_DV: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Adds a tile of keys: to dq, with the delta that is off by `missing`, and to the mean of the keys. Not MASKED:
-    every row reads all of it. CAREFUL: what is not finite reaches those rows alone that read it.
+    """Adds a tile of keys: to dq, with the delta that is off by `missing`, and to the mean of the keys, times which dq
+    changes with delta. Not MASKED: every row reads all of it. CAREFUL: what is not finite reaches those rows alone that
+    read it.
     """
     dq, mean_k, missing = sums
     start = find_start(tiles, tile, MASKED, CAREFUL, BLOCK_N)
     k = load_keys(keys, start, last, key_start, interval, MASKED, HEAD_DIM, BLOCK_N, BLOCK_D, WIDE)
     v = load_keys(values, start, last, key_start, interval, MASKED, VALUE_DIM, BLOCK_N, BLOCK_DV, WIDE)
     logits = tl.dot(q, tl.trans(k), input_precision='ieee')  # [BLOCK_M, BLOCK_N]
-    exponents = tl.fma(logits, scale * 1.4426950408889634, -lse_log2[:, None])
+    place = place_tile(rows, key_start, start, last, BLOCK_N)
+    exponents, slope, read = find_exponents(logits, lse_log2[:, None], scale, marks, place)
     if MASKED:
-        read = reads_keys(interval, limits, start, BLOCK_N)
-        exponents = tl.where(read, exponents, float('-inf'))
-    weights = tl.exp2(exponents)
+        read = read & reads_keys(interval, limits, start, BLOCK_N)
+    weights = tl.exp2(tl.where(read, exponents, float('-inf')))
     dweights = tl.dot(dout, tl.trans(v), input_precision='ieee')
+    if marks.seed is not None:
+        dweights = tl.where(is_kept(marks, place), dweights * marks.keep_factor, 0.0)
     dlogits = weights * (dweights - delta[:, None])
     if CAREFUL:
         dlogits = tl.where(read, dlogits, 0.0)
@@ -204,6 +212,10 @@ def _add_keys(
     missing += tl.sum(dlogits, 1)
     if HAS_DLSE:
         dlogits = tl.fma(weights, dlse[:, None], dlogits)
+    if marks.softcap is not None:
+        slope = tl.where(read, slope, 0.0) if CAREFUL else slope
+        dlogits *= slope
+        weights *= slope
     dq = add_product(dlogits.to(k.dtype), k, dq)
     mean_k = add_product(weights.to(k.dtype), k, mean_k)
     return dq, mean_k, missing
@@ -228,6 +240,7 @@ def dkv_kernel(
     place,
     interval,
     scale,
+    marks,
     MEMORY: tl.constexpr,
     SPLIT: tl.constexpr,
     HEADS: tl.constexpr,
@@ -301,6 +314,7 @@ def dkv_kernel(
     tiles = split_range(first, last, full_first, full_last, BLOCK_M)
     end_tiles, num_tiles = tiles[4], tiles[5]
     limits = query_limits(interval, keys, last, offset)
+    places = (row_of_marks(marks, row), query_start, key_rows, key_mask)
     first_row = tl.zeros([], tl.int64) + query_start
     empty_sums = (tl.zeros([BLOCK_N, BLOCK_D], tl.float32), tl.zeros([BLOCK_N, BLOCK_DV], tl.float32))
     sums = empty_sums
@@ -313,14 +327,14 @@ def dkv_kernel(
             for tile in range(end_tiles):
                 sums = _add_queries(
                     q_of_head, dout_of_head, lse_ptr + row_of_lse, delta_ptr + row_of_lse, q_strides[1],
-                    dout_strides[1], k, v, sums, limits, tiles, tile, last, interval, scale, True, False, HEAD_DIM,
-                    VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV, WIDE,
+                    dout_strides[1], k, v, sums, first_head + head, places, limits, tiles, tile, last, interval, scale,
+                    marks, True, False, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV, WIDE,
                 )  # fmt: skip
             for tile in range(end_tiles, num_tiles):
                 sums = _add_queries(
                     q_of_head, dout_of_head, lse_ptr + row_of_lse, delta_ptr + row_of_lse, q_strides[1],
-                    dout_strides[1], k, v, sums, limits, tiles, tile, last, interval, scale, False, False, HEAD_DIM,
-                    VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV, WIDE,
+                    dout_strides[1], k, v, sums, first_head + head, places, limits, tiles, tile, last, interval, scale,
+                    marks, False, False, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV, WIDE,
                 )  # fmt: skip
     if k.dtype == tl.float32 or not is_finite_tile(sums[0]):
         # Perhaps for queries that do not read some keys of the tile: once more, with care.
@@ -332,8 +346,8 @@ def dkv_kernel(
             for tile in tl.range(num_tiles, num_stages=1):
                 sums = _add_queries(
                     q_of_head, dout_of_head, lse_ptr + row_of_lse, delta_ptr + row_of_lse, q_strides[1],
-                    dout_strides[1], k, v, sums, limits, tiles, tile, last, interval, scale, True, True, HEAD_DIM,
-                    VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV, WIDE,
+                    dout_strides[1], k, v, sums, first_head + head, places, limits, tiles, tile, last, interval, scale,
+                    marks, True, True, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV, WIDE,
                 )  # fmt: skip
     dk, dv = sums
     dk_ptr += part.to(tl.int64) * dk_strides[0] + stored_row.to(tl.int64) * dk_strides[1] + kv_head * dk_strides[3]
@@ -356,12 +370,15 @@ def _add_queries(
     k,
     v,
     sums,
+    head,
+    places,
     limits,
     tiles,
     tile,
     last,
     interval,
     scale,
+    marks,
     MASKED: tl.constexpr,
     CAREFUL: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -389,16 +406,24 @@ def _add_queries(
     delta = tl.load(delta_ptr + queries)
     lse_log2 = tl.where(lse == float('-inf'), 0.0, lse) * 1.4426950408889634
     logits = tl.dot(k, tl.trans(q), input_precision='ieee')  # [BLOCK_N, BLOCK_M]
-    exponents = tl.fma(logits, scale * 1.4426950408889634, -lse_log2[None, :])
+    row, query_start, key_rows, key_mask = places
+    place = (row, head, (query_start + queries)[None, :], key_rows[:, None], query_mask[None, :], key_mask[:, None])
+    exponents, slope, read = find_exponents(logits, lse_log2[None, :], scale, marks, place)
     if MASKED:
-        read = is_read_by(interval, limits, start, BLOCK_M)
-        exponents = tl.where(read, exponents, float('-inf'))
-    weights = tl.exp2(exponents)
+        read = read & is_read_by(interval, limits, start, BLOCK_M)
+    weights = tl.exp2(tl.where(read, exponents, float('-inf')))
     dweights = tl.dot(v, tl.trans(dout), input_precision='ieee')
+    kept = weights
+    if marks.seed is not None:
+        keep = is_kept(marks, place)
+        dweights = tl.where(keep, dweights * marks.keep_factor, 0.0)
+        kept = tl.where(keep, weights * marks.keep_factor, 0.0)
     dlogits = weights * (dweights - delta[None, :])
     if CAREFUL:
         dlogits = tl.where(read, dlogits, 0.0)
         q, _ = split_finite(q)
-    dv = add_product(weights.to(dout.dtype), dout, dv)
+    if marks.softcap is not None:
+        dlogits *= tl.where(read, slope, 0.0) if CAREFUL else slope
+    dv = add_product(kept.to(dout.dtype), dout, dv)
     dk = add_product(dlogits.to(q.dtype), q, dk)
     return dk, dv

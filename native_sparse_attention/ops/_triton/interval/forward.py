@@ -8,6 +8,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from native_sparse_attention.ops._triton.interval.modifiers import (
+    first_sums,
+    is_kept,
+    mark_logits,
+    place_tile,
+    row_of_marks,
+)
 from native_sparse_attention.ops._triton.interval.tiles import (
     find_start,
     key_limits,
@@ -36,6 +43,7 @@ def forward_kernel(
     place,
     interval,
     scale,
+    marks,
     NEGATIVE: tl.constexpr,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
@@ -80,38 +88,40 @@ def forward_kernel(
     tiles = split_range(first, last, full_first, full_last, BLOCK_N)
     end_tiles, num_tiles = tiles[4], tiles[5]
     limits = key_limits(interval, positions, last)
+    rows = (row_of_marks(marks, row), first_head + members % HEADS, query_start + queries, query_mask)
 
-    empty_sums = (
-        tl.full([BLOCK_M], float('-inf'), tl.float32),
-        tl.zeros([BLOCK_M], tl.float32),
-        tl.zeros([BLOCK_M, BLOCK_DV], tl.float32),
-    )
+    first_max, first_total = first_sums(marks, first_head + members % HEADS, BLOCK_M)
+    empty_sums = (first_max, first_total, tl.zeros([BLOCK_M, BLOCK_DV], tl.float32))
     sums = empty_sums
     # Where a scale is negative products are, so that the largest makes the largest logit, and -inf a weight of 0.
     scale_log2 = tl.where(scale == 0, 1e-37, tl.abs(scale) * 1.4426950408889634)
+    if marks.softcap is not None or marks.bias is not None:
+        scale_log2 = 1.0
     for tile in range(end_tiles):
         sums = _attend(
-            q, keys, values, sums, limits, tiles, tile, last, key_start, interval,
-            scale_log2, NEGATIVE, True, False, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+            q, keys, values, sums, rows, limits, tiles, tile, last, key_start, interval,
+            scale, scale_log2, marks, NEGATIVE, True, False, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
         )  # fmt: skip
     for tile in range(end_tiles, num_tiles):
         sums = _attend(
-            q, keys, values, sums, limits, tiles, tile, last, key_start, interval,
-            scale_log2, NEGATIVE, False, False, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+            q, keys, values, sums, rows, limits, tiles, tile, last, key_start, interval,
+            scale, scale_log2, marks, NEGATIVE, False, False, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
         )  # fmt: skip
     if not is_finite_tile(sums[2]):
         # Perhaps for values that some rows of the tile do not read: once more, with care.
         sums = empty_sums
         for tile in tl.range(num_tiles, num_stages=1):
             sums = _attend(
-                q, keys, values, sums, limits, tiles, tile, last, key_start, interval,
-                scale_log2, NEGATIVE, True, True, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+                q, keys, values, sums, rows, limits, tiles, tile, last, key_start, interval,
+                scale, scale_log2, marks, NEGATIVE, True, True, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
             )  # fmt: skip
     row_max, total, out = sums
 
     empty = total == 0
     total = tl.where(empty, 1.0, total)
     out = out / total[:, None]
+    if marks.keep_factor is not None:
+        out = out * marks.keep_factor
     lse = tl.where(empty, float('-inf'), tl.fma(row_max, 0.6931471805599453, tl.log(total)))
     out_ptr += row * out_strides[0] + heads * out_strides[2]
     store_rows(out_ptr, query_start + queries, out_strides[1], out, query_mask, VALUE_DIM, BLOCK_DV)
@@ -125,13 +135,16 @@ def _attend(
     keys,
     values,
     sums,
+    rows,
     limits,
     tiles,
     tile,
     last,
     key_start,
     interval,
+    scale,
     scale_log2,
+    marks,
     NEGATIVE: tl.constexpr,
     MASKED: tl.constexpr,
     CAREFUL: tl.constexpr,
@@ -151,9 +164,11 @@ def _attend(
     v = load_keys(values, start, last, key_start, interval, MASKED, VALUE_DIM, BLOCK_N, BLOCK_DV, WIDE)
     products = tl.dot(q, tl.trans(k), input_precision='ieee')  # [BLOCK_M, BLOCK_N]
     products = -products if NEGATIVE else products
+    place = place_tile(rows, key_start, start, last, BLOCK_N)
+    products, _, read = mark_logits(products, scale, marks, place)
     if MASKED:
-        read = reads_keys(interval, limits, start, BLOCK_N)
-        products = tl.where(read, products, float('-inf'))
+        read = read & reads_keys(interval, limits, start, BLOCK_N)
+    products = tl.where(read, products, float('-inf'))
     if CAREFUL:
         v, taint = split_finite(v)
         out += tl.sum(tl.where(read, taint[None, :], 0.0), 1)[:, None]
@@ -163,5 +178,7 @@ def _attend(
     rescale = tl.exp2(row_max - reference)
     total = total * rescale + tl.sum(weights, 1)
     out = out * rescale[:, None]
+    if marks.seed is not None:
+        weights = tl.where(is_kept(marks, place), weights, 0.0)
     out = add_product(weights.to(v.dtype), v, out)
     return new_max, total, out

@@ -25,6 +25,7 @@ from native_sparse_attention.ops._triton.placement import (
     unflatten,
 )
 from native_sparse_attention.ops._triton.registered import (
+    OptionalFloat,
     OptionalInt,
     OptionalTensor,
     refuse_double_backward,
@@ -53,8 +54,9 @@ def chosen_scores(
     sizes: tuple[int, int, int],
     causal: bool,
     scale: float,
+    softcap: float | None = None,
 ) -> Tensor:
-    return _forward(q, k_cmp, lse, block_indices, *flatten(sequences), *sizes, causal, scale, 0, 0, False)
+    return _forward(q, k_cmp, lse, block_indices, *flatten(sequences), *sizes, causal, scale, softcap, 0, 0, False)
 
 
 def straight_through_scale(
@@ -66,11 +68,12 @@ def straight_through_scale(
     sizes: tuple[int, int, int],
     causal: bool,
     scale: float,
+    softcap: float | None,
     num_init: int,
     num_local: int,
 ) -> Tensor:
     forced = (num_init, num_local)
-    return _forward(q, k_cmp, lse, block_indices, *flatten(sequences), *sizes, causal, scale, *forced, True)
+    return _forward(q, k_cmp, lse, block_indices, *flatten(sequences), *sizes, causal, scale, softcap, *forced, True)
 
 
 @torch.library.custom_op('native_sparse_attention::chosen_scores', mutates_args=())
@@ -90,6 +93,7 @@ def _forward(
     selection_block_size: int,
     causal: bool,
     scale: float,
+    softcap: OptionalFloat,
     num_init: int,
     num_local: int,
     straight_through: bool,
@@ -110,7 +114,7 @@ def _forward(
         (num_tiles(place, q.shape[1], 1), block_indices.shape[2]),
         *(q, k_cmp, lse, block_indices, out),
         *(q.stride(), k_cmp.stride(), lse.stride(), block_indices.stride(), out.stride()),
-        *(place, sizes, scale),
+        *(place, sizes, scale, softcap),
         **meta,
         **tile,
         device=q.device,
@@ -136,6 +140,7 @@ def _backward(
     selection_block_size: int,
     causal: bool,
     scale: float,
+    softcap: OptionalFloat,
     num_init: int,
     num_local: int,
     needs_dq: bool,
@@ -163,13 +168,13 @@ def _backward(
             (num_tiles(place, q.shape[1], 1), block_indices.shape[2] * tiles_of_group),
             *tensors,
             *(t.stride() for t in tensors),
-            *(place, sizes, scale),
+            *(place, sizes, scale, softcap),
             **meta,
             **tile,
             device=q.device,
         )
     if needs_dk:
-        _add_queries(dout, q, k_cmp, lse, block_indices, dk.zero_(), place, sizes, scale, meta)
+        _add_queries(dout, q, k_cmp, lse, block_indices, dk.zero_(), place, sizes, scale, softcap, meta)
     return dq, dk, dlse
 
 
@@ -183,6 +188,7 @@ def _add_queries(
     place: Placement,
     sizes: Sizes,
     scale: float,
+    softcap: float | None,
     meta: dict[str, Any],
 ) -> None:
     """The gradient of compressed keys into dk, which has zeros: some pairs at a time and, where the parts of one pair
@@ -227,7 +233,7 @@ def _add_queries(
                 (len(pairs) * num_chunks, -(-num_offsets // block_c)),
                 *(*tensors, entries, starts, partial),
                 *(*(t.stride() for t in tensors), partial.stride()),
-                *(place, sizes, lists, scale),
+                *(place, sizes, lists, scale, softcap),
                 **constants,
                 **{name: meta[name] for name in ('CAUSAL', 'GROUP', 'CHOOSERS', 'NUM_SELECTED')},
                 BLOCK_M=block_m,

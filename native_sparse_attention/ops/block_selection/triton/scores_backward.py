@@ -19,10 +19,12 @@ from native_sparse_attention.ops._triton.inverse_index import find_block, load_e
 from native_sparse_attention.ops._triton.placement import find_tile, load_extent, load_num_keys, load_position
 from native_sparse_attention.ops._triton.tiles import load_rows, split_finite, store_rows
 from native_sparse_attention.ops.block_selection.triton.scores_tiles import (
+    before_cap,
     dot_exact,
     is_forced,
     locate_compressed,
     share_of,
+    weigh,
 )
 
 
@@ -60,6 +62,7 @@ def partial_kernel(
     sizes,
     lists,
     scale,
+    softcap,
     CAUSAL: tl.constexpr,
     GROUP: tl.constexpr,
     CHOOSERS: tl.constexpr,
@@ -128,12 +131,13 @@ def partial_kernel(
         rows_of_q = tokens * q_strides[1] + heads * q_strides[2]
         q = load_rows(q_ptr, rows_of_q, 1, member_mask, HEAD_DIM, BLOCK_D)  # [BLOCK_M, BLOCK_D]
         products = tl.dot(k, tl.trans(q), input_precision='ieee')  # [BLOCK_O, BLOCK_M]
-        weights = tl.exp(tl.fma(products, scale, -lse.to(tl.float32)[None, :]))
+        weights = weigh(products, -lse.to(tl.float32)[None, :], scale, softcap)
         dlogits = weights * share[:, None] * dscores[None, :]
         seen = key_mask[:, None] & member_mask[None, :]
         if CAUSAL:
             seen = seen & (keys[:, None] * sizes.stride + sizes.block_size - 1 <= position[None, :])
-        dk = dot_exact(tl.where(seen, dlogits, 0.0), split_finite(q)[0], dk)
+        dlogits = before_cap(tl.where(seen, dlogits, 0.0), products, seen, scale, softcap)
+        dk = dot_exact(dlogits, split_finite(q)[0], dk)
         entry = following
     partial_ptr += pair * partial_strides[0] + chunk.to(tl.int64) * partial_strides[1]
     store_rows(partial_ptr, offsets - FIRST_OFFSET, partial_strides[2], dk, offsets < PER_SELECTION, HEAD_DIM, BLOCK_D)

@@ -10,11 +10,13 @@ import triton.language as tl
 
 from native_sparse_attention.ops._triton.tiles import load_rows, store_rows
 from native_sparse_attention.ops.block_selection.triton.scores_tiles import (
+    before_cap,
     dot_exact,
     is_forced,
     locate_query,
     overlapping_columns,
     share_of,
+    weigh,
 )
 
 
@@ -33,6 +35,7 @@ def forward_kernel(
     place,
     sizes,
     scale,
+    softcap,
     CAUSAL: tl.constexpr,
     GROUP: tl.constexpr,
     CHOOSERS: tl.constexpr,
@@ -78,7 +81,7 @@ def forward_kernel(
                 q = load_rows(q_ptr, heads, q_strides[2], members < GROUP, HEAD_DIM, BLOCK_D)  # [BLOCK_G, BLOCK_D]
                 lse = tl.load(lse_ptr + heads * lse_strides[1], mask=members < GROUP, other=0.0).to(tl.float32)
                 products = tl.dot(q, tl.trans(k), input_precision='ieee')  # [BLOCK_G, BLOCK_N]
-                weights = tl.exp(tl.fma(products, scale, -lse[:, None]))
+                weights = weigh(products, -lse[:, None], scale, softcap)
                 seen_by = columns[None, :] & (members < GROUP)[:, None]
                 total += tl.sum(tl.where(seen_by, weights, 0.0), 0)
             share = share_of(offsets, sizes, SELECTION_BLOCK) / GROUP
@@ -106,6 +109,7 @@ def dq_kernel(
     place,
     sizes,
     scale,
+    softcap,
     CAUSAL: tl.constexpr,
     GROUP: tl.constexpr,
     CHOOSERS: tl.constexpr,
@@ -152,12 +156,13 @@ def dq_kernel(
             columns = tl.reshape(seen, [BLOCK_N])
             k = load_rows(k_ptr, tl.reshape(keys, [BLOCK_N]), k_strides[1], columns, HEAD_DIM, BLOCK_D)
             products = tl.dot(q, tl.trans(k), input_precision='ieee')  # [BLOCK_G, BLOCK_N]
-            weights = tl.exp(tl.fma(products, scale, -lse[:, None]))
+            weights = weigh(products, -lse[:, None], scale, softcap)
             share = share_of(offsets, sizes, SELECTION_BLOCK) / GROUP
             dweights = tl.reshape(dscores[:, None] * share[None, :], [BLOCK_N])
             seen_by = columns[None, :] & member_mask[:, None]
             dlogits = tl.where(seen_by, weights * dweights[None, :], 0.0)
             dlse -= tl.sum(dlogits, 1)
+            dlogits = before_cap(dlogits, products, seen_by, scale, softcap)
             dq = dot_exact(dlogits, k, dq)
     dq_ptr += row * dq_strides[0] + token * dq_strides[1]
     store_rows(dq_ptr, heads, dq_strides[2], dq * scale, member_mask, HEAD_DIM, BLOCK_D)

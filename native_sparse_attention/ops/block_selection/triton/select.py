@@ -24,7 +24,8 @@ from native_sparse_attention.ops._triton.placement import (
     num_tiles,
     unflatten,
 )
-from native_sparse_attention.ops._triton.registered import OptionalInt, OptionalTensor
+from native_sparse_attention.ops._triton.registered import OptionalFloat, OptionalInt, OptionalTensor
+from native_sparse_attention.ops._triton.softcap import cap_logits
 from native_sparse_attention.ops._triton.support import MAX_TOKENS
 from native_sparse_attention.ops._triton.tiles import load_rows
 from native_sparse_attention.ops.block_selection.triton import settings
@@ -65,12 +66,13 @@ def select_blocks(
     share_group: bool,
     causal: bool,
     scale: float,
+    softcap: float | None = None,
+    block_counts: Tensor | None = None,
 ) -> Tensor:
     # Whole numbers have no gradient, and nothing is to be kept for one.
     q, k_cmp, lse = q.detach(), k_cmp.detach(), lse.detach()
-    return _select(
-        q, k_cmp, lse, *flatten(sequences), *sizes, num_selected, num_init, num_local, share_group, causal, scale
-    )
+    choice = (num_selected, num_init, num_local, share_group)
+    return _select(q, k_cmp, lse, *flatten(sequences), *sizes, *choice, causal, scale, softcap, block_counts)
 
 
 @torch.library.custom_op('native_sparse_attention::select_blocks', mutates_args=())
@@ -93,6 +95,8 @@ def _select(
     share_group: bool,
     causal: bool,
     scale: float,
+    softcap: OptionalFloat,
+    block_counts: OptionalTensor,
 ) -> Tensor:
     q, k_cmp = last_dim_contiguous(q, k_cmp)
     sequences = unflatten(q, (seqlen_k, q_offset, q_offsets, seqlens_k, cu_seqlens, cu_seqlens_k))
@@ -112,11 +116,12 @@ def _select(
     launch(
         select_kernel,
         (num_tiles(place, seqlen, block_t), choosers),
-        *(q, k_cmp, lse, out),
+        *(q, k_cmp, lse, None if block_counts is None else block_counts.contiguous(), out),
         *(q.stride(), k_cmp.stride(), lse.stride(), place),
         Blocks(block_size, stride, selection_block_size, num_compressed, max_tokens),
         Choice(num_selected, min(num_init, MAX_FORCED), min(num_local, MAX_FORCED)),
         scale,
+        softcap,
         CAUSAL=causal,
         GROUP=group,
         CHOOSERS=choosers // kv_heads,
@@ -155,6 +160,8 @@ def _(
     share_group: bool,
     causal: bool,
     scale: float,
+    softcap: float | None,
+    block_counts: Tensor | None,
 ) -> Tensor:
     choosers = k_cmp.shape[2] if share_group else q.shape[2]
     return q.new_empty(*q.shape[:2], choosers, num_selected, dtype=torch.int32)
@@ -165,6 +172,7 @@ def select_kernel(
     q_ptr,
     k_ptr,
     lse_ptr,
+    counts_ptr,
     out_ptr,
     q_strides,
     k_strides,
@@ -173,6 +181,7 @@ def select_kernel(
     blocks,
     choice,
     scale,
+    softcap,
     CAUSAL: tl.constexpr,
     GROUP: tl.constexpr,
     CHOOSERS: tl.constexpr,
@@ -185,8 +194,8 @@ def select_kernel(
     HANDED_ON: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """q: `[B, T, HQ, D]`; k: `[B, C, H, D]`; lse: `[B, HQ, T]`; out: `[B, T, HI, n]`, contiguous. The GROUP heads of a
-    chooser choose together; every key head has CHOOSERS of them.
+    """q: `[B, T, HQ, D]`; k: `[B, C, H, D]`; lse: `[B, HQ, T]`; counts, or None: `[B, T, HI]`, out: `[B, T, HI, n]`,
+    contiguous. The GROUP heads of a chooser choose together; every key head has CHOOSERS of them.
     """
     sequence, row, query_start, first_query, num_queries, num_tokens, offset = locate_queries(
         tl.program_id(0), place, BLOCK_T
@@ -220,8 +229,13 @@ def select_kernel(
         last_position = offset + tl.minimum(first_query + BLOCK_T, num_queries) - 1
         last = tl.minimum(last, _floor_divide(last_position, blocks.selection_block_size) + 1)
     slots = tl.arange(0, BLOCK_N)
-    # Empty slots rank below all blocks, and hold none that there is. Slots behind the row are never the smallest.
+    # Empty slots rank below all blocks, and hold none that there is. Slots behind a row are never the smallest.
     empty = tl.where(slots < choice.num_selected, -1, 2**31 - 1)[None, :]
+    if counts_ptr is not None:
+        rows = row.to(tl.int64) * place.seqlen_q + query_start + chooser_queries
+        counts_ptr += rows * tl.num_programs(1) + chooser
+        counts = tl.load(counts_ptr, mask=chooser_queries < num_queries, other=0)[:, None]
+        empty = tl.where(slots[None, :] < counts, empty, 2**31 - 1)
     kept = (tl.broadcast_to(empty, [BLOCK_T, BLOCK_N]), tl.broadcast_to(-1 - slots[None, :], [BLOCK_T, BLOCK_N]))
 
     per_selection = blocks.selection_block_size // blocks.stride
@@ -231,7 +245,7 @@ def select_kernel(
     if CAUSAL:
         first_position = tl.maximum(offset + first_query + 1, 0)
         seen = tl.minimum(seen, count_blocks(first_position, blocks.block_size, blocks.stride))
-    scale_log2 = scale * 1.4426950408889634
+    scale_log2 = (scale if softcap is None else 1.0) * 1.4426950408889634
     lse_log2 = lse * 1.4426950408889634
     # One loop over tiles and their steps, so that all of them are one pipeline.
     first_block, step = -OVERLAP, 0
@@ -242,6 +256,8 @@ def select_kernel(
         exists = (compressed >= 0) & (compressed < num_keys)
         k = load_rows(k_ptr, key_start + compressed, k_strides[1], exists, HEAD_DIM, BLOCK_D, WIDE)
         products = tl.dot(k, tl.trans(q), input_precision='ieee')  # [BLOCK_J, BLOCK_T * BLOCK_G]
+        if softcap is not None:
+            products = cap_logits(products * scale, softcap)
         weights = tl.exp2(tl.fma(products, scale_log2, -lse_log2[None, :]))
         if GROUP < BLOCK_G:
             # Of keys that are infinite, too.
@@ -268,13 +284,9 @@ def select_kernel(
             first_block, step = first_block + BLOCK_J - OVERLAP, 0
 
     taken = (kept[0] >= 0) & (slots < choice.num_selected)[None, :]
-    rest = tl.where(taken, kept[1], 2**30)
-    indices = tl.full([BLOCK_T, BLOCK_N], -1, tl.int32)
-    # One after the other: tl.sort takes a minute to compile for long rows.
-    for slot in tl.range(0, choice.num_selected):
-        lowest = tl.min(rest, 1)[:, None]
-        indices = tl.where((slots == slot)[None, :] & (lowest < 2**30), lowest, indices)
-        rest = tl.where(rest == lowest, 2**30, rest)
+    if counts_ptr is not None:
+        taken = taken & (kept[1] >= 0)
+    indices = _put_in_order(tl.where(taken, kept[1], 2**30), slots, choice.num_selected)
     rows = row.to(tl.int64) * place.seqlen_q + query_start + chooser_queries
     out_ptr += (rows * tl.num_programs(1) + chooser)[:, None] * choice.num_selected
     mask = (chooser_queries < num_queries)[:, None] & (slots < choice.num_selected)[None, :]
@@ -333,6 +345,18 @@ def _keep_largest(kept, ranks, block, num_selected):
         ranks = tl.where(block == best, -1, ranks)
         smallest = tl.min(kept, 1)[:, None]
     return kept, kept_block
+
+
+@triton.jit
+def _put_in_order(blocks, slots, num_selected):
+    """Rows of blocks ascending, 2**30 for none there and -1 for none here."""
+    indices = tl.full(blocks.shape, -1, tl.int32)
+    # One after the other: tl.sort takes a minute to compile for long rows.
+    for slot in tl.range(0, num_selected):
+        lowest = tl.min(blocks, 1)[:, None]
+        indices = tl.where((slots == slot)[None, :] & (lowest < 2**30), lowest, indices)
+        blocks = tl.where(blocks == lowest, 2**30, blocks)
+    return indices
 
 
 @triton.jit

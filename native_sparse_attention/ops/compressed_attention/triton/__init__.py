@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from native_sparse_attention.geometry import Sequences
+from native_sparse_attention.ops._modifiers import OFF, Modifiers
 from native_sparse_attention.ops._triton.interval.op import interval_attention
 
 
@@ -18,6 +19,7 @@ def compressed_attention(
     stride: int,
     causal: bool,
     scale: float,
+    modifiers: Modifiers = OFF,
 ) -> tuple[Tensor, Tensor]:
     reach = block_size - 1 if causal else None
-    return interval_attention(q, k_cmp, v_cmp, mem_kv, sequences, None, reach, scale, block_size, stride)
+    return interval_attention(q, k_cmp, v_cmp, mem_kv, sequences, None, reach, scale, block_size, stride, modifiers)

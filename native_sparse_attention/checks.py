@@ -1,0 +1,61 @@
+"""What `SparseAttention` refuses, before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from native_sparse_attention.cache import LayerCache
+from native_sparse_attention.padding import check_mask
+
+
+def check_layer_sizes(
+    heads: int,
+    kv_heads: int,
+    compress_block_size: int,
+    compress_block_sliding_stride: int,
+    selection_block_size: int,
+) -> None:
+    """HQ a multiple of H, d at most l, l' a multiple of d."""
+    if heads % kv_heads != 0:
+        raise ValueError(f'heads is {heads}, but must be a multiple of kv_heads, {kv_heads}')
+    if compress_block_sliding_stride > compress_block_size:
+        raise ValueError(
+            f'compress_block_sliding_stride is {compress_block_sliding_stride}, but must be at most '
+            f'compress_block_size, {compress_block_size}'
+        )
+    if selection_block_size % compress_block_sliding_stride != 0:
+        raise ValueError(
+            f'selection_block_size is {selection_block_size}, but must be a multiple of '
+            f'compress_block_sliding_stride, {compress_block_sliding_stride}'
+        )
+
+
+def check_input(x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, dim: int, cached: bool) -> None:
+    """cached: with a cache."""
+    if x.dim() != 3 or x.shape[2] != dim:
+        raise ValueError(f'x has shape {tuple(x.shape)}, but must be [B, T, {dim}]')
+    if mask is not None:
+        kind = type(mask).__name__
+        if not isinstance(mask, Tensor):
+            raise ValueError(f'mask is a {kind}, but must be a bool tensor; a cache is given by name')
+        if cu_seqlens is not None:
+            raise ValueError('mask and cu_seqlens are given, but one must be left out')
+        check_mask(mask, x)
+    if cu_seqlens is not None:
+        if x.shape[0] != 1:
+            raise ValueError(f'x has batch size {x.shape[0]}, but must have 1 where cu_seqlens is given')
+        if cached:
+            raise ValueError('cu_seqlens is given, but a cache takes rows, not packed sequences')
+
+
+def check_cache(cache: LayerCache, x: Tensor, layout: Mapping[str, Any]) -> None:
+    """layout: what the layer's own caches have."""
+    for name, size in layout.items():
+        held = cache.layout[name]
+        if held != size:
+            raise ValueError(f'cache was made for {name} = {held}, but the layer has {size}: use its init_cache')
+    if cache.batch_size != x.shape[0]:
+        raise ValueError(f'x has batch size {x.shape[0]}, but cache has {cache.batch_size}')

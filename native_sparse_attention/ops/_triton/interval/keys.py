@@ -1,0 +1,176 @@
+"""Launches of the gradients of keys, values and memory pairs of interval attention."""
+
+from __future__ import annotations
+
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from native_sparse_attention.ops._triton.interval import settings
+from native_sparse_attention.ops._triton.interval.backward import dkv_kernel
+from native_sparse_attention.ops._triton.interval.modifiers import Marks, settings_with_marks
+from native_sparse_attention.ops._triton.interval.tiles import Interval
+from native_sparse_attention.ops._triton.launch import Settings, head_block, is_wide, launch, settings_of
+from native_sparse_attention.ops._triton.placement import Placement, num_tiles
+
+# Programs of the kernel for k and v that fill a GPU; where there are fewer, the heads of a group are added in parts.
+FULL_GRID = 1024
+# Bytes that those parts may take.
+WORKSPACE = 2**29
+# Queries whose part of the gradients of memory is added by one program.
+SPLIT = 1024
+# q, k, v, lse, delta, dout
+Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def differentiate_keys(
+    tensors: Tensors, place: Placement, interval: Interval, scale: float, marks: Marks
+) -> tuple[Tensor, Tensor]:
+    """dk and dv `[B, C, H, D and DV]`, where there are parts for some rows of the batch after the others: how many rows
+    fit into the workspace must not change how a row is added.
+    """
+    q, k, v, *_ = tensors
+    batch, _, heads, head_dim = q.shape
+    kv_heads, value_dim = v.shape[2:]
+    block_n = _settings_of_keys(interval, q, v).block_n
+    tiles_of_row = num_tiles(place, interval.num_keys, block_n) // max(batch, 1)
+    bytes_of_row = interval.num_keys * kv_heads * 4 * (head_dim + value_dim)
+    parts = _count_parts(heads // kv_heads, tiles_of_row * kv_heads, bytes_of_row)
+    # The kernel does not visit what no sequence covers.
+    allocate = torch.empty if place.cu_seqlens is None else torch.zeros
+
+    def add_queries(rows: range, dtype: torch.dtype) -> list[Tensor]:
+        grads = [
+            allocate((parts, len(rows), interval.num_keys, *t.shape[2:]), dtype=dtype, device=t.device) for t in (k, v)
+        ]
+        grid = (tiles_of_row * len(rows), kv_heads, parts)
+        _launch_dkv(grid, grads, *_rows_of(rows, tensors, place, marks), interval, scale)
+        return grads
+
+    if parts == 1:
+        dk, dv = (grad[0] for grad in add_queries(range(batch), k.dtype))
+        return dk, dv
+    dk, dv = (t.new_empty(batch, interval.num_keys, *t.shape[2:]) for t in (k, v))
+    for rows in _split_rows(batch, parts * bytes_of_row):
+        for grad, sums in zip((dk, dv), add_queries(rows, torch.float32), strict=True):
+            _add_parts(sums, grad[rows.start : rows.stop])
+    return dk, dv
+
+
+def differentiate_memory(
+    tensors: Tensors, place: Placement, interval: Interval, scale: float, marks: Marks
+) -> tuple[Tensor, Tensor]:
+    """dmem_k and dmem_v `[H, M, D and DV]`, the sums over splits of the queries of every row."""
+    q, k, v, *_ = tensors
+    batch, seqlen, heads, head_dim = q.shape
+    kv_heads, value_dim = v.shape[2:]
+    num_memory = interval.num_memory or 0
+    if num_memory == 0:
+        return k.new_empty(kv_heads, 0, head_dim), k.new_empty(kv_heads, 0, value_dim)
+    block_n = _settings_of_keys(interval, q, v).block_n
+    bytes_of_split = num_memory * heads * 4 * (head_dim + value_dim)
+    split = SPLIT
+    while split < seqlen and -(-seqlen // split) * bytes_of_split > WORKSPACE:
+        split *= 2
+    splits = -(-seqlen // split)
+    tiles_of_row = -(-num_memory // block_n) * splits
+    parts = heads // kv_heads
+    if batch == 0:
+        return k.new_zeros(kv_heads, num_memory, head_dim), k.new_zeros(kv_heads, num_memory, value_dim)
+    sums = []
+    for rows in _split_rows(batch, splits * bytes_of_split):
+        shape = (parts, len(rows) * splits, num_memory)
+        grads = [torch.empty((*shape, *t.shape[2:]), dtype=torch.float32, device=t.device) for t in (k, v)]
+        grid = (tiles_of_row * len(rows), kv_heads, parts)
+        _launch_dkv(grid, grads, *_rows_of(rows, tensors, place, marks), interval, scale, split)
+        sums.append([grad.sum((0, 1)) for grad in grads])
+    totals = (reduce(torch.add, grads) for grads in zip(*sums, strict=True))
+    dmem_k, dmem_v = (total.transpose(0, 1).to(k.dtype).contiguous() for total in totals)
+    return dmem_k, dmem_v
+
+
+def _add_parts(parts: Tensor, out: Tensor) -> None:
+    """The sum of float32 parts `[P, ...]`, rounded once into out."""
+    if len(parts) == 2:
+        torch.add(parts[0], parts[1], out=out)  # writes what a sum would leave for a copy to round
+    else:
+        out.copy_(parts.sum(0))
+
+
+def _launch_dkv(
+    grid: tuple[int, int, int],
+    grads: list[Tensor],
+    tensors: Tensors,
+    place: Placement,
+    marks: Marks,
+    interval: Interval,
+    scale: float,
+    split: int | None = None,
+) -> None:
+    """split: of the queries, where the gradients are those of memory."""
+    q, k, v, lse, delta, dout = tensors
+    block_m, block_n, num_warps, num_stages = settings_with_marks(_settings_of_keys(interval, q, v), marks)
+    launch(
+        dkv_kernel,
+        grid,
+        *(q, k, v, lse, delta, dout, *grads),
+        *(q.stride(), k.stride(), v.stride(), dout.stride(), *(t.stride() for t in grads)),
+        *(place, interval, scale, marks),
+        MEMORY=split is not None,
+        SPLIT=SPLIT if split is None else split,
+        HEADS=q.shape[2] // k.shape[2] // grid[2],
+        **tile_sizes(q.shape[3], v.shape[3], block_m, block_n),
+        WIDE=is_wide(q, dout),
+        num_warps=num_warps,
+        num_stages=num_stages,
+        device=q.device,
+    )
+
+
+def _settings_of_keys(interval: Interval, q: Tensor, v: Tensor) -> Settings:
+    return settings_of(settings.DKV if interval.left is None else settings.DKV_WINDOW, q, v)
+
+
+def _split_rows(batch: int, bytes_of_row: int) -> list[range]:
+    """The rows of the batch in groups whose partial sums fit into the workspace, or have one row."""
+    size = max(1, WORKSPACE // max(1, bytes_of_row))
+    return [range(first, min(first + size, batch)) for first in range(0, batch, size)]
+
+
+def _rows_of(rows: range, tensors: Tensors, place: Placement, marks: Marks) -> tuple[Tensors, Placement, Marks]:
+    """All of it for some rows of the batch."""
+    if len(rows) == len(tensors[0]):
+        return tensors, place, marks
+    q, k, v, lse, delta, dout = (t[rows.start : rows.stop] for t in tensors)
+    marks = marks if marks.first_row is None else marks._replace(first_row=rows.start)
+    return (q, k, v, lse, delta, dout), _place_of(place, rows), marks
+
+
+def _place_of(place: Placement, rows: range) -> Placement:
+    """The placement of some rows of the batch; packed sequences are in one row."""
+    if place.cu_seqlens is not None or len(rows) == place.num_sequences:
+        return place
+    q_offsets, seqlens_k = (t if t is None else t[rows.start : rows.stop] for t in (place.q_offsets, place.seqlens_k))
+    return place._replace(num_sequences=len(rows), q_offsets=q_offsets, seqlens_k=seqlens_k)
+
+
+def _count_parts(group: int, programs: int, bytes_of_part: int) -> int:
+    """In how many parts the heads of a group are added: a divisor of `group`, the larger the fewer programs there are.
+
+    programs, bytes_of_part: of one row of the batch, so that a row's gradient does not depend on its neighbours.
+    """
+    divisors = [parts for parts in range(1, group + 1) if group % parts == 0]
+    within = [parts for parts in divisors if parts == 1 or parts * bytes_of_part <= WORKSPACE]
+    return next((parts for parts in within if parts * programs >= FULL_GRID), within[-1])
+
+
+def tile_sizes(head_dim: int, value_dim: int, block_m: int, block_n: int) -> dict[str, int]:
+    return {
+        'HEAD_DIM': head_dim,
+        'VALUE_DIM': value_dim,
+        'BLOCK_M': block_m,
+        'BLOCK_N': block_n,
+        'BLOCK_D': head_block(head_dim),
+        'BLOCK_DV': head_block(value_dim),
+    }

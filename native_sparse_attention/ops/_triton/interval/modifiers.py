@@ -1,0 +1,178 @@
+"""What `Modifiers` do to a tile of logits and weights, in every kernel of interval attention."""
+
+# To pyright a jit function that another calls never returns.
+# pyright: reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from native_sparse_attention.ops._modifiers import Modifiers
+from native_sparse_attention.ops._random import threshold
+from native_sparse_attention.ops._triton.launch import Settings
+from native_sparse_attention.ops._triton.placement import last_dim_contiguous
+from native_sparse_attention.ops._triton.softcap import cap_logits, cap_slope
+
+
+class Marks(NamedTuple):
+    """Modifiers as one argument of a kernel: what is None is not compiled.
+
+    sinks: `[HQ]`. query_segments, key_segments: `[B, T]` and `[B, S]`, contiguous, of num_queries and num_keys. bias,
+    attn_mask: `[B or 1, HQ or 1, T, S]`, the last dimension contiguous; bias_row, bias_head, bias_query and so on are
+    their strides, 0 where they are broadcast. A weight is dropped where its random number is below `threshold`, and
+    those that are kept are multiplied by keep_factor. first_row: of the batch, where it is taken in parts.
+    """
+
+    softcap: float | None
+    sinks: Tensor | None
+    query_segments: Tensor | None
+    key_segments: Tensor | None
+    num_queries: int | None
+    num_keys: int | None
+    bias: Tensor | None
+    bias_row: int | None
+    bias_head: int | None
+    bias_query: int | None
+    attn_mask: Tensor | None
+    mask_row: int | None
+    mask_head: int | None
+    mask_query: int | None
+    seed: Tensor | None
+    threshold: int | None
+    keep_factor: float | None
+    first_row: int | None
+
+    @property
+    def change_logits(self) -> bool:
+        """Whether kernels have logits in their own units, and not as products that lack a factor."""
+        return self.softcap is not None or self.bias is not None
+
+
+def make_marks(modifiers: Modifiers, batch: int, heads: int) -> Marks:
+    softcap, sinks, query_segments, key_segments, bias, attn_mask, dropout_p, seed = modifiers
+    sinks, query_segments, key_segments = (
+        t if t is None else t.contiguous() for t in (sinks, query_segments, key_segments)
+    )
+    bias, attn_mask = last_dim_contiguous(bias, attn_mask)
+    drops = dropout_p > 0
+    has_rows = drops or any(t is not None for t in (query_segments, bias, attn_mask))
+    bias_strides, mask_strides = (_broadcast_strides(t, batch, heads) for t in (bias, attn_mask))
+    return Marks(
+        None if softcap is None else float(softcap),
+        sinks,
+        query_segments,
+        key_segments,
+        None if query_segments is None else query_segments.shape[1],
+        None if key_segments is None else key_segments.shape[1],
+        bias,
+        *bias_strides,
+        attn_mask,
+        *mask_strides,
+        seed if drops else None,
+        threshold(dropout_p) if drops else None,
+        1 / (1 - dropout_p) if drops else None,
+        0 if has_rows else None,
+    )
+
+
+def settings_with_marks(settings: Settings, marks: Marks) -> Settings:
+    """More warps for what tiles of numbers for each weight take in registers."""
+    has_tiles = marks.bias is not None or marks.attn_mask is not None or marks.seed is not None
+    if not has_tiles or settings.block_m * settings.block_n < 2048:
+        return settings
+    return settings._replace(num_warps=max(8, settings.num_warps))
+
+
+def _broadcast_strides(table: Tensor | None, batch: int, heads: int) -> tuple[int | None, int | None, int | None]:
+    if table is None:
+        return None, None, None
+    row, head, query, _ = table.expand(batch, heads, -1, -1).stride()
+    return row, head, query
+
+
+@triton.jit
+def first_sums(marks, heads, BLOCK_M: tl.constexpr):
+    """The running maximum, in bits, and the sum of a softmax of `[BLOCK_M]` heads that has met its sink alone."""
+    if marks.sinks is None:
+        row_max = tl.full([BLOCK_M], float('-inf'), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+    else:
+        row_max = tl.load(marks.sinks + heads) * 1.4426950408889634
+        total = tl.where(row_max == float('-inf'), 0.0, 1.0)
+    return row_max, total
+
+
+@triton.jit
+def row_of_marks(marks, row):
+    return row if marks.first_row is None else row + marks.first_row
+
+
+@triton.jit
+def place_tile(rows, key_start, start, last, BLOCK: tl.constexpr):
+    """Where the elements of a tile `[rows, BLOCK]` of keys from `start` on stand, as `mark_logits` and `is_kept` take
+    it. rows: the row of the batch, and of each row of the tile head, query and whether there is one.
+    """
+    row, heads, queries, mask = rows
+    keys = start + tl.arange(0, BLOCK)
+    return row, heads[:, None], queries[:, None], (key_start + keys)[None, :], mask[:, None], (keys < last)[None, :]
+
+
+@triton.jit
+def mark_logits(products, scale, marks, place):
+    """Products of queries and keys as logits: in bits, where soft caps or a bias change them, else as they are.
+
+    place: row of the batch, heads, queries and keys as indices of the tensors, which of the queries and which of the
+    keys exist; two-dimensional, to be broadcast, but for numbers. Returns the logits, the derivative of the soft cap,
+    and what segments, masks and a bias above -inf allow to be read.
+    """
+    row, _, queries, keys, has_query, has_key = place
+    slope = 1.0
+    allowed = tl.full([1, 1], 1, tl.int1)
+    if marks.softcap is not None:
+        products = cap_logits(products * scale, marks.softcap)
+        slope = cap_slope(products, marks.softcap)
+    if marks.bias is not None:
+        bias_ptr = _point(marks.bias, marks.bias_row, marks.bias_head, marks.bias_query, place)
+        bias = tl.load(bias_ptr, mask=has_query & has_key, other=0.0).to(tl.float32)
+        products = (products if marks.softcap is not None else products * scale) + bias
+        allowed = allowed & (bias != float('-inf'))
+    if marks.softcap is not None or marks.bias is not None:
+        products = products * 1.4426950408889634
+    if marks.attn_mask is not None:
+        mask_ptr = _point(marks.attn_mask, marks.mask_row, marks.mask_head, marks.mask_query, place)
+        allowed = allowed & tl.load(mask_ptr, mask=has_query & has_key, other=0)
+    if marks.query_segments is not None:
+        segments = tl.load(marks.query_segments + row * marks.num_queries + queries, mask=has_query, other=-1)
+        of_keys = tl.load(marks.key_segments + row * marks.num_keys + keys, mask=has_key, other=-1)
+        allowed = allowed & (segments >= 0) & (segments == of_keys)
+    return products, slope, allowed
+
+
+@triton.jit
+def find_exponents(products, lse_log2, scale, marks, place):
+    """Of the weights, before any is dropped: exp2 of these. With what `mark_logits` returns besides the logits."""
+    if marks.softcap is not None or marks.bias is not None:
+        logits, slope, allowed = mark_logits(products, scale, marks, place)
+        exponents = logits - lse_log2
+    else:
+        exponents = tl.fma(products, scale * 1.4426950408889634, -lse_log2)
+        _, slope, allowed = mark_logits(products, scale, marks, place)
+    return exponents, slope, allowed
+
+
+@triton.jit
+def is_kept(marks, place):
+    """Which weights of a tile are not dropped: those of a random number of their own, whatever the tile."""
+    row, heads, queries, keys, _, _ = place
+    numbers, _, _, _ = tl.philox(tl.load(marks.seed), keys, queries, heads.to(tl.int32), row.to(tl.int32))
+    return numbers >= marks.threshold
+
+
+@triton.jit
+def _point(ptr, row_stride, head_stride, query_stride, place):
+    row, heads, queries, keys, _, _ = place
+    return ptr + row * row_stride + heads * head_stride + queries.to(tl.int64) * query_stride + keys
