@@ -83,15 +83,16 @@ def test_each_feature(name: str, dtype: torch.dtype, device: torch.device) -> No
     assert_matches((name,), whole(70, batch=2), HEADS, device, dtype)
 
 
-@every_dtype
-@pytest.mark.parametrize('extents', EXTENTS.values(), ids=EXTENTS)
-def test_all_of_them(extents: Extents, dtype: torch.dtype, device: torch.device) -> None:
+@pytest.mark.parametrize('place_of_queries', EXTENTS)
+def test_all_of_them(place_of_queries: str, device: torch.device) -> None:
+    extents = EXTENTS[place_of_queries]
+    dtype = torch.float16 if 'offset' in place_of_queries else torch.float32
     tensors, given_settings = make_problem(FEATURES, extents, HEADS, device, dtype, window_size=(12, 7))
     grads = make_grads(extents, HEADS, device)
     assert_close_to_eager(window_attention, tensors, grads, **given_settings)
 
 
-@fewer_examples(0.8)
+@fewer_examples(0.5)
 @given(
     drawn_extents(20),
     drawn_heads(),
@@ -116,7 +117,7 @@ def test_drawn_pairs(
     assert_close_to_eager(window_attention, tensors, make_grads(extents, heads, device), **given_settings)
 
 
-@pytest.mark.parametrize('window', [(-1, 0), (-1, -1), (33, 32), (0, 0)])
+@pytest.mark.parametrize('window', [(-1, 0), (33, 32), (0, 0)])
 def test_windows(window: tuple[int, int], device: torch.device) -> None:
     """Tiles in the middle of an interval need no mask for positions, but those of features."""
     assert_matches(FEATURES, whole(100), Heads(2, 1, 16, 16), device, torch.float16, window_size=window)
@@ -127,17 +128,19 @@ def test_sizes(head_dim: int, value_dim: int, group: int, device: torch.device) 
     assert_matches(FEATURES, whole(40), Heads(group, 1, head_dim, value_dim), device, torch.float16)
 
 
-@pytest.mark.parametrize('table', [(1, 1), (1, 4), (2, 1), (2, 4)])
+@pytest.mark.parametrize('table', [(1, 1), (1, 4), (2, 1)])
 def test_tables_for_several_rows_and_heads(table: tuple[int, int], device: torch.device) -> None:
     names = ('bias', 'attn_mask')
-    assert_matches(names, whole(40, batch=2), HEADS, device, table=table)
-    tensors, given_settings = make_problem(names, whole(40, batch=2), HEADS, device, table=table)
-    expected = run_triton(window_attention, tensors, **given_settings)
+    assert_matches(names, whole(20, batch=2), HEADS, device, table=table)
+
+
+def test_strides_of_tables(device: torch.device) -> None:
+    tensors, given_settings = make_problem(('bias', 'attn_mask'), whole(20, batch=2), HEADS, device, table=(1, 4))
+    expected = run_triton(window_attention, tensors, None, **given_settings)
     bias, attn_mask = tensors['bias'], given_settings['attn_mask']
     for turn in (lambda t: t.mT.contiguous().mT, lambda t: torch.stack((t, t), 3).flatten(2, 3)[:, :, ::2]):
-        turned = run_triton(
-            window_attention, tensors | {'bias': turn(bias)}, **given_settings | {'attn_mask': turn(attn_mask)}
-        )
+        turned_settings = given_settings | {'attn_mask': turn(attn_mask)}
+        turned = run_triton(window_attention, tensors | {'bias': turn(bias)}, None, **turned_settings)
         assert_same_bits(turned, expected)
 
 
@@ -160,8 +163,15 @@ def test_a_bias_reaches_keys_of_other_sequences_nowhere(device: torch.device) ->
     assert (dbias[read] != 0).all()
 
 
-@every_dtype
-@pytest.mark.parametrize('names', [('segments',), ('attn_mask',), ('bias', 'softcap'), FEATURES])
+@pytest.mark.parametrize(
+    ('names', 'dtype'),
+    [
+        (('segments',), torch.float16),
+        (('attn_mask',), torch.float16),
+        (('bias', 'softcap'), torch.float16),
+        (FEATURES, torch.float32),
+    ],
+)
 def test_what_features_leave_out_may_be_anything(
     names: tuple[str, ...], dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -195,7 +205,7 @@ def test_what_features_leave_out_may_be_anything(
 
 @pytest.mark.parametrize('sink', [None, 0.5, -torch.inf])
 def test_rows_with_nothing_to_read(sink: float | None, device: torch.device) -> None:
-    extents = whole(40)
+    extents = whole(32)
     names = ('segments', 'bias', 'attn_mask', 'softcap', 'dropout')
     for name in ('segments', 'bias', 'attn_mask'):
         tensors, given_settings = make_problem(names, extents, HEADS, device)
@@ -234,12 +244,12 @@ def test_sinks_alone(seqlen_k: int, device: torch.device) -> None:
 
 
 @triton.jit
-def philox_kernel(seed_ptr, out_ptr, heads, queries, num_keys: tl.constexpr):
-    row, head, query = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    key = tl.arange(0, num_keys)
-    numbers, _, _, _ = tl.philox(tl.load(seed_ptr), key, query, head, row)
-    at = ((row * heads + head) * queries + query) * num_keys
-    tl.store(out_ptr + at + key, numbers.to(tl.int64))
+def philox_kernel(seed_ptr, out_ptr, heads, queries, KEYS: tl.constexpr):
+    row, head = tl.program_id(0), tl.program_id(1)
+    for query in range(queries):
+        key = tl.arange(0, KEYS)
+        numbers = tl.philox(tl.load(seed_ptr), key, query, head, row)[0]
+        tl.store(out_ptr + ((row * heads + head) * queries + query) * KEYS + key, numbers.to(tl.int64))
 
 
 def dropped_weights(device: torch.device, dropout_p: float, seed: int) -> Tensor:
@@ -251,13 +261,13 @@ def dropped_weights(device: torch.device, dropout_p: float, seed: int) -> Tensor
     return out.transpose(1, 2) == 0
 
 
-@pytest.mark.parametrize('dropout_p', [1e-3, 0.25, 0.5, 0.9])
-@pytest.mark.parametrize('seed', [0, 7, -1, SEED])
+@pytest.mark.parametrize(('dropout_p', 'seed'), [(1e-3, 7), (0.25, 0), (0.5, SEED), (0.9, -1)])
 def test_dropout_is_that_of_philox(dropout_p: float, seed: int, device: torch.device) -> None:
     dropped = dropped_weights(device, dropout_p, seed)
     numbers = torch.empty(2, 4, 20, 32, dtype=torch.int64, device=device)
     seeds = torch.tensor([seed], device=device)
-    philox_kernel[(2, 4, 20)](seeds, numbers, 4, 20, 32)
+    kernel: Any = philox_kernel
+    kernel[(2, 4)](seeds, numbers, 4, 20, 32)
     assert torch.equal(dropped, numbers < round(dropout_p * 2**32))
     sizes = [torch.arange(size, device=device).view(-1, *(1,) * (3 - i)) for i, size in enumerate(numbers.shape)]
     assert torch.equal(~dropped, keep(seeds, dropout_p, *sizes))
@@ -294,7 +304,7 @@ def test_a_seed_is_a_number_or_a_tensor_or_drawn(device: torch.device) -> None:
 
 
 @every_dtype
-@pytest.mark.parametrize('position', [3, 31, 63])
+@pytest.mark.parametrize('position', [3, 31])
 def test_the_future_changes_nothing(position: int, dtype: torch.dtype, device: torch.device) -> None:
     tensors, given_settings = make_problem(FEATURES, whole(70), HEADS, device, dtype)
     grads = make_grads(whole(70), HEADS, device)
@@ -316,14 +326,13 @@ def test_the_future_changes_nothing(position: int, dtype: torch.dtype, device: t
     assert torch.equal(result['grad of bias'][:, :, past, past], expected['grad of bias'][:, :, past, past])
 
 
-@pytest.mark.parametrize('rows', [1, 2])
-def test_parts_of_some_rows_at_a_time(rows: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_some_rows_at_a_time(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tables of the other rows, and their random numbers, are theirs."""
-    heads = Heads(6, 1, 16, 16)
-    tensors, given_settings = make_problem(FEATURES, whole(40, batch=3), heads, device)
-    grads = make_grads(whole(40, batch=3), heads, device)
+    heads = Heads(3, 1, 16, 16)
+    tensors, given_settings = make_problem(FEATURES, whole(20, batch=3), heads, device)
+    grads = make_grads(whole(20, batch=3), heads, device)
     expected = run_triton(window_attention, tensors, grads, **given_settings)
-    monkeypatch.setattr(keys, 'WORKSPACE', rows * 6 * 40 * 4 * (16 + 16))
+    monkeypatch.setattr(keys, 'WORKSPACE', 2 * 3 * 20 * 4 * (16 + 16))
     assert_same_bits(run_triton(window_attention, tensors, grads, **given_settings), expected)
 
 
@@ -348,8 +357,7 @@ def attend_compressed(
 
 
 @every_dtype
-@pytest.mark.parametrize('names', [('softcap',), ('sinks',), ('softcap', 'sinks')])
-@pytest.mark.parametrize('pairs', [0, 2])
+@pytest.mark.parametrize(('names', 'pairs'), [(('softcap',), 0), (('sinks',), 2), (('softcap', 'sinks'), 2)])
 @pytest.mark.parametrize('extents', [whole(70, batch=2), packed([20, 3, 33], uncovered=5)], ids=['whole', 'packed'])
 def test_compressed_attention(
     extents: Extents, pairs: int, names: tuple[str, ...], dtype: torch.dtype, device: torch.device
