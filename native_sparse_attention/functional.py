@@ -7,9 +7,11 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from native_sparse_attention.geometry import packed_block_starts
 from native_sparse_attention.ops import (
     BackendChoice,
     compressed_attention,
@@ -31,7 +33,7 @@ from native_sparse_attention.ops._checks import (
 from native_sparse_attention.ops._modifier_checks import check_alone, reduce_sinks
 from native_sparse_attention.ops._modifiers import Modifiers
 from native_sparse_attention.ops._random import check_dropout
-from native_sparse_attention.ops._segments import cu_seqlens_of, mask_output
+from native_sparse_attention.ops._segments import cu_seqlens_of
 from native_sparse_attention.ops.backend import check_backend, slowest
 from native_sparse_attention.ops.block_selection.api import backend_of as choice_backend
 from native_sparse_attention.ops.compressed_attention.api import backend_of as compressed_backend
@@ -146,13 +148,18 @@ def nsa(
     softcap = checked_softcap(softcap)
     check_dropout(dropout_p, dropout_seed, q)
     sinks, sinks_cmp = reduce_sinks(sinks, q), reduce_sinks(sinks_cmp, q, 'sinks_cmp')
-    padding = None
     if segment_ids is not None:
         others = {'cu_seqlens': cu_seqlens, 'cu_seqlens_k': cu_seqlens_k, 'seqlens_k': seqlens_k, 'q_offset': q_offset}
         check_alone('segment_ids', **others)
         if k.shape[1] != q.shape[1]:
             raise ValueError(f'k has {k.shape[1]} tokens, but must have {q.shape[1]}, as q, beside segment_ids')
         cu_seqlens, padding = cu_seqlens_of(segment_ids, q)
+        if padding is not None:
+            # Whatever stands there, it reaches neither outputs nor gradients that tokens share, such as those of sinks.
+            tokens = (q, k, v, q_cmp, k_window, v_window, gates)
+            q, k, v, q_cmp, k_window, v_window, gates = (_zero_padding(t, padding) for t in tokens)
+            starts = packed_block_starts(cu_seqlens, q.shape[1], compress_block_size, compress_stride)
+            k_cmp, v_cmp = (t if t is None else _zero_padding(t, padding[:, starts]) for t in (k_cmp, v_cmp))
     make_sequences(q, k.shape[1], q_offset, seqlens_k, cu_seqlens, cu_seqlens_k)
     seqlen_k = k.shape[1] if cu_seqlens is None else None
     where: dict[str, Any] = {
@@ -236,7 +243,7 @@ def nsa(
         )
     outs = (out_compressed if has_compressed else None, out_selected, out_window)
     compressed, selected, window = (_or_zeros(out, q, v) for out in outs)
-    return mask_output(gated_sum(gates, compressed, selected, window, backend=eager_in_flex), padding)
+    return gated_sum(gates, compressed, selected, window, backend=eager_in_flex)
 
 
 def backend_of(
@@ -286,6 +293,13 @@ def backend_of(
         if use_diff_topk:
             others['straight_through_scale'] = choice_backend('straight_through_scale', q, k, **choice)
     return slowest(attentions or others, others)
+
+
+def _zero_padding(x: Tensor, padding: Tensor) -> Tensor:
+    """x `[1, N, heads, ...]` with 0 where padding `[1, M]` is True; M may be more or less than N."""
+    count = x.shape[1]
+    padding = F.pad(padding[:, :count], (0, max(0, count - padding.shape[1])))
+    return x.masked_fill(padding[..., None, None], 0)
 
 
 def _or_zeros(out: Tensor | None, q: Tensor, v: Tensor) -> Tensor:

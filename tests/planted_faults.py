@@ -38,14 +38,16 @@ class Fault(NamedTuple):
 MEMORY = ('test_compressed_attention.py',)
 INTERVAL = ('test_window_attention.py', 'test_window_attention_guarantees.py', *MEMORY)
 SELECTED = ('test_selected_attention.py', 'test_selected_attention_guarantees.py')
-SHARED = ('test_selected_attention_sharing.py',)
+SHARED, CAPPED = ('test_selected_attention_sharing.py',), ('test_selected_features.py',)
 CHOICE = ('test_select_blocks.py', 'test_select_blocks_guarantees.py')
+CHOICE_FEATURES = ('test_choice_features.py',)
 SCORES, GATED, PLACED = ('test_chosen_scores.py',), ('test_gated_sum.py',), ('test_placement.py', *INTERVAL)
 FORWARD, BACKWARD = '_triton/interval/forward.py', '_triton/interval/backward.py'
 TILES, INTERVAL_OP, PLACEMENT = '_triton/interval/tiles.py', '_triton/interval/op.py', '_triton/placement.py'
 SELECTED_FORWARD, SELECTED_BACKWARD = 'selected_attention/triton/forward.py', 'selected_attention/triton/backward.py'
 KEY_GRADIENTS = 'selected_attention/triton/key_gradients.py'
 NEIGHBOURS, ROWS = 'selected_attention/triton/neighbours.py', 'selected_attention/triton/choice.py'
+NEIGHBOURS_BACKWARD = 'selected_attention/triton/neighbours_backward.py'
 BY_BLOCK, LISTS = 'selected_attention/triton/by_block.py', 'selected_attention/triton/lists.py'
 BY_BLOCK_BACKWARD, SELECTED_KEYS = 'selected_attention/triton/by_block_backward.py', 'selected_attention/triton/keys.py'
 SHARING = 'selected_attention/triton/sharing.py'
@@ -150,6 +152,10 @@ FAULTS = [
     Fault('gradients of queries by scores of forced blocks', SCORES_FORWARD, 'is_forced(blocks, position, sizes', 'is_forced(blocks + 1, position, sizes', SCORES),
     Fault('entries of this step twice in the gradient of scores', SCORES_BACKWARD, 'first_member + BLOCK_M, num_members', 'first_member, num_members', SCORES),
     Fault('causal mask off in the gradient of scores', SCORES_BACKWARD, 'sizes.block_size - 1 <= position[None, :])', 'sizes.block_size <= position[None, :])', SCORES),
+    Fault('one block more than the count of a row', SELECT, 'slots[None, :] < counts', 'slots[None, :] <= counts', CHOICE_FEATURES),
+    Fault('counts of another chooser', SELECT, 'counts_ptr += rows * tl.num_programs(1) + chooser', 'counts_ptr += rows * tl.num_programs(1)', CHOICE_FEATURES),
+    Fault('scores of logits without their cap', SCORES_TILES, 'cap_logits(products * scale, softcap) + minus_lse', 'products * scale + minus_lse', CHOICE_FEATURES),
+    Fault('slope of the soft cap forgotten', SCORES_TILES, 'dlogits * cap_slope_at(products * scale, softcap)', 'dlogits', CHOICE_FEATURES),
     # Gated sum
     Fault('window gated as selected', GATED_SUM, 'out += _load_gate(gates_ptr + 2 * gates_strides[3], row_mask)', 'out += _load_gate(gates_ptr + gates_strides[3], row_mask)', GATED),
     Fault('gradients of gates off by half a percent', GATED_SUM, 'dgate = tl.sum(dout * branch.to(tl.float32), 1)', 'dgate = tl.sum(dout * branch.to(tl.float32), 1) * 0.995', GATED),
@@ -171,6 +177,16 @@ FAULTS = [
     Fault('members that must be masked are not', LISTS, '(positions < tl.max(keys, 0))', '(positions < tl.max(keys, 0) - 1)', SELECTED[:1]),
     Fault('a block with keys that are none goes unmasked', LISTS, 'return tl.where(tl.min(key_mask.to(tl.int32), 0) == 0, num_entries, num_near)', 'return num_near', SELECTED[:1]),
     Fault('neighbours: slots of other heads', NEIGHBOURS, 'tl.broadcast_to(values[:, None], [BLOCK_T, BLOCK_G])', 'tl.broadcast_to(values[None, :], [BLOCK_G, BLOCK_T])', SHARED),
+    # Soft caps of selected attention
+    Fault('soft cap: none for the mean key of a query', SELECTED_BACKWARD, '        weights *= slope\n', '', CAPPED),
+    Fault('soft cap: no slope in the gradient of q', SELECTED_BACKWARD, '        dlogits *= slope\n', '', CAPPED),
+    Fault('soft cap: a tile fetched in vain counts', SELECTED_FORWARD, 'if MASKED or softcap is not None:', 'if MASKED:', CAPPED),
+    Fault('soft cap: before the factor', SELECTED_BACKWARD, 'cap_logits(logits * factor, softcap)', 'cap_logits(logits, softcap) * factor', CAPPED),
+    Fault('soft cap: by neighbours, no slope in the gradient of q', NEIGHBOURS_BACKWARD, '        dlogits *= slope\n', '', CAPPED),
+    Fault('soft cap: by neighbours, none for the mean key', NEIGHBOURS_BACKWARD, '        weights *= slope\n', '', CAPPED),
+    Fault('soft cap: by block, no slope in the gradient of q', BY_BLOCK_BACKWARD, 'dlogits *= cap_slope(capped_log2, softcap * 1.4426950408889634)', 'dlogits *= 1.0', CAPPED),
+    Fault('soft cap: by block, in other units', BY_BLOCK, 'softcap * 1.4426950408889634', 'softcap', CAPPED),
+    Fault('soft cap: no slope in the gradient of k', KEY_GRADIENTS, 'dlogits *= cap_slope(capped_log2, softcap * 1.4426950408889634)', 'dlogits *= 1.0', CAPPED),
     # Decoding
     Fault('decoding: all tokens at one position', APPEND, 'positions = tl.zeros([1], tl.int32) + (old + token)\n', 'positions = tl.zeros([1], tl.int32) + old\n', DECODING),
     Fault('decoding: what does not fit is written', APPEND, 'fits = locate(positions, positions < length', 'fits = locate(positions, positions >= 0', DECODING[1:]),

@@ -44,6 +44,14 @@ def shared_gpu() -> Iterator[None]:
     torch.cuda.empty_cache()
 
 
+def cap(
+    tensors: dict[str, Tensor], settings: dict[str, Any], softcap: float
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The same with a soft cap, and the log-sum-exp of the logits that it leaves."""
+    settings = settings | {'softcap': softcap}
+    return tensors | {'lse': attention_lse(tensors['q'], tensors['k_cmp'], tensors['k_cmp'], settings)}, settings
+
+
 def draw_counts(problem: Choosing, index: int) -> Tensor:
     """From -1 to one more than there are, in some problems the same for all queries of a row."""
     tensors, _, choice = problem
@@ -91,7 +99,7 @@ def test_counts_are_exact(index: int, device: torch.device):
 @pytest.mark.parametrize('index', range(30))
 def test_capped_choices_have_the_highest_scores(index: int, device: torch.device):
     tensors, settings, choice = problem = draw_select_blocks(index, device, exact=False)
-    settings = settings | {'softcap': SOFTCAPS[index % 4]}
+    tensors, settings = cap(tensors, settings, SOFTCAPS[index % 4])
     if index % 3:
         choice = choice | {'block_counts': draw_counts(problem, index)}
     with harness.poisoned_allocations():
@@ -103,7 +111,8 @@ def test_capped_choices_have_the_highest_scores(index: int, device: torch.device
 def test_rules_of_capped_scores(index: int, device: torch.device):
     """Drawn problems by the error rules, in memory full of NaN; the first call gives the bits of the second."""
     problem, generator = draw_problem('chosen_scores', index, device)
-    problem = replace(problem, settings=problem.settings | {'softcap': SOFTCAPS[index % 4]})
+    tensors, settings = cap(problem.tensors, problem.settings, SOFTCAPS[index % 4])
+    problem = replace(problem, tensors=tensors, settings=settings)
     grads = problem.draw_grads(generator)
     with harness.poisoned_allocations():
         result = assert_obeys_the_rules(problem, grads, BACKEND)
@@ -113,8 +122,9 @@ def test_rules_of_capped_scores(index: int, device: torch.device):
 @pytest.mark.parametrize('index', range(6))
 def test_rules_of_the_capped_straight_through_scale(index: int, device: torch.device):
     problem, generator = draw_problem('chosen_scores', 100 + index, device)
-    settings = problem.settings | {'softcap': SOFTCAPS[index % 4], 'num_init': 1, 'num_local': 1}
-    problem = replace(problem, function=straight_through_scale, settings=settings)
+    tensors, settings = cap(problem.tensors, problem.settings, SOFTCAPS[index % 4])
+    settings |= {'num_init': 1, 'num_local': 1}
+    problem = replace(problem, function=straight_through_scale, tensors=tensors, settings=settings)
     grads = problem.draw_grads(generator)
     with harness.poisoned_allocations():
         result = problem.run(BACKEND, grads)
@@ -130,7 +140,7 @@ def test_every_head_size(head_dim: int, dtype: torch.dtype, device: torch.device
     """Rows over several tiles of blocks, of which each query takes another number, beyond those that are forced."""
     problem = make_choice(9000, dtype, device, queries=200, head_dim=head_dim, group=4)
     tensors, settings, choice = problem
-    settings = settings | {'softcap': 2.0}
+    tensors, settings = cap(tensors, settings, 2.0)
     counts = draw_counts(problem, head_dim)
     choice = choice | {'block_counts': counts}
     blocks = choose(BACKEND, tensors, settings, choice)
@@ -196,7 +206,7 @@ def test_counts_of_a_captured_choice(device: torch.device):
     with torch.cuda.graph(graph):
         blocks = select_blocks(**tensors, **settings, block_counts=counts)
         with pytest.raises(ValueError, match='segment_ids is given while a CUDA graph is captured'):
-            select_blocks(**tensors, **settings, segment_ids=ids)
+            select_blocks(**tensors, **(settings | {'q_offset': None, 'seqlens_k': None}), segment_ids=ids)
     for number in (0, 2, 7, 20):
         counts.fill_(number)
         graph.replay()

@@ -53,6 +53,8 @@ class Tile(NamedTuple):
 
 # The smallest that suits is taken. A thread loads 4 indices at once, and as many again for every doubling.
 TILES = (Tile(10, 4, 1), Tile(11, 4, 2), Tile(12, 8, 2))
+# So few entries in all, of so few slots, take as long as a tile of them does.
+SHORT_TILE, MAX_SHORT_ENTRIES, MAX_SHORT_SLOTS = Tile(8, 1, 2), 2**20, 2**9
 
 
 class InverseIndex(NamedTuple):
@@ -85,7 +87,7 @@ def group_pairs(block_indices: Tensor, kv_heads: int, num_slots: int, most: int 
     pairs = batch * kv_heads
     num_rows = seqlen * (index_heads // kv_heads)
     size = min(pairs, MAX_ENTRIES // max(num_rows * num_selected, num_slots + 1), pairs if most is None else most)
-    tile = _choose_tile(num_rows, num_selected, num_slots)
+    tile = _choose_tile(pairs, num_rows, num_selected, num_slots)
     if tile is not None:
         size = min(size, MAX_COUNTS // _num_counts(tile, num_rows, num_selected, num_slots))
     size = max(1, size)
@@ -117,7 +119,7 @@ def make_inverse_index(
     repeats = index_heads // kv_heads
     num_rows = len(tokens) * repeats
     num_slots = num_block_slots(place, block_size)
-    counted = _choose_tile(num_rows, num_selected, num_slots)
+    counted = _choose_tile(len(pairs), num_rows, num_selected, num_slots)
     tile = counted or TILES[0]
     block_s = _index_block(num_selected)
     log_tile = max(tile.log_size, block_s.bit_length() - 1)
@@ -146,12 +148,15 @@ def make_inverse_index(
     return InverseIndex(*lists_of_sorted_tiles(keys, counts, num_slots, 2**log_tile, block_rows * num_selected))
 
 
-def _choose_tile(num_rows: int, num_selected: int, num_slots: int) -> Tile | None:
-    """The tiles of a counting sort of the lists of a pair, or None where the lists are sorted as a whole: where they
+def _choose_tile(pairs: int, num_rows: int, num_selected: int, num_slots: int) -> Tile | None:
+    """The tiles of a counting sort of the lists of pairs, or None where the lists are sorted as a whole: where they
     are short, or so long and so many that the counts would take too much memory.
     """
     if num_rows * num_selected < MIN_COUNTED:
         return None
+    is_short = pairs * num_rows * num_selected <= MAX_SHORT_ENTRIES and num_slots <= MAX_SHORT_SLOTS
+    if is_short and _index_block(num_selected) <= 2**SHORT_TILE.log_size:
+        return SHORT_TILE
     for tile in TILES:
         # Counts of more slots than a tile has entries take longer than a larger tile.
         suits = num_slots <= 2**tile.log_size or tile == TILES[-1]

@@ -5,23 +5,38 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+# -2 / ln(2): e^(-2x) is exp2 of so many x.
+MINUS_TWO_LOG2_E = tl.constexpr(-2.8853900817779268)
+
 
 @triton.jit
 def cap_logits(logits, softcap):
     """softcap * tanh(logits / softcap), to a few units in the last place of float32."""
-    x = logits / softcap
-    # 1 - 2 / (e^2x + 1) cancels near 0, where the first terms of the series are exact.
+    x = logits * (1.0 / softcap)
+    size = tl.abs(x)
+    # Where 1 - tanh is not small the difference would cancel; there the polynomial of Cephes' tanhf.
     square = x * x
-    series = tl.fma(square, 0.021869488536155203, -0.05396825396825397)
-    series = tl.fma(series, square, 0.13333333333333333)
-    series = tl.fma(series, square, -0.3333333333333333)
-    series = tl.fma(series * square, x, x)
-    closed = 1.0 - 2.0 / (tl.exp2(x * 2.8853900817779268) + 1.0)
-    return softcap * tl.where(tl.abs(x) < 0.3, series, closed)
+    near = tl.fma(square, -5.70498872745e-3, 2.06390887954e-2)
+    near = tl.fma(near, square, -5.37397155531e-2)
+    near = tl.fma(near, square, 1.33314422036e-1)
+    near = tl.fma(near, square, -3.33332819422e-1)
+    near = tl.fma(near * square, x, x)
+    e = tl.exp2(size * MINUS_TWO_LOG2_E)
+    far = 1.0 - 2.0 * e / (1.0 + e)
+    return softcap * tl.where(size < 0.625, near, tl.where(x < 0, -far, far))
 
 
 @triton.jit
 def cap_slope(capped, softcap):
-    """The derivative of `cap_logits` where it gave `capped`."""
+    """The derivative of `cap_logits` where it gave `capped`, to a unit in the last place of 1: where it is next to 0 it
+    has no digit right, as in eager.
+    """
     ratio = capped / softcap
     return tl.fma(-ratio, ratio, 1.0)
+
+
+@triton.jit
+def cap_slope_at(logits, softcap):
+    """The derivative of `cap_logits`, to a few units in the last place, where it is next to 0 too."""
+    e = tl.exp2(tl.abs(logits * (1.0 / softcap)) * MINUS_TWO_LOG2_E)
+    return 4.0 * e / ((1.0 + e) * (1.0 + e))

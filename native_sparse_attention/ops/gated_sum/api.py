@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from native_sparse_attention.ops._checks import check_same_kind
+from native_sparse_attention.ops._checks import check_same_kind, check_tensors
 from native_sparse_attention.ops._triton import support
 from native_sparse_attention.ops.backend import BackendChoice, choose_backend, serves
 
@@ -88,6 +88,7 @@ def stack_gates(gates: Tensor | Sequence[Tensor | None], q: Tensor) -> tuple[Ten
 
 
 def check_gate(name: str, gate: Tensor, expected: tuple[int, ...], legend: str, q: Tensor) -> None:
+    check_tensors(**{name: gate})
     if gate.shape != expected:
         raise ValueError(f'{name} has shape {tuple(gate.shape)}, but must have {expected} {legend}')
     if not gate.is_floating_point():

@@ -151,6 +151,12 @@ def build_selected(dtype: torch.dtype, head_dim: int) -> None:
         served = launch.settings_of(selected_op.settings.BLOCK_DQ, q, v).block_n
         for block_size in dict.fromkeys((min(64, served), 16, served)):
             differentiate(*selected_attention(q, k, v, indices, block_size=block_size, backend='triton'))
+    for design in ('query', 'neighbours', 'block'):
+        with mock.patch.object(selected_op, 'choose_design', return_value=design):
+            block_size = min(SELECTION_BLOCK, served)
+            block_scale = None if design == 'block' else torch.ones(indices.shape, requires_grad=True)
+            capped: dict[str, Any] = {'block_size': block_size, 'block_scale': block_scale, 'softcap': 30.0}
+            differentiate(*selected_attention(q, k, v, indices, **capped, backend='triton'))
 
 
 def build_inverse_index(dtype: torch.dtype, head_dim: int) -> None:
@@ -158,7 +164,8 @@ def build_inverse_index(dtype: torch.dtype, head_dim: int) -> None:
     seqlen = inverse_index.MIN_COUNTED // num_selected
     indices = torch.zeros(1, seqlen, 2, num_selected, dtype=torch.int32)
     packed = torch.tensor([0, 40, seqlen], dtype=torch.int32)
-    for tile, borders in zip((*inverse_index.TILES, inverse_index.TILES[0]), (None, None, None, packed), strict=True):
+    tiles = (inverse_index.SHORT_TILE, *inverse_index.TILES)
+    for tile, borders in (*((tile, None) for tile in tiles), (tiles[1], packed)):
         seqlen_k = SELECTION_BLOCK * (2**tile.log_size - 3)
         sequences = Sequences(1, seqlen, seqlen_k, indices.device, None, None, borders, borders)
         sizes: dict[str, Any] = {'kv_heads': 2, 'block_size': SELECTION_BLOCK, 'causal': True, 'unique': True}

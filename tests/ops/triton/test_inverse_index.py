@@ -17,6 +17,7 @@ from torch import Tensor
 from native_sparse_attention.geometry import Sequences
 from native_sparse_attention.ops._triton import inverse_index
 from native_sparse_attention.ops._triton.inverse_index import (
+    SHORT_TILE,
     TILES,
     InverseIndex,
     Tile,
@@ -70,6 +71,7 @@ def lists_of_pair(
 def sorted_by(tile: Tile | None) -> Iterator[None]:
     """A counting sort of tiles of this size, or lists that are sorted as a whole."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(inverse_index, 'MAX_SHORT_ENTRIES', 0)
         if tile is None:
             patch.setattr(inverse_index, 'MAX_COUNTS', 0)
             patch.delattr(inverse_index, 'lists_of_sorted_tiles')
@@ -174,7 +176,7 @@ def test_tiles_of_tokens(extents: Extents, unique: bool, tile: Tile | None, devi
     check(extents, device, kv_heads=1, repeats=3, unique=unique, num_selected=9, tile=tile)
 
 
-@pytest.mark.parametrize('tile', TILES, ids=lambda tile: str(2**tile.log_size))
+@pytest.mark.parametrize('tile', [SHORT_TILE, *TILES], ids=lambda tile: str(2**tile.log_size))
 def test_tiles_that_are_launched(tile: Tile, device: torch.device) -> None:
     seqlen = 2**tile.log_size // 16 + 5
     check(Extents(1, seqlen, seqlen, {}, [seqlen]), device, kv_heads=1, num_selected=13, tile=tile)
@@ -253,10 +255,15 @@ def test_junk_in_borders_stays_inside_the_lists(borders: list[int], tile: Tile |
         (2**8, 16, 4, None),
         (0, 16, 4, None),
         (2**8, 0, 4, None),
+        (2**14, 16, 512, 8),
+        (2**14, 17, 512, 10),
+        (2**14, 16, 513, 10),
+        (2**10, 256, 4, 8),
+        (2**9, 257, 4, 10),
     ],
 )
 def test_choice_of_tiles(num_rows: int, num_selected: int, num_slots: int, log_size: int | None) -> None:
-    tile = inverse_index._choose_tile(num_rows, num_selected, num_slots)
+    tile = inverse_index._choose_tile(4, num_rows, num_selected, num_slots)
     assert (None if tile is None else tile.log_size) == log_size
 
 
@@ -268,7 +275,7 @@ def test_workspace_of_a_group(seqlen: int, num_selected: int) -> None:
     num_slots = seqlen // 64
     pairs = len(group_pairs(indices, 64, num_slots)[0])
     for tokens in (seqlen, seqlen // 3, 1):
-        tile = inverse_index._choose_tile(tokens, num_selected, num_slots)
+        tile = inverse_index._choose_tile(pairs, tokens, num_selected, num_slots)
         if tile is not None and pairs > 1:
             counts = inverse_index._num_counts(tile, tokens, num_selected, num_slots)
             assert pairs * 4 * (2 * tokens * num_selected + counts) <= 2**29

@@ -47,6 +47,12 @@ def windowed(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Any:
     return window_attention(q, k, v, window_size=(5, 0), **settings)
 
 
+def featured(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, bias: Tensor, ids: Tensor, **settings: Any) -> Any:
+    attn_mask = (ids[:, :, None] + ids[:, None] < 5)[:, None]
+    features: dict[str, Any] = {'sinks': sinks, 'bias': bias, 'attn_mask': attn_mask, 'segment_ids': ids, 'softcap': 2}
+    return windowed(q, k, v, **features, dropout_p=0.2, dropout_seed=1, **settings)
+
+
 def packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, **settings: Any) -> Any:
     return window_attention(q, k, v, window_size=(5, 0), cu_seqlens=cu_seqlens, **settings)
 
@@ -86,6 +92,11 @@ def make_memory(device: torch.device) -> Tensors:
     return {name: torch.randn(1, 2, 16, device=device) for name in ('mem_k', 'mem_v')}
 
 
+def make_features(device: torch.device) -> Tensors:
+    ids = torch.arange(T, dtype=torch.int32, device=device)[None] // 7
+    return {'sinks': torch.randn(2, device=device), 'bias': torch.randn(1, 1, T, T, device=device), 'ids': ids}
+
+
 def make_gated(device: torch.device) -> Tensors:
     outs = (torch.randn(1, T, 2, 16, device=device) for _ in range(3))
     names = ('out_compressed', 'out_selected', 'out_window')
@@ -100,6 +111,7 @@ def turned(x: Tensor, positions: Tensor, **settings: Any) -> Tensor:
 # Every public op with a Triton backend: how to call it, and how to make its tensors.
 OPS: dict[str, tuple[Callable[..., Any], Callable[[torch.device], Tensors]]] = {
     'window': (windowed, inputs),
+    'features': (featured, lambda d: inputs(d) | make_features(d)),
     'packed': (packed, lambda d: inputs(d) | {'cu_seqlens': torch.tensor([0, 7, T], dtype=torch.int32, device=d)}),
     'compressed': (compressed, lambda d: inputs(d, C) | make_memory(d)),
     'selected': (selected, make_selected),

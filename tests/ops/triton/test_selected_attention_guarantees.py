@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from native_sparse_attention.ops import selected_attention
+from native_sparse_attention.ops._triton.inverse_index import InverseIndex, make_inverse_index
 from native_sparse_attention.ops._triton.support import is_interpreted
 from native_sparse_attention.ops.selected_attention.api import MAX_SELECTED, backend_of
-from native_sparse_attention.ops.selected_attention.triton import keys, lists, op
+from native_sparse_attention.ops.selected_attention.triton import by_block, keys, lists, op
 from native_sparse_attention.testing import make_block_indices, outputs_and_gradients
 from tests import problems
 from tests.ops.triton.harness import assert_same_bits, far_apart, make_grads, place, run_triton
@@ -245,6 +246,32 @@ def test_what_the_kernels_do_not_serve(device: torch.device) -> None:
         backend_of(q.double(), k.double(), v.double(), backend='triton')
 
 
+@per_block
+def test_the_backward_takes_the_lists_of_the_forward(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where those are of all heads and tokens, and with the bits that it has by lists of its own."""
+    made = []
+
+    def make(*args: Any, **settings: Any) -> InverseIndex:
+        made.append(make_inverse_index(*args, **settings))
+        return made[-1]
+
+    monkeypatch.setattr(lists, 'make_inverse_index', make)
+    indices = make_indices(whole(12), 2, 3, 2)
+    tensors = make_inputs(whole(12), TWO_GROUPS, device, indices, scaled=True)
+    grads = make_grads(whole(12), TWO_GROUPS, device)
+    kept = run_triton(selected_attention, tensors, grads, block_size=2)
+    assert len(made) == 1
+    forward = op._forward
+    with monkeypatch.context() as patch:
+        patch.setattr(op, '_forward', lambda *args: forward(*args[:-1], False))
+        assert_same_bits(run_triton(selected_attention, tensors, grads, block_size=2), kept)
+    assert len(made) == 3
+    monkeypatch.setattr(by_block, 'WORKSPACE', 1)
+    apart = run_triton(selected_attention, tensors, grads, block_size=2)
+    assert len(made) > 5
+    assert_same_bits({'out0': apart['out0']}, {'out0': kept['out0']})
+
+
 @pytest.mark.plain_memory
 def test_the_registered_op_is_as_pytorch_wants_it(device: torch.device) -> None:
     indices = make_block_indices('valid', 1, 2, 2, 2, seqlen_k=2, block_size=1)
@@ -253,11 +280,11 @@ def test_the_registered_op_is_as_pytorch_wants_it(device: torch.device) -> None:
     cu_seqlens = torch.tensor([0, 2], dtype=torch.int32, device=device)
     for borders, softcap in ((None, None), (cu_seqlens, 3.0)):
         flat = (2, None, None, None, borders, borders)
-        inputs = (q, k, v, tensors['block_indices'], factors, *flat, 1, True, 0.25, softcap)
+        inputs = (q, k, v, tensors['block_indices'], factors, *flat, 1, True, 0.25, softcap, False)
         torch.library.opcheck(op._forward, inputs)
         detached = [t.detach() if isinstance(t, Tensor) else t for t in inputs]
-        out, lse = op._forward(*detached)
-        arguments = (torch.ones_like(out), None, out, lse, *detached, True, True)
+        out, *others = op._forward(*detached)
+        arguments = (torch.ones_like(out), None, out, *others, *detached, True, True)
         torch.library.opcheck(op._backward, arguments, test_utils=('test_schema', 'test_faketensor'))
 
 

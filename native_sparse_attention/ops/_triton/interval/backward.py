@@ -354,7 +354,7 @@ def dkv_kernel(
     dv_ptr += part.to(tl.int64) * dv_strides[0] + stored_row.to(tl.int64) * dv_strides[1] + kv_head * dv_strides[3]
     # What no query may read is loaded as 0, and its gradient is 0.
     dk = tl.where(key_mask[:, None], dk * scale, 0.0)
-    dv = tl.where(key_mask[:, None], dv if marks.seed is None else dv * marks.keep_factor, 0.0)
+    dv = tl.where(key_mask[:, None], dv, 0.0)
     store_rows(dk_ptr, stored_rows, dk_strides[2], dk, stored, HEAD_DIM, BLOCK_D)
     store_rows(dv_ptr, stored_rows, dv_strides[2], dv, stored, VALUE_DIM, BLOCK_DV)
 
@@ -417,7 +417,7 @@ def _add_queries(
     if marks.seed is not None:
         keep = is_kept(marks, place)
         dweights = tl.where(keep, dweights * marks.keep_factor, 0.0)
-        kept = tl.where(keep, weights, 0.0)
+        kept = tl.where(keep, weights * marks.keep_factor, 0.0)
     dlogits = weights * (dweights - delta[None, :])
     if CAREFUL:
         dlogits = tl.where(read, dlogits, 0.0)

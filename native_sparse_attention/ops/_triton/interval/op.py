@@ -205,7 +205,7 @@ def _backward(
 
 def _differentiate_sinks(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     """A sink is a key whose value is 0, so the gradient of its logit is -p * delta."""
-    weights = (sinks[:, None] - lse).exp().masked_fill(lse == -torch.inf, 0)
+    weights = (sinks.double()[:, None] - lse).exp().masked_fill(lse == -torch.inf, 0)
     return -(weights * delta).sum((0, 2)).to(sinks.dtype)
 
 

@@ -15,7 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from native_sparse_attention.ops._triton.inverse_index import group_pairs, load_entries, num_block_slots
+from native_sparse_attention.ops._triton.inverse_index import (
+    InverseIndex,
+    group_pairs,
+    load_entries,
+    num_block_slots,
+)
 from native_sparse_attention.ops._triton.launch import head_block, is_wide, launch, row_block
 from native_sparse_attention.ops._triton.placement import Placement
 from native_sparse_attention.ops._triton.softcap import cap_logits
@@ -55,8 +60,10 @@ def attend_by_block(
     causal: bool,
     scale: float,
     softcap: float | None,
-) -> None:
-    """out and lse, for one group of pairs and one range of tokens after the other."""
+) -> InverseIndex | None:
+    """out and lse, for one group of pairs and one range of tokens after the other. Returns the lists where they are of
+    all pairs and tokens, for the backward.
+    """
     seqlen, heads, head_dim = q.shape[1:]
     seqlen_k, kv_heads, value_dim = v.shape[1:]
     index_heads, num_selected = block_indices.shape[2:]
@@ -67,51 +74,56 @@ def attend_by_block(
     most = max(1, WORKSPACE // (repeats * num_selected * group * bytes_of_part(q, value_dim)))
     tables = (settings.BLOCK, settings.BLOCK_SHORT)
     block_m, _, num_warps, num_stages = settings.settings_of_blocks(*tables, block_size, q, v)
-    for pairs in group_pairs(block_indices, kv_heads, num_slots, max(1, most // max(seqlen, 1))):
-        for tokens in split_tokens(seqlen, most):
-            shape = {'kv_heads': kv_heads, 'block_size': block_size, 'causal': causal, 'chunk': chunk}
-            lists = make_lists(block_indices, place, pairs, tokens, **shape)
-            parts = make_parts(q, len(pairs) * lists.num_entries * group, value_dim)
-            launch(
-                block_kernel,
-                (len(pairs) * lists.num_programs,),
-                *(q, k, v, block_scale, parts),
-                *(q.stride(), k.stride(), v.stride(), None if block_scale is None else block_scale.stride()),
-                *(place, lists, scale, softcap),
-                GROUP=group,
-                REPEATS=repeats,
-                NUM_SELECTED=num_selected,
-                BLOCK_SIZE=block_size,
-                CAUSAL=causal,
-                CHUNK=chunk,
-                WIDE=is_wide(q, block_scale),
-                HEAD_DIM=head_dim,
-                VALUE_DIM=value_dim,
-                BLOCK_M=block_m,
-                BLOCK_N=row_block(block_size),
-                BLOCK_D=head_block(head_dim),
-                BLOCK_DV=head_block(value_dim),
-                num_warps=num_warps,
-                num_stages=num_stages,
-                device=q.device,
-            )
-            tiles = -(-len(tokens) * repeats * group // MERGE_ROWS)
-            launch(
-                merge_kernel,
-                (len(pairs) * tiles,),
-                *(parts, out, lse, out.stride(), place, lists, len(tokens)),
-                GROUP=group,
-                REPEATS=repeats,
-                NUM_SELECTED=num_selected,
-                VALUE_DIM=value_dim,
-                BLOCK_S=1 << max(num_selected - 1, 0).bit_length(),
-                UNROLLED=min(num_selected, 4),
-                BLOCK_M=MERGE_ROWS,
-                BLOCK_DV=head_block(value_dim),
-                num_warps=4,
-                device=q.device,
-            )
-            del lists, parts  # before those of the next range are made
+    groups = group_pairs(block_indices, kv_heads, num_slots, max(1, most // max(seqlen, 1)))
+    turns = [(pairs, tokens) for pairs in groups for tokens in split_tokens(seqlen, most)]
+    kept = None
+    for pairs, tokens in turns:
+        shape = {'kv_heads': kv_heads, 'block_size': block_size, 'causal': causal, 'chunk': chunk}
+        lists = make_lists(block_indices, place, pairs, tokens, **shape)
+        parts = make_parts(q, len(pairs) * lists.num_entries * group, value_dim)
+        launch(
+            block_kernel,
+            (len(pairs) * lists.num_programs,),
+            *(q, k, v, block_scale, parts),
+            *(q.stride(), k.stride(), v.stride(), None if block_scale is None else block_scale.stride()),
+            *(place, lists, scale, softcap),
+            GROUP=group,
+            REPEATS=repeats,
+            NUM_SELECTED=num_selected,
+            BLOCK_SIZE=block_size,
+            CAUSAL=causal,
+            CHUNK=chunk,
+            WIDE=is_wide(q, block_scale),
+            HEAD_DIM=head_dim,
+            VALUE_DIM=value_dim,
+            BLOCK_M=block_m,
+            BLOCK_N=row_block(block_size),
+            BLOCK_D=head_block(head_dim),
+            BLOCK_DV=head_block(value_dim),
+            num_warps=num_warps,
+            num_stages=num_stages,
+            device=q.device,
+        )
+        tiles = -(-len(tokens) * repeats * group // MERGE_ROWS)
+        launch(
+            merge_kernel,
+            (len(pairs) * tiles,),
+            *(parts, out, lse, out.stride(), place, lists, len(tokens)),
+            GROUP=group,
+            REPEATS=repeats,
+            NUM_SELECTED=num_selected,
+            VALUE_DIM=value_dim,
+            BLOCK_S=1 << max(num_selected - 1, 0).bit_length(),
+            UNROLLED=min(num_selected, 4),
+            BLOCK_M=MERGE_ROWS,
+            BLOCK_DV=head_block(value_dim),
+            num_warps=4,
+            device=q.device,
+        )
+        if len(turns) == 1:
+            kept = InverseIndex(lists.entries, lists.starts)
+        del lists, parts  # before those of the next turn are made
+    return kept
 
 
 @triton.jit

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from native_sparse_attention.ops._triton.inverse_index import group_pairs, num_block_slots
+from native_sparse_attention.ops._triton.inverse_index import InverseIndex, group_pairs, num_block_slots
 from native_sparse_attention.ops._triton.launch import head_block, is_wide, launch, row_block, settings_of
 from native_sparse_attention.ops._triton.placement import Placement
 from native_sparse_attention.ops.selected_attention.triton import settings
@@ -47,9 +47,11 @@ def differentiate_keys(
     scale: float,
     softcap: float | None,
     members: Members | None = None,
+    index: InverseIndex | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of k and v, for one group of pairs (a row of the batch and a kv head) after the other; where `members`
-    has no room for all tokens at once, for some tokens after the other.
+    has no room for all tokens at once, for some tokens after the other. index: of all pairs and tokens, where it is
+    known.
     """
     seqlen, heads, head_dim = q.shape[1:]
     seqlen_k, kv_heads, value_dim = v.shape[1:]
@@ -90,11 +92,12 @@ def differentiate_keys(
         q.new_empty(rows, block_size, value_dim, dtype=torch.float32),
         num_partials,
     )
+    is_whole = len(groups) == len(ranges) == 1
     for pairs in groups:
         sums = (dk, dv) if len(ranges) == 1 else tuple(_sum_of_pair(t) for t in (dk, dv))
         for tokens in ranges:
             shape = {'kv_heads': kv_heads, 'block_size': block_size, 'causal': causal, 'chunk': chunk}
-            lists = make_lists(block_indices, place, pairs, tokens, **shape)
+            lists = make_lists(block_indices, place, pairs, tokens, **shape, index=index if is_whole else None)
             if members is not None:
                 members.visit(lists, pairs, tokens)
             strides = [t.stride() for t in sums]

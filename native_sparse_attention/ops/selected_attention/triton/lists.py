@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from native_sparse_attention.ops._triton.inverse_index import find_block, make_inverse_index
+from native_sparse_attention.ops._triton.inverse_index import InverseIndex, find_block, make_inverse_index
 from native_sparse_attention.ops._triton.placement import (
     Placement,
     find_tile,
@@ -51,11 +51,15 @@ def make_lists(
     block_size: int,
     causal: bool,
     chunk: int,
+    index: InverseIndex | None = None,
 ) -> Lists:
-    """The lists of pairs from `group_pairs` and of these tokens, gone through in chunks of so many entries."""
+    """The lists of pairs from `group_pairs` and of these tokens, gone through in chunks of so many entries. index: what
+    they are made of, where it is there.
+    """
     index_heads, num_selected = block_indices.shape[2:]
-    sizes = {'kv_heads': kv_heads, 'block_size': block_size, 'causal': causal, 'unique': True, 'tokens': tokens}
-    index = make_inverse_index(block_indices, place, pairs, **sizes)
+    if index is None:
+        sizes = {'kv_heads': kv_heads, 'block_size': block_size, 'causal': causal, 'unique': True, 'tokens': tokens}
+        index = make_inverse_index(block_indices, place, pairs, **sizes)
     repeats, num_slots = index_heads // kv_heads, index.starts.shape[1] - 1
     num_entries = len(tokens) * repeats * num_selected
     num_programs = count_programs(num_entries, num_slots, chunk)

@@ -12,6 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from native_sparse_attention.geometry import Sequences
 from native_sparse_attention.ops._triton.finite import find_infinite
+from native_sparse_attention.ops._triton.inverse_index import InverseIndex
 from native_sparse_attention.ops._triton.launch import (
     Settings,
     Table,
@@ -79,7 +80,10 @@ def selected_attention(
     scale: float,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    return _forward(q, k, v, block_indices, block_scale, *flatten(sequences), block_size, causal, scale, softcap)
+    arguments = (q, k, v, block_indices, block_scale, *flatten(sequences), block_size, causal, scale, softcap)
+    # How long lists are is more than the compiler should have to know.
+    out, lse, _, _ = _forward(*arguments, not torch.compiler.is_compiling())
+    return out, lse
 
 
 @torch.library.custom_op('native_sparse_attention::selected_attention', mutates_args=())
@@ -99,7 +103,11 @@ def _forward(
     causal: bool,
     scale: float,
     softcap: OptionalFloat,
-) -> tuple[Tensor, Tensor]:
+    keeps_lists: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The output, the log-sum-exp, and entries and starts of an `InverseIndex` for the backward: empty where there are
+    none, where there are too many, and where not keeps_lists.
+    """
     q, k, v, block_indices, block_scale = last_dim_contiguous(q, k, v, block_indices, block_scale)
     sequences = unflatten(q, (seqlen_k, q_offset, q_offsets, seqlens_k, cu_seqlens, cu_seqlens_k))
     batch, seqlen, heads, _ = q.shape
@@ -108,8 +116,10 @@ def _forward(
     place = make_placement(sequences)
     design = choose_design(q, k, v, block_indices, block_size)
     if design == 'block':
-        attend_by_block(q, k, v, block_indices, block_scale, out, lse, place, block_size, causal, scale, softcap)
-        return out, lse
+        chosen, settled = (q, k, v, block_indices, block_scale), (place, block_size, causal, scale, softcap)
+        index = attend_by_block(*chosen, out, lse, *settled)
+        entries, starts = index if keeps_lists and index is not None else _no_lists(q)
+        return out, lse, entries, starts
     kernels = (neighbours_forward_kernel, settings.NEIGHBOURS_FORWARD), (forward_kernel, settings.FORWARD)
     percent = MAX_UNION_PERCENT['forward']
     launches = _plan(design, *kernels, q, k, v, block_indices, place, block_size, causal, max_percent=percent, summed=v)
@@ -123,7 +133,11 @@ def _forward(
             **meta,
             device=q.device,
         )
-    return out, lse
+    return out, lse, *_no_lists(q)
+
+
+def _no_lists(q: Tensor) -> tuple[Tensor, Tensor]:
+    return q.new_empty(0, dtype=torch.int32), q.new_empty(0, dtype=torch.int32)
 
 
 @torch.library.custom_op('native_sparse_attention::selected_attention_backward', mutates_args=())
@@ -132,6 +146,8 @@ def _backward(
     dlse: OptionalTensor,
     out: Tensor,
     lse: Tensor,
+    entries: Tensor,
+    starts: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -147,10 +163,13 @@ def _backward(
     causal: bool,
     scale: float,
     softcap: OptionalFloat,
+    keeps_lists: bool,
     needs_dkv: bool,
     needs_dscale: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and block_scale; those that are not needed are empty, but for the first."""
+    """Gradients of q, k, v and block_scale; those that are not needed are empty, but for the first. entries, starts:
+    from the forward.
+    """
     q, k, v, block_indices, block_scale = last_dim_contiguous(q, k, v, block_indices, block_scale)
     dout, out = last_dim_contiguous(dout, out)
     place = make_placement(unflatten(q, (seqlen_k, q_offset, q_offsets, seqlens_k, cu_seqlens, cu_seqlens_k)))
@@ -158,7 +177,8 @@ def _backward(
     if design == 'block':
         chosen, settled = (q, k, v, block_indices, block_scale, lse), (place, block_size, causal, scale, softcap)
         members = MemberGradients(*chosen, dout, dlse, *settled, needs_dscale)
-        dk, dv = keys.differentiate_keys(*chosen, members.delta, dout, *settled, members)
+        index = InverseIndex(entries, starts) if starts.numel() else None
+        dk, dv = keys.differentiate_keys(*chosen, members.delta, dout, *settled, members, index)
         dscale = q.new_empty(0)
         if members.dfactors is not None and block_scale is not None:
             dfactors = members.dfactors.unflatten(0, (q.shape[0], k.shape[2])).transpose(1, 2)
@@ -201,10 +221,10 @@ def _backward(
 
 
 @_forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     batch, seqlen, heads, _ = q.shape
     out = q.new_empty(batch, seqlen, heads, v.shape[3])
-    return out, q.new_empty(batch, heads, seqlen, dtype=torch.float32)
+    return out, q.new_empty(batch, heads, seqlen, dtype=torch.float32), *_no_lists(q)
 
 
 @_backward.register_fake
@@ -213,6 +233,8 @@ def _(
     dlse: Tensor | None,
     out: Tensor,
     lse: Tensor,
+    entries: Tensor,
+    starts: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -227,12 +249,12 @@ def _(
     return q.new_empty(q.shape), dk, dv, dscale
 
 
-def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    (out, lse), inputs = saved_inputs(ctx)
+def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    (out, *others), inputs = saved_inputs(ctx)
     if dout is None:
         dout = torch.zeros_like(out)
     needs_dq, needs_dk, needs_dv, _, needs_dscale = ctx.needs_input_grad[:5]
-    dq, dk, dv, dscale = _backward(dout, dlse, out, lse, *inputs, needs_dk or needs_dv, needs_dscale)
+    dq, dk, dv, dscale = _backward(dout, dlse, out, *others, *inputs, needs_dk or needs_dv, needs_dscale)
     pairs = ((dq, needs_dq), (dk, needs_dk), (dv, needs_dv), (None, False), (dscale, needs_dscale))
     return *(grad if needs else None for grad, needs in pairs), *(None,) * (len(inputs) - 5)
 
