@@ -60,13 +60,6 @@ def reduce_sinks(sinks: Tensor | None, q: Tensor, name: str = 'sinks') -> Tensor
     return logits.masked_fill(empty[:, None], 0).logsumexp(1).masked_fill(empty, -torch.inf)
 
 
-def check_alone(name: str, **others: object) -> None:
-    """Nothing else is given that says the same in other words."""
-    for other, value in others.items():
-        if value is not None:
-            raise ValueError(f'{other} is given, but cannot be combined with {name}')
-
-
 def _make_segments(
     q: Tensor, k: Tensor, segment_ids: SegmentIds, mask: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
