@@ -259,6 +259,7 @@ FEATURES: dict[str, Case] = {
     'segments as text': (('window',), {'segment_ids': 'all'}, 'segment_ids is a str, but must be a tensor or a pair', {'segment_ids': ids}),
     'three segments': (('window',), {'segment_ids': (ids, ids, ids)}, 'segment_ids is a tuple, but must be a tensor or a pair', {'segment_ids': [ids, ids.long()]}),
     'segments of truths': (('window',), {'segment_ids': ids == 0}, 'segment_ids has dtype torch.bool, but must be int32 or int64', {'segment_ids': ids - 1}),
+    'segments of 33 bits': (('window',), {'segment_ids': (ids, ids.long() + 2**32)}, r'segment_ids\[1\] has an id of 4294967296, but must have ids below 2 \*\* 31', {'segment_ids': (ids, ids.long() + (2**31 - 1))}),
     'segments of 5 keys': (('window',), {'segment_ids': (ids, ids[:, :5])}, r'segment_ids\[1\] has shape \(2, 5\), but must have \(2, 6\)', {'segment_ids': (ids, ids[:, :1].expand_as(ids))}),
     'segments of one row': (('window',), {'segment_ids': ids[:1]}, r'segment_ids has shape \(1, 6\), but must have \(2, 6\)', {'segment_ids': ids[:1].expand_as(ids)}),
     'one segment for fewer queries': (('window',), {'q': q[:, :5], 'segment_ids': ids[:, :5]}, 'segment_ids is one tensor, but must be a pair where the 5 queries and 6', {'q': q[:, :5], 'segment_ids': (ids[:, :5], ids)}),
