@@ -85,10 +85,9 @@ def _make_segments(
             if ids.shape != (batch, length):
                 raise ValueError(f'{name} has shape {tuple(ids.shape)}, but must have {(batch, length)}')
             _check_device(name, ids, q)
-            if ids.device.type == 'cpu' and not torch.compiler.is_compiling() and ids.numel():
-                largest = int(ids.max())
-                if largest >= 2**31:
-                    raise ValueError(f'{name} has an id of {largest}, but must have ids below 2 ** 31')
+            read_here = ids.device.type == 'cpu' and not torch.compiler.is_compiling()
+            if ids.dtype == torch.int64 and read_here and ids.numel() and ids.max() >= 2**31:
+                raise ValueError(f'{name} has an id of {int(ids.max())}, but must have ids below 2 ** 31')
         query_segments, key_segments = (ids.clamp(min=-1).int() for ids in segment_ids)
     if mask is not None:
         check_tensors(mask=mask)
