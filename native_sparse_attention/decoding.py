@@ -22,6 +22,7 @@ from native_sparse_attention.ops._checks import (
     check_qkv,
     check_same_kind,
     checked_softcap,
+    logit_scale,
 )
 from native_sparse_attention.ops._modifier_checks import reduce_sinks
 from native_sparse_attention.ops.backend import BackendChoice, check_backend, transformed
@@ -171,7 +172,7 @@ def nsa_decode(
     assert cache.compress is not None
     settings = Settings(
         *(*cache.compress, selection_block_size, num_selected, window_size, num_init, num_local, share_group),
-        *(q.shape[-1] ** -0.5 if scale is None else scale, num_splits, tiles_of_program),
+        *(logit_scale(q, scale), num_splits, tiles_of_program),
     )
     with torch.no_grad():
         sizes = (selection_block_size, num_selected)

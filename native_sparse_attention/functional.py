@@ -30,10 +30,10 @@ from native_sparse_attention.ops._checks import (
     checked_softcap,
     make_sequences,
 )
-from native_sparse_attention.ops._modifier_checks import check_alone, reduce_sinks
+from native_sparse_attention.ops._modifier_checks import reduce_sinks
 from native_sparse_attention.ops._modifiers import Modifiers
 from native_sparse_attention.ops._random import check_dropout
-from native_sparse_attention.ops._segments import cu_seqlens_of
+from native_sparse_attention.ops._segments import make_borders
 from native_sparse_attention.ops.backend import check_backend, slowest
 from native_sparse_attention.ops.block_selection.api import backend_of as choice_backend
 from native_sparse_attention.ops.compressed_attention.api import backend_of as compressed_backend
@@ -148,18 +148,14 @@ def nsa(
     softcap = checked_softcap(softcap)
     check_dropout(dropout_p, dropout_seed, q)
     sinks, sinks_cmp = reduce_sinks(sinks, q), reduce_sinks(sinks_cmp, q, 'sinks_cmp')
-    if segment_ids is not None:
-        others = {'cu_seqlens': cu_seqlens, 'cu_seqlens_k': cu_seqlens_k, 'seqlens_k': seqlens_k, 'q_offset': q_offset}
-        check_alone('segment_ids', **others)
-        if k.shape[1] != q.shape[1]:
-            raise ValueError(f'k has {k.shape[1]} tokens, but must have {q.shape[1]}, as q, beside segment_ids')
-        cu_seqlens, padding = cu_seqlens_of(segment_ids, q)
-        if padding is not None:
-            # Whatever stands there, it reaches neither outputs nor gradients that tokens share, such as those of sinks.
-            tokens = (q, k, v, q_cmp, k_window, v_window, gates)
-            q, k, v, q_cmp, k_window, v_window, gates = (_zero_padding(t, padding) for t in tokens)
-            starts = packed_block_starts(cu_seqlens, q.shape[1], compress_block_size, compress_stride)
-            k_cmp, v_cmp = (t if t is None else _zero_padding(t, padding[:, starts]) for t in (k_cmp, v_cmp))
+    places = (q_offset, seqlens_k, cu_seqlens, cu_seqlens_k)
+    cu_seqlens, padding = make_borders(segment_ids, q, k, None, *places)
+    if cu_seqlens is not None and padding is not None:
+        # Whatever stands there, it reaches neither outputs nor gradients that tokens share, such as those of sinks.
+        tokens = (q, k, v, q_cmp, k_window, v_window, gates)
+        q, k, v, q_cmp, k_window, v_window, gates = (_zero_padding(t, padding) for t in tokens)
+        starts = packed_block_starts(cu_seqlens, q.shape[1], compress_block_size, compress_stride)
+        k_cmp, v_cmp = (t if t is None else _zero_padding(t, padding[:, starts]) for t in (k_cmp, v_cmp))
     make_sequences(q, k.shape[1], q_offset, seqlens_k, cu_seqlens, cu_seqlens_k)
     seqlen_k = k.shape[1] if cu_seqlens is None else None
     where: dict[str, Any] = {

@@ -284,6 +284,16 @@ def test_cached_inference(counts: int | None, width: int | None):
     torch.testing.assert_close(*grads)
 
 
+def test_counts_of_more_than_there_are():
+    """The largest int32 is as good as the number of blocks, and takes no memory."""
+    problem = make_problem([(17, 17), (6, 6)])
+    outs = []
+    for count in (2**31 - 1, 23):
+        problem.settings['block_counts'] = torch.full((*problem.inputs['q'].shape[:2], 2), count, dtype=torch.int32)
+        outs.append(parallel_nsa(**problem.inputs, **problem.settings))
+    assert torch.equal(*outs)
+
+
 def test_rows_of_no_blocks():
     problem = make_problem([(6, 6)], gates=(), width=2)
     problem.settings['block_indices'][:, 2:4] = -1

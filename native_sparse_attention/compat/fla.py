@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from native_sparse_attention.functional import nsa
-from native_sparse_attention.geometry import packed_block_starts
+from native_sparse_attention.geometry import num_selection_blocks, packed_block_starts
 from native_sparse_attention.ops import selected_attention
 from native_sparse_attention.ops._checks import (
     check_block_counts,
@@ -104,7 +104,7 @@ def parallel_nsa(
         compress_block_size=block_size,
         compress_stride=block_size,
         selection_block_size=block_size,
-        num_selected=_enough(block_counts) if block_indices is None else None,
+        num_selected=_enough(block_counts, k.shape[1], block_size) if block_indices is None else None,
         window_size=(max(window_size - 1, 0), 0),
         num_init=1,
         num_local=2,
@@ -147,7 +147,7 @@ def _check_counts(block_counts: Tensor | int, q: Tensor, choosers: int) -> Tenso
     return block_counts
 
 
-def _enough(block_counts: Tensor | int) -> int:
+def _enough(block_counts: Tensor | int, seqlen_k: int, block_size: int) -> int:
     """How many blocks are enough for every query; a power of two for a tensor, as kernels are made for each number."""
     if not isinstance(block_counts, Tensor):
         return block_counts
@@ -156,5 +156,6 @@ def _enough(block_counts: Tensor | int) -> int:
             'block_counts is a tensor while a CUDA graph is captured, but its largest entry is read on the host to '
             'choose blocks: give an int, or block_indices'
         )
-    largest = int(block_counts.max()) if block_counts.numel() else 0
+    # More than there are may mean all of them.
+    largest = min(int(block_counts.max()) if block_counts.numel() else 0, num_selection_blocks(seqlen_k, block_size))
     return 1 << (largest - 1).bit_length() if largest > 0 else 0

@@ -6,7 +6,7 @@ torch.compile compile anew for every length that it names.
 
 from __future__ import annotations
 
-import math
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -15,11 +15,17 @@ from native_sparse_attention.geometry import Sequences, max_length_of_compressed
 
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 INT_DTYPES = (torch.int32, torch.int64)
+# What logits are multiplied by or divided by: float32 holds such a number and its inverse.
+SMALLEST_FACTOR, LARGEST_FACTOR = 1e-30, 1e30
 
 
 def is_int(value: object) -> bool:
     """True and False are no integers."""
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    return is_int(value) or isinstance(value, float)
 
 
 def shown(value: object) -> str:
@@ -144,16 +150,19 @@ def check_block_counts(block_counts: int | Tensor, choosers: int, q: Tensor) -> 
 
 def logit_scale(q: Tensor, scale: float | None) -> float:
     """The factor of the logits: D ** -0.5 unless it is given."""
-    if scale is not None and (not isinstance(scale, int | float) or not -float('inf') < scale < float('inf')):
-        raise ValueError(f'scale is {shown(scale)}, but must be a finite number or None')
+    if scale is not None and not (is_number(scale) and abs(scale) <= LARGEST_FACTOR):
+        raise ValueError(f'scale is {shown(scale)}, but must be a finite number or None, of up to {LARGEST_FACTOR}')
     return q.shape[-1] ** -0.5 if scale is None else float(scale)
 
 
 def checked_softcap(softcap: float | None) -> float | None:
     if softcap is None:
         return None
-    if not (is_int(softcap) or isinstance(softcap, float)) or not 0 < softcap < math.inf:
-        raise ValueError(f'softcap is {shown(softcap)}, but must be a finite number above 0, or None')
+    if not (is_number(softcap) and SMALLEST_FACTOR <= softcap <= LARGEST_FACTOR):
+        raise ValueError(
+            f'softcap is {shown(softcap)}, but must be a finite number above 0, or None, from {SMALLEST_FACTOR} to '
+            f'{LARGEST_FACTOR}'
+        )
     return float(softcap)
 
 

@@ -24,6 +24,10 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def cap(logits: Tensor, softcap: float | None) -> Tensor:
+    return logits if softcap is None else softcap * (logits / softcap).tanh()
+
+
 def masked_softmax(
     logits: Tensor,
     visible: Tensor,
@@ -43,7 +47,7 @@ def masked_softmax(
     logits = _round_gradient(logits, dtype)
     if softcap is not None:
         # What is not read may be no number, which the slope of the cap would carry into gradients of 0.
-        logits = softcap * (logits.where(visible, 0) / softcap).tanh()
+        logits = cap(logits.where(visible, 0), softcap)
     if bias is not None:
         logits = logits + bias.where(visible, 0)
     logits = logits.masked_fill(~visible, -torch.inf)

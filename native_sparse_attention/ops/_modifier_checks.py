@@ -60,13 +60,6 @@ def reduce_sinks(sinks: Tensor | None, q: Tensor, name: str = 'sinks') -> Tensor
     return logits.masked_fill(empty[:, None], 0).logsumexp(1).masked_fill(empty, -torch.inf)
 
 
-def check_alone(name: str, **others: object) -> None:
-    """Nothing else is given that says the same in other words."""
-    for other, value in others.items():
-        if value is not None:
-            raise ValueError(f'{other} is given, but cannot be combined with {name}')
-
-
 def _make_segments(
     q: Tensor, k: Tensor, segment_ids: SegmentIds, mask: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -92,6 +85,10 @@ def _make_segments(
             if ids.shape != (batch, length):
                 raise ValueError(f'{name} has shape {tuple(ids.shape)}, but must have {(batch, length)}')
             _check_device(name, ids, q)
+            if ids.device.type == 'cpu' and not torch.compiler.is_compiling() and ids.numel():
+                largest = int(ids.max())
+                if largest >= 2**31:
+                    raise ValueError(f'{name} has an id of {largest}, but must have ids below 2 ** 31')
         query_segments, key_segments = (ids.clamp(min=-1).int() for ids in segment_ids)
     if mask is not None:
         check_tensors(mask=mask)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from native_sparse_attention.ops._checks import is_int, shown
+from native_sparse_attention.ops._checks import is_int, is_number, shown
 
 ROUNDS = 10
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -57,7 +57,7 @@ def as_seed(seed: int | Tensor | None, device: torch.device) -> Tensor:
 
 def check_probability(**values: float) -> None:
     for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+        if not is_number(value) or not 0 <= value < 1:
             raise ValueError(f'{name} is {shown(value)}, but must be a number in [0, 1)')
 
 

@@ -5,7 +5,36 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from native_sparse_attention.ops._checks import INT_DTYPES
+from native_sparse_attention.ops._checks import INT_DTYPES, check_tensors
+
+
+def make_borders(
+    segment_ids: Tensor | None,
+    q: Tensor,
+    k: Tensor | None,
+    seqlen_k: int | None,
+    q_offset: int | Tensor | None,
+    seqlens_k: Tensor | None,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """cu_seqlens, made of segment_ids where these are given, and the padding among them.
+
+    k `[B, S, H, D]` or, for compressed keys, seqlen_k is the number of keys that an op was given.
+    """
+    if segment_ids is None:
+        return cu_seqlens, None
+    check_tensors(segment_ids=segment_ids)
+    others = {'cu_seqlens': cu_seqlens, 'cu_seqlens_k': cu_seqlens_k, 'seqlens_k': seqlens_k, 'q_offset': q_offset}
+    for other, value in others.items():
+        if value is not None:
+            raise ValueError(f'{other} is given, but cannot be combined with segment_ids')
+    seqlen = q.shape[1]
+    if k is not None and k.shape[1] != seqlen:
+        raise ValueError(f'k has {k.shape[1]} tokens, but must have {seqlen}, as q, where segment_ids is given')
+    if seqlen_k is not None and seqlen_k != seqlen:
+        raise ValueError(f'seqlen_k is {seqlen_k}, but must be T, {seqlen}, where segment_ids is given')
+    return cu_seqlens_of(segment_ids, q)
 
 
 def cu_seqlens_of(segment_ids: Tensor, q: Tensor) -> tuple[Tensor, Tensor | None]:

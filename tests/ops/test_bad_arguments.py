@@ -165,6 +165,8 @@ PACKED: dict[str, Case] = {
 # Calls of one row, of which runs of equal ids are the sequences.
 SEGMENTS: dict[str, Case] = {
     'segments of floats': (ALL, {'segment_ids': ids[:1].float()}, 'segment_ids has dtype torch.float32, but must be int32 or int64', {'segment_ids': ids[:1].long()}),
+    'segments as a list': (ALL[1:], {'segment_ids': [0] * 6}, 'segment_ids is a list, but must be a tensor', {'segment_ids': ids[:1]}),
+    'segments as a pair': (ALL[1:], {'segment_ids': (ids[:1], ids[:1])}, 'segment_ids is a tuple, but must be a tensor', {}),
     'segments of 5 tokens': (ALL, {'segment_ids': ids[:1, :5]}, r'segment_ids has shape \(1, 5\), but must have \(1, 6\)', {'segment_ids': ids[:1] - 1}),
     'segments of 1 dimension': (ALL, {'segment_ids': ids[0]}, r'segment_ids has shape \(6,\), but must have \(1, 6\)', {}),
     'segments elsewhere': (ALL, {'segment_ids': ids[:1].to('meta')}, 'segment_ids is on meta, but q is on cpu', {}),
@@ -172,7 +174,7 @@ SEGMENTS: dict[str, Case] = {
     'segments and lengths': (ALL[1:], {'seqlens_k': integers(6)}, 'seqlens_k is given, but cannot be combined with segment_ids', {'seqlens_k': None}),
     'segments and borders of keys': (ALL[1:], {'cu_seqlens_k': integers(0, 6)}, 'cu_seqlens_k is given, but cannot be combined with segment_ids', {}),
     'segments of other keys': (('selected', 'nsa'), {'k': k[:1, :5], 'v': v[:1, :5]}, 'k has 5 tokens, but must have 6', {}),
-    'segments of 5 keys': (('compressed',), {'seqlen_k': 5}, 'seqlen_k is 5, but must be T, 6, where segment_ids is given', {'seqlen_k': 6}),
+    'segments of 5 keys': (OF_BLOCKS, {'seqlen_k': 5}, 'seqlen_k is 5, but must be T, 6, where segment_ids is given', {'seqlen_k': 6}),
 }  # fmt: skip
 
 SETTINGS: dict[str, Case] = {
@@ -181,6 +183,11 @@ SETTINGS: dict[str, Case] = {
     'scale of no number': (ALL, {'scale': nan}, 'scale is nan, but must be a finite number', {'scale': 0.0}),
     'scale without end': (ALL, {'scale': -inf}, 'scale is -inf, but must be a finite number', {'scale': -0.5}),
     'scale as a tensor': (ALL, {'scale': torch.zeros(3, 4)}, 'scale is a Tensor, but must be a finite number', {'scale': None}),
+    'scale of True': (ALL, {'scale': True}, 'scale is True, but must be a finite number', {'scale': 1.0}),
+    'scale past float32': (ALL, {'scale': -1e39}, r'scale is -1e\+39, but must be a finite number or None, of up to 1e\+30', {'scale': -1e30}),
+    'softcap past float32': (ALL, {'softcap': 1e39}, r'softcap is 1e\+39, but must be a finite number above 0, or None, from', {'softcap': 1e30}),
+    'softcap of many digits': (ALL, {'softcap': 10**400}, 'softcap is 10{400}, but must be a finite number above 0, or None, from', {'softcap': 10**30}),
+    'softcap next to 0': (ALL, {'softcap': 1e-46}, 'softcap is 1e-46, but must be a finite number above 0, or None, from', {'softcap': 1e-30}),
     'softcap 0': (ALL, {'softcap': 0.0}, 'softcap is 0.0, but must be a finite number above 0', {'softcap': 1e-3}),
     'softcap -1': (ALL, {'softcap': -1}, 'softcap is -1, but must be a finite number above 0', {'softcap': 1}),
     'softcap without end': (ALL, {'softcap': inf}, 'softcap is inf, but must be a finite number above 0', {'softcap': 1e30}),
@@ -252,6 +259,7 @@ FEATURES: dict[str, Case] = {
     'segments as text': (('window',), {'segment_ids': 'all'}, 'segment_ids is a str, but must be a tensor or a pair', {'segment_ids': ids}),
     'three segments': (('window',), {'segment_ids': (ids, ids, ids)}, 'segment_ids is a tuple, but must be a tensor or a pair', {'segment_ids': [ids, ids.long()]}),
     'segments of truths': (('window',), {'segment_ids': ids == 0}, 'segment_ids has dtype torch.bool, but must be int32 or int64', {'segment_ids': ids - 1}),
+    'segments of 33 bits': (('window',), {'segment_ids': (ids, ids.long() + 2**32)}, r'segment_ids\[1\] has an id of 4294967296, but must have ids below 2 \*\* 31', {'segment_ids': (ids, ids.long() + (2**31 - 1))}),
     'segments of 5 keys': (('window',), {'segment_ids': (ids, ids[:, :5])}, r'segment_ids\[1\] has shape \(2, 5\), but must have \(2, 6\)', {'segment_ids': (ids, ids[:, :1].expand_as(ids))}),
     'segments of one row': (('window',), {'segment_ids': ids[:1]}, r'segment_ids has shape \(1, 6\), but must have \(2, 6\)', {'segment_ids': ids[:1].expand_as(ids)}),
     'one segment for fewer queries': (('window',), {'q': q[:, :5], 'segment_ids': ids[:, :5]}, 'segment_ids is one tensor, but must be a pair where the 5 queries and 6', {'q': q[:, :5], 'segment_ids': (ids[:, :5], ids)}),

@@ -20,8 +20,7 @@ from native_sparse_attention.ops._checks import (
     logit_scale,
     make_compressed_sequences,
 )
-from native_sparse_attention.ops._modifier_checks import check_alone
-from native_sparse_attention.ops._segments import cu_seqlens_of
+from native_sparse_attention.ops._segments import make_borders
 from native_sparse_attention.ops._triton import support
 from native_sparse_attention.ops.backend import BackendChoice, choose_backend, serves
 
@@ -89,7 +88,8 @@ def select_blocks(
     check_not_negative(num_selected=num_selected, num_init=num_init, num_local=num_local)
     softcap = checked_softcap(softcap)
     counts, num_kept = _check_counts(block_counts, q, k_cmp, num_selected, share_group)
-    cu_seqlens, padding = _borders(segment_ids, q, q_offset, seqlens_k, cu_seqlens, cu_seqlens_k)
+    where = (q_offset, seqlens_k, cu_seqlens, cu_seqlens_k)
+    cu_seqlens, padding = make_borders(segment_ids, q, None, seqlen_k, *where)
     sequences = make_compressed_sequences(
         q, k_cmp, compress_block_size, compress_stride, seqlen_k, q_offset, seqlens_k, cu_seqlens, cu_seqlens_k
     )
@@ -255,29 +255,14 @@ def _check_chosen(
     check_block_indices(block_indices, q, k_cmp)
     check_block_sizes(compress_block_size, compress_stride, selection_block_size)
     softcap = checked_softcap(softcap)
-    cu_seqlens, padding = _borders(segment_ids, q, q_offset, seqlens_k, cu_seqlens, cu_seqlens_k)
+    where = (q_offset, seqlens_k, cu_seqlens, cu_seqlens_k)
+    cu_seqlens, padding = make_borders(segment_ids, q, None, seqlen_k, *where)
     sequences = make_compressed_sequences(
         q, k_cmp, compress_block_size, compress_stride, seqlen_k, q_offset, seqlens_k, cu_seqlens, cu_seqlens_k
     )
     block_indices = _without_padding(block_indices, padding)
     sizes = (compress_block_size, compress_stride, selection_block_size)
     return q, k_cmp, lse, block_indices, sequences, sizes, causal, logit_scale(q, scale), softcap
-
-
-def _borders(
-    segment_ids: Tensor | None,
-    q: Tensor,
-    q_offset: int | Tensor | None,
-    seqlens_k: Tensor | None,
-    cu_seqlens: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-) -> tuple[Tensor | None, Tensor | None]:
-    """cu_seqlens, made of segment_ids where these are given, and the padding among them."""
-    if segment_ids is None:
-        return cu_seqlens, None
-    others = {'cu_seqlens': cu_seqlens, 'cu_seqlens_k': cu_seqlens_k, 'seqlens_k': seqlens_k, 'q_offset': q_offset}
-    check_alone('segment_ids', **others)
-    return cu_seqlens_of(segment_ids, q)
 
 
 def _without_padding(block_indices: Tensor, padding: Tensor | None) -> Tensor:

@@ -15,7 +15,7 @@ from native_sparse_attention.geometry import (
     overlapping_blocks,
     shared_tokens,
 )
-from native_sparse_attention.ops._eager import compute_dtype, in_query_chunks, without_autocast
+from native_sparse_attention.ops._eager import cap, compute_dtype, in_query_chunks, without_autocast
 
 # Larger than every index, so that padding is sorted behind the blocks.
 NO_BLOCK = 2**31 - 1
@@ -57,7 +57,7 @@ def select_blocks(
         if causal:
             visible = visible & (compressed_block_end(compressed, block_size, stride) <= chunk.position[..., None])
         logits = torch.einsum('bthgd,bshd->bthgs', queries[:, start:stop].to(float_dtype), k_cmp) * scale
-        exponent = _capped(logits, softcap) - row_lse[:, start:stop].to(float_dtype)
+        exponent = cap(logits, softcap) - row_lse[:, start:stop].to(float_dtype)
         weights = exponent.masked_fill(~visible[:, :, None, None], -torch.inf).exp()
         # [B, T, HI, C]
         weights = weights.sum(3) if share_group else rearrange(weights, 'b t h g s -> b t (h g) s')
@@ -130,7 +130,7 @@ def chosen_scores(
         logits = torch.einsum('bthgd,bthnod->bthgno', queries[:, start:stop].to(float_dtype), keys) * scale
         unseen = ~visible[:, :, :, None]
         # What is not seen must not reach the slope of the soft cap.
-        logits = _capped(logits.masked_fill(unseen, 0), softcap)
+        logits = cap(logits.masked_fill(unseen, 0), softcap)
         exponent = logits - row_lse[:, start:stop].to(float_dtype)
         weights = exponent.masked_fill(unseen, -torch.inf).exp()
         scores = torch.einsum('bthgno,o->bthn', weights, share)
@@ -162,10 +162,6 @@ def straight_through_scale(
     own_block = layout.position[..., None, None] // sizes[2]
     forced = forced_priority(block_indices, own_block, num_init, num_local, causal) > 0
     return 1 + (scores - scores.detach()).masked_fill(forced, 0)
-
-
-def _capped(logits: Tensor, softcap: float | None) -> Tensor:
-    return logits if softcap is None else softcap * (logits / softcap).tanh()
 
 
 def _first(

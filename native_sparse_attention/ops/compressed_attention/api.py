@@ -15,9 +15,9 @@ from native_sparse_attention.ops._checks import (
     logit_scale,
     make_compressed_sequences,
 )
-from native_sparse_attention.ops._modifier_checks import check_alone, reduce_sinks
+from native_sparse_attention.ops._modifier_checks import reduce_sinks
 from native_sparse_attention.ops._modifiers import OFF, Modifiers
-from native_sparse_attention.ops._segments import cu_seqlens_of, mask_outputs
+from native_sparse_attention.ops._segments import make_borders, mask_outputs
 from native_sparse_attention.ops._triton import support
 from native_sparse_attention.ops.backend import BackendChoice, choose_backend, serves
 
@@ -62,7 +62,7 @@ def compressed_attention(
         segment_ids: int32 or int64 `[1, T]`, instead of cu_seqlens: runs of equal ids are packed sequences, those of an
             id below 0 padding. They are read on the host, once a call; where several calls share them, cu_seqlens
             is the faster way.
-        softcap: above 0: a logit becomes softcap * tanh(logit / softcap).
+        softcap: above 0, from 1e-30 to 1e30: a logit becomes softcap * tanh(logit / softcap).
         sinks: `[HQ]` or `[HQ, M]`, any floating dtype: logits that take part in the softmax of every query and in its
             log-sum-exp, and carry no value. Differentiable.
         backend: 'auto', 'triton', 'flex' or 'eager'.
@@ -81,14 +81,8 @@ def compressed_attention(
         check_mem_kv(mem_kv, k_cmp.shape[2], k_cmp.shape[3], v_cmp.shape[3])
         check_same_kind(**{'q': q, 'mem_kv[0]': mem_kv[0], 'mem_kv[1]': mem_kv[1]})
     modifiers = Modifiers(softcap=checked_softcap(softcap), sinks=reduce_sinks(sinks, q))
-    padding = None
-    if segment_ids is not None:
-        check_alone(
-            'segment_ids', cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k, seqlens_k=seqlens_k, q_offset=q_offset
-        )
-        if seqlen_k is not None and seqlen_k != q.shape[1]:
-            raise ValueError(f'seqlen_k is {seqlen_k}, but must be T, {q.shape[1]}, where segment_ids is given')
-        cu_seqlens, padding = cu_seqlens_of(segment_ids, q)
+    where = (q_offset, seqlens_k, cu_seqlens, cu_seqlens_k)
+    cu_seqlens, padding = make_borders(segment_ids, q, None, seqlen_k, *where)
     sequences = make_compressed_sequences(
         q, k_cmp, block_size, stride, seqlen_k, q_offset, seqlens_k, cu_seqlens, cu_seqlens_k
     )

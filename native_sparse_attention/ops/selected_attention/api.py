@@ -17,8 +17,7 @@ from native_sparse_attention.ops._checks import (
     logit_scale,
     make_sequences,
 )
-from native_sparse_attention.ops._modifier_checks import check_alone
-from native_sparse_attention.ops._segments import cu_seqlens_of
+from native_sparse_attention.ops._segments import make_borders
 from native_sparse_attention.ops._triton import support
 from native_sparse_attention.ops.backend import BackendChoice, choose_backend, serves
 
@@ -65,7 +64,8 @@ def selected_attention(
         segment_ids: int32 or int64 `[1, T]`, instead of cu_seqlens and whatever else says where queries stand: runs of
             equal ids are sequences of their own, ids below 0 padding, which gives 0 and -inf and is read by nobody. On
             a GPU the host waits for them; under CUDA graph capture they are refused.
-        softcap: above 0: a logit, factors included, becomes softcap * tanh(logit / softcap). None: it stays.
+        softcap: above 0, from 1e-30 to 1e30: a logit, factors included, becomes softcap * tanh(logit / softcap). None:
+            it stays.
         block_counts: how many of the first indices of a row count, an int or int32 or int64 `[B, T, H]` (`[B, T, HQ]`
             where heads choose alone); the rest is ignored. Below 0 is 0, above n is n. None: all.
         backend: 'auto', 'triton', 'flex' or 'eager'.
@@ -90,13 +90,8 @@ def selected_attention(
             )
         if block_scale.device != q.device:
             raise ValueError(f'block_scale is on {block_scale.device}, but q is on {q.device}')
-    padding = None
-    if segment_ids is not None:
-        others = {'cu_seqlens': cu_seqlens, 'cu_seqlens_k': cu_seqlens_k, 'seqlens_k': seqlens_k, 'q_offset': q_offset}
-        check_alone('segment_ids', **others)
-        if k.shape[1] != q.shape[1]:
-            raise ValueError(f'k has {k.shape[1]} tokens, but must have {q.shape[1]}, as q, where segment_ids is given')
-        cu_seqlens, padding = cu_seqlens_of(segment_ids, q)
+    where = (q_offset, seqlens_k, cu_seqlens, cu_seqlens_k)
+    cu_seqlens, padding = make_borders(segment_ids, q, k, None, *where)
     sequences = make_sequences(q, k.shape[1], q_offset, seqlens_k, cu_seqlens, cu_seqlens_k)
     scale, softcap = logit_scale(q, scale), checked_softcap(softcap)
     if block_counts is not None:

@@ -14,6 +14,7 @@ from native_sparse_attention.geometry import Sequences, num_selection_blocks
 from native_sparse_attention.ops._flex import (
     Tiles,
     attend,
+    capped,
     find_tiles,
     heads_first,
     rows_of_tile,
@@ -94,12 +95,9 @@ def _attend(
             chosen = chosen | (blocks[b, t, h, i] == block)
         return chosen & (key_position >= 0) & (key_position < num_keys[b, t])
 
-    def cap(score: Tensor, *_: Tensor) -> Tensor:
-        return score if softcap is None else softcap * torch.tanh(score / softcap)
-
+    cap = capped(softcap)
     if block_scale is None:
-        score_mod = None if softcap is None else cap
-        return attend(q, k, v, tiles, mask_mod, scale, score_mod, tile_rows, num_selected <= FEW_BLOCKS)
+        return attend(q, k, v, tiles, mask_mod, scale, cap, tile_rows, num_selected <= FEW_BLOCKS)
 
     def scale_block(score: Tensor, b: Tensor, h: Tensor, row: Tensor, s: Tensor) -> Tensor:
         t = row // rows_per_token
@@ -108,6 +106,7 @@ def _attend(
         entry = s * 0
         for i in reversed(range(num_selected)):
             entry = torch.where(blocks[b, t, h, i] == block, i, entry)
-        return cap(score * block_scale[b, t, h, entry])
+        score = score * block_scale[b, t, h, entry]
+        return score if cap is None else cap(score, b, h, row, s)
 
     return attend(q, k, v, tiles, mask_mod, scale, scale_block, tile_rows, False)

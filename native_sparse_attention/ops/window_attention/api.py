@@ -56,7 +56,7 @@ def window_attention(
         bias: `[B or 1, HQ or 1, T, S]` in the dtype of q or float32, by index of query and key, where packed too.
             Differentiable; its gradient has its shape.
         attn_mask: bool in such a shape, True where a query may read.
-        softcap: above 0.
+        softcap: above 0, from 1e-30 to 1e30.
         sinks: `[HQ]` or `[HQ, M]`, any floating dtype: logits that take part in the softmax of every query and in its
             log-sum-exp, and carry no value (StreamingLLM, arXiv 2309.17453; gpt-oss). Differentiable.
         dropout_p: in [0, 1), how probably a weight is dropped after the softmax; the others are divided by
