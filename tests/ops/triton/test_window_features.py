@@ -22,6 +22,7 @@ from tests.feature_problems import DIFFERENTIABLE, FEATURES, SEED, make_features
 from tests.ops.triton.harness import (
     assert_close_to_eager,
     assert_same_bits,
+    assert_slopes_at_the_cap,
     fence,
     fewer_examples,
     make_grads,
@@ -115,6 +116,11 @@ def test_drawn_pairs(
         names, extents, heads, device, table=table, window_size=window, scale=scale
     )  # fmt: skip
     assert_close_to_eager(window_attention, tensors, make_grads(extents, heads, device), **given_settings)
+
+
+def test_logits_at_the_cap(device: torch.device) -> None:
+    tensors, grads = make_inputs(whole(40), HEADS, device, torch.float32), make_grads(whole(40), HEADS, device)
+    assert_slopes_at_the_cap(window_attention, tensors, grads, window_size=(-1, 0))
 
 
 @pytest.mark.parametrize('window', [(-1, 0), (33, 32), (0, 0)])

@@ -133,8 +133,9 @@ def mark_logits(products, scale, marks, place):
     slope = 1.0
     allowed = tl.full([1, 1], 1, tl.int1)
     if marks.softcap is not None:
-        products = cap_logits(products * scale, marks.softcap)
-        slope = cap_slope(products, marks.softcap)
+        logits = products * scale
+        slope = cap_slope(logits, marks.softcap)
+        products = cap_logits(logits, marks.softcap)
     if marks.bias is not None:
         bias_ptr = _point(marks.bias, marks.bias_row, marks.bias_head, marks.bias_query, place)
         bias = tl.load(bias_ptr, mask=has_query & has_key, other=0.0).to(tl.float32)
