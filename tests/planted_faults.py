@@ -36,6 +36,7 @@ class Fault(NamedTuple):
 
 
 MEMORY = ('test_compressed_attention.py',)
+FEATURED = ('test_window_features.py',)
 INTERVAL = ('test_window_attention.py', 'test_window_attention_guarantees.py', *MEMORY)
 SELECTED = ('test_selected_attention.py', 'test_selected_attention_guarantees.py')
 SHARED, CAPPED = ('test_selected_attention_sharing.py',), ('test_selected_features.py',)
@@ -43,7 +44,8 @@ CHOICE = ('test_select_blocks.py', 'test_select_blocks_guarantees.py')
 CHOICE_FEATURES = ('test_choice_features.py',)
 SCORES, GATED, PLACED = ('test_chosen_scores.py',), ('test_gated_sum.py',), ('test_placement.py', *INTERVAL)
 FORWARD, BACKWARD = '_triton/interval/forward.py', '_triton/interval/backward.py'
-TILES, INTERVAL_OP, PLACEMENT = '_triton/interval/tiles.py', '_triton/interval/op.py', '_triton/placement.py'
+TILES, PLACEMENT = '_triton/interval/tiles.py', '_triton/placement.py'
+MARKS, DBIAS = '_triton/interval/modifiers.py', '_triton/interval/bias_gradient.py'
 SELECTED_FORWARD, SELECTED_BACKWARD = 'selected_attention/triton/forward.py', 'selected_attention/triton/backward.py'
 KEY_GRADIENTS = 'selected_attention/triton/key_gradients.py'
 NEIGHBOURS, ROWS = 'selected_attention/triton/neighbours.py', 'selected_attention/triton/choice.py'
@@ -96,6 +98,15 @@ FAULTS = [
     Fault('what a row does not read spoils its gradient', BACKWARD, 'or not (is_finite_tile(sums[0]) and is_finite_tile(sums[1]))', 'or end_tiles < 0', INTERVAL),
     Fault('a head of a group left out', BACKWARD, 'if k.dtype != tl.float32:\n        for head in range(HEADS):', 'if k.dtype != tl.float32:\n        for head in range(tl.cdiv(HEADS, 2)):', INTERVAL),
     Fault('memory missing in the keys of a row', BACKWARD, 'key_rows = stored_rows + interval.num_memory', 'key_rows = stored_rows', MEMORY),
+    Fault('weights dropped in the gradient of v, not multiplied', BACKWARD, 'kept = tl.where(keep, weights * marks.keep_factor, 0.0)', 'kept = tl.where(keep, weights, 0.0)', FEATURED),
+    Fault('delta of sinks not corrected', BACKWARD, 'missing = -delta * tl.exp2(', 'missing = -0.0 * tl.exp2(', FEATURED),
+    Fault('slope of the soft cap missing where delta is corrected', BACKWARD, 'weights *= slope', 'weights *= 1.0', FEATURED),
+    Fault('random numbers of the first part of the batch for all', MARKS, 'row + marks.first_row', 'row + 0 * marks.first_row', FEATURED),
+    Fault('a bias of -inf is read', MARKS, "allowed = allowed & (bias != float('-inf'))", 'allowed = allowed & (bias == bias)', FEATURED),
+    Fault('padding reads padding', MARKS, 'allowed & (segments >= 0) & ', 'allowed & ', FEATURED),
+    Fault('a sink of another head', MARKS, 'tl.load(marks.sinks + heads)', 'tl.load(marks.sinks + heads * 0)', FEATURED),
+    Fault('heads of other rows left out of the gradient of a bias', DBIAS, 'for shared_row in range(rows_of_head)', 'for shared_row in range(1)', FEATURED),
+    Fault('gradient of a bias for keys of other sequences', DBIAS, 'reads = read & allowed', 'reads = allowed', FEATURED),
     # Placement
     Fault('tiles of a packed sequence lost', PLACEMENT, 'return length // tile + place.num_sequences + 1', 'return length // tile + 1', PLACED),
     Fault('keys behind the length of a row', PLACEMENT, 'tl.load(place.seqlens_k + sequence).to(tl.int32), 0), num_keys)', 'tl.load(place.seqlens_k + sequence).to(tl.int32) + 1, 0), num_keys)', PLACED),

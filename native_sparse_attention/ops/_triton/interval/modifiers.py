@@ -79,12 +79,11 @@ def make_marks(modifiers: Modifiers, batch: int, heads: int) -> Marks:
     )
 
 
-def settings_with_marks(settings: Settings, marks: Marks) -> Settings:
-    """More warps for what tiles of numbers for each weight take in registers."""
-    has_tiles = marks.bias is not None or marks.attn_mask is not None or marks.seed is not None
-    if not has_tiles or settings.block_m * settings.block_n < 2048:
+def settings_of_forward(settings: Settings, marks: Marks) -> Settings:
+    """Smaller tiles where a table or a random number for each weight takes registers."""
+    if marks.bias is None and marks.attn_mask is None and marks.seed is None:
         return settings
-    return settings._replace(num_warps=max(8, settings.num_warps))
+    return settings._replace(block_m=min(settings.block_m, 64), block_n=min(settings.block_n, 32))
 
 
 def _broadcast_strides(table: Tensor | None, batch: int, heads: int) -> tuple[int | None, int | None, int | None]:
