@@ -169,6 +169,20 @@ def test_a_bias_reaches_keys_of_other_sequences_nowhere(device: torch.device) ->
     assert (dbias[read] != 0).all()
 
 
+@pytest.mark.parametrize('lowest', [-1e30, torch.finfo(torch.float32).min])
+def test_a_bias_that_is_next_to_minus_infinity(lowest: float, device: torch.device) -> None:
+    """Masks are made of it: who has nothing else reads the mean of the values, and nobody's gradient is NaN."""
+    tensors, given_settings = make_problem(('bias',), whole(20), HEADS, device, window_size=(-1, 0))
+    tensors['bias'] = torch.zeros(1, 1, 20, 20, device=device)
+    tensors['bias'][..., :7] = lowest
+    result = run_triton(window_attention, tensors, make_grads(whole(20), HEADS, device), **given_settings)
+    expected = tensors['v'][:, :7].cumsum(1) / torch.arange(1, 8, device=device)[:, None, None]
+    torch.testing.assert_close(result['out0'][:, :7], expected.repeat_interleave(2, 2))
+    assert (result['out1'][..., :7] < -9e29).all()
+    assert all(t.isfinite().all() for t in result.values())
+    assert (result['grad of v'][:, :7].abs() < 100).all()
+
+
 @pytest.mark.parametrize(
     ('names', 'dtype'),
     [
