@@ -132,13 +132,16 @@ def mark_logits(products, scale, marks, place):
     slope = 1.0
     allowed = tl.full([1, 1], 1, tl.int1)
     if marks.softcap is not None:
-        products = cap_logits(products * scale, marks.softcap)
-        slope = cap_slope(products, marks.softcap)
+        logits = products * scale
+        slope = cap_slope(logits, marks.softcap)
+        products = cap_logits(logits, marks.softcap)
     if marks.bias is not None:
         bias_ptr = _point(marks.bias, marks.bias_row, marks.bias_head, marks.bias_query, place)
         bias = tl.load(bias_ptr, mask=has_query & has_key, other=0.0).to(tl.float32)
-        products = (products if marks.softcap is not None else products * scale) + bias
         allowed = allowed & (bias != float('-inf'))
+        # The lowest of float32, which is read, is not -inf in bits.
+        bias = tl.maximum(bias, -2e38, propagate_nan=tl.PropagateNan.ALL)
+        products = (products if marks.softcap is not None else products * scale) + bias
     if marks.softcap is not None or marks.bias is not None:
         products = products * 1.4426950408889634
     if marks.attn_mask is not None:
@@ -156,7 +159,8 @@ def find_exponents(products, lse_log2, scale, marks, place):
     """Of the weights, before any is dropped: exp2 of these. With what `mark_logits` returns besides the logits."""
     if marks.softcap is not None or marks.bias is not None:
         logits, slope, allowed = mark_logits(products, scale, marks, place)
-        exponents = logits - lse_log2
+        # Where a bias makes all logits of a row large, a unit in the last place of them is, too.
+        exponents = tl.minimum(logits - lse_log2, 0.0, propagate_nan=tl.PropagateNan.ALL)
     else:
         exponents = tl.fma(products, scale * 1.4426950408889634, -lse_log2)
         _, slope, allowed = mark_logits(products, scale, marks, place)
