@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -146,16 +147,15 @@ def _answer(case: Case, make_call: MakeCall, seconds: float, make_facts: MakeFac
 
 
 class Worker:
-    """A process that runs `serve` in the script of this one."""
+    """A process that runs `serve` in the script of this one, or in a module of another tree."""
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
-        module = report.module_command()[0]
+    def __init__(self, environment: Mapping[str, str], module: str | None = None, root: Path = report.ROOT) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, '-m', module, '--worker'],
+            [sys.executable, '-m', module or report.module_command()[0], '--worker'],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            cwd=report.ROOT,
+            cwd=root,
             env={**os.environ, **environment},
             start_new_session=True,
         )

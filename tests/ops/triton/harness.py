@@ -21,7 +21,7 @@ from triton.runtime import interpreter
 
 from native_sparse_attention.geometry import Sequences
 from native_sparse_attention.ops._triton.support import is_interpreted
-from native_sparse_attention.testing import outputs_and_gradients
+from native_sparse_attention.testing import outputs_and_gradients, row_errors
 from tests.problems import Extents, Heads
 
 # Elements on either side of a buffer that belong to nobody.
@@ -266,6 +266,19 @@ def assert_close_to_eager(
         torch.testing.assert_close(
             t.double(), gold[name], rtol=tolerance, atol=tolerance, equal_nan=True, msg=lambda m, n=name: f'{n}: {m}'
         )
+
+
+def assert_slopes_at_the_cap(op: Callable[..., Any], tensors: Tensors, grads: list[Tensor], **settings: Any) -> None:
+    """Gradients of queries and keys where every logit is near 7 times the cap: slopes of a millionth have their digits,
+    which 1 - tanh ** 2 in float32 has not. tensors: of random numbers, q and k among them.
+    """
+    q, k = (1 + 0.1 * tensors[name] for name in 'qk')
+    tensors = {**tensors, 'q': 7 / q.shape[3] * q, 'k': k}
+    settings |= {'scale': 1.0, 'softcap': 1.0}
+    wide = {n: t.double() if t.is_floating_point() else t for n, t in tensors.items()}
+    gold, result = run_eager(op, wide, grads, **settings), run_triton(op, tensors, grads, **settings)
+    for name in ('grad of q', 'grad of k'):
+        assert row_errors(result[name], gold[name]).max() < 2**-14, name
 
 
 def assert_same_bits(result: Tensors, expected: Tensors) -> None:

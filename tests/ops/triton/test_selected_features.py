@@ -13,6 +13,7 @@ from native_sparse_attention.testing import assert_attention_matches, make_block
 from tests.ops.triton.harness import (
     assert_close_to_eager,
     assert_same_bits,
+    assert_slopes_at_the_cap,
     make_grads,
     place,
     run_eager,
@@ -106,6 +107,15 @@ def test_large_logits(sign: int, softcap: float, dtype: torch.dtype, device: tor
             torch.testing.assert_close(result[name].double(), gold[name], rtol=2e-3, atol=2e-3)
     else:
         assert result['out1'].abs().max() > 3e4
+
+
+@pytest.mark.parametrize('scaled', [True, False])
+def test_logits_at_the_cap(scaled: bool, device: torch.device) -> None:
+    indices = make_block_indices('valid', 1, 20, 1, 3, seqlen_k=20, block_size=4)
+    tensors, grads = make_inputs(whole(20), HEADS, device, indices), make_grads(whole(20), HEADS, device)
+    if scaled:
+        tensors['block_scale'] = torch.linspace(0.9, 1.1, indices.numel(), device=device).view(indices.shape)
+    assert_slopes_at_the_cap(selected_attention, tensors, grads, block_size=4)
 
 
 @pytest.mark.parametrize('junk', [torch.nan, torch.inf])

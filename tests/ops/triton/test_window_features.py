@@ -22,6 +22,7 @@ from tests.feature_problems import DIFFERENTIABLE, FEATURES, SEED, make_features
 from tests.ops.triton.harness import (
     assert_close_to_eager,
     assert_same_bits,
+    assert_slopes_at_the_cap,
     fence,
     fewer_examples,
     make_grads,
@@ -117,6 +118,11 @@ def test_drawn_pairs(
     assert_close_to_eager(window_attention, tensors, make_grads(extents, heads, device), **given_settings)
 
 
+def test_logits_at_the_cap(device: torch.device) -> None:
+    tensors, grads = make_inputs(whole(40), HEADS, device, torch.float32), make_grads(whole(40), HEADS, device)
+    assert_slopes_at_the_cap(window_attention, tensors, grads, window_size=(-1, 0))
+
+
 @pytest.mark.parametrize('window', [(-1, 0), (33, 32), (0, 0)])
 def test_windows(window: tuple[int, int], device: torch.device) -> None:
     """Tiles in the middle of an interval need no mask for positions, but those of features."""
@@ -161,6 +167,20 @@ def test_a_bias_reaches_keys_of_other_sequences_nowhere(device: torch.device) ->
     assert (dbias[:, :, ~own] == 0).all()
     read = own & (tensors['bias'] != -torch.inf)
     assert (dbias[read] != 0).all()
+
+
+@pytest.mark.parametrize('lowest', [-1e30, torch.finfo(torch.float32).min])
+def test_a_bias_that_is_next_to_minus_infinity(lowest: float, device: torch.device) -> None:
+    """Masks are made of it: who has nothing else reads the mean of the values, and nobody's gradient is NaN."""
+    tensors, given_settings = make_problem(('bias',), whole(20), HEADS, device, window_size=(-1, 0))
+    tensors['bias'] = torch.zeros(1, 1, 20, 20, device=device)
+    tensors['bias'][..., :7] = lowest
+    result = run_triton(window_attention, tensors, make_grads(whole(20), HEADS, device), **given_settings)
+    expected = tensors['v'][:, :7].cumsum(1) / torch.arange(1, 8, device=device)[:, None, None]
+    torch.testing.assert_close(result['out0'][:, :7], expected.repeat_interleave(2, 2))
+    assert (result['out1'][..., :7] < -9e29).all()
+    assert all(t.isfinite().all() for t in result.values())
+    assert (result['grad of v'][:, :7].abs() < 100).all()
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from native_sparse_attention.ops._triton.interval import settings
 from native_sparse_attention.ops._triton.interval.backward import dkv_kernel
-from native_sparse_attention.ops._triton.interval.modifiers import Marks, settings_with_marks
+from native_sparse_attention.ops._triton.interval.modifiers import Marks
 from native_sparse_attention.ops._triton.interval.tiles import Interval
 from native_sparse_attention.ops._triton.launch import Settings, head_block, is_wide, launch, settings_of
 from native_sparse_attention.ops._triton.placement import Placement, num_tiles
@@ -110,7 +110,7 @@ def _launch_dkv(
 ) -> None:
     """split: of the queries, where the gradients are those of memory."""
     q, k, v, lse, delta, dout = tensors
-    block_m, block_n, num_warps, num_stages = settings_with_marks(_settings_of_keys(interval, q, v), marks)
+    block_m, block_n, num_warps, num_stages = _settings_of_keys(interval, q, v)
     launch(
         dkv_kernel,
         grid,

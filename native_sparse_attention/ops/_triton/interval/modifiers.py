@@ -79,12 +79,11 @@ def make_marks(modifiers: Modifiers, batch: int, heads: int) -> Marks:
     )
 
 
-def settings_with_marks(settings: Settings, marks: Marks) -> Settings:
-    """Smaller tiles, and more warps, for what tables and random numbers of each weight take in registers."""
-    has_tiles = marks.bias is not None or marks.attn_mask is not None or marks.seed is not None
-    if not has_tiles or settings.block_m * settings.block_n < 2048:
+def settings_of_forward(settings: Settings, marks: Marks) -> Settings:
+    """Smaller tiles where a table or a random number for each weight takes registers."""
+    if marks.bias is None and marks.attn_mask is None and marks.seed is None:
         return settings
-    return settings._replace(block_m=min(settings.block_m, 64), num_warps=max(8, settings.num_warps))
+    return settings._replace(block_m=min(settings.block_m, 64), block_n=min(settings.block_n, 32))
 
 
 def _broadcast_strides(table: Tensor | None, batch: int, heads: int) -> tuple[int | None, int | None, int | None]:
@@ -133,13 +132,16 @@ def mark_logits(products, scale, marks, place):
     slope = 1.0
     allowed = tl.full([1, 1], 1, tl.int1)
     if marks.softcap is not None:
-        products = cap_logits(products * scale, marks.softcap)
-        slope = cap_slope(products, marks.softcap)
+        logits = products * scale
+        slope = cap_slope(logits, marks.softcap)
+        products = cap_logits(logits, marks.softcap)
     if marks.bias is not None:
         bias_ptr = _point(marks.bias, marks.bias_row, marks.bias_head, marks.bias_query, place)
         bias = tl.load(bias_ptr, mask=has_query & has_key, other=0.0).to(tl.float32)
-        products = (products if marks.softcap is not None else products * scale) + bias
         allowed = allowed & (bias != float('-inf'))
+        # The lowest of float32, which is read, is not -inf in bits.
+        bias = tl.maximum(bias, -2e38, propagate_nan=tl.PropagateNan.ALL)
+        products = (products if marks.softcap is not None else products * scale) + bias
     if marks.softcap is not None or marks.bias is not None:
         products = products * 1.4426950408889634
     if marks.attn_mask is not None:
@@ -157,7 +159,8 @@ def find_exponents(products, lse_log2, scale, marks, place):
     """Of the weights, before any is dropped: exp2 of these. With what `mark_logits` returns besides the logits."""
     if marks.softcap is not None or marks.bias is not None:
         logits, slope, allowed = mark_logits(products, scale, marks, place)
-        exponents = logits - lse_log2
+        # Where a bias makes all logits of a row large, a unit in the last place of them is, too.
+        exponents = tl.minimum(logits - lse_log2, 0.0, propagate_nan=tl.PropagateNan.ALL)
     else:
         exponents = tl.fma(products, scale * 1.4426950408889634, -lse_log2)
         _, slope, allowed = mark_logits(products, scale, marks, place)

@@ -19,7 +19,7 @@ from native_sparse_attention.ops._triton.interval.keys import (
     differentiate_memory,
     tile_sizes,
 )
-from native_sparse_attention.ops._triton.interval.modifiers import Marks, make_marks, settings_with_marks
+from native_sparse_attention.ops._triton.interval.modifiers import Marks, make_marks, settings_of_forward
 from native_sparse_attention.ops._triton.interval.tiles import Interval
 from native_sparse_attention.ops._triton.launch import describe_tiles, head_block, is_wide, launch, settings_of
 from native_sparse_attention.ops._triton.placement import (
@@ -106,7 +106,7 @@ def _forward(
     value_dim = v.shape[3]
     out = q.new_empty(batch, seqlen, heads, value_dim)
     lse = q.new_empty(batch, heads, seqlen, dtype=torch.float32)
-    block_m, block_n, num_warps, num_stages = settings_with_marks(settings_of(settings.FORWARD, q, v), marks)
+    block_m, block_n, num_warps, num_stages = settings_of_forward(settings_of(settings.FORWARD, q, v), marks)
     packed = _count_packed(heads // k.shape[2], block_m)
     launch(
         forward_kernel,
@@ -171,7 +171,7 @@ def _backward(
     kv_heads, value_dim = v.shape[2:]
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     delta = torch.empty_like(lse)
-    block_m, block_n, num_warps, num_stages = settings_with_marks(settings_of(settings.DQ, q, v), marks)
+    block_m, block_n, num_warps, num_stages = settings_of(settings.DQ, q, v)
     packed = _count_packed(heads // kv_heads, block_m)
     launch(
         dq_kernel,
@@ -214,7 +214,7 @@ def _differentiate_bias(
 ) -> Tensor:
     q, k, v, lse, delta, dout = tensors
     dbias = torch.empty_like(bias, memory_format=torch.contiguous_format)
-    block_m, block_n, num_warps, num_stages = settings_with_marks(settings_of(settings.DQ, q, v), marks)
+    block_m, block_n, num_warps, num_stages = settings_of(settings.DQ, q, v)
     block_n = min(block_n, 32)  # all four operands come by pointers, which take registers
     tiles = -(-bias.shape[2] // block_m) * -(-bias.shape[3] // block_n)
     launch(

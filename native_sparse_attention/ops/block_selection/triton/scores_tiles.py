@@ -15,7 +15,7 @@ import triton.language as tl
 from native_sparse_attention.ops._triton.inverse_index import count_readable_blocks
 from native_sparse_attention.ops._triton.placement import count_blocks, find_tile, load_extent, load_num_keys
 from native_sparse_attention.ops._triton.placement import load_position as load_first_position
-from native_sparse_attention.ops._triton.softcap import cap_logits, cap_slope_at
+from native_sparse_attention.ops._triton.softcap import cap_logits, cap_slope
 from native_sparse_attention.ops._triton.tiles import add_product
 
 
@@ -108,7 +108,7 @@ def weigh(products, minus_lse, scale, softcap):
 def before_cap(dlogits, products, seen, scale, softcap):
     """Gradients of logits before the soft cap, from those after it, which are 0 where nothing is seen."""
     if softcap is not None:
-        dlogits = tl.where(seen, dlogits * cap_slope_at(products * scale, softcap), 0.0)
+        dlogits = tl.where(seen, dlogits * cap_slope(products * scale, softcap), 0.0)
     return dlogits
 
 

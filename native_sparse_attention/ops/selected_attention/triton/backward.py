@@ -255,8 +255,9 @@ def _differentiate(
     if softcap is None:
         weights = tl.exp2(tl.fma(logits, factor * 1.4426950408889634, bias))
     else:
-        capped = cap_logits(logits * factor, softcap)
-        slope = cap_slope(capped, softcap)
+        scaled = logits * factor
+        capped = cap_logits(scaled, softcap)
+        slope = cap_slope(scaled, softcap)
         weights = tl.exp2(tl.fma(capped, 1.4426950408889634, bias))
     dweights = tl.dot(dout, tl.trans(v), input_precision='ieee')
     dlogits = tl.where(read, weights * (dweights - delta[:, None]), 0.0)

@@ -298,7 +298,8 @@ def _add_members(
     if softcap is None:
         weights = tl.exp2(tl.fma(products, scale_log2[:, None], -lse_log2[:, None]))
     else:
-        capped_log2 = cap_logits(products * scale_log2[:, None], softcap * 1.4426950408889634)
+        logits_log2 = products * scale_log2[:, None]
+        capped_log2 = cap_logits(logits_log2, softcap * 1.4426950408889634)
         weights = tl.exp2(capped_log2 - lse_log2[:, None])
     dweights = tl.dot(dout, tl.trans(v), input_precision='ieee')
     read = key_mask[None, :] & mask[:, None]
@@ -319,7 +320,7 @@ def _add_members(
         dlogits = weights * (dweights - delta[:, None])
         if softcap is not None:
             # At most 1, so bounds of gradients hold.
-            dlogits *= cap_slope(capped_log2, softcap * 1.4426950408889634)
+            dlogits *= cap_slope(logits_log2, softcap * 1.4426950408889634)
         logits = products * scale
         if MASKED:
             dlogits = tl.where(read, dlogits, 0.0)

@@ -207,12 +207,13 @@ def _add_members(
     if softcap is None:
         weights = tl.exp2(tl.fma(products, scale_log2[None, :], shift[None, :]))
     else:
-        capped_log2 = cap_logits(products * scale_log2[None, :], softcap * 1.4426950408889634)
+        logits_log2 = products * scale_log2[None, :]
+        capped_log2 = cap_logits(logits_log2, softcap * 1.4426950408889634)
         weights = tl.exp2(capped_log2 + shift[None, :])
     dweights = tl.dot(v, tl.trans(dout), input_precision='ieee')
     dlogits = weights * (dweights - delta[None, :])
     if softcap is not None:
-        dlogits *= cap_slope(capped_log2, softcap * 1.4426950408889634)
+        dlogits *= cap_slope(logits_log2, softcap * 1.4426950408889634)
     if MASKED:
         read = key_mask[:, None] & row_mask[None, :]
         if CAUSAL:

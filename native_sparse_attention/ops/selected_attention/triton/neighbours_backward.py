@@ -219,7 +219,8 @@ def _differentiate(
         factor_log2 = factor * 1.4426950408889634
         weights = tl.exp2(tl.fma(logits, factor_log2[:, None], -lse_log2[:, None]))
     else:
-        capped = cap_logits(logits * factor[:, None], softcap)
+        scaled = logits * factor[:, None]
+        capped = cap_logits(scaled, softcap)
         weights = tl.exp2(tl.fma(capped, 1.4426950408889634, -lse_log2[:, None]))
     weights = tl.where(read, weights, 0.0)
     dweights = tl.dot(dout, tl.trans(v), input_precision='ieee')
@@ -227,7 +228,7 @@ def _differentiate(
     missing += tl.sum(dlogits, 1)
     dlogits = tl.fma(weights, dlse[:, None], dlogits)
     if softcap is not None:
-        slope = cap_slope(capped, softcap)
+        slope = cap_slope(scaled, softcap)
         dlogits *= slope
         weights *= slope
     if DIFFERENTIATES_FACTORS:
