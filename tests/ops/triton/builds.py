@@ -227,6 +227,7 @@ def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) 
     if log.getvalue():  # compiled just now
         name = f'{self.fn.__module__.removeprefix("native_sparse_attention.ops.")}.{self.fn.__name__}'
         report = {'kernel': name, 'shared': kernel.metadata.shared, 'spilled': max(spilled, default=0)}
+        report['is_marked'] = any(isinstance(arg, Marks) and arg.first_row is not None for arg in args)
         print(json.dumps(report), flush=True)
     return kernel
 

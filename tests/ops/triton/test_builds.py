@@ -16,7 +16,8 @@ import pytest
 from native_sparse_attention.ops._triton.launch import SHARED_MEMORY
 
 ROOT = Path(__file__).parents[3]
-# Bytes of a thread that do not fit into registers, for head sizes of 128 in half precision.
+# Bytes of a thread that do not fit into registers, for head sizes of 128 in half precision. Kernels that look something
+# up for every weight, or draw it, are faster with more of them than with smaller tiles.
 MAX_SPILLED = 1024
 # Every op with kernels is among those that are built.
 KERNELS = {
@@ -78,7 +79,7 @@ def assert_fits(reports: list[dict[str, Any]], architecture: str) -> None:
 def test_every_kernel_builds(architecture: str, dtype: str, head_dim: int, variants: str, builds: Builds) -> None:
     reports = builds(architecture, dtype, head_dim, variants)
     assert_fits(reports, architecture)
-    assert not [r for r in reports if r['spilled'] > MAX_SPILLED]
+    assert not [r for r in reports if r['spilled'] > MAX_SPILLED and not r['is_marked']]
 
 
 @pytest.mark.slow
