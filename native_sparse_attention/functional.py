@@ -91,8 +91,8 @@ def nsa(
         k_cmp: `[B, C, H, D]`, v_cmp: `[B, C, H, DV]`: compressed keys and values, made of keys before rotary. None
             where neither the compressed branch nor block scores are needed.
         gates: `[B, T, HQ, 3]` after the sigmoid, in the order compressed, selected, window; or a triple of `[B, T, HQ]`
-            and None, which leaves a branch out: nothing of it is computed but what others need, and what is given for it
-            alone has no part in the result.
+            and None, which leaves a branch out: nothing of it is computed but what others need, and what is given
+            for it alone has no part in the result.
         q_cmp: `[B, T, HQ, D]` before rotary, for the compressed branch and the block scores; default q.
         k_window, v_window: keys and values of the window branch; default k, v.
         mem_kv: a pair `[H, M, D]`, `[H, M, DV]` that every query sees in the compressed branch.

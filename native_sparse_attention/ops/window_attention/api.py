@@ -54,8 +54,8 @@ def window_attention(
             keys of its own id. Those of an id below 0 read nothing and are not read.
         mask: bool `[B, S]`, True for a real key.
         bias: `[B or 1, HQ or 1, T, S]` in the dtype of q or float32, by index of query and key, where packed too.
-            Differentiable; its gradient has its shape. -inf: not read. By Triton, gradients of rows whose biases are all
-            below about -1e7 are wrong: their log-sum-exp has no digits left for the weights.
+            Differentiable; its gradient has its shape. -inf: not read. By Triton, gradients of rows whose biases are
+            all below about -1e7 are wrong: their log-sum-exp has no digits left for the weights.
         attn_mask: bool in such a shape, True where a query may read.
         softcap: above 0, from 1e-30 to 1e30.
         sinks: `[HQ]` or `[HQ, M]`, any floating dtype: logits that take part in the softmax of every query and in its
