@@ -16,7 +16,13 @@ from native_sparse_attention.checks import check_cache, check_input, check_layer
 from native_sparse_attention.compress import compress_pair, make_networks
 from native_sparse_attention.gate import check_gate, make_gate
 from native_sparse_attention.ops import select_blocks
-from native_sparse_attention.ops._checks import check_not_negative, check_positive, checked_softcap, make_sequences
+from native_sparse_attention.ops._checks import (
+    check_flags,
+    check_not_negative,
+    check_positive,
+    checked_softcap,
+    make_sequences,
+)
 from native_sparse_attention.ops._random import as_seed, check_probability
 from native_sparse_attention.ops.backend import BackendChoice, check_backend
 from native_sparse_attention.padding import from_front, front_order, to_front
@@ -137,8 +143,14 @@ class SparseAttention(nn.Module):
         if rotary_emb is True:
             raise ValueError('rotary_emb is True, but must be a RotaryEmbedding, None for a default or False')
         check_backend(backend)
-        if not isinstance(recompute, bool):
-            raise ValueError(f'recompute is {recompute!r}, but must be True or False')
+        check_flags(
+            causal=causal,
+            norm=norm,
+            use_diff_topk=use_diff_topk,
+            query_heads_share_selected_kv=query_heads_share_selected_kv,
+            independent_branch_kv=independent_branch_kv,
+            recompute=recompute,
+        )
         if use_triton_kernel is not None:
             message = (
                 "use_triton_kernel is deprecated: use backend='auto', which takes Triton where it runs, or 'eager'"

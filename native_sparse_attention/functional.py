@@ -25,6 +25,7 @@ from native_sparse_attention.ops._checks import (
     check_block_counts,
     check_block_indices,
     check_block_sizes,
+    check_flags,
     check_not_negative,
     check_qkv,
     checked_softcap,
@@ -126,6 +127,7 @@ def nsa(
         ValueError: shapes, dtypes or settings that do not fit, or an explicit backend that cannot serve the call.
     """
     check_backend(backend)
+    check_flags(share_group=share_group, use_diff_topk=use_diff_topk)
     check_qkv(q, k, v)
     gates, (has_compressed, has_selected, has_window) = stack_gates(gates, q)
     check_block_sizes(compress_block_size, compress_stride, selection_block_size)

@@ -33,6 +33,12 @@ def shown(value: object) -> str:
     return f'a {type(value).__name__}' if isinstance(value, torch.Tensor) else repr(value)
 
 
+def check_flags(**flags: bool) -> None:
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise ValueError(f'{name} is {shown(value)}, but must be True or False')
+
+
 def check_positive(**values: int) -> None:
     for name, value in values.items():
         if not is_int(value) or value < 1:

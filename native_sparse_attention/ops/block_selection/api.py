@@ -13,6 +13,7 @@ from native_sparse_attention.ops._checks import (
     check_block_counts,
     check_block_indices,
     check_block_sizes,
+    check_flags,
     check_lse,
     check_not_negative,
     check_qkv,
@@ -84,6 +85,7 @@ def select_blocks(
     """
     check_qkv(q, k_cmp, None, 'k_cmp')
     check_lse(lse, q)
+    check_flags(causal=causal, share_group=share_group)
     check_block_sizes(compress_block_size, compress_stride, selection_block_size)
     check_not_negative(num_selected=num_selected, num_init=num_init, num_local=num_local)
     softcap = checked_softcap(softcap)
@@ -252,6 +254,7 @@ def _check_chosen(
     """What the backends take for `chosen_scores`, once it fits."""
     check_qkv(q, k_cmp, None, 'k_cmp')
     check_lse(lse, q)
+    check_flags(causal=causal)
     check_block_indices(block_indices, q, k_cmp)
     check_block_sizes(compress_block_size, compress_stride, selection_block_size)
     softcap = checked_softcap(softcap)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from native_sparse_attention.ops._checks import (
     check_block_sizes,
+    check_flags,
     check_qkv,
     check_same_kind,
     check_tensors,
@@ -76,6 +77,7 @@ def compressed_attention(
         ValueError: shapes, dtypes or settings that do not fit, or an explicit backend that cannot serve the call.
     """
     check_qkv(q, k_cmp, v_cmp, 'k_cmp', 'v_cmp')
+    check_flags(causal=causal)
     check_block_sizes(block_size, stride, names=('block_size', 'stride'))
     if mem_kv is not None:
         check_mem_kv(mem_kv, k_cmp.shape[2], k_cmp.shape[3], v_cmp.shape[3])

@@ -10,6 +10,7 @@ from torch import Tensor
 from native_sparse_attention.ops._checks import (
     check_block_counts,
     check_block_indices,
+    check_flags,
     check_positive,
     check_qkv,
     check_tensors,
@@ -78,6 +79,7 @@ def selected_attention(
         ValueError: shapes, dtypes or settings that do not fit, or an explicit backend that cannot serve the call.
     """
     check_qkv(q, k, v)
+    check_flags(causal=causal)
     check_positive(block_size=block_size)
     check_block_indices(block_indices, q, k)
     if block_scale is not None:

@@ -6,7 +6,7 @@ from functools import partial
 
 from torch import Tensor
 
-from native_sparse_attention.ops._checks import check_qkv, is_int, logit_scale, make_sequences, shown
+from native_sparse_attention.ops._checks import check_flags, check_qkv, is_int, logit_scale, make_sequences, shown
 from native_sparse_attention.ops._modifier_checks import make_modifiers
 from native_sparse_attention.ops._modifiers import OFF, Modifiers
 from native_sparse_attention.ops._triton import support
@@ -108,6 +108,7 @@ def backend_of(q: Tensor, k: Tensor, v: Tensor, *, modifiers: Modifiers = OFF, b
 
 def check_window(window_size: tuple[int, int], causal: bool) -> tuple[int, int]:
     """The window as the backends take it: right is 0 where causal."""
+    check_flags(causal=causal)
     is_pair = isinstance(window_size, tuple | list) and len(window_size) == 2
     if not is_pair or not all(is_int(side) and side >= -1 for side in window_size):
         raise ValueError(f'window_size is {shown(window_size)}, but must be (left, right), integers of at least -1')
