@@ -15,8 +15,6 @@ from native_sparse_attention.geometry import Sequences, max_length_of_compressed
 
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 INT_DTYPES = (torch.int32, torch.int64)
-# What logits are multiplied by or divided by: float32 holds such a number and its inverse.
-SMALLEST_FACTOR, LARGEST_FACTOR = 1e-30, 1e30
 
 
 def is_int(value: object) -> bool:
@@ -156,18 +154,18 @@ def check_block_counts(block_counts: int | Tensor, choosers: int, q: Tensor) -> 
 
 def logit_scale(q: Tensor, scale: float | None) -> float:
     """The factor of the logits: D ** -0.5 unless it is given."""
-    if scale is not None and not (is_number(scale) and abs(scale) <= LARGEST_FACTOR):
-        raise ValueError(f'scale is {shown(scale)}, but must be a finite number or None, of up to {LARGEST_FACTOR}')
+    if scale is not None and not (is_number(scale) and abs(scale) <= 1e30):
+        raise ValueError(f'scale is {shown(scale)}, but must be a finite number or None, of up to 1e+30')
     return q.shape[-1] ** -0.5 if scale is None else float(scale)
 
 
 def checked_softcap(softcap: float | None) -> float | None:
     if softcap is None:
         return None
-    if not (is_number(softcap) and SMALLEST_FACTOR <= softcap <= LARGEST_FACTOR):
+    # Float32 holds such numbers and their inverses. They are no globals: torch.compile would trace twice for those.
+    if not (is_number(softcap) and 1e-30 <= softcap <= 1e30):
         raise ValueError(
-            f'softcap is {shown(softcap)}, but must be a finite number above 0, or None, from {SMALLEST_FACTOR} to '
-            f'{LARGEST_FACTOR}'
+            f'softcap is {shown(softcap)}, but must be a finite number above 0, or None, from 1e-30 to 1e+30'
         )
     return float(softcap)
 
