@@ -276,8 +276,7 @@ def backend_of(
         modifiers = Modifiers(softcap, sinks_cmp)
         attentions['compressed_attention'] = compressed_backend(q, k, v, modifiers=modifiers, backend=backend)
     if has_window:
-        seed = torch.empty(1, dtype=torch.int64, device=q.device) if dropout_p else None
-        modifiers = Modifiers(softcap, sinks, dropout_p=dropout_p, dropout_seed=seed)
+        modifiers = Modifiers(softcap, sinks, dropout_p=dropout_p)
         attentions['window_attention'] = window_backend(q, k, v, modifiers=modifiers, backend=backend)
     others = {'gated_sum': sum_backend(q, v, backend=eager_in_flex)}
     if has_selected:

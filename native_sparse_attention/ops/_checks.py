@@ -68,6 +68,11 @@ def check_same_kind(**tensors: Tensor | None) -> None:
             raise ValueError(f'{name} is on {tensor.device}, but {first} is on {device}')
 
 
+def check_device(name: str, tensor: Tensor, q: Tensor) -> None:
+    if tensor.device != q.device:
+        raise ValueError(f'{name} is on {tensor.device}, but q is on {q.device}')
+
+
 def check_qkv(q: Tensor, k: Tensor, v: Tensor | None, k_name: str = 'k', v_name: str = 'v') -> None:
     """`[B, T, HQ, D]`, `[B, S, H, D]`, `[B, S, H, DV]` with HQ a multiple of H, one dtype, one device."""
     named = {'q': q, k_name: k} if v is None else {'q': q, k_name: k, v_name: v}
@@ -118,8 +123,7 @@ def check_lse(lse: Tensor, q: Tensor) -> None:
         raise ValueError(f'lse has shape {tuple(lse.shape)}, but must have {(batch, heads, seqlen)} (B, HQ, T)')
     if not lse.is_floating_point():
         raise ValueError(f'lse has dtype {lse.dtype}, but must be a floating dtype')
-    if lse.device != q.device:
-        raise ValueError(f'lse is on {lse.device}, but q is on {q.device}')
+    check_device('lse', lse, q)
 
 
 def check_block_indices(block_indices: Tensor, q: Tensor, k: Tensor) -> None:
@@ -133,8 +137,7 @@ def check_block_indices(block_indices: Tensor, q: Tensor, k: Tensor) -> None:
             f'block_indices has shape {tuple(shape)}, but must have ({batch}, {seqlen}, {k.shape[2]} or, per query '
             f'head, {heads}, n)'
         )
-    if block_indices.device != q.device:
-        raise ValueError(f'block_indices is on {block_indices.device}, but q is on {q.device}')
+    check_device('block_indices', block_indices, q)
 
 
 def check_block_counts(block_counts: int | Tensor, choosers: int, q: Tensor) -> None:
@@ -148,8 +151,7 @@ def check_block_counts(block_counts: int | Tensor, choosers: int, q: Tensor) -> 
         raise ValueError(f'block_counts has dtype {block_counts.dtype}, but must be int32 or int64')
     if block_counts.shape != shape:
         raise ValueError(f'block_counts has shape {tuple(block_counts.shape)}, but must have {shape}')
-    if block_counts.device != q.device:
-        raise ValueError(f'block_counts is on {block_counts.device}, but q is on {q.device}')
+    check_device('block_counts', block_counts, q)
 
 
 def logit_scale(q: Tensor, scale: float | None) -> float:
@@ -283,8 +285,7 @@ def _check_extents(
 
 def check_beside_q(name: str, tensor: Tensor, length: int | None, q: Tensor) -> None:
     _check_integers(name, tensor, length)
-    if tensor.device != q.device:
-        raise ValueError(f'{name} is on {tensor.device}, but q is on {q.device}')
+    check_device(name, tensor, q)
 
 
 def _check_integers(name: str, tensor: Tensor, length: int | None) -> None:

@@ -57,7 +57,7 @@ def unsupported(
     """
     if modifiers.sinks is not None:
         return 'sinks is given, but its softmax is over keys alone'
-    if modifiers.dropout_seed is not None:
+    if modifiers.dropout_p:
         return f'dropout_p is {modifiers.dropout_p}, but it does not drop weights'
     bias = modifiers.bias
     if bias is not None and bias.requires_grad and torch.is_grad_enabled():

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from native_sparse_attention.ops import _random
-from native_sparse_attention.ops._checks import FLOAT_DTYPES, INT_DTYPES, check_tensors, checked_softcap
+from native_sparse_attention.ops._checks import FLOAT_DTYPES, INT_DTYPES, check_device, check_tensors, checked_softcap
 from native_sparse_attention.ops._modifiers import Modifiers
 
 SegmentIds = Tensor | tuple[Tensor, Tensor] | None
@@ -51,7 +51,7 @@ def reduce_sinks(sinks: Tensor | None, q: Tensor, name: str = 'sinks') -> Tensor
         raise ValueError(f'{name} has shape {tuple(sinks.shape)}, but must have ({heads},) or ({heads}, M)')
     if sinks.dtype not in FLOAT_DTYPES:
         raise ValueError(f'{name} has dtype {sinks.dtype}, but must be float64, float32, bfloat16 or float16')
-    _check_device(name, sinks, q)
+    check_device(name, sinks, q)
     logits = sinks.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
     if sinks.dim() == 1:
         return logits
@@ -84,7 +84,7 @@ def _make_segments(
                 raise ValueError(f'{name} has dtype {ids.dtype}, but must be int32 or int64')
             if ids.shape != (batch, length):
                 raise ValueError(f'{name} has shape {tuple(ids.shape)}, but must have {(batch, length)}')
-            _check_device(name, ids, q)
+            check_device(name, ids, q)
             read_here = ids.device.type == 'cpu' and not torch.compiler.is_compiling()
             if ids.dtype == torch.int64 and read_here and ids.numel() and ids.max() >= 2**31:
                 raise ValueError(f'{name} has an id of {int(ids.max())}, but must have ids below 2 ** 31')
@@ -95,7 +95,7 @@ def _make_segments(
             raise ValueError(f'mask has dtype {mask.dtype}, but must be bool, True for a real key')
         if mask.shape != (batch, seqlen_k):
             raise ValueError(f'mask has shape {tuple(mask.shape)}, but must have {(batch, seqlen_k)} (B, S)')
-        _check_device('mask', mask, q)
+        check_device('mask', mask, q)
         if query_segments is None or key_segments is None:
             query_segments = torch.zeros(batch, seqlen_q, dtype=torch.int32, device=q.device)
             key_segments = mask.int() - 1
@@ -114,9 +114,4 @@ def _check_table(name: str, table: Tensor, q: Tensor, k: Tensor) -> None:
             f'{name} has shape {tuple(table.shape)}, but must have ({batch} or 1, {heads} or 1, {seqlen_q}, '
             f'{k.shape[1]}) (B, HQ, T, S)'
         )
-    _check_device(name, table, q)
-
-
-def _check_device(name: str, tensor: Tensor, q: Tensor) -> None:
-    if tensor.device != q.device:
-        raise ValueError(f'{name} is on {tensor.device}, but q is on {q.device}')
+    check_device(name, table, q)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from native_sparse_attention.ops._checks import is_int, is_number, shown
+from native_sparse_attention.ops._checks import check_device, is_int, is_number, shown
 
 ROUNDS = 10
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -70,8 +70,7 @@ def check_dropout(dropout_p: float, seed: int | Tensor | None, q: Tensor) -> Non
             raise ValueError(
                 f'dropout_seed has dtype {seed.dtype} and shape {tuple(seed.shape)}, but must be int64 of shape (1,)'
             )
-        if seed.device != q.device:
-            raise ValueError(f'dropout_seed is on {seed.device}, but q is on {q.device}')
+        check_device('dropout_seed', seed, q)
     elif not is_int(seed) or not -(2**63) <= seed < 2**63:
         raise ValueError(
             f'dropout_seed is {shown(seed)}, but must be an int of 64 bits, an int64 tensor of shape (1,) or None'

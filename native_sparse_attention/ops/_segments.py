@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from native_sparse_attention.ops._checks import INT_DTYPES, check_tensors
+from native_sparse_attention.ops._checks import INT_DTYPES, check_device, check_tensors
 
 
 def make_borders(
@@ -72,8 +72,7 @@ def _check_segment_ids(segment_ids: Tensor, q: Tensor) -> None:
         raise ValueError(f'q has batch size {batch}, but must have 1 where segment_ids is given')
     if segment_ids.shape != (1, seqlen):
         raise ValueError(f'segment_ids has shape {tuple(segment_ids.shape)}, but must have {(1, seqlen)} (1, T)')
-    if segment_ids.device != q.device:
-        raise ValueError(f'segment_ids is on {segment_ids.device}, but q is on {q.device}')
+    check_device('segment_ids', segment_ids, q)
     if segment_ids.is_cuda and torch.cuda.is_current_stream_capturing():
         raise ValueError(
             'segment_ids is given while a CUDA graph is captured, but must be read on the host: give cu_seqlens instead'

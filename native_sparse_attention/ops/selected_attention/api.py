@@ -10,6 +10,7 @@ from torch import Tensor
 from native_sparse_attention.ops._checks import (
     check_block_counts,
     check_block_indices,
+    check_device,
     check_flags,
     check_positive,
     check_qkv,
@@ -90,8 +91,7 @@ def selected_attention(
             raise ValueError(
                 f'block_scale has shape {tuple(block_scale.shape)}, but block_indices has {tuple(block_indices.shape)}'
             )
-        if block_scale.device != q.device:
-            raise ValueError(f'block_scale is on {block_scale.device}, but q is on {q.device}')
+        check_device('block_scale', block_scale, q)
     where = (q_offset, seqlens_k, cu_seqlens, cu_seqlens_k)
     cu_seqlens, padding = make_borders(segment_ids, q, k, None, *where)
     sequences = make_sequences(q, k.shape[1], q_offset, seqlens_k, cu_seqlens, cu_seqlens_k)
