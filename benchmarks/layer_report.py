@@ -118,8 +118,8 @@ def make_tables(rows: list[Case], missing: list[str]) -> list[str]:
     filled = [part for text, table in tables.items() if table.count('\n') > 1 for part in (text, table)]
     notes = [*ratio_lines(found), verdict(found), long_line(found)]
     return [
-        f'ms, medians, caches cold; a pass of more than a second is one run. Neighbours correlate by {RHO}, but not in '
-        'nsa-unrelated. Backward: everything that a call needs.',
+        'ms, medians, caches cold, runs queued; a pass of more than a second is one run. Neighbours correlate by '
+        f'{RHO}, but not in nsa-unrelated. Backward: everything that a call needs.',
         *filled[:2],
         *(note for note in notes if note),
         *filled[2:],

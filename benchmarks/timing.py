@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -35,33 +36,39 @@ class Times:
 def measure(function: Callable[[], Any], device: str, seconds: float = SECONDS, compiles: bool = True) -> Times:
     """Times of function(), after a warm-up, with cold caches, for about so many seconds.
 
-    A run that takes longer than that is its own measurement. compiles: the first run, which may compile, never is.
+    Runs are queued without waiting for one another, as triton.testing.do_bench has them: the host may be ahead of the
+    GPU, as it is in training. A run that takes longer than `seconds` is its own measurement. compiles: the first run,
+    which may compile, never is.
     """
-    first = _once(function, device, None)
+    (first,) = _run(function, device, None)
     if not compiles and first > 1e3 * seconds:
         return Times(first, first, first, 1)
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device) if device != 'cpu' else None
-    estimate = _once(function, device, flush)
+    (estimate,) = _run(function, device, flush)
     if estimate > 1e3 * seconds:
         return Times(estimate, estimate, estimate, 1)
     repeats = max(MIN_REPEATS, min(MAX_REPEATS, int(1e3 * seconds / max(estimate, 1e-3))))
-    times = [_once(function, device, flush) for _ in range(repeats)]
+    times = _run(function, device, flush, repeats)
     return Times(median(times), min(times), max(times), repeats)
 
 
-def _once(function: Callable[[], Any], device: str, flush: Tensor | None) -> float:
-    if flush is not None:
-        flush.zero_()
+def _run(function: Callable[[], Any], device: str, flush: Tensor | None, repeats: int = 1) -> list[float]:
+    """Milliseconds of each run."""
     if device == 'cpu':
-        started = time.perf_counter()
+        starts = []
+        for _ in range(repeats):
+            starts.append(time.perf_counter())
+            function()
+        return [1e3 * (stop - start) for start, stop in pairwise([*starts, time.perf_counter()])]
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+    for start, stop in events:
+        if flush is not None:
+            flush.zero_()
+        start.record()
         function()
-        return 1e3 * (time.perf_counter() - started)
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    function()
-    stop.record()
+        stop.record()
     torch.cuda.synchronize()
-    return start.elapsed_time(stop)
+    return [start.elapsed_time(stop) for start, stop in events]
 
 
 def run_once(forward: Callable[[], Tensor], leaves: Sequence[Tensor]) -> None:
