@@ -195,8 +195,8 @@ def mib(size: int | None) -> float | None:
 def make_tables(rows: list[Case], missing: list[str]) -> list[str]:
     found = Found(rows)
     return [
-        'ms, medians, caches cold, runs queued. Backward: everything that a call needs. Workspace: MiB at the peak of a '
-        'pass beyond inputs, outputs and what the forward saves for the backward.',
+        'ms, medians, caches cold, runs queued. Backward: everything that a call needs. Workspace: MiB at the peak of '
+        'a pass beyond inputs, outputs and what the forward saves for the backward.',
         target_table(found),
         verdict(found),
         *packed_lines(found),
