@@ -109,19 +109,24 @@ def neighbours_forward_kernel(
     UNMASKED: tl.constexpr = BLOCK_SIZE % BLOCK_N == 0 and q.dtype != tl.float32
     if not UNMASKED or not is_finite(sharing.infinite, pair, sharing.num_chunks):
         num_whole = 0
+    entry = load_entry(blocks_ptr, members_ptr, 0, num_blocks, SPLIT)
     if UNMASKED:
         for step in tl.range(0, num_whole * SPLIT):
+            following = load_entry(blocks_ptr, members_ptr, step + 1, num_blocks, SPLIT)
             row_max, total, out = _attend(
-                q, source, blocks_ptr, members_ptr, choices, factors, row_max, total, out, step, num_keys, positions,
-                scale, softcap, factors_ptr is not None, False, CAUSAL, BLOCK_SIZE, SPLIT, HEAD_DIM, VALUE_DIM, BLOCK_S,
-                BLOCK_T, BLOCK_G, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+                q, source, entry, choices, factors, row_max, total, out, step, num_keys, positions, scale, softcap,
+                factors_ptr is not None, False, CAUSAL, BLOCK_SIZE, SPLIT, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_T,
+                BLOCK_G, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
             )  # fmt: skip
+            entry = following
     for step in tl.range(num_whole * SPLIT, num_blocks * SPLIT):
+        following = load_entry(blocks_ptr, members_ptr, step + 1, num_blocks, SPLIT)
         row_max, total, out = _attend(
-            q, source, blocks_ptr, members_ptr, choices, factors, row_max, total, out, step, num_keys, positions, scale,
-            softcap, factors_ptr is not None, True, CAUSAL, BLOCK_SIZE, SPLIT, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_T,
-            BLOCK_G, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+            q, source, entry, choices, factors, row_max, total, out, step, num_keys, positions, scale, softcap,
+            factors_ptr is not None, True, CAUSAL, BLOCK_SIZE, SPLIT, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_T, BLOCK_G,
+            BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
         )  # fmt: skip
+        entry = following
 
     empty = total == 0
     total = tl.where(empty, 1.0, total)
@@ -137,8 +142,7 @@ def neighbours_forward_kernel(
 def _attend(
     q,
     source,
-    blocks_ptr,
-    members_ptr,
+    entry,
     choices,
     factors,
     row_max,
@@ -168,7 +172,7 @@ def _attend(
     chose the block reads all of the tile, and all of it is finite.
     """
     block, chosen, first, keys, key_mask = open_step(
-        blocks_ptr, members_ptr, step, num_keys, MASKED, BLOCK_SIZE, SPLIT, BLOCK_T, BLOCK_G, BLOCK_N
+        entry, step, num_keys, MASKED, BLOCK_SIZE, SPLIT, BLOCK_T, BLOCK_G, BLOCK_N
     )
     k, v = load_keys(source, first, key_mask, MASKED, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE)
     scale_log2 = tl.full([BLOCK_T * BLOCK_G], scale * 1.4426950408889634, tl.float32)
@@ -196,9 +200,20 @@ def _attend(
 
 
 @triton.jit
+def load_entry(blocks_ptr, members_ptr, step, num_blocks, SPLIT: tl.constexpr):
+    """The block that a step is of, and who chose it, a bit for every query. To be loaded a step ahead, as
+    `load_entries`.
+    """
+    place = step // SPLIT
+    exists = place < num_blocks
+    block = tl.load(blocks_ptr + place, mask=exists, other=0)
+    before = tl.load(members_ptr + place, mask=exists, other=0)
+    return block, tl.load(members_ptr + place + 1, mask=exists, other=0) - before
+
+
+@triton.jit
 def open_step(
-    blocks_ptr,
-    members_ptr,
+    entry,
     step,
     num_keys,
     MASKED: tl.constexpr,
@@ -208,12 +223,10 @@ def open_step(
     BLOCK_G: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """The block of a step, which rows of the tile chose it, its first key and all of them, and which of these there
-    are.
+    """The block of a step (`load_entry`), which rows of the tile chose it, its first key and all of them, and which of
+    these there are.
     """
-    place = step // SPLIT
-    block = tl.load(blocks_ptr + place)
-    members = tl.load(members_ptr + place + 1) - tl.load(members_ptr + place)
+    block, members = entry
     chosen = (members >> (tl.arange(0, BLOCK_T * BLOCK_G) // BLOCK_G).to(tl.int64)) & 1
     first = block * BLOCK_SIZE + step % SPLIT * BLOCK_N
     keys = first + tl.arange(0, BLOCK_N)

@@ -16,6 +16,7 @@ from native_sparse_attention.ops.selected_attention.triton.choice import load_ch
 from native_sparse_attention.ops.selected_attention.triton.neighbours import (
     find_slot,
     for_heads,
+    load_entry,
     load_factors_of_tile,
     load_keys,
     open_step,
@@ -139,19 +140,24 @@ def neighbours_dq_kernel(
     if not UNMASKED or not is_finite(sharing.infinite, pair, sharing.num_chunks):
         num_whole = 0
     sums = (dq, mean_k, missing, dfactors, mean_logits)
+    entry = load_entry(blocks_ptr, members_ptr, 0, num_blocks, SPLIT)
     if UNMASKED:
         for step in tl.range(0, num_whole * SPLIT):
+            following = load_entry(blocks_ptr, members_ptr, step + 1, num_blocks, SPLIT)
             sums = _differentiate(
-                q, dout, source, blocks_ptr, members_ptr, choices, factors, lse_log2, delta, dlse, sums, step, num_keys,
-                positions, scale, softcap, factors_ptr is not None, dfactors_ptr is not None, False, CAUSAL, BLOCK_SIZE,
-                SPLIT, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_T, BLOCK_G, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+                q, dout, source, entry, choices, factors, lse_log2, delta, dlse, sums, step, num_keys, positions, scale,
+                softcap, factors_ptr is not None, dfactors_ptr is not None, False, CAUSAL, BLOCK_SIZE, SPLIT, HEAD_DIM,
+                VALUE_DIM, BLOCK_S, BLOCK_T, BLOCK_G, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
             )  # fmt: skip
+            entry = following
     for step in tl.range(num_whole * SPLIT, num_blocks * SPLIT):
+        following = load_entry(blocks_ptr, members_ptr, step + 1, num_blocks, SPLIT)
         sums = _differentiate(
-            q, dout, source, blocks_ptr, members_ptr, choices, factors, lse_log2, delta, dlse, sums, step, num_keys,
-            positions, scale, softcap, factors_ptr is not None, dfactors_ptr is not None, True, CAUSAL, BLOCK_SIZE,
-            SPLIT, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_T, BLOCK_G, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+            q, dout, source, entry, choices, factors, lse_log2, delta, dlse, sums, step, num_keys, positions, scale,
+            softcap, factors_ptr is not None, dfactors_ptr is not None, True, CAUSAL, BLOCK_SIZE, SPLIT, HEAD_DIM,
+            VALUE_DIM, BLOCK_S, BLOCK_T, BLOCK_G, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
         )  # fmt: skip
+        entry = following
     dq, mean_k, missing, dfactors, mean_logits = sums
 
     dq = (dq - missing[:, None] * mean_k) * scale
@@ -171,8 +177,7 @@ def _differentiate(
     q,
     dout,
     source,
-    blocks_ptr,
-    members_ptr,
+    entry,
     choices,
     factors,
     lse_log2,
@@ -203,7 +208,7 @@ def _differentiate(
     """What a tile of keys adds to the sums; steps and MASKED as in `_attend`."""
     dq, mean_k, missing, dfactors, mean_logits = sums
     block, chosen, first, keys, key_mask = open_step(
-        blocks_ptr, members_ptr, step, num_keys, MASKED, BLOCK_SIZE, SPLIT, BLOCK_T, BLOCK_G, BLOCK_N
+        entry, step, num_keys, MASKED, BLOCK_SIZE, SPLIT, BLOCK_T, BLOCK_G, BLOCK_N
     )
     k, v = load_keys(source, first, key_mask, MASKED, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE)
     factor = tl.full([BLOCK_T * BLOCK_G], 1.0, tl.float32)
