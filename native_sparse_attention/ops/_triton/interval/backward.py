@@ -316,39 +316,28 @@ def dkv_kernel(
     limits = query_limits(interval, keys, last, offset)
     places = (row_of_marks(marks, row), query_start, key_rows, key_mask)
     first_row = tl.zeros([], tl.int64) + query_start
+    inputs = (
+        q_ptr + first_row * q_strides[1], dout_ptr + first_row * dout_strides[1], lse_ptr + first_row,
+        delta_ptr + first_row, q_strides, dout_strides, row * num_heads, place.seqlen_q,
+    )  # fmt: skip
     empty_sums = (tl.zeros([BLOCK_N, BLOCK_D], tl.float32), tl.zeros([BLOCK_N, BLOCK_DV], tl.float32))
     sums = empty_sums
     # In float32 there is only the last loop, as in the other kernel.
     if k.dtype != tl.float32:
-        for head in range(HEADS):
-            q_of_head = q_ptr + (first_head + head) * q_strides[2] + first_row * q_strides[1]
-            dout_of_head = dout_ptr + (first_head + head) * dout_strides[2] + first_row * dout_strides[1]
-            row_of_lse = (row * num_heads + first_head + head) * place.seqlen_q + first_row
-            for tile in range(end_tiles):
-                sums = _add_queries(
-                    q_of_head, dout_of_head, lse_ptr + row_of_lse, delta_ptr + row_of_lse, q_strides[1],
-                    dout_strides[1], k, v, sums, first_head + head, places, limits, tiles, tile, last, interval, scale,
-                    marks, True, False, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV, WIDE,
-                )  # fmt: skip
-            for tile in range(end_tiles, num_tiles):
-                sums = _add_queries(
-                    q_of_head, dout_of_head, lse_ptr + row_of_lse, delta_ptr + row_of_lse, q_strides[1],
-                    dout_strides[1], k, v, sums, first_head + head, places, limits, tiles, tile, last, interval, scale,
-                    marks, False, False, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV, WIDE,
-                )  # fmt: skip
+        sums = _add_heads(
+            inputs, k, v, sums, first_head, places, limits, tiles, 0, end_tiles, last, interval, scale, marks, HEADS,
+            True, False, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV, WIDE,
+        )  # fmt: skip
+        sums = _add_heads(
+            inputs, k, v, sums, first_head, places, limits, tiles, end_tiles, num_tiles, last, interval, scale, marks,
+            HEADS, False, False, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV, WIDE,
+        )  # fmt: skip
     if k.dtype == tl.float32 or not is_finite_tile(sums[0]):
         # Perhaps for queries that do not read some keys of the tile: once more, with care.
-        sums = empty_sums
-        for head in range(HEADS):
-            q_of_head = q_ptr + (first_head + head) * q_strides[2] + first_row * q_strides[1]
-            dout_of_head = dout_ptr + (first_head + head) * dout_strides[2] + first_row * dout_strides[1]
-            row_of_lse = (row * num_heads + first_head + head) * place.seqlen_q + first_row
-            for tile in tl.range(num_tiles, num_stages=1):
-                sums = _add_queries(
-                    q_of_head, dout_of_head, lse_ptr + row_of_lse, delta_ptr + row_of_lse, q_strides[1],
-                    dout_strides[1], k, v, sums, first_head + head, places, limits, tiles, tile, last, interval, scale,
-                    marks, True, True, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV, WIDE,
-                )  # fmt: skip
+        sums = _add_heads(
+            inputs, k, v, empty_sums, first_head, places, limits, tiles, 0, num_tiles, last, interval, scale, marks,
+            HEADS, True, True, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV, WIDE,
+        )  # fmt: skip
     dk, dv = sums
     dk_ptr += part.to(tl.int64) * dk_strides[0] + stored_row.to(tl.int64) * dk_strides[1] + kv_head * dk_strides[3]
     dv_ptr += part.to(tl.int64) * dv_strides[0] + stored_row.to(tl.int64) * dv_strides[1] + kv_head * dv_strides[3]
@@ -360,13 +349,57 @@ def dkv_kernel(
 
 
 @triton.jit
+def _add_heads(
+    inputs,
+    k,
+    v,
+    sums,
+    first_head,
+    places,
+    limits,
+    tiles,
+    first_tile,
+    last_tile,
+    last,
+    interval,
+    scale,
+    marks,
+    HEADS: tl.constexpr,
+    MASKED: tl.constexpr,
+    CAREFUL: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Adds tiles first_tile ... last_tile - 1 of each of HEADS heads."""
+    if interval.left is None or CAREFUL:
+        NUM_STAGES: tl.constexpr = 1 if CAREFUL else None
+        for head in range(first_head, first_head + HEADS):
+            for tile in tl.range(first_tile, last_tile, num_stages=NUM_STAGES):
+                sums = _add_queries(
+                    inputs, k, v, sums, head, places, limits, tiles, tile, last, interval, scale, marks, MASKED,
+                    CAREFUL, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV, WIDE,
+                )  # fmt: skip
+    else:
+        # A head has few tiles in a window: all of them are one loop, and so one pipeline.
+        head, tile = first_head, first_tile
+        for _ in range(HEADS * (last_tile - first_tile)):
+            sums = _add_queries(
+                inputs, k, v, sums, head, places, limits, tiles, tile, last, interval, scale, marks, MASKED, CAREFUL,
+                HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV, WIDE,
+            )  # fmt: skip
+            is_last = tile == last_tile - 1
+            head = tl.where(is_last, head + 1, head)
+            tile = tl.where(is_last, first_tile, tile + 1)
+    return sums
+
+
+@triton.jit
 def _add_queries(
-    q_ptr,
-    dout_ptr,
-    lse_ptr,
-    delta_ptr,
-    q_stride,
-    dout_stride,
+    inputs,
     k,
     v,
     sums,
@@ -392,18 +425,21 @@ def _add_queries(
     those keys alone that are read with it.
     """
     dk, dv = sums
+    q_ptr, dout_ptr, lse_ptr, delta_ptr, q_strides, dout_strides, first_of_row, seqlen = inputs
+    row_of_lse = (first_of_row + head) * seqlen
     start = find_start(tiles, tile, MASKED, CAREFUL, BLOCK_M)
     queries = start + tl.arange(0, BLOCK_M)
     query_mask = tl.full([BLOCK_M], 1, tl.int1)
     if MASKED:
         query_mask = queries < last
-    q = load_rows(q_ptr, queries, q_stride, query_mask, HEAD_DIM, BLOCK_D, WIDE)  # [BLOCK_M, BLOCK_D]
-    dout = load_rows(dout_ptr, queries, dout_stride, query_mask, VALUE_DIM, BLOCK_DV, WIDE)  # [BLOCK_M, BLOCK_DV]
+    # [BLOCK_M, BLOCK_D] and [BLOCK_M, BLOCK_DV]
+    q = load_rows(q_ptr + head * q_strides[2], queries, q_strides[1], query_mask, HEAD_DIM, BLOCK_D, WIDE)
+    dout = load_rows(dout_ptr + head * dout_strides[2], queries, dout_strides[1], query_mask, VALUE_DIM, BLOCK_DV, WIDE)
     if MASKED:
         # A thread loads many of these; a mask for each costs more than the last one's once more.
         queries = tl.minimum(queries, last - 1)
-    lse = tl.load(lse_ptr + queries)
-    delta = tl.load(delta_ptr + queries)
+    lse = tl.load(lse_ptr + row_of_lse + queries)
+    delta = tl.load(delta_ptr + row_of_lse + queries)
     lse_log2 = tl.where(lse == float('-inf'), 0.0, lse) * 1.4426950408889634
     logits = tl.dot(k, tl.trans(q), input_precision='ieee')  # [BLOCK_N, BLOCK_M]
     row, query_start, key_rows, key_mask = places

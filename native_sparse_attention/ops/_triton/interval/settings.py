@@ -59,5 +59,5 @@ DKV: Table = {
 # Of the keys of a window, which few queries read: loops are short.
 DKV_WINDOW: Table = DKV | {
     ('sm90', 2, 64): Settings(64, 64, 4, 2),
-    ('sm90', 2, 128): Settings(64, 64, 4, 2),
+    ('sm90', 2, 128): Settings(32, 64, 4, 3),
 }
