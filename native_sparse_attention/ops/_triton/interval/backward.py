@@ -376,7 +376,8 @@ def _add_heads(
 ):
     """Adds tiles first_tile ... last_tile - 1 of each of HEADS heads."""
     if interval.left is None or CAREFUL:
-        for head in range(first_head, first_head + HEADS):
+        for member in range(HEADS):
+            head = first_head + member
             for tile in tl.range(first_tile, last_tile, num_stages=1 if CAREFUL else None):
                 sums = _add_queries(
                     inputs, k, v, sums, head, places, limits, tiles, tile, last, interval, scale, marks, MASKED,
