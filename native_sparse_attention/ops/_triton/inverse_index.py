@@ -231,13 +231,27 @@ def find_block(slot, row, place, BLOCK_SIZE: tl.constexpr):
 
 
 @triton.jit
-def load_entries(entries_ptr, first_member, num_members, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Entries of a tile of members of a list, which are every entry with every head of its chooser. To be loaded a step
-    ahead of what they say where to find: copies end in order, so a pipeline that fetches the entries of a later step
-    itself has to wait for all that it has fetched before them.
+def split_members(first_member, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Of a tile of members of a list, which are every entry with every head of its chooser: places in the list, and
+    heads in the group. first_member is a multiple of BLOCK_M.
     """
-    members = first_member + tl.arange(0, BLOCK_M)
-    return tl.load(entries_ptr + members // GROUP, mask=members < num_members, other=0)
+    in_tile = tl.arange(0, BLOCK_M)
+    if BLOCK_M % GROUP == 0:
+        # Numbers that are known to be positive, and the same in every step.
+        return first_member // GROUP + in_tile // GROUP, in_tile % GROUP
+    members = (first_member + in_tile).to(tl.uint32)
+    return (members // GROUP).to(tl.int32), (members % GROUP).to(tl.int32)
+
+
+@triton.jit
+def load_entries(entries_ptr, first_member, num_members, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Entries of a tile of members of a list. To be loaded a step ahead of what they say where to find: copies end in
+    order, so a pipeline that fetches the entries of a later step itself has to wait for all that it has fetched before
+    them.
+    """
+    places, _ = split_members(first_member, GROUP, BLOCK_M)
+    mask = first_member + tl.arange(0, BLOCK_M) < num_members
+    return tl.load(entries_ptr + places, mask=mask, other=0)
 
 
 # What differs from call to call is not compiled for, as a sort takes seconds to compile.

@@ -65,9 +65,11 @@ def load_tile(
 
 
 @triton.jit
-def store_rows(ptr, rows, stride, values, mask, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def store_rows(ptr, rows, stride, values, mask, SIZE: tl.constexpr, BLOCK: tl.constexpr, WIDE=True):
+    """WIDE: as in `load_rows`."""
     offsets = tl.arange(0, BLOCK)
-    pointers = ptr + rows.to(tl.int64)[:, None] * stride + offsets[None, :]
+    rows = rows.to(tl.int64) if WIDE else rows
+    pointers = ptr + rows[:, None] * stride + offsets[None, :]
     tl.store(pointers, values.to(ptr.dtype.element_ty), mask=mask[:, None] & (offsets < SIZE)[None, :])
 
 

@@ -20,6 +20,7 @@ from native_sparse_attention.ops._triton.inverse_index import (
     group_pairs,
     load_entries,
     num_block_slots,
+    split_members,
 )
 from native_sparse_attention.ops._triton.launch import head_block, is_wide, launch, row_block
 from native_sparse_attention.ops._triton.placement import Placement
@@ -236,7 +237,8 @@ def _attend(
     q_ptr, factors_ptr, q_strides, factors_strides = inputs
     members = first_member + tl.arange(0, BLOCK_M)
     mask = members < num_members
-    token, chooser, head = find_members(entry, members, kv_head, lists, GROUP, REPEATS, NUM_SELECTED)
+    _, in_group = split_members(first_member, GROUP, BLOCK_M)
+    token, chooser, head = find_members(entry, in_group, kv_head, lists, GROUP, REPEATS, NUM_SELECTED)
     positions = offset + token
     if WIDE:
         token, head = token.to(tl.int64), head.to(tl.int64)
@@ -269,7 +271,7 @@ def _attend(
         else:
             unit = 1.0
         out += tl.sum(tl.where(read, taint[None, :], 0.0), 1)[:, None]
-    places = (pair * lists.num_entries + entry) * GROUP + members % GROUP
+    places = (pair * lists.num_entries + entry) * GROUP + in_group
     tl.store(parts.first + places, row_max, mask=mask)
     tl.store(parts.second + places, tl.sum(weights, 1), mask=mask)
     store_part(parts, places, out, tl.zeros([BLOCK_M], tl.float32) + unit, mask, VALUE_DIM, BLOCK_DV)

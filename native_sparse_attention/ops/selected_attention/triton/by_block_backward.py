@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from native_sparse_attention.ops._triton.inverse_index import load_entries
+from native_sparse_attention.ops._triton.inverse_index import load_entries, split_members
 from native_sparse_attention.ops._triton.launch import head_block, is_wide, launch, row_block
 from native_sparse_attention.ops._triton.placement import Placement
 from native_sparse_attention.ops._triton.softcap import cap_logits, cap_slope
@@ -279,7 +279,8 @@ def _add_members(
     q_ptr, factors_ptr, lse_ptr, dout_ptr, delta_ptr, inverses_ptr, q_strides, factors_strides, dout_strides = inputs
     members = first_member + tl.arange(0, BLOCK_M)
     mask = members < num_members
-    token, chooser, head = find_members(entry, members, kv_head, lists, GROUP, REPEATS, NUM_SELECTED)
+    _, in_group = split_members(first_member, GROUP, BLOCK_M)
+    token, chooser, head = find_members(entry, in_group, kv_head, lists, GROUP, REPEATS, NUM_SELECTED)
     positions = offset + token
     if WIDE:
         token, head = token.to(tl.int64), head.to(tl.int64)
@@ -305,7 +306,7 @@ def _add_members(
     read = key_mask[None, :] & mask[:, None]
     if CAUSAL:
         read = read & (keys[None, :] <= positions[:, None])
-    places = (pair * lists.num_entries + entry) * GROUP + members % GROUP
+    places = (pair * lists.num_entries + entry) * GROUP + in_group
     if not FINISHES:
         terms = weights * dweights
         if MASKED:

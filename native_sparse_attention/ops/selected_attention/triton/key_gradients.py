@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from native_sparse_attention.ops._triton.inverse_index import find_block, load_entries
+from native_sparse_attention.ops._triton.inverse_index import find_block, load_entries, split_members
 from native_sparse_attention.ops._triton.placement import load_extent
 from native_sparse_attention.ops._triton.softcap import cap_logits, cap_slope
 from native_sparse_attention.ops._triton.tiles import add_product, load_rows, split_finite, store_rows
@@ -184,7 +184,8 @@ def _add_members(
     q_ptr, factors_ptr, lse_ptr, delta_ptr, dout_ptr, q_strides, factors_strides, dout_strides = inputs
     rows = first_row + tl.arange(0, BLOCK_M)
     row_mask = rows < num_rows
-    token, chooser, head = find_members(entry, rows, kv_head, lists, GROUP, REPEATS, NUM_SELECTED)
+    _, in_group = split_members(first_row, GROUP, BLOCK_M)
+    token, chooser, head = find_members(entry, in_group, kv_head, lists, GROUP, REPEATS, NUM_SELECTED)
     positions = offset + token
     if WIDE:
         token, head = token.to(tl.int64), head.to(tl.int64)

@@ -211,12 +211,13 @@ def count_near(
 
 @triton.jit
 def find_members(
-    entry, members, kv_head, lists, GROUP: tl.constexpr, REPEATS: tl.constexpr, NUM_SELECTED: tl.constexpr
+    entry, in_group, kv_head, lists, GROUP: tl.constexpr, REPEATS: tl.constexpr, NUM_SELECTED: tl.constexpr
 ):
-    """Token, chooser and head of each member."""
-    token = lists.first_token + entry // (REPEATS * NUM_SELECTED)
-    chooser = kv_head.to(tl.int32) * REPEATS + entry // NUM_SELECTED % REPEATS
-    return token, chooser, chooser * GROUP + members % GROUP
+    """Token, chooser and head of each member, by its entry and its head in the group."""
+    entry = entry.to(tl.uint32)  # to divide by
+    token = lists.first_token + (entry // (REPEATS * NUM_SELECTED)).to(tl.int32)
+    chooser = kv_head.to(tl.int32) * REPEATS + (entry // NUM_SELECTED % REPEATS).to(tl.int32)
+    return token, chooser, chooser * GROUP + in_group
 
 
 @triton.jit
@@ -286,9 +287,9 @@ def store_part(parts, places, values, unit, mask, SIZE: tl.constexpr, BLOCK: tl.
         places = tl.broadcast_to(places, [NUM_PIECES, 2, ROWS // 16, 8])
         pieces = places * NUM_PIECES + tl.arange(0, NUM_PIECES)[:, None, None, None]
         pieces = tl.reshape(pieces, [NUM_PIECES * ROWS])
-        store_rows(parts.out, pieces, 32, values, pieces >= 0, 32, 32)
+        store_rows(parts.out, pieces, 32, values, pieces >= 0, 32, 32, False)
     else:
-        store_rows(parts.out, places, SIZE, values, mask, SIZE, BLOCK)
+        store_rows(parts.out, places, SIZE, values, mask, SIZE, BLOCK, False)
 
 
 @triton.jit
