@@ -53,6 +53,7 @@ NEIGHBOURS_BACKWARD = 'selected_attention/triton/neighbours_backward.py'
 BY_BLOCK, LISTS = 'selected_attention/triton/by_block.py', 'selected_attention/triton/lists.py'
 BY_BLOCK_BACKWARD, SELECTED_KEYS = 'selected_attention/triton/by_block_backward.py', 'selected_attention/triton/keys.py'
 SHARING = 'selected_attention/triton/sharing.py'
+FINITE, LISTS_OF_BLOCKS = '_triton/finite.py', '_triton/inverse_index.py'
 TILE_ROWS = '_triton/tiles.py'
 SELECT, GATED_SUM = 'block_selection/triton/select.py', 'gated_sum/triton/kernels.py'
 ROTARY, ROTATION = 'rotary/triton/kernels.py', '_triton/rotation.py'
@@ -145,7 +146,7 @@ FAULTS = [
     Fault('by block: what chose nothing is a part', LISTS, 'tl.store(parts.unit + places, tl.zeros(', 'tl.store(parts.unit + places, 1.0 + tl.zeros(', SELECTED[:1]),
     Fault('by block: factors of what is no part', LISTS, 'tl.store(parts.second + places, tl.zeros(', 'tl.store(parts.second + places, 1.0 + tl.zeros(', SELECTED[:1]),
     Fault('by block: earlier tokens forgotten', SELECTED_KEYS, 'ADDS=len(ranges) > 1,\n                BLOCK_M=block_m,', 'ADDS=False,\n                BLOCK_M=block_m,', SELECTED[:1]),
-    Fault('members of a list: next token', LISTS, 'token = lists.first_token + entry // (REPEATS * NUM_SELECTED)', 'token = lists.first_token + (entry + 1) // (REPEATS * NUM_SELECTED)', SELECTED[:1]),
+    Fault('members of a list: next token', LISTS, '(entry // (REPEATS * NUM_SELECTED)).to(tl.int32)', '((entry + 1) // (REPEATS * NUM_SELECTED)).to(tl.int32)', SELECTED[:1]),
     # Choice of blocks
     Fault('overlap of blocks off', SELECT, 'shared = tl.minimum(end, blocks.selection_block_size) - tl.maximum(start, 0)', 'shared = tl.minimum(end, blocks.selection_block_size) - start', CHOICE),
     Fault('what is handed on forgotten', SELECT, 'score += _pick(onward, tl.maximum(places - 1, 0))', 'score += 0.0 * _pick(onward, tl.maximum(places - 1, 0))', CHOICE),
@@ -186,7 +187,15 @@ FAULTS = [
     Fault('sharing: a block stands twice', SHARING, 'is_block & (before // SIZE != blocks)', 'is_block', SHARED),
     Fault('neighbours: blocks of which some keys are in the future go unmasked', SHARING, 'tl.maximum(offset + first_query + 1, 0) // BLOCK_SIZE', 'tl.maximum(offset + first_query + BLOCK_SIZE, 0) // BLOCK_SIZE', SHARED),
     Fault('neighbours: all of a tile read what one chose', NEIGHBOURS, 'return block, chosen != 0, first, keys, key_mask', 'return block, chosen >= 0, first, keys, key_mask', SHARED),
-    Fault('neighbours: what is not finite goes unseen', NEIGHBOURS, 'not UNMASKED or not is_finite(sharing.infinite, pair, sharing.num_chunks):\n        num_whole = 0\n    entry', 'not UNMASKED:\n        num_whole = 0\n    entry', ('test_selected_attention_guarantees.py',)),
+    Fault('neighbours: what is not finite goes unseen', NEIGHBOURS, 'is_finite(sharing.infinite, pair, sharing.num_chunks) and is_small_tile(q)', 'is_small_tile(q)', ('test_selected_attention_guarantees.py',)),
+    Fault('neighbours: queries that are not finite go unseen', NEIGHBOURS, ' and is_small_tile(q)', '', ('test_selected_attention_guarantees.py',)),
+    Fault('neighbours: gradients that are not finite go unseen', NEIGHBOURS_BACKWARD, ' and is_small_tile(dout)', '', ('test_selected_attention_guarantees.py',)),
+    Fault('neighbours: keys alone are looked at', FINITE, 'is_small_tile(k) & is_small_tile(v)', 'is_small_tile(k)', ('test_selected_attention_guarantees.py',)),
+    Fault('neighbours: who did not choose a block reads it', NEIGHBOURS, "tl.where(chosen, -reference, float('-inf')) if BY_ROW", '-reference if BY_ROW', ('test_selected_attention_guarantees.py',)),
+    Fault('neighbours: who did not choose a block has gradients of it', NEIGHBOURS_BACKWARD, "tl.where(chosen, -lse_log2, float('-inf')) if BY_ROW", '-lse_log2 if BY_ROW', ('test_selected_attention_guarantees.py',)),
+    Fault('neighbours: sign of the scale dropped', NEIGHBOURS, 'tl.where(scale < 0, -q, q)', 'tl.where(scale < 0, q, q)', ('test_selected_attention_guarantees.py',)),
+    Fault('by query: infinite gradients of those who read nothing', SELECTED_BACKWARD, "(lse == float('-inf'))[:, None], 0.0, (dq", "(lse == float('inf'))[:, None], 0.0, (dq", ('test_selected_attention_guarantees.py',)),
+    Fault('members of groups that do not divide a tile', LISTS_OF_BLOCKS, '(members // GROUP).to(tl.int32)', '((members + 1) // GROUP).to(tl.int32)', SELECTED[:1]),
     Fault('members that must be masked are not', LISTS, '(positions < tl.max(keys, 0))', '(positions < tl.max(keys, 0) - 1)', SELECTED[:1]),
     Fault('a block with keys that are none goes unmasked', LISTS, 'return tl.where(tl.min(key_mask.to(tl.int32), 0) == 0, num_entries, num_near)', 'return num_near', SELECTED[:1]),
     Fault('neighbours: the last block of a union left out', NEIGHBOURS, 'exists = place < num_blocks', 'exists = place + 1 < num_blocks', SHARED),

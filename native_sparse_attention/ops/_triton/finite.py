@@ -1,4 +1,6 @@
-"""Whether tensors hold what is not finite, so that kernels need not look at every tile that they multiply."""
+"""Whether tensors hold what is not finite, or so large that products of it may not be, so that kernels need not look
+at every tile that they multiply.
+"""
 
 # To pyright a jit function that another calls never returns.
 # pyright: reportGeneralTypeIssues=false
@@ -15,48 +17,68 @@ from native_sparse_attention.ops._triton.tiles import load_rows
 
 # Tokens of a program, and the most results that one is asked for at once.
 BLOCK_T, MAX_RESULTS = 128, 4096
+# A product of two rows of up to 2 ** 9 elements below this is finite in float32.
+LARGE = tl.constexpr(2.0**59)
 
 
-def find_infinite(x: Tensor) -> Tensor:
-    """int8 `[B, H, chunks]` for x `[B, S, H, D]`: 1 where one of a chunk of tokens is not finite in a head."""
-    batch, seqlen, heads, head_dim = x.shape
+def find_infinite(k: Tensor, v: Tensor) -> Tensor:
+    """int8 `[B, H, chunks]` for k and v `[B, S, H, D and DV]`: 1 where an element of a chunk of tokens is not below
+    LARGE in a head.
+    """
+    batch, seqlen, heads, head_dim = k.shape
     step = BLOCK_T * max(1, -(-seqlen // (BLOCK_T * MAX_RESULTS)))
     chunks = -(-seqlen // step)
-    found = torch.empty(batch, heads, chunks, dtype=torch.int8, device=x.device)
+    found = torch.empty(batch, heads, chunks, dtype=torch.int8, device=k.device)
     launch(
         finite_kernel,
         (batch * heads * chunks,),
-        *(x, found, x.stride(), heads, chunks, seqlen, step),
+        *(k, v, found, k.stride(), v.stride(), heads, chunks, seqlen, step),
         HEAD_DIM=head_dim,
+        VALUE_DIM=v.shape[3],
         BLOCK_T=BLOCK_T,
         BLOCK_D=head_block(head_dim),
+        BLOCK_DV=head_block(v.shape[3]),
         num_warps=4,
-        device=x.device,
+        device=k.device,
     )
     return found
 
 
 @triton.jit
 def finite_kernel(
-    x_ptr,
+    k_ptr,
+    v_ptr,
     found_ptr,
-    strides,
+    k_strides,
+    v_strides,
     heads,
     chunks,
     seqlen,
     step,
     HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
 ):
     chunk, pair = tl.program_id(0) % chunks, tl.program_id(0) // chunks
-    x_ptr += (pair // heads).to(tl.int64) * strides[0] + (pair % heads).to(tl.int64) * strides[2]
+    row, head = (pair // heads).to(tl.int64), (pair % heads).to(tl.int64)
+    k_ptr += row * k_strides[0] + head * k_strides[2]
+    v_ptr += row * v_strides[0] + head * v_strides[2]
     found = 0
     for first in tl.range(chunk * step, tl.minimum((chunk + 1) * step, seqlen), BLOCK_T):
         tokens = first + tl.arange(0, BLOCK_T)
-        x = load_rows(x_ptr, tokens, strides[1], tokens < seqlen, HEAD_DIM, BLOCK_D).to(tl.float32)
-        found = tl.maximum(found, tl.max(tl.max((x - x != 0).to(tl.int32), 1), 0))
+        k = load_rows(k_ptr, tokens, k_strides[1], tokens < seqlen, HEAD_DIM, BLOCK_D)
+        v = load_rows(v_ptr, tokens, v_strides[1], tokens < seqlen, VALUE_DIM, BLOCK_DV)
+        found = tl.where(is_small_tile(k) & is_small_tile(v), found, 1)
     tl.store(found_ptr + tl.program_id(0), tl.cast(found, tl.int8))
+
+
+@triton.jit
+def is_small_tile(x):
+    """Whether all of x is below LARGE."""
+    # As a vector: Triton 3.7 fails to compile one dimension after the other for Blackwell.
+    return tl.max(tl.ravel((tl.abs(x.to(tl.float32)) < LARGE).to(tl.int32) ^ 1), 0) == 0
 
 
 @triton.jit

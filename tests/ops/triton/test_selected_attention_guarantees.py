@@ -136,6 +136,47 @@ def test_what_is_not_finite_reaches_those_who_read_it(names: str, dtype: torch.d
             assert result[name][:, read].isnan().any(-1).all()
 
 
+@pytest.mark.parametrize('dtype', [torch.float32, torch.float16])
+def test_a_negative_scale_is_that_of_negative_queries(dtype: torch.dtype, device: torch.device) -> None:
+    extents = Extents(1, 9, 48, {'q_offset': 39}, [48])
+    indices = torch.tensor([[0, 2], [1, 2], [2, 0]], dtype=torch.int32).repeat(3, 1).view(1, 9, 1, 2)
+    tensors, grads = make_inputs(extents, HEADS, device, indices, dtype=dtype), make_grads(extents, HEADS, device)
+    expected = run_triton(
+        selected_attention, tensors | {'q': -tensors['q']}, grads, block_size=16, q_offset=39, scale=0.3
+    )
+    result = run_triton(selected_attention, tensors, grads, block_size=16, q_offset=39, scale=-0.3)
+    assert_same_bits(result | {'grad of q': -result['grad of q']}, expected)
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.float16])
+@pytest.mark.parametrize('junk', [torch.nan, torch.inf])
+def test_who_reads_nothing_may_be_anything(junk: float, dtype: torch.dtype, device: torch.device) -> None:
+    """Beside queries that read whole blocks, and with the bits that these have otherwise."""
+    extents, sequences = Extents(1, 9, 48, {'q_offset': 39}, [48]), {'block_size': 16, 'q_offset': 39}
+    indices = torch.tensor([[0, 2], [1, 2], [-1, 3]], dtype=torch.int32).repeat(3, 1).view(1, 9, 1, 2)
+    tensors, grads = make_inputs(extents, HEADS, device, indices, dtype=dtype), make_grads(extents, HEADS, device)
+    expected = run_triton(selected_attention, tensors, grads, **sequences)
+    for where in ('q', 'dout'):
+        spoiled, spoiled_grads = tensors | {'q': tensors['q'].clone()}, [grad.clone() for grad in grads]
+        (spoiled['q'] if where == 'q' else spoiled_grads[0])[:, 2::3] = junk
+        assert_same_bits(run_triton(selected_attention, spoiled, spoiled_grads, **sequences), expected)
+
+
+def test_products_that_are_too_large_stay_with_those_who_read_them(device: torch.device) -> None:
+    """Of the queries of a tile the second one reads keys that the product of the first with them is no number of."""
+    extents, sequences = Extents(1, 2, 48, {'q_offset': 46}, [48]), {'block_size': 16, 'q_offset': 46, 'scale': 1e-20}
+    indices = torch.tensor([[0, 2], [1, 2]], dtype=torch.int32).view(1, 2, 1, 2)
+    dtype = torch.float32 if is_interpreted() else torch.bfloat16
+    tensors, grads = make_inputs(extents, HEADS, device, indices, dtype=dtype), make_grads(extents, HEADS, device)
+    tensors['q'] = tensors['q'] * 1e20
+    expected = run_triton(selected_attention, tensors, grads, **sequences)
+    tensors['k'] = tensors['k'].clone()
+    tensors['k'][:, 16:32] *= 1e30
+    result = run_triton(selected_attention, tensors, grads, **sequences)
+    for name in ('out0', 'grad of q'):
+        assert torch.equal(result[name][:, 0], expected[name][:, 0]), name
+
+
 def test_the_future_changes_nothing(device: torch.device) -> None:
     indices = make_block_indices('valid', 1, 12, 1, 3, seqlen_k=12, block_size=4)
     tensors, grads = make_inputs(whole(12), HEADS, device, indices), make_grads(whole(12), HEADS, device)

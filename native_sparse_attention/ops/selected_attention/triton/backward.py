@@ -107,7 +107,8 @@ def dq_kernel(
     lse = tl.load(lse_ptr + places_of_lse, mask=head_mask, other=0.0)
     lse_log2 = tl.where(lse == float('-inf'), 0.0, lse) * 1.4426950408889634
     dlse = tl.zeros([BLOCK_M], tl.float32)
-    if dlse_ptr is not None:
+    HAS_DLSE: tl.constexpr = dlse_ptr is not None
+    if HAS_DLSE:
         dlse_ptr += row * dlse_strides[0] + token * dlse_strides[2]
         dlse = tl.load(dlse_ptr + heads * dlse_strides[1], mask=head_mask, other=0.0)
         # A log-sum-exp of nothing has no gradient; logaddexp of two such gives NaN.
@@ -158,20 +159,21 @@ def dq_kernel(
         # One loop, whose next step is fetched in time, be a block one tile or several.
         for step in tl.range(0, num_steps):
             sums, dlogits = _add_keys(
-                inputs, source, chosen, sums, delta, dfactors_ptr, step, step % (BLOCK_SIZE // BLOCK_N) == 0, WHOLE,
-                BLOCK_SIZE, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+                inputs, source, chosen, sums, delta, dfactors_ptr, step, step % (BLOCK_SIZE // BLOCK_N) == 0,
+                HAS_DLSE, WHOLE, BLOCK_SIZE, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
             )  # fmt: skip
             errors += dlogits
         missing += tl.sum(errors, 1)
     for step in tl.range(0, num_last_steps):
         is_first = step == 0 if UNMASKED else step % tl.cdiv(BLOCK_SIZE, BLOCK_N) == 0
         sums, dlogits = _add_keys(
-            inputs, source, chosen, sums, delta, dfactors_ptr, step, is_first, KIND, BLOCK_SIZE, HEAD_DIM, VALUE_DIM,
-            BLOCK_S, BLOCK_L, BLOCK_D, BLOCK_DV, WIDE,
+            inputs, source, chosen, sums, delta, dfactors_ptr, step, is_first, HAS_DLSE, KIND, BLOCK_SIZE, HEAD_DIM,
+            VALUE_DIM, BLOCK_S, BLOCK_L, BLOCK_D, BLOCK_DV, WIDE,
         )  # fmt: skip
         missing += tl.sum(dlogits, 1)
     dq, mean_k, _ = sums
-    dq = (dq - missing[:, None] * mean_k) * scale
+    # What was fetched in vain is 0, and 0 times an infinite dout none: rows that read nothing have no gradient.
+    dq = tl.where((lse == float('-inf'))[:, None], 0.0, (dq - missing[:, None] * mean_k) * scale)
     dq_ptr += row * dq_strides[0] + token * dq_strides[1]
     store_rows(dq_ptr, heads, dq_strides[2], dq, head_mask, HEAD_DIM, BLOCK_D)
     tl.store(delta_ptr + places_of_lse, delta + missing - dlse, mask=head_mask)
@@ -187,6 +189,7 @@ def _add_keys(
     dfactors_ptr,
     step,
     is_first,
+    HAS_DLSE: tl.constexpr,
     KIND: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -206,7 +209,9 @@ def _add_keys(
         inputs, source, chosen, delta, step, KIND, BLOCK_SIZE, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_N, BLOCK_D, BLOCK_DV,
         WIDE,
     )  # fmt: skip
-    dlogits = tl.fma(weights, dlse[:, None], errors)
+    dlogits = errors
+    if HAS_DLSE:
+        dlogits = tl.fma(weights, dlse[:, None], errors)
     if softcap is not None:
         dlogits *= slope
         weights *= slope
@@ -239,20 +244,25 @@ def _differentiate(
 ):
     """A tile of keys (`load_step`), its index, and [BLOCK_M, BLOCK_N]: their logits without the factor, their weights,
     and the gradients of the logits, 0 for keys that are not read; the factor; and the slopes of what is capped. Logits
-    are without the factor and the cap, their gradients beside both.
+    are without the factor and the cap, their gradients beside both; and without the scale where there are neither.
     """
     q, dout, lse_log2, _, _, factors_ptr, scale, softcap = inputs
     k, v, slot, is_read, read = load_step(
         source, chosen, step, KIND, BLOCK_SIZE, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE
     )
     factor = load_factor(factors_ptr, slot, is_read)
-    logits = tl.dot(q, tl.trans(k), input_precision='ieee') * scale
+    PLAIN: tl.constexpr = softcap is None and factors_ptr is None
+    logits = tl.dot(q, tl.trans(k), input_precision='ieee')
+    if not PLAIN:
+        logits *= scale
     if KIND != WHOLE or softcap is not None:
         # Of a query that is not finite, and reads nothing; its other logits may be finite where they are capped.
         logits = tl.where(read, logits, 0.0)
     bias = tl.where(read, 0.0, float('-inf')) - lse_log2[:, None]
     slope = 1.0
-    if softcap is None:
+    if PLAIN:
+        weights = tl.exp2(tl.fma(logits, scale * 1.4426950408889634, bias))
+    elif softcap is None:
         weights = tl.exp2(tl.fma(logits, factor * 1.4426950408889634, bias))
     else:
         scaled = logits * factor
@@ -260,5 +270,7 @@ def _differentiate(
         slope = cap_slope(scaled, softcap)
         weights = tl.exp2(tl.fma(capped, 1.4426950408889634, bias))
     dweights = tl.dot(dout, tl.trans(v), input_precision='ieee')
-    dlogits = tl.where(read, weights * (dweights - delta[:, None]), 0.0)
+    dlogits = weights * (dweights - delta[:, None])
+    if not PLAIN or KIND != WHOLE:  # what decides for a whole tile need not be asked of every product
+        dlogits = tl.where(read, dlogits, 0.0)
     return k, slot, logits, weights, dlogits, factor, slope

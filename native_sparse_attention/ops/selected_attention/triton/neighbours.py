@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from native_sparse_attention.ops._triton.finite import is_finite
+from native_sparse_attention.ops._triton.finite import is_finite, is_small_tile
 from native_sparse_attention.ops._triton.placement import load_extent, locate_queries
 from native_sparse_attention.ops._triton.softcap import cap_logits
 from native_sparse_attention.ops._triton.tiles import add_product, load_rows, load_tile, split_finite, store_rows
@@ -82,6 +82,9 @@ def neighbours_forward_kernel(
     v_ptr += row * v_strides[0] + chooser // REPEATS * v_strides[2]
     q_ptr += row * q_strides[0]
     q = load_rows(q_ptr, tokens * q_strides[1] + heads * q_strides[2], 1, mask, HEAD_DIM, BLOCK_D)
+    # The largest product of a row makes its largest logit then.
+    q = tl.where(scale < 0, -q, q)
+    scale = tl.abs(scale)
     indices_ptr += row * indices_strides[0] + chooser * indices_strides[2]
     members = first_query + tl.arange(0, BLOCK_T)
     member_mask = members < num_queries
@@ -107,24 +110,36 @@ def neighbours_forward_kernel(
     source = (k_ptr, v_ptr, k_tiles, v_tiles, row, chooser // REPEATS, k_strides[1], v_strides[1], key_start)
     # Beside products of float32, masks cost nothing, and every loop takes seconds to compile.
     UNMASKED: tl.constexpr = BLOCK_SIZE % BLOCK_N == 0 and q.dtype != tl.float32
-    if not UNMASKED or not is_finite(sharing.infinite, pair, sharing.num_chunks):
-        num_whole = 0
+    # Blocks that are read with masks, but without care, since all of what is multiplied is finite.
+    num_clean = 0
+    if UNMASKED:
+        if is_finite(sharing.infinite, pair, sharing.num_chunks) and is_small_tile(q):
+            num_clean = num_blocks
+        num_whole = tl.minimum(num_whole, num_clean)
     entry = load_entry(blocks_ptr, members_ptr, 0, num_blocks, SPLIT)
     if UNMASKED:
         for step in tl.range(0, num_whole * SPLIT):
             following = load_entry(blocks_ptr, members_ptr, step + 1, num_blocks, SPLIT)
             row_max, total, out = _attend(
                 q, source, entry, choices, factors, row_max, total, out, step, num_keys, positions, scale, softcap,
-                factors_ptr is not None, False, CAUSAL, BLOCK_SIZE, SPLIT, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_T,
-                BLOCK_G, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+                factors_ptr is not None, False, False, CAUSAL, BLOCK_SIZE, SPLIT, HEAD_DIM, VALUE_DIM, BLOCK_S,
+                BLOCK_T, BLOCK_G, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
             )  # fmt: skip
             entry = following
-    for step in tl.range(num_whole * SPLIT, num_blocks * SPLIT):
+        for step in tl.range(num_whole * SPLIT, num_clean * SPLIT):
+            following = load_entry(blocks_ptr, members_ptr, step + 1, num_blocks, SPLIT)
+            row_max, total, out = _attend(
+                q, source, entry, choices, factors, row_max, total, out, step, num_keys, positions, scale, softcap,
+                factors_ptr is not None, True, False, CAUSAL, BLOCK_SIZE, SPLIT, HEAD_DIM, VALUE_DIM, BLOCK_S,
+                BLOCK_T, BLOCK_G, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+            )  # fmt: skip
+            entry = following
+    for step in tl.range(num_clean * SPLIT, num_blocks * SPLIT):
         following = load_entry(blocks_ptr, members_ptr, step + 1, num_blocks, SPLIT)
         row_max, total, out = _attend(
             q, source, entry, choices, factors, row_max, total, out, step, num_keys, positions, scale, softcap,
-            factors_ptr is not None, True, CAUSAL, BLOCK_SIZE, SPLIT, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_T, BLOCK_G,
-            BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+            factors_ptr is not None, True, True, CAUSAL, BLOCK_SIZE, SPLIT, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_T,
+            BLOCK_G, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
         )  # fmt: skip
         entry = following
 
@@ -155,6 +170,7 @@ def _attend(
     softcap,
     SCALED: tl.constexpr,
     MASKED: tl.constexpr,
+    CAREFUL: tl.constexpr,
     CAUSAL: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -169,7 +185,7 @@ def _attend(
     WIDE: tl.constexpr,
 ):
     """Adds a tile of keys to a running softmax: part step % SPLIT of block step // SPLIT of the union. Not MASKED: who
-    chose the block reads all of the tile, and all of it is finite.
+    chose the block reads all of the tile. Not CAREFUL: all products are finite. scale is not negative.
     """
     block, chosen, first, keys, key_mask = open_step(
         entry, step, num_keys, MASKED, BLOCK_SIZE, SPLIT, BLOCK_T, BLOCK_G, BLOCK_N
@@ -185,14 +201,21 @@ def _attend(
     if softcap is not None:
         products = cap_logits(products * scale_log2[:, None], softcap * 1.4426950408889634)
         scale_log2 = tl.full([BLOCK_T * BLOCK_G], 1.0, tl.float32)
-    logits = tl.where(read, products * scale_log2[:, None], float('-inf'))
-    if MASKED:
+    # What decides for a whole row need not be asked of every product; factors may be negative, or anything.
+    BY_ROW: tl.constexpr = not MASKED and not SCALED
+    if BY_ROW:
+        largest = tl.where(chosen, tl.max(products, 1) * scale_log2, float('-inf'))
+    else:
+        largest = tl.max(tl.where(read, products * scale_log2[:, None], float('-inf')), 1)
+    if CAREFUL:
         v, taint = split_finite(v)
         out += tl.sum(tl.where(read, taint[None, :], 0.0), 1)[:, None]
-    new_max = tl.maximum(row_max, tl.max(logits, 1))
+    new_max = tl.maximum(row_max, largest)
     reference = tl.where(new_max == float('-inf'), 0.0, new_max)
-    weights = tl.exp2(tl.fma(products, scale_log2[:, None], -reference[:, None]))
-    weights = tl.where(read, weights, 0.0)
+    shift = tl.where(chosen, -reference, float('-inf')) if BY_ROW else -reference
+    weights = tl.exp2(tl.fma(products, scale_log2[:, None], shift[:, None]))
+    if not BY_ROW:
+        weights = tl.where(read, weights, 0.0)
     rescale = tl.exp2(row_max - reference)
     total = total * rescale + tl.sum(weights, 1)
     out = add_product(weights.to(v.dtype), v, out * rescale[:, None])

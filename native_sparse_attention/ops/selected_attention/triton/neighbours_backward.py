@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from native_sparse_attention.ops._triton.finite import is_finite
+from native_sparse_attention.ops._triton.finite import is_finite, is_small_tile
 from native_sparse_attention.ops._triton.placement import load_extent, locate_queries
 from native_sparse_attention.ops._triton.softcap import cap_logits, cap_slope
 from native_sparse_attention.ops._triton.tiles import add_product, load_rows, split_finite, store_rows
@@ -116,7 +116,8 @@ def neighbours_dq_kernel(
     lse = tl.load(lse_ptr + places_of_lse, mask=mask, other=0.0)
     lse_log2 = tl.where(lse == float('-inf'), 0.0, lse) * 1.4426950408889634
     dlse = tl.zeros([BLOCK_M], tl.float32)
-    if dlse_ptr is not None:
+    HAS_DLSE: tl.constexpr = dlse_ptr is not None
+    if HAS_DLSE:
         offsets = row * dlse_strides[0] + heads * dlse_strides[1] + tokens * dlse_strides[2]
         dlse = tl.load(dlse_ptr + offsets, mask=mask, other=0.0)
         # A log-sum-exp of nothing has no gradient; logaddexp of two such gives NaN.
@@ -137,8 +138,12 @@ def neighbours_dq_kernel(
     source = (k_ptr, v_ptr, k_tiles, v_tiles, row, chooser // REPEATS, k_strides[1], v_strides[1], key_start)
     # Beside products of float32, masks cost nothing, and every loop takes seconds to compile.
     UNMASKED: tl.constexpr = BLOCK_SIZE % BLOCK_N == 0 and q.dtype != tl.float32
-    if not UNMASKED or not is_finite(sharing.infinite, pair, sharing.num_chunks):
-        num_whole = 0
+    # Blocks that are read with masks, but without care, since all of what is multiplied is finite.
+    num_clean = 0
+    if UNMASKED:
+        if is_finite(sharing.infinite, pair, sharing.num_chunks) and is_small_tile(q) and is_small_tile(dout):
+            num_clean = num_blocks
+        num_whole = tl.minimum(num_whole, num_clean)
     sums = (dq, mean_k, missing, dfactors, mean_logits)
     entry = load_entry(blocks_ptr, members_ptr, 0, num_blocks, SPLIT)
     if UNMASKED:
@@ -146,16 +151,24 @@ def neighbours_dq_kernel(
             following = load_entry(blocks_ptr, members_ptr, step + 1, num_blocks, SPLIT)
             sums = _differentiate(
                 q, dout, source, entry, choices, factors, lse_log2, delta, dlse, sums, step, num_keys, positions, scale,
-                softcap, factors_ptr is not None, dfactors_ptr is not None, False, CAUSAL, BLOCK_SIZE, SPLIT, HEAD_DIM,
-                VALUE_DIM, BLOCK_S, BLOCK_T, BLOCK_G, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+                softcap, factors_ptr is not None, dfactors_ptr is not None, HAS_DLSE, False, False, CAUSAL, BLOCK_SIZE,
+                SPLIT, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_T, BLOCK_G, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
             )  # fmt: skip
             entry = following
-    for step in tl.range(num_whole * SPLIT, num_blocks * SPLIT):
+        for step in tl.range(num_whole * SPLIT, num_clean * SPLIT):
+            following = load_entry(blocks_ptr, members_ptr, step + 1, num_blocks, SPLIT)
+            sums = _differentiate(
+                q, dout, source, entry, choices, factors, lse_log2, delta, dlse, sums, step, num_keys, positions, scale,
+                softcap, factors_ptr is not None, dfactors_ptr is not None, HAS_DLSE, True, False, CAUSAL, BLOCK_SIZE,
+                SPLIT, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_T, BLOCK_G, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+            )  # fmt: skip
+            entry = following
+    for step in tl.range(num_clean * SPLIT, num_blocks * SPLIT):
         following = load_entry(blocks_ptr, members_ptr, step + 1, num_blocks, SPLIT)
         sums = _differentiate(
             q, dout, source, entry, choices, factors, lse_log2, delta, dlse, sums, step, num_keys, positions, scale,
-            softcap, factors_ptr is not None, dfactors_ptr is not None, True, CAUSAL, BLOCK_SIZE, SPLIT, HEAD_DIM,
-            VALUE_DIM, BLOCK_S, BLOCK_T, BLOCK_G, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+            softcap, factors_ptr is not None, dfactors_ptr is not None, HAS_DLSE, True, True, CAUSAL, BLOCK_SIZE, SPLIT,
+            HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_T, BLOCK_G, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
         )  # fmt: skip
         entry = following
     dq, mean_k, missing, dfactors, mean_logits = sums
@@ -191,7 +204,9 @@ def _differentiate(
     softcap,
     SCALED: tl.constexpr,
     DIFFERENTIATES_FACTORS: tl.constexpr,
+    HAS_DLSE: tl.constexpr,
     MASKED: tl.constexpr,
+    CAREFUL: tl.constexpr,
     CAUSAL: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -205,7 +220,7 @@ def _differentiate(
     BLOCK_DV: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """What a tile of keys adds to the sums; steps and MASKED as in `_attend`."""
+    """What a tile of keys adds to the sums; steps, MASKED and CAREFUL as in `_attend`."""
     dq, mean_k, missing, dfactors, mean_logits = sums
     block, chosen, first, keys, key_mask = open_step(
         entry, step, num_keys, MASKED, BLOCK_SIZE, SPLIT, BLOCK_T, BLOCK_G, BLOCK_N
@@ -219,19 +234,29 @@ def _differentiate(
     read = chosen[:, None] & key_mask[None, :]
     if MASKED and CAUSAL:
         read = read & (keys[None, :] <= positions[:, None])
-    logits = tl.where(read, tl.dot(q, tl.trans(k), input_precision='ieee') * scale, 0.0)
-    if softcap is None:
-        factor_log2 = factor * 1.4426950408889634
-        weights = tl.exp2(tl.fma(logits, factor_log2[:, None], -lse_log2[:, None]))
+    # What decides for a whole row need not be asked of every product, all of which are finite then.
+    BY_ROW: tl.constexpr = not MASKED and not SCALED
+    shift = tl.where(chosen, -lse_log2, float('-inf')) if BY_ROW else -lse_log2
+    logits = tl.dot(q, tl.trans(k), input_precision='ieee')
+    if not SCALED and softcap is None:
+        weights = tl.exp2(tl.fma(logits, scale * 1.4426950408889634, shift[:, None]))
     else:
-        scaled = logits * factor[:, None]
-        capped = cap_logits(scaled, softcap)
-        weights = tl.exp2(tl.fma(capped, 1.4426950408889634, -lse_log2[:, None]))
-    weights = tl.where(read, weights, 0.0)
+        logits = tl.where(read, logits * scale, 0.0)
+        if softcap is None:
+            weights = tl.exp2(tl.fma(logits, (factor * 1.4426950408889634)[:, None], shift[:, None]))
+        else:
+            scaled = logits * factor[:, None]
+            capped = cap_logits(scaled, softcap)
+            weights = tl.exp2(tl.fma(capped, 1.4426950408889634, shift[:, None]))
+    if not BY_ROW:
+        weights = tl.where(read, weights, 0.0)
     dweights = tl.dot(dout, tl.trans(v), input_precision='ieee')
-    dlogits = tl.where(read, weights * (dweights - delta[:, None]), 0.0)
+    dlogits = weights * (dweights - delta[:, None])
+    if not BY_ROW:
+        dlogits = tl.where(read, dlogits, 0.0)
     missing += tl.sum(dlogits, 1)
-    dlogits = tl.fma(weights, dlse[:, None], dlogits)
+    if HAS_DLSE:
+        dlogits = tl.fma(weights, dlse[:, None], dlogits)
     if softcap is not None:
         slope = cap_slope(scaled, softcap)
         dlogits *= slope
@@ -241,7 +266,7 @@ def _differentiate(
         is_slot = (slots[None, :] == for_heads(slot, BLOCK_T, BLOCK_G)[:, None]) & chosen[:, None]
         dfactors += tl.where(is_slot, tl.sum(dlogits * logits, 1)[:, None], 0.0)
         mean_logits += tl.where(is_slot, tl.sum(weights * logits, 1)[:, None], 0.0)
-    if MASKED:
+    if CAREFUL:
         k, _ = split_finite(k)
     dq = add_product((dlogits * factor[:, None]).to(k.dtype), k, dq)
     mean_k = add_product((weights * factor[:, None]).to(k.dtype), k, mean_k)

@@ -122,7 +122,7 @@ def _forward(
         return out, lse, entries, starts
     kernels = (neighbours_forward_kernel, settings.NEIGHBOURS_FORWARD), (forward_kernel, settings.FORWARD)
     percent = MAX_UNION_PERCENT['forward']
-    launches = _plan(design, *kernels, q, k, v, block_indices, place, block_size, causal, max_percent=percent, summed=v)
+    launches = _plan(design, *kernels, q, k, v, block_indices, place, block_size, causal, max_percent=percent)
     for kernel, grid, sharing, meta in launches:
         launch(
             kernel,
@@ -188,7 +188,7 @@ def _backward(
     delta = torch.empty_like(lse)
     kernels = (neighbours_dq_kernel, settings.NEIGHBOURS_DQ), (dq_kernel, settings.DQ)
     percent = MAX_UNION_PERCENT['backward']
-    launches = _plan(design, *kernels, q, k, v, block_indices, place, block_size, causal, max_percent=percent, summed=k)
+    launches = _plan(design, *kernels, q, k, v, block_indices, place, block_size, causal, max_percent=percent)
     dfactors = None
     if needs_dscale:
         group = q.shape[2] // max(block_indices.shape[2], 1)
@@ -322,11 +322,9 @@ def _plan(
     causal: bool,
     *,
     max_percent: int,
-    summed: Tensor,
 ) -> Iterator[tuple[Any, tuple[int, int], Sharing, dict[str, Any]]]:
     """Kernels with their grids, what they share or leave to each other, and constants, one after the other, so that
-    what a launch needs is there for no longer. per_tile, per_query: kernel and table. summed: what kernels per tile
-    add up, k or v.
+    what a launch needs is there for no longer. per_tile, per_query: kernel and table.
     """
     sharing, rest = NOTHING_SHARED, (q, k, v, block_indices, place, block_size, causal)
     if design != 'query':
@@ -337,10 +335,10 @@ def _plan(
         meta['UNION'] = union_size(block_indices.shape[3], block_t)
         unions = (block_indices, place, meta['BLOCK_SIZE'], causal, block_t)
         if design == 'mixed':
-            sharing = find_sharing(*unions, max_percent, find_infinite(summed))
+            sharing = find_sharing(*unions, max_percent, find_infinite(k, v))
             yield per_tile[0], sharing.counts.shape[:2], sharing, meta
         else:
-            infinite = find_infinite(summed)
+            infinite = find_infinite(k, v)
             for tiles in union_tiles(block_indices, place, block_t):
                 sharing = find_sharing(*unions, None, infinite, tiles)
                 yield per_tile[0], sharing.counts.shape[:2], sharing, meta

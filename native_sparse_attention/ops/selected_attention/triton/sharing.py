@@ -40,7 +40,7 @@ class Sharing(NamedTuple):
     int64 `[tiles, HI, P + 1]`: bit t of members[i + 1] - members[i] says that query t of the tile chose block i.
     counts: int32 `[tiles, HI, 2]`, of the blocks, and of the first ones that every query may read as a whole. flags:
     int8 `[tiles + 1, HI]`, 1 where a tile reads its union, 0 where its queries go one by one; None where all tiles are
-    alike. infinite: of k or v, from `find_infinite`.
+    alike. infinite: from `find_infinite`.
     """
 
     flags: Any
