@@ -21,9 +21,9 @@ BLOCK_T, MAX_RESULTS = 128, 4096
 LARGE = tl.constexpr(2.0**59)
 
 
-def find_infinite(k: Tensor, v: Tensor) -> Tensor:
-    """int8 `[B, H, chunks]` for k and v `[B, S, H, D and DV]`: 1 where an element of a chunk of tokens is not below
-    LARGE in a head.
+def find_large(k: Tensor, v: Tensor) -> Tensor:
+    """int8 `[B, H, chunks]` for k and v `[B, S, H, D and DV]`: 1 where the absolute value of an element of a chunk
+    of tokens is not below LARGE in a head.
     """
     batch, seqlen, heads, head_dim = k.shape
     step = BLOCK_T * max(1, -(-seqlen // (BLOCK_T * MAX_RESULTS)))
@@ -76,14 +76,14 @@ def finite_kernel(
 
 @triton.jit
 def is_small_tile(x):
-    """Whether all of x is below LARGE."""
+    """Whether the absolute values of x are all below LARGE."""
     # As a vector: Triton 3.7 fails to compile one dimension after the other for Blackwell.
     return tl.max(tl.ravel((tl.abs(x.to(tl.float32)) < LARGE).to(tl.int32) ^ 1), 0) == 0
 
 
 @triton.jit
-def is_finite(found_ptr, pair, num_chunks):
-    """Whether all of a head of a row is. pair: row * H + head."""
+def is_small(found_ptr, pair, num_chunks):
+    """Whether all of a head of a row is, by `find_large`. pair: row * H + head."""
     found = tl.zeros([256], tl.int32)
     for first in tl.range(0, num_chunks, 256):
         chunks = first + tl.arange(0, 256)

@@ -172,8 +172,7 @@ def dq_kernel(
         )  # fmt: skip
         missing += tl.sum(dlogits, 1)
     dq, mean_k, _ = sums
-    # What was fetched in vain is 0, and 0 times an infinite dout none: rows that read nothing have no gradient.
-    dq = tl.where((lse == float('-inf'))[:, None], 0.0, (dq - missing[:, None] * mean_k) * scale)
+    dq = (dq - missing[:, None] * mean_k) * scale
     dq_ptr += row * dq_strides[0] + token * dq_strides[1]
     store_rows(dq_ptr, heads, dq_strides[2], dq, head_mask, HEAD_DIM, BLOCK_D)
     tl.store(delta_ptr + places_of_lse, delta + missing - dlse, mask=head_mask)

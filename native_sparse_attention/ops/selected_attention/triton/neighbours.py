@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from native_sparse_attention.ops._triton.finite import is_finite, is_small_tile
+from native_sparse_attention.ops._triton.finite import is_small, is_small_tile
 from native_sparse_attention.ops._triton.placement import load_extent, locate_queries
 from native_sparse_attention.ops._triton.softcap import cap_logits
 from native_sparse_attention.ops._triton.tiles import add_product, load_rows, load_tile, split_finite, store_rows
@@ -104,18 +104,11 @@ def neighbours_forward_kernel(
     in_unions = (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + chooser) * UNION
     blocks_ptr = sharing.blocks + in_unions
     members_ptr = sharing.members + in_unions + in_unions // UNION
-    num_blocks = tl.load(sharing.counts + in_unions // UNION * 2)
-    num_whole = tl.load(sharing.counts + in_unions // UNION * 2 + 1)
     pair = row * (tl.num_programs(1) // REPEATS) + chooser // REPEATS
     source = (k_ptr, v_ptr, k_tiles, v_tiles, row, chooser // REPEATS, k_strides[1], v_strides[1], key_start)
     # Beside products of float32, masks cost nothing, and every loop takes seconds to compile.
     UNMASKED: tl.constexpr = BLOCK_SIZE % BLOCK_N == 0 and q.dtype != tl.float32
-    # Blocks that are read with masks, but without care, since all of what is multiplied is finite.
-    num_clean = 0
-    if UNMASKED:
-        if is_finite(sharing.infinite, pair, sharing.num_chunks) and is_small_tile(q):
-            num_clean = num_blocks
-        num_whole = tl.minimum(num_whole, num_clean)
+    num_blocks, num_clean, num_whole = count_blocks(sharing, in_unions // UNION, pair, is_small_tile(q), UNMASKED)
     entry = load_entry(blocks_ptr, members_ptr, 0, num_blocks, SPLIT)
     if UNMASKED:
         for step in tl.range(0, num_whole * SPLIT):
@@ -220,6 +213,21 @@ def _attend(
     total = total * rescale + tl.sum(weights, 1)
     out = add_product(weights.to(v.dtype), v, out * rescale[:, None])
     return new_max, total, out
+
+
+@triton.jit
+def count_blocks(sharing, place, pair, is_small_query, UNMASKED: tl.constexpr):
+    """Blocks of a union; the first of them that are read without care, all or none; the first of these that are read
+    without masks. is_small_query: whether what is multiplied beside k and v is small.
+    """
+    num_blocks = tl.load(sharing.counts + place * 2)
+    num_whole = tl.load(sharing.counts + place * 2 + 1)
+    num_clean = 0
+    if UNMASKED:
+        if is_small(sharing.large, pair, sharing.num_chunks) and is_small_query:
+            num_clean = num_blocks
+        num_whole = tl.minimum(num_whole, num_clean)
+    return num_blocks, num_clean, num_whole
 
 
 @triton.jit

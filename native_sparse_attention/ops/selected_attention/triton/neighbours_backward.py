@@ -8,12 +8,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from native_sparse_attention.ops._triton.finite import is_finite, is_small_tile
+from native_sparse_attention.ops._triton.finite import is_small_tile
 from native_sparse_attention.ops._triton.placement import load_extent, locate_queries
 from native_sparse_attention.ops._triton.softcap import cap_logits, cap_slope
 from native_sparse_attention.ops._triton.tiles import add_product, load_rows, split_finite, store_rows
 from native_sparse_attention.ops.selected_attention.triton.choice import load_choices
 from native_sparse_attention.ops.selected_attention.triton.neighbours import (
+    count_blocks,
     find_slot,
     for_heads,
     load_entry,
@@ -132,18 +133,12 @@ def neighbours_dq_kernel(
     in_unions = (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + chooser) * UNION
     blocks_ptr = sharing.blocks + in_unions
     members_ptr = sharing.members + in_unions + in_unions // UNION
-    num_blocks = tl.load(sharing.counts + in_unions // UNION * 2)
-    num_whole = tl.load(sharing.counts + in_unions // UNION * 2 + 1)
     pair = row * (tl.num_programs(1) // REPEATS) + chooser // REPEATS
     source = (k_ptr, v_ptr, k_tiles, v_tiles, row, chooser // REPEATS, k_strides[1], v_strides[1], key_start)
     # Beside products of float32, masks cost nothing, and every loop takes seconds to compile.
     UNMASKED: tl.constexpr = BLOCK_SIZE % BLOCK_N == 0 and q.dtype != tl.float32
-    # Blocks that are read with masks, but without care, since all of what is multiplied is finite.
-    num_clean = 0
-    if UNMASKED:
-        if is_finite(sharing.infinite, pair, sharing.num_chunks) and is_small_tile(q) and is_small_tile(dout):
-            num_clean = num_blocks
-        num_whole = tl.minimum(num_whole, num_clean)
+    are_small = is_small_tile(q) and is_small_tile(dout)
+    num_blocks, num_clean, num_whole = count_blocks(sharing, in_unions // UNION, pair, are_small, UNMASKED)
     sums = (dq, mean_k, missing, dfactors, mean_logits)
     entry = load_entry(blocks_ptr, members_ptr, 0, num_blocks, SPLIT)
     if UNMASKED:

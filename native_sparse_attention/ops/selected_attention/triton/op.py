@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from native_sparse_attention.geometry import Sequences
-from native_sparse_attention.ops._triton.finite import find_infinite
+from native_sparse_attention.ops._triton.finite import find_large
 from native_sparse_attention.ops._triton.inverse_index import InverseIndex
 from native_sparse_attention.ops._triton.launch import (
     Settings,
@@ -335,12 +335,12 @@ def _plan(
         meta['UNION'] = union_size(block_indices.shape[3], block_t)
         unions = (block_indices, place, meta['BLOCK_SIZE'], causal, block_t)
         if design == 'mixed':
-            sharing = find_sharing(*unions, max_percent, find_infinite(k, v))
+            sharing = find_sharing(*unions, max_percent, find_large(k, v))
             yield per_tile[0], sharing.counts.shape[:2], sharing, meta
         else:
-            infinite = find_infinite(k, v)
+            large = find_large(k, v)
             for tiles in union_tiles(block_indices, place, block_t):
-                sharing = find_sharing(*unions, None, infinite, tiles)
+                sharing = find_sharing(*unions, None, large, tiles)
                 yield per_tile[0], sharing.counts.shape[:2], sharing, meta
     if design != 'neighbours':
         grid, meta = _launch_per_query(per_query[1], *rest)

@@ -25,7 +25,7 @@ from native_sparse_attention.ops._triton.tiles import sort_tile
 
 # A tile reads its blocks together where these are at most so many of 100 that its queries would read one by one. A
 # block of a union is dearer than one of a query, which is masked for none of its rows. On an H200, at G = 16, head size
-# 128 and four queries a tile, both take about as long there.
+# 128 and four queries a tile, both took about as long there before the kernels of neighbours went without selects.
 MAX_UNION_PERCENT = {'forward': 54, 'backward': 48}
 # Indices whose unions are made at once, 12 bytes each.
 MAX_INDICES = 2**25
@@ -40,7 +40,7 @@ class Sharing(NamedTuple):
     int64 `[tiles, HI, P + 1]`: bit t of members[i + 1] - members[i] says that query t of the tile chose block i.
     counts: int32 `[tiles, HI, 2]`, of the blocks, and of the first ones that every query may read as a whole. flags:
     int8 `[tiles + 1, HI]`, 1 where a tile reads its union, 0 where its queries go one by one; None where all tiles are
-    alike. infinite: from `find_infinite`.
+    alike. large: from `find_large`.
     """
 
     flags: Any
@@ -49,7 +49,7 @@ class Sharing(NamedTuple):
     members: Any
     counts: Any
     first_tile: int
-    infinite: Any
+    large: Any
     num_chunks: int
 
 
@@ -63,7 +63,7 @@ def find_sharing(
     causal: bool,
     block_t: int,
     max_percent: int | None,
-    infinite: Tensor,
+    large: Tensor,
     tiles: range | None = None,
 ) -> Sharing:
     """The unions of these tiles, or of all; with flags unless max_percent is None."""
@@ -79,8 +79,8 @@ def find_sharing(
         torch.empty(*shape, size + 1, dtype=torch.int64, device=device),
         torch.empty(*shape, 2, dtype=torch.int32, device=device),
         tiles.start,
-        infinite,
-        infinite.shape[2],
+        large,
+        large.shape[2],
     )
     launch(
         union_kernel,
