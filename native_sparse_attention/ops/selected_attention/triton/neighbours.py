@@ -108,7 +108,7 @@ def neighbours_forward_kernel(
     source = (k_ptr, v_ptr, k_tiles, v_tiles, row, chooser // REPEATS, k_strides[1], v_strides[1], key_start)
     # Beside products of float32, masks cost nothing, and every loop takes seconds to compile.
     UNMASKED: tl.constexpr = BLOCK_SIZE % BLOCK_N == 0 and q.dtype != tl.float32
-    num_blocks, num_clean, num_whole = count_blocks(sharing, in_unions // UNION, pair, is_small_tile(q), UNMASKED)
+    num_blocks, num_clean, num_whole = count_in_union(sharing, in_unions // UNION, pair, is_small_tile(q), UNMASKED)
     entry = load_entry(blocks_ptr, members_ptr, 0, num_blocks, SPLIT)
     if UNMASKED:
         for step in tl.range(0, num_whole * SPLIT):
@@ -216,7 +216,7 @@ def _attend(
 
 
 @triton.jit
-def count_blocks(sharing, place, pair, is_small_query, UNMASKED: tl.constexpr):
+def count_in_union(sharing, place, pair, is_small_query, UNMASKED: tl.constexpr):
     """Blocks of a union; the first of them that are read without care, all or none; the first of these that are read
     without masks. is_small_query: whether what is multiplied beside k and v is small.
     """

@@ -14,7 +14,7 @@ from native_sparse_attention.ops._triton.softcap import cap_logits, cap_slope
 from native_sparse_attention.ops._triton.tiles import add_product, load_rows, split_finite, store_rows
 from native_sparse_attention.ops.selected_attention.triton.choice import load_choices
 from native_sparse_attention.ops.selected_attention.triton.neighbours import (
-    count_blocks,
+    count_in_union,
     find_slot,
     for_heads,
     load_entry,
@@ -138,7 +138,7 @@ def neighbours_dq_kernel(
     # Beside products of float32, masks cost nothing, and every loop takes seconds to compile.
     UNMASKED: tl.constexpr = BLOCK_SIZE % BLOCK_N == 0 and q.dtype != tl.float32
     are_small = is_small_tile(q) and is_small_tile(dout)
-    num_blocks, num_clean, num_whole = count_blocks(sharing, in_unions // UNION, pair, are_small, UNMASKED)
+    num_blocks, num_clean, num_whole = count_in_union(sharing, in_unions // UNION, pair, are_small, UNMASKED)
     sums = (dq, mean_k, missing, dfactors, mean_logits)
     entry = load_entry(blocks_ptr, members_ptr, 0, num_blocks, SPLIT)
     if UNMASKED:
