@@ -226,6 +226,12 @@ def count_blocks(num_tokens, block_size, stride):
     return tl.maximum(num_tokens - block_size + stride, 0) // stride
 
 
+@triton.jit
+def floor_divide(a, b):
+    """Rounded down, below 0 too, where a division on the device rounds towards 0."""
+    return tl.maximum(a, 0) // b - (tl.maximum(-a, 0) + b - 1) // b
+
+
 def last_dim_contiguous(*tensors: Any) -> Any:
     """The tensors, copied where neighbours in the last dimension are not neighbours in memory."""
     return tuple(t if t is None or t.stride(-1) == 1 or t.shape[-1] <= 1 else t.contiguous() for t in tensors)

@@ -226,6 +226,17 @@ def test_straight_through_scale(extents: Extents, causal: bool, forced: tuple[in
     assert expected['grad of k_cmp'].nan_to_num().any() == (forced != (3, 9))
 
 
+def test_straight_through_scale_below_position_0(device: torch.device) -> None:
+    """Positions are rounded down to their own block, which below 0 is none that there is."""
+    extents = Extents(1, 9, 20, {'q_offset': -7}, [20])
+    tensors, settings = make_problem(extents, device, num_selected=5, causal=False)
+    settings |= {'num_init': 0, 'num_local': 1}
+    grads = make_grad(tensors)
+    expected = run_eager(straight_through_scale, tensors, grads, **settings)
+    for name, value in run_triton(straight_through_scale, tensors, grads, **settings).items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=2e-6)
+
+
 @pytest.mark.parametrize('alone', [False, True])
 def test_lists_in_many_parts(alone: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = (3, 1, 1)

@@ -13,7 +13,13 @@ import triton
 import triton.language as tl
 
 from native_sparse_attention.ops._triton.inverse_index import count_readable_blocks
-from native_sparse_attention.ops._triton.placement import count_blocks, find_tile, load_extent, load_num_keys
+from native_sparse_attention.ops._triton.placement import (
+    count_blocks,
+    find_tile,
+    floor_divide,
+    load_extent,
+    load_num_keys,
+)
 from native_sparse_attention.ops._triton.placement import load_position as load_first_position
 from native_sparse_attention.ops._triton.softcap import cap_logits, cap_slope
 from native_sparse_attention.ops._triton.tiles import add_product
@@ -61,7 +67,8 @@ def share_of(offsets, sizes, SELECTION_BLOCK: tl.constexpr):
 @triton.jit
 def is_forced(blocks, positions, sizes, SELECTION_BLOCK: tl.constexpr, CAUSAL: tl.constexpr):
     """Whether queries at positions have to read blocks (`geometry.forced_priority` above 0)."""
-    own_block = positions // SELECTION_BLOCK
+    # Below 0 nothing is seen where CAUSAL, so it does not matter what is forced.
+    own_block = positions // SELECTION_BLOCK if CAUSAL else floor_divide(positions, SELECTION_BLOCK)
     is_local = blocks > own_block - sizes.num_local
     is_local = is_local & (blocks <= own_block if CAUSAL else blocks < own_block + sizes.num_local)
     return (blocks < sizes.num_init) | is_local

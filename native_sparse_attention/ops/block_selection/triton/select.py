@@ -17,6 +17,7 @@ from native_sparse_attention.ops._triton.launch import head_block, is_wide, laun
 from native_sparse_attention.ops._triton.placement import (
     count_blocks,
     flatten,
+    floor_divide,
     last_dim_contiguous,
     load_extent,
     locate_queries,
@@ -222,12 +223,12 @@ def select_kernel(
     lse = tl.load(lse_ptr + heads * lse_strides[1], mask=member_mask, other=float('inf')).to(tl.float32)
 
     chooser_queries = first_query + tl.arange(0, BLOCK_T)
-    own_block = _floor_divide(offset + chooser_queries, blocks.selection_block_size)
+    own_block = floor_divide(offset + chooser_queries, blocks.selection_block_size)
     num_blocks = tl.cdiv(num_tokens, blocks.selection_block_size)
     last = num_blocks
     if CAUSAL:
         last_position = offset + tl.minimum(first_query + BLOCK_T, num_queries) - 1
-        last = tl.minimum(last, _floor_divide(last_position, blocks.selection_block_size) + 1)
+        last = tl.minimum(last, floor_divide(last_position, blocks.selection_block_size) + 1)
     slots = tl.arange(0, BLOCK_N)
     # Empty slots rank below all blocks, and hold none that there is. Slots behind a row are never the smallest.
     empty = tl.where(slots < choice.num_selected, -1, 2**31 - 1)[None, :]
@@ -357,9 +358,3 @@ def _put_in_order(blocks, slots, num_selected):
         indices = tl.where((slots == slot)[None, :] & (lowest < 2**30), lowest, indices)
         blocks = tl.where(blocks == lowest, 2**30, blocks)
     return indices
-
-
-@triton.jit
-def _floor_divide(a, b):
-    """Rounded down, below 0 too, where a division on the device rounds towards 0."""
-    return tl.maximum(a, 0) // b - (tl.maximum(-a, 0) + b - 1) // b
