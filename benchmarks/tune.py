@@ -269,7 +269,12 @@ def tune(table: str, itemsize: int, head_dim: int, options: argparse.Namespace, 
     module, name = find_tables()[table]
     rows = getattr(module, name)
     architecture = launch.architecture_of(torch.device(device))
-    in_force = launch.find_settings(rows, architecture, itemsize, head_dim)
+    try:
+        in_force = launch.find_settings(rows, architecture, itemsize, head_dim)
+    except KeyError as error:
+        # Where another table serves, as for blocks that are not short.
+        print(f'{table}: {error.args[0]}')
+        return None
     # While a table is compiled, the memory is needed by the processes that do it.
     make_phases.cache_clear()
     candidates = [c for c in candidates_for(itemsize, head_dim, device) if c != in_force]
@@ -321,7 +326,7 @@ def tune(table: str, itemsize: int, head_dim: int, options: argparse.Namespace, 
 
 
 def rewrite(text: str, table: str, architecture: str, found: dict[tuple[int, int], Settings]) -> str:
-    """The source of a settings.py with these rows of an architecture, all other lines as they are."""
+    """The source of a settings.py, whose rows have a line each, with these of an architecture and all else as it is."""
     lines = text.splitlines()
     assigned = [
         node

@@ -133,8 +133,12 @@ BLOCK_DQ: Table = {
 
 # Keys of a short block, whose tiles are small, and rows for such blocks.
 SHORT = 32
-BLOCK_SHORT: Table = {('sm90', 2, 64): Settings(64, 128, 2, 2)}
-BLOCK_DQ_SHORT: Table = {('sm90', 2, 64): Settings(32, 128, 1, 3)}
+BLOCK_SHORT: Table = {
+    ('sm90', 2, 64): Settings(64, 128, 2, 2),
+}
+BLOCK_DQ_SHORT: Table = {
+    ('sm90', 2, 64): Settings(32, 128, 1, 3),
+}
 
 
 def settings_of_blocks(table: Table, short: Table, block_size: int, q: Tensor, v: Tensor) -> Settings:
