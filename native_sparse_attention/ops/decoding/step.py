@@ -9,8 +9,6 @@ from torch import Tensor
 
 # Bytes by which Triton tells addresses apart.
 ALIGNMENT = 16
-
-
 # Parts of a row whose results a program of the kernels puts together.
 MAX_SPLITS = 64
 

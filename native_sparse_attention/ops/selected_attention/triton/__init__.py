@@ -1,4 +1,6 @@
-"""Selected attention in Triton: a program per query reads its blocks; gradients of k and v are added by block."""
+"""Selected attention in Triton: by query, by neighbours or by block (`op.choose_design`); keys have their gradients by
+block.
+"""
 
 from native_sparse_attention.ops.selected_attention.triton.op import selected_attention
 

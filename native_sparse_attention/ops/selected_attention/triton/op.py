@@ -326,9 +326,9 @@ def _plan(
     """Kernels with their grids, what they share or leave to each other, and constants, one after the other, so that
     what a launch needs is there for no longer. per_tile, per_query: kernel and table.
     """
-    sharing, rest = NOTHING_SHARED, (q, k, v, block_indices, place, block_size, causal)
+    sharing, rest = NOTHING_SHARED, (q, k, v, block_indices, block_size, causal)
     if design != 'query':
-        meta = _constants(per_tile[1], q, k, v, block_indices, block_size, causal)
+        meta = _constants(per_tile[1], *rest)
         meta['BLOCK_G'] = group_block(meta['GROUP'])
         meta['BLOCK_M'] = min(meta['BLOCK_M'], MAX_MEMBERS * meta['BLOCK_G'])
         block_t = meta['BLOCK_M'] // meta['BLOCK_G']
@@ -353,7 +353,6 @@ def _launch_per_query(
     k: Tensor,
     v: Tensor,
     block_indices: Tensor,
-    place: Placement,
     block_size: int,
     causal: bool,
 ) -> tuple[tuple[int, int], dict[str, Any]]:
