@@ -15,7 +15,7 @@ from torch import Tensor
 
 from native_sparse_attention.ops import compressed_attention, window_attention
 from native_sparse_attention.ops._random import keep
-from native_sparse_attention.ops._triton.interval import keys, settings
+from native_sparse_attention.ops._triton.interval import keys, op, settings
 from native_sparse_attention.ops._triton.launch import Settings
 from native_sparse_attention.testing import assert_attention_matches, outputs_and_gradients
 from tests.feature_problems import DIFFERENTIABLE, FEATURES, SEED, make_features, split_features
@@ -248,6 +248,17 @@ def test_rows_with_nothing_to_read(sink: float | None, device: torch.device) -> 
             del tensors['sinks']
             without = run_triton(window_attention, tensors, make_grads(extents, HEADS, device), **given_settings)
             assert torch.equal(without['out1'], result['out1'])
+
+
+def test_gradients_of_sinks_in_many_parts(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same however many queries are added at a time; the last part has fewer."""
+    extents = EXTENTS['lengths']
+    tensors, given_settings = make_problem(('sinks',), extents, HEADS, device)
+    grads = make_grads(extents, HEADS, device)
+    at_once = run_triton(window_attention, tensors, grads, **given_settings)
+    monkeypatch.setattr(op, 'SINK_ELEMENTS', extents.batch * HEADS.heads * 10)
+    in_parts = run_triton(window_attention, tensors, grads, **given_settings)
+    torch.testing.assert_close(in_parts['grad of sinks'], at_once['grad of sinks'])
 
 
 @pytest.mark.parametrize('seqlen_k', [0, 30])

@@ -40,6 +40,9 @@ from native_sparse_attention.ops._triton.registered import (
     saved_inputs,
 )
 
+# Elements of the log-sum-exp whose part of the gradient of sinks is computed at once.
+SINK_ELEMENTS = 2**24
+
 
 def interval_attention(
     q: Tensor,
@@ -204,9 +207,16 @@ def _backward(
 
 
 def _differentiate_sinks(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """A sink is a key whose value is 0, so the gradient of its logit is -p * delta."""
-    weights = (sinks.double()[:, None] - lse).exp().masked_fill(lse == -torch.inf, 0)
-    return -(weights * delta).sum((0, 2)).to(sinks.dtype)
+    """A sink is a key whose value is 0, so the gradient of its logit is -p * delta. Some queries at a time, as numbers
+    of float64 for all may take a lot of memory.
+    """
+    batch, heads, _ = lse.shape
+    sums = torch.zeros(heads, dtype=torch.float64, device=lse.device)
+    for pair in zip(*(t.split(max(1, SINK_ELEMENTS // max(1, batch * heads)), 2) for t in (lse, delta)), strict=True):
+        of_queries, deltas = pair
+        weights = (sinks.double()[:, None] - of_queries).exp().masked_fill(of_queries == -torch.inf, 0)
+        sums -= (weights * deltas).sum((0, 2))
+    return sums.to(sinks.dtype)
 
 
 def _differentiate_bias(
