@@ -162,6 +162,7 @@ FAULTS = [
     Fault('what pads a group is counted', SCORES_FORWARD, 'seen_by = columns[None, :] & (members < GROUP)[:, None]', 'seen_by = columns[None, :] & (members >= 0)[:, None]', SCORES),
     Fault('shared tokens off by one', SCORES_TILES, 'shared = tl.minimum(start + sizes.block_size, SELECTION_BLOCK) - tl.maximum(start, 0)', 'shared = tl.minimum(start + sizes.block_size, SELECTION_BLOCK) - tl.maximum(start, 1)', SCORES),
     Fault('one local block more has no gradient', SCORES_TILES, 'is_local = blocks > own_block - sizes.num_local', 'is_local = blocks >= own_block - sizes.num_local', SCORES),
+    Fault('own block below position 0 rounded up', SCORES_TILES, 'floor_divide(positions, SELECTION_BLOCK)', 'positions // SELECTION_BLOCK', SCORES),
     Fault('gradients of keys by scores of forced blocks', SCORES_BACKWARD, 'is_forced(block, position, sizes', 'is_forced(block + 1, position, sizes', SCORES),
     Fault('gradients of queries by scores of forced blocks', SCORES_FORWARD, 'is_forced(blocks, position, sizes', 'is_forced(blocks + 1, position, sizes', SCORES),
     Fault('entries of this step twice in the gradient of scores', SCORES_BACKWARD, 'first_member + BLOCK_M, num_members', 'first_member, num_members', SCORES),
