@@ -238,7 +238,9 @@ def test_every_launch_setting(entry: Entry, device: torch.device, monkeypatch: p
     if entry.table.startswith('BLOCK'):
         largest = table[entry.key].block_n
 
-        def by_block(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, block_size: int, backward: bool = False) -> str:
+        def by_block(
+            q: Tensor, k: Tensor, v: Tensor, indices: Tensor, block_size: int, backward: bool = False, **_: int
+        ) -> str:
             """Wherever a whole block fits into the tiles of a pass."""
             tiles = selected_op.settings.BLOCK_DQ if backward else selected_op.settings.BLOCK
             found = table[entry.key] if tiles is table else find_settings(tiles, own, itemsize, head_dim)

@@ -88,6 +88,22 @@ def test_the_design_follows_from_the_shape(
     assert op.choose_design(q, k, k, indices, block_size, backward=True) == backward
 
 
+@per_tile
+def test_unions_of_many_packed_sequences_are_not_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every sequence has a tile of its own at least, so as many as there are tokens have four times the tiles."""
+    monkeypatch.setattr(op, 'MIN_SEQLEN_MIXED', 256)
+    monkeypatch.setattr(op, 'MAX_UNION_PERCENT', {'forward': 70, 'backward': 60})
+    monkeypatch.setattr(launch, 'architecture_of', lambda _: 'sm90')
+    seqlen = 2**19
+    q, k, indices = (
+        torch.empty(1, seqlen, heads, size, dtype=torch.bfloat16, device='meta')
+        for heads, size in ((64, 128), (4, 128), (4, 16))
+    )
+    for backward in (False, True):
+        assert op.choose_design(q, k, k, indices, 64, backward=backward) == 'mixed'
+        assert op.choose_design(q, k, k, indices, 64, backward=backward, num_packed=seqlen) == 'query'
+
+
 def assert_close(
     extents: Extents,
     heads: Heads,

@@ -421,8 +421,8 @@ def _add_queries(
     BLOCK_DV: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Adds a tile of queries of one head. Not MASKED: all of them read every key. CAREFUL: what is not finite reaches
-    those keys alone that are read with it.
+    """Adds a tile of queries of one head. Not MASKED: all of them read every key. CAREFUL: a query that is not finite
+    reaches those keys alone that it reads; a gradient that is not reaches the values of the whole tile.
     """
     dk, dv = sums
     q_ptr, dout_ptr, lse_ptr, delta_ptr, q_strides, dout_strides, first_of_row, seqlen = inputs

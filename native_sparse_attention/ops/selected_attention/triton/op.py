@@ -114,7 +114,7 @@ def _forward(
     out = q.new_empty(batch, seqlen, heads, v.shape[3])
     lse = q.new_empty(batch, heads, seqlen, dtype=torch.float32)
     place = make_placement(sequences)
-    design = choose_design(q, k, v, block_indices, block_size)
+    design = choose_design(q, k, v, block_indices, block_size, num_packed=_count_packed(cu_seqlens))
     if design == 'block':
         chosen, settled = (q, k, v, block_indices, block_scale), (place, block_size, causal, scale, softcap)
         index = attend_by_block(*chosen, out, lse, *settled)
@@ -173,7 +173,8 @@ def _backward(
     q, k, v, block_indices, block_scale = last_dim_contiguous(q, k, v, block_indices, block_scale)
     dout, out = last_dim_contiguous(dout, out)
     place = make_placement(unflatten(q, (seqlen_k, q_offset, q_offsets, seqlens_k, cu_seqlens, cu_seqlens_k)))
-    design = choose_design(q, k, v, block_indices, block_size, backward=True)
+    packed = _count_packed(cu_seqlens)
+    design = choose_design(q, k, v, block_indices, block_size, backward=True, num_packed=packed)
     if design == 'block':
         chosen, settled = (q, k, v, block_indices, block_scale, lse), (place, block_size, causal, scale, softcap)
         members = MemberGradients(*chosen, dout, dlse, *settled, needs_dscale)
@@ -264,9 +265,17 @@ refuse_double_backward(_backward)
 
 
 def choose_design(
-    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_size: int, *, backward: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor,
+    block_size: int,
+    *,
+    backward: bool = False,
+    num_packed: int = 0,
 ) -> str:
-    """What a program has, one of DESIGNS, by shape alone: what choices overlap by lies on the device.
+    """What a program has, one of DESIGNS, by shape alone: what choices overlap by lies on the device. num_packed: the
+    sequences that `cu_seqlens` names.
 
     'query': a query with the heads of its group, which fill a tile where the group is large. 'neighbours': queries that
     go through their blocks together, where there are so few blocks that the choices of many must meet, whatever they
@@ -282,7 +291,8 @@ def choose_design(
         # Queries that all chose the same still read one block together for each that one of them would read.
         block_t = tile // group_block(group)
         shares = MAX_UNION_PERCENT['backward' if backward else 'forward'] * block_t >= 100
-        shares = shares and num_selected <= MAX_SHARED_CHOICE and _fits_unions(q, k, block_indices, block_size, block_t)
+        shares = shares and num_selected <= MAX_SHARED_CHOICE
+        shares = shares and _fits_unions(q, k, block_indices, block_size, block_t, num_packed)
         return 'mixed' if shares and q.shape[1] >= MIN_SEQLEN_MIXED else 'query'
     num_blocks = -(-k.shape[1] // block_size)
     if num_selected <= MAX_SHARED_CHOICE and num_blocks <= MEETING * num_selected:
@@ -297,10 +307,15 @@ def choose_design(
     return 'block' if row_block(min(block_size, k.shape[1])) <= largest else 'query'
 
 
-def _fits_unions(q: Tensor, k: Tensor, block_indices: Tensor, block_size: int, block_t: int) -> bool:
-    """Whether the unions of all tiles can be made at once."""
+def _count_packed(cu_seqlens: Tensor | None) -> int:
+    return 0 if cu_seqlens is None else len(cu_seqlens) - 1
+
+
+def _fits_unions(q: Tensor, k: Tensor, block_indices: Tensor, block_size: int, block_t: int, num_packed: int) -> bool:
+    """Whether the unions of all tiles, of which every packed sequence may have one more, can be made at once."""
     size = union_size(block_indices.shape[3], block_t)
-    num_indices = q.shape[0] * -(-q.shape[1] // block_t) * block_indices.shape[2] * size
+    num_tiles = q.shape[0] * -(-q.shape[1] // block_t) + num_packed
+    num_indices = num_tiles * block_indices.shape[2] * size
     return num_indices <= MAX_INDICES and (k.shape[1] // block_size + 2) * size <= 2**30
 
 
