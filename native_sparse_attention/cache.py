@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from native_sparse_attention.geometry import num_compressed_blocks
-from native_sparse_attention.ops._checks import check_block_sizes, check_not_negative, check_positive
+from native_sparse_attention.ops._checks import check_block_sizes, check_not_negative, check_positive, is_int
 from native_sparse_attention.ops.decoding.step import Storage
 
 # Tokens that a cache which grows holds at first, and tokens that `crop` takes back unless told otherwise.
@@ -264,12 +264,16 @@ class LayerCache:
         self.max_length = self._peak = 0
 
     def reorder(self, index: Tensor) -> None:
-        """Row b becomes what row index[b] is, as beam search needs it. index: int64 `[B]`."""
+        """Row b becomes what row index[b] is, as beam search needs it. index: int32 or int64 `[B]`."""
+        if not isinstance(index, Tensor):
+            raise ValueError(f'index is a {type(index).__name__}, but must be a tensor of integers [{self.batch_size}]')
         if index.shape != (self.batch_size,) or index.dtype not in (torch.int32, torch.int64):
             raise ValueError(
                 f'index has shape {tuple(index.shape)} and dtype {index.dtype}, but must be integers '
                 f'[{self.batch_size}]'
             )
+        if index.is_cpu and ((index < 0) | (index >= self.batch_size)).any():
+            raise ValueError(f'index is {index.tolist()}, but must be rows from 0 to {self.batch_size - 1}')
         for tensor in (self.lengths, self._peaks, self.raw_k, self.raw_v):
             if tensor is not None:
                 tensor.copy_(tensor.index_select(0, index))
@@ -303,6 +307,8 @@ class LayerCache:
                 max_length = int(self.lengths.max()) if self.lengths.is_cpu else self.max_length
             bound = max_length
         else:
+            if not is_int(length):
+                raise ValueError(f'length is {length!r}, but must be an int or integers [{self.batch_size}]')
             self._check_rollback(length, self.max_length, self._peak)
             bound = length
             self.lengths.clamp_(max=length)
@@ -365,7 +371,10 @@ class LayerCache:
 
 
 class ModelCache(Sequence[LayerCache]):
-    """The caches of a model's layers, advanced together by the model's forward."""
+    """The caches of a model's layers, advanced together by the model's forward.
+
+    Indexing gives the `LayerCache` of a layer. The methods and properties are those of a `LayerCache`, for all layers.
+    """
 
     def __init__(self, layers: list[LayerCache]) -> None:
         if not layers:

@@ -51,8 +51,16 @@ def check_input(x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, dim: 
             raise ValueError('cu_seqlens is given, but a cache takes rows, not packed sequences')
 
 
+def check_layer_cache(cache: Any) -> None:
+    """Refuse what is not the cache of one layer, such as that of a model."""
+    if not isinstance(cache, LayerCache):
+        kind = type(cache).__name__
+        raise ValueError(f'cache is a {kind}, but must be a LayerCache, as init_cache of the layer gives')
+
+
 def check_cache(cache: LayerCache, x: Tensor, layout: Mapping[str, Any]) -> None:
     """layout: what the layer's own caches have."""
+    check_layer_cache(cache)
     for name, size in layout.items():
         held = cache.layout[name]
         if held != size:

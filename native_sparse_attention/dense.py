@@ -10,6 +10,7 @@ from rotary_embedding_torch import RotaryEmbedding
 from torch import Tensor, nn
 
 from native_sparse_attention.cache import FIRST_CAPACITY, MAX_ROLLBACK, LayerCache
+from native_sparse_attention.checks import check_layer_cache
 from native_sparse_attention.geometry import Sequences
 from native_sparse_attention.ops._checks import check_positive, make_sequences
 from native_sparse_attention.padding import check_mask, from_front, front_order, to_front
@@ -198,6 +199,7 @@ class DenseAttention(nn.Module):
     def _check_cache(self, cache: LayerCache, x: Tensor) -> None:
         if not self.causal:
             raise ValueError('causal is False, but a cache needs causal=True')
+        check_layer_cache(cache)
         held, needed = (*cache.k.shape[2:], cache.v.shape[3]), (self.kv_heads, self.dim_head, self.dim_value_head)
         if held != needed:
             raise ValueError(

@@ -250,11 +250,15 @@ def stop_ids(stop_tokens: int | Sequence[int] | Tensor | None, device: torch.dev
     """The ids that end a row, on the device; None if there are none."""
     if stop_tokens is None:
         return None
-    ids = torch.as_tensor(stop_tokens, device=device).flatten()
+    refusal = f'stop_tokens is {stop_tokens!r}, but must be an integer id or several'
+    try:
+        ids = torch.as_tensor(stop_tokens, device=device).flatten()
+    except (TypeError, ValueError, RuntimeError) as error:  # no numbers
+        raise ValueError(refusal) from error
     if ids.numel() == 0:
         return None
     if ids.dtype not in INT_DTYPES:
-        raise ValueError(f'stop_tokens is {stop_tokens}, but must be an integer id or several')
+        raise ValueError(refusal)
     return ids
 
 

@@ -344,6 +344,9 @@ class Transformer(nn.Module):
         self, ids: Tensor, mask: Tensor | None, cache: ModelCache | None, **options: Any
     ) -> tuple[Tensor, ModelCache]:
         if cache is not None:
+            if not isinstance(cache, ModelCache):
+                kind = type(cache).__name__
+                raise ValueError(f'cache is a {kind}, but must be a ModelCache, as init_cache of the model gives')
             given, depth = len(cache), len(self.layers)
             if given != depth:
                 raise ValueError(f'cache has {given} layers, but the model has {depth}')

@@ -142,6 +142,14 @@ def test_crop_refuses_other_tensors(length: torch.Tensor) -> None:
         make().crop(length)
 
 
+def test_crop_refuses_parts_of_tokens() -> None:
+    cache = make()
+    append(cache, 12)
+    with pytest.raises(ValueError, match=r'length is 3\.5, but must be an int or integers \[2\]'):
+        cache.crop(3.5)  # type: ignore[arg-type]
+    assert cache.lengths.tolist() == [12, 12]
+
+
 @pytest.mark.parametrize(
     ('name', 'value'),
     [
@@ -169,6 +177,11 @@ def test_sizes_of_blocks() -> None:
 def test_reorder_refuses() -> None:
     with pytest.raises(ValueError, match='index has shape'):
         make().reorder(torch.tensor([0]))
+    with pytest.raises(ValueError, match=r'index is a list, but must be a tensor of integers \[2\]'):
+        make().reorder([1, 0])  # type: ignore[arg-type]
+    for rows in ([0, 2], [-1, 0]):
+        with pytest.raises(ValueError, match=rf'index is \[{rows[0]}, {rows[1]}\], but must be rows from 0 to 1'):
+            make().reorder(torch.tensor(rows))
 
 
 def test_nothing_is_kept_that_can_be_derived() -> None:

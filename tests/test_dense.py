@@ -135,3 +135,5 @@ def test_refuses_calls():
         bidirectional(x, return_cache=True)
     with pytest.raises(ValueError, match='causal is False'):
         bidirectional.init_cache(2, 8)
+    with pytest.raises(ValueError, match='cache is a list, but must be a LayerCache'):
+        attn(x, cache=[attn.init_cache(2, 8)])

@@ -195,6 +195,7 @@ def test_callback_gets_every_column_in_order(sparse, stop_tokens):
         ({'max_new_tokens': True}, 'max_new_tokens is True'),
         ({'seed': 1, 'generator': torch.Generator()}, 'seed and generator are given'),
         ({'stop_tokens': 0.5}, 'stop_tokens is 0.5'),
+        ({'stop_tokens': 'end'}, "stop_tokens is 'end'"),
         ({'chunk_size': 0}, 'chunk_size is 0'),
         ({'use_graph': True}, 'use_graph is True'),
     ],

@@ -273,6 +273,7 @@ def test_call_errors():
         (lambda: model(ids[:, :1], return_loss=True), 'ids has 1 tokens'),
         (lambda: model(ids, return_loss=True, return_cache=True), 'return_loss is True'),
         (lambda: model(ids, cache=deeper), 'cache has 3 layers, but the model has 2'),
+        (lambda: model(ids, cache=deeper[0]), 'cache is a LayerCache, but must be a ModelCache'),
         (lambda: model(ids, mask=torch.ones(2, 5)), 'mask has shape'),
         (lambda: model(ids, mask=torch.ones(2, 4, dtype=torch.bool)), 'mask has shape'),
         (lambda: model(ids, return_cache=True, cu_seqlens=torch.tensor([0, 5], dtype=torch.int32)), 'cu_seqlens'),
