@@ -55,7 +55,7 @@ class SparseAttention(nn.Module):
         sliding_window_size: W, keys that a query reads in the window branch, itself included.
         compress_block_size, compress_block_sliding_stride: l and d, tokens of a compressed block and between starts.
         selection_block_size: l', tokens of a selection block, a multiple of d.
-        num_selected_blocks: n, blocks that a query reads exactly, forced ones included; 0 switches the branch off.
+        num_selected_blocks: n, blocks whose tokens a query reads, forced ones included; 0 switches the branch off.
         kv_heads: H, key/value heads, a divisor of heads; default heads.
         num_compressed_mem_kv: learned key/value pairs before the compressed ones.
         causal: queries read no later token; a cache needs it.
@@ -226,7 +226,7 @@ class SparseAttention(nn.Module):
         Args:
             x: `[B, T, dim]`; with a cache the tokens that follow it, any number; packed: `[1, total, dim]`.
             mask: bool `[B, T]`, True at real tokens, padding on either side. Padding gives 0 and influences nothing.
-            cu_seqlens: int32 `[N + 1]`, borders of packed sequences; tokens that follow the last give 0.
+            cu_seqlens: int32 or int64 `[N + 1]`, borders of packed sequences; tokens that follow the last give 0.
             cache: what `init_cache` or an earlier call returned; advanced in place, and nothing is differentiated.
             return_cache: return the cache too; without one, start one that grows.
             disable_triton_kernel: deprecated; True runs this call with backend='eager'.
@@ -303,8 +303,8 @@ class SparseAttention(nn.Module):
         return decoding.backend_of(q, k, v, cache, *sizes, **features, backend=self.backend).name == 'triton'
 
     def backend_for(self, x: Tensor) -> BackendChoice:
-        """The backend that a forward of x `[B, T, dim]` would take, and why faster ones are passed over; `ops` has what
-        each op takes.
+        """The backend that a forward of x `[B, T, dim]` would take, and why faster ones are passed over; its `ops`
+        has what each op of `nsa` takes.
         """
         dtype = projection_dtype(x)
         trains = torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self.parameters()))

@@ -118,7 +118,7 @@ def nsa(
         dropout_p, dropout_seed: weights that the window branch drops, as in `window_attention`.
         choose: chooses the blocks, called as `select_blocks` is.
         backend: 'auto', 'triton', 'flex' (the three attentions; choice and sum are eager) or 'eager'; `backend_of`
-            says what 'auto' takes.
+            of this module says what 'auto' takes.
 
     Returns:
         `[B, T, HQ, DV]` in the dtype of q.

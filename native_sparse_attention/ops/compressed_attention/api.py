@@ -56,10 +56,11 @@ def compressed_attention(
         mem_kv: a pair `[H, M, D]`, `[H, M, DV]` of keys and values that every query sees.
         seqlen_k: S, the keys of a row in tokens; default T, with an int offset q_offset + T.
         q_offset: position of the first query, an int, `[B]` (packed: `[N]`) or None: queries end where the keys end.
-        seqlens_k: int32 `[B]`, how many tokens of a row are real.
+        seqlens_k: int32 or int64 `[B]`, how many tokens of a row are real.
+        causal: a query sees no block with a later token.
         scale: factor of the logits, default D ** -0.5.
-        cu_seqlens, cu_seqlens_k: int32 `[N + 1]` borders in tokens of packed queries and keys; queries that they do not
-            cover give 0.
+        cu_seqlens, cu_seqlens_k: int32 or int64 `[N + 1]` borders in tokens of packed queries and keys; queries that
+            they do not cover give 0.
         segment_ids: int32 or int64 `[1, T]`, instead of cu_seqlens: runs of equal ids are packed sequences, those of an
             id below 0 padding. They are read on the host, once a call; where several calls share them, cu_seqlens
             is the faster way.

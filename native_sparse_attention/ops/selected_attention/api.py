@@ -53,16 +53,17 @@ def selected_attention(
 
     Args:
         q: `[B, T, HQ, D]`. k: `[B, S, H, D]`. v: `[B, S, H, DV]`. Packed: B = 1.
-        block_indices: int32 `[B, T, H, n]`, or `[B, T, HQ, n]` where heads choose alone; block j holds the tokens
-            [j * block_size, (j + 1) * block_size) of the query's sequence.
+        block_indices: int32 or int64 `[B, T, H, n]`, or `[B, T, HQ, n]` where heads choose alone; block j holds the
+            tokens [j * block_size, (j + 1) * block_size) of the query's sequence.
         block_size: tokens of a block.
         block_scale: factors of the logits of each chosen block, in the shape of block_indices; of an index that stands
             several times in a row the first counts. Differentiable.
         q_offset: position of the first query, an int, `[B]` (packed: `[N]`) or None: queries end where the keys end.
-        seqlens_k: int32 `[B]`, how many keys of a row are real.
+        seqlens_k: int32 or int64 `[B]`, how many keys of a row are real.
+        causal: no query reads a later key; else every key of a chosen block is read.
         scale: factor of the logits, default D ** -0.5.
-        cu_seqlens, cu_seqlens_k: int32 `[N + 1]` borders of packed queries and keys; queries that they do not cover
-            give 0.
+        cu_seqlens, cu_seqlens_k: int32 or int64 `[N + 1]` borders of packed queries and keys; queries that they do not
+            cover give 0.
         segment_ids: int32 or int64 `[1, T]`, instead of cu_seqlens and whatever else says where queries stand: runs of
             equal ids are sequences of their own, ids below 0 padding, which gives 0 and -inf and is read by nobody. On
             a GPU the host waits for them; under CUDA graph capture they are refused.

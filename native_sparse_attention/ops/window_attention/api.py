@@ -46,10 +46,11 @@ def window_attention(
         window_size: (left, right), keys before and after the query's own; -1 means unbounded. Causal: right is 0 (-1 is
             taken for 0).
         q_offset: position of the first query, an int, `[B]` (packed: `[N]`) or None: queries end where the keys end.
-        seqlens_k: int32 `[B]`, how many keys of a row are real.
+        seqlens_k: int32 or int64 `[B]`, how many keys of a row are real.
+        causal: no query reads a later key.
         scale: factor of the logits, default D ** -0.5.
-        cu_seqlens, cu_seqlens_k: int32 `[N + 1]` borders of packed queries and keys; queries that they do not cover
-            give 0.
+        cu_seqlens, cu_seqlens_k: int32 or int64 `[N + 1]` borders of packed queries and keys; queries that they do not
+            cover give 0.
         segment_ids: int32 or int64 below 2 ** 31, `[B, T]` where T = S, or a pair `[B, T]`, `[B, S]`: a query reads
             keys of its own id. Those of an id below 0 read nothing and are not read.
         mask: bool `[B, S]`, True for a real key.
