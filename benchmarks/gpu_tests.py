@@ -58,6 +58,7 @@ def main() -> int:
     parser.add_argument('--jobs', type=int, default=1, help='processes that test side by side (%(default)s)')
     parser.add_argument('arguments', nargs='*', help='of pytest')
     options = parser.parse_args()
+    where = report.machine(options.device, options.commit)
     with tempfile.TemporaryDirectory() as folder:
         code, junit = run_tests(options.arguments, options.jobs, Path(folder), options.device)
         if not junit.exists():
@@ -68,7 +69,6 @@ def main() -> int:
     rows.append(['all', *(total[outcome] for outcome in OUTCOMES), sum(seconds.values())])
     tables = [report.table(('test', *OUTCOMES, 'seconds'), rows)]
     tables += ['Failed:\n\n' + '\n'.join(f'- {name}' for name in failed)] * bool(failed)
-    where = report.machine(options.device, options.commit)
     title = f'Tests on a GPU: {total["passed"]} passed, {total["failed"]} failed, {total["skipped"]} skipped'
     report.write(options.out, where, f'tests-{options.name}', title, tables, {'counts': counts, 'failed': failed})
     print(title)

@@ -78,6 +78,7 @@ def main() -> int:
     parser.add_argument('--shape', default='paper-64k-h4', help='(%(default)s)')
     parser.add_argument('--backend', default='auto', help='(%(default)s)')
     options = parser.parse_args()
+    where = report.machine(options.device, options.commit)
     torch.manual_seed(0)
     rows = [measure(what, options.shape, options.backend, options.device) for what in WHATS]
     keys = ('before', 'inputs', 'after_forward', 'peak_forward', 'gradients', 'peak', 'end', 'reserved')
@@ -98,7 +99,6 @@ def main() -> int:
         + ', '.join(f'{most} times what dense must keep by {TITLES[what]}' for what, most in MOST_KEPT.items())
         + '.',
     ]
-    where = report.machine(options.device, options.commit)
     report.write(options.out, where, 'memory', 'Memory of a forward and backward', tables, rows)
     print('\n\n'.join(tables))
     return 0 if all(row['fits'] for row in rows) else 1

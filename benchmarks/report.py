@@ -25,11 +25,14 @@ SAME = ('gpu', 'commit', 'torch', 'triton')
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add('--out', type=Path, default=RESULTS, help='folder of the results (%(default)s)')
-    add('--device', default='cuda' if torch.cuda.is_available() else 'cpu', help='cuda, or cpu to try the script')
+    add('--device', default='cuda', help='cuda, or cpu to try the script (%(default)s)')
     add('--commit', default=None, help='of the code, where there is no git to ask')
 
 
 def machine(device: str, commit: str | None) -> dict[str, Any]:
+    """What runs here. Ends a script that is made for GPUs where there is none: on a CPU it would not come back."""
+    if device == 'cuda' and not torch.cuda.is_available():
+        raise SystemExit('--device cuda: there is no GPU; how --device cpu tries the script, --help says')
     versions = {name: version(name) for name in ('torch', 'triton')}
     found = {
         'date': datetime.now(timezone.utc).strftime('%Y-%m-%d'),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import subprocess
@@ -14,6 +15,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
 
 from benchmarks import backends, report, runner
 
@@ -174,3 +176,14 @@ def test_script_in_processes(tmp_path: Path):
     assert all('cannot serve this call' in row['note'] for row in rows[:2])
     assert rows[2]['forward_ms'] > 0
     assert rows[2]['backward_ms'] > 0
+
+
+@pytest.mark.parametrize('script', ['memory', 'backends', 'gpu_tests'])
+def test_without_a_gpu_nothing_begins(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
+    monkeypatch.setattr(sys, 'argv', [script, '--commit', 'abc', '--out', str(tmp_path)])
+    module = importlib.import_module(f'benchmarks.{script}')
+    monkeypatch.setattr(module, 'make_call', Mock(side_effect=AssertionError), raising=False)
+    monkeypatch.setattr(subprocess, 'run', Mock(side_effect=AssertionError))
+    with pytest.raises(SystemExit, match='--device cuda: there is no GPU'):
+        module.main()
