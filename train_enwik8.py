@@ -156,7 +156,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, Any]]:
     add('--runs-dir', type=Path, default=Path('runs'), help='where runs are kept (%(default)s)')
     add('--resume', action='store_true', help='continue the run from its checkpoint, with its settings')
     add('--check-decode', action='store_true', help='train nothing: compare decoding with the full forward')
-    add('--sample', type=Path, metavar='RUN', help='train nothing: print text that the model of runs/<name> writes')
+    add('--sample', type=Path, metavar='FOLDER', help='train nothing: print text by the model of runs/<name>')
     add('--prompt', help='what that text continues (a line break)')
     add('--tokens', type=int, metavar='N', help='bytes of that text (512)')
     add('--backend', default='auto', help='of sparse attention: auto, triton, flex, eager (%(default)s)')
@@ -322,8 +322,10 @@ def build_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
 
 def build(config: Config, options: argparse.Namespace) -> tuple[torch.device, Transformer]:
     torch.set_num_threads(config.threads or torch.get_num_threads())
-    with as_user_error(ValueError, RuntimeError, AssertionError):  # sizes that do not fit, a device that is not there
+    with as_user_error(RuntimeError, AssertionError, of=f'--device {options.device}: '):
         device = torch.device(options.device)
+        torch.empty(0, device=device)
+    with as_user_error(ValueError, RuntimeError):  # sizes that do not fit
         return device, build_model(config, options.backend, device)
 
 

@@ -321,7 +321,7 @@ def test_a_bad_checkpoint_is_refused(finished: Path, capsys, damage: str) -> Non
         (['--no-such-flag'], '--no-such-flag'),
         (['--kv-heads', '3'], 'kv_heads'),
         (['--backend', 'cudnn'], 'backend'),
-        (['--device', 'abacus'], 'abacus'),
+        (['--device', 'abacus'], '--device abacus: '),
         (['--top-p', '1.5'], 'top_p'),
         (['--wandb'], 'wandb is not installed'),
     ],
@@ -447,7 +447,7 @@ def test_sample_of_little(finished: Path, capsys, monkeypatch) -> None:
         (['--top-p', '1.5'], 'top_p is 1.5'),
         (['--seed', str(2**32)], 'seed is 4294967296'),
         (['--backend', 'cudnn'], 'backend'),
-        (['--device', 'abacus'], 'abacus'),
+        (['--device', 'abacus'], '--device abacus: '),
     ],
 )
 def test_sample_errors(finished: Path, capsys, more: list[str], message: str) -> None:
