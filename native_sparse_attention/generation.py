@@ -50,8 +50,8 @@ class DecodeStep:
         )
         if use_graph and not possible:
             raise ValueError(
-                f'use_graph is True, but must be None or False where steps of {num_tokens} tokens are not fixed '
-                f'(they are on a GPU, with a preallocated cache, where every layer has a kernel for them)'
+                f'use_graph is True, but must be None or False where a step of {num_tokens} tokens cannot be captured '
+                f'(it can on a GPU, with a preallocated cache, where every layer has a kernel for it)'
             )
         self.model, self.cache, self.num_tokens = model, cache, num_tokens
         self.uses_graph: bool = possible if use_graph is None else use_graph

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
+from inspect import signature
 from itertools import zip_longest
 from math import ceil
 from typing import Any, cast
@@ -113,6 +114,7 @@ class Transformer(nn.Module):
         feed_forwards = [_feed_forward(dim, dim_hidden) for _ in range(depth)]
 
         sizes = {'dim': dim, 'dim_head': dim_head, 'heads': heads, 'kv_heads': kv_heads, 'causal': causal}
+        _check_settings(sparse_attn_kwargs, {*sizes, 'backend'})
         if use_sparse_attn:
             # Modules among the settings are copied, so that no layer shares weights with another.
             attentions = [
@@ -391,6 +393,17 @@ class Transformer(nn.Module):
 
 def _feed_forward(dim: int, dim_hidden: int) -> nn.Sequential:
     return nn.Sequential(nn.RMSNorm(dim), nn.Linear(dim, dim_hidden), nn.GELU(), nn.Linear(dim_hidden, dim))
+
+
+def _check_settings(sparse_attn_kwargs: Mapping[str, Any], given: set[str]) -> None:
+    """The dense twin takes few of them, but refuses the same names. given: arguments of the model itself."""
+    allowed = signature(SparseAttention).parameters.keys() - given
+    for name in sparse_attn_kwargs:
+        if name not in allowed:
+            raise ValueError(
+                f'sparse_attn_kwargs has {name!r}, but must have arguments of SparseAttention other than '
+                f'{", ".join(sorted(given))}'
+            )
 
 
 def _backend_of_flags(backend: str, flex_window: bool, flex_selection: bool, triton_selection: bool) -> str:

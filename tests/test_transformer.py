@@ -298,6 +298,13 @@ def test_setting_errors():
 
 
 @KINDS
+@pytest.mark.parametrize('name', ['num_selected_block', 'heads', 'backend'])
+def test_settings_of_attention_that_are_none(name, sparse):
+    with pytest.raises(ValueError, match=f"sparse_attn_kwargs has '{name}', but must have arguments of"):
+        Transformer(8, 8, 1, use_sparse_attn=sparse, sparse_attn_kwargs={**SPARSE, name: 4})
+
+
+@KINDS
 def test_greedy_generation_takes_the_likeliest_token(sparse):
     model, prompt = make_model(sparse), make_ids(2, 7)
     ids = prompt
