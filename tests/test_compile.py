@@ -112,6 +112,15 @@ def test_joint_graph_with_eager(device: torch.device) -> None:
     assert_compiles(layer, 'padded', compiler_of(device, through_autograd=True), device, (9,))
 
 
+@pytest.mark.parametrize('autocast', [False, True])
+def test_half_types_with_eager(autocast: bool, device: torch.device) -> None:
+    layer = make_layer(device, backend='eager').to(torch.float32 if autocast else torch.bfloat16)
+    x = make_input('whole', 9, device)[0].to(layer.to_qkv.weight.dtype)
+    with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+        found = output_and_gradients(layer, torch.compile(layer, fullgraph=True, backend='eager'), x)
+        torch.testing.assert_close(found, output_and_gradients(layer, layer, x))
+
+
 @pytest.mark.parametrize('backend', SLOW_EAGER)
 def test_not_causal_heads_alone(backend: str, device: torch.device) -> None:
     settings = {'causal': False, 'query_heads_share_selected_kv': False, 'use_diff_topk': False}

@@ -156,13 +156,15 @@ def _round_value(weights: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _round_gradient(logits: Tensor, dtype: torch.dtype) -> Tensor:
-    return logits if dtype == logits.dtype else _RoundGradient.apply(logits, dtype)
+    if dtype == logits.dtype:
+        return logits
+    # torch.compile traces no class that has a jvp of its own.
+    identity = _RoundGradient if torch.compiler.is_compiling() else _RoundGradientInTransforms
+    return identity.apply(logits, dtype)
 
 
 class _RoundGradient(torch.autograd.Function):
     """The identity, with the gradient rounded to `dtype`."""
-
-    generate_vmap_rule = True
 
     @staticmethod
     def forward(logits: Tensor, dtype: torch.dtype) -> Tensor:
@@ -175,6 +177,12 @@ class _RoundGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad.to(ctx.dtype).to(grad.dtype), None
+
+
+class _RoundGradientInTransforms(_RoundGradient):
+    """The same for torch.func."""
+
+    generate_vmap_rule = True
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
