@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from native_sparse_attention.geometry import num_compressed_blocks
-from native_sparse_attention.ops._checks import check_block_sizes, check_not_negative, check_positive, is_int
+from native_sparse_attention.ops._checks import check_block_sizes, check_not_negative, check_positive, check_tensors
 from native_sparse_attention.ops.decoding.step import Storage
 
 # Tokens that a cache which grows holds at first, and tokens that `crop` takes back unless told otherwise.
@@ -265,8 +265,7 @@ class LayerCache:
 
     def reorder(self, index: Tensor) -> None:
         """Row b becomes what row index[b] is, as beam search needs it. index: int32 or int64 `[B]`."""
-        if not isinstance(index, Tensor):
-            raise ValueError(f'index is a {type(index).__name__}, but must be a tensor of integers [{self.batch_size}]')
+        check_tensors(index=index)
         if index.shape != (self.batch_size,) or index.dtype not in (torch.int32, torch.int64):
             raise ValueError(
                 f'index has shape {tuple(index.shape)} and dtype {index.dtype}, but must be integers '
@@ -307,8 +306,7 @@ class LayerCache:
                 max_length = int(self.lengths.max()) if self.lengths.is_cpu else self.max_length
             bound = max_length
         else:
-            if not is_int(length):
-                raise ValueError(f'length is {length!r}, but must be an int or integers [{self.batch_size}]')
+            check_not_negative(length=length)
             self._check_rollback(length, self.max_length, self._peak)
             bound = length
             self.lengths.clamp_(max=length)

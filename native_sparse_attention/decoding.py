@@ -15,8 +15,8 @@ from native_sparse_attention.compress import MeanPool, check_network, compress_b
 from native_sparse_attention.geometry import num_compressed_blocks
 from native_sparse_attention.ops._checks import (
     FLOAT_DTYPES,
+    check_all_block_sizes,
     check_beside_q,
-    check_block_sizes,
     check_not_negative,
     check_positive,
     check_qkv,
@@ -318,7 +318,7 @@ def _check_layer(
     (heads, head_dim), value_dim, device = tokens.k.shape[2:], tokens.v.shape[3], tokens.q.device
     if cache.compress is None:
         raise ValueError('cache has no compressed keys, but needs compress=(l, d)')
-    check_block_sizes(*cache.compress, selection_block_size)
+    check_all_block_sizes(*cache.compress, selection_block_size)
     if cache.page_size is not None and cache.page_size % selection_block_size != 0:
         raise ValueError(
             f'cache has page_size {cache.page_size}, but must have a multiple of selection_block_size, '

@@ -22,12 +22,13 @@ from native_sparse_attention.ops import (
     window_attention,
 )
 from native_sparse_attention.ops._checks import (
+    check_all_block_sizes,
     check_block_counts,
     check_block_indices,
-    check_block_sizes,
     check_flags,
     check_not_negative,
     check_qkv,
+    check_tensors,
     checked_softcap,
     make_sequences,
 )
@@ -130,7 +131,7 @@ def nsa(
     check_flags(share_group=share_group, use_diff_topk=use_diff_topk)
     check_qkv(q, k, v)
     gates, (has_compressed, has_selected, has_window) = stack_gates(gates, q)
-    check_block_sizes(compress_block_size, compress_stride, selection_block_size)
+    check_all_block_sizes(compress_block_size, compress_stride, selection_block_size)
     num_selected = _check_choice(q, k, has_selected, num_selected, block_indices)
     check_not_negative(num_init=num_init, num_local=num_local)
     if (k_window is None) != (v_window is None):
@@ -139,6 +140,7 @@ def nsa(
     k_window, v_window = (k, v) if k_window is None or v_window is None else (k_window, v_window)
     check_window(window_size, causal)
     for name, tensor, like in (('q_cmp', q_cmp, q), ('k_window', k_window, k), ('v_window', v_window, v)):
+        check_tensors(**{name: tensor})
         if tensor.shape != like.shape:
             raise ValueError(f'{name} has shape {tuple(tensor.shape)}, but must have {tuple(like.shape)}')
     has_selected = has_selected and num_selected > 0

@@ -142,12 +142,13 @@ def test_crop_refuses_other_tensors(length: torch.Tensor) -> None:
         make().crop(length)
 
 
-def test_crop_refuses_parts_of_tokens() -> None:
+@pytest.mark.parametrize('length', [2.5, True, '2'])
+def test_crop_refuses_what_is_no_integer(length: Any) -> None:
     cache = make()
-    append(cache, 12)
-    with pytest.raises(ValueError, match=r'length is 3\.5, but must be an int or integers \[2\]'):
-        cache.crop(3.5)  # type: ignore[arg-type]
-    assert cache.lengths.tolist() == [12, 12]
+    append(cache, 6)
+    with pytest.raises(ValueError, match=f'length is {length!r}, but must be an integer of at least 0'):
+        cache.crop(length)
+    assert cache.max_length == 6
 
 
 @pytest.mark.parametrize(
@@ -175,13 +176,18 @@ def test_sizes_of_blocks() -> None:
 
 
 def test_reorder_refuses() -> None:
-    with pytest.raises(ValueError, match='index has shape'):
-        make().reorder(torch.tensor([0]))
-    with pytest.raises(ValueError, match=r'index is a list, but must be a tensor of integers \[2\]'):
-        make().reorder([1, 0])  # type: ignore[arg-type]
-    for rows in ([0, 2], [-1, 0]):
-        with pytest.raises(ValueError, match=rf'index is \[{rows[0]}, {rows[1]}\], but must be rows from 0 to 1'):
-            make().reorder(torch.tensor(rows))
+    cache = make()
+    append(cache, 6, [6, 4])
+    index: Any
+    for index, message in (
+        (torch.tensor([0]), 'index has shape'),
+        ([1, 0], 'index is a list, but must be a tensor'),
+        (torch.tensor([0, 2]), r'index is \[0, 2\], but must be rows from 0 to 1'),
+        (torch.tensor([-1, 0]), r'index is \[-1, 0\], but must be rows from 0 to 1'),
+    ):
+        with pytest.raises(ValueError, match=message):
+            cache.reorder(index)
+    assert cache.lengths.tolist() == [6, 4]
 
 
 def test_nothing_is_kept_that_can_be_derived() -> None:

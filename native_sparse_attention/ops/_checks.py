@@ -73,9 +73,18 @@ def check_device(name: str, tensor: Tensor, q: Tensor) -> None:
         raise ValueError(f'{name} is on {tensor.device}, but q is on {q.device}')
 
 
-def check_qkv(q: Tensor, k: Tensor, v: Tensor | None, k_name: str = 'k', v_name: str = 'v') -> None:
+def check_qkv(q: Tensor, k: Tensor, v: Tensor, k_name: str = 'k', v_name: str = 'v') -> None:
     """`[B, T, HQ, D]`, `[B, S, H, D]`, `[B, S, H, DV]` with HQ a multiple of H, one dtype, one device."""
-    named = {'q': q, k_name: k} if v is None else {'q': q, k_name: k, v_name: v}
+    check_qk(q, k, k_name, **{v_name: v})
+    if v.shape[:3] != k.shape[:3]:
+        raise ValueError(
+            f'{v_name} has shape {tuple(v.shape)}, but must be {tuple(k.shape[:3])} + (DV,) to match {k_name}'
+        )
+
+
+def check_qk(q: Tensor, k: Tensor, k_name: str = 'k', **others: Tensor) -> None:
+    """The same without values. others: tensors of as many dimensions, of the same dtype and device."""
+    named = {'q': q, k_name: k, **others}
     check_tensors(**named)
     for name, tensor in named.items():
         if tensor.dim() != 4:
@@ -90,30 +99,28 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor | None, k_name: str = 'k', v_name:
         raise ValueError(f'{k_name} has head size {k_shape[3]}, but q has {q_shape[3]}')
     if k_shape[2] == 0 or q_shape[2] % k_shape[2] != 0:
         raise ValueError(f'q has {q_shape[2]} heads, but must have a multiple of the {k_shape[2]} heads of {k_name}')
-    if v is not None and v.shape[:3] != k_shape[:3]:
-        raise ValueError(
-            f'{v_name} has shape {tuple(v.shape)}, but must be {tuple(k_shape[:3])} + (DV,) to match {k_name}'
-        )
 
 
 def check_block_sizes(
     compress_block_size: int,
     compress_stride: int,
-    selection_block_size: int | None = None,
     names: tuple[str, str] = ('compress_block_size', 'compress_stride'),
 ) -> None:
-    """1 <= d <= l, and l' a multiple of d."""
+    """1 <= d <= l."""
     block_name, stride_name = names
     check_positive(**{block_name: compress_block_size, stride_name: compress_stride})
     if compress_stride > compress_block_size:
         raise ValueError(f'{stride_name} is {compress_stride}, but must be at most {block_name}, {compress_block_size}')
-    if selection_block_size is not None:
-        check_positive(selection_block_size=selection_block_size)
-        if selection_block_size % compress_stride != 0:
-            raise ValueError(
-                f'selection_block_size is {selection_block_size}, but must be a multiple of the stride, '
-                f'{compress_stride}'
-            )
+
+
+def check_all_block_sizes(compress_block_size: int, compress_stride: int, selection_block_size: int) -> None:
+    """1 <= d <= l, and l' a multiple of d."""
+    check_block_sizes(compress_block_size, compress_stride)
+    check_positive(selection_block_size=selection_block_size)
+    if selection_block_size % compress_stride != 0:
+        raise ValueError(
+            f'selection_block_size is {selection_block_size}, but must be a multiple of the stride, {compress_stride}'
+        )
 
 
 def check_lse(lse: Tensor, q: Tensor) -> None:
@@ -198,8 +205,8 @@ def make_sequences(
         check_beside_q('seqlens_k', seqlens_k, batch, q)
     if isinstance(q_offset, Tensor):
         check_beside_q('q_offset', q_offset, batch if cu_seqlens is None else len(cu_seqlens) - 1, q)
-    elif q_offset is not None and not is_int(q_offset):
-        raise ValueError(f'q_offset is {shown(q_offset)}, but must be an int, an integer tensor or None')
+    else:
+        _check_offset(q_offset)
     if q.device.type == 'cpu' and not torch.compiler.is_compiling():
         _check_extents(seqlen_q, seqlen_k, seqlens_k, cu_seqlens, cu_seqlens_k)
     cu_seqlens_k = cu_seqlens if cu_seqlens_k is None else cu_seqlens_k
@@ -233,7 +240,8 @@ def make_compressed_sequences(
             raise ValueError(
                 'seqlen_k is not given, but is needed where q_offset is per row and seqlens_k is not given'
             )
-        seqlen_k = max(0, q.shape[1] + int(q_offset or 0))
+        _check_offset(q_offset)
+        seqlen_k = max(0, q.shape[1] + (q_offset or 0))
     sequences = make_sequences(q, seqlen_k, q_offset, seqlens_k, cu_seqlens, cu_seqlens_k)
     if seqlens_k is None and cu_seqlens is None:
         needed = num_compressed_blocks(seqlen_k, block_size, stride)
@@ -246,6 +254,11 @@ def make_compressed_sequences(
         if num_compressed < needed:
             raise ValueError(f'k_cmp has {num_compressed} compressed blocks, but the key lengths make {needed}')
     return sequences
+
+
+def _check_offset(q_offset: int | None) -> None:
+    if q_offset is not None and not is_int(q_offset):
+        raise ValueError(f'q_offset is {shown(q_offset)}, but must be an int, an integer tensor or None')
 
 
 def validate_packing(

@@ -73,6 +73,7 @@ def call(**changes: Any) -> None:
         ),
         ({'gates': torch.ones(2, 5, 4, 3).int()}, r'gates has dtype torch.int32, but must be a floating dtype'),
         ({'out_compressed': normal(2, 5, 24)}, r'out_compressed has shape \(2, 5, 24\), but must have 4 dimensions'),
+        ({'out_selected': None}, 'out_selected is a NoneType, but must be a tensor'),
         ({'out_selected': normal(2, 5, 4, 5)}, r'out_selected has shape \(2, 5, 4, 5\), but out_compressed has'),
         ({'out_window': normal(2, 5, 4, 6).float()}, r'out_window has dtype torch.float32, but out_compressed has'),
         ({'backend': 'fast'}, r"backend is 'fast', but must be one of 'auto', 'triton', 'flex', 'eager'"),

@@ -69,6 +69,7 @@ def call(**changes: Any) -> None:
     [
         ({'x': torch.rand(2, 5, 6)}, r'x has shape \(2, 5, 6\), but must have 4 dimensions \(B, T, H, D\)'),
         ({'x': torch.ones(2, 5, 4, 6).int()}, r'x has dtype torch.int32, but must be a floating dtype'),
+        ({'cos': [1.0]}, 'cos is a list, but must be a tensor'),
         ({'cos': torch.rand(3, 5, 3)}, r'cos has shape \(3, 5, 3\), but must have \(2 or 1, 5, F\)'),
         ({'sin': torch.rand(1, 4, 3)}, r'sin has shape \(1, 4, 3\), but must have \(2 or 1, 5, F\)'),
         ({'sin': torch.rand(1, 5, 2)}, r'sin has shape \(1, 5, 2\), but cos has \(1, 5, 3\)'),

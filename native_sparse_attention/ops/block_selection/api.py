@@ -10,13 +10,13 @@ from torch import Tensor
 
 from native_sparse_attention.geometry import Sequences
 from native_sparse_attention.ops._checks import (
+    check_all_block_sizes,
     check_block_counts,
     check_block_indices,
-    check_block_sizes,
     check_flags,
     check_lse,
     check_not_negative,
-    check_qkv,
+    check_qk,
     checked_softcap,
     logit_scale,
     make_compressed_sequences,
@@ -83,10 +83,10 @@ def select_blocks(
     Raises:
         ValueError: shapes, dtypes or settings that do not fit, or an explicit backend that cannot serve the call.
     """
-    check_qkv(q, k_cmp, None, 'k_cmp')
+    check_qk(q, k_cmp, 'k_cmp')
     check_lse(lse, q)
     check_flags(causal=causal, share_group=share_group)
-    check_block_sizes(compress_block_size, compress_stride, selection_block_size)
+    check_all_block_sizes(compress_block_size, compress_stride, selection_block_size)
     check_not_negative(num_selected=num_selected, num_init=num_init, num_local=num_local)
     softcap = checked_softcap(softcap)
     counts, num_kept = _check_counts(block_counts, q, k_cmp, num_selected, share_group)
@@ -252,11 +252,11 @@ def _check_chosen(
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Sequences, tuple[int, int, int], bool, float, float | None]:
     """What the backends take for `chosen_scores`, once it fits."""
-    check_qkv(q, k_cmp, None, 'k_cmp')
+    check_qk(q, k_cmp, 'k_cmp')
     check_lse(lse, q)
     check_flags(causal=causal)
     check_block_indices(block_indices, q, k_cmp)
-    check_block_sizes(compress_block_size, compress_stride, selection_block_size)
+    check_all_block_sizes(compress_block_size, compress_stride, selection_block_size)
     softcap = checked_softcap(softcap)
     where = (q_offset, seqlens_k, cu_seqlens, cu_seqlens_k)
     cu_seqlens, padding = make_borders(segment_ids, q, None, seqlen_k, *where)

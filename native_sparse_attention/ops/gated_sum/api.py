@@ -29,6 +29,7 @@ def gated_sum(
     Raises:
         ValueError: shapes or dtypes that do not fit, or an explicit backend that cannot serve the call.
     """
+    check_tensors(out_compressed=out_compressed, out_selected=out_selected, out_window=out_window)
     shape = out_compressed.shape
     if len(shape) != 4:
         raise ValueError(f'out_compressed has shape {tuple(shape)}, but must have 4 dimensions (B, T, HQ, DV)')

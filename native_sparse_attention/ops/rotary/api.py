@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from native_sparse_attention.ops._checks import check_tensors
 from native_sparse_attention.ops._triton import support
 from native_sparse_attention.ops.backend import BackendChoice, choose_backend, serves
 
@@ -26,6 +27,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, backend: str = 'auto') -> Ten
     Raises:
         ValueError: shapes or dtypes that do not fit, or an explicit backend that cannot serve the call.
     """
+    check_tensors(x=x, cos=cos, sin=sin)
     if x.dim() != 4:
         raise ValueError(f'x has shape {tuple(x.shape)}, but must have 4 dimensions (B, T, H, D)')
     if not x.is_floating_point():
