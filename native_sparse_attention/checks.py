@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from native_sparse_attention.cache import LayerCache
+from native_sparse_attention.ops._checks import check_tensors
 from native_sparse_attention.padding import check_mask
 
 
@@ -35,8 +36,11 @@ def check_layer_sizes(
 
 def check_input(x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, dim: int, cached: bool) -> None:
     """cached: with a cache."""
+    check_tensors(x=x)
     if x.dim() != 3 or x.shape[2] != dim:
         raise ValueError(f'x has shape {tuple(x.shape)}, but must be [B, T, {dim}]')
+    if not x.is_floating_point():
+        raise ValueError(f'x has dtype {x.dtype}, but must be a floating dtype')
     if mask is not None:
         kind = type(mask).__name__
         if not isinstance(mask, Tensor):

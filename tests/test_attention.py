@@ -374,12 +374,11 @@ def test_wrong_inputs() -> None:
     cu_seqlens = torch.tensor([0, 10], dtype=torch.int32)
     for message, arguments in {
         r'x has shape \(2, 10, 5\)': {'x': x[..., :5]},
+        'x is a list, but must be a tensor': {'x': [[[0.0] * DIM]]},
+        'x has dtype torch.int64, but must be a floating dtype': {'x': x.long()},
+        'cache is a ModelCache, but must be a LayerCache': {'x': x, 'cache': ModelCache([cache])},
         'mask has shape': {'x': x, 'mask': torch.ones(2, 9, dtype=torch.bool)},
-        'mask and cu_seqlens are given': {
-            'x': x,
-            'mask': torch.ones(2, 10, dtype=torch.bool),
-            'cu_seqlens': cu_seqlens,
-        },
+        'mask and cu_seqlens are given': {'x': x, 'mask': x[..., 0] == 0, 'cu_seqlens': cu_seqlens},
         'x has batch size 2': {'x': x, 'cu_seqlens': cu_seqlens},
         'cu_seqlens is given, but a cache': {'x': x[:1], 'cu_seqlens': cu_seqlens, 'return_cache': True},
         'x has batch size 1, but cache has 2': {'x': x[:1], 'cache': cache},
