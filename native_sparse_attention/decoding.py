@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from native_sparse_attention import functional
 from native_sparse_attention.cache import LayerCache
+from native_sparse_attention.checks import check_layer_cache
 from native_sparse_attention.compress import MeanPool, check_network, compress_blocks
 from native_sparse_attention.geometry import num_compressed_blocks
 from native_sparse_attention.ops._checks import (
@@ -136,6 +137,7 @@ def nsa_decode(
         ValueError: shapes, devices or settings that do not fit, networks that cannot compress blocks, an explicit
             backend that cannot serve the call, or a full cache; nothing is written then.
     """
+    check_layer_cache(cache)
     phi, memory = Phi(networks, positions), None
     if mem_kv is not None:
         memory = mem_kv[0].to(cache.dtype).contiguous(), mem_kv[1].to(cache.dtype).contiguous()

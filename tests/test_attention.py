@@ -382,7 +382,6 @@ def test_wrong_inputs() -> None:
         'x has batch size 2': {'x': x, 'cu_seqlens': cu_seqlens},
         'cu_seqlens is given, but a cache': {'x': x[:1], 'cu_seqlens': cu_seqlens, 'return_cache': True},
         'x has batch size 1, but cache has 2': {'x': x[:1], 'cache': cache},
-        'cache is a ModelCache, but must be a LayerCache': {'x': x, 'cache': ModelCache([cache])},
         'cu_seqlens ends at 11': {'x': x[:1], 'cu_seqlens': cu_seqlens + torch.tensor([0, 1], dtype=torch.int32)},
         'masks are made inside': {'x': x, 'sliding_window_flex_mask': object()},
         'cache was made for compress = ': {'x': x, 'cache': make_layer(**SETTINGS['stride 1']).init_cache(2, 16)},

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from native_sparse_attention import LayerCache, ops
+from native_sparse_attention import LayerCache, ModelCache, ops
 from native_sparse_attention.compress import CompressMLP, MeanPool, compress_pair
 from native_sparse_attention.decoding import backend_of, nsa_decode
 from native_sparse_attention.functional import nsa
@@ -289,6 +289,11 @@ ERRORS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         'raw_k has dtype torch.float16, but q has torch.float32',
     ),
 }
+
+
+def test_a_cache_of_a_model_is_refused() -> None:
+    with pytest.raises(ValueError, match='cache is a ModelCache, but must be a LayerCache'):
+        nsa_decode(**make_tokens(3), cache=ModelCache([make_cache()]), **make_layer())  # type: ignore[arg-type]
 
 
 def assert_refused(changes: dict[str, Any], message: str, backend: str) -> None:
