@@ -368,6 +368,13 @@ class LayerCache:
             self.k_cmp, self.v_cmp = _longer(self.k_cmp, slots), _longer(self.v_cmp, slots)
 
 
+def check_layer_cache(cache: Any) -> None:
+    """Refuse what is not the cache of one layer, such as that of a model."""
+    if not isinstance(cache, LayerCache):
+        kind = type(cache).__name__
+        raise ValueError(f'cache is a {kind}, but must be a LayerCache, as init_cache of the layer gives')
+
+
 class ModelCache(Sequence[LayerCache]):
     """The caches of a model's layers, advanced together by the model's forward.
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from native_sparse_attention.cache import LayerCache
+from native_sparse_attention.cache import LayerCache, check_layer_cache
 from native_sparse_attention.ops._checks import check_tensors
 from native_sparse_attention.padding import check_mask
 
@@ -53,13 +53,6 @@ def check_input(x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, dim: 
             raise ValueError(f'x has batch size {x.shape[0]}, but must have 1 where cu_seqlens is given')
         if cached:
             raise ValueError('cu_seqlens is given, but a cache takes rows, not packed sequences')
-
-
-def check_layer_cache(cache: Any) -> None:
-    """Refuse what is not the cache of one layer, such as that of a model."""
-    if not isinstance(cache, LayerCache):
-        kind = type(cache).__name__
-        raise ValueError(f'cache is a {kind}, but must be a LayerCache, as init_cache of the layer gives')
 
 
 def check_cache(cache: LayerCache, x: Tensor, layout: Mapping[str, Any]) -> None:

@@ -10,8 +10,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from native_sparse_attention import functional
-from native_sparse_attention.cache import LayerCache
-from native_sparse_attention.checks import check_layer_cache
+from native_sparse_attention.cache import LayerCache, check_layer_cache
 from native_sparse_attention.compress import MeanPool, check_network, compress_blocks
 from native_sparse_attention.geometry import num_compressed_blocks
 from native_sparse_attention.ops._checks import (

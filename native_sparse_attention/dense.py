@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from rotary_embedding_torch import RotaryEmbedding
 from torch import Tensor, nn
 
-from native_sparse_attention.cache import FIRST_CAPACITY, MAX_ROLLBACK, LayerCache
-from native_sparse_attention.checks import check_layer_cache
+from native_sparse_attention.cache import FIRST_CAPACITY, MAX_ROLLBACK, LayerCache, check_layer_cache
 from native_sparse_attention.geometry import Sequences
 from native_sparse_attention.ops._checks import check_positive, make_sequences
 from native_sparse_attention.padding import check_mask, from_front, front_order, to_front
