@@ -144,6 +144,7 @@ EXTENTS = {
     'keys end': Extents(2, 9, 75, {}, [75, 75]),
     'row offsets': Extents(3, 40, 100, {'q_offset': row_integers([5, -35, 61])}, [100] * 3),
     'lengths': Extents(3, 33, 70, {'seqlens_k': row_integers([70, 3, 41])}, [70, 3, 41]),
+    'lengths, offset': Extents(2, 40, 20, {'seqlens_k': row_integers([0, 20]), 'q_offset': 30}, [0, 20]),
     'lengths, row offsets': Extents(
         3, 40, 70, {'seqlens_k': row_integers([70, 30, 0]), 'q_offset': row_integers([20, -5, 3])}, [70, 30, 0]
     ),

@@ -199,6 +199,16 @@ def test_places_of_queries_among_keys(
     assert_close(extents, Heads(2, 1, 16, 24), device, window, dtype)
 
 
+@every_dtype
+@pytest.mark.parametrize(('window', 'where'), [((-1, -1), {}), ((-1, 0), {'q_offset': 50}), ((5, -1), {'q_offset': 3})])
+def test_keys_past_the_length_of_their_row(
+    window: tuple[int, int], where: dict[str, Any], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Tiles of them, which queries would read if they were keys."""
+    where = {'seqlens_k': row_integers([9, 0]), **where}
+    assert_close(Extents(2, 40, 80, where, [9, 0]), HEADS, device, window, dtype)
+
+
 @fewer_examples(0.4)
 @given(
     drawn_extents(),

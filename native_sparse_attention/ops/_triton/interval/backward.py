@@ -302,6 +302,7 @@ def dkv_kernel(
         first, last, full_first, full_last = query_range(interval, first_key, last_key, num_queries, offset)
         if first_key >= num_keys:
             last = first
+            full_last = first
     row, kv_head = row.to(tl.int64), kv_head.to(tl.int64)
     k_ptr += row * k_strides[0] + kv_head * k_strides[2]
     v_ptr += row * v_strides[0] + kv_head * v_strides[2]
