@@ -164,6 +164,7 @@ def test_numbers_of_blocks(num_selected: int, device: torch.device) -> None:
             True,
         ),
         (Extents(1, 7, 30, {'q_offset': 11}, [30]), True),
+        (Extents(2, 4, 0, {'q_offset': 3}, [0, 0]), False),
         (Extents(2, 5, 30, {'q_offset': row_integers([23, -3])}, [30, 30]), True),
         (Extents(3, 4, 20, {'seqlens_k': row_integers([20, 11, 0])}, [20, 11, 0]), False),
         (Extents(2, 5, 20, {'seqlens_k': row_integers([20, 11]), 'q_offset': row_integers([9, 2])}, [20, 11]), True),

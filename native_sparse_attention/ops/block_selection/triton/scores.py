@@ -156,7 +156,7 @@ def _backward(
     dq, dk, dlse = (
         t.new_empty(t.shape if needed else 0) for t, needed in ((q, needs_dq), (k_cmp, needs_dk), (lse, needs_dq))
     )
-    if dout.numel() == 0 or k_cmp.shape[1] == 0:
+    if dout.numel() == 0 or k_cmp.shape[1] == 0 or place.seqlen_k == 0:
         return dq.zero_(), dk.zero_(), dlse.zero_()
     meta = _meta(q, k_cmp, block_indices, block_size, stride, selection_block_size, causal)
     if needs_dq:
