@@ -99,7 +99,7 @@ def drawn_extents(draw: st.DrawFn, max_seqlen: int = 24) -> Extents:
     if kind == 'whole':
         return whole(seqlen_q, batch)
     seqlen_k = draw(st.integers(0, max_seqlen))
-    offset = st.integers(-3, max_seqlen)
+    offset = drawn_offset(max_seqlen)
     where: dict[str, Any] = {}
     key_counts = [seqlen_k] * batch
     if kind.startswith('lengths'):
@@ -127,12 +127,17 @@ def _drawn_packed(draw: st.DrawFn, max_seqlen: int, kind: str) -> Extents:
         extents = Extents(1, seqlen_q, seqlen_k, where, key_counts)
     offsets = draw(st.sampled_from(['default', 'one', 'per sequence']))
     if offsets == 'one':
-        extents.where['q_offset'] = draw(st.integers(-3, max_seqlen))
+        extents.where['q_offset'] = draw(drawn_offset(max_seqlen))
     elif offsets == 'per sequence':
         size = len(key_counts)
-        drawn = draw(st.lists(st.integers(-3, max_seqlen), min_size=size, max_size=size))
+        drawn = draw(st.lists(drawn_offset(max_seqlen), min_size=size, max_size=size))
         extents.where['q_offset'] = row_integers(drawn)
     return extents
+
+
+def drawn_offset(max_seqlen: int) -> st.SearchStrategy[int]:
+    """Queries before, among and behind the keys."""
+    return st.integers(-max_seqlen, 2 * max_seqlen)
 
 
 @st.composite

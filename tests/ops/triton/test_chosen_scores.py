@@ -198,15 +198,26 @@ def test_indices_of_64_bits(device: torch.device) -> None:
     kind=st.sampled_from(INDEX_KINDS),
     alone=st.booleans(),
     causal=st.booleans(),
+    forced=st.none() | st.tuples(st.integers(0, 2), st.integers(0, 3)),
 )
 def test_any_call(
-    extents: Extents, heads: Heads, sizes: Sizes, num_selected: int, kind: str, alone: bool, causal: bool
+    extents: Extents,
+    heads: Heads,
+    sizes: Sizes,
+    num_selected: int,
+    kind: str,
+    alone: bool,
+    causal: bool,
+    forced: tuple[int, int] | None,
 ) -> None:
     device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
     tensors, settings = make_problem(
         extents, device, heads=heads, sizes=sizes, num_selected=num_selected, kind=kind, alone=alone, causal=causal
     )
-    assert_close_to_eager(chosen_scores, tensors, make_grad(tensors), **settings)
+    op: Any = chosen_scores
+    if forced is not None:
+        op, settings = straight_through_scale, settings | dict(zip(('num_init', 'num_local'), forced, strict=True))
+    assert_close_to_eager(op, tensors, make_grad(tensors), **settings)
 
 
 @pytest.mark.parametrize('forced', [(0, 0), (1, 0), (0, 1), (1, 2), (3, 9)])

@@ -181,7 +181,7 @@ def test_places_of_queries_among_keys(pairs: int, causal: bool, extents: Extents
 
 @fewer_examples(0.4)
 @given(
-    drawn_extents(),
+    drawn_extents(max_seqlen=70),
     drawn_heads(),
     drawn_block_sizes(),
     st.integers(0, 3),

@@ -211,7 +211,7 @@ def test_keys_past_the_length_of_their_row(
 
 @fewer_examples(0.4)
 @given(
-    drawn_extents(),
+    drawn_extents(max_seqlen=70),
     drawn_heads(),
     st.integers(-1, 12),
     st.integers(-1, 12),
