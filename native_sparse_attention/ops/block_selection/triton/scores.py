@@ -12,6 +12,7 @@ from native_sparse_attention.ops._triton.inverse_index import group_pairs, make_
 from native_sparse_attention.ops._triton.launch import (
     Table,
     head_block,
+    is_wide,
     launch,
     row_block,
     settings_of,
@@ -109,6 +110,7 @@ def _forward(
         return out.zero_()
     meta = _meta(q, k_cmp, block_indices, block_size, stride, selection_block_size, causal)
     tile = _query_tile(scores_settings.FORWARD, q, meta)
+    tile |= _split_columns(tile.pop('BLOCK_N'), meta)
     launch(
         forward_kernel,
         (num_tiles(place, q.shape[1], 1), block_indices.shape[2]),
@@ -117,6 +119,7 @@ def _forward(
         *(place, sizes, scale, softcap),
         **meta,
         **tile,
+        WIDE=is_wide(k_cmp),
         device=q.device,
     )
     return out
@@ -171,6 +174,7 @@ def _backward(
             *(place, sizes, scale, softcap),
             **meta,
             **tile,
+            WIDE=is_wide(k_cmp),
             device=q.device,
         )
     if needs_dk:
@@ -313,13 +317,17 @@ def _meta(
 def _query_tile(table: Table, q: Tensor, meta: dict[str, Any]) -> dict[str, int]:
     """Heads of a group by columns, which are pairs of a chosen block and a compressed block that overlaps it."""
     block_m, block_n, num_warps, num_stages = settings_of(table, q)
-    num_offsets = meta['PER_SELECTION'] - meta['FIRST_OFFSET']
-    block_o = min(block_n, 1 << (num_offsets - 1).bit_length())
     return {
         'BLOCK_G': min(block_m, row_block(meta['GROUP'])),
-        'BLOCK_S': block_n // block_o,
-        'BLOCK_O': block_o,
+        'BLOCK_N': block_n,
         'BLOCK_D': head_block(meta['HEAD_DIM']),
         'num_warps': num_warps,
         'num_stages': num_stages,
     }
+
+
+def _split_columns(block_n: int, meta: dict[str, Any]) -> dict[str, int]:
+    """Columns as slots by offsets, of which those of a slot are added up."""
+    num_offsets = meta['PER_SELECTION'] - meta['FIRST_OFFSET']
+    block_o = min(block_n, 1 << (num_offsets - 1).bit_length())
+    return {'BLOCK_S': block_n // block_o, 'BLOCK_O': block_o}

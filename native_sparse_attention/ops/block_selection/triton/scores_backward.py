@@ -131,7 +131,7 @@ def partial_kernel(
         rows_of_q = tokens * q_strides[1] + heads * q_strides[2]
         q = load_rows(q_ptr, rows_of_q, 1, member_mask, HEAD_DIM, BLOCK_D)  # [BLOCK_M, BLOCK_D]
         products = tl.dot(k, tl.trans(q), input_precision='ieee')  # [BLOCK_O, BLOCK_M]
-        weights = weigh(products, -lse.to(tl.float32)[None, :], scale, softcap)
+        weights = weigh(products, lse.to(tl.float32)[None, :], scale, softcap)
         dlogits = weights * share[:, None] * dscores[None, :]
         seen = key_mask[:, None] & member_mask[None, :]
         if CAUSAL:

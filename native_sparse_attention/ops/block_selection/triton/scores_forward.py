@@ -48,6 +48,7 @@ def forward_kernel(
     BLOCK_S: tl.constexpr,
     BLOCK_O: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     """q: `[B, T, HQ, D]`; k: `[B, C, H, D]`; lse: `[B, HQ, T]`; indices, out: `[B, T, HI, n]`. The GROUP heads of an
     index head share its row; a key head has CHOOSERS index heads. A selection block overlaps the compressed blocks at
@@ -68,12 +69,12 @@ def forward_kernel(
         scores = tl.zeros([BLOCK_S], tl.float32)
         for first_offset in range(FIRST_OFFSET, PER_SELECTION, BLOCK_O):
             offsets = first_offset + tl.arange(0, BLOCK_O)
-            keys, seen = overlapping_columns(
-                indices_ptr, slots, offsets, position, num_tokens, num_keys, sizes, CAUSAL, NUM_SELECTED,
-                SELECTION_BLOCK, PER_SELECTION,
+            _, keys, seen = overlapping_columns(
+                indices_ptr, slots[:, None], offsets[None, :], position, num_tokens, num_keys, sizes, CAUSAL,
+                NUM_SELECTED, SELECTION_BLOCK, PER_SELECTION,
             )  # fmt: skip
             columns = tl.reshape(seen, [BLOCK_N])
-            k = load_rows(k_ptr, tl.reshape(keys, [BLOCK_N]), k_strides[1], columns, HEAD_DIM, BLOCK_D)
+            k = load_rows(k_ptr, tl.reshape(keys, [BLOCK_N]), k_strides[1], columns, HEAD_DIM, BLOCK_D, WIDE)
             total = tl.zeros([BLOCK_N], tl.float32)
             for first_member in range(0, GROUP, BLOCK_G):
                 members = first_member + tl.arange(0, BLOCK_G)
@@ -81,7 +82,7 @@ def forward_kernel(
                 q = load_rows(q_ptr, heads, q_strides[2], members < GROUP, HEAD_DIM, BLOCK_D)  # [BLOCK_G, BLOCK_D]
                 lse = tl.load(lse_ptr + heads * lse_strides[1], mask=members < GROUP, other=0.0).to(tl.float32)
                 products = tl.dot(q, tl.trans(k), input_precision='ieee')  # [BLOCK_G, BLOCK_N]
-                weights = weigh(products, -lse[:, None], scale, softcap)
+                weights = weigh(products, lse[:, None], scale, softcap)
                 seen_by = columns[None, :] & (members < GROUP)[:, None]
                 total += tl.sum(tl.where(seen_by, weights, 0.0), 0)
             share = share_of(offsets, sizes, SELECTION_BLOCK) / GROUP
@@ -119,9 +120,9 @@ def dq_kernel(
     FIRST_OFFSET: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_G: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_O: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     """Shapes as in the forward kernel; one program per query and BLOCK_G heads of an index head."""
     row, token, is_query, position, num_tokens, key_start, num_keys = locate_query(tl.program_id(0), place, sizes)
@@ -141,29 +142,25 @@ def dq_kernel(
     lse = tl.load(lse_ptr + heads * lse_strides[1], mask=member_mask, other=0.0).to(tl.float32)
     dq = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     dlse = tl.zeros([BLOCK_G], tl.float32)
-    BLOCK_N: tl.constexpr = BLOCK_S * BLOCK_O
-    for first_slot in range(0, NUM_SELECTED, BLOCK_S):
-        slots = first_slot + tl.arange(0, BLOCK_S)
-        dscores = tl.load(dout_ptr + slots.to(tl.int64) * dout_strides[3], mask=slots < NUM_SELECTED, other=0.0)
-        blocks = tl.load(indices_ptr + slots, mask=slots < NUM_SELECTED, other=0)
-        dscores = tl.where(is_forced(blocks, position, sizes, SELECTION_BLOCK, CAUSAL), 0.0, dscores)
-        for first_offset in range(FIRST_OFFSET, PER_SELECTION, BLOCK_O):
-            offsets = first_offset + tl.arange(0, BLOCK_O)
-            keys, seen = overlapping_columns(
-                indices_ptr, slots, offsets, position, num_tokens, num_keys, sizes, CAUSAL, NUM_SELECTED,
-                SELECTION_BLOCK, PER_SELECTION,
-            )  # fmt: skip
-            columns = tl.reshape(seen, [BLOCK_N])
-            k = load_rows(k_ptr, tl.reshape(keys, [BLOCK_N]), k_strides[1], columns, HEAD_DIM, BLOCK_D)
-            products = tl.dot(q, tl.trans(k), input_precision='ieee')  # [BLOCK_G, BLOCK_N]
-            weights = weigh(products, -lse[:, None], scale, softcap)
-            share = share_of(offsets, sizes, SELECTION_BLOCK) / GROUP
-            dweights = tl.reshape(dscores[:, None] * share[None, :], [BLOCK_N])
-            seen_by = columns[None, :] & member_mask[:, None]
-            dlogits = tl.where(seen_by, weights * dweights[None, :], 0.0)
-            dlse -= tl.sum(dlogits, 1)
-            dlogits = before_cap(dlogits, products, seen_by, scale, softcap)
-            dq = dot_exact(dlogits, k, dq)
+    NUM_OFFSETS: tl.constexpr = PER_SELECTION - FIRST_OFFSET
+    for first_column in range(0, NUM_SELECTED * NUM_OFFSETS, BLOCK_N):
+        columns = first_column + tl.arange(0, BLOCK_N)  # every slot with every one of the offsets
+        slots = columns // NUM_OFFSETS
+        offsets = FIRST_OFFSET + columns % NUM_OFFSETS
+        blocks, keys, learns = overlapping_columns(
+            indices_ptr, slots, offsets, position, num_tokens, num_keys, sizes, CAUSAL, NUM_SELECTED, SELECTION_BLOCK,
+            PER_SELECTION,
+        )  # fmt: skip
+        learns = learns & ~is_forced(blocks, position, sizes, SELECTION_BLOCK, CAUSAL)
+        k = load_rows(k_ptr, keys, k_strides[1], learns, HEAD_DIM, BLOCK_D, WIDE)
+        products = tl.dot(q, tl.trans(k), input_precision='ieee')  # [BLOCK_G, BLOCK_N]
+        weights = weigh(products, lse[:, None], scale, softcap)
+        dscores = tl.load(dout_ptr + slots.to(tl.int64) * dout_strides[3], mask=learns, other=0.0)
+        dweights = dscores * (share_of(offsets, sizes, SELECTION_BLOCK) / GROUP)
+        dlogits = tl.where(learns[None, :], weights * dweights[None, :], 0.0)
+        dlse -= tl.sum(dlogits, 1)
+        dlogits = before_cap(dlogits, products, learns[None, :], scale, softcap)
+        dq = dot_exact(dlogits, k, dq)
     dq_ptr += row * dq_strides[0] + token * dq_strides[1]
     store_rows(dq_ptr, heads, dq_strides[2], dq * scale, member_mask, HEAD_DIM, BLOCK_D)
     dlse_ptr += row * dlse_strides[0] + token * dlse_strides[2]

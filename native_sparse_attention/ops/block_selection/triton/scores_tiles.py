@@ -88,27 +88,28 @@ def overlapping_columns(
     SELECTION_BLOCK: tl.constexpr,
     PER_SELECTION: tl.constexpr,
 ):
-    """The compressed blocks at `offsets` of the selection blocks in `slots` of a query's row of indices, and which of
-    them it sees: `[slots, offsets]`, block 0 where it does not.
+    """The selection blocks in `slots` of a query's row of indices, the compressed blocks at `offsets` of them, 0 where
+    the query does not see them, and which it sees.
     """
     blocks = tl.load(indices_ptr + slots, mask=slots < NUM_SELECTED, other=-1)
     exists = (blocks >= 0) & (blocks < count_readable_blocks(position, num_tokens, SELECTION_BLOCK, CAUSAL))
     blocks = tl.where(exists, blocks, 0).to(tl.int32)
-    keys = blocks[:, None] * PER_SELECTION + offsets[None, :]
-    seen = exists[:, None] & (offsets < PER_SELECTION)[None, :] & (keys >= 0) & (keys < num_keys)
+    keys = blocks * PER_SELECTION + offsets
+    seen = exists & (offsets < PER_SELECTION) & (keys >= 0) & (keys < num_keys)
     if CAUSAL:
         seen = seen & (keys * sizes.stride + sizes.block_size - 1 <= position)
-    return tl.where(seen, keys, 0), seen
+    return blocks, tl.where(seen, keys, 0), seen
 
 
 @triton.jit
-def weigh(products, minus_lse, scale, softcap):
+def weigh(products, lse, scale, softcap):
     """The weights of products of queries and keys, softcap a number or None."""
+    minus_lse = lse * -1.4426950408889634
     if softcap is None:
-        exponent = tl.fma(products, scale, minus_lse)
+        exponent = tl.fma(products, scale * 1.4426950408889634, minus_lse)
     else:
-        exponent = cap_logits(products * scale, softcap) + minus_lse
-    return tl.exp(exponent)
+        exponent = tl.fma(cap_logits(products * scale, softcap), 1.4426950408889634, minus_lse)
+    return tl.exp2(exponent)
 
 
 @triton.jit
@@ -127,9 +128,10 @@ def dot_exact(a, b, out):
     if b.dtype == tl.float32:
         out = add_product(a, b, out)
     elif b.dtype == tl.bfloat16:
-        high = a.to(tl.bfloat16)
-        low = (a - high.to(tl.float32)).to(tl.bfloat16)
-        out = tl.dot(high, b, out, input_precision='ieee')
+        # The upper bits as they are: to round them takes a conversion back.
+        high = (a.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+        low = (a - high).to(tl.bfloat16)
+        out = tl.dot(high.to(tl.bfloat16), b, out, input_precision='ieee')
         out = tl.dot(low, b, out, input_precision='ieee')
     else:
         # float16 has few exponents: each row is divided by the power of two at or below its largest value.
