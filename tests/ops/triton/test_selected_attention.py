@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from native_sparse_attention.ops import selected_attention
-from native_sparse_attention.ops._triton import inverse_index, launch
-from native_sparse_attention.ops.selected_attention.triton import by_block, by_block_backward, keys, lists, op
+from native_sparse_attention.ops._triton import inverse_index
+from native_sparse_attention.ops.selected_attention.triton import by_block, by_block_backward, keys, lists
 from native_sparse_attention.testing import (
     INDEX_KINDS,
     LAYOUTS,
@@ -39,69 +39,6 @@ from tests.ops.triton.selected_attention_problems import (
     per_tile,
 )
 from tests.problems import Extents, Heads, cumulative, drawn_extents, drawn_heads, packed, row_integers, whole
-
-
-@per_tile
-@pytest.mark.parametrize(
-    ('seqlen', 'group', 'num_selected', 'block_size', 'forward', 'backward'),
-    [
-        (4096, 1, 16, 64, 'neighbours', 'neighbours'),
-        (8192, 1, 16, 64, 'block', 'block'),
-        (4096, 8, 16, 64, 'neighbours', 'neighbours'),
-        (4160, 1, 16, 64, 'block', 'block'),
-        (8192, 4, 16, 64, 'block', 'block'),
-        (65536, 1, 16, 64, 'block', 'block'),
-        (65536, 4, 16, 200, 'query', 'query'),
-        (8192, 2, 5, 16, 'block', 'block'),
-        (512, 2, 1, 16, 'query', 'query'),
-        (8192, 16, 16, 64, 'mixed', 'mixed'),
-        (65536, 12, 1, 16, 'mixed', 'mixed'),
-        (255, 16, 16, 64, 'query', 'query'),
-        (8192, 16, 65, 64, 'query', 'query'),
-        (8192, 32, 16, 64, 'mixed', 'mixed'),
-        (8192, 33, 16, 64, 'query', 'query'),
-        (8192, 16, 0, 64, 'query', 'query'),
-        (8192, 1, 65, 64, 'block', 'block'),
-        (8192, 1, 0, 64, 'query', 'query'),
-        (2**20, 4, 16, 64, 'block', 'query'),
-    ],
-)
-def test_the_design_follows_from_the_shape(
-    seqlen: int,
-    group: int,
-    num_selected: int,
-    block_size: int,
-    forward: str,
-    backward: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(op, 'MEETING', 4)
-    monkeypatch.setattr(op, 'MIN_SEQLEN_BY_BLOCK', 1024)
-    monkeypatch.setattr(op, 'MIN_SEQLEN_MIXED', 256)
-    monkeypatch.setattr(op, 'MAX_UNION_PERCENT', {'forward': 70, 'backward': 60})
-    monkeypatch.setattr(launch, 'architecture_of', lambda _: 'sm90')
-    q, k, indices = (
-        torch.empty(1, seqlen, heads, size, dtype=torch.bfloat16, device='meta')
-        for heads, size in ((2 * group, 64), (2, 64), (2, num_selected))
-    )
-    assert op.choose_design(q, k, k, indices, block_size) == forward
-    assert op.choose_design(q, k, k, indices, block_size, backward=True) == backward
-
-
-@per_tile
-def test_unions_of_many_packed_sequences_are_not_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every sequence has a tile of its own at least, so as many as there are tokens have four times the tiles."""
-    monkeypatch.setattr(op, 'MIN_SEQLEN_MIXED', 256)
-    monkeypatch.setattr(op, 'MAX_UNION_PERCENT', {'forward': 70, 'backward': 60})
-    monkeypatch.setattr(launch, 'architecture_of', lambda _: 'sm90')
-    seqlen = 2**19
-    q, k, indices = (
-        torch.empty(1, seqlen, heads, size, dtype=torch.bfloat16, device='meta')
-        for heads, size in ((64, 128), (4, 128), (4, 16))
-    )
-    for backward in (False, True):
-        assert op.choose_design(q, k, k, indices, 64, backward=backward) == 'mixed'
-        assert op.choose_design(q, k, k, indices, 64, backward=backward, num_packed=seqlen) == 'query'
 
 
 def assert_close(
