@@ -115,9 +115,7 @@ def measure_errors(
     error, reference = (_error(t, gold, finite) for t in (result, same_dtype))
     if not reference.isfinite().all():
         raise ValueError(f'same_dtype is not finite where gold is: the inputs are too large for {result.dtype}')
-    gold_in_dtype = gold.masked_fill(~finite, 0).to(result.dtype)
-    rounding = _largest((gold_in_dtype + 0.3) - 0.3 - gold_in_dtype)
-    max_allowed = 2 * _largest(reference) + 2 * rounding
+    max_allowed = 2 * _largest(reference) + rounding_term(gold, result.dtype)
     mean_allowed = (10 if dtype == torch.float32 else 1.1) * _mean(reference)
     if result.is_cuda and dtype == torch.float32:
         max_allowed = mean_allowed = torch.inf
@@ -138,6 +136,12 @@ def measure_errors(
         norm_allowed=NORM_LIMITS[dtype],
         misplaced=int((~torch.where(finite, result.isfinite(), _same_values(result, gold))).sum()),
     )
+
+
+def rounding_term(gold: Tensor, dtype: torch.dtype) -> float:
+    """What rule 1 allows beside the error of eager: 2 * max |(x + 0.3) - 0.3 - x| of the finite values in a dtype."""
+    x = gold.masked_fill(~gold.isfinite(), 0).to(dtype)
+    return 2 * _largest((x + 0.3) - 0.3 - x)
 
 
 def row_errors(result: Tensor, gold: Tensor, *, row_dims: int = 1) -> Tensor:
