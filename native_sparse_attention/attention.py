@@ -28,7 +28,7 @@ from native_sparse_attention.ops.backend import BackendChoice, check_backend
 from native_sparse_attention.padding import from_front, front_order, to_front
 from native_sparse_attention.paged_cache import make_cache
 from native_sparse_attention.projection import is_plain_linear, projection_dtype
-from native_sparse_attention.rotary import Rotary, rotate
+from native_sparse_attention.rotary import Rotary, rotate, turned_again
 
 
 class _Projected(NamedTuple):
@@ -351,20 +351,21 @@ class SparseAttention(nn.Module):
 
         def attend(choose: Callable[..., Tensor]) -> Tensor:
             q, k, k_window = rotate(tables, backend, new.q, new.k, new.k_window)
-            return self._nsa(
-                *(q, k, new.v, k_cmp, v_cmp, new.gates),
-                mem_kv=mem_kv,
-                q_cmp=new.q,
-                k_window=k_window,
-                v_window=new.v_window,
-                q_offset=0,
-                seqlens_k=lengths,
-                cu_seqlens=cu_seqlens,
-                **sinks,
-                **dropout,
-                choose=choose,
-                backend=backend,
-            )
+            with turned_again(new.q, tables, backend, q):
+                return self._nsa(
+                    *(q, k, new.v, k_cmp, v_cmp, new.gates),
+                    mem_kv=mem_kv,
+                    q_cmp=new.q,
+                    k_window=k_window,
+                    v_window=new.v_window,
+                    q_offset=0,
+                    seqlens_k=lengths,
+                    cu_seqlens=cu_seqlens,
+                    **sinks,
+                    **dropout,
+                    choose=choose,
+                    backend=backend,
+                )
 
         makes_again = self.recompute and torch.is_grad_enabled()
         out = self._combine(functional.made_again(attend) if makes_again else attend(select_blocks))

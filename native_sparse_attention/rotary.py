@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
+import torch
 from rotary_embedding_torch import RotaryEmbedding
 from torch import Tensor, nn
+from torch._C import _autograd
+from torch.autograd.graph import saved_tensors_hooks
 
 from native_sparse_attention import ops
+from native_sparse_attention.ops.rotary.api import backend_of
 
 
 class Rotary(nn.Module):
@@ -81,5 +86,84 @@ def rotate(tables: tuple[Tensor, Tensor] | None, backend: str, *tensors: Tensor 
     """
     if tables is None:
         return list(tensors)
-    backend = 'eager' if backend == 'flex' or tables[0].requires_grad else backend
+    backend = _served_by(tables, backend)
     return [None if t is None else ops.rotary(t, *tables, backend=backend) for t in tensors]
+
+
+def turned_again(x: Tensor, tables: tuple[Tensor, Tensor] | None, backend: str, turned: Tensor) -> Any:
+    """A context in which autograd saves x and tables in place of turned, `rotate(tables, backend, x)[0]`, which the
+    backward pass makes again.
+
+    Only where the kernel turns, as the ops that go with it save what they are given; others save copies and views. Only
+    where no other hooks of saved tensors are active, a checkpoint's say, since autograd calls none but the innermost.
+    """
+    if (
+        torch.compiler.is_compiling()
+        or tables is None
+        or not turned.requires_grad
+        or not type(turned) is type(x) is Tensor
+        or not _autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+        or _autograd._top_saved_tensors_default_hooks(True) is not None
+        or backend_of(x, *tables, backend=_served_by(tables, backend)).name != 'triton'
+    ):
+        return nullcontext()
+    # Neither the hooks nor what they keep refers to turned.
+    place, again = _place(turned), _TurnedAgain(x, tables, backend)
+
+    def pack(t: Tensor) -> _Saved | _TurnedAgain:
+        return again.used() if type(t) is Tensor and _place(t) == place else _Saved.of(t)
+
+    return saved_tensors_hooks(pack, lambda saved: saved.unpacked())
+
+
+class _Saved(NamedTuple):
+    """A tensor, detached, as its graph may lead to what saves it; and its version, which autograd does not check where
+    there are hooks.
+    """
+
+    tensor: Tensor
+    version: int
+
+    @classmethod
+    def of(cls, t: Tensor) -> _Saved:
+        return cls(t.detach(), t._version)
+
+    def unpacked(self) -> Tensor:
+        if not torch.compiler.is_compiling() and self.tensor._version != self.version:
+            raise RuntimeError(
+                'one of the variables needed for gradient computation has been modified by an inplace operation: '
+                f'{tuple(self.tensor.shape)} is at version {self.tensor._version}; expected version {self.version}'
+            )
+        return self.tensor
+
+
+class _TurnedAgain:
+    """Turned x: made by the first of those that saved it, held until the last of them has it."""
+
+    def __init__(self, x: Tensor, tables: tuple[Tensor, Tensor], backend: str) -> None:
+        self.x, self.tables, self.backend = _Saved.of(x), [_Saved.of(table) for table in tables], backend
+        self.uses = self.uses_left = 0
+        self.turned: Tensor | None = None
+
+    def used(self) -> _TurnedAgain:
+        self.uses += 1
+        return self
+
+    @torch.no_grad()
+    def unpacked(self) -> Tensor:
+        turned = self.turned
+        if turned is None:
+            cos, sin = (table.unpacked() for table in self.tables)
+            turned = rotate((cos, sin), self.backend, self.x.unpacked())[0]
+            self.uses_left = self.uses
+        self.uses_left -= 1
+        self.turned = turned if self.uses_left > 0 else None
+        return turned
+
+
+def _served_by(tables: tuple[Tensor, Tensor], backend: str) -> str:
+    return 'eager' if backend == 'flex' or tables[0].requires_grad else backend
+
+
+def _place(t: Tensor) -> tuple[Any, ...]:
+    return t.data_ptr(), t.shape, t.stride(), t.dtype

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from typing import Any
+
 import pytest
 import torch
 from rotary_embedding_torch import RotaryEmbedding
+from torch import Tensor
+from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu
 
+from native_sparse_attention.rotary import angle_tables, rotate, turned_again
 from tests.test_attention import make_layer, tokens
 
 
@@ -42,3 +48,65 @@ def test_interpolation_learned_and_partial() -> None:
 def test_xpos_is_refused() -> None:
     with pytest.raises(ValueError, match='xpos'):
         make_layer(rotary_emb=RotaryEmbedding(6, use_xpos=True))
+
+
+def make_tables(device: torch.device) -> tuple[Tensor, Tensor]:
+    return angle_tables(torch.arange(5, device=device)[None], torch.tensor([0.3, 2.0], device=device))
+
+
+def test_turned_again(device: torch.device) -> None:
+    """For as many as saved it, once for all of them in a backward pass; also where only some of them are in it."""
+    x, tables = torch.randn(1, 5, 2, 6).to(device).requires_grad_(), make_tables(device)
+    (turned,) = rotate(tables, 'triton', x)
+    with turned_again(x, tables, 'triton', turned):
+        square, view, part = turned.square(), turned.view(5, 2, 6)[None].square(), turned[..., :4].square()
+    for outs in ((square,), (square, view, part), (part,), (view,), (part, view)):
+        results = torch.autograd.grad([out.sum() for out in outs], turned, retain_graph=True)[0]
+        expected = torch.zeros_like(turned)
+        for out in outs:
+            expected[..., : out.shape[-1]] += 2 * turned.detach()[..., : out.shape[-1]]
+        assert results.equal(expected)
+    saved = [out.grad_fn._saved_self for out in (square, view, part)]  # type: ignore[union-attr]
+    places = [t.untyped_storage().data_ptr() == turned.untyped_storage().data_ptr() for t in saved]
+    assert places == [False, False, True]
+
+
+def test_what_is_turned_again_is_not_changed_unseen(device: torch.device) -> None:
+    x, tables = torch.randn(1, 5, 2, 6).to(device).requires_grad_(), make_tables(device)
+    (turned,) = rotate(tables, 'triton', x)
+    with turned_again(x, tables, 'triton', turned):
+        out = turned.square().sum()
+    x.detach().mul_(2)
+    with pytest.raises(
+        RuntimeError, match=r'modified by an inplace operation: \(1, 5, 2, 6\) is at version 1; expected'
+    ):
+        out.backward()
+
+
+class Marked(Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    'why', ['eager', 'flex', 'learned', 'frozen', 'no grad', 'refused', 'others', 'subclass', None]
+)
+def test_where_nothing_is_turned_again(why: str | None, device: torch.device) -> None:
+    x, tables = torch.randn(1, 5, 2, 6).to(device), make_tables(device)
+    backend = why if why in ('eager', 'flex') else 'triton'
+    x = x.as_subclass(Marked) if why == 'subclass' else x
+    x = x.requires_grad_(why != 'frozen')
+    tables = (tables[0].requires_grad_(), tables[1]) if why == 'learned' else tables
+    contexts: dict[str | None, Any] = {
+        'no grad': torch.no_grad(),
+        'refused': disable_saved_tensors_hooks('why'),
+        'others': save_on_cpu(),
+    }
+    with contexts.get(why, nullcontext()):
+        (turned,) = rotate(tables, backend, x)
+        context = turned_again(x, tables, backend, turned)
+    assert isinstance(context, nullcontext) == (why is not None)
+
+
+def test_nothing_is_turned_again_without_tables() -> None:
+    x = torch.randn(1, 5, 2, 6, requires_grad=True)
+    assert isinstance(turned_again(x, None, 'triton', x), nullcontext)
