@@ -53,6 +53,11 @@ NEIGHBOURS_BACKWARD = 'selected_attention/triton/neighbours_backward.py'
 BY_BLOCK, LISTS = 'selected_attention/triton/by_block.py', 'selected_attention/triton/lists.py'
 BY_BLOCK_BACKWARD, SELECTED_KEYS = 'selected_attention/triton/by_block_backward.py', 'selected_attention/triton/keys.py'
 SHARING = 'selected_attention/triton/sharing.py'
+DELTA, DLOGITS = 'selected_attention/triton/delta.py', 'selected_attention/triton/dlogits.py'
+QUERY_GRADIENTS = 'selected_attention/triton/query_gradients.py'
+HALF_VALUES = 'selected_attention/triton/half_values.py'
+PASSED, EXACT = ('test_selected_attention_dlogits.py',), ('test_selected_attention_delta.py',)
+HALVES = ('test_selected_attention_halves.py',)
 FINITE, LISTS_OF_BLOCKS = '_triton/finite.py', '_triton/inverse_index.py'
 TILE_ROWS = '_triton/tiles.py'
 SELECT, GATED_SUM = 'block_selection/triton/select.py', 'gated_sum/triton/kernels.py'
@@ -122,6 +127,32 @@ FAULTS = [
     Fault('the future is read', ROWS, 'readable = tl.minimum(readable, tl.maximum(position + 1, 0))', 'readable = tl.minimum(readable, tl.maximum(position + 2, 0))', SELECTED),
     Fault('a block that stood earlier is read again', ROWS, 'is_read = first < last\n        first += key_start', 'is_read = first >= 0\n        first += key_start', SELECTED),
     Fault('the first keys of the last block forgotten', ROWS, 'readable % BLOCK_SIZE, 0)', '0, 0)', SELECTED),
+    # Gradients of logits that are passed on
+    Fault('passed: heads in their order', DLOGITS, 'place // 16 * 16 + place % 4 // 2 * 8 + place % 16 // 4 * 2 + place % 2', 'place', PASSED),
+    Fault('passed: the second row of a thread is the first', DLOGITS, 'tl.arange(0, 2)[:, None, None, None, None] * 32', 'tl.arange(0, 2)[:, None, None, None, None] * 0', PASSED),
+    Fault('passed: chunks of large groups in one place', DLOGITS, '(GROUP // 16) + chunk', '(GROUP // 16)', PASSED),
+    Fault('passed: tiles of keys in one place', DLOGITS, '(rows + first_in_block) * 4', 'rows * 4', PASSED),
+    Fault('passed: pairs in one place', DLOGITS, '(pair * lists.num_entries + entry)', '(entry + 0)', PASSED),
+    Fault('passed: tokens of other ranges', QUERY_GRADIENTS, 'row_mask &= query_start + queries < last_token', 'row_mask &= True', PASSED),
+    Fault('passed: entries of another range', QUERY_GRADIENTS, '(tokens - lists.first_token) * NUM_SELECTED', '(tokens - 0 * lists.first_token) * NUM_SELECTED', PASSED),
+    Fault('passed: tiles before those of the sequences', QUERY_GRADIENTS, 'num_tiles += place.num_sequences + 1', 'num_tiles += 0', PASSED),
+    Fault('passed: unions of another head', QUERY_GRADIENTS, 'num_heads + kv_head - first_head', 'num_heads + kv_head', PASSED),
+    Fault('passed: keys that are no numbers', QUERY_GRADIENTS, 'k, _ = split_finite(k)', 'k = k', PASSED),
+    Fault('passed: whole blocks whatever is in them', QUERY_GRADIENTS, 'tl.where(is_small(sharing.large, row * lists.kv_heads + kv_head, sharing.num_chunks), num_whole, 0)', 'num_whole', PASSED),
+    Fault('passed: without the scale', QUERY_GRADIENTS, '1, dq * scale, row_mask', '1, dq, row_mask', PASSED),
+    Fault('halves: second factor dropped', HALF_VALUES, '(weights - upper.to(tl.float32)).to(v.dtype)', '(weights * 0.0).to(v.dtype)', HALVES),
+    Fault('halves: whatever is too large fits', HALF_VALUES, 'tl.where(fits != 0, FITS, IS_SMALL)', 'FITS', HALVES),
+    Fault('halves: flags of the first sequence', HALF_VALUES, 'first_slot = key_start // BLOCK_SIZE + sequence', 'first_slot = key_start * 0', HALVES),
+    Fault('halves: divided by the sum of exact weights, by query', SELECTED_FORWARD, 'divisor = total if halves is None else total + surplus', 'divisor = total', HALVES),
+    Fault('halves: divided by the sum of exact weights', NEIGHBOURS, 'divisor = total if halves is None else total + surplus', 'divisor = total', HALVES),
+    Fault('halves: not done anew where blocks do not fit', SELECTED_FORWARD, 'first_step = tl.where(fits, num_steps, 0)', 'first_step = num_steps', HALVES),
+    Fault('halves: what does not fit is read as zeros', NEIGHBOURS, 'first = tl.where(all_fit, num_whole * SPLIT, 0)', 'first = num_whole * SPLIT', HALVES),
+    Fault('halves: queries that are not small stay', NEIGHBOURS, 'q = tl.where(is_small_row[:, None], q, 0.0)', 'q = q', HALVES),
+    Fault('halves: never with care', NEIGHBOURS, 'last_clean = tl.where(are_small & (tl.min(flags, 0) != 0), num_blocks * SPLIT, first)', 'last_clean = num_blocks * SPLIT', HALVES),
+    Fault('halves: unit left in the log-sum-exp', NEIGHBOURS, 'total, surplus, out = total * UNIT, surplus * UNIT, out * UNIT', 'total, surplus, out = total * 1.0, surplus, out', HALVES),
+    Fault('delta: low bits of a rounded output', DELTA, 'add_low_bits(out, low) * dout', 'out.to(tl.float32) * dout', (*PASSED, *EXACT)),
+    Fault('delta: gradient of a log-sum-exp of nothing', DELTA, "tl.where(lse == float('-inf'), 0.0, dlse)", 'dlse', (*PASSED, *EXACT)),
+    Fault('delta: what is not finite has low bits', DELTA, 'tl.where(left - left == 0, left, 0.0)', 'left', EXACT),
     Fault('another head by descriptor', TILE_ROWS, 'head.to(tl.int32), 0])', 'head.to(tl.int32) * 0, 0])', ('test_selected_attention_tiles.py',)),
     Fault('no rescale in selected attention', SELECTED_FORWARD, 'v, out * rescale[:, None])', 'v, out)', SELECTED),
     Fault('gradient of block_scale off', SELECTED_BACKWARD, '0.0, dlogits * logits)', '0.0, dlogits * logits * factor)', SELECTED),

@@ -39,6 +39,7 @@ from tests.gpu_problems import (
 
 harness = pytest.importorskip('tests.ops.triton.harness', reason='triton is not installed')
 selected_op = pytest.importorskip('native_sparse_attention.ops.selected_attention.triton.op')
+dlogits = pytest.importorskip('native_sparse_attention.ops.selected_attention.triton.dlogits')
 
 pytestmark = pytest.mark.gpu
 
@@ -66,6 +67,8 @@ def test_rules(op: str, index: int, device: torch.device, monkeypatch: pytest.Mo
         monkeypatch.setattr(selected_op, 'MIN_SEQLEN_MIXED', 0)
         monkeypatch.setattr(selected_op, 'MEETING', 0)
         monkeypatch.setattr(selected_op, 'MAX_UNION_PERCENT', {'forward': 60, 'backward': 60})
+    if index % 2 == 0:
+        monkeypatch.setattr(dlogits, 'MIN_TOKENS', 1)
     problem, generator = draw_problem(op, index, device)
     grads = problem.draw_grads(generator)
     with harness.poisoned_allocations():

@@ -64,6 +64,10 @@ def architecture_of(device: torch.device) -> str:
     return known.get(capability, 'sm86' if capability[0] == 8 else 'sm120')
 
 
+def is_hopper(device: torch.device) -> bool:
+    return architecture_of(device) == 'sm90'
+
+
 def head_block(head_dim: int) -> int:
     """The power of two that a tile holds of a head.
 

@@ -44,6 +44,7 @@ from native_sparse_attention.ops import (
 from native_sparse_attention.ops._triton import inverse_index, launch, support
 from native_sparse_attention.ops._triton.interval.modifiers import Marks
 from native_sparse_attention.ops._triton.placement import make_placement
+from native_sparse_attention.ops.selected_attention.triton import dlogits
 from native_sparse_attention.ops.selected_attention.triton import op as selected_op
 
 SEQLEN = 96
@@ -145,6 +146,8 @@ def build_selected(dtype: torch.dtype, head_dim: int) -> None:
         indices = torch.zeros(1, SEQLEN, 2, 16, dtype=torch.int32)
         differentiate(*selected_attention(q, k, v, indices, block_size=SELECTION_BLOCK, backend='triton'))
         selected_attention(q, k, v, indices, block_size=SELECTION_BLOCK, **PACKED, backend='triton')
+        with mock.patch.object(dlogits, 'MIN_TOKENS', 1):
+            differentiate(*selected_attention(q, k, v, indices, block_size=SELECTION_BLOCK, backend='triton'))
     with mock.patch.object(selected_op, 'choose_design', return_value='block'):
         q, k, v = make(dtype, head_dim)
         indices = torch.zeros(1, SEQLEN, 2, 16, dtype=torch.int32)

@@ -24,6 +24,7 @@ KERNELS = {
     'interval': {'forward_kernel', 'dq_kernel', 'dkv_kernel', 'dbias_kernel'},
     'block_selection': {'select_kernel', 'forward_kernel', 'dq_kernel'},
     'selected_attention': {'forward_kernel', 'dq_kernel', 'dkv_kernel', 'union_kernel', 'block_kernel'},
+    'query_gradients': {'dq_from_dlogits_kernel'},
     'by_block': {'block_kernel', 'merge_kernel', 'member_kernel', 'add_parts_kernel'},
     'gated_sum': {'forward_kernel', 'backward_kernel'},
     'rotary': {'rotary_kernel'},

@@ -79,8 +79,9 @@ class MemberGradients:
         self.inverses = make_inverses(lse, q.dtype)
         shape = (q.shape[0] * k.shape[2], q.shape[1], self.repeats, self.num_selected)
         self.dfactors = q.new_empty(shape, dtype=torch.float32) if needs_dfactors else None
+        self.dlogits = None  # a row of few heads has parts of dq, which are smaller
 
-    def visit(self, lists: Lists, pairs: range, tokens: range) -> None:
+    def prepare(self, lists: Lists, pairs: range, tokens: range) -> None:
         """delta and the gradients of the tokens."""
         rows = len(pairs) * lists.num_entries * self.group
         parts = make_parts(self.q, rows, self.q.shape[3], self.dfactors is not None)
@@ -90,6 +91,9 @@ class MemberGradients:
         if self.dfactors is not None:
             dfactors = self.dfactors[pairs.start : pairs.stop, tokens.start : tokens.stop]
             torch.sum(parts.second.view(*dfactors.shape, self.group), -1, out=dfactors)
+
+    def finish(self, lists: Lists, pairs: range, tokens: range) -> None:
+        """Nothing: all is done before the gradients of k and v."""
 
     def _visit_blocks(self, parts: Parts, lists: Lists, pairs: range, finishes: bool) -> None:
         """Parts of delta, or else of dq."""

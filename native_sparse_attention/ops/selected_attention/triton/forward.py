@@ -20,6 +20,14 @@ from native_sparse_attention.ops.selected_attention.triton.choice import (
     load_factor,
     load_step,
 )
+from native_sparse_attention.ops.selected_attention.triton.delta import find_low_bits
+from native_sparse_attention.ops.selected_attention.triton.half_values import (
+    FITS,
+    HEADROOM,
+    UNIT,
+    add_exact_product,
+    find_flags,
+)
 from native_sparse_attention.ops.selected_attention.triton.sharing import load_flag_of_query
 
 
@@ -30,16 +38,20 @@ def forward_kernel(
     v_ptr,
     k_tiles,
     v_tiles,
+    half_tiles,
     indices_ptr,
     factors_ptr,
     out_ptr,
     lse_ptr,
+    low_ptr,
     q_strides,
     k_strides,
     v_strides,
+    half_strides,
     indices_strides,
     factors_strides,
     out_strides,
+    halves,
     place,
     sharing,
     scale,
@@ -57,11 +69,16 @@ def forward_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     WIDE: tl.constexpr,
+    ONES: tl.constexpr,
 ):
     """q, out: `[B, T, HQ, D and DV]`; k, v: `[B, S, H, D and DV]`; indices, factors (or None): `[B, T, HI, n]`; lse:
     `[B, HQ, T]`. GROUP: HQ / HI, heads that share a choice. REPEATS: HI / H, choices of a kv head.
     sharing: what the kernel of neighbours does is left to it. k_tiles, v_tiles: tensor descriptors of k and v, tiles of
     `[1, BLOCK_N, 1, BLOCK_D and BLOCK_DV]`, or None. softcap: of the logits, or None, as in all of these kernels.
+
+    low: int16 `[B, T, HQ, DV]`, what rounding leaves out of out (`find_low_bits`), or None. Where it is asked for,
+    weights meet v with eleven bits: halves, half_tiles: v in float16 (`HalfValues`), or None. ONES: such weights are
+    added up by a product with columns of ones.
     """
     parts = tl.cdiv(GROUP, BLOCK_M)
     chooser = tl.program_id(1) // parts
@@ -89,29 +106,62 @@ def forward_kernel(
 
     row_max = tl.full([BLOCK_M], float('-inf'), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
+    surplus = tl.zeros([BLOCK_M], tl.float32)
     out = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    EXACT: tl.constexpr = low_ptr is not None
     scale_log2 = scale * 1.4426950408889634
     source = (k_ptr, v_ptr, k_tiles, v_tiles, row, kv_head, k_strides[1], v_strides[1], key_start)
     # Beside products of float32, masks cost nothing, and every loop takes seconds to compile.
     if BLOCK_SIZE % BLOCK_N == 0 and q.dtype != tl.float32:
         num_slots, last_slot, num_left = find_whole_blocks(choice, readable, NUM_SELECTED, BLOCK_SIZE, BLOCK_S)
         chosen = (indices_ptr, choice, readable, last_slot)
+        num_steps = num_slots * (BLOCK_SIZE // BLOCK_N)
+        first_step = 0
+        if halves is not None:
+            # All of them in float16, or none: what does not fit is found out while it is tried, and done anew.
+            whole = (choice >= 0) & (choice < readable // BLOCK_SIZE)
+            pair = row * (tl.num_programs(1) // parts // REPEATS) + kv_head
+            flags_ptr = find_flags(halves, pair, sequence, key_start, place, BLOCK_SIZE)
+            flags = tl.load(flags_ptr + tl.where(whole, choice, 0), mask=whole, other=FITS)
+            half_ptr = halves.half + row * half_strides[0] + kv_head * half_strides[2]
+            half = (k_ptr, half_ptr, k_tiles, half_tiles, row, kv_head, k_strides[1], half_strides[1], key_start)
+            totals = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            sums = tl.zeros([BLOCK_M, 8] if ONES else [BLOCK_M, BLOCK_N], tl.float32)
+            for step in tl.range(0, num_steps):
+                k, v, slot, is_read, read = load_step(
+                    half, chosen, step, WHOLE, BLOCK_SIZE, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_N, BLOCK_D, BLOCK_DV,
+                    WIDE,
+                )  # fmt: skip
+                row_max, totals, sums, out = _attend(
+                    q, k, v, row_max, totals, sums, out, scale_log2, softcap, read, False, EXACT, True, ONES
+                )
+            fits = tl.min(flags.to(tl.int32), 0) == FITS
+            first_step = tl.where(fits, num_steps, 0)
+            row_max = tl.where(fits, row_max, float('-inf'))
+            total = tl.where(fits, tl.sum(totals, 1) * UNIT, 0.0)
+            surplus = tl.max(sums, 1) * UNIT - total if ONES else tl.sum(sums, 1) * UNIT
+            surplus = tl.where(fits, surplus, 0.0)
+            out = tl.where(fits, out * UNIT, 0.0)
         totals = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)  # added up over the keys of a tile at the end
         # One loop, whose next step is fetched in time, be a block one tile or several.
-        for step in tl.range(0, num_slots * (BLOCK_SIZE // BLOCK_N)):
+        for step in tl.range(first_step, num_steps):
             k, v, slot, is_read, read = load_step(
                 source, chosen, step, WHOLE, BLOCK_SIZE, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE
             )
             factor = load_factor(factors_ptr, slot, is_read)
-            row_max, totals, out = _attend(q, k, v, row_max, totals, out, factor * scale_log2, softcap, read, False)
-        total = tl.sum(totals, 1)
+            row_max, totals, surplus, out = _attend(
+                q, k, v, row_max, totals, surplus, out, factor * scale_log2, softcap, read, False, EXACT, False, False
+            )
+        total += tl.sum(totals, 1)
         # Few keys are left, of one block: in smaller tiles, none of which is read in vain.
         for step in tl.range(0, tl.cdiv(num_left, 16)):
             k, v, slot, is_read, read = load_step(
                 source, chosen, step, PART, BLOCK_SIZE, HEAD_DIM, VALUE_DIM, BLOCK_S, 16, BLOCK_D, BLOCK_DV, WIDE
             )
             factor = load_factor(factors_ptr, slot, is_read)
-            row_max, total, out = _attend(q, k, v, row_max, total, out, factor * scale_log2, softcap, read, True)
+            row_max, total, surplus, out = _attend(
+                q, k, v, row_max, total, surplus, out, factor * scale_log2, softcap, read, True, EXACT, False, False
+            )
     else:
         chosen = (indices_ptr, choice, readable, 0)
         for step in tl.range(0, NUM_SELECTED * tl.cdiv(BLOCK_SIZE, BLOCK_N)):
@@ -119,22 +169,46 @@ def forward_kernel(
                 source, chosen, step, ANY, BLOCK_SIZE, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE
             )
             factor = load_factor(factors_ptr, slot, is_read)
-            row_max, total, out = _attend(q, k, v, row_max, total, out, factor * scale_log2, softcap, read, True)
+            row_max, total, surplus, out = _attend(
+                q, k, v, row_max, total, surplus, out, factor * scale_log2, softcap, read, True, EXACT, False, False
+            )
 
     empty = total == 0
     total = tl.where(empty, 1.0, total)
-    out = out / total[:, None]
+    divisor = total if halves is None else total + surplus
+    out = out / divisor[:, None]
     lse = tl.where(empty, float('-inf'), tl.fma(row_max, 0.6931471805599453, tl.log(total)))
     out_ptr += row * out_strides[0] + token * out_strides[1]
     store_rows(out_ptr, heads, out_strides[2], out, head_mask, VALUE_DIM, BLOCK_DV)
+    if EXACT:
+        low = find_low_bits(out, out_ptr.dtype.element_ty)
+        low_ptr += (row * place.seqlen_q + token) * (tl.num_programs(1) // parts * GROUP) * VALUE_DIM
+        store_rows(low_ptr, heads, VALUE_DIM, low, head_mask, VALUE_DIM, BLOCK_DV)
     num_heads = tl.num_programs(1) // parts * GROUP
     tl.store(lse_ptr + (row * num_heads + heads) * place.seqlen_q + token, lse, mask=head_mask)
 
 
 @triton.jit
-def _attend(q, k, v, row_max, total, out, scale_log2, softcap, read, MASKED: tl.constexpr):
+def _attend(
+    q,
+    k,
+    v,
+    row_max,
+    total,
+    sums,
+    out,
+    scale_log2,
+    softcap,
+    read,
+    MASKED: tl.constexpr,
+    EXACT: tl.constexpr,
+    HALF: tl.constexpr,
+    ONES: tl.constexpr,
+):
     """Adds a tile of keys to a running softmax. read: which keys are, the others being 0; or, not MASKED, whether all
-    are. total: [BLOCK_M], or, not MASKED, with a column for every key of a tile.
+    are. total: [BLOCK_M], or, not MASKED, with a column for every key of a tile; sums: likewise, by how much the sum of
+    the weights that meet v is above it, or with ONES that sum, in columns. EXACT: these weights have more bits than v.
+    HALF: v is float16 (half_values.py).
     """
     products = tl.dot(q, tl.trans(k), input_precision='ieee')  # [BLOCK_M, BLOCK_N]
     if MASKED or softcap is not None:
@@ -146,8 +220,21 @@ def _attend(q, k, v, row_max, total, out, scale_log2, softcap, read, MASKED: tl.
     bias = tl.where(read, 0.0, float('-inf'))
     new_max = tl.maximum(row_max, tl.max(tl.fma(products, scale_log2, bias), 1))
     reference = tl.where(new_max == float('-inf'), 0.0, new_max)
-    weights = tl.exp2(tl.fma(products, scale_log2, bias - reference[:, None]))
     rescale = tl.exp2(row_max - reference)
+    if HALF:
+        reference -= HEADROOM
+    weights = tl.exp2(tl.fma(products, scale_log2, bias - reference[:, None]))
     total = tl.fma(total, rescale, tl.sum(weights, 1)) if MASKED else tl.fma(total, rescale[:, None], weights)
-    out = add_product(weights.to(v.dtype), v, out * rescale[:, None])
-    return new_max, total, out
+    if HALF:
+        rounded = weights.to(v.dtype)
+        if ONES:
+            sums = add_product(rounded, tl.full([v.shape[0], 8], 1.0, v.dtype), sums * rescale[:, None])
+        else:
+            sums = tl.fma(sums, rescale[:, None], rounded.to(tl.float32) - weights)
+        out = add_product(rounded, v, out * rescale[:, None])
+    elif EXACT:
+        sums = sums * rescale
+        out = add_exact_product(weights, v, out * rescale[:, None])
+    else:
+        out = add_product(weights.to(v.dtype), v, out * rescale[:, None])
+    return new_max, total, sums, out

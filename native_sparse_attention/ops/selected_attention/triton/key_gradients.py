@@ -18,6 +18,7 @@ from native_sparse_attention.ops._triton.inverse_index import find_block, load_e
 from native_sparse_attention.ops._triton.placement import load_extent
 from native_sparse_attention.ops._triton.softcap import cap_logits, cap_slope
 from native_sparse_attention.ops._triton.tiles import add_product, load_rows, split_finite, store_rows
+from native_sparse_attention.ops.selected_attention.triton.dlogits import store_dlogits
 from native_sparse_attention.ops.selected_attention.triton.lists import (
     count_near,
     find_chunk,
@@ -48,6 +49,7 @@ def dkv_kernel(
     dout_ptr,
     dk_ptr,
     dv_ptr,
+    dlogits_ptr,
     partials,
     q_strides,
     k_strides,
@@ -76,7 +78,8 @@ def dkv_kernel(
     BLOCK_DV: tl.constexpr,
 ):
     """Adds up to CHUNK entries of a list, to dk and dv where these are all, or else to a partial sum. One program per
-    pair, chunk and tile of the block's keys. dk, dv: `[B, S, H, D and DV]`; ADDS: they have gradients already.
+    pair, chunk and tile of the block's keys. dk, dv: `[B, S, H, D and DV]`; ADDS: they have gradients already. dlogits:
+    room for the gradients of the logits, where these are left in memory (`store_dlogits`), or None.
     """
     tiles = tl.cdiv(BLOCK_SIZE, BLOCK_N)
     pair, slot, first_entry, begin, length = find_chunk(tl.program_id(0) // tiles, lists, CHUNK)
@@ -116,19 +119,22 @@ def dkv_kernel(
     lse_ptr += row * num_heads * place.seqlen_q
     delta_ptr += row * num_heads * place.seqlen_q
     inputs = (q_ptr, factors_ptr, lse_ptr, delta_ptr, dout_ptr, q_strides, factors_strides, dout_strides)
+    passed = (dlogits_ptr, pair, entries_ptr, tl.program_id(0) % tiles * BLOCK_N)
     entry = load_entries(entries_ptr, 0, num_rows, GROUP, BLOCK_M)
     for first_row in tl.range(0, tl.minimum(first_far, num_rows), BLOCK_M):
         following = load_entries(entries_ptr, first_row + BLOCK_M, num_rows, GROUP, BLOCK_M)
         dk, dv = _add_members(
-            inputs, k, v, dk, dv, entry, first_row, num_rows, row, kv_head, keys, key_mask, offset, place, lists, scale,
-            softcap, GROUP, REPEATS, NUM_SELECTED, CAUSAL, WIDE, True, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV,
+            inputs, passed, k, v, dk, dv, entry, first_row, num_rows, row, kv_head, keys, key_mask, offset, place,
+            lists, scale, softcap, GROUP, REPEATS, NUM_SELECTED, BLOCK_SIZE, CAUSAL, WIDE, True, HEAD_DIM, VALUE_DIM,
+            BLOCK_M, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
         entry = following
     for first_row in tl.range(first_far, num_rows, BLOCK_M):
         following = load_entries(entries_ptr, first_row + BLOCK_M, num_rows, GROUP, BLOCK_M)
         dk, dv = _add_members(
-            inputs, k, v, dk, dv, entry, first_row, num_rows, row, kv_head, keys, key_mask, offset, place, lists, scale,
-            softcap, GROUP, REPEATS, NUM_SELECTED, CAUSAL, WIDE, False, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV,
+            inputs, passed, k, v, dk, dv, entry, first_row, num_rows, row, kv_head, keys, key_mask, offset, place,
+            lists, scale, softcap, GROUP, REPEATS, NUM_SELECTED, BLOCK_SIZE, CAUSAL, WIDE, False, HEAD_DIM, VALUE_DIM,
+            BLOCK_M, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
         entry = following
     # What no query may read is loaded as 0, and its gradient is 0.
@@ -152,6 +158,7 @@ def dkv_kernel(
 @triton.jit
 def _add_members(
     inputs,
+    passed,
     k,
     v,
     dk,
@@ -171,6 +178,7 @@ def _add_members(
     GROUP: tl.constexpr,
     REPEATS: tl.constexpr,
     NUM_SELECTED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     CAUSAL: tl.constexpr,
     WIDE: tl.constexpr,
     MASKED: tl.constexpr,
@@ -180,7 +188,9 @@ def _add_members(
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
-    """dk and dv with what a tile of members adds. Not MASKED: all of them read all of the keys."""
+    """dk and dv with what a tile of members adds, whose gradients of logits are left in memory where there is room for
+    them. Not MASKED: all of them read all of the keys.
+    """
     q_ptr, factors_ptr, lse_ptr, delta_ptr, dout_ptr, q_strides, factors_strides, dout_strides = inputs
     rows = first_row + tl.arange(0, BLOCK_M)
     row_mask = rows < num_rows
@@ -223,6 +233,12 @@ def _add_members(
         dlogits = tl.where(read, dlogits, 0.0)
         # A query that is not finite must not reach the keys that it does not read.
         q, _ = split_finite(q)
+    dlogits_ptr, pair, entries_ptr, first_in_block = passed
+    if dlogits_ptr is not None:
+        chunk = first_row // 16
+        entry = load_entries(entries_ptr, chunk, num_rows // 16, GROUP // 16, BLOCK_M // 16)
+        exists = chunk + tl.arange(0, BLOCK_M // 16) < num_rows // 16
+        store_dlogits(dlogits_ptr, dlogits, pair, entry, exists, chunk, first_in_block, lists, GROUP, BLOCK_SIZE)
     if factors_ptr is not None:
         dlogits *= factor[None, :]
     dv = add_product(weights.to(dout.dtype), dout, dv)
@@ -276,7 +292,8 @@ def combine_kernel(
         dk += load_rows(dk_ptr, key_start + keys, dk_strides[1], stored, HEAD_DIM, BLOCK_D)
         dv += load_rows(dv_ptr, key_start + keys, dv_strides[1], stored, VALUE_DIM, BLOCK_DV)
     first_partial = _find_partial(pair, begin, partials, CHUNK)
-    for chunk in tl.range(0, tl.cdiv(length, CHUNK)):
+    # Several chunks are fetched at once, and added one after the other.
+    for chunk in tl.range(0, tl.cdiv(length, CHUNK), loop_unroll_factor=8):
         rows = (first_partial + chunk) * BLOCK_SIZE + in_block
         dk += load_rows(partials.k, rows, HEAD_DIM, in_partial, HEAD_DIM, BLOCK_D)
         dv += load_rows(partials.v, rows, VALUE_DIM, in_partial, VALUE_DIM, BLOCK_DV)

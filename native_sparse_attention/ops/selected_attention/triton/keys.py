@@ -18,17 +18,31 @@ from native_sparse_attention.ops.selected_attention.triton.lists import Lists, m
 # the lists of some blocks have many more. In float32 the sums are shorter, and so more exact.
 CHUNK_ROWS = {2: 4096, 4: 512}
 CHUNK_ENTRIES = 2048
+# So many times as many rows where gradients of logits are left in memory, and lists are those of some tokens.
+PASSED_CHUNKS = 2
+# Keys of a program that adds partial sums: few, since it waits for memory.
+COMBINED_KEYS = 8
 # Bytes that partial sums may take.
 WORKSPACE = 2**28
 
 
 class Members(Protocol):
-    """What is done about the members of lists, besides, while the lists are there."""
+    """What is done about the members of lists, besides, while the lists are there.
+
+    dlogits: room for the gradients of the logits (dlogits.py), or None.
+    """
 
     most_tokens: int
 
-    def visit(self, lists: Lists, pairs: range, tokens: range) -> None:
+    @property
+    def dlogits(self) -> Tensor | None: ...
+
+    def prepare(self, lists: Lists, pairs: range, tokens: range) -> None:
         """Before the gradients of k and v, which need delta."""
+        ...
+
+    def finish(self, lists: Lists, pairs: range, tokens: range) -> None:
+        """Behind them, when the gradients of the logits are there."""
         ...
 
 
@@ -67,7 +81,8 @@ def differentiate_keys(
     ranges = split_tokens(seqlen, max(seqlen, 1) if members is None else members.most_tokens) or [range(0)]
     most_entries = max(1, len(ranges[0])) * repeats * num_selected
     bytes_of_partial = 4 * block_size * (head_dim + value_dim)
-    most_in_chunk = min(CHUNK_ROWS[q.element_size()] // group, CHUNK_ENTRIES)
+    passes = members is not None and members.dlogits is not None
+    most_in_chunk = min(CHUNK_ROWS[q.element_size()] * (PASSED_CHUNKS if passes else 1) // group, CHUNK_ENTRIES)
     chunk, num_partials = split_lists(most_entries, most_in_chunk, bytes_of_partial)
     most = max(1, WORKSPACE // max(1, num_partials * bytes_of_partial))
     if members is not None:
@@ -85,6 +100,7 @@ def differentiate_keys(
         'BLOCK_DV': head_block(value_dim),
         'device': q.device,
     }
+    combined: dict[str, Any] = {**meta, 'BLOCK_N': COMBINED_KEYS}
     groups = group_pairs(block_indices, kv_heads, num_slots, most)
     rows = len(groups[0]) * num_partials
     partials = Partials(
@@ -99,12 +115,13 @@ def differentiate_keys(
             shape = {'kv_heads': kv_heads, 'block_size': block_size, 'causal': causal, 'chunk': chunk}
             lists = make_lists(block_indices, place, pairs, tokens, **shape, index=index if is_whole else None)
             if members is not None:
-                members.visit(lists, pairs, tokens)
+                members.prepare(lists, pairs, tokens)
             strides = [t.stride() for t in sums]
             launch(
                 dkv_kernel,
                 (len(pairs) * lists.num_programs * tiles,),
-                *(q, k, v, block_scale, lse, delta, dout, *sums, partials),
+                *(q, k, v, block_scale, lse, delta, dout, *sums),
+                *(None if members is None else members.dlogits, partials),
                 *(q.stride(), k.stride(), v.stride(), None if block_scale is None else block_scale.stride()),
                 *(dout.stride(), *strides, place, lists, scale, softcap),
                 GROUP=group,
@@ -121,12 +138,14 @@ def differentiate_keys(
             if num_partials:
                 launch(
                     combine_kernel,
-                    (len(pairs) * num_slots * tiles,),
+                    (len(pairs) * num_slots * -(-block_size // COMBINED_KEYS),),
                     *(*sums, partials, *strides, place, lists),
                     ADDS=len(ranges) > 1,
-                    num_warps=8,  # it holds sums of a whole block, and waits for memory
-                    **meta,
+                    num_warps=4,
+                    **combined,
                 )
+            if members is not None:
+                members.finish(lists, pairs, tokens)
             del lists  # before those of the next group are made
         if len(ranges) > 1:
             row, kv_head = divmod(pairs.start, kv_heads)

@@ -13,11 +13,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from native_sparse_attention.ops._triton.finite import is_small, is_small_tile
+from native_sparse_attention.ops._triton.finite import LARGE, is_small, is_small_tile
 from native_sparse_attention.ops._triton.placement import load_extent, locate_queries
 from native_sparse_attention.ops._triton.softcap import cap_logits
 from native_sparse_attention.ops._triton.tiles import add_product, load_rows, load_tile, split_finite, store_rows
 from native_sparse_attention.ops.selected_attention.triton.choice import load_choices
+from native_sparse_attention.ops.selected_attention.triton.delta import find_low_bits
+from native_sparse_attention.ops.selected_attention.triton.half_values import (
+    FITS,
+    HEADROOM,
+    UNIT,
+    add_exact_product,
+    find_flags,
+)
 from native_sparse_attention.ops.selected_attention.triton.sharing import load_flag
 
 
@@ -28,16 +36,20 @@ def neighbours_forward_kernel(
     v_ptr,
     k_tiles,
     v_tiles,
+    half_tiles,
     indices_ptr,
     factors_ptr,
     out_ptr,
     lse_ptr,
+    low_ptr,
     q_strides,
     k_strides,
     v_strides,
+    half_strides,
     indices_strides,
     factors_strides,
     out_strides,
+    halves,
     place,
     sharing,
     scale,
@@ -57,9 +69,10 @@ def neighbours_forward_kernel(
     BLOCK_DV: tl.constexpr,
     WIDE: tl.constexpr,
     UNION: tl.constexpr,
+    ONES: tl.constexpr,
 ):
     """One program per tile of BLOCK_M / BLOCK_G queries and per chooser; BLOCK_G holds the heads of a group.
-    sharing: tiles without a flag are left to the kernel per query. k_tiles, v_tiles: as in that one.
+    sharing: tiles without a flag are left to the kernel per query. Others are as in that one.
     """
     BLOCK_T: tl.constexpr = BLOCK_M // BLOCK_G
     SPLIT: tl.constexpr = (BLOCK_SIZE + BLOCK_N - 1) // BLOCK_N
@@ -81,9 +94,8 @@ def neighbours_forward_kernel(
     k_ptr += row * k_strides[0] + chooser // REPEATS * k_strides[2]
     v_ptr += row * v_strides[0] + chooser // REPEATS * v_strides[2]
     q_ptr += row * q_strides[0]
-    q = load_rows(q_ptr, tokens * q_strides[1] + heads * q_strides[2], 1, mask, HEAD_DIM, BLOCK_D)
-    # The largest product of a row makes its largest logit then.
-    q = tl.where(scale < 0, -q, q)
+    q_rows = (q_ptr, tokens * q_strides[1] + heads * q_strides[2], mask, scale)
+    q = _load_queries(q_rows, HEAD_DIM, BLOCK_D)
     scale = tl.abs(scale)
     indices_ptr += row * indices_strides[0] + chooser * indices_strides[2]
     members = first_query + tl.arange(0, BLOCK_T)
@@ -108,42 +120,168 @@ def neighbours_forward_kernel(
     source = (k_ptr, v_ptr, k_tiles, v_tiles, row, chooser // REPEATS, k_strides[1], v_strides[1], key_start)
     # Beside products of float32, masks cost nothing, and every loop takes seconds to compile.
     UNMASKED: tl.constexpr = BLOCK_SIZE % BLOCK_N == 0 and q.dtype != tl.float32
-    num_blocks, num_clean, num_whole = count_in_union(sharing, in_unions // UNION, pair, is_small_tile(q), UNMASKED)
-    entry = load_entry(blocks_ptr, members_ptr, 0, num_blocks, SPLIT)
-    if UNMASKED:
-        for step in tl.range(0, num_whole * SPLIT):
-            following = load_entry(blocks_ptr, members_ptr, step + 1, num_blocks, SPLIT)
-            row_max, total, out = _attend(
-                q, source, entry, choices, factors, row_max, total, out, step, num_keys, positions, scale, softcap,
-                factors_ptr is not None, False, False, CAUSAL, BLOCK_SIZE, SPLIT, HEAD_DIM, VALUE_DIM, BLOCK_S,
-                BLOCK_T, BLOCK_G, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
-            )  # fmt: skip
-            entry = following
-        for step in tl.range(num_whole * SPLIT, num_clean * SPLIT):
-            following = load_entry(blocks_ptr, members_ptr, step + 1, num_blocks, SPLIT)
-            row_max, total, out = _attend(
-                q, source, entry, choices, factors, row_max, total, out, step, num_keys, positions, scale, softcap,
-                factors_ptr is not None, True, False, CAUSAL, BLOCK_SIZE, SPLIT, HEAD_DIM, VALUE_DIM, BLOCK_S,
-                BLOCK_T, BLOCK_G, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
-            )  # fmt: skip
-            entry = following
-    for step in tl.range(num_clean * SPLIT, num_blocks * SPLIT):
-        following = load_entry(blocks_ptr, members_ptr, step + 1, num_blocks, SPLIT)
-        row_max, total, out = _attend(
-            q, source, entry, choices, factors, row_max, total, out, step, num_keys, positions, scale, softcap,
-            factors_ptr is not None, True, True, CAUSAL, BLOCK_SIZE, SPLIT, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_T,
-            BLOCK_G, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+    EXACT: tl.constexpr = low_ptr is not None
+    surplus = tl.zeros([BLOCK_M], tl.float32)
+    if halves is not None:
+        row_max, total, surplus, out = _attend_in_halves(
+            q, q_rows, source, blocks_ptr, members_ptr, sharing.counts + in_unions // UNION * 2, halves, half_tiles,
+            half_strides, find_flags(halves, pair, sequence, key_start, place, BLOCK_SIZE), row_max, total, out,
+            num_keys, positions, scale, softcap, CAUSAL, BLOCK_SIZE, SPLIT, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_T,
+            BLOCK_G, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE, UNION, ONES,
         )  # fmt: skip
-        entry = following
+    else:
+        num_blocks, num_clean, num_whole = count_in_union(sharing, in_unions // UNION, pair, is_small_tile(q), UNMASKED)
+        entry = load_entry(blocks_ptr, members_ptr, 0, num_blocks, SPLIT)
+        if UNMASKED:
+            for step in tl.range(0, num_whole * SPLIT):
+                following = load_entry(blocks_ptr, members_ptr, step + 1, num_blocks, SPLIT)
+                row_max, total, surplus, out = _attend(
+                    q, source, entry, None, True, choices, factors, row_max, total, surplus, out, step, num_keys,
+                    positions, scale, softcap, factors_ptr is not None, False, False, EXACT, False, False, CAUSAL,
+                    BLOCK_SIZE, SPLIT, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_T, BLOCK_G, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+                )  # fmt: skip
+                entry = following
+            for step in tl.range(num_whole * SPLIT, num_clean * SPLIT):
+                following = load_entry(blocks_ptr, members_ptr, step + 1, num_blocks, SPLIT)
+                row_max, total, surplus, out = _attend(
+                    q, source, entry, None, True, choices, factors, row_max, total, surplus, out, step, num_keys,
+                    positions, scale, softcap, factors_ptr is not None, True, False, EXACT, False, False, CAUSAL,
+                    BLOCK_SIZE, SPLIT, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_T, BLOCK_G, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+                )  # fmt: skip
+                entry = following
+        for step in tl.range(num_clean * SPLIT, num_blocks * SPLIT):
+            following = load_entry(blocks_ptr, members_ptr, step + 1, num_blocks, SPLIT)
+            row_max, total, surplus, out = _attend(
+                q, source, entry, None, True, choices, factors, row_max, total, surplus, out, step, num_keys, positions,
+                scale, softcap, factors_ptr is not None, True, True, EXACT, False, False, CAUSAL, BLOCK_SIZE, SPLIT,
+                HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_T, BLOCK_G, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+            )  # fmt: skip
+            entry = following
 
     empty = total == 0
     total = tl.where(empty, 1.0, total)
     lse = tl.where(empty, float('-inf'), tl.fma(row_max, 0.6931471805599453, tl.log(total)))
     out_ptr += row * out_strides[0]
     offsets = tokens * out_strides[1] + heads * out_strides[2]
-    store_rows(out_ptr, offsets, 1, out / total[:, None], mask, VALUE_DIM, BLOCK_DV)
+    divisor = total if halves is None else total + surplus
+    out = out / divisor[:, None]
+    store_rows(out_ptr, offsets, 1, out, mask, VALUE_DIM, BLOCK_DV)
     num_heads = tl.num_programs(1) * GROUP
+    if EXACT:
+        low = find_low_bits(out, out_ptr.dtype.element_ty)
+        rows = (row * place.seqlen_q + tokens) * num_heads + heads
+        store_rows(low_ptr, rows, VALUE_DIM, low, mask, VALUE_DIM, BLOCK_DV)
     tl.store(lse_ptr + (row * num_heads + heads) * place.seqlen_q + tokens, lse, mask=mask)
+
+
+@triton.jit
+def _load_queries(q_rows, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """With the sign of the scale: the largest product of a row makes its largest logit then."""
+    q_ptr, rows, mask, scale = q_rows
+    q = load_rows(q_ptr, rows, 1, mask, HEAD_DIM, BLOCK_D)
+    return tl.where(scale < 0, -q, q)
+
+
+@triton.jit
+def _attend_in_halves(
+    q,
+    q_rows,
+    source,
+    blocks_ptr,
+    members_ptr,
+    counts_ptr,
+    halves,
+    half_tiles,
+    half_strides,
+    flags_ptr,
+    row_max,
+    total,
+    out,
+    num_keys,
+    positions,
+    scale,
+    softcap,
+    CAUSAL: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    WIDE: tl.constexpr,
+    UNION: tl.constexpr,
+    ONES: tl.constexpr,
+):
+    """A tile's running softmax over its union: first over whole blocks that fit float16, then over the others, with
+    care where they are not small. So a row has its bits whatever neighbours chose, and whatever comes later.
+    flags_ptr: from `find_flags`.
+    """
+    k_ptr, _, k_tiles, _, row, kv_head, k_stride, _, key_start = source
+    half_ptr = halves.half + row * half_strides[0] + kv_head * half_strides[2]
+    half = (k_ptr, half_ptr, k_tiles, half_tiles, row, kv_head, k_stride, half_strides[1], key_start)
+    num_blocks, num_whole = tl.load(counts_ptr), tl.load(counts_ptr + 1)
+    # Products of rows that are not small may be no numbers, for blocks that they did not choose, too.
+    is_small_row = tl.min((tl.abs(q.to(tl.float32)) < LARGE).to(tl.int32), 1) != 0
+    q = tl.where(is_small_row[:, None], q, 0.0)
+    BLOCK_M: tl.constexpr = BLOCK_T * BLOCK_G
+    SUMS: tl.constexpr = [BLOCK_M, 8] if ONES else [BLOCK_M]
+    sums = tl.zeros(SUMS, tl.float32)
+    places = tl.arange(0, UNION)
+    blocks = tl.load(blocks_ptr + places, mask=places < num_blocks, other=0)
+    flags = tl.load(flags_ptr + blocks, mask=places < num_blocks, other=FITS)
+    entry = load_entry(blocks_ptr, members_ptr, 0, num_blocks, SPLIT)
+    fits = _load_fits(flags_ptr, entry, 0, num_whole, SPLIT)
+    for step in tl.range(0, num_whole * SPLIT):
+        following = load_entry(blocks_ptr, members_ptr, step + 1, num_blocks, SPLIT)
+        following_fits = _load_fits(flags_ptr, following, step + 1, num_whole, SPLIT)
+        row_max, total, sums, out = _attend(
+            q, half, entry, is_small_row & fits, fits, 0, 0, row_max, total, sums, out, step, num_keys, positions,
+            scale, softcap, False, False, False, True, True, ONES, CAUSAL, BLOCK_SIZE, SPLIT, HEAD_DIM, VALUE_DIM,
+            BLOCK_S, BLOCK_T, BLOCK_G, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+        )  # fmt: skip
+        entry, fits = following, following_fits
+    surplus = tl.max(sums, 1) - total if ONES else sums
+    total, surplus, out = total * UNIT, surplus * UNIT, out * UNIT
+
+    # Fetched anew, so that shared memory holds one of both: the compiler does not see that it is the same place.
+    q_rows = (q_rows[0] + tl.minimum(num_whole, 0) * 16, q_rows[1], q_rows[2], q_rows[3])
+    q = _load_queries(q_rows, HEAD_DIM, BLOCK_D)
+    flags = flags.to(tl.int32)
+    are_small = tl.min(is_small_row.to(tl.int32), 0) != 0
+    all_fit = are_small & (tl.min(tl.where(places < num_whole, flags, FITS), 0) == FITS)
+    first = tl.where(all_fit, num_whole * SPLIT, 0)
+    last_clean = tl.where(are_small & (tl.min(flags, 0) != 0), num_blocks * SPLIT, first)
+    entry = load_entry(blocks_ptr, members_ptr, first, num_blocks, SPLIT)
+    fits = _load_fits(flags_ptr, entry, first, num_whole, SPLIT)
+    for step in tl.range(first, last_clean):
+        following = load_entry(blocks_ptr, members_ptr, step + 1, num_blocks, SPLIT)
+        following_fits = _load_fits(flags_ptr, following, step + 1, num_whole, SPLIT)
+        row_max, total, surplus, out = _attend(
+            q, source, entry, (is_small_row & fits) == 0, True, 0, 0, row_max, total, surplus, out, step, num_keys,
+            positions, scale, softcap, False, True, False, True, False, False, CAUSAL, BLOCK_SIZE, SPLIT, HEAD_DIM,
+            VALUE_DIM, BLOCK_S, BLOCK_T, BLOCK_G, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+        )  # fmt: skip
+        entry, fits = following, following_fits
+    for step in tl.range(last_clean, num_blocks * SPLIT):
+        following = load_entry(blocks_ptr, members_ptr, step + 1, num_blocks, SPLIT)
+        following_fits = _load_fits(flags_ptr, following, step + 1, num_whole, SPLIT)
+        row_max, total, surplus, out = _attend(
+            q, source, entry, (is_small_row & fits) == 0, True, 0, 0, row_max, total, surplus, out, step, num_keys,
+            positions, scale, softcap, False, True, True, True, False, False, CAUSAL, BLOCK_SIZE, SPLIT, HEAD_DIM,
+            VALUE_DIM, BLOCK_S, BLOCK_T, BLOCK_G, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+        )  # fmt: skip
+        entry, fits = following, following_fits
+    return row_max, total, surplus, out
+
+
+@triton.jit
+def _load_fits(flags_ptr, entry, step, num_whole, SPLIT: tl.constexpr):
+    """Whether the block of a step is whole for all of the tile and fits float16."""
+    return tl.load(flags_ptr + entry[0], mask=step // SPLIT < num_whole, other=0) == FITS
 
 
 @triton.jit
@@ -151,10 +289,13 @@ def _attend(
     q,
     source,
     entry,
+    takes,
+    exists,
     choices,
     factors,
     row_max,
     total,
+    sums,
     out,
     step,
     num_keys,
@@ -164,6 +305,9 @@ def _attend(
     SCALED: tl.constexpr,
     MASKED: tl.constexpr,
     CAREFUL: tl.constexpr,
+    EXACT: tl.constexpr,
+    HALF: tl.constexpr,
+    ONES: tl.constexpr,
     CAUSAL: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -177,13 +321,18 @@ def _attend(
     BLOCK_DV: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Adds a tile of keys to a running softmax: part step % SPLIT of block step // SPLIT of the union. Not MASKED: who
-    chose the block reads all of the tile. Not CAREFUL: all products are finite. scale is not negative.
+    """Adds a tile of keys to a running softmax: part step % SPLIT of block step // SPLIT of the union, for those rows
+    that `takes` names, or None for all. exists: whether its keys are there; if not, nobody takes it. Not MASKED: who
+    chose the block reads all of the tile. Not CAREFUL: all products are finite. EXACT, HALF: as in the kernel per
+    query. sums: by how much the sum of the weights that meet v is above total; with ONES, that sum. scale is not
+    negative.
     """
     block, chosen, first, keys, key_mask = open_step(
         entry, step, num_keys, MASKED, BLOCK_SIZE, SPLIT, BLOCK_T, BLOCK_G, BLOCK_N
     )
-    k, v = load_keys(source, first, key_mask, MASKED, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE)
+    if takes is not None:
+        chosen = chosen & takes
+    k, v = load_keys(source, first, exists, key_mask, MASKED, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE)
     scale_log2 = tl.full([BLOCK_T * BLOCK_G], scale * 1.4426950408889634, tl.float32)
     if SCALED:
         scale_log2 *= for_heads(pick_factor(factors, find_slot(choices, block, BLOCK_S), BLOCK_S), BLOCK_T, BLOCK_G)
@@ -205,14 +354,28 @@ def _attend(
         out += tl.sum(tl.where(read, taint[None, :], 0.0), 1)[:, None]
     new_max = tl.maximum(row_max, largest)
     reference = tl.where(new_max == float('-inf'), 0.0, new_max)
+    rescale = tl.exp2(row_max - reference)
+    if HALF:
+        reference -= HEADROOM
     shift = tl.where(chosen, -reference, float('-inf')) if BY_ROW else -reference
     weights = tl.exp2(tl.fma(products, scale_log2[:, None], shift[:, None]))
     if not BY_ROW:
         weights = tl.where(read, weights, 0.0)
-    rescale = tl.exp2(row_max - reference)
     total = total * rescale + tl.sum(weights, 1)
-    out = add_product(weights.to(v.dtype), v, out * rescale[:, None])
-    return new_max, total, out
+    out *= rescale[:, None]
+    if HALF:
+        rounded = weights.to(v.dtype)
+        if ONES:
+            sums = add_product(rounded, tl.full([BLOCK_N, 8], 1.0, v.dtype), sums * rescale[:, None])
+        else:
+            sums = sums * rescale + tl.sum(rounded.to(tl.float32) - weights, 1)
+        out = add_product(rounded, v, out)
+    elif EXACT:
+        sums = sums * rescale
+        out = add_exact_product(weights, v, out)
+    else:
+        out = add_product(weights.to(v.dtype), v, out)
+    return new_max, total, sums, out
 
 
 @triton.jit
@@ -271,6 +434,7 @@ def open_step(
 def load_keys(
     source,
     first,
+    exists,
     mask,
     MASKED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -280,7 +444,9 @@ def load_keys(
     BLOCK_DV: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """k `[BLOCK_N, BLOCK_D]` and v `[BLOCK_N, BLOCK_DV]` of a step. source: where they are."""
+    """k `[BLOCK_N, BLOCK_D]` and v `[BLOCK_N, BLOCK_DV]` of a step. source: where they are. exists:
+    all of them, or else zeros are fetched; where MASKED, the mask says which are there.
+    """
     k_ptr, v_ptr, k_tiles, v_tiles, row, kv_head, k_stride, v_stride, key_start = source
     first += key_start
     if MASKED:
@@ -288,8 +454,8 @@ def load_keys(
         k = load_rows(k_ptr, rows, k_stride, mask, HEAD_DIM, BLOCK_D, WIDE)
         v = load_rows(v_ptr, rows, v_stride, mask, VALUE_DIM, BLOCK_DV, WIDE)
     else:
-        k = load_tile(k_tiles, k_ptr, row, first, kv_head, k_stride, True, HEAD_DIM, BLOCK_N, BLOCK_D, WIDE)
-        v = load_tile(v_tiles, v_ptr, row, first, kv_head, v_stride, True, VALUE_DIM, BLOCK_N, BLOCK_DV, WIDE)
+        k = load_tile(k_tiles, k_ptr, row, first, kv_head, k_stride, exists, HEAD_DIM, BLOCK_N, BLOCK_D, WIDE)
+        v = load_tile(v_tiles, v_ptr, row, first, kv_head, v_stride, exists, VALUE_DIM, BLOCK_N, BLOCK_DV, WIDE)
     return k, v
 
 

@@ -18,6 +18,7 @@ from native_sparse_attention.ops._triton.launch import (
     Table,
     describe_tiles,
     head_block,
+    is_hopper,
     is_wide,
     launch,
     row_block,
@@ -43,9 +44,12 @@ from native_sparse_attention.ops.selected_attention.triton import keys, settings
 from native_sparse_attention.ops.selected_attention.triton.backward import dq_kernel
 from native_sparse_attention.ops.selected_attention.triton.by_block import attend_by_block
 from native_sparse_attention.ops.selected_attention.triton.by_block_backward import MemberGradients
+from native_sparse_attention.ops.selected_attention.triton.dlogits import passes_dlogits
 from native_sparse_attention.ops.selected_attention.triton.forward import forward_kernel
+from native_sparse_attention.ops.selected_attention.triton.half_values import convert_values, converts
 from native_sparse_attention.ops.selected_attention.triton.neighbours import neighbours_forward_kernel
 from native_sparse_attention.ops.selected_attention.triton.neighbours_backward import neighbours_dq_kernel
+from native_sparse_attention.ops.selected_attention.triton.query_gradients import differentiate_by_dlogits
 from native_sparse_attention.ops.selected_attention.triton.sharing import (
     MAX_INDICES,
     MAX_MEMBERS,
@@ -81,8 +85,10 @@ def selected_attention(
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     arguments = (q, k, v, block_indices, block_scale, *flatten(sequences), block_size, causal, scale, softcap)
+    keeps_low = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)
+    keeps_low = keeps_low and passes_dlogits(q, k, v, block_indices, block_scale, block_size)
     # How long lists are is more than the compiler should have to know.
-    out, lse, _, _ = _forward(*arguments, not torch.compiler.is_compiling())
+    out, lse, _, _, _ = _forward(*arguments, not torch.compiler.is_compiling(), keeps_low)
     return out, lse
 
 
@@ -104,36 +110,45 @@ def _forward(
     scale: float,
     softcap: OptionalFloat,
     keeps_lists: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The output, the log-sum-exp, and entries and starts of an `InverseIndex` for the backward: empty where there are
-    none, where there are too many, and where not keeps_lists.
+    keeps_low: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The output, the log-sum-exp, and what the backward takes besides: what rounding leaves out of the output
+    (`find_low_bits`), empty where not keeps_low; entries and starts of an `InverseIndex`, empty where there are none,
+    where there are too many, and where not keeps_lists.
     """
     q, k, v, block_indices, block_scale = last_dim_contiguous(q, k, v, block_indices, block_scale)
     sequences = unflatten(q, (seqlen_k, q_offset, q_offsets, seqlens_k, cu_seqlens, cu_seqlens_k))
     batch, seqlen, heads, _ = q.shape
     out = q.new_empty(batch, seqlen, heads, v.shape[3])
     lse = q.new_empty(batch, heads, seqlen, dtype=torch.float32)
+    low = q.new_empty(out.shape if keeps_low else 0, dtype=torch.int16)
     place = make_placement(sequences)
     design = choose_design(q, k, v, block_indices, block_size, num_packed=_count_packed(cu_seqlens))
     if design == 'block':
         chosen, settled = (q, k, v, block_indices, block_scale), (place, block_size, causal, scale, softcap)
         index = attend_by_block(*chosen, out, lse, *settled)
         entries, starts = index if keeps_lists and index is not None else _no_lists(q)
-        return out, lse, entries, starts
+        return out, lse, low, entries, starts
     kernels = (neighbours_forward_kernel, settings.NEIGHBOURS_FORWARD), (forward_kernel, settings.FORWARD)
     percent = MAX_UNION_PERCENT['forward']
-    launches = _plan(design, *kernels, q, k, v, block_indices, place, block_size, causal, max_percent=percent)
+    halves = convert_values(k, v, place, block_size) if keeps_low and converts(v.dtype) else None
+    half = None if halves is None else halves.half
+    inputs = (q, k, v, block_indices, place, block_size, causal)
+    launches = _plan(design, *kernels, *inputs, max_percent=percent, has_flags=halves is not None)
     for kernel, grid, sharing, meta in launches:
+        meta['ONES'] = is_hopper(q.device)  # where a product of eight columns is cheaper than sums
+        meta['WIDE'] = meta['WIDE'] or is_wide(half)
         launch(
             kernel,
             grid,
-            *(q, k, v, *_tiles(k, v, meta), block_indices, block_scale, out, lse),
-            *(q.stride(), k.stride(), v.stride(), block_indices.stride(), _strides(block_scale), out.stride()),
-            *(place, sharing, scale, softcap),
+            *(q, k, v, *_tiles(k, v, meta), None if half is None else _tiles(k, half, meta)[1]),
+            *(block_indices, block_scale, out, lse, low if keeps_low else None),
+            *(q.stride(), k.stride(), v.stride(), _strides(half), block_indices.stride(), _strides(block_scale)),
+            *(out.stride(), halves, place, sharing, scale, softcap),
             **meta,
             device=q.device,
         )
-    return out, lse, *_no_lists(q)
+    return out, lse, low, *_no_lists(q)
 
 
 def _no_lists(q: Tensor) -> tuple[Tensor, Tensor]:
@@ -146,6 +161,7 @@ def _backward(
     dlse: OptionalTensor,
     out: Tensor,
     lse: Tensor,
+    low: Tensor,
     entries: Tensor,
     starts: Tensor,
     q: Tensor,
@@ -164,15 +180,20 @@ def _backward(
     scale: float,
     softcap: OptionalFloat,
     keeps_lists: bool,
+    keeps_low: bool,
     needs_dkv: bool,
     needs_dscale: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and block_scale; those that are not needed are empty, but for the first. entries, starts:
-    from the forward.
+    """Gradients of q, k, v and block_scale; those that are not needed are empty, but for the first. low, entries,
+    starts: from the forward.
     """
     q, k, v, block_indices, block_scale = last_dim_contiguous(q, k, v, block_indices, block_scale)
     dout, out = last_dim_contiguous(dout, out)
     place = make_placement(unflatten(q, (seqlen_k, q_offset, q_offsets, seqlens_k, cu_seqlens, cu_seqlens_k)))
+    if keeps_low:
+        inputs, settled = (q, k, v, block_indices, place), (block_size, causal, scale, softcap)
+        dq, dk, dv = differentiate_by_dlogits(dout, dlse, out, lse, low, *inputs, *settled)
+        return dq, *((dk, dv) if needs_dkv else (q.new_empty(0), q.new_empty(0))), q.new_empty(0)
     packed = _count_packed(cu_seqlens)
     design = choose_design(q, k, v, block_indices, block_size, backward=True, num_packed=packed)
     if design == 'block':
@@ -222,10 +243,11 @@ def _backward(
 
 
 @_forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     batch, seqlen, heads, _ = q.shape
     out = q.new_empty(batch, seqlen, heads, v.shape[3])
-    return out, q.new_empty(batch, heads, seqlen, dtype=torch.float32), *_no_lists(q)
+    low = q.new_empty(out.shape if rest[-1] else 0, dtype=torch.int16)
+    return out, q.new_empty(batch, heads, seqlen, dtype=torch.float32), low, *_no_lists(q)
 
 
 @_backward.register_fake
@@ -234,6 +256,7 @@ def _(
     dlse: Tensor | None,
     out: Tensor,
     lse: Tensor,
+    low: Tensor,
     entries: Tensor,
     starts: Tensor,
     q: Tensor,
@@ -337,9 +360,11 @@ def _plan(
     causal: bool,
     *,
     max_percent: int,
+    has_flags: bool = False,
 ) -> Iterator[tuple[Any, tuple[int, int], Sharing, dict[str, Any]]]:
     """Kernels with their grids, what they share or leave to each other, and constants, one after the other, so that
-    what a launch needs is there for no longer. per_tile, per_query: kernel and table.
+    what a launch needs is there for no longer. per_tile, per_query: kernel and table. has_flags: what is large is known
+    of every block (`HalfValues`).
     """
     sharing, rest = NOTHING_SHARED, (q, k, v, block_indices, block_size, causal)
     if design != 'query':
@@ -348,12 +373,12 @@ def _plan(
         meta['BLOCK_M'] = min(meta['BLOCK_M'], MAX_MEMBERS * meta['BLOCK_G'])
         block_t = meta['BLOCK_M'] // meta['BLOCK_G']
         meta['UNION'] = union_size(block_indices.shape[3], block_t)
+        large = None if has_flags else find_large(k, v)
         unions = (block_indices, place, meta['BLOCK_SIZE'], causal, block_t)
         if design == 'mixed':
-            sharing = find_sharing(*unions, max_percent, find_large(k, v))
+            sharing = find_sharing(*unions, max_percent, large)
             yield per_tile[0], sharing.counts.shape[:2], sharing, meta
         else:
-            large = find_large(k, v)
             for tiles in union_tiles(block_indices, place, block_t):
                 sharing = find_sharing(*unions, None, large, tiles)
                 yield per_tile[0], sharing.counts.shape[:2], sharing, meta

@@ -40,7 +40,7 @@ class Sharing(NamedTuple):
     int64 `[tiles, HI, P + 1]`: bit t of members[i + 1] - members[i] says that query t of the tile chose block i.
     counts: int32 `[tiles, HI, 2]`, of the blocks, and of the first ones that every query may read as a whole. flags:
     int8 `[tiles + 1, HI]`, 1 where a tile reads its union, 0 where its queries go one by one; None where all tiles are
-    alike. large: from `find_large`.
+    alike. large: from `find_large`, or None where nobody asks.
     """
 
     flags: Any
@@ -63,7 +63,7 @@ def find_sharing(
     causal: bool,
     block_t: int,
     max_percent: int | None,
-    large: Tensor,
+    large: Tensor | None,
     tiles: range | None = None,
 ) -> Sharing:
     """The unions of these tiles, or of all; with flags unless max_percent is None."""
@@ -80,7 +80,7 @@ def find_sharing(
         torch.empty(*shape, 2, dtype=torch.int32, device=device),
         tiles.start,
         large,
-        large.shape[2],
+        0 if large is None else large.shape[2],
     )
     launch(
         union_kernel,

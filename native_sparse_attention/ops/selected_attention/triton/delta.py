@@ -1,0 +1,110 @@
+"""What dkv needs of a row where it comes before dq: delta, the sum of p * dp over its keys, from an exact output.
+
+The output is rounded, and in rows that one weight takes nearly all of, gradients of logits are so much smaller than
+delta that the rounding is what one would see of them. So the forward keeps what rounding leaves out, 16 bits of an
+element, and with them the output has all bits of float32.
+"""
+
+# To pyright a jit function that another calls never returns.
+# pyright: reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from native_sparse_attention.ops._triton.launch import head_block, launch
+from native_sparse_attention.ops._triton.tiles import load_rows
+
+# Tokens of a program.
+BLOCK_T = 32
+
+
+@triton.jit
+def find_low_bits(x, DTYPE: tl.constexpr):
+    """What rounding float32 numbers to a half type leaves out, as int16: of bfloat16 the distance in units of float32's
+    last place, of float16 the difference, 2 ** 11 as large, in float16.
+    """
+    rounded = x.to(DTYPE).to(tl.float32)
+    if DTYPE == tl.bfloat16:  # noqa: SIM300
+        # Halfway between two numbers it may be 2 ** 15.
+        low = tl.minimum(x.to(tl.int32, bitcast=True) - rounded.to(tl.int32, bitcast=True), 32767).to(tl.int16)
+    else:
+        left = (x - rounded) * 2048.0
+        left = tl.where(left - left == 0, left, 0.0)  # where the output is not finite
+        low = left.to(tl.float16).to(tl.int16, bitcast=True)
+    return low
+
+
+@triton.jit
+def add_low_bits(rounded, low):
+    """The float32 numbers that were rounded."""
+    x = rounded.to(tl.float32)
+    if rounded.dtype == tl.bfloat16:
+        x = (x.to(tl.int32, bitcast=True) + low.to(tl.int32)).to(tl.float32, bitcast=True)
+    else:
+        x += low.to(tl.float16, bitcast=True).to(tl.float32) * 0.00048828125
+    return x
+
+
+def find_delta(out: Tensor, low: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
+    """delta of every row, less the gradient of its log-sum-exp: float32 `[B, HQ, T]` like lse and dlse.
+
+    out, dout: `[B, T, HQ, DV]`; low: int16, contiguous, from `find_low_bits`.
+    """
+    batch, seqlen, heads, value_dim = out.shape
+    delta = torch.empty_like(lse)
+    launch(
+        delta_kernel,
+        (batch * -(-seqlen // BLOCK_T) * heads,),
+        *(out, low, dout, lse, dlse, delta, out.stride(), dout.stride()),
+        *(None if dlse is None else dlse.stride(), seqlen, heads),
+        VALUE_DIM=value_dim,
+        BLOCK_T=BLOCK_T,
+        BLOCK_DV=head_block(value_dim),
+        num_warps=4,
+        device=out.device,
+    )
+    return delta
+
+
+@triton.jit
+def delta_kernel(
+    out_ptr,
+    low_ptr,
+    dout_ptr,
+    lse_ptr,
+    dlse_ptr,
+    delta_ptr,
+    out_strides,
+    dout_strides,
+    dlse_strides,
+    seqlen,
+    heads,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    """One program per tile of tokens and head."""
+    head = (tl.program_id(0) % heads).to(tl.int64)
+    tile = tl.program_id(0) // heads
+    row = (tile // tl.cdiv(seqlen, BLOCK_T)).to(tl.int64)
+    tokens = (tile % tl.cdiv(seqlen, BLOCK_T) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
+    mask = tokens < seqlen
+    out_ptr += row * out_strides[0] + head * out_strides[2]
+    dout_ptr += row * dout_strides[0] + head * dout_strides[2]
+    low_ptr += (row * seqlen * heads + head) * VALUE_DIM
+    out = load_rows(out_ptr, tokens, out_strides[1], mask, VALUE_DIM, BLOCK_DV)
+    low = load_rows(low_ptr, tokens, heads * VALUE_DIM, mask, VALUE_DIM, BLOCK_DV)
+    dout = load_rows(dout_ptr, tokens, dout_strides[1], mask, VALUE_DIM, BLOCK_DV)
+    delta = tl.sum(add_low_bits(out, low) * dout.to(tl.float32), 1)
+    places = (row * heads + head) * seqlen + tokens
+    if dlse_ptr is not None:
+        dlse_ptr += row * dlse_strides[0] + head * dlse_strides[1]
+        dlse = tl.load(dlse_ptr + tokens * dlse_strides[2], mask=mask, other=0.0)
+        # A log-sum-exp of nothing has no gradient; logaddexp of two such gives NaN.
+        lse = tl.load(lse_ptr + places, mask=mask, other=0.0)
+        delta -= tl.where(lse == float('-inf'), 0.0, dlse)
+    tl.store(delta_ptr + places, delta, mask=mask)
