@@ -252,6 +252,10 @@ def test_rows_that_one_weight_takes_nearly_all_of(peak: float, device: torch.dev
         ({'seqlen': 2**17}, True),
         ({'seqlen': 2**18}, False),
         ({'block_size': 4096, 'num_selected': 16}, False),
+        ({'num_packed': 8192}, True),
+        ({'num_packed': 2**17}, False),
+        ({'batch': 128}, True),
+        ({'batch': 256}, False),
     ],
     ids=str,
 )
@@ -260,8 +264,10 @@ def test_what_goes_this_way(changes: dict[str, Any], passes: bool, monkeypatch: 
     monkeypatch.setattr(launch, 'architecture_of', lambda _: 'sm90')
     shape = {'seqlen': 8192, 'group': 16, 'num_selected': 16, 'block_size': 64, 'head_dim': 128, **changes}
     q, k, indices = (
-        torch.empty(1, shape['seqlen'], heads, size, dtype=shape.get('dtype', torch.bfloat16), device='meta')
+        torch.empty(
+            shape.get('batch', 1), shape['seqlen'], heads, size, dtype=shape.get('dtype', torch.bfloat16), device='meta'
+        )
         for heads, size in ((2 * shape['group'], shape['head_dim']), (2, shape['head_dim']), (2, shape['num_selected']))
     )
-    assert dlogits.passes_dlogits(q, k, k, indices, None, shape['block_size']) is passes
+    assert dlogits.passes_dlogits(q, k, k, indices, None, shape['block_size'], shape.get('num_packed', 0)) is passes
     assert not dlogits.passes_dlogits(q, k, k, indices, torch.empty_like(indices), shape['block_size'])

@@ -118,6 +118,25 @@ def test_values_that_do_not_fit(dtype: torch.dtype, design: str, device: torch.d
     assert same_bits(out[:, 2::3], expected[:, 2::3])
 
 
+def test_values_that_do_not_fit_in_a_packed_sequence(dtype: torch.dtype, design: str, device: torch.device) -> None:
+    extents = packed([40, 0, 60])
+    tensors = make_problem(extents, dtype, device)
+    tensors['v'] = tensors['v'].clone()
+    tensors['v'][:, 45:60:3] *= TOO_LARGE[dtype]
+    assert_exact(tensors, extents)
+
+
+def test_large_logits(dtype: torch.dtype, design: str, device: torch.device) -> None:
+    """Of a hundred million the numbers of float32 are far apart: weights are rounded, but stay numbers."""
+    tensors = make_problem(whole(60), dtype, device)
+    tensors['q'], tensors['k'] = (torch.full_like(t, 2048) + t.round() * 16 for t in (tensors['q'], tensors['k']))
+    for scale in (0.5, 1, 1.7, 2):
+        out, lse, exact = forward(tensors, whole(60), scale=scale)
+        assert out.isfinite().all()
+        assert exact.isfinite().all()
+        assert not lse.isnan().any()
+
+
 @pytest.mark.parametrize('junk', ['too large', torch.nan, torch.inf])
 @pytest.mark.parametrize('name', ['k', 'v'])
 def test_what_others_read_changes_nothing(
@@ -180,7 +199,7 @@ def test_the_future_changes_nothing(dtype: torch.dtype, design: str, device: tor
 
 
 def test_what_is_converted(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole blocks alone, of tokens whose every element keeps 14 bits of the largest."""
+    """Whole blocks alone, of tokens whose elements are near what they were beside the largest."""
     dtype = torch.float16 if is_interpreted() else torch.bfloat16
     monkeypatch.setattr(half_values, 'LARGEST', tl.constexpr(100.0 if is_interpreted() else 65504.0))
     extents = packed([20, 0, 50], 3)

@@ -27,15 +27,15 @@ from native_sparse_attention.ops._triton.tiles import load_rows, store_rows
 from native_sparse_attention.ops.selected_attention.triton.lists import load_sequence
 
 # Weights that meet converted values are in units of 2 ** -HEADROOM, so that small ones keep their bits too.
-# Above them is room for what rounding a reference far from 0 does to them.
-HEADROOM = tl.constexpr(12.0)
-UNIT = tl.constexpr(2.0**-12)
+# Above them is room for what rounding does to references of logits of many millions.
+HEADROOM = tl.constexpr(7.0)
+UNIT = tl.constexpr(2.0**-7)
 # What flags say of a block: all of its keys and values are small; and it is whole, and the values fit float16.
 IS_SMALL, FITS = tl.constexpr(1), tl.constexpr(2)
 # The largest number of float16.
 LARGEST = tl.constexpr(65504.0)
 # An element fits if the conversion changes it by no more than so much of its token's largest.
-ERROR = tl.constexpr(2.0**-14)
+ERROR = tl.constexpr(2.0**-17)
 # Keys of a tile of the conversion.
 BLOCK_N = 64
 

@@ -86,7 +86,9 @@ def selected_attention(
 ) -> tuple[Tensor, Tensor]:
     arguments = (q, k, v, block_indices, block_scale, *flatten(sequences), block_size, causal, scale, softcap)
     keeps_low = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)
-    keeps_low = keeps_low and passes_dlogits(q, k, v, block_indices, block_scale, block_size)
+    keeps_low = keeps_low and passes_dlogits(
+        q, k, v, block_indices, block_scale, block_size, _count_packed(sequences.cu_seqlens)
+    )
     # How long lists are is more than the compiler should have to know.
     out, lse, _, _, _ = _forward(*arguments, not torch.compiler.is_compiling(), keeps_low)
     return out, lse

@@ -192,7 +192,7 @@ def dq_from_dlogits_kernel(
     choices = load_choices(indices_ptr, tokens.to(tl.int64) * indices_strides[1], mask, NUM_SELECTED, BLOCK_S)
     # The entry of a query's first index; of queries that are left out, none.
     entries = (tokens - lists.first_token) * NUM_SELECTED + pair * lists.num_entries
-    entries = tl.where(mask, entries, -BLOCK_S)
+    entries = tl.where(mask, entries, -BLOCK_S - 1)
     k_ptr += row * k_strides[0] + kv_head.to(tl.int64) * k_strides[2]
     source = (k_ptr, k_tiles, row, kv_head, k_strides[1], key_start)
     place_of_tile = (tile - sharing.first_tile).to(tl.int64) * num_heads + kv_head - first_head
