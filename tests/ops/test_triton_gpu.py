@@ -69,6 +69,7 @@ def test_rules(op: str, index: int, device: torch.device, monkeypatch: pytest.Mo
         monkeypatch.setattr(selected_op, 'MAX_UNION_PERCENT', {'forward': 60, 'backward': 60})
     if index % 2 == 0:
         monkeypatch.setattr(dlogits, 'MIN_TOKENS', 1)
+        monkeypatch.setattr(dlogits, 'MIN_CHOICE', 0)
     problem, generator = draw_problem(op, index, device)
     grads = problem.draw_grads(generator)
     with harness.poisoned_allocations():

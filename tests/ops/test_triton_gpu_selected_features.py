@@ -61,6 +61,7 @@ def make_tensors(
     for name, value in constants.items():
         monkeypatch.setattr(selected_op, name, value)
     monkeypatch.setattr(dlogits, 'MIN_TOKENS', 1 if design == PASSED else 10**9)
+    monkeypatch.setattr(dlogits, 'MIN_CHOICE', 0)
     generator = torch.Generator(device).manual_seed(0)
     drawn: dict[str, Any] = {'device': device, 'generator': generator}
     heads = 2 if alone else 2 * group

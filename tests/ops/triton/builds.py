@@ -146,7 +146,7 @@ def build_selected(dtype: torch.dtype, head_dim: int) -> None:
         indices = torch.zeros(1, SEQLEN, 2, 16, dtype=torch.int32)
         differentiate(*selected_attention(q, k, v, indices, block_size=SELECTION_BLOCK, backend='triton'))
         selected_attention(q, k, v, indices, block_size=SELECTION_BLOCK, **PACKED, backend='triton')
-        with mock.patch.object(dlogits, 'MIN_TOKENS', 1):
+        with mock.patch.multiple(dlogits, MIN_TOKENS=1, MIN_CHOICE=0):
             differentiate(*selected_attention(q, k, v, indices, block_size=SELECTION_BLOCK, backend='triton'))
     with mock.patch.object(selected_op, 'choose_design', return_value='block'):
         q, k, v = make(dtype, head_dim)

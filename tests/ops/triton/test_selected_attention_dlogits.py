@@ -39,6 +39,7 @@ def passed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         finish(self, lists, pairs, tokens)
 
     monkeypatch.setattr(dlogits, 'MIN_TOKENS', 1)
+    monkeypatch.setattr(dlogits, 'MIN_CHOICE', 0)
     monkeypatch.setattr(op, 'MIN_SEQLEN_MIXED', 1)
     monkeypatch.setattr(query_gradients.QueryGradients, 'finish', counted)
     return ranges
@@ -243,17 +244,21 @@ def test_rows_that_one_weight_takes_nearly_all_of(peak: float, device: torch.dev
         ({'block_size': 48}, False),
         ({'block_size': 128}, True),
         ({'seqlen': 2047}, False),
-        ({'num_selected': 64}, True),
-        ({'num_selected': 64, 'group': 64}, False),
-        ({'num_selected': 65}, False),
+        ({'num_selected': 64, 'seqlen': 16384}, True),
+        ({'num_selected': 64, 'group': 64, 'seqlen': 16384}, False),
+        ({'num_selected': 65, 'seqlen': 16384}, False),
         ({'num_selected': 0}, False),
         ({'head_dim': 64}, True),
         ({'head_dim': 192}, False),
         ({'seqlen': 2**17}, True),
         ({'seqlen': 2**18}, False),
-        ({'block_size': 4096, 'num_selected': 16}, False),
-        ({'num_packed': 8192}, True),
-        ({'num_packed': 2**17}, False),
+        ({'block_size': 1024, 'num_selected': 16, 'seqlen': 65536}, False),
+        ({'seqlen': 3008}, False),
+        ({'seqlen': 3072}, True),
+        ({'seqlen': 65536, 'num_packed': 16}, True),
+        ({'seqlen': 65536, 'num_packed': 64}, False),
+        ({'seqlen': 2**17, 'block_size': 16, 'num_selected': 1, 'num_packed': 2**11}, True),
+        ({'seqlen': 2**17, 'group': 16, 'block_size': 16, 'num_selected': 1, 'num_packed': 2**17}, False),
         ({'batch': 128}, True),
         ({'batch': 256}, False),
     ],
@@ -261,6 +266,7 @@ def test_rows_that_one_weight_takes_nearly_all_of(peak: float, device: torch.dev
 )
 def test_what_goes_this_way(changes: dict[str, Any], passes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dlogits, 'MIN_TOKENS', 2048)
+    monkeypatch.setattr(dlogits, 'MIN_CHOICE', 3)
     monkeypatch.setattr(launch, 'architecture_of', lambda _: 'sm90')
     shape = {'seqlen': 8192, 'group': 16, 'num_selected': 16, 'block_size': 64, 'head_dim': 128, **changes}
     q, k, indices = (

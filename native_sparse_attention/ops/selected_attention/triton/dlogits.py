@@ -24,6 +24,9 @@ from native_sparse_attention.ops._triton.tiles import store_rows
 MAX_BYTES, MAX_BYTES_OF_SUMS, MAX_BYTES_OF_VALUES, MAX_BYTES_OF_UNIONS = 2**29, 2**27, 2**29, 2**26
 # Fewer tokens than this at once, or in all, are not worth it.
 MIN_TOKENS = 2048
+# Nor are sequences of so few blocks, on average, that neighbours read the same whatever they choose: so many times as
+# many as each of them chooses are enough.
+MIN_CHOICE = 3
 # Heads of a group, all of which are in a tile of dq, and rows of a tile.
 GROUPS, ROWS = (16, 32, 64), 64
 # The most indices of a row, of which dq looks for a block; and the largest head, beyond which sums fill the registers.
@@ -51,6 +54,9 @@ def passes_dlogits(
     if index_heads != k.shape[2] or q.shape[2] // index_heads not in GROUPS:
         return False
     if not 16 <= block_size <= seqlen_k or block_size & (block_size - 1):
+        return False
+    num_blocks = seqlen_k // max(1, num_packed) // block_size
+    if num_blocks < MIN_CHOICE * num_selected:
         return False
     most, bytes_of_index = most_tokens(q, k, block_indices, block_size), 12 * index_heads
     # Unions of all heads are made where the pairs of several rows are there at once.
