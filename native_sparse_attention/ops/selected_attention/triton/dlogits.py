@@ -20,15 +20,15 @@ from torch import Tensor
 from native_sparse_attention.ops._triton.tiles import store_rows
 
 # Bytes of the gradients of logits that are there at once, of the sums of dk and dv over ranges of tokens, of values in
-# float16, and of the unions of a row, or of tiles that packed sequences have besides.
+# float16, and of the unions of a row.
 MAX_BYTES, MAX_BYTES_OF_SUMS, MAX_BYTES_OF_VALUES, MAX_BYTES_OF_UNIONS = 2**29, 2**27, 2**29, 2**26
 # Fewer tokens than this at once, or in all, are not worth it.
 MIN_TOKENS = 2048
 # Nor are sequences of so few blocks, on average, that neighbours read the same whatever they choose: so many times as
 # many as each of them chooses are enough.
 MIN_CHOICE = 3
-# Heads of a group, all of which are in a tile of dq, and rows of a tile.
-GROUPS, ROWS = (16, 32, 64), 64
+# Heads of a group, all of which are in a tile of dq.
+GROUPS = (16, 32, 64)
 # The most indices of a row, of which dq looks for a block; and the largest head, beyond which sums fill the registers.
 MAX_SELECTED, MAX_HEAD = 64, 128
 
@@ -58,22 +58,15 @@ def passes_dlogits(
     num_blocks = seqlen_k // max(1, num_packed) // block_size
     if num_blocks < MIN_CHOICE * num_selected:
         return False
-    most, bytes_of_index = most_tokens(q, k, block_indices, block_size), 12 * index_heads
-    # Unions of all heads are made where the pairs of several rows are there at once.
-    bytes_of_unions = bytes_of_index * seqlen * _power_above(num_selected) if 2 * seqlen <= most else 0
-    bytes_of_packed = (
-        bytes_of_index * num_packed * _power_above(num_selected) * max(1, ROWS // (q.shape[2] // index_heads))
-    )
+    most = most_tokens(q, k, block_indices, block_size)
+    # 12 bytes for each of at most twice as many indices, of all heads where pairs of several rows are there at once.
+    bytes_of_unions = 24 * num_selected * index_heads * seqlen if 2 * seqlen <= most else 0
     return (
         min(seqlen, most) >= MIN_TOKENS
         and 4 * seqlen_k * (q.shape[3] + v.shape[3]) <= MAX_BYTES_OF_SUMS
         and 2 * v.numel() <= MAX_BYTES_OF_VALUES
-        and max(bytes_of_unions, bytes_of_packed) <= MAX_BYTES_OF_UNIONS
+        and bytes_of_unions <= MAX_BYTES_OF_UNIONS
     )
-
-
-def _power_above(count: int) -> int:
-    return 1 << max(count - 1, 1).bit_length()
 
 
 def most_tokens(q: Tensor, k: Tensor, block_indices: Tensor, block_size: int) -> int:
