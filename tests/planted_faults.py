@@ -154,7 +154,7 @@ FAULTS = [
     Fault('delta: gradient of a log-sum-exp of nothing', DELTA, "tl.where(lse == float('-inf'), 0.0, dlse)", 'dlse', (*PASSED, *EXACT)),
     Fault('delta: what is not finite has low bits', DELTA, 'tl.where(left - left == 0, left, 0.0)', 'left', EXACT),
     Fault('another head by descriptor', TILE_ROWS, 'head.to(tl.int32), 0])', 'head.to(tl.int32) * 0, 0])', ('test_selected_attention_tiles.py',)),
-    Fault('no rescale in selected attention', SELECTED_FORWARD, 'v, out * rescale[:, None])', 'v, out)', SELECTED),
+    Fault('no rescale in selected attention', SELECTED_FORWARD, 'add_product(weights.to(v.dtype), v, out * rescale[:, None])', 'add_product(weights.to(v.dtype), v, out)', SELECTED),
     Fault('gradient of block_scale off', SELECTED_BACKWARD, '0.0, dlogits * logits)', '0.0, dlogits * logits * factor)', SELECTED),
     Fault('block_scale missing in the gradient of q', SELECTED_BACKWARD, 'dq = add_product((dlogits * factor).to(k.dtype), k, dq)', 'dq = add_product(dlogits.to(k.dtype), k, dq)', SELECTED),
     Fault('causal mask dropped in the gradient of k', KEY_GRADIENTS, 'read = read & (keys[:, None] <= positions[None, :])', 'read = read & (keys[:, None] <= positions[None, :] + 1)', SELECTED),

@@ -304,7 +304,7 @@ def test_the_backward_takes_the_lists_of_the_forward(device: torch.device, monke
     assert len(made) == 1
     forward = op._forward
     with monkeypatch.context() as patch:
-        patch.setattr(op, '_forward', lambda *args: forward(*args[:-1], False))
+        patch.setattr(op, '_forward', lambda *args: forward(*args[:-2], False, args[-1]))
         assert_same_bits(run_triton(selected_attention, tensors, grads, block_size=2), kept)
     assert len(made) == 3
     monkeypatch.setattr(by_block, 'WORKSPACE', 1)
@@ -321,7 +321,7 @@ def test_the_registered_op_is_as_pytorch_wants_it(device: torch.device) -> None:
     cu_seqlens = torch.tensor([0, 2], dtype=torch.int32, device=device)
     for borders, softcap in ((None, None), (cu_seqlens, 3.0)):
         flat = (2, None, None, None, borders, borders)
-        inputs = (q, k, v, tensors['block_indices'], factors, *flat, 1, True, 0.25, softcap, False)
+        inputs = (q, k, v, tensors['block_indices'], factors, *flat, 1, True, 0.25, softcap, False, False)
         torch.library.opcheck(op._forward, inputs)
         detached = [t.detach() if isinstance(t, Tensor) else t for t in inputs]
         out, *others = op._forward(*detached)
