@@ -66,14 +66,14 @@ def assert_close(extents: Extents, heads: Heads, device: torch.device, **setting
 
 
 def assert_like_eager(tensors: dict[str, Tensor], grads: list[Tensor], **settings: Any) -> None:
-    """Every row within a few roundings of eager in float64; those of eager in float16 are off by half as much."""
+    """No row much farther from eager in float64 than those of eager in float16 are: by half as much, and a rounding."""
     wide = {name: t.double() if t.is_floating_point() else t for name, t in tensors.items()}
-    gold = run_eager(selected_attention, wide, grads, **settings)
+    gold, eager = (run_eager(selected_attention, t, grads, **settings) for t in (wide, tensors))
     for name, t in run_triton(selected_attention, tensors, grads, **settings).items():
         finite = gold[name].isfinite()
         assert t[~finite].double().equal(gold[name][~finite]), name
-        errors = row_errors(t.where(finite, 0), gold[name].where(finite, 0))
-        assert errors.numel() == 0 or errors.max() < 6e-3, name
+        ours, theirs = (row_errors(x.where(finite, 0), gold[name].where(finite, 0)) for x in (t, eager[name]))
+        assert t.numel() == 0 or ours.max() <= 1.5 * theirs.max() + (1e-6 if name == 'out1' else 2**-11), name
 
 
 @pytest.mark.parametrize('heads', [HEADS, Heads(32, 1, 16, 32), Heads(64, 1, 24, 16), Heads(32, 2, 16, 16)], ids=str)
