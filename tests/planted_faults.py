@@ -133,7 +133,7 @@ FAULTS = [
     Fault('passed: chunks of large groups in one place', DLOGITS, '(GROUP // 16) + chunk', '(GROUP // 16)', PASSED),
     Fault('passed: tiles of keys in one place', DLOGITS, '(rows + first_in_block) * 4', 'rows * 4', PASSED),
     Fault('passed: pairs in one place', DLOGITS, '(pair * lists.num_entries + entry)', '(entry + 0)', PASSED),
-    Fault('passed: tokens of other ranges', QUERY_GRADIENTS, 'row_mask &= query_start + queries < last_token', 'row_mask &= True', PASSED),
+    Fault('passed: tokens of earlier ranges', QUERY_GRADIENTS, '(queries < num_queries) & (query_start + queries >= lists.first_token)', 'queries < num_queries', PASSED),
     Fault('passed: entries of another range', QUERY_GRADIENTS, '(tokens - lists.first_token) * NUM_SELECTED', '(tokens - 0 * lists.first_token) * NUM_SELECTED', PASSED),
     Fault('passed: tiles before those of the sequences', QUERY_GRADIENTS, 'num_tiles += place.num_sequences + 1', 'num_tiles += 0', PASSED),
     Fault('passed: unions of another head', QUERY_GRADIENTS, 'num_heads + kv_head - first_head', 'num_heads + kv_head', PASSED),

@@ -83,6 +83,11 @@ def test_groups(heads: Heads, block_size: int, device: torch.device, passed: lis
     assert passed == [40]
 
 
+def test_blocks_of_several_tiles(device: torch.device, passed: list[int]) -> None:
+    assert_close(Extents(1, 12, 300, {}, [300]), HEADS, device, block_size=128)
+    assert passed
+
+
 @pytest.mark.parametrize('num_selected', [1, 2, 5])
 @pytest.mark.parametrize('settings', [{}, {'causal': False}, {'softcap': 2.0}, {'scale': -0.3}], ids=str)
 def test_settings(settings: dict[str, Any], num_selected: int, device: torch.device, passed: list[int]) -> None:
