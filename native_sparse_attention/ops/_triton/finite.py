@@ -16,17 +16,17 @@ from native_sparse_attention.ops._triton.launch import head_block, launch
 from native_sparse_attention.ops._triton.tiles import load_rows
 
 # Tokens of a program, and the most results that one is asked for at once.
-BLOCK_T, MAX_RESULTS = 128, 4096
+BLOCK_T, MAX_RESULTS = 128, tl.constexpr(256)
 # A product of two rows of up to 2 ** 9 elements below this is finite in float32.
 LARGE = tl.constexpr(2.0**59)
 
 
 def find_large(k: Tensor, v: Tensor) -> Tensor:
-    """int8 `[B, H, chunks]` for k and v `[B, S, H, D and DV]`: 1 where the absolute value of an element of a chunk
-    of tokens is not below LARGE in a head.
+    """int8 `[B, H, chunks]` for k and v `[B, S, H, D and DV]`: 1 where a chunk of tokens is not small in a head
+    (`is_small_tile`).
     """
     batch, seqlen, heads, head_dim = k.shape
-    step = BLOCK_T * max(1, -(-seqlen // (BLOCK_T * MAX_RESULTS)))
+    step = BLOCK_T * max(1, -(-seqlen // (BLOCK_T * MAX_RESULTS.value)))
     chunks = -(-seqlen // step)
     found = torch.empty(batch, heads, chunks, dtype=torch.int8, device=k.device)
     launch(
@@ -76,16 +76,16 @@ def finite_kernel(
 
 @triton.jit
 def is_small_tile(x):
-    """Whether the absolute values of x are all below LARGE."""
+    """Whether the absolute values of x add up to less than LARGE: one addition an element, where to compare each is
+    several times that.
+    """
     # As a vector: Triton 3.7 fails to compile one dimension after the other for Blackwell.
-    return tl.max(tl.ravel((tl.abs(x.to(tl.float32)) < LARGE).to(tl.int32) ^ 1), 0) == 0
+    return tl.sum(tl.ravel(tl.abs(x.to(tl.float32))), 0) < LARGE
 
 
 @triton.jit
 def is_small(found_ptr, pair, num_chunks):
     """Whether all of a head of a row is, by `find_large`. pair: row * H + head."""
-    found = tl.zeros([256], tl.int32)
-    for first in tl.range(0, num_chunks, 256):
-        chunks = first + tl.arange(0, 256)
-        found |= tl.load(found_ptr + pair * num_chunks + chunks, mask=chunks < num_chunks, other=0).to(tl.int32)
-    return tl.max(found, 0) == 0
+    chunks = tl.arange(0, MAX_RESULTS)
+    found = tl.load(found_ptr + pair * num_chunks + chunks, mask=chunks < num_chunks, other=0)
+    return tl.max(found.to(tl.int32), 0) == 0

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from native_sparse_attention.ops._triton.support import is_interpreted
-from native_sparse_attention.ops.selected_attention.triton.delta import add_low_bits, find_delta, find_low_bits
+from native_sparse_attention.ops.selected_attention.triton.delta import add_low_bits, find_delta, split_low_bits
 
 SIZE = 1024
 
@@ -18,8 +18,8 @@ SIZE = 1024
 def low_kernel(x_ptr, rounded_ptr, low_ptr, again_ptr, SIZE: tl.constexpr):
     places = tl.arange(0, SIZE)
     x = tl.load(x_ptr + places)
+    x, low = split_low_bits(x, rounded_ptr.dtype.element_ty)
     rounded = x.to(rounded_ptr.dtype.element_ty)
-    low = find_low_bits(x, rounded_ptr.dtype.element_ty)
     tl.store(rounded_ptr + places, rounded)
     tl.store(low_ptr + places, low)
     tl.store(again_ptr + places, add_low_bits(rounded, low))
@@ -45,9 +45,12 @@ def test_all_of_float32_is_there_beside_bfloat16(device: torch.device) -> None:
     # Halfway between two bfloat16 numbers.
     x[8:16] = (x[100:108].view(torch.int32) & -65536 | 0x8000).view(torch.float32)
     rounded, _, again = split(x, torch.bfloat16)
-    assert rounded.equal(x.bfloat16())
     halfway = (x.view(torch.int32) & 0xFFFF) == 0x8000
-    assert again[~halfway].equal(x[~halfway])
+    assert halfway.any()
+    assert rounded[~halfway].equal(x[~halfway].bfloat16())
+    assert ((rounded.float() - x).abs() <= x.abs() * 2**-8).all()
+    exact = (x.view(torch.int32) & 0x8000) == 0
+    assert again[exact].equal(x[exact])
     assert ((again - x).abs() <= x.abs() * 2**-23).all()
 
 

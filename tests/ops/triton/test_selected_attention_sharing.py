@@ -112,7 +112,7 @@ def assert_union(
             if 0 <= block * block_size <= last:
                 expected[block] = expected.get(block, 0) | 1 << bit
         whole = min(whole, (last + 1) // block_size)
-    num_blocks, num_whole = sharing.counts[tile, chooser].tolist()
+    num_blocks, num_whole = sharing.counts[tile, chooser, :2].tolist()
     blocks = sharing.blocks[tile, chooser, :num_blocks].tolist()
     members = sharing.members[tile, chooser, : num_blocks + 1].diff().tolist()
     assert (blocks, [bits % 2**64 for bits in members]) == (sorted(expected), [expected[b] for b in sorted(expected)])

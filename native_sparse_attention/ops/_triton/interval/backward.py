@@ -144,7 +144,7 @@ def dq_kernel(
                 last, key_start, interval, scale, marks, HAS_DLSE, False, False, HEAD_DIM, VALUE_DIM, BLOCK_N,
                 BLOCK_D, BLOCK_DV, WIDE,
             )  # fmt: skip
-    if q.dtype == tl.float32 or not (is_finite_tile(sums[0]) and is_finite_tile(sums[1])):
+    if q.dtype == tl.float32 or not is_finite_tile(sums[0] + sums[1]):
         # Perhaps for keys that some rows of the tile do not read: once more, with care.
         sums = empty_sums
         for tile in tl.range(num_tiles, num_stages=1):
@@ -194,8 +194,8 @@ def _add_keys(
     """
     dq, mean_k, missing = sums
     start = find_start(tiles, tile, MASKED, CAREFUL, BLOCK_N)
-    k = load_keys(keys, start, last, key_start, interval, MASKED, HEAD_DIM, BLOCK_N, BLOCK_D, WIDE)
-    v = load_keys(values, start, last, key_start, interval, MASKED, VALUE_DIM, BLOCK_N, BLOCK_DV, WIDE)
+    k = load_keys(keys, start, last, key_start, interval, MASKED, CAREFUL, HEAD_DIM, BLOCK_N, BLOCK_D, WIDE)
+    v = load_keys(values, start, last, key_start, interval, MASKED, CAREFUL, VALUE_DIM, BLOCK_N, BLOCK_DV, WIDE)
     logits = tl.dot(q, tl.trans(k), input_precision='ieee')  # [BLOCK_M, BLOCK_N]
     place = place_tile(rows, key_start, start, last, BLOCK_N)
     exponents, slope, read = find_exponents(logits, lse_log2[:, None], scale, marks, place)

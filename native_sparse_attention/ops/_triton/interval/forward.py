@@ -119,7 +119,7 @@ def forward_kernel(
 
     empty = total == 0
     total = tl.where(empty, 1.0, total)
-    out = out / total[:, None]
+    out = out * (1.0 / total)[:, None]
     if marks.keep_factor is not None:
         out = out * marks.keep_factor
     lse = tl.where(empty, float('-inf'), tl.fma(row_max, 0.6931471805599453, tl.log(total)))
@@ -160,8 +160,8 @@ def _attend(
     """
     row_max, total, out = sums
     start = find_start(tiles, tile, MASKED, CAREFUL, BLOCK_N)
-    k = load_keys(keys, start, last, key_start, interval, MASKED, HEAD_DIM, BLOCK_N, BLOCK_D, WIDE)
-    v = load_keys(values, start, last, key_start, interval, MASKED, VALUE_DIM, BLOCK_N, BLOCK_DV, WIDE)
+    k = load_keys(keys, start, last, key_start, interval, MASKED, CAREFUL, HEAD_DIM, BLOCK_N, BLOCK_D, WIDE)
+    v = load_keys(values, start, last, key_start, interval, MASKED, CAREFUL, VALUE_DIM, BLOCK_N, BLOCK_DV, WIDE)
     products = tl.dot(q, tl.trans(k), input_precision='ieee')  # [BLOCK_M, BLOCK_N]
     products = -products if NEGATIVE else products
     place = place_tile(rows, key_start, start, last, BLOCK_N)

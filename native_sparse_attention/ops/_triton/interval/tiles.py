@@ -98,17 +98,19 @@ def load_keys(
     key_start,
     interval,
     MASKED: tl.constexpr,
+    CAREFUL: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Keys or values `[BLOCK_N, BLOCK]`, of SIZE elements, from `start` on, before `last` where MASKED. source: a
-    tensor's descriptor (`describe_tiles`), the row of the batch and the head to read by it, and a pointer to these two.
+    """Keys or values `[BLOCK_N, BLOCK]`, of SIZE elements, from `start` on. source: a tensor's descriptor
+    (`describe_tiles`), the row of the batch and the head to read by it, and a pointer to these two. MASKED: from `last`
+    on they are 0, or, where there is a descriptor, what follows in the tensor, unless CAREFUL.
     """
     tiles, row, head, ptr, stride = source
     num_memory = 0 if interval.num_memory is None else interval.num_memory
-    if not MASKED and tiles is not None:
+    if tiles is not None and not CAREFUL and (not MASKED or interval.num_memory is None):
         keys = load_tile(tiles, None, row, key_start + num_memory + start, head, None, True, SIZE, BLOCK_N, BLOCK, WIDE)
     else:
         keys = start + tl.arange(0, BLOCK_N)

@@ -23,19 +23,21 @@ BLOCK_T = 32
 
 
 @triton.jit
-def find_low_bits(x, DTYPE: tl.constexpr):
-    """What rounding float32 numbers to a half type leaves out, as int16: of bfloat16 the distance in units of float32's
-    last place, of float16 the difference, 2 ** 11 as large, in float16.
+def split_low_bits(x, DTYPE: tl.constexpr):
+    """Float32 numbers, to be rounded to a half type, and what that leaves out of them, as int16: of bfloat16 the lower
+    half of the bits, as what is to be added to the rounded ones; of float16 the difference, 2 ** 11 as large, in
+    float16.
     """
-    rounded = x.to(DTYPE).to(tl.float32)
     if DTYPE == tl.bfloat16:  # noqa: SIM300
-        # Halfway between two numbers it may be 2 ** 15.
-        low = tl.minimum(x.to(tl.int32, bitcast=True) - rounded.to(tl.int32, bitcast=True), 32767).to(tl.int16)
+        # The last bit is set where numbers may be halfway between two others, which could have been rounded to either.
+        bits = x.to(tl.int32, bitcast=True)
+        bits |= (bits >> 15) & 1
+        x, low = bits.to(tl.float32, bitcast=True), bits.to(tl.int16)
     else:
-        left = (x - rounded) * 2048.0
+        left = (x - x.to(DTYPE).to(tl.float32)) * 2048.0
         left = tl.where(left - left == 0, left, 0.0)  # where the output is not finite
         low = left.to(tl.float16).to(tl.int16, bitcast=True)
-    return low
+    return x, low
 
 
 @triton.jit
@@ -52,7 +54,7 @@ def add_low_bits(rounded, low):
 def find_delta(out: Tensor, low: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
     """delta of every row, less the gradient of its log-sum-exp: float32 `[B, HQ, T]` like lse and dlse.
 
-    out, dout: `[B, T, HQ, DV]`; low: int16, contiguous, from `find_low_bits`.
+    out, dout: `[B, T, HQ, DV]`; low: int16, contiguous, from `split_low_bits`.
     """
     batch, seqlen, heads, value_dim = out.shape
     delta = torch.empty_like(lse)

@@ -20,11 +20,10 @@ from native_sparse_attention.ops.selected_attention.triton.choice import (
     load_factor,
     load_step,
 )
-from native_sparse_attention.ops.selected_attention.triton.delta import find_low_bits
+from native_sparse_attention.ops.selected_attention.triton.delta import split_low_bits
 from native_sparse_attention.ops.selected_attention.triton.half_values import (
     FITS,
     HEADROOM,
-    UNIT,
     add_exact_product,
     find_flags,
 )
@@ -76,7 +75,7 @@ def forward_kernel(
     sharing: what the kernel of neighbours does is left to it. k_tiles, v_tiles: tensor descriptors of k and v, tiles of
     `[1, BLOCK_N, 1, BLOCK_D and BLOCK_DV]`, or None. softcap: of the logits, or None, as in all of these kernels.
 
-    low: int16 `[B, T, HQ, DV]`, what rounding leaves out of out (`find_low_bits`), or None. Where it is asked for,
+    low: int16 `[B, T, HQ, DV]`, what rounding leaves out of out (`split_low_bits`), or None. Where it is asked for,
     weights meet v with eleven bits: halves, half_tiles: v in float16 (`HalfValues`), or None. ONES: such weights are
     added up by a product with columns of ones.
     """
@@ -116,7 +115,6 @@ def forward_kernel(
         num_slots, last_slot, num_left = find_whole_blocks(choice, readable, NUM_SELECTED, BLOCK_SIZE, BLOCK_S)
         chosen = (indices_ptr, choice, readable, last_slot)
         num_steps = num_slots * (BLOCK_SIZE // BLOCK_N)
-        first_step = 0
         if halves is not None:
             # All of them in float16, or none: what does not fit is found out while it is tried, and done anew.
             whole = (choice >= 0) & (choice < readable // BLOCK_SIZE)
@@ -125,36 +123,23 @@ def forward_kernel(
             flags = tl.load(flags_ptr + tl.where(whole, choice, 0), mask=whole, other=FITS)
             half_ptr = halves.half + row * half_strides[0] + kv_head * half_strides[2]
             half = (k_ptr, half_ptr, k_tiles, half_tiles, row, kv_head, k_strides[1], half_strides[1], key_start)
-            totals = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-            sums = tl.zeros([BLOCK_M, 8] if ONES else [BLOCK_M, BLOCK_N], tl.float32)
-            for step in tl.range(0, num_steps):
-                k, v, slot, is_read, read = load_step(
-                    half, chosen, step, WHOLE, BLOCK_SIZE, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_N, BLOCK_D, BLOCK_DV,
-                    WIDE,
+            row_max, total, surplus, out = _attend_to_blocks(
+                q, half, chosen, factors_ptr, num_steps, scale_log2, softcap, EXACT, True, ONES, BLOCK_SIZE, HEAD_DIM,
+                VALUE_DIM, BLOCK_S, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+            )  # fmt: skip
+            if tl.min(flags.to(tl.int32), 0) != FITS:
+                row_max, total, surplus, out = _attend_to_blocks(
+                    q, source, chosen, factors_ptr, num_steps, scale_log2, softcap, EXACT, False, False, BLOCK_SIZE,
+                    HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
                 )  # fmt: skip
-                row_max, totals, sums, out = _attend(
-                    q, k, v, row_max, totals, sums, out, scale_log2, softcap, read, False, EXACT, True, ONES
-                )
-            fits = tl.min(flags.to(tl.int32), 0) == FITS
-            first_step = tl.where(fits, num_steps, 0)
-            row_max = tl.where(fits, row_max, float('-inf'))
-            total = tl.where(fits, tl.sum(totals, 1) * UNIT, 0.0)
-            surplus = tl.max(sums, 1) * UNIT - total if ONES else tl.sum(sums, 1) * UNIT
-            surplus = tl.where(fits, surplus, 0.0)
-            out = tl.where(fits, out * UNIT, 0.0)
-        totals = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)  # added up over the keys of a tile at the end
-        # One loop, whose next step is fetched in time, be a block one tile or several.
-        for step in tl.range(first_step, num_steps):
-            k, v, slot, is_read, read = load_step(
-                source, chosen, step, WHOLE, BLOCK_SIZE, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE
-            )
-            factor = load_factor(factors_ptr, slot, is_read)
-            row_max, totals, surplus, out = _attend(
-                q, k, v, row_max, totals, surplus, out, factor * scale_log2, softcap, read, False, EXACT, False, False
-            )
-        total += tl.sum(totals, 1)
-        # Few keys are left, of one block: in smaller tiles, none of which is read in vain.
-        for step in tl.range(0, tl.cdiv(num_left, 16)):
+        else:
+            row_max, total, surplus, out = _attend_to_blocks(
+                q, source, chosen, factors_ptr, num_steps, scale_log2, softcap, EXACT, False, False, BLOCK_SIZE,
+                HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+            )  # fmt: skip
+        # Few keys are left, of one block: in smaller tiles, none of which is read in vain. In a short pipeline, since
+        # what fills one is most of what there is to do.
+        for step in tl.range(0, tl.cdiv(num_left, 16), num_stages=3):
             k, v, slot, is_read, read = load_step(
                 source, chosen, step, PART, BLOCK_SIZE, HEAD_DIM, VALUE_DIM, BLOCK_S, 16, BLOCK_D, BLOCK_DV, WIDE
             )
@@ -176,16 +161,62 @@ def forward_kernel(
     empty = total == 0
     total = tl.where(empty, 1.0, total)
     divisor = total if halves is None else total + surplus
-    out = out / divisor[:, None]
+    out = out * (1.0 / divisor)[:, None]
     lse = tl.where(empty, float('-inf'), tl.fma(row_max, 0.6931471805599453, tl.log(total)))
     out_ptr += row * out_strides[0] + token * out_strides[1]
-    store_rows(out_ptr, heads, out_strides[2], out, head_mask, VALUE_DIM, BLOCK_DV)
     if EXACT:
-        low = find_low_bits(out, out_ptr.dtype.element_ty)
+        out, low = split_low_bits(out, out_ptr.dtype.element_ty)
         low_ptr += (row * place.seqlen_q + token) * (tl.num_programs(1) // parts * GROUP) * VALUE_DIM
         store_rows(low_ptr, heads, VALUE_DIM, low, head_mask, VALUE_DIM, BLOCK_DV)
+    store_rows(out_ptr, heads, out_strides[2], out, head_mask, VALUE_DIM, BLOCK_DV)
     num_heads = tl.num_programs(1) // parts * GROUP
     tl.store(lse_ptr + (row * num_heads + heads) * place.seqlen_q + token, lse, mask=head_mask)
+
+
+@triton.jit
+def _attend_to_blocks(
+    q,
+    source,
+    chosen,
+    factors_ptr,
+    num_steps,
+    scale_log2,
+    softcap,
+    EXACT: tl.constexpr,
+    HALF: tl.constexpr,
+    ONES: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """The running softmax of whole blocks, steps of `load_step`: of each row the logit that weights are relative to,
+    their sum, by how much the sum of those that met v is above it, and the sum of the values.
+    """
+    row_max = tl.full([BLOCK_M], float('-inf'), tl.float32)
+    totals = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)  # added up over the keys of a tile at the end
+    SUMS: tl.constexpr = ([BLOCK_M, 8] if ONES else [BLOCK_M, BLOCK_N]) if HALF else [BLOCK_M]
+    sums = tl.zeros(SUMS, tl.float32)
+    out = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    # One loop, whose next step is fetched in time, be a block one tile or several.
+    for step in tl.range(0, num_steps):
+        k, v, slot, is_read, read = load_step(
+            source, chosen, step, WHOLE, BLOCK_SIZE, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE
+        )
+        factor = load_factor(factors_ptr, slot, is_read)
+        row_max, totals, sums, out = _attend(
+            q, k, v, row_max, totals, sums, out, factor * scale_log2, softcap, read, False, EXACT, HALF, ONES
+        )
+    total = tl.sum(totals, 1)
+    if HALF:
+        row_max -= HEADROOM
+        sums = tl.max(sums, 1) - total if ONES else tl.sum(sums, 1)
+    return row_max, total, sums, out
 
 
 @triton.jit

@@ -29,7 +29,6 @@ from native_sparse_attention.ops.selected_attention.triton.lists import load_seq
 # Weights that meet converted values are in units of 2 ** -HEADROOM, so that small ones keep their bits too.
 # Above them is room for what rounding does to references of logits of many millions.
 HEADROOM = tl.constexpr(7.0)
-UNIT = tl.constexpr(2.0**-7)
 # What flags say of a block: all of its keys and values are small; and it is whole, and the values fit float16.
 IS_SMALL, FITS = tl.constexpr(1), tl.constexpr(2)
 # The largest number of float16.

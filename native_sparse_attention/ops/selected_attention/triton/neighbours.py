@@ -18,13 +18,10 @@ from native_sparse_attention.ops._triton.placement import load_extent, locate_qu
 from native_sparse_attention.ops._triton.softcap import cap_logits
 from native_sparse_attention.ops._triton.tiles import add_product, load_rows, load_tile, split_finite, store_rows
 from native_sparse_attention.ops.selected_attention.triton.choice import load_choices
-from native_sparse_attention.ops.selected_attention.triton.delta import find_low_bits
+from native_sparse_attention.ops.selected_attention.triton.delta import split_low_bits
 from native_sparse_attention.ops.selected_attention.triton.half_values import (
-    FITS,
     HEADROOM,
-    UNIT,
     add_exact_product,
-    find_flags,
 )
 from native_sparse_attention.ops.selected_attention.triton.sharing import load_flag
 
@@ -94,9 +91,10 @@ def neighbours_forward_kernel(
     k_ptr += row * k_strides[0] + chooser // REPEATS * k_strides[2]
     v_ptr += row * v_strides[0] + chooser // REPEATS * v_strides[2]
     q_ptr += row * q_strides[0]
-    q_rows = (q_ptr, tokens * q_strides[1] + heads * q_strides[2], mask, scale)
-    q = _load_queries(q_rows, HEAD_DIM, BLOCK_D)
-    scale = tl.abs(scale)
+    q = load_rows(q_ptr, tokens * q_strides[1] + heads * q_strides[2], 1, mask, HEAD_DIM, BLOCK_D)
+    if scale < 0:
+        # So that the largest product of a row makes its largest logit.
+        q, scale = -q, -scale
     indices_ptr += row * indices_strides[0] + chooser * indices_strides[2]
     members = first_query + tl.arange(0, BLOCK_T)
     member_mask = members < num_queries
@@ -124,10 +122,9 @@ def neighbours_forward_kernel(
     surplus = tl.zeros([BLOCK_M], tl.float32)
     if halves is not None:
         row_max, total, surplus, out = _attend_in_halves(
-            q, q_rows, source, blocks_ptr, members_ptr, sharing.counts + in_unions // UNION * 2, halves, half_tiles,
-            half_strides, find_flags(halves, pair, sequence, key_start, place, BLOCK_SIZE), row_max, total, out,
-            num_keys, positions, scale, softcap, CAUSAL, BLOCK_SIZE, SPLIT, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_T,
-            BLOCK_G, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE, UNION, ONES,
+            q, source, blocks_ptr, members_ptr, sharing.counts + in_unions // UNION * 3, halves, half_tiles,
+            half_strides, row_max, total, out, num_keys, positions, scale, softcap, CAUSAL, BLOCK_SIZE, SPLIT, HEAD_DIM,
+            VALUE_DIM, BLOCK_S, BLOCK_T, BLOCK_G, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE, ONES,
         )  # fmt: skip
     else:
         num_blocks, num_clean, num_whole = count_in_union(sharing, in_unions // UNION, pair, is_small_tile(q), UNMASKED)
@@ -136,7 +133,7 @@ def neighbours_forward_kernel(
             for step in tl.range(0, num_whole * SPLIT):
                 following = load_entry(blocks_ptr, members_ptr, step + 1, num_blocks, SPLIT)
                 row_max, total, surplus, out = _attend(
-                    q, source, entry, None, True, choices, factors, row_max, total, surplus, out, step, num_keys,
+                    q, source, entry, None, choices, factors, row_max, total, surplus, out, step, num_keys,
                     positions, scale, softcap, factors_ptr is not None, False, False, EXACT, False, False, CAUSAL,
                     BLOCK_SIZE, SPLIT, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_T, BLOCK_G, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
                 )  # fmt: skip
@@ -144,19 +141,20 @@ def neighbours_forward_kernel(
             for step in tl.range(num_whole * SPLIT, num_clean * SPLIT):
                 following = load_entry(blocks_ptr, members_ptr, step + 1, num_blocks, SPLIT)
                 row_max, total, surplus, out = _attend(
-                    q, source, entry, None, True, choices, factors, row_max, total, surplus, out, step, num_keys,
+                    q, source, entry, None, choices, factors, row_max, total, surplus, out, step, num_keys,
                     positions, scale, softcap, factors_ptr is not None, True, False, EXACT, False, False, CAUSAL,
                     BLOCK_SIZE, SPLIT, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_T, BLOCK_G, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
                 )  # fmt: skip
                 entry = following
-        for step in tl.range(num_clean * SPLIT, num_blocks * SPLIT):
-            following = load_entry(blocks_ptr, members_ptr, step + 1, num_blocks, SPLIT)
-            row_max, total, surplus, out = _attend(
-                q, source, entry, None, True, choices, factors, row_max, total, surplus, out, step, num_keys, positions,
-                scale, softcap, factors_ptr is not None, True, True, EXACT, False, False, CAUSAL, BLOCK_SIZE, SPLIT,
-                HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_T, BLOCK_G, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
-            )  # fmt: skip
-            entry = following
+        if num_clean < num_blocks:
+            for step in tl.range(num_clean * SPLIT, num_blocks * SPLIT):
+                following = load_entry(blocks_ptr, members_ptr, step + 1, num_blocks, SPLIT)
+                row_max, total, surplus, out = _attend(
+                    q, source, entry, None, choices, factors, row_max, total, surplus, out, step, num_keys, positions,
+                    scale, softcap, factors_ptr is not None, True, True, EXACT, False, False, CAUSAL, BLOCK_SIZE, SPLIT,
+                    HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_T, BLOCK_G, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+                )  # fmt: skip
+                entry = following
 
     empty = total == 0
     total = tl.where(empty, 1.0, total)
@@ -164,28 +162,19 @@ def neighbours_forward_kernel(
     out_ptr += row * out_strides[0]
     offsets = tokens * out_strides[1] + heads * out_strides[2]
     divisor = total if halves is None else total + surplus
-    out = out / divisor[:, None]
-    store_rows(out_ptr, offsets, 1, out, mask, VALUE_DIM, BLOCK_DV)
+    out = out * (1.0 / divisor)[:, None]
     num_heads = tl.num_programs(1) * GROUP
     if EXACT:
-        low = find_low_bits(out, out_ptr.dtype.element_ty)
+        out, low = split_low_bits(out, out_ptr.dtype.element_ty)
         rows = (row * place.seqlen_q + tokens) * num_heads + heads
         store_rows(low_ptr, rows, VALUE_DIM, low, mask, VALUE_DIM, BLOCK_DV)
+    store_rows(out_ptr, offsets, 1, out, mask, VALUE_DIM, BLOCK_DV)
     tl.store(lse_ptr + (row * num_heads + heads) * place.seqlen_q + tokens, lse, mask=mask)
-
-
-@triton.jit
-def _load_queries(q_rows, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """With the sign of the scale: the largest product of a row makes its largest logit then."""
-    q_ptr, rows, mask, scale = q_rows
-    q = load_rows(q_ptr, rows, 1, mask, HEAD_DIM, BLOCK_D)
-    return tl.where(scale < 0, -q, q)
 
 
 @triton.jit
 def _attend_in_halves(
     q,
-    q_rows,
     source,
     blocks_ptr,
     members_ptr,
@@ -193,7 +182,6 @@ def _attend_in_halves(
     halves,
     half_tiles,
     half_strides,
-    flags_ptr,
     row_max,
     total,
     out,
@@ -213,75 +201,64 @@ def _attend_in_halves(
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     WIDE: tl.constexpr,
-    UNION: tl.constexpr,
     ONES: tl.constexpr,
 ):
     """A tile's running softmax over its union: first over whole blocks that fit float16, then over the others, with
     care where they are not small. So a row has its bits whatever neighbours chose, and whatever comes later.
-    flags_ptr: from `find_flags`.
     """
     k_ptr, _, k_tiles, _, row, kv_head, k_stride, _, key_start = source
     half_ptr = halves.half + row * half_strides[0] + kv_head * half_strides[2]
     half = (k_ptr, half_ptr, k_tiles, half_tiles, row, kv_head, k_stride, half_strides[1], key_start)
-    num_blocks, num_whole = tl.load(counts_ptr), tl.load(counts_ptr + 1)
-    # Products of rows that are not small may be no numbers, for blocks that they did not choose, too.
-    is_small_row = tl.min((tl.abs(q.to(tl.float32)) < LARGE).to(tl.int32), 1) != 0
-    q = tl.where(is_small_row[:, None], q, 0.0)
+    num_blocks, num_fitting = tl.load(counts_ptr), tl.load(counts_ptr + 1)
+    are_small = tl.load(counts_ptr + 2) != 0
+    is_small_query = is_small_tile(q)
     BLOCK_M: tl.constexpr = BLOCK_T * BLOCK_G
     SUMS: tl.constexpr = [BLOCK_M, 8] if ONES else [BLOCK_M]
     sums = tl.zeros(SUMS, tl.float32)
-    places = tl.arange(0, UNION)
-    blocks = tl.load(blocks_ptr + places, mask=places < num_blocks, other=0)
-    flags = tl.load(flags_ptr + blocks, mask=places < num_blocks, other=FITS)
     entry = load_entry(blocks_ptr, members_ptr, 0, num_blocks, SPLIT)
-    fits = _load_fits(flags_ptr, entry, 0, num_whole, SPLIT)
-    for step in tl.range(0, num_whole * SPLIT):
+    for step in tl.range(0, num_fitting * SPLIT):
         following = load_entry(blocks_ptr, members_ptr, step + 1, num_blocks, SPLIT)
-        following_fits = _load_fits(flags_ptr, following, step + 1, num_whole, SPLIT)
         row_max, total, sums, out = _attend(
-            q, half, entry, is_small_row & fits, fits, 0, 0, row_max, total, sums, out, step, num_keys, positions,
-            scale, softcap, False, False, False, True, True, ONES, CAUSAL, BLOCK_SIZE, SPLIT, HEAD_DIM, VALUE_DIM,
-            BLOCK_S, BLOCK_T, BLOCK_G, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+            q, half, entry, None, 0, 0, row_max, total, sums, out, step, num_keys, positions, scale, softcap, False,
+            False, False, True, True, ONES, CAUSAL, BLOCK_SIZE, SPLIT, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_T, BLOCK_G,
+            BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
         )  # fmt: skip
-        entry, fits = following, following_fits
+        entry = following
     surplus = tl.max(sums, 1) - total if ONES else sums
-    total, surplus, out = total * UNIT, surplus * UNIT, out * UNIT
+    # What weights were in units of.
+    row_max -= HEADROOM
 
-    # Fetched anew, so that shared memory holds one of both: the compiler does not see that it is the same place.
-    q_rows = (q_rows[0] + tl.minimum(num_whole, 0) * 16, q_rows[1], q_rows[2], q_rows[3])
-    q = _load_queries(q_rows, HEAD_DIM, BLOCK_D)
-    flags = flags.to(tl.int32)
-    are_small = tl.min(is_small_row.to(tl.int32), 0) != 0
-    all_fit = are_small & (tl.min(tl.where(places < num_whole, flags, FITS), 0) == FITS)
-    first = tl.where(all_fit, num_whole * SPLIT, 0)
-    last_clean = tl.where(are_small & (tl.min(flags, 0) != 0), num_blocks * SPLIT, first)
-    entry = load_entry(blocks_ptr, members_ptr, first, num_blocks, SPLIT)
-    fits = _load_fits(flags_ptr, entry, first, num_whole, SPLIT)
-    for step in tl.range(first, last_clean):
-        following = load_entry(blocks_ptr, members_ptr, step + 1, num_blocks, SPLIT)
-        following_fits = _load_fits(flags_ptr, following, step + 1, num_whole, SPLIT)
-        row_max, total, surplus, out = _attend(
-            q, source, entry, (is_small_row & fits) == 0, True, 0, 0, row_max, total, surplus, out, step, num_keys,
-            positions, scale, softcap, False, True, False, True, False, False, CAUSAL, BLOCK_SIZE, SPLIT, HEAD_DIM,
-            VALUE_DIM, BLOCK_S, BLOCK_T, BLOCK_G, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
-        )  # fmt: skip
-        entry, fits = following, following_fits
-    for step in tl.range(last_clean, num_blocks * SPLIT):
-        following = load_entry(blocks_ptr, members_ptr, step + 1, num_blocks, SPLIT)
-        following_fits = _load_fits(flags_ptr, following, step + 1, num_whole, SPLIT)
-        row_max, total, surplus, out = _attend(
-            q, source, entry, (is_small_row & fits) == 0, True, 0, 0, row_max, total, surplus, out, step, num_keys,
-            positions, scale, softcap, False, True, True, True, False, False, CAUSAL, BLOCK_SIZE, SPLIT, HEAD_DIM,
-            VALUE_DIM, BLOCK_S, BLOCK_T, BLOCK_G, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
-        )  # fmt: skip
-        entry, fits = following, following_fits
+    first = num_fitting * SPLIT
+    is_small_row = tl.full([BLOCK_M], 1, tl.int1)
+    if not is_small_query:
+        # Products of other rows may be no numbers, for blocks that they did not choose, too: anew, with care.
+        is_small_row = tl.min((tl.abs(q.to(tl.float32)) < LARGE).to(tl.int32), 1) != 0
+        first, are_small = 0, False
+        row_max = tl.where(is_small_row, row_max, float('-inf'))
+        total, surplus = tl.where(is_small_row, total, 0.0), tl.where(is_small_row, surplus, 0.0)
+        out = tl.where(is_small_row[:, None], out, 0.0)
+    if are_small:
+        # Of one block most often.
+        entry = load_entry(blocks_ptr, members_ptr, first, num_blocks, SPLIT)
+        for step in tl.range(first, num_blocks * SPLIT, num_stages=2):
+            following = load_entry(blocks_ptr, members_ptr, step + 1, num_blocks, SPLIT)
+            row_max, total, surplus, out = _attend(
+                q, source, entry, None, 0, 0, row_max, total, surplus, out, step, num_keys, positions, scale, softcap,
+                False, True, False, True, False, False, CAUSAL, BLOCK_SIZE, SPLIT, HEAD_DIM, VALUE_DIM, BLOCK_S,
+                BLOCK_T, BLOCK_G, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+            )  # fmt: skip
+            entry = following
+    else:
+        entry = load_entry(blocks_ptr, members_ptr, first, num_blocks, SPLIT)
+        for step in tl.range(first, num_blocks * SPLIT):
+            following = load_entry(blocks_ptr, members_ptr, step + 1, num_blocks, SPLIT)
+            row_max, total, surplus, out = _attend(
+                q, source, entry, (is_small_row & (step < num_fitting * SPLIT)) == 0, 0, 0, row_max, total, surplus,
+                out, step, num_keys, positions, scale, softcap, False, True, True, True, False, False, CAUSAL,
+                BLOCK_SIZE, SPLIT, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_T, BLOCK_G, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+            )  # fmt: skip
+            entry = following
     return row_max, total, surplus, out
-
-
-@triton.jit
-def _load_fits(flags_ptr, entry, step, num_whole, SPLIT: tl.constexpr):
-    """Whether the block of a step is whole for all of the tile and fits float16."""
-    return tl.load(flags_ptr + entry[0], mask=step // SPLIT < num_whole, other=0) == FITS
 
 
 @triton.jit
@@ -290,7 +267,6 @@ def _attend(
     source,
     entry,
     takes,
-    exists,
     choices,
     factors,
     row_max,
@@ -322,17 +298,16 @@ def _attend(
     WIDE: tl.constexpr,
 ):
     """Adds a tile of keys to a running softmax: part step % SPLIT of block step // SPLIT of the union, for those rows
-    that `takes` names, or None for all. exists: whether its keys are there; if not, nobody takes it. Not MASKED: who
-    chose the block reads all of the tile. Not CAREFUL: all products are finite. EXACT, HALF: as in the kernel per
-    query. sums: by how much the sum of the weights that meet v is above total; with ONES, that sum. scale is not
-    negative.
+    that `takes` names, or None for all. Not MASKED: who chose the block reads all of the tile. Not CAREFUL: all
+    products are finite. EXACT, HALF: as in the kernel per query. sums: by how much the sum of the weights that meet v
+    is above total; with ONES, that sum. scale is not negative.
     """
     block, chosen, first, keys, key_mask = open_step(
         entry, step, num_keys, MASKED, BLOCK_SIZE, SPLIT, BLOCK_T, BLOCK_G, BLOCK_N
     )
     if takes is not None:
         chosen = chosen & takes
-    k, v = load_keys(source, first, exists, key_mask, MASKED, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE)
+    k, v = load_keys(source, first, key_mask, MASKED, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE)
     scale_log2 = tl.full([BLOCK_T * BLOCK_G], scale * 1.4426950408889634, tl.float32)
     if SCALED:
         scale_log2 *= for_heads(pick_factor(factors, find_slot(choices, block, BLOCK_S), BLOCK_S), BLOCK_T, BLOCK_G)
@@ -383,8 +358,8 @@ def count_in_union(sharing, place, pair, is_small_query, UNMASKED: tl.constexpr)
     """Blocks of a union; the first of them that are read without care, all or none; the first of these that are read
     without masks. is_small_query: whether what is multiplied beside k and v is small.
     """
-    num_blocks = tl.load(sharing.counts + place * 2)
-    num_whole = tl.load(sharing.counts + place * 2 + 1)
+    num_blocks = tl.load(sharing.counts + place * 3)
+    num_whole = tl.load(sharing.counts + place * 3 + 1)
     num_clean = 0
     if UNMASKED:
         if is_small(sharing.large, pair, sharing.num_chunks) and is_small_query:
@@ -434,7 +409,6 @@ def open_step(
 def load_keys(
     source,
     first,
-    exists,
     mask,
     MASKED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -444,8 +418,8 @@ def load_keys(
     BLOCK_DV: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """k `[BLOCK_N, BLOCK_D]` and v `[BLOCK_N, BLOCK_DV]` of a step. source: where they are. exists:
-    all of them, or else zeros are fetched; where MASKED, the mask says which are there.
+    """k `[BLOCK_N, BLOCK_D]` and v `[BLOCK_N, BLOCK_DV]` of a step. source: where they are. MASKED: the mask
+    says which are there.
     """
     k_ptr, v_ptr, k_tiles, v_tiles, row, kv_head, k_stride, v_stride, key_start = source
     first += key_start
@@ -454,8 +428,8 @@ def load_keys(
         k = load_rows(k_ptr, rows, k_stride, mask, HEAD_DIM, BLOCK_D, WIDE)
         v = load_rows(v_ptr, rows, v_stride, mask, VALUE_DIM, BLOCK_DV, WIDE)
     else:
-        k = load_tile(k_tiles, k_ptr, row, first, kv_head, k_stride, exists, HEAD_DIM, BLOCK_N, BLOCK_D, WIDE)
-        v = load_tile(v_tiles, v_ptr, row, first, kv_head, v_stride, exists, VALUE_DIM, BLOCK_N, BLOCK_DV, WIDE)
+        k = load_tile(k_tiles, k_ptr, row, first, kv_head, k_stride, True, HEAD_DIM, BLOCK_N, BLOCK_D, WIDE)
+        v = load_tile(v_tiles, v_ptr, row, first, kv_head, v_stride, True, VALUE_DIM, BLOCK_N, BLOCK_DV, WIDE)
     return k, v
 
 

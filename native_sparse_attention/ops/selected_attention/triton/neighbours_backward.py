@@ -220,7 +220,7 @@ def _differentiate(
     block, chosen, first, keys, key_mask = open_step(
         entry, step, num_keys, MASKED, BLOCK_SIZE, SPLIT, BLOCK_T, BLOCK_G, BLOCK_N
     )
-    k, v = load_keys(source, first, True, key_mask, MASKED, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE)
+    k, v = load_keys(source, first, key_mask, MASKED, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE)
     factor = tl.full([BLOCK_T * BLOCK_G], 1.0, tl.float32)
     if SCALED:
         slot = find_slot(choices, block, BLOCK_S)  # [BLOCK_T]

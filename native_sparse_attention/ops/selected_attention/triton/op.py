@@ -46,7 +46,7 @@ from native_sparse_attention.ops.selected_attention.triton.by_block import atten
 from native_sparse_attention.ops.selected_attention.triton.by_block_backward import MemberGradients
 from native_sparse_attention.ops.selected_attention.triton.dlogits import passes_dlogits
 from native_sparse_attention.ops.selected_attention.triton.forward import forward_kernel
-from native_sparse_attention.ops.selected_attention.triton.half_values import convert_values, converts
+from native_sparse_attention.ops.selected_attention.triton.half_values import HalfValues, convert_values, converts
 from native_sparse_attention.ops.selected_attention.triton.neighbours import neighbours_forward_kernel
 from native_sparse_attention.ops.selected_attention.triton.neighbours_backward import neighbours_dq_kernel
 from native_sparse_attention.ops.selected_attention.triton.query_gradients import differentiate_by_dlogits
@@ -115,7 +115,7 @@ def _forward(
     keeps_low: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The output, the log-sum-exp, and what the backward takes besides: what rounding leaves out of the output
-    (`find_low_bits`), empty where not keeps_low; entries and starts of an `InverseIndex`, empty where there are none,
+    (`split_low_bits`), empty where not keeps_low; entries and starts of an `InverseIndex`, empty where there are none,
     where there are too many, and where not keeps_lists.
     """
     q, k, v, block_indices, block_scale = last_dim_contiguous(q, k, v, block_indices, block_scale)
@@ -136,7 +136,7 @@ def _forward(
     halves = convert_values(k, v, place, block_size) if keeps_low and converts(v.dtype) else None
     half = None if halves is None else halves.half
     inputs = (q, k, v, block_indices, place, block_size, causal)
-    launches = _plan(design, *kernels, *inputs, max_percent=percent, has_flags=halves is not None)
+    launches = _plan(design, *kernels, *inputs, max_percent=percent, halves=halves)
     for kernel, grid, sharing, meta in launches:
         meta['ONES'] = is_hopper(q.device)  # where a product of eight columns is cheaper than sums
         meta['WIDE'] = meta['WIDE'] or is_wide(half)
@@ -362,11 +362,11 @@ def _plan(
     causal: bool,
     *,
     max_percent: int,
-    has_flags: bool = False,
+    halves: HalfValues | None = None,
 ) -> Iterator[tuple[Any, tuple[int, int], Sharing, dict[str, Any]]]:
     """Kernels with their grids, what they share or leave to each other, and constants, one after the other, so that
-    what a launch needs is there for no longer. per_tile, per_query: kernel and table. has_flags: what is large is known
-    of every block (`HalfValues`).
+    what a launch needs is there for no longer. per_tile, per_query: kernel and table. halves: converted values, where
+    what is large is known of every block.
     """
     sharing, rest = NOTHING_SHARED, (q, k, v, block_indices, block_size, causal)
     if design != 'query':
@@ -375,14 +375,14 @@ def _plan(
         meta['BLOCK_M'] = min(meta['BLOCK_M'], MAX_MEMBERS * meta['BLOCK_G'])
         block_t = meta['BLOCK_M'] // meta['BLOCK_G']
         meta['UNION'] = union_size(block_indices.shape[3], block_t)
-        large = None if has_flags else find_large(k, v)
+        large = None if halves is not None else find_large(k, v)
         unions = (block_indices, place, meta['BLOCK_SIZE'], causal, block_t)
         if design == 'mixed':
-            sharing = find_sharing(*unions, max_percent, large)
+            sharing = find_sharing(*unions, max_percent, large, None, halves)
             yield per_tile[0], sharing.counts.shape[:2], sharing, meta
         else:
             for tiles in union_tiles(block_indices, place, block_t):
-                sharing = find_sharing(*unions, None, large, tiles)
+                sharing = find_sharing(*unions, None, large, tiles, halves)
                 yield per_tile[0], sharing.counts.shape[:2], sharing, meta
     if design != 'neighbours':
         grid, meta = _launch_per_query(per_query[1], *rest)

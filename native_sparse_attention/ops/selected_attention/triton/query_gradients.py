@@ -128,7 +128,7 @@ def differentiate_by_dlogits(
     scale: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v. low: of the output, `find_low_bits`."""
+    """Gradients of q, k and v. low: of the output, `split_low_bits`."""
     delta = find_delta(out, low, dout, lse, dlse)
     settled = (place, block_size, causal, scale)
     queries = QueryGradients(q, k, v, block_indices, *settled)
@@ -198,26 +198,38 @@ def dq_from_dlogits_kernel(
     place_of_tile = (tile - sharing.first_tile).to(tl.int64) * num_heads + kv_head - first_head
     blocks_ptr = sharing.blocks + place_of_tile * UNION
     members_ptr = sharing.members + place_of_tile * (UNION + 1)
-    num_blocks = tl.load(sharing.counts + place_of_tile * 2)
-    num_whole = tl.load(sharing.counts + place_of_tile * 2 + 1)
-    num_whole = tl.where(is_small(sharing.large, row * lists.kv_heads + kv_head, sharing.num_chunks), num_whole, 0)
+    num_blocks = tl.load(sharing.counts + place_of_tile * 3)
+    num_whole = tl.load(sharing.counts + place_of_tile * 3 + 1)
+    # As q and dout have a part in the gradients of the logits alone, all depends on k.
+    are_small = is_small(sharing.large, row * lists.kv_heads + kv_head, sharing.num_chunks)
+    num_whole = tl.where(are_small, num_whole, 0)
 
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     entry = load_entry(blocks_ptr, members_ptr, 0, num_blocks, SPLIT)
     for step in tl.range(0, num_whole * SPLIT):
         following = load_entry(blocks_ptr, members_ptr, step + 1, num_blocks, SPLIT)
         dq = _add_keys(
-            dq, source, dlogits_ptr, choices, entries, entry, step, num_keys, False, GROUP, BLOCK_SIZE, SPLIT, HEAD_DIM,
-            BLOCK_S, BLOCK_T, BLOCK_N, BLOCK_D, WIDE,
+            dq, source, dlogits_ptr, choices, entries, entry, step, num_keys, False, False, GROUP, BLOCK_SIZE, SPLIT,
+            HEAD_DIM, BLOCK_S, BLOCK_T, BLOCK_N, BLOCK_D, WIDE,
         )  # fmt: skip
         entry = following
-    for step in tl.range(num_whole * SPLIT, num_blocks * SPLIT):
-        following = load_entry(blocks_ptr, members_ptr, step + 1, num_blocks, SPLIT)
-        dq = _add_keys(
-            dq, source, dlogits_ptr, choices, entries, entry, step, num_keys, True, GROUP, BLOCK_SIZE, SPLIT, HEAD_DIM,
-            BLOCK_S, BLOCK_T, BLOCK_N, BLOCK_D, WIDE,
-        )  # fmt: skip
-        entry = following
+    if are_small:
+        # Of one block most often.
+        for step in tl.range(num_whole * SPLIT, num_blocks * SPLIT, num_stages=2):
+            following = load_entry(blocks_ptr, members_ptr, step + 1, num_blocks, SPLIT)
+            dq = _add_keys(
+                dq, source, dlogits_ptr, choices, entries, entry, step, num_keys, True, False, GROUP, BLOCK_SIZE, SPLIT,
+                HEAD_DIM, BLOCK_S, BLOCK_T, BLOCK_N, BLOCK_D, WIDE,
+            )  # fmt: skip
+            entry = following
+    else:
+        for step in tl.range(0, num_blocks * SPLIT):
+            following = load_entry(blocks_ptr, members_ptr, step + 1, num_blocks, SPLIT)
+            dq = _add_keys(
+                dq, source, dlogits_ptr, choices, entries, entry, step, num_keys, True, True, GROUP, BLOCK_SIZE, SPLIT,
+                HEAD_DIM, BLOCK_S, BLOCK_T, BLOCK_N, BLOCK_D, WIDE,
+            )  # fmt: skip
+            entry = following
 
     rows = tl.arange(0, BLOCK_M)
     queries = first_query + rows // GROUP
@@ -239,6 +251,7 @@ def _add_keys(
     step,
     num_keys,
     MASKED: tl.constexpr,
+    CAREFUL: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -250,7 +263,7 @@ def _add_keys(
     WIDE: tl.constexpr,
 ):
     """dq with what a tile of keys adds: part step % SPLIT of a block of the union. Not MASKED: all of its keys are
-    there and finite.
+    there. Not CAREFUL: they are finite.
     """
     k_ptr, k_tiles, row, kv_head, k_stride, key_start = source
     block, chosen, first, keys, key_mask = open_step(
@@ -258,10 +271,11 @@ def _add_keys(
     )
     if MASKED:
         k = load_rows(k_ptr, key_start + keys, k_stride, key_mask, HEAD_DIM, BLOCK_D, WIDE)
-        # Of what no query may read, the gradients are 0.
-        k, _ = split_finite(k)
     else:
         k = load_tile(k_tiles, k_ptr, row, key_start + first, kv_head, k_stride, True, HEAD_DIM, BLOCK_N, BLOCK_D, WIDE)
+    if CAREFUL:
+        # Of what no query may read, the gradients are 0.
+        k, _ = split_finite(k)
     places = tl.arange(0, BLOCK_T * GROUP) % GROUP
     tiles = for_heads(entries + find_slot(choices, block, BLOCK_S), BLOCK_T, GROUP) * (GROUP // 16) + places // 16
     columns = tiles * (BLOCK_SIZE * 16) + places % 16

@@ -22,6 +22,7 @@ from native_sparse_attention.ops._triton.inverse_index import count_readable_blo
 from native_sparse_attention.ops._triton.launch import launch
 from native_sparse_attention.ops._triton.placement import Placement, load_extent, locate_queries, num_tiles
 from native_sparse_attention.ops._triton.tiles import sort_tile
+from native_sparse_attention.ops.selected_attention.triton.half_values import FITS, HalfValues, find_flags
 
 # A tile reads its blocks together where these are at most so many of 100 that its queries would read one by one. A
 # block of a union is dearer than one of a query, which is masked for none of its rows. On an H200, at G = 16, head size
@@ -38,9 +39,10 @@ class Sharing(NamedTuple):
 
     blocks: int32 `[tiles, HI, P]`, the union of what a chooser's queries chose, ascending; P is `union_size`. members:
     int64 `[tiles, HI, P + 1]`: bit t of members[i + 1] - members[i] says that query t of the tile chose block i.
-    counts: int32 `[tiles, HI, 2]`, of the blocks, and of the first ones that every query may read as a whole. flags:
-    int8 `[tiles + 1, HI]`, 1 where a tile reads its union, 0 where its queries go one by one; None where all tiles are
-    alike. large: from `find_large`, or None where nobody asks.
+    counts: int32 `[tiles, HI, 3]`, of the blocks; of the first ones, which every query may read as a whole; and, with
+    converted values, whether all of the blocks are small. With these the first ones are those that fit, too, and the
+    others stand behind them, ascending again. flags: int8 `[tiles + 1, HI]`, 1 where a tile reads its union, 0 where
+    its queries go one by one; None where all tiles are alike. large: from `find_large`, or None where nobody asks.
     """
 
     flags: Any
@@ -65,8 +67,11 @@ def find_sharing(
     max_percent: int | None,
     large: Tensor | None,
     tiles: range | None = None,
+    halves: HalfValues | None = None,
 ) -> Sharing:
-    """The unions of these tiles, or of all; with flags unless max_percent is None."""
+    """The unions of these tiles, or of all; with flags unless max_percent is None. halves: converted values, each of
+    whose heads has one chooser.
+    """
     seqlen, index_heads, num_selected = block_indices.shape[1:]
     tiles = range(num_tiles(place, seqlen, block_t)) if tiles is None else tiles
     size = union_size(num_selected, block_t)
@@ -77,7 +82,7 @@ def find_sharing(
         block_t,
         torch.empty(*shape, size, dtype=torch.int32, device=device),
         torch.empty(*shape, size + 1, dtype=torch.int64, device=device),
-        torch.empty(*shape, 2, dtype=torch.int32, device=device),
+        torch.empty(*shape, 3, dtype=torch.int32, device=device),
         tiles.start,
         large,
         0 if large is None else large.shape[2],
@@ -85,7 +90,7 @@ def find_sharing(
     launch(
         union_kernel,
         shape,
-        *(sharing, block_indices, block_indices.stride(), place, max_percent),
+        *(sharing, halves, block_indices, block_indices.stride(), place, max_percent),
         NUM_SELECTED=num_selected,
         BLOCK_SIZE=block_size,
         CAUSAL=causal,
@@ -113,6 +118,7 @@ def union_tiles(block_indices: Tensor, place: Placement, block_t: int) -> list[r
 @triton.jit(do_not_specialize=['max_percent'])
 def union_kernel(
     sharing,
+    halves,
     indices_ptr,
     indices_strides,
     place,
@@ -129,8 +135,10 @@ def union_kernel(
     SIZE: tl.constexpr = 2**LOG_SIZE
     BLOCK_T: tl.constexpr = SIZE // BLOCK_S
     NO_BLOCK: tl.constexpr = 2**30 // SIZE - 1
+    # Keys of values in float16 are few (`passes_dlogits`), so block numbers leave this bit free.
+    LATE: tl.constexpr = 2**29 // SIZE
     index = tl.program_id(0) + sharing.first_tile
-    _, row, query_start, first_query, num_queries, num_keys, offset = locate_queries(index, place, BLOCK_T)
+    sequence, row, query_start, first_query, num_queries, num_keys, offset = locate_queries(index, place, BLOCK_T)
     if first_query >= num_queries:
         return
     row, chooser = row.to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -144,7 +152,18 @@ def union_kernel(
     )
     num_blocks = count_readable_blocks(offset + queries, num_keys, BLOCK_SIZE, CAUSAL)
     counts = (blocks >= 0) & (blocks < num_blocks) & (blocks < NO_BLOCK)
-    keys = sort_tile(tl.where(counts, blocks.to(tl.int32), NO_BLOCK) * SIZE + places, LOG_SIZE, LOG_SIZE // 5)
+    num_whole = num_keys // BLOCK_SIZE
+    if CAUSAL:
+        num_whole = tl.minimum(num_whole, tl.maximum(offset + first_query + 1, 0) // BLOCK_SIZE)
+    counts_ptr = sharing.counts + place_of_tile * 3
+    blocks = tl.where(counts, blocks, 0).to(tl.int32)
+    if halves is not None:
+        _, key_start, _ = load_extent(place.cu_seqlens_k, sequence, place.seqlen_k, place.num_sequences)
+        flags_ptr = find_flags(halves, row * tl.num_programs(1) + chooser, sequence, key_start, place, BLOCK_SIZE)
+        flags = tl.load(flags_ptr + blocks, mask=counts, other=FITS).to(tl.int32)
+        blocks += tl.where((blocks < num_whole) & (flags == FITS), 0, LATE)
+        tl.store(counts_ptr + 2, (tl.min(flags, 0) != 0).to(tl.int32))
+    keys = sort_tile(tl.where(counts, blocks, NO_BLOCK) * SIZE + places, LOG_SIZE, LOG_SIZE // 5)
 
     # What stands before and behind each of them is read back, from where the union comes to stand.
     blocks_ptr = sharing.blocks + place_of_tile * SIZE
@@ -161,14 +180,10 @@ def union_kernel(
     ranks = tl.cumsum(starts.to(tl.int32), 0)
     bits = tl.where(is_pair, 1, 0).to(tl.int64) << (keys % SIZE // BLOCK_S).to(tl.int64)
     members_ptr = sharing.members + place_of_tile * (SIZE + 1)
-    tl.store(blocks_ptr + ranks - 1, blocks, mask=is_last)
+    tl.store(blocks_ptr + ranks - 1, blocks if halves is None else blocks % LATE, mask=is_last)
     tl.store(members_ptr + ranks, tl.cumsum(bits, 0), mask=is_last)
     tl.store(members_ptr, 0)
 
-    num_whole = num_keys // BLOCK_SIZE
-    if CAUSAL:
-        num_whole = tl.minimum(num_whole, tl.maximum(offset + first_query + 1, 0) // BLOCK_SIZE)
-    counts_ptr = sharing.counts + place_of_tile * 2
     num_union = tl.sum(starts.to(tl.int32), 0)
     tl.store(counts_ptr, num_union)
     tl.store(counts_ptr + 1, tl.sum((starts & (blocks < num_whole)).to(tl.int32), 0))
