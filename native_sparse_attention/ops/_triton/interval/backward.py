@@ -46,7 +46,7 @@ def dq_kernel(
     dout_ptr,
     dlse_ptr,
     dq_ptr,
-    delta_ptr,
+    pairs_ptr,
     k_tiles,
     v_tiles,
     q_strides,
@@ -70,8 +70,9 @@ def dq_kernel(
     BLOCK_DV: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Shapes as in the forward kernel; dlse may be None, and is `[B, HQ, T]` like lse and delta, where the gradient of
-    a logit is p * (dp - delta).
+    """Shapes as in the forward kernel; dlse may be None, and is `[B, HQ, T]` like lse. pairs: float32 `[B, HQ, 2, T]`,
+    what the other kernels take of a row: its log-sum-exp in bits, 0 where it reads nothing, and delta, where the
+    gradient of a logit is p * (dp - delta).
     """
     sequence, row, query_start, first_query, num_queries, num_tokens, offset = locate_queries(
         tl.program_id(0), place, BLOCK_M // HEADS
@@ -102,6 +103,8 @@ def dq_kernel(
     row_of_lse = (row * tl.num_programs(1) * HEADS + heads) * place.seqlen_q
     lse = tl.load(lse_ptr + row_of_lse + query_rows, mask=query_mask, other=0.0)
     lse_log2 = tl.where(lse == float('-inf'), 0.0, lse) * 1.4426950408889634
+    pairs_ptr += 2 * row_of_lse
+    tl.store(pairs_ptr + query_rows, lse_log2, mask=query_mask)
     dlse = tl.zeros([BLOCK_M], tl.float32)
     HAS_DLSE: tl.constexpr = dlse_ptr is not None
     if HAS_DLSE:
@@ -156,7 +159,7 @@ def dq_kernel(
     dq, mean_k, missing = sums
     dq = (dq - missing[:, None] * mean_k) * scale
     store_rows(dq_ptr, query_rows, dq_strides[1], dq, query_mask, HEAD_DIM, BLOCK_D)
-    tl.store(delta_ptr + row_of_lse + query_rows, delta + missing - dlse, mask=query_mask)
+    tl.store(pairs_ptr + place.seqlen_q + query_rows, delta + missing - dlse, mask=query_mask)
 
 
 @triton.jit
@@ -226,8 +229,7 @@ def dkv_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
-    lse_ptr,
-    delta_ptr,
+    pairs_ptr,
     dout_ptr,
     dk_ptr,
     dv_ptr,
@@ -318,8 +320,8 @@ def dkv_kernel(
     places = (row_of_marks(marks, row), query_start, key_rows, key_mask)
     first_row = tl.zeros([], tl.int64) + query_start
     inputs = (
-        q_ptr + first_row * q_strides[1], dout_ptr + first_row * dout_strides[1], lse_ptr + first_row,
-        delta_ptr + first_row, q_strides, dout_strides, row * num_heads, place.seqlen_q,
+        q_ptr + first_row * q_strides[1], dout_ptr + first_row * dout_strides[1], pairs_ptr + first_row,
+        q_strides, dout_strides, row * num_heads, place.seqlen_q,
     )  # fmt: skip
     empty_sums = (tl.zeros([BLOCK_N, BLOCK_D], tl.float32), tl.zeros([BLOCK_N, BLOCK_DV], tl.float32))
     sums = empty_sums
@@ -399,6 +401,20 @@ def _add_heads(
 
 
 @triton.jit
+def _load_pairs(pairs_ptr, queries, seqlen):
+    """Two numbers of each query, seqlen apart. Where a tile has fewer elements than a program threads, every thread
+    would fetch what it needs, one after the other: so there are four columns of them, of which two are read.
+    """
+    columns = tl.arange(0, 4)[None, :]
+    mask = tl.broadcast_to(columns < 2, [queries.shape[0], 4])
+    numbers = tl.load(pairs_ptr + columns * seqlen + queries[:, None], mask=mask, other=0.0)
+    even, odd = tl.split(tl.reshape(numbers, [queries.shape[0], 2, 2]))
+    first, _ = tl.split(even)
+    second, _ = tl.split(odd)
+    return first, second
+
+
+@triton.jit
 def _add_queries(
     inputs,
     k,
@@ -426,8 +442,7 @@ def _add_queries(
     reaches those keys alone that it reads; a gradient that is not reaches the values of the whole tile.
     """
     dk, dv = sums
-    q_ptr, dout_ptr, lse_ptr, delta_ptr, q_strides, dout_strides, first_of_row, seqlen = inputs
-    row_of_lse = (first_of_row + head) * seqlen
+    q_ptr, dout_ptr, pairs_ptr, q_strides, dout_strides, first_head, seqlen = inputs
     start = find_start(tiles, tile, MASKED, CAREFUL, BLOCK_M)
     queries = start + tl.arange(0, BLOCK_M)
     query_mask = tl.full([BLOCK_M], 1, tl.int1)
@@ -439,9 +454,7 @@ def _add_queries(
     if MASKED:
         # A thread loads many of these; a mask for each costs more than the last one's once more.
         queries = tl.minimum(queries, last - 1)
-    lse = tl.load(lse_ptr + row_of_lse + queries)
-    delta = tl.load(delta_ptr + row_of_lse + queries)
-    lse_log2 = tl.where(lse == float('-inf'), 0.0, lse) * 1.4426950408889634
+    lse_log2, delta = _load_pairs(pairs_ptr + (first_head + head) * 2 * seqlen, queries, seqlen)
     logits = tl.dot(k, tl.trans(q), input_precision='ieee')  # [BLOCK_N, BLOCK_M]
     row, query_start, key_rows, key_mask = places
     place = (row, head, (query_start + queries)[None, :], key_rows[:, None], query_mask[None, :], key_mask[:, None])

@@ -19,8 +19,7 @@ def dbias_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
-    lse_ptr,
-    delta_ptr,
+    pairs_ptr,
     dout_ptr,
     dbias_ptr,
     q_strides,
@@ -75,10 +74,9 @@ def dbias_kernel(
             k = load_rows(k_of_head, keys, k_strides[1], key_mask, HEAD_DIM, BLOCK_D, WIDE)
             v = load_rows(v_of_head, keys, v_strides[1], key_mask, VALUE_DIM, BLOCK_DV, WIDE)
             dout = load_rows(dout_of_head, queries, dout_strides[1], query_mask, VALUE_DIM, BLOCK_DV, WIDE)
-            row_of_lse = (row_of_q * num_heads + head) * place.seqlen_q
-            lse = tl.load(lse_ptr + row_of_lse + queries, mask=query_mask, other=0.0)
-            delta = tl.load(delta_ptr + row_of_lse + queries, mask=query_mask, other=0.0)
-            lse_log2 = tl.where(lse == float('-inf'), 0.0, lse) * 1.4426950408889634
+            pairs_of_head = pairs_ptr + (row_of_q * num_heads + head) * 2 * place.seqlen_q
+            lse_log2 = tl.load(pairs_of_head + queries, mask=query_mask, other=0.0)
+            delta = tl.load(pairs_of_head + place.seqlen_q + queries, mask=query_mask, other=0.0)
             products = tl.dot(q, tl.trans(k), input_precision='ieee')  # [BLOCK_M, BLOCK_N]
             exponents, _, allowed = find_exponents(products, lse_log2[:, None], scale, marks, at)
             reads = read & allowed

@@ -20,8 +20,8 @@ FULL_GRID = 1024
 WORKSPACE = 2**29
 # Queries whose part of the gradients of memory is added by one program.
 SPLIT = 1024
-# q, k, v, lse, delta, dout
-Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+# q, k, v, dout, and of every row its log-sum-exp and delta (`dq_kernel`)
+Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def differentiate_keys(
@@ -109,12 +109,12 @@ def _launch_dkv(
     split: int | None = None,
 ) -> None:
     """split: of the queries, where the gradients are those of memory."""
-    q, k, v, lse, delta, dout = tensors
+    q, k, v, dout, pairs = tensors
     block_m, block_n, num_warps, num_stages = _settings_of_keys(interval, q, v)
     launch(
         dkv_kernel,
         grid,
-        *(q, k, v, lse, delta, dout, *grads),
+        *(q, k, v, pairs, dout, *grads),
         *(q.stride(), k.stride(), v.stride(), dout.stride(), *(t.stride() for t in grads)),
         *(place, interval, scale, marks),
         MEMORY=split is not None,
@@ -142,9 +142,9 @@ def _rows_of(rows: range, tensors: Tensors, place: Placement, marks: Marks) -> t
     """All of it for some rows of the batch."""
     if len(rows) == len(tensors[0]):
         return tensors, place, marks
-    q, k, v, lse, delta, dout = (t[rows.start : rows.stop] for t in tensors)
+    q, k, v, dout, pairs = (t[rows.start : rows.stop] for t in tensors)
     marks = marks if marks.first_row is None else marks._replace(first_row=rows.start)
-    return (q, k, v, lse, delta, dout), _place_of(place, rows), marks
+    return (q, k, v, dout, pairs), _place_of(place, rows), marks
 
 
 def _place_of(place: Placement, rows: range) -> Placement:

@@ -173,13 +173,13 @@ def _backward(
     seqlen, heads, head_dim = q.shape[1:]
     kv_heads, value_dim = v.shape[2:]
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
-    delta = torch.empty_like(lse)
+    pairs = lse.new_empty(*lse.shape[:2], 2, lse.shape[2])  # what dkv takes of a row
     block_m, block_n, num_warps, num_stages = settings_of(settings.DQ, q, v)
     packed = _count_packed(heads // kv_heads, block_m)
     launch(
         dq_kernel,
         (num_tiles(place, seqlen, block_m // packed), heads // packed),
-        *(q, k, v, out, lse, dout, dlse, dq, delta, *_describe_keys(k, v, place, interval, block_n)),
+        *(q, k, v, out, lse, dout, dlse, dq, pairs, *_describe_keys(k, v, place, interval, block_n)),
         *(q.stride(), k.stride(), v.stride(), out.stride(), dout.stride()),
         *(None if dlse is None else dlse.stride(), dq.stride()),
         *(place, interval, scale, marks),
@@ -191,13 +191,13 @@ def _backward(
         num_stages=num_stages,
         device=q.device,
     )
-    tensors = (q, k, v, lse, delta, dout)
+    tensors = (q, k, v, dout, pairs)
     dk = dv = dmem_k = dmem_v = dsinks = dbias = None
     if needs_dkv:
         dk, dv = differentiate_keys(tensors, place, interval, scale, marks)
         dmem_k, dmem_v = differentiate_memory(tensors, place, interval, scale, marks)
     if needs_dsinks and sinks is not None:
-        dsinks = _differentiate_sinks(sinks, lse, delta)
+        dsinks = _differentiate_sinks(sinks, lse, pairs[:, :, 1])
     if needs_dbias and bias is not None:
         dbias = _differentiate_bias(bias, tensors, place, interval, scale, marks)
     dk, dv, dmem_k, dmem_v, dsinks, dbias = (
@@ -222,7 +222,7 @@ def _differentiate_sinks(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
 def _differentiate_bias(
     bias: Tensor, tensors: Tensors, place: Placement, interval: Interval, scale: float, marks: Marks
 ) -> Tensor:
-    q, k, v, lse, delta, dout = tensors
+    q, k, v, dout, pairs = tensors
     dbias = torch.empty_like(bias, memory_format=torch.contiguous_format)
     block_m, block_n, num_warps, num_stages = settings_of(settings.DQ, q, v)
     block_n = min(block_n, 32)  # all four operands come by pointers, which take registers
@@ -230,7 +230,7 @@ def _differentiate_bias(
     launch(
         dbias_kernel,
         (tiles * bias.shape[0] * bias.shape[1],),
-        *(q, k, v, lse, delta, dout, dbias),
+        *(q, k, v, pairs, dout, dbias),
         *(q.stride(), k.stride(), v.stride(), dout.stride(), dbias.stride()),
         *(place, interval, scale, marks, (q.shape[0], q.shape[2], *bias.shape[:2])),
         GROUP=q.shape[2] // k.shape[2],

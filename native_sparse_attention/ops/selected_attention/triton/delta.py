@@ -10,7 +10,6 @@ element, and with them the output has all bits of float32.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -51,17 +50,18 @@ def add_low_bits(rounded, low):
     return x
 
 
-def find_delta(out: Tensor, low: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
-    """delta of every row, less the gradient of its log-sum-exp: float32 `[B, HQ, T]` like lse and dlse.
+def find_delta(out: Tensor, low: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor]:
+    """lse, and delta of every row less the gradient of its log-sum-exp: float32 `[B, HQ, T]` like dlse. They are views
+    of one tensor in which the heads of a token lie side by side, since dkv fetches them together.
 
     out, dout: `[B, T, HQ, DV]`; low: int16, contiguous, from `split_low_bits`.
     """
     batch, seqlen, heads, value_dim = out.shape
-    delta = torch.empty_like(lse)
+    pairs = lse.new_empty(batch, seqlen, heads, 2)
     launch(
         delta_kernel,
         (batch * -(-seqlen // BLOCK_T) * heads,),
-        *(out, low, dout, lse, dlse, delta, out.stride(), dout.stride()),
+        *(out, low, dout, lse, dlse, pairs, out.stride(), dout.stride()),
         *(None if dlse is None else dlse.stride(), seqlen, heads),
         VALUE_DIM=value_dim,
         BLOCK_T=BLOCK_T,
@@ -69,7 +69,8 @@ def find_delta(out: Tensor, low: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor
         num_warps=4,
         device=out.device,
     )
-    return delta
+    lse, delta = pairs.transpose(1, 2).unbind(3)
+    return lse, delta
 
 
 @triton.jit
@@ -79,7 +80,7 @@ def delta_kernel(
     dout_ptr,
     lse_ptr,
     dlse_ptr,
-    delta_ptr,
+    pairs_ptr,
     out_strides,
     dout_strides,
     dlse_strides,
@@ -89,7 +90,7 @@ def delta_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
-    """One program per tile of tokens and head."""
+    """One program per tile of tokens and head. pairs: `[B, T, HQ, 2]`, lse and delta."""
     head = (tl.program_id(0) % heads).to(tl.int64)
     tile = tl.program_id(0) // heads
     row = (tile // tl.cdiv(seqlen, BLOCK_T)).to(tl.int64)
@@ -102,11 +103,12 @@ def delta_kernel(
     low = load_rows(low_ptr, tokens, heads * VALUE_DIM, mask, VALUE_DIM, BLOCK_DV)
     dout = load_rows(dout_ptr, tokens, dout_strides[1], mask, VALUE_DIM, BLOCK_DV)
     delta = tl.sum(add_low_bits(out, low) * dout.to(tl.float32), 1)
-    places = (row * heads + head) * seqlen + tokens
+    lse = tl.load(lse_ptr + (row * heads + head) * seqlen + tokens, mask=mask, other=0.0)
     if dlse_ptr is not None:
         dlse_ptr += row * dlse_strides[0] + head * dlse_strides[1]
         dlse = tl.load(dlse_ptr + tokens * dlse_strides[2], mask=mask, other=0.0)
         # A log-sum-exp of nothing has no gradient; logaddexp of two such gives NaN.
-        lse = tl.load(lse_ptr + places, mask=mask, other=0.0)
         delta -= tl.where(lse == float('-inf'), 0.0, dlse)
-    tl.store(delta_ptr + places, delta, mask=mask)
+    pairs_ptr += 2 * ((row * seqlen + tokens) * heads + head)
+    tl.store(pairs_ptr, lse, mask=mask)
+    tl.store(pairs_ptr + 1, delta, mask=mask)

@@ -55,6 +55,7 @@ def dkv_kernel(
     k_strides,
     v_strides,
     factors_strides,
+    lse_strides,
     dout_strides,
     dk_strides,
     dv_strides,
@@ -113,12 +114,13 @@ def dkv_kernel(
     )
     num_rows = num_entries * GROUP
     first_far = tl.cdiv(num_near * GROUP, BLOCK_M) * BLOCK_M
-    num_heads = lists.kv_heads * REPEATS * GROUP
     q_ptr += row * q_strides[0]
     dout_ptr += row * dout_strides[0]
-    lse_ptr += row * num_heads * place.seqlen_q
-    delta_ptr += row * num_heads * place.seqlen_q
-    inputs = (q_ptr, factors_ptr, lse_ptr, delta_ptr, dout_ptr, q_strides, factors_strides, dout_strides)
+    lse_ptr += row * lse_strides[0]
+    delta_ptr += row * lse_strides[0]
+    inputs = (
+        q_ptr, factors_ptr, lse_ptr, delta_ptr, dout_ptr, q_strides, factors_strides, lse_strides, dout_strides
+    )  # fmt: skip
     passed = (dlogits_ptr, pair, entries_ptr, tl.program_id(0) % tiles * BLOCK_N)
     entry = load_entries(entries_ptr, 0, num_rows, GROUP, BLOCK_M)
     for first_row in tl.range(0, tl.minimum(first_far, num_rows), BLOCK_M):
@@ -191,7 +193,7 @@ def _add_members(
     """dk and dv with what a tile of members adds, whose gradients of logits are left in memory where there is room for
     them. Not MASKED: all of them read all of the keys.
     """
-    q_ptr, factors_ptr, lse_ptr, delta_ptr, dout_ptr, q_strides, factors_strides, dout_strides = inputs
+    q_ptr, factors_ptr, lse_ptr, delta_ptr, dout_ptr, q_strides, factors_strides, lse_strides, dout_strides = inputs
     rows = first_row + tl.arange(0, BLOCK_M)
     row_mask = rows < num_rows
     _, in_group = split_members(first_row, GROUP, BLOCK_M)
@@ -203,7 +205,7 @@ def _add_members(
     q = load_rows(q_ptr, offsets, 1, row_mask, HEAD_DIM, BLOCK_D)  # [BLOCK_M, BLOCK_D]
     offsets = token * dout_strides[1] + head * dout_strides[2]
     dout = load_rows(dout_ptr, offsets, 1, row_mask, VALUE_DIM, BLOCK_DV)  # [BLOCK_M, BLOCK_DV]
-    places_of_lse = head * place.seqlen_q + token
+    places_of_lse = head * lse_strides[1] + token * lse_strides[2]
     # Rows that are none add nothing: their q and dout are 0.
     lse = tl.load(lse_ptr + places_of_lse, mask=row_mask, other=0.0)
     delta = tl.load(delta_ptr + places_of_lse, mask=row_mask, other=0.0)

@@ -64,8 +64,8 @@ def differentiate_keys(
     index: InverseIndex | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of k and v, for one group of pairs (a row of the batch and a kv head) after the other; where `members`
-    has no room for all tokens at once, for some tokens after the other. index: of all pairs and tokens, where it is
-    known.
+    has no room for all tokens at once, for some tokens after the other. lse, delta: `[B, HQ, T]`, of the same strides.
+    index: of all pairs and tokens, where it is known.
     """
     seqlen, heads, head_dim = q.shape[1:]
     seqlen_k, kv_heads, value_dim = v.shape[1:]
@@ -123,7 +123,7 @@ def differentiate_keys(
                 *(q, k, v, block_scale, lse, delta, dout, *sums),
                 *(None if members is None else members.dlogits, partials),
                 *(q.stride(), k.stride(), v.stride(), None if block_scale is None else block_scale.stride()),
-                *(dout.stride(), *strides, place, lists, scale, softcap),
+                *(lse.stride(), dout.stride(), *strides, place, lists, scale, softcap),
                 GROUP=group,
                 REPEATS=repeats,
                 NUM_SELECTED=num_selected,

@@ -129,7 +129,7 @@ def differentiate_by_dlogits(
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v. low: of the output, `split_low_bits`."""
-    delta = find_delta(out, low, dout, lse, dlse)
+    lse, delta = find_delta(out, low, dout, lse, dlse)
     settled = (place, block_size, causal, scale)
     queries = QueryGradients(q, k, v, block_indices, *settled)
     dk, dv = differentiate_keys(q, k, v, block_indices, None, lse, delta, dout, *settled, softcap, queries)
