@@ -309,7 +309,7 @@ def test_features_do_not_depend_on_tiles(device: torch.device, monkeypatch: pyte
     grads = make_grads(whole(70), HEADS, device)
     first = run_triton(window_attention, tensors, grads, **given_settings)
     dropped = dropped_weights(device, 0.4, SEED)
-    for name in ('FORWARD', 'DQ', 'DKV', 'DKV_WINDOW'):
+    for name in ('FORWARD', 'DQ', 'DQ_WINDOW', 'DKV', 'DKV_WINDOW'):
         table = dict.fromkeys(getattr(settings, name), Settings(16, 16, 4, 1))
         monkeypatch.setattr(settings, name, table)
     second = run_triton(window_attention, tensors, grads, **given_settings)

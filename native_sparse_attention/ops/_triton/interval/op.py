@@ -174,7 +174,8 @@ def _backward(
     kv_heads, value_dim = v.shape[2:]
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     pairs = lse.new_empty(*lse.shape[:2], 2, lse.shape[2])  # what dkv takes of a row
-    block_m, block_n, num_warps, num_stages = settings_of(settings.DQ, q, v)
+    table = settings.DQ if interval.left is None else settings.DQ_WINDOW
+    block_m, block_n, num_warps, num_stages = settings_of(table, q, v)
     packed = _count_packed(heads // kv_heads, block_m)
     launch(
         dq_kernel,

@@ -36,6 +36,11 @@ DQ: Table = {
     ('sm86', 4, 128): Settings(32, 16, 4, 1),
     ('sm86', 4, 256): Settings(16, 16, 4, 1),
     ('sm90', 2, 64): Settings(64, 64, 4, 3),
+    ('sm90', 2, 128): Settings(64, 64, 4, 2),
+}
+
+# Of the keys of a window, of which a tile has few.
+DQ_WINDOW: Table = DQ | {
     ('sm90', 2, 128): Settings(64, 32, 4, 3),
 }
 
