@@ -37,6 +37,7 @@ class Fault(NamedTuple):
 
 MEMORY = ('test_compressed_attention.py',)
 FEATURED = ('test_window_features.py',)
+MAXIMA = ('test_interval_maxima.py',)
 INTERVAL = ('test_window_attention.py', 'test_window_attention_guarantees.py', *MEMORY)
 SELECTED = ('test_selected_attention.py', 'test_selected_attention_guarantees.py')
 SHARED, CAPPED = ('test_selected_attention_sharing.py',), ('test_selected_features.py',)
@@ -85,14 +86,19 @@ FAULTS = [
     Fault('scale dropped', FORWARD, 'scale_log2 = tl.where(scale == 0, 1e-37, tl.abs(scale) * 1.4426950408889634)', 'scale_log2 = 1.4426950408889634', INTERVAL),
     Fault('scale off by half a percent', FORWARD, 'scale_log2 = tl.where(scale == 0, 1e-37, tl.abs(scale) * 1.4426950408889634)', 'scale_log2 = tl.abs(scale) * 1.45', INTERVAL),
     Fault('sign of the scale dropped', FORWARD, 'products = -products if NEGATIVE else products', 'products = products', INTERVAL),
-    Fault('no rescale of the sum', FORWARD, 'total = total * rescale + tl.sum(weights, 1)', 'total = total + tl.sum(weights, 1)', INTERVAL),
+    Fault('no rescale of the sum', FORWARD, 'total = total * rescale', 'total = total', INTERVAL),
     Fault('no rescale of the output', FORWARD, 'out = out * rescale[:, None]', 'out = out * 1.0', INTERVAL),
     Fault('wrong group', FORWARD, 'kv_head = first_head // GROUP', 'kv_head = first_head % tl.cdiv(tl.num_programs(1) * HEADS, GROUP)', INTERVAL),
     Fault('heads of a tile in disorder', FORWARD, 'heads = (first_head + members % HEADS)[:, None]', 'heads = (first_head + members // (BLOCK_M // HEADS))[:, None]', INTERVAL),
     Fault('positions of the first head for all', BACKWARD, 'queries = first_query + members // HEADS', 'queries = first_query + members % (BLOCK_M // HEADS)', INTERVAL),
     Fault('tiles by descriptor one key late', TILES, 'row, key_start + num_memory + start, head', 'row, key_start + num_memory + start + 1, head', ('test_interval_tiles.py',)),
     Fault('not a number goes unseen', FORWARD, 'out += tl.sum(tl.where(read, taint[None, :], 0.0), 1)[:, None]', 'out += 0.0', INTERVAL),
-    Fault('what a row does not read spoils it', FORWARD, 'if not is_finite_tile(sums[2]):', 'if end_tiles < 0:', INTERVAL),
+    Fault('what a row does not read spoils it', FORWARD, 'if not (is_finite_tile(sums[2]) and are_near):', 'if not are_near:', INTERVAL),
+    Fault('maxima: however far they are', FORWARD, 'if not (is_finite_tile(sums[2]) and are_near):', 'if not is_finite_tile(sums[2]):', MAXIMA),
+    Fault('maxima: fixed in every pass', FORWARD, 'is_fixed = is_fixed & _is_near(sums[1]) &', 'is_fixed = is_fixed & ((sums[1] >= 0) | (sums[1] < 0)) &', MAXIMA),
+    Fault('maxima: sums that overflow alone', FORWARD, "& (tl.abs(tl.sum(sums[2], 1)) < float('inf'))", '', MAXIMA),
+    Fault('maxima: fixed in no row', FORWARD, 'is_fixed = tl.full([BLOCK_M], FIXED, tl.int1)', 'is_fixed = tl.full([BLOCK_M], False, tl.int1)', MAXIMA),
+    Fault('maxima: sums that vanish', FORWARD, '(total > 8.673617379884035e-19) & ', '', MAXIMA),
     Fault('log-sum-exp in bits', FORWARD, 'tl.fma(row_max, 0.6931471805599453, tl.log(total))', 'tl.fma(row_max, 1.0, tl.log(total))', INTERVAL),
     Fault('gradient of the log-sum-exp with the wrong sign', BACKWARD, 'tl.fma(weights, dlse[:, None], dlogits)', 'tl.fma(-weights, dlse[:, None], dlogits)', INTERVAL),
     Fault('gradient of the log-sum-exp missing in k', BACKWARD, 'delta + missing - dlse, mask', 'delta + missing, mask', INTERVAL),

@@ -99,22 +99,32 @@ def forward_kernel(
         scale_log2 = 1.0
     for tile in range(end_tiles):
         sums = _attend(
-            q, keys, values, sums, rows, limits, tiles, tile, last, key_start, interval,
-            scale, scale_log2, marks, NEGATIVE, True, False, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+            q, keys, values, sums, None, rows, limits, tiles, tile, last, key_start, interval, scale, scale_log2, marks,
+            NEGATIVE, True, False, False, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
         )  # fmt: skip
+    # Weights of float16 have no room for a maximum that is too low.
+    FIXED: tl.constexpr = q.dtype != tl.float16
+    if FIXED:
+        sums = (tl.where(sums[0] == float('-inf'), 0.0, sums[0]), sums[1], sums[2])
     for tile in range(end_tiles, num_tiles):
         sums = _attend(
-            q, keys, values, sums, rows, limits, tiles, tile, last, key_start, interval,
-            scale, scale_log2, marks, NEGATIVE, False, False, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+            q, keys, values, sums, None, rows, limits, tiles, tile, last, key_start, interval, scale, scale_log2, marks,
+            NEGATIVE, False, False, FIXED, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
         )  # fmt: skip
-    if not is_finite_tile(sums[2]):
-        # Perhaps for values that some rows of the tile do not read: once more, with care.
-        sums = empty_sums
-        for tile in tl.range(num_tiles, num_stages=1):
-            sums = _attend(
-                q, keys, values, sums, rows, limits, tiles, tile, last, key_start, interval,
-                scale, scale_log2, marks, NEGATIVE, True, True, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
-            )  # fmt: skip
+    are_near = tl.min(_is_near(sums[1]).to(tl.int32), 0) != 0 if FIXED else True
+    if not (is_finite_tile(sums[2]) and are_near):
+        # Perhaps for values that some rows of the tile do not read: once more, with care. And once more for rows whose
+        # maximum at the ends was not near that of the middle; the others keep their bits.
+        is_fixed = tl.full([BLOCK_M], FIXED, tl.int1)
+        for _ in tl.range(2 if FIXED else 1):
+            sums = empty_sums
+            for tile in tl.range(num_tiles, num_stages=1):
+                sums = _attend(
+                    q, keys, values, sums, is_fixed & (tile >= end_tiles), rows, limits, tiles, tile, last, key_start,
+                    interval, scale, scale_log2, marks, NEGATIVE, True, True, False, HEAD_DIM, VALUE_DIM, BLOCK_N,
+                    BLOCK_D, BLOCK_DV, WIDE,
+                )  # fmt: skip
+            is_fixed = is_fixed & _is_near(sums[1]) & (tl.abs(tl.sum(sums[2], 1)) < float('inf'))
     row_max, total, out = sums
 
     empty = total == 0
@@ -130,11 +140,20 @@ def forward_kernel(
 
 
 @triton.jit
+def _is_near(total):
+    """Whether sums of weights that were relative to a fixed number are ones to rely on: neither too large nor so small
+    that something was lost. A row that reads nothing has none.
+    """
+    return (total > 8.673617379884035e-19) & (total < 1.152921504606847e18)  # 2 ** -60, 2 ** 60
+
+
+@triton.jit
 def _attend(
     q,
     keys,
     values,
     sums,
+    is_fixed,
     rows,
     limits,
     tiles,
@@ -148,6 +167,7 @@ def _attend(
     NEGATIVE: tl.constexpr,
     MASKED: tl.constexpr,
     CAREFUL: tl.constexpr,
+    FIXED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -156,7 +176,8 @@ def _attend(
     WIDE: tl.constexpr,
 ):
     """Adds a tile of keys to a running softmax. Not MASKED: every row reads all of it. CAREFUL: values that are not
-    finite reach those alone who read them.
+    finite reach those alone who read them. FIXED: what weights are relative to stays as it is; is_fixed: or that of
+    these rows, where it is not None.
     """
     row_max, total, out = sums
     start = find_start(tiles, tile, MASKED, CAREFUL, BLOCK_N)
@@ -172,12 +193,18 @@ def _attend(
     if CAREFUL:
         v, taint = split_finite(v)
         out += tl.sum(tl.where(read, taint[None, :], 0.0), 1)[:, None]
-    new_max = tl.maximum(row_max, tl.max(products, 1) * scale_log2)
-    reference = tl.where(new_max == float('-inf'), 0.0, new_max)
+    new_max = row_max
+    if not FIXED:
+        new_max = tl.maximum(row_max, tl.max(products, 1) * scale_log2)
+        if is_fixed is not None:
+            new_max = tl.where(is_fixed, tl.where(row_max == float('-inf'), 0.0, row_max), new_max)
+    reference = new_max if FIXED else tl.where(new_max == float('-inf'), 0.0, new_max)
     weights = tl.exp2(tl.fma(products, scale_log2, -reference[:, None]))
-    rescale = tl.exp2(row_max - reference)
-    total = total * rescale + tl.sum(weights, 1)
-    out = out * rescale[:, None]
+    if not FIXED:
+        rescale = tl.exp2(row_max - reference)
+        total = total * rescale
+        out = out * rescale[:, None]
+    total += tl.sum(weights, 1)
     if marks.seed is not None:
         weights = tl.where(is_kept(marks, place), weights, 0.0)
     out = add_product(weights.to(v.dtype), v, out)

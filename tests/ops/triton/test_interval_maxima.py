@@ -1,0 +1,74 @@
+"""Forwards of intervals weigh the keys in the middle of an interval relative to the largest logit at its ends. Where
+that is far from the largest one in the middle, they notice.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from native_sparse_attention.ops import compressed_attention, window_attention
+from tests.ops.triton.window_attention_problems import make_inputs
+from tests.problems import Heads, whole
+
+HEADS = Heads(4, 2, 16, 16)
+SEQLEN = 300
+# Queries read all tokens before them; some keys in the middle, of which every other query has logits of `far`.
+MIDDLE = slice(70, 90)
+
+
+def make_tensors(far: float, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    tensors = make_inputs(whole(SEQLEN), HEADS, device)
+    tensors['q'][..., 0] = 0
+    tensors['q'][:, 1::2, :, 0] = 1
+    tensors['k'][..., 0] = 0
+    tensors['k'][:, MIDDLE, :, 0] = far * 4  # scaled by 16 ** -0.5
+    return {name: t.to(dtype) for name, t in tensors.items()}
+
+
+def run(tensors: dict[str, Tensor], backend: str, **settings: Any) -> tuple[Tensor, Tensor]:
+    return window_attention(**tensors, window_size=(-1, 0), backend=backend, **settings)
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.float16])
+@pytest.mark.parametrize('far', [-200, -30, 30, 60, 200, 2000])
+def test_logits_far_from_those_at_the_ends(far: float, dtype: torch.dtype, device: torch.device) -> None:
+    tensors = make_tensors(far, device, dtype)
+    out, lse = run(tensors, 'triton')
+    exact, exact_lse = run({name: t.double() for name, t in tensors.items()}, 'eager')
+    tolerance = (1e-5 if dtype == torch.float32 else 2e-3) * max(1, abs(far) / 100)  # digits that logits have
+    torch.testing.assert_close(out.double(), exact, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(lse.double(), exact_lse.double(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize('far', [60, 200, 2000])
+def test_rows_beside_them_keep_their_bits(far: float, device: torch.device) -> None:
+    near, other = (run(make_tensors(logit, device, torch.float32), 'triton') for logit in (0, far))
+    assert torch.equal(near[0][:, ::2], other[0][:, ::2])
+    assert torch.equal(near[1][..., ::2], other[1][..., ::2])
+    assert not torch.equal(near[0][:, 101::2], other[0][:, 101::2])
+
+
+def test_large_values_of_rows_that_are_far(device: torch.device) -> None:
+    """Sums of values may overflow before sums of weights do."""
+    tensors = make_tensors(30, device, torch.float32)
+    tensors['v'] *= 1e32
+    exact, _ = run({name: t.double() for name, t in tensors.items()}, 'eager')
+    torch.testing.assert_close(run(tensors, 'triton')[0].double() / 1e32, exact / 1e32, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize('logit', [-200.0, -30.0, 0.0, 30.0, 200.0])
+def test_intervals_without_ends(logit: float, device: torch.device) -> None:
+    """Three queries that all read 64 compressed blocks: whole tiles."""
+    q, k, v = torch.randn(1, 3, 2, 16), torch.randn(1, 64, 1, 16), torch.randn(1, 64, 1, 16)
+    q[..., 0], k[..., 0] = 1, logit * 4
+    tensors = [t.to(device) for t in (q, k, v)]
+    settings: dict[str, Any] = {'block_size': 4, 'stride': 4, 'seqlen_k': 258, 'q_offset': 255}
+    out, lse = compressed_attention(*tensors, backend='triton', **settings)
+    exact, exact_lse = compressed_attention(*(t.double() for t in tensors), backend='eager', **settings)
+    torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse.double(), exact_lse.double(), rtol=1e-5, atol=1e-5)
