@@ -40,7 +40,8 @@ def test_logits_far_from_those_at_the_ends(far: float, dtype: torch.dtype, devic
     tensors = make_tensors(far, device, dtype)
     out, lse = run(tensors, 'triton')
     exact, exact_lse = run({name: t.double() for name, t in tensors.items()}, 'eager')
-    tolerance = (1e-5 if dtype == torch.float32 else 2e-3) * max(1, abs(far) / 100)  # digits that logits have
+    # Of logits the last digits are lost, and of what is made of them.
+    tolerance = (1e-5 if dtype == torch.float32 else 2e-3) + abs(far) * 2**-21
     torch.testing.assert_close(out.double(), exact, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(lse.double(), exact_lse.double(), rtol=1e-5, atol=1e-5)
 
