@@ -102,8 +102,8 @@ def forward_kernel(
             q, keys, values, sums, None, rows, limits, tiles, tile, last, key_start, interval, scale, scale_log2, marks,
             NEGATIVE, True, False, False, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
         )  # fmt: skip
-    # Weights of float16 have no room for a maximum that is too low. Where a table masks pairs, many rows may read nothing,
-    # which look like rows whose weights vanished.
+    # Weights of float16 have no room for a maximum that is too low. Where a table masks pairs, many rows may read
+    # nothing, which look like rows whose weights vanished.
     FIXED: tl.constexpr = q.dtype != tl.float16 and marks.bias is None and marks.attn_mask is None
     if FIXED:
         sums = (tl.where(sums[0] == float('-inf'), 0.0, sums[0]), sums[1], sums[2])
