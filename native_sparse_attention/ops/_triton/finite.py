@@ -15,7 +15,7 @@ from torch import Tensor
 from native_sparse_attention.ops._triton.launch import head_block, launch
 from native_sparse_attention.ops._triton.tiles import load_rows
 
-# Tokens of a program, and the most results that one is asked for at once.
+# Tokens that a program looks at together, and the most programs of a head: `is_small` reads so many results.
 BLOCK_T, MAX_RESULTS = 128, tl.constexpr(256)
 # A product of two rows of up to 2 ** 9 elements below this is finite in float32.
 LARGE = tl.constexpr(2.0**59)

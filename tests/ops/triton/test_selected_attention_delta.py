@@ -42,7 +42,7 @@ def numbers(smallest: float, largest: float, device: torch.device) -> Tensor:
 
 
 @pytest.mark.skipif(is_interpreted(), reason='the interpreter rounds to bfloat16 wrongly')
-def test_all_of_float32_is_there_beside_bfloat16(device: torch.device) -> None:
+def test_all_but_the_last_bit_of_float32_beside_bfloat16(device: torch.device) -> None:
     x = numbers(-100, 100, device)
     x[:8] = torch.tensor([0.0, -0.0, 1.0, -1.0, 1e-45, 3.4e38, -3.4e38, 2.0])
     # Halfway between two bfloat16 numbers.

@@ -102,9 +102,11 @@ def forward_kernel(
             q, keys, values, sums, None, rows, limits, tiles, tile, last, key_start, interval, scale, scale_log2, marks,
             NEGATIVE, True, False, False, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
         )  # fmt: skip
-    # Weights of float16 have no room for a maximum that is too low. Where a table masks pairs, many rows may read
-    # nothing, which look like rows whose weights vanished.
-    FIXED: tl.constexpr = q.dtype != tl.float16 and marks.bias is None and marks.attn_mask is None
+    # Weights of float16 have no room for a maximum that is too low. Where pairs are masked, many rows may read nothing,
+    # which look like rows whose weights vanished.
+    FIXED: tl.constexpr = (
+        q.dtype != tl.float16 and marks.bias is None and marks.attn_mask is None and marks.query_segments is None
+    )
     if FIXED:
         sums = (tl.where(sums[0] == float('-inf'), 0.0, sums[0]), sums[1], sums[2])
     for tile in range(end_tiles, num_tiles):
@@ -112,7 +114,8 @@ def forward_kernel(
             q, keys, values, sums, None, rows, limits, tiles, tile, last, key_start, interval, scale, scale_log2, marks,
             NEGATIVE, False, False, FIXED, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
         )  # fmt: skip
-    are_near = tl.min(_is_near(sums[1]).to(tl.int32), 0) != 0 if FIXED else True
+    row_max, total = sums[0], sums[1]
+    are_near = tl.min(_is_near(total).to(tl.int32), 0) != 0 if FIXED else True
     if not (is_finite_tile(sums[2]) and are_near):
         # Perhaps for values that some rows of the tile do not read: once more, with care. And once more for rows whose
         # maximum at the ends was not near that of the middle; the others keep their bits.
@@ -125,12 +128,14 @@ def forward_kernel(
                     interval, scale, scale_log2, marks, NEGATIVE, True, True, False, HEAD_DIM, VALUE_DIM, BLOCK_N,
                     BLOCK_D, BLOCK_DV, WIDE,
                 )  # fmt: skip
-            is_fixed = is_fixed & _is_near(sums[1]) & (tl.abs(tl.sum(sums[2], 1)) < float('inf'))
-    row_max, total, out = sums
+            is_fixed = is_fixed & _is_near(sums[1]) & (tl.sum(sums[2] - sums[2], 1) == 0)
+        # Whatever the values are, a log-sum-exp has the same bits.
+        is_first = _is_near(total) & FIXED
+        row_max, total = tl.where(is_first, row_max, sums[0]), tl.where(is_first, total, sums[1])
 
     empty = total == 0
     total = tl.where(empty, 1.0, total)
-    out = out * (1.0 / total)[:, None]
+    out = sums[2] * (1.0 / tl.where(empty, 1.0, sums[1]))[:, None]
     if marks.keep_factor is not None:
         out = out * marks.keep_factor
     lse = tl.where(empty, float('-inf'), tl.fma(row_max, 0.6931471805599453, tl.log(total)))
@@ -143,9 +148,9 @@ def forward_kernel(
 @triton.jit
 def _is_near(total):
     """Whether sums of weights that were relative to a fixed number are ones to rely on: neither too large nor so small
-    that something was lost. A row that reads nothing has none.
+    that products with small values could vanish. A row that reads nothing has none.
     """
-    return (total > 8.673617379884035e-19) & (total < 1.152921504606847e18)  # 2 ** -60, 2 ** 60
+    return (total > 2.0**-20) & (total < 2.0**60)
 
 
 @triton.jit

@@ -2,7 +2,7 @@
 
 The output is rounded, and in rows that one weight takes nearly all of, gradients of logits are so much smaller than
 delta that the rounding is what one would see of them. So the forward keeps what rounding leaves out, 16 bits of an
-element, and with them the output has all bits of float32.
+element, and with them the output has all bits of float32 but the last.
 """
 
 # To pyright a jit function that another calls never returns.

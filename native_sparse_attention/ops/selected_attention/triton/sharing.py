@@ -135,7 +135,7 @@ def union_kernel(
     SIZE: tl.constexpr = 2**LOG_SIZE
     BLOCK_T: tl.constexpr = SIZE // BLOCK_S
     NO_BLOCK: tl.constexpr = 2**30 // SIZE - 1
-    # Keys of values in float16 are few (`passes_dlogits`), so block numbers leave this bit free.
+    # Keys of values in float16 are few (`passes_dlogits`), so all block numbers are below this bit.
     LATE: tl.constexpr = 2**29 // SIZE
     index = tl.program_id(0) + sharing.first_tile
     sequence, row, query_start, first_query, num_queries, num_keys, offset = locate_queries(index, place, BLOCK_T)
@@ -151,7 +151,7 @@ def union_kernel(
         indices_ptr + (query_start + queries).to(tl.int64) * indices_strides[1] + slots, mask=mask, other=-1
     )
     num_blocks = count_readable_blocks(offset + queries, num_keys, BLOCK_SIZE, CAUSAL)
-    counts = (blocks >= 0) & (blocks < num_blocks) & (blocks < NO_BLOCK)
+    counts = (blocks >= 0) & (blocks < num_blocks) & (blocks < (NO_BLOCK if halves is None else LATE))
     num_whole = num_keys // BLOCK_SIZE
     if CAUSAL:
         num_whole = tl.minimum(num_whole, tl.maximum(offset + first_query + 1, 0) // BLOCK_SIZE)
