@@ -452,7 +452,7 @@ def _add_queries(
     q = load_rows(q_ptr + head * q_strides[2], queries, q_strides[1], query_mask, HEAD_DIM, BLOCK_D, WIDE)
     dout = load_rows(dout_ptr + head * dout_strides[2], queries, dout_strides[1], query_mask, VALUE_DIM, BLOCK_DV, WIDE)
     if MASKED:
-        # A thread loads many of these; a mask for each costs more than the last one's once more.
+        # Those behind the last query are the last one once more, which takes no mask.
         queries = tl.minimum(queries, last - 1)
     lse_log2, delta = _load_pairs(pairs_ptr + (first_head + head) * 2 * seqlen, queries, seqlen)
     logits = tl.dot(k, tl.trans(q), input_precision='ieee')  # [BLOCK_N, BLOCK_M]

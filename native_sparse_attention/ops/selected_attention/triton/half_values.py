@@ -3,8 +3,8 @@
 In bfloat16 a weight has eight, and delta, which dkv needs of the output, would be as far off as the gradients of the
 logits are when they are rounded. Weights in two factors, their upper bits and what these leave, take one more product
 (`add_exact_product`). Where a block's values fit float16 they are converted once, before the forward, and weights are
-rounded to float16: the same product as ever (`add_half_product`). The output is divided by the sum of the weights that
-met v then, the rounded ones, so that values with a mean do not show how weights were rounded.
+rounded to float16: the same product as ever. The output is divided by the sum of the weights that met v then, the
+rounded ones, so that values with a mean do not show how weights were rounded.
 """
 
 # To pyright a jit function that another calls never returns.

@@ -19,10 +19,7 @@ from native_sparse_attention.ops._triton.softcap import cap_logits
 from native_sparse_attention.ops._triton.tiles import add_product, load_rows, load_tile, split_finite, store_rows
 from native_sparse_attention.ops.selected_attention.triton.choice import load_choices
 from native_sparse_attention.ops.selected_attention.triton.delta import split_low_bits
-from native_sparse_attention.ops.selected_attention.triton.half_values import (
-    HEADROOM,
-    add_exact_product,
-)
+from native_sparse_attention.ops.selected_attention.triton.half_values import HEADROOM, add_exact_product
 from native_sparse_attention.ops.selected_attention.triton.sharing import load_flag
 
 

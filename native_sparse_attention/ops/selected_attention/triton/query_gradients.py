@@ -200,7 +200,7 @@ def dq_from_dlogits_kernel(
     members_ptr = sharing.members + place_of_tile * (UNION + 1)
     num_blocks = tl.load(sharing.counts + place_of_tile * 3)
     num_whole = tl.load(sharing.counts + place_of_tile * 3 + 1)
-    # As q and dout have a part in the gradients of the logits alone, all depends on k.
+    # Of what is multiplied here k alone may be large or not finite where nobody reads it.
     are_small = is_small(sharing.large, row * lists.kv_heads + kv_head, sharing.num_chunks)
     num_whole = tl.where(are_small, num_whole, 0)
 
