@@ -44,14 +44,14 @@ def numbers(smallest: float, largest: float, device: torch.device) -> Tensor:
 @pytest.mark.skipif(is_interpreted(), reason='the interpreter rounds to bfloat16 wrongly')
 def test_all_but_the_last_bit_of_float32_beside_bfloat16(device: torch.device) -> None:
     x = numbers(-100, 100, device)
-    x[:8] = torch.tensor([0.0, -0.0, 1.0, -1.0, 1e-45, 3.4e38, -3.4e38, 2.0])
+    x[:8] = torch.tensor([0.0, -0.0, 1.0, -1.0, 1e-45, 3.38e38, -3.38e38, 2.0])
     # Halfway between two bfloat16 numbers.
     x[8:16] = (x[100:108].view(torch.int32) & -65536 | 0x8000).view(torch.float32)
     rounded, _, again = split(x, torch.bfloat16)
     halfway = (x.view(torch.int32) & 0xFFFF) == 0x8000
     assert halfway.any()
     assert rounded[~halfway].equal(x[~halfway].bfloat16())
-    assert ((rounded.float() - x).abs() <= x.abs() * 2**-8).all()
+    assert ((rounded.float() - x).abs() <= x.abs() * 2**-8 + 2**-134).all()
     exact = (x.view(torch.int32) & 0x8000) == 0
     assert again[exact].equal(x[exact])
     assert ((again - x).abs() <= x.abs() * 2**-23).all()
