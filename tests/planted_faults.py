@@ -42,6 +42,7 @@ INTERVAL = ('test_window_attention.py', 'test_window_attention_guarantees.py', *
 SELECTED = ('test_selected_attention.py', 'test_selected_attention_guarantees.py')
 SHARED, CAPPED = ('test_selected_attention_sharing.py',), ('test_selected_features.py',)
 CHOICE = ('test_select_blocks.py', 'test_select_blocks_guarantees.py')
+COLUMNS = ('test_select_blocks_columns.py',)
 CHOICE_FEATURES = ('test_choice_features.py',)
 SCORES, GATED, PLACED = ('test_chosen_scores.py',), ('test_gated_sum.py',), ('test_placement.py', *INTERVAL)
 FORWARD, BACKWARD = '_triton/interval/forward.py', '_triton/interval/backward.py'
@@ -62,6 +63,7 @@ HALVES = ('test_selected_attention_halves.py',)
 FINITE, LISTS_OF_BLOCKS = '_triton/finite.py', '_triton/inverse_index.py'
 TILE_ROWS = '_triton/tiles.py'
 SELECT, GATED_SUM = 'block_selection/triton/select.py', 'gated_sum/triton/kernels.py'
+RANKS, MEMBERS = 'block_selection/triton/ranks.py', 'block_selection/triton/members.py'
 ROTARY, ROTATION = 'rotary/triton/kernels.py', '_triton/rotation.py'
 SCORES_FORWARD = 'block_selection/triton/scores_forward.py'
 SCORES_BACKWARD = 'block_selection/triton/scores_backward.py'
@@ -188,15 +190,23 @@ FAULTS = [
     Fault('members of a list: next token', LISTS, '(entry // (REPEATS * NUM_SELECTED)).to(tl.int32)', '((entry + 1) // (REPEATS * NUM_SELECTED)).to(tl.int32)', SELECTED[:1]),
     # Choice of blocks
     Fault('overlap of blocks off', SELECT, 'shared = tl.minimum(end, blocks.selection_block_size) - tl.maximum(start, 0)', 'shared = tl.minimum(end, blocks.selection_block_size) - start', CHOICE),
-    Fault('what is handed on forgotten', SELECT, 'score += _pick(onward, tl.maximum(places - 1, 0))', 'score += 0.0 * _pick(onward, tl.maximum(places - 1, 0))', CHOICE),
-    Fault('a tile begins one block late', SELECT, 'first_block + BLOCK_J - OVERLAP, 0', 'first_block + BLOCK_J, 0', CHOICE),
-    Fault('one step of the running choice missing', SELECT, 'tl.minimum(tl.max(num_larger, 0), num_selected)', 'tl.minimum(tl.max(num_larger, 0), num_selected - 1)', CHOICE),
-    Fault('tiles that some queries see in part go unmasked', SELECT, '((first_block + BLOCK_J) * per_selection > seen)', '((first_block + BLOCK_J) * per_selection > seen + 1)', CHOICE),
-    Fault('ties go to the higher block', SELECT, 'best = tl.min(tl.where(ranks == largest, block, 2**30), 1)', 'best = tl.max(tl.where(ranks == largest, block, -1), 1)', CHOICE),
-    Fault('of equal blocks the lower one makes room', SELECT, 'worst = tl.max(tl.where(kept == smallest, kept_block, -(2**30)), 1)', 'worst = tl.min(tl.where(kept == smallest, kept_block, 2**30), 1)', CHOICE),
-    Fault('a block of the future may be chosen', SELECT, 'choosable = choosable & (distance >= 0)', 'choosable = choosable & (distance >= -1)', CHOICE),
-    Fault('one local block too many', SELECT, 'is_local = reach < choice.num_local', 'is_local = reach <= choice.num_local', CHOICE),
+    Fault('what is handed on forgotten', RANKS, 'score += _pick(onward, tl.maximum(places - 1, 0))', 'score += 0.0 * _pick(onward, tl.maximum(places - 1, 0))', CHOICE),
+    Fault('a tile begins one block late', SELECT, 'i // NUM_STEPS * (BLOCK_J - OVERLAP) - OVERLAP', 'i // NUM_STEPS * BLOCK_J - OVERLAP', CHOICE),
+    Fault('one step of the running choice missing', RANKS, 'tl.minimum(tl.max(num_larger, 0), num_selected)', 'tl.minimum(tl.max(num_larger, 0), num_selected - 1)', CHOICE),
+    Fault('tiles that some queries see in part go unmasked', SELECT, '((first_block + BLOCK_J) * SPREAD > seen)', '((first_block + BLOCK_J) * SPREAD > seen + 1)', CHOICE),
+    Fault('ties go to the higher block', RANKS, 'best = tl.min(tl.where(ranks == largest, block, 2**30), 1)', 'best = tl.max(tl.where(ranks == largest, block, -1), 1)', CHOICE),
+    Fault('of equal blocks the lower one makes room', RANKS, 'worst = tl.max(tl.where(kept == smallest, kept_block, -(2**30)), 1)', 'worst = tl.min(tl.where(kept == smallest, kept_block, 2**30), 1)', CHOICE),
+    Fault('a block of the future may be chosen', RANKS, 'choosable = choosable & (distance >= 0)', 'choosable = choosable & (distance >= -1)', CHOICE),
+    Fault('one local block too many', RANKS, 'is_local = reach < choice.num_local', 'is_local = reach <= choice.num_local', CHOICE),
     Fault('compressed blocks seen early', SELECT, 'end = compressed * blocks.stride + blocks.block_size - 1', 'end = compressed * blocks.stride + blocks.block_size - 2', CHOICE),
+    Fault('keys of another sequence', SELECT, 'tiles, plane, key_start + step,', 'tiles, plane, step,', CHOICE[1:]),
+    Fault('heads of another query', MEMBERS, 'query = members // (QUERIES * BLOCK_G) * QUERIES + members', 'query = members', COLUMNS),
+    Fault('columns: what a full column dropped is forgotten', RANKS, 'beyond = tl.where(kept[LEVELS - 1][0] >= 0, 2**31 - 1, -1)', 'beyond = tl.full(kept[0][0].shape, -1, tl.int32)', COLUMNS),
+    Fault('columns: one pass, whatever is left', RANKS, 'again = tl.max(tl.max(is_open.to(tl.int32), 0), 0) > 0', 'again = tl.max(tl.max(is_open.to(tl.int32), 0), 0) > 1', COLUMNS),
+    Fault('columns: the last block is taken once more', RANKS, '& (block > last)', '& (block >= last)', COLUMNS),
+    Fault('columns: equal blocks in disorder', RANKS, 'is_larger = is_larger | (ranks > rank)', 'is_larger = ranks > rank', COLUMNS),
+    Fault('columns: more than the count of a row', RANKS, '(largest < 2**31 - 1) & (count < limit)', '(largest < 2**31 - 1) & (count < limit + 1)', COLUMNS),
+    Fault('keys of a step: the last ones forgotten', SELECT, 'in_order[:, whole, :rest]', 'in_order[:, whole - 1, :rest]', COLUMNS),
     # Scores of the chosen
     Fault('what pads a group is counted', SCORES_FORWARD, 'seen_by = columns[None, :] & (members < GROUP)[:, None]', 'seen_by = columns[None, :] & (members >= 0)[:, None]', SCORES),
     Fault('shared tokens off by one', SCORES_TILES, 'shared = tl.minimum(start + sizes.block_size, SELECTION_BLOCK) - tl.maximum(start, 0)', 'shared = tl.minimum(start + sizes.block_size, SELECTION_BLOCK) - tl.maximum(start, 1)', SCORES),
@@ -207,8 +217,8 @@ FAULTS = [
     Fault('gradients of queries by scores of forced blocks', SCORES_FORWARD, 'is_forced(blocks, position, sizes', 'is_forced(blocks + 1, position, sizes', SCORES),
     Fault('entries of this step twice in the gradient of scores', SCORES_BACKWARD, 'first_member + BLOCK_M, num_members', 'first_member, num_members', SCORES),
     Fault('causal mask off in the gradient of scores', SCORES_BACKWARD, 'sizes.block_size - 1 <= position[None, :])', 'sizes.block_size <= position[None, :])', SCORES),
-    Fault('one block more than the count of a row', SELECT, 'slots[None, :] < counts', 'slots[None, :] <= counts', CHOICE_FEATURES),
-    Fault('counts of another chooser', SELECT, 'counts_ptr += rows * tl.num_programs(1) + chooser', 'counts_ptr += rows * tl.num_programs(1)', CHOICE_FEATURES),
+    Fault('one block more than the count of a row', SELECT, 'tl.maximum(counts, 0)', 'tl.maximum(counts + 1, 0)', CHOICE_FEATURES),
+    Fault('counts of another chooser', SELECT, 'tl.load(counts_ptr + rows,', 'tl.load(counts_ptr + rows - chooser,', CHOICE_FEATURES),
     Fault('scores of logits without their cap', SCORES_TILES, 'tl.fma(cap_logits(products * scale, softcap), 1.4426950408889634, minus_lse)', 'tl.fma(products * scale, 1.4426950408889634, minus_lse)', CHOICE_FEATURES),
     Fault('slope of the soft cap forgotten', SCORES_TILES, 'dlogits * cap_slope(products * scale, softcap)', 'dlogits', CHOICE_FEATURES),
     # Gated sum

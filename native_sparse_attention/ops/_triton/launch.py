@@ -86,9 +86,20 @@ def describe_tiles(tensor: Tensor, rows: int, size: int) -> TensorDescriptor | N
     """What the tensor memory accelerator fetches tiles `[1, rows, 1, size]` of `[B, S, H, D]` by, zeros beyond it; None
     where the GPU has none or cannot reach the tensor by it.
     """
+    return _describe(tensor, (1, rows, 1, size))
+
+
+def describe_rows(tensor: Tensor, rows: int, size: int) -> TensorDescriptor | None:
+    """The same for tiles `[rows, size]` of all rows `[..., D]` of a contiguous tensor. As the first factor of a product
+    such a tile may stay in shared memory; others, which are reshaped, Triton loads into registers.
+    """
+    return _describe(tensor.view(-1, tensor.shape[-1]), (rows, size))
+
+
+def _describe(tensor: Tensor, block_shape: tuple[int, ...]) -> TensorDescriptor | None:
     if architecture_of(tensor.device) not in WITH_TILES or tensor.data_ptr() % 16:
         return None
-    layout = _lay_out_tiles(tensor.shape, tensor.stride(), tensor.element_size(), rows, size)
+    layout = _lay_out_tiles(tensor.shape, tensor.stride(), tensor.element_size(), block_shape)
     if layout is None:
         return None
     tiles = object.__new__(TensorDescriptor)  # which would check once more what has been checked
@@ -98,12 +109,13 @@ def describe_tiles(tensor: Tensor, rows: int, size: int) -> TensorDescriptor | N
 
 @lru_cache(maxsize=1024)
 def _lay_out_tiles(
-    shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, rows: int, size: int
+    shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, block_shape: tuple[int, ...]
 ) -> dict[str, list[int]] | None:
     """What a descriptor says of a tensor besides where it is, or None where it cannot."""
-    if 0 in shape or strides[-1] != 1 or any(stride <= 0 or stride * itemsize % 16 for stride in strides[:-1]):
+    fits = all(0 < size < 2**31 for size in shape)
+    if not fits or strides[-1] != 1 or any(stride <= 0 or stride * itemsize % 16 for stride in strides[:-1]):
         return None
-    return {'shape': [*shape], 'strides': [*strides], 'block_shape': [1, rows, 1, size]}
+    return {'shape': [*shape], 'strides': [*strides], 'block_shape': [*block_shape]}
 
 
 def is_wide(*tensors: Tensor | None) -> bool:

@@ -56,8 +56,12 @@ def forward_kernel(
     WIDE: tl.constexpr,
 ):
     """q, out: `[B, T, HQ, D and DV]`; k, v: `[B, M + C, H, D and DV]`; lse: `[B, HQ, T]`."""
+    tile_of_queries = tl.program_id(0)
+    if interval.left is None:
+        # The last queries, which have the most to do, first: what is left at the end is short.
+        tile_of_queries = tl.num_programs(0) - 1 - tile_of_queries
     sequence, row, query_start, first_query, num_queries, num_tokens, offset = locate_queries(
-        tl.program_id(0), place, BLOCK_M // HEADS
+        tile_of_queries, place, BLOCK_M // HEADS
     )
     if first_query >= num_queries:
         return

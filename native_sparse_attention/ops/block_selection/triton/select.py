@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from native_sparse_attention.geometry import Sequences, max_length_of_compressed
-from native_sparse_attention.ops._triton.launch import head_block, is_wide, launch, settings_of
+from native_sparse_attention.ops._triton.launch import describe_rows, head_block, is_wide, launch, settings_of
 from native_sparse_attention.ops._triton.placement import (
     count_blocks,
     flatten,
@@ -30,9 +30,22 @@ from native_sparse_attention.ops._triton.softcap import cap_logits
 from native_sparse_attention.ops._triton.support import MAX_TOKENS
 from native_sparse_attention.ops._triton.tiles import load_rows
 from native_sparse_attention.ops.block_selection.triton import settings
+from native_sparse_attention.ops.block_selection.triton.members import add_members, load_members
+from native_sparse_attention.ops.block_selection.triton.ranks import (
+    begin_row,
+    begin_tiles,
+    count_levels,
+    keep_largest,
+    put_in_order,
+    rank_blocks,
+    take_largest,
+)
 
-# Blocks that a tile of queries keeps at a time; more would not stay in registers.
-MAX_KEPT = 4096
+# Blocks of all queries of a tile, kept one by one and in columns (`ranks`): more would not stay in registers.
+MAX_KEPT = 1024
+MAX_COLUMNS = 512
+# Groups that are large enough for columns; smaller ones fill a tile with more queries than these have room for.
+MIN_GROUP = 8
 # Forced blocks beyond these do not exist, and their priorities fit between the bits of infinity and the largest int32.
 MAX_FORCED = 2**21
 
@@ -109,16 +122,22 @@ def _select(
     out = q.new_empty(batch, seqlen, choosers, num_selected, dtype=torch.int32)
     if out.numel() == 0:
         return out
+    per_selection = selection_block_size // stride
+    keys = spread_keys(k_cmp, per_selection)
     max_tokens = min(max_length_of_compressed(num_compressed, block_size, stride), MAX_TOKENS)
     block_m, block_j, num_warps, num_stages = settings_of(settings.SELECT, q)
     block_g = 1 << (group - 1).bit_length()
     block_n = max(block_j, 1 << (num_selected - 1).bit_length())
-    block_t = max(1, 16 // block_g, min(block_m // block_g, MAX_KEPT // block_n))
+    levels = count_levels(num_selected, block_j) if group >= MIN_GROUP else 0
+    block_t = MAX_COLUMNS // block_j if levels > 0 else MAX_KEPT // block_n
+    block_t = max(1, 16 // block_g, min(block_m // block_g, block_t))
+    handed_on = block_size - stride <= selection_block_size
     launch(
         select_kernel,
         (num_tiles(place, seqlen, block_t), choosers),
-        *(q, k_cmp, lse, None if block_counts is None else block_counts.contiguous(), out),
-        *(q.stride(), k_cmp.stride(), lse.stride(), place),
+        *(q, keys, describe_rows(keys, block_j, head_block(head_dim)), lse),
+        *(None if block_counts is None else block_counts.contiguous(), out),
+        *(q.stride(), lse.stride(), keys.shape[3], kv_heads, place),
         Blocks(block_size, stride, selection_block_size, num_compressed, max_tokens),
         Choice(num_selected, min(num_init, MAX_FORCED), min(num_local, MAX_FORCED)),
         scale,
@@ -132,13 +151,32 @@ def _select(
         BLOCK_J=block_j,
         BLOCK_N=block_n,
         BLOCK_D=head_block(head_dim),
-        HANDED_ON=block_size - stride <= selection_block_size,
-        WIDE=is_wide(k_cmp),
+        SPREAD=per_selection,
+        SKIPPED=0 if handed_on else (block_size - 1) // stride,
+        HANDED_ON=handed_on,
+        LEVELS=levels,
+        WIDE=is_wide(keys),
         num_warps=num_warps,
         num_stages=num_stages,
         device=q.device,
+        **settings.limit_registers(q, levels),
     )
     return out
+
+
+def spread_keys(k_cmp: Tensor, per_selection: int) -> Tensor:
+    """`[B, C, H, D]` -> `[B, H, per_selection, C', D]`: key c at c % per_selection, c // per_selection. The keys of a
+    step, one of every selection block, are neighbours there wherever a sequence begins. Places for which there is no
+    key hold anything.
+    """
+    batch, num_compressed, kv_heads, head_dim = k_cmp.shape
+    whole, rest = divmod(num_compressed, per_selection)
+    keys = k_cmp.new_empty(batch, kv_heads, per_selection, whole + (rest > 0), head_dim)
+    in_order = keys.permute(0, 3, 2, 1, 4)
+    in_order[:, :whole].copy_(k_cmp[:, : whole * per_selection].unflatten(1, (whole, per_selection)))
+    if rest > 0:
+        in_order[:, whole, :rest].copy_(k_cmp[:, whole * per_selection :])
+    return keys
 
 
 @_select.register_fake
@@ -171,13 +209,15 @@ def _(
 @triton.jit
 def select_kernel(
     q_ptr,
-    k_ptr,
+    keys_ptr,
+    tiles,
     lse_ptr,
     counts_ptr,
     out_ptr,
     q_strides,
-    k_strides,
     lse_strides,
+    num_places,
+    kv_heads,
     place,
     blocks,
     choice,
@@ -192,169 +232,130 @@ def select_kernel(
     BLOCK_J: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    SPREAD: tl.constexpr,
+    SKIPPED: tl.constexpr,
     HANDED_ON: tl.constexpr,
+    LEVELS: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """q: `[B, T, HQ, D]`; k: `[B, C, H, D]`; lse: `[B, HQ, T]`; counts, or None: `[B, T, HI]`, out: `[B, T, HI, n]`,
-    contiguous. The GROUP heads of a chooser choose together; every key head has CHOOSERS of them.
+    """q: `[B, T, HQ, D]`; keys: `[B, H, SPREAD, num_places, D]` (`spread_keys`), contiguous, tiles: their descriptor;
+    lse: `[B, HQ, T]`; counts, or None: `[B, T, HI]`, out: `[B, T, HI, n]`, contiguous. The GROUP heads of a chooser
+    choose together; every key head has CHOOSERS of them. SKIPPED: the compressed blocks before a selection block that
+    reach into it, where a tile does not hand their scores on.
     """
+    # The last queries, which have the most to do, first: what is left at the end is short.
     sequence, row, query_start, first_query, num_queries, num_tokens, offset = locate_queries(
-        tl.program_id(0), place, BLOCK_T
+        tl.num_programs(0) - 1 - tl.program_id(0), place, BLOCK_T
     )
     if first_query >= num_queries:
         return
     chooser = tl.program_id(1)
     # A tile's first block is the last one of the tile before, to hand on what it shares with the next one.
     OVERLAP: tl.constexpr = 1 if HANDED_ON else 0
+    NUM_STEPS: tl.constexpr = SPREAD + SKIPPED
     num_tokens = tl.minimum(num_tokens, blocks.max_tokens)
     _, key_start, num_keys = load_extent(place.cu_blocks, sequence, blocks.num_compressed, place.num_sequences)
     num_keys = tl.minimum(count_blocks(num_tokens, blocks.block_size, blocks.stride), num_keys)
 
-    members = tl.arange(0, BLOCK_T * BLOCK_G)  # every query with every head of the group
-    queries = first_query + members // BLOCK_G
-    member_mask = (queries < num_queries) & (members % BLOCK_G < GROUP)
-    heads = (chooser * GROUP + members % BLOCK_G).to(tl.int64)
     q_ptr += row.to(tl.int64) * q_strides[0]
-    k_ptr += row.to(tl.int64) * k_strides[0] + (chooser // CHOOSERS).to(tl.int64) * k_strides[2]
-    lse_ptr += row.to(tl.int64) * lse_strides[0] + (query_start + queries).to(tl.int64) * lse_strides[2]
-    q_pointers = q_ptr + heads[:, None] * q_strides[2]
-    q = load_rows(q_pointers, query_start + queries, q_strides[1], member_mask, HEAD_DIM, BLOCK_D)
-    # What pads the group has weights of 0.
-    lse = tl.load(lse_ptr + heads * lse_strides[1], mask=member_mask, other=float('inf')).to(tl.float32)
+    lse_ptr += row.to(tl.int64) * lse_strides[0]
+    q, lse_log2, member_mask = load_members(
+        (q_ptr, q_strides[1], q_strides[2]), (lse_ptr, lse_strides[2], lse_strides[1]), query_start, first_query,
+        num_queries, chooser, GROUP, HEAD_DIM, BLOCK_T, BLOCK_G, BLOCK_D,
+    )  # fmt: skip
+    scale_log2 = (scale if softcap is None else 1.0) * 1.4426950408889634
 
-    chooser_queries = first_query + tl.arange(0, BLOCK_T)
-    own_block = floor_divide(offset + chooser_queries, blocks.selection_block_size)
+    queries = first_query + tl.arange(0, BLOCK_T)
+    rows = row.to(tl.int64) * place.seqlen_q + query_start + queries
+    rows = rows * tl.num_programs(1) + chooser
+    limit = tl.full([BLOCK_T], 0, tl.int32) + choice.num_selected
+    if counts_ptr is not None:
+        counts = tl.load(counts_ptr + rows, mask=queries < num_queries, other=0)
+        limit = tl.minimum(tl.maximum(counts, 0), limit).to(tl.int32)
+    own_block = floor_divide(offset + queries, blocks.selection_block_size)
     num_blocks = tl.cdiv(num_tokens, blocks.selection_block_size)
     last = num_blocks
+    seen = num_keys  # by all queries
     if CAUSAL:
         last_position = offset + tl.minimum(first_query + BLOCK_T, num_queries) - 1
         last = tl.minimum(last, floor_divide(last_position, blocks.selection_block_size) + 1)
-    slots = tl.arange(0, BLOCK_N)
-    # Empty slots rank below all blocks, and hold none that there is. Slots behind a row are never the smallest.
-    empty = tl.where(slots < choice.num_selected, -1, 2**31 - 1)[None, :]
-    if counts_ptr is not None:
-        rows = row.to(tl.int64) * place.seqlen_q + query_start + chooser_queries
-        counts_ptr += rows * tl.num_programs(1) + chooser
-        counts = tl.load(counts_ptr, mask=chooser_queries < num_queries, other=0)[:, None]
-        empty = tl.where(slots[None, :] < counts, empty, 2**31 - 1)
-    kept = (tl.broadcast_to(empty, [BLOCK_T, BLOCK_N]), tl.broadcast_to(-1 - slots[None, :], [BLOCK_T, BLOCK_N]))
-
-    per_selection = blocks.selection_block_size // blocks.stride
-    skipped = 0 if HANDED_ON else (blocks.block_size - 1) // blocks.stride
-    num_steps = per_selection + skipped
-    seen = num_keys  # by all queries
-    if CAUSAL:
         first_position = tl.maximum(offset + first_query + 1, 0)
         seen = tl.minimum(seen, count_blocks(first_position, blocks.block_size, blocks.stride))
-    scale_log2 = (scale if softcap is None else 1.0) * 1.4426950408889634
-    lse_log2 = lse * 1.4426950408889634
-    # One loop over tiles and their steps, so that all of them are one pipeline.
-    first_block, step = -OVERLAP, 0
-    scores = tl.zeros([BLOCK_J, BLOCK_T], tl.float32)
-    onward = tl.zeros([BLOCK_J, BLOCK_T], tl.float32)
-    for _ in tl.range(0, tl.cdiv(last, BLOCK_J - OVERLAP) * num_steps):
-        compressed = (first_block + tl.arange(0, BLOCK_J)) * per_selection + step - skipped
-        exists = (compressed >= 0) & (compressed < num_keys)
-        k = load_rows(k_ptr, key_start + compressed, k_strides[1], exists, HEAD_DIM, BLOCK_D, WIDE)
-        products = tl.dot(k, tl.trans(q), input_precision='ieee')  # [BLOCK_J, BLOCK_T * BLOCK_G]
-        if softcap is not None:
-            products = cap_logits(products * scale, softcap)
-        weights = tl.exp2(tl.fma(products, scale_log2, -lse_log2[None, :]))
-        if GROUP < BLOCK_G:
-            # Of keys that are infinite, too.
-            weights = tl.where(member_mask[None, :], weights, 0.0)
-        if (first_block * per_selection < skipped) | ((first_block + BLOCK_J) * per_selection > seen):
-            visible = exists[:, None]
-            if CAUSAL:
-                end = compressed * blocks.stride + blocks.block_size - 1
-                visible = visible & (end[:, None] <= (offset + queries)[None, :])
-            weights = tl.where(visible, weights, 0.0)
-        weights = tl.sum(tl.reshape(weights, [BLOCK_J, BLOCK_T, BLOCK_G]), 2)
-        start = (step - skipped) * blocks.stride
-        end = start + blocks.block_size
-        shared = tl.minimum(end, blocks.selection_block_size) - tl.maximum(start, 0)
-        scores = tl.fma(weights, shared.to(tl.float32), scores)
-        if HANDED_ON:
-            onward = tl.fma(weights, tl.maximum(end - blocks.selection_block_size, 0).to(tl.float32), onward)
-        step += 1
-        if step == num_steps:
-            ranks = _rank(scores, onward, first_block, own_block, num_blocks, choice, CAUSAL, HANDED_ON)
-            kept = _keep_largest(kept, ranks, first_block + tl.arange(0, BLOCK_J)[None, :], choice.num_selected)
-            scores = tl.zeros([BLOCK_J, BLOCK_T], tl.float32)
-            onward = tl.zeros([BLOCK_J, BLOCK_T], tl.float32)
-            first_block, step = first_block + BLOCK_J - OVERLAP, 0
 
-    taken = (kept[0] >= 0) & (slots < choice.num_selected)[None, :]
-    if counts_ptr is not None:
-        taken = taken & (kept[1] >= 0)
-    indices = _put_in_order(tl.where(taken, kept[1], 2**30), slots, choice.num_selected)
-    rows = row.to(tl.int64) * place.seqlen_q + query_start + chooser_queries
-    out_ptr += (rows * tl.num_programs(1) + chooser)[:, None] * choice.num_selected
-    mask = (chooser_queries < num_queries)[:, None] & (slots < choice.num_selected)[None, :]
-    tl.store(out_ptr + slots[None, :], indices, mask=mask)
+    plane = (row * kv_heads + chooser // CHOOSERS) * SPREAD
+    taken = begin_row(limit, BLOCK_N)
+    again = num_queries > 0
+    while again:
+        kept = begin_tiles(limit, BLOCK_J, BLOCK_N, LEVELS)
+        scores = tl.zeros([BLOCK_J, BLOCK_T], tl.float32)
+        onward = tl.zeros([BLOCK_J, BLOCK_T], tl.float32)
+        # One loop over tiles and their steps, so that all of them are one pipeline.
+        for i in tl.range(0, tl.cdiv(last, BLOCK_J - OVERLAP) * NUM_STEPS):
+            step = i % NUM_STEPS - SKIPPED
+            first_block = i // NUM_STEPS * (BLOCK_J - OVERLAP) - OVERLAP
+            compressed = (first_block + tl.arange(0, BLOCK_J)) * SPREAD + step
+            exists = (compressed >= 0) & (compressed < num_keys)
+            k = _load_step(
+                keys_ptr, tiles, plane, key_start + step, first_block, exists, num_places, HEAD_DIM, BLOCK_J, BLOCK_D,
+                SPREAD, WIDE,
+            )  # fmt: skip
+            products = tl.dot(k, tl.trans(q), input_precision='ieee')  # [BLOCK_J, BLOCK_T * BLOCK_G]
+            if softcap is not None:
+                products = cap_logits(products * scale, softcap)
+            weights = tl.exp2(tl.fma(products, scale_log2, -lse_log2[None, :]))
+            if GROUP < BLOCK_G:
+                # Of keys that are infinite, too.
+                weights = tl.where(member_mask[None, :], weights, 0.0)
+            weights = add_members(weights, BLOCK_T, BLOCK_G)
+            if (first_block * SPREAD < SKIPPED) | ((first_block + BLOCK_J) * SPREAD > seen):
+                visible = exists[:, None]
+                if CAUSAL:
+                    end = compressed * blocks.stride + blocks.block_size - 1
+                    visible = visible & (end[:, None] <= (offset + queries)[None, :])
+                weights = tl.where(visible, weights, 0.0)
+            start = step * blocks.stride
+            end = start + blocks.block_size
+            shared = tl.minimum(end, blocks.selection_block_size) - tl.maximum(start, 0)
+            scores = tl.fma(weights, shared.to(tl.float32), scores)
+            if HANDED_ON:
+                onward = tl.fma(weights, tl.maximum(end - blocks.selection_block_size, 0).to(tl.float32), onward)
+            if step == SPREAD - 1:
+                ranks = rank_blocks(scores, onward, first_block, own_block, num_blocks, choice, CAUSAL, HANDED_ON)
+                block = (first_block + tl.arange(0, BLOCK_J))[None, :]
+                kept = keep_largest(kept, ranks, block, taken, choice.num_selected, LEVELS)
+                scores = tl.zeros([BLOCK_J, BLOCK_T], tl.float32)
+                onward = tl.zeros([BLOCK_J, BLOCK_T], tl.float32)
+        taken, again = take_largest(kept, taken, choice.num_selected, LEVELS)
+
+    slots = tl.arange(0, BLOCK_N)
+    out_ptr += rows[:, None] * choice.num_selected
+    mask = (queries < num_queries)[:, None] & (slots < choice.num_selected)[None, :]
+    tl.store(out_ptr + slots[None, :], put_in_order(taken[0], choice.num_selected), mask=mask)
 
 
 @triton.jit
-def _rank(scores, onward, first_block, own_block, num_blocks, choice, CAUSAL: tl.constexpr, HANDED_ON: tl.constexpr):
-    """Of a tile's blocks, `[T, J]`: the larger the earlier a block is taken, of equal ones the lower block; -1 where it
-    is not to be taken. Forced blocks have the ranks of geometry.forced_priority, above all scores, `[J, T]`.
+def _load_step(
+    keys_ptr,
+    tiles,
+    plane,
+    first_key,
+    first_block,
+    exists,
+    num_places,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SPREAD: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """The keys of a step, `[J, D]`: of the tile's first block, and every SPREAD keys further. plane: the first one of a
+    head in `spread_keys`; first_key: the key of block 0 of the sequence. By descriptor, anything where none exists.
     """
-    places = tl.arange(0, scores.shape[0])
-    score = _pick(scores, places)
-    if HANDED_ON:
-        score += _pick(onward, tl.maximum(places - 1, 0))
-    block = (first_block + places)[None, :]
-    distance = own_block[:, None] - block
-    reach = tl.abs(distance)
-    is_local = reach < choice.num_local
-    choosable = (block < num_blocks) & ((places > 0)[None, :] | (not HANDED_ON))
-    if CAUSAL:
-        is_local = is_local & (distance >= 0)
-        choosable = choosable & (distance >= 0)
-    priority = tl.where(is_local, 2 * (choice.num_local - reach) + (distance > 0).to(tl.int32), 0)
-    initial = choice.num_init - block + 2 * choice.num_local
-    priority = tl.where(block < choice.num_init, tl.maximum(priority, initial), priority)
-    priority = tl.where(is_local & (distance == 0), 2 * choice.num_local + choice.num_init + 1, priority)
-    # Bits of floats that are not negative are in the order of the floats.
-    bits = tl.where(score == score, score, float('inf')).to(tl.int32, bitcast=True)
-    return tl.where(choosable, tl.where(priority > 0, 0x7F800000 + priority, bits), -1)
-
-
-@triton.jit
-def _pick(values, rows):
-    """Some rows of [J, T], as columns."""
-    values = tl.trans(values)
-    return tl.gather(values, tl.broadcast_to(rows[None, :], [values.shape[0], rows.shape[0]]), 1)
-
-
-@triton.jit
-def _keep_largest(kept, ranks, block, num_selected):
-    """Per row the largest of both, as many as are kept: the smallest that is kept, of equal ones that of the highest
-    block, makes room for the largest rank as long as that is larger. kept: ranks and their blocks, lower ones than
-    `block`.
-    """
-    kept, kept_block = kept
-    smallest = tl.min(kept, 1)[:, None]
-    num_larger = tl.sum((ranks > smallest).to(tl.int32), 1)
-    for _ in tl.range(0, tl.minimum(tl.max(num_larger, 0), num_selected)):
-        largest = tl.max(ranks, 1)[:, None]
-        best = tl.min(tl.where(ranks == largest, block, 2**30), 1)[:, None]
-        worst = tl.max(tl.where(kept == smallest, kept_block, -(2**30)), 1)[:, None]
-        replaced = (kept_block == worst) & (largest > smallest)
-        kept = tl.where(replaced, largest, kept)
-        kept_block = tl.where(replaced, best, kept_block)
-        ranks = tl.where(block == best, -1, ranks)
-        smallest = tl.min(kept, 1)[:, None]
-    return kept, kept_block
-
-
-@triton.jit
-def _put_in_order(blocks, slots, num_selected):
-    """Rows of blocks ascending, 2**30 for none there and -1 for none here."""
-    indices = tl.full(blocks.shape, -1, tl.int32)
-    # One after the other: tl.sort takes a minute to compile for long rows.
-    for slot in tl.range(0, num_selected):
-        lowest = tl.min(blocks, 1)[:, None]
-        indices = tl.where((slots == slot)[None, :] & (lowest < 2**30), lowest, indices)
-        blocks = tl.where(blocks == lowest, 2**30, blocks)
-    return indices
+    place = floor_divide(first_key, SPREAD)
+    first = (plane + first_key - place * SPREAD).to(tl.int64) * num_places + place + first_block
+    if tiles is not None:
+        k = tiles.load([first.to(tl.int32), 0])
+    else:
+        keys_ptr += first * HEAD_DIM
+        k = load_rows(keys_ptr, tl.arange(0, BLOCK_J), HEAD_DIM, exists, HEAD_DIM, BLOCK_D, WIDE)
+    return k

@@ -5,7 +5,9 @@ block_m counts rows (queries times heads of a group), block_n selection blocks.
 
 from __future__ import annotations
 
-from native_sparse_attention.ops._triton.launch import Settings, Table
+from torch import Tensor
+
+from native_sparse_attention.ops._triton.launch import Settings, Table, is_hopper
 
 SELECT: Table = {
     ('sm80', 2, 64): Settings(64, 64, 4, 3),
@@ -20,5 +22,13 @@ SELECT: Table = {
     ('sm86', 4, 64): Settings(64, 32, 4, 1),
     ('sm86', 4, 128): Settings(32, 32, 4, 1),
     ('sm86', 4, 256): Settings(16, 16, 4, 1),
-    ('sm90', 2, 64): Settings(64, 64, 4, 2),
+    ('sm90', 2, 64): Settings(128, 64, 4, 2),
+    ('sm90', 2, 128): Settings(128, 64, 4, 2),
 }
+
+
+def limit_registers(q: Tensor, levels: int) -> dict[str, int]:
+    """What lets three programs of the choice share an SM of Hopper, where columns of blocks (`levels`) would take more
+    registers than that: they are asked for once a tile, so they may lie in memory.
+    """
+    return {'maxnreg': 168} if levels > 0 and q.element_size() == 2 and is_hopper(q.device) else {}
