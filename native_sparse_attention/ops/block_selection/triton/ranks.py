@@ -29,17 +29,33 @@ def rank_blocks(
     scores, onward, first_block, own_block, num_blocks, choice, CAUSAL: tl.constexpr, HANDED_ON: tl.constexpr
 ):
     """Of a tile's blocks, `[T, J]`: the larger the earlier a block is taken, of equal ones the lower block; -1 where it
-    is not to be taken. Forced blocks have the ranks of geometry.forced_priority, above all scores, `[J, T]`.
+    is not to be taken. scores, and what the next block has besides: `[J, T]`.
     """
-    places = tl.arange(0, scores.shape[0])
-    score = _pick(scores, places)
+    places = tl.arange(0, scores.shape[0])[None, :]
     if HANDED_ON:
-        score += _pick(onward, tl.maximum(places - 1, 0))
-    block = (first_block + places)[None, :]
-    distance = own_block[:, None] - block
+        score, handed_on = tl.split(tl.permute(tl.join(scores, onward), (1, 0, 2)))
+        score += tl.gather(handed_on, tl.broadcast_to(tl.maximum(places - 1, 0), handed_on.shape), 1)
+    else:
+        score = tl.trans(scores)
+    # Bits of floats that are not negative are in the order of the floats.
+    ranks = tl.where(score == score, score, float('inf')).to(tl.int32, bitcast=True)
+    if HANDED_ON:
+        ranks = tl.where(places > 0, ranks, -1)
+    is_first = first_block < choice.num_init
+    if is_first | (first_block + scores.shape[0] > tl.minimum(tl.min(own_block, 0) - choice.num_local + 1, num_blocks)):
+        ranks = _rank_forced(ranks, first_block + places, own_block[:, None], num_blocks, choice, CAUSAL)
+    return ranks
+
+
+@triton.jit
+def _rank_forced(ranks, block, own_block, num_blocks, choice, CAUSAL: tl.constexpr):
+    """With the ranks of geometry.forced_priority, above all scores, for forced blocks, and -1 for those that are not to
+    be chosen.
+    """
+    distance = own_block - block
     reach = tl.abs(distance)
     is_local = reach < choice.num_local
-    choosable = (block < num_blocks) & ((places > 0)[None, :] | (not HANDED_ON))
+    choosable = (block < num_blocks) & (ranks >= 0)
     if CAUSAL:
         is_local = is_local & (distance >= 0)
         choosable = choosable & (distance >= 0)
@@ -47,16 +63,7 @@ def rank_blocks(
     initial = choice.num_init - block + 2 * choice.num_local
     priority = tl.where(block < choice.num_init, tl.maximum(priority, initial), priority)
     priority = tl.where(is_local & (distance == 0), 2 * choice.num_local + choice.num_init + 1, priority)
-    # Bits of floats that are not negative are in the order of the floats.
-    bits = tl.where(score == score, score, float('inf')).to(tl.int32, bitcast=True)
-    return tl.where(choosable, tl.where(priority > 0, 0x7F800000 + priority, bits), -1)
-
-
-@triton.jit
-def _pick(values, rows):
-    """Some rows of [J, T], as columns."""
-    values = tl.trans(values)
-    return tl.gather(values, tl.broadcast_to(rows[None, :], [values.shape[0], rows.shape[0]]), 1)
+    return tl.where(choosable, tl.where(priority > 0, 0x7F800000 + priority, ranks), -1)
 
 
 @triton.jit
