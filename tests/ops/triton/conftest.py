@@ -33,17 +33,21 @@ def described(device: Any, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """The tensors that attention has described for the tensor memory accelerator, as if there were one."""
     from native_sparse_attention.ops._triton import launch
     from native_sparse_attention.ops._triton.interval import op as interval
+    from native_sparse_attention.ops.block_selection.triton import select
     from native_sparse_attention.ops.selected_attention.triton import op as selected
 
     found = []
-    describe_tiles = launch.describe_tiles
 
-    def describe(tensor: Tensor, *sizes: int) -> Any:
-        result = describe_tiles(tensor, *sizes)
-        found.extend([tensor] * (result is not None))
-        return result
+    def watch(describe: Any) -> Any:
+        def watched(tensor: Tensor, *sizes: int) -> Any:
+            result = describe(tensor, *sizes)
+            found.extend([tensor] * (result is not None))
+            return result
+
+        return watched
 
     monkeypatch.setattr(launch, 'WITH_TILES', (launch.architecture_of(device),))
     for op in (interval, selected):
-        monkeypatch.setattr(op, 'describe_tiles', describe)
+        monkeypatch.setattr(op, 'describe_tiles', watch(launch.describe_tiles))
+    monkeypatch.setattr(select, 'describe_rows', watch(launch.describe_rows))
     return found

@@ -103,7 +103,19 @@ def sequences_of(problem: Problem) -> Sequences:
 @pytest.mark.parametrize('share_group', [True, False])
 @pytest.mark.parametrize('causal', [True, False])
 @pytest.mark.parametrize(
-    'sizes', [(32, 16, 64), (4, 1, 4), (4, 2, 4), (4, 4, 4), (16, 16, 16), (4, 1, 1), (2, 1, 6), (1, 1, 3), (9, 4, 8)]
+    'sizes',
+    [
+        (32, 16, 64),
+        (4, 1, 4),
+        (4, 2, 4),
+        (4, 4, 4),
+        (16, 16, 16),
+        (4, 1, 1),
+        (2, 1, 6),
+        (1, 1, 3),
+        (9, 4, 8),
+        (8, 2, 4),
+    ],
 )
 def test_scores_without_rounding(sizes: Sizes, causal: bool, share_group: bool, device: torch.device) -> None:
     extents = Extents(1, 7, 12 * sizes[2] + 3, {}, [12 * sizes[2] + 3])

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from math import comb
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +18,8 @@ from native_sparse_attention.ops.block_selection.triton import select
 from native_sparse_attention.ops.block_selection.triton.members import add_members, load_members
 from native_sparse_attention.ops.block_selection.triton.ranks import MAX_LEVELS, count_levels
 from tests.ops.triton.harness import place
-from tests.ops.triton.select_blocks_problems import Problem, choose, settings_of
-from tests.problems import Extents
+from tests.ops.triton.select_blocks_problems import Problem, choose, make_counts, settings_of
+from tests.problems import Extents, Heads, packed, row_integers, whole
 
 GROUP = 8
 # Selection blocks of a tile of float32 inputs with small heads; the first one of a tile hands on, and is not chosen.
@@ -71,6 +72,64 @@ def test_equal_blocks_of_one_column_and_of_others(device: torch.device) -> None:
             assert torch.equal(result, expected)
 
 
+@pytest.mark.parametrize('levels', [1, 2])
+def test_columns_of_score_0(levels: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All blocks are equal, so rows take the first ones: the first column after the others holds more than it keeps."""
+    monkeypatch.setattr(select, 'count_levels', lambda *_: levels)
+    problem = make_scores(torch.full((8 * COLUMNS,), -10000), device)
+    for num_selected in (COLUMNS + 1, 2 * COLUMNS + 3):
+        result = choose(problem, num_selected=num_selected, num_init=0, num_local=0)
+        assert result.flatten().tolist() == list(range(num_selected))
+
+
+def test_which_groups_have_columns(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, launch = [], select.launch
+
+    def spy(*args: Any, **meta: Any) -> Any:
+        found.append(meta['LEVELS'])
+        return launch(*args, **meta)
+
+    monkeypatch.setattr(select, 'launch', spy)
+    for group, num_selected in ((GROUP, 5), (GROUP, 512), (GROUP - 1, 5)):
+        problem = make_counts(whole(9), Heads(group, 1, 4, 4), SIZES, device)
+        choose(problem, num_selected=num_selected)
+    assert found[0] > 0
+    assert found[1:] == [0, 0]
+
+
+DESCRIBED = {
+    'alone': (whole(90, batch=2), (4, 2, 8)),
+    'packed': (packed([33, 0, 1, 70, 7], uncovered=4), (4, 2, 8)),
+    'three keys a block': (Extents(2, 20, 95, {'q_offset': row_integers([60, -5])}, [95, 95]), (4, 2, 6)),
+    'reaching beyond a block': (packed([50, 41], uncovered=0), (8, 2, 4)),
+}
+
+
+@pytest.mark.parametrize('case', DESCRIBED)
+@pytest.mark.parametrize('group', [2, 9])
+def test_keys_by_descriptor(case: str, group: int, described: list[Tensor], device: torch.device) -> None:
+    """Of half types: products of float32 take no factor from shared memory."""
+    extents, sizes = DESCRIBED[case]
+    tensors, settings = make_counts(extents, Heads(2 * group, 2, 8, 8), sizes, device)
+    expected = choose((tensors, settings), num_selected=4)
+    assert not described
+    assert torch.equal(choose((tensors, settings), 'eager', num_selected=4), expected)
+    half = {**tensors, 'q': tensors['q'].half(), 'k_cmp': tensors['k_cmp'].half()}
+    assert torch.equal(choose((half, settings), num_selected=4), expected)
+    assert len(described) == 1
+
+
+@pytest.mark.parametrize('group', [1, GROUP])
+def test_an_infinite_weight_counts_for_its_own_blocks(group: int, device: torch.device) -> None:
+    """A log-sum-exp that is not that of the keys."""
+    k_cmp = torch.zeros(1, 10, 1, 1)
+    k_cmp[:, 6] = 200
+    tensors = {'q': torch.ones(1, 1, group, 1), 'k_cmp': k_cmp, 'lse': torch.zeros(1, group, 1)}
+    problem = place(tensors, device), settings_of((2, 2, 4), Extents(1, 1, 20, {}, [20]), device, scale=1.0)
+    for backend in ('eager', 'triton'):
+        assert choose(problem, backend, num_selected=2, num_init=0, num_local=0).flatten().tolist() == [0, 3]
+
+
 def test_counts_of_rows_that_take_many_blocks_of_one_column(device: torch.device) -> None:
     num_blocks = 14 * COLUMNS
     levels = torch.where(one_column(num_blocks, 3), torch.arange(num_blocks) // COLUMNS, 0)
@@ -110,7 +169,7 @@ def test_how_many_levels_a_column_has() -> None:
             levels = count_levels(num_selected, columns)
             assert levels <= MAX_LEVELS
             if levels > 0:
-                assert 100 * comb(num_selected, levels) <= columns ** (levels - 1)
+                assert levels == num_selected or 100 * comb(num_selected, levels) <= columns ** (levels - 1)
                 assert levels == 1 or 100 * comb(num_selected, levels - 1) > columns ** (levels - 2)
     assert (count_levels(16, 64), count_levels(32, 64), count_levels(16, 32)) == (4, 6, 5)
     assert count_levels(512, 64) == 0

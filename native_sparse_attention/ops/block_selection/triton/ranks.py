@@ -19,7 +19,7 @@ def count_levels(num_selected: int, num_columns: int) -> int:
     takes as many from one column; 0 where these are too many.
     """
     levels = 1
-    while 100 * comb(num_selected, levels) > num_columns ** (levels - 1):
+    while levels < num_selected and 100 * comb(num_selected, levels) > num_columns ** (levels - 1):
         levels += 1
     return levels if levels <= MAX_LEVELS else 0
 
@@ -67,8 +67,8 @@ def _rank_forced(ranks, block, own_block, num_blocks, choice, CAUSAL: tl.constex
 
 
 @triton.jit
-def begin_row(limit, BLOCK_N: tl.constexpr):
-    """Rows that have taken nothing: the blocks taken, `[T, N]`, 2**30 behind them; how many and of how many, `[T, 1]`;
+def begin_taking(limit, BLOCK_N: tl.constexpr):
+    """What rows have taken, which is nothing: blocks, `[T, N]`, 2**30 behind them; how many and of how many, `[T, 1]`;
     rank and block of the last one, `[T, 1]`, before all that is still to be taken. limit: `[T]`.
     """
     rows: tl.constexpr = limit.shape[0]
@@ -94,10 +94,10 @@ def begin_tiles(limit, BLOCK_J: tl.constexpr, BLOCK_N: tl.constexpr, LEVELS: tl.
 
 
 @triton.jit
-def keep_largest(kept, ranks, block, row, num_selected, LEVELS: tl.constexpr):
+def keep_largest(kept, ranks, block, taken, num_selected, LEVELS: tl.constexpr):
     """What is kept, with the ranks of a tile, whose blocks are higher than those before."""
     if LEVELS > 0:
-        _, _, _, rank, last = row
+        _, _, _, rank, last = taken
         ranks = tl.where((ranks < rank) | ((ranks == rank) & (block > last)), ranks, -1)
         kept = _insert(kept, ranks, tl.broadcast_to(block, ranks.shape), LEVELS)
     else:
@@ -142,13 +142,13 @@ def _replace(kept, ranks, block, num_selected):
 
 
 @triton.jit
-def take_largest(kept, row, num_selected, LEVELS: tl.constexpr):
-    """The row with what it takes of what was kept, and whether a row of the tile has to see all tiles once more: a
-    column with more blocks than it can keep gave all of them. It goes on behind the last one that it took.
+def take_largest(kept, taken, num_selected, LEVELS: tl.constexpr):
+    """What rows have taken, with what they take of what was kept, and whether one has to see all tiles once more,
+    because a full column gave all its blocks. It goes on behind the last one that it took.
     """
-    taken, count, limit, rank, last = row
+    chosen, count, limit, rank, last = taken
     if LEVELS > 0:
-        slots = tl.arange(0, taken.shape[1])[None, :]
+        slots = tl.arange(0, chosen.shape[1])[None, :]
         # Behind a column that is full may be anything.
         beyond = tl.where(kept[LEVELS - 1][0] >= 0, 2**31 - 1, -1)
         for _ in tl.range(0, num_selected):
@@ -156,7 +156,7 @@ def take_largest(kept, row, num_selected, LEVELS: tl.constexpr):
             largest = tl.max(ranks, 1)[:, None]
             best = tl.min(tl.where(ranks == largest, blocks, 2**30), 1)[:, None]
             is_known = (largest >= 0) & (largest < 2**31 - 1) & (count < limit)
-            taken = tl.where(is_known & (slots == count), best, taken)
+            chosen = tl.where(is_known & (slots == count), best, chosen)
             rank, last = tl.where(is_known, largest, rank), tl.where(is_known, best, last)
             count += is_known.to(tl.int32)
             kept = _move_up(kept, is_known & (ranks == largest) & (blocks == best), beyond, LEVELS)
@@ -164,9 +164,9 @@ def take_largest(kept, row, num_selected, LEVELS: tl.constexpr):
         again = tl.max(tl.max(is_open.to(tl.int32), 0), 0) > 0
     else:
         ranks, blocks = kept[0]
-        taken = tl.where((ranks >= 0) & (blocks >= 0), blocks, taken)
+        chosen = tl.where((ranks >= 0) & (blocks >= 0), blocks, chosen)
         again = num_selected < 0
-    return (taken, count, limit, rank, last), again
+    return (chosen, count, limit, rank, last), again
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""The choice of blocks: one program per tile of queries and chooser, a running top-n over tiles of selection blocks."""
+"""The choice of blocks: one program per tile of queries and chooser, which goes through tiles of selection blocks."""
 
 # To pyright a jit function that another calls never returns.
 # pyright: reportGeneralTypeIssues=false
@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from native_sparse_attention.geometry import Sequences, max_length_of_compressed
-from native_sparse_attention.ops._triton.launch import describe_rows, head_block, is_wide, launch, settings_of
+from native_sparse_attention.ops._triton.launch import describe_rows, head_block, launch, settings_of
 from native_sparse_attention.ops._triton.placement import (
     count_blocks,
     flatten,
@@ -32,7 +32,7 @@ from native_sparse_attention.ops._triton.tiles import load_rows
 from native_sparse_attention.ops.block_selection.triton import settings
 from native_sparse_attention.ops.block_selection.triton.members import add_members, load_members
 from native_sparse_attention.ops.block_selection.triton.ranks import (
-    begin_row,
+    begin_taking,
     begin_tiles,
     count_levels,
     keep_largest,
@@ -112,7 +112,7 @@ def _select(
     softcap: OptionalFloat,
     block_counts: OptionalTensor,
 ) -> Tensor:
-    q, k_cmp = last_dim_contiguous(q, k_cmp)
+    q = last_dim_contiguous(q)[0]
     sequences = unflatten(q, (seqlen_k, q_offset, q_offsets, seqlens_k, cu_seqlens, cu_seqlens_k))
     place = make_placement(sequences, block_size, stride)
     batch, seqlen, heads, head_dim = q.shape
@@ -131,11 +131,13 @@ def _select(
     levels = count_levels(num_selected, block_j) if group >= MIN_GROUP else 0
     block_t = MAX_COLUMNS // block_j if levels > 0 else MAX_KEPT // block_n
     block_t = max(1, 16 // block_g, min(block_m // block_g, block_t))
+    # Products of float32 take their factors from registers.
+    tiles = describe_rows(keys, block_j, head_block(head_dim)) if keys.element_size() == 2 else None
     handed_on = block_size - stride <= selection_block_size
     launch(
         select_kernel,
         (num_tiles(place, seqlen, block_t), choosers),
-        *(q, keys, describe_rows(keys, block_j, head_block(head_dim)), lse),
+        *(q, keys, tiles, lse),
         *(None if block_counts is None else block_counts.contiguous(), out),
         *(q.stride(), lse.stride(), keys.shape[3], kv_heads, place),
         Blocks(block_size, stride, selection_block_size, num_compressed, max_tokens),
@@ -153,9 +155,7 @@ def _select(
         BLOCK_D=head_block(head_dim),
         SPREAD=per_selection,
         SKIPPED=0 if handed_on else (block_size - 1) // stride,
-        HANDED_ON=handed_on,
         LEVELS=levels,
-        WIDE=is_wide(keys),
         num_warps=num_warps,
         num_stages=num_stages,
         device=q.device,
@@ -234,9 +234,7 @@ def select_kernel(
     BLOCK_D: tl.constexpr,
     SPREAD: tl.constexpr,
     SKIPPED: tl.constexpr,
-    HANDED_ON: tl.constexpr,
     LEVELS: tl.constexpr,
-    WIDE: tl.constexpr,
 ):
     """q: `[B, T, HQ, D]`; keys: `[B, H, SPREAD, num_places, D]` (`spread_keys`), contiguous, tiles: their descriptor;
     lse: `[B, HQ, T]`; counts, or None: `[B, T, HI]`, out: `[B, T, HI, n]`, contiguous. The GROUP heads of a chooser
@@ -251,6 +249,7 @@ def select_kernel(
         return
     chooser = tl.program_id(1)
     # A tile's first block is the last one of the tile before, to hand on what it shares with the next one.
+    HANDED_ON: tl.constexpr = SKIPPED == 0
     OVERLAP: tl.constexpr = 1 if HANDED_ON else 0
     NUM_STEPS: tl.constexpr = SPREAD + SKIPPED
     num_tokens = tl.minimum(num_tokens, blocks.max_tokens)
@@ -268,7 +267,7 @@ def select_kernel(
     queries = first_query + tl.arange(0, BLOCK_T)
     rows = row.to(tl.int64) * place.seqlen_q + query_start + queries
     rows = rows * tl.num_programs(1) + chooser
-    limit = tl.full([BLOCK_T], 0, tl.int32) + choice.num_selected
+    limit = tl.where(queries < num_queries, choice.num_selected, 0)
     if counts_ptr is not None:
         counts = tl.load(counts_ptr + rows, mask=queries < num_queries, other=0)
         limit = tl.minimum(tl.maximum(counts, 0), limit).to(tl.int32)
@@ -282,8 +281,8 @@ def select_kernel(
         first_position = tl.maximum(offset + first_query + 1, 0)
         seen = tl.minimum(seen, count_blocks(first_position, blocks.block_size, blocks.stride))
 
-    plane = (row * kv_heads + chooser // CHOOSERS) * SPREAD
-    taken = begin_row(limit, BLOCK_N)
+    plane = (row.to(tl.int64) * kv_heads + chooser // CHOOSERS) * SPREAD
+    taken = begin_taking(limit, BLOCK_N)
     again = num_queries > 0
     while again:
         kept = begin_tiles(limit, BLOCK_J, BLOCK_N, LEVELS)
@@ -297,7 +296,7 @@ def select_kernel(
             exists = (compressed >= 0) & (compressed < num_keys)
             k = _load_step(
                 keys_ptr, tiles, plane, key_start + step, first_block, exists, num_places, HEAD_DIM, BLOCK_J, BLOCK_D,
-                SPREAD, WIDE,
+                SPREAD,
             )  # fmt: skip
             products = tl.dot(k, tl.trans(q), input_precision='ieee')  # [BLOCK_J, BLOCK_T * BLOCK_G]
             if softcap is not None:
@@ -313,12 +312,7 @@ def select_kernel(
                     end = compressed * blocks.stride + blocks.block_size - 1
                     visible = visible & (end[:, None] <= (offset + queries)[None, :])
                 weights = tl.where(visible, weights, 0.0)
-            start = step * blocks.stride
-            end = start + blocks.block_size
-            shared = tl.minimum(end, blocks.selection_block_size) - tl.maximum(start, 0)
-            scores = tl.fma(weights, shared.to(tl.float32), scores)
-            if HANDED_ON:
-                onward = tl.fma(weights, tl.maximum(end - blocks.selection_block_size, 0).to(tl.float32), onward)
+            scores, onward = _add_step(scores, onward, weights, step, blocks, HANDED_ON)
             if step == SPREAD - 1:
                 ranks = rank_blocks(scores, onward, first_block, own_block, num_blocks, choice, CAUSAL, HANDED_ON)
                 block = (first_block + tl.arange(0, BLOCK_J))[None, :]
@@ -346,16 +340,31 @@ def _load_step(
     BLOCK_J: tl.constexpr,
     BLOCK_D: tl.constexpr,
     SPREAD: tl.constexpr,
-    WIDE: tl.constexpr,
 ):
     """The keys of a step, `[J, D]`: of the tile's first block, and every SPREAD keys further. plane: the first one of a
-    head in `spread_keys`; first_key: the key of block 0 of the sequence. By descriptor, anything where none exists.
+    head in `spread_keys`; first_key: that of the sequence's block 0. By descriptor, anything where none exists.
     """
     place = floor_divide(first_key, SPREAD)
-    first = (plane + first_key - place * SPREAD).to(tl.int64) * num_places + place + first_block
+    first = (plane + first_key - place * SPREAD) * num_places + place + first_block
     if tiles is not None:
         k = tiles.load([first.to(tl.int32), 0])
     else:
         keys_ptr += first * HEAD_DIM
-        k = load_rows(keys_ptr, tl.arange(0, BLOCK_J), HEAD_DIM, exists, HEAD_DIM, BLOCK_D, WIDE)
+        k = load_rows(keys_ptr, tl.arange(0, BLOCK_J), HEAD_DIM, exists, HEAD_DIM, BLOCK_D, False)
     return k
+
+
+@triton.jit
+def _add_step(scores, onward, weights, step, blocks, HANDED_ON: tl.constexpr):
+    """Scores of a tile's blocks, and what the next ones have besides, with the weights of a step, `[J, T]`, for every
+    token that its compressed blocks share with them.
+    """
+    start = step * blocks.stride
+    end = start + blocks.block_size
+    shared = tl.minimum(end, blocks.selection_block_size) - tl.maximum(start, 0)
+    scores = tl.fma(weights, shared.to(tl.float32), scores)
+    if HANDED_ON:
+        beyond = tl.maximum(end - blocks.selection_block_size, 0)
+        # An infinite weight that reaches no further adds nothing.
+        onward = tl.fma(tl.where(beyond > 0, weights, 0.0), beyond.to(tl.float32), onward)
+    return scores, onward

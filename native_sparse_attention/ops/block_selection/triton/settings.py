@@ -1,10 +1,12 @@
 """Launch settings of the choice of blocks, by architecture, bytes of an element and head size.
 
-block_m counts rows (queries times heads of a group), block_n selection blocks.
+block_m counts columns of a product (queries times heads of a group), of which fewer are taken where what queries keep
+would not fit (`select`); block_n counts selection blocks.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from native_sparse_attention.ops._triton.launch import Settings, Table, is_hopper
@@ -31,4 +33,5 @@ def limit_registers(q: Tensor, levels: int) -> dict[str, int]:
     """What lets three programs of the choice share an SM of Hopper, where columns of blocks (`levels`) would take more
     registers than that: they are asked for once a tile, so they may lie in memory.
     """
-    return {'maxnreg': 168} if levels > 0 and q.element_size() == 2 and is_hopper(q.device) else {}
+    is_limited = levels > 0 and q.element_size() == 2 and is_hopper(q.device) and torch.version.hip is None
+    return {'maxnreg': 168} if is_limited else {}
