@@ -1,7 +1,7 @@
 """Queries with all heads of a group, the columns of a product: loaded, and added up."""
 
-# To pyright a jit function that another calls never returns.
-# pyright: reportGeneralTypeIssues=false
+# To pyright a jit function that another calls never returns, and a number is no constant.
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def load_members(
 @triton.jit
 def add_members(weights, BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr):
     """`[J, T * G]`, columns as `_find_members` has them -> `[J, T]`, the sums of the heads."""
-    PAIR: tl.constexpr = 2 if BLOCK_G > 1 else 1
-    QUERIES: tl.constexpr = 4 if BLOCK_T > 4 else BLOCK_T
+    PAIR: tl.constexpr = min(BLOCK_G, 2)
+    QUERIES: tl.constexpr = min(BLOCK_T, 4)
     rows: tl.constexpr = weights.shape[0]
     weights = tl.reshape(weights, [rows, BLOCK_T // QUERIES, BLOCK_G // PAIR, QUERIES, PAIR])
     return tl.reshape(tl.sum(tl.sum(weights, 4), 2), [rows, BLOCK_T])
@@ -56,8 +56,8 @@ def _find_members(BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr):
     neighbouring columns a thread has two.
     """
     members = tl.arange(0, BLOCK_T * BLOCK_G)
-    PAIR: tl.constexpr = 2 if BLOCK_G > 1 else 1
-    QUERIES: tl.constexpr = 4 if BLOCK_T > 4 else BLOCK_T
+    PAIR: tl.constexpr = min(BLOCK_G, 2)
+    QUERIES: tl.constexpr = min(BLOCK_T, 4)
     head = members // (PAIR * QUERIES) % (BLOCK_G // PAIR) * PAIR + members % PAIR
     query = members // (QUERIES * BLOCK_G) * QUERIES + members // PAIR % QUERIES
     return query, head
