@@ -55,8 +55,8 @@ def test_rows_that_take_many_blocks_of_one_column(num_selected: int, direction: 
         problem = make_scores(levels, device)
         result = choose(problem, num_selected=num_selected, num_init=0, num_local=0)
         assert torch.equal(result, choose(problem, 'eager', num_selected=num_selected, num_init=0, num_local=0))
-        best = levels.float().topk(min(num_selected, 14)).indices.sort().values
-        assert result.flatten()[: len(best)].tolist() == best.tolist() or num_selected > 14
+        best = levels.float().topk(min(num_selected, 14)).indices
+        assert set(best.tolist()) <= set(result.flatten().tolist())
 
 
 def test_equal_blocks_of_one_column_and_of_others(device: torch.device) -> None:
