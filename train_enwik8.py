@@ -317,7 +317,8 @@ def build_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
     matrices = {name: p for name, p in model.named_parameters() if p.ndim >= 2 and name.endswith('weight')}
     others = [p for name, p in model.named_parameters() if name not in matrices]
     groups = [{'params': list(matrices.values())}, {'params': others, 'weight_decay': 0.0}]
-    return torch.optim.AdamW(groups, config.lr, (config.beta1, config.beta2), weight_decay=config.weight_decay)
+    betas, decay, fused = (config.beta1, config.beta2), config.weight_decay, groups[0]['params'][0].is_cuda
+    return torch.optim.AdamW(groups, config.lr, betas, weight_decay=decay, fused=fused)
 
 
 def build(config: Config, options: argparse.Namespace) -> tuple[torch.device, Transformer]:

@@ -64,18 +64,17 @@ class OverlappingBlocks(NamedTuple):
             positions = self.positions.flatten(2).flatten(0, 1)[:, None]
         # Cast once here: autocast would cast every part anew.
         weight, bias = weight.to(projection_dtype(weight)), None if bias is None else bias.to(projection_dtype(bias))
-        positions = positions.to(rows.dtype)
-        out = None
-        for place, part in enumerate(weight.split(rows.shape[-1], dim=2)):
-            chunk = rows[:, place : place + self.num_blocks].flatten(1, -2)
-            out = torch.bmm(chunk, part.mT) if out is None else torch.baddbmm(out, chunk, part.mT)
-        assert out is not None
+        rows = rows.to(projection_dtype(rows))
         # The weight stands first, so that its derivative is laid out as it is: [K, O, H] or [K * H, O, 1].
-        columns = positions.mT
+        columns = positions.to(rows.dtype).mT
         constant = torch.bmm(weight, columns) if bias is None else torch.baddbmm(bias[..., None], weight, columns)
         constant = constant.mT[:, None, None]
-        out = self.that_there_are(out.unflatten(1, (self.num_blocks, batch, constant.shape[3])))
-        return (out + constant).flatten(1, 3)
+        # Products are added in place to what every block has alike, so that nothing goes through memory once more.
+        out = constant.expand(-1, self.num_blocks, batch, -1, -1).flatten(1, 3).contiguous()
+        for place, part in enumerate(weight.split(rows.shape[-1], dim=2)):
+            chunk = rows[:, place : place + self.num_blocks].flatten(1, -2)
+            out = out.baddbmm_(chunk, part.mT)
+        return self.that_there_are(out.unflatten(1, (self.num_blocks, batch, constant.shape[3]))).flatten(1, 3)
 
     def mean(self) -> Tensor:
         """`[K, B, H, C, D]`, summed in float32."""
