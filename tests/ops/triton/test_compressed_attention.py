@@ -301,12 +301,15 @@ def count_blocks(tokens: int) -> int:
     return max(0, (tokens - BLOCK) // STRIDE + 1)
 
 
+@pytest.mark.parametrize('num_memory', [0, 1])
 @pytest.mark.parametrize('causal', [True, False])
 @pytest.mark.parametrize('lengths', [[33, 0, 1, 70, 7], [5, 3, 4, 5]])
-def test_packed_is_alone(lengths: list[int], causal: bool, device: torch.device) -> None:
-    """Bit for bit but for memory, whose gradients are sums over all sequences."""
+def test_packed_is_alone(lengths: list[int], causal: bool, num_memory: int, device: torch.device) -> None:
+    """Bit for bit, but for gradients of memory, which are sums over all sequences, and those of keys and values behind
+    memory: alone, tiles of keys begin with it.
+    """
     extents = packed(lengths, uncovered=3)
-    tensors, grads = make_inputs(extents, HEADS, device, 1), make_grads(extents, HEADS, device)
+    tensors, grads = make_inputs(extents, HEADS, device, num_memory), make_grads(extents, HEADS, device)
     together = run_triton(attend, tensors, grads, **settings_of(extents, device), causal=causal)
     memory: list[dict[str, Tensor]] = []
     first_key = 0
@@ -318,9 +321,11 @@ def test_packed_is_alone(lengths: list[int], causal: bool, device: torch.device)
         own_grads = [grads[0][:, queries], grads[1][..., queries]]
         settings = settings_of(whole(stop - start), device)
         alone = run_triton(attend, own, own_grads, **settings, causal=causal)
-        memory.append({name: alone.pop(name) for name in ('grad of mem_k', 'grad of mem_v')})
+        memory.append({name: alone.pop(name) for name in ('grad of mem_k', 'grad of mem_v') if num_memory})
         part = {f'grad of {name}': together[f'grad of {name}'][:, cut] for name, cut in cuts.items()}
         part |= {'out0': together['out0'][:, queries], 'out1': together['out1'][..., queries]}
+        for name in ('grad of k', 'grad of v') if num_memory else ():
+            torch.testing.assert_close(part[name], alone.pop(name), rtol=1e-5, atol=1e-6)
         assert_same_bits({name: part[name] for name in alone}, alone)
     for name in memory[0]:
         expected = torch.stack([grad[name] for grad in memory]).sum(0)

@@ -243,6 +243,9 @@ def dkv_kernel(
     interval,
     scale,
     marks,
+    kv_heads,
+    parts,
+    JOINED: tl.constexpr,
     MEMORY: tl.constexpr,
     SPLIT: tl.constexpr,
     HEADS: tl.constexpr,
@@ -255,18 +258,21 @@ def dkv_kernel(
     WIDE: tl.constexpr,
 ):
     """dk, dv: `[parts, B, C, H, D and DV]`: the sum over the first HEADS query heads of a group, the next, and so on.
-    One program per tile of keys, kv head and part. MEMORY: of the memory keys, with dk and dv
-    `[parts, B * splits, M, H, D and DV]`, a split for every SPLIT queries.
+    One program per tile of keys, kv head and part. JOINED: with memory before the keys of every row, `[parts, B, M + C,
+    H, D and DV]`. MEMORY: of the memory keys alone, with dk and dv `[parts, B * splits, M, H, D and DV]`, a split for
+    every SPLIT queries.
     """
-    kv_head = tl.program_id(1)
-    part = tl.program_id(2)
+    # The first tiles of keys, which most queries read, go first, and heads that share queries together.
+    tile = tl.program_id(0) // (kv_heads * parts)
+    kv_head = tl.program_id(0) // parts % kv_heads
+    part = tl.program_id(0) % parts
     if MEMORY:
         # Every query of the row reads these keys, wherever it stands. A program adds SPLIT queries.
         memory_tiles = tl.cdiv(interval.num_memory, BLOCK_N)
         splits = tl.cdiv(place.seqlen_q, SPLIT)
-        stored_row = tl.program_id(0) // memory_tiles
+        stored_row = tile // memory_tiles
         row = stored_row // splits
-        key_rows = (tl.program_id(0) % memory_tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
+        key_rows = tile % memory_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
         stored_rows = key_rows
         key_mask = key_rows < interval.num_memory
         stored = key_mask
@@ -280,9 +286,12 @@ def dkv_kernel(
             last = tl.minimum(last, tl.load(place.cu_seqlens + place.num_sequences).to(tl.int32))
         full_last = last
     else:
-        sequence, first_key = find_tile(
-            tl.program_id(0), place.cu_blocks, interval.num_keys, place.num_sequences, BLOCK_N
-        )
+        num_rows = interval.num_keys
+        if JOINED:
+            num_rows += interval.num_memory
+        sequence, first_key = find_tile(tile, place.cu_blocks, num_rows, place.num_sequences, BLOCK_N)
+        if JOINED:
+            first_key -= interval.num_memory
         if sequence >= place.num_sequences:
             return
         row, key_start, key_stop = load_extent(place.cu_blocks, sequence, interval.num_keys, place.num_sequences)
@@ -298,6 +307,8 @@ def dkv_kernel(
         key_rows = stored_rows
         if interval.num_memory is not None:
             key_rows = stored_rows + interval.num_memory
+        if JOINED:
+            stored_rows = key_rows
         key_mask = keys < num_keys
         stored = keys < key_stop
         last_key = tl.minimum(first_key + BLOCK_N, num_keys) - 1
@@ -312,8 +323,8 @@ def dkv_kernel(
     v = load_rows(v_ptr, key_rows, v_strides[1], key_mask, VALUE_DIM, BLOCK_DV)  # [BLOCK_N, BLOCK_DV]
     q_ptr += row * q_strides[0]
     dout_ptr += row * dout_strides[0]
-    first_head = (kv_head * tl.num_programs(2) + part) * HEADS
-    num_heads = tl.num_programs(1) * tl.num_programs(2) * HEADS
+    first_head = (kv_head * parts + part) * HEADS
+    num_heads = kv_heads * parts * HEADS
     tiles = split_range(first, last, full_first, full_last, BLOCK_M)
     end_tiles, num_tiles = tiles[4], tiles[5]
     limits = query_limits(interval, keys, last, offset)

@@ -26,42 +26,49 @@ Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 def differentiate_keys(
     tensors: Tensors, place: Placement, interval: Interval, scale: float, marks: Marks
-) -> tuple[Tensor, Tensor]:
-    """dk and dv `[B, C, H, D and DV]`, where there are parts for some rows of the batch after the others: how many rows
-    fit into the workspace must not change how a row is added.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dk and dv `[B, C, H, D and DV]`, dmem_k and dmem_v `[H, M, D and DV]`; where there are parts, some rows of the
+    batch after the others: how many rows fit into the workspace must not change how a row is added.
     """
     q, k, v, *_ = tensors
     batch, _, heads, head_dim = q.shape
     kv_heads, value_dim = v.shape[2:]
+    num_memory = interval.num_memory or 0
+    # Memory stands before the keys of every row, but in packed sequences.
+    joined = num_memory if place.cu_seqlens is None else 0
+    num_keys = joined + interval.num_keys
     block_n = _settings_of_keys(interval, q, v).block_n
-    tiles_of_row = num_tiles(place, interval.num_keys, block_n) // max(batch, 1)
-    bytes_of_row = interval.num_keys * kv_heads * 4 * (head_dim + value_dim)
+    tiles_of_row = num_tiles(place, num_keys, block_n) // max(batch, 1)
+    bytes_of_row = num_keys * kv_heads * 4 * (head_dim + value_dim)
     parts = _count_parts(heads // kv_heads, tiles_of_row * kv_heads, bytes_of_row)
     # The kernel does not visit what no sequence covers.
     allocate = torch.empty if place.cu_seqlens is None else torch.zeros
 
     def add_queries(rows: range, dtype: torch.dtype) -> list[Tensor]:
-        grads = [
-            allocate((parts, len(rows), interval.num_keys, *t.shape[2:]), dtype=dtype, device=t.device) for t in (k, v)
-        ]
-        grid = (tiles_of_row * len(rows), kv_heads, parts)
-        _launch_dkv(grid, grads, *_rows_of(rows, tensors, place, marks), interval, scale)
+        grads = [allocate((parts, len(rows), num_keys, *t.shape[2:]), dtype=dtype, device=t.device) for t in (k, v)]
+        _launch_dkv(tiles_of_row * len(rows), grads, *_rows_of(rows, tensors, place, marks), interval, scale)
         return grads
 
-    if parts == 1:
+    if parts == 1 and not joined:
         dk, dv = (grad[0] for grad in add_queries(range(batch), k.dtype))
-        return dk, dv
+        return dk, dv, *_differentiate_memory(tensors, place, interval, scale, marks)
     dk, dv = (t.new_empty(batch, interval.num_keys, *t.shape[2:]) for t in (k, v))
+    of_memory = []
     for rows in _split_rows(batch, parts * bytes_of_row):
-        for grad, sums in zip((dk, dv), add_queries(rows, torch.float32), strict=True):
-            _add_parts(sums, grad[rows.start : rows.stop])
-    return dk, dv
+        sums = add_queries(rows, torch.float32)
+        for grad, parts_of_grad in zip((dk, dv), sums, strict=True):
+            _add_parts(parts_of_grad[:, :, joined:], grad[rows.start : rows.stop])
+        if joined:
+            of_memory.append([parts_of_grad[:, :, :joined].sum((0, 1)) for parts_of_grad in sums])
+    if of_memory:
+        return dk, dv, *_add_memory(of_memory, k.dtype)
+    return dk, dv, *_differentiate_memory(tensors, place, interval, scale, marks)
 
 
-def differentiate_memory(
+def _differentiate_memory(
     tensors: Tensors, place: Placement, interval: Interval, scale: float, marks: Marks
 ) -> tuple[Tensor, Tensor]:
-    """dmem_k and dmem_v `[H, M, D and DV]`, the sums over splits of the queries of every row."""
+    """dmem_k and dmem_v of packed sequences, the sums over splits of the queries."""
     q, k, v, *_ = tensors
     batch, seqlen, heads, head_dim = q.shape
     kv_heads, value_dim = v.shape[2:]
@@ -82,24 +89,30 @@ def differentiate_memory(
     for rows in _split_rows(batch, splits * bytes_of_split):
         shape = (parts, len(rows) * splits, num_memory)
         grads = [torch.empty((*shape, *t.shape[2:]), dtype=torch.float32, device=t.device) for t in (k, v)]
-        grid = (tiles_of_row * len(rows), kv_heads, parts)
-        _launch_dkv(grid, grads, *_rows_of(rows, tensors, place, marks), interval, scale, split)
+        _launch_dkv(tiles_of_row * len(rows), grads, *_rows_of(rows, tensors, place, marks), interval, scale, split)
         sums.append([grad.sum((0, 1)) for grad in grads])
+    return _add_memory(sums, k.dtype)
+
+
+def _add_memory(sums: list[list[Tensor]], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The sums of float32 parts `[M, H, D and DV]`, as `[H, M, D and DV]`."""
     totals = (reduce(torch.add, grads) for grads in zip(*sums, strict=True))
-    dmem_k, dmem_v = (total.transpose(0, 1).to(k.dtype).contiguous() for total in totals)
+    dmem_k, dmem_v = (total.transpose(0, 1).to(dtype).contiguous() for total in totals)
     return dmem_k, dmem_v
 
 
 def _add_parts(parts: Tensor, out: Tensor) -> None:
     """The sum of float32 parts `[P, ...]`, rounded once into out."""
-    if len(parts) == 2:
+    if len(parts) == 1:
+        out.copy_(parts[0])
+    elif len(parts) == 2:
         torch.add(parts[0], parts[1], out=out)  # writes what a sum would leave for a copy to round
     else:
         out.copy_(parts.sum(0))
 
 
 def _launch_dkv(
-    grid: tuple[int, int, int],
+    tiles: int,
     grads: list[Tensor],
     tensors: Tensors,
     place: Placement,
@@ -108,18 +121,20 @@ def _launch_dkv(
     scale: float,
     split: int | None = None,
 ) -> None:
-    """split: of the queries, where the gradients are those of memory."""
+    """grads: `[parts, ...]`. split: of the queries, where the gradients are those of memory alone."""
     q, k, v, dout, pairs = tensors
+    kv_heads, parts = k.shape[2], len(grads[0])
     block_m, block_n, num_warps, num_stages = _settings_of_keys(interval, q, v)
     launch(
         dkv_kernel,
-        grid,
+        (tiles * kv_heads * parts,),
         *(q, k, v, pairs, dout, *grads),
         *(q.stride(), k.stride(), v.stride(), dout.stride(), *(t.stride() for t in grads)),
-        *(place, interval, scale, marks),
+        *(place, interval, scale, marks, kv_heads, parts),
+        JOINED=interval.num_memory is not None and place.cu_seqlens is None,
         MEMORY=split is not None,
         SPLIT=SPLIT if split is None else split,
-        HEADS=q.shape[2] // k.shape[2] // grid[2],
+        HEADS=q.shape[2] // kv_heads // parts,
         **tile_sizes(q.shape[3], v.shape[3], block_m, block_n),
         WIDE=is_wide(q, dout),
         num_warps=num_warps,

@@ -13,12 +13,7 @@ from native_sparse_attention.ops._triton.interval import settings
 from native_sparse_attention.ops._triton.interval.backward import dq_kernel
 from native_sparse_attention.ops._triton.interval.bias_gradient import dbias_kernel
 from native_sparse_attention.ops._triton.interval.forward import forward_kernel
-from native_sparse_attention.ops._triton.interval.keys import (
-    Tensors,
-    differentiate_keys,
-    differentiate_memory,
-    tile_sizes,
-)
+from native_sparse_attention.ops._triton.interval.keys import Tensors, differentiate_keys, tile_sizes
 from native_sparse_attention.ops._triton.interval.modifiers import Marks, make_marks, settings_of_forward
 from native_sparse_attention.ops._triton.interval.tiles import Interval
 from native_sparse_attention.ops._triton.launch import describe_tiles, head_block, is_wide, launch, settings_of
@@ -195,8 +190,7 @@ def _backward(
     tensors = (q, k, v, dout, pairs)
     dk = dv = dmem_k = dmem_v = dsinks = dbias = None
     if needs_dkv:
-        dk, dv = differentiate_keys(tensors, place, interval, scale, marks)
-        dmem_k, dmem_v = differentiate_memory(tensors, place, interval, scale, marks)
+        dk, dv, dmem_k, dmem_v = differentiate_keys(tensors, place, interval, scale, marks)
     if needs_dsinks and sinks is not None:
         dsinks = _differentiate_sinks(sinks, lse, pairs[:, :, 1])
     if needs_dbias and bias is not None:

@@ -47,13 +47,13 @@ def key_range(interval, first_position, last_position, end_position, num_keys):
 @triton.jit
 def query_range(interval, first_key, last_key, num_queries, offset):
     """Queries [first, last) that read one of the keys first_key ... last_key, and those [full_first, full_last) that
-    read them all, as indices in their sequence; their positions begin at offset.
+    read them all, as indices in their sequence; their positions begin at offset. Memory is below 0.
     """
     first = 0
     full_first = 0
     if interval.reach is not None:
-        first = tl.maximum(first_key * interval.stride + interval.reach - offset, 0)
-        full_first = tl.maximum(last_key * interval.stride + interval.reach - offset, 0)
+        first = _first_query(interval, first_key, offset)
+        full_first = _first_query(interval, last_key, offset)
     last = num_queries
     full_last = num_queries
     if interval.left is not None:
@@ -143,6 +143,12 @@ def is_read_by(interval, limits, start, BLOCK: tl.constexpr):
     if interval.reach is not None:
         read = read & (queries >= (firsts - start)[:, None])
     return read
+
+
+@triton.jit
+def _first_query(interval, key, offset):
+    """The first one that reads a key."""
+    return tl.where(key < 0, 0, tl.maximum(key * interval.stride + interval.reach - offset, 0))
 
 
 @triton.jit
