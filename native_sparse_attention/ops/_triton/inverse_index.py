@@ -69,6 +69,10 @@ class InverseIndex(NamedTuple):
     entries: Tensor
     starts: Tensor
 
+    def of(self, pairs: range) -> InverseIndex:
+        """The lists of some of the pairs, which count from the first that this has."""
+        return InverseIndex(self.entries[pairs.start : pairs.stop], self.starts[pairs.start : pairs.stop])
+
 
 def num_block_slots(place: Placement, block_size: int) -> int:
     """Block slots of a row: a bound that does not depend on values on the device. place.seqlen_k counts the tokens; a
@@ -81,7 +85,8 @@ def num_block_slots(place: Placement, block_size: int) -> int:
 
 def group_pairs(block_indices: Tensor, kv_heads: int, num_slots: int, most: int | None = None) -> list[range]:
     """The pairs in groups whose lists are made at once, within half a gigabyte where a group has more than one; at most
-    `most` in one. What is computed for a pair must not depend on the group that it is in.
+    `most` in one, and about as many in each, since few do not fill a GPU. What is computed for a pair must not depend
+    on the group that it is in.
     """
     batch, seqlen, index_heads, num_selected = block_indices.shape
     pairs = batch * kv_heads
@@ -90,7 +95,8 @@ def group_pairs(block_indices: Tensor, kv_heads: int, num_slots: int, most: int 
     tile = _choose_tile(pairs, num_rows, num_selected, num_slots)
     if tile is not None:
         size = min(size, MAX_COUNTS // _num_counts(tile, num_rows, num_selected, num_slots))
-    size = max(1, size)
+    num_groups = -(-pairs // max(1, size))
+    size = max(1, -(-pairs // max(1, num_groups)))
     return [range(first, min(first + size, pairs)) for first in range(0, pairs, size)]
 
 

@@ -13,7 +13,7 @@ from native_sparse_attention.ops import selected_attention
 from native_sparse_attention.ops._triton.inverse_index import InverseIndex, make_inverse_index
 from native_sparse_attention.ops._triton.support import is_interpreted
 from native_sparse_attention.ops.selected_attention.api import MAX_SELECTED, backend_of
-from native_sparse_attention.ops.selected_attention.triton import by_block, keys, lists, op
+from native_sparse_attention.ops.selected_attention.triton import by_block, by_block_backward, keys, lists, op
 from native_sparse_attention.testing import make_block_indices, outputs_and_gradients
 from tests import problems
 from tests.ops.triton.harness import assert_same_bits, far_apart, make_grads, place, run_triton
@@ -289,7 +289,7 @@ def test_what_the_kernels_do_not_serve(device: torch.device) -> None:
 
 @per_block
 def test_the_backward_takes_the_lists_of_the_forward(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where those are of all heads and tokens, and with the bits that it has by lists of its own."""
+    """Where all tokens go at once, in any groups of heads, and with the bits that it has by lists of its own."""
     made = []
 
     def make(*args: Any, **settings: Any) -> InverseIndex:
@@ -302,14 +302,20 @@ def test_the_backward_takes_the_lists_of_the_forward(device: torch.device, monke
     grads = make_grads(whole(12), TWO_GROUPS, device)
     kept = run_triton(selected_attention, tensors, grads, block_size=2)
     assert len(made) == 1
+    with monkeypatch.context() as patch:
+        for module in (by_block, by_block_backward):  # room for the parts of one kv head
+            room = 12 * 3 * 2 * (4 * TWO_GROUPS.head_dim + 16) + 2 * 4 * 12 * TWO_GROUPS.heads
+            patch.setattr(module, 'WORKSPACE', room)
+        assert_same_bits(run_triton(selected_attention, tensors, grads, block_size=2), kept)
+    assert len(made) == 2
     forward = op._forward
     with monkeypatch.context() as patch:
         patch.setattr(op, '_forward', lambda *args: forward(*args[:-2], False, args[-1]))
         assert_same_bits(run_triton(selected_attention, tensors, grads, block_size=2), kept)
-    assert len(made) == 3
+    assert len(made) == 4
     monkeypatch.setattr(by_block, 'WORKSPACE', 1)
     apart = run_triton(selected_attention, tensors, grads, block_size=2)
-    assert len(made) > 5
+    assert len(made) > 6
     assert_same_bits({'out0': apart['out0']}, {'out0': kept['out0']})
 
 

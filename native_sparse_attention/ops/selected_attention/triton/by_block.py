@@ -11,6 +11,8 @@ the sum of the weights.
 
 from __future__ import annotations
 
+from itertools import product
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -34,6 +36,7 @@ from native_sparse_attention.ops.selected_attention.triton.lists import (
     find_owners,
     find_unit,
     load_factors,
+    make_index,
     make_lists,
     make_parts,
     open_chunk,
@@ -62,8 +65,8 @@ def attend_by_block(
     scale: float,
     softcap: float | None,
 ) -> InverseIndex | None:
-    """out and lse, for one group of pairs and one range of tokens after the other. Returns the lists where they are of
-    all pairs and tokens, for the backward.
+    """out and lse, for one group of pairs and one range of tokens after the other. Returns the lists of all pairs and
+    tokens, for the backward, where they are made at once.
     """
     seqlen, heads, head_dim = q.shape[1:]
     seqlen_k, kv_heads, value_dim = v.shape[1:]
@@ -75,12 +78,11 @@ def attend_by_block(
     most = max(1, WORKSPACE // (repeats * num_selected * group * bytes_of_part(q, value_dim)))
     tables = (settings.BLOCK, settings.BLOCK_SHORT)
     block_m, _, num_warps, num_stages = settings.settings_of_blocks(*tables, block_size, q, v)
+    shape = {'kv_heads': kv_heads, 'block_size': block_size, 'causal': causal}
+    index = make_index(block_indices, place, num_slots=num_slots, **shape) if seqlen <= most else None
     groups = group_pairs(block_indices, kv_heads, num_slots, max(1, most // max(seqlen, 1)))
-    turns = [(pairs, tokens) for pairs in groups for tokens in split_tokens(seqlen, most)]
-    kept = None
-    for pairs, tokens in turns:
-        shape = {'kv_heads': kv_heads, 'block_size': block_size, 'causal': causal, 'chunk': chunk}
-        lists = make_lists(block_indices, place, pairs, tokens, **shape)
+    for pairs, tokens in product(groups, split_tokens(seqlen, most)):
+        lists = make_lists(block_indices, place, pairs, tokens, **shape, chunk=chunk, index=index)
         parts = make_parts(q, len(pairs) * lists.num_entries * group, value_dim)
         launch(
             block_kernel,
@@ -121,10 +123,8 @@ def attend_by_block(
             num_warps=4,
             device=q.device,
         )
-        if len(turns) == 1:
-            kept = InverseIndex(lists.entries, lists.starts)
         del lists, parts  # before those of the next turn are made
-    return kept
+    return index
 
 
 @triton.jit

@@ -108,12 +108,11 @@ def differentiate_keys(
         q.new_empty(rows, block_size, value_dim, dtype=torch.float32),
         num_partials,
     )
-    is_whole = len(groups) == len(ranges) == 1
     for pairs in groups:
         sums = (dk, dv) if len(ranges) == 1 else tuple(_sum_of_pair(t) for t in (dk, dv))
         for tokens in ranges:
             shape = {'kv_heads': kv_heads, 'block_size': block_size, 'causal': causal, 'chunk': chunk}
-            lists = make_lists(block_indices, place, pairs, tokens, **shape, index=index if is_whole else None)
+            lists = make_lists(block_indices, place, pairs, tokens, **shape, index=index if len(ranges) == 1 else None)
             if members is not None:
                 members.prepare(lists, pairs, tokens)
             strides = [t.stride() for t in sums]

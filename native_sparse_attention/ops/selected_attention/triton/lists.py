@@ -12,7 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from native_sparse_attention.ops._triton.inverse_index import InverseIndex, find_block, make_inverse_index
+from native_sparse_attention.ops._triton.inverse_index import (
+    InverseIndex,
+    find_block,
+    group_pairs,
+    make_inverse_index,
+)
 from native_sparse_attention.ops._triton.placement import (
     Placement,
     find_tile,
@@ -41,6 +46,17 @@ class Lists(NamedTuple):
     first_token: int
 
 
+def make_index(
+    block_indices: Tensor, place: Placement, *, kv_heads: int, num_slots: int, block_size: int, causal: bool
+) -> InverseIndex | None:
+    """What the lists of all pairs and tokens are made of, or None where that is too much to be made at once."""
+    groups = group_pairs(block_indices, kv_heads, num_slots)
+    if len(groups) != 1:
+        return None
+    sizes = {'kv_heads': kv_heads, 'block_size': block_size, 'causal': causal, 'unique': True}
+    return make_inverse_index(block_indices, place, groups[0], **sizes)
+
+
 def make_lists(
     block_indices: Tensor,
     place: Placement,
@@ -53,13 +69,15 @@ def make_lists(
     chunk: int,
     index: InverseIndex | None = None,
 ) -> Lists:
-    """The lists of pairs from `group_pairs` and of these tokens, gone through in chunks of so many entries. index: what
-    they are made of, where it is there.
+    """The lists of pairs from `group_pairs` and of these tokens, gone through in chunks of so many entries. index: that
+    of all pairs and tokens, where it is there, and these are all tokens.
     """
     index_heads, num_selected = block_indices.shape[2:]
     if index is None:
         sizes = {'kv_heads': kv_heads, 'block_size': block_size, 'causal': causal, 'unique': True, 'tokens': tokens}
         index = make_inverse_index(block_indices, place, pairs, **sizes)
+    else:
+        index = index.of(pairs)
     repeats, num_slots = index_heads // kv_heads, index.starts.shape[1] - 1
     num_entries = len(tokens) * repeats * num_selected
     num_programs = count_programs(num_entries, num_slots, chunk)
