@@ -162,6 +162,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, Any]]:
     add('--backend', default='auto', help='of sparse attention: auto, triton, flex, eager (%(default)s)')
     add('--device', default='cuda' if torch.cuda.is_available() else 'cpu', help='cuda or cpu (%(default)s)')
     add('--compile', action='store_true', help='through torch.compile')
+    add('--graph', action=argparse.BooleanOptionalAction, default=True, help='replay steps as a CUDA graph, on GPUs')
     add('--wandb', action='store_true', help='log to Weights & Biases too')
     add = parser.add_argument_group('the run').add_argument
     for f in fields(Config):
@@ -360,6 +361,24 @@ def windows(text: Tensor, seq_len: int, batch: int) -> Iterator[Tensor]:
         yield text[full * seq_len :].long()[None]
 
 
+class Graph:
+    """A function of a tensor on a GPU, captured as it would run, and replayed.
+
+    A step is more than a thousand launches, many of which take the host longer than the GPU. What the function leaves
+    elsewhere, such as gradients, every replay writes anew, to the same places.
+    """
+
+    def __init__(self, function: Callable[[Tensor], Tensor], x: Tensor) -> None:
+        self.input, self.graph = x.clone(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.output = function(self.input)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.input.copy_(x)
+        self.graph.replay()
+        return self.output.clone()
+
+
 @dataclass
 class Run:
     """A model in training, and the folder that it writes to."""
@@ -378,6 +397,8 @@ class Run:
     finished: bool = False
     signals: list[int] = field(default_factory=list)  # received
     wandb: Any = None
+    replays: bool = False  # all steps but the first, as a CUDA graph
+    graph: Graph | None = None
 
     def train(self) -> None:
         """From wherever the run stands to its last validation and sample."""
@@ -417,19 +438,30 @@ class Run:
             raise Interrupted
 
     def train_step(self) -> None:
-        config, losses = self.config, []
+        config = self.config
         self.model.train()
         for group in self.optimizer.param_groups:
             group['lr'] = learning_rate(self.step, config)
-        for ids in draw(self.corpus.splits['train'], config, self.step):
-            loss = self.loss(ids) / config.grad_accum
-            loss.backward()
-            losses.append(loss.detach())
+        ids = draw(self.corpus.splits['train'], config, self.step)
+        if self.device.type == 'cuda':  # from pageable memory the copy would wait for the step before
+            ids = ids.pin_memory().to(self.device, non_blocking=True)
+        self.recent.append(self.differentiate(ids) if self.graph is None else self.graph(ids))
         nn.utils.clip_grad_norm_(self.model.parameters(), config.clip)
         self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.recent.append(torch.stack(losses).sum())
         self.step += 1
+        if self.graph is None:
+            self.optimizer.zero_grad()
+            if self.replays:
+                self.graph = Graph(self.differentiate, ids)
+
+    def differentiate(self, ids: Tensor) -> Tensor:
+        """The loss of ids [grad_accum, batch, T + 1], whose gradients are left with the parameters."""
+        losses = []
+        for part in ids:
+            loss = self.loss(part) / len(ids)
+            loss.backward()
+            losses.append(loss.detach())
+        return torch.stack(losses).sum()
 
     def loss(self, ids: Tensor) -> Tensor:
         """Mean nats per predicted byte of ids [B, T + 1]."""
@@ -448,6 +480,10 @@ class Run:
         x = torch.empty(self.config.batch, self.config.seq_len, self.config.dim, device=self.device)
         with self.autocast():
             return str(attention.backend_for(x))
+
+    def can_replay(self) -> bool:
+        """Whether a step is the same launches every time, and reads nothing back."""
+        return self.device.type == 'cuda' and self.backend() in (None, 'triton')
 
     @torch.no_grad()
     def evaluate(self, split: str) -> None:
@@ -584,6 +620,7 @@ def open_run(options: argparse.Namespace, given: dict[str, Any]) -> Run:
         optimizer = build_optimizer(model, config)
     forward = torch.compile(model) if options.compile else model
     run = Run(config, preset, folder, corpus, device, model, forward, optimizer)
+    run.replays = options.graph and not options.compile and run.can_replay()
     if state:
         run.restore(state)
     return run

@@ -55,6 +55,7 @@ def make_call(case: Case) -> tuple[Call, list[Tensor]]:
     model = build_model(config, 'auto', device)
     forward = torch.compile(model) if case['backend'].endswith(COMPILED) else model
     trainer = Run(config, 'long', Path(), text(case['data']), device, model, forward, build_optimizer(model, config))
+    trainer.replays = forward is model and trainer.can_replay()
 
     def step() -> Tensor:
         trainer.train_step()

@@ -199,6 +199,21 @@ def test_resumed_is_uninterrupted_bit_for_bit(text: Path, runs: Path, monkeypatc
     assert_same_run(runs / 'whole', runs / 'cut')
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize('attention', ['sparse', 'dense'])
+def test_steps_that_are_replayed(attention: str, text: Path, runs: Path) -> None:
+    losses = []
+    for more in ([], ['--no-graph']):
+        flags = command(text, runs, *more, '--device', 'cuda', attention=attention, dim_head=16)
+        run = train_enwik8.open_run(*train_enwik8.parse(flags))
+        for _ in range(6):
+            run.train_step()
+        assert (run.graph is None) == bool(more)
+        losses.append(torch.stack(run.recent))
+    assert losses[0][-1] < losses[0][0]
+    torch.testing.assert_close(*losses, rtol=1e-2, atol=0)
+
+
 def arrange(patch: pytest.MonkeyPatch, stop: str) -> int | None:
     """Have a signal come or the process fail at a point of the next run; the exit code that follows."""
     train_step, loss = Run.train_step, Run.loss
