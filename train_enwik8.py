@@ -93,6 +93,7 @@ class Config:
     num_selected_blocks: int = flag(8, 'blocks that a query reads, forced ones included', 0, sparse=True)
     num_init_blocks: int = flag(1, 'forced blocks at the start', 0, sparse=True)
     num_local_blocks: int = flag(2, "forced blocks up to the query's own", 0, sparse=True)
+    compress_mlp_expand_factor: float = flag(1.0, 'hidden size of the networks of blocks over a block', 0, sparse=True)
     num_compressed_mem_kv: int = flag(1, 'learned key/value pairs before the compressed ones', 0, sparse=True)
     use_diff_topk: bool = flag(True, 'teach the compressed branch what was worth selecting', sparse=True)
     seq_len: int = flag(1024, 'bytes of context', 1)
@@ -131,7 +132,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     'base': {},
     'long': {
         'sliding_window_size': 512, 'compress_block_size': 32, 'compress_block_sliding_stride': 16,
-        'selection_block_size': 64, 'num_selected_blocks': 16,
+        'selection_block_size': 64, 'num_selected_blocks': 16, 'compress_mlp_expand_factor': 0.125,
         'seq_len': 16_384, 'batch': 4, 'grad_accum': 1, 'steps': 5000,
         'eval_every': 1000, 'save_every': 250, 'sample_every': 1000, 'prompt_bytes': 4096,
     },
