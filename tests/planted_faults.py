@@ -46,6 +46,7 @@ COLUMNS = ('test_select_blocks_columns.py',)
 CHOICE_FEATURES = ('test_choice_features.py',)
 SCORES, GATED, PLACED = ('test_chosen_scores.py',), ('test_gated_sum.py',), ('test_placement.py', *INTERVAL)
 FORWARD, BACKWARD = '_triton/interval/forward.py', '_triton/interval/backward.py'
+DKV = '_triton/interval/key_gradients.py'
 TILES, PLACEMENT = '_triton/interval/tiles.py', '_triton/placement.py'
 MARKS, DBIAS = '_triton/interval/modifiers.py', '_triton/interval/bias_gradient.py'
 SELECTED_FORWARD, SELECTED_BACKWARD = 'selected_attention/triton/forward.py', 'selected_attention/triton/backward.py'
@@ -67,6 +68,7 @@ RANKS, MEMBERS = 'block_selection/triton/ranks.py', 'block_selection/triton/memb
 ROTARY, ROTATION = 'rotary/triton/kernels.py', '_triton/rotation.py'
 SCORES_FORWARD = 'block_selection/triton/scores_forward.py'
 SCORES_BACKWARD = 'block_selection/triton/scores_backward.py'
+INTERVAL_TILES = ('test_interval_tiles.py',)
 SCORES_TILES = 'block_selection/triton/scores_tiles.py'
 DECODING = ('test_decoding.py', 'test_decoding_guarantees.py')
 APPEND, STORAGE = 'decoding/triton/append.py', 'decoding/triton/storage.py'
@@ -108,19 +110,21 @@ FAULTS = [
     Fault('gradient of the log-sum-exp missing in k', BACKWARD, 'delta + missing - dlse, mask', 'delta + missing, mask', INTERVAL),
     Fault('delta not corrected', BACKWARD, 'dq = (dq - missing[:, None] * mean_k) * scale', 'dq = dq * scale', INTERVAL),
     Fault('delta of k not corrected', BACKWARD, 'delta + missing - dlse, mask', 'delta - dlse, mask', INTERVAL),
-    Fault('first memory key skipped', BACKWARD, 'key_mask = key_rows < interval.num_memory', 'key_mask = (key_rows < interval.num_memory) & (key_rows > 0)', MEMORY),
+    Fault('first memory key skipped', DKV, 'key_mask = key_rows < interval.num_memory', 'key_mask = (key_rows < interval.num_memory) & (key_rows > 0)', MEMORY),
     Fault('memory: queries that read it are those that read the first block', TILES, 'return tl.where(key < 0, 0, tl.maximum(key * interval.stride + interval.reach - offset, 0))', 'return tl.maximum(key * interval.stride + interval.reach - offset, 0)', MEMORY),
-    Fault('memory: gradients stand where those of keys do', BACKWARD, 'if JOINED:\n            stored_rows = key_rows', 'if not JOINED:\n            stored_rows = key_rows', MEMORY),
-    Fault('memory: keys of a tile begin at 0', BACKWARD, 'first_key -= interval.num_memory', 'first_key -= 0', MEMORY),
-    Fault('dkv: parts and heads change places', BACKWARD, 'kv_head = tl.program_id(0) // parts % kv_heads', 'kv_head = tl.program_id(0) % kv_heads', INTERVAL),
-    Fault('queries that are not finite leak', BACKWARD, 'q, _ = split_finite(q)', 'q, _ = q, 0', INTERVAL),
+    Fault('memory: gradients stand where those of keys do', DKV, 'if JOINED:\n            stored_rows = key_rows', 'if not JOINED:\n            stored_rows = key_rows', MEMORY),
+    Fault('memory: keys of a tile begin at 0', DKV, 'first_key -= interval.num_memory', 'first_key -= 0', MEMORY),
+    Fault('dkv: parts and heads change places', DKV, 'kv_head = tl.program_id(0) // parts % kv_heads', 'kv_head = tl.program_id(0) % kv_heads', INTERVAL),
+    Fault('dkv: tiles of queries of another sequence', DKV, 'first = query_start + start', 'first = start', INTERVAL_TILES),
+    Fault('dkv: tiles of queries by descriptor, with care too', DKV, 'dout_tiles is not None and not CAREFUL', 'dout_tiles is not None', INTERVAL_TILES),
+    Fault('queries that are not finite leak', DKV, 'q, _ = split_finite(q)', 'q, _ = q, 0', INTERVAL),
     Fault('keys that are not finite leak', BACKWARD, 'dlogits, 0.0)\n        k, _ = split_finite(k)', 'dlogits, 0.0)', INTERVAL),
     Fault('what a row does not read spoils its gradient', BACKWARD, 'or not is_finite_tile(sums[0] + sums[1])', 'or end_tiles < 0', INTERVAL),
-    Fault('a head of a group left out', BACKWARD, 'for member in range(HEADS):', 'for member in range(tl.cdiv(HEADS, 2)):', INTERVAL),
-    Fault('a head of a group left out of a window', BACKWARD, 'range(HEADS * (last_tile - first_tile))', 'range(tl.cdiv(HEADS, 2) * (last_tile - first_tile))', INTERVAL),
-    Fault('a window: a tile left out of all heads but the first', BACKWARD, 'tile = tl.where(is_last, first_tile, tile + 1)', 'tile = tl.where(is_last, first_tile + 1, tile + 1)', INTERVAL),
-    Fault('memory missing in the keys of a row', BACKWARD, 'key_rows = stored_rows + interval.num_memory', 'key_rows = stored_rows', MEMORY),
-    Fault('weights dropped in the gradient of v, not multiplied', BACKWARD, 'kept = tl.where(keep, weights * marks.keep_factor, 0.0)', 'kept = tl.where(keep, weights, 0.0)', FEATURED),
+    Fault('a head of a group left out', DKV, 'for member in range(HEADS):', 'for member in range(tl.cdiv(HEADS, 2)):', INTERVAL),
+    Fault('a head of a group left out of a window', DKV, 'range(HEADS * (last_tile - first_tile))', 'range(tl.cdiv(HEADS, 2) * (last_tile - first_tile))', INTERVAL),
+    Fault('a window: a tile left out of all heads but the first', DKV, 'tile = tl.where(is_last, first_tile, tile + 1)', 'tile = tl.where(is_last, first_tile + 1, tile + 1)', INTERVAL),
+    Fault('memory missing in the keys of a row', DKV, 'key_rows = stored_rows + interval.num_memory', 'key_rows = stored_rows', MEMORY),
+    Fault('weights dropped in the gradient of v, not multiplied', DKV, 'kept = tl.where(keep, weights * marks.keep_factor, 0.0)', 'kept = tl.where(keep, weights, 0.0)', FEATURED),
     Fault('delta of sinks not corrected', BACKWARD, 'missing = -delta * tl.exp2(', 'missing = -0.0 * tl.exp2(', FEATURED),
     Fault('slope of the soft cap missing where delta is corrected', BACKWARD, 'weights *= slope', 'weights *= 1.0', FEATURED),
     Fault('random numbers of the first part of the batch for all', MARKS, 'row + marks.first_row', 'row + 0 * marks.first_row', FEATURED),

@@ -32,6 +32,7 @@ def treacherous_memory(request: pytest.FixtureRequest) -> Iterator[None]:
 def described(device: Any, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """The tensors that attention has described for the tensor memory accelerator, as if there were one."""
     from native_sparse_attention.ops._triton import launch
+    from native_sparse_attention.ops._triton.interval import keys
     from native_sparse_attention.ops._triton.interval import op as interval
     from native_sparse_attention.ops.block_selection.triton import select
     from native_sparse_attention.ops.selected_attention.triton import op as selected
@@ -47,7 +48,7 @@ def described(device: Any, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
         return watched
 
     monkeypatch.setattr(launch, 'WITH_TILES', (launch.architecture_of(device),))
-    for op in (interval, selected):
+    for op in (interval, keys, selected):
         monkeypatch.setattr(op, 'describe_tiles', watch(launch.describe_tiles))
     monkeypatch.setattr(select, 'describe_rows', watch(launch.describe_rows))
     return found

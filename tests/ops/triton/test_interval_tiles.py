@@ -28,9 +28,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mem_k: Tensor, mem_v: Tensor, **sett
         (whole(100), TWO_GROUPS, (-1, 0)),
         (whole(100, batch=2), Heads(3, 1, 16, 24), (-1, 0)),
         (packed([100, 0, 20], uncovered=2), TWO_GROUPS, (-1, 0)),
+        (packed([100, 0, 20], uncovered=2), TWO_GROUPS, (30, 0)),
         (Extents(1, 5, 180, {'q_offset': 161}, [180]), TWO_GROUPS, (140, 0)),
     ],
-    ids=['whole', 'a batch', 'packed', 'offset'],
+    ids=['whole', 'a batch', 'packed', 'packed, a window', 'offset'],
 )
 def test_the_same_bits(
     extents: Extents, heads: Heads, window: tuple[int, int], with_memory: bool, described: list[Tensor],
@@ -64,3 +65,19 @@ def test_the_future_changes_nothing(junk: float, described: list[Tensor], device
     assert described
     for name in ('out0', 'grad of q'):
         assert torch.equal(result[name][:, :190], expected[name][:, :190]), name
+
+
+@pytest.mark.parametrize('junk', [torch.nan, torch.inf])
+def test_queries_behind_a_sequence_change_nothing(junk: float, described: list[Tensor], device: torch.device) -> None:
+    """Tiles at the end of a sequence are fetched with what follows it."""
+    extents = packed([100, 0, 20], uncovered=3)
+    tensors, grads = make_inputs(extents, TWO_GROUPS, device, torch.float16), make_grads(extents, TWO_GROUPS, device)
+    settings = place(extents.where, device) | {'window_size': (20, 0)}
+    expected = run_triton(window_attention, tensors, grads, **settings)
+    tensors['q'], grads = tensors['q'].clone(), [grad.clone() for grad in grads]
+    for t in (tensors['q'], grads[0]):
+        t[:, 120:] = junk
+    result = run_triton(window_attention, tensors, grads, **settings)
+    assert tensors['q'].shape in [t.shape for t in described]
+    for name in ('grad of k', 'grad of v'):
+        assert torch.equal(result[name], expected[name]), name

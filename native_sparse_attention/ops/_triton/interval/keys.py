@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from native_sparse_attention.ops._triton.interval import settings
-from native_sparse_attention.ops._triton.interval.backward import dkv_kernel
+from native_sparse_attention.ops._triton.interval.key_gradients import dkv_kernel
 from native_sparse_attention.ops._triton.interval.modifiers import Marks
 from native_sparse_attention.ops._triton.interval.tiles import Interval
-from native_sparse_attention.ops._triton.launch import Settings, head_block, is_wide, launch, settings_of
+from native_sparse_attention.ops._triton.launch import (
+    Settings,
+    describe_tiles,
+    head_block,
+    is_wide,
+    launch,
+    settings_of,
+)
 from native_sparse_attention.ops._triton.placement import Placement, num_tiles
 
 # Programs of the kernel for k and v that fill a GPU; where there are fewer, the heads of a group are added in parts.
@@ -128,7 +136,7 @@ def _launch_dkv(
     launch(
         dkv_kernel,
         (tiles * kv_heads * parts,),
-        *(q, k, v, pairs, dout, *grads),
+        *(q, k, v, pairs, dout, *grads, *_describe_queries(q, dout, interval, block_m)),
         *(q.stride(), k.stride(), v.stride(), dout.stride(), *(t.stride() for t in grads)),
         *(place, interval, scale, marks, kv_heads, parts),
         JOINED=interval.num_memory is not None and place.cu_seqlens is None,
@@ -141,6 +149,14 @@ def _launch_dkv(
         num_stages=num_stages,
         device=q.device,
     )
+
+
+def _describe_queries(q: Tensor, dout: Tensor, interval: Interval, block_m: int) -> tuple[Any, Any]:
+    """Descriptors of tiles where a few of them are read, and at once from L2: those of a window in half types."""
+    if interval.left is None or q.element_size() == 4:
+        return None, None
+    q_tiles, dout_tiles = (describe_tiles(t, block_m, head_block(t.shape[3])) for t in (q, dout))
+    return (q_tiles, dout_tiles) if q_tiles is not None and dout_tiles is not None else (None, None)
 
 
 def _settings_of_keys(interval: Interval, q: Tensor, v: Tensor) -> Settings:
