@@ -174,7 +174,7 @@ def ratio_lines(found: Found) -> list[str]:
 
 def break_even(found: Found) -> float | None:
     """Tokens from which on ours is the faster, between two lengths by the powers of the length that the times are; the
-    shortest length where it always is, None where it never is.
+    shortest length where it always is. None where it never is, or always is but no length is as short as the target.
     """
     pairs = [
         (SHAPES[name].seqlen, gain)
@@ -186,7 +186,7 @@ def break_even(found: Found) -> float | None:
     for (short, low), (long, high) in reversed([*pairwise(pairs)]):
         if low < 1:
             return short * (long / short) ** (-math.log(low) / (math.log(high) - math.log(low)))
-    return pairs[0][0]
+    return pairs[0][0] if pairs[0][0] <= BREAK_EVEN else None
 
 
 def verdict(found: Found) -> str:
