@@ -93,7 +93,9 @@ class Config:
     num_selected_blocks: int = flag(8, 'blocks that a query reads, forced ones included', 0, sparse=True)
     num_init_blocks: int = flag(1, 'forced blocks at the start', 0, sparse=True)
     num_local_blocks: int = flag(2, "forced blocks up to the query's own", 0, sparse=True)
-    compress_mlp_expand_factor: float = flag(1.0, 'hidden size of the networks of blocks over a block', 0, sparse=True)
+    compress_mlp_expand_factor: float = flag(
+        1.0, 'hidden size of the networks of blocks over a block', 0.01, sparse=True
+    )
     num_compressed_mem_kv: int = flag(1, 'learned key/value pairs before the compressed ones', 0, sparse=True)
     use_diff_topk: bool = flag(True, 'teach the compressed branch what was worth selecting', sparse=True)
     seq_len: int = flag(1024, 'bytes of context', 1)
@@ -371,7 +373,7 @@ class Graph:
 
     def __init__(self, function: Callable[[Tensor], Tensor], x: Tensor) -> None:
         self.input, self.graph = x.clone(), torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+        with torch.cuda.device(x.device), torch.cuda.graph(self.graph):
             self.output = function(self.input)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -452,8 +454,9 @@ class Run:
         self.step += 1
         if self.graph is None:
             self.optimizer.zero_grad()
-            if self.replays:
-                self.graph = Graph(self.differentiate, ids)
+            if self.replays and self.step < config.steps:
+                with as_user_error(RuntimeError, of='steps cannot be captured as a CUDA graph (see --no-graph): '):
+                    self.graph = Graph(self.differentiate, ids)
 
     def differentiate(self, ids: Tensor) -> Tensor:
         """The loss of ids [grad_accum, batch, T + 1], whose gradients are left with the parameters."""

@@ -46,7 +46,7 @@ COLUMNS = ('test_select_blocks_columns.py',)
 CHOICE_FEATURES = ('test_choice_features.py',)
 SCORES, GATED, PLACED = ('test_chosen_scores.py',), ('test_gated_sum.py',), ('test_placement.py', *INTERVAL)
 FORWARD, BACKWARD = '_triton/interval/forward.py', '_triton/interval/backward.py'
-DKV = '_triton/interval/key_gradients.py'
+DKV, INTERVAL_KEYS = '_triton/interval/key_gradients.py', '_triton/interval/keys.py'
 TILES, PLACEMENT = '_triton/interval/tiles.py', '_triton/placement.py'
 MARKS, DBIAS = '_triton/interval/modifiers.py', '_triton/interval/bias_gradient.py'
 SELECTED_FORWARD, SELECTED_BACKWARD = 'selected_attention/triton/forward.py', 'selected_attention/triton/backward.py'
@@ -116,6 +116,7 @@ FAULTS = [
     Fault('memory: keys of a tile begin at 0', DKV, 'first_key -= interval.num_memory', 'first_key -= 0', MEMORY),
     Fault('dkv: parts and heads change places', DKV, 'kv_head = tl.program_id(0) // parts % kv_heads', 'kv_head = tl.program_id(0) % kv_heads', INTERVAL),
     Fault('dkv: tiles of queries of another sequence', DKV, 'first = query_start + start', 'first = start', INTERVAL_TILES),
+    Fault('dkv: tiles of queries by descriptor beside dropout', INTERVAL_KEYS, ' or marks.seed is not None:', ':', INTERVAL_TILES),
     Fault('dkv: tiles of queries by descriptor, with care too', DKV, 'dout_tiles is not None and not CAREFUL', 'dout_tiles is not None', INTERVAL_TILES),
     Fault('queries that are not finite leak', DKV, 'q, _ = split_finite(q)', 'q, _ = q, 0', INTERVAL),
     Fault('keys that are not finite leak', BACKWARD, 'dlogits, 0.0)\n        k, _ = split_finite(k)', 'dlogits, 0.0)', INTERVAL),

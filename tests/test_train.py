@@ -200,11 +200,15 @@ def test_resumed_is_uninterrupted_bit_for_bit(text: Path, runs: Path, monkeypatc
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize('device', ['cuda:0', 'cuda:1'])
 @pytest.mark.parametrize('attention', ['sparse', 'dense'])
-def test_steps_that_are_replayed(attention: str, text: Path, runs: Path) -> None:
+def test_steps_that_are_replayed(attention: str, device: str, text: Path, runs: Path) -> None:
+    """Are those that are launched, on a GPU that is not the current one too."""
+    if int(device[-1]) >= torch.cuda.device_count():
+        pytest.skip(f'there is no {device}')
     losses = []
     for more in ([], ['--no-graph']):
-        flags = command(text, runs, *more, '--device', 'cuda', attention=attention, dim_head=16)
+        flags = command(text, runs, *more, '--device', device, attention=attention, dim_head=16)
         run = train_enwik8.open_run(*train_enwik8.parse(flags))
         for _ in range(6):
             run.train_step()

@@ -117,6 +117,7 @@ def build_compressed(dtype: torch.dtype, head_dim: int) -> None:
     mem_kv = tuple(torch.zeros(2, 1, head_dim, dtype=dtype, requires_grad=True) for _ in range(2))
     settings: dict[str, Any] = {'block_size': BLOCK, 'stride': STRIDE, 'mem_kv': mem_kv}
     differentiate(*compressed_attention(q, k, v, **settings, **PACKED, backend='triton'))
+    differentiate(*compressed_attention(q, k, v, **settings, backend='triton'))
     compressed_attention(q[:, :1], k, v, block_size=BLOCK, stride=STRIDE, seqlen_k=SEQLEN, backend='triton')
 
 

@@ -121,6 +121,20 @@ def test_memory_larger_than_the_workspace(device: torch.device, monkeypatch: pyt
     assert_close(whole(20, batch=3), HEADS, device, 2)
 
 
+def test_rows_that_the_workspace_parts(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the bits that they have together, whose sums fit one row at a time, with memory among them."""
+    monkeypatch.setattr(keys, 'FULL_GRID', 1)
+    extents = whole(20, batch=3)
+    tensors, grads = make_inputs(extents, HEADS, device, 2), make_grads(extents, HEADS, device)
+    together = run_triton(attend, tensors, grads, **settings_of(extents, device))
+    rows_of_keys = (count_blocks(20) + 2) * HEADS.kv_heads
+    monkeypatch.setattr(keys, 'WORKSPACE', 4 * rows_of_keys * (HEADS.head_dim + HEADS.value_dim))
+    apart = run_triton(attend, tensors, grads, **settings_of(extents, device))
+    for name in ('grad of mem_k', 'grad of mem_v'):  # sums over rows
+        torch.testing.assert_close(apart.pop(name), together.pop(name), rtol=1e-5, atol=1e-6)
+    assert_same_bits(apart, together)
+
+
 @pytest.mark.parametrize('pairs', [0, 2])
 @pytest.mark.parametrize('sizes', [(1, 1), (2, 1), (5, 3), (7, 7), (32, 16), (60, 1), (70, 70)])
 def test_block_sizes(sizes: tuple[int, int], pairs: int, device: torch.device) -> None:

@@ -67,17 +67,20 @@ def test_the_future_changes_nothing(junk: float, described: list[Tensor], device
         assert torch.equal(result[name][:, :190], expected[name][:, :190]), name
 
 
+@pytest.mark.parametrize('dropout', [{}, {'dropout_p': 0.99, 'dropout_seed': 1}], ids=['', 'dropout'])
 @pytest.mark.parametrize('junk', [torch.nan, torch.inf])
-def test_queries_behind_a_sequence_change_nothing(junk: float, described: list[Tensor], device: torch.device) -> None:
-    """Tiles at the end of a sequence are fetched with what follows it."""
+def test_queries_behind_a_sequence_change_nothing(
+    junk: float, dropout: dict[str, Any], described: list[Tensor], device: torch.device
+) -> None:
+    """Tiles at the end of a sequence are fetched with what follows it, unless weights are dropped."""
     extents = packed([100, 0, 20], uncovered=3)
     tensors, grads = make_inputs(extents, TWO_GROUPS, device, torch.float16), make_grads(extents, TWO_GROUPS, device)
-    settings = place(extents.where, device) | {'window_size': (20, 0)}
+    settings = place(extents.where, device) | {'window_size': (4, 0)} | dropout
     expected = run_triton(window_attention, tensors, grads, **settings)
     tensors['q'], grads = tensors['q'].clone(), [grad.clone() for grad in grads]
     for t in (tensors['q'], grads[0]):
         t[:, 120:] = junk
     result = run_triton(window_attention, tensors, grads, **settings)
-    assert tensors['q'].shape in [t.shape for t in described]
+    assert (tensors['q'].shape in [t.shape for t in described]) == (not dropout)
     for name in ('grad of k', 'grad of v'):
         assert torch.equal(result[name], expected[name]), name

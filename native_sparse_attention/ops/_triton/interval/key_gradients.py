@@ -57,7 +57,6 @@ def dkv_kernel(
     kv_heads,
     parts,
     JOINED: tl.constexpr,
-    MEMORY: tl.constexpr,
     SPLIT: tl.constexpr,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -70,14 +69,14 @@ def dkv_kernel(
 ):
     """dk, dv: `[parts, B, C, H, D and DV]`: the sum over the first HEADS query heads of a group, the next, and so on.
     One program per tile of keys, kv head and part. JOINED: with memory before the keys of every row, `[parts, B, M + C,
-    H, D and DV]`. MEMORY: of the memory keys alone, with dk and dv `[parts, B * splits, M, H, D and DV]`, a split for
-    every SPLIT queries.
+    H, D and DV]`. SPLIT, unless None: of the memory keys alone, with dk and dv `[parts, B * splits, M, H, D and DV]`, a
+    split for every SPLIT queries.
     """
-    # The first tiles of keys, which most queries read, go first, and heads that share queries together.
+    # The first tiles of a row's keys, which most queries read, go first, of all heads.
     tile = tl.program_id(0) // (kv_heads * parts)
     kv_head = tl.program_id(0) // parts % kv_heads
     part = tl.program_id(0) % parts
-    if MEMORY:
+    if SPLIT is not None:
         # Every query of the row reads these keys, wherever it stands. A program adds SPLIT queries.
         memory_tiles = tl.cdiv(interval.num_memory, BLOCK_N)
         splits = tl.cdiv(place.seqlen_q, SPLIT)
@@ -139,7 +138,7 @@ def dkv_kernel(
     tiles = split_range(first, last, full_first, full_last, BLOCK_M)
     end_tiles, num_tiles = tiles[4], tiles[5]
     limits = query_limits(interval, keys, last, offset)
-    places = (row_of_marks(marks, row), query_start, key_rows, key_mask)
+    places = (row_of_marks(marks, row), key_rows, key_mask)
     first_row = tl.zeros([], tl.int64) + query_start
     of_row = (row, query_start, row * num_heads)
     inputs = (
@@ -287,7 +286,7 @@ def _add_queries(
         queries = tl.minimum(queries, last - 1)
     lse_log2, delta = _load_pairs(pairs_ptr + (heads_before + head) * 2 * seqlen, queries, seqlen)
     logits = tl.dot(k, tl.trans(q), input_precision='ieee')  # [BLOCK_N, BLOCK_M]
-    row_of_tables, query_start, key_rows, key_mask = places
+    row_of_tables, key_rows, key_mask = places
     place = (
         row_of_tables,
         head,

@@ -42,8 +42,9 @@ def differentiate_keys(
     batch, _, heads, head_dim = q.shape
     kv_heads, value_dim = v.shape[2:]
     num_memory = interval.num_memory or 0
-    # Memory stands before the keys of every row, but in packed sequences.
-    joined = num_memory if place.cu_seqlens is None else 0
+    # Memory stands before the keys of every row, but in packed sequences. Its sums are float32, and theirs with it.
+    is_joined = place.cu_seqlens is None and 4 * v.shape[1] * kv_heads * (head_dim + value_dim) <= WORKSPACE
+    joined = num_memory if is_joined else 0
     num_keys = joined + interval.num_keys
     block_n = _settings_of_keys(interval, q, v).block_n
     tiles_of_row = num_tiles(place, num_keys, block_n) // max(batch, 1)
@@ -54,7 +55,8 @@ def differentiate_keys(
 
     def add_queries(rows: range, dtype: torch.dtype) -> list[Tensor]:
         grads = [allocate((parts, len(rows), num_keys, *t.shape[2:]), dtype=dtype, device=t.device) for t in (k, v)]
-        _launch_dkv(tiles_of_row * len(rows), grads, *_rows_of(rows, tensors, place, marks), interval, scale)
+        some = _rows_of(rows, tensors, place, marks)
+        _launch_dkv(tiles_of_row * len(rows), grads, *some, interval, scale, is_joined=joined > 0)
         return grads
 
     if parts == 1 and not joined:
@@ -76,7 +78,7 @@ def differentiate_keys(
 def _differentiate_memory(
     tensors: Tensors, place: Placement, interval: Interval, scale: float, marks: Marks
 ) -> tuple[Tensor, Tensor]:
-    """dmem_k and dmem_v of packed sequences, the sums over splits of the queries."""
+    """dmem_k and dmem_v where memory is apart from other keys: the sums over splits of the queries of every row."""
     q, k, v, *_ = tensors
     batch, seqlen, heads, head_dim = q.shape
     kv_heads, value_dim = v.shape[2:]
@@ -97,7 +99,8 @@ def _differentiate_memory(
     for rows in _split_rows(batch, splits * bytes_of_split):
         shape = (parts, len(rows) * splits, num_memory)
         grads = [torch.empty((*shape, *t.shape[2:]), dtype=torch.float32, device=t.device) for t in (k, v)]
-        _launch_dkv(tiles_of_row * len(rows), grads, *_rows_of(rows, tensors, place, marks), interval, scale, split)
+        some = _rows_of(rows, tensors, place, marks)
+        _launch_dkv(tiles_of_row * len(rows), grads, *some, interval, scale, split=split)
         sums.append([grad.sum((0, 1)) for grad in grads])
     return _add_memory(sums, k.dtype)
 
@@ -127,21 +130,24 @@ def _launch_dkv(
     marks: Marks,
     interval: Interval,
     scale: float,
+    *,
+    is_joined: bool = False,
     split: int | None = None,
 ) -> None:
-    """grads: `[parts, ...]`. split: of the queries, where the gradients are those of memory alone."""
+    """grads: `[parts, ...]`, those of memory among them where it is joined, and of memory alone, in splits of so many
+    queries, where there is `split`.
+    """
     q, k, v, dout, pairs = tensors
     kv_heads, parts = k.shape[2], len(grads[0])
     block_m, block_n, num_warps, num_stages = _settings_of_keys(interval, q, v)
     launch(
         dkv_kernel,
         (tiles * kv_heads * parts,),
-        *(q, k, v, pairs, dout, *grads, *_describe_queries(q, dout, interval, block_m)),
+        *(q, k, v, pairs, dout, *grads, *_describe_queries(q, dout, interval, marks, block_m)),
         *(q.stride(), k.stride(), v.stride(), dout.stride(), *(t.stride() for t in grads)),
         *(place, interval, scale, marks, kv_heads, parts),
-        JOINED=interval.num_memory is not None and place.cu_seqlens is None,
-        MEMORY=split is not None,
-        SPLIT=SPLIT if split is None else split,
+        JOINED=is_joined,
+        SPLIT=split,
         HEADS=q.shape[2] // kv_heads // parts,
         **tile_sizes(q.shape[3], v.shape[3], block_m, block_n),
         WIDE=is_wide(q, dout),
@@ -151,9 +157,10 @@ def _launch_dkv(
     )
 
 
-def _describe_queries(q: Tensor, dout: Tensor, interval: Interval, block_m: int) -> tuple[Any, Any]:
+def _describe_queries(q: Tensor, dout: Tensor, interval: Interval, marks: Marks, block_m: int) -> tuple[Any, Any]:
     """Descriptors of tiles where a few of them are read, and at once from L2: those of a window in half types."""
-    if interval.left is None or q.element_size() == 4:
+    # What is read in vain and is not finite shows in dk; not where all of its weights are dropped.
+    if interval.left is None or q.element_size() == 4 or marks.seed is not None:
         return None, None
     q_tiles, dout_tiles = (describe_tiles(t, block_m, head_block(t.shape[3])) for t in (q, dout))
     return (q_tiles, dout_tiles) if q_tiles is not None and dout_tiles is not None else (None, None)

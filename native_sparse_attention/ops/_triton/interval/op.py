@@ -59,6 +59,7 @@ def interval_attention(
     those for single keys are for tokens without memory pairs: all but softcap and sinks. Returns the
     output `[B, T, HQ, DV]` and the log-sum-exp `[B, HQ, T]`.
     """
+    assert mem_kv is None or left is None, 'query_range knows no memory beside a window'
     mem_k, mem_v = (None, None) if mem_kv is None else mem_kv
     return _forward(
         *(q, k, v, mem_k, mem_v, modifiers.sinks, modifiers.bias),

@@ -47,7 +47,7 @@ from native_sparse_attention.ops.selected_attention.triton.lists import (
 
 # Members of a list that a program has at most, and rows of a program that merges.
 CHUNK_ROWS, MERGE_ROWS = 2048, 16
-# Bytes that partial results may take, with what a row of the batch has besides in the backward.
+# Bytes that partial results may take, and in the backward delta and inverses of a row of the batch with them.
 WORKSPACE = 2**29 + 2**26 + 2**24
 
 
