@@ -69,14 +69,14 @@ def dkv_kernel(
 ):
     """dk, dv: `[parts, B, C, H, D and DV]`: the sum over the first HEADS query heads of a group, the next, and so on.
     One program per tile of keys, kv head and part. JOINED: with memory before the keys of every row, `[parts, B, M + C,
-    H, D and DV]`. SPLIT, unless None: of the memory keys alone, with dk and dv `[parts, B * splits, M, H, D and DV]`, a
+    H, D and DV]`. SPLIT, unless 0: of the memory keys alone, with dk and dv `[parts, B * splits, M, H, D and DV]`, a
     split for every SPLIT queries.
     """
     # The first tiles of a row's keys, which most queries read, go first, of all heads.
     tile = tl.program_id(0) // (kv_heads * parts)
     kv_head = tl.program_id(0) // parts % kv_heads
     part = tl.program_id(0) % parts
-    if SPLIT is not None:
+    if SPLIT > 0:
         # Every query of the row reads these keys, wherever it stands. A program adds SPLIT queries.
         memory_tiles = tl.cdiv(interval.num_memory, BLOCK_N)
         splits = tl.cdiv(place.seqlen_q, SPLIT)

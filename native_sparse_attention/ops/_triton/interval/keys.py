@@ -132,10 +132,10 @@ def _launch_dkv(
     scale: float,
     *,
     is_joined: bool = False,
-    split: int | None = None,
+    split: int = 0,
 ) -> None:
-    """grads: `[parts, ...]`, those of memory among them where it is joined, and of memory alone, in splits of so many
-    queries, where there is `split`.
+    """grads: `[parts, ...]`, those of memory among them where it is joined, and of memory alone where `split` is not 0,
+    for so many queries each.
     """
     q, k, v, dout, pairs = tensors
     kv_heads, parts = k.shape[2], len(grads[0])
