@@ -487,7 +487,8 @@ class Run:
 
     def can_replay(self) -> bool:
         """Whether a step is the same launches every time, and reads nothing back."""
-        return self.device.type == 'cuda' and self.backend() in (None, 'triton')
+        is_compiled = self.forward is not self.model
+        return self.device.type == 'cuda' and not is_compiled and self.backend() in (None, 'triton')
 
     @torch.no_grad()
     def evaluate(self, split: str) -> None:
@@ -624,7 +625,7 @@ def open_run(options: argparse.Namespace, given: dict[str, Any]) -> Run:
         optimizer = build_optimizer(model, config)
     forward = torch.compile(model) if options.compile else model
     run = Run(config, preset, folder, corpus, device, model, forward, optimizer)
-    run.replays = options.graph and not options.compile and run.can_replay()
+    run.replays = options.graph and run.can_replay()
     if state:
         run.restore(state)
     return run

@@ -55,7 +55,7 @@ def make_call(case: Case) -> tuple[Call, list[Tensor]]:
     model = build_model(config, 'auto', device)
     forward = torch.compile(model) if case['backend'].endswith(COMPILED) else model
     trainer = Run(config, 'long', Path(), text(case['data']), device, model, forward, build_optimizer(model, config))
-    trainer.replays = forward is model and trainer.can_replay()
+    trainer.replays = case['graph'] and trainer.can_replay()
 
     def step() -> Tensor:
         trainer.train_step()
@@ -154,7 +154,8 @@ def main() -> None:
     for length, model in product(options.lengths.split(','), options.models.split(',')):
         config = make_config(options.flags, model.removesuffix(COMPILED), int(length), options.tokens)
         named = {'op': 'step', 'shape': f'{length} tokens', 'backend': model, 'device': options.device}
-        cases.append({**named, 'data': options.data, 'config': asdict(config)})
+        graph = parse(options.flags)[0].graph
+        cases.append({**named, 'data': options.data, 'config': asdict(config), 'graph': graph})
     where, rows = run(cases, options, 'training', TITLE, make_tables)
     image = report.path(options.out, where, 'training', '.png')
     plot(image, rows, f'{TITLE}, {where["gpu"]}')

@@ -23,18 +23,8 @@ from native_sparse_attention.ops._triton.interval.tiles import (
     reads_keys,
     split_range,
 )
-from native_sparse_attention.ops._triton.placement import (
-    count_blocks,
-    load_extent,
-    locate_queries,
-)
-from native_sparse_attention.ops._triton.tiles import (
-    add_product,
-    is_finite_tile,
-    load_rows,
-    split_finite,
-    store_rows,
-)
+from native_sparse_attention.ops._triton.placement import count_blocks, load_extent, locate_queries
+from native_sparse_attention.ops._triton.tiles import add_product, is_finite_tile, load_rows, split_finite, store_rows
 
 
 @triton.jit

@@ -43,12 +43,13 @@ def differentiate_keys(
     kv_heads, value_dim = v.shape[2:]
     num_memory = interval.num_memory or 0
     # Memory stands before the keys of every row, but in packed sequences. Its sums are float32, and theirs with it.
-    is_joined = place.cu_seqlens is None and 4 * v.shape[1] * kv_heads * (head_dim + value_dim) <= WORKSPACE
-    joined = num_memory if is_joined else 0
+    bytes_of_key = kv_heads * 4 * (head_dim + value_dim)
+    fits = (num_memory + interval.num_keys) * bytes_of_key <= WORKSPACE
+    joined = num_memory if fits and place.cu_seqlens is None else 0
     num_keys = joined + interval.num_keys
     block_n = _settings_of_keys(interval, q, v).block_n
     tiles_of_row = num_tiles(place, num_keys, block_n) // max(batch, 1)
-    bytes_of_row = num_keys * kv_heads * 4 * (head_dim + value_dim)
+    bytes_of_row = num_keys * bytes_of_key
     parts = _count_parts(heads // kv_heads, tiles_of_row * kv_heads, bytes_of_row)
     # The kernel does not visit what no sequence covers.
     allocate = torch.empty if place.cu_seqlens is None else torch.zeros
@@ -162,8 +163,7 @@ def _describe_queries(q: Tensor, dout: Tensor, interval: Interval, marks: Marks,
     # What is read in vain and is not finite shows in dk; not where all of its weights are dropped.
     if interval.left is None or q.element_size() == 4 or marks.seed is not None:
         return None, None
-    q_tiles, dout_tiles = (describe_tiles(t, block_m, head_block(t.shape[3])) for t in (q, dout))
-    return (q_tiles, dout_tiles) if q_tiles is not None and dout_tiles is not None else (None, None)
+    return describe_tiles(q, block_m, head_block(q.shape[3])), describe_tiles(dout, block_m, head_block(dout.shape[3]))
 
 
 def _settings_of_keys(interval: Interval, q: Tensor, v: Tensor) -> Settings:

@@ -12,12 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from native_sparse_attention.ops._triton.inverse_index import (
-    InverseIndex,
-    find_block,
-    group_pairs,
-    make_inverse_index,
-)
+from native_sparse_attention.ops._triton.inverse_index import InverseIndex, find_block, group_pairs, make_inverse_index
 from native_sparse_attention.ops._triton.placement import (
     Placement,
     find_tile,
