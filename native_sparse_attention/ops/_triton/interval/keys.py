@@ -23,7 +23,7 @@ from native_sparse_attention.ops._triton.launch import (
 from native_sparse_attention.ops._triton.placement import Placement, num_tiles
 
 # Programs of the kernel for k and v that fill a GPU; where there are fewer, the heads of a group are added in parts.
-FULL_GRID = 1024
+FULL_GRID = 256
 # Bytes that those parts may take.
 WORKSPACE = 2**29
 # Queries whose part of the gradients of memory is added by one program.
