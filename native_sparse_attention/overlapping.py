@@ -8,11 +8,12 @@ Legend: that of `compress`, with K kinds and N chunks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from native_sparse_attention import geometry
 from native_sparse_attention.projection import projection_dtype
@@ -68,13 +69,8 @@ class OverlappingBlocks(NamedTuple):
         # The weight stands first, so that its derivative is laid out as it is: [K, O, H] or [K * H, O, 1].
         columns = positions.to(rows.dtype).mT
         constant = torch.bmm(weight, columns) if bias is None else torch.baddbmm(bias[..., None], weight, columns)
-        constant = constant.mT[:, None, None]
-        # Products are added in place to what every block has alike, so that nothing goes through memory once more.
-        out = constant.expand(-1, self.num_blocks, batch, -1, -1).flatten(1, 3).contiguous()
-        for place, part in enumerate(weight.split(rows.shape[-1], dim=2)):
-            chunk = rows[:, place : place + self.num_blocks].flatten(1, -2)
-            out = out.baddbmm_(chunk, part.mT)
-        return self.that_there_are(out.unflatten(1, (self.num_blocks, batch, constant.shape[3]))).flatten(1, 3)
+        out = _add_products(constant.mT, rows.flatten(1, -2), weight, self.num_blocks * batch)
+        return self.that_there_are(out.unflatten(1, (self.num_blocks, batch, constant.shape[2]))).flatten(1, 3)
 
     def mean(self) -> Tensor:
         """`[K, B, H, C, D]`, summed in float32."""
@@ -125,3 +121,69 @@ def join(parameters: Sequence[Sequence[Tensor]], dtype: torch.dtype) -> list[Ten
     kinds = len(parameters)
     parts = flat.split([kinds * p.numel() for p in parameters[0]])
     return [part.view(kinds, *p.shape) for part, p in zip(parts, parameters[0], strict=True)]
+
+
+def _add_products(constant: Tensor, rows: Tensor, weight: Tensor, repeats: int) -> Tensor:
+    """`[K, C * B * H, O]`: the constant of every head, `repeats` = C * B times, plus the products of every place.
+
+    constant: `[K, H, O]`. rows: `[K, N * B * H, d * D]`. weight: `[K, O, l * D]`. Or K * H stands for K, and 1 for H.
+    """
+    # torch.compile makes one kernel of autograd's copies and sums of slices, and torch.func looks into operations.
+    is_plain = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    if is_plain or forward_ad._current_level >= 0:
+        return _sum_of_products(constant, rows, weight, repeats)
+    return _SumOfProducts.apply(constant, rows, weight, repeats)
+
+
+def _sum_of_products(constant: Tensor, rows: Tensor, weight: Tensor, repeats: int) -> Tensor:
+    # Products are added in place to what every block has alike, so that nothing goes through memory once more.
+    out = constant.repeat(1, repeats, 1)
+    for chunks, part in _places(rows, weight, out.shape[1]):
+        out = out.baddbmm_(chunks, part.mT)
+    return out
+
+
+class _SumOfProducts(torch.autograd.Function):
+    """The same, with derivatives that are added in place too: autograd fills, copies and adds all rows for a slice."""
+
+    @staticmethod
+    def forward(constant: Tensor, rows: Tensor, weight: Tensor, repeats: int) -> Tensor:
+        return _sum_of_products(constant, rows, weight, repeats)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, int], output: Tensor) -> None:
+        constant, rows, weight, _ = inputs
+        ctx.constant_shape = constant.shape
+        ctx.save_for_backward(rows, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weight = ctx.saved_tensors
+        num_rows = grad.shape[1]
+        grad_constant = grad_rows = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            grad_constant = grad.reshape(len(grad), -1, *ctx.constant_shape[1:]).sum(1)
+        # With beta = 0 nothing is read of what is written.
+        if ctx.needs_input_grad[1]:
+            grad_rows = grad.new_empty(rows.shape)
+            grad_rows[:, num_rows:] = 0
+            for place, (chunks, part) in enumerate(_places(grad_rows, weight, num_rows)):
+                chunks.baddbmm_(grad, part, beta=min(place, 1))
+        if ctx.needs_input_grad[2]:
+            grad_weight = grad.new_empty(weight.shape)
+            for chunks, part in _places(rows, grad_weight, num_rows):
+                part.baddbmm_(grad.mT, chunks, beta=0)
+        return grad_constant, grad_rows, grad_weight, None
+
+
+def _places(rows: Tensor, weight: Tensor, num_rows: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """For each place, the rows `[K, num_rows, d * D]` of the chunks that stand there and their weights `[K, O, d * D]`.
+
+    Slices, and one after the other, so that autograd lets each be written into.
+    """
+    size = rows.shape[2]
+    num_places = weight.shape[2] // size
+    step = (rows.shape[1] - num_rows) // max(1, num_places - 1)
+    for place in range(num_places):
+        chunks = rows[:, place * step : place * step + num_rows]
+        yield chunks, weight[:, :, place * size : (place + 1) * size]
