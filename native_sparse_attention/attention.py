@@ -28,7 +28,7 @@ from native_sparse_attention.ops.backend import BackendChoice, check_backend
 from native_sparse_attention.padding import from_front, front_order, to_front
 from native_sparse_attention.paged_cache import make_cache
 from native_sparse_attention.projection import is_plain_linear, projection_dtype
-from native_sparse_attention.rotary import Rotary, rotate, turned_again
+from native_sparse_attention.rotary import Rotary, rotate, turned_again, turned_and_plain
 
 
 class _Projected(NamedTuple):
@@ -350,14 +350,19 @@ class SparseAttention(nn.Module):
         dropout = {'dropout_p': self._dropout_p, 'dropout_seed': as_seed(None, x.device) if self._dropout_p else None}
 
         def attend(choose: Callable[..., Tensor]) -> Tensor:
-            q, k, k_window = rotate(tables, backend, new.q, new.k, new.k_window)
+            q, q_window, q_cmp = turned_and_plain(tables, backend, new.q, 2, 1)
+            if new.k_window is None:
+                k, k_window = turned_and_plain(tables, backend, new.k, 2)
+            else:
+                k, k_window = rotate(tables, backend, new.k, new.k_window)
             with turned_again(new.q, tables, backend, q):
                 return self._nsa(
                     *(q, k, new.v, k_cmp, v_cmp, new.gates),
                     mem_kv=mem_kv,
-                    q_cmp=new.q,
+                    q_cmp=q_cmp,
+                    q_window=q_window,
                     k_window=k_window,
-                    v_window=new.v_window,
+                    v_window=new.v if new.v_window is None else new.v_window,
                     q_offset=0,
                     seqlens_k=lengths,
                     cu_seqlens=cu_seqlens,

@@ -41,6 +41,7 @@ from native_sparse_attention.ops.block_selection.api import backend_of as choice
 from native_sparse_attention.ops.compressed_attention.api import backend_of as compressed_backend
 from native_sparse_attention.ops.gated_sum.api import backend_of as sum_backend
 from native_sparse_attention.ops.gated_sum.api import stack_gates
+from native_sparse_attention.ops.rotary import fan_out
 from native_sparse_attention.ops.selected_attention.api import backend_of as selected_backend
 from native_sparse_attention.ops.window_attention.api import backend_of as window_backend
 from native_sparse_attention.ops.window_attention.api import check_window
@@ -55,6 +56,7 @@ def nsa(
     gates: Tensor | Sequence[Tensor | None],
     *,
     q_cmp: Tensor | None = None,
+    q_window: Tensor | None = None,
     k_window: Tensor | None = None,
     v_window: Tensor | None = None,
     mem_kv: tuple[Tensor, Tensor] | None = None,
@@ -96,7 +98,7 @@ def nsa(
             and None, which leaves a branch out: nothing of it is computed but what others need, and what is given
             for it alone has no part in the result.
         q_cmp: `[B, T, HQ, D]` before rotary, for the compressed branch and the block scores; default q.
-        k_window, v_window: keys and values of the window branch; default k, v.
+        q_window, k_window, v_window: queries, keys and values of the window branch; default q, k, v.
         mem_kv: a pair `[H, M, D]`, `[H, M, DV]` that every query sees in the compressed branch.
         compress_block_size, compress_stride, selection_block_size: l, d, l' in tokens; l' is a multiple of d, d at most
             l.
@@ -128,6 +130,7 @@ def nsa(
         ValueError: shapes, dtypes or settings that do not fit, or an explicit backend that cannot serve the call.
     """
     check_backend(backend)
+    eager_in_flex = 'eager' if backend == 'flex' else backend
     check_flags(share_group=share_group, use_diff_topk=use_diff_topk)
     check_qkv(q, k, v)
     gates, (has_compressed, has_selected, has_window) = stack_gates(gates, q)
@@ -136,10 +139,14 @@ def nsa(
     check_not_negative(num_init=num_init, num_local=num_local)
     if (k_window is None) != (v_window is None):
         raise ValueError('k_window and v_window must be given together or not at all')
+    if q_cmp is None and q_window is None:
+        q, q_cmp, q_window = fan_out(q, 3, backend=eager_in_flex)
     q_cmp = q if q_cmp is None else q_cmp
+    q_window = q if q_window is None else q_window
     k_window, v_window = (k, v) if k_window is None or v_window is None else (k_window, v_window)
     check_window(window_size, causal)
-    for name, tensor, like in (('q_cmp', q_cmp, q), ('k_window', k_window, k), ('v_window', v_window, v)):
+    given = (('q_cmp', q_cmp, q), ('q_window', q_window, q), ('k_window', k_window, k), ('v_window', v_window, v))
+    for name, tensor, like in given:
         check_tensors(**{name: tensor})
         if tensor.shape != like.shape:
             raise ValueError(f'{name} has shape {tuple(tensor.shape)}, but must have {tuple(like.shape)}')
@@ -157,8 +164,8 @@ def nsa(
     cu_seqlens, padding = make_borders(segment_ids, q, k, None, *places)
     if cu_seqlens is not None and padding is not None:
         # Whatever stands there, it reaches neither outputs nor gradients that tokens share, such as those of sinks.
-        tokens = (q, k, v, q_cmp, k_window, v_window, gates)
-        q, k, v, q_cmp, k_window, v_window, gates = (_zero_padding(t, padding) for t in tokens)
+        tokens = (q, k, v, q_cmp, q_window, k_window, v_window, gates)
+        q, k, v, q_cmp, q_window, k_window, v_window, gates = (_zero_padding(t, padding) for t in tokens)
         starts = packed_block_starts(cu_seqlens, q.shape[1], compress_block_size, compress_stride)
         k_cmp, v_cmp = (t if t is None else _zero_padding(t, padding[:, starts]) for t in (k_cmp, v_cmp))
     make_sequences(q, k.shape[1], q_offset, seqlens_k, cu_seqlens, cu_seqlens_k)
@@ -172,7 +179,6 @@ def nsa(
         'cu_seqlens_k': cu_seqlens_k,
         'softcap': softcap,
     }
-    eager_in_flex = 'eager' if backend == 'flex' else backend
 
     out_compressed = out_selected = out_window = lse = None
     if has_compressed or needs_scores:
@@ -192,7 +198,7 @@ def nsa(
         )
     if has_window:
         out_window, _ = window_attention(
-            q,
+            q_window,
             k_window,
             v_window,
             window_size=window_size,

@@ -13,6 +13,7 @@ from torch._C import _autograd
 from torch.autograd.graph import saved_tensors_hooks
 
 from native_sparse_attention import ops
+from native_sparse_attention.ops.rotary import fan_out
 from native_sparse_attention.ops.rotary.api import backend_of
 
 
@@ -88,6 +89,14 @@ def rotate(tables: tuple[Tensor, Tensor] | None, backend: str, *tensors: Tensor 
         return list(tensors)
     backend = _served_by(tables, backend)
     return [None if t is None else ops.rotary(t, *tables, backend=backend) for t in tensors]
+
+
+def turned_and_plain(
+    tables: tuple[Tensor, Tensor] | None, backend: str, x: Tensor, num_turned: int, num_plain: int = 0
+) -> tuple[Tensor, ...]:
+    """x turned by tables, if there are any, for so many readers, and as it is for the others; see `ops.fan_out`."""
+    backend = 'eager' if backend == 'flex' else backend if tables is None else _served_by(tables, backend)
+    return fan_out(x, num_plain, num_turned, tables, backend=backend)
 
 
 def turned_again(x: Tensor, tables: tuple[Tensor, Tensor] | None, backend: str, turned: Tensor) -> Any:

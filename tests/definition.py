@@ -275,6 +275,7 @@ def nsa(
     gates: Tensor,
     *,
     q_cmp: Tensor | None = None,
+    q_window: Tensor | None = None,
     k_window: Tensor | None = None,
     v_window: Tensor | None = None,
     mem_kv: tuple[Tensor, Tensor] | None = None,
@@ -293,6 +294,7 @@ def nsa(
     **where: Any,
 ) -> Tensor:
     q_cmp = q if q_cmp is None else q_cmp
+    q_window = q if q_window is None else q_window
     k_window = k if k_window is None else k_window
     v_window = v if v_window is None else v_window
     seqlen_k = k.shape[1]
@@ -334,7 +336,7 @@ def nsa(
     out_selected, _ = selected_attention(
         q, k, v, block_indices, block_size=selection_block_size, block_scale=block_scale, **where
     )
-    out_window, _ = window_attention(q, k_window, v_window, window_size=window_size, sinks=sinks, **where)
+    out_window, _ = window_attention(q_window, k_window, v_window, window_size=window_size, sinks=sinks, **where)
     return gated_sum(gates, out_compressed, out_selected, out_window)
 
 

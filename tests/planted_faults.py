@@ -243,6 +243,8 @@ FAULTS = [
     Fault('rotary: pairs turned the other way', ROTATION, 'odd * cos + even * sin', 'odd * cos - even * sin', ('test_rotary.py',)),
     Fault('rotary: last pair left as it is', ROTARY, '(angles < NUM_ANGLES)', '(angles < NUM_ANGLES - 1)', ('test_rotary.py',)),
     Fault('rotary: angles of the first row for all', ROTARY, 'batch * sin_strides[0]', 'batch * 0', ('test_rotary.py',)),
+    Fault('rotary: sums of readers turned forward', ROTARY, 'turn(total, cos, -sin, is_turned)', 'turn(total, cos, sin, is_turned)', ('test_fan_out.py',)),
+    Fault('rotary: a reader is left out', ROTARY, 'tl.static_range(NUM_TURNED, NUM_GRADS)', 'tl.static_range(NUM_TURNED, max(NUM_TURNED, NUM_GRADS - 1))', ('test_fan_out.py',)),
     Fault('rotary: what is not turned is multiplied', ROTATION, 'even * sin, odd)', 'even * sin, odd * cos + even * sin)', ('test_rotary.py',)),
     # Sharing
     Fault('sharing: flag of another tile', SHARING, 'tile = start // sharing.block_t + sequence', 'tile = start // sharing.block_t', SHARED),

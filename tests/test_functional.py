@@ -42,7 +42,7 @@ Sizes = tuple[int, int, int]
 SIZES: Sizes = (5, 2, 4)
 HEADS = Heads(6, 2, 4, 3)
 NAMES: tuple[str, ...] = ('q', 'k', 'v', 'k_cmp', 'v_cmp', 'gates')
-OPTIONAL = ('q_cmp', 'k_window', 'v_window', 'mem_k', 'mem_v')
+OPTIONAL = ('q_cmp', 'q_window', 'k_window', 'v_window', 'mem_k', 'mem_v')
 
 
 def make_inputs(
@@ -56,6 +56,7 @@ def make_inputs(
         inputs |= dict(zip(('mem_k', 'mem_v'), make_mem_kv(heads, pairs), strict=True))
     if not shared:
         inputs |= dict(zip(('q_cmp', 'k_window', 'v_window'), make_qkv(extents, heads), strict=True))
+        inputs['q_window'] = make_qkv(extents, heads)[0]
     return inputs
 
 

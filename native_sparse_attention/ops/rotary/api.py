@@ -47,6 +47,40 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, backend: str = 'auto') -> Ten
             return eager.rotary(x, cos, sin)
 
 
+def fan_out(
+    x: Tensor,
+    num_plain: int,
+    num_turned: int = 0,
+    tables: tuple[Tensor, Tensor] | None = None,
+    *,
+    backend: str = 'auto',
+) -> tuple[Tensor, ...]:
+    """x turned, num_turned times, then x as it is, num_plain times.
+
+    The turned ones are one memory, the others that of x: none is to be written to. Autograd adds the gradients of a
+    tensor two at a time, rounds each sum and goes through memory for it; here all of them are read once, added in
+    float32, turned back, and rounded once.
+
+    Args:
+        x: `[B, T, H, D]`.
+        tables: cosines and sines, as `rotary` takes them; None: nothing is turned.
+        backend: 'auto', 'triton' or 'eager', which leaves the sum to autograd, as do torch.compile and an x that the
+            kernel does not fit.
+
+    Raises:
+        ValueError: what `rotary` refuses.
+    """
+    adds = num_plain + num_turned > 1 and torch.is_grad_enabled() and x.requires_grad and _adds(x, backend)
+    turned = x
+    if tables is not None and num_turned:
+        turned = rotary(x.detach() if adds else x, *tables, backend=backend)
+    if not adds:
+        return (turned,) * num_turned + (x,) * num_plain
+    from native_sparse_attention.ops.rotary import triton
+
+    return triton.fan_out(x, turned.detach(), tables, num_plain, num_turned)
+
+
 def backend_of(x: Tensor, cos: Tensor, sin: Tensor, *, backend: str = 'auto') -> BackendChoice:
     """The backend that would serve these inputs."""
     candidates = {'triton': partial(_unsupported, x, cos, sin), 'eager': serves}
@@ -72,3 +106,11 @@ def _check_table(name: str, table: Tensor, x: Tensor) -> None:
         raise ValueError(f'{name} has dtype {table.dtype}, but must be float32')
     if table.device != x.device:
         raise ValueError(f'{name} is on {table.device}, but x is on {x.device}')
+
+
+def _adds(x: Tensor, backend: str) -> bool:
+    """Whether the kernel adds gradients of x."""
+    if torch.compiler.is_compiling() or support.unsupported(x, name='x') is not None:
+        return False
+    candidates = {'triton': partial(support.unsupported, x, name='x'), 'eager': serves}
+    return choose_backend('fan_out', backend, x.device, candidates).name == 'triton'

@@ -44,6 +44,7 @@ from native_sparse_attention.ops import (
 from native_sparse_attention.ops._triton import inverse_index, launch, support
 from native_sparse_attention.ops._triton.interval.modifiers import Marks
 from native_sparse_attention.ops._triton.placement import make_placement
+from native_sparse_attention.ops.rotary import fan_out
 from native_sparse_attention.ops.selected_attention.triton import dlogits
 from native_sparse_attention.ops.selected_attention.triton import op as selected_op
 
@@ -186,6 +187,8 @@ def build_rotary(dtype: torch.dtype, head_dim: int) -> None:
     x, _, _ = make(dtype, head_dim)
     tables = torch.zeros(1, SEQLEN, head_dim // 2)
     differentiate(rotary(x, tables, tables, backend='triton'))
+    differentiate(fan_out(x, 1, 2, (tables, tables), backend='triton'))
+    differentiate(fan_out(x, 3, backend='triton'))
 
 
 @torch.no_grad()

@@ -27,7 +27,7 @@ KERNELS = {
     'query_gradients': {'dq_from_dlogits_kernel'},
     'by_block': {'block_kernel', 'merge_kernel', 'member_kernel', 'add_parts_kernel'},
     'gated_sum': {'forward_kernel', 'backward_kernel'},
-    'rotary': {'rotary_kernel'},
+    'rotary': {'rotary_kernel', 'sum_kernel'},
     'inverse_index': {'slot_kernel'},
     'counting_sort': {'place_kernel'},
 }
