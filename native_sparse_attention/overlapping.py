@@ -147,14 +147,10 @@ class _SumOfProducts(torch.autograd.Function):
     """The same, with derivatives that are added in place too: autograd fills, copies and adds all rows for a slice."""
 
     @staticmethod
-    def forward(constant: Tensor, rows: Tensor, weight: Tensor, repeats: int) -> Tensor:
-        return _sum_of_products(constant, rows, weight, repeats)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, int], output: Tensor) -> None:
-        constant, rows, weight, _ = inputs
+    def forward(ctx: Any, constant: Tensor, rows: Tensor, weight: Tensor, repeats: int) -> Tensor:
         ctx.constant_shape = constant.shape
         ctx.save_for_backward(rows, weight)
+        return _sum_of_products(constant, rows, weight, repeats)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

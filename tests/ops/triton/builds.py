@@ -187,8 +187,8 @@ def build_rotary(dtype: torch.dtype, head_dim: int) -> None:
     x, _, _ = make(dtype, head_dim)
     tables = torch.zeros(1, SEQLEN, head_dim // 2)
     differentiate(rotary(x, tables, tables, backend='triton'))
-    differentiate(fan_out(x, 1, 2, (tables, tables), backend='triton'))
-    differentiate(fan_out(x, 3, backend='triton'))
+    differentiate(*fan_out(x, 1, 2, (tables, tables), backend='triton'))
+    differentiate(*fan_out(x, 3, backend='triton'))
 
 
 @torch.no_grad()
