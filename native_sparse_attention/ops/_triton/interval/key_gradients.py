@@ -72,7 +72,7 @@ def dkv_kernel(
     H, D and DV]`. SPLIT, unless 0: of the memory keys alone, with dk and dv `[parts, B * splits, M, H, D and DV]`, a
     split for every SPLIT queries.
     """
-    # The first tiles of a row's keys, which most queries read, go first, of all heads.
+    # The first tiles of keys, which most queries read, go first, of all heads.
     tile = tl.program_id(0) // (kv_heads * parts)
     kv_head = tl.program_id(0) // parts % kv_heads
     part = tl.program_id(0) % parts
@@ -99,6 +99,8 @@ def dkv_kernel(
         num_rows = interval.num_keys
         if JOINED:
             num_rows += interval.num_memory
+        if place.cu_blocks is None and interval.left is None:  # and of all rows; tiles of a window are alike
+            tile = tile % place.num_sequences * tl.cdiv(num_rows, BLOCK_N) + tile // place.num_sequences
         sequence, first_key = find_tile(tile, place.cu_blocks, num_rows, place.num_sequences, BLOCK_N)
         if JOINED:
             first_key -= interval.num_memory
