@@ -48,8 +48,8 @@ class _FanOut(torch.autograd.Function):
         of_turned, of_plain = (
             [grad for grad in some if grad is not None] for some in (grads[: ctx.num_turned], grads[ctx.num_turned :])
         )
-        there_are = bool(of_turned or of_plain)
-        return _add(of_turned + of_plain, len(of_turned), cos, sin) if there_are else None, *(None,) * 5
+        grad = _add(of_turned + of_plain, len(of_turned), cos, sin) if len(of_turned) + len(of_plain) > 0 else None
+        return grad, *(None,) * 5
 
 
 @torch.library.custom_op('native_sparse_attention::add_gradients', mutates_args=())
