@@ -352,9 +352,9 @@ class SparseAttention(nn.Module):
         def attend(choose: Callable[..., Tensor]) -> Tensor:
             q, q_window, q_cmp = turned_and_plain(tables, backend, new.q, 2, 1)
             if new.k_window is None:
-                k, k_window = turned_and_plain(tables, backend, new.k, 2)
+                (k, k_window), v_window = turned_and_plain(tables, backend, new.k, 2), new.v
             else:
-                k, k_window = rotate(tables, backend, new.k, new.k_window)
+                (k, k_window), v_window = rotate(tables, backend, new.k, new.k_window), new.v_window
             with turned_again(new.q, tables, backend, q):
                 return self._nsa(
                     *(q, k, new.v, k_cmp, v_cmp, new.gates),
@@ -362,7 +362,7 @@ class SparseAttention(nn.Module):
                     q_cmp=q_cmp,
                     q_window=q_window,
                     k_window=k_window,
-                    v_window=new.v if new.v_window is None else new.v_window,
+                    v_window=v_window,
                     q_offset=0,
                     seqlens_k=lengths,
                     cu_seqlens=cu_seqlens,

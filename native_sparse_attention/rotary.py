@@ -94,7 +94,7 @@ def rotate(tables: tuple[Tensor, Tensor] | None, backend: str, *tensors: Tensor 
 def turned_and_plain(
     tables: tuple[Tensor, Tensor] | None, backend: str, x: Tensor, num_turned: int, num_plain: int = 0
 ) -> tuple[Tensor, ...]:
-    """x turned by tables, if there are any, for so many readers, and as it is for the others; see `ops.fan_out`."""
+    """x turned by tables, if there are any, for so many readers, and as it is for the others: `ops.rotary.fan_out`."""
     backend = 'eager' if backend == 'flex' else backend if tables is None else _served_by(tables, backend)
     return fan_out(x, num_plain, num_turned, tables, backend=backend)
 

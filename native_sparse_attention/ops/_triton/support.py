@@ -16,6 +16,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 IS_INSTALLED = importlib.util.find_spec('triton') is not None
 # Offsets of tokens are int32 in the kernels; elements are counted in int64.
 MAX_TOKENS = 2**30
+# Gradients that are added at once.
+MAX_READERS = 5
 # Heads lie on the second axis of a grid.
 MAX_HEADS = 65535
 # Blocks that the queries of a kv head choose, which the lists of those who chose a block count in int32.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from native_sparse_attention.ops._checks import check_tensors
 from native_sparse_attention.ops._triton import support
-from native_sparse_attention.ops.backend import BackendChoice, choose_backend, serves
+from native_sparse_attention.ops.backend import BackendChoice, choose_backend, serves, transformed
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, backend: str = 'auto') -> Tensor:
@@ -64,13 +64,14 @@ def fan_out(
     Args:
         x: `[B, T, H, D]`.
         tables: cosines and sines, as `rotary` takes them; None: nothing is turned.
-        backend: 'auto', 'triton' or 'eager', which leaves the sum to autograd, as do torch.compile and an x that the
-            kernel does not fit.
+        backend: 'auto', 'triton' or 'eager', which leaves the sum to autograd, as do torch.compile, more than five
+            readers and, where none is turned, an x that the kernel does not fit.
 
     Raises:
         ValueError: what `rotary` refuses.
     """
-    adds = num_plain + num_turned > 1 and torch.is_grad_enabled() and x.requires_grad and _adds(x, backend)
+    is_needed = num_plain + num_turned > 1 and torch.is_grad_enabled() and x.requires_grad
+    adds = is_needed and _adds(x, num_plain + num_turned, tables if num_turned else None, backend)
     turned = x
     if tables is not None and num_turned:
         turned = rotary(x.detach() if adds else x, *tables, backend=backend)
@@ -108,9 +109,12 @@ def _check_table(name: str, table: Tensor, x: Tensor) -> None:
         raise ValueError(f'{name} is on {table.device}, but x is on {x.device}')
 
 
-def _adds(x: Tensor, backend: str) -> bool:
-    """Whether the kernel adds gradients of x."""
-    if torch.compiler.is_compiling() or support.unsupported(x, name='x') is not None:
+def _adds(x: Tensor, num_readers: int, tables: tuple[Tensor, Tensor] | None, backend: str) -> bool:
+    """Whether the kernel adds gradients of x, which needs the kernel of `rotary` where some are turned."""
+    if torch.compiler.is_compiling() or num_readers > support.MAX_READERS:
         return False
-    candidates = {'triton': partial(support.unsupported, x, name='x'), 'eager': serves}
-    return choose_backend('fan_out', backend, x.device, candidates).name == 'triton'
+    if tables is not None:
+        return backend_of(x, *tables, backend=backend).name == 'triton'
+    if transformed('triton') is not None or support.unsupported(x, name='x') is not None:
+        return False
+    return choose_backend('fan_out', backend, x.device, {'triton': serves, 'eager': serves}).name == 'triton'

@@ -21,6 +21,12 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return _rotate(x, cos, sin, False)
 
 
+def tile_of(head_dim: int) -> tuple[int, int]:
+    """Rows and columns of a program's tile."""
+    block_d = max(2, int(triton.next_power_of_2(head_dim)))
+    return max(1, TILE // block_d), block_d
+
+
 @torch.library.custom_op('native_sparse_attention::rotary', mutates_args=())
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
     out = x.new_empty(x.shape)
@@ -29,8 +35,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
     batch, seqlen, heads, head_dim = x.shape
     num_rows = batch * seqlen * heads
     cos, sin = (t.expand(batch, -1, -1) for t in (cos, sin))
-    block_d = max(2, int(triton.next_power_of_2(head_dim)))
-    block_m = max(1, TILE // block_d)
+    block_m, block_d = tile_of(head_dim)
     launch(
         rotary_kernel,
         (-(-num_rows // block_m),),

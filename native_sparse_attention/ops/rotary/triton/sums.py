@@ -5,17 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from native_sparse_attention.ops._triton.launch import launch
-from native_sparse_attention.ops._triton.registered import OptionalTensor
+from native_sparse_attention.ops._triton.registered import OptionalTensor, register_derivative
+from native_sparse_attention.ops._triton.support import MAX_READERS
 from native_sparse_attention.ops.rotary.triton.kernels import sum_kernel
-
-# Elements of a program's tile, and its warps: enough loads in flight, few enough registers.
-TILE = 2048
-NUM_WARPS = 4
+from native_sparse_attention.ops.rotary.triton.op import NUM_WARPS, rotary, tile_of
 
 
 def fan_out(
@@ -38,37 +34,49 @@ class _FanOut(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(cos, sin)
-        ctx.num_turned = num_turned
+        ctx.num_turned = 0 if cos is None else num_turned
         return tuple(t.view_as(t) for t in [turned] * num_turned + [x] * num_plain)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        of_turned, of_plain = (
-            [grad for grad in some if grad is not None] for some in (grads[: ctx.num_turned], grads[ctx.num_turned :])
-        )
-        grad = _add(of_turned + of_plain, len(of_turned), cos, sin) if len(of_turned) + len(of_plain) > 0 else None
-        return grad, *(None,) * 5
+        given = [grad for grad in grads if grad is not None]
+        num_turned = len([grad for grad in grads[: ctx.num_turned] if grad is not None])
+        match len(given):
+            case 0:
+                total = None
+            case 1 if num_turned == 0:
+                total = given[0]
+            case _:
+                padded = [*given, *(None,) * (MAX_READERS - len(given))]
+                total = _add(*padded, num_turned, cos, sin)
+        return total, *(None,) * 5
 
 
 @torch.library.custom_op('native_sparse_attention::add_gradients', mutates_args=())
-def _add(grads: list[Tensor], num_turned: int, cos: OptionalTensor, sin: OptionalTensor) -> Tensor:
-    """The sum of gradients `[B, T, H, D]`, of which the first num_turned are turned back."""
-    grads = [grad.contiguous() for grad in grads]
+def _add(
+    first: Tensor,
+    second: OptionalTensor,
+    third: OptionalTensor,
+    fourth: OptionalTensor,
+    fifth: OptionalTensor,
+    num_turned: int,
+    cos: OptionalTensor,
+    sin: OptionalTensor,
+) -> Tensor:
+    """The sum of gradients `[B, T, H, D]`, of which the first num_turned are turned back. None stands behind all."""
+    grads = tuple(grad.contiguous() for grad in (first, second, third, fourth, fifth) if grad is not None)
     out = torch.empty_like(grads[0])
     if out.numel() == 0:
         return out
     batch, seqlen, heads, head_dim = out.shape
     num_rows = batch * seqlen * heads
-    num_turned = 0 if cos is None else num_turned
     cos, sin = (None if t is None or num_turned == 0 else t.expand(batch, -1, -1) for t in (cos, sin))
-    block_d = max(2, int(triton.next_power_of_2(head_dim)))
-    block_m = max(1, TILE // block_d)
+    block_m, block_d = tile_of(head_dim)
     launch(
         sum_kernel,
         (-(-num_rows // block_m),),
-        *(tuple(grads), cos, sin, out, *(None if t is None else t.stride() for t in (cos, sin))),
+        *(grads, cos, sin, out, *(None if t is None else t.stride() for t in (cos, sin))),
         *(num_rows, seqlen, heads),
         HEAD_DIM=head_dim,
         NUM_ANGLES=0 if cos is None else cos.shape[2],
@@ -83,5 +91,22 @@ def _add(grads: list[Tensor], num_turned: int, cos: OptionalTensor, sin: Optiona
 
 
 @_add.register_fake
-def _(grads: list[Tensor], *_: Any) -> Tensor:
-    return torch.empty_like(grads[0], memory_format=torch.contiguous_format)
+def _(first: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(first, memory_format=torch.contiguous_format)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.set_materialize_grads(False)
+    *grads, ctx.num_turned, cos, sin = inputs
+    ctx.num_grads = len([grad for grad in grads if grad is not None])
+    ctx.save_for_backward(cos, sin)
+
+
+def _differentiate(ctx: Any, dout: Tensor | None) -> tuple[Tensor | None, ...]:
+    cos, sin = ctx.saved_tensors
+    turned = None if dout is None or ctx.num_turned == 0 else rotary(dout, cos, sin)
+    of_plain = [dout] * (ctx.num_grads - ctx.num_turned)
+    return *[turned] * ctx.num_turned, *of_plain, *(None,) * (MAX_READERS - ctx.num_grads + 3)
+
+
+register_derivative(_add, _differentiate, _save)
