@@ -21,6 +21,7 @@ from native_sparse_attention.ops import (
     straight_through_scale,
     window_attention,
 )
+from native_sparse_attention.ops.rotary import fan_out
 from native_sparse_attention.testing import make_qkv
 from tests.ops.triton.harness import run_triton, same_bits
 
@@ -108,6 +109,11 @@ def turned(x: Tensor, positions: Tensor, **settings: Any) -> Tensor:
     return rotary(x, angles.cos(), angles.sin(), **settings)
 
 
+def shared(x: Tensor, positions: Tensor, **settings: Any) -> Tensor:
+    angles = positions[..., None] / torch.arange(1, 7, device=x.device)
+    return torch.stack(fan_out(x, 1, 2, (angles.cos(), angles.sin()), **settings))
+
+
 # Every public op with a Triton backend: how to call it, and how to make its tensors.
 OPS: dict[str, tuple[Callable[..., Any], Callable[[torch.device], Tensors]]] = {
     'window': (windowed, inputs),
@@ -120,6 +126,7 @@ OPS: dict[str, tuple[Callable[..., Any], Callable[[torch.device], Tensors]]] = {
     'scale': (scale_of, lambda d: make_choice(d) | {'indices': make_selected(d)['indices']}),
     'gated sum': (gated_sum, make_gated),
     'rotary': (turned, lambda d: {'x': inputs(d)['q'], 'positions': torch.arange(T, device=d)[None]}),
+    'fan out': (shared, lambda d: {'x': inputs(d)['q'], 'positions': torch.arange(T, device=d)[None]}),
 }
 DIFFERENTIABLE = [name for name in OPS if name != 'choice']
 
@@ -184,7 +191,7 @@ def test_opcheck(name: str, device: torch.device) -> None:
 
 
 # The rotary embedding is linear, and its own derivative.
-@pytest.mark.parametrize('name', [name for name in DIFFERENTIABLE if name != 'rotary'])
+@pytest.mark.parametrize('name', [name for name in DIFFERENTIABLE if name not in ('rotary', 'fan out')])
 def test_a_second_derivative_is_refused(name: str, device: torch.device) -> None:
     op, make = OPS[name]
     leaves = {n: leaf(t, True) for n, t in make(device).items()}
