@@ -150,11 +150,10 @@ def main() -> None:
     options = parser.parse_args()
     if options.worker:
         return serve(make_call, seconds=3, make_facts=make_facts)
-    cases = []
+    cases, graph = [], parse(options.flags)[0].graph
     for length, model in product(options.lengths.split(','), options.models.split(',')):
         config = make_config(options.flags, model.removesuffix(COMPILED), int(length), options.tokens)
         named = {'op': 'step', 'shape': f'{length} tokens', 'backend': model, 'device': options.device}
-        graph = parse(options.flags)[0].graph
         cases.append({**named, 'data': options.data, 'config': asdict(config), 'graph': graph})
     where, rows = run(cases, options, 'training', TITLE, make_tables)
     image = report.path(options.out, where, 'training', '.png')
