@@ -13,7 +13,8 @@ from torch import Tensor
 
 from native_sparse_attention.ops._modifiers import Modifiers
 from native_sparse_attention.ops._random import threshold
-from native_sparse_attention.ops._triton.launch import Settings
+from native_sparse_attention.ops._triton.interval import settings
+from native_sparse_attention.ops._triton.launch import Settings, settings_of
 from native_sparse_attention.ops._triton.placement import last_dim_contiguous
 from native_sparse_attention.ops._triton.softcap import cap_logits, cap_slope
 
@@ -79,11 +80,14 @@ def make_marks(modifiers: Modifiers, batch: int, heads: int) -> Marks:
     )
 
 
-def settings_of_forward(settings: Settings, marks: Marks) -> Settings:
+def settings_of_forward(q: Tensor, v: Tensor, marks: Marks) -> Settings:
     """Smaller tiles where a table or a random number for each weight takes registers."""
+    if marks.softcap is None and marks.first_row is None:
+        return settings_of(settings.FORWARD, q, v)
+    tile = settings_of(settings.FORWARD_MARKED, q, v)
     if marks.bias is None and marks.attn_mask is None and marks.seed is None:
-        return settings
-    return settings._replace(block_m=min(settings.block_m, 64), block_n=min(settings.block_n, 32))
+        return tile
+    return tile._replace(block_m=min(tile.block_m, 64), block_n=min(tile.block_n, 32))
 
 
 def _broadcast_strides(table: Tensor | None, batch: int, heads: int) -> tuple[int | None, int | None, int | None]:

@@ -105,7 +105,7 @@ def _forward(
     value_dim = v.shape[3]
     out = q.new_empty(batch, seqlen, heads, value_dim)
     lse = q.new_empty(batch, heads, seqlen, dtype=torch.float32)
-    block_m, block_n, num_warps, num_stages = settings_of_forward(settings_of(settings.FORWARD, q, v), marks)
+    block_m, block_n, num_warps, num_stages = settings_of_forward(q, v, marks)
     packed = _count_packed(heads // k.shape[2], block_m)
     launch(
         forward_kernel,
@@ -121,6 +121,7 @@ def _forward(
         num_warps=num_warps,
         num_stages=num_stages,
         device=q.device,
+        **settings.limit_registers(q, num_warps),
     )
     return out, lse
 

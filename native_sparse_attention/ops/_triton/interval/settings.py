@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from native_sparse_attention.ops._triton.launch import Settings, Table
+import torch
+from torch import Tensor
+
+from native_sparse_attention.ops._triton.launch import Settings, Table, is_hopper
 
 FORWARD: Table = {
     ('sm80', 2, 64): Settings(128, 64, 4, 3),
@@ -17,9 +20,17 @@ FORWARD: Table = {
     ('sm86', 4, 64): Settings(64, 32, 4, 1),
     ('sm86', 4, 128): Settings(32, 32, 4, 1),
     ('sm86', 4, 256): Settings(16, 16, 4, 1),
+    ('sm90', 2, 64): Settings(128, 64, 8, 3),
+    ('sm90', 2, 128): Settings(128, 32, 8, 3),
+    ('sm90', 2, 256): Settings(64, 64, 4, 2),
+    ('sm100', 2, 64): Settings(128, 64, 4, 3),
+    ('sm100', 2, 128): Settings(64, 64, 4, 3),
+}
+
+# Where logits are more than products: with a soft cap, or something to be looked up or drawn for each of them.
+FORWARD_MARKED: Table = FORWARD | {
     ('sm90', 2, 64): Settings(128, 64, 4, 3),
     ('sm90', 2, 128): Settings(64, 64, 4, 3),
-    ('sm90', 2, 256): Settings(64, 64, 4, 2),
 }
 
 DQ: Table = {
@@ -66,3 +77,11 @@ DKV_WINDOW: Table = DKV | {
     ('sm90', 2, 64): Settings(64, 64, 4, 2),
     ('sm90', 2, 128): Settings(32, 64, 4, 3),
 }
+
+
+def limit_registers(q: Tensor, num_warps: int) -> dict[str, int]:
+    """What lets two forward programs of eight warps share an SM of Hopper: the loop over keys in the middle of an
+    interval needs no more registers, and what does may keep them in memory.
+    """
+    is_limited = num_warps == 8 and q.element_size() == 2 and is_hopper(q.device) and torch.version.hip is None
+    return {'maxnreg': 128} if is_limited else {}
