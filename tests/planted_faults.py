@@ -52,6 +52,7 @@ MARKS, DBIAS = '_triton/interval/modifiers.py', '_triton/interval/bias_gradient.
 SELECTED_FORWARD, SELECTED_BACKWARD = 'selected_attention/triton/forward.py', 'selected_attention/triton/backward.py'
 KEY_GRADIENTS = 'selected_attention/triton/key_gradients.py'
 NEIGHBOURS, ROWS = 'selected_attention/triton/neighbours.py', 'selected_attention/triton/choice.py'
+UNION_STEPS = 'selected_attention/triton/union_steps.py'
 NEIGHBOURS_BACKWARD = 'selected_attention/triton/neighbours_backward.py'
 BY_BLOCK, LISTS = 'selected_attention/triton/by_block.py', 'selected_attention/triton/lists.py'
 BY_BLOCK_BACKWARD, SELECTED_KEYS = 'selected_attention/triton/by_block_backward.py', 'selected_attention/triton/keys.py'
@@ -61,6 +62,7 @@ QUERY_GRADIENTS = 'selected_attention/triton/query_gradients.py'
 HALF_VALUES = 'selected_attention/triton/half_values.py'
 PASSED, EXACT = ('test_selected_attention_dlogits.py',), ('test_selected_attention_delta.py',)
 HALVES = ('test_selected_attention_halves.py',)
+SELECTED_MAXIMA = ('test_selected_attention_maxima.py',)
 FINITE, LISTS_OF_BLOCKS = '_triton/finite.py', '_triton/inverse_index.py'
 TILE_ROWS = '_triton/tiles.py'
 SELECT, GATED_SUM = 'block_selection/triton/select.py', 'gated_sum/triton/kernels.py'
@@ -166,9 +168,11 @@ FAULTS = [
     Fault('halves: divided by the sum of exact weights', NEIGHBOURS, 'divisor = total if halves is None else total + surplus', 'divisor = total', HALVES),
     Fault('halves: not done anew where blocks do not fit', SELECTED_FORWARD, 'if tl.min(flags.to(tl.int32), 0) != FITS:', 'if num_steps < 0:', HALVES),
     Fault('halves: what does not fit is read as zeros', SHARING, 'tl.where((blocks < num_whole) & (flags == FITS), 0, LATE)', 'tl.where(blocks < num_whole, 0, LATE)', HALVES),
-    Fault('halves: queries that are not small stay', NEIGHBOURS, 'if not is_small_query:', 'if num_blocks < 0:', HALVES),
+    Fault('halves: queries that are not small stay', NEIGHBOURS, 'is_kept = (is_small_row & (', 'is_kept = ((', HALVES),
     Fault('halves: never with care', SHARING, '(tl.min(flags, 0) != 0).to(tl.int32)', '1', HALVES),
-    Fault('halves: unit left in the log-sum-exp', NEIGHBOURS, 'row_max -= HEADROOM', 'row_max -= 0.0', HALVES),
+    Fault('halves: unit left in the log-sum-exp', NEIGHBOURS, 'row_max - FIXED_HEADROOM)\n', 'row_max)\n', HALVES),
+    Fault('halves: weights that overflow stay', NEIGHBOURS, ' & (surplus - surplus == 0)', '', SELECTED_MAXIMA),
+    Fault('halves: weights that vanish stay', NEIGHBOURS, '(total > 2.0 ** (FIXED_HEADROOM - 6))', '(total >= 0.0)', SELECTED_MAXIMA),
     Fault('delta: low bits of a rounded output', DELTA, 'add_low_bits(out, low) * dout', 'out.to(tl.float32) * dout', (*PASSED, *EXACT)),
     Fault('delta: gradient of a log-sum-exp of nothing', DELTA, "tl.where(lse == float('-inf'), 0.0, dlse)", 'dlse', (*PASSED, *EXACT)),
     Fault('delta: what is not finite has low bits', DELTA, 'tl.where(left - left == 0, left, 0.0)', 'left', EXACT),
@@ -253,20 +257,26 @@ FAULTS = [
     Fault('sharing: the flag of its own tile', SHARING, 'tl.store(flags_ptr + tl.num_programs(1), flag.to(tl.int8))', 'tl.store(flags_ptr, flag.to(tl.int8))', SHARED),
     Fault('sharing: a block stands twice', SHARING, 'is_block & (before // SIZE != blocks)', 'is_block', SHARED),
     Fault('neighbours: blocks of which some keys are in the future go unmasked', SHARING, 'tl.maximum(offset + first_query + 1, 0) // BLOCK_SIZE', 'tl.maximum(offset + first_query + BLOCK_SIZE, 0) // BLOCK_SIZE', SHARED),
-    Fault('neighbours: all of a tile read what one chose', NEIGHBOURS, 'return block, chosen != 0, first, keys, key_mask', 'return block, chosen >= 0, first, keys, key_mask', SHARED),
-    Fault('neighbours: what is not finite goes unseen', NEIGHBOURS, 'is_small(sharing.large, pair, sharing.num_chunks) and is_small_query', 'is_small_query', SELECTED[1:]),
-    Fault('neighbours: queries that are not finite go unseen', NEIGHBOURS, ' and is_small_query', '', SELECTED[1:]),
+    Fault('neighbours: all of a tile read what one chose', UNION_STEPS, 'return block, chosen != 0, first, keys, key_mask', 'return block, chosen >= 0, first, keys, key_mask', SHARED),
+    Fault('neighbours: what is not finite goes unseen', UNION_STEPS, 'is_small(sharing.large, pair, sharing.num_chunks) and is_small_query', 'is_small_query', SELECTED[1:]),
+    Fault('neighbours: queries that are not finite go unseen', UNION_STEPS, ' and is_small_query', '', SELECTED[1:]),
     Fault('neighbours: gradients that are not finite go unseen', NEIGHBOURS_BACKWARD, ' and is_small_tile(dout)', '', SELECTED[1:]),
     Fault('neighbours: keys alone are looked at', FINITE, 'is_small_tile(k) & is_small_tile(v)', 'is_small_tile(k)', SELECTED[1:]),
     Fault('neighbours: products that may be infinite', FINITE, 'tl.constexpr(2.0**59)', 'tl.constexpr(2.0**126)', ('test_finite.py',)),
     Fault('neighbours: who did not choose a block reads it', NEIGHBOURS, "tl.where(chosen, -reference, float('-inf')) if BY_ROW", '-reference if BY_ROW', SELECTED[1:]),
     Fault('neighbours: who did not choose a block has gradients of it', NEIGHBOURS_BACKWARD, "tl.where(chosen, -lse_log2, float('-inf')) if BY_ROW", '-lse_log2 if BY_ROW', SELECTED[1:]),
+    Fault('neighbours: weights that vanish stay', NEIGHBOURS, '((total > LEAST) & ', '((total >= 0.0) & ', SELECTED_MAXIMA),
+    Fault('neighbours: weights that are too large stay', NEIGHBOURS, ' & (total < MOST))', ')', SELECTED_MAXIMA),
+    Fault('neighbours: all rows are done anew', NEIGHBOURS, 'is_fixed & (step < first)', 'is_fixed & (step < 0)', SELECTED_MAXIMA),
+    Fault('neighbours: reference of keys that a row does not read', UNION_STEPS, '((choose & 1) != 0) & ', '', SELECTED_MAXIMA),
+    Fault('neighbours: reference of any first block', UNION_STEPS, 'tl.where(first_block == 0, after_first - before_first, 0)', 'after_first - before_first', SELECTED_MAXIMA),
+    Fault('neighbours: reference of later keys', UNION_STEPS, 'position + 1 - 2 * NUM_KEYS + place', 'position + 9 - 2 * NUM_KEYS + place', SELECTED_MAXIMA),
     Fault('neighbours: sign of the scale dropped', NEIGHBOURS, 'q, scale = -q, -scale', 'scale = -scale', SELECTED[1:]),
     Fault('members of groups that do not divide a tile', LISTS_OF_BLOCKS, '(members // GROUP).to(tl.int32)', '((members + 1) // GROUP).to(tl.int32)', SELECTED[:1]),
     Fault('members that must be masked are not', LISTS, '(positions < tl.max(keys, 0))', '(positions < tl.max(keys, 0) - 1)', SELECTED[:1]),
     Fault('a block with keys that are none goes unmasked', LISTS, 'return tl.where(tl.min(key_mask.to(tl.int32), 0) == 0, num_entries, num_near)', 'return num_near', SELECTED[:1]),
-    Fault('neighbours: the last block of a union left out', NEIGHBOURS, 'exists = place < num_blocks', 'exists = place + 1 < num_blocks', SHARED),
-    Fault('neighbours: slots of other heads', NEIGHBOURS, 'tl.broadcast_to(values[:, None], [BLOCK_T, BLOCK_G])', 'tl.broadcast_to(values[None, :], [BLOCK_G, BLOCK_T])', SHARED),
+    Fault('neighbours: the last block of a union left out', UNION_STEPS, 'exists = place < num_blocks', 'exists = place + 1 < num_blocks', SHARED),
+    Fault('neighbours: slots of other heads', UNION_STEPS, 'tl.broadcast_to(values[:, None], [BLOCK_T, BLOCK_G])', 'tl.broadcast_to(values[None, :], [BLOCK_G, BLOCK_T])', SHARED),
     # Soft caps of selected attention
     Fault('soft cap: none for the mean key of a query', SELECTED_BACKWARD, '        weights *= slope\n', '', CAPPED),
     Fault('soft cap: no slope in the gradient of q', SELECTED_BACKWARD, '        dlogits *= slope\n', '', CAPPED),

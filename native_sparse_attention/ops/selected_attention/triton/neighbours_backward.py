@@ -13,7 +13,8 @@ from native_sparse_attention.ops._triton.placement import load_extent, locate_qu
 from native_sparse_attention.ops._triton.softcap import cap_logits, cap_slope
 from native_sparse_attention.ops._triton.tiles import add_product, load_rows, split_finite, store_rows
 from native_sparse_attention.ops.selected_attention.triton.choice import load_choices
-from native_sparse_attention.ops.selected_attention.triton.neighbours import (
+from native_sparse_attention.ops.selected_attention.triton.sharing import load_flag
+from native_sparse_attention.ops.selected_attention.triton.union_steps import (
     count_in_union,
     find_slot,
     for_heads,
@@ -24,7 +25,6 @@ from native_sparse_attention.ops.selected_attention.triton.neighbours import (
     pick_factor,
     rows_of_tile,
 )
-from native_sparse_attention.ops.selected_attention.triton.sharing import load_flag
 
 
 @triton.jit

@@ -140,6 +140,8 @@ def _forward(
     for kernel, grid, sharing, meta in launches:
         meta['ONES'] = is_hopper(q.device)  # where a product of eight columns is cheaper than sums
         meta['WIDE'] = meta['WIDE'] or is_wide(half)
+        if kernel is neighbours_forward_kernel:
+            meta['NEGATIVE'] = scale < 0
         launch(
             kernel,
             grid,

@@ -30,13 +30,13 @@ from native_sparse_attention.ops.selected_attention.triton.delta import find_del
 from native_sparse_attention.ops.selected_attention.triton.dlogits import find_head, most_tokens
 from native_sparse_attention.ops.selected_attention.triton.keys import differentiate_keys
 from native_sparse_attention.ops.selected_attention.triton.lists import Lists
-from native_sparse_attention.ops.selected_attention.triton.neighbours import (
+from native_sparse_attention.ops.selected_attention.triton.sharing import find_sharing, union_size
+from native_sparse_attention.ops.selected_attention.triton.union_steps import (
     find_slot,
     for_heads,
     load_entry,
     open_step,
 )
-from native_sparse_attention.ops.selected_attention.triton.sharing import find_sharing, union_size
 
 
 class QueryGradients:
