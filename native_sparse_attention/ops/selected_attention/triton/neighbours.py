@@ -247,7 +247,7 @@ def _attend_as_they_are(
             row_max = tl.where(is_fixed, reference, float('-inf'))
             total, whole_total, out = no_sums, no_sums, tl.zeros([ROWS, BLOCK_DV], tl.float32)
             entry = load_entry(blocks_ptr, members_ptr, 0, num_blocks, SPLIT)
-            for step in tl.range(0, num_blocks * SPLIT):
+            for step in tl.range(0, num_blocks * SPLIT, num_stages=2):
                 following = load_entry(blocks_ptr, members_ptr, step + 1, num_blocks, SPLIT)
                 row_max = tl.where((step >= first) & (total == 0), float('-inf'), row_max)
                 row_max, total, _, out = _attend(

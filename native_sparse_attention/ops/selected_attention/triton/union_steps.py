@@ -66,12 +66,14 @@ def find_reference(
     choose_first = tl.where(first_block == 0, after_first - before_first, 0)
     choose_last = tl.where(last_block == own_block, after_last - before_last, 0)
     member = (tl.arange(0, BLOCK_T * BLOCK_G) // BLOCK_G).to(tl.int64)
-    choose = tl.where(is_early[None, :], choose_first, choose_last) >> member[:, None]
-    products = tl.dot(q, tl.trans(k), input_precision='ieee')
+    choose = tl.where(is_early[:, None], choose_first, choose_last) >> member[None, :]
+    # Keys as rows: 32 of them go without the asynchronous products of Hopper, whose operand would keep its place in
+    # shared memory through the loops that follow, and a second program from an SM.
+    products = tl.dot(k, tl.trans(q), input_precision='ieee')
     logits = products * (scale * 1.4426950408889634)
     if softcap is not None:
         logits = cap_logits(logits, softcap * 1.4426950408889634)
-    largest = tl.max(tl.where(((choose & 1) != 0) & exists[None, :], logits, float('-inf')), 1)
+    largest = tl.max(tl.where(((choose & 1) != 0) & exists[:, None], logits, float('-inf')), 0)
     return tl.where(tl.abs(largest) < float('inf'), largest, 0.0)
 
 
