@@ -137,7 +137,7 @@ def neighbours_forward_kernel(
     if FIXED:
         row_max = find_reference(
             q, source, blocks_ptr, members_ptr, tl.load(sharing.counts + in_unions // UNION * 3), offset + first_query,
-            num_keys, scale, softcap, BLOCK_SIZE, HEAD_DIM, BLOCK_T, BLOCK_G, BLOCK_D, WIDE,
+            num_keys, scale, softcap, BLOCK_SIZE, HEAD_DIM, BLOCK_T, BLOCK_G, BLOCK_D, WIDE, halves is None,
         )  # fmt: skip
     EXACT: tl.constexpr = low_ptr is not None
     surplus = tl.zeros([BLOCK_M], tl.float32)

@@ -45,11 +45,13 @@ def find_reference(
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
     WIDE: tl.constexpr,
+    KEYS_AS_ROWS: tl.constexpr,
 ):
     """What weights of whole blocks are relative to: the largest logit of every row, in bits, among the first keys of
     the sequence and those before the tile's first query, `position`, which most often are the largest of all. Only of
     what a row reads, and in blocks that depend on positions alone: so nobody else changes a bit of it. 0 where that is
-    nothing, or not finite.
+    nothing, or not finite. KEYS_AS_ROWS: by products that do not run by themselves on Hopper, whose operand might keep
+    its place in shared memory through the loops that follow, and so a second program from an SM.
     """
     k_ptr, _, _, _, _, _, k_stride, _, key_start = source
     NUM_KEYS: tl.constexpr = 16  # of each
@@ -66,14 +68,15 @@ def find_reference(
     choose_first = tl.where(first_block == 0, after_first - before_first, 0)
     choose_last = tl.where(last_block == own_block, after_last - before_last, 0)
     member = (tl.arange(0, BLOCK_T * BLOCK_G) // BLOCK_G).to(tl.int64)
-    choose = tl.where(is_early[:, None], choose_first, choose_last) >> member[None, :]
-    # Keys as rows: 32 of them go without the asynchronous products of Hopper, whose operand would keep its place in
-    # shared memory through the loops that follow, and a second program from an SM.
-    products = tl.dot(k, tl.trans(q), input_precision='ieee')
+    choose = tl.where(is_early[None, :], choose_first, choose_last) >> member[:, None]
+    if KEYS_AS_ROWS:
+        products = tl.trans(tl.dot(k, tl.trans(q), input_precision='ieee'))
+    else:
+        products = tl.dot(q, tl.trans(k), input_precision='ieee')
     logits = products * (scale * 1.4426950408889634)
     if softcap is not None:
         logits = cap_logits(logits, softcap * 1.4426950408889634)
-    largest = tl.max(tl.where(((choose & 1) != 0) & exists[:, None], logits, float('-inf')), 0)
+    largest = tl.max(tl.where(((choose & 1) != 0) & exists[None, :], logits, float('-inf')), 1)
     return tl.where(tl.abs(largest) < float('inf'), largest, 0.0)
 
 
