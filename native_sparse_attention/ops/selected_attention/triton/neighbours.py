@@ -133,9 +133,9 @@ def neighbours_forward_kernel(
     UNMASKED: tl.constexpr = BLOCK_SIZE % BLOCK_N == 0 and q.dtype != tl.float32
     # With factors, a block's logits say nothing of another's.
     FIXED: tl.constexpr = UNMASKED and factors_ptr is None
-    row_max = tl.full([BLOCK_M], float('-inf'), tl.float32)
+    row_max, is_read = tl.full([BLOCK_M], float('-inf'), tl.float32), tl.full([BLOCK_M], 0, tl.int1)
     if FIXED:
-        row_max = find_reference(
+        row_max, is_read = find_reference(
             q, source, blocks_ptr, members_ptr, tl.load(sharing.counts + in_unions // UNION * 3), offset + first_query,
             num_keys, scale, softcap, BLOCK_SIZE, HEAD_DIM, BLOCK_T, BLOCK_G, BLOCK_D, WIDE, halves is None,
         )  # fmt: skip
@@ -144,16 +144,16 @@ def neighbours_forward_kernel(
     if halves is not None:
         row_max, total, surplus, out = _attend_in_halves(
             q, source, blocks_ptr, members_ptr, sharing.counts + in_unions // UNION * 3, halves, half_tiles,
-            half_strides, mask, row_max, total, out, num_keys, positions, scale, softcap, CAUSAL, BLOCK_SIZE, SPLIT,
-            HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_T, BLOCK_G, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE, ONES,
+            half_strides, is_read, mask, row_max, total, out, num_keys, positions, scale, softcap, CAUSAL, BLOCK_SIZE,
+            SPLIT, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_T, BLOCK_G, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE, ONES,
         )  # fmt: skip
     else:
         counts = count_in_union(sharing, in_unions // UNION, pair, is_small_tile(q), UNMASKED)
         row_max, total, out = _attend_as_they_are(
             q, source, blocks_ptr, members_ptr, counts, tl.load(sharing.counts + in_unions // UNION * 3 + 1), choices,
-            factors, mask, row_max, total, out, num_keys, positions, scale, softcap, factors_ptr is not None, UNMASKED,
-            FIXED, EXACT, CAUSAL, BLOCK_SIZE, SPLIT, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_T, BLOCK_G, BLOCK_N, BLOCK_D,
-            BLOCK_DV, WIDE,
+            factors, is_read, mask, row_max, total, out, num_keys, positions, scale, softcap, factors_ptr is not None,
+            UNMASKED, FIXED, EXACT, CAUSAL, BLOCK_SIZE, SPLIT, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_T, BLOCK_G, BLOCK_N,
+            BLOCK_D, BLOCK_DV, WIDE,
         )  # fmt: skip
 
     empty = total == 0
@@ -182,6 +182,7 @@ def _attend_as_they_are(
     num_whole,
     choices,
     factors,
+    is_read,
     mask,
     reference,
     total,
@@ -230,7 +231,7 @@ def _attend_as_they_are(
             )  # fmt: skip
             entry = following
         if FIXED:
-            is_fixed = _are_near(total, num_unmasked, q.dtype) | (mask == 0)
+            is_fixed = _are_near(total, is_read, num_unmasked, q.dtype) | (mask == 0)
             row_max = tl.where(total == 0, float('-inf'), row_max)
             if tl.min(is_fixed.to(tl.int32), 0) == 0:
                 num_clean, passes = 0, 1
@@ -257,18 +258,19 @@ def _attend_as_they_are(
                 )  # fmt: skip
                 whole_total = tl.where(step < first, total, whole_total)
                 entry = following
-            is_fixed = is_fixed & (_are_near(whole_total, num_whole, q.dtype) | (mask == 0))
+            is_fixed = is_fixed & (_are_near(whole_total, is_read, num_whole, q.dtype) | (mask == 0))
     return row_max, total, out
 
 
 @triton.jit
-def _are_near(total, num_whole, dtype: tl.constexpr):
+def _are_near(total, is_read, num_whole, dtype: tl.constexpr):
     """Whether sums of weights that were relative to a fixed number are ones to rely on: neither too large nor so small
-    that products with small values could vanish.
+    that products with small values could vanish. Where that is a logit that is read (`is_read`), they are small only
+    beside what the rest of the union has.
     """
-    LEAST: tl.constexpr = 2.0**-6 if dtype == tl.float16 else 2.0**-20
+    LEAST: tl.constexpr = 1.0 if dtype == tl.float16 else 2.0**-20
     MOST: tl.constexpr = 2.0**15 if dtype == tl.float16 else 2.0**60
-    return ((total > LEAST) & (total < MOST)) | (num_whole == 0)
+    return ((is_read | (total > LEAST)) & (total < MOST)) | (num_whole == 0)
 
 
 @triton.jit
@@ -281,6 +283,7 @@ def _attend_in_halves(
     halves,
     half_tiles,
     half_strides,
+    is_read,
     mask,
     row_max,
     total,
@@ -325,7 +328,8 @@ def _attend_in_halves(
         )  # fmt: skip
         entry = following
     surplus = tl.max(sums, 1) - total if ONES else sums
-    is_near = (total > 2.0 ** (FIXED_HEADROOM - 6)) & (surplus - surplus == 0)
+    # With a reference that is read, sums are small only beside what the rest of the union has.
+    is_near = (is_read | (total > 2.0**FIXED_HEADROOM)) & (surplus - surplus == 0)
     is_kept = (is_small_row & (is_near | (num_fitting == 0))) | (mask == 0)
     # What weights were in units of.
     row_max = tl.where(total == 0, float('-inf'), row_max - FIXED_HEADROOM)

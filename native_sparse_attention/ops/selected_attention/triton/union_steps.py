@@ -49,9 +49,11 @@ def find_reference(
 ):
     """What weights of whole blocks are relative to: the largest logit of every row, in bits, among the first keys of
     the sequence and those before the tile's first query, `position`, which most often are the largest of all. Only of
-    what a row reads, and in blocks that depend on positions alone: so nobody else changes a bit of it. 0 where that is
-    nothing, or not finite. KEYS_AS_ROWS: by products that do not run by themselves on Hopper, whose operand might keep
-    its place in shared memory through the loops that follow, and so a second program from an SM.
+    what a row reads, and in blocks that depend on positions alone: so nobody else changes a bit of it. And whether
+    there is such a logit, and it is finite; else it is 0.
+
+    KEYS_AS_ROWS: by products that do not run by themselves on Hopper, whose operand might keep its place in shared
+    memory through the loops that follow, and so a second program from an SM.
     """
     k_ptr, _, _, _, _, _, k_stride, _, key_start = source
     NUM_KEYS: tl.constexpr = 16  # of each
@@ -77,7 +79,8 @@ def find_reference(
     if softcap is not None:
         logits = cap_logits(logits, softcap * 1.4426950408889634)
     largest = tl.max(tl.where(((choose & 1) != 0) & exists[None, :], logits, float('-inf')), 1)
-    return tl.where(tl.abs(largest) < float('inf'), largest, 0.0)
+    is_read = tl.abs(largest) < float('inf')
+    return tl.where(is_read, largest, 0.0), is_read
 
 
 @triton.jit
