@@ -50,8 +50,9 @@ def run(tensors: dict[str, Tensor], keeps_low: bool) -> tuple[Tensor, Tensor]:
     if keeps_low:
         _, lse, exact = forward(tensors, whole(SEQLEN))
         return exact, lse
+    arguments: dict[str, Any] = {**tensors}
     with torch.no_grad():
-        return selected_attention(**tensors, block_size=BLOCK_SIZE, backend='triton')
+        return selected_attention(**arguments, block_size=BLOCK_SIZE, backend='triton')
 
 
 def assert_right(tensors: dict[str, Tensor], keeps_low: bool, size: float = 0.0) -> None:

@@ -5,8 +5,8 @@ program has several neighbours and goes in order through the blocks that at leas
 and names are those of the kernels per query. This is the forward; neighbours_backward.py has the gradients of q.
 """
 
-# To pyright a jit function that another calls never returns.
-# pyright: reportGeneralTypeIssues=false
+# To pyright a jit function that another calls never returns, and a number is no constant.
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Steps of kernels of neighbours through the union of what queries chose: which block, whose, and its keys."""
 
-# To pyright a jit function that another calls never returns.
-# pyright: reportGeneralTypeIssues=false
+# To pyright a jit function that another calls never returns, and a number is no constant.
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
 
 from __future__ import annotations
 
