@@ -15,12 +15,12 @@ from native_sparse_attention.ops._triton.support import is_interpreted
 from native_sparse_attention.ops.selected_attention.triton import op
 from tests.ops.triton.selected_attention_problems import make_inputs
 from tests.ops.triton.test_selected_attention_halves import forward
-from tests.problems import Heads, whole
+from tests.problems import Extents, Heads, whole
 
 HEADS = Heads(16, 1, 16, 16)
 BLOCK_SIZE, SEQLEN = 16, 160
 # A block that all queries read as a whole from its end on. Every other query has logits of `far` there.
-FAR_BLOCK, NUM_BLOCKS = 3, SEQLEN // BLOCK_SIZE
+FAR_BLOCK = 3
 AFTER = (FAR_BLOCK + 1) * BLOCK_SIZE
 
 
@@ -45,12 +45,12 @@ def make_tensors(far: float, device: torch.device, *, chosen: tuple[int, ...] = 
     return tensors
 
 
-def run(tensors: dict[str, Tensor], keeps_low: bool) -> tuple[Tensor, Tensor]:
+def run(tensors: dict[str, Tensor], keeps_low: bool, **settings: bool) -> tuple[Tensor, Tensor]:
     """keeps_low: with what rounding leaves out of the output, for which values are converted."""
     if keeps_low:
-        _, lse, exact = forward(tensors, whole(SEQLEN))
+        _, lse, exact = forward(tensors, whole(SEQLEN), **settings)
         return exact, lse
-    arguments: dict[str, Any] = {**tensors}
+    arguments: dict[str, Any] = {**tensors, **settings}
     with torch.no_grad():
         return selected_attention(**arguments, block_size=BLOCK_SIZE, backend='triton')
 
@@ -79,6 +79,36 @@ def test_without_the_first_block(far: float, chosen: tuple[int, ...], keeps_low:
 
 
 @pytest.mark.parametrize('keeps_low', [False, True])
+@pytest.mark.parametrize('logit', [-11, -30, -200])
+def test_precision_of_rows_without_a_reference(logit: float, keeps_low: bool, device: torch.device) -> None:
+    """They read neither the first block nor their own, and all of their logits are far below 0. Errors are held to
+    those of eager in the same dtype, or with what rounding leaves out of the output, to next to nothing.
+    """
+    chosen = tuple(range(1, 8))
+    tensors = make_tensors(0, device, chosen=chosen)
+    tensors['block_indices'][..., -1] = -1
+    tensors['q'][..., 0], tensors['q'][..., 1:] = 1, tensors['q'][..., 1:] * 0.01
+    tensors['k'][..., 0] = logit * 4
+    tensors['v'] = (1 + tensors['v'] * 0.01).to(tensors['v'].dtype)
+    tensors = {name: t[:, 128:] if name in ('q', 'block_indices') else t for name, t in tensors.items()}
+    wide: dict[str, Any] = {name: t.double() if t.is_floating_point() else t for name, t in tensors.items()}
+    where: dict[str, Any] = {'block_size': BLOCK_SIZE, 'q_offset': 128}
+    exact, exact_lse = selected_attention(**wide, **where, backend='eager')
+    narrow: dict[str, Any] = {**tensors}
+    eager, _ = selected_attention(**narrow, **where, backend='eager')
+    extents = Extents(1, SEQLEN - 128, SEQLEN, {'q_offset': 128}, [SEQLEN])
+    if keeps_low:
+        _, lse, out = forward(tensors, extents)
+        limit = 2.0**-16
+    else:
+        with torch.no_grad():
+            out, lse = selected_attention(**narrow, **where, backend='triton')
+        limit = 2 * (eager.double() - exact).abs().max().item()
+    assert (out.double() - exact).abs().max() <= limit
+    torch.testing.assert_close(lse.double(), exact_lse.double(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize('keeps_low', [False, True])
 def test_the_first_keys_are_far_above_the_others(keeps_low: bool, device: torch.device) -> None:
     """As where attention has a sink; and above those of queries that do not read them, too."""
     tensors = make_tensors(0, device)
@@ -98,13 +128,14 @@ def test_rows_beside_them_keep_their_bits(far: float, keeps_low: bool, device: t
 
 
 @pytest.mark.parametrize('keeps_low', [False, True])
+@pytest.mark.parametrize('causal', [True, False])
 @pytest.mark.parametrize('taken', [0, FAR_BLOCK])
-def test_what_neighbours_choose_changes_no_bit(taken: int, keeps_low: bool, device: torch.device) -> None:
+def test_what_neighbours_choose_changes_no_bit(taken: int, causal: bool, keeps_low: bool, device: torch.device) -> None:
     tensors = make_tensors(5, device)
     changed = {**tensors, 'block_indices': tensors['block_indices'].clone()}
     rows = changed['block_indices'][:, 1::2]
-    rows[rows == taken] = 1
-    expected, results = run(tensors, keeps_low), run(changed, keeps_low)
+    rows[rows == taken] = 1 if causal else SEQLEN // BLOCK_SIZE - 1  # behind the own block
+    expected, results = (run(t, keeps_low, causal=causal) for t in (tensors, changed))
     assert torch.equal(results[0][:, ::2], expected[0][:, ::2])
     assert torch.equal(results[1][..., ::2], expected[1][..., ::2])
     assert not torch.equal(results[0][:, AFTER + 1 :: 2], expected[0][:, AFTER + 1 :: 2])

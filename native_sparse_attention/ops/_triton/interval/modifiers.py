@@ -81,7 +81,9 @@ def make_marks(modifiers: Modifiers, batch: int, heads: int) -> Marks:
 
 
 def settings_of_forward(q: Tensor, v: Tensor, marks: Marks) -> Settings:
-    """Smaller tiles where a table or a random number for each weight takes registers."""
+    """Of FORWARD_MARKED with a soft cap, segments, tables or dropout (`first_row` is of the last three); smaller tiles
+    where a table or a random number for each weight takes registers.
+    """
     if marks.softcap is None and marks.first_row is None:
         return settings_of(settings.FORWARD, q, v)
     tile = settings_of(settings.FORWARD_MARKED, q, v)

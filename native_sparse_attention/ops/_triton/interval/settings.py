@@ -80,8 +80,8 @@ DKV_WINDOW: Table = DKV | {
 
 
 def limit_registers(q: Tensor, num_warps: int) -> dict[str, int]:
-    """What lets two forward programs of eight warps share an SM of Hopper: the loop over keys in the middle of an
-    interval needs no more registers, and what does may keep them in memory.
+    """What lets two forward programs of eight warps share an SM of Hopper. The loop over keys in the middle of an
+    interval needs no more registers; the others may spill.
     """
     is_limited = num_warps == 8 and q.element_size() == 2 and is_hopper(q.device) and torch.version.hip is None
     return {'maxnreg': 128} if is_limited else {}

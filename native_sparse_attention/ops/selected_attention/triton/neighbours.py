@@ -137,7 +137,8 @@ def neighbours_forward_kernel(
     if FIXED:
         row_max, is_read = find_reference(
             q, source, blocks_ptr, members_ptr, tl.load(sharing.counts + in_unions // UNION * 3), offset + first_query,
-            num_keys, scale, softcap, BLOCK_SIZE, HEAD_DIM, BLOCK_T, BLOCK_G, BLOCK_D, WIDE, halves is None,
+            num_keys, scale, softcap, BLOCK_SIZE, HEAD_DIM, BLOCK_T, BLOCK_G, BLOCK_D, WIDE, CAUSAL,
+            halves is None,
         )  # fmt: skip
     EXACT: tl.constexpr = low_ptr is not None
     surplus = tl.zeros([BLOCK_M], tl.float32)
@@ -338,8 +339,8 @@ def _attend_in_halves(
     if tl.min(is_kept.to(tl.int32), 0) == 0:
         # Products of other rows may be no numbers, for blocks that they did not choose, too: anew, with care.
         first, are_small = 0, False
-        surplus = tl.where(is_kept, surplus, 0.0)
-        row_max, total, out = keep_rows(is_kept, row_max, total, out)
+        row_max, out = tl.where(is_kept, row_max, float('-inf')), tl.where(is_kept[:, None], out, 0.0)
+        total, surplus = tl.where(is_kept, total, 0.0), tl.where(is_kept, surplus, 0.0)
     if are_small:
         # Of one block most often.
         entry = load_entry(blocks_ptr, members_ptr, first, num_blocks, SPLIT)
@@ -405,8 +406,8 @@ def _attend(
     """Adds a tile of keys to a running softmax: part step % SPLIT of block step // SPLIT of the union, for those rows
     that `takes` names, or None for all. Not MASKED: who chose the block reads all of the tile. Not CAREFUL: all
     products are finite. EXACT, HALF: as in the kernel per query. sums: by how much the sum of the weights that meet v
-    is above total; with ONES, that sum. FIXED: what weights are relative to stays as it is; is_fixed, or
-    None: that of these rows. scale is not negative.
+    is above total; with ONES, that sum. FIXED: what weights are relative to stays as it is; is_fixed: it
+    does for these rows, or None. scale is not negative.
     """
     block, chosen, first, keys, key_mask = open_step(
         entry, step, num_keys, MASKED, BLOCK_SIZE, SPLIT, BLOCK_T, BLOCK_G, BLOCK_N
@@ -461,10 +462,3 @@ def _attend(
     else:
         out = add_product(weights.to(v.dtype), v, out)
     return new_max, total, sums, out
-
-
-@triton.jit
-def keep_rows(is_kept, row_max, total, out):
-    """Sums of rows that are kept; the others begin anew."""
-    row_max, total = tl.where(is_kept, row_max, float('-inf')), tl.where(is_kept, total, 0.0)
-    return row_max, total, tl.where(is_kept[:, None], out, 0.0)

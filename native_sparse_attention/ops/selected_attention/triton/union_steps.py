@@ -45,12 +45,13 @@ def find_reference(
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
     WIDE: tl.constexpr,
+    CAUSAL: tl.constexpr,
     KEYS_AS_ROWS: tl.constexpr,
 ):
     """What weights of whole blocks are relative to: the largest logit of every row, in bits, among the first keys of
-    the sequence and those before the tile's first query, `position`, which most often are the largest of all. Only of
-    what a row reads, and in blocks that depend on positions alone: so nobody else changes a bit of it. And whether
-    there is such a logit, and it is finite; else it is 0.
+    the sequence and those up to the tile's first query, `position`, which most often are the largest of all. Only of
+    what a row reads, in blocks whose place in the union depends on positions alone: so nobody else changes a bit of it.
+    Not causal, that is the first block. And whether there is such a logit, and it is finite; else it is 0.
 
     KEYS_AS_ROWS: by products that do not run by themselves on Hopper, whose operand might keep its place in shared
     memory through the loops that follow, and so a second program from an SM.
@@ -59,10 +60,13 @@ def find_reference(
     NUM_KEYS: tl.constexpr = 16  # of each
     place = tl.arange(0, 2 * NUM_KEYS)
     own_block = position // BLOCK_SIZE
-    in_first, is_early = place < BLOCK_SIZE, place < NUM_KEYS
+    is_early = place < NUM_KEYS  # of the first block, which has as many at least
     keys = tl.where(is_early, place, position + 1 - 2 * NUM_KEYS + place)
-    in_own = (keys >= own_block * BLOCK_SIZE) & (own_block == (position + BLOCK_T - 1) // BLOCK_SIZE)
-    exists = tl.where(is_early, in_first, in_own) & (keys >= 0) & (keys <= position) & (keys < num_keys)
+    exists = is_early
+    if CAUSAL:
+        # The own block is the last of the union where it is that of all queries, and one of them chose it.
+        exists |= (keys >= own_block * BLOCK_SIZE) & (own_block == (position + BLOCK_T - 1) // BLOCK_SIZE)
+    exists = exists & (keys >= 0) & (keys < num_keys)
     k = load_rows(k_ptr, key_start + keys, k_stride, exists, HEAD_DIM, BLOCK_D, WIDE)
     first_block, before_first, after_first = load_entry(blocks_ptr, members_ptr, 0, num_blocks, 1)
     last = tl.maximum(num_blocks - 1, 0)
