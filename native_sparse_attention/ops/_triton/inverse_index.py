@@ -33,11 +33,13 @@ from native_sparse_attention.ops._triton.placement import (
 )
 from native_sparse_attention.ops._triton.tiles import sort_tile
 
-# Entries that are sorted at once: some 50 bytes each, so less than half a gigabyte.
+# Entries that PyTorch sorts at once: some 50 bytes each, so less than half a gigabyte.
 MAX_ENTRIES = 2**23
+# Bytes of keys, entries and counts of several pairs whose lists a counting sort makes at once.
+MAX_BYTES = 2**29
 # Lists of a pair of up to so many entries are sorted beside those of the others, by PyTorch in a single kernel.
 MAX_ROW = 2**12
-# Counts of the entries of tiles in slots, 4 bytes each: with 8 bytes for each of MAX_ENTRIES, less than that, too.
+# Counts of the entries of tiles of a pair in slots, 4 bytes each.
 MAX_COUNTS = 5 * 2**24
 # Lists of fewer entries than this are not worth the counting sort.
 MIN_COUNTED = 2**13
@@ -91,10 +93,13 @@ def group_pairs(block_indices: Tensor, kv_heads: int, num_slots: int, most: int 
     batch, seqlen, index_heads, num_selected = block_indices.shape
     pairs = batch * kv_heads
     num_rows = seqlen * (index_heads // kv_heads)
-    size = min(pairs, MAX_ENTRIES // max(num_rows * num_selected, num_slots + 1), pairs if most is None else most)
+    num_entries = num_rows * num_selected
     tile = _choose_tile(pairs, num_rows, num_selected, num_slots)
-    if tile is not None:
-        size = min(size, MAX_COUNTS // _num_counts(tile, num_rows, num_selected, num_slots))
+    if tile is None:
+        size = MAX_ENTRIES // max(num_entries, num_slots + 1)
+    else:
+        size = MAX_BYTES // (4 * (2 * num_entries + _num_counts(tile, num_rows, num_selected, num_slots)))
+    size = min(size, pairs, pairs if most is None else most)
     num_groups = -(-pairs // max(1, size))
     size = max(1, -(-pairs // max(1, num_groups)))
     return [range(first, min(first + size, pairs)) for first in range(0, pairs, size)]

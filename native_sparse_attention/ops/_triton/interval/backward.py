@@ -132,12 +132,13 @@ def dq_kernel(
                 last, key_start, interval, scale, marks, HAS_DLSE, True, False, HEAD_DIM, VALUE_DIM, BLOCK_N,
                 BLOCK_D, BLOCK_DV, WIDE,
             )  # fmt: skip
-        for tile in range(end_tiles, num_tiles):
-            sums = _add_keys(
-                q, dout, keys, values, sums, rows, lse_log2, delta, dlse, limits, tiles, tile,
-                last, key_start, interval, scale, marks, HAS_DLSE, False, False, HEAD_DIM, VALUE_DIM, BLOCK_N,
-                BLOCK_D, BLOCK_DV, WIDE,
-            )  # fmt: skip
+        if end_tiles < num_tiles:  # so that the assembler need not move the sums of the loop before (docs/kernels.md)
+            for tile in range(end_tiles, num_tiles):
+                sums = _add_keys(
+                    q, dout, keys, values, sums, rows, lse_log2, delta, dlse, limits, tiles, tile,
+                    last, key_start, interval, scale, marks, HAS_DLSE, False, False, HEAD_DIM, VALUE_DIM, BLOCK_N,
+                    BLOCK_D, BLOCK_DV, WIDE,
+                )  # fmt: skip
     if q.dtype == tl.float32 or not is_finite_tile(sums[0] + sums[1]):
         # Perhaps for keys that some rows of the tile do not read: once more, with care.
         sums = empty_sums
@@ -189,13 +190,13 @@ def _add_keys(
     dq, mean_k, missing = sums
     start = find_start(tiles, tile, MASKED, CAREFUL, BLOCK_N)
     k = load_keys(keys, start, last, key_start, interval, MASKED, CAREFUL, HEAD_DIM, BLOCK_N, BLOCK_D, WIDE)
-    v = load_keys(values, start, last, key_start, interval, MASKED, CAREFUL, VALUE_DIM, BLOCK_N, BLOCK_DV, WIDE)
     logits = tl.dot(q, tl.trans(k), input_precision='ieee')  # [BLOCK_M, BLOCK_N]
     place = place_tile(rows, key_start, start, last, BLOCK_N)
     exponents, slope, read = find_exponents(logits, lse_log2[:, None], scale, marks, place)
     if MASKED:
         read = read & reads_keys(interval, limits, start, BLOCK_N)
     weights = tl.exp2(tl.where(read, exponents, float('-inf')))
+    v = load_keys(values, start, last, key_start, interval, MASKED, CAREFUL, VALUE_DIM, BLOCK_N, BLOCK_DV, WIDE)
     dweights = tl.dot(dout, tl.trans(v), input_precision='ieee')
     if marks.seed is not None:
         dweights = tl.where(is_kept(marks, place), dweights * marks.keep_factor, 0.0)

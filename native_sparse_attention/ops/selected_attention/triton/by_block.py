@@ -323,8 +323,9 @@ def merge_kernel(
             is_part = unit != 0
             weight = tl.load(parts.first + places_of_part, mask=is_slot, other=float('-inf'))
             weight = tl.exp2(tl.where(is_part, weight, float('-inf')) - reference) * unit
-            part = load_rows(parts.out, places_of_part, VALUE_DIM, is_part, VALUE_DIM, BLOCK_DV).to(tl.float32)
-            out = tl.fma(part, weight[:, None], out)
+            # Not masked by the unit, which it need not wait for then.
+            part = load_rows(parts.out, places_of_part, VALUE_DIM, is_slot, VALUE_DIM, BLOCK_DV).to(tl.float32)
+            out = tl.fma(tl.where(is_part[:, None], part, 0.0), weight[:, None], out)
     out = sort_columns(parts, out / total[:, None], VALUE_DIM, BLOCK_DV)
 
     out_ptr += row * out_strides[0]

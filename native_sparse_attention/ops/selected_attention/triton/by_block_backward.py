@@ -74,6 +74,8 @@ class MemberGradients:
         # What a row of the batch has besides: delta and inverses.
         workspace = max(WORKSPACE - 2 * lse[:1].numel() * lse.element_size(), WORKSPACE // 2)
         self.most_tokens = max(1, workspace // max(1, bytes_of_token))
+        # Parts of all pairs need not be there together, but ranges of tokens are those of one.
+        self.most_pairs = q.shape[0] * k.shape[2] if q.shape[1] <= self.most_tokens else 1
         self.dq = torch.empty_like(q, memory_format=torch.contiguous_format)
         self.delta = torch.empty_like(lse)
         self.inverses = make_inverses(lse, q.dtype)
@@ -82,7 +84,13 @@ class MemberGradients:
         self.dlogits = None  # a row of few heads has parts of dq, which are smaller
 
     def prepare(self, lists: Lists, pairs: range, tokens: range) -> None:
-        """delta and the gradients of the tokens."""
+        """delta and the gradients of the tokens, for as many pairs at a time as there is room for."""
+        step = max(1, self.most_tokens // max(1, len(tokens)))
+        for first in range(0, len(pairs), step):
+            some = range(first, min(first + step, len(pairs)))
+            self._differentiate(lists.of(some), pairs[first : first + step], tokens)
+
+    def _differentiate(self, lists: Lists, pairs: range, tokens: range) -> None:
         rows = len(pairs) * lists.num_entries * self.group
         parts = make_parts(self.q, rows, self.q.shape[3], self.dfactors is not None)
         for finishes in (False, True):
@@ -390,11 +398,11 @@ def add_parts_kernel(
             places_of_part = places + (first_slot + in_step) * GROUP
             unit = tl.load(parts.unit + places_of_part, mask=is_slot, other=0.0)
             is_part = unit != 0
+            # Not masked by the unit, which they need not wait for then.
             if FINISHES:
-                part = load_rows(parts.out, places_of_part, HEAD_DIM, is_part, HEAD_DIM, BLOCK_D).to(tl.float32)
-                dq = tl.fma(part, unit[:, None], dq)
+                part = load_rows(parts.out, places_of_part, HEAD_DIM, is_slot, HEAD_DIM, BLOCK_D).to(tl.float32)
+                dq = tl.fma(tl.where(is_part[:, None], part, 0.0), unit[:, None], dq)
             else:
-                # Not masked by the unit, which it need not wait for then.
                 term = tl.load(parts.first + places_of_part, mask=is_slot, other=0.0)
                 delta += tl.where(is_part, term, 0.0)
                 spread += unit

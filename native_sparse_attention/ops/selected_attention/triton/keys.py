@@ -29,10 +29,12 @@ WORKSPACE = 2**28
 class Members(Protocol):
     """What is done about the members of lists, besides, while the lists are there.
 
-    dlogits: room for the gradients of the logits (dlogits.py), or None.
+    most_tokens, most_pairs: how many they are for at once. dlogits: room for the gradients of the logits (dlogits.py),
+    or None.
     """
 
     most_tokens: int
+    most_pairs: int
 
     @property
     def dlogits(self) -> Tensor | None: ...
@@ -86,7 +88,7 @@ def differentiate_keys(
     chunk, num_partials = split_lists(most_entries, most_in_chunk, bytes_of_partial)
     most = max(1, WORKSPACE // max(1, num_partials * bytes_of_partial))
     if members is not None:
-        most = max(1, min(most, members.most_tokens // max(seqlen, 1)))
+        most = min(most, members.most_pairs)
     block_m, block_n, num_warps, num_stages = settings_of(settings.DKV, q, v)
     block_n = min(block_n, row_block(block_size))
     tiles = -(-block_size // block_n)

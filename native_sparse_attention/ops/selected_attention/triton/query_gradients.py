@@ -57,6 +57,7 @@ class QueryGradients:
         self.block_size, self.causal, self.scale = block_size, causal, scale
         self.group = q.shape[2] // k.shape[2]
         self.most_tokens = most_tokens(q, k, block_indices, block_size)
+        self.most_pairs = max(1, self.most_tokens // max(1, q.shape[1]))
         self.settings = settings_of(settings.DLOGITS_DQ, q)
         self.large = find_large(k, v)
         self.dq = torch.empty_like(q, memory_format=torch.contiguous_format)
