@@ -62,7 +62,6 @@ QUERY_GRADIENTS = 'selected_attention/triton/query_gradients.py'
 HALF_VALUES = 'selected_attention/triton/half_values.py'
 PASSED, EXACT = ('test_selected_attention_dlogits.py',), ('test_selected_attention_delta.py',)
 HALVES = ('test_selected_attention_halves.py',)
-CHUNKS = ('test_lists.py',)
 SELECTED_MAXIMA = ('test_selected_attention_maxima.py',)
 FINITE, LISTS_OF_BLOCKS = '_triton/finite.py', '_triton/inverse_index.py'
 TILE_ROWS = '_triton/tiles.py'
@@ -181,9 +180,7 @@ FAULTS = [
     Fault('gradient of block_scale off', SELECTED_BACKWARD, '0.0, dlogits * logits)', '0.0, dlogits * logits * factor)', SELECTED),
     Fault('block_scale missing in the gradient of q', SELECTED_BACKWARD, 'dq = add_product((dlogits * factor).to(k.dtype), k, dq)', 'dq = add_product(dlogits.to(k.dtype), k, dq)', SELECTED),
     Fault('causal mask dropped in the gradient of k', KEY_GRADIENTS, 'read = read & (keys[:, None] <= positions[None, :])', 'read = read & (keys[:, None] <= positions[None, :] + 1)', SELECTED),
-    Fault('last entry of a list skipped', LISTS, 'begin, tl.minimum(end - first, size), end - begin', 'begin, tl.minimum(end - first - 1, size), end - begin', SELECTED),
-    Fault('chunks of half a tile more', LISTS, 'tl.minimum(tl.cdiv(size, 32) * 32, CHUNK)', 'tl.cdiv(size, 32) * 32', CHUNKS),
-    Fault('slots between those that are looked at first', LISTS, 'for first in range(1, step, WIDTH)', 'for first in range(1, 1, WIDTH)', CHUNKS),
+    Fault('last entry of a list skipped', KEY_GRADIENTS, 'num_entries = tl.minimum(length - first_entry, CHUNK)', 'num_entries = tl.minimum(length - first_entry - 1, CHUNK)', SELECTED),
     Fault('by block: gradients of the first pairs alone', BY_BLOCK_BACKWARD, 'lists.of(some), pairs[first : first + step]', 'lists.of(range(len(some))), pairs[: len(some)]', SELECTED[1:]),
     Fault('by block: one key of the future', BY_BLOCK, 'read = read & (keys[None, :] <= positions[:, None])', 'read = read & (keys[None, :] <= positions[:, None] + 1)', SELECTED[:1]),
     Fault('by block: last member skipped', BY_BLOCK, 'num_members = num_entries * GROUP', 'num_members = num_entries * GROUP - 1', SELECTED[:1]),

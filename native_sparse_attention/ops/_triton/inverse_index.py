@@ -98,7 +98,8 @@ def group_pairs(block_indices: Tensor, kv_heads: int, num_slots: int, most: int 
     if tile is None:
         size = MAX_ENTRIES // max(num_entries, num_slots + 1)
     else:
-        size = MAX_BYTES // (4 * (2 * num_entries + _num_counts(tile, num_rows, num_selected, num_slots)))
+        counts = _num_counts(tile, num_rows, num_selected, num_slots)
+        size = MAX_BYTES // (4 * (2 * num_entries + num_slots + 1 + counts))
     size = min(size, pairs, pairs if most is None else most)
     num_groups = -(-pairs // max(1, size))
     size = max(1, -(-pairs // max(1, num_groups)))

@@ -83,11 +83,11 @@ def dkv_kernel(
     room for the gradients of the logits, where these are left in memory (`store_dlogits`), or None.
     """
     tiles = tl.cdiv(BLOCK_SIZE, BLOCK_N)
-    pair, slot, number, first_entry, begin, num_entries, length = find_chunk(tl.program_id(0) // tiles, lists, CHUNK)
+    pair, slot, first_entry, begin, length = find_chunk(tl.program_id(0) // tiles, lists, CHUNK)
     if slot >= lists.num_slots:
         return
     # A list without entries has a chunk too: its keys have gradients of 0, or those that they have.
-    if (ADDS | (number > 0)) & (num_entries <= 0):
+    if (ADDS | (first_entry > 0)) & (first_entry >= length):
         return
     row = (lists.first_pair + pair) // lists.kv_heads
     sequence, first_key = find_block(slot, row, place, BLOCK_SIZE)
@@ -107,7 +107,8 @@ def dkv_kernel(
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
 
-    entries_ptr = lists.entries + pair.to(tl.int64) * lists.num_entries + first_entry
+    entries_ptr = lists.entries + pair.to(tl.int64) * lists.num_entries + begin + first_entry
+    num_entries = tl.minimum(length - first_entry, CHUNK)
     num_near = count_near(
         entries_ptr, num_entries, keys, key_mask, offset, lists, BLOCK_SIZE, CAUSAL, CHUNK, REPEATS, NUM_SELECTED
     )
@@ -150,7 +151,7 @@ def dkv_kernel(
         store_rows(dk_ptr, key_start + keys, dk_strides[1], dk, stored, HEAD_DIM, BLOCK_D)
         store_rows(dv_ptr, key_start + keys, dv_strides[1], dv, stored, VALUE_DIM, BLOCK_DV)
     else:
-        rows_of_partial = _find_partial(pair, begin, partials, CHUNK) + number
+        rows_of_partial = _find_partial(pair, begin, partials, CHUNK) + first_entry // CHUNK
         rows_of_partial = rows_of_partial * BLOCK_SIZE + in_block
         store_rows(partials.k, rows_of_partial, HEAD_DIM, dk, in_block < BLOCK_SIZE, HEAD_DIM, BLOCK_D)
         store_rows(partials.v, rows_of_partial, VALUE_DIM, dv, in_block < BLOCK_SIZE, VALUE_DIM, BLOCK_DV)

@@ -22,7 +22,7 @@ CHUNK_ENTRIES = 2048
 PASSED_CHUNKS = 2
 # Keys of a program that adds partial sums: few, since it waits for memory.
 COMBINED_KEYS = 8
-# Bytes that partial sums may take.
+# Bytes that partial sums may take, with the entries of their lists.
 WORKSPACE = 2**28
 
 
@@ -86,7 +86,8 @@ def differentiate_keys(
     passes = members is not None and members.dlogits is not None
     most_in_chunk = min(CHUNK_ROWS[q.element_size()] * (PASSED_CHUNKS if passes else 1) // group, CHUNK_ENTRIES)
     chunk, num_partials = split_lists(most_entries, most_in_chunk, bytes_of_partial)
-    most = max(1, WORKSPACE // max(1, num_partials * bytes_of_partial))
+    # Of a pair, its entries with them.
+    most = max(1, WORKSPACE // max(1, num_partials * bytes_of_partial + 4 * most_entries))
     if members is not None:
         most = min(most, members.most_pairs)
     block_m, block_n, num_warps, num_stages = settings_of(settings.DKV, q, v)

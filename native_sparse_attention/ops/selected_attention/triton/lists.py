@@ -1,7 +1,7 @@
 """The lists of those who chose a block, as the kernels that have a program per block of keys go through them."""
 
-# To pyright a jit function that another calls never returns, and a number is no constant.
-# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
+# To pyright a jit function that another calls never returns.
+# pyright: reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
@@ -13,7 +13,13 @@ import triton.language as tl
 from torch import Tensor
 
 from native_sparse_attention.ops._triton.inverse_index import InverseIndex, find_block, group_pairs, make_inverse_index
-from native_sparse_attention.ops._triton.placement import Placement, load_extent, load_num_keys, load_position
+from native_sparse_attention.ops._triton.placement import (
+    Placement,
+    find_tile,
+    load_extent,
+    load_num_keys,
+    load_position,
+)
 from native_sparse_attention.ops._triton.tiles import store_rows
 
 
@@ -131,41 +137,17 @@ def bytes_of_part(like: Tensor, size: int) -> int:
 
 @triton.jit
 def find_chunk(index, lists, CHUNK: tl.constexpr):
-    """Chunk `index` of the lists: its pair, block slot and number in the list, where it and its list begin among the
-    entries of the pair, its length, not above 0 where a list has fewer chunks than there is room for, and that of the
-    list. Slot num_slots has the list of what chose nothing. The chunks of a list are as long as each other.
+    """Chunk `index` of the lists: its pair, block slot and first entry in the list, where the list begins, and its
+    length. Slot num_slots has the list of what chose nothing. The first entry is behind the end of a list where it has
+    fewer chunks than there is room for.
     """
     pair = index // lists.num_programs
     starts_ptr = lists.starts + pair.to(tl.int64) * (lists.num_slots + 1)
-    index = index % lists.num_programs
-    slot = _find_slot(starts_ptr, index, lists.num_slots, CHUNK)
+    # Lists follow each other as packed sequences do.
+    slot, first_entry = find_tile(index % lists.num_programs, starts_ptr, lists.num_entries, lists.num_slots, CHUNK)
     begin = tl.load(starts_ptr + slot)
     end = tl.load(starts_ptr + slot + 1, mask=slot < lists.num_slots, other=lists.num_entries)
-    number = index - (begin // CHUNK + slot)
-    size = tl.cdiv(end - begin, tl.maximum(tl.cdiv(end - begin, CHUNK), 1))
-    size = tl.minimum(tl.cdiv(size, 32) * 32, CHUNK)  # of whole tiles
-    first = begin + number * size
-    return pair, slot, number, first, begin, tl.minimum(end - first, size), end - begin
-
-
-@triton.jit
-def _find_slot(starts_ptr, index, num_slots, CHUNK: tl.constexpr):
-    """The slot whose list has chunk `index`: it owns the chunks from its start // CHUNK + slot on, enough for its list.
-    Many slots are looked at together, as one takes as long.
-    """
-    WIDTH: tl.constexpr = 512
-    places = tl.arange(0, WIDTH)
-    step = tl.cdiv(num_slots, WIDTH)
-    slots = (places + 1) * step
-    starts = tl.load(starts_ptr + slots, mask=slots <= num_slots, other=0)
-    slot = tl.sum(((slots <= num_slots) & (starts // CHUNK + slots <= index)).to(tl.int32), 0) * step
-    before = slot
-    for first in range(1, step, WIDTH):
-        slots = before + first + places
-        mask = (first + places < step) & (slots <= num_slots)
-        starts = tl.load(starts_ptr + slots, mask=mask, other=0)
-        slot += tl.sum((mask & (starts // CHUNK + slots <= index)).to(tl.int32), 0)
-    return slot
+    return pair, slot, first_entry, begin, end - begin
 
 
 @triton.jit
@@ -194,13 +176,14 @@ def open_chunk(
     row and kv head, where the sequence's keys begin, the block's keys and which of them there are, and what to add to a
     token to have its position. Entries without a block, of which a chunk has none then, are said to have no parts.
     """
-    pair, slot, _, first_entry, _, num_entries, _ = find_chunk(index, lists, CHUNK)
+    pair, slot, first_entry, begin, length = find_chunk(index, lists, CHUNK)
     row = (lists.first_pair + pair) // lists.kv_heads
     sequence, first_key = find_block(slot, row, place, BLOCK_SIZE)
     key_start, _, num_keys, offset = load_sequence(sequence, place)
     keys = first_key + tl.arange(0, BLOCK_N)
     key_mask = (keys >= 0) & (keys < tl.minimum(num_keys, first_key + BLOCK_SIZE))
-    entries_ptr = lists.entries + pair.to(tl.int64) * lists.num_entries + first_entry
+    num_entries = tl.minimum(length - first_entry, CHUNK)
+    entries_ptr = lists.entries + pair.to(tl.int64) * lists.num_entries + begin + first_entry
     if (slot >= lists.num_slots) | (sequence >= place.num_sequences):
         for first_member in tl.range(0, num_entries * GROUP, 1024):
             members = first_member + tl.arange(0, 1024)
