@@ -406,8 +406,8 @@ def _attend(
     """Adds a tile of keys to a running softmax: part step % SPLIT of block step // SPLIT of the union, for those rows
     that `takes` names, or None for all. Not MASKED: who chose the block reads all of the tile. Not CAREFUL: all
     products are finite. EXACT, HALF: as in the kernel per query. sums: by how much the sum of the weights that meet v
-    is above total; with ONES, that sum. FIXED: what weights are relative to stays as it is; is_fixed: it
-    does for these rows, or None. scale is not negative.
+    is above total; with ONES, that sum. FIXED: what weights are relative to stays as it is; is_fixed: it does for these
+    rows, or None. scale is not negative.
     """
     block, chosen, first, keys, key_mask = open_step(
         entry, step, num_keys, MASKED, BLOCK_SIZE, SPLIT, BLOCK_T, BLOCK_G, BLOCK_N
