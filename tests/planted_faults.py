@@ -62,6 +62,7 @@ QUERY_GRADIENTS = 'selected_attention/triton/query_gradients.py'
 HALF_VALUES = 'selected_attention/triton/half_values.py'
 PASSED, EXACT = ('test_selected_attention_dlogits.py',), ('test_selected_attention_delta.py',)
 HALVES = ('test_selected_attention_halves.py',)
+CHUNKS = ('test_lists.py',)
 SELECTED_MAXIMA = ('test_selected_attention_maxima.py',)
 FINITE, LISTS_OF_BLOCKS = '_triton/finite.py', '_triton/inverse_index.py'
 TILE_ROWS = '_triton/tiles.py'
@@ -181,13 +182,15 @@ FAULTS = [
     Fault('block_scale missing in the gradient of q', SELECTED_BACKWARD, 'dq = add_product((dlogits * factor).to(k.dtype), k, dq)', 'dq = add_product(dlogits.to(k.dtype), k, dq)', SELECTED),
     Fault('causal mask dropped in the gradient of k', KEY_GRADIENTS, 'read = read & (keys[:, None] <= positions[None, :])', 'read = read & (keys[:, None] <= positions[None, :] + 1)', SELECTED),
     Fault('last entry of a list skipped', KEY_GRADIENTS, 'num_entries = tl.minimum(length - first_entry, CHUNK)', 'num_entries = tl.minimum(length - first_entry - 1, CHUNK)', SELECTED),
-    Fault('by block: gradients of the first pairs alone', BY_BLOCK_BACKWARD, 'lists.of(some), pairs[first : first + step]', 'lists.of(range(len(some))), pairs[: len(some)]', SELECTED[1:]),
+    Fault('slots between those that are looked at first', LISTS, 'for first in range(1, step, WIDTH)', 'for first in range(1, 1, WIDTH)', CHUNKS),
+    Fault('chunks of the next list', LISTS, 'starts // CHUNK + slots <= index)).to(tl.int32), 0) * step', 'starts // CHUNK + slots <= index + 1)).to(tl.int32), 0) * step', CHUNKS),
+    Fault('by block: gradients of the first pairs alone', BY_BLOCK_BACKWARD, 'lists.of(some), pairs[some.start : some.stop], tokens, finishes', 'lists.of(range(len(some))), pairs[: len(some)], tokens, finishes', SELECTED[1:]),
     Fault('by block: one key of the future', BY_BLOCK, 'read = read & (keys[None, :] <= positions[:, None])', 'read = read & (keys[None, :] <= positions[:, None] + 1)', SELECTED[:1]),
     Fault('by block: last member skipped', BY_BLOCK, 'num_members = num_entries * GROUP', 'num_members = num_entries * GROUP - 1', SELECTED[:1]),
     Fault('by block: unit of a part dropped', BY_BLOCK, 'tl.zeros([BLOCK_M], tl.float32) + unit, mask', 'tl.zeros([BLOCK_M], tl.float32) + 1.0, mask', SELECTED[:1]),
     Fault('by block: unit of a gradient dropped', BY_BLOCK_BACKWARD, 'dlogits *= inverse[:, None]', 'dlogits *= 1.0', SELECTED[:1]),
     Fault('by block: unit of a factor dropped', BY_BLOCK_BACKWARD, 'inverse *= find_unit(tl.maximum(tl.abs(factor), 5.9604644775390625e-08) * 4096)[1]', 'inverse *= 1.0', SELECTED[:1]),
-    Fault('by block: unit of a gradient is 0', BY_BLOCK_BACKWARD, 'units = tl.maximum(unit * invert_power(inverse), 1.1754943508222875e-38)', 'units = unit * invert_power(inverse)', SELECTED[1:]),
+    Fault('by block: unit of a gradient is 0', BY_BLOCK_BACKWARD, 'units = tl.maximum(units_of_k * invert_power(inverse), 1.1754943508222875e-38)', 'units = units_of_k * invert_power(inverse)', SELECTED[1:]),
     Fault('by block: units by keys of the future', BY_BLOCK_BACKWARD, 'find_unit(tl.max(tl.where(read, unit[None, :], 0.0), 1) * 4096)', 'find_unit(tl.zeros([BLOCK_M], tl.float32) + tl.max(unit, 0) * 4096)', SELECTED[1:]),
     Fault('by block: units by values of the future', BY_BLOCK, 'find_unit(tl.max(tl.where(read, unit[None, :], 0.0), 1) * keys.shape[0])', 'find_unit(tl.zeros([BLOCK_M], tl.float32) + tl.max(unit, 0) * keys.shape[0])', SELECTED[1:]),
     Fault('by block: columns of a part in disorder', BY_BLOCK_BACKWARD, 'dq = sort_columns(parts, dq, HEAD_DIM, BLOCK_D)', 'dq = dq * 1.0', SELECTED[:1]),

@@ -41,7 +41,7 @@ from native_sparse_attention.ops.selected_attention.triton.lists import (
     make_parts,
     open_chunk,
     sort_columns,
-    split_tokens,
+    split_evenly,
     store_part,
 )
 
@@ -81,7 +81,7 @@ def attend_by_block(
     shape = {'kv_heads': kv_heads, 'block_size': block_size, 'causal': causal}
     index = make_index(block_indices, place, num_slots=num_slots, **shape) if seqlen <= most else None
     groups = group_pairs(block_indices, kv_heads, num_slots, max(1, most // max(seqlen, 1)))
-    for pairs, tokens in product(groups, split_tokens(seqlen, most)):
+    for pairs, tokens in product(groups, split_evenly(seqlen, most)):
         lists = make_lists(block_indices, place, pairs, tokens, **shape, chunk=chunk, index=index)
         parts = make_parts(q, len(pairs) * lists.num_entries * group, value_dim)
         launch(

@@ -37,6 +37,7 @@ from native_sparse_attention.ops.selected_attention.triton.lists import (
     make_parts,
     open_chunk,
     sort_columns,
+    split_evenly,
     store_part,
 )
 
@@ -70,10 +71,11 @@ class MemberGradients:
         index_heads, self.num_selected = block_indices.shape[2:]
         self.block_size = min(block_size, k.shape[1])
         self.group, self.repeats = q.shape[2] // index_heads, index_heads // k.shape[2]
-        bytes_of_token = self.repeats * self.num_selected * self.group * (bytes_of_part(q, q.shape[3]) + 4)
+        parts_of_token = self.repeats * self.num_selected * self.group
         # What a row of the batch has besides: delta and inverses.
         workspace = max(WORKSPACE - 2 * lse[:1].numel() * lse.element_size(), WORKSPACE // 2)
-        self.most_tokens = max(1, workspace // max(1, bytes_of_token))
+        self.most_tokens = max(1, workspace // max(1, parts_of_token * (bytes_of_part(q, q.shape[3]) + 4)))
+        self.most_sums = max(1, workspace // max(1, parts_of_token * bytes_of_part(q, 0)))
         # Parts of all pairs need not be there together, but ranges of tokens are those of one.
         self.most_pairs = q.shape[0] * k.shape[2] if q.shape[1] <= self.most_tokens else 1
         self.dq = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -84,20 +86,21 @@ class MemberGradients:
         self.dlogits = None  # a row of few heads has parts of dq, which are smaller
 
     def prepare(self, lists: Lists, pairs: range, tokens: range) -> None:
-        """delta and the gradients of the tokens, for as many pairs at a time as there is room for."""
-        step = max(1, self.most_tokens // max(1, len(tokens)))
-        for first in range(0, len(pairs), step):
-            some = range(first, min(first + step, len(pairs)))
-            self._differentiate(lists.of(some), pairs[first : first + step], tokens)
+        """delta, and then the gradients, of the tokens for as many pairs at a time as there is room for: of delta for
+        more, whose parts are numbers.
+        """
+        for finishes, most in ((False, self.most_sums), (True, self.most_tokens)):
+            for some in split_evenly(len(pairs), max(1, most // max(1, len(tokens)))):
+                self._differentiate(lists.of(some), pairs[some.start : some.stop], tokens, finishes)
 
-    def _differentiate(self, lists: Lists, pairs: range, tokens: range) -> None:
+    def _differentiate(self, lists: Lists, pairs: range, tokens: range, finishes: bool) -> None:
         rows = len(pairs) * lists.num_entries * self.group
-        parts = make_parts(self.q, rows, self.q.shape[3], self.dfactors is not None)
-        for finishes in (False, True):
-            self._visit_blocks(parts, lists, pairs, finishes)
-            self._add_parts(parts, lists, pairs, tokens, finishes)
-        if self.dfactors is not None:
-            dfactors = self.dfactors[pairs.start : pairs.stop, tokens.start : tokens.stop]
+        dfactors = self.dfactors if finishes else None
+        parts = make_parts(self.q, rows, self.q.shape[3] if finishes else 0, dfactors is not None)
+        self._visit_blocks(parts, lists, pairs, finishes)
+        self._add_parts(parts, lists, pairs, tokens, finishes)
+        if dfactors is not None:
+            dfactors = dfactors[pairs.start : pairs.stop, tokens.start : tokens.stop]
             torch.sum(parts.second.view(*dfactors.shape, self.group), -1, out=dfactors)
 
     def finish(self, lists: Lists, pairs: range, tokens: range) -> None:
@@ -220,34 +223,66 @@ def member_kernel(
     delta_ptr += row * num_heads * place.seqlen_q
     if inverses_ptr is not None:
         inverses_ptr += row * num_heads * place.seqlen_q
-    inputs = (q_ptr, factors_ptr, lse_ptr, dout_ptr, delta_ptr, inverses_ptr, q_strides, factors_strides, dout_strides)
+    inputs = (q_ptr, factors_ptr, dout_ptr, inverses_ptr, q_strides, factors_strides, dout_strides)
+    sources = (entries_ptr, lse_ptr, delta_ptr, inverses_ptr, num_members, kv_head, place.seqlen_q, lists)
     # For parts: keys of which a member does not read some must be finite; all others are multiples of a unit.
     finite_k, largest, unit = k, 0.0, 1.0
     if FINISHES:
         finite_k, _ = split_finite(k)
         largest = tl.max(tl.abs(finite_k.to(tl.float32)), 1)  # [BLOCK_N]
-    entry = load_entries(entries_ptr, 0, num_members, GROUP, BLOCK_M)
+    members = _load_members(sources, 0, FINISHES, GROUP, REPEATS, NUM_SELECTED, WIDE, BLOCK_M)
     # In one stage, since two copies of k leave little shared memory, and such members are few.
     for first_member in tl.range(0, tl.minimum(first_far, num_members), BLOCK_M, num_stages=1):
-        following = load_entries(entries_ptr, first_member + BLOCK_M, num_members, GROUP, BLOCK_M)
+        following = _load_members(
+            sources, first_member + BLOCK_M, FINISHES, GROUP, REPEATS, NUM_SELECTED, WIDE, BLOCK_M
+        )
         _add_members(
-            inputs, k, v, finite_k, largest, entry, first_member, num_members, pair, row, kv_head, keys, key_mask,
+            inputs, k, v, finite_k, largest, members, first_member, num_members, pair, row, kv_head, keys, key_mask,
             offset, parts, place, lists, scale, softcap, FINISHES, GROUP, REPEATS, NUM_SELECTED, CAUSAL, WIDE, True,
             HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
-        entry = following
+        members = following
     if FINISHES and inverses_ptr is not None:
         # The inverse is a power of two, so no bit of a key is lost that is not 2 ** 126 times as small as the largest.
         unit, inverse = find_unit(tl.max(largest, 0) * 4096)
         k = (k.to(tl.float32) * inverse).to(k.dtype)
     for first_member in tl.range(first_far, num_members, BLOCK_M):
-        following = load_entries(entries_ptr, first_member + BLOCK_M, num_members, GROUP, BLOCK_M)
+        following = _load_members(
+            sources, first_member + BLOCK_M, FINISHES, GROUP, REPEATS, NUM_SELECTED, WIDE, BLOCK_M
+        )
         _add_members(
-            inputs, k, v, k, unit, entry, first_member, num_members, pair, row, kv_head, keys, key_mask, offset, parts,
-            place, lists, scale * unit, softcap, FINISHES, GROUP, REPEATS, NUM_SELECTED, CAUSAL, WIDE, False, HEAD_DIM,
-            VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV,
+            inputs, k, v, k, unit, members, first_member, num_members, pair, row, kv_head, keys, key_mask, offset,
+            parts, place, lists, scale * unit, softcap, FINISHES, GROUP, REPEATS, NUM_SELECTED, CAUSAL, WIDE, False,
+            HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
-        entry = following
+        members = following
+
+
+@triton.jit
+def _load_members(
+    sources,
+    first_member,
+    FINISHES: tl.constexpr,
+    GROUP: tl.constexpr,
+    REPEATS: tl.constexpr,
+    NUM_SELECTED: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """A tile of members, to be loaded a step ahead: entries, log-sum-exps and, where FINISHES, deltas and inverses."""
+    entries_ptr, lse_ptr, delta_ptr, inverses_ptr, num_members, kv_head, seqlen, lists = sources
+    entry = load_entries(entries_ptr, first_member, num_members, GROUP, BLOCK_M)
+    mask = first_member + tl.arange(0, BLOCK_M) < num_members
+    _, in_group = split_members(first_member, GROUP, BLOCK_M)
+    token, _, head = find_members(entry, in_group, kv_head, lists, GROUP, REPEATS, NUM_SELECTED)
+    places = (head.to(tl.int64) if WIDE else head) * seqlen + token
+    lse = tl.load(lse_ptr + places, mask=mask, other=0.0)
+    delta, inverse = lse, lse
+    if FINISHES:
+        delta = tl.load(delta_ptr + places, mask=mask, other=0.0)
+        if inverses_ptr is not None:
+            inverse = tl.load(inverses_ptr + places, mask=mask, other=0.0)
+    return entry, lse, delta, inverse
 
 
 @triton.jit
@@ -257,7 +292,7 @@ def _add_members(
     v,
     k_of_parts,
     unit,
-    entry,
+    members,
     first_member,
     num_members,
     pair,
@@ -286,11 +321,11 @@ def _add_members(
 ):
     """The parts of a tile of members. Not MASKED: all of them read all of the keys, and k is in multiples of unit.
     MASKED: k_of_parts is finite, and unit the largest element of every key, so that each member has a unit by what it
-    reads.
+    reads. members: from `_load_members`.
     """
-    q_ptr, factors_ptr, lse_ptr, dout_ptr, delta_ptr, inverses_ptr, q_strides, factors_strides, dout_strides = inputs
-    members = first_member + tl.arange(0, BLOCK_M)
-    mask = members < num_members
+    q_ptr, factors_ptr, dout_ptr, inverses_ptr, q_strides, factors_strides, dout_strides = inputs
+    entry, lse, delta, inverse = members
+    mask = first_member + tl.arange(0, BLOCK_M) < num_members
     _, in_group = split_members(first_member, GROUP, BLOCK_M)
     token, chooser, head = find_members(entry, in_group, kv_head, lists, GROUP, REPEATS, NUM_SELECTED)
     positions = offset + token
@@ -300,8 +335,6 @@ def _add_members(
     q = load_rows(q_ptr, offsets, 1, mask, HEAD_DIM, BLOCK_D)
     offsets = token * dout_strides[1] + head * dout_strides[2]
     dout = load_rows(dout_ptr, offsets, 1, mask, VALUE_DIM, BLOCK_DV)
-    places_of_lse = head * place.seqlen_q + token
-    lse = tl.load(lse_ptr + places_of_lse, mask=mask, other=0.0)
     lse_log2 = tl.where(lse == float('-inf'), 0.0, lse) * 1.4426950408889634
     factor = tl.full([BLOCK_M], 1.0, tl.float32)
     if factors_ptr is not None:
@@ -315,49 +348,51 @@ def _add_members(
         capped_log2 = cap_logits(logits_log2, softcap * 1.4426950408889634)
         weights = tl.exp2(capped_log2 - lse_log2[:, None])
     dweights = tl.dot(dout, tl.trans(v), input_precision='ieee')
-    read = key_mask[None, :] & mask[:, None]
-    if CAUSAL:
-        read = read & (keys[None, :] <= positions[:, None])
-    places = (pair * lists.num_entries + entry) * GROUP + in_group
-    if not FINISHES:
-        terms = weights * dweights
-        if MASKED:
-            terms = tl.where(read, terms, 0.0)
-        tl.store(parts.first + places, tl.sum(terms, 1), mask=mask)
-        units = tl.full([BLOCK_M], 1.0, tl.float32)
-        if parts.out.dtype.element_ty == tl.float16:
-            units = tl.maximum(tl.sum(tl.abs(terms), 1), 7.888609052210118e-31)
-        tl.store(parts.unit + places, units, mask=mask)
-    else:
-        delta = tl.load(delta_ptr + places_of_lse, mask=mask, other=0.0)
-        dlogits = weights * (dweights - delta[:, None])
-        if softcap is not None:
-            # At most 1, so bounds of gradients hold.
-            dlogits *= cap_slope(logits_log2, softcap * 1.4426950408889634)
-        logits = products * scale
-        if MASKED:
-            dlogits = tl.where(read, dlogits, 0.0)
-            logits = tl.where(read, logits, 0.0)
-        if parts.second is not None:
-            tl.store(parts.second + places, tl.sum(dlogits * logits, 1), mask=mask)
-        dlogits *= factor[:, None]
-        units = tl.full([BLOCK_M], 1.0, tl.float32)
-        if inverses_ptr is not None:
-            inverse = tl.load(inverses_ptr + places_of_lse, mask=mask, other=0.0)
-            if factors_ptr is not None:
-                # Not without limits: the inverse has to remain a number.
-                inverse *= find_unit(tl.maximum(tl.abs(factor), 5.9604644775390625e-08) * 4096)[1]
-                inverse = tl.maximum(inverse, 1.1754943508222875e-38)
+    # Always: the next members are fetched before a branch, not behind it (docs/kernels.md).
+    if first_member < num_members:
+        read = key_mask[None, :] & mask[:, None]
+        if CAUSAL:
+            read = read & (keys[None, :] <= positions[:, None])
+        places = (pair * lists.num_entries + entry) * GROUP + in_group
+        if not FINISHES:
+            terms = weights * dweights
             if MASKED:
-                unit, inverse_of_k = find_unit(tl.max(tl.where(read, unit[None, :], 0.0), 1) * 4096)
-                dlogits *= inverse_of_k[:, None]
-            # Neither 0, which says that there is no part, nor more than invert_power takes.
-            units = tl.maximum(unit * invert_power(inverse), 1.1754943508222875e-38)
-            units = tl.minimum(units, 8.507059173023462e37)
-            dlogits *= inverse[:, None]
-        dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        dq = add_product(dlogits.to(k_of_parts.dtype), k_of_parts, dq)
-        store_part(parts, places, dq, units, mask, HEAD_DIM, BLOCK_D)
+                terms = tl.where(read, terms, 0.0)
+            tl.store(parts.first + places, tl.sum(terms, 1), mask=mask)
+            units = tl.full([BLOCK_M], 1.0, tl.float32)
+            if parts.out.dtype.element_ty == tl.float16:
+                units = tl.maximum(tl.sum(tl.abs(terms), 1), 7.888609052210118e-31)
+            tl.store(parts.unit + places, units, mask=mask)
+        else:
+            dlogits = weights * (dweights - delta[:, None])
+            if softcap is not None:
+                # At most 1, so bounds of gradients hold.
+                dlogits *= cap_slope(logits_log2, softcap * 1.4426950408889634)
+            logits = products * scale
+            if MASKED:
+                dlogits = tl.where(read, dlogits, 0.0)
+                logits = tl.where(read, logits, 0.0)
+            if parts.second is not None:
+                tl.store(parts.second + places, tl.sum(dlogits * logits, 1), mask=mask)
+            dlogits *= factor[:, None]
+            units = tl.full([BLOCK_M], 1.0, tl.float32)
+            if inverses_ptr is not None:
+                if factors_ptr is not None:
+                    # Not without limits: the inverse has to remain a number.
+                    inverse *= find_unit(tl.maximum(tl.abs(factor), 5.9604644775390625e-08) * 4096)[1]
+                    inverse = tl.maximum(inverse, 1.1754943508222875e-38)
+                if MASKED:
+                    units_of_k, inverse_of_k = find_unit(tl.max(tl.where(read, unit[None, :], 0.0), 1) * 4096)
+                    dlogits *= inverse_of_k[:, None]
+                else:
+                    units_of_k = unit
+                # Neither 0, which says that there is no part, nor more than invert_power takes.
+                units = tl.maximum(units_of_k * invert_power(inverse), 1.1754943508222875e-38)
+                units = tl.minimum(units, 8.507059173023462e37)
+                dlogits *= inverse[:, None]
+            dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+            dq = add_product(dlogits.to(k_of_parts.dtype), k_of_parts, dq)
+            store_part(parts, places, dq, units, mask, HEAD_DIM, BLOCK_D)
 
 
 @triton.jit

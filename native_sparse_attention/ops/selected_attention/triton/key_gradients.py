@@ -83,7 +83,10 @@ def dkv_kernel(
     room for the gradients of the logits, where these are left in memory (`store_dlogits`), or None.
     """
     tiles = tl.cdiv(BLOCK_SIZE, BLOCK_N)
-    pair, slot, first_entry, begin, length = find_chunk(tl.program_id(0) // tiles, lists, CHUNK)
+    # Where gradients of logits are stored, a search of many slots at once makes the whole kernel a little slower.
+    pair, slot, first_entry, begin, length = find_chunk(
+        tl.program_id(0) // tiles, lists, CHUNK, AT_ONCE=dlogits_ptr is None
+    )
     if slot >= lists.num_slots:
         return
     # A list without entries has a chunk too: its keys have gradients of 0, or those that they have.

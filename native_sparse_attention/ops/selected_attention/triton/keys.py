@@ -12,7 +12,7 @@ from native_sparse_attention.ops._triton.launch import head_block, is_wide, laun
 from native_sparse_attention.ops._triton.placement import Placement
 from native_sparse_attention.ops.selected_attention.triton import settings
 from native_sparse_attention.ops.selected_attention.triton.key_gradients import Partials, combine_kernel, dkv_kernel
-from native_sparse_attention.ops.selected_attention.triton.lists import Lists, make_lists, split_tokens
+from native_sparse_attention.ops.selected_attention.triton.lists import Lists, make_lists, split_evenly
 
 # Pairs of a query and a head, and entries, that one program adds to the gradients of a block, by bytes of an element;
 # the lists of some blocks have many more. In float32 the sums are shorter, and so more exact.
@@ -80,7 +80,7 @@ def differentiate_keys(
     block_size = min(block_size, seqlen_k)
     repeats, group = index_heads // kv_heads, heads // index_heads
     num_slots = num_block_slots(place, block_size)
-    ranges = split_tokens(seqlen, max(seqlen, 1) if members is None else members.most_tokens) or [range(0)]
+    ranges = split_evenly(seqlen, max(seqlen, 1) if members is None else members.most_tokens) or [range(0)]
     most_entries = max(1, len(ranges[0])) * repeats * num_selected
     bytes_of_partial = 4 * block_size * (head_dim + value_dim)
     passes = members is not None and members.dlogits is not None

@@ -1,7 +1,7 @@
 """The lists of those who chose a block, as the kernels that have a program per block of keys go through them."""
 
-# To pyright a jit function that another calls never returns.
-# pyright: reportGeneralTypeIssues=false
+# To pyright a jit function that another calls never returns, and a number is no constant.
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
 
 from __future__ import annotations
 
@@ -85,10 +85,10 @@ def make_lists(
     return Lists(index.entries, index.starts, *counts)
 
 
-def split_tokens(seqlen: int, most: int) -> list[range]:
-    """All tokens in as few ranges of at most so many as there can be, the first ones as long as each other."""
-    step = -(-seqlen // max(1, -(-seqlen // most)))
-    return [range(first, min(first + step, seqlen)) for first in range(0, seqlen, max(step, 1))]
+def split_evenly(count: int, most: int) -> list[range]:
+    """So many in as few ranges of at most `most` as there can be, the first ones as long as each other."""
+    step = -(-count // max(1, -(-count // most)))
+    return [range(first, min(first + step, count)) for first in range(0, count, max(step, 1))]
 
 
 def count_programs(num_entries: int, num_slots: int, chunk: int) -> int:
@@ -136,18 +136,43 @@ def bytes_of_part(like: Tensor, size: int) -> int:
 
 
 @triton.jit
-def find_chunk(index, lists, CHUNK: tl.constexpr):
+def find_chunk(index, lists, CHUNK: tl.constexpr, AT_ONCE: tl.constexpr):
     """Chunk `index` of the lists: its pair, block slot and first entry in the list, where the list begins, and its
     length. Slot num_slots has the list of what chose nothing. The first entry is behind the end of a list where it has
-    fewer chunks than there is room for.
+    fewer chunks than there is room for. AT_ONCE: by looking at many slots together, not one after the other.
     """
     pair = index // lists.num_programs
+    index = index % lists.num_programs
     starts_ptr = lists.starts + pair.to(tl.int64) * (lists.num_slots + 1)
     # Lists follow each other as packed sequences do.
-    slot, first_entry = find_tile(index % lists.num_programs, starts_ptr, lists.num_entries, lists.num_slots, CHUNK)
+    if AT_ONCE:
+        slot = _find_slot(starts_ptr, index, lists.num_slots, CHUNK)
+        first_entry = (index - (tl.load(starts_ptr + slot) // CHUNK + slot)) * CHUNK
+    else:
+        slot, first_entry = find_tile(index, starts_ptr, lists.num_entries, lists.num_slots, CHUNK)
     begin = tl.load(starts_ptr + slot)
     end = tl.load(starts_ptr + slot + 1, mask=slot < lists.num_slots, other=lists.num_entries)
     return pair, slot, first_entry, begin, end - begin
+
+
+@triton.jit
+def _find_slot(starts_ptr, index, num_slots, CHUNK: tl.constexpr):
+    """The slot whose list has chunk `index`: it owns the chunks from its start // CHUNK + slot on. Of every step-th
+    slot those that begin at or before it are counted, and then of the slots up to the next of these.
+    """
+    WIDTH: tl.constexpr = 512
+    places = tl.arange(0, WIDTH)
+    step = tl.cdiv(num_slots, WIDTH)
+    slots = (places + 1) * step
+    starts = tl.load(starts_ptr + slots, mask=slots <= num_slots, other=0)
+    slot = tl.sum(((slots <= num_slots) & (starts // CHUNK + slots <= index)).to(tl.int32), 0) * step
+    before = slot
+    for first in range(1, step, WIDTH):
+        slots = before + first + places
+        mask = (first + places < step) & (slots <= num_slots)
+        starts = tl.load(starts_ptr + slots, mask=mask, other=0)
+        slot += tl.sum((mask & (starts // CHUNK + slots <= index)).to(tl.int32), 0)
+    return slot
 
 
 @triton.jit
@@ -176,7 +201,7 @@ def open_chunk(
     row and kv head, where the sequence's keys begin, the block's keys and which of them there are, and what to add to a
     token to have its position. Entries without a block, of which a chunk has none then, are said to have no parts.
     """
-    pair, slot, first_entry, begin, length = find_chunk(index, lists, CHUNK)
+    pair, slot, first_entry, begin, length = find_chunk(index, lists, CHUNK, True)
     row = (lists.first_pair + pair) // lists.kv_heads
     sequence, first_key = find_block(slot, row, place, BLOCK_SIZE)
     key_start, _, num_keys, offset = load_sequence(sequence, place)
