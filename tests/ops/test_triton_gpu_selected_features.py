@@ -27,7 +27,7 @@ DESIGNS: dict[str, tuple[int, dict[str, Any]]] = {
     'query': (16, {'MIN_SEQLEN_MIXED': 10**9}),
     'neighbours': (4, {'MEETING': 10**9}),
     'block': (2, {'MEETING': 0, 'MIN_SEQLEN_BY_BLOCK': 0}),
-    'mixed': (16, {'MIN_SEQLEN_MIXED': 0, 'MAX_UNION_PERCENT': {'forward': 75, 'backward': 75}}),
+    'mixed': (16, {'MIN_SEQLEN_MIXED': 0, 'MEETING_LARGE': 0, 'MAX_UNION_PERCENT': {'forward': 75, 'backward': 75}}),
 }
 # The same, with gradients of logits that dkv leaves for dq.
 PASSED = 'passed'

@@ -25,7 +25,7 @@ from native_sparse_attention.ops.selected_attention.triton import op
         (65536, 12, 1, 16, 'mixed', 'mixed'),
         (255, 16, 16, 64, 'query', 'query'),
         (8192, 16, 65, 64, 'query', 'query'),
-        (8192, 32, 16, 64, 'mixed', 'mixed'),
+        (65536, 32, 16, 64, 'neighbours', 'mixed'),
         (8192, 33, 16, 64, 'query', 'query'),
         (8192, 16, 0, 64, 'query', 'query'),
         (8192, 1, 65, 64, 'block', 'block'),
@@ -53,6 +53,36 @@ def test_the_design_follows_from_the_shape(
     )
     assert op.choose_design(q, k, k, indices, block_size) == forward
     assert op.choose_design(q, k, k, indices, block_size, backward=True) == backward
+
+
+@pytest.mark.parametrize(
+    ('seqlen', 'packed', 'group', 'head_dim', 'dtype', 'design'),
+    [
+        (8192, 0, 16, 128, torch.bfloat16, 'neighbours'),
+        (8192, 0, 12, 100, torch.float16, 'neighbours'),
+        (8256, 0, 16, 128, torch.bfloat16, 'mixed'),
+        (65536, 8, 16, 128, torch.bfloat16, 'neighbours'),
+        (65536, 7, 16, 128, torch.bfloat16, 'mixed'),
+        (8192, 0, 16, 64, torch.bfloat16, 'mixed'),
+        (8192, 0, 16, 192, torch.bfloat16, 'mixed'),
+        (8192, 0, 16, 128, torch.float32, 'mixed'),
+    ],
+)
+def test_large_groups_go_together_where_blocks_are_few(
+    seqlen: int,
+    packed: int,
+    group: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    design: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(launch, 'architecture_of', lambda _: 'sm90')
+    q, k, indices = (
+        torch.empty(1, seqlen, heads, size, dtype=dtype, device='meta')
+        for heads, size in ((2 * group, head_dim), (2, head_dim), (2, 16))
+    )
+    assert op.choose_design(q, k, k, indices, 64, num_packed=packed) == design
 
 
 def test_unions_of_many_packed_sequences_are_not_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

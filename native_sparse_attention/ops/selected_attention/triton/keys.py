@@ -12,14 +12,12 @@ from native_sparse_attention.ops._triton.launch import head_block, is_wide, laun
 from native_sparse_attention.ops._triton.placement import Placement
 from native_sparse_attention.ops.selected_attention.triton import settings
 from native_sparse_attention.ops.selected_attention.triton.key_gradients import Partials, combine_kernel, dkv_kernel
-from native_sparse_attention.ops.selected_attention.triton.lists import Lists, make_lists, split_evenly
+from native_sparse_attention.ops.selected_attention.triton.lists import Lists, make_indexes, make_lists, split_evenly
 
 # Pairs of a query and a head, and entries, that one program adds to the gradients of a block, by bytes of an element;
 # the lists of some blocks have many more. In float32 the sums are shorter, and so more exact.
-CHUNK_ROWS = {2: 4096, 4: 512}
+CHUNK_ROWS = {2: 8192, 4: 512}
 CHUNK_ENTRIES = 2048
-# So many times as many rows where gradients of logits are left in memory, and lists are those of some tokens.
-PASSED_CHUNKS = 2
 # Keys of a program that adds partial sums: few, since it waits for memory.
 COMBINED_KEYS = 8
 # Bytes that partial sums may take, with the entries of their lists.
@@ -83,8 +81,7 @@ def differentiate_keys(
     ranges = split_evenly(seqlen, max(seqlen, 1) if members is None else members.most_tokens) or [range(0)]
     most_entries = max(1, len(ranges[0])) * repeats * num_selected
     bytes_of_partial = 4 * block_size * (head_dim + value_dim)
-    passes = members is not None and members.dlogits is not None
-    most_in_chunk = min(CHUNK_ROWS[q.element_size()] * (PASSED_CHUNKS if passes else 1) // group, CHUNK_ENTRIES)
+    most_in_chunk = min(CHUNK_ROWS[q.element_size()] // group, CHUNK_ENTRIES)
     chunk, num_partials = split_lists(most_entries, most_in_chunk, bytes_of_partial)
     # Of a pair, its entries with them.
     most = max(1, WORKSPACE // max(1, num_partials * bytes_of_partial + 4 * most_entries))
@@ -105,6 +102,8 @@ def differentiate_keys(
     }
     combined: dict[str, Any] = {**meta, 'BLOCK_N': COMBINED_KEYS}
     groups = group_pairs(block_indices, kv_heads, num_slots, most)
+    shape = {'kv_heads': kv_heads, 'block_size': block_size, 'causal': causal}
+    indexes = [index] if index is not None and len(ranges) == 1 else make_indexes(block_indices, place, ranges, **shape)
     rows = len(groups[0]) * num_partials
     partials = Partials(
         q.new_empty(rows, block_size, head_dim, dtype=torch.float32),
@@ -113,9 +112,8 @@ def differentiate_keys(
     )
     for pairs in groups:
         sums = (dk, dv) if len(ranges) == 1 else tuple(_sum_of_pair(t) for t in (dk, dv))
-        for tokens in ranges:
-            shape = {'kv_heads': kv_heads, 'block_size': block_size, 'causal': causal, 'chunk': chunk}
-            lists = make_lists(block_indices, place, pairs, tokens, **shape, index=index if len(ranges) == 1 else None)
+        for tokens, of_all in zip(ranges, indexes, strict=True):
+            lists = make_lists(block_indices, place, pairs, tokens, **shape, chunk=chunk, index=of_all)
             if members is not None:
                 members.prepare(lists, pairs, tokens)
             strides = [t.stride() for t in sums]

@@ -92,6 +92,9 @@ def neighbours_forward_kernel(
     )
     if first_query >= num_queries:
         return
+    # Before the flag, so that nothing waits for it.
+    counts_ptr = sharing.counts + (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * 3
+    counts = tl.load(counts_ptr), tl.load(counts_ptr + 1), tl.load(counts_ptr + 2)
     is_shared = 1
     if sharing.flags is not None:
         is_shared = load_flag(sharing, tl.program_id(0), tl.program_id(1), tl.num_programs(1))
@@ -136,7 +139,7 @@ def neighbours_forward_kernel(
     row_max, is_read = tl.full([BLOCK_M], float('-inf'), tl.float32), tl.full([BLOCK_M], 0, tl.int1)
     if FIXED:
         row_max, is_read = find_reference(
-            q, source, blocks_ptr, members_ptr, tl.load(sharing.counts + in_unions // UNION * 3), offset + first_query,
+            q, source, blocks_ptr, members_ptr, counts[0], offset + first_query,
             num_keys, scale, softcap, BLOCK_SIZE, HEAD_DIM, BLOCK_T, BLOCK_G, BLOCK_D, WIDE, CAUSAL,
             halves is None,
         )  # fmt: skip
@@ -144,15 +147,15 @@ def neighbours_forward_kernel(
     surplus = tl.zeros([BLOCK_M], tl.float32)
     if halves is not None:
         row_max, total, surplus, out = _attend_in_halves(
-            q, source, blocks_ptr, members_ptr, sharing.counts + in_unions // UNION * 3, halves, half_tiles,
+            q, source, blocks_ptr, members_ptr, counts, halves, half_tiles,
             half_strides, is_read, mask, row_max, total, out, num_keys, positions, scale, softcap, CAUSAL, BLOCK_SIZE,
             SPLIT, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_T, BLOCK_G, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE, ONES,
         )  # fmt: skip
     else:
-        counts = count_in_union(sharing, in_unions // UNION, pair, is_small_tile(q), UNMASKED)
+        in_union = count_in_union(counts, sharing, pair, is_small_tile(q), UNMASKED)
         row_max, total, out = _attend_as_they_are(
-            q, source, blocks_ptr, members_ptr, counts, tl.load(sharing.counts + in_unions // UNION * 3 + 1), choices,
-            factors, is_read, mask, row_max, total, out, num_keys, positions, scale, softcap, factors_ptr is not None,
+            q, source, blocks_ptr, members_ptr, in_union, counts[1], choices, factors,
+            is_read, mask, row_max, total, out, num_keys, positions, scale, softcap, factors_ptr is not None,
             UNMASKED, FIXED, EXACT, CAUSAL, BLOCK_SIZE, SPLIT, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_T, BLOCK_G, BLOCK_N,
             BLOCK_D, BLOCK_DV, WIDE,
         )  # fmt: skip
@@ -280,7 +283,7 @@ def _attend_in_halves(
     source,
     blocks_ptr,
     members_ptr,
-    counts_ptr,
+    counts,
     halves,
     half_tiles,
     half_strides,
@@ -313,8 +316,8 @@ def _attend_in_halves(
     k_ptr, _, k_tiles, _, row, kv_head, k_stride, _, key_start = source
     half_ptr = halves.half + row * half_strides[0] + kv_head * half_strides[2]
     half = (k_ptr, half_ptr, k_tiles, half_tiles, row, kv_head, k_stride, half_strides[1], key_start)
-    num_blocks, num_fitting = tl.load(counts_ptr), tl.load(counts_ptr + 1)
-    are_small = tl.load(counts_ptr + 2) != 0
+    num_blocks, num_fitting, are_small = counts
+    are_small = are_small != 0
     is_small_row = tl.min((tl.abs(q.to(tl.float32)) < LARGE).to(tl.int32), 1) != 0
     BLOCK_M: tl.constexpr = BLOCK_T * BLOCK_G
     SUMS: tl.constexpr = [BLOCK_M, 8] if ONES else [BLOCK_M]

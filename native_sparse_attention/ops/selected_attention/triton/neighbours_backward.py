@@ -82,6 +82,9 @@ def neighbours_dq_kernel(
     )
     if first_query >= num_queries:
         return
+    # Before the flag, so that nothing waits for it.
+    counts_ptr = sharing.counts + (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * 3
+    counts = tl.load(counts_ptr), tl.load(counts_ptr + 1), 0
     is_shared = 1
     if sharing.flags is not None:
         is_shared = load_flag(sharing, tl.program_id(0), tl.program_id(1), tl.num_programs(1))
@@ -138,7 +141,7 @@ def neighbours_dq_kernel(
     # Beside products of float32, masks cost nothing, and every loop takes seconds to compile.
     UNMASKED: tl.constexpr = BLOCK_SIZE % BLOCK_N == 0 and q.dtype != tl.float32
     are_small = is_small_tile(q) and is_small_tile(dout)
-    num_blocks, num_clean, num_whole = count_in_union(sharing, in_unions // UNION, pair, are_small, UNMASKED)
+    num_blocks, num_clean, num_whole = count_in_union(counts, sharing, pair, are_small, UNMASKED)
     sums = (dq, mean_k, missing, dfactors, mean_logits)
     entry = load_entry(blocks_ptr, members_ptr, 0, num_blocks, SPLIT)
     if UNMASKED:

@@ -68,6 +68,9 @@ SMALL_GROUP, MAX_SHARED_CHOICE = 8, 64
 MIN_SEQLEN_MIXED = 256
 # Neighbours share where there are at most so many times as many blocks as each of them chooses.
 MEETING = 4
+# Of a large group tiles of two queries share whatever was chosen, those of more where there are so few blocks. Measured
+# on an H200 in half types: two queries at heads of 64 and 128, more at 128 alone (at 64 they do not gain).
+MEETING_LARGE, LARGE_HEAD = 8, 128
 # Fewer queries than this do not pay for the lists of those who chose a block.
 MIN_SEQLEN_BY_BLOCK = 1024
 
@@ -306,21 +309,16 @@ def choose_design(
 
     'query': a query with the heads of its group, which fill a tile where the group is large. 'neighbours': queries that
     go through their blocks together, where there are so few blocks that the choices of many must meet, whatever they
-    are. 'block': a block and those who chose it, whatever there are of both. 'mixed': large groups, whose neighbours go
-    together where they share enough, which the device says of every tile.
+    are, or a large group leaves room for but two of them in a tile. 'block': a block and those who chose it, whatever
+    there are of both. 'mixed': large groups, whose neighbours go together where they share enough, which the device
+    says of every tile.
     """
     index_heads, num_selected = block_indices.shape[2:]
     group = q.shape[2] // index_heads
     if num_selected == 0 or k.shape[1] == 0:
         return 'query'
     if group > SMALL_GROUP:
-        tile = settings_of(settings.NEIGHBOURS_DQ if backward else settings.NEIGHBOURS_FORWARD, q, v).block_m
-        # Queries that all chose the same still read one block together for each that one of them would read.
-        block_t = tile // group_block(group)
-        shares = MAX_UNION_PERCENT['backward' if backward else 'forward'] * block_t >= 100
-        shares = shares and num_selected <= MAX_SHARED_CHOICE
-        shares = shares and _fits_unions(q, k, block_indices, block_size, block_t, num_packed)
-        return 'mixed' if shares and q.shape[1] >= MIN_SEQLEN_MIXED else 'query'
+        return _choose_for_large_group(q, k, v, block_indices, block_size, backward, num_packed)
     num_blocks = -(-k.shape[1] // block_size)
     if num_selected <= MAX_SHARED_CHOICE and num_blocks <= MEETING * num_selected:
         return 'neighbours'
@@ -332,6 +330,25 @@ def choose_design(
     table = settings.BLOCK_DQ if backward else settings.BLOCK
     largest = settings_of(table, q, v).block_n
     return 'block' if row_block(min(block_size, k.shape[1])) <= largest else 'query'
+
+
+def _choose_for_large_group(
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_size: int, backward: bool, num_packed: int
+) -> str:
+    group, num_selected = q.shape[2] // block_indices.shape[2], block_indices.shape[3]
+    tile = settings_of(settings.NEIGHBOURS_DQ if backward else settings.NEIGHBOURS_FORWARD, q, v).block_m
+    # Queries that all chose the same still read one block together for each that one of them would read.
+    block_t = tile // group_block(group)
+    shares = MAX_UNION_PERCENT['backward' if backward else 'forward'] * block_t >= 100
+    shares = shares and num_selected <= MAX_SHARED_CHOICE
+    shares = shares and _fits_unions(q, k, block_indices, block_size, block_t, num_packed)
+    if not shares or q.shape[1] < MIN_SEQLEN_MIXED:
+        return 'query'
+    if backward or q.element_size() != 2:
+        return 'mixed'
+    is_few = -(-k.shape[1] // block_size) <= MEETING_LARGE * num_selected * max(1, num_packed)
+    is_few = is_few and head_block(max(q.shape[3], v.shape[3])) == LARGE_HEAD
+    return 'neighbours' if block_t == 2 or is_few else 'mixed'
 
 
 def _count_packed(cu_seqlens: Tensor | None) -> int:

@@ -14,12 +14,11 @@ from native_sparse_attention.ops._triton.tiles import load_rows, load_tile
 
 
 @triton.jit
-def count_in_union(sharing, place, pair, is_small_query, UNMASKED: tl.constexpr):
+def count_in_union(counts, sharing, pair, is_small_query, UNMASKED: tl.constexpr):
     """Blocks of a union; the first of them that are read without care, all or none; the first of these that are read
-    without masks. is_small_query: whether what is multiplied beside k and v is small.
+    without masks. counts: of `Sharing`. is_small_query: whether what is multiplied beside k and v is small.
     """
-    num_blocks = tl.load(sharing.counts + place * 3)
-    num_whole = tl.load(sharing.counts + place * 3 + 1)
+    num_blocks, num_whole, _ = counts
     num_clean = 0
     if UNMASKED:
         if is_small(sharing.large, pair, sharing.num_chunks) and is_small_query:
@@ -67,10 +66,10 @@ def find_reference(
         # The own block is the last of the union where it is that of all queries, and one of them chose it.
         exists |= (keys >= own_block * BLOCK_SIZE) & (own_block == (position + BLOCK_T - 1) // BLOCK_SIZE)
     exists = exists & (keys >= 0) & (keys < num_keys)
-    k = load_rows(k_ptr, key_start + keys, k_stride, exists, HEAD_DIM, BLOCK_D, WIDE)
     first_block, before_first, after_first = load_entry(blocks_ptr, members_ptr, 0, num_blocks, 1)
     last = tl.maximum(num_blocks - 1, 0)
     last_block, before_last, after_last = load_entry(blocks_ptr, members_ptr, last, num_blocks, 1)
+    k = load_rows(k_ptr, key_start + keys, k_stride, exists, HEAD_DIM, BLOCK_D, WIDE)
     choose_first = tl.where(first_block == 0, after_first - before_first, 0)
     choose_last = tl.where(last_block == own_block, after_last - before_last, 0)
     member = (tl.arange(0, BLOCK_T * BLOCK_G) // BLOCK_G).to(tl.int64)
