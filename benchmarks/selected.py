@@ -36,7 +36,7 @@ from benchmarks.shapes import SHAPES, Shape, find_names, make_blocks, make_tenso
 from benchmarks.timing import measure_workspace
 
 OURS, DENSE, CEILINGS = 'triton', 'cudnn', ('copy', 'gather')
-DESIGNS = ('query', 'neighbours', 'block')
+DESIGNS = ('query', 'neighbours', 'block', 'mixed')
 PASSES = ('forward', 'backward')
 # Dense attention of longer sequences takes minutes.
 MAX_DENSE = 2**17
@@ -68,6 +68,11 @@ SETTINGS: dict[str, Setting] = {
     'long-256k': Setting('long-256k-h4'),
     'long-512k': Setting('long-512k-h4'),
     'long-1m': Setting('long-1024k-h4'),
+    '64k-g32': Setting('large-64k-h2'),
+    'short-4k': Setting('short-4k-h4'),
+    'short-16k': Setting('paper-16k-h4'),
+    'short-32k': Setting('paper-32k-h4'),
+    'short-8k-g32': Setting('large-8k-h2'),
     'short-4k-g1': Setting('short-4k-h64'),
     'short-4k-g4': Setting('short-4k-h16'),
     'short-4k-g8': Setting('short-4k-h8'),
