@@ -66,6 +66,7 @@ def test_rules(op: str, index: int, device: torch.device, monkeypatch: pytest.Mo
         monkeypatch.setattr(selected_op, 'MIN_SEQLEN_BY_BLOCK', 0)
         monkeypatch.setattr(selected_op, 'MIN_SEQLEN_MIXED', 0)
         monkeypatch.setattr(selected_op, 'MEETING', 0)
+        monkeypatch.setattr(selected_op, 'MEETING_LARGE', 8 * (index % 4 == 2))
         monkeypatch.setattr(selected_op, 'MAX_UNION_PERCENT', {'forward': 60, 'backward': 60})
     if index % 2 == 0:
         monkeypatch.setattr(dlogits, 'MIN_TOKENS', 1)

@@ -383,12 +383,12 @@ def peaks(op: Op, tensors: dict[str, Tensor], **settings: Any) -> dict[str, int]
 
 
 def memory_problems(
-    seqlen: int, kv_heads: int, device: torch.device
+    seqlen: int, kv_heads: int, device: torch.device, heads: int = 64, head_dim: int = 128
 ) -> dict[str, tuple[Op, dict[str, Tensor], dict[str, Any]]]:
     shape: dict[str, Any] = {
-        'heads': 64,
+        'heads': heads,
         'kv_heads': kv_heads,
-        'head_dim': 128,
+        'head_dim': head_dim,
         'dtype': torch.bfloat16,
         'device': device,
     }
@@ -396,7 +396,7 @@ def memory_problems(
     _, k_cmp, v_cmp = make_qkv(1, 1, (seqlen - 32) // 16 + 1, **shape)
     sizes = {'compress_block_size': 32, 'compress_stride': 16, 'selection_block_size': 64, 'seqlen_k': seqlen}
     blocks = random_blocks(seqlen, 64, 16, kv_heads, device)
-    lse = torch.full((1, 64, seqlen), 9.0, device=device)
+    lse = torch.full((1, heads, seqlen), 9.0, device=device)
     compressed = {'q': q, 'k_cmp': k_cmp, 'v_cmp': v_cmp}
     branches = dict.fromkeys(('out_compressed', 'out_selected', 'out_window'), q)
     return {
@@ -405,13 +405,14 @@ def memory_problems(
         'selected': (selected_attention, {'q': q, 'k': k, 'v': v, 'block_indices': blocks}, {'block_size': 64}),
         'choice': (select_blocks, {'q': q, 'k_cmp': k_cmp, 'lse': lse}, sizes | {'num_selected': 16}),
         'scores': (chosen_scores, {'q': q, 'k_cmp': k_cmp, 'lse': lse, 'block_indices': blocks}, sizes),
-        'sum': (gated_sum, {'gates': torch.rand(1, seqlen, 64, 3, device=device), **branches}, {}),
+        'sum': (gated_sum, {'gates': torch.rand(1, seqlen, heads, 3, device=device), **branches}, {}),
     }
 
 
-def test_workspace_of_the_longest_gradients_by_block(device: torch.device):
-    """At most 1 GiB."""
-    function, tensors, settings = memory_problems(2**18, 64, device)['selected']
+@pytest.mark.parametrize(('seqlen', 'heads', 'head_dim'), [(2**18, 64, 128), (2**19, 4, 64)])
+def test_workspace_of_the_longest_gradients_by_block(seqlen: int, heads: int, head_dim: int, device: torch.device):
+    """At most 1 GiB, also where parts of one kv head are those of some tokens."""
+    function, tensors, settings = memory_problems(seqlen, heads, device, heads, head_dim)['selected']
     for phase, size in peaks(function, tensors, **settings).items():
         assert size <= GIB, f'{phase}: {size / GIB:.2f} GiB'
 

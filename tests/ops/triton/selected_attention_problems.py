@@ -38,6 +38,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(op, 'group_block', lambda group: max(8, group_block(group)))
     monkeypatch.setattr(op, 'MAX_UNION_PERCENT', SHARES_OFTEN)
     monkeypatch.setattr(op, 'MEETING', 0 if request.param == KERNELS[2] else 10**9)
+    monkeypatch.setattr(op, 'MEETING_LARGE', 0)
     monkeypatch.setattr(op, 'MIN_SEQLEN_BY_BLOCK', 0)
 
 
@@ -45,6 +46,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 def mixed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Large groups alone, no matter how few queries, and most tiles that can share do."""
     monkeypatch.setattr(op, 'MIN_SEQLEN_MIXED', 0)
+    monkeypatch.setattr(op, 'MEETING_LARGE', 0)
     monkeypatch.setattr(op, 'MAX_UNION_PERCENT', SHARES_OFTEN)
 
 

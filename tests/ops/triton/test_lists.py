@@ -9,20 +9,30 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from native_sparse_attention.ops._triton.launch import launch
 from native_sparse_attention.ops.selected_attention.triton.lists import Lists, count_programs, find_chunk
 
 
 @triton.jit
-def chunk_kernel(lists, found_ptr, CHUNK: tl.constexpr, AT_ONCE: tl.constexpr):
-    pair, slot, first_entry, begin, length = find_chunk(tl.program_id(0), lists, CHUNK, AT_ONCE)
+def chunk_kernel(lists, indices_ptr, found_ptr, CHUNK: tl.constexpr, AT_ONCE: tl.constexpr):
+    index = tl.load(indices_ptr + tl.program_id(0))
+    pair, slot, first_entry, begin, length = find_chunk(index, lists, CHUNK, AT_ONCE)
     found_ptr += tl.program_id(0) * 5
     tl.store(found_ptr, pair)
     tl.store(found_ptr + 1, slot)
     tl.store(found_ptr + 2, first_entry)
     tl.store(found_ptr + 3, begin)
     tl.store(found_ptr + 4, length)
+
+
+def find(lists: Lists, indices: Tensor, chunk: int, at_once: bool) -> list[list[int]]:
+    """Of each of these chunks pair, slot, first entry, where its list begins, and its length."""
+    indices = indices.to(lists.starts.device)
+    found = torch.full((len(indices), 5), -1, dtype=torch.int32, device=indices.device)
+    launch(chunk_kernel, (len(indices),), lists, indices, found, CHUNK=chunk, AT_ONCE=at_once, device=found.device)
+    return found.tolist()
 
 
 @pytest.mark.parametrize('at_once', [False, True])
@@ -41,12 +51,11 @@ def test_chunks_of_lists(
     lengths[:, -1] += num_entries - lengths.sum(1)
     starts = torch.nn.functional.pad(lengths[:, :-1].cumsum(1), (1, 0)).int().contiguous()
     num_programs = count_programs(num_entries, num_slots, chunk)
-    found = torch.full((pairs * num_programs, 5), -1, dtype=torch.int32, device=device)
     of_device = starts.to(device)
     lists = Lists(of_device, of_device, num_entries, num_slots, num_programs, 0, pairs, 0)
-    launch(chunk_kernel, (pairs * num_programs,), lists, found, CHUNK=chunk, AT_ONCE=at_once, device=found.device)
+    indices = torch.arange(pairs * num_programs, dtype=torch.int32)
     chunks: dict[tuple[int, int], list[int]] = {}
-    for pair, slot, first_entry, begin, length in found.tolist():
+    for pair, slot, first_entry, begin, length in find(lists, indices, chunk, at_once):
         assert begin == starts[pair, slot]
         assert length == lengths[pair, slot]
         if first_entry < length:
@@ -55,3 +64,24 @@ def test_chunks_of_lists(
         for slot, length in enumerate(of_pair):
             assert chunks.pop((pair, slot), []) == list(range(0, length, chunk))
     assert not chunks
+
+
+@pytest.mark.parametrize('at_once', [False, True])
+def test_some_chunks_of_many_lists(at_once: bool, device: torch.device) -> None:
+    """More slots than are looked at together twice."""
+    num_slots, chunk = 2**18 + 3, 8
+    lengths = torch.randint(20, (num_slots,)) * (torch.rand(num_slots) < 0.3)
+    starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+    num_entries = int(starts[-1])
+    num_programs = count_programs(num_entries, num_slots, chunk)
+    of_device = starts[None].to(device)
+    lists = Lists(of_device, of_device, num_entries, num_slots, num_programs, 0, 1, 0)
+    firsts = starts // chunk + torch.arange(num_slots + 1)  # the first chunk of each list
+    picked = torch.randint(num_slots, (20,))
+    indices = torch.cat([firsts[picked], firsts[picked + 1] - 1, torch.randint(num_programs, (20,))]).int()
+    slots = torch.searchsorted(firsts, indices, right=True) - 1
+    for (_, slot, first_entry, begin, _), expected, index in zip(
+        find(lists, indices, chunk, at_once), slots.tolist(), indices.tolist(), strict=True
+    ):
+        assert (slot, begin) == (expected, starts[expected])
+        assert first_entry == (index - firsts[expected]) * chunk

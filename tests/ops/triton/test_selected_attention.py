@@ -411,7 +411,7 @@ def test_one_list_for_all_heads_that_choose_alone(device: torch.device, monkeypa
 )
 def test_partial_sums_fit_into_their_workspace(num_entries: int, chunk: int, block_size: int, dims: int) -> None:
     bytes_of_partial = 4 * block_size * dims
-    chunk, num_partials = keys.split_lists(num_entries, chunk, bytes_of_partial)
+    chunk, num_partials = keys.split_lists(num_entries, chunk, bytes_of_partial, keys.WORKSPACE)
     assert num_partials * bytes_of_partial <= keys.WORKSPACE
     # Every way to cut the entries into two kinds of lists fits into the bound.
     for length in (chunk + 1, 2 * chunk, 3 * chunk - 1, num_entries):

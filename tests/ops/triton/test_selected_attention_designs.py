@@ -64,6 +64,8 @@ def test_the_design_follows_from_the_shape(
         (65536, 8, 16, 128, torch.bfloat16, 'neighbours'),
         (65536, 7, 16, 128, torch.bfloat16, 'mixed'),
         (8192, 0, 16, 64, torch.bfloat16, 'mixed'),
+        (65536, 0, 32, 128, torch.bfloat16, 'neighbours'),
+        (8192, 0, 32, 256, torch.bfloat16, 'mixed'),
         (8192, 0, 16, 192, torch.bfloat16, 'mixed'),
         (8192, 0, 16, 128, torch.float32, 'mixed'),
     ],

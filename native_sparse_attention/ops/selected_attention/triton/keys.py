@@ -20,7 +20,7 @@ CHUNK_ROWS = {2: 8192, 4: 512}
 CHUNK_ENTRIES = 2048
 # Keys of a program that adds partial sums: few, since it waits for memory.
 COMBINED_KEYS = 8
-# Bytes that partial sums may take, with the entries of their lists.
+# Bytes that partial sums may take, with the entries of their lists, but for what `make_indexes` makes.
 WORKSPACE = 2**28
 
 
@@ -82,7 +82,9 @@ def differentiate_keys(
     most_entries = max(1, len(ranges[0])) * repeats * num_selected
     bytes_of_partial = 4 * block_size * (head_dim + value_dim)
     most_in_chunk = min(CHUNK_ROWS[q.element_size()] // group, CHUNK_ENTRIES)
-    chunk, num_partials = split_lists(most_entries, most_in_chunk, bytes_of_partial)
+    # Beside sums of all keys half of it is left.
+    workspace = WORKSPACE if len(ranges) == 1 else WORKSPACE // 2
+    chunk, num_partials = split_lists(most_entries, most_in_chunk, bytes_of_partial, workspace)
     # Of a pair, its entries with them.
     most = max(1, WORKSPACE // max(1, num_partials * bytes_of_partial + 4 * most_entries))
     if members is not None:
@@ -160,12 +162,12 @@ def _sum_of_pair(grad: Tensor) -> Tensor:
     return zeros[None, :, None].expand(grad.shape)
 
 
-def split_lists(num_entries: int, chunk: int, bytes_of_partial: int) -> tuple[int, int]:
-    """How many entries a chunk of a list has, and a bound of the partial sums of a pair, which fit into WORKSPACE.
+def split_lists(num_entries: int, chunk: int, bytes_of_partial: int, workspace: int) -> tuple[int, int]:
+    """How many entries a chunk of a list has, and a bound of the partial sums of a pair, which fit into workspace.
 
     It depends on lengths and heads, not on the batch, so that a row's gradient does not depend on its neighbours.
     """
     chunk = 1 << (max(1, chunk).bit_length() - 1)
-    while num_entries > chunk and 2 * num_entries // chunk * bytes_of_partial > WORKSPACE:
+    while num_entries > chunk and 2 * num_entries // chunk * bytes_of_partial > workspace:
         chunk *= 2
     return chunk, 2 * num_entries // chunk if num_entries > chunk else 0

@@ -125,9 +125,9 @@ class Parts(NamedTuple):
     """What blocks add to results of their members: a row for every entry of a pair and head of its chooser, `[pairs,
     T * R * n, G]`.
 
-    out: `[rows, D or DV]`, float16 or float32, in units of unit, float32 `[rows]` (`find_unit`). first, second: float32
-    `[rows]`, more of what a part has, or None. Where there is no part, unit and second are 0 (`open_chunk`), the others
-    anything.
+    out: `[rows, D or DV]`, of delta `[rows, 0]`, float16 or float32, in units of unit, float32 `[rows]` (`find_unit`).
+    first, second: float32 `[rows]`, more of what a part has, or None. Where there is no part, unit and second are 0
+    (`open_chunk`), the others anything.
     """
 
     out: Any

@@ -68,8 +68,9 @@ SMALL_GROUP, MAX_SHARED_CHOICE = 8, 64
 MIN_SEQLEN_MIXED = 256
 # Neighbours share where there are at most so many times as many blocks as each of them chooses.
 MEETING = 4
-# Of a large group tiles of two queries share whatever was chosen, those of more where there are so few blocks. Measured
-# on an H200 in half types: two queries at heads of 64 and 128, more at 128 alone (at 64 they do not gain).
+# Forward, in half types, tiles of a large group share whatever was chosen where they have two queries of up to
+# LARGE_HEAD elements a head, and those of more queries at LARGE_HEAD alone (smaller heads do not gain), where blocks
+# are at most so many times as many as each query chooses. Measured on an H200.
 MEETING_LARGE, LARGE_HEAD = 8, 128
 # Fewer queries than this do not pay for the lists of those who chose a block.
 MIN_SEQLEN_BY_BLOCK = 1024
@@ -309,9 +310,9 @@ def choose_design(
 
     'query': a query with the heads of its group, which fill a tile where the group is large. 'neighbours': queries that
     go through their blocks together, where there are so few blocks that the choices of many must meet, whatever they
-    are, or a large group leaves room for but two of them in a tile. 'block': a block and those who chose it, whatever
-    there are of both. 'mixed': large groups, whose neighbours go together where they share enough, which the device
-    says of every tile.
+    are, or, forward in half types, a large group leaves room for but two of them in a tile. 'block': a block and those
+    who chose it, whatever there are of both. 'mixed': large groups, whose neighbours go together where they share
+    enough, which the device says of every tile.
     """
     index_heads, num_selected = block_indices.shape[2:]
     group = q.shape[2] // index_heads
@@ -346,9 +347,10 @@ def _choose_for_large_group(
         return 'query'
     if backward or q.element_size() != 2:
         return 'mixed'
+    head = head_block(max(q.shape[3], v.shape[3]))
     is_few = -(-k.shape[1] // block_size) <= MEETING_LARGE * num_selected * max(1, num_packed)
-    is_few = is_few and head_block(max(q.shape[3], v.shape[3])) == LARGE_HEAD
-    return 'neighbours' if block_t == 2 or is_few else 'mixed'
+    is_better = (block_t == 2 and head <= LARGE_HEAD) or (is_few and head == LARGE_HEAD)
+    return 'neighbours' if is_better else 'mixed'
 
 
 def _count_packed(cu_seqlens: Tensor | None) -> int:
