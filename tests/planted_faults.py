@@ -158,7 +158,6 @@ FAULTS = [
     Fault('passed: tokens of earlier ranges', QUERY_GRADIENTS, '(queries < num_queries) & (query_start + queries >= lists.first_token)', 'queries < num_queries', PASSED),
     Fault('passed: entries of another range', QUERY_GRADIENTS, '(tokens - lists.first_token) * NUM_SELECTED', '(tokens - 0 * lists.first_token) * NUM_SELECTED', PASSED),
     Fault('passed: tiles before those of the sequences', QUERY_GRADIENTS, 'num_tiles += place.num_sequences + 1', 'num_tiles += 0', PASSED),
-    Fault('passed: lists of the first tokens', LISTS, '**sizes, tokens=tokens) for tokens in ranges', '**sizes, tokens=ranges[0]) for tokens in ranges', PASSED),
     Fault('passed: unions of another head', QUERY_GRADIENTS, 'num_heads + kv_head - first_head', 'num_heads + kv_head', PASSED),
     Fault('passed: keys that are no numbers', QUERY_GRADIENTS, 'k, _ = split_finite(k)', 'k = k', PASSED),
     Fault('passed: whole blocks whatever is in them', QUERY_GRADIENTS, 'are_small = is_small(sharing.large, row * lists.kv_heads + kv_head, sharing.num_chunks)', 'are_small = num_blocks >= 0', PASSED),

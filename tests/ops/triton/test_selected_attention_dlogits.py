@@ -11,7 +11,7 @@ from torch import Tensor
 
 from native_sparse_attention.ops import selected_attention
 from native_sparse_attention.ops._triton import launch
-from native_sparse_attention.ops.selected_attention.triton import dlogits, lists, op, query_gradients
+from native_sparse_attention.ops.selected_attention.triton import dlogits, op, query_gradients
 from native_sparse_attention.testing import assert_attention_matches, make_block_indices, row_errors
 from tests.ops.triton.harness import (
     assert_same_bits,
@@ -129,27 +129,6 @@ def test_ranges_of_tokens(
         assert result[name].equal(expected[name])
     for name in ('grad of k', 'grad of v'):
         torch.testing.assert_close(result[name], expected[name], rtol=2e-3, atol=2e-3)
-
-
-@pytest.mark.parametrize('tokens', [41, 20])
-def test_lists_of_all_pairs_at_once(tokens: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once for each range of tokens, and the same as those of one pair after the other."""
-    heads, made = Heads(32, 2, 16, 16), []
-    make = lists.make_inverse_index
-
-    def make_and_count(*arguments: Any, **sizes: Any) -> Any:
-        made.append(arguments)
-        return make(*arguments, **sizes)
-
-    monkeypatch.setattr(lists, 'make_inverse_index', make_and_count)
-    tensors, grads, settings = make_problem(whole(41, batch=2), heads, device, num_selected=2)
-    in_ranges(monkeypatch, tokens, heads, 2, 16)
-    expected = run_triton(selected_attention, tensors, grads, **settings)
-    at_once = len(made)
-    monkeypatch.setattr(lists, 'MAX_BYTES_OF_LISTS', 0)
-    assert_same_bits(run_triton(selected_attention, tensors, grads, **settings), expected)
-    assert at_once == -(-41 // tokens)
-    assert len(made) == at_once + 4 * at_once
 
 
 def test_groups_of_pairs(device: torch.device, passed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

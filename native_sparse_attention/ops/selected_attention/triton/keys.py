@@ -12,7 +12,7 @@ from native_sparse_attention.ops._triton.launch import head_block, is_wide, laun
 from native_sparse_attention.ops._triton.placement import Placement
 from native_sparse_attention.ops.selected_attention.triton import settings
 from native_sparse_attention.ops.selected_attention.triton.key_gradients import Partials, combine_kernel, dkv_kernel
-from native_sparse_attention.ops.selected_attention.triton.lists import Lists, make_indexes, make_lists, split_evenly
+from native_sparse_attention.ops.selected_attention.triton.lists import Lists, make_lists, split_evenly
 
 # Pairs of a query and a head, and entries, that one program adds to the gradients of a block, by bytes of an element;
 # the lists of some blocks have many more. In float32 the sums are shorter, and so more exact.
@@ -20,7 +20,7 @@ CHUNK_ROWS = {2: 8192, 4: 512}
 CHUNK_ENTRIES = 2048
 # Keys of a program that adds partial sums: few, since it waits for memory.
 COMBINED_KEYS = 8
-# Bytes that partial sums may take, with the entries of their lists, but for what `make_indexes` makes.
+# Bytes that partial sums may take, with the entries of their lists.
 WORKSPACE = 2**28
 
 
@@ -105,7 +105,6 @@ def differentiate_keys(
     combined: dict[str, Any] = {**meta, 'BLOCK_N': COMBINED_KEYS}
     groups = group_pairs(block_indices, kv_heads, num_slots, most)
     shape = {'kv_heads': kv_heads, 'block_size': block_size, 'causal': causal}
-    indexes = [index] if index is not None and len(ranges) == 1 else make_indexes(block_indices, place, ranges, **shape)
     rows = len(groups[0]) * num_partials
     partials = Partials(
         q.new_empty(rows, block_size, head_dim, dtype=torch.float32),
@@ -114,8 +113,9 @@ def differentiate_keys(
     )
     for pairs in groups:
         sums = (dk, dv) if len(ranges) == 1 else tuple(_sum_of_pair(t) for t in (dk, dv))
-        for tokens, of_all in zip(ranges, indexes, strict=True):
-            lists = make_lists(block_indices, place, pairs, tokens, **shape, chunk=chunk, index=of_all)
+        for tokens in ranges:
+            known = index if len(ranges) == 1 else None
+            lists = make_lists(block_indices, place, pairs, tokens, **shape, chunk=chunk, index=known)
             if members is not None:
                 members.prepare(lists, pairs, tokens)
             strides = [t.stride() for t in sums]

@@ -12,13 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from native_sparse_attention.ops._triton.inverse_index import (
-    InverseIndex,
-    find_block,
-    group_pairs,
-    make_inverse_index,
-    num_block_slots,
-)
+from native_sparse_attention.ops._triton.inverse_index import InverseIndex, find_block, group_pairs, make_inverse_index
 from native_sparse_attention.ops._triton.placement import (
     Placement,
     find_tile,
@@ -27,9 +21,6 @@ from native_sparse_attention.ops._triton.placement import (
     load_position,
 )
 from native_sparse_attention.ops._triton.tiles import store_rows
-
-# Bytes of lists of all pairs and tokens that are there for one backward alone.
-MAX_BYTES_OF_LISTS = 2**25
 
 
 class Lists(NamedTuple):
@@ -66,22 +57,6 @@ def make_index(
     return make_inverse_index(block_indices, place, groups[0], **sizes)
 
 
-def make_indexes(
-    block_indices: Tensor, place: Placement, ranges: list[range], *, kv_heads: int, block_size: int, causal: bool
-) -> list[InverseIndex | None]:
-    """For each of the ranges of tokens what the lists of all pairs are made of, which takes fewer launches than one
-    pair after the other; None for each of them where there is too much of it.
-    """
-    num_slots = num_block_slots(place, block_size)
-    num_entries, num_starts = block_indices.numel(), len(ranges) * block_indices.shape[0] * kv_heads * (num_slots + 1)
-    is_much = 4 * (num_entries + num_starts) > MAX_BYTES_OF_LISTS
-    if is_much or len(group_pairs(block_indices, kv_heads, num_slots)) != 1:
-        return [None] * len(ranges)
-    sizes = {'kv_heads': kv_heads, 'block_size': block_size, 'causal': causal, 'unique': True}
-    pairs = range(block_indices.shape[0] * kv_heads)
-    return [make_inverse_index(block_indices, place, pairs, **sizes, tokens=tokens) for tokens in ranges]
-
-
 def make_lists(
     block_indices: Tensor,
     place: Placement,
@@ -95,7 +70,7 @@ def make_lists(
     index: InverseIndex | None = None,
 ) -> Lists:
     """The lists of pairs from `group_pairs` and of these tokens, gone through in chunks of so many entries. index: that
-    of all pairs and these tokens, where it is there.
+    of all pairs and tokens, where it is there, and these are all tokens.
     """
     index_heads, num_selected = block_indices.shape[2:]
     if index is None:
