@@ -38,7 +38,7 @@ MARK = 'RESULT '
 # What a new process needs to import torch and to reach the GPU.
 START_SECONDS = 60
 # Backends and designs that compile, those that take longest first.
-COMPILED = ('flex', 'triton', 'query', 'neighbours', 'block')
+COMPILED = ('flex', 'triton', 'query', 'neighbours', 'mixed', 'block')
 # Tokens of a case that is compiled beside others, which share the memory of the GPU.
 WARM_TOKENS = 2**15
 # Processes that compile side by side have a core each; inductor would start more of them in every one.
