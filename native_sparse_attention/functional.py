@@ -180,6 +180,12 @@ def nsa(
         'softcap': softcap,
     }
 
+    branch_gates = [
+        gate if is_read else None
+        for gate, is_read in zip(gates.unbind(-1), (has_compressed, has_selected, has_window), strict=True)
+    ]
+    carried = _are_carried(q, k, v, branch_gates, num_selected, use_diff_topk, backend)
+    gate_compressed, gate_selected, gate_window = branch_gates if carried else (None, None, None)
     out_compressed = out_selected = out_window = lse = None
     if has_compressed or needs_scores:
         assert k_cmp is not None
@@ -193,6 +199,7 @@ def nsa(
             mem_kv=mem_kv,
             seqlen_k=seqlen_k,
             sinks=sinks_cmp,
+            gate=gate_compressed,
             backend=backend,
             **where,
         )
@@ -205,6 +212,7 @@ def nsa(
             sinks=sinks,
             dropout_p=dropout_p,
             dropout_seed=dropout_seed,
+            gate=gate_window,
             backend=backend,
             **where,
         )
@@ -245,12 +253,13 @@ def nsa(
             block_size=selection_block_size,
             block_scale=block_scale,
             block_counts=block_counts,
+            gate=gate_selected,
             backend=backend,
             **where,
         )
     outs = (out_compressed if has_compressed else None, out_selected, out_window)
     compressed, selected, window = (_or_zeros(out, q, v) for out in outs)
-    return gated_sum(gates, compressed, selected, window, backend=eager_in_flex)
+    return gated_sum(gates, compressed, selected, window, carried=carried, backend=eager_in_flex)
 
 
 def backend_of(
@@ -286,7 +295,8 @@ def backend_of(
     if has_window:
         modifiers = Modifiers(softcap, sinks, dropout_p=dropout_p)
         attentions['window_attention'] = window_backend(q, k, v, modifiers=modifiers, backend=backend)
-    others = {'gated_sum': sum_backend(q, v, backend=eager_in_flex)}
+    some_gates = next((gate for gate in gates if gate is not None), q) if gates is not None else q
+    others = {'gated_sum': sum_backend(some_gates, v, backend=eager_in_flex)}
     if has_selected:
         block_scale = q[:, :, : k.shape[2], :1] if use_diff_topk else None
         attentions['selected_attention'] = selected_backend(
@@ -299,6 +309,24 @@ def backend_of(
         if use_diff_topk:
             others['straight_through_scale'] = choice_backend('straight_through_scale', q, k, **choice)
     return slowest(attentions or others, others)
+
+
+def _are_carried(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Sequence[Tensor | None],
+    num_selected: int,
+    use_diff_topk: bool,
+    backend: str,
+) -> bool:
+    """Whether the attentions differentiate their gates, as kernels can where log-sum-exps have no gradients: the sum
+    has no backward of its own then.
+    """
+    if not torch.is_grad_enabled() or use_diff_topk or backend not in ('auto', 'triton'):
+        return False
+    choices = backend_of(q, k, v, gates=gates, num_selected=num_selected, backend=backend).ops
+    return all(choice.name == 'triton' for op, choice in choices.items() if op != 'select_blocks')
 
 
 def _zero_padding(x: Tensor, padding: Tensor) -> Tensor:

@@ -46,6 +46,7 @@ COLUMNS = ('test_select_blocks_columns.py',)
 CHOICE_FEATURES = ('test_choice_features.py',)
 SCORES, GATED, PLACED = ('test_chosen_scores.py',), ('test_gated_sum.py',), ('test_placement.py', *INTERVAL)
 FORWARD, BACKWARD = '_triton/interval/forward.py', '_triton/interval/backward.py'
+INTERVAL_OP, SUM_OP = '_triton/interval/op.py', 'gated_sum/triton/op.py'
 DKV, INTERVAL_KEYS = '_triton/interval/key_gradients.py', '_triton/interval/keys.py'
 TILES, PLACEMENT = '_triton/interval/tiles.py', '_triton/placement.py'
 MARKS, DBIAS = '_triton/interval/modifiers.py', '_triton/interval/bias_gradient.py'
@@ -56,13 +57,14 @@ UNION_STEPS = 'selected_attention/triton/union_steps.py'
 NEIGHBOURS_BACKWARD = 'selected_attention/triton/neighbours_backward.py'
 BY_BLOCK, LISTS = 'selected_attention/triton/by_block.py', 'selected_attention/triton/lists.py'
 BY_BLOCK_BACKWARD, SELECTED_KEYS = 'selected_attention/triton/by_block_backward.py', 'selected_attention/triton/keys.py'
-SHARING = 'selected_attention/triton/sharing.py'
+SHARING, SELECTED_OP = 'selected_attention/triton/sharing.py', 'selected_attention/triton/op.py'
 DELTA, DLOGITS = 'selected_attention/triton/delta.py', 'selected_attention/triton/dlogits.py'
 QUERY_GRADIENTS = 'selected_attention/triton/query_gradients.py'
 HALF_VALUES = 'selected_attention/triton/half_values.py'
 PASSED, EXACT = ('test_selected_attention_dlogits.py',), ('test_selected_attention_delta.py',)
 HALVES = ('test_selected_attention_halves.py',)
 CHUNKS = ('test_lists.py',)
+OF_GATES, SELECTED_GATES = ('test_gates.py',), ('test_selected_attention_gates.py',)
 SELECTED_MAXIMA = ('test_selected_attention_maxima.py',)
 FINITE, LISTS_OF_BLOCKS = '_triton/finite.py', '_triton/inverse_index.py'
 TILE_ROWS = '_triton/tiles.py'
@@ -245,6 +247,27 @@ FAULTS = [
     # Gated sum
     Fault('window gated as selected', GATED_SUM, 'out += _load_gate(gates_ptr + 2 * gates_strides[3], row_mask)', 'out += _load_gate(gates_ptr + gates_strides[3], row_mask)', GATED),
     Fault('gradients of gates off by half a percent', GATED_SUM, 'dgate = tl.sum(dout * branch.to(tl.float32), 1)', 'dgate = tl.sum(dout * branch.to(tl.float32), 1) * 0.995', GATED),
+    # Gates that attentions differentiate
+    Fault('gates: gradients of q without them', BACKWARD, 'dq *= gate[:, None]', 'dq *= 1.0', OF_GATES),
+    Fault('gates: their logarithm added', BACKWARD, 'lse_log2 -= tl.log2(gate)', 'lse_log2 += tl.log2(gate)', OF_GATES),
+    Fault('gates: those below 0 are 1 in gradients of k and v', DKV, 'weights *= gate[None, :]', 'weights *= 1.0', OF_GATES),
+    Fault('gates: applied twice where they are below 0', DKV, 'lse_log2 = ungated', 'lse_log2 = lse_log2 * 1.0', OF_GATES),
+    Fault('gates: another number of a row', DKV, 'second, fourth = tl.split(odd)', 'fourth, second = tl.split(odd)', OF_GATES),
+    Fault('gates: gradient of a bias without them', DBIAS, 'weights *= gate[:, None]', 'weights *= 1.0', OF_GATES),
+    Fault('gates: gradient of a bias by less than the log-sum-exp', DBIAS, 'tl.constexpr = 2 if NUMBERS == 4 else 0', 'tl.constexpr = 0', OF_GATES),
+    Fault('gates: gradient of sinks without them', INTERVAL_OP, 'delta if gate is None else delta * numbers[:, :, 3]', 'delta', OF_GATES),
+    Fault('gates: their gradient with the wrong sign', INTERVAL_OP, 'dgate = numbers[:, :, 1].transpose', 'dgate = -numbers[:, :, 1].transpose', OF_GATES),
+    Fault('gates: a branch of the sum without a gradient', SUM_OP, '(None, dout, dout, dout)', '(None, dout, None, dout)', OF_GATES),
+    Fault('gates: by query, gradients of q without them', SELECTED_BACKWARD, 'tl.load(gate_ptr + heads * gate_strides[2], mask=head_mask, other=0.0).to(tl.float32)[:, None]', '1.0', SELECTED_GATES),
+    Fault('gates: by neighbours, gradients of q without them', NEIGHBOURS_BACKWARD, 'tl.load(gate_ptr + heads * gate_strides[2], mask=mask, other=0.0).to(tl.float32)[:, None]', '1.0', SELECTED_GATES),
+    Fault('gates: by block, gradients of q without them', BY_BLOCK_BACKWARD, 'tl.load(gate_ptr + places, mask=mask, other=0.0).to(tl.float32)[:, None]', '1.0', SELECTED_GATES),
+    Fault('gates: those below 0 are 1 in gradients of chosen keys', KEY_GRADIENTS, 'weights *= gate[None, :]', 'weights *= 1.0', SELECTED_GATES),
+    Fault('gates: those below 0 leave NaN in gradients of chosen keys', KEY_GRADIENTS, 'if gates is not None and not is_finite_tile(dk):', 'if gates is not None and num_rows < 0:', SELECTED_GATES),
+    Fault('gates: gradients of chosen keys added up twice', KEY_GRADIENTS, 'dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)\n        dv = tl', 'dk = tl.where(dk == dk, dk, 0.0)\n        dv = tl', SELECTED_GATES),
+    Fault('gates: gates of the first token for all chosen keys', KEY_GRADIENTS, 'row * gate_strides[0] + token * gate_strides[1]', 'row * gate_strides[0] + 0 * token', SELECTED_GATES),
+    Fault('delta: logarithm of the gate added', DELTA, 'lse -= tl.log(tl.load(gate_ptr', 'lse += tl.log(tl.load(gate_ptr', SELECTED_GATES),
+    Fault('gates: a log-sum-exp that leads past them', SELECTED_OP, 'return lse if gate is None else lse - gate.float().log().transpose(1, 2)', 'return lse', SELECTED_GATES),
+    Fault('gates: another gradient of the gate of chosen keys', SELECTED_OP, 'else delta.transpose(1, 2).to(gate.dtype)', 'else -delta.transpose(1, 2).to(gate.dtype)', SELECTED_GATES),
     # Rotary
     Fault('rotary: gradients turned forward', ROTARY, 'sin = -sin', 'sin = sin * 1.0', ('test_rotary.py',)),
     Fault('rotary: pairs turned the other way', ROTATION, 'odd * cos + even * sin', 'odd * cos - even * sin', ('test_rotary.py',)),

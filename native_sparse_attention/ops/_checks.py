@@ -323,3 +323,22 @@ def _check_cumulative(name: str, tensor: Tensor, total: int) -> None:
         raise ValueError(f'{name} decreases at entry {decrease}, but must not')
     if values[-1] > total:
         raise ValueError(f'{name} ends at {values[-1]}, but there are {total} tokens')
+
+
+def check_gate(name: str, gate: Tensor, expected: tuple[int, ...], legend: str, q: Tensor) -> None:
+    check_tensors(**{name: gate})
+    if gate.shape != expected:
+        raise ValueError(f'{name} has shape {tuple(gate.shape)}, but must have {expected} {legend}')
+    if not gate.is_floating_point():
+        raise ValueError(f'{name} has dtype {gate.dtype}, but must be a floating dtype')
+    if gate.device != q.device:
+        raise ValueError(f'{name} is on {gate.device}, but the branches are on {q.device}')
+
+
+def check_optional_gate(gate: Tensor | None, q: Tensor) -> None:
+    """The `gate` of an attention, which kernels alone differentiate."""
+    if gate is None:
+        return
+    check_gate('gate', gate, tuple(q.shape[:3]), '(B, T, HQ)', q)
+    if gate.dtype == torch.float64:
+        raise ValueError(f'gate has dtype {gate.dtype}, but its kernels compute in float32')

@@ -68,6 +68,11 @@ def serves() -> None:
     """The candidate function of a backend that serves every call."""
 
 
+def without_gate(gate: object, unsupported: Callable[[], str | None] = serves) -> Callable[[], str | None]:
+    """The candidate function of a backend that leaves gates to `gated_sum`; unsupported: the one for calls without."""
+    return unsupported if gate is None else lambda: 'gate is differentiated by the Triton kernels alone'
+
+
 def slowest(choices: Mapping[str, BackendChoice], others: Mapping[str, BackendChoice]) -> BackendChoice:
     """One choice for a composition: that of `choices`, by op, whose backend is slowest. It names them and `others`."""
     slow, *rest = choices.values()

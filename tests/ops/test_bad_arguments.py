@@ -249,6 +249,9 @@ CHOSEN: dict[str, Case] = {
     'a gate of 4 dimensions': (('nsa',), {'gates': (gate, gates, gate)}, r'gates\[1\] has shape \(2, 6, 4, 3\), but must have \(2, 6, 4\)', {'gates': (gate, gate, gate)}),
 }  # fmt: skip
 
+ATTENTIONS = ('window', 'compressed', 'selected')
+# Attentions serve gates on GPUs alone, so what is taken beside them has none.
+NO_GATE = {'gate': None}
 SINKS = ('window', 'compressed', 'nsa')
 FEATURES: dict[str, Case] = {
     'sinks of 3 heads': (SINKS, {'sinks': torch.zeros(3)}, r'sinks has shape \(3,\), but must have \(4,\) or \(4, M\)', {'sinks': torch.zeros(4)}),
@@ -257,6 +260,17 @@ FEATURES: dict[str, Case] = {
     'sinks of a number': (SINKS, {'sinks': 0.0}, 'sinks is a float, but must be a tensor', {'sinks': torch.zeros(4, 0)}),
     'sinks elsewhere': (SINKS, {'sinks': torch.zeros(4, device='meta')}, 'sinks is on meta, but q is on cpu', {'sinks': torch.zeros(4).double()}),
     'compressed sinks of 3 heads': (('nsa',), {'sinks_cmp': torch.zeros(3)}, r'sinks_cmp has shape \(3,\), but must have \(4,\) or', {'sinks_cmp': torch.zeros(4)}),
+    'a gate of 5 queries': (ATTENTIONS, {'gate': gate[:, :5]}, r'gate has shape \(2, 5, 4\), but must have \(2, 6, 4\) \(B, T, HQ\)', NO_GATE),
+    'a gate of kv heads': (ATTENTIONS, {'gate': gate[:, :, :2]}, r'gate has shape \(2, 6, 2\), but must have \(2, 6, 4\)', NO_GATE),
+    'gates of all branches': (ATTENTIONS, {'gate': gates}, r'gate has shape \(2, 6, 4, 3\), but must have \(2, 6, 4\)', NO_GATE),
+    'a gate of integers': (ATTENTIONS, {'gate': gate.int()}, 'gate has dtype torch.int32, but must be a floating dtype', NO_GATE),
+    'a gate of float64': (ATTENTIONS, {'gate': gate.double()}, 'gate has dtype torch.float64, but its kernels compute in float32', NO_GATE),
+    'a gate elsewhere': (ATTENTIONS, {'gate': gate.to('meta')}, 'gate is on meta, but', NO_GATE),
+    'a gate of a number': (ATTENTIONS, {'gate': 0.5}, 'gate is a float, but must be a tensor', NO_GATE),
+    'a gate and a scale': (('selected',), {'gate': gate, 'block_scale': torch.ones(indices.shape)}, 'gate is given with block_scale, but must be None beside it', {'block_scale': torch.ones(indices.shape)}),
+    'a gate by eager': (ATTENTIONS, {'gate': gate, 'backend': 'eager'}, r"backend 'eager' cannot serve this call of \w+: gate is differentiated by the Triton kernels alone", {**NO_GATE, 'backend': 'eager'}),
+    'a gate by flex': (ATTENTIONS, {'gate': gate, 'backend': 'flex'}, r"backend 'flex' cannot serve this call of \w+: gate is differentiated by the Triton kernels alone", NO_GATE),
+    'a gate on a CPU': (ATTENTIONS, {'gate': gate}, r'no backend can serve this call of \w+: .*eager: gate is differentiated by the Triton kernels alone', NO_GATE),
     'drops all': (('window', 'nsa'), {'dropout_p': 1.0}, r'dropout_p is 1.0, but must be a number in \[0, 1\)', {'dropout_p': 0.999}),
     'drops less than nothing': (('window', 'nsa'), {'dropout_p': -0.1}, 'dropout_p is -0.1, but must be a number in', {'dropout_p': 0}),
     'drops no number': (('window', 'nsa'), {'dropout_p': nan}, 'dropout_p is nan, but must be a number in', {'dropout_p': 1e-30}),

@@ -9,6 +9,7 @@ from torch import Tensor
 from native_sparse_attention.ops._checks import (
     check_block_sizes,
     check_flags,
+    check_optional_gate,
     check_qkv,
     check_same_kind,
     check_tensors,
@@ -20,7 +21,7 @@ from native_sparse_attention.ops._modifier_checks import reduce_sinks
 from native_sparse_attention.ops._modifiers import OFF, Modifiers
 from native_sparse_attention.ops._segments import make_borders, mask_outputs
 from native_sparse_attention.ops._triton import support
-from native_sparse_attention.ops.backend import BackendChoice, choose_backend, serves
+from native_sparse_attention.ops.backend import BackendChoice, choose_backend, without_gate
 
 
 def compressed_attention(
@@ -41,6 +42,7 @@ def compressed_attention(
     segment_ids: Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    gate: Tensor | None = None,
     backend: str = 'auto',
 ) -> tuple[Tensor, Tensor]:
     """Attention of every query over the compressed blocks that are complete at its position, and over memory pairs.
@@ -67,6 +69,9 @@ def compressed_attention(
         softcap: above 0, from 1e-30 to 1e30: a logit becomes softcap * tanh(logit / softcap).
         sinks: `[HQ]` or `[HQ, M]`, any floating dtype: logits that take part in the softmax of every query and in its
             log-sum-exp, and carry no value. Differentiable.
+        gate: `[B, T, HQ]`, any floating dtype but float64: what `gated_sum` with carried=True multiplies the output by.
+            The gradient that the output receives is that of gate * output then, and the log-sum-exp has none. By the
+            Triton kernels alone.
         backend: 'auto', 'triton', 'flex' or 'eager'.
 
     Returns:
@@ -83,6 +88,7 @@ def compressed_attention(
     if mem_kv is not None:
         check_mem_kv(mem_kv, k_cmp.shape[2], k_cmp.shape[3], v_cmp.shape[3])
         check_same_kind(**{'q': q, 'mem_kv[0]': mem_kv[0], 'mem_kv[1]': mem_kv[1]})
+    check_optional_gate(gate, q)
     modifiers = Modifiers(softcap=checked_softcap(softcap), sinks=reduce_sinks(sinks, q))
     where = (q_offset, seqlens_k, cu_seqlens, cu_seqlens_k)
     cu_seqlens, padding = make_borders(segment_ids, q, None, seqlen_k, *where)
@@ -91,11 +97,11 @@ def compressed_attention(
     )
     scale = logit_scale(q, scale)
     arguments = (q, k_cmp, v_cmp, mem_kv, sequences, block_size, stride, causal, scale, modifiers)
-    match backend_of(q, k_cmp, v_cmp, mem_kv=mem_kv, modifiers=modifiers, backend=backend).name:
+    match backend_of(q, k_cmp, v_cmp, mem_kv=mem_kv, modifiers=modifiers, gate=gate, backend=backend).name:
         case 'triton':
             from native_sparse_attention.ops.compressed_attention import triton
 
-            outputs = triton.compressed_attention(*arguments)
+            outputs = triton.compressed_attention(*arguments, gate)
         case 'flex':
             from native_sparse_attention.ops.compressed_attention import flex
 
@@ -114,6 +120,7 @@ def backend_of(
     *,
     mem_kv: tuple[Tensor, Tensor] | None = None,
     modifiers: Modifiers = OFF,
+    gate: Tensor | None = None,
     backend: str = 'auto',
 ) -> BackendChoice:
     """The backend that would serve these inputs."""
@@ -121,8 +128,10 @@ def backend_of(
 
     candidates = {
         'triton': partial(support.unsupported, q, k_cmp, v_cmp),
-        'flex': partial(_flex.passed_over, backend, q, k_cmp, v_cmp, *(mem_kv or ()), modifiers=modifiers),
-        'eager': serves,
+        'flex': without_gate(
+            gate, partial(_flex.passed_over, backend, q, k_cmp, v_cmp, *(mem_kv or ()), modifiers=modifiers)
+        ),
+        'eager': without_gate(gate),
     }
     return choose_backend('compressed_attention', backend, q.device, candidates)
 

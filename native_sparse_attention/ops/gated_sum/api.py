@@ -8,19 +8,27 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from native_sparse_attention.ops._checks import check_same_kind, check_tensors
+from native_sparse_attention.ops._checks import check_flags, check_gate, check_same_kind, check_tensors
 from native_sparse_attention.ops._triton import support
-from native_sparse_attention.ops.backend import BackendChoice, choose_backend, serves
+from native_sparse_attention.ops.backend import BackendChoice, choose_backend, without_gate
 
 
 def gated_sum(
-    gates: Tensor, out_compressed: Tensor, out_selected: Tensor, out_window: Tensor, *, backend: str = 'auto'
+    gates: Tensor,
+    out_compressed: Tensor,
+    out_selected: Tensor,
+    out_window: Tensor,
+    *,
+    carried: bool = False,
+    backend: str = 'auto',
 ) -> Tensor:
     """gates[..., 0] * out_compressed + gates[..., 1] * out_selected + gates[..., 2] * out_window.
 
     Args:
         gates: `[B, T, HQ, 3]` after the sigmoid, any floating dtype; float32 inside (float64 for float64 outputs).
         out_compressed, out_selected, out_window: `[B, T, HQ, DV]`, one dtype.
+        carried: the attentions had these gates as their `gate`, and differentiate the products: they receive the
+            gradient of the sum as it is, and the gates none from here. By the Triton kernels alone.
         backend: 'auto', 'triton' or 'eager'.
 
     Returns:
@@ -38,21 +46,22 @@ def gated_sum(
         if tensor.shape != shape:
             raise ValueError(f'{name} has shape {tuple(tensor.shape)}, but out_compressed has {tuple(shape)}')
     check_gates(gates, out_compressed)
+    check_flags(carried=carried)
     arguments = (gates, out_compressed, out_selected, out_window)
-    match backend_of(gates, out_compressed, backend=backend).name:
+    match backend_of(gates, out_compressed, carried=carried, backend=backend).name:
         case 'triton':
             from native_sparse_attention.ops.gated_sum import triton
 
-            return triton.gated_sum(*arguments)
+            return triton.gated_sum(*arguments, carried)
         case _:
             from native_sparse_attention.ops.gated_sum import eager
 
             return eager.gated_sum(*arguments)
 
 
-def backend_of(gates: Tensor, out: Tensor, *, backend: str = 'auto') -> BackendChoice:
+def backend_of(gates: Tensor, out: Tensor, *, carried: bool = False, backend: str = 'auto') -> BackendChoice:
     """The backend that would serve these inputs; out: one of the branches."""
-    candidates = {'triton': partial(_unsupported, gates, out), 'eager': serves}
+    candidates = {'triton': partial(_unsupported, gates, out), 'eager': without_gate(gates if carried else None)}
     return choose_backend('gated_sum', backend, out.device, candidates)
 
 
@@ -86,13 +95,3 @@ def stack_gates(gates: Tensor | Sequence[Tensor | None], q: Tensor) -> tuple[Ten
         raise ValueError('gates is None for every branch, but must be a gate for at least one')
     stacked = torch.stack([zeros if gate is None else gate for gate in gates], -1)
     return stacked, (compressed is not None, selected is not None, window is not None)
-
-
-def check_gate(name: str, gate: Tensor, expected: tuple[int, ...], legend: str, q: Tensor) -> None:
-    check_tensors(**{name: gate})
-    if gate.shape != expected:
-        raise ValueError(f'{name} has shape {tuple(gate.shape)}, but must have {expected} {legend}')
-    if not gate.is_floating_point():
-        raise ValueError(f'{name} has dtype {gate.dtype}, but must be a floating dtype')
-    if gate.device != q.device:
-        raise ValueError(f'{name} is on {gate.device}, but the branches are on {q.device}')

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from native_sparse_attention.ops._checks import (
     check_block_indices,
     check_device,
     check_flags,
+    check_optional_gate,
     check_positive,
     check_qkv,
     check_tensors,
@@ -21,7 +23,7 @@ from native_sparse_attention.ops._checks import (
 )
 from native_sparse_attention.ops._segments import make_borders
 from native_sparse_attention.ops._triton import support
-from native_sparse_attention.ops.backend import BackendChoice, choose_backend, serves
+from native_sparse_attention.ops.backend import BackendChoice, choose_backend, without_gate
 
 # Blocks of a query, which a kernel holds at once to find those that stand in the row already.
 MAX_SELECTED = 1024
@@ -44,6 +46,7 @@ def selected_attention(
     segment_ids: Tensor | None = None,
     softcap: float | None = None,
     block_counts: int | Tensor | None = None,
+    gate: Tensor | None = None,
     backend: str = 'auto',
 ) -> tuple[Tensor, Tensor]:
     """Attention of every query over the tokens of its chosen blocks that are not in the future.
@@ -71,6 +74,9 @@ def selected_attention(
             it stays.
         block_counts: how many of the first indices of a row count, an int or int32 or int64 `[B, T, H]` (`[B, T, HQ]`
             where heads choose alone); the rest is ignored. Below 0 is 0, above n is n. None: all.
+        gate: `[B, T, HQ]`, any floating dtype but float64: what `gated_sum` with carried=True multiplies the output by.
+            The gradient that the output receives is that of gate * output then, and the log-sum-exp has none. By the
+            Triton kernels alone, and without block_scale.
         backend: 'auto', 'triton', 'flex' or 'eager'.
 
     Returns:
@@ -93,6 +99,9 @@ def selected_attention(
                 f'block_scale has shape {tuple(block_scale.shape)}, but block_indices has {tuple(block_indices.shape)}'
             )
         check_device('block_scale', block_scale, q)
+    check_optional_gate(gate, q)
+    if gate is not None and block_scale is not None:
+        raise ValueError('gate is given with block_scale, but must be None beside it')
     where = (q_offset, seqlens_k, cu_seqlens, cu_seqlens_k)
     cu_seqlens, padding = make_borders(segment_ids, q, k, None, *where)
     sequences = make_sequences(q, k.shape[1], q_offset, seqlens_k, cu_seqlens, cu_seqlens_k)
@@ -105,11 +114,12 @@ def selected_attention(
         block_indices = block_indices.masked_fill(padding[:, :, None, None], -1)
     arguments = (q, k, v, block_indices, block_scale, sequences, block_size, causal, scale, softcap)
     num_selected = block_indices.shape[3]
-    match backend_of(q, k, v, block_scale=block_scale, num_selected=num_selected, backend=backend).name:
+    settings: dict[str, Any] = {'block_scale': block_scale, 'num_selected': num_selected, 'gate': gate}
+    match backend_of(q, k, v, **settings, backend=backend).name:
         case 'triton':
             from native_sparse_attention.ops.selected_attention import triton
 
-            return triton.selected_attention(*arguments)
+            return triton.selected_attention(*arguments, gate)
         case 'flex':
             from native_sparse_attention.ops.selected_attention import flex
 
@@ -127,6 +137,7 @@ def backend_of(
     *,
     block_scale: Tensor | None = None,
     num_selected: int = 1,
+    gate: Tensor | None = None,
     backend: str = 'auto',
 ) -> BackendChoice:
     """The backend that would serve these inputs."""
@@ -134,8 +145,10 @@ def backend_of(
 
     candidates = {
         'triton': partial(_not_by_triton, q, k, v, num_selected),
-        'flex': partial(_flex.passed_over, backend, q, k, v, factors=block_scale, num_selected=num_selected),
-        'eager': serves,
+        'flex': without_gate(
+            gate, partial(_flex.passed_over, backend, q, k, v, factors=block_scale, num_selected=num_selected)
+        ),
+        'eager': without_gate(gate),
     }
     return choose_backend('selected_attention', backend, q.device, candidates)
 

@@ -6,11 +6,19 @@ from functools import partial
 
 from torch import Tensor
 
-from native_sparse_attention.ops._checks import check_flags, check_qkv, is_int, logit_scale, make_sequences, shown
+from native_sparse_attention.ops._checks import (
+    check_flags,
+    check_optional_gate,
+    check_qkv,
+    is_int,
+    logit_scale,
+    make_sequences,
+    shown,
+)
 from native_sparse_attention.ops._modifier_checks import make_modifiers
 from native_sparse_attention.ops._modifiers import OFF, Modifiers
 from native_sparse_attention.ops._triton import support
-from native_sparse_attention.ops.backend import BackendChoice, choose_backend, serves
+from native_sparse_attention.ops.backend import BackendChoice, choose_backend, without_gate
 
 
 def window_attention(
@@ -33,6 +41,7 @@ def window_attention(
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
+    gate: Tensor | None = None,
     backend: str = 'auto',
 ) -> tuple[Tensor, Tensor]:
     """Attention of the query at position t over the keys t - left ... t + right.
@@ -65,6 +74,9 @@ def window_attention(
             1 - dropout_p. The log-sum-exp knows nothing of it.
         dropout_seed: an int, or int64 `[1]` beside q. With one seed and p the same weights are dropped in every call,
             on every backend: by Philox, of the indices of row, head, query and key. None: a seed of torch's generator.
+        gate: `[B, T, HQ]`, any floating dtype but float64: what `gated_sum` with carried=True multiplies the output by.
+            The gradient that the output receives is that of gate * output then, and the log-sum-exp has none. By the
+            Triton kernels alone.
         backend: 'auto', 'triton', 'flex' or 'eager'.
 
     Returns:
@@ -79,12 +91,13 @@ def window_attention(
     sequences = make_sequences(q, k.shape[1], q_offset, seqlens_k, cu_seqlens, cu_seqlens_k)
     scale = logit_scale(q, scale)
     modifiers = make_modifiers(q, k, segment_ids, mask, bias, attn_mask, softcap, sinks, dropout_p, dropout_seed)
+    check_optional_gate(gate, q)
     arguments = (q, k, v, sequences, left, right, scale, modifiers)
-    match backend_of(q, k, v, modifiers=modifiers, backend=backend).name:
+    match backend_of(q, k, v, modifiers=modifiers, gate=gate, backend=backend).name:
         case 'triton':
             from native_sparse_attention.ops.window_attention import triton
 
-            return triton.window_attention(*arguments)
+            return triton.window_attention(*arguments, gate)
         case 'flex':
             from native_sparse_attention.ops.window_attention import flex
 
@@ -95,14 +108,22 @@ def window_attention(
             return eager.window_attention(*arguments)
 
 
-def backend_of(q: Tensor, k: Tensor, v: Tensor, *, modifiers: Modifiers = OFF, backend: str = 'auto') -> BackendChoice:
+def backend_of(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    modifiers: Modifiers = OFF,
+    gate: Tensor | None = None,
+    backend: str = 'auto',
+) -> BackendChoice:
     """The backend that would serve these inputs."""
     from native_sparse_attention.ops import _flex
 
     candidates = {
         'triton': partial(support.unsupported, q, k, v),
-        'flex': partial(_flex.passed_over, backend, q, k, v, modifiers=modifiers),
-        'eager': serves,
+        'flex': without_gate(gate, partial(_flex.passed_over, backend, q, k, v, modifiers=modifiers)),
+        'eager': without_gate(gate),
     }
     return choose_backend('window_attention', backend, q.device, candidates)
 

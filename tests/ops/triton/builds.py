@@ -88,11 +88,17 @@ def differentiate(*outputs: Tensor) -> None:
     torch.autograd.backward(outputs, [torch.zeros_like(t) for t in outputs])
 
 
+def make_gate(q: Tensor) -> Tensor:
+    return torch.zeros(q.shape[:3], requires_grad=True)
+
+
 def build_window(dtype: torch.dtype, head_dim: int) -> None:
     q, k, v = make(dtype, head_dim)
     differentiate(*window_attention(q, k, v, window_size=(31, 0), backend='triton'))
     differentiate(window_attention(q, k, v, window_size=(-1, -1), causal=False, **PACKED, backend='triton')[0])
     window_attention(q[:, :1], k, v, window_size=(31, 0), backend='triton')
+    differentiate(window_attention(q, k, v, window_size=(31, 0), gate=make_gate(q), backend='triton')[0])
+    differentiate(window_attention(q, k, v, window_size=(-1, 0), gate=make_gate(q), **PACKED, backend='triton')[0])
 
 
 def build_features(dtype: torch.dtype, head_dim: int) -> None:
@@ -107,6 +113,9 @@ def build_features(dtype: torch.dtype, head_dim: int) -> None:
     for names in (('softcap',), ('sinks',), ('segment_ids', 'attn_mask'), ('bias',), ('dropout_p', 'dropout_seed')):
         some = {name: features[name] for name in names}
         differentiate(*window_attention(q, k, v, window_size=(31, 0), **some, backend='triton'))
+        if names in (('softcap',), ('bias',), ('dropout_p', 'dropout_seed')):
+            gated: dict[str, Any] = {**some, 'gate': make_gate(q)}
+            differentiate(window_attention(q, k, v, window_size=(31, 0), **gated, backend='triton')[0])
     q, k, v = make(dtype, head_dim, keys=(SEQLEN - BLOCK) // STRIDE + 1)
     memory = torch.zeros(2, 1, head_dim, dtype=dtype, requires_grad=True)
     settings: dict[str, Any] = {'block_size': BLOCK, 'stride': STRIDE, 'mem_kv': (memory, memory)}
@@ -120,6 +129,9 @@ def build_compressed(dtype: torch.dtype, head_dim: int) -> None:
     differentiate(*compressed_attention(q, k, v, **settings, **PACKED, backend='triton'))
     differentiate(*compressed_attention(q, k, v, **settings, backend='triton'))
     compressed_attention(q[:, :1], k, v, block_size=BLOCK, stride=STRIDE, seqlen_k=SEQLEN, backend='triton')
+    differentiate(compressed_attention(q, k, v, **settings, gate=make_gate(q), backend='triton')[0])
+    settings['mem_kv'] = None
+    differentiate(compressed_attention(q, k, v, **settings, gate=make_gate(q), backend='triton')[0])
 
 
 def build_choice(dtype: torch.dtype, head_dim: int) -> None:
@@ -150,6 +162,8 @@ def build_selected(dtype: torch.dtype, head_dim: int) -> None:
         selected_attention(q, k, v, indices, block_size=SELECTION_BLOCK, **PACKED, backend='triton')
         with mock.patch.multiple(dlogits, MIN_TOKENS=1, MIN_CHOICE=0):
             differentiate(*selected_attention(q, k, v, indices, block_size=SELECTION_BLOCK, backend='triton'))
+            differentiate_gated(q, k, v, indices, block_size=SELECTION_BLOCK)
+        differentiate_gated(q, k, v, indices, block_size=SELECTION_BLOCK)
     with mock.patch.object(selected_op, 'choose_design', return_value='block'):
         q, k, v = make(dtype, head_dim)
         indices = torch.zeros(1, SEQLEN, 2, 16, dtype=torch.int32)
@@ -162,6 +176,12 @@ def build_selected(dtype: torch.dtype, head_dim: int) -> None:
             block_scale = None if design == 'block' else torch.ones(indices.shape, requires_grad=True)
             capped: dict[str, Any] = {'block_size': block_size, 'block_scale': block_scale, 'softcap': 30.0}
             differentiate(*selected_attention(q, k, v, indices, **capped, backend='triton'))
+            for softcap in (None, 30.0):
+                differentiate_gated(q, k, v, indices, block_size=block_size, softcap=softcap)
+
+
+def differentiate_gated(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, **settings: Any) -> None:
+    differentiate(selected_attention(q, k, v, indices, gate=make_gate(q), **settings, backend='triton')[0])
 
 
 def build_inverse_index(dtype: torch.dtype, head_dim: int) -> None:
@@ -234,6 +254,7 @@ def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) 
     if log.getvalue():  # compiled just now
         name = f'{self.fn.__module__.removeprefix("native_sparse_attention.ops.")}.{self.fn.__name__}'
         report = {'kernel': name, 'shared': kernel.metadata.shared, 'spilled': max(spilled, default=0)}
+        report['is_gated'] = is_gated(self, args, kwargs)
         report['is_marked'] = any(isinstance(arg, Marks) and arg.first_row is not None for arg in args)
         print(json.dumps(report), flush=True)
     return kernel
@@ -241,15 +262,23 @@ def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) 
 
 def compile_once(self: Any, *args: Any, **kwargs: Any) -> Any:
     """A kernel in the first variant that is asked for, and no other; one of two halves in both, and those that know
-    modifiers with all of them too.
+    gates, or modifiers, with all of them too.
     """
     is_marked = any(isinstance(arg, Marks) and all(v is not None for v in arg) for arg in args)
-    return compile_new((self, kwargs.get('FINISHES'), is_marked), self, *args, **kwargs)
+    kind = (self, kwargs.get('FINISHES'), is_marked, is_gated(self, args, kwargs))
+    return compile_new(kind, self, *args, **kwargs)
 
 
 def compile_kinds(self: Any, *args: Any, **kwargs: Any) -> Any:
     """A kernel in the first of all variants that differ by numbers alone."""
-    return compile_new((self, kind_of(args), kind_of(kwargs)), self, *args, **kwargs)
+    kind = (self, kind_of(args), kind_of(kwargs), is_gated(self, args, kwargs))
+    return compile_new(kind, self, *args, **kwargs)
+
+
+def is_gated(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a kernel has gates, or numbers of a row with a gate among them."""
+    given = [arg for name, arg in zip(kernel.arg_names, args, strict=False) if name in ('gate_ptr', 'gates')]
+    return any(arg is not None for arg in given) or kwargs.get('NUMBERS') == 4
 
 
 def compile_new(kind: Any, self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -31,6 +31,13 @@ KERNELS = {
     'inverse_index': {'slot_kernel'},
     'counting_sort': {'place_kernel'},
 }
+# Those that know gates are built with them, and without.
+GATED = {
+    'interval': {'dq_kernel', 'dkv_kernel', 'dbias_kernel'},
+    'selected_attention': {
+        'dq_kernel', 'neighbours_dq_kernel', 'add_parts_kernel', 'dkv_kernel', 'delta_kernel',
+    },
+}  # fmt: skip
 
 Builds = Callable[..., list[dict[str, Any]]]
 
@@ -66,6 +73,12 @@ def builds(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
 def assert_fits(reports: list[dict[str, Any]], architecture: str) -> None:
     built = {op: {r['kernel'].rsplit('.', 1)[1] for r in reports if op in r['kernel']} for op in KERNELS}
     assert all(built[op] >= KERNELS[op] for op in KERNELS), built
+    for op, gated in GATED.items():
+        for has_gate in (True, False):
+            kernels = {
+                r['kernel'].rsplit('.', 1)[1] for r in reports if op in r['kernel'] and r['is_gated'] == has_gate
+            }
+            assert kernels >= gated, (op, has_gate, kernels)
     too_large = [r for r in reports if r['shared'] > SHARED_MEMORY[architecture]]
     assert not too_large
 

@@ -17,23 +17,24 @@ from tests.ops.triton.harness import fence
 
 BRANCHES = ('out_compressed', 'out_selected', 'out_window')
 Shape = tuple[int, int, int, int]
+Tensors = dict[str, Any]
 
 
 def make_problem(
     shape: Shape, dtype: torch.dtype, gate_dtype: torch.dtype, device: torch.device, layout: str = 'contiguous'
-) -> dict[str, Tensor]:
+) -> Tensors:
     tensors = {'gates': torch.rand(*shape[:3], 3, device=device).to(gate_dtype)}
     for name in BRANCHES:
         tensors[name] = lay_out(torch.randn(shape, device=device).to(dtype), layout)
     return tensors
 
 
-def run(tensors: dict[str, Tensor], grad: Tensor, backend: str, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+def run(tensors: Tensors, grad: Tensor, backend: str, dtype: torch.dtype | None = None) -> Tensors:
     cast = {name: fence(t if dtype is None else t.to(dtype)) for name, t in tensors.items()}
     return outputs_and_gradients(lambda **leaves: gated_sum(**leaves, backend=backend), cast, [grad])
 
 
-def check(tensors: dict[str, Tensor], grad: Tensor) -> None:
+def check(tensors: Tensors, grad: Tensor) -> None:
     """Output and every gradient against the rules."""
     grad = grad.to(tensors['out_window'].dtype)
     result, same_dtype = run(tensors, grad, 'triton'), run(tensors, grad, 'eager')
@@ -138,7 +139,8 @@ def test_offsets_beyond_int32(device: torch.device) -> None:
 def test_opcheck(device: torch.device) -> None:
     tensors = make_problem((2, 5, 2, 12), torch.float32, torch.float32, device)
     arguments = tuple(t.requires_grad_() for t in tensors.values())
-    torch.library.opcheck(op._forward, arguments)
+    for carried in (False, True):
+        torch.library.opcheck(op._forward, (*arguments, carried))
     for needs in ([True] * 4, [False, True, False, True], [True, False, False, False]):
         inputs = (torch.randn(2, 5, 2, 12, device=device), *(t.detach() for t in arguments), needs)
         torch.library.opcheck(op._backward, inputs)

@@ -62,6 +62,10 @@ def selected(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, block_scale: Tens
     return selected_attention(q, k, v, indices, block_size=SELECTION_BLOCK, block_scale=block_scale, **settings)
 
 
+def selected_gated(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, gate: Tensor, **settings: Any) -> Any:
+    return selected_attention(q, k, v, indices, block_size=SELECTION_BLOCK, gate=gate, **settings)
+
+
 def choice(q: Tensor, k: Tensor, lse: Tensor, **settings: Any) -> Tensor:
     return select_blocks(q, k, lse, num_selected=3, **SIZES, **settings)
 
@@ -74,9 +78,13 @@ def scale_of(q: Tensor, k: Tensor, lse: Tensor, indices: Tensor, **settings: Any
     return straight_through_scale(q, k, lse, indices, num_init=1, num_local=0, **SIZES, **settings)
 
 
+def make_indices(device: torch.device) -> Tensors:
+    return {'indices': torch.arange(3, dtype=torch.int32, device=device).expand(1, T, 1, 3).contiguous()}
+
+
 def make_selected(device: torch.device) -> Tensors:
-    indices = torch.arange(3, dtype=torch.int32, device=device).expand(1, T, 1, 3).contiguous()
-    return inputs(device) | {'indices': indices, 'block_scale': torch.rand(1, T, 1, 3, device=device) + 0.5}
+    block_scale = torch.rand(1, T, 1, 3, device=device) + 0.5
+    return inputs(device) | make_indices(device) | {'block_scale': block_scale}
 
 
 def make_choice(device: torch.device) -> Tensors:
@@ -98,10 +106,22 @@ def make_features(device: torch.device) -> Tensors:
     return {'sinks': torch.randn(2, device=device), 'bias': torch.randn(1, 1, T, T, device=device), 'ids': ids}
 
 
-def make_gated(device: torch.device) -> Tensors:
-    outs = (torch.randn(1, T, 2, 16, device=device) for _ in range(3))
+def make_outs(device: torch.device) -> Tensors:
     names = ('out_compressed', 'out_selected', 'out_window')
-    return {'gates': torch.rand(1, T, 2, 3, device=device), **dict(zip(names, outs, strict=True))}
+    return {name: torch.randn(1, T, 2, 16, device=device) for name in names}
+
+
+def make_gated(device: torch.device) -> Tensors:
+    return {'gates': torch.rand(1, T, 2, 3, device=device)} | make_outs(device)
+
+
+def make_gate(device: torch.device) -> Tensors:
+    return {'gate': torch.rand(1, T, 2, device=device)}
+
+
+def carried(out_compressed: Tensor, out_selected: Tensor, out_window: Tensor, **settings: Any) -> Tensor:
+    gates = out_compressed.detach()[..., :3].sigmoid()
+    return gated_sum(gates, out_compressed, out_selected, out_window, carried=True, **settings)
 
 
 def turned(x: Tensor, positions: Tensor, **settings: Any) -> Tensor:
@@ -121,10 +141,15 @@ OPS: dict[str, tuple[Callable[..., Any], Callable[[torch.device], Tensors]]] = {
     'packed': (packed, lambda d: inputs(d) | {'cu_seqlens': torch.tensor([0, 7, T], dtype=torch.int32, device=d)}),
     'compressed': (compressed, lambda d: inputs(d, C) | make_memory(d)),
     'selected': (selected, make_selected),
+    'window, gated': (windowed, lambda d: inputs(d) | make_gate(d)),
+    'features, gated': (featured, lambda d: inputs(d) | make_features(d) | make_gate(d)),
+    'compressed, gated': (compressed, lambda d: inputs(d, C) | make_memory(d) | make_gate(d)),
+    'selected, gated': (selected_gated, lambda d: inputs(d) | make_indices(d) | make_gate(d)),
     'choice': (choice, make_choice),
     'scores': (scores, lambda d: make_choice(d) | {'indices': make_selected(d)['indices']}),
     'scale': (scale_of, lambda d: make_choice(d) | {'indices': make_selected(d)['indices']}),
     'gated sum': (gated_sum, make_gated),
+    'gated sum, carried': (carried, make_outs),
     'rotary': (turned, lambda d: {'x': inputs(d)['q'], 'positions': torch.arange(T, device=d)[None]}),
     'fan out': (shared, lambda d: {'x': inputs(d)['q'], 'positions': torch.arange(T, device=d)[None]}),
 }
@@ -190,8 +215,8 @@ def test_opcheck(name: str, device: torch.device) -> None:
         torch.library.opcheck(function, leaves, kwargs)
 
 
-# The rotary embedding is linear, and its own derivative.
-@pytest.mark.parametrize('name', [name for name in DIFFERENTIABLE if name not in ('rotary', 'fan out')])
+# The others are linear, and their own derivative.
+@pytest.mark.parametrize('name', [n for n in DIFFERENTIABLE if n not in ('rotary', 'fan out', 'gated sum, carried')])
 def test_a_second_derivative_is_refused(name: str, device: torch.device) -> None:
     op, make = OPS[name]
     leaves = {n: leaf(t, True) for n, t in make(device).items()}

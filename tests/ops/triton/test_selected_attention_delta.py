@@ -77,8 +77,8 @@ def test_what_is_not_finite_stays_so(dtype: torch.dtype, device: torch.device) -
     assert again[3:].equal(x[3:])
 
 
-@pytest.mark.parametrize('has_dlse', [True, False])
-def test_delta(has_dlse: bool, device: torch.device) -> None:
+@pytest.mark.parametrize(('has_dlse', 'has_gate'), [(True, False), (False, False), (False, True)])
+def test_delta(has_dlse: bool, has_gate: bool, device: torch.device) -> None:
     shape = (2, 37, 3, 40)
     exact = torch.randn(*shape, device=device)
     out = exact.half()
@@ -90,6 +90,15 @@ def test_delta(has_dlse: bool, device: torch.device) -> None:
     expected = (exact.double() * dout.double()).sum(-1).transpose(1, 2)
     if has_dlse:
         expected -= torch.where(lse == -torch.inf, 0, dlse)
-    copied, delta = find_delta(out, low, dout, lse, dlse if has_dlse else None)
-    assert copied.equal(lse)
+    # Above 0, 0, and below.
+    gate = torch.randn(2, 3, 37, device=device).transpose(1, 2).round(decimals=1)
+    gate[:, 5, 1], gate[:, ::6] = 0.5, 0
+    found, delta = find_delta(out, low, dout, lse, dlse if has_dlse else None, gate if has_gate else None)
+    if has_gate:
+        assert (gate < 0).any()
+        less = lse - gate.log().transpose(1, 2)
+        torch.testing.assert_close(found, less, rtol=1e-6, atol=1e-6, equal_nan=True)
+        assert found[:, :, ::6].eq(torch.inf).all()
+    else:
+        assert found.equal(lse)
     torch.testing.assert_close(delta.double(), expected, rtol=1e-5, atol=2e-5)

@@ -327,7 +327,7 @@ def test_the_registered_op_is_as_pytorch_wants_it(device: torch.device) -> None:
     cu_seqlens = torch.tensor([0, 2], dtype=torch.int32, device=device)
     for borders, softcap in ((None, None), (cu_seqlens, 3.0)):
         flat = (2, None, None, None, borders, borders)
-        inputs = (q, k, v, tensors['block_indices'], factors, *flat, 1, True, 0.25, softcap, False, False)
+        inputs = (q, k, v, tensors['block_indices'], factors, None, *flat, 1, True, 0.25, softcap, False, False)
         torch.library.opcheck(op._forward, inputs)
         detached = [t.detach() if isinstance(t, Tensor) else t for t in inputs]
         out, *others = op._forward(*detached)

@@ -58,7 +58,7 @@ def forward(tensors: dict[str, Tensor], extents: Extents, **settings: Any) -> tu
     q, k, v, indices = (tensors[name] for name in ('q', 'k', 'v', 'block_indices'))
     sequences: Sequences = make_sequences(extents, q.device)
     settled = (BLOCK_SIZE, settings.get('causal', True), settings.get('scale', q.shape[3] ** -0.5))
-    arguments = (q, k, v, indices, None, *flatten(sequences), *settled, settings.get('softcap'), False, True)
+    arguments = (q, k, v, indices, None, None, *flatten(sequences), *settled, settings.get('softcap'), False, True)
     out, lse, low, _, _ = op._forward(*arguments)
     if out.dtype == torch.bfloat16:
         return out, lse, (out.float().view(torch.int32) + low.int()).view(torch.float32)

@@ -36,8 +36,9 @@ def dq_kernel(
     lse_ptr,
     dout_ptr,
     dlse_ptr,
+    gate_ptr,
     dq_ptr,
-    pairs_ptr,
+    numbers_ptr,
     k_tiles,
     v_tiles,
     q_strides,
@@ -46,6 +47,7 @@ def dq_kernel(
     out_strides,
     dout_strides,
     dlse_strides,
+    gate_strides,
     dq_strides,
     place,
     interval,
@@ -61,9 +63,11 @@ def dq_kernel(
     BLOCK_DV: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Shapes as in the forward kernel; dlse may be None, and is `[B, HQ, T]` like lse. pairs: float32 `[B, HQ, 2, T]`,
-    what the other kernels take of a row: its log-sum-exp in bits, 0 where it reads nothing, and delta, where the
-    gradient of a logit is p * (dp - delta).
+    """Shapes as in the forward kernel; dlse may be None, and is `[B, HQ, T]` like lse. gate: `[B, T, HQ]`, what dout is
+    still to be multiplied by, or None. numbers: float32 `[B, HQ, 2 or 4, T]`, what the other kernels take of a row: its
+    log-sum-exp in bits, 0 where it reads nothing, and delta, where the gradient of a logit is p * (dp - delta). With a
+    gate the first is less by the bits of the gate, so that it leads to gate * p, or to NaN where the gate is below 0;
+    the log-sum-exp as it is and the gate follow.
     """
     sequence, row, query_start, first_query, num_queries, num_tokens, offset = locate_queries(
         tl.program_id(0), place, BLOCK_M // HEADS
@@ -94,8 +98,8 @@ def dq_kernel(
     row_of_lse = (row * tl.num_programs(1) * HEADS + heads) * place.seqlen_q
     lse = tl.load(lse_ptr + row_of_lse + query_rows, mask=query_mask, other=0.0)
     lse_log2 = tl.where(lse == float('-inf'), 0.0, lse) * 1.4426950408889634
-    pairs_ptr += 2 * row_of_lse
-    tl.store(pairs_ptr + query_rows, lse_log2, mask=query_mask)
+    NUMBERS: tl.constexpr = 2 if gate_ptr is None else 4
+    numbers_ptr += NUMBERS * row_of_lse
     dlse = tl.zeros([BLOCK_M], tl.float32)
     HAS_DLSE: tl.constexpr = dlse_ptr is not None
     if HAS_DLSE:
@@ -150,8 +154,16 @@ def dq_kernel(
             )  # fmt: skip
     dq, mean_k, missing = sums
     dq = (dq - missing[:, None] * mean_k) * scale
+    if gate_ptr is not None:
+        gate_ptr += row * gate_strides[0] + heads * gate_strides[2]
+        gate = tl.load(gate_ptr + query_rows.to(tl.int64) * gate_strides[1], mask=query_mask, other=0.0).to(tl.float32)
+        dq *= gate[:, None]
+        tl.store(numbers_ptr + 2 * place.seqlen_q + query_rows, lse_log2, mask=query_mask)
+        tl.store(numbers_ptr + 3 * place.seqlen_q + query_rows, gate, mask=query_mask)
+        lse_log2 -= tl.log2(gate)
     store_rows(dq_ptr, query_rows, dq_strides[1], dq, query_mask, HEAD_DIM, BLOCK_D)
-    tl.store(pairs_ptr + place.seqlen_q + query_rows, delta + missing - dlse, mask=query_mask)
+    tl.store(numbers_ptr + query_rows, lse_log2, mask=query_mask)
+    tl.store(numbers_ptr + place.seqlen_q + query_rows, delta + missing - dlse, mask=query_mask)
 
 
 @triton.jit

@@ -19,7 +19,7 @@ def dbias_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
-    pairs_ptr,
+    numbers_ptr,
     dout_ptr,
     dbias_ptr,
     q_strides,
@@ -32,6 +32,7 @@ def dbias_kernel(
     scale,
     marks,
     shape,
+    NUMBERS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -41,8 +42,8 @@ def dbias_kernel(
     BLOCK_DV: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """dbias: `[bias rows, bias heads, T, S]`. shape: (B, HQ, bias rows, bias heads). Rows and heads of the batch that
-    share a bias are added in order, and elements that no query reads are 0.
+    """dbias: `[bias rows, bias heads, T, S]`. shape: (B, HQ, bias rows, bias heads). numbers: of `dq_kernel`, NUMBERS
+    of a row. Rows and heads of the batch that share a bias are added in order, and elements that no query reads are 0.
     """
     batch, num_heads, bias_rows, bias_heads = shape
     key_tiles = tl.cdiv(interval.num_keys, BLOCK_N)
@@ -74,13 +75,17 @@ def dbias_kernel(
             k = load_rows(k_of_head, keys, k_strides[1], key_mask, HEAD_DIM, BLOCK_D, WIDE)
             v = load_rows(v_of_head, keys, v_strides[1], key_mask, VALUE_DIM, BLOCK_DV, WIDE)
             dout = load_rows(dout_of_head, queries, dout_strides[1], query_mask, VALUE_DIM, BLOCK_DV, WIDE)
-            pairs_of_head = pairs_ptr + (row_of_q * num_heads + head) * 2 * place.seqlen_q
-            lse_log2 = tl.load(pairs_of_head + queries, mask=query_mask, other=0.0)
-            delta = tl.load(pairs_of_head + place.seqlen_q + queries, mask=query_mask, other=0.0)
+            numbers_of_head = numbers_ptr + (row_of_q * num_heads + head) * NUMBERS * place.seqlen_q
+            LSE: tl.constexpr = 2 if NUMBERS == 4 else 0
+            lse_log2 = tl.load(numbers_of_head + LSE * place.seqlen_q + queries, mask=query_mask, other=0.0)
+            delta = tl.load(numbers_of_head + place.seqlen_q + queries, mask=query_mask, other=0.0)
             products = tl.dot(q, tl.trans(k), input_precision='ieee')  # [BLOCK_M, BLOCK_N]
             exponents, _, allowed = find_exponents(products, lse_log2[:, None], scale, marks, at)
             reads = read & allowed
             weights = tl.exp2(tl.where(reads, exponents, float('-inf')))
+            if NUMBERS == 4:
+                gate = tl.load(numbers_of_head + 3 * place.seqlen_q + queries, mask=query_mask, other=0.0)
+                weights *= gate[:, None]
             dweights = tl.dot(dout, tl.trans(v), input_precision='ieee')
             if marks.seed is not None:
                 dweights = tl.where(is_kept(marks, at), dweights * marks.keep_factor, 0.0)

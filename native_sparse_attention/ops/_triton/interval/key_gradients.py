@@ -38,7 +38,7 @@ def dkv_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
-    pairs_ptr,
+    numbers_ptr,
     dout_ptr,
     dk_ptr,
     dv_ptr,
@@ -56,6 +56,7 @@ def dkv_kernel(
     marks,
     kv_heads,
     parts,
+    NUMBERS: tl.constexpr,
     JOINED: tl.constexpr,
     SPLIT: tl.constexpr,
     HEADS: tl.constexpr,
@@ -68,9 +69,9 @@ def dkv_kernel(
     WIDE: tl.constexpr,
 ):
     """dk, dv: `[parts, B, C, H, D and DV]`: the sum over the first HEADS query heads of a group, the next, and so on.
-    One program per tile of keys, kv head and part. JOINED: with memory before the keys of every row, `[parts, B, M + C,
-    H, D and DV]`. SPLIT, unless 0: of the memory keys alone, with dk and dv `[parts, B * splits, M, H, D and DV]`, a
-    split for every SPLIT queries.
+    numbers: NUMBERS of a row, from `dq_kernel`. One program per tile of keys, kv head and part. JOINED: with memory
+    before the keys of every row, `[parts, B, M + C, H, D and DV]`. SPLIT, unless 0: of the memory keys alone, with dk
+    and dv `[parts, B * splits, M, H, D and DV]`, a split for every SPLIT queries.
     """
     # The first tiles of keys, which most queries read, go first, of all heads.
     tile = tl.program_id(0) // (kv_heads * parts)
@@ -144,7 +145,7 @@ def dkv_kernel(
     first_row = tl.zeros([], tl.int64) + query_start
     of_row = (row, query_start, row * num_heads)
     inputs = (
-        q_ptr + first_row * q_strides[1], dout_ptr + first_row * dout_strides[1], pairs_ptr + first_row,
+        q_ptr + first_row * q_strides[1], dout_ptr + first_row * dout_strides[1], numbers_ptr + first_row,
         q_tiles, dout_tiles, q_strides, dout_strides, of_row, place.seqlen_q,
     )  # fmt: skip
     empty_sums = (tl.zeros([BLOCK_N, BLOCK_D], tl.float32), tl.zeros([BLOCK_N, BLOCK_DV], tl.float32))
@@ -152,18 +153,18 @@ def dkv_kernel(
     # In float32 there is only the last loop, as in the other kernel.
     if k.dtype != tl.float32:
         sums = _add_heads(
-            inputs, k, v, sums, first_head, places, limits, tiles, 0, end_tiles, last, interval, scale, marks, HEADS,
-            True, False, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV, WIDE,
+            inputs, k, v, sums, first_head, places, limits, tiles, 0, end_tiles, last, interval, scale, marks, NUMBERS,
+            HEADS, True, False, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV, WIDE,
         )  # fmt: skip
         sums = _add_heads(
             inputs, k, v, sums, first_head, places, limits, tiles, end_tiles, num_tiles, last, interval, scale, marks,
-            HEADS, False, False, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV, WIDE,
+            NUMBERS, HEADS, False, False, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV, WIDE,
         )  # fmt: skip
     if k.dtype == tl.float32 or not is_finite_tile(sums[0]):
-        # Perhaps for queries that do not read some keys of the tile: once more, with care.
+        # Perhaps for queries that do not read some keys of the tile, or gates below 0: once more, with care.
         sums = _add_heads(
             inputs, k, v, empty_sums, first_head, places, limits, tiles, 0, num_tiles, last, interval, scale, marks,
-            HEADS, True, True, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV, WIDE,
+            NUMBERS, HEADS, True, True, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV, WIDE,
         )  # fmt: skip
     dk, dv = sums
     dk_ptr += part.to(tl.int64) * dk_strides[0] + stored_row.to(tl.int64) * dk_strides[1] + kv_head * dk_strides[3]
@@ -191,6 +192,7 @@ def _add_heads(
     interval,
     scale,
     marks,
+    NUMBERS: tl.constexpr,
     HEADS: tl.constexpr,
     MASKED: tl.constexpr,
     CAREFUL: tl.constexpr,
@@ -207,16 +209,16 @@ def _add_heads(
             head = first_head + member
             for tile in tl.range(first_tile, last_tile, num_stages=1 if CAREFUL else None):
                 sums = _add_queries(
-                    inputs, k, v, sums, head, places, limits, tiles, tile, last, interval, scale, marks, MASKED,
-                    CAREFUL, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV, WIDE,
+                    inputs, k, v, sums, head, places, limits, tiles, tile, last, interval, scale, marks, NUMBERS,
+                    MASKED, CAREFUL, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV, WIDE,
                 )  # fmt: skip
     else:
         # A head has few tiles in a window: all of them are one loop, and so one pipeline.
         head, tile = first_head, first_tile
         for _ in range(HEADS * (last_tile - first_tile)):
             sums = _add_queries(
-                inputs, k, v, sums, head, places, limits, tiles, tile, last, interval, scale, marks, MASKED, CAREFUL,
-                HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV, WIDE,
+                inputs, k, v, sums, head, places, limits, tiles, tile, last, interval, scale, marks, NUMBERS, MASKED,
+                CAREFUL, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV, WIDE,
             )  # fmt: skip
             is_last = tile == last_tile - 1
             head = tl.where(is_last, head + 1, head)
@@ -225,17 +227,17 @@ def _add_heads(
 
 
 @triton.jit
-def _load_pairs(pairs_ptr, queries, seqlen):
-    """Two numbers of each query, seqlen apart. Where a tile has fewer elements than a program threads, every thread
-    would fetch what it needs, one after the other: so there are four columns of them, of which two are read.
+def _load_numbers(numbers_ptr, queries, seqlen, COUNT: tl.constexpr):
+    """Two or four numbers of each query, seqlen apart; of two, the others are 0. Where a tile has fewer elements than a
+    program threads, every thread would fetch what it needs, one after the other: so there are four columns of them.
     """
     columns = tl.arange(0, 4)[None, :]
-    mask = tl.broadcast_to(columns < 2, [queries.shape[0], 4])
-    numbers = tl.load(pairs_ptr + columns * seqlen + queries[:, None], mask=mask, other=0.0)
+    mask = tl.broadcast_to(columns < COUNT, [queries.shape[0], 4])
+    numbers = tl.load(numbers_ptr + columns * seqlen + queries[:, None], mask=mask, other=0.0)
     even, odd = tl.split(tl.reshape(numbers, [queries.shape[0], 2, 2]))
-    first, _ = tl.split(even)
-    second, _ = tl.split(odd)
-    return first, second
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
 
 
 @triton.jit
@@ -253,6 +255,7 @@ def _add_queries(
     interval,
     scale,
     marks,
+    NUMBERS: tl.constexpr,
     MASKED: tl.constexpr,
     CAREFUL: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -263,10 +266,11 @@ def _add_queries(
     WIDE: tl.constexpr,
 ):
     """Adds a tile of queries of one head. Not MASKED: all of them read every key. CAREFUL: a query that is not finite
-    reaches those keys alone that it reads; a gradient that is not reaches the values of the whole tile.
+    reaches those keys alone that it reads, and gates may be below 0; a gradient that is not finite reaches the values
+    of the whole tile.
     """
     dk, dv = sums
-    q_ptr, dout_ptr, pairs_ptr, q_tiles, dout_tiles, q_strides, dout_strides, of_row, seqlen = inputs
+    q_ptr, dout_ptr, numbers_ptr, q_tiles, dout_tiles, q_strides, dout_strides, of_row, seqlen = inputs
     row, query_start, heads_before = of_row
     start = find_start(tiles, tile, MASKED, CAREFUL, BLOCK_M)
     queries = start + tl.arange(0, BLOCK_M)
@@ -286,7 +290,11 @@ def _add_queries(
     if MASKED:
         # Those behind the last query are the last one once more, which takes no mask.
         queries = tl.minimum(queries, last - 1)
-    lse_log2, delta = _load_pairs(pairs_ptr + (heads_before + head) * 2 * seqlen, queries, seqlen)
+    numbers_ptr += (heads_before + head) * NUMBERS * seqlen
+    GATED: tl.constexpr = CAREFUL and NUMBERS == 4
+    lse_log2, delta, ungated, gate = _load_numbers(numbers_ptr, queries, seqlen, 4 if GATED else 2)
+    if GATED:
+        lse_log2 = ungated
     logits = tl.dot(k, tl.trans(q), input_precision='ieee')  # [BLOCK_N, BLOCK_M]
     row_of_tables, key_rows, key_mask = places
     place = (
@@ -301,6 +309,8 @@ def _add_queries(
     if MASKED:
         read = read & is_read_by(interval, limits, start, BLOCK_M)
     weights = tl.exp2(tl.where(read, exponents, float('-inf')))
+    if GATED:
+        weights *= gate[None, :]
     dweights = tl.dot(v, tl.trans(dout), input_precision='ieee')
     kept = weights
     if marks.seed is not None:

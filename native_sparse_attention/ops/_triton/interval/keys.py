@@ -28,7 +28,7 @@ FULL_GRID = 256
 WORKSPACE = 2**29
 # Queries whose part of the gradients of memory is added by one program.
 SPLIT = 1024
-# q, k, v, dout, and of every row its log-sum-exp and delta (`dq_kernel`)
+# q, k, v, dout, and numbers of every row (`dq_kernel`)
 Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
@@ -138,15 +138,16 @@ def _launch_dkv(
     """grads: `[parts, ...]`, those of memory among them where it is joined, and of memory alone where `split` is not 0,
     for so many queries each.
     """
-    q, k, v, dout, pairs = tensors
+    q, k, v, dout, numbers = tensors
     kv_heads, parts = k.shape[2], len(grads[0])
     block_m, block_n, num_warps, num_stages = _settings_of_keys(interval, q, v)
     launch(
         dkv_kernel,
         (tiles * kv_heads * parts,),
-        *(q, k, v, pairs, dout, *grads, *_describe_queries(q, dout, interval, marks, block_m)),
+        *(q, k, v, numbers, dout, *grads, *_describe_queries(q, dout, interval, marks, block_m)),
         *(q.stride(), k.stride(), v.stride(), dout.stride(), *(t.stride() for t in grads)),
         *(place, interval, scale, marks, kv_heads, parts),
+        NUMBERS=numbers.shape[2],
         JOINED=is_joined,
         SPLIT=split,
         HEADS=q.shape[2] // kv_heads // parts,
@@ -180,9 +181,9 @@ def _rows_of(rows: range, tensors: Tensors, place: Placement, marks: Marks) -> t
     """All of it for some rows of the batch."""
     if len(rows) == len(tensors[0]):
         return tensors, place, marks
-    q, k, v, dout, pairs = (t[rows.start : rows.stop] for t in tensors)
+    q, k, v, dout, numbers = (t[rows.start : rows.stop] for t in tensors)
     marks = marks if marks.first_row is None else marks._replace(first_row=rows.start)
-    return (q, k, v, dout, pairs), _place_of(place, rows), marks
+    return (q, k, v, dout, numbers), _place_of(place, rows), marks
 
 
 def _place_of(place: Placement, rows: range) -> Placement:

@@ -51,22 +51,25 @@ def interval_attention(
     block_size: int = 1,
     stride: int = 1,
     modifiers: Modifiers = OFF,
+    gate: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of the query at position t over the keys from t - left on with key * stride + reach <= t.
 
     q: `[B, T, HQ, D]`; k, v: `[B, C, H, D and DV]`, the compressed blocks of block_size and stride (1 and 1: the
     tokens); mem_kv: pairs that every query reads, `[H, M, D and DV]`. left, reach: None is unbounded. Of the modifiers,
-    those for single keys are for tokens without memory pairs: all but softcap and sinks. Returns the
-    output `[B, T, HQ, DV]` and the log-sum-exp `[B, HQ, T]`.
+    those for single keys are for tokens without memory pairs: all but softcap and sinks. gate: `[B, T, HQ]`, if the
+    gradient that the output will receive is that of gate * output; the log-sum-exp has none then. Returns the output
+    `[B, T, HQ, DV]` and the log-sum-exp `[B, HQ, T]`.
     """
     assert mem_kv is None or left is None, 'query_range knows no memory beside a window'
     mem_k, mem_v = (None, None) if mem_kv is None else mem_kv
-    return _forward(
-        *(q, k, v, mem_k, mem_v, modifiers.sinks, modifiers.bias),
+    out, lse = _forward(
+        *(q, k, v, mem_k, mem_v, modifiers.sinks, modifiers.bias, gate),
         *(*flatten(sequences), left, reach, block_size, stride, scale),
         *(modifiers.softcap, modifiers.query_segments, modifiers.key_segments, modifiers.attn_mask),
         *(modifiers.dropout_p, modifiers.dropout_seed),
     )
+    return out, lse if gate is None else lse.detach()
 
 
 @torch.library.custom_op('native_sparse_attention::interval_attention', mutates_args=())
@@ -78,6 +81,7 @@ def _forward(
     mem_v: OptionalTensor,
     sinks: OptionalTensor,
     bias: OptionalTensor,
+    gate: OptionalTensor,
     seqlen_k: int,
     q_offset: OptionalInt,
     q_offsets: OptionalTensor,
@@ -139,6 +143,7 @@ def _backward(
     mem_v: OptionalTensor,
     sinks: OptionalTensor,
     bias: OptionalTensor,
+    gate: OptionalTensor,
     seqlen_k: int,
     q_offset: OptionalInt,
     q_offsets: OptionalTensor,
@@ -159,8 +164,10 @@ def _backward(
     needs_dkv: bool,
     needs_dsinks: bool,
     needs_dbias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, mem_k, mem_v, sinks and bias; those that are not needed, but for the first, are empty."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, mem_k, mem_v, sinks, bias and gate; those that are not needed, but for the first, are
+    empty. dlse: None beside a gate.
+    """
     q, k, v, interval, place, marks = _prepare(
         q, k, v, mem_k, mem_v, (seqlen_k, q_offset, q_offsets, seqlens_k, cu_seqlens, cu_seqlens_k),
         left, reach, block_size, stride,
@@ -170,16 +177,17 @@ def _backward(
     seqlen, heads, head_dim = q.shape[1:]
     kv_heads, value_dim = v.shape[2:]
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
-    pairs = lse.new_empty(*lse.shape[:2], 2, lse.shape[2])  # what dkv takes of a row
+    numbers = lse.new_empty(*lse.shape[:2], 2 if gate is None else 4, lse.shape[2])  # what dkv takes of a row
     table = settings.DQ if interval.left is None else settings.DQ_WINDOW
     block_m, block_n, num_warps, num_stages = settings_of(table, q, v)
     packed = _count_packed(heads // kv_heads, block_m)
     launch(
         dq_kernel,
         (num_tiles(place, seqlen, block_m // packed), heads // packed),
-        *(q, k, v, out, lse, dout, dlse, dq, pairs, *_describe_keys(k, v, place, interval, block_n)),
+        *(q, k, v, out, lse, dout, dlse, gate, dq, numbers, *_describe_keys(k, v, place, interval, block_n)),
         *(q.stride(), k.stride(), v.stride(), out.stride(), dout.stride()),
-        *(None if dlse is None else dlse.stride(), dq.stride()),
+        *(None if t is None else t.stride() for t in (dlse, gate)),
+        dq.stride(),
         *(place, interval, scale, marks),
         GROUP=heads // kv_heads,
         HEADS=packed,
@@ -189,18 +197,22 @@ def _backward(
         num_stages=num_stages,
         device=q.device,
     )
-    tensors = (q, k, v, dout, pairs)
-    dk = dv = dmem_k = dmem_v = dsinks = dbias = None
+    tensors = (q, k, v, dout, numbers)
+    dk = dv = dmem_k = dmem_v = dsinks = dbias = dgate = None
     if needs_dkv:
         dk, dv, dmem_k, dmem_v = differentiate_keys(tensors, place, interval, scale, marks)
     if needs_dsinks and sinks is not None:
-        dsinks = _differentiate_sinks(sinks, lse, pairs[:, :, 1])
+        delta = numbers[:, :, 1]
+        dsinks = _differentiate_sinks(sinks, lse, delta if gate is None else delta * numbers[:, :, 3])
     if needs_dbias and bias is not None:
         dbias = _differentiate_bias(bias, tensors, place, interval, scale, marks)
-    dk, dv, dmem_k, dmem_v, dsinks, dbias = (
-        q.new_empty(0) if grad is None else grad for grad in (dk, dv, dmem_k, dmem_v, dsinks, dbias)
+    if gate is not None:
+        # What p * dp adds up to is dout * output.
+        dgate = numbers[:, :, 1].transpose(1, 2).to(gate.dtype).contiguous()
+    dk, dv, dmem_k, dmem_v, dsinks, dbias, dgate = (
+        q.new_empty(0) if grad is None else grad for grad in (dk, dv, dmem_k, dmem_v, dsinks, dbias, dgate)
     )
-    return dq, dk, dv, dmem_k, dmem_v, dsinks, dbias
+    return dq, dk, dv, dmem_k, dmem_v, dsinks, dbias, dgate
 
 
 def _differentiate_sinks(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
@@ -219,7 +231,7 @@ def _differentiate_sinks(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
 def _differentiate_bias(
     bias: Tensor, tensors: Tensors, place: Placement, interval: Interval, scale: float, marks: Marks
 ) -> Tensor:
-    q, k, v, dout, pairs = tensors
+    q, k, v, dout, numbers = tensors
     dbias = torch.empty_like(bias, memory_format=torch.contiguous_format)
     block_m, block_n, num_warps, num_stages = settings_of(settings.DQ, q, v)
     block_n = min(block_n, 32)  # all four operands come by pointers, which take registers
@@ -227,9 +239,10 @@ def _differentiate_bias(
     launch(
         dbias_kernel,
         (tiles * bias.shape[0] * bias.shape[1],),
-        *(q, k, v, pairs, dout, dbias),
+        *(q, k, v, numbers, dout, dbias),
         *(q.stride(), k.stride(), v.stride(), dout.stride(), dbias.stride()),
         *(place, interval, scale, marks, (q.shape[0], q.shape[2], *bias.shape[:2])),
+        NUMBERS=numbers.shape[2],
         GROUP=q.shape[2] // k.shape[2],
         **tile_sizes(q.shape[3], v.shape[3], block_m, block_n),
         WIDE=is_wide(q, k, v, dout),
@@ -260,6 +273,7 @@ def _(
     mem_v: Tensor | None,
     sinks: Tensor | None,
     bias: Tensor | None,
+    gate: Tensor | None,
     *rest: Any,
 ) -> tuple[Tensor, ...]:
     needs_dkv, needs_dsinks, needs_dbias = rest[-3:]
@@ -268,17 +282,18 @@ def _(
     dkv = [q.new_empty(shape if needs_dkv else 0) for shape in shapes]
     dsinks = sinks.new_empty(sinks.shape) if needs_dsinks and sinks is not None else q.new_empty(0)
     dbias = bias.new_empty(bias.shape) if needs_dbias and bias is not None else q.new_empty(0)
-    return q.new_empty(q.shape), *dkv, dsinks, dbias
+    dgate = q.new_empty(0) if gate is None else gate.new_empty(gate.shape)
+    return q.new_empty(q.shape), *dkv, dsinks, dbias, dgate
 
 
 def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     (out, lse), inputs = saved_inputs(ctx)
     if dout is None:
         dout = torch.zeros_like(out)
-    needed = ctx.needs_input_grad[:7]
-    grads = _backward(dout, dlse, out, lse, *inputs, any(needed[1:5]), *needed[5:])
+    needed = ctx.needs_input_grad[:8]
+    grads = _backward(dout, dlse, out, lse, *inputs, any(needed[1:5]), *needed[5:7])
     grads = [grad if needs else None for grad, needs in zip(grads, needed, strict=True)]
-    return *grads, *(None,) * (len(inputs) - 7)
+    return *grads, *(None,) * (len(inputs) - 8)
 
 
 register_derivative(_forward, _differentiate, save_inputs)

@@ -20,6 +20,8 @@ def compressed_attention(
     causal: bool,
     scale: float,
     modifiers: Modifiers = OFF,
+    gate: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     reach = block_size - 1 if causal else None
-    return interval_attention(q, k_cmp, v_cmp, mem_kv, sequences, None, reach, scale, block_size, stride, modifiers)
+    settings = (sequences, None, reach, scale, block_size, stride, modifiers, gate)
+    return interval_attention(q, k_cmp, v_cmp, mem_kv, *settings)

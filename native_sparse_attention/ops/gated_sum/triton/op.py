@@ -17,12 +17,15 @@ TILE = 2048
 NUM_WARPS = 4
 
 
-def gated_sum(gates: Tensor, out_compressed: Tensor, out_selected: Tensor, out_window: Tensor) -> Tensor:
-    return _forward(gates, out_compressed, out_selected, out_window)
+def gated_sum(
+    gates: Tensor, out_compressed: Tensor, out_selected: Tensor, out_window: Tensor, carried: bool = False
+) -> Tensor:
+    """carried: the attentions have the gates, so that the gradient of the sum goes to each of them as it is."""
+    return _forward(gates, out_compressed, out_selected, out_window, carried)
 
 
 @torch.library.custom_op('native_sparse_attention::gated_sum', mutates_args=())
-def _forward(gates: Tensor, out_compressed: Tensor, out_selected: Tensor, out_window: Tensor) -> Tensor:
+def _forward(gates: Tensor, out_compressed: Tensor, out_selected: Tensor, out_window: Tensor, carried: bool) -> Tensor:
     out = out_compressed.new_empty(out_compressed.shape)
     tensors = (gates, out_compressed, out_selected, out_window, out)
     _launch(forward_kernel, out, *tensors, *(t.stride() for t in tensors))
@@ -66,17 +69,18 @@ def _(dout: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     return tuple(t.new_empty(t.shape if needed else 0) for t, needed in zip(inputs, needs, strict=True))
 
 
-def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs)
+    *tensors, ctx.carried = inputs
+    ctx.save_for_backward(*(() if ctx.carried else tensors))
 
 
 def _differentiate(ctx: Any, dout: Tensor | None) -> tuple[Tensor | None, ...]:
-    needs = list(ctx.needs_input_grad)
+    needs = list(ctx.needs_input_grad[:4])
     if dout is None:
-        return (None,) * len(needs)
-    grads = _backward(dout, *ctx.saved_tensors, needs)
-    return tuple(grad if needed else None for grad, needed in zip(grads, needs, strict=True))
+        return (None,) * 5
+    grads = (None, dout, dout, dout) if ctx.carried else _backward(dout, *ctx.saved_tensors, needs)
+    return *(grad if needed else None for grad, needed in zip(grads, needs, strict=True)), None
 
 
 register_derivative(_forward, _differentiate, _save)

@@ -42,6 +42,7 @@ def dq_kernel(
     lse_ptr,
     dout_ptr,
     dlse_ptr,
+    gate_ptr,
     dq_ptr,
     delta_ptr,
     dfactors_ptr,
@@ -53,6 +54,7 @@ def dq_kernel(
     out_strides,
     dout_strides,
     dlse_strides,
+    gate_strides,
     dq_strides,
     place,
     sharing,
@@ -73,8 +75,8 @@ def dq_kernel(
     WIDE: tl.constexpr,
 ):
     """Shapes as in the forward kernel; dlse may be None, and is `[B, HQ, T]` like lse and delta, where the gradient of
-    a logit is p * (dp - delta). dfactors: float32 `[parts, B, T, HI, n]`, for the tiles of the heads of a choice, or
-    None.
+    a logit is p * (dp - delta). gate: `[B, T, HQ]`, what dout is still to be multiplied by, or None. dfactors: float32
+    `[parts, B, T, HI, n]`, for the tiles of the heads of a choice, or None.
     """
     parts = tl.cdiv(GROUP, BLOCK_M)
     chooser = (tl.program_id(1) // parts).to(tl.int64)
@@ -173,6 +175,9 @@ def dq_kernel(
         missing += tl.sum(dlogits, 1)
     dq, mean_k, _ = sums
     dq = (dq - missing[:, None] * mean_k) * scale
+    if gate_ptr is not None:
+        gate_ptr += row * gate_strides[0] + token * gate_strides[1]
+        dq *= tl.load(gate_ptr + heads * gate_strides[2], mask=head_mask, other=0.0).to(tl.float32)[:, None]
     dq_ptr += row * dq_strides[0] + token * dq_strides[1]
     store_rows(dq_ptr, heads, dq_strides[2], dq, head_mask, HEAD_DIM, BLOCK_D)
     tl.store(delta_ptr + places_of_lse, delta + missing - dlse, mask=head_mask)

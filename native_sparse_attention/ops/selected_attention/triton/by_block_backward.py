@@ -55,6 +55,7 @@ class MemberGradients:
         lse: Tensor,
         dout: Tensor,
         dlse: Tensor | None,
+        gate: Tensor | None,
         place: Placement,
         block_size: int,
         causal: bool,
@@ -66,8 +67,8 @@ class MemberGradients:
         are gone through.
         """
         self.q, self.k, self.v, self.block_scale, self.lse = q, k, v, block_scale, lse
-        self.dout, self.dlse, self.place, self.causal, self.scale = dout, dlse, place, causal, scale
-        self.softcap = softcap
+        self.dout, self.dlse, self.gate, self.place = dout, dlse, gate, place
+        self.causal, self.scale, self.softcap = causal, scale, softcap
         index_heads, self.num_selected = block_indices.shape[2:]
         self.block_size = min(block_size, k.shape[1])
         self.group, self.repeats = q.shape[2] // index_heads, index_heads // k.shape[2]
@@ -142,12 +143,13 @@ class MemberGradients:
 
     def _add_parts(self, parts: Parts, lists: Lists, pairs: range, tokens: range, finishes: bool) -> None:
         """delta, or else dq."""
-        dlse = self.dlse
+        dlse, gate = self.dlse, self.gate
         launch(
             add_parts_kernel,
             (len(pairs) * -(-len(tokens) * self.repeats * self.group // MERGE_ROWS),),
-            *(parts, self.delta, self.inverses, self.lse, dlse, self.dq),
-            *(None if dlse is None else dlse.stride(), self.dq.stride()),
+            *(parts, self.delta, self.inverses, self.lse, dlse, gate, self.dq),
+            *(None if t is None else t.stride() for t in (dlse, gate)),
+            self.dq.stride(),
             *(self.place, lists, len(tokens), self.scale),
             FINISHES=finishes,
             GROUP=self.group,
@@ -402,8 +404,10 @@ def add_parts_kernel(
     inverses_ptr,
     lse_ptr,
     dlse_ptr,
+    gate_ptr,
     dq_ptr,
     dlse_strides,
+    gate_strides,
     dq_strides,
     place,
     lists,
@@ -419,7 +423,8 @@ def add_parts_kernel(
     BLOCK_D: tl.constexpr,
 ):
     """delta, `[B, HQ, T]`, from which the gradient of the log-sum-exp is taken, and inverses, of units of the gradients
-    of logits (`find_unit`), or None; or else (FINISHES) dq. Of num_tokens tokens; one program per tile of their heads.
+    of logits (`find_unit`), or None; or else (FINISHES) dq, times the gate `[B, T, HQ]` or None. Of num_tokens tokens;
+    one program per tile of their heads.
     """
     mask, row, token, head, places = find_owners(
         tl.program_id(0), lists, num_tokens, GROUP, REPEATS, NUM_SELECTED, BLOCK_M
@@ -443,6 +448,9 @@ def add_parts_kernel(
                 spread += unit
     if FINISHES:
         dq = sort_columns(parts, dq, HEAD_DIM, BLOCK_D)
+        if gate_ptr is not None:
+            places = row * gate_strides[0] + token * gate_strides[1] + head * gate_strides[2]
+            dq *= tl.load(gate_ptr + places, mask=mask, other=0.0).to(tl.float32)[:, None]
         dq_ptr += row * dq_strides[0]
         places = token * dq_strides[1] + head * dq_strides[2]
         store_rows(dq_ptr, places, 1, dq * scale, mask, HEAD_DIM, BLOCK_D)

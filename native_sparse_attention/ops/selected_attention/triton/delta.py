@@ -50,9 +50,12 @@ def add_low_bits(rounded, low):
     return x
 
 
-def find_delta(out: Tensor, low: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor]:
-    """lse, and delta of every row less the gradient of its log-sum-exp: float32 `[B, HQ, T]` like dlse. They are views
-    of one tensor in which the heads of a token lie side by side, since dkv fetches them together.
+def find_delta(
+    out: Tensor, low: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None, gate: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """lse, less by the logarithm of the gate `[B, T, HQ]` if there is one (`Gates`), and delta of every row less the
+    gradient of its log-sum-exp: float32 `[B, HQ, T]` like dlse. They are views of one tensor in which the heads of a
+    token lie side by side, since dkv fetches them together.
 
     out, dout: `[B, T, HQ, DV]`; low: int16, contiguous, from `split_low_bits`.
     """
@@ -61,8 +64,9 @@ def find_delta(out: Tensor, low: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor
     launch(
         delta_kernel,
         (batch * -(-seqlen // BLOCK_T) * heads,),
-        *(out, low, dout, lse, dlse, pairs, out.stride(), dout.stride()),
-        *(None if dlse is None else dlse.stride(), seqlen, heads),
+        *(out, low, dout, lse, dlse, gate, pairs, out.stride(), dout.stride()),
+        *(None if t is None else t.stride() for t in (dlse, gate)),
+        *(seqlen, heads),
         VALUE_DIM=value_dim,
         BLOCK_T=BLOCK_T,
         BLOCK_DV=head_block(value_dim),
@@ -80,10 +84,12 @@ def delta_kernel(
     dout_ptr,
     lse_ptr,
     dlse_ptr,
+    gate_ptr,
     pairs_ptr,
     out_strides,
     dout_strides,
     dlse_strides,
+    gate_strides,
     seqlen,
     heads,
     VALUE_DIM: tl.constexpr,
@@ -109,6 +115,9 @@ def delta_kernel(
         dlse = tl.load(dlse_ptr + tokens * dlse_strides[2], mask=mask, other=0.0)
         # A log-sum-exp of nothing has no gradient; logaddexp of two such gives NaN.
         delta -= tl.where(lse == float('-inf'), 0.0, dlse)
+    if gate_ptr is not None:
+        gate_ptr += row * gate_strides[0] + head * gate_strides[2]
+        lse -= tl.log(tl.load(gate_ptr + tokens * gate_strides[1], mask=mask, other=1.0).to(tl.float32))
     pairs_ptr += 2 * ((row * seqlen + tokens) * heads + head)
     tl.store(pairs_ptr, lse, mask=mask)
     tl.store(pairs_ptr + 1, delta, mask=mask)

@@ -17,7 +17,7 @@ import triton.language as tl
 from native_sparse_attention.ops._triton.inverse_index import find_block, load_entries, split_members
 from native_sparse_attention.ops._triton.placement import load_extent
 from native_sparse_attention.ops._triton.softcap import cap_logits, cap_slope
-from native_sparse_attention.ops._triton.tiles import add_product, load_rows, split_finite, store_rows
+from native_sparse_attention.ops._triton.tiles import add_product, is_finite_tile, load_rows, split_finite, store_rows
 from native_sparse_attention.ops.selected_attention.triton.dlogits import store_dlogits
 from native_sparse_attention.ops.selected_attention.triton.lists import (
     count_near,
@@ -38,6 +38,15 @@ class Partials(NamedTuple):
     num_partials: int
 
 
+class Gates(NamedTuple):
+    """What dout is still to be multiplied by, `[B, T, HQ]`, and the log-sum-exp `[B, HQ, T]`, contiguous. An lse beside
+    these is less by the logarithm of the gate, which leads to gate * p, and to NaN where the gate is below 0.
+    """
+
+    gate: Any
+    lse: Any
+
+
 @triton.jit
 def dkv_kernel(
     q_ptr,
@@ -47,6 +56,7 @@ def dkv_kernel(
     lse_ptr,
     delta_ptr,
     dout_ptr,
+    gates,
     dk_ptr,
     dv_ptr,
     dlogits_ptr,
@@ -57,6 +67,7 @@ def dkv_kernel(
     factors_strides,
     lse_strides,
     dout_strides,
+    gate_strides,
     dk_strides,
     dv_strides,
     place,
@@ -79,8 +90,9 @@ def dkv_kernel(
     BLOCK_DV: tl.constexpr,
 ):
     """Adds up to CHUNK entries of a list, to dk and dv where these are all, or else to a partial sum. One program per
-    pair, chunk and tile of the block's keys. dk, dv: `[B, S, H, D and DV]`; ADDS: they have gradients already. dlogits:
-    room for the gradients of the logits, where these are left in memory (`store_dlogits`), or None.
+    pair, chunk and tile of the block's keys. lse, delta: `[B, HQ, T]`, of the same strides. gates: `Gates`, or None.
+    dk, dv: `[B, S, H, D and DV]`; ADDS: they have gradients already. dlogits: room for the gradients of the logits,
+    where these are left in memory (`store_dlogits`), or None.
     """
     tiles = tl.cdiv(BLOCK_SIZE, BLOCK_N)
     # Where gradients of logits are stored, a search of many slots at once makes the whole kernel a little slower.
@@ -122,7 +134,8 @@ def dkv_kernel(
     lse_ptr += row * lse_strides[0]
     delta_ptr += row * lse_strides[0]
     inputs = (
-        q_ptr, factors_ptr, lse_ptr, delta_ptr, dout_ptr, q_strides, factors_strides, lse_strides, dout_strides
+        q_ptr, factors_ptr, lse_ptr, delta_ptr, dout_ptr, q_strides, factors_strides, lse_strides, dout_strides,
+        (gates, gate_strides),
     )  # fmt: skip
     passed = (dlogits_ptr, pair, entries_ptr, tl.program_id(0) % tiles * BLOCK_N)
     entry = load_entries(entries_ptr, 0, num_rows, GROUP, BLOCK_M)
@@ -130,18 +143,31 @@ def dkv_kernel(
         following = load_entries(entries_ptr, first_row + BLOCK_M, num_rows, GROUP, BLOCK_M)
         dk, dv = _add_members(
             inputs, passed, k, v, dk, dv, entry, first_row, num_rows, row, kv_head, keys, key_mask, offset, place,
-            lists, scale, softcap, GROUP, REPEATS, NUM_SELECTED, BLOCK_SIZE, CAUSAL, WIDE, True, HEAD_DIM, VALUE_DIM,
-            BLOCK_M, BLOCK_D, BLOCK_DV,
+            lists, scale, softcap, GROUP, REPEATS, NUM_SELECTED, BLOCK_SIZE, CAUSAL, WIDE, True, False, HEAD_DIM,
+            VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
         entry = following
     for first_row in tl.range(first_far, num_rows, BLOCK_M):
         following = load_entries(entries_ptr, first_row + BLOCK_M, num_rows, GROUP, BLOCK_M)
         dk, dv = _add_members(
             inputs, passed, k, v, dk, dv, entry, first_row, num_rows, row, kv_head, keys, key_mask, offset, place,
-            lists, scale, softcap, GROUP, REPEATS, NUM_SELECTED, BLOCK_SIZE, CAUSAL, WIDE, False, HEAD_DIM, VALUE_DIM,
-            BLOCK_M, BLOCK_D, BLOCK_DV,
+            lists, scale, softcap, GROUP, REPEATS, NUM_SELECTED, BLOCK_SIZE, CAUSAL, WIDE, False, False, HEAD_DIM,
+            VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
         entry = following
+    if gates is not None and not is_finite_tile(dk):
+        # Perhaps for gates below 0: once more, with the gates themselves.
+        dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+        dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+        entry = load_entries(entries_ptr, 0, num_rows, GROUP, BLOCK_M)
+        for first_row in tl.range(0, num_rows, BLOCK_M, num_stages=1):
+            following = load_entries(entries_ptr, first_row + BLOCK_M, num_rows, GROUP, BLOCK_M)
+            dk, dv = _add_members(
+                inputs, passed, k, v, dk, dv, entry, first_row, num_rows, row, kv_head, keys, key_mask, offset, place,
+                lists, scale, softcap, GROUP, REPEATS, NUM_SELECTED, BLOCK_SIZE, CAUSAL, WIDE, True, True, HEAD_DIM,
+                VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV,
+            )  # fmt: skip
+            entry = following
     # What no query may read is loaded as 0, and its gradient is 0.
     dk = tl.where(key_mask[:, None], dk * scale, 0.0)
     dv = tl.where(key_mask[:, None], dv, 0.0)
@@ -187,6 +213,7 @@ def _add_members(
     CAUSAL: tl.constexpr,
     WIDE: tl.constexpr,
     MASKED: tl.constexpr,
+    GATED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -194,9 +221,10 @@ def _add_members(
     BLOCK_DV: tl.constexpr,
 ):
     """dk and dv with what a tile of members adds, whose gradients of logits are left in memory where there is room for
-    them. Not MASKED: all of them read all of the keys.
+    them. Not MASKED: all of them read all of the keys. GATED: of any gates.
     """
-    q_ptr, factors_ptr, lse_ptr, delta_ptr, dout_ptr, q_strides, factors_strides, lse_strides, dout_strides = inputs
+    q_ptr, factors_ptr, lse_ptr, delta_ptr, dout_ptr = inputs[:5]
+    q_strides, factors_strides, lse_strides, dout_strides, gated = inputs[5:]
     rows = first_row + tl.arange(0, BLOCK_M)
     row_mask = rows < num_rows
     _, in_group = split_members(first_row, GROUP, BLOCK_M)
@@ -212,6 +240,12 @@ def _add_members(
     # Rows that are none add nothing: their q and dout are 0.
     lse = tl.load(lse_ptr + places_of_lse, mask=row_mask, other=0.0)
     delta = tl.load(delta_ptr + places_of_lse, mask=row_mask, other=0.0)
+    if GATED:
+        gates, gate_strides = gated
+        places = (row * lists.kv_heads * REPEATS * GROUP + head) * place.seqlen_q + token
+        lse = tl.load(gates.lse + places, mask=row_mask, other=0.0)
+        offsets = row * gate_strides[0] + token * gate_strides[1] + head * gate_strides[2]
+        gate = tl.load(gates.gate + offsets, mask=row_mask, other=0.0).to(tl.float32)
     # Where lse is -inf, all logits are: a number makes their weights 0. Its product with log2(e) is one too.
     shift = tl.maximum(lse, -2.0e38, propagate_nan=tl.PropagateNan.ALL) * -1.4426950408889634
     factor = tl.full([BLOCK_M], 1.0, tl.float32)
@@ -226,6 +260,8 @@ def _add_members(
         logits_log2 = products * scale_log2[None, :]
         capped_log2 = cap_logits(logits_log2, softcap * 1.4426950408889634)
         weights = tl.exp2(capped_log2 + shift[None, :])
+    if GATED:
+        weights *= gate[None, :]
     dweights = tl.dot(v, tl.trans(dout), input_precision='ieee')
     dlogits = weights * (dweights - delta[None, :])
     if softcap is not None:

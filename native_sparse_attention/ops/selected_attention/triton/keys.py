@@ -11,7 +11,12 @@ from native_sparse_attention.ops._triton.inverse_index import InverseIndex, grou
 from native_sparse_attention.ops._triton.launch import head_block, is_wide, launch, row_block, settings_of
 from native_sparse_attention.ops._triton.placement import Placement
 from native_sparse_attention.ops.selected_attention.triton import settings
-from native_sparse_attention.ops.selected_attention.triton.key_gradients import Partials, combine_kernel, dkv_kernel
+from native_sparse_attention.ops.selected_attention.triton.key_gradients import (
+    Gates,
+    Partials,
+    combine_kernel,
+    dkv_kernel,
+)
 from native_sparse_attention.ops.selected_attention.triton.lists import Lists, make_lists, split_evenly
 
 # Pairs of a query and a head, and entries, that one program adds to the gradients of a block, by bytes of an element;
@@ -62,10 +67,11 @@ def differentiate_keys(
     softcap: float | None,
     members: Members | None = None,
     index: InverseIndex | None = None,
+    gates: Gates | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of k and v, for one group of pairs (a row of the batch and a kv head) after the other; where `members`
     has no room for all tokens at once, for some tokens after the other. lse, delta: `[B, HQ, T]`, of the same strides.
-    index: of all pairs and tokens, where it is known.
+    index: of all pairs and tokens, where it is known. gates: where dout is not multiplied by them yet.
     """
     seqlen, heads, head_dim = q.shape[1:]
     seqlen_k, kv_heads, value_dim = v.shape[1:]
@@ -122,15 +128,16 @@ def differentiate_keys(
             launch(
                 dkv_kernel,
                 (len(pairs) * lists.num_programs * tiles,),
-                *(q, k, v, block_scale, lse, delta, dout, *sums),
+                *(q, k, v, block_scale, lse, delta, dout, gates, *sums),
                 *(None if members is None else members.dlogits, partials),
                 *(q.stride(), k.stride(), v.stride(), None if block_scale is None else block_scale.stride()),
-                *(lse.stride(), dout.stride(), *strides, place, lists, scale, softcap),
+                *(lse.stride(), dout.stride(), None if gates is None else gates.gate.stride()),
+                *(*strides, place, lists, scale, softcap),
                 GROUP=group,
                 REPEATS=repeats,
                 NUM_SELECTED=num_selected,
                 CAUSAL=causal,
-                WIDE=is_wide(q, dout, lse, block_scale),
+                WIDE=is_wide(q, dout, lse, block_scale, None if gates is None else gates.gate),
                 ADDS=len(ranges) > 1,
                 BLOCK_M=block_m,
                 num_warps=num_warps,

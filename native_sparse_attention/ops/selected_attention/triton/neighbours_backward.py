@@ -40,6 +40,7 @@ def neighbours_dq_kernel(
     lse_ptr,
     dout_ptr,
     dlse_ptr,
+    gate_ptr,
     dq_ptr,
     delta_ptr,
     dfactors_ptr,
@@ -51,6 +52,7 @@ def neighbours_dq_kernel(
     out_strides,
     dout_strides,
     dlse_strides,
+    gate_strides,
     dq_strides,
     place,
     sharing,
@@ -172,6 +174,9 @@ def neighbours_dq_kernel(
     dq, mean_k, missing, dfactors, mean_logits = sums
 
     dq = (dq - missing[:, None] * mean_k) * scale
+    if gate_ptr is not None:
+        gate_ptr += row * gate_strides[0] + tokens * gate_strides[1]
+        dq *= tl.load(gate_ptr + heads * gate_strides[2], mask=mask, other=0.0).to(tl.float32)[:, None]
     dq_ptr += row * dq_strides[0]
     store_rows(dq_ptr, tokens * dq_strides[1] + heads * dq_strides[2], 1, dq, mask, HEAD_DIM, BLOCK_D)
     tl.store(delta_ptr + places_of_lse, delta + missing - dlse, mask=mask)

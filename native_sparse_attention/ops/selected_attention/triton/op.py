@@ -47,6 +47,7 @@ from native_sparse_attention.ops.selected_attention.triton.by_block_backward imp
 from native_sparse_attention.ops.selected_attention.triton.dlogits import passes_dlogits
 from native_sparse_attention.ops.selected_attention.triton.forward import forward_kernel
 from native_sparse_attention.ops.selected_attention.triton.half_values import HalfValues, convert_values, converts
+from native_sparse_attention.ops.selected_attention.triton.key_gradients import Gates
 from native_sparse_attention.ops.selected_attention.triton.neighbours import neighbours_forward_kernel
 from native_sparse_attention.ops.selected_attention.triton.neighbours_backward import neighbours_dq_kernel
 from native_sparse_attention.ops.selected_attention.triton.query_gradients import differentiate_by_dlogits
@@ -87,15 +88,19 @@ def selected_attention(
     causal: bool,
     scale: float,
     softcap: float | None = None,
+    gate: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    arguments = (q, k, v, block_indices, block_scale, *flatten(sequences), block_size, causal, scale, softcap)
+    """gate: `[B, T, HQ]`, if the gradient that the output will receive is that of gate * output; the log-sum-exp has
+    none then.
+    """
+    arguments = (q, k, v, block_indices, block_scale, gate, *flatten(sequences), block_size, causal, scale, softcap)
     keeps_low = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)
     keeps_low = keeps_low and passes_dlogits(
         q, k, v, block_indices, block_scale, block_size, _count_packed(sequences.cu_seqlens)
     )
     # How long lists are is more than the compiler should have to know.
     out, lse, _, _, _ = _forward(*arguments, not torch.compiler.is_compiling(), keeps_low)
-    return out, lse
+    return out, lse if gate is None else lse.detach()
 
 
 @torch.library.custom_op('native_sparse_attention::selected_attention', mutates_args=())
@@ -105,6 +110,7 @@ def _forward(
     v: Tensor,
     block_indices: Tensor,
     block_scale: OptionalTensor,
+    gate: OptionalTensor,
     seqlen_k: int,
     q_offset: OptionalInt,
     q_offsets: OptionalTensor,
@@ -177,6 +183,7 @@ def _backward(
     v: Tensor,
     block_indices: Tensor,
     block_scale: OptionalTensor,
+    gate: OptionalTensor,
     seqlen_k: int,
     q_offset: OptionalInt,
     q_offsets: OptionalTensor,
@@ -191,29 +198,33 @@ def _backward(
     keeps_low: bool,
     needs_dkv: bool,
     needs_dscale: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and block_scale; those that are not needed are empty, but for the first. low, entries,
-    starts: from the forward.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, block_scale and gate; those that are not needed are empty, but for the first. low, entries,
+    starts: from the forward. dlse, block_scale: None beside a gate.
     """
     q, k, v, block_indices, block_scale = last_dim_contiguous(q, k, v, block_indices, block_scale)
     dout, out = last_dim_contiguous(dout, out)
     place = make_placement(unflatten(q, (seqlen_k, q_offset, q_offsets, seqlens_k, cu_seqlens, cu_seqlens_k)))
     if keeps_low:
         inputs, settled = (q, k, v, block_indices, place), (block_size, causal, scale, softcap)
-        dq, dk, dv = differentiate_by_dlogits(dout, dlse, out, lse, low, *inputs, *settled)
-        return dq, *((dk, dv) if needs_dkv else (q.new_empty(0), q.new_empty(0))), q.new_empty(0)
+        dq, dk, dv, delta = differentiate_by_dlogits(dout, dlse, out, lse, low, *inputs, *settled, gate)
+        dkv = (dk, dv) if needs_dkv else (q.new_empty(0), q.new_empty(0))
+        return dq, *dkv, q.new_empty(0), _gradient_of_gate(gate, delta)
     packed = _count_packed(cu_seqlens)
     design = choose_design(q, k, v, block_indices, block_size, backward=True, num_packed=packed)
     if design == 'block':
         chosen, settled = (q, k, v, block_indices, block_scale, lse), (place, block_size, causal, scale, softcap)
-        members = MemberGradients(*chosen, dout, dlse, *settled, needs_dscale)
+        members = MemberGradients(*chosen, dout, dlse, gate, *settled, needs_dscale)
         index = InverseIndex(entries, starts) if starts.numel() else None
-        dk, dv = keys.differentiate_keys(*chosen, members.delta, dout, *settled, members, index)
+        chosen = (q, k, v, block_indices, block_scale, _less_gate(lse, gate))
+        gates = None if gate is None else Gates(gate, lse)
+        dk, dv = keys.differentiate_keys(*chosen, members.delta, dout, *settled, members, index, gates)
         dscale = q.new_empty(0)
         if members.dfactors is not None and block_scale is not None:
             dfactors = members.dfactors.unflatten(0, (q.shape[0], k.shape[2])).transpose(1, 2)
             dscale = dfactors.reshape(block_scale.shape).to(block_scale.dtype).contiguous()
-        return members.dq, *((dk, dv) if needs_dkv else (q.new_empty(0), q.new_empty(0))), dscale
+        dkv = (dk, dv) if needs_dkv else (q.new_empty(0), q.new_empty(0))
+        return members.dq, *dkv, dscale, _gradient_of_gate(gate, members.delta)
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     delta = torch.empty_like(lse)
     kernels = (neighbours_dq_kernel, settings.NEIGHBOURS_DQ), (dq_kernel, settings.DQ)
@@ -231,9 +242,10 @@ def _backward(
         launch(
             kernel,
             grid,
-            *(q, k, v, *_tiles(k, v, meta), block_indices, block_scale, out, lse, dout, dlse, dq, delta, dfactors),
+            *(q, k, v, *_tiles(k, v, meta), block_indices, block_scale, out, lse, dout, dlse, gate),
+            *(dq, delta, dfactors),
             *(q.stride(), k.stride(), v.stride(), block_indices.stride(), _strides(block_scale)),
-            *(out.stride(), dout.stride(), _strides(dlse), dq.stride()),
+            *(out.stride(), dout.stride(), _strides(dlse), _strides(gate), dq.stride()),
             *(place, sharing, scale, softcap),
             **meta,
             device=q.device,
@@ -242,12 +254,22 @@ def _backward(
         dscale = q.new_empty(0)
     else:
         dscale = (dfactors[0] if len(dfactors) == 1 else dfactors.sum(0)).to(block_scale.dtype)
-    if not needs_dkv:
-        return dq, q.new_empty(0), q.new_empty(0), dscale
-    dk, dv = keys.differentiate_keys(
-        q, k, v, block_indices, block_scale, lse, delta, dout, place, block_size, causal, scale, softcap
-    )
-    return dq, dk, dv, dscale
+    dk, dv = q.new_empty(0), q.new_empty(0)
+    if needs_dkv:
+        inputs, settled = (q, k, v, block_indices, block_scale), (place, block_size, causal, scale, softcap)
+        gates = None if gate is None else Gates(gate, lse)
+        dk, dv = keys.differentiate_keys(*inputs, _less_gate(lse, gate), delta, dout, *settled, gates=gates)
+    return dq, dk, dv, dscale, _gradient_of_gate(gate, delta)
+
+
+def _less_gate(lse: Tensor, gate: Tensor | None) -> Tensor:
+    """The log-sum-exp that leads to gate * p (`Gates`)."""
+    return lse if gate is None else lse - gate.float().log().transpose(1, 2)
+
+
+def _gradient_of_gate(gate: Tensor | None, delta: Tensor) -> Tensor:
+    """delta `[B, HQ, T]`, which is dout * output where the log-sum-exp has no gradient; empty without a gate."""
+    return delta.new_empty(0) if gate is None else delta.transpose(1, 2).to(gate.dtype).contiguous()
 
 
 @_forward.register_fake
@@ -272,23 +294,25 @@ def _(
     v: Tensor,
     block_indices: Tensor,
     block_scale: Tensor | None,
+    gate: Tensor | None,
     *rest: Any,
 ) -> tuple[Tensor, ...]:
     dk, dv = (k.new_empty(k.shape), v.new_empty(v.shape)) if rest[-2] else (q.new_empty(0), q.new_empty(0))
     dscale = q.new_empty(0)
     if rest[-1] and block_scale is not None:
         dscale = block_scale.new_empty(block_scale.shape)
-    return q.new_empty(q.shape), dk, dv, dscale
+    dgate = lse.new_empty(0) if gate is None else gate.new_empty(gate.shape)
+    return q.new_empty(q.shape), dk, dv, dscale, dgate
 
 
 def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     (out, *others), inputs = saved_inputs(ctx)
     if dout is None:
         dout = torch.zeros_like(out)
-    needs_dq, needs_dk, needs_dv, _, needs_dscale = ctx.needs_input_grad[:5]
-    dq, dk, dv, dscale = _backward(dout, dlse, out, *others, *inputs, needs_dk or needs_dv, needs_dscale)
-    pairs = ((dq, needs_dq), (dk, needs_dk), (dv, needs_dv), (None, False), (dscale, needs_dscale))
-    return *(grad if needs else None for grad, needs in pairs), *(None,) * (len(inputs) - 5)
+    needed = ctx.needs_input_grad[:6]
+    dq, dk, dv, dscale, dgate = _backward(dout, dlse, out, *others, *inputs, needed[1] or needed[2], needed[4])
+    grads = zip((dq, dk, dv, None, dscale, dgate), needed, strict=True)
+    return *(grad if needs else None for grad, needs in grads), *(None,) * (len(inputs) - 6)
 
 
 register_derivative(_forward, _differentiate, save_inputs)

@@ -28,6 +28,7 @@ from native_sparse_attention.ops.selected_attention.triton import settings
 from native_sparse_attention.ops.selected_attention.triton.choice import load_choices
 from native_sparse_attention.ops.selected_attention.triton.delta import find_delta
 from native_sparse_attention.ops.selected_attention.triton.dlogits import find_head, most_tokens
+from native_sparse_attention.ops.selected_attention.triton.key_gradients import Gates
 from native_sparse_attention.ops.selected_attention.triton.keys import differentiate_keys
 from native_sparse_attention.ops.selected_attention.triton.lists import Lists
 from native_sparse_attention.ops.selected_attention.triton.sharing import find_sharing, union_size
@@ -128,13 +129,16 @@ def differentiate_by_dlogits(
     causal: bool,
     scale: float,
     softcap: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v. low: of the output, `split_low_bits`."""
-    lse, delta = find_delta(out, low, dout, lse, dlse)
+    gate: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v, and delta `[B, HQ, T]`. low: of the output, `split_low_bits`."""
+    gates = None if gate is None else Gates(gate, lse)
+    lse, delta = find_delta(out, low, dout, lse, dlse, gate)
     settled = (place, block_size, causal, scale)
     queries = QueryGradients(q, k, v, block_indices, *settled)
-    dk, dv = differentiate_keys(q, k, v, block_indices, None, lse, delta, dout, *settled, softcap, queries)
-    return queries.dq, dk, dv
+    settled = (*settled, softcap)
+    dk, dv = differentiate_keys(q, k, v, block_indices, None, lse, delta, dout, *settled, queries, gates=gates)
+    return queries.dq, dk, dv, delta
 
 
 _COUNTS = ['last_token', 'num_tiles', 'tiles_of_row', 'first_tile', 'first_head', 'num_heads']

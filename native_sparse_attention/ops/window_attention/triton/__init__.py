@@ -19,8 +19,9 @@ def window_attention(
     right: int,
     scale: float,
     modifiers: Modifiers = OFF,
+    gate: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     # What reaches beyond any token is unbounded, and sums of positions fit into int32.
     bounds = [None if side < 0 or side >= MAX_TOKENS else side for side in (left, right)]
     reach = None if bounds[1] is None else -bounds[1]
-    return interval_attention(q, k, v, None, sequences, bounds[0], reach, scale, modifiers=modifiers)
+    return interval_attention(q, k, v, None, sequences, bounds[0], reach, scale, modifiers=modifiers, gate=gate)
