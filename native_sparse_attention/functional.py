@@ -321,12 +321,14 @@ def _are_carried(
     backend: str,
 ) -> bool:
     """Whether the attentions differentiate their gates, as kernels can where log-sum-exps have no gradients: the sum
-    has no backward of its own then.
+    has no backward of its own then. In float16 products of small gates and weights would lose bits.
     """
-    if not torch.is_grad_enabled() or use_diff_topk or backend not in ('auto', 'triton'):
+    if not torch.is_grad_enabled() or use_diff_topk or q.dtype == torch.float16 or backend not in ('auto', 'triton'):
         return False
     choices = backend_of(q, k, v, gates=gates, num_selected=num_selected, backend=backend).ops
-    return all(choice.name == 'triton' for op, choice in choices.items() if op != 'select_blocks')
+    served = [op for op, choice in choices.items() if choice.name == 'triton']
+    has_attention = any(op.endswith('_attention') for op in served)  # where there is none, nobody has the gates
+    return has_attention and all(op in served for op in choices if op != 'select_blocks')
 
 
 def _zero_padding(x: Tensor, padding: Tensor) -> Tensor:

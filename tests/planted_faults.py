@@ -249,7 +249,7 @@ FAULTS = [
     Fault('gradients of gates off by half a percent', GATED_SUM, 'dgate = tl.sum(dout * branch.to(tl.float32), 1)', 'dgate = tl.sum(dout * branch.to(tl.float32), 1) * 0.995', GATED),
     # Gates that attentions differentiate
     Fault('gates: gradients of q without them', BACKWARD, 'dq *= gate[:, None]', 'dq *= 1.0', OF_GATES),
-    Fault('gates: their logarithm added', BACKWARD, 'lse_log2 -= tl.log2(gate)', 'lse_log2 += tl.log2(gate)', OF_GATES),
+    Fault('gates: their logarithm added', BACKWARD, 'tl.log2(gate)', '(-tl.log2(gate))', OF_GATES),
     Fault('gates: those below 0 are 1 in gradients of k and v', DKV, 'weights *= gate[None, :]', 'weights *= 1.0', OF_GATES),
     Fault('gates: applied twice where they are below 0', DKV, 'lse_log2 = ungated', 'lse_log2 = lse_log2 * 1.0', OF_GATES),
     Fault('gates: another number of a row', DKV, 'second, fourth = tl.split(odd)', 'fourth, second = tl.split(odd)', OF_GATES),

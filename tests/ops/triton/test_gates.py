@@ -277,15 +277,31 @@ def test_branches_left_out(left_out: tuple[int, ...], device: torch.device, sums
 
 
 def test_where_gates_are_not_carried(device: torch.device, sums: list[Any]) -> None:
-    """A choice that learns takes gradients of log-sum-exps; nobody needs any without gradients."""
+    """A choice that learns takes gradients of log-sum-exps, and float16 has few bits for small products. Nobody needs
+    any without gradients.
+    """
     tensors, grads = make_nsa(whole(13), HEADS, device), make_grads(whole(13), HEADS, device)[:1]
     assert_close_to_eager(attend, tensors, grads, use_diff_topk=True)
     assert len(sums) == 1
+    halves = {name: t.half() for name, t in tensors.items()}
+    run_triton(attend, halves, [grad.half() for grad in grads])
+    assert len(sums) == 2
     expected = attend(**tensors, backend='triton')
     carried = attend(**{name: t.requires_grad_() for name, t in tensors.items()}, backend='triton')
     assert carried.requires_grad
     assert not expected.requires_grad
     assert same_bits(carried, expected)
+
+
+def test_gates_without_attentions(device: torch.device) -> None:
+    """Of a branch that chooses no block: gradients of 0, as by eager."""
+    q, k, v = (torch.randn(1, 9, heads, 8, device=device) for heads in (2, 1, 1))
+    gate = torch.rand(1, 9, 2, device=device, requires_grad=True)
+    settings: Settings = NSA | {'num_selected': 0, 'backend': 'triton'}
+    out = nsa(q, k, v, None, None, (None, gate, None), **settings)
+    out.sum().backward()
+    assert gate.grad is not None
+    assert not gate.grad.any()
 
 
 def test_second_derivatives_of_nsa_are_refused(device: torch.device) -> None:

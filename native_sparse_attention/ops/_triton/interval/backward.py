@@ -100,6 +100,8 @@ def dq_kernel(
     lse_log2 = tl.where(lse == float('-inf'), 0.0, lse) * 1.4426950408889634
     NUMBERS: tl.constexpr = 2 if gate_ptr is None else 4
     numbers_ptr += NUMBERS * row_of_lse
+    if gate_ptr is None:
+        tl.store(numbers_ptr + query_rows, lse_log2, mask=query_mask)
     dlse = tl.zeros([BLOCK_M], tl.float32)
     HAS_DLSE: tl.constexpr = dlse_ptr is not None
     if HAS_DLSE:
@@ -158,11 +160,10 @@ def dq_kernel(
         gate_ptr += row * gate_strides[0] + heads * gate_strides[2]
         gate = tl.load(gate_ptr + query_rows.to(tl.int64) * gate_strides[1], mask=query_mask, other=0.0).to(tl.float32)
         dq *= gate[:, None]
+        tl.store(numbers_ptr + query_rows, lse_log2 - tl.log2(gate), mask=query_mask)
         tl.store(numbers_ptr + 2 * place.seqlen_q + query_rows, lse_log2, mask=query_mask)
         tl.store(numbers_ptr + 3 * place.seqlen_q + query_rows, gate, mask=query_mask)
-        lse_log2 -= tl.log2(gate)
     store_rows(dq_ptr, query_rows, dq_strides[1], dq, query_mask, HEAD_DIM, BLOCK_D)
-    tl.store(numbers_ptr + query_rows, lse_log2, mask=query_mask)
     tl.store(numbers_ptr + place.seqlen_q + query_rows, delta + missing - dlse, mask=query_mask)
 
 

@@ -21,7 +21,7 @@ def gated_sum(
     gates: Tensor, out_compressed: Tensor, out_selected: Tensor, out_window: Tensor, carried: bool = False
 ) -> Tensor:
     """carried: the attentions have the gates, so that the gradient of the sum goes to each of them as it is."""
-    return _forward(gates, out_compressed, out_selected, out_window, carried)
+    return _forward(gates.detach() if carried else gates, out_compressed, out_selected, out_window, carried)
 
 
 @torch.library.custom_op('native_sparse_attention::gated_sum', mutates_args=())
