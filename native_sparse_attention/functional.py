@@ -180,11 +180,13 @@ def nsa(
         'softcap': softcap,
     }
 
+    # Somebody else's choice may be learned, too.
+    needs_lse = use_diff_topk or not (choose is select_blocks or isinstance(choose, _KeptChoice))
     branch_gates = [
         gate if is_read else None
         for gate, is_read in zip(gates.unbind(-1), (has_compressed, has_selected, has_window), strict=True)
     ]
-    carried = _are_carried(q, k, v, branch_gates, num_selected, use_diff_topk, backend)
+    carried = _are_carried(q, k, v, branch_gates, num_selected, needs_lse, backend)
     gate_compressed, gate_selected, gate_window = branch_gates if carried else (None, None, None)
     out_compressed = out_selected = out_window = lse = None
     if has_compressed or needs_scores:
@@ -295,8 +297,10 @@ def backend_of(
     if has_window:
         modifiers = Modifiers(softcap, sinks, dropout_p=dropout_p)
         attentions['window_attention'] = window_backend(q, k, v, modifiers=modifiers, backend=backend)
-    some_gates = next((gate for gate in gates if gate is not None), q) if gates is not None else q
-    others = {'gated_sum': sum_backend(some_gates, v, backend=eager_in_flex)}
+    # Gates of several dtypes are stacked in the widest of them.
+    all_gates = [gates] if isinstance(gates, Tensor) else [gate for gate in gates or () if gate is not None]
+    widest = next((gate for gate in all_gates if gate.dtype == torch.float64), q)
+    others = {'gated_sum': sum_backend(widest, v, backend=eager_in_flex)}
     if has_selected:
         block_scale = q[:, :, : k.shape[2], :1] if use_diff_topk else None
         attentions['selected_attention'] = selected_backend(
@@ -317,13 +321,13 @@ def _are_carried(
     v: Tensor,
     gates: Sequence[Tensor | None],
     num_selected: int,
-    use_diff_topk: bool,
+    needs_lse: bool,
     backend: str,
 ) -> bool:
     """Whether the attentions differentiate their gates, as kernels can where log-sum-exps have no gradients: the sum
     has no backward of its own then. In float16 products of small gates and weights would lose bits.
     """
-    if not torch.is_grad_enabled() or use_diff_topk or q.dtype == torch.float16 or backend not in ('auto', 'triton'):
+    if not torch.is_grad_enabled() or needs_lse or q.dtype == torch.float16 or backend not in ('auto', 'triton'):
         return False
     choices = backend_of(q, k, v, gates=gates, num_selected=num_selected, backend=backend).ops
     served = [op for op, choice in choices.items() if choice.name == 'triton']

@@ -339,6 +339,8 @@ def check_optional_gate(gate: Tensor | None, q: Tensor) -> None:
     """The `gate` of an attention, which kernels alone differentiate."""
     if gate is None:
         return
+    check_tensors(gate=gate)
+    check_device('gate', gate, q)
     check_gate('gate', gate, tuple(q.shape[:3]), '(B, T, HQ)', q)
     if gate.dtype == torch.float64:
         raise ValueError(f'gate has dtype {gate.dtype}, but its kernels compute in float32')

@@ -432,3 +432,13 @@ def test_workspace(op: str, kv_heads: int, device: torch.device):
         assert size <= 2.2 * found[0][phase] + 2**24, (
             f'{phase}: {found[0][phase]} bytes, and {size} at twice the length'
         )
+
+
+@pytest.mark.parametrize('kv_heads', [4, 64])
+@pytest.mark.parametrize('op', ['window', 'compressed', 'selected'])
+def test_workspace_with_gates(op: str, kv_heads: int, device: torch.device):
+    """Which `nsa` gives the attentions."""
+    function, tensors, settings = memory_problems(65536, kv_heads, device)[op]
+    tensors['gate'] = torch.rand(1, 65536, 64, device=device)
+    for phase, size in peaks(function, tensors, **settings).items():
+        assert size <= GIB, f'{phase}: {size / GIB:.2f} GiB'

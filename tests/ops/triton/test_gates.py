@@ -144,6 +144,35 @@ def test_a_gate_that_is_not_finite(junk: float, dtype: torch.dtype, device: torc
     assert result['grad of gate'].isfinite().all()
 
 
+@every_dtype
+@pytest.mark.parametrize('junk', [torch.nan, torch.inf])
+def test_gates_of_queries_that_read_nothing(junk: float, dtype: torch.dtype, device: torch.device) -> None:
+    """May be anything, as those of tokens that no sequence has."""
+    tensors = make_inputs(PACKED, TWO_GROUPS, device, dtype)
+    tensors['gate'] = make_gate(tensors['q'])
+    tensors['gate'][:, 48:] = junk
+    settings: Settings = {'window_size': (12, 0), **place(PACKED.where, device)}
+    result = run_triton(multiplied(window_attention), tensors, make_grads(PACKED, TWO_GROUPS, device), **settings)
+    assert all(t.isfinite().all() for name, t in result.items() if name.startswith('grad'))
+    assert result['grad of q'][:, 48:].eq(0).all()
+
+
+@every_dtype
+@pytest.mark.parametrize('value', [-0.7, torch.nan])
+def test_other_gates_change_no_bit(value: float, dtype: torch.dtype, device: torch.device) -> None:
+    """Of gradients of other queries, and of keys that the query does not read."""
+    tensors = make_inputs(whole(64), HEADS, device, dtype)
+    tensors['gate'] = make_gate(tensors['q'], 'above 0')
+    changed = tensors | {'gate': tensors['gate'].clone()}
+    changed['gate'][:, 63] = value
+    grads = make_grads(whole(64), HEADS, device)
+    expected, result = (
+        run_triton(multiplied(window_attention), t, grads, window_size=(20, 0)) for t in (tensors, changed)
+    )
+    for name, stop in (('grad of q', 63), ('grad of k', 43), ('grad of v', 43), ('grad of gate', 64)):
+        assert same_bits(result[name][:, :stop], expected[name][:, :stop]), name
+
+
 def gates_of(gate: Tensor, layout: str) -> Tensor:
     """The values of a gate in another place of memory, NaN around them."""
     if layout == 'transposed':
@@ -277,8 +306,8 @@ def test_branches_left_out(left_out: tuple[int, ...], device: torch.device, sums
 
 
 def test_where_gates_are_not_carried(device: torch.device, sums: list[Any]) -> None:
-    """A choice that learns takes gradients of log-sum-exps, and float16 has few bits for small products. Nobody needs
-    any without gradients.
+    """A choice that learns takes gradients of log-sum-exps, as somebody's own choice may, and float16 has few bits for
+    small products. Nobody needs any without gradients.
     """
     tensors, grads = make_nsa(whole(13), HEADS, device), make_grads(whole(13), HEADS, device)[:1]
     assert_close_to_eager(attend, tensors, grads, use_diff_topk=True)
@@ -286,6 +315,15 @@ def test_where_gates_are_not_carried(device: torch.device, sums: list[Any]) -> N
     halves = {name: t.half() for name, t in tensors.items()}
     run_triton(attend, halves, [grad.half() for grad in grads])
     assert len(sums) == 2
+    learned: list[Tensor] = []
+
+    def choose(q: Tensor, k_cmp: Tensor, lse: Tensor, **settings: Any) -> Tensor:
+        learned.append(lse.sum())
+        return select_blocks(q, k_cmp, lse, **settings)
+
+    run_triton(attend, tensors, grads, choose=choose)
+    assert len(sums) == 3
+    assert learned[0].requires_grad
     expected = attend(**tensors, backend='triton')
     carried = attend(**{name: t.requires_grad_() for name, t in tensors.items()}, backend='triton')
     assert carried.requires_grad

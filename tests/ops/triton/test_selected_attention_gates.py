@@ -168,6 +168,34 @@ def test_a_gate_that_is_not_finite(junk: float, dtype: torch.dtype, device: torc
     assert result['grad of gate'].isfinite().all()
 
 
+@every_dtype
+def test_gates_of_queries_that_read_nothing(dtype: torch.dtype, device: torch.device) -> None:
+    """May be anything."""
+    tensors = make_problem(whole(12), HEADS, device, dtype=dtype)
+    tensors['block_indices'][:, [2, 9]] = -1
+    tensors['gate'][:, [2, 9]] = torch.nan
+    grads = make_grads(whole(12), HEADS, device)
+    result = run_triton(multiplied(selected_attention), tensors, grads, block_size=BLOCK_SIZE)
+    assert all(t.isfinite().all() for name, t in result.items() if name.startswith('grad'))
+    assert result['grad of q'][:, [2, 9]].eq(0).all()
+
+
+@per_tile
+@pytest.mark.parametrize('value', [-0.7, torch.nan])
+def test_other_gates_change_no_bit(value: float, device: torch.device, passed: list[int]) -> None:
+    """Of gradients of other queries, where gradients of logits are passed on."""
+    extents, heads = whole(40), Heads(16, 1, 16, 16)
+    tensors = make_inputs(extents, heads, device, make_indices(extents, 1, 3, 16), dtype=torch.float16)
+    tensors['gate'] = make_gate(tensors['q'], 'above 0')
+    changed = tensors | {'gate': tensors['gate'].clone()}
+    changed['gate'][:, 39] = value
+    grads, attend = make_grads(extents, heads, device), multiplied(selected_attention)
+    expected, result = (run_triton(attend, t, grads, block_size=16) for t in (tensors, changed))
+    assert passed
+    for name in ('grad of q', 'grad of gate'):
+        assert same_bits(result[name][:, :39], expected[name][:, :39]), name
+
+
 @pytest.mark.parametrize('num_selected', [0, 2])
 def test_no_block_is_chosen(num_selected: int, device: torch.device) -> None:
     indices = torch.full((1, 5, 2, num_selected), -1, dtype=torch.int32)

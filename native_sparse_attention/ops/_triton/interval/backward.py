@@ -64,10 +64,10 @@ def dq_kernel(
     WIDE: tl.constexpr,
 ):
     """Shapes as in the forward kernel; dlse may be None, and is `[B, HQ, T]` like lse. gate: `[B, T, HQ]`, what dout is
-    still to be multiplied by, or None. numbers: float32 `[B, HQ, 2 or 4, T]`, what the other kernels take of a row: its
+    still to be multiplied by, or None. numbers: float32 `[B, HQ, 2 or 3, T]`, what the other kernels take of a row: its
     log-sum-exp in bits, 0 where it reads nothing, and delta, where the gradient of a logit is p * (dp - delta). With a
-    gate the first is less by the bits of the gate, so that it leads to gate * p, or to NaN where the gate is below 0;
-    the log-sum-exp as it is and the gate follow.
+    gate the first is less by log2(gate), so that it leads to gate * p, or to NaN where the gate is below 0, and the
+    third less by log2(-gate).
     """
     sequence, row, query_start, first_query, num_queries, num_tokens, offset = locate_queries(
         tl.program_id(0), place, BLOCK_M // HEADS
@@ -98,7 +98,7 @@ def dq_kernel(
     row_of_lse = (row * tl.num_programs(1) * HEADS + heads) * place.seqlen_q
     lse = tl.load(lse_ptr + row_of_lse + query_rows, mask=query_mask, other=0.0)
     lse_log2 = tl.where(lse == float('-inf'), 0.0, lse) * 1.4426950408889634
-    NUMBERS: tl.constexpr = 2 if gate_ptr is None else 4
+    NUMBERS: tl.constexpr = 2 if gate_ptr is None else 3
     numbers_ptr += NUMBERS * row_of_lse
     if gate_ptr is None:
         tl.store(numbers_ptr + query_rows, lse_log2, mask=query_mask)
@@ -159,10 +159,10 @@ def dq_kernel(
     if gate_ptr is not None:
         gate_ptr += row * gate_strides[0] + heads * gate_strides[2]
         gate = tl.load(gate_ptr + query_rows.to(tl.int64) * gate_strides[1], mask=query_mask, other=0.0).to(tl.float32)
+        gate = tl.where(lse == float('-inf'), 0.0, gate)  # of a row that reads nothing it may be anything
         dq *= gate[:, None]
         tl.store(numbers_ptr + query_rows, lse_log2 - tl.log2(gate), mask=query_mask)
-        tl.store(numbers_ptr + 2 * place.seqlen_q + query_rows, lse_log2, mask=query_mask)
-        tl.store(numbers_ptr + 3 * place.seqlen_q + query_rows, gate, mask=query_mask)
+        tl.store(numbers_ptr + 2 * place.seqlen_q + query_rows, lse_log2 - tl.log2(-gate), mask=query_mask)
     store_rows(dq_ptr, query_rows, dq_strides[1], dq, query_mask, HEAD_DIM, BLOCK_D)
     tl.store(numbers_ptr + place.seqlen_q + query_rows, delta + missing - dlse, mask=query_mask)
 

@@ -76,20 +76,22 @@ def dbias_kernel(
             v = load_rows(v_of_head, keys, v_strides[1], key_mask, VALUE_DIM, BLOCK_DV, WIDE)
             dout = load_rows(dout_of_head, queries, dout_strides[1], query_mask, VALUE_DIM, BLOCK_DV, WIDE)
             numbers_of_head = numbers_ptr + (row_of_q * num_heads + head) * NUMBERS * place.seqlen_q
-            LSE: tl.constexpr = 2 if NUMBERS == 4 else 0
-            lse_log2 = tl.load(numbers_of_head + LSE * place.seqlen_q + queries, mask=query_mask, other=0.0)
+            lse_log2 = tl.load(numbers_of_head + queries, mask=query_mask, other=0.0)
+            sign = 1.0
+            if NUMBERS == 3:
+                of_negative = tl.load(numbers_of_head + 2 * place.seqlen_q + queries, mask=query_mask, other=0.0)
+                is_negative = of_negative == of_negative  # a gate below 0, of which alone this is a number
+                lse_log2 = tl.where(is_negative, of_negative, lse_log2)
+                sign = tl.where(is_negative, -1.0, 1.0)[:, None]
             delta = tl.load(numbers_of_head + place.seqlen_q + queries, mask=query_mask, other=0.0)
             products = tl.dot(q, tl.trans(k), input_precision='ieee')  # [BLOCK_M, BLOCK_N]
             exponents, _, allowed = find_exponents(products, lse_log2[:, None], scale, marks, at)
             reads = read & allowed
             weights = tl.exp2(tl.where(reads, exponents, float('-inf')))
-            if NUMBERS == 4:
-                gate = tl.load(numbers_of_head + 3 * place.seqlen_q + queries, mask=query_mask, other=0.0)
-                weights *= gate[:, None]
             dweights = tl.dot(dout, tl.trans(v), input_precision='ieee')
             if marks.seed is not None:
                 dweights = tl.where(is_kept(marks, at), dweights * marks.keep_factor, 0.0)
-            sums += tl.where(reads, weights * (dweights - delta[:, None]), 0.0)
+            sums += tl.where(reads, sign * weights * (dweights - delta[:, None]), 0.0)
     pointers = dbias_ptr + bias_row.to(tl.int64) * dbias_strides[0] + bias_head.to(tl.int64) * dbias_strides[1]
     pointers += queries.to(tl.int64)[:, None] * dbias_strides[2] + keys[None, :]
     tl.store(pointers, sums.to(dbias_ptr.dtype.element_ty), mask=query_mask[:, None] & key_mask[None, :])

@@ -228,7 +228,7 @@ def _add_heads(
 
 @triton.jit
 def _load_numbers(numbers_ptr, queries, seqlen, COUNT: tl.constexpr):
-    """Two or four numbers of each query, seqlen apart; of two, the others are 0. Where a tile has fewer elements than a
+    """Two or three numbers of each query, seqlen apart; of two, the third is 0. Where a tile has fewer elements than a
     program threads, every thread would fetch what it needs, one after the other: so there are four columns of them.
     """
     columns = tl.arange(0, 4)[None, :]
@@ -236,8 +236,8 @@ def _load_numbers(numbers_ptr, queries, seqlen, COUNT: tl.constexpr):
     numbers = tl.load(numbers_ptr + columns * seqlen + queries[:, None], mask=mask, other=0.0)
     even, odd = tl.split(tl.reshape(numbers, [queries.shape[0], 2, 2]))
     first, third = tl.split(even)
-    second, fourth = tl.split(odd)
-    return first, second, third, fourth
+    second, _ = tl.split(odd)
+    return first, second, third
 
 
 @triton.jit
@@ -291,10 +291,11 @@ def _add_queries(
         # Those behind the last query are the last one once more, which takes no mask.
         queries = tl.minimum(queries, last - 1)
     numbers_ptr += (heads_before + head) * NUMBERS * seqlen
-    GATED: tl.constexpr = CAREFUL and NUMBERS == 4
-    lse_log2, delta, ungated, gate = _load_numbers(numbers_ptr, queries, seqlen, 4 if GATED else 2)
+    GATED: tl.constexpr = CAREFUL and NUMBERS == 3
+    lse_log2, delta, of_negative = _load_numbers(numbers_ptr, queries, seqlen, 3 if GATED else 2)
     if GATED:
-        lse_log2 = ungated
+        is_negative = of_negative == of_negative  # a gate below 0, of which alone this is a number
+        lse_log2 = tl.where(is_negative, of_negative, lse_log2)
     logits = tl.dot(k, tl.trans(q), input_precision='ieee')  # [BLOCK_N, BLOCK_M]
     row_of_tables, key_rows, key_mask = places
     place = (
@@ -310,7 +311,7 @@ def _add_queries(
         read = read & is_read_by(interval, limits, start, BLOCK_M)
     weights = tl.exp2(tl.where(read, exponents, float('-inf')))
     if GATED:
-        weights *= gate[None, :]
+        weights = tl.where(is_negative[None, :], -weights, weights)
     dweights = tl.dot(v, tl.trans(dout), input_precision='ieee')
     kept = weights
     if marks.seed is not None:

@@ -177,7 +177,7 @@ def _backward(
     seqlen, heads, head_dim = q.shape[1:]
     kv_heads, value_dim = v.shape[2:]
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
-    numbers = lse.new_empty(*lse.shape[:2], 2 if gate is None else 4, lse.shape[2])  # what dkv takes of a row
+    numbers = lse.new_empty(*lse.shape[:2], 2 if gate is None else 3, lse.shape[2])  # what dkv takes of a row
     table = settings.DQ if interval.left is None else settings.DQ_WINDOW
     block_m, block_n, num_warps, num_stages = settings_of(table, q, v)
     packed = _count_packed(heads // kv_heads, block_m)
@@ -203,7 +203,7 @@ def _backward(
         dk, dv, dmem_k, dmem_v = differentiate_keys(tensors, place, interval, scale, marks)
     if needs_dsinks and sinks is not None:
         delta = numbers[:, :, 1]
-        dsinks = _differentiate_sinks(sinks, lse, delta if gate is None else delta * numbers[:, :, 3])
+        dsinks = _differentiate_sinks(sinks, lse, delta if gate is None else delta * gate.transpose(1, 2))
     if needs_dbias and bias is not None:
         dbias = _differentiate_bias(bias, tensors, place, interval, scale, marks)
     if gate is not None:

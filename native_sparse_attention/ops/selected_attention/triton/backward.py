@@ -177,7 +177,8 @@ def dq_kernel(
     dq = (dq - missing[:, None] * mean_k) * scale
     if gate_ptr is not None:
         gate_ptr += row * gate_strides[0] + token * gate_strides[1]
-        dq *= tl.load(gate_ptr + heads * gate_strides[2], mask=head_mask, other=0.0).to(tl.float32)[:, None]
+        gate = tl.load(gate_ptr + heads * gate_strides[2], mask=head_mask, other=0.0).to(tl.float32)
+        dq *= tl.where(lse == float('-inf'), 0.0, gate)[:, None]  # of a row that reads nothing it may be anything
     dq_ptr += row * dq_strides[0] + token * dq_strides[1]
     store_rows(dq_ptr, heads, dq_strides[2], dq, head_mask, HEAD_DIM, BLOCK_D)
     tl.store(delta_ptr + places_of_lse, delta + missing - dlse, mask=head_mask)

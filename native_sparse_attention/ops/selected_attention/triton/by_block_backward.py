@@ -429,6 +429,7 @@ def add_parts_kernel(
     mask, row, token, head, places = find_owners(
         tl.program_id(0), lists, num_tokens, GROUP, REPEATS, NUM_SELECTED, BLOCK_M
     )
+    num_heads = lists.kv_heads * REPEATS * GROUP
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     delta = tl.zeros([BLOCK_M], tl.float32)
     spread = tl.zeros([BLOCK_M], tl.float32)
@@ -450,12 +451,14 @@ def add_parts_kernel(
         dq = sort_columns(parts, dq, HEAD_DIM, BLOCK_D)
         if gate_ptr is not None:
             places = row * gate_strides[0] + token * gate_strides[1] + head * gate_strides[2]
-            dq *= tl.load(gate_ptr + places, mask=mask, other=0.0).to(tl.float32)[:, None]
+            gate = tl.load(gate_ptr + places, mask=mask, other=0.0).to(tl.float32)
+            lse = tl.load(lse_ptr + (row * num_heads + head) * place.seqlen_q + token, mask=mask, other=0.0)
+            # Of a row that reads nothing it may be anything.
+            dq *= tl.where(lse == float('-inf'), 0.0, gate)[:, None]
         dq_ptr += row * dq_strides[0]
         places = token * dq_strides[1] + head * dq_strides[2]
         store_rows(dq_ptr, places, 1, dq * scale, mask, HEAD_DIM, BLOCK_D)
     else:
-        num_heads = lists.kv_heads * REPEATS * GROUP
         places = (row * num_heads + head) * place.seqlen_q + token
         if dlse_ptr is not None:
             dlse_ptr += row * dlse_strides[0] + head * dlse_strides[1] + token * dlse_strides[2]

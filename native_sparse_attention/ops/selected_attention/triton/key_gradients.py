@@ -156,18 +156,16 @@ def dkv_kernel(
         )  # fmt: skip
         entry = following
     if gates is not None and not is_finite_tile(dk):
-        # Perhaps for gates below 0: once more, with the gates themselves.
+        # Perhaps for gates below 0: once more, with their signs.
         dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
         dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
-        entry = load_entries(entries_ptr, 0, num_rows, GROUP, BLOCK_M)
         for first_row in tl.range(0, num_rows, BLOCK_M, num_stages=1):
-            following = load_entries(entries_ptr, first_row + BLOCK_M, num_rows, GROUP, BLOCK_M)
+            entry = load_entries(entries_ptr, first_row, num_rows, GROUP, BLOCK_M)
             dk, dv = _add_members(
                 inputs, passed, k, v, dk, dv, entry, first_row, num_rows, row, kv_head, keys, key_mask, offset, place,
                 lists, scale, softcap, GROUP, REPEATS, NUM_SELECTED, BLOCK_SIZE, CAUSAL, WIDE, True, True, HEAD_DIM,
                 VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV,
             )  # fmt: skip
-            entry = following
     # What no query may read is loaded as 0, and its gradient is 0.
     dk = tl.where(key_mask[:, None], dk * scale, 0.0)
     dv = tl.where(key_mask[:, None], dv, 0.0)
@@ -221,7 +219,7 @@ def _add_members(
     BLOCK_DV: tl.constexpr,
 ):
     """dk and dv with what a tile of members adds, whose gradients of logits are left in memory where there is room for
-    them. Not MASKED: all of them read all of the keys. GATED: of any gates.
+    them. Not MASKED: all of them read all of the keys. GATED: gates may be below 0.
     """
     q_ptr, factors_ptr, lse_ptr, delta_ptr, dout_ptr = inputs[:5]
     q_strides, factors_strides, lse_strides, dout_strides, gated = inputs[5:]
@@ -243,9 +241,10 @@ def _add_members(
     if GATED:
         gates, gate_strides = gated
         places = (row * lists.kv_heads * REPEATS * GROUP + head) * place.seqlen_q + token
-        lse = tl.load(gates.lse + places, mask=row_mask, other=0.0)
         offsets = row * gate_strides[0] + token * gate_strides[1] + head * gate_strides[2]
         gate = tl.load(gates.gate + offsets, mask=row_mask, other=0.0).to(tl.float32)
+        ungated = tl.load(gates.lse + places, mask=row_mask, other=0.0)
+        lse = tl.where(gate < 0, ungated - tl.log(-gate), lse)
     # Where lse is -inf, all logits are: a number makes their weights 0. Its product with log2(e) is one too.
     shift = tl.maximum(lse, -2.0e38, propagate_nan=tl.PropagateNan.ALL) * -1.4426950408889634
     factor = tl.full([BLOCK_M], 1.0, tl.float32)
@@ -261,7 +260,7 @@ def _add_members(
         capped_log2 = cap_logits(logits_log2, softcap * 1.4426950408889634)
         weights = tl.exp2(capped_log2 + shift[None, :])
     if GATED:
-        weights *= gate[None, :]
+        weights = tl.where(gate[None, :] < 0, -weights, weights)
     dweights = tl.dot(v, tl.trans(dout), input_precision='ieee')
     dlogits = weights * (dweights - delta[None, :])
     if softcap is not None:

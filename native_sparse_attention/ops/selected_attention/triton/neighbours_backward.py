@@ -176,7 +176,8 @@ def neighbours_dq_kernel(
     dq = (dq - missing[:, None] * mean_k) * scale
     if gate_ptr is not None:
         gate_ptr += row * gate_strides[0] + tokens * gate_strides[1]
-        dq *= tl.load(gate_ptr + heads * gate_strides[2], mask=mask, other=0.0).to(tl.float32)[:, None]
+        gate = tl.load(gate_ptr + heads * gate_strides[2], mask=mask, other=0.0).to(tl.float32)
+        dq *= tl.where(lse == float('-inf'), 0.0, gate)[:, None]  # of a row that reads nothing it may be anything
     dq_ptr += row * dq_strides[0]
     store_rows(dq_ptr, tokens * dq_strides[1] + heads * dq_strides[2], 1, dq, mask, HEAD_DIM, BLOCK_D)
     tl.store(delta_ptr + places_of_lse, delta + missing - dlse, mask=mask)
