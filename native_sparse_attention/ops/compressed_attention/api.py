@@ -70,8 +70,9 @@ def compressed_attention(
         sinks: `[HQ]` or `[HQ, M]`, any floating dtype: logits that take part in the softmax of every query and in its
             log-sum-exp, and carry no value. Differentiable.
         gate: `[B, T, HQ]`, any floating dtype but float64: what `gated_sum` with carried=True multiplies the output by.
-            The gradient that the output receives is that of gate * output then, and the log-sum-exp has none. Of float16
-            inputs, products of gates and weights below 6e-5 lose bits. By the Triton kernels alone.
+            The gradient that the output receives is that of gate * output then, and the log-sum-exp has none. With
+            float16 inputs products of gates and weights below 6e-5 lose bits.
+            By the Triton kernels alone.
         backend: 'auto', 'triton', 'flex' or 'eager'.
 
     Returns:
