@@ -278,7 +278,7 @@ def compile_kinds(self: Any, *args: Any, **kwargs: Any) -> Any:
 def is_gated(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a kernel has gates, or numbers of a row with a gate among them."""
     given = [arg for name, arg in zip(kernel.arg_names, args, strict=False) if name in ('gate_ptr', 'gates')]
-    return any(arg is not None for arg in given) or kwargs.get('NUMBERS') == 4
+    return any(arg is not None for arg in given) or kwargs.get('NUMBERS') == 3
 
 
 def compile_new(kind: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
