@@ -270,7 +270,7 @@ FAULTS = [
     Fault('gates: gradients of chosen keys added up twice', KEY_GRADIENTS, 'dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)\n        dv = tl', 'dk = tl.where(dk == dk, dk, 0.0)\n        dv = tl', SELECTED_GATES),
     Fault('gates: gates of the first token for all chosen keys', KEY_GRADIENTS, 'row * gate_strides[0] + token * gate_strides[1]', 'row * gate_strides[0] + 0 * token', SELECTED_GATES),
     Fault('delta: logarithm of the gate added', DELTA, 'lse -= tl.log(tl.load(gate_ptr', 'lse += tl.log(tl.load(gate_ptr', SELECTED_GATES),
-    Fault('gates: a log-sum-exp that leads past them', SELECTED_OP, 'return lse if gate is None else lse - gate.float().log().transpose(1, 2)', 'return lse', SELECTED_GATES),
+    Fault('gates: a log-sum-exp that leads past them', SELECTED_KEYS, '(lse - gate.float().log().transpose(1, 2), Gates', '(lse, Gates', SELECTED_GATES),
     Fault('gates: another gradient of the gate of chosen keys', SELECTED_OP, 'else delta.transpose(1, 2).to(gate.dtype)', 'else -delta.transpose(1, 2).to(gate.dtype)', SELECTED_GATES),
     # Rotary
     Fault('rotary: gradients turned forward', ROTARY, 'sin = -sin', 'sin = sin * 1.0', ('test_rotary.py',)),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
-from native_sparse_attention.ops.selected_attention.triton import op
+from native_sparse_attention.ops.selected_attention.triton import dlogits, op, query_gradients
 from native_sparse_attention.testing import lay_out
 from tests import problems
 from tests.ops.triton.harness import fence, place
@@ -74,3 +76,18 @@ def make_inputs(
     if scaled:
         tensors['block_scale'] = place(1 + 0.5 * torch.randn(indices.shape), device)
     return tensors | {'block_indices': place(indices, device)}
+
+
+def pass_dlogits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """However few tokens there are. The lengths of the ranges of tokens that dq will be made of."""
+    ranges: list[int] = []
+    finish = query_gradients.QueryGradients.finish
+
+    def counted(self: Any, lists: Any, pairs: range, tokens: range) -> None:
+        ranges.append(len(tokens))
+        finish(self, lists, pairs, tokens)
+
+    monkeypatch.setattr(dlogits, 'MIN_TOKENS', 1)
+    monkeypatch.setattr(dlogits, 'MIN_CHOICE', 0)
+    monkeypatch.setattr(query_gradients.QueryGradients, 'finish', counted)
+    return ranges

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from native_sparse_attention.ops import selected_attention
 from native_sparse_attention.ops._triton import launch
-from native_sparse_attention.ops.selected_attention.triton import dlogits, op, query_gradients
+from native_sparse_attention.ops.selected_attention.triton import dlogits, op
 from native_sparse_attention.testing import assert_attention_matches, make_block_indices, row_errors
 from tests.ops.triton.harness import (
     assert_same_bits,
@@ -21,7 +21,7 @@ from tests.ops.triton.harness import (
     run_eager,
     run_triton,
 )
-from tests.ops.triton.selected_attention_problems import make_indices, make_inputs
+from tests.ops.triton.selected_attention_problems import make_indices, make_inputs, pass_dlogits
 from tests.problems import Extents, Heads, drawn_extents, packed, whole
 
 HEADS = Heads(16, 1, 16, 16)
@@ -31,18 +31,8 @@ HALF = torch.float16
 @pytest.fixture(autouse=True)
 def passed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Few tokens are enough. The lengths of the ranges of tokens that dq was made of."""
-    ranges: list[int] = []
-    finish = query_gradients.QueryGradients.finish
-
-    def counted(self: Any, lists: Any, pairs: range, tokens: range) -> None:
-        ranges.append(len(tokens))
-        finish(self, lists, pairs, tokens)
-
-    monkeypatch.setattr(dlogits, 'MIN_TOKENS', 1)
-    monkeypatch.setattr(dlogits, 'MIN_CHOICE', 0)
     monkeypatch.setattr(op, 'MIN_SEQLEN_MIXED', 1)
-    monkeypatch.setattr(query_gradients.QueryGradients, 'finish', counted)
-    return ranges
+    return pass_dlogits(monkeypatch)
 
 
 def in_ranges(monkeypatch: pytest.MonkeyPatch, tokens: int, heads: Heads, num_selected: int, block_size: int) -> None:

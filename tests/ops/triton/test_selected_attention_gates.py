@@ -9,7 +9,7 @@ import torch
 
 from native_sparse_attention.ops import selected_attention
 from native_sparse_attention.ops._triton import inverse_index
-from native_sparse_attention.ops.selected_attention.triton import by_block_backward, dlogits, keys, query_gradients
+from native_sparse_attention.ops.selected_attention.triton import by_block_backward, keys
 from native_sparse_attention.testing import make_block_indices
 from tests.ops.triton.gate_problems import KINDS, assert_rules, every_dtype, every_kind, make_gate, multiplied
 from tests.ops.triton.harness import Tensors, assert_close_to_eager, make_grads, place, run_triton, same_bits
@@ -19,6 +19,7 @@ from tests.ops.triton.selected_attention_problems import (
     kernels,  # noqa: F401, every test takes it
     make_indices,
     make_inputs,
+    pass_dlogits,
     per_tile,
 )
 from tests.problems import Extents, Heads, packed, row_integers, whole
@@ -99,17 +100,7 @@ def test_the_error_rules(kind: str, dtype: torch.dtype, device: torch.device) ->
 @pytest.fixture
 def passed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Gradients of logits are passed on, however few there are. The lengths of the ranges that dq was made of."""
-    ranges: list[int] = []
-    finish = query_gradients.QueryGradients.finish
-
-    def counted(self: Any, lists: Any, pairs: range, tokens: range) -> None:
-        ranges.append(len(tokens))
-        finish(self, lists, pairs, tokens)
-
-    monkeypatch.setattr(dlogits, 'MIN_TOKENS', 1)
-    monkeypatch.setattr(dlogits, 'MIN_CHOICE', 0)
-    monkeypatch.setattr(query_gradients.QueryGradients, 'finish', counted)
-    return ranges
+    return pass_dlogits(monkeypatch)
 
 
 @per_tile

@@ -163,6 +163,11 @@ def differentiate_keys(
     return dk, dv
 
 
+def fold_gate(lse: Tensor, gate: Tensor | None) -> tuple[Tensor, Gates | None]:
+    """The log-sum-exp that leads to gate * p, and what the gradients of k and v take beside it."""
+    return (lse, None) if gate is None else (lse - gate.float().log().transpose(1, 2), Gates(gate, lse))
+
+
 def _sum_of_pair(grad: Tensor) -> Tensor:
     """Float32 zeros `[S, D]` for one pair, which every row of the batch and kv head leads to."""
     zeros = grad.new_zeros(grad.shape[1], grad.shape[3], dtype=torch.float32)

@@ -47,7 +47,6 @@ from native_sparse_attention.ops.selected_attention.triton.by_block_backward imp
 from native_sparse_attention.ops.selected_attention.triton.dlogits import passes_dlogits
 from native_sparse_attention.ops.selected_attention.triton.forward import forward_kernel
 from native_sparse_attention.ops.selected_attention.triton.half_values import HalfValues, convert_values, converts
-from native_sparse_attention.ops.selected_attention.triton.key_gradients import Gates
 from native_sparse_attention.ops.selected_attention.triton.neighbours import neighbours_forward_kernel
 from native_sparse_attention.ops.selected_attention.triton.neighbours_backward import neighbours_dq_kernel
 from native_sparse_attention.ops.selected_attention.triton.query_gradients import differentiate_by_dlogits
@@ -216,8 +215,8 @@ def _backward(
         chosen, settled = (q, k, v, block_indices, block_scale, lse), (place, block_size, causal, scale, softcap)
         members = MemberGradients(*chosen, dout, dlse, gate, *settled, needs_dscale)
         index = InverseIndex(entries, starts) if starts.numel() else None
-        chosen = (q, k, v, block_indices, block_scale, _less_gate(lse, gate))
-        gates = None if gate is None else Gates(gate, lse)
+        lse, gates = keys.fold_gate(lse, gate)
+        chosen = (q, k, v, block_indices, block_scale, lse)
         dk, dv = keys.differentiate_keys(*chosen, members.delta, dout, *settled, members, index, gates)
         dscale = q.new_empty(0)
         if members.dfactors is not None and block_scale is not None:
@@ -257,14 +256,9 @@ def _backward(
     dk, dv = q.new_empty(0), q.new_empty(0)
     if needs_dkv:
         inputs, settled = (q, k, v, block_indices, block_scale), (place, block_size, causal, scale, softcap)
-        gates = None if gate is None else Gates(gate, lse)
-        dk, dv = keys.differentiate_keys(*inputs, _less_gate(lse, gate), delta, dout, *settled, gates=gates)
+        lse, gates = keys.fold_gate(lse, gate)
+        dk, dv = keys.differentiate_keys(*inputs, lse, delta, dout, *settled, gates=gates)
     return dq, dk, dv, dscale, _gradient_of_gate(gate, delta)
-
-
-def _less_gate(lse: Tensor, gate: Tensor | None) -> Tensor:
-    """The log-sum-exp that leads to gate * p (`Gates`)."""
-    return lse if gate is None else lse - gate.float().log().transpose(1, 2)
 
 
 def _gradient_of_gate(gate: Tensor | None, delta: Tensor) -> Tensor:
