@@ -34,6 +34,7 @@ from benchmarks.parts import CUDNN, FLASH, FLEX, OTHERS, OURS, PARTS, make_call,
 from benchmarks.peers import PEERS
 from benchmarks.runner import Case, add_run_arguments, run, serve
 from benchmarks.shapes import PAPER, SHAPES, Shape, find_names
+from benchmarks.timing import measure_kernels
 
 # What has targets, then what is compared, then what completes the curves over the length.
 DEFAULT_SHAPES = (
@@ -75,7 +76,7 @@ def make_cases(shapes: str, parts: str, backends: list[str], device: str, longes
 
 
 def make_facts(call: Any, leaves: list[Tensor], device: str) -> Case:
-    return call.facts()
+    return measure_kernels(call, leaves, device) | call.facts()
 
 
 def main() -> None:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch._functorch.config
 from torch import Tensor
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 # The backward of one forward is run many times, also where torch.compile would reuse what it kept.
 torch._functorch.config.donated_buffer = False
@@ -21,6 +23,10 @@ FLUSH_BYTES = 256 * 2**20
 MAX_REPEATS = 50
 MIN_REPEATS = 3
 SECONDS = 1.0
+# What measure_kernels measures, beside the passes.
+KERNELS = ('forward_kernels', 'backward_kernels')
+# Milliseconds of a pass above which it does not wait for its host, and how many shorter ones are profiled.
+MAX_PROFILED, PROFILED = 100.0, 10
 
 
 @dataclass(frozen=True)
@@ -134,6 +140,34 @@ def measure_workspace(forward: Callable[[], Tensor], leaves: Sequence[Tensor], d
     sizes['backward_workspace'] = peak(device) - torch.cuda.memory_allocated()
     del gradients
     return sizes
+
+
+def measure_kernels(forward: Callable[[], Tensor], leaves: Sequence[Tensor], device: str) -> dict[str, Any]:
+    """forward_kernels_ms, backward_kernels_ms: for how long the GPU is at work in a pass, by PyTorch's profiler, caches
+    as they are. The rest of a short pass is waiting for the host. Long ones are left out.
+    """
+    if device == 'cpu':
+        return {}
+    passes: list[Callable[[], Any]] = [forward]
+    if leaves:
+        out = forward()
+        dout = torch.randn_like(out)
+        passes.append(lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True))
+    return {
+        f'{name}_ms': round(_kernels_ms(function), 4)
+        for name, function in zip(KERNELS, passes, strict=False)
+        if _run(function, device, None)[0] <= MAX_PROFILED
+    }
+
+
+def _kernels_ms(function: Callable[[], Any]) -> float:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
+        for _ in range(PROFILED):
+            function()
+        torch.cuda.synchronize()
+    events = profiler.events() or ()
+    times = [event.device_time for event in events if event.device_type == DeviceType.CUDA]
+    return sum(times) / PROFILED / 1e3
 
 
 def reset_peak(device: str) -> int:

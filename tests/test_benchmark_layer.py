@@ -53,6 +53,11 @@ ROWS = [
     row('nsa', 'triton', 600.0, 1500.0, shape='long-1024k-q32', peak_bytes=2**33),
     row('layer-inside', 'triton', 27.5, 75.0),
 ]
+# Of a part whose passes wait for the host.
+SHORT_ROWS = [
+    row('window', 'triton', 0.2, 0.5, shape='trainer', forward_kernels_ms=0.06, backward_kernels_ms=0.17),
+    row('window', 'flash', 0.1, 0.6, shape='trainer', forward_kernels_ms=0.09, backward_kernels_ms=0.1),
+]
 
 
 def cells(table: str, *names: str) -> dict[str, str]:
@@ -99,6 +104,16 @@ def test_verdict():
         '6 of 9 targets are met; not compressed backward by 10.0 %, window forward by 33.3 %, nsa forward by 2.0 %. '
         '11 of 11 passes are no slower than the best public one.'
     )
+    assert layer_report.verdict(Found(SHORT_ROWS)) == (
+        '1 of 2 passes are no slower than the best public one; not window forward of trainer by 100.0 %. '
+        '1 of 2 passes keep the GPU no longer at work than the best public one; '
+        'not window backward of trainer by 70.0 %.'
+    )
+
+
+def test_kernels_are_listed():
+    listed = cells(layer_report.row_table(Found(SHORT_ROWS)), 'window', 'trainer', 'triton')
+    assert (listed['kernels forward'], listed['kernels backward']) == ('0.06', '0.17')
 
 
 def test_long_sequences():

@@ -64,6 +64,16 @@ def test_verdict():
         '1 of 2 passes are no slower than the best public implementation; not 64k backward by 25.0 %. '
         '2 of 2 passes are no slower than dense attention.'
     )
+    rows = [
+        row('trainer', 'triton', 0.5, forward_kernels_ms=0.3),
+        row('trainer', 'mdy666', 0.4, forward_kernels_ms=0.4, backward_kernels_ms=0.6),
+    ]
+    found = selected.Found(rows)
+    assert selected.verdict(found).endswith(
+        ' 1 of 1 passes keep the GPU no longer at work than the best public implementation.'
+    )
+    listed = cells(selected.row_table(selected.Found(rows[:1])), 'trainer')
+    assert (listed['kernels forward'], listed['kernels backward']) == ('0.3', '–')
 
 
 def test_packed_line():

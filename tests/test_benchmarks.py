@@ -17,7 +17,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from benchmarks import backends, report, runner
+from benchmarks import backends, report, runner, timing
 
 TINY = backends.make_cases('tiny*', 'triton,flex,eager', 'nsa', 'cpu')
 
@@ -187,3 +187,16 @@ def test_without_a_gpu_nothing_begins(script: str, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(subprocess, 'run', Mock(side_effect=AssertionError))
     with pytest.raises(SystemExit, match='--device cuda: there is no GPU'):
         module.main()
+
+
+def test_kernels_are_of_gpus():
+    assert timing.measure_kernels(lambda: torch.ones(2), [], 'cpu') == {}
+
+
+@pytest.mark.gpu
+def test_kernels_take_no_longer_than_the_pass(device: torch.device):
+    x = torch.randn(4096, 4096, device=device, requires_grad=True)
+    found = timing.measure_kernels(lambda: x @ x, [x], 'cuda')
+    times = timing.measure_both(lambda: x @ x, [x], 'cuda', seconds=0.2)
+    for what in ('forward', 'backward'):
+        assert 0.5 * times[f'{what}_ms'] < found[f'{what}_kernels_ms'] < 1.1 * times[f'{what}_ms']
