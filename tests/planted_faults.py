@@ -53,7 +53,7 @@ MARKS, DBIAS = '_triton/interval/modifiers.py', '_triton/interval/bias_gradient.
 SELECTED_FORWARD, SELECTED_BACKWARD = 'selected_attention/triton/forward.py', 'selected_attention/triton/backward.py'
 KEY_GRADIENTS = 'selected_attention/triton/key_gradients.py'
 NEIGHBOURS, ROWS = 'selected_attention/triton/neighbours.py', 'selected_attention/triton/choice.py'
-UNION_STEPS = 'selected_attention/triton/union_steps.py'
+UNION_STEPS, QUERY_ROWS = 'selected_attention/triton/union_steps.py', 'selected_attention/triton/rows.py'
 NEIGHBOURS_BACKWARD = 'selected_attention/triton/neighbours_backward.py'
 BY_BLOCK, LISTS = 'selected_attention/triton/by_block.py', 'selected_attention/triton/lists.py'
 BY_BLOCK_BACKWARD, SELECTED_KEYS = 'selected_attention/triton/by_block_backward.py', 'selected_attention/triton/keys.py'
@@ -98,8 +98,8 @@ FAULTS = [
     Fault('no rescale of the sum', FORWARD, 'total = total * rescale', 'total = total', INTERVAL),
     Fault('no rescale of the output', FORWARD, 'out = out * rescale[:, None]', 'out = out * 1.0', INTERVAL),
     Fault('wrong group', FORWARD, 'kv_head = first_head // GROUP', 'kv_head = first_head % tl.cdiv(tl.num_programs(1) * HEADS, GROUP)', INTERVAL),
-    Fault('heads of a tile in disorder', FORWARD, 'heads = (first_head + members % HEADS)[:, None]', 'heads = (first_head + members // (BLOCK_M // HEADS))[:, None]', INTERVAL),
-    Fault('positions of the first head for all', BACKWARD, 'queries = first_query + members // HEADS', 'queries = first_query + members % (BLOCK_M // HEADS)', INTERVAL),
+    Fault('heads of a tile in disorder', TILES, 'heads = first_head + members % HEADS', 'heads = first_head + members // (BLOCK_M // HEADS)', INTERVAL),
+    Fault('positions of the first head for all', TILES, 'queries = first_query + members // HEADS', 'queries = first_query + members % (BLOCK_M // HEADS)', INTERVAL),
     Fault('tiles by descriptor one key late', TILES, 'row, key_start + num_memory + start, head', 'row, key_start + num_memory + start + 1, head', ('test_interval_tiles.py',)),
     Fault('not a number goes unseen', FORWARD, 'out += tl.sum(tl.where(read, taint[None, :], 0.0), 1)[:, None]', 'out += 0.0', INTERVAL),
     Fault('what a row does not read spoils it', FORWARD, 'if not (is_finite_tile(sums[2]) and are_near):', 'if not are_near:', INTERVAL),
@@ -167,7 +167,7 @@ FAULTS = [
     Fault('halves: second factor dropped', HALF_VALUES, '(weights - upper.to(tl.float32)).to(v.dtype)', '(weights * 0.0).to(v.dtype)', HALVES),
     Fault('halves: whatever is too large fits', HALF_VALUES, 'tl.where(fits != 0, FITS, IS_SMALL)', 'FITS', HALVES),
     Fault('halves: flags of the first sequence', HALF_VALUES, 'first_slot = key_start // BLOCK_SIZE + sequence', 'first_slot = key_start * 0', HALVES),
-    Fault('halves: divided by the sum of exact weights, by query', SELECTED_FORWARD, 'divisor = total if halves is None else total + surplus', 'divisor = total', HALVES),
+    Fault('halves: divided by the sum of exact weights, by query', SELECTED_FORWARD, 'divisor = total if surplus is None else total + surplus', 'divisor = total', HALVES),
     Fault('halves: divided by the sum of exact weights', NEIGHBOURS, 'divisor = total if halves is None else total + surplus', 'divisor = total', HALVES),
     Fault('halves: not done anew where blocks do not fit', SELECTED_FORWARD, 'if tl.min(flags.to(tl.int32), 0) != FITS:', 'if num_steps < 0:', HALVES),
     Fault('halves: what does not fit is read as zeros', SHARING, 'tl.where((blocks < num_whole) & (flags == FITS), 0, LATE)', 'tl.where(blocks < num_whole, 0, LATE)', HALVES),
@@ -258,14 +258,13 @@ FAULTS = [
     Fault('gates: gradient of sinks without them', INTERVAL_OP, 'delta if gate is None else delta * gate.transpose(1, 2)', 'delta', OF_GATES),
     Fault('gates: their gradient with the wrong sign', INTERVAL_OP, 'dgate = numbers[:, :, 1].transpose', 'dgate = -numbers[:, :, 1].transpose', OF_GATES),
     Fault('gates: a branch of the sum without a gradient', SUM_OP, '(None, dout, dout, dout)', '(None, dout, None, dout)', OF_GATES),
-    Fault('gates: by query, gradients of q without them', SELECTED_BACKWARD, "tl.where(lse == float('-inf'), 0.0, gate)[:, None]", '1.0', SELECTED_GATES),
-    Fault('gates: by neighbours, gradients of q without them', NEIGHBOURS_BACKWARD, "tl.where(lse == float('-inf'), 0.0, gate)[:, None]", '1.0', SELECTED_GATES),
+    Fault('gates: by query and neighbours, gradients of q without them', QUERY_ROWS, "tl.where(lse == float('-inf'), 0.0, gate)[:, None]", '1.0', SELECTED_GATES),
     Fault('gates: by block, gradients of q without them', BY_BLOCK_BACKWARD, "tl.where(lse == float('-inf'), 0.0, gate)[:, None]", '1.0', SELECTED_GATES),
     Fault('gates: those below 0 are 1 in gradients of chosen keys', KEY_GRADIENTS, 'weights = tl.where(gate[None, :] < 0, -weights, weights)', 'weights *= 1.0', SELECTED_GATES),
     Fault('gates: those below 0 are -1 in gradients of chosen keys', KEY_GRADIENTS, 'ungated - tl.log(-gate)', 'ungated', SELECTED_GATES),
-    Fault('gates: what is not read, by query', SELECTED_BACKWARD, "tl.where(lse == float('-inf'), 0.0, gate)", 'gate', SELECTED_GATES),
+    Fault('gates: what is not read, by query and neighbours', QUERY_ROWS, "tl.where(lse == float('-inf'), 0.0, gate)", 'gate', SELECTED_GATES),
     Fault('gates: what is not read, by block', BY_BLOCK_BACKWARD, "tl.where(lse == float('-inf'), 0.0, gate)", 'gate', SELECTED_GATES),
-    Fault('gates: of rows that read nothing', BACKWARD, "tl.where(lse == float('-inf'), 0.0, gate)", 'gate', OF_GATES),
+    Fault('gates: of rows that read nothing', BACKWARD, "tl.where(lse == float('-inf'), 0.0, numbers)", 'numbers', OF_GATES),
     Fault('gates: those below 0 leave NaN in gradients of chosen keys', KEY_GRADIENTS, 'if gates is not None and not is_finite_tile(dk):', 'if gates is not None and num_rows < 0:', SELECTED_GATES),
     Fault('gates: gradients of chosen keys added up twice', KEY_GRADIENTS, 'dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)\n        dv = tl', 'dk = tl.where(dk == dk, dk, 0.0)\n        dv = tl', SELECTED_GATES),
     Fault('gates: gates of the first token for all chosen keys', KEY_GRADIENTS, 'row * gate_strides[0] + token * gate_strides[1]', 'row * gate_strides[0] + 0 * token', SELECTED_GATES),

@@ -17,13 +17,12 @@ import triton.language as tl
 from native_sparse_attention.ops._triton.interval.modifiers import find_exponents, is_kept, place_tile, row_of_marks
 from native_sparse_attention.ops._triton.interval.tiles import (
     find_start,
-    key_limits,
-    key_range,
+    key_tiles,
     load_keys,
+    open_tile,
     reads_keys,
-    split_range,
 )
-from native_sparse_attention.ops._triton.placement import count_blocks, load_extent, locate_queries
+from native_sparse_attention.ops._triton.placement import locate_queries
 from native_sparse_attention.ops._triton.tiles import add_product, is_finite_tile, load_rows, split_finite, store_rows
 
 
@@ -69,21 +68,13 @@ def dq_kernel(
     gate the first is less by log2(gate), so that it leads to gate * p, or to NaN where the gate is below 0, and the
     third less by log2(-gate).
     """
-    sequence, row, query_start, first_query, num_queries, num_tokens, offset = locate_queries(
-        tl.program_id(0), place, BLOCK_M // HEADS
-    )
+    located = locate_queries(tl.program_id(0), place, BLOCK_M // HEADS)
+    _, _, _, first_query, num_queries, _, _ = located
     if first_query >= num_queries:
         return
-    _, key_start, num_keys = load_extent(place.cu_blocks, sequence, interval.num_keys, place.num_sequences)
-    num_keys = tl.minimum(count_blocks(num_tokens, interval.block_size, interval.stride), num_keys)
+    first_head, members, positions, key_start, num_keys = open_tile(interval, place, located, HEADS, BLOCK_M)
+    row, heads, query_rows, query_mask = members
 
-    members = tl.arange(0, BLOCK_M)  # every query with every one of the heads
-    queries = first_query + members // HEADS
-    query_mask = queries < num_queries
-    query_rows = query_start + queries
-    positions = offset + queries
-    row, first_head = row.to(tl.int64), tl.program_id(1).to(tl.int64) * HEADS
-    heads = first_head + members % HEADS
     kv_head = first_head // GROUP
     keys = (k_tiles, row, kv_head, k_ptr + row * k_strides[0] + kv_head * k_strides[2], k_strides[1])
     values = (v_tiles, row, kv_head, v_ptr + row * v_strides[0] + kv_head * v_strides[2], v_strides[1])
@@ -105,23 +96,11 @@ def dq_kernel(
     dlse = tl.zeros([BLOCK_M], tl.float32)
     HAS_DLSE: tl.constexpr = dlse_ptr is not None
     if HAS_DLSE:
-        dlse_ptr += row * dlse_strides[0] + heads * dlse_strides[1]
-        dlse = tl.load(dlse_ptr + query_rows.to(tl.int64) * dlse_strides[2], mask=query_mask, other=0.0)
         # A log-sum-exp of nothing has no gradient; logaddexp of two such gives NaN.
-        dlse = tl.where(lse == float('-inf'), 0.0, dlse)
+        dlse = _load_per_row(dlse_ptr, dlse_strides, members, lse)
 
-    last_position = offset + tl.minimum(first_query + BLOCK_M // HEADS, num_queries) - 1
-    # As if the tile were full: queries that follow must not change in what order keys are gone through.
-    end_position = offset + first_query + BLOCK_M // HEADS - 1
-    first, last, full_first, full_last = key_range(
-        interval, offset + first_query, last_position, end_position, num_keys
-    )
-    if interval.num_memory is not None and sequence < place.num_sequences:
-        first = -interval.num_memory
-        full_first = first
-    tiles = split_range(first, last, full_first, full_last, BLOCK_N)
+    last, tiles, limits = key_tiles(interval, place, located, positions, num_keys, BLOCK_M // HEADS, BLOCK_N)
     end_tiles, num_tiles = tiles[4], tiles[5]
-    limits = key_limits(interval, positions, last)
     rows = (row_of_marks(marks, row), heads, query_rows, query_mask)
 
     missing = tl.zeros([BLOCK_M], tl.float32)
@@ -157,14 +136,23 @@ def dq_kernel(
     dq, mean_k, missing = sums
     dq = (dq - missing[:, None] * mean_k) * scale
     if gate_ptr is not None:
-        gate_ptr += row * gate_strides[0] + heads * gate_strides[2]
-        gate = tl.load(gate_ptr + query_rows.to(tl.int64) * gate_strides[1], mask=query_mask, other=0.0).to(tl.float32)
-        gate = tl.where(lse == float('-inf'), 0.0, gate)  # of a row that reads nothing it may be anything
+        gate = _load_per_row(gate_ptr, (gate_strides[0], gate_strides[2], gate_strides[1]), members, lse)
         dq *= gate[:, None]
         tl.store(numbers_ptr + query_rows, lse_log2 - tl.log2(gate), mask=query_mask)
         tl.store(numbers_ptr + 2 * place.seqlen_q + query_rows, lse_log2 - tl.log2(-gate), mask=query_mask)
     store_rows(dq_ptr, query_rows, dq_strides[1], dq, query_mask, HEAD_DIM, BLOCK_D)
     tl.store(numbers_ptr + place.seqlen_q + query_rows, delta + missing - dlse, mask=query_mask)
+
+
+@triton.jit
+def _load_per_row(ptr, strides, members, lse):
+    """A number of each row of a tile, in float32; 0 where the row reads nothing, since there it may be anything.
+    strides: of rows of the batch, heads and queries.
+    """
+    row, heads, query_rows, query_mask = members
+    ptr += row * strides[0] + heads * strides[1]
+    numbers = tl.load(ptr + query_rows.to(tl.int64) * strides[2], mask=query_mask, other=0.0).to(tl.float32)
+    return tl.where(lse == float('-inf'), 0.0, numbers)
 
 
 @triton.jit

@@ -17,13 +17,12 @@ from native_sparse_attention.ops._triton.interval.modifiers import (
 )
 from native_sparse_attention.ops._triton.interval.tiles import (
     find_start,
-    key_limits,
-    key_range,
+    key_tiles,
     load_keys,
+    open_tile,
     reads_keys,
-    split_range,
 )
-from native_sparse_attention.ops._triton.placement import count_blocks, load_extent, locate_queries
+from native_sparse_attention.ops._triton.placement import locate_queries
 from native_sparse_attention.ops._triton.tiles import add_product, is_finite_tile, load_rows, split_finite, store_rows
 
 
@@ -60,41 +59,24 @@ def forward_kernel(
     if interval.left is None:
         # The last queries, which have the most to do, first: what is left at the end is short.
         tile_of_queries = tl.num_programs(0) - 1 - tile_of_queries
-    sequence, row, query_start, first_query, num_queries, num_tokens, offset = locate_queries(
-        tile_of_queries, place, BLOCK_M // HEADS
-    )
+    located = locate_queries(tile_of_queries, place, BLOCK_M // HEADS)
+    _, _, _, first_query, num_queries, _, _ = located
     if first_query >= num_queries:
         return
-    _, key_start, num_keys = load_extent(place.cu_blocks, sequence, interval.num_keys, place.num_sequences)
-    num_keys = tl.minimum(count_blocks(num_tokens, interval.block_size, interval.stride), num_keys)
+    first_head, members, positions, key_start, num_keys = open_tile(interval, place, located, HEADS, BLOCK_M)
+    row, heads, query_rows, query_mask = members
 
-    members = tl.arange(0, BLOCK_M)  # every query with every one of the heads
-    queries = first_query + members // HEADS
-    query_mask = queries < num_queries
-    positions = offset + queries
-    row, first_head = row.to(tl.int64), tl.program_id(1).to(tl.int64) * HEADS
-    heads = (first_head + members % HEADS)[:, None]
     kv_head = first_head // GROUP
     keys = (k_tiles, row, kv_head, k_ptr + row * k_strides[0] + kv_head * k_strides[2], k_strides[1])
     values = (v_tiles, row, kv_head, v_ptr + row * v_strides[0] + kv_head * v_strides[2], v_strides[1])
-    q_ptr += row * q_strides[0] + heads * q_strides[2]
-    q = load_rows(q_ptr, query_start + queries, q_strides[1], query_mask, HEAD_DIM, BLOCK_D)  # [BLOCK_M, BLOCK_D]
+    q_ptr += row * q_strides[0] + heads[:, None] * q_strides[2]
+    q = load_rows(q_ptr, query_rows, q_strides[1], query_mask, HEAD_DIM, BLOCK_D)  # [BLOCK_M, BLOCK_D]
 
-    last_position = offset + tl.minimum(first_query + BLOCK_M // HEADS, num_queries) - 1
-    # As if the tile were full: queries that follow must not change in what order keys are gone through.
-    end_position = offset + first_query + BLOCK_M // HEADS - 1
-    first, last, full_first, full_last = key_range(
-        interval, offset + first_query, last_position, end_position, num_keys
-    )
-    if interval.num_memory is not None and sequence < place.num_sequences:
-        first = -interval.num_memory
-        full_first = first
-    tiles = split_range(first, last, full_first, full_last, BLOCK_N)
+    last, tiles, limits = key_tiles(interval, place, located, positions, num_keys, BLOCK_M // HEADS, BLOCK_N)
     end_tiles, num_tiles = tiles[4], tiles[5]
-    limits = key_limits(interval, positions, last)
-    rows = (row_of_marks(marks, row), first_head + members % HEADS, query_start + queries, query_mask)
+    rows = (row_of_marks(marks, row), heads, query_rows, query_mask)
 
-    first_max, first_total = first_sums(marks, first_head + members % HEADS, BLOCK_M)
+    first_max, first_total = first_sums(marks, heads, BLOCK_M)
     empty_sums = (first_max, first_total, tl.zeros([BLOCK_M, BLOCK_DV], tl.float32))
     sums = empty_sums
     # Where a scale is negative products are, so that the largest makes the largest logit, and -inf a weight of 0.
@@ -143,10 +125,10 @@ def forward_kernel(
     if marks.keep_factor is not None:
         out = out * marks.keep_factor
     lse = tl.where(empty, float('-inf'), tl.fma(row_max, 0.6931471805599453, tl.log(total)))
-    out_ptr += row * out_strides[0] + heads * out_strides[2]
-    store_rows(out_ptr, query_start + queries, out_strides[1], out, query_mask, VALUE_DIM, BLOCK_DV)
-    row_of_lse = (row * tl.num_programs(1) * HEADS + first_head + members % HEADS) * place.seqlen_q
-    tl.store(lse_ptr + row_of_lse + query_start + queries, lse, mask=query_mask)
+    out_ptr += row * out_strides[0] + heads[:, None] * out_strides[2]
+    store_rows(out_ptr, query_rows, out_strides[1], out, query_mask, VALUE_DIM, BLOCK_DV)
+    row_of_lse = (row * tl.num_programs(1) * HEADS + first_head + tl.arange(0, BLOCK_M) % HEADS) * place.seqlen_q
+    tl.store(lse_ptr + row_of_lse + query_rows, lse, mask=query_mask)
 
 
 @triton.jit

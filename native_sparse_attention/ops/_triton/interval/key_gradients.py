@@ -78,24 +78,10 @@ def dkv_kernel(
     kv_head = tl.program_id(0) // parts % kv_heads
     part = tl.program_id(0) % parts
     if SPLIT > 0:
-        # Every query of the row reads these keys, wherever it stands. A program adds SPLIT queries.
-        memory_tiles = tl.cdiv(interval.num_memory, BLOCK_N)
-        splits = tl.cdiv(place.seqlen_q, SPLIT)
-        stored_row = tile // memory_tiles
-        row = stored_row // splits
-        key_rows = tile % memory_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
-        stored_rows = key_rows
-        key_mask = key_rows < interval.num_memory
-        stored = key_mask
-        keys = key_rows - interval.num_memory
-        query_start = row * 0
-        offset = row * 0
-        first = (stored_row % splits) * SPLIT
-        full_first = first
-        last = tl.minimum(first + SPLIT, place.seqlen_q)
-        if place.cu_seqlens is not None:
-            last = tl.minimum(last, tl.load(place.cu_seqlens + place.num_sequences).to(tl.int32))
-        full_last = last
+        row, stored_row, key_rows, key_mask, first, last = _find_split(interval, place, tile, SPLIT, BLOCK_N)
+        keys, stored_rows, stored = key_rows - interval.num_memory, key_rows, key_mask
+        query_start, offset = row * 0, row * 0
+        full_first, full_last = first, last
     else:
         num_rows = interval.num_keys
         if JOINED:
@@ -122,13 +108,8 @@ def dkv_kernel(
             key_rows = stored_rows + interval.num_memory
         if JOINED:
             stored_rows = key_rows
-        key_mask = keys < num_keys
-        stored = keys < key_stop
-        last_key = tl.minimum(first_key + BLOCK_N, num_keys) - 1
-        first, last, full_first, full_last = query_range(interval, first_key, last_key, num_queries, offset)
-        if first_key >= num_keys:
-            last = first
-            full_last = first
+        key_mask, stored = keys < num_keys, keys < key_stop
+        first, last, full_first, full_last = _find_queries(interval, first_key, num_keys, num_queries, offset, BLOCK_N)
     row, kv_head = row.to(tl.int64), kv_head.to(tl.int64)
     k_ptr += row * k_strides[0] + kv_head * k_strides[2]
     v_ptr += row * v_strides[0] + kv_head * v_strides[2]
@@ -174,6 +155,34 @@ def dkv_kernel(
     dv = tl.where(key_mask[:, None], dv, 0.0)
     store_rows(dk_ptr, stored_rows, dk_strides[2], dk, stored, HEAD_DIM, BLOCK_D)
     store_rows(dv_ptr, stored_rows, dv_strides[2], dv, stored, VALUE_DIM, BLOCK_DV)
+
+
+@triton.jit
+def _find_split(interval, place, tile, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Of a tile of memory keys and one of the splits: the row of the batch, where its sums are stored, the keys and a
+    mask, and the queries [first, last): every query of the row reads these keys, wherever it stands.
+    """
+    memory_tiles = tl.cdiv(interval.num_memory, BLOCK_N)
+    splits = tl.cdiv(place.seqlen_q, SPLIT)
+    stored_row = tile // memory_tiles
+    key_rows = tile % memory_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+    key_mask = key_rows < interval.num_memory
+    first = (stored_row % splits) * SPLIT
+    last = tl.minimum(first + SPLIT, place.seqlen_q)
+    if place.cu_seqlens is not None:
+        last = tl.minimum(last, tl.load(place.cu_seqlens + place.num_sequences).to(tl.int32))
+    return stored_row // splits, stored_row, key_rows, key_mask, first, last
+
+
+@triton.jit
+def _find_queries(interval, first_key, num_keys, num_queries, offset, BLOCK_N: tl.constexpr):
+    """The queries that read a tile of keys (`query_range`); keys from num_keys on are read by none."""
+    last_key = tl.minimum(first_key + BLOCK_N, num_keys) - 1
+    first, last, full_first, full_last = query_range(interval, first_key, last_key, num_queries, offset)
+    if first_key >= num_keys:
+        last = first
+        full_last = first
+    return first, last, full_first, full_last
 
 
 @triton.jit

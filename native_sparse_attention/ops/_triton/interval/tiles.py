@@ -1,5 +1,8 @@
 """Which keys a query reads, which queries read a key, and in what tiles they are gone through."""
 
+# To pyright a jit function that another calls never returns.
+# pyright: reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -7,6 +10,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from native_sparse_attention.ops._triton.placement import count_blocks, load_extent
 from native_sparse_attention.ops._triton.tiles import load_rows, load_tile
 
 
@@ -24,6 +28,44 @@ class Interval(NamedTuple):
     stride: int
     num_memory: int | None
     num_keys: int
+
+
+@triton.jit
+def open_tile(interval, place, located, HEADS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """A tile that `locate_queries` found, of every query with every one of HEADS heads. Returns the first head; the row
+    of the batch, and of each row of the tile the head, the query in the tensors and a mask; their positions; and the
+    sequence's first key, memory apart, and how many there are.
+    """
+    sequence, row, query_start, first_query, num_queries, num_tokens, offset = located
+    _, key_start, num_keys = load_extent(place.cu_blocks, sequence, interval.num_keys, place.num_sequences)
+    num_keys = tl.minimum(count_blocks(num_tokens, interval.block_size, interval.stride), num_keys)
+    members = tl.arange(0, BLOCK_M)
+    queries = first_query + members // HEADS
+    query_mask = queries < num_queries
+    query_rows = query_start + queries
+    positions = offset + queries
+    row, first_head = row.to(tl.int64), tl.program_id(1).to(tl.int64) * HEADS
+    heads = first_head + members % HEADS
+    return first_head, (row, heads, query_rows, query_mask), positions, key_start, num_keys
+
+
+@triton.jit
+def key_tiles(interval, place, located, positions, num_keys, TILE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """What a tile of TILE queries, its rows at these positions, reads of num_keys keys: where that ends, in which tiles
+    it is gone through (`split_range`), and what each row reads (`key_limits`).
+    """
+    sequence, _, _, first_query, num_queries, _, offset = located
+    last_position = offset + tl.minimum(first_query + TILE, num_queries) - 1
+    # As if the tile were full: queries that follow must not change in what order keys are gone through.
+    end_position = offset + first_query + TILE - 1
+    first, last, full_first, full_last = key_range(
+        interval, offset + first_query, last_position, end_position, num_keys
+    )
+    if interval.num_memory is not None and sequence < place.num_sequences:
+        first = -interval.num_memory
+        full_first = first
+    tiles = split_range(first, last, full_first, full_last, BLOCK_N)
+    return last, tiles, key_limits(interval, positions, last)
 
 
 @triton.jit

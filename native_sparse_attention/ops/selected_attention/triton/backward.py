@@ -14,9 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from native_sparse_attention.ops._triton.placement import find_query
 from native_sparse_attention.ops._triton.softcap import cap_logits, cap_slope
-from native_sparse_attention.ops._triton.tiles import add_product, load_rows, store_rows
+from native_sparse_attention.ops._triton.tiles import add_product
 from native_sparse_attention.ops.selected_attention.triton.choice import (
     ANY,
     PART,
@@ -26,7 +25,11 @@ from native_sparse_attention.ops.selected_attention.triton.choice import (
     load_factor,
     load_step,
 )
-from native_sparse_attention.ops.selected_attention.triton.sharing import load_flag_of_query
+from native_sparse_attention.ops.selected_attention.triton.rows import (
+    load_for_gradients,
+    open_query,
+    store_gradients,
+)
 
 
 @triton.jit
@@ -80,11 +83,8 @@ def dq_kernel(
     """
     parts = tl.cdiv(GROUP, BLOCK_M)
     chooser = (tl.program_id(1) // parts).to(tl.int64)
-    sequence, row, token = find_query(tl.program_id(0), place)
-    is_shared = 0
-    if sharing.flags is not None:
-        is_shared = load_flag_of_query(sharing, sequence, token, chooser, tl.num_programs(1) // parts, place)
-    if is_shared != 0:
+    sequence, row, token, is_shared = open_query(chooser, place, sharing, parts)
+    if is_shared:
         return
     key_start, readable = find_keys(sequence, token, place, CAUSAL)
     row, token = row.to(tl.int64), token.to(tl.int64)
@@ -92,29 +92,19 @@ def dq_kernel(
     in_group = part * BLOCK_M + tl.arange(0, BLOCK_M)
     heads = chooser * GROUP + in_group
     head_mask = in_group < GROUP
+    rows = (row, token, heads, head_mask)
     num_choosers = tl.num_programs(1) // parts
     k_ptr += row * k_strides[0] + chooser // REPEATS * k_strides[2]
     v_ptr += row * v_strides[0] + chooser // REPEATS * v_strides[2]
     indices_ptr += row * indices_strides[0] + token * indices_strides[1] + chooser * indices_strides[2]
     if factors_ptr is not None:
         factors_ptr += row * factors_strides[0] + token * factors_strides[1] + chooser * factors_strides[2]
-    q_ptr += row * q_strides[0] + token * q_strides[1]
-    out_ptr += row * out_strides[0] + token * out_strides[1]
-    dout_ptr += row * dout_strides[0] + token * dout_strides[1]
-    q = load_rows(q_ptr, heads, q_strides[2], head_mask, HEAD_DIM, BLOCK_D)  # [BLOCK_M, BLOCK_D]
-    dout = load_rows(dout_ptr, heads, dout_strides[2], head_mask, VALUE_DIM, BLOCK_DV)  # [BLOCK_M, BLOCK_DV]
-    out = load_rows(out_ptr, heads, out_strides[2], head_mask, VALUE_DIM, BLOCK_DV)
-    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
-    places_of_lse = (row * num_choosers * GROUP + heads) * place.seqlen_q + token
-    lse = tl.load(lse_ptr + places_of_lse, mask=head_mask, other=0.0)
-    lse_log2 = tl.where(lse == float('-inf'), 0.0, lse) * 1.4426950408889634
-    dlse = tl.zeros([BLOCK_M], tl.float32)
+    pointers = (q_ptr, out_ptr, dout_ptr, dlse_ptr, lse_ptr)
+    strides = (q_strides, out_strides, dout_strides, dlse_strides)
+    q, dout, delta, places, lse, lse_log2, dlse = load_for_gradients(
+        pointers, strides, rows, num_choosers, place, GROUP, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV
+    )
     HAS_DLSE: tl.constexpr = dlse_ptr is not None
-    if HAS_DLSE:
-        dlse_ptr += row * dlse_strides[0] + token * dlse_strides[2]
-        dlse = tl.load(dlse_ptr + heads * dlse_strides[1], mask=head_mask, other=0.0)
-        # A log-sum-exp of nothing has no gradient; logaddexp of two such gives NaN.
-        dlse = tl.where(lse == float('-inf'), 0.0, dlse)
     slots = tl.arange(0, BLOCK_S)
     choice = tl.load(indices_ptr + slots, mask=slots < NUM_SELECTED, other=-1)  # [BLOCK_S]
 
@@ -135,23 +125,10 @@ def dq_kernel(
     errors = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)  # added up over the keys of a tile at the end
     if dfactors_ptr is not None:
         # The gradient of a factor is a sum over heads, each with a delta of its own: it cannot be corrected at last.
-        if UNMASKED:
-            for step in tl.range(0, num_steps):
-                _, _, _, _, dlogits, _, _ = _differentiate(
-                    inputs, source, chosen, delta, step, WHOLE, BLOCK_SIZE, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_N,
-                    BLOCK_D, BLOCK_DV, WIDE,
-                )  # fmt: skip
-                errors += dlogits
-            missing += tl.sum(errors, 1)
-        for step in tl.range(0, num_last_steps):
-            _, _, _, _, dlogits, _, _ = _differentiate(
-                inputs, source, chosen, delta, step, KIND, BLOCK_SIZE, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_L, BLOCK_D,
-                BLOCK_DV, WIDE,
-            )  # fmt: skip
-            missing += tl.sum(dlogits, 1)
-        delta += missing
-        missing = tl.zeros([BLOCK_M], tl.float32)
-        errors = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        delta += _find_missing(
+            inputs, source, chosen, delta, num_steps, num_last_steps, UNMASKED, KIND, BLOCK_SIZE, HEAD_DIM, VALUE_DIM,
+            BLOCK_S, BLOCK_M, BLOCK_N, BLOCK_L, BLOCK_D, BLOCK_DV, WIDE,
+        )  # fmt: skip
         query = row * place.seqlen_q + token
         dfactors_ptr += ((part * tl.num_programs(0) + query) * num_choosers + chooser) * NUM_SELECTED
         # Of indices that no step belongs to.
@@ -174,14 +151,51 @@ def dq_kernel(
         )  # fmt: skip
         missing += tl.sum(dlogits, 1)
     dq, mean_k, _ = sums
-    dq = (dq - missing[:, None] * mean_k) * scale
-    if gate_ptr is not None:
-        gate_ptr += row * gate_strides[0] + token * gate_strides[1]
-        gate = tl.load(gate_ptr + heads * gate_strides[2], mask=head_mask, other=0.0).to(tl.float32)
-        dq *= tl.where(lse == float('-inf'), 0.0, gate)[:, None]  # of a row that reads nothing it may be anything
-    dq_ptr += row * dq_strides[0] + token * dq_strides[1]
-    store_rows(dq_ptr, heads, dq_strides[2], dq, head_mask, HEAD_DIM, BLOCK_D)
-    tl.store(delta_ptr + places_of_lse, delta + missing - dlse, mask=head_mask)
+    store_gradients(
+        dq_ptr, delta_ptr, gate_ptr, dq_strides, gate_strides, rows, places, (dq, mean_k, missing),
+        delta, lse, dlse, scale, HEAD_DIM, BLOCK_D,
+    )  # fmt: skip
+
+
+@triton.jit
+def _find_missing(
+    inputs,
+    source,
+    chosen,
+    delta,
+    num_steps,
+    num_last_steps,
+    UNMASKED: tl.constexpr,
+    KIND: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """By how much delta is off, in steps through all keys: of whole blocks, UNMASKED, and of what is left."""
+    missing = tl.zeros([BLOCK_M], tl.float32)
+    if UNMASKED:
+        errors = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for step in tl.range(0, num_steps):
+            _, _, _, _, dlogits, _, _ = _differentiate(
+                inputs, source, chosen, delta, step, WHOLE, BLOCK_SIZE, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_N, BLOCK_D,
+                BLOCK_DV, WIDE,
+            )  # fmt: skip
+            errors += dlogits
+        missing += tl.sum(errors, 1)
+    for step in tl.range(0, num_last_steps):
+        _, _, _, _, dlogits, _, _ = _differentiate(
+            inputs, source, chosen, delta, step, KIND, BLOCK_SIZE, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_L, BLOCK_D,
+            BLOCK_DV, WIDE,
+        )  # fmt: skip
+        missing += tl.sum(dlogits, 1)
+    return missing
 
 
 @triton.jit

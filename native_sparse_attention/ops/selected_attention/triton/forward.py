@@ -8,7 +8,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from native_sparse_attention.ops._triton.placement import find_query
 from native_sparse_attention.ops._triton.softcap import cap_logits
 from native_sparse_attention.ops._triton.tiles import add_product, load_rows, store_rows
 from native_sparse_attention.ops.selected_attention.triton.choice import (
@@ -27,7 +26,7 @@ from native_sparse_attention.ops.selected_attention.triton.half_values import (
     add_exact_product,
     find_flags,
 )
-from native_sparse_attention.ops.selected_attention.triton.sharing import load_flag_of_query
+from native_sparse_attention.ops.selected_attention.triton.rows import open_query
 
 
 @triton.jit
@@ -81,11 +80,8 @@ def forward_kernel(
     """
     parts = tl.cdiv(GROUP, BLOCK_M)
     chooser = tl.program_id(1) // parts
-    sequence, row, token = find_query(tl.program_id(0), place)
-    is_shared = 0
-    if sharing.flags is not None:
-        is_shared = load_flag_of_query(sharing, sequence, token, chooser, tl.num_programs(1) // parts, place)
-    if is_shared != 0:
+    sequence, row, token, is_shared = open_query(chooser, place, sharing, parts)
+    if is_shared:
         return
     key_start, readable = find_keys(sequence, token, place, CAUSAL)
     row, token = row.to(tl.int64), token.to(tl.int64)
@@ -158,19 +154,49 @@ def forward_kernel(
                 q, k, v, row_max, total, surplus, out, factor * scale_log2, softcap, read, True, EXACT, False, False
             )
 
+    _store_output(
+        out_ptr, lse_ptr, low_ptr, out_strides, row, token, heads, head_mask, place, row_max, total,
+        None if halves is None else surplus, out, GROUP, VALUE_DIM, BLOCK_M, BLOCK_DV,
+    )  # fmt: skip
+
+
+@triton.jit
+def _store_output(
+    out_ptr,
+    lse_ptr,
+    low_ptr,
+    out_strides,
+    row,
+    token,
+    heads,
+    mask,
+    place,
+    row_max,
+    total,
+    surplus,
+    out,
+    GROUP: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    """The end of a running softmax: stores the output, its low bits where they are asked for, and the log-sum-exp.
+    surplus: by how much the sum of the weights that met v is above total, or None.
+    """
     empty = total == 0
     total = tl.where(empty, 1.0, total)
-    divisor = total if halves is None else total + surplus
+    divisor = total if surplus is None else total + surplus
     out = out * (1.0 / divisor)[:, None]
     lse = tl.where(empty, float('-inf'), tl.fma(row_max, 0.6931471805599453, tl.log(total)))
     out_ptr += row * out_strides[0] + token * out_strides[1]
-    if EXACT:
+    parts = tl.cdiv(GROUP, BLOCK_M)
+    if low_ptr is not None:
         out, low = split_low_bits(out, out_ptr.dtype.element_ty)
         low_ptr += (row * place.seqlen_q + token) * (tl.num_programs(1) // parts * GROUP) * VALUE_DIM
-        store_rows(low_ptr, heads, VALUE_DIM, low, head_mask, VALUE_DIM, BLOCK_DV)
-    store_rows(out_ptr, heads, out_strides[2], out, head_mask, VALUE_DIM, BLOCK_DV)
+        store_rows(low_ptr, heads, VALUE_DIM, low, mask, VALUE_DIM, BLOCK_DV)
+    store_rows(out_ptr, heads, out_strides[2], out, mask, VALUE_DIM, BLOCK_DV)
     num_heads = tl.num_programs(1) // parts * GROUP
-    tl.store(lse_ptr + (row * num_heads + heads) * place.seqlen_q + token, lse, mask=head_mask)
+    tl.store(lse_ptr + (row * num_heads + heads) * place.seqlen_q + token, lse, mask=mask)
 
 
 @triton.jit

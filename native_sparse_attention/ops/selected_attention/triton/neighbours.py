@@ -17,18 +17,20 @@ from native_sparse_attention.ops._triton.finite import LARGE, is_small_tile
 from native_sparse_attention.ops._triton.placement import load_extent, locate_queries
 from native_sparse_attention.ops._triton.softcap import cap_logits
 from native_sparse_attention.ops._triton.tiles import add_product, load_rows, split_finite, store_rows
-from native_sparse_attention.ops.selected_attention.triton.choice import load_choices
 from native_sparse_attention.ops.selected_attention.triton.delta import split_low_bits
 from native_sparse_attention.ops.selected_attention.triton.half_values import add_exact_product
-from native_sparse_attention.ops.selected_attention.triton.sharing import load_flag
 from native_sparse_attention.ops.selected_attention.triton.union_steps import (
     count_in_union,
     find_reference,
     find_slot,
+    find_union,
     for_heads,
+    is_left_out,
+    load_counts,
     load_entry,
     load_factors_of_tile,
     load_keys,
+    members_of_tile,
     open_step,
     pick_factor,
     rows_of_tile,
@@ -93,12 +95,8 @@ def neighbours_forward_kernel(
     if first_query >= num_queries:
         return
     # Before the flag, so that nothing waits for it.
-    counts_ptr = sharing.counts + (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * 3
-    counts = tl.load(counts_ptr), tl.load(counts_ptr + 1), tl.load(counts_ptr + 2)
-    is_shared = 1
-    if sharing.flags is not None:
-        is_shared = load_flag(sharing, tl.program_id(0), tl.program_id(1), tl.num_programs(1))
-    if is_shared == 0:
+    counts = load_counts(sharing)
+    if is_left_out(sharing):
         return
     _, key_start, _ = load_extent(place.cu_seqlens_k, sequence, place.seqlen_k, place.num_sequences)
     row, chooser = row.to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -112,24 +110,15 @@ def neighbours_forward_kernel(
     if NEGATIVE:
         # So that the largest product of a row makes its largest logit.
         q, scale = -q, -scale
-    indices_ptr += row * indices_strides[0] + chooser * indices_strides[2]
-    members = first_query + tl.arange(0, BLOCK_T)
-    member_mask = members < num_queries
-    member_tokens = (query_start + members).to(tl.int64)
-    choices = 0
-    factors = 0
-    if factors_ptr is not None:
-        choices = load_choices(indices_ptr, member_tokens * indices_strides[1], member_mask, NUM_SELECTED, BLOCK_S)
-        factors_ptr += row * factors_strides[0] + chooser * factors_strides[2]
-        factors = load_factors_of_tile(
-            factors_ptr, member_tokens * factors_strides[1], member_mask, NUM_SELECTED, BLOCK_S
-        )
+    member_tokens, member_mask = members_of_tile(query_start, first_query, num_queries, BLOCK_T)
+    choices, factors = load_factors_of_tile(
+        indices_ptr, factors_ptr, indices_strides, factors_strides, row, chooser, member_tokens, member_mask,
+        NUM_SELECTED, BLOCK_S,
+    )  # fmt: skip
 
     total = tl.zeros([BLOCK_M], tl.float32)
     out = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    in_unions = (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + chooser) * UNION
-    blocks_ptr = sharing.blocks + in_unions
-    members_ptr = sharing.members + in_unions + in_unions // UNION
+    blocks_ptr, members_ptr = find_union(sharing, chooser, UNION)
     pair = row * (tl.num_programs(1) // REPEATS) + chooser // REPEATS
     source = (k_ptr, v_ptr, k_tiles, v_tiles, row, chooser // REPEATS, k_strides[1], v_strides[1], key_start)
     # Beside products of float32, masks cost nothing, and every loop takes seconds to compile.

@@ -11,16 +11,19 @@ import triton.language as tl
 from native_sparse_attention.ops._triton.finite import is_small_tile
 from native_sparse_attention.ops._triton.placement import load_extent, locate_queries
 from native_sparse_attention.ops._triton.softcap import cap_logits, cap_slope
-from native_sparse_attention.ops._triton.tiles import add_product, load_rows, split_finite, store_rows
-from native_sparse_attention.ops.selected_attention.triton.choice import load_choices
-from native_sparse_attention.ops.selected_attention.triton.sharing import load_flag
+from native_sparse_attention.ops._triton.tiles import add_product, split_finite
+from native_sparse_attention.ops.selected_attention.triton.rows import load_for_gradients, store_gradients
 from native_sparse_attention.ops.selected_attention.triton.union_steps import (
     count_in_union,
     find_slot,
+    find_union,
     for_heads,
+    is_left_out,
+    load_counts,
     load_entry,
     load_factors_of_tile,
     load_keys,
+    members_of_tile,
     open_step,
     pick_factor,
     rows_of_tile,
@@ -85,12 +88,8 @@ def neighbours_dq_kernel(
     if first_query >= num_queries:
         return
     # Before the flag, so that nothing waits for it.
-    counts_ptr = sharing.counts + (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * 3
-    counts = tl.load(counts_ptr), tl.load(counts_ptr + 1), 0
-    is_shared = 1
-    if sharing.flags is not None:
-        is_shared = load_flag(sharing, tl.program_id(0), tl.program_id(1), tl.num_programs(1))
-    if is_shared == 0:
+    counts = load_counts(sharing)
+    if is_left_out(sharing):
         return
     _, key_start, _ = load_extent(place.cu_seqlens_k, sequence, place.seqlen_k, place.num_sequences)
     row, chooser = row.to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -99,35 +98,18 @@ def neighbours_dq_kernel(
     positions = offset + queries
     k_ptr += row * k_strides[0] + chooser // REPEATS * k_strides[2]
     v_ptr += row * v_strides[0] + chooser // REPEATS * v_strides[2]
-    indices_ptr += row * indices_strides[0] + chooser * indices_strides[2]
-    members = first_query + tl.arange(0, BLOCK_T)
-    member_mask = members < num_queries
-    member_tokens = (query_start + members).to(tl.int64)
-    choices = 0
-    factors = 0
-    if factors_ptr is not None:
-        choices = load_choices(indices_ptr, member_tokens * indices_strides[1], member_mask, NUM_SELECTED, BLOCK_S)
-        factors_ptr += row * factors_strides[0] + chooser * factors_strides[2]
-        factors = load_factors_of_tile(
-            factors_ptr, member_tokens * factors_strides[1], member_mask, NUM_SELECTED, BLOCK_S
-        )
-    q_ptr += row * q_strides[0]
-    out_ptr += row * out_strides[0]
-    dout_ptr += row * dout_strides[0]
-    q = load_rows(q_ptr, tokens * q_strides[1] + heads * q_strides[2], 1, mask, HEAD_DIM, BLOCK_D)
-    dout = load_rows(dout_ptr, tokens * dout_strides[1] + heads * dout_strides[2], 1, mask, VALUE_DIM, BLOCK_DV)
-    out = load_rows(out_ptr, tokens * out_strides[1] + heads * out_strides[2], 1, mask, VALUE_DIM, BLOCK_DV)
-    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
-    places_of_lse = (row * tl.num_programs(1) * GROUP + heads) * place.seqlen_q + tokens
-    lse = tl.load(lse_ptr + places_of_lse, mask=mask, other=0.0)
-    lse_log2 = tl.where(lse == float('-inf'), 0.0, lse) * 1.4426950408889634
-    dlse = tl.zeros([BLOCK_M], tl.float32)
+    member_tokens, member_mask = members_of_tile(query_start, first_query, num_queries, BLOCK_T)
+    choices, factors = load_factors_of_tile(
+        indices_ptr, factors_ptr, indices_strides, factors_strides, row, chooser, member_tokens, member_mask,
+        NUM_SELECTED, BLOCK_S,
+    )  # fmt: skip
+    rows = (row, tokens, heads, mask)
+    pointers = (q_ptr, out_ptr, dout_ptr, dlse_ptr, lse_ptr)
+    strides = (q_strides, out_strides, dout_strides, dlse_strides)
+    q, dout, delta, places, lse, lse_log2, dlse = load_for_gradients(
+        pointers, strides, rows, tl.num_programs(1), place, GROUP, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV
+    )
     HAS_DLSE: tl.constexpr = dlse_ptr is not None
-    if HAS_DLSE:
-        offsets = row * dlse_strides[0] + heads * dlse_strides[1] + tokens * dlse_strides[2]
-        dlse = tl.load(dlse_ptr + offsets, mask=mask, other=0.0)
-        # A log-sum-exp of nothing has no gradient; logaddexp of two such gives NaN.
-        dlse = tl.where(lse == float('-inf'), 0.0, dlse)
 
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     mean_k = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -135,23 +117,78 @@ def neighbours_dq_kernel(
     dfactors = tl.zeros([BLOCK_M, BLOCK_S], tl.float32)
     mean_logits = tl.zeros([BLOCK_M, BLOCK_S], tl.float32)
     slots = tl.arange(0, BLOCK_S)
-    in_unions = (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + chooser) * UNION
-    blocks_ptr = sharing.blocks + in_unions
-    members_ptr = sharing.members + in_unions + in_unions // UNION
+    blocks_ptr, members_ptr = find_union(sharing, chooser, UNION)
     pair = row * (tl.num_programs(1) // REPEATS) + chooser // REPEATS
     source = (k_ptr, v_ptr, k_tiles, v_tiles, row, chooser // REPEATS, k_strides[1], v_strides[1], key_start)
     # Beside products of float32, masks cost nothing, and every loop takes seconds to compile.
     UNMASKED: tl.constexpr = BLOCK_SIZE % BLOCK_N == 0 and q.dtype != tl.float32
     are_small = is_small_tile(q) and is_small_tile(dout)
-    num_blocks, num_clean, num_whole = count_in_union(counts, sharing, pair, are_small, UNMASKED)
+    in_union = count_in_union(counts, sharing, pair, are_small, UNMASKED)
     sums = (dq, mean_k, missing, dfactors, mean_logits)
+    sums = _go_through_union(
+        q, dout, source, blocks_ptr, members_ptr, in_union, choices, factors, lse_log2, delta, dlse, sums, num_keys,
+        positions, scale, softcap, factors_ptr is not None, dfactors_ptr is not None, HAS_DLSE, UNMASKED, CAUSAL,
+        BLOCK_SIZE, SPLIT, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_T, BLOCK_G, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+    )  # fmt: skip
+    dq, mean_k, missing, dfactors, mean_logits = sums
+    store_gradients(
+        dq_ptr, delta_ptr, gate_ptr, dq_strides, gate_strides, rows, places, (dq, mean_k, missing), delta, lse, dlse,
+        scale, HEAD_DIM, BLOCK_D,
+    )  # fmt: skip
+    if dfactors_ptr is not None:
+        dfactors = tl.where(mask[:, None], dfactors - missing[:, None] * mean_logits, 0.0)
+        dfactors = tl.sum(tl.reshape(dfactors, [BLOCK_T, BLOCK_G, BLOCK_S]), 1)  # [BLOCK_T, BLOCK_S]
+        choosers = (row * place.seqlen_q + member_tokens) * tl.num_programs(1) + chooser
+        dfactors_mask = member_mask[:, None] & (slots < NUM_SELECTED)[None, :]
+        tl.store(dfactors_ptr + (choosers * NUM_SELECTED)[:, None] + slots[None, :], dfactors, mask=dfactors_mask)
+
+
+@triton.jit
+def _go_through_union(
+    q,
+    dout,
+    source,
+    blocks_ptr,
+    members_ptr,
+    counts,
+    choices,
+    factors,
+    lse_log2,
+    delta,
+    dlse,
+    sums,
+    num_keys,
+    positions,
+    scale,
+    softcap,
+    SCALED: tl.constexpr,
+    DIFFERENTIATES_FACTORS: tl.constexpr,
+    HAS_DLSE: tl.constexpr,
+    UNMASKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """The sums over a tile's union: first its whole blocks, without masks, then others, and with care those that may
+    not be finite. counts: from `count_in_union`.
+    """
+    num_blocks, num_clean, num_whole = counts
     entry = load_entry(blocks_ptr, members_ptr, 0, num_blocks, SPLIT)
     if UNMASKED:
         for step in tl.range(0, num_whole * SPLIT):
             following = load_entry(blocks_ptr, members_ptr, step + 1, num_blocks, SPLIT)
             sums = _differentiate(
                 q, dout, source, entry, choices, factors, lse_log2, delta, dlse, sums, step, num_keys, positions, scale,
-                softcap, factors_ptr is not None, dfactors_ptr is not None, HAS_DLSE, False, False, CAUSAL, BLOCK_SIZE,
+                softcap, SCALED, DIFFERENTIATES_FACTORS, HAS_DLSE, False, False, CAUSAL, BLOCK_SIZE,
                 SPLIT, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_T, BLOCK_G, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
             )  # fmt: skip
             entry = following
@@ -159,7 +196,7 @@ def neighbours_dq_kernel(
             following = load_entry(blocks_ptr, members_ptr, step + 1, num_blocks, SPLIT)
             sums = _differentiate(
                 q, dout, source, entry, choices, factors, lse_log2, delta, dlse, sums, step, num_keys, positions, scale,
-                softcap, factors_ptr is not None, dfactors_ptr is not None, HAS_DLSE, True, False, CAUSAL, BLOCK_SIZE,
+                softcap, SCALED, DIFFERENTIATES_FACTORS, HAS_DLSE, True, False, CAUSAL, BLOCK_SIZE,
                 SPLIT, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_T, BLOCK_G, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
             )  # fmt: skip
             entry = following
@@ -167,26 +204,11 @@ def neighbours_dq_kernel(
         following = load_entry(blocks_ptr, members_ptr, step + 1, num_blocks, SPLIT)
         sums = _differentiate(
             q, dout, source, entry, choices, factors, lse_log2, delta, dlse, sums, step, num_keys, positions, scale,
-            softcap, factors_ptr is not None, dfactors_ptr is not None, HAS_DLSE, True, True, CAUSAL, BLOCK_SIZE, SPLIT,
+            softcap, SCALED, DIFFERENTIATES_FACTORS, HAS_DLSE, True, True, CAUSAL, BLOCK_SIZE, SPLIT,
             HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_T, BLOCK_G, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
         )  # fmt: skip
         entry = following
-    dq, mean_k, missing, dfactors, mean_logits = sums
-
-    dq = (dq - missing[:, None] * mean_k) * scale
-    if gate_ptr is not None:
-        gate_ptr += row * gate_strides[0] + tokens * gate_strides[1]
-        gate = tl.load(gate_ptr + heads * gate_strides[2], mask=mask, other=0.0).to(tl.float32)
-        dq *= tl.where(lse == float('-inf'), 0.0, gate)[:, None]  # of a row that reads nothing it may be anything
-    dq_ptr += row * dq_strides[0]
-    store_rows(dq_ptr, tokens * dq_strides[1] + heads * dq_strides[2], 1, dq, mask, HEAD_DIM, BLOCK_D)
-    tl.store(delta_ptr + places_of_lse, delta + missing - dlse, mask=mask)
-    if dfactors_ptr is not None:
-        dfactors = tl.where(mask[:, None], dfactors - missing[:, None] * mean_logits, 0.0)
-        dfactors = tl.sum(tl.reshape(dfactors, [BLOCK_T, BLOCK_G, BLOCK_S]), 1)  # [BLOCK_T, BLOCK_S]
-        rows = (row * place.seqlen_q + member_tokens) * tl.num_programs(1) + chooser
-        dfactors_mask = member_mask[:, None] & (slots < NUM_SELECTED)[None, :]
-        tl.store(dfactors_ptr + (rows * NUM_SELECTED)[:, None] + slots[None, :], dfactors, mask=dfactors_mask)
+    return sums
 
 
 @triton.jit

@@ -11,6 +11,31 @@ import triton.language as tl
 from native_sparse_attention.ops._triton.finite import is_small
 from native_sparse_attention.ops._triton.softcap import cap_logits
 from native_sparse_attention.ops._triton.tiles import load_rows, load_tile
+from native_sparse_attention.ops.selected_attention.triton.choice import load_choices
+from native_sparse_attention.ops.selected_attention.triton.sharing import load_flag
+
+
+@triton.jit
+def load_counts(sharing):
+    """Those of the union of a program's tile: `Sharing`."""
+    counts_ptr = sharing.counts + (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * 3
+    return tl.load(counts_ptr), tl.load(counts_ptr + 1), tl.load(counts_ptr + 2)
+
+
+@triton.jit
+def is_left_out(sharing):
+    """Whether a program's tile is left to the kernel per query."""
+    is_shared = 1
+    if sharing.flags is not None:
+        is_shared = load_flag(sharing, tl.program_id(0), tl.program_id(1), tl.num_programs(1))
+    return is_shared == 0
+
+
+@triton.jit
+def find_union(sharing, chooser, UNION: tl.constexpr):
+    """Where the blocks of a program's tile begin, and who chose them."""
+    in_unions = (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + chooser) * UNION
+    return sharing.blocks + in_unions, sharing.members + in_unions + in_unions // UNION
 
 
 @triton.jit
@@ -161,10 +186,37 @@ def rows_of_tile(first_query, num_queries, chooser, GROUP: tl.constexpr, BLOCK_G
 
 
 @triton.jit
-def load_factors_of_tile(factors_ptr, rows, mask, NUM_SELECTED: tl.constexpr, BLOCK_S: tl.constexpr):
-    slots = tl.arange(0, BLOCK_S)
-    mask = mask[:, None] & (slots < NUM_SELECTED)[None, :]
-    return tl.load(factors_ptr + rows[:, None] + slots[None, :], mask=mask, other=0.0).to(tl.float32)
+def members_of_tile(query_start, first_query, num_queries, BLOCK_T: tl.constexpr):
+    """Token of every query of a tile, and whether there is such."""
+    members = first_query + tl.arange(0, BLOCK_T)
+    return (query_start + members).to(tl.int64), members < num_queries
+
+
+@triton.jit
+def load_factors_of_tile(
+    indices_ptr,
+    factors_ptr,
+    indices_strides,
+    factors_strides,
+    row,
+    chooser,
+    tokens,
+    mask,
+    NUM_SELECTED: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """What every query of a tile chose and the factors of its logits, `[BLOCK_T, BLOCK_S]`; 0 and 0 without factors."""
+    choices = 0
+    factors = 0
+    if factors_ptr is not None:
+        indices_ptr += row * indices_strides[0] + chooser * indices_strides[2]
+        choices = load_choices(indices_ptr, tokens * indices_strides[1], mask, NUM_SELECTED, BLOCK_S)
+        factors_ptr += row * factors_strides[0] + chooser * factors_strides[2]
+        slots = tl.arange(0, BLOCK_S)
+        mask = mask[:, None] & (slots < NUM_SELECTED)[None, :]
+        places = (tokens * factors_strides[1])[:, None] + slots[None, :]
+        factors = tl.load(factors_ptr + places, mask=mask, other=0.0).to(tl.float32)
+    return choices, factors
 
 
 @triton.jit
