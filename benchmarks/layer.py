@@ -34,7 +34,7 @@ from benchmarks.parts import CUDNN, FLASH, FLEX, OTHERS, OURS, PARTS, make_call,
 from benchmarks.peers import PEERS
 from benchmarks.runner import Case, add_run_arguments, run, serve
 from benchmarks.shapes import PAPER, SHAPES, Shape, find_names
-from benchmarks.timing import measure_kernels
+from benchmarks.timing import measure_with_kernels
 
 # What has targets, then what is compared, then what completes the curves over the length.
 DEFAULT_SHAPES = (
@@ -76,7 +76,7 @@ def make_cases(shapes: str, parts: str, backends: list[str], device: str, longes
 
 
 def make_facts(call: Any, leaves: list[Tensor], device: str) -> Case:
-    return measure_kernels(call, leaves, device) | call.facts()
+    return call.facts()
 
 
 def main() -> None:
@@ -90,7 +90,7 @@ def main() -> None:
     add('--longest-peer', type=int, default=2**17, help='tokens; longer, several break their process (%(default)s)')
     options = parser.parse_args()
     if options.worker:
-        return serve(make_call, seconds=0.3, make_facts=make_facts)
+        return serve(make_call, seconds=0.3, make_facts=make_facts, measure=measure_with_kernels)
     wanted = options.backends.split(',')
     missing = [name for name in wanted if name in PEERS and not peers.find_folder(PEERS[name].file)]
     found = [name for name in wanted if name not in missing]

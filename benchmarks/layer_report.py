@@ -15,7 +15,7 @@ from benchmarks.peers import PEERS
 from benchmarks.report import ratio
 from benchmarks.runner import Case
 from benchmarks.shapes import RHO, SHAPES
-from benchmarks.timing import KERNELS
+from benchmarks.timing import KERNELS, pass_of
 
 PASSES = ('forward', 'backward')
 TARGET_SHAPE = 'paper-64k-h4'
@@ -78,7 +78,7 @@ class Found:
         names += [FLASH, FLEX] if part == 'window' else []
         times = {name: self.ms(part, shape, name, what) for name in names}
         if part == 'nsa':
-            steps = [self.best(step, shape, what)[0] for step in PUBLIC_STEPS[what.removesuffix('_kernels')]]
+            steps = [self.best(step, shape, what)[0] for step in PUBLIC_STEPS[pass_of(what)]]
             times['fastest steps'] = sum(filter(None, steps)) if all(steps) else None
         return {name: time for name, time in times.items() if time}
 
@@ -111,10 +111,9 @@ def make_tables(rows: list[Case], missing: list[str]) -> list[str]:
             found
         ),
         'Bytes a token and query head of ours at the peak, from 64k tokens on:': growth_table(found),
-        'Everything measured. Kernels: for how long the GPU is at work in a pass, caches warm; the rest of a short one '
-        'is waiting for the host. Error: of the worst of a few rows, of nsa the median, relative to its norm. Right: '
-        'share of the chosen blocks that float32 chooses. Read: blocks that 4 and 16 neighbours read together.': (
-            row_table(found)
+        'Everything measured. Error: of the worst of a few rows, of nsa the median, relative to its norm. Right: share '
+        'of the chosen blocks that float32 chooses. Read: blocks that 4 and 16 neighbours read together.': row_table(
+            found
         ),
         'Shapes:': report.table(('shape', ''), [[name, shape_of(name).described()] for name in found.shapes]),
     }
@@ -125,7 +124,9 @@ def make_tables(rows: list[Case], missing: list[str]) -> list[str]:
         f'{RHO}, but not in nsa-unrelated. Backward: everything that a call needs.',
         *filled[:2],
         *(note for note in notes if note),
-        *filled[2:],
+        *filled[2:-2],
+        *report.kernel_tables(rows),
+        *filled[-2:],
         *([f'Not importable, and so not measured: {", ".join(missing)}.'] if missing else []),
     ]
 
@@ -201,7 +202,7 @@ def verdict(found: Found) -> str:
             for what, target in zip(PASSES, targets, strict=True)
         },
         'passes are no slower than the best public one': beside_public(found, PASSES),
-        'passes keep the GPU no longer at work than the best public one': beside_public(found, KERNELS),
+        'passes are no slower by their kernels alone': beside_public(found, KERNELS),
     }
     parts = []
     for text, pairs in limits.items():
@@ -216,7 +217,7 @@ def verdict(found: Found) -> str:
 def beside_public(found: Found, passes: Sequence[str]) -> dict[str, tuple[float | None, float | None]]:
     """Our times and the best public ones, where no part may be slower."""
     return {
-        f'{part} {what.removesuffix("_kernels")} of {shape}': (
+        f'{part} {pass_of(what)} of {shape}': (
             found.ours(part, shape, what),
             found.best(part, shape, what)[0],
         )
@@ -298,11 +299,11 @@ def growth_table(found: Found) -> str:
 def row_table(found: Found) -> str:
     body = []
     for (part, shape, backend), row in found.named.items():
-        times = [row.get(f'{name}_ms') for name in (*PASSES, 'total', *KERNELS)]
+        times = [row.get(f'{name}_ms') for name in (*PASSES, 'total')]
         read = [f'{row[name]:.1f}' for name in ('union_4', 'union_16') if name in row]
         facts = [row.get('error'), row.get('agreement'), ' / '.join(read) or None]
         body.append([part, shape, backend, *times, report.gib(row.get('peak_bytes')), *facts, row.get('note', '')])
-    columns = (*PASSES, 'both', 'kernels forward', 'kernels backward', 'peak GiB', 'error', 'right', 'read', '')
+    columns = ('forward', 'backward', 'both', 'peak GiB', 'error', 'right', 'read', '')
     return report.table(('part', 'shape', 'backend', *columns), body)
 
 

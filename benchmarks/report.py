@@ -134,6 +134,21 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     return '\n'.join([*lines, *('| ' + ' | '.join(map(cell, row)) + ' |' for row in rows)])
 
 
+def kernel_tables(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """What it is about and the table of what kernels take (`timing.measure_kernels`); nothing where no row has it."""
+    body = []
+    for row in rows:
+        cells = [row.get(f'{what}_ms') for what in ('forward', 'forward_kernels', 'backward', 'backward_kernels')]
+        if cells[1] is not None or cells[3] is not None:
+            body.append([row['op'], row['shape'], row['backend'], *cells])
+    columns = ('', 'shape', 'backend', 'forward', 'its kernels', 'backward', 'its kernels')
+    text = (
+        'What the kernels and copies of short passes take together, ms, by the profiler and with warm caches. What a '
+        'pass takes beyond that is cold caches and waiting for the host:'
+    )
+    return [text, table(columns, body)] if body else []
+
+
 def cell(value: Any) -> str:
     if value is None:
         return '–'

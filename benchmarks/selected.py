@@ -33,7 +33,7 @@ from benchmarks.peers import PEERS, Problem, make_selected
 from benchmarks.report import ratio
 from benchmarks.runner import Case, add_run_arguments, run, serve
 from benchmarks.shapes import SHAPES, Shape, find_names, make_blocks, make_tensors
-from benchmarks.timing import KERNELS, measure_kernels, measure_workspace
+from benchmarks.timing import KERNELS, measure_with_kernels, measure_workspace, pass_of
 
 # Of a case and a pass.
 Limit = Callable[[str, str], float | None]
@@ -119,8 +119,7 @@ def make_call(case: Case) -> tuple[Call, list[Tensor]]:
 
 
 def make_facts(call: Any, leaves: list[Tensor], device: str) -> Case:
-    workspace = measure_workspace(call, leaves, device) if leaves else {}
-    return workspace | measure_kernels(call, leaves, device) | call.facts()
+    return (measure_workspace(call, leaves, device) if leaves else {}) | call.facts()
 
 
 def force_design(design: str | None) -> list[str]:
@@ -205,8 +204,7 @@ def make_tables(rows: list[Case], missing: list[str]) -> list[str]:
     found = Found(rows)
     return [
         'ms, medians, caches cold, runs queued. Backward: everything that a call needs. Workspace: MiB at the peak of '
-        'a pass beyond inputs, outputs and what the forward saves for the backward. Kernels: for how long the GPU is '
-        'at work in a pass, caches warm; the rest of a short one is waiting for the host.',
+        'a pass beyond inputs, outputs and what the forward saves for the backward.',
         target_table(found),
         verdict(found),
         *packed_lines(found),
@@ -216,6 +214,7 @@ def make_tables(rows: list[Case], missing: list[str]) -> list[str]:
         *long_tables(found),
         'Everything measured; our designs by name. Error: of the worst of a few rows, relative to its norm:',
         row_table(found),
+        *report.kernel_tables(rows),
         *([f'Not importable, and so not measured: {", ".join(missing)}.'] if missing else []),
         report.table(('case', ''), [[name, described(SETTINGS[name])] for name in found.cases]),
     ]
@@ -247,11 +246,14 @@ def verdict(found: Found) -> str:
         'targets are met': (PASSES, found.target),
         'passes are no slower than the best public implementation': (PASSES, public),
         'passes are no slower than dense attention': (PASSES, lambda case, what: found.ms(case, DENSE, what)),
-        'passes keep the GPU no longer at work than the best public implementation': (KERNELS, public),
+        'passes are no slower by their kernels alone': (
+            KERNELS,
+            public,
+        ),
     }
     for text, (passes, limit) in compared.items():
         ratios = {
-            f'{case} {what.removesuffix("_kernels")}': ratio(found.ms(case, OURS, what), limit(case, what))
+            f'{case} {pass_of(what)}': ratio(found.ms(case, OURS, what), limit(case, what))
             for case, what in product(found.cases, passes)
         }
         known = {name: number for name, number in ratios.items() if number}
@@ -308,11 +310,10 @@ def long_tables(found: Found) -> list[str]:
 def row_table(found: Found) -> str:
     body = []
     for (case, backend), row in found.rows.items():
-        times = [row.get(f'{name}_ms') for name in (*PASSES, 'total', *KERNELS)]
+        times = [row.get(f'{name}_ms') for name in (*PASSES, 'total')]
         sizes = [mib(row.get(name)) for name in ('forward_workspace', 'backward_workspace', 'saved')]
         body.append([case, backend, *times, *sizes, row.get('error'), row.get('note', '')])
-    sizes = ('workspace forward', 'workspace backward', 'saved MiB')
-    columns = (*PASSES, 'both', 'kernels forward', 'kernels backward', *sizes, 'error', '')
+    columns = (*PASSES, 'both', 'workspace forward', 'workspace backward', 'saved MiB', 'error', '')
     return report.table(('case', 'backend', *columns), body)
 
 
@@ -366,7 +367,7 @@ def main() -> None:
     add('--designs', default=','.join(DESIGNS), help="that are forced; '' for none (%(default)s)")
     options = parser.parse_args()
     if options.worker:
-        return serve(make_call, seconds=0.3, make_facts=make_facts)
+        return serve(make_call, seconds=0.3, make_facts=make_facts, measure=measure_with_kernels)
     wanted, designs = ([name for name in names.split(',') if name] for names in (options.peers, options.designs))
     names = [name for name in wanted if peers.find_folder(PEERS[name].file)]
     missing = [PEERS[name].repository for name in wanted if name not in names]

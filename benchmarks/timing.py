@@ -23,10 +23,15 @@ FLUSH_BYTES = 256 * 2**20
 MAX_REPEATS = 50
 MIN_REPEATS = 3
 SECONDS = 1.0
-# What measure_kernels measures, beside the passes.
+# What `measure_kernels` measures of the passes; those that take longer, in ms, do not wait for their host.
 KERNELS = ('forward_kernels', 'backward_kernels')
-# Milliseconds of a pass above which it does not wait for its host, and how many shorter ones are profiled.
-MAX_PROFILED, PROFILED = 100.0, 10
+LONG_MS = 100.0
+PROFILED_RUNS = 10
+
+
+def pass_of(what: str) -> str:
+    """The pass that a time is of: 'forward' for 'forward_kernels', too."""
+    return what.removesuffix('_kernels')
 
 
 @dataclass(frozen=True)
@@ -142,32 +147,45 @@ def measure_workspace(forward: Callable[[], Tensor], leaves: Sequence[Tensor], d
     return sizes
 
 
-def measure_kernels(forward: Callable[[], Tensor], leaves: Sequence[Tensor], device: str) -> dict[str, Any]:
-    """forward_kernels_ms, backward_kernels_ms: for how long the GPU is at work in a pass, by PyTorch's profiler, caches
-    as they are. The rest of a short pass is waiting for the host. Long ones are left out.
+def measure_kernels(
+    forward: Callable[[], Tensor], leaves: Sequence[Tensor], device: str, measured: dict[str, Any]
+) -> dict[str, Any]:
+    """forward_kernels_ms, backward_kernels_ms: what the kernels and copies of a pass take together, by PyTorch's
+    profiler, with warm caches. What a short pass takes beyond that is cold caches and waiting for the host.
+
+    measured: from `measure_both`. Passes that it found to be long are left out, as are those of which the profiler sees
+    nothing.
     """
-    if device == 'cpu':
+    forward_ms, backward_ms = (measured.get(f'{name}_ms') or 0 for name in ('forward', 'backward'))
+    if device == 'cpu' or forward_ms > LONG_MS:
         return {}
-    passes: list[Callable[[], Any]] = [forward]
-    if leaves:
+    found = {KERNELS[0]: _kernels_ms(forward)}
+    if leaves and backward_ms <= LONG_MS:
         out = forward()
         dout = torch.randn_like(out)
-        passes.append(lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True))
-    return {
-        f'{name}_ms': round(_kernels_ms(function), 4)
-        for name, function in zip(KERNELS, passes, strict=False)
-        if _run(function, device, None)[0] <= MAX_PROFILED
-    }
+        found[KERNELS[1]] = _kernels_ms(lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True))
+    return {f'{name}_ms': round(ms, 4) for name, ms in found.items() if ms > 0}
+
+
+def measure_with_kernels(
+    forward: Callable[[], Tensor],
+    leaves: Sequence[Tensor],
+    device: str,
+    seconds: float = SECONDS,
+    compiles: bool = True,
+) -> dict[str, Any]:
+    """What `measure_both` gives, and `measure_kernels`."""
+    measured = measure_both(forward, leaves, device, seconds, compiles)
+    return measured | measure_kernels(forward, leaves, device, measured)
 
 
 def _kernels_ms(function: Callable[[], Any]) -> float:
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
-        for _ in range(PROFILED):
+        for _ in range(PROFILED_RUNS):
             function()
         torch.cuda.synchronize()
     events = profiler.events() or ()
-    times = [event.device_time for event in events if event.device_type == DeviceType.CUDA]
-    return sum(times) / PROFILED / 1e3
+    return sum(event.device_time for event in events if event.device_type == DeviceType.CUDA) / PROFILED_RUNS / 1e3
 
 
 def reset_peak(device: str) -> int:

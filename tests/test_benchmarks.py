@@ -189,14 +189,25 @@ def test_without_a_gpu_nothing_begins(script: str, tmp_path: Path, monkeypatch: 
         module.main()
 
 
-def test_kernels_are_of_gpus():
-    assert timing.measure_kernels(lambda: torch.ones(2), [], 'cpu') == {}
+def test_kernels_of_short_passes(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(timing, '_kernels_ms', lambda function: [function(), 0.25][1])
+    x = torch.ones(2, 2, requires_grad=True)
+    calls = (lambda: x @ x, [x], 'cuda')
+    both = {'forward_kernels_ms': 0.25, 'backward_kernels_ms': 0.25}
+    assert timing.measure_kernels(*calls, {'forward_ms': 1.0, 'backward_ms': 1.0}) == both
+    assert timing.measure_kernels(*calls, {'forward_ms': 1.0, 'backward_ms': 1e3}) == {'forward_kernels_ms': 0.25}
+    without = timing.measure_kernels(lambda: x, [], 'cuda', {'forward_ms': 1.0, 'backward_ms': None})
+    assert without == {'forward_kernels_ms': 0.25}
+    assert timing.measure_kernels(*calls, {'forward_ms': 1e3, 'backward_ms': 1e3}) == {}
+    assert timing.measure_kernels(lambda: x, [], 'cpu', {'forward_ms': 1.0}) == {}
+    # A profiler that may not look at the GPU.
+    monkeypatch.setattr(timing, '_kernels_ms', lambda _: 0.0)
+    assert timing.measure_kernels(*calls, {'forward_ms': 1.0, 'backward_ms': 1.0}) == {}
 
 
 @pytest.mark.gpu
 def test_kernels_take_no_longer_than_the_pass(device: torch.device):
     x = torch.randn(4096, 4096, device=device, requires_grad=True)
-    found = timing.measure_kernels(lambda: x @ x, [x], 'cuda')
-    times = timing.measure_both(lambda: x @ x, [x], 'cuda', seconds=0.2)
+    found = timing.measure_with_kernels(lambda: x @ x, [x], 'cuda', seconds=0.2)
     for what in ('forward', 'backward'):
-        assert 0.5 * times[f'{what}_ms'] < found[f'{what}_kernels_ms'] < 1.1 * times[f'{what}_ms']
+        assert 0.5 * found[f'{what}_ms'] < found[f'{what}_kernels_ms'] < 1.1 * found[f'{what}_ms']

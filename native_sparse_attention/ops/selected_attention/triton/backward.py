@@ -25,11 +25,8 @@ from native_sparse_attention.ops.selected_attention.triton.choice import (
     load_factor,
     load_step,
 )
-from native_sparse_attention.ops.selected_attention.triton.rows import (
-    load_for_gradients,
-    open_query,
-    store_gradients,
-)
+from native_sparse_attention.ops.selected_attention.triton.rows import load_for_gradients, store_gradients
+from native_sparse_attention.ops.selected_attention.triton.sharing import open_query
 
 
 @triton.jit

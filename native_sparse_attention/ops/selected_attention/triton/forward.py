@@ -26,7 +26,7 @@ from native_sparse_attention.ops.selected_attention.triton.half_values import (
     add_exact_product,
     find_flags,
 )
-from native_sparse_attention.ops.selected_attention.triton.rows import open_query
+from native_sparse_attention.ops.selected_attention.triton.sharing import open_query
 
 
 @triton.jit
@@ -180,8 +180,8 @@ def _store_output(
     BLOCK_M: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
-    """The end of a running softmax: stores the output, its low bits where they are asked for, and the log-sum-exp.
-    surplus: by how much the sum of the weights that met v is above total, or None.
+    """The end of a running softmax of BLOCK_M heads: stores the output, its low bits where they are asked for, and the
+    log-sum-exp. surplus `[BLOCK_M]`: by how much the sum of the weights that met v is above total, or None.
     """
     empty = total == 0
     total = tl.where(empty, 1.0, total)
@@ -189,13 +189,12 @@ def _store_output(
     out = out * (1.0 / divisor)[:, None]
     lse = tl.where(empty, float('-inf'), tl.fma(row_max, 0.6931471805599453, tl.log(total)))
     out_ptr += row * out_strides[0] + token * out_strides[1]
-    parts = tl.cdiv(GROUP, BLOCK_M)
+    num_heads = tl.num_programs(1) // tl.cdiv(GROUP, BLOCK_M) * GROUP
     if low_ptr is not None:
         out, low = split_low_bits(out, out_ptr.dtype.element_ty)
-        low_ptr += (row * place.seqlen_q + token) * (tl.num_programs(1) // parts * GROUP) * VALUE_DIM
+        low_ptr += (row * place.seqlen_q + token) * num_heads * VALUE_DIM
         store_rows(low_ptr, heads, VALUE_DIM, low, mask, VALUE_DIM, BLOCK_DV)
     store_rows(out_ptr, heads, out_strides[2], out, mask, VALUE_DIM, BLOCK_DV)
-    num_heads = tl.num_programs(1) // parts * GROUP
     tl.store(lse_ptr + (row * num_heads + heads) * place.seqlen_q + token, lse, mask=mask)
 
 

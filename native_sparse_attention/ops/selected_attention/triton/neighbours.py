@@ -26,9 +26,9 @@ from native_sparse_attention.ops.selected_attention.triton.union_steps import (
     find_union,
     for_heads,
     is_left_out,
+    load_choices_and_factors,
     load_counts,
     load_entry,
-    load_factors_of_tile,
     load_keys,
     members_of_tile,
     open_step,
@@ -111,7 +111,7 @@ def neighbours_forward_kernel(
         # So that the largest product of a row makes its largest logit.
         q, scale = -q, -scale
     member_tokens, member_mask = members_of_tile(query_start, first_query, num_queries, BLOCK_T)
-    choices, factors = load_factors_of_tile(
+    choices, factors = load_choices_and_factors(
         indices_ptr, factors_ptr, indices_strides, factors_strides, row, chooser, member_tokens, member_mask,
         NUM_SELECTED, BLOCK_S,
     )  # fmt: skip

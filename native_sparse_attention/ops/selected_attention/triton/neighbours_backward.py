@@ -19,9 +19,9 @@ from native_sparse_attention.ops.selected_attention.triton.union_steps import (
     find_union,
     for_heads,
     is_left_out,
+    load_choices_and_factors,
     load_counts,
     load_entry,
-    load_factors_of_tile,
     load_keys,
     members_of_tile,
     open_step,
@@ -99,7 +99,7 @@ def neighbours_dq_kernel(
     k_ptr += row * k_strides[0] + chooser // REPEATS * k_strides[2]
     v_ptr += row * v_strides[0] + chooser // REPEATS * v_strides[2]
     member_tokens, member_mask = members_of_tile(query_start, first_query, num_queries, BLOCK_T)
-    choices, factors = load_factors_of_tile(
+    choices, factors = load_choices_and_factors(
         indices_ptr, factors_ptr, indices_strides, factors_strides, row, chooser, member_tokens, member_mask,
         NUM_SELECTED, BLOCK_S,
     )  # fmt: skip
@@ -126,7 +126,7 @@ def neighbours_dq_kernel(
     in_union = count_in_union(counts, sharing, pair, are_small, UNMASKED)
     sums = (dq, mean_k, missing, dfactors, mean_logits)
     sums = _go_through_union(
-        q, dout, source, blocks_ptr, members_ptr, in_union, choices, factors, lse_log2, delta, dlse, sums, num_keys,
+        (q, dout, source, choices, factors, lse_log2, delta, dlse), (blocks_ptr, members_ptr, in_union), sums, num_keys,
         positions, scale, softcap, factors_ptr is not None, dfactors_ptr is not None, HAS_DLSE, UNMASKED, CAUSAL,
         BLOCK_SIZE, SPLIT, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_T, BLOCK_G, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
     )  # fmt: skip
@@ -145,17 +145,8 @@ def neighbours_dq_kernel(
 
 @triton.jit
 def _go_through_union(
-    q,
-    dout,
-    source,
-    blocks_ptr,
-    members_ptr,
-    counts,
-    choices,
-    factors,
-    lse_log2,
-    delta,
-    dlse,
+    inputs,
+    union,
     sums,
     num_keys,
     positions,
@@ -179,33 +170,35 @@ def _go_through_union(
     WIDE: tl.constexpr,
 ):
     """The sums over a tile's union: first its whole blocks, without masks, then others, and with care those that may
-    not be finite. counts: from `count_in_union`.
+    not be finite. inputs: what `_differentiate` takes of the tile. union: pointers from `find_union`, and counts from
+    `count_in_union`. SCALED: there are factors; DIFFERENTIATES_FACTORS: their gradients are wanted.
     """
+    blocks_ptr, members_ptr, counts = union
     num_blocks, num_clean, num_whole = counts
     entry = load_entry(blocks_ptr, members_ptr, 0, num_blocks, SPLIT)
     if UNMASKED:
         for step in tl.range(0, num_whole * SPLIT):
             following = load_entry(blocks_ptr, members_ptr, step + 1, num_blocks, SPLIT)
             sums = _differentiate(
-                q, dout, source, entry, choices, factors, lse_log2, delta, dlse, sums, step, num_keys, positions, scale,
-                softcap, SCALED, DIFFERENTIATES_FACTORS, HAS_DLSE, False, False, CAUSAL, BLOCK_SIZE,
-                SPLIT, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_T, BLOCK_G, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+                inputs, entry, sums, step, num_keys, positions, scale, softcap, SCALED, DIFFERENTIATES_FACTORS,
+                HAS_DLSE, False, False, CAUSAL, BLOCK_SIZE, SPLIT, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_T, BLOCK_G,
+                BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
             )  # fmt: skip
             entry = following
         for step in tl.range(num_whole * SPLIT, num_clean * SPLIT):
             following = load_entry(blocks_ptr, members_ptr, step + 1, num_blocks, SPLIT)
             sums = _differentiate(
-                q, dout, source, entry, choices, factors, lse_log2, delta, dlse, sums, step, num_keys, positions, scale,
-                softcap, SCALED, DIFFERENTIATES_FACTORS, HAS_DLSE, True, False, CAUSAL, BLOCK_SIZE,
-                SPLIT, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_T, BLOCK_G, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+                inputs, entry, sums, step, num_keys, positions, scale, softcap, SCALED, DIFFERENTIATES_FACTORS,
+                HAS_DLSE, True, False, CAUSAL, BLOCK_SIZE, SPLIT, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_T, BLOCK_G,
+                BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
             )  # fmt: skip
             entry = following
     for step in tl.range(num_clean * SPLIT, num_blocks * SPLIT):
         following = load_entry(blocks_ptr, members_ptr, step + 1, num_blocks, SPLIT)
         sums = _differentiate(
-            q, dout, source, entry, choices, factors, lse_log2, delta, dlse, sums, step, num_keys, positions, scale,
-            softcap, SCALED, DIFFERENTIATES_FACTORS, HAS_DLSE, True, True, CAUSAL, BLOCK_SIZE, SPLIT,
-            HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_T, BLOCK_G, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+            inputs, entry, sums, step, num_keys, positions, scale, softcap, SCALED, DIFFERENTIATES_FACTORS, HAS_DLSE,
+            True, True, CAUSAL, BLOCK_SIZE, SPLIT, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_T, BLOCK_G, BLOCK_N, BLOCK_D,
+            BLOCK_DV, WIDE,
         )  # fmt: skip
         entry = following
     return sums
@@ -213,15 +206,8 @@ def _go_through_union(
 
 @triton.jit
 def _differentiate(
-    q,
-    dout,
-    source,
+    inputs,
     entry,
-    choices,
-    factors,
-    lse_log2,
-    delta,
-    dlse,
     sums,
     step,
     num_keys,
@@ -247,6 +233,7 @@ def _differentiate(
     WIDE: tl.constexpr,
 ):
     """What a tile of keys adds to the sums; steps, MASKED and CAREFUL as in `_attend`."""
+    q, dout, source, choices, factors, lse_log2, delta, dlse = inputs
     dq, mean_k, missing, dfactors, mean_logits = sums
     block, chosen, first, keys, key_mask = open_step(
         entry, step, num_keys, MASKED, BLOCK_SIZE, SPLIT, BLOCK_T, BLOCK_G, BLOCK_N

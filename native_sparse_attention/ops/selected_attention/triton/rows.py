@@ -12,21 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from native_sparse_attention.ops._triton.placement import find_query
 from native_sparse_attention.ops._triton.tiles import load_rows, store_rows
-from native_sparse_attention.ops.selected_attention.triton.sharing import load_flag_of_query
-
-
-@triton.jit
-def open_query(chooser, place, sharing, parts):
-    """Sequence, row and token of a program's query, and whether a tile of neighbours has it. parts: tiles of the heads
-    of a chooser.
-    """
-    sequence, row, token = find_query(tl.program_id(0), place)
-    is_shared = 0
-    if sharing.flags is not None:
-        is_shared = load_flag_of_query(sharing, sequence, token, chooser, tl.num_programs(1) // parts, place)
-    return sequence, row, token, is_shared != 0
 
 
 @triton.jit

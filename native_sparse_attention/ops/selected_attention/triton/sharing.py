@@ -20,7 +20,7 @@ from torch import Tensor
 
 from native_sparse_attention.ops._triton.inverse_index import count_readable_blocks
 from native_sparse_attention.ops._triton.launch import launch
-from native_sparse_attention.ops._triton.placement import Placement, load_extent, locate_queries, num_tiles
+from native_sparse_attention.ops._triton.placement import Placement, find_query, load_extent, locate_queries, num_tiles
 from native_sparse_attention.ops._triton.tiles import sort_tile
 from native_sparse_attention.ops.selected_attention.triton.half_values import FITS, HalfValues, find_flags
 
@@ -210,3 +210,15 @@ def load_flag_of_query(sharing, sequence, token, chooser, num_choosers, place):
     else:
         tile = start // sharing.block_t + sequence
     return load_flag(sharing, tile + (token - start) // sharing.block_t, chooser, num_choosers)
+
+
+@triton.jit
+def open_query(chooser, place, sharing, parts):
+    """Sequence, row and token of a program's query, and whether a tile of neighbours has it. parts: tiles of the heads
+    of a chooser.
+    """
+    sequence, row, token = find_query(tl.program_id(0), place)
+    is_shared = 0
+    if sharing.flags is not None:
+        is_shared = load_flag_of_query(sharing, sequence, token, chooser, tl.num_programs(1) // parts, place)
+    return sequence, row, token, is_shared != 0

@@ -193,7 +193,7 @@ def members_of_tile(query_start, first_query, num_queries, BLOCK_T: tl.constexpr
 
 
 @triton.jit
-def load_factors_of_tile(
+def load_choices_and_factors(
     indices_ptr,
     factors_ptr,
     indices_strides,
