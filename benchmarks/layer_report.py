@@ -115,6 +115,7 @@ def make_tables(rows: list[Case], missing: list[str]) -> list[str]:
         'of the chosen blocks that float32 chooses. Read: blocks that 4 and 16 neighbours read together.': row_table(
             found
         ),
+        **report.kernel_tables(rows),
         'Shapes:': report.table(('shape', ''), [[name, shape_of(name).described()] for name in found.shapes]),
     }
     filled = [part for text, table in tables.items() if table.count('\n') > 1 for part in (text, table)]
@@ -124,9 +125,7 @@ def make_tables(rows: list[Case], missing: list[str]) -> list[str]:
         f'{RHO}, but not in nsa-unrelated. Backward: everything that a call needs.',
         *filled[:2],
         *(note for note in notes if note),
-        *filled[2:-2],
-        *report.kernel_tables(rows),
-        *filled[-2:],
+        *filled[2:],
         *([f'Not importable, and so not measured: {", ".join(missing)}.'] if missing else []),
     ]
 
@@ -217,10 +216,7 @@ def verdict(found: Found) -> str:
 def beside_public(found: Found, passes: Sequence[str]) -> dict[str, tuple[float | None, float | None]]:
     """Our times and the best public ones, where no part may be slower."""
     return {
-        f'{part} {pass_of(what)} of {shape}': (
-            found.ours(part, shape, what),
-            found.best(part, shape, what)[0],
-        )
+        f'{part} {pass_of(what)} of {shape}': (found.ours(part, shape, what), found.best(part, shape, what)[0])
         for shape, part, what in product(COMPARED, PARTS, passes)
         if not part.startswith('layer')
     }

@@ -134,8 +134,8 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     return '\n'.join([*lines, *('| ' + ' | '.join(map(cell, row)) + ' |' for row in rows)])
 
 
-def kernel_tables(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """What it is about and the table of what kernels take (`timing.measure_kernels`); nothing where no row has it."""
+def kernel_tables(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """The table of what kernels take (`timing.measure_kernels`), by what it is about; empty where no row has it."""
     body = []
     for row in rows:
         cells = [row.get(f'{what}_ms') for what in ('forward', 'forward_kernels', 'backward', 'backward_kernels')]
@@ -146,7 +146,7 @@ def kernel_tables(rows: Sequence[dict[str, Any]]) -> list[str]:
         'What the kernels and copies of short passes take together, ms, by the profiler and with warm caches. What a '
         'pass takes beyond that is cold caches and waiting for the host:'
     )
-    return [text, table(columns, body)] if body else []
+    return {text: table(columns, body)} if body else {}
 
 
 def cell(value: Any) -> str:

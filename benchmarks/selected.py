@@ -19,7 +19,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -214,7 +214,7 @@ def make_tables(rows: list[Case], missing: list[str]) -> list[str]:
         *long_tables(found),
         'Everything measured; our designs by name. Error: of the worst of a few rows, relative to its norm:',
         row_table(found),
-        *report.kernel_tables(rows),
+        *chain(*report.kernel_tables(rows).items()),
         *([f'Not importable, and so not measured: {", ".join(missing)}.'] if missing else []),
         report.table(('case', ''), [[name, described(SETTINGS[name])] for name in found.cases]),
     ]
@@ -240,16 +240,16 @@ def target_table(found: Found) -> str:
 
 def verdict(found: Found) -> str:
     """How many targets are met, and of how many comparisons ours is the faster."""
+
+    def public(case: str, what: str) -> float | None:
+        return found.best(case, what)[0]
+
     parts = []
-    public: Limit = lambda case, what: found.best(case, what)[0]  # noqa: E731
     compared: dict[str, tuple[Sequence[str], Limit]] = {
         'targets are met': (PASSES, found.target),
         'passes are no slower than the best public implementation': (PASSES, public),
         'passes are no slower than dense attention': (PASSES, lambda case, what: found.ms(case, DENSE, what)),
-        'passes are no slower by their kernels alone': (
-            KERNELS,
-            public,
-        ),
+        'passes are no slower by their kernels alone': (KERNELS, public),
     }
     for text, (passes, limit) in compared.items():
         ratios = {

@@ -71,8 +71,7 @@ def compressed_attention(
             log-sum-exp, and carry no value. Differentiable.
         gate: `[B, T, HQ]`, any floating dtype but float64: what `gated_sum` with carried=True multiplies the output by.
             The gradient that the output receives is that of gate * output then, and the log-sum-exp has none. With
-            float16 inputs products of gates and weights below 6e-5 lose bits.
-            By the Triton kernels alone.
+            float16 inputs products of gates and weights below 6e-5 lose bits. By the Triton kernels alone.
         backend: 'auto', 'triton', 'flex' or 'eager'.
 
     Returns:

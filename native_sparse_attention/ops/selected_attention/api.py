@@ -76,8 +76,8 @@ def selected_attention(
             where heads choose alone); the rest is ignored. Below 0 is 0, above n is n. None: all.
         gate: `[B, T, HQ]`, any floating dtype but float64: what `gated_sum` with carried=True multiplies the output by.
             The gradient that the output receives is that of gate * output then, and the log-sum-exp has none. With
-            float16 inputs products of gates and weights below 6e-5 lose bits.
-            By the Triton kernels alone, without block_scale.
+            float16 inputs products of gates and weights below 6e-5 lose bits. By the Triton kernels alone, without
+            block_scale.
         backend: 'auto', 'triton', 'flex' or 'eager'.
 
     Returns:

@@ -76,8 +76,7 @@ def window_attention(
             on every backend: by Philox, of the indices of row, head, query and key. None: a seed of torch's generator.
         gate: `[B, T, HQ]`, any floating dtype but float64: what `gated_sum` with carried=True multiplies the output by.
             The gradient that the output receives is that of gate * output then, and the log-sum-exp has none. With
-            float16 inputs products of gates and weights below 6e-5 lose bits.
-            By the Triton kernels alone.
+            float16 inputs products of gates and weights below 6e-5 lose bits. By the Triton kernels alone.
         backend: 'auto', 'triton', 'flex' or 'eager'.
 
     Returns:

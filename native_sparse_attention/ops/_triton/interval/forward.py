@@ -127,7 +127,8 @@ def forward_kernel(
     lse = tl.where(empty, float('-inf'), tl.fma(row_max, 0.6931471805599453, tl.log(total)))
     out_ptr += row * out_strides[0] + heads[:, None] * out_strides[2]
     store_rows(out_ptr, query_rows, out_strides[1], out, query_mask, VALUE_DIM, BLOCK_DV)
-    row_of_lse = (row * tl.num_programs(1) * HEADS + heads) * place.seqlen_q
+    # The heads, with what is the same for all of them added up first.
+    row_of_lse = (row * tl.num_programs(1) * HEADS + first_head + tl.arange(0, BLOCK_M) % HEADS) * place.seqlen_q
     tl.store(lse_ptr + row_of_lse + query_rows, lse, mask=query_mask)
 
 

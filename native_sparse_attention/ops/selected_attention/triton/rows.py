@@ -36,12 +36,12 @@ def load_for_gradients(
     q_ptr, out_ptr, dout_ptr, dlse_ptr, lse_ptr = pointers
     q_strides, out_strides, dout_strides, dlse_strides = strides
     row, tokens, heads, mask = rows
-    q_ptr = open_rows(q_ptr, q_strides, rows)
-    out_ptr = open_rows(out_ptr, out_strides, rows)
-    dout_ptr = open_rows(dout_ptr, dout_strides, rows)
-    q = load_of_rows(q_ptr, q_strides, rows, HEAD_DIM, BLOCK_D)  # [BLOCK_M, BLOCK_D]
-    dout = load_of_rows(dout_ptr, dout_strides, rows, VALUE_DIM, BLOCK_DV)  # [BLOCK_M, BLOCK_DV]
-    out = load_of_rows(out_ptr, out_strides, rows, VALUE_DIM, BLOCK_DV)
+    q_ptr = _open_rows(q_ptr, q_strides, rows)
+    out_ptr = _open_rows(out_ptr, out_strides, rows)
+    dout_ptr = _open_rows(dout_ptr, dout_strides, rows)
+    q = _load_of_rows(q_ptr, q_strides, rows, HEAD_DIM, BLOCK_D)  # [BLOCK_M, BLOCK_D]
+    dout = _load_of_rows(dout_ptr, dout_strides, rows, VALUE_DIM, BLOCK_DV)  # [BLOCK_M, BLOCK_DV]
+    out = _load_of_rows(out_ptr, out_strides, rows, VALUE_DIM, BLOCK_DV)
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
     places = (row * num_choosers * GROUP + heads) * place.seqlen_q + tokens
     lse = tl.load(lse_ptr + places, mask=mask, other=0.0)
@@ -86,13 +86,13 @@ def store_gradients(
         gate_ptr += row * gate_strides[0] + tokens * gate_strides[1]
         gate = tl.load(gate_ptr + heads * gate_strides[2], mask=mask, other=0.0).to(tl.float32)
         dq *= tl.where(lse == float('-inf'), 0.0, gate)[:, None]  # of a row that reads nothing it may be anything
-    dq_ptr = open_rows(dq_ptr, dq_strides, rows)
-    store_of_rows(dq_ptr, dq_strides, rows, dq, HEAD_DIM, BLOCK_D)
+    dq_ptr = _open_rows(dq_ptr, dq_strides, rows)
+    _store_of_rows(dq_ptr, dq_strides, rows, dq, HEAD_DIM, BLOCK_D)
     tl.store(delta_ptr + places, delta + missing - dlse, mask=mask)
 
 
 @triton.jit
-def open_rows(ptr, strides, rows):
+def _open_rows(ptr, strides, rows):
     """Where the row of the batch begins in a `[B, T, HQ, D]`; with one token, where that begins."""
     row, tokens, _, _ = rows
     if len(tokens.shape) == 0:
@@ -103,8 +103,8 @@ def open_rows(ptr, strides, rows):
 
 
 @triton.jit
-def load_of_rows(ptr, strides, rows, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """As `load_rows`; ptr: from `open_rows`."""
+def _load_of_rows(ptr, strides, rows, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """As `load_rows`; ptr: from `_open_rows`."""
     _, tokens, heads, mask = rows
     if len(tokens.shape) == 0:
         tile = load_rows(ptr, heads, strides[2], mask, SIZE, BLOCK)
@@ -114,8 +114,8 @@ def load_of_rows(ptr, strides, rows, SIZE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def store_of_rows(ptr, strides, rows, values, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """As `store_rows`; ptr: from `open_rows`."""
+def _store_of_rows(ptr, strides, rows, values, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """As `store_rows`; ptr: from `_open_rows`."""
     _, tokens, heads, mask = rows
     if len(tokens.shape) == 0:
         store_rows(ptr, heads, strides[2], values, mask, SIZE, BLOCK)
