@@ -102,10 +102,14 @@ def lay_out_chunks(
     """chunks and first_chunks of the blocks of tokens `[B, T, H, D]`, T at least l = block_size, a multiple of d."""
     total = tokens[0].shape[1]
     if cu_seqlens is None:
-        whole = total - total % stride
-        # Of all tokens there is no slice, whose derivative would be a copy.
-        whole_chunks = [t if whole == total else t[:, :whole] for t in tokens]
-        return [t.unflatten(1, (-1, stride)) for t in whole_chunks], None
+        num_chunks = total // stride
+        # Of all tokens there is no slice, whose derivative would be a copy; for the compiler there always is one, so
+        # that one graph serves every length.
+        is_whole = not torch.compiler.is_compiling() and num_chunks * stride == total
+        whole = tokens if is_whole else [t.narrow(1, 0, num_chunks * stride) for t in tokens]
+        # Both sizes by name: a compiler that has to find one divides by a quotient of the length, which inductor of
+        # PyTorch 2.11 fails on.
+        return [t.unflatten(1, (num_chunks, stride)) for t in whole], None
     starts = geometry.packed_block_starts(cu_seqlens, total, stride, stride)
     token = starts[:, None] + torch.arange(stride, device=tokens[0].device)
     first_chunks = geometry.packed_block_chunks(cu_seqlens, total, block_size, stride)

@@ -366,7 +366,7 @@ def test_programs_past_65535_of_one_sequence(device: torch.device):
 
 
 def peaks(op: Op, tensors: dict[str, Tensor], **settings: Any) -> dict[str, int]:
-    """Bytes that a forward and a backward need at their peak beyond what is left when they are done."""
+    """Bytes that a forward and a backward need at their peak beyond inputs, results and what the forward keeps."""
     leaves = {name: t.detach().requires_grad_(t.is_floating_point()) for name, t in tensors.items()}
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -376,9 +376,9 @@ def peaks(op: Op, tensors: dict[str, Tensor], **settings: Any) -> dict[str, int]
     if out.requires_grad:
         dout = torch.randn_like(out[:, :1]).expand_as(out)
         torch.cuda.reset_peak_memory_stats()
+        kept = torch.cuda.memory_allocated()
         grads = torch.autograd.grad(out, [t for t in leaves.values() if t.requires_grad], dout)
-        found['backward'] = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
-        del grads
+        found['backward'] = torch.cuda.max_memory_allocated() - kept - sum(grad.nbytes for grad in grads)
     return found
 
 
