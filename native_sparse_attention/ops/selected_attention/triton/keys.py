@@ -157,9 +157,8 @@ def differentiate_keys(
                 members.finish(lists, pairs, tokens)
             del lists  # before those of the next group are made
         if len(ranges) > 1:
-            row, kv_head = divmod(pairs.start, kv_heads)
-            for grad, total in zip((dk, dv), sums, strict=True):
-                grad[row, :, kv_head] = total[0, :, 0]
+            _store_sums(sums, (dk, dv), *divmod(pairs.start, kv_heads))
+        del sums  # before those of the next pair are made
     return dk, dv
 
 
@@ -172,6 +171,11 @@ def _sum_of_pair(grad: Tensor) -> Tensor:
     """Float32 zeros `[S, D]` for one pair, which every row of the batch and kv head leads to."""
     zeros = grad.new_zeros(grad.shape[1], grad.shape[3], dtype=torch.float32)
     return zeros[None, :, None].expand(grad.shape)
+
+
+def _store_sums(sums: tuple[Tensor, ...], grads: tuple[Tensor, ...], row: int, kv_head: int) -> None:
+    for total, grad in zip(sums, grads, strict=True):
+        grad[row, :, kv_head] = total[0, :, 0]
 
 
 def split_lists(num_entries: int, chunk: int, bytes_of_partial: int, workspace: int) -> tuple[int, int]:
