@@ -409,10 +409,12 @@ def memory_problems(
     }
 
 
-@pytest.mark.parametrize(('seqlen', 'heads', 'head_dim'), [(2**18, 64, 128), (2**19, 4, 64)])
-def test_workspace_of_the_longest_gradients_by_block(seqlen: int, heads: int, head_dim: int, device: torch.device):
-    """At most 1 GiB, also where parts of one kv head are those of some tokens."""
-    function, tensors, settings = memory_problems(seqlen, heads, device, heads, head_dim)['selected']
+@pytest.mark.parametrize(
+    ('seqlen', 'heads', 'kv_heads', 'head_dim'), [(2**18, 64, 64, 128), (2**19, 4, 4, 64), (2**20, 64, 4, 128)]
+)
+def test_workspace_of_long_sequences(seqlen: int, heads: int, kv_heads: int, head_dim: int, device: torch.device):
+    """At most 1 GiB, also where parts of one kv head are those of some tokens, and unions those of some tiles."""
+    function, tensors, settings = memory_problems(seqlen, kv_heads, device, heads, head_dim)['selected']
     for phase, size in peaks(function, tensors, **settings).items():
         assert size <= GIB, f'{phase}: {size / GIB:.2f} GiB'
 

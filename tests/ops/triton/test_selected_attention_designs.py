@@ -87,16 +87,17 @@ def test_large_groups_go_together_where_blocks_are_few(
     assert op.choose_design(q, k, k, indices, 64, num_packed=packed) == design
 
 
-def test_unions_of_many_packed_sequences_are_not_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every sequence has a tile of its own at least, so as many as there are tokens have four times the tiles."""
+@pytest.mark.parametrize(('seqlen', 'num_packed'), [(2**19, 0), (2**19, 2**19), (2**20, 0), (2**22, 0)])
+def test_large_groups_share_in_long_sequences_and_in_many(
+    seqlen: int, num_packed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the unions of all tiles are too much to be there at once, too."""
     monkeypatch.setattr(op, 'MIN_SEQLEN_MIXED', 256)
     monkeypatch.setattr(op, 'MAX_UNION_PERCENT', {'forward': 70, 'backward': 60})
     monkeypatch.setattr(launch, 'architecture_of', lambda _: 'sm90')
-    seqlen = 2**19
     q, k, indices = (
         torch.empty(1, seqlen, heads, size, dtype=torch.bfloat16, device='meta')
         for heads, size in ((64, 128), (4, 128), (4, 16))
     )
-    for backward in (False, True):
-        assert op.choose_design(q, k, k, indices, 64, backward=backward) == 'mixed'
-        assert op.choose_design(q, k, k, indices, 64, backward=backward, num_packed=seqlen) == 'query'
+    assert op.choose_design(q, k, k, indices, 64, backward=True, num_packed=num_packed) == 'mixed'
+    assert op.choose_design(q, k, k, indices, 64, num_packed=num_packed) == ('neighbours' if num_packed else 'mixed')

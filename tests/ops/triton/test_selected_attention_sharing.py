@@ -321,6 +321,34 @@ def test_both_designs_agree_where_a_tile_may_take_either(device: torch.device, m
         assert torch.equal(results[55]['out1'][..., tokens], expected['out1'][..., tokens])
 
 
+@pytest.mark.parametrize(
+    'extents', [whole(22, batch=2), packed([0, 0, 7, 1, 12, 0], uncovered=5)], ids=['rows', 'packed']
+)
+def test_unions_of_some_tiles_after_the_others(
+    extents: Extents, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where those of all tiles are too much at once: the same bits, though what a tile does follows from the last one
+    of the range before.
+    """
+    indices = make_shared_choice(extents, 2)
+    assert assert_flags(extents, device, indices=indices, block_size=2, block_t=2) == {0, 1}
+    heads = Heads(24, 2, 16, 16)
+    tensors, grads = make_inputs(extents, heads, device, indices), make_grads(extents, heads, device)
+    settings: dict[str, Any] = {'block_size': 2, **place(extents.where, device)}
+    expected = run_triton(selected_attention, tensors, grads, **settings)
+    ranges = []
+
+    def find(*args: Any) -> sharing.Sharing:
+        ranges.append(args[7])
+        return find_sharing(*args)
+
+    monkeypatch.setattr(op, 'find_sharing', find)
+    monkeypatch.setattr(sharing, 'MAX_INDICES', 2 * 3 * 2 * 8)  # of three tiles of two choosers
+    assert_same_bits(run_triton(selected_attention, tensors, grads, **settings), expected)
+    assert len(ranges) > 4
+    assert all(len(tiles) <= 3 for tiles in ranges)
+
+
 def test_the_flags_are_made_once_for_each_kernel(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of the forward and of the backward kernel may differ in height, and so do their flags."""
     heights = []

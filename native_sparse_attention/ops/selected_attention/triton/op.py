@@ -51,7 +51,6 @@ from native_sparse_attention.ops.selected_attention.triton.neighbours import nei
 from native_sparse_attention.ops.selected_attention.triton.neighbours_backward import neighbours_dq_kernel
 from native_sparse_attention.ops.selected_attention.triton.query_gradients import differentiate_by_dlogits
 from native_sparse_attention.ops.selected_attention.triton.sharing import (
-    MAX_INDICES,
     MAX_MEMBERS,
     MAX_UNION_PERCENT,
     NOTHING_SHARED,
@@ -360,7 +359,8 @@ def _choose_for_large_group(
     block_t = tile // group_block(group)
     shares = MAX_UNION_PERCENT['backward' if backward else 'forward'] * block_t >= 100
     shares = shares and num_selected <= MAX_SHARED_CHOICE
-    shares = shares and _fits_unions(q, k, block_indices, block_size, block_t, num_packed)
+    # Block numbers and places in a union stand in one integer.
+    shares = shares and (k.shape[1] // block_size + 2) * union_size(num_selected, block_t) <= 2**30
     if not shares or q.shape[1] < MIN_SEQLEN_MIXED:
         return 'query'
     if backward or q.element_size() != 2:
@@ -373,14 +373,6 @@ def _choose_for_large_group(
 
 def _count_packed(cu_seqlens: Tensor | None) -> int:
     return 0 if cu_seqlens is None else len(cu_seqlens) - 1
-
-
-def _fits_unions(q: Tensor, k: Tensor, block_indices: Tensor, block_size: int, block_t: int, num_packed: int) -> bool:
-    """Whether the unions of all tiles, of which every packed sequence may have one more, can be made at once."""
-    size = union_size(block_indices.shape[3], block_t)
-    num_tiles = q.shape[0] * -(-q.shape[1] // block_t) + num_packed
-    num_indices = num_tiles * block_indices.shape[2] * size
-    return num_indices <= MAX_INDICES and (k.shape[1] // block_size + 2) * size <= 2**30
 
 
 def group_block(group: int) -> int:
@@ -416,13 +408,10 @@ def _plan(
         meta['UNION'] = union_size(block_indices.shape[3], block_t)
         large = None if halves is not None else find_large(k, v)
         unions = (block_indices, place, meta['BLOCK_SIZE'], causal, block_t)
-        if design == 'mixed':
-            sharing = find_sharing(*unions, max_percent, large, None, halves)
+        percent = max_percent if design == 'mixed' else None
+        for tiles in union_tiles(block_indices, place, block_t):
+            sharing = find_sharing(*unions, percent, large, tiles, halves, sharing.flags)
             yield per_tile[0], sharing.counts.shape[:2], sharing, meta
-        else:
-            for tiles in union_tiles(block_indices, place, block_t):
-                sharing = find_sharing(*unions, None, large, tiles, halves)
-                yield per_tile[0], sharing.counts.shape[:2], sharing, meta
     if design != 'neighbours':
         grid, meta = _launch_per_query(per_query[1], *rest)
         yield per_query[0], grid, sharing, meta

@@ -28,7 +28,7 @@ from native_sparse_attention.ops.selected_attention.triton.half_values import FI
 # block of a union is dearer than one of a query, which is masked for none of its rows. On an H200, at G = 16, head size
 # 128 and four queries a tile, more of them made short sequences faster forward, and long ones slower.
 MAX_UNION_PERCENT = {'forward': 64, 'backward': 48}
-# Indices whose unions are made at once, 12 bytes each.
+# Indices whose unions there are at once, 12 bytes each.
 MAX_INDICES = 2**25
 # A tile's members are bits of an integer.
 MAX_MEMBERS = 64
@@ -41,8 +41,8 @@ class Sharing(NamedTuple):
     int64 `[tiles, HI, P + 1]`: bit t of members[i + 1] - members[i] says that query t of the tile chose block i.
     counts: int32 `[tiles, HI, 3]`, of the blocks; of the first ones, which every query may read as a whole; and, with
     converted values, whether all of the blocks are small. With these the first ones are those that fit, too, and the
-    others stand behind them, ascending again. flags: int8 `[tiles + 1, HI]`, 1 where a tile reads its union, 0 where
-    its queries go one by one; None where all tiles are alike. large: from `find_large`, or None where nobody asks.
+    others stand behind them, ascending again. flags: int8 `[all tiles + 1, HI]`, 1 where a tile reads its union, 0
+    where its queries go one by one; None where all are alike. large: from `find_large`, or None where nobody asks.
     """
 
     flags: Any
@@ -68,17 +68,21 @@ def find_sharing(
     large: Tensor | None,
     tiles: range | None = None,
     halves: HalfValues | None = None,
+    flags: Tensor | None = None,
 ) -> Sharing:
     """The unions of these tiles, or of all; with flags unless max_percent is None. halves: converted values, each of
-    whose heads has one chooser.
+    whose heads has one chooser. flags: those of the tiles before these, in a tensor for all.
     """
     seqlen, index_heads, num_selected = block_indices.shape[1:]
-    tiles = range(num_tiles(place, seqlen, block_t)) if tiles is None else tiles
+    all_tiles = num_tiles(place, seqlen, block_t)
+    tiles = range(all_tiles) if tiles is None else tiles
     size = union_size(num_selected, block_t)
     block_s, log_size = size // block_t, size.bit_length() - 1
     shape, device = (len(tiles), index_heads), block_indices.device
+    if flags is None and max_percent is not None:
+        flags = torch.empty(all_tiles + 1, index_heads, dtype=torch.int8, device=device)
     sharing = Sharing(
-        None if max_percent is None else torch.empty(len(tiles) + 1, index_heads, dtype=torch.int8, device=device),
+        flags,
         block_t,
         torch.empty(*shape, size, dtype=torch.int32, device=device),
         torch.empty(*shape, size + 1, dtype=torch.int64, device=device),
@@ -108,10 +112,11 @@ def union_size(num_selected: int, block_t: int) -> int:
 
 
 def union_tiles(block_indices: Tensor, place: Placement, block_t: int) -> list[range]:
-    """All tiles, in ranges whose unions are made at once."""
+    """All tiles, in ranges whose unions are made at once. The unions of one are there until those of the next are."""
     seqlen, index_heads, num_selected = block_indices.shape[1:]
     tiles = num_tiles(place, seqlen, block_t)
-    step = max(1, MAX_INDICES // max(1, index_heads * union_size(num_selected, block_t)))
+    indices_of_tile = max(1, index_heads * union_size(num_selected, block_t))
+    step = max(1, tiles if tiles * indices_of_tile <= MAX_INDICES else MAX_INDICES // 2 // indices_of_tile)
     return [range(first, min(first + step, tiles)) for first in range(0, tiles, step)]
 
 
@@ -188,7 +193,7 @@ def union_kernel(
     tl.store(counts_ptr, num_union)
     tl.store(counts_ptr + 1, tl.sum((starts & (blocks < num_whole)).to(tl.int32), 0))
     if sharing.flags is not None:
-        flags_ptr = sharing.flags + place_of_tile
+        flags_ptr = sharing.flags + index.to(tl.int64) * tl.num_programs(1) + chooser
         if first_query == 0:
             tl.store(flags_ptr, 0)
         if first_query + BLOCK_T < num_queries:

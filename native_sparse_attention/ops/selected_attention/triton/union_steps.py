@@ -27,7 +27,7 @@ def is_left_out(sharing):
     """Whether a program's tile is left to the kernel per query."""
     is_shared = 1
     if sharing.flags is not None:
-        is_shared = load_flag(sharing, tl.program_id(0), tl.program_id(1), tl.num_programs(1))
+        is_shared = load_flag(sharing, sharing.first_tile + tl.program_id(0), tl.program_id(1), tl.num_programs(1))
     return is_shared == 0
 
 
