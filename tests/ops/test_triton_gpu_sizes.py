@@ -410,7 +410,8 @@ def memory_problems(
 
 
 @pytest.mark.parametrize(
-    ('seqlen', 'heads', 'kv_heads', 'head_dim'), [(2**18, 64, 64, 128), (2**19, 4, 4, 64), (2**20, 64, 4, 128)]
+    ('seqlen', 'heads', 'kv_heads', 'head_dim'),
+    [(2**18, 64, 4, 128), (2**18, 64, 64, 128), (2**19, 4, 4, 64), (2**20, 64, 4, 128)],
 )
 def test_workspace_of_long_sequences(seqlen: int, heads: int, kv_heads: int, head_dim: int, device: torch.device):
     """At most 1 GiB, also where parts of one kv head are those of some tokens, and unions those of some tiles."""

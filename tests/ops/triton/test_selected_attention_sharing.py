@@ -343,7 +343,7 @@ def test_unions_of_some_tiles_after_the_others(
         return find_sharing(*args)
 
     monkeypatch.setattr(op, 'find_sharing', find)
-    monkeypatch.setattr(sharing, 'MAX_INDICES', 2 * 3 * 2 * 8)  # of three tiles of two choosers
+    monkeypatch.setattr(sharing, 'MAX_INDICES', 3 * 2 * 8)  # of three tiles of two choosers
     assert_same_bits(run_triton(selected_attention, tensors, grads, **settings), expected)
     assert len(ranges) > 4
     assert all(len(tiles) <= 3 for tiles in ranges)

@@ -21,7 +21,7 @@ from native_sparse_attention.ops._triton.tiles import store_rows
 
 # Bytes of the gradients of logits that are there at once, of the sums of dk and dv over ranges of tokens, of values in
 # float16, and of the unions of a row.
-MAX_BYTES, MAX_BYTES_OF_SUMS, MAX_BYTES_OF_VALUES, MAX_BYTES_OF_UNIONS = 2**29, 2**27, 2**29, 2**26
+MAX_BYTES, MAX_BYTES_OF_SUMS, MAX_BYTES_OF_VALUES, MAX_BYTES_OF_UNIONS = 2**29, 2**28, 2**29, 2**26
 # Fewer tokens than this at once, or in all, are not worth it.
 MIN_TOKENS = 2048
 # Nor are sequences of so few blocks, on average, that neighbours read the same whatever they choose: so many times as

@@ -160,6 +160,7 @@ def _forward(
             **meta,
             device=q.device,
         )
+        del sharing
     return out, lse, low, *_no_lists(q)
 
 
@@ -248,6 +249,7 @@ def _backward(
             **meta,
             device=q.device,
         )
+        del sharing
     if dfactors is None or block_scale is None:
         dscale = q.new_empty(0)
     else:
@@ -410,7 +412,8 @@ def _plan(
         unions = (block_indices, place, meta['BLOCK_SIZE'], causal, block_t)
         percent = max_percent if design == 'mixed' else None
         for tiles in union_tiles(block_indices, place, block_t):
-            sharing = find_sharing(*unions, percent, large, tiles, halves, sharing.flags)
+            flags, sharing = sharing.flags, NOTHING_SHARED  # the unions before these need not be there any more
+            sharing = find_sharing(*unions, percent, large, tiles, halves, flags)
             yield per_tile[0], sharing.counts.shape[:2], sharing, meta
     if design != 'neighbours':
         grid, meta = _launch_per_query(per_query[1], *rest)

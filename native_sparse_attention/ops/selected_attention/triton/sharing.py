@@ -28,7 +28,7 @@ from native_sparse_attention.ops.selected_attention.triton.half_values import FI
 # block of a union is dearer than one of a query, which is masked for none of its rows. On an H200, at G = 16, head size
 # 128 and four queries a tile, more of them made short sequences faster forward, and long ones slower.
 MAX_UNION_PERCENT = {'forward': 64, 'backward': 48}
-# Indices whose unions there are at once, 12 bytes each.
+# Indices whose unions are made at once, 12 bytes each.
 MAX_INDICES = 2**25
 # A tile's members are bits of an integer.
 MAX_MEMBERS = 64
@@ -112,11 +112,10 @@ def union_size(num_selected: int, block_t: int) -> int:
 
 
 def union_tiles(block_indices: Tensor, place: Placement, block_t: int) -> list[range]:
-    """All tiles, in ranges whose unions are made at once. The unions of one are there until those of the next are."""
+    """All tiles, in ranges whose unions are made at once."""
     seqlen, index_heads, num_selected = block_indices.shape[1:]
     tiles = num_tiles(place, seqlen, block_t)
-    indices_of_tile = max(1, index_heads * union_size(num_selected, block_t))
-    step = max(1, tiles if tiles * indices_of_tile <= MAX_INDICES else MAX_INDICES // 2 // indices_of_tile)
+    step = max(1, MAX_INDICES // max(1, index_heads * union_size(num_selected, block_t)))
     return [range(first, min(first + step, tiles)) for first in range(0, tiles, step)]
 
 
