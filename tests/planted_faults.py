@@ -284,6 +284,8 @@ FAULTS = [
     Fault('sharing: indices that stand twice count twice', SHARING, 'is_block & (before // BLOCK_S != keys // BLOCK_S)', 'is_block', SHARED),
     Fault('sharing: the future counts', SHARING, 'count_readable_blocks(offset + queries, ', 'count_readable_blocks(offset + queries + 8, ', SHARED),
     Fault('sharing: the flag of its own tile', SHARING, 'tl.store(flags_ptr + tl.num_programs(1), flag.to(tl.int8))', 'tl.store(flags_ptr, flag.to(tl.int8))', SHARED),
+    Fault('sharing: flags begin anew with each range of tiles', SHARING, 'sharing.flags + index.to(tl.int64) * tl.num_programs(1) + chooser', 'sharing.flags + place_of_tile', SHARED),
+    Fault('neighbours: flags of the first range for all', UNION_STEPS, 'load_flag(sharing, sharing.first_tile + tl.program_id(0), ', 'load_flag(sharing, tl.program_id(0), ', SHARED),
     Fault('sharing: a block stands twice', SHARING, 'is_block & (before // SIZE != blocks)', 'is_block', SHARED),
     Fault('neighbours: blocks of which some keys are in the future go unmasked', SHARING, 'tl.maximum(offset + first_query + 1, 0) // BLOCK_SIZE', 'tl.maximum(offset + first_query + BLOCK_SIZE, 0) // BLOCK_SIZE', SHARED),
     Fault('neighbours: all of a tile read what one chose', UNION_STEPS, 'return block, chosen != 0, first, keys, key_mask', 'return block, chosen >= 0, first, keys, key_mask', SHARED),

@@ -370,10 +370,13 @@ def peaks(op: Op, tensors: dict[str, Tensor], **settings: Any) -> dict[str, int]
     leaves = {name: t.detach().requires_grad_(t.is_floating_point()) for name, t in tensors.items()}
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
     outputs = op(**leaves, **settings, backend=BACKEND)
     out = outputs if isinstance(outputs, Tensor) else outputs[0]
     found = {'forward': torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()}
     if out.requires_grad:
+        # At most as much as the output is kept with it, and the log-sum-exp.
+        assert torch.cuda.memory_allocated() - before <= 2.2 * out.nbytes + 2**24
         dout = torch.randn_like(out[:, :1]).expand_as(out)
         torch.cuda.reset_peak_memory_stats()
         kept = torch.cuda.memory_allocated()
@@ -423,7 +426,7 @@ def test_workspace_of_long_sequences(seqlen: int, heads: int, kv_heads: int, hea
 @pytest.mark.parametrize('kv_heads', [4, 64])
 @pytest.mark.parametrize('op', ['window', 'compressed', 'selected', 'choice', 'scores', 'sum'])
 def test_workspace(op: str, kv_heads: int, device: torch.device):
-    """At most 1 GiB beside inputs and results at any size, and linear in the length."""
+    """At most 1 GiB beside inputs, results and what the forward keeps at any size, and linear in the length."""
     found = []
     for seqlen in (16384, 32768):
         function, tensors, settings = memory_problems(seqlen, kv_heads, device)[op]

@@ -101,3 +101,14 @@ def test_large_groups_share_in_long_sequences_and_in_many(
     )
     assert op.choose_design(q, k, k, indices, 64, backward=True, num_packed=num_packed) == 'mixed'
     assert op.choose_design(q, k, k, indices, 64, num_packed=num_packed) == ('neighbours' if num_packed else 'mixed')
+
+
+def test_large_groups_share_up_to_a_number_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block number and a place in a union of 64 are one integer."""
+    monkeypatch.setattr(launch, 'architecture_of', lambda _: 'sm90')
+    for seqlen, design in ((2**24 - 2, 'mixed'), (2**24 - 1, 'query')):
+        q, k, indices = (
+            torch.empty(1, seqlen, heads, size, dtype=torch.bfloat16, device='meta')
+            for heads, size in ((64, 128), (4, 128), (4, 16))
+        )
+        assert op.choose_design(q, k, k, indices, 1) == design

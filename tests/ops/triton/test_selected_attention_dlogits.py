@@ -246,6 +246,8 @@ def test_rows_that_one_weight_takes_nearly_all_of(peak: float, device: torch.dev
         ({'head_dim': 64}, True),
         ({'head_dim': 192}, False),
         ({'seqlen': 2**18}, True),
+        ({'seqlen': 2**18, 'batch': 2}, True),
+        ({'seqlen': 2**18, 'batch': 3}, False),
         ({'seqlen': 2**19}, False),
         ({'block_size': 1024, 'num_selected': 16, 'seqlen': 65536}, False),
         ({'seqlen': 3008}, False),

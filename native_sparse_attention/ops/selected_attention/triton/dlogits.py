@@ -19,9 +19,9 @@ from torch import Tensor
 
 from native_sparse_attention.ops._triton.tiles import store_rows
 
-# Bytes of the gradients of logits that are there at once, of the sums of dk and dv over ranges of tokens, of values in
-# float16, and of the unions of a row.
-MAX_BYTES, MAX_BYTES_OF_SUMS, MAX_BYTES_OF_VALUES, MAX_BYTES_OF_UNIONS = 2**29, 2**28, 2**29, 2**26
+# Bytes of the gradients of logits that are there at once, of the sums of dk and dv over ranges of tokens with the two
+# numbers that there are for every query and head, of values in float16, and of the unions of a row.
+MAX_BYTES, MAX_BYTES_OF_SUMS, MAX_BYTES_OF_VALUES, MAX_BYTES_OF_UNIONS = 2**29, 2**28 + 2**27, 2**29, 2**26
 # Fewer tokens than this at once, or in all, are not worth it.
 MIN_TOKENS = 2048
 # Nor are sequences of so few blocks, on average, that neighbours read the same whatever they choose: so many times as
@@ -63,7 +63,7 @@ def passes_dlogits(
     bytes_of_unions = 24 * num_selected * index_heads * seqlen if 2 * seqlen <= most else 0
     return (
         min(seqlen, most) >= MIN_TOKENS
-        and 4 * seqlen_k * (q.shape[3] + v.shape[3]) <= MAX_BYTES_OF_SUMS
+        and 4 * seqlen_k * (q.shape[3] + v.shape[3]) + 8 * q.shape[0] * seqlen * q.shape[2] <= MAX_BYTES_OF_SUMS
         and 2 * v.numel() <= MAX_BYTES_OF_VALUES
         and bytes_of_unions <= MAX_BYTES_OF_UNIONS
     )

@@ -88,7 +88,7 @@ def differentiate_keys(
     most_entries = max(1, len(ranges[0])) * repeats * num_selected
     bytes_of_partial = 4 * block_size * (head_dim + value_dim)
     most_in_chunk = min(CHUNK_ROWS[q.element_size()] // group, CHUNK_ENTRIES)
-    # Beside sums of all keys half of it is left.
+    # Beside sums of all keys partial sums have half of it.
     workspace = WORKSPACE if len(ranges) == 1 else WORKSPACE // 2
     chunk, num_partials = split_lists(most_entries, most_in_chunk, bytes_of_partial, workspace)
     # Of a pair, its entries with them.
