@@ -72,6 +72,7 @@ SETTINGS: dict[str, Setting] = {
     'long-512k': Setting('long-512k-h4'),
     'long-1m': Setting('long-1024k-h4'),
     '64k-g32': Setting('large-64k-h2'),
+    '64k-g64': Setting('large-64k-h1'),
     'short-4k': Setting('short-4k-h4'),
     'short-16k': Setting('paper-16k-h4'),
     'short-32k': Setting('paper-32k-h4'),

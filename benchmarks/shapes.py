@@ -97,6 +97,7 @@ SHAPES: dict[str, Shape] = {
         replace(PAPER, name='long-1024k-q32', seqlen=2**20, heads=32, kv_heads=2),
         replace(PAPER, name='large-8k-h2', kv_heads=2),
         replace(PAPER, name='large-64k-h2', seqlen=65536, kv_heads=2),
+        replace(PAPER, name='large-64k-h1', seqlen=65536, kv_heads=1),
         replace(PAPER, name='short-4k-h4', seqlen=4096),
         *(
             replace(PAPER, name=f'short-{seqlen // 1024}k-h{kv_heads}', seqlen=seqlen, kv_heads=kv_heads)

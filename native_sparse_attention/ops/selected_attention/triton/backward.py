@@ -109,7 +109,7 @@ def dq_kernel(
     mean_k = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     # Beside products of float32, masks cost nothing, and every loop takes seconds to compile.
     UNMASKED: tl.constexpr = BLOCK_SIZE % BLOCK_N == 0 and q.dtype != tl.float32
-    num_slots, last_slot, num_left = find_whole_blocks(choice, readable, NUM_SELECTED, BLOCK_SIZE, BLOCK_S)
+    num_slots, first_slot, last_slot, num_left = find_whole_blocks(choice, readable, NUM_SELECTED, BLOCK_SIZE, BLOCK_S)
     num_steps = num_slots * (BLOCK_SIZE // BLOCK_N)
     # What is left is a few keys of one block, in smaller tiles, none of which is read in vain; or everything.
     KIND: tl.constexpr = PART if UNMASKED else ANY
@@ -117,7 +117,7 @@ def dq_kernel(
     num_last_steps = tl.cdiv(num_left, 16) if UNMASKED else NUM_SELECTED * tl.cdiv(BLOCK_SIZE, BLOCK_N)
     source = (k_ptr, v_ptr, k_tiles, v_tiles, row, chooser // REPEATS, k_strides[1], v_strides[1], key_start)
     inputs = (q, dout, lse_log2, dlse, head_mask, factors_ptr, scale, softcap)
-    chosen = (indices_ptr, choice, readable, last_slot)
+    chosen = (indices_ptr, choice, readable, num_slots, first_slot, last_slot)
     missing = tl.zeros([BLOCK_M], tl.float32)
     errors = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)  # added up over the keys of a tile at the end
     if dfactors_ptr is not None:

@@ -15,6 +15,11 @@ from native_sparse_attention.ops._triton.tiles import load_rows, load_tile
 # Of what the tiles of keys of a loop are.
 WHOLE, PART, ANY = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
+# About so many programs of consecutive queries run together, each a little further along than the next. Each begins at
+# a block as much further on and goes around from there. So at any time all of them read blocks that are close together,
+# where they are in ascending order, and L2 has what others have read.
+QUERIES_TOGETHER = tl.constexpr(768)
+
 
 @triton.jit
 def find_keys(sequence, token, place, CAUSAL: tl.constexpr):
@@ -48,15 +53,19 @@ def load_block(indices_ptr, choice, place_in_row, readable, BLOCK_SIZE: tl.const
 @triton.jit
 def find_whole_blocks(choice, readable, NUM_SELECTED: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_S: tl.constexpr):
     """Of a row of indices, [BLOCK_S]: how many of them there are up to the last that names a block of which all keys
-    may be read, where the block first stands of which only the first keys may be read, and how many these are, 0 if it
-    does not.
+    may be read, with which of them a query begins (`QUERIES_TOGETHER`), where the block first stands of which only the
+    first keys may be read, and how many these are, 0 if it does not. All by what it reads, so that its bits are the
+    same wherever it is.
     """
     slots = tl.arange(0, BLOCK_S)
     num_whole = readable // BLOCK_SIZE
     is_whole = (choice >= 0) & (choice < num_whole)
     num_slots = tl.max(tl.where(is_whole, slots + 1, 0), 0)
+    first_block = num_whole * (readable % QUERIES_TOGETHER) // QUERIES_TOGETHER
+    first_slot = tl.sum(((choice < first_block) & (slots < num_slots)).to(tl.int32), 0)
     last_slot = tl.min(tl.where(choice == num_whole, slots, NUM_SELECTED), 0)
-    return num_slots, last_slot, tl.where(last_slot < NUM_SELECTED, readable % BLOCK_SIZE, 0)
+    first_slot = tl.where(first_slot < num_slots, first_slot, 0)
+    return num_slots, first_slot, last_slot, tl.where(last_slot < NUM_SELECTED, readable % BLOCK_SIZE, 0)
 
 
 @triton.jit
@@ -77,14 +86,15 @@ def load_step(
     """k `[BLOCK_N, BLOCK_D]` and v `[BLOCK_N, BLOCK_DV]` of a step, the index that it belongs to, whether the index
     counts, and which of the keys are read: all or none where KIND is WHOLE, otherwise `[1, BLOCK_N]`; the others are 0.
 
-    source: where k and v are. chosen: the row of indices. KIND: tiles of blocks of which all keys may be read, of the
-    block of which only the first keys may, or of any blocks.
+    source: where k and v are. chosen: the row of indices (`find_whole_blocks`). KIND: tiles of blocks of which all keys
+    may be read, of the block of which only the first keys may, or of any blocks.
     """
     k_ptr, v_ptr, k_tiles, v_tiles, row, kv_head, k_stride, v_stride, key_start = source
-    indices_ptr, choice, readable, last_slot = chosen
+    indices_ptr, choice, readable, num_slots, first_slot, last_slot = chosen
     SPLIT: tl.constexpr = (BLOCK_SIZE + BLOCK_N - 1) // BLOCK_N
     if KIND == WHOLE:
-        slot = step // SPLIT
+        slot = first_slot + step // SPLIT
+        slot = tl.where(slot < num_slots, slot, slot - num_slots)
         first, last = load_block(indices_ptr, choice, slot, readable // BLOCK_SIZE * BLOCK_SIZE, BLOCK_SIZE, BLOCK_S)
         is_read = first < last
         first += key_start + step % SPLIT * BLOCK_N

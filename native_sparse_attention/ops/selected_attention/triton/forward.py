@@ -108,8 +108,10 @@ def forward_kernel(
     source = (k_ptr, v_ptr, k_tiles, v_tiles, row, kv_head, k_strides[1], v_strides[1], key_start)
     # Beside products of float32, masks cost nothing, and every loop takes seconds to compile.
     if BLOCK_SIZE % BLOCK_N == 0 and q.dtype != tl.float32:
-        num_slots, last_slot, num_left = find_whole_blocks(choice, readable, NUM_SELECTED, BLOCK_SIZE, BLOCK_S)
-        chosen = (indices_ptr, choice, readable, last_slot)
+        num_slots, first_slot, last_slot, num_left = find_whole_blocks(
+            choice, readable, NUM_SELECTED, BLOCK_SIZE, BLOCK_S
+        )
+        chosen = (indices_ptr, choice, readable, num_slots, first_slot, last_slot)
         num_steps = num_slots * (BLOCK_SIZE // BLOCK_N)
         if halves is not None:
             # All of them in float16, or none: what does not fit is found out while it is tried, and done anew.
@@ -144,7 +146,7 @@ def forward_kernel(
                 q, k, v, row_max, total, surplus, out, factor * scale_log2, softcap, read, True, EXACT, False, False
             )
     else:
-        chosen = (indices_ptr, choice, readable, 0)
+        chosen = (indices_ptr, choice, readable, 0, 0, 0)
         for step in tl.range(0, NUM_SELECTED * tl.cdiv(BLOCK_SIZE, BLOCK_N)):
             k, v, slot, is_read, read = load_step(
                 source, chosen, step, ANY, BLOCK_SIZE, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE
