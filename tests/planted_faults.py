@@ -40,6 +40,7 @@ FEATURED = ('test_window_features.py',)
 MAXIMA = ('test_interval_maxima.py',)
 INTERVAL = ('test_window_attention.py', 'test_window_attention_guarantees.py', *MEMORY)
 SELECTED = ('test_selected_attention.py', 'test_selected_attention_guarantees.py')
+ORDER = ('test_selected_attention_order.py',)
 SHARED, CAPPED = ('test_selected_attention_sharing.py',), ('test_selected_features.py',)
 CHOICE = ('test_select_blocks.py', 'test_select_blocks_guarantees.py')
 COLUMNS = ('test_select_blocks_columns.py',)
@@ -178,6 +179,7 @@ FAULTS = [
     Fault('delta: low bits of a rounded output', DELTA, 'add_low_bits(out, low) * dout', 'out.to(tl.float32) * dout', (*PASSED, *EXACT)),
     Fault('delta: gradient of a log-sum-exp of nothing', DELTA, "tl.where(lse == float('-inf'), 0.0, dlse)", 'dlse', (*PASSED, *EXACT)),
     Fault('delta: what is not finite has low bits', DELTA, 'tl.where(left - left == 0, left, 0.0)', 'left', EXACT),
+    Fault('order: beyond the last index', ROWS, 'tl.where(slot < num_slots, slot, slot - num_slots)', 'slot', ORDER),
     Fault('another head by descriptor', TILE_ROWS, 'head.to(tl.int32), 0])', 'head.to(tl.int32) * 0, 0])', ('test_selected_attention_tiles.py',)),
     Fault('no rescale in selected attention', SELECTED_FORWARD, 'add_product(weights.to(v.dtype), v, out * rescale[:, None])', 'add_product(weights.to(v.dtype), v, out)', SELECTED),
     Fault('gradient of block_scale off', SELECTED_BACKWARD, '0.0, dlogits * logits)', '0.0, dlogits * logits * factor)', SELECTED),

@@ -155,6 +155,11 @@ def build_selected(dtype: torch.dtype, head_dim: int) -> None:
         block_scale = torch.ones(indices.shape, requires_grad=True) if scaled else None
         settings: dict[str, Any] = {'block_size': SELECTION_BLOCK, 'block_scale': block_scale}
         differentiate(*selected_attention(q, k, v, indices, **settings, backend='triton'))
+    with mock.patch.object(selected_op, 'choose_design', return_value='query'):
+        for group in (32, 64):  # which have settings of their own
+            q, k, v = make(dtype, head_dim, kv_heads=1, group=group)
+            indices = torch.zeros(1, SEQLEN, 1, 16, dtype=torch.int32)
+            differentiate(*selected_attention(q, k, v, indices, block_size=SELECTION_BLOCK, backend='triton'))
     with mock.patch.object(selected_op, 'choose_design', return_value='mixed'):
         q, k, v = make(dtype, head_dim, group=16)
         indices = torch.zeros(1, SEQLEN, 2, 16, dtype=torch.int32)

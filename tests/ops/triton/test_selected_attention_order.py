@@ -50,7 +50,8 @@ def slots_kernel(choice_ptr, found_ptr, readable, SIZE: tl.constexpr, BLOCK_SIZE
         ([0, 50, 95], 2 * TOGETHER, (3, 0, 3, 0)),
         # 95, from block 93 on.
         ([0, 93, 94, -1], 2 * TOGETHER - 16, (3, 1, 4, 0)),
-        ([0, 1, 2, -1], 2 * TOGETHER - 16, (3, 0, 4, 0)),
+        # Behind all of them: from the first one on again.
+        ([0, 1, 2, -1], 2 * TOGETHER - 16, (3, 3, 4, 0)),
         ([90, 2, 80, -7, 94], 2 * TOGETHER - 16, (5, 4, 5, 0)),
         ([-1, -1], 2 * TOGETHER - 16, (0, 0, 2, 0)),
     ],

@@ -64,7 +64,6 @@ def find_whole_blocks(choice, readable, NUM_SELECTED: tl.constexpr, BLOCK_SIZE: 
     first_block = num_whole * (readable % QUERIES_TOGETHER) // QUERIES_TOGETHER
     first_slot = tl.sum(((choice < first_block) & (slots < num_slots)).to(tl.int32), 0)
     last_slot = tl.min(tl.where(choice == num_whole, slots, NUM_SELECTED), 0)
-    first_slot = tl.where(first_slot < num_slots, first_slot, 0)
     return num_slots, first_slot, last_slot, tl.where(last_slot < NUM_SELECTED, readable % BLOCK_SIZE, 0)
 
 

@@ -139,7 +139,8 @@ def _forward(
         index = attend_by_block(*chosen, out, lse, *settled)
         entries, starts = index if keeps_lists and index is not None else _no_lists(q)
         return out, lse, low, entries, starts
-    kernels = (neighbours_forward_kernel, settings.NEIGHBOURS_FORWARD), (forward_kernel, settings.FORWARD)
+    tables = settings.FORWARD, settings.FORWARD_32, settings.FORWARD_64
+    kernels = (neighbours_forward_kernel, settings.NEIGHBOURS_FORWARD), (forward_kernel, tables)
     percent = MAX_UNION_PERCENT['forward']
     halves = convert_values(k, v, place, block_size) if keeps_low and converts(v.dtype) else None
     half = None if halves is None else halves.half
@@ -226,13 +227,14 @@ def _backward(
         return members.dq, *dkv, dscale, _gradient_of_gate(gate, members.delta)
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     delta = torch.empty_like(lse)
-    kernels = (neighbours_dq_kernel, settings.NEIGHBOURS_DQ), (dq_kernel, settings.DQ)
+    tables = settings.DQ, settings.DQ_32, settings.DQ_64
+    kernels = (neighbours_dq_kernel, settings.NEIGHBOURS_DQ), (dq_kernel, tables)
     percent = MAX_UNION_PERCENT['backward']
     launches = _plan(design, *kernels, q, k, v, block_indices, place, block_size, causal, max_percent=percent)
     dfactors = None
     if needs_dscale:
         group = q.shape[2] // max(block_indices.shape[2], 1)
-        rows = min(settings_of(settings.DQ, q, v).block_m, row_block(group))
+        rows = min(settings.settings_of_group(tables, group, q, v).block_m, row_block(group))
         # A tile of neighbours has all heads of a group, and leaves its sums in the first part.
         parts = 1 if design == 'neighbours' else -(-group // rows)
         allocate = torch.zeros if design == 'mixed' and parts > 1 else torch.empty
@@ -385,7 +387,7 @@ def group_block(group: int) -> int:
 def _plan(
     design: str,
     per_tile: tuple[Any, Table],
-    per_query: tuple[Any, Table],
+    per_query: tuple[Any, tuple[Table, Table, Table]],
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -398,12 +400,12 @@ def _plan(
     halves: HalfValues | None = None,
 ) -> Iterator[tuple[Any, tuple[int, int], Sharing, dict[str, Any]]]:
     """Kernels with their grids, what they share or leave to each other, and constants, one after the other, so that
-    what a launch needs is there for no longer. per_tile, per_query: kernel and table. halves: converted values, where
-    what is large is known of every block.
+    what a launch needs is there for no longer. per_tile, per_query: kernel and table, or tables. halves: converted
+    values, where what is large is known of every block.
     """
     sharing, rest = NOTHING_SHARED, (q, k, v, block_indices, block_size, causal)
     if design != 'query':
-        meta = _constants(per_tile[1], *rest)
+        meta = _constants(settings_of(per_tile[1], q, v), *rest)
         meta['BLOCK_G'] = group_block(meta['GROUP'])
         meta['BLOCK_M'] = min(meta['BLOCK_M'], MAX_MEMBERS * meta['BLOCK_G'])
         block_t = meta['BLOCK_M'] // meta['BLOCK_G']
@@ -421,7 +423,7 @@ def _plan(
 
 
 def _launch_per_query(
-    table: Table,
+    tables: tuple[Table, Table, Table],
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -430,17 +432,18 @@ def _launch_per_query(
     causal: bool,
 ) -> tuple[tuple[int, int], dict[str, Any]]:
     """Grid and constants of the kernels that have a program per query and tile of the heads that share its choice."""
-    meta = _constants(table, q, k, v, block_indices, block_size, causal)
+    tile = settings.settings_of_group(tables, q.shape[2] // block_indices.shape[2], q, v)
+    meta = _constants(tile, q, k, v, block_indices, block_size, causal)
     meta['BLOCK_M'] = min(meta['BLOCK_M'], row_block(meta['GROUP']))
     batch, seqlen = q.shape[:2]
     return (batch * seqlen, block_indices.shape[2] * -(-meta['GROUP'] // meta['BLOCK_M'])), meta
 
 
 def _constants(
-    table: Table, q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_size: int, causal: bool
+    tile: Settings, q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_size: int, causal: bool
 ) -> dict[str, Any]:
     shapes = (q.shape, k.shape, v.shape, block_indices.shape)
-    return _find_constants(settings_of(table, q, v), *shapes, block_size, causal, is_wide(k, v)).copy()
+    return _find_constants(tile, *shapes, block_size, causal, is_wide(k, v)).copy()
 
 
 @lru_cache(maxsize=1024)

@@ -10,7 +10,7 @@ from contextlib import suppress
 
 from torch import Tensor
 
-from native_sparse_attention.ops._triton.launch import Settings, Table, settings_of
+from native_sparse_attention.ops._triton.launch import Settings, Table, row_block, settings_of
 
 FORWARD: Table = {
     ('sm80', 2, 64): Settings(64, 64, 4, 3),
@@ -44,6 +44,24 @@ DQ: Table = {
     ('sm86', 4, 256): Settings(16, 16, 4, 1),
     ('sm90', 2, 64): Settings(32, 64, 2, 3),
     ('sm90', 2, 128): Settings(32, 64, 2, 2),
+}
+
+# By query, of groups that fill 32 rows and 64 or more, where 16 have settings that others do not.
+FORWARD_32: Table = {
+    ('sm90', 2, 64): Settings(64, 64, 1, 5),
+    ('sm90', 2, 128): Settings(64, 64, 2, 3),
+}
+FORWARD_64: Table = {
+    ('sm90', 2, 64): Settings(64, 64, 4, 2),
+    ('sm90', 2, 128): Settings(64, 64, 4, 3),
+}
+DQ_32: Table = {
+    ('sm90', 2, 64): Settings(32, 64, 2, 2),
+    ('sm90', 2, 128): Settings(32, 32, 2, 3),
+}
+DQ_64: Table = {
+    ('sm90', 2, 64): Settings(64, 64, 4, 2),
+    ('sm90', 2, 128): Settings(64, 32, 4, 3),
 }
 
 DKV: Table = {
@@ -148,6 +166,17 @@ BLOCK_SHORT: Table = {
 BLOCK_DQ_SHORT: Table = {
     ('sm90', 2, 64): Settings(32, 128, 1, 3),
 }
+
+
+def settings_of_group(tables: tuple[Table, Table, Table], group: int, q: Tensor, v: Tensor) -> Settings:
+    """The entry for a program per query of so many heads: that of the table for as many rows, where there is one.
+    tables: any rows, 32 and 64 of them.
+    """
+    table, of_32, of_64 = tables
+    large = of_64 if row_block(group) >= 64 else of_32 if row_block(group) == 32 else table
+    with suppress(KeyError):
+        return settings_of(large, q, v)
+    return settings_of(table, q, v)
 
 
 def settings_of_blocks(table: Table, short: Table, block_size: int, q: Tensor, v: Tensor) -> Settings:
