@@ -194,14 +194,15 @@ def problems_for(
         compressed = {'q': q, 'k_cmp': k_cmp, 'v_cmp': v_cmp} | memory
         yield Problem(with_memory, compressed, {'block_size': 16, 'stride': 8}, {'out1': 0})
     elif 'selected' in module:
-        # One query's heads fill a tile of any height.
-        many = {**shape, 'heads': 64, 'kv_heads': 1}
+        # One query's heads fill a tile of any height, and take the settings of any.
         indices = make_block_indices(
             'valid', 2, 333, 2, 6, seqlen_k=333, block_size=block_size, device=device, generator=generator
         )  # fmt: skip
-        wide = dict(zip('qkv', make_qkv(1, 150, 150, **many), strict=True))
-        wide['block_indices'] = indices[:1, :150, :1].contiguous()
-        yield Problem(selected_attention, wide, {'block_size': block_size}, {'out1': 0})
+        for heads in (32, 64):
+            many = {**shape, 'heads': heads, 'kv_heads': 1}
+            wide = dict(zip('qkv', make_qkv(1, 150, 150, **many), strict=True))
+            wide['block_indices'] = indices[:1, :150, :1].contiguous()
+            yield Problem(selected_attention, wide, {'block_size': block_size}, {'out1': 0})
         scale = 1 + 0.1 * torch.randn(indices.shape, device=device, generator=generator)
         tensors |= {'block_indices': indices, 'block_scale': scale}
         by_name = {'out1': 0, 'grad of block_scale': 3}, {'grad of block_scale': dtype}
