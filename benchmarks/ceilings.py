@@ -30,7 +30,8 @@ def make_copy(problem: Problem) -> tuple[Callable[[], Tensor], int]:
 
 def make_gather(problem: Problem) -> tuple[Callable[[], Tensor], int]:
     """A kernel that reads the chosen keys and values of every query and kv head and does next to nothing with them, and
-    how many bytes that are: what a program per query must read, from the L2 cache where that holds the sequence.
+    how many bytes that are: what a program per query must read, from the L2 cache where that holds the sequence. In
+    ascending order, or going around as the op does: results before 2026-11-26 are of the former alone.
     """
     # Words that are xored cost the fewest instructions.
     k, v = (t.contiguous().view(torch.int32) for t in (problem.k, problem.v))

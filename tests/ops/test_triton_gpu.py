@@ -198,7 +198,7 @@ def problems_for(
         indices = make_block_indices(
             'valid', 2, 333, 2, 6, seqlen_k=333, block_size=block_size, device=device, generator=generator
         )  # fmt: skip
-        for heads in (32, 64):
+        for heads in (16, 32, 64):
             many = {**shape, 'heads': heads, 'kv_heads': 1}
             wide = dict(zip('qkv', make_qkv(1, 150, 150, **many), strict=True))
             wide['block_indices'] = indices[:1, :150, :1].contiguous()

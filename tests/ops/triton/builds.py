@@ -160,6 +160,8 @@ def build_selected(dtype: torch.dtype, head_dim: int) -> None:
             q, k, v = make(dtype, head_dim, kv_heads=1, group=group)
             indices = torch.zeros(1, SEQLEN, 1, 16, dtype=torch.int32)
             differentiate(*selected_attention(q, k, v, indices, block_size=SELECTION_BLOCK, backend='triton'))
+            with mock.patch.multiple(dlogits, MIN_TOKENS=1, MIN_CHOICE=0):
+                differentiate(*selected_attention(q, k, v, indices, block_size=SELECTION_BLOCK, backend='triton'))
     with mock.patch.object(selected_op, 'choose_design', return_value='mixed'):
         q, k, v = make(dtype, head_dim, group=16)
         indices = torch.zeros(1, SEQLEN, 2, 16, dtype=torch.int32)
@@ -297,7 +299,8 @@ def kind_of(argument: Any) -> Any:
     """What makes other code of a kernel than other numbers do."""
     match argument:
         case dict():
-            return tuple((name, kind_of(value)) for name, value in argument.items() if name not in OPTIONS)
+            options = tuple((name, argument.get(name)) for name in SETTINGS)
+            return options, tuple((name, kind_of(value)) for name, value in argument.items() if name not in OPTIONS)
         case tuple():
             return tuple(map(kind_of, argument))
         case Tensor():
@@ -310,6 +313,8 @@ def kind_of(argument: Any) -> Any:
             return type(argument)
 
 
+# Kernels of groups of their own settings have other warps.
+SETTINGS = ('num_warps',)
 OPTIONS = ('grid', 'num_warps', 'num_stages', 'num_ctas', 'maxnreg')
 run_jit: Any = JITFunction.run
 compiled: set[Any] = set()

@@ -259,11 +259,14 @@ def test_no_tile_some_tiles_and_all_tiles_share(
     assert_close_to_eager(selected_attention, tensors, grads, block_size=2, q_offset=21)
 
 
-def test_a_group_of_several_tiles_per_query(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel per query has gradients of the factors in parts, the kernel of neighbours has them in one."""
-    table = {key: row._replace(block_m=16) for key, row in op.settings.DQ.items()}
-    monkeypatch.setattr(op.settings, 'DQ', table)
-    monkeypatch.setattr(op.settings, 'NEIGHBOURS_DQ', {k: r._replace(block_m=64) for k, r in table.items()})
+@pytest.mark.parametrize('rows', [16, 32])
+def test_a_group_of_several_tiles_per_query(rows: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel per query has gradients of the factors in parts, the kernel of neighbours has them in one. rows: of a
+    tile of groups of 17 to 32 heads; those of other groups have 32 or 16.
+    """
+    table = op.settings.DQ
+    for name, block_m in (('DQ', 48 - rows), ('DQ_32', rows), ('NEIGHBOURS_DQ', 64)):
+        monkeypatch.setattr(op.settings, name, {key: row._replace(block_m=block_m) for key, row in table.items()})
     extents, heads = Extents(1, 5, 26, {'q_offset': 21}, [26]), Heads(20, 1, 16, 16)
     indices = make_shared_choice(extents)
     assert assert_flags(extents, device, indices=indices, block_size=2, block_t=2, choosers=1) == {0, 1}

@@ -61,8 +61,10 @@ def find_whole_blocks(choice, readable, NUM_SELECTED: tl.constexpr, BLOCK_SIZE: 
     num_whole = readable // BLOCK_SIZE
     is_whole = (choice >= 0) & (choice < num_whole)
     num_slots = tl.max(tl.where(is_whole, slots + 1, 0), 0)
-    first_block = num_whole * (readable % QUERIES_TOGETHER) // QUERIES_TOGETHER
-    first_slot = tl.sum(((choice < first_block) & (slots < num_slots)).to(tl.int32), 0)
+    turn = readable % QUERIES_TOGETHER
+    # As num_whole * turn // QUERIES_TOGETHER, which would not fit int32.
+    first_block = num_whole // QUERIES_TOGETHER * turn + num_whole % QUERIES_TOGETHER * turn // QUERIES_TOGETHER
+    first_slot = tl.min(tl.where(is_whole & (choice >= first_block), slots, num_slots), 0)
     last_slot = tl.min(tl.where(choice == num_whole, slots, NUM_SELECTED), 0)
     return num_slots, first_slot, last_slot, tl.where(last_slot < NUM_SELECTED, readable % BLOCK_SIZE, 0)
 

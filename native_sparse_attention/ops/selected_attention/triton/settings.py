@@ -46,7 +46,7 @@ DQ: Table = {
     ('sm90', 2, 128): Settings(32, 64, 2, 2),
 }
 
-# By query, of groups that fill 32 rows and 64 or more, where 16 have settings that others do not.
+# By query, of groups that fill 32 rows, and 64 or more, where those of any group are the settings of 16.
 FORWARD_32: Table = {
     ('sm90', 2, 64): Settings(64, 64, 1, 5),
     ('sm90', 2, 128): Settings(64, 64, 2, 3),
