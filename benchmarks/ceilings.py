@@ -14,10 +14,12 @@ from torch import Tensor
 
 from benchmarks.peers import Problem
 from benchmarks.timing import measure
+from native_sparse_attention.ops.selected_attention.triton.choice import QUERIES_TOGETHER
 
 COPIED_BYTES = {'cuda': 2**30, 'cpu': 2**20}
+TURN = QUERIES_TOGETHER.value
 # num_warps, num_stages, and in how many queries the block that one begins with goes around: the fastest counts.
-LAUNCHES = [(warps, stages, turn) for warps in (1, 2, 4) for stages in (1, 2, 3) for turn in (1, 768)]
+LAUNCHES = [(warps, stages, turn) for warps in (1, 2, 4) for stages in (1, 2, 3) for turn in (1, TURN)]
 
 
 def make_copy(problem: Problem) -> tuple[Callable[[], Tensor], int]:
@@ -31,7 +33,7 @@ def make_copy(problem: Problem) -> tuple[Callable[[], Tensor], int]:
 def make_gather(problem: Problem) -> tuple[Callable[[], Tensor], int]:
     """A kernel that reads the chosen keys and values of every query and kv head and does next to nothing with them, and
     how many bytes that are: what a program per query must read, from the L2 cache where that holds the sequence. In
-    ascending order, or going around as the op does: results before 2026-11-26 are of the former alone.
+    ascending order, or going around as the op does; results of commits before 8f3f54f are of the former alone.
     """
     # Words that are xored cost the fewest instructions.
     k, v = (t.contiguous().view(torch.int32) for t in (problem.k, problem.v))

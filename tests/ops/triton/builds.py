@@ -299,8 +299,9 @@ def kind_of(argument: Any) -> Any:
     """What makes other code of a kernel than other numbers do."""
     match argument:
         case dict():
-            options = tuple((name, argument.get(name)) for name in SETTINGS)
-            return options, tuple((name, kind_of(value)) for name, value in argument.items() if name not in OPTIONS)
+            # Warps tell groups apart that have settings of their own.
+            kinds = {name: kind_of(value) for name, value in argument.items() if name not in OPTIONS}
+            return argument.get('num_warps'), *kinds.items()
         case tuple():
             return tuple(map(kind_of, argument))
         case Tensor():
@@ -313,8 +314,6 @@ def kind_of(argument: Any) -> Any:
             return type(argument)
 
 
-# Kernels of groups of their own settings have other warps.
-SETTINGS = ('num_warps',)
 OPTIONS = ('grid', 'num_warps', 'num_stages', 'num_ctas', 'maxnreg')
 run_jit: Any = JITFunction.run
 compiled: set[Any] = set()

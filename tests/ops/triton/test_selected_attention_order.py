@@ -112,8 +112,8 @@ def test_the_order_is_that_of_the_position(soon: int, device: torch.device) -> N
     whole = run_triton(selected_attention, tensors, grads, **settings)
     for chunk in (slice(0, 5), slice(5, 12)):
         part = {name: t[:, chunk] if name in ('q', 'block_indices') else t for name, t in tensors.items()}
-        grads_of_part, settings['q_offset'] = [grads[0][:, chunk], grads[1][:, :, chunk]], offset + chunk.start
-        found = run_triton(selected_attention, part, grads_of_part, **settings)
+        grads_of_part = [grads[0][:, chunk], grads[1][:, :, chunk]]
+        found = run_triton(selected_attention, part, grads_of_part, **settings | {'q_offset': offset + chunk.start})
         assert_same_bits(of_tokens(found, slice(None)), of_tokens(whole, chunk))
 
 

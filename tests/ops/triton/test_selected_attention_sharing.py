@@ -259,13 +259,15 @@ def test_no_tile_some_tiles_and_all_tiles_share(
     assert_close_to_eager(selected_attention, tensors, grads, block_size=2, q_offset=21)
 
 
-@pytest.mark.parametrize('rows', [16, 32])
-def test_a_group_of_several_tiles_per_query(rows: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(('rows', 'rows_of_others'), [(16, 32), (32, 16)])
+def test_a_group_of_several_tiles_per_query(
+    rows: int, rows_of_others: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The kernel per query has gradients of the factors in parts, the kernel of neighbours has them in one. rows: of a
-    tile of groups of 17 to 32 heads; those of other groups have 32 or 16.
+    tile of groups of 17 to 32 heads.
     """
     table = op.settings.DQ
-    for name, block_m in (('DQ', 48 - rows), ('DQ_32', rows), ('NEIGHBOURS_DQ', 64)):
+    for name, block_m in (('DQ', rows_of_others), ('DQ_32', rows), ('NEIGHBOURS_DQ', 64)):
         monkeypatch.setattr(op.settings, name, {key: row._replace(block_m=block_m) for key, row in table.items()})
     extents, heads = Extents(1, 5, 26, {'q_offset': 21}, [26]), Heads(20, 1, 16, 16)
     indices = make_shared_choice(extents)

@@ -387,7 +387,7 @@ def group_block(group: int) -> int:
 def _plan(
     design: str,
     per_tile: tuple[Any, Table],
-    per_query: tuple[Any, tuple[Table, Table, Table]],
+    per_query: tuple[Any, settings.GroupTables],
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -423,7 +423,7 @@ def _plan(
 
 
 def _launch_per_query(
-    tables: tuple[Table, Table, Table],
+    tables: settings.GroupTables,
     q: Tensor,
     k: Tensor,
     v: Tensor,

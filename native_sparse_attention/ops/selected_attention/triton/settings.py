@@ -10,7 +10,10 @@ from contextlib import suppress
 
 from torch import Tensor
 
-from native_sparse_attention.ops._triton.launch import Settings, Table, row_block, settings_of
+from native_sparse_attention.ops._triton.launch import Settings, Table, settings_of
+
+# Of groups by query: any, those that fill 32 rows of a tile, and 64.
+GroupTables = tuple[Table, Table, Table]
 
 FORWARD: Table = {
     ('sm80', 2, 64): Settings(64, 64, 4, 3),
@@ -46,7 +49,8 @@ DQ: Table = {
     ('sm90', 2, 128): Settings(32, 64, 2, 2),
 }
 
-# By query, of groups that fill 32 rows, and 64 or more, where those of any group are the settings of 16.
+# By query, of groups that fill 32 rows, and 64 or more, where those of any group are the settings of 16. A head size
+# that has none of its own would take those of the next larger one.
 FORWARD_32: Table = {
     ('sm90', 2, 64): Settings(64, 64, 1, 5),
     ('sm90', 2, 128): Settings(64, 64, 2, 3),
@@ -168,20 +172,19 @@ BLOCK_DQ_SHORT: Table = {
 }
 
 
-def settings_of_group(tables: tuple[Table, Table, Table], group: int, q: Tensor, v: Tensor) -> Settings:
-    """The entry for a program per query of so many heads: that of the table for as many rows, where there is one.
-    tables: any rows, 32 and 64 of them.
-    """
+def settings_of_group(tables: GroupTables, group: int, q: Tensor, v: Tensor) -> Settings:
+    """The entry for a program per query of so many heads, by the rows that they fill."""
     table, of_32, of_64 = tables
-    large = of_64 if row_block(group) >= 64 else of_32 if row_block(group) == 32 else table
-    with suppress(KeyError):
-        return settings_of(large, q, v)
-    return settings_of(table, q, v)
+    return _settings_of_first(of_64 if group > 32 else of_32 if group > 16 else table, table, q, v)
 
 
 def settings_of_blocks(table: Table, short: Table, block_size: int, q: Tensor, v: Tensor) -> Settings:
     """The entry for blocks of this size: that of `short` where they are, and there is one."""
-    if block_size <= SHORT:
-        with suppress(KeyError):
-            return settings_of(short, q, v)
+    return _settings_of_first(short if block_size <= SHORT else table, table, q, v)
+
+
+def _settings_of_first(special: Table, table: Table, q: Tensor, v: Tensor) -> Settings:
+    """The entry of a special table, or of the other one where that has none."""
+    with suppress(KeyError):
+        return settings_of(special, q, v)
     return settings_of(table, q, v)
