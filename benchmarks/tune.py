@@ -112,16 +112,16 @@ def make_phases(table: str, itemsize: int, head_dim: int, device: str) -> list[A
     shape = make_shape(itemsize, head_dim, device)
     shapes = [shape]
     if table.startswith('selected'):
-        # Groups of 16 and of 2, the latter with few blocks, with many, and with many short ones; of 64, and of 32 with
-        # more chosen than neighbours go through together: each has kernels or tables of its own.
+        # Groups of 16 and of 2, the latter with few blocks, with many, and with many short ones: each has kernels or
+        # tables of its own.
         small = replace(shape, kv_heads=shape.heads // 2)
         few_blocks = 2 * shape.num_selected * shape.selection_block_size
         short = replace(small, selection_block_size=max(shape.compress_stride, SHORT // 2))
         shapes += [replace(small, seqlen=few_blocks), *(replace(s, seqlen=4 * s.seqlen) for s in (small, short))]
-        shapes += [
-            replace(shape, kv_heads=1, num_selected=MAX_SHARED_CHOICE + 1),
-            replace(shape, heads=2 * shape.heads, kv_heads=1),
-        ]
+        # Of 32 and 64, with so many chosen that they go query by query in both passes.
+        if name.endswith(('_32', '_64')):
+            heads = int(name[-2:])
+            shapes = [replace(shape, heads=heads, kv_heads=1, num_selected=MAX_SHARED_CHOICE + 1)]
     phases = []
     for op, shape in itertools.product(OPS[table.split('.')[0]], shapes):
         forward, leaves = make_call(op, shape, 'triton', device)
