@@ -112,9 +112,8 @@ def make_tables(rows: list[Case], missing: list[str]) -> list[str]:
         ),
         'Bytes a token and query head of ours at the peak, from 64k tokens on:': growth_table(found),
         'Everything measured. Error: of the worst of a few rows, of nsa the median, relative to its norm. Right: share '
-        'of the chosen blocks that float32 chooses. Read: blocks that 4 and 16 neighbours read together.': row_table(
-            found
-        ),
+        'of the chosen blocks that float32 chooses. Read: blocks that 4 and 16 neighbours read together. '
+        f'{report.FASTEST}.': row_table(found),
         **report.kernel_tables(rows),
         'Shapes:': report.table(('shape', ''), [[name, shape_of(name).described()] for name in found.shapes]),
     }
@@ -295,11 +294,11 @@ def growth_table(found: Found) -> str:
 def row_table(found: Found) -> str:
     body = []
     for (part, shape, backend), row in found.named.items():
-        times = [row.get(f'{name}_ms') for name in (*PASSES, 'total')]
+        times = [*(row.get(f'{name}_ms') for name in (*PASSES, 'total')), *report.fastest(row)]
         read = [f'{row[name]:.1f}' for name in ('union_4', 'union_16') if name in row]
         facts = [row.get('error'), row.get('agreement'), ' / '.join(read) or None]
         body.append([part, shape, backend, *times, report.gib(row.get('peak_bytes')), *facts, row.get('note', '')])
-    columns = ('forward', 'backward', 'both', 'peak GiB', 'error', 'right', 'read', '')
+    columns = (*PASSES, 'both', *(f'fastest {what}' for what in PASSES), 'peak GiB', 'error', 'right', 'read', '')
     return report.table(('part', 'shape', 'backend', *columns), body)
 
 

@@ -134,6 +134,14 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     return '\n'.join([*lines, *('| ' + ' | '.join(map(cell, row)) + ' |' for row in rows)])
 
 
+FASTEST = 'Fastest: of the runs of a pass; those after it may be at the power limit of the GPU'
+
+
+def fastest(row: dict[str, Any]) -> list[float | None]:
+    """Milliseconds of the fastest run of a forward and of a backward."""
+    return [row.get('spreads', {}).get(what, [None])[0] for what in ('forward', 'backward')]
+
+
 def kernel_tables(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
     """The table of what kernels take (`timing.measure_kernels`), by what it is about; empty where no row has it."""
     body = []

@@ -213,7 +213,8 @@ def make_tables(rows: list[Case], missing: list[str]) -> list[str]:
         'of copying as many bytes as go in and out:',
         ratio_table(found),
         *long_tables(found),
-        'Everything measured; our designs by name. Error: of the worst of a few rows, relative to its norm:',
+        'Everything measured; our designs by name. Error: of the worst of a few rows, relative to its norm. '
+        f'{report.FASTEST}:',
         row_table(found),
         *chain(*report.kernel_tables(rows).items()),
         *([f'Not importable, and so not measured: {", ".join(missing)}.'] if missing else []),
@@ -311,11 +312,12 @@ def long_tables(found: Found) -> list[str]:
 def row_table(found: Found) -> str:
     body = []
     for (case, backend), row in found.rows.items():
-        times = [row.get(f'{name}_ms') for name in (*PASSES, 'total')]
+        times = [*(row.get(f'{name}_ms') for name in (*PASSES, 'total')), *report.fastest(row)]
         sizes = [mib(row.get(name)) for name in ('forward_workspace', 'backward_workspace', 'saved')]
         body.append([case, backend, *times, *sizes, row.get('error'), row.get('note', '')])
-    columns = (*PASSES, 'both', 'workspace forward', 'workspace backward', 'saved MiB', 'error', '')
-    return report.table(('case', 'backend', *columns), body)
+    columns = (*PASSES, 'both', *(f'fastest {what}' for what in PASSES))
+    sizes = ('workspace forward', 'workspace backward', 'saved MiB')
+    return report.table(('case', 'backend', *columns, *sizes, 'error', ''), body)
 
 
 def plot(path: Path, rows: list[Case], title: str) -> None:

@@ -323,7 +323,7 @@ def tune(table: str, itemsize: int, head_dim: int, options: argparse.Namespace, 
     changes = best != in_force and scores[best] < GAIN
     print(
         f'{table} {architecture} {itemsize} bytes, head size {head_dim}: in force {tuple(in_force)} '
-        f'{", ".join(f"{t:.3f}" for t in base)} ms; best {shown} of {len(usable)}; '
+        f'{", ".join(f"{t:.3f}" for t in base)} ms; of {len(usable)} the best, over that: {shown}; '
         f'{"CHANGES" if changes else "stays"} ({time.monotonic() - started:.0f} s)',
         flush=True,
     )

@@ -72,6 +72,13 @@ def test_verdict():
     assert '| trainer | trainer | triton | 0.5 | 0.3 | – | – |' in '\n'.join(selected.make_tables(rows, []))
 
 
+def test_the_fastest_run():
+    rows = [row('64k', 'triton', 2.0, 4.0, spreads={'forward': [1.5, 3.0, 9], 'backward': [3.5, 5.0, 9]})]
+    table = cells(selected.row_table(selected.Found(rows)), '64k')
+    assert [table[f'fastest {what}'] for what in ('forward', 'backward')] == ['1.5', '3.5']
+    assert cells(selected.row_table(selected.Found(ROWS[2:3])), '64k')['fastest forward'] == '–'
+
+
 def test_packed_line():
     (line,) = selected.packed_lines(selected.Found(ROWS))
     assert line == 'packed over 64k, forward and backward: 1.10 and 1.10; at most 1.2: met.'
