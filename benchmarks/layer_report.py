@@ -288,7 +288,7 @@ def growth_table(found: Found) -> str:
             linear = 'linear' if max(steps) <= MAX_GROWTH else f'up to {max(steps):.2f} times that of the length before'
             growth = ', '.join(map(report.cell, steps))
             body.append([part, f'{max(sizes):,}', last, growth, ratio(last, first), linear])
-    return report.table(('part', 'up to', 'bytes', 'over the length before', 'over 64k', ''), body)
+    return report.table(('part', 'up to', 'bytes', 'over the length before', 'over the shortest', ''), body)
 
 
 def row_table(found: Found) -> str:

@@ -287,12 +287,15 @@ def fsa(problem: Problem, folder: Path) -> Steps:
     compressed branch is a copy of xunhao's that chooses head by head, and where a kv head has more than 8 query heads
     its layer takes a copy of xunhao's selected branch, too.
     """
-    select = import_from(folder, 'fsa.ops.FSA_topk_sparse_attention').FSA_topk_sparse_attention
+    ops = import_from(folder, 'fsa.ops.FSA_topk_sparse_attention')
+    # Triton 3.6 takes no tuple of one pointer for a pointer.
+    ops.reduce_kernel._unsafe_update_src(ops.reduce_kernel.src.replace('stride_lse_n,)', 'stride_lse_n)'))
     try:
         module = import_from(folder, 'nsa_ref.ops.compressed_attention')
     except ImportError:
         # For the selected branch alone it is not needed.
         module = None
+    select = ops.FSA_topk_sparse_attention
     return of_rows(problem, **_xunhao_steps(problem, module, select, parallel_topk_compute=False))
 
 

@@ -134,7 +134,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     return '\n'.join([*lines, *('| ' + ' | '.join(map(cell, row)) + ' |' for row in rows)])
 
 
-FASTEST = 'Fastest: of the runs of a pass; those after it may be at the power limit of the GPU'
+FASTEST = 'Fastest: of the runs of a pass; others may be at the power limit of the GPU, or wait for the host'
 
 
 def fastest(row: dict[str, Any]) -> list[float | None]:

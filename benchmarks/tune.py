@@ -127,7 +127,8 @@ def make_phases(table: str, itemsize: int, head_dim: int, device: str) -> list[A
         forward, leaves = make_call(op, shape, 'triton', device)
         phases.append(functools.partial(_forward, forward))
         if leaves:
-            phases.append(_Backward(forward, leaves))
+            # With gradients some forwards compute more, by the same tables.
+            phases += [functools.partial(_forward, forward, True), _Backward(forward, leaves)]
     asking = []
     for phase in phases:
         if isinstance(phase, _Backward):
@@ -139,10 +140,10 @@ def make_phases(table: str, itemsize: int, head_dim: int, device: str) -> list[A
     return asking
 
 
-def _forward(forward: Any) -> tuple[Tensor, ...]:
-    with torch.no_grad():
+def _forward(forward: Any, with_gradients: bool = False) -> tuple[Tensor, ...]:
+    with torch.set_grad_enabled(with_gradients):
         outputs = forward()
-    return (outputs,) if isinstance(outputs, Tensor) else outputs
+    return tuple(t.detach() for t in ((outputs,) if isinstance(outputs, Tensor) else outputs))
 
 
 class _Backward:
