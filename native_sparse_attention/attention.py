@@ -204,7 +204,7 @@ class SparseAttention(nn.Module):
             head_dim=dim_head,
             value_dim=value_dim,
             block_size=compress_block_size,
-            expand_factor=compress_mlp_expand_factor,
+            compress_mlp_expand_factor=compress_mlp_expand_factor,
         )
         self.to_strategy_combine = make_gate(dim, heads) if strategy_combine_mlp is None else strategy_combine_mlp
         check_gate(self.to_strategy_combine, dim, heads)
@@ -245,7 +245,7 @@ class SparseAttention(nn.Module):
             if flex_mask is not None:
                 raise ValueError(f"{name} is given, but masks are made inside: use backend='flex'")
         cached = cache is not None or return_cache
-        check_input(x, mask, cu_seqlens, self.to_qkv.in_features, cached)
+        check_input(x, mask, cu_seqlens, self.norm, self.to_qkv, cached)
         if cached and not self.causal:
             raise ValueError('causal is False, but a cache needs causal=True')
         if cache is not None:

@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 
 from native_sparse_attention.geometry import num_compressed_blocks
-from native_sparse_attention.ops._checks import check_block_sizes, check_not_negative, check_positive, check_tensors
+from native_sparse_attention.ops._checks import (
+    check_block_sizes,
+    check_float_dtype,
+    check_not_negative,
+    check_positive,
+    check_tensors,
+    shown,
+)
 from native_sparse_attention.ops.decoding.step import Storage
 
 # Tokens that a cache which grows holds at first, and tokens that `crop` takes back unless told otherwise.
@@ -71,8 +78,8 @@ class LayerCache:
         check_positive(batch_size=batch_size, max_seq_len=max_seq_len)
         check_positive(kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim)
         check_not_negative(max_rollback=max_rollback)
-        if compress is not None:
-            check_block_sizes(*compress)
+        check_float_dtype(dtype=dtype)
+        check_compress(compress)
         self.batch_size, self.max_rollback, self.compress, self.grows = batch_size, max_rollback, compress, grows
         # What a layer must agree with to use this cache.
         self.layout = {
@@ -366,6 +373,15 @@ class LayerCache:
         if self.compress is not None:
             slots = num_compressed_blocks(capacity, *self.compress) + 1
             self.k_cmp, self.v_cmp = _longer(self.k_cmp, slots), _longer(self.v_cmp, slots)
+
+
+def check_compress(compress: Any) -> None:
+    """A pair (l, d), 1 <= d <= l, or None."""
+    if compress is None:
+        return
+    if not isinstance(compress, tuple | list) or len(compress) != 2:
+        raise ValueError(f'compress is {shown(compress)}, but must be a pair (block size, stride) or None')
+    check_block_sizes(*compress)
 
 
 def check_layer_cache(cache: Any) -> None:

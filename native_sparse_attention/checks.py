@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from native_sparse_attention.cache import LayerCache, check_layer_cache
 from native_sparse_attention.ops._checks import check_tensors
 from native_sparse_attention.padding import check_mask
+from native_sparse_attention.projection import is_plain_linear, projection_dtype
 
 
 def check_layer_sizes(
@@ -34,13 +35,17 @@ def check_layer_sizes(
         )
 
 
-def check_input(x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, dim: int, cached: bool) -> None:
-    """cached: with a cache."""
+def check_input(
+    x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, norm: nn.Module, to_qkv: nn.Linear, cached: bool
+) -> None:
+    """norm, to_qkv: the modules that read x. cached: with a cache."""
     check_tensors(x=x)
+    dim = to_qkv.in_features
     if x.dim() != 3 or x.shape[2] != dim:
         raise ValueError(f'x has shape {tuple(x.shape)}, but must be [B, T, {dim}]')
     if not x.is_floating_point():
         raise ValueError(f'x has dtype {x.dtype}, but must be a floating dtype')
+    _check_dtype(x, norm, to_qkv)
     if mask is not None:
         kind = type(mask).__name__
         if not isinstance(mask, Tensor):
@@ -53,6 +58,18 @@ def check_input(x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, dim: 
             raise ValueError(f'x has batch size {x.shape[0]}, but must have 1 where cu_seqlens is given')
         if cached:
             raise ValueError('cu_seqlens is given, but a cache takes rows, not packed sequences')
+
+
+def _check_dtype(x: Tensor, norm: nn.Module, to_qkv: nn.Linear) -> None:
+    """The dtype of the weights, unless autocast casts both."""
+    # Modules and weights of other kinds, such as quantised ones, may cast x themselves.
+    if type(norm) not in (nn.RMSNorm, nn.Identity) or not is_plain_linear(to_qkv):
+        return
+    weight = to_qkv.weight
+    if type(weight) is not nn.Parameter or not weight.is_floating_point():
+        return
+    if x.dtype != weight.dtype and projection_dtype(x) != projection_dtype(weight):
+        raise ValueError(f'x has dtype {x.dtype}, but must have that of the weights, {weight.dtype}, or be autocast')
 
 
 def check_cache(cache: LayerCache, x: Tensor, layout: Mapping[str, Any]) -> None:

@@ -26,6 +26,7 @@ from einops.layers.torch import EinMix
 from torch import Tensor, nn
 
 from native_sparse_attention import geometry
+from native_sparse_attention.ops._checks import is_number, shown
 from native_sparse_attention.overlapping import OverlappingBlocks, join, lay_out_chunks
 from native_sparse_attention.projection import projection_dtype
 
@@ -262,12 +263,12 @@ def make_networks(
     head_dim: int,
     value_dim: int,
     block_size: int,
-    expand_factor: float = 1.0,
+    compress_mlp_expand_factor: float = 1.0,
 ) -> tuple[nn.Module, nn.Module]:
     """The network of the keys and the network of the values.
 
-    compress_mlp: None for two `CompressMLP` with `expand_factor`; one module, of which each gets a copy (`value_dim`
-    must then equal `head_dim`); or a pair (for keys, for values), used as given.
+    compress_mlp: None for two `CompressMLP`, with compress_mlp_expand_factor as theirs; one module, of which each gets
+    a copy (`value_dim` must then equal `head_dim`); or a pair (for keys, for values), used as given.
 
     Each network is run once on a few blocks of zeros, so that one of the wrong shape is refused here.
 
@@ -275,8 +276,10 @@ def make_networks(
     """
     match compress_mlp:
         case None:
-            network_k = CompressMLP(head_dim, block_size, expand_factor)
-            network_v = CompressMLP(value_dim, block_size, expand_factor)
+            for dim in (head_dim, value_dim):
+                _hidden_size(compress_mlp_expand_factor, dim * block_size, 'compress_mlp_expand_factor')
+            network_k = CompressMLP(head_dim, block_size, compress_mlp_expand_factor)
+            network_v = CompressMLP(value_dim, block_size, compress_mlp_expand_factor)
         case nn.Module():
             if value_dim != head_dim:
                 raise ValueError(
@@ -457,9 +460,10 @@ def _describe(value: object) -> str:
             return type(value).__name__
 
 
-def _hidden_size(expand_factor: float, dim: int) -> int:
-    if not 1 <= expand_factor * dim < math.inf:
+def _hidden_size(expand_factor: float, dim: int, name: str = 'expand_factor') -> int:
+    if not is_number(expand_factor) or not 1 <= expand_factor * dim < math.inf:
         raise ValueError(
-            f'expand_factor times block size times head size must be finite and at least 1, got {expand_factor} · {dim}'
+            f'{name} is {shown(expand_factor)}, but must be a number that times {dim}, block size times head size, is '
+            'finite and at least 1'
         )
     return int(expand_factor * dim)

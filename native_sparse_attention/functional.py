@@ -28,9 +28,11 @@ from native_sparse_attention.ops._checks import (
     check_flags,
     check_not_negative,
     check_qkv,
+    check_same_kind,
     check_tensors,
     checked_softcap,
     make_sequences,
+    shown,
 )
 from native_sparse_attention.ops._modifier_checks import reduce_sinks
 from native_sparse_attention.ops._modifiers import Modifiers
@@ -132,6 +134,8 @@ def nsa(
     check_backend(backend)
     eager_in_flex = 'eager' if backend == 'flex' else backend
     check_flags(share_group=share_group, use_diff_topk=use_diff_topk)
+    if not callable(choose):
+        raise ValueError(f'choose is {shown(choose)}, but must be a function')
     check_qkv(q, k, v)
     gates, (has_compressed, has_selected, has_window) = stack_gates(gates, q)
     check_all_block_sizes(compress_block_size, compress_stride, selection_block_size)
@@ -150,6 +154,7 @@ def nsa(
         check_tensors(**{name: tensor})
         if tensor.shape != like.shape:
             raise ValueError(f'{name} has shape {tuple(tensor.shape)}, but must have {tuple(like.shape)}')
+        check_same_kind(q=q, **{name: tensor})
     has_selected = has_selected and num_selected > 0
     needs_scores = has_selected and (block_indices is None or use_diff_topk)
     if has_compressed or needs_scores:

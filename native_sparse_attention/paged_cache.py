@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from native_sparse_attention.cache import MAX_ROLLBACK, PAIRS, TOKENS, LayerCache
+from native_sparse_attention.cache import MAX_ROLLBACK, PAIRS, TOKENS, LayerCache, check_compress
 from native_sparse_attention.geometry import num_compressed_blocks
-from native_sparse_attention.ops._checks import check_block_sizes, check_not_negative, check_positive
+from native_sparse_attention.ops._checks import check_not_negative, check_positive
 
 
 class PagedLayerCache(LayerCache):
@@ -70,8 +70,7 @@ class PagedLayerCache(LayerCache):
     ) -> None:
         check_positive(page_size=page_size, num_pages=1 if num_pages is None else num_pages)
         check_positive(selection_block_size=selection_block_size)
-        if compress is not None:
-            check_block_sizes(*compress)
+        check_compress(compress)
         stride = 1 if compress is None else compress[1]
         for name, size in (('selection_block_size', selection_block_size), ('the compression stride', stride)):
             if page_size % size != 0:

@@ -355,6 +355,7 @@ def test_every_network_decodes(name: str) -> None:
         ({'dim_head': 6.5}, 'dim_head is 6.5'),
         ({'backend': 'cuda'}, "backend is 'cuda', but must be one of"),
         ({'compress_mlp': nn.Flatten(3)}, 'compress_mlp'),
+        ({'compress_mlp_expand_factor': 0.0}, 'compress_mlp_expand_factor is 0.0, but must be a number'),
         ({'compress_mlp': MeanPool(), 'dim_value_head': 4}, 'compress_mlp'),
         ({'strategy_combine_mlp': nn.Linear(DIM, 7)}, 'strategy_combine_mlp maps'),
         ({'strategy_combine_mlp': nn.Linear(7, 18)}, 'strategy_combine_mlp must map'),

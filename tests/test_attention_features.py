@@ -1,4 +1,6 @@
-"""Soft caps, sinks and dropout in the layer: step by step, padded, packed, recomputed, kept and copied."""
+"""Soft caps, sinks and dropout in the layer: step by step, padded, packed, recomputed, kept and copied. And dtypes of
+its input.
+"""
 
 from __future__ import annotations
 
@@ -247,6 +249,57 @@ def test_half_layers() -> None:
     results = run(layer, tokens(2, 17, torch.bfloat16))
     assert results['window_sinks'].dtype == torch.bfloat16
     assert all(t.isfinite().all() for t in results.values())
+
+
+@pytest.mark.parametrize('norm', [True, False])
+@pytest.mark.parametrize('dtype', [torch.float16, torch.float64])
+def test_an_input_of_another_dtype(dtype: torch.dtype, norm: bool) -> None:
+    layer, x = make_layer(torch.float32, norm=norm), tokens(2, 17, dtype)
+    message = f'^x has dtype {dtype}, but must have that of the weights, torch.float32, or be autocast$'
+    cache = layer.init_cache(2, 17)
+    for inputs in ({}, {'cache': cache}, {'return_cache': True}):
+        with pytest.raises(ValueError, match=message):
+            layer(x, **inputs)
+    assert cache.max_length == 0
+
+
+def test_autocast_takes_what_it_casts() -> None:
+    torch._dynamo.reset()
+    layer, x = make_layer(torch.float32), tokens(2, 17, torch.float32)
+    compiled: Any = torch.compile(layer, fullgraph=True, backend='eager')
+    with torch.autocast('cpu', torch.bfloat16):
+        out = layer(x.half())
+        assert out.dtype == layer(x.bfloat16()).dtype == torch.bfloat16
+        assert compiled(x.half()).equal(out)
+        with pytest.raises(ValueError, match=r'^x has dtype torch.float64, but must have that of the weights'):
+            layer(x.double())
+    torch._dynamo.reset()
+
+
+class Casting(nn.Module):
+    """A linear layer without a floating weight, as a quantised one may be."""
+
+    def __init__(self, like: nn.Linear) -> None:
+        super().__init__()
+        self.in_features = like.in_features
+        self.register_buffer('packed', like.weight.detach().mul(16).to(torch.int8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x.float(), self.get_buffer('packed').float() / 16)
+
+
+class ToFloat32(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.float()
+
+
+def test_modules_that_cast_their_input_themselves() -> None:
+    layer, x = make_layer(torch.float32), tokens(2, 17, torch.float32)
+    layer.norm = ToFloat32()
+    assert layer(x.half()).isfinite().all()
+    layer.norm, layer.to_qkv = nn.Identity(), Casting(layer.to_qkv)  # type: ignore[assignment]
+    layer.to_strategy_combine.half()
+    assert layer(x.half()).isfinite().all()
 
 
 def test_a_model_passes_them_on() -> None:

@@ -175,6 +175,23 @@ def test_sizes_of_blocks() -> None:
         make(compress=(4, 5))
 
 
+@pytest.mark.parametrize('compress', [8, (8,), (8, 4, 2), '84'])
+def test_blocks_are_a_pair(compress: Any) -> None:
+    with pytest.raises(ValueError, match=re.escape(f'compress is {compress!r}, but must be a pair')):
+        make(compress=compress)
+
+
+@pytest.mark.parametrize('dtype', [torch.int32, torch.int8, torch.bool, torch.complex64, 'float32'])
+def test_a_cache_of_no_float(dtype: Any) -> None:
+    layer = SparseAttention(8, 4, 2, 3, 2, 2, 2, 2, causal=True, num_init_blocks=0, num_local_blocks=1)
+    message = re.escape(f'dtype is {dtype!r}, but must be float64, float32, bfloat16 or float16')
+    with pytest.raises(ValueError, match=message):
+        make(dtype=dtype)
+    for page_size in (None, 4):
+        with pytest.raises(ValueError, match=message):
+            layer.init_cache(1, 40, dtype=dtype, page_size=page_size)
+
+
 def test_reorder_refuses() -> None:
     cache = make()
     append(cache, 6, [6, 4])

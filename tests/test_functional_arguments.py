@@ -28,6 +28,7 @@ def plain_arguments() -> dict[str, Any]:
 
 
 GATE = torch.zeros(1, 8, 4)
+Q, K, V = (torch.zeros(PLAIN[name]) for name in 'qkv')
 INDICES = torch.zeros(1, 8, 2, 3, dtype=torch.int32)
 IDS = torch.zeros(1, 8, dtype=torch.int64)
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -61,6 +62,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {'block_counts': torch.zeros(1, 8, 3, dtype=torch.int32)},
         r'block_counts has shape \(1, 8, 3\)',
     ),
+    'float64 q_cmp': ({'q_cmp': Q.double()}, 'q_cmp has dtype torch.float64, but q has torch.float32'),
+    'float64 q_window': ({'q_window': Q.double()}, 'q_window has dtype torch.float64, but q has torch.float32'),
+    'float64 k_window': ({'k_window': K.double(), 'v_window': V}, 'k_window has dtype torch.float64, but q has'),
+    'float64 v_window': ({'k_window': K, 'v_window': V.double()}, 'v_window has dtype torch.float64, but q has'),
+    'q_cmp elsewhere': ({'q_cmp': Q.to('meta')}, 'q_cmp is on meta, but q is on cpu'),
+    'q_window elsewhere': ({'q_window': Q.to('meta')}, 'q_window is on meta, but q is on cpu'),
+    'k_window elsewhere': ({'k_window': K.to('meta'), 'v_window': V}, 'k_window is on meta, but q is on cpu'),
+    'v_window elsewhere': ({'k_window': K, 'v_window': V.to('meta')}, 'v_window is on meta, but q is on cpu'),
+    'chosen by text': ({'choose': 'x'}, "choose is 'x', but must be a function"),
     'segments and borders': (
         {'segment_ids': IDS, 'cu_seqlens': row_integers([0, 8])},
         'cu_seqlens is given, but cannot be combined with segment_ids',
@@ -88,6 +98,7 @@ ALLOWED: dict[str, dict[str, Any]] = {
     'count': {'block_counts': 9},
     'counts': {'block_counts': torch.zeros(1, 8, 2, dtype=torch.int64)},
     'segments': {'segment_ids': IDS},
+    'inputs of each branch': {'q_cmp': Q, 'q_window': Q, 'k_window': K, 'v_window': V},
 }
 
 

@@ -336,6 +336,7 @@ REFUSED = {
     'compress_stride is 0, but must be an integer of at least 1': {'compress': (7, 0)},
     'page_size is 16, but must be a multiple of selection_block_size, 6': {'page_size': 16},
     'page_size is 12, but must be a multiple of the compression stride, 5': {'compress': (7, 5)},
+    'compress is 8, but must be a pair (block size, stride) or None': {'compress': 8},
     'num_pages is 0, but must be an integer of at least 1': {'num_pages': 0},
     'num_pages is 4, but must be left out where pools are given': {'num_pages': 4},
     'num_pages is 3, but must be at least 4 for 2 rows of 2 pages': {'pools': None, 'num_pages': 3},

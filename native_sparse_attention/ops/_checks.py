@@ -55,6 +55,12 @@ def check_tensors(**values: object) -> None:
             raise ValueError(f'{name} is a {type(value).__name__}, but must be a tensor')
 
 
+def check_float_dtype(**dtypes: torch.dtype) -> None:
+    for name, dtype in dtypes.items():
+        if dtype not in FLOAT_DTYPES:
+            raise ValueError(f'{name} is {shown(dtype)}, but must be float64, float32, bfloat16 or float16')
+
+
 def check_same_kind(**tensors: Tensor | None) -> None:
     """All tensors have one floating dtype and one device."""
     (first, reference), *rest = [(name, t) for name, t in tensors.items() if t is not None]

@@ -228,8 +228,11 @@ def backend_of(
     group_size, num_selected: how many heads choose together, which matters to 'select_blocks' alone, and how many
     blocks.
     """
-    unsupported = _choice_unsupported if op == 'select_blocks' else _scores_unsupported
-    candidates = {'triton': partial(unsupported, q, k_cmp, group_size, num_selected), 'eager': serves}
+    if op == 'select_blocks':
+        unsupported = partial(_choice_unsupported, q, k_cmp, group_size, num_selected)
+    else:
+        unsupported = partial(_scores_unsupported, q, k_cmp, num_selected)
+    candidates = {'triton': unsupported, 'eager': serves}
     return choose_backend(op, backend, q.device, candidates)
 
 
@@ -284,7 +287,7 @@ def _check_counts(
     return None, max(0, min(block_counts, num_selected))
 
 
-def _scores_unsupported(q: Tensor, k_cmp: Tensor, group_size: int, num_selected: int) -> str | None:
+def _scores_unsupported(q: Tensor, k_cmp: Tensor, num_selected: int) -> str | None:
     """Why the Triton kernels cannot serve a call about chosen scores, or None where they can."""
     return support.too_many_choices(q, k_cmp, num_selected) or support.unsupported(q, k_cmp)
 

@@ -240,7 +240,7 @@ def member_kernel(
         )
         _add_members(
             inputs, k, v, finite_k, largest, members, first_member, num_members, pair, row, kv_head, keys, key_mask,
-            offset, parts, place, lists, scale, softcap, FINISHES, GROUP, REPEATS, NUM_SELECTED, CAUSAL, WIDE, True,
+            offset, parts, lists, scale, softcap, FINISHES, GROUP, REPEATS, NUM_SELECTED, CAUSAL, WIDE, True,
             HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
         members = following
@@ -254,7 +254,7 @@ def member_kernel(
         )
         _add_members(
             inputs, k, v, k, unit, members, first_member, num_members, pair, row, kv_head, keys, key_mask, offset,
-            parts, place, lists, scale * unit, softcap, FINISHES, GROUP, REPEATS, NUM_SELECTED, CAUSAL, WIDE, False,
+            parts, lists, scale * unit, softcap, FINISHES, GROUP, REPEATS, NUM_SELECTED, CAUSAL, WIDE, False,
             HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
         members = following
@@ -304,7 +304,6 @@ def _add_members(
     key_mask,
     offset,
     parts,
-    place,
     lists,
     scale,
     softcap,
