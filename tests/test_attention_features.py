@@ -295,7 +295,7 @@ class ToFloat32(nn.Module):
 
 def test_modules_that_cast_their_input_themselves() -> None:
     layer, x = make_layer(torch.float32), tokens(2, 17, torch.float32)
-    layer.norm = ToFloat32()
+    layer.add_module('norm', ToFloat32())
     assert layer(x.half()).isfinite().all()
     layer.norm, layer.to_qkv = nn.Identity(), Casting(layer.to_qkv)  # type: ignore[assignment]
     layer.to_strategy_combine.half()
