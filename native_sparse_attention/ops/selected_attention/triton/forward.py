@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from native_sparse_attention.ops._triton.softcap import cap_logits
-from native_sparse_attention.ops._triton.tiles import add_product, load_rows, store_rows
+from native_sparse_attention.ops._triton.tiles import add_product, load_rows
 from native_sparse_attention.ops.selected_attention.triton.choice import (
     ANY,
     PART,
@@ -19,13 +19,13 @@ from native_sparse_attention.ops.selected_attention.triton.choice import (
     load_factor,
     load_step,
 )
-from native_sparse_attention.ops.selected_attention.triton.delta import split_low_bits
 from native_sparse_attention.ops.selected_attention.triton.half_values import (
     FITS,
     HEADROOM,
     add_exact_product,
     find_flags,
 )
+from native_sparse_attention.ops.selected_attention.triton.rows import store_output
 from native_sparse_attention.ops.selected_attention.triton.sharing import open_query
 
 
@@ -156,48 +156,9 @@ def forward_kernel(
                 q, k, v, row_max, total, surplus, out, factor * scale_log2, softcap, read, True, EXACT, False, False
             )
 
-    _store_output(
-        out_ptr, lse_ptr, low_ptr, out_strides, row, token, heads, head_mask, place, row_max, total,
-        None if halves is None else surplus, out, GROUP, VALUE_DIM, BLOCK_M, BLOCK_DV,
-    )  # fmt: skip
-
-
-@triton.jit
-def _store_output(
-    out_ptr,
-    lse_ptr,
-    low_ptr,
-    out_strides,
-    row,
-    token,
-    heads,
-    mask,
-    place,
-    row_max,
-    total,
-    surplus,
-    out,
-    GROUP: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-):
-    """The end of a running softmax of BLOCK_M heads: stores the output, its low bits where they are asked for, and the
-    log-sum-exp. surplus `[BLOCK_M]`: by how much the sum of the weights that met v is above total, or None.
-    """
-    empty = total == 0
-    total = tl.where(empty, 1.0, total)
-    divisor = total if surplus is None else total + surplus
-    out = out * (1.0 / divisor)[:, None]
-    lse = tl.where(empty, float('-inf'), tl.fma(row_max, 0.6931471805599453, tl.log(total)))
-    out_ptr += row * out_strides[0] + token * out_strides[1]
-    num_heads = tl.num_programs(1) // tl.cdiv(GROUP, BLOCK_M) * GROUP
-    if low_ptr is not None:
-        out, low = split_low_bits(out, out_ptr.dtype.element_ty)
-        low_ptr += (row * place.seqlen_q + token) * num_heads * VALUE_DIM
-        store_rows(low_ptr, heads, VALUE_DIM, low, mask, VALUE_DIM, BLOCK_DV)
-    store_rows(out_ptr, heads, out_strides[2], out, mask, VALUE_DIM, BLOCK_DV)
-    tl.store(lse_ptr + (row * num_heads + heads) * place.seqlen_q + token, lse, mask=mask)
+    sums = (row_max, total, None if halves is None else surplus, out)
+    rows, num_heads = (row, token, heads, head_mask), tl.num_programs(1) // parts * GROUP
+    store_output(out_ptr, lse_ptr, low_ptr, out_strides, rows, num_heads, place, sums, VALUE_DIM, BLOCK_DV)
 
 
 @triton.jit

@@ -16,9 +16,9 @@ import triton.language as tl
 from native_sparse_attention.ops._triton.finite import LARGE, is_small_tile
 from native_sparse_attention.ops._triton.placement import load_extent, locate_queries
 from native_sparse_attention.ops._triton.softcap import cap_logits
-from native_sparse_attention.ops._triton.tiles import add_product, load_rows, split_finite, store_rows
-from native_sparse_attention.ops.selected_attention.triton.delta import split_low_bits
+from native_sparse_attention.ops._triton.tiles import add_product, load_rows, split_finite
 from native_sparse_attention.ops.selected_attention.triton.half_values import add_exact_product
+from native_sparse_attention.ops.selected_attention.triton.rows import store_output
 from native_sparse_attention.ops.selected_attention.triton.union_steps import (
     count_in_union,
     find_reference,
@@ -149,20 +149,9 @@ def neighbours_forward_kernel(
             BLOCK_D, BLOCK_DV, WIDE,
         )  # fmt: skip
 
-    empty = total == 0
-    total = tl.where(empty, 1.0, total)
-    lse = tl.where(empty, float('-inf'), tl.fma(row_max, 0.6931471805599453, tl.log(total)))
-    out_ptr += row * out_strides[0]
-    offsets = tokens * out_strides[1] + heads * out_strides[2]
-    divisor = total if halves is None else total + surplus
-    out = out * (1.0 / divisor)[:, None]
-    num_heads = tl.num_programs(1) * GROUP
-    if EXACT:
-        out, low = split_low_bits(out, out_ptr.dtype.element_ty)
-        rows = (row * place.seqlen_q + tokens) * num_heads + heads
-        store_rows(low_ptr, rows, VALUE_DIM, low, mask, VALUE_DIM, BLOCK_DV)
-    store_rows(out_ptr, offsets, 1, out, mask, VALUE_DIM, BLOCK_DV)
-    tl.store(lse_ptr + (row * num_heads + heads) * place.seqlen_q + tokens, lse, mask=mask)
+    sums = (row_max, total, None if halves is None else surplus, out)
+    rows, num_heads = (row, tokens, heads, mask), tl.num_programs(1) * GROUP
+    store_output(out_ptr, lse_ptr, low_ptr, out_strides, rows, num_heads, place, sums, VALUE_DIM, BLOCK_DV)
 
 
 @triton.jit

@@ -1,4 +1,5 @@
-"""Rows of a tile, of one query or of neighbours: what they have for their gradients, and where these are stored.
+"""Rows of a tile, of one query or of neighbours: their output, what they have for their gradients, and where these are
+stored.
 
 rows: the row of the batch; the token, which is one number where the tile is of one query; the heads; and which of these
 there are.
@@ -13,6 +14,40 @@ import triton
 import triton.language as tl
 
 from native_sparse_attention.ops._triton.tiles import load_rows, store_rows
+from native_sparse_attention.ops.selected_attention.triton.delta import split_low_bits
+
+
+@triton.jit
+def store_output(
+    out_ptr,
+    lse_ptr,
+    low_ptr,
+    out_strides,
+    rows,
+    num_heads,
+    place,
+    sums,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    """The end of a running softmax: stores the output, its low bits where they are asked for, and the log-sum-exp.
+    sums: what weights are relative to, in bits, their sum, by how much that of the weights that met v is above it, or
+    None, and the sum of the values.
+    """
+    row_max, total, surplus, out = sums
+    row, tokens, heads, mask = rows
+    empty = total == 0
+    total = tl.where(empty, 1.0, total)
+    divisor = total if surplus is None else total + surplus
+    out = out * (1.0 / divisor)[:, None]
+    lse = tl.where(empty, float('-inf'), tl.fma(row_max, 0.6931471805599453, tl.log(total)))
+    if low_ptr is not None:
+        out, low = split_low_bits(out, out_ptr.dtype.element_ty)
+        low_ptr += row * place.seqlen_q * (num_heads * VALUE_DIM)
+        low_strides = (0, num_heads * VALUE_DIM, VALUE_DIM)
+        _store_of_rows(_open_rows(low_ptr, low_strides, rows), low_strides, rows, low, VALUE_DIM, BLOCK_DV)
+    _store_of_rows(_open_rows(out_ptr, out_strides, rows), out_strides, rows, out, VALUE_DIM, BLOCK_DV)
+    tl.store(lse_ptr + (row * num_heads + heads) * place.seqlen_q + tokens, lse, mask=mask)
 
 
 @triton.jit
