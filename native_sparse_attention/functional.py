@@ -188,8 +188,8 @@ def nsa(
     # Somebody else's choice may be learned, too.
     needs_lse = use_diff_topk or not (choose is select_blocks or isinstance(choose, _KeptChoice))
     branch_gates = [
-        gate if is_read else None
-        for gate, is_read in zip(gates.unbind(-1), (has_compressed, has_selected, has_window), strict=True)
+        gates[..., place] if is_read else None
+        for place, is_read in enumerate((has_compressed, has_selected, has_window))
     ]
     carried = _are_carried(q, k, v, branch_gates, num_selected, needs_lse, backend)
     gate_compressed, gate_selected, gate_window = branch_gates if carried else (None, None, None)

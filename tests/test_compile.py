@@ -6,6 +6,7 @@ On CPUs the kernels run in Triton's interpreter and graphs are carried out op by
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from torch._dynamo.utils import counters
 
 from native_sparse_attention import SparseAttention
 from native_sparse_attention.compress import compress_pair, make_networks
+from native_sparse_attention.ops import gated_sum
 from tests.test_import import run_python
 
 DIM = 8
@@ -133,6 +135,20 @@ def test_sizes_of_compression_are_simple(stride: int) -> None:
     assert counters['stats']['unique_graphs'] == 2
     assert any('//' in size for size in sizes)
     assert not any(re.search(r'//\D', size) for size in sizes), sizes
+
+
+@pytest.mark.skipif(shutil.which('g++') is None, reason='inductor needs a compiler')
+def test_gradients_of_gates_through_inductor(device: torch.device) -> None:
+    """It takes the memory of what the backward has read last, a sigmoid here, of which there must be no other views."""
+
+    def add(logits: Tensor, *branches: Tensor) -> Tensor:
+        return gated_sum(logits.sigmoid(), *(2 * branch for branch in branches), backend='eager')
+
+    inputs = [torch.randn(2, 50, 4, size, device=device, requires_grad=True) for size in (3, 16, 16, 16)]
+    found, expected = (
+        torch.autograd.grad(function(*inputs).sin().sum(), inputs) for function in (torch.compile(add), add)
+    )
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.slow
