@@ -295,8 +295,8 @@ def fsa(problem: Problem, folder: Path) -> Steps:
     except ImportError:
         # For the selected branch alone it is not needed.
         module = None
-    select = ops.FSA_topk_sparse_attention
-    return of_rows(problem, **_xunhao_steps(problem, module, select, parallel_topk_compute=False))
+    steps = _xunhao_steps(problem, module, ops.FSA_topk_sparse_attention, parallel_topk_compute=False)
+    return of_rows(problem, **steps)
 
 
 def _xunhao_steps(problem: Problem, module: Any, select: Callable[..., Tensor], **settings: Any) -> dict[str, Any]:

@@ -20,6 +20,8 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / 'benchmarks' / 'results'
 # What runs have in common whose rows may stand in one table.
 SAME = ('gpu', 'commit', 'torch', 'triton')
+# What tables say of `fastest`.
+FASTEST = 'Fastest: of the runs of a pass; others may be at the power limit of the GPU, or wait for the host'
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -132,9 +134,6 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """Markdown; numbers with three significant digits, None as a dash."""
     lines = ['| ' + ' | '.join(columns) + ' |', '| ' + ' | '.join('---' for _ in columns) + ' |']
     return '\n'.join([*lines, *('| ' + ' | '.join(map(cell, row)) + ' |' for row in rows)])
-
-
-FASTEST = 'Fastest: of the runs of a pass; others may be at the power limit of the GPU, or wait for the host'
 
 
 def fastest(row: dict[str, Any]) -> list[float | None]:
