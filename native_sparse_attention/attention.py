@@ -26,8 +26,8 @@ from native_sparse_attention.ops._checks import (
 from native_sparse_attention.ops._random import as_seed, check_probability
 from native_sparse_attention.ops.backend import BackendChoice, check_backend
 from native_sparse_attention.padding import from_front, front_order, to_front
-from native_sparse_attention.paged_cache import make_cache
-from native_sparse_attention.projection import is_plain_linear, projection_dtype
+from native_sparse_attention.paged_cache import cache_kind, make_cache
+from native_sparse_attention.projection import floating_weight, is_plain_linear, projection_dtype
 from native_sparse_attention.rotary import Rotary, rotate, turned_again, turned_and_plain
 
 
@@ -286,9 +286,7 @@ class SparseAttention(nn.Module):
         """
         if not self.causal:
             raise ValueError('causal is False, but a cache needs causal=True')
-        weight = self.to_qkv.weight
-        dtype = projection_dtype(weight) if dtype is None else dtype
-        device = weight.device if device is None else device
+        dtype, device = cache_kind(self, self.to_qkv, dtype, device)
         return self._make_cache(
             batch_size, max_seq_len, max_rollback, dtype, device, page_size=page_size, num_pages=num_pages
         )
@@ -458,7 +456,8 @@ class SparseAttention(nn.Module):
 
     def _combine(self, out: Tensor) -> Tensor:
         """Heads merged and projected to `[B, T, dim]`."""
-        return self.combine_heads(out.flatten(2).to(projection_dtype(self.combine_heads.weight)))
+        out, weight = out.flatten(2), floating_weight(self.combine_heads)
+        return self.combine_heads(out if weight is None else out.to(projection_dtype(weight)))
 
     @property
     def _compress_sizes(self) -> tuple[int, int]:

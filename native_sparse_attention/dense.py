@@ -13,8 +13,8 @@ from native_sparse_attention.cache import FIRST_CAPACITY, MAX_ROLLBACK, LayerCac
 from native_sparse_attention.geometry import Sequences
 from native_sparse_attention.ops._checks import check_positive, make_sequences
 from native_sparse_attention.padding import check_mask, from_front, front_order, to_front
-from native_sparse_attention.paged_cache import make_cache
-from native_sparse_attention.projection import projection_dtype
+from native_sparse_attention.paged_cache import cache_kind, make_cache
+from native_sparse_attention.projection import floating_weight, projection_dtype
 from native_sparse_attention.rotary import Rotary, rotate
 
 
@@ -97,9 +97,7 @@ class DenseAttention(nn.Module):
         autocast its dtype). page_size: tokens of a page, for a `PagedLayerCache`; its pools have num_pages pages
         (default: what the rows need).
         """
-        weight = self.to_qkv.weight
-        dtype = projection_dtype(weight) if dtype is None else dtype
-        device = weight.device if device is None else device
+        dtype, device = cache_kind(self, self.to_qkv, dtype, device)
         return self._new_cache(
             batch_size, max_seq_len, max_rollback, dtype, device, page_size=page_size, num_pages=num_pages
         )
@@ -167,7 +165,8 @@ class DenseAttention(nn.Module):
         k, v = (t.masked_fill(unused[..., None, None], 0.0) for t in cache.read(num_keys)[:2])
         sequences = Sequences(batch, seqlen, num_keys, x.device, offset, cache.lengths)
         out = _sdpa(q.to(cache.dtype), k, v, _visible(sequences, causal=True))
-        out = self._combine(out.to(self.combine_heads.weight.dtype))
+        weight = floating_weight(self.combine_heads)
+        out = self._combine(out if weight is None else out.to(weight.dtype))
         return out if mask is None or order is None else from_front(out, order, mask)
 
     def _project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:

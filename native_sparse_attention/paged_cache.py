@@ -6,14 +6,16 @@ Token p of row b is entry `p % page_size` of page `block_table[b, p // page_size
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from native_sparse_attention.cache import MAX_ROLLBACK, PAIRS, TOKENS, LayerCache, check_compress
 from native_sparse_attention.geometry import num_compressed_blocks
-from native_sparse_attention.ops._checks import check_not_negative, check_positive
+from native_sparse_attention.ops._checks import FLOAT_DTYPES, check_not_negative, check_positive
+from native_sparse_attention.projection import floating_weight, projection_dtype
 
 
 class PagedLayerCache(LayerCache):
@@ -243,3 +245,22 @@ def make_cache(
     if num_pages is not None:
         raise ValueError(f'num_pages is {num_pages}, but must be left out without page_size')
     return LayerCache(batch_size, max_seq_len, grows=grows, **settings)
+
+
+def cache_kind(
+    layer: nn.Module, to_qkv: nn.Module, dtype: torch.dtype | None, device: torch.device | str | None
+) -> tuple[torch.dtype, torch.device | str]:
+    """dtype and device of the layer's cache. By default those of to_qkv, under autocast its dtype; where to_qkv is
+    quantised, the dtype of the first weight of the layer that is not.
+    """
+    if dtype is None:
+        # The frequencies of rotary stay float32 where the layer is cast.
+        own = (p for name, p in layer.named_parameters() if p.dtype in FLOAT_DTYPES and not name.startswith('rotary.'))
+        weight = floating_weight(to_qkv)
+        weight = next(own, None) if weight is None else weight
+        if weight is None:
+            raise ValueError('dtype is None, but must be given where all weights of the layer are quantised')
+        dtype = projection_dtype(weight)
+    if device is None:
+        device = next(chain(to_qkv.parameters(), to_qkv.buffers(), layer.parameters())).device
+    return dtype, device

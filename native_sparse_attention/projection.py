@@ -1,4 +1,4 @@
-"""What autocast does to linear layers, for what goes around it."""
+"""What autocast and quantisation do to linear layers, for what goes around them."""
 
 from __future__ import annotations
 
@@ -20,3 +20,9 @@ def projection_dtype(x: Tensor) -> torch.dtype:
 def is_plain_linear(module: nn.Module) -> bool:
     """Whether it is `nn.Linear` and nothing else, so that it may read its input cast as autocast would cast it."""
     return type(module) is nn.Linear and 'forward' not in vars(module) and not module._forward_pre_hooks
+
+
+def floating_weight(module: nn.Module) -> Tensor | None:
+    """Its weight, or None where that is quantised, to 8 bits or fewer: such a module casts its input itself."""
+    weight = getattr(module, 'weight', None)
+    return weight if isinstance(weight, Tensor) and weight.is_floating_point() and weight.dtype.itemsize > 1 else None

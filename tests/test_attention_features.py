@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from native_sparse_attention import SparseAttention
+from native_sparse_attention.dense import DenseAttention
 from native_sparse_attention.transformer import Transformer
 from tests import layer_definition
 
@@ -279,13 +280,14 @@ def test_autocast_takes_what_it_casts() -> None:
 class Casting(nn.Module):
     """A linear layer without a floating weight, as a quantised one may be."""
 
-    def __init__(self, like: nn.Linear) -> None:
+    def __init__(self, like: nn.Linear, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
+        self.dtype = dtype
         self.in_features = like.in_features
         self.register_buffer('packed', like.weight.detach().mul(16).to(torch.int8))
 
     def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x.float(), self.get_buffer('packed').float() / 16)
+        return nn.functional.linear(x.to(self.dtype), self.get_buffer('packed').to(self.dtype) / 16)
 
 
 class ToFloat32(nn.Module):
@@ -300,6 +302,33 @@ def test_modules_that_cast_their_input_themselves() -> None:
     layer.norm, layer.to_qkv = nn.Identity(), Casting(layer.to_qkv)  # type: ignore[assignment]
     layer.to_strategy_combine.half()
     assert layer(x.half()).isfinite().all()
+
+
+@pytest.mark.parametrize('kind', [SparseAttention, DenseAttention])
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize('keeps_weight', [False, True])
+def test_quantised_projections_decode(kind: type, dtype: torch.dtype, keeps_weight: bool) -> None:
+    """The cache has the dtype of the other weights, which is not that of the rotary frequencies."""
+    layer = make_layer(dtype) if kind is SparseAttention else DenseAttention(DIM, 6, 4).to(dtype)
+    for name in ('to_qkv', 'combine_heads'):
+        quantised = Casting(layer.get_submodule(name), dtype)  # type: ignore[arg-type]
+        if keeps_weight:
+            quantised.weight = nn.Parameter(quantised.get_buffer('packed'), requires_grad=False)
+        layer.add_module(name, quantised)
+    x = tokens(2, 17, dtype)
+    cache = layer.init_cache(2, 17)
+    assert cache.dtype == dtype
+    out = torch.cat([layer(part, cache=cache) for part in x.split([9, 1, 7], dim=1)], dim=1)
+    assert out.dtype == dtype
+    torch.testing.assert_close(out, layer(x), **({} if dtype == torch.float32 else {'rtol': 0, 'atol': 0.1}))
+
+
+def test_a_cache_of_quantised_weights_alone() -> None:
+    layer = DenseAttention(DIM, 6, 4, norm=False)
+    layer.to_qkv, layer.combine_heads = Casting(layer.to_qkv), Casting(layer.combine_heads)  # type: ignore[assignment]
+    with pytest.raises(ValueError, match='dtype is None, but must be given where all weights of the layer are quant'):
+        layer.init_cache(2, 17)
+    assert layer.init_cache(2, 17, dtype=torch.float16).dtype == torch.float16
 
 
 def test_a_model_passes_them_on() -> None:
