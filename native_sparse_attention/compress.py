@@ -26,7 +26,7 @@ from einops.layers.torch import EinMix
 from torch import Tensor, nn
 
 from native_sparse_attention import geometry
-from native_sparse_attention.ops._checks import is_number, shown
+from native_sparse_attention.ops._checks import check_positive, is_number, shown
 from native_sparse_attention.overlapping import OverlappingBlocks, join, lay_out_chunks
 from native_sparse_attention.projection import projection_dtype
 
@@ -41,10 +41,12 @@ class CompressMLP(nn.Module):
         self, dim_head: int, compress_window_size: int, expand_factor: float = 1.0, *, dim_out: int | None = None
     ):
         super().__init__()
+        dim_out = dim_head if dim_out is None else dim_out
+        check_positive(dim_head=dim_head, compress_window_size=compress_window_size, dim_out=dim_out)
         dim = dim_head * compress_window_size
-        dim_hidden = _hidden_size(expand_factor, dim)
+        dim_hidden = hidden_size(expand_factor, dim)
         self.to_hidden = nn.Linear(dim, dim_hidden)
-        self.to_out = nn.Linear(dim_hidden, dim_head if dim_out is None else dim_out)
+        self.to_out = nn.Linear(dim_hidden, dim_out)
 
     def takes_overlapping(self) -> bool:
         return all(type(layer) is nn.Linear and layer.bias is not None for layer in (self.to_hidden, self.to_out))
@@ -68,8 +70,9 @@ class GroupedMLP(nn.Module):
 
     def __init__(self, dim_head: int, compress_window_size: int, heads: int, expand_factor: float = 1.0):
         super().__init__()
+        check_positive(dim_head=dim_head, compress_window_size=compress_window_size, heads=heads)
         dim = dim_head * compress_window_size
-        dim_hidden = _hidden_size(expand_factor, dim)
+        dim_hidden = hidden_size(expand_factor, dim)
         self.net = nn.Sequential(
             EinMix('b h c i -> b h c o', weight_shape='h i o', bias_shape='h o', h=heads, i=dim, o=dim_hidden),
             nn.ReLU(),
@@ -107,6 +110,7 @@ class AttentionPool(nn.Module):
 
     def __init__(self, dim_head: int, compress_window_size: int):
         super().__init__()
+        check_positive(dim_head=dim_head)
         self.to_attn_logits = nn.Linear(dim_head, dim_head, bias=False)
         nn.init.eye_(self.to_attn_logits.weight)
 
@@ -123,6 +127,7 @@ class ConvLinearCompress(nn.Module):
 
     def __init__(self, heads: int, dim_head: int, compress_window_size: int):
         super().__init__()
+        check_positive(heads=heads, dim_head=dim_head, compress_window_size=compress_window_size)
         self.heads = heads
         self.conv = nn.Conv1d(heads * dim_head, heads * dim_head, compress_window_size, groups=heads)
 
@@ -150,6 +155,7 @@ class SingleProjection(nn.Module):
 
     def __init__(self, dim_head: int, compress_window_size: int, heads: int = 1):
         super().__init__()
+        check_positive(dim_head=dim_head, compress_window_size=compress_window_size, heads=heads)
         if heads > 1:
             self.compress = EinMix(
                 'b h c l i -> b h c o', weight_shape='h l i o', h=heads, l=compress_window_size, i=dim_head, o=dim_head
@@ -186,11 +192,11 @@ class CompressTransformer(nn.Module):
         self, num_layers: int, dim: int, num_heads: int, ff_hidden_dim: int | None = None, dropout: float = 0.0
     ):
         super().__init__()
-        if num_layers < 1:
-            raise ValueError(f'num_layers must be at least 1, got {num_layers}')
-        if num_heads < 1 or dim % num_heads != 0:
-            raise ValueError(f'dim must be a multiple of num_heads, got dim {dim} and num_heads {num_heads}')
+        check_positive(num_layers=num_layers, dim=dim, num_heads=num_heads)
+        if dim % num_heads != 0:
+            raise ValueError(f'dim is {dim}, but must be a multiple of num_heads, {num_heads}')
         ff_hidden_dim = 4 * dim if ff_hidden_dim is None else ff_hidden_dim
+        check_positive(ff_hidden_dim=ff_hidden_dim)
         self.layers = nn.ModuleList(_EncoderLayer(dim, num_heads, ff_hidden_dim, dropout) for _ in range(num_layers))
 
     def forward(self, blocks: Tensor) -> Tensor:
@@ -277,7 +283,7 @@ def make_networks(
     match compress_mlp:
         case None:
             for dim in (head_dim, value_dim):
-                _hidden_size(compress_mlp_expand_factor, dim * block_size, 'compress_mlp_expand_factor')
+                hidden_size(compress_mlp_expand_factor, dim * block_size, 'compress_mlp_expand_factor')
             network_k = CompressMLP(head_dim, block_size, compress_mlp_expand_factor)
             network_v = CompressMLP(value_dim, block_size, compress_mlp_expand_factor)
         case nn.Module():
@@ -460,10 +466,12 @@ def _describe(value: object) -> str:
             return type(value).__name__
 
 
-def _hidden_size(expand_factor: float, dim: int, name: str = 'expand_factor') -> int:
+def hidden_size(
+    expand_factor: float, dim: int, name: str = 'expand_factor', rule: str = 'block size times head size'
+) -> int:
+    """int(expand_factor * dim), checked. name, rule: what an error calls expand_factor and dim."""
     if not is_number(expand_factor) or not 1 <= expand_factor * dim < math.inf:
         raise ValueError(
-            f'{name} is {shown(expand_factor)}, but must be a number that times {dim}, block size times head size, is '
-            'finite and at least 1'
+            f'{name} is {shown(expand_factor)}, but must be a number that times {dim}, {rule}, is finite and at least 1'
         )
     return int(expand_factor * dim)

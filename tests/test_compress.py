@@ -277,13 +277,6 @@ def test_mlp_with_another_output_size():
     assert CompressMLP(4, 3, dim_out=7)(torch.randn(1, 2, 3, 3, 4)).shape == (1, 2, 3, 7)
 
 
-def test_transformer_arguments():
-    with pytest.raises(ValueError, match='num_layers must be at least 1, got 0'):
-        CompressTransformer(0, 8, 2)
-    with pytest.raises(ValueError, match='multiple of num_heads, got dim 8 and num_heads 3'):
-        CompressTransformer(1, 8, 3)
-
-
 def test_transformer_drops_in_training_only():
     network = CompressTransformer(1, 8, 2, dropout=0.5).double()
     blocks = random_blocks(2, 4, 3)
