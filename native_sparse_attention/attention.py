@@ -155,6 +155,7 @@ class SparseAttention(nn.Module):
             message = (
                 "use_triton_kernel is deprecated: use backend='auto', which takes Triton where it runs, or 'eager'"
             )
+            check_flags(use_triton_kernel=use_triton_kernel)
             warnings.warn(message, DeprecationWarning, stacklevel=2)
             if backend != 'auto':
                 raise ValueError(f'use_triton_kernel and backend={backend!r} are given, but one must be left out')
@@ -244,6 +245,7 @@ class SparseAttention(nn.Module):
         ):
             if flex_mask is not None:
                 raise ValueError(f"{name} is given, but masks are made inside: use backend='flex'")
+        check_flags(return_cache=return_cache)
         cached = cache is not None or return_cache
         check_input(x, mask, cu_seqlens, self.norm, self.to_qkv, cached)
         if cached and not self.causal:
@@ -252,6 +254,7 @@ class SparseAttention(nn.Module):
             check_cache(cache, x, self._cache_layout)
         backend = self.backend
         if disable_triton_kernel is not None:
+            check_flags(disable_triton_kernel=disable_triton_kernel)
             warnings.warn("disable_triton_kernel is deprecated: use backend='eager'", DeprecationWarning, stacklevel=4)
             backend = 'eager' if disable_triton_kernel and backend in ('auto', 'triton') else backend
         if not cached:
@@ -304,6 +307,7 @@ class SparseAttention(nn.Module):
         """The backend that a forward of x `[B, T, dim]` would take, and why faster ones are passed over; its `ops`
         has what each op of `nsa` takes.
         """
+        check_input(x, None, None, self.norm, self.to_qkv, cached=False)
         dtype = projection_dtype(x)
         trains = torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self.parameters()))
         probe = torch.empty((), dtype=dtype, device=x.device, requires_grad=trains)

@@ -15,6 +15,7 @@ from torch import Tensor
 from native_sparse_attention.geometry import num_compressed_blocks
 from native_sparse_attention.ops._checks import (
     check_block_sizes,
+    check_flags,
     check_float_dtype,
     check_not_negative,
     check_positive,
@@ -78,6 +79,7 @@ class LayerCache:
         check_positive(batch_size=batch_size, max_seq_len=max_seq_len)
         check_positive(kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim)
         check_not_negative(max_rollback=max_rollback)
+        check_flags(has_raw_k=has_raw_k, has_raw_v=has_raw_v, has_window=has_window, grows=grows)
         check_float_dtype(dtype=dtype)
         check_compress(compress)
         self.batch_size, self.max_rollback, self.compress, self.grows = batch_size, max_rollback, compress, grows
@@ -446,6 +448,13 @@ class ModelCache(Sequence[LayerCache]):
     def crop(self, length: int | Tensor, *, max_length: int | None = None) -> None:
         for layer in self.layers:
             layer.crop(length, max_length=max_length)
+
+
+def check_model_cache(cache: Any) -> None:
+    """Refuse what is not the cache of a model, such as that of one layer."""
+    if not isinstance(cache, ModelCache):
+        kind = type(cache).__name__
+        raise ValueError(f'cache is a {kind}, but must be a ModelCache, as init_cache of the model gives')
 
 
 def _zeros(shape: Sequence[int], dtype: torch.dtype, device: Any) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from native_sparse_attention.cache import FIRST_CAPACITY, MAX_ROLLBACK, LayerCache, check_layer_cache
 from native_sparse_attention.geometry import Sequences
-from native_sparse_attention.ops._checks import check_positive, make_sequences
+from native_sparse_attention.ops._checks import check_flags, check_positive, check_tensors, make_sequences
 from native_sparse_attention.padding import check_mask, from_front, front_order, to_front
 from native_sparse_attention.paged_cache import cache_kind, make_cache
 from native_sparse_attention.projection import floating_weight, projection_dtype
@@ -42,6 +42,7 @@ class DenseAttention(nn.Module):
         kv_heads = heads if kv_heads is None else kv_heads
         value_dim = dim_head if dim_value_head is None else dim_value_head
         check_positive(dim=dim, dim_head=dim_head, heads=heads, kv_heads=kv_heads, dim_value_head=value_dim)
+        check_flags(causal=causal, norm=norm)
         if heads % kv_heads != 0:
             raise ValueError(f'heads is {heads}, but must be a multiple of kv_heads, {kv_heads}')
         self.dim_head, self.heads, self.kv_heads, self.dim_value_head = dim_head, heads, kv_heads, value_dim
@@ -67,6 +68,7 @@ class DenseAttention(nn.Module):
         cache: x are the tokens that follow it. Tokens that are padding or follow `cu_seqlens[-1]` give 0. A call with a
         cache runs without autograd.
         """
+        check_flags(return_cache=return_cache)
         self._check_input(x, mask, cu_seqlens)
         if cache is None and not return_cache:
             return self._attend_all(x, mask, cu_seqlens)
@@ -184,6 +186,7 @@ class DenseAttention(nn.Module):
         return self.combine_heads(out.flatten(-2))
 
     def _check_input(self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
+        check_tensors(x=x)
         dim = self.to_qkv.in_features
         if x.dim() != 3 or x.shape[2] != dim:
             raise ValueError(f'x has shape {tuple(x.shape)}, but must be [B, T, {dim}]')

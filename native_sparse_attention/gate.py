@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from native_sparse_attention.ops._checks import shown
+
 # Gates start at the window: sigmoid(-2), sigmoid(-2), sigmoid(2), as local patterns are learned first.
 GATE_START = (-2.0, -2.0, 2.0)
 
@@ -20,6 +22,8 @@ def make_gate(dim: int, heads: int) -> nn.Linear:
 @torch.no_grad()
 def check_gate(gate: nn.Module, dim: int, heads: int) -> None:
     """ValueError unless the gate maps `[..., dim]` to `[..., 3 * heads]`; its modes stay as they are."""
+    if not isinstance(gate, nn.Module):
+        raise ValueError(f'strategy_combine_mlp is {shown(gate)}, but must be a module or None')
     weight = next((p for p in gate.parameters() if p.is_floating_point()), torch.empty(()))
     was_training = [module for module in gate.modules() if module.training]
     gate.eval()

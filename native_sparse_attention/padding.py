@@ -5,9 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from native_sparse_attention.ops._checks import check_tensors
+
 
 def check_mask(mask: Tensor, x: Tensor) -> None:
     """Raise ValueError unless mask is bool `[B, T]` on the device of x `[B, T, ...]`."""
+    check_tensors(mask=mask)
     if mask.dtype != torch.bool or mask.shape != x.shape[:2]:
         raise ValueError(
             f'mask has shape {tuple(mask.shape)} and dtype {mask.dtype}, but must be bool {tuple(x.shape[:2])}, '

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from native_sparse_attention.cache import MAX_ROLLBACK, PAIRS, TOKENS, LayerCache, check_compress
 from native_sparse_attention.geometry import num_compressed_blocks
-from native_sparse_attention.ops._checks import FLOAT_DTYPES, check_not_negative, check_positive
+from native_sparse_attention.ops._checks import FLOAT_DTYPES, check_not_negative, check_positive, check_tensors, shown
 from native_sparse_attention.projection import floating_weight, projection_dtype
 
 
@@ -82,9 +82,12 @@ class PagedLayerCache(LayerCache):
         if pools is not None:
             if num_pages is not None:
                 raise ValueError(f'num_pages is {num_pages}, but must be left out where pools are given')
+            if not isinstance(pools, Mapping):
+                raise ValueError(f'pools is {shown(pools)}, but must be a mapping of names to tensors')
             names = [*TOKENS[: 4 if has_window else 2], *(PAIRS if compress else ())]
             if set(pools) != set(names):
                 raise ValueError(f'pools has {", ".join(pools)}, but must have {", ".join(names)}')
+            check_tensors(**pools)
             dtype, device = dtype or pools['k'].dtype, device or pools['k'].device
         super().__init__(
             batch_size,
@@ -162,6 +165,7 @@ class PagedLayerCache(LayerCache):
                 )
             with torch.inference_mode(False):
                 return torch.arange(rows * pages, dtype=torch.int32, device=self.device).view(rows, pages)
+        check_tensors(**{name: table})
         if table.dtype != torch.int32 or table.dim() != 2 or table.shape[0] != rows or table.shape[1] < pages:
             raise ValueError(
                 f'{name} has shape {tuple(table.shape)} and dtype {table.dtype}, but must be int32 [{rows}, n], n at '

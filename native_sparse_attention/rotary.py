@@ -25,26 +25,26 @@ class Rotary(nn.Module):
     module. Features past twice the number of frequencies are left as they are.
 
     Args:
-        head_dim: D, the features of a head.
-        rotary_emb: an instance of rotary-embedding-torch, None for its default for `head_dim`. xpos is refused.
+        dim_head: D, the features of a head.
+        rotary_emb: an instance of rotary-embedding-torch, None for its default for `dim_head`. xpos is refused.
     """
 
-    def __init__(self, head_dim: int, rotary_emb: RotaryEmbedding | None = None) -> None:
+    def __init__(self, dim_head: int, rotary_emb: RotaryEmbedding | None = None) -> None:
         super().__init__()
         if rotary_emb is None:
-            if head_dim < 3:
-                raise ValueError(f'head_dim is {head_dim}, but a default rotary embedding needs at least 3 features')
-            rotary_emb = RotaryEmbedding(head_dim)
+            if dim_head < 3:
+                raise ValueError(f'dim_head is {dim_head}, but a default rotary embedding needs at least 3 features')
+            rotary_emb = RotaryEmbedding(dim_head)
         if not isinstance(rotary_emb, RotaryEmbedding):
             raise ValueError(
                 f'rotary_emb is a {type(rotary_emb).__name__}, but must be a RotaryEmbedding, None or False'
             )
         if rotary_emb.use_xpos:
             raise ValueError('rotary_emb uses xpos, which scales keys by position and is not supported: use_xpos=False')
-        if 2 * len(rotary_emb.freqs) > head_dim:
+        if 2 * len(rotary_emb.freqs) > dim_head:
             raise ValueError(
-                f'rotary_emb has {len(rotary_emb.freqs)} frequencies, but heads of {head_dim} features take at most '
-                f'{head_dim // 2}'
+                f'rotary_emb has {len(rotary_emb.freqs)} frequencies, but heads of {dim_head} features take at most '
+                f'{dim_head // 2}'
             )
         self.rotary_emb = rotary_emb
 

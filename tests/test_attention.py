@@ -360,7 +360,7 @@ def test_every_network_decodes(name: str) -> None:
         ({'strategy_combine_mlp': nn.Linear(DIM, 7)}, 'strategy_combine_mlp maps'),
         ({'strategy_combine_mlp': nn.Linear(7, 18)}, 'strategy_combine_mlp must map'),
         ({'rotary_emb': True}, 'rotary_emb is True'),
-        ({'dim_head': 2}, 'head_dim is 2, but a default rotary embedding'),
+        ({'dim_head': 2}, 'dim_head is 2, but a default rotary embedding'),
     ],
 )
 def test_wrong_settings(settings: dict[str, object], message: str) -> None:

@@ -356,11 +356,33 @@ def test_a_model_passes_them_on() -> None:
         ({'dropout': 1.0}, 'dropout is 1.0, but must be'),
         ({'dropout': -0.1}, 'dropout is -0.1, but must be'),
         ({'dropout': '0.1'}, "dropout is '0.1', but must be"),
+        ({'strategy_combine_mlp': 'x'}, "strategy_combine_mlp is 'x', but must be a module or None"),
+        ({'strategy_combine_mlp': [nn.Sequential(nn.ReLU())]}, 'strategy_combine_mlp is a list, but must be'),
+        ({'use_triton_kernel': 'no'}, "use_triton_kernel is 'no', but must be True or False"),
     ],
 )
 def test_wrong_settings(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SparseAttention(**SIZES | changes)
+
+
+@pytest.mark.parametrize('name', ['return_cache', 'disable_triton_kernel'])
+def test_wrong_flags_of_a_call(name: str) -> None:
+    with pytest.raises(ValueError, match=f"^{name} is 'no', but must be True or False$"):
+        make_layer()(tokens(2, 9), **{name: 'no'})
+
+
+@pytest.mark.parametrize(
+    ('x', 'message'),
+    [
+        ([1], 'x is a list, but must be a tensor'),
+        (torch.zeros(3), r'x has shape \(3,\), but must be'),
+        (torch.zeros(1, 9, DIM, dtype=torch.int64), 'x has dtype torch.int64, but must be a floating dtype'),
+    ],
+)
+def test_no_backend_for_what_a_forward_refuses(x: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_layer().backend_for(x)
 
 
 @pytest.mark.parametrize(('features', 'name'), [({'num_sinks': 1}, 'sinks'), ({'dropout': 0.1}, 'dropout_p')])

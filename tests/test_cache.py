@@ -170,6 +170,12 @@ def test_sizes(name: str, value: float) -> None:
         make(**sizes)
 
 
+@pytest.mark.parametrize('name', ['has_raw_k', 'has_raw_v', 'has_window', 'grows'])
+def test_flags(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} is 'no', but must be True or False"):
+        make(2, 16, **{name: 'no'})
+
+
 def test_sizes_of_blocks() -> None:
     with pytest.raises(ValueError, match='compress_stride is 5, but must be at most compress_block_size, 4'):
         make(compress=(4, 5))

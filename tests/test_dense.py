@@ -114,6 +114,9 @@ def test_cache_reads_nothing_but_what_was_written():
         ({'heads': 4, 'kv_heads': 3}, 'heads is 4'),
         ({'dim_head': 0}, 'dim_head is 0'),
         ({'kv_heads': 0}, 'kv_heads is 0'),
+        ({'dim_head': 2}, 'dim_head is 2, but a default rotary embedding'),
+        ({'causal': 'no'}, "causal is 'no', but must be True or False"),
+        ({'norm': None}, 'norm is None, but must be True or False'),
     ],
 )
 def test_refuses_sizes(sizes, message):
@@ -130,6 +133,12 @@ def test_refuses_calls():
         attn(x[:1], torch.ones(1, 4, dtype=torch.bool), cu_seqlens)
     with pytest.raises(ValueError, match='cu_seqlens is given, but a cache'):
         attn(x[:1], cu_seqlens=cu_seqlens, return_cache=True)
+    with pytest.raises(ValueError, match='x is a list, but must be a tensor'):
+        attn([[[0.0] * 16]])
+    with pytest.raises(ValueError, match='mask is a list, but must be a tensor'):
+        attn(x, [[True] * 4] * 2)
+    with pytest.raises(ValueError, match="return_cache is 'no', but must be True or False"):
+        attn(x, return_cache='no')
     bidirectional = DenseAttention(16, 8, 2, causal=False)
     with pytest.raises(ValueError, match='causal is False'):
         bidirectional(x, return_cache=True)

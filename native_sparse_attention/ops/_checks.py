@@ -28,7 +28,7 @@ def is_number(value: object) -> TypeGuard[int | float]:
 
 def shown(value: object) -> str:
     """A value in a message of one line."""
-    return f'a {type(value).__name__}' if isinstance(value, torch.Tensor) else repr(value)
+    return f'a {type(value).__name__}' if isinstance(value, torch.Tensor) or '\n' in repr(value) else repr(value)
 
 
 def check_flags(**flags: bool) -> None:
