@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from math import isfinite
+from math import inf
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from native_sparse_attention.cache import ModelCache
-from native_sparse_attention.ops._checks import INT_DTYPES, check_positive, is_int
+from native_sparse_attention.cache import ModelCache, check_model_cache
+from native_sparse_attention.ops._checks import (
+    INT_DTYPES,
+    check_flags,
+    check_positive,
+    check_tensors,
+    is_int,
+    is_number,
+    shown,
+)
 
 SEEDS = 2**32  # torch's generator of a CPU takes 32 bits of a seed
 # Steps between two looks at whether every row has stopped: looking waits for the device.
@@ -45,6 +53,9 @@ class DecodeStep:
         self, model: DecodingModel, cache: ModelCache, num_tokens: int = 1, use_graph: bool | None = None
     ) -> None:
         check_positive(num_tokens=num_tokens)
+        check_model_cache(cache)
+        if use_graph is not None:
+            check_flags(use_graph=use_graph)
         possible = (
             cache.lengths.is_cuda and not any(layer.grows for layer in cache) and model.decodes_fixed(cache, num_tokens)
         )
@@ -61,6 +72,7 @@ class DecodeStep:
 
     def __call__(self, ids: Tensor) -> Tensor:
         """Raises ValueError for a full cache, before anything is written."""
+        check_tensors(ids=ids)
         expected = (self.cache.batch_size, self.num_tokens)
         if ids.shape != expected or ids.dtype not in INT_DTYPES:
             raise ValueError(
@@ -168,12 +180,14 @@ def sampler(
     generator: torch.Generator | None,
 ) -> Callable[[Tensor, int], Tensor]:
     """What maps logits `[B, V]` and the number of a step, less than count, to ids `[B]`."""
-    if not (isfinite(temperature) and temperature >= 0):
-        raise ValueError(f'temperature is {temperature}, but must be finite and at least 0')
+    if not (is_number(temperature) and 0 <= temperature < inf):
+        raise ValueError(f'temperature is {shown(temperature)}, but must be a finite number of at least 0')
     if top_k is not None:
         check_positive(top_k=top_k)
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f'top_p is {top_p}, but must be greater than 0 and at most 1')
+    if top_p is not None and not (is_number(top_p) and 0 < top_p <= 1):
+        raise ValueError(f'top_p is {shown(top_p)}, but must be a number in (0, 1] or None')
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise ValueError(f'generator is {shown(generator)}, but must be a torch.Generator or None')
     if seed is not None and generator is not None:
         raise ValueError('seed and generator are given, but one must be left out')
     seeds = None if seed is None else _seeds_of_rows(seed, batch)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from inspect import signature
 from itertools import zip_longest
-from math import ceil
+from math import ceil, isnan
 from typing import Any, cast
 
 import torch
@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from native_sparse_attention.attention import SparseAttention
-from native_sparse_attention.cache import MAX_ROLLBACK, LayerCache, ModelCache
+from native_sparse_attention.cache import MAX_ROLLBACK, LayerCache, ModelCache, check_model_cache
+from native_sparse_attention.compress import hidden_size
 from native_sparse_attention.dense import DenseAttention
 from native_sparse_attention.generation import (
     DecodeStep,
@@ -26,7 +27,15 @@ from native_sparse_attention.generation import (
     sampler,
     stop_ids,
 )
-from native_sparse_attention.ops._checks import check_not_negative, check_positive
+from native_sparse_attention.ops._checks import (
+    check_flags,
+    check_not_negative,
+    check_positive,
+    check_tensors,
+    is_number,
+    shown,
+)
+from native_sparse_attention.ops._random import check_probability
 from native_sparse_attention.ops.backend import check_backend
 from native_sparse_attention.padding import check_mask
 
@@ -95,10 +104,9 @@ class Transformer(nn.Module):
     ) -> None:
         super().__init__()
         check_backend(backend)
-        dim_hidden = int(dim * ff_expansion_factor)
         check_positive(num_tokens=num_tokens, dim=dim, depth=depth)
-        if dim_hidden < 1:
-            raise ValueError(f'ff_expansion_factor is {ff_expansion_factor}, but must leave a hidden unit of {dim}')
+        dim_hidden = hidden_size(ff_expansion_factor, dim, 'ff_expansion_factor', 'dim')
+        check_flags(use_sparse_attn=use_sparse_attn, causal=causal, tie_embeddings=tie_embeddings)
         backend = _backend_of_flags(
             backend, use_flex_sliding_window, use_flex_fine_selection, use_triton_fine_selection
         )
@@ -146,6 +154,7 @@ class Transformer(nn.Module):
         nothing. cu_seqlens: int32 `[N + 1]`, packed sequences in ids `[1, total]`. disable_flex, disable_triton_kernel:
         flags of native-sparse-attention-pytorch, mapped to a backend for this call with a DeprecationWarning.
         """
+        check_flags(return_loss=return_loss, return_cache=return_cache)
         _check_ids('ids', ids)
         if mask is not None:
             check_mask(mask, ids)
@@ -199,8 +208,9 @@ class Transformer(nn.Module):
         mask: bool `[B, T]`, True at real tokens, of which every row needs one: its logits follow its own last one.
         Raises ValueError where the cache may not hold all, before anything is written.
         """
-        _check_prompt('ids', ids, mask)
+        _check_prompt('ids', ids, mask, self.num_tokens)
         check_positive(chunk_size=chunk_size)
+        check_model_cache(cache)
         cache.reserve(ids.shape[1])
         masks = [None] if mask is None else mask.split(chunk_size, dim=1)
         last = None
@@ -251,9 +261,12 @@ class Transformer(nn.Module):
         Raises ValueError for other values.
         """
         self._check_causal()
-        _check_prompt('prompt', prompt, mask)
+        _check_prompt('prompt', prompt, mask, self.num_tokens)
         check_not_negative(max_new_tokens=max_new_tokens)
         check_positive(chunk_size=chunk_size)
+        check_flags(progress=progress)
+        if callback is not None and not callable(callback):
+            raise ValueError(f'callback is {shown(callback)}, but must be callable or None')
         choose = sampler(
             prompt.shape[0],
             max_new_tokens,
@@ -292,9 +305,12 @@ class Transformer(nn.Module):
         the cache instead of recomputing the whole sequence for every token; the result is the same.
         """
         self._check_causal()
-        _check_prompt('prompt', prompt, None)
-        if not 0 <= filter_thres < 1:
-            raise ValueError(f'filter_thres is {filter_thres}, but must be at least 0 and less than 1')
+        _check_prompt('prompt', prompt, None, self.num_tokens)
+        check_not_negative(seq_len=seq_len)
+        if not is_number(temperature) or isnan(temperature):
+            raise ValueError(f'temperature is {shown(temperature)}, but must be a number')
+        check_probability(filter_thres=filter_thres)
+        check_flags(use_cache_kv=use_cache_kv)
         kept = ceil((1 - filter_thres) * self.num_tokens)
 
         def choose(logits: Tensor, _: int) -> Tensor:
@@ -346,9 +362,7 @@ class Transformer(nn.Module):
         self, ids: Tensor, mask: Tensor | None, cache: ModelCache | None, **options: Any
     ) -> tuple[Tensor, ModelCache]:
         if cache is not None:
-            if not isinstance(cache, ModelCache):
-                kind = type(cache).__name__
-                raise ValueError(f'cache is a {kind}, but must be a ModelCache, as init_cache of the model gives')
+            check_model_cache(cache)
             given, depth = len(cache), len(self.layers)
             if given != depth:
                 raise ValueError(f'cache has {given} layers, but the model has {depth}')
@@ -371,6 +385,7 @@ class Transformer(nn.Module):
             labels = labels.masked_fill(~(mask[:, :-1] & mask[:, 1:]), IGNORED_LABEL)
             mask = mask[:, :-1]
         if cu_seqlens is not None:
+            check_tensors(cu_seqlens=cu_seqlens)
             labels = labels.masked_fill(~_continues(cu_seqlens, ids.shape[1]), IGNORED_LABEL)
             cu_seqlens = cu_seqlens.clamp(max=ids.shape[1] - 1)
         logits = _upcast(self.to_logits(self._embed(ids[:, :-1], mask, cu_seqlens, **options)))
@@ -382,9 +397,10 @@ class Transformer(nn.Module):
     def _options_of_flags(self, disable_flex: bool | None, disable_triton_kernel: bool | None) -> dict[str, Any]:
         """What the attention of this call gets for the flags of native-sparse-attention-pytorch."""
         flags = {'disable_flex': ('flex', disable_flex), 'disable_triton_kernel': ('triton', disable_triton_kernel)}
-        given = [name for name, (_, off) in flags.items() if off is not None]
+        given = {name: off for name, (_, off) in flags.items() if off is not None}
         if not given:
             return {}
+        check_flags(**given)
         message = f"{' and '.join(given)} is deprecated: use backend='eager' in the constructor"
         warnings.warn(message, DeprecationWarning, stacklevel=5)  # past the frames of nn.Module.__call__
         runs_eager = any(off and self.backend in ('auto', backend) for backend, off in flags.values())
@@ -397,6 +413,8 @@ def _feed_forward(dim: int, dim_hidden: int) -> nn.Sequential:
 
 def _check_settings(sparse_attn_kwargs: Mapping[str, Any], given: set[str]) -> None:
     """The dense twin takes few of them, but refuses the same names. given: arguments of the model itself."""
+    if not isinstance(sparse_attn_kwargs, Mapping):
+        raise ValueError(f'sparse_attn_kwargs is {shown(sparse_attn_kwargs)}, but must be a mapping of arguments')
     allowed = signature(SparseAttention).parameters.keys() - given
     for name in sparse_attn_kwargs:
         if name not in allowed:
@@ -413,6 +431,7 @@ def _backend_of_flags(backend: str, flex_window: bool, flex_selection: bool, tri
         'use_flex_fine_selection': flex_selection,
         'use_triton_fine_selection': triton_selection,
     }
+    check_flags(**flags)
     given = [name for name, value in flags.items() if value]
     if not given:
         return backend
@@ -437,13 +456,14 @@ def _upcast(logits: Tensor) -> Tensor:
 
 
 def _check_ids(name: str, ids: Tensor) -> None:
+    check_tensors(**{name: ids})
     if ids.dim() != 2 or ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f'{name} has shape {tuple(ids.shape)} and dtype {ids.dtype}, but must be int32 or int64 [batch, tokens]'
         )
 
 
-def _check_prompt(name: str, ids: Tensor, mask: Tensor | None) -> None:
+def _check_prompt(name: str, ids: Tensor, mask: Tensor | None, num_tokens: int) -> None:
     _check_ids(name, ids)
     if ids.shape[1] == 0:
         raise ValueError(f'{name} has no tokens, but needs at least 1')
@@ -451,3 +471,8 @@ def _check_prompt(name: str, ids: Tensor, mask: Tensor | None) -> None:
         check_mask(mask, ids)
         if mask.device.type == 'cpu' and not bool(mask.any(dim=1).all()):
             raise ValueError(f'mask has a row of padding alone, but {name} needs at least 1 real token in each')
+    if ids.is_cpu and not torch.compiler.is_compiling():  # reading them on a GPU would wait for it
+        real = ids if mask is None else ids[mask]
+        low, high = (int(real.min()), int(real.max())) if real.numel() else (0, 0)
+        if low < 0 or high >= num_tokens:
+            raise ValueError(f'{name} lies in [{low}, {high}], but must lie in [0, {num_tokens - 1}], the vocabulary')

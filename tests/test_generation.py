@@ -198,6 +198,10 @@ def test_callback_gets_every_column_in_order(sparse, stop_tokens):
         ({'stop_tokens': 'end'}, "stop_tokens is 'end'"),
         ({'chunk_size': 0}, 'chunk_size is 0'),
         ({'use_graph': True}, 'use_graph is True'),
+        ({'use_graph': 1}, 'use_graph is 1, but must be True or False'),
+        ({'callback': 'print'}, "callback is 'print', but must be callable or None"),
+        ({'progress': 'no'}, "progress is 'no', but must be True or False"),
+        ({'generator': 3}, 'generator is 3, but must be a torch.Generator or None'),
     ],
 )
 def test_generation_errors(arguments, message):
@@ -224,6 +228,8 @@ def test_step_errors():
     model(ids, cache=cache)
     step(ids[:, :1])
     before = [layer.k.clone() for layer in cache]
+    ids_list: Any = [[1], [2]]
+    no: Any = 'no'
     for call, message in [
         (lambda: step(ids[:, :1]), 'holds up to 10 tokens a row and gets 1 more, but its capacity is 10'),
         (
@@ -232,6 +238,9 @@ def test_step_errors():
         ),
         (lambda: step(ids[:, 0]), r'ids has shape \(2,\)'),
         (lambda: step(ids[:, :1].float()), r'ids has shape \(2, 1\) and dtype torch.float32'),
+        (lambda: step(ids_list), 'ids is a list, but must be a tensor'),
+        (lambda: DecodeStep(model, cache[0]), 'cache is a LayerCache, but must be a ModelCache'),
+        (lambda: DecodeStep(model, cache, use_graph=no), "use_graph is 'no', but must be True or False"),
         (lambda: DecodeStep(model, cache, 0), 'num_tokens is 0'),
         (lambda: DecodeStep(model, cache, use_graph=True), 'use_graph is True'),
     ]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from native_sparse_attention.transformer import DEFAULT_SPARSE_ATTN_KWARGS, Dens
 
 KINDS = pytest.mark.parametrize('sparse', [False, True], ids=['dense', 'sparse'])
 VOCABULARY = 29
+MAPPED = ('flex_sliding_window', 'flex_fine_selection', 'triton_fine_selection')
 SPARSE: dict[str, Any] = {
     'sliding_window_size': 3,
     'compress_block_size': 5,
@@ -267,7 +269,21 @@ def test_cache_is_cropped_reordered_and_reset(sparse):
 def test_call_errors():
     model, ids = make_model(False), make_ids(2, 5)
     deeper = make_model(False, depth=3).init_cache(2, 8)
+    ids_list: Any = [[1, 2]]
+    no_cache: Any = None
     for call, message in [
+        (lambda: model(ids_list), 'ids is a list, but must be a tensor'),
+        (lambda: model(ids, mask=[[True] * 5] * 2), 'mask is a list, but must be a tensor'),
+        (lambda: model(ids, return_loss=1), 'return_loss is 1, but must be True or False'),
+        (lambda: model(ids, return_cache='no'), "return_cache is 'no', but must be True or False"),
+        (lambda: model(ids, disable_flex='no'), "disable_flex is 'no', but must be True or False"),
+        (lambda: model(ids[:1], return_loss=True, cu_seqlens=[0, 5]), 'cu_seqlens is a list, but must be a tensor'),
+        (lambda: model.prefill(ids_list, model.init_cache(1, 8)), 'ids is a list, but must be a tensor'),
+        (lambda: model.prefill(ids, no_cache), 'cache is a NoneType, but must be a ModelCache'),
+        (
+            lambda: model.prefill(ids - 30, model.init_cache(2, 8)),
+            r'ids lies in \[-\d+, -\d+\], but must lie in \[0, 28\]',
+        ),
         (lambda: model(ids[0]), r'ids has shape \(5,\)'),
         (lambda: model(ids.float()), 'float'),
         (lambda: model(ids[:, :1], return_loss=True), 'ids has 1 tokens'),
@@ -290,11 +306,22 @@ def test_size_errors(name, sparse):
         Transformer(**dict(sizes, **{name: 0}), use_sparse_attn=sparse)
 
 
-def test_setting_errors():
-    with pytest.raises(ValueError, match='ff_expansion_factor is 0'):
-        Transformer(8, 8, 1, ff_expansion_factor=0)
-    with pytest.raises(ValueError, match="backend is 'fast'"):
-        Transformer(8, 8, 1, backend='fast')
+FLAGS = ['use_sparse_attn', 'causal', 'tie_embeddings', *(f'use_{name}' for name in MAPPED)]
+
+
+@pytest.mark.parametrize(
+    ('name', 'value'),
+    [
+        ('dim', '8'),
+        *(('ff_expansion_factor', value) for value in (0, 0.1, -1, 'a', None, float('nan'), float('inf'))),
+        ('backend', 'fast'),
+        *(('sparse_attn_kwargs', value) for value in (None, [], 'norm')),
+        *((name, 'no') for name in FLAGS),
+    ],
+)
+def test_setting_errors(name, value):
+    with pytest.raises(ValueError, match=re.escape(f'{name} is {value!r}, but must be')):
+        Transformer(**{'num_tokens': 8, 'dim': 8, 'depth': 1, name: value})
 
 
 @KINDS
@@ -383,8 +410,8 @@ def test_generation_leaves_the_mode_of_every_module(sparse):
     modes = [m.training for m in model.modules()]
     model.generate(prompt, 2)
     model.sample(prompt, 5)
-    with pytest.raises(IndexError):
-        model.generate(prompt + VOCABULARY, 2)
+    with pytest.raises(KeyError):
+        model.generate(prompt, 2, callback={}.__getitem__)
     assert [m.training for m in model.modules()] == modes
 
 
@@ -411,10 +438,17 @@ def test_generation_shows_a_bar(capsys):
         ({'max_new_tokens': 1.5}, 'max_new_tokens is 1.5'),
         ({'temperature': -0.1}, 'temperature is -0.1'),
         ({'temperature': float('nan')}, 'temperature is nan'),
+        ({'temperature': '1'}, "temperature is '1', but must be a finite number of at least 0"),
+        ({'temperature': None}, 'temperature is None'),
         ({'top_k': 0}, 'top_k is 0'),
         ({'top_k': 2.0}, 'top_k is 2.0'),
         ({'top_p': 0.0}, 'top_p is 0.0'),
         ({'top_p': 1.1}, 'top_p is 1.1'),
+        ({'top_p': '1'}, r"top_p is '1', but must be a number in \(0, 1\] or None"),
+        ({'top_p': True}, 'top_p is True'),
+        ({'prompt': [[1, 2]]}, 'prompt is a list, but must be a tensor'),
+        ({'prompt': torch.tensor([[3, 29]])}, r'prompt lies in \[3, 29\], but must lie in \[0, 28\], the vocabulary'),
+        ({'mask': [[True] * 3]}, 'mask is a list, but must be a tensor'),
         ({'prompt': torch.zeros(1, 0, dtype=torch.long)}, 'prompt has no tokens'),
         ({'prompt': torch.zeros(3, dtype=torch.long)}, 'prompt has shape'),
         ({'mask': torch.zeros(1, 3, dtype=torch.bool)}, 'mask has a row of padding alone'),
@@ -438,6 +472,19 @@ def test_sample_with_and_without_the_cache(sparse):
     drawn = model.sample(prompt, 30)
     torch.manual_seed(1)
     assert torch.equal(model.sample(prompt, 30, use_cache_kv=True), drawn)
-    for thres in (-0.1, 1.0):
-        with pytest.raises(ValueError, match='filter_thres is'):
-            model.sample(prompt, 8, filter_thres=thres)
+
+
+@pytest.mark.parametrize(
+    ('name', 'values'),
+    [
+        ('filter_thres', (-0.1, 1.0, '0.9', None, True, float('nan'))),
+        ('temperature', ('1', None, True, float('nan'))),
+        ('seq_len', (-1, '9', 9.5, None)),
+        ('use_cache_kv', ('no', None)),
+    ],
+)
+def test_sample_errors(name, values):
+    model, prompt = make_model(False), make_ids(2, 5)
+    for value in values:
+        with pytest.raises(ValueError, match=f'{name} is {value!r}, but must be'):
+            model.sample(**{'prompt': prompt, 'seq_len': 8, name: value})
