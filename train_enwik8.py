@@ -51,6 +51,7 @@ ENWIK8_BYTES = 100_000_000
 ENWIK8_SHA256 = '2b49720ec4d78c3c9fabaee6e4179a5e997302b3a70029f30f2d582218c024a8'
 STDLIB = f'python-{platform.python_version()}-stdlib'
 STDLIB_MAX_BYTES = 32 * 2**20
+LINE_SECONDS = 10  # at least, between two lines of progress where there is no bar
 NETWORK_ERRORS = (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError)
 
 
@@ -405,7 +406,7 @@ class Run:
 
     def train(self) -> None:
         """From wherever the run stands to its last validation and sample."""
-        config, done, seconds = self.config, 0, 0.0
+        config, done, seconds, said = self.config, 0, 0.0, -math.inf
         with progress(self.folder.name, config.steps, self.step, 'step') as bar:
             while True:
                 if self.due(config.eval_every):
@@ -427,7 +428,11 @@ class Run:
                     rate, covered = done * bytes_per_step / seconds, len(self.recent) * bytes_per_step
                     lr = self.optimizer.param_groups[0]['lr']
                     self.log(split='train', bpb=bpb, bytes=covered, lr=lr, tokens_per_s=round(rate))
-                    bar.set_postfix_str(f'{bpb:.3f} bits per byte, {rate:,.0f} tokens/s')
+                    figures = f'{bpb:.3f} bits per byte, {rate:,.0f} tokens/s'
+                    bar.set_postfix_str(figures)
+                    if bar.disable and time.perf_counter() - said >= LINE_SECONDS:
+                        say(f'step {self.step} of {config.steps}: train {figures}')
+                        said = time.perf_counter()
                     self.recent, done, seconds = [], 0, 0.0
                 if self.due(config.save_every):
                     self.save()
@@ -763,9 +768,11 @@ def sample(options: argparse.Namespace, given: dict[str, Any]) -> int:
 
 def say(text: str) -> None:
     tqdm.write(text)
+    sys.stdout.flush()  # a pipe would hold it back
 
 
 def progress(name: str, total: int | None, done: int, unit: str, leave: bool = True) -> tqdm:
+    """A bar, disabled where stderr is no terminal."""
     scale = unit == 'B'
     return tqdm(desc=name, total=total, initial=done, unit=unit, unit_scale=scale, leave=leave, disable=None)
 
