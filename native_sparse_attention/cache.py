@@ -296,9 +296,12 @@ class LayerCache:
 
         length: an int, or an integer tensor `[B]` of one length per row. max_length: for a tensor, the host's bound on
         the longest row afterwards (default: the longest on CPUs; on a GPU the bound stays, so give it there). Except to
-        0, at most `max_rollback` tokens behind the longest that a row has been can be taken back: ValueError beyond
-        (the content of a tensor is checked on CPUs only, since reading it on a GPU waits for the device).
+        0, at most `max_rollback` tokens behind the longest that a row has been can be taken back: ValueError beyond,
+        and for a max_length that a row exceeds (the content of a tensor is checked on CPUs only, since reading it on a
+        GPU waits for the device).
         """
+        if max_length is not None:
+            check_not_negative(max_length=max_length)
         if isinstance(length, Tensor):
             if length.shape != (self.batch_size,) or length.dtype not in (torch.int32, torch.int64):
                 raise ValueError(
@@ -308,11 +311,13 @@ class LayerCache:
             if self.lengths.is_cpu:
                 for row in zip(length.tolist(), self.lengths.tolist(), self._peaks.tolist(), strict=True):
                     self._check_rollback(*row)
-            if max_length is not None and max_length < 0:
-                raise ValueError(f'max_length is {max_length}, but must be at least 0')
-            self.lengths.copy_(torch.minimum(self.lengths, length.to(self.lengths)))
+            lengths = torch.minimum(self.lengths, length.to(self.lengths))
+            longest = int(lengths.max()) if lengths.is_cpu else None
             if max_length is None:
-                max_length = int(self.lengths.max()) if self.lengths.is_cpu else self.max_length
+                max_length = self.max_length if longest is None else longest
+            elif longest is not None and max_length < longest:
+                raise ValueError(f'max_length is {max_length}, but must be at least {longest}, the longest row')
+            self.lengths.copy_(lengths)
             bound = max_length
         else:
             check_not_negative(length=length)

@@ -128,12 +128,34 @@ def test_per_row_crop_bounds_the_host() -> None:
     assert cache.max_length == 5
     cache.crop(torch.tensor([3, 4]))
     assert cache.max_length == 4
-    with pytest.raises(ValueError, match='max_length is -1'):
-        cache.crop(torch.tensor([3, 4]), max_length=-1)
     for _ in range(30):
         append(cache, 4)
         cache.crop(cache.lengths - 4)
     assert cache.lengths.tolist() == [3, 4]
+
+
+@pytest.mark.parametrize('page_size', [None, 8])
+@pytest.mark.parametrize('length', [9, torch.tensor([5, 9])])
+def test_crop_refuses_what_the_next_step_would(length: int | torch.Tensor, page_size: int | None) -> None:
+    """A bound that is no length, or that rows exceed; nothing is cropped then."""
+    sizes: dict[str, Any] = {'compress_block_size': 4, 'compress_block_sliding_stride': 2, 'selection_block_size': 4}
+    layer = SparseAttention(8, 4, 2, 3, num_selected_blocks=4, causal=True, backend='eager', **sizes)
+    x = torch.randn(2, 11, 8)
+    whole, cache = (layer.init_cache(2, 16, page_size=page_size) for _ in range(2))
+    layer(x[:, :10], cache=whole)
+    layer(x[:, :10], cache=cache)
+    bounds: list[Any] = [-1, 2.5, 9.0, True, '9', torch.tensor(9)]
+    for max_length in bounds:
+        with pytest.raises(ValueError, match='but must be an integer of at least 0'):
+            cache.crop(length, max_length=max_length)
+    if isinstance(length, torch.Tensor):
+        with pytest.raises(ValueError, match='max_length is 8, but must be at least 9, the longest row'):
+            cache.crop(length, max_length=8)
+    assert layer(x[:, 10:], cache=cache).equal(layer(x[:, 10:], cache=whole))
+    for max_length in (9, 11, 20):
+        cache.crop(length, max_length=max_length)
+        assert cache.lengths.max() == 9 <= cache.max_length <= 11
+        layer(x[:, :1], cache=cache)
 
 
 @pytest.mark.parametrize('length', [torch.tensor([1]), torch.tensor([1.0, 2.0]), torch.tensor([[1, 2]])])
