@@ -307,14 +307,14 @@ def make_networks(
 def compress_blocks(network: nn.Module, blocks: Tensor, *, name: str, value_dim: int) -> Tensor:
     """Summarises blocks [B, H, C, l, D] as [B, C, H, value_dim], any strides, in the dtype of blocks (autocast or not).
 
-    With C = 0 the result is empty and the network is not called. `name` ('keys' or 'values') says in an error whose
-    network it is.
+    With C = 0 the result is empty, and the network is not called and has gradients of 0. `name` ('keys' or 'values')
+    says in an error whose network it is.
 
     Raises ValueError where the network does not return [B, H, C, value_dim].
     """
     batch, heads, num_blocks = blocks.shape[:3]
     if num_blocks == 0:
-        return blocks.new_empty(batch, 0, heads, value_dim)
+        return _no_summaries(network, blocks).view(batch, 0, heads, value_dim)
     compressed = network(blocks)
     _check_output(compressed, blocks.shape, value_dim, name)
     return compressed.transpose(1, 2).to(blocks.dtype)
@@ -342,7 +342,7 @@ def compress_tokens(
     batch, total, heads, dim = tokens.shape
     block_size = positions.shape[1]
     if total < block_size:
-        return tokens.new_empty(batch, 0, heads, value_dim)
+        return _no_summaries(network, tokens, positions).view(batch, 0, heads, value_dim)
     if block_size % stride or not _takes_overlapping(network):
         blocks = _lay_out(tokens, block_size, stride, cu_seqlens) + positions[:, None].to(tokens.dtype)
         return compress_blocks(network, blocks, name=name, value_dim=value_dim)
@@ -394,6 +394,14 @@ def _run_as_one(networks: tuple[nn.Module, nn.Module], dtype: torch.dtype) -> li
     kinds = [[(w.shape, w.dtype, w.device) for w in mlp.weights()] for mlp in mlps]
     weight = mlps[0].weights()[0]
     return mlps if kinds[0] == kinds[1] and weight.dtype != dtype == projection_dtype(weight) else []
+
+
+def _no_summaries(network: nn.Module, *made_of: Tensor) -> Tensor:
+    """`[0]`, in the dtype of the first of made_of. Gradients of these and of the network are 0, not None: distributed
+    training waits for those of all parameters.
+    """
+    parameters = [p for p in network.parameters() if p.requires_grad]
+    return torch.cat([t.flatten()[:0] for t in (*made_of, *parameters)]).to(made_of[0].dtype)
 
 
 def _lay_out(tokens: Tensor, block_size: int, stride: int, cu_seqlens: Tensor | None) -> Tensor:
