@@ -1,4 +1,4 @@
-"""torch.compile takes the layer as one graph, forward and backward, and one more for all lengths.
+"""torch.compile takes the layer as one graph, forward and backward, and one more for all lengths but very short ones.
 
 On CPUs the kernels run in Triton's interpreter and graphs are carried out op by op; on a GPU inductor compiles them.
 """
@@ -109,6 +109,30 @@ def test_every_length_with_triton(kind: str, device: torch.device) -> None:
 def test_every_length_with_eager(kind: str, device: torch.device) -> None:
     layer = make_layer(device, backend='eager', num_init_blocks=1, num_local_blocks=2, num_selected_blocks=4)
     assert_compiles(layer, kind, compiler_of(device), device, (24, 32, 5))
+
+
+# Lengths and graphs so far: the first, all others, a single compressed block, none, a single token.
+SHORT = {
+    'triton': [(16, 1), (17, 2), (6, 2), (4, 3), (5, 3), (2, 4), (3, 4), (1, 5), (9, 5)],
+    # One more, as T = 4 is a single selection block.
+    'eager': [(16, 1), (17, 2), (6, 2), (4, 3), (5, 4), (2, 5), (3, 5), (1, 6), (9, 6)],
+}
+
+
+@pytest.mark.parametrize('backend', SLOW_EAGER)
+def test_graphs_of_short_sequences(backend: str, device: torch.device) -> None:
+    """PyTorch builds sizes of 0 and 1 into graphs: numbers of blocks, and of tokens."""
+    layer = make_layer(device, backend=backend, compress_block_size=4, use_diff_topk=False)
+    compiled = torch.compile(layer, fullgraph=True, backend=compiler_of(device))
+    for seqlen, num_graphs in SHORT[backend]:
+        x, _ = make_input('whole', seqlen, device)
+        torch.testing.assert_close(compiled(x), layer(x))
+        assert counters['stats']['unique_graphs'] <= num_graphs, seqlen
+
+
+def test_gradients_without_a_block(device: torch.device) -> None:
+    layer = make_layer(device, backend='eager', compress_block_size=4)
+    assert_compiles(layer, 'whole', compiler_of(device, through_autograd=True), device, (3,))
 
 
 @pytest.mark.parametrize('stride', [2, 4])
