@@ -189,7 +189,8 @@ def problems_for(
         'valid', 2, 333, 2, 6, seqlen_k=333, block_size=16, device=device, generator=generator
     )  # fmt: skip
     if 'interval' in module:
-        yield Problem(window_attention, tensors, {'window_size': (100, 0)}, {'out1': 0})
+        for capped in ({}, {'softcap': 5.0}):
+            yield Problem(window_attention, tensors, {'window_size': (100, 0), **capped}, {'out1': 0})
         memory = {name: t[0, :3].transpose(0, 1).contiguous() for name, t in (('mem_k', k), ('mem_v', v))}
         compressed = {'q': q, 'k_cmp': k_cmp, 'v_cmp': v_cmp} | memory
         yield Problem(with_memory, compressed, {'block_size': 16, 'stride': 8}, {'out1': 0})
@@ -218,6 +219,47 @@ def problems_for(
         raise NotImplementedError(f'{module}: say here which op takes its settings')
 
 
+def take_settings(entry: Entry, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Has every launch that asks its table take this entry, and problems of `problems_for` ask for it. Returns what
+    asked so far.
+    """
+    from native_sparse_attention.ops._triton import launch
+
+    table = getattr(importlib.import_module(entry.module), entry.table)
+    _, itemsize, head_dim = entry.key
+    asked, find_settings, own = [], launch.find_settings, launch.architecture_of(device)
+
+    def find_this(found: Any, *rest: Any) -> Any:
+        if found is not table:
+            return find_settings(found, *rest)
+        asked.append(rest)
+        return table[entry.key]
+
+    def by_block(
+        q: Tensor, k: Tensor, v: Tensor, indices: Tensor, block_size: int, backward: bool = False, **_: int
+    ) -> str:
+        """Wherever a whole block fits into the tiles of a pass."""
+        tiles = selected_op.settings.BLOCK_DQ if backward else selected_op.settings.BLOCK
+        found = table[entry.key] if tiles is table else find_settings(tiles, own, itemsize, head_dim)
+        return 'block' if block_size <= found.block_n else 'query'
+
+    monkeypatch.setattr(launch, 'find_settings', find_this)
+    if entry.table.startswith('BLOCK'):
+        monkeypatch.setattr(selected_op, 'choose_design', by_block)
+    if entry.table.startswith('DLOGITS'):
+        monkeypatch.setattr(dlogits, 'MIN_TOKENS', 1)
+        monkeypatch.setattr(dlogits, 'MIN_CHOICE', 0)
+    return asked
+
+
+def block_sizes_for(entry: Entry) -> list[int]:
+    """Of selected attention: the smallest, and the largest that its tiles are made for."""
+    if 'selected' not in entry.module:
+        return [16]
+    block_n = getattr(importlib.import_module(entry.module), entry.table)[entry.key].block_n
+    return sorted({16, block_n if entry.table.startswith('BLOCK') else min(64, block_n)})
+
+
 @pytest.mark.parametrize('entry', every_entry(), ids=str)
 def test_every_launch_setting(entry: Entry, device: torch.device, monkeypatch: pytest.MonkeyPatch):
     """Each entry by itself: by the error rules, and the first call, which compiles, gives the bits of the second.
@@ -230,34 +272,13 @@ def test_every_launch_setting(entry: Entry, device: torch.device, monkeypatch: p
 
     table = getattr(importlib.import_module(entry.module), entry.table)
     architecture, itemsize, head_dim = entry.key
-    uses, find_settings = 0, launch.find_settings
-
-    def find_this(asked: Any, *rest: Any) -> Any:
-        nonlocal uses
-        uses += asked is table
-        return table[entry.key] if asked is table else find_settings(asked, *rest)
-
     own = launch.architecture_of(device)
-    foreign = find_settings(table, own, itemsize, head_dim) != table[entry.key]
-    monkeypatch.setattr(launch, 'find_settings', find_this)
-    largest = min(64, table[entry.key].block_n)
-    if entry.table.startswith('BLOCK'):
-        largest = table[entry.key].block_n
-
-        def by_block(
-            q: Tensor, k: Tensor, v: Tensor, indices: Tensor, block_size: int, backward: bool = False, **_: int
-        ) -> str:
-            """Wherever a whole block fits into the tiles of a pass."""
-            tiles = selected_op.settings.BLOCK_DQ if backward else selected_op.settings.BLOCK
-            found = table[entry.key] if tiles is table else find_settings(tiles, own, itemsize, head_dim)
-            return 'block' if block_size <= found.block_n else 'query'
-
-        monkeypatch.setattr(selected_op, 'choose_design', by_block)
+    foreign = launch.find_settings(table, own, itemsize, head_dim) != table[entry.key]
+    asked = take_settings(entry, device, monkeypatch)
     try:
         for dtype in (torch.bfloat16, torch.float16) if itemsize == 2 else (torch.float32,):
-            block_sizes = (16, largest) if 'selected' in entry.module else (16,)
             for problem in itertools.chain(
-                *(problems_for(entry.module, head_dim, dtype, device, size) for size in sorted(set(block_sizes)))
+                *(problems_for(entry.module, head_dim, dtype, device, size) for size in block_sizes_for(entry))
             ):
                 grads = problem.draw_grads(torch.Generator(device).manual_seed(1))
                 with harness.poisoned_allocations():
@@ -273,7 +294,7 @@ def test_every_launch_setting(entry: Entry, device: torch.device, monkeypatch: p
         if not foreign:
             raise
         pytest.skip(f'{architecture} has what {own} has not: {error}')
-    assert uses, f'no problem here takes settings from {entry.table}'
+    assert asked, f'no problem here takes settings from {entry.table}'
 
 
 def choice_at(

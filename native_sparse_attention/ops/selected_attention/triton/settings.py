@@ -119,12 +119,10 @@ NEIGHBOURS_DQ: Table = {
     ('sm90', 2, 128): Settings(64, 32, 4, 3),
 }
 
-# Of dq where dkv leaves the gradients of the logits.
+# Of dq where dkv leaves the gradients of the logits: of half types, and of heads of up to 128.
 DLOGITS_DQ: Table = {
     ('sm80', 2, 128): Settings(64, 64, 4, 3),
-    ('sm80', 2, 256): Settings(64, 64, 8, 2),
     ('sm86', 2, 128): Settings(64, 64, 4, 2),
-    ('sm86', 2, 256): Settings(64, 32, 4, 2),
     ('sm90', 2, 128): Settings(64, 64, 4, 3),
 }
 
