@@ -296,7 +296,7 @@ def assert_chooses_as_well(
     """Ascending blocks `[B, T, choosers, n]` are as many as eager in float64 chooses, forced ones among them, and their
     scores are as high: so they are the same ones wherever scores differ by more than rounding.
     """
-    names = ('num_selected', 'num_init', 'num_local', 'share_group')
+    names = ('num_selected', 'num_init', 'num_local', 'share_group', 'block_counts')
     choice = {name: settings.pop(name) for name in names if name in settings}
     settings |= {'backend': 'eager'}
     expected = select_blocks(q, k_cmp, lse, **settings, **choice)

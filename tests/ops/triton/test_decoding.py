@@ -10,6 +10,7 @@ import torch
 from native_sparse_attention.cache import LayerCache
 from native_sparse_attention.ops.decoding.triton import settings
 from native_sparse_attention.paged_cache import PagedLayerCache
+from tests.gpu_decoding_problems import Decoder, Shape, assert_obeys_the_rules
 from tests.ops.triton.decoding_problems import (
     Case,
     assert_hold_the_same,
@@ -272,3 +273,11 @@ def test_large_logits(sign: int, device: torch.device) -> None:
     logits = torch.einsum('b t h d, b s k d -> b h t s k', tokens['q'], cache.k_cmp.nan_to_num())
     layer['scale'] = sign * 6e4 / float(logits.abs().max())
     check_step(case, cache, copy_cache(cache), tokens, layer, num_splits=2)
+
+
+@pytest.mark.parametrize('page_size', [None, 16])
+def test_what_a_gpu_is_tested_with(page_size: int | None, device: torch.device) -> None:
+    """The rules that steps on a GPU go by hold here too, so that they are not first read there."""
+    sizes: dict[str, Any] = {'capacity': 64, 'num_tokens': 2, 'group': 2, 'kv_heads': 1, 'head_dim': 16, 'value_dim': 8}
+    shape = Shape((40, 33, 0), **sizes, sizes=(8, 4, 8, 3, 10), dtype=torch.float32, page_size=page_size)
+    assert_obeys_the_rules(Decoder(shape, device), steps=2)
