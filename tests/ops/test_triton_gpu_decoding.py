@@ -5,6 +5,7 @@ python -m pytest -m gpu -n 8 tests/ops/test_triton_gpu_decoding.py
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -439,10 +440,9 @@ def test_repeated_steps_give_the_same_bits(batch: int, device: torch.device):
 
 
 HASH = """
-import sys, torch
-from tests.ops.test_triton_gpu_decoding import digest_of_steps, VARIANTS
-for name in VARIANTS:
-    print(name, digest_of_steps(name, torch.device(sys.argv[1])))
+import json, sys, torch
+from tests.ops.test_triton_gpu_decoding import digests_of_steps, VARIANTS
+print(json.dumps({name: digests_of_steps(name, torch.device(sys.argv[1])) for name in VARIANTS}))
 """
 VARIANTS: dict[str, dict[str, Any]] = {
     'mean': {},
@@ -451,11 +451,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def digest_of_steps(name: str, device: torch.device) -> str:
+def digests_of_steps(name: str, device: torch.device) -> dict[str, str]:
+    """Of the weights of φ, every output and what each step leaves in the cache: a difference says where it began."""
     decoder = Decoder(replace(MIXED, **VARIANTS[name]), device)
     cache = decoder.cache()
-    outs = {str(step): decoder.step(cache, decoder.tokens(step)) for step in range(5)}
-    return digest(outs | state_of(cache))
+    weights = [p for network in decoder.networks for p in network.parameters()]
+    found: dict[str, Tensor] = {f'φ {place}': weight for place, weight in enumerate(weights)}
+    for step in range(5):
+        found[f'out {step}'] = decoder.step(cache, decoder.tokens(step))
+        found |= {f'{of} {step}': tensor.clone() for of, tensor in state_of(cache).items()}
+    return {of: digest({of: tensor.detach()}) for of, tensor in found.items()}
 
 
 def test_processes_give_the_same_bits(device: torch.device, tmp_path: Path):
@@ -467,10 +472,15 @@ def test_processes_give_the_same_bits(device: torch.device, tmp_path: Path):
         for _ in range(2)
     ]
     assert outputs[0] == outputs[1]
-    digests = dict(line.rsplit(' ', 1) for line in outputs[0].splitlines())
+    digests = json.loads(outputs[0])
     assert list(digests) == list(VARIANTS)
-    for name in reversed(VARIANTS):
-        assert digest_of_steps(name, device) == digests[name], name
+    differ = [
+        f'{name}: {of}'
+        for name in reversed(VARIANTS)
+        for of, found in digests_of_steps(name, device).items()
+        if found != digests[name][of]
+    ]
+    assert not differ
 
 
 @pytest.mark.parametrize('num_selected', [5, 12])
