@@ -420,11 +420,12 @@ def test_cropped_tokens_leave_nothing_behind(learned: bool, num_tokens: int, dev
 
 
 @pytest.mark.parametrize('batch', [1, 5, 160])
+@PHI
 @torch.no_grad()
-def test_repeated_steps_give_the_same_bits(batch: int, device: torch.device):
+def test_repeated_steps_give_the_same_bits(learned: bool, batch: int, device: torch.device):
     """A thousand times the same step: launches that overlap, and more programs than fit."""
     lengths = (1023,) if batch == 1 else MIXED.lengths * (batch // 5)
-    decoder = Decoder(replace(MIXED, lengths=lengths, num_tokens=2), device)
+    decoder = Decoder(replace(MIXED, lengths=lengths, num_tokens=2, learned=learned), device)
     cache, tokens = decoder.cache(), decoder.tokens(0)
     start = cache.lengths.clone()
     expected = decoder.step(cache, tokens)

@@ -66,7 +66,9 @@ def append_kernel(
     Nothing is turned without freqs; k_window, v_window are None where the window reads k and v; a ring where the cache
     itself has what is compressed.
     """
-    let_next_launch_begin(OVERLAPS)
+    if MEAN:
+        # Otherwise the next launch is one of φ, which may begin early and need not wait.
+        let_next_launch_begin(OVERLAPS)
     row = (tl.program_id(0) // step.kv_heads).to(tl.int64)
     head = (tl.program_id(0) % step.kv_heads).to(tl.int64)
     old, length = load_lengths(lengths_ptr, row, capacity, step)
