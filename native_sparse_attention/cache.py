@@ -294,15 +294,15 @@ class LayerCache:
     def crop(self, length: int | Tensor, *, max_length: int | None = None) -> None:
         """Keep the first `length` tokens of every row that is longer, as speculative decoding needs it.
 
-        length: an int, or an integer tensor `[B]` of one length per row. max_length: for a tensor, the host's bound on
-        the longest row afterwards (default: the longest on CPUs; on a GPU the bound stays, so give it there). Except to
+        length: an int, or an integer tensor `[B]` of one length per row. max_length: for a tensor alone, the host's
+        bound on the longest row afterwards (default: the longest on CPUs; on a GPU it stays: give it there). Except to
         0, at most `max_rollback` tokens behind the longest that a row has been can be taken back: ValueError beyond,
         and for a max_length that a row exceeds (the content of a tensor is checked on CPUs only, since reading it on a
         GPU waits for the device).
         """
-        if max_length is not None:
-            check_not_negative(max_length=max_length)
         if isinstance(length, Tensor):
+            if max_length is not None:
+                check_not_negative(max_length=max_length)
             if length.shape != (self.batch_size,) or length.dtype not in (torch.int32, torch.int64):
                 raise ValueError(
                     f'length has shape {tuple(length.shape)} and dtype {length.dtype}, but must be an int or integers '
@@ -320,6 +320,8 @@ class LayerCache:
             self.lengths.copy_(lengths)
             bound = max_length
         else:
+            if max_length is not None:
+                raise ValueError(f'max_length is {max_length}, but must be left out where length is an int')
             check_not_negative(length=length)
             self._check_rollback(length, self.max_length, self._peak)
             bound = length

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from copy import deepcopy
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 
 from native_sparse_attention import geometry
 from native_sparse_attention.ops._checks import check_positive, is_number, shown
+from native_sparse_attention.ops._random import check_probability
 from native_sparse_attention.overlapping import OverlappingBlocks, join, lay_out_chunks
 from native_sparse_attention.projection import projection_dtype
 
@@ -110,7 +112,7 @@ class AttentionPool(nn.Module):
 
     def __init__(self, dim_head: int, compress_window_size: int):
         super().__init__()
-        check_positive(dim_head=dim_head)
+        check_positive(dim_head=dim_head, compress_window_size=compress_window_size)
         self.to_attn_logits = nn.Linear(dim_head, dim_head, bias=False)
         nn.init.eye_(self.to_attn_logits.weight)
 
@@ -193,6 +195,7 @@ class CompressTransformer(nn.Module):
     ):
         super().__init__()
         check_positive(num_layers=num_layers, dim=dim, num_heads=num_heads)
+        check_probability(dropout=dropout)
         if dim % num_heads != 0:
             raise ValueError(f'dim is {dim}, but must be a multiple of num_heads, {num_heads}')
         ff_hidden_dim = 4 * dim if ff_hidden_dim is None else ff_hidden_dim
@@ -400,8 +403,13 @@ def _no_summaries(network: nn.Module, *made_of: Tensor) -> Tensor:
     """`[0]`, in the dtype of the first of made_of. Gradients of these and of the network are 0, not None: distributed
     training waits for those of all parameters.
     """
-    parameters = [p for p in network.parameters() if p.requires_grad]
-    return torch.cat([t.flatten()[:0] for t in (*made_of, *parameters)]).to(made_of[0].dtype)
+    like = made_of[0]
+    if not torch.is_grad_enabled():
+        return like.new_empty(0)
+    parameters: list[Any] = [p for p in network.parameters() if p.requires_grad]
+    # Of what is sharded, the part that lies here.
+    made_of = (*made_of, *(p.to_local() if hasattr(p, 'to_local') else p for p in parameters))
+    return torch.cat([t.flatten()[:0].to(like) for t in made_of])
 
 
 def _lay_out(tokens: Tensor, block_size: int, stride: int, cu_seqlens: Tensor | None) -> Tensor:

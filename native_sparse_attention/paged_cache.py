@@ -86,7 +86,7 @@ class PagedLayerCache(LayerCache):
                 raise ValueError(f'pools is {shown(pools)}, but must be a mapping of names to tensors')
             names = [*TOKENS[: 4 if has_window else 2], *(PAIRS if compress else ())]
             if set(pools) != set(names):
-                raise ValueError(f'pools has {", ".join(pools)}, but must have {", ".join(names)}')
+                raise ValueError(f'pools has {", ".join(map(str, pools))}, but must have {", ".join(names)}')
             check_tensors(**pools)
             dtype, device = dtype or pools['k'].dtype, device or pools['k'].device
         super().__init__(
@@ -266,5 +266,8 @@ def cache_kind(
             raise ValueError('dtype is None, but must be given where all weights of the layer are quantised')
         dtype = projection_dtype(weight)
     if device is None:
-        device = next(chain(to_qkv.parameters(), to_qkv.buffers(), layer.parameters())).device
+        tensor = next(chain(to_qkv.parameters(), to_qkv.buffers(), layer.parameters()), None)
+        if tensor is None:
+            raise ValueError('device is None, but must be given where the layer has no parameters')
+        device = tensor.device
     return dtype, device

@@ -29,6 +29,7 @@ from native_sparse_attention.generation import (
 )
 from native_sparse_attention.ops._checks import (
     check_flags,
+    check_integers,
     check_not_negative,
     check_positive,
     check_tensors,
@@ -208,7 +209,7 @@ class Transformer(nn.Module):
         mask: bool `[B, T]`, True at real tokens, of which every row needs one: its logits follow its own last one.
         Raises ValueError where the cache may not hold all, before anything is written.
         """
-        _check_prompt('ids', ids, mask, self.num_tokens)
+        _check_prompt('ids', ids, mask, self.token_emb)
         check_positive(chunk_size=chunk_size)
         check_model_cache(cache)
         cache.reserve(ids.shape[1])
@@ -261,7 +262,7 @@ class Transformer(nn.Module):
         Raises ValueError for other values.
         """
         self._check_causal()
-        _check_prompt('prompt', prompt, mask, self.num_tokens)
+        _check_prompt('prompt', prompt, mask, self.token_emb)
         check_not_negative(max_new_tokens=max_new_tokens)
         check_positive(chunk_size=chunk_size)
         check_flags(progress=progress)
@@ -305,7 +306,7 @@ class Transformer(nn.Module):
         the cache instead of recomputing the whole sequence for every token; the result is the same.
         """
         self._check_causal()
-        _check_prompt('prompt', prompt, None, self.num_tokens)
+        _check_prompt('prompt', prompt, None, self.token_emb)
         check_not_negative(seq_len=seq_len)
         if not is_number(temperature) or isnan(temperature):
             raise ValueError(f'temperature is {shown(temperature)}, but must be a number')
@@ -385,7 +386,7 @@ class Transformer(nn.Module):
             labels = labels.masked_fill(~(mask[:, :-1] & mask[:, 1:]), IGNORED_LABEL)
             mask = mask[:, :-1]
         if cu_seqlens is not None:
-            check_tensors(cu_seqlens=cu_seqlens)
+            check_integers('cu_seqlens', cu_seqlens, None)
             labels = labels.masked_fill(~_continues(cu_seqlens, ids.shape[1]), IGNORED_LABEL)
             cu_seqlens = cu_seqlens.clamp(max=ids.shape[1] - 1)
         logits = _upcast(self.to_logits(self._embed(ids[:, :-1], mask, cu_seqlens, **options)))
@@ -463,7 +464,7 @@ def _check_ids(name: str, ids: Tensor) -> None:
         )
 
 
-def _check_prompt(name: str, ids: Tensor, mask: Tensor | None, num_tokens: int) -> None:
+def _check_prompt(name: str, ids: Tensor, mask: Tensor | None, token_emb: nn.Module) -> None:
     _check_ids(name, ids)
     if ids.shape[1] == 0:
         raise ValueError(f'{name} has no tokens, but needs at least 1')
@@ -471,7 +472,9 @@ def _check_prompt(name: str, ids: Tensor, mask: Tensor | None, num_tokens: int) 
         check_mask(mask, ids)
         if mask.device.type == 'cpu' and not bool(mask.any(dim=1).all()):
             raise ValueError(f'mask has a row of padding alone, but {name} needs at least 1 real token in each')
-    if ids.is_cpu and not torch.compiler.is_compiling():  # reading them on a GPU would wait for it
+    num_tokens: Any = getattr(token_emb, 'num_embeddings', None)
+    # Reading them on a GPU would wait for it.
+    if num_tokens is not None and ids.is_cpu and not torch.compiler.is_compiling():
         real = ids if mask is None else ids[mask]
         low, high = (int(real.min()), int(real.max())) if real.numel() else (0, 0)
         if low < 0 or high >= num_tokens:

@@ -71,6 +71,14 @@ def test_with_every_backend(backend: str, changes: dict[str, Any], seqlen: int, 
     every_gradient(layer, torch.randn(1, seqlen, DIM, device=device))
 
 
+def test_networks_of_another_device_without_a_block() -> None:
+    """Where nothing is differentiated, weights that are elsewhere until they are needed are not touched."""
+    layer = make_layer(backend='eager')
+    layer.k_compress.to('meta')
+    with torch.no_grad():
+        assert layer(torch.randn(1, BLOCK - 1, DIM)).isfinite().all()
+
+
 def test_packed_sequences_without_a_block() -> None:
     for borders in ([0, 1, 3], [0, 3, 5, 8]):
         x = torch.randn(1, borders[-1], DIM)
@@ -93,3 +101,16 @@ def test_steps_of_data_parallel_training(make: Make) -> None:
     module = DistributedDataParallel(make_layer(make, backend='eager'))
     for seqlen in (1, BLOCK - 1, BLOCK, 1):
         module(torch.randn(2, seqlen, DIM)).sum().backward()
+
+
+@pytest.mark.usefixtures('one_process')
+def test_a_network_that_is_sharded_by_itself() -> None:
+    """Where there is no block it is not called, and its weights are only here in part."""
+    fully_shard = pytest.importorskip('torch.distributed.fsdp').fully_shard
+    layer = make_layer(backend='eager')
+    for part in (layer.k_compress, layer.v_compress, layer):
+        fully_shard(part, mesh=torch.distributed.init_device_mesh('cpu', (1,)))
+    for seqlen in (1, BLOCK, BLOCK - 1):
+        layer(torch.randn(2, seqlen, DIM)).sum().backward()
+        assert all(p.grad is not None for p in layer.parameters() if p.requires_grad)
+        layer.zero_grad()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from native_sparse_attention.cache import LayerCache, ModelCache
 from native_sparse_attention.dense import DenseAttention, _sdpa
@@ -23,6 +24,22 @@ def draw(logits: Tensor, temperature: float = 1.0, top_k: int | None = None, top
         len(logits), 1, logits.device, temperature=temperature, top_k=top_k, top_p=top_p, seed=0, generator=None
     )
     return choose(logits, 0)
+
+
+def test_numbers_of_numpy() -> None:
+    model, ids = make_model(False), make_ids(1, 5)
+    kinds: list[Any] = [float, np.float32]
+    tokens = [model.generate(ids, 4, kind(0.5), top_p=kind(0.75), seed=1) for kind in kinds]
+    assert torch.equal(*tokens)
+
+
+def test_a_vocabulary_that_was_made_larger() -> None:
+    """The embedding counts, and not what the model was made with."""
+    model = make_model(False)
+    model.token_emb, model.to_logits = nn.Embedding(VOCABULARY + 5, 24).double(), nn.Linear(24, VOCABULARY + 5).double()
+    assert model.generate(torch.tensor([[VOCABULARY + 4]]), 3).shape == (1, 3)
+    with pytest.raises(ValueError, match='the vocabulary'):
+        model.generate(torch.tensor([[VOCABULARY + 5]]), 3)
 
 
 @KINDS

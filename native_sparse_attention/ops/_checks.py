@@ -6,6 +6,7 @@ torch.compile compile anew for every length that it names.
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import TypeGuard
 
 import torch
@@ -23,7 +24,8 @@ def is_int(value: object) -> bool:
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
-    return is_int(value) or isinstance(value, float)
+    """Those of NumPy, too."""
+    return is_int(value) or isinstance(value, float) or (isinstance(value, Real) and not isinstance(value, bool))
 
 
 def shown(value: object) -> str:
@@ -303,11 +305,12 @@ def _check_extents(
 
 
 def check_beside_q(name: str, tensor: Tensor, length: int | None, q: Tensor) -> None:
-    _check_integers(name, tensor, length)
+    check_integers(name, tensor, length)
     check_device(name, tensor, q)
 
 
-def _check_integers(name: str, tensor: Tensor, length: int | None) -> None:
+def check_integers(name: str, tensor: Tensor, length: int | None) -> None:
+    """int32 or int64 `[length]`, or of at least 2 entries where that is None."""
     check_tensors(**{name: tensor})
     if tensor.dtype not in INT_DTYPES:
         raise ValueError(f'{name} has dtype {tensor.dtype}, but must be int32 or int64')
@@ -320,7 +323,7 @@ def _check_integers(name: str, tensor: Tensor, length: int | None) -> None:
 
 
 def _check_cumulative(name: str, tensor: Tensor, total: int) -> None:
-    _check_integers(name, tensor, None)
+    check_integers(name, tensor, None)
     values = tensor.tolist()
     if values[0] != 0:
         raise ValueError(f'{name} starts at {values[0]}, but must start at 0')
