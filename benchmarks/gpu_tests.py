@@ -5,7 +5,7 @@
     python -m benchmarks.gpu_tests --device cpu --out /tmp/results -- tests/test_geometry.py      to try the script
 
 Arguments after `--` go to pytest. Needs pytest-xdist for --jobs above 1. Writes <date>-<gpu>-tests-<name>.md and .json
-to --out, with what failed by name, and returns what pytest returned.
+to --out, with what failed by name, and returns what pytest returned. Interrupted, it keeps what had run.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from xml.etree import ElementTree
 
+import pytest
+
 from benchmarks import report
 
 OUTCOMES = ('passed', 'failed', 'skipped')
@@ -28,7 +30,12 @@ def run_tests(arguments: list[str], jobs: int, folder: Path, device: str) -> tup
     command = [sys.executable, '-m', 'pytest', '-q', '-p', 'no:cacheprovider', f'--junitxml={junit}']
     command += ['-m', 'gpu'] if device != 'cpu' else []
     command += ['-n', str(jobs)] if jobs > 1 else []
-    return subprocess.run([*command, *arguments], cwd=report.ROOT).returncode, junit
+    with subprocess.Popen([*command, *arguments], cwd=report.ROOT) as process:
+        while True:
+            try:
+                return process.wait(), junit
+            except KeyboardInterrupt:
+                print('interrupted: waiting for what pytest has', flush=True)  # which was interrupted, too
 
 
 def outcome_of(case: ElementTree.Element) -> str:
@@ -42,6 +49,8 @@ def count(junit: Path) -> tuple[dict[str, Counter[str]], dict[str, float], list[
     seconds: dict[str, float] = defaultdict(float)
     failed = []
     for case in ElementTree.parse(junit).iter('testcase'):
+        if not case.get('name'):
+            continue  # what pytest writes of a test that was interrupted
         name = f'{case.get("classname")}.{case.get("name", "").split("[")[0]}'
         outcome = outcome_of(case)
         counts[name][outcome] += 1
@@ -70,6 +79,7 @@ def main() -> int:
     tables = [report.table(('test', *OUTCOMES, 'seconds'), rows)]
     tables += ['Failed:\n\n' + '\n'.join(f'- {name}' for name in failed)] * bool(failed)
     title = f'Tests on a GPU: {total["passed"]} passed, {total["failed"]} failed, {total["skipped"]} skipped'
+    title += ', interrupted' * (code == pytest.ExitCode.INTERRUPTED)
     report.write(options.out, where, f'tests-{options.name}', title, tables, {'counts': counts, 'failed': failed})
     print(title)
     return code

@@ -6,6 +6,7 @@ import argparse
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -187,6 +188,24 @@ def test_without_a_gpu_nothing_begins(script: str, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(subprocess, 'run', Mock(side_effect=AssertionError))
     with pytest.raises(SystemExit, match='--device cuda: there is no GPU'):
         module.main()
+
+
+def test_interrupted_tests_are_kept(tmp_path: Path):
+    """Ctrl-C reaches pytest too: what had run is counted."""
+    (tmp_path / 'test_slow.py').write_text(
+        'import time\ndef test_first(): pass\ndef test_second():\n    print("READY", flush=True)\n    time.sleep(600)\n'
+    )
+    script = ['-m', 'benchmarks.gpu_tests', '--device', 'cpu', '--commit', 'abc', '--out', str(tmp_path), '--']
+    command = [sys.executable, *script, '-s', str(tmp_path / 'test_slow.py')]
+    options: dict[str, Any] = {'cwd': report.ROOT, 'stdout': subprocess.PIPE, 'text': True, 'start_new_session': True}
+    with subprocess.Popen(command, **options) as process:
+        assert process.stdout is not None
+        assert any('READY' in line for line in process.stdout)
+        os.killpg(process.pid, signal.SIGINT)
+        process.stdout.read()
+    assert process.returncode == pytest.ExitCode.INTERRUPTED
+    (written,) = tmp_path.glob('*-tests-gpu.md')
+    assert '# Tests on a GPU: 1 passed, 0 failed, 0 skipped, interrupted' in written.read_text()
 
 
 def test_kernels_of_short_passes(monkeypatch: pytest.MonkeyPatch):
