@@ -39,7 +39,7 @@ def test_settings_are_taken(entry: Entry, device: torch.device, monkeypatch: pyt
     dtype = torch.bfloat16 if itemsize == 2 else torch.float32
 
     def takes(asked: list[Any]) -> bool:
-        return any(found == (itemsize, head_dim) for _, *found in asked)
+        return any(sizes == [itemsize, head_dim] for _, *sizes in asked)
 
     for size in block_sizes_for(entry):
         for problem in problems_for(entry.module, head_dim, dtype, device, size):
