@@ -197,7 +197,9 @@ def test_interrupted_tests_are_kept(tmp_path: Path):
     )
     script = ['-m', 'benchmarks.gpu_tests', '--device', 'cpu', '--commit', 'abc', '--out', str(tmp_path), '--']
     command = [sys.executable, *script, '-s', str(tmp_path / 'test_slow.py')]
-    options: dict[str, Any] = {'cwd': report.ROOT, 'stdout': subprocess.PIPE, 'text': True, 'start_new_session': True}
+    own = {name: value for name, value in os.environ.items() if not name.startswith('PYTEST')}
+    options: dict[str, Any] = {'cwd': report.ROOT, 'env': own, 'stdout': subprocess.PIPE, 'text': True}
+    options['start_new_session'] = True
     with subprocess.Popen(command, **options) as process:
         assert process.stdout is not None
         assert any('READY' in line for line in process.stdout)
