@@ -185,7 +185,7 @@ def test_without_a_gpu_nothing_begins(script: str, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(sys, 'argv', [script, '--commit', 'abc', '--out', str(tmp_path)])
     module = importlib.import_module(f'benchmarks.{script}')
     monkeypatch.setattr(module, 'make_call', Mock(side_effect=AssertionError), raising=False)
-    monkeypatch.setattr(subprocess, 'run', Mock(side_effect=AssertionError))
+    monkeypatch.setattr(subprocess, 'Popen', Mock(side_effect=AssertionError))
     with pytest.raises(SystemExit, match='--device cuda: there is no GPU'):
         module.main()
 
@@ -193,7 +193,7 @@ def test_without_a_gpu_nothing_begins(script: str, tmp_path: Path, monkeypatch: 
 def test_interrupted_tests_are_kept(tmp_path: Path):
     """Ctrl-C reaches pytest too: what had run is counted."""
     (tmp_path / 'test_slow.py').write_text(
-        'import time\ndef test_first(): pass\ndef test_second():\n    print("READY", flush=True)\n    time.sleep(600)\n'
+        'import time\ndef test_first(): pass\ndef test_second():\n    print("READY", flush=True)\n    time.sleep(60)\n'
     )
     script = ['-m', 'benchmarks.gpu_tests', '--device', 'cpu', '--commit', 'abc', '--out', str(tmp_path), '--']
     command = [sys.executable, *script, '-s', str(tmp_path / 'test_slow.py')]
