@@ -1,4 +1,5 @@
-"""Soft caps, numbers of blocks per query and segments of the choice of blocks on a GPU, against eager in float64.
+"""Soft caps, numbers of blocks per query, segments and blocks that reach far, of the choice of blocks on a GPU, against
+eager in float64.
 
 python -m pytest -m gpu -n 16 tests/ops/test_triton_gpu_choice_features.py
 """
@@ -14,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from native_sparse_attention.geometry import num_compressed_blocks
 from native_sparse_attention.ops import chosen_scores, select_blocks, straight_through_scale
 from native_sparse_attention.testing import make_qkv, measure_errors
 from tests.gpu_problems import (
@@ -72,13 +74,15 @@ def make_choice(
     head_dim: int = 64,
     group: int = 16,
     num_selected: int = 16,
+    sizes: dict[str, int] = SIZES,
 ) -> Choosing:
     """Tensors, settings of the scores, settings of the choice alone, for the last queries of seqlen tokens."""
     generator = torch.Generator(device).manual_seed(head_dim)
     queries = seqlen if queries is None else queries
     shape: dict[str, Any] = {'heads': 2 * group, 'kv_heads': 2, 'head_dim': head_dim, 'dtype': dtype}
-    q, k_cmp, v_cmp = make_qkv(1, queries, (seqlen - 32) // 16 + 1, **shape, device=device, generator=generator)
-    settings: dict[str, Any] = {**SIZES, 'seqlen_k': seqlen, 'q_offset': seqlen - queries, 'causal': True}
+    num_compressed = num_compressed_blocks(seqlen, sizes['compress_block_size'], sizes['compress_stride'])
+    q, k_cmp, v_cmp = make_qkv(1, queries, num_compressed, **shape, device=device, generator=generator)
+    settings: dict[str, Any] = {**sizes, 'seqlen_k': seqlen, 'q_offset': seqlen - queries, 'causal': True}
     lse = attention_lse(q, k_cmp, v_cmp, settings)
     choice = {'num_selected': num_selected, 'num_init': 1, 'num_local': 2, 'share_group': True}
     return {'q': q, 'k_cmp': k_cmp, 'lse': lse}, settings, choice
@@ -147,6 +151,24 @@ def test_every_head_size(head_dim: int, dtype: torch.dtype, device: torch.device
     assert_chooses_as_well(blocks, tensors, settings, choice)
     assert torch.equal((blocks >= 0).sum(-1), counts.clamp(0, 16))
     assert torch.equal(choose(BACKEND, tensors, settings, choice), blocks)
+
+
+@pytest.mark.parametrize('dtype', DTYPES)
+@pytest.mark.parametrize('group', [1, 2, 4, 8, 16, 32])
+@pytest.mark.parametrize('sizes', [(20, 4, 8), (64, 16, 32)])
+def test_blocks_that_reach_beyond_the_next(
+    sizes: tuple[int, int, int], group: int, dtype: torch.dtype, device: torch.device
+):
+    """A tile hands nothing on to the next one, and adds heads up in other threads. Where there is no block, too."""
+    for seqlen, num_selected in ((3000, 16), (300, 6), (sizes[0] - 1, 6)):
+        for head_dim in (32, 128):
+            tensors, settings, choice = make_choice(
+                seqlen, dtype, device, queries=min(seqlen, 200), head_dim=head_dim, group=group,
+                num_selected=num_selected, sizes=dict(zip(SIZES, sizes, strict=True)),
+            )  # fmt: skip
+            blocks = choose(BACKEND, tensors, settings, choice)
+            assert_chooses_as_well(blocks, tensors, settings, choice)
+            assert torch.equal(choose(BACKEND, tensors, settings, choice), blocks)
 
 
 @pytest.mark.parametrize('group', [1, 3, 16])

@@ -92,6 +92,16 @@ def is_finite_tile(x):
 
 
 @triton.jit
+def find_largest(x):
+    """The largest number of x, the same in all threads, who may loop by it.
+
+    Laid out anew before: where heads were added up, several threads hold the same number of a row, and Triton before
+    3.7 then compares the wrong threads (triton-lang/triton#9219).
+    """
+    return tl.max(tl.ravel(x), 0)
+
+
+@triton.jit
 def sort_tile(keys, LOG_SIZE: tl.constexpr, ROTATION: tl.constexpr):
     """`[2 ** LOG_SIZE]` integers in ascending order, all at least 0 and below half of what their type holds.
 

@@ -1,6 +1,7 @@
 """Compiles the kernels of every op for a GPU that need not be there, and prints a line of JSON for each.
 
     python -m tests.ops.triton.builds sm90 bfloat16 128
+    python -m tests.ops.triton.builds sm90 float32 64 kinds select_blocks      of an op by part of its name
 
 Public ops run forward and backward on small CPU tensors; where a kernel would be launched it is compiled instead, for
 what it would be launched with. A process of its own, because Triton's interpreter cannot be switched off again.
@@ -47,6 +48,7 @@ from native_sparse_attention.ops._triton.placement import make_placement
 from native_sparse_attention.ops.rotary import fan_out
 from native_sparse_attention.ops.selected_attention.triton import dlogits
 from native_sparse_attention.ops.selected_attention.triton import op as selected_op
+from tests.ops.triton.layouts import find_scattered_reductions
 
 SEQLEN = 96
 BLOCK, STRIDE, SELECTION_BLOCK = 32, 16, 64
@@ -142,6 +144,12 @@ def build_choice(dtype: torch.dtype, head_dim: int) -> None:
         indices = torch.zeros_like(indices)
         chosen_scores(q, k, lse, indices, **SIZES, backend='triton')
         differentiate(straight_through_scale(q, k, lse, indices, num_init=1, num_local=2, **SIZES, backend='triton'))
+    for group in (4, 8):  # of blocks that reach beyond the next
+        q, k, _ = make(dtype, head_dim, group=group, keys=(SEQLEN - 64) // 16 + 1)
+        lse, far = torch.zeros(1, q.shape[2], SEQLEN), {**SIZES, 'compress_block_size': 64, 'selection_block_size': 32}
+        select_blocks(q, k, lse, num_selected=16, **far, backend='triton')
+    q, k, _ = make(dtype, head_dim, keys=(SEQLEN - BLOCK) // STRIDE + 1)
+    lse = torch.zeros(1, q.shape[2], SEQLEN, requires_grad=True)
     features: dict[str, Any] = {**SIZES, 'softcap': 20.0, 'backend': 'triton'}
     counts = torch.zeros(indices.shape[:3], dtype=torch.int32)
     select_blocks(q, k, lse, num_selected=16, share_group=False, block_counts=counts, **features)
@@ -261,6 +269,7 @@ def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) 
     if log.getvalue():  # compiled just now
         name = f'{self.fn.__module__.removeprefix("native_sparse_attention.ops.")}.{self.fn.__name__}'
         report = {'kernel': name, 'shared': kernel.metadata.shared, 'spilled': max(spilled, default=0)}
+        report['scattered'] = find_scattered_reductions(kernel.asm['ttgir'])
         report['is_gated'] = is_gated(self, args, kwargs)
         report['is_marked'] = any(isinstance(arg, Marks) and arg.first_row is not None for arg in args)
         print(json.dumps(report), flush=True)
@@ -327,7 +336,7 @@ def zeros(*args: Any, **kwargs: Any) -> Tensor:
 empty = torch.empty
 
 
-def main(architecture: str, dtype: str, head_dim: str, variants: str = 'all') -> None:
+def main(architecture: str, dtype: str, head_dim: str, variants: str = 'all', part: str = '') -> None:
     no_gpu: Any = NoGpu(architecture)
     driver.set_active(no_gpu)
     knobs.nvidia.dump_ptxas_log = True
@@ -342,8 +351,9 @@ def main(architecture: str, dtype: str, head_dim: str, variants: str = 'all') ->
         (Tensor, 'new_empty', Tensor.new_zeros),
     ):
         setattr(owner, name, value)
-    for build in OPS.values():
-        build(getattr(torch, dtype), int(head_dim))
+    for op, build in OPS.items():
+        if part in op:
+            build(getattr(torch, dtype), int(head_dim))
 
 
 if __name__ == '__main__':

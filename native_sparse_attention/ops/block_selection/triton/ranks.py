@@ -10,6 +10,8 @@ from math import comb
 import triton
 import triton.language as tl
 
+from native_sparse_attention.ops._triton.tiles import find_largest
+
 # More levels than these would not stay in registers.
 MAX_LEVELS = 6
 
@@ -128,8 +130,8 @@ def _replace(kept, ranks, block, num_selected):
     """
     kept, kept_block = kept
     smallest = tl.min(kept, 1)[:, None]
-    num_larger = tl.sum((ranks > smallest).to(tl.int32), 1)
-    for _ in tl.range(0, tl.minimum(tl.max(num_larger, 0), num_selected)):
+    num_larger = tl.sum((ranks > smallest).to(tl.int32), 1)[:, None]
+    for _ in tl.range(0, tl.minimum(find_largest(num_larger), num_selected)):
         largest = tl.max(ranks, 1)[:, None]
         best = tl.min(tl.where(ranks == largest, block, 2**30), 1)[:, None]
         worst = tl.max(tl.where(kept == smallest, kept_block, -(2**30)), 1)[:, None]
@@ -161,7 +163,7 @@ def take_largest(kept, taken, num_selected, LEVELS: tl.constexpr):
             count += is_known.to(tl.int32)
             kept = _move_up(kept, is_known & (ranks == largest) & (blocks == best), beyond, LEVELS)
         is_open = (tl.max(kept[0][0], 1)[:, None] == 2**31 - 1) & (count < limit)
-        again = tl.max(tl.max(is_open.to(tl.int32), 0), 0) > 0
+        again = find_largest(is_open.to(tl.int32)) > 0
     else:
         ranks, blocks = kept[0]
         chosen = tl.where((ranks >= 0) & (blocks >= 0), blocks, chosen)
