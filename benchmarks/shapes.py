@@ -123,18 +123,22 @@ UNASKED = ('tiny', 'many', 'long', 'short')
 def find_names(names: Iterable[str], patterns: str) -> list[str]:
     """Those that match one of the patterns, `*` leaving out what must be asked for by name.
 
-    SystemExit where there are none.
+    SystemExit for a pattern that none matches.
     """
     names = list(names)
-    found = [
-        name
-        for name in names
+    found = {
+        pattern: [
+            name
+            for name in names
+            if fnmatch(name, pattern) and (not name.startswith(UNASKED) or pattern.startswith(UNASKED))
+        ]
         for pattern in patterns.split(',')
-        if fnmatch(name, pattern) and (not name.startswith(UNASKED) or pattern.startswith(UNASKED))
-    ]
-    if not found:
-        raise SystemExit(f'nothing is named {patterns}; there are {", ".join(names)}')
-    return list(dict.fromkeys(found))
+    }
+    for pattern, matching in found.items():
+        if not matching:
+            raise SystemExit(f'nothing is named {pattern}; there are {", ".join(names)}')
+    wanted = {name for matching in found.values() for name in matching}
+    return [name for name in names if name in wanted]
 
 
 def find_shapes(patterns: str) -> list[Shape]:

@@ -94,6 +94,9 @@ def test_what_must_be_asked_for():
     assert not [name for name in find_names(selected.SETTINGS, '*') if name.startswith(('tiny', 'short', 'long'))]
     assert not [shape.name for shape in find_shapes('*') if shape.name.startswith(('tiny', 'short', 'long', 'many'))]
     assert [shape.name for shape in find_shapes('many*')] == ['many-64k-h4']
+    assert find_names(selected.SETTINGS, '64k,8k,64k') == ['8k', '64k']
+    with pytest.raises(SystemExit, match='nothing is named 65k; there are 8k'):
+        find_names(selected.SETTINGS, '64k,65k')
 
 
 @pytest.mark.usefixtures('instant_worker')

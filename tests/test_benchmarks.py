@@ -231,7 +231,7 @@ def test_kernels_of_short_passes(monkeypatch: pytest.MonkeyPatch):
     int(os.environ.get('PYTEST_XDIST_WORKER_COUNT', '1')) > 1, reason='other processes use the GPU meanwhile'
 )
 def test_kernels_take_no_longer_than_the_pass(device: torch.device):
-    """In one of five measurements: its clock may fall in one of them."""
+    """In one of five measurements: the clock of the GPU may fall during one."""
     x = torch.randn(4096, 4096, device=device, requires_grad=True)
     shares = []
     for _ in range(5):

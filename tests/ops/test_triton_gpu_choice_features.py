@@ -154,7 +154,7 @@ def test_every_head_size(head_dim: int, dtype: torch.dtype, device: torch.device
 
 
 @pytest.mark.parametrize('dtype', DTYPES)
-@pytest.mark.parametrize('group', [1, 2, 4, 8, 16, 32])
+@pytest.mark.parametrize('group', [1, 2, 3, 4, 6, 8, 16, 32])
 @pytest.mark.parametrize('sizes', [(20, 4, 8), (64, 16, 32)])
 def test_blocks_that_reach_beyond_the_next(
     sizes: tuple[int, int, int], group: int, dtype: torch.dtype, device: torch.device

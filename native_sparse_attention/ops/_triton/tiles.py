@@ -93,10 +93,10 @@ def is_finite_tile(x):
 
 @triton.jit
 def find_largest(x):
-    """The largest number of x, the same in all threads, who may loop by it.
+    """The largest number of x, the same in all threads, so that a loop may depend on it.
 
-    Laid out anew before: where heads were added up, several threads hold the same number of a row, and Triton before
-    3.7 then compares the wrong threads (triton-lang/triton#9219).
+    As a vector, whose elements Triton may lay out anew: where heads were added up, several threads hold the same number
+    of a row, and before 3.7 it then compares the wrong ones (triton-lang/triton#9219).
     """
     return tl.max(tl.ravel(x), 0)
 

@@ -48,7 +48,7 @@ from native_sparse_attention.ops._triton.placement import make_placement
 from native_sparse_attention.ops.rotary import fan_out
 from native_sparse_attention.ops.selected_attention.triton import dlogits
 from native_sparse_attention.ops.selected_attention.triton import op as selected_op
-from tests.ops.triton.layouts import find_scattered_reductions
+from tests.ops.triton.layouts import find_reductions
 
 SEQLEN = 96
 BLOCK, STRIDE, SELECTION_BLOCK = 32, 16, 64
@@ -269,7 +269,9 @@ def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) 
     if log.getvalue():  # compiled just now
         name = f'{self.fn.__module__.removeprefix("native_sparse_attention.ops.")}.{self.fn.__name__}'
         report = {'kernel': name, 'shared': kernel.metadata.shared, 'spilled': max(spilled, default=0)}
-        report['scattered'] = find_scattered_reductions(kernel.asm['ttgir'])
+        reductions = [r for r in find_reductions(kernel.asm['ttgir']) if r.is_linear]
+        report['linear'] = len(reductions)
+        report['scattered'] = [r.operand for r in reductions if r.is_scattered]
         report['is_gated'] = is_gated(self, args, kwargs)
         report['is_marked'] = any(isinstance(arg, Marks) and arg.first_row is not None for arg in args)
         print(json.dumps(report), flush=True)

@@ -3,43 +3,79 @@
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
 # Per bit of the number of a lane, or of a warp, how far it moves in each dimension of a tensor.
 Bits = list[list[int]]
 
-LINEAR = re.compile(r'^(#\w+) = #ttg\.linear<\{(.*)\}>', re.MULTILINE)
+LAYOUT = re.compile(r'^(#\w+) = #ttg\.(\w+)<\{(.*)\}>', re.MULTILINE)
 SLICE = re.compile(r'#ttg\.slice<\{dim = (\d+), parent = (.*)\}>')
-REDUCTION = re.compile(r'"tt\.reduce"\([^)]*\) <\{axis = (\d+) : i32[^}]*\}> \(\{.*?\}\) : \((.*?)\) ->', re.DOTALL)
+REDUCTION = re.compile(
+    r'"tt\.(?:reduce|scan)"\([^)]*\) <\{axis = (\d+) : i32[^}]*\}> \(\{.*?\}\) : \((.*?)\) ->', re.DOTALL
+)
+# Of these the bits that move along a dimension stand together.
+REGULAR = {'blocked', 'nvidia_mma'}
 
 
-def find_scattered_reductions(ttgir: str) -> list[str]:
-    """Types of what is reduced along a dimension that moves with bits of a lane or of a warp between which there are
-    others. Triton before 3.7 takes such bits for neighbours, and compares other numbers than it should
-    (triton-lang/triton#9219): a result is wrong then, and not the same in all threads.
+class Reduction(NamedTuple):
+    """axis: along which a tensor of this type is reduced. is_linear: its layout is given bit by bit. is_scattered: the
+    bits of a lane or of a warp that move along the axis have others between them.
+
+    Triton before 3.7 takes such bits for neighbours, and compares other numbers than it should (triton-lang/triton
+    #9219): a result is wrong then, and not the same in all threads.
     """
-    layouts = {
-        name: {kind: _read_bits(text, kind) for kind in ('lane', 'warp')} for name, text in LINEAR.findall(ttgir)
-    }
-    scattered = []
-    for axis, operands in REDUCTION.findall(ttgir):
-        for layout in re.findall(r'tensor<[\dx]+x\w+, (.*?)>(?=, tensor|$)', operands):
-            for kind in ('lane', 'warp'):
-                moving = [place for place, bit in enumerate(_find_bits(layout, kind, layouts)) if bit[int(axis)]]
-                if moving and moving != [*range(moving[0], moving[-1] + 1)]:
-                    scattered.append(f'{operands} along {axis}: {kind}')
-    return scattered
+
+    axis: int
+    operand: str
+    is_linear: bool
+    is_scattered: bool
 
 
-def _read_bits(text: str, kind: str) -> Bits:
-    found = re.search(rf'\b{kind} = \[((?:\[[\d, ]+\](?:, )?)*)\]', text)
-    assert found is not None, text
+def find_reductions(ttgir: str) -> list[Reduction]:
+    """Every operand of every reduction and scan.
+
+    Raises:
+        ValueError: one that is not understood.
+    """
+    layouts = {name: (kind, text) for name, kind, text in LAYOUT.findall(ttgir)}
+    found = REDUCTION.findall(ttgir)
+    if len(found) != ttgir.count('"tt.reduce"(') + ttgir.count('"tt.scan"('):
+        raise ValueError(f'of the reductions only {len(found)} are understood')
+    return [_look_at(int(axis), operand, layouts) for axis, operands in found for operand in _split(operands)]
+
+
+def _split(operands: str) -> list[str]:
+    found = re.split(r', (?=tensor<)', operands)
+    if not all(re.fullmatch(r'tensor<[\dx]+x\w+, #.*>', operand) for operand in found):
+        raise ValueError(f'operands {operands} are not understood')
+    return found
+
+
+def _look_at(axis: int, operand: str, layouts: dict[str, tuple[str, str]]) -> Reduction:
+    layout = operand.split(', ', 1)[1].removesuffix('>')
+    dims: list[int] = []
+    while slice_ := SLICE.fullmatch(layout):
+        dims.append(int(slice_[1]))
+        layout = slice_[2]
+    kind, text = layouts[layout]
+    if kind in REGULAR:
+        return Reduction(axis, operand, False, False)
+    if kind != 'linear':
+        raise ValueError(f'layout {kind} of {operand} is not understood')
+    of_parent = axis
+    for dim in dims:
+        of_parent += of_parent >= dim
+    is_scattered = any(_lies_apart(_read_bits(text, of), of_parent) for of in ('lane', 'warp'))
+    return Reduction(axis, operand, True, is_scattered)
+
+
+def _read_bits(text: str, of: str) -> Bits:
+    found = re.search(rf'\b{of} = \[((?:\[[\d, ]+\](?:, )?)*)\]', text)
+    if found is None:
+        raise ValueError(f'layout {text} is not understood')
     return [[int(step) for step in bit.split(',')] for bit in re.findall(r'\[([\d, ]+)\]', found[1])]
 
 
-def _find_bits(layout: str, kind: str, layouts: dict[str, dict[str, Bits]]) -> Bits:
-    """None of layouts that are not linear, or slices of such: the bits of those stand together."""
-    slice_ = SLICE.fullmatch(layout)
-    if slice_:
-        dim = int(slice_[1])
-        return [bit[:dim] + bit[dim + 1 :] for bit in _find_bits(slice_[2], kind, layouts)]
-    return layouts[layout][kind] if layout in layouts else []
+def _lies_apart(bits: Bits, axis: int) -> bool:
+    moving = [place for place, bit in enumerate(bits) if bit[axis]]
+    return bool(moving) and len(moving) <= moving[-1] - moving[0]

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from native_sparse_attention.ops._triton.launch import SHARED_MEMORY
-from tests.ops.triton.layouts import find_scattered_reductions
 
 ROOT = Path(__file__).parents[3]
 # Bytes of a thread that do not fit into registers, for head sizes of 128 in half precision. Kernels that look something
@@ -44,10 +43,10 @@ Builds = Callable[..., list[dict[str, Any]]]
 
 
 def build(
-    architecture: str, dtype: str, head_dim: int, variants: str, cache: Path, name: str = ''
+    architecture: str, dtype: str, head_dim: int, variants: str, cache: Path, part: str = ''
 ) -> list[dict[str, Any]]:
     done = subprocess.run(
-        [sys.executable, '-m', 'tests.ops.triton.builds', architecture, dtype, str(head_dim), variants, name],
+        [sys.executable, '-m', 'tests.ops.triton.builds', architecture, dtype, str(head_dim), variants, part],
         cwd=ROOT,
         env=os.environ | {'TRITON_CACHE_DIR': str(cache), 'OMP_NUM_THREADS': '1', 'CUDA_VISIBLE_DEVICES': ''},
         capture_output=True,
@@ -107,34 +106,8 @@ def test_every_kernel_builds(architecture: str, dtype: str, head_dim: int, varia
 def test_choices_loop_alike_in_all_threads(tmp_path: Path):
     """In float32, where heads are added up across threads: a kernel whose threads disagree never ends."""
     reports = build('sm90', 'float32', 64, 'kinds', tmp_path, 'select_blocks')
-    assert sum('select_kernel' in r['kernel'] for r in reports) >= 5
+    assert any(r['linear'] for r in reports if 'select_kernel' in r['kernel'])
     assert_reduces_alike(reports)
-
-
-LAYOUTS = """
-#blocked = #ttg.blocked<{sizePerThread = [1, 1], threadsPerWarp = [2, 16], warpsPerCTA = [4, 1], order = [1, 0]}>
-#linear = #ttg.linear<{register = [], lane = [[1, 0], [0, 0], [4, 0], [8, 0], [0, 4]], warp = [[0, 8]], block = []}>
-"""
-
-
-@pytest.mark.parametrize(
-    ('axis', 'layout', 'lies_apart'),
-    [
-        (0, 'tensor<16x16xi32, #linear>', True),
-        (1, 'tensor<16x16xi32, #linear>', False),
-        (0, 'tensor<16xi32, #ttg.slice<{dim = 1, parent = #linear}>>', True),
-        (0, 'tensor<16xf32, #ttg.slice<{dim = 0, parent = #linear}>>', False),
-        (1, 'tensor<16x16xf32, #blocked>', False),
-    ],
-)
-def test_reductions_whose_lanes_lie_apart_are_found(axis: int, layout: str, lies_apart: bool):
-    reduction = f"""{LAYOUTS}
-    %0 = "tt.reduce"(%1) <{{axis = {axis} : i32}}> ({{
-    ^bb0(%2: i32, %3: i32):
-      tt.reduce.return %2 : i32
-    }}) : ({layout}) -> i32
-    """
-    assert bool(find_scattered_reductions(reduction)) == lies_apart
 
 
 @pytest.mark.slow
