@@ -11,6 +11,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -200,6 +201,8 @@ def test_interrupted_tests_are_kept(tmp_path: Path):
     own = {name: value for name, value in os.environ.items() if not name.startswith('PYTEST')}
     options: dict[str, Any] = {'cwd': report.ROOT, 'env': own, 'stdout': subprocess.PIPE, 'text': True}
     options['start_new_session'] = True
+    # In the background of a shell the signal is ignored.
+    options['preexec_fn'] = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     with subprocess.Popen(command, **options) as process:
         assert process.stdout is not None
         assert any('READY' in line for line in process.stdout)
