@@ -125,20 +125,14 @@ def find_names(names: Iterable[str], patterns: str) -> list[str]:
 
     SystemExit for a pattern that none matches.
     """
-    names = list(names)
-    found = {
-        pattern: [
-            name
-            for name in names
-            if fnmatch(name, pattern) and (not name.startswith(UNASKED) or pattern.startswith(UNASKED))
-        ]
-        for pattern in patterns.split(',')
-    }
-    for pattern, matching in found.items():
+    names, found = list(names), set[str]()
+    for pattern in patterns.split(','):
+        is_asked = pattern.startswith(UNASKED)
+        matching = {name for name in names if fnmatch(name, pattern) and (is_asked or not name.startswith(UNASKED))}
         if not matching:
             raise SystemExit(f'nothing is named {pattern}; there are {", ".join(names)}')
-    wanted = {name for matching in found.values() for name in matching}
-    return [name for name in names if name in wanted]
+        found |= matching
+    return [name for name in names if name in found]
 
 
 def find_shapes(patterns: str) -> list[Shape]:

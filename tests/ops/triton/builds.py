@@ -144,16 +144,14 @@ def build_choice(dtype: torch.dtype, head_dim: int) -> None:
         indices = torch.zeros_like(indices)
         chosen_scores(q, k, lse, indices, **SIZES, backend='triton')
         differentiate(straight_through_scale(q, k, lse, indices, num_init=1, num_local=2, **SIZES, backend='triton'))
-    for group in (4, 8):  # of blocks that reach beyond the next
-        q, k, _ = make(dtype, head_dim, group=group, keys=(SEQLEN - 64) // 16 + 1)
-        lse, far = torch.zeros(1, q.shape[2], SEQLEN), {**SIZES, 'compress_block_size': 64, 'selection_block_size': 32}
-        select_blocks(q, k, lse, num_selected=16, **far, backend='triton')
-    q, k, _ = make(dtype, head_dim, keys=(SEQLEN - BLOCK) // STRIDE + 1)
-    lse = torch.zeros(1, q.shape[2], SEQLEN, requires_grad=True)
     features: dict[str, Any] = {**SIZES, 'softcap': 20.0, 'backend': 'triton'}
     counts = torch.zeros(indices.shape[:3], dtype=torch.int32)
     select_blocks(q, k, lse, num_selected=16, share_group=False, block_counts=counts, **features)
     differentiate(chosen_scores(q, k, lse, indices, **features))
+    for group in (4, 8):  # of blocks that reach beyond the next
+        q, k, _ = make(dtype, head_dim, group=group, keys=(SEQLEN - 64) // 16 + 1)
+        lse, far = torch.zeros(1, q.shape[2], SEQLEN), {**SIZES, 'compress_block_size': 64, 'selection_block_size': 32}
+        select_blocks(q, k, lse, num_selected=16, **far, backend='triton')
 
 
 def build_selected(dtype: torch.dtype, head_dim: int) -> None:

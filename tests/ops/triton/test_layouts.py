@@ -14,7 +14,7 @@ LAYOUTS = """
 warp = [[0, 4, 0], [0, 0, 2], [0, 8, 0]], block = []}>
 #generic = #ttg.generic_linear<{lane = [[1, 0]]}>
 #linear = #ttg.linear<{register = [], lane = [[1, 0], [0, 0], [4, 0], [8, 0], [0, 4]], warp = [[0, 8]], block = []}>
-""".replace('\\\n', '')
+"""
 SLICE_OF_ROWS = 'tensor<16xi32, #ttg.slice<{dim = 1, parent = #linear}>>'
 SLICE_OF_COLUMNS = 'tensor<16xf32, #ttg.slice<{dim = 0, parent = #linear}>>'
 
