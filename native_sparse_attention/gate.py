@@ -9,6 +9,7 @@ from native_sparse_attention.ops._checks import shown
 
 # Gates start at the window: sigmoid(-2), sigmoid(-2), sigmoid(2), as local patterns are learned first.
 GATE_START = (-2.0, -2.0, 2.0)
+OUTPUT_GATE_START = 2.0
 
 
 def make_gate(dim: int, heads: int) -> nn.Linear:
@@ -16,6 +17,14 @@ def make_gate(dim: int, heads: int) -> nn.Linear:
     gate = nn.Linear(dim, 3 * heads)
     nn.init.zeros_(gate.weight)
     gate.bias.data.copy_(torch.tensor(GATE_START * heads))
+    return gate
+
+
+def make_output_gate(dim: int, heads: int) -> nn.Linear:
+    """Gate of a whole attention output: `[..., dim]` → `[..., heads]`, from OUTPUT_GATE_START whatever the input."""
+    gate = nn.Linear(dim, heads)
+    nn.init.zeros_(gate.weight)
+    nn.init.constant_(gate.bias, OUTPUT_GATE_START)
     return gate
 
 
