@@ -26,7 +26,6 @@ from einops.layers.torch import EinMix
 from torch import Tensor, nn
 
 from native_sparse_attention import geometry
-from native_sparse_attention.block_encoder import CompressTransformer
 from native_sparse_attention.ops._checks import check_positive, is_number, shown
 from native_sparse_attention.overlapping import OverlappingBlocks, join, lay_out_chunks
 from native_sparse_attention.projection import projection_dtype
