@@ -95,7 +95,7 @@ class Scheduler:
         for thread in threads:
             while thread.is_alive():
                 thread.join(0.2)
-                if self.stop() and not passed_on:
+                if self.stop.signalled and not passed_on:
                     passed_on = True
                     with self.lock:
                         processes = list(self.processes.values())
