@@ -148,7 +148,8 @@ def nsa(
     check_qkv(q, k, v)
     check_flags(merge_window=merge_window)
     if merge_window:
-        gates = _check_merged_gates(gates, q, v_cmp, mem_kv, sinks_cmp, (q_window, k_window, v_window))
+        gates = check_merged_gates(gates, q)
+        _check_merged(gates, v_cmp, mem_kv, sinks_cmp, (q_window, k_window, v_window))
         (has_compressed, has_selected), has_window = (gates is not None, True), False
     else:
         if gates is None:
@@ -159,7 +160,9 @@ def nsa(
     check_not_negative(num_init=num_init, num_local=num_local)
     if (k_window is None) != (v_window is None):
         raise ValueError('k_window and v_window must be given together or not at all')
-    if q_cmp is None and q_window is None:
+    if merge_window and q_cmp is None:
+        q, q_cmp = fan_out(q, 2, backend=eager_in_flex)
+    elif q_cmp is None and q_window is None:
         q, q_cmp, q_window = fan_out(q, 3, backend=eager_in_flex)
     q_cmp = q if q_cmp is None else q_cmp
     q_window = q if q_window is None else q_window
@@ -230,7 +233,7 @@ def nsa(
             v_cmp,
             block_size=compress_block_size,
             stride=compress_stride,
-            mem_kv=mem_kv,
+            mem_kv=mem_kv,  # type: ignore[arg-type]
             seqlen_k=seqlen_k,
             sinks=sinks_cmp,
             gate=gate_compressed,
@@ -380,30 +383,35 @@ def _are_carried(
     return has_attention and all(op in served for op in choices if op != 'select_blocks')
 
 
-def _check_merged_gates(
-    gates: Tensor | Sequence[Tensor | None] | None,
-    q: Tensor,
-    v_cmp: Tensor | None,
-    mem_kv: tuple[Tensor, Tensor | None] | None,
-    sinks_cmp: Tensor | None,
-    of_window: tuple[Tensor | None, ...],
-) -> Tensor | None:
+def check_merged_gates(gates: Tensor | Sequence[Tensor | None] | None, q: Tensor) -> Tensor | None:
     """Return the gate `[B, T, HQ, 1]` of the compressed branch of merged attention, or None for its scores alone."""
-    for name, tensor in zip(('q_window', 'k_window', 'v_window'), of_window, strict=True):
-        if tensor is not None:
-            raise ValueError(f'{name} is given, but must be None where merge_window is set')
     if gates is None:
-        given = {'v_cmp': v_cmp, 'mem_kv[1]': None if mem_kv is None else mem_kv[1], 'sinks_cmp': sinks_cmp}
-        for name, tensor in given.items():
-            if tensor is not None:
-                raise ValueError(f'{name} is given, but must be None where gates is: only block scores are computed')
         return None
     check_tensors(gates=gates)
     assert isinstance(gates, Tensor)
     check_gate('gates', gates, (*q.shape[:3], 1), '(B, T, HQ, 1)', q)
-    if v_cmp is None:
-        raise ValueError('v_cmp is None, but must be given where gates is')
     return gates
+
+
+def _check_merged(
+    gates: Tensor | None,
+    v_cmp: Tensor | None,
+    mem_kv: tuple[Tensor, Tensor | None] | None,
+    sinks_cmp: Tensor | None,
+    of_window: tuple[Tensor | None, ...],
+) -> None:
+    """Refuse tensors that merged attention has no use for."""
+    for name, tensor in zip(('q_window', 'k_window', 'v_window'), of_window, strict=True):
+        if tensor is not None:
+            raise ValueError(f'{name} is given, but must be None where merge_window is set')
+    if gates is not None:
+        if v_cmp is None:
+            raise ValueError('v_cmp is None, but must be given where gates is')
+        return
+    given = {'v_cmp': v_cmp, 'mem_kv[1]': None if mem_kv is None else mem_kv[1], 'sinks_cmp': sinks_cmp}
+    for name, tensor in given.items():
+        if tensor is not None:
+            raise ValueError(f'{name} is given, but must be None where gates is: only block scores are computed')
 
 
 def _stand_ins(
