@@ -10,6 +10,7 @@ from rotary_embedding_torch import RotaryEmbedding
 from torch import Tensor, nn
 
 from native_sparse_attention.cache import FIRST_CAPACITY, MAX_ROLLBACK, LayerCache, check_layer_cache
+from native_sparse_attention.gate import make_output_gate
 from native_sparse_attention.geometry import Sequences
 from native_sparse_attention.ops._checks import check_flags, check_positive, check_tensors, make_sequences
 from native_sparse_attention.padding import check_mask, from_front, front_order, to_front
@@ -22,8 +23,9 @@ class DenseAttention(nn.Module):
     """Full attention with the projections, rotary embedding, cache and calls of `SparseAttention`.
 
     heads must be a multiple of kv_heads (default: heads); dim_value_head defaults to dim_head; rotary_emb is an
-    instance of rotary-embedding-torch, None for a default one, False for none. Raises ValueError for sizes that do not
-    fit.
+    instance of rotary-embedding-torch, None for a default one, False for none. output_gate: each head's output is
+    multiplied by a sigmoid gate, a linear function of the normalised input that starts at sigmoid(2) whatever the
+    input, as the window gate of `SparseAttention` does. Raises ValueError for sizes that do not fit.
     """
 
     def __init__(
@@ -37,12 +39,13 @@ class DenseAttention(nn.Module):
         *,
         dim_value_head: int | None = None,
         rotary_emb: RotaryEmbedding | Literal[False] | None = None,
+        output_gate: bool = False,
     ) -> None:
         super().__init__()
         kv_heads = heads if kv_heads is None else kv_heads
         value_dim = dim_head if dim_value_head is None else dim_value_head
         check_positive(dim=dim, dim_head=dim_head, heads=heads, kv_heads=kv_heads, dim_value_head=value_dim)
-        check_flags(causal=causal, norm=norm)
+        check_flags(causal=causal, norm=norm, output_gate=output_gate)
         if heads % kv_heads != 0:
             raise ValueError(f'heads is {heads}, but must be a multiple of kv_heads, {kv_heads}')
         self.dim_head, self.heads, self.kv_heads, self.dim_value_head = dim_head, heads, kv_heads, value_dim
@@ -52,6 +55,7 @@ class DenseAttention(nn.Module):
         self._split_sizes = [heads * dim_head, kv_heads * dim_head, kv_heads * value_dim]
         self.to_qkv = nn.Linear(dim, sum(self._split_sizes), bias=False)
         self.combine_heads = nn.Linear(heads * value_dim, dim, bias=False)
+        self.output_gate = make_output_gate(dim, heads) if output_gate else None
 
     def forward(
         self,
@@ -140,16 +144,18 @@ class DenseAttention(nn.Module):
             padded = Sequences(batch, seqlen, seqlen, x.device, q_offset=0, seqlens_k=lengths)
             return from_front(self._attend_layout(to_front(x, order, mask), padded), order, mask)
         positions = torch.arange(seqlen, device=x.device).expand(batch, -1)
+        x = self.norm(x)
         q, k, v = self._project(x, positions)
-        return self._combine(_sdpa(q, k, v, is_causal=self.causal))
+        return self._combine(_sdpa(q, k, v, is_causal=self.causal), x)
 
     def _attend_layout(self, x: Tensor, sequences: Sequences) -> Tensor:
         """Attention among the tokens of x alone, whose sequences do not fill the batch; 0 at tokens of no sequence."""
         layout = sequences.layout()
         real = (layout.position < layout.key_len)[..., None]
-        q, k, v = self._project(x.masked_fill(~real, 0.0), layout.position)
+        x = self.norm(x.masked_fill(~real, 0.0))
+        q, k, v = self._project(x, layout.position)
         out = _sdpa(q, k, v, _visible(sequences, self.causal))
-        return self._combine(out).masked_fill(~real, 0.0)
+        return self._combine(out, x).masked_fill(~real, 0.0)
 
     def _attend_cached(self, x: Tensor, mask: Tensor | None, cache: LayerCache) -> Tensor:
         batch, seqlen = x.shape[:2]
@@ -159,6 +165,7 @@ class DenseAttention(nn.Module):
             order, counts = front_order(mask)
             x = to_front(x, order, mask)
         offset = cache.lengths.clone()
+        x = self.norm(x)
         q, k, v = self._project(x, cache.positions(seqlen))
         cache.append(k, v, counts=counts)
         num_keys = cache.max_length
@@ -168,12 +175,12 @@ class DenseAttention(nn.Module):
         sequences = Sequences(batch, seqlen, num_keys, x.device, offset, cache.lengths)
         out = _sdpa(q.to(cache.dtype), k, v, _visible(sequences, causal=True))
         weight = floating_weight(self.combine_heads)
-        out = self._combine(out if weight is None else out.to(weight.dtype))
+        out = self._combine(out if weight is None else out.to(weight.dtype), x)
         return out if mask is None or order is None else from_front(out, order, mask)
 
     def _project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q `[B, T, HQ, D]`, k `[B, T, H, D]`, both rotated, and v `[B, T, H, DV]`."""
-        q, k, v = self.to_qkv(self.norm(x)).split(self._split_sizes, dim=-1)
+        """q `[B, T, HQ, D]`, k `[B, T, H, D]`, both rotated, and v `[B, T, H, DV]`, of the normalised input x."""
+        q, k, v = self.to_qkv(x).split(self._split_sizes, dim=-1)
         q = q.unflatten(-1, (self.heads, self.dim_head))
         k = k.unflatten(-1, (self.kv_heads, self.dim_head))
         v = v.unflatten(-1, (self.kv_heads, self.dim_value_head))
@@ -182,7 +189,12 @@ class DenseAttention(nn.Module):
             q, k = rotate(tables, 'auto', q, k)
         return q, k, v
 
-    def _combine(self, out: Tensor) -> Tensor:
+    def _combine(self, out: Tensor, x: Tensor) -> Tensor:
+        """Gate the heads `[B, T, HQ, DV]`, merge them and project to `[B, T, dim]`. x: the normalised input."""
+        if self.output_gate is not None:
+            logits = self.output_gate(x)
+            gates = logits.to(torch.promote_types(logits.dtype, torch.float32)).sigmoid()
+            out = (out * gates[..., None]).to(out.dtype)
         return self.combine_heads(out.flatten(-2))
 
     def _check_input(self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> None:

@@ -15,6 +15,7 @@ from native_sparse_attention.ops._checks import shown
 GATE_START = (-2.0, -2.0, 2.0)
 # Where blocks and window are merged, the compressed branch starts nearly shut, too.
 MERGED_GATE_START = (-2.0,)
+OUTPUT_GATE_START = 2.0
 
 
 def make_gate(dim: int, heads: int, start: tuple[float, ...] = GATE_START) -> nn.Linear:
@@ -22,6 +23,14 @@ def make_gate(dim: int, heads: int, start: tuple[float, ...] = GATE_START) -> nn
     gate = nn.Linear(dim, heads * len(start))
     nn.init.zeros_(gate.weight)
     gate.bias.data.copy_(torch.tensor(start * heads))
+    return gate
+
+
+def make_output_gate(dim: int, heads: int) -> nn.Linear:
+    """Gate of a whole attention output: `[..., dim]` → `[..., heads]`, from OUTPUT_GATE_START whatever the input."""
+    gate = nn.Linear(dim, heads)
+    nn.init.zeros_(gate.weight)
+    nn.init.constant_(gate.bias, OUTPUT_GATE_START)
     return gate
 
 

@@ -77,8 +77,10 @@ class Transformer(nn.Module):
 
     num_tokens: size of the vocabulary. sparse_attn_kwargs: what `SparseAttention` takes beyond the sizes given here; by
     default windows of 32 and blocks of 4, of which 4 are read; every layer gets copies of the modules in it. The dense
-    twin takes `norm`, `dim_value_head` and `rotary_emb` from it. With one seed, dense and sparse start from the same
-    embedding, feed-forward networks and head.
+    twin takes `norm`, `dim_value_head` and `rotary_emb` from it. With one seed, dense and sparse start from bitwise the
+    same embedding, feed-forward networks, head and attention projections (with `independent_branch_kv` every branch
+    from the keys and values of the dense twin), whatever else the sparse model has.
+    dense_output_gate: the dense twin has the `output_gate` of `DenseAttention`; refused with use_sparse_attn.
     tie_embeddings: one matrix is embedding and head. backend: 'auto', 'triton', 'flex' or 'eager', for the sparse
     attention; the flags `use_flex_*` and `use_triton_*` of native-sparse-attention-pytorch are mapped to it with a
     DeprecationWarning. Raises ValueError for sizes that do not fit.
@@ -101,19 +103,23 @@ class Transformer(nn.Module):
         sparse_attn_kwargs: Mapping[str, Any] = DEFAULT_SPARSE_ATTN_KWARGS,
         *,
         tie_embeddings: bool = False,
+        dense_output_gate: bool = False,
         backend: str = 'auto',
     ) -> None:
         super().__init__()
         check_backend(backend)
         check_positive(num_tokens=num_tokens, dim=dim, depth=depth)
         dim_hidden = hidden_size(ff_expansion_factor, dim, 'ff_expansion_factor', 'dim')
-        check_flags(use_sparse_attn=use_sparse_attn, causal=causal, tie_embeddings=tie_embeddings)
+        flags = {'use_sparse_attn': use_sparse_attn, 'causal': causal, 'tie_embeddings': tie_embeddings}
+        check_flags(**flags, dense_output_gate=dense_output_gate)
+        if use_sparse_attn and dense_output_gate:
+            raise ValueError('dense_output_gate is True, but only a dense model has it: use_sparse_attn must be False')
         backend = _backend_of_flags(
             backend, use_flex_sliding_window, use_flex_fine_selection, use_triton_fine_selection
         )
         self.num_tokens, self.causal, self.use_sparse_attn, self.backend = num_tokens, causal, use_sparse_attn, backend
 
-        # The shared parts draw their random numbers before the attention does, so that they start alike in both models.
+        # Parts that both models have draw their random numbers first, so that they start from the same weights.
         self.token_emb = nn.Embedding(num_tokens, dim)
         self.norm = nn.RMSNorm(dim)
         self.to_logits = nn.Linear(dim, num_tokens, bias=False)
@@ -124,14 +130,17 @@ class Transformer(nn.Module):
 
         sizes = {'dim': dim, 'dim_head': dim_head, 'heads': heads, 'kv_heads': kv_heads, 'causal': causal}
         _check_settings(sparse_attn_kwargs, {*sizes, 'backend'})
+        shape = {name: sparse_attn_kwargs[name] for name in SHAPE_SETTINGS if name in sparse_attn_kwargs}
+        starts = [DenseAttention(**sizes, **shape) for _ in range(depth)]
         if use_sparse_attn:
             # Modules among the settings are copied, so that no layer shares weights with another.
             attentions = [
                 SparseAttention(**sizes, backend=backend, **deepcopy(dict(sparse_attn_kwargs))) for _ in range(depth)
             ]
         else:
-            shape = {name: sparse_attn_kwargs[name] for name in SHAPE_SETTINGS if name in sparse_attn_kwargs}
-            attentions = [DenseAttention(**sizes, **shape) for _ in range(depth)]
+            attentions = [DenseAttention(**sizes, **shape, output_gate=dense_output_gate) for _ in range(depth)]
+        for attention, start in zip(attentions, starts, strict=True):
+            _start_from(attention, start)
         self.layers = nn.ModuleList(Block(*parts) for parts in zip(attentions, feed_forwards, strict=True))
 
     def forward(
@@ -406,6 +415,15 @@ class Transformer(nn.Module):
         warnings.warn(message, DeprecationWarning, stacklevel=5)  # past the frames of nn.Module.__call__
         runs_eager = any(off and self.backend in ('auto', backend) for backend, off in flags.values())
         return {'disable_triton_kernel': True} if runs_eager and self.use_sparse_attn else {}
+
+
+@torch.no_grad()
+def _start_from(attention: SparseAttention | DenseAttention, start: DenseAttention) -> None:
+    """Copy the projections of start; every pair of keys and values of `independent_branch_kv` copies its pair."""
+    attention.combine_heads.weight.copy_(start.combine_heads.weight)
+    queries, keys_values = start.to_qkv.weight.tensor_split([start.heads * start.dim_head])
+    num_pairs = (len(attention.to_qkv.weight) - len(queries)) // len(keys_values)
+    attention.to_qkv.weight.copy_(torch.cat([queries, *[keys_values] * num_pairs]))
 
 
 def _feed_forward(dim: int, dim_hidden: int) -> nn.Sequential:

@@ -21,6 +21,7 @@ BACKENDS = {'eager', 'flex', 'triton'}
 LINES = (
     {'geometry', 'projection'},
     {'ops', 'overlapping'},
+    {'block_encoder'},
     {'functional', 'cache', 'compress', 'gate', 'padding', 'rotary', 'testing'},
     {'paged_cache', 'decoding', 'checks'},
     {'attention', 'dense', 'generation'},

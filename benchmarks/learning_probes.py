@@ -1,0 +1,190 @@
+"""What the attention layers of a model do on a few sequences: gates, attention mass, norms of branches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.learning_variants import GATES
+from native_sparse_attention import SparseAttention
+from native_sparse_attention.dense import DenseAttention
+from native_sparse_attention.ops import select_blocks
+from native_sparse_attention.transformer import Transformer
+
+QUERIES = 256  # of a sequence, evenly spaced, for which the dense attention weights are computed
+SEPARATE = ('compressed', 'selected', 'window')
+
+
+@torch.no_grad()
+def gate_means(model: Transformer, ids: Tensor, autocast: Callable[[], Any]) -> dict[str, list[list[float] | None]]:
+    """Mean sigmoid of every kind of gate: per layer a list over branches, None where a layer has no such gate.
+
+    ids: `[B, T + 1]`. Means are over heads and tokens.
+    """
+    found: dict[str, list[list[float] | None]] = {}
+    handles = []
+    for index, block in enumerate(model.blocks):
+        for name in GATES:
+            module = getattr(block.attention, name, None)
+            if isinstance(module, nn.Module):
+                means = found.setdefault(name, [None] * len(model.layers))
+                hook = partial(_keep_means, means, index, block.attention.heads)
+                handles.append(module.register_forward_hook(hook))
+    if not handles:
+        return {}
+    was_training = model.training
+    try:
+        model.eval()
+        with autocast():
+            model(ids[:, :-1])
+    finally:
+        model.train(was_training)
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+def _keep_means(means: list[Any], index: int, heads: int, _: nn.Module, __: Any, logits: Tensor) -> None:
+    gates = logits.float().sigmoid().unflatten(-1, (heads, -1))
+    means[index] = gates.mean((0, 1, 2)).tolist()
+
+
+def probe_layers(
+    model: Transformer, ids: Tensor, autocast: Callable[[], Any], sparse: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """For every layer a dict of floats, from one forward and backward of ids `[B, T + 1]`.
+
+    mass, mass_selected, mass_window: share of the layer's own dense softmax (its rotated q and k, all visible keys)
+    that selected blocks and window hold together and alone; dense layers: the share of a window of sparse's size.
+    selected_keys: mean share of visible keys that lie in selected blocks or window.
+    <branch>_out, <branch>_grad: root mean square of the gated output of a branch and of its gradient.
+    """
+    probes = [_probe(block.attention, sparse['sliding_window_size']) for block in model.blocks]
+    model.zero_grad()
+    with autocast():
+        loss = model(ids, return_loss=True)
+    loss.backward()
+    rows = [probe.finish() for probe in probes]
+    for row, block in zip(rows, model.blocks, strict=True):
+        for name, parameters in _roles(block.attention).items():
+            grads = [p.grad.float().norm() for p in parameters if p.grad is not None]
+            if grads:
+                row[f'{name}_parameter_grad'] = torch.stack(grads).norm().item()
+    model.zero_grad()
+    return rows
+
+
+def _roles(attention: nn.Module) -> dict[str, list[nn.Parameter]]:
+    from benchmarks.learning_variants import role
+
+    roles: dict[str, list[nn.Parameter]] = {}
+    for name, parameter in attention.named_parameters():
+        roles.setdefault(role(name), []).append(parameter)
+    return roles
+
+
+def _probe(attention: SparseAttention | DenseAttention, window: int) -> Any:
+    kind = _SparseProbe if isinstance(attention, SparseAttention) else _DenseProbe
+    return kind(attention, window)
+
+
+class _DenseProbe:
+    def __init__(self, attention: Any, window: int) -> None:
+        self.attention, self.window, self.project = attention, window, attention._project
+        self.q: Any = None
+        attention._project = self.record
+
+    def record(self, x: Tensor, positions: Tensor) -> Any:
+        self.q, self.k, v = self.project(x, positions)
+        return self.q, self.k, v
+
+    def finish(self) -> dict[str, float]:
+        del self.attention._project
+        return {'mass_window': attention_mass(self.q.detach(), self.k.detach(), None, 1, self.window)['mass_window']}
+
+
+class _SparseProbe:
+    """Stands in place of `_nsa` of a layer for one forward and backward."""
+
+    def __init__(self, attention: Any, _: int) -> None:
+        self.attention, self.nsa, self.blocks = attention, attention._nsa, None
+        attention._nsa = self.record
+
+    def record(self, q: Tensor, k: Tensor, *tensors: Any, **settings: Any) -> Tensor:
+        choose = settings.get('choose', select_blocks)
+
+        def record_choice(*args: Any, **options: Any) -> Tensor:
+            self.blocks = choose(*args, **options)
+            return self.blocks
+
+        out = self.nsa(q, k, *tensors, **{**settings, 'choose': record_choice})
+        out.retain_grad()
+        self.out, self.q, self.k, self.inputs, self.settings = out, q, k, (q, k, *tensors), settings
+        return out
+
+    @torch.no_grad()
+    def finish(self) -> dict[str, float]:
+        del self.attention._nsa
+        layer, row = self.attention, {}
+        assert self.out.grad is not None
+        for name, gate, out in self.branches():
+            row[f'{name}_out'] = _rms(gate * out)
+            row[f'{name}_grad'] = _rms(gate * self.out.grad)
+        size = layer.selection_block_size
+        row |= attention_mass(self.q.detach(), self.k.detach(), self.blocks, size, layer.sliding_window_size)
+        return row
+
+    def branches(self) -> list[tuple[str, Any, Tensor]]:
+        """Name, gate and output before the gate: outputs of `nsa` under gates of 0 and 1."""
+        *before, gates = self.inputs
+        if gates is None:
+            return [('merged', 1.0, self.out)]
+
+        def under(values: tuple[float, ...]) -> Tensor:
+            return self.nsa(*before, torch.tensor(values).to(gates).expand_as(gates), **self.settings).float()
+
+        if gates.shape[-1] == 1:
+            merged = under((0.0,))
+            return [('merged', 1.0, merged), ('compressed', gates, under((1.0,)) - merged)]
+        ones = torch.eye(3).tolist()
+        return [(name, gates[..., i, None], under(tuple(ones[i]))) for i, name in enumerate(SEPARATE)]
+
+
+def _rms(x: Tensor) -> float:
+    return x.float().square().mean().sqrt().item()
+
+
+@torch.no_grad()
+def attention_mass(q: Tensor, k: Tensor, blocks: Tensor | None, block_size: int, window: int) -> dict[str, float]:
+    """Shares of causal softmax weights, means over rows, heads and QUERIES evenly spaced queries.
+
+    q: `[B, T, HQ, D]`, k: `[B, T, H, D]`, rotated. blocks: int `[B, T, H or HQ, n]`, selected, or None for none.
+    """
+    length, heads, kv_heads = q.shape[1], q.shape[2], k.shape[2]
+    count = min(QUERIES, length)
+    # The last query of each of `count` parts, so that most queries have a past.
+    position = torch.arange(1, count + 1, device=q.device) * length // count - 1
+    key = torch.arange(length, device=q.device)
+    distance = position[:, None] - key
+    visible, near = distance >= 0, (distance >= 0) & (distance < window)
+    totals: dict[str, list[Tensor]] = {'mass': [], 'mass_selected': [], 'mass_window': [], 'selected_keys': []}
+    for row in range(len(q)):
+        for head in range(heads):
+            logits = q[row, position, head].float() @ k[row, :, head // (heads // kv_heads)].float().mT
+            weights = (logits * q.shape[-1] ** -0.5).masked_fill(~visible, -torch.inf).softmax(-1)
+            selected = torch.zeros_like(visible)
+            if blocks is not None:
+                chosen = blocks[row, position, head * blocks.shape[2] // heads].long()
+                is_chosen = torch.zeros(count, length // block_size + 2, dtype=torch.bool, device=q.device)
+                is_chosen.scatter_(1, chosen + 1, True)  # padding, -1, is column 0
+                selected = is_chosen[:, 1:].repeat_interleave(block_size, 1)[:, :length] & visible
+            read = selected | near
+            totals['mass'].append((weights * read).sum(-1).mean())
+            totals['mass_selected'].append((weights * selected).sum(-1).mean())
+            totals['mass_window'].append((weights * near).sum(-1).mean())
+            totals['selected_keys'].append((read.sum(-1) / visible.sum(-1)).mean())
+    return {name: torch.stack(values).mean().item() for name, values in totals.items()}

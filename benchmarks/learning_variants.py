@@ -1,0 +1,229 @@
+"""The variants that `benchmarks.learning` trains: what they are called, and the model that each one is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from inspect import signature
+from math import ceil
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.learning_layers import DenseQKNorm, QKNorm, WithOutputGate, WithWindow
+from native_sparse_attention import SparseAttention
+from native_sparse_attention.compress import MeanResidualMLP
+from native_sparse_attention.transformer import Transformer
+
+ALL = -1  # of selected blocks or of the window: as many as the sequence has
+SPARSE = {
+    'compress_block_size': 32,
+    'compress_block_sliding_stride': 16,
+    'selection_block_size': 64,
+    'sliding_window_size': 512,
+    'num_selected_blocks': 16,
+    'compress_mlp_expand_factor': 0.125,
+    'use_diff_topk': True,
+}
+GATES = ('to_strategy_combine', 'output_gate', 'window_gate')  # modules whose sigmoid is a gate
+NETWORKS = ('k_compress', 'v_compress')
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How a model differs from the plain dense or sparse one.
+
+    settings: arguments of `SparseAttention` beyond SPARSE; ALL stands for what covers the sequence.
+    gate_start: gate logits of a head at the start. freeze_gates: gates are not trained.
+    phi: 'mlp' or 'mean', the MLP or the block mean plus an MLP that starts at 0.
+    gate_lr, phi_lr: factors on the learning rate of gates and of the networks φ. gate_decay: weight decay on gates.
+    layers: class of the attention layers, where it is not that of the package.
+    layer_settings: by index of the layer 'dense', or settings of its own.
+    wide: feed-forward networks are wider, so that the dense model has as many parameters as variant `separate`.
+    """
+
+    about: str
+    kind: str = 'sparse'
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    gate_start: tuple[float, ...] | None = None
+    freeze_gates: bool = False
+    phi: str = 'mlp'
+    output_gate: bool = False
+    gate_lr: float = 1.0
+    phi_lr: float = 1.0
+    gate_decay: bool = True
+    layers: type[nn.Module] | None = None
+    layer_settings: Mapping[int, Any] = field(default_factory=dict)
+    wide: bool = False
+
+    @property
+    def cost(self) -> float:
+        """Rough time of a step relative to dense attention, to start the longest jobs first."""
+        return 1.0 if self.kind == 'dense' else 2.0
+
+
+def _variants() -> dict[str, Variant]:
+    every = {'num_selected_blocks': ALL}
+    merged, scores = {'merge_window': True}, {'merge_window': True, 'compressed_output': False}
+    alone = {'settings': {**every, 'use_diff_topk': False}, 'gate_start': (-20.0, 20.0, -20.0), 'freeze_gates': True}
+    variants = {
+        'dense': Variant('full attention', 'dense'),
+        'dense-gated': Variant('full attention, a gate per head on its output', 'dense', output_gate=True),
+        'dense-wide': Variant('full attention, as many parameters as separate', 'dense', wide=True),
+        'dense-qk-norm': Variant('full attention, RMSNorm of queries and keys', 'dense', layers=DenseQKNorm),
+        'separate': Variant('the paper, three gated branches'),
+        'separate-all': Variant('every block selected', settings=every),
+        'separate-selected-alone': Variant(
+            'every block selected, gates fixed at (0, 1, 0), use_diff_topk off: the function of dense', **alone
+        ),
+        'separate-selected-alone-diff': Variant(
+            'the same with use_diff_topk', **{**alone, 'settings': {**every, 'use_diff_topk': True}}
+        ),
+        'separate-gates-zero': Variant('gate logits start at (0, 0, 0)', gate_start=(0.0, 0.0, 0.0)),
+        'separate-selected-open': Variant('gate logits start at (-2, 2, -2)', gate_start=(-2.0, 2.0, -2.0)),
+        'separate-both-open': Variant('gate logits start at (-2, 2, 2)', gate_start=(-2.0, 2.0, 2.0)),
+        'separate-gate-lr10': Variant('learning rate of gates × 10', gate_lr=10.0),
+        'separate-gate-no-decay': Variant('no weight decay on gates', gate_decay=False),
+        'separate-phi-lr3': Variant('learning rate of the networks φ × 3', phi_lr=3.0),
+        'separate-independent-kv': Variant('keys and values per branch', settings={'independent_branch_kv': True}),
+        'separate-mean-phi': Variant('φ starts as the block mean', phi='mean'),
+        'separate-no-diff': Variant('use_diff_topk off', settings={'use_diff_topk': False}),
+        'separate-local0': Variant('no local blocks forced', settings={'num_local_blocks': 0}),
+        'separate-first-dense': Variant('full attention in the first layer', layer_settings={0: 'dense'}),
+        'separate-qk-norm': Variant('RMSNorm of queries and keys', layers=QKNorm),
+        'window-all': Variant('the window over everything', settings={'sliding_window_size': ALL}),
+        'merged-window': Variant('merged, plus a gated window', settings=merged, layers=WithWindow),
+        'merged-scores-window': Variant('merged-scores, plus a gated window', settings=scores, layers=WithWindow),
+        'merged-output-gate': Variant('merged, a gate per head on the output', settings=merged, layers=WithOutputGate),
+        'merged-scores-output-gate': Variant(
+            'merged-scores, a gate per head on the output', settings=scores, layers=WithOutputGate
+        ),
+        'merged-scores-all-output-gate': Variant(
+            'the same with every block selected', settings={**scores, **every}, layers=WithOutputGate
+        ),
+        'merged-local0': Variant('merged, no local blocks forced', settings={**merged, 'num_local_blocks': 0}),
+        'merged-scores-local0': Variant('the same of merged-scores', settings={**scores, 'num_local_blocks': 0}),
+        'merged-no-diff': Variant('merged, use_diff_topk off', settings={**merged, 'use_diff_topk': False}),
+        'merged-first-dense': Variant('merged, full attention at first', settings=merged, layer_settings={0: 'dense'}),
+        'merged-qk-norm': Variant('merged, RMSNorm of queries and keys', settings=merged, layers=QKNorm),
+        'merged-gates-open': Variant('merged, compressed gates start at 2', settings=merged, gate_start=(2.0,)),
+    }
+    for suffix, phi, start in (('', 'mlp', 'an MLP as φ'), ('-mean', 'mean', 'φ starts as the block mean')):
+        for name, settings, what in (
+            ('merged', merged, 'one softmax over selected blocks and window, gated compressed output'),
+            ('merged-scores', scores, 'one softmax over selected blocks and window'),
+        ):
+            variants[name + suffix] = Variant(f'{what}, {start}', settings=settings, phi=phi)
+            variants[f'{name}-all{suffix}'] = Variant(
+                f'{what}, every block selected, {start}', settings={**settings, **every}, phi=phi
+            )
+    return variants
+
+
+VARIANTS = _variants()
+
+
+def sparse_settings(variant: Variant, base: Mapping[str, Any], seq_len: int, dim_head: int) -> dict[str, Any]:
+    """The `sparse_attn_kwargs` of the variant. base: SPARSE, as flags changed it."""
+    settings = {**base, **variant.settings}
+    if settings['num_selected_blocks'] == ALL:
+        settings['num_selected_blocks'] = ceil(seq_len / settings['selection_block_size'])
+    if settings['sliding_window_size'] == ALL:
+        settings['sliding_window_size'] = seq_len
+    if variant.phi == 'mean':
+        expand = settings.pop('compress_mlp_expand_factor')
+        settings['compress_mlp'] = MeanResidualMLP(dim_head, settings['compress_block_size'], expand)
+    return settings
+
+
+def build(
+    name: str, shape: Mapping[str, Any], base: Mapping[str, Any], seq_len: int, seed: int, backend: str = 'auto'
+) -> Transformer:
+    """The model of a variant, on the CPU. With one seed all variants start from the same shared weights.
+
+    shape: arguments of `Transformer` that all variants have.
+    """
+    variant = VARIANTS[name]
+
+    def make(**changes: Any) -> Transformer:
+        settings = sparse_settings(variant, base, seq_len, shape['dim_head'])
+        torch.manual_seed(seed)
+        arguments = {'use_sparse_attn': variant.kind == 'sparse', 'sparse_attn_kwargs': settings, 'backend': backend}
+        return Transformer(256, **{**shape, **arguments, **changes})
+
+    if variant.wide:
+        plain = make()
+        wanted = count(build('separate', shape, base, seq_len, seed, backend)) - count(plain)
+        dim, depth = shape['dim'], shape['depth']
+        hidden = round(shape.get('ff_expansion_factor', 4.0) * dim) + round(wanted / (depth * (2 * dim + 1)))
+        model = make(ff_expansion_factor=(hidden + 0.5) / dim)
+        _copy_shared(model, plain)
+    else:
+        model = make(dense_output_gate=variant.output_gate)
+    sizes = {name: shape[name] for name in ('dim', 'dim_head', 'heads', 'kv_heads')}
+    for index, block in enumerate(model.blocks):
+        layer, own = block.attention, variant.layer_settings.get(index)
+        if own == 'dense':
+            block.attention = make(use_sparse_attn=False).blocks[index].attention
+        elif own is not None or variant.layers is not None:
+            settings = {} if variant.kind == 'dense' else sparse_settings(variant, base, seq_len, sizes['dim_head'])
+            if variant.kind == 'sparse':
+                settings = {**settings, **(own or {}), 'backend': backend}
+            kind = variant.layers or SparseAttention
+            block.attention = kind(**sizes, causal=True, **deepcopy(settings))  # pyright: ignore[reportCallIssue]
+            _copy_shared(block.attention, layer)
+    for module in model.modules():
+        if isinstance(module, MeanResidualMLP):
+            module.to_hidden.reset_parameters()  # the copies of one network would start alike in all layers
+    _set_gates(model, variant)
+    return model
+
+
+@torch.no_grad()
+def _copy_shared(model: nn.Module, start: nn.Module) -> None:
+    """Copy every parameter of start that model has in the same shape."""
+    theirs = dict(start.named_parameters())
+    for name, parameter in model.named_parameters():
+        if name in theirs and theirs[name].shape == parameter.shape:
+            parameter.copy_(theirs[name])
+
+
+@torch.no_grad()
+def _set_gates(model: nn.Module, variant: Variant) -> None:
+    for name, module in model.named_modules():
+        if name.endswith('to_strategy_combine') and isinstance(module, nn.Linear):
+            if variant.gate_start is not None:
+                start = torch.tensor(variant.gate_start)
+                module.bias.copy_(start.repeat(len(module.bias) // len(start)))
+            if variant.freeze_gates:
+                module.requires_grad_(False)
+
+
+def count(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def count_sparse_only(model: Transformer) -> int:
+    """Parameters that plain dense attention does not have: gates, networks φ, positions, memory pairs."""
+    shared = ('norm.', 'to_qkv.', 'combine_heads.', 'rotary.')
+    return sum(
+        p.numel()
+        for block in model.blocks
+        for name, p in block.attention.named_parameters()
+        if not name.startswith(shared)
+    )
+
+
+def role(name: str) -> str:
+    """What a parameter belongs to: 'gate', 'phi' or 'shared'."""
+    parts = name.split('.')
+    return 'gate' if any(g in parts for g in GATES) else 'phi' if any(n in parts for n in NETWORKS) else 'shared'
+
+
+def not_supported(name: str) -> str | None:
+    """Why this version of the package cannot build the variant, or None."""
+    if unknown := VARIANTS[name].settings.keys() - signature(SparseAttention).parameters.keys():
+        return f'SparseAttention has no {", ".join(sorted(unknown))}'
+    return None
