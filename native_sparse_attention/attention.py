@@ -10,11 +10,25 @@ import torch
 from rotary_embedding_torch import RotaryEmbedding
 from torch import Tensor, nn
 
-from native_sparse_attention import decoding, functional, geometry
+from native_sparse_attention import decoding, functional
 from native_sparse_attention.cache import FIRST_CAPACITY, MAX_ROLLBACK, LayerCache
-from native_sparse_attention.checks import check_cache, check_input, check_layer_sizes
-from native_sparse_attention.compress import compress_pair, make_networks
-from native_sparse_attention.gate import check_gate, make_gate
+from native_sparse_attention.checks import (
+    backend_of_flag,
+    check_cache,
+    check_input,
+    check_layer_sizes,
+    check_merged,
+    warn_of_forced_blocks,
+    warn_of_untrained_scores,
+)
+from native_sparse_attention.compress import (
+    compress_pair,
+    compress_tokens,
+    make_network,
+    make_networks,
+    with_zero_gradients,
+)
+from native_sparse_attention.gate import GATE_START, MERGED_GATE_START, check_gate, make_gate
 from native_sparse_attention.ops import select_blocks
 from native_sparse_attention.ops._checks import (
     check_flags,
@@ -32,7 +46,9 @@ from native_sparse_attention.rotary import Rotary, rotate, turned_again, turned_
 
 
 class _Projected(NamedTuple):
-    """Queries, keys and values of new tokens before rotary, `[B, T, heads, head size]`, and gates `[B, T, HQ, 3]`."""
+    """Queries, keys and values of new tokens before rotary, `[B, T, heads, head size]`, and gates `[B, T, HQ, 3 or 1]`
+    or None.
+    """
 
     q: Tensor
     k: Tensor
@@ -41,7 +57,7 @@ class _Projected(NamedTuple):
     raw_v: Tensor
     k_window: Tensor | None
     v_window: Tensor | None
-    gates: Tensor
+    gates: Tensor | None
 
 
 class SparseAttention(nn.Module):
@@ -77,7 +93,13 @@ class SparseAttention(nn.Module):
         softcap: logits of all branches become softcap * tanh(logit / softcap).
         num_sinks: learned logits per head, in the softmax of the compressed and of the window branch each, of keys that
             carry no value: a query may attend to nothing.
-        dropout: probability with which the window branch drops weights, in training mode; never with a cache.
+        dropout: probability with which the window branch (or the merged softmax) drops weights, in training mode; never
+            with a cache.
+        merge_window: selected blocks and window are read in one softmax, each key once, without a gate; the gate is one
+            per head, of the compressed output, and strategy_combine_mlp maps dim to heads. Where everything visible is
+            read, this softmax is dense attention. Excludes independent_branch_kv.
+        compressed_output: False, with merge_window: the compressed branch scores blocks alone. There is no gate, and no
+            network, positions or memory of values; compress_mlp is one module then.
         use_triton_kernel: deprecated, mapped to backend: True to 'auto', False to 'eager'.
 
     Raises:
@@ -114,6 +136,8 @@ class SparseAttention(nn.Module):
         softcap: float | None = None,
         num_sinks: int = 0,
         dropout: float = 0.0,
+        merge_window: bool = False,
+        compressed_output: bool = True,
         use_triton_kernel: bool | None = None,
     ) -> None:
         super().__init__()
@@ -150,23 +174,12 @@ class SparseAttention(nn.Module):
             query_heads_share_selected_kv=query_heads_share_selected_kv,
             independent_branch_kv=independent_branch_kv,
             recompute=recompute,
+            merge_window=merge_window,
+            compressed_output=compressed_output,
         )
-        if use_triton_kernel is not None:
-            message = (
-                "use_triton_kernel is deprecated: use backend='auto', which takes Triton where it runs, or 'eager'"
-            )
-            check_flags(use_triton_kernel=use_triton_kernel)
-            warnings.warn(message, DeprecationWarning, stacklevel=2)
-            if backend != 'auto':
-                raise ValueError(f'use_triton_kernel and backend={backend!r} are given, but one must be left out')
-            backend = 'auto' if use_triton_kernel else 'eager'
-        forced = geometry.num_forced_blocks(num_init_blocks, num_local_blocks, causal)
-        if 0 < num_selected_blocks <= forced:
-            warnings.warn(
-                f'num_selected_blocks is {num_selected_blocks}, but {forced} blocks are forced and count towards it, '
-                f'so no block is ever chosen by score: raise it, or lower num_init_blocks and num_local_blocks',
-                stacklevel=2,
-            )
+        check_merged(merge_window, compressed_output, independent_branch_kv, strategy_combine_mlp, compress_mlp)
+        backend = backend_of_flag(use_triton_kernel, backend)
+        warn_of_forced_blocks(num_selected_blocks, num_init_blocks, num_local_blocks, causal)
 
         self.dim_head, self.heads, self.kv_heads, self.dim_value_head = dim_head, heads, kv_heads, value_dim
         self.sliding_window_size = sliding_window_size
@@ -179,6 +192,7 @@ class SparseAttention(nn.Module):
         self.independent_branch_kv = independent_branch_kv
         self.backend, self.recompute = backend, recompute
         self.softcap, self.num_sinks, self.dropout = softcap, num_sinks, dropout
+        self.merge_window, self.compressed_output = merge_window, compressed_output
 
         self.norm = nn.RMSNorm(dim) if norm else nn.Identity()
         self.rotary = None if rotary_emb is False else Rotary(dim_head, rotary_emb)  # type: ignore[arg-type]
@@ -188,27 +202,35 @@ class SparseAttention(nn.Module):
         self.to_qkv = nn.Linear(dim, sum(self._split_sizes), bias=False)
         self.combine_heads = nn.Linear(heads * value_dim, dim, bias=False)
 
-        self.k_intrablock_positions = nn.Parameter(torch.zeros(kv_heads, compress_block_size, dim_head))
-        self.v_intrablock_positions = nn.Parameter(torch.zeros(kv_heads, compress_block_size, value_dim))
-        # None where there are no pairs: an empty parameter never gets a gradient, which distributed training waits for.
-        self.compress_mem_k = self.compress_mem_v = None
-        if num_compressed_mem_kv:
-            self.compress_mem_k = nn.Parameter(torch.zeros(kv_heads, num_compressed_mem_kv, dim_head))
-            self.compress_mem_v = nn.Parameter(torch.zeros(kv_heads, num_compressed_mem_kv, value_dim))
-        self.compress_sinks = self.window_sinks = None
-        if num_sinks:
-            self.compress_sinks = nn.Parameter(torch.zeros(heads, num_sinks))
-            self.window_sinks = nn.Parameter(torch.zeros(heads, num_sinks))
-        self.k_compress, self.v_compress = make_networks(
-            compress_mlp,
-            kv_heads=kv_heads,
-            head_dim=dim_head,
-            value_dim=value_dim,
-            block_size=compress_block_size,
-            compress_mlp_expand_factor=compress_mlp_expand_factor,
-        )
-        self.to_strategy_combine = make_gate(dim, heads) if strategy_combine_mlp is None else strategy_combine_mlp
-        check_gate(self.to_strategy_combine, dim, heads)
+        def zeros(*shape: int, exists: bool) -> nn.Parameter | None:
+            # None instead of an empty parameter, which never gets a gradient: distributed training waits for that.
+            return nn.Parameter(torch.zeros(shape)) if exists and all(shape) else None
+
+        self._compresses = compressed_output or num_selected_blocks > 0
+        self.k_intrablock_positions = zeros(kv_heads, compress_block_size, dim_head, exists=self._compresses)
+        self.v_intrablock_positions = zeros(kv_heads, compress_block_size, value_dim, exists=compressed_output)
+        self.compress_mem_k = zeros(kv_heads, num_compressed_mem_kv, dim_head, exists=self._compresses)
+        self.compress_mem_v = zeros(kv_heads, num_compressed_mem_kv, value_dim, exists=compressed_output)
+        self.compress_sinks = zeros(heads, num_sinks, exists=compressed_output)
+        self.window_sinks = zeros(heads, num_sinks, exists=True)
+        sizes: dict[str, Any] = {
+            'kv_heads': kv_heads,
+            'head_dim': dim_head,
+            'block_size': compress_block_size,
+            'compress_mlp_expand_factor': compress_mlp_expand_factor,
+        }
+        self.k_compress = self.v_compress = None
+        if compressed_output:
+            self.k_compress, self.v_compress = make_networks(compress_mlp, value_dim=value_dim, **sizes)
+        elif self._compresses:
+            self.k_compress = make_network(compress_mlp, **sizes)  # type: ignore[arg-type]
+            warn_of_untrained_scores(self.k_compress, use_diff_topk)
+        self.to_strategy_combine = None
+        if compressed_output:
+            start = MERGED_GATE_START if merge_window else GATE_START
+            gate = make_gate(dim, heads, start) if strategy_combine_mlp is None else strategy_combine_mlp
+            check_gate(gate, dim, heads, len(start))
+            self.to_strategy_combine = gate
 
     def forward(
         self,
@@ -268,7 +290,13 @@ class SparseAttention(nn.Module):
         return (out, cache) if return_cache else out
 
     def extra_repr(self) -> str:
-        settings = {'softcap': self.softcap, 'num_sinks': self.num_sinks, 'dropout': self.dropout}
+        settings = {
+            'softcap': self.softcap,
+            'num_sinks': self.num_sinks,
+            'dropout': self.dropout,
+            'merge_window': self.merge_window,
+            'compressed_output': '' if self.compressed_output else 'False',
+        }
         return ', '.join(f'{name}={value}' for name, value in settings.items() if value)
 
     def init_cache(
@@ -300,7 +328,7 @@ class SparseAttention(nn.Module):
         sizes = ((self.heads, self.dim_head), (self.kv_heads, self.dim_head), (self.kv_heads, self.dim_value_head))
         q, k, v = (probe.expand(cache.batch_size, num_tokens, *size) for size in sizes)
         sizes = (self.selection_block_size, self.num_selected_blocks)
-        features = {'softcap': self.softcap, 'has_sinks': self.num_sinks > 0}
+        features = {'softcap': self.softcap, 'has_sinks': self.num_sinks > 0, 'merge_window': self.merge_window}
         return decoding.backend_of(q, k, v, cache, *sizes, **features, backend=self.backend).name == 'triton'
 
     def backend_for(self, x: Tensor) -> BackendChoice:
@@ -324,6 +352,9 @@ class SparseAttention(nn.Module):
             sinks=self.window_sinks,
             sinks_cmp=self.compress_sinks,
             dropout_p=self._dropout_p,
+            causal=self.causal,
+            merge_window=self.merge_window,
+            compressed_output=self.compressed_output,
             backend=self.backend,
         )
 
@@ -338,25 +369,26 @@ class SparseAttention(nn.Module):
             positions = layout.position
             x = torch.where(layout.covered[..., None], x, 0)
         new = self._project(x)
-        k_cmp, v_cmp = compress_pair(
-            (self.k_compress, self.v_compress),
-            (new.raw_k, new.raw_v),
-            (self.k_intrablock_positions, self.v_intrablock_positions),
-            self.compress_block_sliding_stride,
-            cu_seqlens,
-        )
+        k_cmp, v_cmp = self._compress(new, cu_seqlens)
         # What `attend` is made of is read here, once: parameters may have other values when it is made again.
         tables = None if self.rotary is None else self.rotary.tables(positions)
-        mem_kv = None if self._memory is None else (self._memory[0].to(new.q.dtype), self._memory[1].to(new.q.dtype))
+        mem_kv = self._memory
+        if mem_kv is not None:
+            mem_kv = mem_kv[0].to(new.q.dtype), None if mem_kv[1] is None else mem_kv[1].to(new.q.dtype)
         sinks = {'sinks': self.window_sinks, 'sinks_cmp': self.compress_sinks}
         dropout = {'dropout_p': self._dropout_p, 'dropout_seed': as_seed(None, x.device) if self._dropout_p else None}
 
         def attend(choose: Callable[..., Tensor]) -> Tensor:
-            q, q_window, q_cmp = turned_and_plain(tables, backend, new.q, 2, 1)
-            if new.k_window is None:
-                (k, k_window), v_window = turned_and_plain(tables, backend, new.k, 2), new.v
+            q_window = k_window = v_window = None
+            if self.merge_window:
+                q, q_cmp = turned_and_plain(tables, backend, new.q, 1, 1)
+                (k,) = rotate(tables, backend, new.k)
             else:
-                (k, k_window), v_window = rotate(tables, backend, new.k, new.k_window), new.v_window
+                q, q_window, q_cmp = turned_and_plain(tables, backend, new.q, 2, 1)
+                if new.k_window is None:
+                    (k, k_window), v_window = turned_and_plain(tables, backend, new.k, 2), new.v
+                else:
+                    (k, k_window), v_window = rotate(tables, backend, new.k, new.k_window), new.v_window
             with turned_again(new.q, tables, backend, q):
                 return self._nsa(
                     *(q, k, new.v, k_cmp, v_cmp, new.gates),
@@ -375,8 +407,25 @@ class SparseAttention(nn.Module):
                 )
 
         makes_again = self.recompute and torch.is_grad_enabled()
-        out = self._combine(functional.made_again(attend) if makes_again else attend(select_blocks))
+        out = functional.made_again(attend) if makes_again else attend(select_blocks)
+        if self.k_compress is not None and not self.compressed_output:
+            out = with_zero_gradients(out, self.k_compress, self.k_intrablock_positions, self.compress_mem_k)
+        out = self._combine(out)
         return out if mask is None or order is None else from_front(out, order, mask)
+
+    def _compress(self, new: _Projected, cu_seqlens: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """Compressed keys `[B, C, H, D]` and values `[B, C, H, DV]`, each None where nothing reads it."""
+        if self.k_compress is None or self.k_intrablock_positions is None:
+            return None, None
+        stride = self.compress_block_sliding_stride
+        if self.v_compress is not None and self.v_intrablock_positions is not None:
+            positions = self.k_intrablock_positions, self.v_intrablock_positions
+            networks, tokens = (self.k_compress, self.v_compress), (new.raw_k, new.raw_v)
+            return compress_pair(networks, tokens, positions, stride, cu_seqlens)
+        keys = (self.k_compress, new.raw_k, self.k_intrablock_positions, stride, cu_seqlens)
+        # Without use_diff_topk block scores have no gradient.
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.use_diff_topk):
+            return compress_tokens(*keys, name='keys', value_dim=self.dim_head), None
 
     def _attend_cached(self, x: Tensor, mask: Tensor | None, cache: LayerCache, backend: str) -> Tensor:
         order = counts = None
@@ -392,6 +441,7 @@ class SparseAttention(nn.Module):
             cache,
             networks=(self.k_compress, self.v_compress),
             positions=(self.k_intrablock_positions, self.v_intrablock_positions),
+            merge_window=self.merge_window,
             freqs=None if rotary is None else rotary.freqs,
             interpolate_factor=1.0 if rotary is None else rotary.interpolate_factor,
             mem_kv=self._memory,
@@ -417,22 +467,27 @@ class SparseAttention(nn.Module):
     def _project(self, x: Tensor) -> _Projected:
         x = self.norm(x)
         rounded = x.to(projection_dtype(x))  # once, where autocast would do so for each of two linear layers
-        qkv, logits = (m(rounded if is_plain_linear(m) else x) for m in (self.to_qkv, self.to_strategy_combine))
+        qkv, logits = (
+            None if m is None else m(rounded if is_plain_linear(m) else x)
+            for m in (self.to_qkv, self.to_strategy_combine)
+        )
+        assert qkv is not None
         q, *pairs = qkv.split(self._split_sizes, dim=-1)
         q = q.unflatten(-1, (self.heads, -1))
         pairs = [t.unflatten(-1, (self.kv_heads, -1)) for t in pairs]
         raw_k, raw_v = pairs[:2]
         k, v = pairs[2:4] if self.independent_branch_kv else (raw_k, raw_v)
         k_window, v_window = pairs[4:] if self.independent_branch_kv else (None, None)
-        logits = logits.unflatten(-1, (self.heads, 3))
-        gates = logits.to(torch.promote_types(logits.dtype, torch.float32)).sigmoid()
+        gates = None
+        if logits is not None:
+            logits = logits.unflatten(-1, (self.heads, -1))
+            gates = logits.to(torch.promote_types(logits.dtype, torch.float32)).sigmoid()
         return _Projected(q, k, v, raw_k, raw_v, k_window, v_window, gates)
 
     @property
-    def _memory(self) -> tuple[Tensor, Tensor] | None:
-        """Memory pairs of the compressed branch."""
-        mem_k, mem_v = self.compress_mem_k, self.compress_mem_v
-        return None if mem_k is None or mem_v is None else (mem_k, mem_v)
+    def _memory(self) -> tuple[Tensor, Tensor | None] | None:
+        """Memory pairs of the compressed branch; keys alone where it scores blocks alone."""
+        return None if self.compress_mem_k is None else (self.compress_mem_k, self.compress_mem_v)
 
     @property
     def _dropout_p(self) -> float:
@@ -455,6 +510,7 @@ class SparseAttention(nn.Module):
             use_diff_topk=self.use_diff_topk,
             causal=self.causal,
             softcap=self.softcap,
+            merge_window=self.merge_window,
             **settings,
         )
 
@@ -464,8 +520,8 @@ class SparseAttention(nn.Module):
         return self.combine_heads(out if weight is None else out.to(projection_dtype(weight)))
 
     @property
-    def _compress_sizes(self) -> tuple[int, int]:
-        return self.compress_block_size, self.compress_block_sliding_stride
+    def _compress_sizes(self) -> tuple[int, int] | None:
+        return (self.compress_block_size, self.compress_block_sliding_stride) if self._compresses else None
 
     @property
     def _cache_layout(self) -> dict[str, Any]:
@@ -474,7 +530,8 @@ class SparseAttention(nn.Module):
             'head_dim': self.dim_head,
             'value_dim': self.dim_value_head,
             'compress': self._compress_sizes,
-            'has_raw_k': self.rotary is not None or self.independent_branch_kv,
+            'has_raw_k': self._compresses and (self.rotary is not None or self.independent_branch_kv),
+            'has_v_cmp': self.compressed_output,
             'has_raw_v': self.independent_branch_kv,
             'has_window': self.independent_branch_kv,
         }

@@ -41,7 +41,7 @@ class LayerCache:
     and v_cmp `[B, C + 1, H, D or DV]` (the last slot takes the candidate of an incomplete block), and rings raw_k and
     raw_v of the last l - 1 + max_rollback keys before rotary (`has_raw_k`) and values (`has_raw_v`) that the next
     compressed block needs; without a ring k or v themselves serve. With `has_window` the window branch has keys and
-    values of its own, k_window and v_window.
+    values of its own, k_window and v_window. Without `has_v_cmp` there are no compressed values, v_cmp.
 
     Args:
         batch_size, max_seq_len: rows and tokens per row. kv_heads, head_dim, value_dim: H, D, DV.
@@ -72,6 +72,7 @@ class LayerCache:
         has_raw_k: bool = False,
         has_raw_v: bool = False,
         has_window: bool = False,
+        has_v_cmp: bool = True,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
         grows: bool = False,
@@ -79,7 +80,7 @@ class LayerCache:
         check_positive(batch_size=batch_size, max_seq_len=max_seq_len)
         check_positive(kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim)
         check_not_negative(max_rollback=max_rollback)
-        check_flags(has_raw_k=has_raw_k, has_raw_v=has_raw_v, has_window=has_window, grows=grows)
+        check_flags(has_raw_k=has_raw_k, has_raw_v=has_raw_v, has_window=has_window, has_v_cmp=has_v_cmp, grows=grows)
         check_float_dtype(dtype=dtype)
         check_compress(compress)
         self.batch_size, self.max_rollback, self.compress, self.grows = batch_size, max_rollback, compress, grows
@@ -92,6 +93,7 @@ class LayerCache:
             'has_raw_k': has_raw_k,
             'has_raw_v': has_raw_v,
             'has_window': has_window,
+            'has_v_cmp': has_v_cmp,
         }
 
         def zeros(slots: int, dim: int) -> Tensor:
@@ -108,7 +110,8 @@ class LayerCache:
         if compress is not None:
             block_size, stride = compress
             slots = num_compressed_blocks(max_seq_len, block_size, stride) + 1
-            self.k_cmp, self.v_cmp = stored('k_cmp', slots, head_dim), stored('v_cmp', slots, value_dim)
+            self.k_cmp = stored('k_cmp', slots, head_dim)
+            self.v_cmp = stored('v_cmp', slots, value_dim) if has_v_cmp else None
             ring = max(1, block_size - 1 + max_rollback)
             self.raw_k = zeros(ring, head_dim) if has_raw_k else None
             self.raw_v = zeros(ring, value_dim) if has_raw_v else None
@@ -183,15 +186,15 @@ class LayerCache:
         )
         return self._read('k', num_tokens), self._read('v', num_tokens), k_window, v_window
 
-    def read_compressed(self, num_blocks: int) -> tuple[Tensor, Tensor]:
-        """k_cmp, v_cmp `[B, num_blocks, H, D or DV]`: the first compressed blocks of every row, as tokens in `read`."""
+    def read_compressed(self, num_blocks: int) -> tuple[Tensor, Tensor | None]:
+        """k_cmp, v_cmp (or None) `[B, num_blocks, H, D or DV]`: the first compressed blocks of rows, as in `read`."""
         assert self.compress is not None
-        return self._read('k_cmp', num_blocks), self._read('v_cmp', num_blocks)
+        v_cmp = None if self.v_cmp is None else self._read('v_cmp', num_blocks)
+        return self._read('k_cmp', num_blocks), v_cmp
 
     def storage(self) -> Storage:
         """The tensors as the kernels that decode take them."""
         assert self.k_cmp is not None
-        assert self.v_cmp is not None
         return Storage(
             *(self.k, self.v, self.k_window, self.v_window, self.k_cmp, self.v_cmp, self.raw_k, self.raw_v),
             *(self.lengths, self._peaks, self.block_table, self.block_table_cmp, self.capacity),
@@ -238,13 +241,13 @@ class LayerCache:
         v_window: Tensor | None = None,
         raw_k: Tensor | None = None,
         raw_v: Tensor | None = None,
-        compressed: tuple[Tensor, Tensor, Tensor] | None = None,
+        compressed: tuple[Tensor, Tensor, Tensor | None] | None = None,
     ) -> None:
         """Write new tokens behind every row and advance its length.
 
         k, k_window, raw_k: `[B, T, H, D]`; v, v_window, raw_v: `[B, T, H, DV]`. counts: int32 `[B]`, how many of the T
         are real (default all); the rest must stand behind them. compressed: the indices of `block_candidates` with the
-        compressed keys `[B, K, H, D]` and values `[B, K, H, DV]` of those blocks.
+        compressed keys `[B, K, H, D]` and values `[B, K, H, DV]` (None where the cache has none) of those blocks.
         """
         num_tokens = k.shape[1]
         assert self.max_length + num_tokens <= self.capacity, 'reserve first'
@@ -261,6 +264,8 @@ class LayerCache:
             block, *pair = compressed
             num_blocks = num_compressed_blocks(new, *self.compress)
             for name, summaries in zip(PAIRS, pair, strict=True):
+                if summaries is None:
+                    continue
                 self._write(name, block, summaries.to(self.dtype), num_blocks)
         self.lengths.copy_(new)
         self._peaks.copy_(torch.maximum(self._peaks, self.lengths))

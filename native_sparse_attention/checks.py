@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
+from native_sparse_attention import geometry
 from native_sparse_attention.cache import LayerCache, check_layer_cache
-from native_sparse_attention.ops._checks import check_tensors
+from native_sparse_attention.ops._checks import check_flags, check_tensors
 from native_sparse_attention.padding import check_mask
 from native_sparse_attention.projection import is_plain_linear, projection_dtype
 
@@ -33,6 +35,59 @@ def check_layer_sizes(
             f'selection_block_size is {selection_block_size}, but must be a multiple of '
             f'compress_block_sliding_stride, {compress_block_sliding_stride}'
         )
+
+
+def backend_of_flag(use_triton_kernel: bool | None, backend: str) -> str:
+    """Return the backend that the deprecated flag names, or `backend` where it is None."""
+    if use_triton_kernel is None:
+        return backend
+    check_flags(use_triton_kernel=use_triton_kernel)
+    message = "use_triton_kernel is deprecated: use backend='auto', which takes Triton where it runs, or 'eager'"
+    warnings.warn(message, DeprecationWarning, stacklevel=3)
+    if backend != 'auto':
+        raise ValueError(f'use_triton_kernel and backend={backend!r} are given, but one must be left out')
+    return 'auto' if use_triton_kernel else 'eager'
+
+
+def warn_of_forced_blocks(num_selected_blocks: int, num_init_blocks: int, num_local_blocks: int, causal: bool) -> None:
+    """Warn where forced blocks leave none to be selected by score."""
+    forced = geometry.num_forced_blocks(num_init_blocks, num_local_blocks, causal)
+    if 0 < num_selected_blocks <= forced:
+        warnings.warn(
+            f'num_selected_blocks is {num_selected_blocks}, but {forced} blocks are forced and count towards it, '
+            f'so no block is ever chosen by score: raise it, or lower num_init_blocks and num_local_blocks',
+            stacklevel=3,
+        )
+
+
+def warn_of_untrained_scores(network: nn.Module, use_diff_topk: bool) -> None:
+    """Warn where the network that scores blocks alone has parameters, but no gradient."""
+    if not use_diff_topk and any(True for _ in network.parameters()):
+        warnings.warn(
+            'compressed_output is False and use_diff_topk is False, so the network that scores blocks is not trained: '
+            'its gradients are 0',
+            stacklevel=3,
+        )
+
+
+def check_merged(
+    merge_window: bool,
+    compressed_output: bool,
+    independent_branch_kv: bool,
+    strategy_combine_mlp: nn.Module | None,
+    compress_mlp: object,
+) -> None:
+    """Raise ValueError for settings that merged attention excludes, or that need it."""
+    if not compressed_output and not merge_window:
+        raise ValueError('compressed_output is False, but must be True unless merge_window is set')
+    if merge_window and independent_branch_kv:
+        raise ValueError(
+            'independent_branch_kv is True, but must be False where merge_window is set: one softmax reads k'
+        )
+    if not compressed_output and strategy_combine_mlp is not None:
+        raise ValueError('strategy_combine_mlp is given, but must be None where compressed_output is False: no gate')
+    if not compressed_output and isinstance(compress_mlp, tuple | list):
+        raise ValueError('compress_mlp is a pair, but must be one module where compressed_output is False: for keys')
 
 
 def check_input(

@@ -26,6 +26,7 @@ from einops.layers.torch import EinMix
 from torch import Tensor, nn
 
 from native_sparse_attention import geometry
+from native_sparse_attention.block_encoder import CompressTransformer as CompressTransformer
 from native_sparse_attention.ops._checks import check_positive, is_number, shown
 from native_sparse_attention.overlapping import OverlappingBlocks, join, lay_out_chunks
 from native_sparse_attention.projection import projection_dtype
@@ -255,6 +256,30 @@ def make_networks(
     return network_k, network_v
 
 
+def make_network(
+    compress_mlp: nn.Module | None,
+    *,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    compress_mlp_expand_factor: float = 1.0,
+) -> nn.Module:
+    """Return the network of the keys alone: a `CompressMLP` for None, else a copy of the module.
+
+    Raises ValueError for anything else, and for a network that does not map [B, H, C, l, D] to [B, H, C, D].
+    """
+    if compress_mlp is None:
+        hidden_size(compress_mlp_expand_factor, head_dim * block_size, 'compress_mlp_expand_factor')
+        network: nn.Module = CompressMLP(head_dim, block_size, compress_mlp_expand_factor)
+    elif isinstance(compress_mlp, nn.Module):
+        network = deepcopy(compress_mlp)
+    else:
+        raise ValueError(f'compress_mlp must be None or a module, got {_describe(compress_mlp)}')
+    # C differs from H, so that a network that swaps the two is refused as well.
+    check_network(network, (1, kv_heads, 3 if kv_heads == 2 else 2, block_size, head_dim), name='keys')
+    return network
+
+
 def compress_blocks(network: nn.Module, blocks: Tensor, *, name: str, value_dim: int) -> Tensor:
     """Summarises blocks [B, H, C, l, D] as [B, C, H, value_dim], any strides, in the dtype of blocks (autocast or not).
 
@@ -358,6 +383,12 @@ def _no_summaries(network: nn.Module, *made_of: Tensor) -> Tensor:
     # Of what is sharded, the part that lies here.
     made_of = (*made_of, *(p.to_local() if hasattr(p, 'to_local') else p for p in parameters))
     return torch.cat([t.flatten()[:0].to(like) for t in made_of])
+
+
+def with_zero_gradients(out: Tensor, network: nn.Module, *tensors: Tensor | None) -> Tensor:
+    """Return `out`, through which the parameters of the network and the tensors get gradients of 0."""
+    given = [t for t in tensors if t is not None]
+    return out + _no_summaries(network, out, *given).sum()
 
 
 def _lay_out(tokens: Tensor, block_size: int, stride: int, cu_seqlens: Tensor | None) -> Tensor:

@@ -17,10 +17,12 @@ from native_sparse_attention.ops._checks import (
     FLOAT_DTYPES,
     check_all_block_sizes,
     check_beside_q,
+    check_flags,
     check_not_negative,
     check_positive,
     check_qkv,
     check_same_kind,
+    check_tensors,
     checked_softcap,
     logit_scale,
 )
@@ -39,10 +41,13 @@ if TYPE_CHECKING:
 
 
 class Phi(NamedTuple):
-    """The networks of keys and of values, and what is added to the tokens of a block: `[H, l, D]` and `[H, l, DV]`."""
+    """The networks of keys and of values, and what is added to the tokens of a block: `[H, l, D]` and `[H, l, DV]`.
 
-    networks: tuple[nn.Module, nn.Module]
-    positions: tuple[Tensor, Tensor]
+    Those of values are None where blocks are scored alone, all where there are no compressed blocks.
+    """
+
+    networks: tuple[nn.Module | None, nn.Module | None]
+    positions: tuple[Tensor | None, Tensor | None]
 
     @property
     def is_mean(self) -> bool:
@@ -63,14 +68,31 @@ class Phi(NamedTuple):
         heads = cache.layout['kv_heads']
         for network, name, size in zip(self.networks, ('keys', 'values'), ('head_dim', 'value_dim'), strict=True):
             shape = (q.shape[0], heads, num_blocks, block_size, cache.layout[size])
+            assert network is not None
             check_network(network, shape, name=name, like=q)
         cache.networks_tried.add(case)
 
     def __call__(self, blocks_k: Tensor, blocks_v: Tensor) -> tuple[Tensor, Tensor]:
         """Compressed keys `[B, C, H, D]` and values `[B, C, H, DV]` of blocks `[B, H, C, l, D or DV]`."""
-        networks = zip(self.networks, (blocks_k, blocks_v), ('keys', 'values'), strict=True)
-        k_cmp, v_cmp = (compress_blocks(n, b, name=name, value_dim=b.shape[-1]) for n, b, name in networks)
-        return k_cmp, v_cmp
+        return self._summarise(0, blocks_k), self._summarise(1, blocks_v)
+
+    def of_tokens(self, blocks: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor | None]:
+        """Compressed keys and values, None without a network, in dtype; blocks: `[B, C, l, H, D or DV]`, as
+        `LayerCache.block_candidates` gives them, to which positions are added here.
+        """
+        summaries: list[Tensor | None] = []
+        for index, (tokens, positions) in enumerate(zip(blocks, self.positions, strict=True)):
+            if positions is None:
+                summaries.append(None)
+            else:
+                laid_out = rearrange(tokens, 'b c l h d -> b h c l d').to(dtype)
+                summaries.append(self._summarise(index, laid_out + positions[:, None].to(dtype)))
+        return summaries
+
+    def _summarise(self, index: int, blocks: Tensor) -> Tensor:
+        network = self.networks[index]
+        assert network is not None
+        return compress_blocks(network, blocks, name=('keys', 'values')[index], value_dim=blocks.shape[-1])
 
     def settled(self, blocks: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
         """The same of blocks cast to dtype, with the same strides and alignment whatever the networks return."""
@@ -82,14 +104,15 @@ def nsa_decode(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    gates: Tensor,
+    gates: Tensor | None,
     cache: LayerCache,
     *,
-    networks: tuple[nn.Module, nn.Module],
-    positions: tuple[Tensor, Tensor],
+    networks: tuple[nn.Module | None, nn.Module | None],
+    positions: tuple[Tensor | None, Tensor | None],
+    merge_window: bool = False,
     freqs: Tensor | None = None,
     interpolate_factor: float = 1.0,
-    mem_kv: tuple[Tensor, Tensor] | None = None,
+    mem_kv: tuple[Tensor, Tensor | None] | None = None,
     raw_k: Tensor | None = None,
     raw_v: Tensor | None = None,
     k_window: Tensor | None = None,
@@ -114,8 +137,11 @@ def nsa_decode(
 
     Args:
         q: `[B, T, HQ, D]`, k: `[B, T, H, D]`, v: `[B, T, H, DV]`: new tokens of every row, before rotary.
-        gates: `[B, T, HQ, 3]` after the sigmoid.
-        cache: of sizes (l, d), with `has_raw_k` where freqs are given.
+        gates: `[B, T, HQ, 3]` after the sigmoid; with merge_window `[B, T, HQ, 1]` or None, as in `nsa`.
+        cache: of sizes (l, d), with `has_raw_k` where freqs are given. Where gates are None, without compressed values
+            (`has_v_cmp`), and where num_selected is 0 besides, without sizes.
+        merge_window: as in `nsa`, whose ops decode then. Where gates are None, so are the networks, positions and
+            mem_kv of values, and where num_selected is 0 besides, those of keys.
         networks: φ of keys and of values, `[B, H, C, l, D or DV]` to `[B, H, C, D or DV]`. positions: what is added to
             blocks before, `[H, l, D]` and `[H, l, DV]`.
         freqs: float32 `[F]`, angles are position / interpolate_factor * freqs; None for no rotary embedding.
@@ -139,7 +165,8 @@ def nsa_decode(
     check_layer_cache(cache)
     phi, memory = Phi(networks, positions), None
     if mem_kv is not None:
-        memory = mem_kv[0].to(cache.dtype).contiguous(), mem_kv[1].to(cache.dtype).contiguous()
+        mem_k, mem_v = mem_kv
+        memory = mem_k.to(cache.dtype).contiguous(), None if mem_v is None else mem_v.to(cache.dtype).contiguous()
     # What a step depends on: tensors by what they look like, and everything else by value.
     given = (
         *(q, k, v, gates, *positions, freqs, *(memory or (None, None)), k_window, v_window),
@@ -149,7 +176,7 @@ def nsa_decode(
         *(selection_block_size, num_selected, window_size, num_init, num_local, share_group, scale, num_splits),
         *(tiles_of_program, interpolate_factor, backend, phi.is_mean),
     )
-    is_plain = softcap is None and sinks is None and sinks_cmp is None
+    is_plain = softcap is None and sinks is None and sinks_cmp is None and not merge_window
     by_launches = is_plain and counts is None and not torch.compiler.is_compiling()
     if by_launches and cache.launches and transformed('triton') is None:
         looks, addresses = look_at(given, cache.storage()[:-1])
@@ -158,35 +185,45 @@ def nsa_decode(
             return _decode_again(q, v, cache, phi, launches, addresses)
     tokens = Tokens(q, k, v, k if raw_k is None else raw_k, v if raw_v is None else raw_v, k_window, v_window)
     check_backend(backend)
+    check_flags(merge_window=merge_window)
     check_positive(window_size=window_size)
     check_not_negative(num_selected=num_selected, num_init=num_init, num_local=num_local)
     check_not_negative(num_splits=num_splits, tiles_of_program=tiles_of_program)
     if num_splits > MAX_SPLITS:
         raise ValueError(f'num_splits is {num_splits}, but must be at most {MAX_SPLITS}')
-    _check_tokens(tokens, gates, cache, counts)
-    _check_layer(tokens, cache, positions, freqs, mem_kv, selection_block_size)
+    _check_tokens(tokens, gates, cache, counts, merge_window)
+    needs_blocks = gates is not None or num_selected > 0
+    _check_layer(tokens, cache, positions, freqs, mem_kv, selection_block_size, needs_blocks)
     modifiers = {
         'softcap': checked_softcap(softcap),
         'sinks': reduce_sinks(sinks, q),
         'sinks_cmp': reduce_sinks(sinks_cmp, q, 'sinks_cmp'),
     }
-    assert cache.compress is not None
     settings = Settings(
-        *(*cache.compress, selection_block_size, num_selected, window_size, num_init, num_local, share_group),
+        *(
+            *(cache.compress or (1, 1)),
+            selection_block_size,
+            num_selected,
+            window_size,
+            num_init,
+            num_local,
+            share_group,
+        ),
         *(logit_scale(q, scale), num_splits, tiles_of_program),
     )
     with torch.no_grad():
         sizes = (selection_block_size, num_selected)
         has_sinks = sinks is not None or sinks_cmp is not None
-        choice = backend_of(q, k, v, cache, *sizes, softcap=softcap, has_sinks=has_sinks, backend=backend)
+        features = {'softcap': softcap, 'has_sinks': has_sinks, 'merge_window': merge_window}
+        choice = backend_of(q, k, v, cache, *sizes, **features, backend=backend)
         by_ops = choice.name != 'triton' or not by_launches
         if by_ops and backend not in ('auto', 'eager'):
-            _check_ops(tokens, gates, cache, freqs, settings, modifiers, backend)
+            _check_ops(tokens, gates, cache, freqs, settings, modifiers, merge_window, backend)
         cache.reserve(q.shape[1])
         layer = (gates, cache, phi, freqs, interpolate_factor, memory)
         if by_ops:
-            return _decode_by_ops(tokens, *layer, counts, settings, modifiers, backend).to(q.dtype)
-        out, launches = _decode_by_kernels(tokens, *layer, settings, given)
+            return _decode_by_ops(tokens, *layer, counts, settings, modifiers, merge_window, backend).to(q.dtype)
+        out, launches = _decode_by_kernels(tokens, *layer, settings, given)  # type: ignore[arg-type]
     if launches.is_complete:
         looks, _ = look_at(given, cache.storage()[:-1])
         cache.remember((values, looks), launches)
@@ -212,7 +249,7 @@ def _decode_by_kernels(
         phi.try_on(cache, q)
     launches = triton.Launches(given, storage[:-1], workspace)
     turned, q_cmp, new_k, new_v = triton.append(
-        *(tokens, storage, phi.positions, freqs, interpolate_factor, settings, phi.is_mean, workspace, launches)
+        *(tokens, storage, phi.positions, freqs, interpolate_factor, settings, phi.is_mean, workspace, launches)  # type: ignore[arg-type]
     )
     if not phi.is_mean:
         launches.blocks = [new_k, new_v]
@@ -250,13 +287,16 @@ def backend_of(
     *,
     softcap: float | None = None,
     has_sinks: bool = False,
+    merge_window: bool = False,
     backend: str = 'auto',
 ) -> BackendChoice:
     """'triton' where the kernels of decoding serve these new tokens in fixed launches, else 'eager': the ops of `nsa`
     one by one, by whatever backend serves them.
 
-    softcap, has_sinks: what goes through the ops alone.
+    softcap, has_sinks, merge_window: what goes through the ops alone.
     """
+    if merge_window:
+        return BackendChoice('eager', {'triton': 'merge_window is True, but its kernels keep the branches apart'})
     if backend == 'triton' and not 1 <= q.shape[1] <= api.MAX_NEW_TOKENS:
         backend = 'auto'
     assert cache.compress is not None
@@ -272,13 +312,22 @@ def backend_of(
     )
 
 
-def _check_tokens(tokens: Tokens, gates: Tensor, cache: LayerCache, counts: Tensor | None) -> None:
+def _check_tokens(
+    tokens: Tokens, gates: Tensor | None, cache: LayerCache, counts: Tensor | None, merge_window: bool
+) -> None:
     q, k, v, raw_k, raw_v, k_window, v_window = tokens
     check_qkv(q, k, v)
     check_same_kind(**tokens._asdict())
     if q.device != cache.device:
         raise ValueError(f'q is on {q.device}, but cache is on {cache.device}')
-    check_gates(gates, q)
+    if merge_window:
+        functional.check_merged_gates(gates, q)
+    else:
+        check_tensors(gates=gates)
+        assert gates is not None
+        check_gates(gates, q)
+    if cache.layout['has_v_cmp'] != (gates is not None):
+        raise ValueError(f'cache has has_v_cmp = {cache.layout["has_v_cmp"]}, but gates go with compressed values')
     if k.shape[1] != q.shape[1]:
         raise ValueError(f'k has {k.shape[1]} tokens, but q has {q.shape[1]}')
     layout, sizes = cache.layout, (*k.shape[2:], v.shape[3])
@@ -311,14 +360,17 @@ def _check_tokens(tokens: Tokens, gates: Tensor, cache: LayerCache, counts: Tens
 def _check_layer(
     tokens: Tokens,
     cache: LayerCache,
-    positions: tuple[Tensor, Tensor],
+    positions: tuple[Tensor | None, Tensor | None],
     freqs: Tensor | None,
-    mem_kv: tuple[Tensor, Tensor] | None,
+    mem_kv: tuple[Tensor, Tensor | None] | None,
     selection_block_size: int,
+    needs_blocks: bool,
 ) -> None:
     (heads, head_dim), value_dim, device = tokens.k.shape[2:], tokens.v.shape[3], tokens.q.device
     if cache.compress is None:
-        raise ValueError('cache has no compressed keys, but needs compress=(l, d)')
+        if needs_blocks:
+            raise ValueError('cache has no compressed keys, but needs compress=(l, d)')
+        return
     check_all_block_sizes(*cache.compress, selection_block_size)
     if cache.page_size is not None and cache.page_size % selection_block_size != 0:
         raise ValueError(
@@ -326,10 +378,14 @@ def _check_layer(
             f'{selection_block_size}'
         )
     for index, size in enumerate((head_dim, value_dim)):
-        rule = (heads, cache.compress[0], size)
-        _check_parameter(f'positions[{index}]', positions[index], FLOAT_DTYPES, device)
-        if positions[index].shape != rule:
-            shape = tuple(positions[index].shape)
+        if index == 1 and not cache.layout['has_v_cmp']:
+            continue
+        rule, of_block = (heads, cache.compress[0], size), positions[index]
+        check_tensors(**{f'positions[{index}]': of_block})
+        assert of_block is not None
+        _check_parameter(f'positions[{index}]', of_block, FLOAT_DTYPES, device)
+        if of_block.shape != rule:
+            shape = tuple(of_block.shape)
             raise ValueError(f'positions[{index}] has shape {shape}, but must have {rule} (H, l, D or DV)')
     if freqs is not None:
         _check_parameter('freqs', freqs, (torch.float32,), device)
@@ -338,9 +394,13 @@ def _check_layer(
         if not cache.layout['has_raw_k']:
             raise ValueError('cache has has_raw_k = False, but with freqs what is compressed are keys before rotary')
     if mem_kv is not None:
-        check_mem_kv(mem_kv, heads, head_dim, value_dim)
+        if cache.layout['has_v_cmp']:
+            check_mem_kv(mem_kv, heads, head_dim, value_dim)  # type: ignore[arg-type]
+        else:
+            check_mem_kv((mem_kv[0], mem_kv[0]), heads, head_dim, head_dim)
         for index, tensor in enumerate(mem_kv):
-            _check_parameter(f'mem_kv[{index}]', tensor, FLOAT_DTYPES, device)
+            if tensor is not None:
+                _check_parameter(f'mem_kv[{index}]', tensor, FLOAT_DTYPES, device)
 
 
 def _check_parameter(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:
@@ -353,11 +413,12 @@ def _check_parameter(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...],
 
 def _check_ops(
     tokens: Tokens,
-    gates: Tensor,
+    gates: Tensor | None,
     cache: LayerCache,
     freqs: Tensor | None,
     settings: Settings,
     modifiers: dict[str, Any],
+    merge_window: bool,
     backend: str,
 ) -> None:
     """Raise ValueError where this backend has an op of `_decode_by_ops` that cannot serve it."""
@@ -365,26 +426,28 @@ def _check_ops(
     of_cache, num_keys = torch.empty((), dtype=cache.dtype, device=cache.device), cache.max_length + q.shape[1]
     new_q = of_cache.expand(q.shape)
     held = (of_cache.expand(len(t), num_keys, *t.shape[2:]) for t in (k, v))
-    functional.backend_of(
-        new_q, *held, num_selected=settings.num_selected, share_group=settings.share_group, **modifiers, backend=backend
-    )
+    merging = {'merge_window': merge_window, 'compressed_output': gates is not None}
+    selecting = {'num_selected': settings.num_selected, 'share_group': settings.share_group}
+    functional.backend_of(new_q, *held, **selecting, **modifiers, **merging, backend=backend)
     backend = 'eager' if backend == 'flex' else backend
-    sum_backend(gates, new_q, backend=backend)
+    if gates is not None:
+        sum_backend(gates, new_q, backend=backend)
     if freqs is not None:
         rotary_backend(q, freqs, freqs, backend=backend)
 
 
 def _decode_by_ops(
     tokens: Tokens,
-    gates: Tensor,
+    gates: Tensor | None,
     cache: LayerCache,
     phi: Phi,
     freqs: Tensor | None,
     interpolate_factor: float,
-    mem_kv: tuple[Tensor, Tensor] | None,
+    mem_kv: tuple[Tensor, Tensor | None] | None,
     counts: Tensor | None,
     settings: Settings,
     modifiers: dict[str, Any],
+    merge_window: bool,
     backend: str,
 ) -> Tensor:
     """Any number of tokens, by the ops of `nsa`."""
@@ -393,11 +456,10 @@ def _decode_by_ops(
     offset = cache.lengths.clone()
     tables = None if freqs is None else angle_tables(cache.positions(num_tokens), freqs, interpolate_factor)
     turned, k, k_window = rotate(tables, backend, q, k, k_window)
-    candidates, *blocks = cache.block_candidates(raw_k, raw_v)
-    blocks_k, blocks_v = (
-        rearrange(b, 'b c l h d -> b h c l d').to(dtype) + p[:, None].to(dtype)
-        for b, p in zip(blocks, phi.positions, strict=True)
-    )
+    compressed = None
+    if cache.compress is not None:
+        candidates, *blocks = cache.block_candidates(raw_k, raw_v)
+        compressed = (candidates, *phi.of_tokens(blocks, dtype))
     cache.append(
         k,
         v,
@@ -406,17 +468,20 @@ def _decode_by_ops(
         v_window=v_window,
         raw_k=raw_k,
         raw_v=raw_v,
-        compressed=(candidates, *phi(blocks_k, blocks_v)),
+        compressed=compressed,  # type: ignore[arg-type]
     )
     num_keys = cache.max_length
-    num_compressed = num_compressed_blocks(num_keys, settings.compress_block_size, settings.compress_stride)
+    summaries = (None, None)
+    if cache.compress is not None:
+        summaries = cache.read_compressed(num_compressed_blocks(num_keys, *cache.compress))
     k, v, k_window, v_window = cache.read(num_keys)
     return functional.nsa(
         turned.to(cache.dtype),
         k,
         v,
-        *cache.read_compressed(num_compressed),
+        *summaries,
         gates,
+        merge_window=merge_window,
         mem_kv=mem_kv,
         q_cmp=q.to(cache.dtype),
         k_window=k_window,

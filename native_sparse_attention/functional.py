@@ -26,10 +26,12 @@ from native_sparse_attention.ops._checks import (
     check_block_counts,
     check_block_indices,
     check_flags,
+    check_gate,
     check_not_negative,
     check_qkv,
     check_same_kind,
     check_tensors,
+    check_window,
     checked_softcap,
     make_sequences,
     shown,
@@ -45,8 +47,8 @@ from native_sparse_attention.ops.gated_sum.api import backend_of as sum_backend
 from native_sparse_attention.ops.gated_sum.api import stack_gates
 from native_sparse_attention.ops.rotary import fan_out
 from native_sparse_attention.ops.selected_attention.api import backend_of as selected_backend
+from native_sparse_attention.ops.selected_attention.api import merged_backend_of as merged_backend
 from native_sparse_attention.ops.window_attention.api import backend_of as window_backend
-from native_sparse_attention.ops.window_attention.api import check_window
 
 
 def nsa(
@@ -55,13 +57,14 @@ def nsa(
     v: Tensor,
     k_cmp: Tensor | None,
     v_cmp: Tensor | None,
-    gates: Tensor | Sequence[Tensor | None],
+    gates: Tensor | Sequence[Tensor | None] | None,
     *,
+    merge_window: bool = False,
     q_cmp: Tensor | None = None,
     q_window: Tensor | None = None,
     k_window: Tensor | None = None,
     v_window: Tensor | None = None,
-    mem_kv: tuple[Tensor, Tensor] | None = None,
+    mem_kv: tuple[Tensor, Tensor | None] | None = None,
     compress_block_size: int,
     compress_stride: int,
     selection_block_size: int,
@@ -98,10 +101,14 @@ def nsa(
             where neither the compressed branch nor block scores are needed.
         gates: `[B, T, HQ, 3]` after the sigmoid, in the order compressed, selected, window; or a triple of `[B, T, HQ]`
             and None, which leaves a branch out: nothing of it is computed but what others need, and what is given
-            for it alone has no part in the result.
+            for it alone has no part in the result. With merge_window: `[B, T, HQ, 1]`, of the compressed branch, or
+            None together with v_cmp: the compressed branch then computes block scores alone.
+        merge_window: the selected blocks and the window are read in one softmax, each key once, without a gate
+            (`selected_attention` with window_size). k_window, v_window and q_window are refused then.
         q_cmp: `[B, T, HQ, D]` before rotary, for the compressed branch and the block scores; default q.
         q_window, k_window, v_window: queries, keys and values of the window branch; default q, k, v.
-        mem_kv: a pair `[H, M, D]`, `[H, M, DV]` that every query sees in the compressed branch.
+        mem_kv: a pair `[H, M, D]`, `[H, M, DV]` that every query sees in the compressed branch; its values are None
+            where v_cmp is.
         compress_block_size, compress_stride, selection_block_size: l, d, l' in tokens; l' is a multiple of d, d at most
             l.
         num_selected: n, the blocks that a query reads, forced ones included; 0 switches the branch off (its part of the
@@ -119,8 +126,10 @@ def nsa(
         segment_ids: int32 or int64 `[1, T]`, runs of equal ids are sequences of their own, in k_cmp and v_cmp too; read
             on the host once. Negative: padding, which gives 0. In place of cu_seqlens, seqlens_k and q_offset.
         softcap: logits of all branches become softcap * tanh(logit / softcap).
-        sinks, sinks_cmp: logits `[HQ]` or `[HQ, M]` of keys without values, in the window and the compressed branch.
-        dropout_p, dropout_seed: weights that the window branch drops, as in `window_attention`.
+        sinks, sinks_cmp: logits `[HQ]` or `[HQ, M]` of keys without values, in the window (with merge_window: the one
+            softmax of blocks and window) and the compressed branch.
+        dropout_p, dropout_seed: weights that the window branch (with merge_window: that softmax) drops, as in
+            `window_attention`.
         choose: chooses the blocks, called as `select_blocks` is.
         backend: 'auto', 'triton', 'flex' (the three attentions; choice and sum are eager) or 'eager'; `backend_of`
             of this module says what 'auto' takes.
@@ -137,18 +146,28 @@ def nsa(
     if not callable(choose):
         raise ValueError(f'choose is {shown(choose)}, but must be a function')
     check_qkv(q, k, v)
-    gates, (has_compressed, has_selected, has_window) = stack_gates(gates, q)
+    check_flags(merge_window=merge_window)
+    if merge_window:
+        gates = check_merged_gates(gates, q)
+        _check_merged(gates, v_cmp, mem_kv, sinks_cmp, (q_window, k_window, v_window))
+        (has_compressed, has_selected), has_window = (gates is not None, True), False
+    else:
+        if gates is None:
+            raise ValueError('gates is None, but must be given unless merge_window is set')
+        gates, (has_compressed, has_selected, has_window) = stack_gates(gates, q)
     check_all_block_sizes(compress_block_size, compress_stride, selection_block_size)
     num_selected = _check_choice(q, k, has_selected, num_selected, block_indices)
     check_not_negative(num_init=num_init, num_local=num_local)
     if (k_window is None) != (v_window is None):
         raise ValueError('k_window and v_window must be given together or not at all')
-    if q_cmp is None and q_window is None:
+    if merge_window and q_cmp is None:
+        q, q_cmp = fan_out(q, 2, backend=eager_in_flex)
+    elif q_cmp is None and q_window is None:
         q, q_cmp, q_window = fan_out(q, 3, backend=eager_in_flex)
     q_cmp = q if q_cmp is None else q_cmp
     q_window = q if q_window is None else q_window
     k_window, v_window = (k, v) if k_window is None or v_window is None else (k_window, v_window)
-    check_window(window_size, causal)
+    window_size = check_window(window_size, causal)
     given = (('q_cmp', q_cmp, q), ('q_window', q_window, q), ('k_window', k_window, k), ('v_window', v_window, v))
     for name, tensor, like in given:
         check_tensors(**{name: tensor})
@@ -158,7 +177,7 @@ def nsa(
     has_selected = has_selected and num_selected > 0
     needs_scores = has_selected and (block_indices is None or use_diff_topk)
     if has_compressed or needs_scores:
-        _check_compressed(q_cmp, k_cmp, v_cmp, v)
+        _check_compressed(q_cmp, k_cmp, v_cmp, v, scores_alone=merge_window and not has_compressed)
     if has_selected and block_counts is not None:
         kv_heads = k.shape[2] if share_group else q.shape[2]
         check_block_counts(block_counts, kv_heads if block_indices is None else block_indices.shape[2], q)
@@ -169,8 +188,9 @@ def nsa(
     cu_seqlens, padding = make_borders(segment_ids, q, k, None, *places)
     if cu_seqlens is not None and padding is not None:
         # Whatever stands there, it reaches neither outputs nor gradients that tokens share, such as those of sinks.
-        tokens = (q, k, v, q_cmp, q_window, k_window, v_window, gates)
-        q, k, v, q_cmp, q_window, k_window, v_window, gates = (_zero_padding(t, padding) for t in tokens)
+        tokens = (q, k, v, q_cmp, q_window, k_window, v_window)
+        q, k, v, q_cmp, q_window, k_window, v_window = (_zero_padding(t, padding) for t in tokens)
+        gates = None if gates is None else _zero_padding(gates, padding)
         starts = packed_block_starts(cu_seqlens, q.shape[1], compress_block_size, compress_stride)
         k_cmp, v_cmp = (t if t is None else _zero_padding(t, padding[:, starts]) for t in (k_cmp, v_cmp))
     make_sequences(q, k.shape[1], q_offset, seqlens_k, cu_seqlens, cu_seqlens_k)
@@ -184,26 +204,36 @@ def nsa(
         'cu_seqlens_k': cu_seqlens_k,
         'softcap': softcap,
     }
+    of_window: dict[str, Any] = {
+        'window_size': window_size,
+        'sinks': sinks,
+        'dropout_p': dropout_p,
+        'dropout_seed': dropout_seed,
+    }
 
     # Somebody else's choice may be learned, too.
     needs_lse = use_diff_topk or not (choose is select_blocks or isinstance(choose, _KeptChoice))
-    branch_gates = [
-        gates[..., place] if is_read else None
-        for place, is_read in enumerate((has_compressed, has_selected, has_window))
-    ]
-    carried = _are_carried(q, k, v, branch_gates, num_selected, needs_lse, backend)
+    branch_gates = [None, None, None]
+    if not merge_window:
+        assert gates is not None
+        branch_gates = [
+            gates[..., place] if is_read else None
+            for place, is_read in enumerate((has_compressed, has_selected, has_window))
+        ]
+    carried = not merge_window and _are_carried(q, k, v, branch_gates, num_selected, needs_lse, backend)
     gate_compressed, gate_selected, gate_window = branch_gates if carried else (None, None, None)
     out_compressed = out_selected = out_window = lse = None
     if has_compressed or needs_scores:
         assert k_cmp is not None
-        assert v_cmp is not None
+        if v_cmp is None:
+            v_cmp, mem_kv = _stand_ins(k_cmp, mem_kv)
         out_compressed, lse = compressed_attention(
             q_cmp,
             k_cmp,
             v_cmp,
             block_size=compress_block_size,
             stride=compress_stride,
-            mem_kv=mem_kv,
+            mem_kv=mem_kv,  # type: ignore[arg-type]
             seqlen_k=seqlen_k,
             sinks=sinks_cmp,
             gate=gate_compressed,
@@ -212,16 +242,7 @@ def nsa(
         )
     if has_window:
         out_window, _ = window_attention(
-            q_window,
-            k_window,
-            v_window,
-            window_size=window_size,
-            sinks=sinks,
-            dropout_p=dropout_p,
-            dropout_seed=dropout_seed,
-            gate=gate_window,
-            backend=backend,
-            **where,
+            q_window, k_window, v_window, **of_window, gate=gate_window, backend=backend, **where
         )
     if has_selected:
         choice: dict[str, Any] = {
@@ -259,12 +280,20 @@ def nsa(
             block_indices,
             block_size=selection_block_size,
             block_scale=block_scale,
+            unit_scale=True,
             block_counts=block_counts,
             gate=gate_selected,
             backend=backend,
+            **(of_window if merge_window else {}),
             **where,
         )
+    elif merge_window:
+        out_selected, _ = window_attention(q, k, v, **of_window, backend=backend, **where)
     outs = (out_compressed if has_compressed else None, out_selected, out_window)
+    if merge_window:
+        assert out_selected is not None
+        return _add_compressed(outs[0], out_selected, gates, eager_in_flex)
+    assert gates is not None
     compressed, selected, window = (_or_zeros(out, q, v) for out in outs)
     return gated_sum(gates, compressed, selected, window, carried=carried, backend=eager_in_flex)
 
@@ -283,15 +312,20 @@ def backend_of(
     sinks: Tensor | None = None,
     sinks_cmp: Tensor | None = None,
     dropout_p: float = 0.0,
+    causal: bool = True,
+    merge_window: bool = False,
+    compressed_output: bool = True,
     backend: str = 'auto',
 ) -> BackendChoice:
     """The backend that `nsa` would take, and in `ops` that of every op.
 
     It is that of the three attentions; where they differ, the slowest of them. gates: None for all branches.
+    compressed_output: False where the compressed branch of merged attention gives block scores alone.
     """
     has_compressed, has_selected, has_window = (
         (True, True, True) if gates is None or isinstance(gates, Tensor) else (gate is not None for gate in gates)
     )
+    has_compressed = has_compressed and compressed_output
     num_selected = num_selected if block_indices is None else block_indices.shape[3]
     has_selected = has_selected and num_selected > 0
     eager_in_flex = 'eager' if backend == 'flex' else backend
@@ -299,18 +333,27 @@ def backend_of(
     if has_compressed or (has_selected and (block_indices is None or use_diff_topk)):
         modifiers = Modifiers(softcap, sinks_cmp)
         attentions['compressed_attention'] = compressed_backend(q, k, v, modifiers=modifiers, backend=backend)
+    if merge_window:
+        has_window = num_selected == 0
     if has_window:
         modifiers = Modifiers(softcap, sinks, dropout_p=dropout_p)
         attentions['window_attention'] = window_backend(q, k, v, modifiers=modifiers, backend=backend)
     # Gates of several dtypes are stacked in the widest of them.
     all_gates = [gates] if isinstance(gates, Tensor) else [gate for gate in gates or () if gate is not None]
     widest = next((gate for gate in all_gates if gate.dtype == torch.float64), q)
-    others = {'gated_sum': sum_backend(widest, v, backend=eager_in_flex)}
+    others = {}
+    if has_compressed or not merge_window:
+        others['gated_sum'] = sum_backend(widest, v, backend=eager_in_flex)
     if has_selected:
         block_scale = q[:, :, : k.shape[2], :1] if use_diff_topk else None
-        attentions['selected_attention'] = selected_backend(
-            q, k, v, block_scale=block_scale, num_selected=num_selected, backend=backend
-        )
+        settings: dict[str, Any] = {'block_scale': block_scale, 'num_selected': num_selected, 'backend': backend}
+        if merge_window:
+            choice_of_selected = merged_backend(
+                q, k, v, causal=causal, unit_scale=True, dropout_p=dropout_p, **settings
+            )
+        else:
+            choice_of_selected = selected_backend(q, k, v, **settings)
+        attentions['selected_attention'] = choice_of_selected
         group_size = q.shape[2] // k.shape[2] if share_group else 1
         choice = {'num_selected': num_selected, 'backend': eager_in_flex}
         if block_indices is None:
@@ -338,6 +381,55 @@ def _are_carried(
     served = [op for op, choice in choices.items() if choice.name == 'triton']
     has_attention = any(op.endswith('_attention') for op in served)  # where there is none, nobody has the gates
     return has_attention and all(op in served for op in choices if op != 'select_blocks')
+
+
+def check_merged_gates(gates: Tensor | Sequence[Tensor | None] | None, q: Tensor) -> Tensor | None:
+    """Return the gate `[B, T, HQ, 1]` of the compressed branch of merged attention, or None for its scores alone."""
+    if gates is None:
+        return None
+    check_tensors(gates=gates)
+    assert isinstance(gates, Tensor)
+    check_gate('gates', gates, (*q.shape[:3], 1), '(B, T, HQ, 1)', q)
+    return gates
+
+
+def _check_merged(
+    gates: Tensor | None,
+    v_cmp: Tensor | None,
+    mem_kv: tuple[Tensor, Tensor | None] | None,
+    sinks_cmp: Tensor | None,
+    of_window: tuple[Tensor | None, ...],
+) -> None:
+    """Refuse tensors that merged attention has no use for."""
+    for name, tensor in zip(('q_window', 'k_window', 'v_window'), of_window, strict=True):
+        if tensor is not None:
+            raise ValueError(f'{name} is given, but must be None where merge_window is set')
+    if gates is not None:
+        if v_cmp is None:
+            raise ValueError('v_cmp is None, but must be given where gates is')
+        return
+    given = {'v_cmp': v_cmp, 'mem_kv[1]': None if mem_kv is None else mem_kv[1], 'sinks_cmp': sinks_cmp}
+    for name, tensor in given.items():
+        if tensor is not None:
+            raise ValueError(f'{name} is given, but must be None where gates is: only block scores are computed')
+
+
+def _stand_ins(
+    k_cmp: Tensor, mem_kv: tuple[Tensor, Tensor | None] | None
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    """Return values for compressed attention whose log-sum-exp alone is needed: as few columns as kernels take."""
+    columns = slice(min(16, k_cmp.shape[-1]))
+    values = k_cmp.detach()[..., columns]
+    return values, None if mem_kv is None else (mem_kv[0], mem_kv[0].detach()[..., columns])
+
+
+def _add_compressed(compressed: Tensor | None, merged: Tensor, gate: Tensor | None, backend: str) -> Tensor:
+    """Return merged `[B, T, HQ, DV]` plus gate `[B, T, HQ, 1]` times the compressed output."""
+    if compressed is None or gate is None:
+        return merged
+    ones, zeros = torch.ones_like(gate), torch.zeros_like(gate)
+    nothing = merged.new_zeros(merged.shape[-1]).expand(merged.shape)
+    return gated_sum(torch.cat((gate, ones, zeros), -1), compressed, merged, nothing, backend=backend)
 
 
 def _zero_padding(x: Tensor, padding: Tensor) -> Tensor:
@@ -371,7 +463,12 @@ def _check_choice(
     return count
 
 
-def _check_compressed(q_cmp: Tensor, k_cmp: Tensor | None, v_cmp: Tensor | None, v: Tensor) -> None:
+def _check_compressed(
+    q_cmp: Tensor, k_cmp: Tensor | None, v_cmp: Tensor | None, v: Tensor, *, scores_alone: bool
+) -> None:
+    if scores_alone and k_cmp is not None:
+        check_qkv(q_cmp, k_cmp, k_cmp, 'k_cmp', 'k_cmp')
+        return
     if k_cmp is None or v_cmp is None:
         name = 'k_cmp' if k_cmp is None else 'v_cmp'
         raise ValueError(f'{name} is None, but must be given for the compressed branch and for the scores of blocks')

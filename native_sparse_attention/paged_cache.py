@@ -36,8 +36,8 @@ class PagedLayerCache(LayerCache):
         batch_size, max_seq_len: rows, and tokens that a row may have (its capacity).
         page_size: tokens of a page, a multiple of l' and of d.
         selection_block_size: l', by which kernels read pages; 1 for a layer without.
-        kv_heads, head_dim, value_dim, compress, has_raw_k, has_raw_v, has_window: what `layout` of another cache of the
-            layer holds.
+        kv_heads, head_dim, value_dim, compress, has_raw_k, has_raw_v, has_window, has_v_cmp: what `layout` of another
+            cache of the layer holds.
         num_pages: pages of each pool that is made, by default as many as fill every row.
         pools: the tensors by name, of any strides; by default they are made.
         block_table, block_table_cmp: int32 `[B, n]`, n at least ceil(max_seq_len / page_size). By default row b has the
@@ -67,6 +67,7 @@ class PagedLayerCache(LayerCache):
         has_raw_k: bool = False,
         has_raw_v: bool = False,
         has_window: bool = False,
+        has_v_cmp: bool = True,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -84,7 +85,7 @@ class PagedLayerCache(LayerCache):
                 raise ValueError(f'num_pages is {num_pages}, but must be left out where pools are given')
             if not isinstance(pools, Mapping):
                 raise ValueError(f'pools is {shown(pools)}, but must be a mapping of names to tensors')
-            names = [*TOKENS[: 4 if has_window else 2], *(PAIRS if compress else ())]
+            names = [*TOKENS[: 4 if has_window else 2], *(PAIRS[: 2 if has_v_cmp else 1] if compress else ())]
             if set(pools) != set(names):
                 raise ValueError(f'pools has {", ".join(map(str, pools))}, but must have {", ".join(names)}')
             check_tensors(**pools)
@@ -100,6 +101,7 @@ class PagedLayerCache(LayerCache):
             has_raw_k=has_raw_k,
             has_raw_v=has_raw_v,
             has_window=has_window,
+            has_v_cmp=has_v_cmp,
             dtype=dtype or torch.float32,
             device=device,
         )

@@ -353,3 +353,15 @@ def check_optional_gate(gate: Tensor | None, q: Tensor) -> None:
     check_gate('gate', gate, tuple(q.shape[:3]), '(B, T, HQ)', q)
     if gate.dtype == torch.float64:
         raise ValueError(f'gate has dtype {gate.dtype}, but its kernels compute in float32')
+
+
+def check_window(window_size: tuple[int, int], causal: bool) -> tuple[int, int]:
+    """The window as the backends take it: right is 0 where causal."""
+    check_flags(causal=causal)
+    is_pair = isinstance(window_size, tuple | list) and len(window_size) == 2
+    if not is_pair or not all(is_int(side) and side >= -1 for side in window_size):
+        raise ValueError(f'window_size is {shown(window_size)}, but must be (left, right), integers of at least -1')
+    left, right = window_size
+    if causal and right > 0:
+        raise ValueError(f'window_size is {window_size}, but right must be 0 (or -1) where causal is set')
+    return left, 0 if causal else right

@@ -16,6 +16,9 @@ from einops import rearrange
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from native_sparse_attention.ops import _random
+from native_sparse_attention.ops._modifiers import Modifiers
+
 # Elements of the largest intermediate tensor of a chunk of queries.
 CHUNK_ELEMENTS = 2**24
 
@@ -79,13 +82,15 @@ def masked_attention(
     bias: Tensor | None = None,
     sinks: Tensor | None = None,
     kept: Tensor | None = None,
+    factor: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of queries `[B, T, H, G, D]` over the visible ones of keys `[B, S, H, D]` and values `[B, S, H, DV]`.
 
     visible: `[B, HQ or 1, T, S]`; dtype: of the output. softcap, bias `[B or 1, HQ or 1, T, S]` and sinks `[HQ]`: as
-    `Modifiers` says. kept: factors of the weights, `[B, HQ, T, S]`. Returns `[B, T, HQ, DV]` and the log-sum-exp
-    `[B, HQ, T]`. A query, key or value that is not finite reaches those who read it, as NaN, and no one else: 0 * NaN
-    is NaN, so such are set to 0 first, and what they reach to NaN at last.
+    `Modifiers` says. kept: factors of the weights, `[B, HQ, T, S]`. factor: factors of the logits before the softcap,
+    `[B, HQ, T, S]`. Returns `[B, T, HQ, DV]` and the log-sum-exp `[B, HQ, T]`. A query, key or value that is not finite
+    reaches those who read it, as NaN, and no one else: 0 * NaN is NaN, so such are set to 0 first, and what they reach
+    to NaN at last.
     """
     finite_q, finite_k, finite_v = (t.isfinite().all(-1) for t in (q, k, v))
     q, k, v = (torch.where(ok[..., None], t, 0) for ok, t in ((finite_q, q), (finite_k, k), (finite_v, v)))
@@ -97,6 +102,8 @@ def masked_attention(
     kept = None if kept is None else _by_group(kept, groups)
     sinks = None if sinks is None else sinks.view(*groups, 1, 1)
     logits = torch.einsum('bthgd,bshd->bhgts', q, k) * scale
+    if factor is not None:
+        logits = logits * _by_group(factor, groups)
     weights, lse = masked_softmax(logits, visible, dtype, softcap=softcap, bias=bias, sinks=sinks, kept=kept)
     out = torch.einsum('bhgts,bshd->bthgd', weights, v).to(dtype)
 
@@ -142,6 +149,21 @@ def without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
     if torch.compiler.is_compiling() or torch.amp.is_autocast_available(device_type):
         return torch.autocast(device_type, enabled=False)
     return nullcontext()
+
+
+def dropout_factors(
+    modifiers: Modifiers, batch: int, heads: int, start: int, stop: int, index: Tensor, dtype: torch.dtype
+) -> Tensor | None:
+    """Return the factors `[B, HQ, T, keys]` of the weights of queries start ... stop under dropout, or None without it.
+
+    index: `[1 or B, keys]`, positions along the key axis.
+    """
+    seed, dropout_p = modifiers.dropout_seed, modifiers.dropout_p
+    if seed is None:
+        return None
+    row, head, query = (torch.arange(*ends, device=index.device) for ends in ((batch,), (heads,), (start, stop)))
+    place = (row[:, None, None, None], head[:, None, None], query[:, None], index[:, None, None])
+    return _random.keep(seed, dropout_p, *place).to(dtype) / (1 - dropout_p)
 
 
 def _by_group(table: Tensor, groups: torch.Size) -> Tensor:

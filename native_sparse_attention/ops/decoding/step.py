@@ -17,9 +17,9 @@ class Storage(NamedTuple):
     """The tensors of a cache.
 
     k, v, k_window, v_window: `[B, S, H, D or DV]`, or pages `[P, page_size, H, D or DV]` that block_table, int32 `[B,
-    pages of a row]`, leads to; k_cmp, v_cmp likewise, with block_table_cmp. raw_k, raw_v: the last tokens before rotary
-    `[B, R, H, D or DV]`, position p in place p modulo R, or None where k or v have them. lengths, peaks: int32 `[B]`.
-    capacity: tokens of a row.
+    pages of a row]`, leads to; k_cmp, v_cmp likewise, with block_table_cmp, where v_cmp is None in a cache without it.
+    raw_k, raw_v: the last tokens before rotary `[B, R, H, D or DV]`, position p in place p modulo R, or None where k or
+    v have them. lengths, peaks: int32 `[B]`. capacity: tokens of a row.
     """
 
     k: Tensor
@@ -27,7 +27,7 @@ class Storage(NamedTuple):
     k_window: Tensor | None
     v_window: Tensor | None
     k_cmp: Tensor
-    v_cmp: Tensor
+    v_cmp: Tensor | None
     raw_k: Tensor | None
     raw_v: Tensor | None
     lengths: Tensor

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from native_sparse_attention.geometry import Sequences
 from native_sparse_attention.ops._checks import (
     check_block_counts,
     check_block_indices,
@@ -17,13 +18,16 @@ from native_sparse_attention.ops._checks import (
     check_positive,
     check_qkv,
     check_tensors,
+    check_window,
     checked_softcap,
     logit_scale,
     make_sequences,
 )
-from native_sparse_attention.ops._segments import make_borders
+from native_sparse_attention.ops._modifier_checks import make_modifiers
+from native_sparse_attention.ops._modifiers import Modifiers
+from native_sparse_attention.ops._segments import make_borders, mask_outputs
 from native_sparse_attention.ops._triton import support
-from native_sparse_attention.ops.backend import BackendChoice, choose_backend, without_gate
+from native_sparse_attention.ops.backend import BackendChoice, choose_backend, serves, without_gate
 
 # Blocks of a query, which a kernel holds at once to find those that stand in the row already.
 MAX_SELECTED = 1024
@@ -37,6 +41,7 @@ def selected_attention(
     *,
     block_size: int,
     block_scale: Tensor | None = None,
+    unit_scale: bool = False,
     q_offset: int | Tensor | None = None,
     seqlens_k: Tensor | None = None,
     causal: bool = True,
@@ -46,10 +51,15 @@ def selected_attention(
     segment_ids: Tensor | None = None,
     softcap: float | None = None,
     block_counts: int | Tensor | None = None,
+    window_size: tuple[int, int] | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
     gate: Tensor | None = None,
     backend: str = 'auto',
 ) -> tuple[Tensor, Tensor]:
-    """Attention of every query over the tokens of its chosen blocks that are not in the future.
+    """Attention of every query over the tokens of its selected blocks that are not in the future, and with
+    `window_size` over its window too, each key once, in one softmax.
 
     A row of indices is a set: a block is read once, in whatever order and however often its index stands there. -1 is
     padding wherever it stands, and any other index that is out of range or in the future contributes nothing.
@@ -61,6 +71,8 @@ def selected_attention(
         block_size: tokens of a block.
         block_scale: factors of the logits of each chosen block, in the shape of block_indices; of an index that stands
             several times in a row the first counts. Differentiable.
+        unit_scale: block_scale is 1 everywhere, as `straight_through_scale` makes it, and has a gradient alone. With
+            window_size the Triton kernels need this promise, which they do not check.
         q_offset: position of the first query, an int, `[B]` (packed: `[N]`) or None: queries end where the keys end.
         seqlens_k: int32 or int64 `[B]`, how many keys of a row are real.
         causal: no query reads a later key; else every key of a chosen block is read.
@@ -74,11 +86,19 @@ def selected_attention(
             it stays.
         block_counts: how many of the first indices of a row count, an int or int32 or int64 `[B, T, H]` (`[B, T, HQ]`
             where heads choose alone); the rest is ignored. Below 0 is 0, above n is n. None: all.
+        window_size: (left, right), keys before and after the query's own that it reads besides; -1 means unbounded.
+            Causal: right is 0 (-1 is taken for 0). None: no window. flex does not serve it, and of the kernels' side
+            see `backend`.
+        sinks: `[HQ]` or `[HQ, M]`, logits of keys without values in the softmax; need window_size. As in
+            `window_attention`.
+        dropout_p, dropout_seed: dropout of the weights; need window_size. As in `window_attention`.
         gate: `[B, T, HQ]`, any floating dtype but float64: what `gated_sum` with carried=True multiplies the output by.
             The gradient that the output receives is that of gate * output then, and the log-sum-exp has none. With
             float16 inputs products of gates and weights below 6e-5 lose bits. By the Triton kernels alone, without
             block_scale.
-        backend: 'auto', 'triton', 'flex' or 'eager'.
+        backend: 'auto', 'triton', 'flex' or 'eager'. With window_size the Triton kernels need causal=True and serve
+            neither dropout nor a block_scale without unit_scale; eager serves everything, with memory and time that
+            grow with S.
 
     Returns:
         The output `[B, T, HQ, DV]` in the dtype of q and its log-sum-exp `[B, HQ, T]` (float32; float64 for float64
@@ -88,7 +108,7 @@ def selected_attention(
         ValueError: shapes, dtypes or settings that do not fit, or an explicit backend that cannot serve the call.
     """
     check_qkv(q, k, v)
-    check_flags(causal=causal)
+    check_flags(causal=causal, unit_scale=unit_scale)
     check_positive(block_size=block_size)
     check_block_indices(block_indices, q, k)
     if block_scale is not None:
@@ -103,6 +123,7 @@ def selected_attention(
     check_optional_gate(gate, q)
     if gate is not None and block_scale is not None:
         raise ValueError('gate is given with block_scale, but must be None beside it')
+    window = _check_merged(window_size, causal, sinks, dropout_p, dropout_seed, gate)
     where = (q_offset, seqlens_k, cu_seqlens, cu_seqlens_k)
     cu_seqlens, padding = make_borders(segment_ids, q, k, None, *where)
     sequences = make_sequences(q, k.shape[1], q_offset, seqlens_k, cu_seqlens, cu_seqlens_k)
@@ -113,6 +134,13 @@ def selected_attention(
     if padding is not None:
         # Who chose nothing has no output and no gradient, and whom nobody chose has none either.
         block_indices = block_indices.masked_fill(padding[:, :, None, None], -1)
+    if window is not None:
+        modifiers = make_modifiers(q, k, None, None, None, None, softcap, sinks, dropout_p, dropout_seed)
+        if padding is not None:
+            q, k, v = (t.masked_fill(padding[:, :, None, None], 0) for t in (q, k, v))
+        selected = (q, k, v, block_indices, block_scale, sequences, block_size)
+        outputs = _merged(*selected, window, causal, scale, modifiers, unit_scale, backend)
+        return mask_outputs(*outputs, padding)
     arguments = (q, k, v, block_indices, block_scale, sequences, block_size, causal, scale, softcap)
     num_selected = block_indices.shape[3]
     settings: dict[str, Any] = {'block_scale': block_scale, 'num_selected': num_selected, 'gate': gate}
@@ -150,6 +178,92 @@ def backend_of(
             gate, partial(_flex.passed_over, backend, q, k, v, factors=block_scale, num_selected=num_selected)
         ),
         'eager': without_gate(gate),
+    }
+    return choose_backend('selected_attention', backend, q.device, candidates)
+
+
+def _check_merged(
+    window_size: tuple[int, int] | None,
+    causal: bool,
+    sinks: Tensor | None,
+    dropout_p: float,
+    dropout_seed: int | Tensor | None,
+    gate: Tensor | None,
+) -> tuple[int, int] | None:
+    """Return the window, or None without one, which excludes what needs it."""
+    if window_size is None:
+        for name, is_given in (
+            ('sinks', sinks is not None),
+            ('dropout_p', dropout_p != 0),
+            ('dropout_seed', dropout_seed is not None),
+        ):
+            if is_given:
+                raise ValueError(f'{name} is given, but needs window_size beside it')
+        return None
+    if gate is not None:
+        raise ValueError('gate is given with window_size, but must be None beside it')
+    return check_window(window_size, causal)
+
+
+def _merged(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor,
+    block_scale: Tensor | None,
+    sequences: Sequences,
+    block_size: int,
+    window: tuple[int, int],
+    causal: bool,
+    scale: float,
+    modifiers: Modifiers,
+    unit_scale: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """Attention over the union of selected blocks and window."""
+    arguments = (q, k, v, block_indices, block_scale, sequences, block_size, *window, causal, scale, modifiers)
+    choice = merged_backend_of(
+        q, k, v, causal=causal, block_scale=block_scale, unit_scale=unit_scale, num_selected=block_indices.shape[3],
+        dropout_p=modifiers.dropout_p, backend=backend,
+    )  # fmt: skip
+    match choice.name:
+        case 'triton':
+            from native_sparse_attention.ops.selected_attention.triton import merged
+
+            return merged.merged_attention(*arguments)
+        case _:
+            from native_sparse_attention.ops.selected_attention import eager
+
+            return eager.merged_attention(*arguments)
+
+
+def merged_backend_of(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = True,
+    block_scale: Tensor | None = None,
+    unit_scale: bool = False,
+    num_selected: int = 1,
+    dropout_p: float = 0.0,
+    backend: str = 'auto',
+) -> BackendChoice:
+    """The backend that would serve these inputs with `window_size`."""
+
+    def not_by_triton() -> str | None:
+        if not causal:
+            return 'causal is False, but with window_size its kernels are causal'
+        if block_scale is not None and not unit_scale:
+            return 'block_scale may differ from 1, but with window_size its kernels scale no logits'
+        if dropout_p:
+            return f'dropout_p is {dropout_p}, but with window_size its kernels drop no weights'
+        return _not_by_triton(q, k, v, num_selected)
+
+    candidates = {
+        'triton': not_by_triton,
+        'flex': lambda: 'it has no selected blocks and window in one softmax',
+        'eager': serves,
     }
     return choose_backend('selected_attention', backend, q.device, candidates)
 

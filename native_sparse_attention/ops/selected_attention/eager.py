@@ -6,8 +6,16 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from native_sparse_attention.geometry import Sequences
-from native_sparse_attention.ops._eager import compute_dtype, in_query_chunks, masked_softmax, without_autocast
+from native_sparse_attention.geometry import QueryLayout, Sequences, in_window
+from native_sparse_attention.ops._eager import (
+    compute_dtype,
+    dropout_factors,
+    in_query_chunks,
+    masked_attention,
+    masked_softmax,
+    without_autocast,
+)
+from native_sparse_attention.ops._modifiers import Modifiers
 
 
 def selected_attention(
@@ -64,6 +72,92 @@ def selected_attention(
     with without_autocast(q):
         out, lse = in_query_chunks(attend, seqlen, elements, dims=(1, 2))
     return out, lse
+
+
+def merged_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor,
+    block_scale: Tensor | None,
+    sequences: Sequences,
+    block_size: int,
+    left: int,
+    right: int,
+    causal: bool,
+    scale: float,
+    modifiers: Modifiers,
+) -> tuple[Tensor, Tensor]:
+    """Attention over the union of the selected blocks and the window (left, right), in one softmax.
+
+    Every query reads a row of a mask over all keys, so time and memory grow with S.
+    """
+    batch, seqlen, heads, _ = q.shape
+    seqlen_k, kv_heads = k.shape[1:3]
+    float_dtype = compute_dtype(q.dtype)
+    # Cast once, so that the gradients of keys that several chunks read are added in float32.
+    k, v = k.to(float_dtype), v.to(float_dtype)
+    queries = rearrange(q, 'b t (h g) d -> b t h g d', h=kv_heads)
+    layout = sequences.layout()
+    index = torch.arange(seqlen_k, device=q.device)[None]
+
+    def attend(start: int, stop: int) -> tuple[Tensor, Tensor]:
+        chunk = layout.chunk(start, stop)
+        blocks = block_indices[:, start:stop].long()
+        factors = None if block_scale is None else block_scale[:, start:stop].to(float_dtype)
+        visible, factor = _read_keys(chunk, blocks, factors, index, block_size, left, right, causal)
+        per_head = heads // blocks.shape[2]
+        return masked_attention(
+            queries[:, start:stop].to(float_dtype),
+            k,
+            v,
+            visible.repeat_interleave(per_head, 1),
+            scale,
+            q.dtype,
+            softcap=modifiers.softcap,
+            sinks=modifiers.sinks,
+            kept=dropout_factors(modifiers, batch, heads, start, stop, index, float_dtype),
+            factor=None if factor is None else factor.repeat_interleave(per_head, 1),
+        )
+
+    with without_autocast(q):
+        out, lse = in_query_chunks(attend, seqlen, batch * heads * seqlen_k, dims=(1, 2))
+    return out, lse
+
+
+def _read_keys(
+    chunk: QueryLayout,
+    blocks: Tensor,
+    factors: Tensor | None,
+    index: Tensor,
+    block_size: int,
+    left: int,
+    right: int,
+    causal: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Return which keys each query of the chunk reads, and the factors of their logits: `[B, HI, T, S]` each.
+
+    blocks: int64 `[B, T, HI, n]`. factors: of the blocks, or None. index: `[1, S]`, positions along the key axis.
+    """
+    key_position, own = chunk.key_position(index[:, None])  # [B, T, S]
+    position = chunk.position[..., None]
+    num_blocks = index.shape[1] // block_size + 1
+    exists = _counts(blocks, num_blocks - 1)
+    # [B, T, HI, blocks + 1]; the last entry takes the indices that name no block.
+    slot = torch.where(exists, blocks, num_blocks)
+    is_selected = torch.zeros(*blocks.shape[:3], num_blocks + 1, dtype=torch.bool, device=index.device)
+    is_selected = is_selected.scatter(-1, slot, exists)
+    block_of_key = (key_position.clamp(0) // block_size).clamp(max=num_blocks - 1)
+    block_of_key = block_of_key[:, :, None].expand(*blocks.shape[:3], -1)  # [B, T, HI, S]
+    in_block = is_selected.gather(-1, block_of_key)
+    if causal:
+        in_block = in_block & (key_position <= position)[:, :, None]
+    visible = own[:, :, None] & (in_block | in_window(key_position, position, left, right)[:, :, None])
+    factor = None
+    if factors is not None:
+        table = torch.ones(is_selected.shape, dtype=factors.dtype, device=index.device)
+        factor = table.scatter(-1, slot, factors.where(exists, 1)).gather(-1, block_of_key).transpose(1, 2)
+    return visible.transpose(1, 2), factor
 
 
 def _counts(blocks: Tensor, last_block: int) -> Tensor:

@@ -7,13 +7,11 @@ from functools import partial
 from torch import Tensor
 
 from native_sparse_attention.ops._checks import (
-    check_flags,
     check_optional_gate,
     check_qkv,
-    is_int,
+    check_window,
     logit_scale,
     make_sequences,
-    shown,
 )
 from native_sparse_attention.ops._modifier_checks import make_modifiers
 from native_sparse_attention.ops._modifiers import OFF, Modifiers
@@ -126,15 +124,3 @@ def backend_of(
         'eager': without_gate(gate),
     }
     return choose_backend('window_attention', backend, q.device, candidates)
-
-
-def check_window(window_size: tuple[int, int], causal: bool) -> tuple[int, int]:
-    """The window as the backends take it: right is 0 where causal."""
-    check_flags(causal=causal)
-    is_pair = isinstance(window_size, tuple | list) and len(window_size) == 2
-    if not is_pair or not all(is_int(side) and side >= -1 for side in window_size):
-        raise ValueError(f'window_size is {shown(window_size)}, but must be (left, right), integers of at least -1')
-    left, right = window_size
-    if causal and right > 0:
-        raise ValueError(f'window_size is {window_size}, but right must be 0 (or -1) where causal is set')
-    return left, 0 if causal else right

@@ -7,8 +7,13 @@ from einops import rearrange
 from torch import Tensor
 
 from native_sparse_attention.geometry import Sequences, in_window
-from native_sparse_attention.ops import _random
-from native_sparse_attention.ops._eager import compute_dtype, in_query_chunks, masked_attention, without_autocast
+from native_sparse_attention.ops._eager import (
+    compute_dtype,
+    dropout_factors,
+    in_query_chunks,
+    masked_attention,
+    without_autocast,
+)
 from native_sparse_attention.ops._modifiers import OFF, Modifiers
 
 # Queries that share one read of their window, where the window is narrower than that.
@@ -65,7 +70,7 @@ def window_attention(
             softcap=modifiers.softcap,
             bias=None if bias is None else bias[:, :, start:stop].to(float_dtype),
             sinks=modifiers.sinks,
-            kept=_kept(modifiers, batch, heads, start, stop, in_memory, float_dtype),
+            kept=dropout_factors(modifiers, batch, heads, start, stop, in_memory, float_dtype),
         )
 
     with without_autocast(q):
@@ -85,15 +90,3 @@ def _allowed(visible: Tensor, modifiers: Modifiers, start: int, stop: int, index
         visible = visible & (of_query == of_key) & (of_query >= 0)
     visible = visible[:, None]
     return visible if attn_mask is None else visible & attn_mask[:, :, start:stop]
-
-
-def _kept(
-    modifiers: Modifiers, batch: int, heads: int, start: int, stop: int, index: Tensor, dtype: torch.dtype
-) -> Tensor | None:
-    """What dropout multiplies weights by, `[B, HQ, T, keys]`; index: of the keys, `[1 or B, keys]`."""
-    seed, dropout_p = modifiers.dropout_seed, modifiers.dropout_p
-    if seed is None:
-        return None
-    row, head, query = (torch.arange(*ends, device=index.device) for ends in ((batch,), (heads,), (start, stop)))
-    place = (row[:, None, None, None], head[:, None, None], query[:, None], index[:, None, None])
-    return _random.keep(seed, dropout_p, *place).to(dtype) / (1 - dropout_p)

@@ -33,10 +33,10 @@ Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def differentiate_keys(
-    tensors: Tensors, place: Placement, interval: Interval, scale: float, marks: Marks
+    tensors: Tensors, place: Placement, interval: Interval, scale: float, marks: Marks, grad_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dk and dv `[B, C, H, D and DV]`, dmem_k and dmem_v `[H, M, D and DV]`; where there are parts, some rows of the
-    batch after the others: how many rows fit into the workspace must not change how a row is added.
+    """dk and dv `[B, C, H, D and DV]` in grad_dtype, dmem_k and dmem_v `[H, M, D and DV]`; where there are parts, some
+    rows of the batch after the others: how many rows fit into the workspace must not change how a row is added.
     """
     q, k, v, *_ = tensors
     batch, _, heads, head_dim = q.shape
@@ -61,9 +61,9 @@ def differentiate_keys(
         return grads
 
     if parts == 1 and not joined:
-        dk, dv = (grad[0] for grad in add_queries(range(batch), k.dtype))
+        dk, dv = (grad[0] for grad in add_queries(range(batch), grad_dtype))
         return dk, dv, *_differentiate_memory(tensors, place, interval, scale, marks)
-    dk, dv = (t.new_empty(batch, interval.num_keys, *t.shape[2:]) for t in (k, v))
+    dk, dv = (t.new_empty(batch, interval.num_keys, *t.shape[2:], dtype=grad_dtype) for t in (k, v))
     of_memory = []
     for rows in _split_rows(batch, parts * bytes_of_row):
         sums = add_queries(rows, torch.float32)

@@ -34,7 +34,10 @@ from native_sparse_attention.ops._triton.registered import (
     save_inputs,
     saved_inputs,
 )
+from native_sparse_attention.ops._triton.support import MAX_TOKENS
 
+# q, k, v, interval, placement and marks, as `_prepare` makes them for the kernels.
+Inputs = tuple[Tensor, Tensor, Tensor, Interval, Placement, Marks]
 # Elements of the log-sum-exp whose part of the gradient of sinks is computed at once.
 SINK_ELEMENTS = 2**24
 
@@ -100,14 +103,20 @@ def _forward(
     dropout_p: float,
     dropout_seed: OptionalTensor,
 ) -> tuple[Tensor, Tensor]:
-    q, k, v, interval, place, marks = _prepare(
+    inputs = _prepare(
         q, k, v, mem_k, mem_v, (seqlen_k, q_offset, q_offsets, seqlens_k, cu_seqlens, cu_seqlens_k),
         left, reach, block_size, stride,
         (softcap, sinks, query_segments, key_segments, bias, attn_mask, dropout_p, dropout_seed),
     )  # fmt: skip
+    return attend(inputs, scale, q.dtype)
+
+
+def attend(inputs: Inputs, scale: float, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the output `[B, T, HQ, DV]` in out_dtype and the log-sum-exp `[B, HQ, T]`."""
+    q, k, v, interval, place, marks = inputs
     batch, seqlen, heads, head_dim = q.shape
     value_dim = v.shape[3]
-    out = q.new_empty(batch, seqlen, heads, value_dim)
+    out = q.new_empty(batch, seqlen, heads, value_dim, dtype=out_dtype)
     lse = q.new_empty(batch, heads, seqlen, dtype=torch.float32)
     block_m, block_n, num_warps, num_stages = settings_of_forward(q, v, marks)
     packed = _count_packed(heads // k.shape[2], block_m)
@@ -168,15 +177,51 @@ def _backward(
     """Gradients of q, k, v, mem_k, mem_v, sinks, bias and gate; those that are not needed, but for the first, are
     empty. dlse: None beside a gate.
     """
-    q, k, v, interval, place, marks = _prepare(
+    inputs = _prepare(
         q, k, v, mem_k, mem_v, (seqlen_k, q_offset, q_offsets, seqlens_k, cu_seqlens, cu_seqlens_k),
         left, reach, block_size, stride,
         (softcap, sinks, query_segments, key_segments, bias, attn_mask, dropout_p, dropout_seed),
     )  # fmt: skip
     dout, out = last_dim_contiguous(dout, out)
+    dq, numbers = differentiate_queries(inputs, scale, out, lse, dout, dlse, gate, q.dtype)
+    q, k, v, interval, place, marks = inputs
+    tensors = (q, k, v, dout, numbers)
+    dk = dv = dmem_k = dmem_v = dsinks = dbias = dgate = None
+    if needs_dkv:
+        dk, dv, dmem_k, dmem_v = differentiate_keys(tensors, place, interval, scale, marks, k.dtype)
+    if needs_dsinks and sinks is not None:
+        delta = numbers[:, :, 1]
+        dsinks = differentiate_sinks(sinks, lse, delta if gate is None else delta * gate.transpose(1, 2))
+    if needs_dbias and bias is not None:
+        dbias = _differentiate_bias(bias, tensors, place, interval, scale, marks)
+    if gate is not None:
+        # What p * dp adds up to is dout * output.
+        dgate = numbers[:, :, 1].transpose(1, 2).to(gate.dtype).contiguous()
+    dk, dv, dmem_k, dmem_v, dsinks, dbias, dgate = (
+        q.new_empty(0) if grad is None else grad for grad in (dk, dv, dmem_k, dmem_v, dsinks, dbias, dgate)
+    )
+    return dq, dk, dv, dmem_k, dmem_v, dsinks, dbias, dgate
+
+
+def differentiate_queries(
+    inputs: Inputs,
+    scale: float,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    gate: Tensor | None,
+    dq_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Return dq in dq_dtype, and float32 `[B, HQ, 2 or 3, T]`, the numbers of a row that `differentiate_keys` takes;
+    the second of them is delta, the sum of p * dp less dlse.
+
+    gate: `[B, T, HQ]`, what dout is still to be multiplied by, or None. dlse: `[B, HQ, T]`, before the gate too.
+    """
+    q, k, v, interval, place, marks = inputs
     seqlen, heads, head_dim = q.shape[1:]
     kv_heads, value_dim = v.shape[2:]
-    dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+    dq = q.new_empty(q.shape, dtype=dq_dtype)
     numbers = lse.new_empty(*lse.shape[:2], 2 if gate is None else 3, lse.shape[2])  # what dkv takes of a row
     table = settings.DQ if interval.left is None else settings.DQ_WINDOW
     block_m, block_n, num_warps, num_stages = settings_of(table, q, v)
@@ -197,25 +242,10 @@ def _backward(
         num_stages=num_stages,
         device=q.device,
     )
-    tensors = (q, k, v, dout, numbers)
-    dk = dv = dmem_k = dmem_v = dsinks = dbias = dgate = None
-    if needs_dkv:
-        dk, dv, dmem_k, dmem_v = differentiate_keys(tensors, place, interval, scale, marks)
-    if needs_dsinks and sinks is not None:
-        delta = numbers[:, :, 1]
-        dsinks = _differentiate_sinks(sinks, lse, delta if gate is None else delta * gate.transpose(1, 2))
-    if needs_dbias and bias is not None:
-        dbias = _differentiate_bias(bias, tensors, place, interval, scale, marks)
-    if gate is not None:
-        # What p * dp adds up to is dout * output.
-        dgate = numbers[:, :, 1].transpose(1, 2).to(gate.dtype).contiguous()
-    dk, dv, dmem_k, dmem_v, dsinks, dbias, dgate = (
-        q.new_empty(0) if grad is None else grad for grad in (dk, dv, dmem_k, dmem_v, dsinks, dbias, dgate)
-    )
-    return dq, dk, dv, dmem_k, dmem_v, dsinks, dbias, dgate
+    return dq, numbers
 
 
-def _differentiate_sinks(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+def differentiate_sinks(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     """A sink is a key whose value is 0, so the gradient of its logit is -p * delta. Some queries at a time, as numbers
     of float64 for all may take a lot of memory.
     """
@@ -300,6 +330,17 @@ register_derivative(_forward, _differentiate, save_inputs)
 refuse_double_backward(_backward)
 
 
+def prepare_window(
+    q: Tensor, k: Tensor, v: Tensor, flat: Any, left: int, softcap: float | None, sinks: Tensor | None
+) -> Inputs:
+    """Return the inputs of `attend` for the causal window of `left` keys before the query's own.
+
+    flat: the sequences (`flatten`).
+    """
+    bound = left if left < MAX_TOKENS else None
+    return _prepare(q, k, v, None, None, flat, bound, 0, 1, 1, (softcap, sinks))
+
+
 def _prepare(
     q: Tensor,
     k: Tensor,
@@ -312,7 +353,7 @@ def _prepare(
     block_size: int,
     stride: int,
     modifiers: Any,
-) -> Any:
+) -> Inputs:
     """Inputs as the kernels take them: memory stands before the other keys of every row."""
     num_memory, num_keys = None, k.shape[1]
     if mem_k is not None and mem_v is not None and mem_k.shape[1]:
@@ -324,7 +365,8 @@ def _prepare(
     place = make_placement(unflatten(q, flat), block_size, stride)
     interval = Interval(left, reach, block_size, stride, num_memory, num_keys)
     marks = make_marks(Modifiers(*modifiers), q.shape[0], q.shape[2])
-    return *last_dim_contiguous(q, k, v), interval, place, marks
+    q, k, v = last_dim_contiguous(q, k, v)
+    return q, k, v, interval, place, marks
 
 
 def _describe_keys(k: Tensor, v: Tensor, place: Placement, interval: Interval, block_n: int) -> Any:

@@ -62,6 +62,7 @@ class MemberGradients:
         scale: float,
         softcap: float | None,
         needs_dfactors: bool,
+        grad_dtype: torch.dtype,
     ) -> None:
         """dq, delta and inverses `[B, HQ, T]` and dfactors (float32 `[B * H, T, R, n]`, or None) are filled while lists
         are gone through.
@@ -79,7 +80,7 @@ class MemberGradients:
         self.most_sums = max(1, workspace // max(1, parts_of_token * bytes_of_part(q, 0)))
         # Parts of all pairs need not be there together, but ranges of tokens are those of one.
         self.most_pairs = q.shape[0] * k.shape[2] if q.shape[1] <= self.most_tokens else 1
-        self.dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+        self.dq = q.new_empty(q.shape, dtype=grad_dtype)
         self.delta = torch.empty_like(lse)
         self.inverses = make_inverses(lse, q.dtype)
         shape = (q.shape[0] * k.shape[2], q.shape[1], self.repeats, self.num_selected)

@@ -68,17 +68,19 @@ def differentiate_keys(
     members: Members | None = None,
     index: InverseIndex | None = None,
     gates: Gates | None = None,
+    grad_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of k and v, for one group of pairs (a row of the batch and a kv head) after the other; where `members`
     has no room for all tokens at once, for some tokens after the other. lse, delta: `[B, HQ, T]`, of the same strides.
-    index: of all pairs and tokens, where it is known. gates: where dout is not multiplied by them yet.
+    index: of all pairs and tokens, where it is known. gates: where dout is not multiplied by them yet. grad_dtype: of
+    dk and dv, default that of k.
     """
     seqlen, heads, head_dim = q.shape[1:]
     seqlen_k, kv_heads, value_dim = v.shape[1:]
     index_heads, num_selected = block_indices.shape[2:]
     # The kernels do not visit what no sequence covers.
     allocate = torch.empty if place.cu_seqlens_k is None else torch.zeros
-    dk, dv = (allocate(t.shape, dtype=t.dtype, device=t.device) for t in (k, v))
+    dk, dv = (allocate(t.shape, dtype=grad_dtype or t.dtype, device=t.device) for t in (k, v))
     if dk.numel() + dv.numel() == 0:
         return dk, dv
     block_size = min(block_size, seqlen_k)

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from native_sparse_attention.geometry import Sequences
 from native_sparse_attention.ops._triton.finite import find_large
 from native_sparse_attention.ops._triton.inverse_index import InverseIndex
 from native_sparse_attention.ops._triton.launch import (
-    Settings,
     Table,
-    describe_tiles,
     head_block,
     is_hopper,
     is_wide,
@@ -44,6 +40,7 @@ from native_sparse_attention.ops.selected_attention.triton import keys, settings
 from native_sparse_attention.ops.selected_attention.triton.backward import dq_kernel
 from native_sparse_attention.ops.selected_attention.triton.by_block import attend_by_block
 from native_sparse_attention.ops.selected_attention.triton.by_block_backward import MemberGradients
+from native_sparse_attention.ops.selected_attention.triton.constants import describe_key_tiles, find_constants
 from native_sparse_attention.ops.selected_attention.triton.dlogits import passes_dlogits
 from native_sparse_attention.ops.selected_attention.triton.forward import forward_kernel
 from native_sparse_attention.ops.selected_attention.triton.half_values import HalfValues, convert_values, converts
@@ -126,18 +123,39 @@ def _forward(
     (`split_low_bits`), empty where not keeps_low; entries and starts of an `InverseIndex`, empty where there are none,
     where there are too many, and where not keeps_lists.
     """
-    q, k, v, block_indices, block_scale = last_dim_contiguous(q, k, v, block_indices, block_scale)
     sequences = unflatten(q, (seqlen_k, q_offset, q_offsets, seqlens_k, cu_seqlens, cu_seqlens_k))
+    settled = (block_size, causal, scale, softcap)
+    return attend(q, k, v, block_indices, block_scale, sequences, *settled, keeps_lists, keeps_low, q.dtype)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor,
+    block_scale: Tensor | None,
+    sequences: Sequences,
+    block_size: int,
+    causal: bool,
+    scale: float,
+    softcap: float | None,
+    keeps_lists: bool,
+    keeps_low: bool,
+    out_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What the registered op returns, with the output in out_dtype."""
+    q, k, v, block_indices, block_scale = last_dim_contiguous(q, k, v, block_indices, block_scale)
     batch, seqlen, heads, _ = q.shape
-    out = q.new_empty(batch, seqlen, heads, v.shape[3])
+    out = q.new_empty(batch, seqlen, heads, v.shape[3], dtype=out_dtype)
     lse = q.new_empty(batch, heads, seqlen, dtype=torch.float32)
     low = q.new_empty(out.shape if keeps_low else 0, dtype=torch.int16)
     place = make_placement(sequences)
-    design = choose_design(q, k, v, block_indices, block_size, num_packed=_count_packed(cu_seqlens))
+    packed = _count_packed(sequences.cu_seqlens)
+    design = choose_design(q, k, v, block_indices, block_size, num_packed=packed)
     if design == 'block':
         chosen, settled = (q, k, v, block_indices, block_scale), (place, block_size, causal, scale, softcap)
         index = attend_by_block(*chosen, out, lse, *settled)
-        entries, starts = index if keeps_lists and index is not None else _no_lists(q)
+        entries, starts = index if keeps_lists and index is not None else no_lists(q)
         return out, lse, low, entries, starts
     tables = settings.FORWARD, settings.FORWARD_32, settings.FORWARD_64
     kernels = (neighbours_forward_kernel, settings.NEIGHBOURS_FORWARD), (forward_kernel, tables)
@@ -154,7 +172,7 @@ def _forward(
         launch(
             kernel,
             grid,
-            *(q, k, v, *_tiles(k, v, meta), None if half is None else _tiles(k, half, meta)[1]),
+            *(q, k, v, *describe_key_tiles(k, v, meta), None if half is None else describe_key_tiles(k, half, meta)[1]),
             *(block_indices, block_scale, out, lse, low if keeps_low else None),
             *(q.stride(), k.stride(), v.stride(), _strides(half), block_indices.stride(), _strides(block_scale)),
             *(out.stride(), halves, place, sharing, scale, softcap),
@@ -162,10 +180,10 @@ def _forward(
             device=q.device,
         )
         del sharing
-    return out, lse, low, *_no_lists(q)
+    return out, lse, low, *no_lists(q)
 
 
-def _no_lists(q: Tensor) -> tuple[Tensor, Tensor]:
+def no_lists(q: Tensor) -> tuple[Tensor, Tensor]:
     return q.new_empty(0, dtype=torch.int32), q.new_empty(0, dtype=torch.int32)
 
 
@@ -202,30 +220,64 @@ def _backward(
     """Gradients of q, k, v, block_scale and gate; those that are not needed are empty, but for the first. low, entries,
     starts: from the forward. dlse, block_scale: None beside a gate.
     """
+    sequences = unflatten(q, (seqlen_k, q_offset, q_offsets, seqlens_k, cu_seqlens, cu_seqlens_k))
+    kept, inputs = (out, lse, low, entries, starts), (q, k, v, block_indices, block_scale, gate, sequences)
+    settled = (block_size, causal, scale, softcap)
+    return differentiate(dout, dlse, *kept, *inputs, *settled, keeps_low, needs_dkv, needs_dscale, q.dtype)
+
+
+def differentiate(
+    dout: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    low: Tensor,
+    entries: Tensor,
+    starts: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor,
+    block_scale: Tensor | None,
+    gate: Tensor | None,
+    sequences: Sequences,
+    block_size: int,
+    causal: bool,
+    scale: float,
+    softcap: float | None,
+    keeps_low: bool,
+    needs_dkv: bool,
+    needs_dscale: bool,
+    grad_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What the registered op returns, with dq, dk and dv in grad_dtype, which is that of q where keeps_low is set. dlse
+    beside a gate is before the gate, as dout is.
+    """
     q, k, v, block_indices, block_scale = last_dim_contiguous(q, k, v, block_indices, block_scale)
     dout, out = last_dim_contiguous(dout, out)
-    place = make_placement(unflatten(q, (seqlen_k, q_offset, q_offsets, seqlens_k, cu_seqlens, cu_seqlens_k)))
+    place = make_placement(sequences)
+    packed = _count_packed(sequences.cu_seqlens)
     if keeps_low:
         inputs, settled = (q, k, v, block_indices, place), (block_size, causal, scale, softcap)
         dq, dk, dv, delta = differentiate_by_dlogits(dout, dlse, out, lse, low, *inputs, *settled, gate)
         dkv = (dk, dv) if needs_dkv else (q.new_empty(0), q.new_empty(0))
         return dq, *dkv, q.new_empty(0), _gradient_of_gate(gate, delta)
-    packed = _count_packed(cu_seqlens)
     design = choose_design(q, k, v, block_indices, block_size, backward=True, num_packed=packed)
     if design == 'block':
         chosen, settled = (q, k, v, block_indices, block_scale, lse), (place, block_size, causal, scale, softcap)
-        members = MemberGradients(*chosen, dout, dlse, gate, *settled, needs_dscale)
+        members = MemberGradients(*chosen, dout, dlse, gate, *settled, needs_dscale, grad_dtype)
         index = InverseIndex(entries, starts) if starts.numel() else None
         lse, gates = keys.fold_gate(lse, gate)
         chosen = (q, k, v, block_indices, block_scale, lse)
-        dk, dv = keys.differentiate_keys(*chosen, members.delta, dout, *settled, members, index, gates)
+        more = (members, index, gates, grad_dtype)
+        dk, dv = keys.differentiate_keys(*chosen, members.delta, dout, *settled, *more)
         dscale = q.new_empty(0)
         if members.dfactors is not None and block_scale is not None:
             dfactors = members.dfactors.unflatten(0, (q.shape[0], k.shape[2])).transpose(1, 2)
             dscale = dfactors.reshape(block_scale.shape).to(block_scale.dtype).contiguous()
         dkv = (dk, dv) if needs_dkv else (q.new_empty(0), q.new_empty(0))
         return members.dq, *dkv, dscale, _gradient_of_gate(gate, members.delta)
-    dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+    dq = q.new_empty(q.shape, dtype=grad_dtype)
     delta = torch.empty_like(lse)
     tables = settings.DQ, settings.DQ_32, settings.DQ_64
     kernels = (neighbours_dq_kernel, settings.NEIGHBOURS_DQ), (dq_kernel, tables)
@@ -243,7 +295,7 @@ def _backward(
         launch(
             kernel,
             grid,
-            *(q, k, v, *_tiles(k, v, meta), block_indices, block_scale, out, lse, dout, dlse, gate),
+            *(q, k, v, *describe_key_tiles(k, v, meta), block_indices, block_scale, out, lse, dout, dlse, gate),
             *(dq, delta, dfactors),
             *(q.stride(), k.stride(), v.stride(), block_indices.stride(), _strides(block_scale)),
             *(out.stride(), dout.stride(), _strides(dlse), _strides(gate), dq.stride()),
@@ -260,7 +312,8 @@ def _backward(
     if needs_dkv:
         inputs, settled = (q, k, v, block_indices, block_scale), (place, block_size, causal, scale, softcap)
         lse, gates = keys.fold_gate(lse, gate)
-        dk, dv = keys.differentiate_keys(*inputs, lse, delta, dout, *settled, gates=gates)
+        sums = (lse, delta, dout)
+        dk, dv = keys.differentiate_keys(*inputs, *sums, *settled, gates=gates, grad_dtype=grad_dtype)
     return dq, dk, dv, dscale, _gradient_of_gate(gate, delta)
 
 
@@ -274,7 +327,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     batch, seqlen, heads, _ = q.shape
     out = q.new_empty(batch, seqlen, heads, v.shape[3])
     low = q.new_empty(out.shape if rest[-1] else 0, dtype=torch.int16)
-    return out, q.new_empty(batch, heads, seqlen, dtype=torch.float32), low, *_no_lists(q)
+    return out, q.new_empty(batch, heads, seqlen, dtype=torch.float32), low, *no_lists(q)
 
 
 @_backward.register_fake
@@ -405,7 +458,7 @@ def _plan(
     """
     sharing, rest = NOTHING_SHARED, (q, k, v, block_indices, block_size, causal)
     if design != 'query':
-        meta = _constants(settings_of(per_tile[1], q, v), *rest)
+        meta = find_constants(settings_of(per_tile[1], q, v), *rest)
         meta['BLOCK_G'] = group_block(meta['GROUP'])
         meta['BLOCK_M'] = min(meta['BLOCK_M'], MAX_MEMBERS * meta['BLOCK_G'])
         block_t = meta['BLOCK_M'] // meta['BLOCK_G']
@@ -433,60 +486,11 @@ def _launch_per_query(
 ) -> tuple[tuple[int, int], dict[str, Any]]:
     """Grid and constants of the kernels that have a program per query and tile of the heads that share its choice."""
     tile = settings.settings_of_group(tables, q.shape[2] // block_indices.shape[2], q, v)
-    meta = _constants(tile, q, k, v, block_indices, block_size, causal)
+    meta = find_constants(tile, q, k, v, block_indices, block_size, causal)
     meta['BLOCK_M'] = min(meta['BLOCK_M'], row_block(meta['GROUP']))
     batch, seqlen = q.shape[:2]
     return (batch * seqlen, block_indices.shape[2] * -(-meta['GROUP'] // meta['BLOCK_M'])), meta
 
 
-def _constants(
-    tile: Settings, q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_size: int, causal: bool
-) -> dict[str, Any]:
-    shapes = (q.shape, k.shape, v.shape, block_indices.shape)
-    return _find_constants(tile, *shapes, block_size, causal, is_wide(k, v)).copy()
-
-
-@lru_cache(maxsize=1024)
-def _find_constants(
-    tile: Settings,
-    q_shape: tuple[int, ...],
-    k_shape: tuple[int, ...],
-    v_shape: tuple[int, ...],
-    indices_shape: tuple[int, ...],
-    block_size: int,
-    causal: bool,
-    wide: bool,
-) -> dict[str, Any]:
-    index_heads, num_selected = indices_shape[2:]
-    # No block is longer than all keys.
-    block_size = max(1, min(block_size, k_shape[1]))
-    block_m, block_n, num_warps, num_stages = tile
-    return {
-        'GROUP': q_shape[2] // index_heads,
-        'REPEATS': index_heads // k_shape[2],
-        'NUM_SELECTED': num_selected,
-        'BLOCK_SIZE': block_size,
-        'CAUSAL': causal,
-        'HEAD_DIM': q_shape[3],
-        'VALUE_DIM': v_shape[3],
-        'BLOCK_S': 1 << max(num_selected - 1, 0).bit_length(),
-        'BLOCK_M': block_m,
-        'BLOCK_N': min(block_n, row_block(block_size)),
-        'BLOCK_D': head_block(q_shape[3]),
-        'BLOCK_DV': head_block(v_shape[3]),
-        'WIDE': wide,
-        'num_warps': num_warps,
-        'num_stages': num_stages,
-    }
-
-
 def _strides(tensor: Tensor | None) -> tuple[int, ...] | None:
     return None if tensor is None else tensor.stride()
-
-
-def _tiles(k: Tensor, v: Tensor, meta: dict[str, Any]) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
-    """Of k and v, where a block is whole tiles."""
-    block_n = meta['BLOCK_N']
-    if meta['BLOCK_SIZE'] % block_n or k.element_size() == 4:
-        return None, None
-    return describe_tiles(k, block_n, meta['BLOCK_D']), describe_tiles(v, block_n, meta['BLOCK_DV'])

@@ -1,0 +1,262 @@
+"""Selected blocks and window in one softmax, as a registered PyTorch op.
+
+A causal query at position t reads its window, the keys after t - W, and the keys of its selected blocks up to t - W:
+two disjoint sets. The second is selected attention of queries that stand W positions earlier, so both parts are
+computed by the kernels of the two branches and combined by their log-sum-exps. The weight of a part in the combination
+acts like a gate on its output; in the backward pass each part also receives the gradient of its log-sum-exp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from native_sparse_attention.geometry import Sequences
+from native_sparse_attention.ops._modifiers import Modifiers
+from native_sparse_attention.ops._triton.interval import op as interval
+from native_sparse_attention.ops._triton.interval.keys import differentiate_keys
+from native_sparse_attention.ops._triton.launch import head_block, launch
+from native_sparse_attention.ops._triton.placement import flatten, last_dim_contiguous, make_placement, unflatten
+from native_sparse_attention.ops._triton.registered import (
+    OptionalFloat,
+    OptionalInt,
+    OptionalTensor,
+    refuse_double_backward,
+    register_derivative,
+    save_inputs,
+    saved_inputs,
+)
+from native_sparse_attention.ops._triton.support import MAX_TOKENS
+from native_sparse_attention.ops.selected_attention.triton import op as selected
+from native_sparse_attention.ops.selected_attention.triton.combine import combine_kernel, split_kernel
+from native_sparse_attention.ops.selected_attention.triton.scale_gradient import differentiate_scale
+
+# Elements of a program's tile of outputs, and its warps.
+TILE = 2048
+NUM_WARPS = 4
+
+
+def merged_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor,
+    block_scale: Tensor | None,
+    sequences: Sequences,
+    block_size: int,
+    left: int,
+    right: int,
+    causal: bool,
+    scale: float,
+    modifiers: Modifiers,
+) -> tuple[Tensor, Tensor]:
+    """block_scale: None, or 1 everywhere, so that it has a gradient alone."""
+    assert causal
+    assert right == 0
+    left = MAX_TOKENS if left < 0 else min(left, MAX_TOKENS)  # beyond, nothing is left for the selected part
+    inputs = (q, k, v, block_scale, modifiers.sinks)
+    keeps_difference = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
+    settled = (left, block_size, scale, modifiers.softcap, not torch.compiler.is_compiling(), keeps_difference)
+    return _forward(q, k, v, block_indices, block_scale, modifiers.sinks, *flatten(sequences), *settled)[:2]
+
+
+@torch.library.custom_op('native_sparse_attention::merged_attention', mutates_args=())
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor,
+    block_scale: OptionalTensor,
+    sinks: OptionalTensor,
+    seqlen_k: int,
+    q_offset: OptionalInt,
+    q_offsets: OptionalTensor,
+    seqlens_k: OptionalTensor,
+    cu_seqlens: OptionalTensor,
+    cu_seqlens_k: OptionalTensor,
+    left: int,
+    block_size: int,
+    scale: float,
+    softcap: OptionalFloat,
+    keeps_lists: bool,
+    keeps_difference: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the output, its log-sum-exp, those of the window and of the selected part `[B, HQ, T]`, the output of the
+    window less that of the selected part `[B, T, HQ, DV]` (empty where not keeps_difference), and the CSR index of the
+    selected part (`selected.attend`).
+    """
+    flat = (seqlen_k, q_offset, q_offsets, seqlens_k, cu_seqlens, cu_seqlens_k)
+    window = interval.prepare_window(q, k, v, flat, left, softcap, sinks)
+    out_window, lse_window = interval.attend(window, scale, torch.float32)
+    far = _before_window(unflatten(q, flat), left)
+    settled = (block_size, True, scale, softcap, keeps_lists, False, torch.float32)
+    out_selected, lse_selected, _, entries, starts = selected.attend(q, k, v, block_indices, None, far, *settled)
+    out, lse = q.new_empty(out_window.shape), torch.empty_like(lse_window)
+    difference = q.new_empty(out.shape if keeps_difference else 0)
+    _launch(
+        combine_kernel,
+        out,
+        *(out_window, out_selected, lse_window, lse_selected, out, lse, difference if keeps_difference else None),
+    )
+    return out, lse, lse_window, lse_selected, difference, entries, starts
+
+
+@torch.library.custom_op('native_sparse_attention::merged_attention_backward', mutates_args=())
+def _backward(
+    dout: Tensor,
+    dlse: OptionalTensor,
+    out: Tensor,
+    lse: Tensor,
+    lse_window: Tensor,
+    lse_selected: Tensor,
+    difference: Tensor,
+    entries: Tensor,
+    starts: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor,
+    block_scale: OptionalTensor,
+    sinks: OptionalTensor,
+    seqlen_k: int,
+    q_offset: OptionalInt,
+    q_offsets: OptionalTensor,
+    seqlens_k: OptionalTensor,
+    cu_seqlens: OptionalTensor,
+    cu_seqlens_k: OptionalTensor,
+    left: int,
+    block_size: int,
+    scale: float,
+    softcap: OptionalFloat,
+    keeps_lists: bool,
+    keeps_difference: bool,
+    needs_dkv: bool,
+    needs_dscale: bool,
+    needs_dsinks: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, block_scale and sinks; those that are not needed, but for the first, are empty."""
+    flat = (seqlen_k, q_offset, q_offsets, seqlens_k, cu_seqlens, cu_seqlens_k)
+    (dout,) = last_dim_contiguous(dout)
+    outs = [out.new_empty(out.shape) for _ in range(2)]
+    weights = [lse.new_empty(out.shape[:3]) for _ in range(2)]
+    dlses = [torch.empty_like(lse) for _ in range(2)]
+    strides = (dout.stride(), None if dlse is None else dlse.stride())
+    lses = (lse_window, lse_selected, lse)
+    _launch(split_kernel, out, *(out, difference, dout, *lses, dlse, *outs, *weights, *dlses), *strides)
+    empty = q.new_empty(0)
+
+    window = interval.prepare_window(q, k, v, flat, left, softcap, sinks)
+    rows = (outs[0], lse_window, dout, dlses[0], weights[0])
+    dq, numbers = interval.differentiate_queries(window, scale, *rows, torch.float32)
+    dk = dv = dscale = dsinks = empty
+    if needs_dkv:
+        keys, place, marks = window[3:]
+        tensors = (*window[:3], dout, numbers)
+        dk, dv, _, _ = differentiate_keys(tensors, place, keys, scale, marks, torch.float32)
+
+    kept = (outs[1], lse_selected, empty, entries, starts)
+    far = _before_window(unflatten(q, flat), left)
+    inputs = (q, k, v, block_indices, None, weights[1], far)
+    settled = (block_size, True, scale, softcap, False, needs_dkv, False, torch.float32)
+    far_dq, far_dk, far_dv, _, far_delta = selected.differentiate(dout, dlses[1], *kept, *inputs, *settled)
+    dq = (dq + far_dq).to(q.dtype)
+    if needs_dscale or needs_dsinks:
+        # The sum of p * dp over both parts, of which each has the sum over its own keys, less dlse.
+        deltas = numbers[:, :, 1] + dlses[0], far_delta.transpose(1, 2) + dlses[1]
+        shares = ((t - lse).exp().masked_fill(t == -torch.inf, 0) for t in (lse_window, lse_selected))
+        of_window, of_selected = (delta * share for delta, share in zip(deltas, shares, strict=True))
+        delta = of_window + of_selected if dlse is None else of_window + of_selected - dlse
+        if needs_dscale and block_scale is not None:
+            place = make_placement(unflatten(q, flat))
+            inputs = last_dim_contiguous(q, k, v, block_indices)
+            dscale = differentiate_scale(inputs, lse, delta, dout, place, block_size, scale, softcap)
+            dscale = dscale.to(block_scale.dtype)
+        if needs_dsinks and sinks is not None:
+            dsinks = interval.differentiate_sinks(sinks, lse, delta)
+    if needs_dkv:
+        dk, dv = (dk + far_dk).to(k.dtype), (dv + far_dv).to(v.dtype)
+    return dq, dk, dv, dscale, dsinks
+
+
+@_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    batch, seqlen, heads, _ = q.shape
+    out = q.new_empty(batch, seqlen, heads, v.shape[3])
+    lses = (q.new_empty(batch, heads, seqlen, dtype=torch.float32) for _ in range(3))
+    return out, *lses, q.new_empty(out.shape if rest[-1] else 0), *selected.no_lists(q)
+
+
+@_backward.register_fake
+def _(
+    dout: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    lse_window: Tensor,
+    lse_selected: Tensor,
+    difference: Tensor,
+    entries: Tensor,
+    starts: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor,
+    block_scale: Tensor | None,
+    sinks: Tensor | None,
+    *rest: Any,
+) -> tuple[Tensor, ...]:
+    needs_dkv, needs_dscale, needs_dsinks = rest[-3:]
+    dkv = [q.new_empty(t.shape if needs_dkv else 0) for t in (k, v)]
+    others = ((block_scale, needs_dscale), (sinks, needs_dsinks))
+    others = [t.new_empty(t.shape) if needed and t is not None else q.new_empty(0) for t, needed in others]
+    return q.new_empty(q.shape), *dkv, *others
+
+
+def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    outputs, inputs = saved_inputs(ctx)
+    if dout is None:
+        dout = torch.zeros_like(outputs[0])
+    needed = ctx.needs_input_grad
+    dq, dk, dv, *others = _backward(dout, dlse, *outputs, *inputs, needed[1] or needed[2], *needed[4:6])
+    grads = zip((dq, dk, dv, None, *others), needed[:6], strict=True)
+    return *(grad if needs else None for grad, needs in grads), *(None,) * (len(inputs) - 6)
+
+
+register_derivative(_forward, _differentiate, save_inputs)
+refuse_double_backward(_backward)
+
+
+def _before_window(sequences: Sequences, left: int) -> Sequences:
+    """The same sequences with every query W = left + 1 positions earlier."""
+    offset = sequences.q_offset
+    if offset is None:
+        if sequences.cu_seqlens is not None and sequences.cu_seqlens_k is not None:
+            offset = sequences.cu_seqlens_k.diff() - sequences.cu_seqlens.diff()
+        elif sequences.seqlens_k is not None:
+            offset = sequences.seqlens_k - sequences.seqlen_q
+        else:
+            offset = sequences.seqlen_k - sequences.seqlen_q
+    return sequences._replace(q_offset=offset - (left + 1))
+
+
+def _launch(kernel: Callable[..., Any], out: Tensor, *arguments: Any) -> None:
+    """Launch one program per tile of rows of `out [B, T, HQ, DV]`."""
+    _, seqlen, heads, value_dim = out.shape
+    num_rows = out.numel() // max(value_dim, 1)
+    block_dv = head_block(value_dim)
+    block_m = max(1, TILE // block_dv)
+    if num_rows:
+        launch(
+            kernel,
+            (-(-num_rows // block_m),),
+            *arguments,
+            *(num_rows, seqlen, heads),
+            VALUE_DIM=value_dim,
+            BLOCK_M=block_m,
+            BLOCK_DV=block_dv,
+            num_warps=NUM_WARPS,
+            device=out.device,
+        )
