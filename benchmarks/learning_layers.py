@@ -49,6 +49,7 @@ class WithWindow(SparseAttention):
     def _nsa(self, q: Tensor, *tensors: Any, **settings: Any) -> Tensor:
         k, v, size = tensors[0], tensors[1], self.sliding_window_size - 1
         out, gate = super()._nsa(q, *tensors, **settings), self._gate
+        self._gate = None  # a captured graph must not depend on the step before it
         places = {name: settings.get(name) for name in ('q_offset', 'seqlens_k', 'cu_seqlens')}
         window, _ = window_attention(
             q, k, v, window_size=(size, 0), causal=True, softcap=self.softcap, backend=settings['backend'], **places
