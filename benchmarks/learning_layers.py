@@ -39,7 +39,7 @@ class WithWindow(SparseAttention):
 
     def __init__(self, dim: int, dim_head: int, heads: int, **settings: Any) -> None:
         super().__init__(dim, dim_head, heads, **settings)
-        self.window_gate = make_output_gate(dim, heads)
+        self.window_gate, self._gate = make_output_gate(dim, heads), None
         nn.init.constant_(self.window_gate.bias, GATE_START[0])
 
     def _project(self, x: Tensor) -> Any:
@@ -49,12 +49,31 @@ class WithWindow(SparseAttention):
     def _nsa(self, q: Tensor, *tensors: Any, **settings: Any) -> Tensor:
         k, v, size = tensors[0], tensors[1], self.sliding_window_size - 1
         out, gate = super()._nsa(q, *tensors, **settings), self._gate
-        self._gate = None  # a captured graph must not depend on the step before it
+        if gate is None:  # a probe asks for the other branches
+            return out
         places = {name: settings.get(name) for name in ('q_offset', 'seqlens_k', 'cu_seqlens')}
         window, _ = window_attention(
             q, k, v, window_size=(size, 0), causal=True, softcap=self.softcap, backend=settings['backend'], **places
         )
         return out + (window * gate).to(out.dtype)
+
+    def _combine(self, out: Tensor) -> Tensor:
+        self._gate = None  # a captured graph must not depend on the step before it
+        return super()._combine(out)
+
+
+class DetachedScores(SparseAttention):
+    """Block scores whose gradient reaches the network of compressed keys alone, not queries and keys."""
+
+    def _compress(self, new: Any, cu_seqlens: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        return super()._compress(new._replace(raw_k=new.raw_k.detach()), cu_seqlens)
+
+    def _nsa(self, q: Tensor, *tensors: Any, **settings: Any) -> Tensor:
+        return super()._nsa(q, *tensors, **{**settings, 'q_cmp': settings['q_cmp'].detach()})
+
+
+class DetachedScoresWithWindow(WithWindow, DetachedScores):
+    """Both: detached block scores, and a gated window beside the merged softmax."""
 
 
 class QKNorm(SparseAttention):

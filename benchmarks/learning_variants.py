@@ -12,7 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.learning_layers import DenseQKNorm, QKNorm, WithOutputGate, WithWindow
+from benchmarks.learning_layers import (
+    DenseQKNorm,
+    DetachedScores,
+    DetachedScoresWithWindow,
+    QKNorm,
+    WithOutputGate,
+    WithWindow,
+)
 from native_sparse_attention import SparseAttention
 from native_sparse_attention.compress import MeanResidualMLP
 from native_sparse_attention.transformer import Transformer
@@ -94,7 +101,18 @@ def _variants() -> dict[str, Variant]:
         'separate-qk-norm': Variant('RMSNorm of queries and keys', layers=QKNorm),
         'window-all': Variant('the window over everything', settings={'sliding_window_size': ALL}),
         'merged-window': Variant('merged, plus a gated window', settings=merged, layers=WithWindow),
-        'merged-scores-window': Variant('merged-scores, plus a gated window', settings=scores, layers=WithWindow),
+        'merged-scores-window': Variant(
+            'merged-scores with φ a block mean, plus a gated window', settings=scores, phi='mean', layers=WithWindow
+        ),
+        'merged-scores-detached': Variant(
+            'merged-scores with φ a block mean at the start, which alone is trained by use_diff_topk',
+            settings=scores,
+            phi='mean',
+            layers=DetachedScores,
+        ),
+        'merged-scores-window-detached': Variant(
+            'the same, plus a gated window', settings=scores, phi='mean', layers=DetachedScoresWithWindow
+        ),
         'merged-output-gate': Variant('merged, a gate per head on the output', settings=merged, layers=WithOutputGate),
         'merged-scores-output-gate': Variant(
             'merged-scores, a gate per head on the output', settings=scores, layers=WithOutputGate
