@@ -30,8 +30,7 @@ class WithOutputGate(SparseAttention):
         return super()._project(x)
 
     def _combine(self, out: Tensor) -> Tensor:
-        gate, self._gate = self._gate, None
-        return super()._combine((out * gate).to(out.dtype))
+        return super()._combine((out * self._gate).to(out.dtype))
 
 
 class WithWindow(SparseAttention):
@@ -49,10 +48,8 @@ class WithWindow(SparseAttention):
     def _nsa(self, q: Tensor, *tensors: Any, **settings: Any) -> Tensor:
         k, v, size = tensors[0], tensors[1], self.sliding_window_size - 1
         out, gate = super()._nsa(q, *tensors, **settings), self._gate
-        places = {name: settings.get(name) for name in ('q_offset', 'seqlens_k', 'cu_seqlens')}
-        window, _ = window_attention(
-            q, k, v, window_size=(size, 0), causal=True, softcap=self.softcap, backend=settings['backend'], **places
-        )
+        places = {name: settings[name] for name in ('q_offset', 'seqlens_k', 'cu_seqlens', 'backend')}
+        window, _ = window_attention(q, k, v, window_size=(size, 0), causal=True, softcap=self.softcap, **places)
         return out + (window * gate).to(out.dtype)
 
 
