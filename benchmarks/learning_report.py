@@ -112,6 +112,7 @@ def _by_bucket(runs: Runs, variant: str, bucket: str) -> list[float]:
 def probe_table(runs: Runs) -> str:
     """Means over seeds, per layer and separated by spaces."""
     found = [(variant, list(records.values())) for variant, records in runs.runs.items()]
+    found = [(variant, known) for variant, rs in found if (known := [r for r in rs if r['probes']])]
     names = list(dict.fromkeys(name for _, rs in found for r in rs for layer in r['probes'] for name in layer))
     body = []
     for variant, records in found:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from inspect import signature
 from math import ceil
 from typing import Any
@@ -90,7 +90,6 @@ def _variants() -> dict[str, Variant]:
         'separate-phi-lr3': Variant('learning rate of the networks φ × 3', phi_lr=3.0),
         'separate-independent-kv': Variant('keys and values per branch', settings={'independent_branch_kv': True}),
         'separate-mean-phi': Variant('φ starts as the block mean', phi='mean'),
-        'separate-no-diff': Variant('use_diff_topk off', settings={'use_diff_topk': False}),
         'separate-local0': Variant('no local blocks forced', settings={'num_local_blocks': 0}),
         'separate-first-dense': Variant('full attention in the first layer', layer_settings={0: 'dense'}),
         'separate-qk-norm': Variant('RMSNorm of queries and keys', layers=QKNorm),
@@ -106,7 +105,6 @@ def _variants() -> dict[str, Variant]:
         ),
         'merged-local0': Variant('merged, no local blocks forced', settings={**merged, 'num_local_blocks': 0}),
         'merged-scores-local0': Variant('the same of merged-scores', settings={**scores, 'num_local_blocks': 0}),
-        'merged-no-diff': Variant('merged, use_diff_topk off', settings={**merged, 'use_diff_topk': False}),
         'merged-first-dense': Variant('merged, full attention at first', settings=merged, layer_settings={0: 'dense'}),
         'merged-qk-norm': Variant('merged, RMSNorm of queries and keys', settings=merged, layers=QKNorm),
         'merged-gates-open': Variant('merged, compressed gates start at 2', settings=merged, gate_start=(2.0,)),
@@ -119,6 +117,12 @@ def _variants() -> dict[str, Variant]:
             variants[name + suffix] = Variant(f'{what}, {start}', settings=settings, phi=phi)
             variants[f'{name}-all{suffix}'] = Variant(
                 f'{what}, every block selected, {start}', settings={**settings, **every}, phi=phi
+            )
+    for name, variant in list(variants.items()):
+        if variant.kind == 'sparse' and 'use_diff_topk' not in variant.settings:
+            settings = {**variant.settings, 'use_diff_topk': False}
+            variants[f'{name}-no-diff'] = replace(
+                variant, about=f'{variant.about}, use_diff_topk off', settings=settings
             )
     return variants
 

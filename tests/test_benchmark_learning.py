@@ -50,6 +50,7 @@ def without_times(record: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in record.items() if k not in ('seconds', 'tokens_per_s', 'command')} | curves
 
 
+@pytest.mark.filterwarnings('ignore:compressed_output is False and use_diff_topk is False')
 @pytest.mark.parametrize('name', [name for name in VARIANTS if not_supported(name) is None])
 def test_variants_start_from_the_weights_of_their_dense_twin(name: str):
     dense, model = (build(each, SHAPE, SMALL, 32, seed=3) for each in ('dense', name))

@@ -271,6 +271,7 @@ def test_mean_residual_mlp_starts_as_the_block_mean(stride):
     )
     torch.testing.assert_close(found, expected)
     found.square().sum().backward()
+    assert network.to_out.weight.grad is not None
     assert network.to_out.weight.grad.any()
 
 
