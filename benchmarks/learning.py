@@ -1,6 +1,6 @@
 """Does a sparse model learn as well as its dense twin? Trains variants on the same batches from the same start.
 
-    python -m benchmarks.learning --variants dense,separate,merged --seeds 0,1,2 --data python-sources --out runs/learning
+    python -m benchmarks.learning --variants dense,separate,merged --seeds 0,1,2 --out runs/learning
     python -m benchmarks.learning --report runs/learning        tables and pictures of what is there
     python -m benchmarks.learning --list                        the variants
     python -m benchmarks.learning --variants dense,separate --seeds 0 --seq-len 256 --steps 20 --tokens-per-step 1024 \\
@@ -15,6 +15,7 @@ dense, of the same seed.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -23,7 +24,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -51,9 +52,15 @@ class Stop:
     def note(self, *_: Any) -> None:
         self.signalled = True
 
-    def listen(self) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self.note)
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Note Ctrl-C and SIGTERM inside the block."""
+        before = {number: signal.signal(number, self.note) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 def say(text: str) -> None:
@@ -74,9 +81,9 @@ def work() -> None:
     first = json.loads(sys.stdin.readline())
     settings, out, stop = Settings(**first['settings']), Path(first['out']), Stop(first['until'])
     torch.set_num_threads(first['threads'])
-    stop.listen()
-    for line in sys.stdin:
-        say(PREFIX + json.dumps(attempt(json.loads(line), settings, out, stop)))
+    with stop.listening():
+        for line in sys.stdin:
+            say(PREFIX + json.dumps(attempt(json.loads(line), settings, out, stop)))
 
 
 class Scheduler:
@@ -284,7 +291,6 @@ def main(argv: list[str] | None = None) -> int:
         say(learning_report.write(options.report, options.against))
         return 0
     stop = Stop(started + options.time_limit if options.time_limit else None)
-    stop.listen()
     settings = make_settings(options)
     jobs = make_jobs(options, settings)
     gpus = torch.cuda.device_count() if options.device == 'cuda' else 0
@@ -293,11 +299,11 @@ def main(argv: list[str] | None = None) -> int:
         f'{len(jobs)} runs left, {count or 1} at a time, text {settings.text["name"]}, {settings.text["bytes"]:,} bytes'
     )
     options.out.mkdir(parents=True, exist_ok=True)
-    outcomes = (
-        Scheduler(jobs, settings, options.out, stop).run(count)
-        if count
-        else run_here(jobs, settings, options.out, stop)
-    )
+    with stop.listening():
+        if count:
+            outcomes = Scheduler(jobs, settings, options.out, stop).run(count)
+        else:
+            outcomes = run_here(jobs, settings, options.out, stop)
     say(learning_report.make_text(options.out, options.against, pictures=False))
     for name, outcome in outcomes.items():
         if outcome != 'finished':

@@ -30,7 +30,7 @@ class WithOutputGate(SparseAttention):
         return super()._project(x)
 
     def _combine(self, out: Tensor) -> Tensor:
-        gate, self._gate = self._gate, None
+        gate, self._gate = self._gate, self._gate.detach()  # the autograd graph of a step must not outlive it
         return super()._combine((out * gate).to(out.dtype))
 
 
@@ -49,17 +49,10 @@ class WithWindow(SparseAttention):
     def _nsa(self, q: Tensor, *tensors: Any, **settings: Any) -> Tensor:
         k, v, size = tensors[0], tensors[1], self.sliding_window_size - 1
         out, gate = super()._nsa(q, *tensors, **settings), self._gate
-        if gate is None:  # a probe asks for the other branches
-            return out
-        places = {name: settings.get(name) for name in ('q_offset', 'seqlens_k', 'cu_seqlens')}
-        window, _ = window_attention(
-            q, k, v, window_size=(size, 0), causal=True, softcap=self.softcap, backend=settings['backend'], **places
-        )
+        self._gate = gate.detach()  # for the probes; the autograd graph of a step must not outlive it
+        places = {name: settings[name] for name in ('q_offset', 'seqlens_k', 'cu_seqlens', 'backend')}
+        window, _ = window_attention(q, k, v, window_size=(size, 0), causal=True, softcap=self.softcap, **places)
         return out + (window * gate).to(out.dtype)
-
-    def _combine(self, out: Tensor) -> Tensor:
-        self._gate = None  # a captured graph must not depend on the step before it
-        return super()._combine(out)
 
 
 class DetachedScores(SparseAttention):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.learning_variants import GATES
+from benchmarks.learning_variants import GATES, role
 from native_sparse_attention import SparseAttention
 from native_sparse_attention.dense import DenseAttention
 from native_sparse_attention.ops import select_blocks
@@ -79,8 +79,6 @@ def probe_layers(
 
 
 def _roles(attention: nn.Module) -> dict[str, list[nn.Parameter]]:
-    from benchmarks.learning_variants import role
-
     roles: dict[str, list[nn.Parameter]] = {}
     for name, parameter in attention.named_parameters():
         roles.setdefault(role(name), []).append(parameter)

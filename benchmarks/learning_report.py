@@ -72,9 +72,10 @@ def summary_table(runs: Runs) -> str:
         by_seed = ', '.join(
             f'{record["seed"]}: {signed(delta)}' for (record, _), delta in zip(runs.pairs(variant), test, strict=True)
         )
-        compared = ['–'] * 5 if is_twin else [
-            signed(_mean(valid)), signed(_mean(test)), f'{stdev(test):.4f}' if len(test) > 1 else '–', interval, by_seed,
-        ]  # fmt: skip
+        spread = f'{stdev(test):.4f}' if len(test) > 1 else '–'
+        compared = [signed(_mean(valid)), signed(_mean(test)), spread, interval, by_seed]
+        if is_twin:
+            compared = ['–'] * len(compared)
         body.append(
             [
                 variant,
@@ -111,6 +112,7 @@ def _by_bucket(runs: Runs, variant: str, bucket: str) -> list[float]:
 def probe_table(runs: Runs) -> str:
     """Means over seeds, per layer and separated by spaces."""
     found = [(variant, list(records.values())) for variant, records in runs.runs.items()]
+    found = [(variant, known) for variant, rs in found if (known := [r for r in rs if r['probes']])]
     names = list(dict.fromkeys(name for _, rs in found for r in rs for layer in r['probes'] for name in layer))
     body = []
     for variant, records in found:
@@ -153,11 +155,12 @@ def make_text(folder: Path, against: str, pictures: bool = True) -> str:
     records = runs.all()
     first = records[0]
     text, config = first['settings']['text'], first['settings']['config']
+    sequences = config['batch'] * config['grad_accum']
     kinds = {name: sorted({str(r.get(name)) for r in records}) for name in ('commit', 'gpu', 'torch', 'backend')}
     parts = [
         '# Bits per byte of sparse variants and their dense twins',
         f'Text: {text["name"]}, {text["bytes"]:,} bytes, SHA-256 {text["sha256"]}. '
-        f'{config["steps"]:,} steps of {config["batch"] * config["grad_accum"]} sequences of {config["seq_len"]:,} bytes.',
+        f'{config["steps"]:,} steps of {sequences} sequences of {config["seq_len"]:,} bytes.',
         '. '.join(f'{name}: {", ".join(values)}' for name, values in kinds.items()) + '.',
         f'Δ is variant minus {against}, both from the same start on the same batches; negative is better. sd and the '
         '95 % interval (Student t) are over seeds. tokens/s are those of training steps.',

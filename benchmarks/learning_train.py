@@ -6,6 +6,7 @@ import gc
 import json
 import math
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -240,7 +241,11 @@ class Training:
             nats, counts = self.nats_by_position(split)
             self.record[f'final_{split}'] = bits_per_byte(nats, counts)
             self.record[f'{split}_by_position'] = by_bucket(nats, counts)
-        self.record['probes'] = probe_layers(self.model, self.probe_ids(), self.autocast, self.settings.sparse)
+        try:
+            self.record['probes'] = probe_layers(self.model, self.probe_ids(), self.autocast, self.settings.sparse)
+        except Exception as error:  # such as too little memory: the run itself must not be lost
+            traceback.print_exc()
+            self.record |= {'probes': [], 'probe_error': f'{type(error).__name__}: {error}'}
         self.record |= {'seconds': self.seconds, 'tokens': self.step * self.tokens_per_step}
         self.record['tokens_per_s'] = self.record['tokens'] / self.seconds
         with atomically(self.result) as file:

@@ -22,6 +22,7 @@ from benchmarks.learning_layers import (
 )
 from native_sparse_attention import SparseAttention
 from native_sparse_attention.compress import MeanResidualMLP
+from native_sparse_attention.dense import DenseAttention
 from native_sparse_attention.transformer import Transformer
 
 ALL = -1  # of selected blocks or of the window: as many as the sequence has
@@ -61,7 +62,7 @@ class Variant:
     gate_lr: float = 1.0
     phi_lr: float = 1.0
     gate_decay: bool = True
-    layers: type[nn.Module] | None = None
+    layers: type[SparseAttention | DenseAttention] | None = None
     layer_settings: Mapping[int, Any] = field(default_factory=dict)
     wide: bool = False
 

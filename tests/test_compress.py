@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import native_sparse_attention
 from native_sparse_attention import compress
 from native_sparse_attention.compress import (
     AttentionPool,
@@ -17,6 +18,7 @@ from native_sparse_attention.compress import (
     ConvLinearCompress,
     GroupedMLP,
     MeanPool,
+    MeanResidualMLP,
     SingleProjection,
     compress_blocks,
     make_networks,
@@ -25,6 +27,7 @@ from native_sparse_attention.compress import (
 # Each maker takes the heads, head size and block length, in this order.
 NETWORKS = {
     'mlp': lambda heads, dim, length: CompressMLP(dim, length, 1.5),
+    'mean + mlp': lambda heads, dim, length: MeanResidualMLP(dim, length, 1.5),
     'grouped mlp': lambda heads, dim, length: GroupedMLP(dim, length, heads, 1.5),
     'attention pool': lambda heads, dim, length: AttentionPool(dim, length),
     'conv': lambda heads, dim, length: ConvLinearCompress(heads, dim, length),
@@ -66,6 +69,10 @@ def naive_mlp(network, block, head):
     return network.to_out.weight @ hidden.clamp(min=0) + network.to_out.bias
 
 
+def naive_mean_residual_mlp(network, block, head):
+    return naive_mean(network, block, head) + naive_mlp(network, block, head)
+
+
 def naive_grouped_mlp(network, block, head):
     first, _, second = network.net
     hidden = (block.reshape(-1) @ first.weight[head] + first.bias[0, head, 0]).clamp(min=0)
@@ -100,6 +107,7 @@ def naive_mean(network, block, head):
 
 NAIVE = {
     'mlp': naive_mlp,
+    'mean + mlp': naive_mean_residual_mlp,
     'grouped mlp': naive_grouped_mlp,
     'attention pool': naive_attention_pool,
     'conv': naive_conv,
@@ -297,7 +305,7 @@ def test_projection_tells_the_tokens_of_a_block_apart():
     assert not torch.allclose(network(blocks), network(blocks.flip(-2)))
 
 
-# As in native-sparse-attention-pytorch 0.2.3, but for MeanPool, which it does not have.
+# As in native-sparse-attention-pytorch 0.2.3, but for MeanPool and MeanResidualMLP, which it does not have.
 SIGNATURES = {
     GroupedMLP: [('dim_head',), ('compress_window_size',), ('heads',), ('expand_factor', 1.0)],
     AttentionPool: [('dim_head',), ('compress_window_size',)],
@@ -305,6 +313,7 @@ SIGNATURES = {
     SingleProjection: [('dim_head',), ('compress_window_size',), ('heads', 1)],
     CompressTransformer: [('num_layers',), ('dim',), ('num_heads',), ('ff_hidden_dim', None), ('dropout', 0.0)],
     MeanPool: [],
+    MeanResidualMLP: [('dim_head',), ('compress_window_size',), ('expand_factor', 1.0)],
 }
 
 
@@ -486,5 +495,5 @@ def test_compiles_whole(make):
 
 def test_every_network_is_tried():
     classes = {c for c in vars(compress).values() if inspect.isclass(c) and issubclass(c, nn.Module)}
-    classes = {c for c in classes if c.__module__ == compress.__name__}
+    classes = {c for c in classes if c.__module__.startswith(native_sparse_attention.__name__)}
     assert {c for c in classes if not c.__name__.startswith('_')} == {type(make(2, 4, 3)) for make in NETWORKS.values()}

@@ -13,6 +13,8 @@ from native_sparse_attention.compress import (
     CompressMLP,
     ConvLinearCompress,
     GroupedMLP,
+    MeanPool,
+    MeanResidualMLP,
     SingleProjection,
     compress_pair,
     compress_tokens,
@@ -242,19 +244,35 @@ class Largest(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize('name', ['mlp', 'grouped mlp', 'conv', 'projection', 'projection per head', 'mean'])
+@pytest.mark.parametrize(
+    'name', ['mlp', 'mean + mlp', 'grouped mlp', 'conv', 'projection', 'projection per head', 'mean']
+)
 @pytest.mark.parametrize('borders', [None, [0, 300, 700]])
 def test_nothing_of_the_size_of_all_blocks_is_made(name, borders):
     heads, dim, length, stride, total = 2, 4, 16, 2, 800
     network = NETWORKS[name](heads, dim, length)
     if 'mlp' in name:  # the hidden layer must not hide it
-        network = CompressMLP(dim, length, 0.1) if name == 'mlp' else GroupedMLP(dim, length, heads, 0.1)
+        kinds = {'mlp': CompressMLP, 'mean + mlp': MeanResidualMLP}
+        network = kinds[name](dim, length, 0.1) if name in kinds else GroupedMLP(dim, length, heads, 0.1)
     tokens = torch.randn(1, total, heads, dim, requires_grad=True)
     positions = torch.zeros(heads, length, dim)
     cu_seqlens = None if borders is None else torch.tensor(borders, dtype=torch.int32)
     with Largest() as largest:
         compress_tokens(network, tokens, positions, stride, cu_seqlens, name='keys', value_dim=dim).sum().backward()
     assert largest.elements <= 4 * tokens.numel() < tokens.numel() * length // stride
+
+
+@pytest.mark.parametrize('stride', [2, 3])
+def test_mean_residual_mlp_starts_as_the_block_mean(stride):
+    network = MeanResidualMLP(4, 4)
+    tokens, positions = torch.randn(1, 14, 2, 4), torch.randn(2, 4, 4)
+    found, expected = (
+        compress_tokens(n, tokens, positions, stride, name='keys', value_dim=4) for n in (network, MeanPool())
+    )
+    torch.testing.assert_close(found, expected)
+    found.square().sum().backward()
+    assert network.to_out.weight.grad is not None
+    assert network.to_out.weight.grad.any()
 
 
 class Doubled(nn.Linear):

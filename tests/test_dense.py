@@ -52,6 +52,38 @@ def test_equals_the_definition(causal, kv_heads, value_dim):
     assert_near(attn(x), torch.stack([by_hand(attn, row) for row in x]), 1e-6)
 
 
+def test_output_gate_scales_each_head():
+    torch.manual_seed(0)
+    plain = DenseAttention(16, 8, 4, 2).double()
+    gated = DenseAttention(16, 8, 4, 2, output_gate=True).double()
+    assert gated.output_gate is not None
+    assert not plain.load_state_dict(gated.state_dict(), strict=False).missing_keys
+    x = torch.randn(2, 7, 16, dtype=torch.float64)
+    assert_near(gated(x), plain(x) * torch.tensor(2.0, dtype=torch.float64).sigmoid())
+    torch.nn.init.normal_(gated.output_gate.weight)
+    heads = []
+    plain.combine_heads.register_forward_pre_hook(lambda module, inputs: heads.append(inputs[0]))
+    plain(x)
+    gates = gated.output_gate(gated.norm(x)).sigmoid()
+    expected = (heads[0].unflatten(-1, (4, 8)) * gates[..., None]).flatten(-2) @ gated.combine_heads.weight.T
+    assert_near(gated(x), expected)
+
+
+def test_output_gate_of_cached_padded_and_packed_tokens():
+    attn = DenseAttention(16, 8, 4, 2, output_gate=True).double()
+    assert attn.output_gate is not None
+    torch.nn.init.normal_(attn.output_gate.weight)
+    x = torch.randn(1, 9, 16, dtype=torch.float64)
+    expected = attn(x)
+    out, cache = attn(x[:, :4], return_cache=True)
+    assert_near(torch.cat([out, *(attn(part, cache=cache) for part in x[:, 4:].split(2, 1))], 1), expected)
+    padded = torch.cat([x.new_full((1, 2, 16), torch.nan), x], 1)
+    mask = torch.arange(11)[None] >= 2
+    assert_near(attn(padded, mask)[:, 2:], expected)
+    packed = attn(torch.cat([x, x], 1), cu_seqlens=torch.tensor([0, 9, 18], dtype=torch.int32))
+    assert_near(packed, torch.cat([expected, expected], 1))
+
+
 def test_takes_part_of_the_settings():
     attn = DenseAttention(16, 8, 2, norm=False, rotary_emb=False).double()
     x = torch.randn(1, 7, 16, dtype=torch.float64)
@@ -117,6 +149,7 @@ def test_cache_reads_nothing_but_what_was_written():
         ({'dim_head': 2}, 'dim_head is 2, but a default rotary embedding'),
         ({'causal': 'no'}, "causal is 'no', but must be True or False"),
         ({'norm': None}, 'norm is None, but must be True or False'),
+        ({'output_gate': 1}, 'output_gate is 1, but must be True or False'),
     ],
 )
 def test_refuses_sizes(sizes, message):
