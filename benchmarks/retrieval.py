@@ -33,9 +33,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     'default': {},
     # Minutes on one core of a CPU.
     'tiny': {
-        'lengths': (64, 128, 256), 'dim': 128, 'depth': 2, 'heads': 2, 'kv_heads': 1, 'dim_head': 64, 'window': 16,
+        'lengths': (64, 128, 256), 'dim': 64, 'depth': 2, 'heads': 2, 'kv_heads': 1, 'dim_head': 32, 'window': 16,
         'compress_block': 8, 'compress_stride': 4, 'selection_block': 8, 'num_selected': 6, 'num_tokens': 64,
-        'pairs': 12, 'queries': 8, 'tokens_per_step': 4096, 'steps': 1200, 'stage_steps': 800,
+        'pairs': 16, 'queries': 16, 'tokens_per_step': 2048, 'steps': 4000, 'stage_steps': 2000, 'threshold': 0.95,
         'warmup': 50, 'lr': 2e-3, 'depths': 5, 'eval_samples': 32,
     },
 }  # fmt: skip
@@ -70,7 +70,12 @@ def make_parser() -> argparse.ArgumentParser:
             kind = {'action': argparse.BooleanOptionalAction}
         values = [str(PRESETS[preset].get(each.name, each.default)) for preset in PRESETS]
         shown = ', '.join(dict.fromkeys(values)).replace('%', '%%')
-        add(f'--{each.name.replace("_", "-")}', default=argparse.SUPPRESS, help=f'{each.metadata["help"]} ({shown})', **kind)
+        add(
+            f'--{each.name.replace("_", "-")}',
+            default=argparse.SUPPRESS,
+            help=f'{each.metadata["help"]} ({shown})',
+            **kind,
+        )
     return parser
 
 

@@ -57,7 +57,8 @@ def percent(value: float | None) -> str | None:
 
 def tables(runs: Sequence[Run]) -> list[str]:
     config = runs[0]['config']
-    lengths, trained = config['lengths'], config['lengths'][-1]
+    lengths = sorted({stage['length'] for run in runs for stage in run['stages']} | {*config['lengths']})
+    trained = config['lengths'][-1]
     far = [factor * trained for factor in config['factors']]
     dense = {run['config']['seed']: steps_to_pass(run) for run in runs if run['config']['variant'] == 'dense'}
     stage_rows, result_rows = [], []
@@ -79,8 +80,8 @@ def tables(runs: Sequence[Run]) -> list[str]:
     threshold = f'{100 * config["threshold"]:g} %'
     return [
         f'Accuracy in per cent after the last step, at {", ".join(f"{f}×" for f in config["factors"])} the trained '
-        f'length of {trained:,} tokens. Recall: {config["queries"]} of {config["pairs"]} pairs are asked. Needle: the '
-        f'lowest of {config["depths"]} depths.',
+        f'length of {trained:,} tokens. Recall: up to {config["queries"]} of up to {config["pairs"]} pairs are asked. '
+        f'Needle: the lowest of {config["depths"]} depths.',
         report.table(('variant', 'seed', *columns, 'steps', 'steps/s', 'parameters', 'attention', ''), result_rows),
         f'Steps in each stage of the curriculum until recall and needles reached {threshold} over '
         f'{config["check_every"]} steps (–: the stage did not begin; >: it ended without). Total: steps to {threshold} '

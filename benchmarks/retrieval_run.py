@@ -43,6 +43,7 @@ class Config:
     variant: str
     seed: int
     lengths: tuple[int, ...] = option((512, 1024, 2048, 4096, 8192), 'stages of the curriculum, in tokens')
+    first_lengths: tuple[int, ...] = option((64, 128, 256), 'stages before, of which those below --lengths are taken')
     dim: int = option(256, 'width of the model')
     depth: int = option(4, 'layers')
     heads: int = option(4, 'query heads')
@@ -60,10 +61,13 @@ class Config:
     num_tokens: int = option(512, 'vocabulary')
     key_tokens: int = option(1, 'tokens of a key')
     value_tokens: int = option(1, 'tokens of a value')
-    pairs: int = option(64, 'key-value pairs in a sequence of associative recall')
-    queries: int = option(32, 'questions at its end')
-    repeats: int = option(0, 'pairs of a training sequence that repeat another one, each with a loss')
-    needle_share: float = option(0.25, 'share of training sequences with one pair and one question')
+    pairs: int = option(64, 'key-value pairs in a sequence of associative recall, at most')
+    pair_spacing: int = option(16, 'tokens per pair in short sequences: with few pairs the mechanism is soon found')
+    queries: int = option(32, 'questions at its end, at most one per pair')
+    repeats: float = option(0.0, 'share of the pairs of a training sequence that repeat another one, with a loss')
+    needle_share: float = option(
+        0.25, 'share of sequences with one pair and one question, from the first of --lengths on'
+    )
     tokens_per_step: int = option(65_536, 'batch size times length')
     steps: int = option(3000, 'optimizer steps of all stages; the last stage lasts until then')
     stage_steps: int = option(800, 'a stage before the last ends after so many steps at the latest')
@@ -86,39 +90,58 @@ class Config:
         missing = (VARIANTS[self.variant] or {}).keys() - signature(SparseAttention).parameters.keys()
         if missing:
             raise ValueError(f'variant is {self.variant!r}, but SparseAttention has no {", ".join(sorted(missing))}')
-        if not self.lengths or list(self.lengths) != sorted(set(self.lengths)):
-            raise ValueError(f'lengths is {self.lengths}, but must be ascending')
-        positive = ('steps', 'stage_steps', 'check_every', 'depths', 'eval_samples')
+        for name in ('lengths', 'first_lengths'):
+            if list(getattr(self, name)) != sorted(set(getattr(self, name))) or not self.lengths:
+                raise ValueError(f'{name} is {getattr(self, name)}, but must be ascending')
+        positive = ('steps', 'stage_steps', 'check_every', 'depths', 'eval_samples', 'pair_spacing')
         for name in positive:
             if getattr(self, name) < 1:
                 raise ValueError(f'{name} is {getattr(self, name)}, but must be at least 1')
-        if not 0 <= self.needle_share < 1:
-            raise ValueError(f'needle_share is {self.needle_share}, but must lie in [0, 1)')
+        for name in ('needle_share', 'repeats'):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f'{name} is {getattr(self, name)}, but must lie in [0, 1)')
         least = 2 if self.needle_share else 1
-        if self.batch(self.lengths[-1]) < least:
+        if self.batch(self.trained) < least:
             raise ValueError(
-                f'tokens_per_step is {self.tokens_per_step}, but must be at least {least * self.lengths[-1]}, '
+                f'tokens_per_step is {self.tokens_per_step}, but must be at least {least * self.trained}, '
                 f'{least} sequences of the last length'
             )
-        self.task.check(self.lengths[0])
+        for length in self.stages:
+            self.task(length).check(length)
 
     @property
     def name(self) -> str:
         return f'{self.variant}-seed{self.seed}'
 
     @property
-    def task(self) -> Task:
-        return Task(self.num_tokens, self.key_tokens, self.value_tokens, self.pairs, self.queries)
+    def stages(self) -> list[int]:
+        """Lengths of the curriculum."""
+        return [*(length for length in self.first_lengths if length < self.lengths[0]), *self.lengths]
+
+    @property
+    def trained(self) -> int:
+        return self.lengths[-1]
+
+    def task(self, length: int) -> Task:
+        pairs = max(1, min(self.pairs, length // self.pair_spacing))
+        return Task(self.num_tokens, self.key_tokens, self.value_tokens, pairs, min(pairs, self.queries))
+
+    def num_repeats(self, length: int) -> int:
+        task = self.task(length)
+        return min(int(self.repeats * task.pairs), task.pairs - task.queries)
 
     def batch(self, length: int) -> int:
         return self.tokens_per_step // length
 
     def num_needles(self, length: int) -> int:
-        """Sequences of a training batch that hold a needle."""
-        return math.ceil(self.needle_share * self.batch(length))
+        """Sequences of a training batch that hold a needle.
+
+        None in the first lengths: where one value stands in the text, no key has to be compared to find it.
+        """
+        return math.ceil(self.needle_share * self.batch(length)) if length >= self.lengths[0] else 0
 
     def eval_lengths(self) -> list[int]:
-        return sorted({*self.lengths, *(factor * self.lengths[-1] for factor in self.factors)})
+        return sorted({*self.stages, *(factor * self.trained for factor in self.factors)})
 
     def learning_rate(self, step: int) -> float:
         """Of the step after `step` steps: linear warm-up, constant, linear fall to a tenth."""
@@ -189,7 +212,7 @@ class Run:
 
     @property
     def length(self) -> int:
-        return self.config.lengths[self.stage]
+        return self.config.stages[self.stage]
 
     def carry_out(self) -> bool:
         """Train and evaluate from wherever the run stands. Returns False where a signal stopped it."""
@@ -245,10 +268,11 @@ class Run:
         config, length = self.config, self.length
         generator = seeded(self.device, 'train', config.seed, self.step)
         count = config.num_needles(length)
-        parts = [make_recall(config.task, config.batch(length) - count, length, generator, config.repeats)]
+        task, recalls = config.task(length), config.batch(length) - count
+        parts = [make_recall(task, recalls, length, generator, config.num_repeats(length))]
         if count:
             depth = torch.rand(count, generator=generator, device=self.device)
-            parts.append(make_needle(config.task, depth, length, generator))
+            parts.append(make_needle(task, depth, length, generator))
         return Batch(*map(torch.cat, zip(*parts, strict=True)))
 
     def differentiate(self, both: Tensor) -> Tensor:
@@ -300,7 +324,7 @@ class Run:
             stage['passed_after'] = stage['steps']
         figures = f'loss {loss:.3f}, recall {recall:.1%}, needle {needle:.1%}, {self.seconds:.0f} s'
         say(f'{config.name}: step {self.step} of {config.steps}, length {self.length:,}: {figures}')
-        is_last = self.stage == len(config.lengths) - 1
+        is_last = self.stage == len(config.stages) - 1
         if not is_last and (passed or stage['steps'] >= config.stage_steps):
             self.stage += 1
             self.graph = None
@@ -320,7 +344,9 @@ class Run:
                 if (task, length, depth) in done:
                     continue
                 self.save_if_due()
-                right = [is_right(self.logits(b.ids), b.labels, config.value_tokens) for b in self.problems(length, depth)]
+                right = [
+                    is_right(self.logits(b.ids), b.labels, config.value_tokens) for b in self.problems(length, depth)
+                ]
                 answers = torch.cat(right)
                 row = {'task': task, 'length': length, 'depth': depth, 'answers': len(answers)}
                 self.evaluations.append({**row, 'accuracy': answers.double().mean().item()})
@@ -340,9 +366,9 @@ class Run:
             left -= batch
             generator = seeded(self.device, 'evaluation', config.seed, length, depth, left)
             if depth is None:
-                yield make_recall(config.task, batch, length, generator)
+                yield make_recall(config.task(length), batch, length, generator)
             else:
-                yield make_needle(config.task, torch.full((batch,), depth), length, generator)
+                yield make_needle(config.task(length), torch.full((batch,), depth), length, generator)
 
     def result(self, finished: bool) -> Row:
         return {
@@ -359,8 +385,11 @@ class Run:
 
     def save(self, finished: bool) -> None:
         state = {
-            **{'config': asdict(self.config), 'recent': self.recent, **self.progress()},
-            **{'model': self.model.state_dict(), 'optimizer': self.optimizer.state_dict()},
+            'config': asdict(self.config),
+            'model': self.model.state_dict(),
+            'optimizer': self.optimizer.state_dict(),
+            'recent': self.recent,
+            **self.progress(),
         }
         with atomically(self.folder / f'{self.config.name}.pt') as file:
             torch.save(state, file)

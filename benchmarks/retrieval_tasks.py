@@ -4,8 +4,8 @@ A sequence is a body of random filler tokens with key-value pairs at random plac
 of the body, each followed by its value. A value is right where the token before it predicts it, so only the body can
 tell it. Keys, values and filler have separate ids, and the values of every sequence are drawn anew.
 
-Dimensions: B sequences, L tokens that the model reads, P pairs in the body, Q questions, K ids of key tokens and as many
-of value tokens.
+Dimensions: B sequences, L tokens that the model reads, P pairs in the body, Q questions, K ids of key tokens and as
+many of value tokens.
 """
 
 from __future__ import annotations
