@@ -1,13 +1,16 @@
-"""Does a model with sparse attention learn to find what stands far back? Associative recall and needles, from scratch.
+"""Train small models from scratch on far retrieval, sparse beside dense: associative recall and needles.
 
     python -m benchmarks.retrieval --out runs/retrieval                           all variants, 1 seed, every GPU
     python -m benchmarks.retrieval --out runs/retrieval --variants dense,separate --seeds 0,1,2 --gpus 4
-    python -m benchmarks.retrieval --report runs/retrieval                        table and picture of what is there
+    python -m benchmarks.retrieval --report runs/retrieval                        write table and picture again
     python -m benchmarks.retrieval --device cpu --preset tiny --out /tmp/tiny --variants dense,separate
-                                                                                  to try the script
+                                                                                  minutes on a CPU
 
-Every run trains one model on sequences of the first length until both accuracies pass --threshold, then of the next
-length. All runs take the same steps, with the same data; with one seed, variants start from the same shared weights.
+A run trains one model on sequences of the first length until recall and needles pass --threshold, then on the next
+length, and so on; the last length lasts until --steps, so that all runs take the same number of steps. Short first
+lengths with few pairs are needed: with many pairs a model copies an arbitrary value and rarely learns to compare keys.
+Needles join at the first of --lengths. Data depend on seed, step and length alone.
+
 Each run keeps <variant>-seed<seed>.json and .pt in --out; the same command continues interrupted runs and adds missing
 ones. At the end <date>-<gpu>-retrieval.md, .json and .png are written there. `benchmarks/retrieval_tasks.py` describes
 the problems.
@@ -19,7 +22,6 @@ import argparse
 import json
 import sys
 from dataclasses import MISSING, fields
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     'tiny': {
         'lengths': (64, 128, 256), 'dim': 64, 'depth': 2, 'heads': 2, 'kv_heads': 1, 'dim_head': 32, 'window': 16,
         'compress_block': 8, 'compress_stride': 4, 'selection_block': 8, 'num_selected': 6, 'num_tokens': 64,
-        'pairs': 16, 'queries': 16, 'tokens_per_step': 2048, 'steps': 4000, 'stage_steps': 2000, 'threshold': 0.95,
+        'pairs': 16, 'queries': 16, 'tokens_per_step': 2048, 'steps': 1500, 'stage_steps': 1000, 'threshold': 0.98,
         'warmup': 50, 'lr': 2e-3, 'depths': 5, 'eval_samples': 32,
     },
 }  # fmt: skip
@@ -82,8 +84,8 @@ def make_parser() -> argparse.ArgumentParser:
 def make_configs(options: argparse.Namespace) -> list[Config]:
     given = {each.name: getattr(options, each.name) for each in fields(Config) if each.name in options}
     settings = {**PRESETS[options.preset], **given}
-    pairs = product(numbers(options.seeds), options.variants.split(','))
-    return [Config(variant=variant, seed=seed, **settings) for seed, variant in pairs]
+    variants = options.variants.split(',')
+    return [Config(variant, seed, **settings) for seed in numbers(options.seeds) for variant in variants]
 
 
 def is_finished(config: Config, folder: Path) -> bool:
@@ -95,12 +97,19 @@ def is_finished(config: Config, folder: Path) -> bool:
     return held['finished']
 
 
+def worker_arguments(config: Config) -> list[str]:
+    """Arguments that turn the command of all runs into the command of one worker."""
+    return ['--variants', config.variant, '--seeds', str(config.seed), '--worker']
+
+
 def work(config: Config, options: argparse.Namespace) -> int:
     """Carry out one run in this process; returns the exit code."""
     if options.device == 'cpu':
         torch.set_num_threads(1)
     with stop_request() as stop:
         where = report.machine(options.device, options.commit)
+        appended = ' ' + ' '.join(worker_arguments(config))
+        where['commands'] = [command.removesuffix(appended) for command in where['commands']]
         run = Run(config, options.out, torch.device(options.device), where, stop, options.save_seconds)
         run.restore()
         run.carry_out()
@@ -126,10 +135,9 @@ def main(argv: list[str] | None = None) -> int:
         gpus = visible_gpus(options.gpus) if options.device == 'cuda' else []
     except ValueError as error:
         parser.error(str(error))
-    jobs = []
-    for config in waiting:
-        only = ['--variants', config.variant, '--seeds', str(config.seed), '--worker']
-        jobs.append(module_job(config.name, 'benchmarks.retrieval', [*arguments, *only]))
+    jobs = [
+        module_job(config.name, 'benchmarks.retrieval', [*arguments, *worker_arguments(config)]) for config in waiting
+    ]
     codes = run_jobs(jobs, gpus, options.time_limit)
     if any(options.out.glob(retrieval_report.RUNS)):
         say(retrieval_report.write(options.out))

@@ -123,7 +123,7 @@ def plot(path: Path, runs: Sequence[Run]) -> None:
 
     groups = by_variant(runs)
     figure = Figure(figsize=(max(9.0, 3.6 * len(groups)), 8), layout='constrained')
-    above, below = figure.subfigures(2, 1)
+    above, below = figure.subfigures(2, 1, squeeze=False)[:, 0]
     above.suptitle('needle: accuracy by length and depth, mean over seeds')
     image = None
     axes_of = above.subplots(1, len(groups), sharey=True, squeeze=False)[0]
@@ -147,7 +147,8 @@ def plot(path: Path, runs: Sequence[Run]) -> None:
         axes.set(title=task, xlabel='step', ylabel='accuracy', ylim=(0, 1.02))
         for variant, group in groups.items():
             for index, run in enumerate(group):
-                steps, values = ([row[name] for row in run['rows']] for name in ('step', task))
+                rows = [row for row in run['rows'] if row[task] is not None]
+                steps, values = ([row[name] for row in rows] for name in ('step', task))
                 label = variant if index == 0 else None
                 axes.plot(steps, values, color=colors[variant], alpha=0.8, label=label)
                 starts = [stage['start'] for stage in run['stages'][1:]]

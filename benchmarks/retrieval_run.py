@@ -43,7 +43,9 @@ class Config:
     variant: str
     seed: int
     lengths: tuple[int, ...] = option((512, 1024, 2048, 4096, 8192), 'stages of the curriculum, in tokens')
-    first_lengths: tuple[int, ...] = option((64, 128, 256), 'stages before, of which those below --lengths are taken')
+    first_lengths: tuple[int, ...] = option(
+        (32, 64, 128, 256), 'stages before, of which those below --lengths are taken'
+    )
     dim: int = option(256, 'width of the model')
     depth: int = option(4, 'layers')
     heads: int = option(4, 'query heads')
@@ -58,11 +60,11 @@ class Config:
     num_local: int = option(2, "forced blocks up to the query's own")
     diff_topk: bool = option(True, 'gradients reach the block scores')
     compress_mlp_expand: float = option(1.0, 'hidden size of the compression networks over a block')
-    num_tokens: int = option(512, 'vocabulary')
+    num_tokens: int = option(256, 'vocabulary')
     key_tokens: int = option(1, 'tokens of a key')
     value_tokens: int = option(1, 'tokens of a value')
     pairs: int = option(64, 'key-value pairs in a sequence of associative recall, at most')
-    pair_spacing: int = option(16, 'tokens per pair in short sequences: with few pairs the mechanism is soon found')
+    pair_spacing: int = option(8, 'tokens per pair in short sequences: with few pairs the mechanism is soon found')
     queries: int = option(32, 'questions at its end, at most one per pair')
     repeats: float = option(0.0, 'share of the pairs of a training sequence that repeat another one, with a loss')
     needle_share: float = option(
@@ -70,7 +72,7 @@ class Config:
     )
     tokens_per_step: int = option(65_536, 'batch size times length')
     steps: int = option(3000, 'optimizer steps of all stages; the last stage lasts until then')
-    stage_steps: int = option(800, 'a stage before the last ends after so many steps at the latest')
+    stage_steps: int = option(1500, 'a stage before the last ends after so many steps at the latest')
     threshold: float = option(0.99, 'a stage ends at this accuracy of recall and of needles')
     check_every: int = option(20, 'steps over which that accuracy is taken; every step has fresh data')
     lr: float = option(1e-3, 'learning rate after the warm-up')
@@ -276,7 +278,7 @@ class Run:
         return Batch(*map(torch.cat, zip(*parts, strict=True)))
 
     def differentiate(self, both: Tensor) -> Tensor:
-        """float32 [3]: loss, accuracy of recall, accuracy of needles, of both [2, B, L]; leaves the gradients.
+        """Return loss, accuracy of recall and of needles, float32 [3], of ids and labels [2, B, L]; keep gradients.
 
         The loss is the mean over sequences of the mean over answers, so that a needle counts as a whole sequence.
         """
@@ -290,7 +292,7 @@ class Run:
         right = ((logits.argmax(-1) == labels) & answers).sum(1) / count
         needles = self.config.num_needles(ids.shape[1])
         recall = right[: len(right) - needles].mean()
-        needle = right[len(right) - needles :].mean() if needles else recall
+        needle = right[len(right) - needles :].mean()  # NaN without needles
         return torch.stack((loss.detach(), recall, needle))
 
     def logits(self, ids: Tensor) -> Tensor:
@@ -316,13 +318,15 @@ class Run:
         if not math.isfinite(loss):
             raise FloatingPointError(f'step {self.step}: the loss is {loss}')
         self.recent = []
-        row = {'step': self.step, 'length': self.length, 'loss': loss, 'recall': recall, 'needle': needle}
-        self.rows.append({**row, 'seconds': self.seconds})
+        has_needles = not math.isnan(needle)
+        row = {'step': self.step, 'length': self.length, 'loss': loss, 'recall': recall, 'seconds': self.seconds}
+        self.rows.append({**row, 'needle': needle if has_needles else None})
         stage['steps'] = self.step - stage['start']
-        passed = min(recall, needle) >= config.threshold
+        passed = min(recall, needle if has_needles else 1.0) >= config.threshold
         if passed and stage['passed_after'] is None:
             stage['passed_after'] = stage['steps']
-        figures = f'loss {loss:.3f}, recall {recall:.1%}, needle {needle:.1%}, {self.seconds:.0f} s'
+        shown = f'needle {needle:.1%}, ' * has_needles
+        figures = f'loss {loss:.3f}, recall {recall:.1%}, {shown}{self.seconds:.0f} s'
         say(f'{config.name}: step {self.step} of {config.steps}, length {self.length:,}: {figures}')
         is_last = self.stage == len(config.stages) - 1
         if not is_last and (passed or stage['steps'] >= config.stage_steps):

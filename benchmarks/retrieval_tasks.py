@@ -40,7 +40,7 @@ class Task:
         ValueError: for sizes that do not fit.
     """
 
-    num_tokens: int = 512
+    num_tokens: int = 256
     key_tokens: int = 1
     value_tokens: int = 1
     pairs: int = 64

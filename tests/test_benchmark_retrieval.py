@@ -147,9 +147,9 @@ def test_variant_that_the_layer_does_not_know(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     ('settings', 'message'),
     [
-        ({'pairs': 500}, 'pairs is 500, but must be at most 191'),
+        ({'pairs': 500}, 'pairs is 500, but must be at most 95'),
         ({'queries': 65}, 'queries is 65, but must be at most pairs, 64'),
-        ({'key_tokens': 4}, 'keys, but at most 65,536 work'),
+        ({'key_tokens': 3}, 'keys, but at most 65,536 work'),
     ],
 )
 def test_bad_task(settings: dict[str, int], message: str):
