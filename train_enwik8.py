@@ -17,42 +17,35 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import io
 import math
 import signal
 import sys
 import time
 import traceback
 import zlib
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, fields, replace
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from native_sparse_attention import SparseAttention
-from native_sparse_attention.dense import DenseAttention
 from native_sparse_attention.transformer import Transformer
 from trainer import plots
 from trainer.config import PRESETS, Config, parse, spelled
-from trainer.console import Interrupted, UserError, as_user_error, note_signals, one_line, progress, say
+from trainer.console import Interrupted, UserError, as_user_error, note_signals, progress, say
 from trainer.corpus import Corpus, load_corpus
 from trainer.decode_check import check_decode
-from trainer.folder import (
-    CHECKPOINT,
-    LOG,
-    append_row,
-    encode_rows,
-    find_run,
-    load_checkpoint,
-    lock_run,
-    refuse_existing,
-    run_folder,
-    write_atomically,
-)  # fmt: skip
+from trainer.folder import load_checkpoint, lock_run, refuse_existing, write_atomically
+from trainer.graph import Graph
+from trainer.record import Record, parameter_counts
 from trainer.sampling import sample
+from trainer.start import find_start
+
+__all__ = [
+    'PRESETS', 'Config', 'Corpus', 'Graph', 'Run', 'Transformer', 'UserError', 'build_model', 'build_optimizer', 'draw',
+    'learning_rate', 'load_checkpoint', 'load_corpus', 'main', 'open_run', 'parse', 'spelled', 'windows',
+]  # fmt: skip
 
 LINE_SECONDS = 10  # at least, between two lines of progress where there is no bar
 
@@ -113,43 +106,10 @@ def windows(text: Tensor, seq_len: int, batch: int) -> Iterator[Tensor]:
         yield text[full * seq_len :].long()[None]
 
 
-class Graph:
-    """A function of a tensor on a GPU, captured as it would run, and replayed.
-
-    A step is more than a thousand launches, many of which take the host longer than the GPU. What the function leaves
-    elsewhere, such as gradients, every replay writes anew, to the same places.
-    """
-
-    def __init__(self, function: Callable[[Tensor], Tensor], x: Tensor) -> None:
-        self.input, self.graph = x.clone(), torch.cuda.CUDAGraph()
-        with torch.cuda.device(x.device), torch.cuda.graph(self.graph):
-            self.output = function(self.input)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        self.input.copy_(x)
-        self.graph.replay()
-        return self.output.clone()
-
-
 @dataclass
-class Run:
+class Run(Record):
     """A model in training, and the folder that it writes to."""
 
-    config: Config
-    preset: str
-    folder: Path
-    corpus: Corpus
-    device: torch.device
-    model: Transformer
-    forward: Callable[..., Tensor]  # the model, or its compiled form
-    optimizer: torch.optim.Optimizer
-    step: int = 0  # steps done
-    seconds: float = 0.0  # in training steps, without evaluations and samples
-    recent: list[Tensor] = field(default_factory=list)  # losses since the last training line of the log
-    rows: list[dict[str, Any]] = field(default_factory=list)  # of the log
-    finished: bool = False
-    signals: list[int] = field(default_factory=list)  # received
-    wandb: Any = None
     replays: bool = False  # all steps but the first, as a CUDA graph
     graph: Graph | None = None
 
@@ -229,24 +189,6 @@ class Run:
         with self.autocast():
             return self.forward(ids.to(self.device), return_loss=True)
 
-    def autocast(self) -> torch.autocast:
-        enabled = self.config.amp and self.device.type == 'cuda'
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled)
-
-    def backend(self) -> str | None:
-        """What serves sparse attention in a training step, and why not what is faster; None for dense attention."""
-        attention = next((m for m in self.model.modules() if isinstance(m, SparseAttention)), None)
-        if attention is None:
-            return None
-        x = torch.empty(self.config.batch, self.config.seq_len, self.config.dim, device=self.device)
-        with self.autocast():
-            return str(attention.backend_for(x))
-
-    def can_replay(self) -> bool:
-        """Whether a step is the same launches every time, and reads nothing back."""
-        is_compiled = self.forward is not self.model
-        return self.device.type == 'cuda' and not is_compiled and self.backend() in (None, 'triton')
-
     @torch.no_grad()
     def evaluate(self, split: str) -> None:
         """Log and print the bits per byte of a split, or of its first --eval-bytes."""
@@ -263,9 +205,6 @@ class Run:
         self.log(split=split, bpb=bpb, bytes=len(text), bytes_of_split=len(whole))
         say(f'step {self.step}: {split} {bpb:.4f} bits per byte ({self.corpus.name}, {plots.coverage(self.rows[-1])})')
 
-    def prompt(self) -> Tensor:
-        return self.corpus.splits['valid'][: self.config.prompt_bytes].long()[None].to(self.device)
-
     def generate(self, count: int) -> Tensor:
         generator = seeded(self.config, 'sample', self.step, self.device)
         settings = {'temperature': self.config.temperature, 'top_p': self.config.top_p, 'generator': generator}
@@ -279,55 +218,6 @@ class Run:
         write_atomically(self.folder / f'sample-{self.step:06d}.txt', text.encode())
         say(f'\n{text}')
 
-    def log(self, **row: Any) -> None:
-        """Add a line to log.jsonl. A figure stands beside the text, the split and the number of bytes it covers."""
-        row = {'step': self.step, 'seconds': round(self.seconds, 3), 'corpus': self.corpus.name, **row}
-        append_row(self.folder, row)
-        self.rows.append(row)
-        if self.wandb and 'split' in row:
-            self.wandb.log({f'{row["split"]} bits per byte, {self.corpus.name}': row['bpb']}, step=self.step)
-
-    def log_yardsticks(self) -> None:
-        """Log the bits per byte of the evaluated validation text by gzip -9 and by a unigram model."""
-        whole = self.corpus.splits['valid']
-        text = whole[: self.config.eval_bytes or None]
-        covers = {'bytes': len(text), 'bytes_of_split': len(whole)}
-        self.log(yardstick='gzip -9 of the validation text', bpb=plots.gzip_bits(text), **covers)
-        bits = plots.unigram_bits(self.corpus.splits['train'], text)
-        self.log(yardstick='byte frequencies of the training text', bpb=bits, **covers)
-
-    def plot(self) -> None:
-        title = f'{self.folder.name}: {self.config.attention} attention on {self.corpus.name}'
-        plots.plot_run(self.folder / 'loss.png', self.rows, title)
-
-    def save(self) -> None:
-        state = {
-            'config': asdict(self.config),
-            'preset': self.preset,
-            'corpus': {'name': self.corpus.name, 'data': self.corpus.data, 'sha256': self.corpus.sha256},
-            'prompt': self.prompt()[0].byte().cpu(),
-            'model': self.model.state_dict(),
-            'optimizer': self.optimizer.state_dict(),
-            'random': torch.get_rng_state(),
-            'random_cuda': torch.cuda.get_rng_state(self.device) if self.device.type == 'cuda' else None,
-            **{name: getattr(self, name) for name in ('step', 'seconds', 'recent', 'rows', 'finished')},
-        }
-        content = io.BytesIO()  # torch.save hides the OSError of a file that it writes to
-        torch.save(state, content)
-        write_atomically(self.folder / CHECKPOINT, content.getvalue())
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Stand where the checkpoint was written. Evaluations at that very step are repeated, so their lines go."""
-        with as_user_error(RuntimeError, ValueError, of=f'{self.folder / CHECKPOINT}: of another shape: '):
-            self.model.load_state_dict(state['model'])
-            self.optimizer.load_state_dict(state['optimizer'])
-        self.step, self.seconds, self.finished = state['step'], state['seconds'], state['finished']
-        self.recent = [loss.to(self.device) for loss in state['recent']]
-        self.rows = [r for r in state['rows'] if r['step'] < self.step or r.get('split') in (None, 'train')]
-        torch.set_rng_state(state['random'])
-        if self.device.type == 'cuda' and state['random_cuda'] is not None:
-            torch.cuda.set_rng_state(state['random_cuda'], self.device)
-
     def rehearse(self) -> None:
         """A forward, a backward and a generated byte: what this model cannot do is said before anything is written."""
         with as_user_error(ValueError, NotImplementedError), torch.random.fork_rng():
@@ -336,112 +226,38 @@ class Run:
         self.optimizer.zero_grad()
 
 
-def parameter_counts(model: nn.Module, config: Config) -> dict[str, int]:
-    """Return the numbers of parameters: all, of attention layers, and of those what the dense twin lacks."""
-
-    def count(module: nn.Module) -> int:
-        return sum(p.numel() for p in module.parameters())
-
-    layers = [m for m in model.modules() if isinstance(m, SparseAttention | DenseAttention)]
-    with torch.random.fork_rng(), torch.device('meta'):
-        twin = build_model(replace(config, attention='dense'), 'auto', torch.device('meta'))
-    return {'total': count(model), 'attention': sum(map(count, layers)), 'sparse only': count(model) - count(twin)}
-
-
 def open_run(options: argparse.Namespace, given: dict[str, Any], locks: contextlib.ExitStack) -> Run:
     """Return a new run that has written nothing yet, or with --resume or --check-decode the one of a checkpoint.
 
-    A resumed run is locked until `locks` closes. The text is loaded last, so that a refusal asks no network.
+    The text is loaded last, so that a refusal asks no network. `locks` holds the lock of a resumed run.
     """
-    old, preset = options.resume or options.check_decode, options.preset
-    folder = run_folder(options.runs_dir, options.name) if options.name else None
-    preset = preset or ('base' if torch.cuda.is_available() else 'cpu')
-    start = f'{preset}-{given.get("attention", Config().attention)}-'
-    if old and folder is None and options.data is None:
-        folder = find_run(options.runs_dir, start)
-    limit, corpus, state = int(options.unpack_gib * 2**30), None, None
-    if folder is None:
-        corpus = load_corpus(options.data, limit=limit)
-        folder = run_folder(options.runs_dir, start + corpus.name)
-    if old:
-        if options.resume and (folder / CHECKPOINT).exists():
-            locks.enter_context(lock_run(folder))
-        state = load_checkpoint(folder)
-        refuse_changes(folder, state, {**({'preset': preset} if options.preset else {}), **given})
-        preset, config = state['preset'], state['config']
-    else:
-        refuse_existing(folder)
-        config = Config(**{**PRESETS[preset], **given})
-    if state and state['finished'] and options.resume:
-        raise UserError(f'{folder}: finished after {state["step"]} steps (--name starts another run)')
-    device, model = build(config, options)
+    start = find_start(options, given, locks)
+    device, model = build(start.config, options)
     with as_user_error(ValueError):
-        optimizer = build_optimizer(model, config)
-    if corpus is None and options.check_decode and options.data is None:
-        corpus = Corpus(**state['corpus'], splits={'valid': state['prompt']}) if state else None
-    else:
-        corpus = corpus or load_corpus(options.data or (state['corpus']['data'] if state else None), limit=limit)
-        refuse_short(corpus, config)
-    assert corpus is not None
-    if state and corpus.sha256 != state['corpus']['sha256']:
-        text = state['corpus']
-        raise UserError(f'{corpus.data}: {folder} reads another text, {text["name"]} (--data {text["data"]})')
+        optimizer = build_optimizer(model, start.config)
+    corpus = start.corpus(only_prompt=options.check_decode)
     forward = torch.compile(model) if options.compile else model
-    run = Run(config, preset, folder, corpus, device, model, forward, optimizer)
+    run = Run(start.config, start.preset, start.folder, corpus, device, model, forward, optimizer)
     run.replays = options.graph and run.can_replay()
-    if state:
-        run.restore(state)
+    if start.state:
+        run.restore(start.state)
     return run
-
-
-def refuse_changes(folder: Path, state: dict[str, Any], asked: dict[str, Any]) -> None:
-    held = {**asdict(state['config']), 'preset': state['preset']}
-    for name, value in asked.items():
-        if value != held[name]:
-            raise UserError(f'{spelled(name)} {value}: {folder} has {held[name]}, and a run keeps its settings')
-
-
-def refuse_short(corpus: Corpus, config: Config) -> None:
-    needed = {'train': config.seq_len + 1, 'valid': 2, 'test': 2}
-    for split, text in corpus.splits.items():
-        size = len(text if split == 'train' else text[: config.eval_bytes or None])
-        if size < needed[split]:
-            why = f'--seq-len {config.seq_len}' if split == 'train' else 'an evaluation'
-            raise UserError(f'{corpus.data}: {size:,} bytes in split {split}, but {why} needs {needed[split]:,}')
 
 
 def carry_out(run: Run, options: argparse.Namespace, locks: contextlib.ExitStack) -> int:
     """Train from the current step to the end, test, and return the exit code."""
+    if run.finished:
+        raise UserError(f'{run.folder}: finished after {run.step} steps (--name starts another run)')
     run.rehearse()
     if options.wandb:
-        try:
-            import wandb  # pyright: ignore[reportMissingImports]
-        except ImportError as error:
-            raise UserError('--wandb: wandb is not installed (pip install wandb)') from error
-        settings = {'id': run.folder.name, 'resume': 'allow', 'config': asdict(run.config)}
-        run.wandb = wandb.init(project='native-sparse-attention', **settings)
-    sizes = parameter_counts(run.model, run.config)
-    if options.resume:  # without the lines after the checkpoint
-        write_atomically(run.folder / LOG, encode_rows(run.rows))
-    else:
+        run.start_wandb()
+    with torch.random.fork_rng():
+        twin = build_model(replace(run.config, attention='dense'), 'auto', torch.device('cpu'))
+    if not options.resume:
         run.folder.mkdir(parents=True, exist_ok=True)
         locks.enter_context(lock_run(run.folder))
-        refuse_existing(run.folder)
-        write_atomically(run.folder / LOG, b'')
-        about = {'preset': run.preset, 'config': asdict(run.config), 'parameters': sizes}
-        run.log(**about, torch=str(torch.__version__), backend=run.backend())
-        run.log_yardsticks()
-        run.save()
-    counts = f'{sizes["total"]:,} parameters ({sizes["attention"]:,} in attention'
-    counts += f', {sizes["sparse only"]:,} of them only in sparse attention)' if sizes['sparse only'] else ')'
-    length = len(run.corpus.splits['train'])
-    what = f'{run.config.attention} attention, {counts}, {length:,} bytes of {run.corpus.name} to train on'
-    say(f'{run.folder}: {what}, {run.device}, from step {run.step} to {run.config.steps}')
-    if run.backend():
-        say(f'{run.folder}: attention by {run.backend()}')
-    yardsticks = {row['yardstick']: row['bpb'] for row in run.rows if 'yardstick' in row}
-    for name, bits in yardsticks.items():
-        say(f'yardstick: {bits:.4f} bits per byte, {name}')
+        refuse_existing(run.folder)  # another process may have started it meanwhile
+    run.begin(options.resume, parameter_counts(run.model, twin), run.backend())
     note_signals(run.signals)
     try:
         run.train()
@@ -452,11 +268,7 @@ def carry_out(run: Run, options: argparse.Namespace, locks: contextlib.ExitStack
     run.save()
     if not run.finished:
         return 128 + run.signals[0]
-    valid = [row['bpb'] for row in run.rows if row.get('split') == 'valid'][-1]
-    for name, bits in yardsticks.items():
-        say(f'valid {valid:.4f} bits per byte, {"less" if valid < bits else "NOT less"} than {bits:.4f}: {name}')
-    say(f'picture: {run.folder / "loss.png"}')
-    say(f"text: python train_enwik8.py --sample {run.folder} --prompt 'The ' --tokens 2000")
+    run.end()
     return 0
 
 
@@ -471,11 +283,7 @@ def main(argv: list[str] | None = None) -> int:
                 return plots.compare(options.compare, options.runs_dir / 'compare.png')
             run = open_run(options, given, locks)
             if options.check_decode:
-                exact = options.backend in ('auto', 'eager')
-                model = run.model.double() if exact else run.model
-                what = f'{run.folder}, step {run.step}, {run.corpus.name}'
-                generator = seeded(run.config, 'check', 0)
-                return check_decode(model, run.prompt(), run.config.sample_bytes, what, generator)
+                return check_decode(run, options.backend in ('auto', 'eager'), seeded(run.config, 'check', 0))
             return carry_out(run, options, locks)
     except (UserError, OSError) as error:
         if '--traceback' in (sys.argv if argv is None else argv):

@@ -115,9 +115,7 @@ def parse(argv: list[str] | None, description: str = '') -> tuple[argparse.Names
     add('--device', default='cuda' if torch.cuda.is_available() else 'cpu', help='cuda or cpu (%(default)s)')
     add('--compile', action='store_true', help='through torch.compile')
     add('--graph', action=argparse.BooleanOptionalAction, default=True, help='replay steps as a CUDA graph, on GPUs')
-    add(
-        '--unpack-gib', type=float, default=4.0, metavar='X', help='largest text in an archive (%(default)s)'
-    )
+    add('--unpack-gib', type=float, default=4.0, metavar='X', help='largest text in an archive (%(default)s)')
     add('--traceback', action='store_true', help='show the whole error')
     add('--wandb', action='store_true', help='log to Weights & Biases too')
     add = parser.add_argument_group('the run').add_argument

@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
-from native_sparse_attention.transformer import Transformer
 from trainer.console import say
+from trainer.record import Record
 
 
 @torch.no_grad()
-def check_decode(model: Transformer, prompt: Tensor, count: int, what: str, generator: torch.Generator) -> int:
+def check_decode(run: Record, exact: bool, generator: torch.Generator) -> int:
     """Compare cached decoding with the full forward pass; return the exit code, 1 for a difference.
 
     Logits are compared on random bytes, fed one by one. Repetitive text has blocks of equal score, of which rounding
-    selects one in the full pass and possibly another in decoding. Greedy bytes after `prompt` must be the likeliest
-    by the full pass, or tie with them.
-
-    Args:
-        model: in float64, or in float32 where kernels compute it.
-        prompt: int64 [1, P] bytes.
-        count: bytes to decode.
-        what: names the model in the printed line.
+    selects one in the full pass and possibly another in decoding. Greedy bytes after the prompt must be the likeliest
+    by the full pass, or tie with them. exact: in float64, which only eager computes.
     """
-    tolerance = 1e-9 if next(model.parameters()).dtype == torch.float64 else 1e-2
+    model, tolerance = (run.model.double(), 1e-9) if exact else (run.model, 1e-2)
     model.eval()
+    prompt, count = run.prompt(), run.config.sample_bytes
     length = prompt.shape[1]
     ids = torch.randint(256, (1, length + count), generator=generator).to(prompt.device)
     full = model(ids)[:, length - 1 :]
@@ -38,5 +32,5 @@ def check_decode(model: Transformer, prompt: Tensor, count: int, what: str, gene
     verdict = 'agrees with' if passed else 'DIFFERS from'
     found = f'logits to {error:.1e} of the largest ({tolerance:.0e} allowed)'
     found += f', {int((lost == 0).sum())} of {count} greedy bytes'
-    say(f'{what}: decoding {verdict} the full forward: {found}')
+    say(f'{run.folder}, step {run.step}, {run.corpus.name}: decoding {verdict} the full forward: {found}')
     return 0 if passed else 1
