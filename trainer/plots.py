@@ -110,7 +110,7 @@ def compare(folders: list[Path], path: Path) -> int:
 
 def print_table(logs: dict[Path, list[Row]]) -> None:
     head = ('run', 'attention', 'parameters', 'steps', 'seconds', 'best valid', 'last valid', 'test')
-    body = [head]
+    body: list[tuple[str, ...]] = [head]
     for folder, rows in logs.items():
         (*_, steps), valid = curve(rows, 'valid')
         seconds = max(row.get('seconds', 0.0) for row in rows)
