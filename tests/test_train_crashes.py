@@ -113,9 +113,7 @@ def test_two_resumes_at_once_20_times(text: Path, whole: Path, tmp_path: Path) -
     with start(resume(folder)) as process:
         assert process.wait() == 0
     assert_same_run(whole, folder)
-    print(
-        f'\ntwo at once 20 times: {refused} refused by name of the holder, steps saved then: {steps}, the end bit for bit'
-    )
+    print(f'\ntwo at once 20 times: {refused} refused with the holder named, steps saved: {steps}, same end')
 
 
 def test_full_disk_at_10_sizes(text: Path, whole: Path, tmp_path: Path) -> None:

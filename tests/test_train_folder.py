@@ -157,7 +157,7 @@ def test_log_line_that_does_not_fit_is_taken_back(tmp_path: Path, monkeypatch) -
             self.file.write(content[: len(content) // 2])
             raise OSError(errno.ENOSPC, 'No space left on device')
 
-    monkeypatch.setattr(Path, 'open', Full)
+    monkeypatch.setattr(Path, 'open', lambda path, mode: Full(path, mode))
     with pytest.raises(OSError, match='No space') as error:
         folder.append_row(tmp_path, {'step': 1})
     assert error.value.filename == str(tmp_path / 'log.jsonl')
@@ -305,7 +305,7 @@ def test_compare(text: Path, runs: Path, capsys) -> None:
     assert found['dense'][5:7] == [f'{min(valid):.4f}', f'{valid[-1]:.4f}']
     assert found['dense'][7] == f'{log[-1]["bpb"]:.4f}'
     assert (runs / 'compare.png').read_bytes().startswith(b'\x89PNG')
-    sizes = {name: rows(runs / name)[0]['parameters'] for name in ('sparse', 'dense')}
+    sizes = {name: read_rows(runs / name)[0]['parameters'] for name in ('sparse', 'dense')}
     assert sizes['sparse']['total'] - sizes['dense']['total'] == sizes['sparse']['sparse only'] > 0
     assert sizes['dense']['sparse only'] == 0
     assert 0 < sizes['dense']['attention'] < sizes['dense']['total']
