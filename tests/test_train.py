@@ -1,6 +1,6 @@
 """The trainer: what it computes, what it writes, that it goes on bit for bit, and what it refuses."""
 
-import json
+import contextlib
 import math
 import os
 import random
@@ -17,14 +17,8 @@ import pytest
 import torch
 
 import train_enwik8
+from tests.training_runs import assert_same_run, command, contents, rows
 from train_enwik8 import PRESETS, Config, Run, UserError, main
-
-TINY = {
-    'dim': 16, 'depth': 1, 'heads': 2, 'kv_heads': 1, 'dim_head': 8, 'sliding_window_size': 8, 'compress_block_size': 4,
-    'compress_block_sliding_stride': 2, 'selection_block_size': 4, 'num_selected_blocks': 4, 'seq_len': 16, 'batch': 2,
-    'grad_accum': 2, 'steps': 12, 'lr': 1e-2, 'warmup': 3, 'log_every': 3, 'eval_every': 5, 'eval_bytes': 50,
-    'save_every': 4, 'sample_every': 6, 'sample_bytes': 8, 'prompt_bytes': 10,
-}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -50,46 +44,8 @@ def runs(tmp_path: Path) -> Path:
     return tmp_path / 'runs'
 
 
-def command(text: Path, runs: Path, *more: str, **settings: Any) -> list[str]:
-    flags = [f'{train_enwik8.spelled(name)}={value}' for name, value in {**TINY, **settings}.items()]
-    return ['--data', str(text), '--runs-dir', str(runs), '--device', 'cpu', '--preset', 'cpu', *flags, *more]
-
-
 def new_run(text: Path, runs: Path, **settings: Any) -> Run:
-    return train_enwik8.open_run(*train_enwik8.parse(command(text, runs, **settings)))
-
-
-def rows(folder: Path, timeless: bool = True) -> list[dict[str, Any]]:
-    read = [json.loads(line) for line in (folder / 'log.jsonl').read_text().splitlines()]
-    return [{k: v for k, v in row.items() if k != 'tokens_per_s' or not timeless} for row in read]
-
-
-def flat(value: Any, name: str = '') -> dict[str, Any]:
-    if isinstance(value, dict):
-        return {k: v for key, entry in value.items() for k, v in flat(entry, f'{name}.{key}').items()}
-    if isinstance(value, list):
-        return flat(dict(enumerate(value)), name)
-    return {name: value}
-
-
-def assert_same_run(one: Path, other: Path) -> None:
-    """Bit for bit: weights, optimizer, random states, log and samples."""
-    a, b = (flat(torch.load(folder / 'checkpoint.pt', weights_only=True)) for folder in (one, other))
-    assert a.keys() == b.keys()
-    for name in a:
-        if not name.endswith('tokens_per_s'):
-            equal = torch.equal(a[name], b[name]) if isinstance(a[name], torch.Tensor) else a[name] == b[name]
-            assert equal, name
-    assert rows(one) == rows(other)
-    samples = [sorted(p.name for p in folder.glob('sample-*')) for folder in (one, other)]
-    assert samples[0] == samples[1]
-    for name in samples[0]:
-        body = [(folder / name).read_text().split('\n', 1)[1] for folder in (one, other)]
-        assert body[0] == body[1]
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob('*') if p.is_file()}
+    return train_enwik8.open_run(*train_enwik8.parse(command(text, runs, **settings)), contextlib.ExitStack())
 
 
 @pytest.mark.parametrize('length', [2, 9, 16, 17, 18, 33, 100])
@@ -168,11 +124,11 @@ def test_a_run_and_what_it_writes(text: Path, runs: Path, capsys, attention: str
     assert {p.name for p in folder.iterdir()} == expected
     log = rows(folder, timeless=False)
     assert all(row['corpus'] == 'words.txt' for row in log)
-    figures = [(row['split'], row['step'], row['bytes']) for row in log[1:]]
+    figures = [(row['split'], row['step'], row['bytes']) for row in log if 'split' in row]
     train = [('train', step, 3 * 2 * 2 * 16) for step in (3, 6, 9, 12)]
     assert [f for f in figures if f[0] == 'train'] == train
     assert [f for f in figures if f[0] != 'train'] == [
-        ('valid', 5, 50), ('valid', 10, 50), ('valid', 12, 50), ('test', 12, 50),
+        *[('valid', step, 50) for step in (0, 1, 2, 5, 10, 12)], ('test', 12, 50),
     ]  # fmt: skip
     assert log[-1]['bpb'] < 8
     assert all(row['tokens_per_s'] > 0 for row in log if row.get('split') == 'train')
@@ -220,7 +176,7 @@ def test_steps_that_are_replayed(attention: str, device: str, text: Path, runs: 
     losses = []
     for more in ([], ['--no-graph']):
         flags = command(text, runs, *more, '--device', device, attention=attention, dim_head=16)
-        run = train_enwik8.open_run(*train_enwik8.parse(flags))
+        run = train_enwik8.open_run(*train_enwik8.parse(flags), contextlib.ExitStack())
         for _ in range(6):
             run.train_step()
         assert (run.graph is None) == bool(more)

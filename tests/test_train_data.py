@@ -12,8 +12,9 @@ from typing import cast
 import pytest
 import torch
 
-import train_enwik8
-from train_enwik8 import STDLIB, UserError, find_enwik8, load_corpus
+from trainer import corpus as corpus_module
+from trainer.console import UserError
+from trainer.corpus import STDLIB, Corpus, find_enwik8, load_corpus
 
 TEXT = bytes(range(256)) * 400 + b'the end'
 NOWHERE = 'http://127.0.0.1:1/enwik8.zip'  # nothing listens there
@@ -25,15 +26,15 @@ def zipped(path: Path, content: bytes = TEXT) -> bytes:
     return path.read_bytes()
 
 
-def whole(corpus: train_enwik8.Corpus) -> bytes:
+def whole(corpus: Corpus) -> bytes:
     return bytes(torch.cat(list(corpus.splits.values())).tolist())
 
 
 @pytest.fixture
 def enwik8(monkeypatch: pytest.MonkeyPatch) -> None:
     """The trainer takes TEXT for enwik8."""
-    monkeypatch.setattr(train_enwik8, 'ENWIK8_BYTES', len(TEXT))
-    monkeypatch.setattr(train_enwik8, 'ENWIK8_SHA256', hashlib.sha256(TEXT).hexdigest())
+    monkeypatch.setattr(corpus_module, 'ENWIK8_BYTES', len(TEXT))
+    monkeypatch.setattr(corpus_module, 'ENWIK8_SHA256', hashlib.sha256(TEXT).hexdigest())
 
 
 class Server(http.server.ThreadingHTTPServer):
@@ -151,7 +152,7 @@ def test_without_network_the_standard_library(tmp_path: Path, capsys) -> None:
     assert STDLIB in printed
     assert (corpus.name, corpus.data) == (STDLIB, 'stdlib')
     assert list(tmp_path.iterdir()) == []
-    assert b'class ArgumentParser' in train_enwik8.read_stdlib()
+    assert b'class ArgumentParser' in corpus_module.read_stdlib()
     assert sum(map(len, corpus.splits.values())) > 5 * 10**6
     assert load_corpus('stdlib').sha256 == corpus.sha256
 

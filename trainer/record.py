@@ -1,0 +1,163 @@
+"""The state of a run: its log, picture and checkpoint, and the lines that open and close it."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from native_sparse_attention import SparseAttention
+from native_sparse_attention.dense import DenseAttention
+from native_sparse_attention.transformer import Transformer
+from trainer import plots
+from trainer.config import Config
+from trainer.console import UserError, as_user_error, say
+from trainer.corpus import Corpus
+from trainer.folder import CHECKPOINT, LOG, append_row, encode_rows, write_atomically
+
+
+@dataclass
+class Record:
+    """A model in training, and the folder that it writes to."""
+
+    config: Config
+    preset: str
+    folder: Path
+    corpus: Corpus
+    device: torch.device
+    model: Transformer
+    forward: Callable[..., Tensor]  # the model, or its compiled form
+    optimizer: torch.optim.Optimizer
+    step: int = 0  # steps done
+    seconds: float = 0.0  # in training steps, without evaluations and samples
+    recent: list[Tensor] = field(default_factory=list)  # losses since the last training line of the log
+    rows: list[dict[str, Any]] = field(default_factory=list)  # of the log
+    finished: bool = False
+    signals: list[int] = field(default_factory=list)  # received
+    wandb: Any = None
+
+    def prompt(self) -> Tensor:
+        return self.corpus.splits['valid'][: self.config.prompt_bytes].long()[None].to(self.device)
+
+    def autocast(self) -> torch.autocast:
+        enabled = self.config.amp and self.device.type == 'cuda'
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled)
+
+    def backend(self) -> str | None:
+        """Return the backend of sparse attention in a training step, and why not a faster one; None for dense."""
+        attention = next((m for m in self.model.modules() if isinstance(m, SparseAttention)), None)
+        if attention is None:
+            return None
+        x = torch.empty(self.config.batch, self.config.seq_len, self.config.dim, device=self.device)
+        with self.autocast():
+            return str(attention.backend_for(x))
+
+    def can_replay(self) -> bool:
+        """Return whether every step has the same launches and reads nothing back."""
+        is_compiled = self.forward is not self.model
+        return self.device.type == 'cuda' and not is_compiled and self.backend() in (None, 'triton')
+
+    def log(self, **row: Any) -> None:
+        """Add a line to log.jsonl. A figure stands beside the text, the split and the number of bytes it covers."""
+        row = {'step': self.step, 'seconds': round(self.seconds, 3), 'corpus': self.corpus.name, **row}
+        append_row(self.folder, row)
+        self.rows.append(row)
+        if self.wandb and 'split' in row:
+            self.wandb.log({f'{row["split"]} bits per byte, {self.corpus.name}': row['bpb']}, step=self.step)
+
+    def log_yardsticks(self) -> None:
+        """Log the bits per byte of the evaluated validation text by gzip -9 and by a unigram model."""
+        whole = self.corpus.splits['valid']
+        text = whole[: self.config.eval_bytes or None]
+        covers = {'bytes': len(text), 'bytes_of_split': len(whole)}
+        self.log(yardstick='gzip -9 of the validation text', bpb=plots.gzip_bits(text), **covers)
+        bits = plots.unigram_bits(self.corpus.splits['train'], text)
+        self.log(yardstick='byte frequencies of the training text', bpb=bits, **covers)
+
+    def plot(self) -> None:
+        title = f'{self.folder.name}: {self.config.attention} attention on {self.corpus.name}'
+        plots.plot_run(self.folder / 'loss.png', self.rows, title)
+
+    def save(self) -> None:
+        state = {
+            'config': asdict(self.config),
+            'preset': self.preset,
+            'corpus': {'name': self.corpus.name, 'data': self.corpus.data, 'sha256': self.corpus.sha256},
+            'prompt': self.prompt()[0].byte().cpu(),
+            'model': self.model.state_dict(),
+            'optimizer': self.optimizer.state_dict(),
+            'random': torch.get_rng_state(),
+            'random_cuda': torch.cuda.get_rng_state(self.device) if self.device.type == 'cuda' else None,
+            **{name: getattr(self, name) for name in ('step', 'seconds', 'recent', 'rows', 'finished')},
+        }
+        content = io.BytesIO()  # torch.save hides the OSError of a file that it writes to
+        torch.save(state, content)
+        write_atomically(self.folder / CHECKPOINT, content.getvalue())
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Stand where the checkpoint was written. Evaluations at that very step are repeated, so their lines go."""
+        with as_user_error(RuntimeError, ValueError, of=f'{self.folder / CHECKPOINT}: of another shape: '):
+            self.model.load_state_dict(state['model'])
+            self.optimizer.load_state_dict(state['optimizer'])
+        self.step, self.seconds, self.finished = state['step'], state['seconds'], state['finished']
+        self.recent = [loss.to(self.device) for loss in state['recent']]
+        self.rows = [r for r in state['rows'] if r['step'] < self.step or r.get('split') in (None, 'train')]
+        torch.set_rng_state(state['random'])
+        if self.device.type == 'cuda' and state['random_cuda'] is not None:
+            torch.cuda.set_rng_state(state['random_cuda'], self.device)
+
+    def begin(self, resumed: bool, sizes: dict[str, int], backend: str | None) -> None:
+        """Start the log, or cut it back to the checkpoint, and print what is trained."""
+        if resumed:
+            write_atomically(self.folder / LOG, encode_rows(self.rows))
+        else:
+            write_atomically(self.folder / LOG, b'')
+            about = {'preset': self.preset, 'config': asdict(self.config), 'parameters': sizes}
+            self.log(**about, torch=str(torch.__version__), backend=backend)
+            self.log_yardsticks()
+            self.save()
+        counts = f'{sizes["total"]:,} parameters ({sizes["attention"]:,} in attention'
+        counts += f', {sizes["sparse only"]:,} of them only in sparse attention)' if sizes['sparse only'] else ')'
+        length = len(self.corpus.splits['train'])
+        what = f'{self.config.attention} attention, {counts}, {length:,} bytes of {self.corpus.name} to train on'
+        say(f'{self.folder}: {what}, {self.device}, from step {self.step} to {self.config.steps}')
+        if backend:
+            say(f'{self.folder}: attention by {backend}')
+        for name, bits in self.yardsticks().items():
+            say(f'yardstick: {bits:.4f} bits per byte, {name}')
+
+    def start_wandb(self) -> None:
+        try:
+            import wandb  # pyright: ignore[reportMissingImports]
+        except ImportError as error:
+            raise UserError('--wandb: wandb is not installed (pip install wandb)') from error
+        settings = {'id': self.folder.name, 'resume': 'allow', 'config': asdict(self.config)}
+        self.wandb = wandb.init(project='native-sparse-attention', **settings)
+
+    def yardsticks(self) -> dict[str, float]:
+        return {row['yardstick']: row['bpb'] for row in self.rows if 'yardstick' in row}
+
+    def end(self) -> None:
+        """Print the last validation beside the yardsticks, the picture, and the command that samples."""
+        valid = [row['bpb'] for row in self.rows if row.get('split') == 'valid'][-1]
+        seen = self.step * self.config.grad_accum * self.config.batch * self.config.seq_len
+        for name, bits in self.yardsticks().items():
+            verdict = 'below' if valid < bits else f'above (only {seen:,} bytes were trained on, see --steps):'
+            say(f'valid {valid:.4f} bits per byte, {verdict} {bits:.4f}, {name}')
+        say(f'picture: {self.folder / "loss.png"}')
+        say(f"text: python train_enwik8.py --sample {self.folder} --prompt 'The ' --tokens 2000")
+
+
+def parameter_counts(model: nn.Module, twin: nn.Module) -> dict[str, int]:
+    """Return the numbers of parameters: all, those of attention layers, and those that the dense twin lacks."""
+
+    def count(module: nn.Module) -> int:
+        return sum(p.numel() for p in module.parameters())
+
+    layers = [m for m in model.modules() if isinstance(m, SparseAttention | DenseAttention)]
+    return {'total': count(model), 'attention': sum(map(count, layers)), 'sparse only': count(model) - count(twin)}
