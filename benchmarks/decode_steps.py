@@ -292,7 +292,7 @@ def make_ours(shape: Shape, device: str, learned: bool) -> Step:
         *(q, k, v, gates, cache),
         networks=(phi_k, phi_v),
         positions=positions,
-        freqs=rotary.rotary_emb.freqs.detach(),
+        freqs=rotary(q.device),
         mem_kv=mem_kv,
         selection_block_size=shape.selection_block_size,
         num_selected=shape.num_selected,

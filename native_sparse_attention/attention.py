@@ -392,7 +392,7 @@ class SparseAttention(nn.Module):
             cache,
             networks=(self.k_compress, self.v_compress),
             positions=(self.k_intrablock_positions, self.v_intrablock_positions),
-            freqs=None if rotary is None else rotary.freqs,
+            freqs=None if rotary is None else rotary(x.device),
             interpolate_factor=1.0 if rotary is None else rotary.interpolate_factor,
             mem_kv=self._memory,
             softcap=self.softcap,
