@@ -27,7 +27,8 @@ from native_sparse_attention.ops._random import as_seed, check_probability
 from native_sparse_attention.ops.backend import BackendChoice, check_backend
 from native_sparse_attention.padding import from_front, front_order, to_front
 from native_sparse_attention.paged_cache import cache_kind, make_cache
-from native_sparse_attention.projection import floating_weight, is_plain_linear, projection_dtype
+from native_sparse_attention.plain import is_plain
+from native_sparse_attention.projection import floating_weight, projection_dtype
 from native_sparse_attention.rotary import Rotary, rotate, turned_again, turned_and_plain
 
 
@@ -417,7 +418,8 @@ class SparseAttention(nn.Module):
     def _project(self, x: Tensor) -> _Projected:
         x = self.norm(x)
         rounded = x.to(projection_dtype(x))  # once, where autocast would do so for each of two linear layers
-        qkv, logits = (m(rounded if is_plain_linear(m) else x) for m in (self.to_qkv, self.to_strategy_combine))
+        maps = self.to_qkv, self.to_strategy_combine
+        qkv, logits = (m(rounded if rounded is not x and is_plain(m, nn.Linear) else x) for m in maps)
         q, *pairs = qkv.split(self._split_sizes, dim=-1)
         q = q.unflatten(-1, (self.heads, -1))
         pairs = [t.unflatten(-1, (self.kv_heads, -1)) for t in pairs]

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from native_sparse_attention.cache import LayerCache, check_layer_cache
 from native_sparse_attention.ops._checks import check_tensors
 from native_sparse_attention.padding import check_mask
-from native_sparse_attention.projection import is_plain_linear, projection_dtype
+from native_sparse_attention.plain import is_plain
+from native_sparse_attention.projection import projection_dtype
 
 
 def check_layer_sizes(
@@ -63,12 +64,10 @@ def check_input(
 def _check_dtype(x: Tensor, norm: nn.Module, to_qkv: nn.Linear) -> None:
     """The dtype of the weights, unless autocast casts both."""
     # Modules and weights of other kinds, such as quantised ones, may cast x themselves.
-    if type(norm) not in (nn.RMSNorm, nn.Identity) or not is_plain_linear(to_qkv):
+    weight = getattr(to_qkv, 'weight', x)
+    if weight.dtype == x.dtype or not (is_plain(norm, nn.RMSNorm, nn.Identity) and is_plain(to_qkv, nn.Linear)):
         return
-    weight = to_qkv.weight
-    if type(weight) is not nn.Parameter or not weight.is_floating_point():
-        return
-    if x.dtype != weight.dtype and projection_dtype(x) != projection_dtype(weight):
+    if projection_dtype(x) != projection_dtype(weight):
         raise ValueError(f'x has dtype {x.dtype}, but must have that of the weights, {weight.dtype}, or be autocast')
 
 

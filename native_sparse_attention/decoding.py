@@ -32,6 +32,7 @@ from native_sparse_attention.ops.decoding.step import ALIGNMENT, MAX_SPLITS, Set
 from native_sparse_attention.ops.gated_sum.api import backend_of as sum_backend
 from native_sparse_attention.ops.gated_sum.api import check_gates
 from native_sparse_attention.ops.rotary.api import backend_of as rotary_backend
+from native_sparse_attention.plain import is_plain
 from native_sparse_attention.rotary import angle_tables, rotate
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class Phi(NamedTuple):
     @property
     def is_mean(self) -> bool:
         of_keys, of_values = self.networks
-        return type(of_keys) is MeanPool and type(of_values) is MeanPool
+        return is_plain(of_keys, MeanPool) and is_plain(of_values, MeanPool)
 
     def try_on(self, cache: LayerCache, q: Tensor) -> None:
         """Raise ValueError where the networks cannot compress what new tokens complete: they are run on zeros, once for

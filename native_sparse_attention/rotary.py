@@ -59,7 +59,7 @@ class Rotary(nn.Module):
         else:
             start = rotary_emb.freqs.detach().float()
             start = start.clone() if start.is_meta else start.to('cpu', copy=True)
-        # Plain attributes: the frequencies at the start, on the CPU, and fixed ones on the device that needed them last.
+        # Plain attributes: the first values, on the CPU, and fixed frequencies on the device that needed them last.
         self._start = self._on_device = start
 
     def forward(self, device: torch.device) -> Tensor:
