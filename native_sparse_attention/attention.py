@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from native_sparse_attention import decoding, functional, geometry
 from native_sparse_attention.cache import FIRST_CAPACITY, MAX_ROLLBACK, LayerCache
-from native_sparse_attention.checks import check_cache, check_input, check_layer_sizes
+from native_sparse_attention.checks import check_cache, check_input, check_layer_sizes, check_undifferentiated
 from native_sparse_attention.compress import compress_pair, make_networks
 from native_sparse_attention.gate import check_gate, make_gate
 from native_sparse_attention.ops import select_blocks
@@ -227,9 +227,11 @@ class SparseAttention(nn.Module):
 
         Args:
             x: `[B, T, dim]`; with a cache the tokens that follow it, any number; packed: `[1, total, dim]`.
-            mask: bool `[B, T]`, True at real tokens, padding on either side. Padding gives 0 and influences nothing.
+            mask: bool or integers of 0 and 1 `[B, T]`, true at real tokens, padding on either side. Padding gives 0 and
+                influences nothing.
             cu_seqlens: int32 or int64 `[N + 1]`, borders of packed sequences; tokens that follow the last give 0.
-            cache: what `init_cache` or an earlier call returned; advanced in place, and nothing is differentiated.
+            cache: what `init_cache` or an earlier call returned; advanced in place, and nothing is differentiated: in
+                training mode, or for an x that requires gradients, it is refused unless under torch.no_grad().
             return_cache: return the cache too; without one, start one that grows.
             disable_triton_kernel: deprecated; True runs this call with backend='eager'.
             sliding_window_flex_mask, fine_selection_flex_mask: refused; backend='flex' makes its own masks.
@@ -249,8 +251,11 @@ class SparseAttention(nn.Module):
         check_flags(return_cache=return_cache)
         cached = cache is not None or return_cache
         check_input(x, mask, cu_seqlens, self.norm, self.to_qkv, cached)
+        mask = None if mask is None else mask.bool()
         if cached and not self.causal:
             raise ValueError('causal is False, but a cache needs causal=True')
+        if cached:
+            check_undifferentiated(x, self)
         if cache is not None:
             check_cache(cache, x, self._cache_layout)
         backend = self.backend

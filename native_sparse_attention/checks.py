@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from native_sparse_attention.cache import LayerCache, check_layer_cache
@@ -69,6 +70,16 @@ def _check_dtype(x: Tensor, norm: nn.Module, to_qkv: nn.Linear) -> None:
         return
     if projection_dtype(x) != projection_dtype(weight):
         raise ValueError(f'x has dtype {x.dtype}, but must have that of the weights, {weight.dtype}, or be autocast')
+
+
+def check_undifferentiated(x: Tensor, module: nn.Module) -> None:
+    """Refuse a call with a cache that would drop gradients: in training mode, or of an x that requires them."""
+    if torch.is_grad_enabled() and (module.training or x.requires_grad):
+        why = 'the module is in training mode' if module.training else 'x requires gradients'
+        raise ValueError(
+            f'cache is used where gradients are recorded and {why}, but a call with a cache has none: pass cache=None '
+            'and return_cache=False to train, or decode in eval() or under torch.no_grad()'
+        )
 
 
 def check_cache(cache: LayerCache, x: Tensor, layout: Mapping[str, Any]) -> None:

@@ -374,11 +374,8 @@ def compress_pair(
     them is kept that there would not be otherwise.
     """
     (batch, total, heads, dim), block_size = tokens[0].shape, positions[0].shape[1]
-    mlps = (
-        []
-        if total < block_size or block_size % stride
-        else _run_as_one(networks, tokens[0].dtype, tokens[0].device.type)
-    )
+    overlaps = total >= block_size and block_size % stride == 0
+    mlps = _run_as_one(networks, tokens[0].dtype, tokens[0].device.type) if overlaps else []
     if not mlps:
         (network_k, network_v), (k, v), (positions_k, positions_v) = networks, tokens, positions
         at = (stride, cu_seqlens)

@@ -17,10 +17,10 @@ _WEIGHTS = ('weight', 'bias')
 def is_plain(module: nn.Module, *types: type[nn.Module]) -> bool:
     """Whether a call of the module does what its class says, and nothing else.
 
-    The module and the modules in it are exactly of these types, with no `forward` of their own and no hooks, global ones
-    included. Their weights are plain floating tensors of more than 8 bits, not of a subclass. So it is not plain where
-    it has an adapter, pruning, a parametrisation, a quantised or sharded weight, or a hook of a profiler. Nothing is
-    remembered: any of these may come and go between calls.
+    The module and the modules in it are exactly of these types, with no `forward` of their own and no hooks, not even
+    global ones. Their weights are plain floating tensors of more than 8 bits, not of a subclass. So a module is not
+    plain where it has an adapter, pruning, a parametrisation, a quantised or sharded weight, or a hook of a profiler.
+    Nothing is remembered: any of these may come and go between calls.
     """
     return not _has_global_hooks() and _is_plain(module, types)
 
@@ -48,7 +48,9 @@ def _is_plain(module: nn.Module, types: tuple[type[nn.Module], ...]) -> bool:
 def _is_plain_weight(weight: object) -> bool:
     if weight is None:
         return True
-    return type(weight) in (nn.Parameter, Tensor) and weight.is_floating_point() and weight.dtype.itemsize > 1
+    if type(weight) is not nn.Parameter and type(weight) is not Tensor:
+        return False
+    return weight.is_floating_point() and weight.dtype.itemsize > 1
 
 
 def _has_global_hooks() -> bool:

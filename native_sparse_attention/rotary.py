@@ -140,7 +140,7 @@ class Rotary(nn.Module):
                 state_dict = {name: value for name, value in state_dict.items() if name != key}
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def _load_fixed(self, key: str, loaded: Tensor, errors: list[str]) -> None:
+    def _load_fixed(self, key: str, loaded: Any, errors: list[str]) -> None:
         if loaded.shape != self._start.shape:
             errors.append(
                 f'size mismatch for {key}: {tuple(loaded.shape)} in the state dict, {tuple(self._start.shape)} here'

@@ -70,7 +70,7 @@ CHANGES: dict[str, Callable[[SparseAttention], SparseAttention]] = {
 
 
 @pytest.mark.parametrize('change', CHANGES.values(), ids=CHANGES)
-@pytest.mark.parametrize('rotary_emb', [None, RotaryEmbedding(4, theta=500.0)], ids=['default', 'custom'])
+@pytest.mark.parametrize('rotary_emb', [None, RotaryEmbedding(4, theta=500)], ids=['default', 'custom'])
 def test_fixed_frequencies_survive(change: Callable, rotary_emb: RotaryEmbedding | None) -> None:
     layer = make_layer(rotary_emb=rotary_emb)
     expected = frequencies(layer).clone()
@@ -121,9 +121,9 @@ def test_frequencies_follow_the_layer_before_a_capture() -> None:
 @pytest.mark.parametrize('assign', [False, True])
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float64])
 def test_state_dicts_of_earlier_versions_load(assign: bool, dtype: torch.dtype) -> None:
-    layer, loaded = make_layer(), RotaryEmbedding(6, theta=300.0).freqs.data
+    layer, loaded = make_layer(), RotaryEmbedding(6, theta=300).freqs.data
     held = frequencies(layer)
-    layer.load_state_dict(layer.state_dict() | {OLD_KEY: loaded.to(dtype)}, assign=assign)
+    layer.load_state_dict({**layer.state_dict(), OLD_KEY: loaded.to(dtype)}, assign=assign)
     assert frequencies(layer).equal(loaded)
     assert frequencies(layer) is held  # captured graphs read it where it is
     layer.load_state_dict(layer.state_dict())
@@ -170,7 +170,7 @@ def test_precision_policies_leave_the_angles(mesh: Any, kind: str) -> None:
     torch.manual_seed(0)
     layer, x = make_layer(backend='eager'), tokens(1, 40).bfloat16()
     expected = deepcopy(layer).bfloat16()(x)
-    seen: list[Tensor] = []
+    seen: list[Any] = []
     assert layer.rotary is not None
     layer.rotary.register_forward_hook(lambda module, args, freqs: seen.append(freqs))
     out = sharding(kind, torch.bfloat16, mesh)(layer)(x)
@@ -192,6 +192,7 @@ def test_learned_frequencies_in_a_half_type_are_refused(mesh: Any) -> None:
     from torch.distributed.fsdp import fully_shard
 
     expected = deepcopy(unit).bfloat16()(x.bfloat16())
+    assert unit.rotary is not None
     fully_shard(unit.rotary, mesh=mesh)
     out = shard(unit)(x.bfloat16())
     assert out.equal(expected)
@@ -262,7 +263,7 @@ def test_compiles_into_one_graph(moved: bool) -> None:
 
 @pytest.mark.parametrize('learned', [False, True])
 def test_reset_parameters(learned: bool) -> None:
-    emb = RotaryEmbedding(6, theta=77.0, learned_freq=learned)
+    emb = RotaryEmbedding(6, theta=77, learned_freq=learned)
     rotary, expected = Rotary(6, emb), emb.freqs.detach().clone()
     if learned:
         nn.init.zeros_(emb.freqs)

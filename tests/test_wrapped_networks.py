@@ -114,7 +114,8 @@ def assert_same(found: list[Tensor | None], expected: list[Tensor | None]) -> No
 
 def leaves_of(network: nn.Module) -> list[nn.Module]:
     """The modules with a matrix."""
-    return [m for m in network.modules() if isinstance(getattr(m, 'weight', None), Tensor) and m.weight.dim() > 1]
+    weights = [(m, getattr(m, 'weight', None)) for m in network.modules()]
+    return [m for m, weight in weights if isinstance(weight, Tensor) and weight.dim() > 1]
 
 
 class Twice(Tensor):
@@ -138,9 +139,13 @@ def with_pre_hooks(network: nn.Module) -> None:
         module.register_forward_pre_hook(lambda module, args: (args[0].sin(),))
 
 
+def triple(module: nn.Module, grads: Any, _: Any) -> Any:
+    return tuple(None if grad is None else 3 * grad for grad in grads)
+
+
 def with_backward_hooks(network: nn.Module) -> None:
     for module in {network, *leaves_of(network)}:
-        module.register_full_backward_hook(lambda module, grads, _: tuple(None if g is None else 3 * g for g in grads))
+        module.register_full_backward_hook(triple)
 
 
 def with_another_forward(network: nn.Module) -> None:
@@ -292,7 +297,7 @@ def test_functional_call(make: Callable[..., nn.Module]) -> None:
 def test_the_mean_is_a_fast_path_only_where_nothing_watches() -> None:
     pools, positions = (MeanPool(), MeanPool()), (torch.zeros(1), torch.zeros(1))
     assert Phi(pools, positions).is_mean
-    pools[1].register_forward_hook(lambda module, args, out: out + 1)
+    pools[1].register_forward_hook(lambda *_: None)
     assert not Phi(pools, positions).is_mean
 
 
@@ -372,5 +377,5 @@ def test_sharding(make: Callable[..., nn.Module], kind: str, mesh: Any) -> None:
             grad = grad.full_tensor() if hasattr(grad, 'full_tensor') else grad
             torch.testing.assert_close(grad.view(p.shape), p.grad, rtol=1e-9, atol=1e-11)
     with torch.no_grad():
-        cached, cache = sharded.eval()(x, return_cache=True)
+        cached, _ = sharded.eval()(x, return_cache=True)
     torch.testing.assert_close(cached, expected, rtol=1e-9, atol=1e-11)
