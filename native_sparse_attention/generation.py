@@ -37,11 +37,11 @@ class DecodingModel(Protocol):
 class DecodeStep:
     """The same number of new tokens for every row, again and again, through a CUDA graph where that is possible.
 
-    `step(ids)` is `model(ids, cache=cache)` without gradients: ids int `[B, num_tokens]` to logits `[B, num_tokens, V]`,
-    with the cache advanced. Where the model `decodes_fixed`, the first call runs as it stands, the second captures a
-    graph, and it and all later calls replay it, at any length of any row: a launch instead of hundreds, with the same
-    bits. Logits then lie in one tensor that the next call overwrites. Between calls the cache may be cropped, reordered
-    and reset.
+    `step(ids)` is `model(ids, cache=cache)` without gradients: ids int `[B, num_tokens]` to logits
+    `[B, num_tokens, V]`, with the cache advanced. Where the model `decodes_fixed`, the first call runs as it stands, the
+    second captures a graph, and it and all later calls replay it, at any length of any row: a launch instead of
+    hundreds, with the same bits. Logits then lie in one tensor that the next call overwrites. Between calls the cache
+    may be cropped, reordered and reset.
 
     The graph reads weights and cache where they lay at the capture, so after a move or a cast of the model make another
     step. It keeps what was set then: evaluation mode, autocast.
@@ -251,7 +251,8 @@ def _uniforms(
     if seeds is None:
         return 1 - torch.rand(batch, count, dtype=torch.float64, device=device, generator=generator)
     # On the CPU, where the first entries of a sequence do not depend on its length.
-    rows = [torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+    generators = [torch.Generator('cpu').manual_seed(seed) for seed in seeds]
+    rows = [torch.rand(count, dtype=torch.float64, device='cpu', generator=each) for each in generators]
     return (1 - torch.stack(rows)).to(device)
 
 
