@@ -21,7 +21,7 @@ from native_sparse_attention import nsa
 from native_sparse_attention.cache import MAX_ROLLBACK, LayerCache
 from native_sparse_attention.compress import MeanPool, make_networks
 from native_sparse_attention.geometry import num_compressed_blocks
-from native_sparse_attention.rotary import Rotary
+from native_sparse_attention.rotary import Rotary, rotate
 from native_sparse_attention.transformer import Transformer
 from train_enwik8 import Config, build_model
 
@@ -292,14 +292,14 @@ def make_ours(shape: Shape, device: str, learned: bool) -> Step:
         *(q, k, v, gates, cache),
         networks=(phi_k, phi_v),
         positions=positions,
-        freqs=rotary.rotary_emb.freqs.detach(),
+        freqs=rotary(q.device),
         mem_kv=mem_kv,
         selection_block_size=shape.selection_block_size,
         num_selected=shape.num_selected,
         window_size=shape.window,
     )
     last = torch.full((shape.batch, 1), shape.seqlen - 1, device=device)
-    q_rotated = rotary(q, last, 'eager')
+    (q_rotated,) = rotate(rotary.tables(last), 'eager', q)
     compressed = num_compressed_blocks(shape.seqlen, shape.compress_block_size, shape.compress_stride)
 
     def row(index: int) -> Row:

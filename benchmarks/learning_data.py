@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from train_enwik8 import atomically, read
+from benchmarks.files import atomically
+from trainer.corpus import read
 
 PYTHON_SOURCES = 'python-sources'
 PYTHON_SOURCES_BYTES = 200_000_000

@@ -39,7 +39,7 @@ class WithWindow(SparseAttention):
 
     def __init__(self, dim: int, dim_head: int, heads: int, **settings: Any) -> None:
         super().__init__(dim, dim_head, heads, **settings)
-        self.window_gate, self._gate = make_output_gate(dim, heads), None
+        self.window_gate = make_output_gate(dim, heads)
         nn.init.constant_(self.window_gate.bias, GATE_START[0])
 
     def _project(self, x: Tensor) -> Any:

@@ -18,11 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks import learning_data
+from benchmarks.files import atomically
 from benchmarks.learning_probes import gate_means, probe_layers
 from benchmarks.learning_variants import VARIANTS, Variant, build, count, count_sparse_only, not_supported, role
 from native_sparse_attention import SparseAttention
 from native_sparse_attention.transformer import Transformer
-from train_enwik8 import Config, atomically, build_optimizer, learning_rate, seeded, windows
+from train_enwik8 import Config, build_optimizer, learning_rate, seeded, windows
 
 LINE_SECONDS = 10  # at least, between two lines of progress
 BUCKETS = (0, 128, 512, 1024, 2048, 4096, 16_384, 65_536, 262_144)  # borders, in tokens

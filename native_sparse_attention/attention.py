@@ -18,6 +18,7 @@ from native_sparse_attention.checks import (
     check_input,
     check_layer_sizes,
     check_merged,
+    check_undifferentiated,
     warn_of_forced_blocks,
     warn_of_untrained_scores,
 )
@@ -41,7 +42,8 @@ from native_sparse_attention.ops._random import as_seed, check_probability
 from native_sparse_attention.ops.backend import BackendChoice, check_backend
 from native_sparse_attention.padding import from_front, front_order, to_front
 from native_sparse_attention.paged_cache import cache_kind, make_cache
-from native_sparse_attention.projection import floating_weight, is_plain_linear, projection_dtype
+from native_sparse_attention.plain import is_plain
+from native_sparse_attention.projection import floating_weight, projection_dtype
 from native_sparse_attention.rotary import Rotary, rotate, turned_again, turned_and_plain
 
 
@@ -105,6 +107,13 @@ class SparseAttention(nn.Module):
     Raises:
         ValueError: sizes that do not fit, by name, value and rule.
     """
+
+    # Modules and parameters, or None where the compressed branch gives no output or does not exist.
+    k_compress: Any
+    v_compress: Any
+    k_intrablock_positions: Any
+    v_intrablock_positions: Any
+    to_strategy_combine: Any
 
     def __init__(
         self,
@@ -248,9 +257,11 @@ class SparseAttention(nn.Module):
 
         Args:
             x: `[B, T, dim]`; with a cache the tokens that follow it, any number; packed: `[1, total, dim]`.
-            mask: bool `[B, T]`, True at real tokens, padding on either side. Padding gives 0 and influences nothing.
+            mask: bool or integers of 0 and 1 `[B, T]`, true at real tokens, padding on either side. Padding gives 0 and
+                influences nothing.
             cu_seqlens: int32 or int64 `[N + 1]`, borders of packed sequences; tokens that follow the last give 0.
-            cache: what `init_cache` or an earlier call returned; advanced in place, and nothing is differentiated.
+            cache: what `init_cache` or an earlier call returned; advanced in place, and nothing is differentiated: in
+                training mode, or for an x that requires gradients, it is refused unless under torch.no_grad().
             return_cache: return the cache too; without one, start one that grows.
             disable_triton_kernel: deprecated; True runs this call with backend='eager'.
             sliding_window_flex_mask, fine_selection_flex_mask: refused; backend='flex' makes its own masks.
@@ -270,8 +281,11 @@ class SparseAttention(nn.Module):
         check_flags(return_cache=return_cache)
         cached = cache is not None or return_cache
         check_input(x, mask, cu_seqlens, self.norm, self.to_qkv, cached)
+        mask = None if mask is None else mask.bool()
         if cached and not self.causal:
             raise ValueError('causal is False, but a cache needs causal=True')
+        if cached:
+            check_undifferentiated(x, self)
         if cache is not None:
             check_cache(cache, x, self._cache_layout)
         backend = self.backend
@@ -442,7 +456,7 @@ class SparseAttention(nn.Module):
             networks=(self.k_compress, self.v_compress),
             positions=(self.k_intrablock_positions, self.v_intrablock_positions),
             merge_window=self.merge_window,
-            freqs=None if rotary is None else rotary.freqs,
+            freqs=None if rotary is None else rotary(x.device),
             interpolate_factor=1.0 if rotary is None else rotary.interpolate_factor,
             mem_kv=self._memory,
             softcap=self.softcap,
@@ -468,7 +482,7 @@ class SparseAttention(nn.Module):
         x = self.norm(x)
         rounded = x.to(projection_dtype(x))  # once, where autocast would do so for each of two linear layers
         qkv, logits = (
-            None if m is None else m(rounded if is_plain_linear(m) else x)
+            None if m is None else m(rounded if rounded is not x and is_plain(m, nn.Linear) else x)
             for m in (self.to_qkv, self.to_strategy_combine)
         )
         assert qkv is not None

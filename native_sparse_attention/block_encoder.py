@@ -33,7 +33,8 @@ class CompressTransformer(nn.Module):
         batch, heads, num_blocks, length, dim_head = blocks.shape
         tokens = rearrange(blocks, 'b h c l d -> (b c) l (h d)')
         # Under autocast blocks may be of a half type: the residual stream keeps the type of the norms' weights.
-        tokens = tokens.to(next(self.parameters()).dtype)
+        weight = getattr(self.layers[0].norm1, 'weight', tokens)
+        tokens = tokens.to(weight.dtype) if isinstance(weight, Tensor) else tokens
         *inner_layers, last_layer = self.layers
         for layer in inner_layers:
             tokens = layer(tokens, num_updated=length)

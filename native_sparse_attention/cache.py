@@ -186,7 +186,7 @@ class LayerCache:
         )
         return self._read('k', num_tokens), self._read('v', num_tokens), k_window, v_window
 
-    def read_compressed(self, num_blocks: int) -> tuple[Tensor, Tensor | None]:
+    def read_compressed(self, num_blocks: int) -> tuple[Tensor, Any]:
         """k_cmp, v_cmp (or None) `[B, num_blocks, H, D or DV]`: the first compressed blocks of rows, as in `read`."""
         assert self.compress is not None
         v_cmp = None if self.v_cmp is None else self._read('v_cmp', num_blocks)

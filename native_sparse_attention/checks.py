@@ -6,13 +6,15 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from native_sparse_attention import geometry
 from native_sparse_attention.cache import LayerCache, check_layer_cache
 from native_sparse_attention.ops._checks import check_flags, check_tensors
 from native_sparse_attention.padding import check_mask
-from native_sparse_attention.projection import is_plain_linear, projection_dtype
+from native_sparse_attention.plain import is_plain
+from native_sparse_attention.projection import projection_dtype
 
 
 def check_layer_sizes(
@@ -118,13 +120,21 @@ def check_input(
 def _check_dtype(x: Tensor, norm: nn.Module, to_qkv: nn.Linear) -> None:
     """The dtype of the weights, unless autocast casts both."""
     # Modules and weights of other kinds, such as quantised ones, may cast x themselves.
-    if type(norm) not in (nn.RMSNorm, nn.Identity) or not is_plain_linear(to_qkv):
+    weight = getattr(to_qkv, 'weight', x)
+    if weight.dtype == x.dtype or not (is_plain(norm, nn.RMSNorm, nn.Identity) and is_plain(to_qkv, nn.Linear)):
         return
-    weight = to_qkv.weight
-    if type(weight) is not nn.Parameter or not weight.is_floating_point():
-        return
-    if x.dtype != weight.dtype and projection_dtype(x) != projection_dtype(weight):
+    if projection_dtype(x) != projection_dtype(weight):
         raise ValueError(f'x has dtype {x.dtype}, but must have that of the weights, {weight.dtype}, or be autocast')
+
+
+def check_undifferentiated(x: Tensor, module: nn.Module) -> None:
+    """Refuse a call with a cache that would drop gradients: in training mode, or of an x that requires them."""
+    if torch.is_grad_enabled() and (module.training or x.requires_grad):
+        why = 'the module is in training mode' if module.training else 'x requires gradients'
+        raise ValueError(
+            f'cache is used where gradients are recorded and {why}, but a call with a cache has none: pass cache=None '
+            'and return_cache=False to train, or decode in eval() or under torch.no_grad()'
+        )
 
 
 def check_cache(cache: LayerCache, x: Tensor, layout: Mapping[str, Any]) -> None:

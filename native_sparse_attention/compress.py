@@ -29,6 +29,7 @@ from native_sparse_attention import geometry
 from native_sparse_attention.block_encoder import CompressTransformer as CompressTransformer
 from native_sparse_attention.ops._checks import check_positive, is_number, shown
 from native_sparse_attention.overlapping import OverlappingBlocks, join, lay_out_chunks
+from native_sparse_attention.plain import is_plain, plain_bias, plain_weight
 from native_sparse_attention.projection import projection_dtype
 
 
@@ -105,11 +106,11 @@ class GroupedMLP(nn.Module):
     def takes_overlapping(self) -> bool:
         if [type(module) for module in self.net] != [EinMix, nn.ReLU, EinMix]:
             return False
-        return all(layer.bias is not None for layer in (self.net[0], self.net[2]))
+        return all(getattr(layer, 'bias', None) is not None for layer in (self.net[0], self.net[2]))
 
     def weights(self) -> list[Tensor]:
-        names = ('0.weight', '0.bias', '2.weight', '2.bias')
-        return [self.net.get_parameter(name) for name in names]
+        first, _, second = self.net
+        return [plain_weight(first), plain_bias(first), plain_weight(second), plain_bias(second)]
 
     @staticmethod
     def run(blocks: OverlappingBlocks, weights: Sequence[Tensor]) -> Tensor:
@@ -160,14 +161,17 @@ class ConvLinearCompress(nn.Module):
     def forward(self, blocks: Tensor | OverlappingBlocks) -> Tensor:
         # The kernel meets each block at one place only, so this is a matrix product per head: faster than a grouped
         # convolution, not subject to its TF32 default, and defined for C = 0.
-        assert self.conv.bias is not None
         if isinstance(blocks, OverlappingBlocks):
-            weight = rearrange(self.conv.weight, '(h o) i l -> h o (l i)', h=self.heads)
-            bias = rearrange(self.conv.bias, '(h o) -> h o', h=self.heads)
+            weight = rearrange(plain_weight(self.conv), '(h o) i l -> h o (l i)', h=self.heads)
+            bias = rearrange(plain_bias(self.conv), '(h o) -> h o', h=self.heads)
             return blocks.heads_apart(blocks.times(weight, bias))[0]
-        weight = rearrange(self.conv.weight, '(h o) i l -> h o i l', h=self.heads)
+        if not is_plain(self.conv, nn.Conv1d) or self.conv.bias is None:
+            batch, num_blocks = blocks.shape[0], blocks.shape[2]
+            summaries = self.conv(rearrange(blocks, 'b h c l d -> (b c) (h d) l'))
+            return rearrange(summaries, '(b c) (h d) 1 -> b h c d', b=batch, c=num_blocks, h=self.heads)
+        weight = rearrange(plain_weight(self.conv), '(h o) i l -> h o i l', h=self.heads)
         summaries = torch.einsum('bhcli,hoil->bhco', blocks, weight)
-        return summaries + rearrange(self.conv.bias, '(h o) -> h 1 o', h=self.heads)
+        return summaries + rearrange(plain_bias(self.conv), '(h o) -> h 1 o', h=self.heads)
 
 
 class SingleProjection(nn.Module):
@@ -191,15 +195,15 @@ class SingleProjection(nn.Module):
     def takes_overlapping(self) -> bool:
         if isinstance(self.compress, EinMix):
             return self.compress.bias is None
-        types = [type(module) for module in self.compress.children()]
-        return types == [nn.Flatten, nn.Linear] and [*dict(self.compress.named_parameters())] == ['1.weight']
+        layers = [*self.compress.children()]
+        return [type(layer) for layer in layers] == [nn.Flatten, nn.Linear] and layers[1].bias is None
 
     def forward(self, blocks: Tensor | OverlappingBlocks) -> Tensor:
         if isinstance(blocks, OverlappingBlocks):
             if isinstance(self.compress, EinMix):
-                weight = self.compress.weight.flatten(1, 2).mT
+                weight = plain_weight(self.compress).flatten(1, 2).mT
             else:
-                weight = self.compress.get_parameter('1.weight')[None]
+                weight = plain_weight(self.compress[1])[None]
             return blocks.heads_apart(blocks.times(weight))[0]
         return self.compress(blocks)
 
@@ -342,7 +346,8 @@ def compress_pair(
     them is kept that there would not be otherwise.
     """
     (batch, total, heads, dim), block_size = tokens[0].shape, positions[0].shape[1]
-    mlps = [] if total < block_size or block_size % stride else _run_as_one(networks, tokens[0].dtype)
+    overlaps = total >= block_size and block_size % stride == 0
+    mlps = _run_as_one(networks, tokens[0].dtype, tokens[0].device.type) if overlaps else []
     if not mlps:
         (network_k, network_v), (k, v), (positions_k, positions_v) = networks, tokens, positions
         at = (stride, cu_seqlens)
@@ -360,12 +365,16 @@ def compress_pair(
     return k_cmp, v_cmp
 
 
-def _run_as_one(networks: tuple[nn.Module, nn.Module], dtype: torch.dtype) -> list[CompressMLP | GroupedMLP]:
+def _run_as_one(
+    networks: tuple[nn.Module, nn.Module], dtype: torch.dtype, device_type: str
+) -> list[CompressMLP | GroupedMLP]:
     """Both networks if they are MLPs of the same sizes that take `OverlappingBlocks`, and autocast makes their weights
     of this dtype; else none.
     """
+    if type(networks[0]) is not type(networks[1]) or not torch.is_autocast_enabled(device_type):
+        return []
     mlps = [n for n in networks if isinstance(n, (CompressMLP, GroupedMLP)) and _takes_overlapping(n)]
-    if len(mlps) < 2 or type(mlps[0]) is not type(mlps[1]):
+    if len(mlps) < 2:
         return []
     kinds = [[(w.shape, w.dtype, w.device) for w in mlp.weights()] for mlp in mlps]
     weight = mlps[0].weights()[0]
@@ -404,16 +413,10 @@ def _takes_overlapping(network: nn.Module) -> bool:
     """Whether the network takes `OverlappingBlocks`, and nothing in it is another's: it goes around its first layer,
     whose hooks, parametrisations and adapters would not be seen.
     """
-    if not isinstance(network, _LINEAR_FIRST) or type(network) not in _LINEAR_FIRST or not network.takes_overlapping():
-        return False
-    return all(
-        type(module) in _KNOWN and 'forward' not in vars(module) and not any(getattr(module, name) for name in _HOOKS)
-        for module in network.modules()
-    )
+    return isinstance(network, _LINEAR_FIRST) and is_plain(network, *_KNOWN) and network.takes_overlapping()
 
 
 _LINEAR_FIRST = (CompressMLP, MeanResidualMLP, GroupedMLP, ConvLinearCompress, SingleProjection, MeanPool)
-_HOOKS = ('_forward_hooks', '_forward_pre_hooks', '_backward_hooks', '_backward_pre_hooks')
 _KNOWN = (*_LINEAR_FIRST, nn.Linear, nn.Conv1d, nn.Flatten, nn.ReLU, nn.Sequential, EinMix)
 
 

@@ -34,6 +34,7 @@ from native_sparse_attention.ops.decoding.step import ALIGNMENT, MAX_SPLITS, Set
 from native_sparse_attention.ops.gated_sum.api import backend_of as sum_backend
 from native_sparse_attention.ops.gated_sum.api import check_gates
 from native_sparse_attention.ops.rotary.api import backend_of as rotary_backend
+from native_sparse_attention.plain import is_plain
 from native_sparse_attention.rotary import angle_tables, rotate
 
 if TYPE_CHECKING:
@@ -46,13 +47,13 @@ class Phi(NamedTuple):
     Those of values are None where blocks are scored alone, all where there are no compressed blocks.
     """
 
-    networks: tuple[nn.Module | None, nn.Module | None]
-    positions: tuple[Tensor | None, Tensor | None]
+    networks: tuple[Any, Any]
+    positions: tuple[Any, Any]
 
     @property
     def is_mean(self) -> bool:
         of_keys, of_values = self.networks
-        return type(of_keys) is MeanPool and type(of_values) is MeanPool
+        return is_plain(of_keys, MeanPool) and is_plain(of_values, MeanPool)
 
     def try_on(self, cache: LayerCache, q: Tensor) -> None:
         """Raise ValueError where the networks cannot compress what new tokens complete: they are run on zeros, once for
@@ -68,7 +69,6 @@ class Phi(NamedTuple):
         heads = cache.layout['kv_heads']
         for network, name, size in zip(self.networks, ('keys', 'values'), ('head_dim', 'value_dim'), strict=True):
             shape = (q.shape[0], heads, num_blocks, block_size, cache.layout[size])
-            assert network is not None
             check_network(network, shape, name=name, like=q)
         cache.networks_tried.add(case)
 
@@ -90,9 +90,7 @@ class Phi(NamedTuple):
         return summaries
 
     def _summarise(self, index: int, blocks: Tensor) -> Tensor:
-        network = self.networks[index]
-        assert network is not None
-        return compress_blocks(network, blocks, name=('keys', 'values')[index], value_dim=blocks.shape[-1])
+        return compress_blocks(self.networks[index], blocks, name=('keys', 'values')[index], value_dim=blocks.shape[-1])
 
     def settled(self, blocks: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
         """The same of blocks cast to dtype, with the same strides and alignment whatever the networks return."""
@@ -176,8 +174,8 @@ def nsa_decode(
         *(selection_block_size, num_selected, window_size, num_init, num_local, share_group, scale, num_splits),
         *(tiles_of_program, interpolate_factor, backend, phi.is_mean),
     )
-    is_plain = softcap is None and sinks is None and sinks_cmp is None and not merge_window
-    by_launches = is_plain and counts is None and not torch.compiler.is_compiling()
+    by_kernels = softcap is None and sinks is None and sinks_cmp is None and not merge_window
+    by_launches = by_kernels and counts is None and not torch.compiler.is_compiling()
     if by_launches and cache.launches and transformed('triton') is None:
         looks, addresses = look_at(given, cache.storage()[:-1])
         launches = cache.launches.get((values, looks))
@@ -199,16 +197,9 @@ def nsa_decode(
         'sinks': reduce_sinks(sinks, q),
         'sinks_cmp': reduce_sinks(sinks_cmp, q, 'sinks_cmp'),
     }
+    block_size, stride = cache.compress or (1, 1)
     settings = Settings(
-        *(
-            *(cache.compress or (1, 1)),
-            selection_block_size,
-            num_selected,
-            window_size,
-            num_init,
-            num_local,
-            share_group,
-        ),
+        *(block_size, stride, selection_block_size, num_selected, window_size, num_init, num_local, share_group),
         *(logit_scale(q, scale), num_splits, tiles_of_program),
     )
     with torch.no_grad():

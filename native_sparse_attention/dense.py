@@ -10,6 +10,7 @@ from rotary_embedding_torch import RotaryEmbedding
 from torch import Tensor, nn
 
 from native_sparse_attention.cache import FIRST_CAPACITY, MAX_ROLLBACK, LayerCache, check_layer_cache
+from native_sparse_attention.checks import check_undifferentiated
 from native_sparse_attention.gate import make_output_gate
 from native_sparse_attention.geometry import Sequences
 from native_sparse_attention.ops._checks import check_flags, check_positive, check_tensors, make_sequences
@@ -68,16 +69,20 @@ class DenseAttention(nn.Module):
     ) -> Any:
         """Attend over x `[B, T, dim]`; returns `[B, T, dim]`, and with `return_cache` the cache too.
 
-        mask: bool `[B, T]`, True at real tokens. cu_seqlens: int32 `[N + 1]` for packed sequences `[1, total, dim]`.
+        mask: bool or integers of 0 and 1 `[B, T]`, true at real tokens.
+        cu_seqlens: int32 `[N + 1]` for packed sequences `[1, total, dim]`.
         cache: x are the tokens that follow it. Tokens that are padding or follow `cu_seqlens[-1]` give 0. A call with a
-        cache runs without autograd.
+        cache runs without autograd; in training mode, or for an x that requires gradients, it is refused unless under
+        torch.no_grad().
         """
         check_flags(return_cache=return_cache)
         self._check_input(x, mask, cu_seqlens)
+        mask = None if mask is None else mask.bool()
         if cache is None and not return_cache:
             return self._attend_all(x, mask, cu_seqlens)
         if cu_seqlens is not None:
             raise ValueError('cu_seqlens is given, but a cache takes rows, not packed sequences')
+        check_undifferentiated(x, self)
         with torch.no_grad():
             if cache is None:
                 cache = self._new_cache(

@@ -37,10 +37,11 @@ class DecodingModel(Protocol):
 class DecodeStep:
     """The same number of new tokens for every row, again and again, through a CUDA graph where that is possible.
 
-    `step(ids)` is `model(ids, cache=cache)`: ids int `[B, num_tokens]` to logits `[B, num_tokens, V]`, with the cache
-    advanced. Where the model `decodes_fixed`, the first call runs as it stands, the second captures a graph, and it and
-    all later calls replay it, at any length of any row: a launch instead of hundreds, with the same bits. Logits then
-    lie in one tensor that the next call overwrites. Between calls the cache may be cropped, reordered and reset.
+    `step(ids)` is `model(ids, cache=cache)` without gradients: ids int `[B, num_tokens]` to logits
+    `[B, num_tokens, V]`, with the cache advanced. Where the model `decodes_fixed`, the first call runs as it stands,
+    the second captures a graph, and it and all later calls replay it, at any length of any row: a launch instead of
+    hundreds, with the same bits. Logits then lie in one tensor that the next call overwrites. Between calls the cache
+    may be cropped, reordered and reset.
 
     The graph reads weights and cache where they lay at the capture, so after a move or a cast of the model make another
     step. It keeps what was set then: evaluation mode, autocast.
@@ -80,12 +81,12 @@ class DecodeStep:
             )
         self.cache.reserve(self.num_tokens)
         if not self.uses_graph:
-            return self.model(ids, cache=self.cache)
+            return self._run(ids)
         if self._ids is None:
             # Kernels are compiled and loaded by this call, which a capture could not do.
             with torch.inference_mode(False):
                 self._ids = torch.empty(expected, dtype=ids.dtype, device=ids.device)
-            return self.model(ids, cache=self.cache)
+            return self._run(ids)
         self._ids.copy_(ids)
         if self._graph is None:
             # A capture runs the host's half of a step, which advances the host's bounds, and none of the device's.
@@ -95,6 +96,10 @@ class DecodeStep:
         self._graph.replay()
         assert self._logits is not None
         return self._logits
+
+    @torch.no_grad()
+    def _run(self, ids: Tensor) -> Tensor:
+        return self.model(ids, cache=self.cache)
 
     def _capture(self, ids: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         graph = torch.cuda.CUDAGraph()
@@ -108,7 +113,7 @@ class DecodeStep:
         bounds = [(layer.max_length, layer._peak) for layer in self.cache]
         try:
             with torch.cuda.device(ids.device), uncached, torch.cuda.graph(graph, capture_error_mode='thread_local'):
-                return graph, self.model(ids, cache=self.cache)
+                return graph, self._run(ids)
         except RuntimeError as error:
             for layer, (max_length, peak) in zip(self.cache, bounds, strict=True):
                 layer.max_length, layer._peak = max_length, peak
@@ -130,24 +135,50 @@ def continue_prompt(
     """Fill out `[B, N]` with what follows a prompt, and return it, or the part of it by which every row has stopped.
 
     logits: `[B, V]` after the prompt. choose: maps logits and the number of a step to ids `[B]`. A row that has stopped
-    repeats its stop token.
+    repeats its stop token. Raises ValueError for logits of NaN or +inf, at the latest when all tokens are drawn.
     """
     count = out.shape[1]
+    finite = Finite(logits)
     check_every = STOP_CHECK if callback is None else 1  # a callback is to see no step that is not returned
     for index in _steps(count, progress):
         if index > 0:
             logits = step(out[:, index - 1 : index])[:, 0]
-        tokens = choose(logits, index).to(out.dtype)
+        tokens = choose(finite.replaced(logits), index).to(out.dtype)
         if stop_tokens is not None and index > 0:
             before = out[:, index - 1]
             tokens = torch.where(_stops(before, stop_tokens), before, tokens)
         out[:, index] = tokens
         if callback is not None:
             callback(out[:, index])
-        if stop_tokens is not None and (index + 1) % check_every == 0 and bool(_stops(tokens, stop_tokens).all()):
+        if stop_tokens is None or (index + 1) % check_every != 0:
+            continue
+        finite.check()
+        if bool(_stops(tokens, stop_tokens).all()):
             out = out[:, : index + 1]
             break
+    finite.check()
     return out if stop_tokens is None else out[:, : _longest(out, stop_tokens)]
+
+
+class Finite:
+    """Whether the logits of all steps could be drawn from; kept on the device, so that a step does not wait for it."""
+
+    def __init__(self, logits: Tensor) -> None:
+        self._bad_rows = torch.zeros(logits.shape[0], dtype=torch.bool, device=logits.device)
+
+    def replaced(self, logits: Tensor) -> Tensor:
+        """logits `[B, V]`, with 0 in rows that have NaN, +inf or nothing but -inf, which are remembered."""
+        # The maximum of a row is NaN where one of its values is.
+        bad = ~logits.amax(-1).isfinite()
+        self._bad_rows |= bad
+        return logits.masked_fill(bad[:, None], 0)
+
+    def check(self) -> None:
+        if bool(self._bad_rows.any()):
+            rows = self._bad_rows.nonzero().flatten().tolist()
+            raise ValueError(
+                f'logits have NaN or +inf, or only -inf, in rows {rows}, so no token can be drawn from them'
+            )
 
 
 def _stops(tokens: Tensor, stop_tokens: Tensor) -> Tensor:
@@ -220,7 +251,8 @@ def _uniforms(
     if seeds is None:
         return 1 - torch.rand(batch, count, dtype=torch.float64, device=device, generator=generator)
     # On the CPU, where the first entries of a sequence do not depend on its length.
-    rows = [torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+    generators = [torch.Generator('cpu').manual_seed(seed) for seed in seeds]
+    rows = [torch.rand(count, dtype=torch.float64, device='cpu', generator=each) for each in generators]
     return (1 - torch.stack(rows)).to(device)
 
 

@@ -140,11 +140,18 @@ def _add_products(constant: Tensor, rows: Tensor, weight: Tensor, repeats: int) 
 
 
 def _sum_of_products(constant: Tensor, rows: Tensor, weight: Tensor, repeats: int) -> Tensor:
-    # Products are added in place to what every block has alike, so that nothing goes through memory once more.
+    # Products are added in place to what every block has alike, so that nothing goes through memory once more. Not so
+    # under vmap, whose tensors may be larger than what they are added to, and under dispatch modes, which may keep what
+    # an operation returns, as selective checkpointing does.
+    add = torch.baddbmm if not torch.compiler.is_compiling() and _is_watched() else Tensor.baddbmm_
     out = constant.repeat(1, repeats, 1)
     for chunks, part in _places(rows, weight, out.shape[1]):
-        out = out.baddbmm_(chunks, part.mT)
+        out = add(out, chunks, part.mT)
     return out
+
+
+def _is_watched() -> bool:
+    return torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack() > 0
 
 
 class _SumOfProducts(torch.autograd.Function):

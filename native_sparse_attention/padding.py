@@ -9,15 +9,21 @@ from native_sparse_attention.ops._checks import check_tensors
 
 
 def check_mask(mask: Tensor, x: Tensor) -> None:
-    """Raise ValueError unless mask is bool `[B, T]` on the device of x `[B, T, ...]`."""
+    """Raise ValueError unless mask is bool, or integers of 0 and 1, `[B, T]` on the device of x `[B, T, ...]`.
+
+    The content of integers is checked on the CPU alone; elsewhere all but 0 count as 1, as `mask.bool()` has them.
+    """
     check_tensors(mask=mask)
-    if mask.dtype != torch.bool or mask.shape != x.shape[:2]:
+    if mask.dtype.is_floating_point or mask.dtype.is_complex or mask.shape != x.shape[:2]:
         raise ValueError(
-            f'mask has shape {tuple(mask.shape)} and dtype {mask.dtype}, but must be bool {tuple(x.shape[:2])}, '
-            'True at real tokens'
+            f'mask has shape {tuple(mask.shape)} and dtype {mask.dtype}, but must be bool or integers '
+            f'{tuple(x.shape[:2])}, True or 1 at real tokens'
         )
     if mask.device != x.device:
         raise ValueError(f'mask is on {mask.device}, but the input is on {x.device}')
+    is_read = mask.dtype != torch.bool and mask.is_cpu and not torch.compiler.is_compiling()
+    if is_read and not bool((mask.bool() == mask).all()):
+        raise ValueError(f'mask has values from {int(mask.min())} to {int(mask.max())}, but integers must be 0 or 1')
 
 
 def front_order(mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,11 +17,6 @@ def projection_dtype(x: Tensor) -> torch.dtype:
     return x.dtype
 
 
-def is_plain_linear(module: nn.Module) -> bool:
-    """Whether it is `nn.Linear` and nothing else, so that it may read its input cast as autocast would cast it."""
-    return type(module) is nn.Linear and 'forward' not in vars(module) and not module._forward_pre_hooks
-
-
 def floating_weight(module: nn.Module) -> Tensor | None:
     """Its weight, or None where that is quantised, to 8 bits or fewer: such a module casts its input itself."""
     weight = getattr(module, 'weight', None)

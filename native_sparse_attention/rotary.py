@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -18,11 +18,17 @@ from native_sparse_attention.ops.rotary.api import backend_of
 
 
 class Rotary(nn.Module):
-    """Rotates pairs of neighbouring features, `x[..., 2i]` and `x[..., 2i + 1]`, by position times frequency i.
+    """Frequencies of a rotary embedding, and the tables of angles made from them.
 
-    Only the frequencies of the instance are used. Its own methods build positions in the dtype of the input and cache
-    by a scalar offset; here angles are float32, from integer positions, whatever the dtype of the input and of the
-    module. Features past twice the number of frequencies are left as they are.
+    A call returns the frequencies, float32 `[F]`, on a device. Fixed frequencies are neither parameters nor buffers, so
+    that no cast, precision policy, sharding or offload rounds or loses them: they are a float32 tensor on the CPU, with
+    a copy on the device that last asked for them. Learned ones (`learned_freq=True`) are a parameter,
+    `rotary_emb.freqs`, which casts of this module leave in its dtype.
+
+    Only the frequencies and `interpolate_factor` of the instance are used, and fixed frequencies are copied from it.
+    Its own methods build positions in the dtype of the input and cache by a scalar offset; here angles are float32,
+    from integer positions. State dicts hold learned frequencies only; the entry `rotary_emb.freqs` of earlier versions
+    loads into fixed ones.
 
     Args:
         dim_head: D, the features of a head.
@@ -34,44 +40,129 @@ class Rotary(nn.Module):
         if rotary_emb is None:
             if dim_head < 3:
                 raise ValueError(f'dim_head is {dim_head}, but a default rotary embedding needs at least 3 features')
-            rotary_emb = RotaryEmbedding(dim_head)
-        if not isinstance(rotary_emb, RotaryEmbedding):
+        elif not isinstance(rotary_emb, RotaryEmbedding):
             raise ValueError(
                 f'rotary_emb is a {type(rotary_emb).__name__}, but must be a RotaryEmbedding, None or False'
             )
-        if rotary_emb.use_xpos:
+        elif rotary_emb.use_xpos:
             raise ValueError('rotary_emb uses xpos, which scales keys by position and is not supported: use_xpos=False')
-        if 2 * len(rotary_emb.freqs) > dim_head:
+        elif 2 * len(rotary_emb.freqs) > dim_head:
             raise ValueError(
                 f'rotary_emb has {len(rotary_emb.freqs)} frequencies, but heads of {dim_head} features take at most '
                 f'{dim_head // 2}'
             )
-        self.rotary_emb = rotary_emb
+        is_learned = rotary_emb is not None and (rotary_emb.learned_freq or rotary_emb.freqs.requires_grad)
+        self.rotary_emb = rotary_emb if is_learned else None
+        self.interpolate_factor: float = 1.0 if rotary_emb is None else rotary_emb.interpolate_factor
+        if rotary_emb is None:
+            start = _default_frequencies(dim_head)
+        else:
+            start = rotary_emb.freqs.detach().float()
+            start = start.clone() if start.is_meta else start.to('cpu', copy=True)
+        # Plain attributes: the first values, on the CPU, and fixed frequencies on the device that needed them last.
+        self._start = self._on_device = start
 
-    def forward(self, x: Tensor, positions: Tensor, backend: str = 'auto') -> Tensor:
-        """x: `[B, T, H, D]`, positions: integers `[B, T]` or `[1, T]`. Returns the shape and dtype of x."""
-        return rotate(self.tables(positions), backend, x)[0]
+    def forward(self, device: torch.device) -> Tensor:
+        """The frequencies, float32 `[F]`, on the device.
 
-    @property
-    def freqs(self) -> Tensor:
-        """Float32 `[F]`."""
-        return self.rotary_emb.freqs.float()
-
-    @property
-    def interpolate_factor(self) -> float:
-        return self.rotary_emb.interpolate_factor
+        Raises ValueError for learned frequencies that a precision policy has cast to a half type, and for fixed ones
+        whose values were never known (an instance made on the meta device).
+        """
+        if self.rotary_emb is not None:
+            freqs = self.rotary_emb.freqs
+            if freqs.dtype.itemsize < 4:
+                raise ValueError(
+                    f'rotary_emb.freqs is {freqs.dtype} in the forward, but learned frequencies must be float32: keep '
+                    'the precision policy from them, by a fully_shard unit of their own (fully_shard(layer.rotary)) or '
+                    'by ignored_params'
+                )
+            # A copy, as sharding may free the parameter after this call.
+            return freqs.float().to(device, copy=True)
+        if self._on_device.device == device:
+            return self._on_device
+        if self._start.is_meta:
+            raise ValueError(
+                'rotary_emb was made on the meta device, so its frequencies have no values: make it outside of '
+                "torch.device('meta'), or load a state dict that has rotary_emb.freqs"
+            )
+        return self._copy_to(device)
 
     def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the angles at positions `[B, T]`, float32 `[B, T, F]`, for any number of `rotate`."""
-        return angle_tables(positions, self.freqs, self.interpolate_factor)
+        return angle_tables(positions, self(positions.device), self.interpolate_factor)
+
+    def reset_parameters(self) -> None:
+        """Set learned frequencies to the values that the instance had."""
+        if self.rotary_emb is not None:
+            with torch.no_grad():
+                self.rotary_emb.freqs.copy_(self._start)
+
+    def extra_repr(self) -> str:
+        return f'{len(self._start)} frequencies'
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {'_on_device': self._start}
+
+    def _copy_to(self, device: torch.device) -> Tensor:
+        """Fixed frequencies on the device, kept there unless that would keep a tensor of a transform or of a trace."""
+        if torch.compiler.is_compiling():
+            copy = self._start.to(device)
+            if not torch.compiler.is_exporting():
+                self._on_device = copy
+            return copy
+        with torch.inference_mode(False):
+            copy = self._start.to(device)
+        if type(copy) is Tensor and not torch._C._are_functorch_transforms_active():
+            self._on_device = copy
+        return copy
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Rotary:
+        if self.rotary_emb is None:
+            super()._apply(fn, recurse)
+            # So that neither a captured graph nor a compiled one has to copy from the CPU.
+            device = fn(torch.empty(0, device=self._on_device.device)).device
+            if device != self._on_device.device and not (self._start.is_meta or device.type == 'meta'):
+                self._copy_to(device)
+            return self
         # Casting the layer to a half type must not round the frequencies: at position 10,000 that is a wrong angle.
         freqs = self.rotary_emb.freqs.data
         super()._apply(fn, recurse)
         if self.rotary_emb.freqs.dtype != freqs.dtype:
             self.rotary_emb.freqs.data = freqs.to(self.rotary_emb.freqs.device)
         return self
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        if self.rotary_emb is None:
+            key = prefix + _STATE_KEY
+            if key in state_dict:
+                *_, errors = args
+                self._load_fixed(key, state_dict[key], errors)
+                state_dict = {name: value for name, value in state_dict.items() if name != key}
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _load_fixed(self, key: str, loaded: Any, errors: list[str]) -> None:
+        if loaded.shape != self._start.shape:
+            errors.append(
+                f'size mismatch for {key}: {tuple(loaded.shape)} in the state dict, {tuple(self._start.shape)} here'
+            )
+        elif not loaded.is_meta:
+            loaded = (loaded.full_tensor() if hasattr(loaded, 'full_tensor') else loaded).detach().cpu()
+            if self._start.is_meta:
+                self._start = self._on_device = loaded.float().clone()
+            # A rounded copy of the frequencies that are here says nothing new.
+            elif not loaded.equal(self._start.to(loaded.dtype)):
+                # In place, as captured graphs read them where they are.
+                for freqs in {id(t): t for t in (self._start, self._on_device)}.values():
+                    freqs.copy_(loaded)
+
+
+_STATE_KEY = 'rotary_emb.freqs'
+
+
+def _default_frequencies(dim_head: int) -> Tensor:
+    """Those of `RotaryEmbedding(dim_head)`, on the CPU under any default device: 10000^(-2 i / D)."""
+    exponents = torch.arange(0, dim_head, 2, device='cpu')[: dim_head // 2].float() / dim_head
+    return 1.0 / 10000.0**exponents
 
 
 def angle_tables(positions: Tensor, freqs: Tensor, interpolate_factor: float = 1.0) -> tuple[Tensor, Tensor]:

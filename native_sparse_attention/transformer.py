@@ -16,10 +16,12 @@ from torch import Tensor, nn
 
 from native_sparse_attention.attention import SparseAttention
 from native_sparse_attention.cache import MAX_ROLLBACK, LayerCache, ModelCache, check_model_cache
+from native_sparse_attention.checks import check_undifferentiated
 from native_sparse_attention.compress import hidden_size
 from native_sparse_attention.dense import DenseAttention
 from native_sparse_attention.generation import (
     DecodeStep,
+    Finite,
     continue_prompt,
     evaluating,
     gumbel_draw,
@@ -160,14 +162,16 @@ class Transformer(nn.Module):
         return_loss: instead the mean cross entropy, in nats, of every token given those before it in its sequence
         (float32; float64 in a float64 model). cache: ids are the tokens that follow it, any number of them.
         return_cache: returns (logits, cache); without a cache one is started that grows. A call with a cache runs
-        without autograd. mask: bool `[B, T]`, True at real tokens, padding left or right; logits of padding mean
-        nothing. cu_seqlens: int32 `[N + 1]`, packed sequences in ids `[1, total]`. disable_flex, disable_triton_kernel:
-        flags of native-sparse-attention-pytorch, mapped to a backend for this call with a DeprecationWarning.
+        without autograd, and is refused in training mode unless under torch.no_grad(). mask: bool or integers of 0 and
+        1 `[B, T]`, true at real tokens, padding left or right; logits of padding mean nothing. cu_seqlens: int32
+        `[N + 1]`, packed sequences in ids `[1, total]`. disable_flex, disable_triton_kernel: flags of
+        native-sparse-attention-pytorch, mapped to a backend for this call with a DeprecationWarning.
         """
         check_flags(return_loss=return_loss, return_cache=return_cache)
         _check_ids('ids', ids)
         if mask is not None:
             check_mask(mask, ids)
+            mask = mask.bool()
         cached = cache is not None or return_cache
         options = self._options_of_flags(disable_flex, disable_triton_kernel)
         if return_loss:
@@ -178,6 +182,7 @@ class Transformer(nn.Module):
             return self.to_logits(self._embed(ids, mask, cu_seqlens, **options))
         if cu_seqlens is not None:
             raise ValueError('cu_seqlens is given with a cache, but packed sequences have none')
+        check_undifferentiated(ids, self)
         with torch.no_grad():
             embedded, cache = self._embed_cached(ids, mask, cache, **options)
             logits = self.to_logits(embedded)
@@ -219,6 +224,7 @@ class Transformer(nn.Module):
         Raises ValueError where the cache may not hold all, before anything is written.
         """
         _check_prompt('ids', ids, mask, self.token_emb)
+        mask = None if mask is None else mask.bool()
         check_positive(chunk_size=chunk_size)
         check_model_cache(cache)
         cache.reserve(ids.shape[1])
@@ -268,10 +274,11 @@ class Transformer(nn.Module):
             use_graph: replay the step of a token as a CUDA graph; None: where possible, see `generation.DecodeStep`.
             progress: show a bar (needs tqdm).
 
-        Raises ValueError for other values.
+        Raises ValueError for other values, and for logits that are NaN or +inf.
         """
         self._check_causal()
         _check_prompt('prompt', prompt, mask, self.token_emb)
+        mask = None if mask is None else mask.bool()
         check_not_negative(max_new_tokens=max_new_tokens)
         check_positive(chunk_size=chunk_size)
         check_flags(progress=progress)
@@ -331,9 +338,14 @@ class Transformer(nn.Module):
             return self._continue(prompt, count, choose)
         out = prompt
         with evaluating(self):
+            finite = None
             for step in range(count):
-                token = choose(self.to_logits(self._embed(out, None, None)[:, -1]), step)
+                logits = self.to_logits(self._embed(out, None, None)[:, -1])
+                finite = Finite(logits) if finite is None else finite
+                token = choose(finite.replaced(logits), step)
                 out = torch.cat((out, token[:, None].to(out.dtype)), dim=1)
+            if finite is not None:
+                finite.check()
         return out[:, prompt.shape[1] :]
 
     def _continue(
@@ -493,7 +505,7 @@ def _check_prompt(name: str, ids: Tensor, mask: Tensor | None, token_emb: nn.Mod
     num_tokens: Any = getattr(token_emb, 'num_embeddings', None)
     # Reading them on a GPU would wait for it.
     if num_tokens is not None and ids.is_cpu and not torch.compiler.is_compiling():
-        real = ids if mask is None else ids[mask]
+        real = ids if mask is None else ids[mask.bool()]
         low, high = (int(real.min()), int(real.max())) if real.numel() else (0, 0)
         if low < 0 or high >= num_tokens:
             raise ValueError(f'{name} lies in [{low}, {high}], but must lie in [0, {num_tokens - 1}], the vocabulary')

@@ -96,9 +96,9 @@ def rotate(x: Tensor, rotary: Rotary | None) -> Tensor:
     if rotary is None:
         return x
     result = x.clone()
-    freqs = rotary.rotary_emb.freqs.float()
+    freqs = rotary(x.device)
     for position in range(x.shape[0]):
-        angles = torch.tensor(position, dtype=torch.float32) / rotary.rotary_emb.interpolate_factor * freqs
+        angles = torch.tensor(position, dtype=torch.float32) / rotary.interpolate_factor * freqs
         cos, sin = angles.cos().double(), angles.sin().double()
         for i in range(len(freqs)):
             even, odd = x[position, :, 2 * i], x[position, :, 2 * i + 1]

@@ -65,7 +65,7 @@ def make_layer(**settings: object) -> SparseAttention:
     for parameter in layer.parameters():
         if parameter.requires_grad:
             nn.init.normal_(parameter, std=0.5)
-    return layer
+    return layer.eval()  # in which a cache is taken
 
 
 def tokens(batch: int, seqlen: int) -> Tensor:

@@ -48,7 +48,7 @@ def make_layer(dtype: torch.dtype = torch.float64, **settings: Any) -> SparseAtt
     layer = SparseAttention(**SIZES | settings)
     for parameter in layer.parameters():
         nn.init.normal_(parameter, std=0.5)
-    return layer.to(dtype)
+    return layer.to(dtype).train('dropout' in settings)  # a cache is taken in evaluation mode
 
 
 def tokens(batch: int, seqlen: int, dtype: torch.dtype = torch.float64) -> Tensor:

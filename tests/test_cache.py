@@ -138,7 +138,7 @@ def test_per_row_crop_bounds_the_host() -> None:
 def test_crop_refuses_what_the_next_step_would(page_size: int | None) -> None:
     """A bound that is no length, or that rows exceed; nothing is cropped then."""
     sizes: dict[str, Any] = {'compress_block_size': 4, 'compress_block_sliding_stride': 2, 'selection_block_size': 4}
-    layer = SparseAttention(8, 4, 2, 3, num_selected_blocks=4, causal=True, backend='eager', **sizes)
+    layer = SparseAttention(8, 4, 2, 3, num_selected_blocks=4, causal=True, backend='eager', **sizes).eval()
     x = torch.randn(2, 11, 8)
     whole, cache = (layer.init_cache(2, 16, page_size=page_size) for _ in range(2))
     layer(x[:, :10], cache=whole)
@@ -288,7 +288,7 @@ def make_layer(setting: str) -> SparseAttention:
     layer = SparseAttention(**LAYER | SETTINGS[setting])  # type: ignore[arg-type]
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
-    return layer
+    return layer.eval()  # in which a cache is taken
 
 
 @pytest.fixture(params=SETTINGS)

@@ -127,7 +127,7 @@ def test_packed_sequences_equal_sequences_alone(causal):
 
 
 def test_cache_reads_nothing_but_what_was_written():
-    attn = DenseAttention(16, 8, 4, 2).double()
+    attn = DenseAttention(16, 8, 4, 2).double().eval()
     x = torch.randn(2, 6, 16, dtype=torch.float64)
     mask = torch.tensor([[True] * 6, [True] * 2 + [False] * 4])
     cache = attn.init_cache(2, 20)
@@ -158,7 +158,7 @@ def test_refuses_sizes(sizes, message):
 
 
 def test_refuses_calls():
-    attn = DenseAttention(16, 8, 2)
+    attn = DenseAttention(16, 8, 2).eval()
     x, cu_seqlens = torch.randn(2, 4, 16), torch.tensor([0, 4], dtype=torch.int32)
     with pytest.raises(ValueError, match='x has batch size 2'):
         attn(x, cu_seqlens=cu_seqlens)
@@ -172,7 +172,7 @@ def test_refuses_calls():
         attn(x, [[True] * 4] * 2)
     with pytest.raises(ValueError, match="return_cache is 'no', but must be True or False"):
         attn(x, return_cache='no')
-    bidirectional = DenseAttention(16, 8, 2, causal=False)
+    bidirectional = DenseAttention(16, 8, 2, causal=False).eval()
     with pytest.raises(ValueError, match='causal is False'):
         bidirectional(x, return_cache=True)
     with pytest.raises(ValueError, match='causal is False'):

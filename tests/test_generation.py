@@ -327,13 +327,13 @@ class FixedAttention(DenseAttention):
         cache.append(k, v)
         visible = torch.arange(cache.capacity, device=x.device) <= positions[..., None]
         out = _sdpa(q.to(cache.dtype), cache.k, cache.v, visible[:, None])
-        return self._combine(out.to(self.combine_heads.weight.dtype))
+        return self._combine(out.to(self.combine_heads.weight.dtype), self.norm(x))
 
 
 def make_fixed_model(device: torch.device) -> Transformer:
     model = make_model(False)
     for block in model.blocks:
-        block.attention = FixedAttention(24, 8, 4, 2).double()
+        block.attention = FixedAttention(24, 8, 4, 2).double().eval()
     return model.to(device)
 
 
@@ -347,8 +347,10 @@ def make_sparse_model(device: torch.device) -> Transformer:
         'num_selected_blocks': 5,
     }
     torch.manual_seed(0)
-    return Transformer(256, 256, 2, 64, 8, 2, use_sparse_attn=True, sparse_attn_kwargs=settings).to(
-        device, torch.bfloat16
+    return (
+        Transformer(256, 256, 2, 64, 8, 2, use_sparse_attn=True, sparse_attn_kwargs=settings)
+        .to(device, torch.bfloat16)
+        .eval()
     )
 
 

@@ -27,7 +27,7 @@ SIZES: dict[str, Any] = {
     'causal': True,
     'merge_window': True,
 }
-SCORES = {'compressed_output': False, 'use_diff_topk': True}
+SCORES: dict[str, Any] = {'compressed_output': False, 'use_diff_topk': True}
 modes = pytest.mark.parametrize(
     'mode',
     [
@@ -191,6 +191,11 @@ def make_nsa_inputs() -> dict[str, Tensor]:
 )
 def test_nsa_refusals(changes: dict[str, Any], message: str) -> None:
     arguments: dict[str, Any] = {**make_nsa_inputs(), 'gates': torch.ones(1, 16, 4, 1), 'merge_window': True}
-    sizes = {'compress_block_size': 4, 'compress_stride': 2, 'selection_block_size': 4, 'num_selected': 2}
+    sizes: dict[str, Any] = {
+        'compress_block_size': 4,
+        'compress_stride': 2,
+        'selection_block_size': 4,
+        'num_selected': 2,
+    }
     with pytest.raises(ValueError, match=message):
         nsa(**{**arguments, **changes}, **sizes, window_size=(3, 0))

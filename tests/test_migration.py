@@ -125,7 +125,7 @@ def test_steps_equal_the_parallel_forward(seq_len, num_selected_blocks, stride, 
         selection_block_size=selection_block_size,
         num_selected_blocks=num_selected_blocks,
         compress_block_sliding_stride=stride,
-    )
+    ).eval()
     tokens = torch.randn(2, seq_len, 512)
     parallel = attn(tokens)
     cache, steps = None, []
@@ -312,7 +312,7 @@ def test_flags_that_contradict():
 
 @pytest.mark.filterwarnings('ignore:disable_triton_kernel:DeprecationWarning')
 def test_flags_of_a_call():
-    model, ids = Transformer(16, 32, 2, 8, 4, use_sparse_attn=True), torch.randint(16, (1, 20))
+    model, ids = Transformer(16, 32, 2, 8, 4, use_sparse_attn=True).eval(), torch.randint(16, (1, 20))
     with pytest.warns(DeprecationWarning, match='disable_flex') as caught:
         logits = model(ids, disable_flex=True)
     assert caught[0].filename == __file__

@@ -66,7 +66,7 @@ def make_paged(
 def make_any(setting: str) -> SparseAttention | DenseAttention:
     if setting != 'dense':
         return make_layer(setting)
-    return DenseAttention(DIM, dim_head=6, heads=4, kv_heads=2, dim_value_head=5)
+    return DenseAttention(DIM, dim_head=6, heads=4, kv_heads=2, dim_value_head=5).eval()
 
 
 @pytest.fixture(params=[*SETTINGS, 'dense'])
@@ -295,7 +295,7 @@ def test_half_types() -> None:
 
 @pytest.mark.parametrize('sparse', [True, False])
 def test_a_model(sparse: bool) -> None:
-    model = Transformer(17, 16, 2, dim_head=8, heads=2, use_sparse_attn=sparse, backend='eager')
+    model = Transformer(17, 16, 2, dim_head=8, heads=2, use_sparse_attn=sparse, backend='eager').eval()
     ids = torch.randint(17, (2, 40))
     whole, paged = (model.init_cache(2, 40, page_size=size) for size in (None, 8))
     for chunk in ids.split([21, 1, 1, 8, 9], 1):

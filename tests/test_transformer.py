@@ -44,7 +44,7 @@ def make_model(sparse: bool, **changes: Any) -> Transformer:
     model = Transformer(VOCABULARY, use_sparse_attn=sparse, **(defaults | changes)).double()
     for parameter in trained(model).values():
         parameter.data += 0.2 * torch.randn_like(parameter)
-    return model
+    return model.eval()  # in which a cache is taken
 
 
 def trained(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -19,8 +19,8 @@ INT_DTYPES = (torch.int32, torch.int64)
 
 
 def is_int(value: object) -> bool:
-    """True and False are no integers."""
-    return isinstance(value, int) and not isinstance(value, bool)
+    """True and False are no integers; the symbolic sizes of torch.export are."""
+    return isinstance(value, int | torch.SymInt) and not isinstance(value, bool)
 
 
 def is_number(value: object) -> TypeGuard[int | float]:

@@ -132,7 +132,8 @@ def in_query_chunks(
     """
     largest = max(1, CHUNK_ELEMENTS // max(1, elements_per_query))
     size = min(largest, chunk or largest)
-    if size >= seqlen:
+    # A loop over chunks would bind an exported graph to one length.
+    if torch.compiler.is_exporting() or size >= seqlen:
         return function(0, seqlen)
     ranges = [(start, min(seqlen, start + size)) for start in range(0, seqlen, size)]
     if torch.is_grad_enabled() and largest < seqlen:

@@ -104,7 +104,8 @@ def test_definition(
         return selected_attention(q, k, v, blocks, **dict(zip(names, given, strict=True)), **settings)
 
     def expected(*inputs: Tensor) -> tuple[Tensor, Tensor]:
-        return by_definition(*inputs, names=names, **settings)
+        q, k, v, blocks, *given = inputs
+        return by_definition(q, k, v, blocks, *given, names=names, **settings)
 
     assert_agree(op, expected, *make_qkv(extents, heads), indices, *features.values())
 

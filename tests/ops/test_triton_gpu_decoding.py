@@ -425,7 +425,7 @@ def test_prompts_of_different_lengths_give_the_text_of_each_alone(num_selected: 
         'num_selected_blocks': num_selected,
     }
     torch.manual_seed(0)
-    model = Transformer(256, 128, 2, 32, 8, 2, use_sparse_attn=True, sparse_attn_kwargs=settings).to(device)
+    model = Transformer(256, 128, 2, 32, 8, 2, use_sparse_attn=True, sparse_attn_kwargs=settings).to(device).eval()
     lengths = (150, 7, 33, 1)
     mask = torch.arange(max(lengths), device=device) >= max(lengths) - torch.tensor(lengths, device=device)[:, None]
     ids = torch.randint(0, 256, mask.shape, device=device)

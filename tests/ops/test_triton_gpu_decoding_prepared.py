@@ -242,7 +242,7 @@ LAYERS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize('name', LAYERS)
 def test_layers(name: str, backend: str, autocast: bool, device: torch.device, launched: list[str]):
     """Every token after the first goes by launches made again."""
-    layer = SparseAttention(**LAYER, **LAYERS[name], backend=backend).to(device)
+    layer = SparseAttention(**LAYER, **LAYERS[name], backend=backend).to(device).eval()
     layer = layer if autocast else layer.to(torch.bfloat16)
     x = torch.randn(2, 120, 256, device=device, dtype=torch.float32 if autocast else torch.bfloat16)
     with torch.autocast('cuda', dtype=torch.bfloat16) if autocast else nullcontext():

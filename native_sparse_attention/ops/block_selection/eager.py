@@ -61,7 +61,7 @@ def select_blocks(
         weights = exponent.masked_fill(~visible[:, :, None, None], -torch.inf).exp()
         # [B, T, HI, C]
         weights = weights.sum(3) if share_group else rearrange(weights, 'b t h g s -> b t (h g) s')
-        scores = weights.new_zeros(*weights.shape[:3], len(block))
+        scores = weights.new_zeros(*weights.shape[:3], block.shape[0])
         if num_compressed:
             for offset in overlapping_blocks(*sizes):
                 compressed = (block * blocks_per_selection + offset)[None, None]
@@ -79,7 +79,7 @@ def select_blocks(
         return (_first(scores, priority[:, :, None], choosable[:, :, None], num_selected, counts),)
 
     with without_autocast(q):
-        (chosen,) = in_query_chunks(choose, seqlen, batch * heads * max(num_compressed, len(block)), dims=(1,))
+        (chosen,) = in_query_chunks(choose, seqlen, batch * heads * max(num_compressed, block.shape[0]), dims=(1,))
     return chosen
 
 

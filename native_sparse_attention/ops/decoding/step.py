@@ -27,7 +27,7 @@ class Storage(NamedTuple):
     k_window: Tensor | None
     v_window: Tensor | None
     k_cmp: Tensor
-    v_cmp: Tensor | None
+    v_cmp: Any  # a tensor, or None
     raw_k: Tensor | None
     raw_v: Tensor | None
     lengths: Tensor

@@ -82,8 +82,8 @@ def test_registered_op(device: torch.device) -> None:
     q, k, v, indices = (tensors[name] for name in ('q', 'k', 'v', 'block_indices'))
     flat = merged.flatten(make_sequences(extents, device))
     scale, sinks = torch.ones(indices.shape, device=device), torch.zeros(2, device=device)
-    arguments = (q, k, v, indices, scale, sinks, *flat, 3, 4, 0.25, 2.0, False, True)
-    torch.library.opcheck(merged._forward, [t.requires_grad_() if t is q else t for t in arguments])
+    arguments = (q.requires_grad_(), k, v, indices, scale, sinks, *flat, 3, 4, 0.25, 2.0, False, True)
+    torch.library.opcheck(merged._forward, arguments)
 
 
 @per_tile

@@ -1,0 +1,63 @@
+"""Whether a module may be computed without being called.
+
+The package goes around the modules that it knows: it casts their input beforehand, multiplies by their weights itself,
+or replaces them by a kernel. That is right only where nothing else would run in a call, and where the weights are what
+the module's own arithmetic reads.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+_HOOKS = ('_forward_pre_hooks', '_forward_hooks', '_backward_pre_hooks', '_backward_hooks')
+_WEIGHTS = ('weight', 'bias')
+
+
+def is_plain(module: nn.Module, *types: type[nn.Module]) -> bool:
+    """Whether a call of the module does what its class says, and nothing else.
+
+    The module and the modules in it are exactly of these types, with no `forward` of their own and no hooks, not even
+    global ones. Their weights are plain floating tensors of more than 8 bits, not of a subclass. So a module is not
+    plain where it has an adapter, pruning, a parametrisation, a quantised or sharded weight, or a hook of a profiler.
+    Nothing is remembered: any of these may come and go between calls.
+    """
+    return not _has_global_hooks() and _is_plain(module, types)
+
+
+def plain_weight(module: nn.Module) -> Tensor:
+    """The weight of a module that is plain: a parameter, or the tensor that a transform has put in its place."""
+    return module.weight  # type: ignore[return-value]
+
+
+def plain_bias(module: nn.Module) -> Tensor:
+    """The bias of a module that is plain and has one."""
+    return module.bias  # type: ignore[return-value]
+
+
+def _is_plain(module: nn.Module, types: tuple[type[nn.Module], ...]) -> bool:
+    if type(module) not in types or 'forward' in vars(module):
+        return False
+    if any(getattr(module, name) for name in _HOOKS):
+        return False
+    if any(not _is_plain_weight(getattr(module, name, None)) for name in _WEIGHTS):
+        return False
+    return all(_is_plain(child, types) for child in module._modules.values() if child is not None)
+
+
+def _is_plain_weight(weight: object) -> bool:
+    if weight is None:
+        return True
+    if type(weight) is not nn.Parameter and type(weight) is not Tensor:
+        return False
+    return weight.is_floating_point() and weight.dtype.itemsize > 1
+
+
+def _has_global_hooks() -> bool:
+    module = torch.nn.modules.module
+    return bool(
+        module._global_forward_pre_hooks
+        or module._global_forward_hooks
+        or module._global_backward_pre_hooks
+        or module._global_backward_hooks
+    )
