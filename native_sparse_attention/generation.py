@@ -38,8 +38,8 @@ class DecodeStep:
     """The same number of new tokens for every row, again and again, through a CUDA graph where that is possible.
 
     `step(ids)` is `model(ids, cache=cache)` without gradients: ids int `[B, num_tokens]` to logits
-    `[B, num_tokens, V]`, with the cache advanced. Where the model `decodes_fixed`, the first call runs as it stands,
-    the second captures a graph, and it and all later calls replay it, at any length of any row: a launch instead of
+    `[B, num_tokens, V]`, with the cache advanced. Where the model `decodes_fixed`, the first call runs as it stands and
+    the second captures a graph. It and all later calls replay it, at any length of any row: a launch instead of
     hundreds, with the same bits. Logits then lie in one tensor that the next call overwrites. Between calls the cache
     may be cropped, reordered and reset.
 

@@ -7,11 +7,8 @@ the module's own arithmetic reads.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
-
-_HOOKS = ('_forward_pre_hooks', '_forward_hooks', '_backward_pre_hooks', '_backward_hooks')
-_WEIGHTS = ('weight', 'bias')
+from torch.nn.modules import module as module_hooks
 
 
 def is_plain(module: nn.Module, *types: type[nn.Module]) -> bool:
@@ -36,28 +33,32 @@ def plain_bias(module: nn.Module) -> Tensor:
 
 
 def _is_plain(module: nn.Module, types: tuple[type[nn.Module], ...]) -> bool:
-    if type(module) not in types or 'forward' in vars(module):
+    # This runs in every step of decoding: few generators, and no look-up of an attribute that a module may not have.
+    own = vars(module)
+    if type(module) not in types or 'forward' in own:
         return False
-    if any(getattr(module, name) for name in _HOOKS):
+    if module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks:
         return False
-    if any(not _is_plain_weight(getattr(module, name, None)) for name in _WEIGHTS):
-        return False
-    return all(_is_plain(child, types) for child in module._modules.values() if child is not None)
+    for weight in module._parameters.values():
+        if weight is not None and not _is_plain_weight(weight):
+            return False
+    for name in ('weight', 'bias'):  # where there are tensors in place of parameters
+        if name in own and own[name] is not None and not _is_plain_weight(own[name]):
+            return False
+    children = module._modules
+    return not children or all(child is None or _is_plain(child, types) for child in children.values())
 
 
-def _is_plain_weight(weight: object) -> bool:
-    if weight is None:
-        return True
+def _is_plain_weight(weight: Tensor) -> bool:
     if type(weight) is not nn.Parameter and type(weight) is not Tensor:
         return False
     return weight.is_floating_point() and weight.dtype.itemsize > 1
 
 
 def _has_global_hooks() -> bool:
-    module = torch.nn.modules.module
     return bool(
-        module._global_forward_pre_hooks
-        or module._global_forward_hooks
-        or module._global_backward_pre_hooks
-        or module._global_backward_hooks
+        module_hooks._global_forward_pre_hooks
+        or module_hooks._global_forward_hooks
+        or module_hooks._global_backward_pre_hooks
+        or module_hooks._global_backward_hooks
     )

@@ -19,7 +19,7 @@ BACKENDS = {'eager', 'flex', 'triton'}
 
 # A module imports from lines above its own. Those of one line do not know each other, but for the ops (below).
 LINES = (
-    {'geometry', 'projection'},
+    {'geometry', 'plain', 'projection'},
     {'ops', 'overlapping'},
     {'block_encoder'},
     {'functional', 'cache', 'compress', 'gate', 'padding', 'rotary', 'testing'},

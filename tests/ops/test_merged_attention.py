@@ -115,8 +115,8 @@ def test_equals_dense_where_every_block_is_selected(window: int) -> None:
     q, k, v = make_qkv(whole(23, batch=2), Heads(4, 2, 8, 8))
     blocks = torch.arange(6, dtype=torch.int32).expand(2, 23, 2, 6)
 
-    def merged(*qkv: Tensor) -> Tensor:
-        return selected_attention(*qkv, blocks, block_size=4, window_size=(window - 1, 0))[0]
+    def merged(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return selected_attention(q, k, v, blocks, block_size=4, window_size=(window - 1, 0))[0]
 
     def dense(*qkv: Tensor) -> Tensor:
         q, k, v = (t.transpose(1, 2) for t in qkv)
