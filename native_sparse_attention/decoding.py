@@ -172,7 +172,7 @@ def nsa_decode(
     )
     values = (
         *(selection_block_size, num_selected, window_size, num_init, num_local, share_group, scale, num_splits),
-        *(tiles_of_program, interpolate_factor, backend, phi.is_mean),
+        *(tiles_of_program, interpolate_factor, backend, is_mean := phi.is_mean),
     )
     by_kernels = softcap is None and sinks is None and sinks_cmp is None and not merge_window
     by_launches = by_kernels and counts is None and not torch.compiler.is_compiling()
@@ -180,7 +180,7 @@ def nsa_decode(
         looks, addresses = look_at(given, cache.storage()[:-1])
         launches = cache.launches.get((values, looks))
         if launches is not None and cache.has_room(q.shape[1]) and not launches.are_watched():
-            return _decode_again(q, v, cache, phi, launches, addresses)
+            return _decode_again(q, v, cache, phi, is_mean, launches, addresses)
     tokens = Tokens(q, k, v, k if raw_k is None else raw_k, v if raw_v is None else raw_v, k_window, v_window)
     check_backend(backend)
     check_flags(merge_window=merge_window)
@@ -235,14 +235,14 @@ def _decode_by_kernels(
     """A step, and its launches, which `_decode_again` makes again. given: tensors that are others then."""
     from native_sparse_attention.ops.decoding import triton
 
-    q, storage, workspace = tokens.q, cache.storage(), cache.workspace
-    if not phi.is_mean:
+    q, storage, workspace, is_mean = tokens.q, cache.storage(), cache.workspace, phi.is_mean
+    if not is_mean:
         phi.try_on(cache, q)
     launches = triton.Launches(given, storage[:-1], workspace)
     turned, q_cmp, new_k, new_v = triton.append(
-        *(tokens, storage, phi.positions, freqs, interpolate_factor, settings, phi.is_mean, workspace, launches)  # type: ignore[arg-type]
+        *(tokens, storage, phi.positions, freqs, interpolate_factor, settings, is_mean, workspace, launches)  # type: ignore[arg-type]
     )
-    if not phi.is_mean:
+    if not is_mean:
         launches.blocks = [new_k, new_v]
         new_k, new_v = phi.settled(launches.blocks, q.dtype)
         launches.give(new_k, new_v)
@@ -252,11 +252,11 @@ def _decode_by_kernels(
 
 
 def _decode_again(
-    q: Tensor, v: Tensor, cache: LayerCache, phi: Phi, launches: Launches, addresses: list[int]
+    q: Tensor, v: Tensor, cache: LayerCache, phi: Phi, is_mean: bool, launches: Launches, addresses: list[int]
 ) -> Tensor:
     """A step by launches that were made before. addresses: of the tensors given, which look as those did."""
     out = q.new_empty(*q.shape[:3], v.shape[3])
-    if phi.is_mean:
+    if is_mean:
         launches.again([*addresses, out.data_ptr()])
     else:
         phi.try_on(cache, q)
