@@ -93,8 +93,9 @@ class SparseAttention(nn.Module):
         recompute: keep neither branch outputs nor rotated queries and keys for the backward pass, which makes them
             again: about half of the memory, with the same gradients, for another forward of `nsa` without the choice.
         softcap: logits of all branches become softcap * tanh(logit / softcap).
-        num_sinks: learned logits per head, in the softmax of the compressed and of the window branch each, of keys that
-            carry no value: a query may attend to nothing.
+        num_sinks: learned logits per head, in the softmax of the compressed and of the window branch each (with
+            merge_window of the merged softmax), of keys that carry no value: a query may attend to nothing. Without a
+            compressed output that branch has none.
         dropout: probability with which the window branch (or the merged softmax) drops weights, in training mode; never
             with a cache.
         merge_window: selected blocks and window are read in one softmax, each key once, without a gate; the gate is one
@@ -186,7 +187,10 @@ class SparseAttention(nn.Module):
             merge_window=merge_window,
             compressed_output=compressed_output,
         )
-        check_merged(merge_window, compressed_output, independent_branch_kv, strategy_combine_mlp, compress_mlp)
+        check_merged(
+            *(merge_window, compressed_output, independent_branch_kv, strategy_combine_mlp, compress_mlp),
+            num_selected_blocks,
+        )
         backend = backend_of_flag(use_triton_kernel, backend)
         warn_of_forced_blocks(num_selected_blocks, num_init_blocks, num_local_blocks, causal)
 

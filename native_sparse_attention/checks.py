@@ -78,6 +78,7 @@ def check_merged(
     independent_branch_kv: bool,
     strategy_combine_mlp: nn.Module | None,
     compress_mlp: object,
+    num_selected_blocks: int,
 ) -> None:
     """Raise ValueError for settings that merged attention excludes, or that need it."""
     if not compressed_output and not merge_window:
@@ -88,6 +89,10 @@ def check_merged(
         )
     if not compressed_output and strategy_combine_mlp is not None:
         raise ValueError('strategy_combine_mlp is given, but must be None where compressed_output is False: no gate')
+    if not compressed_output and num_selected_blocks == 0 and compress_mlp is not None:
+        raise ValueError(
+            'compress_mlp is given, but must be None where compressed_output is False and no block is selected'
+        )
     if not compressed_output and isinstance(compress_mlp, tuple | list):
         raise ValueError('compress_mlp is a pair, but must be one module where compressed_output is False: for keys')
 

@@ -395,7 +395,10 @@ def _no_summaries(network: nn.Module, *made_of: Tensor) -> Tensor:
 
 
 def with_zero_gradients(out: Tensor, network: nn.Module, *tensors: Tensor | None) -> Tensor:
-    """Return `out`, through which the parameters of the network and the tensors get gradients of 0."""
+    """Return `out` with a dependence on the network's parameters and the tensors whose gradient is 0, not None.
+
+    Distributed training waits for a gradient of every parameter.
+    """
     given = [t for t in tensors if t is not None]
     return out + _no_summaries(network, out, *given).sum()
 

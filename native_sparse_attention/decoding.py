@@ -25,6 +25,7 @@ from native_sparse_attention.ops._checks import (
     check_tensors,
     checked_softcap,
     logit_scale,
+    shown,
 )
 from native_sparse_attention.ops._modifier_checks import reduce_sinks
 from native_sparse_attention.ops.backend import BackendChoice, check_backend, transformed
@@ -161,6 +162,9 @@ def nsa_decode(
             backend that cannot serve the call, or a full cache; nothing is written then.
     """
     check_layer_cache(cache)
+    check_flags(merge_window=merge_window)
+    if merge_window:
+        functional.check_merged(gates, q, mem_kv, sinks_cmp, k_window=k_window, v_window=v_window)
     phi, memory = Phi(networks, positions), None
     if mem_kv is not None:
         mem_k, mem_v = mem_kv
@@ -183,7 +187,6 @@ def nsa_decode(
             return _decode_again(q, v, cache, phi, is_mean, launches, addresses)
     tokens = Tokens(q, k, v, k if raw_k is None else raw_k, v if raw_v is None else raw_v, k_window, v_window)
     check_backend(backend)
-    check_flags(merge_window=merge_window)
     check_positive(window_size=window_size)
     check_not_negative(num_selected=num_selected, num_init=num_init, num_local=num_local)
     check_not_negative(num_splits=num_splits, tiles_of_program=tiles_of_program)
@@ -191,7 +194,7 @@ def nsa_decode(
         raise ValueError(f'num_splits is {num_splits}, but must be at most {MAX_SPLITS}')
     _check_tokens(tokens, gates, cache, counts, merge_window)
     needs_blocks = gates is not None or num_selected > 0
-    _check_layer(tokens, cache, positions, freqs, mem_kv, selection_block_size, needs_blocks)
+    _check_layer(tokens, cache, phi, freqs, mem_kv, selection_block_size, needs_blocks)
     modifiers = {
         'softcap': checked_softcap(softcap),
         'sinks': reduce_sinks(sinks, q),
@@ -311,9 +314,7 @@ def _check_tokens(
     check_same_kind(**tokens._asdict())
     if q.device != cache.device:
         raise ValueError(f'q is on {q.device}, but cache is on {cache.device}')
-    if merge_window:
-        functional.check_merged_gates(gates, q)
-    else:
+    if not merge_window:
         check_tensors(gates=gates)
         assert gates is not None
         check_gates(gates, q)
@@ -351,7 +352,7 @@ def _check_tokens(
 def _check_layer(
     tokens: Tokens,
     cache: LayerCache,
-    positions: tuple[Tensor | None, Tensor | None],
+    phi: Phi,
     freqs: Tensor | None,
     mem_kv: tuple[Tensor, Tensor | None] | None,
     selection_block_size: int,
@@ -361,6 +362,15 @@ def _check_layer(
     if cache.compress is None:
         if needs_blocks:
             raise ValueError('cache has no compressed keys, but needs compress=(l, d)')
+        if mem_kv is not None:
+            raise ValueError('mem_kv is given, but must be None where the cache has no compressed keys')
+    has = (cache.compress is not None, cache.compress is not None and cache.layout['has_v_cmp'])
+    for index, exists in enumerate(has):
+        for name, part in (('networks', phi.networks[index]), ('positions', phi.positions[index])):
+            if (part is not None) != exists:
+                rule = 'given' if exists else 'None'
+                raise ValueError(f'{name}[{index}] is {shown(part)}, but must be {rule} for such a cache')
+    if cache.compress is None:
         return
     check_all_block_sizes(*cache.compress, selection_block_size)
     if cache.page_size is not None and cache.page_size % selection_block_size != 0:
@@ -371,7 +381,7 @@ def _check_layer(
     for index, size in enumerate((head_dim, value_dim)):
         if index == 1 and not cache.layout['has_v_cmp']:
             continue
-        rule, of_block = (heads, cache.compress[0], size), positions[index]
+        rule, of_block = (heads, cache.compress[0], size), phi.positions[index]
         check_tensors(**{f'positions[{index}]': of_block})
         assert of_block is not None
         _check_parameter(f'positions[{index}]', of_block, FLOAT_DTYPES, device)

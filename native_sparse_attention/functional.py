@@ -148,8 +148,10 @@ def nsa(
     check_qkv(q, k, v)
     check_flags(merge_window=merge_window)
     if merge_window:
-        gates = check_merged_gates(gates, q)
-        _check_merged(gates, v_cmp, mem_kv, sinks_cmp, (q_window, k_window, v_window))
+        gates = check_merged(gates, q, mem_kv, sinks_cmp, q_window=q_window, k_window=k_window, v_window=v_window)
+        if (v_cmp is None) != (gates is None):
+            given, missing = ('v_cmp', 'gates') if gates is None else ('gates', 'v_cmp')
+            raise ValueError(f'{missing} is None, but {given} is given: they must be None together')
         (has_compressed, has_selected), has_window = (gates is not None, True), False
     else:
         if gates is None:
@@ -383,41 +385,42 @@ def _are_carried(
     return has_attention and all(op in served for op in choices if op != 'select_blocks')
 
 
-def check_merged_gates(gates: Tensor | Sequence[Tensor | None] | None, q: Tensor) -> Tensor | None:
-    """Return the gate `[B, T, HQ, 1]` of the compressed branch of merged attention, or None for its scores alone."""
-    if gates is None:
-        return None
-    check_tensors(gates=gates)
-    assert isinstance(gates, Tensor)
-    check_gate('gates', gates, (*q.shape[:3], 1), '(B, T, HQ, 1)', q)
-    return gates
-
-
-def _check_merged(
-    gates: Tensor | None,
-    v_cmp: Tensor | None,
+def check_merged(
+    gates: Tensor | Sequence[Tensor | None] | None,
+    q: Tensor,
     mem_kv: tuple[Tensor, Tensor | None] | None,
     sinks_cmp: Tensor | None,
-    of_window: tuple[Tensor | None, ...],
-) -> None:
-    """Refuse tensors that merged attention has no use for."""
-    for name, tensor in zip(('q_window', 'k_window', 'v_window'), of_window, strict=True):
+    **of_window: Tensor | None,
+) -> Tensor | None:
+    """Return the gate `[B, T, HQ, 1]` of the compressed branch of merged attention, or None for its scores alone.
+
+    Raises ValueError for a gate of another shape, for queries, keys or values of a window branch, and, where gates is
+    None, for memory values and compressed sinks.
+    """
+    for name, tensor in of_window.items():
         if tensor is not None:
             raise ValueError(f'{name} is given, but must be None where merge_window is set')
     if gates is not None:
-        if v_cmp is None:
-            raise ValueError('v_cmp is None, but must be given where gates is')
-        return
-    given = {'v_cmp': v_cmp, 'mem_kv[1]': None if mem_kv is None else mem_kv[1], 'sinks_cmp': sinks_cmp}
-    for name, tensor in given.items():
+        check_tensors(gates=gates)
+        assert isinstance(gates, Tensor)
+        check_gate('gates', gates, (*q.shape[:3], 1), '(B, T, HQ, 1)', q)
+        return gates
+    if mem_kv is not None:
+        if not isinstance(mem_kv, tuple | list) or len(mem_kv) != 2:
+            raise ValueError(
+                f'mem_kv is a {type(mem_kv).__name__}, but must be a pair (keys, None) where gates is None'
+            )
+        check_tensors(**{'mem_kv[0]': mem_kv[0]})
+    for name, tensor in (('mem_kv[1]', None if mem_kv is None else mem_kv[1]), ('sinks_cmp', sinks_cmp)):
         if tensor is not None:
             raise ValueError(f'{name} is given, but must be None where gates is: only block scores are computed')
+    return None
 
 
 def _stand_ins(
     k_cmp: Tensor, mem_kv: tuple[Tensor, Tensor | None] | None
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-    """Return values for compressed attention whose log-sum-exp alone is needed: as few columns as kernels take."""
+    """Return narrow values for a call of compressed attention of which only the log-sum-exp is used."""
     columns = slice(min(16, k_cmp.shape[-1]))
     values = k_cmp.detach()[..., columns]
     return values, None if mem_kv is None else (mem_kv[0], mem_kv[0].detach()[..., columns])

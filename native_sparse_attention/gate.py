@@ -13,7 +13,7 @@ from native_sparse_attention.ops._checks import shown
 
 # Gates start at the window: sigmoid(-2), sigmoid(-2), sigmoid(2), as local patterns are learned first.
 GATE_START = (-2.0, -2.0, 2.0)
-# Where blocks and window are merged, the compressed branch starts nearly shut, too.
+# The gate of the compressed output beside merged blocks and window; it starts at 0.12.
 MERGED_GATE_START = (-2.0,)
 OUTPUT_GATE_START = 2.0
 

@@ -34,8 +34,10 @@ def plain_bias(module: nn.Module) -> Tensor:
 
 def _is_plain(module: nn.Module, types: tuple[type[nn.Module], ...]) -> bool:
     # This runs in every step of decoding: few generators, and no look-up of an attribute that a module may not have.
+    if type(module) not in types:
+        return False
     own = vars(module)
-    if type(module) not in types or 'forward' in own:
+    if 'forward' in own:
         return False
     if module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks:
         return False

@@ -25,6 +25,7 @@ from native_sparse_attention.ops._checks import (
 )
 from native_sparse_attention.ops._modifier_checks import make_modifiers
 from native_sparse_attention.ops._modifiers import Modifiers
+from native_sparse_attention.ops._random import check_probability
 from native_sparse_attention.ops._segments import make_borders, mask_outputs
 from native_sparse_attention.ops._triton import support
 from native_sparse_attention.ops.backend import BackendChoice, choose_backend, serves, without_gate
@@ -71,8 +72,8 @@ def selected_attention(
         block_size: tokens of a block.
         block_scale: factors of the logits of each chosen block, in the shape of block_indices; of an index that stands
             several times in a row the first counts. Differentiable.
-        unit_scale: block_scale is 1 everywhere, as `straight_through_scale` makes it, and has a gradient alone. With
-            window_size the Triton kernels need this promise, which they do not check.
+        unit_scale: with window_size, take block_scale as 1 everywhere, as `straight_through_scale` makes it, and use
+            its gradient alone. The Triton kernels need this.
         q_offset: position of the first query, an int, `[B]` (packed: `[N]`) or None: queries end where the keys end.
         seqlens_k: int32 or int64 `[B]`, how many keys of a row are real.
         causal: no query reads a later key; else every key of a chosen block is read.
@@ -87,8 +88,8 @@ def selected_attention(
         block_counts: how many of the first indices of a row count, an int or int32 or int64 `[B, T, H]` (`[B, T, HQ]`
             where heads choose alone); the rest is ignored. Below 0 is 0, above n is n. None: all.
         window_size: (left, right), keys before and after the query's own that it reads besides; -1 means unbounded.
-            Causal: right is 0 (-1 is taken for 0). None: no window. flex does not serve it, and of the kernels' side
-            see `backend`.
+            Causal: right is 0 (-1 is taken for 0). None: no window. Flex does not support it; for the limits of
+            Triton see `backend`.
         sinks: `[HQ]` or `[HQ, M]`, logits of keys without values in the softmax; need window_size. As in
             `window_attention`.
         dropout_p, dropout_seed: dropout of the weights; need window_size. As in `window_attention`.
@@ -191,6 +192,8 @@ def _check_merged(
     gate: Tensor | None,
 ) -> tuple[int, int] | None:
     """Return the window, or None without one, which excludes what needs it."""
+    if dropout_p != 0 or window_size is not None:
+        check_probability(dropout_p=dropout_p)
     if window_size is None:
         for name, is_given in (
             ('sinks', sinks is not None),
@@ -221,6 +224,8 @@ def _merged(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """Attention over the union of selected blocks and window."""
+    if unit_scale and block_scale is not None:
+        block_scale = 1 + (block_scale - block_scale.detach())
     arguments = (q, k, v, block_indices, block_scale, sequences, block_size, *window, causal, scale, modifiers)
     choice = merged_backend_of(
         q, k, v, causal=causal, block_scale=block_scale, unit_scale=unit_scale, num_selected=block_indices.shape[3],

@@ -53,7 +53,7 @@ def merged_attention(
     scale: float,
     modifiers: Modifiers,
 ) -> tuple[Tensor, Tensor]:
-    """block_scale: None, or 1 everywhere, so that it has a gradient alone."""
+    """block_scale: None, or all ones: only its gradient is used."""
     assert causal
     assert right == 0
     left = MAX_TOKENS if left < 0 else min(left, MAX_TOKENS)  # beyond, nothing is left for the selected part
