@@ -69,9 +69,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     'cpu': {
         'dim': 96, 'depth': 2, 'heads': 2, 'kv_heads': 1, 'dim_head': 32, 'sliding_window_size': 32,
         'compress_block_size': 8, 'compress_block_sliding_stride': 4, 'selection_block_size': 8,
-        'num_selected_blocks': 5, 'compress_mlp_expand_factor': 0.25, 'seq_len': 128, 'batch': 4, 'steps': 3900,
-        'lr': 4e-3, 'min_lr': 2e-4, 'warmup': 100, 'threads': 1, 'eval_every': 1300, 'eval_bytes': 128 * 1024,
-        'save_every': 250, 'sample_every': 1300, 'sample_bytes': 256, 'prompt_bytes': 64,
+        'num_selected_blocks': 5, 'compress_mlp_expand_factor': 0.25, 'seq_len': 128, 'batch': 8, 'steps': 4000,
+        'lr': 5e-3, 'min_lr': 1e-4, 'warmup': 100, 'threads': 1, 'eval_every': 1000, 'eval_bytes': 128 * 1024,
+        'save_every': 250, 'sample_every': 1000, 'sample_bytes': 256, 'prompt_bytes': 64,
     },
     'base': {},
     'long': {

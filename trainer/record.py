@@ -147,8 +147,8 @@ class Record:
         valid = [row['bpb'] for row in self.rows if row.get('split') == 'valid'][-1]
         seen = self.step * self.config.grad_accum * self.config.batch * self.config.seq_len
         for name, bits in self.yardsticks().items():
-            verdict = 'below' if valid < bits else f'above (only {seen:,} bytes were trained on, see --steps):'
-            say(f'valid {valid:.4f} bits per byte, {verdict} {bits:.4f}, {name}')
+            reason = f' (it was trained on {seen:,} bytes only: --steps)' if valid >= bits else ''
+            say(f'valid {valid:.4f} bits per byte, {"below" if valid < bits else "above"} {bits:.4f}, {name}{reason}')
         say(f'picture: {self.folder / "loss.png"}')
         say(f"text: python train_enwik8.py --sample {self.folder} --prompt 'The ' --tokens 2000")
 
