@@ -101,7 +101,8 @@ def test_steps_are_chunks_are_the_whole(features: dict[str, Any]) -> None:
     for sizes in ([1] * 41, [7, 1, 1, 20, 12], [40, 1], [41]):
         for page_size in (None, 8):
             cache = layer.init_cache(2, 48, page_size=page_size)
-            outs = [layer(part, cache=cache) for part in x.split(sizes, 1)]
+            with torch.no_grad():
+                outs = [layer(part, cache=cache) for part in x.split(sizes, 1)]
             assert_same(torch.cat(outs, 1), whole)
 
 
@@ -237,8 +238,8 @@ def test_autocast() -> None:
     layer, x = make_layer(torch.float32, softcap=2.0, num_sinks=2, dropout=0.2), tokens(2, 17, torch.float32)
     with torch.autocast('cpu', torch.bfloat16):
         results = run(layer, x)
-        steps = layer(x, return_cache=True)[0]
         whole = layer.eval()(x)
+        steps = layer(x, return_cache=True)[0]
     assert results['out'].dtype == torch.bfloat16
     assert all(t.isfinite().all() for t in results.values())
     torch.testing.assert_close(steps, whole, rtol=0.05, atol=0.05)
@@ -316,6 +317,7 @@ def test_quantised_projections_decode(kind: type, dtype: torch.dtype, keeps_weig
             quantised.weight = nn.Parameter(quantised.get_buffer('packed'), requires_grad=False)
         layer.add_module(name, quantised)
     x = tokens(2, 17, dtype)
+    layer.eval()
     cache = layer.init_cache(2, 17)
     assert cache.dtype == dtype
     out = torch.cat([layer(part, cache=cache) for part in x.split([9, 1, 7], dim=1)], dim=1)

@@ -62,6 +62,18 @@ def selected(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, block_scale: Tens
     return selected_attention(q, k, v, indices, block_size=SELECTION_BLOCK, block_scale=block_scale, **settings)
 
 
+def merged(
+    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, block_scale: Tensor, sinks: Tensor, backend: str
+) -> tuple[Tensor, Tensor]:
+    settings: dict[str, Any] = {
+        'block_size': SELECTION_BLOCK,
+        'window_size': (4, 0),
+        'unit_scale': True,
+        'sinks': sinks,
+    }
+    return selected_attention(q, k, v, indices, block_scale=block_scale, **settings, backend=backend)
+
+
 def selected_gated(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, gate: Tensor, **settings: Any) -> Any:
     return selected_attention(q, k, v, indices, block_size=SELECTION_BLOCK, gate=gate, **settings)
 
@@ -141,6 +153,7 @@ OPS: dict[str, tuple[Callable[..., Any], Callable[[torch.device], Tensors]]] = {
     'packed': (packed, lambda d: inputs(d) | {'cu_seqlens': torch.tensor([0, 7, T], dtype=torch.int32, device=d)}),
     'compressed': (compressed, lambda d: inputs(d, C) | make_memory(d)),
     'selected': (selected, make_selected),
+    'merged': (merged, lambda d: make_selected(d) | {'sinks': torch.zeros(inputs(d)['q'].shape[2], device=d)}),
     'window, gated': (windowed, lambda d: inputs(d) | make_gate(d)),
     'features, gated': (featured, lambda d: inputs(d) | make_features(d) | make_gate(d)),
     'compressed, gated': (compressed, lambda d: inputs(d, C) | make_memory(d) | make_gate(d)),
