@@ -327,7 +327,9 @@ def test_log_holds_yardsticks_and_growing_seconds(text: Path, runs: Path) -> Non
     content = text.read_bytes()
     train, valid = content[:1800], content[1800:1900]
     found = {row['yardstick']: row for row in log if 'yardstick' in row}
-    packed, unigram = found['gzip -9 of the validation text'], found['byte frequencies of the training text']
+    assert len(found) == 4
+    assert found['gzip -9 of the test text']['bpb'] == 8 * len(gzip.compress(content[1900:], 9)) / 100
+    packed, unigram = found['gzip -9 of the validation text'], found['unigram model of the validation text']
     assert packed['bpb'] == 8 * len(gzip.compress(valid, 9)) / 100
     assert (packed['bytes'], packed['bytes_of_split']) == (100, 100)
     shares = [(train.count(byte) + 1) / (1800 + 256) for byte in valid]
@@ -337,7 +339,8 @@ def test_log_holds_yardsticks_and_growing_seconds(text: Path, runs: Path) -> Non
 def test_smoothed_is_a_running_mean() -> None:
     values = [float(n) for n in range(100)]
     assert plots.smoothed(values)[50] == pytest.approx(sum(range(41, 51)) / 10)
-    assert plots.smoothed(values[:5]) == values[:5]
+    assert plots.smoothed(values)[99] == pytest.approx(sum(range(80, 100)) / 20)
+    assert plots.smoothed(values[:9]) == values[:9]
 
 
 def test_old_log_is_refused_by_compare(tmp_path: Path, capsys) -> None:

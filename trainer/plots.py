@@ -37,9 +37,12 @@ def coverage(row: Row) -> str:
 
 
 def smoothed(values: list[float]) -> list[float]:
-    """Return running means over the last lines, at most a tenth of all and `SMOOTHED_LINES`."""
-    span = max(1, min(SMOOTHED_LINES, len(values) // 10))
-    return [sum(part := values[max(0, i + 1 - span) : i + 1]) / len(part) for i in range(len(values))]
+    """Return running means over the last fifth of the lines so far, at most `SMOOTHED_LINES`."""
+    means = []
+    for end in range(1, len(values) + 1):
+        span = max(1, min(SMOOTHED_LINES, end // 5))
+        means.append(sum(values[end - span : end]) / span)
+    return means
 
 
 def curve(rows: list[Row], split: str, over: str = 'step') -> tuple[list[float], list[float]]:
@@ -54,7 +57,8 @@ def save_figure(figure: Figure, path: Path) -> None:
 
 
 def draw_yardsticks(axes: Axes, rows: list[Row]) -> None:
-    for row, style in zip((row for row in rows if 'yardstick' in row), ('--', ':'), strict=False):
+    found = [row for row in rows if row.get('of') == 'valid']
+    for row, style in zip(found, ('--', ':'), strict=False):
         axes.axhline(row['bpb'], color='gray', linestyle=style, label=f'{row["yardstick"]}: {row["bpb"]:.3f}')
 
 

@@ -71,13 +71,14 @@ class Record:
             self.wandb.log({f'{row["split"]} bits per byte, {self.corpus.name}': row['bpb']}, step=self.step)
 
     def log_yardsticks(self) -> None:
-        """Log the bits per byte of the evaluated validation text by gzip -9 and by a unigram model."""
-        whole = self.corpus.splits['valid']
-        text = whole[: self.config.eval_bytes or None]
-        covers = {'bytes': len(text), 'bytes_of_split': len(whole)}
-        self.log(yardstick='gzip -9 of the validation text', bpb=plots.gzip_bits(text), **covers)
-        bits = plots.unigram_bits(self.corpus.splits['train'], text)
-        self.log(yardstick='byte frequencies of the training text', bpb=bits, **covers)
+        """Log the bits per byte of the evaluated texts by gzip -9, and by the byte frequencies of the training text."""
+        for of, name in (('valid', 'validation'), ('test', 'test')):
+            whole = self.corpus.splits[of]
+            text = whole[: self.config.eval_bytes or None]
+            covers = {'of': of, 'bytes': len(text), 'bytes_of_split': len(whole)}
+            self.log(yardstick=f'gzip -9 of the {name} text', bpb=plots.gzip_bits(text), **covers)
+            bits = plots.unigram_bits(self.corpus.splits['train'], text)
+            self.log(yardstick=f'unigram model of the {name} text', bpb=bits, **covers)
 
     def plot(self) -> None:
         title = f'{self.folder.name}: {self.config.attention} attention on {self.corpus.name}'
@@ -128,8 +129,8 @@ class Record:
         say(f'{self.folder}: {what}, {self.device}, from step {self.step} to {self.config.steps}')
         if backend:
             say(f'{self.folder}: attention by {backend}')
-        for name, bits in self.yardsticks().items():
-            say(f'yardstick: {bits:.4f} bits per byte, {name}')
+        for row in self.yardsticks():
+            say(f'yardstick: {row["bpb"]:.4f} bits per byte, {row["yardstick"]}')
 
     def start_wandb(self) -> None:
         try:
@@ -139,16 +140,18 @@ class Record:
         settings = {'id': self.folder.name, 'resume': 'allow', 'config': asdict(self.config)}
         self.wandb = wandb.init(project='native-sparse-attention', **settings)
 
-    def yardsticks(self) -> dict[str, float]:
-        return {row['yardstick']: row['bpb'] for row in self.rows if 'yardstick' in row}
+    def yardsticks(self) -> list[dict[str, Any]]:
+        return [row for row in self.rows if 'yardstick' in row]
 
     def end(self) -> None:
-        """Print the last validation beside the yardsticks, the picture, and the command that samples."""
-        valid = [row['bpb'] for row in self.rows if row.get('split') == 'valid'][-1]
+        """Print the last losses beside the yardsticks, the picture, and the command that samples."""
+        last = {row['split']: row['bpb'] for row in self.rows if 'split' in row}
         seen = self.step * self.config.grad_accum * self.config.batch * self.config.seq_len
-        for name, bits in self.yardsticks().items():
-            reason = f' (it was trained on {seen:,} bytes only: --steps)' if valid >= bits else ''
-            say(f'valid {valid:.4f} bits per byte, {"below" if valid < bits else "above"} {bits:.4f}, {name}{reason}')
+        for row in self.yardsticks():
+            bits, limit = last[row['of']], row['bpb']
+            reason = f' (it was trained on {seen:,} bytes only: --steps)' if bits >= limit else ''
+            compared = f'{"below" if bits < limit else "above"} {limit:.4f}, {row["yardstick"]}'
+            say(f'{row["of"]} {bits:.4f} bits per byte, {compared}{reason}')
         say(f'picture: {self.folder / "loss.png"}')
         say(f"text: python train_enwik8.py --sample {self.folder} --prompt 'The ' --tokens 2000")
 
