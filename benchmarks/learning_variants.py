@@ -199,7 +199,7 @@ def build(
             _copy_shared(block.attention, layer)
     for module in model.modules():
         if isinstance(module, MeanResidualMLP):
-            module.to_hidden.reset_parameters()  # the copies of one network would start alike in all layers
+            module.to_hidden.reset_parameters()  # else all layers start with copies of one network
     _set_gates(model, variant)
     return model
 

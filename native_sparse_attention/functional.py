@@ -282,11 +282,10 @@ def nsa(
             block_indices,
             block_size=selection_block_size,
             block_scale=block_scale,
-            unit_scale=True,
             block_counts=block_counts,
             gate=gate_selected,
             backend=backend,
-            **(of_window if merge_window else {}),
+            **({**of_window, 'unit_scale': use_diff_topk} if merge_window else {}),
             **where,
         )
     elif merge_window:

@@ -1,4 +1,4 @@
-"""The learning benchmark: pairs start alike, resumed equals uninterrupted, scheduler, report."""
+"""The learning benchmark: paired starts, resumed runs, scheduler, report."""
 
 from __future__ import annotations
 

@@ -164,6 +164,7 @@ def test_padding_of_segments_gives_nothing() -> None:
         ({'window_size': (3, 1)}, 'right must be 0'),
         ({'window_size': 3}, 'window_size is 3'),
         ({'unit_scale': 1}, 'unit_scale is 1'),
+        ({'unit_scale': True}, 'unit_scale is given, but needs window_size beside it'),
         ({'window_size': (3, 0), 'backend': 'flex'}, "backend 'flex' cannot serve this call of selected_attention"),
     ],
 )

@@ -72,8 +72,8 @@ def selected_attention(
         block_size: tokens of a block.
         block_scale: factors of the logits of each chosen block, in the shape of block_indices; of an index that stands
             several times in a row the first counts. Differentiable.
-        unit_scale: with window_size, take block_scale as 1 everywhere, as `straight_through_scale` makes it, and use
-            its gradient alone. The Triton kernels need this.
+        unit_scale: take block_scale as 1 everywhere, as `straight_through_scale` makes it, and use
+            its gradient alone; needs window_size. The Triton kernels need this there.
         q_offset: position of the first query, an int, `[B]` (packed: `[N]`) or None: queries end where the keys end.
         seqlens_k: int32 or int64 `[B]`, how many keys of a row are real.
         causal: no query reads a later key; else every key of a chosen block is read.
@@ -124,7 +124,7 @@ def selected_attention(
     check_optional_gate(gate, q)
     if gate is not None and block_scale is not None:
         raise ValueError('gate is given with block_scale, but must be None beside it')
-    window = _check_merged(window_size, causal, sinks, dropout_p, dropout_seed, gate)
+    window = _check_merged(window_size, causal, sinks, dropout_p, dropout_seed, unit_scale, gate)
     where = (q_offset, seqlens_k, cu_seqlens, cu_seqlens_k)
     cu_seqlens, padding = make_borders(segment_ids, q, k, None, *where)
     sequences = make_sequences(q, k.shape[1], q_offset, seqlens_k, cu_seqlens, cu_seqlens_k)
@@ -189,6 +189,7 @@ def _check_merged(
     sinks: Tensor | None,
     dropout_p: float,
     dropout_seed: int | Tensor | None,
+    unit_scale: bool,
     gate: Tensor | None,
 ) -> tuple[int, int] | None:
     """Return the window, or None without one, which excludes what needs it."""
@@ -199,6 +200,7 @@ def _check_merged(
             ('sinks', sinks is not None),
             ('dropout_p', dropout_p != 0),
             ('dropout_seed', dropout_seed is not None),
+            ('unit_scale', unit_scale),
         ):
             if is_given:
                 raise ValueError(f'{name} is given, but needs window_size beside it')
