@@ -70,7 +70,7 @@ def test_output_gate_scales_each_head():
 
 
 def test_output_gate_of_cached_padded_and_packed_tokens():
-    attn = DenseAttention(16, 8, 4, 2, output_gate=True).double()
+    attn = DenseAttention(16, 8, 4, 2, output_gate=True).double().eval()
     assert attn.output_gate is not None
     torch.nn.init.normal_(attn.output_gate.weight)
     x = torch.randn(1, 9, 16, dtype=torch.float64)
