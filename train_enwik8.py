@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from native_sparse_attention.transformer import Transformer
+from native_sparse_attention.nn.transformer import Transformer
 from trainer import plots
 from trainer.config import PRESETS, Config, parse, spelled
 from trainer.console import Interrupted, UserError, as_user_error, note_signals, progress, say

@@ -61,7 +61,7 @@ def make_call(what: str, shape: Shape, backend: str, device: str) -> tuple[Any, 
 
 def make_layer(what: str, shape: Shape, backend: str, device: str) -> Any:
     from native_sparse_attention import SparseAttention
-    from native_sparse_attention.dense import DenseAttention
+    from native_sparse_attention.nn.dense import DenseAttention
 
     dim = DIM if device != 'cpu' else 64
     sizes: dict[str, Any] = {'kv_heads': shape.kv_heads, 'dim_value_head': shape.value_dim, 'causal': shape.causal}

@@ -14,7 +14,7 @@ from torch import Tensor
 from benchmarks.decode_steps import Row, Step, judge_rows
 from benchmarks.peers import find_folder, import_from, stand_in_for_pkg_resources
 from benchmarks.shapes import Shape
-from native_sparse_attention.geometry import num_compressed_blocks
+from native_sparse_attention.core.geometry import num_compressed_blocks
 
 # Tokens of a page of mdy666, of which it takes multiples.
 PAGE_SIZE = 128

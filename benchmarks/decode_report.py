@@ -11,7 +11,7 @@ from benchmarks.decode_steps import SETTINGS, SHORT
 from benchmarks.report import ratio
 from benchmarks.runner import Case
 from benchmarks.shapes import Shape
-from native_sparse_attention.geometry import forced_priority, num_compressed_blocks
+from native_sparse_attention.core.geometry import forced_priority, num_compressed_blocks
 from train_enwik8 import Config
 
 OURS, LEARNED, COPY = 'ours', 'ours-mlp', 'copy'

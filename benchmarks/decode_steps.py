@@ -18,11 +18,11 @@ from benchmarks.runner import Case
 from benchmarks.shapes import PAPER, SHAPES, Shape, make_settings
 from benchmarks.timing import FLUSH_BYTES, MIN_REPEATS, Times, measure
 from native_sparse_attention import nsa
-from native_sparse_attention.cache import MAX_ROLLBACK, LayerCache
-from native_sparse_attention.compress import MeanPool, make_networks
-from native_sparse_attention.geometry import num_compressed_blocks
-from native_sparse_attention.rotary import Rotary, rotate
-from native_sparse_attention.transformer import Transformer
+from native_sparse_attention.core.geometry import num_compressed_blocks
+from native_sparse_attention.inference.cache import MAX_ROLLBACK, LayerCache
+from native_sparse_attention.nn.compress import MeanPool, make_networks
+from native_sparse_attention.nn.rotary import Rotary, rotate
+from native_sparse_attention.nn.transformer import Transformer
 from train_enwik8 import Config, build_model
 
 MAX_REPLAYS = 100
@@ -271,7 +271,7 @@ def make_cache(shape: Shape, device: str) -> LayerCache:
 
 def make_ours(shape: Shape, device: str, learned: bool) -> Step:
     """learned: the default network instead of a mean."""
-    from native_sparse_attention.decoding import nsa_decode
+    from native_sparse_attention.inference.decode import nsa_decode
 
     def random(*size: int) -> Tensor:
         return torch.randn(size, dtype=shape.dtype, device=device)

@@ -1,8 +1,8 @@
 """Do the kernels hold on this GPU? Runs the tests marked `gpu` and keeps the counts.
 
     python -m benchmarks.gpu_tests                                       all, about 15 minutes on an H200 with 16 cores
-    python -m benchmarks.gpu_tests --name rules -- tests/ops/test_triton_gpu.py -k 'rules or choice'
-    python -m benchmarks.gpu_tests --device cpu --out /tmp/results -- tests/test_geometry.py      to try the script
+    python -m benchmarks.gpu_tests --name rules -- tests/gpu/test_rules.py -k 'rules or choice'
+    python -m benchmarks.gpu_tests --device cpu --out /tmp/results -- tests/ops/test_geometry.py      to try the script
 
 Arguments after `--` go to pytest. Needs pytest-xdist for --jobs above 1. Writes <date>-<gpu>-tests-<name>.md and .json
 to --out, with what failed by name, and returns what pytest returned. Interrupted, it keeps what had run.

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from native_sparse_attention import SparseAttention
-from native_sparse_attention.dense import DenseAttention
-from native_sparse_attention.gate import GATE_START, make_output_gate
+from native_sparse_attention.nn.dense import DenseAttention
+from native_sparse_attention.nn.gate import GATE_START, make_output_gate
+from native_sparse_attention.nn.rotary import rotate
 from native_sparse_attention.ops import window_attention
-from native_sparse_attention.rotary import rotate
 
 
 def _sigmoid(logits: Tensor) -> Tensor:

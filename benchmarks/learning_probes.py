@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from benchmarks.learning_variants import GATES, role
 from native_sparse_attention import SparseAttention
-from native_sparse_attention.dense import DenseAttention
+from native_sparse_attention.nn.dense import DenseAttention
+from native_sparse_attention.nn.transformer import Transformer
 from native_sparse_attention.ops import select_blocks
-from native_sparse_attention.transformer import Transformer
 
 QUERIES = 256  # of a sequence, evenly spaced, for which the dense attention weights are computed
 SEPARATE = ('compressed', 'selected', 'window')

@@ -22,7 +22,7 @@ from benchmarks.files import atomically
 from benchmarks.learning_probes import gate_means, probe_layers
 from benchmarks.learning_variants import VARIANTS, Variant, build, count, count_sparse_only, not_supported, role
 from native_sparse_attention import SparseAttention
-from native_sparse_attention.transformer import Transformer
+from native_sparse_attention.nn.transformer import Transformer
 from train_enwik8 import Config, build_optimizer, learning_rate, seeded, windows
 
 LINE_SECONDS = 10  # at least, between two lines of progress

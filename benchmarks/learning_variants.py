@@ -21,9 +21,9 @@ from benchmarks.learning_layers import (
     WithWindow,
 )
 from native_sparse_attention import SparseAttention
-from native_sparse_attention.compress import MeanResidualMLP
-from native_sparse_attention.dense import DenseAttention
-from native_sparse_attention.transformer import Transformer
+from native_sparse_attention.nn.compress import MeanResidualMLP
+from native_sparse_attention.nn.dense import DenseAttention
+from native_sparse_attention.nn.transformer import Transformer
 
 ALL = -1  # of selected blocks or of the window: as many as the sequence has
 SPARSE = {

@@ -20,7 +20,7 @@ from benchmarks.files import atomically
 from benchmarks.jobs import StopRequest, say
 from benchmarks.retrieval_tasks import IGNORED, Batch, Task, is_right, make_needle, make_recall, seeded
 from native_sparse_attention import SparseAttention
-from native_sparse_attention.transformer import Transformer
+from native_sparse_attention.nn.transformer import Transformer
 from train_enwik8 import Graph
 
 # Arguments of SparseAttention by variant; None is the dense twin.

@@ -1,9 +1,9 @@
 """Native Sparse Attention (arXiv 2502.11089) as a drop-in PyTorch layer."""
 
-from native_sparse_attention.attention import SparseAttention
-from native_sparse_attention.cache import LayerCache, ModelCache
-from native_sparse_attention.decoding import nsa_decode
 from native_sparse_attention.functional import nsa
-from native_sparse_attention.paged_cache import PagedLayerCache
+from native_sparse_attention.inference.cache import LayerCache, ModelCache
+from native_sparse_attention.inference.decode import nsa_decode
+from native_sparse_attention.inference.paged_cache import PagedLayerCache
+from native_sparse_attention.nn.attention import SparseAttention
 
 __all__ = ['LayerCache', 'ModelCache', 'PagedLayerCache', 'SparseAttention', 'nsa', 'nsa_decode']

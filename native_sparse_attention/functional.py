@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from native_sparse_attention.geometry import packed_block_starts
-from native_sparse_attention.ops import (
-    BackendChoice,
-    compressed_attention,
-    gated_sum,
-    select_blocks,
-    selected_attention,
-    straight_through_scale,
-    window_attention,
-)
-from native_sparse_attention.ops._checks import (
+from native_sparse_attention.autograd.recompute import SavedSelection
+from native_sparse_attention.core.backend import check_backend, slowest
+from native_sparse_attention.core.checks import (
     check_all_block_sizes,
     check_block_counts,
     check_block_indices,
@@ -36,11 +26,20 @@ from native_sparse_attention.ops._checks import (
     make_sequences,
     shown,
 )
-from native_sparse_attention.ops._modifier_checks import reduce_sinks
-from native_sparse_attention.ops._modifiers import Modifiers
-from native_sparse_attention.ops._random import check_dropout
-from native_sparse_attention.ops._segments import make_borders
-from native_sparse_attention.ops.backend import check_backend, slowest
+from native_sparse_attention.core.geometry import packed_block_starts
+from native_sparse_attention.core.modifier_checks import reduce_sinks
+from native_sparse_attention.core.modifiers import Modifiers
+from native_sparse_attention.core.random import check_dropout
+from native_sparse_attention.core.segments import make_borders
+from native_sparse_attention.ops import (
+    BackendChoice,
+    compressed_attention,
+    gated_sum,
+    select_blocks,
+    selected_attention,
+    straight_through_scale,
+    window_attention,
+)
 from native_sparse_attention.ops.block_selection.api import backend_of as choice_backend
 from native_sparse_attention.ops.compressed_attention.api import backend_of as compressed_backend
 from native_sparse_attention.ops.gated_sum.api import backend_of as sum_backend
@@ -214,7 +213,7 @@ def nsa(
     }
 
     # Somebody else's choice may be learned, too.
-    needs_lse = use_diff_topk or not (choose is select_blocks or isinstance(choose, _KeptChoice))
+    needs_lse = use_diff_topk or not (choose is select_blocks or isinstance(choose, SavedSelection))
     branch_gates = [None, None, None]
     if not merge_window:
         assert gates is not None
@@ -477,34 +476,3 @@ def _check_compressed(
     check_qkv(q_cmp, k_cmp, v_cmp, 'k_cmp', 'v_cmp')
     if v_cmp.shape[-1] != v.shape[-1]:
         raise ValueError(f'v_cmp has head size {v_cmp.shape[-1]}, but v has {v.shape[-1]}')
-
-
-def made_again(attend: Callable[[Callable[..., Tensor]], Tensor]) -> Tensor:
-    """attend(choose), of which the backward pass keeps what attend refers to and the blocks that queries chose, and
-    makes everything else once more.
-
-    attend: `nsa` with the given `choose`, and what is to be made again before it; without random numbers.
-    """
-    if not torch.compiler.is_compiling():
-        return checkpoint(attend, _KeptChoice(), use_reentrant=False, preserve_rng_state=False)
-    # What is traced must not change what lies outside it, so that the kernel's choice is kept as the result of an op.
-    contexts = partial(create_selective_checkpoint_contexts, _keep_choice)
-    return checkpoint(attend, select_blocks, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
-
-
-class _KeptChoice:
-    """`select_blocks` in the first call, and what that gave in every later one."""
-
-    def __init__(self) -> None:
-        self.block_indices: Tensor | None = None
-
-    @torch.no_grad()
-    def __call__(self, *args: Any, **settings: Any) -> Tensor:
-        if self.block_indices is None:
-            self.block_indices = select_blocks(*args, **settings)
-        return self.block_indices
-
-
-def _keep_choice(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    is_choice = str(op) == 'native_sparse_attention.select_blocks.default'
-    return CheckpointPolicy.MUST_SAVE if is_choice else CheckpointPolicy.PREFER_RECOMPUTE

@@ -18,7 +18,7 @@ INDEX_KINDS = ('valid', 'unordered', 'duplicates', 'junk', 'none')
 
 # The largest ||error|| of a row, relative to ||gold|| + 0.01 * mean ||gold||. The limit of bfloat16 is about six times
 # the worst row of eager, over outputs and gradients of all ops on normal inputs of up to 1,500 tokens. Those of the
-# other dtypes leave as much room: their worst rows are 2^-10.6 and 2^-16.8. tests/test_testing.py measures them again.
+# other dtypes leave as much room: their worst rows are 2^-10.6 and 2^-16.8 (measured by tests/tools/test_testing.py).
 ROW_LIMITS = {torch.bfloat16: 2.0**-5, torch.float16: 2.0**-8, torch.float32: 2.0**-14}
 # What rule 3 allows at most, however far off a row of eager is: a row that is missing has an error of 1.
 MAX_ROW_LIMIT = 2.0**-3

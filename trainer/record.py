@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from native_sparse_attention import SparseAttention
-from native_sparse_attention.dense import DenseAttention
-from native_sparse_attention.transformer import Transformer
+from native_sparse_attention.nn.dense import DenseAttention
+from native_sparse_attention.nn.transformer import Transformer
 from trainer import plots
 from trainer.config import Config
 from trainer.console import UserError, as_user_error, say

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from native_sparse_attention.transformer import Transformer
+from native_sparse_attention.nn.transformer import Transformer
 from trainer.config import Config
 from trainer.console import UserError, as_user_error
 from trainer.folder import load_checkpoint

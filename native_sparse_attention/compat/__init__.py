@@ -1,1 +1,1 @@
-"""Functions of other libraries under their own names and arguments, served by the ops of this package."""
+"""Former path of `native_sparse_attention.integrations`."""

@@ -1,7 +1,7 @@
 """The ops of Native Sparse Attention, for people who own their projections."""
 
-from native_sparse_attention.ops._checks import validate_packing
-from native_sparse_attention.ops.backend import BackendChoice
+from native_sparse_attention.core.backend import BackendChoice
+from native_sparse_attention.core.checks import validate_packing
 from native_sparse_attention.ops.block_selection import chosen_scores, select_blocks, straight_through_scale
 from native_sparse_attention.ops.compressed_attention import compressed_attention
 from native_sparse_attention.ops.gated_sum import gated_sum

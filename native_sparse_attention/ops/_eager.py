@@ -16,8 +16,8 @@ from einops import rearrange
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from native_sparse_attention.ops import _random
-from native_sparse_attention.ops._modifiers import Modifiers
+from native_sparse_attention.core import random as _random
+from native_sparse_attention.core.modifiers import Modifiers
 
 # Elements of the largest intermediate tensor of a chunk of queries.
 CHUNK_ELEMENTS = 2**24

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from native_sparse_attention.ops._modifiers import OFF, Modifiers
+from native_sparse_attention.core.modifiers import OFF, Modifiers
 
 # As in decoding: launches cost more there than the attention, and every new setting compiles for seconds.
 FEW_QUERIES = 16

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from native_sparse_attention.ops import _eager, compressed_attention, selected_attention, window_attention
 from native_sparse_attention.testing import LAYOUTS, ROW_LIMITS, lay_out, outputs_and_gradients, row_errors
-from tests.definition import count_compressed_blocks
-from tests.problems import (
+from tests.definition.definition import count_compressed_blocks
+from tests.support.problems import (
     Extents,
     Heads,
     cumulative,

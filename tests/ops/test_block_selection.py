@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from native_sparse_attention.ops import chosen_scores, compressed_attention, select_blocks, straight_through_scale
-from tests import definition
-from tests.problems import (
+from tests.definition import definition
+from tests.support.problems import (
     Extents,
     Heads,
     assert_agree,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from native_sparse_attention.ops import validate_packing
-from tests.problems import row_integers
+from tests.support.problems import row_integers
 
 
 @pytest.mark.parametrize('dtype', [torch.int32, torch.int64])

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from native_sparse_attention.ops import chosen_scores, select_blocks, straight_through_scale
-from tests import definition
+from tests.definition import definition
 from tests.ops.test_block_selection import Sizes, make_problem
-from tests.problems import (
+from tests.support.problems import (
     Extents,
     Heads,
     assert_agree,

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from native_sparse_attention.ops import compressed_attention
-from tests import definition
-from tests.problems import (
+from tests.definition import definition
+from tests.support.problems import (
     Extents,
     Heads,
     assert_agree,

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from native_sparse_attention.ops import compressed_attention, select_blocks
 from native_sparse_attention.testing import outputs_and_gradients
-from tests import definition
-from tests.problems import (
+from tests.definition import definition
+from tests.support.problems import (
     Extents,
     Heads,
     assert_agree,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from native_sparse_attention.ops import window_attention
-from tests.problems import Heads, make_qkv, whole
+from tests.support.problems import Heads, make_qkv, whole
 
 HEADS = Heads(4, 2, 3, 5)
 WEIGHTS = 96

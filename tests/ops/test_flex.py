@@ -19,7 +19,17 @@ from native_sparse_attention.ops import _flex, compressed_attention, selected_at
 from native_sparse_attention.ops.selected_attention.api import backend_of as selected_backend
 from native_sparse_attention.ops.window_attention.api import backend_of as window_backend
 from native_sparse_attention.testing import make_block_indices
-from tests.problems import Extents, Heads, drawn_extents, make_compressed, make_mem_kv, make_qkv, normal, packed, whole
+from tests.support.problems import (
+    Extents,
+    Heads,
+    drawn_extents,
+    make_compressed,
+    make_mem_kv,
+    make_qkv,
+    normal,
+    packed,
+    whole,
+)
 
 OPS = ('window_attention', 'compressed_attention', 'selected_attention')
 FLEX = {op: importlib.import_module(f'native_sparse_attention.ops.{op}.flex') for op in OPS}

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from native_sparse_attention.ops import gated_sum
 from native_sparse_attention.testing import assert_matches, outputs_and_gradients
-from tests import definition
-from tests.problems import assert_agree, normal
+from tests.definition import definition
+from tests.support.problems import assert_agree, normal
 
 sizes = st.integers(0, 5)
 NAMES: tuple[str, ...] = ('gates', 'out_compressed', 'out_selected', 'out_window')

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from native_sparse_attention.ops import selected_attention, window_attention
-from tests import definition
-from tests.problems import Extents, Heads, assert_agree, drawn_extents, drawn_heads, make_qkv, normal, whole
+from tests.definition import definition
+from tests.support.problems import Extents, Heads, assert_agree, drawn_extents, drawn_heads, make_qkv, normal, whole
 
 
 def by_definition(

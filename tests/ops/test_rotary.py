@@ -12,7 +12,7 @@ from torch import Tensor
 
 from native_sparse_attention.ops import rotary
 from native_sparse_attention.testing import assert_matches, outputs_and_gradients
-from tests.problems import assert_agree, normal
+from tests.support.problems import assert_agree, normal
 
 
 def definition(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

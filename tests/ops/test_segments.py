@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from native_sparse_attention.ops._segments import cu_seqlens_of, mask_output, mask_outputs
+from native_sparse_attention.core.segments import cu_seqlens_of, mask_output, mask_outputs
 
 
 def queries(seqlen: int, batch: int = 1, device: torch.device | str = 'cpu') -> Tensor:

@@ -13,8 +13,18 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from native_sparse_attention.ops import selected_attention
 from native_sparse_attention.testing import INDEX_KINDS, make_block_indices
-from tests import definition
-from tests.problems import Extents, Heads, assert_agree, drawn_extents, drawn_heads, make_qkv, normal, packed, whole
+from tests.definition import definition
+from tests.support.problems import (
+    Extents,
+    Heads,
+    assert_agree,
+    drawn_extents,
+    drawn_heads,
+    make_qkv,
+    normal,
+    packed,
+    whole,
+)
 
 INT32 = torch.iinfo(torch.int32)
 JUNK = (-1, -2, INT32.min, INT32.max, 10**6)

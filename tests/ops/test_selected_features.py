@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from native_sparse_attention.ops import selected_attention
-from tests.problems import Extents, Heads, assert_agree, make_qkv, normal, whole
+from tests.support.problems import Extents, Heads, assert_agree, make_qkv, normal, whole
 
 HEADS = Heads(4, 2, 5, 3)
 BLOCK_SIZE = 3

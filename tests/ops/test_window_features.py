@@ -13,10 +13,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from native_sparse_attention.ops import _eager, _random, window_attention
+from native_sparse_attention.core import random as _random
+from native_sparse_attention.ops import _eager, window_attention
 from native_sparse_attention.testing import ROW_LIMITS, outputs_and_gradients, row_errors
-from tests.definition import locate_queries
-from tests.problems import Extents, Heads, assert_agree, drawn_extents, drawn_heads, make_qkv, normal, packed, whole
+from tests.definition.definition import locate_queries
+from tests.support.problems import (
+    Extents,
+    Heads,
+    assert_agree,
+    drawn_extents,
+    drawn_heads,
+    make_qkv,
+    normal,
+    packed,
+    whole,
+)
 
 WINDOWS = [(3, 0), (-1, 0), (2, 3), (0, -1), (-1, -1)]
 SEED = 2**40 + 7

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from native_sparse_attention.geometry import Sequences, num_compressed_blocks
+from native_sparse_attention.core.geometry import Sequences, num_compressed_blocks
 from native_sparse_attention.ops._triton.support import MAX_TOKENS
 
 

@@ -8,8 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from native_sparse_attention.geometry import Sequences
-from native_sparse_attention.ops._checks import (
+from native_sparse_attention.core.backend import BackendChoice, choose_backend, serves
+from native_sparse_attention.core.checks import (
     check_all_block_sizes,
     check_block_counts,
     check_block_indices,
@@ -21,9 +21,9 @@ from native_sparse_attention.ops._checks import (
     logit_scale,
     make_compressed_sequences,
 )
-from native_sparse_attention.ops._segments import make_borders
+from native_sparse_attention.core.geometry import Sequences
+from native_sparse_attention.core.segments import make_borders
 from native_sparse_attention.ops._triton import support
-from native_sparse_attention.ops.backend import BackendChoice, choose_backend, serves
 
 # What a tile of the Triton kernel holds: heads that choose together, blocks of a row.
 MAX_GROUP = 64

@@ -6,7 +6,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from native_sparse_attention.geometry import (
+from native_sparse_attention.core.geometry import (
     Sequences,
     compressed_block_end,
     forced_priority,

@@ -6,7 +6,8 @@ from functools import partial
 
 from torch import Tensor
 
-from native_sparse_attention.ops._checks import (
+from native_sparse_attention.core.backend import BackendChoice, choose_backend, without_gate
+from native_sparse_attention.core.checks import (
     check_block_sizes,
     check_flags,
     check_optional_gate,
@@ -17,11 +18,10 @@ from native_sparse_attention.ops._checks import (
     logit_scale,
     make_compressed_sequences,
 )
-from native_sparse_attention.ops._modifier_checks import reduce_sinks
-from native_sparse_attention.ops._modifiers import OFF, Modifiers
-from native_sparse_attention.ops._segments import make_borders, mask_outputs
+from native_sparse_attention.core.modifier_checks import reduce_sinks
+from native_sparse_attention.core.modifiers import OFF, Modifiers
+from native_sparse_attention.core.segments import make_borders, mask_outputs
 from native_sparse_attention.ops._triton import support
-from native_sparse_attention.ops.backend import BackendChoice, choose_backend, without_gate
 
 
 def compressed_attention(

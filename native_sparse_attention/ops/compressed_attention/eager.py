@@ -6,9 +6,9 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from native_sparse_attention.geometry import Sequences, compressed_block_end
+from native_sparse_attention.core.geometry import Sequences, compressed_block_end
+from native_sparse_attention.core.modifiers import OFF, Modifiers
 from native_sparse_attention.ops._eager import compute_dtype, in_query_chunks, masked_attention, without_autocast
-from native_sparse_attention.ops._modifiers import OFF, Modifiers
 
 
 def compressed_attention(

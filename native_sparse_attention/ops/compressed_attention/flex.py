@@ -6,7 +6,8 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from native_sparse_attention.geometry import Sequences, compressed_block_end, num_compressed_blocks
+from native_sparse_attention.core.geometry import Sequences, compressed_block_end, num_compressed_blocks
+from native_sparse_attention.core.modifiers import OFF, Modifiers
 from native_sparse_attention.ops._flex import (
     Tiles,
     attend,
@@ -18,7 +19,6 @@ from native_sparse_attention.ops._flex import (
     with_a_key,
     without_nonfinite,
 )
-from native_sparse_attention.ops._modifiers import OFF, Modifiers
 
 
 def compressed_attention(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from native_sparse_attention.geometry import overlapping_blocks
-from native_sparse_attention.ops.backend import BackendChoice, choose_backend, serves
+from native_sparse_attention.core.backend import BackendChoice, choose_backend, serves
+from native_sparse_attention.core.geometry import overlapping_blocks
 from native_sparse_attention.ops.decoding.step import Storage
 
 # New tokens of a row that the kernels take at a time.

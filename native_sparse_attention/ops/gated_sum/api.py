@@ -8,9 +8,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from native_sparse_attention.ops._checks import check_flags, check_gate, check_same_kind, check_tensors
+from native_sparse_attention.core.backend import BackendChoice, choose_backend, without_gate
+from native_sparse_attention.core.checks import check_flags, check_gate, check_same_kind, check_tensors
 from native_sparse_attention.ops._triton import support
-from native_sparse_attention.ops.backend import BackendChoice, choose_backend, without_gate
 
 
 def gated_sum(

@@ -7,9 +7,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from native_sparse_attention.ops._checks import check_tensors
+from native_sparse_attention.core.backend import BackendChoice, choose_backend, serves, transformed
+from native_sparse_attention.core.checks import check_tensors
 from native_sparse_attention.ops._triton import support
-from native_sparse_attention.ops.backend import BackendChoice, choose_backend, serves, transformed
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, backend: str = 'auto') -> Tensor:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from native_sparse_attention.geometry import Sequences
-from native_sparse_attention.ops._checks import (
+from native_sparse_attention.core.backend import BackendChoice, choose_backend, serves, without_gate
+from native_sparse_attention.core.checks import (
     check_block_counts,
     check_block_indices,
     check_device,
@@ -23,12 +23,12 @@ from native_sparse_attention.ops._checks import (
     logit_scale,
     make_sequences,
 )
-from native_sparse_attention.ops._modifier_checks import make_modifiers
-from native_sparse_attention.ops._modifiers import Modifiers
-from native_sparse_attention.ops._random import check_probability
-from native_sparse_attention.ops._segments import make_borders, mask_outputs
+from native_sparse_attention.core.geometry import Sequences
+from native_sparse_attention.core.modifier_checks import make_modifiers
+from native_sparse_attention.core.modifiers import Modifiers
+from native_sparse_attention.core.random import check_probability
+from native_sparse_attention.core.segments import make_borders, mask_outputs
 from native_sparse_attention.ops._triton import support
-from native_sparse_attention.ops.backend import BackendChoice, choose_backend, serves, without_gate
 
 # Blocks of a query, which a kernel holds at once to find those that stand in the row already.
 MAX_SELECTED = 1024

@@ -6,7 +6,8 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from native_sparse_attention.geometry import QueryLayout, Sequences, in_window
+from native_sparse_attention.core.geometry import QueryLayout, Sequences, in_window
+from native_sparse_attention.core.modifiers import Modifiers
 from native_sparse_attention.ops._eager import (
     compute_dtype,
     dropout_factors,
@@ -15,7 +16,6 @@ from native_sparse_attention.ops._eager import (
     masked_softmax,
     without_autocast,
 )
-from native_sparse_attention.ops._modifiers import Modifiers
 
 
 def selected_attention(

@@ -10,7 +10,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from native_sparse_attention.geometry import Sequences, num_selection_blocks
+from native_sparse_attention.core.geometry import Sequences, num_selection_blocks
 from native_sparse_attention.ops._flex import (
     Tiles,
     attend,

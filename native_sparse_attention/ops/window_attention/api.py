@@ -6,17 +6,17 @@ from functools import partial
 
 from torch import Tensor
 
-from native_sparse_attention.ops._checks import (
+from native_sparse_attention.core.backend import BackendChoice, choose_backend, without_gate
+from native_sparse_attention.core.checks import (
     check_optional_gate,
     check_qkv,
     check_window,
     logit_scale,
     make_sequences,
 )
-from native_sparse_attention.ops._modifier_checks import make_modifiers
-from native_sparse_attention.ops._modifiers import OFF, Modifiers
+from native_sparse_attention.core.modifier_checks import make_modifiers
+from native_sparse_attention.core.modifiers import OFF, Modifiers
 from native_sparse_attention.ops._triton import support
-from native_sparse_attention.ops.backend import BackendChoice, choose_backend, without_gate
 
 
 def window_attention(

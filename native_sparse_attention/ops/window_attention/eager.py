@@ -6,7 +6,8 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from native_sparse_attention.geometry import Sequences, in_window
+from native_sparse_attention.core.geometry import Sequences, in_window
+from native_sparse_attention.core.modifiers import OFF, Modifiers
 from native_sparse_attention.ops._eager import (
     compute_dtype,
     dropout_factors,
@@ -14,7 +15,6 @@ from native_sparse_attention.ops._eager import (
     masked_attention,
     without_autocast,
 )
-from native_sparse_attention.ops._modifiers import OFF, Modifiers
 
 # Queries that share one read of their window, where the window is narrower than that.
 CHUNK_QUERIES = 256

@@ -15,13 +15,7 @@ from native_sparse_attention.ops._triton.interval.modifiers import (
     place_tile,
     row_of_marks,
 )
-from native_sparse_attention.ops._triton.interval.tiles import (
-    find_start,
-    key_tiles,
-    load_keys,
-    open_tile,
-    reads_keys,
-)
+from native_sparse_attention.ops._triton.interval.tiles import find_start, key_tiles, load_keys, open_tile, reads_keys
 from native_sparse_attention.ops._triton.placement import locate_queries
 from native_sparse_attention.ops._triton.tiles import add_product, is_finite_tile, load_rows, split_finite, store_rows
 

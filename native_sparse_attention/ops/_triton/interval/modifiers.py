@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from native_sparse_attention.ops._modifiers import Modifiers
-from native_sparse_attention.ops._random import threshold
+from native_sparse_attention.core.modifiers import Modifiers
+from native_sparse_attention.core.random import threshold
 from native_sparse_attention.ops._triton.interval import settings
 from native_sparse_attention.ops._triton.launch import Settings, settings_of
 from native_sparse_attention.ops._triton.placement import last_dim_contiguous

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from native_sparse_attention.geometry import Sequences
-from native_sparse_attention.ops._modifiers import OFF, Modifiers
+from native_sparse_attention.core.geometry import Sequences
+from native_sparse_attention.core.modifiers import OFF, Modifiers
 from native_sparse_attention.ops._triton.interval import settings
 from native_sparse_attention.ops._triton.interval.backward import dq_kernel
 from native_sparse_attention.ops._triton.interval.bias_gradient import dbias_kernel

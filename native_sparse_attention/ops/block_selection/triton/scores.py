@@ -7,16 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from native_sparse_attention.geometry import Sequences, max_length_of_compressed, overlapping_blocks
+from native_sparse_attention.core.geometry import Sequences, max_length_of_compressed, overlapping_blocks
 from native_sparse_attention.ops._triton.inverse_index import group_pairs, make_inverse_index, num_block_slots
-from native_sparse_attention.ops._triton.launch import (
-    Table,
-    head_block,
-    is_wide,
-    launch,
-    row_block,
-    settings_of,
-)
+from native_sparse_attention.ops._triton.launch import Table, head_block, is_wide, launch, row_block, settings_of
 from native_sparse_attention.ops._triton.placement import (
     Placement,
     flatten,

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from native_sparse_attention.geometry import Sequences, max_length_of_compressed
+from native_sparse_attention.core.geometry import Sequences, max_length_of_compressed
 from native_sparse_attention.ops._triton.launch import describe_rows, head_block, launch, settings_of
 from native_sparse_attention.ops._triton.placement import (
     count_blocks,

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from native_sparse_attention.geometry import overlapping_blocks
+from native_sparse_attention.core.geometry import overlapping_blocks
 from native_sparse_attention.ops._triton.launch import head_block, row_block
 from native_sparse_attention.ops.decoding.step import MAX_SPLITS
 

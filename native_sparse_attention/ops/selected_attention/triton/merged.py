@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from native_sparse_attention.geometry import Sequences
-from native_sparse_attention.ops._modifiers import Modifiers
+from native_sparse_attention.core.geometry import Sequences
+from native_sparse_attention.core.modifiers import Modifiers
 from native_sparse_attention.ops._triton.interval import op as interval
 from native_sparse_attention.ops._triton.interval.keys import differentiate_keys
 from native_sparse_attention.ops._triton.launch import head_block, launch

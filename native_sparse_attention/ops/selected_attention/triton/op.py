@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from native_sparse_attention.geometry import Sequences
+from native_sparse_attention.core.geometry import Sequences
 from native_sparse_attention.ops._triton.finite import find_large
 from native_sparse_attention.ops._triton.inverse_index import InverseIndex
 from native_sparse_attention.ops._triton.launch import (

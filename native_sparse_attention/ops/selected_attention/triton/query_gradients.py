@@ -15,13 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from native_sparse_attention.ops._triton.finite import find_large, is_small
-from native_sparse_attention.ops._triton.launch import (
-    describe_tiles,
-    head_block,
-    is_wide,
-    launch,
-    settings_of,
-)
+from native_sparse_attention.ops._triton.launch import describe_tiles, head_block, is_wide, launch, settings_of
 from native_sparse_attention.ops._triton.placement import Placement, load_extent, locate_queries
 from native_sparse_attention.ops._triton.tiles import add_product, load_rows, load_tile, split_finite, store_rows
 from native_sparse_attention.ops.selected_attention.triton import settings

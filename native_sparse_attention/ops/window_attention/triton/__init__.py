@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from native_sparse_attention.geometry import Sequences
-from native_sparse_attention.ops._modifiers import OFF, Modifiers
+from native_sparse_attention.core.geometry import Sequences
+from native_sparse_attention.core.modifiers import OFF, Modifiers
 from native_sparse_attention.ops._triton.interval.op import interval_attention
 from native_sparse_attention.ops._triton.support import MAX_TOKENS
 

@@ -1,0 +1,1 @@
+"""What the backward pass keeps and what it recomputes."""

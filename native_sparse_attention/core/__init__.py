@@ -1,0 +1,1 @@
+"""Argument checks, block geometry and backend choice, shared by all layers above."""

@@ -1,0 +1,81 @@
+"""Random numbers that are a function of a seed and of where they are needed: Philox4x32-10 (Salmon et al. 2011).
+
+What is dropped depends on the indices of a weight alone, not on tiles, chunks or the order in which they are computed,
+so that the backward pass finds it again.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from native_sparse_attention.core.checks import check_device, is_int, is_number, shown
+
+ROUNDS = 10
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+MASK = 0xFFFFFFFF
+
+
+def keep(seed: Tensor, dropout_p: float, b: Tensor, h: Tensor, t: Tensor, s: Tensor) -> Tensor:
+    """bool: which weights are kept, of batch row b, query head h and the indices t, s of query and key.
+
+    seed: int64 `[1]`; the others: integers of at least 0 that broadcast against one another.
+    """
+    return philox(seed, s, t, h, b) >= threshold(dropout_p)
+
+
+def threshold(dropout_p: float) -> int:
+    """Random numbers of 32 bits below it are dropped."""
+    return min(round(dropout_p * 2**32), MASK)
+
+
+def philox(seed: Tensor, *counter: Tensor) -> Tensor:
+    """The first of the four words of 32 bits, as int64 at least 0; `tl.philox(seed, *counter)[0]` in Triton.
+
+    seed: int64, its low and high halves are the key; counter: four integers of 32 bits, which broadcast.
+    """
+    c0, c1, c2, c3 = (word.long() for word in counter)
+    keys = [seed & MASK, (seed >> 32) & MASK]
+    for _ in range(ROUNDS):
+        # A product of 64 bits wraps around in int64, which leaves its bits as they are.
+        product0, product1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
+        c0, c2 = _high(product1) ^ c1 ^ keys[0], _high(product0) ^ c3 ^ keys[1]
+        c1, c3 = product1 & MASK, product0 & MASK
+        keys = [(key + step) & MASK for key, step in zip(keys, KEY_STEPS, strict=True)]
+    return c0
+
+
+def as_seed(seed: int | Tensor | None, device: torch.device) -> Tensor:
+    """int64 `[1]` on the device, drawn from its generator where no seed is given; nothing waits for the device."""
+    if isinstance(seed, torch.Tensor):
+        return seed
+    if seed is None:
+        return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=device)
+    return torch.full((1,), seed, dtype=torch.int64, device=device)
+
+
+def check_probability(**values: float) -> None:
+    for name, value in values.items():
+        if not is_number(value) or not 0 <= value < 1:
+            raise ValueError(f'{name} is {shown(value)}, but must be a number in [0, 1)')
+
+
+def check_dropout(dropout_p: float, seed: int | Tensor | None, q: Tensor) -> None:
+    check_probability(dropout_p=dropout_p)
+    if seed is None:
+        return
+    if isinstance(seed, torch.Tensor):
+        if seed.dtype != torch.int64 or seed.shape != (1,):
+            raise ValueError(
+                f'dropout_seed has dtype {seed.dtype} and shape {tuple(seed.shape)}, but must be int64 of shape (1,)'
+            )
+        check_device('dropout_seed', seed, q)
+    elif not is_int(seed) or not -(2**63) <= seed < 2**63:
+        raise ValueError(
+            f'dropout_seed is {shown(seed)}, but must be an int of 64 bits, an int64 tensor of shape (1,) or None'
+        )
+
+
+def _high(product: Tensor) -> Tensor:
+    return (product >> 32) & MASK

@@ -1,0 +1,1 @@
+"""Caches, cached decoding and text generation."""

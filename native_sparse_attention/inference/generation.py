@@ -1,0 +1,326 @@
+"""Tokens drawn one after the other: what a draw depends on, the step that makes the next logits, the loop of both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from math import inf
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from native_sparse_attention.core.checks import (
+    INT_DTYPES,
+    check_flags,
+    check_positive,
+    check_tensors,
+    is_int,
+    is_number,
+    shown,
+)
+from native_sparse_attention.inference.cache import ModelCache, check_model_cache
+
+SEEDS = 2**32  # torch's generator of a CPU takes 32 bits of a seed
+# Steps between two looks at whether every row has stopped: looking waits for the device.
+STOP_CHECK = 16
+
+
+class DecodingModel(Protocol):
+    """What `DecodeStep` asks of a model; `Transformer` is one."""
+
+    def __call__(self, ids: Tensor, *, cache: ModelCache) -> Tensor: ...
+
+    def decodes_fixed(self, cache: ModelCache, num_tokens: int) -> bool: ...
+
+
+class DecodeStep:
+    """The same number of new tokens for every row, again and again, through a CUDA graph where that is possible.
+
+    `step(ids)` is `model(ids, cache=cache)` without gradients: ids int `[B, num_tokens]` to logits
+    `[B, num_tokens, V]`, with the cache advanced. Where the model `decodes_fixed`, the first call runs as it stands and
+    the second captures a graph. It and all later calls replay it, at any length of any row: a launch instead of
+    hundreds, with the same bits. Logits then lie in one tensor that the next call overwrites. Between calls the cache
+    may be cropped, reordered and reset.
+
+    The graph reads weights and cache where they lay at the capture, so after a move or a cast of the model make another
+    step. It keeps what was set then: evaluation mode, autocast.
+
+    num_tokens: more than 1 for speculated tokens. use_graph: None where possible; False never; True raises ValueError
+    where it is not possible.
+    """
+
+    def __init__(
+        self, model: DecodingModel, cache: ModelCache, num_tokens: int = 1, use_graph: bool | None = None
+    ) -> None:
+        check_positive(num_tokens=num_tokens)
+        check_model_cache(cache)
+        if use_graph is not None:
+            check_flags(use_graph=use_graph)
+        possible = (
+            cache.lengths.is_cuda and not any(layer.grows for layer in cache) and model.decodes_fixed(cache, num_tokens)
+        )
+        if use_graph and not possible:
+            raise ValueError(
+                f'use_graph is True, but must be None or False where a step of {num_tokens} tokens cannot be captured '
+                f'(it can on a GPU, with a preallocated cache, where every layer has a kernel for it)'
+            )
+        self.model, self.cache, self.num_tokens = model, cache, num_tokens
+        self.uses_graph: bool = possible if use_graph is None else use_graph
+        self._ids: Tensor | None = None
+        self._logits: Tensor | None = None
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """Raises ValueError for a full cache, before anything is written."""
+        check_tensors(ids=ids)
+        expected = (self.cache.batch_size, self.num_tokens)
+        if ids.shape != expected or ids.dtype not in INT_DTYPES:
+            raise ValueError(
+                f'ids has shape {tuple(ids.shape)} and dtype {ids.dtype}, but must be int32 or int64 {expected}'
+            )
+        self.cache.reserve(self.num_tokens)
+        if not self.uses_graph:
+            return self._run(ids)
+        if self._ids is None:
+            # Kernels are compiled and loaded by this call, which a capture could not do.
+            with torch.inference_mode(False):
+                self._ids = torch.empty(expected, dtype=ids.dtype, device=ids.device)
+            return self._run(ids)
+        self._ids.copy_(ids)
+        if self._graph is None:
+            # A capture runs the host's half of a step, which advances the host's bounds, and none of the device's.
+            self._graph, self._logits = self._capture(self._ids)
+        else:
+            self.cache.advance(self.num_tokens)
+        self._graph.replay()
+        assert self._logits is not None
+        return self._logits
+
+    @torch.no_grad()
+    def _run(self, ids: Tensor) -> Tensor:
+        return self.model(ids, cache=self.cache)
+
+    def _capture(self, ids: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        graph = torch.cuda.CUDAGraph()
+        # Autocast would hand the graph weights that were cast before it, and free them when autocast is left.
+        uncached = torch.autocast(
+            'cuda',
+            dtype=torch.get_autocast_dtype('cuda'),
+            enabled=torch.is_autocast_enabled('cuda'),
+            cache_enabled=False,
+        )
+        bounds = [(layer.max_length, layer._peak) for layer in self.cache]
+        try:
+            with torch.cuda.device(ids.device), uncached, torch.cuda.graph(graph, capture_error_mode='thread_local'):
+                return graph, self._run(ids)
+        except RuntimeError as error:
+            for layer, (max_length, peak) in zip(self.cache, bounds, strict=True):
+                layer.max_length, layer._peak = max_length, peak
+            raise RuntimeError(
+                'the step cannot be captured, as where a network of the model reads from the device: use_graph=False'
+            ) from error
+
+
+def continue_prompt(
+    out: Tensor,
+    logits: Tensor,
+    step: DecodeStep,
+    choose: Callable[[Tensor, int], Tensor],
+    *,
+    stop_tokens: Tensor | None = None,
+    callback: Callable[[Tensor], None] | None = None,
+    progress: bool = False,
+) -> Tensor:
+    """Fill out `[B, N]` with what follows a prompt, and return it, or the part of it by which every row has stopped.
+
+    logits: `[B, V]` after the prompt. choose: maps logits and the number of a step to ids `[B]`. A row that has stopped
+    repeats its stop token. Raises ValueError for logits of NaN or +inf, at the latest when all tokens are drawn.
+    """
+    count = out.shape[1]
+    finite = Finite(logits)
+    check_every = STOP_CHECK if callback is None else 1  # a callback is to see no step that is not returned
+    for index in _steps(count, progress):
+        if index > 0:
+            logits = step(out[:, index - 1 : index])[:, 0]
+        tokens = choose(finite.replaced(logits), index).to(out.dtype)
+        if stop_tokens is not None and index > 0:
+            before = out[:, index - 1]
+            tokens = torch.where(_stops(before, stop_tokens), before, tokens)
+        out[:, index] = tokens
+        if callback is not None:
+            callback(out[:, index])
+        if stop_tokens is None or (index + 1) % check_every != 0:
+            continue
+        finite.check()
+        if bool(_stops(tokens, stop_tokens).all()):
+            out = out[:, : index + 1]
+            break
+    finite.check()
+    return out if stop_tokens is None else out[:, : _longest(out, stop_tokens)]
+
+
+class Finite:
+    """Whether the logits of all steps could be drawn from; kept on the device, so that a step does not wait for it."""
+
+    def __init__(self, logits: Tensor) -> None:
+        self._bad_rows = torch.zeros(logits.shape[0], dtype=torch.bool, device=logits.device)
+
+    def replaced(self, logits: Tensor) -> Tensor:
+        """logits `[B, V]`, with 0 in rows that have NaN, +inf or nothing but -inf, which are remembered."""
+        # The maximum of a row is NaN where one of its values is.
+        bad = ~logits.amax(-1).isfinite()
+        self._bad_rows |= bad
+        return logits.masked_fill(bad[:, None], 0)
+
+    def check(self) -> None:
+        if bool(self._bad_rows.any()):
+            rows = self._bad_rows.nonzero().flatten().tolist()
+            raise ValueError(
+                f'logits have NaN or +inf, or only -inf, in rows {rows}, so no token can be drawn from them'
+            )
+
+
+def _stops(tokens: Tensor, stop_tokens: Tensor) -> Tensor:
+    # Unlike torch.isin, which sorts where stop tokens are many and then waits for the device.
+    return (tokens[:, None] == stop_tokens).any(-1)
+
+
+def _longest(tokens: Tensor, stop_tokens: Tensor) -> int:
+    """Tokens of the row that stops last, its stop token included."""
+    return min(tokens.shape[1], 1 + int((~torch.isin(tokens, stop_tokens)).sum(1).max()))
+
+
+def _steps(count: int, progress: bool) -> Iterator[int]:
+    if not progress:
+        return iter(range(count))
+    from tqdm import tqdm  # not needed to import the package
+
+    return iter(tqdm(range(count), desc='generating', unit='token'))
+
+
+def sampler(
+    batch: int,
+    count: int,
+    device: torch.device,
+    *,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    seed: int | Sequence[int] | Tensor | None,
+    generator: torch.Generator | None,
+) -> Callable[[Tensor, int], Tensor]:
+    """What maps logits `[B, V]` and the number of a step, less than count, to ids `[B]`."""
+    if not (is_number(temperature) and 0 <= temperature < inf):
+        raise ValueError(f'temperature is {shown(temperature)}, but must be a finite number of at least 0')
+    if top_k is not None:
+        check_positive(top_k=top_k)
+    if top_p is not None and not (is_number(top_p) and 0 < top_p <= 1):
+        raise ValueError(f'top_p is {shown(top_p)}, but must be a number in (0, 1] or None')
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise ValueError(f'generator is {shown(generator)}, but must be a torch.Generator or None')
+    if seed is not None and generator is not None:
+        raise ValueError('seed and generator are given, but one must be left out')
+    seeds = None if seed is None else _seeds_of_rows(seed, batch)
+    if temperature == 0:
+        return lambda logits, step: logits.argmax(-1)
+    uniform = _uniforms(batch, count, device, seeds, generator)
+    return lambda logits, step: _draw(logits, uniform[:, step], temperature, top_k, top_p)
+
+
+def _seeds_of_rows(seed: int | Sequence[int] | Tensor, batch: int) -> list[int]:
+    given = seed.tolist() if isinstance(seed, Tensor) else seed
+    if isinstance(given, Sequence):
+        rows = list(given)
+    elif is_int(given):
+        rows = [given + row for row in range(batch)]
+    else:
+        raise ValueError(f'seed is {given}, but must be an integer, or one for each row')
+    if len(rows) != batch:
+        raise ValueError(f'seed has {len(rows)} entries, but must have one for each of {batch} rows, or be an integer')
+    for row in rows:
+        if not is_int(row) or not 0 <= row < SEEDS:
+            raise ValueError(f'seed is {row} for a row, but must be an integer from 0 to {SEEDS - 1}')
+    return rows
+
+
+def _uniforms(
+    batch: int, count: int, device: torch.device, seeds: list[int] | None, generator: torch.Generator | None
+) -> Tensor:
+    """Float64 `[batch, count]` in (0, 1]. With seeds, entry s of a row depends on s and the row's own seed alone."""
+    if seeds is None:
+        return 1 - torch.rand(batch, count, dtype=torch.float64, device=device, generator=generator)
+    # On the CPU, where the first entries of a sequence do not depend on its length.
+    generators = [torch.Generator('cpu').manual_seed(seed) for seed in seeds]
+    rows = [torch.rand(count, dtype=torch.float64, device='cpu', generator=each) for each in generators]
+    return (1 - torch.stack(rows)).to(device)
+
+
+def _draw(logits: Tensor, uniform: Tensor, temperature: float, top_k: int | None, top_p: float | None) -> Tensor:
+    """Ids `[B]` drawn from logits `[B, V]` by uniform `[B]`: a row depends on its own values alone.
+
+    Of tokens that are equally likely at the border of top_k or top_p, those of lower ids are kept.
+    """
+    index = None
+    if top_k is not None or top_p is not None:
+        logits, index = logits.sort(dim=-1, descending=True, stable=True)
+        logits = logits[:, :top_k]
+    probs = _tempered(logits, temperature).softmax(-1)
+    # In float64: the rounding of float32 sums depends on their order, which on a GPU is another from call to call.
+    reached = probs.cumsum(-1, dtype=torch.float64)
+    total = reached[:, -1:]
+    if top_p is not None and top_p < 1:
+        kept = (reached - probs < top_p).sum(-1, keepdim=True)
+        total = reached.gather(-1, kept - 1)
+    # The first that reaches a value in (0, total] is one that is kept and that has a probability.
+    rank = torch.searchsorted(reached, uniform[:, None] * total)
+    return (rank if index is None else index.gather(-1, rank)).squeeze(-1)
+
+
+def gumbel_draw(logits: Tensor, temperature: float, top_k: int) -> Tensor:
+    """Ids `[B]` drawn from the top_k likeliest of logits `[B, V]` by torch's own random numbers."""
+    logits = _tempered(logits, temperature)
+    if top_k < logits.shape[-1]:
+        values, index = logits.topk(top_k)
+        logits = torch.full_like(logits, -torch.inf).scatter(-1, index, values)
+    # The largest of logits with Gumbel noise, −log of an exponential variable, is a draw from their softmax.
+    return (logits - torch.empty_like(logits).exponential_().log()).argmax(-1)
+
+
+def _tempered(logits: Tensor, temperature: float) -> Tensor:
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return logits / max(temperature, 1e-10)  # a smaller divisor would make logits infinite
+
+
+def stop_ids(stop_tokens: int | Sequence[int] | Tensor | None, device: torch.device) -> Tensor | None:
+    """The ids that end a row, on the device; None if there are none."""
+    if stop_tokens is None:
+        return None
+    refusal = f'stop_tokens is {stop_tokens!r}, but must be an integer id or several'
+    try:
+        ids = torch.as_tensor(stop_tokens, device=device).flatten()
+    except (TypeError, ValueError, RuntimeError) as error:  # no numbers
+        raise ValueError(refusal) from error
+    if ids.numel() == 0:
+        return None
+    if ids.dtype not in INT_DTYPES:
+        raise ValueError(refusal)
+    return ids
+
+
+def last_real(x: Tensor, mask: Tensor) -> Tensor:
+    """x `[B, T, D]` at every row's last real token, `[B, D]`."""
+    index = mask.shape[1] - 1 - mask.flip(1).int().argmax(1)
+    return x.take_along_dim(index[:, None, None], dim=1)[:, 0]
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Every module in evaluation mode, and afterwards in the mode that it was in."""
+    training = [m for m in module.modules() if m.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for m in training:
+            m.training = True

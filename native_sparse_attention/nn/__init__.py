@@ -1,0 +1,1 @@
+"""PyTorch modules: the attention layers, their parts, and a small transformer."""

@@ -1,0 +1,577 @@
+"""`SparseAttention`: projections, rotary, gates and cache around `nsa`; the arithmetic of attention is in the ops."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from rotary_embedding_torch import RotaryEmbedding
+from torch import Tensor, nn
+
+from native_sparse_attention import functional
+from native_sparse_attention.autograd.recompute import recompute
+from native_sparse_attention.core.backend import BackendChoice, check_backend
+from native_sparse_attention.core.checks import (
+    check_flags,
+    check_not_negative,
+    check_positive,
+    checked_softcap,
+    make_sequences,
+)
+from native_sparse_attention.core.plain import is_plain
+from native_sparse_attention.core.projection import floating_weight, projection_dtype
+from native_sparse_attention.core.random import as_seed, check_probability
+from native_sparse_attention.inference import decode as decoding
+from native_sparse_attention.inference.cache import FIRST_CAPACITY, MAX_ROLLBACK, LayerCache
+from native_sparse_attention.inference.paged_cache import cache_kind, make_cache
+from native_sparse_attention.nn.checks import (
+    backend_of_flag,
+    check_cache,
+    check_input,
+    check_layer_sizes,
+    check_merged,
+    check_undifferentiated,
+    warn_of_forced_blocks,
+    warn_of_untrained_scores,
+)
+from native_sparse_attention.nn.compress import (
+    compress_pair,
+    compress_tokens,
+    make_network,
+    make_networks,
+    with_zero_gradients,
+)
+from native_sparse_attention.nn.gate import GATE_START, MERGED_GATE_START, check_gate, make_gate
+from native_sparse_attention.nn.padding import from_front, front_order, to_front
+from native_sparse_attention.nn.rotary import Rotary, rotate, turned_again, turned_and_plain
+from native_sparse_attention.ops import select_blocks
+
+
+class _Projected(NamedTuple):
+    """Queries, keys and values of new tokens before rotary, `[B, T, heads, head size]`, and gates `[B, T, HQ, 3 or 1]`
+    or None.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    raw_k: Tensor
+    raw_v: Tensor
+    k_window: Tensor | None
+    v_window: Tensor | None
+    gates: Tensor | None
+
+
+class SparseAttention(nn.Module):
+    """Native Sparse Attention (Yuan et al. 2025, arXiv 2502.11089) as a layer: `[B, T, dim]` to `[B, T, dim]`.
+
+    Every query reads compressed summaries of the whole past, the few blocks that score highest, and a window of recent
+    tokens; a sigmoid gate per head, a function of the normalised input, adds the three.
+
+    Args:
+        dim: features of the input. dim_head: D, size of a query or key head. heads: HQ, query heads.
+        sliding_window_size: W, keys that a query reads in the window branch, itself included.
+        compress_block_size, compress_block_sliding_stride: l and d, tokens of a compressed block and between starts.
+        selection_block_size: l', tokens of a selection block, a multiple of d.
+        num_selected_blocks: n, blocks whose tokens a query reads, forced ones included; 0 switches the branch off.
+        kv_heads: H, key/value heads, a divisor of heads; default heads.
+        num_compressed_mem_kv: learned key/value pairs before the compressed ones.
+        causal: queries read no later token; a cache needs it.
+        norm: RMSNorm of the input inside the layer.
+        use_diff_topk: gradients reach the block scores through the logits of the chosen blocks.
+        query_heads_share_selected_kv: heads of a group read the same blocks; else each head chooses for itself.
+        compress_mlp: network `[B, H, C, l, D] -> [B, H, C, D]` that is copied for keys and for values, or a pair
+            (for keys, for values), which DV != D requires; default an MLP with one hidden layer of
+            compress_mlp_expand_factor * l * D units. See `native_sparse_attention.nn.compress`.
+        strategy_combine_mlp: network dim -> 3 * heads of gate logits, laid out (heads, 3); default a linear layer that
+            starts with the window.
+        dim_value_head: DV, size of a value head; default dim_head.
+        num_init_blocks, num_local_blocks: forced blocks at the start and up to the query's own.
+        independent_branch_kv: every branch projects keys and values of its own, as the paper has it.
+        rotary_emb: a rotary-embedding-torch instance, None for a default one, False for none.
+        backend: 'auto', 'triton', 'flex' or 'eager'; an explicit one raises where it cannot serve.
+        recompute: keep neither branch outputs nor rotated queries and keys for the backward pass, which makes them
+            again: about half of the memory, with the same gradients, for another forward of `nsa` without the choice.
+        softcap: logits of all branches become softcap * tanh(logit / softcap).
+        num_sinks: learned logits per head, in the softmax of the compressed and of the window branch each (with
+            merge_window of the merged softmax), of keys that carry no value: a query may attend to nothing. Without a
+            compressed output that branch has none.
+        dropout: probability with which the window branch (or the merged softmax) drops weights, in training mode; never
+            with a cache.
+        merge_window: selected blocks and window are read in one softmax, each key once, without a gate; the gate is one
+            per head, of the compressed output, and strategy_combine_mlp maps dim to heads. Where everything visible is
+            read, this softmax is dense attention. Excludes independent_branch_kv.
+        compressed_output: False, with merge_window: the compressed branch scores blocks alone. There is no gate, and no
+            network, positions or memory of values; compress_mlp is one module then.
+        use_triton_kernel: deprecated, mapped to backend: True to 'auto', False to 'eager'.
+
+    Raises:
+        ValueError: sizes that do not fit, by name, value and rule.
+    """
+
+    # Modules and parameters, or None where the compressed branch gives no output or does not exist.
+    k_compress: Any
+    v_compress: Any
+    k_intrablock_positions: Any
+    v_intrablock_positions: Any
+    to_strategy_combine: Any
+
+    def __init__(
+        self,
+        dim: int,
+        dim_head: int,
+        heads: int,
+        sliding_window_size: int,
+        compress_block_size: int,
+        compress_block_sliding_stride: int,
+        selection_block_size: int,
+        num_selected_blocks: int,
+        kv_heads: int | None = None,
+        num_compressed_mem_kv: int = 1,
+        causal: bool = False,
+        norm: bool = True,
+        use_diff_topk: bool = False,
+        query_heads_share_selected_kv: bool = True,
+        compress_mlp: nn.Module | tuple[nn.Module, nn.Module] | None = None,
+        compress_mlp_expand_factor: float = 1.0,
+        strategy_combine_mlp: nn.Module | None = None,
+        *,
+        dim_value_head: int | None = None,
+        num_init_blocks: int = 1,
+        num_local_blocks: int = 2,
+        independent_branch_kv: bool = False,
+        rotary_emb: RotaryEmbedding | bool | None = None,
+        backend: str = 'auto',
+        recompute: bool = False,
+        softcap: float | None = None,
+        num_sinks: int = 0,
+        dropout: float = 0.0,
+        merge_window: bool = False,
+        compressed_output: bool = True,
+        use_triton_kernel: bool | None = None,
+    ) -> None:
+        super().__init__()
+        kv_heads = heads if kv_heads is None else kv_heads
+        value_dim = dim_head if dim_value_head is None else dim_value_head
+        check_positive(
+            dim=dim,
+            dim_head=dim_head,
+            heads=heads,
+            kv_heads=kv_heads,
+            dim_value_head=value_dim,
+            sliding_window_size=sliding_window_size,
+            compress_block_size=compress_block_size,
+            compress_block_sliding_stride=compress_block_sliding_stride,
+            selection_block_size=selection_block_size,
+        )
+        check_not_negative(
+            num_selected_blocks=num_selected_blocks,
+            num_compressed_mem_kv=num_compressed_mem_kv,
+            num_init_blocks=num_init_blocks,
+            num_local_blocks=num_local_blocks,
+            num_sinks=num_sinks,
+        )
+        softcap = checked_softcap(softcap)
+        check_probability(dropout=dropout)
+        check_layer_sizes(heads, kv_heads, compress_block_size, compress_block_sliding_stride, selection_block_size)
+        if rotary_emb is True:
+            raise ValueError('rotary_emb is True, but must be a RotaryEmbedding, None for a default or False')
+        check_backend(backend)
+        check_flags(
+            causal=causal,
+            norm=norm,
+            use_diff_topk=use_diff_topk,
+            query_heads_share_selected_kv=query_heads_share_selected_kv,
+            independent_branch_kv=independent_branch_kv,
+            recompute=recompute,
+            merge_window=merge_window,
+            compressed_output=compressed_output,
+        )
+        check_merged(
+            *(merge_window, compressed_output, independent_branch_kv, strategy_combine_mlp, compress_mlp),
+            num_selected_blocks,
+        )
+        backend = backend_of_flag(use_triton_kernel, backend)
+        warn_of_forced_blocks(num_selected_blocks, num_init_blocks, num_local_blocks, causal)
+
+        self.dim_head, self.heads, self.kv_heads, self.dim_value_head = dim_head, heads, kv_heads, value_dim
+        self.sliding_window_size = sliding_window_size
+        self.compress_block_size = compress_block_size
+        self.compress_block_sliding_stride = compress_block_sliding_stride
+        self.selection_block_size, self.num_selected_blocks = selection_block_size, num_selected_blocks
+        self.num_init_blocks, self.num_local_blocks = num_init_blocks, num_local_blocks
+        self.causal, self.use_diff_topk = causal, use_diff_topk
+        self.query_heads_share_selected_kv = query_heads_share_selected_kv
+        self.independent_branch_kv = independent_branch_kv
+        self.backend, self.recompute = backend, recompute
+        self.softcap, self.num_sinks, self.dropout = softcap, num_sinks, dropout
+        self.merge_window, self.compressed_output = merge_window, compressed_output
+
+        self.norm = nn.RMSNorm(dim) if norm else nn.Identity()
+        self.rotary = None if rotary_emb is False else Rotary(dim_head, rotary_emb)  # type: ignore[arg-type]
+        # Queries, then keys and values of the compressed, the selected and the window branch, or one pair for all.
+        kv_sizes = [kv_heads * dim_head, kv_heads * value_dim]
+        self._split_sizes = [heads * dim_head, *kv_sizes * (3 if independent_branch_kv else 1)]
+        self.to_qkv = nn.Linear(dim, sum(self._split_sizes), bias=False)
+        self.combine_heads = nn.Linear(heads * value_dim, dim, bias=False)
+
+        def zeros(*shape: int, exists: bool) -> nn.Parameter | None:
+            # None instead of an empty parameter, which never gets a gradient: distributed training waits for that.
+            return nn.Parameter(torch.zeros(shape)) if exists and all(shape) else None
+
+        self._compresses = compressed_output or num_selected_blocks > 0
+        self.k_intrablock_positions = zeros(kv_heads, compress_block_size, dim_head, exists=self._compresses)
+        self.v_intrablock_positions = zeros(kv_heads, compress_block_size, value_dim, exists=compressed_output)
+        self.compress_mem_k = zeros(kv_heads, num_compressed_mem_kv, dim_head, exists=self._compresses)
+        self.compress_mem_v = zeros(kv_heads, num_compressed_mem_kv, value_dim, exists=compressed_output)
+        self.compress_sinks = zeros(heads, num_sinks, exists=compressed_output)
+        self.window_sinks = zeros(heads, num_sinks, exists=True)
+        sizes: dict[str, Any] = {
+            'kv_heads': kv_heads,
+            'head_dim': dim_head,
+            'block_size': compress_block_size,
+            'compress_mlp_expand_factor': compress_mlp_expand_factor,
+        }
+        self.k_compress = self.v_compress = None
+        if compressed_output:
+            self.k_compress, self.v_compress = make_networks(compress_mlp, value_dim=value_dim, **sizes)
+        elif self._compresses:
+            self.k_compress = make_network(compress_mlp, **sizes)  # type: ignore[arg-type]
+            warn_of_untrained_scores(self.k_compress, use_diff_topk)
+        self.to_strategy_combine = None
+        if compressed_output:
+            start = MERGED_GATE_START if merge_window else GATE_START
+            gate = make_gate(dim, heads, start) if strategy_combine_mlp is None else strategy_combine_mlp
+            check_gate(gate, dim, heads, len(start))
+            self.to_strategy_combine = gate
+
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        *,
+        cache: LayerCache | None = None,
+        return_cache: bool = False,
+        disable_triton_kernel: bool | None = None,
+        sliding_window_flex_mask: Any = None,
+        fine_selection_flex_mask: Any = None,
+    ) -> Any:
+        """Attend.
+
+        Args:
+            x: `[B, T, dim]`; with a cache the tokens that follow it, any number; packed: `[1, total, dim]`.
+            mask: bool or integers of 0 and 1 `[B, T]`, true at real tokens, padding on either side. Padding gives 0 and
+                influences nothing.
+            cu_seqlens: int32 or int64 `[N + 1]`, borders of packed sequences; tokens that follow the last give 0.
+            cache: what `init_cache` or an earlier call returned; advanced in place, and nothing is differentiated: in
+                training mode, or for an x that requires gradients, it is refused unless under torch.no_grad().
+            return_cache: return the cache too; without one, start one that grows.
+            disable_triton_kernel: deprecated; True runs this call with backend='eager'.
+            sliding_window_flex_mask, fine_selection_flex_mask: refused; backend='flex' makes its own masks.
+
+        Returns:
+            `[B, T, dim]`, or with return_cache the pair of it and the cache.
+
+        Raises:
+            ValueError: shapes or settings that do not fit, or a full cache; nothing is written then.
+        """
+        for name, flex_mask in (
+            ('sliding_window_flex_mask', sliding_window_flex_mask),
+            ('fine_selection_flex_mask', fine_selection_flex_mask),
+        ):
+            if flex_mask is not None:
+                raise ValueError(f"{name} is given, but masks are made inside: use backend='flex'")
+        check_flags(return_cache=return_cache)
+        cached = cache is not None or return_cache
+        check_input(x, mask, cu_seqlens, self.norm, self.to_qkv, cached)
+        mask = None if mask is None else mask.bool()
+        if cached and not self.causal:
+            raise ValueError('causal is False, but a cache needs causal=True')
+        if cached:
+            check_undifferentiated(x, self)
+        if cache is not None:
+            check_cache(cache, x, self._cache_layout)
+        backend = self.backend
+        if disable_triton_kernel is not None:
+            check_flags(disable_triton_kernel=disable_triton_kernel)
+            warnings.warn("disable_triton_kernel is deprecated: use backend='eager'", DeprecationWarning, stacklevel=4)
+            backend = 'eager' if disable_triton_kernel and backend in ('auto', 'triton') else backend
+        if not cached:
+            return self._attend_whole(x, mask, cu_seqlens, backend)
+        with torch.no_grad():
+            if cache is None:
+                cache = self._make_cache(
+                    x.shape[0], max(x.shape[1], FIRST_CAPACITY), MAX_ROLLBACK, projection_dtype(x), x.device, grows=True
+                )
+            out = self._attend_cached(x, mask, cache, backend)
+        return (out, cache) if return_cache else out
+
+    def extra_repr(self) -> str:
+        settings = {
+            'softcap': self.softcap,
+            'num_sinks': self.num_sinks,
+            'dropout': self.dropout,
+            'merge_window': self.merge_window,
+            'compressed_output': '' if self.compressed_output else 'False',
+        }
+        return ', '.join(f'{name}={value}' for name, value in settings.items() if value)
+
+    def init_cache(
+        self,
+        batch_size: int,
+        max_seq_len: int,
+        max_rollback: int = MAX_ROLLBACK,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        page_size: int | None = None,
+        num_pages: int | None = None,
+    ) -> LayerCache:
+        """A preallocated cache for `batch_size` rows of up to `max_seq_len` tokens, never made anew.
+
+        max_rollback: tokens that `crop` can take back. dtype, device: default those of the layer's weights (under
+        autocast its dtype). page_size: a multiple of selection_block_size, for a `PagedLayerCache`; its pools have
+        num_pages pages (default: what the rows need).
+        """
+        if not self.causal:
+            raise ValueError('causal is False, but a cache needs causal=True')
+        dtype, device = cache_kind(self, self.to_qkv, dtype, device)
+        return self._make_cache(
+            batch_size, max_seq_len, max_rollback, dtype, device, page_size=page_size, num_pages=num_pages
+        )
+
+    def decodes_fixed(self, cache: LayerCache, num_tokens: int) -> bool:
+        """Whether a call with so many new tokens is the same launches at every length, as a CUDA graph needs it."""
+        probe = torch.empty((), dtype=cache.dtype, device=cache.device)
+        sizes = ((self.heads, self.dim_head), (self.kv_heads, self.dim_head), (self.kv_heads, self.dim_value_head))
+        q, k, v = (probe.expand(cache.batch_size, num_tokens, *size) for size in sizes)
+        sizes = (self.selection_block_size, self.num_selected_blocks)
+        features = {'softcap': self.softcap, 'has_sinks': self.num_sinks > 0, 'merge_window': self.merge_window}
+        return decoding.backend_of(q, k, v, cache, *sizes, **features, backend=self.backend).name == 'triton'
+
+    def backend_for(self, x: Tensor) -> BackendChoice:
+        """The backend that a forward of x `[B, T, dim]` would take, and why faster ones are passed over; its `ops`
+        has what each op of `nsa` takes.
+        """
+        check_input(x, None, None, self.norm, self.to_qkv, cached=False)
+        dtype = projection_dtype(x)
+        trains = torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self.parameters()))
+        probe = torch.empty((), dtype=dtype, device=x.device, requires_grad=trains)
+        q = probe.expand(*x.shape[:2], self.heads, self.dim_head)
+        k, v = (probe.expand(*x.shape[:2], self.kv_heads, dim) for dim in (self.dim_head, self.dim_value_head))
+        return functional.backend_of(
+            q,
+            k,
+            v,
+            num_selected=self.num_selected_blocks,
+            share_group=self.query_heads_share_selected_kv,
+            use_diff_topk=self.use_diff_topk,
+            softcap=self.softcap,
+            sinks=self.window_sinks,
+            sinks_cmp=self.compress_sinks,
+            dropout_p=self._dropout_p,
+            causal=self.causal,
+            merge_window=self.merge_window,
+            compressed_output=self.compressed_output,
+            backend=self.backend,
+        )
+
+    def _attend_whole(self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, backend: str) -> Tensor:
+        order = lengths = None
+        if mask is not None:
+            order, lengths = front_order(mask)
+            x = to_front(x, order, mask)
+        positions = torch.arange(x.shape[1], device=x.device)[None]
+        if cu_seqlens is not None:
+            layout = make_sequences(x, x.shape[1], None, None, cu_seqlens, None).layout()
+            positions = layout.position
+            x = torch.where(layout.covered[..., None], x, 0)
+        new = self._project(x)
+        k_cmp, v_cmp = self._compress(new, cu_seqlens)
+        # What `attend` is made of is read here, once: parameters may have other values when it is made again.
+        tables = None if self.rotary is None else self.rotary.tables(positions)
+        mem_kv = self._memory
+        if mem_kv is not None:
+            mem_kv = mem_kv[0].to(new.q.dtype), None if mem_kv[1] is None else mem_kv[1].to(new.q.dtype)
+        sinks = {'sinks': self.window_sinks, 'sinks_cmp': self.compress_sinks}
+        dropout = {'dropout_p': self._dropout_p, 'dropout_seed': as_seed(None, x.device) if self._dropout_p else None}
+
+        def attend(choose: Callable[..., Tensor]) -> Tensor:
+            q_window = k_window = v_window = None
+            if self.merge_window:
+                q, q_cmp = turned_and_plain(tables, backend, new.q, 1, 1)
+                (k,) = rotate(tables, backend, new.k)
+            else:
+                q, q_window, q_cmp = turned_and_plain(tables, backend, new.q, 2, 1)
+                if new.k_window is None:
+                    (k, k_window), v_window = turned_and_plain(tables, backend, new.k, 2), new.v
+                else:
+                    (k, k_window), v_window = rotate(tables, backend, new.k, new.k_window), new.v_window
+            with turned_again(new.q, tables, backend, q):
+                return self._nsa(
+                    *(q, k, new.v, k_cmp, v_cmp, new.gates),
+                    mem_kv=mem_kv,
+                    q_cmp=q_cmp,
+                    q_window=q_window,
+                    k_window=k_window,
+                    v_window=v_window,
+                    q_offset=0,
+                    seqlens_k=lengths,
+                    cu_seqlens=cu_seqlens,
+                    **sinks,
+                    **dropout,
+                    choose=choose,
+                    backend=backend,
+                )
+
+        makes_again = self.recompute and torch.is_grad_enabled()
+        out = recompute(attend) if makes_again else attend(select_blocks)
+        if self.k_compress is not None and not self.compressed_output:
+            out = with_zero_gradients(out, self.k_compress, self.k_intrablock_positions, self.compress_mem_k)
+        out = self._combine(out)
+        return out if mask is None or order is None else from_front(out, order, mask)
+
+    def _compress(self, new: _Projected, cu_seqlens: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """Compressed keys `[B, C, H, D]` and values `[B, C, H, DV]`, each None where nothing reads it."""
+        if self.k_compress is None or self.k_intrablock_positions is None:
+            return None, None
+        stride = self.compress_block_sliding_stride
+        if self.v_compress is not None and self.v_intrablock_positions is not None:
+            positions = self.k_intrablock_positions, self.v_intrablock_positions
+            networks, tokens = (self.k_compress, self.v_compress), (new.raw_k, new.raw_v)
+            return compress_pair(networks, tokens, positions, stride, cu_seqlens)
+        keys = (self.k_compress, new.raw_k, self.k_intrablock_positions, stride, cu_seqlens)
+        # Without use_diff_topk block scores have no gradient.
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.use_diff_topk):
+            return compress_tokens(*keys, name='keys', value_dim=self.dim_head), None
+
+    def _attend_cached(self, x: Tensor, mask: Tensor | None, cache: LayerCache, backend: str) -> Tensor:
+        order = counts = None
+        if mask is not None:
+            order, counts = front_order(mask)
+            x = to_front(x, order, mask)
+        new, rotary = self._project(x), self.rotary
+        out = decoding.nsa_decode(
+            new.q,
+            new.k,
+            new.v,
+            new.gates,
+            cache,
+            networks=(self.k_compress, self.v_compress),
+            positions=(self.k_intrablock_positions, self.v_intrablock_positions),
+            merge_window=self.merge_window,
+            freqs=None if rotary is None else rotary(x.device),
+            interpolate_factor=1.0 if rotary is None else rotary.interpolate_factor,
+            mem_kv=self._memory,
+            softcap=self.softcap,
+            sinks=self.window_sinks,
+            sinks_cmp=self.compress_sinks,
+            raw_k=new.raw_k,
+            raw_v=new.raw_v,
+            k_window=new.k_window,
+            v_window=new.v_window,
+            counts=counts,
+            selection_block_size=self.selection_block_size,
+            num_selected=self.num_selected_blocks,
+            window_size=self.sliding_window_size,
+            num_init=self.num_init_blocks,
+            num_local=self.num_local_blocks,
+            share_group=self.query_heads_share_selected_kv,
+            backend=backend,
+        )
+        out = self._combine(out)
+        return out if mask is None or order is None else from_front(out, order, mask)
+
+    def _project(self, x: Tensor) -> _Projected:
+        x = self.norm(x)
+        rounded = x.to(projection_dtype(x))  # once, where autocast would do so for each of two linear layers
+        qkv, logits = (
+            None if m is None else m(rounded if rounded is not x and is_plain(m, nn.Linear) else x)
+            for m in (self.to_qkv, self.to_strategy_combine)
+        )
+        assert qkv is not None
+        q, *pairs = qkv.split(self._split_sizes, dim=-1)
+        q = q.unflatten(-1, (self.heads, -1))
+        pairs = [t.unflatten(-1, (self.kv_heads, -1)) for t in pairs]
+        raw_k, raw_v = pairs[:2]
+        k, v = pairs[2:4] if self.independent_branch_kv else (raw_k, raw_v)
+        k_window, v_window = pairs[4:] if self.independent_branch_kv else (None, None)
+        gates = None
+        if logits is not None:
+            logits = logits.unflatten(-1, (self.heads, -1))
+            gates = logits.to(torch.promote_types(logits.dtype, torch.float32)).sigmoid()
+        return _Projected(q, k, v, raw_k, raw_v, k_window, v_window, gates)
+
+    @property
+    def _memory(self) -> tuple[Tensor, Tensor | None] | None:
+        """Memory pairs of the compressed branch; keys alone where it scores blocks alone."""
+        return None if self.compress_mem_k is None else (self.compress_mem_k, self.compress_mem_v)
+
+    @property
+    def _dropout_p(self) -> float:
+        return self.dropout if self.training else 0.0
+
+    def _nsa(self, q: Tensor, *tensors: Any, **settings: Any) -> Tensor:
+        """`nsa` with the settings of the layer, `[B, T, HQ, DV]`."""
+        window = self.sliding_window_size - 1
+        return functional.nsa(
+            q,
+            *tensors,
+            compress_block_size=self.compress_block_size,
+            compress_stride=self.compress_block_sliding_stride,
+            selection_block_size=self.selection_block_size,
+            num_selected=self.num_selected_blocks,
+            window_size=(window, 0 if self.causal else window),
+            num_init=self.num_init_blocks,
+            num_local=self.num_local_blocks,
+            share_group=self.query_heads_share_selected_kv,
+            use_diff_topk=self.use_diff_topk,
+            causal=self.causal,
+            softcap=self.softcap,
+            merge_window=self.merge_window,
+            **settings,
+        )
+
+    def _combine(self, out: Tensor) -> Tensor:
+        """Heads merged and projected to `[B, T, dim]`."""
+        out, weight = out.flatten(2), floating_weight(self.combine_heads)
+        return self.combine_heads(out if weight is None else out.to(projection_dtype(weight)))
+
+    @property
+    def _compress_sizes(self) -> tuple[int, int] | None:
+        return (self.compress_block_size, self.compress_block_sliding_stride) if self._compresses else None
+
+    @property
+    def _cache_layout(self) -> dict[str, Any]:
+        return {
+            'kv_heads': self.kv_heads,
+            'head_dim': self.dim_head,
+            'value_dim': self.dim_value_head,
+            'compress': self._compress_sizes,
+            'has_raw_k': self._compresses and (self.rotary is not None or self.independent_branch_kv),
+            'has_v_cmp': self.compressed_output,
+            'has_raw_v': self.independent_branch_kv,
+            'has_window': self.independent_branch_kv,
+        }
+
+    def _make_cache(
+        self,
+        batch_size: int,
+        max_seq_len: int,
+        max_rollback: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        **options: Any,
+    ) -> LayerCache:
+        return make_cache(
+            batch_size,
+            max_seq_len,
+            max_rollback=max_rollback,
+            dtype=dtype,
+            device=device,
+            selection_block_size=self.selection_block_size,
+            **options,
+            **self._cache_layout,
+        )

@@ -1,0 +1,224 @@
+"""The networks φ that summarise blocks of keys or values, and what the layer calls to make and to run them.
+
+Every network is a module that maps blocks [B, H, C, l, D] to one summary per block, [B, H, C, D], each block by itself.
+Blocks are unrotated and already carry the learned position inside the block. For values, DV stands in place of D.
+
+Blocks overlap, so laid out they take l / d times the memory of the tokens. The networks here that are linear in the
+block, or begin so, take `OverlappingBlocks` of one kind too; two MLPs of the same sizes take those of keys and of
+values at once.
+
+Legend: B batch, H key/value heads, C compressed blocks, l tokens of a block, d tokens between the starts of blocks, D
+head size, DV head size of values.
+
+The constructor arguments are those of native-sparse-attention-pytorch 0.2.3.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from einops import rearrange
+from einops.layers.torch import EinMix
+from torch import Tensor, nn
+
+from native_sparse_attention.core.checks import check_positive, is_number, shown
+from native_sparse_attention.core.plain import is_plain, plain_bias, plain_weight
+from native_sparse_attention.nn.compress.overlapping import OverlappingBlocks
+
+
+class CompressMLP(nn.Module):
+    """The default network: an MLP over the flattened block, its weights shared by the heads.
+
+    The hidden layer has int(expand_factor · l · D) units and a ReLU, the output `dim_out` features (else `dim_head`).
+    """
+
+    def __init__(
+        self, dim_head: int, compress_window_size: int, expand_factor: float = 1.0, *, dim_out: int | None = None
+    ):
+        super().__init__()
+        dim_out = dim_head if dim_out is None else dim_out
+        check_positive(dim_head=dim_head, compress_window_size=compress_window_size, dim_out=dim_out)
+        dim = dim_head * compress_window_size
+        dim_hidden = hidden_size(expand_factor, dim)
+        self.to_hidden = nn.Linear(dim, dim_hidden)
+        self.to_out = nn.Linear(dim_hidden, dim_out)
+
+    def takes_overlapping(self) -> bool:
+        return all(type(layer) is nn.Linear and layer.bias is not None for layer in (self.to_hidden, self.to_out))
+
+    def weights(self) -> list[Tensor]:
+        return [self.to_hidden.weight, self.to_hidden.bias, self.to_out.weight, self.to_out.bias]
+
+    @staticmethod
+    def run(blocks: OverlappingBlocks, weights: Sequence[Tensor]) -> Tensor:
+        """`[K, B, H, C, D]`; weights: those of K networks, `[K, ...]` each."""
+        return blocks.through_mlp(*weights)
+
+    def forward(self, blocks: Tensor | OverlappingBlocks) -> Tensor:
+        if isinstance(blocks, OverlappingBlocks):
+            return self.run(blocks, [w[None] for w in self.weights()])[0]
+        return self.to_out(self.to_hidden(blocks.flatten(-2)).relu())
+
+
+class MeanResidualMLP(CompressMLP):
+    """The mean of the block's tokens plus the MLP of `CompressMLP`, whose output layer starts at 0.
+
+    Training begins from the block mean. Weights are shared by the heads; the hidden layer has
+    int(expand_factor · l · D) units.
+    """
+
+    def __init__(self, dim_head: int, compress_window_size: int, expand_factor: float = 1.0):
+        super().__init__(dim_head, compress_window_size, expand_factor)
+        nn.init.zeros_(self.to_out.weight)
+        nn.init.zeros_(self.to_out.bias)
+
+    @staticmethod
+    def run(blocks: OverlappingBlocks, weights: Sequence[Tensor]) -> Tensor:
+        """`[K, B, H, C, D]`; weights: those of K networks, `[K, ...]` each."""
+        return blocks.mean() + blocks.through_mlp(*weights)
+
+    def forward(self, blocks: Tensor | OverlappingBlocks) -> Tensor:
+        out = super().forward(blocks)
+        return out if isinstance(blocks, OverlappingBlocks) else blocks.mean(dim=-2) + out
+
+
+class GroupedMLP(nn.Module):
+    """The MLP of `CompressMLP` with weights of its own for every head; with `heads` = 1 every head uses the same."""
+
+    def __init__(self, dim_head: int, compress_window_size: int, heads: int, expand_factor: float = 1.0):
+        super().__init__()
+        check_positive(dim_head=dim_head, compress_window_size=compress_window_size, heads=heads)
+        dim = dim_head * compress_window_size
+        dim_hidden = hidden_size(expand_factor, dim)
+        self.net = nn.Sequential(
+            EinMix('b h c i -> b h c o', weight_shape='h i o', bias_shape='h o', h=heads, i=dim, o=dim_hidden),
+            nn.ReLU(),
+            EinMix('b h c i -> b h c o', weight_shape='h i o', bias_shape='h o', h=heads, i=dim_hidden, o=dim_head),
+        )
+
+    def takes_overlapping(self) -> bool:
+        if [type(module) for module in self.net] != [EinMix, nn.ReLU, EinMix]:
+            return False
+        return all(getattr(layer, 'bias', None) is not None for layer in (self.net[0], self.net[2]))
+
+    def weights(self) -> list[Tensor]:
+        first, _, second = self.net
+        return [plain_weight(first), plain_bias(first), plain_weight(second), plain_bias(second)]
+
+    @staticmethod
+    def run(blocks: OverlappingBlocks, weights: Sequence[Tensor]) -> Tensor:
+        """`[K, B, H, C, D]`; weights: those of K networks, `[K, ...]` each."""
+        first, first_bias, second, second_bias = weights
+        first, second = first.flatten(0, 1).mT, second.flatten(0, 1).mT
+        return blocks.through_mlp(first, first_bias.view(len(first), -1), second, second_bias.view(len(second), -1))
+
+    def forward(self, blocks: Tensor | OverlappingBlocks) -> Tensor:
+        if isinstance(blocks, OverlappingBlocks):
+            return self.run(blocks, [w[None] for w in self.weights()])[0]
+        return self.net(blocks.flatten(-2))
+
+
+class AttentionPool(nn.Module):
+    """A weighted mean of the block's tokens: per feature, a softmax over the tokens of logits linear in the token.
+
+    The linear map starts as the identity (the pooling of Enformer, Avsec et al. 2021). Blocks may have any length, so
+    `compress_window_size` changes nothing; it keeps the arguments of 0.2.3.
+    """
+
+    def __init__(self, dim_head: int, compress_window_size: int):
+        super().__init__()
+        check_positive(dim_head=dim_head, compress_window_size=compress_window_size)
+        self.to_attn_logits = nn.Linear(dim_head, dim_head, bias=False)
+        nn.init.eye_(self.to_attn_logits.weight)
+
+    def forward(self, blocks: Tensor) -> Tensor:
+        weights = self.to_attn_logits(blocks).softmax(dim=-2)
+        return (weights * blocks).sum(dim=-2)
+
+
+class ConvLinearCompress(nn.Module):
+    """A linear map of the whole block with a bias, one per head: a grouped convolution as wide as the block.
+
+    With `heads` = 1 every head uses the same.
+    """
+
+    def __init__(self, heads: int, dim_head: int, compress_window_size: int):
+        super().__init__()
+        check_positive(heads=heads, dim_head=dim_head, compress_window_size=compress_window_size)
+        self.heads = heads
+        self.conv = nn.Conv1d(heads * dim_head, heads * dim_head, compress_window_size, groups=heads)
+
+    def takes_overlapping(self) -> bool:
+        return type(self.conv) is nn.Conv1d and self.conv.bias is not None
+
+    def forward(self, blocks: Tensor | OverlappingBlocks) -> Tensor:
+        # The kernel meets each block at one place only, so this is a matrix product per head: faster than a grouped
+        # convolution, not subject to its TF32 default, and defined for C = 0.
+        if isinstance(blocks, OverlappingBlocks):
+            weight = rearrange(plain_weight(self.conv), '(h o) i l -> h o (l i)', h=self.heads)
+            bias = rearrange(plain_bias(self.conv), '(h o) -> h o', h=self.heads)
+            return blocks.heads_apart(blocks.times(weight, bias))[0]
+        if not is_plain(self.conv, nn.Conv1d) or self.conv.bias is None:
+            batch, num_blocks = blocks.shape[0], blocks.shape[2]
+            summaries = self.conv(rearrange(blocks, 'b h c l d -> (b c) (h d) l'))
+            return rearrange(summaries, '(b c) (h d) 1 -> b h c d', b=batch, c=num_blocks, h=self.heads)
+        weight = rearrange(plain_weight(self.conv), '(h o) i l -> h o i l', h=self.heads)
+        summaries = torch.einsum('bhcli,hoil->bhco', blocks, weight)
+        return summaries + rearrange(plain_bias(self.conv), '(h o) -> h 1 o', h=self.heads)
+
+
+class SingleProjection(nn.Module):
+    """A linear map of the whole block without a bias, shared by the heads, or one per head where `heads` > 1.
+
+    The map per head has a weight for every token of the block; in 0.2.3 it has one that all tokens share.
+    """
+
+    def __init__(self, dim_head: int, compress_window_size: int, heads: int = 1):
+        super().__init__()
+        check_positive(dim_head=dim_head, compress_window_size=compress_window_size, heads=heads)
+        if heads > 1:
+            self.compress = EinMix(
+                'b h c l i -> b h c o', weight_shape='h l i o', h=heads, l=compress_window_size, i=dim_head, o=dim_head
+            )
+        else:
+            self.compress = nn.Sequential(
+                nn.Flatten(-2), nn.Linear(compress_window_size * dim_head, dim_head, bias=False)
+            )
+
+    def takes_overlapping(self) -> bool:
+        if isinstance(self.compress, EinMix):
+            return self.compress.bias is None
+        layers = [*self.compress.children()]
+        return [type(layer) for layer in layers] == [nn.Flatten, nn.Linear] and layers[1].bias is None
+
+    def forward(self, blocks: Tensor | OverlappingBlocks) -> Tensor:
+        if isinstance(blocks, OverlappingBlocks):
+            if isinstance(self.compress, EinMix):
+                weight = plain_weight(self.compress).flatten(1, 2).mT
+            else:
+                weight = plain_weight(self.compress[1])[None]
+            return blocks.heads_apart(blocks.times(weight))[0]
+        return self.compress(blocks)
+
+
+class MeanPool(nn.Module):
+    """The mean of the block's tokens; nothing is learned."""
+
+    def takes_overlapping(self) -> bool:
+        return True
+
+    def forward(self, blocks: Tensor | OverlappingBlocks) -> Tensor:
+        return blocks.mean()[0] if isinstance(blocks, OverlappingBlocks) else blocks.mean(dim=-2)
+
+
+def hidden_size(
+    expand_factor: float, dim: int, name: str = 'expand_factor', rule: str = 'block size times head size'
+) -> int:
+    """int(expand_factor * dim), checked. name, rule: what an error calls expand_factor and dim."""
+    if not is_number(expand_factor) or not 1 <= expand_factor * dim < math.inf:
+        raise ValueError(
+            f'{name} is {shown(expand_factor)}, but must be a number that times {dim}, {rule}, is finite and at least 1'
+        )
+    return int(expand_factor * dim)

@@ -1,0 +1,245 @@
+"""The dense twin of `SparseAttention`: full attention of the same shape and with the same calls."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from rotary_embedding_torch import RotaryEmbedding
+from torch import Tensor, nn
+
+from native_sparse_attention.core.checks import check_flags, check_positive, check_tensors, make_sequences
+from native_sparse_attention.core.geometry import Sequences
+from native_sparse_attention.core.projection import floating_weight, projection_dtype
+from native_sparse_attention.inference.cache import FIRST_CAPACITY, MAX_ROLLBACK, LayerCache, check_layer_cache
+from native_sparse_attention.inference.paged_cache import cache_kind, make_cache
+from native_sparse_attention.nn.checks import check_undifferentiated
+from native_sparse_attention.nn.gate import make_output_gate
+from native_sparse_attention.nn.padding import check_mask, from_front, front_order, to_front
+from native_sparse_attention.nn.rotary import Rotary, rotate
+
+
+class DenseAttention(nn.Module):
+    """Full attention with the projections, rotary embedding, cache and calls of `SparseAttention`.
+
+    heads must be a multiple of kv_heads (default: heads); dim_value_head defaults to dim_head; rotary_emb is an
+    instance of rotary-embedding-torch, None for a default one, False for none. output_gate: each head's output is
+    multiplied by a sigmoid gate, a linear function of the normalised input that starts at sigmoid(2) whatever the
+    input, as the window gate of `SparseAttention` does. Raises ValueError for sizes that do not fit.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        dim_head: int = 64,
+        heads: int = 8,
+        kv_heads: int | None = None,
+        causal: bool = True,
+        norm: bool = True,
+        *,
+        dim_value_head: int | None = None,
+        rotary_emb: RotaryEmbedding | Literal[False] | None = None,
+        output_gate: bool = False,
+    ) -> None:
+        super().__init__()
+        kv_heads = heads if kv_heads is None else kv_heads
+        value_dim = dim_head if dim_value_head is None else dim_value_head
+        check_positive(dim=dim, dim_head=dim_head, heads=heads, kv_heads=kv_heads, dim_value_head=value_dim)
+        check_flags(causal=causal, norm=norm, output_gate=output_gate)
+        if heads % kv_heads != 0:
+            raise ValueError(f'heads is {heads}, but must be a multiple of kv_heads, {kv_heads}')
+        self.dim_head, self.heads, self.kv_heads, self.dim_value_head = dim_head, heads, kv_heads, value_dim
+        self.causal = causal
+        self.norm = nn.RMSNorm(dim) if norm else nn.Identity()
+        self.rotary = None if rotary_emb is False else Rotary(dim_head, rotary_emb)
+        self._split_sizes = [heads * dim_head, kv_heads * dim_head, kv_heads * value_dim]
+        self.to_qkv = nn.Linear(dim, sum(self._split_sizes), bias=False)
+        self.combine_heads = nn.Linear(heads * value_dim, dim, bias=False)
+        self.output_gate = make_output_gate(dim, heads) if output_gate else None
+
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        *,
+        cache: LayerCache | None = None,
+        return_cache: bool = False,
+    ) -> Any:
+        """Attend over x `[B, T, dim]`; returns `[B, T, dim]`, and with `return_cache` the cache too.
+
+        mask: bool or integers of 0 and 1 `[B, T]`, true at real tokens.
+        cu_seqlens: int32 `[N + 1]` for packed sequences `[1, total, dim]`.
+        cache: x are the tokens that follow it. Tokens that are padding or follow `cu_seqlens[-1]` give 0. A call with a
+        cache runs without autograd; in training mode, or for an x that requires gradients, it is refused unless under
+        torch.no_grad().
+        """
+        check_flags(return_cache=return_cache)
+        self._check_input(x, mask, cu_seqlens)
+        mask = None if mask is None else mask.bool()
+        if cache is None and not return_cache:
+            return self._attend_all(x, mask, cu_seqlens)
+        if cu_seqlens is not None:
+            raise ValueError('cu_seqlens is given, but a cache takes rows, not packed sequences')
+        check_undifferentiated(x, self)
+        with torch.no_grad():
+            if cache is None:
+                cache = self._new_cache(
+                    x.shape[0], max(x.shape[1], FIRST_CAPACITY), MAX_ROLLBACK, projection_dtype(x), x.device, grows=True
+                )
+            self._check_cache(cache, x)
+            out = self._attend_cached(x, mask, cache)
+        return (out, cache) if return_cache else out
+
+    def init_cache(
+        self,
+        batch_size: int,
+        max_seq_len: int,
+        max_rollback: int = MAX_ROLLBACK,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        page_size: int | None = None,
+        num_pages: int | None = None,
+    ) -> LayerCache:
+        """A preallocated cache for `batch_size` rows of up to `max_seq_len` tokens, never made anew.
+
+        max_rollback: tokens that `crop` can take back. dtype, device: default those of the layer's weights (under
+        autocast its dtype). page_size: tokens of a page, for a `PagedLayerCache`; its pools have num_pages pages
+        (default: what the rows need).
+        """
+        dtype, device = cache_kind(self, self.to_qkv, dtype, device)
+        return self._new_cache(
+            batch_size, max_seq_len, max_rollback, dtype, device, page_size=page_size, num_pages=num_pages
+        )
+
+    def decodes_fixed(self, cache: LayerCache, num_tokens: int) -> bool:
+        """Whether a call with so many new tokens is the same launches at every length, as a CUDA graph needs it."""
+        return False
+
+    def _new_cache(
+        self,
+        batch_size: int,
+        max_seq_len: int,
+        max_rollback: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        **options: Any,
+    ) -> LayerCache:
+        if not self.causal:
+            raise ValueError('causal is False, but a cache needs causal=True')
+        return make_cache(
+            batch_size,
+            max_seq_len,
+            kv_heads=self.kv_heads,
+            head_dim=self.dim_head,
+            value_dim=self.dim_value_head,
+            max_rollback=max_rollback,
+            dtype=dtype,
+            device=device,
+            **options,
+        )
+
+    def _attend_all(self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+        batch, seqlen = x.shape[:2]
+        if cu_seqlens is not None:
+            return self._attend_layout(x, make_sequences(x, seqlen, None, None, cu_seqlens, None))
+        if mask is not None:
+            order, lengths = front_order(mask)
+            padded = Sequences(batch, seqlen, seqlen, x.device, q_offset=0, seqlens_k=lengths)
+            return from_front(self._attend_layout(to_front(x, order, mask), padded), order, mask)
+        positions = torch.arange(seqlen, device=x.device).expand(batch, -1)
+        x = self.norm(x)
+        q, k, v = self._project(x, positions)
+        return self._combine(_sdpa(q, k, v, is_causal=self.causal), x)
+
+    def _attend_layout(self, x: Tensor, sequences: Sequences) -> Tensor:
+        """Attention among the tokens of x alone, whose sequences do not fill the batch; 0 at tokens of no sequence."""
+        layout = sequences.layout()
+        real = (layout.position < layout.key_len)[..., None]
+        x = self.norm(x.masked_fill(~real, 0.0))
+        q, k, v = self._project(x, layout.position)
+        out = _sdpa(q, k, v, _visible(sequences, self.causal))
+        return self._combine(out, x).masked_fill(~real, 0.0)
+
+    def _attend_cached(self, x: Tensor, mask: Tensor | None, cache: LayerCache) -> Tensor:
+        batch, seqlen = x.shape[:2]
+        cache.reserve(seqlen)
+        order = counts = None
+        if mask is not None:
+            order, counts = front_order(mask)
+            x = to_front(x, order, mask)
+        offset = cache.lengths.clone()
+        x = self.norm(x)
+        q, k, v = self._project(x, cache.positions(seqlen))
+        cache.append(k, v, counts=counts)
+        num_keys = cache.max_length
+        # What lies behind a row's length may be anything, and a NaN would survive the weight 0.
+        unused = torch.arange(num_keys, device=x.device) >= cache.lengths[:, None]
+        k, v = (t.masked_fill(unused[..., None, None], 0.0) for t in cache.read(num_keys)[:2])
+        sequences = Sequences(batch, seqlen, num_keys, x.device, offset, cache.lengths)
+        out = _sdpa(q.to(cache.dtype), k, v, _visible(sequences, causal=True))
+        weight = floating_weight(self.combine_heads)
+        out = self._combine(out if weight is None else out.to(weight.dtype), x)
+        return out if mask is None or order is None else from_front(out, order, mask)
+
+    def _project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q `[B, T, HQ, D]`, k `[B, T, H, D]`, both rotated, and v `[B, T, H, DV]`, of the normalised input x."""
+        q, k, v = self.to_qkv(x).split(self._split_sizes, dim=-1)
+        q = q.unflatten(-1, (self.heads, self.dim_head))
+        k = k.unflatten(-1, (self.kv_heads, self.dim_head))
+        v = v.unflatten(-1, (self.kv_heads, self.dim_value_head))
+        if self.rotary is not None:
+            tables = self.rotary.tables(positions)
+            q, k = rotate(tables, 'auto', q, k)
+        return q, k, v
+
+    def _combine(self, out: Tensor, x: Tensor) -> Tensor:
+        """Gate the heads `[B, T, HQ, DV]`, merge them and project to `[B, T, dim]`. x: the normalised input."""
+        if self.output_gate is not None:
+            logits = self.output_gate(x)
+            gates = logits.to(torch.promote_types(logits.dtype, torch.float32)).sigmoid()
+            out = (out * gates[..., None]).to(out.dtype)
+        return self.combine_heads(out.flatten(-2))
+
+    def _check_input(self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
+        check_tensors(x=x)
+        dim = self.to_qkv.in_features
+        if x.dim() != 3 or x.shape[2] != dim:
+            raise ValueError(f'x has shape {tuple(x.shape)}, but must be [B, T, {dim}]')
+        if mask is not None:
+            if cu_seqlens is not None:
+                raise ValueError('mask and cu_seqlens are given, but one must be left out')
+            check_mask(mask, x)
+        if cu_seqlens is not None and x.shape[0] != 1:
+            raise ValueError(f'x has batch size {x.shape[0]}, but must have 1 where cu_seqlens is given')
+
+    def _check_cache(self, cache: LayerCache, x: Tensor) -> None:
+        if not self.causal:
+            raise ValueError('causal is False, but a cache needs causal=True')
+        check_layer_cache(cache)
+        held, needed = (*cache.k.shape[2:], cache.v.shape[3]), (self.kv_heads, self.dim_head, self.dim_value_head)
+        if held != needed:
+            raise ValueError(
+                f'cache holds {held[0]} heads of sizes {held[1:]}, but the layer has {needed[0]} of {needed[1:]}'
+            )
+        if cache.batch_size != x.shape[0]:
+            raise ValueError(f'x has batch size {x.shape[0]}, but cache has {cache.batch_size}')
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None = None, is_causal: bool = False) -> Tensor:
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, visible, is_causal=is_causal, enable_gqa=q.shape[1] != k.shape[1])
+    return out.transpose(1, 2)
+
+
+def _visible(sequences: Sequences, causal: bool) -> Tensor:
+    """Bool `[B, 1, T, S]`: the keys that each query reads."""
+    layout = sequences.layout()
+    index = torch.arange(sequences.seqlen_k, device=sequences.device)[None, None]
+    key_position, visible = layout.key_position(index)
+    if causal:
+        visible = visible & (key_position <= layout.position[..., None])
+    # A softmax over nothing may be NaN: queries of no sequence read the first key, and their result is dropped.
+    visible = visible | ((index == 0) & ~visible.any(-1, keepdim=True))
+    return visible[:, None]

@@ -1,0 +1,57 @@
+"""The gate of the branches: a map from the normalised input to the gates of each head, before the sigmoid.
+
+There are three gates per head, of the compressed, the selected and the window branch, or where blocks and window are
+merged one, of the compressed branch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from native_sparse_attention.core.checks import shown
+
+# Gates start at the window: sigmoid(-2), sigmoid(-2), sigmoid(2), as local patterns are learned first.
+GATE_START = (-2.0, -2.0, 2.0)
+# The gate of the compressed output beside merged blocks and window; it starts at 0.12.
+MERGED_GATE_START = (-2.0,)
+OUTPUT_GATE_START = 2.0
+
+
+def make_gate(dim: int, heads: int, start: tuple[float, ...] = GATE_START) -> nn.Linear:
+    """`[..., dim]` → `[..., heads * len(start)]`; training begins from `start`, whatever the input."""
+    gate = nn.Linear(dim, heads * len(start))
+    nn.init.zeros_(gate.weight)
+    gate.bias.data.copy_(torch.tensor(start * heads))
+    return gate
+
+
+def make_output_gate(dim: int, heads: int) -> nn.Linear:
+    """Gate of a whole attention output: `[..., dim]` → `[..., heads]`, from OUTPUT_GATE_START whatever the input."""
+    gate = nn.Linear(dim, heads)
+    nn.init.zeros_(gate.weight)
+    nn.init.constant_(gate.bias, OUTPUT_GATE_START)
+    return gate
+
+
+@torch.no_grad()
+def check_gate(gate: nn.Module, dim: int, heads: int, num_gates: int = 3) -> None:
+    """Raise ValueError unless the gate maps `[..., dim]` to `[..., heads * num_gates]`; its modes stay as they are."""
+    expected = (1, 1, num_gates * heads)
+    if not isinstance(gate, nn.Module):
+        raise ValueError(f'strategy_combine_mlp is {shown(gate)}, but must be a module or None')
+    weight = next((p for p in gate.parameters() if p.is_floating_point()), torch.empty(()))
+    was_training = [module for module in gate.modules() if module.training]
+    gate.eval()
+    try:
+        shape = tuple(gate(torch.zeros(1, 1, dim, dtype=weight.dtype, device=weight.device)).shape)
+    except Exception as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(f'strategy_combine_mlp must map {(1, 1, dim)} to {expected}, but: {reason}') from error
+    finally:
+        for module in was_training:
+            module.training = True
+    if shape != expected:
+        raise ValueError(
+            f'strategy_combine_mlp maps {(1, 1, dim)} to {shape}, but must map it to {expected}: {num_gates} per head'
+        )

@@ -1,0 +1,433 @@
+"""Generation: what a draw depends on, chunks of a prompt, stop tokens, callbacks, and the step that a graph replays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from native_sparse_attention.inference.cache import LayerCache, ModelCache
+from native_sparse_attention.inference.generation import STOP_CHECK, DecodeStep, sampler
+from native_sparse_attention.nn.dense import DenseAttention, _sdpa
+from native_sparse_attention.nn.transformer import Transformer
+from tests.layer.test_transformer import KINDS, VOCABULARY, assert_near, make_ids, make_model, pad
+
+SIDES = pytest.mark.parametrize('side', ['left', 'right'])
+
+
+def draw(logits: Tensor, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None) -> Tensor:
+    """An id for each of logits `[B, V]`, from random numbers of seed 0."""
+    choose = sampler(
+        len(logits), 1, logits.device, temperature=temperature, top_k=top_k, top_p=top_p, seed=0, generator=None
+    )
+    return choose(logits, 0)
+
+
+def test_numbers_of_numpy() -> None:
+    model, ids = make_model(False), make_ids(1, 5)
+    kinds: list[Any] = [float, np.float32]
+    tokens = [model.generate(ids, 4, kind(0.5), top_p=kind(0.75), seed=1) for kind in kinds]
+    assert torch.equal(*tokens)
+
+
+def test_a_vocabulary_that_was_made_larger() -> None:
+    """The embedding counts, and not what the model was made with."""
+    model = make_model(False)
+    model.token_emb, model.to_logits = nn.Embedding(VOCABULARY + 5, 24).double(), nn.Linear(24, VOCABULARY + 5).double()
+    assert model.generate(torch.tensor([[VOCABULARY + 4]]), 3).shape == (1, 3)
+    with pytest.raises(ValueError, match='the vocabulary'):
+        model.generate(torch.tensor([[VOCABULARY + 5]]), 3)
+
+
+@KINDS
+@pytest.mark.parametrize('chunk_size', [1, 4, 13])
+def test_a_prompt_in_chunks_is_the_prompt_at_once(sparse, chunk_size):
+    model, ids = make_model(sparse), make_ids(2, 26)
+    caches = [model.init_cache(2, 30) for _ in range(3)]
+    whole = model.prefill(ids, caches[0])
+    assert_near(whole, model(ids)[:, -1])
+    assert_near(model.prefill(ids, caches[1], chunk_size=chunk_size), whole)
+    assert caches[1].lengths.tolist() == [26, 26]
+    assert model.prefill(ids.int(), caches[2], chunk_size=26).dtype == whole.dtype
+    assert torch.equal(model.generate(ids, 9, 0, chunk_size=chunk_size), model.generate(ids, 9, 0))
+
+
+@KINDS
+@SIDES
+def test_prompts_of_different_lengths_in_chunks(sparse, side):
+    """Rows that begin after the first chunk, and rows that end before the last."""
+    model = make_model(sparse)
+    prompts = [make_ids(length, seed=length) for length in (26, 9, 1)]
+    ids, mask = pad(prompts, side)
+    logits = model.prefill(ids, model.init_cache(3, 26), mask=mask, chunk_size=8)
+    assert_near(logits, torch.stack([model(prompt[None])[0, -1] for prompt in prompts]))
+    new = model.generate(ids, 12, 0, mask=mask, chunk_size=8)
+    for row, prompt in enumerate(prompts):
+        assert torch.equal(new[row], model.generate(prompt[None], 12, 0)[0])
+
+
+def test_a_prompt_that_does_not_fit_is_refused_before_its_first_chunk():
+    model, cache = make_model(True), make_model(True).init_cache(2, 10)
+    before = [layer.k.clone() for layer in cache]
+    with pytest.raises(ValueError, match='its capacity is 10'):
+        model.prefill(make_ids(2, 11), cache, chunk_size=4)
+    assert cache.lengths.tolist() == [0, 0]
+    assert cache.max_length == 0
+    assert all(torch.equal(layer.k, kept) for layer, kept in zip(cache, before, strict=True))
+
+
+@KINDS
+@pytest.mark.parametrize('filters', [{}, {'top_k': 7}, {'top_p': 0.8}, {'top_k': 9, 'top_p': 0.7}], ids=str)
+def test_a_row_with_its_seed_is_the_same_alone_and_in_a_batch(sparse, filters):
+    model = make_model(sparse)
+    prompts = [make_ids(length, seed=length) for length in (13, 4, 6)]
+    ids, mask = pad(prompts, 'left')
+    seeds = [7, 2**32 - 1, 7]
+    together = model.generate(ids, 20, 2.0, mask=mask, seed=seeds, **filters)
+    assert torch.equal(together, model.generate(ids, 20, 2.0, mask=mask, seed=torch.tensor(seeds), **filters))
+    for row, prompt in enumerate(prompts):
+        # Fewer tokens asked for are the first of more.
+        alone = model.generate(prompt[None], 11, 2.0, seed=seeds[row], **filters)
+        assert torch.equal(alone[0], together[row, :11])
+
+
+def test_one_seed_counts_the_rows():
+    model, prompt = make_model(False), make_ids(1, 5)
+    new = model.generate(prompt.expand(3, -1), 20, seed=4)
+    for row in range(3):
+        assert torch.equal(model.generate(prompt, 20, seed=4 + row)[0], new[row])
+    assert len({tuple(row) for row in new.tolist()}) == 3
+
+
+def test_draws_of_rows_with_one_seed_are_spread():
+    """Over rows of one int seed, and over the steps of a row, draws have the frequencies of the probabilities."""
+    probs = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64)
+    choose = sampler(4000, 50, probs.device, temperature=1.0, top_k=None, top_p=None, seed=0, generator=None)
+    tokens = torch.stack([choose(probs.log().expand(4000, -1), step) for step in range(50)], dim=1)
+    for drawn in (tokens[:, 0], tokens[:, 49], tokens[:50], tokens):
+        found = torch.bincount(drawn.flatten(), minlength=4) / drawn.numel()
+        assert ((found - probs).abs() <= 5 * (probs * (1 - probs) / drawn.numel()).sqrt()).all()
+
+
+def test_draws_keep_to_top_k_and_top_p():
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(2000, 40, generator=generator, dtype=torch.float64)
+    order = logits.argsort(descending=True)
+    rank = order.argsort()
+
+    def rank_of(tokens: Tensor) -> Tensor:
+        return rank.gather(1, tokens[:, None])[:, 0]
+
+    assert rank_of(draw(logits, 3.0)).max() == 39
+    assert rank_of(draw(logits, 3.0, top_k=5)).unique().tolist() == [0, 1, 2, 3, 4]
+    assert (rank_of(draw(logits, 3.0, top_k=1)) == 0).all()
+    assert torch.equal(draw(logits, 3.0, top_k=100), draw(logits, 3.0, top_k=40))
+    ordered = (logits / 3).softmax(-1).gather(1, order)
+    kept = (ordered.cumsum(-1) - ordered < 0.4).sum(-1)
+    drawn = rank_of(draw(logits, 3.0, top_p=0.4))
+    assert (drawn < kept).all()
+    assert (drawn == kept - 1).any()
+    assert (rank_of(draw(logits, 3.0, top_k=3, top_p=0.99)) < 3).all()
+
+
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float32, torch.float64])
+def test_of_equal_tokens_the_lower_ids_are_kept(dtype):
+    logits = torch.zeros(500, 20, dtype=dtype)
+    assert draw(logits, top_k=3).unique().tolist() == [0, 1, 2]
+    assert draw(logits, top_p=0.15).unique().tolist() == [0, 1, 2]
+    assert draw(logits, temperature=0).unique().tolist() == [0]
+
+
+def test_tokens_of_no_probability_are_never_drawn():
+    logits = torch.full((5000, 7), -torch.inf)
+    logits[:, 2], logits[:, 4] = 0.0, -1.0
+    assert draw(logits).unique().tolist() == [2, 4]
+    assert draw(logits, top_p=1.0).unique().tolist() == [2, 4]
+
+
+def rows_until(tokens: Tensor, stops: list[int]) -> list[list[int]]:
+    """Every row as far as its first stop token."""
+    ends = [next((i + 1 for i, t in enumerate(row) if t in stops), len(row)) for row in tokens.tolist()]
+    return [row[:end] for row, end in zip(tokens.tolist(), ends, strict=True)]
+
+
+@KINDS
+@pytest.mark.parametrize('stops', [[3, 17], [28, 5, 11]], ids=str)
+def test_stop_tokens(sparse, stops):
+    model, prompt = make_model(sparse), torch.full((4, 3), stops[0])  # in the prompt they stop nothing
+    free = model.generate(prompt, 100, 20.0, seed=1)
+    expected = rows_until(free, stops)
+    longest = max(map(len, expected))
+    assert min(map(len, expected)) < longest < 100
+    for given in (stops, torch.tensor(stops), tuple(stops)):
+        new = model.generate(prompt, 100, 20.0, seed=1, stop_tokens=given)
+        assert new.shape == (4, longest)
+        assert rows_until(new, stops) == expected
+        for row, end in zip(new.tolist(), map(len, expected), strict=True):
+            assert set(row[end - 1 :]) <= {row[end - 1]}
+    few = model.generate(prompt, 5, 20.0, seed=1, stop_tokens=stops)
+    assert rows_until(few, stops) == [row[:5] for row in expected]
+    assert torch.equal(model.generate(prompt, 9, 20.0, seed=1, stop_tokens=[]), free[:, :9])
+    assert torch.equal(model.generate(prompt, 9, 20.0, seed=1, stop_tokens=VOCABULARY), free[:, :9])
+
+
+def test_no_step_is_made_long_after_all_rows_have_stopped(monkeypatch):
+    model, prompt, calls = make_model(False), make_ids(2, 3), []
+    call = DecodeStep.__call__
+    monkeypatch.setattr(DecodeStep, '__call__', lambda self, ids: calls.append(ids.shape) or call(self, ids))
+    everything = list(range(VOCABULARY))
+    assert model.generate(prompt, 500, stop_tokens=everything).shape == (2, 1)
+    assert calls == [(2, 1)] * (STOP_CHECK - 1)
+    calls.clear()
+    assert model.generate(prompt, 500, stop_tokens=everything, callback=lambda tokens: None).shape == (2, 1)
+    assert not calls
+
+
+@KINDS
+@pytest.mark.parametrize('stop_tokens', [None, [3, 17]])
+def test_callback_gets_every_column_in_order(sparse, stop_tokens):
+    model, prompt, seen = make_model(sparse), make_ids(3, 4), []
+    new = model.generate(
+        prompt, 60, 20.0, seed=2, stop_tokens=stop_tokens, callback=lambda tokens: seen.append(tokens.clone())
+    )
+    assert torch.equal(torch.stack(seen, dim=1), new)
+    assert torch.equal(new, model.generate(prompt, 60, 20.0, seed=2, stop_tokens=stop_tokens))
+
+
+@pytest.mark.parametrize(
+    ('arguments', 'message'),
+    [
+        ({'seed': -1}, 'seed is -1 for a row'),
+        ({'seed': 2**32 - 1}, 'seed is 4294967296 for a row'),
+        ({'seed': [1]}, 'seed has 1 entries, but must have one for each of 2 rows'),
+        ({'seed': [1, 0.5]}, 'seed is 0.5 for a row'),
+        ({'seed': [1, True]}, 'seed is True for a row'),
+        ({'seed': True}, 'seed is True, but must be an integer'),
+        ({'seed': 1.0}, 'seed is 1.0, but must be an integer'),
+        ({'seed': torch.tensor(True)}, 'seed is True, but must be an integer'),
+        ({'top_k': True}, 'top_k is True'),
+        ({'max_new_tokens': True}, 'max_new_tokens is True'),
+        ({'seed': 1, 'generator': torch.Generator()}, 'seed and generator are given'),
+        ({'stop_tokens': 0.5}, 'stop_tokens is 0.5'),
+        ({'stop_tokens': 'end'}, "stop_tokens is 'end'"),
+        ({'chunk_size': 0}, 'chunk_size is 0'),
+        ({'use_graph': True}, 'use_graph is True'),
+        ({'use_graph': 1}, 'use_graph is 1, but must be True or False'),
+        ({'callback': 'print'}, "callback is 'print', but must be callable or None"),
+        ({'progress': 'no'}, "progress is 'no', but must be True or False"),
+        ({'generator': 3}, 'generator is 3, but must be a torch.Generator or None'),
+    ],
+)
+def test_generation_errors(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        make_model(False).generate(make_ids(2, 3), **{'max_new_tokens': 4} | arguments)
+
+
+@KINDS
+def test_a_step_is_a_forward(sparse):
+    model, ids = make_model(sparse), make_ids(2, 30)
+    cache = model.init_cache(2, 30)
+    step, speculated = DecodeStep(model, cache), DecodeStep(model, cache, 3)
+    assert not step.uses_graph
+    model.prefill(ids[:, :9], cache)
+    logits = [step(ids[:, t : t + 1]) for t in range(9, 12)]
+    logits += [speculated(ids[:, t : t + 3]) for t in range(12, 30, 3)]
+    assert_near(torch.cat(logits, dim=1), model(ids)[:, 9:])
+
+
+def test_step_errors():
+    model, ids = make_model(True), make_ids(2, 9)
+    cache = model.init_cache(2, 10)
+    step = DecodeStep(model, cache)
+    model(ids, cache=cache)
+    step(ids[:, :1])
+    before = [layer.k.clone() for layer in cache]
+    ids_list: Any = [[1], [2]]
+    no: Any = 'no'
+    for call, message in [
+        (lambda: step(ids[:, :1]), 'holds up to 10 tokens a row and gets 1 more, but its capacity is 10'),
+        (
+            lambda: step(ids[:1, :1]),
+            r'ids has shape \(1, 1\) and dtype torch.int64, but must be int32 or int64 \(2, 1\)',
+        ),
+        (lambda: step(ids[:, 0]), r'ids has shape \(2,\)'),
+        (lambda: step(ids[:, :1].float()), r'ids has shape \(2, 1\) and dtype torch.float32'),
+        (lambda: step(ids_list), 'ids is a list, but must be a tensor'),
+        (lambda: DecodeStep(model, cache[0]), 'cache is a LayerCache, but must be a ModelCache'),
+        (lambda: DecodeStep(model, cache, use_graph=no), "use_graph is 'no', but must be True or False"),
+        (lambda: DecodeStep(model, cache, 0), 'num_tokens is 0'),
+        (lambda: DecodeStep(model, cache, use_graph=True), 'use_graph is True'),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            call()
+    assert cache.lengths.tolist() == [10, 10]
+    assert all(torch.equal(layer.k, kept) for layer, kept in zip(cache, before, strict=True))
+
+
+class Recorded:
+    """What a graph is to a step, on a CPU: a replay moves what lies on the device and leaves the host's bounds."""
+
+    def __init__(self, model: Transformer, ids: Tensor, cache: ModelCache) -> None:
+        self.model, self.ids, self.cache = model, ids, cache
+        self.logits = torch.empty(*ids.shape, model.num_tokens, dtype=torch.float64)
+        self.replays = 0
+        cache.advance(ids.shape[1])  # as the host's half of a capture does
+
+    def replay(self) -> None:
+        self.cache.advance(-self.ids.shape[1])
+        self.logits.copy_(self.model(self.ids, cache=self.cache))
+        self.replays += 1
+
+
+def test_bounds_and_buffers_of_replayed_steps(monkeypatch):
+    model, ids = make_model(True), make_ids(2, 20)
+    cache = model.init_cache(2, 15)
+    step = DecodeStep(model, cache)
+    step.uses_graph = True
+    captured: list[Recorded] = []
+
+    def capture(_: DecodeStep, buffer: Tensor) -> tuple[Any, Tensor]:
+        captured.append(Recorded(model, buffer, cache))
+        return captured[0], captured[0].logits
+
+    monkeypatch.setattr(DecodeStep, '_capture', capture)
+    expected = model(ids)
+    first = step(ids[:, :1])
+    for t in range(1, 12):
+        logits = step(ids[:, t : t + 1])
+        assert logits is captured[0].logits
+        assert_near(logits, expected[:, t : t + 1])
+        assert [(layer.max_length, layer._peak) for layer in cache] == [(t + 1, t + 1)] * 2
+    assert_near(first, expected[:, :1])
+    cache.crop(9)
+    for t in range(9, 15):
+        assert_near(step(ids[:, t : t + 1]), expected[:, t : t + 1])
+    with pytest.raises(ValueError, match='its capacity is 15'):
+        step(ids[:, 15:16])
+    assert [recorded.replays for recorded in captured] == [17]
+    assert cache.lengths.tolist() == [15, 15]
+
+
+class FixedAttention(DenseAttention):
+    """Dense attention that reads the whole cache in a step, and so makes the same launches at every length."""
+
+    def decodes_fixed(self, cache: LayerCache, num_tokens: int) -> bool:
+        return num_tokens <= 4
+
+    def _attend_cached(self, x: Tensor, mask: Tensor | None, cache: LayerCache) -> Tensor:
+        if not self.decodes_fixed(cache, x.shape[1]):
+            return super()._attend_cached(x, mask, cache)
+        assert mask is None
+        cache.reserve(x.shape[1])
+        positions = cache.positions(x.shape[1])
+        q, k, v = self._project(x, positions)
+        cache.append(k, v)
+        visible = torch.arange(cache.capacity, device=x.device) <= positions[..., None]
+        out = _sdpa(q.to(cache.dtype), cache.k, cache.v, visible[:, None])
+        return self._combine(out.to(self.combine_heads.weight.dtype), self.norm(x))
+
+
+def make_fixed_model(device: torch.device) -> Transformer:
+    model = make_model(False)
+    for block in model.blocks:
+        block.attention = FixedAttention(24, 8, 4, 2).double().eval()
+    return model.to(device)
+
+
+def make_sparse_model(device: torch.device) -> Transformer:
+    """Of a kind that the decode kernels serve."""
+    settings: dict[str, Any] = {
+        'sliding_window_size': 32,
+        'compress_block_size': 16,
+        'compress_block_sliding_stride': 8,
+        'selection_block_size': 16,
+        'num_selected_blocks': 5,
+    }
+    torch.manual_seed(0)
+    return (
+        Transformer(256, 256, 2, 64, 8, 2, use_sparse_attn=True, sparse_attn_kwargs=settings)
+        .to(device, torch.bfloat16)
+        .eval()
+    )
+
+
+def state_of(cache: ModelCache) -> list[Tensor]:
+    return [t for layer in cache for t in (layer.lengths, layer._peaks, *layer._tensors())]
+
+
+GRAPHED = pytest.mark.parametrize('make', [make_fixed_model, make_sparse_model], ids=['fixed', 'sparse'])
+
+
+@pytest.mark.gpu
+@GRAPHED
+@pytest.mark.parametrize('num_tokens', [1, 3])
+def test_replayed_steps_are_eager_steps_bitwise(make, num_tokens):
+    """Rows of different lengths, over many borders of blocks and windows, with tokens taken back and rows swapped."""
+    device = torch.device('cuda')
+    model = make(device)
+    prompts = [make_ids(length, seed=length).to(device) for length in (70, 7, 33)]
+    ids, mask = (t.to(device) for t in pad([p.cpu() for p in prompts], 'right'))
+    new = make_ids(3, 150 * num_tokens).to(device)
+    caches = [model.init_cache(3, 70 + 150 * num_tokens) for _ in range(2)]
+    steps = [
+        DecodeStep(model, cache, num_tokens, use_graph) for cache, use_graph in zip(caches, (None, False), strict=True)
+    ]
+    assert [step.uses_graph for step in steps] == [True, False]
+    for cache in caches:
+        model.prefill(ids, cache, mask=mask)
+    for index, tokens in enumerate(new.split(num_tokens, dim=1)):
+        replayed, eager = (step(tokens) for step in steps)
+        assert torch.equal(replayed, eager), index
+        if index in (40, 90):
+            for cache in caches:
+                cache.crop(cache.lengths - 5, max_length=cache.max_length - 5)
+                cache.reorder(torch.tensor([1, 2, 0], device=device))
+        bounds = [[(layer.max_length, layer._peak) for layer in cache] for cache in caches]
+        assert bounds[0] == bounds[1]
+    for one, other in zip(*map(state_of, caches), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.gpu
+@GRAPHED
+def test_a_replayed_step_refuses_a_full_cache(make):
+    model = make(torch.device('cuda'))
+    cache = model.init_cache(2, 8)
+    step, ids = DecodeStep(model, cache, use_graph=True), make_ids(2, 1).cuda()
+    for _ in range(8):
+        step(ids)
+    before = [t.clone() for t in state_of(cache)]
+    with pytest.raises(ValueError, match='its capacity is 8'):
+        step(ids)
+    assert all(torch.equal(one, other) for one, other in zip(state_of(cache), before, strict=True))
+    cache.reset()
+    assert torch.equal(step(ids), model(ids, cache=model.init_cache(2, 8)))
+
+
+@pytest.mark.gpu
+@GRAPHED
+def test_text_of_replayed_steps_is_text_of_eager_steps(make):
+    model = make(torch.device('cuda'))
+    prompt = make_ids(2, 40).cuda()
+    options: dict[str, Any] = {'temperature': 1.0, 'top_p': 0.9, 'seed': 3, 'stop_tokens': [1, 2]}
+    for count in (1, 2, 3, 300):
+        replayed, eager = (model.generate(prompt, count, **options, use_graph=use) for use in (True, False))
+        assert torch.equal(replayed, eager)
+
+
+@pytest.mark.gpu
+def test_a_graph_under_autocast_outlives_it():
+    model = make_fixed_model(torch.device('cuda')).float()
+    ids = make_ids(2, 20).cuda()
+    with torch.autocast('cuda', torch.bfloat16):
+        caches = [model.init_cache(2, 20) for _ in range(2)]
+        step = DecodeStep(model, caches[0], use_graph=True)
+        expected = [model(ids[:, t : t + 1], cache=caches[1]) for t in range(20)]
+        logits = [step(ids[:, t : t + 1]).clone() for t in range(4)]
+    junk = [torch.full((1 << 20,), float('nan'), device='cuda') for _ in range(8)]  # where cast weights may have lain
+    logits += [step(ids[:, t : t + 1]).clone() for t in range(4, 20)]
+    assert torch.equal(torch.cat(logits, 1), torch.cat(expected, 1))
+    assert junk

@@ -1,0 +1,118 @@
+"""Rotary angles: those of the library, float32 whatever the layer is, learned and partial ones too."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from rotary_embedding_torch import RotaryEmbedding
+from torch import Tensor
+from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu
+
+from native_sparse_attention import SparseAttention
+from native_sparse_attention.nn.rotary import angle_tables, rotate, turned_again
+from tests.layer.test_attention import make_layer, tokens
+
+
+def rotated(layer: SparseAttention, x: Tensor, positions: Tensor) -> Tensor:
+    assert layer.rotary is not None
+    return rotate(layer.rotary.tables(positions[None]), 'eager', x)[0]
+
+
+def test_matches_the_library() -> None:
+    layer = make_layer()
+    assert layer.rotary is not None
+    x = torch.randn(2, 50, 3, 6)
+    expected = RotaryEmbedding(6).rotate_queries_or_keys(x.transpose(1, 2)).transpose(1, 2)
+    torch.testing.assert_close(rotated(layer, x, torch.arange(50)), expected)
+
+
+def test_half_layers_keep_their_angles() -> None:
+    layer, x = make_layer(), torch.randn(1, 1, 1, 6)
+    assert layer.rotary is not None
+    expected = rotated(layer, x, torch.tensor([100_003]))
+    assert layer.bfloat16().to_qkv.weight.dtype == torch.bfloat16
+    assert rotated(layer, x, torch.tensor([100_003])).equal(expected)
+
+
+def test_interpolation_learned_and_partial() -> None:
+    emb = RotaryEmbedding(4, interpolate_factor=2.0, learned_freq=True)
+    layer = make_layer(rotary_emb=emb)
+    assert layer.rotary is not None
+    x = torch.randn(1, 9, 1, 6)
+    out = rotated(layer, x, torch.arange(9))
+    assert out[..., 4:].equal(x[..., 4:])
+    expected = RotaryEmbedding(4, custom_freqs=emb.freqs.data, interpolate_factor=2.0)
+    expected = expected.rotate_queries_or_keys(x[:, :, 0].double()).float()
+    torch.testing.assert_close(out[:, :, 0], expected)
+    layer(tokens(1, 9)).sum().backward()
+    assert emb.freqs.grad is not None
+
+
+def test_xpos_is_refused() -> None:
+    with pytest.raises(ValueError, match='xpos'):
+        make_layer(rotary_emb=RotaryEmbedding(6, use_xpos=True))
+
+
+def make_tables(device: torch.device) -> tuple[Tensor, Tensor]:
+    return angle_tables(torch.arange(5, device=device)[None], torch.tensor([0.3, 2.0], device=device))
+
+
+def test_turned_again(device: torch.device) -> None:
+    """For as many as saved it, once for all of them in a backward pass; also where only some of them are in it."""
+    x, tables = torch.randn(1, 5, 2, 6).to(device).requires_grad_(), make_tables(device)
+    (turned,) = rotate(tables, 'triton', x)
+    with turned_again(x, tables, 'triton', turned):
+        square, view, part = turned.square(), turned.view(5, 2, 6)[None].square(), turned[..., :4].square()
+    for outs in ((square,), (square, view, part), (part,), (view,), (part, view)):
+        results = torch.autograd.grad([out.sum() for out in outs], turned, retain_graph=True)[0]
+        expected = torch.zeros_like(turned)
+        for out in outs:
+            expected[..., : out.shape[-1]] += 2 * turned.detach()[..., : out.shape[-1]]
+        assert results.equal(expected)
+    saved = [out.grad_fn._saved_self for out in (square, view, part)]  # type: ignore[union-attr]
+    places = [t.untyped_storage().data_ptr() == turned.untyped_storage().data_ptr() for t in saved]
+    assert places == [False, False, True]
+
+
+def test_what_is_turned_again_is_not_changed_unseen(device: torch.device) -> None:
+    x, tables = torch.randn(1, 5, 2, 6).to(device).requires_grad_(), make_tables(device)
+    (turned,) = rotate(tables, 'triton', x)
+    with turned_again(x, tables, 'triton', turned):
+        out = turned.square().sum()
+    x.detach().mul_(2)
+    with pytest.raises(
+        RuntimeError, match=r'modified by an inplace operation: \(1, 5, 2, 6\) is at version 1; expected'
+    ):
+        out.backward()
+
+
+class Marked(Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    'why', ['eager', 'flex', 'learned', 'frozen', 'no grad', 'refused', 'others', 'subclass', None]
+)
+def test_where_nothing_is_turned_again(why: str | None, device: torch.device) -> None:
+    x, tables = torch.randn(1, 5, 2, 6).to(device), make_tables(device)
+    backend = why if why in ('eager', 'flex') else 'triton'
+    x = x.as_subclass(Marked) if why == 'subclass' else x
+    x = x.requires_grad_(why != 'frozen')
+    tables = (tables[0].requires_grad_(), tables[1]) if why == 'learned' else tables
+    contexts: dict[str | None, Any] = {
+        'no grad': torch.no_grad(),
+        'refused': disable_saved_tensors_hooks('why'),
+        'others': save_on_cpu(),
+    }
+    with contexts.get(why, nullcontext()):
+        (turned,) = rotate(tables, backend, x)
+        context = turned_again(x, tables, backend, turned)
+    assert isinstance(context, nullcontext) == (why is not None)
+
+
+def test_nothing_is_turned_again_without_tables() -> None:
+    x = torch.randn(1, 5, 2, 6, requires_grad=True)
+    assert isinstance(turned_again(x, None, 'triton', x), nullcontext)

@@ -1,0 +1,360 @@
+"""Compiles the kernels of every op for a GPU that need not be there, and prints a line of JSON for each.
+
+    python -m tests.support.builds sm90 bfloat16 128
+    python -m tests.support.builds sm90 float32 64 kinds select_blocks      of an op by part of its name
+
+Public ops run forward and backward on small CPU tensors; where a kernel would be launched it is compiled instead, for
+what it would be launched with. A process of its own, because Triton's interpreter cannot be switched off again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+os.environ.pop('TRITON_INTERPRET', None)
+
+import torch
+from torch import Tensor
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from native_sparse_attention.core.geometry import Sequences
+from native_sparse_attention.inference.cache import LayerCache
+from native_sparse_attention.inference.decode import nsa_decode
+from native_sparse_attention.nn.compress import MeanPool, SingleProjection
+from native_sparse_attention.ops import (
+    chosen_scores,
+    compressed_attention,
+    gated_sum,
+    rotary,
+    select_blocks,
+    selected_attention,
+    straight_through_scale,
+    window_attention,
+)
+from native_sparse_attention.ops._triton import inverse_index, launch, support
+from native_sparse_attention.ops._triton.interval.modifiers import Marks
+from native_sparse_attention.ops._triton.placement import make_placement
+from native_sparse_attention.ops.rotary import fan_out
+from native_sparse_attention.ops.selected_attention.triton import dlogits
+from native_sparse_attention.ops.selected_attention.triton import op as selected_op
+from tests.support.layouts import find_reductions
+
+SEQLEN = 96
+BLOCK, STRIDE, SELECTION_BLOCK = 32, 16, 64
+SIZES: dict[str, Any] = {
+    'compress_block_size': BLOCK,
+    'compress_stride': STRIDE,
+    'selection_block_size': SELECTION_BLOCK,
+}
+PACKED: dict[str, Any] = {'cu_seqlens': torch.tensor([0, 40, SEQLEN], dtype=torch.int32)}
+
+
+class NoGpu:
+    """Triton's driver of a GPU that is not there. Kernels are cached by device: an architecture has its own number."""
+
+    launcher_cls = staticmethod(lambda *_: None)
+
+    def __init__(self, architecture: str) -> None:
+        self.capability = int(architecture.removeprefix('sm'))
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget('cuda', self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return self.capability
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device('cpu')
+
+
+def make(dtype: torch.dtype, head_dim: int, kv_heads: int = 2, group: int = 4, keys: int = SEQLEN) -> list[Tensor]:
+    shapes = ((SEQLEN, kv_heads * group), (keys, kv_heads), (keys, kv_heads))
+    return [torch.zeros(1, *shape, head_dim, dtype=dtype, requires_grad=True) for shape in shapes]
+
+
+def differentiate(*outputs: Tensor) -> None:
+    torch.autograd.backward(outputs, [torch.zeros_like(t) for t in outputs])
+
+
+def make_gate(q: Tensor) -> Tensor:
+    return torch.zeros(q.shape[:3], requires_grad=True)
+
+
+def build_window(dtype: torch.dtype, head_dim: int) -> None:
+    q, k, v = make(dtype, head_dim)
+    differentiate(*window_attention(q, k, v, window_size=(31, 0), backend='triton'))
+    differentiate(window_attention(q, k, v, window_size=(-1, -1), causal=False, **PACKED, backend='triton')[0])
+    window_attention(q[:, :1], k, v, window_size=(31, 0), backend='triton')
+    differentiate(window_attention(q, k, v, window_size=(31, 0), gate=make_gate(q), backend='triton')[0])
+    differentiate(window_attention(q, k, v, window_size=(-1, 0), gate=make_gate(q), **PACKED, backend='triton')[0])
+
+
+def build_features(dtype: torch.dtype, head_dim: int) -> None:
+    q, k, v = make(dtype, head_dim)
+    sinks, bias = torch.zeros(8, requires_grad=True), torch.zeros(1, 1, SEQLEN, SEQLEN, requires_grad=True)
+    ids = torch.zeros(1, SEQLEN, dtype=torch.int32)
+    features: dict[str, Any] = {
+        'segment_ids': ids, 'bias': bias, 'attn_mask': ids[:, None, None].expand(1, 1, SEQLEN, SEQLEN) == 0,
+        'softcap': 20.0, 'sinks': sinks, 'dropout_p': 0.1, 'dropout_seed': 1,
+    }  # fmt: skip
+    differentiate(*window_attention(q, k, v, window_size=(31, 0), **features, **PACKED, backend='triton'))
+    for names in (('softcap',), ('sinks',), ('segment_ids', 'attn_mask'), ('bias',), ('dropout_p', 'dropout_seed')):
+        some = {name: features[name] for name in names}
+        differentiate(*window_attention(q, k, v, window_size=(31, 0), **some, backend='triton'))
+        if names in (('softcap',), ('bias',), ('dropout_p', 'dropout_seed')):
+            gated: dict[str, Any] = {**some, 'gate': make_gate(q)}
+            differentiate(window_attention(q, k, v, window_size=(31, 0), **gated, backend='triton')[0])
+    q, k, v = make(dtype, head_dim, keys=(SEQLEN - BLOCK) // STRIDE + 1)
+    memory = torch.zeros(2, 1, head_dim, dtype=dtype, requires_grad=True)
+    settings: dict[str, Any] = {'block_size': BLOCK, 'stride': STRIDE, 'mem_kv': (memory, memory)}
+    differentiate(*compressed_attention(q, k, v, **settings, softcap=20.0, sinks=sinks, backend='triton'))
+
+
+def build_compressed(dtype: torch.dtype, head_dim: int) -> None:
+    q, k, v = make(dtype, head_dim, keys=(SEQLEN - BLOCK) // STRIDE + 1)
+    mem_kv = tuple(torch.zeros(2, 1, head_dim, dtype=dtype, requires_grad=True) for _ in range(2))
+    settings: dict[str, Any] = {'block_size': BLOCK, 'stride': STRIDE, 'mem_kv': mem_kv}
+    differentiate(*compressed_attention(q, k, v, **settings, **PACKED, backend='triton'))
+    differentiate(*compressed_attention(q, k, v, **settings, backend='triton'))
+    compressed_attention(q[:, :1], k, v, block_size=BLOCK, stride=STRIDE, seqlen_k=SEQLEN, backend='triton')
+    differentiate(compressed_attention(q, k, v, **settings, gate=make_gate(q), backend='triton')[0])
+    settings['mem_kv'] = None
+    differentiate(compressed_attention(q, k, v, **settings, gate=make_gate(q), backend='triton')[0])
+
+
+def build_choice(dtype: torch.dtype, head_dim: int) -> None:
+    for group, share_group in ((16, True), (4, False)):
+        q, k, _ = make(dtype, head_dim, group=group, keys=(SEQLEN - BLOCK) // STRIDE + 1)
+        lse = torch.zeros(1, q.shape[2], SEQLEN, requires_grad=True)
+        indices = select_blocks(q, k, lse, num_selected=16, share_group=share_group, **SIZES, backend='triton')
+        indices = torch.zeros_like(indices)
+        chosen_scores(q, k, lse, indices, **SIZES, backend='triton')
+        differentiate(straight_through_scale(q, k, lse, indices, num_init=1, num_local=2, **SIZES, backend='triton'))
+    features: dict[str, Any] = {**SIZES, 'softcap': 20.0, 'backend': 'triton'}
+    counts = torch.zeros(indices.shape[:3], dtype=torch.int32)
+    select_blocks(q, k, lse, num_selected=16, share_group=False, block_counts=counts, **features)
+    differentiate(chosen_scores(q, k, lse, indices, **features))
+    for group in (4, 8):  # of blocks that reach beyond the next
+        q, k, _ = make(dtype, head_dim, group=group, keys=(SEQLEN - 64) // 16 + 1)
+        lse, far = torch.zeros(1, q.shape[2], SEQLEN), {**SIZES, 'compress_block_size': 64, 'selection_block_size': 32}
+        select_blocks(q, k, lse, num_selected=16, **far, backend='triton')
+
+
+def build_selected(dtype: torch.dtype, head_dim: int) -> None:
+    for group, choosers, scaled in ((4, 8, True), (16, 2, False)):
+        q, k, v = make(dtype, head_dim, group=group)
+        indices = torch.zeros(1, SEQLEN, choosers, 16, dtype=torch.int32)
+        block_scale = torch.ones(indices.shape, requires_grad=True) if scaled else None
+        settings: dict[str, Any] = {'block_size': SELECTION_BLOCK, 'block_scale': block_scale}
+        differentiate(*selected_attention(q, k, v, indices, **settings, backend='triton'))
+    with mock.patch.object(selected_op, 'choose_design', return_value='query'):
+        for group in (32, 64):  # which have settings of their own
+            q, k, v = make(dtype, head_dim, kv_heads=1, group=group)
+            indices = torch.zeros(1, SEQLEN, 1, 16, dtype=torch.int32)
+            differentiate(*selected_attention(q, k, v, indices, block_size=SELECTION_BLOCK, backend='triton'))
+            with mock.patch.multiple(dlogits, MIN_TOKENS=1, MIN_CHOICE=0):
+                differentiate(*selected_attention(q, k, v, indices, block_size=SELECTION_BLOCK, backend='triton'))
+    with mock.patch.object(selected_op, 'choose_design', return_value='mixed'):
+        q, k, v = make(dtype, head_dim, group=16)
+        indices = torch.zeros(1, SEQLEN, 2, 16, dtype=torch.int32)
+        differentiate(*selected_attention(q, k, v, indices, block_size=SELECTION_BLOCK, backend='triton'))
+        selected_attention(q, k, v, indices, block_size=SELECTION_BLOCK, **PACKED, backend='triton')
+        with mock.patch.multiple(dlogits, MIN_TOKENS=1, MIN_CHOICE=0):
+            differentiate(*selected_attention(q, k, v, indices, block_size=SELECTION_BLOCK, backend='triton'))
+            differentiate_gated(q, k, v, indices, block_size=SELECTION_BLOCK)
+        differentiate_gated(q, k, v, indices, block_size=SELECTION_BLOCK)
+    with mock.patch.object(selected_op, 'choose_design', return_value='block'):
+        q, k, v = make(dtype, head_dim)
+        indices = torch.zeros(1, SEQLEN, 2, 16, dtype=torch.int32)
+        served = launch.settings_of(selected_op.settings.BLOCK_DQ, q, v).block_n
+        for block_size in dict.fromkeys((min(64, served), 16, served)):
+            differentiate(*selected_attention(q, k, v, indices, block_size=block_size, backend='triton'))
+    for design in ('query', 'neighbours', 'block'):
+        with mock.patch.object(selected_op, 'choose_design', return_value=design):
+            block_size = min(SELECTION_BLOCK, served)
+            block_scale = None if design == 'block' else torch.ones(indices.shape, requires_grad=True)
+            capped: dict[str, Any] = {'block_size': block_size, 'block_scale': block_scale, 'softcap': 30.0}
+            differentiate(*selected_attention(q, k, v, indices, **capped, backend='triton'))
+            for softcap in (None, 30.0):
+                differentiate_gated(q, k, v, indices, block_size=block_size, softcap=softcap)
+
+
+def differentiate_gated(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, **settings: Any) -> None:
+    differentiate(selected_attention(q, k, v, indices, gate=make_gate(q), **settings, backend='triton')[0])
+
+
+def build_inverse_index(dtype: torch.dtype, head_dim: int) -> None:
+    num_selected = 16
+    seqlen = inverse_index.MIN_COUNTED // num_selected
+    indices = torch.zeros(1, seqlen, 2, num_selected, dtype=torch.int32)
+    packed = torch.tensor([0, 40, seqlen], dtype=torch.int32)
+    tiles = (inverse_index.SHORT_TILE, *inverse_index.TILES)
+    for tile, borders in (*((tile, None) for tile in tiles), (tiles[1], packed)):
+        seqlen_k = SELECTION_BLOCK * (2**tile.log_size - 3)
+        sequences = Sequences(1, seqlen, seqlen_k, indices.device, None, None, borders, borders)
+        sizes: dict[str, Any] = {'kv_heads': 2, 'block_size': SELECTION_BLOCK, 'causal': True, 'unique': True}
+        inverse_index.make_inverse_index(indices, make_placement(sequences), range(2), **sizes)
+
+
+def build_gated_sum(dtype: torch.dtype, head_dim: int) -> None:
+    outs = [torch.zeros(1, SEQLEN, 4, head_dim, dtype=dtype, requires_grad=True) for _ in range(3)]
+    gates = torch.zeros(1, SEQLEN, 4, 3, requires_grad=True)
+    differentiate(gated_sum(gates, *outs, backend='triton'))
+
+
+def build_rotary(dtype: torch.dtype, head_dim: int) -> None:
+    x, _, _ = make(dtype, head_dim)
+    tables = torch.zeros(1, SEQLEN, head_dim // 2)
+    differentiate(rotary(x, tables, tables, backend='triton'))
+    differentiate(*fan_out(x, 1, 2, (tables, tables), backend='triton'))
+    differentiate(*fan_out(x, 3, backend='triton'))
+
+
+@torch.no_grad()
+def build_decoding(dtype: torch.dtype, head_dim: int) -> None:
+    for num_tokens, is_mean in ((1, True), (5, False)):
+        q, k, v = (t[:, :num_tokens] for t in make(dtype, head_dim, group=16))
+        sizes: dict[str, Any] = {'kv_heads': 2, 'head_dim': head_dim, 'value_dim': head_dim, 'dtype': dtype}
+        cache = LayerCache(1, 4 * SEQLEN, compress=(BLOCK, STRIDE), has_raw_k=True, **sizes)
+        network = MeanPool() if is_mean else SingleProjection(head_dim, BLOCK).to(dtype)
+        positions, memory = (torch.zeros(2, length, head_dim, dtype=dtype) for length in (BLOCK, 1))
+        nsa_decode(
+            *(q, k, v, torch.zeros(1, num_tokens, 32, 3), cache),
+            networks=(network, network),
+            positions=(positions, positions),
+            freqs=torch.zeros(head_dim // 2),
+            mem_kv=(memory, memory) if is_mean else None,
+            selection_block_size=SELECTION_BLOCK,
+            num_selected=16,
+            window_size=100,
+            backend='triton',
+        )
+
+
+# An op with a Triton backend has an entry here, and what ops do only where a problem is large.
+OPS: dict[str, Callable[[torch.dtype, int], None]] = {
+    'window_attention': build_window,
+    'compressed_attention': build_compressed,
+    'features of both': build_features,
+    'select_blocks and chosen_scores': build_choice,
+    'selected_attention': build_selected,
+    'gated_sum': build_gated_sum,
+    'rotary': build_rotary,
+    'decoding': build_decoding,
+    'lists of who chose a block': build_inverse_index,
+}
+
+
+def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+    log = io.StringIO()
+    with contextlib.redirect_stdout(log):
+        kernel = run_jit(self, *args, grid=grid, warmup=True, **kwargs)
+    spilled = [int(size) for size in re.findall(r'(\d+) bytes spill stores', log.getvalue())]
+    if log.getvalue():  # compiled just now
+        name = f'{self.fn.__module__.removeprefix("native_sparse_attention.ops.")}.{self.fn.__name__}'
+        report = {'kernel': name, 'shared': kernel.metadata.shared, 'spilled': max(spilled, default=0)}
+        reductions = [r for r in find_reductions(kernel.asm['ttgir']) if r.is_linear]
+        report['linear'] = len(reductions)
+        report['scattered'] = [r.operand for r in reductions if r.is_scattered]
+        report['is_gated'] = is_gated(self, args, kwargs)
+        report['is_marked'] = any(isinstance(arg, Marks) and arg.first_row is not None for arg in args)
+        print(json.dumps(report), flush=True)
+    return kernel
+
+
+def compile_once(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """A kernel in the first variant that is asked for, and no other; one of two halves in both, and those that know
+    gates, or modifiers, with all of them too.
+    """
+    is_marked = any(isinstance(arg, Marks) and all(v is not None for v in arg) for arg in args)
+    kind = (self, kwargs.get('FINISHES'), is_marked, is_gated(self, args, kwargs))
+    return compile_new(kind, self, *args, **kwargs)
+
+
+def compile_kinds(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """A kernel in the first of all variants that differ by numbers alone."""
+    kind = (self, kind_of(args), kind_of(kwargs), is_gated(self, args, kwargs))
+    return compile_new(kind, self, *args, **kwargs)
+
+
+def is_gated(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a kernel has gates, or numbers of a row with a gate among them."""
+    given = [arg for name, arg in zip(kernel.arg_names, args, strict=False) if name in ('gate_ptr', 'gates')]
+    return any(arg is not None for arg in given) or kwargs.get('NUMBERS') == 3
+
+
+def compile_new(kind: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    if kind in compiled:
+        return None
+    compiled.add(kind)
+    return compile_only(self, *args, **kwargs)
+
+
+def kind_of(argument: Any) -> Any:
+    """What makes other code of a kernel than other numbers do."""
+    match argument:
+        case dict():
+            # Warps tell groups apart that have settings of their own.
+            kinds = {name: kind_of(value) for name, value in argument.items() if name not in OPTIONS}
+            return argument.get('num_warps'), *kinds.items()
+        case tuple():
+            return tuple(map(kind_of, argument))
+        case Tensor():
+            return argument.dtype
+        case bool() | None:
+            return argument
+        case int() | float():
+            return argument > 0
+        case _:
+            return type(argument)
+
+
+OPTIONS = ('grid', 'num_warps', 'num_stages', 'num_ctas', 'maxnreg')
+run_jit: Any = JITFunction.run
+compiled: set[Any] = set()
+
+
+def zeros(*args: Any, **kwargs: Any) -> Tensor:
+    """Nothing is computed, but what a kernel would have written may be used as an index."""
+    return empty(*args, **kwargs).zero_()
+
+
+empty = torch.empty
+
+
+def main(architecture: str, dtype: str, head_dim: str, variants: str = 'all', part: str = '') -> None:
+    no_gpu: Any = NoGpu(architecture)
+    driver.set_active(no_gpu)
+    knobs.nvidia.dump_ptxas_log = True
+    run = {'one': compile_once, 'kinds': compile_kinds, 'all': compile_only}[variants]
+    for owner, name, value in (
+        (JITFunction, 'run', run),
+        (launch, 'architecture_of', lambda _: architecture),
+        (launch, 'are_watched', lambda: True),  # every launch asks Triton
+        (support, '_unsupported_device', lambda _: None),
+        (torch, 'empty', zeros),
+        (torch, 'empty_like', torch.zeros_like),
+        (Tensor, 'new_empty', Tensor.new_zeros),
+    ):
+        setattr(owner, name, value)
+    for op, build in OPS.items():
+        if part in op:
+            build(getattr(torch, dtype), int(head_dim))
+
+
+if __name__ == '__main__':
+    main(*sys.argv[1:])

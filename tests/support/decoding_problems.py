@@ -1,0 +1,336 @@
+"""Problems for decoding: a layer, a cache that has a past, new tokens; and a step of one backend beside eager's.
+
+    case = Case(blocks=(16, 4, 4), num_selected=5)
+    layer = make_layer(case, device)
+    cache = make_cache(case, [37, 0], device)           # rows of 37 and 0 tokens, NaN in all memory that is not used
+    tokens = make_tokens(case, 2, 3, device)            # 3 new tokens for each of 2 rows
+    twin = copy_cache(cache)                            # the same contents, contiguous; of another dtype by name
+    out, chosen = decode(cache, tokens, layer)          # by the kernels; chosen: int32 [B, T, H or HQ, n] or None
+    out = decode_eagerly(twin, tokens, layer)
+    check_step(case, cache, twin, tokens, layer)        # both, by the error rules, and what the caches hold afterwards
+    assert_rest_is_unused(cache)                        # still NaN
+
+A past is random: keys, compressed keys and rings do not come from the same tokens, so a read of the wrong one shows.
+All of it takes a device, and dtypes of `Case.dtype`; nothing here asks for the interpreter or for a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from native_sparse_attention.core.geometry import num_compressed_blocks
+from native_sparse_attention.inference.cache import PAIRS, TOKENS, LayerCache
+from native_sparse_attention.inference.decode import nsa_decode
+from native_sparse_attention.inference.paged_cache import PagedLayerCache
+from native_sparse_attention.nn.compress import MeanPool
+from native_sparse_attention.testing import assert_matches
+from tests.support.harness import fence, same_bits
+from tests.support.problems import Heads
+
+HEADS = Heads(4, 2, 16, 16)
+RINGS = ('raw_k', 'raw_v')
+# What keys that kernels turn may differ by: cosines and sines have other roundings.
+TURNED = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+
+
+class Linear(nn.Module):
+    """φ linear in the flattened block, one for all heads."""
+
+    def __init__(self, block_size: int, dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(dim, block_size * dim) / (block_size * dim) ** 0.5)
+
+    def forward(self, blocks: Tensor) -> Tensor:
+        return blocks.flatten(-2) @ self.weight.T
+
+
+class LastWeighsMost(nn.Module):
+    """φ that minds the order of the tokens of a block: the i-th of them weighs i."""
+
+    def forward(self, blocks: Tensor) -> Tensor:
+        weights = torch.arange(1, blocks.shape[-2] + 1, device=blocks.device, dtype=blocks.dtype)
+        return (blocks * (weights / weights.sum())[:, None]).sum(-2)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layer and the sizes of its cache.
+
+    blocks: l, d, l'. num_angles: pairs of features that rotary turns, 0 for no rotary embedding, None for all. network:
+    'mean', 'linear' or 'own'. independent: k_window, v_window, raw_k and raw_v of their own. pairs: M. page_size: None
+    for a contiguous cache; pages of a paged one lie scattered in pools that have `spare_pages` more than rows need.
+    """
+
+    heads: Heads = HEADS
+    blocks: tuple[int, int, int] = (8, 4, 8)
+    num_selected: int = 3
+    window_size: int = 11
+    num_init: int = 1
+    num_local: int = 2
+    share_group: bool = True
+    pairs: int = 1
+    num_angles: int | None = None
+    factor: float = 1.0
+    network: str = 'mean'
+    independent: bool = False
+    dtype: torch.dtype = torch.float32
+    capacity: int = 56
+    max_rollback: int = 4
+    page_size: int | None = None
+    spare_pages: int = 2
+
+    @property
+    def angles(self) -> int:
+        return self.heads.head_dim // 2 if self.num_angles is None else self.num_angles
+
+
+def make_layer(case: Case, device: torch.device) -> dict[str, Any]:
+    """What `nsa_decode` takes by name and a layer keeps, fenced."""
+    heads, (block_size, _, selection_block_size) = case.heads, case.blocks
+    dims = (heads.head_dim, heads.value_dim)
+
+    def pair(count: int) -> tuple[Tensor, ...]:
+        return tuple(fence(torch.randn(heads.kv_heads, count, dim).to(device, case.dtype)) for dim in dims)
+
+    make = {'mean': lambda dim: MeanPool(), 'linear': lambda dim: Linear(block_size, dim)}
+    networks = tuple(make.get(case.network, lambda dim: LastWeighsMost())(dim) for dim in dims)
+    return {
+        'networks': tuple(network.to(device, case.dtype).requires_grad_(False) for network in networks),
+        'positions': pair(block_size),
+        'freqs': fence(torch.rand(case.angles, device=device)) if case.angles else None,
+        'interpolate_factor': case.factor,
+        'mem_kv': pair(case.pairs) if case.pairs else None,
+        'selection_block_size': selection_block_size,
+        'num_selected': case.num_selected,
+        'window_size': case.window_size,
+        'num_init': case.num_init,
+        'num_local': case.num_local,
+        'share_group': case.share_group,
+    }
+
+
+def make_tokens(case: Case, batch: int, num_tokens: int, device: torch.device) -> dict[str, Tensor]:
+    """What `nsa_decode` takes by name of new tokens, fenced; gates are float32."""
+    heads, shape = case.heads, (batch, num_tokens)
+
+    def normal(count: int, dim: int) -> Tensor:
+        return fence(torch.randn(*shape, count, dim).to(device, case.dtype))
+
+    names = [('k', 'v'), *([('raw_k', 'raw_v'), ('k_window', 'v_window')] if case.independent else [])]
+    tokens = {'q': normal(heads.heads, heads.head_dim), 'gates': fence(torch.rand(*shape, heads.heads, 3).to(device))}
+    for of_keys, of_values in names:
+        tokens[of_keys] = normal(heads.kv_heads, heads.head_dim)
+        tokens[of_values] = normal(heads.kv_heads, heads.value_dim)
+    return tokens
+
+
+def make_cache(case: Case, lengths: Sequence[int], device: torch.device) -> LayerCache:
+    """Rows of so many random tokens, their compressed blocks and rings; NaN in all memory that they do not use."""
+    heads, (block_size, stride, selection_block_size) = case.heads, case.blocks
+    layout = {
+        'kv_heads': heads.kv_heads,
+        'head_dim': heads.head_dim,
+        'value_dim': heads.value_dim,
+        'max_rollback': case.max_rollback,
+        'compress': (block_size, stride),
+        'has_raw_k': case.angles > 0 or case.independent,
+        'has_raw_v': case.independent,
+        'has_window': case.independent,
+        'dtype': case.dtype,
+        'device': device,
+    }
+    batch = len(lengths)
+    if case.page_size is None:
+        cache = LayerCache(batch, case.capacity, **layout)
+    else:
+        pages = -(-case.capacity // case.page_size)
+        num_pages = batch * pages + case.spare_pages
+        cache = PagedLayerCache(
+            batch,
+            case.capacity,
+            page_size=case.page_size,
+            selection_block_size=selection_block_size,
+            num_pages=num_pages,
+            block_table=_scattered_table(lengths, pages, case.page_size, num_pages, device),
+            block_table_cmp=_scattered_table(lengths, pages, case.page_size, num_pages, device),
+            **layout,
+        )
+    for name in (*TOKENS, *PAIRS, *RINGS):
+        tensor = getattr(cache, name)
+        if tensor is not None:
+            setattr(cache, name, fence(torch.full_like(tensor, torch.nan)))
+    where = torch.arange(max(lengths), device=device).expand(batch, -1)
+    ends = torch.tensor(lengths, dtype=torch.int32, device=device)
+    for name in (*TOKENS, *PAIRS):
+        if getattr(cache, name) is not None:
+            count = ends if name in TOKENS else num_compressed_blocks(ends, block_size, stride)
+            for row, end in enumerate(count.tolist()):
+                _write(cache, name, row, where[:1, :end])
+    for name in RINGS:
+        ring = getattr(cache, name)
+        if ring is None:
+            continue
+        for row, length in enumerate(lengths):
+            kept = torch.arange(max(0, length - ring.shape[1]), length, device=device) % ring.shape[1]
+            ring[row, kept] = torch.randn(len(kept), *ring.shape[2:]).to(ring)
+    cache.lengths, cache._peaks = fence(ends), fence(ends)
+    cache.max_length = cache._peak = max(lengths)
+    return cache
+
+
+def _scattered_table(
+    lengths: Sequence[int], pages: int, page_size: int, num_pages: int, device: torch.device
+) -> Tensor:
+    """int32 `[B, pages + 1]`: pages in any order, for 16 tokens more than a row has; beyond them what no page is."""
+    shuffled = torch.randperm(num_pages)[: len(lengths) * pages].view(len(lengths), pages)
+    columns = torch.arange(pages + 1)
+    needed = torch.tensor([-(-(length + 16) // page_size) for length in lengths])[:, None]
+    none = torch.tensor([-1, num_pages, 2**31 - 1, -(2**31)])[columns % 4]
+    table = torch.where(columns < needed, torch.nn.functional.pad(shuffled, (0, 1), value=-1), none)
+    return fence(table.int().to(device))
+
+
+def _write(cache: LayerCache, name: str, row: int, where: Tensor) -> None:
+    """Random entries at places `[1, n]` of a row."""
+    tensor = getattr(cache, name)
+    entries = torch.randn(where.shape[1], *tensor.shape[2:]).to(tensor)
+    if isinstance(cache, PagedLayerCache):
+        page, entry, exists = cache._place(name, where.expand(cache.batch_size, -1))
+        assert exists[row].all()
+        tensor[page[row], entry[row]] = entries
+    else:
+        tensor[row, : where.shape[1]] = entries
+
+
+def copy_cache(cache: LayerCache, dtype: torch.dtype | None = None) -> LayerCache:
+    """A contiguous cache that holds the same; NaN where none is."""
+    twin = LayerCache(
+        cache.batch_size,
+        cache.capacity,
+        **cache.layout,
+        max_rollback=cache.max_rollback,
+        grows=cache.grows,
+        dtype=dtype or cache.dtype,
+        device=cache.device,
+    )
+    twin.lengths, twin._peaks = cache.lengths.clone(), cache._peaks.clone()
+    twin.max_length, twin._peak = cache.max_length, cache._peak
+    for name in RINGS:
+        if getattr(cache, name) is not None:
+            setattr(twin, name, getattr(cache, name).to(twin.dtype, copy=True))
+    for name in (*TOKENS, *PAIRS):
+        tensor = getattr(twin, name)
+        if tensor is not None:
+            tensor.fill_(torch.nan)
+            for row, held in enumerate(held_entries(cache, name)):
+                tensor[row, : len(held)] = held
+    return twin
+
+
+def held_entries(cache: LayerCache, name: str) -> list[Tensor]:
+    """Of every row the tokens, or with a name of PAIRS the complete compressed blocks, `[n, H, D or DV]`."""
+    assert cache.compress is not None
+    counts = cache.lengths if name in TOKENS else num_compressed_blocks(cache.lengths.long(), *cache.compress)
+    stored = cache._read(name, int(counts.max()))
+    return [stored[row, :count] for row, count in enumerate(counts.tolist())]
+
+
+def in_double(value: Any) -> Any:
+    """Tokens or a layer in float64; freqs stay, from which all make the same angles."""
+    if isinstance(value, dict):
+        return {name: t if name == 'freqs' else in_double(t) for name, t in value.items()}
+    if isinstance(value, tuple):
+        return tuple(in_double(item) for item in value)
+    if isinstance(value, Linear):
+        double = Linear(1, 1).double().requires_grad_(False)
+        double.weight = nn.Parameter(value.weight.double(), requires_grad=False)
+        return double
+    return value.double() if isinstance(value, Tensor) else value
+
+
+def decode(
+    cache: LayerCache, tokens: dict[str, Tensor], layer: dict[str, Any], **settings: Any
+) -> tuple[Tensor, Tensor | None]:
+    """A step by the kernels: the output and the blocks that it chose."""
+    with torch.no_grad():
+        out = nsa_decode(**tokens, cache=cache, **layer, **settings, backend='triton')
+    return out, chosen_blocks(cache, tokens['q'].shape[1], layer['num_selected'])
+
+
+def chosen_blocks(cache: LayerCache, num_tokens: int, num_selected: int) -> Tensor | None:
+    """A copy of what the last step by the kernels of so many tokens chose."""
+    if num_selected == 0:
+        return None
+    (chosen,) = (
+        t
+        for (name, *_), t in cache.workspace.items()
+        if name == 'chosen' and (t.shape[1], t.shape[3]) == (num_tokens, num_selected)
+    )
+    return chosen.clone()
+
+
+def decode_eagerly(cache: LayerCache, tokens: dict[str, Tensor], layer: dict[str, Any]) -> Tensor:
+    with torch.no_grad():
+        return nsa_decode(**tokens, cache=cache, **layer, backend='eager')
+
+
+def check_step(
+    case: Case,
+    cache: LayerCache,
+    twin: LayerCache,
+    tokens: dict[str, Tensor],
+    layer: dict[str, Any],
+    **settings: Any,
+) -> Tensor | None:
+    """A step by the kernels on `cache` and by eager on `twin`, which hold the same: the output by the error rules, then
+    what both hold. Returns the blocks that the kernels chose.
+    """
+    exact = decode_eagerly(copy_cache(twin, torch.float64), in_double(tokens), in_double(layer))
+    expected = decode_eagerly(twin, tokens, layer)
+    out, chosen = decode(cache, tokens, layer, **settings)
+    assert_matches(out, exact, expected, name='out')
+    assert_hold_the_same(case, cache, twin)
+    return chosen
+
+
+def assert_hold_the_same(case: Case, cache: LayerCache, twin: LayerCache) -> None:
+    """Lengths and bounds; values and rings bitwise; turned keys and compressed blocks up to their roundings."""
+    for name in ('lengths', '_peaks'):
+        assert getattr(cache, name).tolist() == getattr(twin, name).tolist(), name
+    assert (cache.max_length, cache._peak) == (twin.max_length, twin._peak)
+    for name in RINGS:
+        if getattr(twin, name) is not None:
+            assert same_bits(getattr(cache, name), getattr(twin, name)), name
+    tolerance = TURNED[case.dtype]
+    for name in (*TOKENS, *PAIRS):
+        if getattr(twin, name) is None:
+            continue
+        is_rounded = name in PAIRS or (name in ('k', 'k_window') and case.angles > 0)
+        for row, (held, expected) in enumerate(zip(held_entries(cache, name), held_entries(twin, name), strict=True)):
+            if is_rounded:
+                message = f'{name} of row {row}'
+                torch.testing.assert_close(held, expected, rtol=tolerance, atol=tolerance, msg=message)
+            else:
+                assert same_bits(held, expected), f'{name} of row {row}'
+
+
+def assert_rest_is_unused(cache: LayerCache) -> None:
+    """But for what its rows hold, there must be NaN everywhere."""
+    for name in (*TOKENS, *PAIRS):
+        tensor = getattr(cache, name)
+        if tensor is None:
+            continue
+        rest = tensor.clone()
+        for row, held in enumerate(held_entries(cache, name)):
+            if isinstance(cache, PagedLayerCache):
+                where = torch.arange(len(held), device=cache.device).expand(cache.batch_size, -1)
+                page, entry, _ = cache._place(name, where)
+                rest[page[row], entry[row]] = torch.nan
+            else:
+                rest[row, : len(held)] = torch.nan
+        assert rest.isnan().all(), f'{name} has been written where no row has anything'

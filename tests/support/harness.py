@@ -1,0 +1,306 @@
+"""What the tests of kernels share: memory that betrays a wrong access, Triton's interpreter at its strictest, and the
+comparison with eager.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache, partialmethod
+from typing import Any
+
+import hypothesis
+import numpy as np
+import pytest
+import torch
+import triton.language as tl
+from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+from triton.language.semantic import TritonSemantic
+from triton.runtime import interpreter
+
+from native_sparse_attention.core.geometry import Sequences
+from native_sparse_attention.ops._triton.support import is_interpreted
+from native_sparse_attention.testing import outputs_and_gradients, row_errors
+from tests.support.problems import Extents, Heads
+
+# Elements on either side of a buffer that belong to nobody.
+MARGIN = 256
+# Buffers beyond this are left alone: filling them would cost more memory than a test has.
+MAX_POISONED_BYTES = 2**28
+JUNK = 0x5A5A5A5A5A5A5A5A
+
+Tensors = Mapping[str, Tensor]
+
+
+def junk_of(dtype: torch.dtype) -> float | int:
+    """What stands where nothing was written: NaN, or an integer that is no size, index or offset of a test."""
+    if dtype.is_floating_point:
+        return float('nan')
+    return True if dtype == torch.bool else JUNK & torch.iinfo(dtype).max
+
+
+def is_junk(tensor: Tensor) -> Tensor:
+    return tensor.isnan() if tensor.is_floating_point() else tensor == junk_of(tensor.dtype)
+
+
+def fence(tensor: Tensor) -> Tensor:
+    """The values of `tensor` with its strides, in a buffer where NaN (integers: junk) stands everywhere else."""
+    if tensor.numel() == 0:
+        return tensor
+    size = 1 + sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    buffer = torch.full((size + 2 * MARGIN,), junk_of(tensor.dtype), dtype=tensor.dtype, device=tensor.device)
+    fenced = buffer.as_strided(tensor.shape, tensor.stride(), MARGIN)
+    once = tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())
+    fenced[once] = tensor.detach()[once]
+    return fenced
+
+
+def far_apart(tensor: Tensor, dim: int) -> Tensor:
+    """The same values, the last ones of a dimension more than 2 ** 31 elements behind the first."""
+    strides = list(tensor.contiguous().stride())
+    strides[dim] = 2**31 // (tensor.shape[dim] - 1) + 16
+    size = 1 + sum((length - 1) * stride for length, stride in zip(tensor.shape, strides, strict=True))
+    return torch.empty(size, dtype=tensor.dtype).as_strided(tensor.shape, strides).copy_(tensor)
+
+
+class Allocations:
+    """Uninitialised memory, full of junk and between margins of junk."""
+
+    def __init__(self) -> None:
+        self.buffers: list[tuple[Tensor, int]] = []
+
+    def poison(self, tensor: Tensor) -> Tensor:
+        """Another tensor of the same shape and strides, full of junk."""
+        if type(tensor) is not Tensor or tensor.is_meta or _get_current_dispatch_mode() is not None:
+            return tensor  # of a fake implementation, or of those who look on
+        size = tensor.untyped_storage().nbytes() // tensor.element_size()
+        if size == 0 or tensor.requires_grad or size * tensor.element_size() > MAX_POISONED_BYTES:
+            return tensor
+        buffer = torch.full((size + 2 * MARGIN,), junk_of(tensor.dtype), dtype=tensor.dtype, device=tensor.device)
+        self.buffers.append((buffer, size))
+        return buffer.as_strided(tensor.shape, tensor.stride(), MARGIN)
+
+    def check(self) -> None:
+        for buffer, size in self.buffers:
+            margins = torch.cat((buffer[:MARGIN], buffer[MARGIN + size :]))
+            assert is_junk(margins).all(), f'written beside a buffer of {size} {buffer.dtype}'
+
+
+@contextmanager
+def poisoned_allocations() -> Iterator[None]:
+    """What allocates uninitialised memory gives it full of junk. On leaving, the margins must be as they were.
+
+    The functions themselves are replaced, because modes of PyTorch do not reach into a registered op.
+    """
+    allocations = Allocations()
+
+    def poisoning(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda *args, **kwargs: allocations.poison(function(*args, **kwargs))
+
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in ((torch, 'empty'), (torch, 'empty_like'), (Tensor, 'new_empty'), (torch, 'empty_strided')):
+            patch.setattr(owner, name, poisoning(getattr(owner, name)))
+        yield
+    allocations.check()
+
+
+@contextmanager
+def strict_interpreter() -> Iterator[None]:
+    """Interpreted kernels report int32 that overflows and asserts that fail, and every load and store that leaves the
+    tensors of a launch; their float32 products have the same bits on every processor. Kernels on a GPU are left alone.
+    """
+    if not is_interpreted():
+        yield
+        return
+    extents = np.zeros((0, 2), dtype=np.uint64)
+    launch = interpreter.GridExecutor.__call__
+    patch_language = interpreter._patch_lang
+    patched: set[Any] = set()
+    load, store = interpreter.InterpreterBuilder.create_masked_load, interpreter.InterpreterBuilder.create_masked_store
+
+    def launch_watched(self: Any, *args: Any, **kwargs: Any) -> None:
+        nonlocal extents
+        extents = _merged_extents(_tensors_in((args, tuple(kwargs.values()))))
+        patched.clear()
+        launch(self, *args, **kwargs)
+
+    def patch_once_a_launch(function: Any) -> Any:
+        """The interpreter does it for every function that a kernel calls, and spends half of its time on it."""
+        languages = {module for module in function.__globals__.values() if module is tl or module is tl.core}
+        if languages <= patched:
+            return interpreter._LangPatchScope()
+        patched.update(languages)
+        return patch_language(function)
+
+    dtype_of = cache(interpreter._get_np_dtype)
+
+    def numpy_dtype(dtype: Any) -> Any:
+        return np.dtype(np.uint64) if dtype.scalar.is_ptr() else dtype_of(dtype.scalar)
+
+    def check(pointers: Any, mask: Any, what: str) -> None:
+        # A mask that branches put together may be of another type than bool, and index otherwise.
+        addresses = pointers.data[np.broadcast_to(mask.data, pointers.data.shape).astype(bool)]
+        size = np.uint64(pointers.get_element_ty().primitive_bitwidth // 8)
+        if addresses.size:
+            index = np.searchsorted(extents[:, 0], addresses, side='right') - 1
+            inside = (index >= 0) & (addresses + size <= extents[index, 1]) if len(extents) else np.zeros(1, bool)
+            assert inside.all(), f'{what} of {int((~inside).sum())} elements outside the tensors of the launch'
+
+    def load_watched(self: Any, pointers: Any, mask: Any, *args: Any, **kwargs: Any) -> Any:
+        check(pointers, mask, 'load')
+        return load(self, pointers, mask, *args, **kwargs)
+
+    def store_watched(self: Any, pointers: Any, value: Any, mask: Any, *args: Any, **kwargs: Any) -> Any:
+        check(pointers, mask, 'store')
+        return store(self, pointers, value, mask, *args, **kwargs)
+
+    multiply = interpreter.InterpreterBuilder.create_dot
+
+    def multiply_alike(self: Any, a: Any, b: Any, total: Any, *args: Any) -> Any:
+        """The library that numpy multiplies by adds up in another order on every kind of processor."""
+        if not {a.data.dtype.type, b.data.dtype.type} <= {np.float16, np.float32} or total.data.dtype != np.float32:
+            return multiply(self, a, b, total, *args)
+        product = np.matmul(a.data, b.data, dtype=np.float64).astype(np.float32)
+        return interpreter.TensorHandle(product + total.data, total.dtype.scalar)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter.InterpreterBuilder, 'create_dot', multiply_alike)
+        patch.setattr(interpreter.interpreter_builder, 'options', interpreter.InterpreterOptions(debug=True))
+        patch.setattr(interpreter.GridExecutor, '__call__', launch_watched)
+        patch.setattr(interpreter, '_patch_lang', patch_once_a_launch)
+        patch.setattr(interpreter, '_get_np_dtype', numpy_dtype)
+        patch.setattr(TritonSemantic, 'binary_op_sanitize_overflow_impl', _refuse_overflow)
+        # Of a number and NaN, a GPU takes the number.
+        for name, function in (('create_maxnumf', np.fmax), ('create_minnumf', np.fmin)):
+            take = partialmethod(interpreter.InterpreterBuilder.binary_op, op=function)
+            patch.setattr(interpreter.InterpreterBuilder, name, take)
+        patch.setattr(interpreter.InterpreterBuilder, 'create_masked_load', load_watched)
+        patch.setattr(interpreter.InterpreterBuilder, 'create_masked_store', store_watched)
+        # Values that are not finite are part of the tests.
+        with np.errstate(all='ignore'):
+            yield
+
+
+def _refuse_overflow(self: Any, a: Any, b: Any, operation: Any) -> None:
+    """What Triton checks, in a few operations rather than ten of the interpreter's."""
+    bits = a.type.scalar.int_bitwidth
+    if bits < 64:
+        function = {'add': np.add, 'sub': np.subtract, 'mul': np.multiply}[operation.__name__]
+        result = function(a.handle.data.astype(np.int64), b.handle.data.astype(np.int64))
+        limits = np.iinfo(a.handle.data.dtype)
+        within = (result >= limits.min) & (result <= limits.max)
+        assert within.all(), f'int{bits} overflow detected for operation {operation.__name__}'
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from _tensors_in(item)
+
+
+def _merged_extents(tensors: Iterator[Tensor]) -> np.ndarray:
+    """uint64 `[N, 2]`: the addresses [start, stop) of tensors, ascending and apart from each other."""
+    merged: list[list[int]] = []
+    extents = []
+    for t in tensors:
+        if t.numel():
+            last = sum((length - 1) * stride for length, stride in zip(t.shape, t.stride(), strict=True))
+            extents.append((t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()))
+    for start, stop in sorted(extents):
+        if merged and start <= merged[-1][1]:
+            merged[-1][1] = max(merged[-1][1], stop)
+        else:
+            merged.append([start, stop])
+    return np.array(merged, dtype=np.uint64).reshape(-1, 2)
+
+
+def place(value: Any, device: torch.device, dtype: torch.dtype = torch.float32) -> Any:
+    """Tensors on the device and fenced, floating ones in the dtype; what is in tuples and dictionaries too."""
+    if isinstance(value, Tensor):
+        return fence(value.to(device, dtype) if value.is_floating_point() else value.to(device))
+    if isinstance(value, tuple):
+        return tuple(place(item, device, dtype) for item in value)
+    if isinstance(value, dict):
+        return {name: place(item, device, dtype) for name, item in value.items()}
+    return value
+
+
+def make_grads(
+    extents: Extents, heads: Heads, device: torch.device, dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
+    """Of the output and the log-sum-exp of an attention."""
+    batch, seqlen = extents.batch, extents.seqlen_q
+    return [
+        torch.randn(batch, seqlen, heads.heads, heads.value_dim, device=device, dtype=dtype),
+        torch.randn(batch, heads.heads, seqlen, device=device),
+    ]
+
+
+def run_triton(
+    op: Callable[..., Any], tensors: Tensors, grads: list[Tensor] | None = None, **settings: Any
+) -> dict[str, Tensor]:
+    """Outputs and gradients by name, as `outputs_and_gradients` gives them."""
+    return outputs_and_gradients(lambda **leaves: op(**leaves, **settings, backend='triton'), tensors, grads)
+
+
+def run_eager(
+    op: Callable[..., Any], tensors: Tensors, grads: list[Tensor] | None = None, **settings: Any
+) -> dict[str, Tensor]:
+    return outputs_and_gradients(lambda **leaves: op(**leaves, **settings, backend='eager'), tensors, grads)
+
+
+def assert_close_to_eager(
+    op: Callable[..., Any], tensors: Tensors, grads: list[Tensor] | None = None, **settings: Any
+) -> None:
+    """float32 within 1e-5 of eager in float64, where a problem is too small to measure by the errors of eager; float16
+    within 2e-3.
+    """
+    gold = run_eager(op, {n: t.double() if t.is_floating_point() else t for n, t in tensors.items()}, grads, **settings)
+    is_half = any(t.dtype == torch.float16 for t in tensors.values())
+    for name, t in run_triton(op, tensors, grads, **settings).items():
+        # Gradients come of rounded weights, whatever their own type.
+        tolerance = 2e-3 if t.dtype == torch.float16 or (is_half and name.startswith('grad')) else 1e-5
+        torch.testing.assert_close(
+            t.double(), gold[name], rtol=tolerance, atol=tolerance, equal_nan=True, msg=lambda m, n=name: f'{n}: {m}'
+        )
+
+
+def assert_slopes_at_the_cap(op: Callable[..., Any], tensors: Tensors, grads: list[Tensor], **settings: Any) -> None:
+    """Gradients of queries and keys where every logit is near 7 times the cap: slopes of a millionth have their digits,
+    which 1 - tanh ** 2 in float32 has not. tensors: of random numbers, q and k among them.
+    """
+    q, k = (1 + 0.1 * tensors[name] for name in 'qk')
+    tensors = {**tensors, 'q': 7 / q.shape[3] * q, 'k': k}
+    settings |= {'scale': 1.0, 'softcap': 1.0}
+    wide = {n: t.double() if t.is_floating_point() else t for n, t in tensors.items()}
+    gold, result = run_eager(op, wide, grads, **settings), run_triton(op, tensors, grads, **settings)
+    for name in ('grad of q', 'grad of k'):
+        assert row_errors(result[name], gold[name]).max() < 2**-14, name
+
+
+def assert_same_bits(result: Tensors, expected: Tensors) -> None:
+    assert result.keys() == expected.keys()
+    for name in expected:
+        assert same_bits(result[name], expected[name]), name
+
+
+def fewer_examples(share: float) -> hypothesis.settings:
+    """A share of the examples of the profile, for what takes long in the interpreter."""
+    profile = hypothesis.settings()
+    return hypothesis.settings(profile, max_examples=max(1, round(profile.max_examples * share)))
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    return a.dtype == b.dtype and a.contiguous().view(integers).equal(b.contiguous().view(integers))
+
+
+def make_sequences(extents: Extents, device: torch.device) -> Sequences:
+    where = place(extents.where, device)
+    cu_seqlens = where.get('cu_seqlens')
+    borders = (cu_seqlens, where.get('cu_seqlens_k', cu_seqlens))
+    sizes = (extents.batch, extents.seqlen_q, extents.seqlen_k)
+    return Sequences(*sizes, device, where.get('q_offset'), where.get('seqlens_k'), *borders)

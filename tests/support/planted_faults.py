@@ -1,0 +1,448 @@
+"""Whether the tests notice when a kernel is wrong: one-line faults are planted, one at a time, and the tests must fail.
+
+    python tests/support/planted_faults.py [--jobs 2] [--only WORD]
+
+A copy of the package and its tests in a temporary directory carries the fault. The tests pass there without one, or
+nothing is said. Exits with 1 unless 95 % of the faults are caught.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = Path('native_sparse_attention')
+COPIED = ('native_sparse_attention', 'tests', 'pyproject.toml')
+MIN_CAUGHT = 0.95
+
+
+class Fault(NamedTuple):
+    """In `file` of the ops, `old`, which stands there once, becomes `new`. tests: files of tests/kernels."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+MEMORY = ('test_compressed_attention.py',)
+FEATURED = ('test_window_features.py',)
+MAXIMA = ('test_interval_maxima.py',)
+INTERVAL = ('test_window_attention.py', 'test_window_attention_guarantees.py', *MEMORY)
+SELECTED = ('test_selected_attention.py', 'test_selected_attention_guarantees.py')
+ORDER = ('test_selected_attention_order.py',)
+SHARED, CAPPED = ('test_selected_attention_sharing.py',), ('test_selected_features.py',)
+CHOICE = ('test_select_blocks.py', 'test_select_blocks_guarantees.py')
+COLUMNS = ('test_select_blocks_columns.py',)
+CHOICE_FEATURES = ('test_choice_features.py',)
+SCORES, GATED, PLACED = ('test_chosen_scores.py',), ('test_gated_sum.py',), ('test_placement.py', *INTERVAL)
+FORWARD, BACKWARD = '_triton/interval/forward.py', '_triton/interval/backward.py'
+INTERVAL_OP, SUM_OP = '_triton/interval/op.py', 'gated_sum/triton/op.py'
+DKV, INTERVAL_KEYS = '_triton/interval/key_gradients.py', '_triton/interval/keys.py'
+TILES, PLACEMENT = '_triton/interval/tiles.py', '_triton/placement.py'
+MARKS, DBIAS = '_triton/interval/modifiers.py', '_triton/interval/bias_gradient.py'
+SELECTED_FORWARD, SELECTED_BACKWARD = 'selected_attention/triton/forward.py', 'selected_attention/triton/backward.py'
+KEY_GRADIENTS = 'selected_attention/triton/key_gradients.py'
+NEIGHBOURS, ROWS = 'selected_attention/triton/neighbours.py', 'selected_attention/triton/choice.py'
+UNION_STEPS, QUERY_ROWS = 'selected_attention/triton/union_steps.py', 'selected_attention/triton/rows.py'
+NEIGHBOURS_BACKWARD = 'selected_attention/triton/neighbours_backward.py'
+BY_BLOCK, LISTS = 'selected_attention/triton/by_block.py', 'selected_attention/triton/lists.py'
+BY_BLOCK_BACKWARD, SELECTED_KEYS = 'selected_attention/triton/by_block_backward.py', 'selected_attention/triton/keys.py'
+SHARING, SELECTED_OP = 'selected_attention/triton/sharing.py', 'selected_attention/triton/op.py'
+DELTA, DLOGITS = 'selected_attention/triton/delta.py', 'selected_attention/triton/dlogits.py'
+QUERY_GRADIENTS = 'selected_attention/triton/query_gradients.py'
+HALF_VALUES = 'selected_attention/triton/half_values.py'
+PASSED, EXACT = ('test_selected_attention_dlogits.py',), ('test_selected_attention_delta.py',)
+HALVES = ('test_selected_attention_halves.py',)
+CHUNKS = ('test_lists.py',)
+OF_GATES, SELECTED_GATES = ('test_gates.py',), ('test_selected_attention_gates.py',)
+SELECTED_MAXIMA = ('test_selected_attention_maxima.py',)
+FINITE, LISTS_OF_BLOCKS = '_triton/finite.py', '_triton/inverse_index.py'
+TILE_ROWS = '_triton/tiles.py'
+SELECT, GATED_SUM = 'block_selection/triton/select.py', 'gated_sum/triton/kernels.py'
+RANKS, MEMBERS = 'block_selection/triton/ranks.py', 'block_selection/triton/members.py'
+ROTARY, ROTATION = 'rotary/triton/kernels.py', '_triton/rotation.py'
+SCORES_FORWARD = 'block_selection/triton/scores_forward.py'
+SCORES_BACKWARD = 'block_selection/triton/scores_backward.py'
+INTERVAL_TILES = ('test_interval_tiles.py',)
+SCORES_TILES = 'block_selection/triton/scores_tiles.py'
+DECODING = ('test_decoding.py', 'test_decoding_guarantees.py')
+APPEND, STORAGE = 'decoding/triton/append.py', 'decoding/triton/storage.py'
+COMPRESSED, CHOOSE = 'decoding/triton/compressed.py', 'decoding/triton/choose.py'
+ATTEND, DECODING_OP = 'decoding/triton/attend.py', 'decoding/triton/op.py'
+DECODING_SETTINGS = 'decoding/triton/settings.py'
+AGAIN = ('test_decoding_prepared.py',)
+DECODING_STEP, PREPARED = 'decoding/step.py', 'decoding/triton/prepared.py'
+
+FAULTS = [
+    # Interval attention
+    Fault('window one key too wide', TILES, 'firsts = positions - interval.left', 'firsts = positions - interval.left - 1', INTERVAL),
+    Fault('own key masked', TILES, 'keys * interval.stride + interval.reach - offset)', 'keys * interval.stride + interval.reach + 1 - offset)', INTERVAL),
+    Fault('range ends one tile early', TILES, 'left_tiles + tl.cdiv(last - right, BLOCK)', 'left_tiles + (last - right) // BLOCK', INTERVAL),
+    Fault('full tiles one key too far', TILES, 'right = middle + tl.maximum(full_last - middle, 0) // BLOCK * BLOCK', 'right = middle + tl.maximum(full_last - middle + 1, 0) // BLOCK * BLOCK', INTERVAL),
+    Fault('last block not visible', TILES, 'tl.maximum(position - reach + stride, 0) // stride', 'tl.maximum(position - reach + stride - 1, 0) // stride', MEMORY),
+    Fault('memory masked', TILES, 'firsts = tl.where(keys < 0, 0, ', 'firsts = tl.where(keys < 0, 1, ', MEMORY),
+    Fault('last queries of a key left out', TILES, 'last = tl.minimum(num_queries, last_key + interval.left + 1 - offset)', 'last = tl.minimum(num_queries, last_key + interval.left - offset)', INTERVAL),
+    Fault('scale dropped', FORWARD, 'scale_log2 = tl.where(scale == 0, 1e-37, tl.abs(scale) * 1.4426950408889634)', 'scale_log2 = 1.4426950408889634', INTERVAL),
+    Fault('scale off by half a percent', FORWARD, 'scale_log2 = tl.where(scale == 0, 1e-37, tl.abs(scale) * 1.4426950408889634)', 'scale_log2 = tl.abs(scale) * 1.45', INTERVAL),
+    Fault('sign of the scale dropped', FORWARD, 'products = -products if NEGATIVE else products', 'products = products', INTERVAL),
+    Fault('no rescale of the sum', FORWARD, 'total = total * rescale', 'total = total', INTERVAL),
+    Fault('no rescale of the output', FORWARD, 'out = out * rescale[:, None]', 'out = out * 1.0', INTERVAL),
+    Fault('wrong group', FORWARD, 'kv_head = first_head // GROUP', 'kv_head = first_head % tl.cdiv(tl.num_programs(1) * HEADS, GROUP)', INTERVAL),
+    Fault('heads of a tile in disorder', TILES, 'heads = first_head + members % HEADS', 'heads = first_head + members // (BLOCK_M // HEADS)', INTERVAL),
+    Fault('positions of the first head for all', TILES, 'queries = first_query + members // HEADS', 'queries = first_query + members % (BLOCK_M // HEADS)', INTERVAL),
+    Fault('tiles by descriptor one key late', TILES, 'row, key_start + num_memory + start, head', 'row, key_start + num_memory + start + 1, head', ('test_interval_tiles.py',)),
+    Fault('not a number goes unseen', FORWARD, 'out += tl.sum(tl.where(read, taint[None, :], 0.0), 1)[:, None]', 'out += 0.0', INTERVAL),
+    Fault('what a row does not read spoils it', FORWARD, 'if not (is_finite_tile(sums[2]) and are_near):', 'if not are_near:', INTERVAL),
+    Fault('maxima: however far they are', FORWARD, 'if not (is_finite_tile(sums[2]) and are_near):', 'if not is_finite_tile(sums[2]):', MAXIMA),
+    Fault('maxima: fixed in every pass', FORWARD, 'is_fixed = is_fixed & _is_near(sums[1]) &', 'is_fixed = is_fixed & ((sums[1] >= 0) | (sums[1] < 0)) &', MAXIMA),
+    Fault('maxima: sums that overflow alone', FORWARD, '& (tl.sum(sums[2] - sums[2], 1) == 0)', '', MAXIMA),
+    Fault('maxima: fixed in no row', FORWARD, 'is_fixed = tl.full([BLOCK_M], FIXED, tl.int1)', 'is_fixed = tl.full([BLOCK_M], False, tl.int1)', MAXIMA),
+    Fault('maxima: sums that vanish', FORWARD, '(total > 2.0**-20) & ', '', MAXIMA),
+    Fault('maxima: rows by the sum of their values', FORWARD, '(tl.sum(sums[2] - sums[2], 1) == 0)', "(tl.abs(tl.sum(sums[2], 1)) < float('inf'))", MAXIMA),
+    Fault('maxima: a log-sum-exp of the last pass', FORWARD, 'is_first = _is_near(total) & FIXED', 'is_first = (total < 0) & FIXED', MAXIMA),
+    Fault('log-sum-exp in bits', FORWARD, 'tl.fma(row_max, 0.6931471805599453, tl.log(total))', 'tl.fma(row_max, 1.0, tl.log(total))', INTERVAL),
+    Fault('gradient of the log-sum-exp with the wrong sign', BACKWARD, 'tl.fma(weights, dlse[:, None], dlogits)', 'tl.fma(-weights, dlse[:, None], dlogits)', INTERVAL),
+    Fault('gradient of the log-sum-exp missing in k', BACKWARD, 'delta + missing - dlse, mask', 'delta + missing, mask', INTERVAL),
+    Fault('delta not corrected', BACKWARD, 'dq = (dq - missing[:, None] * mean_k) * scale', 'dq = dq * scale', INTERVAL),
+    Fault('delta of k not corrected', BACKWARD, 'delta + missing - dlse, mask', 'delta - dlse, mask', INTERVAL),
+    Fault('first memory key skipped', DKV, 'key_mask = key_rows < interval.num_memory', 'key_mask = (key_rows < interval.num_memory) & (key_rows > 0)', MEMORY),
+    Fault('memory: queries that read it are those that read the first block', TILES, 'return tl.where(key < 0, 0, tl.maximum(key * interval.stride + interval.reach - offset, 0))', 'return tl.maximum(key * interval.stride + interval.reach - offset, 0)', MEMORY),
+    Fault('memory: gradients stand where those of keys do', DKV, 'if JOINED:\n            stored_rows = key_rows', 'if not JOINED:\n            stored_rows = key_rows', MEMORY),
+    Fault('memory: keys of a tile begin at 0', DKV, 'first_key -= interval.num_memory', 'first_key -= 0', MEMORY),
+    Fault('dkv: parts and heads change places', DKV, 'kv_head = tl.program_id(0) // parts % kv_heads', 'kv_head = tl.program_id(0) % kv_heads', INTERVAL),
+    Fault('dkv: tiles of queries of another sequence', DKV, 'first = query_start + start', 'first = start', INTERVAL_TILES),
+    Fault('dkv: tiles of queries by descriptor beside dropout', INTERVAL_KEYS, ' or marks.seed is not None:', ':', INTERVAL_TILES),
+    Fault('dkv: tiles of queries by descriptor, with care too', DKV, 'dout_tiles is not None and not CAREFUL', 'dout_tiles is not None', INTERVAL_TILES),
+    Fault('queries that are not finite leak', DKV, 'q, _ = split_finite(q)', 'q, _ = q, 0', INTERVAL),
+    Fault('keys that are not finite leak', BACKWARD, 'dlogits, 0.0)\n        k, _ = split_finite(k)', 'dlogits, 0.0)', INTERVAL),
+    Fault('what a row does not read spoils its gradient', BACKWARD, 'or not is_finite_tile(sums[0] + sums[1])', 'or end_tiles < 0', INTERVAL),
+    Fault('a head of a group left out', DKV, 'for member in range(HEADS):', 'for member in range(tl.cdiv(HEADS, 2)):', INTERVAL),
+    Fault('a head of a group left out of a window', DKV, 'range(HEADS * (last_tile - first_tile))', 'range(tl.cdiv(HEADS, 2) * (last_tile - first_tile))', INTERVAL),
+    Fault('a window: a tile left out of all heads but the first', DKV, 'tile = tl.where(is_last, first_tile, tile + 1)', 'tile = tl.where(is_last, first_tile + 1, tile + 1)', INTERVAL),
+    Fault('memory missing in the keys of a row', DKV, 'key_rows = stored_rows + interval.num_memory', 'key_rows = stored_rows', MEMORY),
+    Fault('weights dropped in the gradient of v, not multiplied', DKV, 'kept = tl.where(keep, weights * marks.keep_factor, 0.0)', 'kept = tl.where(keep, weights, 0.0)', FEATURED),
+    Fault('delta of sinks not corrected', BACKWARD, 'missing = -delta * tl.exp2(', 'missing = -0.0 * tl.exp2(', FEATURED),
+    Fault('slope of the soft cap missing where delta is corrected', BACKWARD, 'weights *= slope', 'weights *= 1.0', FEATURED),
+    Fault('random numbers of the first part of the batch for all', MARKS, 'row + marks.first_row', 'row + 0 * marks.first_row', FEATURED),
+    Fault('a bias of -inf is read', MARKS, "allowed = allowed & (bias != float('-inf'))", 'allowed = allowed & (bias == bias)', FEATURED),
+    Fault('padding reads padding', MARKS, 'allowed & (segments >= 0) & ', 'allowed & ', FEATURED),
+    Fault('a sink of another head', MARKS, 'tl.load(marks.sinks + heads)', 'tl.load(marks.sinks + heads * 0)', FEATURED),
+    Fault('heads of other rows left out of the gradient of a bias', DBIAS, 'for shared_row in range(rows_of_head)', 'for shared_row in range(1)', FEATURED),
+    Fault('gradient of a bias for keys of other sequences', DBIAS, 'reads = read & allowed', 'reads = allowed', FEATURED),
+    # Placement
+    Fault('tiles of a packed sequence lost', PLACEMENT, 'return length // tile + place.num_sequences + 1', 'return length // tile + 1', PLACED),
+    Fault('keys behind the length of a row', PLACEMENT, 'tl.load(place.seqlens_k + sequence).to(tl.int32), 0), num_keys)', 'tl.load(place.seqlens_k + sequence).to(tl.int32) + 1, 0), num_keys)', PLACED),
+    Fault('queries one position early', PLACEMENT, 'offset = num_keys - num_queries', 'offset = num_keys - num_queries - 1', PLACED),
+    Fault('offset of the first row for all', PLACEMENT, 'offset = tl.load(place.q_offsets + sequence)', 'offset = tl.load(place.q_offsets + sequence * 0)', PLACED),
+    Fault('one block too many', PLACEMENT, 'tl.maximum(num_tokens - block_size + stride, 0) // stride', 'tl.maximum(num_tokens - block_size + stride + 1, 0) // stride', PLACED),
+    # Selected attention
+    Fault('last key of a block skipped', ROWS, 'tl.minimum(first + BLOCK_SIZE, readable)', 'tl.minimum(first + BLOCK_SIZE - 1, readable)', SELECTED),
+    Fault('duplicates count twice', ROWS, '(tl.sum(repeats.to(tl.int32), 0) == 0)', '(tl.sum(repeats.to(tl.int32), 0) >= 0)', SELECTED),
+    Fault('the future is read', ROWS, 'readable = tl.minimum(readable, tl.maximum(position + 1, 0))', 'readable = tl.minimum(readable, tl.maximum(position + 2, 0))', SELECTED),
+    Fault('a block that stood earlier is read again', ROWS, 'is_read = first < last\n        first += key_start', 'is_read = first >= 0\n        first += key_start', SELECTED),
+    Fault('the first keys of the last block forgotten', ROWS, 'readable % BLOCK_SIZE, 0)', '0, 0)', SELECTED),
+    # Gradients of logits that are passed on
+    Fault('passed: heads in their order', DLOGITS, 'place // 16 * 16 + place % 4 // 2 * 8 + place % 16 // 4 * 2 + place % 2', 'place', PASSED),
+    Fault('passed: the second row of a thread is the first', DLOGITS, 'tl.arange(0, 2)[:, None, None, None, None] * 32', 'tl.arange(0, 2)[:, None, None, None, None] * 0', PASSED),
+    Fault('passed: chunks of large groups in one place', DLOGITS, '(GROUP // 16) + chunk', '(GROUP // 16)', PASSED),
+    Fault('passed: tiles of keys in one place', DLOGITS, '(rows + first_in_block) * 4', 'rows * 4', PASSED),
+    Fault('passed: pairs in one place', DLOGITS, '(pair * lists.num_entries + entry)', '(entry + 0)', PASSED),
+    Fault('passed: tokens of earlier ranges', QUERY_GRADIENTS, '(queries < num_queries) & (query_start + queries >= lists.first_token)', 'queries < num_queries', PASSED),
+    Fault('passed: entries of another range', QUERY_GRADIENTS, '(tokens - lists.first_token) * NUM_SELECTED', '(tokens - 0 * lists.first_token) * NUM_SELECTED', PASSED),
+    Fault('passed: tiles before those of the sequences', QUERY_GRADIENTS, 'num_tiles += place.num_sequences + 1', 'num_tiles += 0', PASSED),
+    Fault('passed: unions of another head', QUERY_GRADIENTS, 'num_heads + kv_head - first_head', 'num_heads + kv_head', PASSED),
+    Fault('passed: keys that are no numbers', QUERY_GRADIENTS, 'k, _ = split_finite(k)', 'k = k', PASSED),
+    Fault('passed: whole blocks whatever is in them', QUERY_GRADIENTS, 'are_small = is_small(sharing.large, row * lists.kv_heads + kv_head, sharing.num_chunks)', 'are_small = num_blocks >= 0', PASSED),
+    Fault('passed: without the scale', QUERY_GRADIENTS, '1, dq * scale, row_mask', '1, dq, row_mask', PASSED),
+    Fault('halves: second factor dropped', HALF_VALUES, '(weights - upper.to(tl.float32)).to(v.dtype)', '(weights * 0.0).to(v.dtype)', HALVES),
+    Fault('halves: whatever is too large fits', HALF_VALUES, 'tl.where(fits != 0, FITS, IS_SMALL)', 'FITS', HALVES),
+    Fault('halves: flags of the first sequence', HALF_VALUES, 'first_slot = key_start // BLOCK_SIZE + sequence', 'first_slot = key_start * 0', HALVES),
+    Fault('halves: divided by the sum of exact weights', QUERY_ROWS, 'divisor = total if surplus is None else total + surplus', 'divisor = total', HALVES),
+    Fault('halves: low bits of another row of the batch', QUERY_ROWS, 'low_ptr += row * place.seqlen_q', 'low_ptr += 0 * place.seqlen_q', PASSED),
+    Fault('halves: not done anew where blocks do not fit', SELECTED_FORWARD, 'if tl.min(flags.to(tl.int32), 0) != FITS:', 'if num_steps < 0:', HALVES),
+    Fault('halves: what does not fit is read as zeros', SHARING, 'tl.where((blocks < num_whole) & (flags == FITS), 0, LATE)', 'tl.where(blocks < num_whole, 0, LATE)', HALVES),
+    Fault('halves: never with care', SHARING, '(tl.min(flags, 0) != 0).to(tl.int32)', '1', HALVES),
+    Fault('halves: unit left in the log-sum-exp', NEIGHBOURS, 'row_max - FIXED_HEADROOM)\n', 'row_max)\n', HALVES),
+    Fault('halves: weights that overflow stay', NEIGHBOURS, ' & (surplus - surplus == 0)', '', SELECTED_MAXIMA),
+    Fault('halves: weights that vanish stay', NEIGHBOURS, '(total > 2.0**FIXED_HEADROOM)', '(total >= 0.0)', SELECTED_MAXIMA),
+    Fault('delta: low bits of a rounded output', DELTA, 'add_low_bits(out, low) * dout', 'out.to(tl.float32) * dout', (*PASSED, *EXACT)),
+    Fault('delta: gradient of a log-sum-exp of nothing', DELTA, "tl.where(lse == float('-inf'), 0.0, dlse)", 'dlse', (*PASSED, *EXACT)),
+    Fault('delta: what is not finite has low bits', DELTA, 'tl.where(left - left == 0, left, 0.0)', 'left', EXACT),
+    Fault('order: by the place in the call', ROWS, 'turn = readable % QUERIES_TOGETHER', 'turn = tl.program_id(0) % QUERIES_TOGETHER', ORDER),
+    Fault('order: tiles of a block apart', ROWS, 'first_slot + step // SPLIT', '(first_slot + step) // SPLIT', ORDER),
+    Fault('order: by what is no block', ROWS, 'is_whole & (choice >= first_block)', 'choice >= first_block', ORDER),
+    Fault('factors: parts by the settings of other groups', SELECTED_OP, 'settings.settings_of_group(tables, group, q, v).block_m', 'settings_of(settings.DQ, q, v).block_m', SHARED),
+    Fault('order: beyond the last index', ROWS, 'tl.where(slot < num_slots, slot, slot - num_slots)', 'slot', ORDER),
+    Fault('another head by descriptor', TILE_ROWS, 'head.to(tl.int32), 0])', 'head.to(tl.int32) * 0, 0])', ('test_selected_attention_tiles.py',)),
+    Fault('no rescale in selected attention', SELECTED_FORWARD, 'add_product(weights.to(v.dtype), v, out * rescale[:, None])', 'add_product(weights.to(v.dtype), v, out)', SELECTED),
+    Fault('gradient of block_scale off', SELECTED_BACKWARD, '0.0, dlogits * logits)', '0.0, dlogits * logits * factor)', SELECTED),
+    Fault('block_scale missing in the gradient of q', SELECTED_BACKWARD, 'dq = add_product((dlogits * factor).to(k.dtype), k, dq)', 'dq = add_product(dlogits.to(k.dtype), k, dq)', SELECTED),
+    Fault('causal mask dropped in the gradient of k', KEY_GRADIENTS, 'read = read & (keys[:, None] <= positions[None, :])', 'read = read & (keys[:, None] <= positions[None, :] + 1)', SELECTED),
+    Fault('last entry of a list skipped', KEY_GRADIENTS, 'num_entries = tl.minimum(length - first_entry, CHUNK)', 'num_entries = tl.minimum(length - first_entry - 1, CHUNK)', SELECTED),
+    Fault('slots between those that are looked at first', LISTS, 'for first in range(1, step, WIDTH)', 'for first in range(1, 1, WIDTH)', CHUNKS),
+    Fault('chunks of the next list', LISTS, 'starts // CHUNK + slots <= index)).to(tl.int32), 0) * step', 'starts // CHUNK + slots <= index + 1)).to(tl.int32), 0) * step', CHUNKS),
+    Fault('by block: gradients of the first pairs alone', BY_BLOCK_BACKWARD, 'lists.of(some), pairs[some.start : some.stop], tokens, finishes', 'lists.of(range(len(some))), pairs[: len(some)], tokens, finishes', SELECTED[1:]),
+    Fault('by block: one key of the future', BY_BLOCK, 'read = read & (keys[None, :] <= positions[:, None])', 'read = read & (keys[None, :] <= positions[:, None] + 1)', SELECTED[:1]),
+    Fault('by block: last member skipped', BY_BLOCK, 'num_members = num_entries * GROUP', 'num_members = num_entries * GROUP - 1', SELECTED[:1]),
+    Fault('by block: unit of a part dropped', BY_BLOCK, 'tl.zeros([BLOCK_M], tl.float32) + unit, mask', 'tl.zeros([BLOCK_M], tl.float32) + 1.0, mask', SELECTED[:1]),
+    Fault('by block: unit of a gradient dropped', BY_BLOCK_BACKWARD, 'dlogits *= inverse[:, None]', 'dlogits *= 1.0', SELECTED[:1]),
+    Fault('by block: unit of a factor dropped', BY_BLOCK_BACKWARD, 'inverse *= find_unit(tl.maximum(tl.abs(factor), 5.9604644775390625e-08) * 4096)[1]', 'inverse *= 1.0', SELECTED[:1]),
+    Fault('by block: unit of a gradient is 0', BY_BLOCK_BACKWARD, 'units = tl.maximum(units_of_k * invert_power(inverse), 1.1754943508222875e-38)', 'units = units_of_k * invert_power(inverse)', SELECTED[1:]),
+    Fault('by block: units by keys of the future', BY_BLOCK_BACKWARD, 'find_unit(tl.max(tl.where(read, unit[None, :], 0.0), 1) * 4096)', 'find_unit(tl.zeros([BLOCK_M], tl.float32) + tl.max(unit, 0) * 4096)', SELECTED[1:]),
+    Fault('by block: units by values of the future', BY_BLOCK, 'find_unit(tl.max(tl.where(read, unit[None, :], 0.0), 1) * keys.shape[0])', 'find_unit(tl.zeros([BLOCK_M], tl.float32) + tl.max(unit, 0) * keys.shape[0])', SELECTED[1:]),
+    Fault('by block: columns of a part in disorder', BY_BLOCK_BACKWARD, 'dq = sort_columns(parts, dq, HEAD_DIM, BLOCK_D)', 'dq = dq * 1.0', SELECTED[:1]),
+    Fault('by block: totals of parts not rescaled', BY_BLOCK, 'tl.sum(tl.exp2(references - reference[:, None]) * totals, 1)', 'tl.sum(totals, 1)', SELECTED[:1]),
+    Fault('by block: part of another head', BY_BLOCK, 'places_of_part = places + slot * GROUP', 'places_of_part = places + slot', SELECTED[:1]),
+    Fault('by block: tokens of another range', LISTS, 'token = (lists.first_token + reader // REPEATS)', 'token = (reader // REPEATS)', SELECTED[:1]),
+    Fault('by block: delta of another slot', BY_BLOCK_BACKWARD, 'term = tl.load(parts.first + places_of_part', 'term = tl.load(parts.first + places', SELECTED[:1]),
+    Fault('by block: gradient of the log-sum-exp with the wrong sign', BY_BLOCK_BACKWARD, 'delta -= dlse', 'delta += dlse', SELECTED[:1]),
+    Fault('by block: scale of dq dropped', BY_BLOCK_BACKWARD, 'places, 1, dq * scale, mask', 'places, 1, dq, mask', SELECTED[:1]),
+    Fault('by block: what chose nothing is a part', LISTS, 'tl.store(parts.unit + places, tl.zeros(', 'tl.store(parts.unit + places, 1.0 + tl.zeros(', SELECTED[:1]),
+    Fault('by block: factors of what is no part', LISTS, 'tl.store(parts.second + places, tl.zeros(', 'tl.store(parts.second + places, 1.0 + tl.zeros(', SELECTED[:1]),
+    Fault('by block: earlier tokens forgotten', SELECTED_KEYS, 'ADDS=len(ranges) > 1,\n                BLOCK_M=block_m,', 'ADDS=False,\n                BLOCK_M=block_m,', SELECTED[:1]),
+    Fault('members of a list: next token', LISTS, '(entry // (REPEATS * NUM_SELECTED)).to(tl.int32)', '((entry + 1) // (REPEATS * NUM_SELECTED)).to(tl.int32)', SELECTED[:1]),
+    # Choice of blocks
+    Fault('overlap of blocks off', SELECT, 'shared = tl.minimum(end, blocks.selection_block_size) - tl.maximum(start, 0)', 'shared = tl.minimum(end, blocks.selection_block_size) - start', CHOICE),
+    Fault('what is handed on forgotten', RANKS, 'score += tl.gather(handed_on,', 'score += 0.0 * tl.gather(handed_on,', CHOICE),
+    Fault('a tile begins one block late', SELECT, 'i // NUM_STEPS * (BLOCK_J - OVERLAP) - OVERLAP', 'i // NUM_STEPS * BLOCK_J - OVERLAP', CHOICE),
+    Fault('one step of the running choice missing', RANKS, 'tl.minimum(find_largest(num_larger), num_selected)', 'tl.minimum(find_largest(num_larger), num_selected - 1)', CHOICE),
+    Fault('tiles that some queries see in part go unmasked', SELECT, '((first_block + BLOCK_J) * SPREAD > seen)', '((first_block + BLOCK_J) * SPREAD > seen + 1)', CHOICE),
+    Fault('ties go to the higher block', RANKS, 'best = tl.min(tl.where(ranks == largest, block, 2**30), 1)', 'best = tl.max(tl.where(ranks == largest, block, -1), 1)', CHOICE),
+    Fault('of equal blocks the lower one makes room', RANKS, 'worst = tl.max(tl.where(kept == smallest, kept_block, -(2**30)), 1)', 'worst = tl.min(tl.where(kept == smallest, kept_block, 2**30), 1)', CHOICE),
+    Fault('a block of the future may be chosen', RANKS, 'choosable = choosable & (distance >= 0)', 'choosable = choosable & (distance >= -1)', CHOICE),
+    Fault('tiles with the first local block unforced', RANKS, 'tl.min(own_block, 0) - choice.num_local + 1', 'tl.min(own_block, 0) - choice.num_local + 2', CHOICE + COLUMNS),
+    Fault('one local block too many', RANKS, 'is_local = reach < choice.num_local', 'is_local = reach <= choice.num_local', CHOICE),
+    Fault('compressed blocks seen early', SELECT, 'end = compressed * blocks.stride + blocks.block_size - 1', 'end = compressed * blocks.stride + blocks.block_size - 2', CHOICE),
+    Fault('keys of another sequence', SELECT, 'tiles, plane, key_start + step,', 'tiles, plane, step,', CHOICE[1:]),
+    Fault('keys of a step by descriptor: one row late', SELECT, 'tiles.load([first.to(tl.int32), 0])', 'tiles.load([first.to(tl.int32) + 1, 0])', COLUMNS),
+    Fault('the place of keys before a sequence rounded towards 0', SELECT, 'floor_divide(first_key, SPREAD)', 'first_key // SPREAD', CHOICE),
+    Fault('what an infinite weight does not reach', SELECT, 'tl.where(beyond > 0, weights, 0.0)', 'weights', COLUMNS),
+    Fault('columns: of score 0 full columns are forgotten', RANKS, 'kept[LEVELS - 1][0] >= 0', 'kept[LEVELS - 1][0] > 0', COLUMNS),
+    Fault('heads of another query', MEMBERS, 'query = members // (QUERIES * BLOCK_G) * QUERIES + members', 'query = members', COLUMNS),
+    Fault('columns: what a full column dropped is forgotten', RANKS, '2**31 - 1, -1)\n        for', '-1, -1)\n        for', COLUMNS),
+    Fault('columns: one pass, whatever is left', RANKS, 'again = find_largest(is_open.to(tl.int32)) > 0', 'again = find_largest(is_open.to(tl.int32)) > 1', COLUMNS),
+    Fault('columns: the last block is taken once more', RANKS, '& (block > last)', '& (block >= last)', COLUMNS),
+    Fault('columns: equal blocks in disorder', RANKS, 'is_larger = is_larger | (ranks > rank)', 'is_larger = ranks > rank', COLUMNS),
+    Fault('columns: more than the count of a row', RANKS, '(largest < 2**31 - 1) & (count < limit)', '(largest < 2**31 - 1) & (count < limit + 1)', COLUMNS),
+    Fault('keys of a step: the last ones forgotten', SELECT, 'in_order[:, whole, :rest]', 'in_order[:, whole - 1, :rest]', COLUMNS),
+    # Scores of the chosen
+    Fault('what pads a group is counted', SCORES_FORWARD, 'seen_by = columns[None, :] & (members < GROUP)[:, None]', 'seen_by = columns[None, :] & (members >= 0)[:, None]', SCORES),
+    Fault('shared tokens off by one', SCORES_TILES, 'shared = tl.minimum(start + sizes.block_size, SELECTION_BLOCK) - tl.maximum(start, 0)', 'shared = tl.minimum(start + sizes.block_size, SELECTION_BLOCK) - tl.maximum(start, 1)', SCORES),
+    Fault('one local block more has no gradient', SCORES_TILES, 'is_local = blocks > own_block - sizes.num_local', 'is_local = blocks >= own_block - sizes.num_local', SCORES),
+    Fault('own block below position 0 rounded up', SCORES_TILES, 'floor_divide(positions, SELECTION_BLOCK)', 'positions // SELECTION_BLOCK', SCORES),
+    Fault('gradients of keys by scores of forced blocks', SCORES_BACKWARD, 'is_forced(block, position, sizes', 'is_forced(block + 1, position, sizes', SCORES),
+    Fault('gradients of queries by scores of the next slot', SCORES_FORWARD, 'slots = columns // NUM_OFFSETS', 'slots = (columns + 1) // NUM_OFFSETS', SCORES),
+    Fault('gradients of queries by scores of forced blocks', SCORES_FORWARD, 'is_forced(blocks, position, sizes', 'is_forced(blocks + 1, position, sizes', SCORES),
+    Fault('entries of this step twice in the gradient of scores', SCORES_BACKWARD, 'first_member + BLOCK_M, num_members', 'first_member, num_members', SCORES),
+    Fault('causal mask off in the gradient of scores', SCORES_BACKWARD, 'sizes.block_size - 1 <= position[None, :])', 'sizes.block_size <= position[None, :])', SCORES),
+    Fault('one block more than the count of a row', SELECT, 'tl.maximum(counts, 0)', 'tl.maximum(counts + 1, 0)', CHOICE_FEATURES),
+    Fault('counts of another chooser', SELECT, 'tl.load(counts_ptr + rows,', 'tl.load(counts_ptr + rows - chooser,', CHOICE_FEATURES),
+    Fault('scores of logits without their cap', SCORES_TILES, 'tl.fma(cap_logits(products * scale, softcap), 1.4426950408889634, minus_lse)', 'tl.fma(products * scale, 1.4426950408889634, minus_lse)', CHOICE_FEATURES),
+    Fault('slope of the soft cap forgotten', SCORES_TILES, 'dlogits * cap_slope(products * scale, softcap)', 'dlogits', CHOICE_FEATURES),
+    # Gated sum
+    Fault('window gated as selected', GATED_SUM, 'out += _load_gate(gates_ptr + 2 * gates_strides[3], row_mask)', 'out += _load_gate(gates_ptr + gates_strides[3], row_mask)', GATED),
+    Fault('gradients of gates off by half a percent', GATED_SUM, 'dgate = tl.sum(dout * branch.to(tl.float32), 1)', 'dgate = tl.sum(dout * branch.to(tl.float32), 1) * 0.995', GATED),
+    # Gates that attentions differentiate
+    Fault('gates: gradients of q without them', BACKWARD, 'dq *= gate[:, None]', 'dq *= 1.0', OF_GATES),
+    Fault('gates: their logarithm added', BACKWARD, 'tl.log2(gate)', '(-tl.log2(gate))', OF_GATES),
+    Fault('gates: those below 0 are 1 in gradients of k and v', DKV, 'weights = tl.where(is_negative[None, :], -weights, weights)', 'weights *= 1.0', OF_GATES),
+    Fault('gates: those above 0 taken for others beside one below 0', DKV, 'lse_log2 = tl.where(is_negative, of_negative, lse_log2)', 'lse_log2 = of_negative', OF_GATES),
+    Fault('gates: another number of a row', DKV, 'first, third = tl.split(even)', 'third, first = tl.split(even)', OF_GATES),
+    Fault('gates: gradient of a bias without their sign', DBIAS, 'sign * weights', 'weights', OF_GATES),
+    Fault('gates: gradient of a bias without those below 0', DBIAS, 'lse_log2 = tl.where(is_negative, of_negative, lse_log2)', 'lse_log2 *= 1.0', OF_GATES),
+    Fault('gates: gradient of sinks without them', INTERVAL_OP, 'delta if gate is None else delta * gate.transpose(1, 2)', 'delta', OF_GATES),
+    Fault('gates: their gradient with the wrong sign', INTERVAL_OP, 'dgate = numbers[:, :, 1].transpose', 'dgate = -numbers[:, :, 1].transpose', OF_GATES),
+    Fault('gates: a branch of the sum without a gradient', SUM_OP, '(None, dout, dout, dout)', '(None, dout, None, dout)', OF_GATES),
+    Fault('gates: by query and neighbours, gradients of q without them', QUERY_ROWS, "tl.where(lse == float('-inf'), 0.0, gate)[:, None]", '1.0', SELECTED_GATES),
+    Fault('gates: by block, gradients of q without them', BY_BLOCK_BACKWARD, "tl.where(lse == float('-inf'), 0.0, gate)[:, None]", '1.0', SELECTED_GATES),
+    Fault('gates: those below 0 are 1 in gradients of chosen keys', KEY_GRADIENTS, 'weights = tl.where(gate[None, :] < 0, -weights, weights)', 'weights *= 1.0', SELECTED_GATES),
+    Fault('gates: those below 0 are -1 in gradients of chosen keys', KEY_GRADIENTS, 'ungated - tl.log(-gate)', 'ungated', SELECTED_GATES),
+    Fault('gates: what is not read, by query and neighbours', QUERY_ROWS, "tl.where(lse == float('-inf'), 0.0, gate)", 'gate', SELECTED_GATES),
+    Fault('gates: what is not read, by block', BY_BLOCK_BACKWARD, "tl.where(lse == float('-inf'), 0.0, gate)", 'gate', SELECTED_GATES),
+    Fault('gates: of rows that read nothing', BACKWARD, "tl.where(lse == float('-inf'), 0.0, numbers)", 'numbers', OF_GATES),
+    Fault('gates: those below 0 leave NaN in gradients of chosen keys', KEY_GRADIENTS, 'if gates is not None and not is_finite_tile(dk):', 'if gates is not None and num_rows < 0:', SELECTED_GATES),
+    Fault('gates: gradients of chosen keys added up twice', KEY_GRADIENTS, 'dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)\n        dv = tl', 'dk = tl.where(dk == dk, dk, 0.0)\n        dv = tl', SELECTED_GATES),
+    Fault('gates: gates of the first token for all chosen keys', KEY_GRADIENTS, 'row * gate_strides[0] + token * gate_strides[1]', 'row * gate_strides[0] + 0 * token', SELECTED_GATES),
+    Fault('delta: logarithm of the gate added', DELTA, 'lse -= tl.log(tl.load(gate_ptr', 'lse += tl.log(tl.load(gate_ptr', SELECTED_GATES),
+    Fault('gates: a log-sum-exp that leads past them', SELECTED_KEYS, '(lse - gate.float().log().transpose(1, 2), Gates', '(lse, Gates', SELECTED_GATES),
+    Fault('gates: another gradient of the gate of chosen keys', SELECTED_OP, 'else delta.transpose(1, 2).to(gate.dtype)', 'else -delta.transpose(1, 2).to(gate.dtype)', SELECTED_GATES),
+    # Rotary
+    Fault('rotary: gradients turned forward', ROTARY, 'sin = -sin', 'sin = sin * 1.0', ('test_rotary.py',)),
+    Fault('rotary: pairs turned the other way', ROTATION, 'odd * cos + even * sin', 'odd * cos - even * sin', ('test_rotary.py',)),
+    Fault('rotary: last pair left as it is', ROTARY, '(angles < NUM_ANGLES)', '(angles < NUM_ANGLES - 1)', ('test_rotary.py',)),
+    Fault('rotary: angles of the first row for all', ROTARY, 'batch * sin_strides[0]', 'batch * 0', ('test_rotary.py',)),
+    Fault('rotary: sums of readers turned forward', ROTARY, 'turn(total, cos, -sin, is_turned)', 'turn(total, cos, sin, is_turned)', ('test_fan_out.py',)),
+    Fault('rotary: a reader is left out', ROTARY, 'tl.static_range(NUM_TURNED, NUM_GRADS)', 'tl.static_range(NUM_TURNED, max(NUM_TURNED, NUM_GRADS - 1))', ('test_fan_out.py',)),
+    Fault('rotary: what is not turned is multiplied', ROTATION, 'even * sin, odd)', 'even * sin, odd * cos + even * sin)', ('test_rotary.py',)),
+    # Sharing
+    Fault('sharing: flag of another tile', SHARING, 'tile = start // sharing.block_t + sequence', 'tile = start // sharing.block_t', SHARED),
+    Fault('sharing: indices that stand twice count twice', SHARING, 'is_block & (before // BLOCK_S != keys // BLOCK_S)', 'is_block', SHARED),
+    Fault('sharing: the future counts', SHARING, 'count_readable_blocks(offset + queries, ', 'count_readable_blocks(offset + queries + 8, ', SHARED),
+    Fault('sharing: the flag of its own tile', SHARING, 'tl.store(flags_ptr + tl.num_programs(1), flag.to(tl.int8))', 'tl.store(flags_ptr, flag.to(tl.int8))', SHARED),
+    Fault('sharing: flags begin anew with each range of tiles', SHARING, 'sharing.flags + index.to(tl.int64) * tl.num_programs(1) + chooser', 'sharing.flags + place_of_tile', SHARED),
+    Fault('neighbours: flags of the first range for all', UNION_STEPS, 'load_flag(sharing, sharing.first_tile + tl.program_id(0), ', 'load_flag(sharing, tl.program_id(0), ', SHARED),
+    Fault('sharing: a block stands twice', SHARING, 'is_block & (before // SIZE != blocks)', 'is_block', SHARED),
+    Fault('neighbours: blocks of which some keys are in the future go unmasked', SHARING, 'tl.maximum(offset + first_query + 1, 0) // BLOCK_SIZE', 'tl.maximum(offset + first_query + BLOCK_SIZE, 0) // BLOCK_SIZE', SHARED),
+    Fault('neighbours: all of a tile read what one chose', UNION_STEPS, 'return block, chosen != 0, first, keys, key_mask', 'return block, chosen >= 0, first, keys, key_mask', SHARED),
+    Fault('neighbours: what is not finite goes unseen', UNION_STEPS, 'is_small(sharing.large, pair, sharing.num_chunks) and is_small_query', 'is_small_query', SELECTED[1:]),
+    Fault('neighbours: queries that are not finite go unseen', UNION_STEPS, ' and is_small_query', '', SELECTED[1:]),
+    Fault('neighbours: gradients that are not finite go unseen', NEIGHBOURS_BACKWARD, ' and is_small_tile(dout)', '', SELECTED[1:]),
+    Fault('neighbours: keys alone are looked at', FINITE, 'is_small_tile(k) & is_small_tile(v)', 'is_small_tile(k)', SELECTED[1:]),
+    Fault('neighbours: products that may be infinite', FINITE, 'tl.constexpr(2.0**59)', 'tl.constexpr(2.0**126)', ('test_finite.py',)),
+    Fault('neighbours: who did not choose a block reads it', NEIGHBOURS, "tl.where(chosen, -reference, float('-inf')) if BY_ROW", '-reference if BY_ROW', SELECTED[1:]),
+    Fault('neighbours: who did not choose a block has gradients of it', NEIGHBOURS_BACKWARD, "tl.where(chosen, -lse_log2, float('-inf')) if BY_ROW", '-lse_log2 if BY_ROW', SELECTED[1:]),
+    Fault('neighbours: weights that vanish stay', NEIGHBOURS, '(total > LEAST)', '(total >= 0.0)', SELECTED_MAXIMA),
+    Fault('neighbours: weights that are too large stay', NEIGHBOURS, ' & (total < MOST))', ')', SELECTED_MAXIMA),
+    Fault('neighbours: all rows are done anew', NEIGHBOURS, 'is_fixed & (step < first)', 'is_fixed & (step < 0)', SELECTED_MAXIMA),
+    Fault('neighbours: reference of keys that a row does not read', UNION_STEPS, '((choose & 1) != 0) & ', '', SELECTED_MAXIMA),
+    Fault('neighbours: reference of any first block', UNION_STEPS, 'tl.where(first_block == 0, after_first - before_first, 0)', 'after_first - before_first', SELECTED_MAXIMA),
+    Fault('neighbours: reference of a block that neighbours decide about', UNION_STEPS, '    if CAUSAL:\n        # The own', '    if True:\n        # The own', SELECTED_MAXIMA),
+    Fault('neighbours: reference of later keys', UNION_STEPS, 'position + 1 - 2 * NUM_KEYS + place', 'position + 9 - 2 * NUM_KEYS + place', SELECTED_MAXIMA),
+    Fault('neighbours: sign of the scale dropped', NEIGHBOURS, 'q, scale = -q, -scale', 'scale = -scale', SELECTED[1:]),
+    Fault('members of groups that do not divide a tile', LISTS_OF_BLOCKS, '(members // GROUP).to(tl.int32)', '((members + 1) // GROUP).to(tl.int32)', SELECTED[:1]),
+    Fault('members that must be masked are not', LISTS, '(positions < tl.max(keys, 0))', '(positions < tl.max(keys, 0) - 1)', SELECTED[:1]),
+    Fault('a block with keys that are none goes unmasked', LISTS, 'return tl.where(tl.min(key_mask.to(tl.int32), 0) == 0, num_entries, num_near)', 'return num_near', SELECTED[:1]),
+    Fault('neighbours: the last block of a union left out', UNION_STEPS, 'exists = place < num_blocks', 'exists = place + 1 < num_blocks', SHARED),
+    Fault('neighbours: slots of other heads', UNION_STEPS, 'tl.broadcast_to(values[:, None], [BLOCK_T, BLOCK_G])', 'tl.broadcast_to(values[None, :], [BLOCK_G, BLOCK_T])', SHARED),
+    # Soft caps of selected attention
+    Fault('soft cap: none for the mean key of a query', SELECTED_BACKWARD, '        weights *= slope\n', '', CAPPED),
+    Fault('soft cap: no slope in the gradient of q', SELECTED_BACKWARD, '        dlogits *= slope\n', '', CAPPED),
+    Fault('soft cap: a tile fetched in vain counts', SELECTED_FORWARD, 'if MASKED or softcap is not None:', 'if MASKED:', CAPPED),
+    Fault('soft cap: before the factor', SELECTED_BACKWARD, 'cap_logits(scaled, softcap)', 'cap_logits(logits, softcap) * factor', CAPPED),
+    Fault('soft cap: by neighbours, no slope in the gradient of q', NEIGHBOURS_BACKWARD, '        dlogits *= slope\n', '', CAPPED),
+    Fault('soft cap: by neighbours, none for the mean key', NEIGHBOURS_BACKWARD, '        weights *= slope\n', '', CAPPED),
+    Fault('soft cap: by block, no slope in the gradient of q', BY_BLOCK_BACKWARD, 'dlogits *= cap_slope(logits_log2, softcap * 1.4426950408889634)', 'dlogits *= 1.0', CAPPED),
+    Fault('soft cap: by block, in other units', BY_BLOCK, 'softcap * 1.4426950408889634', 'softcap', CAPPED),
+    Fault('soft cap: no slope in the gradient of k', KEY_GRADIENTS, 'dlogits *= cap_slope(logits_log2, softcap * 1.4426950408889634)', 'dlogits *= 1.0', CAPPED),
+    # Decoding
+    Fault('decoding: all tokens at one position', APPEND, 'positions = tl.zeros([1], tl.int32) + (old + token)\n', 'positions = tl.zeros([1], tl.int32) + old\n', DECODING),
+    Fault('decoding: what does not fit is written', APPEND, 'fits = locate(positions, positions < length', 'fits = locate(positions, positions >= 0', DECODING[1:]),
+    Fault('decoding: what does not fit goes into the ring', APPEND, 'fits = tl.full([1], 1, tl.int1) & (old + token < length)', 'fits = tl.full([1], 1, tl.int1) & (old + token >= 0)', DECODING[1:]),
+    Fault('decoding: places of the ring off by one', APPEND, 'slot = ((old + token) % ring.size)', 'slot = ((old + token + 1) % ring.size)', DECODING),
+    Fault('decoding: blocks of the next step', APPEND, 'first = count_blocks(old, sizes.block_size, sizes.stride)', 'first = count_blocks(old + sizes.stride, sizes.block_size, sizes.stride)', DECODING),
+    Fault('decoding: positions in a block of the first head', APPEND, 'offsets = (head * sizes.block_size + places) * SIZE', 'offsets = (head * 0 + places) * SIZE', DECODING),
+    Fault('decoding: mean of what pads a block', APPEND, 'tl.full([BLOCK_D], sizes.block_size, tl.float32)', 'tl.full([BLOCK_D], (sizes.block_size + BLOCK_L - 1) // BLOCK_L * BLOCK_L, tl.float32)', DECODING),
+    Fault('decoding: first new token missing in its block', APPEND, 'x = tl.where((tokens >= old)[:, None]', 'x = tl.where((tokens > old)[:, None]', DECODING),
+    Fault('decoding: angles not interpolated', APPEND, 'tl.div_rn((old + token).to(tl.float32), factor)', '(old + token).to(tl.float32)', DECODING),
+    Fault('decoding: entry of another place of a page', STORAGE, '(tokens % pages.size)', '((tokens + 1) % pages.size)', DECODING),
+    Fault('decoding: pages beyond the pool', STORAGE, 'exists & (page >= 0) & (page < pages.num_pages)', 'exists & (page >= 0)', DECODING),
+    Fault('decoding: lengths beyond the capacity', STORAGE, 'tl.minimum(old + step.num_tokens, capacity)', 'old + step.num_tokens', DECODING[1:]),
+    Fault('decoding: compressed blocks seen early', COMPRESSED, 'sizes.block_size + 1  # first', 'sizes.block_size + 2  # first', DECODING),
+    Fault('decoding: blocks of another selection block attended to twice', COMPRESSED, 'weights = tl.where(is_own[None, :], weights, 0.0)', 'weights = weights * 1.0', DECODING),
+    Fault('decoding: overlap of blocks off', COMPRESSED, 'shared = tl.minimum(ends, sizes.selection_block_size) - tl.maximum(begins, 0)', 'shared = tl.minimum(ends, sizes.selection_block_size) - begins', DECODING[1:]),
+    Fault('decoding: overlap with the next block off', COMPRESSED, 'beyond = tl.maximum(ends - sizes.selection_block_size, 0)', 'beyond = tl.maximum(ends - sizes.selection_block_size + 1, 0)', DECODING),
+    Fault('decoding: every part reads the memory', COMPRESSED, 'if part == 0:', 'if part >= 0:', DECODING),
+    Fault('decoding: no rescale of the sum', COMPRESSED, 'totals = totals * shrink[:, None] + weights', 'totals = totals + weights', DECODING),
+    Fault('decoding: last new block not stored', COMPRESSED, 'is_read = (block < num_keys) &', 'is_read = (block < num_keys - 1) &', DECODING),
+    Fault('decoding: tiles of a part forgotten', COMPRESSED, 'of_part = tl.cdiv(num_tiles, num_splits)', 'of_part = num_tiles // num_splits', DECODING),
+    Fault('decoding: a block of the future may be chosen', CHOOSE, 'choosable = (block <= own_block)', 'choosable = (block <= own_block + 1)', DECODING[1:]),
+    Fault('decoding: what is handed on forgotten', CHOOSE, 'onward += _add_heads(handed, factors)', 'onward += 0.0 * _add_heads(handed, factors)', DECODING[1:]),
+    Fault('decoding: what the chunk before hands on forgotten', CHOOSE, 'first += _add_heads(handed_before,', 'first += 0.0 * _add_heads(handed_before,', DECODING[1:]),
+    Fault('decoding: maxima of the first tile for all', CHOOSE, 'run[None, :] // (TILE // RUN), mask', 'run[None, :] // (TILE // RUN) * 0, mask', DECODING[1:]),
+    Fault('decoding: sums of other heads', CHOOSE, '* GROUP + chooser % CHOOSERS * share\n', '* GROUP\n', DECODING[1:]),
+    Fault('decoding: a head of a group left out', CHOOSE, 'is_head = heads < share\n', 'is_head = (heads < share) & ((heads > 0) | (share == 1))\n', DECODING[1:]),
+    Fault('decoding: totals of parts not rescaled', CHOOSE, 'total = tl.sum(total * tl.exp2(largest - base[:, None]), 1)', 'total = tl.sum(total, 1)', DECODING[1:]),
+    Fault('decoding: one local block too many', CHOOSE, '(distance < choice.num_local)', '(distance <= choice.num_local)', DECODING[1:]),
+    Fault('decoding: an initial block missing', CHOOSE, 'tl.where(block < choice.num_init,', 'tl.where(block < choice.num_init - 1,', DECODING[1:]),
+    Fault('decoding: the best of a chunk again', CHOOSE, 'ranks = tl.where(blocks == block, TAKEN, ranks)', 'ranks = ranks + 0', DECODING),
+    Fault('decoding: last chunk forgotten', CHOOSE, 'is_candidate = candidates < members *', 'is_candidate = candidates < (members - 1) *', DECODING),
+    Fault('decoding: the first chunks alone are merged', CHOOSE, 'candidates += leader * choice.num_selected', 'candidates += 0 * choice.num_selected', DECODING),
+    Fault('decoding: merged before all are done', CHOOSE, '== members - 1:', '== tl.minimum(members - 1, 1):', DECODING),
+    Fault('decoding: counts of programs stay', CHOOSE, 'tl.store(counts_ptr + leader, 0)', 'tl.store(counts_ptr + leader, members)', DECODING),
+    Fault('decoding: window one key too wide', ATTEND, 'position - reading.window_size + 1, 0)', 'position - reading.window_size, 0)', DECODING),
+    Fault('decoding: window reads chosen blocks again', ATTEND, '(is_chosen | (known == 0))', '(is_chosen | (known == known))', DECODING),
+    Fault('decoding: first key of the window missing in a chosen block', ATTEND, 'in_window = tokens >= first_in_window', 'in_window = tokens > first_in_window', DECODING),
+    Fault('decoding: selected branch reads the future', ATTEND, 'exists = exists & (tokens <= position)', 'exists = exists & (tokens <= position + 1)', DECODING),
+    Fault('decoding: window gated as selected', ATTEND, 'tl.load(gate_ptr + 2 * gates.strides[3])', 'tl.load(gate_ptr + gates.strides[3])', DECODING),
+    Fault('decoding: parts not rescaled', ATTEND, 'total = tl.sum(totals * weights, 0)', 'total = tl.sum(totals, 0)', DECODING),
+    Fault('decoding: parts of the first head for all', ATTEND, '* 2 * share + head % share', '* 2 * share + head * 0', DECODING),
+    Fault('decoding: the longest that a row has been forgotten', ATTEND, 'tl.maximum(peak, length)', 'tl.maximum(length, 0)', DECODING[1:]),
+    Fault('decoding: last of the blocks that may be complete forgotten', DECODING_OP, 'num_blocks = -(-num_tokens // stride)', 'num_blocks = max(1, num_tokens // stride)', DECODING),
+    Fault('decoding: window one block short', DECODING_SETTINGS, '(window_size + selection_block_size - 2) // selection_block_size + 1', '(window_size + selection_block_size - 2) // selection_block_size', DECODING),
+    Fault('decoding: launches made again for another alignment', DECODING_STEP, 't.device, address % ALIGNMENT)', 't.device, 0)', AGAIN),
+    Fault('decoding: launches made again for other strides', DECODING_STEP, '(t.shape, t.stride(), t.dtype, t.device', '(t.shape, t.dtype, t.device', AGAIN),
+    Fault('decoding: launches made again for another tensor of the cache', DECODING_STEP, 't.dtype, t.data_ptr())', 't.dtype)', AGAIN),
+    Fault('decoding: launches made again for a copy of an argument', PREPARED, 'self.is_complete and self._stays(first)', 'self.is_complete', AGAIN),
+    Fault('decoding: tensors given twice not told apart', PREPARED, 'self.is_complete and id(tensor) not in self._given', 'self.is_complete', AGAIN),
+    Fault('decoding: launches do not hold the workspace', PREPARED, 'self._held.append(tensor)', 'pass', AGAIN),
+]  # fmt: skip
+
+
+def copy_package(directory: Path) -> None:
+    for name in COPIED:
+        source, target = ROOT / name, directory / name
+        if source.is_dir():
+            shutil.copytree(source, target, ignore=shutil.ignore_patterns('__pycache__'))
+        else:
+            shutil.copy(source, target)
+
+
+def with_fault(fault: Fault) -> str:
+    """The text of the file with the fault in it."""
+    text = (ROOT / PACKAGE / 'ops' / fault.file).read_text()
+    if text.count(fault.old) != 1:
+        raise SystemExit(f'{fault.name}: {fault.file} has {text.count(fault.old)} times: {fault.old}')
+    return text.replace(fault.old, fault.new)
+
+
+def run_tests(tests: tuple[str, ...], directory: Path) -> subprocess.CompletedProcess[str]:
+    check = f"import native_sparse_attention as n; assert n.__file__.startswith('{directory}'), n.__file__"
+    environment = os.environ | {'PYTHONPATH': str(directory), 'OMP_NUM_THREADS': '1'}
+    subprocess.run([sys.executable, '-c', check], cwd=directory, env=environment, check=True)
+    files = [f'tests/kernels/{name}' for name in tests]
+    command = [sys.executable, '-m', 'pytest', '-x', '-q', '--tb=line', '-p', 'no:cacheprovider', *files]
+    return subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True)
+
+
+def is_caught(fault: Fault) -> bool:
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name).resolve()
+        copy_package(directory)
+        (directory / PACKAGE / 'ops' / fault.file).write_text(with_fault(fault))
+        begin = time.monotonic()
+        done = run_tests(fault.tests, directory)
+    if done.returncode not in (0, 1):
+        raise SystemExit(f'{fault.name}: pytest ended with {done.returncode}\n{done.stdout}{done.stderr}')
+    caught = done.returncode == 1
+    by = next((line for line in done.stdout.splitlines() if line.startswith('FAILED')), '').removeprefix('FAILED ')
+    print(
+        f'{"caught" if caught else "MISSED"}  {fault.name} ({time.monotonic() - begin:.0f} s)  {by[:120]}', flush=True
+    )
+    return caught
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--jobs', type=int, default=2)
+    parser.add_argument('--only', default='', help='faults whose name or file has this in it')
+    parser.add_argument('--skip-control', action='store_true', help='do not run the tests without a fault first')
+    arguments = parser.parse_args()
+    faults = [fault for fault in FAULTS if arguments.only in f'{fault.name} {fault.file}']
+    for fault in faults:
+        with_fault(fault)
+    if not arguments.skip_control:
+        with tempfile.TemporaryDirectory() as name:
+            directory = Path(name).resolve()
+            copy_package(directory)
+            done = run_tests(tuple(sorted({test for fault in faults for test in fault.tests})), directory)
+        if done.returncode != 0:
+            raise SystemExit(f'the tests fail without a fault:\n{done.stdout[-4000:]}')
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        caught = sum(pool.map(is_caught, faults))
+    print(f'{caught} of {len(faults)} caught')
+    sys.exit(caught < MIN_CAUGHT * len(faults))
+
+
+if __name__ == '__main__':
+    main()

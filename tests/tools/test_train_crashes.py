@@ -1,0 +1,145 @@
+"""Nothing is lost by SIGKILL, by two processes on one run, or by a full disk (slow: pytest -m slow -s).
+
+The processes are real, and so is the full disk where the test may mount a tmpfs.
+"""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import train_enwik8
+from tests.support.training_runs import assert_same_run, command
+from train_enwik8 import load_checkpoint
+
+pytestmark = pytest.mark.slow
+
+SETTINGS = {'steps': 150, 'log_every': 2, 'eval_every': 40, 'save_every': 3, 'sample_every': 50}
+
+
+@pytest.fixture(scope='module')
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp('text') / 'words.txt'
+    path.write_bytes(bytes(random.Random(0).choices(b'some of the words ', k=2000)))
+    return path
+
+
+@pytest.fixture(scope='module')
+def whole(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nothing interrupts."""
+    runs = tmp_path_factory.mktemp('runs')
+    with start(command(text, runs, '--name', 'whole', **SETTINGS)) as process:
+        assert process.wait() == 0
+    return runs / 'whole'
+
+
+def start(arguments: list[str]) -> subprocess.Popen:
+    pipes: dict[str, Any] = {'stdout': subprocess.DEVNULL, 'stderr': subprocess.PIPE, 'text': True}
+    environment = {**os.environ, 'OMP_NUM_THREADS': '1'}
+    return subprocess.Popen([sys.executable, train_enwik8.__file__, *arguments], env=environment, **pipes)
+
+
+def resume(folder: Path) -> list[str]:
+    return ['--runs-dir', str(folder.parent), '--name', folder.name, '--device', 'cpu', '--resume']
+
+
+def saved_step(folder: Path) -> int:
+    """-1 before the first checkpoint, which must be readable from then on."""
+    return load_checkpoint(folder)['step'] if (folder / 'checkpoint.pt').exists() else -1
+
+
+def test_sigkill_at_50_random_moments(text: Path, whole: Path, tmp_path: Path) -> None:
+    generator, killed, runs, steps = random.Random(1), 0, 0, []
+    folder = tmp_path / 'run-0'
+    new = command(text, tmp_path, **SETTINGS)
+    started = time.monotonic()
+    with start([*new, '--name', 'trial']) as process:
+        process.wait()
+    seconds = time.monotonic() - started  # of a whole run, imports included
+    while killed < 50:
+        before = saved_step(folder)
+        with start(resume(folder) if before >= 0 else [*new, '--name', folder.name]) as process:
+            try:
+                process.wait(generator.uniform(0.1, 0.8 * seconds))
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGKILL)
+            code, error = process.wait(), process.stderr.read() if process.stderr else ''
+        after = saved_step(folder)
+        assert after >= before
+        if code:
+            assert code == -signal.SIGKILL, error
+            killed += 1
+            steps.append(after)
+        if after >= 0 and load_checkpoint(folder)['finished']:  # a signal may come after the last save, too
+            assert_same_run(whole, folder)
+            runs += 1
+            folder = tmp_path / f'run-{runs}'
+    with start(resume(folder) if saved_step(folder) >= 0 else [*new, '--name', folder.name]) as process:
+        assert process.wait() == 0
+    assert_same_run(whole, folder)
+    assert not list(folder.glob('*.part'))
+    assert not (folder / 'lock').exists()
+    print(f'\nkilled 50 times, steps saved then: {steps}; {runs + 1} runs ended as the uninterrupted one, bit for bit')
+
+
+def test_two_resumes_at_once_20_times(text: Path, whole: Path, tmp_path: Path) -> None:
+    folder, steps, refused = tmp_path / 'run', [], 0
+    with start(command(text, tmp_path, '--name', 'run', **SETTINGS)) as process:
+        while saved_step(folder) < 3:
+            time.sleep(0.02)
+        process.kill()
+    for _ in range(20):
+        with start(resume(folder)) as one, start(resume(folder)) as other:
+            while one.poll() is None and other.poll() is None:
+                time.sleep(0.005)
+            loser, winner = (one, other) if one.poll() is not None else (other, one)
+            winner.send_signal(signal.SIGTERM)  # saved, or without having come to its first step
+            printed = loser.stderr.read() if loser.stderr else ''
+            assert loser.returncode == 2, printed
+            assert printed == (
+                f'train_enwik8.py: {folder}: in use by process {winner.pid} on {os.uname().nodename} '
+                '(--name starts another run)\n'
+            )
+            assert winner.wait() in (128 + signal.SIGTERM, -signal.SIGTERM)
+            refused += 1
+        steps.append(saved_step(folder))
+    assert steps == sorted(steps)
+    with start(resume(folder)) as process:
+        assert process.wait() == 0
+    assert_same_run(whole, folder)
+    print(f'\ntwo at once 20 times: {refused} refused with the holder named, steps saved: {steps}, same end')
+
+
+def test_full_disk_at_10_sizes(text: Path, whole: Path, tmp_path: Path) -> None:
+    disk = tmp_path / 'disk'
+    disk.mkdir()
+    needed = sum(p.stat().st_size for p in whole.iterdir()) + (whole / 'checkpoint.pt').stat().st_size
+    found = []
+    for tenth in range(10):
+        size = 16 + (needed * (tenth + 1) // 12) // 1024  # KiB
+        mount = ['mount', '-t', 'tmpfs', '-o', f'size={size}k', 'tmpfs', str(disk)]
+        if subprocess.run(mount, capture_output=True, check=False).returncode:
+            pytest.skip('a tmpfs cannot be mounted here')
+        try:
+            folder = disk / 'run'
+            with start(command(text, disk, '--name', 'run', **SETTINGS)) as process:
+                code, printed = process.wait(), process.stderr.read() if process.stderr else ''
+            assert code == 2, printed
+            assert printed.count('\n') == 1
+            assert 'No space left on device' in printed
+            assert not list(folder.glob('*.part'))
+            step = saved_step(folder)
+            found.append(f'{size} KiB: {step}')
+            subprocess.run(['mount', '-o', 'remount,size=64m', str(disk)], check=True)
+            with start(resume(folder) if step >= 0 else command(text, disk, '--name', 'run', **SETTINGS)) as process:
+                assert process.wait() == 0, process.stderr.read() if process.stderr else ''
+            assert_same_run(whole, folder)
+        finally:
+            subprocess.run(['umount', str(disk)], check=True)
+    print(f'\ndisk full at 10 sizes (steps saved then): {", ".join(found)}; after more room the end bit for bit')
