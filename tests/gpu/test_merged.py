@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 
 from native_sparse_attention.ops import selected_attention
-from tests.gpu.test_selected_features import SEQLEN, designs, half_types, make_tensors
+from tests.gpu.test_selected_features import (
+    SEQLEN,
+    designs,
+    half_types,
+    make_tensors,
+    shared_gpu,  # noqa: F401, every test takes it
+)
 from tests.support.gpu_problems import Problem, assert_obeys_the_rules
 
 harness = pytest.importorskip('tests.support.harness', reason='triton is not installed')

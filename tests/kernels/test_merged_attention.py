@@ -14,7 +14,13 @@ from native_sparse_attention.ops.selected_attention.triton import merged
 from native_sparse_attention.testing import assert_attention_matches, make_block_indices
 from tests.support.harness import assert_close_to_eager, fewer_examples, make_grads, make_sequences
 from tests.support.problems import Extents, Heads, drawn_extents, packed, row_integers, whole
-from tests.support.selected_attention_problems import TWO_GROUPS, make_indices, make_inputs, per_tile
+from tests.support.selected_attention_problems import (
+    TWO_GROUPS,
+    kernels,  # noqa: F401, every test takes it
+    make_indices,
+    make_inputs,
+    per_tile,
+)
 
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float16])

@@ -33,6 +33,7 @@ from tests.support.problems import Extents, Heads, cumulative, drawn_extents, dr
 from tests.support.selected_attention_problems import (
     HEADS,
     TWO_GROUPS,
+    kernels,  # noqa: F401, every test takes it
     make_indices,
     make_inputs,
     per_block,

@@ -17,6 +17,7 @@ from tests.support.problems import Extents, Heads, packed, row_integers, whole
 from tests.support.selected_attention_problems import (
     HEADS,
     TWO_GROUPS,
+    kernels,  # noqa: F401, every test takes it
     make_indices,
     make_inputs,
     pass_dlogits,

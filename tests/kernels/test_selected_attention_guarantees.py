@@ -22,6 +22,7 @@ from tests.support.selected_attention_problems import (
     HEADS,
     INT32,
     TWO_GROUPS,
+    kernels,  # noqa: F401, every test takes it
     make_indices,
     make_inputs,
     per_block,

@@ -28,7 +28,11 @@ from tests.support.harness import (
     run_triton,
 )
 from tests.support.problems import Extents, Heads, cumulative, drawn_extents, packed, row_integers, whole
-from tests.support.selected_attention_problems import make_indices, make_inputs
+from tests.support.selected_attention_problems import (
+    make_indices,
+    make_inputs,
+    mixed,  # noqa: F401, every test takes it
+)
 
 HEADS = Heads(12, 1, 16, 16)
 # Of the keys or values, which are not looked at here.

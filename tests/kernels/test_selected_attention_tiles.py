@@ -13,7 +13,14 @@ from native_sparse_attention.ops._triton import launch
 from native_sparse_attention.ops._triton.launch import describe_tiles
 from tests.support.harness import assert_same_bits, make_grads, place, run_triton
 from tests.support.problems import Extents, Heads, packed, whole
-from tests.support.selected_attention_problems import HEADS, KERNELS, TWO_GROUPS, make_indices, make_inputs
+from tests.support.selected_attention_problems import (
+    HEADS,
+    KERNELS,
+    TWO_GROUPS,
+    kernels,  # noqa: F401, every test takes it
+    make_indices,
+    make_inputs,
+)
 
 with_tiles = pytest.mark.parametrize('kernels', [KERNELS[0], KERNELS[1], KERNELS[3]], indirect=True)
 per_query = pytest.mark.parametrize('kernels', KERNELS[:1], indirect=True)

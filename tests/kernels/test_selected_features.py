@@ -24,6 +24,7 @@ from tests.support.selected_attention_problems import (
     HEADS,
     TWO_GROUPS,
     Tensors,
+    kernels,  # noqa: F401, every test takes it
     make_indices,
     make_inputs,
     per_block,
