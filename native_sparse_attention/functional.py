@@ -44,7 +44,7 @@ from native_sparse_attention.ops.block_selection.api import backend_of as choice
 from native_sparse_attention.ops.compressed_attention.api import backend_of as compressed_backend
 from native_sparse_attention.ops.gated_sum.api import backend_of as sum_backend
 from native_sparse_attention.ops.gated_sum.api import stack_gates
-from native_sparse_attention.ops.rotary import fan_out
+from native_sparse_attention.ops.rotary import shared_input
 from native_sparse_attention.ops.selected_attention.api import backend_of as selected_backend
 from native_sparse_attention.ops.selected_attention.api import merged_backend_of as merged_backend
 from native_sparse_attention.ops.window_attention.api import backend_of as window_backend
@@ -162,9 +162,9 @@ def nsa(
     if (k_window is None) != (v_window is None):
         raise ValueError('k_window and v_window must be given together or not at all')
     if merge_window and q_cmp is None:
-        q, q_cmp = fan_out(q, 2, backend=eager_in_flex)
+        q, q_cmp = shared_input(q, 2, backend=eager_in_flex)
     elif q_cmp is None and q_window is None:
-        q, q_cmp, q_window = fan_out(q, 3, backend=eager_in_flex)
+        q, q_cmp, q_window = shared_input(q, 3, backend=eager_in_flex)
     q_cmp = q if q_cmp is None else q_cmp
     q_window = q if q_window is None else q_window
     k_window, v_window = (k, v) if k_window is None or v_window is None else (k_window, v_window)

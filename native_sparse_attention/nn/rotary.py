@@ -13,7 +13,7 @@ from torch._C import _autograd
 from torch.autograd.graph import saved_tensors_hooks
 
 from native_sparse_attention import ops
-from native_sparse_attention.ops.rotary import fan_out
+from native_sparse_attention.ops.rotary import shared_input
 from native_sparse_attention.ops.rotary.api import backend_of
 
 
@@ -185,9 +185,11 @@ def rotate(tables: tuple[Tensor, Tensor] | None, backend: str, *tensors: Tensor 
 def turned_and_plain(
     tables: tuple[Tensor, Tensor] | None, backend: str, x: Tensor, num_turned: int, num_plain: int = 0
 ) -> tuple[Tensor, ...]:
-    """x turned by tables, if there are any, for so many readers, and as it is for the others: `ops.rotary.fan_out`."""
+    """x turned by tables, if there are any, for so many readers, and as it is for the others:
+    `ops.rotary.shared_input`.
+    """
     backend = 'eager' if backend == 'flex' else backend if tables is None else _served_by(tables, backend)
-    return fan_out(x, num_plain, num_turned, tables, backend=backend)
+    return shared_input(x, num_plain, num_turned, tables, backend=backend)
 
 
 def turned_again(x: Tensor, tables: tuple[Tensor, Tensor] | None, backend: str, turned: Tensor) -> Any:

@@ -141,13 +141,13 @@ def find_tiles(first: Tensor, last: Tensor, seqlen_k: int, rows_per_token: int =
 def without_nonfinite(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Keys `[B, S, H, D]` and values `[B, S, H, DV]`, 0 where one is not finite, and bool `[B, S, H]`: where that is.
 
-    What a query of a tile does not read must not reach it, not even as 0 * NaN; what it reads is put back by `taint`.
-    """
+    What a query of a tile does not read must not reach it, not even as 0 * NaN; what it reads is put back by
+    `nonfinite_rows`."""
     finite = k.isfinite().all(-1) & v.isfinite().all(-1)
     return torch.where(finite[..., None], k, 0), torch.where(finite[..., None], v, 0), ~finite
 
 
-def taint(out: Tensor, lse: Tensor, nonfinite: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+def nonfinite_rows(out: Tensor, lse: Tensor, nonfinite: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
     """NaN in the rows that read a key or value that is not finite.
 
     out: `[B, T, HQ, DV]`, lse: `[B, HQ, T]`, nonfinite: `[B, S, H]`, first and last as in `find_tiles` with heads that

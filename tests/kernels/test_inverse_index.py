@@ -26,8 +26,8 @@ from native_sparse_attention.ops._triton.inverse_index import (
     num_block_slots,
 )
 from native_sparse_attention.ops._triton.launch import launch
-from native_sparse_attention.ops._triton.placement import make_placement
 from native_sparse_attention.ops._triton.tiles import sort_tile
+from native_sparse_attention.ops._triton.varlen import make_layout
 from tests.support.harness import make_sequences, place
 from tests.support.problems import Extents, cumulative, drawn_extents, packed, row_integers
 
@@ -99,7 +99,7 @@ def check(
 ) -> None:
     sequences = make_sequences(extents, device)
     indices = place(make_indices(extents, kv_heads * repeats, num_selected, block_size, dtype), device)
-    placement = make_placement(sequences)
+    placement = make_layout(sequences)
     num_slots = num_block_slots(placement, block_size)
     with sorted_by(tile):
         groups = group_pairs(indices, kv_heads, num_slots)
@@ -208,7 +208,7 @@ def test_long_lists_of_pairs(extents: Extents, device: torch.device, monkeypatch
 
 
 def make_lists(indices: Tensor, sequences: Sequences, pairs: range, tile: Tile | None) -> InverseIndex:
-    placement, kv_heads = make_placement(sequences), indices.shape[2]
+    placement, kv_heads = make_layout(sequences), indices.shape[2]
     with sorted_by(tile):
         return make_inverse_index(indices, placement, pairs, kv_heads=kv_heads, block_size=3, causal=True, unique=True)
 

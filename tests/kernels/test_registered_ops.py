@@ -21,7 +21,7 @@ from native_sparse_attention.ops import (
     straight_through_scale,
     window_attention,
 )
-from native_sparse_attention.ops.rotary import fan_out
+from native_sparse_attention.ops.rotary import shared_input
 from native_sparse_attention.testing import make_qkv
 from tests.support.harness import run_triton, same_bits
 
@@ -143,7 +143,7 @@ def turned(x: Tensor, positions: Tensor, **settings: Any) -> Tensor:
 
 def shared(x: Tensor, positions: Tensor, **settings: Any) -> Tensor:
     angles = positions[..., None] / torch.arange(1, 7, device=x.device)
-    return torch.stack(fan_out(x, 1, 2, (angles.cos(), angles.sin()), **settings))
+    return torch.stack(shared_input(x, 1, 2, (angles.cos(), angles.sin()), **settings))
 
 
 # Every public op with a Triton backend: how to call it, and how to make its tensors.

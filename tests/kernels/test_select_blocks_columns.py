@@ -16,7 +16,7 @@ from torch import Tensor
 
 from native_sparse_attention.ops.block_selection.triton import select
 from native_sparse_attention.ops.block_selection.triton.members import add_members, load_members
-from native_sparse_attention.ops.block_selection.triton.ranks import MAX_LEVELS, count_levels
+from native_sparse_attention.ops.block_selection.triton.topk import MAX_LEVELS, count_levels
 from tests.support.harness import place
 from tests.support.problems import Extents, Heads, packed, row_integers, whole
 from tests.support.select_blocks_problems import Problem, choose, make_counts, settings_of

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from native_sparse_attention.ops import selected_attention
 from native_sparse_attention.ops._triton import inverse_index
-from native_sparse_attention.ops.selected_attention.triton import by_block, by_block_backward, keys, lists
+from native_sparse_attention.ops.selected_attention.triton import block_to_query, by_block, by_block_backward, keys
 from native_sparse_attention.testing import (
     INDEX_KINDS,
     LAYOUTS,
@@ -375,7 +375,7 @@ def test_parts_in_float16(
         tensors['q'] = tensors['q'] / factor
         tensors['block_scale'] = tensors['block_scale'] * factor
     expected = run_triton(selected_attention, tensors, grads, block_size=3)
-    monkeypatch.setattr(lists, 'dtype_of_parts', lambda _: torch.float16)
+    monkeypatch.setattr(block_to_query, 'dtype_of_parts', lambda _: torch.float16)
     result = run_triton(selected_attention, tensors, grads, block_size=3)
     assert not torch.equal(result['out0'], expected['out0'])
     for name, t in expected.items():

@@ -13,7 +13,7 @@ from native_sparse_attention.ops import selected_attention
 from native_sparse_attention.ops._triton.inverse_index import InverseIndex, make_inverse_index
 from native_sparse_attention.ops._triton.support import is_interpreted
 from native_sparse_attention.ops.selected_attention.api import MAX_SELECTED, backend_of
-from native_sparse_attention.ops.selected_attention.triton import by_block, by_block_backward, keys, lists, op
+from native_sparse_attention.ops.selected_attention.triton import block_to_query, by_block, by_block_backward, keys, op
 from native_sparse_attention.testing import make_block_indices, outputs_and_gradients
 from tests.support import problems
 from tests.support.harness import assert_same_bits, far_apart, make_grads, place, run_triton
@@ -198,7 +198,7 @@ def test_the_size_of_the_future_changes_nothing(
     name: str, size: float, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor the units of float16 parts, as bfloat16 inputs have them."""
-    monkeypatch.setattr(lists, 'dtype_of_parts', lambda _: torch.float16)
+    monkeypatch.setattr(block_to_query, 'dtype_of_parts', lambda _: torch.float16)
     indices = make_block_indices('valid', 1, 12, 1, 3, seqlen_k=12, block_size=4)
     tensors, grads = make_inputs(whole(12), HEADS, device, indices), make_grads(whole(12), HEADS, device)
     grads[0][:, 7:] = 0
@@ -217,7 +217,7 @@ def test_gradients_by_parts_are_not_numbers_where_inputs_are_not(
     keys_are: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though units of float16 parts are the smallest there are, then."""
-    monkeypatch.setattr(lists, 'dtype_of_parts', lambda _: torch.float16)
+    monkeypatch.setattr(block_to_query, 'dtype_of_parts', lambda _: torch.float16)
     indices = make_block_indices('valid', 1, 12, 1, 3, seqlen_k=12, block_size=4)
     tensors, grads = make_inputs(whole(12), HEADS, device, indices), make_grads(whole(12), HEADS, device)
     grads[1].zero_()
@@ -296,7 +296,7 @@ def test_the_backward_takes_the_lists_of_the_forward(device: torch.device, monke
         made.append(make_inverse_index(*args, **settings))
         return made[-1]
 
-    monkeypatch.setattr(lists, 'make_inverse_index', make)
+    monkeypatch.setattr(block_to_query, 'make_inverse_index', make)
     indices = make_indices(whole(12), 2, 3, 2)
     tensors = make_inputs(whole(12), TWO_GROUPS, device, indices, scaled=True)
     grads = make_grads(whole(12), TWO_GROUPS, device)

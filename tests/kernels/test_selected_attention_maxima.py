@@ -13,7 +13,7 @@ from torch import Tensor
 from native_sparse_attention.ops import selected_attention
 from native_sparse_attention.ops._triton.support import is_interpreted
 from native_sparse_attention.ops.selected_attention.triton import op
-from tests.kernels.test_selected_attention_halves import forward
+from tests.kernels.test_selected_attention_fp16_values import forward
 from tests.support.problems import Extents, Heads, whole
 from tests.support.selected_attention_problems import make_inputs
 

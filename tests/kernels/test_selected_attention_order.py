@@ -15,9 +15,8 @@ from torch import Tensor
 
 from native_sparse_attention.ops import selected_attention
 from native_sparse_attention.ops._triton.support import is_interpreted
-from native_sparse_attention.ops.selected_attention.triton import choice as choice_module
-from native_sparse_attention.ops.selected_attention.triton import op
-from native_sparse_attention.ops.selected_attention.triton.choice import QUERIES_TOGETHER, find_whole_blocks
+from native_sparse_attention.ops.selected_attention.triton import block_loop, op
+from native_sparse_attention.ops.selected_attention.triton.block_loop import QUERIES_TOGETHER, find_whole_blocks
 from tests.support.harness import assert_close_to_eager, assert_same_bits, make_grads, place, run_triton
 from tests.support.problems import Extents, Heads, packed
 from tests.support.selected_attention_problems import INT32, make_indices, make_inputs
@@ -92,7 +91,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> int:
     """A few queries begin all over their blocks. What is compiled has as many as ever."""
     if not is_interpreted():
         return TOGETHER
-    monkeypatch.setattr(choice_module, 'QUERIES_TOGETHER', tl.constexpr(7))
+    monkeypatch.setattr(block_loop, 'QUERIES_TOGETHER', tl.constexpr(7))
     return 7
 
 

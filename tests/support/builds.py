@@ -44,8 +44,8 @@ from native_sparse_attention.ops import (
 )
 from native_sparse_attention.ops._triton import inverse_index, launch, support
 from native_sparse_attention.ops._triton.interval.modifiers import Marks
-from native_sparse_attention.ops._triton.placement import make_placement
-from native_sparse_attention.ops.rotary import fan_out
+from native_sparse_attention.ops._triton.varlen import make_layout
+from native_sparse_attention.ops.rotary import shared_input
 from native_sparse_attention.ops.selected_attention.triton import dlogits
 from native_sparse_attention.ops.selected_attention.triton import op as selected_op
 from tests.support.layouts import find_reductions
@@ -207,7 +207,7 @@ def build_inverse_index(dtype: torch.dtype, head_dim: int) -> None:
         seqlen_k = SELECTION_BLOCK * (2**tile.log_size - 3)
         sequences = Sequences(1, seqlen, seqlen_k, indices.device, None, None, borders, borders)
         sizes: dict[str, Any] = {'kv_heads': 2, 'block_size': SELECTION_BLOCK, 'causal': True, 'unique': True}
-        inverse_index.make_inverse_index(indices, make_placement(sequences), range(2), **sizes)
+        inverse_index.make_inverse_index(indices, make_layout(sequences), range(2), **sizes)
 
 
 def build_gated_sum(dtype: torch.dtype, head_dim: int) -> None:
@@ -220,8 +220,8 @@ def build_rotary(dtype: torch.dtype, head_dim: int) -> None:
     x, _, _ = make(dtype, head_dim)
     tables = torch.zeros(1, SEQLEN, head_dim // 2)
     differentiate(rotary(x, tables, tables, backend='triton'))
-    differentiate(*fan_out(x, 1, 2, (tables, tables), backend='triton'))
-    differentiate(*fan_out(x, 3, backend='triton'))
+    differentiate(*shared_input(x, 1, 2, (tables, tables), backend='triton'))
+    differentiate(*shared_input(x, 3, backend='triton'))
 
 
 @torch.no_grad()

@@ -41,36 +41,36 @@ MAXIMA = ('test_interval_maxima.py',)
 INTERVAL = ('test_window_attention.py', 'test_window_attention_guarantees.py', *MEMORY)
 SELECTED = ('test_selected_attention.py', 'test_selected_attention_guarantees.py')
 ORDER = ('test_selected_attention_order.py',)
-SHARED, CAPPED = ('test_selected_attention_sharing.py',), ('test_selected_features.py',)
+SHARED, CAPPED = ('test_selected_attention_union.py',), ('test_selected_features.py',)
 CHOICE = ('test_select_blocks.py', 'test_select_blocks_guarantees.py')
 COLUMNS = ('test_select_blocks_columns.py',)
 CHOICE_FEATURES = ('test_choice_features.py',)
-SCORES, GATED, PLACED = ('test_chosen_scores.py',), ('test_gated_sum.py',), ('test_placement.py', *INTERVAL)
+SCORES, GATED, PLACED = ('test_chosen_scores.py',), ('test_gated_sum.py',), ('test_varlen.py', *INTERVAL)
 FORWARD, BACKWARD = '_triton/interval/forward.py', '_triton/interval/backward.py'
 INTERVAL_OP, SUM_OP = '_triton/interval/op.py', 'gated_sum/triton/op.py'
 DKV, INTERVAL_KEYS = '_triton/interval/key_gradients.py', '_triton/interval/keys.py'
-TILES, PLACEMENT = '_triton/interval/tiles.py', '_triton/placement.py'
+TILES, PLACEMENT = '_triton/interval/tiles.py', '_triton/varlen.py'
 MARKS, DBIAS = '_triton/interval/modifiers.py', '_triton/interval/bias_gradient.py'
 SELECTED_FORWARD, SELECTED_BACKWARD = 'selected_attention/triton/forward.py', 'selected_attention/triton/backward.py'
 KEY_GRADIENTS = 'selected_attention/triton/key_gradients.py'
-NEIGHBOURS, ROWS = 'selected_attention/triton/neighbours.py', 'selected_attention/triton/choice.py'
-UNION_STEPS, QUERY_ROWS = 'selected_attention/triton/union_steps.py', 'selected_attention/triton/rows.py'
+NEIGHBOURS, ROWS = 'selected_attention/triton/neighbours.py', 'selected_attention/triton/block_loop.py'
+UNION_STEPS, QUERY_ROWS = 'selected_attention/triton/union_loop.py', 'selected_attention/triton/epilogue.py'
 NEIGHBOURS_BACKWARD = 'selected_attention/triton/neighbours_backward.py'
-BY_BLOCK, LISTS = 'selected_attention/triton/by_block.py', 'selected_attention/triton/lists.py'
+BY_BLOCK, LISTS = 'selected_attention/triton/by_block.py', 'selected_attention/triton/block_to_query.py'
 BY_BLOCK_BACKWARD, SELECTED_KEYS = 'selected_attention/triton/by_block_backward.py', 'selected_attention/triton/keys.py'
-SHARING, SELECTED_OP = 'selected_attention/triton/sharing.py', 'selected_attention/triton/op.py'
+SHARING, SELECTED_OP = 'selected_attention/triton/block_union.py', 'selected_attention/triton/op.py'
 DELTA, DLOGITS = 'selected_attention/triton/delta.py', 'selected_attention/triton/dlogits.py'
 QUERY_GRADIENTS = 'selected_attention/triton/query_gradients.py'
-HALF_VALUES = 'selected_attention/triton/half_values.py'
+HALF_VALUES = 'selected_attention/triton/fp16_values.py'
 PASSED, EXACT = ('test_selected_attention_dlogits.py',), ('test_selected_attention_delta.py',)
-HALVES = ('test_selected_attention_halves.py',)
-CHUNKS = ('test_lists.py',)
+HALVES = ('test_selected_attention_fp16_values.py',)
+CHUNKS = ('test_block_to_query.py',)
 OF_GATES, SELECTED_GATES = ('test_gates.py',), ('test_selected_attention_gates.py',)
 SELECTED_MAXIMA = ('test_selected_attention_maxima.py',)
 FINITE, LISTS_OF_BLOCKS = '_triton/finite.py', '_triton/inverse_index.py'
 TILE_ROWS = '_triton/tiles.py'
 SELECT, GATED_SUM = 'block_selection/triton/select.py', 'gated_sum/triton/kernels.py'
-RANKS, MEMBERS = 'block_selection/triton/ranks.py', 'block_selection/triton/members.py'
+RANKS, MEMBERS = 'block_selection/triton/topk.py', 'block_selection/triton/members.py'
 ROTARY, ROTATION = 'rotary/triton/kernels.py', '_triton/rotation.py'
 SCORES_FORWARD = 'block_selection/triton/scores_forward.py'
 SCORES_BACKWARD = 'block_selection/triton/scores_backward.py'
@@ -81,8 +81,8 @@ APPEND, STORAGE = 'decoding/triton/append.py', 'decoding/triton/storage.py'
 COMPRESSED, CHOOSE = 'decoding/triton/compressed.py', 'decoding/triton/choose.py'
 ATTEND, DECODING_OP = 'decoding/triton/attend.py', 'decoding/triton/op.py'
 DECODING_SETTINGS = 'decoding/triton/settings.py'
-AGAIN = ('test_decoding_prepared.py',)
-DECODING_STEP, PREPARED = 'decoding/step.py', 'decoding/triton/prepared.py'
+AGAIN = ('test_launch_cache.py',)
+DECODING_STEP, PREPARED = 'decoding/step.py', 'decoding/triton/launch_cache.py'
 
 FAULTS = [
     # Interval attention
@@ -102,7 +102,7 @@ FAULTS = [
     Fault('heads of a tile in disorder', TILES, 'heads = first_head + members % HEADS', 'heads = first_head + members // (BLOCK_M // HEADS)', INTERVAL),
     Fault('positions of the first head for all', TILES, 'queries = first_query + members // HEADS', 'queries = first_query + members % (BLOCK_M // HEADS)', INTERVAL),
     Fault('tiles by descriptor one key late', TILES, 'row, key_start + num_memory + start, head', 'row, key_start + num_memory + start + 1, head', ('test_interval_tiles.py',)),
-    Fault('not a number goes unseen', FORWARD, 'out += tl.sum(tl.where(read, taint[None, :], 0.0), 1)[:, None]', 'out += 0.0', INTERVAL),
+    Fault('not a number goes unseen', FORWARD, 'out += tl.sum(tl.where(read, nonfinite_rows[None, :], 0.0), 1)[:, None]', 'out += 0.0', INTERVAL),
     Fault('what a row does not read spoils it', FORWARD, 'if not (is_finite_tile(sums[2]) and are_near):', 'if not are_near:', INTERVAL),
     Fault('maxima: however far they are', FORWARD, 'if not (is_finite_tile(sums[2]) and are_near):', 'if not is_finite_tile(sums[2]):', MAXIMA),
     Fault('maxima: fixed in every pass', FORWARD, 'is_fixed = is_fixed & _is_near(sums[1]) &', 'is_fixed = is_fixed & ((sums[1] >= 0) | (sums[1] < 0)) &', MAXIMA),
@@ -123,7 +123,7 @@ FAULTS = [
     Fault('dkv: parts and heads change places', DKV, 'kv_head = tl.program_id(0) // parts % kv_heads', 'kv_head = tl.program_id(0) % kv_heads', INTERVAL),
     Fault('dkv: tiles of queries of another sequence', DKV, 'first = query_start + start', 'first = start', INTERVAL_TILES),
     Fault('dkv: tiles of queries by descriptor beside dropout', INTERVAL_KEYS, ' or marks.seed is not None:', ':', INTERVAL_TILES),
-    Fault('dkv: tiles of queries by descriptor, with care too', DKV, 'dout_tiles is not None and not CAREFUL', 'dout_tiles is not None', INTERVAL_TILES),
+    Fault('dkv: tiles of queries by descriptor, with care too', DKV, 'dout_tiles is not None and not CONTAIN_NONFINITE', 'dout_tiles is not None', INTERVAL_TILES),
     Fault('queries that are not finite leak', DKV, 'q, _ = split_finite(q)', 'q, _ = q, 0', INTERVAL),
     Fault('keys that are not finite leak', BACKWARD, 'dlogits, 0.0)\n        k, _ = split_finite(k)', 'dlogits, 0.0)', INTERVAL),
     Fault('what a row does not read spoils its gradient', BACKWARD, 'or not is_finite_tile(sums[0] + sums[1])', 'or end_tiles < 0', INTERVAL),
@@ -140,7 +140,7 @@ FAULTS = [
     Fault('a sink of another head', MARKS, 'tl.load(marks.sinks + heads)', 'tl.load(marks.sinks + heads * 0)', FEATURED),
     Fault('heads of other rows left out of the gradient of a bias', DBIAS, 'for shared_row in range(rows_of_head)', 'for shared_row in range(1)', FEATURED),
     Fault('gradient of a bias for keys of other sequences', DBIAS, 'reads = read & allowed', 'reads = allowed', FEATURED),
-    # Placement
+    # SequenceLayout
     Fault('tiles of a packed sequence lost', PLACEMENT, 'return length // tile + place.num_sequences + 1', 'return length // tile + 1', PLACED),
     Fault('keys behind the length of a row', PLACEMENT, 'tl.load(place.seqlens_k + sequence).to(tl.int32), 0), num_keys)', 'tl.load(place.seqlens_k + sequence).to(tl.int32) + 1, 0), num_keys)', PLACED),
     Fault('queries one position early', PLACEMENT, 'offset = num_keys - num_queries', 'offset = num_keys - num_queries - 1', PLACED),
@@ -282,8 +282,8 @@ FAULTS = [
     Fault('rotary: pairs turned the other way', ROTATION, 'odd * cos + even * sin', 'odd * cos - even * sin', ('test_rotary.py',)),
     Fault('rotary: last pair left as it is', ROTARY, '(angles < NUM_ANGLES)', '(angles < NUM_ANGLES - 1)', ('test_rotary.py',)),
     Fault('rotary: angles of the first row for all', ROTARY, 'batch * sin_strides[0]', 'batch * 0', ('test_rotary.py',)),
-    Fault('rotary: sums of readers turned forward', ROTARY, 'turn(total, cos, -sin, is_turned)', 'turn(total, cos, sin, is_turned)', ('test_fan_out.py',)),
-    Fault('rotary: a reader is left out', ROTARY, 'tl.static_range(NUM_TURNED, NUM_GRADS)', 'tl.static_range(NUM_TURNED, max(NUM_TURNED, NUM_GRADS - 1))', ('test_fan_out.py',)),
+    Fault('rotary: sums of readers turned forward', ROTARY, 'turn(total, cos, -sin, is_turned)', 'turn(total, cos, sin, is_turned)', ('test_shared_input.py',)),
+    Fault('rotary: a reader is left out', ROTARY, 'tl.static_range(NUM_TURNED, NUM_GRADS)', 'tl.static_range(NUM_TURNED, max(NUM_TURNED, NUM_GRADS - 1))', ('test_shared_input.py',)),
     Fault('rotary: what is not turned is multiplied', ROTATION, 'even * sin, odd)', 'even * sin, odd * cos + even * sin)', ('test_rotary.py',)),
     # Sharing
     Fault('sharing: flag of another tile', SHARING, 'tile = start // sharing.block_t + sequence', 'tile = start // sharing.block_t', SHARED),

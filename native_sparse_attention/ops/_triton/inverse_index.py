@@ -24,14 +24,14 @@ from torch import Tensor
 
 from native_sparse_attention.ops._triton.counting_sort import count_runs, lists_of_sorted_tiles, make_counts
 from native_sparse_attention.ops._triton.launch import launch
-from native_sparse_attention.ops._triton.placement import (
-    Placement,
+from native_sparse_attention.ops._triton.tiles import sort_tile
+from native_sparse_attention.ops._triton.varlen import (
+    SequenceLayout,
     find_tile,
     load_num_keys,
     load_position,
     locate_tokens,
 )
-from native_sparse_attention.ops._triton.tiles import sort_tile
 
 # Entries that PyTorch sorts at once: some 50 bytes each, so less than half a gigabyte.
 MAX_ENTRIES = 2**23
@@ -76,7 +76,7 @@ class InverseIndex(NamedTuple):
         return InverseIndex(self.entries[pairs.start : pairs.stop], self.starts[pairs.start : pairs.stop])
 
 
-def num_block_slots(place: Placement, block_size: int) -> int:
+def num_block_slots(place: SequenceLayout, block_size: int) -> int:
     """Block slots of a row: a bound that does not depend on values on the device. place.seqlen_k counts the tokens; a
     caller that knows a lower bound of them puts it there (`place._replace`).
     """
@@ -108,7 +108,7 @@ def group_pairs(block_indices: Tensor, kv_heads: int, num_slots: int, most: int 
 
 def make_inverse_index(
     block_indices: Tensor,
-    place: Placement,
+    place: SequenceLayout,
     pairs: range,
     *,
     kv_heads: int,

@@ -24,12 +24,12 @@ def add_product(a, b, total):
 
 
 @triton.jit
-def load_rows(ptr, rows, stride, mask, SIZE: tl.constexpr, BLOCK: tl.constexpr, WIDE=True):
-    """Rows of SIZE elements, padded to BLOCK with zeros; 0 in rows that the mask leaves out. WIDE: int32 may not count
-    the elements up to the last of them.
+def load_rows(ptr, rows, stride, mask, SIZE: tl.constexpr, BLOCK: tl.constexpr, INT64_OFFSETS=True):
+    """Rows of SIZE elements, padded to BLOCK with zeros; 0 in rows that the mask leaves out. INT64_OFFSETS: int32 may
+    not count the elements up to the last of them.
     """
     offsets = tl.arange(0, BLOCK)
-    rows = rows.to(tl.int64) if WIDE else rows
+    rows = rows.to(tl.int64) if INT64_OFFSETS else rows
     pointers = ptr + rows[:, None] * stride + offsets[None, :]
     if SIZE == BLOCK:
         return tl.load(pointers, mask=mask[:, None], other=0.0)
@@ -48,7 +48,7 @@ def load_tile(
     SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    WIDE: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr,
 ):
     """ROWS rows of SIZE elements of a head of `[B, S, H, SIZE]`, from `first` on, padded to BLOCK with zeros; all of
     them exist, or else zeros are fetched. tiles: its tensor descriptor (`describe_tiles`); without one, ptr leads to
@@ -59,16 +59,16 @@ def load_tile(
         tile = tl.reshape(tiles.load([row.to(tl.int32), first, head.to(tl.int32), 0]), [ROWS, BLOCK])
     else:
         tile = load_rows(
-            ptr, first + tl.arange(0, ROWS), stride, tl.full([ROWS], 1, tl.int1) & exists, SIZE, BLOCK, WIDE
+            ptr, first + tl.arange(0, ROWS), stride, tl.full([ROWS], 1, tl.int1) & exists, SIZE, BLOCK, INT64_OFFSETS
         )
     return tile
 
 
 @triton.jit
-def store_rows(ptr, rows, stride, values, mask, SIZE: tl.constexpr, BLOCK: tl.constexpr, WIDE=True):
-    """WIDE: as in `load_rows`."""
+def store_rows(ptr, rows, stride, values, mask, SIZE: tl.constexpr, BLOCK: tl.constexpr, INT64_OFFSETS=True):
+    """INT64_OFFSETS: as in `load_rows`."""
     offsets = tl.arange(0, BLOCK)
-    rows = rows.to(tl.int64) if WIDE else rows
+    rows = rows.to(tl.int64) if INT64_OFFSETS else rows
     pointers = ptr + rows[:, None] * stride + offsets[None, :]
     tl.store(pointers, values.to(ptr.dtype.element_ty), mask=mask[:, None] & (offsets < SIZE)[None, :])
 

@@ -14,8 +14,8 @@ from native_sparse_attention.ops._flex import (
     capped,
     find_tiles,
     heads_first,
+    nonfinite_rows,
     run,
-    taint,
     with_a_key,
     without_nonfinite,
 )
@@ -55,7 +55,7 @@ def compressed_attention(
     extents = [t.int() for t in (layout.position, layout.key_start + num_memory, layout.key_len, memory_read)]
     q, k, v = (heads_first(t) for t in (q, k, v))
     out, lse = run(_attend, q, k, v, tiles, *extents, block_size, stride, causal, scale, modifiers.softcap)
-    return taint(out.transpose(1, 2), lse, nonfinite, first, last)
+    return nonfinite_rows(out.transpose(1, 2), lse, nonfinite, first, last)
 
 
 def _attend(

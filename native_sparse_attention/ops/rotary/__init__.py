@@ -1,3 +1,3 @@
-from native_sparse_attention.ops.rotary.api import fan_out, rotary
+from native_sparse_attention.ops.rotary.api import rotary, shared_input
 
-__all__ = ['fan_out', 'rotary']
+__all__ = ['rotary', 'shared_input']

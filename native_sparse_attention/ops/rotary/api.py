@@ -47,7 +47,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, backend: str = 'auto') -> Ten
             return eager.rotary(x, cos, sin)
 
 
-def fan_out(
+def shared_input(
     x: Tensor,
     num_plain: int,
     num_turned: int = 0,
@@ -79,7 +79,7 @@ def fan_out(
         return (turned,) * num_turned + (x,) * num_plain
     from native_sparse_attention.ops.rotary import triton
 
-    return triton.fan_out(x, turned.detach(), tables, num_plain, num_turned)
+    return triton.shared_input(x, turned.detach(), tables, num_plain, num_turned)
 
 
 def backend_of(x: Tensor, cos: Tensor, sin: Tensor, *, backend: str = 'auto') -> BackendChoice:
@@ -117,4 +117,4 @@ def _adds(x: Tensor, num_readers: int, tables: tuple[Tensor, Tensor] | None, bac
         return backend_of(x, *tables, backend=backend).name == 'triton'
     if transformed('triton') is not None or support.unsupported(x, name='x') is not None:
         return False
-    return choose_backend('fan_out', backend, x.device, {'triton': serves, 'eager': serves}).name == 'triton'
+    return choose_backend('shared_input', backend, x.device, {'triton': serves, 'eager': serves}).name == 'triton'

@@ -17,9 +17,9 @@ from native_sparse_attention.ops._flex import (
     capped,
     find_tiles,
     heads_first,
+    nonfinite_rows,
     rows_of_tile,
     run,
-    taint,
     with_a_key,
     without_nonfinite,
 )
@@ -67,7 +67,7 @@ def selected_attention(
     out, lse = run(_attend, rows, k, v, tiles, *extents, blocks, block_scale, *settings)
     out = rearrange(out, 'b h (t r) d -> b t (h r) d', r=rows_per_token)
     lse = rearrange(lse, 'b h (t r) -> b (h r) t', r=rows_per_token)
-    return taint(out, lse, nonfinite, first, last)
+    return nonfinite_rows(out, lse, nonfinite, first, last)
 
 
 def _attend(

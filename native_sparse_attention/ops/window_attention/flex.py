@@ -14,8 +14,8 @@ from native_sparse_attention.ops._flex import (
     capped,
     find_tiles,
     heads_first,
+    nonfinite_rows,
     run,
-    taint,
     with_a_key,
     without_nonfinite,
 )
@@ -55,7 +55,7 @@ def window_attention(
         return out.masked_fill(tainted.mT[..., None], torch.nan), lse.masked_fill(tainted, torch.nan)
     if modifiers.query_segments is not None and modifiers.key_segments is not None:
         nonfinite, first, last = _by_segment(nonfinite, first, last, modifiers.query_segments, modifiers.key_segments)
-    return taint(out, lse, nonfinite, first, last)
+    return nonfinite_rows(out, lse, nonfinite, first, last)
 
 
 def _attend(

@@ -16,8 +16,8 @@ import triton.language as tl
 
 from native_sparse_attention.ops._triton.interval.modifiers import find_exponents, is_kept, place_tile, row_of_marks
 from native_sparse_attention.ops._triton.interval.tiles import find_start, key_tiles, load_keys, open_tile, reads_keys
-from native_sparse_attention.ops._triton.placement import locate_queries
 from native_sparse_attention.ops._triton.tiles import add_product, is_finite_tile, load_rows, split_finite, store_rows
+from native_sparse_attention.ops._triton.varlen import locate_queries
 
 
 @triton.jit
@@ -54,7 +54,7 @@ def dq_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
-    WIDE: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr,
 ):
     """Shapes as in the forward kernel; dlse may be None, and is `[B, HQ, T]` like lse. gate: `[B, T, HQ]`, what dout is
     still to be multiplied by, or None. numbers: float32 `[B, HQ, 2 or 3, T]`, what the other kernels take of a row: its
@@ -109,14 +109,14 @@ def dq_kernel(
             sums = _add_keys(
                 q, dout, keys, values, sums, rows, lse_log2, delta, dlse, limits, tiles, tile,
                 last, key_start, interval, scale, marks, HAS_DLSE, True, False, HEAD_DIM, VALUE_DIM, BLOCK_N,
-                BLOCK_D, BLOCK_DV, WIDE,
+                BLOCK_D, BLOCK_DV, INT64_OFFSETS,
             )  # fmt: skip
         if end_tiles < num_tiles:  # so that the assembler need not move the sums of the loop before (docs/kernels.md)
             for tile in range(end_tiles, num_tiles):
                 sums = _add_keys(
                     q, dout, keys, values, sums, rows, lse_log2, delta, dlse, limits, tiles, tile,
                     last, key_start, interval, scale, marks, HAS_DLSE, False, False, HEAD_DIM, VALUE_DIM, BLOCK_N,
-                    BLOCK_D, BLOCK_DV, WIDE,
+                    BLOCK_D, BLOCK_DV, INT64_OFFSETS,
                 )  # fmt: skip
     if q.dtype == tl.float32 or not is_finite_tile(sums[0] + sums[1]):
         # Perhaps for keys that some rows of the tile do not read: once more, with care.
@@ -125,7 +125,7 @@ def dq_kernel(
             sums = _add_keys(
                 q, dout, keys, values, sums, rows, lse_log2, delta, dlse, limits, tiles, tile,
                 last, key_start, interval, scale, marks, HAS_DLSE, True, True, HEAD_DIM, VALUE_DIM, BLOCK_N,
-                BLOCK_D, BLOCK_DV, WIDE,
+                BLOCK_D, BLOCK_DV, INT64_OFFSETS,
             )  # fmt: skip
     dq, mean_k, missing = sums
     dq = (dq - missing[:, None] * mean_k) * scale
@@ -170,40 +170,44 @@ def _add_keys(
     marks,
     HAS_DLSE: tl.constexpr,
     MASKED: tl.constexpr,
-    CAREFUL: tl.constexpr,
+    CONTAIN_NONFINITE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
-    WIDE: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr,
 ):
     """Adds a tile of keys: to dq, with the delta that is off by `missing`, and to the mean of the keys, times which dq
-    changes with delta. Not MASKED: every row reads all of it. CAREFUL: what is not finite reaches those rows alone that
-    read it.
+    changes with delta. Not MASKED: every row reads all of it. CONTAIN_NONFINITE: what is not finite reaches those rows
+    alone that read it.
     """
     dq, mean_k, missing = sums
-    start = find_start(tiles, tile, MASKED, CAREFUL, BLOCK_N)
-    k = load_keys(keys, start, last, key_start, interval, MASKED, CAREFUL, HEAD_DIM, BLOCK_N, BLOCK_D, WIDE)
+    start = find_start(tiles, tile, MASKED, CONTAIN_NONFINITE, BLOCK_N)
+    k = load_keys(
+        keys, start, last, key_start, interval, MASKED, CONTAIN_NONFINITE, HEAD_DIM, BLOCK_N, BLOCK_D, INT64_OFFSETS
+    )
     logits = tl.dot(q, tl.trans(k), input_precision='ieee')  # [BLOCK_M, BLOCK_N]
     place = place_tile(rows, key_start, start, last, BLOCK_N)
     exponents, slope, read = find_exponents(logits, lse_log2[:, None], scale, marks, place)
     if MASKED:
         read = read & reads_keys(interval, limits, start, BLOCK_N)
     weights = tl.exp2(tl.where(read, exponents, float('-inf')))
-    v = load_keys(values, start, last, key_start, interval, MASKED, CAREFUL, VALUE_DIM, BLOCK_N, BLOCK_DV, WIDE)
+    v = load_keys(
+        values, start, last, key_start, interval, MASKED, CONTAIN_NONFINITE, VALUE_DIM, BLOCK_N, BLOCK_DV, INT64_OFFSETS
+    )
     dweights = tl.dot(dout, tl.trans(v), input_precision='ieee')
     if marks.seed is not None:
         dweights = tl.where(is_kept(marks, place), dweights * marks.keep_factor, 0.0)
     dlogits = weights * (dweights - delta[:, None])
-    if CAREFUL:
+    if CONTAIN_NONFINITE:
         dlogits = tl.where(read, dlogits, 0.0)
         k, _ = split_finite(k)
     missing += tl.sum(dlogits, 1)
     if HAS_DLSE:
         dlogits = tl.fma(weights, dlse[:, None], dlogits)
     if marks.softcap is not None:
-        slope = tl.where(read, slope, 0.0) if CAREFUL else slope
+        slope = tl.where(read, slope, 0.0) if CONTAIN_NONFINITE else slope
         dlogits *= slope
         weights *= slope
     dq = add_product(dlogits.to(k.dtype), k, dq)

@@ -10,8 +10,8 @@ import triton.language as tl
 
 from native_sparse_attention.ops._triton.interval.modifiers import find_exponents, is_kept
 from native_sparse_attention.ops._triton.interval.tiles import key_limits
-from native_sparse_attention.ops._triton.placement import load_num_keys, load_position, locate_tokens
 from native_sparse_attention.ops._triton.tiles import load_rows
+from native_sparse_attention.ops._triton.varlen import load_num_keys, load_position, locate_tokens
 
 
 @triton.jit
@@ -40,7 +40,7 @@ def dbias_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
-    WIDE: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr,
 ):
     """dbias: `[bias rows, bias heads, T, S]`. shape: (B, HQ, bias rows, bias heads). numbers: of `dq_kernel`, NUMBERS
     of a row. Rows and heads of the batch that share a bias are added in order, and elements that no query reads are 0.
@@ -71,10 +71,10 @@ def dbias_kernel(
             k_of_head = k_ptr + row_of_q * k_strides[0] + head // GROUP * k_strides[2]
             v_of_head = v_ptr + row_of_q * v_strides[0] + head // GROUP * v_strides[2]
             dout_of_head = dout_ptr + row_of_q * dout_strides[0] + head * dout_strides[2]
-            q = load_rows(q_of_head, queries, q_strides[1], query_mask, HEAD_DIM, BLOCK_D, WIDE)
-            k = load_rows(k_of_head, keys, k_strides[1], key_mask, HEAD_DIM, BLOCK_D, WIDE)
-            v = load_rows(v_of_head, keys, v_strides[1], key_mask, VALUE_DIM, BLOCK_DV, WIDE)
-            dout = load_rows(dout_of_head, queries, dout_strides[1], query_mask, VALUE_DIM, BLOCK_DV, WIDE)
+            q = load_rows(q_of_head, queries, q_strides[1], query_mask, HEAD_DIM, BLOCK_D, INT64_OFFSETS)
+            k = load_rows(k_of_head, keys, k_strides[1], key_mask, HEAD_DIM, BLOCK_D, INT64_OFFSETS)
+            v = load_rows(v_of_head, keys, v_strides[1], key_mask, VALUE_DIM, BLOCK_DV, INT64_OFFSETS)
+            dout = load_rows(dout_of_head, queries, dout_strides[1], query_mask, VALUE_DIM, BLOCK_DV, INT64_OFFSETS)
             numbers_of_head = numbers_ptr + (row_of_q * num_heads + head) * NUMBERS * place.seqlen_q
             lse_log2 = tl.load(numbers_of_head + queries, mask=query_mask, other=0.0)
             sign = 1.0

@@ -16,8 +16,8 @@ from native_sparse_attention.ops._triton.interval.modifiers import (
     row_of_marks,
 )
 from native_sparse_attention.ops._triton.interval.tiles import find_start, key_tiles, load_keys, open_tile, reads_keys
-from native_sparse_attention.ops._triton.placement import locate_queries
 from native_sparse_attention.ops._triton.tiles import add_product, is_finite_tile, load_rows, split_finite, store_rows
+from native_sparse_attention.ops._triton.varlen import locate_queries
 
 
 @triton.jit
@@ -46,7 +46,7 @@ def forward_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
-    WIDE: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr,
 ):
     """q, out: `[B, T, HQ, D and DV]`; k, v: `[B, M + C, H, D and DV]`; lse: `[B, HQ, T]`."""
     tile_of_queries = tl.program_id(0)
@@ -80,7 +80,7 @@ def forward_kernel(
     for tile in range(end_tiles):
         sums = _attend(
             q, keys, values, sums, None, rows, limits, tiles, tile, last, key_start, interval, scale, scale_log2, marks,
-            NEGATIVE, True, False, False, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+            NEGATIVE, True, False, False, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, INT64_OFFSETS,
         )  # fmt: skip
     # Weights of float16 have no room for a maximum that is too low. Where pairs are masked, many rows may read nothing,
     # which look like rows whose weights vanished.
@@ -92,7 +92,7 @@ def forward_kernel(
     for tile in range(end_tiles, num_tiles):
         sums = _attend(
             q, keys, values, sums, None, rows, limits, tiles, tile, last, key_start, interval, scale, scale_log2, marks,
-            NEGATIVE, False, False, FIXED, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+            NEGATIVE, False, False, FIXED, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, INT64_OFFSETS,
         )  # fmt: skip
     row_max, total = sums[0], sums[1]
     are_near = tl.min(_is_near(total).to(tl.int32), 0) != 0 if FIXED else True
@@ -106,7 +106,7 @@ def forward_kernel(
                 sums = _attend(
                     q, keys, values, sums, is_fixed & (tile >= end_tiles), rows, limits, tiles, tile, last, key_start,
                     interval, scale, scale_log2, marks, NEGATIVE, True, True, False, HEAD_DIM, VALUE_DIM, BLOCK_N,
-                    BLOCK_D, BLOCK_DV, WIDE,
+                    BLOCK_D, BLOCK_DV, INT64_OFFSETS,
                 )  # fmt: skip
             is_fixed = is_fixed & _is_near(sums[1]) & (tl.sum(sums[2] - sums[2], 1) == 0)
         # Whatever the values are, a log-sum-exp has the same bits.
@@ -153,23 +153,27 @@ def _attend(
     marks,
     NEGATIVE: tl.constexpr,
     MASKED: tl.constexpr,
-    CAREFUL: tl.constexpr,
+    CONTAIN_NONFINITE: tl.constexpr,
     FIXED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
-    WIDE: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr,
 ):
-    """Adds a tile of keys to a running softmax. Not MASKED: every row reads all of it. CAREFUL: values that are not
-    finite reach those alone who read them. FIXED: what weights are relative to stays as it is; is_fixed: or that of
-    these rows, where it is not None.
+    """Adds a tile of keys to a running softmax. Not MASKED: every row reads all of it. CONTAIN_NONFINITE: values that
+    are not finite reach those alone who read them. FIXED: what weights are relative to stays as it is; is_fixed: or
+    that of these rows, where it is not None.
     """
     row_max, total, out = sums
-    start = find_start(tiles, tile, MASKED, CAREFUL, BLOCK_N)
-    k = load_keys(keys, start, last, key_start, interval, MASKED, CAREFUL, HEAD_DIM, BLOCK_N, BLOCK_D, WIDE)
-    v = load_keys(values, start, last, key_start, interval, MASKED, CAREFUL, VALUE_DIM, BLOCK_N, BLOCK_DV, WIDE)
+    start = find_start(tiles, tile, MASKED, CONTAIN_NONFINITE, BLOCK_N)
+    k = load_keys(
+        keys, start, last, key_start, interval, MASKED, CONTAIN_NONFINITE, HEAD_DIM, BLOCK_N, BLOCK_D, INT64_OFFSETS
+    )
+    v = load_keys(
+        values, start, last, key_start, interval, MASKED, CONTAIN_NONFINITE, VALUE_DIM, BLOCK_N, BLOCK_DV, INT64_OFFSETS
+    )
     products = tl.dot(q, tl.trans(k), input_precision='ieee')  # [BLOCK_M, BLOCK_N]
     products = -products if NEGATIVE else products
     place = place_tile(rows, key_start, start, last, BLOCK_N)
@@ -177,9 +181,9 @@ def _attend(
     if MASKED:
         read = read & reads_keys(interval, limits, start, BLOCK_N)
     products = tl.where(read, products, float('-inf'))
-    if CAREFUL:
-        v, taint = split_finite(v)
-        out += tl.sum(tl.where(read, taint[None, :], 0.0), 1)[:, None]
+    if CONTAIN_NONFINITE:
+        v, nonfinite_rows = split_finite(v)
+        out += tl.sum(tl.where(read, nonfinite_rows[None, :], 0.0), 1)[:, None]
     new_max = row_max
     if not FIXED:
         new_max = tl.maximum(row_max, tl.max(products, 1) * scale_log2)

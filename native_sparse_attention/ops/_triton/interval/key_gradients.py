@@ -16,13 +16,6 @@ from native_sparse_attention.ops._triton.interval.tiles import (
     query_range,
     split_range,
 )
-from native_sparse_attention.ops._triton.placement import (
-    count_blocks,
-    find_tile,
-    load_extent,
-    load_num_keys,
-    load_position,
-)
 from native_sparse_attention.ops._triton.tiles import (
     add_product,
     is_finite_tile,
@@ -30,6 +23,13 @@ from native_sparse_attention.ops._triton.tiles import (
     load_tile,
     split_finite,
     store_rows,
+)
+from native_sparse_attention.ops._triton.varlen import (
+    count_blocks,
+    find_tile,
+    load_extent,
+    load_num_keys,
+    load_position,
 )
 
 
@@ -66,7 +66,7 @@ def dkv_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
-    WIDE: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr,
 ):
     """dk, dv: `[parts, B, C, H, D and DV]`: the sum over the first HEADS query heads of a group, the next, and so on.
     numbers: NUMBERS of a row, from `dq_kernel`. One program per tile of keys, kv head and part. JOINED: with memory
@@ -135,17 +135,17 @@ def dkv_kernel(
     if k.dtype != tl.float32:
         sums = _add_heads(
             inputs, k, v, sums, first_head, places, limits, tiles, 0, end_tiles, last, interval, scale, marks, NUMBERS,
-            HEADS, True, False, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV, WIDE,
+            HEADS, True, False, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV, INT64_OFFSETS,
         )  # fmt: skip
         sums = _add_heads(
             inputs, k, v, sums, first_head, places, limits, tiles, end_tiles, num_tiles, last, interval, scale, marks,
-            NUMBERS, HEADS, False, False, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV, WIDE,
+            NUMBERS, HEADS, False, False, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV, INT64_OFFSETS,
         )  # fmt: skip
     if k.dtype == tl.float32 or not is_finite_tile(sums[0]):
         # Perhaps for queries that do not read some keys of the tile, or gates below 0: once more, with care.
         sums = _add_heads(
             inputs, k, v, empty_sums, first_head, places, limits, tiles, 0, num_tiles, last, interval, scale, marks,
-            NUMBERS, HEADS, True, True, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV, WIDE,
+            NUMBERS, HEADS, True, True, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV, INT64_OFFSETS,
         )  # fmt: skip
     dk, dv = sums
     dk_ptr += part.to(tl.int64) * dk_strides[0] + stored_row.to(tl.int64) * dk_strides[1] + kv_head * dk_strides[3]
@@ -204,22 +204,22 @@ def _add_heads(
     NUMBERS: tl.constexpr,
     HEADS: tl.constexpr,
     MASKED: tl.constexpr,
-    CAREFUL: tl.constexpr,
+    CONTAIN_NONFINITE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
-    WIDE: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr,
 ):
     """Adds tiles first_tile ... last_tile - 1 of each of HEADS heads."""
-    if interval.left is None or CAREFUL:
+    if interval.left is None or CONTAIN_NONFINITE:
         for member in range(HEADS):
             head = first_head + member
-            for tile in tl.range(first_tile, last_tile, num_stages=1 if CAREFUL else None):
+            for tile in tl.range(first_tile, last_tile, num_stages=1 if CONTAIN_NONFINITE else None):
                 sums = _add_queries(
                     inputs, k, v, sums, head, places, limits, tiles, tile, last, interval, scale, marks, NUMBERS,
-                    MASKED, CAREFUL, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV, WIDE,
+                    MASKED, CONTAIN_NONFINITE, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV, INT64_OFFSETS,
                 )  # fmt: skip
     else:
         # A head has few tiles in a window: all of them are one loop, and so one pipeline.
@@ -227,7 +227,7 @@ def _add_heads(
         for _ in range(HEADS * (last_tile - first_tile)):
             sums = _add_queries(
                 inputs, k, v, sums, head, places, limits, tiles, tile, last, interval, scale, marks, NUMBERS, MASKED,
-                CAREFUL, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV, WIDE,
+                CONTAIN_NONFINITE, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV, INT64_OFFSETS,
             )  # fmt: skip
             is_last = tile == last_tile - 1
             head = tl.where(is_last, head + 1, head)
@@ -266,41 +266,41 @@ def _add_queries(
     marks,
     NUMBERS: tl.constexpr,
     MASKED: tl.constexpr,
-    CAREFUL: tl.constexpr,
+    CONTAIN_NONFINITE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
-    WIDE: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr,
 ):
-    """Adds a tile of queries of one head. Not MASKED: all of them read every key. CAREFUL: a query that is not finite
-    reaches those keys alone that it reads, and gates may be below 0; a gradient that is not finite reaches the values
-    of the whole tile.
+    """Adds a tile of queries of one head. Not MASKED: all of them read every key. CONTAIN_NONFINITE: a query that is
+    not finite reaches those keys alone that it reads, and gates may be below 0; a gradient that is not finite reaches
+    the values of the whole tile.
     """
     dk, dv = sums
     q_ptr, dout_ptr, numbers_ptr, q_tiles, dout_tiles, q_strides, dout_strides, of_row, seqlen = inputs
     row, query_start, heads_before = of_row
-    start = find_start(tiles, tile, MASKED, CAREFUL, BLOCK_M)
+    start = find_start(tiles, tile, MASKED, CONTAIN_NONFINITE, BLOCK_M)
     queries = start + tl.arange(0, BLOCK_M)
     query_mask = tl.full([BLOCK_M], 1, tl.int1)
     if MASKED:
         query_mask = queries < last
     # [BLOCK_M, BLOCK_D] and [BLOCK_M, BLOCK_DV]
-    if q_tiles is not None and dout_tiles is not None and not CAREFUL:
+    if q_tiles is not None and dout_tiles is not None and not CONTAIN_NONFINITE:
         first = query_start + start
-        q = load_tile(q_tiles, None, row, first, head, None, True, HEAD_DIM, BLOCK_M, BLOCK_D, WIDE)
-        dout = load_tile(dout_tiles, None, row, first, head, None, True, VALUE_DIM, BLOCK_M, BLOCK_DV, WIDE)
+        q = load_tile(q_tiles, None, row, first, head, None, True, HEAD_DIM, BLOCK_M, BLOCK_D, INT64_OFFSETS)
+        dout = load_tile(dout_tiles, None, row, first, head, None, True, VALUE_DIM, BLOCK_M, BLOCK_DV, INT64_OFFSETS)
     else:
         q_ptr += head * q_strides[2]
         dout_ptr += head * dout_strides[2]
-        q = load_rows(q_ptr, queries, q_strides[1], query_mask, HEAD_DIM, BLOCK_D, WIDE)
-        dout = load_rows(dout_ptr, queries, dout_strides[1], query_mask, VALUE_DIM, BLOCK_DV, WIDE)
+        q = load_rows(q_ptr, queries, q_strides[1], query_mask, HEAD_DIM, BLOCK_D, INT64_OFFSETS)
+        dout = load_rows(dout_ptr, queries, dout_strides[1], query_mask, VALUE_DIM, BLOCK_DV, INT64_OFFSETS)
     if MASKED:
         # Those behind the last query are the last one once more, which takes no mask.
         queries = tl.minimum(queries, last - 1)
     numbers_ptr += (heads_before + head) * NUMBERS * seqlen
-    GATED: tl.constexpr = CAREFUL and NUMBERS == 3
+    GATED: tl.constexpr = CONTAIN_NONFINITE and NUMBERS == 3
     lse_log2, delta, of_negative = _load_numbers(numbers_ptr, queries, seqlen, 3 if GATED else 2)
     if GATED:
         is_negative = of_negative == of_negative  # a gate below 0, of which alone this is a number
@@ -328,11 +328,11 @@ def _add_queries(
         dweights = tl.where(keep, dweights * marks.keep_factor, 0.0)
         kept = tl.where(keep, weights * marks.keep_factor, 0.0)
     dlogits = weights * (dweights - delta[None, :])
-    if CAREFUL:
+    if CONTAIN_NONFINITE:
         dlogits = tl.where(read, dlogits, 0.0)
         q, _ = split_finite(q)
     if marks.softcap is not None:
-        dlogits *= tl.where(read, slope, 0.0) if CAREFUL else slope
+        dlogits *= tl.where(read, slope, 0.0) if CONTAIN_NONFINITE else slope
     dv = add_product(kept.to(dout.dtype), dout, dv)
     dk = add_product(dlogits.to(q.dtype), q, dk)
     return dk, dv

@@ -20,7 +20,7 @@ from native_sparse_attention.ops._triton.launch import (
     launch,
     settings_of,
 )
-from native_sparse_attention.ops._triton.placement import Placement, num_tiles
+from native_sparse_attention.ops._triton.varlen import SequenceLayout, num_tiles
 
 # Programs of the kernel for k and v that fill a GPU; where there are fewer, the heads of a group are added in parts.
 FULL_GRID = 256
@@ -33,7 +33,7 @@ Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def differentiate_keys(
-    tensors: Tensors, place: Placement, interval: Interval, scale: float, marks: Marks, grad_dtype: torch.dtype
+    tensors: Tensors, place: SequenceLayout, interval: Interval, scale: float, marks: Marks, grad_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dk and dv `[B, C, H, D and DV]` in grad_dtype, dmem_k and dmem_v `[H, M, D and DV]`; where there are parts, some
     rows of the batch after the others: how many rows fit into the workspace must not change how a row is added.
@@ -77,7 +77,7 @@ def differentiate_keys(
 
 
 def _differentiate_memory(
-    tensors: Tensors, place: Placement, interval: Interval, scale: float, marks: Marks
+    tensors: Tensors, place: SequenceLayout, interval: Interval, scale: float, marks: Marks
 ) -> tuple[Tensor, Tensor]:
     """dmem_k and dmem_v where memory is apart from other keys: the sums over splits of the queries of every row."""
     q, k, v, *_ = tensors
@@ -127,7 +127,7 @@ def _launch_dkv(
     tiles: int,
     grads: list[Tensor],
     tensors: Tensors,
-    place: Placement,
+    place: SequenceLayout,
     marks: Marks,
     interval: Interval,
     scale: float,
@@ -152,7 +152,7 @@ def _launch_dkv(
         SPLIT=split,
         HEADS=q.shape[2] // kv_heads // parts,
         **tile_sizes(q.shape[3], v.shape[3], block_m, block_n),
-        WIDE=is_wide(q, dout),
+        INT64_OFFSETS=is_wide(q, dout),
         num_warps=num_warps,
         num_stages=num_stages,
         device=q.device,
@@ -177,7 +177,9 @@ def _split_rows(batch: int, bytes_of_row: int) -> list[range]:
     return [range(first, min(first + size, batch)) for first in range(0, batch, size)]
 
 
-def _rows_of(rows: range, tensors: Tensors, place: Placement, marks: Marks) -> tuple[Tensors, Placement, Marks]:
+def _rows_of(
+    rows: range, tensors: Tensors, place: SequenceLayout, marks: Marks
+) -> tuple[Tensors, SequenceLayout, Marks]:
     """All of it for some rows of the batch."""
     if len(rows) == len(tensors[0]):
         return tensors, place, marks
@@ -186,7 +188,7 @@ def _rows_of(rows: range, tensors: Tensors, place: Placement, marks: Marks) -> t
     return (q, k, v, dout, numbers), _place_of(place, rows), marks
 
 
-def _place_of(place: Placement, rows: range) -> Placement:
+def _place_of(place: SequenceLayout, rows: range) -> SequenceLayout:
     """The placement of some rows of the batch; packed sequences are in one row."""
     if place.cu_seqlens is not None or len(rows) == place.num_sequences:
         return place

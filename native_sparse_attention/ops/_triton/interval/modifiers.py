@@ -15,8 +15,8 @@ from native_sparse_attention.core.modifiers import Modifiers
 from native_sparse_attention.core.random import threshold
 from native_sparse_attention.ops._triton.interval import settings
 from native_sparse_attention.ops._triton.launch import Settings, settings_of
-from native_sparse_attention.ops._triton.placement import last_dim_contiguous
 from native_sparse_attention.ops._triton.softcap import cap_logits, cap_slope
+from native_sparse_attention.ops._triton.varlen import last_dim_contiguous
 
 
 class Marks(NamedTuple):

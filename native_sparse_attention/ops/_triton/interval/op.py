@@ -17,14 +17,6 @@ from native_sparse_attention.ops._triton.interval.keys import Tensors, different
 from native_sparse_attention.ops._triton.interval.modifiers import Marks, make_marks, settings_of_forward
 from native_sparse_attention.ops._triton.interval.tiles import Interval
 from native_sparse_attention.ops._triton.launch import describe_tiles, head_block, is_wide, launch, settings_of
-from native_sparse_attention.ops._triton.placement import (
-    Placement,
-    flatten,
-    last_dim_contiguous,
-    make_placement,
-    num_tiles,
-    unflatten,
-)
 from native_sparse_attention.ops._triton.registered import (
     OptionalFloat,
     OptionalInt,
@@ -35,9 +27,17 @@ from native_sparse_attention.ops._triton.registered import (
     saved_inputs,
 )
 from native_sparse_attention.ops._triton.support import MAX_TOKENS
+from native_sparse_attention.ops._triton.varlen import (
+    SequenceLayout,
+    flatten,
+    last_dim_contiguous,
+    make_layout,
+    num_tiles,
+    unflatten,
+)
 
 # q, k, v, interval, placement and marks, as `_prepare` makes them for the kernels.
-Inputs = tuple[Tensor, Tensor, Tensor, Interval, Placement, Marks]
+Inputs = tuple[Tensor, Tensor, Tensor, Interval, SequenceLayout, Marks]
 # Elements of the log-sum-exp whose part of the gradient of sinks is computed at once.
 SINK_ELEMENTS = 2**24
 
@@ -130,7 +130,7 @@ def attend(inputs: Inputs, scale: float, out_dtype: torch.dtype) -> tuple[Tensor
         GROUP=heads // k.shape[2],
         HEADS=packed,
         **tile_sizes(head_dim, value_dim, block_m, block_n),
-        WIDE=is_wide(k, v),
+        INT64_OFFSETS=is_wide(k, v),
         num_warps=num_warps,
         num_stages=num_stages,
         device=q.device,
@@ -237,7 +237,7 @@ def differentiate_queries(
         GROUP=heads // kv_heads,
         HEADS=packed,
         **tile_sizes(head_dim, value_dim, block_m, block_n),
-        WIDE=is_wide(k, v),
+        INT64_OFFSETS=is_wide(k, v),
         num_warps=num_warps,
         num_stages=num_stages,
         device=q.device,
@@ -259,7 +259,7 @@ def differentiate_sinks(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
 
 
 def _differentiate_bias(
-    bias: Tensor, tensors: Tensors, place: Placement, interval: Interval, scale: float, marks: Marks
+    bias: Tensor, tensors: Tensors, place: SequenceLayout, interval: Interval, scale: float, marks: Marks
 ) -> Tensor:
     q, k, v, dout, numbers = tensors
     dbias = torch.empty_like(bias, memory_format=torch.contiguous_format)
@@ -275,7 +275,7 @@ def _differentiate_bias(
         NUMBERS=numbers.shape[2],
         GROUP=q.shape[2] // k.shape[2],
         **tile_sizes(q.shape[3], v.shape[3], block_m, block_n),
-        WIDE=is_wide(q, k, v, dout),
+        INT64_OFFSETS=is_wide(q, k, v, dout),
         num_warps=num_warps,
         num_stages=num_stages,
         device=q.device,
@@ -362,14 +362,14 @@ def _prepare(
             torch.cat((memory.transpose(0, 1).expand(t.shape[0], -1, -1, -1), t), 1)
             for memory, t in ((mem_k, k), (mem_v, v))
         )
-    place = make_placement(unflatten(q, flat), block_size, stride)
+    place = make_layout(unflatten(q, flat), block_size, stride)
     interval = Interval(left, reach, block_size, stride, num_memory, num_keys)
     marks = make_marks(Modifiers(*modifiers), q.shape[0], q.shape[2])
     q, k, v = last_dim_contiguous(q, k, v)
     return q, k, v, interval, place, marks
 
 
-def _describe_keys(k: Tensor, v: Tensor, place: Placement, interval: Interval, block_n: int) -> Any:
+def _describe_keys(k: Tensor, v: Tensor, place: SequenceLayout, interval: Interval, block_n: int) -> Any:
     """Descriptors for tiles that are read as a whole. In float32 there would be none to gain, and between memory and
     the keys of a packed sequence lie others.
     """

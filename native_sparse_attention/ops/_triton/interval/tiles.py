@@ -10,8 +10,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from native_sparse_attention.ops._triton.placement import count_blocks, load_extent
 from native_sparse_attention.ops._triton.tiles import load_rows, load_tile
+from native_sparse_attention.ops._triton.varlen import count_blocks, load_extent
 
 
 class Interval(NamedTuple):
@@ -140,25 +140,27 @@ def load_keys(
     key_start,
     interval,
     MASKED: tl.constexpr,
-    CAREFUL: tl.constexpr,
+    CONTAIN_NONFINITE: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK: tl.constexpr,
-    WIDE: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr,
 ):
     """Keys or values `[BLOCK_N, BLOCK]`, of SIZE elements, from `start` on. source: a tensor's descriptor
     (`describe_tiles`), the row of the batch and the head to read by it, and a pointer to these two. MASKED: from `last`
-    on they are 0, or, where there is a descriptor, what follows in the tensor, unless CAREFUL.
+    on they are 0, or, where there is a descriptor, what follows in the tensor, unless CONTAIN_NONFINITE.
     """
     tiles, row, head, ptr, stride = source
     num_memory = 0 if interval.num_memory is None else interval.num_memory
-    if tiles is not None and not CAREFUL and (not MASKED or interval.num_memory is None):
-        keys = load_tile(tiles, None, row, key_start + num_memory + start, head, None, True, SIZE, BLOCK_N, BLOCK, WIDE)
+    if tiles is not None and not CONTAIN_NONFINITE and (not MASKED or interval.num_memory is None):
+        keys = load_tile(
+            tiles, None, row, key_start + num_memory + start, head, None, True, SIZE, BLOCK_N, BLOCK, INT64_OFFSETS
+        )
     else:
         keys = start + tl.arange(0, BLOCK_N)
         rows = keys + num_memory + (key_start if interval.num_memory is None else tl.where(keys < 0, 0, key_start))
         mask = keys < last if MASKED else tl.full([BLOCK_N], 1, tl.int1)
-        keys = load_rows(ptr, rows, stride, mask, SIZE, BLOCK, WIDE)
+        keys = load_rows(ptr, rows, stride, mask, SIZE, BLOCK, INT64_OFFSETS)
     return keys
 
 
@@ -215,11 +217,13 @@ def split_range(first, last, full_first, full_last, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def find_start(tiles, tile, MASKED: tl.constexpr, CAREFUL: tl.constexpr, BLOCK: tl.constexpr):
-    """The first element of a tile: of those at the ends where MASKED, of any where CAREFUL, else of the middle."""
+def find_start(tiles, tile, MASKED: tl.constexpr, CONTAIN_NONFINITE: tl.constexpr, BLOCK: tl.constexpr):
+    """The first element of a tile: of those at the ends where MASKED, of any where CONTAIN_NONFINITE, else of the
+    middle.
+    """
     first, left_tiles, middle, right, end_tiles, _ = tiles
     start = middle + (tile - end_tiles) * BLOCK
     if MASKED:
         at_end = tl.where(tile < left_tiles, first + tile * BLOCK, right + (tile - left_tiles) * BLOCK)
-        start = tl.where(tile < end_tiles, at_end, start) if CAREFUL else at_end
+        start = tl.where(tile < end_tiles, at_end, start) if CONTAIN_NONFINITE else at_end
     return start

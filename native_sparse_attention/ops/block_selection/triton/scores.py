@@ -10,14 +10,6 @@ from torch import Tensor
 from native_sparse_attention.core.geometry import Sequences, max_length_of_compressed, overlapping_blocks
 from native_sparse_attention.ops._triton.inverse_index import group_pairs, make_inverse_index, num_block_slots
 from native_sparse_attention.ops._triton.launch import Table, head_block, is_wide, launch, row_block, settings_of
-from native_sparse_attention.ops._triton.placement import (
-    Placement,
-    flatten,
-    last_dim_contiguous,
-    make_placement,
-    num_tiles,
-    unflatten,
-)
 from native_sparse_attention.ops._triton.registered import (
     OptionalFloat,
     OptionalInt,
@@ -26,6 +18,14 @@ from native_sparse_attention.ops._triton.registered import (
     register_derivative,
     save_inputs,
     saved_inputs,
+)
+from native_sparse_attention.ops._triton.varlen import (
+    SequenceLayout,
+    flatten,
+    last_dim_contiguous,
+    make_layout,
+    num_tiles,
+    unflatten,
 )
 from native_sparse_attention.ops.block_selection.triton import scores_settings
 from native_sparse_attention.ops.block_selection.triton.scores_backward import Lists, combine_kernel, partial_kernel
@@ -112,7 +112,7 @@ def _forward(
         *(place, sizes, scale, softcap),
         **meta,
         **tile,
-        WIDE=is_wide(k_cmp),
+        INT64_OFFSETS=is_wide(k_cmp),
         device=q.device,
     )
     return out
@@ -167,7 +167,7 @@ def _backward(
             *(place, sizes, scale, softcap),
             **meta,
             **tile,
-            WIDE=is_wide(k_cmp),
+            INT64_OFFSETS=is_wide(k_cmp),
             device=q.device,
         )
     if needs_dk:
@@ -182,7 +182,7 @@ def _add_queries(
     lse: Tensor,
     block_indices: Tensor,
     dk: Tensor,
-    place: Placement,
+    place: SequenceLayout,
     sizes: Sizes,
     scale: float,
     softcap: float | None,
@@ -280,9 +280,9 @@ register_derivative(_forward, _differentiate, _save)
 refuse_double_backward(_backward)
 
 
-def _place(q: Tensor, k_cmp: Tensor, flat: Any, block_size: int, stride: int) -> tuple[Placement, Sizes]:
+def _place(q: Tensor, k_cmp: Tensor, flat: Any, block_size: int, stride: int) -> tuple[SequenceLayout, Sizes]:
     """Tokens without a complete compressed block do not matter, so their number need not be known."""
-    place = make_placement(unflatten(q, flat), block_size, stride)
+    place = make_layout(unflatten(q, flat), block_size, stride)
     num_compressed = k_cmp.shape[1]
     longest = max_length_of_compressed(num_compressed, block_size, stride)
     if place.cu_seqlens_k is not None:

@@ -48,7 +48,7 @@ def forward_kernel(
     BLOCK_S: tl.constexpr,
     BLOCK_O: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    WIDE: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr,
 ):
     """q: `[B, T, HQ, D]`; k: `[B, C, H, D]`; lse: `[B, HQ, T]`; indices, out: `[B, T, HI, n]`. The GROUP heads of an
     index head share its row; a key head has CHOOSERS index heads. A selection block overlaps the compressed blocks at
@@ -74,7 +74,7 @@ def forward_kernel(
                 NUM_SELECTED, SELECTION_BLOCK, PER_SELECTION,
             )  # fmt: skip
             columns = tl.reshape(seen, [BLOCK_N])
-            k = load_rows(k_ptr, tl.reshape(keys, [BLOCK_N]), k_strides[1], columns, HEAD_DIM, BLOCK_D, WIDE)
+            k = load_rows(k_ptr, tl.reshape(keys, [BLOCK_N]), k_strides[1], columns, HEAD_DIM, BLOCK_D, INT64_OFFSETS)
             total = tl.zeros([BLOCK_N], tl.float32)
             for first_member in range(0, GROUP, BLOCK_G):
                 members = first_member + tl.arange(0, BLOCK_G)
@@ -122,7 +122,7 @@ def dq_kernel(
     BLOCK_G: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    WIDE: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr,
 ):
     """Shapes as in the forward kernel; one program per query and BLOCK_G heads of an index head."""
     row, token, is_query, position, num_tokens, key_start, num_keys = locate_query(tl.program_id(0), place, sizes)
@@ -152,7 +152,7 @@ def dq_kernel(
             PER_SELECTION,
         )  # fmt: skip
         learns = learns & ~is_forced(blocks, position, sizes, SELECTION_BLOCK, CAUSAL)
-        k = load_rows(k_ptr, keys, k_strides[1], learns, HEAD_DIM, BLOCK_D, WIDE)
+        k = load_rows(k_ptr, keys, k_strides[1], learns, HEAD_DIM, BLOCK_D, INT64_OFFSETS)
         products = tl.dot(q, tl.trans(k), input_precision='ieee')  # [BLOCK_G, BLOCK_N]
         weights = weigh(products, lse[:, None], scale, softcap)
         dscores = tl.load(dout_ptr + slots.to(tl.int64) * dout_strides[3], mask=learns, other=0.0)

@@ -14,24 +14,24 @@ from torch import Tensor
 
 from native_sparse_attention.core.geometry import Sequences, max_length_of_compressed
 from native_sparse_attention.ops._triton.launch import describe_rows, head_block, launch, settings_of
-from native_sparse_attention.ops._triton.placement import (
+from native_sparse_attention.ops._triton.registered import OptionalFloat, OptionalInt, OptionalTensor
+from native_sparse_attention.ops._triton.softcap import cap_logits
+from native_sparse_attention.ops._triton.support import MAX_TOKENS
+from native_sparse_attention.ops._triton.tiles import load_rows
+from native_sparse_attention.ops._triton.varlen import (
     count_blocks,
     flatten,
     floor_divide,
     last_dim_contiguous,
     load_extent,
     locate_queries,
-    make_placement,
+    make_layout,
     num_tiles,
     unflatten,
 )
-from native_sparse_attention.ops._triton.registered import OptionalFloat, OptionalInt, OptionalTensor
-from native_sparse_attention.ops._triton.softcap import cap_logits
-from native_sparse_attention.ops._triton.support import MAX_TOKENS
-from native_sparse_attention.ops._triton.tiles import load_rows
 from native_sparse_attention.ops.block_selection.triton import settings
 from native_sparse_attention.ops.block_selection.triton.members import add_members, load_members
-from native_sparse_attention.ops.block_selection.triton.ranks import (
+from native_sparse_attention.ops.block_selection.triton.topk import (
     begin_taking,
     begin_tiles,
     count_levels,
@@ -114,7 +114,7 @@ def _select(
 ) -> Tensor:
     q = last_dim_contiguous(q)[0]
     sequences = unflatten(q, (seqlen_k, q_offset, q_offsets, seqlens_k, cu_seqlens, cu_seqlens_k))
-    place = make_placement(sequences, block_size, stride)
+    place = make_layout(sequences, block_size, stride)
     batch, seqlen, heads, head_dim = q.shape
     num_compressed, kv_heads = k_cmp.shape[1:3]
     choosers = kv_heads if share_group else heads

@@ -8,8 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from native_sparse_attention.ops._triton.placement import count_blocks
 from native_sparse_attention.ops._triton.rotation import cos_and_sin, turn
+from native_sparse_attention.ops._triton.varlen import count_blocks
 from native_sparse_attention.ops.decoding.triton.storage import (
     let_next_launch_begin,
     load_at,

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from native_sparse_attention.ops._triton.placement import count_blocks
 from native_sparse_attention.ops._triton.tiles import split_finite
+from native_sparse_attention.ops._triton.varlen import count_blocks
 from native_sparse_attention.ops.decoding.triton.storage import (
     let_next_launch_begin,
     load_at,

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from native_sparse_attention.ops._triton.launch import head_block, row_block
-from native_sparse_attention.ops._triton.placement import last_dim_contiguous
+from native_sparse_attention.ops._triton.varlen import last_dim_contiguous
 from native_sparse_attention.ops.decoding.step import Settings, Storage, Tokens
 from native_sparse_attention.ops.decoding.triton.append import NUM_ROLES, append_kernel
 from native_sparse_attention.ops.decoding.triton.attend import Reading, attend_kernel, combine_kernel
 from native_sparse_attention.ops.decoding.triton.choose import Choice, choose_kernel
 from native_sparse_attention.ops.decoding.triton.compressed import Room, compressed_kernel
-from native_sparse_attention.ops.decoding.triton.prepared import Launches
+from native_sparse_attention.ops.decoding.triton.launch_cache import Launches
 from native_sparse_attention.ops.decoding.triton.settings import attend_variant, hands_on, launch_options, make_plan
 from native_sparse_attention.ops.decoding.triton.storage import Blocks, Pages, Step, ring_of, strided
 

@@ -14,7 +14,7 @@ from native_sparse_attention.ops.rotary.triton.kernels import sum_kernel
 from native_sparse_attention.ops.rotary.triton.op import NUM_WARPS, rotary, tile_of
 
 
-def fan_out(
+def shared_input(
     x: Tensor, turned: Tensor, tables: tuple[Tensor, Tensor] | None, num_plain: int, num_turned: int
 ) -> tuple[Tensor, ...]:
     """turned: x turned by the tables, without a history."""

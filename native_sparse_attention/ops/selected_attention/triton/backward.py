@@ -16,7 +16,7 @@ import triton.language as tl
 
 from native_sparse_attention.ops._triton.softcap import cap_logits, cap_slope
 from native_sparse_attention.ops._triton.tiles import add_product
-from native_sparse_attention.ops.selected_attention.triton.choice import (
+from native_sparse_attention.ops.selected_attention.triton.block_loop import (
     ANY,
     PART,
     WHOLE,
@@ -25,8 +25,8 @@ from native_sparse_attention.ops.selected_attention.triton.choice import (
     load_factor,
     load_step,
 )
-from native_sparse_attention.ops.selected_attention.triton.rows import load_for_gradients, store_gradients
-from native_sparse_attention.ops.selected_attention.triton.sharing import open_query
+from native_sparse_attention.ops.selected_attention.triton.block_union import open_query
+from native_sparse_attention.ops.selected_attention.triton.epilogue import load_for_gradients, store_gradients
 
 
 @triton.jit
@@ -72,7 +72,7 @@ def dq_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
-    WIDE: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr,
 ):
     """Shapes as in the forward kernel; dlse may be None, and is `[B, HQ, T]` like lse and delta, where the gradient of
     a logit is p * (dp - delta). gate: `[B, T, HQ]`, what dout is still to be multiplied by, or None. dfactors: float32
@@ -124,7 +124,7 @@ def dq_kernel(
         # The gradient of a factor is a sum over heads, each with a delta of its own: it cannot be corrected at last.
         delta += _find_missing(
             inputs, source, chosen, delta, num_steps, num_last_steps, UNMASKED, KIND, BLOCK_SIZE, HEAD_DIM, VALUE_DIM,
-            BLOCK_S, BLOCK_M, BLOCK_N, BLOCK_L, BLOCK_D, BLOCK_DV, WIDE,
+            BLOCK_S, BLOCK_M, BLOCK_N, BLOCK_L, BLOCK_D, BLOCK_DV, INT64_OFFSETS,
         )  # fmt: skip
         query = row * place.seqlen_q + token
         dfactors_ptr += ((part * tl.num_programs(0) + query) * num_choosers + chooser) * NUM_SELECTED
@@ -136,7 +136,7 @@ def dq_kernel(
         for step in tl.range(0, num_steps):
             sums, dlogits = _add_keys(
                 inputs, source, chosen, sums, delta, dfactors_ptr, step, step % (BLOCK_SIZE // BLOCK_N) == 0,
-                HAS_DLSE, WHOLE, BLOCK_SIZE, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+                HAS_DLSE, WHOLE, BLOCK_SIZE, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_N, BLOCK_D, BLOCK_DV, INT64_OFFSETS,
             )  # fmt: skip
             errors += dlogits
         missing += tl.sum(errors, 1)
@@ -144,7 +144,7 @@ def dq_kernel(
         is_first = step == 0 if UNMASKED else step % tl.cdiv(BLOCK_SIZE, BLOCK_N) == 0
         sums, dlogits = _add_keys(
             inputs, source, chosen, sums, delta, dfactors_ptr, step, is_first, HAS_DLSE, KIND, BLOCK_SIZE, HEAD_DIM,
-            VALUE_DIM, BLOCK_S, BLOCK_L, BLOCK_D, BLOCK_DV, WIDE,
+            VALUE_DIM, BLOCK_S, BLOCK_L, BLOCK_D, BLOCK_DV, INT64_OFFSETS,
         )  # fmt: skip
         missing += tl.sum(dlogits, 1)
     dq, mean_k, _ = sums
@@ -173,7 +173,7 @@ def _find_missing(
     BLOCK_L: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
-    WIDE: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr,
 ):
     """By how much delta is off, in steps through all keys: of whole blocks, UNMASKED, and of what is left."""
     missing = tl.zeros([BLOCK_M], tl.float32)
@@ -182,14 +182,14 @@ def _find_missing(
         for step in tl.range(0, num_steps):
             _, _, _, _, dlogits, _, _ = _differentiate(
                 inputs, source, chosen, delta, step, WHOLE, BLOCK_SIZE, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_N, BLOCK_D,
-                BLOCK_DV, WIDE,
+                BLOCK_DV, INT64_OFFSETS,
             )  # fmt: skip
             errors += dlogits
         missing += tl.sum(errors, 1)
     for step in tl.range(0, num_last_steps):
         _, _, _, _, dlogits, _, _ = _differentiate(
             inputs, source, chosen, delta, step, KIND, BLOCK_SIZE, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_L, BLOCK_D,
-            BLOCK_DV, WIDE,
+            BLOCK_DV, INT64_OFFSETS,
         )  # fmt: skip
         missing += tl.sum(dlogits, 1)
     return missing
@@ -214,7 +214,7 @@ def _add_keys(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
-    WIDE: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr,
 ):
     """Adds a tile of keys to dq, to the mean of the keys and to the gradient of a factor, which begins with the first
     tile of an index. Gives p * (dp - delta), too.
@@ -223,7 +223,7 @@ def _add_keys(
     dlse, head_mask, softcap = inputs[3], inputs[4], inputs[7]
     k, slot, logits, weights, errors, factor, slope = _differentiate(
         inputs, source, chosen, delta, step, KIND, BLOCK_SIZE, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_N, BLOCK_D, BLOCK_DV,
-        WIDE,
+        INT64_OFFSETS,
     )  # fmt: skip
     dlogits = errors
     if HAS_DLSE:
@@ -256,7 +256,7 @@ def _differentiate(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
-    WIDE: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr,
 ):
     """A tile of keys (`load_step`), its index, and [BLOCK_M, BLOCK_N]: their logits without the factor, their weights,
     and the gradients of the logits, 0 for keys that are not read; the factor; and the slopes of what is capped. Logits
@@ -264,7 +264,7 @@ def _differentiate(
     """
     q, dout, lse_log2, _, _, factors_ptr, scale, softcap = inputs
     k, v, slot, is_read, read = load_step(
-        source, chosen, step, KIND, BLOCK_SIZE, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE
+        source, chosen, step, KIND, BLOCK_SIZE, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_N, BLOCK_D, BLOCK_DV, INT64_OFFSETS
     )
     factor = load_factor(factors_ptr, slot, is_read)
     PLAIN: tl.constexpr = softcap is None and factors_ptr is None

@@ -25,11 +25,11 @@ from native_sparse_attention.ops._triton.inverse_index import (
     split_members,
 )
 from native_sparse_attention.ops._triton.launch import head_block, is_wide, launch, row_block
-from native_sparse_attention.ops._triton.placement import Placement
 from native_sparse_attention.ops._triton.softcap import cap_logits
 from native_sparse_attention.ops._triton.tiles import add_product, load_rows, split_finite, store_rows
+from native_sparse_attention.ops._triton.varlen import SequenceLayout
 from native_sparse_attention.ops.selected_attention.triton import settings
-from native_sparse_attention.ops.selected_attention.triton.lists import (
+from native_sparse_attention.ops.selected_attention.triton.block_to_query import (
     bytes_of_part,
     count_near,
     find_members,
@@ -59,7 +59,7 @@ def attend_by_block(
     block_scale: Tensor | None,
     out: Tensor,
     lse: Tensor,
-    place: Placement,
+    place: SequenceLayout,
     block_size: int,
     causal: bool,
     scale: float,
@@ -96,7 +96,7 @@ def attend_by_block(
             BLOCK_SIZE=block_size,
             CAUSAL=causal,
             CHUNK=chunk,
-            WIDE=is_wide(q, block_scale),
+            INT64_OFFSETS=is_wide(q, block_scale),
             HEAD_DIM=head_dim,
             VALUE_DIM=value_dim,
             BLOCK_M=block_m,
@@ -148,7 +148,7 @@ def block_kernel(
     BLOCK_SIZE: tl.constexpr,
     CAUSAL: tl.constexpr,
     CHUNK: tl.constexpr,
-    WIDE: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -166,7 +166,7 @@ def block_kernel(
     v_ptr += row * v_strides[0] + kv_head * v_strides[2]
     k = load_rows(k_ptr, key_start + keys, k_strides[1], key_mask, HEAD_DIM, BLOCK_D)  # [BLOCK_N, BLOCK_D]
     v = load_rows(v_ptr, key_start + keys, v_strides[1], key_mask, VALUE_DIM, BLOCK_DV)  # [BLOCK_N, BLOCK_DV]
-    finite_v, taint = split_finite(v)
+    finite_v, nonfinite_rows = split_finite(v)
     largest = tl.max(tl.abs(finite_v.to(tl.float32)), 1)  # [BLOCK_N]
     unit = 1.0
     if parts.out.dtype.element_ty == tl.float16:
@@ -184,16 +184,16 @@ def block_kernel(
     for first_member in tl.range(0, tl.minimum(first_far, num_members), BLOCK_M):
         following = load_entries(entries_ptr, first_member + BLOCK_M, num_members, GROUP, BLOCK_M)
         _attend(
-            inputs, k, finite_v, taint, largest, entry, first_member, num_members, pair, row,
+            inputs, k, finite_v, nonfinite_rows, largest, entry, first_member, num_members, pair, row,
             kv_head, keys, key_mask, offset, parts, lists, scale, softcap, GROUP, REPEATS, NUM_SELECTED, CAUSAL,
-            WIDE, True, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV,
+            INT64_OFFSETS, True, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
         entry = following
     for first_member in tl.range(first_far, num_members, BLOCK_M):
         following = load_entries(entries_ptr, first_member + BLOCK_M, num_members, GROUP, BLOCK_M)
         _attend(
-            inputs, k, v, taint, unit, entry, first_member, num_members, pair, row, kv_head,
-            keys, key_mask, offset, parts, lists, scale, softcap, GROUP, REPEATS, NUM_SELECTED, CAUSAL, WIDE,
+            inputs, k, v, nonfinite_rows, unit, entry, first_member, num_members, pair, row, kv_head,
+            keys, key_mask, offset, parts, lists, scale, softcap, GROUP, REPEATS, NUM_SELECTED, CAUSAL, INT64_OFFSETS,
             False, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
         entry = following
@@ -204,7 +204,7 @@ def _attend(
     inputs,
     k,
     v,
-    taint,
+    nonfinite_rows,
     unit,
     entry,
     first_member,
@@ -223,7 +223,7 @@ def _attend(
     REPEATS: tl.constexpr,
     NUM_SELECTED: tl.constexpr,
     CAUSAL: tl.constexpr,
-    WIDE: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr,
     MASKED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -240,7 +240,7 @@ def _attend(
     _, in_group = split_members(first_member, GROUP, BLOCK_M)
     token, chooser, head = find_members(entry, in_group, kv_head, lists, GROUP, REPEATS, NUM_SELECTED)
     positions = offset + token
-    if WIDE:
+    if INT64_OFFSETS:
         token, head = token.to(tl.int64), head.to(tl.int64)
     offsets = token * q_strides[1] + head * q_strides[2]
     q = load_rows(q_ptr, offsets, 1, mask, HEAD_DIM, BLOCK_D)
@@ -270,7 +270,7 @@ def _attend(
             out *= inverse[:, None]
         else:
             unit = 1.0
-        out += tl.sum(tl.where(read, taint[None, :], 0.0), 1)[:, None]
+        out += tl.sum(tl.where(read, nonfinite_rows[None, :], 0.0), 1)[:, None]
     places = (pair * lists.num_entries + entry) * GROUP + in_group
     tl.store(parts.first + places, row_max, mask=mask)
     tl.store(parts.second + places, tl.sum(weights, 1), mask=mask)

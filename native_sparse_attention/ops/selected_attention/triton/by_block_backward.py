@@ -17,12 +17,11 @@ from torch import Tensor
 
 from native_sparse_attention.ops._triton.inverse_index import load_entries, split_members
 from native_sparse_attention.ops._triton.launch import head_block, is_wide, launch, row_block
-from native_sparse_attention.ops._triton.placement import Placement
 from native_sparse_attention.ops._triton.softcap import cap_logits, cap_slope
 from native_sparse_attention.ops._triton.tiles import add_product, load_rows, split_finite, store_rows
+from native_sparse_attention.ops._triton.varlen import SequenceLayout
 from native_sparse_attention.ops.selected_attention.triton import settings
-from native_sparse_attention.ops.selected_attention.triton.by_block import CHUNK_ROWS, MERGE_ROWS, WORKSPACE
-from native_sparse_attention.ops.selected_attention.triton.lists import (
+from native_sparse_attention.ops.selected_attention.triton.block_to_query import (
     Lists,
     Parts,
     bytes_of_part,
@@ -40,6 +39,7 @@ from native_sparse_attention.ops.selected_attention.triton.lists import (
     split_evenly,
     store_part,
 )
+from native_sparse_attention.ops.selected_attention.triton.by_block import CHUNK_ROWS, MERGE_ROWS, WORKSPACE
 
 
 class MemberGradients:
@@ -56,7 +56,7 @@ class MemberGradients:
         dout: Tensor,
         dlse: Tensor | None,
         gate: Tensor | None,
-        place: Placement,
+        place: SequenceLayout,
         block_size: int,
         causal: bool,
         scale: float,
@@ -130,7 +130,7 @@ class MemberGradients:
             BLOCK_SIZE=self.block_size,
             CAUSAL=self.causal,
             CHUNK=chunk,
-            WIDE=is_wide(q, dout, self.lse, block_scale),
+            INT64_OFFSETS=is_wide(q, dout, self.lse, block_scale),
             HEAD_DIM=q.shape[3],
             VALUE_DIM=v.shape[3],
             BLOCK_M=block_m,
@@ -192,7 +192,7 @@ def member_kernel(
     BLOCK_SIZE: tl.constexpr,
     CAUSAL: tl.constexpr,
     CHUNK: tl.constexpr,
-    WIDE: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -233,15 +233,15 @@ def member_kernel(
     if FINISHES:
         finite_k, _ = split_finite(k)
         largest = tl.max(tl.abs(finite_k.to(tl.float32)), 1)  # [BLOCK_N]
-    members = _load_members(sources, 0, FINISHES, GROUP, REPEATS, NUM_SELECTED, WIDE, BLOCK_M)
+    members = _load_members(sources, 0, FINISHES, GROUP, REPEATS, NUM_SELECTED, INT64_OFFSETS, BLOCK_M)
     # In one stage, since two copies of k leave little shared memory, and such members are few.
     for first_member in tl.range(0, tl.minimum(first_far, num_members), BLOCK_M, num_stages=1):
         following = _load_members(
-            sources, first_member + BLOCK_M, FINISHES, GROUP, REPEATS, NUM_SELECTED, WIDE, BLOCK_M
+            sources, first_member + BLOCK_M, FINISHES, GROUP, REPEATS, NUM_SELECTED, INT64_OFFSETS, BLOCK_M
         )
         _add_members(
             inputs, k, v, finite_k, largest, members, first_member, num_members, pair, row, kv_head, keys, key_mask,
-            offset, parts, lists, scale, softcap, FINISHES, GROUP, REPEATS, NUM_SELECTED, CAUSAL, WIDE, True,
+            offset, parts, lists, scale, softcap, FINISHES, GROUP, REPEATS, NUM_SELECTED, CAUSAL, INT64_OFFSETS, True,
             HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
         members = following
@@ -251,11 +251,11 @@ def member_kernel(
         k = (k.to(tl.float32) * inverse).to(k.dtype)
     for first_member in tl.range(first_far, num_members, BLOCK_M):
         following = _load_members(
-            sources, first_member + BLOCK_M, FINISHES, GROUP, REPEATS, NUM_SELECTED, WIDE, BLOCK_M
+            sources, first_member + BLOCK_M, FINISHES, GROUP, REPEATS, NUM_SELECTED, INT64_OFFSETS, BLOCK_M
         )
         _add_members(
             inputs, k, v, k, unit, members, first_member, num_members, pair, row, kv_head, keys, key_mask, offset,
-            parts, lists, scale * unit, softcap, FINISHES, GROUP, REPEATS, NUM_SELECTED, CAUSAL, WIDE, False,
+            parts, lists, scale * unit, softcap, FINISHES, GROUP, REPEATS, NUM_SELECTED, CAUSAL, INT64_OFFSETS, False,
             HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
         members = following
@@ -269,7 +269,7 @@ def _load_members(
     GROUP: tl.constexpr,
     REPEATS: tl.constexpr,
     NUM_SELECTED: tl.constexpr,
-    WIDE: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
     """A tile of members, to be loaded a step ahead: entries, log-sum-exps and, where FINISHES, deltas and inverses."""
@@ -278,7 +278,7 @@ def _load_members(
     mask = first_member + tl.arange(0, BLOCK_M) < num_members
     _, in_group = split_members(first_member, GROUP, BLOCK_M)
     token, _, head = find_members(entry, in_group, kv_head, lists, GROUP, REPEATS, NUM_SELECTED)
-    places = (head.to(tl.int64) if WIDE else head) * seqlen + token
+    places = (head.to(tl.int64) if INT64_OFFSETS else head) * seqlen + token
     lse = tl.load(lse_ptr + places, mask=mask, other=0.0)
     delta, inverse = lse, lse
     if FINISHES:
@@ -313,7 +313,7 @@ def _add_members(
     REPEATS: tl.constexpr,
     NUM_SELECTED: tl.constexpr,
     CAUSAL: tl.constexpr,
-    WIDE: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr,
     MASKED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -331,7 +331,7 @@ def _add_members(
     _, in_group = split_members(first_member, GROUP, BLOCK_M)
     token, chooser, head = find_members(entry, in_group, kv_head, lists, GROUP, REPEATS, NUM_SELECTED)
     positions = offset + token
-    if WIDE:
+    if INT64_OFFSETS:
         token, head = token.to(tl.int64), head.to(tl.int64)
     offsets = token * q_strides[1] + head * q_strides[2]
     q = load_rows(q_ptr, offsets, 1, mask, HEAD_DIM, BLOCK_D)

@@ -46,7 +46,7 @@ def _find_constants(
         'BLOCK_N': min(block_n, row_block(block_size)),
         'BLOCK_D': head_block(q_shape[3]),
         'BLOCK_DV': head_block(v_shape[3]),
-        'WIDE': wide,
+        'INT64_OFFSETS': wide,
         'num_warps': num_warps,
         'num_stages': num_stages,
     }

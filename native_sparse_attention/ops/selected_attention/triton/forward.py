@@ -10,7 +10,7 @@ import triton.language as tl
 
 from native_sparse_attention.ops._triton.softcap import cap_logits
 from native_sparse_attention.ops._triton.tiles import add_product, load_rows
-from native_sparse_attention.ops.selected_attention.triton.choice import (
+from native_sparse_attention.ops.selected_attention.triton.block_loop import (
     ANY,
     PART,
     WHOLE,
@@ -19,14 +19,14 @@ from native_sparse_attention.ops.selected_attention.triton.choice import (
     load_factor,
     load_step,
 )
-from native_sparse_attention.ops.selected_attention.triton.half_values import (
+from native_sparse_attention.ops.selected_attention.triton.block_union import open_query
+from native_sparse_attention.ops.selected_attention.triton.epilogue import store_output
+from native_sparse_attention.ops.selected_attention.triton.fp16_values import (
     FITS,
     HEADROOM,
     add_exact_product,
     find_flags,
 )
-from native_sparse_attention.ops.selected_attention.triton.rows import store_output
-from native_sparse_attention.ops.selected_attention.triton.sharing import open_query
 
 
 @triton.jit
@@ -66,7 +66,7 @@ def forward_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
-    WIDE: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr,
     ONES: tl.constexpr,
 ):
     """q, out: `[B, T, HQ, D and DV]`; k, v: `[B, S, H, D and DV]`; indices, factors (or None): `[B, T, HI, n]`; lse:
@@ -123,23 +123,34 @@ def forward_kernel(
             half = (k_ptr, half_ptr, k_tiles, half_tiles, row, kv_head, k_strides[1], half_strides[1], key_start)
             row_max, total, surplus, out = _attend_to_blocks(
                 q, half, chosen, factors_ptr, num_steps, scale_log2, softcap, EXACT, True, ONES, BLOCK_SIZE, HEAD_DIM,
-                VALUE_DIM, BLOCK_S, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+                VALUE_DIM, BLOCK_S, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, INT64_OFFSETS,
             )  # fmt: skip
             if tl.min(flags.to(tl.int32), 0) != FITS:
                 row_max, total, surplus, out = _attend_to_blocks(
                     q, source, chosen, factors_ptr, num_steps, scale_log2, softcap, EXACT, False, False, BLOCK_SIZE,
-                    HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+                    HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, INT64_OFFSETS,
                 )  # fmt: skip
         else:
             row_max, total, surplus, out = _attend_to_blocks(
                 q, source, chosen, factors_ptr, num_steps, scale_log2, softcap, EXACT, False, False, BLOCK_SIZE,
-                HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+                HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, INT64_OFFSETS,
             )  # fmt: skip
         # Few keys are left, of one block: in smaller tiles, none of which is read in vain. In a short pipeline, since
         # what fills one is most of what there is to do.
         for step in tl.range(0, tl.cdiv(num_left, 16), num_stages=3):
             k, v, slot, is_read, read = load_step(
-                source, chosen, step, PART, BLOCK_SIZE, HEAD_DIM, VALUE_DIM, BLOCK_S, 16, BLOCK_D, BLOCK_DV, WIDE
+                source,
+                chosen,
+                step,
+                PART,
+                BLOCK_SIZE,
+                HEAD_DIM,
+                VALUE_DIM,
+                BLOCK_S,
+                16,
+                BLOCK_D,
+                BLOCK_DV,
+                INT64_OFFSETS,
             )
             factor = load_factor(factors_ptr, slot, is_read)
             row_max, total, surplus, out = _attend(
@@ -149,7 +160,18 @@ def forward_kernel(
         chosen = (indices_ptr, choice, readable, 0, 0, 0)
         for step in tl.range(0, NUM_SELECTED * tl.cdiv(BLOCK_SIZE, BLOCK_N)):
             k, v, slot, is_read, read = load_step(
-                source, chosen, step, ANY, BLOCK_SIZE, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE
+                source,
+                chosen,
+                step,
+                ANY,
+                BLOCK_SIZE,
+                HEAD_DIM,
+                VALUE_DIM,
+                BLOCK_S,
+                BLOCK_N,
+                BLOCK_D,
+                BLOCK_DV,
+                INT64_OFFSETS,
             )
             factor = load_factor(factors_ptr, slot, is_read)
             row_max, total, surplus, out = _attend(
@@ -181,7 +203,7 @@ def _attend_to_blocks(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
-    WIDE: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr,
 ):
     """The running softmax of whole blocks, steps of `load_step`: of each row the logit that weights are relative to,
     their sum, by how much the sum of those that met v is above it, and the sum of the values.
@@ -194,7 +216,18 @@ def _attend_to_blocks(
     # One loop, whose next step is fetched in time, be a block one tile or several.
     for step in tl.range(0, num_steps):
         k, v, slot, is_read, read = load_step(
-            source, chosen, step, WHOLE, BLOCK_SIZE, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE
+            source,
+            chosen,
+            step,
+            WHOLE,
+            BLOCK_SIZE,
+            HEAD_DIM,
+            VALUE_DIM,
+            BLOCK_S,
+            BLOCK_N,
+            BLOCK_D,
+            BLOCK_DV,
+            INT64_OFFSETS,
         )
         factor = load_factor(factors_ptr, slot, is_read)
         row_max, totals, sums, out = _attend(

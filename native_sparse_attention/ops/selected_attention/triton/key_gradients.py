@@ -15,17 +15,17 @@ import triton
 import triton.language as tl
 
 from native_sparse_attention.ops._triton.inverse_index import find_block, load_entries, split_members
-from native_sparse_attention.ops._triton.placement import load_extent
 from native_sparse_attention.ops._triton.softcap import cap_logits, cap_slope
 from native_sparse_attention.ops._triton.tiles import add_product, is_finite_tile, load_rows, split_finite, store_rows
-from native_sparse_attention.ops.selected_attention.triton.dlogits import store_dlogits
-from native_sparse_attention.ops.selected_attention.triton.lists import (
+from native_sparse_attention.ops._triton.varlen import load_extent
+from native_sparse_attention.ops.selected_attention.triton.block_to_query import (
     count_near,
     find_chunk,
     find_members,
     load_factors,
     load_sequence,
 )
+from native_sparse_attention.ops.selected_attention.triton.dlogits import store_dlogits
 
 
 class Partials(NamedTuple):
@@ -80,7 +80,7 @@ def dkv_kernel(
     BLOCK_SIZE: tl.constexpr,
     CAUSAL: tl.constexpr,
     CHUNK: tl.constexpr,
-    WIDE: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr,
     ADDS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -143,16 +143,16 @@ def dkv_kernel(
         following = load_entries(entries_ptr, first_row + BLOCK_M, num_rows, GROUP, BLOCK_M)
         dk, dv = _add_members(
             inputs, passed, k, v, dk, dv, entry, first_row, num_rows, row, kv_head, keys, key_mask, offset, place,
-            lists, scale, softcap, GROUP, REPEATS, NUM_SELECTED, BLOCK_SIZE, CAUSAL, WIDE, True, False, HEAD_DIM,
-            VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV,
+            lists, scale, softcap, GROUP, REPEATS, NUM_SELECTED, BLOCK_SIZE, CAUSAL, INT64_OFFSETS, True, False,
+            HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
         entry = following
     for first_row in tl.range(first_far, num_rows, BLOCK_M):
         following = load_entries(entries_ptr, first_row + BLOCK_M, num_rows, GROUP, BLOCK_M)
         dk, dv = _add_members(
             inputs, passed, k, v, dk, dv, entry, first_row, num_rows, row, kv_head, keys, key_mask, offset, place,
-            lists, scale, softcap, GROUP, REPEATS, NUM_SELECTED, BLOCK_SIZE, CAUSAL, WIDE, False, False, HEAD_DIM,
-            VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV,
+            lists, scale, softcap, GROUP, REPEATS, NUM_SELECTED, BLOCK_SIZE, CAUSAL, INT64_OFFSETS, False, False,
+            HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
         entry = following
     if gates is not None and not is_finite_tile(dk):
@@ -163,8 +163,8 @@ def dkv_kernel(
             entry = load_entries(entries_ptr, first_row, num_rows, GROUP, BLOCK_M)
             dk, dv = _add_members(
                 inputs, passed, k, v, dk, dv, entry, first_row, num_rows, row, kv_head, keys, key_mask, offset, place,
-                lists, scale, softcap, GROUP, REPEATS, NUM_SELECTED, BLOCK_SIZE, CAUSAL, WIDE, True, True, HEAD_DIM,
-                VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV,
+                lists, scale, softcap, GROUP, REPEATS, NUM_SELECTED, BLOCK_SIZE, CAUSAL, INT64_OFFSETS, True, True,
+                HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV,
             )  # fmt: skip
     # What no query may read is loaded as 0, and its gradient is 0.
     dk = tl.where(key_mask[:, None], dk * scale, 0.0)
@@ -209,7 +209,7 @@ def _add_members(
     NUM_SELECTED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     CAUSAL: tl.constexpr,
-    WIDE: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr,
     MASKED: tl.constexpr,
     GATED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -228,7 +228,7 @@ def _add_members(
     _, in_group = split_members(first_row, GROUP, BLOCK_M)
     token, chooser, head = find_members(entry, in_group, kv_head, lists, GROUP, REPEATS, NUM_SELECTED)
     positions = offset + token
-    if WIDE:
+    if INT64_OFFSETS:
         token, head = token.to(tl.int64), head.to(tl.int64)
     offsets = token * q_strides[1] + head * q_strides[2]
     q = load_rows(q_ptr, offsets, 1, row_mask, HEAD_DIM, BLOCK_D)  # [BLOCK_M, BLOCK_D]

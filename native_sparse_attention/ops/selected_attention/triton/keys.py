@@ -9,15 +9,15 @@ from torch import Tensor
 
 from native_sparse_attention.ops._triton.inverse_index import InverseIndex, group_pairs, num_block_slots
 from native_sparse_attention.ops._triton.launch import head_block, is_wide, launch, row_block, settings_of
-from native_sparse_attention.ops._triton.placement import Placement
+from native_sparse_attention.ops._triton.varlen import SequenceLayout
 from native_sparse_attention.ops.selected_attention.triton import settings
+from native_sparse_attention.ops.selected_attention.triton.block_to_query import Lists, make_lists, split_evenly
 from native_sparse_attention.ops.selected_attention.triton.key_gradients import (
     Gates,
     Partials,
     combine_kernel,
     dkv_kernel,
 )
-from native_sparse_attention.ops.selected_attention.triton.lists import Lists, make_lists, split_evenly
 
 # Pairs of a query and a head, and entries, that one program adds to the gradients of a block, by bytes of an element;
 # the lists of some blocks have many more. In float32 the sums are shorter, and so more exact.
@@ -60,7 +60,7 @@ def differentiate_keys(
     lse: Tensor,
     delta: Tensor,
     dout: Tensor,
-    place: Placement,
+    place: SequenceLayout,
     block_size: int,
     causal: bool,
     scale: float,
@@ -139,7 +139,7 @@ def differentiate_keys(
                 REPEATS=repeats,
                 NUM_SELECTED=num_selected,
                 CAUSAL=causal,
-                WIDE=is_wide(q, dout, lse, block_scale, None if gates is None else gates.gate),
+                INT64_OFFSETS=is_wide(q, dout, lse, block_scale, None if gates is None else gates.gate),
                 ADDS=len(ranges) > 1,
                 BLOCK_M=block_m,
                 num_warps=num_warps,

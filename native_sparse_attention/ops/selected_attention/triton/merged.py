@@ -19,7 +19,6 @@ from native_sparse_attention.core.modifiers import Modifiers
 from native_sparse_attention.ops._triton.interval import op as interval
 from native_sparse_attention.ops._triton.interval.keys import differentiate_keys
 from native_sparse_attention.ops._triton.launch import head_block, launch
-from native_sparse_attention.ops._triton.placement import flatten, last_dim_contiguous, make_placement, unflatten
 from native_sparse_attention.ops._triton.registered import (
     OptionalFloat,
     OptionalInt,
@@ -30,6 +29,7 @@ from native_sparse_attention.ops._triton.registered import (
     saved_inputs,
 )
 from native_sparse_attention.ops._triton.support import MAX_TOKENS
+from native_sparse_attention.ops._triton.varlen import flatten, last_dim_contiguous, make_layout, unflatten
 from native_sparse_attention.ops.selected_attention.triton import op as selected
 from native_sparse_attention.ops.selected_attention.triton.combine import combine_kernel, split_kernel
 from native_sparse_attention.ops.selected_attention.triton.scale_gradient import differentiate_scale
@@ -170,7 +170,7 @@ def _backward(
         of_window, of_selected = (delta * share for delta, share in zip(deltas, shares, strict=True))
         delta = of_window + of_selected if dlse is None else of_window + of_selected - dlse
         if needs_dscale and block_scale is not None:
-            place = make_placement(unflatten(q, flat))
+            place = make_layout(unflatten(q, flat))
             inputs = last_dim_contiguous(q, k, v, block_indices)
             dscale = differentiate_scale(inputs, lse, delta, dout, place, block_size, scale, softcap)
             dscale = dscale.to(block_scale.dtype)

@@ -14,12 +14,12 @@ import triton
 import triton.language as tl
 
 from native_sparse_attention.ops._triton.finite import LARGE, is_small_tile
-from native_sparse_attention.ops._triton.placement import load_extent, locate_queries
 from native_sparse_attention.ops._triton.softcap import cap_logits
 from native_sparse_attention.ops._triton.tiles import add_product, load_rows, split_finite
-from native_sparse_attention.ops.selected_attention.triton.half_values import add_exact_product
-from native_sparse_attention.ops.selected_attention.triton.rows import store_output
-from native_sparse_attention.ops.selected_attention.triton.union_steps import (
+from native_sparse_attention.ops._triton.varlen import load_extent, locate_queries
+from native_sparse_attention.ops.selected_attention.triton.epilogue import store_output
+from native_sparse_attention.ops.selected_attention.triton.fp16_values import add_exact_product
+from native_sparse_attention.ops.selected_attention.triton.union_loop import (
     count_in_union,
     find_reference,
     find_slot,
@@ -79,7 +79,7 @@ def neighbours_forward_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
-    WIDE: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr,
     UNION: tl.constexpr,
     ONES: tl.constexpr,
     NEGATIVE: tl.constexpr,
@@ -129,7 +129,7 @@ def neighbours_forward_kernel(
     if FIXED:
         row_max, is_read = find_reference(
             q, source, blocks_ptr, members_ptr, counts[0], offset + first_query,
-            num_keys, scale, softcap, BLOCK_SIZE, HEAD_DIM, BLOCK_T, BLOCK_G, BLOCK_D, WIDE, CAUSAL,
+            num_keys, scale, softcap, BLOCK_SIZE, HEAD_DIM, BLOCK_T, BLOCK_G, BLOCK_D, INT64_OFFSETS, CAUSAL,
             halves is None,
         )  # fmt: skip
     EXACT: tl.constexpr = low_ptr is not None
@@ -138,7 +138,7 @@ def neighbours_forward_kernel(
         row_max, total, surplus, out = _attend_in_halves(
             q, source, blocks_ptr, members_ptr, counts, halves, half_tiles,
             half_strides, is_read, mask, row_max, total, out, num_keys, positions, scale, softcap, CAUSAL, BLOCK_SIZE,
-            SPLIT, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_T, BLOCK_G, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE, ONES,
+            SPLIT, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_T, BLOCK_G, BLOCK_N, BLOCK_D, BLOCK_DV, INT64_OFFSETS, ONES,
         )  # fmt: skip
     else:
         in_union = count_in_union(counts, sharing, pair, is_small_tile(q), UNMASKED)
@@ -146,7 +146,7 @@ def neighbours_forward_kernel(
             q, source, blocks_ptr, members_ptr, in_union, counts[1], choices, factors,
             is_read, mask, row_max, total, out, num_keys, positions, scale, softcap, factors_ptr is not None,
             UNMASKED, FIXED, EXACT, CAUSAL, BLOCK_SIZE, SPLIT, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_T, BLOCK_G, BLOCK_N,
-            BLOCK_D, BLOCK_DV, WIDE,
+            BLOCK_D, BLOCK_DV, INT64_OFFSETS,
         )  # fmt: skip
 
     sums = (row_max, total, None if halves is None else surplus, out)
@@ -188,7 +188,7 @@ def _attend_as_they_are(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
-    WIDE: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr,
 ):
     """A tile's running softmax over its union, with values in their own dtype: first over whole blocks, without masks
     and relative to `reference` where that is FIXED, then over the others; or over all of them with care, where they are
@@ -209,7 +209,7 @@ def _attend_as_they_are(
             row_max, total, _, out = _attend(
                 q, source, entry, None, None, choices, factors, row_max, total, no_sums, out, step, num_keys, positions,
                 scale, softcap, SCALED, False, False, EXACT, False, False, FIXED, CAUSAL, BLOCK_SIZE, SPLIT, HEAD_DIM,
-                VALUE_DIM, BLOCK_S, BLOCK_T, BLOCK_G, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+                VALUE_DIM, BLOCK_S, BLOCK_T, BLOCK_G, BLOCK_N, BLOCK_D, BLOCK_DV, INT64_OFFSETS,
             )  # fmt: skip
             entry = following
         if FIXED:
@@ -222,7 +222,7 @@ def _attend_as_they_are(
             row_max, total, _, out = _attend(
                 q, source, entry, None, None, choices, factors, row_max, total, no_sums, out, step, num_keys, positions,
                 scale, softcap, SCALED, True, False, EXACT, False, False, False, CAUSAL, BLOCK_SIZE, SPLIT, HEAD_DIM,
-                VALUE_DIM, BLOCK_S, BLOCK_T, BLOCK_G, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+                VALUE_DIM, BLOCK_S, BLOCK_T, BLOCK_G, BLOCK_N, BLOCK_D, BLOCK_DV, INT64_OFFSETS,
             )  # fmt: skip
             entry = following
     if num_clean < num_blocks:
@@ -236,8 +236,8 @@ def _attend_as_they_are(
                 row_max, total, _, out = _attend(
                     q, source, entry, None, is_fixed & (step < first), choices, factors, row_max, total, no_sums, out,
                     step, num_keys, positions, scale, softcap, SCALED, True, True, EXACT, False, False, False, CAUSAL,
-                    BLOCK_SIZE, SPLIT, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_T, BLOCK_G, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
-                )  # fmt: skip
+                    BLOCK_SIZE, SPLIT, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_T, BLOCK_G, BLOCK_N, BLOCK_D, BLOCK_DV,
+                INT64_OFFSETS, )  # fmt: skip
                 whole_total = tl.where(step < first, total, whole_total)
                 entry = following
             is_fixed = is_fixed & (_are_near(whole_total, is_read, num_whole, q.dtype) | (mask == 0))
@@ -285,7 +285,7 @@ def _attend_in_halves(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
-    WIDE: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr,
     ONES: tl.constexpr,
 ):
     """A tile's running softmax over its union: first over whole blocks that fit float16, then over the others, with
@@ -306,7 +306,7 @@ def _attend_in_halves(
         row_max, total, sums, out = _attend(
             q, half, entry, None, None, 0, 0, row_max, total, sums, out, step, num_keys, positions, scale, softcap,
             False, False, False, True, True, ONES, True, CAUSAL, BLOCK_SIZE, SPLIT, HEAD_DIM, VALUE_DIM, BLOCK_S,
-            BLOCK_T, BLOCK_G, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+            BLOCK_T, BLOCK_G, BLOCK_N, BLOCK_D, BLOCK_DV, INT64_OFFSETS,
         )  # fmt: skip
         entry = following
     surplus = tl.max(sums, 1) - total if ONES else sums
@@ -330,7 +330,7 @@ def _attend_in_halves(
             row_max, total, surplus, out = _attend(
                 q, source, entry, None, None, 0, 0, row_max, total, surplus, out, step, num_keys, positions, scale,
                 softcap, False, True, False, True, False, False, False, CAUSAL, BLOCK_SIZE, SPLIT, HEAD_DIM, VALUE_DIM,
-                BLOCK_S, BLOCK_T, BLOCK_G, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+                BLOCK_S, BLOCK_T, BLOCK_G, BLOCK_N, BLOCK_D, BLOCK_DV, INT64_OFFSETS,
             )  # fmt: skip
             entry = following
     else:
@@ -340,8 +340,8 @@ def _attend_in_halves(
             row_max, total, surplus, out = _attend(
                 q, source, entry, (is_kept & (step < num_fitting * SPLIT)) == 0, None, 0, 0, row_max, total, surplus,
                 out, step, num_keys, positions, scale, softcap, False, True, True, True, False, False, False, CAUSAL,
-                BLOCK_SIZE, SPLIT, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_T, BLOCK_G, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
-            )  # fmt: skip
+                BLOCK_SIZE, SPLIT, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_T, BLOCK_G, BLOCK_N, BLOCK_D, BLOCK_DV,
+            INT64_OFFSETS, )  # fmt: skip
             entry = following
     return row_max, total, surplus, out
 
@@ -366,7 +366,7 @@ def _attend(
     softcap,
     SCALED: tl.constexpr,
     MASKED: tl.constexpr,
-    CAREFUL: tl.constexpr,
+    CONTAIN_NONFINITE: tl.constexpr,
     EXACT: tl.constexpr,
     HALF: tl.constexpr,
     ONES: tl.constexpr,
@@ -382,20 +382,20 @@ def _attend(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
-    WIDE: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr,
 ):
     """Adds a tile of keys to a running softmax: part step % SPLIT of block step // SPLIT of the union, for those rows
-    that `takes` names, or None for all. Not MASKED: who chose the block reads all of the tile. Not CAREFUL: all
-    products are finite. EXACT, HALF: as in the kernel per query. sums: by how much the sum of the weights that meet v
-    is above total; with ONES, that sum. FIXED: what weights are relative to stays as it is; is_fixed: it does for these
-    rows, or None. scale is not negative.
+    that `takes` names, or None for all. Not MASKED: who chose the block reads all of the tile. Not CONTAIN_NONFINITE:
+    all products are finite. EXACT, HALF: as in the kernel per query. sums: by how much the sum of the weights that meet
+    v is above total; with ONES, that sum. FIXED: what weights are relative to stays as it is; is_fixed: it does for
+    these rows, or None. scale is not negative.
     """
     block, chosen, first, keys, key_mask = open_step(
         entry, step, num_keys, MASKED, BLOCK_SIZE, SPLIT, BLOCK_T, BLOCK_G, BLOCK_N
     )
     if takes is not None:
         chosen = chosen & takes
-    k, v = load_keys(source, first, key_mask, MASKED, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE)
+    k, v = load_keys(source, first, key_mask, MASKED, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, INT64_OFFSETS)
     scale_log2 = tl.full([BLOCK_T * BLOCK_G], scale * 1.4426950408889634, tl.float32)
     if SCALED:
         scale_log2 *= for_heads(pick_factor(factors, find_slot(choices, block, BLOCK_S), BLOCK_S), BLOCK_T, BLOCK_G)
@@ -408,9 +408,9 @@ def _attend(
         scale_log2 = tl.full([BLOCK_T * BLOCK_G], 1.0, tl.float32)
     # What decides for a whole row need not be asked of every product; factors may be negative, or anything.
     BY_ROW: tl.constexpr = not MASKED and not SCALED
-    if CAREFUL:
-        v, taint = split_finite(v)
-        out += tl.sum(tl.where(read, taint[None, :], 0.0), 1)[:, None]
+    if CONTAIN_NONFINITE:
+        v, nonfinite_rows = split_finite(v)
+        out += tl.sum(tl.where(read, nonfinite_rows[None, :], 0.0), 1)[:, None]
     new_max, reference = row_max, row_max
     if FIXED:
         reference = row_max - FIXED_HEADROOM if HALF else row_max

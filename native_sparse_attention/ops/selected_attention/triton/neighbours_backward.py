@@ -9,11 +9,11 @@ import triton
 import triton.language as tl
 
 from native_sparse_attention.ops._triton.finite import is_small_tile
-from native_sparse_attention.ops._triton.placement import load_extent, locate_queries
 from native_sparse_attention.ops._triton.softcap import cap_logits, cap_slope
 from native_sparse_attention.ops._triton.tiles import add_product, split_finite
-from native_sparse_attention.ops.selected_attention.triton.rows import load_for_gradients, store_gradients
-from native_sparse_attention.ops.selected_attention.triton.union_steps import (
+from native_sparse_attention.ops._triton.varlen import load_extent, locate_queries
+from native_sparse_attention.ops.selected_attention.triton.epilogue import load_for_gradients, store_gradients
+from native_sparse_attention.ops.selected_attention.triton.union_loop import (
     count_in_union,
     find_slot,
     find_union,
@@ -74,7 +74,7 @@ def neighbours_dq_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
-    WIDE: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr,
     UNION: tl.constexpr,
 ):
     """dfactors: float32 `[1, B, T, HI, n]`, or None. The gradients of factors of several heads are added at the end,
@@ -128,7 +128,7 @@ def neighbours_dq_kernel(
     sums = _go_through_union(
         (q, dout, source, choices, factors, lse_log2, delta, dlse), (blocks_ptr, members_ptr, in_union), sums, num_keys,
         positions, scale, softcap, factors_ptr is not None, dfactors_ptr is not None, HAS_DLSE, UNMASKED, CAUSAL,
-        BLOCK_SIZE, SPLIT, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_T, BLOCK_G, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+        BLOCK_SIZE, SPLIT, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_T, BLOCK_G, BLOCK_N, BLOCK_D, BLOCK_DV, INT64_OFFSETS,
     )  # fmt: skip
     dq, mean_k, missing, dfactors, mean_logits = sums
     store_gradients(
@@ -167,7 +167,7 @@ def _go_through_union(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
-    WIDE: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr,
 ):
     """The sums over a tile's union: first its whole blocks, without masks, then others, and with care those that may
     not be finite. inputs: what `_differentiate` takes of the tile. union: pointers from `find_union`, and counts from
@@ -182,7 +182,7 @@ def _go_through_union(
             sums = _differentiate(
                 inputs, entry, sums, step, num_keys, positions, scale, softcap, SCALED, DIFFERENTIATES_FACTORS,
                 HAS_DLSE, False, False, CAUSAL, BLOCK_SIZE, SPLIT, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_T, BLOCK_G,
-                BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+                BLOCK_N, BLOCK_D, BLOCK_DV, INT64_OFFSETS,
             )  # fmt: skip
             entry = following
         for step in tl.range(num_whole * SPLIT, num_clean * SPLIT):
@@ -190,7 +190,7 @@ def _go_through_union(
             sums = _differentiate(
                 inputs, entry, sums, step, num_keys, positions, scale, softcap, SCALED, DIFFERENTIATES_FACTORS,
                 HAS_DLSE, True, False, CAUSAL, BLOCK_SIZE, SPLIT, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_T, BLOCK_G,
-                BLOCK_N, BLOCK_D, BLOCK_DV, WIDE,
+                BLOCK_N, BLOCK_D, BLOCK_DV, INT64_OFFSETS,
             )  # fmt: skip
             entry = following
     for step in tl.range(num_clean * SPLIT, num_blocks * SPLIT):
@@ -198,7 +198,7 @@ def _go_through_union(
         sums = _differentiate(
             inputs, entry, sums, step, num_keys, positions, scale, softcap, SCALED, DIFFERENTIATES_FACTORS, HAS_DLSE,
             True, True, CAUSAL, BLOCK_SIZE, SPLIT, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_T, BLOCK_G, BLOCK_N, BLOCK_D,
-            BLOCK_DV, WIDE,
+            BLOCK_DV, INT64_OFFSETS,
         )  # fmt: skip
         entry = following
     return sums
@@ -218,7 +218,7 @@ def _differentiate(
     DIFFERENTIATES_FACTORS: tl.constexpr,
     HAS_DLSE: tl.constexpr,
     MASKED: tl.constexpr,
-    CAREFUL: tl.constexpr,
+    CONTAIN_NONFINITE: tl.constexpr,
     CAUSAL: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -230,15 +230,15 @@ def _differentiate(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
-    WIDE: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr,
 ):
-    """What a tile of keys adds to the sums; steps, MASKED and CAREFUL as in `_attend`."""
+    """What a tile of keys adds to the sums; steps, MASKED and CONTAIN_NONFINITE as in `_attend`."""
     q, dout, source, choices, factors, lse_log2, delta, dlse = inputs
     dq, mean_k, missing, dfactors, mean_logits = sums
     block, chosen, first, keys, key_mask = open_step(
         entry, step, num_keys, MASKED, BLOCK_SIZE, SPLIT, BLOCK_T, BLOCK_G, BLOCK_N
     )
-    k, v = load_keys(source, first, key_mask, MASKED, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE)
+    k, v = load_keys(source, first, key_mask, MASKED, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, INT64_OFFSETS)
     factor = tl.full([BLOCK_T * BLOCK_G], 1.0, tl.float32)
     if SCALED:
         slot = find_slot(choices, block, BLOCK_S)  # [BLOCK_T]
@@ -279,7 +279,7 @@ def _differentiate(
         is_slot = (slots[None, :] == for_heads(slot, BLOCK_T, BLOCK_G)[:, None]) & chosen[:, None]
         dfactors += tl.where(is_slot, tl.sum(dlogits * logits, 1)[:, None], 0.0)
         mean_logits += tl.where(is_slot, tl.sum(weights * logits, 1)[:, None], 0.0)
-    if CAREFUL:
+    if CONTAIN_NONFINITE:
         k, _ = split_finite(k)
     dq = add_product((dlogits * factor[:, None]).to(k.dtype), k, dq)
     mean_k = add_product((weights * factor[:, None]).to(k.dtype), k, mean_k)

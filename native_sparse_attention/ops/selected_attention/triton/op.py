@@ -20,13 +20,6 @@ from native_sparse_attention.ops._triton.launch import (
     row_block,
     settings_of,
 )
-from native_sparse_attention.ops._triton.placement import (
-    Placement,
-    flatten,
-    last_dim_contiguous,
-    make_placement,
-    unflatten,
-)
 from native_sparse_attention.ops._triton.registered import (
     OptionalFloat,
     OptionalInt,
@@ -36,18 +29,16 @@ from native_sparse_attention.ops._triton.registered import (
     save_inputs,
     saved_inputs,
 )
+from native_sparse_attention.ops._triton.varlen import (
+    SequenceLayout,
+    flatten,
+    last_dim_contiguous,
+    make_layout,
+    unflatten,
+)
 from native_sparse_attention.ops.selected_attention.triton import keys, settings
 from native_sparse_attention.ops.selected_attention.triton.backward import dq_kernel
-from native_sparse_attention.ops.selected_attention.triton.by_block import attend_by_block
-from native_sparse_attention.ops.selected_attention.triton.by_block_backward import MemberGradients
-from native_sparse_attention.ops.selected_attention.triton.constants import describe_key_tiles, find_constants
-from native_sparse_attention.ops.selected_attention.triton.dlogits import passes_dlogits
-from native_sparse_attention.ops.selected_attention.triton.forward import forward_kernel
-from native_sparse_attention.ops.selected_attention.triton.half_values import HalfValues, convert_values, converts
-from native_sparse_attention.ops.selected_attention.triton.neighbours import neighbours_forward_kernel
-from native_sparse_attention.ops.selected_attention.triton.neighbours_backward import neighbours_dq_kernel
-from native_sparse_attention.ops.selected_attention.triton.query_gradients import differentiate_by_dlogits
-from native_sparse_attention.ops.selected_attention.triton.sharing import (
+from native_sparse_attention.ops.selected_attention.triton.block_union import (
     MAX_MEMBERS,
     MAX_UNION_PERCENT,
     NOTHING_SHARED,
@@ -56,6 +47,15 @@ from native_sparse_attention.ops.selected_attention.triton.sharing import (
     union_size,
     union_tiles,
 )
+from native_sparse_attention.ops.selected_attention.triton.by_block import attend_by_block
+from native_sparse_attention.ops.selected_attention.triton.by_block_backward import MemberGradients
+from native_sparse_attention.ops.selected_attention.triton.constants import describe_key_tiles, find_constants
+from native_sparse_attention.ops.selected_attention.triton.dlogits import passes_dlogits
+from native_sparse_attention.ops.selected_attention.triton.forward import forward_kernel
+from native_sparse_attention.ops.selected_attention.triton.fp16_values import HalfValues, convert_values, converts
+from native_sparse_attention.ops.selected_attention.triton.neighbours import neighbours_forward_kernel
+from native_sparse_attention.ops.selected_attention.triton.neighbours_backward import neighbours_dq_kernel
+from native_sparse_attention.ops.selected_attention.triton.query_gradients import differentiate_by_dlogits
 
 DESIGNS = ('query', 'neighbours', 'block', 'mixed')
 # The largest group that leaves a tile of one query empty, and the most indices of a row that neighbours share.
@@ -149,7 +149,7 @@ def attend(
     out = q.new_empty(batch, seqlen, heads, v.shape[3], dtype=out_dtype)
     lse = q.new_empty(batch, heads, seqlen, dtype=torch.float32)
     low = q.new_empty(out.shape if keeps_low else 0, dtype=torch.int16)
-    place = make_placement(sequences)
+    place = make_layout(sequences)
     packed = _count_packed(sequences.cu_seqlens)
     design = choose_design(q, k, v, block_indices, block_size, num_packed=packed)
     if design == 'block':
@@ -166,7 +166,7 @@ def attend(
     launches = _plan(design, *kernels, *inputs, max_percent=percent, halves=halves)
     for kernel, grid, sharing, meta in launches:
         meta['ONES'] = is_hopper(q.device)  # where a product of eight columns is cheaper than sums
-        meta['WIDE'] = meta['WIDE'] or is_wide(half)
+        meta['INT64_OFFSETS'] = meta['INT64_OFFSETS'] or is_wide(half)
         if kernel is neighbours_forward_kernel:
             meta['NEGATIVE'] = scale < 0
         launch(
@@ -255,7 +255,7 @@ def differentiate(
     """
     q, k, v, block_indices, block_scale = last_dim_contiguous(q, k, v, block_indices, block_scale)
     dout, out = last_dim_contiguous(dout, out)
-    place = make_placement(sequences)
+    place = make_layout(sequences)
     packed = _count_packed(sequences.cu_seqlens)
     if keeps_low:
         inputs, settled = (q, k, v, block_indices, place), (block_size, causal, scale, softcap)
@@ -445,7 +445,7 @@ def _plan(
     k: Tensor,
     v: Tensor,
     block_indices: Tensor,
-    place: Placement,
+    place: SequenceLayout,
     block_size: int,
     causal: bool,
     *,

@@ -16,17 +16,17 @@ from torch import Tensor
 
 from native_sparse_attention.ops._triton.finite import find_large, is_small
 from native_sparse_attention.ops._triton.launch import describe_tiles, head_block, is_wide, launch, settings_of
-from native_sparse_attention.ops._triton.placement import Placement, load_extent, locate_queries
 from native_sparse_attention.ops._triton.tiles import add_product, load_rows, load_tile, split_finite, store_rows
+from native_sparse_attention.ops._triton.varlen import SequenceLayout, load_extent, locate_queries
 from native_sparse_attention.ops.selected_attention.triton import settings
-from native_sparse_attention.ops.selected_attention.triton.choice import load_choices
+from native_sparse_attention.ops.selected_attention.triton.block_loop import load_choices
+from native_sparse_attention.ops.selected_attention.triton.block_to_query import Lists
+from native_sparse_attention.ops.selected_attention.triton.block_union import find_sharing, union_size
 from native_sparse_attention.ops.selected_attention.triton.delta import find_delta
 from native_sparse_attention.ops.selected_attention.triton.dlogits import find_head, most_tokens
 from native_sparse_attention.ops.selected_attention.triton.key_gradients import Gates
 from native_sparse_attention.ops.selected_attention.triton.keys import differentiate_keys
-from native_sparse_attention.ops.selected_attention.triton.lists import Lists
-from native_sparse_attention.ops.selected_attention.triton.sharing import find_sharing, union_size
-from native_sparse_attention.ops.selected_attention.triton.union_steps import (
+from native_sparse_attention.ops.selected_attention.triton.union_loop import (
     find_slot,
     for_heads,
     load_entry,
@@ -43,7 +43,7 @@ class QueryGradients:
         k: Tensor,
         v: Tensor,
         block_indices: Tensor,
-        place: Placement,
+        place: SequenceLayout,
         block_size: int,
         causal: bool,
         scale: float,
@@ -100,7 +100,7 @@ class QueryGradients:
             BLOCK_T=block_t,
             BLOCK_N=block_n,
             BLOCK_D=head_block(k.shape[3]),
-            WIDE=is_wide(k),
+            INT64_OFFSETS=is_wide(k),
             UNION=union_size(num_selected, block_t),
             num_warps=num_warps,
             num_stages=num_stages,
@@ -118,7 +118,7 @@ def differentiate_by_dlogits(
     k: Tensor,
     v: Tensor,
     block_indices: Tensor,
-    place: Placement,
+    place: SequenceLayout,
     block_size: int,
     causal: bool,
     scale: float,
@@ -166,7 +166,7 @@ def dq_from_dlogits_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    WIDE: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr,
     UNION: tl.constexpr,
 ):
     """One program per pair and tile of BLOCK_T queries, of which those of other tokens than lists has
@@ -209,7 +209,7 @@ def dq_from_dlogits_kernel(
         following = load_entry(blocks_ptr, members_ptr, step + 1, num_blocks, SPLIT)
         dq = _add_keys(
             dq, source, dlogits_ptr, choices, entries, entry, step, num_keys, False, False, GROUP, BLOCK_SIZE, SPLIT,
-            HEAD_DIM, BLOCK_S, BLOCK_T, BLOCK_N, BLOCK_D, WIDE,
+            HEAD_DIM, BLOCK_S, BLOCK_T, BLOCK_N, BLOCK_D, INT64_OFFSETS,
         )  # fmt: skip
         entry = following
     if are_small:
@@ -218,7 +218,7 @@ def dq_from_dlogits_kernel(
             following = load_entry(blocks_ptr, members_ptr, step + 1, num_blocks, SPLIT)
             dq = _add_keys(
                 dq, source, dlogits_ptr, choices, entries, entry, step, num_keys, True, False, GROUP, BLOCK_SIZE, SPLIT,
-                HEAD_DIM, BLOCK_S, BLOCK_T, BLOCK_N, BLOCK_D, WIDE,
+                HEAD_DIM, BLOCK_S, BLOCK_T, BLOCK_N, BLOCK_D, INT64_OFFSETS,
             )  # fmt: skip
             entry = following
     else:
@@ -226,7 +226,7 @@ def dq_from_dlogits_kernel(
             following = load_entry(blocks_ptr, members_ptr, step + 1, num_blocks, SPLIT)
             dq = _add_keys(
                 dq, source, dlogits_ptr, choices, entries, entry, step, num_keys, True, True, GROUP, BLOCK_SIZE, SPLIT,
-                HEAD_DIM, BLOCK_S, BLOCK_T, BLOCK_N, BLOCK_D, WIDE,
+                HEAD_DIM, BLOCK_S, BLOCK_T, BLOCK_N, BLOCK_D, INT64_OFFSETS,
             )  # fmt: skip
             entry = following
 
@@ -250,7 +250,7 @@ def _add_keys(
     step,
     num_keys,
     MASKED: tl.constexpr,
-    CAREFUL: tl.constexpr,
+    CONTAIN_NONFINITE: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -259,20 +259,22 @@ def _add_keys(
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    WIDE: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr,
 ):
     """dq with what a tile of keys adds: part step % SPLIT of a block of the union. Not MASKED: all of its keys are
-    there. Not CAREFUL: they are finite.
+    there. Not CONTAIN_NONFINITE: they are finite.
     """
     k_ptr, k_tiles, row, kv_head, k_stride, key_start = source
     block, chosen, first, keys, key_mask = open_step(
         entry, step, num_keys, MASKED, BLOCK_SIZE, SPLIT, BLOCK_T, GROUP, BLOCK_N
     )
     if MASKED:
-        k = load_rows(k_ptr, key_start + keys, k_stride, key_mask, HEAD_DIM, BLOCK_D, WIDE)
+        k = load_rows(k_ptr, key_start + keys, k_stride, key_mask, HEAD_DIM, BLOCK_D, INT64_OFFSETS)
     else:
-        k = load_tile(k_tiles, k_ptr, row, key_start + first, kv_head, k_stride, True, HEAD_DIM, BLOCK_N, BLOCK_D, WIDE)
-    if CAREFUL:
+        k = load_tile(
+            k_tiles, k_ptr, row, key_start + first, kv_head, k_stride, True, HEAD_DIM, BLOCK_N, BLOCK_D, INT64_OFFSETS
+        )
+    if CONTAIN_NONFINITE:
         # Of what no query may read, the gradients are 0.
         k, _ = split_finite(k)
     places = tl.arange(0, BLOCK_T * GROUP) % GROUP

@@ -16,13 +16,13 @@ import triton.language as tl
 from torch import Tensor
 
 from native_sparse_attention.ops._triton.launch import launch, row_block
-from native_sparse_attention.ops._triton.placement import Placement
 from native_sparse_attention.ops._triton.softcap import cap_logits, cap_slope
 from native_sparse_attention.ops._triton.tiles import load_rows
+from native_sparse_attention.ops._triton.varlen import SequenceLayout
 from native_sparse_attention.ops.selected_attention.triton import settings
-from native_sparse_attention.ops.selected_attention.triton.choice import ANY, find_keys, load_step
+from native_sparse_attention.ops.selected_attention.triton.block_loop import ANY, find_keys, load_step
+from native_sparse_attention.ops.selected_attention.triton.block_union import NOTHING_SHARED, open_query
 from native_sparse_attention.ops.selected_attention.triton.constants import find_constants
-from native_sparse_attention.ops.selected_attention.triton.sharing import NOTHING_SHARED, open_query
 
 
 def differentiate_scale(
@@ -30,7 +30,7 @@ def differentiate_scale(
     lse: Tensor,
     delta: Tensor,
     dout: Tensor,
-    place: Placement,
+    place: SequenceLayout,
     block_size: int,
     scale: float,
     softcap: float | None,
@@ -92,7 +92,7 @@ def dscale_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
-    WIDE: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr,
 ):
     """dscale: `[parts, B, T, HI, n]`, contiguous, zeros; a part for each tile of the heads that share an index."""
     parts = tl.cdiv(GROUP, BLOCK_M)
@@ -125,7 +125,18 @@ def dscale_kernel(
     dfactor = 0.0
     for step in tl.range(0, NUM_SELECTED * SPLIT):
         k, v, slot, is_read, read = load_step(
-            source, chosen, step, ANY, BLOCK_SIZE, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_N, BLOCK_D, BLOCK_DV, WIDE
+            source,
+            chosen,
+            step,
+            ANY,
+            BLOCK_SIZE,
+            HEAD_DIM,
+            VALUE_DIM,
+            BLOCK_S,
+            BLOCK_N,
+            BLOCK_D,
+            BLOCK_DV,
+            INT64_OFFSETS,
         )
         logits = tl.dot(q, tl.trans(k), input_precision='ieee') * scale  # [BLOCK_M, BLOCK_N]
         logits = tl.where(read & head_mask[:, None], logits, 0.0)

@@ -1,6 +1,6 @@
 """Steps of decoding whose launches are made again, on a GPU: bit for bit those that Triton launches anew.
 
-python -m pytest -m gpu -n 8 tests/gpu/test_decoding_prepared.py
+python -m pytest -m gpu -n 8 tests/gpu/test_launch_cache.py
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from native_sparse_attention.inference.cache import LayerCache
 from tests.support.gpu_decoding_problems import Decoder, Shape, poison_workspace, state_of
 
 harness = pytest.importorskip('tests.support.harness', reason='triton is not installed')
-prepared = pytest.importorskip('native_sparse_attention.ops.decoding.triton.prepared')
+prepared = pytest.importorskip('native_sparse_attention.ops.decoding.triton.launch_cache')
 
 pytestmark = pytest.mark.gpu
 

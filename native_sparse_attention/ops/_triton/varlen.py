@@ -20,7 +20,7 @@ from native_sparse_attention.core.geometry import Sequences, num_compressed_bloc
 from native_sparse_attention.ops._triton.support import MAX_TOKENS
 
 
-class Placement(NamedTuple):
+class SequenceLayout(NamedTuple):
     """One argument of a kernel. Tensors are int32 or int64, contiguous, or None where a call does without them.
 
     num_sequences, seqlen_q, seqlen_k: N (not packed: B), T, S. q_offset: of all sequences, or None; q_offsets: one per
@@ -39,7 +39,7 @@ class Placement(NamedTuple):
     cu_blocks: Tensor | None
 
 
-def make_placement(sequences: Sequences, block_size: int = 1, stride: int = 1) -> Placement:
+def make_layout(sequences: Sequences, block_size: int = 1, stride: int = 1) -> SequenceLayout:
     """block_size, stride: of the compressed blocks that `cu_blocks` counts; 1 and 1 stand for tokens."""
     offset, offsets = sequences.q_offset, None
     if isinstance(offset, Tensor):
@@ -50,7 +50,7 @@ def make_placement(sequences: Sequences, block_size: int = 1, stride: int = 1) -
     if cu_seqlens_k is not None and (block_size, stride) != (1, 1):
         blocks = num_compressed_blocks(cu_seqlens_k.diff(), block_size, stride)
         cu_blocks = torch.nn.functional.pad(blocks.cumsum(0, dtype=torch.int32), (1, 0))
-    return Placement(
+    return SequenceLayout(
         sequences.batch if cu_seqlens is None else len(cu_seqlens) - 1,
         sequences.seqlen_q,
         min(sequences.seqlen_k, MAX_TOKENS),
@@ -63,7 +63,7 @@ def make_placement(sequences: Sequences, block_size: int = 1, stride: int = 1) -
     )
 
 
-def num_tiles(place: Placement, length: int, tile: int) -> int:
+def num_tiles(place: SequenceLayout, length: int, tile: int) -> int:
     """Programs that cover an axis of `length` tokens (or blocks) in tiles of one sequence each; packed: a bound that
     does not depend on values on the device, with the tokens behind the last sequence among them.
     """

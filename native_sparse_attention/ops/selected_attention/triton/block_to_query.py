@@ -13,14 +13,14 @@ import triton.language as tl
 from torch import Tensor
 
 from native_sparse_attention.ops._triton.inverse_index import InverseIndex, find_block, group_pairs, make_inverse_index
-from native_sparse_attention.ops._triton.placement import (
-    Placement,
+from native_sparse_attention.ops._triton.tiles import store_rows
+from native_sparse_attention.ops._triton.varlen import (
+    SequenceLayout,
     find_tile,
     load_extent,
     load_num_keys,
     load_position,
 )
-from native_sparse_attention.ops._triton.tiles import store_rows
 
 
 class Lists(NamedTuple):
@@ -47,7 +47,7 @@ class Lists(NamedTuple):
 
 
 def make_index(
-    block_indices: Tensor, place: Placement, *, kv_heads: int, num_slots: int, block_size: int, causal: bool
+    block_indices: Tensor, place: SequenceLayout, *, kv_heads: int, num_slots: int, block_size: int, causal: bool
 ) -> InverseIndex | None:
     """What the lists of all pairs and tokens are made of, or None where that is too much to be made at once."""
     groups = group_pairs(block_indices, kv_heads, num_slots)
@@ -59,7 +59,7 @@ def make_index(
 
 def make_lists(
     block_indices: Tensor,
-    place: Placement,
+    place: SequenceLayout,
     pairs: range,
     tokens: range,
     *,

@@ -20,9 +20,15 @@ from torch import Tensor
 
 from native_sparse_attention.ops._triton.inverse_index import count_readable_blocks
 from native_sparse_attention.ops._triton.launch import launch
-from native_sparse_attention.ops._triton.placement import Placement, find_query, load_extent, locate_queries, num_tiles
 from native_sparse_attention.ops._triton.tiles import sort_tile
-from native_sparse_attention.ops.selected_attention.triton.half_values import FITS, HalfValues, find_flags
+from native_sparse_attention.ops._triton.varlen import (
+    SequenceLayout,
+    find_query,
+    load_extent,
+    locate_queries,
+    num_tiles,
+)
+from native_sparse_attention.ops.selected_attention.triton.fp16_values import FITS, HalfValues, find_flags
 
 # A tile reads its blocks together where these are at most so many of 100 that its queries would read one by one. A
 # block of a union is dearer than one of a query, which is masked for none of its rows. On an H200, at G = 16, head size
@@ -60,7 +66,7 @@ NOTHING_SHARED = Sharing(None, 1, None, None, None, 0, None, 0)
 
 def find_sharing(
     block_indices: Tensor,
-    place: Placement,
+    place: SequenceLayout,
     block_size: int,
     causal: bool,
     block_t: int,
@@ -111,7 +117,7 @@ def union_size(num_selected: int, block_t: int) -> int:
     return block_t * (1 << max(num_selected - 1, 1).bit_length())
 
 
-def union_tiles(block_indices: Tensor, place: Placement, block_t: int) -> list[range]:
+def union_tiles(block_indices: Tensor, place: SequenceLayout, block_t: int) -> list[range]:
     """All tiles, in ranges whose unions are made at once."""
     seqlen, index_heads, num_selected = block_indices.shape[1:]
     tiles = num_tiles(place, seqlen, block_t)

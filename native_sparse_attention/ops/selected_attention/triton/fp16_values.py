@@ -22,9 +22,9 @@ from torch import Tensor
 from native_sparse_attention.ops._triton.finite import is_small_tile
 from native_sparse_attention.ops._triton.inverse_index import find_block, num_block_slots
 from native_sparse_attention.ops._triton.launch import head_block, launch, row_block
-from native_sparse_attention.ops._triton.placement import Placement
 from native_sparse_attention.ops._triton.tiles import load_rows, store_rows
-from native_sparse_attention.ops.selected_attention.triton.lists import load_sequence
+from native_sparse_attention.ops._triton.varlen import SequenceLayout
+from native_sparse_attention.ops.selected_attention.triton.block_to_query import load_sequence
 
 # Weights that meet converted values are in units of 2 ** -HEADROOM, so that small ones keep their bits too.
 # Above them is room for what rounding does to references of logits of many millions.
@@ -54,7 +54,7 @@ def converts(dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16
 
 
-def convert_values(k: Tensor, v: Tensor, place: Placement, block_size: int) -> HalfValues:
+def convert_values(k: Tensor, v: Tensor, place: SequenceLayout, block_size: int) -> HalfValues:
     num_slots = num_block_slots(place, block_size)
     pairs = k.shape[0] * k.shape[2]
     halves = HalfValues(

@@ -15,7 +15,7 @@ from hypothesis import given
 from torch import Tensor
 
 from native_sparse_attention.core.geometry import Sequences, num_compressed_blocks
-from native_sparse_attention.ops._triton.placement import (
+from native_sparse_attention.ops._triton.varlen import (
     count_blocks,
     find_tile,
     flatten,
@@ -23,7 +23,7 @@ from native_sparse_attention.ops._triton.placement import (
     load_extent,
     load_num_keys,
     load_position,
-    make_placement,
+    make_layout,
     num_tiles,
     unflatten,
 )
@@ -64,7 +64,7 @@ def sequences_of(extents: Extents, device: torch.device) -> Sequences:
 
 def visited_tiles(sequences: Sequences) -> list[list[int]]:
     """What a kernel finds in the tiles that have tokens."""
-    place = make_placement(sequences)
+    place = make_layout(sequences)
     tiles = num_tiles(place, sequences.seqlen_q, TILE)
     out = torch.full((max(tiles, 1), 6), -1, dtype=torch.int32, device=sequences.device)
     kernel: Any = _tiles_kernel
@@ -88,7 +88,7 @@ def test_tiles_cover_every_query_once(extents: Extents) -> None:
         assert layout.key_len[row, tokens].eq(num_keys).all()
         if covered.any():
             assert layout.position[row, tokens].tolist() == list(range(position, position + length))
-            assert sequence < make_placement(sequences).num_sequences
+            assert sequence < make_layout(sequences).num_sequences
     assert seen.eq(1).all()
 
 

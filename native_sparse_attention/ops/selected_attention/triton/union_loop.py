@@ -11,8 +11,8 @@ import triton.language as tl
 from native_sparse_attention.ops._triton.finite import is_small
 from native_sparse_attention.ops._triton.softcap import cap_logits
 from native_sparse_attention.ops._triton.tiles import load_rows, load_tile
-from native_sparse_attention.ops.selected_attention.triton.choice import load_choices
-from native_sparse_attention.ops.selected_attention.triton.sharing import load_flag
+from native_sparse_attention.ops.selected_attention.triton.block_loop import load_choices
+from native_sparse_attention.ops.selected_attention.triton.block_union import load_flag
 
 
 @triton.jit
@@ -68,7 +68,7 @@ def find_reference(
     BLOCK_T: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    WIDE: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr,
     CAUSAL: tl.constexpr,
     KEYS_AS_ROWS: tl.constexpr,
 ):
@@ -94,7 +94,7 @@ def find_reference(
     first_block, before_first, after_first = load_entry(blocks_ptr, members_ptr, 0, num_blocks, 1)
     last = tl.maximum(num_blocks - 1, 0)
     last_block, before_last, after_last = load_entry(blocks_ptr, members_ptr, last, num_blocks, 1)
-    k = load_rows(k_ptr, key_start + keys, k_stride, exists, HEAD_DIM, BLOCK_D, WIDE)
+    k = load_rows(k_ptr, key_start + keys, k_stride, exists, HEAD_DIM, BLOCK_D, INT64_OFFSETS)
     choose_first = tl.where(first_block == 0, after_first - before_first, 0)
     choose_last = tl.where(last_block == own_block, after_last - before_last, 0)
     member = (tl.arange(0, BLOCK_T * BLOCK_G) // BLOCK_G).to(tl.int64)
@@ -160,7 +160,7 @@ def load_keys(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
-    WIDE: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr,
 ):
     """k `[BLOCK_N, BLOCK_D]` and v `[BLOCK_N, BLOCK_DV]` of a step. source: where they are. MASKED: the mask
     says which are there.
@@ -169,11 +169,11 @@ def load_keys(
     first += key_start
     if MASKED:
         rows = first + tl.arange(0, BLOCK_N)
-        k = load_rows(k_ptr, rows, k_stride, mask, HEAD_DIM, BLOCK_D, WIDE)
-        v = load_rows(v_ptr, rows, v_stride, mask, VALUE_DIM, BLOCK_DV, WIDE)
+        k = load_rows(k_ptr, rows, k_stride, mask, HEAD_DIM, BLOCK_D, INT64_OFFSETS)
+        v = load_rows(v_ptr, rows, v_stride, mask, VALUE_DIM, BLOCK_DV, INT64_OFFSETS)
     else:
-        k = load_tile(k_tiles, k_ptr, row, first, kv_head, k_stride, True, HEAD_DIM, BLOCK_N, BLOCK_D, WIDE)
-        v = load_tile(v_tiles, v_ptr, row, first, kv_head, v_stride, True, VALUE_DIM, BLOCK_N, BLOCK_DV, WIDE)
+        k = load_tile(k_tiles, k_ptr, row, first, kv_head, k_stride, True, HEAD_DIM, BLOCK_N, BLOCK_D, INT64_OFFSETS)
+        v = load_tile(v_tiles, v_ptr, row, first, kv_head, v_stride, True, VALUE_DIM, BLOCK_N, BLOCK_DV, INT64_OFFSETS)
     return k, v
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from native_sparse_attention.ops import rotary
-from native_sparse_attention.ops.rotary import fan_out
+from native_sparse_attention.ops.rotary import shared_input
 from native_sparse_attention.ops.rotary.triton import sums
 from native_sparse_attention.testing import LAYOUTS, assert_matches, lay_out
 from tests.support.harness import fence, same_bits
@@ -31,7 +31,7 @@ def make_grads(shape: Shape, count: int, device: torch.device, layout: str = 'co
 
 def differentiate(x: Tensor, tables: Tables | None, num_turned: int, grads: list[Tensor], backend: str) -> Tensor:
     x = x.detach().requires_grad_()
-    readers = fan_out(x, len(grads) - num_turned, num_turned, tables, backend=backend)
+    readers = shared_input(x, len(grads) - num_turned, num_turned, tables, backend=backend)
     assert len(readers) == len(grads)
     (dx,) = torch.autograd.grad(readers, x, [grad.to(x.dtype) for grad in grads])
     return dx
@@ -89,7 +89,7 @@ def test_readers(device: torch.device) -> None:
     tables = make_tables((2, 7, 3, 12), 5, 1, device)
     turned = rotary(x, *tables, backend='triton')
     for requires_grad in (True, False):
-        readers = fan_out(x.clone().requires_grad_(requires_grad), 2, 2, tables, backend='triton')
+        readers = shared_input(x.clone().requires_grad_(requires_grad), 2, 2, tables, backend='triton')
         assert all(same_bits(reader, like) for reader, like in zip(readers, (turned, turned, x, x), strict=True))
         assert [reader.requires_grad for reader in readers] == [requires_grad] * 4
         assert readers[0].data_ptr() == readers[1].data_ptr()
@@ -98,7 +98,7 @@ def test_readers(device: torch.device) -> None:
 def test_who_reads_nothing_of_it(device: torch.device) -> None:
     x = torch.randn(1, 5, 2, 12, device=device).requires_grad_()
     tables = make_tables((1, 5, 2, 12), 6, 1, device)
-    first, second, plain, other = fan_out(x, 2, 2, tables, backend='triton')
+    first, second, plain, other = shared_input(x, 2, 2, tables, backend='triton')
     grads = make_grads((1, 5, 2, 12), 2, device)
     (dx,) = torch.autograd.grad((second, plain), x, grads, retain_graph=True)
     expected = rotary(grads[0], tables[0], -tables[1], backend='eager') + grads[1]
@@ -120,7 +120,7 @@ def test_one_pass(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_the_gradient_of_a_single_reader_is_not_copied(device: torch.device) -> None:
     x = torch.randn(1, 5, 2, 12, device=device).requires_grad_()
-    readers = fan_out(x, 2, 2, make_tables((1, 5, 2, 12), 6, 1, device), backend='triton')
+    readers = shared_input(x, 2, 2, make_tables((1, 5, 2, 12), 6, 1, device), backend='triton')
     (grad,) = make_grads((1, 5, 2, 12), 1, device)
     assert torch.autograd.grad(readers[3], x, grad)[0].data_ptr() == grad.data_ptr()
 
@@ -141,7 +141,7 @@ def test_a_second_derivative_is_that_of_a_linear_map(num_turned: int, device: to
 
     def second(backend: str) -> Tensor:
         inputs = x.clone().requires_grad_()
-        readers = fan_out(inputs, 3 - num_turned, num_turned, tables, backend=backend)
+        readers = shared_input(inputs, 3 - num_turned, num_turned, tables, backend=backend)
         loss = (torch.stack(weights) * torch.stack(readers).square()).sum()
         (dx,) = torch.autograd.grad(loss, inputs, create_graph=True)
         # The input is reached another way too: what is missing would not show otherwise.
@@ -154,7 +154,7 @@ def test_a_second_derivative_is_that_of_a_linear_map(num_turned: int, device: to
 def test_many_gradients_at_once(num_turned: int, device: torch.device) -> None:
     shape = (1, 5, 2, 12)
     tables, x = make_tables(shape, 6, 1, device), torch.randn(shape, device=device).requires_grad_()
-    readers = fan_out(x, 3 - num_turned, num_turned, tables, backend='triton')
+    readers = shared_input(x, 3 - num_turned, num_turned, tables, backend='triton')
     grads = [torch.randn(4, *shape, device=device) for _ in readers]
     (together,) = torch.autograd.grad(readers, x, grads, retain_graph=True, is_grads_batched=True)
     for index in range(4):
@@ -165,10 +165,10 @@ def test_many_gradients_at_once(num_turned: int, device: torch.device) -> None:
 def test_learned_angles_have_gradients(device: torch.device) -> None:
     shape = (1, 5, 2, 12)
     x, (cos, sin) = torch.randn(shape, device=device).requires_grad_(), make_tables(shape, 6, 1, device)
-    readers = fan_out(x, 1, 2, (cos.requires_grad_(), sin))
+    readers = shared_input(x, 1, 2, (cos.requires_grad_(), sin))
     assert torch.autograd.grad(readers[0].sum(), cos)[0].abs().max() > 0
     with pytest.raises(ValueError, match='cos or sin requires a gradient, which its kernel does not compute'):
-        fan_out(x, 1, 2, (cos, sin), backend='triton')
+        shared_input(x, 1, 2, (cos, sin), backend='triton')
 
 
 def test_more_readers_than_the_kernel_adds(device: torch.device) -> None:

@@ -22,7 +22,7 @@ from native_sparse_attention.inference import cache as cache_module
 from native_sparse_attention.inference.cache import LayerCache
 from native_sparse_attention.inference.decode import nsa_decode
 from native_sparse_attention.ops._triton.support import is_interpreted
-from native_sparse_attention.ops.decoding.triton import prepared
+from native_sparse_attention.ops.decoding.triton import launch_cache
 from tests.support.decoding_problems import (
     Case,
     assert_hold_the_same,
@@ -46,15 +46,15 @@ ONE_HEAD = Heads(2, 1, 16, 16)
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The kernels that have been launched again, by name."""
     runs: list[str] = []
-    launch = prepared.launch
+    launch = launch_cache.launch
 
     def launch_played(kernel: Any, grid: Any, *args: Any, device: torch.device, **meta: Any) -> Played:
         launch(kernel, grid, *args, device=device, **meta)
         return Played(kernel, args, meta, runs)
 
     active = SimpleNamespace(get_current_device=lambda: None, get_current_stream=lambda index: STREAM)
-    monkeypatch.setattr(prepared, 'launch', launch_played)
-    monkeypatch.setattr(prepared, 'driver', SimpleNamespace(active=active))
+    monkeypatch.setattr(launch_cache, 'launch', launch_played)
+    monkeypatch.setattr(launch_cache, 'driver', SimpleNamespace(active=active))
     return runs
 
 
@@ -446,6 +446,6 @@ def test_the_device_of_the_tensors_is_made_the_current_one(runs: list[str], monk
         return nullcontext()
 
     monkeypatch.setattr(torch.cuda, 'device', make_current)
-    monkeypatch.setattr(prepared.driver.active, 'get_current_device', lambda: current[0])
+    monkeypatch.setattr(launch_cache.driver.active, 'get_current_device', lambda: current[0])
     beside.check(repeats=True)
     assert entered == [torch.device('cpu')]

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from native_sparse_attention.core.geometry import Sequences
 from native_sparse_attention.ops import selected_attention
-from native_sparse_attention.ops._triton.placement import make_placement
 from native_sparse_attention.ops._triton.support import is_interpreted
-from native_sparse_attention.ops.selected_attention.triton import op, sharing
-from native_sparse_attention.ops.selected_attention.triton.sharing import Sharing, find_sharing
+from native_sparse_attention.ops._triton.varlen import make_layout
+from native_sparse_attention.ops.selected_attention.triton import block_union, op
+from native_sparse_attention.ops.selected_attention.triton.block_union import Sharing, find_sharing
 from tests.support.harness import (
     assert_close_to_eager,
     assert_same_bits,
@@ -136,7 +136,7 @@ def assert_flags(
         indices = make_indices(extents, choosers, num_selected, block_size)
     sequences = make_sequences(extents, device)
     with poisoned_allocations():
-        placement, nothing_found = make_placement(sequences), NOT_FOUND.to(device)
+        placement, nothing_found = make_layout(sequences), NOT_FOUND.to(device)
         sharing = find_sharing(place(indices, device), placement, block_size, causal, block_t, percent, nothing_found)
     found = sharing.flags
     cpu = make_sequences(extents, torch.device('cpu'))
@@ -205,7 +205,7 @@ def test_indices_far_apart() -> None:
     indices = make_shared_choice(extents)
     memory = torch.empty(5 * stride, dtype=torch.int32)
     rows = memory.as_strided(indices.shape, (0, stride, 4, 1)).copy_(indices)
-    place_of = make_placement(make_sequences(extents, torch.device('cpu')))
+    place_of = make_layout(make_sequences(extents, torch.device('cpu')))
     expected = find_sharing(indices, place_of, 4, True, 4, 60, NOT_FOUND).flags
     found = find_sharing(rows, place_of, 4, True, 4, 60, NOT_FOUND).flags
     assert expected is not None
@@ -343,12 +343,12 @@ def test_unions_of_some_tiles_after_the_others(
     expected = run_triton(selected_attention, tensors, grads, **settings)
     ranges = []
 
-    def find(*args: Any) -> sharing.Sharing:
+    def find(*args: Any) -> block_union.Sharing:
         ranges.append(args[7])
         return find_sharing(*args)
 
     monkeypatch.setattr(op, 'find_sharing', find)
-    monkeypatch.setattr(sharing, 'MAX_INDICES', 3 * 2 * 8)  # of three tiles of two choosers
+    monkeypatch.setattr(block_union, 'MAX_INDICES', 3 * 2 * 8)  # of three tiles of two choosers
     assert_same_bits(run_triton(selected_attention, tensors, grads, **settings), expected)
     assert len(ranges) > 4
     assert all(len(tiles) <= 3 for tiles in ranges)
@@ -358,7 +358,7 @@ def test_the_flags_are_made_once_for_each_kernel(device: torch.device, monkeypat
     """Tiles of the forward and of the backward kernel may differ in height, and so do their flags."""
     heights = []
 
-    def find(*args: Any) -> sharing.Sharing:
+    def find(*args: Any) -> block_union.Sharing:
         heights.append(args[4])
         return find_sharing(*args)
 

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 
 from native_sparse_attention.ops._triton.inverse_index import count_readable_blocks
-from native_sparse_attention.ops._triton.placement import load_extent, load_num_keys, load_position
 from native_sparse_attention.ops._triton.tiles import load_rows, load_tile
+from native_sparse_attention.ops._triton.varlen import load_extent, load_num_keys, load_position
 
 # Of what the tiles of keys of a loop are.
 WHOLE, PART, ANY = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -82,7 +82,7 @@ def load_step(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
-    WIDE: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr,
 ):
     """k `[BLOCK_N, BLOCK_D]` and v `[BLOCK_N, BLOCK_DV]` of a step, the index that it belongs to, whether the index
     counts, and which of the keys are read: all or none where KIND is WHOLE, otherwise `[1, BLOCK_N]`; the others are 0.
@@ -99,8 +99,10 @@ def load_step(
         first, last = load_block(indices_ptr, choice, slot, readable // BLOCK_SIZE * BLOCK_SIZE, BLOCK_SIZE, BLOCK_S)
         is_read = first < last
         first += key_start + step % SPLIT * BLOCK_N
-        k = load_tile(k_tiles, k_ptr, row, first, kv_head, k_stride, is_read, HEAD_DIM, BLOCK_N, BLOCK_D, WIDE)
-        v = load_tile(v_tiles, v_ptr, row, first, kv_head, v_stride, is_read, VALUE_DIM, BLOCK_N, BLOCK_DV, WIDE)
+        k = load_tile(k_tiles, k_ptr, row, first, kv_head, k_stride, is_read, HEAD_DIM, BLOCK_N, BLOCK_D, INT64_OFFSETS)
+        v = load_tile(
+            v_tiles, v_ptr, row, first, kv_head, v_stride, is_read, VALUE_DIM, BLOCK_N, BLOCK_DV, INT64_OFFSETS
+        )
         read = is_read
     else:
         if KIND == PART:
@@ -112,8 +114,8 @@ def load_step(
             first, last = load_block(indices_ptr, choice, slot, readable, BLOCK_SIZE, BLOCK_S)
             first += step % SPLIT * BLOCK_N
         keys = first + tl.arange(0, BLOCK_N)
-        k = load_rows(k_ptr, key_start + keys, k_stride, keys < last, HEAD_DIM, BLOCK_D, WIDE)
-        v = load_rows(v_ptr, key_start + keys, v_stride, keys < last, VALUE_DIM, BLOCK_DV, WIDE)
+        k = load_rows(k_ptr, key_start + keys, k_stride, keys < last, HEAD_DIM, BLOCK_D, INT64_OFFSETS)
+        v = load_rows(v_ptr, key_start + keys, v_stride, keys < last, VALUE_DIM, BLOCK_DV, INT64_OFFSETS)
         is_read = first < last
         read = (keys < last)[None, :]
     return k, v, slot, is_read, read

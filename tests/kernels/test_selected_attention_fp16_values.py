@@ -11,10 +11,10 @@ from torch import Tensor
 
 from native_sparse_attention.core.geometry import Sequences
 from native_sparse_attention.ops import selected_attention
-from native_sparse_attention.ops._triton.placement import flatten, make_placement
 from native_sparse_attention.ops._triton.support import is_interpreted
-from native_sparse_attention.ops.selected_attention.triton import half_values, op
-from native_sparse_attention.ops.selected_attention.triton.half_values import convert_values
+from native_sparse_attention.ops._triton.varlen import flatten, make_layout
+from native_sparse_attention.ops.selected_attention.triton import fp16_values, op
+from native_sparse_attention.ops.selected_attention.triton.fp16_values import convert_values
 from tests.support.harness import make_sequences, place, run_eager, same_bits
 from tests.support.problems import Extents, Heads, packed, whole
 from tests.support.selected_attention_problems import make_inputs
@@ -41,7 +41,7 @@ def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> to
     if not is_interpreted():
         return torch.bfloat16
     monkeypatch.setattr(op, 'converts', lambda _: True)
-    monkeypatch.setattr(half_values, 'LARGEST', tl.constexpr(100.0))
+    monkeypatch.setattr(fp16_values, 'LARGEST', tl.constexpr(100.0))
     return torch.float16
 
 
@@ -202,14 +202,14 @@ def test_the_future_changes_nothing(dtype: torch.dtype, design: str, device: tor
 def test_what_is_converted(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole blocks alone, of tokens whose elements are near what they were beside the largest."""
     dtype = torch.float16 if is_interpreted() else torch.bfloat16
-    monkeypatch.setattr(half_values, 'LARGEST', tl.constexpr(100.0 if is_interpreted() else 65504.0))
+    monkeypatch.setattr(fp16_values, 'LARGEST', tl.constexpr(100.0 if is_interpreted() else 65504.0))
     extents = packed([20, 0, 50], 3)
     k, v = (torch.ones(1, extents.seqlen_k, 2, 24, dtype=dtype, device=device) for _ in 'kv')
     v[:, 41, 0, 3] = TOO_LARGE[dtype]  # the second block of the last sequence, 36 to 51
     k[:, 20, 1, 5] = torch.nan  # its first
-    halves = convert_values(k, v, make_placement(make_sequences(extents, device)), BLOCK_SIZE)
+    halves = convert_values(k, v, make_layout(make_sequences(extents, device)), BLOCK_SIZE)
     # Slots: 0 and 1 of the first sequence, which has 20 keys; from 20 // 16 + 2 = 3 on of the last one.
-    fits, is_small = half_values.FITS.value, half_values.IS_SMALL.value
+    fits, is_small = fp16_values.FITS.value, fp16_values.IS_SMALL.value
     flags = halves.flags.view(2, halves.num_slots)
     assert flags[0, [0, 3, 4, 5]].tolist() == [fits, fits, is_small, fits]
     assert flags[1, [0, 3, 4, 5]].tolist() == [fits, 0, fits, fits]
