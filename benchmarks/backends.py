@@ -7,7 +7,7 @@
     python -m benchmarks.backends --what recompute                  the same with recompute=True
     python -m benchmarks.backends --device cpu --shapes 'tiny*' --out /tmp/results    to try the script
 
-Writes <date>-<gpu>-<what>.md and .json to --out after every case, so that a run that is cut short leaves what it has;
+Writes <gpu>/<what>.md and .json to --out after every case, so that a run that is cut short leaves what it has;
 --add keeps what is there of the same GPU, commit and versions. With --jobs, so many processes compile what the
 cases need, side by side, before the first is measured: FlexAttention compiles for most of a minute for every head
 layout and setting. A case that takes longer than --case-seconds is stopped; eager ones that would are not begun.

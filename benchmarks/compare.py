@@ -5,7 +5,7 @@
     python -m benchmarks.compare /tmp/before --shapes trainer --parts 'selected'   some of it
 
 Both trees run their own benchmarks/layer.py, each in a process; the trees take turns, --rounds times. A ratio is that
-of the smallest medians. Writes <date>-<gpu>-compare.md and .json to --out.
+of the smallest medians. Writes <gpu>/compare.md and .json to --out.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ one that is wrong counts for nothing.
 
 Generate: the model of train_enwik8.py, sparse and dense; flags after `--` are train_enwik8.py's.
 
-Writes <date>-<gpu>-decode.md and .json to --out after every case, and at the end .png.
+Writes <gpu>/decode.md and .json to --out after every case, and at the end .png.
 """
 
 from __future__ import annotations

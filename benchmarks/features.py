@@ -5,7 +5,7 @@
     TRITON_INTERPRET=1 python -m benchmarks.features --device cpu --shape tiny --out /tmp/results    to try the script
 
 Dense is causal with an unbounded window, and held against dense attention of PyTorch by cuDNN. A feature that has a
-gradient of its own (sinks, bias) is differentiated, too. Writes <date>-<gpu>-features.md and .json to --out.
+gradient of its own (sinks, bias) is differentiated, too. Writes <gpu>/features.md and .json to --out.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     python -m benchmarks.gpu_tests --name rules -- tests/gpu/test_rules.py -k 'rules or choice'
     python -m benchmarks.gpu_tests --device cpu --out /tmp/results -- tests/ops/test_geometry.py      to try the script
 
-Arguments after `--` go to pytest. Needs pytest-xdist for --jobs above 1. Writes <date>-<gpu>-tests-<name>.md and .json
+Arguments after `--` go to pytest. Needs pytest-xdist for --jobs above 1. Writes <gpu>/tests-<name>.md and .json
 to --out, with what failed by name, and returns what pytest returned. Interrupted, it keeps what had run.
 """
 

@@ -15,7 +15,7 @@ repositories of benchmarks/peers.py that are on PYTHONPATH, whose whole has the 
 process of its own. A few rows of all outputs but the layers' are held against float32; those that are wrong count for
 nothing.
 
-Writes <date>-<gpu>-parts.md and .json to --out after every case, at the end -parts.png (time over length) and
+Writes <gpu>/parts.md and .json to --out after every case, at the end -parts.png (time over length) and
 -parts-shares.png (share of each part). --budget bounds a call; the next one with --missing goes on where it stopped.
 """
 

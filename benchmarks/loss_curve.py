@@ -4,7 +4,7 @@
     python -m benchmarks.loss_curve --device cpu --steps 5 --out /tmp/results -- --preset cpu    to try the script
 
 The same seed, text and settings; --backend auto in one run and eager in the other, side by side on one GPU. Flags after
-`--` go to both. Writes <date>-<gpu>-loss.md, .json and .png to --out, and prints the largest difference.
+`--` go to both. Writes <gpu>/loss.md, .json and .png to --out, and prints the largest difference.
 """
 
 from __future__ import annotations

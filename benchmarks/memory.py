@@ -8,7 +8,7 @@ gradients, workspace, and what PyTorch's allocator holds beside (`reserved`). Fo
 `SparseAttention` with projections and compression networks, the same with recompute=True, and `DenseAttention`. `kept`
 is what the forward leaves for the backward, the input included, but for the output; `of dense` is that by what a dense
 layer must keep: its input, before and after the norm, q, k, v, the output of attention and its log-sum-exp. Writes
-<date>-<gpu>-memory.md and .json to --out.
+<gpu>/memory.md and .json to --out.
 """
 
 from __future__ import annotations

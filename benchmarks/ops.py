@@ -5,7 +5,7 @@
     python -m benchmarks.ops --device cpu --shapes tiny --out /tmp/results     to try the script
 
 `selected` reads blocks of which the forced ones are shared and the others drawn at random; for `selected, alike` 16
-neighbours share most of them, as in trained models. Writes <date>-<gpu>-ops.md and .json to --out after every case.
+neighbours share most of them, as in trained models. Writes <gpu>/ops.md and .json to --out after every case.
 On an H100, without --jobs: Triton takes about 3 minutes for the default shapes, all backends about 8.
 """
 

@@ -1,4 +1,4 @@
-"""Where the numbers come from, and files that hold them: benchmarks/results/<date>-<gpu>-<what>.md and .json."""
+"""Provenance of measurements, and the result files `benchmarks/results/<gpu>/<benchmark>.md`, `.json` and `.png`."""
 
 from __future__ import annotations
 
@@ -99,23 +99,25 @@ def gpu_slug(gpu: str) -> str:
 
 
 def path(out: Path, where: dict[str, Any], what: str, suffix: str) -> Path:
-    out.mkdir(parents=True, exist_ok=True)
-    return out / f'{where["date"]}-{gpu_slug(where["gpu"])}-{what}{suffix}'
+    """`out/<gpu>/<what><suffix>`; creates the folder."""
+    folder = out / gpu_slug(where['gpu'])
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / f'{what}{suffix}'
 
 
 def find_earlier(out: Path, where: dict[str, Any], what: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The rows of the latest file in `out`, and `where` with its date and commands, so that it is written anew.
+    """Return `where` with date and commands of the result in `out`, and the rows of that result.
 
-    SystemExit where that file is about something else than this run.
+    SystemExit if the result comes from another GPU, commit or version.
     """
-    files = sorted(out.glob(path(out, where | {'date': '*'}, what, '.json').name))
-    if not files:
+    file = path(out, where, what, '.json')
+    if not file.exists():
         return where, []
-    earlier = json.loads(files[-1].read_text(encoding='utf-8'))
+    earlier = json.loads(file.read_text(encoding='utf-8'))
     machine, rows = earlier['machine'], earlier['rows']
     for name in SAME:
         if machine[name] != where[name]:
-            raise SystemExit(f'--add: {files[-1]} has {name} {machine[name]}, this run {where[name]}')
+            raise SystemExit(f'--add: {file} has {name} {machine[name]}, this run {where[name]}')
     commands = list(dict.fromkeys([*machine['commands'], *where['commands']]))
     return where | {'date': machine['date'], 'commands': commands}, rows
 

@@ -12,7 +12,7 @@ lengths with few pairs are needed: with many pairs a model copies an arbitrary v
 Needles join at the first of --lengths. Data depend on seed, step and length alone.
 
 Each run keeps <variant>-seed<seed>.json and .pt in --out; the same command continues interrupted runs and adds missing
-ones. At the end <date>-<gpu>-retrieval.md, .json and .png are written there. `benchmarks/retrieval_tasks.py` describes
+ones. At the end <gpu>/retrieval.md, .json and .png are written there. `benchmarks/retrieval_tasks.py` describes
 the problems.
 """
 

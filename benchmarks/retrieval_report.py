@@ -159,7 +159,7 @@ def plot(path: Path, runs: Sequence[Run]) -> None:
 
 
 def write(folder: Path) -> str:
-    """Write <date>-<gpu>-retrieval.md, .json and .png to the folder, and return the text of the tables."""
+    """Write <gpu>/retrieval.md, .json and .png to the folder, and return the text of the tables."""
     runs = load(folder)
     where = {**runs[0]['machine'], 'commands': list(dict.fromkeys(c for r in runs for c in r['machine']['commands']))}
     found = tables(runs)

@@ -10,7 +10,7 @@
 Peers are the repositories of benchmarks/peers.py; those that are not on PYTHONPATH are listed. Each is measured in a
 process of its own. Beside the design that the op chooses, each of its designs is forced. Every output but dense
 attention's is held against float32 in a few rows; one that is wrong counts for nothing. Writes
-<date>-<gpu>-selected.md, .json and, at the end, .png to --out.
+<gpu>/selected.md, .json and, at the end, .png to --out.
 """
 
 from __future__ import annotations

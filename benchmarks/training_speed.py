@@ -7,7 +7,7 @@
 
 The same model, optimizer and text (the sources of Python's library): but for attention and length everything is as in
 preset long, which the length of 16,384 is exactly. Steps are those of the trainer, each of --tokens tokens, all of
-them in one forward. Flags after `--` are train_enwik8.py's. Writes <date>-<gpu>-training.md and .json to --out after
+them in one forward. Flags after `--` are train_enwik8.py's. Writes <gpu>/training.md and .json to --out after
 every case, and at the end .png.
 """
 

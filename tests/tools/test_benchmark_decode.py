@@ -226,7 +226,7 @@ def test_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     flags += ['--context', '24', '--tokens', '2', '--', '--preset', 'cpu', '--dim', '32', '--depth', '1']
     monkeypatch.setattr(sys, 'argv', ['decode', *flags])
     decode.main()
-    (text,) = tmp_path.glob('*-decode.md')
+    (text,) = tmp_path.glob('cpu/decode.md')
     rows = json.loads(text.with_suffix('.json').read_text())['rows']
     attention = {(case['shape'], case['backend']): case for case in rows if case['op'] == 'attention'}
     backends = ('ours', 'ours-mlp', 'cudnn', 'flash')
@@ -250,12 +250,12 @@ def test_what_may_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             sys, 'argv', ['decode', '--device', 'cpu', '--commit', 'abc', '--out', str(tmp_path), *flags]
         )
         decode.main()
-        (data,) = tmp_path.glob('*.json')
+        (data,) = tmp_path.glob('cpu/*.json')
         return [(case['shape'], case['backend']) for case in json.loads(data.read_text())['rows']]
 
     generated = [('8 tokens, batch 1', 'sparse'), ('8 tokens, batch 1', 'dense')]
     assert run('--what', 'generate', '--context', '8', '--batches', '1') == generated
-    assert not [*tmp_path.glob('*.png')]
+    assert not [*tmp_path.rglob('*.png')]
     added = run('--what', 'attention', '--cases', '1m-b1', '--backends', 'ours', '--peers', '', '--add')
     assert added == [*generated, ('copy', 'copy'), ('1m-b1', 'ours')]
 

@@ -318,12 +318,12 @@ def test_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     flags = ['--device', 'cpu', '--commit', 'abc', '--shapes', 'tiny', '--parts', 'nsa*,window', '--out', str(tmp_path)]
     monkeypatch.setattr(sys, 'argv', ['layer', *flags])
     layer.main()
-    (text,) = tmp_path.glob('*-parts.md')
+    (text,) = tmp_path.glob('cpu/parts.md')
     rows = json.loads(text.with_suffix('.json').read_text())['rows']
     assert [(case['op'], case['backend']) for case in rows] == [
         ('window', 'triton'), ('window', 'flash'), ('window', 'flex'),
         ('nsa', 'triton'), ('nsa', 'cudnn'), ('nsa', 'flash'), ('nsa-unrelated', 'triton'),
     ]  # fmt: skip
-    for image in tmp_path.glob('*.png'):
+    for image in tmp_path.glob('cpu/*.png'):
         assert image.name in text.read_text()
-    assert len([*tmp_path.glob('*.png')]) == 2
+    assert len([*tmp_path.glob('cpu/*.png')]) == 2

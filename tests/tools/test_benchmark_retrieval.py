@@ -217,7 +217,7 @@ def test_script_trains_two_variants_and_reports(tmp_path: Path, capfd: pytest.Ca
     out = capfd.readouterr().out
     assert 'dense-seed0: step 12 of 12, length 64: loss' in out
     assert '| separate | 0 | > 4 | > 4 | > 4 | – | – |' in out
-    (text,) = tmp_path.glob('*-cpu-retrieval.md')
+    (text,) = tmp_path.glob('cpu/retrieval.md')
     assert text.with_suffix('.png').stat().st_size > 10_000
     assert len(json.loads(text.with_suffix('.json').read_text())['rows']) == 2
     assert 'python -m benchmarks.retrieval' in text.read_text()

@@ -105,7 +105,7 @@ def test_peer_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.Monkey
     flags = ('--device', 'cpu', '--commit', 'abc', '--cases', 'tiny', '--peers', 'fla', '--out', str(tmp_path))
     monkeypatch.setattr(sys, 'argv', ['selected', *flags])
     selected.main()
-    (text,), (data,), (image,) = (list(tmp_path.glob(f'*{suffix}')) for suffix in ('.md', '.json', '.png'))
+    (text,), (data,), (image,) = (list(tmp_path.glob(f'cpu/*{suffix}')) for suffix in ('.md', '.json', '.png'))
     assert 'Not importable, and so not measured: fla-org/flash-linear-attention.' in text.read_text()
     assert image.name in text.read_text()
     assert 'fla' not in {case['backend'] for case in json.loads(data.read_text())['rows']}

@@ -62,7 +62,7 @@ def test_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     flags += ['--lengths', '48,96', '--tokens', '192', '--', '--preset', 'cpu', '--dim', '32']
     monkeypatch.setattr(sys, 'argv', ['training_speed', *flags])
     training_speed.main()
-    (text,) = tmp_path.glob('*-training.md')
+    (text,) = tmp_path.glob('cpu/training.md')
     rows = json.loads(text.with_suffix('.json').read_text())['rows']
     assert [(case['shape'], case['backend']) for case in rows] == [
         ('48 tokens', 'sparse'), ('48 tokens', 'dense'), ('96 tokens', 'sparse'), ('96 tokens', 'dense'),

@@ -107,7 +107,7 @@ def run_into(out: Path, *flags: str) -> dict[str, Any]:
     options = parser.parse_args(['--device', 'cpu', '--commit', 'abc', '--out', str(out), *flags])
     cases = backends.make_cases(options.shapes, options.backends, 'nsa', options.device)
     runner.run(cases, options, 'nsa', 'A title', backends.make_tables)
-    (file,) = out.glob('*.json')
+    (file,) = out.glob('cpu/*.json')
     assert file.with_suffix('.md').exists()
     return json.loads(file.read_text())
 
@@ -209,7 +209,7 @@ def test_interrupted_tests_are_kept(tmp_path: Path):
         os.killpg(process.pid, signal.SIGINT)
         process.stdout.read()
     assert process.returncode == pytest.ExitCode.INTERRUPTED
-    (written,) = tmp_path.glob('*-tests-gpu.md')
+    (written,) = tmp_path.glob('cpu/tests-gpu.md')
     assert '# Tests on a GPU: 1 passed, 0 failed, 0 skipped, interrupted' in written.read_text()
 
 
