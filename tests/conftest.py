@@ -1,9 +1,11 @@
-"""Seeds, the hypothesis profile, Triton's interpreter, and what a test asks of the machine."""
+"""Seeds, the hypothesis profile, Triton's interpreter, and the selection of tests: gpu, slow and full."""
 
 from __future__ import annotations
 
 import os
 import random
+from collections import Counter
+from typing import Any
 
 import hypothesis
 import pytest
@@ -53,16 +55,26 @@ def device() -> torch.device:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption('--run-slow', action='store_true', help='run the tests marked slow, too')
+    parser.addoption('--full', action='store_true', help='also run the tests marked full')
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    asked_for_slow = config.getoption('--run-slow') or 'slow' in str(config.getoption('-m'))
+    skipped = {
+        'gpu': None if torch.cuda.is_available() else 'no CUDA device',
+        'slow': None if 'slow' in str(config.getoption('-m')) else 'takes minutes; -m slow runs it',
+        'full': None if config.getoption('--full') else 'not in the quick run; --full runs it',
+    }
     for item in items:
-        if item.get_closest_marker('gpu') and not torch.cuda.is_available():
-            item.add_marker(pytest.mark.skip(reason='no CUDA device'))
-        if item.get_closest_marker('slow') and not asked_for_slow:
-            item.add_marker(pytest.mark.skip(reason='slow; --run-slow or -m slow runs it'))
+        reasons = [reason for marker, reason in skipped.items() if reason and item.get_closest_marker(marker)]
+        if reasons:
+            item.add_marker(pytest.mark.skip(reason=reasons[0]))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print how many tests were skipped, by reason."""
+    reasons = Counter(report.longrepr[2].removeprefix('Skipped: ') for report in terminalreporter.getreports('skipped'))
+    for reason, count in reasons.most_common():
+        terminalreporter.write_line(f'{count:,} skipped: {reason}')
 
 
 @pytest.fixture

@@ -401,7 +401,7 @@ def run_tests(tests: tuple[str, ...], directory: Path) -> subprocess.CompletedPr
     environment = os.environ | {'PYTHONPATH': str(directory), 'OMP_NUM_THREADS': '1'}
     subprocess.run([sys.executable, '-c', check], cwd=directory, env=environment, check=True)
     files = [f'tests/kernels/{name}' for name in tests]
-    command = [sys.executable, '-m', 'pytest', '-x', '-q', '--tb=line', '-p', 'no:cacheprovider', *files]
+    command = [sys.executable, '-m', 'pytest', '--full', '-x', '-q', '--tb=line', '-p', 'no:cacheprovider', *files]
     return subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True)
 
 
