@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks.peers import Problem
 from benchmarks.timing import measure
-from native_sparse_attention.ops.selected_attention.triton.block_loop import QUERIES_TOGETHER
+from native_sparse_attention.ops.selected_attention.triton.loops.block_loop import QUERIES_TOGETHER
 
 COPIED_BYTES = {'cuda': 2**30, 'cpu': 2**20}
 TURN = QUERIES_TOGETHER.value

@@ -126,14 +126,14 @@ def make_facts(call: Any, leaves: list[Tensor], device: str) -> Case:
 def force_design(design: str | None) -> list[str]:
     """From here on the op uses this design wherever it would choose one; None: its own choice.
 
-    The one place that knows how: `choose_design` of its op.py names one of DESIGNS for a call. It is replaced by a
+    The one place that knows how: `choose_design` of its plan.py names one of DESIGNS for a call. It is replaced by a
     function that writes what it gives, forced or not, into the list that this one returns.
     """
-    from native_sparse_attention.ops.selected_attention.triton import op
+    from native_sparse_attention.ops.selected_attention.triton import plan
 
-    if design is not None and design not in op.DESIGNS:
+    if design is not None and design not in plan.DESIGNS:
         raise ValueError(f'the op has no design {design}')
-    choose: Any = getattr(op.choose_design, '__wrapped__', op.choose_design)
+    choose: Any = getattr(plan.choose_design, '__wrapped__', plan.choose_design)
     used: list[str] = []
 
     @wraps(choose)
@@ -141,7 +141,7 @@ def force_design(design: str | None) -> list[str]:
         used.append(design or choose(*arguments, **settings))
         return used[-1]
 
-    op.choose_design = choose_and_tell
+    plan.choose_design = choose_and_tell
     return used
 
 

@@ -44,7 +44,7 @@ from benchmarks.timing import FLUSH_BYTES
 from native_sparse_attention import ops
 from native_sparse_attention.ops._triton import launch
 from native_sparse_attention.ops._triton.launch import Settings
-from native_sparse_attention.ops.selected_attention.triton.op import MAX_SHARED_CHOICE
+from native_sparse_attention.ops.selected_attention.triton.plan import MAX_SHARED_CHOICE
 from native_sparse_attention.ops.selected_attention.triton.settings import SHORT
 
 HEAD_DIMS = (64, 128, 256)

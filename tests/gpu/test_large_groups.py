@@ -17,8 +17,8 @@ from tests.gpu.test_runtime import captured
 from tests.support.gpu_problems import make_nsa
 
 harness = pytest.importorskip('tests.support.harness', reason='triton is not installed')
-dlogits = pytest.importorskip('native_sparse_attention.ops.selected_attention.triton.dlogits')
-op = pytest.importorskip('native_sparse_attention.ops.selected_attention.triton.op')
+dlogits = pytest.importorskip('native_sparse_attention.ops.selected_attention.triton.dlogits.storage')
+plan = pytest.importorskip('native_sparse_attention.ops.selected_attention.triton.plan')
 
 pytestmark = pytest.mark.gpu
 
@@ -59,7 +59,7 @@ def test_what_these_tests_are_about(group: int, device: torch.device):
     tensors, settings = make_problem(1, device, group)
     q, k, v, indices = tensors['q'], tensors['k'], tensors['v'], settings['block_indices']
     expected = {16: 'mixed', 32: 'neighbours', 64: 'query'}[group]
-    assert op.choose_design(q, k, v, indices, BLOCK_SIZE) == expected
+    assert plan.choose_design(q, k, v, indices, BLOCK_SIZE) == expected
     assert dlogits.passes_dlogits(q, k, v, indices, None, BLOCK_SIZE)
 
 

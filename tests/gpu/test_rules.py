@@ -38,8 +38,8 @@ from tests.support.gpu_problems import (
 )
 
 harness = pytest.importorskip('tests.support.harness', reason='triton is not installed')
-selected_op = pytest.importorskip('native_sparse_attention.ops.selected_attention.triton.op')
-dlogits = pytest.importorskip('native_sparse_attention.ops.selected_attention.triton.dlogits')
+selected_plan = pytest.importorskip('native_sparse_attention.ops.selected_attention.triton.plan')
+dlogits = pytest.importorskip('native_sparse_attention.ops.selected_attention.triton.dlogits.storage')
 
 pytestmark = pytest.mark.gpu
 
@@ -63,11 +63,11 @@ def test_rules(op: str, index: int, device: torch.device, monkeypatch: pytest.Mo
     """Drawn problems by the error rules, in memory full of NaN; the first call gives the bits of the second."""
     if index % 4 > 1:
         # So small a problem would not have a program per block, nor neighbours that share where they chose alike.
-        monkeypatch.setattr(selected_op, 'MIN_SEQLEN_BY_BLOCK', 0)
-        monkeypatch.setattr(selected_op, 'MIN_SEQLEN_MIXED', 0)
-        monkeypatch.setattr(selected_op, 'MEETING', 0)
-        monkeypatch.setattr(selected_op, 'MEETING_LARGE', 8 * (index % 4 == 2))
-        monkeypatch.setattr(selected_op, 'MAX_UNION_PERCENT', {'forward': 60, 'backward': 60})
+        monkeypatch.setattr(selected_plan, 'MIN_SEQLEN_BY_BLOCK', 0)
+        monkeypatch.setattr(selected_plan, 'MIN_SEQLEN_MIXED', 0)
+        monkeypatch.setattr(selected_plan, 'MEETING', 0)
+        monkeypatch.setattr(selected_plan, 'MEETING_LARGE', 8 * (index % 4 == 2))
+        monkeypatch.setattr(selected_plan, 'MAX_UNION_PERCENT', {'forward': 60, 'backward': 60})
     if index % 2 == 0:
         monkeypatch.setattr(dlogits, 'MIN_TOKENS', 1)
         monkeypatch.setattr(dlogits, 'MIN_CHOICE', 0)
@@ -81,8 +81,8 @@ def test_rules(op: str, index: int, device: torch.device, monkeypatch: pytest.Mo
 @pytest.mark.parametrize('spoiled', ['every key', 'a block of keys', 'a query'])
 def test_what_is_not_a_number_stays_so(spoiled: str, device: torch.device, monkeypatch: pytest.MonkeyPatch):
     """In gradients of queries by block, whose units are the smallest there are where keys are 0 or not numbers."""
-    monkeypatch.setattr(selected_op, 'MIN_SEQLEN_BY_BLOCK', 0)
-    monkeypatch.setattr(selected_op, 'MEETING', 0)
+    monkeypatch.setattr(selected_plan, 'MIN_SEQLEN_BY_BLOCK', 0)
+    monkeypatch.setattr(selected_plan, 'MEETING', 0)
     generator = torch.Generator(device).manual_seed(0)
     sizes: dict[str, Any] = {'heads': 4, 'kv_heads': 4, 'head_dim': 64, 'dtype': torch.bfloat16}
     q, k, v = make_qkv(1, 256, 256, **sizes, device=device, generator=generator)
@@ -239,13 +239,13 @@ def take_settings(entry: Entry, device: torch.device, monkeypatch: pytest.Monkey
         q: Tensor, k: Tensor, v: Tensor, indices: Tensor, block_size: int, backward: bool = False, **_: int
     ) -> str:
         """Wherever a whole block fits into the tiles of a pass."""
-        tiles = selected_op.settings.BLOCK_DQ if backward else selected_op.settings.BLOCK
+        tiles = selected_plan.settings.BLOCK_DQ if backward else selected_plan.settings.BLOCK
         found = table[entry.key] if tiles is table else find_settings(tiles, own, itemsize, head_dim)
         return 'block' if block_size <= found.block_n else 'query'
 
     monkeypatch.setattr(launch, 'find_settings', find_this)
     if entry.table.startswith('BLOCK'):
-        monkeypatch.setattr(selected_op, 'choose_design', by_block)
+        monkeypatch.setattr(selected_plan, 'choose_design', by_block)
     if entry.table.startswith('DLOGITS'):
         monkeypatch.setattr(dlogits, 'MIN_TOKENS', 1)
         monkeypatch.setattr(dlogits, 'MIN_CHOICE', 0)

@@ -17,8 +17,8 @@ from native_sparse_attention.testing import make_block_indices, make_qkv
 from tests.support.gpu_problems import Problem, assert_obeys_the_rules
 
 harness = pytest.importorskip('tests.support.harness', reason='triton is not installed')
-selected_op = pytest.importorskip('native_sparse_attention.ops.selected_attention.triton.op')
-dlogits = pytest.importorskip('native_sparse_attention.ops.selected_attention.triton.dlogits')
+selected_plan = pytest.importorskip('native_sparse_attention.ops.selected_attention.triton.plan')
+dlogits = pytest.importorskip('native_sparse_attention.ops.selected_attention.triton.dlogits.storage')
 
 pytestmark = pytest.mark.gpu
 
@@ -59,7 +59,7 @@ def make_tensors(
     """A problem that takes the design forward and backward."""
     group, constants = DESIGNS[design]
     for name, value in constants.items():
-        monkeypatch.setattr(selected_op, name, value)
+        monkeypatch.setattr(selected_plan, name, value)
     monkeypatch.setattr(dlogits, 'MIN_TOKENS', 1 if design == PASSED else 10**9)
     monkeypatch.setattr(dlogits, 'MIN_CHOICE', 0)
     generator = torch.Generator(device).manual_seed(0)
@@ -72,7 +72,7 @@ def make_tensors(
         indices[:, 1::2] = indices[:, :-1:2]  # so that some tiles share
     for backward in (False, True):
         q, k, v = tensors.values()
-        assert selected_op.choose_design(q, k, v, indices, block_size, backward=backward) == (
+        assert selected_plan.choose_design(q, k, v, indices, block_size, backward=backward) == (
             'mixed' if design == PASSED else design
         )
     tensors['block_indices'] = indices

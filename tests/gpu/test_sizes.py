@@ -33,7 +33,7 @@ from tests.gpu.test_rules import assert_chooses_as_well
 from tests.support.gpu_problems import Problem, assert_obeys_the_rules, attention_lse, choose, make_nsa, with_memory
 
 harness = pytest.importorskip('tests.support.harness', reason='triton is not installed')
-selected_op = pytest.importorskip('native_sparse_attention.ops.selected_attention.triton.op')
+selected_plan = pytest.importorskip('native_sparse_attention.ops.selected_attention.triton.plan')
 
 pytestmark = pytest.mark.gpu
 
@@ -237,7 +237,7 @@ def test_strides_past_2_31(op: str, axis: int, device: torch.device, monkeypatch
     """Inputs whose rows lie far apart give the bits that they give close together, outputs and gradients."""
     if op == 'selected by block':
         op = 'selected'
-        monkeypatch.setattr(selected_op, 'choose_design', lambda *_, **__: 'block')
+        monkeypatch.setattr(selected_plan, 'choose_design', lambda *_, **__: 'block')
     buffer = torch.empty(MANY + MANY // 16, dtype=torch.bfloat16, device=device)
     sizes = {'compress_block_size': 8, 'compress_stride': 4, 'selection_block_size': 16}
     q, k, v = make_qkv(2, 40, 40, heads=4, kv_heads=2, head_dim=64, dtype=torch.bfloat16, device=device)

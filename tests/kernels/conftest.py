@@ -35,7 +35,7 @@ def described(device: Any, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     from native_sparse_attention.ops._triton.interval import keys
     from native_sparse_attention.ops._triton.interval import op as interval
     from native_sparse_attention.ops.block_selection.triton import select
-    from native_sparse_attention.ops.selected_attention.triton import constants as selected
+    from native_sparse_attention.ops.selected_attention.triton import plan as selected
 
     found = []
 

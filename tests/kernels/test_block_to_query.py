@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from native_sparse_attention.ops._triton.launch import launch
-from native_sparse_attention.ops.selected_attention.triton.block_to_query import Lists, count_programs, find_chunk
+from native_sparse_attention.ops.selected_attention.triton.index.block_to_query import Lists, count_programs, find_chunk
 
 
 @triton.jit

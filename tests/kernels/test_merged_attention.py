@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from native_sparse_attention.ops import selected_attention
-from native_sparse_attention.ops.selected_attention.triton import merged
+from native_sparse_attention.ops.selected_attention.triton.merged import op as merged
 from native_sparse_attention.testing import assert_attention_matches, make_block_indices
 from tests.support.harness import assert_close_to_eager, fewer_examples, make_grads, make_sequences
 from tests.support.problems import Extents, Heads, drawn_extents, packed, row_integers, whole

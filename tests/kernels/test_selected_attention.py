@@ -12,7 +12,10 @@ from torch import Tensor
 
 from native_sparse_attention.ops import selected_attention
 from native_sparse_attention.ops._triton import inverse_index
-from native_sparse_attention.ops.selected_attention.triton import block_to_query, by_block, by_block_backward, keys
+from native_sparse_attention.ops.selected_attention.triton.by_block import backward as by_block_backward
+from native_sparse_attention.ops.selected_attention.triton.by_block import forward as by_block
+from native_sparse_attention.ops.selected_attention.triton.dkv import launch as dkv
+from native_sparse_attention.ops.selected_attention.triton.index import block_to_query
 from native_sparse_attention.testing import (
     INDEX_KINDS,
     LAYOUTS,
@@ -303,8 +306,8 @@ def test_large_logits(logit: float, device: torch.device) -> None:
 
 
 def small_pieces(monkeypatch: pytest.MonkeyPatch, chunk_rows: int, workspace: int, most_entries: int) -> None:
-    monkeypatch.setattr(keys, 'CHUNK_ROWS', {4: chunk_rows})
-    monkeypatch.setattr(keys, 'WORKSPACE', workspace)
+    monkeypatch.setattr(dkv, 'CHUNK_ROWS', {4: chunk_rows})
+    monkeypatch.setattr(dkv, 'WORKSPACE', workspace)
     monkeypatch.setattr(inverse_index, 'MAX_ENTRIES', most_entries)
 
 
@@ -393,7 +396,7 @@ def test_gradients_of_some_tokens_at_a_time(
     extents = whole(7, batch=2) if where == 'whole' else packed([4, 0, 5], uncovered=1)
     indices = make_indices(extents, 2, 3, 3)
     indices[..., 0] = 0
-    monkeypatch.setattr(keys, 'CHUNK_ROWS', {4: chunk_rows})
+    monkeypatch.setattr(dkv, 'CHUNK_ROWS', {4: chunk_rows})
     monkeypatch.setattr(by_block_backward, 'WORKSPACE', tokens * 3 * 2 * (4 * TWO_GROUPS.head_dim + 16))
     assert_close(extents, TWO_GROUPS, device, indices=indices, block_size=3, scaled=True)
 
@@ -411,8 +414,8 @@ def test_one_list_for_all_heads_that_choose_alone(device: torch.device, monkeypa
 )
 def test_partial_sums_fit_into_their_workspace(num_entries: int, chunk: int, block_size: int, dims: int) -> None:
     bytes_of_partial = 4 * block_size * dims
-    chunk, num_partials = keys.split_lists(num_entries, chunk, bytes_of_partial, keys.WORKSPACE)
-    assert num_partials * bytes_of_partial <= keys.WORKSPACE
+    chunk, num_partials = dkv.split_lists(num_entries, chunk, bytes_of_partial, dkv.WORKSPACE)
+    assert num_partials * bytes_of_partial <= dkv.WORKSPACE
     # Every way to cut the entries into two kinds of lists fits into the bound.
     for length in (chunk + 1, 2 * chunk, 3 * chunk - 1, num_entries):
         if num_partials and length <= num_entries:

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from native_sparse_attention.ops._triton.support import is_interpreted
-from native_sparse_attention.ops.selected_attention.triton.delta import add_low_bits, find_delta, split_low_bits
+from native_sparse_attention.ops.selected_attention.triton.dlogits.delta import add_low_bits, find_delta, split_low_bits
 
 SIZE = 1024
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from native_sparse_attention.ops._triton import launch
-from native_sparse_attention.ops.selected_attention.triton import op
+from native_sparse_attention.ops.selected_attention.triton import plan
 
 
 @pytest.mark.parametrize(
@@ -42,17 +42,17 @@ def test_the_design_follows_from_the_shape(
     backward: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(op, 'MEETING', 4)
-    monkeypatch.setattr(op, 'MIN_SEQLEN_BY_BLOCK', 1024)
-    monkeypatch.setattr(op, 'MIN_SEQLEN_MIXED', 256)
-    monkeypatch.setattr(op, 'MAX_UNION_PERCENT', {'forward': 70, 'backward': 60})
+    monkeypatch.setattr(plan, 'MEETING', 4)
+    monkeypatch.setattr(plan, 'MIN_SEQLEN_BY_BLOCK', 1024)
+    monkeypatch.setattr(plan, 'MIN_SEQLEN_MIXED', 256)
+    monkeypatch.setattr(plan, 'MAX_UNION_PERCENT', {'forward': 70, 'backward': 60})
     monkeypatch.setattr(launch, 'architecture_of', lambda _: 'sm90')
     q, k, indices = (
         torch.empty(1, seqlen, heads, size, dtype=torch.bfloat16, device='meta')
         for heads, size in ((2 * group, 64), (2, 64), (2, num_selected))
     )
-    assert op.choose_design(q, k, k, indices, block_size) == forward
-    assert op.choose_design(q, k, k, indices, block_size, backward=True) == backward
+    assert plan.choose_design(q, k, k, indices, block_size) == forward
+    assert plan.choose_design(q, k, k, indices, block_size, backward=True) == backward
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_large_groups_go_together_where_blocks_are_few(
         torch.empty(1, seqlen, heads, size, dtype=dtype, device='meta')
         for heads, size in ((2 * group, head_dim), (2, head_dim), (2, 16))
     )
-    assert op.choose_design(q, k, k, indices, 64, num_packed=packed) == design
+    assert plan.choose_design(q, k, k, indices, 64, num_packed=packed) == design
 
 
 @pytest.mark.parametrize(('seqlen', 'num_packed'), [(2**19, 0), (2**19, 2**19), (2**20, 0), (2**22, 0)])
@@ -92,15 +92,15 @@ def test_large_groups_share_in_long_sequences_and_in_many(
     seqlen: int, num_packed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the unions of all tiles are too much to be there at once, too."""
-    monkeypatch.setattr(op, 'MIN_SEQLEN_MIXED', 256)
-    monkeypatch.setattr(op, 'MAX_UNION_PERCENT', {'forward': 70, 'backward': 60})
+    monkeypatch.setattr(plan, 'MIN_SEQLEN_MIXED', 256)
+    monkeypatch.setattr(plan, 'MAX_UNION_PERCENT', {'forward': 70, 'backward': 60})
     monkeypatch.setattr(launch, 'architecture_of', lambda _: 'sm90')
     q, k, indices = (
         torch.empty(1, seqlen, heads, size, dtype=torch.bfloat16, device='meta')
         for heads, size in ((64, 128), (4, 128), (4, 16))
     )
-    assert op.choose_design(q, k, k, indices, 64, backward=True, num_packed=num_packed) == 'mixed'
-    assert op.choose_design(q, k, k, indices, 64, num_packed=num_packed) == ('neighbours' if num_packed else 'mixed')
+    assert plan.choose_design(q, k, k, indices, 64, backward=True, num_packed=num_packed) == 'mixed'
+    assert plan.choose_design(q, k, k, indices, 64, num_packed=num_packed) == ('neighbours' if num_packed else 'mixed')
 
 
 def test_large_groups_share_up_to_a_number_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,4 +111,4 @@ def test_large_groups_share_up_to_a_number_of_blocks(monkeypatch: pytest.MonkeyP
             torch.empty(1, seqlen, heads, size, dtype=torch.bfloat16, device='meta')
             for heads, size in ((64, 128), (4, 128), (4, 16))
         )
-        assert op.choose_design(q, k, k, indices, 1) == design
+        assert plan.choose_design(q, k, k, indices, 1) == design

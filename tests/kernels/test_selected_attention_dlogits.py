@@ -11,7 +11,8 @@ from torch import Tensor
 
 from native_sparse_attention.ops import selected_attention
 from native_sparse_attention.ops._triton import launch
-from native_sparse_attention.ops.selected_attention.triton import dlogits, op
+from native_sparse_attention.ops.selected_attention.triton import plan
+from native_sparse_attention.ops.selected_attention.triton.dlogits import storage as dlogits
 from native_sparse_attention.testing import assert_attention_matches, make_block_indices, row_errors
 from tests.support.harness import assert_same_bits, fewer_examples, make_grads, place, run_eager, run_triton
 from tests.support.problems import Extents, Heads, drawn_extents, packed, whole
@@ -24,7 +25,7 @@ HALF = torch.float16
 @pytest.fixture(autouse=True)
 def passed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Few tokens are enough. The lengths of the ranges of tokens that dq was made of."""
-    monkeypatch.setattr(op, 'MIN_SEQLEN_MIXED', 1)
+    monkeypatch.setattr(plan, 'MIN_SEQLEN_MIXED', 1)
     return pass_dlogits(monkeypatch)
 
 

@@ -13,7 +13,7 @@ from native_sparse_attention.core.geometry import Sequences
 from native_sparse_attention.ops import selected_attention
 from native_sparse_attention.ops._triton.support import is_interpreted
 from native_sparse_attention.ops._triton.varlen import flatten, make_layout
-from native_sparse_attention.ops.selected_attention.triton import fp16_values, op
+from native_sparse_attention.ops.selected_attention.triton import fp16_values, op, plan
 from native_sparse_attention.ops.selected_attention.triton.fp16_values import convert_values
 from tests.support.harness import make_sequences, place, run_eager, same_bits
 from tests.support.problems import Extents, Heads, packed, whole
@@ -29,7 +29,7 @@ TOO_LARGE = {torch.float16: 1000.0, torch.bfloat16: 1e5}
 
 @pytest.fixture(params=['query', 'neighbours'])
 def design(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(op, 'choose_design', lambda *_, **__: request.param)
+    monkeypatch.setattr(plan, 'choose_design', lambda *_, **__: request.param)
     return request.param
 
 

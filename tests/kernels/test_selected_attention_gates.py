@@ -9,7 +9,8 @@ import torch
 
 from native_sparse_attention.ops import selected_attention
 from native_sparse_attention.ops._triton import inverse_index
-from native_sparse_attention.ops.selected_attention.triton import by_block_backward, keys
+from native_sparse_attention.ops.selected_attention.triton.by_block import backward as by_block_backward
+from native_sparse_attention.ops.selected_attention.triton.dkv import launch as dkv
 from native_sparse_attention.testing import make_block_indices
 from tests.support.gate_problems import KINDS, assert_rules, every_dtype, every_kind, make_gate, multiplied
 from tests.support.harness import Tensors, assert_close_to_eager, make_grads, place, run_triton, same_bits
@@ -81,7 +82,7 @@ def test_lists_in_pieces(
     """Of lists, of pairs and of tokens, whose sums come to what those before have added."""
     tensors = make_problem(extents, TWO_GROUPS, device, dtype=dtype)
     tensors['block_indices'][..., 0] = 0
-    monkeypatch.setattr(keys, 'CHUNK_ROWS', {2: 6, 4: 6})
+    monkeypatch.setattr(dkv, 'CHUNK_ROWS', {2: 6, 4: 6})
     monkeypatch.setattr(inverse_index, 'MAX_ENTRIES', 40)
     monkeypatch.setattr(by_block_backward, 'WORKSPACE', 4 * 3 * 2 * (4 * TWO_GROUPS.head_dim + 16))
     assert_close(tensors, extents, TWO_GROUPS, device)

@@ -13,7 +13,11 @@ from native_sparse_attention.ops import selected_attention
 from native_sparse_attention.ops._triton.inverse_index import InverseIndex, make_inverse_index
 from native_sparse_attention.ops._triton.support import is_interpreted
 from native_sparse_attention.ops.selected_attention.api import MAX_SELECTED, backend_of
-from native_sparse_attention.ops.selected_attention.triton import block_to_query, by_block, by_block_backward, keys, op
+from native_sparse_attention.ops.selected_attention.triton import op
+from native_sparse_attention.ops.selected_attention.triton.by_block import backward as by_block_backward
+from native_sparse_attention.ops.selected_attention.triton.by_block import forward as by_block
+from native_sparse_attention.ops.selected_attention.triton.dkv import launch as dkv
+from native_sparse_attention.ops.selected_attention.triton.index import block_to_query
 from native_sparse_attention.testing import make_block_indices, outputs_and_gradients
 from tests.support import problems
 from tests.support.harness import assert_same_bits, far_apart, make_grads, place, run_triton
@@ -231,7 +235,7 @@ def test_gradients_by_parts_are_not_numbers_where_inputs_are_not(
 
 
 def test_a_row_does_not_depend_on_its_neighbours(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keys, 'CHUNK_ROWS', {4: 8})
+    monkeypatch.setattr(dkv, 'CHUNK_ROWS', {4: 8})
     extents = Extents(3, 5, 14, {'seqlens_k': row_integers([14, 3, 9])}, [14, 3, 9])
     indices = make_indices(extents, 1, 3, 4)
     tensors, grads = make_inputs(extents, HEADS, device, indices, scaled=True), make_grads(extents, HEADS, device)
@@ -265,7 +269,7 @@ def test_packed_is_alone(device: torch.device) -> None:
 
 
 def test_the_same_bits_twice(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keys, 'CHUNK_ROWS', {4: 8})
+    monkeypatch.setattr(dkv, 'CHUNK_ROWS', {4: 8})
     extents = packed([8, 4], uncovered=1)
     tensors = make_inputs(extents, HEADS, device, make_indices(extents, 1, 4, 3), scaled=True)
     grads = make_grads(extents, HEADS, device)

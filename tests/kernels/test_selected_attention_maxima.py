@@ -12,7 +12,7 @@ from torch import Tensor
 
 from native_sparse_attention.ops import selected_attention
 from native_sparse_attention.ops._triton.support import is_interpreted
-from native_sparse_attention.ops.selected_attention.triton import op
+from native_sparse_attention.ops.selected_attention.triton import op, plan
 from tests.kernels.test_selected_attention_fp16_values import forward
 from tests.support.problems import Extents, Heads, whole
 from tests.support.selected_attention_problems import make_inputs
@@ -26,7 +26,7 @@ AFTER = (FAR_BLOCK + 1) * BLOCK_SIZE
 
 @pytest.fixture(autouse=True)
 def by_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(op, 'choose_design', lambda *_, **__: 'neighbours')
+    monkeypatch.setattr(plan, 'choose_design', lambda *_, **__: 'neighbours')
     if is_interpreted():  # which has no bfloat16: float16 takes its way
         monkeypatch.setattr(op, 'converts', lambda _: True)
 

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from native_sparse_attention.ops import selected_attention
 from native_sparse_attention.ops._triton.support import is_interpreted
-from native_sparse_attention.ops.selected_attention.triton import block_loop, op
-from native_sparse_attention.ops.selected_attention.triton.block_loop import QUERIES_TOGETHER, find_whole_blocks
+from native_sparse_attention.ops.selected_attention.triton import plan
+from native_sparse_attention.ops.selected_attention.triton.loops import block_loop
+from native_sparse_attention.ops.selected_attention.triton.loops.block_loop import QUERIES_TOGETHER, find_whole_blocks
 from tests.support.harness import assert_close_to_eager, assert_same_bits, make_grads, place, run_triton
 from tests.support.problems import Extents, Heads, packed
 from tests.support.selected_attention_problems import INT32, make_indices, make_inputs
@@ -28,7 +29,7 @@ BLOCK = 16
 
 @pytest.fixture(autouse=True)
 def per_query(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(op, 'choose_design', lambda *_, **__: 'query')
+    monkeypatch.setattr(plan, 'choose_design', lambda *_, **__: 'query')
 
 
 @triton.jit

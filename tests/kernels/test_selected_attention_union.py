@@ -15,8 +15,9 @@ from native_sparse_attention.core.geometry import Sequences
 from native_sparse_attention.ops import selected_attention
 from native_sparse_attention.ops._triton.support import is_interpreted
 from native_sparse_attention.ops._triton.varlen import make_layout
-from native_sparse_attention.ops.selected_attention.triton import block_union, op
-from native_sparse_attention.ops.selected_attention.triton.block_union import Sharing, find_sharing
+from native_sparse_attention.ops.selected_attention.triton import plan
+from native_sparse_attention.ops.selected_attention.triton.index import block_union
+from native_sparse_attention.ops.selected_attention.triton.index.block_union import Sharing, find_sharing
 from tests.support.harness import (
     assert_close_to_eager,
     assert_same_bits,
@@ -250,7 +251,7 @@ def make_shared_choice(extents: Extents, choosers: int = 1, num_selected: int = 
 def test_no_tile_some_tiles_and_all_tiles_share(
     group: int, percent: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(op, 'MAX_UNION_PERCENT', {'forward': percent, 'backward': percent})
+    monkeypatch.setattr(plan, 'MAX_UNION_PERCENT', {'forward': percent, 'backward': percent})
     extents, heads = Extents(1, 9, 30, {'q_offset': 21}, [30]), Heads(2 * group, 2, 16, 24)
     indices = make_shared_choice(extents, 2)
     flags = assert_flags(extents, device, indices=indices, block_size=2, block_t=2, percent=percent)
@@ -266,9 +267,9 @@ def test_a_group_of_several_tiles_per_query(
     """The kernel per query has gradients of the factors in parts, the kernel of neighbours has them in one. rows: of a
     tile of groups of 17 to 32 heads.
     """
-    table = op.settings.DQ
+    table = plan.settings.DQ
     for name, block_m in (('DQ', rows_of_others), ('DQ_32', rows), ('NEIGHBOURS_DQ', 64)):
-        monkeypatch.setattr(op.settings, name, {key: row._replace(block_m=block_m) for key, row in table.items()})
+        monkeypatch.setattr(plan.settings, name, {key: row._replace(block_m=block_m) for key, row in table.items()})
     extents, heads = Extents(1, 5, 26, {'q_offset': 21}, [26]), Heads(20, 1, 16, 16)
     indices = make_shared_choice(extents)
     assert assert_flags(extents, device, indices=indices, block_size=2, block_t=2, choosers=1) == {0, 1}
@@ -280,7 +281,7 @@ def test_other_rows_and_later_queries_change_nothing(device: torch.device) -> No
     """Bit for bit: they may choose what they like, also in the tile of a query."""
     extents = Extents(2, 8, 29, {'q_offset': 21}, [29, 29])
     indices = make_shared_choice(extents, num_selected=3)
-    sizes: dict[str, Any] = {'block_size': 2, 'block_t': 2, 'choosers': 1, 'percent': op.MAX_UNION_PERCENT['forward']}
+    sizes: dict[str, Any] = {'block_size': 2, 'block_t': 2, 'choosers': 1, 'percent': plan.MAX_UNION_PERCENT['forward']}
     assert assert_flags(extents, device, indices=indices, **sizes) == {0, 1}
     tensors, grads = make_inputs(extents, HEADS, device, indices, scaled=True), make_grads(extents, HEADS, device)
     settings: dict[str, Any] = {'block_size': 2, 'q_offset': 21}
@@ -312,7 +313,7 @@ def test_both_designs_agree_where_a_tile_may_take_either(device: torch.device, m
     settings: dict[str, Any] = {'block_size': 2, **place(extents.where, device)}
     results = {}
     for percent in (-1, 55, 100):
-        monkeypatch.setattr(op, 'MAX_UNION_PERCENT', {'forward': percent, 'backward': percent})
+        monkeypatch.setattr(plan, 'MAX_UNION_PERCENT', {'forward': percent, 'backward': percent})
         results[percent] = run_triton(selected_attention, tensors, grads, **settings)
     sequences = make_sequences(extents, torch.device('cpu'))
     tiles = tiles_by_definition(sequences, 2)
@@ -347,7 +348,7 @@ def test_unions_of_some_tiles_after_the_others(
         ranges.append(args[7])
         return find_sharing(*args)
 
-    monkeypatch.setattr(op, 'find_sharing', find)
+    monkeypatch.setattr(plan, 'find_sharing', find)
     monkeypatch.setattr(block_union, 'MAX_INDICES', 3 * 2 * 8)  # of three tiles of two choosers
     assert_same_bits(run_triton(selected_attention, tensors, grads, **settings), expected)
     assert len(ranges) > 4
@@ -362,9 +363,9 @@ def test_the_flags_are_made_once_for_each_kernel(device: torch.device, monkeypat
         heights.append(args[4])
         return find_sharing(*args)
 
-    monkeypatch.setattr(op, 'find_sharing', find)
-    table = {key: row._replace(block_m=64) for key, row in op.settings.NEIGHBOURS_FORWARD.items()}
-    monkeypatch.setattr(op.settings, 'NEIGHBOURS_FORWARD', table)
+    monkeypatch.setattr(plan, 'find_sharing', find)
+    table = {key: row._replace(block_m=64) for key, row in plan.settings.NEIGHBOURS_FORWARD.items()}
+    monkeypatch.setattr(plan.settings, 'NEIGHBOURS_FORWARD', table)
     extents = Extents(1, 5, 26, {'q_offset': 21}, [26])
     tensors = make_inputs(extents, HEADS, device, make_shared_choice(extents))
     settings: dict[str, Any] = {'block_size': 2, 'q_offset': 21}

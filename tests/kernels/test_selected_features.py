@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from native_sparse_attention.ops import selected_attention
-from native_sparse_attention.ops.selected_attention.triton import block_to_query
+from native_sparse_attention.ops.selected_attention.triton.index import block_to_query
 from native_sparse_attention.testing import assert_attention_matches, make_block_indices
 from tests.support.harness import (
     assert_close_to_eager,

@@ -46,8 +46,8 @@ from native_sparse_attention.ops._triton import inverse_index, launch, support
 from native_sparse_attention.ops._triton.interval.modifiers import Marks
 from native_sparse_attention.ops._triton.varlen import make_layout
 from native_sparse_attention.ops.rotary import shared_input
-from native_sparse_attention.ops.selected_attention.triton import dlogits
-from native_sparse_attention.ops.selected_attention.triton import op as selected_op
+from native_sparse_attention.ops.selected_attention.triton import plan as selected_plan
+from native_sparse_attention.ops.selected_attention.triton.dlogits import storage as dlogits
 from tests.support.layouts import find_reductions
 
 SEQLEN = 96
@@ -161,14 +161,14 @@ def build_selected(dtype: torch.dtype, head_dim: int) -> None:
         block_scale = torch.ones(indices.shape, requires_grad=True) if scaled else None
         settings: dict[str, Any] = {'block_size': SELECTION_BLOCK, 'block_scale': block_scale}
         differentiate(*selected_attention(q, k, v, indices, **settings, backend='triton'))
-    with mock.patch.object(selected_op, 'choose_design', return_value='query'):
+    with mock.patch.object(selected_plan, 'choose_design', return_value='query'):
         for group in (32, 64):  # which have settings of their own
             q, k, v = make(dtype, head_dim, kv_heads=1, group=group)
             indices = torch.zeros(1, SEQLEN, 1, 16, dtype=torch.int32)
             differentiate(*selected_attention(q, k, v, indices, block_size=SELECTION_BLOCK, backend='triton'))
             with mock.patch.multiple(dlogits, MIN_TOKENS=1, MIN_CHOICE=0):
                 differentiate(*selected_attention(q, k, v, indices, block_size=SELECTION_BLOCK, backend='triton'))
-    with mock.patch.object(selected_op, 'choose_design', return_value='mixed'):
+    with mock.patch.object(selected_plan, 'choose_design', return_value='mixed'):
         q, k, v = make(dtype, head_dim, group=16)
         indices = torch.zeros(1, SEQLEN, 2, 16, dtype=torch.int32)
         differentiate(*selected_attention(q, k, v, indices, block_size=SELECTION_BLOCK, backend='triton'))
@@ -177,14 +177,14 @@ def build_selected(dtype: torch.dtype, head_dim: int) -> None:
             differentiate(*selected_attention(q, k, v, indices, block_size=SELECTION_BLOCK, backend='triton'))
             differentiate_gated(q, k, v, indices, block_size=SELECTION_BLOCK)
         differentiate_gated(q, k, v, indices, block_size=SELECTION_BLOCK)
-    with mock.patch.object(selected_op, 'choose_design', return_value='block'):
+    with mock.patch.object(selected_plan, 'choose_design', return_value='block'):
         q, k, v = make(dtype, head_dim)
         indices = torch.zeros(1, SEQLEN, 2, 16, dtype=torch.int32)
-        served = launch.settings_of(selected_op.settings.BLOCK_DQ, q, v).block_n
+        served = launch.settings_of(selected_plan.settings.BLOCK_DQ, q, v).block_n
         for block_size in dict.fromkeys((min(64, served), 16, served)):
             differentiate(*selected_attention(q, k, v, indices, block_size=block_size, backend='triton'))
     for design in ('query', 'neighbours', 'block'):
-        with mock.patch.object(selected_op, 'choose_design', return_value=design):
+        with mock.patch.object(selected_plan, 'choose_design', return_value=design):
             block_size = min(SELECTION_BLOCK, served)
             block_scale = None if design == 'block' else torch.ones(indices.shape, requires_grad=True)
             capped: dict[str, Any] = {'block_size': block_size, 'block_scale': block_scale, 'softcap': 30.0}

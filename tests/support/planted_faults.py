@@ -51,16 +51,22 @@ INTERVAL_OP, SUM_OP = '_triton/interval/op.py', 'gated_sum/triton/op.py'
 DKV, INTERVAL_KEYS = '_triton/interval/key_gradients.py', '_triton/interval/keys.py'
 TILES, PLACEMENT = '_triton/interval/tiles.py', '_triton/varlen.py'
 MARKS, DBIAS = '_triton/interval/modifiers.py', '_triton/interval/bias_gradient.py'
-SELECTED_FORWARD, SELECTED_BACKWARD = 'selected_attention/triton/forward.py', 'selected_attention/triton/backward.py'
-KEY_GRADIENTS = 'selected_attention/triton/key_gradients.py'
-NEIGHBOURS, ROWS = 'selected_attention/triton/neighbours.py', 'selected_attention/triton/block_loop.py'
-UNION_STEPS, QUERY_ROWS = 'selected_attention/triton/union_loop.py', 'selected_attention/triton/epilogue.py'
-NEIGHBOURS_BACKWARD = 'selected_attention/triton/neighbours_backward.py'
-BY_BLOCK, LISTS = 'selected_attention/triton/by_block.py', 'selected_attention/triton/block_to_query.py'
-BY_BLOCK_BACKWARD, SELECTED_KEYS = 'selected_attention/triton/by_block_backward.py', 'selected_attention/triton/keys.py'
-SHARING, SELECTED_OP = 'selected_attention/triton/block_union.py', 'selected_attention/triton/op.py'
-DELTA, DLOGITS = 'selected_attention/triton/delta.py', 'selected_attention/triton/dlogits.py'
-QUERY_GRADIENTS = 'selected_attention/triton/query_gradients.py'
+SELECTED_FORWARD, SELECTED_BACKWARD = (
+    'selected_attention/triton/by_query/forward.py',
+    'selected_attention/triton/by_query/backward.py',
+)
+KEY_GRADIENTS = 'selected_attention/triton/dkv/kernels.py'
+NEIGHBOURS, ROWS = 'selected_attention/triton/by_union/forward.py', 'selected_attention/triton/loops/block_loop.py'
+UNION_STEPS, QUERY_ROWS = 'selected_attention/triton/loops/union_loop.py', 'selected_attention/triton/loops/epilogue.py'
+NEIGHBOURS_BACKWARD = 'selected_attention/triton/by_union/backward.py'
+BY_BLOCK, LISTS = 'selected_attention/triton/by_block/forward.py', 'selected_attention/triton/index/block_to_query.py'
+BY_BLOCK_BACKWARD, SELECTED_KEYS = (
+    'selected_attention/triton/by_block/backward.py',
+    'selected_attention/triton/dkv/launch.py',
+)
+SHARING, SELECTED_OP = 'selected_attention/triton/index/block_union.py', 'selected_attention/triton/op.py'
+DELTA, DLOGITS = 'selected_attention/triton/dlogits/delta.py', 'selected_attention/triton/dlogits/storage.py'
+QUERY_GRADIENTS = 'selected_attention/triton/dlogits/dq.py'
 HALF_VALUES = 'selected_attention/triton/fp16_values.py'
 PASSED, EXACT = ('test_selected_attention_dlogits.py',), ('test_selected_attention_delta.py',)
 HALVES = ('test_selected_attention_fp16_values.py',)
@@ -182,7 +188,7 @@ FAULTS = [
     Fault('order: by the place in the call', ROWS, 'turn = readable % QUERIES_TOGETHER', 'turn = tl.program_id(0) % QUERIES_TOGETHER', ORDER),
     Fault('order: tiles of a block apart', ROWS, 'first_slot + step // SPLIT', '(first_slot + step) // SPLIT', ORDER),
     Fault('order: by what is no block', ROWS, 'is_whole & (choice >= first_block)', 'choice >= first_block', ORDER),
-    Fault('factors: parts by the settings of other groups', SELECTED_OP, 'settings.settings_of_group(tables, group, q, v).block_m', 'settings_of(settings.DQ, q, v).block_m', SHARED),
+    Fault('factors: parts by the settings of other groups', SELECTED_OP, 'settings.settings_of_group(tables, group, q, v).block_m', 'settings.settings_of(settings.DQ, q, v).block_m', SHARED),
     Fault('order: beyond the last index', ROWS, 'tl.where(slot < num_slots, slot, slot - num_slots)', 'slot', ORDER),
     Fault('another head by descriptor', TILE_ROWS, 'head.to(tl.int32), 0])', 'head.to(tl.int32) * 0, 0])', ('test_selected_attention_tiles.py',)),
     Fault('no rescale in selected attention', SELECTED_FORWARD, 'add_product(weights.to(v.dtype), v, out * rescale[:, None])', 'add_product(weights.to(v.dtype), v, out)', SELECTED),

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from native_sparse_attention.ops.selected_attention.triton import dlogits, op, query_gradients
+from native_sparse_attention.ops.selected_attention.triton import plan
+from native_sparse_attention.ops.selected_attention.triton.dlogits import dq as query_gradients
+from native_sparse_attention.ops.selected_attention.triton.dlogits import storage as dlogits
 from native_sparse_attention.testing import lay_out
 from tests.support import problems
 from tests.support.harness import fence, place
@@ -19,7 +21,7 @@ TWO_GROUPS = Heads(4, 2, 16, 16)
 INT32 = torch.iinfo(torch.int32)
 JUNK = (-1, -2, INT32.min, INT32.max, 10**6)
 Tensors = dict[str, Tensor]
-group_block = op.group_block
+group_block = plan.group_block
 
 # A tile of two queries has a union of half of its pairs at least.
 SHARES_OFTEN = {'forward': 75, 'backward': 75}
@@ -33,23 +35,23 @@ per_block = pytest.mark.parametrize('kernels', KERNELS[2:3], indirect=True)
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups of up to SMALL_GROUP heads have kernels of their own."""
     if request.param in (KERNELS[0], KERNELS[3]):
-        monkeypatch.setattr(op, 'SMALL_GROUP', 0)
-    monkeypatch.setattr(op, 'MIN_SEQLEN_MIXED', 0 if request.param == KERNELS[3] else 10**9)
+        monkeypatch.setattr(plan, 'SMALL_GROUP', 0)
+    monkeypatch.setattr(plan, 'MIN_SEQLEN_MIXED', 0 if request.param == KERNELS[3] else 10**9)
     if request.param == KERNELS[3]:
         # 4 queries of small groups in a tile of 32 rows, so that a few tokens are several tiles.
-        monkeypatch.setattr(op, 'group_block', lambda group: max(8, group_block(group)))
-    monkeypatch.setattr(op, 'MAX_UNION_PERCENT', SHARES_OFTEN)
-    monkeypatch.setattr(op, 'MEETING', 0 if request.param == KERNELS[2] else 10**9)
-    monkeypatch.setattr(op, 'MEETING_LARGE', 0)
-    monkeypatch.setattr(op, 'MIN_SEQLEN_BY_BLOCK', 0)
+        monkeypatch.setattr(plan, 'group_block', lambda group: max(8, group_block(group)))
+    monkeypatch.setattr(plan, 'MAX_UNION_PERCENT', SHARES_OFTEN)
+    monkeypatch.setattr(plan, 'MEETING', 0 if request.param == KERNELS[2] else 10**9)
+    monkeypatch.setattr(plan, 'MEETING_LARGE', 0)
+    monkeypatch.setattr(plan, 'MIN_SEQLEN_BY_BLOCK', 0)
 
 
 @pytest.fixture(autouse=True)
 def mixed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Large groups alone, no matter how few queries, and most tiles that can share do."""
-    monkeypatch.setattr(op, 'MIN_SEQLEN_MIXED', 0)
-    monkeypatch.setattr(op, 'MEETING_LARGE', 0)
-    monkeypatch.setattr(op, 'MAX_UNION_PERCENT', SHARES_OFTEN)
+    monkeypatch.setattr(plan, 'MIN_SEQLEN_MIXED', 0)
+    monkeypatch.setattr(plan, 'MEETING_LARGE', 0)
+    monkeypatch.setattr(plan, 'MAX_UNION_PERCENT', SHARES_OFTEN)
 
 
 def make_indices(extents: Extents, choosers: int, num_selected: int, block_size: int) -> Tensor:

@@ -137,8 +137,8 @@ def test_wrong_outputs_are_seen():
 
 @pytest.mark.parametrize('case', ['tiny', 'tiny-packed'])
 def test_forced_design(case: str, monkeypatch: pytest.MonkeyPatch):
-    op = pytest.importorskip('native_sparse_attention.ops.selected_attention.triton.op')
-    monkeypatch.setattr(op, 'choose_design', op.choose_design)
+    plan = pytest.importorskip('native_sparse_attention.ops.selected_attention.triton.plan')
+    monkeypatch.setattr(plan, 'choose_design', plan.choose_design)
     device = 'cuda' if torch.cuda.is_available() else 'cpu'
     for backend in ('neighbours', 'triton'):
         call, leaves = selected.make_call({'op': case, 'backend': backend, 'device': device})

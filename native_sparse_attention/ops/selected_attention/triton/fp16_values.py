@@ -24,7 +24,7 @@ from native_sparse_attention.ops._triton.inverse_index import find_block, num_bl
 from native_sparse_attention.ops._triton.launch import head_block, launch, row_block
 from native_sparse_attention.ops._triton.tiles import load_rows, store_rows
 from native_sparse_attention.ops._triton.varlen import SequenceLayout
-from native_sparse_attention.ops.selected_attention.triton.block_to_query import load_sequence
+from native_sparse_attention.ops.selected_attention.triton.index.block_to_query import load_sequence
 
 # Weights that meet converted values are in units of 2 ** -HEADROOM, so that small ones keep their bits too.
 # Above them is room for what rounding does to references of logits of many millions.

@@ -10,7 +10,14 @@ import triton.language as tl
 
 from native_sparse_attention.ops._triton.softcap import cap_logits
 from native_sparse_attention.ops._triton.tiles import add_product, load_rows
-from native_sparse_attention.ops.selected_attention.triton.block_loop import (
+from native_sparse_attention.ops.selected_attention.triton.fp16_values import (
+    FITS,
+    HEADROOM,
+    add_exact_product,
+    find_flags,
+)
+from native_sparse_attention.ops.selected_attention.triton.index.block_union import open_query
+from native_sparse_attention.ops.selected_attention.triton.loops.block_loop import (
     ANY,
     PART,
     WHOLE,
@@ -19,14 +26,7 @@ from native_sparse_attention.ops.selected_attention.triton.block_loop import (
     load_factor,
     load_step,
 )
-from native_sparse_attention.ops.selected_attention.triton.block_union import open_query
-from native_sparse_attention.ops.selected_attention.triton.epilogue import store_output
-from native_sparse_attention.ops.selected_attention.triton.fp16_values import (
-    FITS,
-    HEADROOM,
-    add_exact_product,
-    find_flags,
-)
+from native_sparse_attention.ops.selected_attention.triton.loops.epilogue import store_output
 
 
 @triton.jit

@@ -21,7 +21,8 @@ from native_sparse_attention.ops._triton.softcap import cap_logits, cap_slope
 from native_sparse_attention.ops._triton.tiles import add_product, load_rows, split_finite, store_rows
 from native_sparse_attention.ops._triton.varlen import SequenceLayout
 from native_sparse_attention.ops.selected_attention.triton import settings
-from native_sparse_attention.ops.selected_attention.triton.block_to_query import (
+from native_sparse_attention.ops.selected_attention.triton.by_block.forward import CHUNK_ROWS, MERGE_ROWS, WORKSPACE
+from native_sparse_attention.ops.selected_attention.triton.index.block_to_query import (
     Lists,
     Parts,
     bytes_of_part,
@@ -39,7 +40,6 @@ from native_sparse_attention.ops.selected_attention.triton.block_to_query import
     split_evenly,
     store_part,
 )
-from native_sparse_attention.ops.selected_attention.triton.by_block import CHUNK_ROWS, MERGE_ROWS, WORKSPACE
 
 
 class MemberGradients:

@@ -11,8 +11,8 @@ import triton.language as tl
 from native_sparse_attention.ops._triton.finite import is_small
 from native_sparse_attention.ops._triton.softcap import cap_logits
 from native_sparse_attention.ops._triton.tiles import load_rows, load_tile
-from native_sparse_attention.ops.selected_attention.triton.block_loop import load_choices
-from native_sparse_attention.ops.selected_attention.triton.block_union import load_flag
+from native_sparse_attention.ops.selected_attention.triton.index.block_union import load_flag
+from native_sparse_attention.ops.selected_attention.triton.loops.block_loop import load_choices
 
 
 @triton.jit

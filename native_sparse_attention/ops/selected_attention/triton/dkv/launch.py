@@ -11,13 +11,13 @@ from native_sparse_attention.ops._triton.inverse_index import InverseIndex, grou
 from native_sparse_attention.ops._triton.launch import head_block, is_wide, launch, row_block, settings_of
 from native_sparse_attention.ops._triton.varlen import SequenceLayout
 from native_sparse_attention.ops.selected_attention.triton import settings
-from native_sparse_attention.ops.selected_attention.triton.block_to_query import Lists, make_lists, split_evenly
-from native_sparse_attention.ops.selected_attention.triton.key_gradients import (
+from native_sparse_attention.ops.selected_attention.triton.dkv.kernels import (
     Gates,
     Partials,
     combine_kernel,
     dkv_kernel,
 )
+from native_sparse_attention.ops.selected_attention.triton.index.block_to_query import Lists, make_lists, split_evenly
 
 # Pairs of a query and a head, and entries, that one program adds to the gradients of a block, by bytes of an element;
 # the lists of some blocks have many more. In float32 the sums are shorter, and so more exact.

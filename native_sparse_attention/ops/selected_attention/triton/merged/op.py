@@ -31,8 +31,8 @@ from native_sparse_attention.ops._triton.registered import (
 from native_sparse_attention.ops._triton.support import MAX_TOKENS
 from native_sparse_attention.ops._triton.varlen import flatten, last_dim_contiguous, make_layout, unflatten
 from native_sparse_attention.ops.selected_attention.triton import op as selected
-from native_sparse_attention.ops.selected_attention.triton.combine import combine_kernel, split_kernel
-from native_sparse_attention.ops.selected_attention.triton.scale_gradient import differentiate_scale
+from native_sparse_attention.ops.selected_attention.triton.merged.combine import combine_kernel, split_kernel
+from native_sparse_attention.ops.selected_attention.triton.merged.dscale import differentiate_scale
 
 # Elements of a program's tile of outputs, and its warps.
 TILE = 2048

@@ -16,7 +16,8 @@ import triton.language as tl
 
 from native_sparse_attention.ops._triton.softcap import cap_logits, cap_slope
 from native_sparse_attention.ops._triton.tiles import add_product
-from native_sparse_attention.ops.selected_attention.triton.block_loop import (
+from native_sparse_attention.ops.selected_attention.triton.index.block_union import open_query
+from native_sparse_attention.ops.selected_attention.triton.loops.block_loop import (
     ANY,
     PART,
     WHOLE,
@@ -25,8 +26,7 @@ from native_sparse_attention.ops.selected_attention.triton.block_loop import (
     load_factor,
     load_step,
 )
-from native_sparse_attention.ops.selected_attention.triton.block_union import open_query
-from native_sparse_attention.ops.selected_attention.triton.epilogue import load_for_gradients, store_gradients
+from native_sparse_attention.ops.selected_attention.triton.loops.epilogue import load_for_gradients, store_gradients
 
 
 @triton.jit

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from native_sparse_attention.ops._triton.tiles import load_rows, store_rows
-from native_sparse_attention.ops.selected_attention.triton.delta import split_low_bits
+from native_sparse_attention.ops.selected_attention.triton.dlogits.delta import split_low_bits
 
 
 @triton.jit

@@ -12,8 +12,8 @@ from native_sparse_attention.ops._triton.finite import is_small_tile
 from native_sparse_attention.ops._triton.softcap import cap_logits, cap_slope
 from native_sparse_attention.ops._triton.tiles import add_product, split_finite
 from native_sparse_attention.ops._triton.varlen import load_extent, locate_queries
-from native_sparse_attention.ops.selected_attention.triton.epilogue import load_for_gradients, store_gradients
-from native_sparse_attention.ops.selected_attention.triton.union_loop import (
+from native_sparse_attention.ops.selected_attention.triton.loops.epilogue import load_for_gradients, store_gradients
+from native_sparse_attention.ops.selected_attention.triton.loops.union_loop import (
     count_in_union,
     find_slot,
     find_union,

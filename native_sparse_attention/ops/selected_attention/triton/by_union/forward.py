@@ -17,9 +17,9 @@ from native_sparse_attention.ops._triton.finite import LARGE, is_small_tile
 from native_sparse_attention.ops._triton.softcap import cap_logits
 from native_sparse_attention.ops._triton.tiles import add_product, load_rows, split_finite
 from native_sparse_attention.ops._triton.varlen import load_extent, locate_queries
-from native_sparse_attention.ops.selected_attention.triton.epilogue import store_output
 from native_sparse_attention.ops.selected_attention.triton.fp16_values import add_exact_product
-from native_sparse_attention.ops.selected_attention.triton.union_loop import (
+from native_sparse_attention.ops.selected_attention.triton.loops.epilogue import store_output
+from native_sparse_attention.ops.selected_attention.triton.loops.union_loop import (
     count_in_union,
     find_reference,
     find_slot,

@@ -20,9 +20,9 @@ from native_sparse_attention.ops._triton.softcap import cap_logits, cap_slope
 from native_sparse_attention.ops._triton.tiles import load_rows
 from native_sparse_attention.ops._triton.varlen import SequenceLayout
 from native_sparse_attention.ops.selected_attention.triton import settings
-from native_sparse_attention.ops.selected_attention.triton.block_loop import ANY, find_keys, load_step
-from native_sparse_attention.ops.selected_attention.triton.block_union import NOTHING_SHARED, open_query
-from native_sparse_attention.ops.selected_attention.triton.constants import find_constants
+from native_sparse_attention.ops.selected_attention.triton.index.block_union import NOTHING_SHARED, open_query
+from native_sparse_attention.ops.selected_attention.triton.loops.block_loop import ANY, find_keys, load_step
+from native_sparse_attention.ops.selected_attention.triton.plan import find_constants
 
 
 def differentiate_scale(

@@ -19,14 +19,14 @@ from native_sparse_attention.ops._triton.launch import describe_tiles, head_bloc
 from native_sparse_attention.ops._triton.tiles import add_product, load_rows, load_tile, split_finite, store_rows
 from native_sparse_attention.ops._triton.varlen import SequenceLayout, load_extent, locate_queries
 from native_sparse_attention.ops.selected_attention.triton import settings
-from native_sparse_attention.ops.selected_attention.triton.block_loop import load_choices
-from native_sparse_attention.ops.selected_attention.triton.block_to_query import Lists
-from native_sparse_attention.ops.selected_attention.triton.block_union import find_sharing, union_size
-from native_sparse_attention.ops.selected_attention.triton.delta import find_delta
-from native_sparse_attention.ops.selected_attention.triton.dlogits import find_head, most_tokens
-from native_sparse_attention.ops.selected_attention.triton.key_gradients import Gates
-from native_sparse_attention.ops.selected_attention.triton.keys import differentiate_keys
-from native_sparse_attention.ops.selected_attention.triton.union_loop import (
+from native_sparse_attention.ops.selected_attention.triton.dkv.kernels import Gates
+from native_sparse_attention.ops.selected_attention.triton.dkv.launch import differentiate_keys
+from native_sparse_attention.ops.selected_attention.triton.dlogits.delta import find_delta
+from native_sparse_attention.ops.selected_attention.triton.dlogits.storage import find_head, most_tokens
+from native_sparse_attention.ops.selected_attention.triton.index.block_to_query import Lists
+from native_sparse_attention.ops.selected_attention.triton.index.block_union import find_sharing, union_size
+from native_sparse_attention.ops.selected_attention.triton.loops.block_loop import load_choices
+from native_sparse_attention.ops.selected_attention.triton.loops.union_loop import (
     find_slot,
     for_heads,
     load_entry,

@@ -18,14 +18,14 @@ from native_sparse_attention.ops._triton.inverse_index import find_block, load_e
 from native_sparse_attention.ops._triton.softcap import cap_logits, cap_slope
 from native_sparse_attention.ops._triton.tiles import add_product, is_finite_tile, load_rows, split_finite, store_rows
 from native_sparse_attention.ops._triton.varlen import load_extent
-from native_sparse_attention.ops.selected_attention.triton.block_to_query import (
+from native_sparse_attention.ops.selected_attention.triton.dlogits.storage import store_dlogits
+from native_sparse_attention.ops.selected_attention.triton.index.block_to_query import (
     count_near,
     find_chunk,
     find_members,
     load_factors,
     load_sequence,
 )
-from native_sparse_attention.ops.selected_attention.triton.dlogits import store_dlogits
 
 
 class Partials(NamedTuple):

@@ -29,7 +29,7 @@ from native_sparse_attention.ops._triton.softcap import cap_logits
 from native_sparse_attention.ops._triton.tiles import add_product, load_rows, split_finite, store_rows
 from native_sparse_attention.ops._triton.varlen import SequenceLayout
 from native_sparse_attention.ops.selected_attention.triton import settings
-from native_sparse_attention.ops.selected_attention.triton.block_to_query import (
+from native_sparse_attention.ops.selected_attention.triton.index.block_to_query import (
     bytes_of_part,
     count_near,
     find_members,

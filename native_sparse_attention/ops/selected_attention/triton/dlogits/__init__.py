@@ -1,0 +1,1 @@
+"""Gradients of q from gradients of logits that the kernel for dk and dv stores."""

@@ -1,0 +1,1 @@
+"""Indices over the block selection: from blocks to queries, and unions of query tiles."""
