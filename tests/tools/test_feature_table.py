@@ -1,4 +1,4 @@
-"""The examples of the README run as they stand, one after the other, and its table of features is that of the code."""
+"""The feature table of the documentation names the backends that serve each feature."""
 
 from __future__ import annotations
 
@@ -14,18 +14,7 @@ from native_sparse_attention.core.modifiers import Modifiers
 from native_sparse_attention.ops.compressed_attention.api import backend_of as compressed_backend
 from native_sparse_attention.ops.window_attention.api import backend_of as window_backend
 
-README = Path(__file__).parents[2] / 'README.md'
-
-
-def test_examples():
-    text = README.read_text(encoding='utf-8')
-    blocks = list(re.finditer(r'^```python\n(.*?)^```$', text, re.DOTALL | re.MULTILINE))
-    assert blocks
-    namespace: dict[str, object] = {}
-    for block in blocks:
-        line = text.count('\n', 0, block.start(1))
-        code = compile('\n' * line + block[1], str(README), 'exec')  # a traceback then names the line of the README
-        exec(code, namespace)
+FEATURES = Path(__file__).parents[2] / 'docs' / 'features.md'
 
 
 TABLE = torch.zeros(1, 1, 20, 20)
@@ -45,7 +34,7 @@ ROWS = {
 @pytest.mark.skipif(not torch._dynamo.is_dynamo_supported(), reason='torch.compile does not support this Python')
 @pytest.mark.parametrize('feature', ROWS)
 def test_table_of_features(feature: str, device: torch.device):
-    row = next(line for line in README.read_text(encoding='utf-8').splitlines() if line.startswith(f'| {feature} |'))
+    row = next(line for line in FEATURES.read_text(encoding='utf-8').splitlines() if line.startswith(f'| {feature} |'))
     window, compressed = (cell.strip() for cell in row.split('|')[2:4])
     given: dict[str, Any] = ROWS[feature]._asdict()
     given |= {name: t.to(device) for name, t in given.items() if isinstance(t, torch.Tensor)}
