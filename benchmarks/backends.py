@@ -39,8 +39,8 @@ DIM = 2048
 
 def work_of(shape: Shape) -> int:
     """What eager's time is proportional to: keys gathered for the selected branch, and compressed weights."""
-    per_chooser = shape.num_selected * shape.selection_block_size * (shape.head_dim + shape.value_dim)
-    return shape.batch * shape.seqlen * (shape.choosers * per_chooser + 4 * shape.heads * shape.num_compressed)
+    per_index_head = shape.num_selected * shape.selection_block_size * (shape.head_dim + shape.value_dim)
+    return shape.batch * shape.seqlen * (shape.index_heads * per_index_head + 4 * shape.heads * shape.num_compressed)
 
 
 def make_call(what: str, shape: Shape, backend: str, device: str) -> tuple[Any, list[torch.Tensor]]:

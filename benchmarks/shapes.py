@@ -51,7 +51,7 @@ class Shape:
         return self.window - 1, 0 if self.causal else self.window - 1
 
     @property
-    def choosers(self) -> int:
+    def index_heads(self) -> int:
         return self.kv_heads if self.share_group else self.heads
 
     def described(self) -> str:
@@ -209,7 +209,7 @@ def make_settings(shape: Shape, device: str) -> dict[str, Any]:
 
 
 def make_blocks(shape: Shape, device: str, neighbours: int = 1) -> Tensor:
-    """int32 `[B, T, choosers, n]`: the first block, the own and the one before it, and others drawn at random.
+    """int32 `[B, T, index_heads, n]`: the first block, the own and the one before it, and others drawn at random.
 
     neighbours: so many queries share most of what is drawn, as they do in trained models.
     """
@@ -218,13 +218,13 @@ def make_blocks(shape: Shape, device: str, neighbours: int = 1) -> Tensor:
     num_blocks = -(-length // shape.selection_block_size)
     block = torch.arange(num_blocks, device=device)
     chosen = torch.full(
-        (shape.batch, shape.seqlen, shape.choosers, shape.num_selected), -1, dtype=torch.int32, device=device
+        (shape.batch, shape.seqlen, shape.index_heads, shape.num_selected), -1, dtype=torch.int32, device=device
     )
-    chunk = max(neighbours, 2**26 // (shape.batch * shape.choosers * num_blocks) // neighbours * neighbours)
+    chunk = max(neighbours, 2**26 // (shape.batch * shape.index_heads * num_blocks) // neighbours * neighbours)
     for start in range(0, shape.seqlen, chunk):
         stop = min(shape.seqlen, start + chunk)
         own = (torch.arange(start, stop, device=device) % length // shape.selection_block_size)[:, None, None]
-        size = (shape.batch, -(-(stop - start) // neighbours), shape.choosers, num_blocks)
+        size = (shape.batch, -(-(stop - start) // neighbours), shape.index_heads, num_blocks)
         lots = torch.rand(size, device=device, generator=generator).repeat_interleave(neighbours, 1)[:, : stop - start]
         if neighbours > 1:
             lots = lots + 0.03 * torch.rand(lots.shape, device=device, generator=generator)

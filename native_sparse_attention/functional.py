@@ -221,8 +221,10 @@ def nsa(
             gates[..., place] if is_read else None
             for place, is_read in enumerate((has_compressed, has_selected, has_window))
         ]
-    carried = not merge_window and _are_carried(q, k, v, branch_gates, num_selected, needs_lse, backend)
-    gate_compressed, gate_selected, gate_window = branch_gates if carried else (None, None, None)
+    gate_in_attention = not merge_window and _attentions_take_gates(
+        q, k, v, branch_gates, num_selected, needs_lse, backend
+    )
+    gate_compressed, gate_selected, gate_window = branch_gates if gate_in_attention else (None, None, None)
     out_compressed = out_selected = out_window = lse = None
     if has_compressed or needs_scores:
         assert k_cmp is not None
@@ -295,7 +297,7 @@ def nsa(
         return _add_compressed(outs[0], out_selected, gates, eager_in_flex)
     assert gates is not None
     compressed, selected, window = (_or_zeros(out, q, v) for out in outs)
-    return gated_sum(gates, compressed, selected, window, carried=carried, backend=eager_in_flex)
+    return gated_sum(gates, compressed, selected, window, gate_in_attention=gate_in_attention, backend=eager_in_flex)
 
 
 def backend_of(
@@ -363,7 +365,7 @@ def backend_of(
     return slowest(attentions or others, others)
 
 
-def _are_carried(
+def _attentions_take_gates(
     q: Tensor,
     k: Tensor,
     v: Tensor,

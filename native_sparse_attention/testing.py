@@ -277,7 +277,7 @@ def make_block_indices(
     kind: str,
     batch: int,
     seqlen_q: int,
-    choosers: int,
+    index_heads: int,
     num_selected: int,
     *,
     seqlen_k: int,
@@ -287,13 +287,13 @@ def make_block_indices(
     device: torch.device | str = 'cpu',
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """int32 `[B, T, choosers, n]` of one kind.
+    """int32 `[B, T, index_heads, n]` of one kind.
 
     'valid': random blocks as `select_blocks` returns them. 'unordered': those in any order, padding among them.
     'duplicates': those, some of them several times. 'junk': those, with other indices among them: -1, future, out of
     range, the smallest and the largest int32. 'none': -1 alone.
     """
-    shape = (batch, seqlen_q, choosers, num_selected)
+    shape = (batch, seqlen_q, index_heads, num_selected)
     if kind == 'none':
         return torch.full(shape, -1, dtype=torch.int32, device=device)
     if kind not in INDEX_KINDS:

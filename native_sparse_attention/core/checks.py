@@ -155,13 +155,13 @@ def check_block_indices(block_indices: Tensor, q: Tensor, k: Tensor) -> None:
     check_device('block_indices', block_indices, q)
 
 
-def check_block_counts(block_counts: int | Tensor, choosers: int, q: Tensor) -> None:
-    """An int, or int32 or int64 `[B, T, choosers]`."""
+def check_block_counts(block_counts: int | Tensor, index_heads: int, q: Tensor) -> None:
+    """An int, or int32 or int64 `[B, T, index_heads]`."""
     if not isinstance(block_counts, Tensor):
         if not is_int(block_counts):
             raise ValueError(f'block_counts is {shown(block_counts)}, but must be an int, an integer tensor or None')
         return
-    shape = (*q.shape[:2], choosers)
+    shape = (*q.shape[:2], index_heads)
     if block_counts.dtype not in INT_DTYPES:
         raise ValueError(f'block_counts has dtype {block_counts.dtype}, but must be int32 or int64')
     if block_counts.shape != shape:

@@ -138,12 +138,12 @@ def _borders(cu_seqlens: Tensor | tuple[Tensor, Tensor] | None) -> tuple[Tensor 
     raise ValueError(f'cu_seqlens is a {kind}, but must be a tensor or a pair of tensors, for queries and keys')
 
 
-def _check_counts(block_counts: Tensor | int, q: Tensor, choosers: int) -> Tensor | None:
+def _check_counts(block_counts: Tensor | int, q: Tensor, index_heads: int) -> Tensor | None:
     """The counts where queries have their own."""
     if not isinstance(block_counts, Tensor):
         check_not_negative(block_counts=block_counts)
         return None
-    check_block_counts(block_counts, choosers, q)
+    check_block_counts(block_counts, index_heads, q)
     return block_counts
 
 

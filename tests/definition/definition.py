@@ -127,26 +127,26 @@ def select_blocks(
         softcap=softcap,
         **where,
     )
-    choosers = k_cmp.shape[2] if share_group else q.shape[2]
-    group_size = q.shape[2] // choosers
-    block_indices = torch.full((*q.shape[:2], choosers, num_selected), -1, dtype=torch.int32)
+    index_heads = k_cmp.shape[2] if share_group else q.shape[2]
+    group_size = q.shape[2] // index_heads
+    block_indices = torch.full((*q.shape[:2], index_heads, num_selected), -1, dtype=torch.int32)
     for query in locate_queries(q, seqlen_k, compress_block_size, compress_stride, **where):
         blocks = selection_blocks(query, selection_block_size)
         allowed = [j for j in blocks if not causal or j * selection_block_size <= query.position]
         forced = forced_blocks(query.position // selection_block_size, num_init, num_local, causal)
-        for chooser in range(choosers):
-            heads = range(chooser * group_size, (chooser + 1) * group_size)
+        for index_head in range(index_heads):
+            heads = range(index_head * group_size, (index_head + 1) * group_size)
             total = {
                 j: sum(float(scores[query.batch, query.index, head, j].detach()) for head in heads) for j in allowed
             }
             best_first = sorted(allowed, key=lambda j, total=total: (-total[j], j))
             count = num_selected if block_counts is None else block_counts
             if isinstance(count, Tensor):
-                count = int(count[query.batch, query.index, chooser])
+                count = int(count[query.batch, query.index, index_head])
             taken = list(dict.fromkeys([j for j in forced if j in allowed] + best_first))
             taken = taken[: max(0, min(count, num_selected))]
             for entry, j in enumerate(sorted(taken)):
-                block_indices[query.batch, query.index, chooser, entry] = j
+                block_indices[query.batch, query.index, index_head, entry] = j
     return block_indices
 
 
@@ -176,12 +176,12 @@ def chosen_scores(
     scores = block_scores(q, k_cmp, lse, **sizes, **settings)
     group_size = q.shape[2] // block_indices.shape[2]
     result = torch.zeros(block_indices.shape, dtype=torch.float64)
-    for batch, index, chooser, entry in every_index(block_indices):
-        j = int(block_indices[batch, index, chooser, entry])
-        for head in range(chooser * group_size, (chooser + 1) * group_size):
+    for batch, index, index_head, entry in every_index(block_indices):
+        j = int(block_indices[batch, index, index_head, entry])
+        for head in range(index_head * group_size, (index_head + 1) * group_size):
             if (batch, index, head, j) in scores:
                 factor = compress_stride / (compress_block_size * group_size)
-                result[batch, index, chooser, entry] += scores[batch, index, head, j] * factor
+                result[batch, index, index_head, entry] += scores[batch, index, head, j] * factor
     return result
 
 
@@ -203,12 +203,12 @@ def selected_attention(
     for query in locate_queries(q, k.shape[1], **where):
         for head in range(q.shape[2]):
             kv_head = head // (q.shape[2] // k.shape[2])
-            chooser = head // (q.shape[2] // block_indices.shape[2])
-            row = block_indices[query.batch, query.index, chooser].tolist()
+            index_head = head // (q.shape[2] // block_indices.shape[2])
+            row = block_indices[query.batch, query.index, index_head].tolist()
             if block_counts is not None:
                 count = block_counts
                 if isinstance(count, Tensor):
-                    count = int(count[query.batch, query.index, chooser])
+                    count = int(count[query.batch, query.index, index_head])
                 row = row[: max(0, count)]
             keys, values, factors = [], [], []
             for key_position in range(query.num_keys):
@@ -220,7 +220,7 @@ def selected_attention(
                 keys.append(k[query.batch, query.first_key + key_position, kv_head].double())
                 values.append(v[query.batch, query.first_key + key_position, kv_head].double())
                 if block_scale is not None:
-                    factors.append(block_scale[query.batch, query.index, chooser, first_occurrence].double())
+                    factors.append(block_scale[query.batch, query.index, index_head, first_occurrence].double())
             write(out, lse, query, head, attend(q, query, head, keys, values, scale, factors, softcap))
     return out, lse
 
@@ -330,9 +330,9 @@ def nsa(
         causal = where.get('causal', True)
         for query in locate_queries(q, seqlen_k, **placement(where)):
             forced = forced_blocks(query.position // selection_block_size, num_init, num_local, causal)
-            for chooser, entry in itertools.product(*map(range, block_indices.shape[2:])):
-                if int(block_indices[query.batch, query.index, chooser, entry]) in forced:
-                    block_scale[query.batch, query.index, chooser, entry] = 1
+            for index_head, entry in itertools.product(*map(range, block_indices.shape[2:])):
+                if int(block_indices[query.batch, query.index, index_head, entry]) in forced:
+                    block_scale[query.batch, query.index, index_head, entry] = 1
     out_selected, _ = selected_attention(
         q, k, v, block_indices, block_size=selection_block_size, block_scale=block_scale, **where
     )

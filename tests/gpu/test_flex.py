@@ -168,7 +168,7 @@ SELECTED: dict[str, tuple[tuple[int, int, int], int, int, str, dict[str, Any], d
 
 
 def selected_problem(case: str, dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, Any]]:
-    (batch, seqlen_q, seqlen_k), block_size, choosers, kind, shape, settings = SELECTED[case]
+    (batch, seqlen_q, seqlen_k), block_size, index_heads, kind, shape, settings = SELECTED[case]
     tensors = qkv(batch, seqlen_q, seqlen_k, dtype=dtype, **shape)
     generator = torch.Generator('cuda').manual_seed(2)
     offset = 0 if 'causal' in settings else seqlen_k - seqlen_q
@@ -176,7 +176,7 @@ def selected_problem(case: str, dtype: torch.dtype) -> tuple[dict[str, Any], dic
         kind,
         batch,
         seqlen_q,
-        choosers,
+        index_heads,
         6,
         seqlen_k=seqlen_k,
         block_size=block_size,

@@ -139,8 +139,8 @@ def test_offsets_beyond_int32(device: torch.device) -> None:
 def test_opcheck(device: torch.device) -> None:
     tensors = make_problem((2, 5, 2, 12), torch.float32, torch.float32, device)
     arguments = tuple(t.requires_grad_() for t in tensors.values())
-    for carried in (False, True):
-        torch.library.opcheck(op._forward, (*arguments, carried))
+    for gate_in_attention in (False, True):
+        torch.library.opcheck(op._forward, (*arguments, gate_in_attention))
     for needs in ([True] * 4, [False, True, False, True], [True, False, False, False]):
         inputs = (torch.randn(2, 5, 2, 12, device=device), *(t.detach() for t in arguments), needs)
         torch.library.opcheck(op._backward, inputs)

@@ -225,7 +225,7 @@ def test_a_sum_that_carries_gates(device: torch.device, monkeypatch: pytest.Monk
     gates = torch.randn(1, 9, 2, 3, device=device, requires_grad=True)
     grad = torch.randn(1, 9, 2, 16, device=device)
     monkeypatch.setattr(sum_op, '_backward', refuse)
-    out = gated_sum(gates, **outs, carried=True, backend='triton')
+    out = gated_sum(gates, **outs, gate_in_attention=True, backend='triton')
     assert same_bits(out, gated_sum(gates, **outs, backend='triton'))
     none, *found = torch.autograd.grad(out, [gates, *outs.values()], grad, allow_unused=True)
     assert none is None
@@ -305,7 +305,7 @@ def test_branches_left_out(left_out: tuple[int, ...], device: torch.device, sums
     assert not sums
 
 
-def test_where_gates_are_not_carried(device: torch.device, sums: list[Any]) -> None:
+def test_where_attentions_take_no_gates(device: torch.device, sums: list[Any]) -> None:
     """A choice that learns takes gradients of log-sum-exps, as somebody's own choice may, and float16 has few bits for
     small products. Nobody needs any without gradients.
     """
@@ -325,10 +325,10 @@ def test_where_gates_are_not_carried(device: torch.device, sums: list[Any]) -> N
     assert len(sums) == 3
     assert learned[0].requires_grad
     expected = attend(**tensors, backend='triton')
-    carried = attend(**{name: t.requires_grad_() for name, t in tensors.items()}, backend='triton')
-    assert carried.requires_grad
+    out = attend(**{name: t.requires_grad_() for name, t in tensors.items()}, backend='triton')
+    assert out.requires_grad
     assert not expected.requires_grad
-    assert same_bits(carried, expected)
+    assert same_bits(out, expected)
 
 
 def test_gates_without_attentions(device: torch.device) -> None:

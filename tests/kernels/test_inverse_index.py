@@ -38,8 +38,8 @@ SMALL_TILE = Tile(7, 4, 2)
 ways = pytest.mark.parametrize('tile', [None, SMALL_TILE], ids=['sorted as a whole', 'counted'])
 
 
-def make_indices(extents: Extents, choosers: int, num_selected: int, block_size: int, dtype: torch.dtype) -> Tensor:
-    shape = (extents.batch, extents.seqlen_q, choosers, num_selected)
+def make_indices(extents: Extents, index_heads: int, num_selected: int, block_size: int, dtype: torch.dtype) -> Tensor:
+    shape = (extents.batch, extents.seqlen_q, index_heads, num_selected)
     indices = torch.randint(-1, extents.seqlen_k // block_size + 2, shape)
     junk = torch.tensor(JUNK)[torch.randint(0, len(JUNK), shape)]
     return torch.where(torch.rand(shape) < 0.2, junk, indices).to(dtype)

@@ -131,9 +131,9 @@ def make_gate(device: torch.device) -> Tensors:
     return {'gate': torch.rand(1, T, 2, device=device)}
 
 
-def carried(out_compressed: Tensor, out_selected: Tensor, out_window: Tensor, **settings: Any) -> Tensor:
+def gate_in_attention(out_compressed: Tensor, out_selected: Tensor, out_window: Tensor, **settings: Any) -> Tensor:
     gates = out_compressed.detach()[..., :3].sigmoid()
-    return gated_sum(gates, out_compressed, out_selected, out_window, carried=True, **settings)
+    return gated_sum(gates, out_compressed, out_selected, out_window, gate_in_attention=True, **settings)
 
 
 def turned(x: Tensor, positions: Tensor, **settings: Any) -> Tensor:
@@ -162,7 +162,7 @@ OPS: dict[str, tuple[Callable[..., Any], Callable[[torch.device], Tensors]]] = {
     'scores': (scores, lambda d: make_choice(d) | {'indices': make_selected(d)['indices']}),
     'scale': (scale_of, lambda d: make_choice(d) | {'indices': make_selected(d)['indices']}),
     'gated sum': (gated_sum, make_gated),
-    'gated sum, carried': (carried, make_outs),
+    'gated sum, gate in attention': (gate_in_attention, make_outs),
     'rotary': (turned, lambda d: {'x': inputs(d)['q'], 'positions': torch.arange(T, device=d)[None]}),
     'fan out': (shared, lambda d: {'x': inputs(d)['q'], 'positions': torch.arange(T, device=d)[None]}),
 }
@@ -229,7 +229,9 @@ def test_opcheck(name: str, device: torch.device) -> None:
 
 
 # The others are linear, and their own derivative.
-@pytest.mark.parametrize('name', [n for n in DIFFERENTIABLE if n not in ('rotary', 'fan out', 'gated sum, carried')])
+@pytest.mark.parametrize(
+    'name', [n for n in DIFFERENTIABLE if n not in ('rotary', 'fan out', 'gated sum, gate in attention')]
+)
 def test_a_second_derivative_is_refused(name: str, device: torch.device) -> None:
     op, make = OPS[name]
     leaves = {n: leaf(t, True) for n, t in make(device).items()}

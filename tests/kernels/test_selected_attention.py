@@ -51,7 +51,7 @@ def assert_close(
     *,
     num_selected: int = 3,
     block_size: int = 4,
-    choosers: int | None = None,
+    index_heads: int | None = None,
     indices: Tensor | None = None,
     scaled: bool = False,
     layout: str = 'contiguous',
@@ -60,7 +60,7 @@ def assert_close(
 ) -> None:
     """float32 by 1e-5, half types as `assert_close_to_eager` has it."""
     if indices is None:
-        indices = make_indices(extents, choosers or heads.kv_heads, num_selected, block_size)
+        indices = make_indices(extents, index_heads or heads.kv_heads, num_selected, block_size)
     tensors = make_inputs(extents, heads, device, indices, scaled=scaled, layout=layout, dtype=dtype)
     settings |= {'block_size': block_size, **place(extents.where, device)}
     assert_close_to_eager(selected_attention, tensors, make_grads(extents, heads, device), **settings)
@@ -203,13 +203,13 @@ def test_drawn_problems(
 ) -> None:
     device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
     sizes: dict[str, Any] = {'num_selected': num_selected, 'block_size': block_size}
-    sizes['choosers'] = heads.heads if alone else heads.kv_heads
+    sizes['index_heads'] = heads.heads if alone else heads.kv_heads
     assert_close(extents, heads, device, **sizes, scaled=scaled, causal=causal, scale=scale, layout=layout)
 
 
 @pytest.mark.parametrize('scaled', [False, True])
 def test_heads_of_a_group_may_choose_alone(scaled: bool, device: torch.device) -> None:
-    assert_close(whole(5, batch=2), Heads(6, 2, 16, 16), device, choosers=6, scaled=scaled, block_size=2)
+    assert_close(whole(5, batch=2), Heads(6, 2, 16, 16), device, index_heads=6, scaled=scaled, block_size=2)
 
 
 @pytest.mark.parametrize('layout', LAYOUTS)
@@ -404,7 +404,7 @@ def test_gradients_of_some_tokens_at_a_time(
 @per_tile
 def test_one_list_for_all_heads_that_choose_alone(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     small_pieces(monkeypatch, 4, 2**29, 2**24)
-    assert_close(whole(6), Heads(4, 2, 16, 16), device, choosers=4, block_size=3, scaled=True)
+    assert_close(whole(6), Heads(4, 2, 16, 16), device, index_heads=4, block_size=3, scaled=True)
 
 
 @per_tile

@@ -77,7 +77,7 @@ def flag_by_definition(
     causal: bool,
     percent: int,
 ) -> int:
-    """indices: `[B, T, n]` of one chooser."""
+    """indices: `[B, T, n]` of one index head."""
     if queries is None:
         return 0
     chosen = [
@@ -98,14 +98,14 @@ def last_keys(queries: list[tuple[int, int]], sequences: Sequences, causal: bool
 def assert_union(
     sharing: Sharing,
     tile: int,
-    chooser: int,
+    index_head: int,
     indices: Tensor,
     queries: list[tuple[int, int]],
     sequences: Sequences,
     block_size: int,
     causal: bool,
 ) -> None:
-    """indices: `[B, T, n]` of one chooser."""
+    """indices: `[B, T, n]` of one index head."""
     expected: dict[int, int] = {}
     whole = 2**30
     for bit, (row, token, last) in enumerate(last_keys(queries, sequences, causal)):
@@ -113,9 +113,9 @@ def assert_union(
             if 0 <= block * block_size <= last:
                 expected[block] = expected.get(block, 0) | 1 << bit
         whole = min(whole, (last + 1) // block_size)
-    num_blocks, num_whole = sharing.counts[tile, chooser, :2].tolist()
-    blocks = sharing.blocks[tile, chooser, :num_blocks].tolist()
-    members = sharing.members[tile, chooser, : num_blocks + 1].diff().tolist()
+    num_blocks, num_whole = sharing.counts[tile, index_head, :2].tolist()
+    blocks = sharing.blocks[tile, index_head, :num_blocks].tolist()
+    members = sharing.members[tile, index_head, : num_blocks + 1].diff().tolist()
     assert (blocks, [bits % 2**64 for bits in members]) == (sorted(expected), [expected[b] for b in sorted(expected)])
     assert num_whole == sum(block < whole for block in expected)
 
@@ -130,11 +130,11 @@ def assert_flags(
     block_t: int = 4,
     causal: bool = True,
     percent: int = 55,
-    choosers: int = 2,
+    index_heads: int = 2,
 ) -> set[int]:
     """The flags that there were."""
     if indices is None:
-        indices = make_indices(extents, choosers, num_selected, block_size)
+        indices = make_indices(extents, index_heads, num_selected, block_size)
     sequences = make_sequences(extents, device)
     with poisoned_allocations():
         placement, nothing_found = make_layout(sequences), NOT_FOUND.to(device)
@@ -143,14 +143,14 @@ def assert_flags(
     cpu = make_sequences(extents, torch.device('cpu'))
     tiles = tiles_by_definition(cpu, block_t)
     for tile, queries in tiles.items():
-        for chooser in range(choosers):
-            assert_union(sharing, tile, chooser, indices[:, :, chooser], queries, cpu, block_size, causal)
+        for index_head in range(index_heads):
+            assert_union(sharing, tile, index_head, indices[:, :, index_head], queries, cpu, block_size, causal)
     expected = {
-        (tile, chooser): flag_by_definition(
-            indices[:, :, chooser], tile_before(tile, tiles, cpu), cpu, block_size, causal, percent
+        (tile, index_head): flag_by_definition(
+            indices[:, :, index_head], tile_before(tile, tiles, cpu), cpu, block_size, causal, percent
         )
         for tile in tiles
-        for chooser in range(choosers)
+        for index_head in range(index_heads)
     }
     assert {key: int(found[key]) for key in expected} == expected
     untouched = torch.ones(found.shape, dtype=torch.bool)
@@ -225,7 +225,7 @@ def test_the_share_that_is_shared(dtype: torch.dtype, device: torch.device) -> N
             rows[0, tile + t, 0, 5] = rows[0, tile + t, 0, 1]
         rows[0, tile + 1, 0, 6:9] = junk
     extents = Extents(1, 12, 60, {'q_offset': 48}, [60])
-    assert assert_flags(extents, device, indices=rows, choosers=1, block_size=4) == {0, 1}
+    assert assert_flags(extents, device, indices=rows, index_heads=1, block_size=4) == {0, 1}
 
 
 @pytest.mark.parametrize('num_selected', [16, 64])
@@ -234,13 +234,13 @@ def test_long_rows_and_tall_tiles(num_selected: int, device: torch.device) -> No
     indices = torch.randint(0, 90, (1, 19, 1, num_selected)).int()
     indices[:, :8] = indices[:, :1]
     for block_t in (2, 8):
-        sizes: dict[str, Any] = {'choosers': 1, 'block_size': 3, 'block_t': block_t}
+        sizes: dict[str, Any] = {'index_heads': 1, 'block_size': 3, 'block_t': block_t}
         assert assert_flags(extents, device, indices=indices, **sizes) == {0, 1}
 
 
-def make_shared_choice(extents: Extents, choosers: int = 1, num_selected: int = 4) -> Tensor:
+def make_shared_choice(extents: Extents, index_heads: int = 1, num_selected: int = 4) -> Tensor:
     """Of 12 blocks: the first 2 of every 4 queries choose the same, the others what they like."""
-    indices = torch.rand(extents.batch, extents.seqlen_q, choosers, 12).argsort(-1)[..., :num_selected].int()
+    indices = torch.rand(extents.batch, extents.seqlen_q, index_heads, 12).argsort(-1)[..., :num_selected].int()
     same = torch.arange(extents.seqlen_q) % 4 < 2
     indices[:, same] = indices[:, :1].clone()
     return indices
@@ -272,7 +272,7 @@ def test_a_group_of_several_tiles_per_query(
         monkeypatch.setattr(plan.settings, name, {key: row._replace(block_m=block_m) for key, row in table.items()})
     extents, heads = Extents(1, 5, 26, {'q_offset': 21}, [26]), Heads(20, 1, 16, 16)
     indices = make_shared_choice(extents)
-    assert assert_flags(extents, device, indices=indices, block_size=2, block_t=2, choosers=1) == {0, 1}
+    assert assert_flags(extents, device, indices=indices, block_size=2, block_t=2, index_heads=1) == {0, 1}
     tensors, grads = make_inputs(extents, heads, device, indices, scaled=True), make_grads(extents, heads, device)
     assert_close_to_eager(selected_attention, tensors, grads, block_size=2, q_offset=21)
 
@@ -281,7 +281,12 @@ def test_other_rows_and_later_queries_change_nothing(device: torch.device) -> No
     """Bit for bit: they may choose what they like, also in the tile of a query."""
     extents = Extents(2, 8, 29, {'q_offset': 21}, [29, 29])
     indices = make_shared_choice(extents, num_selected=3)
-    sizes: dict[str, Any] = {'block_size': 2, 'block_t': 2, 'choosers': 1, 'percent': plan.MAX_UNION_PERCENT['forward']}
+    sizes: dict[str, Any] = {
+        'block_size': 2,
+        'block_t': 2,
+        'index_heads': 1,
+        'percent': plan.MAX_UNION_PERCENT['forward'],
+    }
     assert assert_flags(extents, device, indices=indices, **sizes) == {0, 1}
     tensors, grads = make_inputs(extents, HEADS, device, indices, scaled=True), make_grads(extents, HEADS, device)
     settings: dict[str, Any] = {'block_size': 2, 'q_offset': 21}
@@ -308,7 +313,7 @@ def test_both_designs_agree_where_a_tile_may_take_either(device: torch.device, m
     borders = {'cu_seqlens': cumulative([6, 0, 5]), 'cu_seqlens_k': cumulative([26, 5, 25])}
     extents = Extents(1, 13, 60, borders, [26, 5, 25])
     indices = make_shared_choice(extents, num_selected=3)
-    assert assert_flags(extents, device, indices=indices, block_size=2, block_t=2, choosers=1) == {0, 1}
+    assert assert_flags(extents, device, indices=indices, block_size=2, block_t=2, index_heads=1) == {0, 1}
     tensors, grads = make_inputs(extents, HEADS, device, indices), make_grads(extents, HEADS, device)
     settings: dict[str, Any] = {'block_size': 2, **place(extents.where, device)}
     results = {}
@@ -349,7 +354,7 @@ def test_unions_of_some_tiles_after_the_others(
         return find_sharing(*args)
 
     monkeypatch.setattr(plan, 'find_sharing', find)
-    monkeypatch.setattr(block_union, 'MAX_INDICES', 3 * 2 * 8)  # of three tiles of two choosers
+    monkeypatch.setattr(block_union, 'MAX_INDICES', 3 * 2 * 8)  # of three tiles of two index heads
     assert_same_bits(run_triton(selected_attention, tensors, grads, **settings), expected)
     assert len(ranges) > 4
     assert all(len(tiles) <= 3 for tiles in ranges)

@@ -70,11 +70,11 @@ def test_values_and_keys_with_a_mean(device: torch.device) -> None:
     assert_attention_matches(selected_attention, tensors, 'triton', block_size=16, softcap=0.5)
 
 
-@pytest.mark.parametrize(('choosers', 'counts'), [(2, 2), (4, 'tensor')])
-def test_packed_with_repeats_and_counts(choosers: int, counts: Any, device: torch.device) -> None:
+@pytest.mark.parametrize(('index_heads', 'counts'), [(2, 2), (4, 'tensor')])
+def test_packed_with_repeats_and_counts(index_heads: int, counts: Any, device: torch.device) -> None:
     """Where the heads of a group choose together, and where each chooses alone."""
     extents = packed([0, 7, 1, 9, 0], uncovered=2)
-    indices = make_indices(extents, choosers, 4, 3)
+    indices = make_indices(extents, index_heads, 4, 3)
     if counts == 'tensor':
         counts = torch.randint(-1, 6, indices.shape[:3], dtype=torch.int32)
     tensors = make_inputs(extents, TWO_GROUPS, device, indices, scaled=True)

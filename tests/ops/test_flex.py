@@ -151,8 +151,8 @@ def test_selected(
 ) -> None:
     q, k, v = make_qkv(extents, HEADS)
     spoil(k, v)
-    choosers = data.draw(st.sampled_from([HEADS.kv_heads, HEADS.heads]), 'choosers')
-    shape = (extents.batch, extents.seqlen_q, choosers, num_selected)
+    index_heads = data.draw(st.sampled_from([HEADS.kv_heads, HEADS.heads]), 'index_heads')
+    shape = (extents.batch, extents.seqlen_q, index_heads, num_selected)
     junk = torch.tensor([-1, -2, 100, 2**32, 2**32 + 1, -(2**63), 2**63 - 1])
     indices = torch.randint(0, extents.seqlen_k // block_size + 2, shape)
     indices = torch.where(torch.rand(shape) < 0.2, junk[torch.randint(0, len(junk), shape)], indices)

@@ -76,13 +76,13 @@ def call(**changes: Any) -> None:
         ({'out_selected': None}, 'out_selected is a NoneType, but must be a tensor'),
         ({'out_selected': normal(2, 5, 4, 5)}, r'out_selected has shape \(2, 5, 4, 5\), but out_compressed has'),
         ({'out_window': normal(2, 5, 4, 6).float()}, r'out_window has dtype torch.float32, but out_compressed has'),
-        ({'carried': 1}, 'carried is 1, but must be True or False'),
+        ({'gate_in_attention': 1}, 'gate_in_attention is 1, but must be True or False'),
         (
-            {'carried': True, 'backend': 'eager'},
+            {'gate_in_attention': True, 'backend': 'eager'},
             "backend 'eager' cannot serve this call of gated_sum: gate is differentiated by the Triton kernels alone",
         ),
         (
-            {'carried': True},
+            {'gate_in_attention': True},
             'no backend can serve this call of gated_sum: .*eager: gate is differentiated by the Triton',
         ),
         ({'backend': 'fast'}, r"backend is 'fast', but must be one of 'auto', 'triton', 'flex', 'eager'"),

@@ -47,8 +47,8 @@ def saved_bytes() -> Iterator[dict[int, int]]:
 
 
 @cache
-def make_blocks(choosers: int) -> Tensor:
-    return make_block_indices('valid', 1, SEQLEN, choosers, 4, seqlen_k=SEQLEN, block_size=BLOCK)
+def make_blocks(index_heads: int) -> Tensor:
+    return make_block_indices('valid', 1, SEQLEN, index_heads, 4, seqlen_k=SEQLEN, block_size=BLOCK)
 
 
 def selected(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

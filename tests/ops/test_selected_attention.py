@@ -81,8 +81,8 @@ def test_every_kind_of_indices(seqlen: int, kind: str, causal: bool) -> None:
     assert_is_its_definition(*inputs, blocks, 0.5 + torch.rand(blocks.shape).double(), block_size=4, causal=causal)
 
 
-def all_blocks(q: Tensor, choosers: int, num_blocks: int) -> Tensor:
-    return torch.arange(num_blocks, dtype=torch.int32).expand(*q.shape[:2], choosers, num_blocks)
+def all_blocks(q: Tensor, index_heads: int, num_blocks: int) -> Tensor:
+    return torch.arange(num_blocks, dtype=torch.int32).expand(*q.shape[:2], index_heads, num_blocks)
 
 
 @pytest.mark.parametrize('causal', [True, False])

@@ -32,13 +32,13 @@ def dense(
 ) -> tuple[Tensor, Tensor]:
     """All logits of all tokens, with a mask that is filled in one entry of a row of indices after the other."""
     batch, seqlen, heads = q.shape[:3]
-    choosers = block_indices.shape[2]
+    index_heads = block_indices.shape[2]
     reads = torch.zeros(batch, heads, seqlen, k.shape[1], dtype=torch.bool)
     entries = torch.zeros(reads.shape, dtype=torch.int64)
     for b, t, head in ((b, t, head) for b in range(batch) for t in range(seqlen) for head in range(heads)):
-        row = block_indices[b, t, head // (heads // choosers)].tolist()
+        row = block_indices[b, t, head // (heads // index_heads)].tolist()
         if isinstance(block_counts, Tensor):
-            count = int(block_counts[b, t, head // (heads // choosers)])
+            count = int(block_counts[b, t, head // (heads // index_heads)])
         else:
             count = len(row) if block_counts is None else block_counts
         first, last = 0, k.shape[1]
@@ -54,7 +54,7 @@ def dense(
     k, v = (tensor.repeat_interleave(group, 2) for tensor in (k, v))
     logits = torch.einsum('bthd,bshd->bhts', q, k) * (q.shape[3] ** -0.5 if scale is None else scale)
     if block_scale is not None:
-        factors = block_scale.repeat_interleave(heads // choosers, 2).transpose(1, 2)
+        factors = block_scale.repeat_interleave(heads // index_heads, 2).transpose(1, 2)
         logits = logits * factors.gather(3, entries).where(reads, 1)
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
@@ -86,8 +86,8 @@ def assert_is_dense(inputs: tuple[Tensor, ...], **settings: Any) -> None:
     assert_agree(selected, lambda *tensors: dense(*tensors, **settings), *inputs)
 
 
-def draw_indices(extents: Extents, choosers: int, num_selected: int) -> Tensor:
-    shape = (extents.batch, extents.seqlen_q, choosers, num_selected)
+def draw_indices(extents: Extents, index_heads: int, num_selected: int) -> Tensor:
+    shape = (extents.batch, extents.seqlen_q, index_heads, num_selected)
     return torch.randint(-1, extents.seqlen_k // BLOCK_SIZE + 2, shape).int()
 
 

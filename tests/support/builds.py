@@ -155,9 +155,9 @@ def build_choice(dtype: torch.dtype, head_dim: int) -> None:
 
 
 def build_selected(dtype: torch.dtype, head_dim: int) -> None:
-    for group, choosers, scaled in ((4, 8, True), (16, 2, False)):
+    for group, index_heads, scaled in ((4, 8, True), (16, 2, False)):
         q, k, v = make(dtype, head_dim, group=group)
-        indices = torch.zeros(1, SEQLEN, choosers, 16, dtype=torch.int32)
+        indices = torch.zeros(1, SEQLEN, index_heads, 16, dtype=torch.int32)
         block_scale = torch.ones(indices.shape, requires_grad=True) if scaled else None
         settings: dict[str, Any] = {'block_size': SELECTION_BLOCK, 'block_scale': block_scale}
         differentiate(*selected_attention(q, k, v, indices, **settings, backend='triton'))

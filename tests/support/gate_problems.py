@@ -42,7 +42,7 @@ def multiplied(op: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[
         assert out.requires_grad or not torch.is_grad_enabled()
         assert not lse.requires_grad
         gates = torch.stack((gate, *[torch.zeros_like(gate)] * 2), -1)
-        return gated_sum(gates, out, *[torch.zeros_like(out)] * 2, carried=True, backend=backend), lse
+        return gated_sum(gates, out, *[torch.zeros_like(out)] * 2, gate_in_attention=True, backend=backend), lse
 
     return attend
 

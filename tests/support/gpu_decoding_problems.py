@@ -275,7 +275,7 @@ def state_of(cache: LayerCache) -> dict[str, Tensor]:
 
 
 def chosen_blocks(cache: LayerCache, num_tokens: int) -> Tensor:
-    """Int32 `[B, T, choosers, n]`: the blocks of the last step of so many tokens, ascending, -1 behind them."""
+    """Int32 `[B, T, index_heads, n]`: the blocks of the last step of so many tokens, ascending, -1 behind them."""
     (chosen,) = (t for (name, *_), t in cache.workspace.items() if name == 'chosen' and t.shape[1] == num_tokens)
     beyond = torch.iinfo(torch.int32).max
     ordered = chosen.masked_fill(chosen < 0, beyond).sort(-1).values
@@ -293,8 +293,9 @@ def choosing(choose: Any) -> Iterator[None]:
 def assert_chooses_as_well(
     blocks: Tensor, q: Tensor, k_cmp: Tensor, lse: Tensor, rtol: float = 1e-4, **settings: Any
 ) -> None:
-    """Ascending blocks `[B, T, choosers, n]` are as many as eager in float64 chooses, forced ones among them, and their
-    scores are as high: so they are the same ones wherever scores differ by more than rounding.
+    """Assert that ascending blocks `[B, T, index_heads, n]` score as high as those that eager selects in float64.
+
+    Their number and the forced blocks are equal, so all blocks are equal where scores differ by more than rounding.
     """
     names = ('num_selected', 'num_init', 'num_local', 'share_group', 'block_counts')
     choice = {name: settings.pop(name) for name in names if name in settings}

@@ -270,13 +270,13 @@ def draw_selected(random: Random, dtype: torch.dtype, device: torch.device, gene
 
 def draw_indices(drawn: Drawn, extents: Extents, block_size: int, causal: bool) -> Tensor:
     random = drawn.random
-    choosers = drawn.heads if drawn.heads <= 16 and random.random() < 0.3 else drawn.kv_heads
+    index_heads = drawn.heads if drawn.heads <= 16 and random.random() < 0.3 else drawn.kv_heads
     offset = extents.where.get('q_offset', 0 if 'cu_seqlens' in extents.where else extents.seqlen_k - extents.seqlen_q)
     return make_block_indices(
         random.choice((*INDEX_KINDS[:-1], 'valid', 'valid')) if random.random() < 0.97 else 'none',
         extents.batch,
         extents.seqlen_q,
-        choosers,
+        index_heads,
         random.choice((1, 2, 4, 5, 8, 8, 13, 16)),
         seqlen_k=extents.seqlen_k,
         block_size=block_size,

@@ -54,9 +54,9 @@ def mixed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, 'MAX_UNION_PERCENT', SHARES_OFTEN)
 
 
-def make_indices(extents: Extents, choosers: int, num_selected: int, block_size: int) -> Tensor:
+def make_indices(extents: Extents, index_heads: int, num_selected: int, block_size: int) -> Tensor:
     """Blocks of every kind, with repeats and junk among them."""
-    shape = (extents.batch, extents.seqlen_q, choosers, num_selected)
+    shape = (extents.batch, extents.seqlen_q, index_heads, num_selected)
     indices = torch.randint(-1, extents.seqlen_k // block_size + 2, shape).int()
     junk = torch.tensor(JUNK).int()[torch.randint(0, len(JUNK), shape)]
     return torch.where(torch.rand(shape) < 0.15, junk, indices)

@@ -244,7 +244,7 @@ def find_block(slot, row, place, BLOCK_SIZE: tl.constexpr):
 
 @triton.jit
 def split_members(first_member, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Of a tile of members of a list, which are every entry with every head of its chooser: places in the list, and
+    """Of a tile of members of a list, which are every entry with every head of its index head: places in the list, and
     heads in the group. first_member is a multiple of BLOCK_M.
     """
     in_tile = tl.arange(0, BLOCK_M)

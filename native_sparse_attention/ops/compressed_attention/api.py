@@ -69,9 +69,10 @@ def compressed_attention(
         softcap: above 0, from 1e-30 to 1e30: a logit becomes softcap * tanh(logit / softcap).
         sinks: `[HQ]` or `[HQ, M]`, any floating dtype: logits that take part in the softmax of every query and in its
             log-sum-exp, and carry no value. Differentiable.
-        gate: `[B, T, HQ]`, any floating dtype but float64: what `gated_sum` with carried=True multiplies the output by.
-            The gradient that the output receives is that of gate * output then, and the log-sum-exp has none. With
-            float16 inputs products of gates and weights below 6e-5 lose bits. By the Triton kernels alone.
+        gate: `[B, T, HQ]`, any floating dtype but float64: the factor by which `gated_sum(gate_in_attention=True)`
+            multiplies the output. The output is returned without it, and its incoming gradient must be that of
+            gate * output; the log-sum-exp has no gradient. With float16 inputs, products of gates and weights below
+            6e-5 lose bits. Triton only.
         backend: 'auto', 'triton', 'flex' or 'eager'.
 
     Returns:

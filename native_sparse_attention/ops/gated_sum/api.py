@@ -19,7 +19,7 @@ def gated_sum(
     out_selected: Tensor,
     out_window: Tensor,
     *,
-    carried: bool = False,
+    gate_in_attention: bool = False,
     backend: str = 'auto',
 ) -> Tensor:
     """gates[..., 0] * out_compressed + gates[..., 1] * out_selected + gates[..., 2] * out_window.
@@ -27,8 +27,8 @@ def gated_sum(
     Args:
         gates: `[B, T, HQ, 3]` after the sigmoid, any floating dtype; float32 inside (float64 for float64 outputs).
         out_compressed, out_selected, out_window: `[B, T, HQ, DV]`, one dtype.
-        carried: the attentions had these gates as their `gate`, and differentiate the products: they receive the
-            gradient of the sum as it is, and the gates none from here. By the Triton kernels alone.
+        gate_in_attention: the attention ops received these gates as `gate` and differentiate the products: the outputs
+            receive the gradient of the sum unchanged, the gates receive none from here. Triton only.
         backend: 'auto', 'triton' or 'eager'.
 
     Returns:
@@ -46,22 +46,25 @@ def gated_sum(
         if tensor.shape != shape:
             raise ValueError(f'{name} has shape {tuple(tensor.shape)}, but out_compressed has {tuple(shape)}')
     check_gates(gates, out_compressed)
-    check_flags(carried=carried)
+    check_flags(gate_in_attention=gate_in_attention)
     arguments = (gates, out_compressed, out_selected, out_window)
-    match backend_of(gates, out_compressed, carried=carried, backend=backend).name:
+    match backend_of(gates, out_compressed, gate_in_attention=gate_in_attention, backend=backend).name:
         case 'triton':
             from native_sparse_attention.ops.gated_sum import triton
 
-            return triton.gated_sum(*arguments, carried)
+            return triton.gated_sum(*arguments, gate_in_attention)
         case _:
             from native_sparse_attention.ops.gated_sum import eager
 
             return eager.gated_sum(*arguments)
 
 
-def backend_of(gates: Tensor, out: Tensor, *, carried: bool = False, backend: str = 'auto') -> BackendChoice:
+def backend_of(gates: Tensor, out: Tensor, *, gate_in_attention: bool = False, backend: str = 'auto') -> BackendChoice:
     """The backend that would serve these inputs; out: one of the branches."""
-    candidates = {'triton': partial(_unsupported, gates, out), 'eager': without_gate(gates if carried else None)}
+    candidates = {
+        'triton': partial(_unsupported, gates, out),
+        'eager': without_gate(gates if gate_in_attention else None),
+    }
     return choose_backend('gated_sum', backend, out.device, candidates)
 
 

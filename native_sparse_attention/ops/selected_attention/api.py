@@ -93,10 +93,10 @@ def selected_attention(
         sinks: `[HQ]` or `[HQ, M]`, logits of keys without values in the softmax; need window_size. As in
             `window_attention`.
         dropout_p, dropout_seed: dropout of the weights; need window_size. As in `window_attention`.
-        gate: `[B, T, HQ]`, any floating dtype but float64: what `gated_sum` with carried=True multiplies the output by.
-            The gradient that the output receives is that of gate * output then, and the log-sum-exp has none. With
-            float16 inputs products of gates and weights below 6e-5 lose bits. By the Triton kernels alone, without
-            block_scale.
+        gate: `[B, T, HQ]`, any floating dtype but float64: the factor by which `gated_sum(gate_in_attention=True)`
+            multiplies the output. The output is returned without it, and its incoming gradient must be that of
+            gate * output; the log-sum-exp has no gradient. With float16 inputs, products of gates and weights below
+            6e-5 lose bits. Triton only, and not together with block_scale.
         backend: 'auto', 'triton', 'flex' or 'eager'. With window_size the Triton kernels need causal=True and serve
             neither dropout nor a block_scale without unit_scale; eager serves everything, with memory and time that
             grow with S.

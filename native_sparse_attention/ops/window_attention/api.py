@@ -72,9 +72,10 @@ def window_attention(
             1 - dropout_p. The log-sum-exp knows nothing of it.
         dropout_seed: an int, or int64 `[1]` beside q. With one seed and p the same weights are dropped in every call,
             on every backend: by Philox, of the indices of row, head, query and key. None: a seed of torch's generator.
-        gate: `[B, T, HQ]`, any floating dtype but float64: what `gated_sum` with carried=True multiplies the output by.
-            The gradient that the output receives is that of gate * output then, and the log-sum-exp has none. With
-            float16 inputs products of gates and weights below 6e-5 lose bits. By the Triton kernels alone.
+        gate: `[B, T, HQ]`, any floating dtype but float64: the factor by which `gated_sum(gate_in_attention=True)`
+            multiplies the output. The output is returned without it, and its incoming gradient must be that of
+            gate * output; the log-sum-exp has no gradient. With float16 inputs, products of gates and weights below
+            6e-5 lose bits. Triton only.
         backend: 'auto', 'triton', 'flex' or 'eager'.
 
     Returns:

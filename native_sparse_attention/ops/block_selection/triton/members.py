@@ -18,7 +18,7 @@ def load_members(
     query_start,
     first_query,
     num_queries,
-    chooser,
+    index_head,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -33,7 +33,7 @@ def load_members(
     query, head = _find_members(BLOCK_T, BLOCK_G)
     mask = (first_query + query < num_queries) & (head < GROUP)
     tokens = query_start + first_query + query
-    heads = (chooser * GROUP + head).to(tl.int64)
+    heads = (index_head * GROUP + head).to(tl.int64)
     q = load_rows(q_ptr + heads[:, None] * q_head_stride, tokens, q_stride, mask, HEAD_DIM, BLOCK_D)
     lse_ptr += heads * lse_head_stride + tokens.to(tl.int64) * lse_stride
     # What pads the group has weights of 0.

@@ -196,7 +196,7 @@ def _add_queries(
     num_offsets = per_selection - meta['FIRST_OFFSET']
     head_dim, kv_heads = k_cmp.shape[2:][::-1]
     num_slots = num_block_slots(place, selection_block)
-    num_entries = q.shape[1] * meta['CHOOSERS'] * meta['NUM_SELECTED']
+    num_entries = q.shape[1] * meta['REPEATS'] * meta['NUM_SELECTED']
     chunk_bytes = num_offsets * head_dim * 4
     chunk = max(1, CHUNK_ROWS[q.element_size()] // meta['GROUP'])
     while num_entries // chunk * chunk_bytes > WORKSPACE:
@@ -232,7 +232,7 @@ def _add_queries(
                 *(*(t.stride() for t in tensors), partial.stride()),
                 *(place, sizes, lists, scale, softcap),
                 **constants,
-                **{name: meta[name] for name in ('CAUSAL', 'GROUP', 'CHOOSERS', 'NUM_SELECTED')},
+                **{name: meta[name] for name in ('CAUSAL', 'GROUP', 'REPEATS', 'NUM_SELECTED')},
                 BLOCK_M=block_m,
                 BLOCK_O=block_c,
                 num_stages=num_stages,
@@ -298,7 +298,7 @@ def _meta(
     return {
         'CAUSAL': causal,
         'GROUP': q.shape[2] // index_heads,
-        'CHOOSERS': index_heads // k_cmp.shape[2],
+        'REPEATS': index_heads // k_cmp.shape[2],
         'NUM_SELECTED': num_selected,
         'SELECTION_BLOCK': selection_block,
         'PER_SELECTION': overlapping.stop,

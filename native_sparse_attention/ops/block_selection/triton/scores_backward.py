@@ -65,7 +65,7 @@ def partial_kernel(
     softcap,
     CAUSAL: tl.constexpr,
     GROUP: tl.constexpr,
-    CHOOSERS: tl.constexpr,
+    REPEATS: tl.constexpr,
     NUM_SELECTED: tl.constexpr,
     SELECTION_BLOCK: tl.constexpr,
     PER_SELECTION: tl.constexpr,
@@ -116,14 +116,14 @@ def partial_kernel(
         following = load_entries(entries_ptr, first_member + BLOCK_M, num_members, GROUP, BLOCK_M)
         members = first_member + tl.arange(0, BLOCK_M)  # every entry with every head of the group
         member_mask = members < num_members
-        chooser = kv_head * CHOOSERS + entry // NUM_SELECTED % CHOOSERS
-        heads = chooser * GROUP + members % GROUP
-        tokens = entry // NUM_SELECTED // CHOOSERS
+        index_head = kv_head * REPEATS + entry // NUM_SELECTED % REPEATS
+        heads = index_head * GROUP + members % GROUP
+        tokens = entry // NUM_SELECTED // REPEATS
         position = first_position + tokens
         tokens = tokens.to(tl.int64)
         columns = (entry % NUM_SELECTED).to(tl.int64)
         dscores = tl.load(
-            dout_ptr + tokens * dout_strides[1] + chooser * dout_strides[2] + columns * dout_strides[3],
+            dout_ptr + tokens * dout_strides[1] + index_head * dout_strides[2] + columns * dout_strides[3],
             mask=member_mask, other=0.0,
         )  # fmt: skip
         dscores = tl.where(is_forced(block, position, sizes, SELECTION_BLOCK, CAUSAL), 0.0, dscores)

@@ -38,7 +38,7 @@ def forward_kernel(
     softcap,
     CAUSAL: tl.constexpr,
     GROUP: tl.constexpr,
-    CHOOSERS: tl.constexpr,
+    REPEATS: tl.constexpr,
     NUM_SELECTED: tl.constexpr,
     SELECTION_BLOCK: tl.constexpr,
     PER_SELECTION: tl.constexpr,
@@ -51,7 +51,7 @@ def forward_kernel(
     INT64_OFFSETS: tl.constexpr,
 ):
     """q: `[B, T, HQ, D]`; k: `[B, C, H, D]`; lse: `[B, HQ, T]`; indices, out: `[B, T, HI, n]`. The GROUP heads of an
-    index head share its row; a key head has CHOOSERS index heads. A selection block overlaps the compressed blocks at
+    index head share its row; a key head has REPEATS index heads. A selection block overlaps the compressed blocks at
     the offsets FIRST_OFFSET ... PER_SELECTION - 1.
     """
     row, token, is_query, position, num_tokens, key_start, num_keys = locate_query(tl.program_id(0), place, sizes)
@@ -59,7 +59,7 @@ def forward_kernel(
         return
     row, token, head = row.to(tl.int64), token.to(tl.int64), tl.program_id(1).to(tl.int64)
     q_ptr += row * q_strides[0] + token * q_strides[1]
-    k_ptr += row * k_strides[0] + (head // CHOOSERS) * k_strides[2] + key_start.to(tl.int64) * k_strides[1]
+    k_ptr += row * k_strides[0] + (head // REPEATS) * k_strides[2] + key_start.to(tl.int64) * k_strides[1]
     lse_ptr += row * lse_strides[0] + token * lse_strides[2]
     indices_ptr += row * indices_strides[0] + token * indices_strides[1] + head * indices_strides[2]
     out_ptr += row * out_strides[0] + token * out_strides[1] + head * out_strides[2]
@@ -113,7 +113,7 @@ def dq_kernel(
     softcap,
     CAUSAL: tl.constexpr,
     GROUP: tl.constexpr,
-    CHOOSERS: tl.constexpr,
+    REPEATS: tl.constexpr,
     NUM_SELECTED: tl.constexpr,
     SELECTION_BLOCK: tl.constexpr,
     PER_SELECTION: tl.constexpr,
@@ -130,7 +130,7 @@ def dq_kernel(
         return
     tiles_of_group: tl.constexpr = (GROUP + BLOCK_G - 1) // BLOCK_G
     row, token, head = row.to(tl.int64), token.to(tl.int64), (tl.program_id(1) // tiles_of_group).to(tl.int64)
-    k_ptr += row * k_strides[0] + (head // CHOOSERS) * k_strides[2] + key_start.to(tl.int64) * k_strides[1]
+    k_ptr += row * k_strides[0] + (head // REPEATS) * k_strides[2] + key_start.to(tl.int64) * k_strides[1]
     indices_ptr += row * indices_strides[0] + token * indices_strides[1] + head * indices_strides[2]
     dout_ptr += row * dout_strides[0] + token * dout_strides[1] + head * dout_strides[2]
     members = (tl.program_id(1) % tiles_of_group) * BLOCK_G + tl.arange(0, BLOCK_G)

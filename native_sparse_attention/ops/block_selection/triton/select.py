@@ -1,4 +1,4 @@
-"""The choice of blocks: one program per tile of queries and chooser, which goes through tiles of selection blocks."""
+"""Block selection: one program per query tile and index head loops over tiles of selection blocks."""
 
 # To pyright a jit function that another calls never returns.
 # pyright: reportGeneralTypeIssues=false
@@ -117,9 +117,9 @@ def _select(
     place = make_layout(sequences, block_size, stride)
     batch, seqlen, heads, head_dim = q.shape
     num_compressed, kv_heads = k_cmp.shape[1:3]
-    choosers = kv_heads if share_group else heads
-    group = heads // choosers
-    out = q.new_empty(batch, seqlen, choosers, num_selected, dtype=torch.int32)
+    index_heads = kv_heads if share_group else heads
+    group = heads // index_heads
+    out = q.new_empty(batch, seqlen, index_heads, num_selected, dtype=torch.int32)
     if out.numel() == 0:
         return out
     per_selection = selection_block_size // stride
@@ -136,7 +136,7 @@ def _select(
     handed_on = block_size - stride <= selection_block_size
     launch(
         select_kernel,
-        (num_tiles(place, seqlen, block_t), choosers),
+        (num_tiles(place, seqlen, block_t), index_heads),
         *(q, keys, tiles, lse),
         *(None if block_counts is None else block_counts.contiguous(), out),
         *(q.stride(), lse.stride(), keys.shape[3], kv_heads, place),
@@ -146,7 +146,7 @@ def _select(
         softcap,
         CAUSAL=causal,
         GROUP=group,
-        CHOOSERS=choosers // kv_heads,
+        REPEATS=index_heads // kv_heads,
         HEAD_DIM=head_dim,
         BLOCK_T=block_t,
         BLOCK_G=block_g,
@@ -202,8 +202,8 @@ def _(
     softcap: float | None,
     block_counts: Tensor | None,
 ) -> Tensor:
-    choosers = k_cmp.shape[2] if share_group else q.shape[2]
-    return q.new_empty(*q.shape[:2], choosers, num_selected, dtype=torch.int32)
+    index_heads = k_cmp.shape[2] if share_group else q.shape[2]
+    return q.new_empty(*q.shape[:2], index_heads, num_selected, dtype=torch.int32)
 
 
 @triton.jit
@@ -225,7 +225,7 @@ def select_kernel(
     softcap,
     CAUSAL: tl.constexpr,
     GROUP: tl.constexpr,
-    CHOOSERS: tl.constexpr,
+    REPEATS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_G: tl.constexpr,
@@ -237,8 +237,8 @@ def select_kernel(
     LEVELS: tl.constexpr,
 ):
     """q: `[B, T, HQ, D]`; keys: `[B, H, SPREAD, num_places, D]` (`spread_keys`), contiguous, tiles: their descriptor;
-    lse: `[B, HQ, T]`; counts, or None: `[B, T, HI]`, out: `[B, T, HI, n]`, contiguous. The GROUP heads of a chooser
-    choose together; every key head has CHOOSERS of them. SKIPPED: the compressed blocks before a selection block that
+    lse: `[B, HQ, T]`; counts, or None: `[B, T, HI]`, out: `[B, T, HI, n]`, contiguous. The GROUP heads of an index head
+    choose together; every key head has REPEATS of them. SKIPPED: the compressed blocks before a selection block that
     reach into it, where a tile does not hand their scores on.
     """
     # The last queries, which have the most to do, first: what is left at the end is short.
@@ -247,7 +247,7 @@ def select_kernel(
     )
     if first_query >= num_queries:
         return
-    chooser = tl.program_id(1)
+    index_head = tl.program_id(1)
     # A tile's first block is the last one of the tile before, to hand on what it shares with the next one.
     HANDED_ON: tl.constexpr = SKIPPED == 0
     OVERLAP: tl.constexpr = 1 if HANDED_ON else 0
@@ -260,13 +260,13 @@ def select_kernel(
     lse_ptr += row.to(tl.int64) * lse_strides[0]
     q, lse_log2, member_mask = load_members(
         (q_ptr, q_strides[1], q_strides[2]), (lse_ptr, lse_strides[2], lse_strides[1]), query_start, first_query,
-        num_queries, chooser, GROUP, HEAD_DIM, BLOCK_T, BLOCK_G, BLOCK_D,
+        num_queries, index_head, GROUP, HEAD_DIM, BLOCK_T, BLOCK_G, BLOCK_D,
     )  # fmt: skip
     scale_log2 = (scale if softcap is None else 1.0) * 1.4426950408889634
 
     queries = first_query + tl.arange(0, BLOCK_T)
     rows = row.to(tl.int64) * place.seqlen_q + query_start + queries
-    rows = rows * tl.num_programs(1) + chooser
+    rows = rows * tl.num_programs(1) + index_head
     limit = tl.where(queries < num_queries, choice.num_selected, 0)
     if counts_ptr is not None:
         counts = tl.load(counts_ptr + rows, mask=queries < num_queries, other=0)
@@ -281,7 +281,7 @@ def select_kernel(
         first_position = tl.maximum(offset + first_query + 1, 0)
         seen = tl.minimum(seen, count_blocks(first_position, blocks.block_size, blocks.stride))
 
-    plane = (row.to(tl.int64) * kv_heads + chooser // CHOOSERS) * SPREAD
+    plane = (row.to(tl.int64) * kv_heads + index_head // REPEATS) * SPREAD
     taken = begin_taking(limit, BLOCK_N)
     again = num_queries > 0
     while again:

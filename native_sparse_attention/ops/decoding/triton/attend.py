@@ -53,7 +53,7 @@ def attend_kernel(
     choice: tl.constexpr,
     reading: tl.constexpr,
     GROUP: tl.constexpr,
-    CHOOSERS: tl.constexpr,
+    REPEATS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_S: tl.constexpr,
@@ -63,20 +63,20 @@ def attend_kernel(
     BLOCK_DV: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """One program per row, token, chooser and of_program tiles of what they read: the chosen blocks one after the
-    other, then the blocks of the window that are not among them.
+    """Attend to the selected blocks, one after the other, then to the window's blocks that are not among them.
 
-    q: `[B, T, HQ, D]`; the cache `[B, S, H, D]` or pages; chosen: int32 `[B, T, choosers, n]`. Of rows `[B, T,
-    choosers, programs, 2, heads]`, selected and window: out `[..., DV]`, not normalised; stats `[..., 2]`, the largest
-    logit and the sum of weights.
+    One program per row, token, index head and `of_program` key tiles. q: `[B, T, HQ, D]`; the cache: `[B, S, H, D]` or
+    pages; chosen: int32 `[B, T, HI, n]` with HI index heads. Partial results of the selected and the window branch are
+    `[B, T, HI, programs, 2, heads]`: out `[..., DV]`, not normalised, and stats `[..., 2]`, the largest logit and the
+    sum of the weights.
     """
-    share: tl.constexpr = GROUP // CHOOSERS
-    choosers: tl.constexpr = step.kv_heads * CHOOSERS
+    share: tl.constexpr = GROUP // REPEATS
+    index_heads: tl.constexpr = step.kv_heads * REPEATS
     query, part = tl.program_id(0), tl.program_id(1)
-    chooser = query % choosers
-    token = (query // choosers % step.num_tokens).to(tl.int64)
-    row = (query // choosers // step.num_tokens).to(tl.int64)
-    head = (chooser // CHOOSERS).to(tl.int64)
+    index_head = query % index_heads
+    token = (query // index_heads % step.num_tokens).to(tl.int64)
+    row = (query // index_heads // step.num_tokens).to(tl.int64)
+    head = (index_head // REPEATS).to(tl.int64)
     old, length = load_lengths(lengths_ptr, row, capacity, step)
     position = old + token.to(tl.int32)
     wait_for_launch_before(OVERLAPS)
@@ -87,7 +87,7 @@ def attend_kernel(
 
     members = tl.arange(0, BLOCK_M)
     is_member = members < share
-    heads = (chooser * share + members).to(tl.int64)
+    heads = (index_head * share + members).to(tl.int64)
     offsets = row * q.strides[0] + token * q.strides[1] + heads * q.strides[2]
     q = load_at(q.ptr, offsets, is_member, HEAD_DIM, BLOCK_D)
     first_in_window = tl.maximum(position - reading.window_size + 1, 0)
@@ -191,7 +191,7 @@ def combine_kernel(
     num_programs,
     step: tl.constexpr,
     GROUP: tl.constexpr,
-    CHOOSERS: tl.constexpr,
+    REPEATS: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_P: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -204,7 +204,7 @@ def combine_kernel(
     gates: `[B, T, HQ, 3]`; out: `[B, T, HQ, DV]`, contiguous. The first program of a row sets its length and the
     longest that it has been: nobody reads them in this launch.
     """
-    share: tl.constexpr = GROUP // CHOOSERS
+    share: tl.constexpr = GROUP // REPEATS
     query_heads: tl.constexpr = step.kv_heads * GROUP
     query = tl.program_id(0)
     head = query % query_heads

@@ -45,7 +45,7 @@ def choose_kernel(
     sizes: tl.constexpr,
     choice: tl.constexpr,
     GROUP: tl.constexpr,
-    CHOOSERS: tl.constexpr,
+    REPEATS: tl.constexpr,
     HANDED_ON: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_G: tl.constexpr,
@@ -55,19 +55,19 @@ def choose_kernel(
     BLOCK_C: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """One program per row, token, chooser and chunk of BLOCK_J selection blocks. GROUP: heads of a key head, of which
-    each of CHOOSERS has its share; TILE: blocks that have a maximum in common.
+    """Select the n best blocks of each query by a tree of partial top-k lists.
 
-    best: int32 `[B, T, choosers, 2, num_bests, n]`, ranks and blocks of the first n of every chunk, in order, then
-    those of FAN chunks, and so on; chosen: int32 `[B, T, choosers, n]`, the first n of all, -1 where there are no more.
-    Who is the last of FAN programs goes on. counts: int32 `[B, T, choosers, num_bests]`, how many are done; 0 before
-    and after.
+    One program per row, token, index head and chunk of BLOCK_J selection blocks. GROUP: query heads of a KV head, which
+    has REPEATS index heads. TILE: blocks with one common maximum. best: int32 `[B, T, HI, 2, num_bests, n]`, sort keys
+    and blocks of the sorted top n of every chunk, then of every FAN chunks, and so on. chosen: int32 `[B, T, HI, n]`,
+    the top n of all blocks, padded with -1. counts: int32 `[B, T, HI, num_bests]`, the number of finished programs per
+    list, 0 before and after the launch: the last of FAN programs to finish merges their lists.
     """
     query, chunk = tl.program_id(0), tl.program_id(1)
-    choosers: tl.constexpr = step.kv_heads * CHOOSERS
-    chooser = query % choosers
-    token = query // choosers % step.num_tokens
-    row = query // choosers // step.num_tokens
+    index_heads: tl.constexpr = step.kv_heads * REPEATS
+    index_head = query % index_heads
+    token = query // index_heads % step.num_tokens
+    row = query // index_heads // step.num_tokens
     old, length = load_lengths(lengths_ptr, row, capacity, step)
     position = old + token
     wait_for_launch_before(OVERLAPS)
@@ -83,9 +83,9 @@ def choose_kernel(
     # The last block of the chunk before hands on to the first one of this chunk.
     before = chunk * BLOCK_J - 1
     score, onward, first = tl.zeros([BLOCK_J], tl.float32), tl.zeros([BLOCK_J], tl.float32), 0.0
-    share: tl.constexpr = GROUP // CHOOSERS
-    unit = row.to(tl.int64) * step.kv_heads + chooser // CHOOSERS
-    member = (unit * step.num_tokens + token) * GROUP + chooser % CHOOSERS * share
+    share: tl.constexpr = GROUP // REPEATS
+    unit = row.to(tl.int64) * step.kv_heads + index_head // REPEATS
+    member = (unit * step.num_tokens + token) * GROUP + index_head % REPEATS * share
     num_blocks = tl.multiple_of(room.num_blocks, TILE)
     sums_ptr += member * KINDS * num_blocks
     maxima_ptr += member * room.num_tiles

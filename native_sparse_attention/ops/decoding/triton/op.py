@@ -106,10 +106,10 @@ def attend(
     gates, new_k, new_v = last_dim_contiguous(gates, new_k, new_v)
     batch, num_tokens, heads, head_dim = q.shape
     kv_heads, value_dim = new_v.shape[2], new_v.shape[3]
-    choosers = kv_heads if settings.share_group else heads
+    index_heads = kv_heads if settings.share_group else heads
     device, itemsize = q.device, storage.k.element_size()
     plan = make_plan(
-        *(device, itemsize, batch, num_tokens, heads, kv_heads, choosers, max(head_dim, value_dim)),
+        *(device, itemsize, batch, num_tokens, heads, kv_heads, index_heads, max(head_dim, value_dim)),
         *(storage.capacity, settings.compress_block_size, settings.compress_stride, settings.selection_block_size),
         *(settings.num_selected, settings.window_size),
         *(settings.num_splits, settings.tiles_of_program),
@@ -122,7 +122,7 @@ def attend(
     capacity = storage.capacity
     group = heads // kv_heads
     handed_on = hands_on(*sizes)
-    rows, queries = batch * num_tokens * heads, batch * num_tokens * choosers
+    rows, queries = batch * num_tokens * heads, batch * num_tokens * index_heads
 
     def empty(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return _empty(workspace, name, shape, dtype, device)
@@ -130,20 +130,20 @@ def attend(
     out_compressed = empty('out_compressed', rows, plan.num_splits, value_dim)
     stats = empty('stats', rows, plan.num_splits, 2)
     sums, maxima = empty('sums', rows, plan.num_blocks, 2 if handed_on else 1), empty('maxima', rows, plan.num_tiles)
-    out_parts = empty('out_parts', queries, plan.num_programs, 2, heads // choosers, value_dim)
-    parts_stats = empty('parts_stats', queries, plan.num_programs, 2, heads // choosers, 2)
+    out_parts = empty('out_parts', queries, plan.num_programs, 2, heads // index_heads, value_dim)
+    parts_stats = empty('parts_stats', queries, plan.num_programs, 2, heads // index_heads, 2)
     best = empty('best', queries, 2, plan.num_bests, settings.num_selected, dtype=torch.int32)
     counts = _counts(workspace, (queries, plan.num_bests), device)
-    chosen = empty('chosen', batch, num_tokens, choosers, settings.num_selected, dtype=torch.int32)
+    chosen = empty('chosen', batch, num_tokens, index_heads, settings.num_selected, dtype=torch.int32)
     out = gates.new_empty(batch, num_tokens, heads, value_dim, dtype=dtype)
     launches.give(out)
     mem_k, mem_v = (None, None) if mem_kv is None else mem_kv
     head_sizes = {'HEAD_DIM': head_dim, 'VALUE_DIM': value_dim}
     head_blocks = {'BLOCK_D': head_block(head_dim), 'BLOCK_DV': head_block(value_dim)}
-    groups = {'GROUP': group, 'CHOOSERS': choosers // kv_heads}
+    groups = {'GROUP': group, 'REPEATS': index_heads // kv_heads}
 
     block_s, block_p = (1 << (parts - 1).bit_length() for parts in (plan.num_splits, plan.num_programs))
-    row_tiles, block_m = -(-num_tokens * group // plan.block_m), row_block(heads // choosers)
+    row_tiles, block_m = -(-num_tokens * group // plan.block_m), row_block(heads // index_heads)
     row_bytes = max(head_blocks.values()) * itemsize
     launches.launch(
         compressed_kernel,
@@ -165,7 +165,7 @@ def attend(
         device=device,
     )
     if settings.num_selected:
-        block_g = min(16, 1 << (heads // choosers - 1).bit_length())
+        block_g = min(16, 1 << (heads // index_heads - 1).bit_length())
         launches.launch(
             choose_kernel,
             (queries, plan.num_chunks),

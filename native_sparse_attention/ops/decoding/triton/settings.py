@@ -75,7 +75,7 @@ def make_plan(
     num_tokens: int,
     heads: int,
     kv_heads: int,
-    choosers: int,
+    index_heads: int,
     head_dim: int,
     capacity: int,
     block_size: int,
@@ -115,7 +115,7 @@ def make_plan(
     reach = min(reach, num_blocks)
     num_chosen = -(-num_selected * selection_block_size // block_n)
     num_reads = num_chosen + -(-reach * selection_block_size // block_n)
-    queries = batch * num_tokens * choosers
+    queries = batch * num_tokens * index_heads
     of_program = tiles_of_program or _tiles_of_program(num_reads, multiprocessors, queries)
     of_program = min(max(of_program, -(-num_reads // MAX_SPLITS)), num_reads)
     return Plan(

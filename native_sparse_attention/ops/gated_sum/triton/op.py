@@ -18,14 +18,18 @@ NUM_WARPS = 4
 
 
 def gated_sum(
-    gates: Tensor, out_compressed: Tensor, out_selected: Tensor, out_window: Tensor, carried: bool = False
+    gates: Tensor, out_compressed: Tensor, out_selected: Tensor, out_window: Tensor, gate_in_attention: bool = False
 ) -> Tensor:
-    """carried: the attentions have the gates, so that the gradient of the sum goes to each of them as it is."""
-    return _forward(gates.detach() if carried else gates, out_compressed, out_selected, out_window, carried)
+    """gate_in_attention: each attention output receives the gradient of the sum unchanged."""
+    return _forward(
+        gates.detach() if gate_in_attention else gates, out_compressed, out_selected, out_window, gate_in_attention
+    )
 
 
 @torch.library.custom_op('native_sparse_attention::gated_sum', mutates_args=())
-def _forward(gates: Tensor, out_compressed: Tensor, out_selected: Tensor, out_window: Tensor, carried: bool) -> Tensor:
+def _forward(
+    gates: Tensor, out_compressed: Tensor, out_selected: Tensor, out_window: Tensor, gate_in_attention: bool
+) -> Tensor:
     out = out_compressed.new_empty(out_compressed.shape)
     tensors = (gates, out_compressed, out_selected, out_window, out)
     _launch(forward_kernel, out, *tensors, *(t.stride() for t in tensors))
@@ -71,15 +75,15 @@ def _(dout: Tensor, *rest: Any) -> tuple[Tensor, ...]:
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.set_materialize_grads(False)
-    *tensors, ctx.carried = inputs
-    ctx.save_for_backward(*(() if ctx.carried else tensors))
+    *tensors, ctx.gate_in_attention = inputs
+    ctx.save_for_backward(*(() if ctx.gate_in_attention else tensors))
 
 
 def _differentiate(ctx: Any, dout: Tensor | None) -> tuple[Tensor | None, ...]:
     needs = list(ctx.needs_input_grad[:4])
     if dout is None:
         return (None,) * 5
-    grads = (None, dout, dout, dout) if ctx.carried else _backward(dout, *ctx.saved_tensors, needs)
+    grads = (None, dout, dout, dout) if ctx.gate_in_attention else _backward(dout, *ctx.saved_tensors, needs)
     return *(grad if needed else None for grad, needed in zip(grads, needs, strict=True)), None
 
 

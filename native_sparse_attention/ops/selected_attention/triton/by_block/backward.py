@@ -329,7 +329,7 @@ def _add_members(
     entry, lse, delta, inverse = members
     mask = first_member + tl.arange(0, BLOCK_M) < num_members
     _, in_group = split_members(first_member, GROUP, BLOCK_M)
-    token, chooser, head = find_members(entry, in_group, kv_head, lists, GROUP, REPEATS, NUM_SELECTED)
+    token, index_head, head = find_members(entry, in_group, kv_head, lists, GROUP, REPEATS, NUM_SELECTED)
     positions = offset + token
     if INT64_OFFSETS:
         token, head = token.to(tl.int64), head.to(tl.int64)
@@ -340,7 +340,7 @@ def _add_members(
     lse_log2 = tl.where(lse == float('-inf'), 0.0, lse) * 1.4426950408889634
     factor = tl.full([BLOCK_M], 1.0, tl.float32)
     if factors_ptr is not None:
-        factor = load_factors(factors_ptr, factors_strides, row, token, chooser, entry, mask, NUM_SELECTED)
+        factor = load_factors(factors_ptr, factors_strides, row, token, index_head, entry, mask, NUM_SELECTED)
     scale_log2 = scale * 1.4426950408889634 * factor
     products = tl.dot(q, tl.trans(k), input_precision='ieee')  # [BLOCK_M, BLOCK_N]
     if softcap is None:

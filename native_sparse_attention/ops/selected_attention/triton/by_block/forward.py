@@ -238,7 +238,7 @@ def _attend(
     members = first_member + tl.arange(0, BLOCK_M)
     mask = members < num_members
     _, in_group = split_members(first_member, GROUP, BLOCK_M)
-    token, chooser, head = find_members(entry, in_group, kv_head, lists, GROUP, REPEATS, NUM_SELECTED)
+    token, index_head, head = find_members(entry, in_group, kv_head, lists, GROUP, REPEATS, NUM_SELECTED)
     positions = offset + token
     if INT64_OFFSETS:
         token, head = token.to(tl.int64), head.to(tl.int64)
@@ -246,7 +246,7 @@ def _attend(
     q = load_rows(q_ptr, offsets, 1, mask, HEAD_DIM, BLOCK_D)
     scale_log2 = tl.full([BLOCK_M], scale * 1.4426950408889634, tl.float32)
     if factors_ptr is not None:
-        scale_log2 *= load_factors(factors_ptr, factors_strides, row, token, chooser, entry, mask, NUM_SELECTED)
+        scale_log2 *= load_factors(factors_ptr, factors_strides, row, token, index_head, entry, mask, NUM_SELECTED)
     products = tl.dot(q, tl.trans(k), input_precision='ieee')  # [BLOCK_M, BLOCK_N]
     if softcap is not None:
         products = cap_logits(products * scale_log2[:, None], softcap * 1.4426950408889634)

@@ -79,27 +79,27 @@ def dq_kernel(
     `[parts, B, T, HI, n]`, for the tiles of the heads of a choice, or None.
     """
     parts = tl.cdiv(GROUP, BLOCK_M)
-    chooser = (tl.program_id(1) // parts).to(tl.int64)
-    sequence, row, token, is_shared = open_query(chooser, place, sharing, parts)
+    index_head = (tl.program_id(1) // parts).to(tl.int64)
+    sequence, row, token, is_shared = open_query(index_head, place, sharing, parts)
     if is_shared:
         return
     key_start, readable = find_keys(sequence, token, place, CAUSAL)
     row, token = row.to(tl.int64), token.to(tl.int64)
     part = (tl.program_id(1) % parts).to(tl.int64)
     in_group = part * BLOCK_M + tl.arange(0, BLOCK_M)
-    heads = chooser * GROUP + in_group
+    heads = index_head * GROUP + in_group
     head_mask = in_group < GROUP
     rows = (row, token, heads, head_mask)
-    num_choosers = tl.num_programs(1) // parts
-    k_ptr += row * k_strides[0] + chooser // REPEATS * k_strides[2]
-    v_ptr += row * v_strides[0] + chooser // REPEATS * v_strides[2]
-    indices_ptr += row * indices_strides[0] + token * indices_strides[1] + chooser * indices_strides[2]
+    index_heads = tl.num_programs(1) // parts
+    k_ptr += row * k_strides[0] + index_head // REPEATS * k_strides[2]
+    v_ptr += row * v_strides[0] + index_head // REPEATS * v_strides[2]
+    indices_ptr += row * indices_strides[0] + token * indices_strides[1] + index_head * indices_strides[2]
     if factors_ptr is not None:
-        factors_ptr += row * factors_strides[0] + token * factors_strides[1] + chooser * factors_strides[2]
+        factors_ptr += row * factors_strides[0] + token * factors_strides[1] + index_head * factors_strides[2]
     pointers = (q_ptr, out_ptr, dout_ptr, dlse_ptr, lse_ptr)
     strides = (q_strides, out_strides, dout_strides, dlse_strides)
     q, dout, delta, places, lse, lse_log2, dlse = load_for_gradients(
-        pointers, strides, rows, num_choosers, place, GROUP, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV
+        pointers, strides, rows, index_heads, place, GROUP, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV
     )
     HAS_DLSE: tl.constexpr = dlse_ptr is not None
     slots = tl.arange(0, BLOCK_S)
@@ -115,7 +115,7 @@ def dq_kernel(
     KIND: tl.constexpr = PART if UNMASKED else ANY
     BLOCK_L: tl.constexpr = 16 if UNMASKED else BLOCK_N
     num_last_steps = tl.cdiv(num_left, 16) if UNMASKED else NUM_SELECTED * tl.cdiv(BLOCK_SIZE, BLOCK_N)
-    source = (k_ptr, v_ptr, k_tiles, v_tiles, row, chooser // REPEATS, k_strides[1], v_strides[1], key_start)
+    source = (k_ptr, v_ptr, k_tiles, v_tiles, row, index_head // REPEATS, k_strides[1], v_strides[1], key_start)
     inputs = (q, dout, lse_log2, dlse, head_mask, factors_ptr, scale, softcap)
     chosen = (indices_ptr, choice, readable, num_slots, first_slot, last_slot)
     missing = tl.zeros([BLOCK_M], tl.float32)
@@ -127,7 +127,7 @@ def dq_kernel(
             BLOCK_S, BLOCK_M, BLOCK_N, BLOCK_L, BLOCK_D, BLOCK_DV, INT64_OFFSETS,
         )  # fmt: skip
         query = row * place.seqlen_q + token
-        dfactors_ptr += ((part * tl.num_programs(0) + query) * num_choosers + chooser) * NUM_SELECTED
+        dfactors_ptr += ((part * tl.num_programs(0) + query) * index_heads + index_head) * NUM_SELECTED
         # Of indices that no step belongs to.
         tl.store(dfactors_ptr + slots, tl.zeros([BLOCK_S], tl.float32), mask=slots < NUM_SELECTED)
     sums = (dq, mean_k, tl.zeros([BLOCK_M], tl.float32))

@@ -79,21 +79,23 @@ def forward_kernel(
     added up by a product with columns of ones.
     """
     parts = tl.cdiv(GROUP, BLOCK_M)
-    chooser = tl.program_id(1) // parts
-    sequence, row, token, is_shared = open_query(chooser, place, sharing, parts)
+    index_head = tl.program_id(1) // parts
+    sequence, row, token, is_shared = open_query(index_head, place, sharing, parts)
     if is_shared:
         return
     key_start, readable = find_keys(sequence, token, place, CAUSAL)
     row, token = row.to(tl.int64), token.to(tl.int64)
     in_group = tl.program_id(1) % parts * BLOCK_M + tl.arange(0, BLOCK_M)
-    heads = chooser * GROUP + in_group
+    heads = index_head * GROUP + in_group
     head_mask = in_group < GROUP
-    kv_head = (chooser // REPEATS).to(tl.int64)
+    kv_head = (index_head // REPEATS).to(tl.int64)
     k_ptr += row * k_strides[0] + kv_head * k_strides[2]
     v_ptr += row * v_strides[0] + kv_head * v_strides[2]
-    indices_ptr += row * indices_strides[0] + token * indices_strides[1] + chooser.to(tl.int64) * indices_strides[2]
+    indices_ptr += row * indices_strides[0] + token * indices_strides[1] + index_head.to(tl.int64) * indices_strides[2]
     if factors_ptr is not None:
-        factors_ptr += row * factors_strides[0] + token * factors_strides[1] + chooser.to(tl.int64) * factors_strides[2]
+        factors_ptr += (
+            row * factors_strides[0] + token * factors_strides[1] + index_head.to(tl.int64) * factors_strides[2]
+        )
     q_ptr += row * q_strides[0] + token * q_strides[1]
     q = load_rows(q_ptr, heads, q_strides[2], head_mask, HEAD_DIM, BLOCK_D)  # [BLOCK_M, BLOCK_D]
     slots = tl.arange(0, BLOCK_S)

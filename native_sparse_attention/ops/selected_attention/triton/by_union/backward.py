@@ -92,15 +92,15 @@ def neighbours_dq_kernel(
     if is_left_out(sharing):
         return
     _, key_start, _ = load_extent(place.cu_seqlens_k, sequence, place.seqlen_k, place.num_sequences)
-    row, chooser = row.to(tl.int64), tl.program_id(1).to(tl.int64)
-    queries, heads, mask = rows_of_tile(first_query, num_queries, chooser, GROUP, BLOCK_G, BLOCK_M)
+    row, index_head = row.to(tl.int64), tl.program_id(1).to(tl.int64)
+    queries, heads, mask = rows_of_tile(first_query, num_queries, index_head, GROUP, BLOCK_G, BLOCK_M)
     tokens = (query_start + queries).to(tl.int64)
     positions = offset + queries
-    k_ptr += row * k_strides[0] + chooser // REPEATS * k_strides[2]
-    v_ptr += row * v_strides[0] + chooser // REPEATS * v_strides[2]
+    k_ptr += row * k_strides[0] + index_head // REPEATS * k_strides[2]
+    v_ptr += row * v_strides[0] + index_head // REPEATS * v_strides[2]
     member_tokens, member_mask = members_of_tile(query_start, first_query, num_queries, BLOCK_T)
     choices, factors = load_choices_and_factors(
-        indices_ptr, factors_ptr, indices_strides, factors_strides, row, chooser, member_tokens, member_mask,
+        indices_ptr, factors_ptr, indices_strides, factors_strides, row, index_head, member_tokens, member_mask,
         NUM_SELECTED, BLOCK_S,
     )  # fmt: skip
     rows = (row, tokens, heads, mask)
@@ -117,9 +117,9 @@ def neighbours_dq_kernel(
     dfactors = tl.zeros([BLOCK_M, BLOCK_S], tl.float32)
     mean_logits = tl.zeros([BLOCK_M, BLOCK_S], tl.float32)
     slots = tl.arange(0, BLOCK_S)
-    blocks_ptr, members_ptr = find_union(sharing, chooser, UNION)
-    pair = row * (tl.num_programs(1) // REPEATS) + chooser // REPEATS
-    source = (k_ptr, v_ptr, k_tiles, v_tiles, row, chooser // REPEATS, k_strides[1], v_strides[1], key_start)
+    blocks_ptr, members_ptr = find_union(sharing, index_head, UNION)
+    pair = row * (tl.num_programs(1) // REPEATS) + index_head // REPEATS
+    source = (k_ptr, v_ptr, k_tiles, v_tiles, row, index_head // REPEATS, k_strides[1], v_strides[1], key_start)
     # Beside products of float32, masks cost nothing, and every loop takes seconds to compile.
     UNMASKED: tl.constexpr = BLOCK_SIZE % BLOCK_N == 0 and q.dtype != tl.float32
     are_small = is_small_tile(q) and is_small_tile(dout)
@@ -138,9 +138,11 @@ def neighbours_dq_kernel(
     if dfactors_ptr is not None:
         dfactors = tl.where(mask[:, None], dfactors - missing[:, None] * mean_logits, 0.0)
         dfactors = tl.sum(tl.reshape(dfactors, [BLOCK_T, BLOCK_G, BLOCK_S]), 1)  # [BLOCK_T, BLOCK_S]
-        choosers = (row * place.seqlen_q + member_tokens) * tl.num_programs(1) + chooser
+        rows_of_factors = (row * place.seqlen_q + member_tokens) * tl.num_programs(1) + index_head
         dfactors_mask = member_mask[:, None] & (slots < NUM_SELECTED)[None, :]
-        tl.store(dfactors_ptr + (choosers * NUM_SELECTED)[:, None] + slots[None, :], dfactors, mask=dfactors_mask)
+        tl.store(
+            dfactors_ptr + (rows_of_factors * NUM_SELECTED)[:, None] + slots[None, :], dfactors, mask=dfactors_mask
+        )
 
 
 @triton.jit

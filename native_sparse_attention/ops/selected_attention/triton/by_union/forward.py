@@ -84,7 +84,7 @@ def neighbours_forward_kernel(
     ONES: tl.constexpr,
     NEGATIVE: tl.constexpr,
 ):
-    """One program per tile of BLOCK_M / BLOCK_G queries and per chooser; BLOCK_G holds the heads of a group.
+    """One program per tile of BLOCK_M / BLOCK_G queries and per index head; BLOCK_G holds the heads of a group.
     sharing: tiles without a flag are left to the kernel per query. Others are as in that one.
     """
     BLOCK_T: tl.constexpr = BLOCK_M // BLOCK_G
@@ -99,12 +99,12 @@ def neighbours_forward_kernel(
     if is_left_out(sharing):
         return
     _, key_start, _ = load_extent(place.cu_seqlens_k, sequence, place.seqlen_k, place.num_sequences)
-    row, chooser = row.to(tl.int64), tl.program_id(1).to(tl.int64)
-    queries, heads, mask = rows_of_tile(first_query, num_queries, chooser, GROUP, BLOCK_G, BLOCK_M)
+    row, index_head = row.to(tl.int64), tl.program_id(1).to(tl.int64)
+    queries, heads, mask = rows_of_tile(first_query, num_queries, index_head, GROUP, BLOCK_G, BLOCK_M)
     tokens = (query_start + queries).to(tl.int64)
     positions = offset + queries
-    k_ptr += row * k_strides[0] + chooser // REPEATS * k_strides[2]
-    v_ptr += row * v_strides[0] + chooser // REPEATS * v_strides[2]
+    k_ptr += row * k_strides[0] + index_head // REPEATS * k_strides[2]
+    v_ptr += row * v_strides[0] + index_head // REPEATS * v_strides[2]
     q_ptr += row * q_strides[0]
     q = load_rows(q_ptr, tokens * q_strides[1] + heads * q_strides[2], 1, mask, HEAD_DIM, BLOCK_D)
     if NEGATIVE:
@@ -112,15 +112,15 @@ def neighbours_forward_kernel(
         q, scale = -q, -scale
     member_tokens, member_mask = members_of_tile(query_start, first_query, num_queries, BLOCK_T)
     choices, factors = load_choices_and_factors(
-        indices_ptr, factors_ptr, indices_strides, factors_strides, row, chooser, member_tokens, member_mask,
+        indices_ptr, factors_ptr, indices_strides, factors_strides, row, index_head, member_tokens, member_mask,
         NUM_SELECTED, BLOCK_S,
     )  # fmt: skip
 
     total = tl.zeros([BLOCK_M], tl.float32)
     out = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    blocks_ptr, members_ptr = find_union(sharing, chooser, UNION)
-    pair = row * (tl.num_programs(1) // REPEATS) + chooser // REPEATS
-    source = (k_ptr, v_ptr, k_tiles, v_tiles, row, chooser // REPEATS, k_strides[1], v_strides[1], key_start)
+    blocks_ptr, members_ptr = find_union(sharing, index_head, UNION)
+    pair = row * (tl.num_programs(1) // REPEATS) + index_head // REPEATS
+    source = (k_ptr, v_ptr, k_tiles, v_tiles, row, index_head // REPEATS, k_strides[1], v_strides[1], key_start)
     # Beside products of float32, masks cost nothing, and every loop takes seconds to compile.
     UNMASKED: tl.constexpr = BLOCK_SIZE % BLOCK_N == 0 and q.dtype != tl.float32
     # With factors, a block's logits say nothing of another's.

@@ -226,7 +226,7 @@ def _add_members(
     rows = first_row + tl.arange(0, BLOCK_M)
     row_mask = rows < num_rows
     _, in_group = split_members(first_row, GROUP, BLOCK_M)
-    token, chooser, head = find_members(entry, in_group, kv_head, lists, GROUP, REPEATS, NUM_SELECTED)
+    token, index_head, head = find_members(entry, in_group, kv_head, lists, GROUP, REPEATS, NUM_SELECTED)
     positions = offset + token
     if INT64_OFFSETS:
         token, head = token.to(tl.int64), head.to(tl.int64)
@@ -249,7 +249,7 @@ def _add_members(
     shift = tl.maximum(lse, -2.0e38, propagate_nan=tl.PropagateNan.ALL) * -1.4426950408889634
     factor = tl.full([BLOCK_M], 1.0, tl.float32)
     if factors_ptr is not None:
-        factor = load_factors(factors_ptr, factors_strides, row, token, chooser, entry, row_mask, NUM_SELECTED)
+        factor = load_factors(factors_ptr, factors_strides, row, token, index_head, entry, row_mask, NUM_SELECTED)
     scale_log2 = scale * 1.4426950408889634 * factor
 
     products = tl.dot(k, tl.trans(q), input_precision='ieee')  # [BLOCK_N, BLOCK_M]

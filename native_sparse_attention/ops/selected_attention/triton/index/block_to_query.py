@@ -97,7 +97,7 @@ def count_programs(num_entries: int, num_slots: int, chunk: int) -> int:
 
 
 class Parts(NamedTuple):
-    """What blocks add to results of their members: a row for every entry of a pair and head of its chooser, `[pairs,
+    """What blocks add to results of their members: a row for every entry of a pair and head of its index head, `[pairs,
     T * R * n, G]`.
 
     out: `[rows, D or DV]`, of delta `[rows, 0]`, float16 or float32, in units of unit, float32 `[rows]` (`find_unit`).
@@ -256,17 +256,17 @@ def count_near(
 def find_members(
     entry, in_group, kv_head, lists, GROUP: tl.constexpr, REPEATS: tl.constexpr, NUM_SELECTED: tl.constexpr
 ):
-    """Token, chooser and head of each member, by its entry and its head in the group."""
+    """Token, index head and head of each member, by its entry and its head in the group."""
     entry = entry.to(tl.uint32)  # to divide by
     token = lists.first_token + (entry // (REPEATS * NUM_SELECTED)).to(tl.int32)
-    chooser = kv_head.to(tl.int32) * REPEATS + (entry // NUM_SELECTED % REPEATS).to(tl.int32)
-    return token, chooser, chooser * GROUP + in_group
+    index_head = kv_head.to(tl.int32) * REPEATS + (entry // NUM_SELECTED % REPEATS).to(tl.int32)
+    return token, index_head, index_head * GROUP + in_group
 
 
 @triton.jit
-def load_factors(factors_ptr, factors_strides, row, token, chooser, entry, mask, NUM_SELECTED: tl.constexpr):
+def load_factors(factors_ptr, factors_strides, row, token, index_head, entry, mask, NUM_SELECTED: tl.constexpr):
     """Factors of the logits of members of a list."""
-    offsets = row * factors_strides[0] + token * factors_strides[1] + chooser * factors_strides[2]
+    offsets = row * factors_strides[0] + token * factors_strides[1] + index_head * factors_strides[2]
     return tl.load(factors_ptr + offsets + entry % NUM_SELECTED, mask=mask, other=0.0).to(tl.float32)
 
 

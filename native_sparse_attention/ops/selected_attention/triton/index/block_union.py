@@ -43,8 +43,9 @@ MAX_MEMBERS = 64
 class Sharing(NamedTuple):
     """One argument of the kernels, for tiles of block_t queries as in `locate_queries`, from first_tile on.
 
-    blocks: int32 `[tiles, HI, P]`, the union of what a chooser's queries chose, ascending; P is `union_size`. members:
-    int64 `[tiles, HI, P + 1]`: bit t of members[i + 1] - members[i] says that query t of the tile chose block i.
+    blocks: int32 `[tiles, HI, P]`, the union of the blocks that the queries of a tile selected, ascending; P is
+    `union_size`. members: int64 `[tiles, HI, P + 1]`: bit t of members[i + 1] - members[i] is set where query t of the
+    tile selected block i.
     counts: int32 `[tiles, HI, 3]`, of the blocks; of the first ones, which every query may read as a whole; and, with
     converted values, whether all of the blocks are small. With these the first ones are those that fit, too, and the
     others stand behind them, ascending again. flags: int8 `[all tiles + 1, HI]`, 1 where a tile reads its union, 0
@@ -77,7 +78,7 @@ def find_sharing(
     flags: Tensor | None = None,
 ) -> Sharing:
     """The unions of these tiles, or of all; with flags unless max_percent is None. halves: converted values, each of
-    whose heads has one chooser. flags: those of the tiles before these, in a tensor for all.
+    whose heads has one index head. flags: those of the tiles before these, in a tensor for all.
     """
     seqlen, index_heads, num_selected = block_indices.shape[1:]
     all_tiles = num_tiles(place, seqlen, block_t)
@@ -139,7 +140,7 @@ def union_kernel(
     BLOCK_S: tl.constexpr,
     LOG_SIZE: tl.constexpr,
 ):
-    """One program per tile of queries and chooser. Only blocks with a key that a query may read count, and an index
+    """One program per tile of queries and index head. Only blocks with a key that a query may read count, and an index
     that stands several times in a row counts once. A tile leaves the flag of the next one of its sequence.
     """
     SIZE: tl.constexpr = 2**LOG_SIZE
@@ -151,12 +152,12 @@ def union_kernel(
     sequence, row, query_start, first_query, num_queries, num_keys, offset = locate_queries(index, place, BLOCK_T)
     if first_query >= num_queries:
         return
-    row, chooser = row.to(tl.int64), tl.program_id(1).to(tl.int64)
-    place_of_tile = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + chooser
+    row, index_head = row.to(tl.int64), tl.program_id(1).to(tl.int64)
+    place_of_tile = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + index_head
     places = tl.arange(0, SIZE)
     queries, slots = first_query + places // BLOCK_S, places % BLOCK_S
     mask = (queries < num_queries) & (slots < NUM_SELECTED)
-    indices_ptr += row * indices_strides[0] + chooser * indices_strides[2]
+    indices_ptr += row * indices_strides[0] + index_head * indices_strides[2]
     blocks = tl.load(
         indices_ptr + (query_start + queries).to(tl.int64) * indices_strides[1] + slots, mask=mask, other=-1
     )
@@ -169,7 +170,7 @@ def union_kernel(
     blocks = tl.where(counts, blocks, 0).to(tl.int32)
     if halves is not None:
         _, key_start, _ = load_extent(place.cu_seqlens_k, sequence, place.seqlen_k, place.num_sequences)
-        flags_ptr = find_flags(halves, row * tl.num_programs(1) + chooser, sequence, key_start, place, BLOCK_SIZE)
+        flags_ptr = find_flags(halves, row * tl.num_programs(1) + index_head, sequence, key_start, place, BLOCK_SIZE)
         flags = tl.load(flags_ptr + blocks, mask=counts, other=FITS).to(tl.int32)
         blocks += tl.where((blocks < num_whole) & (flags == FITS), 0, LATE)
         tl.store(counts_ptr + 2, (tl.min(flags, 0) != 0).to(tl.int32))
@@ -198,7 +199,7 @@ def union_kernel(
     tl.store(counts_ptr, num_union)
     tl.store(counts_ptr + 1, tl.sum((starts & (blocks < num_whole)).to(tl.int32), 0))
     if sharing.flags is not None:
-        flags_ptr = sharing.flags + index.to(tl.int64) * tl.num_programs(1) + chooser
+        flags_ptr = sharing.flags + index.to(tl.int64) * tl.num_programs(1) + index_head
         if first_query == 0:
             tl.store(flags_ptr, 0)
         if first_query + BLOCK_T < num_queries:
@@ -207,28 +208,28 @@ def union_kernel(
 
 
 @triton.jit
-def load_flag(sharing, tile, chooser, num_choosers):
-    return tl.load(sharing.flags + tile.to(tl.int64) * num_choosers + chooser)
+def load_flag(sharing, tile, index_head, index_heads):
+    return tl.load(sharing.flags + tile.to(tl.int64) * index_heads + index_head)
 
 
 @triton.jit
-def load_flag_of_query(sharing, sequence, token, chooser, num_choosers, place):
+def load_flag_of_query(sharing, sequence, token, index_head, index_heads, place):
     """The flag of the tile that a query belongs to."""
     _, start, _ = load_extent(place.cu_seqlens, sequence, place.seqlen_q, place.num_sequences)
     if place.cu_seqlens is None:
         tile = sequence * tl.cdiv(place.seqlen_q, sharing.block_t)
     else:
         tile = start // sharing.block_t + sequence
-    return load_flag(sharing, tile + (token - start) // sharing.block_t, chooser, num_choosers)
+    return load_flag(sharing, tile + (token - start) // sharing.block_t, index_head, index_heads)
 
 
 @triton.jit
-def open_query(chooser, place, sharing, parts):
+def open_query(index_head, place, sharing, parts):
     """Sequence, row and token of a program's query, and whether a tile of neighbours has it. parts: tiles of the heads
-    of a chooser.
+    of an index head.
     """
     sequence, row, token = find_query(tl.program_id(0), place)
     is_shared = 0
     if sharing.flags is not None:
-        is_shared = load_flag_of_query(sharing, sequence, token, chooser, tl.num_programs(1) // parts, place)
+        is_shared = load_flag_of_query(sharing, sequence, token, index_head, tl.num_programs(1) // parts, place)
     return sequence, row, token, is_shared != 0

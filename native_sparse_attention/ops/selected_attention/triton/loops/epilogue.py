@@ -55,7 +55,7 @@ def load_for_gradients(
     pointers,
     strides,
     rows,
-    num_choosers,
+    index_heads,
     place,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -78,7 +78,7 @@ def load_for_gradients(
     dout = _load_of_rows(dout_ptr, dout_strides, rows, VALUE_DIM, BLOCK_DV)  # [BLOCK_M, BLOCK_DV]
     out = _load_of_rows(out_ptr, out_strides, rows, VALUE_DIM, BLOCK_DV)
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
-    places = (row * num_choosers * GROUP + heads) * place.seqlen_q + tokens
+    places = (row * index_heads * GROUP + heads) * place.seqlen_q + tokens
     lse = tl.load(lse_ptr + places, mask=mask, other=0.0)
     lse_log2 = tl.where(lse == float('-inf'), 0.0, lse) * 1.4426950408889634
     dlse = tl.zeros([heads.shape[0]], tl.float32)

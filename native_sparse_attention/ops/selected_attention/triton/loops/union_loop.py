@@ -32,9 +32,9 @@ def is_left_out(sharing):
 
 
 @triton.jit
-def find_union(sharing, chooser, UNION: tl.constexpr):
+def find_union(sharing, index_head, UNION: tl.constexpr):
     """Where the blocks of a program's tile begin, and who chose them."""
-    in_unions = (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + chooser) * UNION
+    in_unions = (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + index_head) * UNION
     return sharing.blocks + in_unions, sharing.members + in_unions + in_unions // UNION
 
 
@@ -178,11 +178,13 @@ def load_keys(
 
 
 @triton.jit
-def rows_of_tile(first_query, num_queries, chooser, GROUP: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr):
+def rows_of_tile(
+    first_query, num_queries, index_head, GROUP: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr
+):
     """Query in its sequence and head of every row, and whether there are such: every query with every head."""
     rows = tl.arange(0, BLOCK_M)
     queries = first_query + rows // BLOCK_G
-    return queries, chooser * GROUP + rows % BLOCK_G, (queries < num_queries) & (rows % BLOCK_G < GROUP)
+    return queries, index_head * GROUP + rows % BLOCK_G, (queries < num_queries) & (rows % BLOCK_G < GROUP)
 
 
 @triton.jit
@@ -199,7 +201,7 @@ def load_choices_and_factors(
     indices_strides,
     factors_strides,
     row,
-    chooser,
+    index_head,
     tokens,
     mask,
     NUM_SELECTED: tl.constexpr,
@@ -209,9 +211,9 @@ def load_choices_and_factors(
     choices = 0
     factors = 0
     if factors_ptr is not None:
-        indices_ptr += row * indices_strides[0] + chooser * indices_strides[2]
+        indices_ptr += row * indices_strides[0] + index_head * indices_strides[2]
         choices = load_choices(indices_ptr, tokens * indices_strides[1], mask, NUM_SELECTED, BLOCK_S)
-        factors_ptr += row * factors_strides[0] + chooser * factors_strides[2]
+        factors_ptr += row * factors_strides[0] + index_head * factors_strides[2]
         slots = tl.arange(0, BLOCK_S)
         mask = mask[:, None] & (slots < NUM_SELECTED)[None, :]
         places = (tokens * factors_strides[1])[:, None] + slots[None, :]
