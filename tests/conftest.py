@@ -59,10 +59,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    is_full = config.getoption('--full') or any('::' in argument for argument in config.args)
     skipped = {
         'gpu': None if torch.cuda.is_available() else 'no CUDA device',
         'slow': None if 'slow' in str(config.getoption('-m')) else 'takes minutes; -m slow runs it',
-        'full': None if config.getoption('--full') else 'not in the quick run; --full runs it',
+        'full': None if is_full else 'not in the quick run; --full runs it',
     }
     for item in items:
         reasons = [reason for marker, reason in skipped.items() if reason and item.get_closest_marker(marker)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,19 @@ from torch import Tensor
 
 if importlib.util.find_spec('triton') is None:
     collect_ignore_glob = ['test_*.py']
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of this folder full, but for the first case, with each design, of those marked quick."""
+    seen: set[tuple[Any, ...]] = set()
+    for item in items:
+        if isinstance(item, pytest.Function) and item.path.parent == Path(__file__).parent:
+            design = item.callspec.params.get('kernels') if hasattr(item, 'callspec') else None
+            case = (item.path, item.originalname, design)
+            if case in seen or not item.get_closest_marker('quick'):
+                item.add_marker('full')
+            seen.add(case)
 
 
 @pytest.fixture(autouse=True)

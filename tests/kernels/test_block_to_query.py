@@ -35,6 +35,7 @@ def find(lists: Lists, indices: Tensor, chunk: int, at_once: bool) -> list[list[
     return found.tolist()
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize('at_once', [False, True])
 @pytest.mark.parametrize(
     ('pairs', 'num_slots', 'chunk', 'longest'), [(2, 1, 64, 200), (2, 7, 1, 3), (2, 7, 48, 500), (1, 530, 64, 20)]

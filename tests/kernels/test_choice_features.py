@@ -43,6 +43,7 @@ def cap(problem: tuple[dict[str, Tensor], dict[str, Any]], softcap: float) -> An
     return tensors, settings | {'softcap': softcap}
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize('share_group', [True, False])
 @pytest.mark.parametrize('causal', [True, False])
 @pytest.mark.parametrize(
@@ -106,6 +107,7 @@ def test_layouts_of_counts(device: torch.device) -> None:
         assert_equals_eager(problem, num_selected=3, block_counts=torch.full((2, 19, 2), huge, device=device))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float16])
 @pytest.mark.parametrize('share_group', [True, False])
 @pytest.mark.parametrize('softcap', [0.5, 30.0])
@@ -215,6 +217,7 @@ def test_any_capped_scores(
     assert_close_to_eager(chosen_scores, tensors, scores.make_grad(tensors), **settings)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize('forced', [(0, 0), (1, 2)])
 @pytest.mark.parametrize('causal', [True, False])
 def test_capped_straight_through_scale(causal: bool, forced: tuple[int, int], device: torch.device) -> None:

@@ -91,6 +91,7 @@ def check(problem: Problem, grads: list[Tensor] | None = None, by_rules: bool = 
             torch.testing.assert_close(value.double(), gold[name], rtol=1e-4, atol=2e-6)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float16])
 def test_error_rules(dtype: torch.dtype, device: torch.device) -> None:
     extents = Extents(1, 16, 150, {'q_offset': 100}, [150])
@@ -152,6 +153,7 @@ def test_numbers_of_blocks(num_selected: int, device: torch.device) -> None:
     check(make_problem(whole(9), device, num_selected=num_selected, kind='junk', scale=0.7))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ('extents', 'causal'),
     [
@@ -220,6 +222,7 @@ def test_any_call(
     assert_close_to_eager(op, tensors, make_grad(tensors), **settings)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize('forced', [(0, 0), (1, 0), (0, 1), (1, 2), (3, 9)])
 @pytest.mark.parametrize('causal', [True, False])
 @pytest.mark.parametrize('extents', [Extents(2, 7, 40, {'q_offset': 21}, [40, 40]), packed([5, 31])])

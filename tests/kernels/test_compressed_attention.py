@@ -93,6 +93,7 @@ def assert_close(
     assert_close_to_eager(attend, tensors, make_grads(extents, heads, device), **settings)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize('causal', [True, False])
 @pytest.mark.parametrize('seqlen', [3, 4, 5, 6, 65, 66, 130, 257])
 def test_lengths(seqlen: int, causal: bool, device: torch.device) -> None:
@@ -103,6 +104,7 @@ def test_lengths(seqlen: int, causal: bool, device: torch.device) -> None:
         assert_attention_matches(attend, tensors, 'triton', **settings_of(whole(seqlen), device), causal=causal)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize('pairs', [0, 1, 2, 3, 31, 33, 70])
 @pytest.mark.parametrize('causal', [True, False])
 def test_memory_pairs(pairs: int, causal: bool, device: torch.device) -> None:
@@ -187,6 +189,7 @@ EXTENTS = {
 }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize('extents', EXTENTS.values(), ids=EXTENTS)
 @pytest.mark.parametrize(('pairs', 'causal'), [(0, True), (2, True), (1, False)])
 def test_places_of_queries_among_keys(pairs: int, causal: bool, extents: Extents, device: torch.device) -> None:

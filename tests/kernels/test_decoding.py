@@ -39,12 +39,14 @@ def check(case: Case, lengths: list[int], steps: tuple[int, ...], device: torch.
     return cache
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float16])
 @pytest.mark.parametrize('network', ['mean', 'linear', 'own'])
 def test_networks(network: str, dtype: torch.dtype, device: torch.device) -> None:
     check(Case(network=network, dtype=dtype), [23], (1, 3), device)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize('network', ['mean', 'own'])
 def test_many_tokens(network: str, device: torch.device) -> None:
     check(Case(network=network, heads=ONE_HEAD), [19], (16,), device)
@@ -110,6 +112,7 @@ def test_memory_pairs(pairs: int, device: torch.device) -> None:
     check(Case(heads=ONE_HEAD, pairs=pairs), [30, 3], (2,), device, num_splits=2)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize('num_angles', [0, 5, None])
 @pytest.mark.parametrize('independent', [False, True])
 def test_rotary(num_angles: int | None, independent: bool, device: torch.device) -> None:
@@ -117,6 +120,7 @@ def test_rotary(num_angles: int | None, independent: bool, device: torch.device)
     check(case, [26], (2,), device)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize('max_rollback', [0, 40])
 def test_rings(max_rollback: int, device: torch.device) -> None:
     """Rings of fewer places than new tokens, and of more than a row has tokens."""
@@ -149,6 +153,7 @@ def test_chunks_of_the_choice(
     settings.make_plan.cache_clear()
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize('page_size', [8, 32])
 @pytest.mark.parametrize(
     'case',

@@ -48,6 +48,7 @@ def select(case: Case, cache: LayerCache, tokens: dict[str, Tensor], layer: dict
     return select_blocks(q, k_cmp, lse, **blocks, **forced, scale=scale, **where, backend='eager')
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     'case',
     [
@@ -144,6 +145,7 @@ def test_later_tokens_change_nothing(case: Case, value: float, device: torch.dev
     assert same_bits(out[:, :2], expected[:, :2])
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     'case',
     [Case(heads=ONE_HEAD), Case(heads=ONE_HEAD, independent=True), Case(heads=ONE_HEAD, page_size=16)],

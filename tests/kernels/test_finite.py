@@ -11,6 +11,7 @@ from native_sparse_attention.ops._triton import finite
 SHAPE = (2, finite.BLOCK_T + 3, 2)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize('name', 'kv')
 @pytest.mark.parametrize('value', [2.0**59, -(2.0**59), torch.inf, -torch.inf, torch.nan])
 def test_what_is_large_is_found(value: float, name: str, device: torch.device) -> None:

@@ -44,6 +44,7 @@ def check(tensors: Tensors, grad: Tensor) -> None:
         assert_matches(value, gold[name], same_dtype[name], name=name)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize('gate_dtype', [torch.float32, torch.float16])
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float16])
 @pytest.mark.parametrize('shape', [(1, 1, 1, 1), (2, 33, 6, 40), (1, 130, 3, 64), (3, 5, 16, 100), (1, 3, 2, 256)])

@@ -45,6 +45,7 @@ def assert_close(extents: Extents, heads: Heads, device: torch.device, tensors: 
     assert_close_to_eager(multiplied(window_attention), tensors, make_grads(extents, heads, device), **settings)
 
 
+@pytest.mark.quick
 @every_dtype
 @every_kind
 @pytest.mark.parametrize('heads', GROUPS, ids=str)
@@ -56,6 +57,7 @@ def test_windows(window: tuple[int, int], heads: Heads, kind: str, dtype: torch.
     assert_close(extents, heads, device, tensors, window_size=window, causal=window[1] == 0)
 
 
+@pytest.mark.quick
 @every_dtype
 @pytest.mark.parametrize('kind', KINDS[1:])
 def test_the_error_rules(kind: str, dtype: torch.dtype, device: torch.device) -> None:
@@ -83,6 +85,7 @@ def test_features(names: tuple[str, ...], kind: str, dtype: torch.dtype, device:
     assert_close(extents, TWO_GROUPS, device, tensors, **settings)
 
 
+@pytest.mark.quick
 @every_dtype
 @every_kind
 @pytest.mark.parametrize('pairs', [0, 2])
@@ -282,6 +285,7 @@ def sums(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return calls
 
 
+@pytest.mark.quick
 @every_kind
 @pytest.mark.parametrize(
     ('extents', 'heads'),

@@ -36,6 +36,7 @@ def _launch_copy(x: Tensor, out: Tensor, load_size: int, store_first: int, store
     kernel[(1,)](x, out, load_size, store_first, store_stop, scale, BLOCK=64)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize('load_size', [0, 39, 40])
 def test_right_accesses_pass(load_size: int, device: torch.device) -> None:
     x = torch.randn(40, device=device)
@@ -47,6 +48,7 @@ def test_what_is_not_written_is_nan_inside_a_registered_op(device: torch.device)
     assert out.isnan().tolist() == [False] * 39 + [True]
 
 
+@pytest.mark.quick
 @interpreted
 @pytest.mark.parametrize('access', [(41, 0, 40), (40, 0, 41), (40, -1, 40)])
 def test_an_access_outside_the_tensors_is_reported(access: tuple[int, int, int], device: torch.device) -> None:
@@ -54,6 +56,7 @@ def test_an_access_outside_the_tensors_is_reported(access: tuple[int, int, int],
         copy(torch.randn(40, device=device), *access)
 
 
+@pytest.mark.quick
 @pytest.mark.plain_memory(watched=False)
 @pytest.mark.parametrize('stores', [(0, 41), (-1, 40)])
 def test_a_store_beside_a_buffer_is_found_afterwards(stores: tuple[int, int], device: torch.device) -> None:

@@ -38,6 +38,7 @@ def run(tensors: dict[str, Tensor], backend: str, **settings: Any) -> tuple[Tens
     return window_attention(**tensors, window_size=(-1, 0), backend=backend, **settings)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float16])
 @pytest.mark.parametrize('far', [-200, -30, 30, 60, 200, 2000])
 def test_logits_far_from_those_at_the_ends(far: float, dtype: torch.dtype, device: torch.device) -> None:

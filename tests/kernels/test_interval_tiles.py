@@ -21,6 +21,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mem_k: Tensor, mem_v: Tensor, **sett
     return compressed_attention(q, k, v, block_size=1, stride=1, mem_kv=(mem_k, mem_v), **settings)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize('with_memory', [False, True])
 @pytest.mark.parametrize(
     ('extents', 'heads', 'window'),

@@ -152,6 +152,7 @@ def test_drawn_problems(
     check(extents, device, **sizes, causal=causal, unique=unique, dtype=dtype, tokens=tokens, tile=tile)
 
 
+@pytest.mark.quick
 @ways
 @pytest.mark.parametrize('unique', [True, False])
 @pytest.mark.parametrize(
@@ -240,6 +241,7 @@ def test_junk_in_borders_stays_inside_the_lists(borders: list[int], tile: Tile |
     assert index.starts.max() <= 80
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ('num_rows', 'num_selected', 'num_slots', 'log_size'),
     [

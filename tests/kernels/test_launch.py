@@ -64,6 +64,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     return Kernel()
 
 
+@pytest.mark.quick
 def test_a_launch_again(kernel: Kernel) -> None:
     """Other tensors of the same looks: Triton's launcher gets addresses, numbers, and constants in their order."""
     first = kernel(torch.zeros(8), torch.zeros(8))

@@ -102,6 +102,7 @@ CASES = {
 }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize('num_tokens', [1, 4])
 @pytest.mark.parametrize('name', CASES)
 def test_a_step_again(name: str, num_tokens: int, runs: list[str]) -> None:
@@ -159,6 +160,7 @@ CHANGES: dict[str, Any] = {
 }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize('change', CHANGES)
 @pytest.mark.parametrize('name', ['q', 'raw_k', 'v_window', 'gates'])
 def test_tokens_that_look_otherwise(name: str, change: str, runs: list[str]) -> None:

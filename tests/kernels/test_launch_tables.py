@@ -23,6 +23,7 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(module, 'launch', lambda *args, **others: None)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize('entry', every_entry(), ids=str)
 @pytest.mark.usefixtures('nothing_runs')
 def test_settings_are_taken(entry: Entry, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,7 @@ def reduction(axis: int, *operands: str, op: str = 'reduce', attribute: str = ''
     """
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ('axis', 'operand', 'is_scattered'),
     [

@@ -23,6 +23,7 @@ from tests.support.selected_attention_problems import (
 )
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float16])
 @pytest.mark.parametrize('softcap', [None, 2.0])
 def test_rules(dtype: torch.dtype, softcap: float | None, device: torch.device) -> None:

@@ -21,6 +21,7 @@ def random_kernel(seed_ptr, counter_ptr, out_ptr, SIZE: tl.constexpr):
     tl.store(out_ptr + i, tl.philox(tl.load(seed_ptr), s, t, h, b)[0].to(tl.int64))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize('seed', [0, 5, -1, 2**32 + 7, 2**63 - 1, -(2**63)])
 def test_philox(seed: int, device: torch.device) -> None:
     counter = torch.randint(2**31 - 1, (4, 64), dtype=torch.int32, device=device)

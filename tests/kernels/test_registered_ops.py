@@ -212,6 +212,7 @@ def leaf(value: Any, requires_grad: bool) -> Any:
     return value
 
 
+@pytest.mark.quick
 def test_every_registered_op_is_among_those_that_are_checked(device: torch.device) -> None:
     checked = {op for name in OPS for op in record(name, device)}
     schemas = torch._C._jit_get_all_schemas()
@@ -219,6 +220,7 @@ def test_every_registered_op_is_among_those_that_are_checked(device: torch.devic
     assert registered == checked
 
 
+@pytest.mark.quick
 @pytest.mark.plain_memory  # it compares where in its buffer a result lies
 @pytest.mark.parametrize('name', OPS)
 def test_opcheck(name: str, device: torch.device) -> None:
@@ -229,6 +231,7 @@ def test_opcheck(name: str, device: torch.device) -> None:
 
 
 # The others are linear, and their own derivative.
+@pytest.mark.quick
 @pytest.mark.parametrize(
     'name', [n for n in DIFFERENTIABLE if n not in ('rotary', 'fan out', 'gated sum, gate in attention')]
 )

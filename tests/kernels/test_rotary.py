@@ -40,6 +40,7 @@ def check(x: Tensor, cos: Tensor, sin: Tensor, grad: Tensor) -> None:
         assert_matches(value, gold[name], same_dtype[name], name=name)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float16])
 @pytest.mark.parametrize(
     ('shape', 'num_angles'),

@@ -100,6 +100,7 @@ def sequences_of(problem: Problem) -> Sequences:
     )
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize('share_group', [True, False])
 @pytest.mark.parametrize('causal', [True, False])
 @pytest.mark.parametrize(
@@ -136,6 +137,7 @@ def test_lengths_around_a_block(seqlen: int, device: torch.device) -> None:
     assert_as_good_as_eager(problem, num_selected=2, num_local=1)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize('causal', [True, False])
 @pytest.mark.parametrize(('num_init', 'num_local'), [(0, 0), (1, 2), (3, 0), (0, 3), (2, 4), (99, 99), (2**31, 2**31)])
 @pytest.mark.parametrize('num_selected', [1, 3, 6])
@@ -196,6 +198,7 @@ def test_scores_that_rise_and_that_fall(device: torch.device) -> None:
         assert result.flatten().tolist() == list(expected)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize('share_group', [True, False])
 def test_equal_scores_go_to_the_lower_block(share_group: bool, device: torch.device) -> None:
     """Equal keys, whose scores are rounded: inner blocks tie all the same, and the first and the last score less."""
@@ -250,6 +253,7 @@ EXTENTS = {
 }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize('extents', EXTENTS.values(), ids=EXTENTS)
 @pytest.mark.parametrize('causal', [True, False])
 def test_places_of_queries_among_keys(causal: bool, extents: Extents, device: torch.device) -> None:

@@ -44,6 +44,7 @@ def one_column(num_blocks: int, column: int) -> Tensor:
     return torch.arange(num_blocks) % COLUMNS == column
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize('num_selected', [1, 3, 5, 9, 16])
 @pytest.mark.parametrize('direction', [1, -1])
 def test_rows_that_take_many_blocks_of_one_column(num_selected: int, direction: int, device: torch.device) -> None:
@@ -105,6 +106,7 @@ DESCRIBED = {
 }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize('case', DESCRIBED)
 @pytest.mark.parametrize('group', [2, 9])
 def test_keys_by_descriptor(case: str, group: int, described: list[Tensor], device: torch.device) -> None:

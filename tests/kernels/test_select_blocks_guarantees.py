@@ -29,6 +29,7 @@ def test_what_no_query_reads_changes_nothing(device: torch.device) -> None:
         assert torch.equal(choose((spoiled, settings), num_selected=4), expected)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize('junk', [torch.nan, torch.inf])
 def test_the_future_changes_nothing(junk: float, device: torch.device) -> None:
     tensors, settings = make_problem(whole(40), Heads(2, 1, 16, 16), SIZES, device)
@@ -105,6 +106,7 @@ def test_packed_is_alone(lengths: list[int], device: torch.device) -> None:
     assert (together[:, start:] == -1).all()
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     'junk',
     [

@@ -66,6 +66,7 @@ def assert_close(
     assert_close_to_eager(selected_attention, tensors, make_grads(extents, heads, device), **settings)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize('kind', INDEX_KINDS)
 @pytest.mark.parametrize(('dtype', 'scaled'), [(torch.float32, True), (torch.float16, False), (torch.float16, True)])
 def test_every_kind_of_indices(kind: str, dtype: torch.dtype, scaled: bool, device: torch.device) -> None:
@@ -172,6 +173,7 @@ EXTENTS = {
 }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize('causal', [True, False])
 @pytest.mark.parametrize('extents', EXTENTS.values(), ids=EXTENTS)
 def test_places_of_queries_among_keys(extents: Extents, causal: bool, device: torch.device) -> None:

@@ -77,6 +77,7 @@ def test_what_is_not_finite_stays_so(dtype: torch.dtype, device: torch.device) -
     assert again[3:].equal(x[3:])
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(('has_dlse', 'has_gate'), [(True, False), (False, False), (False, True)])
 def test_delta(has_dlse: bool, has_gate: bool, device: torch.device) -> None:
     shape = (2, 37, 3, 40)

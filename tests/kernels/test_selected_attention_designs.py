@@ -9,6 +9,7 @@ from native_sparse_attention.ops._triton import launch
 from native_sparse_attention.ops.selected_attention.triton import plan
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ('seqlen', 'group', 'num_selected', 'block_size', 'forward', 'backward'),
     [

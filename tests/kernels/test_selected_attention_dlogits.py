@@ -60,6 +60,7 @@ def assert_like_eager(tensors: dict[str, Tensor], grads: list[Tensor], **setting
         assert t.numel() == 0 or ours.max() <= 1.5 * theirs.max() + (1e-6 if name == 'out1' else 2**-11), name
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize('heads', [HEADS, Heads(32, 1, 16, 32), Heads(64, 1, 24, 16), Heads(32, 2, 16, 16)], ids=str)
 @pytest.mark.parametrize('block_size', [16, 32])
 def test_groups(heads: Heads, block_size: int, device: torch.device, passed: list[int]) -> None:

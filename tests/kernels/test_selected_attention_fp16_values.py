@@ -77,6 +77,7 @@ def assert_exact(tensors: dict[str, Tensor], extents: Extents, **settings: Any) 
     assert ((exact - gold['out0']).abs() <= 2**-11 * (sizes['out0'] + gold['out0'].abs()) + 1e-6).all()
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize('settings', [{}, {'causal': False}, {'softcap': 2.0}, {'scale': -0.5}], ids=str)
 @pytest.mark.parametrize(
     'extents',

@@ -43,6 +43,7 @@ def assert_close(tensors: Tensors, extents: Extents, heads: Heads, device: torch
     assert_close_to_eager(multiplied(selected_attention), tensors, make_grads(extents, heads, device), **settings)
 
 
+@pytest.mark.quick
 @every_dtype
 @every_kind
 @pytest.mark.parametrize('heads', GROUPS, ids=str)
@@ -104,6 +105,7 @@ def passed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return pass_dlogits(monkeypatch)
 
 
+@pytest.mark.quick
 @per_tile
 @every_kind
 @pytest.mark.parametrize('settings', [{}, {'causal': False, 'softcap': 2.0}], ids=str)

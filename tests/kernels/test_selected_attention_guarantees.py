@@ -181,6 +181,7 @@ def test_products_that_are_too_large_stay_with_those_who_read_them(device: torch
         assert torch.equal(result[name][:, 0], expected[name][:, 0]), name
 
 
+@pytest.mark.quick
 def test_the_future_changes_nothing(device: torch.device) -> None:
     indices = make_block_indices('valid', 1, 12, 1, 3, seqlen_k=12, block_size=4)
     tensors, grads = make_inputs(whole(12), HEADS, device, indices), make_grads(whole(12), HEADS, device)
@@ -249,6 +250,7 @@ def test_a_row_does_not_depend_on_its_neighbours(device: torch.device, monkeypat
         assert_same_bits({name: t[own] for name, t in together.items()}, alone)
 
 
+@pytest.mark.quick
 def test_packed_is_alone(device: torch.device) -> None:
     lengths = [7, 0, 5]
     extents = packed(lengths, uncovered=2)

@@ -65,6 +65,7 @@ def assert_right(tensors: dict[str, Tensor], keeps_low: bool, size: float = 0.0)
     torch.testing.assert_close(lse.double(), exact_lse.double(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize('keeps_low', [False, True])
 @pytest.mark.parametrize('far', [-200, -30, 5, 12, 30, 60, 200])
 def test_logits_far_from_those_at_the_ends(far: float, keeps_low: bool, device: torch.device) -> None:

@@ -41,6 +41,7 @@ def slots_kernel(choice_ptr, found_ptr, readable, SIZE: tl.constexpr, BLOCK_SIZE
         tl.store(found_ptr + i, found[i])
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ('choice', 'readable', 'expected'),
     [

@@ -26,6 +26,7 @@ with_tiles = pytest.mark.parametrize('kernels', [KERNELS[0], KERNELS[1], KERNELS
 per_query = pytest.mark.parametrize('kernels', KERNELS[:1], indirect=True)
 
 
+@pytest.mark.quick
 @with_tiles
 @pytest.mark.parametrize(
     ('extents', 'heads', 'block_size', 'scaled'),

@@ -177,6 +177,7 @@ EXTENTS = {
 }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize('causal', [True, False])
 @pytest.mark.parametrize('extents', EXTENTS.values(), ids=EXTENTS)
 def test_flags_wherever_queries_stand(extents: Extents, causal: bool, device: torch.device) -> None:
@@ -246,6 +247,7 @@ def make_shared_choice(extents: Extents, index_heads: int = 1, num_selected: int
     return indices
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize('percent', [-1, 55, 100])
 @pytest.mark.parametrize('group', [12, 16])
 def test_no_tile_some_tiles_and_all_tiles_share(

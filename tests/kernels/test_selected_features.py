@@ -32,6 +32,7 @@ from tests.support.selected_attention_problems import (
 )
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ('dtype', 'scaled', 'softcap'),
     [

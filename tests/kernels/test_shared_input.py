@@ -47,6 +47,7 @@ def check(x: Tensor, tables: Tables | None, num_turned: int, grads: list[Tensor]
     assert_matches(result, gold, differentiate(x, tables, num_turned, grads, 'eager'), name='gradient of x')
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float16])
 @pytest.mark.parametrize(('num_turned', 'num_plain'), [(0, 2), (0, 3), (1, 1), (2, 0), (2, 1), (2, 3)])
 @pytest.mark.parametrize(

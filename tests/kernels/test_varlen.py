@@ -73,6 +73,7 @@ def visited_tiles(sequences: Sequences) -> list[list[int]]:
     return [tile for tile in out.tolist() if tile[3] > 0]
 
 
+@pytest.mark.quick
 @fewer_examples(2)
 @given(drawn_extents())
 def test_tiles_cover_every_query_once(extents: Extents) -> None:
@@ -99,6 +100,7 @@ def test_a_sequence_begins_a_tile(device: torch.device) -> None:
     assert found == [(0, 0, 4), (0, 4, 1), (2, 5, 1), (3, 6, 4), (3, 10, 4), (3, 14, 1), (4, 15, 2)]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     'borders', [[7, 3, 9], [0, 100, 3], [-5, 4, 8], [2**31 - 1, 0, 5], [-(2**31), 2, 9], [9, 9, 9], [3, 5, 9]]
 )

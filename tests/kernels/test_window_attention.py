@@ -53,6 +53,7 @@ def test_lengths(seqlen: int, device: torch.device) -> None:
     assert_close(whole(seqlen), HEADS, device, (40, 0))
 
 
+@pytest.mark.quick
 @every_dtype
 @pytest.mark.parametrize('seqlen', [1, 2, 3, 33, 64, 97])
 @pytest.mark.parametrize('window', [(-1, 0), (-1, -1), (9, 5), (-1, 7), (33, -1), (32, 32)])
@@ -100,6 +101,7 @@ def test_scales_that_turn_the_order_of_keys(scale: float, window: tuple[int, int
     assert_close_to_eager(window_attention, tensors, grads, window_size=window, scale=scale)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize('group', [1, 2, 3, 4, 6, 8, 12, 16, 32])
 def test_groups(group: int, device: torch.device) -> None:
     kv_heads = 2 if group < 8 else 1
@@ -191,6 +193,7 @@ def test_strides_of_lengths_and_offsets(name: str, device: torch.device) -> None
         assert_close(replace(extents, where=one), HEADS, device, (12, 0))
 
 
+@pytest.mark.quick
 @every_extent
 @pytest.mark.parametrize(('window', 'dtype'), [((12, 0), torch.float32), ((9, 6), torch.float16)])
 def test_places_of_queries_among_keys(
@@ -335,6 +338,7 @@ NOTHING_TO_READ = {
 }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize('extents', NOTHING_TO_READ.values(), ids=NOTHING_TO_READ)
 def test_rows_with_nothing_to_read(extents: Extents, device: torch.device) -> None:
     tensors, grads = make_inputs(extents, HEADS, device), make_grads(extents, HEADS, device)

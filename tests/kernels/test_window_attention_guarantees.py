@@ -63,6 +63,7 @@ def test_what_no_query_reads_changes_nothing(window: tuple[int, int], device: to
     assert (expected['grad of k'][:, read] != 0).any(-1).all()
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float16])
 @pytest.mark.parametrize('position', [0, 3, 30, 31, 32, 63, 64])
 def test_the_future_changes_nothing(position: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -241,6 +242,7 @@ JUNK_BORDERS = {
 }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize('where', JUNK_BORDERS.values(), ids=JUNK_BORDERS)
 def test_any_content_of_borders_stays_inside_memory(where: dict[str, Tensor], device: torch.device) -> None:
     """The op is called below the checks, which read values on CPU tensors alone."""

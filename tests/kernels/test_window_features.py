@@ -87,6 +87,7 @@ def assert_matches(*problem: Any, **changes: Any) -> None:
     assert_attention_matches(window_attention, tensors, 'triton', **given_settings)
 
 
+@pytest.mark.quick
 @every_dtype
 @pytest.mark.parametrize('name', FEATURES)
 def test_each_feature(name: str, dtype: torch.dtype, device: torch.device) -> None:
@@ -301,6 +302,7 @@ def dropped_weights(device: torch.device, dropout_p: float, seed: int) -> Tensor
     return out.transpose(1, 2) == 0
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(('dropout_p', 'seed'), [(1e-3, 7), (0.25, 0), (0.5, SEED), (0.9, -1)])
 def test_dropout_is_that_of_philox(dropout_p: float, seed: int, device: torch.device) -> None:
     dropped = dropped_weights(device, dropout_p, seed)
@@ -396,6 +398,7 @@ def attend_compressed(
     return compressed_attention(q, k, v, mem_kv=mem_kv, block_size=4, stride=2, **given_settings)
 
 
+@pytest.mark.quick
 @every_dtype
 @pytest.mark.parametrize(('names', 'pairs'), [(('softcap',), 0), (('sinks',), 2), (('softcap', 'sinks'), 2)])
 @pytest.mark.parametrize('extents', [whole(70, batch=2), packed([20, 3, 33], uncovered=5)], ids=['whole', 'packed'])
