@@ -1,4 +1,4 @@
-"""The composition: compress -> attend -> choose -> attend -> window -> gate. The one file that knows the order."""
+"""`nsa`: compressed attention, block selection, selected attention, window attention and gated sum, in this order."""
 
 from __future__ import annotations
 
@@ -90,54 +90,66 @@ def nsa(
     choose: Callable[..., Tensor] = select_blocks,
     backend: str = 'auto',
 ) -> Tensor:
-    """Native Sparse Attention (equation 5 of arXiv 2502.11089): the gated sum of compressed, selected and window
-    attention.
+    """Compute Native Sparse Attention: the gated sum of three attentions (equation 5 of arXiv 2502.11089).
+
+    The compressed branch reads k_cmp and v_cmp. Its weights score the selection blocks; the selected branch reads the
+    best num_selected blocks of each query exactly. The window branch reads the keys around each query.
 
     Args:
-        q: `[B, T, HQ, D]`, k: `[B, S, H, D]`, v: `[B, S, H, DV]`, after rotary: what the selected and the window branch
-            read.
-        k_cmp: `[B, C, H, D]`, v_cmp: `[B, C, H, DV]`: compressed keys and values, made of keys before rotary. None
-            where neither the compressed branch nor block scores are needed.
-        gates: `[B, T, HQ, 3]` after the sigmoid, in the order compressed, selected, window; or a triple of `[B, T, HQ]`
-            and None, which leaves a branch out: nothing of it is computed but what others need, and what is given
-            for it alone has no part in the result. With merge_window: `[B, T, HQ, 1]`, of the compressed branch, or
-            None together with v_cmp: the compressed branch then computes block scores alone.
-        merge_window: the selected blocks and the window are read in one softmax, each key once, without a gate
-            (`selected_attention` with window_size). k_window, v_window and q_window are refused then.
-        q_cmp: `[B, T, HQ, D]` before rotary, for the compressed branch and the block scores; default q.
-        q_window, k_window, v_window: queries, keys and values of the window branch; default q, k, v.
-        mem_kv: a pair `[H, M, D]`, `[H, M, DV]` that every query sees in the compressed branch; its values are None
-            where v_cmp is.
-        compress_block_size, compress_stride, selection_block_size: l, d, l' in tokens; l' is a multiple of d, d at most
-            l.
-        num_selected: n, the blocks that a query reads, forced ones included; 0 switches the branch off (its part of the
-            sum is 0). Needed where blocks are chosen.
-        window_size: (left, right), keys before and after the query's own; causal: (left, 0).
-        num_init, num_local: forced blocks at the start, and those that end with the query's own.
+        q: `[B, T, HQ, D]` queries with rotary embedding, for the selected and the window branch.
+        k: `[B, S, H, D]` keys with rotary embedding.
+        v: `[B, S, H, DV]` values.
+        k_cmp: `[B, C, H, D]` compressed keys, made from keys without rotary embedding. None where neither the
+            compressed branch nor block scores are computed.
+        v_cmp: `[B, C, H, DV]` compressed values. None as k_cmp, or together with gates in merged mode.
+        gates: `[B, T, HQ, 3]` after the sigmoid, in the order compressed, selected, window. Or a triple of
+            `[B, T, HQ]` and None, where None leaves a branch out. With merge_window: `[B, T, HQ, 1]`, the gate of the
+            compressed branch, or None together with v_cmp, for block scores alone.
+        merge_window: read selected blocks and window in one softmax, each key once, without a gate. Excludes
+            q_window, k_window and v_window.
+        q_cmp: `[B, T, HQ, D]` queries without rotary embedding, for the compressed branch and the block scores;
+            default q.
+        q_window: `[B, T, HQ, D]` queries of the window branch; default q.
+        k_window: `[B, S, H, D]` keys of the window branch; default k. Given together with v_window.
+        v_window: `[B, S, H, DV]` values of the window branch; default v.
+        mem_kv: a pair `[H, M, D]`, `[H, M, DV]` of keys and values that every query sees in the compressed branch. The
+            values are None where v_cmp is.
+        compress_block_size: l, tokens of a compressed block.
+        compress_stride: d, tokens between starts of compressed blocks, at most l.
+        selection_block_size: l', tokens of a selection block, a multiple of d.
+        num_selected: n, blocks that a query reads, forced ones included; 0 switches the selected branch off. Required
+            unless block_indices is given.
+        window_size: (left, right), keys before and after the query's own; right is 0 where causal; -1 is unbounded.
+        num_init: forced blocks at the start.
+        num_local: forced blocks that end with the query's own.
         share_group: the heads of a group read the same blocks.
-        use_diff_topk: logits of chosen, not forced blocks carry a factor of 1 whose gradient teaches the compressed
-            branch to choose.
-        block_indices: int32 `[B, T, H or HQ, n]`, a choice made already, as `selected_attention` takes it; nothing is
-            chosen then.
-        block_counts: how many of the n blocks a query reads, an int or int32 `[B, T, H]` (`[B, T, HQ]` where heads
-            choose alone).
-        q_offset, seqlens_k, causal, scale, cu_seqlens, cu_seqlens_k: as in the ops.
-        segment_ids: int32 or int64 `[1, T]`, runs of equal ids are sequences of their own, in k_cmp and v_cmp too; read
-            on the host once. Negative: padding, which gives 0. In place of cu_seqlens, seqlens_k and q_offset.
+        use_diff_topk: multiply the logits of selected, not forced blocks by a factor of 1 whose gradient trains the
+            block scores.
+        block_indices: int32 `[B, T, H, n]` (`[B, T, HQ, n]` where heads select alone), an existing selection as
+            `selected_attention` takes it. No blocks are selected then.
+        block_counts: how many of the n blocks a query reads, an int or int32 `[B, T, H]` (`[B, T, HQ]`).
+        q_offset: position of the first query, an int or `[B]`; default: queries end where the keys end.
+        seqlens_k: int32 `[B]`, number of real keys of each row.
+        causal: queries read no later key.
+        scale: factor of the logits, default D ** -0.5.
+        cu_seqlens: int32 `[N + 1]`, boundaries of packed sequences; B is 1.
+        cu_seqlens_k: int32 `[N + 1]`, boundaries of the keys where they differ from those of the queries.
+        segment_ids: int32 or int64 `[1, T]`; runs of equal ids are sequences, and negative ids are padding, which gives
+            0. Replaces cu_seqlens, seqlens_k and q_offset. Read on the host once.
         softcap: logits of all branches become softcap * tanh(logit / softcap).
-        sinks, sinks_cmp: logits `[HQ]` or `[HQ, M]` of keys without values, in the window (with merge_window: the one
-            softmax of blocks and window) and the compressed branch.
-        dropout_p, dropout_seed: weights that the window branch (with merge_window: that softmax) drops, as in
-            `window_attention`.
-        choose: chooses the blocks, called as `select_blocks` is.
-        backend: 'auto', 'triton', 'flex' (the three attentions; choice and sum are eager) or 'eager'; `backend_of`
-            of this module says what 'auto' takes.
+        sinks: `[HQ]` or `[HQ, M]` logits of keys without values, in the window branch (with merge_window in the merged
+            softmax).
+        sinks_cmp: the same for the compressed branch.
+        dropout_p: probability with which the window branch (or the merged softmax) drops a weight.
+        dropout_seed: an int or int64 `[1]`, as in `window_attention`.
+        choose: function that selects the blocks, called like `select_blocks`.
+        backend: 'auto', 'triton', 'flex' (the three attentions; selection and sum run in eager) or 'eager'.
 
     Returns:
         `[B, T, HQ, DV]` in the dtype of q.
 
     Raises:
-        ValueError: shapes, dtypes or settings that do not fit, or an explicit backend that cannot serve the call.
+        ValueError: shapes, dtypes or settings do not fit, or an explicit backend does not support the call.
     """
     check_backend(backend)
     eager_in_flex = 'eager' if backend == 'flex' else backend
@@ -188,7 +200,7 @@ def nsa(
     places = (q_offset, seqlens_k, cu_seqlens, cu_seqlens_k)
     cu_seqlens, padding = make_borders(segment_ids, q, k, None, *places)
     if cu_seqlens is not None and padding is not None:
-        # Whatever stands there, it reaches neither outputs nor gradients that tokens share, such as those of sinks.
+        # Padding then reaches neither outputs nor shared gradients, such as those of sinks.
         tokens = (q, k, v, q_cmp, q_window, k_window, v_window)
         q, k, v, q_cmp, q_window, k_window, v_window = (_zero_padding(t, padding) for t in tokens)
         gates = None if gates is None else _zero_padding(gates, padding)
@@ -212,7 +224,7 @@ def nsa(
         'dropout_seed': dropout_seed,
     }
 
-    # Somebody else's choice may be learned, too.
+    # A custom selection may differentiate the log-sum-exp, too.
     needs_lse = use_diff_topk or not (choose is select_blocks or isinstance(choose, SavedSelection))
     branch_gates = [None, None, None]
     if not merge_window:
@@ -319,10 +331,13 @@ def backend_of(
     compressed_output: bool = True,
     backend: str = 'auto',
 ) -> BackendChoice:
-    """The backend that `nsa` would take, and in `ops` that of every op.
+    """Return the backend that `nsa` would take, with the backend of each op in `ops`.
 
-    It is that of the three attentions; where they differ, the slowest of them. gates: None for all branches.
-    compressed_output: False where the compressed branch of merged attention gives block scores alone.
+    Where the three attentions have different backends, the slowest one is returned.
+
+    Args:
+        gates: as in `nsa`; None stands for all branches.
+        compressed_output: False where the compressed branch of merged attention computes block scores alone.
     """
     has_compressed, has_selected, has_window = (
         (True, True, True) if gates is None or isinstance(gates, Tensor) else (gate is not None for gate in gates)
@@ -374,14 +389,16 @@ def _attentions_take_gates(
     needs_lse: bool,
     backend: str,
 ) -> bool:
-    """Whether the attentions differentiate their gates, as kernels can where log-sum-exps have no gradients: the sum
-    has no backward of its own then. In float16 products of small gates and weights would lose bits.
+    """Return whether the attentions apply the gradient of their gates themselves, so that the sum has no backward.
+
+    The kernels can do this where log-sum-exps have no gradients. In float16, products of small gates and weights would
+    lose bits.
     """
     if not torch.is_grad_enabled() or needs_lse or q.dtype == torch.float16 or backend not in ('auto', 'triton'):
         return False
     choices = backend_of(q, k, v, gates=gates, num_selected=num_selected, backend=backend).ops
     served = [op for op, choice in choices.items() if choice.name == 'triton']
-    has_attention = any(op.endswith('_attention') for op in served)  # where there is none, nobody has the gates
+    has_attention = any(op.endswith('_attention') for op in served)  # without one, no attention receives the gates
     return has_attention and all(op in served for op in choices if op != 'select_blocks')
 
 
@@ -436,21 +453,21 @@ def _add_compressed(compressed: Tensor | None, merged: Tensor, gate: Tensor | No
 
 
 def _zero_padding(x: Tensor, padding: Tensor) -> Tensor:
-    """x `[1, N, heads, ...]` with 0 where padding `[1, M]` is True; M may be more or less than N."""
+    """Return x `[1, N, heads, ...]` with 0 where padding `[1, M]` is True; M may differ from N."""
     count = x.shape[1]
     padding = F.pad(padding[:, :count], (0, max(0, count - padding.shape[1])))
     return x.masked_fill(padding[..., None, None], 0)
 
 
 def _or_zeros(out: Tensor | None, q: Tensor, v: Tensor) -> Tensor:
-    """What a branch gives: 0 where it is left out."""
+    """Return the output of a branch, or zeros where the branch is left out."""
     return q.new_zeros(v.shape[-1]).expand(*q.shape[:3], -1) if out is None else out
 
 
 def _check_choice(
     q: Tensor, k: Tensor, has_selected: bool, num_selected: int | None, block_indices: Tensor | None
 ) -> int:
-    """n, of blocks that are chosen or were."""
+    """Return n, from num_selected or from the shape of block_indices."""
     if block_indices is None:
         if num_selected is None and has_selected:
             raise ValueError('num_selected is None, but must be given where no block_indices are')

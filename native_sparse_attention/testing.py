@@ -1,4 +1,4 @@
-"""How results are shown to be right: input makers and the error rules, shared by tests and benchmarks.
+"""Input makers and error rules for tests and benchmarks of attention kernels.
 
 The oracle is the eager backend in float64. Shapes and letters are those of the ops: queries `[B, T, HQ, D]`, keys
 `[B, S, H, D]`, values `[B, S, H, DV]`, block indices `[B, T, H or HQ, n]`, packed sequences `[1, total, H, D]`.
@@ -20,12 +20,12 @@ INDEX_KINDS = ('valid', 'unordered', 'duplicates', 'junk', 'none')
 # the worst row of eager, over outputs and gradients of all ops on normal inputs of up to 1,500 tokens. Those of the
 # other dtypes leave as much room: their worst rows are 2^-10.6 and 2^-16.8 (measured by tests/tools/test_testing.py).
 ROW_LIMITS = {torch.bfloat16: 2.0**-5, torch.float16: 2.0**-8, torch.float32: 2.0**-14}
-# What rule 3 allows at most, however far off a row of eager is: a row that is missing has an error of 1.
+# Upper bound of rule 3, whatever the error of eager's worst row: a missing row has an error of 1.
 MAX_ROW_LIMIT = 2.0**-3
 # The largest ||error|| / ||gold|| of a result.
 NORM_LIMITS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 1e-5}
-# In fewer rows than this chance moves the mean error by more than rule 2 allows, on a GPU, where sums are added in an
-# order of their own. The elements of a row do not count: they share the rounding of its weights.
+# With fewer rows, chance moves the mean error by more than rule 2 allows on a GPU, where the order of sums differs. The
+# elements of a row do not count: they share the rounding of its weights.
 MIN_ROWS = 8
 
 
@@ -44,7 +44,7 @@ class Errors:
     misplaced: int
 
     def broken_rules(self) -> list[str]:
-        """What is wrong, one line each; empty where all rules hold."""
+        """Return one line for each broken rule; empty where all rules hold."""
         broken = []
         if self.misplaced:
             broken.append(f'rule 4: {self.misplaced} values are finite where the gold is not, or the other way round')
@@ -69,32 +69,33 @@ def assert_matches(
     row_dims: int = 1,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Hold a result to the five error rules.
+    """Raise an AssertionError unless a result passes the five error rules.
 
     1. Its maximum error is at most twice that of eager in the same dtype, plus a rounding term (FlashAttention's rule).
     2. Its mean error is at most 1.1 times that of eager in the same dtype for half types, 10 times for float32
        (FlexAttention's rule).
-    3. In every row ||error|| / (||gold|| + 0.01 * mean ||gold||) is within the limit of the dtype, or, in float16 and
-       float32, twice that of eager's worst row, up to 2^-3: rows of log-sum-exps near 0, or of subnormal numbers.
-    4. Values that are not finite stand where the gold has the same ones, and nowhere else.
+    3. In every row ||error|| / (||gold|| + 0.01 * mean ||gold||) is within the limit of the dtype. In float16 and
+       float32 it may also be twice that of eager's worst row, up to 2^-3, which rows near 0 need.
+    4. Non-finite values stand where the gold has the same ones, and nowhere else.
     5. ||error|| / ||gold|| of the whole is within the limit of the dtype: in float32 1e-5.
 
-    On a GPU rules 1 and 2 are for half types, rule 2 for results of at least MIN_ROWS rows: eager's float32 products
-    are sums of many parts there, and exact where a row has one key, and no kernel is held to that.
+    On a GPU rules 1 and 2 apply to half types, and rule 2 to results of at least MIN_ROWS rows: there eager's float32
+    products are exact where a row has one key, and no kernel can match that.
+
+    A gold that is zero except for its own rounding has no relative error and cannot be checked. An example is the
+    gradient of q where every query reads one key.
 
     Args:
-        result: an output or a gradient, bfloat16, float16 or float32.
-        gold: the same from eager in float64. same_dtype: the same from eager in the dtype of result.
-        name: what to call it in messages.
-        row_dims: trailing dimensions that make a row, 1 for a head's vector, 0 for a log-sum-exp.
-        dtype: whose factor (rule 2) and limit (rule 3) count, default that of result. float32 gradients of what meets
-            half tensors, such as gates and block_scale, carry the roundings of the half type.
-
-    A gold that is zero but for its own rounding, such as the gradient of q where every query reads one key, has no
-    relative error and cannot be held to the rules.
+        result: an output or a gradient in bfloat16, float16 or float32, of any shape.
+        gold: float64, the same from eager in float64.
+        same_dtype: the same from eager in the dtype of result.
+        name: name of the result in messages.
+        row_dims: number of trailing dimensions that form a row: 1 for the vector of a head, 0 for a log-sum-exp.
+        dtype: dtype whose factor (rule 2) and limit (rule 3) apply; default that of result. float32 gradients of
+            tensors that meet half tensors, such as gates and block_scale, carry the roundings of the half type.
 
     Raises:
-        AssertionError: naming the broken rules, with measured and allowed numbers.
+        AssertionError: names the broken rules with measured and allowed numbers.
     """
     broken = measure_errors(result, gold, same_dtype, row_dims=row_dims, dtype=dtype).broken_rules()
     if broken:
@@ -104,10 +105,13 @@ def assert_matches(
 def measure_errors(
     result: Tensor, gold: Tensor, same_dtype: Tensor, *, row_dims: int = 1, dtype: torch.dtype | None = None
 ) -> Errors:
-    """The numbers behind `assert_matches`.
+    """Return the measured and allowed errors that `assert_matches` compares.
+
+    Args:
+        result: as in `assert_matches`, like the other arguments.
 
     Raises:
-        ValueError: tensors that cannot be compared, or an eager result that is itself not finite where the gold is.
+        ValueError: shapes or dtypes do not fit, or same_dtype is not finite where gold is.
     """
     _check_comparable(result, gold, same_dtype)
     dtype = result.dtype if dtype is None else dtype
@@ -139,13 +143,13 @@ def measure_errors(
 
 
 def rounding_term(gold: Tensor, dtype: torch.dtype) -> float:
-    """What rule 1 allows beside the error of eager: 2 * max |(x + 0.3) - 0.3 - x| of the finite values in a dtype."""
+    """Return the rounding term of rule 1: 2 * max |(x + 0.3) - 0.3 - x| over the finite values x of gold in dtype."""
     x = gold.masked_fill(~gold.isfinite(), 0).to(dtype)
     return 2 * _largest((x + 0.3) - 0.3 - x)
 
 
 def row_errors(result: Tensor, gold: Tensor, *, row_dims: int = 1) -> Tensor:
-    """||error|| / (||gold|| + 0.01 * mean ||gold||) of every row, float64, over the values that are finite in gold."""
+    """Return ||error|| / (||gold|| + 0.01 * mean ||gold||) of every row in float64, over the finite values of gold."""
     finite = gold.isfinite()
     error = _norms(_error(result, gold, finite), row_dims)
     norm = _norms(gold.masked_fill(~finite, 0), row_dims)
@@ -156,10 +160,16 @@ def row_errors(result: Tensor, gold: Tensor, *, row_dims: int = 1) -> Tensor:
 def outputs_and_gradients(
     function: Callable[..., Any], tensors: Mapping[str, Tensor], grad_outputs: list[Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """What `function(**tensors)` returns and the gradient of every floating tensor, by name.
+    """Run a function forward and backward, and return its outputs and gradients by name.
 
-    Outputs are named out0, out1, …, gradients by their tensor (`grad of q`). grad_outputs: one per output, any dtype,
-    ones by default. Those of outputs that are not differentiable are ignored.
+    Args:
+        function: called with tensors by name; returns a tensor or several.
+        tensors: arguments; floating ones are differentiated.
+        grad_outputs: gradients of the outputs, one each, of any dtype; default ones. Those of outputs without a
+            gradient are ignored.
+
+    Returns:
+        Outputs as 'out0', 'out1', …, and gradients as 'grad of q'; zeros where a tensor has no gradient.
     """
     leaves = {name: t.detach().requires_grad_(t.is_floating_point()) for name, t in tensors.items()}
     outputs = function(**leaves)
@@ -181,10 +191,17 @@ def assert_attention_matches(
     generator: torch.Generator | None = None,
     **settings: Any,
 ) -> None:
-    """Hold output, log-sum-exp and every gradient of an attention op on one backend to the rules.
+    """Check output, log-sum-exp and every gradient of an attention op on one backend by the error rules.
 
-    attention: an op that returns (out, lse) and takes `tensors` (q among them; the floating ones are differentiated)
-    and `backend` by name. generator: of the gradients of both outputs, on the device of the tensors.
+    Args:
+        attention: op that returns (out, lse) and takes tensors and backend by name.
+        tensors: arguments, q among them; floating ones are differentiated.
+        backend: backend to check; the reference is 'eager'.
+        generator: source of the gradients of both outputs, on the device of the tensors.
+        **settings: further arguments of the op.
+
+    Raises:
+        AssertionError: names the result and the broken rules.
     """
 
     def run(dtype: torch.dtype | None, backend: str) -> dict[str, Tensor]:
@@ -224,7 +241,10 @@ def make_qkv(
     layout: str = 'contiguous',
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Normal q `[B, T, HQ, D]`, k `[B, S, H, D]` and v `[B, S, H, DV]`; compressed keys and values too, with S = C."""
+    """Return normally distributed q `[B, T, HQ, D]`, k `[B, S, H, D]` and v `[B, S, H, DV]`.
+
+    With seqlen_k = C they also serve as compressed keys and values. layout: as in `lay_out`.
+    """
     value_dim = head_dim if value_dim is None else value_dim
     shapes = (seqlen_q, heads, head_dim), (seqlen_k, kv_heads, head_dim), (seqlen_k, kv_heads, value_dim)
     q, k, v = (
@@ -234,10 +254,15 @@ def make_qkv(
 
 
 def lay_out(tensor: Tensor, layout: str) -> Tensor:
-    """The values of `[B, T, H, D]` in another place of memory, the last dimension contiguous.
+    """Return a tensor `[B, T, H, D]` with the same values in another memory layout, the last dimension contiguous.
 
-    'sliced': a slice of one wide projection, NaN around it. 'transposed': stored `[B, H, T, D]`. 'expanded': the first
-    batch row stands for all of them, with stride 0. 'contiguous': as it is.
+    Args:
+        tensor: `[B, T, H, D]`.
+        layout: 'contiguous'; 'sliced' (a slice of a wider projection, with NaN around it); 'transposed' (stored as
+            `[B, H, T, D]`); 'expanded' (row 0 for the whole batch, with stride 0).
+
+    Raises:
+        ValueError: the layout is unknown.
     """
     if layout == 'contiguous':
         return tensor.contiguous()
@@ -261,8 +286,10 @@ def make_cu_seqlens(
     device: torch.device | str = 'cpu',
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """int32 `[num_sequences + 1]`: sequences of random lengths in `total` tokens of which the last `uncovered` belong
-    to none. The first and the last sequence are empty where there are three or more; so may others be.
+    """Return int32 `[num_sequences + 1]`, boundaries of packed sequences of random lengths.
+
+    The last `uncovered` of the `total` tokens belong to no sequence. With three or more sequences the first and the
+    last are empty; others may be.
     """
     end = total - uncovered
     ends = torch.randint(0, end + 1, (num_sequences + 1,), device=device, generator=generator, dtype=torch.int32)
@@ -287,11 +314,17 @@ def make_block_indices(
     device: torch.device | str = 'cpu',
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """int32 `[B, T, index_heads, n]` of one kind.
+    """Return random block indices, int32 `[B, T, index_heads, n]`.
 
-    'valid': random blocks as `select_blocks` returns them. 'unordered': those in any order, padding among them.
-    'duplicates': those, some of them several times. 'junk': those, with other indices among them: -1, future, out of
-    range, the smallest and the largest int32. 'none': -1 alone.
+    Args:
+        kind: 'valid' (as `select_blocks` returns them), 'unordered' (in any order, padding in between), 'duplicates'
+            (some blocks several times), 'junk' (with indices of -1, future blocks, out of range, and the smallest and
+            largest int32) or 'none' (-1 alone).
+        index_heads: H, or HQ where heads select alone.
+        block_size: l', tokens of a selection block.
+
+    Raises:
+        ValueError: the kind is unknown.
     """
     shape = (batch, seqlen_q, index_heads, num_selected)
     if kind == 'none':
@@ -324,7 +357,7 @@ def make_block_indices(
 
 
 def _count_rows(gold: Tensor, row_dims: int) -> int:
-    """Those that are not zero."""
+    """Return the number of rows that are not zero."""
     return int((gold.flatten(-row_dims).any(-1) if row_dims else gold).count_nonzero())
 
 
