@@ -1,8 +1,11 @@
-"""What the eager ops share: a softmax that knows empty rows, the roundings of half types, and query chunks.
+"""Shared by the eager ops: masked softmax and attention, rounding of half types, query chunks.
 
-Logits, softmax and log-sum-exp are float32 (float64 for float64 inputs). In half types the normalised weights are
-rounded before they meet v, and in the backward pass the gradients of the logits before they meet q and k, as the
-kernels do.
+Logits, softmax and log-sum-exp are float32 (float64 for float64 inputs). For half types, as in the kernels, the
+normalised weights are rounded before they are multiplied by v, and in the backward pass the gradients of the logits
+before they are multiplied by q and k.
+
+Non-finite inputs and gradients propagate as in an attention that computes each query from its visible keys alone: to
+the queries and keys that read each other, and to no others.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from typing import Any
 import torch
 from einops import rearrange
 from torch import Tensor
+from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
 from native_sparse_attention.core import random as _random
@@ -41,19 +45,29 @@ def masked_softmax(
     sinks: Tensor | None = None,
     kept: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Weights over the last dimension and their log-sum-exp; 0 and -inf in rows where nothing is visible.
+    """Return softmax weights over the last dimension and their log-sum-exp.
 
-    logits, visible: `[..., keys]`; dtype: what weights and gradients of logits are rounded to. softcap, and bias, which
-    is added after it: as `Modifiers` says. sinks: `[..., 1]`, further logits, one a row. kept: factors of the weights.
-    visible and the last three broadcast. Returns `[..., keys]` and `[...]`.
+    Invisible keys have the weight 0 and no gradient, whatever their logits and the gradients of their weights are. A
+    row where nothing is visible has the log-sum-exp -inf.
+
+    Args:
+        logits, visible: `[..., keys]`.
+        dtype: the dtype that weights and gradients of logits are rounded to.
+        softcap, bias: as in `Modifiers`; bias is added after the cap.
+        sinks: `[..., 1]`, one more logit per row.
+        kept: factors of the weights. visible, bias, sinks and kept broadcast.
+
+    Returns:
+        `[..., keys]` and `[...]`.
     """
+    hidden = ~visible
     logits = _round_gradient(logits, dtype)
     if softcap is not None:
-        # What is not read may be no number, which the slope of the cap would carry into gradients of 0.
-        logits = cap(logits.where(visible, 0), softcap)
+        # An invisible logit may be NaN, and so would be the slope of its cap, which multiplies a gradient of 0.
+        logits = cap(logits.masked_fill(hidden, 0), softcap)
     if bias is not None:
         logits = logits + bias.where(visible, 0)
-    logits = logits.masked_fill(~visible, -torch.inf)
+    logits = logits.masked_fill(hidden, -torch.inf)
     detached = logits.detach()
     row_max = detached.amax(-1, keepdim=True) if logits.shape[-1] else detached.sum(-1, keepdim=True) - torch.inf
     if sinks is not None:
@@ -66,7 +80,7 @@ def masked_softmax(
     empty = total == 0
     total = total.masked_fill(empty, 1)
     lse = (row_max + total.log()).squeeze(-1)
-    weights = exponentials / total
+    weights = (exponentials / total).masked_fill(hidden, 0)
     return _round_value(weights if kept is None else weights * kept, dtype), lse
 
 
@@ -84,16 +98,21 @@ def masked_attention(
     kept: Tensor | None = None,
     factor: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of queries `[B, T, H, G, D]` over the visible ones of keys `[B, S, H, D]` and values `[B, S, H, DV]`.
+    """Attention of queries over the visible ones of the keys and values.
 
-    visible: `[B, HQ or 1, T, S]`; dtype: of the output. softcap, bias `[B or 1, HQ or 1, T, S]` and sinks `[HQ]`: as
-    `Modifiers` says. kept: factors of the weights, `[B, HQ, T, S]`. factor: factors of the logits before the softcap,
-    `[B, HQ, T, S]`. Returns `[B, T, HQ, DV]` and the log-sum-exp `[B, HQ, T]`. A query, key or value that is not finite
-    reaches those who read it, as NaN, and no one else: 0 * NaN is NaN, so such are set to 0 first, and what they reach
-    to NaN at last.
+    Non-finite elements of q, k, v and of the gradients reach the queries and keys that read each other, in the output
+    and in all gradients, and no others.
+
+    Args:
+        q: `[B, T, H, G, D]`. k: `[B, S, H, D]`. v: `[B, S, H, DV]`. visible: `[B, HQ or 1, T, S]`.
+        dtype: of the output.
+        softcap, bias `[B or 1, HQ or 1, T, S]`, sinks `[HQ]`: as in `Modifiers`.
+        kept: `[B, HQ, T, S]`, factors of the weights.
+        factor: `[B, HQ, T, S]`, factors of the logits before the soft cap.
+
+    Returns:
+        `[B, T, HQ, DV]` and the log-sum-exp `[B, HQ, T]`.
     """
-    finite_q, finite_k, finite_v = (t.isfinite().all(-1) for t in (q, k, v))
-    q, k, v = (torch.where(ok[..., None], t, 0) for ok, t in ((finite_q, q), (finite_k, k), (finite_v, v)))
     groups = q.shape[2:4]
     visible = _by_group(visible, groups)
     if bias is not None:
@@ -101,20 +120,11 @@ def masked_attention(
         visible = visible & (bias != -torch.inf)
     kept = None if kept is None else _by_group(kept, groups)
     sinks = None if sinks is None else sinks.view(*groups, 1, 1)
-    logits = torch.einsum('bthgd,bshd->bhgts', q, k) * scale
+    logits = _apply(_Logits, _LogitsInTransforms, q, k) * scale
     if factor is not None:
-        logits = logits * _by_group(factor, groups)
+        logits = logits.masked_fill(~visible, 0) * _by_group(factor, groups)
     weights, lse = masked_softmax(logits, visible, dtype, softcap=softcap, bias=bias, sinks=sinks, kept=kept)
-    out = torch.einsum('bhgts,bshd->bthgd', weights, v).to(dtype)
-
-    def reads_one_of(marked: Tensor) -> Tensor:
-        return torch.einsum('bhgts,bsh->bthg', visible.to(q.dtype), marked.to(q.dtype)) > 0
-
-    # [B, T, H, G]
-    nan_logits = reads_one_of(~finite_k) | (~finite_q & rearrange(visible.any(-1), 'b h g t -> b t h g'))
-    nan_out = nan_logits | reads_one_of(~finite_v)
-    out = out.masked_fill(nan_out[..., None], torch.nan)
-    lse = lse.masked_fill(rearrange(nan_logits, 'b t h g -> b h g t'), torch.nan)
+    out = _apply(_WeightedSum, _WeightedSumInTransforms, weights, v, visible).to(dtype)
     return rearrange(out, 'b t h g d -> b t (h g) d'), rearrange(lse, 'b h g t -> b (h g) t')
 
 
@@ -125,10 +135,10 @@ def in_query_chunks(
     dims: tuple[int, ...],
     chunk: int | None = None,
 ) -> tuple[Tensor, ...]:
-    """`function(start, stop)` for one range of queries after the other, its results joined along `dims`.
+    """Call `function(start, stop)` for consecutive ranges of queries and concatenate its results along `dims`.
 
-    Where the whole would not fit into CHUNK_ELEMENTS, chunks are made so small that each does, and the backward pass
-    computes each again, so that memory is that of one chunk.
+    Where all queries together exceed CHUNK_ELEMENTS, chunks are small enough that each fits, and the backward pass
+    recomputes them one by one, so that the peak memory is that of one chunk.
     """
     largest = max(1, CHUNK_ELEMENTS // max(1, elements_per_query))
     size = min(largest, chunk or largest)
@@ -144,9 +154,9 @@ def in_query_chunks(
 
 
 def without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Autocast must not turn the float32 products of an op into half ones."""
+    """Disable autocast, which would turn the float32 products of an op into half ones."""
     device_type = tensor.device.type
-    # torch.compile cannot trace the question in every version, and knows no device without autocast.
+    # torch.compile cannot trace this query in every version, and supports no device without autocast.
     if torch.compiler.is_compiling() or torch.amp.is_autocast_available(device_type):
         return torch.autocast(device_type, enabled=False)
     return nullcontext()
@@ -181,12 +191,15 @@ def _round_value(weights: Tensor, dtype: torch.dtype) -> Tensor:
 def _round_gradient(logits: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype == logits.dtype:
         return logits
-    # torch.compile traces no class that has a jvp of its own.
-    identity = _RoundGradient if torch.compiler.is_compiling() else _RoundGradientInTransforms
-    return identity.apply(logits, dtype)
+    return _apply(_RoundGradient, _RoundGradientInTransforms, logits, dtype)
 
 
-class _RoundGradient(torch.autograd.Function):
+def _apply(function: type[Function], in_transforms: type[Function], *inputs: Any) -> Any:
+    """Call an autograd function. in_transforms: its subclass with a jvp, which torch.compile cannot trace."""
+    return (function if torch.compiler.is_compiling() else in_transforms).apply(*inputs)
+
+
+class _RoundGradient(Function):
     """The identity, with the gradient rounded to `dtype`."""
 
     @staticmethod
@@ -203,10 +216,91 @@ class _RoundGradient(torch.autograd.Function):
 
 
 class _RoundGradientInTransforms(_RoundGradient):
-    """The same for torch.func."""
-
     generate_vmap_rule = True
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
         return tangent.view_as(tangent)
+
+
+class _Logits(Function):
+    """Products `[B, H, G, T, S]` of q `[B, T, H, G, D]` and k `[B, S, H, D]`, NaN where one of them is not finite.
+
+    The backward pass takes non-finite elements of q and k as 0: the gradient of a visible logit that they made is NaN
+    already, and that of an invisible one is 0, which times NaN would be NaN.
+    """
+
+    @staticmethod
+    def forward(q: Tensor, k: Tensor) -> Tensor:
+        logits = torch.einsum('bthgd,bshd->bhgts', q, k)
+        finite_q, finite_k = (t.isfinite().all(-1) for t in (q, k))
+        finite_q, finite_k = rearrange(finite_q, 'b t h g -> b h g t 1'), rearrange(finite_k, 'b s h -> b h 1 1 s')
+        return logits.masked_fill(~(finite_q & finite_k), torch.nan)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        q, k = (t.where(t.isfinite(), 0) for t in ctx.saved_tensors)
+        return torch.einsum('bhgts,bshd->bthgd', grad, k), torch.einsum('bhgts,bthgd->bshd', grad, q)
+
+
+class _LogitsInTransforms(_Logits):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def jvp(ctx: Any, tangent_q: Tensor, tangent_k: Tensor) -> Tensor:
+        q, k = ctx.saved_tensors
+        return _Logits.forward(tangent_q, k) + _Logits.forward(q, tangent_k)
+
+
+class _WeightedSum(Function):
+    """Sums `[B, T, H, G, DV]` of v `[B, S, H, DV]`, weighted by `[B, H, G, T, S]`.
+
+    A value that is not finite makes the sums of the queries that read it NaN, and a gradient that is not finite the
+    gradients of the values that its query reads; visible: `[B, H or 1, G or 1, T, S]`.
+    """
+
+    @staticmethod
+    def forward(weights: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+        return _sum_visible('bhgts', 'bsh', 'bthg', weights, v, visible)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        weights, v, visible = ctx.saved_tensors
+        # Not finite for invisible keys either, where `masked_softmax` has no gradient.
+        grad_weights = torch.einsum('bthgd,bshd->bhgts', grad, v)
+        return grad_weights, _sum_visible('bhgts', 'bthg', 'bsh', weights, grad, visible), None
+
+
+class _WeightedSumInTransforms(_WeightedSum):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def jvp(ctx: Any, tangent_weights: Tensor, tangent_v: Tensor, _: None) -> Tensor:
+        weights, v, visible = ctx.saved_tensors
+        return _WeightedSum.forward(tangent_weights, v, visible) + _WeightedSum.forward(weights, tangent_v, visible)
+
+
+def _sum_visible(indices: str, of_x: str, of_sum: str, weights: Tensor, x: Tensor, visible: Tensor) -> Tensor:
+    """`einsum` of weights and rows x `[..., D]`; NaN where a visible row is not finite. The strings name dimensions."""
+    finite = x.isfinite().all(-1)
+    total = torch.einsum(f'{indices},{of_x}d->{of_sum}d', weights, x.where(finite[..., None], 0))
+    reads_nonfinite = torch.einsum(f'{indices},{of_x}->{of_sum}', visible.to(x.dtype), (~finite).to(x.dtype)) > 0
+    return total.masked_fill(reads_nonfinite[..., None], torch.nan)
