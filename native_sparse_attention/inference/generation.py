@@ -21,7 +21,8 @@ from native_sparse_attention.core.checks import (
 )
 from native_sparse_attention.inference.cache import ModelCache, check_model_cache
 
-SEEDS = 2**32  # torch's generator of a CPU takes 32 bits of a seed
+SEEDS = 2**32  # the CPU generator of PyTorch uses 32 bits of a seed
+WORD_BITS = 30  # of a random word; a draw takes two, and products of two words fit into int64
 # Steps between two looks at whether every row has stopped: looking waits for the device.
 STOP_CHECK = 16
 
@@ -210,7 +211,7 @@ def sampler(
     seed: int | Sequence[int] | Tensor | None,
     generator: torch.Generator | None,
 ) -> Callable[[Tensor, int], Tensor]:
-    """What maps logits `[B, V]` and the number of a step, less than count, to ids `[B]`."""
+    """Return a function that maps logits `[B, V]` and the index of a step, below count, to ids `[B]`."""
     if not (is_number(temperature) and 0 <= temperature < inf):
         raise ValueError(f'temperature is {shown(temperature)}, but must be a finite number of at least 0')
     if top_k is not None:
@@ -224,8 +225,8 @@ def sampler(
     seeds = None if seed is None else _seeds_of_rows(seed, batch)
     if temperature == 0:
         return lambda logits, step: logits.argmax(-1)
-    uniform = _uniforms(batch, count, device, seeds, generator)
-    return lambda logits, step: _draw(logits, uniform[:, step], temperature, top_k, top_p)
+    words = _random_words(batch, count, device, seeds, generator)
+    return lambda logits, step: _draw(logits, words[:, step], temperature, top_k, top_p)
 
 
 def _seeds_of_rows(seed: int | Sequence[int] | Tensor, batch: int) -> list[int]:
@@ -244,37 +245,52 @@ def _seeds_of_rows(seed: int | Sequence[int] | Tensor, batch: int) -> list[int]:
     return rows
 
 
-def _uniforms(
+def _random_words(
     batch: int, count: int, device: torch.device, seeds: list[int] | None, generator: torch.Generator | None
 ) -> Tensor:
-    """Float64 `[batch, count]` in (0, 1]. With seeds, entry s of a row depends on s and the row's own seed alone."""
+    """Return random integers of WORD_BITS bits, int64 `[batch, count, 2]`: two words per draw.
+
+    With seeds, the words of a step depend on the step and on the row's own seed alone, on every device.
+    """
+    bound = 2**WORD_BITS
     if seeds is None:
-        return 1 - torch.rand(batch, count, dtype=torch.float64, device=device, generator=generator)
-    # On the CPU, where the first entries of a sequence do not depend on its length.
+        return torch.randint(bound, (batch, count, 2), device=device, generator=generator)
+    # Drawn on the CPU, where the first numbers of a generator do not depend on how many are drawn at once.
     generators = [torch.Generator('cpu').manual_seed(seed) for seed in seeds]
-    rows = [torch.rand(count, dtype=torch.float64, device='cpu', generator=each) for each in generators]
-    return (1 - torch.stack(rows)).to(device)
+    return torch.stack([torch.randint(bound, (count, 2), device='cpu', generator=g) for g in generators]).to(device)
 
 
-def _draw(logits: Tensor, uniform: Tensor, temperature: float, top_k: int | None, top_p: float | None) -> Tensor:
-    """Ids `[B]` drawn from logits `[B, V]` by uniform `[B]`: a row depends on its own values alone.
+def _draw(logits: Tensor, words: Tensor, temperature: float, top_k: int | None, top_p: float | None) -> Tensor:
+    """Draw ids `[B]` from logits `[B, V]` by random words `[B, 2]`; a row depends on its own values alone.
 
-    Of tokens that are equally likely at the border of top_k or top_p, those of lower ids are kept.
+    Probabilities become integers, so that their sums are exact in any order: devices without float64 draw as others
+    do. Of tokens that are equally likely at the border of top_k or top_p, those of lower ids are kept.
     """
     index = None
     if top_k is not None or top_p is not None:
         logits, index = logits.sort(dim=-1, descending=True, stable=True)
         logits = logits[:, :top_k]
-    probs = _tempered(logits, temperature).softmax(-1)
-    # In float64: the rounding of float32 sums depends on their order, which on a GPU is another from call to call.
-    reached = probs.cumsum(-1, dtype=torch.float64)
+    probs = (_tempered(logits, temperature).softmax(-1) * 2 ** (2 * WORD_BITS)).long()
+    reached = probs.cumsum(-1)
     total = reached[:, -1:]
     if top_p is not None and top_p < 1:
-        kept = (reached - probs < top_p).sum(-1, keepdim=True)
+        least = max(1, round(top_p * 2 ** (2 * WORD_BITS)))
+        kept = (reached - probs < least).sum(-1, keepdim=True)
         total = reached.gather(-1, kept - 1)
-    # The first that reaches a value in (0, total] is one that is kept and that has a probability.
-    rank = torch.searchsorted(reached, uniform[:, None] * total)
+    # The token whose range of [0, total) holds the target, so one that is kept and has a probability.
+    rank = (reached <= _fraction(total, words)).sum(-1, keepdim=True)
     return (rank if index is None else index.gather(-1, rank)).squeeze(-1)
+
+
+def _fraction(total: Tensor, words: Tensor) -> Tensor:
+    """Return floor(total * u), int64 `[B, 1]`, with u in [0, 1) of twice WORD_BITS bits: words `[B, 2]`, high first.
+
+    total: `[B, 1]`, at most about 2 ** (2 * WORD_BITS). Products of halves fit into 63 bits.
+    """
+    high, low = words.split(1, dim=-1)
+    total_high, total_low = total >> WORD_BITS, total & (2**WORD_BITS - 1)
+    middle = total_high * low + total_low * high + (total_low * low >> WORD_BITS)
+    return total_high * high + (middle >> WORD_BITS)
 
 
 def gumbel_draw(logits: Tensor, temperature: float, top_k: int) -> Tensor:

@@ -8,9 +8,17 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from native_sparse_attention.inference.cache import LayerCache, ModelCache
-from native_sparse_attention.inference.generation import STOP_CHECK, DecodeStep, sampler
+from native_sparse_attention.inference.generation import (
+    STOP_CHECK,
+    WORD_BITS,
+    DecodeStep,
+    _draw,
+    _random_words,
+    sampler,
+)
 from native_sparse_attention.nn.dense import DenseAttention, _sdpa
 from native_sparse_attention.nn.transformer import Transformer
 from tests.layer.test_transformer import KINDS, VOCABULARY, assert_near, make_ids, make_model, pad
@@ -146,6 +154,42 @@ def test_tokens_of_no_probability_are_never_drawn():
     logits[:, 2], logits[:, 4] = 0.0, -1.0
     assert draw(logits).unique().tolist() == [2, 4]
     assert draw(logits, top_p=1.0).unique().tolist() == [2, 4]
+
+
+def test_a_draw_is_exact_integer_arithmetic() -> None:
+    """The words of a draw, read as a fraction, pick the token whose range of the cumulative sum holds it."""
+    logits, bits = 3 * torch.randn(200, 50), WORD_BITS
+    words = _random_words(200, 1, logits.device, list(range(200)), None)[:, 0]
+    words[:2], words[2:4] = 0, 2**bits - 1
+    tokens = _draw(logits, words, 1.0, None, None)
+    weights = (logits.softmax(-1) * 2 ** (2 * bits)).long().tolist()
+    for row, (high, low), token in zip(weights, words.tolist(), tokens.tolist(), strict=True):
+        target = sum(row) * (high * 2**bits + low) // 2 ** (2 * bits)
+        assert sum(row[:token]) <= target < sum(row[: token + 1])
+    assert tokens[:2].tolist() == [0, 0]
+    assert tokens[2:4].tolist() == [49, 49]
+
+
+class NoFloat64(TorchDispatchMode):
+    """A device without float64: operations that return it fail."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, tuple | list) else [out]:
+            assert not (isinstance(t, Tensor) and t.dtype in (torch.float64, torch.complex128)), func
+        return out
+
+
+@KINDS
+@pytest.mark.parametrize('options', [{}, {'seed': 3}, {'seed': 3, 'top_k': 5, 'top_p': 0.8}, {'stop_tokens': 3}])
+def test_devices_without_float64(sparse: bool, options: dict[str, Any]) -> None:
+    model, prompt = make_model(sparse).float(), make_ids(2, 9)
+    with NoFloat64():
+        new = model.generate(prompt, 12, **options)
+        model.sample(prompt, 12)
+    assert len(new) == 2
+    with pytest.raises(AssertionError), NoFloat64():
+        prompt.double()
 
 
 def rows_until(tokens: Tensor, stops: list[int]) -> list[list[int]]:
