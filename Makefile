@@ -5,7 +5,7 @@ test:  ## quick tests
 	pytest
 
 full:  ## every test
-	pytest --full
+	pytest --full -n 2
 
 lint:  ## style, format, types
 	ruff check
