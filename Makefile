@@ -20,7 +20,7 @@ serve:  ## site on a local port, rebuilt on changes
 	NO_MKDOCS_2_WARNING=1 mkdocs serve
 
 bench:  ## times of the layer and its parts on this GPU
-	python -m benchmarks.layer
+	python -m benchmarks.attention --cases parts --missing
 
 ci:  ## what CI runs
 	bash .ci/run

@@ -1,11 +1,11 @@
-"""Is this tree slower than another one? Parts of `nsa` by both, in turn, on one GPU.
+"""Is this tree slower than another one? Cases of `benchmarks.attention` by both, in turn, on one GPU.
 
-    git worktree add /tmp/before main~20
-    python -m benchmarks.compare /tmp/before                                       the parts at 64k tokens
-    python -m benchmarks.compare /tmp/before --shapes trainer --parts 'selected'   some of it
+    git worktree add ../before main~20
+    python -m benchmarks.compare ../before                                         parts of `nsa` at 64k tokens
+    python -m benchmarks.compare ../before --cases parts/selected --shapes trainer
 
-Both trees run their own benchmarks/layer.py, each in a process; the trees take turns, --rounds times. A ratio is that
-of the smallest medians. Writes <gpu>/compare.md and .json to --out.
+The benchmarks of this tree measure the package of both trees, each in a process; the trees take turns, --rounds times.
+A ratio is that of the smallest medians. Writes <gpu>/compare.md and .json to --out.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ from itertools import product
 from pathlib import Path
 
 from benchmarks import report
-from benchmarks.layer import PARTS
+from benchmarks.attention.__main__ import SUITES, find_cases, make_cases
 from benchmarks.report import ratio
 from benchmarks.runner import Case, Worker, show
-from benchmarks.shapes import SHAPES, find_names, find_shapes
+from benchmarks.shapes import SHAPES
 
-MODULE, BACKEND = 'benchmarks.layer', 'triton'
-DEFAULT_PARTS = ('compressed', 'compressed+choice', 'selected', 'window')
+MODULE = 'benchmarks.attention'
+DEFAULT_CASES = ','.join(f'parts/{part}' for part in ('compressed', 'compressed+selection', 'selected', 'window'))
+SHAPE = 'paper-64k-h4'
 PASSES = ('forward', 'backward')
-# That the time of a pass may grow by.
+# Factor by which the time of a pass may grow.
 MOST = 1.02
 
 
 def measure(workers: dict[str, Worker], cases: list[Case], rounds: int, seconds: float) -> list[Case]:
-    """The rows of every tree and case with the smallest median of each pass. Both trees compile first."""
+    """Return a row per tree and case with the smallest median of each pass. Both trees compile first."""
     with ThreadPoolExecutor(len(workers)) as pool:
         warm = [
             pool.submit(lambda worker=worker: [worker.measure({**case, 'warm': True}, seconds) for case in cases])
@@ -54,24 +55,27 @@ def measure(workers: dict[str, Worker], cases: list[Case], rounds: int, seconds:
 
 
 def make_tables(rows: list[Case]) -> list[str]:
-    found = {(row['op'], row['shape'], row['tree']): row for row in rows}
-    body, over = [], []
-    for op, shape in dict.fromkeys((row['op'], row['shape']) for row in rows):
-        before, after = (found[op, shape, tree] for tree in ('before', 'after'))
+    found = {(row['suite'], row['op'], row['shape'], row['backend'], row['tree']): row for row in rows}
+    body, over, unknown = [], [], []
+    for suite, op, shape, backend in dict.fromkeys(key[:-1] for key in found):
+        before, after = (found[suite, op, shape, backend, tree] for tree in ('before', 'after'))
+        name = f'{suite}/{op}'
         cells = []
         for what in PASSES:
             times = before[f'{what}_ms'], after[f'{what}_ms']
             grown = ratio(times[1], times[0])
             cells += [*times, grown]
             if grown is not None and grown > MOST:
-                over.append(f'{op} {what} of {shape}')
-        body.append([op, shape, *cells, before['note'] or after['note']])
+                over.append(f'{name} {what} of {shape}')
+        if before['forward_ms'] is None or after['forward_ms'] is None:
+            unknown.append(f'{name} of {shape}')
+        body.append([name, shape, backend, *cells, before['note'] or after['note']])
     columns = [f'{what} {name}' for what in PASSES for name in ('before ms', 'after ms', 'after / before')]
     verdict = f'No pass takes more than {MOST} times as long.' if not over else f'Slower: {", ".join(over)}.'
     return [
-        'The smallest of the medians of every round; caches cold.',
-        report.table(('part', 'shape', *columns, ''), body),
-        verdict,
+        'Smallest median of all rounds; cold caches.',
+        report.table(('case', 'shape', 'backend', *columns, ''), body),
+        verdict + (f' Not measured: {", ".join(unknown)}.' if unknown else ''),
         report.table(('shape', ''), [[name, SHAPES[name].described()] for name in {row['shape']: 0 for row in rows}]),
     ]
 
@@ -81,20 +85,22 @@ def main() -> None:
     report.add_arguments(parser)
     add = parser.add_argument
     add('before', type=Path, help='the other tree')
-    add('--shapes', default='paper-64k-h4', help='patterns, separated by commas (%(default)s)')
-    add('--parts', default=','.join(DEFAULT_PARTS), help='patterns, separated by commas (%(default)s)')
+    add('--cases', default=DEFAULT_CASES, help='patterns SUITE or SUITE/CASE, separated by commas (%(default)s)')
+    add('--shapes', help=f'patterns, separated by commas ({SHAPE}, if the suite has shapes)')
+    add('--backends', default='triton', help='patterns, separated by commas (%(default)s)')
     add('--rounds', type=int, default=2, help='(%(default)s)')
-    add('--case-seconds', type=float, default=60, help='at most for one case (%(default)s)')
+    add('--case-seconds', type=float, default=60, help='limit of one case (%(default)s)')
     options = parser.parse_args()
-    if not (options.before / 'benchmarks' / 'layer.py').is_file():
-        raise SystemExit(f'before is {options.before}, but must be a folder with benchmarks/layer.py')
-    cases = [
-        {'op': part, 'shape': shape.name, 'backend': BACKEND, 'device': options.device}
-        for shape, part in product(find_shapes(options.shapes), find_names(PARTS, options.parts))
-    ]
+    if not (options.before / 'native_sparse_attention' / '__init__.py').is_file():
+        raise SystemExit(f'before is {options.before}, but must be a folder with native_sparse_attention')
+    cases, shapes = [], options.shapes
+    for name, names in find_cases(options.cases).items():
+        options.shapes = shapes or (SHAPE if SUITES[name].shapes else None)
+        cases += make_cases(name, options, names)[0]
     where = report.machine(options.device, options.commit)
     workers = {
-        tree: Worker({}, MODULE, root) for tree, root in (('before', options.before.resolve()), ('after', report.ROOT))
+        tree: Worker({}, MODULE, ['--package', str(root)])
+        for tree, root in (('before', options.before.resolve()), ('after', report.ROOT))
     }
     try:
         rows = measure(workers, cases, options.rounds, options.case_seconds)

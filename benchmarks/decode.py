@@ -28,12 +28,11 @@ from typing import Any
 
 from torch import Tensor
 
-from benchmarks import report
 from benchmarks.decode_peers import DECODERS, make_dense, make_peer
 from benchmarks.decode_report import COPY, DENSE, LEARNED, OURS, make_tables, plot
 from benchmarks.decode_steps import SETTINGS, Copy, Generation, Step, make_generation, make_ours
 from benchmarks.peers import find_folder
-from benchmarks.runner import Case, add_run_arguments, run, serve
+from benchmarks.runner import Case, Method, Plot, add_arguments, run, serve
 from benchmarks.shapes import find_names
 from train_enwik8 import PRESETS, Config, parse
 
@@ -94,7 +93,7 @@ def make_generate_cases(options: argparse.Namespace) -> list[Case]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_run_arguments(parser, case_seconds=90)
+    add_arguments(parser, case_seconds=90)
     add = parser.add_argument
     add('--what', default=','.join(WHAT), help='(%(default)s)')
     add('--cases', default='*', help='patterns of attention, separated by commas; tiny by name only (%(default)s)')
@@ -106,7 +105,7 @@ def main() -> None:
     add('flags', nargs='*', help='of train_enwik8.py')
     options = parser.parse_args()
     if options.worker:
-        return serve(make_call, seconds=0.3, measure=measure)
+        return serve(lambda case: Method(make_call, 0.3, measure))
     wanted = [name for name in options.peers.split(',') if name]
     names = [name for name in wanted if find_folder(DECODERS[name].file)]
     missing = [DECODERS[name].repository for name in wanted if name not in names]
@@ -117,11 +116,7 @@ def main() -> None:
     if 'generate' in options.what.split(','):
         cases += make_generate_cases(options)
     tables = partial(make_tables, missing=missing)
-    where, rows = run(cases, options, 'decode', TITLE, tables)
-    if any(row['op'] == 'attention' for row in rows):
-        image = report.path(options.out, where, 'decode', '.png')
-        plot(image, rows, f'{TITLE}, {where["gpu"]}')
-        report.write(options.out, where, 'decode', TITLE, [*tables(rows), f'![times]({image.name})'], rows)
+    run(cases, options, 'decode', TITLE, tables, [Plot('Time of a token', plot, op='attention')])
 
 
 if __name__ == '__main__':

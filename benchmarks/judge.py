@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,17 +16,6 @@ MAX_ERROR = 0.05
 MIN_AGREEMENT = 0.9
 # A row of one token: [HQ, DV].
 Row = Callable[[Problem, int, int], Tensor]
-
-
-@dataclass
-class Call:
-    """A forward, and what its row tells beside the times."""
-
-    forward: Callable[[], Tensor]
-    facts: Callable[[], Case] = dict
-
-    def __call__(self) -> Tensor:
-        return self.forward()
 
 
 def judge(
@@ -54,7 +42,7 @@ def judge(
     return {'error': error} | ({} if finite else {'wrong': True, 'note': 'wrong: a gradient is not finite'})
 
 
-def judge_choice(problem: Problem, blocks: Tensor) -> Case:
+def judge_blocks(problem: Problem, blocks: Tensor) -> Case:
     """How many of the blocks `[N, L, H, n]` that should be chosen are, in a few rows."""
     found = [
         (torch.isin(gold, chosen) & (gold >= 0)).sum() / (gold >= 0).sum()

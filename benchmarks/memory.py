@@ -21,16 +21,16 @@ from typing import Any
 import torch
 
 from benchmarks import report
-from benchmarks.backends import TITLES, make_call
+from benchmarks.attention.backends import OPS, make_call
 from benchmarks.shapes import SHAPES, Shape
 
 LIMIT = 24 * 2**30
-WHATS = ('nsa', 'layer', 'recompute', 'dense')
+CASES = ('nsa', 'layer', 'recompute', 'dense-layer')
 # Times what a dense layer must keep.
 MOST_KEPT = {'layer': 3.0, 'recompute': 1.6}
 
 
-def measure(what: str, shape: str, backend: str, device: str) -> dict[str, Any]:
+def measure(op: str, shape: str, backend: str, device: str) -> dict[str, Any]:
     """Bytes: of the inputs, after the forward, at the peak of each pass, at the end. In one run, from nothing."""
     gc.collect()
     if device != 'cpu':
@@ -43,12 +43,12 @@ def measure(what: str, shape: str, backend: str, device: str) -> dict[str, Any]:
     def peak() -> int:
         return 0 if device == 'cpu' else torch.cuda.max_memory_allocated()
 
-    found: dict[str, Any] = {'what': what, 'backend': backend, 'before': allocated()}
-    forward, leaves = make_call(what, SHAPES[shape], backend, device)
+    found: dict[str, Any] = {'op': op, 'backend': backend, 'before': allocated()}
+    forward, leaves = make_call(op, SHAPES[shape], backend, device)
     found['inputs'] = allocated()
     out = forward()
     found['after_forward'], found['peak_forward'] = allocated(), peak()
-    if what != 'nsa':
+    if op != 'nsa':
         x = leaves[0]
         found['kept'] = found['after_forward'] - found['inputs'] - size_of(out) + size_of(x) if device != 'cpu' else 0
         found['of_dense'] = found['kept'] / bytes_of_dense(SHAPES[shape], x)
@@ -57,7 +57,7 @@ def measure(what: str, shape: str, backend: str, device: str) -> dict[str, Any]:
     found['peak'], found['end'] = peak(), allocated()
     found['reserved'] = 0 if device == 'cpu' else torch.cuda.max_memory_reserved()
     found['gradients'] = sum(size_of(t.grad) for t in leaves if t.grad is not None)
-    found['fits'] = found['peak'] <= LIMIT and found.get('of_dense', 0) <= MOST_KEPT.get(what, float('inf'))
+    found['fits'] = found['peak'] <= LIMIT and found.get('of_dense', 0) <= MOST_KEPT.get(op, float('inf'))
     assert all(t.grad is not None and bool(t.grad.isfinite().all()) for t in leaves)
     return found
 
@@ -80,11 +80,11 @@ def main() -> int:
     options = parser.parse_args()
     where = report.machine(options.device, options.commit)
     torch.manual_seed(0)
-    rows = [measure(what, options.shape, options.backend, options.device) for what in WHATS]
+    rows = [measure(op, options.shape, options.backend, options.device) for op in CASES]
     keys = ('before', 'inputs', 'after_forward', 'peak_forward', 'gradients', 'peak', 'end', 'reserved')
     body = [
         [
-            TITLES[row['what']],
+            OPS[row['op']],
             *(row[key] / 2**30 for key in keys),
             report.gib(row.get('kept')),
             row.get('of_dense'),
@@ -96,7 +96,7 @@ def main() -> int:
         SHAPES[options.shape].described() + f', backend {options.backend}, one forward and backward. GiB:',
         report.table(('', *(key.replace('_', ' ') for key in keys), 'kept', 'of dense', 'within limits'), body),
         'Limits: a peak of 24 GiB; kept at most '
-        + ', '.join(f'{most} times what dense must keep by {TITLES[what]}' for what, most in MOST_KEPT.items())
+        + ', '.join(f'{most} times what dense must keep by {OPS[op]}' for op, most in MOST_KEPT.items())
         + '.',
     ]
     report.write(options.out, where, 'memory', 'Memory of a forward and backward', tables, rows)

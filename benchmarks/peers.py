@@ -105,13 +105,15 @@ def heads_first(t: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Steps:
-    """What an implementation does; None: what it has not.
+    """The steps of an implementation; None: it lacks the step.
 
-    layout: of `[N, L, heads, ·]`; unlay: an output as `[N, L, HQ, DV]`. lay_blocks: of `[N, L, H, n]`; unlay_blocks: as
-    `[N, L, H, n]`. compress(q, k_cmp, v_cmp) gives the output, choose(q, k_cmp, v_cmp) it and the chosen blocks,
-    prepare_choice(q, k_cmp, v_cmp) a call that chooses and does nothing else, select(q, k, v, blocks), window(q, k, v)
-    and add(gates, compressed, selected, window) outputs; lay_gates: of `[N, L, HQ, 3]` after the sigmoid, as add takes
-    them. whole(*reads): all of it, where that is not the steps one after the other.
+    layout, unlay: from `[N, L, heads, ·]`, and back for an output `[N, L, HQ, DV]`.
+    lay_blocks, unlay_blocks: from block indices `[N, L, H, n]`, and back.
+    lay_gates: from `[N, L, HQ, 3]` after the sigmoid to the argument of `add`.
+    compress(q, k_cmp, v_cmp): the output. choose(q, k_cmp, v_cmp): the output and the selected blocks.
+    prepare_selection(q, k_cmp, v_cmp): a call that selects blocks and does nothing else.
+    select(q, k, v, blocks), window(q, k, v), add(gates, compressed, selected, window): outputs.
+    whole(*reads): all steps, if that is not one step after the other.
     """
 
     layout: Callable[[Tensor], Tensor]
@@ -121,7 +123,7 @@ class Steps:
     lay_gates: Callable[[Tensor], Tensor] = lambda gates: gates
     compress: Callable[..., Tensor] | None = None
     choose: Callable[..., tuple[Tensor, Tensor]] | None = None
-    prepare_choice: Callable[..., Callable[[], Tensor]] | None = None
+    prepare_selection: Callable[..., Callable[[], Tensor]] | None = None
     select: Callable[..., Tensor] | None = None
     window: Callable[..., Tensor] | None = None
     add: Callable[..., Tensor] | None = None
@@ -141,8 +143,8 @@ def make_selected(steps: Steps, problem: Problem) -> Forward:
 class Peer:
     """read: what the adapter was written by. file: where that lies on PYTHONPATH, the peer can be imported.
 
-    For benchmarks/layer.py: the parts that are its own, up to how many query heads of a kv head, and where the whole
-    does less than that of others, what. layer: a module `[B, T, dim] → [B, T, dim]` of a shape and dim.
+    parts: cases of suite `parts` that it serves. max_group: most query heads per KV head. less: what the whole leaves
+    out. layer: makes a module `[B, T, dim] → [B, T, dim]` from shape, dim and folder.
     """
 
     repository: str
@@ -386,21 +388,21 @@ PEERS = {
         'fcf117c',
         'flash_nsa/ops/select_attn.py',
         mdy666,
-        ('compressed', 'compressed+choice', 'selected', 'sum', *WHOLE),
+        ('compressed', 'compressed+selection', 'selected', 'sum', *WHOLE),
     ),
     'xunhao': Peer(
         'XunhaoLai/native-sparse-attention-triton',
         '9bea856',
         'native_sparse_attention/ops/triton/topk_sparse_attention.py',
         xunhao,
-        ('compressed', 'compressed+choice', 'selected', *WHOLE),
+        ('compressed', 'compressed+selection', 'selected', *WHOLE),
     ),
     'fsa': Peer(
         'Relaxed-System-Lab/Flash-Sparse-Attention',
         '1da34f3',
         'fsa/ops/FSA_topk_sparse_attention.py',
         fsa,
-        ('compressed+choice', 'selected', *WHOLE),
+        ('compressed+selection', 'selected', *WHOLE),
         max_group=8,
     ),
     'fla': Peer(

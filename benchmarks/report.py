@@ -65,7 +65,7 @@ def module_command() -> list[str]:
             next(arguments, None)
         else:
             kept.append(argument)
-    return [spec.name if spec else sys.argv[0], *kept]
+    return [spec.name.removesuffix('.__main__') if spec else sys.argv[0], *kept]
 
 
 def version(package: str) -> str:

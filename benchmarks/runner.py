@@ -1,4 +1,8 @@
-"""Cases in a process of their own, so that one that hangs or breaks costs its own row and nothing else."""
+"""Run benchmark cases in worker processes, so that a case that hangs or crashes costs its own row only.
+
+A case is a dict that names what is measured: `op`, `shape`, `backend`, `device` and what else the benchmark needs. Its
+row in the results is the case with the measured values, or with a note that says why there are none.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ import time
 import traceback
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,73 +31,104 @@ from benchmarks.shapes import SHAPES
 from benchmarks.timing import measure_both, reset_peak, run_once
 
 Case = dict[str, Any]
-# The forward of a case, and what is differentiated.
-MakeCall = Callable[[Case], tuple[Callable[[], Tensor], list[Tensor]]]
-# What a row tells beyond the times, from the forward and what is differentiated, on a device.
-MakeFacts = Callable[[Callable[[], Tensor], list[Tensor], str], Case]
-# What is measured, from a forward, what is differentiated, the device, seconds, and whether the first run compiles.
-Measure = Callable[[Any, list[Tensor], str, float, bool], Case]
-# Marks a result among what libraries print.
+# Prefix of a result line, to tell it from what libraries print.
 MARK = 'RESULT '
-# What a new process needs to import torch and to reach the GPU.
+# Time for a new process to import torch and to initialise the GPU.
 START_SECONDS = 60
-# Backends and designs that compile, those that take longest first.
+# Backends and designs that compile, slowest compilation first.
 COMPILED = ('flex', 'triton', 'query', 'neighbours', 'mixed', 'block')
-# Tokens of a case that is compiled beside others, which share the memory of the GPU.
+# Longest case, in tokens, that is compiled beside others: they share the memory of the GPU.
 WARM_TOKENS = 2**15
-# Processes that compile side by side have a core each; inductor would start more of them in every one.
+# Each compiling process has one core; inductor would start more processes in each.
 WARM_ENVIRONMENT = {'TORCHINDUCTOR_COMPILE_THREADS': '1'}
 NOT_RUN = 'not run'
 
 
-def add_arguments(parser: argparse.ArgumentParser, shapes: str, backends: Sequence[str], case_seconds: float) -> None:
-    """With these defaults."""
-    parser.add_argument('--shapes', default=shapes, help='patterns, separated by commas (%(default)s)')
-    parser.add_argument('--backends', default=','.join(backends), help='(%(default)s)')
-    add_run_arguments(parser, case_seconds)
+@dataclass
+class Call:
+    """The forward pass of a case. `facts`, called after the measurement, returns further values of its row."""
+
+    forward: Callable[[], Tensor]
+    facts: Callable[[], Case] = dict
+
+    def __call__(self) -> Tensor:
+        return self.forward()
 
 
-def add_run_arguments(parser: argparse.ArgumentParser, case_seconds: float) -> None:
-    """Those that say how cases are run, whatever they are."""
+@dataclass(frozen=True)
+class Method:
+    """How cases are measured.
+
+    make_call: returns the forward pass of a case and the tensors to differentiate.
+    seconds: time to spend on each pass.
+    measure: called with forward, tensors, device, seconds, and whether the first run compiles.
+    """
+
+    make_call: Callable[[Case], tuple[Any, list[Tensor]]]
+    seconds: float
+    measure: Callable[[Any, list[Tensor], str, float, bool], Case] = measure_both
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A picture beside the tables: `draw(path, rows, title)` writes `<benchmark><suffix>.png`.
+
+    op: the picture needs a row of this op.
+    """
+
+    text: str
+    draw: Callable[[Path, list[Case], str], None]
+    suffix: str = ''
+    op: str | None = None
+
+
+def add_arguments(parser: argparse.ArgumentParser, case_seconds: float | None = None) -> None:
+    """Add the options that say how cases are run."""
     report.add_arguments(parser)
     add = parser.add_argument
-    add('--case-seconds', type=float, default=case_seconds, help='at most for one case (%(default)s)')
-    add('--budget', type=float, default=540, help='seconds for all of them, compilation included (%(default)s)')
-    add('--jobs', type=int, default=1, help='above 1: so many processes compile first, side by side (%(default)s)')
-    add('--add', action='store_true', help='to what an earlier run left in --out, whose other rows stay')
-    add('--missing', action='store_true', help='--add, and only what the earlier run did not come to')
+    add('--name', help='of the result files; a run of few cases would replace the full one (name of the benchmark)')
+    add('--case-seconds', type=float, default=case_seconds, help='limit of one case (%(default)s)')
+    add('--budget', type=float, default=540, help='seconds for all cases, compilation included (%(default)s)')
+    add('--jobs', type=int, default=1, help='processes that compile side by side before the first case (%(default)s)')
+    add('--add', action='store_true', help='keep the other rows of the result in --out')
+    add('--missing', action='store_true', help='--add, and run only the cases that the result in --out lacks')
     add('--worker', action='store_true', help=argparse.SUPPRESS)
 
 
 def run(
     cases: Sequence[Case],
     options: argparse.Namespace,
-    what: str,
+    benchmark: str,
     title: str,
     make_tables: Callable[[list[Case]], list[str]],
-) -> tuple[dict[str, Any], list[Case]]:
-    """Runs the cases as the options say, and writes the results so far after every one.
-
-    Gives the machine and all rows.
-    """
+    plots: Sequence[Plot] = (),
+) -> None:
+    """Run the cases as the options say. Results are written after each case, pictures at the end."""
+    name = options.name or benchmark
     where, earlier = report.machine(options.device, options.commit), []
     if options.add or options.missing:
-        where, earlier = report.find_earlier(options.out, where, what)
+        where, earlier = report.find_earlier(options.out, where, name)
     if options.missing:
         known = {name_of(row) for row in earlier if was_run(row)}
         cases = [case for case in cases if name_of(case) not in known]
 
-    def write(rows: list[Case]) -> None:
+    def write(rows: list[Case], *pictures: str) -> None:
         rows = join(earlier, rows)
-        report.write(options.out, where, what, title, make_tables(rows), rows)
+        report.write(options.out, where, name, title, [*make_tables(rows), *pictures], rows)
 
     rows = join(earlier, run_cases(cases, options.case_seconds, options.budget, write, options.jobs))
+    pictures = []
+    for plot in plots:
+        if plot.op is None or any(row['op'] == plot.op for row in rows):
+            image = report.path(options.out, where, f'{name}{plot.suffix}', '.png')
+            plot.draw(image, rows, f'{plot.text}, {where["gpu"]}')
+            pictures.append(f'![{plot.text}]({image.name})')
+    write(rows, *pictures)
     print('\n\n'.join(make_tables(rows)))
-    return where, rows
 
 
 def join(earlier: list[Case], rows: list[Case]) -> list[Case]:
-    """The rows of both; of two about the same case the later one, unless it was not run."""
+    """Return the rows of both. Of two rows of one case the later one counts, unless that case was not run."""
     found: dict[Hashable, Case] = {}
     for row in [*earlier, *rows]:
         if name_of(row) not in found or was_run(row):
@@ -109,53 +144,50 @@ def was_run(row: Case) -> bool:
     return not row.get('note', '').startswith(NOT_RUN)
 
 
-def serve(
-    make_call: MakeCall, seconds: float, make_facts: MakeFacts | None = None, measure: Measure = measure_both
-) -> None:
-    """What a worker does: a case per line of the input, a result per line of the output.
-
-    seconds: for which each pass is measured.
-    """
+def serve(find_method: Callable[[Case], Method]) -> None:
+    """Run in a worker: read a case per line from stdin, write a result per line to stdout."""
     for line in sys.stdin:
         case = json.loads(line)
         try:
-            result = _answer(case, make_call, seconds, make_facts, measure)
-        except Exception as error:  # of whatever kind a backend has for what it cannot do
+            result = _answer(case, find_method(case))
+        except Exception as error:  # of whatever type a backend raises if it does not support the case
             first = next(iter(str(error).splitlines()), '')
             result = {'note': f'{type(error).__name__}: {first[:200]}'}
             traceback.print_exc()
         try:
-            # The next case may be for a process beside this one. One that lost the GPU ends here.
+            # The next case may run in another process beside this one. A process that lost the GPU ends here.
             gc.collect()
             reset_peak(case['device'])
         finally:
             print(MARK + json.dumps(result), flush=True)
 
 
-def _answer(case: Case, make_call: MakeCall, seconds: float, make_facts: MakeFacts | None, measure: Measure) -> Case:
+def _answer(case: Case, method: Method) -> Case:
     compiles = case['backend'] != 'eager'
     if not compiles:
-        # The first run counts where it is a long one, but not what the first of a process loads.
-        run_once(*make_call({**case, 'shape': 'tiny'}))
+        # The first run counts if it is long, but not what the first run of a process loads.
+        run_once(*method.make_call({**case, 'shape': 'tiny'}))
     torch.manual_seed(0)
-    forward, leaves = make_call(case)
+    forward, leaves = method.make_call(case)
     if case.get('warm'):
         run_once(forward, leaves)
         return {}
-    result = measure(forward, leaves, case['device'], seconds, compiles)
-    return result | (make_facts(forward, leaves, case['device']) if make_facts else {})
+    result = method.measure(forward, leaves, case['device'], method.seconds, compiles)
+    return result | (forward.facts() if isinstance(forward, Call) else {})
 
 
 class Worker:
-    """A process that runs `serve` in the script of this one, or in a module of another tree."""
+    """A process that runs `serve` in a module of this tree: by default in the one that this process runs."""
 
-    def __init__(self, environment: Mapping[str, str], module: str | None = None, root: Path = report.ROOT) -> None:
+    def __init__(
+        self, environment: Mapping[str, str], module: str | None = None, arguments: Sequence[str] = ()
+    ) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, '-m', module or report.module_command()[0], '--worker'],
+            [sys.executable, '-m', module or report.module_command()[0], '--worker', *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            cwd=root,
+            cwd=report.ROOT,
             env={**os.environ, **environment},
             start_new_session=True,
         )
@@ -171,7 +203,7 @@ class Worker:
         self.lines.put(None)
 
     def measure(self, case: Case, seconds: float) -> Case:
-        """The result, or a note that says why there is none, after which the worker is gone."""
+        """Return the result, or a note that says why there is none; then the worker is gone."""
         assert self.process.stdin is not None
         seconds += START_SECONDS * (self.cases == 0)
         self.cases += 1
@@ -194,14 +226,14 @@ class Worker:
         return self.process.poll() is None
 
     def stop(self) -> None:
-        """Ends the process and those that it started."""
+        """End the process and its children."""
         if self.alive:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
 
 class Workers:
-    """Workers by name. They start when they are first needed, and anew where one is gone."""
+    """Workers by name. Each starts when it is first needed, and again after it ended."""
 
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
         self.environment = environment or {}
@@ -215,7 +247,7 @@ class Workers:
             worker.stop()
 
     def run(self, name: Hashable, case: Case, case_seconds: float, deadline: float) -> Case:
-        """The case with its result, and how long that took."""
+        """Return the case with its result and the time that it took."""
         began = time.monotonic()
         used_up = {'note': f'{NOT_RUN}: the time was used up'}
         if began >= deadline:
@@ -225,7 +257,7 @@ class Workers:
                 self.workers[name] = Worker(self.environment)
             result = self.workers[name].measure(case, min(case_seconds, deadline - began))
             if time.monotonic() >= deadline and 'note' in result:
-                # It might have ended in its own time.
+                # With more time it might have succeeded.
                 result = used_up
         return {**case, **result, 'took_s': round(time.monotonic() - began, 1)}
 
@@ -237,10 +269,10 @@ def run_cases(
     done: Callable[[list[Case]], None],
     jobs: int = 1,
 ) -> list[Case]:
-    """The cases with their results, in order, one at a time; `done` is told after every one.
+    """Run the cases in order, one at a time, and return their rows; `done` receives all rows after each case.
 
-    Cases of one `backend` share a process. With several jobs, what they need is compiled first. When the budget is used
-    up, the rest is not run.
+    Cases of one `backend` share a process. With several jobs, kernels are compiled first. When the budget is used up,
+    the remaining cases get a note.
     """
     deadline = time.monotonic() + budget_seconds
     if jobs > 1:
@@ -260,9 +292,9 @@ def run_cases(
 
 
 def warm_up(cases: Iterable[Case], jobs: int, case_seconds: float, deadline: float) -> None:
-    """Compiles in so many processes, side by side, what the cases need, into the caches on disk.
+    """Compile the kernels of the cases into the caches on disk, in `jobs` processes.
 
-    What fails here is tried again where it is measured.
+    A case that fails here is tried again when it is measured.
     """
 
     def warm(case: Case) -> Case:
@@ -278,7 +310,7 @@ def warm_up(cases: Iterable[Case], jobs: int, case_seconds: float, deadline: flo
 
 
 def cases_to_warm(cases: Iterable[Case]) -> list[Case]:
-    """The shortest of those that differ in nothing but the length: no kernel is compiled for a length."""
+    """Return the shortest of cases that differ only in length: no kernel is compiled for a length."""
     shortest: dict[Hashable, Case] = {}
     compiled = [case for case in cases if case['backend'] in COMPILED]
     for case in sorted(compiled, key=lambda case: SHAPES[case['shape']].tokens):
@@ -294,11 +326,11 @@ def show(row: Case) -> None:
 
 
 def estimated_seconds(case: Case, rows: list[Case]) -> float:
-    """What an eager case takes, from the last one like it and the work that both do; 0 where there is none."""
+    """Estimate an eager case from the last one of the same op and from their work; 0 if there is none."""
     if case['backend'] != 'eager' or 'work' not in case:
         return 0
     like = [row for row in rows if (row['backend'], row.get('op')) == ('eager', case.get('op')) and row.get('total_ms')]
     if not like:
         return 0
-    # Forward and backward, each measured once.
+    # Forward and backward run once each.
     return like[-1]['total_ms'] / 1e3 * case['work'] / like[-1]['work']

@@ -18,15 +18,13 @@ from dataclasses import asdict
 from functools import cache
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks import report
-from benchmarks.judge import Call
 from benchmarks.report import ratio
-from benchmarks.runner import Case, add_run_arguments, run, serve
+from benchmarks.runner import Call, Case, Method, Plot, add_arguments, run, serve
 from train_enwik8 import PRESETS, Config, Corpus, Run, build_model, build_optimizer, load_corpus, parse
 
 LENGTHS = tuple(2**power for power in range(10, 17))
@@ -62,10 +60,6 @@ def make_call(case: Case) -> tuple[Call, list[Tensor]]:
         return trainer.recent.pop()
 
     return Call(step, lambda: {'attention': trainer.backend(), 'loss': float(step())}), []
-
-
-def make_facts(call: Any, leaves: list[Tensor], device: str) -> Case:
-    return call.facts()
 
 
 def tokens_per_s(row: Case | None) -> float | None:
@@ -140,7 +134,7 @@ def plot(path: Path, rows: list[Case], title: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_run_arguments(parser, case_seconds=90)
+    add_arguments(parser, case_seconds=90)
     add = parser.add_argument
     add('--lengths', default=','.join(map(str, LENGTHS)), help='tokens (%(default)s)')
     add('--models', default=','.join(MODELS), help=f'each also with {COMPILED} (%(default)s)')
@@ -149,16 +143,13 @@ def main() -> None:
     add('flags', nargs='*', help='of train_enwik8.py')
     options = parser.parse_args()
     if options.worker:
-        return serve(make_call, seconds=3, make_facts=make_facts)
+        return serve(lambda case: Method(make_call, seconds=3))
     cases, graph = [], parse(options.flags)[0].graph
     for length, model in product(options.lengths.split(','), options.models.split(',')):
         config = make_config(options.flags, model.removesuffix(COMPILED), int(length), options.tokens)
         named = {'op': 'step', 'shape': f'{length} tokens', 'backend': model, 'device': options.device}
         cases.append({**named, 'data': options.data, 'config': asdict(config), 'graph': graph})
-    where, rows = run(cases, options, 'training', TITLE, make_tables)
-    image = report.path(options.out, where, 'training', '.png')
-    plot(image, rows, f'{TITLE}, {where["gpu"]}')
-    report.write(options.out, where, 'training', TITLE, [*make_tables(rows), f'![tokens/s]({image.name})'], rows)
+    run(cases, options, 'training', TITLE, make_tables, [Plot('Tokens per second', plot)])
 
 
 if __name__ == '__main__':

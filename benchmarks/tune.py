@@ -37,7 +37,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.ops import first, make_call
+from benchmarks.attention.backends import first, make_call
 from benchmarks.report import ROOT
 from benchmarks.shapes import PAPER, SHAPES, Shape
 from benchmarks.timing import FLUSH_BYTES
@@ -52,11 +52,11 @@ DTYPES = {2: torch.bfloat16, 4: torch.float32}
 BLOCKS = (16, 32, 64, 128)
 WARPS = (1, 2, 4, 8)
 STAGES = {2: (1, 2, 3, 4, 5, 6), 4: (1, 2)}
-# The ops of benchmarks/ops.py whose kernels take their settings from the tables of a folder.
+# Cases of suite `backends` whose kernels take their settings from the tables of a folder.
 OPS = {
     'interval': ('window', 'compressed'),
-    'selected_attention': ('selected', 'selected, alike'),
-    'block_selection': ('choice', 'scores'),
+    'selected_attention': ('selected', 'selected-overlapping'),
+    'block_selection': ('selection', 'scores'),
 }
 # A row changes where that much is gained.
 GAIN = 0.97

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,8 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import judge, layer, layer_report, parts, peers, runner
-from benchmarks.layer_report import TARGET_SHAPE, Found
+from benchmarks import judge, peers, runner
+from benchmarks.attention import __main__ as attention
+from benchmarks.attention import parts, parts_report
+from benchmarks.attention.parts_report import TARGET_SHAPE, Found
 from benchmarks.shapes import SHAPES, TENSORS, make_tensors
 from native_sparse_attention import ops
 
@@ -29,9 +31,9 @@ ROWS = [
     row('compressed', 'triton', 8.0, 34.1, peak_bytes=2**30),
     row('compressed', 'mdy666', 9.0, 38.0),
     row('compressed', 'xunhao', 14.0, 36.0),
-    row('compressed+choice', 'triton', 12.0),
-    row('compressed+choice', 'mdy666', 19.0),
-    row('choice', 'triton', 4.0),
+    row('compressed+selection', 'triton', 12.0),
+    row('compressed+selection', 'mdy666', 19.0),
+    row('selection', 'triton', 4.0),
     row('selected', 'triton', 7.0, 20.0),
     row('selected', 'mdy666', 13.0, 30.0),
     row('window', 'triton', 4.0, 10.0),
@@ -67,7 +69,7 @@ def cells(table: str, *names: str) -> dict[str, str]:
 
 
 def test_targets():
-    table = layer_report.target_table(Found(ROWS))
+    table = parts_report.target_table(Found(ROWS))
     compressed = cells(table, 'compressed')
     assert (compressed['verdict forward'], compressed['verdict backward']) == ('met', 'missed by 10.0 %')
     # Passes have their best each.
@@ -82,7 +84,7 @@ def test_best_of_the_whole():
 
 
 def test_ratios():
-    (text,) = layer_report.ratio_lines(Found(ROWS))
+    (text,) = parts_report.ratio_lines(Found(ROWS))
     assert 'forward of dense attention by cuDNN over `nsa`, 64k tokens: 4.80; at least 4.9: missed by 2.0 %.' in text
     assert 'backward of dense attention by cuDNN over `nsa`, 64k tokens: 5.50; at least 5.2: met.' in text
     # Half as fast at 4k, twice as fast at 16k.
@@ -93,18 +95,18 @@ def test_ratios():
 
 def test_always_and_never_faster():
     dense = row('nsa', 'cudnn', 1.0, 1.0)
-    assert layer_report.break_even(Found([dense, row('nsa', 'triton', 2.0, 2.0)])) is None
-    assert layer_report.break_even(Found([dense, row('nsa', 'triton', 0.5, 0.5)])) is None  # shorter ones are not known
+    assert parts_report.break_even(Found([dense, row('nsa', 'triton', 2.0, 2.0)])) is None
+    assert parts_report.break_even(Found([dense, row('nsa', 'triton', 0.5, 0.5)])) is None  # shorter ones are not known
     short = [row('nsa', name, ms, ms, shape='paper-8k-h4') for name, ms in (('cudnn', 1.0), ('triton', 0.5))]
-    assert layer_report.break_even(Found(short)) == 8192
+    assert parts_report.break_even(Found(short)) == 8192
 
 
 def test_verdict():
-    assert layer_report.verdict(Found(ROWS)) == (
+    assert parts_report.compare(Found(ROWS)) == (
         '6 of 9 targets are met; not compressed backward by 10.0 %, window forward by 33.3 %, nsa forward by 2.0 %. '
         '11 of 11 passes are no slower than the best public one.'
     )
-    assert layer_report.verdict(Found(SHORT_ROWS)) == (
+    assert parts_report.compare(Found(SHORT_ROWS)) == (
         '1 of 2 passes are no slower than the best public one; not window forward of trainer by 100.0 %. '
         '1 of 2 passes are no slower by their kernels alone; '
         'not window backward of trainer by 70.0 %.'
@@ -112,54 +114,57 @@ def test_verdict():
 
 
 def test_kernels_of_short_passes():
-    tables = '\n\n'.join(layer_report.make_tables(SHORT_ROWS, []))
+    tables = '\n\n'.join(parts_report.make_tables([], SHORT_ROWS))
     assert '| window | trainer | triton | 0.2 | 0.06 | 0.5 | 0.17 |' in tables
-    assert 'kernels' not in '\n\n'.join(layer_report.make_tables(ROWS, []))
+    assert 'kernels' not in '\n\n'.join(parts_report.make_tables([], ROWS))
     # Of the whole there is the sum of the steps here, too.
-    steps = {'compressed+choice': 0.3, 'selected': 0.2, 'window': 0.1, 'sum': 0.05}
+    steps = {'compressed+selection': 0.3, 'selected': 0.2, 'window': 0.1, 'sum': 0.05}
     rows = [row(part, 'mdy666', 1.0, shape='trainer', forward_kernels_ms=ms) for part, ms in steps.items()]
     rows.append(row('nsa', 'mdy666', 1.0, shape='trainer', forward_kernels_ms=0.9))
     assert Found(rows).best('nsa', 'trainer', 'forward_kernels') == (pytest.approx(0.65), 'fastest steps')
 
 
 def test_long_sequences():
-    assert layer_report.long_line(Found(ROWS)) == 'From 262,144 tokens on 2 of 2 passes ran.'
-    rows = [row('choice', 'triton', 9.0, shape='long-256k-h4'), row('window', 'triton', 9.0, shape='long-256k-h4')]
-    text = layer_report.long_line(Found(rows))
+    assert parts_report.long_line(Found(ROWS)) == 'From 262,144 tokens on 2 of 2 passes ran.'
+    rows = [row('selection', 'triton', 9.0, shape='long-256k-h4'), row('window', 'triton', 9.0, shape='long-256k-h4')]
+    text = parts_report.long_line(Found(rows))
     assert text == 'From 262,144 tokens on 2 of 3 passes ran; not window backward of long-256k-h4.'
-    assert layer_report.long_line(Found(ROWS[:1])) == ''
+    assert parts_report.long_line(Found(ROWS[:1])) == ''
 
 
 def test_memory_and_shares():
-    growth = layer_report.growth_table(Found(ROWS))
+    growth = parts_report.growth_table(Found(ROWS))
     # A million tokens with half as many heads.
     assert cells(growth, 'nsa')['up to'] == '1,048,576'
     assert cells(growth, 'nsa')[''] == 'linear'
     assert cells(growth, 'compressed')[''] == 'up to 2.00 times that of the length before'
-    shares = cells(layer_report.share_table(Found(ROWS)), TARGET_SHAPE, 'forward')
-    assert (shares['compressed'], shares['choice'], shares['whole']) == ('8 (33 %)', '4 (17 %)', '25')
+    shares = cells(parts_report.share_table(Found(ROWS)), TARGET_SHAPE, 'forward')
+    assert (shares['compressed'], shares['selection'], shares['whole']) == ('8 (33 %)', '4 (17 %)', '25')
 
 
 def test_all_tables(tmp_path: Path):
-    text = '\n\n'.join(layer_report.make_tables(ROWS, ['a/b']))
+    text = '\n\n'.join(parts_report.make_tables(['a/b'], ROWS))
     assert 'Not importable, and so not measured: a/b.' in text
     for rows in (ROWS, []):
-        for plot in (layer_report.plot_times, layer_report.plot_shares):
+        for plot in (parts_report.plot_times, parts_report.plot_shares):
             plot(tmp_path / 'image.png', rows, 'A title')
-        assert layer_report.make_tables(rows, [])
+        assert parts_report.make_tables([], rows)
 
 
-def test_what_is_measured():
+def test_cases(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(peers, 'find_folder', lambda file: Path())
+
     def cases(shapes: str, backends: list[str]) -> list[tuple[str, str, str]]:
-        found = layer.make_cases(shapes, '*', backends, 'cpu', longest_peer=2**17)
+        options = argparse.Namespace(shapes=shapes, backends=','.join(backends), device='cpu')
+        found, _ = attention.make_cases('parts', options, [*parts_report.PARTS])
         return [(case['shape'], case['op'], case['backend']) for case in found]
 
     everything = ['triton', 'cudnn', 'flash', 'flex', *peers.PEERS]
-    shapes = ','.join(reversed(layer.DEFAULT_SHAPES))
+    shapes = ','.join(reversed(parts.DEFAULT_SHAPES))
     names = [name for name, _, _ in cases(shapes, everything)]
     # What has targets comes first.
-    assert tuple(dict.fromkeys(names)) == layer.DEFAULT_SHAPES
-    assert {part for _, part, _ in cases(TARGET_SHAPE, ['triton'])} == set(parts.PARTS)
+    assert tuple(dict.fromkeys(names)) == parts.DEFAULT_SHAPES
+    assert {part for _, part, _ in cases(TARGET_SHAPE, ['triton'])} == set(parts_report.PARTS)
     # The whole of a million tokens has half as many heads.
     assert 'nsa' not in {part for _, part, _ in cases('long-1024k-h4', everything)}
     assert cases('long-1024k-q32', everything) == [('long-1024k-q32', 'nsa', 'triton')]
@@ -262,7 +267,7 @@ def eager_steps(problem: peers.Problem, folder: Path, faulty: str = '') -> peers
         out, lse = compress(q, k, v)
         chosen = {'selection_block_size': shape.selection_block_size, 'num_selected': shape.num_selected}
         blocks = ops.select_blocks(q[None], k[None], lse, **sizes, **chosen, **where)[0].transpose(0, 1)
-        return out, blocks.roll(1, 1) if faulty == 'compressed+choice' else blocks
+        return out, blocks.roll(1, 1) if faulty == 'compressed+selection' else blocks
 
     def select(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor) -> Tensor:
         rows = (t[None] for t in (q, k, v, blocks.transpose(0, 1)))
@@ -293,7 +298,7 @@ def somebody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize(
-    'part', ['compressed', 'compressed+choice', 'selected', 'window', 'sum', 'nsa', 'nsa-unrelated']
+    'part', ['compressed', 'compressed+selection', 'selected', 'window', 'sum', 'nsa', 'nsa-unrelated']
 )
 def test_parts_of_a_peer(part: str, somebody: Any):
     facts = somebody(part)
@@ -301,7 +306,7 @@ def test_parts_of_a_peer(part: str, somebody: Any):
     assert facts.get('agreement', 1) > 0.99
 
 
-@pytest.mark.parametrize('part', ['compressed', 'compressed+choice', 'window'])
+@pytest.mark.parametrize('part', ['compressed', 'compressed+selection', 'window'])
 def test_wrong_parts_are_seen(part: str, somebody: Any, monkeypatch: pytest.MonkeyPatch):
     # One key more in a window of 16.
     monkeypatch.setattr(judge, 'MAX_ERROR', 0.01)
@@ -313,11 +318,10 @@ def test_who_does_less_is_not_wrong(somebody: Any):
 
 
 @pytest.mark.usefixtures('instant_worker')
-def test_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_suite_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(peers, 'find_folder', lambda file: None)
-    flags = ['--device', 'cpu', '--commit', 'abc', '--shapes', 'tiny', '--parts', 'nsa*,window', '--out', str(tmp_path)]
-    monkeypatch.setattr(sys, 'argv', ['layer', *flags])
-    layer.main()
+    flags = ['--device', 'cpu', '--commit', 'abc', '--shapes', 'tiny', '--out', str(tmp_path)]
+    attention.main([*flags, '--cases', 'parts/nsa*,parts/window'])
     (text,) = tmp_path.glob('cpu/parts.md')
     rows = json.loads(text.with_suffix('.json').read_text())['rows']
     assert [(case['op'], case['backend']) for case in rows] == [

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import peers, runner, selected
+from benchmarks import peers, runner
+from benchmarks.attention import __main__ as attention
+from benchmarks.attention import selected
 from benchmarks.shapes import find_names, find_shapes
 
 
@@ -59,7 +61,7 @@ def test_ratios():
 
 
 def test_verdict():
-    assert selected.verdict(selected.Found(ROWS)) == (
+    assert selected.compare(selected.Found(ROWS)) == (
         '3 of 4 targets are met; not 64k backward by 8.7 %. '
         '1 of 2 passes are no slower than the best public implementation; not 64k backward by 25.0 %. '
         '2 of 2 passes are no slower than dense attention.'
@@ -68,8 +70,8 @@ def test_verdict():
         row('trainer', 'triton', 0.5, forward_kernels_ms=0.3),
         row('trainer', 'mdy666', 0.4, forward_kernels_ms=0.4, backward_kernels_ms=0.6),
     ]
-    assert selected.verdict(selected.Found(rows)).endswith(' 1 of 1 passes are no slower by their kernels alone.')
-    assert '| trainer | trainer | triton | 0.5 | 0.3 | – | – |' in '\n'.join(selected.make_tables(rows, []))
+    assert selected.compare(selected.Found(rows)).endswith(' 1 of 1 passes are no slower by their kernels alone.')
+    assert '| trainer | trainer | triton | 0.5 | 0.3 | – | – |' in '\n'.join(selected.make_tables([], rows))
 
 
 def test_the_fastest_run():
@@ -102,9 +104,19 @@ def test_what_must_be_asked_for():
 @pytest.mark.usefixtures('instant_worker')
 def test_peer_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(peers.PEERS, 'fla', replace(peers.PEERS['fla'], file='not/there.py'))
-    flags = ('--device', 'cpu', '--commit', 'abc', '--cases', 'tiny', '--peers', 'fla', '--out', str(tmp_path))
-    monkeypatch.setattr(sys, 'argv', ['selected', *flags])
-    selected.main()
+    flags = (
+        '--device',
+        'cpu',
+        '--commit',
+        'abc',
+        '--cases',
+        'selected/tiny',
+        '--backends',
+        'triton,fla',
+        '--out',
+        str(tmp_path),
+    )
+    attention.main([*flags])
     (text,), (data,), (image,) = (list(tmp_path.glob(f'cpu/*{suffix}')) for suffix in ('.md', '.json', '.png'))
     assert 'Not importable, and so not measured: fla-org/flash-linear-attention.' in text.read_text()
     assert image.name in text.read_text()
@@ -141,8 +153,8 @@ def test_forced_design(case: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(plan, 'choose_design', plan.choose_design)
     device = 'cuda' if torch.cuda.is_available() else 'cpu'
     for backend in ('neighbours', 'triton'):
-        call, leaves = selected.make_call({'op': case, 'backend': backend, 'device': device})
-        facts = selected.make_facts(call, leaves, device)
+        call, _ = selected.make_call({'op': case, 'backend': backend, 'device': device})
+        facts = call.facts()
         assert facts['error'] < 1e-4
         assert facts['design'] == 'neighbours'
     selected.force_design('block')

@@ -50,9 +50,8 @@ def test_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             self.alive = True
 
         def measure(self, case: runner.Case, seconds: float) -> runner.Case:
-            call, leaves = training_speed.make_call(case)
-            facts = training_speed.make_facts(call, leaves, 'cpu')
-            return {'forward_ms': 1.0, **facts}
+            call, _ = training_speed.make_call(case)
+            return {'forward_ms': 1.0, **call.facts()}
 
         def stop(self) -> None: ...
 

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
@@ -19,9 +20,17 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from benchmarks import backends, report, runner, timing
+from benchmarks import report, runner, timing
+from benchmarks.attention import __main__ as attention
+from benchmarks.attention import backends
 
-TINY = backends.make_cases('tiny*', 'triton,flex,eager', 'nsa', 'cpu')
+
+def make_cases(shapes: str, names: str = 'triton,flex,eager') -> list[runner.Case]:
+    options = argparse.Namespace(shapes=shapes, backends=names, device='cpu')
+    return attention.make_cases('backends', options, ['nsa'])[0]
+
+
+TINY = make_cases('tiny*')
 
 
 @dataclass
@@ -64,14 +73,13 @@ def run_cases(cases: list[runner.Case], jobs: int = 1, budget: float = 60) -> li
 
 def test_cases_of_a_shape_stand_together():
     shapes = ('tiny', 'tiny-packed')
-    backends = ('triton', 'flex', 'eager')
-    assert [(case['shape'], case['backend']) for case in TINY] == [(s, b) for s in shapes for b in backends]
+    names = ('triton', 'flex', 'eager')
+    assert [(case['shape'], case['backend']) for case in TINY] == [(s, b) for s in shapes for b in names]
 
 
 def test_what_is_compiled_first():
     def names(shapes: str) -> list[tuple[str, str]]:
-        cases = backends.make_cases(shapes, 'triton,flex,eager', 'nsa', 'cpu')
-        return [(case['backend'], case['shape']) for case in runner.cases_to_warm(reversed(cases))]
+        return [(case['backend'], case['shape']) for case in runner.cases_to_warm(reversed(make_cases(shapes)))]
 
     # Every kernel once, those that take longest first.
     assert names('paper-*-h4,paper-*-h16') == [
@@ -103,10 +111,11 @@ def test_used_up_budget_is_noted(fakes: Fakes):
 
 def run_into(out: Path, *flags: str) -> dict[str, Any]:
     parser = argparse.ArgumentParser()
-    runner.add_arguments(parser, 'tiny', backends.BACKENDS, case_seconds=10)
+    runner.add_arguments(parser, case_seconds=10)
+    parser.add_argument('--backends')
     options = parser.parse_args(['--device', 'cpu', '--commit', 'abc', '--out', str(out), *flags])
-    cases = backends.make_cases(options.shapes, options.backends, 'nsa', options.device)
-    runner.run(cases, options, 'nsa', 'A title', backends.make_tables)
+    cases = make_cases('tiny', options.backends)
+    runner.run(cases, options, 'backends', 'A title', partial(backends.make_tables, []))
     (file,) = out.glob('cpu/*.json')
     assert file.with_suffix('.md').exists()
     return json.loads(file.read_text())
@@ -126,9 +135,9 @@ def test_add_keeps_other_rows(fakes: Fakes, tmp_path: Path, monkeypatch: pytest.
     assert times(added) == {'triton': 2.0, 'flex': 1.0, 'eager': 2.0}
     assert len(added['machine']['commands']) == 2
     # What a run did not come to replaces nothing.
-    assert times(run_into(tmp_path, '--add', '--budget', '0')) == times(added)
+    assert times(run_into(tmp_path, '--backends', 'triton,eager', '--add', '--budget', '0')) == times(added)
     with pytest.raises(SystemExit, match='has commit abc, this run def'):
-        run_into(tmp_path, '--add', '--commit', 'def')
+        run_into(tmp_path, '--backends', 'eager', '--add', '--commit', 'def')
 
 
 def test_without_add_the_file_is_written_anew(fakes: Fakes, tmp_path: Path):
@@ -149,6 +158,45 @@ def test_missing_runs_what_an_earlier_run_did_not_come_to(fakes: Fakes, tmp_path
     assert len(found[1]['machine']['commands']) == 1
 
 
+def test_a_name_keeps_the_full_result(fakes: Fakes, tmp_path: Path):
+    run_into(tmp_path / 'full', '--backends', 'flex,eager', '--name', 'other')
+    assert [path.stem for path in (tmp_path / 'full' / 'cpu').glob('*.json')] == ['other']
+
+
+def test_the_budget_is_for_all_suites(fakes: Fakes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    clock = iter(range(0, 10_000, 20))
+    monkeypatch.setattr(time, 'monotonic', lambda: float(next(clock)))
+    flags = ['--device', 'cpu', '--commit', 'abc', '--out', str(tmp_path), '--shapes', 'tiny', '--backends', 'triton']
+    attention.main([*flags, '--cases', 'backends/nsa,features/dense', '--budget', '50'])
+    notes = {
+        path.stem: [row.get('note') for row in json.loads(path.read_text())['rows']]
+        for path in (tmp_path / 'cpu').glob('*.json')
+    }
+    assert notes == {'backends': [None], 'features': ['not run: the time was used up']}
+
+
+def test_cases_of_suites(capsys: pytest.CaptureFixture[str]):
+    assert attention.find_cases('selected/64k,selected/8k,features') == {
+        'selected': ['8k', '64k'],
+        'features': [*attention.SUITES['features'].cases],
+    }
+    attention.main(['--list'])
+    printed = capsys.readouterr().out
+    assert all(f'{name}/{case} ' in printed for name, suite in attention.SUITES.items() for case in suite.cases)
+    for wrong, message in (
+        (['--cases', 'none'], 'nothing is named none; there are selected, parts'),
+        (['--cases', 'parts/none'], 'nothing is named none; there are compressed'),
+        (['--cases', 'selected/8k', '--shapes', 'tiny'], 'each case of selected has a shape of its own'),
+        (['--cases', 'parts', '--backends', 'none'], 'nothing is named none; there are triton'),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            attention.main(['--device', 'cpu', *wrong])
+    for wrong, message in (([], '--cases is missing'), (['--cases', 'parts,features', '--name', 'x'], '--name is x')):
+        with pytest.raises(SystemExit):
+            attention.main(wrong)
+        assert message in capsys.readouterr().err
+
+
 def test_what_the_budget_stopped_counts_as_not_run(fakes: Fakes, monkeypatch: pytest.MonkeyPatch):
     clock = iter([0.0, 0.0, 70.0, 70.0])
     monkeypatch.setattr(runner.time, 'monotonic', lambda: next(clock))
@@ -161,10 +209,11 @@ def test_add_without_earlier_rows(fakes: Fakes, tmp_path: Path):
     assert times(run_into(tmp_path, '--backends', 'eager', '--add')) == {'eager': 1.0}
 
 
-def test_script_in_processes(tmp_path: Path):
-    flags = ['--device', 'cpu', '--shapes', 'tiny', '--backends', 'flex,eager', '--jobs', '2', '--out', str(tmp_path)]
+def test_attention_in_processes(tmp_path: Path):
+    flags = ['--cases', 'backends/nsa', '--shapes', 'tiny', '--backends', 'flex,eager', '--jobs', '2']
+    flags += ['--device', 'cpu', '--out', str(tmp_path)]
     done = subprocess.run(
-        [sys.executable, '-m', 'benchmarks.backends', *flags],
+        [sys.executable, '-m', 'benchmarks.attention', *flags],
         cwd=report.ROOT,
         env={**os.environ, 'OMP_NUM_THREADS': '1'},
         capture_output=True,
@@ -180,10 +229,11 @@ def test_script_in_processes(tmp_path: Path):
     assert rows[2]['backward_ms'] > 0
 
 
-@pytest.mark.parametrize('script', ['memory', 'backends', 'gpu_tests'])
+@pytest.mark.parametrize('script', ['memory', 'attention.__main__', 'gpu_tests'])
 def test_without_a_gpu_nothing_begins(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
-    monkeypatch.setattr(sys, 'argv', [script, '--commit', 'abc', '--out', str(tmp_path)])
+    cases = ['--cases', 'backends/nsa'] if 'attention' in script else []
+    monkeypatch.setattr(sys, 'argv', [script, '--commit', 'abc', '--out', str(tmp_path), *cases])
     module = importlib.import_module(f'benchmarks.{script}')
     monkeypatch.setattr(module, 'make_call', Mock(side_effect=AssertionError), raising=False)
     monkeypatch.setattr(subprocess, 'Popen', Mock(side_effect=AssertionError))

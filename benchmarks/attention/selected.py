@@ -1,21 +1,7 @@
-"""How fast is the selected branch? Its targets, dense attention, every public implementation, and what bounds it.
-
-    python -m benchmarks.selected                                  every case, every peer that is on PYTHONPATH
-    python -m benchmarks.selected --cases '64k*' --peers mdy666    some of them
-    python -m benchmarks.selected --long --add                     128k to 1M tokens, for the table of an earlier run
-    python -m benchmarks.selected --cases '8k,packed,short*,32k*,64k*' --peers ''    where one design overtakes another
-    TRITON_INTERPRET=1 python -m benchmarks.selected --device cpu --cases 'tiny*' --designs '' --out /tmp/results
-                                                                   to try the script
-
-Peers are the repositories of benchmarks/peers.py; those that are not on PYTHONPATH are listed. Each is measured in a
-process of its own. Beside the design that the op chooses, each of its designs is forced. Every output but dense
-attention's is held against float32 in a few rows; one that is wrong counts for nothing. Writes
-<gpu>/selected.md, .json and, at the end, .png to --out.
-"""
+"""Suite `selected`: the selected branch beside its targets, dense attention, public implementations and its bounds."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -26,30 +12,34 @@ from typing import Any
 from torch import Tensor
 
 from benchmarks import peers, report
-from benchmarks.judge import Call, selected_row
+from benchmarks.attention.parts import make_dense, ours
+from benchmarks.attention.suite import Suite, verdict
 from benchmarks.judge import judge as judge_rows
-from benchmarks.parts import make_dense, ours
+from benchmarks.judge import selected_row
 from benchmarks.peers import PEERS, Problem, make_selected
 from benchmarks.report import ratio
-from benchmarks.runner import Case, add_run_arguments, run, serve
-from benchmarks.shapes import SHAPES, Shape, find_names, make_blocks, make_tensors
+from benchmarks.runner import Call, Case, Method, Plot
+from benchmarks.shapes import SHAPES, Shape, make_blocks, make_tensors
 from benchmarks.timing import KERNELS, measure_with_kernels, measure_workspace, pass_of
 
-# Of a case and a pass.
+# Limit in ms, from case and pass.
 Limit = Callable[[str, str], float | None]
 OURS, DENSE, CEILINGS = 'triton', 'cudnn', ('copy', 'gather')
-# Forced unless others are named; 'mixed', which large groups take most often, is measured as ours.
-DESIGNS = ('query', 'neighbours', 'block')
+# Designs of the op that are forced, each as a backend; the op itself chooses `mixed` for most large groups.
+DESIGNS, MIXED = ('query', 'neighbours', 'block'), 'mixed'
 PASSES = ('forward', 'backward')
-# Dense attention of longer sequences takes minutes.
+# Tokens; longer, dense attention takes minutes.
 MAX_DENSE = 2**17
 MIB = 2**20
 
 
 @dataclass(frozen=True)
 class Setting:
-    """neighbours: so many share most of their choice. targets: ms of forward and backward. whole: the case of which
-    this one takes at most `most` times the time.
+    """A case.
+
+    neighbours: number of consecutive queries that share most of their selected blocks.
+    targets: ms of forward and backward.
+    whole: another case; this one may take `most` times as long.
     """
 
     shape: str
@@ -100,6 +90,7 @@ def make_problem(setting: Setting, device: str) -> Problem:
 
 
 def make_call(case: Case) -> tuple[Call, list[Tensor]]:
+    """Return the forward pass of a backend, a design or a ceiling, and the tensors to differentiate."""
     backend, problem = case['backend'], make_problem(SETTINGS[case['op']], case['device'])
     if backend in CEILINGS:
         from benchmarks import ceilings
@@ -116,15 +107,11 @@ def make_call(case: Case) -> tuple[Call, list[Tensor]]:
         used = force_design(None if backend == OURS else backend)
         forward, leaves = make_selected(ours(problem), problem)
         facts = partial(judge_ours, problem, forward, leaves, used)
-    return Call(forward, facts), leaves
-
-
-def make_facts(call: Any, leaves: list[Tensor], device: str) -> Case:
-    return (measure_workspace(call, leaves, device) if leaves else {}) | call.facts()
+    return Call(forward, lambda: measure_workspace(forward, leaves, case['device']) | facts()), leaves
 
 
 def force_design(design: str | None) -> list[str]:
-    """From here on the op uses this design wherever it would choose one; None: its own choice.
+    """Make the op use this design from here on; None: the one that it chooses.
 
     The one place that knows how: `choose_design` of its plan.py names one of DESIGNS for a call. It is replaced by a
     function that writes what it gives, forced or not, into the list that this one returns.
@@ -150,24 +137,24 @@ def judge(problem: Problem, forward: Callable[[], Tensor], leaves: list[Tensor])
 
 
 def judge_ours(problem: Problem, forward: Callable[[], Tensor], leaves: list[Tensor], used: list[str]) -> Case:
-    """With the designs that were used, that of the forward first."""
+    """Judge the output, and name the designs that were used, that of the forward first."""
     return judge(problem, forward, leaves) | {'design': '/'.join(dict.fromkeys(used))}
 
 
 class Found:
-    """The rows by case and backend, and what is compared."""
+    """The rows by case and backend."""
 
     def __init__(self, rows: list[Case]) -> None:
         self.rows = {(row['op'], row['backend']): row for row in rows}
         self.cases = [name for name in SETTINGS if any(name == op for op, _ in self.rows)]
 
     def ms(self, case: str, backend: str, what: str) -> float | None:
-        """None where it was not measured or is wrong."""
+        """Return ms of a pass, or None if it was not measured or the output is wrong."""
         row = self.rows.get((case, backend), {})
         return None if row.get('wrong') else row.get(f'{what}_ms')
 
     def best(self, case: str, what: str) -> tuple[float | None, str]:
-        """The fastest public implementation of a pass."""
+        """Return ms and name of the fastest public implementation of a pass."""
         times = {name: self.ms(case, name, what) for name in PEERS}
         found = {name: time for name, time in times.items() if time}
         name = min(found, key=found.__getitem__, default='')
@@ -181,18 +168,18 @@ class Found:
         return setting.targets[PASSES.index(what)] if setting.targets else None
 
     def rate(self, case: str, ceiling: str) -> float | None:
-        """Bytes per ms."""
+        """Return bytes per ms."""
         row = self.rows.get((case, ceiling), {})
         return ratio(row.get('bytes'), row.get('forward_ms'))
 
     def copy_ms(self, case: str, what: str) -> float | None:
-        """What reading the inputs of a pass and writing its outputs takes."""
+        """Return the time to read the inputs of a pass and to write its outputs."""
         rate = self.rate(case, 'copy')
         return least_bytes(SHAPES[SETTINGS[case].shape], what) / rate if rate else None
 
 
 def least_bytes(shape: Shape, what: str) -> int:
-    """The forward reads q, k, v and writes the output; the backward reads all of it and writes as many gradients."""
+    """Count q, k, v and the output of a forward; a backward reads all of them and writes as many gradients."""
     values = (shape.heads + shape.kv_heads) * (shape.head_dim + shape.value_dim) * shape.tokens
     return values * shape.dtype.itemsize * (1 if what == 'forward' else 2)
 
@@ -201,20 +188,19 @@ def mib(size: int | None) -> float | None:
     return None if size is None else size / MIB
 
 
-def make_tables(rows: list[Case], missing: list[str]) -> list[str]:
+def make_tables(missing: list[str], rows: list[Case]) -> list[str]:
     found = Found(rows)
     return [
-        'ms, medians, caches cold, runs queued. Backward: everything that a call needs. Workspace: MiB at the peak of '
-        'a pass beyond inputs, outputs and what the forward saves for the backward.',
+        'ms, medians, cold caches, queued runs. Backward: everything that a call needs. Workspace: MiB at the peak of '
+        'a pass beyond inputs, outputs and the tensors that the forward saves.',
         target_table(found),
-        verdict(found),
+        compare(found),
         *packed_lines(found),
-        "Times of others over ours; ours over the time that gathering every query's own K/V tiles takes, and over that "
-        'of copying as many bytes as go in and out:',
+        "Times of others over ours; ours over the time to gather every query's own K/V tiles, and over the time to "
+        'copy as many bytes as inputs and outputs have:',
         ratio_table(found),
         *long_tables(found),
-        'Everything measured; our designs by name. Error: of the worst of a few rows, relative to its norm. '
-        f'{report.FASTEST}:',
+        f'All rows; our designs by name. Error: the largest of a few rows, relative to its norm. {report.FASTEST}:',
         row_table(found),
         *chain(*report.kernel_tables(rows).items()),
         *([f'Not importable, and so not measured: {", ".join(missing)}.'] if missing else []),
@@ -223,7 +209,7 @@ def make_tables(rows: list[Case], missing: list[str]) -> list[str]:
 
 
 def described(setting: Setting) -> str:
-    share = f', {setting.neighbours} neighbours share most of their choice' if setting.neighbours > 1 else ''
+    share = f', {setting.neighbours} consecutive queries share most blocks' if setting.neighbours > 1 else ''
     return SHAPES[setting.shape].described() + share
 
 
@@ -240,29 +226,26 @@ def target_table(found: Found) -> str:
     return report.table(('case', 'design', *columns, 'saved MiB'), body)
 
 
-def verdict(found: Found) -> str:
-    """How many targets are met, and of how many comparisons ours is the faster."""
+def compare(found: Found) -> str:
+    """Count targets that are met, and comparisons in which ours is not the slower."""
 
     def public(case: str, what: str) -> float | None:
         return found.best(case, what)[0]
 
-    parts = []
     compared: dict[str, tuple[Sequence[str], Limit]] = {
         'targets are met': (PASSES, found.target),
         'passes are no slower than the best public implementation': (PASSES, public),
         'passes are no slower than dense attention': (PASSES, lambda case, what: found.ms(case, DENSE, what)),
         'passes are no slower by their kernels alone': (KERNELS, public),
     }
-    for text, (passes, limit) in compared.items():
-        ratios = {
+    ratios = {
+        text: {
             f'{case} {pass_of(what)}': ratio(found.ms(case, OURS, what), limit(case, what))
             for case, what in product(found.cases, passes)
         }
-        known = {name: number for name, number in ratios.items() if number}
-        over = [f'{name} by {100 * (number - 1):.1f} %' for name, number in known.items() if number > 1]
-        if known:
-            parts.append(f'{len(known) - len(over)} of {len(known)} {text}' + f'; not {", ".join(over)}' * bool(over))
-    return ' '.join(f'{part}.' for part in parts)
+        for text, (passes, limit) in compared.items()
+    }
+    return verdict(ratios)
 
 
 def packed_lines(found: Found) -> list[str]:
@@ -321,7 +304,7 @@ def row_table(found: Found) -> str:
 
 
 def plot(path: Path, rows: list[Case], title: str) -> None:
-    """For each case bars of ours, the best public one and dense attention, and a line at the target."""
+    """Draw for each case bars of ours, the best public implementation and dense attention, and a line at the target."""
     from matplotlib.figure import Figure
 
     found = Found(rows)
@@ -346,43 +329,26 @@ def plot(path: Path, rows: list[Case], title: str) -> None:
     figure.savefig(path, dpi=120)
 
 
-def make_cases(cases: list[str], designs: list[str], names: list[str], device: str) -> list[Case]:
-    """Those of a setting stand together, so that a run that is cut short has whole comparisons."""
-    backends = [OURS, *designs, DENSE, *CEILINGS, *names]
+def make_cases(names: list[str], shapes: list[str], backends: list[str]) -> list[Case]:
+    """Keep the cases of a setting together, so that a run that is cut short has whole comparisons."""
     return [
-        {'op': case, 'shape': SETTINGS[case].shape, 'backend': backend, 'device': device}
-        for case, backend in product(cases, backends)
-        if backend != DENSE or SHAPES[SETTINGS[case].shape].seqlen <= MAX_DENSE
+        {'op': name, 'shape': SETTINGS[name].shape, 'backend': backend}
+        for name, backend in product(names, backends)
+        if backend != DENSE or SHAPES[SETTINGS[name].shape].seqlen <= MAX_DENSE
     ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_run_arguments(parser, case_seconds=90)
-    add = parser.add_argument
-    add(
-        '--cases',
-        default='*',
-        help='patterns, separated by commas; tiny, short and long by name only (%(default)s)',
-    )
-    add('--long', action='store_true', help='the cases of 128k to 1M tokens instead')
-    add('--peers', default=','.join(PEERS), help="of these those that can be imported; '' for none (%(default)s)")
-    add('--designs', default=','.join(DESIGNS), help="that are forced; '' for none (%(default)s)")
-    options = parser.parse_args()
-    if options.worker:
-        return serve(make_call, seconds=0.3, make_facts=make_facts, measure=measure_with_kernels)
-    wanted, designs = ([name for name in names.split(',') if name] for names in (options.peers, options.designs))
-    names = [name for name in wanted if peers.find_folder(PEERS[name].file)]
-    missing = [PEERS[name].repository for name in wanted if name not in names]
-    chosen = find_names(SETTINGS, 'long*' if options.long else options.cases)
-    cases = make_cases(chosen, designs, names, options.device)
-    title = 'The selected branch, forward and backward'
-    tables = partial(make_tables, missing=missing)
-    where, rows = run(cases, options, 'selected', title, tables)
-    image = report.path(options.out, where, 'selected', '.png')
-    plot(image, rows, title)
-    report.write(options.out, where, 'selected', title, [*tables(rows), f'![times]({image.name})'], rows)
-
-
-if __name__ == '__main__':
-    main()
+SUITE = Suite(
+    title='The selected branch, forward and backward',
+    about=(
+        'Backend triton is the op, and cudnn dense attention of PyTorch; query, neighbours, block and mixed force a '
+        'design of the op; copy and gather are bounds by memory.'
+    ),
+    cases={name: described(setting) for name, setting in SETTINGS.items()},
+    backends=(OURS, *DESIGNS, DENSE, *CEILINGS, *PEERS),
+    optional=(MIXED,),
+    make_cases=make_cases,
+    make_tables=make_tables,
+    method=Method(make_call, seconds=0.3, measure=measure_with_kernels),
+    plots=(Plot('The selected branch, forward and backward', plot),),
+)

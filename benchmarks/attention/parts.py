@@ -1,48 +1,62 @@
-"""What benchmarks/layer.py measures: the parts of `nsa`, and the whole, of ours, dense attention and the peers."""
+"""Suite `parts`: the parts of `nsa` and the whole, from 4k to 1M tokens, of ours, dense attention and peers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks import judge, peers
-from benchmarks.backends import DIM
-from benchmarks.backends import make_call as make_by_backend
-from benchmarks.judge import BRANCHES, Call
+from benchmarks.attention.backends import DIM
+from benchmarks.attention.backends import make_call as make_by_backend
+from benchmarks.attention.parts_report import (
+    CUDNN,
+    FEWER_HEADS,
+    FLASH,
+    FLEX,
+    OURS,
+    PARTS,
+    make_tables,
+    plot_shares,
+    plot_times,
+    shape_of,
+)
+from benchmarks.attention.suite import Suite
+from benchmarks.judge import BRANCHES
 from benchmarks.peers import NSA_TENSORS, PEERS, Forward, Problem, Steps, heads_first, rows
-from benchmarks.runner import Case
-from benchmarks.shapes import RHO, SHAPES, Shape, make_settings, make_tensors, normal
+from benchmarks.runner import Call, Case, Method, Plot
+from benchmarks.shapes import RHO, Shape, make_settings, make_tensors, normal
+from benchmarks.timing import measure_with_kernels
 
-OURS, CUDNN, FLASH, FLEX = 'triton', 'cudnn', 'flash', 'flex'
-PARTS = (
-    'compressed', 'compressed+choice', 'choice', 'selected', 'window', 'sum', 'nsa', 'nsa-unrelated',
-    'layer', 'layer-inside',
+# Targets first, then the shapes that are compared with peers, then the rest of the curves over the length.
+DEFAULT_SHAPES = (
+    'paper-64k-h4', 'paper-8k-h4', 'paper-32k-h16', 'paper-32k-h64', 'head-64', 'trainer', 'short-4k-h4',
+    'paper-16k-h4', 'paper-32k-h4', 'long-128k-h4', 'long-256k-h4', 'long-512k-h4', 'long-1024k-h4', FEWER_HEADS,
 )  # fmt: skip
-# Those that others than the peers have.
+# Tokens. Longer, dense attention takes minutes, and several peers crash.
+MAX_DENSE = MAX_PEER = 2**17
+MAX_LAYER = 2**16
+# Tokens times heads; larger tensors do not fit on one GPU.
+MAX_WHOLE = 2**20 * 32
+# Parts of PyTorch's attentions.
 OTHERS = {CUDNN: ('nsa',), FLASH: ('window', 'nsa'), FLEX: ('window',)}
 READS = {
     'compressed': ('q', 'k_cmp', 'v_cmp'),
-    'compressed+choice': ('q', 'k_cmp', 'v_cmp'),
-    'choice': ('q', 'k_cmp', 'v_cmp'),
+    'compressed+selection': ('q', 'k_cmp', 'v_cmp'),
+    'selection': ('q', 'k_cmp', 'v_cmp'),
     'selected': ('q', 'k', 'v'),
     'window': ('q', 'k', 'v'),
     'sum': ('gates', *BRANCHES),
 }
 
 
-def shape_of(name: str) -> Shape:
-    """Without use_diff_topk, which no public implementation has."""
-    return replace(SHAPES[name], use_diff_topk=False)
-
-
 def make_problem(part: str, shape: Shape, device: str) -> Problem:
-    """What the part reads. Neighbours resemble each other (RHO) but for 'nsa-unrelated'."""
+    """Make the inputs of a part. Consecutive tokens correlate by RHO, except in 'nsa-unrelated'."""
     names = READS.get(part, NSA_TENSORS)
     if part == 'selected':
         names = (*names, 'k_cmp', 'v_cmp')
@@ -64,20 +78,20 @@ def make_call(case: Case) -> tuple[Call, list[Tensor]]:
     steps = ours(problem) if backend == OURS else make_steps(part, backend, problem)
     call, leaves = make_part(part, steps, problem, dense=backend in (CUDNN, FLASH))
     if backend in PEERS and PEERS[backend].less:
-        # Its output is another.
+        # The output differs by design.
         return Call(call.forward, lambda: {'note': 'does less'}), leaves
     return call, leaves
 
 
 def make_part(part: str, steps: Steps, problem: Problem, dense: bool = False) -> tuple[Call, list[Tensor]]:
-    """A forward whose outputs are `[N, L, HQ, DV]`, which tells how right they are, and what is differentiated."""
-    if part in ('compressed+choice', 'choice'):
-        return make_choice(part, steps, problem)
+    """Return a forward with outputs `[N, L, HQ, DV]`, whose facts judge them, and the tensors to differentiate."""
+    if part in ('compressed+selection', 'selection'):
+        return make_selection(part, steps, problem)
     match part:
         case 'compressed':
             attend, gold = steps.compress, judge.compressed_row
         case 'selected':
-            tensors = [t.detach() for t in problem.leaves(steps.layout, READS['choice'])]
+            tensors = [t.detach() for t in problem.leaves(steps.layout, READS['selection'])]
             blocks = needed(steps.choose)(*tensors)[1]
             problem.tensors['blocks'] = steps.unlay_blocks(blocks)
             attend, gold = partial(select_blocks, needed(steps.select), blocks), judge.selected_row
@@ -104,23 +118,21 @@ def select_blocks(select: Callable[..., Tensor], blocks: Tensor, q: Tensor, k: T
     return select(q, k, v, blocks)
 
 
-def make_choice(part: str, steps: Steps, problem: Problem) -> tuple[Call, list[Tensor]]:
-    """The choice has no gradient, so forwards alone are measured; that of the compressed branch is one that a backward
-    could follow.
-    """
-    tensors = problem.leaves(steps.layout, READS['choice'])
+def make_selection(part: str, steps: Steps, problem: Problem) -> tuple[Call, list[Tensor]]:
+    """Return a forward without tensors to differentiate: block selection has no gradient."""
+    tensors = problem.leaves(steps.layout, READS['selection'])
 
     def facts() -> Case:
         blocks = steps.unlay_blocks(needed(steps.choose)(*tensors)[1])
-        return judge.judge_choice(problem, blocks) | {f'union_{count}': union(blocks, count) for count in (4, 16)}
+        return judge.judge_blocks(problem, blocks) | {f'union_{count}': union(blocks, count) for count in (4, 16)}
 
-    if part == 'choice':
-        return Call(needed(steps.prepare_choice)(*tensors), facts), []
+    if part == 'selection':
+        return Call(needed(steps.prepare_selection)(*tensors), facts), []
     return Call(lambda: steps.unlay(needed(steps.choose)(*tensors)[0]), facts), []
 
 
 def union(blocks: Tensor, count: int) -> float:
-    """How many blocks so many neighbours read together: the mean of groups at the end of the first sequence."""
+    """Count the blocks in the union of `count` consecutive queries: the mean of groups at the end of a sequence."""
     groups = min(64, blocks.shape[1] // count)
     # [groups, H, count * n]
     together = blocks[0, -groups * count :].unflatten(0, (groups, count)).transpose(1, 2).flatten(2).sort(-1).values
@@ -130,7 +142,7 @@ def union(blocks: Tensor, count: int) -> float:
 
 def needed(step: Callable[..., Any] | None) -> Callable[..., Any]:
     if step is None:
-        raise ValueError('it has no such step')
+        raise ValueError('this implementation lacks the step')
     return step
 
 
@@ -166,7 +178,7 @@ def ours(problem: Problem) -> Steps:
         out, lse = compress(q, k_cmp, v_cmp)
         return out, ops.select_blocks(q, k_cmp, lse, **chosen)
 
-    def prepare_choice(q: Tensor, k_cmp: Tensor, v_cmp: Tensor) -> Callable[[], Tensor]:
+    def prepare_selection(q: Tensor, k_cmp: Tensor, v_cmp: Tensor) -> Callable[[], Tensor]:
         with torch.no_grad():
             _, lse = compress(q, k_cmp, v_cmp)
         return partial(ops.select_blocks, q, k_cmp, lse, **chosen)
@@ -181,7 +193,7 @@ def ours(problem: Problem) -> Steps:
         lay_gates=layout,
         compress=lambda *tensors: compress(*tensors)[0],
         choose=choose,
-        prepare_choice=prepare_choice,
+        prepare_selection=prepare_selection,
         select=lambda *tensors: select(*tensors)[0],
         window=lambda *tensors: window(*tensors)[0],
         add=partial(ops.gated_sum, backend=OURS),
@@ -190,7 +202,7 @@ def ours(problem: Problem) -> Steps:
 
 
 def make_steps(part: str, backend: str, problem: Problem) -> Steps:
-    """Of an implementation that is not ours; those of PyTorch are for the part alone."""
+    """Return the steps of another implementation; those of PyTorch serve the given part only."""
     match backend:
         case 'flash' if part == 'window':
             return Steps(rows, problem.in_sequences, window=peers.flash_window(problem))
@@ -203,7 +215,7 @@ def make_steps(part: str, backend: str, problem: Problem) -> Steps:
 
 
 def dense(backend: str, problem: Problem) -> Steps:
-    """Dense attention of PyTorch, by cuDNN or FlashAttention-2."""
+    """Return dense attention of PyTorch, by cuDNN or FlashAttention-2."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     kernel = SDPBackend.CUDNN_ATTENTION if backend == CUDNN else SDPBackend.FLASH_ATTENTION
@@ -217,7 +229,7 @@ def dense(backend: str, problem: Problem) -> Steps:
 
 
 def make_dense(problem: Problem) -> Forward:
-    """Of cuDNN, on a GPU."""
+    """Return the forward of dense attention, by cuDNN on a GPU, and its inputs."""
     steps = dense(CUDNN, problem)
     leaves, whole = problem.leaves(steps.layout), needed(steps.whole)
     return lambda: heads_first(whole(*leaves)), leaves
@@ -227,7 +239,7 @@ def flex_window(problem: Problem) -> Callable[..., Tensor]:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     (_, length), size, on_gpu = problem.size, problem.shape.window, problem.device.type == 'cuda'
-    # Compiled for this length alone; and for as many lengths as there are.
+    # Compile for this length alone, without a limit on the number of lengths.
     torch._dynamo.reset()
     attend = torch.compile(flex_attention, dynamic=False)
 
@@ -239,7 +251,7 @@ def flex_window(problem: Problem) -> Callable[..., Tensor]:
 
 
 class Given(nn.Module):
-    """In the place of a projection: takes no time. What it gives, or, where that is None, what it is given."""
+    """Stand-in for a projection that takes no time: returns `out`, or its input if that is None."""
 
     def __init__(self, projection: nn.Linear, out: Tensor | None) -> None:
         super().__init__()
@@ -251,7 +263,7 @@ class Given(nn.Module):
 
 
 def make_layer(part: str, shape: Shape, backend: str, device: str) -> Forward:
-    """`SparseAttention`, or what a peer has in its place; 'layer-inside': all of it but to_qkv and combine_heads."""
+    """Return the layer of ours or of a peer. 'layer-inside': without the projections to_qkv and combine_heads."""
     if backend != OURS:
         peer = PEERS[backend]
         folder = peers.find_folder(peer.file)
@@ -272,6 +284,48 @@ def make_layer(part: str, shape: Shape, backend: str, device: str) -> Forward:
 
 
 def make_related(shape: Shape, width: int, device: str) -> Tensor:
-    """`[B, T, width]` whose neighbours resemble each other, to be differentiated."""
+    """Return a leaf `[B, T, width]` whose consecutive tokens correlate by RHO."""
     size = (shape.batch, shape.seqlen, 1, width)
     return normal(size, shape.dtype, torch.Generator(device).manual_seed(0), RHO)[:, :, 0].requires_grad_()
+
+
+def serves(part: str, backend: str, shape: Shape) -> bool:
+    if part in ('layer', 'layer-inside', 'nsa-unrelated') and shape.seqlen > MAX_LAYER:
+        return False
+    if part == 'nsa' and shape.seqlen * shape.heads > MAX_WHOLE:
+        return False
+    if backend == OURS:
+        return True
+    if backend in OTHERS:
+        return part in OTHERS[backend] and shape.seqlen <= MAX_DENSE
+    peer, group = PEERS[backend], shape.heads // shape.kv_heads
+    return part in peer.parts and group <= peer.max_group and shape.seqlen <= MAX_PEER
+
+
+def make_cases(names: list[str], shapes: list[str], backends: list[str]) -> list[Case]:
+    """Keep the cases of a shape and part together, so that a run that is cut short has whole comparisons."""
+    shapes = sorted(shapes, key=lambda name: DEFAULT_SHAPES.index(name) if name in DEFAULT_SHAPES else -1)
+    return [
+        {'op': part, 'shape': shape, 'backend': backend}
+        for shape, part, backend in product(shapes, names, backends)
+        if serves(part, backend, shape_of(shape))
+        # The shape with fewer heads is for the whole, which does not fit with more heads.
+        and (shape != FEWER_HEADS or part == 'nsa')
+    ]
+
+
+SUITE = Suite(
+    title='Part by part and whole',
+    about=(
+        'Backend triton is ours, cudnn dense attention of PyTorch, flash dense attention or a window by '
+        'FlashAttention-2, flex FlexAttention compiled for each length; the whole of a peer has the window of '
+        f'FlashAttention-2. Consecutive tokens correlate by {RHO}.'
+    ),
+    cases=PARTS,
+    backends=(OURS, CUDNN, FLASH, FLEX, *PEERS),
+    make_cases=make_cases,
+    make_tables=make_tables,
+    method=Method(make_call, seconds=0.3, measure=measure_with_kernels),
+    shapes=','.join(DEFAULT_SHAPES),
+    plots=(Plot('Time of `nsa` over the length', plot_times), Plot('Share of each part', plot_shares, '-shares')),
+)

@@ -1,28 +1,41 @@
-"""What benchmarks/layer.py says about its rows: targets, comparisons, memory, shares, pictures."""
+"""Tables and pictures of suite `parts`: targets, comparisons, memory, shares."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
 from benchmarks import report
-from benchmarks.parts import CUDNN, FLASH, FLEX, OURS, PARTS, shape_of
+from benchmarks.attention.suite import verdict
 from benchmarks.peers import PEERS
 from benchmarks.report import ratio
 from benchmarks.runner import Case
-from benchmarks.shapes import RHO, SHAPES
+from benchmarks.shapes import PAPER, RHO, SHAPES, Shape
 from benchmarks.timing import KERNELS, pass_of
 
+OURS, CUDNN, FLASH, FLEX = 'triton', 'cudnn', 'flash', 'flex'
+PARTS = {
+    'compressed': 'compressed attention',
+    'compressed+selection': 'compressed attention and block selection together',
+    'selection': 'block selection',
+    'selected': 'selected attention of the blocks that the implementation selected itself',
+    'window': 'window attention',
+    'sum': 'gated sum of the branches',
+    'nsa': 'the whole',
+    'nsa-unrelated': 'the whole, with unrelated tokens',
+    'layer': '`SparseAttention`, or the layer of a peer',
+    'layer-inside': '`SparseAttention` without its two projections',
+}
 PASSES = ('forward', 'backward')
 TARGET_SHAPE = 'paper-64k-h4'
 # ms of forward and backward there.
 TARGETS: dict[str, tuple[float, float | None]] = {
     'compressed': (8.5, 31),
-    'compressed+choice': (12.5, None),
+    'compressed+selection': (12.5, None),
     'window': (3.0, 10),
     'sum': (1.15, 2.0),
     'nsa': (24.5, 64),
@@ -43,19 +56,24 @@ FEWER_HEADS = 'long-1024k-q32'
 MAX_GROWTH = 1.05
 # What a forward and a backward consist of.
 SHARES = {
-    'forward': ('compressed', 'choice', 'selected', 'window', 'sum'),
+    'forward': ('compressed', 'selection', 'selected', 'window', 'sum'),
     'backward': ('compressed', 'selected', 'window', 'sum'),
 }
 PUBLIC_STEPS = {
-    'forward': ('compressed+choice', 'selected', 'window', 'sum'),
+    'forward': ('compressed+selection', 'selected', 'window', 'sum'),
     'backward': ('compressed', 'selected', 'window', 'sum'),
 }
 NAMES = {OURS: 'ours', CUDNN: 'dense, cuDNN', FLASH: 'dense, FlashAttention-2', FLEX: 'FlexAttention'}
 
 
+def shape_of(name: str) -> Shape:
+    """Return a shape without use_diff_topk, which no public implementation has."""
+    return replace(SHAPES[name], use_diff_topk=False)
+
+
 @dataclass
 class Found:
-    """The rows by part, shape and backend, and what is compared."""
+    """The rows by part, shape and backend."""
 
     rows: list[Case]
 
@@ -65,7 +83,7 @@ class Found:
         self.shapes = sorted((name for name in SHAPES if name in present), key=lambda name: SHAPES[name].tokens)
 
     def ms(self, part: str, shape: str, backend: str, what: str) -> float | None:
-        """None where it was not measured or is wrong. what: a pass, total, or one of KERNELS."""
+        """Return ms, or None if it was not measured or the output is wrong. what: a pass, total, or one of KERNELS."""
         row = self.named.get((part, shape, backend), {})
         return None if row.get('wrong') else row.get(f'{what}_ms')
 
@@ -73,7 +91,7 @@ class Found:
         return self.ms(part, shape, OURS, what)
 
     def public(self, part: str, shape: str, what: str) -> dict[str, float]:
-        """Times of public implementations that do the same work, and for `nsa` the sum of the fastest of each step."""
+        """Return ms of public implementations of the same work; for `nsa` also the sum of the fastest of each step."""
         names = [name for name, peer in PEERS.items() if not peer.less]
         names += [FLASH, FLEX] if part == 'window' else []
         times = {name: self.ms(part, shape, name, what) for name in names}
@@ -89,7 +107,7 @@ class Found:
 
     @property
     def lengths(self) -> list[str]:
-        """Shapes that differ from that of the targets in nothing but the length."""
+        """Shapes that differ from TARGET_SHAPE in length only."""
         like = SHAPES[TARGET_SHAPE]
         return [
             name
@@ -99,7 +117,7 @@ class Found:
         ]
 
 
-def make_tables(rows: list[Case], missing: list[str]) -> list[str]:
+def make_tables(missing: list[str], rows: list[Case]) -> list[str]:
     found = Found(rows)
     less = '; '.join(f'{name}: {peer.less}' for name, peer in PEERS.items() if peer.less)
     tables = {
@@ -111,17 +129,17 @@ def make_tables(rows: list[Case], missing: list[str]) -> list[str]:
             found
         ),
         'Bytes a token and query head of ours at the peak, from 64k tokens on:': growth_table(found),
-        'Everything measured. Error: of the worst of a few rows, of nsa the median, relative to its norm. Right: share '
-        'of the chosen blocks that float32 chooses. Read: blocks that 4 and 16 neighbours read together. '
+        'All rows. Error: the largest of a few rows (the median for nsa), relative to its norm. Agreement: share of '
+        'the selected blocks that float32 selects. Union: blocks that 4 and 16 consecutive queries read together. '
         f'{report.FASTEST}.': row_table(found),
         **report.kernel_tables(rows),
         'Shapes:': report.table(('shape', ''), [[name, shape_of(name).described()] for name in found.shapes]),
     }
     filled = [part for text, table in tables.items() if table.count('\n') > 1 for part in (text, table)]
-    notes = [*ratio_lines(found), verdict(found), long_line(found)]
+    notes = [*ratio_lines(found), compare(found), long_line(found)]
     return [
-        'ms, medians, caches cold, runs queued; a pass of more than a second is one run. Neighbours correlate by '
-        f'{RHO}, but not in nsa-unrelated. Backward: everything that a call needs.',
+        'ms, medians, cold caches, queued runs; a pass of more than a second is one run. Consecutive tokens correlate '
+        f'by {RHO}, except in nsa-unrelated. Backward: everything that a call needs.',
         *filled[:2],
         *(note for note in notes if note),
         *filled[2:],
@@ -130,7 +148,7 @@ def make_tables(rows: list[Case], missing: list[str]) -> list[str]:
 
 
 def judged(value: float | None, limit: float | None) -> str | None:
-    """Whether a time is within its limit, and if not by how much."""
+    """Return 'met', or by how much a time misses its limit."""
     if value is None or limit is None:
         return None
     return 'met' if value <= limit else f'missed by {100 * (value / limit - 1):.1f} %'
@@ -175,8 +193,10 @@ def ratio_lines(found: Found) -> list[str]:
 
 
 def break_even(found: Found) -> float | None:
-    """Tokens from which on ours is the faster, between two lengths by the powers of the length that the times are; the
-    shortest length where it always is. None where it never is, or always is but no length is as short as the target.
+    """Return the number of tokens from which on ours is the faster.
+
+    Between two measured lengths the ratio of the times is taken as a power of the length. If ours is always the faster,
+    the shortest length, provided that it is at most BREAK_EVEN; None if it never is.
     """
     pairs = [
         (SHAPES[name].seqlen, gain)
@@ -191,38 +211,32 @@ def break_even(found: Found) -> float | None:
     return pairs[0][0] if pairs[0][0] <= BREAK_EVEN else None
 
 
-def verdict(found: Found) -> str:
-    """How many targets are met, and how often no public implementation is the faster."""
-    limits: dict[str, dict[str, tuple[float | None, float | None]]] = {
-        'targets are met': {
-            f'{part} {what}': (found.ours(part, TARGET_SHAPE, what), target)
-            for part, targets in TARGETS.items()
-            for what, target in zip(PASSES, targets, strict=True)
-        },
-        'passes are no slower than the best public one': beside_public(found, PASSES),
-        'passes are no slower by their kernels alone': beside_public(found, KERNELS),
-    }
-    parts = []
-    for text, pairs in limits.items():
-        known = {name: time / limit for name, (time, limit) in pairs.items() if time and limit}
-        over = [f'{name} by {100 * (number - 1):.1f} %' for name, number in known.items() if number > 1]
-        if known:
-            missed = f'; not {", ".join(over)}' if over else ''
-            parts.append(f'{len(known) - len(over)} of {len(known)} {text}{missed}.')
-    return ' '.join(parts)
+def compare(found: Found) -> str:
+    """Count targets that are met, and passes in which no public implementation is the faster."""
+    return verdict(
+        {
+            'targets are met': {
+                f'{part} {what}': ratio(found.ours(part, TARGET_SHAPE, what), target)
+                for part, targets in TARGETS.items()
+                for what, target in zip(PASSES, targets, strict=True)
+            },
+            'passes are no slower than the best public one': beside_public(found, PASSES),
+            'passes are no slower by their kernels alone': beside_public(found, KERNELS),
+        }
+    )
 
 
-def beside_public(found: Found, passes: Sequence[str]) -> dict[str, tuple[float | None, float | None]]:
-    """Our times and the best public ones, where no part may be slower."""
+def beside_public(found: Found, passes: Sequence[str]) -> dict[str, float | None]:
+    """Return our times over the best public ones, for the shapes in which no part may be slower."""
     return {
-        f'{part} {pass_of(what)} of {shape}': (found.ours(part, shape, what), found.best(part, shape, what)[0])
+        f'{part} {pass_of(what)} of {shape}': ratio(found.ours(part, shape, what), found.best(part, shape, what)[0])
         for shape, part, what in product(COMPARED, PARTS, passes)
         if not part.startswith('layer')
     }
 
 
 def long_line(found: Found) -> str:
-    """Whether every pass of ours from LONG tokens on has run."""
+    """Say which passes of ours with LONG tokens or more did not run."""
     ran = {
         f'{part} {what} of {shape}': bool(found.ours(part, shape, what))
         for part, shape, backend in found.named
@@ -274,7 +288,7 @@ def memory_table(found: Found) -> str:
 
 
 def growth_table(found: Found) -> str:
-    """'linear' where no length takes more than MAX_GROWTH times what a shorter one does."""
+    """Say 'linear' if no length takes more than MAX_GROWTH times the bytes per token of the next shorter one."""
     body = []
     for part in PARTS:
         sizes: dict[int, float] = {}
@@ -298,12 +312,12 @@ def row_table(found: Found) -> str:
         read = [f'{row[name]:.1f}' for name in ('union_4', 'union_16') if name in row]
         facts = [row.get('error'), row.get('agreement'), ' / '.join(read) or None]
         body.append([part, shape, backend, *times, report.gib(row.get('peak_bytes')), *facts, row.get('note', '')])
-    columns = (*PASSES, 'both', *(f'fastest {what}' for what in PASSES), 'peak GiB', 'error', 'right', 'read', '')
+    columns = (*PASSES, 'both', *(f'fastest {what}' for what in PASSES), 'peak GiB', 'error', 'agreement', 'union', '')
     return report.table(('part', 'shape', 'backend', *columns), body)
 
 
 def plot_times(path: Path, rows: list[Case], title: str) -> None:
-    """`nsa` of everybody over the length."""
+    """Draw the times of `nsa` of all implementations over the length."""
     from matplotlib.figure import Figure
 
     found = Found(rows)
@@ -332,7 +346,7 @@ def plot_times(path: Path, rows: list[Case], title: str) -> None:
 
 
 def plot_shares(path: Path, rows: list[Case], title: str) -> None:
-    """Of each part, over the length."""
+    """Draw the share of each part over the length."""
     from matplotlib.figure import Figure
 
     found = Found(rows)
@@ -355,8 +369,8 @@ def plot_shares(path: Path, rows: list[Case], title: str) -> None:
 
 
 def save(figure: Any, path: Path, title: str) -> None:
-    """With a legend beside the last axes that is true of all."""
-    figure.suptitle(title)
+    """Add one legend for all axes, and write the file."""
+    figure.suptitle(f'{title}, {PAPER.described().split("tokens, ")[1]}')
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.axes[-1].legend(handles, labels, loc='center left', bbox_to_anchor=(1, 0.5))
     figure.savefig(path, dpi=120)

@@ -1,40 +1,48 @@
-"""What does a feature of `window_attention` cost? Dense and window attention, without any and with one each.
-
-    python -m benchmarks.features --jobs 15                     everything, at 16k tokens
-    python -m benchmarks.features --cases 'dense,dense+s*'      some of it
-    TRITON_INTERPRET=1 python -m benchmarks.features --device cpu --shape tiny --out /tmp/results    to try the script
-
-Dense is causal with an unbounded window, and held against dense attention of PyTorch by cuDNN. A feature that has a
-gradient of its own (sinks, bias) is differentiated, too. Writes <gpu>/features.md and .json to --out.
-"""
+"""Suite `features`: dense and window attention with one feature each, and dense attention beside cuDNN."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks import report
-from benchmarks.parts import make_dense
+from benchmarks.attention.parts import make_dense
+from benchmarks.attention.suite import Suite
 from benchmarks.peers import Problem
 from benchmarks.report import ratio
-from benchmarks.runner import Case, add_run_arguments, run, serve
-from benchmarks.shapes import SHAPES, Shape, find_names, make_tensors
+from benchmarks.runner import Case, Method
+from benchmarks.shapes import SHAPES, Shape, make_tensors
 
 OURS, CUDNN = 'triton', 'cudnn'
-SHAPE = 'paper-16k-h4'
+# Causal with an unbounded window, and with the window of the shape.
 BASES = ('dense', 'window')
 PASSES = ('forward', 'backward')
 # Of cuDNN's time, forward and backward.
 LIMITS = (1.35, 2.1)
+FEATURES = {
+    '': 'without a feature',
+    'softcap': 'soft cap',
+    'sinks': 'sinks, with their gradient',
+    'segments': 'four segments of equal length',
+    'mask': 'key mask',
+    'bias': 'bias, with its gradient',
+    'attn_mask': 'boolean mask of pairs',
+    'dropout': 'dropout',
+}
+CASES = {
+    f'{base}+{feature}' if feature else base: f'{base} attention, {about}'
+    for base in BASES
+    for feature, about in FEATURES.items()
+}
 
 
 def make_settings(feature: str, shape: Shape, device: str) -> dict[str, Any]:
-    """Arguments of `window_attention` that switch a feature on."""
+    """Return the arguments of `window_attention` that switch a feature on."""
     size = (shape.seqlen, shape.seqlen)
     generator = torch.Generator(device).manual_seed(1)
     draw: Callable[..., Tensor] = partial(torch.randn, device=device, generator=generator)
@@ -44,7 +52,6 @@ def make_settings(feature: str, shape: Shape, device: str) -> dict[str, Any]:
         case 'sinks':
             return {'sinks': draw(shape.heads)}
         case 'segments':
-            # Four of them, of equal length.
             ids = torch.arange(shape.seqlen, dtype=torch.int32, device=device) * 4 // shape.seqlen
             return {'segment_ids': ids.expand(shape.batch, -1)}
         case 'mask':
@@ -59,10 +66,6 @@ def make_settings(feature: str, shape: Shape, device: str) -> dict[str, Any]:
             return {'dropout_p': 0.1, 'dropout_seed': 0}
         case _:
             return {}
-
-
-FEATURES = ('softcap', 'sinks', 'segments', 'mask', 'bias', 'attn_mask', 'dropout')
-CASES = tuple(f'{base}+{feature}' if feature else base for base in BASES for feature in ('', *FEATURES))
 
 
 def make_call(case: Case) -> tuple[Callable[[], Tensor], list[Tensor]]:
@@ -80,7 +83,21 @@ def make_call(case: Case) -> tuple[Callable[[], Tensor], list[Tensor]]:
     return lambda: window_attention(**tensors, window_size=window, **settings, backend=OURS)[0], leaves
 
 
-def make_tables(rows: list[Case]) -> list[str]:
+def make_cases(names: list[str], shapes: list[str], backends: list[str]) -> list[Case]:
+    return [
+        {'op': op, 'shape': shape, 'backend': backend}
+        for shape, op, backend in product(shapes, names, backends)
+        if backend == OURS or op == 'dense'
+    ]
+
+
+def make_tables(missing: list[str], rows: list[Case]) -> list[str]:
+    """missing: none, as this suite has no peers."""
+    shapes = dict.fromkeys(row['shape'] for row in rows)
+    return [table for shape in shapes for table in shape_tables(shape, [row for row in rows if row['shape'] == shape])]
+
+
+def shape_tables(shape: str, rows: list[Case]) -> list[str]:
     found = {(row['op'], row['backend']): row for row in rows}
 
     def ms(op: str, what: str, backend: str = OURS) -> float | None:
@@ -99,28 +116,22 @@ def make_tables(rows: list[Case]) -> list[str]:
             body.append([op, *times, *plain, found[op, OURS].get('note', '')])
     columns = ('', 'ours ms', 'cuDNN ms', 'ours / cuDNN', 'at most', '')
     return [
-        f'{SHAPES[rows[0]["shape"]].described()}. Medians; caches cold.',
+        f'{SHAPES[shape].described()}. Medians; cold caches.',
         'Dense causal attention, `window_size=(-1, 0)`:',
         report.table(columns, compared),
-        'Features, one at a time, and what they take over none:',
+        'One feature at a time; plain: without a feature:',
         report.table(('case', 'forward ms', 'backward ms', 'forward over plain', 'backward over plain', ''), body),
     ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_run_arguments(parser, case_seconds=60)
-    parser.add_argument('--cases', default='*', help='patterns, separated by commas (%(default)s)')
-    parser.add_argument('--shape', choices=SHAPES, default=SHAPE, help='(%(default)s)')
-    options = parser.parse_args()
-    if options.worker:
-        return serve(make_call, seconds=0.5)
-    where = {'shape': options.shape, 'device': options.device}
-    cases = [{'op': op, 'backend': OURS, **where} for op in find_names(CASES, options.cases)]
-    if cases[0]['op'] == 'dense' and options.device != 'cpu':
-        cases.insert(1, cases[0] | {'backend': CUDNN})
-    run(cases, options, 'features', 'Features of window attention', make_tables)
-
-
-if __name__ == '__main__':
-    main()
+SUITE = Suite(
+    title='Features of window attention',
+    about='dense is causal with an unbounded window; backend cudnn is for dense.',
+    cases=CASES,
+    backends=(OURS, CUDNN),
+    make_cases=make_cases,
+    make_tables=make_tables,
+    method=Method(make_call, seconds=0.5),
+    shapes='paper-16k-h4',
+    case_seconds=60,
+)
