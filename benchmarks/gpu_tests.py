@@ -27,8 +27,8 @@ OUTCOMES = ('passed', 'failed', 'skipped')
 
 def run_tests(arguments: list[str], jobs: int, folder: Path, device: str) -> tuple[int, Path]:
     junit = folder / 'tests.xml'
-    command = [sys.executable, '-m', 'pytest', '--full', '-q', '-p', 'no:cacheprovider', f'--junitxml={junit}']
-    command += ['-m', 'gpu'] if device != 'cpu' else []
+    command = [sys.executable, '-m', 'pytest', '-q', '-p', 'no:cacheprovider', f'--junitxml={junit}']
+    command += ['--full', '-m', 'gpu'] if device != 'cpu' else []
     command += ['-n', str(jobs)] if jobs > 1 else []
     with subprocess.Popen([*command, *arguments], cwd=report.ROOT) as process:
         while True:
