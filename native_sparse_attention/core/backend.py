@@ -7,19 +7,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
-from torch.autograd import forward_ad
+
+from native_sparse_attention.core import private
 
 BACKENDS = ('auto', 'triton', 'flex', 'eager')
 
 
 @dataclass(frozen=True)
 class BackendChoice:
-    """The backend that serves a call, with the reason why each faster backend does not.
+    """The backend that serves a call, and for every faster one the reason why it does not.
 
-    Attributes:
-        name: 'triton', 'flex' or 'eager'.
-        passed_over: reason by name of each faster backend.
-        ops: for a composition, the choice of each of its ops by name.
+    ops: of a composition, what serves each of its ops, by name.
     """
 
     name: str
@@ -97,6 +95,6 @@ def transformed(name: str) -> str | None:
     """Why a backend does not serve under torch.func: an op that PyTorch cannot look into may lose tangents silently."""
     if name == 'eager' or torch.compiler.is_compiling():
         return None
-    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+    if private.is_transformed() or private.is_forward_ad():
         return 'torch.func transforms and forward-mode derivatives look into an op, and eager alone lets them'
     return None

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from rotary_embedding_torch import RotaryEmbedding
 from torch import Tensor, nn
-from torch._C import _autograd
 from torch.autograd.graph import saved_tensors_hooks
 
 from native_sparse_attention import ops
+from native_sparse_attention.core import private
 from native_sparse_attention.ops.rotary import shared_input
 from native_sparse_attention.ops.rotary.api import backend_of
 
@@ -112,7 +112,7 @@ class Rotary(nn.Module):
             return copy
         with torch.inference_mode(False):
             copy = self._start.to(device)
-        if type(copy) is Tensor and not torch._C._are_functorch_transforms_active():
+        if type(copy) is Tensor and not private.is_transformed():
             self._on_device = copy
         return copy
 
@@ -204,8 +204,7 @@ def turned_again(x: Tensor, tables: tuple[Tensor, Tensor] | None, backend: str, 
         or tables is None
         or not turned.requires_grad
         or not type(turned) is type(x) is Tensor
-        or not _autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
-        or _autograd._top_saved_tensors_default_hooks(True) is not None
+        or not private.saved_tensor_hooks.is_free()
         or backend_of(x, *tables, backend=_served_by(tables, backend)).name != 'triton'
     ):
         return nullcontext()
@@ -228,13 +227,16 @@ class _Saved(NamedTuple):
 
     @classmethod
     def of(cls, t: Tensor) -> _Saved:
-        return cls(t.detach(), t._version)
+        return cls(t.detach(), private.saved_tensor_hooks.version_of(t))
 
     def unpacked(self) -> Tensor:
-        if not torch.compiler.is_compiling() and self.tensor._version != self.version:
+        if torch.compiler.is_compiling():
+            return self.tensor
+        version = private.saved_tensor_hooks.version_of(self.tensor)
+        if version != self.version:
             raise RuntimeError(
                 'one of the variables needed for gradient computation has been modified by an inplace operation: '
-                f'{tuple(self.tensor.shape)} is at version {self.tensor._version}; expected version {self.version}'
+                f'{tuple(self.tensor.shape)} is at version {version}; expected version {self.version}'
             )
         return self.tensor
 

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
+from native_sparse_attention.core import private
 from native_sparse_attention.core.modifiers import OFF, Modifiers
 
 # As in decoding: launches cost more there than the attention, and every new setting compiles for seconds.
@@ -67,7 +68,7 @@ def unsupported(
         return f'the tensors are on {q.device.type}, but it is tried on cpu and cuda alone'
     if 0 in q.shape or v.shape[-1] == 0:
         return f'q has shape {tuple(q.shape)} and v has head size {v.shape[-1]}, but it has no kernel for empty tensors'
-    if not compiling and not torch._dynamo.is_dynamo_supported():
+    if not compiling and not _is_compile_supported():
         return 'torch.compile does not support this version of Python'
     needs_grad = [t is not None and t.requires_grad and torch.is_grad_enabled() for t in (factors, q, k, v, *others)]
     if q.device.type == 'cpu':
@@ -190,7 +191,7 @@ def run(function: Callable[..., tuple[Tensor, Tensor]], q: Tensor, *arguments: A
             with warnings.catch_warnings():
                 warnings.filterwarnings('ignore', 'flex_attention called without torch.compile', UserWarning)
                 return function(q.detach(), *arguments)
-        with torch._dynamo.config.patch(GRAPH_SETTINGS):
+        with _graphs().patch(GRAPH_SETTINGS):
             return _compiled(function)(q, *arguments)
 
 
@@ -258,7 +259,21 @@ def _power_of_two(size: int) -> int:
 
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, dynamic=True, fullgraph=True)
+    return torch.compile(function, dynamic=_graphs().are_unlimited, fullgraph=_graphs().are_unlimited)
+
+
+@cache
+def _graphs() -> private.Graphs:
+    return private.find_graphs(GRAPH_SETTINGS)
+
+
+@cache
+def _is_compile_supported() -> bool:
+    try:
+        torch.compile(lambda: None)  # compiles nothing before it is called
+    except RuntimeError:
+        return False
+    return True
 
 
 def _covered(row: Tensor, first: Tensor, last: Tensor, num_rows: int, length: int) -> Tensor:

@@ -59,7 +59,7 @@ class Pair(NamedTuple):
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     active = SimpleNamespace(get_current_stream=lambda index: STREAM)
-    monkeypatch.setattr(module, 'driver', SimpleNamespace(active=active))
+    monkeypatch.setattr(module.launcher, 'driver', SimpleNamespace(active=active))
     monkeypatch.setattr(module, '_KEPT', {})
     return Kernel()
 
@@ -117,6 +117,13 @@ def test_a_profiler_hears_of_launches(kernel: Kernel, monkeypatch: pytest.Monkey
     monkeypatch.setattr(knobs.runtime, 'launch_enter_hook', lambda _: None)
     kernel(torch.zeros(8))
     assert (kernel.asked, kernel.runs) == (2, [])
+
+
+def test_every_launch_goes_through_a_triton_that_is_not_known(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, 'launcher', None)
+    for _ in range(3):
+        kernel(torch.zeros(8))
+    assert (kernel.asked, kernel.runs, module._KEPT) == (3, [], {})
 
 
 def test_few_are_kept(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,7 +54,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     active = SimpleNamespace(get_current_device=lambda: None, get_current_stream=lambda index: STREAM)
     monkeypatch.setattr(launch_cache, 'launch', launch_played)
-    monkeypatch.setattr(launch_cache, 'driver', SimpleNamespace(active=active))
+    monkeypatch.setattr(launch_cache.launcher, 'driver', SimpleNamespace(active=active))
     return runs
 
 
@@ -437,6 +437,13 @@ def test_other_ways_leave_launches_alone(runs: list[str]) -> None:
     beside.check(repeats=True, tokens=beside.tokens(2))
 
 
+def test_nothing_is_replayed_by_a_triton_that_is_not_known(runs: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_cache, 'launcher', None)
+    beside = Beside(Case(heads=ONE_HEAD), [29], runs)
+    for _ in range(2):
+        beside.check(repeats=False)
+
+
 def test_the_device_of_the_tensors_is_made_the_current_one(runs: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     beside = Beside(Case(heads=ONE_HEAD), [29], runs)
     beside.check(repeats=False)
@@ -448,6 +455,6 @@ def test_the_device_of_the_tensors_is_made_the_current_one(runs: list[str], monk
         return nullcontext()
 
     monkeypatch.setattr(torch.cuda, 'device', make_current)
-    monkeypatch.setattr(launch_cache.driver.active, 'get_current_device', lambda: current[0])
+    monkeypatch.setattr(launch_cache.launcher.driver.active, 'get_current_device', lambda: current[0])  # type: ignore[union-attr]
     beside.check(repeats=True)
     assert entered == [torch.device('cpu')]

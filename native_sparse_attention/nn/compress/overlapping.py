@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from native_sparse_attention.core import geometry
+from native_sparse_attention.core import geometry, private
 from native_sparse_attention.core.projection import projection_dtype
 
 
@@ -133,8 +132,7 @@ def _add_products(constant: Tensor, rows: Tensor, weight: Tensor, repeats: int) 
     constant: `[K, H, O]`. rows: `[K, N * B * H, d * D]`. weight: `[K, O, l * D]`. Or K * H stands for K, and 1 for H.
     """
     # torch.compile makes one kernel of autograd's copies and sums of slices, and torch.func looks into operations.
-    is_plain = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    if is_plain or forward_ad._current_level >= 0:
+    if torch.compiler.is_compiling() or private.is_transformed() or private.is_forward_ad():
         return _sum_of_products(constant, rows, weight, repeats)
     return _SumOfProducts.apply(constant, rows, weight, repeats)
 
@@ -151,7 +149,7 @@ def _sum_of_products(constant: Tensor, rows: Tensor, weight: Tensor, repeats: in
 
 
 def _is_watched() -> bool:
-    return torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack() > 0
+    return private.is_transformed() or private.may_be_dispatched()
 
 
 class _SumOfProducts(torch.autograd.Function):

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from triton import knobs
-from triton.compiler import CompiledKernel
-from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from native_sparse_attention.core import private
+
+launcher = private.find_launcher()
+make_descriptor = private.find_describer()
+# Whether every launch must go through Triton: where it calls a hook (of a profiler, say), or launches in a way that is
+# not known.
+are_watched: Callable[[], bool] = (lambda: True) if launcher is None else launcher.is_watched
 
 # Shared memory that a program may have, in bytes, by architecture.
 SHARED_MEMORY = {'sm80': 166912, 'sm86': 101376, 'sm90': 232448, 'sm100': 232448, 'sm120': 101376}
@@ -102,9 +107,7 @@ def _describe(tensor: Tensor, block_shape: tuple[int, ...]) -> TensorDescriptor 
     layout = _lay_out_tiles(tensor.shape, tensor.stride(), tensor.element_size(), block_shape)
     if layout is None:
         return None
-    tiles = object.__new__(TensorDescriptor)  # which would check once more what has been checked
-    tiles.__dict__.update(layout, base=tensor)
-    return tiles
+    return make_descriptor(tensor, layout)
 
 
 @lru_cache(maxsize=1024)
@@ -129,15 +132,11 @@ def _is_wide(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 
 class Kept(NamedTuple):
-    """A compiled kernel: what Triton calls with (*grid, stream, function, metadata, launch metadata, two hooks,
-    *values), and the values that come behind the arguments, its constants. compiled: the kernel itself.
-    """
+    """A compiled kernel, as `launch` returns it, how it is launched again, and the kernel that it was compiled from."""
 
-    run: Any
-    function: Any
-    metadata: Any
-    constants: tuple[Any, ...]
-    compiled: CompiledKernel
+    kernel: Any
+    compiled: Any
+    launch: private.CompiledLaunch
 
 
 # Compiled kernels by the looks of what they were launched with, until there are too many of them.
@@ -163,31 +162,20 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, device: torch.device,
     if device.type == 'cuda' and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             return launch(kernel, grid, *args, device=device, **meta)
-    if are_watched():
+    if are_watched() or launcher is None:
         return kernel[grid](*args, enable_fp_fusion=False, **meta)
     values, looks = _look_at(args)
-    key = (kernel.fn, device, looks, *meta, *meta.values())
+    key = (id(kernel), device, looks, *meta, *meta.values())
     kept = _KEPT.get(key)
     if kept is None:
         compiled = kernel[grid](*args, enable_fp_fusion=False, **meta)
-        # On AMD GPUs kernels depend on the sizes of storages too. What Triton interprets is not compiled.
-        if isinstance(compiled, CompiledKernel) and torch.version.hip is None:
+        if launcher.is_compiled(compiled):
             if len(_KEPT) == MAX_KEPT:
                 _KEPT.clear()
-            constants = tuple(meta[name] for name in kernel.arg_names[len(args) :])
-            _KEPT[key] = Kept(compiled.run, compiled.function, compiled.packed_metadata, constants, compiled)
+            _KEPT[key] = Kept(kernel, compiled, launcher.keep(kernel, compiled, len(args), meta))
         return compiled
-    x, y, z = (*grid, 1, 1)[:3]
-    active: Any = driver.active
-    stream = active.get_current_stream(device.index)
-    kept.run(x, y, z, stream, kept.function, kept.metadata, None, None, None, *values, *kept.constants)
+    launcher.start(kept.launch, grid, device, values)
     return kept.compiled
-
-
-def are_watched() -> bool:
-    """Whether somebody, a profiler say, wants to hear of every launch that Triton makes."""
-    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    return bool(getattr(enter, 'calls', enter) or getattr(leave, 'calls', leave))
 
 
 def _look_at(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

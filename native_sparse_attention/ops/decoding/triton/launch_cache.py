@@ -4,29 +4,14 @@ and divisors found, and the compiled kernel looked up by them.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from triton.compiler import CompiledKernel
-from triton.runtime import driver
 
-from native_sparse_attention.ops._triton.launch import are_watched, launch
-
-
-class Prepared(NamedTuple):
-    """A launch: what Triton calls with (*grid, stream, function, metadata, launch metadata, two hooks, *values).
-
-    values: the arguments of the kernel, constants among them, with addresses for tensors.
-    """
-
-    run: Any
-    grid: tuple[int, int, int]
-    function: Any
-    metadata: Any
-    values: list[Any]
+from native_sparse_attention.core.private import FIRST_VALUE, RecordedLaunch
+from native_sparse_attention.ops._triton.launch import are_watched, launch, launcher
 
 
 class Place(NamedTuple):
@@ -55,10 +40,9 @@ class Launches:
     def __init__(
         self, given: Sequence[Tensor | None], owned: Sequence[Tensor | None], workspace: dict[Any, Tensor]
     ) -> None:
-        # On AMD GPUs kernels depend on the sizes of storages too.
-        self.is_complete = torch.version.hip is None
+        self.is_complete = launcher is not None
         self.blocks: list[Tensor] = []
-        self._prepared: list[Prepared] = []
+        self._recorded: list[RecordedLaunch] = []
         self._device = torch.device('cpu')
         self._workspace = workspace
         self._held: list[Tensor] = []
@@ -81,15 +65,13 @@ class Launches:
     def launch(self, kernel: Any, grid: tuple[int, ...], *args: Any, device: torch.device, **meta: Any) -> None:
         """What `launch` of ops/_triton does, and keeps what `again` needs."""
         compiled = launch(kernel, grid, *args, device=device, **meta)
-        self.is_complete = self.is_complete and isinstance(compiled, CompiledKernel)
-        if not self.is_complete:
+        self.is_complete = self.is_complete and launcher is not None and launcher.is_compiled(compiled)
+        if not self.is_complete or launcher is None:
             return
         self._device = device
-        signature = inspect.signature(kernel.fn)
-        bound = signature.bind(*args, **{name: value for name, value in meta.items() if name in signature.parameters})
-        bound.apply_defaults()
-        values: list[Any] = list(bound.arguments.values())
-        for position, value in enumerate(values):
+        recorded = launcher.record(kernel, compiled, grid, args, meta)
+        values = recorded.arguments
+        for position, value in enumerate(values[FIRST_VALUE:], FIRST_VALUE):
             # In a tuple the tensor comes first, and numbers after it.
             first, *rest = value if isinstance(value, tuple) else (value,)
             follows = tuple(rest) if isinstance(value, tuple) else None
@@ -102,24 +84,17 @@ class Launches:
             elif isinstance(first, Tensor):
                 self.is_complete = self.is_complete and self._stays(first)
             self.is_complete = self.is_complete and not any(isinstance(item, Tensor) for item in rest)
-        x, y, z = (*grid, 1, 1)[:3]
-        self._prepared.append(Prepared(compiled.run, (x, y, z), compiled.function, compiled.packed_metadata, values))
+        self._recorded.append(recorded)
 
     def again(self, addresses: list[int], start: int = 0, stop: int | None = None) -> None:
         """The launches from start to stop, on the current stream, for given tensors at these addresses (0: None)."""
-        active: Any = driver.active
-        if self._device.index != active.get_current_device():
-            with torch.cuda.device(self._device):
-                return self.again(addresses, start, stop)
-        stream = active.get_current_stream(self._device.index)
         for index, address in enumerate(addresses):
             if address != self._addresses[index]:
                 self._addresses[index] = address
                 for values, position, rest in self._places[index]:
                     values[position] = address if rest is None else (address, *rest)
-        for run, (x, y, z), function, metadata, values in self._prepared[start:stop]:
-            run(x, y, z, stream, function, metadata, None, None, None, *values)
-        return None
+        assert launcher is not None
+        launcher.replay(self._recorded[start:stop], self._device)
 
     def _stays(self, tensor: Tensor) -> bool:
         if id(tensor) in self._owned:

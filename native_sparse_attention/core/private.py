@@ -1,0 +1,435 @@
+"""Private interfaces of PyTorch and Triton: the package reaches into them in this file and nowhere else.
+
+Each use has a feature test, which runs once, and a fallback to public interfaces. The fallback gives the same results
+and costs host time or memory. So a new release of PyTorch or Triton that changes a private interface makes the package
+slower and does not break it.
+
+Importing this file does not import triton: `find_launcher` and `find_describer` import it when they are called.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.library import CustomOpDef, Library
+from torch.nn.modules import module as module_hooks
+
+
+def _require(is_as_known: bool) -> None:
+    """An assertion that python -O keeps."""
+    if not is_as_known:
+        raise AssertionError
+
+
+def _first(*candidates: Callable[[], Any]) -> Any:
+    """The result of the first candidate whose feature test raises nothing; the last candidate is the fallback."""
+    for candidate in candidates[:-1]:
+        try:
+            return candidate()
+        except Exception:
+            continue
+    return candidates[-1]()
+
+
+# --- Transforms and modes ---
+
+
+class _WithoutTransforms(torch.autograd.Function):
+    """PyTorch refuses to apply it under torch.func transforms, since it has no setup_context."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def _test_transforms() -> bool:
+    with torch.no_grad():
+        try:
+            _WithoutTransforms.apply(torch.zeros((), device='cpu'))
+        except RuntimeError:
+            return True
+        return False
+
+
+def _test_forward_ad() -> bool:
+    with torch.inference_mode(False), torch.no_grad():
+        x = torch.zeros((), device='cpu')
+        try:
+            forward_ad.make_dual(x, x)
+        except RuntimeError:
+            return False
+        return True
+
+
+def _known_transforms() -> Callable[[], bool]:
+    _require(isinstance(torch._C._are_functorch_transforms_active(), bool))
+    return torch._C._are_functorch_transforms_active
+
+
+def _known_forward_ad() -> Callable[[], bool]:
+    _require(isinstance(forward_ad._current_level, int))
+    return lambda: forward_ad._current_level >= 0
+
+
+def _known_dispatch_modes() -> Callable[[], bool]:
+    _require(isinstance(torch._C._len_torch_dispatch_stack(), int))
+    return lambda: torch._C._len_torch_dispatch_stack() > 0
+
+
+# Whether a transform of torch.func (vmap, grad, jvp, ...) is active.
+is_transformed: Callable[[], bool] = _first(_known_transforms, lambda: _test_transforms)
+# Whether forward-mode derivatives are computed.
+is_forward_ad: Callable[[], bool] = _first(_known_forward_ad, lambda: _test_forward_ad)
+# Whether a dispatch mode (selective checkpointing, fake tensors, ...) may be active. The fallback assumes one.
+may_be_dispatched: Callable[[], bool] = _first(_known_dispatch_modes, lambda: lambda: True)
+
+
+# --- Modules ---
+
+_HOOKS = ('_forward_pre_hooks', '_forward_hooks', '_backward_pre_hooks', '_backward_hooks')
+
+
+def _does_only_forward(module: nn.Module, types: tuple[type[nn.Module], ...]) -> bool:
+    # This runs in every decoding step: few generators, and no look-up of an attribute that a module may not have.
+    if type(module) not in types:
+        return False
+    own = vars(module)
+    if 'forward' in own:
+        return False
+    if module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks:
+        return False
+    for weight in module._parameters.values():
+        if weight is not None and not _is_plain_weight(weight):
+            return False
+    for name in ('weight', 'bias'):  # where there are tensors in place of parameters
+        if name in own and own[name] is not None and not _is_plain_weight(own[name]):
+            return False
+    children = module._modules
+    return not children or all(child is None or _does_only_forward(child, types) for child in children.values())
+
+
+def _is_plain_weight(weight: Tensor) -> bool:
+    if type(weight) is not nn.Parameter and type(weight) is not Tensor:
+        return False
+    return weight.is_floating_point() and weight.dtype.itemsize > 1
+
+
+def _is_plain(module: nn.Module, types: tuple[type[nn.Module], ...]) -> bool:
+    has_global_hooks = (
+        module_hooks._global_forward_pre_hooks
+        or module_hooks._global_forward_hooks
+        or module_hooks._global_backward_pre_hooks
+        or module_hooks._global_backward_hooks
+    )
+    return not has_global_hooks and _does_only_forward(module, types)
+
+
+def _known_modules() -> Callable[[nn.Module, tuple[type[nn.Module], ...]], bool]:
+    module = nn.Module()
+    for name in _HOOKS:
+        _require(not getattr(module, name))
+        _require(isinstance(getattr(module_hooks, '_global' + name), dict))
+    module.register_forward_pre_hook(print)
+    module.register_forward_hook(print)
+    module.register_full_backward_pre_hook(print)
+    module.register_full_backward_hook(print)
+    module.register_parameter('weight', None)
+    module.register_module('child', None)
+    _require(all(len(getattr(module, name)) == 1 for name in _HOOKS))
+    _require((list(module._parameters), list(module._modules)) == (['weight'], ['child']))
+    return _is_plain
+
+
+# Whether a call of the module does what its class says, see `core.plain.is_plain`. No public interface lists hooks, so
+# the fallback takes no module as plain: then every module is called.
+is_plain: Callable[[nn.Module, tuple[type[nn.Module], ...]], bool] = _first(
+    _known_modules, lambda: lambda module, types: False
+)
+
+
+# --- Saved tensors ---
+
+
+class SavedTensorHooks(NamedTuple):
+    """is_free: whether hooks of saved tensors are allowed and none is active. version_of: counts the in-place changes
+    of a tensor.
+    """
+
+    is_free: Callable[[], bool]
+    version_of: Callable[[Tensor], int]
+
+
+def _known_saved_tensor_hooks() -> SavedTensorHooks:
+    autograd: Any = torch._C._autograd  # type: ignore[attr-defined]
+    is_enabled, innermost = autograd._saved_tensors_hooks_is_enabled, autograd._top_saved_tensors_default_hooks
+    _require(isinstance(is_enabled(), bool))
+    _require(innermost(True) is None or len(innermost(True)) == 2)
+    _require(isinstance(inspect.getattr_static(Tensor, '_version'), type(inspect.getattr_static(Tensor, 'data'))))
+    return SavedTensorHooks(lambda: is_enabled() and innermost(True) is None, lambda t: t._version)
+
+
+# No public interface says which hooks are active, or the version of a tensor. The fallback takes hooks as never free:
+# then autograd saves every tensor itself.
+saved_tensor_hooks: SavedTensorHooks = _first(
+    _known_saved_tensor_hooks, lambda: SavedTensorHooks(lambda: False, lambda t: 0)
+)
+
+
+# --- Compiled graphs ---
+
+
+class Graphs(NamedTuple):
+    """patch: a context in which torch.compile has the settings. are_unlimited: whether it takes them, so that one graph
+    serves every length and no call exceeds the limit of graphs.
+    """
+
+    patch: Callable[[Mapping[str, Any]], AbstractContextManager[Any]]
+    are_unlimited: bool
+
+
+def find_graphs(settings: Iterable[str]) -> Graphs:
+    """How torch.compile takes settings of these names. Imports torch._dynamo, which takes seconds.
+
+    No public interface takes them. In the fallback each length has a graph of its own (dynamic=False), and calls beyond
+    the limit of graphs are not compiled (fullgraph=False).
+    """
+
+    def known() -> Graphs:
+        config: Any = torch._dynamo.config
+        _require(all(hasattr(config, name) for name in settings))
+        with config.patch({}):
+            return Graphs(config.patch, True)
+
+    return _first(known, lambda: Graphs(lambda _: nullcontext(), False))
+
+
+# --- Registered ops ---
+
+_LIBRARY = Library('native_sparse_attention', 'FRAGMENT')
+# The dispatch keys of a call in which nothing but autograd and autocast takes part.
+_PLAIN_KEYS = ('CPU', 'CUDA', 'AutogradCPU', 'AutogradCUDA', 'ADInplaceOrView', 'AutocastCPU', 'AutocastCUDA')
+
+
+def qualified_name(op: CustomOpDef) -> str:
+    """namespace::name of an op; in the fallback its repr."""
+    return getattr(op, '_qualname', repr(op))
+
+
+def register_derivative(op: CustomOpDef, backward: Callable[..., Any], save: Callable[..., None]) -> bool:
+    """Replace what op.register_autograd(backward, setup_context=save) registered for CPUs and GPUs by a faster form.
+
+    PyTorch reads the whole schema again for each argument of each call, to fill in default values. The replacement
+    calls `save` and the function of the op directly. It omits the search for outputs that are inputs, which the tests
+    make. Where no mode, tensor subclass or transform takes part, it omits the second pass through the dispatcher too.
+
+    Returns False, and replaces nothing, where PyTorch lacks an interface that this needs.
+    """
+    try:
+        function = torch._disable_dynamo(op._init_fn)
+        call = _make_differentiable(op, op._opoverload, backward, save, lambda derivative: derivative.apply)
+        call_plain = _make_differentiable(op, function, backward, save, _plain_apply)
+        other_keys = ~_union_of_keys(_PLAIN_KEYS)
+        is_transformed = torch._C._are_functorch_transforms_active
+        name = op._name
+    except (AttributeError, TypeError):
+        return False
+
+    def choose(keys: Any, *inputs: Any) -> Any:
+        is_plain = not keys.raw_repr() & other_keys and not is_transformed()
+        return (call_plain if is_plain else call)(*inputs)
+
+    for device in ('CPU', 'CUDA'):
+        _LIBRARY.impl(name, choose, f'Autograd{device}', with_keyset=True)
+        _LIBRARY.impl(name, function, device)
+    return True
+
+
+def _union_of_keys(names: Iterable[str]) -> int:
+    keys = 0
+    for name in names:
+        keys |= torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name)).raw_repr()
+    return keys
+
+
+def _plain_apply(derivative: Any) -> Callable[..., Any]:
+    """`derivative.apply` without its treatment of transforms, active or past."""
+    parent: Any = super(torch.autograd.Function, derivative)
+    return parent.apply
+
+
+def _make_differentiable(
+    op: CustomOpDef,
+    function: Callable[..., Any],
+    backward: Callable[..., Any],
+    save: Callable[..., None],
+    apply_of: Callable[[Any], Callable[..., Any]],
+) -> Callable[..., Any]:
+    """The function with a derivative, recorded by `apply_of` of a subclass of torch.autograd.Function."""
+    below_autograd = torch._C._AutoDispatchBelowAutograd
+
+    def below(*inputs: Any) -> Any:
+        with below_autograd():
+            return function(*inputs)
+
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        output = below(*inputs)
+        save(ctx, inputs, output)
+        return output
+
+    methods = {'forward': staticmethod(forward), 'backward': staticmethod(backward)}
+    apply = apply_of(type(op._name, (torch.autograd.Function,), methods))
+
+    def call(*inputs: Any) -> Any:
+        needs_graph = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in inputs)
+        return (apply if needs_graph else below)(*inputs)
+
+    return call
+
+
+# --- Triton ---
+
+
+class CompiledLaunch(NamedTuple):
+    """A compiled kernel: its launcher, what that takes before the values, and the constants, its last values."""
+
+    run: Any
+    function: Any
+    metadata: Any
+    constants: tuple[Any, ...]
+
+
+class RecordedLaunch(NamedTuple):
+    """A launch: arguments[FIRST_VALUE:] are the values, in the order of the kernel."""
+
+    run: Any
+    arguments: list[Any]
+
+
+# Of the arguments of a launcher: the stream, and the first value.
+_STREAM, FIRST_VALUE = 3, 9
+
+
+class Launcher:
+    """Starts compiled kernels without the work that Triton does per launch: to bind the arguments, to look at each of
+    them, and to find the compiled kernel.
+
+    A launcher of Triton takes (*grid, stream, function, metadata, launch metadata, two hooks, *values), where values
+    has an address (int) for a tensor and includes the constants.
+    """
+
+    def __init__(self) -> None:
+        from triton import knobs
+        from triton.backends.nvidia.compiler import CUDABackend
+        from triton.compiler import CompiledKernel
+        from triton.runtime import JITFunction, driver
+
+        # Triton's own launch, by its source.
+        source = ' '.join(inspect.getsource(JITFunction.run).split())
+        _require(all(statement in source for statement in _LAUNCH))
+        # Kernels are specialised by the address of a tensor, and by nothing else of it but the dtype.
+        for address, expected in ((32, 'D'), (4, '')):
+            tensor: Any = SimpleNamespace(data_ptr=lambda address=address: address)
+            _require(CUDABackend.get_tensor_specialization(tensor, align=True) == expected)
+        self.knobs, self._compiled = knobs.runtime, CompiledKernel
+        self.driver: Any = driver
+        self.is_watched()
+
+    def is_watched(self) -> bool:
+        """Whether a hook, of a profiler say, must be called for every launch."""
+        knobs = self.knobs
+        enter, leave = knobs.launch_enter_hook, knobs.launch_exit_hook
+        return bool(getattr(enter, 'calls', enter) or getattr(leave, 'calls', leave))
+
+    def is_compiled(self, launched: Any) -> bool:
+        """Whether the result of kernel[grid](...) can be launched again: nothing interpreted, and not on AMD GPUs,
+        where kernels depend on the sizes of storages too.
+        """
+        return isinstance(launched, self._compiled) and torch.version.hip is None
+
+    def keep(self, kernel: Any, compiled: Any, count: int, meta: Mapping[str, Any]) -> CompiledLaunch:
+        """The compiled kernel of kernel[grid](*args, **meta) with `count` args."""
+        constants = tuple(meta[name] for name in kernel.arg_names[count:])
+        return CompiledLaunch(compiled.run, compiled.function, compiled.packed_metadata, constants)
+
+    def record(
+        self, kernel: Any, compiled: Any, grid: tuple[int, ...], args: tuple[Any, ...], meta: Mapping[str, Any]
+    ) -> RecordedLaunch:
+        """The launch of kernel[grid](*args, **meta), with tensors among its values that the caller replaces."""
+        signature = inspect.signature(kernel.fn)
+        bound = signature.bind(*args, **{name: value for name, value in meta.items() if name in signature.parameters})
+        bound.apply_defaults()
+        x, y, z = (*grid, 1, 1)[:3]
+        leading = (x, y, z, None, compiled.function, compiled.packed_metadata, None, None, None)
+        return RecordedLaunch(compiled.run, [*leading, *bound.arguments.values()])
+
+    def start(self, kept: CompiledLaunch, grid: tuple[int, ...], device: torch.device, values: Iterable[Any]) -> None:
+        """Launch on the current stream of the device, which is the current one."""
+        run, function, metadata, constants = kept
+        x, y, z = (*grid, 1, 1)[:3]
+        stream = self.driver.active.get_current_stream(device.index)
+        run(x, y, z, stream, function, metadata, None, None, None, *values, *constants)
+
+    def replay(self, launches: Iterable[RecordedLaunch], device: torch.device) -> None:
+        """Make the launches again, on the current stream of the device."""
+        active = self.driver.active
+        if device.index != active.get_current_device():
+            with torch.cuda.device(device):
+                return self.replay(launches, device)
+        stream = active.get_current_stream(device.index)
+        for run, arguments in launches:
+            arguments[_STREAM] = stream
+            run(*arguments)
+        return None
+
+
+# In the source of JITFunction.run, with single spaces.
+_LAUNCH = (
+    'device = driver.active.get_current_device()',
+    'stream = driver.active.get_current_stream(device)',
+    'kernel.run(grid_0, grid_1, grid_2, stream, kernel.function, kernel.packed_metadata, launch_metadata, '
+    'knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook, *bound_args.values())',
+)
+
+
+def find_launcher() -> Launcher | None:
+    """None where Triton does not launch in the way that `Launcher` knows: then every launch goes through Triton."""
+    return _first(Launcher, lambda: None)
+
+
+def find_describer() -> Callable[[Tensor, Mapping[str, list[int]]], Any]:
+    """The function that makes a TensorDescriptor of a tensor, given its shape, strides and block_shape.
+
+    They have been checked, so where nothing else happens in its constructor, the constructor is not called.
+    """
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    def describe(tensor: Any, layout: Mapping[str, list[int]]) -> TensorDescriptor:
+        return TensorDescriptor(tensor, layout['shape'], layout['strides'], layout['block_shape'])
+
+    def describe_unchecked(tensor: Any, layout: Mapping[str, list[int]]) -> TensorDescriptor:
+        descriptor = object.__new__(TensorDescriptor)
+        descriptor.__dict__.update(layout, base=tensor)
+        return descriptor
+
+    def known() -> Callable[..., TensorDescriptor]:
+        tensor = SimpleNamespace(dtype=torch.float32, data_ptr=lambda: 0)
+        layout = {'shape': [4, 16], 'strides': [16, 1], 'block_shape': [2, 16]}
+        names = [field.name for field in dataclasses.fields(TensorDescriptor)]
+        fast, checked = describe_unchecked(tensor, layout), describe(tensor, layout)
+        _require(vars(checked).keys() == set(names))
+        _require(all(getattr(fast, name) == getattr(checked, name) for name in names))
+        return describe_unchecked
+
+    return _first(known, lambda: describe)
