@@ -108,7 +108,11 @@ def measure_errors(
     """Return the measured and allowed errors that `assert_matches` compares.
 
     Args:
-        result: as in `assert_matches`, like the other arguments.
+        result: as in `assert_matches`.
+        gold: as in `assert_matches`.
+        same_dtype: as in `assert_matches`.
+        row_dims: as in `assert_matches`.
+        dtype: as in `assert_matches`.
 
     Raises:
         ValueError: shapes or dtypes do not fit, or same_dtype is not finite where gold is.
@@ -143,13 +147,26 @@ def measure_errors(
 
 
 def rounding_term(gold: Tensor, dtype: torch.dtype) -> float:
-    """Return the rounding term of rule 1: 2 * max |(x + 0.3) - 0.3 - x| over the finite values x of gold in dtype."""
+    """Return the rounding term of rule 1, 2 * max |(x + 0.3) - 0.3 - x|.
+
+    Args:
+        gold: its finite values, rounded to dtype, are x.
+        dtype: dtype of the result that is checked.
+    """
     x = gold.masked_fill(~gold.isfinite(), 0).to(dtype)
     return 2 * _largest((x + 0.3) - 0.3 - x)
 
 
 def row_errors(result: Tensor, gold: Tensor, *, row_dims: int = 1) -> Tensor:
-    """Return ||error|| / (||gold|| + 0.01 * mean ||gold||) of every row in float64, over the finite values of gold."""
+    """Return the relative error of every row in float64, over the finite values of gold.
+
+    It is ||error|| / (||gold|| + 0.01 * mean ||gold||).
+
+    Args:
+        result: a tensor of any dtype.
+        gold: float64 of the same shape.
+        row_dims: number of trailing dimensions that form a row.
+    """
     finite = gold.isfinite()
     error = _norms(_error(result, gold, finite), row_dims)
     norm = _norms(gold.masked_fill(~finite, 0), row_dims)
@@ -243,7 +260,20 @@ def make_qkv(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return normally distributed q `[B, T, HQ, D]`, k `[B, S, H, D]` and v `[B, S, H, DV]`.
 
-    With seqlen_k = C they also serve as compressed keys and values. layout: as in `lay_out`.
+    With seqlen_k = C they also serve as compressed keys and values.
+
+    Args:
+        batch: B.
+        seqlen_q: T.
+        seqlen_k: S.
+        heads: HQ.
+        kv_heads: H.
+        head_dim: D.
+        value_dim: DV, default head_dim.
+        dtype: dtype of the three tensors.
+        device: device of the three tensors.
+        layout: memory layout, as in `lay_out`.
+        generator: source of the random numbers.
     """
     value_dim = head_dim if value_dim is None else value_dim
     shapes = (seqlen_q, heads, head_dim), (seqlen_k, kv_heads, head_dim), (seqlen_k, kv_heads, value_dim)
@@ -288,8 +318,14 @@ def make_cu_seqlens(
 ) -> Tensor:
     """Return int32 `[num_sequences + 1]`, boundaries of packed sequences of random lengths.
 
-    The last `uncovered` of the `total` tokens belong to no sequence. With three or more sequences the first and the
-    last are empty; others may be.
+    With three or more sequences the first and the last are empty; others may be.
+
+    Args:
+        total: number of tokens.
+        num_sequences: number of sequences.
+        uncovered: the last tokens, which belong to no sequence.
+        device: device of the result.
+        generator: source of the random numbers.
     """
     end = total - uncovered
     ends = torch.randint(0, end + 1, (num_sequences + 1,), device=device, generator=generator, dtype=torch.int32)
@@ -320,8 +356,16 @@ def make_block_indices(
         kind: 'valid' (as `select_blocks` returns them), 'unordered' (in any order, padding in between), 'duplicates'
             (some blocks several times), 'junk' (with indices of -1, future blocks, out of range, and the smallest and
             largest int32) or 'none' (-1 alone).
+        batch: B.
+        seqlen_q: T.
         index_heads: H, or HQ where heads select alone.
+        num_selected: n.
+        seqlen_k: S.
         block_size: l', tokens of a selection block.
+        q_offset: position of the first query.
+        causal: no block starts behind the query.
+        device: device of the result.
+        generator: source of the random numbers.
 
     Raises:
         ValueError: the kind is unknown.

@@ -23,10 +23,20 @@ from native_sparse_attention.nn.rotary import Rotary, rotate
 class DenseAttention(nn.Module):
     """Full attention with the projections, rotary embedding, cache and calls of `SparseAttention`.
 
-    heads must be a multiple of kv_heads (default: heads); dim_value_head defaults to dim_head; rotary_emb is an
-    instance of rotary-embedding-torch, None for a default one, False for none. output_gate: each head's output is
-    multiplied by a sigmoid gate, a linear function of the normalised input that starts at sigmoid(2) whatever the
-    input, as the window gate of `SparseAttention` does. Raises ValueError for sizes that do not fit.
+    Args:
+        dim: features of the input.
+        dim_head: D, size of a query or key head.
+        heads: HQ, number of query heads.
+        kv_heads: H, number of KV heads, a divisor of heads; default heads.
+        causal: queries read no later token.
+        norm: RMSNorm of the input inside the layer.
+        dim_value_head: DV, size of a value head; default dim_head.
+        rotary_emb: an instance of rotary-embedding-torch, None for a default one, False for none.
+        output_gate: multiply the output of each head by a sigmoid gate, a linear function of the normalised input. It
+            starts at sigmoid(2) for every input, as the window gate of `SparseAttention` does.
+
+    Raises:
+        ValueError: sizes do not fit; names argument, value and rule.
     """
 
     def __init__(

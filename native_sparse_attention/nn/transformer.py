@@ -55,7 +55,12 @@ CHUNK_SIZE = 16_384  # tokens of a prompt in one forward, so that memory follows
 
 
 class Block(nn.Module):
-    """Attention, then a feed-forward network, each added to its input; both normalise what they read."""
+    """Attention, then a feed-forward network, each added to its input. Both normalise their input.
+
+    Args:
+        attention: `SparseAttention` or `DenseAttention`.
+        feed_forward: module `[B, T, dim]` to `[B, T, dim]`.
+    """
 
     def __init__(self, attention: SparseAttention | DenseAttention, feed_forward: nn.Module) -> None:
         super().__init__()
@@ -75,17 +80,33 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A decoder over token ids, with sparse attention (`use_sparse_attn`) or its dense twin in every block.
+    """A decoder over token ids, with sparse attention or its dense twin in every block.
 
-    num_tokens: size of the vocabulary. sparse_attn_kwargs: what `SparseAttention` takes beyond the sizes given here; by
-    default windows of 32 and blocks of 4, of which 4 are read; every layer gets copies of the modules in it. The dense
-    twin takes `norm`, `dim_value_head` and `rotary_emb` from it. With one seed, dense and sparse start from bitwise the
-    same embedding, feed-forward networks, head and attention projections (with `independent_branch_kv` every branch
-    from the keys and values of the dense twin), whatever else the sparse model has.
-    dense_output_gate: the dense twin has the `output_gate` of `DenseAttention`; refused with use_sparse_attn.
-    tie_embeddings: one matrix is embedding and head. backend: 'auto', 'triton', 'flex' or 'eager', for the sparse
-    attention; the flags `use_flex_*` and `use_triton_*` of native-sparse-attention-pytorch are mapped to it with a
-    DeprecationWarning. Raises ValueError for sizes that do not fit.
+    With one seed, dense and sparse models start from bitwise the same embedding, feed-forward networks, head and
+    attention projections; with `independent_branch_kv` every branch starts from the keys and values of the dense twin.
+
+    Args:
+        num_tokens: size of the vocabulary.
+        dim: width of the model.
+        depth: number of blocks.
+        dim_head: D, size of a query or key head.
+        heads: HQ, number of query heads.
+        kv_heads: H, number of KV heads, a divisor of heads; default heads.
+        ff_expansion_factor: hidden size of the feed-forward networks over dim.
+        use_sparse_attn: sparse attention in every block; False builds the dense twin.
+        causal: tokens read no later token.
+        use_flex_sliding_window: deprecated flag of native-sparse-attention-pytorch, mapped to backend.
+        use_flex_fine_selection: deprecated flag of native-sparse-attention-pytorch, mapped to backend.
+        use_triton_fine_selection: deprecated flag of native-sparse-attention-pytorch, mapped to backend.
+        sparse_attn_kwargs: further arguments of `SparseAttention`; by default windows of 32, and blocks of 4 of which 4
+            are read. Every layer gets copies of the modules in it. The dense twin takes `norm`, `dim_value_head` and
+            `rotary_emb` from it.
+        tie_embeddings: one matrix is embedding and head.
+        dense_output_gate: the dense twin has the `output_gate` of `DenseAttention`; refused with use_sparse_attn.
+        backend: 'auto', 'triton', 'flex' or 'eager', for the sparse attention.
+
+    Raises:
+        ValueError: sizes do not fit; names argument, value and rule.
     """
 
     def __init__(

@@ -11,10 +11,14 @@ from native_sparse_attention.core.random import check_probability
 
 
 class CompressTransformer(nn.Module):
-    """A pre-norm transformer encoder over the tokens of a block, all heads side by side; the last token is the summary.
+    """Pre-norm transformer encoder over the tokens of a block, all heads side by side. The last token is the summary.
 
-    `dim` is H · D, `num_heads` the encoder's own number of heads, `ff_hidden_dim` defaults to 4 · dim, and `dropout`
-    applies to attention weights and feed-forward layers.
+    Args:
+        num_layers: number of encoder layers.
+        dim: H * D, features of a token.
+        num_heads: attention heads of the encoder, a divisor of dim.
+        ff_hidden_dim: hidden size of the feed-forward networks; default 4 * dim.
+        dropout: probability for attention weights and feed-forward layers.
     """
 
     def __init__(

@@ -29,9 +29,13 @@ from native_sparse_attention.nn.compress.overlapping import OverlappingBlocks
 
 
 class CompressMLP(nn.Module):
-    """The default network: an MLP over the flattened block, its weights shared by the heads.
+    """MLP over the flattened block with a ReLU; the heads share its weights. It is the default network.
 
-    The hidden layer has int(expand_factor · l · D) units and a ReLU, the output `dim_out` features (else `dim_head`).
+    Args:
+        dim_head: D, size of a head.
+        compress_window_size: l, tokens of a block.
+        expand_factor: the hidden layer has int(expand_factor * l * D) units.
+        dim_out: features of the output; default dim_head.
     """
 
     def __init__(
@@ -63,10 +67,14 @@ class CompressMLP(nn.Module):
 
 
 class MeanResidualMLP(CompressMLP):
-    """The mean of the block's tokens plus the MLP of `CompressMLP`, whose output layer starts at 0.
+    """Mean of the block's tokens plus the MLP of `CompressMLP`, whose output layer starts at 0.
 
-    Training begins from the block mean. Weights are shared by the heads; the hidden layer has
-    int(expand_factor · l · D) units.
+    Training begins from the block mean. The heads share the weights.
+
+    Args:
+        dim_head: D, size of a head.
+        compress_window_size: l, tokens of a block.
+        expand_factor: the hidden layer has int(expand_factor * l * D) units.
     """
 
     def __init__(self, dim_head: int, compress_window_size: int, expand_factor: float = 1.0):
@@ -85,7 +93,14 @@ class MeanResidualMLP(CompressMLP):
 
 
 class GroupedMLP(nn.Module):
-    """The MLP of `CompressMLP` with weights of its own for every head; with `heads` = 1 every head uses the same."""
+    """MLP of `CompressMLP` with weights of its own for every head.
+
+    Args:
+        dim_head: D, size of a head.
+        compress_window_size: l, tokens of a block.
+        heads: H, number of KV heads; with 1 all heads share the weights.
+        expand_factor: the hidden layer has int(expand_factor * l * D) units.
+    """
 
     def __init__(self, dim_head: int, compress_window_size: int, heads: int, expand_factor: float = 1.0):
         super().__init__()
@@ -121,10 +136,14 @@ class GroupedMLP(nn.Module):
 
 
 class AttentionPool(nn.Module):
-    """A weighted mean of the block's tokens: per feature, a softmax over the tokens of logits linear in the token.
+    """Weighted mean of the tokens: per feature, a softmax over the tokens of logits that are linear in the token.
 
-    The linear map starts as the identity (the pooling of Enformer, Avsec et al. 2021). Blocks may have any length, so
-    `compress_window_size` changes nothing; it keeps the arguments of 0.2.3.
+    The linear map starts as the identity (the pooling of Enformer, Avsec et al. 2021).
+
+    Args:
+        dim_head: D, size of a head.
+        compress_window_size: unused, because blocks may have any length; it keeps the arguments of
+            native-sparse-attention-pytorch.
     """
 
     def __init__(self, dim_head: int, compress_window_size: int):
@@ -139,9 +158,12 @@ class AttentionPool(nn.Module):
 
 
 class ConvLinearCompress(nn.Module):
-    """A linear map of the whole block with a bias, one per head: a grouped convolution as wide as the block.
+    """Linear map of the whole block with a bias, one per head: a grouped convolution as wide as the block.
 
-    With `heads` = 1 every head uses the same.
+    Args:
+        heads: H, number of KV heads; with 1 all heads share the weights.
+        dim_head: D, size of a head.
+        compress_window_size: l, tokens of a block.
     """
 
     def __init__(self, heads: int, dim_head: int, compress_window_size: int):
@@ -170,9 +192,12 @@ class ConvLinearCompress(nn.Module):
 
 
 class SingleProjection(nn.Module):
-    """A linear map of the whole block without a bias, shared by the heads, or one per head where `heads` > 1.
+    """Linear map of the whole block without a bias, with a weight for every token of the block.
 
-    The map per head has a weight for every token of the block; in 0.2.3 it has one that all tokens share.
+    Args:
+        dim_head: D, size of a head.
+        compress_window_size: l, tokens of a block.
+        heads: 1: the heads share one map; H: each head has its own.
     """
 
     def __init__(self, dim_head: int, compress_window_size: int, heads: int = 1):
@@ -204,7 +229,7 @@ class SingleProjection(nn.Module):
 
 
 class MeanPool(nn.Module):
-    """The mean of the block's tokens; nothing is learned."""
+    """Mean of the block's tokens. It has no parameters."""
 
     def takes_overlapping(self) -> bool:
         return True
