@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
@@ -138,6 +138,14 @@ def run_jobs(
             for process, _ in running.values():
                 process.kill()
     return codes
+
+
+def exit_code(codes: Mapping[str, int | None]) -> int:
+    """Return 0 if all jobs are done, 1 if one failed, 3 if jobs are left that the same command continues."""
+    stopped = {None, *(code for number in SIGNALS for code in (128 + number, -number))}
+    if any(code != 0 and code not in stopped for code in codes.values()):
+        return 1
+    return 3 if any(code != 0 for code in codes.values()) else 0
 
 
 def start(job: Job, environment: dict[str, str]) -> subprocess.Popen[bytes]:

@@ -6,25 +6,20 @@
     python -m benchmarks.learning --variants dense,separate --seeds 0 --seq-len 256 --steps 20 --tokens-per-step 1024 \\
         --dim 64 --depth 2 --heads 2 --kv-heads 1 --dim-head 32 --window 64 --out /tmp/learning     to try it on a CPU
 
-One worker process per GPU takes runs (a variant with a seed) from the list, in order. A run writes
+Each run (a variant with a seed) is a process of its own; each GPU takes one at a time, in order. A run writes
 <out>/<variant>-seed<seed>.json at its end. At the time limit and at SIGTERM or Ctrl-C all runs are saved; the same
-command goes on with them, and does not repeat what is finished. Bits per byte; differences are paired: variant minus
-dense, of the same seed.
+command continues them, starts failed ones again and does not repeat finished ones. Figures are bits per byte;
+differences are paired: variant minus dense, of the same seed.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
-import signal
-import subprocess
 import sys
-import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -32,153 +27,37 @@ from typing import Any
 import torch
 
 from benchmarks import learning_data, learning_report
+from benchmarks.jobs import exit_code, module_job, run_jobs, say, stop_request, visible_gpus
 from benchmarks.learning_train import Settings, job_name, run_job
 from benchmarks.learning_variants import SPARSE, VARIANTS, not_supported
-from benchmarks.report import ROOT, git_commit
+from benchmarks.report import git_commit
 from train_enwik8 import Config
 
-PREFIX = '@learning '  # of the lines of a worker that are for the scheduler
+GRACE_SECONDS = 300.0  # from the signal to the end of a run, which may be in an evaluation
 
 
-class Stop:
-    """Whether a run must save and end: at a point in time (seconds since the epoch) or after a signal."""
-
-    def __init__(self, until: float | None) -> None:
-        self.until, self.signalled = until, False
-
-    def __call__(self) -> bool:
-        return self.signalled or (self.until is not None and time.time() >= self.until)
-
-    def note(self, *_: Any) -> None:
-        self.signalled = True
-
-    @contextlib.contextmanager
-    def listening(self) -> Iterator[None]:
-        """Note Ctrl-C and SIGTERM inside the block."""
-        before = {number: signal.signal(number, self.note) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+def work(options: argparse.Namespace) -> int:
+    """Carry out one run in this process; returns the exit code."""
+    torch.set_num_threads(options.threads)
+    settings = make_settings(options)
+    with stop_request() as stop:
+        for job in make_jobs(options, settings):
+            try:
+                run_job(job, settings, options.out, lambda: bool(stop), say)
+            except Exception as error:
+                traceback.print_exc()
+                name = job_name(job['variant'], job['seed'])
+                say(f'{name}: failed: {type(error).__name__}: {next(iter(str(error).splitlines()), "")}')
+                return 1
+        return stop.exit_code
 
 
-def say(text: str) -> None:
-    print(text, flush=True)
+def worker_arguments(job: dict[str, Any], threads: int) -> list[str]:
+    """Arguments that turn the command of all runs into the command of one worker."""
+    return ['--variants', job['variant'], '--seeds', str(job['seed']), '--threads', str(threads), '--worker']
 
 
-def attempt(job: dict[str, Any], settings: Settings, out: Path, stop: Callable[[], bool]) -> str:
-    """'finished', 'stopped', or the error."""
-    try:
-        return run_job(job, settings, out, stop, say)
-    except Exception as error:
-        traceback.print_exc()
-        return f'failed: {type(error).__name__}: {error}'.splitlines()[0]
-
-
-def work() -> None:
-    """A worker process: settings and then jobs, a JSON line each, from stdin; a line of the outcome for each."""
-    first = json.loads(sys.stdin.readline())
-    settings, out, stop = Settings(**first['settings']), Path(first['out']), Stop(first['until'])
-    torch.set_num_threads(first['threads'])
-    with stop.listening():
-        for line in sys.stdin:
-            say(PREFIX + json.dumps(attempt(json.loads(line), settings, out, stop)))
-
-
-class Scheduler:
-    """Hands jobs to one worker process per GPU; each is started anew after a run that failed."""
-
-    def __init__(self, jobs: list[dict[str, Any]], settings: Settings, out: Path, stop: Stop) -> None:
-        self.jobs, self.settings, self.out, self.stop = list(jobs), settings, out, stop
-        self.lock, self.outcomes = threading.Lock(), {}
-        self.processes: dict[int, subprocess.Popen[str]] = {}
-
-    def run(self, count: int) -> dict[str, str]:
-        threads = [threading.Thread(target=self._serve, args=(index, count)) for index in range(count)]
-        for thread in threads:
-            thread.start()
-        passed_on = False
-        for thread in threads:
-            while thread.is_alive():
-                thread.join(0.2)
-                if self.stop.signalled and not passed_on:
-                    passed_on = True
-                    with self.lock:
-                        processes = list(self.processes.values())
-                    for process in processes:
-                        process.terminate()
-        return self.outcomes
-
-    def _next(self) -> dict[str, Any] | None:
-        with self.lock:
-            return self.jobs.pop(0) if self.jobs and not self.stop() else None
-
-    def _serve(self, index: int, count: int) -> None:
-        process = None
-        while (job := self._next()) is not None:
-            process = process or self._start(index, count)
-            outcome = self._ask(process, job)
-            with self.lock:
-                self.outcomes[job_name(job['variant'], job['seed'])] = outcome
-            if outcome.startswith('failed'):
-                process.kill()
-                process = None
-        if process is not None:
-            assert process.stdin is not None
-            process.stdin.close()
-            process.wait()
-
-    def _start(self, index: int, count: int) -> subprocess.Popen[str]:
-        environment = dict(os.environ)
-        if self.settings.device == 'cuda':
-            visible = os.environ.get('CUDA_VISIBLE_DEVICES')
-            environment['CUDA_VISIBLE_DEVICES'] = visible.split(',')[index] if visible else str(index)
-        process = subprocess.Popen(
-            [sys.executable, '-m', 'benchmarks.learning', '--worker'],
-            cwd=ROOT,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,  # Ctrl-C reaches it through this process alone, as SIGTERM
-        )
-        cores = os.cpu_count() or count
-        first = {'settings': asdict(self.settings), 'out': str(self.out.resolve()), 'until': self.stop.until}
-        self._send(process, {**first, 'threads': max(1, min(8, cores // count))})
-        with self.lock:
-            self.processes[index] = process
-        return process
-
-    def _ask(self, process: subprocess.Popen[str], job: dict[str, Any]) -> str:
-        assert process.stdout is not None
-        try:
-            self._send(process, job)
-        except BrokenPipeError:
-            return 'failed: the worker ended'
-        for line in process.stdout:
-            if line.startswith(PREFIX):
-                return json.loads(line.removeprefix(PREFIX))
-            say(line.rstrip())
-        return 'failed: the worker ended'
-
-    @staticmethod
-    def _send(process: subprocess.Popen[str], value: Any) -> None:
-        assert process.stdin is not None
-        process.stdin.write(json.dumps(value) + '\n')
-        process.stdin.flush()
-
-
-def run_here(jobs: list[dict[str, Any]], settings: Settings, out: Path, stop: Stop) -> dict[str, str]:
-    outcomes = {}
-    for job in jobs:
-        if stop():
-            break
-        outcomes[job_name(job['variant'], job['seed'])] = attempt(job, settings, out, stop)
-    return outcomes
-
-
-def parse(argv: list[str] | None) -> argparse.Namespace:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add('--variants', default='dense,separate', help='names, separated by commas (%(default)s)')
@@ -188,9 +67,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add('--report', type=Path, metavar='DIR', help='train nothing: write tables and pictures of DIR')
     add('--against', default='dense', help='the variant that others are compared with (%(default)s)')
     add('--list', action='store_true', help='train nothing: print the variants')
-    add('--gpus', type=int, metavar='N', help='worker processes (one per GPU; on a CPU 0: this process)')
+    add('--gpus', type=int, metavar='N', help='processes, each with a GPU of its own (all GPUs)')
+    add('--threads', type=int, metavar='N', help='CPU threads of a run (at most 8, shared among the GPUs)')
     add('--device', default='cuda' if torch.cuda.is_available() else 'cpu', help='cuda or cpu (%(default)s)')
-    add('--time-limit', type=float, metavar='SECONDS', help='then save all runs and end, which takes seconds more')
+    add('--time-limit', type=float, metavar='SECONDS', help='then save all runs and end, which may take minutes')
     add('--longest-first', action='store_true', help='start the longest jobs first, so that no GPU idles at the end')
     add('--commit', help='of the code, where there is no git to ask')
     add('--seq-len', type=int, default=2048)
@@ -211,7 +91,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add('--amp', action=argparse.BooleanOptionalAction, default=True, help='bfloat16 autocast, on GPUs')
     for short, name in SHORT.items():
         add('--' + short, type=type(SPARSE[name]), default=SPARSE[name], help=f'{name} (%(default)s)')
-    return parser.parse_args(argv)
+    return parser
 
 
 SHORT = {
@@ -229,7 +109,9 @@ def make_settings(options: argparse.Namespace) -> Settings:
     batch = max(1, per_forward // options.seq_len)
     accum = options.tokens_per_step // (batch * options.seq_len)
     if batch * accum * options.seq_len != options.tokens_per_step:
-        raise SystemExit(f'--tokens-per-step {options.tokens_per_step}: must be forwards of {batch} × --seq-len')
+        raise SystemExit(
+            f'--tokens-per-step is {options.tokens_per_step}, but must be a multiple of {batch} × --seq-len, a forward'
+        )
     names = ('dim', 'depth', 'heads', 'kv_heads', 'dim_head', 'ff_expansion_factor', 'lr', 'min_lr', 'warmup')
     names += ('weight_decay', 'clip', 'amp', 'seq_len', 'steps')
     config = asdict(Config(**{name: getattr(options, name) for name in names}, batch=batch, grad_accum=accum))
@@ -250,24 +132,22 @@ def make_settings(options: argparse.Namespace) -> Settings:
 
 
 def make_jobs(options: argparse.Namespace, settings: Settings) -> list[dict[str, Any]]:
-    """What is not finished, in the order of the seeds and then of the variants."""
+    """Return the runs that are not finished, by seed, then by variant."""
     names = options.variants.split(',')
     for name in names:
         if name not in VARIANTS:
-            raise SystemExit(f'--variants: {name!r} is none of {", ".join(VARIANTS)}')
+            raise SystemExit(f'--variants is {name!r}, but must be one of {", ".join(VARIANTS)}')
         if reason := not_supported(name):
             raise SystemExit(f'--variants: {name}: {reason}')
-    facts = {
-        'commit': options.commit or git_commit(),
-        'command': ' '.join(['python -m benchmarks.learning', *options.argv]),
-    }
+    command = ' '.join(['python -m benchmarks.learning', *options.argv])
+    facts = {'commit': options.commit or git_commit(), 'command': command}
     jobs = []
     for seed in map(int, options.seeds.split(',')):
         for name in names:
             result = options.out / f'{job_name(name, seed)}.json'
             if result.exists():
                 if json.loads(result.read_text())['settings'] != settings.as_run():
-                    raise SystemExit(f'{result}: of other settings (another --out keeps both)')
+                    raise SystemExit(f'--out has {result} of other settings; another --out keeps both')
                 continue
             jobs.append({'variant': name, 'seed': seed, **facts})
     if options.longest_first:
@@ -276,13 +156,10 @@ def make_jobs(options: argparse.Namespace, settings: Settings) -> list[dict[str,
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code: 0; 1 where a run failed; 3 where runs are left, which the same command goes on with."""
-    started = time.time()
-    options = parse(argv)
-    options.argv = sys.argv[1:] if argv is None else argv
-    if options.worker:
-        work()
-        return 0
+    """Exit code: 0; 1 if a run failed; 3 if runs are left, which the same command continues."""
+    started, arguments = time.monotonic(), sys.argv[1:] if argv is None else argv
+    parser = make_parser()
+    options = parser.parse_args(arguments)
     if options.list:
         for name, variant in VARIANTS.items():
             say(f'{name:32}{variant.about}')
@@ -290,28 +167,33 @@ def main(argv: list[str] | None = None) -> int:
     if options.report:
         say(learning_report.write(options.report, options.against))
         return 0
-    stop = Stop(started + options.time_limit if options.time_limit else None)
+    if options.worker:
+        appended = worker_arguments({'variant': options.variants, 'seed': options.seeds}, options.threads)
+        options.argv = arguments[: -len(appended)]
+        return work(options)
+    options.argv = arguments
+    try:
+        gpus = visible_gpus(options.gpus) if options.device == 'cuda' else []
+    except ValueError as error:
+        parser.error(str(error))
     settings = make_settings(options)
     jobs = make_jobs(options, settings)
-    gpus = torch.cuda.device_count() if options.device == 'cuda' else 0
-    count = min(len(jobs), gpus if options.gpus is None else options.gpus)
-    say(
-        f'{len(jobs)} runs left, {count or 1} at a time, text {settings.text["name"]}, {settings.text["bytes"]:,} bytes'
-    )
+    say(f'{len(jobs)} runs left, text {settings.text["name"]}, {settings.text["bytes"]:,} bytes')
     options.out.mkdir(parents=True, exist_ok=True)
-    with stop.listening():
-        if count:
-            outcomes = Scheduler(jobs, settings, options.out, stop).run(count)
-        else:
-            outcomes = run_here(jobs, settings, options.out, stop)
+    at_once = max(1, min(len(jobs), len(gpus)))
+    threads = options.threads or max(1, min(8, (os.cpu_count() or 1) // at_once))
+    commands = [
+        module_job(
+            job_name(job['variant'], job['seed']),
+            'benchmarks.learning',
+            [*arguments, *worker_arguments(job, threads)],
+        )
+        for job in jobs
+    ]
+    limit = options.time_limit and max(0.0, options.time_limit - (time.monotonic() - started))
+    codes = run_jobs(commands, gpus, limit, GRACE_SECONDS)
     say(learning_report.make_text(options.out, options.against, pictures=False))
-    for name, outcome in outcomes.items():
-        if outcome != 'finished':
-            say(f'{name}: {outcome}')
-    finished = sum(outcome == 'finished' for outcome in outcomes.values())
-    if any(outcome.startswith('failed') for outcome in outcomes.values()):
-        return 1
-    return 3 if finished < len(jobs) else 0
+    return exit_code(codes)
 
 
 if __name__ == '__main__':

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from benchmarks import report, retrieval_report
-from benchmarks.jobs import module_job, run_jobs, say, stop_request, visible_gpus
+from benchmarks.jobs import exit_code, module_job, run_jobs, say, stop_request, visible_gpus
 from benchmarks.retrieval_run import VARIANTS, Config, Run, refuse_changes
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -117,7 +117,7 @@ def work(config: Config, options: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0, or 1 where a run did not end."""
+    """Exit code: 0; 1 if a run failed; 3 if runs are left, which the same command continues."""
     arguments = sys.argv[1:] if argv is None else argv
     parser = make_parser()
     options = parser.parse_args(arguments)
@@ -141,7 +141,7 @@ def main(argv: list[str] | None = None) -> int:
     codes = run_jobs(jobs, gpus, options.time_limit)
     if any(options.out.glob(retrieval_report.RUNS)):
         say(retrieval_report.write(options.out))
-    return int(any(code != 0 for code in codes.values()))
+    return exit_code(codes)
 
 
 if __name__ == '__main__':

@@ -15,9 +15,12 @@ BACKENDS = ('auto', 'triton', 'flex', 'eager')
 
 @dataclass(frozen=True)
 class BackendChoice:
-    """The backend that serves a call, and for every faster one the reason why it does not.
+    """The backend that serves a call, with the reason why each faster backend does not.
 
-    ops: of a composition, what serves each of its ops, by name.
+    Attributes:
+        name: 'triton', 'flex' or 'eager'.
+        passed_over: reason by name of each faster backend.
+        ops: for a composition, the choice of each of its ops by name.
     """
 
     name: str

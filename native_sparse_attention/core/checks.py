@@ -276,10 +276,16 @@ def validate_packing(
     total_k: int | None = None,
     cu_seqlens_k: Tensor | None = None,
 ) -> None:
-    """Check the content of `cu_seqlens` on any device; on a GPU this waits for it, so no op does it by itself.
+    """Check the content of `cu_seqlens` on any device. On a GPU this waits for the device, so no op does it.
 
-    total, total_k: tokens on the query and the key side (total_k defaults to total). Raises ValueError unless each
-    tensor is int32 or int64 `[N + 1]`, starts at 0, never decreases and ends within the tokens.
+    Args:
+        total: number of query tokens.
+        cu_seqlens: int32 or int64 `[N + 1]`, boundaries of the packed queries.
+        total_k: number of key tokens, default total.
+        cu_seqlens_k: int32 or int64 `[N + 1]`, boundaries of the keys, default cu_seqlens.
+
+    Raises:
+        ValueError: a tensor has another shape or dtype, does not start at 0, decreases, or ends behind the tokens.
     """
     _check_cumulative('cu_seqlens', cu_seqlens, total)
     if cu_seqlens_k is not None:

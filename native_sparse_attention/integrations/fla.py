@@ -38,33 +38,36 @@ def parallel_nsa(
     *,
     backend: str = 'auto',
 ) -> Tensor:
-    """Native Sparse Attention over means of blocks, which are as long as the selected ones and do not overlap.
+    """Native Sparse Attention with the arguments of `fla.ops.nsa.parallel_nsa`.
 
-    The selected branch is always read. Queries stand at the end of their sequence's keys, so that a cache is read by
-    fewer queries than keys. The first block of a sequence, the query's own and the one before it are read whatever
-    their scores; where fewer blocks are read, the own goes first, then the first one. Rows with nothing to read give 0.
+    Blocks are compressed to their means; compressed and selected blocks have the same length and do not overlap. The
+    selected branch is always read. Queries end where the keys of their sequence end, so fewer queries than keys can
+    read a cache. The first block of a sequence, the query's own and the one before it are always selected; where fewer
+    blocks are read, the own goes first, then the first one. Rows with nothing to read give 0.
 
     Args:
-        q: `[B, T, HQ, K]`. k: `[B, S, H, K]`. v: `[B, S, H, V]`; HQ is any multiple of H. Packed: B = 1.
-        g_cmp: `[B, T, HQ]`, gate of the compressed branch; without it the branch is left out.
-        g_slc: `[B, T, HQ]`, gate of the selected branch, 1 if not given.
-        g_swa: `[B, T, HQ]`, gate of the window branch, needed where window_size is above 0.
-        block_indices: `[B, T, H, n]` (`[B, T, HQ, n]` where heads choose alone), blocks to read, -1 for none; needed
-            without g_cmp. If not given, those of the highest compressed attention weights, summed over a group.
-        block_counts: how many blocks a query reads: an int, for blocks that are chosen here (all of block_indices are
-            read), or a tensor `[B, T, H]` (`[B, T, HQ]`), which limits block_indices too, to the first of a row. To
-            choose blocks, its largest entry is read on the host.
+        q: `[B, T, HQ, K]` queries, HQ any multiple of H. Packed: B is 1.
+        k: `[B, S, H, K]` keys.
+        v: `[B, S, H, V]` values.
+        g_cmp: `[B, T, HQ]`, gate of the compressed branch; None leaves the branch out.
+        g_slc: `[B, T, HQ]`, gate of the selected branch; None stands for 1.
+        g_swa: `[B, T, HQ]`, gate of the window branch; required where window_size is above 0.
+        block_indices: int32 `[B, T, H, n]` (`[B, T, HQ, n]` where heads select alone), blocks to read, -1 for none.
+            Required without g_cmp. None: the blocks with the highest compressed attention weights, summed over a group.
+        block_counts: number of blocks that a query reads: an int, for blocks that are selected here (all of
+            block_indices are read), or a tensor `[B, T, H]` (`[B, T, HQ]`), which limits block_indices to the first
+            ones of a row. To select blocks, its largest entry is read on the host.
         block_size: tokens of a block.
         window_size: keys that a query reads in the window branch, its own included; 0 leaves the branch out.
         scale: factor of the logits of all branches, default K ** -0.5.
-        cu_seqlens: int32 or int64 `[N + 1]`, borders of packed sequences, or a pair of them, for queries and keys.
-        backend: 'auto', 'triton', 'flex' (the three attentions; choice and sum are eager) or 'eager'.
+        cu_seqlens: int32 or int64 `[N + 1]`, boundaries of packed sequences, or a pair of them, for queries and keys.
+        backend: 'auto', 'triton', 'flex' (the three attentions; selection and sum run in eager) or 'eager'.
 
     Returns:
         `[B, T, HQ, V]` in the dtype of q, differentiable in q, k, v and the gates.
 
     Raises:
-        ValueError: shapes, dtypes or settings that do not fit, or an explicit backend that cannot serve the call.
+        ValueError: shapes, dtypes or settings do not fit, or an explicit backend does not support the call.
     """
     check_backend(backend)
     check_qkv(q, k, v)

@@ -65,50 +65,55 @@ class _Projected(NamedTuple):
 
 
 class SparseAttention(nn.Module):
-    """Native Sparse Attention (Yuan et al. 2025, arXiv 2502.11089) as a layer: `[B, T, dim]` to `[B, T, dim]`.
+    """Native Sparse Attention (arXiv 2502.11089) as a layer, `[B, T, dim]` to `[B, T, dim]`.
 
-    Every query reads compressed summaries of the whole past, the few blocks that score highest, and a window of recent
-    tokens; a sigmoid gate per head, a function of the normalised input, adds the three.
+    Every query reads compressed summaries of the whole past, the few blocks with the highest compressed scores, and a
+    window of recent tokens. A sigmoid gate per head and branch, a function of the normalised input, weights the sum.
 
     Args:
-        dim: features of the input. dim_head: D, size of a query or key head. heads: HQ, query heads.
-        sliding_window_size: W, keys that a query reads in the window branch, itself included.
-        compress_block_size, compress_block_sliding_stride: l and d, tokens of a compressed block and between starts.
+        dim: features of the input.
+        dim_head: D, size of a query or key head.
+        heads: HQ, number of query heads.
+        sliding_window_size: W, keys that a query reads in the window branch, its own included.
+        compress_block_size: l, tokens of a compressed block.
+        compress_block_sliding_stride: d, tokens between starts of compressed blocks, at most l.
         selection_block_size: l', tokens of a selection block, a multiple of d.
-        num_selected_blocks: n, blocks whose tokens a query reads, forced ones included; 0 switches the branch off.
-        kv_heads: H, key/value heads, a divisor of heads; default heads.
-        num_compressed_mem_kv: learned key/value pairs before the compressed ones.
-        causal: queries read no later token; a cache needs it.
+        num_selected_blocks: n, blocks that a query reads, forced ones included; 0 switches the branch off.
+        kv_heads: H, number of KV heads, a divisor of heads; default heads.
+        num_compressed_mem_kv: learned key/value pairs that the compressed branch always sees.
+        causal: queries read no later token. A cache requires it.
         norm: RMSNorm of the input inside the layer.
-        use_diff_topk: gradients reach the block scores through the logits of the chosen blocks.
-        query_heads_share_selected_kv: heads of a group read the same blocks; else each head chooses for itself.
-        compress_mlp: network `[B, H, C, l, D] -> [B, H, C, D]` that is copied for keys and for values, or a pair
-            (for keys, for values), which DV != D requires; default an MLP with one hidden layer of
-            compress_mlp_expand_factor * l * D units. See `native_sparse_attention.nn.compress`.
-        strategy_combine_mlp: network dim -> 3 * heads of gate logits, laid out (heads, 3); default a linear layer that
-            starts with the window.
+        use_diff_topk: gradients reach the block scores through the logits of the selected blocks.
+        query_heads_share_selected_kv: the heads of a group read the same blocks; otherwise each head selects for
+            itself.
+        compress_mlp: network φ, `[B, H, C, l, D]` to `[B, H, C, D]`, copied for keys and for values; or a pair (for
+            keys, for values), which DV != D requires. Default: an MLP with one hidden layer.
+            `native_sparse_attention.compress` has others.
+        compress_mlp_expand_factor: hidden units of the default MLP over l * D.
+        strategy_combine_mlp: network from dim to 3 * heads gate logits, laid out (heads, 3); with merge_window to
+            heads. Default: a linear layer whose gates start with the window open.
         dim_value_head: DV, size of a value head; default dim_head.
-        num_init_blocks, num_local_blocks: forced blocks at the start and up to the query's own.
-        independent_branch_kv: every branch projects keys and values of its own, as the paper has it.
-        rotary_emb: a rotary-embedding-torch instance, None for a default one, False for none.
-        backend: 'auto', 'triton', 'flex' or 'eager'; an explicit one raises where it cannot serve.
-        recompute: keep neither branch outputs nor rotated queries and keys for the backward pass, which makes them
-            again: about half of the memory, with the same gradients, for another forward of `nsa` without the choice.
+        num_init_blocks: forced blocks at the start.
+        num_local_blocks: forced blocks up to the query's own.
+        independent_branch_kv: every branch has its own projection of keys and values, as the paper describes.
+        rotary_emb: an instance of rotary-embedding-torch, None for a default one, False for none.
+        backend: 'auto', 'triton', 'flex' or 'eager'. An explicit backend raises where it does not support a call.
+        recompute: save neither branch outputs nor rotated queries and keys for the backward pass, which recomputes
+            them. About half of the memory, the same gradients to the bit, and one more forward of the three attentions.
         softcap: logits of all branches become softcap * tanh(logit / softcap).
-        num_sinks: learned logits per head, in the softmax of the compressed and of the window branch each (with
-            merge_window of the merged softmax), of keys that carry no value: a query may attend to nothing. Without a
-            compressed output that branch has none.
-        dropout: probability with which the window branch (or the merged softmax) drops weights, in training mode; never
+        num_sinks: learned logits per head without values, in the softmax of the compressed and of the window branch (or
+            the merged softmax), so that a query can attend to nothing. Without a compressed output its branch has none.
+        dropout: probability with which the window branch (or the merged softmax) drops weights in training mode; never
             with a cache.
-        merge_window: selected blocks and window are read in one softmax, each key once, without a gate; the gate is one
-            per head, of the compressed output, and strategy_combine_mlp maps dim to heads. Where everything visible is
-            read, this softmax is dense attention. Excludes independent_branch_kv.
+        merge_window: read selected blocks and window in one softmax, each key once, without a gate. One gate per head
+            remains, for the compressed output. Where everything visible is read, this softmax is dense attention.
+            Excludes independent_branch_kv.
         compressed_output: False, with merge_window: the compressed branch scores blocks alone. There is no gate, and no
             network, positions or memory of values; compress_mlp is one module then.
-        use_triton_kernel: deprecated, mapped to backend: True to 'auto', False to 'eager'.
+        use_triton_kernel: deprecated; True stands for backend='auto', False for backend='eager'.
 
     Raises:
-        ValueError: sizes that do not fit, by name, value and rule.
+        ValueError: sizes do not fit; names argument, value and rule.
     """
 
     # Modules and parameters, or None where the compressed branch gives no output or does not exist.

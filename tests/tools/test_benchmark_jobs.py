@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.jobs import Job, run_jobs, stop_request, visible_gpus
+from benchmarks.jobs import Job, exit_code, run_jobs, stop_request, visible_gpus
 
 STOPPABLE = """
 import sys, time
@@ -57,6 +57,22 @@ def test_exit_codes():
     assert run_jobs(jobs, []) == {'bad': 3, 'good': 0}
     with pytest.raises(ValueError, match='names must be unique'):
         run_jobs([jobs[0], jobs[0]], [])
+
+
+@pytest.mark.parametrize(
+    ('codes', 'expected'),
+    [
+        ({}, 0),
+        ({'a': 0, 'b': 0}, 0),
+        ({'a': 0, 'b': None}, 3),
+        ({'a': 128 + signal.SIGTERM, 'b': 0}, 3),
+        ({'a': -signal.SIGINT}, 3),
+        ({'a': 128 + signal.SIGTERM, 'b': 1}, 1),
+        ({'a': -signal.SIGKILL}, 1),
+    ],
+)
+def test_exit_code_of_all_jobs(codes: dict[str, int | None], expected: int):
+    assert exit_code(codes) == expected
 
 
 def test_time_limit_lets_jobs_save(tmp_path: Path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import gzip
 import json
@@ -14,6 +13,7 @@ import pytest
 import torch
 
 from benchmarks import learning, learning_data, learning_report, learning_train
+from benchmarks.jobs import Job
 from benchmarks.learning_probes import attention_mass, gate_means, probe_layers
 from benchmarks.learning_variants import SPARSE, VARIANTS, build, count, not_supported
 from train_enwik8 import Config, draw
@@ -25,7 +25,7 @@ FLAGS = (
     '--device cpu --commit abc --seq-len 32 --steps 7 --tokens-per-step 64 --dim 16 --depth 2 --heads 2 --kv-heads 1'
 )
 FLAGS += ' --dim-head 8 --window 8 --block 8 --compress-block 8 --compress-stride 4 --selected 4 --eval-bytes 200'
-FLAGS += ' --evals 2 --probe-rows 1 --warmup 2'
+FLAGS += ' --evals 2 --probe-rows 1 --warmup 2 --threads 1'
 
 
 @pytest.fixture
@@ -37,6 +37,19 @@ def text(tmp_path: Path) -> Path:
 
 def flags(out: Path, text: Path, *more: str) -> list[str]:
     return [*FLAGS.split(), '--data', str(text), '--out', str(out), *more]
+
+
+@pytest.fixture
+def in_process(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Carry out jobs in this process, which saves the imports; the names of the jobs."""
+    names: list[str] = []
+
+    def run_here(jobs: list[Job], *_: Any) -> dict[str, int | None]:
+        names.extend(job.name for job in jobs)
+        return {job.name: learning.main([*job.command[4:]]) for job in jobs}
+
+    monkeypatch.setattr(learning, 'run_jobs', run_here)
+    return names
 
 
 def results(out: Path) -> dict[str, dict[str, Any]]:
@@ -125,10 +138,11 @@ def test_python_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert Path(found['path']).read_bytes() == b'a' * 1500 + b'b' * 3000 + b'c' * 9 + b'd' * 491
 
 
+@pytest.mark.usefixtures('in_process')
 def test_resumed_runs_equal_uninterrupted_ones(text: Path, tmp_path: Path):
     variants = ('--variants', 'dense,separate-gate-lr10')
     assert learning.main(flags(tmp_path / 'whole', text, *variants)) == 0
-    settings = learning.make_settings(learning.parse(flags(tmp_path / 'parts', text)))
+    settings = learning.make_settings(learning.make_parser().parse_args(flags(tmp_path / 'parts', text)))
     for name in ('dense', 'separate-gate-lr10'):
         job = {'variant': name, 'seed': 0, 'commit': 'abc'}
         outcomes = []
@@ -143,13 +157,32 @@ def test_resumed_runs_equal_uninterrupted_ones(text: Path, tmp_path: Path):
         assert without_times(record) == without_times(parts[name])
 
 
-def test_workers_scheduler_and_report(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_runs_in_processes(text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    """A run that fails is named and started again by the same command; finished ones stay."""
     out = tmp_path / 'out'
-    assert learning.main(flags(out, text, '--time-limit', '1e-6', '--variants', 'dense', '--seeds', '0,1')) == 3
-    assert learning.main(flags(out, text, '--gpus', '2', '--variants', 'dense,separate', '--seeds', '0,1')) == 0
-    assert len(results(out)) == 4
+    command = flags(out, text, '--variants', 'dense,separate')
+    assert learning.main([*command, '--time-limit', '1e-6']) == 3
+    (out / 'checkpoints').mkdir()
+    (out / 'checkpoints' / 'dense-seed0.pt').write_bytes(b'damaged')
+    assert learning.main(command) == 1
+    assert 'dense-seed0: failed: ' in capfd.readouterr().out
+    assert results(out).keys() == {'separate-seed0'}
+    (out / 'checkpoints' / 'dense-seed0.pt').unlink()
+    assert learning.main(command) == 0
+    printed = capfd.readouterr().out
+    assert 'dense-seed0: started' in printed
+    assert 'separate-seed0: started' not in printed
+    record = results(out)['dense-seed0']
+    assert record['command'] == ' '.join(['python -m benchmarks.learning', *command])
+
+
+def test_runs_and_report(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], in_process: list[str]):
+    out = tmp_path / 'out'
+    assert learning.main(flags(out, text, '--variants', 'dense,separate', '--seeds', '0,1')) == 0
+    assert in_process == ['dense-seed0', 'separate-seed0', 'dense-seed1', 'separate-seed1']
     times = {path: path.stat().st_mtime_ns for path in out.glob('*.json')}
     assert learning.main(flags(out, text, '--variants', 'separate,merged', '--seeds', '0', '--longest-first')) == 0
+    assert in_process[4:] == ['merged-seed0']
     assert {path: path.stat().st_mtime_ns for path in times} == times
     with pytest.raises(SystemExit, match='of other settings'):
         learning.main(flags(out, text, '--steps', '8', '--variants', 'dense'))
@@ -170,10 +203,11 @@ def test_workers_scheduler_and_report(text: Path, tmp_path: Path, capsys: pytest
     assert record['parameters'] - found['dense-seed0']['parameters'] == record['parameters_sparse_only']
 
 
+@pytest.mark.usefixtures('in_process')
 def test_a_run_that_fails_is_named(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert learning.main(flags(tmp_path / 'out', text, '--lr', '1e30')) == 1
     assert 'dense-seed0: failed: ValueError: dense-seed0: the loss is ' in capsys.readouterr().out
-    for wrong, message in ((['--variants', 'none'], 'is none of'), (['--tokens-per-step', '65'], 'must be forwards')):
+    for wrong, message in ((['--variants', 'none'], 'must be one of'), (['--tokens-per-step', '65'], 'a multiple of')):
         with pytest.raises(SystemExit, match=message):
             learning.main(flags(tmp_path / 'out', text, *wrong))
 
@@ -217,6 +251,5 @@ def test_probes(name: str):
 
 
 def test_options_are_those_of_the_model():
-    options = learning.parse(['--window', '100', '--dim', '64'])
-    assert isinstance(options, argparse.Namespace)
+    options = learning.make_parser().parse_args(['--window', '100', '--dim', '64'])
     assert (options.window, options.dim, options.lr, options.expand) == (100, 64, 1e-3, 0.125)

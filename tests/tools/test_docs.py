@@ -17,6 +17,11 @@ FENCE = re.compile(r'^```(\w[^\n]*)\n(.*?)^```$', re.DOTALL | re.MULTILINE)
 # Snippets whose fence reads ```python title="GPU" need a GPU.
 RUNS_ANYWHERE, NEEDS_GPU = 'python', 'python title="GPU"'
 MAX_README_LINES = 250
+# Pages whose identifiers are all of this package.
+PAGES_OF_THE_CODE = [
+    *('README.md', 'CONTRIBUTING.md', 'docs/kernels.md', 'docs/layer.md', 'docs/functional.md', 'docs/decoding.md'),
+    *('docs/choosing-sizes.md', 'docs/concepts.md', 'docs/faq.md', 'docs/training.md', 'docs/glossary.md'),
+]
 
 
 def fences(page: Path) -> list[tuple[int, str, str]]:
@@ -63,6 +68,16 @@ class TestPage:
     def test_named_commands_exist(self, page: Path):
         for module in re.findall(r'python -m (benchmarks\.\w+)', page.read_text(encoding='utf-8')):
             assert importlib.util.find_spec(module), f'{page.name} names {module}'
+
+
+@pytest.mark.parametrize('page', PAGES_OF_THE_CODE)
+def test_named_identifiers_exist(page: str):
+    folders = ('native_sparse_attention', 'benchmarks', 'tests/support', 'trainer')
+    sources = '\n'.join(path.read_text(encoding='utf-8') for name in folders for path in (ROOT / name).rglob('*.py'))
+    words = set(re.findall(r'\w+', sources))
+    named = set(re.findall(r'`(\w*[a-z]_\w+|[A-Z]+_[A-Z0-9_]+)\b', (ROOT / page).read_text(encoding='utf-8')))
+    assert named
+    assert not named - words
 
 
 def test_readme_is_short():

@@ -1,5 +1,4 @@
-"""Which blocks every query reads exactly: block scores (equation 9 of the paper), summed over a group (10), and the
-choice (11)."""
+"""Block selection: block scores, their sum over a group, and the top-n (equations 9 to 11 of arXiv 2502.11089)."""
 
 from __future__ import annotations
 
@@ -54,34 +53,46 @@ def select_blocks(
     block_counts: int | Tensor | None = None,
     backend: str = 'auto',
 ) -> Tensor:
-    """The `num_selected` blocks that each query reads.
+    """Select the blocks that each query reads.
 
-    With p[c] the compressed attention weights, the score of selection block j is the sum over c of p[c] times the
-    tokens that compressed block c and selection block j share, over the stride. Scores of the heads of a group are
-    added. Forced blocks (the first `num_init`, and the `num_local` that end with the query's own) count towards
-    `num_selected`: the own block is taken first, then the initial ones, then the other local ones, nearer first. The
-    rest goes to the highest scores, of equal ones to the lower block. Only blocks whose first token is visible are
-    chosen (not causal: all).
+    Blocks are ranked by attention mass on their compressed tokens (equation 9 of arXiv 2502.11089): the score of block
+    j is the sum over c of p[c], the compressed attention weights, times the tokens that compressed block c and
+    selection block j share, over the stride. Scores of the heads of a group are added (equation 10). Initial and local
+    blocks are always selected and count towards num_selected: the own block first, then the initial ones, then the
+    other local ones, nearer first. The rest goes to the highest scores (equation 11); ties go to the lower block. Only
+    blocks whose first token is visible can be selected (not causal: all).
 
     Args:
-        q: `[B, T, HQ, D]`, before rotary. k_cmp: `[B, C, H, D]`. lse: `[B, HQ, T]` of `compressed_attention` on the
-            same inputs.
-        compress_block_size, compress_stride, selection_block_size: tokens; the last is a multiple of the stride.
+        q: `[B, T, HQ, D]` queries without rotary embedding.
+        k_cmp: `[B, C, H, D]` compressed keys.
+        lse: `[B, HQ, T]` float32, natural log, as returned by `compressed_attention` for the same inputs.
+        compress_block_size: l, tokens of a compressed block.
+        compress_stride: d, tokens between starts of compressed blocks.
+        selection_block_size: l', tokens of a selection block, a multiple of d.
         num_selected: n, forced blocks included.
-        num_init, num_local: forced blocks. Not causal: local means the own block and num_local - 1 on either side.
-        share_group: the G heads of a group read the same blocks; else each head chooses for itself.
-        seqlen_k, q_offset, seqlens_k, scale, cu_seqlens, cu_seqlens_k: as `compressed_attention` takes them.
-        segment_ids, softcap: as `compressed_attention` takes them; lse must come of the same. Padding chooses nothing.
-        block_counts: how many of the n blocks a query takes, an int or integers `[B, T, H]` (`[B, T, HQ]` where heads
-            choose alone); less than 0 counts as 0, more than n as n.
+        num_init: forced blocks at the start.
+        num_local: forced blocks that end with the query's own. Not causal: the own block and num_local - 1 on either
+            side.
+        share_group: the heads of a group read the same blocks; otherwise each head selects for itself.
+        seqlen_k: as in `compressed_attention`.
+        q_offset: as in `compressed_attention`.
+        seqlens_k: as in `compressed_attention`.
+        causal: as in `compressed_attention`.
+        scale: as in `compressed_attention`.
+        cu_seqlens: as in `compressed_attention`.
+        cu_seqlens_k: as in `compressed_attention`.
+        segment_ids: as in `compressed_attention`; lse must come from the same ids.
+        softcap: as in `compressed_attention`; lse must come from the same soft cap.
+        block_counts: how many of the n blocks a query reads, an int or integers `[B, T, H]` (`[B, T, HQ]` where heads
+            select alone). Values below 0 count as 0, values above n as n.
         backend: 'auto', 'triton' or 'eager'.
 
     Returns:
-        int32 `[B, T, H, n]` (`[B, T, HQ, n]` where heads choose alone), ascending, padded at the end with -1. No
-        gradient.
+        int32 `[B, T, H, n]` (`[B, T, HQ, n]` where heads select alone), ascending, padded at the end with -1, without a
+        gradient. Padding tokens select nothing.
 
     Raises:
-        ValueError: shapes, dtypes or settings that do not fit, or an explicit backend that cannot serve the call.
+        ValueError: shapes, dtypes or settings do not fit, or an explicit backend does not support the call.
     """
     check_qk(q, k_cmp, 'k_cmp')
     check_lse(lse, q)
@@ -135,22 +146,36 @@ def chosen_scores(
     softcap: float | None = None,
     backend: str = 'auto',
 ) -> Tensor:
-    """Scores of chosen blocks alone, differentiable: what makes the choice learnable, with memory linear in T.
+    """Return the scores of selected blocks, differentiable, with memory linear in T.
 
-    The score is that of `select_blocks` times compress_stride / (compress_block_size * G), G = 1 where heads choose
-    alone, so that it lies in [0, selection_block_size / compress_block_size].
+    A score is that of `select_blocks` times compress_stride / (compress_block_size * G), with G = 1 where heads select
+    alone, so it lies in [0, selection_block_size / compress_block_size].
 
     Args:
-        q, k_cmp, lse and the settings: as `select_blocks` takes them; lse carries gradient.
-        block_indices: int32 `[B, T, H, n]`, or `[B, T, HQ, n]` where heads choose alone; those of padding tokens
+        q: `[B, T, HQ, D]` queries without rotary embedding.
+        k_cmp: `[B, C, H, D]` compressed keys.
+        lse: `[B, HQ, T]` as returned by `compressed_attention` for the same inputs; it carries gradient.
+        block_indices: int32 `[B, T, H, n]`, or `[B, T, HQ, n]` where heads select alone. Those of padding tokens
             (segment_ids below 0) count as -1.
+        compress_block_size: l, tokens of a compressed block.
+        compress_stride: d, tokens between starts of compressed blocks.
+        selection_block_size: l', tokens of a selection block, a multiple of d.
+        seqlen_k: as in `compressed_attention`.
+        q_offset: as in `compressed_attention`.
+        seqlens_k: as in `compressed_attention`.
+        causal: as in `compressed_attention`.
+        scale: as in `compressed_attention`.
+        cu_seqlens: as in `compressed_attention`.
+        cu_seqlens_k: as in `compressed_attention`.
+        segment_ids: as in `compressed_attention`; lse must come from the same ids.
+        softcap: as in `compressed_attention`; lse must come from the same soft cap.
+        backend: 'auto', 'triton' or 'eager'.
 
     Returns:
-        float32 (float64 for float64 inputs) in the shape of block_indices; 0 at padding and at indices that name no
-        block.
+        float32 (float64 for float64 inputs) in the shape of block_indices; 0 at padding and at indices of no block.
 
     Raises:
-        ValueError: shapes, dtypes or settings that do not fit, or an explicit backend that cannot serve the call.
+        ValueError: shapes, dtypes or settings do not fit, or an explicit backend does not support the call.
     """
     settings = (compress_block_size, compress_stride, selection_block_size)
     where = (seqlen_k, q_offset, seqlens_k, cu_seqlens, cu_seqlens_k, segment_ids)
@@ -189,20 +214,37 @@ def straight_through_scale(
     softcap: float | None = None,
     backend: str = 'auto',
 ) -> Tensor:
-    """1 for every chosen block, with the gradients of `chosen_scores` where the block was not forced: `block_scale` of
-    `selected_attention`, by which the choice is learned (a straight-through estimator).
+    """Return 1 for every selected block, with the gradient of `chosen_scores` where the block was not forced.
 
-    It is 1 + scores - scores.detach(), but the Triton kernels compute no score for it, so that it is 1 where a score is
-    not finite too.
+    As `block_scale` of `selected_attention` it trains the block scores (a straight-through estimator). It equals 1 +
+    scores - scores.detach(), but the Triton kernels compute no score, so it is also 1 where a score is not finite.
 
     Args:
-        num_init, num_local: as `select_blocks` takes them; the others as `chosen_scores` does.
+        q: `[B, T, HQ, D]` queries without rotary embedding.
+        k_cmp: `[B, C, H, D]` compressed keys.
+        lse: `[B, HQ, T]` as returned by `compressed_attention` for the same inputs; it carries gradient.
+        block_indices: int32 `[B, T, H, n]`, or `[B, T, HQ, n]` where heads select alone.
+        num_init: forced blocks at the start, as in `select_blocks`.
+        num_local: forced blocks that end with the query's own, as in `select_blocks`.
+        compress_block_size: l, tokens of a compressed block.
+        compress_stride: d, tokens between starts of compressed blocks.
+        selection_block_size: l', tokens of a selection block, a multiple of d.
+        seqlen_k: as in `compressed_attention`.
+        q_offset: as in `compressed_attention`.
+        seqlens_k: as in `compressed_attention`.
+        causal: as in `compressed_attention`.
+        scale: as in `compressed_attention`.
+        cu_seqlens: as in `compressed_attention`.
+        cu_seqlens_k: as in `compressed_attention`.
+        segment_ids: as in `compressed_attention`; lse must come from the same ids.
+        softcap: as in `compressed_attention`; lse must come from the same soft cap.
+        backend: 'auto', 'triton' or 'eager'.
 
     Returns:
         float32 (float64 for float64 inputs) in the shape of block_indices.
 
     Raises:
-        ValueError: as `chosen_scores`.
+        ValueError: shapes, dtypes or settings do not fit, or an explicit backend does not support the call.
     """
     settings = (compress_block_size, compress_stride, selection_block_size)
     where = (seqlen_k, q_offset, seqlens_k, cu_seqlens, cu_seqlens_k, segment_ids)
@@ -254,7 +296,7 @@ def _check_chosen(
     scale: float | None,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Sequences, tuple[int, int, int], bool, float, float | None]:
-    """What the backends take for `chosen_scores`, once it fits."""
+    """Check the arguments of `chosen_scores`, and return those that the backends take."""
     check_qk(q, k_cmp, 'k_cmp')
     check_lse(lse, q)
     check_flags(causal=causal)
@@ -278,7 +320,7 @@ def _without_padding(block_indices: Tensor, padding: Tensor | None) -> Tensor:
 def _check_counts(
     block_counts: int | Tensor | None, q: Tensor, k_cmp: Tensor, num_selected: int, share_group: bool
 ) -> tuple[Tensor | None, int]:
-    """What the backends take: a count per row or None, and the most that a row takes."""
+    """Return the count of each row or None, and the largest count of a row, as the backends take them."""
     if block_counts is None:
         return None, num_selected
     check_block_counts(block_counts, k_cmp.shape[2] if share_group else q.shape[2], q)
@@ -288,12 +330,12 @@ def _check_counts(
 
 
 def _scores_unsupported(q: Tensor, k_cmp: Tensor, num_selected: int) -> str | None:
-    """Why the Triton kernels cannot serve a call about chosen scores, or None where they can."""
+    """Return the reason why Triton does not support these scores, or None."""
     return support.too_many_choices(q, k_cmp, num_selected) or support.unsupported(q, k_cmp)
 
 
 def _choice_unsupported(q: Tensor, k_cmp: Tensor, group_size: int, num_selected: int) -> str | None:
-    """Why the Triton kernel cannot serve a call of `select_blocks`, or None where it can."""
+    """Return the reason why Triton does not support this call of `select_blocks`, or None."""
     if group_size > MAX_GROUP:
         return f'{group_size} heads choose together, but a tile of its kernel holds up to {MAX_GROUP}'
     if num_selected > MAX_SELECTED:

@@ -1,4 +1,4 @@
-"""Attention over compressed keys and values: the coarse view of the whole past (equations 7 and 8 of the paper)."""
+"""Compressed attention: queries attend to compressed keys and values (equations 7 and 8 of arXiv 2502.11089)."""
 
 from __future__ import annotations
 
@@ -45,43 +45,44 @@ def compressed_attention(
     gate: Tensor | None = None,
     backend: str = 'auto',
 ) -> tuple[Tensor, Tensor]:
-    """Attention of every query over the compressed blocks that are complete at its position, and over memory pairs.
+    """Attend to the complete compressed blocks and to memory pairs (equations 7 and 8 of arXiv 2502.11089).
 
-    Compressed block c stands for the tokens [c * stride, c * stride + block_size) and is visible at position t when its
-    last token is, c * stride + block_size - 1 <= t; not causal: every block of the sequence is visible.
+    Compressed block c covers the tokens [c * stride, c * stride + block_size). It is visible at position t once its
+    last token is: c * stride + block_size - 1 <= t. Not causal: every block of the sequence is visible.
 
     Args:
-        q: `[B, T, HQ, D]`, before rotary. k_cmp: `[B, C, H, D]`. v_cmp: `[B, C, H, DV]`. Packed: B = 1, the blocks of
-            the sequences one after the other, max(0, (length - block_size) // stride + 1) each; what follows the last
-            is ignored.
-        block_size, stride: tokens of a compressed block, tokens between two block starts.
+        q: `[B, T, HQ, D]` queries without rotary embedding. Packed: B is 1.
+        k_cmp: `[B, C, H, D]` compressed keys. Packed: the blocks of the sequences follow each other, max(0, (length -
+            block_size) // stride + 1) each; what follows the last one is ignored.
+        v_cmp: `[B, C, H, DV]` compressed values.
+        block_size: l, tokens of a compressed block.
+        stride: d, tokens between two block starts.
         mem_kv: a pair `[H, M, D]`, `[H, M, DV]` of keys and values that every query sees.
-        seqlen_k: S, the keys of a row in tokens; default T, with an int offset q_offset + T.
-        q_offset: position of the first query, an int, `[B]` (packed: `[N]`) or None: queries end where the keys end.
-        seqlens_k: int32 or int64 `[B]`, how many tokens of a row are real.
+        seqlen_k: S, number of keys of a row in tokens; default T, with an int offset q_offset + T.
+        q_offset: position of the first query, an int, `[B]` (packed: `[N]`), or None: queries end where the keys end.
+        seqlens_k: int32 or int64 `[B]`, number of real tokens of each row.
         causal: a query sees no block with a later token.
         scale: factor of the logits, default D ** -0.5.
-        cu_seqlens, cu_seqlens_k: int32 or int64 `[N + 1]` borders in tokens of packed queries and keys; queries that
-            they do not cover give 0.
-        segment_ids: int32 or int64 `[1, T]`, instead of cu_seqlens: runs of equal ids are packed sequences, those of an
-            id below 0 padding. They are read on the host, once a call; where several calls share them, cu_seqlens
-            is the faster way.
-        softcap: above 0, from 1e-30 to 1e30: a logit becomes softcap * tanh(logit / softcap).
-        sinks: `[HQ]` or `[HQ, M]`, any floating dtype: logits that take part in the softmax of every query and in its
-            log-sum-exp, and carry no value. Differentiable.
+        cu_seqlens: int32 or int64 `[N + 1]`, boundaries of packed queries in tokens. Queries behind the last give 0.
+        cu_seqlens_k: the same for the keys, where they differ.
+        segment_ids: int32 or int64 `[1, T]`, replaces cu_seqlens: runs of equal ids are sequences, negative ids are
+            padding. Read on the host once per call, so cu_seqlens is faster where several calls share it.
+        softcap: from 1e-30 to 1e30: a logit becomes softcap * tanh(logit / softcap).
+        sinks: `[HQ]` or `[HQ, M]`, any floating dtype: logits of keys without values, in the softmax of every query and
+            in its log-sum-exp. Differentiable.
         gate: `[B, T, HQ]`, any floating dtype but float64: the factor by which `gated_sum(gate_in_attention=True)`
-            multiplies the output. The output is returned without it, and its incoming gradient must be that of
-            gate * output; the log-sum-exp has no gradient. With float16 inputs, products of gates and weights below
-            6e-5 lose bits. Triton only.
+            multiplies the output. The output is returned without it, and its incoming gradient must be that of the
+            product; the log-sum-exp has no gradient. With float16 inputs, products of gates and weights below 6e-5 lose
+            bits. Triton only.
         backend: 'auto', 'triton', 'flex' or 'eager'.
 
     Returns:
-        The output `[B, T, HQ, DV]` in the dtype of q and its log-sum-exp `[B, HQ, T]` (float32; float64 for float64
-        inputs), both differentiable. Rows that see nothing give 0 and -inf, or the log-sum-exp of the sinks; padding
+        The output `[B, T, HQ, DV]` in the dtype of q, and its log-sum-exp `[B, HQ, T]` in float32 (float64 for float64
+        inputs), both differentiable. Rows that see nothing give 0 and -inf, or the log-sum-exp of the sinks. Padding
         gives 0 and -inf.
 
     Raises:
-        ValueError: shapes, dtypes or settings that do not fit, or an explicit backend that cannot serve the call.
+        ValueError: shapes, dtypes or settings do not fit, or an explicit backend does not support the call.
     """
     check_qkv(q, k_cmp, v_cmp, 'k_cmp', 'v_cmp')
     check_flags(causal=causal)
@@ -124,7 +125,7 @@ def backend_of(
     gate: Tensor | None = None,
     backend: str = 'auto',
 ) -> BackendChoice:
-    """The backend that would serve these inputs."""
+    """Return the backend that would serve these inputs."""
     from native_sparse_attention.ops import _flex
 
     candidates = {

@@ -1,4 +1,4 @@
-"""The gated sum of the three branches (equation 5 of the paper)."""
+"""Gated sum of the three branches (equation 5 of arXiv 2502.11089)."""
 
 from __future__ import annotations
 
@@ -22,20 +22,24 @@ def gated_sum(
     gate_in_attention: bool = False,
     backend: str = 'auto',
 ) -> Tensor:
-    """gates[..., 0] * out_compressed + gates[..., 1] * out_selected + gates[..., 2] * out_window.
+    """Return the gated sum of the three branches (equation 5 of arXiv 2502.11089).
+
+    It is gates[..., 0] * out_compressed + gates[..., 1] * out_selected + gates[..., 2] * out_window.
 
     Args:
         gates: `[B, T, HQ, 3]` after the sigmoid, any floating dtype; float32 inside (float64 for float64 outputs).
-        out_compressed, out_selected, out_window: `[B, T, HQ, DV]`, one dtype.
-        gate_in_attention: the attention ops received these gates as `gate` and differentiate the products: the outputs
-            receive the gradient of the sum unchanged, the gates receive none from here. Triton only.
+        out_compressed: `[B, T, HQ, DV]` output of the compressed branch.
+        out_selected: `[B, T, HQ, DV]` output of the selected branch, in the same dtype.
+        out_window: `[B, T, HQ, DV]` output of the window branch, in the same dtype.
+        gate_in_attention: the attention ops received these gates as `gate` and differentiate the products. The outputs
+            receive the gradient of the sum unchanged, and the gates receive none from here. Triton only.
         backend: 'auto', 'triton' or 'eager'.
 
     Returns:
         `[B, T, HQ, DV]` in the dtype of the branches.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit, or an explicit backend that cannot serve the call.
+        ValueError: shapes or dtypes do not fit, or an explicit backend does not support the call.
     """
     check_tensors(out_compressed=out_compressed, out_selected=out_selected, out_window=out_window)
     shape = out_compressed.shape
@@ -60,7 +64,7 @@ def gated_sum(
 
 
 def backend_of(gates: Tensor, out: Tensor, *, gate_in_attention: bool = False, backend: str = 'auto') -> BackendChoice:
-    """The backend that would serve these inputs; out: one of the branches."""
+    """Return the backend that would serve these inputs. out: output of one of the branches."""
     candidates = {
         'triton': partial(_unsupported, gates, out),
         'eager': without_gate(gates if gate_in_attention else None),
@@ -69,7 +73,7 @@ def backend_of(gates: Tensor, out: Tensor, *, gate_in_attention: bool = False, b
 
 
 def _unsupported(gates: Tensor, out: Tensor) -> str | None:
-    """Why the kernels cannot serve a call, or None where they can."""
+    """Return the reason why Triton does not support this call, or None."""
     if gates.dtype == torch.float64:
         return f'gates has dtype {gates.dtype}, but its kernels compute in float32'
     return support.unsupported(out, name='out_compressed')

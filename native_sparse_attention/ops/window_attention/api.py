@@ -1,4 +1,4 @@
-"""Exact attention over the most recent tokens; with an unbounded window it is dense attention."""
+"""Window attention: exact attention to the most recent tokens. With an unbounded window it is dense attention."""
 
 from __future__ import annotations
 
@@ -42,48 +42,50 @@ def window_attention(
     gate: Tensor | None = None,
     backend: str = 'auto',
 ) -> tuple[Tensor, Tensor]:
-    """Attention of the query at position t over the keys t - left ... t + right.
+    """Attend from the query at position t to the keys t - left ... t + right.
 
-    A logit is scale * q . k, softcap makes it softcap * tanh(logit / softcap), and then bias is added. A key is read
-    where the window, segment_ids, mask, attn_mask all allow it and bias is not -inf. What is None is off, and every
-    feature goes with every other one.
+    A logit is scale * q . k. softcap makes it softcap * tanh(logit / softcap), and then bias is added. A key is read
+    where the window, segment_ids, mask and attn_mask all allow it and bias is not -inf. All features combine. With
+    window_size=(-1, 0) this is dense causal attention.
 
     Args:
-        q: `[B, T, HQ, D]`. k: `[B, S, H, D]`. v: `[B, S, H, DV]`. Packed: B = 1.
-        window_size: (left, right), keys before and after the query's own; -1 means unbounded. Causal: right is 0 (-1 is
-            taken for 0).
-        q_offset: position of the first query, an int, `[B]` (packed: `[N]`) or None: queries end where the keys end.
-        seqlens_k: int32 or int64 `[B]`, how many keys of a row are real.
-        causal: no query reads a later key.
+        q: `[B, T, HQ, D]` queries. Packed: B is 1.
+        k: `[B, S, H, D]` keys.
+        v: `[B, S, H, DV]` values.
+        window_size: (left, right), keys before and after the query's own; -1 is unbounded. Causal: right is 0 (or -1).
+        q_offset: position of the first query, an int, `[B]` (packed: `[N]`), or None: queries end where the keys end.
+        seqlens_k: int32 or int64 `[B]`, number of real keys of each row.
+        causal: queries read no later key.
         scale: factor of the logits, default D ** -0.5.
-        cu_seqlens, cu_seqlens_k: int32 or int64 `[N + 1]` borders of packed queries and keys; queries that they do not
-            cover give 0.
+        cu_seqlens: int32 or int64 `[N + 1]`, boundaries of packed queries. Queries behind the last give 0.
+        cu_seqlens_k: the same for the keys, where they differ.
         segment_ids: int32 or int64 below 2 ** 31, `[B, T]` where T = S, or a pair `[B, T]`, `[B, S]`: a query reads
-            keys of its own id. Those of an id below 0 read nothing and are not read.
-        mask: bool `[B, S]`, True for a real key.
-        bias: `[B or 1, HQ or 1, T, S]` in the dtype of q or float32, by index of query and key, where packed too.
-            Differentiable; its gradient has its shape. -inf: not read. By Triton, gradients of rows whose biases are
-            all below about -1e7 are wrong: their log-sum-exp has no digits left for the weights.
-        attn_mask: bool in such a shape, True where a query may read.
-        softcap: above 0, from 1e-30 to 1e30.
-        sinks: `[HQ]` or `[HQ, M]`, any floating dtype: logits that take part in the softmax of every query and in its
-            log-sum-exp, and carry no value (StreamingLLM, arXiv 2309.17453; gpt-oss). Differentiable.
-        dropout_p: in [0, 1), how probably a weight is dropped after the softmax; the others are divided by
-            1 - dropout_p. The log-sum-exp knows nothing of it.
-        dropout_seed: an int, or int64 `[1]` beside q. With one seed and p the same weights are dropped in every call,
-            on every backend: by Philox, of the indices of row, head, query and key. None: a seed of torch's generator.
+            keys of its own id. Tokens of negative ids read nothing and are not read.
+        mask: bool `[B, S]`, True at real keys.
+        bias: `[B or 1, HQ or 1, T, S]` in the dtype of q or float32, by index of query and key, in packed rows too.
+            Differentiable. -inf: the key is not read. With Triton, gradients of rows whose biases are all below about
+            -1e7 are wrong: their log-sum-exp has no digits left for the weights.
+        attn_mask: bool of such a shape, True where a query may read a key.
+        softcap: from 1e-30 to 1e30.
+        sinks: `[HQ]` or `[HQ, M]`, any floating dtype: logits of keys without values, in the softmax of every query and
+            in its log-sum-exp (StreamingLLM, arXiv 2309.17453; gpt-oss). Differentiable.
+        dropout_p: in [0, 1), probability with which a weight is dropped after the softmax. The others are divided by
+            the probability to be kept. The log-sum-exp ignores it.
+        dropout_seed: an int, or int64 `[1]` on the device of q. One seed and probability drop the same weights in every
+            call on every backend: Philox of the indices of row, head, query and key. None: a seed from torch's
+            generator.
         gate: `[B, T, HQ]`, any floating dtype but float64: the factor by which `gated_sum(gate_in_attention=True)`
-            multiplies the output. The output is returned without it, and its incoming gradient must be that of
-            gate * output; the log-sum-exp has no gradient. With float16 inputs, products of gates and weights below
-            6e-5 lose bits. Triton only.
+            multiplies the output. The output is returned without it, and its incoming gradient must be that of the
+            product; the log-sum-exp has no gradient. With float16 inputs, products of gates and weights below 6e-5 lose
+            bits. Triton only.
         backend: 'auto', 'triton', 'flex' or 'eager'.
 
     Returns:
-        The output `[B, T, HQ, DV]` in the dtype of q and its log-sum-exp `[B, HQ, T]` (float32; float64 for float64
-        inputs), both differentiable. Rows that see nothing give 0 and -inf, or the log-sum-exp of the sinks.
+        The output `[B, T, HQ, DV]` in the dtype of q, and its log-sum-exp `[B, HQ, T]` in float32 (float64 for float64
+        inputs), both differentiable. Rows that read nothing give 0 and -inf, or the log-sum-exp of the sinks.
 
     Raises:
-        ValueError: shapes, dtypes or settings that do not fit, or an explicit backend that cannot serve the call.
+        ValueError: shapes, dtypes or settings do not fit, or an explicit backend does not support the call.
     """
     check_qkv(q, k, v)
     left, right = check_window(window_size, causal)
@@ -116,7 +118,7 @@ def backend_of(
     gate: Tensor | None = None,
     backend: str = 'auto',
 ) -> BackendChoice:
-    """The backend that would serve these inputs."""
+    """Return the backend that would serve these inputs."""
     from native_sparse_attention.ops import _flex
 
     candidates = {
