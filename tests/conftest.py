@@ -54,21 +54,32 @@ def device() -> torch.device:
     return torch.device('cuda' if torch.cuda.is_available() else 'cpu')
 
 
+REASONS = {
+    'gpu': 'no CUDA device',
+    'slow': 'takes minutes; -m slow runs it',
+    'full': 'not in the quick run; --full runs it',
+    'combination': 'each pair of its parameters occurs in another case; --combinations runs it',
+}
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption('--full', action='store_true', help='also run the tests marked full')
+    parser.addoption('--full', action='store_true', help='run every test that is not slow')
+    parser.addoption('--combinations', action='store_true', help='with --full, run every combination of parameters')
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    is_full = config.getoption('--full') or any('::' in argument for argument in config.args)
-    skipped = {
-        'gpu': None if torch.cuda.is_available() else 'no CUDA device',
-        'slow': None if 'slow' in str(config.getoption('-m')) else 'takes minutes; -m slow runs it',
-        'full': None if is_full else 'not in the quick run; --full runs it',
+    is_named = any('::' in argument for argument in config.args)
+    runs = {
+        'gpu': torch.cuda.is_available(),
+        'slow': 'slow' in str(config.getoption('-m')),
+        'full': is_named or config.getoption('--full'),
+        'combination': is_named or config.getoption('--combinations'),
     }
+    skips = {marker: pytest.mark.skip(reason=REASONS[marker]) for marker in REASONS if not runs[marker]}
     for item in items:
-        reasons = [reason for marker, reason in skipped.items() if reason and item.get_closest_marker(marker)]
-        if reasons:
-            item.add_marker(pytest.mark.skip(reason=reasons[0]))
+        found = next((skips[marker] for marker in skips if item.get_closest_marker(marker)), None)
+        if found:
+            item.add_marker(found)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,21 +12,44 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from tests.support.pairwise import choose_pairs
+
+FOLDER = Path(__file__).parent
+
 if importlib.util.find_spec('triton') is None:
     collect_ignore_glob = ['test_*.py']
 
 
+def parameters_of(case: pytest.Function) -> dict[str, str]:
+    """Return the values of a case by decorator: rows that one decorator lists are values of one parameter."""
+    values = dict(case.callspec.params) if hasattr(case, 'callspec') else {}
+    parameters = {}
+    for mark in case.iter_markers('parametrize'):
+        names = mark.args[0]
+        names = [name.strip() for name in names.split(',')] if isinstance(names, str) else names
+        parameters[' '.join(names)] = repr([values.pop(name) for name in names])
+    return parameters | {name: repr(value) for name, value in values.items()}
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of this folder full, but for the first case, with each design, of those marked quick."""
-    seen: set[tuple[Any, ...]] = set()
+    """Mark `full` what the quick run leaves out here: all but the first case, with each design, of tests marked quick.
+    Mark `combination` what the full run leaves out: cases whose pairs of parameters occur in other cases.
+    """
+    tests: dict[Any, list[pytest.Function]] = defaultdict(list)
     for item in items:
-        if isinstance(item, pytest.Function) and item.path.parent == Path(__file__).parent:
-            design = item.callspec.params.get('kernels') if hasattr(item, 'callspec') else None
-            case = (item.path, item.originalname, design)
-            if case in seen or not item.get_closest_marker('quick'):
-                item.add_marker('full')
-            seen.add(case)
+        if isinstance(item, pytest.Function) and item.path.parent == FOLDER and not item.get_closest_marker('slow'):
+            tests[item.path, item.originalname].append(item)
+    for cases in tests.values():
+        parameters = [parameters_of(case) for case in cases]
+        designs = [values.get('kernels') for values in parameters]
+        first = {designs.index(design) for design in designs}
+        chosen = choose_pairs(parameters, first)
+        for position, case in enumerate(cases):
+            if position not in first or not case.get_closest_marker('quick'):
+                case.add_marker('full')
+            if position not in chosen:
+                case.add_marker('combination')
 
 
 @pytest.fixture(autouse=True)
