@@ -136,7 +136,7 @@ def gate_in_attention(out_compressed: Tensor, out_selected: Tensor, out_window: 
     return gated_sum(gates, out_compressed, out_selected, out_window, gate_in_attention=True, **settings)
 
 
-def turned(x: Tensor, positions: Tensor, **settings: Any) -> Tensor:
+def rotated(x: Tensor, positions: Tensor, **settings: Any) -> Tensor:
     angles = positions[..., None] / torch.arange(1, 7, device=x.device)
     return rotary(x, angles.cos(), angles.sin(), **settings)
 
@@ -163,8 +163,8 @@ OPS: dict[str, tuple[Callable[..., Any], Callable[[torch.device], Tensors]]] = {
     'scale': (scale_of, lambda d: make_choice(d) | {'indices': make_selected(d)['indices']}),
     'gated sum': (gated_sum, make_gated),
     'gated sum, gate in attention': (gate_in_attention, make_outs),
-    'rotary': (turned, lambda d: {'x': inputs(d)['q'], 'positions': torch.arange(T, device=d)[None]}),
-    'fan out': (shared, lambda d: {'x': inputs(d)['q'], 'positions': torch.arange(T, device=d)[None]}),
+    'rotary': (rotated, lambda d: {'x': inputs(d)['q'], 'positions': torch.arange(T, device=d)[None]}),
+    'shared input': (shared, lambda d: {'x': inputs(d)['q'], 'positions': torch.arange(T, device=d)[None]}),
 }
 DIFFERENTIABLE = [name for name in OPS if name != 'choice']
 
@@ -233,7 +233,7 @@ def test_opcheck(name: str, device: torch.device) -> None:
 # The others are linear, and their own derivative.
 @pytest.mark.quick
 @pytest.mark.parametrize(
-    'name', [n for n in DIFFERENTIABLE if n not in ('rotary', 'fan out', 'gated sum, gate in attention')]
+    'name', [n for n in DIFFERENTIABLE if n not in ('rotary', 'shared input', 'gated sum, gate in attention')]
 )
 def test_a_second_derivative_is_refused(name: str, device: torch.device) -> None:
     op, make = OPS[name]

@@ -92,8 +92,8 @@ def test_strides(device: torch.device) -> None:
 
 def test_the_inverse_is_the_gradient(device: torch.device) -> None:
     x, cos, sin = make_problem((2, 7, 3, 12), 5, torch.float32, device)
-    turned = rotary(x, cos, sin, backend='triton')
-    torch.testing.assert_close(run(x, cos, sin, turned, 'triton')['grad of x'], x, rtol=1e-5, atol=1e-6)
+    rotated = rotary(x, cos, sin, backend='triton')
+    torch.testing.assert_close(run(x, cos, sin, rotated, 'triton')['grad of x'], x, rtol=1e-5, atol=1e-6)
 
 
 def test_a_second_derivative_is_that_of_a_linear_map(device: torch.device) -> None:

@@ -29,43 +29,43 @@ def make_grads(shape: Shape, count: int, device: torch.device, layout: str = 'co
     return [lay_out(torch.randn(shape, device=device), layout) for _ in range(count)]
 
 
-def differentiate(x: Tensor, tables: Tables | None, num_turned: int, grads: list[Tensor], backend: str) -> Tensor:
+def differentiate(x: Tensor, tables: Tables | None, num_rotated: int, grads: list[Tensor], backend: str) -> Tensor:
     x = x.detach().requires_grad_()
-    readers = shared_input(x, len(grads) - num_turned, num_turned, tables, backend=backend)
+    readers = shared_input(x, len(grads) - num_rotated, num_rotated, tables, backend=backend)
     assert len(readers) == len(grads)
     (dx,) = torch.autograd.grad(readers, x, [grad.to(x.dtype) for grad in grads])
     return dx
 
 
-def check(x: Tensor, tables: Tables | None, num_turned: int, grads: list[Tensor]) -> None:
+def check(x: Tensor, tables: Tables | None, num_rotated: int, grads: list[Tensor]) -> None:
     """The sum against the rules."""
     grads = [grad.to(x.dtype) for grad in grads]
     gold_tables = None if tables is None else (tables[0].double(), tables[1].double())
-    result = differentiate(x, tables, num_turned, grads, 'triton')
-    gold = differentiate(x.double(), gold_tables, num_turned, grads, 'eager')
+    result = differentiate(x, tables, num_rotated, grads, 'triton')
+    gold = differentiate(x.double(), gold_tables, num_rotated, grads, 'eager')
     assert result.dtype == x.dtype
-    assert_matches(result, gold, differentiate(x, tables, num_turned, grads, 'eager'), name='gradient of x')
+    assert_matches(result, gold, differentiate(x, tables, num_rotated, grads, 'eager'), name='gradient of x')
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float16])
-@pytest.mark.parametrize(('num_turned', 'num_plain'), [(0, 2), (0, 3), (1, 1), (2, 0), (2, 1), (2, 3)])
+@pytest.mark.parametrize(('num_rotated', 'num_plain'), [(0, 2), (0, 3), (1, 1), (2, 0), (2, 1), (2, 3)])
 @pytest.mark.parametrize(
     ('shape', 'num_angles'), [((1, 3, 1, 3), 1), ((2, 33, 6, 40), 20), ((1, 130, 3, 64), 8), ((1, 3, 2, 256), 128)]
 )
 def test_error_rules(
-    shape: Shape, num_angles: int, num_turned: int, num_plain: int, dtype: torch.dtype, device: torch.device
+    shape: Shape, num_angles: int, num_rotated: int, num_plain: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     x, tables = torch.randn(shape, device=device).to(dtype), make_tables(shape, num_angles, 1, device)
-    check(x, tables, num_turned, make_grads(shape, num_turned + num_plain, device))
+    check(x, tables, num_rotated, make_grads(shape, num_rotated + num_plain, device))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize('num_turned', [0, 2])
-def test_error_rules_of_bfloat16(num_turned: int, device: torch.device) -> None:
+@pytest.mark.parametrize('num_rotated', [0, 2])
+def test_error_rules_of_bfloat16(num_rotated: int, device: torch.device) -> None:
     shape = (2, 333, 6, 128)
     x, tables = torch.randn(shape, device=device).bfloat16(), make_tables(shape, 64, 2, device)
-    check(x, tables, num_turned, make_grads(shape, num_turned + 1, device))
+    check(x, tables, num_rotated, make_grads(shape, num_rotated + 1, device))
 
 
 @settings(max_examples=12)
@@ -80,18 +80,18 @@ def test_any_shape(shape: Shape, dtype: torch.dtype, layout: str, data: st.DataO
     layout = layout if shape[0] else 'contiguous'
     num_angles, rows = data.draw(st.integers(0, shape[3] // 2)), data.draw(st.sampled_from((1, shape[0])))
     tables = data.draw(st.sampled_from((None, make_tables(shape, num_angles, rows, device))))
-    num_turned, num_plain = data.draw(st.integers(0, 2)), data.draw(st.integers(1, 3))
+    num_rotated, num_plain = data.draw(st.integers(0, 2)), data.draw(st.integers(1, 3))
     x = lay_out(torch.randn(shape, device=device).to(dtype), layout)
-    check(x, tables, num_turned, make_grads(shape, num_turned + num_plain, device, layout))
+    check(x, tables, num_rotated, make_grads(shape, num_rotated + num_plain, device, layout))
 
 
 def test_readers(device: torch.device) -> None:
     x = torch.randn(2, 7, 3, 12, device=device)
     tables = make_tables((2, 7, 3, 12), 5, 1, device)
-    turned = rotary(x, *tables, backend='triton')
+    rotated = rotary(x, *tables, backend='triton')
     for requires_grad in (True, False):
         readers = shared_input(x.clone().requires_grad_(requires_grad), 2, 2, tables, backend='triton')
-        assert all(same_bits(reader, like) for reader, like in zip(readers, (turned, turned, x, x), strict=True))
+        assert all(same_bits(reader, like) for reader, like in zip(readers, (rotated, rotated, x, x), strict=True))
         assert [reader.requires_grad for reader in readers] == [requires_grad] * 4
         assert readers[0].data_ptr() == readers[1].data_ptr()
 
@@ -134,15 +134,15 @@ def test_opcheck(device: torch.device) -> None:
     torch.library.opcheck(sums._add, (*grads[:2], None, None, None, 0, None, None))
 
 
-@pytest.mark.parametrize('num_turned', [0, 2])
-def test_a_second_derivative_is_that_of_a_linear_map(num_turned: int, device: torch.device) -> None:
+@pytest.mark.parametrize('num_rotated', [0, 2])
+def test_a_second_derivative_is_that_of_a_linear_map(num_rotated: int, device: torch.device) -> None:
     shape = (1, 5, 2, 12)
     tables, x = make_tables(shape, 6, 1, device), torch.randn(shape, device=device)
     weights = make_grads(shape, 3, device)
 
     def second(backend: str) -> Tensor:
         inputs = x.clone().requires_grad_()
-        readers = shared_input(inputs, 3 - num_turned, num_turned, tables, backend=backend)
+        readers = shared_input(inputs, 3 - num_rotated, num_rotated, tables, backend=backend)
         loss = (torch.stack(weights) * torch.stack(readers).square()).sum()
         (dx,) = torch.autograd.grad(loss, inputs, create_graph=True)
         # The input is reached another way too: what is missing would not show otherwise.
@@ -151,11 +151,11 @@ def test_a_second_derivative_is_that_of_a_linear_map(num_turned: int, device: to
     torch.testing.assert_close(second('triton'), second('eager'), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize('num_turned', [0, 2])
-def test_many_gradients_at_once(num_turned: int, device: torch.device) -> None:
+@pytest.mark.parametrize('num_rotated', [0, 2])
+def test_many_gradients_at_once(num_rotated: int, device: torch.device) -> None:
     shape = (1, 5, 2, 12)
     tables, x = make_tables(shape, 6, 1, device), torch.randn(shape, device=device).requires_grad_()
-    readers = shared_input(x, 3 - num_turned, num_turned, tables, backend='triton')
+    readers = shared_input(x, 3 - num_rotated, num_rotated, tables, backend='triton')
     grads = [torch.randn(4, *shape, device=device) for _ in readers]
     (together,) = torch.autograd.grad(readers, x, grads, retain_graph=True, is_grads_batched=True)
     for index in range(4):

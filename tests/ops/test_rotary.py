@@ -48,12 +48,12 @@ def test_strides() -> None:
 def test_half_types_are_rounded_once(dtype: torch.dtype) -> None:
     angles = torch.rand(1, 30, 7) * 30
 
-    def turned(x: Tensor) -> Tensor:
+    def rotated(x: Tensor) -> Tensor:
         return rotary(x, angles.cos(), angles.sin())
 
     x, grads = torch.randn(2, 30, 4, 16).to(dtype), [torch.randn(2, 30, 4, 16).to(dtype)]
-    results = outputs_and_gradients(turned, {'x': x}, grads)
-    gold = outputs_and_gradients(turned, {'x': x.double()}, grads)
+    results = outputs_and_gradients(rotated, {'x': x}, grads)
+    gold = outputs_and_gradients(rotated, {'x': x.double()}, grads)
     for name, result in results.items():
         assert result.dtype == dtype
         assert_matches(result, gold[name], gold[name].to(dtype), name=name)

@@ -43,7 +43,7 @@ from native_sparse_attention.ops import (
     window_attention,
 )
 from native_sparse_attention.ops._triton import inverse_index, launch, support
-from native_sparse_attention.ops._triton.interval.modifiers import Marks
+from native_sparse_attention.ops._triton.interval.modifiers import KernelModifiers
 from native_sparse_attention.ops._triton.varlen import make_layout
 from native_sparse_attention.ops.rotary import shared_input
 from native_sparse_attention.ops.selected_attention.triton import plan as selected_plan
@@ -271,7 +271,7 @@ def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) 
         report['linear'] = len(reductions)
         report['scattered'] = [r.operand for r in reductions if r.is_scattered]
         report['is_gated'] = is_gated(self, args, kwargs)
-        report['is_marked'] = any(isinstance(arg, Marks) and arg.first_row is not None for arg in args)
+        report['is_marked'] = any(isinstance(arg, KernelModifiers) and arg.first_row is not None for arg in args)
         print(json.dumps(report), flush=True)
     return kernel
 
@@ -280,7 +280,7 @@ def compile_once(self: Any, *args: Any, **kwargs: Any) -> Any:
     """A kernel in the first variant that is asked for, and no other; one of two halves in both, and those that know
     gates, or modifiers, with all of them too.
     """
-    is_marked = any(isinstance(arg, Marks) and all(v is not None for v in arg) for arg in args)
+    is_marked = any(isinstance(arg, KernelModifiers) and all(v is not None for v in arg) for arg in args)
     kind = (self, kwargs.get('FINISHES'), is_marked, is_gated(self, args, kwargs))
     return compile_new(kind, self, *args, **kwargs)
 
@@ -294,7 +294,7 @@ def compile_kinds(self: Any, *args: Any, **kwargs: Any) -> Any:
 def is_gated(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a kernel has gates, or numbers of a row with a gate among them."""
     given = [arg for name, arg in zip(kernel.arg_names, args, strict=False) if name in ('gate_ptr', 'gates')]
-    return any(arg is not None for arg in given) or kwargs.get('NUMBERS') == 3
+    return any(arg is not None for arg in given) or kwargs.get('NUM_STATS') == 3
 
 
 def compile_new(kind: Any, self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import importlib
+import itertools
 import json
 import os
 import re
@@ -72,10 +73,36 @@ def normalize_ttir(ttir: str) -> str:
 
 def normalize_function(signature: str, body: str) -> str:
     arguments = dict(re.findall(r'(%\w+): ([^%]*?)(?=, %|\))', signature))
-    names = list(dict.fromkeys(re.findall(r'%\w+', body)))
-    used = [f'{arguments[name]} %{i}' for i, name in enumerate(names) if name in arguments]
+    body, numbers = number_values(body)
+    used = [f'{arguments[name]} {number}' for name, number in numbers.items() if name in arguments]
     head = re.sub(r'\(.*?\)(?= attributes| ->| \{)', '()', signature, count=1)
-    return '\n'.join([head, *used, number_names(body, r'%\w+', '%')])
+    return '\n'.join([head, *used, body])
+
+
+def number_values(body: str) -> tuple[str, dict[str, str]]:
+    """Number SSA values by their definitions, since the printer uses a name again in a region beside the first one.
+
+    Returns the text, and the last number of every name; arguments are numbered by their first use.
+    """
+    numbers: dict[str, str] = {}
+    count = itertools.count()
+    lines: list[str] = []
+    for line in body.splitlines():
+        parts = re.split(r'(%\w+)', line)
+        # Results stand before the first ' =', arguments of a loop each before one of their own.
+        is_block, num_results = line.lstrip().startswith('^'), len(re.split(r'(%\w+)', line.split(' =')[0]))
+        is_result = ' =' in line and line.lstrip().startswith('%')
+        new: dict[str, str] = {}
+        for i in range(1, len(parts), 2):
+            if is_block or (is_result and i < num_results) or parts[i + 1].startswith(' ='):
+                new[parts[i]] = parts[i] = f'%{next(count)}'
+            else:
+                if parts[i] not in numbers:
+                    numbers[parts[i]] = f'%{next(count)}'
+                parts[i] = numbers[parts[i]]
+        numbers |= new
+        lines.append(''.join(parts))
+    return '\n'.join(lines), numbers
 
 
 def remove_locations(text: str) -> str:

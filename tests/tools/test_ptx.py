@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.ptx import compare, digest_tree, normalize_ptx, normalize_ttir
+from tests.support.ptx import compare, digest_tree, normalize_ptx, normalize_ttir, number_values
 
 PTX = """
 //
@@ -117,6 +117,28 @@ def test_names_do_not_change_ttir(old: str, new: str) -> None:
 def test_operations_change_ttir(old: str, new: str) -> None:
     assert old in TTIR
     assert normalize_ttir(TTIR.replace(old, new)) != normalize_ttir(TTIR)
+
+
+def test_values_are_numbered_by_definition() -> None:
+    """A region may use a name of the region beside it again, for another value."""
+    loops = """
+      %a, %b = tt.split %x : t
+      %c:2 = scf.for %i = %a to %b step %s iter_args(%k = %a, %l = %b) {
+      ^bb0(%m: f32, %n: f32):
+        %d = add %k, %m
+      }
+      %D = add %c#1, %a
+    """
+    expected = """
+      %0, %1 = tt.split %2 : t
+      %3:2 = scf.for %4 = %0 to %1 step %5 iter_args(%6 = %0, %7 = %1) {
+      ^bb0(%8: f32, %9: f32):
+        %10 = add %6, %8
+      }
+      %11 = add %3#1, %0
+    """
+    for name in ('%d', '%e'):
+        assert number_values(loops.replace('%D', name))[0] == expected
 
 
 def make_file(**kernels: dict[str, str]) -> dict[str, Any]:

@@ -76,13 +76,13 @@ class InverseIndex(NamedTuple):
         return InverseIndex(self.entries[pairs.start : pairs.stop], self.starts[pairs.start : pairs.stop])
 
 
-def num_block_slots(place: SequenceLayout, block_size: int) -> int:
-    """Block slots of a row: a bound that does not depend on values on the device. place.seqlen_k counts the tokens; a
-    caller that knows a lower bound of them puts it there (`place._replace`).
+def num_block_slots(layout: SequenceLayout, block_size: int) -> int:
+    """Block slots of a row: a bound that does not depend on values on the device. layout.seqlen_k counts the tokens; a
+    caller that knows a lower bound of them puts it there (`layout._replace`).
     """
-    if place.cu_seqlens_k is None:
-        return -(-place.seqlen_k // block_size)
-    return place.seqlen_k // block_size + place.num_sequences + 1
+    if layout.cu_seqlens_k is None:
+        return -(-layout.seqlen_k // block_size)
+    return layout.seqlen_k // block_size + layout.num_sequences + 1
 
 
 def group_pairs(block_indices: Tensor, kv_heads: int, num_slots: int, most: int | None = None) -> list[range]:
@@ -108,7 +108,7 @@ def group_pairs(block_indices: Tensor, kv_heads: int, num_slots: int, most: int 
 
 def make_inverse_index(
     block_indices: Tensor,
-    place: SequenceLayout,
+    layout: SequenceLayout,
     pairs: range,
     *,
     kv_heads: int,
@@ -130,7 +130,7 @@ def make_inverse_index(
     tokens = range(seqlen) if tokens is None else tokens
     repeats = index_heads // kv_heads
     num_rows = len(tokens) * repeats
-    num_slots = num_block_slots(place, block_size)
+    num_slots = num_block_slots(layout, block_size)
     counted = _choose_tile(len(pairs), num_rows, num_selected, num_slots)
     tile = counted or TILES[0]
     block_s = _index_block(num_selected)
@@ -143,7 +143,7 @@ def make_inverse_index(
     launch(
         slot_kernel,
         (len(pairs) * num_tiles if num_selected else 0,),
-        *(block_indices, keys, counts, block_indices.stride(), place),
+        *(block_indices, keys, counts, block_indices.stride(), layout),
         *(pairs.start, kv_heads, repeats, num_tiles, num_slots, tokens.start, num_rows),
         NUM_SELECTED=num_selected,
         BLOCK_SIZE=block_size,
@@ -214,8 +214,8 @@ def _sort_lists(keys: Tensor, num_slots: int) -> InverseIndex:
     entries = torch.empty(keys.numel(), dtype=torch.int32, device=keys.device)
     for index, part in enumerate(parts):
         slot, order = part.sort(stable=True)
-        place = torch.arange(len(part), device=keys.device) + moves[index][slot]
-        entries[place] = (order + index * MAX_ENTRIES).remainder_(max(1, num_entries)).int()
+        targets = torch.arange(len(part), device=keys.device) + moves[index][slot]
+        entries[targets] = (order + index * MAX_ENTRIES).remainder_(max(1, num_entries)).int()
     first_entry = torch.arange(pairs, device=keys.device)[:, None] * num_entries
     starts = starts[:-1].view(pairs, num_slots + 1) - first_entry
     return InverseIndex(entries.view(pairs, num_entries), starts.int())
@@ -231,14 +231,14 @@ def count_readable_blocks(positions, num_keys, BLOCK_SIZE: tl.constexpr, CAUSAL:
 
 
 @triton.jit
-def find_block(slot, row, place, BLOCK_SIZE: tl.constexpr):
+def find_block(slot, row, layout, BLOCK_SIZE: tl.constexpr):
     """Sequence of a block slot of a row, and the first token of its block in that sequence. Packed: a slot may be one
     that no block has, with a first token behind the sequence's keys.
     """
     index = slot
-    if place.cu_seqlens_k is None:
-        index += row * tl.cdiv(place.seqlen_k, BLOCK_SIZE)
-    sequence, first_key = find_tile(index, place.cu_seqlens_k, place.seqlen_k, place.num_sequences, BLOCK_SIZE)
+    if layout.cu_seqlens_k is None:
+        index += row * tl.cdiv(layout.seqlen_k, BLOCK_SIZE)
+    sequence, first_key = find_tile(index, layout.cu_seqlens_k, layout.seqlen_k, layout.num_sequences, BLOCK_SIZE)
     return sequence, first_key
 
 
@@ -273,7 +273,7 @@ def slot_kernel(
     keys_ptr,
     counts_ptr,
     indices_strides,
-    place,
+    layout,
     first_pair,
     kv_heads,
     repeats,
@@ -306,12 +306,12 @@ def slot_kernel(
     row_mask = in_tile < num_rows - first_row
     tokens = first_token + (first_row + in_tile) // repeats
     heads = (first_pair + pair) % kv_heads * repeats + (first_row + in_tile) % repeats
-    if place.cu_seqlens is None:
-        num_keys = load_num_keys(place, batch_row)
-        positions = load_position(place, batch_row, place.seqlen_q, num_keys) + tokens
+    if layout.cu_seqlens is None:
+        num_keys = load_num_keys(layout, batch_row)
+        positions = load_position(layout, batch_row, layout.seqlen_q, num_keys) + tokens
         first_slots = tokens * 0
     else:
-        sequences, positions, key_starts, num_keys = locate_tokens(tokens, row_mask, place)
+        sequences, positions, key_starts, num_keys = locate_tokens(tokens, row_mask, layout)
         first_slots = key_starts // BLOCK_SIZE + sequences
 
     mask = row_mask[:, None] & (entry < NUM_SELECTED)[None, :]

@@ -10,17 +10,17 @@ import triton.language as tl
 
 
 @triton.jit
-def turn(x, cos, sin, is_turned):
-    """x `[M, D]` with its pairs turned; cos, sin, is_turned: `[M, D / 2]` or to be broadcast to it. What is not turned
+def rotate(x, cos, sin, is_rotated):
+    """x `[M, D]` with its pairs turned; cos, sin, is_rotated: `[M, D / 2]` or to be broadcast to it. What is not turned
     stays as it is, infinities too. Float32.
     """
     rows: tl.constexpr = x.shape[0]
     columns: tl.constexpr = x.shape[1]
     # Of a pair the even and the odd feature: [M, D / 2]
     even, odd = tl.split(tl.reshape(x.to(tl.float32), [rows, columns // 2, 2]))
-    turned_even = tl.where(is_turned, even * cos - odd * sin, even)
-    turned_odd = tl.where(is_turned, odd * cos + even * sin, odd)
-    return tl.reshape(tl.join(turned_even, turned_odd), [rows, columns])
+    rotated_even = tl.where(is_rotated, even * cos - odd * sin, even)
+    rotated_odd = tl.where(is_rotated, odd * cos + even * sin, odd)
+    return tl.reshape(tl.join(rotated_even, rotated_odd), [rows, columns])
 
 
 @triton.jit
@@ -40,7 +40,7 @@ def cos_and_sin(x):
     sin = tl.fma(sin * square, rest, rest)
     cos = tl.fma(tl.fma(2.443315711809948e-5, square, -1.388731625493765e-3), square, 4.166664568298827e-2)
     cos = tl.fma(cos * square, square, tl.fma(square, -0.5, 1.0))
-    turn = quarters.to(tl.int32) & 3
-    is_odd = (turn & 1) == 1
+    quadrant = quarters.to(tl.int32) & 3
+    is_odd = (quadrant & 1) == 1
     new_cos, new_sin = tl.where(is_odd, sin, cos), tl.where(is_odd, cos, sin)
-    return tl.where((turn == 1) | (turn == 2), -new_cos, new_cos), tl.where(turn >= 2, -new_sin, new_sin)
+    return tl.where((quadrant == 1) | (quadrant == 2), -new_cos, new_cos), tl.where(quadrant >= 2, -new_sin, new_sin)

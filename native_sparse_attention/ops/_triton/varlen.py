@@ -63,13 +63,13 @@ def make_layout(sequences: Sequences, block_size: int = 1, stride: int = 1) -> S
     )
 
 
-def num_tiles(place: SequenceLayout, length: int, tile: int) -> int:
+def num_tiles(layout: SequenceLayout, length: int, tile: int) -> int:
     """Programs that cover an axis of `length` tokens (or blocks) in tiles of one sequence each; packed: a bound that
     does not depend on values on the device, with the tokens behind the last sequence among them.
     """
-    if place.cu_seqlens is None:
-        return place.num_sequences * -(-length // tile)
-    return length // tile + place.num_sequences + 1
+    if layout.cu_seqlens is None:
+        return layout.num_sequences * -(-length // tile)
+    return length // tile + layout.num_sequences + 1
 
 
 @triton.jit
@@ -103,20 +103,20 @@ def _first_tile(starts_ptr, sequence, length, TILE: tl.constexpr):
 
 
 @triton.jit
-def find_query(index, place):
+def find_query(index, layout):
     """Sequence, row and token of query `index` of all rows. Packed: tokens behind the last one form sequence N."""
-    if place.cu_seqlens is None:
-        sequence = index // place.seqlen_q
+    if layout.cu_seqlens is None:
+        sequence = index // layout.seqlen_q
         row = sequence
-        token = index % place.seqlen_q
+        token = index % layout.seqlen_q
     else:
         row = 0
         token = index
         sequence = 0
-        above = place.num_sequences
+        above = layout.num_sequences
         while sequence < above:
             middle = (sequence + above + 1) // 2
-            if tl.load(place.cu_seqlens + middle).to(tl.int32) <= token:
+            if tl.load(layout.cu_seqlens + middle).to(tl.int32) <= token:
                 sequence = middle
             else:
                 above = middle - 1
@@ -140,32 +140,32 @@ def load_extent(starts_ptr, sequence, length, num_sequences):
 
 
 @triton.jit
-def locate_tokens(tokens, mask, place):
+def locate_tokens(tokens, mask, layout):
     """Of each token of a packed row: the sequence, the token's position there, the sequence's first key along S, and
     its keys in tokens: none for what no sequence covers (sequence N), and for a token that lies outside of the sequence
     found for it because the borders are not in order.
     """
     sequences = tokens * 0
     step = 1
-    while 2 * step <= place.num_sequences:
+    while 2 * step <= layout.num_sequences:
         step *= 2
     while step > 0:
         later = sequences + step
-        found = mask & (later <= place.num_sequences)
-        starts = tl.load(place.cu_seqlens + later, mask=found, other=0).to(tl.int32)
+        found = mask & (later <= layout.num_sequences)
+        starts = tl.load(layout.cu_seqlens + later, mask=found, other=0).to(tl.int32)
         sequences = tl.where(found & (starts <= tokens), later, sequences)
         step = step // 2
-    mask = mask & (sequences < place.num_sequences)
-    starts, num_queries = _load_extents(place.cu_seqlens, sequences, mask, place.seqlen_q)
-    key_starts, num_keys = _load_extents(place.cu_seqlens_k, sequences, mask, place.seqlen_k)
-    if place.seqlens_k is not None:
-        limits = tl.load(place.seqlens_k + sequences, mask=mask, other=0).to(tl.int32)
+    mask = mask & (sequences < layout.num_sequences)
+    starts, num_queries = _load_extents(layout.cu_seqlens, sequences, mask, layout.seqlen_q)
+    key_starts, num_keys = _load_extents(layout.cu_seqlens_k, sequences, mask, layout.seqlen_k)
+    if layout.seqlens_k is not None:
+        limits = tl.load(layout.seqlens_k + sequences, mask=mask, other=0).to(tl.int32)
         num_keys = tl.minimum(tl.maximum(limits, 0), num_keys)
-    if place.q_offsets is not None:
-        offsets = tl.load(place.q_offsets + sequences, mask=mask, other=0)
+    if layout.q_offsets is not None:
+        offsets = tl.load(layout.q_offsets + sequences, mask=mask, other=0)
         offsets = tl.minimum(tl.maximum(offsets, -(2**30)), 2**30).to(tl.int32)
-    elif place.q_offset is not None:
-        offsets = place.q_offset
+    elif layout.q_offset is not None:
+        offsets = layout.q_offset
     else:
         offsets = num_keys - num_queries
     queries = tokens - starts
@@ -183,40 +183,40 @@ def _load_extents(starts_ptr, sequences, mask, length):
 
 
 @triton.jit
-def load_num_keys(place, sequence):
+def load_num_keys(layout, sequence):
     """Keys of a sequence in tokens; 0 for the tokens that no sequence covers."""
     num_keys = 0
-    if sequence < place.num_sequences:
-        _, _, num_keys = load_extent(place.cu_seqlens_k, sequence, place.seqlen_k, place.num_sequences)
-        if place.seqlens_k is not None:
-            num_keys = tl.minimum(tl.maximum(tl.load(place.seqlens_k + sequence).to(tl.int32), 0), num_keys)
+    if sequence < layout.num_sequences:
+        _, _, num_keys = load_extent(layout.cu_seqlens_k, sequence, layout.seqlen_k, layout.num_sequences)
+        if layout.seqlens_k is not None:
+            num_keys = tl.minimum(tl.maximum(tl.load(layout.seqlens_k + sequence).to(tl.int32), 0), num_keys)
     return num_keys
 
 
 @triton.jit
-def load_position(place, sequence, num_queries, num_keys):
+def load_position(layout, sequence, num_queries, num_keys):
     """Position of a sequence's first query."""
-    if place.q_offsets is not None:
+    if layout.q_offsets is not None:
         offset = 0
-        if sequence < place.num_sequences:
-            offset = tl.load(place.q_offsets + sequence)
+        if sequence < layout.num_sequences:
+            offset = tl.load(layout.q_offsets + sequence)
             offset = tl.minimum(tl.maximum(offset, -(2**30)), 2**30).to(tl.int32)
-    elif place.q_offset is not None:
-        offset = place.q_offset
+    elif layout.q_offset is not None:
+        offset = layout.q_offset
     else:
         offset = num_keys - num_queries
     return offset
 
 
 @triton.jit
-def locate_queries(index, place, TILE: tl.constexpr):
+def locate_queries(index, layout, TILE: tl.constexpr):
     """Of tile `index` of the queries: sequence, row, first token of the sequence, the tile's first query (at or behind
     the last one where it holds none), and of the sequence the queries, the keys in tokens, the first query's position.
     """
-    sequence, first_query = find_tile(index, place.cu_seqlens, place.seqlen_q, place.num_sequences, TILE)
-    row, query_start, num_queries = load_extent(place.cu_seqlens, sequence, place.seqlen_q, place.num_sequences)
-    num_tokens = load_num_keys(place, sequence)
-    offset = load_position(place, sequence, num_queries, num_tokens)
+    sequence, first_query = find_tile(index, layout.cu_seqlens, layout.seqlen_q, layout.num_sequences, TILE)
+    row, query_start, num_queries = load_extent(layout.cu_seqlens, sequence, layout.seqlen_q, layout.num_sequences)
+    num_tokens = load_num_keys(layout, sequence)
+    offset = load_position(layout, sequence, num_queries, num_tokens)
     return sequence, row, query_start, first_query, num_queries, num_tokens, offset
 
 

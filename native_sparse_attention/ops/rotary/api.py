@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al. 2021): pairs of neighbouring features are turned by angles that are given."""
+"""Rotary position embedding (Su et al. 2021): pairs of neighbouring features are rotated by angles that are given."""
 
 from __future__ import annotations
 
@@ -50,36 +50,36 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, backend: str = 'auto') -> Ten
 def shared_input(
     x: Tensor,
     num_plain: int,
-    num_turned: int = 0,
+    num_rotated: int = 0,
     tables: tuple[Tensor, Tensor] | None = None,
     *,
     backend: str = 'auto',
 ) -> tuple[Tensor, ...]:
-    """x turned, num_turned times, then x as it is, num_plain times.
+    """x rotated, num_rotated times, then x as it is, num_plain times.
 
-    The turned ones are one memory, the others that of x: none is to be written to. Autograd adds the gradients of a
+    The rotated ones are one memory, the others that of x: none is to be written to. Autograd adds the gradients of a
     tensor two at a time, rounds each sum and goes through memory for it; here all of them are read once, added in
-    float32, turned back, and rounded once.
+    float32, rotated back, and rounded once.
 
     Args:
         x: `[B, T, H, D]`.
-        tables: cosines and sines, as `rotary` takes them; None: nothing is turned.
+        tables: cosines and sines, as `rotary` takes them; None: nothing is rotated.
         backend: 'auto', 'triton' or 'eager', which leaves the sum to autograd, as do torch.compile, more than five
-            readers and, where none is turned, an x that the kernel does not fit.
+            readers and, where none is rotated, an x that the kernel does not fit.
 
     Raises:
         ValueError: what `rotary` refuses.
     """
-    is_needed = num_plain + num_turned > 1 and torch.is_grad_enabled() and x.requires_grad
-    adds = is_needed and _adds(x, num_plain + num_turned, tables if num_turned else None, backend)
-    turned = x
-    if tables is not None and num_turned:
-        turned = rotary(x.detach() if adds else x, *tables, backend=backend)
+    is_needed = num_plain + num_rotated > 1 and torch.is_grad_enabled() and x.requires_grad
+    adds = is_needed and _adds(x, num_plain + num_rotated, tables if num_rotated else None, backend)
+    rotated = x
+    if tables is not None and num_rotated:
+        rotated = rotary(x.detach() if adds else x, *tables, backend=backend)
     if not adds:
-        return (turned,) * num_turned + (x,) * num_plain
+        return (rotated,) * num_rotated + (x,) * num_plain
     from native_sparse_attention.ops.rotary import triton
 
-    return triton.shared_input(x, turned.detach(), tables, num_plain, num_turned)
+    return triton.shared_input(x, rotated.detach(), tables, num_plain, num_rotated)
 
 
 def backend_of(x: Tensor, cos: Tensor, sin: Tensor, *, backend: str = 'auto') -> BackendChoice:
@@ -110,7 +110,7 @@ def _check_table(name: str, table: Tensor, x: Tensor) -> None:
 
 
 def _adds(x: Tensor, num_readers: int, tables: tuple[Tensor, Tensor] | None, backend: str) -> bool:
-    """Whether the kernel adds gradients of x, which needs the kernel of `rotary` where some are turned."""
+    """Whether the kernel adds gradients of x, which needs the kernel of `rotary` where some are rotated."""
     if torch.compiler.is_compiling() or num_readers > support.MAX_READERS:
         return False
     if tables is not None:

@@ -14,7 +14,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from native_sparse_attention.ops._triton.interval.modifiers import find_exponents, is_kept, place_tile, row_of_marks
+from native_sparse_attention.ops._triton.interval.modifiers import (
+    find_exponents,
+    is_kept,
+    row_of_modifiers,
+    tile_coordinates,
+)
 from native_sparse_attention.ops._triton.interval.tiles import find_start, key_tiles, load_keys, open_tile, reads_keys
 from native_sparse_attention.ops._triton.tiles import add_product, is_finite_tile, load_rows, split_finite, store_rows
 from native_sparse_attention.ops._triton.varlen import locate_queries
@@ -31,7 +36,7 @@ def dq_kernel(
     dlse_ptr,
     gate_ptr,
     dq_ptr,
-    numbers_ptr,
+    stats_ptr,
     k_tiles,
     v_tiles,
     q_strides,
@@ -42,10 +47,10 @@ def dq_kernel(
     dlse_strides,
     gate_strides,
     dq_strides,
-    place,
+    layout,
     interval,
     scale,
-    marks,
+    modifiers,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -62,12 +67,12 @@ def dq_kernel(
     gate the first is less by log2(gate), so that it leads to gate * p, or to NaN where the gate is below 0, and the
     third less by log2(-gate).
     """
-    located = locate_queries(tl.program_id(0), place, BLOCK_M // HEADS)
+    located = locate_queries(tl.program_id(0), layout, BLOCK_M // HEADS)
     _, _, _, first_query, num_queries, _, _ = located
     if first_query >= num_queries:
         return
-    first_head, members, positions, key_start, num_keys = open_tile(interval, place, located, HEADS, BLOCK_M)
-    row, heads, query_rows, query_mask = members
+    first_head, tile_rows, positions, key_start, num_keys = open_tile(interval, layout, located, HEADS, BLOCK_M)
+    row, heads, query_rows, query_mask = tile_rows
 
     kv_head = first_head // GROUP
     keys = (k_tiles, row, kv_head, k_ptr + row * k_strides[0] + kv_head * k_strides[2], k_strides[1])
@@ -80,27 +85,27 @@ def dq_kernel(
     dout = load_rows(dout_ptr, query_rows, dout_strides[1], query_mask, VALUE_DIM, BLOCK_DV)  # [BLOCK_M, BLOCK_DV]
     out = load_rows(out_ptr, query_rows, out_strides[1], query_mask, VALUE_DIM, BLOCK_DV)
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
-    row_of_lse = (row * tl.num_programs(1) * HEADS + heads) * place.seqlen_q
+    row_of_lse = (row * tl.num_programs(1) * HEADS + heads) * layout.seqlen_q
     lse = tl.load(lse_ptr + row_of_lse + query_rows, mask=query_mask, other=0.0)
     lse_log2 = tl.where(lse == float('-inf'), 0.0, lse) * 1.4426950408889634
-    NUMBERS: tl.constexpr = 2 if gate_ptr is None else 3
-    numbers_ptr += NUMBERS * row_of_lse
+    NUM_STATS: tl.constexpr = 2 if gate_ptr is None else 3
+    stats_ptr += NUM_STATS * row_of_lse
     if gate_ptr is None:
-        tl.store(numbers_ptr + query_rows, lse_log2, mask=query_mask)
+        tl.store(stats_ptr + query_rows, lse_log2, mask=query_mask)
     dlse = tl.zeros([BLOCK_M], tl.float32)
     HAS_DLSE: tl.constexpr = dlse_ptr is not None
     if HAS_DLSE:
         # A log-sum-exp of nothing has no gradient; logaddexp of two such gives NaN.
-        dlse = _load_per_row(dlse_ptr, dlse_strides, members, lse)
+        dlse = _load_per_row(dlse_ptr, dlse_strides, tile_rows, lse)
 
-    last, tiles, limits = key_tiles(interval, place, located, positions, num_keys, BLOCK_M // HEADS, BLOCK_N)
+    last, tiles, limits = key_tiles(interval, layout, located, positions, num_keys, BLOCK_M // HEADS, BLOCK_N)
     end_tiles, num_tiles = tiles[4], tiles[5]
-    rows = (row_of_marks(marks, row), heads, query_rows, query_mask)
+    rows = (row_of_modifiers(modifiers, row), heads, query_rows, query_mask)
 
     missing = tl.zeros([BLOCK_M], tl.float32)
-    if marks.sinks is not None:
+    if modifiers.sinks is not None:
         # A sink is a key with a value of 0.
-        missing = -delta * tl.exp2(tl.load(marks.sinks + heads) * 1.4426950408889634 - lse_log2)
+        missing = -delta * tl.exp2(tl.load(modifiers.sinks + heads) * 1.4426950408889634 - lse_log2)
     empty_sums = (tl.zeros([BLOCK_M, BLOCK_D], tl.float32), tl.zeros([BLOCK_M, BLOCK_D], tl.float32), missing)
     sums = empty_sums
     # In float32 care costs nothing beside the products, and a loop takes seconds to compile: there is only the last.
@@ -108,14 +113,14 @@ def dq_kernel(
         for tile in range(end_tiles):
             sums = _add_keys(
                 q, dout, keys, values, sums, rows, lse_log2, delta, dlse, limits, tiles, tile,
-                last, key_start, interval, scale, marks, HAS_DLSE, True, False, HEAD_DIM, VALUE_DIM, BLOCK_N,
+                last, key_start, interval, scale, modifiers, HAS_DLSE, True, False, HEAD_DIM, VALUE_DIM, BLOCK_N,
                 BLOCK_D, BLOCK_DV, INT64_OFFSETS,
             )  # fmt: skip
         if end_tiles < num_tiles:  # so that the assembler need not move the sums of the loop before (docs/kernels.md)
             for tile in range(end_tiles, num_tiles):
                 sums = _add_keys(
                     q, dout, keys, values, sums, rows, lse_log2, delta, dlse, limits, tiles, tile,
-                    last, key_start, interval, scale, marks, HAS_DLSE, False, False, HEAD_DIM, VALUE_DIM, BLOCK_N,
+                    last, key_start, interval, scale, modifiers, HAS_DLSE, False, False, HEAD_DIM, VALUE_DIM, BLOCK_N,
                     BLOCK_D, BLOCK_DV, INT64_OFFSETS,
                 )  # fmt: skip
     if q.dtype == tl.float32 or not is_finite_tile(sums[0] + sums[1]):
@@ -124,26 +129,26 @@ def dq_kernel(
         for tile in tl.range(num_tiles, num_stages=1):
             sums = _add_keys(
                 q, dout, keys, values, sums, rows, lse_log2, delta, dlse, limits, tiles, tile,
-                last, key_start, interval, scale, marks, HAS_DLSE, True, True, HEAD_DIM, VALUE_DIM, BLOCK_N,
+                last, key_start, interval, scale, modifiers, HAS_DLSE, True, True, HEAD_DIM, VALUE_DIM, BLOCK_N,
                 BLOCK_D, BLOCK_DV, INT64_OFFSETS,
             )  # fmt: skip
     dq, mean_k, missing = sums
     dq = (dq - missing[:, None] * mean_k) * scale
     if gate_ptr is not None:
-        gate = _load_per_row(gate_ptr, (gate_strides[0], gate_strides[2], gate_strides[1]), members, lse)
+        gate = _load_per_row(gate_ptr, (gate_strides[0], gate_strides[2], gate_strides[1]), tile_rows, lse)
         dq *= gate[:, None]
-        tl.store(numbers_ptr + query_rows, lse_log2 - tl.log2(gate), mask=query_mask)
-        tl.store(numbers_ptr + 2 * place.seqlen_q + query_rows, lse_log2 - tl.log2(-gate), mask=query_mask)
+        tl.store(stats_ptr + query_rows, lse_log2 - tl.log2(gate), mask=query_mask)
+        tl.store(stats_ptr + 2 * layout.seqlen_q + query_rows, lse_log2 - tl.log2(-gate), mask=query_mask)
     store_rows(dq_ptr, query_rows, dq_strides[1], dq, query_mask, HEAD_DIM, BLOCK_D)
-    tl.store(numbers_ptr + place.seqlen_q + query_rows, delta + missing - dlse, mask=query_mask)
+    tl.store(stats_ptr + layout.seqlen_q + query_rows, delta + missing - dlse, mask=query_mask)
 
 
 @triton.jit
-def _load_per_row(ptr, strides, members, lse):
+def _load_per_row(ptr, strides, tile_rows, lse):
     """A number of each row of a tile, in float32; 0 where the row reads nothing, since there it may be anything.
     strides: of rows of the batch, heads and queries.
     """
-    row, heads, query_rows, query_mask = members
+    row, heads, query_rows, query_mask = tile_rows
     ptr += row * strides[0] + heads * strides[1]
     numbers = tl.load(ptr + query_rows.to(tl.int64) * strides[2], mask=query_mask, other=0.0).to(tl.float32)
     return tl.where(lse == float('-inf'), 0.0, numbers)
@@ -167,7 +172,7 @@ def _add_keys(
     key_start,
     interval,
     scale,
-    marks,
+    modifiers,
     HAS_DLSE: tl.constexpr,
     MASKED: tl.constexpr,
     CONTAIN_NONFINITE: tl.constexpr,
@@ -188,8 +193,8 @@ def _add_keys(
         keys, start, last, key_start, interval, MASKED, CONTAIN_NONFINITE, HEAD_DIM, BLOCK_N, BLOCK_D, INT64_OFFSETS
     )
     logits = tl.dot(q, tl.trans(k), input_precision='ieee')  # [BLOCK_M, BLOCK_N]
-    place = place_tile(rows, key_start, start, last, BLOCK_N)
-    exponents, slope, read = find_exponents(logits, lse_log2[:, None], scale, marks, place)
+    coordinates = tile_coordinates(rows, key_start, start, last, BLOCK_N)
+    exponents, slope, read = find_exponents(logits, lse_log2[:, None], scale, modifiers, coordinates)
     if MASKED:
         read = read & reads_keys(interval, limits, start, BLOCK_N)
     weights = tl.exp2(tl.where(read, exponents, float('-inf')))
@@ -197,8 +202,8 @@ def _add_keys(
         values, start, last, key_start, interval, MASKED, CONTAIN_NONFINITE, VALUE_DIM, BLOCK_N, BLOCK_DV, INT64_OFFSETS
     )
     dweights = tl.dot(dout, tl.trans(v), input_precision='ieee')
-    if marks.seed is not None:
-        dweights = tl.where(is_kept(marks, place), dweights * marks.keep_factor, 0.0)
+    if modifiers.seed is not None:
+        dweights = tl.where(is_kept(modifiers, coordinates), dweights * modifiers.keep_factor, 0.0)
     dlogits = weights * (dweights - delta[:, None])
     if CONTAIN_NONFINITE:
         dlogits = tl.where(read, dlogits, 0.0)
@@ -206,7 +211,7 @@ def _add_keys(
     missing += tl.sum(dlogits, 1)
     if HAS_DLSE:
         dlogits = tl.fma(weights, dlse[:, None], dlogits)
-    if marks.softcap is not None:
+    if modifiers.softcap is not None:
         slope = tl.where(read, slope, 0.0) if CONTAIN_NONFINITE else slope
         dlogits *= slope
         weights *= slope

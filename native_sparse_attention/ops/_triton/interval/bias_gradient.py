@@ -19,7 +19,7 @@ def dbias_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
-    numbers_ptr,
+    stats_ptr,
     dout_ptr,
     dbias_ptr,
     q_strides,
@@ -27,12 +27,12 @@ def dbias_kernel(
     v_strides,
     dout_strides,
     dbias_strides,
-    place,
+    layout,
     interval,
     scale,
-    marks,
+    modifiers,
     shape,
-    NUMBERS: tl.constexpr,
+    NUM_STATS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -42,12 +42,12 @@ def dbias_kernel(
     BLOCK_DV: tl.constexpr,
     INT64_OFFSETS: tl.constexpr,
 ):
-    """dbias: `[bias rows, bias heads, T, S]`. shape: (B, HQ, bias rows, bias heads). numbers: of `dq_kernel`, NUMBERS
+    """dbias: `[bias rows, bias heads, T, S]`. shape: (B, HQ, bias rows, bias heads). numbers: of `dq_kernel`, NUM_STATS
     of a row. Rows and heads of the batch that share a bias are added in order, and elements that no query reads are 0.
     """
     batch, num_heads, bias_rows, bias_heads = shape
     key_tiles = tl.cdiv(interval.num_keys, BLOCK_N)
-    query_tiles = tl.cdiv(place.seqlen_q, BLOCK_M)
+    query_tiles = tl.cdiv(layout.seqlen_q, BLOCK_M)
     tile = tl.program_id(0)
     first_key = (tile % key_tiles) * BLOCK_N
     tile = tile // key_tiles
@@ -55,18 +55,18 @@ def dbias_kernel(
     bias_head = tile // query_tiles % bias_heads
     bias_row = tile // query_tiles // bias_heads
     keys = first_key + tl.arange(0, BLOCK_N)
-    query_mask, key_mask = queries < place.seqlen_q, keys < interval.num_keys
+    query_mask, key_mask = queries < layout.seqlen_q, keys < interval.num_keys
     rows_of_head, heads_of_row = tl.cdiv(batch, bias_rows), tl.cdiv(num_heads, bias_heads)
 
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for shared_row in range(rows_of_head):
         row = bias_row + shared_row  # one of both is 0
-        firsts, lasts = _key_limits(interval, place, queries, query_mask, row)
+        firsts, lasts = _key_limits(interval, layout, queries, query_mask, row)
         is_read = (tl.min(firsts, 0) < first_key + BLOCK_N) & (tl.max(lasts, 0) > first_key)
         read = (keys[None, :] >= firsts[:, None]) & (keys[None, :] < lasts[:, None])
         for shared_head in range(tl.where(is_read, heads_of_row, 0)):
             row_of_q, head = row.to(tl.int64), (bias_head + shared_head).to(tl.int64)
-            at = (row_of_q, head, queries[:, None], keys[None, :], query_mask[:, None], key_mask[None, :])
+            coordinates = (row_of_q, head, queries[:, None], keys[None, :], query_mask[:, None], key_mask[None, :])
             q_of_head = q_ptr + row_of_q * q_strides[0] + head * q_strides[2]
             k_of_head = k_ptr + row_of_q * k_strides[0] + head // GROUP * k_strides[2]
             v_of_head = v_ptr + row_of_q * v_strides[0] + head // GROUP * v_strides[2]
@@ -75,22 +75,22 @@ def dbias_kernel(
             k = load_rows(k_of_head, keys, k_strides[1], key_mask, HEAD_DIM, BLOCK_D, INT64_OFFSETS)
             v = load_rows(v_of_head, keys, v_strides[1], key_mask, VALUE_DIM, BLOCK_DV, INT64_OFFSETS)
             dout = load_rows(dout_of_head, queries, dout_strides[1], query_mask, VALUE_DIM, BLOCK_DV, INT64_OFFSETS)
-            numbers_of_head = numbers_ptr + (row_of_q * num_heads + head) * NUMBERS * place.seqlen_q
-            lse_log2 = tl.load(numbers_of_head + queries, mask=query_mask, other=0.0)
+            stats_of_head = stats_ptr + (row_of_q * num_heads + head) * NUM_STATS * layout.seqlen_q
+            lse_log2 = tl.load(stats_of_head + queries, mask=query_mask, other=0.0)
             sign = 1.0
-            if NUMBERS == 3:
-                of_negative = tl.load(numbers_of_head + 2 * place.seqlen_q + queries, mask=query_mask, other=0.0)
+            if NUM_STATS == 3:
+                of_negative = tl.load(stats_of_head + 2 * layout.seqlen_q + queries, mask=query_mask, other=0.0)
                 is_negative = of_negative == of_negative  # a gate below 0, of which alone this is a number
                 lse_log2 = tl.where(is_negative, of_negative, lse_log2)
                 sign = tl.where(is_negative, -1.0, 1.0)[:, None]
-            delta = tl.load(numbers_of_head + place.seqlen_q + queries, mask=query_mask, other=0.0)
+            delta = tl.load(stats_of_head + layout.seqlen_q + queries, mask=query_mask, other=0.0)
             products = tl.dot(q, tl.trans(k), input_precision='ieee')  # [BLOCK_M, BLOCK_N]
-            exponents, _, allowed = find_exponents(products, lse_log2[:, None], scale, marks, at)
+            exponents, _, allowed = find_exponents(products, lse_log2[:, None], scale, modifiers, coordinates)
             reads = read & allowed
             weights = tl.exp2(tl.where(reads, exponents, float('-inf')))
             dweights = tl.dot(dout, tl.trans(v), input_precision='ieee')
-            if marks.seed is not None:
-                dweights = tl.where(is_kept(marks, at), dweights * marks.keep_factor, 0.0)
+            if modifiers.seed is not None:
+                dweights = tl.where(is_kept(modifiers, coordinates), dweights * modifiers.keep_factor, 0.0)
             sums += tl.where(reads, sign * weights * (dweights - delta[:, None]), 0.0)
     pointers = dbias_ptr + bias_row.to(tl.int64) * dbias_strides[0] + bias_head.to(tl.int64) * dbias_strides[1]
     pointers += queries.to(tl.int64)[:, None] * dbias_strides[2] + keys[None, :]
@@ -98,13 +98,13 @@ def dbias_kernel(
 
 
 @triton.jit
-def _key_limits(interval, place, queries, query_mask, row):
+def _key_limits(interval, layout, queries, query_mask, row):
     """The keys [firsts, lasts), as indices of the tensors, that each query of a row of the batch reads."""
-    if place.cu_seqlens is not None:
-        _, positions, key_starts, num_keys = locate_tokens(queries, query_mask, place)
+    if layout.cu_seqlens is not None:
+        _, positions, key_starts, num_keys = locate_tokens(queries, query_mask, layout)
     else:
-        num_keys = load_num_keys(place, row)
-        positions = load_position(place, row, place.seqlen_q, num_keys) + queries
+        num_keys = load_num_keys(layout, row)
+        positions = load_position(layout, row, layout.seqlen_q, num_keys) + queries
         key_starts = 0
     firsts, lasts = key_limits(interval, positions, num_keys)
     if interval.left is None:

@@ -11,9 +11,9 @@ import triton.language as tl
 from native_sparse_attention.ops._triton.interval.modifiers import (
     first_sums,
     is_kept,
-    mark_logits,
-    place_tile,
-    row_of_marks,
+    modify_logits,
+    row_of_modifiers,
+    tile_coordinates,
 )
 from native_sparse_attention.ops._triton.interval.tiles import find_start, key_tiles, load_keys, open_tile, reads_keys
 from native_sparse_attention.ops._triton.tiles import add_product, is_finite_tile, load_rows, split_finite, store_rows
@@ -33,10 +33,10 @@ def forward_kernel(
     k_strides,
     v_strides,
     out_strides,
-    place,
+    layout,
     interval,
     scale,
-    marks,
+    modifiers,
     NEGATIVE: tl.constexpr,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
@@ -53,12 +53,12 @@ def forward_kernel(
     if interval.left is None:
         # The last queries, which have the most to do, first: what is left at the end is short.
         tile_of_queries = tl.num_programs(0) - 1 - tile_of_queries
-    located = locate_queries(tile_of_queries, place, BLOCK_M // HEADS)
+    located = locate_queries(tile_of_queries, layout, BLOCK_M // HEADS)
     _, _, _, first_query, num_queries, _, _ = located
     if first_query >= num_queries:
         return
-    first_head, members, positions, key_start, num_keys = open_tile(interval, place, located, HEADS, BLOCK_M)
-    row, heads, query_rows, query_mask = members
+    first_head, tile_rows, positions, key_start, num_keys = open_tile(interval, layout, located, HEADS, BLOCK_M)
+    row, heads, query_rows, query_mask = tile_rows
 
     kv_head = first_head // GROUP
     keys = (k_tiles, row, kv_head, k_ptr + row * k_strides[0] + kv_head * k_strides[2], k_strides[1])
@@ -66,32 +66,35 @@ def forward_kernel(
     q_ptr += row * q_strides[0] + heads[:, None] * q_strides[2]
     q = load_rows(q_ptr, query_rows, q_strides[1], query_mask, HEAD_DIM, BLOCK_D)  # [BLOCK_M, BLOCK_D]
 
-    last, tiles, limits = key_tiles(interval, place, located, positions, num_keys, BLOCK_M // HEADS, BLOCK_N)
+    last, tiles, limits = key_tiles(interval, layout, located, positions, num_keys, BLOCK_M // HEADS, BLOCK_N)
     end_tiles, num_tiles = tiles[4], tiles[5]
-    rows = (row_of_marks(marks, row), heads, query_rows, query_mask)
+    rows = (row_of_modifiers(modifiers, row), heads, query_rows, query_mask)
 
-    first_max, first_total = first_sums(marks, heads, BLOCK_M)
+    first_max, first_total = first_sums(modifiers, heads, BLOCK_M)
     empty_sums = (first_max, first_total, tl.zeros([BLOCK_M, BLOCK_DV], tl.float32))
     sums = empty_sums
     # Where a scale is negative products are, so that the largest makes the largest logit, and -inf a weight of 0.
     scale_log2 = tl.where(scale == 0, 1e-37, tl.abs(scale) * 1.4426950408889634)
-    if marks.softcap is not None or marks.bias is not None:
+    if modifiers.softcap is not None or modifiers.bias is not None:
         scale_log2 = 1.0
     for tile in range(end_tiles):
         sums = _attend(
-            q, keys, values, sums, None, rows, limits, tiles, tile, last, key_start, interval, scale, scale_log2, marks,
+            q, keys, values, sums, None, rows, limits, tiles, tile, last, key_start, interval, scale, scale_log2, modifiers,
             NEGATIVE, True, False, False, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, INT64_OFFSETS,
         )  # fmt: skip
     # Weights of float16 have no room for a maximum that is too low. Where pairs are masked, many rows may read nothing,
     # which look like rows whose weights vanished.
     FIXED: tl.constexpr = (
-        q.dtype != tl.float16 and marks.bias is None and marks.attn_mask is None and marks.query_segments is None
+        q.dtype != tl.float16
+        and modifiers.bias is None
+        and modifiers.attn_mask is None
+        and modifiers.query_segments is None
     )
     if FIXED:
         sums = (tl.where(sums[0] == float('-inf'), 0.0, sums[0]), sums[1], sums[2])
     for tile in range(end_tiles, num_tiles):
         sums = _attend(
-            q, keys, values, sums, None, rows, limits, tiles, tile, last, key_start, interval, scale, scale_log2, marks,
+            q, keys, values, sums, None, rows, limits, tiles, tile, last, key_start, interval, scale, scale_log2, modifiers,
             NEGATIVE, False, False, FIXED, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, INT64_OFFSETS,
         )  # fmt: skip
     row_max, total = sums[0], sums[1]
@@ -105,7 +108,7 @@ def forward_kernel(
             for tile in tl.range(num_tiles, num_stages=1):
                 sums = _attend(
                     q, keys, values, sums, is_fixed & (tile >= end_tiles), rows, limits, tiles, tile, last, key_start,
-                    interval, scale, scale_log2, marks, NEGATIVE, True, True, False, HEAD_DIM, VALUE_DIM, BLOCK_N,
+                    interval, scale, scale_log2, modifiers, NEGATIVE, True, True, False, HEAD_DIM, VALUE_DIM, BLOCK_N,
                     BLOCK_D, BLOCK_DV, INT64_OFFSETS,
                 )  # fmt: skip
             is_fixed = is_fixed & _is_near(sums[1]) & (tl.sum(sums[2] - sums[2], 1) == 0)
@@ -116,13 +119,13 @@ def forward_kernel(
     empty = total == 0
     total = tl.where(empty, 1.0, total)
     out = sums[2] * (1.0 / tl.where(empty, 1.0, sums[1]))[:, None]
-    if marks.keep_factor is not None:
-        out = out * marks.keep_factor
+    if modifiers.keep_factor is not None:
+        out = out * modifiers.keep_factor
     lse = tl.where(empty, float('-inf'), tl.fma(row_max, 0.6931471805599453, tl.log(total)))
     out_ptr += row * out_strides[0] + heads[:, None] * out_strides[2]
     store_rows(out_ptr, query_rows, out_strides[1], out, query_mask, VALUE_DIM, BLOCK_DV)
     # The heads, with what is the same for all of them added up first.
-    row_of_lse = (row * tl.num_programs(1) * HEADS + first_head + tl.arange(0, BLOCK_M) % HEADS) * place.seqlen_q
+    row_of_lse = (row * tl.num_programs(1) * HEADS + first_head + tl.arange(0, BLOCK_M) % HEADS) * layout.seqlen_q
     tl.store(lse_ptr + row_of_lse + query_rows, lse, mask=query_mask)
 
 
@@ -150,7 +153,7 @@ def _attend(
     interval,
     scale,
     scale_log2,
-    marks,
+    modifiers,
     NEGATIVE: tl.constexpr,
     MASKED: tl.constexpr,
     CONTAIN_NONFINITE: tl.constexpr,
@@ -176,8 +179,8 @@ def _attend(
     )
     products = tl.dot(q, tl.trans(k), input_precision='ieee')  # [BLOCK_M, BLOCK_N]
     products = -products if NEGATIVE else products
-    place = place_tile(rows, key_start, start, last, BLOCK_N)
-    products, _, read = mark_logits(products, scale, marks, place)
+    coordinates = tile_coordinates(rows, key_start, start, last, BLOCK_N)
+    products, _, read = modify_logits(products, scale, modifiers, coordinates)
     if MASKED:
         read = read & reads_keys(interval, limits, start, BLOCK_N)
     products = tl.where(read, products, float('-inf'))
@@ -196,7 +199,7 @@ def _attend(
         total = total * rescale
         out = out * rescale[:, None]
     total += tl.sum(weights, 1)
-    if marks.seed is not None:
-        weights = tl.where(is_kept(marks, place), weights, 0.0)
+    if modifiers.seed is not None:
+        weights = tl.where(is_kept(modifiers, coordinates), weights, 0.0)
     out = add_product(weights.to(v.dtype), v, out)
     return new_max, total, out

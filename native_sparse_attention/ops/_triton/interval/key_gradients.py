@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from native_sparse_attention.ops._triton.interval.modifiers import find_exponents, is_kept, row_of_marks
+from native_sparse_attention.ops._triton.interval.modifiers import find_exponents, is_kept, row_of_modifiers
 from native_sparse_attention.ops._triton.interval.tiles import (
     find_start,
     is_read_by,
@@ -38,7 +38,7 @@ def dkv_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
-    numbers_ptr,
+    stats_ptr,
     dout_ptr,
     dk_ptr,
     dv_ptr,
@@ -50,13 +50,13 @@ def dkv_kernel(
     dout_strides,
     dk_strides,
     dv_strides,
-    place,
+    layout,
     interval,
     scale,
-    marks,
+    modifiers,
     kv_heads,
     parts,
-    NUMBERS: tl.constexpr,
+    NUM_STATS: tl.constexpr,
     JOINED: tl.constexpr,
     SPLIT: tl.constexpr,
     HEADS: tl.constexpr,
@@ -69,7 +69,7 @@ def dkv_kernel(
     INT64_OFFSETS: tl.constexpr,
 ):
     """dk, dv: `[parts, B, C, H, D and DV]`: the sum over the first HEADS query heads of a group, the next, and so on.
-    numbers: NUMBERS of a row, from `dq_kernel`. One program per tile of keys, kv head and part. JOINED: with memory
+    numbers: NUM_STATS of a row, from `dq_kernel`. One program per tile of keys, kv head and part. JOINED: with memory
     before the keys of every row, `[parts, B, M + C, H, D and DV]`. SPLIT, unless 0: of the memory keys alone, with dk
     and dv `[parts, B * splits, M, H, D and DV]`, a split for every SPLIT queries.
     """
@@ -78,7 +78,7 @@ def dkv_kernel(
     kv_head = tl.program_id(0) // parts % kv_heads
     part = tl.program_id(0) % parts
     if SPLIT > 0:
-        row, stored_row, key_rows, key_mask, first, last = _find_split(interval, place, tile, SPLIT, BLOCK_N)
+        row, stored_row, key_rows, key_mask, first, last = _find_split(interval, layout, tile, SPLIT, BLOCK_N)
         keys, stored_rows, stored = key_rows - interval.num_memory, key_rows, key_mask
         query_start, offset = row * 0, row * 0
         full_first, full_last = first, last
@@ -86,19 +86,19 @@ def dkv_kernel(
         num_rows = interval.num_keys
         if JOINED:
             num_rows += interval.num_memory
-        if place.cu_blocks is None and interval.left is None:  # and of all rows; tiles of a window are alike
-            tile = tile % place.num_sequences * tl.cdiv(num_rows, BLOCK_N) + tile // place.num_sequences
-        sequence, first_key = find_tile(tile, place.cu_blocks, num_rows, place.num_sequences, BLOCK_N)
+        if layout.cu_blocks is None and interval.left is None:  # and of all rows; tiles of a window are alike
+            tile = tile % layout.num_sequences * tl.cdiv(num_rows, BLOCK_N) + tile // layout.num_sequences
+        sequence, first_key = find_tile(tile, layout.cu_blocks, num_rows, layout.num_sequences, BLOCK_N)
         if JOINED:
             first_key -= interval.num_memory
-        if sequence >= place.num_sequences:
+        if sequence >= layout.num_sequences:
             return
-        row, key_start, key_stop = load_extent(place.cu_blocks, sequence, interval.num_keys, place.num_sequences)
+        row, key_start, key_stop = load_extent(layout.cu_blocks, sequence, interval.num_keys, layout.num_sequences)
         if first_key >= key_stop:
             return
-        _, query_start, num_queries = load_extent(place.cu_seqlens, sequence, place.seqlen_q, place.num_sequences)
-        num_tokens = load_num_keys(place, sequence)
-        offset = load_position(place, sequence, num_queries, num_tokens)
+        _, query_start, num_queries = load_extent(layout.cu_seqlens, sequence, layout.seqlen_q, layout.num_sequences)
+        num_tokens = load_num_keys(layout, sequence)
+        offset = load_position(layout, sequence, num_queries, num_tokens)
         num_keys = tl.minimum(count_blocks(num_tokens, interval.block_size, interval.stride), key_stop)
         keys = first_key + tl.arange(0, BLOCK_N)
         stored_row = row
@@ -122,30 +122,30 @@ def dkv_kernel(
     tiles = split_range(first, last, full_first, full_last, BLOCK_M)
     end_tiles, num_tiles = tiles[4], tiles[5]
     limits = query_limits(interval, keys, last, offset)
-    places = (row_of_marks(marks, row), key_rows, key_mask)
+    key_coordinates = (row_of_modifiers(modifiers, row), key_rows, key_mask)
     first_row = tl.zeros([], tl.int64) + query_start
     of_row = (row, query_start, row * num_heads)
     inputs = (
-        q_ptr + first_row * q_strides[1], dout_ptr + first_row * dout_strides[1], numbers_ptr + first_row,
-        q_tiles, dout_tiles, q_strides, dout_strides, of_row, place.seqlen_q,
+        q_ptr + first_row * q_strides[1], dout_ptr + first_row * dout_strides[1], stats_ptr + first_row,
+        q_tiles, dout_tiles, q_strides, dout_strides, of_row, layout.seqlen_q,
     )  # fmt: skip
     empty_sums = (tl.zeros([BLOCK_N, BLOCK_D], tl.float32), tl.zeros([BLOCK_N, BLOCK_DV], tl.float32))
     sums = empty_sums
     # In float32 there is only the last loop, as in the other kernel.
     if k.dtype != tl.float32:
         sums = _add_heads(
-            inputs, k, v, sums, first_head, places, limits, tiles, 0, end_tiles, last, interval, scale, marks, NUMBERS,
+            inputs, k, v, sums, first_head, key_coordinates, limits, tiles, 0, end_tiles, last, interval, scale, modifiers, NUM_STATS,
             HEADS, True, False, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV, INT64_OFFSETS,
         )  # fmt: skip
         sums = _add_heads(
-            inputs, k, v, sums, first_head, places, limits, tiles, end_tiles, num_tiles, last, interval, scale, marks,
-            NUMBERS, HEADS, False, False, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV, INT64_OFFSETS,
+            inputs, k, v, sums, first_head, key_coordinates, limits, tiles, end_tiles, num_tiles, last, interval, scale, modifiers,
+            NUM_STATS, HEADS, False, False, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV, INT64_OFFSETS,
         )  # fmt: skip
     if k.dtype == tl.float32 or not is_finite_tile(sums[0]):
         # Perhaps for queries that do not read some keys of the tile, or gates below 0: once more, with care.
         sums = _add_heads(
-            inputs, k, v, empty_sums, first_head, places, limits, tiles, 0, num_tiles, last, interval, scale, marks,
-            NUMBERS, HEADS, True, True, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV, INT64_OFFSETS,
+            inputs, k, v, empty_sums, first_head, key_coordinates, limits, tiles, 0, num_tiles, last, interval, scale, modifiers,
+            NUM_STATS, HEADS, True, True, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV, INT64_OFFSETS,
         )  # fmt: skip
     dk, dv = sums
     dk_ptr += part.to(tl.int64) * dk_strides[0] + stored_row.to(tl.int64) * dk_strides[1] + kv_head * dk_strides[3]
@@ -158,19 +158,19 @@ def dkv_kernel(
 
 
 @triton.jit
-def _find_split(interval, place, tile, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr):
+def _find_split(interval, layout, tile, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr):
     """Of a tile of memory keys and one of the splits: the row of the batch, where its sums are stored, the keys and a
     mask, and the queries [first, last): every query of the row reads these keys, wherever it stands.
     """
     memory_tiles = tl.cdiv(interval.num_memory, BLOCK_N)
-    splits = tl.cdiv(place.seqlen_q, SPLIT)
+    splits = tl.cdiv(layout.seqlen_q, SPLIT)
     stored_row = tile // memory_tiles
     key_rows = tile % memory_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
     key_mask = key_rows < interval.num_memory
     first = (stored_row % splits) * SPLIT
-    last = tl.minimum(first + SPLIT, place.seqlen_q)
-    if place.cu_seqlens is not None:
-        last = tl.minimum(last, tl.load(place.cu_seqlens + place.num_sequences).to(tl.int32))
+    last = tl.minimum(first + SPLIT, layout.seqlen_q)
+    if layout.cu_seqlens is not None:
+        last = tl.minimum(last, tl.load(layout.cu_seqlens + layout.num_sequences).to(tl.int32))
     return stored_row // splits, stored_row, key_rows, key_mask, first, last
 
 
@@ -192,7 +192,7 @@ def _add_heads(
     v,
     sums,
     first_head,
-    places,
+    key_coordinates,
     limits,
     tiles,
     first_tile,
@@ -200,8 +200,8 @@ def _add_heads(
     last,
     interval,
     scale,
-    marks,
-    NUMBERS: tl.constexpr,
+    modifiers,
+    NUM_STATS: tl.constexpr,
     HEADS: tl.constexpr,
     MASKED: tl.constexpr,
     CONTAIN_NONFINITE: tl.constexpr,
@@ -214,11 +214,11 @@ def _add_heads(
 ):
     """Adds tiles first_tile ... last_tile - 1 of each of HEADS heads."""
     if interval.left is None or CONTAIN_NONFINITE:
-        for member in range(HEADS):
-            head = first_head + member
+        for index in range(HEADS):
+            head = first_head + index
             for tile in tl.range(first_tile, last_tile, num_stages=1 if CONTAIN_NONFINITE else None):
                 sums = _add_queries(
-                    inputs, k, v, sums, head, places, limits, tiles, tile, last, interval, scale, marks, NUMBERS,
+                    inputs, k, v, sums, head, key_coordinates, limits, tiles, tile, last, interval, scale, modifiers, NUM_STATS,
                     MASKED, CONTAIN_NONFINITE, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV, INT64_OFFSETS,
                 )  # fmt: skip
     else:
@@ -226,7 +226,7 @@ def _add_heads(
         head, tile = first_head, first_tile
         for _ in range(HEADS * (last_tile - first_tile)):
             sums = _add_queries(
-                inputs, k, v, sums, head, places, limits, tiles, tile, last, interval, scale, marks, NUMBERS, MASKED,
+                inputs, k, v, sums, head, key_coordinates, limits, tiles, tile, last, interval, scale, modifiers, NUM_STATS, MASKED,
                 CONTAIN_NONFINITE, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV, INT64_OFFSETS,
             )  # fmt: skip
             is_last = tile == last_tile - 1
@@ -236,13 +236,13 @@ def _add_heads(
 
 
 @triton.jit
-def _load_numbers(numbers_ptr, queries, seqlen, COUNT: tl.constexpr):
+def _load_stats(stats_ptr, queries, seqlen, COUNT: tl.constexpr):
     """Two or three numbers of each query, seqlen apart; of two, the third is 0. Where a tile has fewer elements than a
     program threads, every thread would fetch what it needs, one after the other: so there are four columns of them.
     """
     columns = tl.arange(0, 4)[None, :]
     mask = tl.broadcast_to(columns < COUNT, [queries.shape[0], 4])
-    numbers = tl.load(numbers_ptr + columns * seqlen + queries[:, None], mask=mask, other=0.0)
+    numbers = tl.load(stats_ptr + columns * seqlen + queries[:, None], mask=mask, other=0.0)
     even, odd = tl.split(tl.reshape(numbers, [queries.shape[0], 2, 2]))
     first, third = tl.split(even)
     second, _ = tl.split(odd)
@@ -256,15 +256,15 @@ def _add_queries(
     v,
     sums,
     head,
-    places,
+    key_coordinates,
     limits,
     tiles,
     tile,
     last,
     interval,
     scale,
-    marks,
-    NUMBERS: tl.constexpr,
+    modifiers,
+    NUM_STATS: tl.constexpr,
     MASKED: tl.constexpr,
     CONTAIN_NONFINITE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -279,7 +279,7 @@ def _add_queries(
     the values of the whole tile.
     """
     dk, dv = sums
-    q_ptr, dout_ptr, numbers_ptr, q_tiles, dout_tiles, q_strides, dout_strides, of_row, seqlen = inputs
+    q_ptr, dout_ptr, stats_ptr, q_tiles, dout_tiles, q_strides, dout_strides, of_row, seqlen = inputs
     row, query_start, heads_before = of_row
     start = find_start(tiles, tile, MASKED, CONTAIN_NONFINITE, BLOCK_M)
     queries = start + tl.arange(0, BLOCK_M)
@@ -299,15 +299,15 @@ def _add_queries(
     if MASKED:
         # Those behind the last query are the last one once more, which takes no mask.
         queries = tl.minimum(queries, last - 1)
-    numbers_ptr += (heads_before + head) * NUMBERS * seqlen
-    GATED: tl.constexpr = CONTAIN_NONFINITE and NUMBERS == 3
-    lse_log2, delta, of_negative = _load_numbers(numbers_ptr, queries, seqlen, 3 if GATED else 2)
+    stats_ptr += (heads_before + head) * NUM_STATS * seqlen
+    GATED: tl.constexpr = CONTAIN_NONFINITE and NUM_STATS == 3
+    lse_log2, delta, of_negative = _load_stats(stats_ptr, queries, seqlen, 3 if GATED else 2)
     if GATED:
         is_negative = of_negative == of_negative  # a gate below 0, of which alone this is a number
         lse_log2 = tl.where(is_negative, of_negative, lse_log2)
     logits = tl.dot(k, tl.trans(q), input_precision='ieee')  # [BLOCK_N, BLOCK_M]
-    row_of_tables, key_rows, key_mask = places
-    place = (
+    row_of_tables, key_rows, key_mask = key_coordinates
+    coordinates = (
         row_of_tables,
         head,
         (query_start + queries)[None, :],
@@ -315,7 +315,7 @@ def _add_queries(
         query_mask[None, :],
         key_mask[:, None],
     )
-    exponents, slope, read = find_exponents(logits, lse_log2[None, :], scale, marks, place)
+    exponents, slope, read = find_exponents(logits, lse_log2[None, :], scale, modifiers, coordinates)
     if MASKED:
         read = read & is_read_by(interval, limits, start, BLOCK_M)
     weights = tl.exp2(tl.where(read, exponents, float('-inf')))
@@ -323,15 +323,15 @@ def _add_queries(
         weights = tl.where(is_negative[None, :], -weights, weights)
     dweights = tl.dot(v, tl.trans(dout), input_precision='ieee')
     kept = weights
-    if marks.seed is not None:
-        keep = is_kept(marks, place)
-        dweights = tl.where(keep, dweights * marks.keep_factor, 0.0)
-        kept = tl.where(keep, weights * marks.keep_factor, 0.0)
+    if modifiers.seed is not None:
+        keep = is_kept(modifiers, coordinates)
+        dweights = tl.where(keep, dweights * modifiers.keep_factor, 0.0)
+        kept = tl.where(keep, weights * modifiers.keep_factor, 0.0)
     dlogits = weights * (dweights - delta[None, :])
     if CONTAIN_NONFINITE:
         dlogits = tl.where(read, dlogits, 0.0)
         q, _ = split_finite(q)
-    if marks.softcap is not None:
+    if modifiers.softcap is not None:
         dlogits *= tl.where(read, slope, 0.0) if CONTAIN_NONFINITE else slope
     dv = add_product(kept.to(dout.dtype), dout, dv)
     dk = add_product(dlogits.to(q.dtype), q, dk)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from native_sparse_attention.ops._triton.interval import settings
 from native_sparse_attention.ops._triton.interval.key_gradients import dkv_kernel
-from native_sparse_attention.ops._triton.interval.modifiers import Marks
+from native_sparse_attention.ops._triton.interval.modifiers import KernelModifiers
 from native_sparse_attention.ops._triton.interval.tiles import Interval
 from native_sparse_attention.ops._triton.launch import (
     Settings,
@@ -28,12 +28,17 @@ FULL_GRID = 256
 WORKSPACE = 2**29
 # Queries whose part of the gradients of memory is added by one program.
 SPLIT = 1024
-# q, k, v, dout, and numbers of every row (`dq_kernel`)
+# q, k, v, dout, and row_stats of every row (`dq_kernel`)
 Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def differentiate_keys(
-    tensors: Tensors, place: SequenceLayout, interval: Interval, scale: float, marks: Marks, grad_dtype: torch.dtype
+    tensors: Tensors,
+    layout: SequenceLayout,
+    interval: Interval,
+    scale: float,
+    kernel_modifiers: KernelModifiers,
+    grad_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dk and dv `[B, C, H, D and DV]` in grad_dtype, dmem_k and dmem_v `[H, M, D and DV]`; where there are parts, some
     rows of the batch after the others: how many rows fit into the workspace must not change how a row is added.
@@ -45,24 +50,24 @@ def differentiate_keys(
     # Memory stands before the keys of every row, but in packed sequences. Its sums are float32, and theirs with it.
     bytes_of_key = kv_heads * 4 * (head_dim + value_dim)
     fits = (num_memory + interval.num_keys) * bytes_of_key <= WORKSPACE
-    joined = num_memory if fits and place.cu_seqlens is None else 0
+    joined = num_memory if fits and layout.cu_seqlens is None else 0
     num_keys = joined + interval.num_keys
     block_n = _settings_of_keys(interval, q, v).block_n
-    tiles_of_row = num_tiles(place, num_keys, block_n) // max(batch, 1)
+    tiles_of_row = num_tiles(layout, num_keys, block_n) // max(batch, 1)
     bytes_of_row = num_keys * bytes_of_key
     parts = _count_parts(heads // kv_heads, tiles_of_row * kv_heads, bytes_of_row)
     # The kernel does not visit what no sequence covers.
-    allocate = torch.empty if place.cu_seqlens is None else torch.zeros
+    allocate = torch.empty if layout.cu_seqlens is None else torch.zeros
 
     def add_queries(rows: range, dtype: torch.dtype) -> list[Tensor]:
         grads = [allocate((parts, len(rows), num_keys, *t.shape[2:]), dtype=dtype, device=t.device) for t in (k, v)]
-        some = _rows_of(rows, tensors, place, marks)
+        some = _rows_of(rows, tensors, layout, kernel_modifiers)
         _launch_dkv(tiles_of_row * len(rows), grads, *some, interval, scale, is_joined=joined > 0)
         return grads
 
     if parts == 1 and not joined:
         dk, dv = (grad[0] for grad in add_queries(range(batch), grad_dtype))
-        return dk, dv, *_differentiate_memory(tensors, place, interval, scale, marks)
+        return dk, dv, *_differentiate_memory(tensors, layout, interval, scale, kernel_modifiers)
     dk, dv = (t.new_empty(batch, interval.num_keys, *t.shape[2:], dtype=grad_dtype) for t in (k, v))
     of_memory = []
     for rows in _split_rows(batch, parts * bytes_of_row):
@@ -73,11 +78,11 @@ def differentiate_keys(
             of_memory.append([parts_of_grad[:, :, :joined].sum((0, 1)) for parts_of_grad in sums])
     if of_memory:
         return dk, dv, *_add_memory(of_memory, k.dtype)
-    return dk, dv, *_differentiate_memory(tensors, place, interval, scale, marks)
+    return dk, dv, *_differentiate_memory(tensors, layout, interval, scale, kernel_modifiers)
 
 
 def _differentiate_memory(
-    tensors: Tensors, place: SequenceLayout, interval: Interval, scale: float, marks: Marks
+    tensors: Tensors, layout: SequenceLayout, interval: Interval, scale: float, kernel_modifiers: KernelModifiers
 ) -> tuple[Tensor, Tensor]:
     """dmem_k and dmem_v where memory is apart from other keys: the sums over splits of the queries of every row."""
     q, k, v, *_ = tensors
@@ -100,7 +105,7 @@ def _differentiate_memory(
     for rows in _split_rows(batch, splits * bytes_of_split):
         shape = (parts, len(rows) * splits, num_memory)
         grads = [torch.empty((*shape, *t.shape[2:]), dtype=torch.float32, device=t.device) for t in (k, v)]
-        some = _rows_of(rows, tensors, place, marks)
+        some = _rows_of(rows, tensors, layout, kernel_modifiers)
         _launch_dkv(tiles_of_row * len(rows), grads, *some, interval, scale, split=split)
         sums.append([grad.sum((0, 1)) for grad in grads])
     return _add_memory(sums, k.dtype)
@@ -127,8 +132,8 @@ def _launch_dkv(
     tiles: int,
     grads: list[Tensor],
     tensors: Tensors,
-    place: SequenceLayout,
-    marks: Marks,
+    layout: SequenceLayout,
+    kernel_modifiers: KernelModifiers,
     interval: Interval,
     scale: float,
     *,
@@ -138,16 +143,16 @@ def _launch_dkv(
     """grads: `[parts, ...]`, those of memory among them where it is joined, and of memory alone where `split` is not 0,
     for so many queries each.
     """
-    q, k, v, dout, numbers = tensors
+    q, k, v, dout, row_stats = tensors
     kv_heads, parts = k.shape[2], len(grads[0])
     block_m, block_n, num_warps, num_stages = _settings_of_keys(interval, q, v)
     launch(
         dkv_kernel,
         (tiles * kv_heads * parts,),
-        *(q, k, v, numbers, dout, *grads, *_describe_queries(q, dout, interval, marks, block_m)),
+        *(q, k, v, row_stats, dout, *grads, *_describe_queries(q, dout, interval, kernel_modifiers, block_m)),
         *(q.stride(), k.stride(), v.stride(), dout.stride(), *(t.stride() for t in grads)),
-        *(place, interval, scale, marks, kv_heads, parts),
-        NUMBERS=numbers.shape[2],
+        *(layout, interval, scale, kernel_modifiers, kv_heads, parts),
+        NUM_STATS=row_stats.shape[2],
         JOINED=is_joined,
         SPLIT=split,
         HEADS=q.shape[2] // kv_heads // parts,
@@ -159,10 +164,12 @@ def _launch_dkv(
     )
 
 
-def _describe_queries(q: Tensor, dout: Tensor, interval: Interval, marks: Marks, block_m: int) -> tuple[Any, Any]:
+def _describe_queries(
+    q: Tensor, dout: Tensor, interval: Interval, kernel_modifiers: KernelModifiers, block_m: int
+) -> tuple[Any, Any]:
     """Descriptors of tiles where a few of them are read, and at once from L2: those of a window in half types."""
     # What is read in vain and is not finite shows in dk; not where all of its weights are dropped.
-    if interval.left is None or q.element_size() == 4 or marks.seed is not None:
+    if interval.left is None or q.element_size() == 4 or kernel_modifiers.seed is not None:
         return None, None
     return describe_tiles(q, block_m, head_block(q.shape[3])), describe_tiles(dout, block_m, head_block(dout.shape[3]))
 
@@ -178,22 +185,24 @@ def _split_rows(batch: int, bytes_of_row: int) -> list[range]:
 
 
 def _rows_of(
-    rows: range, tensors: Tensors, place: SequenceLayout, marks: Marks
-) -> tuple[Tensors, SequenceLayout, Marks]:
+    rows: range, tensors: Tensors, layout: SequenceLayout, kernel_modifiers: KernelModifiers
+) -> tuple[Tensors, SequenceLayout, KernelModifiers]:
     """All of it for some rows of the batch."""
     if len(rows) == len(tensors[0]):
-        return tensors, place, marks
-    q, k, v, dout, numbers = (t[rows.start : rows.stop] for t in tensors)
-    marks = marks if marks.first_row is None else marks._replace(first_row=rows.start)
-    return (q, k, v, dout, numbers), _place_of(place, rows), marks
+        return tensors, layout, kernel_modifiers
+    q, k, v, dout, row_stats = (t[rows.start : rows.stop] for t in tensors)
+    kernel_modifiers = (
+        kernel_modifiers if kernel_modifiers.first_row is None else kernel_modifiers._replace(first_row=rows.start)
+    )
+    return (q, k, v, dout, row_stats), _place_of(layout, rows), kernel_modifiers
 
 
-def _place_of(place: SequenceLayout, rows: range) -> SequenceLayout:
+def _place_of(layout: SequenceLayout, rows: range) -> SequenceLayout:
     """The placement of some rows of the batch; packed sequences are in one row."""
-    if place.cu_seqlens is not None or len(rows) == place.num_sequences:
-        return place
-    q_offsets, seqlens_k = (t if t is None else t[rows.start : rows.stop] for t in (place.q_offsets, place.seqlens_k))
-    return place._replace(num_sequences=len(rows), q_offsets=q_offsets, seqlens_k=seqlens_k)
+    if layout.cu_seqlens is not None or len(rows) == layout.num_sequences:
+        return layout
+    q_offsets, seqlens_k = (t if t is None else t[rows.start : rows.stop] for t in (layout.q_offsets, layout.seqlens_k))
+    return layout._replace(num_sequences=len(rows), q_offsets=q_offsets, seqlens_k=seqlens_k)
 
 
 def _count_parts(group: int, programs: int, bytes_of_part: int) -> int:

@@ -19,7 +19,7 @@ from native_sparse_attention.ops._triton.softcap import cap_logits, cap_slope
 from native_sparse_attention.ops._triton.varlen import last_dim_contiguous
 
 
-class Marks(NamedTuple):
+class KernelModifiers(NamedTuple):
     """Modifiers as one argument of a kernel: what is None is not compiled.
 
     sinks: `[HQ]`. query_segments, key_segments: `[B, T]` and `[B, S]`, contiguous, of num_queries and num_keys. bias,
@@ -53,7 +53,7 @@ class Marks(NamedTuple):
         return self.softcap is not None or self.bias is not None
 
 
-def make_marks(modifiers: Modifiers, batch: int, heads: int) -> Marks:
+def make_kernel_modifiers(modifiers: Modifiers, batch: int, heads: int) -> KernelModifiers:
     softcap, sinks, query_segments, key_segments, bias, attn_mask, dropout_p, seed = modifiers
     sinks, query_segments, key_segments = (
         t if t is None else t.contiguous() for t in (sinks, query_segments, key_segments)
@@ -62,7 +62,7 @@ def make_marks(modifiers: Modifiers, batch: int, heads: int) -> Marks:
     drops = dropout_p > 0
     has_rows = drops or any(t is not None for t in (query_segments, bias, attn_mask))
     bias_strides, mask_strides = (_broadcast_strides(t, batch, heads) for t in (bias, attn_mask))
-    return Marks(
+    return KernelModifiers(
         None if softcap is None else float(softcap),
         sinks,
         query_segments,
@@ -80,14 +80,14 @@ def make_marks(modifiers: Modifiers, batch: int, heads: int) -> Marks:
     )
 
 
-def settings_of_forward(q: Tensor, v: Tensor, marks: Marks) -> Settings:
-    """Of FORWARD_MARKED with a soft cap, segments, tables or dropout (`first_row` is of the last three); smaller tiles
+def settings_of_forward(q: Tensor, v: Tensor, modifiers: KernelModifiers) -> Settings:
+    """Of FORWARD_MODIFIED with a soft cap, segments, tables or dropout (`first_row` is of the last three); smaller tiles
     where a table or a random number for each weight takes registers.
     """
-    if marks.softcap is None and marks.first_row is None:
+    if modifiers.softcap is None and modifiers.first_row is None:
         return settings_of(settings.FORWARD, q, v)
-    tile = settings_of(settings.FORWARD_MARKED, q, v)
-    if marks.bias is None and marks.attn_mask is None and marks.seed is None:
+    tile = settings_of(settings.FORWARD_MODIFIED, q, v)
+    if modifiers.bias is None and modifiers.attn_mask is None and modifiers.seed is None:
         return tile
     return tile._replace(block_m=min(tile.block_m, 64), block_n=min(tile.block_n, 32))
 
@@ -100,25 +100,25 @@ def _broadcast_strides(table: Tensor | None, batch: int, heads: int) -> tuple[in
 
 
 @triton.jit
-def first_sums(marks, heads, BLOCK_M: tl.constexpr):
+def first_sums(modifiers, heads, BLOCK_M: tl.constexpr):
     """The running maximum, in bits, and the sum of a softmax of `[BLOCK_M]` heads that has met its sink alone."""
-    if marks.sinks is None:
+    if modifiers.sinks is None:
         row_max = tl.full([BLOCK_M], float('-inf'), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
     else:
-        row_max = tl.load(marks.sinks + heads) * 1.4426950408889634
+        row_max = tl.load(modifiers.sinks + heads) * 1.4426950408889634
         total = tl.where(row_max == float('-inf'), 0.0, 1.0)
     return row_max, total
 
 
 @triton.jit
-def row_of_marks(marks, row):
-    return row if marks.first_row is None else row + marks.first_row
+def row_of_modifiers(modifiers, row):
+    return row if modifiers.first_row is None else row + modifiers.first_row
 
 
 @triton.jit
-def place_tile(rows, key_start, start, last, BLOCK: tl.constexpr):
-    """Where the elements of a tile `[rows, BLOCK]` of keys from `start` on stand, as `mark_logits` and `is_kept` take
+def tile_coordinates(rows, key_start, start, last, BLOCK: tl.constexpr):
+    """Where the elements of a tile `[rows, BLOCK]` of keys from `start` on stand, as `modify_logits` and `is_kept` take
     it. rows: the row of the batch, and of each row of the tile head, query and whether there is one.
     """
     row, heads, queries, mask = rows
@@ -127,61 +127,63 @@ def place_tile(rows, key_start, start, last, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def mark_logits(products, scale, marks, place):
+def modify_logits(products, scale, modifiers, coordinates):
     """Products of queries and keys as logits: in bits, where soft caps or a bias change them, else as they are.
 
-    place: row of the batch, heads, queries and keys as indices of the tensors, which of the queries and which of the
+    coordinates: row of the batch, heads, queries and keys as indices of the tensors, which of the queries and which of the
     keys exist; two-dimensional, to be broadcast, but for numbers. Returns the logits, the derivative of the soft cap,
     and what segments, masks and a bias above -inf allow to be read.
     """
-    row, _, queries, keys, has_query, has_key = place
+    row, _, queries, keys, has_query, has_key = coordinates
     slope = 1.0
     allowed = tl.full([1, 1], 1, tl.int1)
-    if marks.softcap is not None:
+    if modifiers.softcap is not None:
         logits = products * scale
-        slope = cap_slope(logits, marks.softcap)
-        products = cap_logits(logits, marks.softcap)
-    if marks.bias is not None:
-        bias_ptr = _point(marks.bias, marks.bias_row, marks.bias_head, marks.bias_query, place)
+        slope = cap_slope(logits, modifiers.softcap)
+        products = cap_logits(logits, modifiers.softcap)
+    if modifiers.bias is not None:
+        bias_ptr = _point(modifiers.bias, modifiers.bias_row, modifiers.bias_head, modifiers.bias_query, coordinates)
         bias = tl.load(bias_ptr, mask=has_query & has_key, other=0.0).to(tl.float32)
         allowed = allowed & (bias != float('-inf'))
         # The lowest of float32, which is read, is not -inf in bits.
         bias = tl.maximum(bias, -2e38, propagate_nan=tl.PropagateNan.ALL)
-        products = (products if marks.softcap is not None else products * scale) + bias
-    if marks.softcap is not None or marks.bias is not None:
+        products = (products if modifiers.softcap is not None else products * scale) + bias
+    if modifiers.softcap is not None or modifiers.bias is not None:
         products = products * 1.4426950408889634
-    if marks.attn_mask is not None:
-        mask_ptr = _point(marks.attn_mask, marks.mask_row, marks.mask_head, marks.mask_query, place)
+    if modifiers.attn_mask is not None:
+        mask_ptr = _point(
+            modifiers.attn_mask, modifiers.mask_row, modifiers.mask_head, modifiers.mask_query, coordinates
+        )
         allowed = allowed & tl.load(mask_ptr, mask=has_query & has_key, other=0)
-    if marks.query_segments is not None:
-        segments = tl.load(marks.query_segments + row * marks.num_queries + queries, mask=has_query, other=-1)
-        of_keys = tl.load(marks.key_segments + row * marks.num_keys + keys, mask=has_key, other=-1)
+    if modifiers.query_segments is not None:
+        segments = tl.load(modifiers.query_segments + row * modifiers.num_queries + queries, mask=has_query, other=-1)
+        of_keys = tl.load(modifiers.key_segments + row * modifiers.num_keys + keys, mask=has_key, other=-1)
         allowed = allowed & (segments >= 0) & (segments == of_keys)
     return products, slope, allowed
 
 
 @triton.jit
-def find_exponents(products, lse_log2, scale, marks, place):
-    """Of the weights, before any is dropped: exp2 of these. With what `mark_logits` returns besides the logits."""
-    if marks.softcap is not None or marks.bias is not None:
-        logits, slope, allowed = mark_logits(products, scale, marks, place)
-        # Where a bias makes all logits of a row large, a unit in the last place of them is, too.
+def find_exponents(products, lse_log2, scale, modifiers, coordinates):
+    """Of the weights, before any is dropped: exp2 of these. With what `modify_logits` returns besides the logits."""
+    if modifiers.softcap is not None or modifiers.bias is not None:
+        logits, slope, allowed = modify_logits(products, scale, modifiers, coordinates)
+        # Where a bias makes all logits of a row large, a unit in the last coordinates of them is, too.
         exponents = tl.minimum(logits - lse_log2, 0.0, propagate_nan=tl.PropagateNan.ALL)
     else:
         exponents = tl.fma(products, scale * 1.4426950408889634, -lse_log2)
-        _, slope, allowed = mark_logits(products, scale, marks, place)
+        _, slope, allowed = modify_logits(products, scale, modifiers, coordinates)
     return exponents, slope, allowed
 
 
 @triton.jit
-def is_kept(marks, place):
+def is_kept(modifiers, coordinates):
     """Which weights of a tile are not dropped: those of a random number of their own, whatever the tile."""
-    row, heads, queries, keys, _, _ = place
-    numbers, _, _, _ = tl.philox(tl.load(marks.seed), keys, queries, heads.to(tl.int32), row.to(tl.int32))
-    return numbers >= marks.threshold
+    row, heads, queries, keys, _, _ = coordinates
+    numbers, _, _, _ = tl.philox(tl.load(modifiers.seed), keys, queries, heads.to(tl.int32), row.to(tl.int32))
+    return numbers >= modifiers.threshold
 
 
 @triton.jit
-def _point(ptr, row_stride, head_stride, query_stride, place):
-    row, heads, queries, keys, _, _ = place
+def _point(ptr, row_stride, head_stride, query_stride, coordinates):
+    row, heads, queries, keys, _, _ = coordinates
     return ptr + row * row_stride + heads * head_stride + queries.to(tl.int64) * query_stride + keys

@@ -14,7 +14,11 @@ from native_sparse_attention.ops._triton.interval.backward import dq_kernel
 from native_sparse_attention.ops._triton.interval.bias_gradient import dbias_kernel
 from native_sparse_attention.ops._triton.interval.forward import forward_kernel
 from native_sparse_attention.ops._triton.interval.keys import Tensors, differentiate_keys, tile_sizes
-from native_sparse_attention.ops._triton.interval.modifiers import Marks, make_marks, settings_of_forward
+from native_sparse_attention.ops._triton.interval.modifiers import (
+    KernelModifiers,
+    make_kernel_modifiers,
+    settings_of_forward,
+)
 from native_sparse_attention.ops._triton.interval.tiles import Interval
 from native_sparse_attention.ops._triton.launch import describe_tiles, head_block, is_wide, launch, settings_of
 from native_sparse_attention.ops._triton.registered import (
@@ -36,8 +40,8 @@ from native_sparse_attention.ops._triton.varlen import (
     unflatten,
 )
 
-# q, k, v, interval, placement and marks, as `_prepare` makes them for the kernels.
-Inputs = tuple[Tensor, Tensor, Tensor, Interval, SequenceLayout, Marks]
+# q, k, v, interval, placement and kernel_modifiers, as `_prepare` makes them for the kernels.
+Inputs = tuple[Tensor, Tensor, Tensor, Interval, SequenceLayout, KernelModifiers]
 # Elements of the log-sum-exp whose part of the gradient of sinks is computed at once.
 SINK_ELEMENTS = 2**24
 
@@ -113,20 +117,20 @@ def _forward(
 
 def attend(inputs: Inputs, scale: float, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return the output `[B, T, HQ, DV]` in out_dtype and the log-sum-exp `[B, HQ, T]`."""
-    q, k, v, interval, place, marks = inputs
+    q, k, v, interval, layout, kernel_modifiers = inputs
     batch, seqlen, heads, head_dim = q.shape
     value_dim = v.shape[3]
     out = q.new_empty(batch, seqlen, heads, value_dim, dtype=out_dtype)
     lse = q.new_empty(batch, heads, seqlen, dtype=torch.float32)
-    block_m, block_n, num_warps, num_stages = settings_of_forward(q, v, marks)
+    block_m, block_n, num_warps, num_stages = settings_of_forward(q, v, kernel_modifiers)
     packed = _count_packed(heads // k.shape[2], block_m)
     launch(
         forward_kernel,
-        (num_tiles(place, seqlen, block_m // packed), heads // packed),
-        *(q, k, v, out, lse, *_describe_keys(k, v, place, interval, block_n)),
+        (num_tiles(layout, seqlen, block_m // packed), heads // packed),
+        *(q, k, v, out, lse, *_describe_keys(k, v, layout, interval, block_n)),
         *(q.stride(), k.stride(), v.stride(), out.stride()),
-        *(place, interval, scale, marks),
-        NEGATIVE=scale < 0 and not marks.change_logits,
+        *(layout, interval, scale, kernel_modifiers),
+        NEGATIVE=scale < 0 and not kernel_modifiers.change_logits,
         GROUP=heads // k.shape[2],
         HEADS=packed,
         **tile_sizes(head_dim, value_dim, block_m, block_n),
@@ -183,20 +187,20 @@ def _backward(
         (softcap, sinks, query_segments, key_segments, bias, attn_mask, dropout_p, dropout_seed),
     )  # fmt: skip
     dout, out = last_dim_contiguous(dout, out)
-    dq, numbers = differentiate_queries(inputs, scale, out, lse, dout, dlse, gate, q.dtype)
-    q, k, v, interval, place, marks = inputs
-    tensors = (q, k, v, dout, numbers)
+    dq, row_stats = differentiate_queries(inputs, scale, out, lse, dout, dlse, gate, q.dtype)
+    q, k, v, interval, layout, kernel_modifiers = inputs
+    tensors = (q, k, v, dout, row_stats)
     dk = dv = dmem_k = dmem_v = dsinks = dbias = dgate = None
     if needs_dkv:
-        dk, dv, dmem_k, dmem_v = differentiate_keys(tensors, place, interval, scale, marks, k.dtype)
+        dk, dv, dmem_k, dmem_v = differentiate_keys(tensors, layout, interval, scale, kernel_modifiers, k.dtype)
     if needs_dsinks and sinks is not None:
-        delta = numbers[:, :, 1]
+        delta = row_stats[:, :, 1]
         dsinks = differentiate_sinks(sinks, lse, delta if gate is None else delta * gate.transpose(1, 2))
     if needs_dbias and bias is not None:
-        dbias = _differentiate_bias(bias, tensors, place, interval, scale, marks)
+        dbias = _differentiate_bias(bias, tensors, layout, interval, scale, kernel_modifiers)
     if gate is not None:
         # What p * dp adds up to is dout * output.
-        dgate = numbers[:, :, 1].transpose(1, 2).to(gate.dtype).contiguous()
+        dgate = row_stats[:, :, 1].transpose(1, 2).to(gate.dtype).contiguous()
     dk, dv, dmem_k, dmem_v, dsinks, dbias, dgate = (
         q.new_empty(0) if grad is None else grad for grad in (dk, dv, dmem_k, dmem_v, dsinks, dbias, dgate)
     )
@@ -213,27 +217,27 @@ def differentiate_queries(
     gate: Tensor | None,
     dq_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Return dq in dq_dtype, and float32 `[B, HQ, 2 or 3, T]`, the numbers of a row that `differentiate_keys` takes;
+    """Return dq in dq_dtype, and float32 `[B, HQ, 2 or 3, T]`, the row_stats of a row that `differentiate_keys` takes;
     the second of them is delta, the sum of p * dp less dlse.
 
     gate: `[B, T, HQ]`, what dout is still to be multiplied by, or None. dlse: `[B, HQ, T]`, before the gate too.
     """
-    q, k, v, interval, place, marks = inputs
+    q, k, v, interval, layout, kernel_modifiers = inputs
     seqlen, heads, head_dim = q.shape[1:]
     kv_heads, value_dim = v.shape[2:]
     dq = q.new_empty(q.shape, dtype=dq_dtype)
-    numbers = lse.new_empty(*lse.shape[:2], 2 if gate is None else 3, lse.shape[2])  # what dkv takes of a row
+    row_stats = lse.new_empty(*lse.shape[:2], 2 if gate is None else 3, lse.shape[2])  # what dkv takes of a row
     table = settings.DQ if interval.left is None else settings.DQ_WINDOW
     block_m, block_n, num_warps, num_stages = settings_of(table, q, v)
     packed = _count_packed(heads // kv_heads, block_m)
     launch(
         dq_kernel,
-        (num_tiles(place, seqlen, block_m // packed), heads // packed),
-        *(q, k, v, out, lse, dout, dlse, gate, dq, numbers, *_describe_keys(k, v, place, interval, block_n)),
+        (num_tiles(layout, seqlen, block_m // packed), heads // packed),
+        *(q, k, v, out, lse, dout, dlse, gate, dq, row_stats, *_describe_keys(k, v, layout, interval, block_n)),
         *(q.stride(), k.stride(), v.stride(), out.stride(), dout.stride()),
         *(None if t is None else t.stride() for t in (dlse, gate)),
         dq.stride(),
-        *(place, interval, scale, marks),
+        *(layout, interval, scale, kernel_modifiers),
         GROUP=heads // kv_heads,
         HEADS=packed,
         **tile_sizes(head_dim, value_dim, block_m, block_n),
@@ -242,7 +246,7 @@ def differentiate_queries(
         num_stages=num_stages,
         device=q.device,
     )
-    return dq, numbers
+    return dq, row_stats
 
 
 def differentiate_sinks(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
@@ -259,9 +263,14 @@ def differentiate_sinks(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
 
 
 def _differentiate_bias(
-    bias: Tensor, tensors: Tensors, place: SequenceLayout, interval: Interval, scale: float, marks: Marks
+    bias: Tensor,
+    tensors: Tensors,
+    layout: SequenceLayout,
+    interval: Interval,
+    scale: float,
+    kernel_modifiers: KernelModifiers,
 ) -> Tensor:
-    q, k, v, dout, numbers = tensors
+    q, k, v, dout, row_stats = tensors
     dbias = torch.empty_like(bias, memory_format=torch.contiguous_format)
     block_m, block_n, num_warps, num_stages = settings_of(settings.DQ, q, v)
     block_n = min(block_n, 32)  # all four operands come by pointers, which take registers
@@ -269,10 +278,10 @@ def _differentiate_bias(
     launch(
         dbias_kernel,
         (tiles * bias.shape[0] * bias.shape[1],),
-        *(q, k, v, numbers, dout, dbias),
+        *(q, k, v, row_stats, dout, dbias),
         *(q.stride(), k.stride(), v.stride(), dout.stride(), dbias.stride()),
-        *(place, interval, scale, marks, (q.shape[0], q.shape[2], *bias.shape[:2])),
-        NUMBERS=numbers.shape[2],
+        *(layout, interval, scale, kernel_modifiers, (q.shape[0], q.shape[2], *bias.shape[:2])),
+        NUM_STATS=row_stats.shape[2],
         GROUP=q.shape[2] // k.shape[2],
         **tile_sizes(q.shape[3], v.shape[3], block_m, block_n),
         INT64_OFFSETS=is_wide(q, k, v, dout),
@@ -362,18 +371,18 @@ def _prepare(
             torch.cat((memory.transpose(0, 1).expand(t.shape[0], -1, -1, -1), t), 1)
             for memory, t in ((mem_k, k), (mem_v, v))
         )
-    place = make_layout(unflatten(q, flat), block_size, stride)
+    layout = make_layout(unflatten(q, flat), block_size, stride)
     interval = Interval(left, reach, block_size, stride, num_memory, num_keys)
-    marks = make_marks(Modifiers(*modifiers), q.shape[0], q.shape[2])
+    kernel_modifiers = make_kernel_modifiers(Modifiers(*modifiers), q.shape[0], q.shape[2])
     q, k, v = last_dim_contiguous(q, k, v)
-    return q, k, v, interval, place, marks
+    return q, k, v, interval, layout, kernel_modifiers
 
 
-def _describe_keys(k: Tensor, v: Tensor, place: SequenceLayout, interval: Interval, block_n: int) -> Any:
+def _describe_keys(k: Tensor, v: Tensor, layout: SequenceLayout, interval: Interval, block_n: int) -> Any:
     """Descriptors for tiles that are read as a whole. In float32 there would be none to gain, and between memory and
     the keys of a packed sequence lie others.
     """
-    if k.element_size() == 4 or (interval.num_memory is not None and place.cu_blocks is not None):
+    if k.element_size() == 4 or (interval.num_memory is not None and layout.cu_blocks is not None):
         return None, None
     return (describe_tiles(t, block_n, head_block(t.shape[3])) for t in (k, v))
 

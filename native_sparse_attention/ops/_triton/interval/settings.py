@@ -28,7 +28,7 @@ FORWARD: Table = {
 }
 
 # Where logits are more than products: with a soft cap, or something to be looked up or drawn for each of them.
-FORWARD_MARKED: Table = FORWARD | {
+FORWARD_MODIFIED: Table = FORWARD | {
     ('sm90', 2, 64): Settings(128, 64, 4, 3),
     ('sm90', 2, 128): Settings(64, 64, 4, 3),
 }

@@ -31,26 +31,26 @@ class Interval(NamedTuple):
 
 
 @triton.jit
-def open_tile(interval, place, located, HEADS: tl.constexpr, BLOCK_M: tl.constexpr):
+def open_tile(interval, layout, located, HEADS: tl.constexpr, BLOCK_M: tl.constexpr):
     """A tile that `locate_queries` found, of every query with every one of HEADS heads. Returns the first head; the row
     of the batch, and of each row of the tile the head, the query in the tensors and a mask; their positions; and the
     sequence's first key, memory apart, and how many there are.
     """
     sequence, row, query_start, first_query, num_queries, num_tokens, offset = located
-    _, key_start, num_keys = load_extent(place.cu_blocks, sequence, interval.num_keys, place.num_sequences)
+    _, key_start, num_keys = load_extent(layout.cu_blocks, sequence, interval.num_keys, layout.num_sequences)
     num_keys = tl.minimum(count_blocks(num_tokens, interval.block_size, interval.stride), num_keys)
-    members = tl.arange(0, BLOCK_M)
-    queries = first_query + members // HEADS
+    tile_rows = tl.arange(0, BLOCK_M)
+    queries = first_query + tile_rows // HEADS
     query_mask = queries < num_queries
     query_rows = query_start + queries
     positions = offset + queries
     row, first_head = row.to(tl.int64), tl.program_id(1).to(tl.int64) * HEADS
-    heads = first_head + members % HEADS
+    heads = first_head + tile_rows % HEADS
     return first_head, (row, heads, query_rows, query_mask), positions, key_start, num_keys
 
 
 @triton.jit
-def key_tiles(interval, place, located, positions, num_keys, TILE: tl.constexpr, BLOCK_N: tl.constexpr):
+def key_tiles(interval, layout, located, positions, num_keys, TILE: tl.constexpr, BLOCK_N: tl.constexpr):
     """What a tile of TILE queries, its rows at these positions, reads of num_keys keys: where that ends, in which tiles
     it is gone through (`split_range`), and what each row reads (`key_limits`).
     """
@@ -61,7 +61,7 @@ def key_tiles(interval, place, located, positions, num_keys, TILE: tl.constexpr,
     first, last, full_first, full_last = key_range(
         interval, offset + first_query, last_position, end_position, num_keys
     )
-    if interval.num_memory is not None and sequence < place.num_sequences:
+    if interval.num_memory is not None and sequence < layout.num_sequences:
         first = -interval.num_memory
         full_first = first
     tiles = split_range(first, last, full_first, full_last, BLOCK_N)

@@ -28,7 +28,11 @@ from native_sparse_attention.ops._triton.varlen import (
     unflatten,
 )
 from native_sparse_attention.ops.block_selection.triton import scores_settings
-from native_sparse_attention.ops.block_selection.triton.scores_backward import Lists, combine_kernel, partial_kernel
+from native_sparse_attention.ops.block_selection.triton.scores_backward import (
+    IndexRange,
+    combine_kernel,
+    partial_kernel,
+)
 from native_sparse_attention.ops.block_selection.triton.scores_forward import dq_kernel, forward_kernel
 from native_sparse_attention.ops.block_selection.triton.scores_tiles import Sizes
 
@@ -97,7 +101,7 @@ def _forward(
         return torch.ones(block_indices.shape, dtype=torch.float32, device=q.device)
     q, k_cmp, block_indices = last_dim_contiguous(q, k_cmp, block_indices)
     flat = (seqlen_k, q_offset, q_offsets, seqlens_k, cu_seqlens, cu_seqlens_k)
-    place, sizes = _place(q, k_cmp, flat, block_size, stride)
+    layout, sizes = _place(q, k_cmp, flat, block_size, stride)
     out = q.new_empty(block_indices.shape, dtype=torch.float32)
     if out.numel() == 0 or k_cmp.shape[1] == 0:
         return out.zero_()
@@ -106,10 +110,10 @@ def _forward(
     tile |= _split_columns(tile.pop('BLOCK_N'), meta)
     launch(
         forward_kernel,
-        (num_tiles(place, q.shape[1], 1), block_indices.shape[2]),
+        (num_tiles(layout, q.shape[1], 1), block_indices.shape[2]),
         *(q, k_cmp, lse, block_indices, out),
         *(q.stride(), k_cmp.stride(), lse.stride(), block_indices.stride(), out.stride()),
-        *(place, sizes, scale, softcap),
+        *(layout, sizes, scale, softcap),
         **meta,
         **tile,
         INT64_OFFSETS=is_wide(k_cmp),
@@ -147,12 +151,12 @@ def _backward(
     """
     q, k_cmp, block_indices = last_dim_contiguous(q, k_cmp, block_indices)
     flat = (seqlen_k, q_offset, q_offsets, seqlens_k, cu_seqlens, cu_seqlens_k)
-    place, sizes = _place(q, k_cmp, flat, block_size, stride)
+    layout, sizes = _place(q, k_cmp, flat, block_size, stride)
     sizes = sizes._replace(num_init=num_init, num_local=num_local)
     dq, dk, dlse = (
         t.new_empty(t.shape if needed else 0) for t, needed in ((q, needs_dq), (k_cmp, needs_dk), (lse, needs_dq))
     )
-    if dout.numel() == 0 or k_cmp.shape[1] == 0 or place.seqlen_k == 0:
+    if dout.numel() == 0 or k_cmp.shape[1] == 0 or layout.seqlen_k == 0:
         return dq.zero_(), dk.zero_(), dlse.zero_()
     meta = _meta(q, k_cmp, block_indices, block_size, stride, selection_block_size, causal)
     if needs_dq:
@@ -161,17 +165,17 @@ def _backward(
         tensors = (q, k_cmp, lse, block_indices, dout, dq, dlse)
         launch(
             dq_kernel,
-            (num_tiles(place, q.shape[1], 1), block_indices.shape[2] * tiles_of_group),
+            (num_tiles(layout, q.shape[1], 1), block_indices.shape[2] * tiles_of_group),
             *tensors,
             *(t.stride() for t in tensors),
-            *(place, sizes, scale, softcap),
+            *(layout, sizes, scale, softcap),
             **meta,
             **tile,
             INT64_OFFSETS=is_wide(k_cmp),
             device=q.device,
         )
     if needs_dk:
-        _add_queries(dout, q, k_cmp, lse, block_indices, dk.zero_(), place, sizes, scale, softcap, meta)
+        _add_queries(dout, q, k_cmp, lse, block_indices, dk.zero_(), layout, sizes, scale, softcap, meta)
     return dq, dk, dlse
 
 
@@ -182,7 +186,7 @@ def _add_queries(
     lse: Tensor,
     block_indices: Tensor,
     dk: Tensor,
-    place: SequenceLayout,
+    layout: SequenceLayout,
     sizes: Sizes,
     scale: float,
     softcap: float | None,
@@ -195,7 +199,7 @@ def _add_queries(
     selection_block, per_selection = meta['SELECTION_BLOCK'], meta['PER_SELECTION']
     num_offsets = per_selection - meta['FIRST_OFFSET']
     head_dim, kv_heads = k_cmp.shape[2:][::-1]
-    num_slots = num_block_slots(place, selection_block)
+    num_slots = num_block_slots(layout, selection_block)
     num_entries = q.shape[1] * meta['REPEATS'] * meta['NUM_SELECTED']
     chunk_bytes = num_offsets * head_dim * 4
     chunk = max(1, CHUNK_ROWS[q.element_size()] // meta['GROUP'])
@@ -210,7 +214,7 @@ def _add_queries(
     for pairs in group_pairs(block_indices, kv_heads, num_slots, most):
         entries, starts = make_inverse_index(
             block_indices,
-            place,
+            layout,
             pairs,
             kv_heads=kv_heads,
             block_size=selection_block,
@@ -221,7 +225,7 @@ def _add_queries(
         for first_slot in range(0, num_slots, in_range):
             stop = min(first_slot + in_range, num_slots)
             last_slot = min(stop + reach, num_slots)
-            lists = Lists(
+            index_range = IndexRange(
                 pairs.start, kv_heads, num_entries, num_slots, first_slot, last_slot, num_chunks, stop - first_slot
             )
             tensors = (q, k_cmp, lse, dout)
@@ -230,7 +234,7 @@ def _add_queries(
                 (len(pairs) * num_chunks, -(-num_offsets // block_c)),
                 *(*tensors, entries, starts, partial),
                 *(*(t.stride() for t in tensors), partial.stride()),
-                *(place, sizes, lists, scale, softcap),
+                *(layout, sizes, index_range, scale, softcap),
                 **constants,
                 **{name: meta[name] for name in ('CAUSAL', 'GROUP', 'REPEATS', 'NUM_SELECTED')},
                 BLOCK_M=block_m,
@@ -241,7 +245,7 @@ def _add_queries(
                 combine_kernel,
                 (len(pairs) * (stop - first_slot), -(-per_selection // block_c)),
                 *(starts, partial, dk, partial.stride(), dk.stride()),
-                *(place, sizes, lists, scale),
+                *(layout, sizes, index_range, scale),
                 **constants,
                 BLOCK_C=block_c,
             )
@@ -282,12 +286,12 @@ refuse_double_backward(_backward)
 
 def _place(q: Tensor, k_cmp: Tensor, flat: Any, block_size: int, stride: int) -> tuple[SequenceLayout, Sizes]:
     """Tokens without a complete compressed block do not matter, so their number need not be known."""
-    place = make_layout(unflatten(q, flat), block_size, stride)
+    layout = make_layout(unflatten(q, flat), block_size, stride)
     num_compressed = k_cmp.shape[1]
     longest = max_length_of_compressed(num_compressed, block_size, stride)
-    if place.cu_seqlens_k is not None:
-        longest += (place.num_sequences - 1) * (block_size - 1)
-    return place._replace(seqlen_k=min(place.seqlen_k, longest)), Sizes(block_size, stride, num_compressed)
+    if layout.cu_seqlens_k is not None:
+        longest += (layout.num_sequences - 1) * (block_size - 1)
+    return layout._replace(seqlen_k=min(layout.seqlen_k, longest)), Sizes(block_size, stride, num_compressed)
 
 
 def _meta(

@@ -1,4 +1,4 @@
-"""Kernels of the gradient of compressed keys in `chosen_scores`, which the lists of the inverse index make.
+"""Kernels of the gradient of compressed keys in `chosen_scores`, which the index_range of the inverse index make.
 
 The list of a selection block has the entries that chose it: long for a block that every query reads, short for most. So
 a program takes up to CHUNK entries of one list and adds what they give to all compressed blocks that overlap the block;
@@ -28,8 +28,8 @@ from native_sparse_attention.ops.block_selection.triton.scores_tiles import (
 )
 
 
-class Lists(NamedTuple):
-    """The lists of a group of pairs, first_pair the first of them, each with num_entries entries in num_slots lists,
+class IndexRange(NamedTuple):
+    """The index_range of a group of pairs, first_pair the first of them, each with num_entries entries in num_slots index_range,
     and those that a launch is about: first_slot ... last_slot - 1, in at most num_chunks chunks. num_combined: for how
     many selection blocks from first_slot on gradients are added up.
     """
@@ -58,9 +58,9 @@ def partial_kernel(
     lse_strides,
     dout_strides,
     partial_strides,
-    place,
+    layout,
     sizes,
-    lists,
+    index_range,
     scale,
     softcap,
     CAUSAL: tl.constexpr,
@@ -79,25 +79,25 @@ def partial_kernel(
     """partial: float32 `[pairs, chunks, offsets, D]`; the other shapes as in the forward kernel. One program per chunk
     of entries, and per BLOCK_O offsets.
     """
-    pair = (tl.program_id(0) // lists.num_chunks).to(tl.int64)
-    chunk = tl.program_id(0) % lists.num_chunks
-    starts_ptr += pair * (lists.num_slots + 1)
-    entries_ptr += pair * lists.num_entries
-    index = _first_chunk(starts_ptr, lists, CHUNK) + chunk
-    slot, first = find_tile(index, starts_ptr, lists.num_entries, lists.num_slots, CHUNK)
-    if slot >= lists.last_slot:
+    pair = (tl.program_id(0) // index_range.num_chunks).to(tl.int64)
+    chunk = tl.program_id(0) % index_range.num_chunks
+    starts_ptr += pair * (index_range.num_slots + 1)
+    entries_ptr += pair * index_range.num_entries
+    index = _first_chunk(starts_ptr, index_range, CHUNK) + chunk
+    slot, first = find_tile(index, starts_ptr, index_range.num_entries, index_range.num_slots, CHUNK)
+    if slot >= index_range.last_slot:
         return
     first += tl.load(starts_ptr + slot)
     num_entries = tl.minimum(tl.load(starts_ptr + slot + 1) - first, CHUNK)
     if num_entries <= 0:
         return
-    row = (lists.first_pair + pair) // lists.kv_heads
-    kv_head = (lists.first_pair + pair) % lists.kv_heads
-    sequence, first_token = find_block(slot, row.to(tl.int32), place, SELECTION_BLOCK)
-    _, query_start, num_queries = load_extent(place.cu_seqlens, sequence, place.seqlen_q, place.num_sequences)
-    num_tokens = load_num_keys(place, sequence)
-    first_position = load_position(place, sequence, num_queries, num_tokens) - query_start
-    key_start, num_keys = locate_compressed(place, sequence, num_tokens, sizes)
+    row = (index_range.first_pair + pair) // index_range.kv_heads
+    kv_head = (index_range.first_pair + pair) % index_range.kv_heads
+    sequence, first_token = find_block(slot, row.to(tl.int32), layout, SELECTION_BLOCK)
+    _, query_start, num_queries = load_extent(layout.cu_seqlens, sequence, layout.seqlen_q, layout.num_sequences)
+    num_tokens = load_num_keys(layout, sequence)
+    first_position = load_position(layout, sequence, num_queries, num_tokens) - query_start
+    key_start, num_keys = locate_compressed(layout, sequence, num_tokens, sizes)
     offsets = FIRST_OFFSET + tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O)
     block = first_token // SELECTION_BLOCK
     keys = block * PER_SELECTION + offsets
@@ -110,30 +110,30 @@ def partial_kernel(
     dout_ptr += row * dout_strides[0]
     dk = tl.zeros([BLOCK_O, BLOCK_D], tl.float32)
     entries_ptr += first
-    num_members = num_entries * GROUP
-    entry = load_entries(entries_ptr, 0, num_members, GROUP, BLOCK_M)
-    for first_member in tl.range(0, num_members, BLOCK_M):
-        following = load_entries(entries_ptr, first_member + BLOCK_M, num_members, GROUP, BLOCK_M)
-        members = first_member + tl.arange(0, BLOCK_M)  # every entry with every head of the group
-        member_mask = members < num_members
+    num_rows = num_entries * GROUP
+    entry = load_entries(entries_ptr, 0, num_rows, GROUP, BLOCK_M)
+    for first_row in tl.range(0, num_rows, BLOCK_M):
+        following = load_entries(entries_ptr, first_row + BLOCK_M, num_rows, GROUP, BLOCK_M)
+        tile_rows = first_row + tl.arange(0, BLOCK_M)  # every entry with every head of the group
+        row_mask = tile_rows < num_rows
         index_head = kv_head * REPEATS + entry // NUM_SELECTED % REPEATS
-        heads = index_head * GROUP + members % GROUP
+        heads = index_head * GROUP + tile_rows % GROUP
         tokens = entry // NUM_SELECTED // REPEATS
         position = first_position + tokens
         tokens = tokens.to(tl.int64)
         columns = (entry % NUM_SELECTED).to(tl.int64)
         dscores = tl.load(
             dout_ptr + tokens * dout_strides[1] + index_head * dout_strides[2] + columns * dout_strides[3],
-            mask=member_mask, other=0.0,
+            mask=row_mask, other=0.0,
         )  # fmt: skip
         dscores = tl.where(is_forced(block, position, sizes, SELECTION_BLOCK, CAUSAL), 0.0, dscores)
-        lse = tl.load(lse_ptr + heads * lse_strides[1] + tokens * lse_strides[2], mask=member_mask, other=0.0)
+        lse = tl.load(lse_ptr + heads * lse_strides[1] + tokens * lse_strides[2], mask=row_mask, other=0.0)
         rows_of_q = tokens * q_strides[1] + heads * q_strides[2]
-        q = load_rows(q_ptr, rows_of_q, 1, member_mask, HEAD_DIM, BLOCK_D)  # [BLOCK_M, BLOCK_D]
+        q = load_rows(q_ptr, rows_of_q, 1, row_mask, HEAD_DIM, BLOCK_D)  # [BLOCK_M, BLOCK_D]
         products = tl.dot(k, tl.trans(q), input_precision='ieee')  # [BLOCK_O, BLOCK_M]
         weights = weigh(products, lse.to(tl.float32)[None, :], scale, softcap)
         dlogits = weights * share[:, None] * dscores[None, :]
-        seen = key_mask[:, None] & member_mask[None, :]
+        seen = key_mask[:, None] & row_mask[None, :]
         if CAUSAL:
             seen = seen & (keys[:, None] * sizes.stride + sizes.block_size - 1 <= position[None, :])
         dlogits = before_cap(tl.where(seen, dlogits, 0.0), products, seen, scale, softcap)
@@ -150,9 +150,9 @@ def combine_kernel(
     dk_ptr,
     partial_strides,
     dk_strides,
-    place,
+    layout,
     sizes,
-    lists,
+    index_range,
     scale,
     SELECTION_BLOCK: tl.constexpr,
     PER_SELECTION: tl.constexpr,
@@ -162,23 +162,23 @@ def combine_kernel(
     BLOCK_C: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """dk: `[B, C, H, D]`. One program per selection block from lists.first_slot on, and per BLOCK_C of the compressed
+    """dk: `[B, C, H, D]`. One program per selection block from index_range.first_slot on, and per BLOCK_C of the compressed
     blocks that begin in it. They overlap that block and some that follow.
     """
-    pair = (tl.program_id(0) // lists.num_combined).to(tl.int64)
-    slot = lists.first_slot + tl.program_id(0) % lists.num_combined
-    starts_ptr += pair * (lists.num_slots + 1)
-    row = (lists.first_pair + pair) // lists.kv_heads
-    kv_head = (lists.first_pair + pair) % lists.kv_heads
-    sequence, first_token = find_block(slot, row.to(tl.int32), place, SELECTION_BLOCK)
-    num_tokens = load_num_keys(place, sequence)
+    pair = (tl.program_id(0) // index_range.num_combined).to(tl.int64)
+    slot = index_range.first_slot + tl.program_id(0) % index_range.num_combined
+    starts_ptr += pair * (index_range.num_slots + 1)
+    row = (index_range.first_pair + pair) // index_range.kv_heads
+    kv_head = (index_range.first_pair + pair) % index_range.kv_heads
+    sequence, first_token = find_block(slot, row.to(tl.int32), layout, SELECTION_BLOCK)
+    num_tokens = load_num_keys(layout, sequence)
     if first_token >= num_tokens:
         return
-    key_start, num_keys = locate_compressed(place, sequence, num_tokens, sizes)
+    key_start, num_keys = locate_compressed(layout, sequence, num_tokens, sizes)
     offsets = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     keys = first_token // SELECTION_BLOCK * PER_SELECTION + offsets
     key_mask = (offsets < PER_SELECTION) & (keys < num_keys)
-    first_chunk = _first_chunk(starts_ptr, lists, CHUNK)
+    first_chunk = _first_chunk(starts_ptr, index_range, CHUNK)
     partial_ptr += pair * partial_strides[0]
     dk = tl.zeros([BLOCK_C, BLOCK_D], tl.float32)
     for following in range((PER_SELECTION - 1 - FIRST_OFFSET) // PER_SELECTION + 1):
@@ -196,6 +196,6 @@ def combine_kernel(
 
 
 @triton.jit
-def _first_chunk(starts_ptr, lists, CHUNK: tl.constexpr):
+def _first_chunk(starts_ptr, index_range, CHUNK: tl.constexpr):
     """Chunks are numbered like tiles of packed sequences; the first that list first_slot may have."""
-    return tl.load(starts_ptr + lists.first_slot) // CHUNK + lists.first_slot
+    return tl.load(starts_ptr + index_range.first_slot) // CHUNK + index_range.first_slot

@@ -32,7 +32,7 @@ def forward_kernel(
     lse_strides,
     indices_strides,
     out_strides,
-    place,
+    layout,
     sizes,
     scale,
     softcap,
@@ -54,7 +54,7 @@ def forward_kernel(
     index head share its row; a key head has REPEATS index heads. A selection block overlaps the compressed blocks at
     the offsets FIRST_OFFSET ... PER_SELECTION - 1.
     """
-    row, token, is_query, position, num_tokens, key_start, num_keys = locate_query(tl.program_id(0), place, sizes)
+    row, token, is_query, position, num_tokens, key_start, num_keys = locate_query(tl.program_id(0), layout, sizes)
     if not is_query:
         return
     row, token, head = row.to(tl.int64), token.to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -76,15 +76,15 @@ def forward_kernel(
             columns = tl.reshape(seen, [BLOCK_N])
             k = load_rows(k_ptr, tl.reshape(keys, [BLOCK_N]), k_strides[1], columns, HEAD_DIM, BLOCK_D, INT64_OFFSETS)
             total = tl.zeros([BLOCK_N], tl.float32)
-            for first_member in range(0, GROUP, BLOCK_G):
-                members = first_member + tl.arange(0, BLOCK_G)
-                heads = head * GROUP + members
-                q = load_rows(q_ptr, heads, q_strides[2], members < GROUP, HEAD_DIM, BLOCK_D)  # [BLOCK_G, BLOCK_D]
-                lse = tl.load(lse_ptr + heads * lse_strides[1], mask=members < GROUP, other=0.0).to(tl.float32)
+            for first_row in range(0, GROUP, BLOCK_G):
+                tile_rows = first_row + tl.arange(0, BLOCK_G)
+                heads = head * GROUP + tile_rows
+                q = load_rows(q_ptr, heads, q_strides[2], tile_rows < GROUP, HEAD_DIM, BLOCK_D)  # [BLOCK_G, BLOCK_D]
+                lse = tl.load(lse_ptr + heads * lse_strides[1], mask=tile_rows < GROUP, other=0.0).to(tl.float32)
                 products = tl.dot(q, tl.trans(k), input_precision='ieee')  # [BLOCK_G, BLOCK_N]
                 weights = weigh(products, lse[:, None], scale, softcap)
-                seen_by = columns[None, :] & (members < GROUP)[:, None]
-                total += tl.sum(tl.where(seen_by, weights, 0.0), 0)
+                seen_by_rows = columns[None, :] & (tile_rows < GROUP)[:, None]
+                total += tl.sum(tl.where(seen_by_rows, weights, 0.0), 0)
             share = share_of(offsets, sizes, SELECTION_BLOCK) / GROUP
             shared = tl.where(seen, tl.reshape(total, [BLOCK_S, BLOCK_O]) * share[None, :], 0.0)
             scores += tl.sum(shared, 1)
@@ -107,7 +107,7 @@ def dq_kernel(
     dout_strides,
     dq_strides,
     dlse_strides,
-    place,
+    layout,
     sizes,
     scale,
     softcap,
@@ -125,7 +125,7 @@ def dq_kernel(
     INT64_OFFSETS: tl.constexpr,
 ):
     """Shapes as in the forward kernel; one program per query and BLOCK_G heads of an index head."""
-    row, token, is_query, position, num_tokens, key_start, num_keys = locate_query(tl.program_id(0), place, sizes)
+    row, token, is_query, position, num_tokens, key_start, num_keys = locate_query(tl.program_id(0), layout, sizes)
     if not is_query:
         return
     tiles_of_group: tl.constexpr = (GROUP + BLOCK_G - 1) // BLOCK_G
@@ -133,13 +133,13 @@ def dq_kernel(
     k_ptr += row * k_strides[0] + (head // REPEATS) * k_strides[2] + key_start.to(tl.int64) * k_strides[1]
     indices_ptr += row * indices_strides[0] + token * indices_strides[1] + head * indices_strides[2]
     dout_ptr += row * dout_strides[0] + token * dout_strides[1] + head * dout_strides[2]
-    members = (tl.program_id(1) % tiles_of_group) * BLOCK_G + tl.arange(0, BLOCK_G)
-    member_mask = members < GROUP
-    heads = head * GROUP + members
+    tile_rows = (tl.program_id(1) % tiles_of_group) * BLOCK_G + tl.arange(0, BLOCK_G)
+    row_mask = tile_rows < GROUP
+    heads = head * GROUP + tile_rows
     q_ptr += row * q_strides[0] + token * q_strides[1]
-    q = load_rows(q_ptr, heads, q_strides[2], member_mask, HEAD_DIM, BLOCK_D)  # [BLOCK_G, BLOCK_D]
+    q = load_rows(q_ptr, heads, q_strides[2], row_mask, HEAD_DIM, BLOCK_D)  # [BLOCK_G, BLOCK_D]
     lse_ptr += row * lse_strides[0] + token * lse_strides[2]
-    lse = tl.load(lse_ptr + heads * lse_strides[1], mask=member_mask, other=0.0).to(tl.float32)
+    lse = tl.load(lse_ptr + heads * lse_strides[1], mask=row_mask, other=0.0).to(tl.float32)
     dq = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     dlse = tl.zeros([BLOCK_G], tl.float32)
     NUM_OFFSETS: tl.constexpr = PER_SELECTION - FIRST_OFFSET
@@ -162,6 +162,6 @@ def dq_kernel(
         dlogits = before_cap(dlogits, products, learns[None, :], scale, softcap)
         dq = dot_exact(dlogits, k, dq)
     dq_ptr += row * dq_strides[0] + token * dq_strides[1]
-    store_rows(dq_ptr, heads, dq_strides[2], dq * scale, member_mask, HEAD_DIM, BLOCK_D)
+    store_rows(dq_ptr, heads, dq_strides[2], dq * scale, row_mask, HEAD_DIM, BLOCK_D)
     dlse_ptr += row * dlse_strides[0] + token * dlse_strides[2]
-    tl.store(dlse_ptr + heads * dlse_strides[1], dlse.to(dlse_ptr.dtype.element_ty), mask=member_mask)
+    tl.store(dlse_ptr + heads * dlse_strides[1], dlse.to(dlse_ptr.dtype.element_ty), mask=row_mask)

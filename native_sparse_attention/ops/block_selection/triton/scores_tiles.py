@@ -36,23 +36,23 @@ class Sizes(NamedTuple):
 
 
 @triton.jit
-def locate_query(index, place, sizes):
+def locate_query(index, layout, sizes):
     """Row and token of query `index`, whether it exists, its position, the tokens of its sequence, and the first of its
     compressed blocks and their number, which stay within C.
     """
-    sequence, first_query = find_tile(index, place.cu_seqlens, place.seqlen_q, place.num_sequences, 1)
-    row, query_start, num_queries = load_extent(place.cu_seqlens, sequence, place.seqlen_q, place.num_sequences)
-    num_tokens = load_num_keys(place, sequence)
-    position = load_first_position(place, sequence, num_queries, num_tokens) + first_query
-    key_start, num_keys = locate_compressed(place, sequence, num_tokens, sizes)
+    sequence, first_query = find_tile(index, layout.cu_seqlens, layout.seqlen_q, layout.num_sequences, 1)
+    row, query_start, num_queries = load_extent(layout.cu_seqlens, sequence, layout.seqlen_q, layout.num_sequences)
+    num_tokens = load_num_keys(layout, sequence)
+    position = load_first_position(layout, sequence, num_queries, num_tokens) + first_query
+    key_start, num_keys = locate_compressed(layout, sequence, num_tokens, sizes)
     is_query = (first_query >= 0) & (first_query < num_queries)
     return row, query_start + first_query, is_query, position, num_tokens, key_start, num_keys
 
 
 @triton.jit
-def locate_compressed(place, sequence, num_tokens, sizes):
+def locate_compressed(layout, sequence, num_tokens, sizes):
     """The first compressed block of a sequence of so many tokens, and the number of them."""
-    _, key_start, num_keys = load_extent(place.cu_blocks, sequence, sizes.num_compressed, place.num_sequences)
+    _, key_start, num_keys = load_extent(layout.cu_blocks, sequence, sizes.num_compressed, layout.num_sequences)
     return key_start, tl.minimum(num_keys, count_blocks(num_tokens, sizes.block_size, sizes.stride))
 
 

@@ -32,16 +32,16 @@ from native_sparse_attention.ops._triton.varlen import (
 from native_sparse_attention.ops.block_selection.triton import settings
 from native_sparse_attention.ops.block_selection.triton.members import add_members, load_members
 from native_sparse_attention.ops.block_selection.triton.topk import (
-    begin_taking,
-    begin_tiles,
     count_levels,
-    keep_largest,
-    put_in_order,
-    rank_blocks,
-    take_largest,
+    make_sort_keys,
+    select_largest,
+    sort_blocks,
+    start_selection,
+    start_topk,
+    update_topk,
 )
 
-# Blocks of all queries of a tile, kept one by one and in columns (`ranks`): more would not stay in registers.
+# Blocks of all queries of a tile, topk one by one and in columns (`sort_keys`): more would not stay in registers.
 MAX_KEPT = 1024
 MAX_COLUMNS = 512
 # Groups that are large enough for columns; smaller ones fill a tile with more queries than these have room for.
@@ -50,7 +50,7 @@ MIN_GROUP = 8
 MAX_FORCED = 2**21
 
 
-class Blocks(NamedTuple):
+class BlockSizes(NamedTuple):
     """block_size, stride, selection_block_size: l, d, l'. num_compressed: the compressed blocks that there are, which
     complete no sequence of more than max_tokens.
     """
@@ -62,7 +62,7 @@ class Blocks(NamedTuple):
     max_tokens: int
 
 
-class Choice(NamedTuple):
+class Selection(NamedTuple):
     num_selected: int
     num_init: int
     num_local: int
@@ -83,10 +83,10 @@ def select_blocks(
     softcap: float | None = None,
     block_counts: Tensor | None = None,
 ) -> Tensor:
-    # Whole numbers have no gradient, and nothing is to be kept for one.
+    # Whole numbers have no gradient, and nothing is to be topk for one.
     q, k_cmp, lse = q.detach(), k_cmp.detach(), lse.detach()
-    choice = (num_selected, num_init, num_local, share_group)
-    return _select(q, k_cmp, lse, *flatten(sequences), *sizes, *choice, causal, scale, softcap, block_counts)
+    selection = (num_selected, num_init, num_local, share_group)
+    return _select(q, k_cmp, lse, *flatten(sequences), *sizes, *selection, causal, scale, softcap, block_counts)
 
 
 @torch.library.custom_op('native_sparse_attention::select_blocks', mutates_args=())
@@ -114,7 +114,7 @@ def _select(
 ) -> Tensor:
     q = last_dim_contiguous(q)[0]
     sequences = unflatten(q, (seqlen_k, q_offset, q_offsets, seqlens_k, cu_seqlens, cu_seqlens_k))
-    place = make_layout(sequences, block_size, stride)
+    layout = make_layout(sequences, block_size, stride)
     batch, seqlen, heads, head_dim = q.shape
     num_compressed, kv_heads = k_cmp.shape[1:3]
     index_heads = kv_heads if share_group else heads
@@ -133,15 +133,15 @@ def _select(
     block_t = max(1, 16 // block_g, min(block_m // block_g, block_t))
     # Products of float32 take their factors from registers.
     tiles = describe_rows(keys, block_j, head_block(head_dim)) if keys.element_size() == 2 else None
-    handed_on = block_size - stride <= selection_block_size
+    adds_to_next = block_size - stride <= selection_block_size
     launch(
         select_kernel,
-        (num_tiles(place, seqlen, block_t), index_heads),
+        (num_tiles(layout, seqlen, block_t), index_heads),
         *(q, keys, tiles, lse),
         *(None if block_counts is None else block_counts.contiguous(), out),
-        *(q.stride(), lse.stride(), keys.shape[3], kv_heads, place),
-        Blocks(block_size, stride, selection_block_size, num_compressed, max_tokens),
-        Choice(num_selected, min(num_init, MAX_FORCED), min(num_local, MAX_FORCED)),
+        *(q.stride(), lse.stride(), keys.shape[3], kv_heads, layout),
+        BlockSizes(block_size, stride, selection_block_size, num_compressed, max_tokens),
+        Selection(num_selected, min(num_init, MAX_FORCED), min(num_local, MAX_FORCED)),
         scale,
         softcap,
         CAUSAL=causal,
@@ -154,7 +154,7 @@ def _select(
         BLOCK_N=block_n,
         BLOCK_D=head_block(head_dim),
         SPREAD=per_selection,
-        SKIPPED=0 if handed_on else (block_size - 1) // stride,
+        SKIPPED=0 if adds_to_next else (block_size - 1) // stride,
         LEVELS=levels,
         num_warps=num_warps,
         num_stages=num_stages,
@@ -216,11 +216,11 @@ def select_kernel(
     out_ptr,
     q_strides,
     lse_strides,
-    num_places,
+    num_columns,
     kv_heads,
-    place,
-    blocks,
-    choice,
+    layout,
+    sizes,
+    selection,
     scale,
     softcap,
     CAUSAL: tl.constexpr,
@@ -236,25 +236,25 @@ def select_kernel(
     SKIPPED: tl.constexpr,
     LEVELS: tl.constexpr,
 ):
-    """q: `[B, T, HQ, D]`; keys: `[B, H, SPREAD, num_places, D]` (`spread_keys`), contiguous, tiles: their descriptor;
+    """q: `[B, T, HQ, D]`; keys: `[B, H, SPREAD, num_columns, D]` (`spread_keys`), contiguous, tiles: their descriptor;
     lse: `[B, HQ, T]`; counts, or None: `[B, T, HI]`, out: `[B, T, HI, n]`, contiguous. The GROUP heads of an index head
     choose together; every key head has REPEATS of them. SKIPPED: the compressed blocks before a selection block that
     reach into it, where a tile does not hand their scores on.
     """
     # The last queries, which have the most to do, first: what is left at the end is short.
     sequence, row, query_start, first_query, num_queries, num_tokens, offset = locate_queries(
-        tl.num_programs(0) - 1 - tl.program_id(0), place, BLOCK_T
+        tl.num_programs(0) - 1 - tl.program_id(0), layout, BLOCK_T
     )
     if first_query >= num_queries:
         return
     index_head = tl.program_id(1)
     # A tile's first block is the last one of the tile before, to hand on what it shares with the next one.
-    HANDED_ON: tl.constexpr = SKIPPED == 0
-    OVERLAP: tl.constexpr = 1 if HANDED_ON else 0
+    ADDS_TO_NEXT: tl.constexpr = SKIPPED == 0
+    OVERLAP: tl.constexpr = 1 if ADDS_TO_NEXT else 0
     NUM_STEPS: tl.constexpr = SPREAD + SKIPPED
-    num_tokens = tl.minimum(num_tokens, blocks.max_tokens)
-    _, key_start, num_keys = load_extent(place.cu_blocks, sequence, blocks.num_compressed, place.num_sequences)
-    num_keys = tl.minimum(count_blocks(num_tokens, blocks.block_size, blocks.stride), num_keys)
+    num_tokens = tl.minimum(num_tokens, sizes.max_tokens)
+    _, key_start, num_keys = load_extent(layout.cu_blocks, sequence, sizes.num_compressed, layout.num_sequences)
+    num_keys = tl.minimum(count_blocks(num_tokens, sizes.block_size, sizes.stride), num_keys)
 
     q_ptr += row.to(tl.int64) * q_strides[0]
     lse_ptr += row.to(tl.int64) * lse_strides[0]
@@ -265,29 +265,29 @@ def select_kernel(
     scale_log2 = (scale if softcap is None else 1.0) * 1.4426950408889634
 
     queries = first_query + tl.arange(0, BLOCK_T)
-    rows = row.to(tl.int64) * place.seqlen_q + query_start + queries
+    rows = row.to(tl.int64) * layout.seqlen_q + query_start + queries
     rows = rows * tl.num_programs(1) + index_head
-    limit = tl.where(queries < num_queries, choice.num_selected, 0)
+    limit = tl.where(queries < num_queries, selection.num_selected, 0)
     if counts_ptr is not None:
         counts = tl.load(counts_ptr + rows, mask=queries < num_queries, other=0)
         limit = tl.minimum(tl.maximum(counts, 0), limit).to(tl.int32)
-    own_block = floor_divide(offset + queries, blocks.selection_block_size)
-    num_blocks = tl.cdiv(num_tokens, blocks.selection_block_size)
+    own_block = floor_divide(offset + queries, sizes.selection_block_size)
+    num_blocks = tl.cdiv(num_tokens, sizes.selection_block_size)
     last = num_blocks
     seen = num_keys  # by all queries
     if CAUSAL:
         last_position = offset + tl.minimum(first_query + BLOCK_T, num_queries) - 1
-        last = tl.minimum(last, floor_divide(last_position, blocks.selection_block_size) + 1)
+        last = tl.minimum(last, floor_divide(last_position, sizes.selection_block_size) + 1)
         first_position = tl.maximum(offset + first_query + 1, 0)
-        seen = tl.minimum(seen, count_blocks(first_position, blocks.block_size, blocks.stride))
+        seen = tl.minimum(seen, count_blocks(first_position, sizes.block_size, sizes.stride))
 
     plane = (row.to(tl.int64) * kv_heads + index_head // REPEATS) * SPREAD
-    taken = begin_taking(limit, BLOCK_N)
-    again = num_queries > 0
-    while again:
-        kept = begin_tiles(limit, BLOCK_J, BLOCK_N, LEVELS)
+    selected = start_selection(limit, BLOCK_N)
+    is_incomplete = num_queries > 0
+    while is_incomplete:
+        topk = start_topk(limit, BLOCK_J, BLOCK_N, LEVELS)
         scores = tl.zeros([BLOCK_J, BLOCK_T], tl.float32)
-        onward = tl.zeros([BLOCK_J, BLOCK_T], tl.float32)
+        next_scores = tl.zeros([BLOCK_J, BLOCK_T], tl.float32)
         # One loop over tiles and their steps, so that all of them are one pipeline.
         for i in tl.range(0, tl.cdiv(last, BLOCK_J - OVERLAP) * NUM_STEPS):
             step = i % NUM_STEPS - SKIPPED
@@ -295,7 +295,7 @@ def select_kernel(
             compressed = (first_block + tl.arange(0, BLOCK_J)) * SPREAD + step
             exists = (compressed >= 0) & (compressed < num_keys)
             k = _load_step(
-                keys_ptr, tiles, plane, key_start + step, first_block, exists, num_places, HEAD_DIM, BLOCK_J, BLOCK_D,
+                keys_ptr, tiles, plane, key_start + step, first_block, exists, num_columns, HEAD_DIM, BLOCK_J, BLOCK_D,
                 SPREAD,
             )  # fmt: skip
             products = tl.dot(k, tl.trans(q), input_precision='ieee')  # [BLOCK_J, BLOCK_T * BLOCK_G]
@@ -309,22 +309,24 @@ def select_kernel(
             if (first_block * SPREAD < SKIPPED) | ((first_block + BLOCK_J) * SPREAD > seen):
                 visible = exists[:, None]
                 if CAUSAL:
-                    end = compressed * blocks.stride + blocks.block_size - 1
+                    end = compressed * sizes.stride + sizes.block_size - 1
                     visible = visible & (end[:, None] <= (offset + queries)[None, :])
                 weights = tl.where(visible, weights, 0.0)
-            scores, onward = _add_step(scores, onward, weights, step, blocks, HANDED_ON)
+            scores, next_scores = _add_step(scores, next_scores, weights, step, sizes, ADDS_TO_NEXT)
             if step == SPREAD - 1:
-                ranks = rank_blocks(scores, onward, first_block, own_block, num_blocks, choice, CAUSAL, HANDED_ON)
+                sort_keys = make_sort_keys(
+                    scores, next_scores, first_block, own_block, num_blocks, selection, CAUSAL, ADDS_TO_NEXT
+                )
                 block = (first_block + tl.arange(0, BLOCK_J))[None, :]
-                kept = keep_largest(kept, ranks, block, taken, choice.num_selected, LEVELS)
+                topk = update_topk(topk, sort_keys, block, selected, selection.num_selected, LEVELS)
                 scores = tl.zeros([BLOCK_J, BLOCK_T], tl.float32)
-                onward = tl.zeros([BLOCK_J, BLOCK_T], tl.float32)
-        taken, again = take_largest(kept, taken, choice.num_selected, LEVELS)
+                next_scores = tl.zeros([BLOCK_J, BLOCK_T], tl.float32)
+        selected, is_incomplete = select_largest(topk, selected, selection.num_selected, LEVELS)
 
     slots = tl.arange(0, BLOCK_N)
-    out_ptr += rows[:, None] * choice.num_selected
-    mask = (queries < num_queries)[:, None] & (slots < choice.num_selected)[None, :]
-    tl.store(out_ptr + slots[None, :], put_in_order(taken[0], choice.num_selected), mask=mask)
+    out_ptr += rows[:, None] * selection.num_selected
+    mask = (queries < num_queries)[:, None] & (slots < selection.num_selected)[None, :]
+    tl.store(out_ptr + slots[None, :], sort_blocks(selected[0], selection.num_selected), mask=mask)
 
 
 @triton.jit
@@ -335,7 +337,7 @@ def _load_step(
     first_key,
     first_block,
     exists,
-    num_places,
+    num_columns,
     HEAD_DIM: tl.constexpr,
     BLOCK_J: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -344,8 +346,8 @@ def _load_step(
     """The keys of a step, `[J, D]`: of the tile's first block, and every SPREAD keys further. plane: the first one of a
     head in `spread_keys`; first_key: that of the sequence's block 0. By descriptor, anything where none exists.
     """
-    place = floor_divide(first_key, SPREAD)
-    first = (plane + first_key - place * SPREAD) * num_places + place + first_block
+    column = floor_divide(first_key, SPREAD)
+    first = (plane + first_key - column * SPREAD) * num_columns + column + first_block
     if tiles is not None:
         k = tiles.load([first.to(tl.int32), 0])
     else:
@@ -355,16 +357,16 @@ def _load_step(
 
 
 @triton.jit
-def _add_step(scores, onward, weights, step, blocks, HANDED_ON: tl.constexpr):
+def _add_step(scores, next_scores, weights, step, sizes, ADDS_TO_NEXT: tl.constexpr):
     """Scores of a tile's blocks, and what the next ones have besides, with the weights of a step, `[J, T]`, for every
     token that its compressed blocks share with them.
     """
-    start = step * blocks.stride
-    end = start + blocks.block_size
-    shared = tl.minimum(end, blocks.selection_block_size) - tl.maximum(start, 0)
+    start = step * sizes.stride
+    end = start + sizes.block_size
+    shared = tl.minimum(end, sizes.selection_block_size) - tl.maximum(start, 0)
     scores = tl.fma(weights, shared.to(tl.float32), scores)
-    if HANDED_ON:
-        beyond = tl.maximum(end - blocks.selection_block_size, 0)
+    if ADDS_TO_NEXT:
+        beyond = tl.maximum(end - sizes.selection_block_size, 0)
         # An infinite weight that reaches no further adds nothing.
-        onward = tl.fma(tl.where(beyond > 0, weights, 0.0), beyond.to(tl.float32), onward)
-    return scores, onward
+        next_scores = tl.fma(tl.where(beyond > 0, weights, 0.0), beyond.to(tl.float32), next_scores)
+    return scores, next_scores

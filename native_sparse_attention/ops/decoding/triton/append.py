@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from native_sparse_attention.ops._triton.rotation import cos_and_sin, turn
+from native_sparse_attention.ops._triton.rotation import cos_and_sin, rotate
 from native_sparse_attention.ops._triton.varlen import count_blocks
 from native_sparse_attention.ops.decoding.triton.storage import (
     let_next_launch_begin,
@@ -31,7 +31,7 @@ def append_kernel(
     v_window,
     raw_k,
     raw_v,
-    turned_q,
+    rotated_q,
     cached_k,
     cached_v,
     cached_k_window,
@@ -72,10 +72,10 @@ def append_kernel(
     row = (tl.program_id(0) // step.kv_heads).to(tl.int64)
     head = (tl.program_id(0) % step.kv_heads).to(tl.int64)
     old, length = load_lengths(lengths_ptr, row, capacity, step)
-    place = (row, head, old, length)
+    tokens_of_row = (row, head, old, length)
     if tl.program_id(1) == 0:
         angles = tl.arange(0, BLOCK_D // 2)
-        is_turned = (angles < NUM_ANGLES)[None, :]
+        is_rotated = (angles < NUM_ANGLES)[None, :]
         for token in range(step.num_tokens):
             cos = tl.full([1, BLOCK_D // 2], 1.0, tl.float32)
             sin = tl.zeros([1, BLOCK_D // 2], tl.float32)
@@ -84,45 +84,49 @@ def append_kernel(
                 cos, sin = cos_and_sin((tl.div_rn((old + token).to(tl.float32), factor) * freqs)[None, :])
                 heads = tl.arange(0, BLOCK_G)
                 offsets = (head * GROUP + heads) * q.strides[2] + (row * q.strides[0] + token * q.strides[1])
-                x = turn(load_at(q.ptr, offsets, heads < GROUP, HEAD_DIM, BLOCK_D), cos, sin, is_turned)
-                to = turned_q.strides
+                x = rotate(load_at(q.ptr, offsets, heads < GROUP, HEAD_DIM, BLOCK_D), cos, sin, is_rotated)
+                to = rotated_q.strides
                 offsets = (head * GROUP + heads) * to[2] + (row * to[0] + token * to[1])
-                store_at(turned_q.ptr, offsets, x, heads < GROUP, HEAD_DIM, BLOCK_D)
-            _copy(k, cached_k, token, place, pages, cos, sin, is_turned, HEAD_DIM, BLOCK_D)
+                store_at(rotated_q.ptr, offsets, x, heads < GROUP, HEAD_DIM, BLOCK_D)
+            _copy(k, cached_k, token, tokens_of_row, pages, cos, sin, is_rotated, HEAD_DIM, BLOCK_D)
             if k_window.ptr is not None:
-                _copy(k_window, cached_k_window, token, place, pages, cos, sin, is_turned, HEAD_DIM, BLOCK_D)
+                _copy(k_window, cached_k_window, token, tokens_of_row, pages, cos, sin, is_rotated, HEAD_DIM, BLOCK_D)
     elif tl.program_id(1) == 1:
         blocks = (blocks_k, positions_k_ptr)
-        _lay_out_blocks(raw_k, ring_k, cached_k, blocks, place, pages, step, sizes, MEAN, HEAD_DIM, BLOCK_L, BLOCK_D)
+        _gather_blocks(
+            raw_k, ring_k, cached_k, blocks, tokens_of_row, pages, step, sizes, MEAN, HEAD_DIM, BLOCK_L, BLOCK_D
+        )
     else:
         for token in range(step.num_tokens):
-            _copy(v, cached_v, token, place, pages, None, None, None, VALUE_DIM, BLOCK_DV)
+            _copy(v, cached_v, token, tokens_of_row, pages, None, None, None, VALUE_DIM, BLOCK_DV)
             if v_window.ptr is not None:
-                _copy(v_window, cached_v_window, token, place, pages, None, None, None, VALUE_DIM, BLOCK_DV)
+                _copy(v_window, cached_v_window, token, tokens_of_row, pages, None, None, None, VALUE_DIM, BLOCK_DV)
         blocks = (blocks_v, positions_v_ptr)
-        _lay_out_blocks(raw_v, ring_v, cached_v, blocks, place, pages, step, sizes, MEAN, VALUE_DIM, BLOCK_L, BLOCK_DV)
+        _gather_blocks(
+            raw_v, ring_v, cached_v, blocks, tokens_of_row, pages, step, sizes, MEAN, VALUE_DIM, BLOCK_L, BLOCK_DV
+        )
 
 
 @triton.jit
-def _copy(new, cached, token, place, pages, cos, sin, is_turned, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _copy(new, cached, token, tokens_of_row, pages, cos, sin, is_rotated, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """One new token of a head into the cache, turned where there are angles."""
-    row, head, old, length = place
+    row, head, old, length = tokens_of_row
     positions = tl.zeros([1], tl.int32) + (old + token)
     offset = row * new.strides[0] + token * new.strides[1] + head * new.strides[2]
     x = load_at(new.ptr, tl.zeros([1], tl.int64) + offset, positions < length, SIZE, BLOCK)
     if cos is not None:
-        x = turn(x, cos, sin, is_turned)
+        x = rotate(x, cos, sin, is_rotated)
     offsets, fits = locate(positions, positions < length, row, pages, cached.strides)
     store_at(cached.ptr, offsets + head * cached.strides[2], x, fits, SIZE, BLOCK)
 
 
 @triton.jit
-def _lay_out_blocks(
+def _gather_blocks(
     new,
     ring,
     cached,
     blocks,
-    place,
+    tokens_of_row,
     pages,
     step: tl.constexpr,
     sizes: tl.constexpr,
@@ -136,7 +140,7 @@ def _lay_out_blocks(
     blocks: by row, block, head and token.
     """
     blocks, positions_ptr = blocks
-    row, head, old, length = place
+    row, head, old, length = tokens_of_row
     first = count_blocks(old, sizes.block_size, sizes.stride)
     num_complete = count_blocks(length, sizes.block_size, sizes.stride)
     for index in range(step.num_new):
@@ -169,7 +173,7 @@ def _lay_out_blocks(
             mean = tl.div_rn(total, tl.full([BLOCK_D], sizes.block_size, tl.float32))
             tl.store(blocks.ptr + base + columns, mean.to(blocks.ptr.dtype.element_ty), mask=columns < SIZE)
     if ring.ptr is not None:
-        # A new token takes the place of an old one, which a block above may have needed.
+        # A new token takes the tokens_of_row of an old one, which a block above may have needed.
         tl.debug_barrier()
         for token in range(step.num_tokens):
             fits = tl.full([1], 1, tl.int1) & (old + token < length)

@@ -23,7 +23,7 @@ from native_sparse_attention.ops.decoding.triton.storage import (
 )
 
 
-class Reading(NamedTuple):
+class TilesRead(NamedTuple):
     """window_size: W. num_chosen: tiles that hold the tokens of chosen blocks; num_tiles: and of those of the window. A
     constant of kernels.
     """
@@ -50,8 +50,8 @@ def attend_kernel(
     of_program,
     step: tl.constexpr,
     sizes: tl.constexpr,
-    choice: tl.constexpr,
-    reading: tl.constexpr,
+    selection: tl.constexpr,
+    tiles_read: tl.constexpr,
     GROUP: tl.constexpr,
     REPEATS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -82,15 +82,15 @@ def attend_kernel(
     wait_for_launch_before(OVERLAPS)
 
     slots = tl.arange(0, BLOCK_S)
-    chosen_ptr += query.to(tl.int64) * choice.num_selected
-    chosen = tl.load(chosen_ptr + slots, mask=slots < choice.num_selected, other=-1)
+    chosen_ptr += query.to(tl.int64) * selection.num_selected
+    chosen = tl.load(chosen_ptr + slots, mask=slots < selection.num_selected, other=-1)
 
-    members = tl.arange(0, BLOCK_M)
-    is_member = members < share
-    heads = (index_head * share + members).to(tl.int64)
+    tile_rows = tl.arange(0, BLOCK_M)
+    is_row = tile_rows < share
+    heads = (index_head * share + tile_rows).to(tl.int64)
     offsets = row * q.strides[0] + token * q.strides[1] + heads * q.strides[2]
-    q = load_at(q.ptr, offsets, is_member, HEAD_DIM, BLOCK_D)
-    first_in_window = tl.maximum(position - reading.window_size + 1, 0)
+    q = load_at(q.ptr, offsets, is_row, HEAD_DIM, BLOCK_D)
+    first_in_window = tl.maximum(position - tiles_read.window_size + 1, 0)
     first_block = first_in_window // sizes.selection_block_size
     largest_selected = tl.full([BLOCK_M], float('-inf'), tl.float32)
     largest_window = tl.full([BLOCK_M], float('-inf'), tl.float32)
@@ -100,14 +100,14 @@ def attend_kernel(
     out_window = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     first_tile = part * of_program
     scale_log2 = scale * 1.4426950408889634
-    for tile in tl.range(first_tile, tl.minimum(first_tile + of_program, reading.num_tiles)):
+    for tile in tl.range(first_tile, tl.minimum(first_tile + of_program, tiles_read.num_tiles)):
         # A tile holds tokens of chosen blocks, or of the window: all of one kind.
-        is_chosen = tile < reading.num_chosen
+        is_chosen = tile < tiles_read.num_chosen
         places = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         item = places // sizes.selection_block_size
-        block = tl.load(chosen_ptr + item, mask=is_chosen & (item < choice.num_selected), other=-1)
+        block = tl.load(chosen_ptr + item, mask=is_chosen & (item < selection.num_selected), other=-1)
         tokens = block * sizes.selection_block_size + places % sizes.selection_block_size
-        of_window = first_block * sizes.selection_block_size + places - reading.num_chosen * BLOCK_N
+        of_window = first_block * sizes.selection_block_size + places - tiles_read.num_chosen * BLOCK_N
         exists = tl.where(is_chosen, block >= 0, of_window >= first_in_window)
         tokens = tl.where(is_chosen, tokens, of_window)
         exists = exists & (tokens <= position) & (tokens < length)
@@ -130,10 +130,10 @@ def attend_kernel(
         largest_window, total_window, out_window = _read(logits, v, in_window, largest_window, total_window, out_window)
 
     let_next_launch_begin(OVERLAPS)
-    results = ((query.to(tl.int64) * tl.num_programs(1) + part) * 2) * share + members
+    results = ((query.to(tl.int64) * tl.num_programs(1) + part) * 2) * share + tile_rows
     of_selected, of_window = (largest_selected, total_selected), (largest_window, total_window)
-    _store(out_ptr, stats_ptr, results, of_selected, out_selected, is_member, VALUE_DIM, BLOCK_DV)
-    _store(out_ptr, stats_ptr, results + share, of_window, out_window, is_member, VALUE_DIM, BLOCK_DV)
+    _store(out_ptr, stats_ptr, results, of_selected, out_selected, is_row, VALUE_DIM, BLOCK_DV)
+    _store(out_ptr, stats_ptr, results + share, of_window, out_window, is_row, VALUE_DIM, BLOCK_DV)
 
 
 @triton.jit

@@ -21,7 +21,7 @@ NOTHING, TAKEN = tl.constexpr(-1), tl.constexpr(-2)
 NO_BLOCK = tl.constexpr(2**31 - 1)
 
 
-class Choice(NamedTuple):
+class Selection(NamedTuple):
     """num_selected: n, the blocks that a query reads. num_init, num_local: forced ones. A constant of kernels."""
 
     num_selected: int
@@ -34,19 +34,19 @@ def choose_kernel(
     stats_ptr,
     sums_ptr,
     maxima_ptr,
-    best_ptr,
+    topk_ptr,
     counts_ptr,
     chosen_ptr,
     lengths_ptr,
     capacity,
     num_splits,
-    room,
+    scratch,
     step: tl.constexpr,
     sizes: tl.constexpr,
-    choice: tl.constexpr,
+    selection: tl.constexpr,
     GROUP: tl.constexpr,
     REPEATS: tl.constexpr,
-    HANDED_ON: tl.constexpr,
+    ADDS_TO_NEXT: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_S: tl.constexpr,
@@ -58,9 +58,9 @@ def choose_kernel(
     """Select the n best blocks of each query by a tree of partial top-k lists.
 
     One program per row, token, index head and chunk of BLOCK_J selection blocks. GROUP: query heads of a KV head, which
-    has REPEATS index heads. TILE: blocks with one common maximum. best: int32 `[B, T, HI, 2, num_bests, n]`, sort keys
+    has REPEATS index heads. TILE: blocks with one common maximum. best: int32 `[B, T, HI, 2, num_lists, n]`, sort keys
     and blocks of the sorted top n of every chunk, then of every FAN chunks, and so on. chosen: int32 `[B, T, HI, n]`,
-    the top n of all blocks, padded with -1. counts: int32 `[B, T, HI, num_bests]`, the number of finished programs per
+    the top n of all blocks, padded with -1. counts: int32 `[B, T, HI, num_lists]`, the number of finished programs per
     list, 0 before and after the launch: the last of FAN programs to finish merges their lists.
     """
     query, chunk = tl.program_id(0), tl.program_id(1)
@@ -74,7 +74,7 @@ def choose_kernel(
 
     block = chunk * BLOCK_J + tl.arange(0, BLOCK_J)
     # Tiles are written as a whole.
-    KINDS: tl.constexpr = 2 if HANDED_ON else 1
+    KINDS: tl.constexpr = 2 if ADDS_TO_NEXT else 1
     of_chunk = chunk * BLOCK_J * KINDS + tl.arange(0, BLOCK_J * KINDS)
     in_tile = of_chunk // (KINDS * TILE) < tl.cdiv(length, TILE * sizes.selection_block_size)
     # What blocks have in common that lie in a tile: few of them, so that they lie in one thread too.
@@ -82,24 +82,24 @@ def choose_kernel(
     run = chunk * (BLOCK_J // RUN) + tl.arange(0, BLOCK_J // RUN)
     # The last block of the chunk before hands on to the first one of this chunk.
     before = chunk * BLOCK_J - 1
-    score, onward, first = tl.zeros([BLOCK_J], tl.float32), tl.zeros([BLOCK_J], tl.float32), 0.0
+    score, next_scores, first = tl.zeros([BLOCK_J], tl.float32), tl.zeros([BLOCK_J], tl.float32), 0.0
     share: tl.constexpr = GROUP // REPEATS
     unit = row.to(tl.int64) * step.kv_heads + index_head // REPEATS
-    member = (unit * step.num_tokens + token) * GROUP + index_head % REPEATS * share
-    num_blocks = tl.multiple_of(room.num_blocks, TILE)
-    sums_ptr += member * KINDS * num_blocks
-    maxima_ptr += member * room.num_tiles
-    stats_ptr += 2 * member * num_splits
+    first_row = (unit * step.num_tokens + token) * GROUP + index_head % REPEATS * share
+    num_blocks = tl.multiple_of(scratch.num_blocks, TILE)
+    sums_ptr += first_row * KINDS * num_blocks
+    maxima_ptr += first_row * scratch.num_tiles
+    stats_ptr += 2 * first_row * num_splits
     splits = tl.arange(0, BLOCK_S)
     for start in range(0, share, BLOCK_G):
         heads = start + tl.arange(0, BLOCK_G)
         is_head = heads < share
-        sums_of_head, maxima_of_head = sums_ptr + heads * KINDS * num_blocks, maxima_ptr + heads * room.num_tiles
+        sums_of_head, maxima_of_head = sums_ptr + heads * KINDS * num_blocks, maxima_ptr + heads * scratch.num_tiles
         # All loads first: they do not wait for each other.
         mask = is_head[:, None] & in_tile[None, :]
         sums = tl.load(sums_of_head[:, None] + of_chunk[None, :], mask=mask, other=0.0)
-        if HANDED_ON:
-            handed_before = tl.load(sums_of_head + 2 * before + 1, mask=is_head & (chunk > 0), other=0.0)
+        if ADDS_TO_NEXT:
+            next_before = tl.load(sums_of_head + 2 * before + 1, mask=is_head & (chunk > 0), other=0.0)
             maxima_before = tl.load(maxima_of_head + before // TILE, mask=is_head & (chunk > 0), other=0.0)
         mask = is_head[:, None] & (run * RUN * sizes.selection_block_size < length)[None, :]
         maxima = tl.load(maxima_of_head[:, None] + run[None, :] // (TILE // RUN), mask=mask, other=0.0)
@@ -112,57 +112,59 @@ def choose_kernel(
         total = tl.sum(total * tl.exp2(largest - base[:, None]), 1)  # [BLOCK_G]
         factors = tl.exp2(maxima - base[:, None]) * (1.0 / total)[:, None]
         factors = tl.reshape(tl.broadcast_to(factors[:, :, None], [BLOCK_G, BLOCK_J // RUN, RUN]), [BLOCK_G, BLOCK_J])
-        if HANDED_ON:
-            sums, handed = tl.split(tl.reshape(sums, [BLOCK_G, BLOCK_J, 2]))
-            onward += _add_heads(handed, factors)
-            first += _add_heads(handed_before, tl.exp2(maxima_before - base) * (1.0 / total))
+        if ADDS_TO_NEXT:
+            sums, next_sums = tl.split(tl.reshape(sums, [BLOCK_G, BLOCK_J, 2]))
+            next_scores += _add_heads(next_sums, factors)
+            first += _add_heads(next_before, tl.exp2(maxima_before - base) * (1.0 / total))
         score += _add_heads(sums, factors)
 
-    if HANDED_ON:
+    if ADDS_TO_NEXT:
         places = tl.arange(0, BLOCK_J)
-        score += tl.where(places == 0, first, tl.gather(onward, tl.maximum(places - 1, 0), 0))
+        score += tl.where(places == 0, first, tl.gather(next_scores, tl.maximum(places - 1, 0), 0))
     own_block = position // sizes.selection_block_size
     choosable = (block <= own_block) & (block < tl.cdiv(length, sizes.selection_block_size))
-    ranks = tl.where(choosable, rank(score, block, own_block, choice), NOTHING)
+    sort_keys = tl.where(choosable, make_sort_key(score, block, own_block, selection), NOTHING)
     let_next_launch_begin(OVERLAPS)
-    chosen_ptr += query.to(tl.int64) * choice.num_selected
-    counts_ptr += query.to(tl.int64) * room.num_bests
-    ranks_ptr = best_ptr + query.to(tl.int64) * 2 * room.num_bests * choice.num_selected
-    blocks_ptr = ranks_ptr + room.num_bests * choice.num_selected
+    chosen_ptr += query.to(tl.int64) * selection.num_selected
+    counts_ptr += query.to(tl.int64) * scratch.num_lists
+    sort_keys_ptr = topk_ptr + query.to(tl.int64) * 2 * scratch.num_lists * selection.num_selected
+    blocks_ptr = sort_keys_ptr + scratch.num_lists * selection.num_selected
     # What is left of a level is `count` times the first n, behind those of the levels before.
     level, count, index = 0, tl.num_programs(1), chunk
-    _store_best(ranks, block, ranks_ptr, blocks_ptr, chosen_ptr, index, count, choice.num_selected)
+    _store_topk(sort_keys, block, sort_keys_ptr, blocks_ptr, chosen_ptr, index, count, selection.num_selected)
     while count > 1:
         leader = level + index // FAN * FAN
-        members = tl.minimum(level + count - leader, FAN)
+        num_merged = tl.minimum(level + count - leader, FAN)
         tl.debug_barrier()
-        if tl.atomic_add(counts_ptr + leader, 1) == members - 1:
+        if tl.atomic_add(counts_ptr + leader, 1) == num_merged - 1:
             tl.store(counts_ptr + leader, 0)
             level, count, index = level + count, tl.cdiv(count, FAN), index // FAN
             candidates = tl.arange(0, BLOCK_C)
-            is_candidate = candidates < members * choice.num_selected
-            candidates += leader * choice.num_selected
-            best_ranks = tl.load(ranks_ptr + candidates, mask=is_candidate, other=TAKEN, cache_modifier='.cg')
+            is_candidate = candidates < num_merged * selection.num_selected
+            candidates += leader * selection.num_selected
+            best_keys = tl.load(sort_keys_ptr + candidates, mask=is_candidate, other=TAKEN, cache_modifier='.cg')
             best_blocks = tl.load(blocks_ptr + candidates, mask=is_candidate, other=-1, cache_modifier='.cg')
-            place = level + index
-            _store_best(best_ranks, best_blocks, ranks_ptr, blocks_ptr, chosen_ptr, place, count, choice.num_selected)
+            list_index = level + index
+            _store_topk(
+                best_keys, best_blocks, sort_keys_ptr, blocks_ptr, chosen_ptr, list_index, count, selection.num_selected
+            )
         else:
             count = 1
 
 
 @triton.jit
-def _store_best(ranks, blocks, ranks_ptr, blocks_ptr, chosen_ptr, place, count, N: tl.constexpr):
-    """The N largest of ranks and their blocks, of equal ones the lower block first, as the best at a place; the blocks
+def _store_topk(sort_keys, blocks, sort_keys_ptr, blocks_ptr, chosen_ptr, list_index, count, N: tl.constexpr):
+    """The N largest of sort_keys and their blocks, of equal ones the lower block first, as the best at a list_index; the blocks
     as what is chosen where they are all that is left. -1 for a block where there are no more.
     """
-    ranks_ptr += place * N
-    blocks_ptr = tl.where(count == 1, chosen_ptr, blocks_ptr + place * N)
+    sort_keys_ptr += list_index * N
+    blocks_ptr = tl.where(count == 1, chosen_ptr, blocks_ptr + list_index * N)
     for slot in range(N):
-        best = tl.max(ranks, 0)
-        block = tl.min(tl.where(ranks == best, blocks, NO_BLOCK), 0)
-        tl.store(ranks_ptr + slot, best)
+        best = tl.max(sort_keys, 0)
+        block = tl.min(tl.where(sort_keys == best, blocks, NO_BLOCK), 0)
+        tl.store(sort_keys_ptr + slot, best)
         tl.store(blocks_ptr + slot, tl.where(best < 0, -1, block))
-        ranks = tl.where(blocks == block, TAKEN, ranks)
+        sort_keys = tl.where(blocks == block, TAKEN, sort_keys)
 
 
 @triton.jit
@@ -172,16 +174,16 @@ def _add_heads(sums, factors):
 
 
 @triton.jit
-def rank(score, block, own_block, choice: tl.constexpr):
-    """The larger the earlier a block is taken. Forced blocks have the ranks of geometry.forced_priority, above all
+def make_sort_key(score, block, own_block, selection: tl.constexpr):
+    """The larger the earlier a block is taken. Forced blocks have the sort_keys of geometry.forced_priority, above all
     scores.
     """
     distance = own_block - block
-    is_local = (distance >= 0) & (distance < choice.num_local)
-    priority = tl.where(is_local, 2 * (choice.num_local - distance) + (distance > 0).to(tl.int32), 0)
-    initial = choice.num_init - block + 2 * choice.num_local
-    priority = tl.where(block < choice.num_init, tl.maximum(priority, initial), priority)
-    priority = tl.where(is_local & (distance == 0), 2 * choice.num_local + choice.num_init + 1, priority)
+    is_local = (distance >= 0) & (distance < selection.num_local)
+    priority = tl.where(is_local, 2 * (selection.num_local - distance) + (distance > 0).to(tl.int32), 0)
+    initial = selection.num_init - block + 2 * selection.num_local
+    priority = tl.where(block < selection.num_init, tl.maximum(priority, initial), priority)
+    priority = tl.where(is_local & (distance == 0), 2 * selection.num_local + selection.num_init + 1, priority)
     # Bits of floats that are not negative are in the order of the floats.
     bits = tl.where(score == score, score, float('inf')).to(tl.int32, bitcast=True)
     return tl.where(priority > 0, 0x7F800000 + priority, bits)

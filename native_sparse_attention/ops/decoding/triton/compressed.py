@@ -27,14 +27,14 @@ from native_sparse_attention.ops.decoding.triton.storage import (
 )
 
 
-class Room(NamedTuple):
-    """What there is room for in a row: selection blocks, in whole tiles; such tiles; the first n of a chunk of blocks,
+class ScratchSizes(NamedTuple):
+    """What there is scratch for in a row: selection blocks, in whole tiles; such tiles; the first n of a chunk of blocks,
     and of several chunks.
     """
 
     num_blocks: int
     num_tiles: int
-    num_bests: int
+    num_lists: int
 
 
 @triton.jit
@@ -53,7 +53,7 @@ def compressed_kernel(
     maxima_ptr,
     pages,
     capacity,
-    room,
+    scratch,
     scale,
     step: tl.constexpr,
     sizes: tl.constexpr,
@@ -61,7 +61,7 @@ def compressed_kernel(
     NUM_MEM: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
-    HANDED_ON: tl.constexpr,
+    ADDS_TO_NEXT: tl.constexpr,
     STEPS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_J: tl.constexpr,
@@ -75,7 +75,7 @@ def compressed_kernel(
     q: `[B, T, HQ, D]`; cached_k, cached_v: `[B, C, H, D]` or pages; new_k, new_v: `[B, K, H, D]`, the blocks that the
     step completes, stored into the cache here; mem_k, mem_v: `[H, M, D]`. Of rows `[B, H, T * G]`: out `[..., splits,
     DV]`, not normalised; stats `[..., splits, 2]`, the largest logit and the sum of weights; sums `[..., blocks, 2]`,
-    with HANDED_ON weights in tokens of the compressed blocks that begin in a selection block, and what these share with
+    with ADDS_TO_NEXT weights in tokens of the compressed blocks that begin in a selection block, and what these share with
     the next one; without, `[..., blocks]`, of all that share tokens with it; maxima `[..., tiles]`, what the sums are
     relative to.
     """
@@ -83,15 +83,15 @@ def compressed_kernel(
     row_tiles: tl.constexpr = (num_rows + BLOCK_M - 1) // BLOCK_M
     part, num_splits = tl.program_id(1), tl.num_programs(1)
     unit = tl.program_id(0) // row_tiles
-    members = (tl.program_id(0) % row_tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
-    is_member = members < num_rows
+    tile_rows = (tl.program_id(0) % row_tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
+    is_row = tile_rows < num_rows
     row, head = (unit // step.kv_heads).to(tl.int64), (unit % step.kv_heads).to(tl.int64)
     old, length = load_lengths(lengths_ptr, row, capacity, step)
     num_keys = count_blocks(length, sizes.block_size, sizes.stride)
     first_new = count_blocks(old, sizes.block_size, sizes.stride)
-    last_seen = old + members // GROUP - sizes.block_size + 1  # first tokens of blocks up to here
+    last_seen = old + tile_rows // GROUP - sizes.block_size + 1  # first tokens of blocks up to here
     scale_log2 = scale * 1.4426950408889634
-    skipped: tl.constexpr = 0 if HANDED_ON else (sizes.block_size - 1) // sizes.stride
+    skipped: tl.constexpr = 0 if ADDS_TO_NEXT else (sizes.block_size - 1) // sizes.stride
     per_selection: tl.constexpr = sizes.selection_block_size // sizes.stride
     tile_tokens: tl.constexpr = sizes.selection_block_size * BLOCK_J
     num_tiles = tl.cdiv(length, tile_tokens)
@@ -107,11 +107,11 @@ def compressed_kernel(
         _store_new(new_v, cached_v, new, row, head, pages, step, VALUE_DIM, BLOCK_DV)
         tl.debug_barrier()
 
-    tokens, heads = (members // GROUP).to(tl.int64), head * GROUP + members % GROUP
+    tokens, heads = (tile_rows // GROUP).to(tl.int64), head * GROUP + tile_rows % GROUP
     q = load_at(
         q.ptr,
         row * q.strides[0] + tokens * q.strides[1] + heads * q.strides[2],
-        is_member,
+        is_row,
         HEAD_DIM,
         BLOCK_D,
     )
@@ -131,9 +131,9 @@ def compressed_kernel(
                 total = total * shrink + tl.sum(weights, 1)
                 out = out * shrink[:, None] + weights * v.to(tl.float32)[None, :]
 
-    KINDS: tl.constexpr = 2 if HANDED_ON else 1
-    sums_ptr += ((unit.to(tl.int64) * num_rows + members) * KINDS * room.num_blocks)[:, None]
-    maxima_ptr += (unit.to(tl.int64) * num_rows + members) * room.num_tiles
+    KINDS: tl.constexpr = 2 if ADDS_TO_NEXT else 1
+    sums_ptr += ((unit.to(tl.int64) * num_rows + tile_rows) * KINDS * scratch.num_blocks)[:, None]
+    maxima_ptr += (unit.to(tl.int64) * num_rows + tile_rows) * scratch.num_tiles
     # A tile has STEPS places for every selection block, of which some may be empty.
     places = tl.arange(0, BLOCK_J * STEPS)
     steps = places % STEPS - skipped
@@ -154,13 +154,13 @@ def compressed_kernel(
         visible = exists[None, :] & ((compressed * sizes.stride)[None, :] <= last_seen[:, None])
         weights, shrink, largest = soften(tl.where(visible, logits, float('-inf')), largest)
         sums = _add_steps(weights * shared.to(tl.float32)[None, :], STEPS)
-        if HANDED_ON:
-            onward = _add_steps(weights * beyond.to(tl.float32)[None, :], STEPS)
-            sums = tl.reshape(tl.join(sums, onward), [BLOCK_M, BLOCK_J * KINDS])
+        if ADDS_TO_NEXT:
+            next_scores = _add_steps(weights * beyond.to(tl.float32)[None, :], STEPS)
+            sums = tl.reshape(tl.join(sums, next_scores), [BLOCK_M, BLOCK_J * KINDS])
         of_tile = tile * BLOCK_J * KINDS + tl.arange(0, BLOCK_J * KINDS)
-        tl.store(sums_ptr + of_tile[None, :], sums, mask=is_member[:, None])
-        tl.store(maxima_ptr + tile, largest, mask=is_member)
-        if not HANDED_ON:
+        tl.store(sums_ptr + of_tile[None, :], sums, mask=is_row[:, None])
+        tl.store(maxima_ptr + tile, largest, mask=is_row)
+        if not ADDS_TO_NEXT:
             weights = tl.where(is_own[None, :], weights, 0.0)
         total *= shrink
         totals = totals * shrink[:, None] + weights
@@ -173,10 +173,10 @@ def compressed_kernel(
     total += tl.sum(totals, 1)
     wait_for_launch_before(OVERLAPS)
     let_next_launch_begin(OVERLAPS)
-    results = (unit.to(tl.int64) * num_rows + members) * num_splits + part
-    tl.store(stats_ptr + 2 * results, largest, mask=is_member)
-    tl.store(stats_ptr + 2 * results + 1, total, mask=is_member)
-    store_at(out_ptr, results * VALUE_DIM, out, is_member, VALUE_DIM, BLOCK_DV)
+    results = (unit.to(tl.int64) * num_rows + tile_rows) * num_splits + part
+    tl.store(stats_ptr + 2 * results, largest, mask=is_row)
+    tl.store(stats_ptr + 2 * results + 1, total, mask=is_row)
+    store_at(out_ptr, results * VALUE_DIM, out, is_row, VALUE_DIM, BLOCK_DV)
 
 
 @triton.jit

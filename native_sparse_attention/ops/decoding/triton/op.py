@@ -13,12 +13,17 @@ from native_sparse_attention.ops._triton.launch import head_block, row_block
 from native_sparse_attention.ops._triton.varlen import last_dim_contiguous
 from native_sparse_attention.ops.decoding.step import Settings, Storage, Tokens
 from native_sparse_attention.ops.decoding.triton.append import NUM_ROLES, append_kernel
-from native_sparse_attention.ops.decoding.triton.attend import Reading, attend_kernel, combine_kernel
-from native_sparse_attention.ops.decoding.triton.choose import Choice, choose_kernel
-from native_sparse_attention.ops.decoding.triton.compressed import Room, compressed_kernel
+from native_sparse_attention.ops.decoding.triton.attend import TilesRead, attend_kernel, combine_kernel
+from native_sparse_attention.ops.decoding.triton.choose import Selection, choose_kernel
+from native_sparse_attention.ops.decoding.triton.compressed import ScratchSizes, compressed_kernel
 from native_sparse_attention.ops.decoding.triton.launch_cache import Launches
-from native_sparse_attention.ops.decoding.triton.settings import attend_variant, hands_on, launch_options, make_plan
-from native_sparse_attention.ops.decoding.triton.storage import Blocks, Pages, Step, ring_of, strided
+from native_sparse_attention.ops.decoding.triton.settings import (
+    adds_to_next_block,
+    attend_variant,
+    launch_options,
+    make_plan,
+)
+from native_sparse_attention.ops.decoding.triton.storage import BlockSizes, Pages, Step, ring_of, strided
 
 # Workspace by name and shape, kept with the cache that it serves.
 Workspace = dict[tuple[Any, ...], Tensor]
@@ -37,7 +42,7 @@ def append(
     workspace: Workspace,
     launches: Launches,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Writes new tokens into the cache. Returns q, turned and as it is, in the dtype of the cache; and the blocks that
+    """Writes new tokens into the cache. Returns q, rotated and as it is, in the dtype of the cache; and the blocks that
     they may complete, K = ceil(T / d) of keys and of values: laid out `[B, H, K, l, D or DV]` for φ, positions added;
     with is_mean their means `[B, K, H, D or DV]`. positions: `[H, l, D]`, `[H, l, DV]`. freqs: float32 `[F]`, of angles
     position / factor * freqs.
@@ -51,7 +56,7 @@ def append(
     row_bytes = head_block(max(head_dim, value_dim)) * dtype.itemsize
     # Before the launch, with which the next one may overlap: it reads q and waits for what it gets from here alone.
     q_cmp = q.to(dtype)
-    turned = q_cmp if freqs is None else _empty(workspace, 'q', q.shape, dtype, device)
+    rotated = q_cmp if freqs is None else _empty(workspace, 'q', q.shape, dtype, device)
     blocks_k, blocks_v = (
         _empty(workspace, name, (batch, num_blocks, kv_heads, *sizes), dtype, device)
         for name, sizes in (
@@ -62,14 +67,14 @@ def append(
     launches.launch(
         append_kernel,
         (batch * kv_heads, NUM_ROLES),
-        *(strided(t) for t in (q, k, v, k_window, v_window, raw_k, raw_v, turned)),
+        *(strided(t) for t in (q, k, v, k_window, v_window, raw_k, raw_v, rotated)),
         *(strided(t) for t in (storage.k, storage.v, storage.k_window, storage.v_window)),
         *(ring_of(storage.raw_k), ring_of(storage.raw_v)),
         *(strided(blocks_k), strided(blocks_v), *(p.contiguous() for p in positions)),
         *(None if freqs is None else freqs.contiguous(), storage.lengths, _pages(storage.block_table, storage.k)),
         *(storage.capacity, factor),
         step=Step(num_tokens, num_blocks, kv_heads),
-        sizes=Blocks(block_size, stride, settings.selection_block_size),
+        sizes=BlockSizes(block_size, stride, settings.selection_block_size),
         GROUP=heads // kv_heads,
         HEAD_DIM=head_dim,
         VALUE_DIM=value_dim,
@@ -83,8 +88,8 @@ def append(
         device=device,
     )
     if is_mean:
-        return turned, q_cmp, blocks_k, blocks_v
-    return turned, q_cmp, blocks_k.transpose(1, 2), blocks_v.transpose(1, 2)
+        return rotated, q_cmp, blocks_k, blocks_v
+    return rotated, q_cmp, blocks_k.transpose(1, 2), blocks_v.transpose(1, 2)
 
 
 def attend(
@@ -115,13 +120,13 @@ def attend(
         *(settings.num_splits, settings.tiles_of_program),
     )
     step = Step(num_tokens, new_k.shape[1], kv_heads)
-    sizes = Blocks(settings.compress_block_size, settings.compress_stride, settings.selection_block_size)
-    room = Room(plan.num_blocks, plan.num_tiles, plan.num_bests)
-    choice = Choice(settings.num_selected, settings.num_init, settings.num_local)
-    reading = Reading(settings.window_size, plan.num_chosen, plan.num_reads)
+    sizes = BlockSizes(settings.compress_block_size, settings.compress_stride, settings.selection_block_size)
+    scratch = ScratchSizes(plan.num_blocks, plan.num_tiles, plan.num_lists)
+    selection = Selection(settings.num_selected, settings.num_init, settings.num_local)
+    tiles_read = TilesRead(settings.window_size, plan.num_chosen, plan.num_reads)
     capacity = storage.capacity
     group = heads // kv_heads
-    handed_on = hands_on(*sizes)
+    adds_to_next = adds_to_next_block(*sizes)
     rows, queries = batch * num_tokens * heads, batch * num_tokens * index_heads
 
     def empty(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -129,11 +134,11 @@ def attend(
 
     out_compressed = empty('out_compressed', rows, plan.num_splits, value_dim)
     stats = empty('stats', rows, plan.num_splits, 2)
-    sums, maxima = empty('sums', rows, plan.num_blocks, 2 if handed_on else 1), empty('maxima', rows, plan.num_tiles)
+    sums, maxima = empty('sums', rows, plan.num_blocks, 2 if adds_to_next else 1), empty('maxima', rows, plan.num_tiles)
     out_parts = empty('out_parts', queries, plan.num_programs, 2, heads // index_heads, value_dim)
     parts_stats = empty('parts_stats', queries, plan.num_programs, 2, heads // index_heads, 2)
-    best = empty('best', queries, 2, plan.num_bests, settings.num_selected, dtype=torch.int32)
-    counts = _counts(workspace, (queries, plan.num_bests), device)
+    best = empty('best', queries, 2, plan.num_lists, settings.num_selected, dtype=torch.int32)
+    counts = _counts(workspace, (queries, plan.num_lists), device)
     chosen = empty('chosen', batch, num_tokens, index_heads, settings.num_selected, dtype=torch.int32)
     out = gates.new_empty(batch, num_tokens, heads, value_dim, dtype=dtype)
     launches.give(out)
@@ -150,12 +155,12 @@ def attend(
         (batch * kv_heads * row_tiles, plan.num_splits),
         *(strided(t) for t in (q_cmp, storage.k_cmp, storage.v_cmp, new_k, new_v)),
         *(mem_k, mem_v, storage.lengths, out_compressed, stats, sums, maxima),
-        *(_pages(storage.block_table_cmp, storage.k_cmp), capacity, room, settings.scale),
+        *(_pages(storage.block_table_cmp, storage.k_cmp), capacity, scratch, settings.scale),
         step=step,
         sizes=sizes,
         GROUP=group,
         NUM_MEM=0 if mem_k is None else mem_k.shape[1],
-        HANDED_ON=handed_on,
+        ADDS_TO_NEXT=adds_to_next,
         BLOCK_M=plan.block_m,
         STEPS=plan.steps,
         BLOCK_J=plan.block_j,
@@ -169,12 +174,12 @@ def attend(
         launches.launch(
             choose_kernel,
             (queries, plan.num_chunks),
-            *(stats, sums, maxima, best, counts, chosen, storage.lengths, capacity, plan.num_splits, room),
+            *(stats, sums, maxima, best, counts, chosen, storage.lengths, capacity, plan.num_splits, scratch),
             step=step,
             sizes=sizes,
-            choice=choice,
+            selection=selection,
             **groups,
-            HANDED_ON=handed_on,
+            ADDS_TO_NEXT=adds_to_next,
             TILE=plan.block_j,
             BLOCK_G=block_g,
             BLOCK_S=block_s,
@@ -193,8 +198,8 @@ def attend(
         *(capacity, settings.scale, plan.of_program),
         step=step,
         sizes=sizes,
-        choice=choice,
-        reading=reading,
+        selection=selection,
+        tiles_read=tiles_read,
         **groups,
         BLOCK_S=row_block(max(settings.num_selected, 1)),
         BLOCK_M=block_m,
@@ -237,7 +242,7 @@ def _empty(workspace: Workspace, name: str, shape: Any, dtype: torch.dtype, devi
 
 
 def _counts(workspace: Workspace, shape: tuple[int, int], device: torch.device) -> Tensor:
-    """Zeros `[queries, num_bests]`, which every step leaves as they were."""
+    """Zeros `[queries, num_lists]`, which every step leaves as they were."""
     key = ('counts', *shape, torch.int32)
     if key not in workspace:
         if device.type == 'cuda' and torch.cuda.is_current_stream_capturing():

@@ -43,7 +43,7 @@ class Plan(NamedTuple):
     """block_m: rows of a tile of compressed attention; block_j: its selection blocks, with steps places for compressed
     blocks each. num_splits: parts of a row. num_blocks, num_tiles: selection blocks of a row, in whole tiles. chunk,
     num_chunks: selection blocks of a program that chooses, and such programs of a row. fan: of what these and those who
-    merge leave, so many are merged; num_bests: how often something is left. block_n: tokens of a tile of the other
+    merge leave, so many are merged; num_lists: how often something is left. block_n: tokens of a tile of the other
     branches; num_chosen tiles hold chosen blocks, num_reads these and the window. of_program: tiles of a program.
     """
 
@@ -56,7 +56,7 @@ class Plan(NamedTuple):
     chunk: int
     num_chunks: int
     fan: int
-    num_bests: int
+    num_lists: int
     block_n: int
     num_chosen: int
     num_reads: int
@@ -106,10 +106,10 @@ def make_plan(
     chunk = min(chunk, max(block_j, row_block(max(num_blocks, num_selected))))
     num_chunks = -(-num_blocks // chunk)
     fan = max(2, CANDIDATES // max(num_selected, 1))
-    num_bests = left = num_chunks
+    num_lists = left = num_chunks
     while left > 1:
         left = -(-left // fan)
-        num_bests += left
+        num_lists += left
     block_n = min(_tile_rows(ATTEND_TILE, row_bytes), row_block(selection_block_size))
     reach = (window_size + selection_block_size - 2) // selection_block_size + 1
     reach = min(reach, num_blocks)
@@ -120,7 +120,7 @@ def make_plan(
     of_program = min(max(of_program, -(-num_reads // MAX_SPLITS)), num_reads)
     return Plan(
         *(block_m, block_j, steps, min(num_splits, num_tiles, MAX_SPLITS), num_tiles * block_j, num_tiles),
-        *(chunk, num_chunks, fan, num_bests),
+        *(chunk, num_chunks, fan, num_lists),
         *(block_n, num_chosen, num_reads, of_program),
     )
 
@@ -143,11 +143,11 @@ def num_steps(block_size: int, stride: int, selection_block_size: int) -> int:
     that share tokens with it.
     """
     overlapping = overlapping_blocks(block_size, stride, selection_block_size)
-    begins_in_it = hands_on(block_size, stride, selection_block_size)
+    begins_in_it = adds_to_next_block(block_size, stride, selection_block_size)
     return 1 << ((overlapping.stop if begins_in_it else len(overlapping)) - 1).bit_length()
 
 
-def hands_on(block_size: int, stride: int, selection_block_size: int) -> bool:
+def adds_to_next_block(block_size: int, stride: int, selection_block_size: int) -> bool:
     """Whether compressed blocks hand on to the next selection block what they share with it: none reaches further."""
     return block_size - stride <= selection_block_size
 

@@ -49,7 +49,7 @@ class Step(NamedTuple):
     kv_heads: int
 
 
-class Blocks(NamedTuple):
+class BlockSizes(NamedTuple):
     """l, d and l' in tokens. A constant of kernels."""
 
     block_size: int

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from native_sparse_attention.ops._triton.rotation import turn
+from native_sparse_attention.ops._triton.rotation import rotate
 
 
 @triton.jit
@@ -32,7 +32,7 @@ def rotary_kernel(
 ):
     """x, out: `[B, T, H, D]`; cos, sin: `[B, T, F]`, with the stride 0 over rows of a batch that share them.
 
-    INVERSE: by the negative angles, as gradients are turned.
+    INVERSE: by the negative angles, as gradients are rotated.
     """
     # Counted in the type of num_rows: division is much faster in int32, where that is enough.
     rows = (num_rows * 0 + tl.program_id(0)) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -43,12 +43,12 @@ def rotary_kernel(
     mask = row_mask[:, None] & (columns < HEAD_DIM)[None, :]
     starts = batch * x_strides[0] + token * x_strides[1] + head * x_strides[2]
     x = tl.load(x_ptr + starts[:, None] + columns.to(tl.int64)[None, :] * x_strides[3], mask=mask, other=0.0)
-    cos, sin, is_turned = load_angles(
+    cos, sin, is_rotated = load_angles(
         cos_ptr, sin_ptr, batch, token, row_mask, cos_strides, sin_strides, NUM_ANGLES, BLOCK_D // 2
     )
     if INVERSE:
         sin = -sin
-    out = turn(x, cos, sin, is_turned)
+    out = rotate(x, cos, sin, is_rotated)
     starts = batch * out_strides[0] + token * out_strides[1] + head * out_strides[2]
     pointers = out_ptr + starts[:, None] + columns.to(tl.int64)[None, :] * out_strides[3]
     tl.store(pointers, out.to(out_ptr.dtype.element_ty), mask=mask)
@@ -67,12 +67,12 @@ def sum_kernel(
     heads,
     HEAD_DIM: tl.constexpr,
     NUM_ANGLES: tl.constexpr,
-    NUM_TURNED: tl.constexpr,
+    NUM_ROTATED: tl.constexpr,
     NUM_GRADS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """grads, out: `[B, T, H, D]`, contiguous; the first NUM_TURNED of grads are turned back by cos, sin `[B, T, F]`."""
+    """grads, out: `[B, T, H, D]`, contiguous; the first NUM_ROTATED of grads are rotated back by cos, sin `[B, T, F]`."""
     # Counted in the type of num_rows: division is much faster in int32, where that is enough.
     rows = (num_rows * 0 + tl.program_id(0)) * BLOCK_M + tl.arange(0, BLOCK_M)
     row_mask = (rows >= 0) & (rows < num_rows)
@@ -80,16 +80,16 @@ def sum_kernel(
     mask = row_mask[:, None] & (columns < HEAD_DIM)[None, :]
     places = rows.to(tl.int64)[:, None] * HEAD_DIM + columns[None, :]
     total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for index in tl.static_range(NUM_TURNED):
+    for index in tl.static_range(NUM_ROTATED):
         total += tl.load(grads[index] + places, mask=mask, other=0.0).to(tl.float32)
-    if NUM_TURNED > 0:
+    if NUM_ROTATED > 0:
         tokens = rows // heads
         batch, token = tokens // seqlen, tokens % seqlen
-        cos, sin, is_turned = load_angles(
+        cos, sin, is_rotated = load_angles(
             cos_ptr, sin_ptr, batch, token, row_mask, cos_strides, sin_strides, NUM_ANGLES, BLOCK_D // 2
         )
-        total = turn(total, cos, -sin, is_turned)
-    for index in tl.static_range(NUM_TURNED, NUM_GRADS):
+        total = rotate(total, cos, -sin, is_rotated)
+    for index in tl.static_range(NUM_ROTATED, NUM_GRADS):
         total += tl.load(grads[index] + places, mask=mask, other=0.0).to(tl.float32)
     tl.store(out_ptr + places, total.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -98,12 +98,12 @@ def sum_kernel(
 def load_angles(
     cos_ptr, sin_ptr, batch, token, mask, cos_strides, sin_strides, NUM_ANGLES: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Cosines, sines and is_turned `[M, BLOCK]` of tokens [M] whose tables are `[B, T, F]`, for `turn`."""
+    """Cosines, sines and is_rotated `[M, BLOCK]` of tokens [M] whose tables are `[B, T, F]`, for `turn`."""
     angles = tl.arange(0, BLOCK)
-    is_turned = mask[:, None] & (angles < NUM_ANGLES)[None, :]
+    is_rotated = mask[:, None] & (angles < NUM_ANGLES)[None, :]
     batch, token, angles = batch.to(tl.int64), token.to(tl.int64), angles.to(tl.int64)[None, :]
     starts = batch * cos_strides[0] + token * cos_strides[1]
-    cos = tl.load(cos_ptr + starts[:, None] + angles * cos_strides[2], mask=is_turned, other=1.0)
+    cos = tl.load(cos_ptr + starts[:, None] + angles * cos_strides[2], mask=is_rotated, other=1.0)
     starts = batch * sin_strides[0] + token * sin_strides[1]
-    sin = tl.load(sin_ptr + starts[:, None] + angles * sin_strides[2], mask=is_turned, other=0.0)
-    return cos, sin, is_turned
+    sin = tl.load(sin_ptr + starts[:, None] + angles * sin_strides[2], mask=is_rotated, other=0.0)
+    return cos, sin, is_rotated

@@ -15,41 +15,41 @@ from native_sparse_attention.ops.rotary.triton.op import NUM_WARPS, rotary, tile
 
 
 def shared_input(
-    x: Tensor, turned: Tensor, tables: tuple[Tensor, Tensor] | None, num_plain: int, num_turned: int
+    x: Tensor, rotated: Tensor, tables: tuple[Tensor, Tensor] | None, num_plain: int, num_rotated: int
 ) -> tuple[Tensor, ...]:
-    """turned: x turned by the tables, without a history."""
-    return _FanOut.apply(x, turned, *(tables or (None, None)), num_plain, num_turned)  # type: ignore[return-value]
+    """rotated: x rotated by the tables, without a history."""
+    return _SharedInput.apply(x, rotated, *(tables or (None, None)), num_plain, num_rotated)  # type: ignore[return-value]
 
 
-class _FanOut(torch.autograd.Function):
+class _SharedInput(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
-        turned: Tensor,
+        rotated: Tensor,
         cos: Tensor | None,
         sin: Tensor | None,
         num_plain: int,
-        num_turned: int,
+        num_rotated: int,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(cos, sin)
-        ctx.num_turned = 0 if cos is None else num_turned
-        return tuple(t.view_as(t) for t in [turned] * num_turned + [x] * num_plain)
+        ctx.num_rotated = 0 if cos is None else num_rotated
+        return tuple(t.view_as(t) for t in [rotated] * num_rotated + [x] * num_plain)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         given = [grad for grad in grads if grad is not None]
-        num_turned = len([grad for grad in grads[: ctx.num_turned] if grad is not None])
+        num_rotated = len([grad for grad in grads[: ctx.num_rotated] if grad is not None])
         match len(given):
             case 0:
                 total = None
-            case 1 if num_turned == 0:
+            case 1 if num_rotated == 0:
                 total = given[0]
             case _:
                 padded = [*given, *(None,) * (MAX_READERS - len(given))]
-                total = _add(*padded, num_turned, cos, sin)
+                total = _add(*padded, num_rotated, cos, sin)
         return total, *(None,) * 5
 
 
@@ -60,18 +60,18 @@ def _add(
     third: OptionalTensor,
     fourth: OptionalTensor,
     fifth: OptionalTensor,
-    num_turned: int,
+    num_rotated: int,
     cos: OptionalTensor,
     sin: OptionalTensor,
 ) -> Tensor:
-    """The sum of gradients `[B, T, H, D]`, of which the first num_turned are turned back. None stands behind all."""
+    """The sum of gradients `[B, T, H, D]`, of which the first num_rotated are rotated back. None stands behind all."""
     grads = tuple(grad.contiguous() for grad in (first, second, third, fourth, fifth) if grad is not None)
     out = torch.empty_like(grads[0])
     if out.numel() == 0:
         return out
     batch, seqlen, heads, head_dim = out.shape
     num_rows = batch * seqlen * heads
-    cos, sin = (None if t is None or num_turned == 0 else t.expand(batch, -1, -1) for t in (cos, sin))
+    cos, sin = (None if t is None or num_rotated == 0 else t.expand(batch, -1, -1) for t in (cos, sin))
     block_m, block_d = tile_of(head_dim)
     launch(
         sum_kernel,
@@ -80,7 +80,7 @@ def _add(
         *(num_rows, seqlen, heads),
         HEAD_DIM=head_dim,
         NUM_ANGLES=0 if cos is None else cos.shape[2],
-        NUM_TURNED=num_turned,
+        NUM_ROTATED=num_rotated,
         NUM_GRADS=len(grads),
         BLOCK_M=block_m,
         BLOCK_D=block_d,
@@ -97,16 +97,16 @@ def _(first: Tensor, *_: Any) -> Tensor:
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.set_materialize_grads(False)
-    *grads, ctx.num_turned, cos, sin = inputs
+    *grads, ctx.num_rotated, cos, sin = inputs
     ctx.num_grads = len([grad for grad in grads if grad is not None])
     ctx.save_for_backward(cos, sin)
 
 
 def _differentiate(ctx: Any, dout: Tensor | None) -> tuple[Tensor | None, ...]:
     cos, sin = ctx.saved_tensors
-    turned = None if dout is None or ctx.num_turned == 0 else rotary(dout, cos, sin)
-    of_plain = [dout] * (ctx.num_grads - ctx.num_turned)
-    return *[turned] * ctx.num_turned, *of_plain, *(None,) * (MAX_READERS - ctx.num_grads + 3)
+    rotated = None if dout is None or ctx.num_rotated == 0 else rotary(dout, cos, sin)
+    of_plain = [dout] * (ctx.num_grads - ctx.num_rotated)
+    return *[rotated] * ctx.num_rotated, *of_plain, *(None,) * (MAX_READERS - ctx.num_grads + 3)
 
 
 register_derivative(_add, _differentiate, _save)
