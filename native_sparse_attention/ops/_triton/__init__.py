@@ -1,1 +1,1 @@
-"""What the Triton backends share: where queries stand among keys, launches, and kernels that two ops use unchanged."""
+"""Shared parts of the Triton backends: varlen sequence boundaries, launches, and jit helpers that several ops use."""

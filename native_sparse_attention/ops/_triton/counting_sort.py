@@ -1,8 +1,8 @@
-"""The lists of an inverse index from tiles of sorted keys, in a pass over counts and one over the keys.
+"""Build the CSR index of an inverse index from tiles of sorted keys, in one pass over counts and one over the keys.
 
-A tile has a run of keys for every slot that its entries chose. The runs of a slot, one tile after the other, are its
-list. So the lengths of the runs, `[pairs, slots + 1, tiles]`, added up in that order, say where each run goes. Whoever
-sorts the tiles counts the runs as well (`count_runs`).
+A tile has one run of keys for every slot that its entries selected. The entries of a slot are its runs, one tile after
+the other. The prefix sums of the run lengths `[pairs, slots + 1, tiles]` therefore give the position of each run. The
+kernel that sorts the tiles counts the runs too (`count_runs`).
 """
 
 # To pyright a jit function that another calls never returns.
@@ -19,8 +19,8 @@ from native_sparse_attention.ops._triton.launch import launch
 
 
 def make_counts(keys: Tensor, num_slots: int, tiles: int) -> Tensor:
-    """Room for what `count_runs` finds in the tiles of keys `[pairs, E]`. With a 0 in front the sums are of what comes
-    before.
+    """Allocate the run lengths of `count_runs` for keys `[pairs, E]`, behind a leading 0 that makes the prefix sums
+    exclusive.
     """
     return torch.zeros(1 + len(keys) * (num_slots + 1) * tiles, dtype=torch.int32, device=keys.device)
 
@@ -28,11 +28,11 @@ def make_counts(keys: Tensor, num_slots: int, tiles: int) -> Tensor:
 def lists_of_sorted_tiles(
     keys: Tensor, counts: Tensor, num_slots: int, tile_size: int, tile_entries: int
 ) -> tuple[Tensor, Tensor]:
-    """entries `[pairs, E]` and starts `[pairs, slots + 1]` of an `InverseIndex`.
+    """Return entries `[pairs, E]` and starts `[pairs, slots + 1]` of an `InverseIndex`.
 
-    keys: int32 `[pairs, E]`, ascending in every tile of tile_entries <= tile_size keys: slot * tile_size + place of the
-    entry in the tile, where slot num_slots is that of the entries that chose nothing. counts: from `make_counts`,
-    filled by `count_runs`; they become sums.
+    keys: int32 `[pairs, E]`, ascending within every tile of tile_entries <= tile_size keys: slot * tile_size + index of
+    the entry in the tile; slot num_slots holds the entries without a block. counts: from `make_counts`, filled by
+    `count_runs`; replaced by their prefix sums.
     """
     pairs, num_entries = keys.shape
     tiles = -(-num_entries // tile_entries)
@@ -52,8 +52,8 @@ def lists_of_sorted_tiles(
 
 @triton.jit
 def find_runs(keys_ptr, num_keys, TILE_SIZE: tl.constexpr):
-    """Of a tile of sorted keys, [TILE_SIZE] each: the keys, their places in the tile and which there are, and where the
-    run of each begins in the tile.
+    """Load a tile of sorted keys. Returns `[TILE_SIZE]` each: keys, indices in the tile, a mask, and the start of each
+    key's run.
     """
     places = tl.arange(0, TILE_SIZE)
     mask = places < num_keys
@@ -65,7 +65,7 @@ def find_runs(keys_ptr, num_keys, TILE_SIZE: tl.constexpr):
 
 @triton.jit
 def count_runs(keys_ptr, counts_ptr, pair, tile, num_keys, tiles_of_pair, num_slots, TILE_SIZE: tl.constexpr):
-    """The lengths of the runs of a tile, whose sorted keys begin at keys_ptr, into the counts."""
+    """Store the run lengths of a tile, whose sorted keys begin at keys_ptr, into the counts."""
     keys, places, mask, begins = find_runs(keys_ptr, num_keys, TILE_SIZE)
     slots = keys // TILE_SIZE
     behind = tl.load(keys_ptr + places + 1, mask=places + 1 < num_keys, other=-1)
@@ -86,8 +86,9 @@ def place_kernel(
     TILE_SIZE: tl.constexpr,
     TILE_ENTRIES: tl.constexpr,
 ):
-    """Entries to their places: sums, counted over all pairs, say where a run of a tile begins, and with its first tile
-    a list. One program per pair and tile.
+    """Scatter the entries to their positions in the CSR index, and store the starts of the slots.
+
+    One program per pair and tile. sums: prefix sums of the run lengths over all pairs.
     """
     pair = (tl.program_id(0) // tiles_of_pair).to(tl.int64)
     tile = tl.program_id(0) % tiles_of_pair

@@ -1,5 +1,5 @@
-"""Whether tensors hold what is not finite, or so large that products of it may not be, so that kernels need not look
-at every tile that they multiply.
+"""Check whether tensors hold non-finite values, or values so large that their products may overflow, so that kernels
+need not check every tile that they multiply.
 """
 
 # To pyright a jit function that another calls never returns.
@@ -15,14 +15,14 @@ from torch import Tensor
 from native_sparse_attention.ops._triton.launch import head_block, launch
 from native_sparse_attention.ops._triton.tiles import load_rows
 
-# Tokens that a program looks at together, and the most programs of a head: `is_small` reads so many results.
+# Tokens per tile, and the largest number of programs per head: `is_small` reads one result of each.
 BLOCK_T, MAX_RESULTS = 128, tl.constexpr(256)
 # A product of two rows of up to 2 ** 9 elements below this is finite in float32.
 LARGE = tl.constexpr(2.0**59)
 
 
 def find_large(k: Tensor, v: Tensor) -> Tensor:
-    """int8 `[B, H, chunks]` for k and v `[B, S, H, D and DV]`: 1 where a chunk of tokens is not small in a head
+    """Return int8 `[B, H, chunks]` for k and v `[B, S, H, D and DV]`: 1 where a chunk of tokens is not small in a head
     (`is_small_tile`).
     """
     batch, seqlen, heads, head_dim = k.shape
@@ -76,16 +76,17 @@ def finite_kernel(
 
 @triton.jit
 def is_small_tile(x):
-    """Whether the absolute values of x add up to less than LARGE: one addition an element, where to compare each is
-    several times that.
+    """Return whether the absolute values of x add up to less than LARGE.
+
+    This takes one addition per element; a comparison of each element costs several times that.
     """
-    # As a vector: Triton 3.7 fails to compile one dimension after the other for Blackwell.
+    # Reduced as a vector: Triton 3.7 fails to compile a reduction of one dimension after the other for Blackwell.
     return tl.sum(tl.ravel(tl.abs(x.to(tl.float32))), 0) < LARGE
 
 
 @triton.jit
 def is_small(found_ptr, pair, num_chunks):
-    """Whether all of a head of a row is, by `find_large`. pair: row * H + head."""
+    """Return whether a whole head of a row is small, by `find_large`. pair: row * H + head."""
     chunks = tl.arange(0, MAX_RESULTS)
     found = tl.load(found_ptr + pair * num_chunks + chunks, mask=chunks < num_chunks, other=0)
     return tl.max(found.to(tl.int32), 0) == 0

@@ -1,13 +1,13 @@
-"""Which queries chose a block: block indices turned round, so that gradients of keys are added without atomics.
+"""CSR index from selected KV blocks to the queries that selected them, so that key gradients are added without atomics.
 
-A *block slot* is a place for a block of keys of one row of the batch. Sequence i of a packed row owns the slots from
-cu_seqlens_k[i] // block_size + i on: enough for its blocks, and no two sequences overlap. A row that is not packed owns
-one slot per block. Block j of a sequence has the sequence's first slot + j, so the list of the next block stands next
-to a block's own (the slot behind the last block of a sequence may belong to another sequence: ask for j + 1 only where
-such a block exists).
+A *block slot* is a slot for one KV block of a batch row. Sequence i of a packed row owns the slots from cu_seqlens_k[i]
+// block_size + i on: these suffice for its blocks, and no two sequences overlap. A row that is not packed owns one slot
+per block. Block j of a sequence has the sequence's first slot + j, so the entries of block j + 1 follow those of block
+j (the slot behind the last block of a sequence may belong to another sequence: read j + 1 only where such a block
+exists).
 
-A *pair* is a row of the batch and a kv head, pair = row * H + kv head. The index heads that share a kv head (R of them:
-1, or G where heads choose alone) share its lists.
+A *pair* is a batch row and a KV head, pair = row * H + KV head. The R index heads of a KV head (1, or G where every
+query head selects alone) share its entries.
 """
 
 # To pyright a jit function that another calls never returns.
@@ -33,52 +33,53 @@ from native_sparse_attention.ops._triton.varlen import (
     locate_tokens,
 )
 
-# Entries that PyTorch sorts at once: some 50 bytes each, so less than half a gigabyte.
+# Entries that PyTorch sorts at once. Each takes about 50 bytes, so the sort stays below half a gigabyte.
 MAX_ENTRIES = 2**23
-# Bytes of keys, entries and counts of several pairs whose lists a counting sort makes at once.
+# Bytes of keys, entries and counts of a group of several pairs in the counting sort.
 MAX_BYTES = 2**29
-# Lists of a pair of up to so many entries are sorted beside those of the others, by PyTorch in a single kernel.
+# Pairs of up to so many entries are sorted together, by PyTorch in a single kernel.
 MAX_ROW = 2**12
-# Counts of the entries of tiles of a pair in slots, 4 bytes each.
+# Run lengths of a pair, 4 bytes each.
 MAX_COUNTS = 5 * 2**24
-# Lists of fewer entries than this are not worth the counting sort.
+# The counting sort does not pay for fewer entries than these.
 MIN_COUNTED = 2**13
 
 
 class Tile(NamedTuple):
-    """Index rows times indices that a program has, by the binary logarithm of their number, and how it sorts them."""
+    """Number of index rows times indices of a program, as its binary logarithm, and how the program sorts them."""
 
     log_size: int
     num_warps: int
     rotation: int
 
 
-# The smallest that suits is taken. A thread loads 4 indices at once, and as many again for every doubling.
+# The smallest suitable tile is used. A thread loads 4 indices at once, and 4 more for every doubling.
 TILES = (Tile(10, 4, 1), Tile(11, 4, 2), Tile(12, 8, 2))
-# So few entries in all, of so few slots, take as long as a tile of them does.
+# For so few entries and slots in total the time of one tile decides.
 SHORT_TILE, MAX_SHORT_ENTRIES, MAX_SHORT_SLOTS = Tile(8, 1, 2), 2**20, 2**9
 
 
 class InverseIndex(NamedTuple):
-    """The lists of a range of pairs, one per block slot.
+    """CSR index of a range of pairs, with one row per block slot.
 
-    entries: int32 `[pairs, T * R * n]`, T the tokens that the lists are made for; an entry is (t * R + r) * n + i for
-    index i of the row of the t-th of these tokens and of the r-th index head of the kv head. starts: int32
-    `[pairs, slots + 1]`. The entries that chose slot s of pair p are entries[p, starts[p, s]:starts[p, s + 1]], in
-    ascending order; those behind starts[p, slots] chose nothing.
+    entries: int32 `[pairs, T * R * n]` for T tokens; an entry is (t * R + r) * n + i for index i in the row of the t-th
+    token and the r-th index head of the KV head. starts: int32 `[pairs, slots + 1]`. The entries that selected slot s
+    of pair p are entries[p, starts[p, s]:starts[p, s + 1]], ascending; the entries behind starts[p, slots] selected no
+    block.
     """
 
     entries: Tensor
     starts: Tensor
 
     def of(self, pairs: range) -> InverseIndex:
-        """The lists of some of the pairs, which count from the first that this has."""
+        """Return the index of some of the pairs, counted from the first pair of this index."""
         return InverseIndex(self.entries[pairs.start : pairs.stop], self.starts[pairs.start : pairs.stop])
 
 
 def num_block_slots(layout: SequenceLayout, block_size: int) -> int:
-    """Block slots of a row: a bound that does not depend on values on the device. layout.seqlen_k counts the tokens; a
-    caller that knows a lower bound of them puts it there (`layout._replace`).
+    """Return the number of block slots of a row: a bound that does not depend on values on the device.
+
+    layout.seqlen_k is the number of tokens; a caller that knows a lower bound replaces it (`layout._replace`).
     """
     if layout.cu_seqlens_k is None:
         return -(-layout.seqlen_k // block_size)
@@ -86,9 +87,10 @@ def num_block_slots(layout: SequenceLayout, block_size: int) -> int:
 
 
 def group_pairs(block_indices: Tensor, kv_heads: int, num_slots: int, most: int | None = None) -> list[range]:
-    """The pairs in groups whose lists are made at once, within half a gigabyte where a group has more than one; at most
-    `most` in one, and about as many in each, since few do not fill a GPU. What is computed for a pair must not depend
-    on the group that it is in.
+    """Split the pairs into groups whose index is built at once.
+
+    A group of more than one pair stays within half a gigabyte. Groups have at most `most` pairs and about equal sizes,
+    since few pairs do not fill a GPU. The result of a pair must not depend on its group.
     """
     batch, seqlen, index_heads, num_selected = block_indices.shape
     pairs = batch * kv_heads
@@ -117,14 +119,13 @@ def make_inverse_index(
     unique: bool,
     tokens: range | None = None,
 ) -> InverseIndex:
-    """The lists of the blocks that queries chose.
+    """Build the CSR index from selected blocks to queries.
 
-    block_indices: `[B, T, H or HQ, n]`, int32 or int64, last dimension contiguous. An index counts where it names a
-    block with a key that the query may read: one of its sequence (and of its seqlens_k), and not of the future where
-    causal. unique: of an index that stands several times in a row the first counts alone; otherwise all do.
-    pairs: which pairs, from `group_pairs`. tokens: of the queries with these token numbers alone (packed or not, they
-    count along T), or None for all; entries count from the first of them. The same bits in every run, and whichever way
-    the lists are sorted.
+    block_indices: `[B, T, H or HQ, n]`, int32 or int64, last dimension contiguous. An index counts if it names a block
+    with a key that the query may read: a block of its sequence (and within its seqlens_k), and not in the future if
+    causal. unique: of repeated indices in a row only the first counts; otherwise all count. pairs: a group of
+    `group_pairs`. tokens: build the index for the queries with these token numbers along T only, or None for all;
+    entries count from the first of them. The result is the same bit for bit in every run, and for every way of sorting.
     """
     seqlen, index_heads, num_selected = block_indices.shape[1:]
     tokens = range(seqlen) if tokens is None else tokens
@@ -161,8 +162,8 @@ def make_inverse_index(
 
 
 def _choose_tile(pairs: int, num_rows: int, num_selected: int, num_slots: int) -> Tile | None:
-    """The tiles of a counting sort of the lists of pairs, or None where the lists are sorted as a whole: where they
-    are short, or so long and so many that the counts would take too much memory.
+    """Return the tile of the counting sort, or None where PyTorch sorts the pairs as a whole: for few entries, or for
+    so many that the counts would take too much memory.
     """
     if num_rows * num_selected < MIN_COUNTED:
         return None
@@ -170,9 +171,9 @@ def _choose_tile(pairs: int, num_rows: int, num_selected: int, num_slots: int) -
     if is_short and _index_block(num_selected) <= 2**SHORT_TILE.log_size:
         return SHORT_TILE
     for tile in TILES:
-        # Counts of more slots than a tile has entries take longer than a larger tile.
+        # With more slots than entries in a tile, the counts take longer than a larger tile.
         suits = num_slots <= 2**tile.log_size or tile == TILES[-1]
-        # The keys of a tile are below 2 ** 30, as `sort_tile` wants them.
+        # `sort_tile` requires keys below 2 ** 30.
         fits = _index_block(num_selected) <= 2**tile.log_size and (num_slots + 2) << tile.log_size <= 2**30
         if suits and fits and _num_counts(tile, num_rows, num_selected, num_slots) <= MAX_COUNTS:
             return tile
@@ -189,10 +190,10 @@ def _index_block(num_selected: int) -> int:
 
 
 def _sort_lists(keys: Tensor, num_slots: int) -> InverseIndex:
-    """The lists of keys `[pairs, entries]`, which count on over all pairs and their slots, num_slots + 1 each.
+    """Sort keys `[pairs, entries]`, which count over all pairs with num_slots + 1 slots each.
 
-    The keys are sorted in parts, so that what sorting takes has a bound. The list of a slot is then what the parts have
-    of it, one part after the other.
+    The keys are sorted in parts, which bounds the memory of the sort. The entries of a slot are those of the parts, one
+    part after the other.
     """
     pairs, num_entries = keys.shape
     if 0 < num_entries <= MAX_ROW and keys.numel() <= MAX_ENTRIES:
@@ -206,7 +207,7 @@ def _sort_lists(keys: Tensor, num_slots: int) -> InverseIndex:
         first_entry = torch.arange(pairs, dtype=torch.int32, device=keys.device)[:, None] * num_entries
         starts = torch.searchsorted(slot, slots[:-1], out_int32=True).view(pairs, num_slots + 1)
         return InverseIndex(order.int().view(pairs, num_entries) - first_entry, starts - first_entry)
-    # [parts, slots + 1]: where the list of a slot begins in each sorted part.
+    # [parts, slots + 1]: start of each slot in each sorted part.
     starts_in_part = torch.stack([torch.searchsorted(part.sort().values, slots, out_int32=True) for part in parts])
     counts = starts_in_part.diff(dim=1)
     starts = torch.nn.functional.pad(counts.sum(0).cumsum(0), (1, 0))
@@ -223,7 +224,7 @@ def _sort_lists(keys: Tensor, num_slots: int) -> InverseIndex:
 
 @triton.jit
 def count_readable_blocks(positions, num_keys, BLOCK_SIZE: tl.constexpr, CAUSAL: tl.constexpr):
-    """How many blocks of a sequence have a key that the query at a position may read; they are the first ones."""
+    """Return the number of blocks of a sequence with a key that the query at a position may read: the first ones."""
     readable = num_keys + positions * 0
     if CAUSAL:
         readable = tl.minimum(readable, tl.maximum(positions + 1, 0))
@@ -232,8 +233,8 @@ def count_readable_blocks(positions, num_keys, BLOCK_SIZE: tl.constexpr, CAUSAL:
 
 @triton.jit
 def find_block(slot, row, layout, BLOCK_SIZE: tl.constexpr):
-    """Sequence of a block slot of a row, and the first token of its block in that sequence. Packed: a slot may be one
-    that no block has, with a first token behind the sequence's keys.
+    """Return the sequence of a block slot of a row, and the first token of its block in that sequence. Packed: a slot
+    without a block has a first token behind the sequence's keys.
     """
     index = slot
     if layout.cu_seqlens_k is None:
@@ -244,12 +245,12 @@ def find_block(slot, row, layout, BLOCK_SIZE: tl.constexpr):
 
 @triton.jit
 def split_members(first_member, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Of a tile of members of a list, which are every entry with every head of its index head: places in the list, and
-    heads in the group. first_member is a multiple of BLOCK_M.
+    """Split the rows of a tile, which are every entry of a block with every head of its group: entry index in the
+    block, and head in the group. first_member is a multiple of BLOCK_M.
     """
     in_tile = tl.arange(0, BLOCK_M)
     if BLOCK_M % GROUP == 0:
-        # Numbers that are known to be positive, and the same in every step.
+        # The compiler knows that these are positive and the same in every step.
         return first_member // GROUP + in_tile // GROUP, in_tile % GROUP
     members = (first_member + in_tile).to(tl.uint32)
     return (members // GROUP).to(tl.int32), (members % GROUP).to(tl.int32)
@@ -257,16 +258,17 @@ def split_members(first_member, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def load_entries(entries_ptr, first_member, num_members, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Entries of a tile of members of a list. To be loaded a step ahead of what they say where to find: copies end in
-    order, so a pipeline that fetches the entries of a later step itself has to wait for all that it has fetched before
-    them.
+    """Load the entries of a tile of rows (`split_members`).
+
+    Load them one step ahead of the rows that they point to: asynchronous copies complete in order, so a pipeline that
+    also prefetches the entries of a later step would have to wait for everything that it fetched before them.
     """
     places, _ = split_members(first_member, GROUP, BLOCK_M)
     mask = first_member + tl.arange(0, BLOCK_M) < num_members
     return tl.load(entries_ptr + places, mask=mask, other=0)
 
 
-# What differs from call to call is not compiled for, as a sort takes seconds to compile.
+# No specialisation on arguments that differ between calls: a sort takes seconds to compile.
 @triton.jit(do_not_specialize=['first_pair', 'tiles_of_pair', 'num_slots', 'first_token', 'num_rows'])
 def slot_kernel(
     indices_ptr,
@@ -289,12 +291,12 @@ def slot_kernel(
     LOG_TILE: tl.constexpr,
     ROTATION: tl.constexpr,
 ):
-    """keys: int32 `[pairs, num_rows, n]`, for the index rows (t, r) of the tokens from first_token on. One program per
-    pair and tile of rows.
+    """Compute the sort keys of all entries: int32 `[pairs, num_rows, n]`, for the index rows (t, r) from first_token
+    on.
 
-    Without counts: the place that an index chose among all pairs and slots, num_slots + 1 each. With counts, of which
-    each tile leaves its own: the slot that an index chose and its place in the tile, slot * 2 ** LOG_TILE + place, in
-    ascending order in each tile.
+    One program per pair and tile of rows. Without counts a key is the slot counted over all pairs, num_slots + 1 each.
+    With counts, which receive the tile's run lengths, a key is slot * 2 ** LOG_TILE + index in the tile, and every tile
+    is stored in ascending order.
     """
     TILE_SIZE: tl.constexpr = 2**LOG_TILE
     BLOCK_ROWS: tl.constexpr = TILE_SIZE // BLOCK_S
@@ -329,13 +331,13 @@ def slot_kernel(
     keys_ptr += (pair.to(tl.int64) * num_rows + first_row) * NUM_SELECTED
     places = in_tile[:, None] * NUM_SELECTED + entry[None, :]
     if counts_ptr is not None:
-        # What is no index comes behind all slots.
+        # Padding sorts behind all slots.
         keys = tl.where(mask, slots * TILE_SIZE + places, (num_slots + 1) * TILE_SIZE)
         keys = sort_tile(tl.reshape(keys, [TILE_SIZE]), LOG_TILE, ROTATION)
         places = tl.arange(0, TILE_SIZE)
         num_keys = tl.minimum(num_rows - first_row, BLOCK_ROWS) * NUM_SELECTED
         tl.store(keys_ptr + places, keys, mask=places < num_keys)
-        tl.debug_barrier()  # the keys that its threads stored are read by others now
+        tl.debug_barrier()  # other threads read the stored keys below
         tile = tl.program_id(0) % tiles_of_pair
         count_runs(keys_ptr, counts_ptr, pair, tile, num_keys, tiles_of_pair, num_slots, TILE_SIZE)
     else:

@@ -1,4 +1,4 @@
-"""Rotary embedding inside a kernel: pairs of neighbouring features turned by their angles."""
+"""Rotary embedding inside a kernel: rotate pairs of neighbouring features by their angles."""
 
 # To pyright a jit function that another calls never returns.
 # pyright: reportGeneralTypeIssues=false
@@ -11,12 +11,14 @@ import triton.language as tl
 
 @triton.jit
 def rotate(x, cos, sin, is_rotated):
-    """x `[M, D]` with its pairs turned; cos, sin, is_rotated: `[M, D / 2]` or to be broadcast to it. What is not turned
-    stays as it is, infinities too. Float32.
+    """Apply rotary embedding to x `[M, D]`, in float32. Pairs outside `is_rotated` pass through unchanged, infinities
+    too.
+
+    cos, sin, is_rotated: `[M, D / 2]`, or broadcastable to it.
     """
     rows: tl.constexpr = x.shape[0]
     columns: tl.constexpr = x.shape[1]
-    # Of a pair the even and the odd feature: [M, D / 2]
+    # Even and odd feature of each pair: [M, D / 2]
     even, odd = tl.split(tl.reshape(x.to(tl.float32), [rows, columns // 2, 2]))
     rotated_even = tl.where(is_rotated, even * cos - odd * sin, even)
     rotated_odd = tl.where(is_rotated, odd * cos + even * sin, odd)
@@ -25,11 +27,11 @@ def rotate(x, cos, sin, is_rotated):
 
 @triton.jit
 def cos_and_sin(x):
-    """Of float32 angles up to 2 ** 23, within 2 units in the last place of 1.
+    """Return cosine and sine of float32 angles up to 2 ** 23, to within 2 units in the last place of 1.
 
-    tl.cos and tl.sin are exact for all that there is, which takes thousands of instructions.
+    tl.cos and tl.sin handle the whole range of float32, which takes thousands of instructions.
     """
-    # Quarter turns are taken off in three parts of pi / 2 (Cody and Waite 1980).
+    # Range reduction by multiples of pi / 2, subtracted in three parts (Cody and Waite 1980).
     quarters = tl.floor(tl.fma(x, 0.6366197723675814, 0.5))
     rest = tl.fma(quarters, -1.5703125, x)
     rest = tl.fma(quarters, -4.837512969970703125e-4, rest)

@@ -1,4 +1,4 @@
-"""When the Triton backends serve a call. Imports no triton, so that asking costs nothing where it is not installed."""
+"""Conditions under which the Triton backends support a call. Imports no triton, so the check works without it."""
 
 from __future__ import annotations
 
@@ -12,20 +12,22 @@ from torch import Tensor
 MAX_HEAD_DIM = 256
 MIN_CAPABILITY = (8, 0)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# Looked up once, as torch.compile warns of functions that remember what they returned.
+# Looked up once at import: torch.compile warns of cached functions.
 IS_INSTALLED = importlib.util.find_spec('triton') is not None
 # Offsets of tokens are int32 in the kernels; elements are counted in int64.
 MAX_TOKENS = 2**30
-# Gradients that are added at once.
+# Gradients that `shared_input` adds in one kernel.
 MAX_READERS = 5
-# Heads lie on the second axis of a grid.
+# The second grid axis counts heads.
 MAX_HEADS = 65535
-# Blocks that the queries of a kv head choose, which the lists of those who chose a block count in int32.
+# Selected blocks per KV head, which the CSR index from blocks to queries counts in int32.
 MAX_CHOICES = 2**30
 
 
 def unsupported(q: Tensor, *others: Tensor, name: str = 'q') -> str | None:
-    """Why the kernels cannot serve a call, or None where they can. others: k and v. name: what q is called there."""
+    """Return the reason why the kernels do not support a call, or None. others: k and v. name: name of q in the
+    message.
+    """
     reason = _unsupported_device(q.device)
     if reason is not None:
         return reason
@@ -44,7 +46,7 @@ def unsupported(q: Tensor, *others: Tensor, name: str = 'q') -> str | None:
 
 
 def too_many_choices(q: Tensor, k: Tensor, num_selected: int) -> str | None:
-    """Why the lists of those who chose a block cannot be made, or None where they can."""
+    """Return the reason why the CSR index from blocks to queries cannot be built, or None."""
     choices = q.shape[1] * (q.shape[2] // k.shape[2]) * num_selected
     if choices > MAX_CHOICES:
         return f'up to {choices} blocks are chosen per kv head, but its kernels count up to {MAX_CHOICES}'
@@ -52,7 +54,7 @@ def too_many_choices(q: Tensor, k: Tensor, num_selected: int) -> str | None:
 
 
 def is_interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter, on CPUs: TRITON_INTERPRET=1, as Triton reads it."""
+    """Return whether kernels run in Triton's interpreter, on CPUs: TRITON_INTERPRET=1, as Triton reads it."""
     return os.environ.get('TRITON_INTERPRET', '').lower() in ('1', 'true', 'yes', 'on', 'y')
 
 
@@ -65,7 +67,7 @@ def _unsupported_device(device: torch.device) -> str | None:
         return f'the tensors are on {device.type}, but its kernels run on GPUs (on CPUs with TRITON_INTERPRET=1)'
     if torch.version.hip is not None:
         return None
-    # torch.compile knows the properties as a constant, and warns of functions that remember what they returned.
+    # torch.compile treats the properties as constants, and warns of cached functions.
     capability = (_find_capability if torch.compiler.is_compiling() else _capability)(device)
     if capability < MIN_CAPABILITY:
         return f'the GPU has compute capability {capability}, but its kernels need at least {MIN_CAPABILITY}'

@@ -1,4 +1,4 @@
-"""Tiles of rows: loaded, stored, cleared of what is not finite, multiplied; tiles of keys: sorted."""
+"""Tile primitives: load, store, sanitise and multiply tiles of rows; sort tiles of keys."""
 
 # To pyright a jit function that another calls never returns, nor does tl.static_range.
 # pyright: reportGeneralTypeIssues=false
@@ -11,10 +11,10 @@ import triton.language as tl
 
 @triton.jit
 def add_product(a, b, total):
-    """total + a @ b.
+    """Return total + a @ b.
 
-    In float32 the product is added up by itself first: a sum over thousands of rows is more exact in two steps, and
-    eager's is taken in several too. The multiplication by 1 keeps the compiler from making one step of them.
+    In float32 the product is accumulated separately first, since a sum over thousands of rows is more exact in two
+    steps (eager takes several steps too). The multiplication by 1 keeps the compiler from fusing both steps.
     """
     if a.dtype == tl.float32:
         total = tl.fma(tl.dot(a, b, input_precision='ieee'), tl.full(total.shape, 1.0, tl.float32), total)
@@ -25,8 +25,8 @@ def add_product(a, b, total):
 
 @triton.jit
 def load_rows(ptr, rows, stride, mask, SIZE: tl.constexpr, BLOCK: tl.constexpr, INT64_OFFSETS=True):
-    """Rows of SIZE elements, padded to BLOCK with zeros; 0 in rows that the mask leaves out. INT64_OFFSETS: int32 may
-    not count the elements up to the last of them.
+    """Load rows of SIZE elements, padded to BLOCK with zeros; masked rows are 0. INT64_OFFSETS: element offsets may
+    exceed int32.
     """
     offsets = tl.arange(0, BLOCK)
     rows = rows.to(tl.int64) if INT64_OFFSETS else rows
@@ -50,12 +50,13 @@ def load_tile(
     BLOCK: tl.constexpr,
     INT64_OFFSETS: tl.constexpr,
 ):
-    """ROWS rows of SIZE elements of a head of `[B, S, H, SIZE]`, from `first` on, padded to BLOCK with zeros; all of
-    them exist, or else zeros are fetched. tiles: its tensor descriptor (`describe_tiles`); without one, ptr leads to
-    row and head.
+    """Load ROWS rows of SIZE elements of a head of `[B, S, H, SIZE]`, from row `first` on, padded to BLOCK with zeros.
+
+    All rows exist, or `exists` is false and zeros are loaded. tiles: the tensor's descriptor (`describe_tiles`);
+    without one (None), ptr points to the batch row and head.
     """
     if tiles is not None:
-        first = tl.where(exists, first, 2**30)  # beyond all tensors, where zeros are
+        first = tl.where(exists, first, 2**30)  # out of bounds, so that the descriptor returns zeros
         tile = tl.reshape(tiles.load([row.to(tl.int32), first, head.to(tl.int32), 0]), [ROWS, BLOCK])
     else:
         tile = load_rows(
@@ -75,8 +76,9 @@ def store_rows(ptr, rows, stride, values, mask, SIZE: tl.constexpr, BLOCK: tl.co
 
 @triton.jit
 def split_finite(x):
-    """x with 0 for what is not finite, and per row 0, or NaN where something was not. 0 * NaN is NaN: rows that a query
-    does not read must not meet its weights of 0 with such values.
+    """Return x with non-finite values replaced by 0, and per row 0, or NaN where a value was replaced.
+
+    Rows that a query does not read must not meet its zero weights with such values, since 0 * NaN is NaN.
     """
     difference = x - x  # [BLOCK, BLOCK_D], NaN where x is not finite
     return tl.where(difference == 0, x, 0.0).to(x.dtype), tl.sum(difference.to(tl.float32), 1)
@@ -84,8 +86,8 @@ def split_finite(x):
 
 @triton.jit
 def is_finite_tile(x):
-    """Whether the sum of x, in float32, is finite, which takes one addition an element. A sum of products is not
-    where a factor was not, be the other factor 0.
+    """Return whether the float32 sum of x is finite, at the cost of one addition per element. A sum of products is not
+    finite if a factor was not, even if the other factor is 0.
     """
     # As a vector: Triton 3.7 fails to compile one dimension after the other for Blackwell.
     return tl.abs(tl.sum(tl.ravel(x), 0)) < float('inf')
@@ -93,26 +95,26 @@ def is_finite_tile(x):
 
 @triton.jit
 def find_largest(x):
-    """The largest number of x, the same in all threads, so that a loop may depend on it.
+    """Return the maximum of x, the same in all threads, so that a loop may depend on it.
 
-    As a vector, whose elements Triton may lay out anew: where heads were added up, several threads hold the same number
-    of a row, and before 3.7 it then compares the wrong ones (triton-lang/triton#9219).
+    x is reduced as a vector, which Triton may lay out again: after a sum over heads several threads hold the same
+    element of a row, and before 3.7 Triton then compares the wrong ones (triton-lang/triton#9219).
     """
     return tl.max(tl.ravel(x), 0)
 
 
 @triton.jit
 def sort_tile(keys, LOG_SIZE: tl.constexpr, ROTATION: tl.constexpr):
-    """`[2 ** LOG_SIZE]` integers in ascending order, all at least 0 and below half of what their type holds.
+    """Sort `[2 ** LOG_SIZE]` integers in ascending order. All are at least 0 and below half the range of their type.
 
-    Batcher's bitonic sorter, as tl.sort has it. A key's partner is found by a sum though, which the interpreter takes
-    at once; tl.sort's exclusive or takes it seconds for a thousand keys. The steps go most often between neighbours,
-    which should be keys of one thread. So the ROTATION upper bits of the places that keys come from are taken for the
-    lower ones, where a thread has 2 ** ROTATION runs of keys.
+    This is Batcher's bitonic sorter, as in tl.sort. A key's partner is found by a sum, which the interpreter evaluates
+    at once; the exclusive or of tl.sort takes it seconds per thousand keys. Most steps compare neighbours, which should
+    be keys of one thread: the ROTATION upper bits of the key indices are exchanged with the lower ones, where a thread
+    holds 2 ** ROTATION runs of keys.
     """
     cube = tl.reshape(keys, [2] * LOG_SIZE)
     for stage in tl.static_range(1, LOG_SIZE + 1):
-        # Every other run of 2 ** stage keys is to descend: its complements are sorted.
+        # Every other run of 2 ** stage keys is sorted in descending order, by sorting the complements.
         if stage < LOG_SIZE:
             cube = cube ^ -_bit(LOG_SIZE, stage, ROTATION)
         for step in tl.static_range(stage):
@@ -127,6 +129,6 @@ def sort_tile(keys, LOG_SIZE: tl.constexpr, ROTATION: tl.constexpr):
 
 @triton.jit
 def _bit(LOG_SIZE: tl.constexpr, BIT: tl.constexpr, ROTATION: tl.constexpr):
-    """A bit of the places of the sorter, to be broadcast to `[2] * LOG_SIZE`."""
+    """Return one bit of the sorter's key indices, broadcastable to `[2] * LOG_SIZE`."""
     dim: tl.constexpr = (2 * LOG_SIZE - 1 - BIT + ROTATION) % LOG_SIZE
     return tl.reshape(tl.arange(0, 2), [1] * dim + [2] + [1] * (LOG_SIZE - 1 - dim))

@@ -1,7 +1,7 @@
-"""Where queries stand among keys, as kernels see it: geometry.Sequences on the device.
+"""Sequence boundaries and query offsets, as a kernel argument (varlen): `geometry.Sequences` on the device.
 
-A tile of queries or of keys belongs to one sequence, so the first token of a sequence begins a tile and a packed
-sequence is computed as it is alone. Tokens are counted in int32 and become int64 before a stride is multiplied.
+A tile of queries or of keys belongs to one sequence. The first token of a sequence begins a tile, so a packed sequence
+is computed exactly as it is alone. Token indices are int32 and become int64 before they are multiplied by a stride.
 """
 
 # To pyright a jit function that another calls never returns.
@@ -21,11 +21,12 @@ from native_sparse_attention.ops._triton.support import MAX_TOKENS
 
 
 class SequenceLayout(NamedTuple):
-    """One argument of a kernel. Tensors are int32 or int64, contiguous, or None where a call does without them.
+    """Sequence boundaries as one kernel argument. Tensors are int32 or int64, contiguous, or None where they are not
+    needed.
 
-    num_sequences, seqlen_q, seqlen_k: N (not packed: B), T, S. q_offset: of all sequences, or None; q_offsets: one per
-    sequence. cu_seqlens, cu_seqlens_k, seqlens_k: as the ops take them. cu_blocks: `[N + 1]`, packed: where the
-    compressed blocks of a sequence begin.
+    num_sequences, seqlen_q, seqlen_k: N (not packed: B), T, S. q_offset: offset of all sequences, or None; q_offsets:
+    one per sequence. cu_seqlens, cu_seqlens_k, seqlens_k: as the ops take them. cu_blocks: `[N + 1]`, packed only:
+    first compressed block of every sequence.
     """
 
     num_sequences: int
@@ -40,7 +41,9 @@ class SequenceLayout(NamedTuple):
 
 
 def make_layout(sequences: Sequences, block_size: int = 1, stride: int = 1) -> SequenceLayout:
-    """block_size, stride: of the compressed blocks that `cu_blocks` counts; 1 and 1 stand for tokens."""
+    """Return the layout of a call. block_size, stride: of the compressed blocks in `cu_blocks`; (1, 1) stands for
+    tokens.
+    """
     offset, offsets = sequences.q_offset, None
     if isinstance(offset, Tensor):
         offset, offsets = None, offset
@@ -64,8 +67,10 @@ def make_layout(sequences: Sequences, block_size: int = 1, stride: int = 1) -> S
 
 
 def num_tiles(layout: SequenceLayout, length: int, tile: int) -> int:
-    """Programs that cover an axis of `length` tokens (or blocks) in tiles of one sequence each; packed: a bound that
-    does not depend on values on the device, with the tokens behind the last sequence among them.
+    """Return the number of programs that cover an axis of `length` tokens (or blocks) with tiles of one sequence each.
+
+    For packed sequences this is an upper bound that does not depend on values on the device; it includes tokens behind
+    the last sequence.
     """
     if layout.cu_seqlens is None:
         return layout.num_sequences * -(-length // tile)
@@ -74,9 +79,11 @@ def num_tiles(layout: SequenceLayout, length: int, tile: int) -> int:
 
 @triton.jit
 def find_tile(index, starts_ptr, length, num_sequences, TILE: tl.constexpr):
-    """Sequence of tile `index` and its first token in that sequence. Packed: what no sequence covers is sequence N.
+    """Return the sequence of tile `index` and the tile's first token in it. Packed: tokens that no sequence covers form
+    sequence N.
 
-    Sequence i owns the indices from starts[i] // TILE + i on: these are enough for its tiles, and no two overlap.
+    Sequence i owns the tile indices from starts[i] // TILE + i on: these suffice for its tiles, and no two sequences
+    overlap.
     """
     if starts_ptr is None:
         tiles = tl.cdiv(length, TILE)
@@ -92,7 +99,7 @@ def find_tile(index, starts_ptr, length, num_sequences, TILE: tl.constexpr):
             else:
                 above = middle - 1
         first = (index - _first_tile(starts_ptr, sequence, length, TILE)) * TILE
-        # Starts that begin above 0 or decrease leave tiles to nobody: these lie behind every sequence.
+        # Starts that begin above 0 or decrease leave tiles without a sequence: these lie behind every sequence.
         first = tl.where(first < 0, length, first)
     return sequence, first
 
@@ -104,7 +111,9 @@ def _first_tile(starts_ptr, sequence, length, TILE: tl.constexpr):
 
 @triton.jit
 def find_query(index, layout):
-    """Sequence, row and token of query `index` of all rows. Packed: tokens behind the last one form sequence N."""
+    """Return sequence, row and token of query `index` of all rows. Packed: tokens behind the last sequence form
+    sequence N.
+    """
     if layout.cu_seqlens is None:
         sequence = index // layout.seqlen_q
         row = sequence
@@ -125,7 +134,7 @@ def find_query(index, layout):
 
 @triton.jit
 def load_extent(starts_ptr, sequence, length, num_sequences):
-    """Row, first token and number of tokens of a sequence on an axis of `length`; packed: of sequence N too."""
+    """Return row, first token and number of tokens of a sequence on an axis of `length`; packed: of sequence N too."""
     if starts_ptr is None:
         row = sequence
         start = 0
@@ -141,9 +150,9 @@ def load_extent(starts_ptr, sequence, length, num_sequences):
 
 @triton.jit
 def locate_tokens(tokens, mask, layout):
-    """Of each token of a packed row: the sequence, the token's position there, the sequence's first key along S, and
-    its keys in tokens: none for what no sequence covers (sequence N), and for a token that lies outside of the sequence
-    found for it because the borders are not in order.
+    """Locate tokens of a packed row. Returns for each token its sequence, its position there, the sequence's first key
+    along S, and the sequence's keys in tokens. The number of keys is 0 for tokens of no sequence (sequence N), and for
+    a token outside the sequence found for it because the boundaries are not in order.
     """
     sequences = tokens * 0
     step = 1
@@ -175,7 +184,7 @@ def locate_tokens(tokens, mask, layout):
 
 @triton.jit
 def _load_extents(starts_ptr, sequences, mask, length):
-    """First token and number of tokens of sequences on an axis of `length`; 0 and 0 where the mask leaves one out."""
+    """Return first token and number of tokens of sequences on an axis of `length`; 0 and 0 where masked."""
     starts = tl.load(starts_ptr + sequences, mask=mask, other=0).to(tl.int32)
     stops = tl.load(starts_ptr + sequences + 1, mask=mask, other=0).to(tl.int32)
     starts = tl.minimum(tl.maximum(starts, 0), length)
@@ -184,7 +193,7 @@ def _load_extents(starts_ptr, sequences, mask, length):
 
 @triton.jit
 def load_num_keys(layout, sequence):
-    """Keys of a sequence in tokens; 0 for the tokens that no sequence covers."""
+    """Return the keys of a sequence in tokens; 0 for sequence N."""
     num_keys = 0
     if sequence < layout.num_sequences:
         _, _, num_keys = load_extent(layout.cu_seqlens_k, sequence, layout.seqlen_k, layout.num_sequences)
@@ -195,7 +204,7 @@ def load_num_keys(layout, sequence):
 
 @triton.jit
 def load_position(layout, sequence, num_queries, num_keys):
-    """Position of a sequence's first query."""
+    """Return the position of a sequence's first query."""
     if layout.q_offsets is not None:
         offset = 0
         if sequence < layout.num_sequences:
@@ -210,8 +219,9 @@ def load_position(layout, sequence, num_queries, num_keys):
 
 @triton.jit
 def locate_queries(index, layout, TILE: tl.constexpr):
-    """Of tile `index` of the queries: sequence, row, first token of the sequence, the tile's first query (at or behind
-    the last one where it holds none), and of the sequence the queries, the keys in tokens, the first query's position.
+    """Locate query tile `index`. Returns sequence, row, first token of the sequence, the tile's first query (at or
+    behind the last query if the tile is empty), and the sequence's number of queries, its keys in tokens, and its first
+    query's position.
     """
     sequence, first_query = find_tile(index, layout.cu_seqlens, layout.seqlen_q, layout.num_sequences, TILE)
     row, query_start, num_queries = load_extent(layout.cu_seqlens, sequence, layout.seqlen_q, layout.num_sequences)
@@ -222,27 +232,27 @@ def locate_queries(index, layout, TILE: tl.constexpr):
 
 @triton.jit
 def count_blocks(num_tokens, block_size, stride):
-    """Compressed blocks that `num_tokens` tokens complete."""
+    """Return the number of compressed blocks that `num_tokens` tokens complete."""
     return tl.maximum(num_tokens - block_size + stride, 0) // stride
 
 
 @triton.jit
 def floor_divide(a, b):
-    """Rounded down, below 0 too, where a division on the device rounds towards 0."""
+    """Return a // b rounded down, also below 0, where division on the device rounds towards 0."""
     return tl.maximum(a, 0) // b - (tl.maximum(-a, 0) + b - 1) // b
 
 
 def last_dim_contiguous(*tensors: Any) -> Any:
-    """The tensors, copied where neighbours in the last dimension are not neighbours in memory."""
+    """Return the tensors, copied where the last dimension is not contiguous."""
     return tuple(t if t is None or t.stride(-1) == 1 or t.shape[-1] <= 1 else t.contiguous() for t in tensors)
 
 
-# The sequences of a call as a registered op takes them: seqlen_k, q_offset, q_offsets, seqlens_k, cu_seqlens,
-# cu_seqlens_k.
+# Arguments of a registered op: seqlen_k, q_offset, q_offsets, seqlens_k, cu_seqlens, cu_seqlens_k.
 FlatSequences = tuple[int, int | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
 def flatten(sequences: Sequences) -> FlatSequences:
+    """Return the sequences as arguments of a registered op."""
     offset = sequences.q_offset
     offsets = offset if isinstance(offset, Tensor) else None
     return (
@@ -256,7 +266,7 @@ def flatten(sequences: Sequences) -> FlatSequences:
 
 
 def unflatten(q: Tensor, flat: FlatSequences) -> Sequences:
-    """What `flatten` was given; q is `[B, T, ...]`."""
+    """Return the sequences from the result of `flatten`; q is `[B, T, ...]`."""
     seqlen_k, q_offset, q_offsets, seqlens_k, cu_seqlens, cu_seqlens_k = flat
     offset = q_offset if q_offsets is None else q_offsets
     return Sequences(*q.shape[:2], seqlen_k, q.device, offset, seqlens_k, cu_seqlens, cu_seqlens_k)

@@ -1,2 +1,3 @@
-"""Attention of every query over one interval of its sequence's keys: what compressed and window attention have in
-common, and dense attention too."""
+"""Attention of every query over one interval of its sequence's keys: shared by compressed, window and
+dense attention.
+"""

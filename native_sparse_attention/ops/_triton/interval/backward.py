@@ -1,13 +1,12 @@
-"""Backward kernel of interval attention for the gradient of q; key_gradients.py has that for those of k and v.
+"""Backward kernel of interval attention for the gradient of q; key_gradients.py has the gradients of k and v.
 
-The gradient of a logit is p * (dp - delta), where delta is the sum of p * dp over the keys of a row. It is commonly
-taken as the product of the output and its gradient, but the output is rounded, and in rows of few keys that shows. So
-this kernel, which goes first, starts from that product, adds up by how much it is off, and corrects both its result
-and delta.
+The gradient of a logit is p * (dp - delta), where delta is the sum of p * dp over a row's keys. Usually delta is the
+product of output and output gradient, but the output is rounded, which shows in rows of few keys. This kernel runs
+first: it starts from that product, sums up its error, and corrects both dq and delta.
 """
 
-# To pyright a jit function that another calls never returns.
-# pyright: reportGeneralTypeIssues=false
+# To pyright a jit function that another calls never returns, and a constant has no fields.
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
@@ -53,20 +52,16 @@ def dq_kernel(
     modifiers,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    INT64_OFFSETS: tl.constexpr,
+    tile: tl.constexpr,
 ):
-    """Shapes as in the forward kernel; dlse may be None, and is `[B, HQ, T]` like lse. gate: `[B, T, HQ]`, what dout is
-    still to be multiplied by, or None. numbers: float32 `[B, HQ, 2 or 3, T]`, what the other kernels take of a row: its
-    log-sum-exp in bits, 0 where it reads nothing, and delta, where the gradient of a logit is p * (dp - delta). With a
-    gate the first is less by log2(gate), so that it leads to gate * p, or to NaN where the gate is below 0, and the
-    third less by log2(-gate).
+    """Shapes as in the forward kernel. dlse: `[B, HQ, T]` or None. gate: `[B, T, HQ]`, a factor of dout, or None.
+
+    stats: float32 `[B, HQ, 2 or 3, T]`, the row statistics for the other kernels: the log-sum-exp in base 2 (0 for a
+    row without keys) and delta. With a gate, log2(gate) is subtracted from the first, so that it leads to gate * p, or
+    to NaN if the gate is negative; the third is the log-sum-exp minus log2(-gate).
     """
+    BLOCK_M: tl.constexpr = tile.block_m
+    BLOCK_D: tl.constexpr = tile.block_d
     located = locate_queries(tl.program_id(0), layout, BLOCK_M // HEADS)
     _, _, _, first_query, num_queries, _, _ = located
     if first_query >= num_queries:
@@ -81,9 +76,11 @@ def dq_kernel(
     out_ptr += row * out_strides[0] + heads[:, None] * out_strides[2]
     dout_ptr += row * dout_strides[0] + heads[:, None] * dout_strides[2]
     dq_ptr += row * dq_strides[0] + heads[:, None] * dq_strides[2]
-    q = load_rows(q_ptr, query_rows, q_strides[1], query_mask, HEAD_DIM, BLOCK_D)  # [BLOCK_M, BLOCK_D]
-    dout = load_rows(dout_ptr, query_rows, dout_strides[1], query_mask, VALUE_DIM, BLOCK_DV)  # [BLOCK_M, BLOCK_DV]
-    out = load_rows(out_ptr, query_rows, out_strides[1], query_mask, VALUE_DIM, BLOCK_DV)
+    q = load_rows(q_ptr, query_rows, q_strides[1], query_mask, tile.head_dim, BLOCK_D)  # [BLOCK_M, BLOCK_D]
+    dout = load_rows(
+        dout_ptr, query_rows, dout_strides[1], query_mask, tile.value_dim, tile.block_dv
+    )  # [BLOCK_M, BLOCK_DV]
+    out = load_rows(out_ptr, query_rows, out_strides[1], query_mask, tile.value_dim, tile.block_dv)
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
     row_of_lse = (row * tl.num_programs(1) * HEADS + heads) * layout.seqlen_q
     lse = tl.load(lse_ptr + row_of_lse + query_rows, mask=query_mask, other=0.0)
@@ -95,10 +92,10 @@ def dq_kernel(
     dlse = tl.zeros([BLOCK_M], tl.float32)
     HAS_DLSE: tl.constexpr = dlse_ptr is not None
     if HAS_DLSE:
-        # A log-sum-exp of nothing has no gradient; logaddexp of two such gives NaN.
+        # The log-sum-exp of a row without keys has no gradient; logaddexp of two such rows sends NaN.
         dlse = _load_per_row(dlse_ptr, dlse_strides, tile_rows, lse)
 
-    last, tiles, limits = key_tiles(interval, layout, located, positions, num_keys, BLOCK_M // HEADS, BLOCK_N)
+    last, tiles, limits = key_tiles(interval, layout, located, positions, num_keys, BLOCK_M // HEADS, tile.block_n)
     end_tiles, num_tiles = tiles[4], tiles[5]
     rows = (row_of_modifiers(modifiers, row), heads, query_rows, query_mask)
 
@@ -108,29 +105,28 @@ def dq_kernel(
         missing = -delta * tl.exp2(tl.load(modifiers.sinks + heads) * 1.4426950408889634 - lse_log2)
     empty_sums = (tl.zeros([BLOCK_M, BLOCK_D], tl.float32), tl.zeros([BLOCK_M, BLOCK_D], tl.float32), missing)
     sums = empty_sums
-    # In float32 care costs nothing beside the products, and a loop takes seconds to compile: there is only the last.
+    stats, source, bounds = (lse_log2, delta, dlse), (keys, values, rows, key_start), (limits, tiles, last)
+    # In float32 CONTAIN_NONFINITE costs little beside the products, and a loop takes seconds to compile: only the last
+    # loop exists.
     if q.dtype != tl.float32:
-        for tile in range(end_tiles):
+        for index in range(end_tiles):
             sums = _add_keys(
-                q, dout, keys, values, sums, rows, lse_log2, delta, dlse, limits, tiles, tile,
-                last, key_start, interval, scale, modifiers, HAS_DLSE, True, False, HEAD_DIM, VALUE_DIM, BLOCK_N,
-                BLOCK_D, BLOCK_DV, INT64_OFFSETS,
+                q, dout, sums, stats, index, source, bounds, scale, interval, modifiers, tile,
+                HAS_DLSE=HAS_DLSE, MASKED=True, CONTAIN_NONFINITE=False,
             )  # fmt: skip
         if end_tiles < num_tiles:  # so that the assembler need not move the sums of the loop before (docs/kernels.md)
-            for tile in range(end_tiles, num_tiles):
+            for index in range(end_tiles, num_tiles):
                 sums = _add_keys(
-                    q, dout, keys, values, sums, rows, lse_log2, delta, dlse, limits, tiles, tile,
-                    last, key_start, interval, scale, modifiers, HAS_DLSE, False, False, HEAD_DIM, VALUE_DIM, BLOCK_N,
-                    BLOCK_D, BLOCK_DV, INT64_OFFSETS,
+                    q, dout, sums, stats, index, source, bounds, scale, interval, modifiers, tile,
+                    HAS_DLSE=HAS_DLSE, MASKED=False, CONTAIN_NONFINITE=False,
                 )  # fmt: skip
     if q.dtype == tl.float32 or not is_finite_tile(sums[0] + sums[1]):
-        # Perhaps for keys that some rows of the tile do not read: once more, with care.
+        # A key that some rows do not read may be non-finite: recompute with CONTAIN_NONFINITE.
         sums = empty_sums
-        for tile in tl.range(num_tiles, num_stages=1):
+        for index in tl.range(num_tiles, num_stages=1):
             sums = _add_keys(
-                q, dout, keys, values, sums, rows, lse_log2, delta, dlse, limits, tiles, tile,
-                last, key_start, interval, scale, modifiers, HAS_DLSE, True, True, HEAD_DIM, VALUE_DIM, BLOCK_N,
-                BLOCK_D, BLOCK_DV, INT64_OFFSETS,
+                q, dout, sums, stats, index, source, bounds, scale, interval, modifiers, tile,
+                HAS_DLSE=HAS_DLSE, MASKED=True, CONTAIN_NONFINITE=True,
             )  # fmt: skip
     dq, mean_k, missing = sums
     dq = (dq - missing[:, None] * mean_k) * scale
@@ -139,14 +135,14 @@ def dq_kernel(
         dq *= gate[:, None]
         tl.store(stats_ptr + query_rows, lse_log2 - tl.log2(gate), mask=query_mask)
         tl.store(stats_ptr + 2 * layout.seqlen_q + query_rows, lse_log2 - tl.log2(-gate), mask=query_mask)
-    store_rows(dq_ptr, query_rows, dq_strides[1], dq, query_mask, HEAD_DIM, BLOCK_D)
+    store_rows(dq_ptr, query_rows, dq_strides[1], dq, query_mask, tile.head_dim, BLOCK_D)
     tl.store(stats_ptr + layout.seqlen_q + query_rows, delta + missing - dlse, mask=query_mask)
 
 
 @triton.jit
 def _load_per_row(ptr, strides, tile_rows, lse):
-    """A number of each row of a tile, in float32; 0 where the row reads nothing, since there it may be anything.
-    strides: of rows of the batch, heads and queries.
+    """Load one float32 number per row of a tile; 0 for rows without keys, whose value is arbitrary. strides: of batch
+    rows, heads and queries.
     """
     row, heads, query_rows, query_mask = tile_rows
     ptr += row * strides[0] + heads * strides[1]
@@ -158,48 +154,37 @@ def _load_per_row(ptr, strides, tile_rows, lse):
 def _add_keys(
     q,
     dout,
-    keys,
-    values,
     sums,
-    rows,
-    lse_log2,
-    delta,
-    dlse,
-    limits,
-    tiles,
-    tile,
-    last,
-    key_start,
-    interval,
+    stats,
+    index,
+    source,
+    bounds,
     scale,
+    interval,
     modifiers,
+    tile: tl.constexpr,
     HAS_DLSE: tl.constexpr,
     MASKED: tl.constexpr,
     CONTAIN_NONFINITE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    INT64_OFFSETS: tl.constexpr,
 ):
-    """Adds a tile of keys: to dq, with the delta that is off by `missing`, and to the mean of the keys, times which dq
-    changes with delta. Not MASKED: every row reads all of it. CONTAIN_NONFINITE: what is not finite reaches those rows
-    alone that read it.
+    """Add a key tile to dq, computed with the delta that is off by `missing`, and to the mean of the keys, the
+    derivative of dq by delta. Without MASKED every row reads the whole tile. CONTAIN_NONFINITE: non-finite values reach
+    only the rows that read them.
     """
     dq, mean_k, missing = sums
-    start = find_start(tiles, tile, MASKED, CONTAIN_NONFINITE, BLOCK_N)
-    k = load_keys(
-        keys, start, last, key_start, interval, MASKED, CONTAIN_NONFINITE, HEAD_DIM, BLOCK_N, BLOCK_D, INT64_OFFSETS
-    )
+    lse_log2, delta, dlse = stats
+    keys, values, rows, key_start = source
+    limits, tiles, last = bounds
+    start = find_start(tiles, index, MASKED, CONTAIN_NONFINITE, tile.block_n)
+    k = load_keys(keys, start, last, key_start, interval, MASKED, CONTAIN_NONFINITE, tile.head_dim, tile.block_d, tile)
     logits = tl.dot(q, tl.trans(k), input_precision='ieee')  # [BLOCK_M, BLOCK_N]
-    coordinates = tile_coordinates(rows, key_start, start, last, BLOCK_N)
+    coordinates = tile_coordinates(rows, key_start, start, last, tile.block_n)
     exponents, slope, read = find_exponents(logits, lse_log2[:, None], scale, modifiers, coordinates)
     if MASKED:
-        read = read & reads_keys(interval, limits, start, BLOCK_N)
+        read = read & reads_keys(interval, limits, start, tile.block_n)
     weights = tl.exp2(tl.where(read, exponents, float('-inf')))
     v = load_keys(
-        values, start, last, key_start, interval, MASKED, CONTAIN_NONFINITE, VALUE_DIM, BLOCK_N, BLOCK_DV, INT64_OFFSETS
+        values, start, last, key_start, interval, MASKED, CONTAIN_NONFINITE, tile.value_dim, tile.block_dv, tile
     )
     dweights = tl.dot(dout, tl.trans(v), input_precision='ieee')
     if modifiers.seed is not None:

@@ -1,7 +1,7 @@
-"""The gradient of the bias of interval attention: one program per tile of queries and keys, bias row and bias head."""
+"""Gradient of the bias of interval attention: one program per query tile, key tile, bias row and bias head."""
 
-# To pyright a jit function that another calls never returns.
-# pyright: reportGeneralTypeIssues=false
+# To pyright a jit function that another calls never returns, and a constant has no fields.
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
@@ -34,33 +34,29 @@ def dbias_kernel(
     shape,
     NUM_STATS: tl.constexpr,
     GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    INT64_OFFSETS: tl.constexpr,
+    tile: tl.constexpr,
 ):
-    """dbias: `[bias rows, bias heads, T, S]`. shape: (B, HQ, bias rows, bias heads). numbers: of `dq_kernel`, NUM_STATS
-    of a row. Rows and heads of the batch that share a bias are added in order, and elements that no query reads are 0.
+    """dbias: `[bias rows, bias heads, T, S]`. shape: (B, HQ, bias rows, bias heads). stats: NUM_STATS row statistics of
+    `dq_kernel`. Batch rows and heads that share a bias are added in order; elements that no query reads are 0.
     """
+    BLOCK_M: tl.constexpr = tile.block_m
+    BLOCK_N: tl.constexpr = tile.block_n
     batch, num_heads, bias_rows, bias_heads = shape
     key_tiles = tl.cdiv(interval.num_keys, BLOCK_N)
     query_tiles = tl.cdiv(layout.seqlen_q, BLOCK_M)
-    tile = tl.program_id(0)
-    first_key = (tile % key_tiles) * BLOCK_N
-    tile = tile // key_tiles
-    queries = (tile % query_tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
-    bias_head = tile // query_tiles % bias_heads
-    bias_row = tile // query_tiles // bias_heads
+    index = tl.program_id(0)
+    first_key = (index % key_tiles) * BLOCK_N
+    index = index // key_tiles
+    queries = (index % query_tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
+    bias_head = index // query_tiles % bias_heads
+    bias_row = index // query_tiles // bias_heads
     keys = first_key + tl.arange(0, BLOCK_N)
     query_mask, key_mask = queries < layout.seqlen_q, keys < interval.num_keys
     rows_of_head, heads_of_row = tl.cdiv(batch, bias_rows), tl.cdiv(num_heads, bias_heads)
 
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for shared_row in range(rows_of_head):
-        row = bias_row + shared_row  # one of both is 0
+        row = bias_row + shared_row  # one of the two is 0
         firsts, lasts = _key_limits(interval, layout, queries, query_mask, row)
         is_read = (tl.min(firsts, 0) < first_key + BLOCK_N) & (tl.max(lasts, 0) > first_key)
         read = (keys[None, :] >= firsts[:, None]) & (keys[None, :] < lasts[:, None])
@@ -71,16 +67,18 @@ def dbias_kernel(
             k_of_head = k_ptr + row_of_q * k_strides[0] + head // GROUP * k_strides[2]
             v_of_head = v_ptr + row_of_q * v_strides[0] + head // GROUP * v_strides[2]
             dout_of_head = dout_ptr + row_of_q * dout_strides[0] + head * dout_strides[2]
-            q = load_rows(q_of_head, queries, q_strides[1], query_mask, HEAD_DIM, BLOCK_D, INT64_OFFSETS)
-            k = load_rows(k_of_head, keys, k_strides[1], key_mask, HEAD_DIM, BLOCK_D, INT64_OFFSETS)
-            v = load_rows(v_of_head, keys, v_strides[1], key_mask, VALUE_DIM, BLOCK_DV, INT64_OFFSETS)
-            dout = load_rows(dout_of_head, queries, dout_strides[1], query_mask, VALUE_DIM, BLOCK_DV, INT64_OFFSETS)
+            q = load_rows(q_of_head, queries, q_strides[1], query_mask, tile.head_dim, tile.block_d, tile.int64_offsets)
+            k = load_rows(k_of_head, keys, k_strides[1], key_mask, tile.head_dim, tile.block_d, tile.int64_offsets)
+            v = load_rows(v_of_head, keys, v_strides[1], key_mask, tile.value_dim, tile.block_dv, tile.int64_offsets)
+            dout = load_rows(
+                dout_of_head, queries, dout_strides[1], query_mask, tile.value_dim, tile.block_dv, tile.int64_offsets
+            )
             stats_of_head = stats_ptr + (row_of_q * num_heads + head) * NUM_STATS * layout.seqlen_q
             lse_log2 = tl.load(stats_of_head + queries, mask=query_mask, other=0.0)
             sign = 1.0
             if NUM_STATS == 3:
                 of_negative = tl.load(stats_of_head + 2 * layout.seqlen_q + queries, mask=query_mask, other=0.0)
-                is_negative = of_negative == of_negative  # a gate below 0, of which alone this is a number
+                is_negative = of_negative == of_negative  # NaN unless the gate is negative
                 lse_log2 = tl.where(is_negative, of_negative, lse_log2)
                 sign = tl.where(is_negative, -1.0, 1.0)[:, None]
             delta = tl.load(stats_of_head + layout.seqlen_q + queries, mask=query_mask, other=0.0)
@@ -99,7 +97,7 @@ def dbias_kernel(
 
 @triton.jit
 def _key_limits(interval, layout, queries, query_mask, row):
-    """The keys [firsts, lasts), as indices of the tensors, that each query of a row of the batch reads."""
+    """Return the keys [firsts, lasts), as indices of the tensors, that each query of a batch row reads."""
     if layout.cu_seqlens is not None:
         _, positions, key_starts, num_keys = locate_tokens(queries, query_mask, layout)
     else:

@@ -1,7 +1,7 @@
-"""Forward kernel of interval attention: one program per tile of queries with HEADS heads that share keys."""
+"""Forward kernel of interval attention: one program per query tile and HEADS heads that share a KV head."""
 
-# To pyright a jit function that another calls never returns.
-# pyright: reportGeneralTypeIssues=false
+# To pyright a jit function that another calls never returns, and a constant has no fields.
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
@@ -40,18 +40,19 @@ def forward_kernel(
     NEGATIVE: tl.constexpr,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    INT64_OFFSETS: tl.constexpr,
+    tile: tl.constexpr,
 ):
-    """q, out: `[B, T, HQ, D and DV]`; k, v: `[B, M + C, H, D and DV]`; lse: `[B, HQ, T]`."""
+    """q, out: `[B, T, HQ, D and DV]`. k, v: `[B, M + C, H, D and DV]`, the M memory pairs first. lse: `[B, HQ, T]`.
+
+    The tiles at the ends of the interval, which need a mask, come first; they set the softmax maximum that the fully
+    visible tiles keep. If a sum is not finite or that maximum was too far off, all tiles are computed again, masked and
+    with non-finite values contained.
+    """
+    BLOCK_M: tl.constexpr = tile.block_m
+    BLOCK_DV: tl.constexpr = tile.block_dv
     tile_of_queries = tl.program_id(0)
     if interval.left is None:
-        # The last queries, which have the most to do, first: what is left at the end is short.
+        # The last queries first, since they read the most keys: the short programs fill up the end of the launch.
         tile_of_queries = tl.num_programs(0) - 1 - tile_of_queries
     located = locate_queries(tile_of_queries, layout, BLOCK_M // HEADS)
     _, _, _, first_query, num_queries, _, _ = located
@@ -64,26 +65,27 @@ def forward_kernel(
     keys = (k_tiles, row, kv_head, k_ptr + row * k_strides[0] + kv_head * k_strides[2], k_strides[1])
     values = (v_tiles, row, kv_head, v_ptr + row * v_strides[0] + kv_head * v_strides[2], v_strides[1])
     q_ptr += row * q_strides[0] + heads[:, None] * q_strides[2]
-    q = load_rows(q_ptr, query_rows, q_strides[1], query_mask, HEAD_DIM, BLOCK_D)  # [BLOCK_M, BLOCK_D]
+    q = load_rows(q_ptr, query_rows, q_strides[1], query_mask, tile.head_dim, tile.block_d)  # [BLOCK_M, BLOCK_D]
 
-    last, tiles, limits = key_tiles(interval, layout, located, positions, num_keys, BLOCK_M // HEADS, BLOCK_N)
+    last, tiles, limits = key_tiles(interval, layout, located, positions, num_keys, BLOCK_M // HEADS, tile.block_n)
     end_tiles, num_tiles = tiles[4], tiles[5]
     rows = (row_of_modifiers(modifiers, row), heads, query_rows, query_mask)
 
     first_max, first_total = first_sums(modifiers, heads, BLOCK_M)
     empty_sums = (first_max, first_total, tl.zeros([BLOCK_M, BLOCK_DV], tl.float32))
     sums = empty_sums
-    # Where a scale is negative products are, so that the largest makes the largest logit, and -inf a weight of 0.
+    # With a negative scale products are negated, so that their maximum is that of the logits and -inf has weight 0.
     scale_log2 = tl.where(scale == 0, 1e-37, tl.abs(scale) * 1.4426950408889634)
     if modifiers.softcap is not None or modifiers.bias is not None:
         scale_log2 = 1.0
-    for tile in range(end_tiles):
+    source, bounds, scales = (keys, values, rows, key_start), (limits, tiles, last), (scale, scale_log2)
+    for index in range(end_tiles):
         sums = _attend(
-            q, keys, values, sums, None, rows, limits, tiles, tile, last, key_start, interval, scale, scale_log2, modifiers,
-            NEGATIVE, True, False, False, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, INT64_OFFSETS,
+            q, sums, None, index, source, bounds, scales, interval, modifiers, tile,
+            NEGATIVE=NEGATIVE, MASKED=True, CONTAIN_NONFINITE=False, FIXED=False,
         )  # fmt: skip
-    # Weights of float16 have no room for a maximum that is too low. Where pairs are masked, many rows may read nothing,
-    # which look like rows whose weights vanished.
+    # float16 weights overflow if the fixed maximum is too low. With masks many rows may read nothing, which look like
+    # rows whose weights vanished.
     FIXED: tl.constexpr = (
         q.dtype != tl.float16
         and modifiers.bias is None
@@ -92,27 +94,26 @@ def forward_kernel(
     )
     if FIXED:
         sums = (tl.where(sums[0] == float('-inf'), 0.0, sums[0]), sums[1], sums[2])
-    for tile in range(end_tiles, num_tiles):
+    for index in range(end_tiles, num_tiles):
         sums = _attend(
-            q, keys, values, sums, None, rows, limits, tiles, tile, last, key_start, interval, scale, scale_log2, modifiers,
-            NEGATIVE, False, False, FIXED, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, INT64_OFFSETS,
+            q, sums, None, index, source, bounds, scales, interval, modifiers, tile,
+            NEGATIVE=NEGATIVE, MASKED=False, CONTAIN_NONFINITE=False, FIXED=FIXED,
         )  # fmt: skip
     row_max, total = sums[0], sums[1]
     are_near = tl.min(_is_near(total).to(tl.int32), 0) != 0 if FIXED else True
     if not (is_finite_tile(sums[2]) and are_near):
-        # Perhaps for values that some rows of the tile do not read: once more, with care. And once more for rows whose
-        # maximum at the ends was not near that of the middle; the others keep their bits.
+        # A value that some rows do not read may be non-finite: recompute with CONTAIN_NONFINITE. A second pass updates
+        # the maximum of the rows whose fixed maximum was not near; the other rows keep their bits.
         is_fixed = tl.full([BLOCK_M], FIXED, tl.int1)
         for _ in tl.range(2 if FIXED else 1):
             sums = empty_sums
-            for tile in tl.range(num_tiles, num_stages=1):
+            for index in tl.range(num_tiles, num_stages=1):
                 sums = _attend(
-                    q, keys, values, sums, is_fixed & (tile >= end_tiles), rows, limits, tiles, tile, last, key_start,
-                    interval, scale, scale_log2, modifiers, NEGATIVE, True, True, False, HEAD_DIM, VALUE_DIM, BLOCK_N,
-                    BLOCK_D, BLOCK_DV, INT64_OFFSETS,
+                    q, sums, is_fixed & (index >= end_tiles), index, source, bounds, scales, interval, modifiers, tile,
+                    NEGATIVE=NEGATIVE, MASKED=True, CONTAIN_NONFINITE=True, FIXED=False,
                 )  # fmt: skip
             is_fixed = is_fixed & _is_near(sums[1]) & (tl.sum(sums[2] - sums[2], 1) == 0)
-        # Whatever the values are, a log-sum-exp has the same bits.
+        # The bits of the log-sum-exp must not depend on the values.
         is_first = _is_near(total) & FIXED
         row_max, total = tl.where(is_first, row_max, sums[0]), tl.where(is_first, total, sums[1])
 
@@ -123,16 +124,16 @@ def forward_kernel(
         out = out * modifiers.keep_factor
     lse = tl.where(empty, float('-inf'), tl.fma(row_max, 0.6931471805599453, tl.log(total)))
     out_ptr += row * out_strides[0] + heads[:, None] * out_strides[2]
-    store_rows(out_ptr, query_rows, out_strides[1], out, query_mask, VALUE_DIM, BLOCK_DV)
-    # The heads, with what is the same for all of them added up first.
+    store_rows(out_ptr, query_rows, out_strides[1], out, query_mask, tile.value_dim, BLOCK_DV)
+    # The offset that all heads share is added up first.
     row_of_lse = (row * tl.num_programs(1) * HEADS + first_head + tl.arange(0, BLOCK_M) % HEADS) * layout.seqlen_q
     tl.store(lse_ptr + row_of_lse + query_rows, lse, mask=query_mask)
 
 
 @triton.jit
 def _is_near(total):
-    """Whether sums of weights that were relative to a fixed number are ones to rely on: neither too large nor so small
-    that products with small values could vanish. A row that reads nothing has none.
+    """Return whether softmax sums relative to a fixed maximum are usable: neither too large nor so small that products
+    with small values could vanish. A row without keys has a sum of 0, which is not.
     """
     return (total > 2.0**-20) & (total < 2.0**60)
 
@@ -140,49 +141,40 @@ def _is_near(total):
 @triton.jit
 def _attend(
     q,
-    keys,
-    values,
     sums,
     is_fixed,
-    rows,
-    limits,
-    tiles,
-    tile,
-    last,
-    key_start,
+    index,
+    source,
+    bounds,
+    scales,
     interval,
-    scale,
-    scale_log2,
     modifiers,
+    tile: tl.constexpr,
     NEGATIVE: tl.constexpr,
     MASKED: tl.constexpr,
     CONTAIN_NONFINITE: tl.constexpr,
     FIXED: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    INT64_OFFSETS: tl.constexpr,
 ):
-    """Adds a tile of keys to a running softmax. Not MASKED: every row reads all of it. CONTAIN_NONFINITE: values that
-    are not finite reach those alone who read them. FIXED: what weights are relative to stays as it is; is_fixed: or
-    that of these rows, where it is not None.
+    """Add a key tile to the online softmax. Without MASKED every row reads the whole tile.
+
+    CONTAIN_NONFINITE: non-finite values reach only the rows that read them. FIXED: the maximum stays as it is;
+    is_fixed: only that of these rows does, or None.
     """
     row_max, total, out = sums
-    start = find_start(tiles, tile, MASKED, CONTAIN_NONFINITE, BLOCK_N)
-    k = load_keys(
-        keys, start, last, key_start, interval, MASKED, CONTAIN_NONFINITE, HEAD_DIM, BLOCK_N, BLOCK_D, INT64_OFFSETS
-    )
+    keys, values, rows, key_start = source
+    limits, tiles, last = bounds
+    scale, scale_log2 = scales
+    start = find_start(tiles, index, MASKED, CONTAIN_NONFINITE, tile.block_n)
+    k = load_keys(keys, start, last, key_start, interval, MASKED, CONTAIN_NONFINITE, tile.head_dim, tile.block_d, tile)
     v = load_keys(
-        values, start, last, key_start, interval, MASKED, CONTAIN_NONFINITE, VALUE_DIM, BLOCK_N, BLOCK_DV, INT64_OFFSETS
+        values, start, last, key_start, interval, MASKED, CONTAIN_NONFINITE, tile.value_dim, tile.block_dv, tile
     )
     products = tl.dot(q, tl.trans(k), input_precision='ieee')  # [BLOCK_M, BLOCK_N]
     products = -products if NEGATIVE else products
-    coordinates = tile_coordinates(rows, key_start, start, last, BLOCK_N)
+    coordinates = tile_coordinates(rows, key_start, start, last, tile.block_n)
     products, _, read = modify_logits(products, scale, modifiers, coordinates)
     if MASKED:
-        read = read & reads_keys(interval, limits, start, BLOCK_N)
+        read = read & reads_keys(interval, limits, start, tile.block_n)
     products = tl.where(read, products, float('-inf'))
     if CONTAIN_NONFINITE:
         v, nonfinite_rows = split_finite(v)

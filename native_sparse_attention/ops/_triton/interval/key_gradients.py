@@ -1,7 +1,7 @@
 """Backward kernel of interval attention for the gradients of k and v."""
 
-# To pyright a jit function that another calls never returns.
-# pyright: reportGeneralTypeIssues=false
+# To pyright a jit function that another calls never returns, and a constant has no fields.
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
@@ -60,25 +60,23 @@ def dkv_kernel(
     JOINED: tl.constexpr,
     SPLIT: tl.constexpr,
     HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    INT64_OFFSETS: tl.constexpr,
+    tile: tl.constexpr,
 ):
-    """dk, dv: `[parts, B, C, H, D and DV]`: the sum over the first HEADS query heads of a group, the next, and so on.
-    numbers: NUM_STATS of a row, from `dq_kernel`. One program per tile of keys, kv head and part. JOINED: with memory
-    before the keys of every row, `[parts, B, M + C, H, D and DV]`. SPLIT, unless 0: of the memory keys alone, with dk
-    and dv `[parts, B * splits, M, H, D and DV]`, a split for every SPLIT queries.
+    """dk, dv: `[parts, B, C, H, D and DV]`: part p sums over the p-th HEADS query heads of a group. One program per key
+    tile, KV head and part. stats: NUM_STATS row statistics from `dq_kernel`.
+
+    JOINED: memory precedes the keys of every row, `[parts, B, M + C, H, D and DV]`. SPLIT, unless 0: gradients of the
+    memory keys alone, `[parts, B * splits, M, H, D and DV]`, one split per SPLIT queries.
     """
-    # The first tiles of keys, which most queries read, go first, of all heads.
-    tile = tl.program_id(0) // (kv_heads * parts)
+    BLOCK_N: tl.constexpr = tile.block_n
+    BLOCK_D: tl.constexpr = tile.block_d
+    BLOCK_DV: tl.constexpr = tile.block_dv
+    # Tiles of the first keys, which most queries read, run first, for all heads.
+    index = tl.program_id(0) // (kv_heads * parts)
     kv_head = tl.program_id(0) // parts % kv_heads
     part = tl.program_id(0) % parts
     if SPLIT > 0:
-        row, stored_row, key_rows, key_mask, first, last = _find_split(interval, layout, tile, SPLIT, BLOCK_N)
+        row, stored_row, key_rows, key_mask, first, last = _find_split(interval, layout, index, SPLIT, BLOCK_N)
         keys, stored_rows, stored = key_rows - interval.num_memory, key_rows, key_mask
         query_start, offset = row * 0, row * 0
         full_first, full_last = first, last
@@ -86,9 +84,9 @@ def dkv_kernel(
         num_rows = interval.num_keys
         if JOINED:
             num_rows += interval.num_memory
-        if layout.cu_blocks is None and interval.left is None:  # and of all rows; tiles of a window are alike
-            tile = tile % layout.num_sequences * tl.cdiv(num_rows, BLOCK_N) + tile // layout.num_sequences
-        sequence, first_key = find_tile(tile, layout.cu_blocks, num_rows, layout.num_sequences, BLOCK_N)
+        if layout.cu_blocks is None and interval.left is None:  # and for all rows; tiles of a window cost the same
+            index = index % layout.num_sequences * tl.cdiv(num_rows, BLOCK_N) + index // layout.num_sequences
+        sequence, first_key = find_tile(index, layout.cu_blocks, num_rows, layout.num_sequences, BLOCK_N)
         if JOINED:
             first_key -= interval.num_memory
         if sequence >= layout.num_sequences:
@@ -113,13 +111,13 @@ def dkv_kernel(
     row, kv_head = row.to(tl.int64), kv_head.to(tl.int64)
     k_ptr += row * k_strides[0] + kv_head * k_strides[2]
     v_ptr += row * v_strides[0] + kv_head * v_strides[2]
-    k = load_rows(k_ptr, key_rows, k_strides[1], key_mask, HEAD_DIM, BLOCK_D)  # [BLOCK_N, BLOCK_D]
-    v = load_rows(v_ptr, key_rows, v_strides[1], key_mask, VALUE_DIM, BLOCK_DV)  # [BLOCK_N, BLOCK_DV]
+    k = load_rows(k_ptr, key_rows, k_strides[1], key_mask, tile.head_dim, BLOCK_D)  # [BLOCK_N, BLOCK_D]
+    v = load_rows(v_ptr, key_rows, v_strides[1], key_mask, tile.value_dim, BLOCK_DV)  # [BLOCK_N, BLOCK_DV]
     q_ptr += row * q_strides[0]
     dout_ptr += row * dout_strides[0]
     first_head = (kv_head * parts + part) * HEADS
     num_heads = kv_heads * parts * HEADS
-    tiles = split_range(first, last, full_first, full_last, BLOCK_M)
+    tiles = split_range(first, last, full_first, full_last, tile.block_m)
     end_tiles, num_tiles = tiles[4], tiles[5]
     limits = query_limits(interval, keys, last, offset)
     key_coordinates = (row_of_modifiers(modifiers, row), key_rows, key_mask)
@@ -131,41 +129,42 @@ def dkv_kernel(
     )  # fmt: skip
     empty_sums = (tl.zeros([BLOCK_N, BLOCK_D], tl.float32), tl.zeros([BLOCK_N, BLOCK_DV], tl.float32))
     sums = empty_sums
-    # In float32 there is only the last loop, as in the other kernel.
+    key_tile, bounds = (k, v, key_coordinates), (limits, tiles, last)
+    # In float32 only the last loop exists, as in the kernel for dq.
     if k.dtype != tl.float32:
         sums = _add_heads(
-            inputs, k, v, sums, first_head, key_coordinates, limits, tiles, 0, end_tiles, last, interval, scale, modifiers, NUM_STATS,
-            HEADS, True, False, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV, INT64_OFFSETS,
+            inputs, key_tile, sums, first_head, 0, end_tiles, bounds, scale, interval, modifiers, tile,
+            NUM_STATS=NUM_STATS, HEADS=HEADS, MASKED=True, CONTAIN_NONFINITE=False,
         )  # fmt: skip
         sums = _add_heads(
-            inputs, k, v, sums, first_head, key_coordinates, limits, tiles, end_tiles, num_tiles, last, interval, scale, modifiers,
-            NUM_STATS, HEADS, False, False, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV, INT64_OFFSETS,
+            inputs, key_tile, sums, first_head, end_tiles, num_tiles, bounds, scale, interval, modifiers, tile,
+            NUM_STATS=NUM_STATS, HEADS=HEADS, MASKED=False, CONTAIN_NONFINITE=False,
         )  # fmt: skip
     if k.dtype == tl.float32 or not is_finite_tile(sums[0]):
-        # Perhaps for queries that do not read some keys of the tile, or gates below 0: once more, with care.
+        # A query that does not read some keys may be non-finite, or a gate negative: recompute with CONTAIN_NONFINITE.
         sums = _add_heads(
-            inputs, k, v, empty_sums, first_head, key_coordinates, limits, tiles, 0, num_tiles, last, interval, scale, modifiers,
-            NUM_STATS, HEADS, True, True, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV, INT64_OFFSETS,
+            inputs, key_tile, empty_sums, first_head, 0, num_tiles, bounds, scale, interval, modifiers, tile,
+            NUM_STATS=NUM_STATS, HEADS=HEADS, MASKED=True, CONTAIN_NONFINITE=True,
         )  # fmt: skip
     dk, dv = sums
     dk_ptr += part.to(tl.int64) * dk_strides[0] + stored_row.to(tl.int64) * dk_strides[1] + kv_head * dk_strides[3]
     dv_ptr += part.to(tl.int64) * dv_strides[0] + stored_row.to(tl.int64) * dv_strides[1] + kv_head * dv_strides[3]
-    # What no query may read is loaded as 0, and its gradient is 0.
+    # Keys that no query may read are loaded as 0, and their gradient is 0.
     dk = tl.where(key_mask[:, None], dk * scale, 0.0)
     dv = tl.where(key_mask[:, None], dv, 0.0)
-    store_rows(dk_ptr, stored_rows, dk_strides[2], dk, stored, HEAD_DIM, BLOCK_D)
-    store_rows(dv_ptr, stored_rows, dv_strides[2], dv, stored, VALUE_DIM, BLOCK_DV)
+    store_rows(dk_ptr, stored_rows, dk_strides[2], dk, stored, tile.head_dim, BLOCK_D)
+    store_rows(dv_ptr, stored_rows, dv_strides[2], dv, stored, tile.value_dim, BLOCK_DV)
 
 
 @triton.jit
-def _find_split(interval, layout, tile, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Of a tile of memory keys and one of the splits: the row of the batch, where its sums are stored, the keys and a
-    mask, and the queries [first, last): every query of the row reads these keys, wherever it stands.
+def _find_split(interval, layout, index, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Locate a tile of memory keys and a query split. Returns the batch row, the row of dk and dv, the keys and a mask,
+    and the queries [first, last): every query of the row reads these keys, whatever its sequence.
     """
     memory_tiles = tl.cdiv(interval.num_memory, BLOCK_N)
     splits = tl.cdiv(layout.seqlen_q, SPLIT)
-    stored_row = tile // memory_tiles
-    key_rows = tile % memory_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+    stored_row = index // memory_tiles
+    key_rows = index % memory_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
     key_mask = key_rows < interval.num_memory
     first = (stored_row % splits) * SPLIT
     last = tl.minimum(first + SPLIT, layout.seqlen_q)
@@ -176,7 +175,7 @@ def _find_split(interval, layout, tile, SPLIT: tl.constexpr, BLOCK_N: tl.constex
 
 @triton.jit
 def _find_queries(interval, first_key, num_keys, num_queries, offset, BLOCK_N: tl.constexpr):
-    """The queries that read a tile of keys (`query_range`); keys from num_keys on are read by none."""
+    """Return the queries that read a key tile (`query_range`); no query reads keys from num_keys on."""
     last_key = tl.minimum(first_key + BLOCK_N, num_keys) - 1
     first, last, full_first, full_last = query_range(interval, first_key, last_key, num_queries, offset)
     if first_key >= num_keys:
@@ -188,57 +187,50 @@ def _find_queries(interval, first_key, num_keys, num_queries, offset, BLOCK_N: t
 @triton.jit
 def _add_heads(
     inputs,
-    k,
-    v,
+    key_tile,
     sums,
     first_head,
-    key_coordinates,
-    limits,
-    tiles,
     first_tile,
     last_tile,
-    last,
-    interval,
+    bounds,
     scale,
+    interval,
     modifiers,
+    tile: tl.constexpr,
     NUM_STATS: tl.constexpr,
     HEADS: tl.constexpr,
     MASKED: tl.constexpr,
     CONTAIN_NONFINITE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    INT64_OFFSETS: tl.constexpr,
 ):
-    """Adds tiles first_tile ... last_tile - 1 of each of HEADS heads."""
+    """Add the query tiles first_tile ... last_tile - 1 of each of HEADS heads."""
     if interval.left is None or CONTAIN_NONFINITE:
-        for index in range(HEADS):
-            head = first_head + index
-            for tile in tl.range(first_tile, last_tile, num_stages=1 if CONTAIN_NONFINITE else None):
+        for in_group in range(HEADS):
+            head = first_head + in_group
+            for index in tl.range(first_tile, last_tile, num_stages=1 if CONTAIN_NONFINITE else None):
                 sums = _add_queries(
-                    inputs, k, v, sums, head, key_coordinates, limits, tiles, tile, last, interval, scale, modifiers, NUM_STATS,
-                    MASKED, CONTAIN_NONFINITE, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV, INT64_OFFSETS,
+                    inputs, key_tile, sums, head, index, bounds, scale, interval, modifiers, tile,
+                    NUM_STATS=NUM_STATS, MASKED=MASKED, CONTAIN_NONFINITE=CONTAIN_NONFINITE,
                 )  # fmt: skip
     else:
-        # A head has few tiles in a window: all of them are one loop, and so one pipeline.
-        head, tile = first_head, first_tile
+        # In a window a head has few tiles, so one loop over all heads makes one pipeline.
+        head, index = first_head, first_tile
         for _ in range(HEADS * (last_tile - first_tile)):
             sums = _add_queries(
-                inputs, k, v, sums, head, key_coordinates, limits, tiles, tile, last, interval, scale, modifiers, NUM_STATS, MASKED,
-                CONTAIN_NONFINITE, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV, INT64_OFFSETS,
+                inputs, key_tile, sums, head, index, bounds, scale, interval, modifiers, tile,
+                NUM_STATS=NUM_STATS, MASKED=MASKED, CONTAIN_NONFINITE=CONTAIN_NONFINITE,
             )  # fmt: skip
-            is_last = tile == last_tile - 1
+            is_last = index == last_tile - 1
             head = tl.where(is_last, head + 1, head)
-            tile = tl.where(is_last, first_tile, tile + 1)
+            index = tl.where(is_last, first_tile, index + 1)
     return sums
 
 
 @triton.jit
 def _load_stats(stats_ptr, queries, seqlen, COUNT: tl.constexpr):
-    """Two or three numbers of each query, seqlen apart; of two, the third is 0. Where a tile has fewer elements than a
-    program threads, every thread would fetch what it needs, one after the other: so there are four columns of them.
+    """Load two or three row statistics of each query, seqlen apart; with two, the third is 0.
+
+    If a tile has fewer elements than the program has threads, every thread loads what it needs in sequence. Loading
+    four columns at once avoids this.
     """
     columns = tl.arange(0, 4)[None, :]
     mask = tl.broadcast_to(columns < COUNT, [queries.shape[0], 4])
@@ -252,36 +244,32 @@ def _load_stats(stats_ptr, queries, seqlen, COUNT: tl.constexpr):
 @triton.jit
 def _add_queries(
     inputs,
-    k,
-    v,
+    key_tile,
     sums,
     head,
-    key_coordinates,
-    limits,
-    tiles,
-    tile,
-    last,
-    interval,
+    index,
+    bounds,
     scale,
+    interval,
     modifiers,
+    tile: tl.constexpr,
     NUM_STATS: tl.constexpr,
     MASKED: tl.constexpr,
     CONTAIN_NONFINITE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    INT64_OFFSETS: tl.constexpr,
 ):
-    """Adds a tile of queries of one head. Not MASKED: all of them read every key. CONTAIN_NONFINITE: a query that is
-    not finite reaches those keys alone that it reads, and gates may be below 0; a gradient that is not finite reaches
-    the values of the whole tile.
+    """Add a query tile of one head. Without MASKED all of its queries read every key.
+
+    CONTAIN_NONFINITE: a non-finite query reaches only the keys that it reads, and gates may be negative; a non-finite
+    output gradient reaches the values of the whole tile.
     """
+    BLOCK_M: tl.constexpr = tile.block_m
     dk, dv = sums
+    k, v, key_coordinates = key_tile
+    row_of_tables, key_rows, key_mask = key_coordinates
+    limits, tiles, last = bounds
     q_ptr, dout_ptr, stats_ptr, q_tiles, dout_tiles, q_strides, dout_strides, of_row, seqlen = inputs
     row, query_start, heads_before = of_row
-    start = find_start(tiles, tile, MASKED, CONTAIN_NONFINITE, BLOCK_M)
+    start = find_start(tiles, index, MASKED, CONTAIN_NONFINITE, BLOCK_M)
     queries = start + tl.arange(0, BLOCK_M)
     query_mask = tl.full([BLOCK_M], 1, tl.int1)
     if MASKED:
@@ -289,24 +277,29 @@ def _add_queries(
     # [BLOCK_M, BLOCK_D] and [BLOCK_M, BLOCK_DV]
     if q_tiles is not None and dout_tiles is not None and not CONTAIN_NONFINITE:
         first = query_start + start
-        q = load_tile(q_tiles, None, row, first, head, None, True, HEAD_DIM, BLOCK_M, BLOCK_D, INT64_OFFSETS)
-        dout = load_tile(dout_tiles, None, row, first, head, None, True, VALUE_DIM, BLOCK_M, BLOCK_DV, INT64_OFFSETS)
+        q = load_tile(
+            q_tiles, None, row, first, head, None, True, tile.head_dim, BLOCK_M, tile.block_d, tile.int64_offsets
+        )
+        dout = load_tile(
+            dout_tiles, None, row, first, head, None, True, tile.value_dim, BLOCK_M, tile.block_dv, tile.int64_offsets
+        )
     else:
         q_ptr += head * q_strides[2]
         dout_ptr += head * dout_strides[2]
-        q = load_rows(q_ptr, queries, q_strides[1], query_mask, HEAD_DIM, BLOCK_D, INT64_OFFSETS)
-        dout = load_rows(dout_ptr, queries, dout_strides[1], query_mask, VALUE_DIM, BLOCK_DV, INT64_OFFSETS)
+        q = load_rows(q_ptr, queries, q_strides[1], query_mask, tile.head_dim, tile.block_d, tile.int64_offsets)
+        dout = load_rows(
+            dout_ptr, queries, dout_strides[1], query_mask, tile.value_dim, tile.block_dv, tile.int64_offsets
+        )
     if MASKED:
-        # Those behind the last query are the last one once more, which takes no mask.
+        # Indices behind the last query repeat it, so that the load needs no mask.
         queries = tl.minimum(queries, last - 1)
     stats_ptr += (heads_before + head) * NUM_STATS * seqlen
     GATED: tl.constexpr = CONTAIN_NONFINITE and NUM_STATS == 3
     lse_log2, delta, of_negative = _load_stats(stats_ptr, queries, seqlen, 3 if GATED else 2)
     if GATED:
-        is_negative = of_negative == of_negative  # a gate below 0, of which alone this is a number
+        is_negative = of_negative == of_negative  # NaN unless the gate is negative
         lse_log2 = tl.where(is_negative, of_negative, lse_log2)
     logits = tl.dot(k, tl.trans(q), input_precision='ieee')  # [BLOCK_N, BLOCK_M]
-    row_of_tables, key_rows, key_mask = key_coordinates
     coordinates = (
         row_of_tables,
         head,

@@ -1,4 +1,4 @@
-"""Launches of the gradients of keys, values and memory pairs of interval attention."""
+"""Launches for the gradients of keys, values and memory pairs of interval attention."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from native_sparse_attention.ops._triton.interval import settings
 from native_sparse_attention.ops._triton.interval.key_gradients import dkv_kernel
 from native_sparse_attention.ops._triton.interval.modifiers import KernelModifiers
-from native_sparse_attention.ops._triton.interval.tiles import Interval
+from native_sparse_attention.ops._triton.interval.tiles import Interval, Tile
 from native_sparse_attention.ops._triton.launch import (
     Settings,
     describe_tiles,
@@ -22,13 +22,13 @@ from native_sparse_attention.ops._triton.launch import (
 )
 from native_sparse_attention.ops._triton.varlen import SequenceLayout, num_tiles
 
-# Programs of the kernel for k and v that fill a GPU; where there are fewer, the heads of a group are added in parts.
+# Programs that fill a GPU; with fewer, the heads of a group are summed in several parts.
 FULL_GRID = 256
-# Bytes that those parts may take.
+# Bytes of the partial sums.
 WORKSPACE = 2**29
-# Queries whose part of the gradients of memory is added by one program.
+# Queries per program in the gradient of the memory pairs.
 SPLIT = 1024
-# q, k, v, dout, and row_stats of every row (`dq_kernel`)
+# q, k, v, dout, and the row statistics of `dq_kernel`
 Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
@@ -40,14 +40,16 @@ def differentiate_keys(
     kernel_modifiers: KernelModifiers,
     grad_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dk and dv `[B, C, H, D and DV]` in grad_dtype, dmem_k and dmem_v `[H, M, D and DV]`; where there are parts, some
-    rows of the batch after the others: how many rows fit into the workspace must not change how a row is added.
+    """Return dk and dv `[B, C, H, D and DV]` in grad_dtype, dmem_k and dmem_v `[H, M, D and DV]`.
+
+    Partial sums are computed for some batch rows at a time, so that they fit the workspace. The number of rows at a
+    time does not change how a row is summed.
     """
     q, k, v, *_ = tensors
     batch, _, heads, head_dim = q.shape
     kv_heads, value_dim = v.shape[2:]
     num_memory = interval.num_memory or 0
-    # Memory stands before the keys of every row, but in packed sequences. Its sums are float32, and theirs with it.
+    # Memory precedes the keys of every row, except in packed sequences. Its partial sums are float32, so all are.
     bytes_of_key = kv_heads * 4 * (head_dim + value_dim)
     fits = (num_memory + interval.num_keys) * bytes_of_key <= WORKSPACE
     joined = num_memory if fits and layout.cu_seqlens is None else 0
@@ -56,7 +58,7 @@ def differentiate_keys(
     tiles_of_row = num_tiles(layout, num_keys, block_n) // max(batch, 1)
     bytes_of_row = num_keys * bytes_of_key
     parts = _count_parts(heads // kv_heads, tiles_of_row * kv_heads, bytes_of_row)
-    # The kernel does not visit what no sequence covers.
+    # The kernel does not write keys that no sequence covers.
     allocate = torch.empty if layout.cu_seqlens is None else torch.zeros
 
     def add_queries(rows: range, dtype: torch.dtype) -> list[Tensor]:
@@ -84,7 +86,9 @@ def differentiate_keys(
 def _differentiate_memory(
     tensors: Tensors, layout: SequenceLayout, interval: Interval, scale: float, kernel_modifiers: KernelModifiers
 ) -> tuple[Tensor, Tensor]:
-    """dmem_k and dmem_v where memory is apart from other keys: the sums over splits of the queries of every row."""
+    """Return dmem_k and dmem_v where memory is computed apart from the other keys, as sums over query splits of every
+    row.
+    """
     q, k, v, *_ = tensors
     batch, seqlen, heads, head_dim = q.shape
     kv_heads, value_dim = v.shape[2:]
@@ -112,18 +116,18 @@ def _differentiate_memory(
 
 
 def _add_memory(sums: list[list[Tensor]], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The sums of float32 parts `[M, H, D and DV]`, as `[H, M, D and DV]`."""
+    """Return the sums of float32 partial sums `[M, H, D and DV]`, as `[H, M, D and DV]`."""
     totals = (reduce(torch.add, grads) for grads in zip(*sums, strict=True))
     dmem_k, dmem_v = (total.transpose(0, 1).to(dtype).contiguous() for total in totals)
     return dmem_k, dmem_v
 
 
 def _add_parts(parts: Tensor, out: Tensor) -> None:
-    """The sum of float32 parts `[P, ...]`, rounded once into out."""
+    """Store the sum of float32 partial sums `[P, ...]` into out, rounded once."""
     if len(parts) == 1:
         out.copy_(parts[0])
     elif len(parts) == 2:
-        torch.add(parts[0], parts[1], out=out)  # writes what a sum would leave for a copy to round
+        torch.add(parts[0], parts[1], out=out)  # rounds into out without a temporary
     else:
         out.copy_(parts.sum(0))
 
@@ -140,8 +144,8 @@ def _launch_dkv(
     is_joined: bool = False,
     split: int = 0,
 ) -> None:
-    """grads: `[parts, ...]`, those of memory among them where it is joined, and of memory alone where `split` is not 0,
-    for so many queries each.
+    """grads: `[parts, ...]`, with those of memory if is_joined; of memory alone if `split` is not 0, which is the
+    number of queries per part.
     """
     q, k, v, dout, row_stats = tensors
     kv_heads, parts = k.shape[2], len(grads[0])
@@ -156,8 +160,7 @@ def _launch_dkv(
         JOINED=is_joined,
         SPLIT=split,
         HEADS=q.shape[2] // kv_heads // parts,
-        **tile_sizes(q.shape[3], v.shape[3], block_m, block_n),
-        INT64_OFFSETS=is_wide(q, dout),
+        tile=make_tile(q, v, block_m, block_n, q, dout),
         num_warps=num_warps,
         num_stages=num_stages,
         device=q.device,
@@ -167,8 +170,10 @@ def _launch_dkv(
 def _describe_queries(
     q: Tensor, dout: Tensor, interval: Interval, kernel_modifiers: KernelModifiers, block_m: int
 ) -> tuple[Any, Any]:
-    """Descriptors of tiles where a few of them are read, and at once from L2: those of a window in half types."""
-    # What is read in vain and is not finite shows in dk; not where all of its weights are dropped.
+    """Return tensor descriptors of query tiles for the windows of half types, where few tiles are read and they come
+    from L2.
+    """
+    # A non-finite element outside the mask shows in dk, except where dropout drops all of its weights.
     if interval.left is None or q.element_size() == 4 or kernel_modifiers.seed is not None:
         return None, None
     return describe_tiles(q, block_m, head_block(q.shape[3])), describe_tiles(dout, block_m, head_block(dout.shape[3]))
@@ -179,7 +184,7 @@ def _settings_of_keys(interval: Interval, q: Tensor, v: Tensor) -> Settings:
 
 
 def _split_rows(batch: int, bytes_of_row: int) -> list[range]:
-    """The rows of the batch in groups whose partial sums fit into the workspace, or have one row."""
+    """Split the batch rows into groups whose partial sums fit the workspace, or which are one row."""
     size = max(1, WORKSPACE // max(1, bytes_of_row))
     return [range(first, min(first + size, batch)) for first in range(0, batch, size)]
 
@@ -187,18 +192,18 @@ def _split_rows(batch: int, bytes_of_row: int) -> list[range]:
 def _rows_of(
     rows: range, tensors: Tensors, layout: SequenceLayout, kernel_modifiers: KernelModifiers
 ) -> tuple[Tensors, SequenceLayout, KernelModifiers]:
-    """All of it for some rows of the batch."""
+    """Return the inputs of some batch rows."""
     if len(rows) == len(tensors[0]):
         return tensors, layout, kernel_modifiers
     q, k, v, dout, row_stats = (t[rows.start : rows.stop] for t in tensors)
     kernel_modifiers = (
         kernel_modifiers if kernel_modifiers.first_row is None else kernel_modifiers._replace(first_row=rows.start)
     )
-    return (q, k, v, dout, row_stats), _place_of(layout, rows), kernel_modifiers
+    return (q, k, v, dout, row_stats), _layout_of(layout, rows), kernel_modifiers
 
 
-def _place_of(layout: SequenceLayout, rows: range) -> SequenceLayout:
-    """The placement of some rows of the batch; packed sequences are in one row."""
+def _layout_of(layout: SequenceLayout, rows: range) -> SequenceLayout:
+    """Return the layout of some batch rows; packed sequences are one row."""
     if layout.cu_seqlens is not None or len(rows) == layout.num_sequences:
         return layout
     q_offsets, seqlens_k = (t if t is None else t[rows.start : rows.stop] for t in (layout.q_offsets, layout.seqlens_k))
@@ -206,21 +211,18 @@ def _place_of(layout: SequenceLayout, rows: range) -> SequenceLayout:
 
 
 def _count_parts(group: int, programs: int, bytes_of_part: int) -> int:
-    """In how many parts the heads of a group are added: a divisor of `group`, the larger the fewer programs there are.
+    """Return the number of partial sums over the heads of a group: a divisor of `group`, larger if there are few
+    programs.
 
-    programs, bytes_of_part: of one row of the batch, so that a row's gradient does not depend on its neighbours.
+    programs, bytes_of_part: of one batch row, so that a row's gradient does not depend on the rest of the batch.
     """
     divisors = [parts for parts in range(1, group + 1) if group % parts == 0]
     within = [parts for parts in divisors if parts == 1 or parts * bytes_of_part <= WORKSPACE]
     return next((parts for parts in within if parts * programs >= FULL_GRID), within[-1])
 
 
-def tile_sizes(head_dim: int, value_dim: int, block_m: int, block_n: int) -> dict[str, int]:
-    return {
-        'HEAD_DIM': head_dim,
-        'VALUE_DIM': value_dim,
-        'BLOCK_M': block_m,
-        'BLOCK_N': block_n,
-        'BLOCK_D': head_block(head_dim),
-        'BLOCK_DV': head_block(value_dim),
-    }
+def make_tile(q: Tensor, v: Tensor, block_m: int, block_n: int, *loaded: Tensor) -> Tile:
+    """Return the tile of a launch. loaded: the tensors whose rows are loaded by offsets."""
+    head_dim, value_dim = q.shape[3], v.shape[3]
+    blocks = (block_m, block_n, head_block(head_dim), head_block(value_dim))
+    return Tile(head_dim, value_dim, *blocks, is_wide(*loaded))

@@ -1,4 +1,4 @@
-"""What `Modifiers` do to a tile of logits and weights, in every kernel of interval attention."""
+"""`Modifiers` applied to a tile of logits and weights, in every kernel of interval attention."""
 
 # To pyright a jit function that another calls never returns.
 # pyright: reportGeneralTypeIssues=false
@@ -20,12 +20,12 @@ from native_sparse_attention.ops._triton.varlen import last_dim_contiguous
 
 
 class KernelModifiers(NamedTuple):
-    """Modifiers as one argument of a kernel: what is None is not compiled.
+    """Modifiers as one kernel argument; code for a None is not compiled.
 
     sinks: `[HQ]`. query_segments, key_segments: `[B, T]` and `[B, S]`, contiguous, of num_queries and num_keys. bias,
-    attn_mask: `[B or 1, HQ or 1, T, S]`, the last dimension contiguous; bias_row, bias_head, bias_query and so on are
-    their strides, 0 where they are broadcast. A weight is dropped where its random number is below `threshold`, and
-    those that are kept are multiplied by keep_factor. first_row: of the batch, where it is taken in parts.
+    attn_mask: `[B or 1, HQ or 1, T, S]`, last dimension contiguous; bias_row, bias_head, bias_query and so on are their
+    strides, 0 where broadcast. A weight is dropped if its random number is below `threshold`; kept weights are
+    multiplied by keep_factor. first_row: the first batch row of a launch for some rows.
     """
 
     softcap: float | None
@@ -49,7 +49,7 @@ class KernelModifiers(NamedTuple):
 
     @property
     def change_logits(self) -> bool:
-        """Whether kernels have logits in their own units, and not as products that lack a factor."""
+        """Whether kernels hold logits in their own units, instead of products without the scale."""
         return self.softcap is not None or self.bias is not None
 
 
@@ -81,8 +81,8 @@ def make_kernel_modifiers(modifiers: Modifiers, batch: int, heads: int) -> Kerne
 
 
 def settings_of_forward(q: Tensor, v: Tensor, modifiers: KernelModifiers) -> Settings:
-    """Of FORWARD_MODIFIED with a soft cap, segments, tables or dropout (`first_row` is of the last three); smaller tiles
-    where a table or a random number for each weight takes registers.
+    """Return the launch settings: from FORWARD_MODIFIED with a soft cap, segments, tables or dropout (`first_row` is
+    set for the last three), with smaller tiles where a table entry or random number per weight takes registers.
     """
     if modifiers.softcap is None and modifiers.first_row is None:
         return settings_of(settings.FORWARD, q, v)
@@ -101,7 +101,7 @@ def _broadcast_strides(table: Tensor | None, batch: int, heads: int) -> tuple[in
 
 @triton.jit
 def first_sums(modifiers, heads, BLOCK_M: tl.constexpr):
-    """The running maximum, in bits, and the sum of a softmax of `[BLOCK_M]` heads that has met its sink alone."""
+    """Return the running maximum (base 2) and the sum of a softmax over the sink alone, for `[BLOCK_M]` heads."""
     if modifiers.sinks is None:
         row_max = tl.full([BLOCK_M], float('-inf'), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
@@ -118,8 +118,9 @@ def row_of_modifiers(modifiers, row):
 
 @triton.jit
 def tile_coordinates(rows, key_start, start, last, BLOCK: tl.constexpr):
-    """Where the elements of a tile `[rows, BLOCK]` of keys from `start` on stand, as `modify_logits` and `is_kept` take
-    it. rows: the row of the batch, and of each row of the tile head, query and whether there is one.
+    """Return the coordinates of a tile `[rows, BLOCK]` of keys from `start` on, for `modify_logits` and `is_kept`.
+
+    rows: the batch row and, per row of the tile, head, query and a mask.
     """
     row, heads, queries, mask = rows
     keys = start + tl.arange(0, BLOCK)
@@ -128,11 +129,12 @@ def tile_coordinates(rows, key_start, start, last, BLOCK: tl.constexpr):
 
 @triton.jit
 def modify_logits(products, scale, modifiers, coordinates):
-    """Products of queries and keys as logits: in bits, where soft caps or a bias change them, else as they are.
+    """Return logits from products of queries and keys: in base 2 if a soft cap or bias changes them, else the products
+    as they are.
 
-    coordinates: row of the batch, heads, queries and keys as indices of the tensors, which of the queries and which of the
-    keys exist; two-dimensional, to be broadcast, but for numbers. Returns the logits, the derivative of the soft cap,
-    and what segments, masks and a bias above -inf allow to be read.
+    coordinates: batch row, heads, queries and keys as indices of the tensors, and masks of queries and keys; scalars or
+    two-dimensional and broadcastable. Also returns the derivative of the soft cap, and where segments, masks and a bias
+    above -inf allow a read.
     """
     row, _, queries, keys, has_query, has_key = coordinates
     slope = 1.0
@@ -145,7 +147,7 @@ def modify_logits(products, scale, modifiers, coordinates):
         bias_ptr = _point(modifiers.bias, modifiers.bias_row, modifiers.bias_head, modifiers.bias_query, coordinates)
         bias = tl.load(bias_ptr, mask=has_query & has_key, other=0.0).to(tl.float32)
         allowed = allowed & (bias != float('-inf'))
-        # The lowest of float32, which is read, is not -inf in bits.
+        # The lowest float32, which is read, must not become -inf in base 2.
         bias = tl.maximum(bias, -2e38, propagate_nan=tl.PropagateNan.ALL)
         products = (products if modifiers.softcap is not None else products * scale) + bias
     if modifiers.softcap is not None or modifiers.bias is not None:
@@ -164,10 +166,10 @@ def modify_logits(products, scale, modifiers, coordinates):
 
 @triton.jit
 def find_exponents(products, lse_log2, scale, modifiers, coordinates):
-    """Of the weights, before any is dropped: exp2 of these. With what `modify_logits` returns besides the logits."""
+    """Return the base-2 exponents of the weights before dropout, and the other results of `modify_logits`."""
     if modifiers.softcap is not None or modifiers.bias is not None:
         logits, slope, allowed = modify_logits(products, scale, modifiers, coordinates)
-        # Where a bias makes all logits of a row large, a unit in the last coordinates of them is, too.
+        # If a bias makes all logits of a row large, so is a unit in their last place: clamp the exponents at 0.
         exponents = tl.minimum(logits - lse_log2, 0.0, propagate_nan=tl.PropagateNan.ALL)
     else:
         exponents = tl.fma(products, scale * 1.4426950408889634, -lse_log2)
@@ -177,7 +179,7 @@ def find_exponents(products, lse_log2, scale, modifiers, coordinates):
 
 @triton.jit
 def is_kept(modifiers, coordinates):
-    """Which weights of a tile are not dropped: those of a random number of their own, whatever the tile."""
+    """Return which weights of a tile dropout keeps; the random numbers do not depend on the tile."""
     row, heads, queries, keys, _, _ = coordinates
     numbers, _, _, _ = tl.philox(tl.load(modifiers.seed), keys, queries, heads.to(tl.int32), row.to(tl.int32))
     return numbers >= modifiers.threshold

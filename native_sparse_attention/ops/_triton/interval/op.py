@@ -13,14 +13,14 @@ from native_sparse_attention.ops._triton.interval import settings
 from native_sparse_attention.ops._triton.interval.backward import dq_kernel
 from native_sparse_attention.ops._triton.interval.bias_gradient import dbias_kernel
 from native_sparse_attention.ops._triton.interval.forward import forward_kernel
-from native_sparse_attention.ops._triton.interval.keys import Tensors, differentiate_keys, tile_sizes
+from native_sparse_attention.ops._triton.interval.keys import Tensors, differentiate_keys, make_tile
 from native_sparse_attention.ops._triton.interval.modifiers import (
     KernelModifiers,
     make_kernel_modifiers,
     settings_of_forward,
 )
 from native_sparse_attention.ops._triton.interval.tiles import Interval
-from native_sparse_attention.ops._triton.launch import describe_tiles, head_block, is_wide, launch, settings_of
+from native_sparse_attention.ops._triton.launch import describe_tiles, head_block, launch, settings_of
 from native_sparse_attention.ops._triton.registered import (
     OptionalFloat,
     OptionalInt,
@@ -42,7 +42,7 @@ from native_sparse_attention.ops._triton.varlen import (
 
 # q, k, v, interval, placement and kernel_modifiers, as `_prepare` makes them for the kernels.
 Inputs = tuple[Tensor, Tensor, Tensor, Interval, SequenceLayout, KernelModifiers]
-# Elements of the log-sum-exp whose part of the gradient of sinks is computed at once.
+# Elements of the log-sum-exp per step of `differentiate_sinks`.
 SINK_ELEMENTS = 2**24
 
 
@@ -62,11 +62,11 @@ def interval_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attention of the query at position t over the keys from t - left on with key * stride + reach <= t.
 
-    q: `[B, T, HQ, D]`; k, v: `[B, C, H, D and DV]`, the compressed blocks of block_size and stride (1 and 1: the
-    tokens); mem_kv: pairs that every query reads, `[H, M, D and DV]`. left, reach: None is unbounded. Of the modifiers,
-    those for single keys are for tokens without memory pairs: all but softcap and sinks. gate: `[B, T, HQ]`, if the
-    gradient that the output will receive is that of gate * output; the log-sum-exp has none then. Returns the output
-    `[B, T, HQ, DV]` and the log-sum-exp `[B, HQ, T]`.
+    q: `[B, T, HQ, D]`. k, v: `[B, C, H, D and DV]`, compressed blocks of block_size and stride (1 and 1: tokens).
+    mem_kv: key/value pairs that every query reads, `[H, M, D and DV]`. left, reach: None is unbounded. Modifiers of
+    single keys (all but softcap and sinks) require tokens without memory pairs. gate: `[B, T, HQ]`, if the incoming
+    gradient of the output will be that of gate * output; the log-sum-exp has no gradient then. Returns the output `[B,
+    T, HQ, DV]` and the log-sum-exp `[B, HQ, T]`.
     """
     assert mem_kv is None or left is None, 'query_range knows no memory beside a window'
     mem_k, mem_v = (None, None) if mem_kv is None else mem_kv
@@ -118,9 +118,8 @@ def _forward(
 def attend(inputs: Inputs, scale: float, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return the output `[B, T, HQ, DV]` in out_dtype and the log-sum-exp `[B, HQ, T]`."""
     q, k, v, interval, layout, kernel_modifiers = inputs
-    batch, seqlen, heads, head_dim = q.shape
-    value_dim = v.shape[3]
-    out = q.new_empty(batch, seqlen, heads, value_dim, dtype=out_dtype)
+    batch, seqlen, heads, _ = q.shape
+    out = q.new_empty(batch, seqlen, heads, v.shape[3], dtype=out_dtype)
     lse = q.new_empty(batch, heads, seqlen, dtype=torch.float32)
     block_m, block_n, num_warps, num_stages = settings_of_forward(q, v, kernel_modifiers)
     packed = _count_packed(heads // k.shape[2], block_m)
@@ -133,8 +132,7 @@ def attend(inputs: Inputs, scale: float, out_dtype: torch.dtype) -> tuple[Tensor
         NEGATIVE=scale < 0 and not kernel_modifiers.change_logits,
         GROUP=heads // k.shape[2],
         HEADS=packed,
-        **tile_sizes(head_dim, value_dim, block_m, block_n),
-        INT64_OFFSETS=is_wide(k, v),
+        tile=make_tile(q, v, block_m, block_n, k, v),
         num_warps=num_warps,
         num_stages=num_stages,
         device=q.device,
@@ -178,8 +176,8 @@ def _backward(
     needs_dsinks: bool,
     needs_dbias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, mem_k, mem_v, sinks, bias and gate; those that are not needed, but for the first, are
-    empty. dlse: None beside a gate.
+    """Return the gradients of q, k, v, mem_k, mem_v, sinks, bias and gate. Gradients that are not needed are empty,
+    except that of q. dlse: None with a gate.
     """
     inputs = _prepare(
         q, k, v, mem_k, mem_v, (seqlen_k, q_offset, q_offsets, seqlens_k, cu_seqlens, cu_seqlens_k),
@@ -199,7 +197,7 @@ def _backward(
     if needs_dbias and bias is not None:
         dbias = _differentiate_bias(bias, tensors, layout, interval, scale, kernel_modifiers)
     if gate is not None:
-        # What p * dp adds up to is dout * output.
+        # The sum of p * dp is dout * output.
         dgate = row_stats[:, :, 1].transpose(1, 2).to(gate.dtype).contiguous()
     dk, dv, dmem_k, dmem_v, dsinks, dbias, dgate = (
         q.new_empty(0) if grad is None else grad for grad in (dk, dv, dmem_k, dmem_v, dsinks, dbias, dgate)
@@ -217,16 +215,16 @@ def differentiate_queries(
     gate: Tensor | None,
     dq_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Return dq in dq_dtype, and float32 `[B, HQ, 2 or 3, T]`, the row_stats of a row that `differentiate_keys` takes;
-    the second of them is delta, the sum of p * dp less dlse.
+    """Return dq in dq_dtype, and the row statistics of `dq_kernel`, float32 `[B, HQ, 2 or 3, T]`, for
+    `differentiate_keys`. The second of them is delta, the sum of p * dp minus dlse.
 
-    gate: `[B, T, HQ]`, what dout is still to be multiplied by, or None. dlse: `[B, HQ, T]`, before the gate too.
+    gate: `[B, T, HQ]`, a factor of dout, or None. dlse: `[B, HQ, T]`, without that factor.
     """
     q, k, v, interval, layout, kernel_modifiers = inputs
-    seqlen, heads, head_dim = q.shape[1:]
-    kv_heads, value_dim = v.shape[2:]
+    seqlen, heads = q.shape[1:3]
+    kv_heads = v.shape[2]
     dq = q.new_empty(q.shape, dtype=dq_dtype)
-    row_stats = lse.new_empty(*lse.shape[:2], 2 if gate is None else 3, lse.shape[2])  # what dkv takes of a row
+    row_stats = lse.new_empty(*lse.shape[:2], 2 if gate is None else 3, lse.shape[2])  # for dkv_kernel
     table = settings.DQ if interval.left is None else settings.DQ_WINDOW
     block_m, block_n, num_warps, num_stages = settings_of(table, q, v)
     packed = _count_packed(heads // kv_heads, block_m)
@@ -240,8 +238,7 @@ def differentiate_queries(
         *(layout, interval, scale, kernel_modifiers),
         GROUP=heads // kv_heads,
         HEADS=packed,
-        **tile_sizes(head_dim, value_dim, block_m, block_n),
-        INT64_OFFSETS=is_wide(k, v),
+        tile=make_tile(q, v, block_m, block_n, k, v),
         num_warps=num_warps,
         num_stages=num_stages,
         device=q.device,
@@ -250,8 +247,9 @@ def differentiate_queries(
 
 
 def differentiate_sinks(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """A sink is a key whose value is 0, so the gradient of its logit is -p * delta. Some queries at a time, as numbers
-    of float64 for all may take a lot of memory.
+    """Return the gradient of the sinks. A sink is a key with value 0, so its logit has the gradient -p * delta.
+
+    The sum is in float64, over some queries at a time to bound the memory.
     """
     batch, heads, _ = lse.shape
     sums = torch.zeros(heads, dtype=torch.float64, device=lse.device)
@@ -273,7 +271,7 @@ def _differentiate_bias(
     q, k, v, dout, row_stats = tensors
     dbias = torch.empty_like(bias, memory_format=torch.contiguous_format)
     block_m, block_n, num_warps, num_stages = settings_of(settings.DQ, q, v)
-    block_n = min(block_n, 32)  # all four operands come by pointers, which take registers
+    block_n = min(block_n, 32)  # pointers of all four operands take registers
     tiles = -(-bias.shape[2] // block_m) * -(-bias.shape[3] // block_n)
     launch(
         dbias_kernel,
@@ -283,8 +281,7 @@ def _differentiate_bias(
         *(layout, interval, scale, kernel_modifiers, (q.shape[0], q.shape[2], *bias.shape[:2])),
         NUM_STATS=row_stats.shape[2],
         GROUP=q.shape[2] // k.shape[2],
-        **tile_sizes(q.shape[3], v.shape[3], block_m, block_n),
-        INT64_OFFSETS=is_wide(q, k, v, dout),
+        tile=make_tile(q, v, block_m, block_n, q, k, v, dout),
         num_warps=num_warps,
         num_stages=num_stages,
         device=q.device,
@@ -342,9 +339,8 @@ refuse_double_backward(_backward)
 def prepare_window(
     q: Tensor, k: Tensor, v: Tensor, flat: Any, left: int, softcap: float | None, sinks: Tensor | None
 ) -> Inputs:
-    """Return the inputs of `attend` for the causal window of `left` keys before the query's own.
-
-    flat: the sequences (`flatten`).
+    """Return the inputs of `attend` for the causal window of `left` keys before the query's own. flat: the sequences
+    (`flatten`).
     """
     bound = left if left < MAX_TOKENS else None
     return _prepare(q, k, v, None, None, flat, bound, 0, 1, 1, (softcap, sinks))
@@ -363,7 +359,7 @@ def _prepare(
     stride: int,
     modifiers: Any,
 ) -> Inputs:
-    """Inputs as the kernels take them: memory stands before the other keys of every row."""
+    """Return the inputs of the kernels. Memory pairs are placed before the other keys of every row."""
     num_memory, num_keys = None, k.shape[1]
     if mem_k is not None and mem_v is not None and mem_k.shape[1]:
         num_memory = mem_k.shape[1]
@@ -379,8 +375,8 @@ def _prepare(
 
 
 def _describe_keys(k: Tensor, v: Tensor, layout: SequenceLayout, interval: Interval, block_n: int) -> Any:
-    """Descriptors for tiles that are read as a whole. In float32 there would be none to gain, and between memory and
-    the keys of a packed sequence lie others.
+    """Return tensor descriptors for fully visible key tiles, or None. They bring no gain in float32, and in packed
+    sequences other keys lie between the memory pairs and a sequence's keys.
     """
     if k.element_size() == 4 or (interval.num_memory is not None and layout.cu_blocks is not None):
         return None, None
@@ -388,5 +384,7 @@ def _describe_keys(k: Tensor, v: Tensor, layout: SequenceLayout, interval: Inter
 
 
 def _count_packed(group: int, block_m: int) -> int:
-    """Heads of a group in one tile, a power of two: the more, the fewer keys its queries have between them."""
+    """Return the heads of a group that share a tile, a power of two: the more heads, the fewer keys the tile's queries
+    read in total.
+    """
     return min(group & -group, block_m)

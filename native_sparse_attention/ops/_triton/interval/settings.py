@@ -27,7 +27,7 @@ FORWARD: Table = {
     ('sm100', 2, 128): Settings(64, 64, 4, 3),
 }
 
-# Where logits are more than products: with a soft cap, or something to be looked up or drawn for each of them.
+# With a soft cap, or with a table entry or random number per logit.
 FORWARD_MODIFIED: Table = FORWARD | {
     ('sm90', 2, 64): Settings(128, 64, 4, 3),
     ('sm90', 2, 128): Settings(64, 64, 4, 3),
@@ -50,7 +50,7 @@ DQ: Table = {
     ('sm90', 2, 128): Settings(64, 64, 4, 2),
 }
 
-# Of the keys of a window, of which a tile has few.
+# Window attention, where a query tile reads few keys.
 DQ_WINDOW: Table = DQ | {
     ('sm90', 2, 128): Settings(64, 32, 4, 3),
 }
@@ -72,7 +72,7 @@ DKV: Table = {
     ('sm90', 2, 128): Settings(64, 128, 8, 3),
 }
 
-# Of the keys of a window, which few queries read: loops are short.
+# Window attention, where few queries read a key tile and loops are short.
 DKV_WINDOW: Table = DKV | {
     ('sm90', 2, 64): Settings(64, 64, 4, 2),
     ('sm90', 2, 128): Settings(32, 64, 4, 3),
@@ -80,8 +80,9 @@ DKV_WINDOW: Table = DKV | {
 
 
 def limit_registers(q: Tensor, num_warps: int) -> dict[str, int]:
-    """What lets two forward programs of eight warps share an SM of Hopper. The loop over keys in the middle of an
-    interval needs no more registers; the others may spill.
+    """Return the register limit that lets two forward programs of eight warps share an SM on Hopper.
+
+    The loop over fully visible keys needs no more registers; the other loops may spill.
     """
     is_limited = num_warps == 8 and q.element_size() == 2 and is_hopper(q.device) and torch.version.hip is None
     return {'maxnreg': 128} if is_limited else {}

@@ -1,7 +1,7 @@
-"""Which keys a query reads, which queries read a key, and in what tiles they are gone through."""
+"""Which keys a query reads, which queries read a key, and the tiles in which loops visit them."""
 
-# To pyright a jit function that another calls never returns.
-# pyright: reportGeneralTypeIssues=false
+# To pyright a jit function that another calls never returns, and a constant has no fields.
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from native_sparse_attention.ops._triton.varlen import count_blocks, load_extent
 
 
 class Interval(NamedTuple):
-    """Which keys the query at position t reads: those with t - left <= key and key * stride + reach <= t.
+    """Interval of keys of the query at position t: t - left <= key and key * stride + reach <= t.
 
-    left, reach: None where that side is unbounded. num_memory: keys before the first one, which every query reads
-    (None: there are none); they stand before all others on the key axis. block_size, stride: keys are the compressed
-    blocks of so many tokens (1, 1: the tokens themselves). num_keys: C, all keys of a row but memory.
+    left, reach: None if that side is unbounded. num_memory: M memory keys, which every query reads and which stand
+    before all others on the key axis; None without any. block_size, stride: of the compressed blocks that are the keys
+    (1, 1: tokens). num_keys: C, all keys of a row but memory.
     """
 
     left: int | None
@@ -30,11 +30,28 @@ class Interval(NamedTuple):
     num_keys: int
 
 
+class Tile(NamedTuple):
+    """Sizes of a program's tiles, a compile-time constant.
+
+    head_dim, value_dim: D, DV. block_m, block_n: queries (with several heads each, rows) and keys. block_d, block_dv:
+    padded head sizes. int64_offsets: whether an element offset within one batch row may exceed int32.
+    """
+
+    head_dim: int
+    value_dim: int
+    block_m: int
+    block_n: int
+    block_d: int
+    block_dv: int
+    int64_offsets: bool
+
+
 @triton.jit
 def open_tile(interval, layout, located, HEADS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """A tile that `locate_queries` found, of every query with every one of HEADS heads. Returns the first head; the row
-    of the batch, and of each row of the tile the head, the query in the tensors and a mask; their positions; and the
-    sequence's first key, memory apart, and how many there are.
+    """Return the rows of a query tile found by `locate_queries`: every query with each of HEADS heads.
+
+    Returns the first head; the batch row and, per row of the tile, head, query index in the tensors and a mask; the
+    positions; the sequence's first key without memory, and its number of keys.
     """
     sequence, row, query_start, first_query, num_queries, num_tokens, offset = located
     _, key_start, num_keys = load_extent(layout.cu_blocks, sequence, interval.num_keys, layout.num_sequences)
@@ -51,12 +68,12 @@ def open_tile(interval, layout, located, HEADS: tl.constexpr, BLOCK_M: tl.conste
 
 @triton.jit
 def key_tiles(interval, layout, located, positions, num_keys, TILE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """What a tile of TILE queries, its rows at these positions, reads of num_keys keys: where that ends, in which tiles
-    it is gone through (`split_range`), and what each row reads (`key_limits`).
+    """Return the key tiles of a query tile of TILE queries: the end of the keys that it reads, the tiles
+    (`split_range`), and the limits of each row (`key_limits`). positions: of the rows.
     """
     sequence, _, _, first_query, num_queries, _, offset = located
     last_position = offset + tl.minimum(first_query + TILE, num_queries) - 1
-    # As if the tile were full: queries that follow must not change in what order keys are gone through.
+    # As if the tile were full: the order of the keys must not depend on the queries that follow.
     end_position = offset + first_query + TILE - 1
     first, last, full_first, full_last = key_range(
         interval, offset + first_query, last_position, end_position, num_keys
@@ -70,8 +87,8 @@ def key_tiles(interval, layout, located, positions, num_keys, TILE: tl.constexpr
 
 @triton.jit
 def key_range(interval, first_position, last_position, end_position, num_keys):
-    """Keys [first, last) that one of the queries at first_position ... last_position reads, and those [full_first,
-    full_last) that all of them read, and would up to end_position, if there were as many; memory apart.
+    """Return the keys [first, last) that some query at first_position ... last_position reads, and the keys
+    [full_first, full_last) that all of them would read up to end_position. Memory is not included.
     """
     first = 0
     full_first = 0
@@ -88,8 +105,9 @@ def key_range(interval, first_position, last_position, end_position, num_keys):
 
 @triton.jit
 def query_range(interval, first_key, last_key, num_queries, offset):
-    """Queries [first, last) that read one of the keys first_key ... last_key, and those [full_first, full_last) that
-    read them all, as indices in their sequence; their positions begin at offset. Memory is below 0.
+    """Return the queries [first, last) that read some key of first_key ... last_key, and the queries [full_first,
+    full_last) that read all of them, as indices in their sequence. offset: position of the first query. Memory keys are
+    negative.
     """
     first = 0
     full_first = 0
@@ -106,8 +124,8 @@ def query_range(interval, first_key, last_key, num_queries, offset):
 
 @triton.jit
 def key_limits(interval, positions, last):
-    """Of the queries at these positions, the keys [firsts, lasts) before `last` that each of them reads, memory apart.
-    Where `left` is None, firsts says nothing.
+    """Return the keys [firsts, lasts) before `last` that each query at these positions reads, without memory. firsts is
+    unused if `left` is None.
     """
     firsts = positions
     if interval.left is not None:
@@ -120,7 +138,9 @@ def key_limits(interval, positions, last):
 
 @triton.jit
 def reads_keys(interval, limits, start, BLOCK: tl.constexpr):
-    """`[rows, BLOCK]`: whether a query with these limits reads one of the keys from `start` on; memory is below 0."""
+    """Return `[rows, BLOCK]`: whether a query with these limits reads a key, for the keys from `start` on. Memory keys
+    are negative.
+    """
     keys = tl.arange(0, BLOCK)[None, :]
     firsts, lasts = limits
     read = keys < (lasts - start)[:, None]
@@ -142,32 +162,34 @@ def load_keys(
     MASKED: tl.constexpr,
     CONTAIN_NONFINITE: tl.constexpr,
     SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     BLOCK: tl.constexpr,
-    INT64_OFFSETS: tl.constexpr,
+    tile: tl.constexpr,
 ):
-    """Keys or values `[BLOCK_N, BLOCK]`, of SIZE elements, from `start` on. source: a tensor's descriptor
-    (`describe_tiles`), the row of the batch and the head to read by it, and a pointer to these two. MASKED: from `last`
-    on they are 0, or, where there is a descriptor, what follows in the tensor, unless CONTAIN_NONFINITE.
+    """Load a tile of keys or values `[block_n, BLOCK]` with SIZE elements, from `start` on.
+
+    source: the tensor's descriptor (`describe_tiles`), batch row and head for it, and a pointer to that row and head.
+    MASKED: keys from `last` on are 0; loaded by the descriptor they are whatever follows in the tensor, but not with
+    CONTAIN_NONFINITE.
     """
+    BLOCK_N: tl.constexpr = tile.block_n
     tiles, row, head, ptr, stride = source
     num_memory = 0 if interval.num_memory is None else interval.num_memory
     if tiles is not None and not CONTAIN_NONFINITE and (not MASKED or interval.num_memory is None):
         keys = load_tile(
-            tiles, None, row, key_start + num_memory + start, head, None, True, SIZE, BLOCK_N, BLOCK, INT64_OFFSETS
+            tiles, None, row, key_start + num_memory + start, head, None, True, SIZE, BLOCK_N, BLOCK, tile.int64_offsets
         )
     else:
         keys = start + tl.arange(0, BLOCK_N)
         rows = keys + num_memory + (key_start if interval.num_memory is None else tl.where(keys < 0, 0, key_start))
         mask = keys < last if MASKED else tl.full([BLOCK_N], 1, tl.int1)
-        keys = load_rows(ptr, rows, stride, mask, SIZE, BLOCK, INT64_OFFSETS)
+        keys = load_rows(ptr, rows, stride, mask, SIZE, BLOCK, tile.int64_offsets)
     return keys
 
 
 @triton.jit
 def query_limits(interval, keys, last, offset):
-    """Of these keys, the queries [firsts, lasts) before `last` that read each of them. Where `reach` is None, firsts
-    says nothing.
+    """Return the queries [firsts, lasts) before `last` that read each of these keys. firsts is unused if `reach` is
+    None.
     """
     firsts = keys
     if interval.reach is not None:
@@ -180,7 +202,7 @@ def query_limits(interval, keys, last, offset):
 
 @triton.jit
 def is_read_by(interval, limits, start, BLOCK: tl.constexpr):
-    """`[keys, BLOCK]`: whether a key with these limits is read by one of the queries from `start` on."""
+    """Return `[keys, BLOCK]`: whether a key with these limits is read by a query, for the queries from `start` on."""
     queries = tl.arange(0, BLOCK)[None, :]
     firsts, lasts = limits
     read = queries < (lasts - start)[:, None]
@@ -191,22 +213,23 @@ def is_read_by(interval, limits, start, BLOCK: tl.constexpr):
 
 @triton.jit
 def _first_query(interval, key, offset):
-    """The first one that reads a key."""
+    """Return the first query that reads a key."""
     return tl.where(key < 0, 0, tl.maximum(key * interval.stride + interval.reach - offset, 0))
 
 
 @triton.jit
 def _count(position, reach, stride):
-    """How many keys there are with key * stride + reach <= position."""
+    """Return the number of keys with key * stride + reach <= position."""
     return tl.maximum(position - reach + stride, 0) // stride
 
 
 @triton.jit
 def split_range(first, last, full_first, full_last, BLOCK: tl.constexpr):
-    """[first, last) in tiles: those at either end, which need a mask because not every row of the other side reads
-    [first, full_first) and [full_last, last), and those in the middle. Tiles are counted from the left end to the right
-    one and then through the middle; `find_start` takes what this returns, of which the last two are the number of tiles
-    at both ends and of all.
+    """Split [first, last) into tiles: masked tiles at both ends, since not every row reads [first, full_first) and
+    [full_last, last), and unmasked tiles in the middle.
+
+    Tiles are numbered from the left end to the right end and then through the middle. The result is the argument of
+    `find_start`; its last two entries are the number of tiles at both ends, and of all tiles.
     """
     last = tl.maximum(first, last)
     left_tiles = tl.cdiv(tl.minimum(tl.maximum(full_first, first), last) - first, BLOCK)
@@ -218,8 +241,8 @@ def split_range(first, last, full_first, full_last, BLOCK: tl.constexpr):
 
 @triton.jit
 def find_start(tiles, tile, MASKED: tl.constexpr, CONTAIN_NONFINITE: tl.constexpr, BLOCK: tl.constexpr):
-    """The first element of a tile: of those at the ends where MASKED, of any where CONTAIN_NONFINITE, else of the
-    middle.
+    """Return the first element of a tile: one at the ends if MASKED, any if CONTAIN_NONFINITE, else
+    one in the middle.
     """
     first, left_tiles, middle, right, end_tiles, _ = tiles
     start = middle + (tile - end_tiles) * BLOCK
