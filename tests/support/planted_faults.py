@@ -344,7 +344,7 @@ FAULTS = [
     Fault('decoding: entry of another place of a page', STORAGE, '(tokens % pages.size)', '((tokens + 1) % pages.size)', DECODING),
     Fault('decoding: pages beyond the pool', STORAGE, 'exists & (page >= 0) & (page < pages.num_pages)', 'exists & (page >= 0)', DECODING),
     Fault('decoding: lengths beyond the capacity', STORAGE, 'tl.minimum(old + step.num_tokens, capacity)', 'old + step.num_tokens', DECODING[1:]),
-    Fault('decoding: compressed blocks seen early', COMPRESSED, 'sizes.block_size + 1  # first', 'sizes.block_size + 2  # first', DECODING),
+    Fault('decoding: compressed blocks seen early', COMPRESSED, 'sizes.block_size + 1  # largest', 'sizes.block_size + 2  # largest', DECODING),
     Fault('decoding: blocks of another selection block attended to twice', COMPRESSED, 'weights = tl.where(is_own[None, :], weights, 0.0)', 'weights = weights * 1.0', DECODING),
     Fault('decoding: overlap of blocks off', COMPRESSED, 'shared = tl.minimum(ends, sizes.selection_block_size) - tl.maximum(begins, 0)', 'shared = tl.minimum(ends, sizes.selection_block_size) - begins', DECODING[1:]),
     Fault('decoding: overlap with the next block off', COMPRESSED, 'beyond = tl.maximum(ends - sizes.selection_block_size, 0)', 'beyond = tl.maximum(ends - sizes.selection_block_size + 1, 0)', DECODING),

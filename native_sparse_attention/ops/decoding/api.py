@@ -1,4 +1,4 @@
-"""When the kernels of decoding serve a step."""
+"""Backend choice for a decoding step."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from native_sparse_attention.core.backend import BackendChoice, choose_backend, 
 from native_sparse_attention.core.geometry import overlapping_blocks
 from native_sparse_attention.ops.decoding.step import Storage
 
-# New tokens of a row that the kernels take at a time.
+# Largest number of new tokens per row and step.
 MAX_NEW_TOKENS = 16
-# Heads of a group whose rows a tile of the kernels holds.
+# Largest group, whose heads a tile holds.
 MAX_GROUP = 64
-# Compressed blocks that share tokens with a selection block: a tile of the kernels has them all.
+# Most compressed blocks that overlap a selection block, since a tile holds all of them.
 MAX_OVERLAPPING = 128
-# Blocks that a query reads: programs of the kernels have so many of a row in registers.
+# Most selected blocks per query, which a program holds in registers.
 MAX_SELECTED = 512
-# Selection blocks of a row: a grid has so many programs for chunks of 64 of them.
+# Most selection blocks per row: 65,535 programs with chunks of 64 blocks.
 MAX_BLOCKS = 64 * 65535
 
 
@@ -34,7 +34,7 @@ def backend_of(
     has_sinks: bool = False,
     backend: str = 'auto',
 ) -> BackendChoice:
-    """The backend that would serve a step of q `[B, T, HQ, D]`, k and v on a cache with blocks `compress` = (l, d):
+    """Return the backend that serves a step of q `[B, T, HQ, D]`, k and v on a cache with blocks `compress` = (l, d):
     'triton', or 'eager' for the ops one by one.
     """
     sizes = (*compress, selection_block_size)
@@ -47,7 +47,7 @@ def backend_of(
 
 
 def _modified(softcap: float | None, has_sinks: bool) -> str | None:
-    """Why the kernels cannot serve what changes logits or weights, or None where nothing does."""
+    """Return the reason why the kernels do not support a soft cap or sinks, or None without them."""
     if softcap is not None:
         return f'softcap is {softcap}, but its kernels cap no logits'
     return 'there are sinks, but its kernels have none' if has_sinks else None
@@ -56,7 +56,7 @@ def _modified(softcap: float | None, has_sinks: bool) -> str | None:
 def _unsupported(
     q: Tensor, k: Tensor, v: Tensor, storage: Storage, sizes: tuple[int, int, int], num_selected: int
 ) -> str | None:
-    """Why the kernels cannot serve a step, or None where they can."""
+    """Return the reason why the Triton kernels do not support a step, or None."""
     from native_sparse_attention.ops._triton import support
 
     num_tokens, group = q.shape[1], q.shape[2] // k.shape[2]

@@ -1,4 +1,4 @@
-"""What a step of decoding is made of."""
+"""Inputs of a decoding step."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-# Bytes by which Triton tells addresses apart.
+# Alignment in bytes by which Triton specialises kernels.
 ALIGNMENT = 16
-# Parts of a row whose results a program of the kernels puts together.
+# Most partial results of a row that a program combines.
 MAX_SPLITS = 64
 
 
 class Storage(NamedTuple):
-    """The tensors of a cache.
+    """Tensors of a cache.
 
-    k, v, k_window, v_window: `[B, S, H, D or DV]`, or pages `[P, page_size, H, D or DV]` that block_table, int32 `[B,
-    pages of a row]`, leads to; k_cmp, v_cmp likewise, with block_table_cmp, where v_cmp is None in a cache without it.
-    raw_k, raw_v: the last tokens before rotary `[B, R, H, D or DV]`, position p in place p modulo R, or None where k or
-    v have them. lengths, peaks: int32 `[B]`. capacity: tokens of a row.
+    k, v, k_window, v_window: `[B, S, H, D or DV]`, or pages `[P, page_size, H, D or DV]` with a block table, int32 `[B,
+    pages of a row]`. k_cmp, v_cmp: likewise, with block_table_cmp; v_cmp is None in a cache without compressed values.
+    raw_k, raw_v: the last tokens before rotary `[B, R, H, D or DV]`, position p at index p modulo R, or None if k or v
+    hold them. lengths, peaks: int32 `[B]`. capacity: tokens per row.
     """
 
     k: Tensor
@@ -38,8 +38,8 @@ class Storage(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """New tokens before rotary, `[B, T, heads, D or DV]`: raw_k and raw_v are what is compressed, k_window and v_window
-    None where the window reads k and v.
+    """New tokens before rotary, `[B, T, heads, D or DV]`. raw_k, raw_v: inputs of the compression. k_window, v_window:
+    None if the window reads k and v.
     """
 
     q: Tensor
@@ -52,12 +52,12 @@ class Tokens(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """Of a layer: l, d, l', n, W, forced blocks, whether a group chooses together, and the factor of the logits.
+    """Settings of a layer: l, d, l', n, W, forced blocks, whether a group selects together, and the scale of the
+    logits.
 
-    num_splits: parts that the compressed blocks of a row are read in, and tiles_of_program: tiles of tokens that a
-    program of the selected and the window branch reads, more where a query would have over 64 such programs; 0 for what
-    suits the batch. Results depend on them in the last bits, so a row has the same bits in batches of any size where
-    they are given.
+    num_splits: parts in which the compressed blocks of a row are read. tiles_of_program: key tiles per program of the
+    selected and the window branch, more where a query would need over 64 programs. 0 chooses either by the batch.
+    Results depend on both in the last bits, so with fixed values a row has the same bits in batches of any size.
     """
 
     compress_block_size: int
@@ -74,8 +74,10 @@ class Settings(NamedTuple):
 
 
 def look_at(given: Sequence[Tensor | None], owned: Sequence[Tensor | None]) -> tuple[tuple[Any, ...], list[int]]:
-    """What launches depend on besides the values of tensors; and the addresses of those given, 0 for None. Launches for
-    some given tensors serve others of the same looks, but no others that are owned.
+    """Return the shapes, strides, dtypes, devices and alignments that launches depend on, and the addresses of `given`,
+    0 for None.
+
+    Launches for some given tensors also serve others of equal properties, but no other `owned` tensors.
     """
     addresses = [0 if t is None else t.data_ptr() for t in given]
     looks = [

@@ -11,7 +11,7 @@ def gated_sum(gates: Tensor, out_compressed: Tensor, out_selected: Tensor, out_w
     dtype = compute_dtype(out_compressed.dtype)
     branches = (out_compressed, out_selected, out_window)
     gates = gates.to(dtype)
-    # Not unbound: inductor of PyTorch 2.13 takes the memory of a sigmoid for its gradient while views of it, which the
-    # graph keeps for the backward, are still to be read.
-    weighted = [gates[..., place, None] * branch.to(dtype) for place, branch in enumerate(branches)]
+    # No unbind: inductor of PyTorch 2.13 reuses the memory of a sigmoid for its gradient while saved views of it are
+    # still to be read.
+    weighted = [gates[..., index, None] * branch.to(dtype) for index, branch in enumerate(branches)]
     return (weighted[0] + weighted[1] + weighted[2]).to(out_compressed.dtype)

@@ -1,4 +1,4 @@
-"""Queries with all heads of a group, the columns of a product: loaded, and added up."""
+"""Queries with all heads of a group as the columns of a product: load them, and sum over the heads."""
 
 # To pyright a jit function that another calls never returns, and a number is no constant.
 # pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
@@ -25,8 +25,10 @@ def load_members(
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """q, lse: pointers to a row of the batch, and their strides of tokens and heads. Returns the queries `[T * G, D]`,
-    log-sum-exps in bits, inf where there is no query or head, and where there is one.
+    """Load the queries `[T * G, D]` of a tile with all heads of an index head, their log-sum-exps in base 2 (inf where
+    there is no query or head), and a mask.
+
+    q, lse: tuples of a pointer to the batch row and the strides of tokens and heads.
     """
     q_ptr, q_stride, q_head_stride = q
     lse_ptr, lse_stride, lse_head_stride = lse
@@ -36,13 +38,13 @@ def load_members(
     heads = (index_head * GROUP + head).to(tl.int64)
     q = load_rows(q_ptr + heads[:, None] * q_head_stride, tokens, q_stride, mask, HEAD_DIM, BLOCK_D)
     lse_ptr += heads * lse_head_stride + tokens.to(tl.int64) * lse_stride
-    # What pads the group has weights of 0.
+    # Padding of the group has weights of 0.
     return q, tl.load(lse_ptr, mask=mask, other=float('inf')).to(tl.float32) * 1.4426950408889634, mask
 
 
 @triton.jit
 def add_members(weights, BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr):
-    """`[J, T * G]`, columns as `_find_members` has them -> `[J, T]`, the sums of the heads."""
+    """Return the sums over heads `[J, T]` of `[J, T * G]`, with columns ordered as in `_find_members`."""
     PAIR: tl.constexpr = min(BLOCK_G, 2)
     QUERIES: tl.constexpr = min(BLOCK_T, 4)
     rows: tl.constexpr = weights.shape[0]
@@ -52,8 +54,8 @@ def add_members(weights, BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr):
 
 @triton.jit
 def _find_members(BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr):
-    """Query and head of every column of a product, in an order in which columns of a query lie in one thread: of eight
-    neighbouring columns a thread has two.
+    """Return query and head of every column of a product. The order puts columns of a query into one thread, which
+    holds two of eight neighbouring columns.
     """
     members = tl.arange(0, BLOCK_T * BLOCK_G)
     PAIR: tl.constexpr = min(BLOCK_G, 2)

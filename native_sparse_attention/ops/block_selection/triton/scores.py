@@ -36,10 +36,10 @@ from native_sparse_attention.ops.block_selection.triton.scores_backward import (
 from native_sparse_attention.ops.block_selection.triton.scores_forward import dq_kernel, forward_kernel
 from native_sparse_attention.ops.block_selection.triton.scores_tiles import Sizes
 
-# Queries times heads whose part of the gradient of compressed keys is added by one program, by bytes of an element. In
-# float32 the sums are shorter, and so more exact.
+# Queries times heads per program in the gradient of compressed keys, by bytes of an element. float32 sums are shorter
+# and so more exact.
 CHUNK_ROWS = {2: 4096, 4: 512}
-# Bytes that those parts may take.
+# Bytes of the partial sums.
 WORKSPACE = 2**28
 
 
@@ -96,7 +96,7 @@ def _forward(
     num_local: int,
     straight_through: bool,
 ) -> Tensor:
-    """straight_through: 1 instead of scores, with their gradients; there num_init and num_local count."""
+    """straight_through: return 1 in place of the scores, with their gradients; needs num_init and num_local."""
     if straight_through:
         return torch.ones(block_indices.shape, dtype=torch.float32, device=q.device)
     q, k_cmp, block_indices = last_dim_contiguous(q, k_cmp, block_indices)
@@ -146,8 +146,8 @@ def _backward(
     needs_dq: bool,
     needs_dk: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q and lse, empty unless needs_dq is set, and between them that of k_cmp, empty unless needs_dk; none
-    come from the scores of blocks that num_init and num_local force.
+    """Return the gradients of q, k_cmp and lse; those of q and lse are empty unless needs_dq, that of k_cmp unless
+    needs_dk. Scores of blocks forced by num_init and num_local have no gradient.
     """
     q, k_cmp, block_indices = last_dim_contiguous(q, k_cmp, block_indices)
     flat = (seqlen_k, q_offset, q_offsets, seqlens_k, cu_seqlens, cu_seqlens_k)
@@ -192,8 +192,10 @@ def _add_queries(
     softcap: float | None,
     meta: dict[str, Any],
 ) -> None:
-    """The gradient of compressed keys into dk, which has zeros: some pairs at a time and, where the parts of one pair
-    would not fit into the workspace, some selection blocks at a time. Neither changes how the parts are added.
+    """Add the gradient of compressed keys into dk, which is 0 before.
+
+    Runs for some pairs at a time, and for some selection blocks at a time where the partial sums of one pair exceed the
+    workspace. Neither changes the order of the sums.
     """
     block_m, block_c, num_warps, num_stages = settings_of(scores_settings.DK, q)
     selection_block, per_selection = meta['SELECTION_BLOCK'], meta['PER_SELECTION']
@@ -249,7 +251,7 @@ def _add_queries(
                 **constants,
                 BLOCK_C=block_c,
             )
-        del entries, starts, partial  # before those of the next group are made
+        del entries, starts, partial  # before the next group allocates its own
 
 
 @_forward.register_fake
@@ -285,7 +287,9 @@ refuse_double_backward(_backward)
 
 
 def _place(q: Tensor, k_cmp: Tensor, flat: Any, block_size: int, stride: int) -> tuple[SequenceLayout, Sizes]:
-    """Tokens without a complete compressed block do not matter, so their number need not be known."""
+    """Return the layout and sizes of a call. Tokens behind the last complete compressed block do not matter, so the
+    number of tokens is bounded by the compressed blocks.
+    """
     layout = make_layout(unflatten(q, flat), block_size, stride)
     num_compressed = k_cmp.shape[1]
     longest = max_length_of_compressed(num_compressed, block_size, stride)
@@ -312,7 +316,7 @@ def _meta(
 
 
 def _query_tile(table: Table, q: Tensor, meta: dict[str, Any]) -> dict[str, int]:
-    """Heads of a group by columns, which are pairs of a chosen block and a compressed block that overlaps it."""
+    """Return the tile of a query's kernel: heads of a group by (selected block, overlapping compressed block)."""
     block_m, block_n, num_warps, num_stages = settings_of(table, q)
     return {
         'BLOCK_G': min(block_m, row_block(meta['GROUP'])),
@@ -324,7 +328,7 @@ def _query_tile(table: Table, q: Tensor, meta: dict[str, Any]) -> dict[str, int]
 
 
 def _split_columns(block_n: int, meta: dict[str, Any]) -> dict[str, int]:
-    """Columns as slots by offsets, of which those of a slot are added up."""
+    """Return the columns as slots times offsets; the columns of a slot are summed."""
     num_offsets = meta['PER_SELECTION'] - meta['FIRST_OFFSET']
     block_o = min(block_n, 1 << (num_offsets - 1).bit_length())
     return {'BLOCK_S': block_n // block_o, 'BLOCK_O': block_o}

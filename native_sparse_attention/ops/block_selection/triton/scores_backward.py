@@ -1,8 +1,8 @@
-"""Kernels of the gradient of compressed keys in `chosen_scores`, which the index_range of the inverse index make.
+"""Kernels of the gradient of compressed keys in `chosen_scores`, driven by the CSR index from blocks to queries.
 
-The list of a selection block has the entries that chose it: long for a block that every query reads, short for most. So
-a program takes up to CHUNK entries of one list and adds what they give to all compressed blocks that overlap the block;
-then those partial sums that a compressed block is part of are added, in the order of blocks and chunks.
+A block that every query reads has many entries, most blocks have few. A program takes up to CHUNK entries of one block
+and sums their gradients for all compressed blocks that overlap it. A second kernel adds the partial sums of each
+compressed block, in the order of blocks and chunks.
 """
 
 # To pyright a jit function that another calls never returns.
@@ -29,9 +29,11 @@ from native_sparse_attention.ops.block_selection.triton.scores_tiles import (
 
 
 class IndexRange(NamedTuple):
-    """The index_range of a group of pairs, first_pair the first of them, each with num_entries entries in num_slots index_range,
-    and those that a launch is about: first_slot ... last_slot - 1, in at most num_chunks chunks. num_combined: for how
-    many selection blocks from first_slot on gradients are added up.
+    """Part of a CSR index that a launch covers.
+
+    first_pair: first pair of the group. num_entries, num_slots: entries and block slots per pair. The launch covers the
+    slots first_slot ... last_slot - 1, in at most num_chunks chunks. num_combined: selection blocks from first_slot on
+    whose gradients are summed.
     """
 
     first_pair: int
@@ -76,8 +78,8 @@ def partial_kernel(
     BLOCK_O: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """partial: float32 `[pairs, chunks, offsets, D]`; the other shapes as in the forward kernel. One program per chunk
-    of entries, and per BLOCK_O offsets.
+    """partial: float32 `[pairs, chunks, offsets, D]`; other shapes as in the forward kernel. One program per chunk of
+    entries and BLOCK_O offsets.
     """
     pair = (tl.program_id(0) // index_range.num_chunks).to(tl.int64)
     chunk = tl.program_id(0) % index_range.num_chunks
@@ -114,7 +116,7 @@ def partial_kernel(
     entry = load_entries(entries_ptr, 0, num_rows, GROUP, BLOCK_M)
     for first_row in tl.range(0, num_rows, BLOCK_M):
         following = load_entries(entries_ptr, first_row + BLOCK_M, num_rows, GROUP, BLOCK_M)
-        tile_rows = first_row + tl.arange(0, BLOCK_M)  # every entry with every head of the group
+        tile_rows = first_row + tl.arange(0, BLOCK_M)  # every entry with every head of its group
         row_mask = tile_rows < num_rows
         index_head = kv_head * REPEATS + entry // NUM_SELECTED % REPEATS
         heads = index_head * GROUP + tile_rows % GROUP
@@ -162,8 +164,8 @@ def combine_kernel(
     BLOCK_C: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """dk: `[B, C, H, D]`. One program per selection block from index_range.first_slot on, and per BLOCK_C of the compressed
-    blocks that begin in it. They overlap that block and some that follow.
+    """dk: `[B, C, H, D]`. One program per selection block from index_range.first_slot on and BLOCK_C of the compressed
+    blocks that begin in it, which overlap this block and some that follow.
     """
     pair = (tl.program_id(0) // index_range.num_combined).to(tl.int64)
     slot = index_range.first_slot + tl.program_id(0) % index_range.num_combined

@@ -50,9 +50,10 @@ def forward_kernel(
     BLOCK_D: tl.constexpr,
     INT64_OFFSETS: tl.constexpr,
 ):
-    """q: `[B, T, HQ, D]`; k: `[B, C, H, D]`; lse: `[B, HQ, T]`; indices, out: `[B, T, HI, n]`. The GROUP heads of an
-    index head share its row; a key head has REPEATS index heads. A selection block overlaps the compressed blocks at
-    the offsets FIRST_OFFSET ... PER_SELECTION - 1.
+    """q: `[B, T, HQ, D]`. k: `[B, C, H, D]`. lse: `[B, HQ, T]`. indices, out: `[B, T, HI, n]`.
+
+    The GROUP heads of an index head share its row; a KV head has REPEATS index heads. A selection block overlaps the
+    compressed blocks at the offsets FIRST_OFFSET ... PER_SELECTION - 1.
     """
     row, token, is_query, position, num_tokens, key_start, num_keys = locate_query(tl.program_id(0), layout, sizes)
     if not is_query:
@@ -144,7 +145,7 @@ def dq_kernel(
     dlse = tl.zeros([BLOCK_G], tl.float32)
     NUM_OFFSETS: tl.constexpr = PER_SELECTION - FIRST_OFFSET
     for first_column in range(0, NUM_SELECTED * NUM_OFFSETS, BLOCK_N):
-        columns = first_column + tl.arange(0, BLOCK_N)  # every slot with every one of the offsets
+        columns = first_column + tl.arange(0, BLOCK_N)  # every slot with every offset
         slots = columns // NUM_OFFSETS
         offsets = FIRST_OFFSET + columns % NUM_OFFSETS
         blocks, keys, learns = overlapping_columns(

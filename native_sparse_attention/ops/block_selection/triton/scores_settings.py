@@ -1,7 +1,7 @@
 """Launch settings of `chosen_scores`, by architecture, bytes of an element and head size.
 
-block_m: heads of a group in FORWARD and DQ, queries times heads in DK. block_n: pairs of a chosen block and a
-compressed block that overlaps it in FORWARD and DQ, compressed blocks in DK.
+block_m: heads of a group in FORWARD and DQ, queries times heads in DK. block_n: (selected block, overlapping compressed
+block) combinations in FORWARD and DQ, compressed blocks in DK.
 """
 
 from __future__ import annotations

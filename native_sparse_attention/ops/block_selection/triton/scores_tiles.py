@@ -1,5 +1,5 @@
-"""What the kernels of `chosen_scores` share: the compressed blocks that overlap a chosen one, and a product of float32
-with half types.
+"""Shared parts of the `chosen_scores` kernels: the compressed blocks that overlap a selected one, and products of
+float32 with half types.
 """
 
 # To pyright a jit function that another calls never returns.
@@ -26,7 +26,9 @@ from native_sparse_attention.ops._triton.varlen import load_position as load_fir
 
 
 class Sizes(NamedTuple):
-    """block_size, stride: l, d. num_compressed: C. num_init, num_local: forced blocks, whose scores get no gradient."""
+    """block_size, stride: l, d. num_compressed: C. num_init, num_local: forced blocks, whose scores
+    have no gradient.
+    """
 
     block_size: int
     stride: int
@@ -37,8 +39,8 @@ class Sizes(NamedTuple):
 
 @triton.jit
 def locate_query(index, layout, sizes):
-    """Row and token of query `index`, whether it exists, its position, the tokens of its sequence, and the first of its
-    compressed blocks and their number, which stay within C.
+    """Locate query `index`. Returns row, token, whether it exists, its position, the tokens of its sequence, and the
+    sequence's first compressed block and number of compressed blocks, which stay within C.
     """
     sequence, first_query = find_tile(index, layout.cu_seqlens, layout.seqlen_q, layout.num_sequences, 1)
     row, query_start, num_queries = load_extent(layout.cu_seqlens, sequence, layout.seqlen_q, layout.num_sequences)
@@ -51,14 +53,16 @@ def locate_query(index, layout, sizes):
 
 @triton.jit
 def locate_compressed(layout, sequence, num_tokens, sizes):
-    """The first compressed block of a sequence of so many tokens, and the number of them."""
+    """Return the first compressed block and the number of compressed blocks of a sequence of num_tokens tokens."""
     _, key_start, num_keys = load_extent(layout.cu_blocks, sequence, sizes.num_compressed, layout.num_sequences)
     return key_start, tl.minimum(num_keys, count_blocks(num_tokens, sizes.block_size, sizes.stride))
 
 
 @triton.jit
 def share_of(offsets, sizes, SELECTION_BLOCK: tl.constexpr):
-    """The part of compressed block j * l' / d + offset that lies in selection block j, for offsets that overlap."""
+    """Return the part of compressed block j * l' / d + offset that lies in selection block j, for
+    overlapping offsets.
+    """
     start = offsets * sizes.stride
     shared = tl.minimum(start + sizes.block_size, SELECTION_BLOCK) - tl.maximum(start, 0)
     return shared.to(tl.float32) / sizes.block_size
@@ -66,8 +70,8 @@ def share_of(offsets, sizes, SELECTION_BLOCK: tl.constexpr):
 
 @triton.jit
 def is_forced(blocks, positions, sizes, SELECTION_BLOCK: tl.constexpr, CAUSAL: tl.constexpr):
-    """Whether queries at positions have to read blocks (`geometry.forced_priority` above 0)."""
-    # Below 0 nothing is seen where CAUSAL, so it does not matter what is forced.
+    """Return whether blocks are forced for queries at positions (`geometry.forced_priority` above 0)."""
+    # With CAUSAL, nothing is visible below position 0, so forced blocks do not matter there.
     own_block = positions // SELECTION_BLOCK if CAUSAL else floor_divide(positions, SELECTION_BLOCK)
     is_local = blocks > own_block - sizes.num_local
     is_local = is_local & (blocks <= own_block if CAUSAL else blocks < own_block + sizes.num_local)
@@ -88,8 +92,8 @@ def overlapping_columns(
     SELECTION_BLOCK: tl.constexpr,
     PER_SELECTION: tl.constexpr,
 ):
-    """The selection blocks in `slots` of a query's row of indices, the compressed blocks at `offsets` of them, 0 where
-    the query does not see them, and which it sees.
+    """Return the selected blocks in `slots` of a query's index row, the compressed blocks at `offsets` of them (0 where
+    not visible), and a mask of the visible ones.
     """
     blocks = tl.load(indices_ptr + slots, mask=slots < NUM_SELECTED, other=-1)
     exists = (blocks >= 0) & (blocks < count_readable_blocks(position, num_tokens, SELECTION_BLOCK, CAUSAL))
@@ -103,7 +107,7 @@ def overlapping_columns(
 
 @triton.jit
 def weigh(products, lse, scale, softcap):
-    """The weights of products of queries and keys, softcap a number or None."""
+    """Return the attention weights of products of queries and keys; softcap: a number or None."""
     minus_lse = lse * -1.4426950408889634
     if softcap is None:
         exponent = tl.fma(products, scale * 1.4426950408889634, minus_lse)
@@ -114,7 +118,7 @@ def weigh(products, lse, scale, softcap):
 
 @triton.jit
 def before_cap(dlogits, products, seen, scale, softcap):
-    """Gradients of logits before the soft cap, from those after it, which are 0 where nothing is seen."""
+    """Return logit gradients before the soft cap from those after it, which are 0 where nothing is visible."""
     if softcap is not None:
         dlogits = tl.where(seen, dlogits * cap_slope(products * scale, softcap), 0.0)
     return dlogits
@@ -122,19 +126,20 @@ def before_cap(dlogits, products, seen, scale, softcap):
 
 @triton.jit
 def dot_exact(a, b, out):
-    """out + a @ b for float32 a `[M, K]`. Where b is of a half type, a is split into a high and a low part of it:
-    eager rounds the result alone, and with a rounded to one part the error rules break.
+    """Return out + a @ b for float32 a `[M, K]`. For a half type b, a is split into a high and a low part of that type.
+
+    Eager rounds only the result; with a rounded to a single part the result would fail the error rules.
     """
     if b.dtype == tl.float32:
         out = add_product(a, b, out)
     elif b.dtype == tl.bfloat16:
-        # The upper bits as they are: to round them takes a conversion back.
+        # Truncate to the upper bits: rounding would need a conversion back.
         high = (a.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
         low = (a - high).to(tl.bfloat16)
         out = tl.dot(high.to(tl.bfloat16), b, out, input_precision='ieee')
         out = tl.dot(low, b, out, input_precision='ieee')
     else:
-        # float16 has few exponents: each row is divided by the power of two at or below its largest value.
+        # float16 has few exponents: divide each row by the power of two at or below its largest magnitude.
         largest = tl.max(tl.abs(a), 1)
         unit = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
         unit = tl.where(unit == 0, 1.0, unit)[:, None]

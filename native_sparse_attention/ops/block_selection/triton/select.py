@@ -41,18 +41,18 @@ from native_sparse_attention.ops.block_selection.triton.topk import (
     update_topk,
 )
 
-# Blocks of all queries of a tile, topk one by one and in columns (`sort_keys`): more would not stay in registers.
+# Candidates of all queries of a tile, per row and in columns (`topk.py`): more would not stay in registers.
 MAX_KEPT = 1024
 MAX_COLUMNS = 512
-# Groups that are large enough for columns; smaller ones fill a tile with more queries than these have room for.
+# Smallest group for columns: with smaller ones a tile holds more queries than fit columns.
 MIN_GROUP = 8
-# Forced blocks beyond these do not exist, and their priorities fit between the bits of infinity and the largest int32.
+# There are never more forced blocks than these, and their priorities fit between the bits of inf and the largest int32.
 MAX_FORCED = 2**21
 
 
 class BlockSizes(NamedTuple):
-    """block_size, stride, selection_block_size: l, d, l'. num_compressed: the compressed blocks that there are, which
-    complete no sequence of more than max_tokens.
+    """block_size, stride, selection_block_size: l, d, l'. num_compressed: C; no sequence of more than max_tokens tokens
+    has all its compressed blocks among them.
     """
 
     block_size: int
@@ -63,6 +63,8 @@ class BlockSizes(NamedTuple):
 
 
 class Selection(NamedTuple):
+    """num_selected: n, blocks per query. num_init, num_local: forced blocks, which count towards n."""
+
     num_selected: int
     num_init: int
     num_local: int
@@ -83,7 +85,7 @@ def select_blocks(
     softcap: float | None = None,
     block_counts: Tensor | None = None,
 ) -> Tensor:
-    # Whole numbers have no gradient, and nothing is to be topk for one.
+    # The indices have no gradient, so nothing is saved for a backward pass.
     q, k_cmp, lse = q.detach(), k_cmp.detach(), lse.detach()
     selection = (num_selected, num_init, num_local, share_group)
     return _select(q, k_cmp, lse, *flatten(sequences), *sizes, *selection, causal, scale, softcap, block_counts)
@@ -131,7 +133,7 @@ def _select(
     levels = count_levels(num_selected, block_j) if group >= MIN_GROUP else 0
     block_t = MAX_COLUMNS // block_j if levels > 0 else MAX_KEPT // block_n
     block_t = max(1, 16 // block_g, min(block_m // block_g, block_t))
-    # Products of float32 take their factors from registers.
+    # float32 products take their operands from registers.
     tiles = describe_rows(keys, block_j, head_block(head_dim)) if keys.element_size() == 2 else None
     adds_to_next = block_size - stride <= selection_block_size
     launch(
@@ -165,9 +167,10 @@ def _select(
 
 
 def spread_keys(k_cmp: Tensor, per_selection: int) -> Tensor:
-    """`[B, C, H, D]` -> `[B, H, per_selection, C', D]`: key c at c % per_selection, c // per_selection. The keys of a
-    step, one of every selection block, are neighbours there wherever a sequence begins. Places for which there is no
-    key hold anything.
+    """Rearrange `[B, C, H, D]` to `[B, H, per_selection, C', D]`: key c at (c % per_selection, c // per_selection).
+
+    The keys of one loop step, one per selection block, are contiguous then, wherever a sequence begins. Columns without
+    a key are not initialised.
     """
     batch, num_compressed, kv_heads, head_dim = k_cmp.shape
     whole, rest = divmod(num_compressed, per_selection)
@@ -236,19 +239,21 @@ def select_kernel(
     SKIPPED: tl.constexpr,
     LEVELS: tl.constexpr,
 ):
-    """q: `[B, T, HQ, D]`; keys: `[B, H, SPREAD, num_columns, D]` (`spread_keys`), contiguous, tiles: their descriptor;
-    lse: `[B, HQ, T]`; counts, or None: `[B, T, HI]`, out: `[B, T, HI, n]`, contiguous. The GROUP heads of an index head
-    choose together; every key head has REPEATS of them. SKIPPED: the compressed blocks before a selection block that
-    reach into it, where a tile does not hand their scores on.
+    """q: `[B, T, HQ, D]`. keys: `[B, H, SPREAD, num_columns, D]` (`spread_keys`), contiguous; tiles: their descriptor.
+    lse: `[B, HQ, T]`. counts: `[B, T, HI]` or None. out: `[B, T, HI, n]`, contiguous.
+
+    The GROUP heads of an index head select together; a KV head has REPEATS index heads. SKIPPED: the number of
+    compressed blocks before a selection block that reach into it, if their scores are not carried over from the block
+    before.
     """
-    # The last queries, which have the most to do, first: what is left at the end is short.
+    # The last queries first, since they read the most keys: the short programs fill up the end of the launch.
     sequence, row, query_start, first_query, num_queries, num_tokens, offset = locate_queries(
         tl.num_programs(0) - 1 - tl.program_id(0), layout, BLOCK_T
     )
     if first_query >= num_queries:
         return
     index_head = tl.program_id(1)
-    # A tile's first block is the last one of the tile before, to hand on what it shares with the next one.
+    # A tile begins with the last block of the tile before, to carry over that block's part of the next block's score.
     ADDS_TO_NEXT: tl.constexpr = SKIPPED == 0
     OVERLAP: tl.constexpr = 1 if ADDS_TO_NEXT else 0
     NUM_STEPS: tl.constexpr = SPREAD + SKIPPED
@@ -288,7 +293,7 @@ def select_kernel(
         topk = start_topk(limit, BLOCK_J, BLOCK_N, LEVELS)
         scores = tl.zeros([BLOCK_J, BLOCK_T], tl.float32)
         next_scores = tl.zeros([BLOCK_J, BLOCK_T], tl.float32)
-        # One loop over tiles and their steps, so that all of them are one pipeline.
+        # One loop over tiles and steps makes one pipeline.
         for i in tl.range(0, tl.cdiv(last, BLOCK_J - OVERLAP) * NUM_STEPS):
             step = i % NUM_STEPS - SKIPPED
             first_block = i // NUM_STEPS * (BLOCK_J - OVERLAP) - OVERLAP
@@ -303,7 +308,7 @@ def select_kernel(
                 products = cap_logits(products * scale, softcap)
             weights = tl.exp2(tl.fma(products, scale_log2, -lse_log2[None, :]))
             if GROUP < BLOCK_G:
-                # Of keys that are infinite, too.
+                # Padding of the group may meet infinite keys.
                 weights = tl.where(member_mask[None, :], weights, 0.0)
             weights = add_members(weights, BLOCK_T, BLOCK_G)
             if (first_block * SPREAD < SKIPPED) | ((first_block + BLOCK_J) * SPREAD > seen):
@@ -343,8 +348,10 @@ def _load_step(
     BLOCK_D: tl.constexpr,
     SPREAD: tl.constexpr,
 ):
-    """The keys of a step, `[J, D]`: of the tile's first block, and every SPREAD keys further. plane: the first one of a
-    head in `spread_keys`; first_key: that of the sequence's block 0. By descriptor, anything where none exists.
+    """Load the keys `[J, D]` of one step: one key of the tile's first block and every SPREAD-th key from there.
+
+    plane: the head's first plane in `spread_keys`. first_key: the key of the sequence's block 0. Rows that do not exist
+    hold anything if loaded by the descriptor.
     """
     column = floor_divide(first_key, SPREAD)
     first = (plane + first_key - column * SPREAD) * num_columns + column + first_block
@@ -358,8 +365,8 @@ def _load_step(
 
 @triton.jit
 def _add_step(scores, next_scores, weights, step, sizes, ADDS_TO_NEXT: tl.constexpr):
-    """Scores of a tile's blocks, and what the next ones have besides, with the weights of a step, `[J, T]`, for every
-    token that its compressed blocks share with them.
+    """Add the weights `[J, T]` of one step to the scores of the tile's blocks, and to those of the next blocks, each
+    times the number of tokens that the compressed block shares with them.
     """
     start = step * sizes.stride
     end = start + sizes.block_size
@@ -367,6 +374,6 @@ def _add_step(scores, next_scores, weights, step, sizes, ADDS_TO_NEXT: tl.conste
     scores = tl.fma(weights, shared.to(tl.float32), scores)
     if ADDS_TO_NEXT:
         beyond = tl.maximum(end - sizes.selection_block_size, 0)
-        # An infinite weight that reaches no further adds nothing.
+        # An infinite weight that does not reach the next block must add 0, not NaN.
         next_scores = tl.fma(tl.where(beyond > 0, weights, 0.0), beyond.to(tl.float32), next_scores)
     return scores, next_scores

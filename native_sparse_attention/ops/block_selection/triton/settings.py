@@ -1,7 +1,7 @@
-"""Launch settings of the choice of blocks, by architecture, bytes of an element and head size.
+"""Launch settings of block selection, by architecture, bytes of an element and head size.
 
-block_m counts columns of a product (queries times heads of a group), of which fewer are taken where what queries keep
-would not fit (`select`); block_n counts selection blocks.
+block_m: columns of a product (queries times heads of a group), fewer where the candidates of its queries would not fit
+(`select.py`). block_n: selection blocks.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ SELECT: Table = {
 
 
 def limit_registers(q: Tensor, levels: int) -> dict[str, int]:
-    """What lets three programs of the choice share an SM of Hopper, where columns of blocks (`levels`) would take more
-    registers than that: they are asked for once a tile, so they may lie in memory.
+    """Return the register limit that lets three programs of the kernel share an SM of Hopper.
+
+    Columns of candidates (`levels`) would take more registers; they are used once per tile, so they may be spilled.
     """
     is_limited = levels > 0 and q.element_size() == 2 and is_hopper(q.device) and torch.version.hip is None
     return {'maxnreg': 168} if is_limited else {}

@@ -1,4 +1,4 @@
-"""What a row takes: sort_keys of blocks, the largest of them that are topk from tile to tile, their order."""
+"""Running top-k of selection blocks: sort keys of scores, candidates kept from tile to tile, and the sorted result."""
 
 # To pyright a jit function that another calls never returns, nor does tl.static_range.
 # pyright: reportGeneralTypeIssues=false
@@ -12,13 +12,14 @@ import triton.language as tl
 
 from native_sparse_attention.ops._triton.tiles import find_largest
 
-# More levels than these would not stay in registers.
+# More levels would not stay in registers.
 MAX_LEVELS = 6
 
 
 def count_levels(num_selected: int, num_columns: int) -> int:
-    """How many blocks a column keeps, so that of rows whose blocks have unrelated scores fewer than one in a hundred
-    takes as many from one column; 0 where these are too many.
+    """Return the number of candidates kept per column (partial top-k list), or 0 if too many are needed.
+
+    With i.i.d. scores fewer than 1 % of rows need another pass because more of their blocks fall into one column.
     """
     levels = 1
     while levels < num_selected and 100 * comb(num_selected, levels) > num_columns ** (levels - 1):
@@ -30,8 +31,10 @@ def count_levels(num_selected: int, num_columns: int) -> int:
 def make_sort_keys(
     scores, next_scores, first_block, own_block, num_blocks, selection, CAUSAL: tl.constexpr, ADDS_TO_NEXT: tl.constexpr
 ):
-    """Of a tile's blocks, `[T, J]`: the larger the earlier a block is selected, of equal ones the lower block; -1 where it
-    is not to be selected. scores, and what the next block has besides: `[J, T]`.
+    """Return int32 sort keys `[T, J]` of a tile's blocks: larger keys are selected first; -1 if a block must not be
+    selected. Ties go to the lower block.
+
+    scores, and the part that each block adds to the next one's score: `[J, T]`.
     """
     places = tl.arange(0, scores.shape[0])[None, :]
     if ADDS_TO_NEXT:
@@ -39,7 +42,7 @@ def make_sort_keys(
         score += tl.gather(adds_to_next, tl.broadcast_to(tl.maximum(places - 1, 0), adds_to_next.shape), 1)
     else:
         score = tl.trans(scores)
-    # Bits of floats that are not negative are in the order of the floats.
+    # The bits of non-negative floats are ordered like the floats.
     sort_keys = tl.where(score == score, score, float('inf')).to(tl.int32, bitcast=True)
     if ADDS_TO_NEXT:
         sort_keys = tl.where(places > 0, sort_keys, -1)
@@ -53,8 +56,8 @@ def make_sort_keys(
 
 @triton.jit
 def _force_blocks(sort_keys, block, own_block, num_blocks, selection, CAUSAL: tl.constexpr):
-    """With the sort_keys of geometry.forced_priority, above all scores, for forced blocks, and -1 for those that are not to
-    be chosen.
+    """Replace the keys of forced blocks by those of geometry.forced_priority, above all scores, and the keys of blocks
+    that must not be selected by -1.
     """
     distance = own_block - block
     reach = tl.abs(distance)
@@ -72,8 +75,8 @@ def _force_blocks(sort_keys, block, own_block, num_blocks, selection, CAUSAL: tl
 
 @triton.jit
 def start_selection(limit, BLOCK_N: tl.constexpr):
-    """What rows have selected, which is nothing: blocks, `[T, N]`, 2**30 behind them; how many and of how many, `[T, 1]`;
-    sort_key and block of the last one, `[T, 1]`, before all that is still to be selected. limit: `[T]`.
+    """Return the state of a selection without blocks: blocks `[T, N]`, padded with 2**30; their number and its limit,
+    `[T, 1]`; sort key and block of the last selected block, `[T, 1]`. limit: `[T]`.
     """
     rows: tl.constexpr = limit.shape[0]
     none = tl.zeros([rows, 1], tl.int32)
@@ -82,7 +85,7 @@ def start_selection(limit, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def start_topk(limit, BLOCK_J: tl.constexpr, BLOCK_N: tl.constexpr, LEVELS: tl.constexpr):
-    """Ranks and blocks of nothing: LEVELS times `[T, J]`, or, LEVELS being 0, `[T, N]`."""
+    """Return empty candidates, sort keys and blocks: LEVELS times `[T, J]`, or `[T, N]` if LEVELS is 0."""
     rows: tl.constexpr = limit.shape[0]
     if LEVELS > 0:
         none = tl.full([rows, BLOCK_J], -1, tl.int32)
@@ -90,7 +93,7 @@ def start_topk(limit, BLOCK_J: tl.constexpr, BLOCK_N: tl.constexpr, LEVELS: tl.c
         for _ in tl.static_range(1, LEVELS):
             topk += ((none, none),)
     else:
-        # Empty slots sort_key below all blocks, and hold none that there is. Slots behind a row are never the smallest.
+        # Empty slots have keys below all blocks and negative blocks. Slots behind the limit are never the smallest.
         slots = tl.arange(0, BLOCK_N)[None, :]
         empty = tl.where(slots < limit[:, None], -1, 2**31 - 1)
         topk = ((empty, tl.broadcast_to(-1 - slots, [rows, BLOCK_N])),)
@@ -99,7 +102,7 @@ def start_topk(limit, BLOCK_J: tl.constexpr, BLOCK_N: tl.constexpr, LEVELS: tl.c
 
 @triton.jit
 def update_topk(topk, sort_keys, block, selected, num_selected, LEVELS: tl.constexpr):
-    """What is topk, with the sort_keys of a tile, whose blocks are higher than those before."""
+    """Return the candidates with a tile's sort keys added. The tile's blocks are higher than all before."""
     if LEVELS > 0:
         _, _, _, sort_key, last = selected
         sort_keys = tl.where((sort_keys < sort_key) | ((sort_keys == sort_key) & (block > last)), sort_keys, -1)
@@ -111,12 +114,14 @@ def update_topk(topk, sort_keys, block, selected, num_selected, LEVELS: tl.const
 
 @triton.jit
 def _insert(columns, sort_keys, block, LEVELS: tl.constexpr):
-    """Columns of LEVELS sort_keys, the largest first, and their blocks, with one more each. No thread asks another."""
+    """Insert one sort key and block into every column of LEVELS candidates, in descending order. Threads exchange no
+    data.
+    """
     sort_key, held = columns[0]
     is_larger = sort_keys > sort_key
     topk = ((tl.maximum(sort_key, sort_keys), tl.where(is_larger, block, held)),)
     for level in tl.static_range(1, LEVELS):
-        # What has to make room in the level above, or what is new. Of equal sort_keys the lower block stays above.
+        # The candidate displaced from the level above, or the new one. Among equal keys the lower block stays above.
         sort_keys, block = tl.minimum(sort_key, sort_keys), tl.where(is_larger, held, block)
         sort_key, held = columns[level]
         is_larger = is_larger | (sort_keys > sort_key)
@@ -126,9 +131,10 @@ def _insert(columns, sort_keys, block, LEVELS: tl.constexpr):
 
 @triton.jit
 def _replace(topk, sort_keys, block, num_selected):
-    """Per row the largest of both, as many as are topk: the smallest that is topk, of equal ones that of the highest
-    block, makes room for the largest sort_key as long as that is larger. topk: sort_keys and their blocks, lower ones than
-    `block`.
+    """Return the largest of the candidates and a tile's sort keys, per row.
+
+    As long as the tile's largest key is larger, it replaces the smallest candidate, among equal ones that of the
+    highest block. topk: sort keys and blocks, which are lower than `block`.
     """
     topk, topk_blocks = topk
     smallest = tl.min(topk, 1)[:, None]
@@ -147,13 +153,13 @@ def _replace(topk, sort_keys, block, num_selected):
 
 @triton.jit
 def select_largest(topk, selected, num_selected, LEVELS: tl.constexpr):
-    """What rows have selected, with what they take of what was topk, and whether one has to see all tiles once more,
-    because a full column gave all its blocks. It goes on behind the last one that it took.
+    """Add the largest candidates to the selection. Also returns whether a row is incomplete, because a full column may
+    lack candidates: then all tiles are visited again.
     """
     chosen, count, limit, sort_key, last = selected
     if LEVELS > 0:
         slots = tl.arange(0, chosen.shape[1])[None, :]
-        # Behind a column that is full may be anything.
+        # A full column may have lost further candidates.
         beyond = tl.where(topk[LEVELS - 1][0] >= 0, 2**31 - 1, -1)
         for _ in tl.range(0, num_selected):
             sort_keys, blocks = topk[0]
@@ -175,7 +181,7 @@ def select_largest(topk, selected, num_selected, LEVELS: tl.constexpr):
 
 @triton.jit
 def _move_up(columns, is_taken, beyond, LEVELS: tl.constexpr):
-    """Columns without their first block where it was selected."""
+    """Return the columns without their first candidate where it was selected."""
     sort_key, block = columns[0]
     moved = ()
     for level in tl.static_range(1, LEVELS):
@@ -187,10 +193,10 @@ def _move_up(columns, is_taken, beyond, LEVELS: tl.constexpr):
 
 @triton.jit
 def sort_blocks(blocks, num_selected):
-    """Rows of blocks ascending, 2**30 for none there and -1 for none here."""
+    """Return rows of blocks in ascending order, padded with -1; the input is padded with 2**30."""
     indices = tl.full(blocks.shape, -1, tl.int32)
     slots = tl.arange(0, blocks.shape[1])[None, :]
-    # One after the other: tl.sort takes a minute to compile for long rows.
+    # By repeated minimum: tl.sort takes a minute to compile for long rows.
     for slot in tl.range(0, num_selected):
         lowest = tl.min(blocks, 1)[:, None]
         indices = tl.where((slots == slot) & (lowest < 2**30), lowest, indices)

@@ -1,4 +1,4 @@
-"""Decoding in Triton: five launches for a step, and φ between the first and the second."""
+"""Triton backend of decoding: five launches per step, with φ between the first and the second."""
 
 from native_sparse_attention.ops.decoding.triton.launch_cache import Launches
 from native_sparse_attention.ops.decoding.triton.op import append, attend

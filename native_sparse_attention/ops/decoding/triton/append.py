@@ -1,4 +1,4 @@
-"""The first launch of a step: new tokens into the cache, and the blocks that they complete laid out for φ."""
+"""First launch of a step: store new tokens in the cache, and gather the compressed blocks that they complete for φ."""
 
 # To pyright a jit function that another calls never returns, and a constant has no fields.
 # pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
@@ -18,7 +18,7 @@ from native_sparse_attention.ops.decoding.triton.storage import (
     store_at,
 )
 
-# Roles of programs: queries and new keys, blocks of keys, new values and their blocks.
+# Roles of programs: queries and new keys; blocks of keys; new values and their blocks.
 NUM_ROLES = 3
 
 
@@ -60,14 +60,14 @@ def append_kernel(
     BLOCK_DV: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """One program per row and key head, and role. New tokens `[B, T, heads, D]`, the cache `[B, S, H, D]` or pages of
-    it, rings `[B, R, H, D]`; blocks_k, blocks_v: `[B, K, H, l, D]`, with MEAN `[B, K, H, D]`.
+    """One program per row, KV head and role. New tokens: `[B, T, heads, D]`. Cache: `[B, S, H, D]` or pages. Rings:
+    `[B, R, H, D]`. blocks_k, blocks_v: `[B, K, H, l, D]`, with MEAN `[B, K, H, D]`.
 
-    Nothing is turned without freqs; k_window, v_window are None where the window reads k and v; a ring where the cache
-    itself has what is compressed.
+    Without freqs nothing is rotated. k_window, v_window: None if the window reads k and v. A ring is None if the cache
+    holds the inputs of the compression.
     """
     if MEAN:
-        # Otherwise the next launch is one of φ, which may begin early and need not wait.
+        # Otherwise the next launch belongs to φ, which may begin early but does not wait.
         let_next_launch_begin(OVERLAPS)
     row = (tl.program_id(0) // step.kv_heads).to(tl.int64)
     head = (tl.program_id(0) % step.kv_heads).to(tl.int64)
@@ -109,7 +109,7 @@ def append_kernel(
 
 @triton.jit
 def _copy(new, cached, token, tokens_of_row, pages, cos, sin, is_rotated, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """One new token of a head into the cache, turned where there are angles."""
+    """Store one new token of a head in the cache, rotated if cos and sin are given."""
     row, head, old, length = tokens_of_row
     positions = tl.zeros([1], tl.int32) + (old + token)
     offset = row * new.strides[0] + token * new.strides[1] + head * new.strides[2]
@@ -135,9 +135,9 @@ def _gather_blocks(
     BLOCK_L: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """The blocks that the new tokens may complete, zeros for those that they do not, and the new tokens into the ring.
+    """Store the blocks that the new tokens may complete (zeros for incomplete ones), then the new tokens in the ring.
 
-    blocks: by row, block, head and token.
+    blocks: indexed by row, block, head and token.
     """
     blocks, positions_ptr = blocks
     row, head, old, length = tokens_of_row
@@ -173,7 +173,7 @@ def _gather_blocks(
             mean = tl.div_rn(total, tl.full([BLOCK_D], sizes.block_size, tl.float32))
             tl.store(blocks.ptr + base + columns, mean.to(blocks.ptr.dtype.element_ty), mask=columns < SIZE)
     if ring.ptr is not None:
-        # A new token takes the tokens_of_row of an old one, which a block above may have needed.
+        # A new token overwrites an old one, which a block above may still have to read.
         tl.debug_barrier()
         for token in range(step.num_tokens):
             fits = tl.full([1], 1, tl.int1) & (old + token < length)

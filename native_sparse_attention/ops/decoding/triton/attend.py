@@ -1,5 +1,5 @@
-"""The fourth launch of a step: selected and window attention together, a block that both read once; and the fifth: the
-three branches put together.
+"""Fourth launch of a step: selected and window attention together, so that shared blocks are read once. Fifth launch:
+the gated sum of the three branches.
 """
 
 # To pyright a jit function that another calls never returns, and a constant has no fields.
@@ -24,8 +24,8 @@ from native_sparse_attention.ops.decoding.triton.storage import (
 
 
 class TilesRead(NamedTuple):
-    """window_size: W. num_chosen: tiles that hold the tokens of chosen blocks; num_tiles: and of those of the window. A
-    constant of kernels.
+    """window_size: W. num_chosen: tiles with tokens of selected blocks. num_tiles: these and the tiles of the window. A
+    compile-time constant.
     """
 
     window_size: int
@@ -101,7 +101,7 @@ def attend_kernel(
     first_tile = part * of_program
     scale_log2 = scale * 1.4426950408889634
     for tile in tl.range(first_tile, tl.minimum(first_tile + of_program, tiles_read.num_tiles)):
-        # A tile holds tokens of chosen blocks, or of the window: all of one kind.
+        # A tile holds either tokens of selected blocks or tokens of the window.
         is_chosen = tile < tiles_read.num_chosen
         places = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         item = places // sizes.selection_block_size
@@ -114,7 +114,7 @@ def attend_kernel(
         from_k, from_v = _either(is_chosen, cached_k, cached_k_window), _either(is_chosen, cached_v, cached_v_window)
         in_window = tokens >= first_in_window
         if cached_k_window.ptr is None:
-            # Not again what is read as chosen.
+            # Tokens of selected blocks are not read again.
             block = tokens // sizes.selection_block_size
             known = tl.max((block[:, None] == chosen[None, :]).to(tl.int32), 1) == 1
             exists = exists & (is_chosen | (known == 0))
@@ -138,7 +138,7 @@ def attend_kernel(
 
 @triton.jit
 def _either(is_first, first, second):
-    """The pointer and the strides of one of two tensors; of the first where the second is none."""
+    """Return pointer and strides of one of two tensors; of the first if the second is None."""
     if second.ptr is None:
         ptr, strides = first.ptr, first.strides
     else:
@@ -153,7 +153,7 @@ def _either(is_first, first, second):
 
 @triton.jit
 def _load_tokens(tensor, tokens, exists, row, head, pages, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Tokens of a head of a row, and which of them exist: 0 for others."""
+    """Load tokens of a head of a row, 0 where they do not exist, and return which exist."""
     ptr, strides = tensor
     offsets, exists = locate(tokens, exists, row, pages, strides)
     return load_at(ptr, offsets + head * strides[2], exists, SIZE, BLOCK), exists
@@ -161,7 +161,7 @@ def _load_tokens(tensor, tokens, exists, row, head, pages, SIZE: tl.constexpr, B
 
 @triton.jit
 def _read(logits, v, mask, largest, total, out):
-    """One tile of keys and values into a branch."""
+    """Add one tile of keys and values to the online softmax of a branch."""
     weights, shrink, largest = soften(tl.where(mask[None, :], logits, float('-inf')), largest)
     out = tl.dot(weights.to(v.dtype), v, out * shrink[:, None], input_precision='ieee')
     return largest, total * shrink + tl.sum(weights, 1), out
@@ -169,7 +169,7 @@ def _read(logits, v, mask, largest, total, out):
 
 @triton.jit
 def _store(out_ptr, stats_ptr, results, stats, out, mask, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """A branch's part."""
+    """Store the partial result of a branch."""
     largest, total = stats
     tl.store(stats_ptr + 2 * results, largest, mask=mask)
     tl.store(stats_ptr + 2 * results + 1, total, mask=mask)
@@ -198,11 +198,11 @@ def combine_kernel(
     BLOCK_DV: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """One program per row, token and head: the gated sum of the three branches, each put together from its parts,
-    num_splits of the compressed one and num_programs of both others.
+    """Combine the partial results of each branch, num_splits of the compressed one and num_programs of the others, and
+    add them with their gates. One program per row, token and head.
 
-    gates: `[B, T, HQ, 3]`; out: `[B, T, HQ, DV]`, contiguous. The first program of a row sets its length and the
-    longest that it has been: nobody reads them in this launch.
+    gates: `[B, T, HQ, 3]`. out: `[B, T, HQ, DV]`, contiguous. The first program of a row also updates its length and
+    its peak length, which no other program of this launch reads.
     """
     share: tl.constexpr = GROUP // REPEATS
     query_heads: tl.constexpr = step.kv_heads * GROUP
@@ -236,7 +236,7 @@ def combine_kernel(
 def _load_parts(
     out_ptr, stats_ptr, first, stride, num_parts, PARTS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Largest logits and sums of weights `[PARTS]` and outputs `[PARTS, BLOCK]` of results first, first + stride ..."""
+    """Load the largest logits and sums `[PARTS]` and outputs `[PARTS, BLOCK]` of the partial results."""
     parts = tl.arange(0, PARTS)
     results = first + parts * stride
     largest = tl.load(stats_ptr + 2 * results, mask=parts < num_parts, other=float('-inf'))
@@ -246,7 +246,7 @@ def _load_parts(
 
 @triton.jit
 def _join(parts):
-    """`[BLOCK]`: the output of a branch from its parts; 0 where nothing is read."""
+    """Return the output `[BLOCK]` of a branch from its partial results; 0 if it reads nothing."""
     largest, totals, outs = parts
     base = tl.max(largest, 0)
     weights = tl.exp2(largest - tl.where(base == float('-inf'), 0.0, base))

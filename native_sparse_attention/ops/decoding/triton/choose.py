@@ -1,4 +1,4 @@
-"""The third launch of a step: the best blocks of every chunk of a row, from the sums that the second one left."""
+"""Third launch of a step: the top n blocks of every row, from the score sums of the second launch."""
 
 # To pyright a jit function that another calls never returns, and a constant has no fields.
 # pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
@@ -16,13 +16,13 @@ from native_sparse_attention.ops.decoding.triton.storage import (
     wait_for_launch_before,
 )
 
-# Ranks of what is no block and of what has been taken. More than any block.
+# Sort keys of padding and of selected blocks; a number above every block.
 NOTHING, TAKEN = tl.constexpr(-1), tl.constexpr(-2)
 NO_BLOCK = tl.constexpr(2**31 - 1)
 
 
 class Selection(NamedTuple):
-    """num_selected: n, the blocks that a query reads. num_init, num_local: forced ones. A constant of kernels."""
+    """num_selected: n. num_init, num_local: forced blocks. A compile-time constant."""
 
     num_selected: int
     num_init: int
@@ -73,14 +73,14 @@ def choose_kernel(
     wait_for_launch_before(OVERLAPS)
 
     block = chunk * BLOCK_J + tl.arange(0, BLOCK_J)
-    # Tiles are written as a whole.
+    # Sums are stored in whole tiles.
     KINDS: tl.constexpr = 2 if ADDS_TO_NEXT else 1
     of_chunk = chunk * BLOCK_J * KINDS + tl.arange(0, BLOCK_J * KINDS)
     in_tile = of_chunk // (KINDS * TILE) < tl.cdiv(length, TILE * sizes.selection_block_size)
-    # What blocks have in common that lie in a tile: few of them, so that they lie in one thread too.
+    # Blocks of a run share one maximum; short runs keep it within one thread.
     RUN: tl.constexpr = min(TILE, 4)
     run = chunk * (BLOCK_J // RUN) + tl.arange(0, BLOCK_J // RUN)
-    # The last block of the chunk before hands on to the first one of this chunk.
+    # The last block of the chunk before adds to the score of this chunk's first block.
     before = chunk * BLOCK_J - 1
     score, next_scores, first = tl.zeros([BLOCK_J], tl.float32), tl.zeros([BLOCK_J], tl.float32), 0.0
     share: tl.constexpr = GROUP // REPEATS
@@ -95,7 +95,7 @@ def choose_kernel(
         heads = start + tl.arange(0, BLOCK_G)
         is_head = heads < share
         sums_of_head, maxima_of_head = sums_ptr + heads * KINDS * num_blocks, maxima_ptr + heads * scratch.num_tiles
-        # All loads first: they do not wait for each other.
+        # All loads first, so that they overlap.
         mask = is_head[:, None] & in_tile[None, :]
         sums = tl.load(sums_of_head[:, None] + of_chunk[None, :], mask=mask, other=0.0)
         if ADDS_TO_NEXT:
@@ -129,7 +129,7 @@ def choose_kernel(
     counts_ptr += query.to(tl.int64) * scratch.num_lists
     sort_keys_ptr = topk_ptr + query.to(tl.int64) * 2 * scratch.num_lists * selection.num_selected
     blocks_ptr = sort_keys_ptr + scratch.num_lists * selection.num_selected
-    # What is left of a level is `count` times the first n, behind those of the levels before.
+    # A level has `count` partial lists of n blocks, stored behind those of the levels before.
     level, count, index = 0, tl.num_programs(1), chunk
     _store_topk(sort_keys, block, sort_keys_ptr, blocks_ptr, chosen_ptr, index, count, selection.num_selected)
     while count > 1:
@@ -154,8 +154,8 @@ def choose_kernel(
 
 @triton.jit
 def _store_topk(sort_keys, blocks, sort_keys_ptr, blocks_ptr, chosen_ptr, list_index, count, N: tl.constexpr):
-    """The N largest of sort_keys and their blocks, of equal ones the lower block first, as the best at a list_index; the blocks
-    as what is chosen where they are all that is left. -1 for a block where there are no more.
+    """Store the N largest sort keys and their blocks as the partial list `list_index`, or as the result if it is the
+    last list. Ties go to the lower block; missing blocks are -1.
     """
     sort_keys_ptr += list_index * N
     blocks_ptr = tl.where(count == 1, chosen_ptr, blocks_ptr + list_index * N)
@@ -169,14 +169,16 @@ def _store_topk(sort_keys, blocks, sort_keys_ptr, blocks_ptr, chosen_ptr, list_i
 
 @triton.jit
 def _add_heads(sums, factors):
-    """Sums of heads `[G, ...]` as weights of a softmax, added up. Where nothing is seen there are none to scale."""
+    """Return the score sums of heads `[G, ...]`, scaled to softmax weights and added over heads; 0 where none is
+    visible.
+    """
     return tl.sum(tl.where(sums != 0, sums * factors, 0.0), 0)
 
 
 @triton.jit
 def make_sort_key(score, block, own_block, selection: tl.constexpr):
-    """The larger the earlier a block is taken. Forced blocks have the sort_keys of geometry.forced_priority, above all
-    scores.
+    """Return the sort keys of blocks: larger keys are selected first. Forced blocks have keys from
+    geometry.forced_priority, above all scores.
     """
     distance = own_block - block
     is_local = (distance >= 0) & (distance < selection.num_local)
@@ -184,6 +186,6 @@ def make_sort_key(score, block, own_block, selection: tl.constexpr):
     initial = selection.num_init - block + 2 * selection.num_local
     priority = tl.where(block < selection.num_init, tl.maximum(priority, initial), priority)
     priority = tl.where(is_local & (distance == 0), 2 * selection.num_local + selection.num_init + 1, priority)
-    # Bits of floats that are not negative are in the order of the floats.
+    # The bits of non-negative floats are ordered like the floats.
     bits = tl.where(score == score, score, float('inf')).to(tl.int32, bitcast=True)
     return tl.where(priority > 0, 0x7F800000 + priority, bits)

@@ -1,8 +1,8 @@
-"""The second launch of a step: compressed attention and the block scores in one read of the compressed keys.
+"""Second launch of a step: compressed attention and block scores in one pass over the compressed keys.
 
-The compressed blocks of a row are split over programs, and their results are put together by those who read them. A
-score is a sum of weights over heads, which nobody knows before all log-sum-exps are: a program stores every head's sums
-relative to the largest logit that it has met, and that logit.
+The compressed blocks of a row are split over programs; their readers combine the partial results. A block score is a
+sum of weights over heads, which needs all log-sum-exps. A program therefore stores every head's sums relative to the
+largest logit so far, and that logit.
 """
 
 # To pyright a jit function that another calls never returns, and a constant has no fields.
@@ -28,8 +28,8 @@ from native_sparse_attention.ops.decoding.triton.storage import (
 
 
 class ScratchSizes(NamedTuple):
-    """What there is scratch for in a row: selection blocks, in whole tiles; such tiles; the first n of a chunk of blocks,
-    and of several chunks.
+    """Sizes of the scratch buffers of a row: selection blocks, rounded up to whole tiles; these tiles; partial top-k
+    lists.
     """
 
     num_blocks: int
@@ -69,15 +69,14 @@ def compressed_kernel(
     BLOCK_DV: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """One program per row, key head and tile of its rows, and split: a row r of a key head is token r / G with head
-    r % G of the group.
+    """One program per row, KV head, row tile and split. Row r of a KV head is token r / G with head r % G of the group.
 
-    q: `[B, T, HQ, D]`; cached_k, cached_v: `[B, C, H, D]` or pages; new_k, new_v: `[B, K, H, D]`, the blocks that the
-    step completes, stored into the cache here; mem_k, mem_v: `[H, M, D]`. Of rows `[B, H, T * G]`: out `[..., splits,
-    DV]`, not normalised; stats `[..., splits, 2]`, the largest logit and the sum of weights; sums `[..., blocks, 2]`,
-    with ADDS_TO_NEXT weights in tokens of the compressed blocks that begin in a selection block, and what these share with
-    the next one; without, `[..., blocks]`, of all that share tokens with it; maxima `[..., tiles]`, what the sums are
-    relative to.
+    q: `[B, T, HQ, D]`. cached_k, cached_v: `[B, C, H, D]` or pages. new_k, new_v: `[B, K, H, D]`, the blocks that the
+    step completes, stored in the cache here. mem_k, mem_v: `[H, M, D]`. Partial results of the rows `[B, H, T * G]`:
+    out `[..., splits, DV]`, not normalised; stats `[..., splits, 2]`, the largest logit and the sum of the weights;
+    sums `[..., blocks, 2]` with ADDS_TO_NEXT: weights times the tokens that the compressed blocks beginning in a
+    selection block share with it, and with the next one; without, `[..., blocks]`, over all overlapping compressed
+    blocks; maxima `[..., tiles]`, the reference of the sums.
     """
     num_rows: tl.constexpr = step.num_tokens * GROUP
     row_tiles: tl.constexpr = (num_rows + BLOCK_M - 1) // BLOCK_M
@@ -89,7 +88,7 @@ def compressed_kernel(
     old, length = load_lengths(lengths_ptr, row, capacity, step)
     num_keys = count_blocks(length, sizes.block_size, sizes.stride)
     first_new = count_blocks(old, sizes.block_size, sizes.stride)
-    last_seen = old + tile_rows // GROUP - sizes.block_size + 1  # first tokens of blocks up to here
+    last_seen = old + tile_rows // GROUP - sizes.block_size + 1  # largest visible first token of a block
     scale_log2 = scale * 1.4426950408889634
     skipped: tl.constexpr = 0 if ADDS_TO_NEXT else (sizes.block_size - 1) // sizes.stride
     per_selection: tl.constexpr = sizes.selection_block_size // sizes.stride
@@ -100,7 +99,7 @@ def compressed_kernel(
     last_tile = tl.minimum(first_tile + of_part, num_tiles)
     first_block, last_block = first_tile * BLOCK_J * per_selection - skipped, last_tile * BLOCK_J * per_selection
     if (first_new < tl.minimum(num_keys, last_block)) & (num_keys > first_block):
-        # All programs that read a new block store it, each for itself.
+        # Every program that reads a new block stores it itself.
         wait_for_launch_before(OVERLAPS)
         new = (first_new, num_keys, first_block, last_block)
         _store_new(new_k, cached_k, new, row, head, pages, step, HEAD_DIM, BLOCK_D)
@@ -120,7 +119,7 @@ def compressed_kernel(
     out = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     if NUM_MEM > 0:  # noqa: SIM102 - a constant, without which there is nothing to compile
         if part == 0:
-            # Few: not worth a product of matrices.
+            # Too few pairs for a matrix product.
             columns, columns_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
             for index in range(NUM_MEM):
                 place = head * NUM_MEM + index
@@ -134,13 +133,13 @@ def compressed_kernel(
     KINDS: tl.constexpr = 2 if ADDS_TO_NEXT else 1
     sums_ptr += ((unit.to(tl.int64) * num_rows + tile_rows) * KINDS * scratch.num_blocks)[:, None]
     maxima_ptr += (unit.to(tl.int64) * num_rows + tile_rows) * scratch.num_tiles
-    # A tile has STEPS places for every selection block, of which some may be empty.
+    # A tile has STEPS columns per selection block, of which some may be empty.
     places = tl.arange(0, BLOCK_J * STEPS)
     steps = places % STEPS - skipped
     begins, ends = steps * sizes.stride, steps * sizes.stride + sizes.block_size
     shared = tl.minimum(ends, sizes.selection_block_size) - tl.maximum(begins, 0)
     beyond = tl.maximum(ends - sizes.selection_block_size, 0)
-    # Added up over a tile at the end: that takes warps to wait for each other.
+    # Reduced over columns after the loop, since the reduction synchronises warps.
     totals = tl.zeros([BLOCK_M, BLOCK_J * STEPS], tl.float32)
     for tile in tl.range(first_tile, last_tile):
         compressed = (tile * BLOCK_J + places // STEPS) * per_selection + steps
@@ -165,7 +164,7 @@ def compressed_kernel(
         total *= shrink
         totals = totals * shrink[:, None] + weights
         if step.num_tokens > 1:
-            # A block that later rows see must not reach earlier ones, whose weight of it is 0.
+            # A non-finite block that only later rows see must not reach earlier ones through a weight of 0.
             v, spoiled = split_finite(v)
             totals += tl.where(weights > 0, spoiled[None, :], 0.0)
         out = tl.dot(weights.to(v.dtype), v, out * shrink[:, None], input_precision='ieee')
@@ -181,7 +180,7 @@ def compressed_kernel(
 
 @triton.jit
 def _store_new(new, cached, blocks, row, head, pages, step: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Those of the new blocks, first_new ... num_keys, that lie in first_block ... last_block, into the cache."""
+    """Store those of the new blocks first_new ... num_keys that lie in first_block ... last_block in the cache."""
     first_new, num_keys, first_block, last_block = blocks
     for index in range(step.num_new):
         block = tl.zeros([1], tl.int32) + first_new + index
@@ -194,13 +193,15 @@ def _store_new(new, cached, blocks, row, head, pages, step: tl.constexpr, SIZE: 
 
 @triton.jit
 def _add_steps(weights, STEPS: tl.constexpr):
-    """`[M, J * STEPS]` to `[M, J]`."""
+    """Return the sums `[M, J]` of `[M, J * STEPS]`."""
     return tl.sum(tl.reshape(weights, [weights.shape[0], weights.shape[1] // STEPS, STEPS]), 2)
 
 
 @triton.jit
 def soften(logits, largest):
-    """Weights `[M, N]` of logits in base 2 relative to the largest so far, what shrinks earlier ones, and that."""
+    """Return weights `[M, N]` of base-2 logits relative to the running maximum, the factor that rescales earlier sums,
+    and the new maximum.
+    """
     new = tl.maximum(largest, tl.max(logits, 1))
     base = tl.where(new == float('-inf'), 0.0, new)
     return tl.exp2(logits - base[:, None]), tl.exp2(largest - base), new

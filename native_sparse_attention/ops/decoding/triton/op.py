@@ -1,5 +1,5 @@
-"""The launches of a step. Their grids and arguments depend on shapes alone, and they write into workspace that stays:
-a step can be captured in a CUDA graph, which is then valid for every later length of every row.
+"""Launches of a decoding step. Grids and arguments depend on shapes alone, and scratch buffers persist, so a captured
+CUDA graph of a step is valid for all later lengths of every row.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from native_sparse_attention.ops.decoding.triton.settings import (
 )
 from native_sparse_attention.ops.decoding.triton.storage import BlockSizes, Pages, Step, ring_of, strided
 
-# Workspace by name and shape, kept with the cache that it serves.
+# Scratch buffers by name and shape.
 Workspace = dict[tuple[Any, ...], Tensor]
-# Bytes of a compressed block that a program lays out at a time.
+# Bytes of a compressed block that a program gathers at a time.
 BLOCK_BYTES = 4096
 
 
@@ -42,10 +42,11 @@ def append(
     workspace: Workspace,
     launches: Launches,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Writes new tokens into the cache. Returns q, rotated and as it is, in the dtype of the cache; and the blocks that
-    they may complete, K = ceil(T / d) of keys and of values: laid out `[B, H, K, l, D or DV]` for φ, positions added;
-    with is_mean their means `[B, K, H, D or DV]`. positions: `[H, l, D]`, `[H, l, DV]`. freqs: float32 `[F]`, of angles
-    position / factor * freqs.
+    """Store new tokens in the cache.
+
+    Returns q, rotated and unrotated, in the dtype of the cache, and the K = ceil(T / d) blocks of keys and values that
+    may be complete: `[B, H, K, l, D or DV]` with positions added, for φ; with is_mean their means `[B, K, H, D or DV]`.
+    positions: `[H, l, D]`, `[H, l, DV]`. freqs: float32 `[F]`, for angles position / factor * freqs.
     """
     q, k, v, raw_k, raw_v, k_window, v_window = last_dim_contiguous(*tokens)
     batch, num_tokens, heads, head_dim = q.shape
@@ -54,7 +55,7 @@ def append(
     num_blocks = -(-num_tokens // stride)
     dtype, device = storage.k.dtype, q.device
     row_bytes = head_block(max(head_dim, value_dim)) * dtype.itemsize
-    # Before the launch, with which the next one may overlap: it reads q and waits for what it gets from here alone.
+    # Before the launch, since the next launch may overlap with it and waits only for its outputs.
     q_cmp = q.to(dtype)
     rotated = q_cmp if freqs is None else _empty(workspace, 'q', q.shape, dtype, device)
     blocks_k, blocks_v = (
@@ -105,8 +106,10 @@ def attend(
     dtype: torch.dtype,
     launches: Launches,
 ) -> Tensor:
-    """What new tokens attend to, gated, `[B, T, HQ, DV]` of dtype, after `append`. Stores the compressed blocks new_k,
-    new_v `[B, K, H, D or DV]` that are complete, and advances the lengths. mem_kv: contiguous.
+    """Return the gated attention output `[B, T, HQ, DV]` of the new tokens in dtype, after `append`.
+
+    Stores the complete ones of the compressed blocks new_k, new_v `[B, K, H, D or DV]`, and advances the lengths.
+    mem_kv: contiguous.
     """
     gates, new_k, new_v = last_dim_contiguous(gates, new_k, new_v)
     batch, num_tokens, heads, head_dim = q.shape
@@ -233,7 +236,7 @@ def _pages(table: Tensor | None, pool: Tensor) -> Pages:
 
 
 def _empty(workspace: Workspace, name: str, shape: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor that stays, whatever is in it."""
+    """Return a persistent scratch tensor with arbitrary content."""
     key = (name, *shape, dtype)
     if key not in workspace:
         with torch.inference_mode(False):
@@ -242,7 +245,7 @@ def _empty(workspace: Workspace, name: str, shape: Any, dtype: torch.dtype, devi
 
 
 def _counts(workspace: Workspace, shape: tuple[int, int], device: torch.device) -> Tensor:
-    """Zeros `[queries, num_lists]`, which every step leaves as they were."""
+    """Return zeros `[queries, num_lists]`; every step leaves them zero."""
     key = ('counts', *shape, torch.int32)
     if key not in workspace:
         if device.type == 'cuda' and torch.cuda.is_current_stream_capturing():

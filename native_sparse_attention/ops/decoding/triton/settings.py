@@ -1,4 +1,4 @@
-"""Launch settings of decoding: what a program takes, and how many share the work of a row."""
+"""Launch settings of decoding: tile sizes, and the number of programs that share a row."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ LAUNCHES = {
     'combine': (1, 1),
 }
 FEW_TILES, MANY_TILES = 2, 12
-# Elements of outputs that a warp has in registers, and bytes of a row beyond which two stages are all that fits.
+# Output elements that a warp holds in registers, and bytes of a row above which only two stages fit.
 WARP_ELEMENTS = 2048
 LONG_ROW = 256
-# Bytes of a tile of keys, and the rows that it has at most.
+# Bytes of a key tile, and its largest number of rows.
 COMPRESSED_TILE, ATTEND_TILE = (8192, 32), (16384, 64)
-# Programs of a multiprocessor at a time; of compressed attention where each has MANY_TILES tiles all the same; of the
-# other branches where they have few tiles. Multiprocessors where there are none.
+# Programs per multiprocessor; for compressed attention if each still has MANY_TILES tiles; for the other branches if
+# they have few tiles. MULTIPROCESSORS stands for devices without any.
 PROGRAMS, MORE_PROGRAMS, FEW_TILES_PROGRAMS = 3, 4, 5
 MULTIPROCESSORS = 64
-# Parts that a row always may have, and tiles that are worth one more: parts must be put together.
+# Parts that a row may always have, and tiles that justify one more part, since parts must be combined.
 PARTS, TILES_OF_PART = 24, 8
-# Selection blocks of a program that chooses, and candidates that are merged at a time.
+# Selection blocks per program of the top-k, and candidates merged at a time.
 CHUNK = 64
 CANDIDATES = 512
 
 
 class Plan(NamedTuple):
-    """block_m: rows of a tile of compressed attention; block_j: its selection blocks, with steps places for compressed
-    blocks each. num_splits: parts of a row. num_blocks, num_tiles: selection blocks of a row, in whole tiles. chunk,
-    num_chunks: selection blocks of a program that chooses, and such programs of a row. fan: of what these and those who
-    merge leave, so many are merged; num_lists: how often something is left. block_n: tokens of a tile of the other
-    branches; num_chosen tiles hold chosen blocks, num_reads these and the window. of_program: tiles of a program.
+    """block_m: rows of a tile of compressed attention; block_j: its selection blocks, with `steps` columns for
+    compressed blocks each. num_splits: parts of a row. num_blocks, num_tiles: selection blocks of a row, rounded up to
+    whole tiles. chunk, num_chunks: selection blocks per program of the top-k, and programs per row. fan: partial lists
+    merged at a time; num_lists: partial lists in total. block_n: tokens of a tile of the other branches; num_chosen
+    tiles hold selected blocks, num_reads these and the window. of_program: tiles per program.
     """
 
     block_m: int
@@ -86,11 +86,11 @@ def make_plan(
     num_splits: int,
     tiles_of_program: int,
 ) -> Plan:
-    """num_splits, tiles_of_program: 0 for as many as the batch asks for."""
+    """num_splits, tiles_of_program: 0 chooses by the batch size."""
     multiprocessors = _multiprocessors(device)
     row_bytes = head_block(head_dim) * itemsize
     rows = num_tokens * heads // kv_heads
-    # In float32 products take registers of their own.
+    # float32 products need additional registers.
     block_m = min(64 if itemsize == 2 else 32 if row_bytes <= 512 else 16, row_block(rows))
     num_blocks = -(-capacity // selection_block_size)
     steps = num_steps(block_size, stride, selection_block_size)
@@ -101,7 +101,7 @@ def make_plan(
         num_splits = max(1, PROGRAMS * multiprocessors // units)
         more = min(MORE_PROGRAMS * multiprocessors // units, num_tiles // MANY_TILES)
         num_splits = min(max(num_splits, more), max(PARTS, num_tiles // TILES_OF_PART))
-    # A program leaves as many candidates as there are places to fill, and takes whole tiles.
+    # A program leaves n candidates and takes whole tiles.
     chunk = max(CHUNK, block_j, row_block(num_selected))
     chunk = min(chunk, max(block_j, row_block(max(num_blocks, num_selected))))
     num_chunks = -(-num_blocks // chunk)
@@ -139,8 +139,8 @@ def attend_variant(of_program: int) -> str:
 
 
 def num_steps(block_size: int, stride: int, selection_block_size: int) -> int:
-    """Places of a tile for the compressed blocks of a selection block, a power of two: those that begin in it, or all
-    that share tokens with it.
+    """Return the columns of a tile per selection block, a power of two: the compressed blocks that begin in it, or all
+    that overlap it.
     """
     overlapping = overlapping_blocks(block_size, stride, selection_block_size)
     begins_in_it = adds_to_next_block(block_size, stride, selection_block_size)
@@ -148,19 +148,21 @@ def num_steps(block_size: int, stride: int, selection_block_size: int) -> int:
 
 
 def adds_to_next_block(block_size: int, stride: int, selection_block_size: int) -> bool:
-    """Whether compressed blocks hand on to the next selection block what they share with it: none reaches further."""
+    """Return whether a compressed block reaches at most into the next selection block, so that it can
+    add to its score.
+    """
     return block_size - stride <= selection_block_size
 
 
 def launch_options(kernel: str, device: torch.device, num_elements: int = 0, row_bytes: int = 0) -> dict[str, Any]:
-    """num_elements: of the outputs that a program has at a time; row_bytes: of a key."""
+    """num_elements: elements of the outputs of a program. row_bytes: bytes of a key."""
     num_warps, num_stages = LAUNCHES[kernel]
     while num_warps < 8 and 2 * num_warps * WARP_ELEMENTS <= num_elements:
         num_warps *= 2
     num_stages = min(num_stages, 2) if row_bytes > LONG_ROW else num_stages
     overlaps = can_overlap(device)
     options = {'num_warps': num_warps, 'num_stages': num_stages, 'OVERLAPS': overlaps}
-    # What comes before the first launch is not known to have written everything.
+    # Work before the first launch may not have completed its writes.
     return options | {'launch_pdl': True} if overlaps and kernel != 'append' else options
 
 

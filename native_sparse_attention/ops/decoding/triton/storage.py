@@ -1,4 +1,4 @@
-"""Where the kernels of decoding find tokens: rows of different lengths, in a tensor of their own or in pages."""
+"""Token storage of the decoding kernels: rows of different lengths, in one tensor or in pages."""
 
 # To pyright a jit function that another calls never returns, and a constant has no fields.
 # pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
@@ -14,14 +14,16 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 class Strided(NamedTuple):
-    """A tensor, or none, and its strides; the last dimension is contiguous."""
+    """A tensor, or None, and its strides; the last dimension is contiguous."""
 
     ptr: Tensor | None
     strides: tuple[int, ...]
 
 
 class Ring(NamedTuple):
-    """The last `size` tokens of every row `[B, size, H, D]`, position p in place p modulo size; or none."""
+    """Ring buffer of the last `size` tokens of every row `[B, size, H, D]`, position p at index p
+    modulo size; or None.
+    """
 
     ptr: Tensor | None
     strides: tuple[int, ...]
@@ -29,8 +31,8 @@ class Ring(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """Token p of row b lies in page table[b, p // size] of num_pages; without a table in row b of its tensor. stride:
-    from a row of the table to the next.
+    """Block table: token p of row b lies in page table[b, p // size] of num_pages; without a table (None) in row b of
+    its tensor. stride: of the table's rows.
     """
 
     table: Tensor | None
@@ -40,8 +42,8 @@ class Pages(NamedTuple):
 
 
 class Step(NamedTuple):
-    """num_tokens: T, the new tokens of every row. num_new: K, the compressed blocks that they may complete. kv_heads:
-    H. A constant of kernels.
+    """num_tokens: T, new tokens per row. num_new: K, compressed blocks that they may complete. kv_heads: H. A
+    compile-time constant.
     """
 
     num_tokens: int
@@ -50,7 +52,7 @@ class Step(NamedTuple):
 
 
 class BlockSizes(NamedTuple):
-    """l, d and l' in tokens. A constant of kernels."""
+    """l, d and l' in tokens. A compile-time constant."""
 
     block_size: int
     stride: int
@@ -67,11 +69,11 @@ def ring_of(tensor: Tensor | None) -> Ring:
 
 @triton.jit
 def wait_for_launch_before(OVERLAPS: tl.constexpr):
-    """With OVERLAPS programs start while the launch before still runs, and wait here until it has written everything.
+    """Wait until the launch before has written everything. With OVERLAPS programs start while it still runs.
 
-    Every program of a launch must, or else the launch after it would not know that all before it are done. Ahead of it
-    only what no launch of the step writes may be read: lengths, which the last one sets, and compressed blocks that
-    are not new.
+    Every program of a launch must wait, so that the launch after it knows that all launches before are done. Before the
+    wait a program may only read data that no launch of the step writes: lengths, which the last launch updates, and
+    compressed blocks that are not new.
     """
     if OVERLAPS:
         gdc_wait()
@@ -79,21 +81,21 @@ def wait_for_launch_before(OVERLAPS: tl.constexpr):
 
 @triton.jit
 def let_next_launch_begin(OVERLAPS: tl.constexpr):
-    """Programs of the next launch may start where there is room, once all of this one have come here."""
+    """Allow programs of the next launch to start once all programs of this one have reached this call."""
     if OVERLAPS:
         gdc_launch_dependents()
 
 
 @triton.jit
 def load_lengths(lengths_ptr, row, capacity, step: tl.constexpr):
-    """Tokens of a row before the step and after it: what does not fit is dropped."""
+    """Return the tokens of a row before and after the step; tokens beyond the capacity are dropped."""
     old = tl.minimum(tl.maximum(tl.load(lengths_ptr + row), 0), capacity)
     return old, tl.minimum(old + step.num_tokens, capacity)
 
 
 @triton.jit
 def locate(tokens, exists, row, pages, strides):
-    """Offsets of tokens of a row, int64, and whether they exist: not in a page that does not."""
+    """Return int64 offsets of tokens of a row, and whether they exist; tokens of missing pages do not."""
     if pages.table is None:
         offsets = row.to(tl.int64) * strides[0] + tokens.to(tl.int64) * strides[1]
     else:
@@ -106,7 +108,7 @@ def locate(tokens, exists, row, pages, strides):
 
 @triton.jit
 def load_at(ptr, offsets, mask, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Rows of SIZE elements at offsets, padded to BLOCK with zeros; 0 in rows that the mask leaves out."""
+    """Load rows of SIZE elements at offsets, padded to BLOCK with zeros; masked rows are 0."""
     columns = tl.arange(0, BLOCK)
     pointers = ptr + offsets[:, None] + columns[None, :]
     if SIZE == BLOCK:

@@ -1,4 +1,4 @@
-"""The gated sum as one kernel forward and one backward."""
+"""Triton backend of the gated sum: one kernel forward and one backward."""
 
 from native_sparse_attention.ops.gated_sum.triton.op import gated_sum
 

@@ -1,6 +1,6 @@
-"""Kernels of the gated sum. A row is the vector of one head of one token; a program has BLOCK_M of them.
+"""Kernels of the gated sum. A row is the vector of one head of one token; a program has BLOCK_M rows.
 
-What is read and written once is limited by memory alone, so every tensor is taken with the strides that it has.
+The kernels are bound by memory bandwidth, so every tensor is accessed with its own strides.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def backward_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
-    """Shapes as in the forward kernel. A gradient is None where it is not needed; those of branches share their
+    """Shapes as in the forward kernel. A gradient that is not needed is None; gradients of branches share their
     strides.
     """
     # Counted in the type of num_rows: division is much faster in int32, where that is enough.
@@ -104,7 +104,7 @@ def backward_kernel(
 
 @triton.jit
 def _store_dgate(dgate_ptr, branch_ptr, branch_strides, dout, rows, seqlen, heads, columns, row_mask, mask):
-    """The sum of dout * branch over the head's vector, one value per row."""
+    """Store the sum of dout * branch over the head's vector, one value per row."""
     branch = tl.load(_tile(branch_ptr, branch_strides, rows, seqlen, heads, columns), mask=mask, other=0.0)
     dgate = tl.sum(dout * branch.to(tl.float32), 1)  # [BLOCK_M]
     tl.store(dgate_ptr, dgate.to(dgate_ptr.dtype.element_ty), mask=row_mask)
@@ -112,7 +112,7 @@ def _store_dgate(dgate_ptr, branch_ptr, branch_strides, dout, rows, seqlen, head
 
 @triton.jit
 def _row_offsets(strides, rows, seqlen, heads):
-    """Where rows lie, counted through `[B, T, HQ]`."""
+    """Return the offsets of rows, counted through `[B, T, HQ]`."""
     tokens = rows // heads
     offsets = (tokens // seqlen).to(tl.int64) * strides[0] + (tokens % seqlen).to(tl.int64) * strides[1]
     return offsets + (rows % heads).to(tl.int64) * strides[2]
@@ -120,7 +120,7 @@ def _row_offsets(strides, rows, seqlen, heads):
 
 @triton.jit
 def _tile(ptr, strides, rows, seqlen, heads, columns):
-    """Pointers to `[BLOCK_M, BLOCK_DV]`."""
+    """Return pointers `[BLOCK_M, BLOCK_DV]`."""
     return (ptr + _row_offsets(strides, rows, seqlen, heads))[:, None] + columns.to(tl.int64)[None, :] * strides[3]
 
 

@@ -12,7 +12,7 @@ from native_sparse_attention.ops._triton.launch import launch
 from native_sparse_attention.ops._triton.registered import refuse_double_backward, register_derivative
 from native_sparse_attention.ops.gated_sum.triton.kernels import backward_kernel, forward_kernel
 
-# Elements of a program's tile of one branch, and its warps: enough loads in flight, few enough registers.
+# Elements of a program's tile per branch, and warps: enough loads in flight, and few enough registers.
 TILE = 2048
 NUM_WARPS = 4
 
@@ -45,7 +45,7 @@ def _backward(
     out_window: Tensor,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of the gates and of the branches, empty where they are not needed."""
+    """Return the gradients of the gates and of the branches, empty where they are not needed."""
     inputs = (gates, out_compressed, out_selected, out_window)
     grads = [t.new_empty(t.shape if needed else 0) for t, needed in zip(inputs, needs, strict=True)]
     if dout.numel() == 0:
@@ -92,7 +92,7 @@ refuse_double_backward(_backward)
 
 
 def _launch(kernel: Any, out: Tensor, *args: Any) -> None:
-    """Over the rows of `out`, or of what has its shape."""
+    """Launch a kernel over the rows of `out`, or of a tensor of its shape."""
     if out.numel() == 0:
         return
     *_, seqlen, heads, value_dim = out.shape

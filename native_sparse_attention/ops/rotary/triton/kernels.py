@@ -1,4 +1,4 @@
-"""The kernels of rotary embedding. A row is the vector of one head of one token; a program has BLOCK_M of them."""
+"""Kernels of the rotary embedding. A row is the vector of one head of one token; a program has BLOCK_M rows."""
 
 # To pyright a jit function that another calls never returns.
 # pyright: reportGeneralTypeIssues=false
@@ -30,9 +30,8 @@ def rotary_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """x, out: `[B, T, H, D]`; cos, sin: `[B, T, F]`, with the stride 0 over rows of a batch that share them.
-
-    INVERSE: by the negative angles, as gradients are rotated.
+    """x, out: `[B, T, H, D]`. cos, sin: `[B, T, F]`, with stride 0 over batch rows that share them. INVERSE: rotate by
+    the negative angles, for gradients.
     """
     # Counted in the type of num_rows: division is much faster in int32, where that is enough.
     rows = (num_rows * 0 + tl.program_id(0)) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -72,7 +71,9 @@ def sum_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """grads, out: `[B, T, H, D]`, contiguous; the first NUM_ROTATED of grads are rotated back by cos, sin `[B, T, F]`."""
+    """grads, out: `[B, T, H, D]`, contiguous. The first NUM_ROTATED gradients are rotated back by cos,
+    sin `[B, T, F]`.
+    """
     # Counted in the type of num_rows: division is much faster in int32, where that is enough.
     rows = (num_rows * 0 + tl.program_id(0)) * BLOCK_M + tl.arange(0, BLOCK_M)
     row_mask = (rows >= 0) & (rows < num_rows)
@@ -98,7 +99,9 @@ def sum_kernel(
 def load_angles(
     cos_ptr, sin_ptr, batch, token, mask, cos_strides, sin_strides, NUM_ANGLES: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Cosines, sines and is_rotated `[M, BLOCK]` of tokens [M] whose tables are `[B, T, F]`, for `turn`."""
+    """Load cosines, sines and a mask of rotated pairs `[M, BLOCK]` of tokens [M] from tables `[B, T,
+    F]`, for `rotate`.
+    """
     angles = tl.arange(0, BLOCK)
     is_rotated = mask[:, None] & (angles < NUM_ANGLES)[None, :]
     batch, token, angles = batch.to(tl.int64), token.to(tl.int64), angles.to(tl.int64)[None, :]

@@ -1,4 +1,4 @@
-"""The rotary embedding as a registered PyTorch op, which is its own derivative: by the negative angles."""
+"""The rotary embedding as a registered PyTorch op; its derivative is the op itself with negative angles."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from native_sparse_attention.ops._triton.launch import launch
 from native_sparse_attention.ops._triton.registered import register_derivative
 from native_sparse_attention.ops.rotary.triton.kernels import rotary_kernel
 
-# Elements of a program's tile, and its warps: enough loads in flight, few enough registers.
+# Elements of a program's tile, and warps: enough loads in flight, and few enough registers.
 TILE = 2048
 NUM_WARPS = 4
 
@@ -22,7 +22,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def tile_of(head_dim: int) -> tuple[int, int]:
-    """Rows and columns of a program's tile."""
+    """Return rows and columns of a program's tile."""
     block_d = max(2, int(triton.next_power_of_2(head_dim)))
     return max(1, TILE // block_d), block_d
 

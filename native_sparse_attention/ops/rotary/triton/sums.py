@@ -1,4 +1,4 @@
-"""The readers of a tensor as outputs of one function of autograd, whose derivative is a registered PyTorch op."""
+"""A shared input: several outputs of one autograd function, whose gradients are added by a registered PyTorch op."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from native_sparse_attention.ops.rotary.triton.op import NUM_WARPS, rotary, tile
 def shared_input(
     x: Tensor, rotated: Tensor, tables: tuple[Tensor, Tensor] | None, num_plain: int, num_rotated: int
 ) -> tuple[Tensor, ...]:
-    """rotated: x rotated by the tables, without a history."""
+    """rotated: x rotated by the tables, detached."""
     return _SharedInput.apply(x, rotated, *(tables or (None, None)), num_plain, num_rotated)  # type: ignore[return-value]
 
 
@@ -64,7 +64,9 @@ def _add(
     cos: OptionalTensor,
     sin: OptionalTensor,
 ) -> Tensor:
-    """The sum of gradients `[B, T, H, D]`, of which the first num_rotated are rotated back. None stands behind all."""
+    """Return the sum of gradients `[B, T, H, D]`, of which the first num_rotated are rotated back. Absent gradients
+    (None) come last.
+    """
     grads = tuple(grad.contiguous() for grad in (first, second, third, fourth, fifth) if grad is not None)
     out = torch.empty_like(grads[0])
     if out.numel() == 0:
