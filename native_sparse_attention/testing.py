@@ -31,7 +31,19 @@ MIN_ROWS = 8
 
 @dataclass(frozen=True)
 class Errors:
-    """Measured and allowed errors of a result, over the values that are finite in the gold."""
+    """Measured and allowed errors of a result, over the values that are finite in the gold.
+
+    Attributes:
+        max: maximum error (rule 1).
+        max_allowed: limit of rule 1.
+        mean: mean error (rule 2).
+        mean_allowed: limit of rule 2.
+        row: largest relative error of a row (rule 3).
+        row_allowed: limit of rule 3.
+        norm: relative error of the whole (rule 5).
+        norm_allowed: limit of rule 5.
+        misplaced: number of values that are finite where the gold is not, or the other way round (rule 4).
+    """
 
     max: float
     max_allowed: float
