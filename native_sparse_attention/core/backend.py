@@ -1,5 +1,4 @@
-"""Which backend serves a call: resolved here and nowhere else, from settings, device, dtype and shape, never from
-values."""
+"""Backend choice, resolved only here, from settings, device, dtype and shape, never from values."""
 
 from __future__ import annotations
 
@@ -15,12 +14,9 @@ BACKENDS = ('auto', 'triton', 'flex', 'eager')
 
 @dataclass(frozen=True)
 class BackendChoice:
-    """The backend that serves a call, with the reason why each faster backend does not.
+    """The backend of a call, and the reason against every faster one.
 
-    Attributes:
-        name: 'triton', 'flex' or 'eager'.
-        passed_over: reason by name of each faster backend.
-        ops: for a composition, the choice of each of its ops by name.
+    ops: for a composition, the choice of each of its ops by name.
     """
 
     name: str
@@ -69,16 +65,18 @@ def choose_backend(
 
 
 def serves() -> None:
-    """The candidate function of a backend that serves every call."""
+    """Candidate function of a backend that supports every call."""
 
 
 def without_gate(gate: object, unsupported: Callable[[], str | None] = serves) -> Callable[[], str | None]:
-    """The candidate function of a backend that leaves gates to `gated_sum`; unsupported: the one for calls without."""
+    """Return the candidate function of a backend without gates. unsupported: its candidate function for calls without a
+    gate.
+    """
     return unsupported if gate is None else lambda: 'gate is differentiated by the Triton kernels alone'
 
 
 def slowest(choices: Mapping[str, BackendChoice], others: Mapping[str, BackendChoice]) -> BackendChoice:
-    """One choice for a composition: that of `choices`, by op, whose backend is slowest. It names them and `others`."""
+    """Return one choice for a composition: the slowest backend of `choices` by op. It lists them and `others`."""
     slow, *rest = choices.values()
     for choice in rest:  # torch.compile takes no max with a key
         slow = choice if BACKENDS.index(choice.name) > BACKENDS.index(slow.name) else slow
@@ -86,7 +84,7 @@ def slowest(choices: Mapping[str, BackendChoice], others: Mapping[str, BackendCh
 
 
 def _left_out(name: str, device: torch.device) -> str | None:
-    """Why 'auto' does not even ask a backend."""
+    """Return why 'auto' does not consider a backend, or None."""
     if name != 'eager' and device.type != 'cuda':
         return f'the tensors are on {device.type}'
     if name == 'triton' and torch.version.hip is not None:
@@ -95,7 +93,7 @@ def _left_out(name: str, device: torch.device) -> str | None:
 
 
 def transformed(name: str) -> str | None:
-    """Why a backend does not serve under torch.func: an op that PyTorch cannot look into may lose tangents silently."""
+    """Return why a backend does not support torch.func, or None: opaque ops may drop tangents silently."""
     if name == 'eager' or torch.compiler.is_compiling():
         return None
     if private.is_transformed() or private.is_forward_ad():

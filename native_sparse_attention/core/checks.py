@@ -1,7 +1,7 @@
-"""Validation that the ops share: one-line errors that name the argument, the value and the rule.
+"""Shared argument checks of the ops: one-line errors that name the argument, the value and the rule.
 
-A message is put together where it is raised and nowhere before: written out ahead of its check, it would make
-torch.compile compile anew for every length that it names.
+A message is formatted only where it is raised: formatted before its check, it would make torch.compile recompile for
+every length that it names.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ INT_DTYPES = (torch.int32, torch.int64)
 
 
 def is_int(value: object) -> bool:
-    """True and False are no integers; the symbolic sizes of torch.export are."""
+    """Return whether a value is an integer: not a bool, but possibly a symbolic size of torch.export."""
     return isinstance(value, int | torch.SymInt) and not isinstance(value, bool)
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
-    """Those of NumPy, too."""
+    """Return whether a value is a real number, NumPy's included."""
     return is_int(value) or isinstance(value, float) or (isinstance(value, Real) and not isinstance(value, bool))
 
 
 def shown(value: object) -> str:
-    """A value in a message of one line."""
+    """Return a value for a message of one line."""
     return f'a {type(value).__name__}' if isinstance(value, torch.Tensor) or '\n' in repr(value) else repr(value)
 
 
@@ -64,7 +64,7 @@ def check_float_dtype(**dtypes: torch.dtype) -> None:
 
 
 def check_same_kind(**tensors: Tensor | None) -> None:
-    """All tensors have one floating dtype and one device."""
+    """Check that all tensors have one floating dtype and one device."""
     (first, reference), *rest = [(name, t) for name, t in tensors.items() if t is not None]
     dtype, device = reference.dtype, reference.device
     if dtype not in FLOAT_DTYPES:
@@ -82,7 +82,7 @@ def check_device(name: str, tensor: Tensor, q: Tensor) -> None:
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor, k_name: str = 'k', v_name: str = 'v') -> None:
-    """`[B, T, HQ, D]`, `[B, S, H, D]`, `[B, S, H, DV]` with HQ a multiple of H, one dtype, one device."""
+    """Check `[B, T, HQ, D]`, `[B, S, H, D]`, `[B, S, H, DV]` with HQ a multiple of H, one dtype, one device."""
     check_qk(q, k, k_name, **{v_name: v})
     if v.shape[:3] != k.shape[:3]:
         raise ValueError(
@@ -91,7 +91,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, k_name: str = 'k', v_name: str = 
 
 
 def check_qk(q: Tensor, k: Tensor, k_name: str = 'k', **others: Tensor) -> None:
-    """The same without values. others: tensors of as many dimensions, of the same dtype and device."""
+    """Check q and k as `check_qkv` does. others: tensors of as many dimensions, the same dtype and device."""
     named = {'q': q, k_name: k, **others}
     check_tensors(**named)
     for name, tensor in named.items():
@@ -114,7 +114,7 @@ def check_block_sizes(
     compress_stride: int,
     names: tuple[str, str] = ('compress_block_size', 'compress_stride'),
 ) -> None:
-    """1 <= d <= l."""
+    """Check 1 <= d <= l."""
     block_name, stride_name = names
     check_positive(**{block_name: compress_block_size, stride_name: compress_stride})
     if compress_stride > compress_block_size:
@@ -122,7 +122,7 @@ def check_block_sizes(
 
 
 def check_all_block_sizes(compress_block_size: int, compress_stride: int, selection_block_size: int) -> None:
-    """1 <= d <= l, and l' a multiple of d."""
+    """Check 1 <= d <= l, and that l' is a multiple of d."""
     check_block_sizes(compress_block_size, compress_stride)
     check_positive(selection_block_size=selection_block_size)
     if selection_block_size % compress_stride != 0:
@@ -156,7 +156,7 @@ def check_block_indices(block_indices: Tensor, q: Tensor, k: Tensor) -> None:
 
 
 def check_block_counts(block_counts: int | Tensor, index_heads: int, q: Tensor) -> None:
-    """An int, or int32 or int64 `[B, T, index_heads]`."""
+    """Check an int, or int32 or int64 `[B, T, index_heads]`."""
     if not isinstance(block_counts, Tensor):
         if not is_int(block_counts):
             raise ValueError(f'block_counts is {shown(block_counts)}, but must be an int, an integer tensor or None')
@@ -170,7 +170,7 @@ def check_block_counts(block_counts: int | Tensor, index_heads: int, q: Tensor) 
 
 
 def logit_scale(q: Tensor, scale: float | None) -> float:
-    """The factor of the logits: D ** -0.5 unless it is given."""
+    """Return the scale of the logits: D ** -0.5 unless it is given."""
     if scale is not None and not (is_number(scale) and abs(scale) <= 1e30):
         raise ValueError(f'scale is {shown(scale)}, but must be a finite number or None, of up to 1e+30')
     return q.shape[-1] ** -0.5 if scale is None else float(scale)
@@ -179,7 +179,7 @@ def logit_scale(q: Tensor, scale: float | None) -> float:
 def checked_softcap(softcap: float | None) -> float | None:
     if softcap is None:
         return None
-    # Float32 holds such numbers and their inverses. They are no globals: torch.compile would trace twice for those.
+    # float32 holds such numbers and their inverses. Literals, since torch.compile would guard on globals.
     if not (is_number(softcap) and 1e-30 <= softcap <= 1e30):
         raise ValueError(
             f'softcap is {shown(softcap)}, but must be a finite number above 0, or None, from 1e-30 to 1e+30'
@@ -195,8 +195,8 @@ def make_sequences(
     cu_seqlens: Tensor | None,
     cu_seqlens_k: Tensor | None,
 ) -> Sequences:
-    """Check how queries and keys stand to one another; the content of tensors is checked only where reading it costs
-    nothing.
+    """Return the checked sequence boundaries and offsets. Tensor values are checked only on CPUs, where reading is
+    free.
     """
     batch, seqlen_q = q.shape[:2]
     if cu_seqlens_k is not None and cu_seqlens is None:
@@ -232,12 +232,12 @@ def make_compressed_sequences(
     cu_seqlens: Tensor | None,
     cu_seqlens_k: Tensor | None,
 ) -> Sequences:
-    """The same for the compressed ops, where the number of keys in tokens is not the length of `k_cmp`."""
+    """Return the same for the compressed ops, where the number of keys in tokens is not the length of `k_cmp`."""
     num_compressed = k_cmp.shape[1]
     if seqlen_k is not None:
         check_not_negative(seqlen_k=seqlen_k)
     elif cu_seqlens_k is not None:
-        # Only cu_seqlens_k knows: sequences shorter than a block leave no trace in k_cmp.
+        # Only cu_seqlens_k gives the number of tokens: sequences shorter than a block have no entry in k_cmp.
         seqlen_k = torch.iinfo(torch.int64).max
     elif cu_seqlens is not None:
         seqlen_k = q.shape[1]
@@ -316,7 +316,7 @@ def check_beside_q(name: str, tensor: Tensor, length: int | None, q: Tensor) -> 
 
 
 def check_integers(name: str, tensor: Tensor, length: int | None) -> None:
-    """int32 or int64 `[length]`, or of at least 2 entries where that is None."""
+    """Check int32 or int64 `[length]`, or of at least 2 entries if length is None."""
     check_tensors(**{name: tensor})
     if tensor.dtype not in INT_DTYPES:
         raise ValueError(f'{name} has dtype {tensor.dtype}, but must be int32 or int64')
@@ -351,7 +351,7 @@ def check_gate(name: str, gate: Tensor, expected: tuple[int, ...], legend: str, 
 
 
 def check_optional_gate(gate: Tensor | None, q: Tensor) -> None:
-    """The `gate` of an attention, which kernels alone differentiate."""
+    """Check the `gate` of an attention op, which only the Triton kernels differentiate."""
     if gate is None:
         return
     check_tensors(gate=gate)
@@ -362,7 +362,7 @@ def check_optional_gate(gate: Tensor | None, q: Tensor) -> None:
 
 
 def check_window(window_size: tuple[int, int], causal: bool) -> tuple[int, int]:
-    """The window as the backends take it: right is 0 where causal."""
+    """Return the window in the form of the backends: right is 0 if causal."""
     check_flags(causal=causal)
     is_pair = isinstance(window_size, tuple | list) and len(window_size) == 2
     if not is_pair or not all(is_int(side) and side >= -1 for side in window_size):

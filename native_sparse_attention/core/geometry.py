@@ -1,8 +1,8 @@
 """Integer arithmetic of blocks, windows and visibility, on ints or integer tensors.
 
-Everything about which key a query may see is decided here, once: the eager ops, the FlexAttention masks and the cache
-all call these functions. Letters: l = compress_block_size, d = stride, l' = selection_block_size, t = position of a
-query in its sequence.
+All rules about which keys a query may read are here: the eager ops, the FlexAttention masks and the cache call these
+functions. Letters: l = compress_block_size, d = stride, l' = selection_block_size, t = position of a query in its
+sequence.
 """
 
 from __future__ import annotations
@@ -17,42 +17,43 @@ Integer = TypeVar('Integer', int, Tensor)
 
 
 def num_compressed_blocks(length: Integer, block_size: int, stride: int) -> Integer:
-    """C = max(0, (length - l) // d + 1): the compressed blocks that `length` tokens complete."""
+    """Return C = max(0, (length - l) // d + 1), the compressed blocks that `length` tokens complete."""
     return _clamp_min((length - block_size) // stride + 1, 0)
 
 
 def num_selection_blocks(length: Integer, block_size: int) -> Integer:
-    """Selection blocks that `length` tokens touch; the last one may be incomplete."""
+    """Return the selection blocks that `length` tokens touch; the last one may be incomplete."""
     return (length + block_size - 1) // block_size
 
 
 def max_length_of_compressed(num_compressed: int, block_size: int, stride: int) -> int:
-    """The longest sequence that has `num_compressed` compressed blocks and no more."""
+    """Return the largest length with exactly `num_compressed` compressed blocks."""
     return num_compressed * stride + block_size - 1
 
 
 def compressed_block_end(block: Integer, block_size: int, stride: int) -> Integer:
-    """The last token of compressed block `block`; the block is visible from that position on."""
+    """Return the last token of a compressed block; the block is visible from that position on."""
     return block * stride + block_size - 1
 
 
 def overlapping_blocks(block_size: int, stride: int, selection_block_size: int) -> range:
-    """Offsets o of the compressed blocks that share tokens with a selection block.
+    """Return the offsets o of the compressed blocks that share tokens with a selection block.
 
     Selection block j shares tokens with the compressed blocks j * (l' / d) + o, whatever j is, because l' is a multiple
-    of d. For l = 32, d = 16, l' = 64 the offsets are -1 ... 3, and they share 16, 32, 32, 32, 16 tokens.
+    of d. For l = 32, d = 16, l' = 64 the offsets are -1 ... 3, and these blocks share 16, 32, 32, 32, 16 tokens.
     """
     return range(-((block_size - 1) // stride), selection_block_size // stride)
 
 
 def shared_tokens(offset: Integer, block_size: int, stride: int, selection_block_size: int) -> Integer:
-    """How many tokens selection block j and compressed block j * (l' / d) + offset share, for such an offset."""
+    """Return the number of tokens that selection block j and compressed block j * (l' / d) + offset share."""
     start = offset * stride
     return _clamp_max(start + block_size, selection_block_size) - _clamp_min(start, 0)
 
 
 def forced_priority(block: Integer, own_block: Integer, num_init: int, num_local: int, causal: bool) -> Integer:
-    """How early a forced block is taken into a row: the larger the earlier, 0 for a block that is not forced.
+    """Return the priority of a forced block, larger for blocks that are selected earlier; 0 for a block that is not
+    forced.
 
     The own block comes first, then the initial blocks, then the other local ones, nearer first and left before right.
     """
@@ -67,23 +68,23 @@ def forced_priority(block: Integer, own_block: Integer, num_init: int, num_local
 
 
 def num_forced_blocks(num_init: int, num_local: int, causal: bool) -> int:
-    """How many blocks of a row are forced, where the sequence is long enough to have them all."""
+    """Return the number of forced blocks per row in a sequence that is long enough for all of them."""
     return num_init + (num_local if causal else max(0, 2 * num_local - 1))
 
 
 def in_window(key_position: Integer, position: Integer, left: int, right: int) -> Integer:
-    """Whether a query at `position` reads the key at `key_position`; -1 means unbounded on that side."""
+    """Return whether a query at `position` reads the key at `key_position`; -1 means unbounded on that side."""
     distance = position - key_position
     return ((distance <= left) | (left < 0)) & ((-distance <= right) | (right < 0))
 
 
 @dataclass(frozen=True)
 class QueryLayout:
-    """Where every query stands, and where the keys of its sequence lie.
+    """Position of every query, and extent of its sequence's keys.
 
-    position, key_start, key_len: int64 `[B, T]`: the query's position in its sequence, the index along the key axis of
-    the sequence's first key, the number of its keys. Key p of the sequence lies at index `key_start + p`.
-    covered: bool `[B, T]`, False for a query that belongs to no sequence (its key_len is 0).
+    position, key_start, key_len: int64 `[B, T]`: the query's position in its sequence, the key-axis index of the
+    sequence's first key, and its number of keys. Key p of the sequence has the index `key_start + p`. covered: bool
+    `[B, T]`, False for a query that belongs to no sequence (its key_len is 0).
     """
 
     position: Tensor
@@ -95,8 +96,8 @@ class QueryLayout:
         return QueryLayout(*(t[:, start:stop] for t in (self.position, self.key_start, self.key_len, self.covered)))
 
     def key_position(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """For key indices that broadcast against `[B, T, ...]`: their position in each query's sequence, and whether
-        they belong to it.
+        """Return, for key indices broadcastable against `[B, T, ...]`, their position in each query's sequence, and
+        whether they belong to it.
         """
         extra = (...,) + (None,) * (index.dim() - 2)
         key_position = index - self.key_start[extra]
@@ -104,11 +105,11 @@ class QueryLayout:
 
 
 class Sequences(NamedTuple):
-    """How the queries of a call stand to its keys: the arguments that every op takes, checked and together.
+    """Sequence boundaries and query offsets of a call: the checked arguments that every op takes.
 
-    batch, seqlen_q, seqlen_k: ints B, T, S. q_offset: int, int tensor `[B]` (packed: `[N]`) or None, which makes
-    queries end where the keys end. seqlens_k: int32 `[B]` or None. cu_seqlens, cu_seqlens_k: int32 `[N + 1]` or None,
-    both set or neither.
+    batch, seqlen_q, seqlen_k: ints B, T, S. q_offset: int, int tensor `[B]` (packed: `[N]`) or None, which aligns the
+    ends of queries and keys. seqlens_k: int32 `[B]` or None. cu_seqlens, cu_seqlens_k: int32 `[N + 1]` or None, both or
+    neither.
     """
 
     batch: int
@@ -122,17 +123,17 @@ class Sequences(NamedTuple):
 
     @property
     def queries_follow_keys(self) -> bool:
-        """Whether neighbouring queries have neighbouring own keys, across the borders of packed sequences too."""
+        """Whether adjacent queries have adjacent own keys, also across the boundaries of packed sequences."""
         if self.cu_seqlens is None:
             return True
         return self.cu_seqlens_k is self.cu_seqlens and not isinstance(self.q_offset, Tensor)
 
     def layout(self) -> QueryLayout:
-        """Positions of the queries and extents of their keys, counted in tokens."""
+        """Return the positions of the queries and the extents of their keys, in tokens."""
         return self._layout(*self._token_extents())
 
     def compressed_layout(self, block_size: int, stride: int) -> tuple[QueryLayout, Tensor]:
-        """The layout with `key_start` and `key_len` counted in compressed blocks, and the tokens `[B, T]` of each
+        """Return the layout with `key_start` and `key_len` in compressed blocks, and the tokens `[B, T]` of each
         query's sequence.
         """
         starts, lengths = self._token_extents()
@@ -142,7 +143,7 @@ class Sequences(NamedTuple):
         return self._layout(block_starts, blocks, tokens.position), tokens.key_len
 
     def _token_extents(self) -> tuple[Tensor, Tensor]:
-        """First key and number of keys of every sequence: `[N]` where packed, else `[B]`."""
+        """Return first key and number of keys of every sequence: `[N]` if packed, else `[B]`."""
         if self.cu_seqlens_k is not None:
             ends = self.cu_seqlens_k.long()
             return ends[:-1], ends.diff()
@@ -164,7 +165,7 @@ class Sequences(NamedTuple):
             covered = torch.ones(shape, dtype=torch.bool, device=self.device)
             return QueryLayout(position, starts[:, None].expand(shape), lengths[:, None].expand(shape), covered)
         ends = self.cu_seqlens.long()
-        # In all borders, as inductor cannot search in a part of a tensor.
+        # Search in all boundaries, since inductor cannot search in a slice of a tensor.
         sequence = (torch.searchsorted(ends, index, right=True) - 1).clamp(0, len(ends) - 2)
         if position is None:
             offset = lengths - ends.diff() if self.q_offset is None else self.q_offset
@@ -178,10 +179,10 @@ class Sequences(NamedTuple):
 
 
 def packed_block_starts(cu_seqlens: Tensor, total: int, block_size: int, stride: int) -> Tensor:
-    """First token of every compressed block of packed sequences, one sequence after the other.
+    """Return the first token of every compressed block of packed sequences, one sequence after the other.
 
-    cu_seqlens: int32 `[N + 1]`; total: tokens in the batch. Returns int64 `[total // stride]`, enough for any packing,
-    so its size does not depend on values on the device; entries that follow the last block repeat it.
+    cu_seqlens: int32 `[N + 1]`; total: tokens in the batch. The result is int64 `[total // stride]`, enough for any
+    packing, so that its size does not depend on values on the device; entries behind the last block repeat it.
     """
     sequence, block = _packed_blocks(cu_seqlens, total, block_size, stride)
     starts = cu_seqlens.long()[sequence] + block * stride
@@ -189,8 +190,8 @@ def packed_block_starts(cu_seqlens: Tensor, total: int, block_size: int, stride:
 
 
 def packed_block_chunks(cu_seqlens: Tensor, total: int, block_size: int, stride: int) -> Tensor:
-    """The first chunk of every block that `packed_block_starts` has, where chunks are blocks of `stride` tokens that do
-    not overlap and block_size is a multiple of stride. Entries that follow the last block repeat it.
+    """Return the first chunk of every block of `packed_block_starts`, where chunks are disjoint blocks of `stride`
+    tokens and block_size is a multiple of stride. Entries behind the last block repeat it.
     """
     sequence, block = _packed_blocks(cu_seqlens, total, block_size, stride)
     chunks = cu_seqlens.long().diff() // stride
@@ -199,8 +200,8 @@ def packed_block_chunks(cu_seqlens: Tensor, total: int, block_size: int, stride:
 
 
 def _packed_blocks(cu_seqlens: Tensor, total: int, block_size: int, stride: int) -> tuple[Tensor, Tensor]:
-    """The sequence of every compressed block, and its number there: int64 `[total // stride]` each, where entries that
-    follow the last block repeat it.
+    """Return the sequence of every compressed block, and its index there: int64 `[total // stride]` each; entries
+    behind the last block repeat it.
     """
     blocks = num_compressed_blocks(cu_seqlens.long().diff(), block_size, stride)
     ends = blocks.cumsum(0)

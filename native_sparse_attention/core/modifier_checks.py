@@ -1,4 +1,4 @@
-"""Validation of what may be done to logits and weights, and the record of it that the backends take."""
+"""Checks of the modifiers of logits and weights, and their record."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ def make_modifiers(
     dropout_p: float,
     dropout_seed: int | Tensor | None,
 ) -> Modifiers:
-    """Check the features of `window_attention`; a seed is drawn where one is needed and none is given."""
+    """Check the features of `window_attention` and return their record; a seed is drawn if one is
+    needed and not given.
+    """
     softcap = checked_softcap(softcap)
     sink_logits = reduce_sinks(sinks, q)
     query_segments, key_segments = _make_segments(q, k, segment_ids, mask)
@@ -42,7 +44,7 @@ def make_modifiers(
 
 
 def reduce_sinks(sinks: Tensor | None, q: Tensor, name: str = 'sinks') -> Tensor | None:
-    """sinks `[HQ]` or `[HQ, M]` as one logit a head, `[HQ]` in float32 (float64 where q is)."""
+    """Return sinks `[HQ]` or `[HQ, M]` as one logit per head, `[HQ]` in float32 (float64 if q is)."""
     if sinks is None:
         return None
     check_tensors(**{name: sinks})
@@ -55,7 +57,7 @@ def reduce_sinks(sinks: Tensor | None, q: Tensor, name: str = 'sinks') -> Tensor
     logits = sinks.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
     if sinks.dim() == 1:
         return logits
-    # Where all are -inf the gradient of logsumexp is NaN.
+    # If all sinks are -inf, the gradient of logsumexp is NaN.
     empty = (logits == -torch.inf).all(1)
     return logits.masked_fill(empty[:, None], 0).logsumexp(1).masked_fill(empty, -torch.inf)
 
@@ -63,7 +65,7 @@ def reduce_sinks(sinks: Tensor | None, q: Tensor, name: str = 'sinks') -> Tensor
 def _make_segments(
     q: Tensor, k: Tensor, segment_ids: SegmentIds, mask: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """int32 `[B, T]` and `[B, S]`, where keys that are not real have -1."""
+    """Return int32 `[B, T]` and `[B, S]`; masked keys have -1."""
     batch, seqlen_q, seqlen_k = *q.shape[:2], k.shape[1]
     query_segments = key_segments = None
     if segment_ids is not None:
@@ -105,7 +107,7 @@ def _make_segments(
 
 
 def _check_table(name: str, table: Tensor, q: Tensor, k: Tensor) -> None:
-    """`[B or 1, HQ or 1, T, S]` beside q."""
+    """Check `[B or 1, HQ or 1, T, S]` against q and k."""
     check_tensors(**{name: table})
     batch, seqlen_q, heads, _ = q.shape
     sizes = ((1, batch), (1, heads), (seqlen_q,), (k.shape[1],))

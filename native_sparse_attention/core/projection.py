@@ -1,4 +1,4 @@
-"""What autocast and quantisation do to linear layers, for what goes around them."""
+"""Effect of autocast and quantisation on linear layers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 def projection_dtype(x: Tensor) -> torch.dtype:
-    """The dtype that a linear layer gives for x: that of autocast where it is on, which leaves float64 alone."""
+    """Return the output dtype of a linear layer for x: that of autocast if it is on, which leaves float64 unchanged."""
     device_type = x.device.type
     if x.dtype == torch.float64:
         return x.dtype
@@ -18,6 +18,8 @@ def projection_dtype(x: Tensor) -> torch.dtype:
 
 
 def floating_weight(module: nn.Module) -> Tensor | None:
-    """Its weight, or None where that is quantised, to 8 bits or fewer: such a module casts its input itself."""
+    """Return the module's weight, or None if it is quantised to 8 bits or fewer: such a module casts
+    its input itself.
+    """
     weight = getattr(module, 'weight', None)
     return weight if isinstance(weight, Tensor) and weight.is_floating_point() and weight.dtype.itemsize > 1 else None

@@ -1,7 +1,7 @@
-"""Random numbers that are a function of a seed and of where they are needed: Philox4x32-10 (Salmon et al. 2011).
+"""Counter-based random numbers, a function of a seed and a position: Philox4x32-10 (Salmon et al. 2011).
 
-What is dropped depends on the indices of a weight alone, not on tiles, chunks or the order in which they are computed,
-so that the backward pass finds it again.
+Dropout depends only on the indices of a weight, not on tiles, chunks or their order, so the backward pass recomputes
+it.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ MASK = 0xFFFFFFFF
 
 
 def keep(seed: Tensor, dropout_p: float, b: Tensor, h: Tensor, t: Tensor, s: Tensor) -> Tensor:
-    """bool: which weights are kept, of batch row b, query head h and the indices t, s of query and key.
+    """Return bool: which weights dropout keeps, for batch row b, query head h, and the indices t, s of query and key.
 
-    seed: int64 `[1]`; the others: integers of at least 0 that broadcast against one another.
+    seed: int64 `[1]`; the others: non-negative integers, broadcastable.
     """
     return philox(seed, s, t, h, b) >= threshold(dropout_p)
 
 
 def threshold(dropout_p: float) -> int:
-    """Random numbers of 32 bits below it are dropped."""
+    """Return the threshold below which 32-bit random numbers drop a weight."""
     return min(round(dropout_p * 2**32), MASK)
 
 
 def philox(seed: Tensor, *counter: Tensor) -> Tensor:
-    """The first of the four words of 32 bits, as int64 at least 0; `tl.philox(seed, *counter)[0]` in Triton.
+    """Return the first of the four 32-bit words, as non-negative int64; `tl.philox(seed, *counter)[0]` in Triton.
 
-    seed: int64, its low and high halves are the key; counter: four integers of 32 bits, which broadcast.
+    seed: int64, whose low and high halves are the key. counter: four 32-bit integers, broadcastable.
     """
     c0, c1, c2, c3 = (word.long() for word in counter)
     keys = [seed & MASK, (seed >> 32) & MASK]
@@ -47,7 +47,9 @@ def philox(seed: Tensor, *counter: Tensor) -> Tensor:
 
 
 def as_seed(seed: int | Tensor | None, device: torch.device) -> Tensor:
-    """int64 `[1]` on the device, drawn from its generator where no seed is given; nothing waits for the device."""
+    """Return the seed as int64 `[1]` on the device; None draws one from the device's generator, without a
+    synchronisation.
+    """
     if isinstance(seed, torch.Tensor):
         return seed
     if seed is None:

@@ -1,4 +1,4 @@
-"""Segment ids of the sparse branches: runs of equal ids are sequences of their own, so they become `cu_seqlens`."""
+"""Segment ids of the sparse branches: runs of equal ids are sequences of their own, converted to `cu_seqlens`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def make_borders(
     cu_seqlens: Tensor | None,
     cu_seqlens_k: Tensor | None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """cu_seqlens, made of segment_ids where these are given, and the padding among them.
+    """Return cu_seqlens, made from segment_ids if given, and the padding mask.
 
-    k `[B, S, H, D]` or, for compressed keys, seqlen_k is the number of keys that an op was given.
+    k `[B, S, H, D]`, or seqlen_k for compressed keys, gives the number of keys.
     """
     if segment_ids is None:
         return cu_seqlens, None
@@ -38,10 +38,10 @@ def make_borders(
 
 
 def cu_seqlens_of(segment_ids: Tensor, q: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The borders of the runs of equal ids, made on the host: on a GPU this waits for the ids.
+    """Return the boundaries of the runs of equal ids, found on the host: on a GPU this waits for the ids.
 
     segment_ids: int32 or int64 `[1, T]` on the device of q `[1, T, HQ, D]`; ids below 0 are padding, in runs of their
-    own. Returns `cu_seqlens`, int32 `[N + 1]`, and the padding, bool `[1, T]`, or None where there is none.
+    own. Returns `cu_seqlens`, int32 `[N + 1]`, and the padding mask, bool `[1, T]`, or None without padding.
     """
     _check_segment_ids(segment_ids, q)
     ids = segment_ids[0].cpu()
@@ -53,12 +53,12 @@ def cu_seqlens_of(segment_ids: Tensor, q: Tensor) -> tuple[Tensor, Tensor | None
 
 
 def mask_output(out: Tensor, padding: Tensor | None) -> Tensor:
-    """out `[1, T, HQ, DV]` with 0 at padding, of which nothing else is read."""
+    """Return out `[1, T, HQ, DV]` with 0 at padding."""
     return out if padding is None else out.masked_fill(padding[:, :, None, None], 0)
 
 
 def mask_outputs(out: Tensor, lse: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor]:
-    """out `[1, T, HQ, DV]` with 0 and lse `[1, HQ, T]` with -inf at padding."""
+    """Return out `[1, T, HQ, DV]` with 0 and lse `[1, HQ, T]` with -inf at padding."""
     if padding is None:
         return out, lse
     return mask_output(out, padding), lse.masked_fill(padding[:, None], -torch.inf)

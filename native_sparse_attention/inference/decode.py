@@ -39,7 +39,7 @@ from native_sparse_attention.ops.gated_sum.api import check_gates
 from native_sparse_attention.ops.rotary.api import backend_of as rotary_backend
 
 if TYPE_CHECKING:
-    from native_sparse_attention.ops.decoding.triton import Launches
+    from native_sparse_attention.ops.decoding.triton import LaunchCache
 
 
 class Phi(NamedTuple):
@@ -234,14 +234,14 @@ def _decode_by_kernels(
     mem_kv: tuple[Tensor, Tensor] | None,
     settings: Settings,
     given: tuple[Tensor | None, ...],
-) -> tuple[Tensor, Launches]:
+) -> tuple[Tensor, LaunchCache]:
     """A step, and its launches, which `_decode_again` makes again. given: tensors that are others then."""
     from native_sparse_attention.ops.decoding import triton
 
     q, storage, workspace, is_mean = tokens.q, cache.storage(), cache.workspace, phi.is_mean
     if not is_mean:
         phi.try_on(cache, q)
-    launches = triton.Launches(given, storage[:-1], workspace)
+    launches = triton.LaunchCache(given, storage[:-1], workspace)
     turned, q_cmp, new_k, new_v = triton.append(
         *(tokens, storage, phi.positions, freqs, interpolate_factor, settings, is_mean, workspace, launches)  # type: ignore[arg-type]
     )
@@ -255,18 +255,18 @@ def _decode_by_kernels(
 
 
 def _decode_again(
-    q: Tensor, v: Tensor, cache: LayerCache, phi: Phi, is_mean: bool, launches: Launches, addresses: list[int]
+    q: Tensor, v: Tensor, cache: LayerCache, phi: Phi, is_mean: bool, launches: LaunchCache, addresses: list[int]
 ) -> Tensor:
     """A step by launches that were made before. addresses: of the tensors given, which look as those did."""
     out = q.new_empty(*q.shape[:3], v.shape[3])
     if is_mean:
-        launches.again([*addresses, out.data_ptr()])
+        launches.replay([*addresses, out.data_ptr()])
     else:
         phi.try_on(cache, q)
-        launches.again(addresses, stop=1)
+        launches.replay(addresses, stop=1)
         with torch.no_grad():
             new_k, new_v = phi.settled(launches.blocks, q.dtype)
-        launches.again([*addresses, new_k.data_ptr(), new_v.data_ptr(), out.data_ptr()], start=1)
+        launches.replay([*addresses, new_k.data_ptr(), new_v.data_ptr(), out.data_ptr()], start=1)
     cache.advance(q.shape[1])
     return out
 

@@ -1,8 +1,8 @@
-"""What the FlexAttention backends share: when they must refuse, which tiles are visited, and the call itself.
+"""Shared parts of the FlexAttention backends: unsupported calls, visited tiles, and the call itself.
 
-A query reads intervals of the key axis. FlexAttention goes through the key axis in tiles, and for a tile of queries it
-visits those tiles of keys that an interval of one of its queries touches; inside them the mask function of the op
-decides per query and key. The lists of tiles are counted from the intervals, so nothing of size T x S ever exists.
+A query reads intervals of the key axis. FlexAttention visits, for a query tile, the key tiles that an interval of one
+of its queries touches; inside them the op's mask function decides per query and key. The tile lists are counted from
+the intervals, so no tensor of size T x S exists.
 """
 
 from __future__ import annotations
@@ -22,22 +22,24 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from native_sparse_attention.core import private
 from native_sparse_attention.core.modifiers import OFF, Modifiers
 
-# As in decoding: launches cost more there than the attention, and every new setting compiles for seconds.
+# With few queries, as in decoding, launches cost more than the attention, and a new setting compiles for seconds.
 FEW_QUERIES = 16
-# Keys of a tile; the queries of a tile are a multiple of it.
+# Keys per tile; the rows of a query tile are a multiple of it.
 TILE = 128
-# Smaller head sizes Triton cannot multiply, so they are padded; for larger ones FlexAttention has no launch settings
-# that fit into shared memory.
+# Triton cannot multiply smaller head sizes, so they are padded; for larger ones no launch settings of FlexAttention fit
+# shared memory.
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
-# The mask of selected attention compares with every chosen block in turn; with more of them it compiles for minutes.
+# The mask of selected attention compares with every selected block in turn; with more of them it compiles for minutes.
 MAX_SELECTED = 64
-# Numbers are settings: the kernels have them built in. There is a graph per dtype, head layout, gradient mode and
-# setting, and one each for lengths of 1, but dynamo gives up at 8 unless told otherwise.
+# Numbers are compile-time constants. There is a graph per dtype, head layout, gradient mode and setting, and one for
+# each length of 1, but dynamo stops at 8 graphs by default.
 GRAPH_SETTINGS = {'specialize_int': True, 'specialize_float': True, 'recompile_limit': 1024}
 
 
 def passed_over(backend: str, q: Tensor, k: Tensor, v: Tensor, *others: Tensor, **settings: Any) -> str | None:
-    """Why a call on `backend` does not take FlexAttention: it cannot serve, or with 'auto' is slower than eager."""
+    """Return why a call on `backend` does not use FlexAttention: it is unsupported, or with 'auto'
+    slower than eager.
+    """
     if backend == 'auto' and q.shape[1] <= FEW_QUERIES:
         return f'q has {q.shape[1]} queries per row, and for up to {FEW_QUERIES} eager is faster'
     return unsupported(q, k, v, *others, **settings)
@@ -52,9 +54,9 @@ def unsupported(
     num_selected: int = 0,
     modifiers: Modifiers = OFF,
 ) -> str | None:
-    """Why FlexAttention cannot serve a call, or None where it can.
+    """Return the reason why FlexAttention does not support a call, or None.
 
-    others: what else may require a gradient. factors: of the logits of chosen blocks; num_selected: how many there are.
+    others: further tensors that may require gradients. factors: `block_scale`; num_selected: selected blocks per query.
     """
     if modifiers.sinks is not None:
         return 'sinks is given, but its softmax is over keys alone'
@@ -83,17 +85,16 @@ def unsupported(
     if head_dim > MAX_HEAD_DIM:
         return f'the head size is {head_dim}, but its kernels fit head sizes up to {MAX_HEAD_DIM}'
     if num_selected > MAX_SELECTED:
-        return f'{num_selected} blocks are chosen, but its mask compares with at most {MAX_SELECTED}'
+        return f'{num_selected} blocks are selected, but its mask compares with at most {MAX_SELECTED}'
     if needs_grad[0] and torch.are_deterministic_algorithms_enabled():
-        return 'deterministic algorithms are asked for, but it adds up the gradient of block_scale in any order'
+        return 'deterministic algorithms are requested, but it adds up the gradient of block_scale in any order'
     return None
 
 
 class Tiles(NamedTuple):
-    """The tiles that are visited, as FlexAttention lists them: int32 counts `[B, H, tiles]` and indices `[B, H, tiles,
-    tiles]`, for every tile of queries those of keys, and for the backward pass also the other way round. Full tiles,
-    which every query of the tile reads whole, are listed apart and need no mask; None where an op does not look for
-    them.
+    """Visited tiles in FlexAttention's format: int32 counts `[B, H, tiles]` and indices `[B, H, tiles, tiles]`, key
+    tiles by query tile, and for the backward pass query tiles by key tile. Full tiles, which every query of the tile
+    reads whole, are listed separately and need no mask; None if an op does not look for them.
     """
 
     kv_num_blocks: Tensor
@@ -107,19 +108,19 @@ class Tiles(NamedTuple):
 
 
 def rows_of_tile(rows_per_token: int) -> int:
-    """Rows of a tile of queries where a token has several: it holds whole tokens."""
+    """Return the rows of a query tile with several rows per token; it holds whole tokens."""
     return math.lcm(rows_per_token, TILE)
 
 
 def find_tiles(first: Tensor, last: Tensor, seqlen_k: int, rows_per_token: int = 1, all_are_read: bool = True) -> Tiles:
-    """The tiles to visit where the query at token t reads the keys [first, last) of E intervals.
+    """Return the tiles to visit if the query at token t reads the keys [first, last) of E intervals.
 
-    first, last: int64 `[B, T, H, E]`, 0 <= first <= last <= seqlen_k. With one interval, full tiles are listed apart,
-    unless a query may read some of an interval's keys alone (all_are_read=False).
+    first, last: int64 `[B, T, H, E]`, 0 <= first <= last <= seqlen_k. With one interval, full tiles are listed
+    separately, unless a query may read only some keys of an interval (all_are_read=False).
     """
     batch, seqlen, heads, intervals = first.shape
     tokens = rows_of_tile(rows_per_token) // rows_per_token
-    # At least two, so that short and long sequences share a compiled graph.
+    # At least two tiles, so that short and long sequences share a compiled graph.
     num_q, num_k = (max(2, -(-length // tile)) for length, tile in ((seqlen, tokens), (seqlen_k, TILE)))
     token = torch.arange(seqlen, device=first.device)
     head = torch.arange(batch * heads, device=first.device).view(batch, 1, heads, 1)
@@ -140,49 +141,51 @@ def find_tiles(first: Tensor, last: Tensor, seqlen_k: int, rows_per_token: int =
 
 
 def without_nonfinite(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys `[B, S, H, D]` and values `[B, S, H, DV]`, 0 where one is not finite, and bool `[B, S, H]`: where that is.
+    """Return keys `[B, S, H, D]` and values `[B, S, H, DV]` with the rows of non-finite elements set to 0, and bool
+    `[B, S, H]`: these rows.
 
-    What a query of a tile does not read must not reach it, not even as 0 * NaN; what it reads is put back by
-    `nonfinite_rows`."""
+    A key that a query of a tile does not read must not reach it, not even as 0 * NaN; `nonfinite_rows` restores the
+    effect on the queries that read it.
+    """
     finite = k.isfinite().all(-1) & v.isfinite().all(-1)
     return torch.where(finite[..., None], k, 0), torch.where(finite[..., None], v, 0), ~finite
 
 
 def nonfinite_rows(out: Tensor, lse: Tensor, nonfinite: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
-    """NaN in the rows that read a key or value that is not finite.
+    """Return out and lse with NaN in the rows that read a non-finite key or value.
 
-    out: `[B, T, HQ, DV]`, lse: `[B, HQ, T]`, nonfinite: `[B, S, H]`, first and last as in `find_tiles` with heads that
-    are 1 or a multiple of H.
+    out: `[B, T, HQ, DV]`, lse: `[B, HQ, T]`, nonfinite: `[B, S, H]`, first and last as in `find_tiles` with 1 or a
+    multiple of H heads.
     """
     batch, _, kv_heads = nonfinite.shape
     heads = max(kv_heads, first.shape[2])
     before = F.pad(nonfinite.cumsum(1, dtype=torch.int32), (0, 0, 1, 0))
     row = torch.arange(batch, device=out.device)[:, None, None, None]
     head = (torch.arange(heads, device=out.device) // (heads // kv_heads))[:, None]
-    tainted = (before[row, last, head] > before[row, first, head]).any(-1)
-    tainted = tainted.repeat_interleave(out.shape[2] // heads, 2)
-    return out.masked_fill(tainted[..., None], torch.nan), lse.masked_fill(tainted.transpose(1, 2), torch.nan)
+    is_nonfinite = (before[row, last, head] > before[row, first, head]).any(-1)
+    is_nonfinite = is_nonfinite.repeat_interleave(out.shape[2] // heads, 2)
+    return out.masked_fill(is_nonfinite[..., None], torch.nan), lse.masked_fill(is_nonfinite.transpose(1, 2), torch.nan)
 
 
 def capped(softcap: float | None) -> Callable[..., Tensor] | None:
-    """The score function of a soft cap."""
+    """Return the score function of a soft cap, or None."""
     if softcap is None:
         return None
     return lambda score, b, h, t, s: softcap * torch.tanh(score / softcap)
 
 
 def heads_first(tensor: Tensor) -> Tensor:
-    """`[B, S, H, D]` as `[B, H, S, D]`, in one memory layout whatever came in, so that views do not compile anew."""
+    """Return `[B, S, H, D]` as `[B, H, S, D]`, in one memory layout for all inputs, so that views do not recompile."""
     return tensor.contiguous().transpose(1, 2)
 
 
 def with_a_key(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """k and v, with a key that nobody reads where there is none: FlexAttention wants at least one."""
+    """Return k and v with at least one key, which FlexAttention requires; no query reads the added key."""
     return (k, v) if k.shape[1] else (F.pad(k, (0, 0, 0, 0, 0, 1)), F.pad(v, (0, 0, 0, 0, 0, 1)))
 
 
 def run(function: Callable[..., tuple[Tensor, Tensor]], q: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    """function(q, *arguments), which calls `attend`: compiled on GPUs, and on CPUs as FlexAttention runs without."""
+    """Return function(q, *arguments), which calls `attend`: compiled on GPUs, uncompiled on CPUs."""
     # Autocast must not turn float32 tensors into half ones.
     with torch.autocast(q.device.type, enabled=False):
         if torch.compiler.is_compiling():
@@ -206,10 +209,11 @@ def attend(
     rows: int = TILE,
     pipelined: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """FlexAttention over q `[B, HQ, T, D]`, k `[B, H, S, D]`, v `[B, H, S, DV]`: the output and its log-sum-exp.
+    """Call FlexAttention on q `[B, HQ, T, D]`, k `[B, H, S, D]`, v `[B, H, S, DV]`. Returns the output and its
+    log-sum-exp.
 
-    rows: of a tile of queries. pipelined: False where the modifiers load so much that several stages of it do not fit
-    into shared memory.
+    rows: of a query tile. pipelined: False if the modifiers load so much that several pipeline stages exceed shared
+    memory.
     """
     block_mask = BlockMask(
         seq_lengths=(q.shape[2], k.shape[2]),
@@ -220,7 +224,7 @@ def attend(
     value_dim = v.shape[3]
     if q.is_cuda:
         q, k, v = _pad_heads(q, k, v)
-    # The kernel for short queries is built for one length and for some group sizes: the general one serves all.
+    # The kernel for short queries is specialised to one length and some group sizes; the general one supports all.
     options: Any = {'BACKEND': 'TRITON'} if pipelined else {'BACKEND': 'TRITON', 'num_stages': 1}
     out, aux = flex_attention(
         q,
@@ -238,10 +242,10 @@ def attend(
 
 
 def _pad_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Head sizes as powers of two, that of q and k not below that of v, which add no work but zeros.
+    """Pad head sizes with zeros to powers of two, that of q and k to at least that of v.
 
-    The kernels compute with powers of two anyway, and their launch settings, made for the head size of q and k, fit
-    into shared memory for such sizes.
+    The kernels compute with powers of two anyway, and their launch settings, chosen by the head size of q and k, fit
+    shared memory for such sizes.
     """
     value_dim = _power_of_two(max(MIN_HEAD_DIM, v.shape[3]))
     head_dim = max(_power_of_two(q.shape[3]), value_dim)
@@ -253,7 +257,7 @@ def _pad_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]
 
 
 def _power_of_two(size: int) -> int:
-    """The smallest power of two that is no less than size."""
+    """Return the smallest power of two that is at least size."""
     return 1 << (size - 1).bit_length()
 
 
@@ -277,28 +281,30 @@ def _is_compile_supported() -> bool:
 
 
 def _covered(row: Tensor, first: Tensor, last: Tensor, num_rows: int, length: int) -> Tensor:
-    """bool `[num_rows, length]`: the places that the intervals [first, last) of each row cover.
+    """Return bool `[num_rows, length]`: the positions that the intervals [first, last) of each row cover.
 
-    row, first, last: int64 that broadcast against one another. Counts where intervals begin and end, and adds up.
+    row, first, last: int64, broadcastable. Counts the starts and ends of intervals, and adds them up.
     """
     change = torch.zeros(num_rows * (length + 1), dtype=torch.int32, device=first.device)
     one = torch.ones((), dtype=torch.int32, device=first.device)
-    for place, step in ((first, one), (last, -one)):
-        index = (row * (length + 1) + place).flatten()
+    for position, step in ((first, one), (last, -one)):
+        index = (row * (length + 1) + position).flatten()
         change.scatter_add_(0, index, step.expand_as(index))
     return change.view(num_rows, length + 1)[:, :length].cumsum(1, dtype=torch.int32) > 0
 
 
 def _list_tiles(partial: Tensor, full: Tensor | None) -> Tiles:
-    """The lists of bool `[B, H, query tiles, key tiles]`; those of the backward pass where there is one."""
+    """Return the tile lists of bool `[B, H, query tiles, key tiles]`; those of the backward pass if gradients are
+    recorded.
+    """
     tables = torch.stack((partial,) if full is None else (partial, full))
     by_key = _list_columns(tables.transpose(3, 4)) if torch.is_grad_enabled() else (None, None, None, None)
     return Tiles(*_list_columns(tables), *by_key)
 
 
 def _list_columns(tables: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Of one or two tables `[1 or 2, B, H, rows, columns]` how many columns of a row are True, and the columns with
-    those in front, ascending.
+    """Return, for one or two tables `[1 or 2, B, H, rows, columns]`, the number of True columns per row, and the
+    columns with the True ones first, ascending.
     """
     counts = tables.sum(-1, dtype=torch.int32)
     indices = tables.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32).contiguous()

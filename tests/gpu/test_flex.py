@@ -212,7 +212,7 @@ def test_many_blocks(num_selected: int, factors: bool):
         tensors['block_scale'] = torch.ones(indices.shape, device='cuda')
     assert_flex_matches(selected_attention, tensors, block_size=8)
     q, k, v = (tensors[name] for name in 'qkv')
-    with pytest.raises(ValueError, match='65 blocks are chosen'):
+    with pytest.raises(ValueError, match='65 blocks are selected'):
         selected_attention(q, k, v, indices.new_zeros(1, 600, 2, 65), block_size=8, backend='flex')
 
 
@@ -351,7 +351,7 @@ def test_refusals(change: dict[str, Any], reason: str):
 
 
 def test_deterministic():
-    """The same bits twice, where deterministic algorithms are asked for; gradients of block_scale are refused then."""
+    """The same bits twice, with deterministic algorithms, which refuse gradients of block_scale."""
     tensors, settings = selected_problem('group of 3', torch.bfloat16)
     indices = tensors.pop('block_indices')
     torch.use_deterministic_algorithms(True)

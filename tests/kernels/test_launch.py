@@ -60,7 +60,7 @@ class Pair(NamedTuple):
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     active = SimpleNamespace(get_current_stream=lambda index: STREAM)
     monkeypatch.setattr(module.launcher, 'driver', SimpleNamespace(active=active))
-    monkeypatch.setattr(module, '_KEPT', {})
+    monkeypatch.setattr(module, '_COMPILED', {})
     return Kernel()
 
 
@@ -123,11 +123,11 @@ def test_every_launch_goes_through_a_triton_that_is_not_known(kernel: Kernel, mo
     monkeypatch.setattr(module, 'launcher', None)
     for _ in range(3):
         kernel(torch.zeros(8))
-    assert (kernel.asked, kernel.runs, module._KEPT) == (3, [], {})
+    assert (kernel.asked, kernel.runs, module._COMPILED) == (3, [], {})
 
 
 def test_few_are_kept(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, 'MAX_KEPT', 4)
+    monkeypatch.setattr(module, 'MAX_COMPILED', 4)
     for count in range(2, 20):
         kernel(torch.zeros(8), count=count)
-        assert len(module._KEPT) <= 4
+        assert len(module._COMPILED) <= 4

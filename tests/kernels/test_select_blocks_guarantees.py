@@ -192,7 +192,7 @@ def test_who_serves_a_choice(device: torch.device) -> None:
     with pytest.raises(ValueError, match=r'q has dtype torch.float64, but its kernels compute in float32'):
         backend_of('select_blocks', q.double(), k_cmp, backend='triton')
     many = q[:, :1].expand(1, 2**24, 130, 4)
-    with pytest.raises(ValueError, match=r'are chosen per kv head, but its kernels count up to'):
+    with pytest.raises(ValueError, match=r'are selected per KV head, but its kernels count up to'):
         backend_of('chosen_scores', many, k_cmp, num_selected=1, backend='triton')
     for op in ('select_blocks', 'chosen_scores'):
         assert backend_of(op, q, k_cmp, backend='triton').name == 'triton'

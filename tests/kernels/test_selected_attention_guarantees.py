@@ -287,7 +287,7 @@ def test_what_the_kernels_do_not_serve(device: torch.device) -> None:
     with pytest.raises(ValueError, match=r'chooses 1025 blocks, but its kernels hold a choice of up to 1024'):
         backend_of(q, k, v, num_selected=MAX_SELECTED + 1, backend='triton')
     many = q[:, :1].expand(1, 2**24, 2, 16)
-    with pytest.raises(ValueError, match=r'are chosen per kv head, but its kernels count up to'):
+    with pytest.raises(ValueError, match=r'are selected per KV head, but its kernels count up to'):
         backend_of(many, k, v, num_selected=64, backend='triton')
     with pytest.raises(ValueError, match=r'q has dtype torch.float64'):
         backend_of(q.double(), k.double(), v.double(), backend='triton')

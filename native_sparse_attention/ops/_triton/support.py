@@ -49,7 +49,7 @@ def too_many_choices(q: Tensor, k: Tensor, num_selected: int) -> str | None:
     """Return the reason why the CSR index from blocks to queries cannot be built, or None."""
     choices = q.shape[1] * (q.shape[2] // k.shape[2]) * num_selected
     if choices > MAX_CHOICES:
-        return f'up to {choices} blocks are chosen per kv head, but its kernels count up to {MAX_CHOICES}'
+        return f'up to {choices} blocks are selected per KV head, but its kernels count up to {MAX_CHOICES}'
     return None
 
 

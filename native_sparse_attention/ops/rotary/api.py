@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al. 2021): pairs of neighbouring features are rotated by angles that are given."""
+"""Rotary position embedding (Su et al. 2021): rotate pairs of neighbouring features by given angles."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from native_sparse_attention.ops._triton import support
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, backend: str = 'auto') -> Tensor:
-    """Turns `x[..., 2i]` and `x[..., 2i + 1]` by the angle whose cosine and sine are `cos[..., i]` and `sin[..., i]`.
+    """Rotate the pair `x[..., 2i]`, `x[..., 2i + 1]` by the angle with cosine `cos[..., i]` and sine `sin[..., i]`.
 
     Args:
         x: `[B, T, H, D]`, queries or keys.
-        cos, sin: `[B, T, F]` or, for all rows of the batch, `[1, T, F]`, 2 F at most D, float32 (float64 beside a
-            float64 x too). Features from 2 F on stay as they are. Differentiable in eager.
+        cos, sin: `[B, T, F]`, or `[1, T, F]` for all batch rows, with 2 F <= D; float32 (or float64 for a float64 x).
+            Features from 2 F on pass through unchanged. Differentiable in eager.
         backend: 'auto', 'triton' or 'eager'.
 
     Returns:
-        `[B, T, H, D]` in the dtype of x, which is what is computed in float32 (float64 for a float64 x), rounded once.
+        `[B, T, H, D]` in the dtype of x, computed in float32 (float64 for a float64 x) and rounded once.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit, or an explicit backend that cannot serve the call.
+        ValueError: shapes or dtypes that do not fit, or an explicit backend that does not support the call.
     """
     check_tensors(x=x, cos=cos, sin=sin)
     if x.dim() != 4:
@@ -55,20 +55,20 @@ def shared_input(
     *,
     backend: str = 'auto',
 ) -> tuple[Tensor, ...]:
-    """x rotated, num_rotated times, then x as it is, num_plain times.
+    """Return num_rotated outputs of x rotated, then num_plain outputs of x unchanged.
 
-    The rotated ones are one memory, the others that of x: none is to be written to. Autograd adds the gradients of a
-    tensor two at a time, rounds each sum and goes through memory for it; here all of them are read once, added in
-    float32, rotated back, and rounded once.
+    The rotated outputs share memory, and the unchanged ones share that of x: do not write to them. Autograd adds the
+    gradients of a tensor two at a time, with a rounded sum in memory each time; here all gradients are read once, added
+    in float32, rotated back, and rounded once.
 
     Args:
         x: `[B, T, H, D]`.
-        tables: cosines and sines, as `rotary` takes them; None: nothing is rotated.
-        backend: 'auto', 'triton' or 'eager', which leaves the sum to autograd, as do torch.compile, more than five
-            readers and, where none is rotated, an x that the kernel does not fit.
+        tables: cosines and sines, as `rotary` takes them; None rotates nothing.
+        backend: 'auto', 'triton' or 'eager', which leaves the sum to autograd. So do torch.compile, more than five
+            outputs and, without rotated ones, an x that the kernel does not support.
 
     Raises:
-        ValueError: what `rotary` refuses.
+        ValueError: as `rotary`.
     """
     is_needed = num_plain + num_rotated > 1 and torch.is_grad_enabled() and x.requires_grad
     adds = is_needed and _adds(x, num_plain + num_rotated, tables if num_rotated else None, backend)
@@ -83,13 +83,13 @@ def shared_input(
 
 
 def backend_of(x: Tensor, cos: Tensor, sin: Tensor, *, backend: str = 'auto') -> BackendChoice:
-    """The backend that would serve these inputs."""
+    """Return the backend that serves these inputs."""
     candidates = {'triton': partial(_unsupported, x, cos, sin), 'eager': serves}
     return choose_backend('rotary', backend, x.device, candidates)
 
 
 def _unsupported(x: Tensor, cos: Tensor, sin: Tensor) -> str | None:
-    """Why the kernel cannot serve a call, or None where it can."""
+    """Return the reason why the kernel does not support a call, or None."""
     if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
         return 'cos or sin requires a gradient, which its kernel does not compute'
     if cos.dtype == torch.float64:
@@ -110,7 +110,7 @@ def _check_table(name: str, table: Tensor, x: Tensor) -> None:
 
 
 def _adds(x: Tensor, num_readers: int, tables: tuple[Tensor, Tensor] | None, backend: str) -> bool:
-    """Whether the kernel adds gradients of x, which needs the kernel of `rotary` where some are rotated."""
+    """Return whether the kernel adds the gradients of x; with rotated outputs it needs the kernel of `rotary`."""
     if torch.compiler.is_compiling() or num_readers > support.MAX_READERS:
         return False
     if tables is not None:

@@ -50,9 +50,9 @@ def window_attention(
     out, lse = run(_attend, q, k, v, tiles, *extents, left, right, scale, modifiers)
     out = out.transpose(1, 2)
     if has_tables:
-        tainted = _read_nonfinite(nonfinite, first, last, modifiers)
-        tainted = tainted.repeat_interleave(lse.shape[1] // tainted.shape[1], 1)
-        return out.masked_fill(tainted.mT[..., None], torch.nan), lse.masked_fill(tainted, torch.nan)
+        is_nonfinite = _read_nonfinite(nonfinite, first, last, modifiers)
+        is_nonfinite = is_nonfinite.repeat_interleave(lse.shape[1] // is_nonfinite.shape[1], 1)
+        return out.masked_fill(is_nonfinite.mT[..., None], torch.nan), lse.masked_fill(is_nonfinite, torch.nan)
     if modifiers.query_segments is not None and modifiers.key_segments is not None:
         nonfinite, first, last = _by_segment(nonfinite, first, last, modifiers.query_segments, modifiers.key_segments)
     return nonfinite_rows(out, lse, nonfinite, first, last)
@@ -98,12 +98,12 @@ def _attend(
 
 
 def _entry(table: Tensor, b: Tensor, h: Tensor, t: Tensor, s: Tensor) -> Tensor:
-    """Of a table `[B or 1, HQ or 1, T, S]`."""
+    """Return entries of a table `[B or 1, HQ or 1, T, S]`."""
     return table[b % table.shape[0], h % table.shape[1], t, s]
 
 
 def _prepare(modifiers: Modifiers, seqlen_k: int) -> Modifiers:
-    """Without gradients, and with what goes with the key that nobody reads, where there is no other."""
+    """Return the modifiers detached, and padded for the added key if there is no other."""
     # FlexAttention refuses parameters in a mask, also where no gradient is recorded.
     modifiers = modifiers._replace(bias=None if modifiers.bias is None else modifiers.bias.detach())
     if seqlen_k:

@@ -42,7 +42,7 @@ from native_sparse_attention.ops.block_selection.triton.topk import (
 )
 
 # Candidates of all queries of a tile, per row and in columns (`topk.py`): more would not stay in registers.
-MAX_KEPT = 1024
+MAX_CANDIDATES = 1024
 MAX_COLUMNS = 512
 # Smallest group for columns: with smaller ones a tile holds more queries than fit columns.
 MIN_GROUP = 8
@@ -131,7 +131,7 @@ def _select(
     block_g = 1 << (group - 1).bit_length()
     block_n = max(block_j, 1 << (num_selected - 1).bit_length())
     levels = count_levels(num_selected, block_j) if group >= MIN_GROUP else 0
-    block_t = MAX_COLUMNS // block_j if levels > 0 else MAX_KEPT // block_n
+    block_t = MAX_COLUMNS // block_j if levels > 0 else MAX_CANDIDATES // block_n
     block_t = max(1, 16 // block_g, min(block_m // block_g, block_t))
     # float32 products take their operands from registers.
     tiles = describe_rows(keys, block_j, head_block(head_dim)) if keys.element_size() == 2 else None

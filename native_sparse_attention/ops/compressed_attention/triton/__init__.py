@@ -1,4 +1,4 @@
-"""Compressed attention with the kernels of interval attention: a query reads the blocks that end before or at it."""
+"""Triton backend of compressed attention: interval attention over the blocks that end at or before a query."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from native_sparse_attention.ops.decoding.triton.append import NUM_ROLES, append
 from native_sparse_attention.ops.decoding.triton.attend import TilesRead, attend_kernel, combine_kernel
 from native_sparse_attention.ops.decoding.triton.choose import Selection, choose_kernel
 from native_sparse_attention.ops.decoding.triton.compressed import ScratchSizes, compressed_kernel
-from native_sparse_attention.ops.decoding.triton.launch_cache import Launches
+from native_sparse_attention.ops.decoding.triton.launch_cache import LaunchCache
 from native_sparse_attention.ops.decoding.triton.settings import (
     adds_to_next_block,
     attend_variant,
@@ -40,7 +40,7 @@ def append(
     settings: Settings,
     is_mean: bool,
     workspace: Workspace,
-    launches: Launches,
+    launches: LaunchCache,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Store new tokens in the cache.
 
@@ -104,7 +104,7 @@ def attend(
     settings: Settings,
     workspace: Workspace,
     dtype: torch.dtype,
-    launches: Launches,
+    launches: LaunchCache,
 ) -> Tensor:
     """Return the gated attention output `[B, T, HQ, DV]` of the new tokens in dtype, after `append`.
 
