@@ -14,10 +14,10 @@ from torch import Tensor
 
 from benchmarks.peers import Problem
 from benchmarks.timing import measure
-from native_sparse_attention.ops.selected_attention.triton.loops.block_loop import QUERIES_TOGETHER
+from native_sparse_attention.ops.selected_attention.triton.loops.block_loop import CONCURRENT_QUERIES
 
 COPIED_BYTES = {'cuda': 2**30, 'cpu': 2**20}
-TURN = QUERIES_TOGETHER.value
+TURN = CONCURRENT_QUERIES.value
 # num_warps, num_stages, and in how many queries the block that one begins with goes around: the fastest counts.
 LAUNCHES = [(warps, stages, turn) for warps in (1, 2, 4) for stages in (1, 2, 3) for turn in (1, TURN)]
 

@@ -44,7 +44,7 @@ from benchmarks.timing import FLUSH_BYTES
 from native_sparse_attention import ops
 from native_sparse_attention.ops._triton import launch
 from native_sparse_attention.ops._triton.launch import Settings
-from native_sparse_attention.ops.selected_attention.triton.plan import MAX_SHARED_CHOICE
+from native_sparse_attention.ops.selected_attention.triton.plan import MAX_UNION_SELECTED
 from native_sparse_attention.ops.selected_attention.triton.settings import SHORT
 
 HEAD_DIMS = (64, 128, 256)
@@ -121,7 +121,7 @@ def make_phases(table: str, itemsize: int, head_dim: int, device: str) -> list[A
         # Of 32 and 64, with so many chosen that they go query by query in both passes.
         if name.endswith(('_32', '_64')):
             heads = int(name[-2:])
-            shapes = [replace(shape, heads=heads, kv_heads=1, num_selected=MAX_SHARED_CHOICE + 1)]
+            shapes = [replace(shape, heads=heads, kv_heads=1, num_selected=MAX_UNION_SELECTED + 1)]
     phases = []
     for op, shape in itertools.product(OPS[table.split('.')[0]], shapes):
         forward, leaves = make_call(op, shape, 'triton', device)

@@ -154,7 +154,8 @@ def attend_in_steps(
     return needed(steps.add)(gates, compressed, selected, needed(steps.window)(q, k, v))
 
 
-def ours(problem: Problem) -> Steps:
+def ours(problem: Problem, design: str | None = None) -> Steps:
+    """Return the steps of the package. design: of selected attention, None for its own choice."""
     from native_sparse_attention import nsa, ops
 
     shape, where = problem.shape, {'cu_seqlens': problem.borders()} if problem.packed else {}
@@ -183,7 +184,7 @@ def ours(problem: Problem) -> Steps:
             _, lse = compress(q, k_cmp, v_cmp)
         return partial(ops.select_blocks, q, k_cmp, lse, **chosen)
 
-    select = partial(ops.selected_attention, block_size=problem.block_size, backend=OURS, **where)
+    select = partial(ops.selected_attention, block_size=problem.block_size, backend=OURS, _design=design, **where)
     window = partial(ops.window_attention, window_size=shape.window_size, backend=OURS, **where)
     return Steps(
         layout=layout,

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import partial
 from itertools import chain, product
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -16,7 +15,7 @@ from benchmarks.attention.parts import make_dense, ours
 from benchmarks.attention.suite import Suite, verdict
 from benchmarks.judge import judge as judge_rows
 from benchmarks.judge import selected_row
-from benchmarks.peers import PEERS, Problem, make_selected
+from benchmarks.peers import PEERS, Problem, make_selected, rows
 from benchmarks.report import ratio
 from benchmarks.runner import Call, Case, Method, Plot
 from benchmarks.shapes import SHAPES, Shape, make_blocks, make_tensors
@@ -26,7 +25,7 @@ from benchmarks.timing import KERNELS, measure_with_kernels, measure_workspace, 
 Limit = Callable[[str, str], float | None]
 OURS, DENSE, CEILINGS = 'triton', 'cudnn', ('copy', 'gather')
 # Designs of the op that are forced, each as a backend; the op itself chooses `mixed` for most large groups.
-DESIGNS, MIXED = ('query', 'neighbours', 'block'), 'mixed'
+DESIGNS, MIXED = ('query', 'union', 'block'), 'mixed'
 PASSES = ('forward', 'backward')
 # Tokens; longer, dense attention takes minutes.
 MAX_DENSE = 2**17
@@ -104,41 +103,31 @@ def make_call(case: Case) -> tuple[Call, list[Tensor]]:
         forward, leaves = make_selected(peers.make_steps(backend, problem), problem)
         facts = partial(judge, problem, forward, leaves)
     else:
-        used = force_design(None if backend == OURS else backend)
-        forward, leaves = make_selected(ours(problem), problem)
-        facts = partial(judge_ours, problem, forward, leaves, used)
+        design = None if backend == OURS else backend
+        forward, leaves = make_selected(ours(problem, design), problem)
+        facts = partial(judge_ours, problem, forward, leaves, find_designs(problem, design))
     return Call(forward, lambda: measure_workspace(forward, leaves, case['device']) | facts()), leaves
 
 
-def force_design(design: str | None) -> list[str]:
-    """Make the op use this design from here on; None: the one that it chooses.
-
-    The one place that knows how: `choose_design` of its plan.py names one of DESIGNS for a call. It is replaced by a
-    function that writes what it gives, forced or not, into the list that this one returns.
-    """
+def find_designs(problem: Problem, design: str | None) -> list[str]:
+    """Return the designs of the forward and the backward pass; design: the one that is forced, or None."""
     from native_sparse_attention.ops.selected_attention.triton import plan
 
-    if design is not None and design not in plan.DESIGNS:
-        raise ValueError(f'the op has no design {design}')
-    choose: Any = getattr(plan.choose_design, '__wrapped__', plan.choose_design)
-    used: list[str] = []
-
-    @wraps(choose)
-    def choose_and_tell(*arguments: Any, **settings: Any) -> str:
-        used.append(design or choose(*arguments, **settings))
-        return used[-1]
-
-    plan.choose_design = choose_and_tell
-    return used
+    if design is not None:
+        return [design] * 2
+    packed = problem.size[0] if problem.packed else 0
+    tensors = (rows(t)[None] if packed else t for t in (problem.q, problem.k, problem.v, problem.blocks))
+    choose = partial(plan.choose_design, *tensors, problem.block_size, num_packed=packed)
+    return [choose(backward=backward) for backward in (False, True)]
 
 
 def judge(problem: Problem, forward: Callable[[], Tensor], leaves: list[Tensor]) -> Case:
     return judge_rows(problem, forward, leaves, selected_row)
 
 
-def judge_ours(problem: Problem, forward: Callable[[], Tensor], leaves: list[Tensor], used: list[str]) -> Case:
+def judge_ours(problem: Problem, forward: Callable[[], Tensor], leaves: list[Tensor], designs: list[str]) -> Case:
     """Judge the output, and name the designs that were used, that of the forward first."""
-    return judge(problem, forward, leaves) | {'design': '/'.join(dict.fromkeys(used))}
+    return judge(problem, forward, leaves) | {'design': '/'.join(dict.fromkeys(designs))}
 
 
 class Found:
@@ -341,7 +330,7 @@ def make_cases(names: list[str], shapes: list[str], backends: list[str]) -> list
 SUITE = Suite(
     title='The selected branch, forward and backward',
     about=(
-        'Backend triton is the op, and cudnn dense attention of PyTorch; query, neighbours, block and mixed force a '
+        'Backend triton is the op, and cudnn dense attention of PyTorch; query, union, block and mixed force a '
         'design of the op; copy and gather are bounds by memory.'
     ),
     cases={name: described(setting) for name, setting in SETTINGS.items()},

@@ -58,9 +58,9 @@ def test_what_these_tests_are_about(group: int, device: torch.device):
     """Both kinds of tiles in one launch of groups of 16, and gradients of logits that are passed on in all."""
     tensors, settings = make_problem(1, device, group)
     q, k, v, indices = tensors['q'], tensors['k'], tensors['v'], settings['block_indices']
-    expected = {16: 'mixed', 32: 'neighbours', 64: 'query'}[group]
+    expected = {16: 'mixed', 32: 'union', 64: 'query'}[group]
     assert plan.choose_design(q, k, v, indices, BLOCK_SIZE) == expected
-    assert dlogits.passes_dlogits(q, k, v, indices, None, BLOCK_SIZE)
+    assert dlogits.stores_dlogits(q, k, v, indices, None, BLOCK_SIZE)
 
 
 @pytest.mark.parametrize('group', [16, 32, 64])

@@ -65,12 +65,12 @@ def test_rules(op: str, index: int, device: torch.device, monkeypatch: pytest.Mo
         # So small a problem would not have a program per block, nor neighbours that share where they chose alike.
         monkeypatch.setattr(selected_plan, 'MIN_SEQLEN_BY_BLOCK', 0)
         monkeypatch.setattr(selected_plan, 'MIN_SEQLEN_MIXED', 0)
-        monkeypatch.setattr(selected_plan, 'MEETING', 0)
-        monkeypatch.setattr(selected_plan, 'MEETING_LARGE', 8 * (index % 4 == 2))
+        monkeypatch.setattr(selected_plan, 'MAX_BLOCK_RATIO', 0)
+        monkeypatch.setattr(selected_plan, 'MAX_BLOCK_RATIO_LARGE', 8 * (index % 4 == 2))
         monkeypatch.setattr(selected_plan, 'MAX_UNION_PERCENT', {'forward': 60, 'backward': 60})
     if index % 2 == 0:
         monkeypatch.setattr(dlogits, 'MIN_TOKENS', 1)
-        monkeypatch.setattr(dlogits, 'MIN_CHOICE', 0)
+        monkeypatch.setattr(dlogits, 'MIN_BLOCK_RATIO', 0)
     problem, generator = draw_problem(op, index, device)
     grads = problem.draw_grads(generator)
     with harness.poisoned_allocations():
@@ -82,7 +82,7 @@ def test_rules(op: str, index: int, device: torch.device, monkeypatch: pytest.Mo
 def test_what_is_not_a_number_stays_so(spoiled: str, device: torch.device, monkeypatch: pytest.MonkeyPatch):
     """In gradients of queries by block, whose units are the smallest there are where keys are 0 or not numbers."""
     monkeypatch.setattr(selected_plan, 'MIN_SEQLEN_BY_BLOCK', 0)
-    monkeypatch.setattr(selected_plan, 'MEETING', 0)
+    monkeypatch.setattr(selected_plan, 'MAX_BLOCK_RATIO', 0)
     generator = torch.Generator(device).manual_seed(0)
     sizes: dict[str, Any] = {'heads': 4, 'kv_heads': 4, 'head_dim': 64, 'dtype': torch.bfloat16}
     q, k, v = make_qkv(1, 256, 256, **sizes, device=device, generator=generator)
@@ -248,7 +248,7 @@ def take_settings(entry: Entry, device: torch.device, monkeypatch: pytest.Monkey
         monkeypatch.setattr(selected_plan, 'choose_design', by_block)
     if entry.table.startswith('DLOGITS'):
         monkeypatch.setattr(dlogits, 'MIN_TOKENS', 1)
-        monkeypatch.setattr(dlogits, 'MIN_CHOICE', 0)
+        monkeypatch.setattr(dlogits, 'MIN_BLOCK_RATIO', 0)
     return asked
 
 

@@ -25,9 +25,12 @@ pytestmark = pytest.mark.gpu
 # Heads of a group, and what makes so small a problem take a design.
 DESIGNS: dict[str, tuple[int, dict[str, Any]]] = {
     'query': (16, {'MIN_SEQLEN_MIXED': 10**9}),
-    'neighbours': (4, {'MEETING': 10**9}),
-    'block': (2, {'MEETING': 0, 'MIN_SEQLEN_BY_BLOCK': 0}),
-    'mixed': (16, {'MIN_SEQLEN_MIXED': 0, 'MEETING_LARGE': 0, 'MAX_UNION_PERCENT': {'forward': 75, 'backward': 75}}),
+    'union': (4, {'MAX_BLOCK_RATIO': 10**9}),
+    'block': (2, {'MAX_BLOCK_RATIO': 0, 'MIN_SEQLEN_BY_BLOCK': 0}),
+    'mixed': (
+        16,
+        {'MIN_SEQLEN_MIXED': 0, 'MAX_BLOCK_RATIO_LARGE': 0, 'MAX_UNION_PERCENT': {'forward': 75, 'backward': 75}},
+    ),
 }
 # The same, with gradients of logits that dkv leaves for dq.
 PASSED = 'passed'
@@ -61,7 +64,7 @@ def make_tensors(
     for name, value in constants.items():
         monkeypatch.setattr(selected_plan, name, value)
     monkeypatch.setattr(dlogits, 'MIN_TOKENS', 1 if design == PASSED else 10**9)
-    monkeypatch.setattr(dlogits, 'MIN_CHOICE', 0)
+    monkeypatch.setattr(dlogits, 'MIN_BLOCK_RATIO', 0)
     generator = torch.Generator(device).manual_seed(0)
     drawn: dict[str, Any] = {'device': device, 'generator': generator}
     heads = 2 if alone else 2 * group
@@ -101,7 +104,7 @@ def test_soft_caps(
 ):
     """With logits on both sides of the cap."""
     tensors = make_tensors(design, device, monkeypatch, dtype=dtype, head_dim=head_dim, scaled=scaled)
-    assert_rules(tensors, block_size=32, softcap=1.5, causal=design != 'neighbours' or scaled)
+    assert_rules(tensors, block_size=32, softcap=1.5, causal=design != 'union' or scaled)
 
 
 @designs
@@ -120,7 +123,7 @@ def test_block_sizes(block_size: int, design: str, device: torch.device, monkeyp
     assert_rules(tensors, block_size=block_size, softcap=0.7, scale=-0.2, block_counts=counts)
 
 
-@pytest.mark.parametrize('design', ['neighbours', 'block'])
+@pytest.mark.parametrize('design', ['union', 'block'])
 def test_heads_that_choose_alone(design: str, device: torch.device, monkeypatch: pytest.MonkeyPatch):
     tensors = make_tensors(design, device, monkeypatch, alone=True, scaled=True)
     assert_rules(tensors, block_size=32, softcap=1.0, block_counts=3)
@@ -163,7 +166,7 @@ def test_large_logits(
 @half_types
 def test_flex(dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch):
     """The output, as FlexAttention's arithmetic has it, and gradients that are about those of eager."""
-    tensors = make_tensors('neighbours', device, monkeypatch, dtype=dtype, kind='valid', scaled=True)
+    tensors = make_tensors('union', device, monkeypatch, dtype=dtype, kind='valid', scaled=True)
     problem = Problem(selected_attention, tensors, {'block_size': 32, 'softcap': 1.5})
     grads = problem.draw_grads(torch.Generator(device).manual_seed(1))
     result, gold = problem.run('flex', grads), problem.run('eager', grads, torch.float64)

@@ -33,7 +33,7 @@ from tests.gpu.test_rules import assert_chooses_as_well
 from tests.support.gpu_problems import Problem, assert_obeys_the_rules, attention_lse, choose, make_nsa, with_memory
 
 harness = pytest.importorskip('tests.support.harness', reason='triton is not installed')
-selected_plan = pytest.importorskip('native_sparse_attention.ops.selected_attention.triton.plan')
+selected_problems = pytest.importorskip('tests.support.selected_attention_problems')
 
 pytestmark = pytest.mark.gpu
 
@@ -233,11 +233,11 @@ def spread(tensor: Tensor, axis: int, buffer: Tensor, start: int) -> Tensor:
 
 @pytest.mark.parametrize('axis', [0, 1, 2], ids=['batch', 'tokens', 'heads'])
 @pytest.mark.parametrize('op', ['window', 'compressed', 'selected', 'selected by block', 'choice', 'scores', 'sum'])
-def test_strides_past_2_31(op: str, axis: int, device: torch.device, monkeypatch: pytest.MonkeyPatch):
+def test_strides_past_2_31(op: str, axis: int, device: torch.device):
     """Inputs whose rows lie far apart give the bits that they give close together, outputs and gradients."""
-    if op == 'selected by block':
-        op = 'selected'
-        monkeypatch.setattr(selected_plan, 'choose_design', lambda *_, **__: 'block')
+    by_block = op == 'selected by block'
+    op = 'selected' if by_block else op
+    attend = selected_problems.with_design('block') if by_block else selected_attention
     buffer = torch.empty(MANY + MANY // 16, dtype=torch.bfloat16, device=device)
     sizes = {'compress_block_size': 8, 'compress_stride': 4, 'selection_block_size': 16}
     q, k, v = make_qkv(2, 40, 40, heads=4, kv_heads=2, head_dim=64, dtype=torch.bfloat16, device=device)
@@ -249,7 +249,7 @@ def test_strides_past_2_31(op: str, axis: int, device: torch.device, monkeypatch
         'compressed': Problem(
             compressed_attention, {'q': q, 'k_cmp': k_cmp, 'v_cmp': v_cmp}, {'block_size': 8, 'stride': 4}
         ),
-        'selected': Problem(selected_attention, {'q': q, 'k': k, 'v': v}, {'block_indices': blocks, 'block_size': 16}),
+        'selected': Problem(attend, {'q': q, 'k': k, 'v': v}, {'block_indices': blocks, 'block_size': 16}),
         'choice': Problem(select_blocks, {'q': q, 'k_cmp': k_cmp}, {'lse': lse, 'num_selected': 2, **sizes}),
         'scores': Problem(chosen_scores, {'q': q, 'k_cmp': k_cmp}, {'lse': lse, 'block_indices': blocks, **sizes}),
         'sum': Problem(

@@ -1,4 +1,4 @@
-"""How the lists of those who chose a block are cut into chunks."""
+"""How the csr of those who chose a block are cut into chunks."""
 
 # To pyright a jit function that another calls never returns.
 # pyright: reportGeneralTypeIssues=false
@@ -12,13 +12,17 @@ import triton.language as tl
 from torch import Tensor
 
 from native_sparse_attention.ops._triton.launch import launch
-from native_sparse_attention.ops.selected_attention.triton.index.block_to_query import Lists, count_programs, find_chunk
+from native_sparse_attention.ops.selected_attention.triton.index.block_to_query import (
+    BlockToQuery,
+    count_programs,
+    find_chunk,
+)
 
 
 @triton.jit
-def chunk_kernel(lists, indices_ptr, found_ptr, CHUNK: tl.constexpr, AT_ONCE: tl.constexpr):
+def chunk_kernel(csr, indices_ptr, found_ptr, CHUNK: tl.constexpr, SCAN: tl.constexpr):
     index = tl.load(indices_ptr + tl.program_id(0))
-    pair, slot, first_entry, begin, length = find_chunk(index, lists, CHUNK, AT_ONCE)
+    pair, slot, first_entry, begin, length = find_chunk(index, csr, CHUNK, SCAN)
     found_ptr += tl.program_id(0) * 5
     tl.store(found_ptr, pair)
     tl.store(found_ptr + 1, slot)
@@ -27,23 +31,23 @@ def chunk_kernel(lists, indices_ptr, found_ptr, CHUNK: tl.constexpr, AT_ONCE: tl
     tl.store(found_ptr + 4, length)
 
 
-def find(lists: Lists, indices: Tensor, chunk: int, at_once: bool) -> list[list[int]]:
+def find(csr: BlockToQuery, indices: Tensor, chunk: int, scan: bool) -> list[list[int]]:
     """Of each of these chunks pair, slot, first entry, where its list begins, and its length."""
-    indices = indices.to(lists.starts.device)
+    indices = indices.to(csr.starts.device)
     found = torch.full((len(indices), 5), -1, dtype=torch.int32, device=indices.device)
-    launch(chunk_kernel, (len(indices),), lists, indices, found, CHUNK=chunk, AT_ONCE=at_once, device=found.device)
+    launch(chunk_kernel, (len(indices),), csr, indices, found, CHUNK=chunk, SCAN=scan, device=found.device)
     return found.tolist()
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize('at_once', [False, True])
+@pytest.mark.parametrize('scan', [False, True])
 @pytest.mark.parametrize(
     ('pairs', 'num_slots', 'chunk', 'longest'), [(2, 1, 64, 200), (2, 7, 1, 3), (2, 7, 48, 500), (1, 530, 64, 20)]
 )
 def test_chunks_of_lists(
-    pairs: int, num_slots: int, chunk: int, longest: int, at_once: bool, device: torch.device
+    pairs: int, num_slots: int, chunk: int, longest: int, scan: bool, device: torch.device
 ) -> None:
-    """Every entry is in one chunk of its list, in order, also those that chose nothing. Some lists are empty, and one
+    """Every entry is in one chunk of its list, in order, also those that chose nothing. Some csr are empty, and one
     is long.
     """
     lengths = torch.randint(longest, (pairs, num_slots + 1)) * (torch.rand(pairs, num_slots + 1) < 0.7)
@@ -53,10 +57,10 @@ def test_chunks_of_lists(
     starts = torch.nn.functional.pad(lengths[:, :-1].cumsum(1), (1, 0)).int().contiguous()
     num_programs = count_programs(num_entries, num_slots, chunk)
     of_device = starts.to(device)
-    lists = Lists(of_device, of_device, num_entries, num_slots, num_programs, 0, pairs, 0)
+    csr = BlockToQuery(of_device, of_device, num_entries, num_slots, num_programs, 0, pairs, 0)
     indices = torch.arange(pairs * num_programs, dtype=torch.int32)
     chunks: dict[tuple[int, int], list[int]] = {}
-    for pair, slot, first_entry, begin, length in find(lists, indices, chunk, at_once):
+    for pair, slot, first_entry, begin, length in find(csr, indices, chunk, scan):
         assert begin == starts[pair, slot]
         assert length == lengths[pair, slot]
         if first_entry < length:
@@ -67,8 +71,8 @@ def test_chunks_of_lists(
     assert not chunks
 
 
-@pytest.mark.parametrize('at_once', [False, True])
-def test_some_chunks_of_many_lists(at_once: bool, device: torch.device) -> None:
+@pytest.mark.parametrize('scan', [False, True])
+def test_some_chunks_of_many_lists(scan: bool, device: torch.device) -> None:
     """More slots than are looked at together twice."""
     num_slots, chunk = 2**18 + 3, 8
     lengths = torch.randint(20, (num_slots,)) * (torch.rand(num_slots) < 0.3)
@@ -76,13 +80,13 @@ def test_some_chunks_of_many_lists(at_once: bool, device: torch.device) -> None:
     num_entries = int(starts[-1])
     num_programs = count_programs(num_entries, num_slots, chunk)
     of_device = starts[None].to(device)
-    lists = Lists(of_device, of_device, num_entries, num_slots, num_programs, 0, 1, 0)
+    csr = BlockToQuery(of_device, of_device, num_entries, num_slots, num_programs, 0, 1, 0)
     firsts = starts // chunk + torch.arange(num_slots + 1)  # the first chunk of each list
     picked = torch.randint(num_slots, (20,))
     indices = torch.cat([firsts[picked], firsts[picked + 1] - 1, torch.randint(num_programs, (20,))]).int()
     slots = torch.searchsorted(firsts, indices, right=True) - 1
     for (_, slot, first_entry, begin, _), expected, index in zip(
-        find(lists, indices, chunk, at_once), slots.tolist(), indices.tolist(), strict=True
+        find(csr, indices, chunk, scan), slots.tolist(), indices.tolist(), strict=True
     ):
         assert (slot, begin) == (expected, starts[expected])
         assert first_entry == (index - firsts[expected]) * chunk

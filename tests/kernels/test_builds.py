@@ -24,8 +24,8 @@ KERNELS = {
     'interval': {'forward_kernel', 'dq_kernel', 'dkv_kernel', 'dbias_kernel'},
     'block_selection': {'select_kernel', 'forward_kernel', 'dq_kernel'},
     'selected_attention': {'forward_kernel', 'dq_kernel', 'dkv_kernel', 'union_kernel', 'block_kernel'},
-    'query_gradients': {'dq_from_dlogits_kernel'},
-    'by_block': {'block_kernel', 'merge_kernel', 'member_kernel', 'add_parts_kernel'},
+    'dlogits': {'dq_from_dlogits_kernel'},
+    'by_block': {'block_kernel', 'merge_kernel', 'block_dq_kernel', 'sum_kernel'},
     'gated_sum': {'forward_kernel', 'backward_kernel'},
     'rotary': {'rotary_kernel', 'sum_kernel'},
     'inverse_index': {'slot_kernel'},
@@ -35,7 +35,7 @@ KERNELS = {
 GATED = {
     'interval': {'dq_kernel', 'dkv_kernel', 'dbias_kernel'},
     'selected_attention': {
-        'dq_kernel', 'neighbours_dq_kernel', 'add_parts_kernel', 'dkv_kernel', 'delta_kernel',
+        'dq_kernel', 'union_dq_kernel', 'sum_kernel', 'dkv_kernel', 'delta_kernel',
     },
 }  # fmt: skip
 

@@ -14,8 +14,8 @@ from native_sparse_attention.ops import selected_attention
 from native_sparse_attention.ops._triton import inverse_index
 from native_sparse_attention.ops.selected_attention.triton.by_block import backward as by_block_backward
 from native_sparse_attention.ops.selected_attention.triton.by_block import forward as by_block
+from native_sparse_attention.ops.selected_attention.triton.by_block import partials
 from native_sparse_attention.ops.selected_attention.triton.dkv import launch as dkv
-from native_sparse_attention.ops.selected_attention.triton.index import block_to_query
 from native_sparse_attention.testing import (
     INDEX_KINDS,
     LAYOUTS,
@@ -380,7 +380,7 @@ def test_parts_in_float16(
         tensors['q'] = tensors['q'] / factor
         tensors['block_scale'] = tensors['block_scale'] * factor
     expected = run_triton(selected_attention, tensors, grads, block_size=3)
-    monkeypatch.setattr(block_to_query, 'dtype_of_parts', lambda _: torch.float16)
+    monkeypatch.setattr(partials, 'partial_dtype', lambda _: torch.float16)
     result = run_triton(selected_attention, tensors, grads, block_size=3)
     assert not torch.equal(result['out0'], expected['out0'])
     for name, t in expected.items():
@@ -416,7 +416,7 @@ def test_one_list_for_all_heads_that_choose_alone(device: torch.device, monkeypa
 )
 def test_partial_sums_fit_into_their_workspace(num_entries: int, chunk: int, block_size: int, dims: int) -> None:
     bytes_of_partial = 4 * block_size * dims
-    chunk, num_partials = dkv.split_lists(num_entries, chunk, bytes_of_partial, dkv.WORKSPACE)
+    chunk, num_partials = dkv.choose_chunk(num_entries, chunk, bytes_of_partial, dkv.WORKSPACE)
     assert num_partials * bytes_of_partial <= dkv.WORKSPACE
     # Every way to cut the entries into two kinds of lists fits into the bound.
     for length in (chunk + 1, 2 * chunk, 3 * chunk - 1, num_entries):

@@ -13,9 +13,9 @@ from native_sparse_attention.ops.selected_attention.triton import plan
 @pytest.mark.parametrize(
     ('seqlen', 'group', 'num_selected', 'block_size', 'forward', 'backward'),
     [
-        (4096, 1, 16, 64, 'neighbours', 'neighbours'),
+        (4096, 1, 16, 64, 'union', 'union'),
         (8192, 1, 16, 64, 'block', 'block'),
-        (4096, 8, 16, 64, 'neighbours', 'neighbours'),
+        (4096, 8, 16, 64, 'union', 'union'),
         (4160, 1, 16, 64, 'block', 'block'),
         (8192, 4, 16, 64, 'block', 'block'),
         (65536, 1, 16, 64, 'block', 'block'),
@@ -26,7 +26,7 @@ from native_sparse_attention.ops.selected_attention.triton import plan
         (65536, 12, 1, 16, 'mixed', 'mixed'),
         (255, 16, 16, 64, 'query', 'query'),
         (8192, 16, 65, 64, 'query', 'query'),
-        (65536, 32, 16, 64, 'neighbours', 'mixed'),
+        (65536, 32, 16, 64, 'union', 'mixed'),
         (8192, 33, 16, 64, 'query', 'query'),
         (8192, 16, 0, 64, 'query', 'query'),
         (8192, 1, 65, 64, 'block', 'block'),
@@ -43,7 +43,7 @@ def test_the_design_follows_from_the_shape(
     backward: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(plan, 'MEETING', 4)
+    monkeypatch.setattr(plan, 'MAX_BLOCK_RATIO', 4)
     monkeypatch.setattr(plan, 'MIN_SEQLEN_BY_BLOCK', 1024)
     monkeypatch.setattr(plan, 'MIN_SEQLEN_MIXED', 256)
     monkeypatch.setattr(plan, 'MAX_UNION_PERCENT', {'forward': 70, 'backward': 60})
@@ -59,13 +59,13 @@ def test_the_design_follows_from_the_shape(
 @pytest.mark.parametrize(
     ('seqlen', 'packed', 'group', 'head_dim', 'dtype', 'design'),
     [
-        (8192, 0, 16, 128, torch.bfloat16, 'neighbours'),
-        (8192, 0, 12, 100, torch.float16, 'neighbours'),
+        (8192, 0, 16, 128, torch.bfloat16, 'union'),
+        (8192, 0, 12, 100, torch.float16, 'union'),
         (8256, 0, 16, 128, torch.bfloat16, 'mixed'),
-        (65536, 8, 16, 128, torch.bfloat16, 'neighbours'),
+        (65536, 8, 16, 128, torch.bfloat16, 'union'),
         (65536, 7, 16, 128, torch.bfloat16, 'mixed'),
         (8192, 0, 16, 64, torch.bfloat16, 'mixed'),
-        (65536, 0, 32, 128, torch.bfloat16, 'neighbours'),
+        (65536, 0, 32, 128, torch.bfloat16, 'union'),
         (8192, 0, 32, 256, torch.bfloat16, 'mixed'),
         (8192, 0, 16, 192, torch.bfloat16, 'mixed'),
         (8192, 0, 16, 128, torch.float32, 'mixed'),
@@ -101,7 +101,7 @@ def test_large_groups_share_in_long_sequences_and_in_many(
         for heads, size in ((64, 128), (4, 128), (4, 16))
     )
     assert plan.choose_design(q, k, k, indices, 64, backward=True, num_packed=num_packed) == 'mixed'
-    assert plan.choose_design(q, k, k, indices, 64, num_packed=num_packed) == ('neighbours' if num_packed else 'mixed')
+    assert plan.choose_design(q, k, k, indices, 64, num_packed=num_packed) == ('union' if num_packed else 'mixed')
 
 
 def test_large_groups_share_up_to_a_number_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from native_sparse_attention.ops.selected_attention.triton.dlogits import storag
 from native_sparse_attention.testing import assert_attention_matches, make_block_indices, row_errors
 from tests.support.harness import assert_same_bits, fewer_examples, make_grads, place, run_eager, run_triton
 from tests.support.problems import Extents, Heads, drawn_extents, packed, whole
-from tests.support.selected_attention_problems import make_indices, make_inputs, pass_dlogits
+from tests.support.selected_attention_problems import force_dlogits, make_indices, make_inputs
 
 HEADS = Heads(16, 1, 16, 16)
 HALF = torch.float16
@@ -26,7 +26,7 @@ HALF = torch.float16
 def passed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Few tokens are enough. The lengths of the ranges of tokens that dq was made of."""
     monkeypatch.setattr(plan, 'MIN_SEQLEN_MIXED', 1)
-    return pass_dlogits(monkeypatch)
+    return force_dlogits(monkeypatch)
 
 
 def in_ranges(monkeypatch: pytest.MonkeyPatch, tokens: int, heads: Heads, num_selected: int, block_size: int) -> None:
@@ -258,7 +258,7 @@ def test_rows_that_one_weight_takes_nearly_all_of(peak: float, device: torch.dev
 )
 def test_what_goes_this_way(changes: dict[str, Any], passes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dlogits, 'MIN_TOKENS', 2048)
-    monkeypatch.setattr(dlogits, 'MIN_CHOICE', 3)
+    monkeypatch.setattr(dlogits, 'MIN_BLOCK_RATIO', 3)
     monkeypatch.setattr(launch, 'architecture_of', lambda _: 'sm90')
     shape = {'seqlen': 8192, 'group': 16, 'num_selected': 16, 'block_size': 64, 'head_dim': 128, **changes}
     q, k, indices = (
@@ -267,5 +267,5 @@ def test_what_goes_this_way(changes: dict[str, Any], passes: bool, monkeypatch: 
         )
         for heads, size in ((2 * shape['group'], shape['head_dim']), (2, shape['head_dim']), (2, shape['num_selected']))
     )
-    assert dlogits.passes_dlogits(q, k, k, indices, None, shape['block_size'], shape.get('num_packed', 0)) is passes
-    assert not dlogits.passes_dlogits(q, k, k, indices, torch.empty_like(indices), shape['block_size'])
+    assert dlogits.stores_dlogits(q, k, k, indices, None, shape['block_size'], shape.get('num_packed', 0)) is passes
+    assert not dlogits.stores_dlogits(q, k, k, indices, torch.empty_like(indices), shape['block_size'])

@@ -13,7 +13,7 @@ from native_sparse_attention.core.geometry import Sequences
 from native_sparse_attention.ops import selected_attention
 from native_sparse_attention.ops._triton.support import is_interpreted
 from native_sparse_attention.ops._triton.varlen import flatten, make_layout
-from native_sparse_attention.ops.selected_attention.triton import fp16_values, op, plan
+from native_sparse_attention.ops.selected_attention.triton import fp16_values, op
 from native_sparse_attention.ops.selected_attention.triton.fp16_values import convert_values
 from tests.support.harness import make_sequences, place, run_eager, same_bits
 from tests.support.problems import Extents, Heads, packed, whole
@@ -27,9 +27,8 @@ CONVERTED, BY_PRODUCTS, TWO_FACTORS = 'converted', 'converted, sums by products'
 TOO_LARGE = {torch.float16: 1000.0, torch.bfloat16: 1e5}
 
 
-@pytest.fixture(params=['query', 'neighbours'])
-def design(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(plan, 'choose_design', lambda *_, **__: request.param)
+@pytest.fixture(params=['query', 'union'])
+def design(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
@@ -40,7 +39,7 @@ def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> to
         return torch.float16
     if not is_interpreted():
         return torch.bfloat16
-    monkeypatch.setattr(op, 'converts', lambda _: True)
+    monkeypatch.setattr(op, 'converts_values', lambda _: True)
     monkeypatch.setattr(fp16_values, 'LARGEST', tl.constexpr(100.0))
     return torch.float16
 
@@ -53,20 +52,22 @@ def make_problem(
     return make_inputs(extents, heads, device, indices, dtype=dtype)
 
 
-def forward(tensors: dict[str, Tensor], extents: Extents, **settings: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, log-sum-exp, and the output with what rounding leaves out of it, float32."""
+def forward(
+    tensors: dict[str, Tensor], extents: Extents, design: str, **settings: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the output, the log-sum-exp, and the float32 output before rounding, from its low bits."""
     q, k, v, indices = (tensors[name] for name in ('q', 'k', 'v', 'block_indices'))
     sequences: Sequences = make_sequences(extents, q.device)
-    settled = (BLOCK_SIZE, settings.get('causal', True), settings.get('scale', q.shape[3] ** -0.5))
-    arguments = (q, k, v, indices, None, None, *flatten(sequences), *settled, settings.get('softcap'), False, True)
-    out, lse, low, _, _ = op._forward(*arguments)
+    options = (BLOCK_SIZE, settings.get('causal', True), settings.get('scale', q.shape[3] ** -0.5))
+    arguments = (q, k, v, indices, None, None, *flatten(sequences), *options, settings.get('softcap'))
+    out, lse, low, _, _ = op._forward(*arguments, design, False, True)
     if out.dtype == torch.bfloat16:
         return out, lse, (out.float().view(torch.int32) + low.int()).view(torch.float32)
     return out, lse, out.float() + low.view(torch.float16).float() / 2048
 
 
-def assert_exact(tensors: dict[str, Tensor], extents: Extents, **settings: Any) -> None:
-    out, lse, exact = forward(tensors, extents, **settings)
+def assert_exact(tensors: dict[str, Tensor], extents: Extents, design: str, **settings: Any) -> None:
+    out, lse, exact = forward(tensors, extents, design, **settings)
     wide = {name: t.double() if t.is_floating_point() else t for name, t in tensors.items()}
     where = place(extents.where, out.device)
     gold = run_eager(selected_attention, wide, block_size=BLOCK_SIZE, **where, **settings)
@@ -87,12 +88,12 @@ def assert_exact(tensors: dict[str, Tensor], extents: Extents, **settings: Any) 
 def test_output(
     extents: Extents, settings: dict[str, Any], dtype: torch.dtype, design: str, device: torch.device
 ) -> None:
-    assert_exact(make_problem(extents, dtype, device), extents, **settings)
+    assert_exact(make_problem(extents, dtype, device), extents, design, **settings)
 
 
 def test_several_heads_and_larger_groups(dtype: torch.dtype, design: str, device: torch.device) -> None:
     heads = Heads(64, 2, 16, 24)
-    assert_exact(make_problem(whole(40, batch=2), dtype, device, heads=heads), whole(40, batch=2))
+    assert_exact(make_problem(whole(40, batch=2), dtype, device, heads=heads), whole(40, batch=2), design)
 
 
 def test_values_with_a_mean(dtype: torch.dtype, design: str, device: torch.device) -> None:
@@ -100,7 +101,7 @@ def test_values_with_a_mean(dtype: torch.dtype, design: str, device: torch.devic
     mean = 64.0
     tensors = make_problem(whole(64), dtype, device)
     tensors['v'] = (tensors['v'] + mean).to(dtype)
-    _, _, exact = forward(tensors, whole(64))
+    _, _, exact = forward(tensors, whole(64), design)
     wide = {name: t.double() if t.is_floating_point() else t for name, t in tensors.items()}
     gold = run_eager(selected_attention, wide, block_size=BLOCK_SIZE)['out0']
     assert (exact - gold).abs().max() < 1e-3
@@ -112,11 +113,11 @@ def test_values_that_do_not_fit(dtype: torch.dtype, design: str, device: torch.d
     tensors = make_problem(extents, dtype, device)
     tensors['block_indices'] = torch.tensor([[0, 2, 3], [2, 0, 1], [3, 4, 5]]).int().repeat(8, 1).view(1, 24, 1, 3)
     tensors['block_indices'] = tensors['block_indices'].to(device)
-    expected, _, _ = forward(tensors, extents)
+    expected, _, _ = forward(tensors, extents, design)
     tensors['v'] = tensors['v'].clone()
     tensors['v'][:, 20:40:3] *= TOO_LARGE[dtype]
-    assert_exact(tensors, extents)
-    out, _, _ = forward(tensors, extents)
+    assert_exact(tensors, extents, design)
+    out, _, _ = forward(tensors, extents, design)
     assert same_bits(out[:, 2::3], expected[:, 2::3])
 
 
@@ -125,7 +126,7 @@ def test_values_that_do_not_fit_in_a_packed_sequence(dtype: torch.dtype, design:
     tensors = make_problem(extents, dtype, device)
     tensors['v'] = tensors['v'].clone()
     tensors['v'][:, 45:60:3] *= TOO_LARGE[dtype]
-    assert_exact(tensors, extents)
+    assert_exact(tensors, extents, design)
 
 
 def test_large_logits(dtype: torch.dtype, design: str, device: torch.device) -> None:
@@ -133,7 +134,7 @@ def test_large_logits(dtype: torch.dtype, design: str, device: torch.device) -> 
     tensors = make_problem(whole(60), dtype, device)
     tensors['q'], tensors['k'] = (torch.full_like(t, 2048) + t.round() * 16 for t in (tensors['q'], tensors['k']))
     for scale in (0.5, 1, 1.7, 2):
-        out, lse, exact = forward(tensors, whole(60), scale=scale)
+        out, lse, exact = forward(tensors, whole(60), design, scale=scale)
         assert out.isfinite().all()
         assert exact.isfinite().all()
         assert not lse.isnan().any()
@@ -147,15 +148,15 @@ def test_what_others_read_changes_nothing(
     extents = Extents(1, 14, 48, {'q_offset': 33}, [48])
     tensors = make_problem(extents, dtype, device)
     tensors['block_indices'] = torch.tensor([[0, 2], [1, 2]], device=device).int().repeat(7, 1).view(1, 14, 1, 2)
-    expected = forward(tensors, extents)
+    expected = forward(tensors, extents, design)
     tensors[name] = tensors[name].clone()
     tensors[name][:, 20] = tensors[name][:, 47] = TOO_LARGE[dtype] if isinstance(junk, str) else junk
-    for t, other in zip(forward(tensors, extents), expected, strict=True):
+    for t, other in zip(forward(tensors, extents, design), expected, strict=True):
         queries = t if t.shape[1] == 14 else t.transpose(1, 2)
         others = other if t.shape[1] == 14 else other.transpose(1, 2)
         assert same_bits(queries[:, :14:2], others[:, :14:2])
     if junk != 'too large':
-        assert not forward(tensors, extents)[0][:, 1::2].isfinite().all(-1).any()
+        assert not forward(tensors, extents, design)[0][:, 1::2].isfinite().all(-1).any()
 
 
 @pytest.mark.parametrize('junk', [torch.nan, torch.inf])
@@ -166,10 +167,10 @@ def test_queries_that_are_not_finite(junk: float, dtype: torch.dtype, design: st
     tensors['block_indices'] = torch.tensor([0, 2], device=device).int().repeat(12, 1).view(1, 12, 1, 2)
     tensors['block_indices'][:, 5] = torch.tensor([2, -1])
     tensors['block_indices'][:, 9] = -1
-    expected, _, _ = forward(tensors, extents)
+    expected, _, _ = forward(tensors, extents, design)
     tensors['q'] = tensors['q'].clone()
     tensors['q'][:, [2, 5, 9]] = junk
-    out, _, _ = forward(tensors, extents)
+    out, _, _ = forward(tensors, extents, design)
     others = [t for t in range(12) if t not in (2, 5)]
     assert same_bits(out[:, others], expected[:, others])
     assert not out[:, [2, 5]].isfinite().any()
@@ -180,10 +181,10 @@ def test_queries_that_are_large(design: str, device: torch.device) -> None:
     extents = Extents(1, 12, 48, {'q_offset': 36}, [48])
     tensors = make_problem(extents, torch.bfloat16, device)
     tensors['k'] *= 2.0**-100
-    expected, _, _ = forward(tensors, extents)
+    expected, _, _ = forward(tensors, extents, design)
     tensors['q'] = tensors['q'].clone()
     tensors['q'][:, 3] *= 2.0**100
-    out, _, _ = forward(tensors, extents)
+    out, _, _ = forward(tensors, extents, design)
     others = [t for t in range(12) if t != 3]
     assert same_bits(out[:, others], expected[:, others])
     assert out[:, 3].isfinite().all()
@@ -192,11 +193,11 @@ def test_queries_that_are_large(design: str, device: torch.device) -> None:
 def test_the_future_changes_nothing(dtype: torch.dtype, design: str, device: torch.device) -> None:
     """Values that do not fit, in the middle of a block that earlier queries stand in, and choices."""
     tensors = make_problem(whole(60), dtype, device)
-    expected = forward(tensors, whole(60))
+    expected = forward(tensors, whole(60), design)
     changed = {name: t.clone() for name, t in tensors.items()}
     changed['v'][:, 22:] = TOO_LARGE[dtype]
     changed['block_indices'][:, 22:] = 1
-    for t, other in zip(forward(changed, whole(60))[::2], expected[::2], strict=True):
+    for t, other in zip(forward(changed, whole(60), design)[::2], expected[::2], strict=True):
         assert same_bits(t[:, :22], other[:, :22])
 
 
@@ -208,12 +209,12 @@ def test_what_is_converted(device: torch.device, monkeypatch: pytest.MonkeyPatch
     k, v = (torch.ones(1, extents.seqlen_k, 2, 24, dtype=dtype, device=device) for _ in 'kv')
     v[:, 41, 0, 3] = TOO_LARGE[dtype]  # the second block of the last sequence, 36 to 51
     k[:, 20, 1, 5] = torch.nan  # its first
-    halves = convert_values(k, v, make_layout(make_sequences(extents, device)), BLOCK_SIZE)
+    converted = convert_values(k, v, make_layout(make_sequences(extents, device)), BLOCK_SIZE)
     # Slots: 0 and 1 of the first sequence, which has 20 keys; from 20 // 16 + 2 = 3 on of the last one.
     fits, is_small = fp16_values.FITS.value, fp16_values.IS_SMALL.value
-    flags = halves.flags.view(2, halves.num_slots)
+    flags = converted.flags.view(2, converted.num_slots)
     assert flags[0, [0, 3, 4, 5]].tolist() == [fits, fits, is_small, fits]
     assert flags[1, [0, 3, 4, 5]].tolist() == [fits, 0, fits, fits]
     assert flags[:, 1].tolist() == flags[:, 6].tolist() == [is_small] * 2
-    assert halves.half[:, 20:36].eq(1).all()
-    assert halves.half[:, 36:52].isfinite().all()
+    assert converted.data[:, 20:36].eq(1).all()
+    assert converted.data[:, 36:52].isfinite().all()

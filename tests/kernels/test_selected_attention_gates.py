@@ -18,10 +18,10 @@ from tests.support.problems import Extents, Heads, packed, row_integers, whole
 from tests.support.selected_attention_problems import (
     HEADS,
     TWO_GROUPS,
+    force_dlogits,
     kernels,  # noqa: F401, every test takes it
     make_indices,
     make_inputs,
-    pass_dlogits,
     per_tile,
 )
 
@@ -102,7 +102,7 @@ def test_the_error_rules(kind: str, dtype: torch.dtype, device: torch.device) ->
 @pytest.fixture
 def passed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Gradients of logits are passed on, however few there are. The lengths of the ranges that dq was made of."""
-    return pass_dlogits(monkeypatch)
+    return force_dlogits(monkeypatch)
 
 
 @pytest.mark.quick

@@ -16,6 +16,7 @@ from native_sparse_attention.ops.selected_attention.api import MAX_SELECTED, bac
 from native_sparse_attention.ops.selected_attention.triton import op
 from native_sparse_attention.ops.selected_attention.triton.by_block import backward as by_block_backward
 from native_sparse_attention.ops.selected_attention.triton.by_block import forward as by_block
+from native_sparse_attention.ops.selected_attention.triton.by_block import partials
 from native_sparse_attention.ops.selected_attention.triton.dkv import launch as dkv
 from native_sparse_attention.ops.selected_attention.triton.index import block_to_query
 from native_sparse_attention.testing import make_block_indices, outputs_and_gradients
@@ -203,7 +204,7 @@ def test_the_size_of_the_future_changes_nothing(
     name: str, size: float, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor the units of float16 parts, as bfloat16 inputs have them."""
-    monkeypatch.setattr(block_to_query, 'dtype_of_parts', lambda _: torch.float16)
+    monkeypatch.setattr(partials, 'partial_dtype', lambda _: torch.float16)
     indices = make_block_indices('valid', 1, 12, 1, 3, seqlen_k=12, block_size=4)
     tensors, grads = make_inputs(whole(12), HEADS, device, indices), make_grads(whole(12), HEADS, device)
     grads[0][:, 7:] = 0
@@ -222,7 +223,7 @@ def test_gradients_by_parts_are_not_numbers_where_inputs_are_not(
     keys_are: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though units of float16 parts are the smallest there are, then."""
-    monkeypatch.setattr(block_to_query, 'dtype_of_parts', lambda _: torch.float16)
+    monkeypatch.setattr(partials, 'partial_dtype', lambda _: torch.float16)
     indices = make_block_indices('valid', 1, 12, 1, 3, seqlen_k=12, block_size=4)
     tensors, grads = make_inputs(whole(12), HEADS, device, indices), make_grads(whole(12), HEADS, device)
     grads[1].zero_()
@@ -333,7 +334,7 @@ def test_the_registered_op_is_as_pytorch_wants_it(device: torch.device) -> None:
     cu_seqlens = torch.tensor([0, 2], dtype=torch.int32, device=device)
     for borders, softcap in ((None, None), (cu_seqlens, 3.0)):
         flat = (2, None, None, None, borders, borders)
-        inputs = (q, k, v, tensors['block_indices'], factors, None, *flat, 1, True, 0.25, softcap, False, False)
+        inputs = (q, k, v, tensors['block_indices'], factors, None, *flat, 1, True, 0.25, softcap, None, False, False)
         torch.library.opcheck(op._forward, inputs)
         detached = [t.detach() if isinstance(t, Tensor) else t for t in inputs]
         out, *others = op._forward(*detached)

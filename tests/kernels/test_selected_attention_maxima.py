@@ -12,7 +12,7 @@ from torch import Tensor
 
 from native_sparse_attention.ops import selected_attention
 from native_sparse_attention.ops._triton.support import is_interpreted
-from native_sparse_attention.ops.selected_attention.triton import op, plan
+from native_sparse_attention.ops.selected_attention.triton import op
 from tests.kernels.test_selected_attention_fp16_values import forward
 from tests.support.problems import Extents, Heads, whole
 from tests.support.selected_attention_problems import make_inputs
@@ -25,10 +25,10 @@ AFTER = (FAR_BLOCK + 1) * BLOCK_SIZE
 
 
 @pytest.fixture(autouse=True)
-def by_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, 'choose_design', lambda *_, **__: 'neighbours')
-    if is_interpreted():  # which has no bfloat16: float16 takes its way
-        monkeypatch.setattr(op, 'converts', lambda _: True)
+def converts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Convert float16 values in the interpreter, which has no bfloat16."""
+    if is_interpreted():
+        monkeypatch.setattr(op, 'converts_values', lambda _: True)
 
 
 def make_tensors(far: float, device: torch.device, *, chosen: tuple[int, ...] = (0, FAR_BLOCK)) -> dict[str, Tensor]:
@@ -45,43 +45,43 @@ def make_tensors(far: float, device: torch.device, *, chosen: tuple[int, ...] = 
     return tensors
 
 
-def run(tensors: dict[str, Tensor], keeps_low: bool, **settings: bool) -> tuple[Tensor, Tensor]:
-    """keeps_low: with what rounding leaves out of the output, for which values are converted."""
-    if keeps_low:
-        _, lse, exact = forward(tensors, whole(SEQLEN), **settings)
+def run(tensors: dict[str, Tensor], low_bits: bool, **settings: bool) -> tuple[Tensor, Tensor]:
+    """low_bits: with what rounding leaves out of the output, for which values are converted."""
+    if low_bits:
+        _, lse, exact = forward(tensors, whole(SEQLEN), 'union', **settings)
         return exact, lse
     arguments: dict[str, Any] = {**tensors, **settings}
     with torch.no_grad():
-        return selected_attention(**arguments, block_size=BLOCK_SIZE, backend='triton')
+        return selected_attention(**arguments, block_size=BLOCK_SIZE, backend='triton', _design='union')
 
 
-def assert_right(tensors: dict[str, Tensor], keeps_low: bool, size: float = 0.0) -> None:
+def assert_right(tensors: dict[str, Tensor], low_bits: bool, size: float = 0.0) -> None:
     wide: dict[str, Any] = {name: t.double() if t.is_floating_point() else t for name, t in tensors.items()}
     exact, exact_lse = selected_attention(**wide, block_size=BLOCK_SIZE, backend='eager')
-    out, lse = run(tensors, keeps_low)
+    out, lse = run(tensors, low_bits)
     # Of logits the last digits are lost, and of what is made of them.
-    tolerance = (2**-10 if keeps_low else 2**-6) + size * 2**-21
+    tolerance = (2**-10 if low_bits else 2**-6) + size * 2**-21
     torch.testing.assert_close(out.double(), exact, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(lse.double(), exact_lse.double(), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize('keeps_low', [False, True])
+@pytest.mark.parametrize('low_bits', [False, True])
 @pytest.mark.parametrize('far', [-200, -30, 5, 12, 30, 60, 200])
-def test_logits_far_from_those_at_the_ends(far: float, keeps_low: bool, device: torch.device) -> None:
-    assert_right(make_tensors(far, device), keeps_low, abs(far))
+def test_logits_far_from_those_at_the_ends(far: float, low_bits: bool, device: torch.device) -> None:
+    assert_right(make_tensors(far, device), low_bits, abs(far))
 
 
-@pytest.mark.parametrize('keeps_low', [False, True])
+@pytest.mark.parametrize('low_bits', [False, True])
 @pytest.mark.parametrize('chosen', [(), (2,), (FAR_BLOCK,), (2, FAR_BLOCK, 5)], ids=str)
 @pytest.mark.parametrize('far', [0, 60])
-def test_without_the_first_block(far: float, chosen: tuple[int, ...], keeps_low: bool, device: torch.device) -> None:
-    assert_right(make_tensors(far, device, chosen=chosen), keeps_low, far)
+def test_without_the_first_block(far: float, chosen: tuple[int, ...], low_bits: bool, device: torch.device) -> None:
+    assert_right(make_tensors(far, device, chosen=chosen), low_bits, far)
 
 
-@pytest.mark.parametrize('keeps_low', [False, True])
+@pytest.mark.parametrize('low_bits', [False, True])
 @pytest.mark.parametrize('logit', [-11, -30, -200])
-def test_precision_of_rows_without_a_reference(logit: float, keeps_low: bool, device: torch.device) -> None:
+def test_precision_of_rows_without_a_reference(logit: float, low_bits: bool, device: torch.device) -> None:
     """They read neither the first block nor their own, and all of their logits are far below 0. Errors are held to
     those of eager in the same dtype, or with what rounding leaves out of the output, to next to nothing.
     """
@@ -98,70 +98,70 @@ def test_precision_of_rows_without_a_reference(logit: float, keeps_low: bool, de
     narrow: dict[str, Any] = {**tensors}
     eager, _ = selected_attention(**narrow, **where, backend='eager')
     extents = Extents(1, SEQLEN - 128, SEQLEN, {'q_offset': 128}, [SEQLEN])
-    if keeps_low:
-        _, lse, out = forward(tensors, extents)
+    if low_bits:
+        _, lse, out = forward(tensors, extents, 'union')
         limit = 2.0**-16
     else:
         with torch.no_grad():
-            out, lse = selected_attention(**narrow, **where, backend='triton')
+            out, lse = selected_attention(**narrow, **where, backend='triton', _design='union')
         limit = 2 * (eager.double() - exact).abs().max().item()
     assert (out.double() - exact).abs().max() <= limit
     torch.testing.assert_close(lse.double(), exact_lse.double(), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize('keeps_low', [False, True])
-def test_the_first_keys_are_far_above_the_others(keeps_low: bool, device: torch.device) -> None:
+@pytest.mark.parametrize('low_bits', [False, True])
+def test_the_first_keys_are_far_above_the_others(low_bits: bool, device: torch.device) -> None:
     """As where attention has a sink; and above those of queries that do not read them, too."""
     tensors = make_tensors(0, device)
     tensors['k'][:, 0, :, 0] = 240
-    assert_right(tensors, keeps_low, 60)
+    assert_right(tensors, low_bits, 60)
     tensors['block_indices'][:, ::4, :, 0] = -1
-    assert_right(tensors, keeps_low, 60)
+    assert_right(tensors, low_bits, 60)
 
 
-@pytest.mark.parametrize('keeps_low', [False, True])
+@pytest.mark.parametrize('low_bits', [False, True])
 @pytest.mark.parametrize('far', [60, 200])
-def test_rows_beside_them_keep_their_bits(far: float, keeps_low: bool, device: torch.device) -> None:
-    near, other = (run(make_tensors(logit, device), keeps_low) for logit in (0, far))
+def test_rows_beside_them_keep_their_bits(far: float, low_bits: bool, device: torch.device) -> None:
+    near, other = (run(make_tensors(logit, device), low_bits) for logit in (0, far))
     assert torch.equal(near[0][:, ::2], other[0][:, ::2])
     assert torch.equal(near[1][..., ::2], other[1][..., ::2])
     assert not torch.equal(near[0][:, AFTER + 1 :: 2], other[0][:, AFTER + 1 :: 2])
 
 
-@pytest.mark.parametrize('keeps_low', [False, True])
+@pytest.mark.parametrize('low_bits', [False, True])
 @pytest.mark.parametrize('causal', [True, False])
 @pytest.mark.parametrize('taken', [0, FAR_BLOCK])
-def test_what_neighbours_choose_changes_no_bit(taken: int, causal: bool, keeps_low: bool, device: torch.device) -> None:
+def test_what_neighbours_choose_changes_no_bit(taken: int, causal: bool, low_bits: bool, device: torch.device) -> None:
     tensors = make_tensors(5, device)
     changed = {**tensors, 'block_indices': tensors['block_indices'].clone()}
     rows = changed['block_indices'][:, 1::2]
     rows[rows == taken] = 1 if causal else SEQLEN // BLOCK_SIZE - 1  # behind the own block
-    expected, results = (run(t, keeps_low, causal=causal) for t in (tensors, changed))
+    expected, results = (run(t, low_bits, causal=causal) for t in (tensors, changed))
     assert torch.equal(results[0][:, ::2], expected[0][:, ::2])
     assert torch.equal(results[1][..., ::2], expected[1][..., ::2])
     assert not torch.equal(results[0][:, AFTER + 1 :: 2], expected[0][:, AFTER + 1 :: 2])
 
 
-@pytest.mark.parametrize('keeps_low', [False, True])
+@pytest.mark.parametrize('low_bits', [False, True])
 @pytest.mark.parametrize('junk', [torch.nan, 3e4])
-def test_first_keys_that_nobody_reads_change_no_bit(junk: float, keeps_low: bool, device: torch.device) -> None:
+def test_first_keys_that_nobody_reads_change_no_bit(junk: float, low_bits: bool, device: torch.device) -> None:
     tensors = make_tensors(5, device, chosen=(FAR_BLOCK,))
     changed = {**tensors, 'k': tensors['k'].clone()}
     changed['k'][:, :BLOCK_SIZE] = junk
-    expected, results = run(tensors, keeps_low), run(changed, keeps_low)
+    expected, results = run(tensors, low_bits), run(changed, low_bits)
     assert torch.equal(results[0][:, BLOCK_SIZE:], expected[0][:, BLOCK_SIZE:])
     assert torch.equal(results[1][..., BLOCK_SIZE:], expected[1][..., BLOCK_SIZE:])
 
 
-@pytest.mark.parametrize('keeps_low', [False, True])
+@pytest.mark.parametrize('low_bits', [False, True])
 @pytest.mark.parametrize('junk', [torch.nan, torch.inf, 1e4])
-def test_what_follows_changes_no_bit(junk: float, keeps_low: bool, device: torch.device) -> None:
+def test_what_follows_changes_no_bit(junk: float, low_bits: bool, device: torch.device) -> None:
     tensors = make_tensors(5, device)
-    expected = run(tensors, keeps_low)
+    expected = run(tensors, low_bits)
     for position in (AFTER + 1, AFTER + 15, SEQLEN - 1):
         changed = {name: t.clone() for name, t in tensors.items()}
         for name in 'qkv':
             changed[name][:, position:] = junk
-        out, lse = run(changed, keeps_low)
+        out, lse = run(changed, low_bits)
         assert torch.equal(out[:, :position], expected[0][:, :position])
         assert torch.equal(lse[..., :position], expected[1][..., :position])

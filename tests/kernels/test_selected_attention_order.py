@@ -13,30 +13,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from native_sparse_attention.ops import selected_attention
 from native_sparse_attention.ops._triton.support import is_interpreted
-from native_sparse_attention.ops.selected_attention.triton import plan
 from native_sparse_attention.ops.selected_attention.triton.loops import block_loop
-from native_sparse_attention.ops.selected_attention.triton.loops.block_loop import QUERIES_TOGETHER, find_whole_blocks
+from native_sparse_attention.ops.selected_attention.triton.loops.block_loop import CONCURRENT_QUERIES, find_full_blocks
 from tests.support.harness import assert_close_to_eager, assert_same_bits, make_grads, place, run_triton
 from tests.support.problems import Extents, Heads, packed
-from tests.support.selected_attention_problems import INT32, make_indices, make_inputs
+from tests.support.selected_attention_problems import INT32, make_indices, make_inputs, with_design
 
 HEADS = Heads(2, 1, 16, 16)
-TOGETHER = QUERIES_TOGETHER.value
+TOGETHER = CONCURRENT_QUERIES.value
 BLOCK = 16
-
-
-@pytest.fixture(autouse=True)
-def per_query(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, 'choose_design', lambda *_, **__: 'query')
+attend = with_design('query')
 
 
 @triton.jit
 def slots_kernel(choice_ptr, found_ptr, readable, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_S: tl.constexpr):
     slots = tl.arange(0, BLOCK_S)
     choice = tl.load(choice_ptr + slots, mask=slots < SIZE, other=-1)
-    found = find_whole_blocks(choice, readable, SIZE, BLOCK_SIZE, BLOCK_S)
+    found = find_full_blocks(choice, readable, SIZE, BLOCK_SIZE, BLOCK_S)
     for i in tl.static_range(4):
         tl.store(found_ptr + i, found[i])
 
@@ -93,7 +87,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> int:
     """A few queries begin all over their blocks. What is compiled has as many as ever."""
     if not is_interpreted():
         return TOGETHER
-    monkeypatch.setattr(block_loop, 'QUERIES_TOGETHER', tl.constexpr(7))
+    monkeypatch.setattr(block_loop, 'CONCURRENT_QUERIES', tl.constexpr(7))
     return 7
 
 
@@ -102,7 +96,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> int:
 def test_queries_begin_anywhere(offset: int, block_size: int, scaled: bool, device: torch.device) -> None:
     """In blocks of one tile and of two."""
     tensors, grads, settings = make_problem(at_offset(12, offset), device, block_size, scaled=scaled)
-    assert_close_to_eager(selected_attention, tensors, grads, **settings)
+    assert_close_to_eager(attend, tensors, grads, **settings)
 
 
 def test_the_order_is_that_of_the_position(soon: int, device: torch.device) -> None:
@@ -110,21 +104,21 @@ def test_the_order_is_that_of_the_position(soon: int, device: torch.device) -> N
     offset = TOGETHER - 8
     tensors, grads, settings = make_problem(at_offset(12, offset), device)
     assert len({(offset + i) // BLOCK * ((offset + i) % soon) // soon for i in range(1, 13)}) > 1
-    whole = run_triton(selected_attention, tensors, grads, **settings)
+    whole = run_triton(attend, tensors, grads, **settings)
     for chunk in (slice(0, 5), slice(5, 12)):
         part = {name: t[:, chunk] if name in ('q', 'block_indices') else t for name, t in tensors.items()}
         grads_of_part = [grads[0][:, chunk], grads[1][:, :, chunk]]
-        found = run_triton(selected_attention, part, grads_of_part, **settings | {'q_offset': offset + chunk.start})
+        found = run_triton(attend, part, grads_of_part, **settings | {'q_offset': offset + chunk.start})
         assert_same_bits(of_tokens(found, slice(None)), of_tokens(whole, chunk))
 
 
 @pytest.mark.usefixtures('soon')
 def test_packed_sequences_have_the_order_that_they_have_alone(device: torch.device) -> None:
     tensors, grads, settings = make_problem(packed([37, 90]), device)
-    together = run_triton(selected_attention, tensors, grads, **settings)
+    together = run_triton(attend, tensors, grads, **settings)
     last = slice(37, 127)
     alone = {name: t[:, last] for name, t in tensors.items()}
-    found = run_triton(selected_attention, alone, [grads[0][:, last], grads[1][:, :, last]], block_size=BLOCK)
+    found = run_triton(attend, alone, [grads[0][:, last], grads[1][:, :, last]], block_size=BLOCK)
     assert_same_bits(of_tokens(found, slice(None)), of_tokens(together, last))
 
 
@@ -135,6 +129,6 @@ def test_what_is_no_block_changes_no_bit(device: torch.device) -> None:
     results = []
     for row in ([1, 5, 9, 11, -1, -1], [-1, 1, 5, INT32.max, 9, 11], [1, INT32.min, 5, 10**6, 9, 11]):
         rows = torch.tensor(row, dtype=torch.int32, device=device).expand(1, 7, 1, 6).contiguous()
-        results.append(run_triton(selected_attention, tensors | {'block_indices': rows}, grads, **settings))
+        results.append(run_triton(attend, tensors | {'block_indices': rows}, grads, **settings))
     for result in results[1:]:
         assert_same_bits(result, results[0])

@@ -17,7 +17,7 @@ from native_sparse_attention.ops._triton.support import is_interpreted
 from native_sparse_attention.ops._triton.varlen import make_layout
 from native_sparse_attention.ops.selected_attention.triton import plan
 from native_sparse_attention.ops.selected_attention.triton.index import block_union
-from native_sparse_attention.ops.selected_attention.triton.index.block_union import Sharing, find_sharing
+from native_sparse_attention.ops.selected_attention.triton.index.block_union import BlockUnion, build_unions
 from tests.support.harness import (
     assert_close_to_eager,
     assert_same_bits,
@@ -96,7 +96,7 @@ def last_keys(queries: list[tuple[int, int]], sequences: Sequences, causal: bool
 
 
 def assert_union(
-    sharing: Sharing,
+    union: BlockUnion,
     tile: int,
     index_head: int,
     indices: Tensor,
@@ -113,9 +113,9 @@ def assert_union(
             if 0 <= block * block_size <= last:
                 expected[block] = expected.get(block, 0) | 1 << bit
         whole = min(whole, (last + 1) // block_size)
-    num_blocks, num_whole = sharing.counts[tile, index_head, :2].tolist()
-    blocks = sharing.blocks[tile, index_head, :num_blocks].tolist()
-    members = sharing.members[tile, index_head, : num_blocks + 1].diff().tolist()
+    num_blocks, num_whole = union.counts[tile, index_head, :2].tolist()
+    blocks = union.blocks[tile, index_head, :num_blocks].tolist()
+    members = union.query_bits[tile, index_head, : num_blocks + 1].diff().tolist()
     assert (blocks, [bits % 2**64 for bits in members]) == (sorted(expected), [expected[b] for b in sorted(expected)])
     assert num_whole == sum(block < whole for block in expected)
 
@@ -138,13 +138,13 @@ def assert_flags(
     sequences = make_sequences(extents, device)
     with poisoned_allocations():
         placement, nothing_found = make_layout(sequences), NOT_FOUND.to(device)
-        sharing = find_sharing(place(indices, device), placement, block_size, causal, block_t, percent, nothing_found)
-    found = sharing.flags
+        union = build_unions(place(indices, device), placement, block_size, causal, block_t, percent, nothing_found)
+    found = union.flags
     cpu = make_sequences(extents, torch.device('cpu'))
     tiles = tiles_by_definition(cpu, block_t)
     for tile, queries in tiles.items():
         for index_head in range(index_heads):
-            assert_union(sharing, tile, index_head, indices[:, :, index_head], queries, cpu, block_size, causal)
+            assert_union(union, tile, index_head, indices[:, :, index_head], queries, cpu, block_size, causal)
     expected = {
         (tile, index_head): flag_by_definition(
             indices[:, :, index_head], tile_before(tile, tiles, cpu), cpu, block_size, causal, percent
@@ -208,8 +208,8 @@ def test_indices_far_apart() -> None:
     memory = torch.empty(5 * stride, dtype=torch.int32)
     rows = memory.as_strided(indices.shape, (0, stride, 4, 1)).copy_(indices)
     place_of = make_layout(make_sequences(extents, torch.device('cpu')))
-    expected = find_sharing(indices, place_of, 4, True, 4, 60, NOT_FOUND).flags
-    found = find_sharing(rows, place_of, 4, True, 4, 60, NOT_FOUND).flags
+    expected = build_unions(indices, place_of, 4, True, 4, 60, NOT_FOUND).flags
+    found = build_unions(rows, place_of, 4, True, 4, 60, NOT_FOUND).flags
     assert expected is not None
     assert found is not None
     assert torch.equal(found, expected)
@@ -270,7 +270,7 @@ def test_a_group_of_several_tiles_per_query(
     tile of groups of 17 to 32 heads.
     """
     table = plan.settings.DQ
-    for name, block_m in (('DQ', rows_of_others), ('DQ_32', rows), ('NEIGHBOURS_DQ', 64)):
+    for name, block_m in (('DQ', rows_of_others), ('DQ_32', rows), ('UNION_DQ', 64)):
         monkeypatch.setattr(plan.settings, name, {key: row._replace(block_m=block_m) for key, row in table.items()})
     extents, heads = Extents(1, 5, 26, {'q_offset': 21}, [26]), Heads(20, 1, 16, 16)
     indices = make_shared_choice(extents)
@@ -351,11 +351,11 @@ def test_unions_of_some_tiles_after_the_others(
     expected = run_triton(selected_attention, tensors, grads, **settings)
     ranges = []
 
-    def find(*args: Any) -> block_union.Sharing:
+    def find(*args: Any) -> block_union.BlockUnion:
         ranges.append(args[7])
-        return find_sharing(*args)
+        return build_unions(*args)
 
-    monkeypatch.setattr(plan, 'find_sharing', find)
+    monkeypatch.setattr(plan, 'build_unions', find)
     monkeypatch.setattr(block_union, 'MAX_INDICES', 3 * 2 * 8)  # of three tiles of two index heads
     assert_same_bits(run_triton(selected_attention, tensors, grads, **settings), expected)
     assert len(ranges) > 4
@@ -366,13 +366,13 @@ def test_the_flags_are_made_once_for_each_kernel(device: torch.device, monkeypat
     """Tiles of the forward and of the backward kernel may differ in height, and so do their flags."""
     heights = []
 
-    def find(*args: Any) -> block_union.Sharing:
+    def find(*args: Any) -> block_union.BlockUnion:
         heights.append(args[4])
-        return find_sharing(*args)
+        return build_unions(*args)
 
-    monkeypatch.setattr(plan, 'find_sharing', find)
-    table = {key: row._replace(block_m=64) for key, row in plan.settings.NEIGHBOURS_FORWARD.items()}
-    monkeypatch.setattr(plan.settings, 'NEIGHBOURS_FORWARD', table)
+    monkeypatch.setattr(plan, 'build_unions', find)
+    table = {key: row._replace(block_m=64) for key, row in plan.settings.UNION_FORWARD.items()}
+    monkeypatch.setattr(plan.settings, 'UNION_FORWARD', table)
     extents = Extents(1, 5, 26, {'q_offset': 21}, [26])
     tensors = make_inputs(extents, HEADS, device, make_shared_choice(extents))
     settings: dict[str, Any] = {'block_size': 2, 'q_offset': 21}

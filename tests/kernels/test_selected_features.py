@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from native_sparse_attention.ops import selected_attention
-from native_sparse_attention.ops.selected_attention.triton.index import block_to_query
+from native_sparse_attention.ops.selected_attention.triton.by_block import partials
 from native_sparse_attention.testing import assert_attention_matches, make_block_indices
 from tests.support.harness import (
     assert_close_to_eager,
@@ -189,7 +189,7 @@ def test_parts_in_float16(
         tensors['block_scale'] = tensors['block_scale'] * factor
     settings: dict[str, Any] = {'block_size': 3, 'softcap': 1.0}
     expected = run_triton(selected_attention, tensors, grads, **settings)
-    monkeypatch.setattr(block_to_query, 'dtype_of_parts', lambda _: torch.float16)
+    monkeypatch.setattr(partials, 'partial_dtype', lambda _: torch.float16)
     result = run_triton(selected_attention, tensors, grads, **settings)
     assert not torch.equal(result['out0'], expected['out0'])
     for name, t in expected.items():

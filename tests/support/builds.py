@@ -46,7 +46,8 @@ from native_sparse_attention.ops._triton import inverse_index, launch, support
 from native_sparse_attention.ops._triton.interval.modifiers import KernelModifiers
 from native_sparse_attention.ops._triton.varlen import make_layout
 from native_sparse_attention.ops.rotary import shared_input
-from native_sparse_attention.ops.selected_attention.triton import plan as selected_plan
+from native_sparse_attention.ops.selected_attention.triton import settings as selected_settings
+from native_sparse_attention.ops.selected_attention.triton.dkv.kernels import Gates
 from native_sparse_attention.ops.selected_attention.triton.dlogits import storage as dlogits
 from tests.support.layouts import find_reductions
 
@@ -161,40 +162,39 @@ def build_selected(dtype: torch.dtype, head_dim: int) -> None:
         block_scale = torch.ones(indices.shape, requires_grad=True) if scaled else None
         settings: dict[str, Any] = {'block_size': SELECTION_BLOCK, 'block_scale': block_scale}
         differentiate(*selected_attention(q, k, v, indices, **settings, backend='triton'))
-    with mock.patch.object(selected_plan, 'choose_design', return_value='query'):
-        for group in (32, 64):  # which have settings of their own
-            q, k, v = make(dtype, head_dim, kv_heads=1, group=group)
-            indices = torch.zeros(1, SEQLEN, 1, 16, dtype=torch.int32)
-            differentiate(*selected_attention(q, k, v, indices, block_size=SELECTION_BLOCK, backend='triton'))
-            with mock.patch.multiple(dlogits, MIN_TOKENS=1, MIN_CHOICE=0):
-                differentiate(*selected_attention(q, k, v, indices, block_size=SELECTION_BLOCK, backend='triton'))
-    with mock.patch.object(selected_plan, 'choose_design', return_value='mixed'):
-        q, k, v = make(dtype, head_dim, group=16)
-        indices = torch.zeros(1, SEQLEN, 2, 16, dtype=torch.int32)
-        differentiate(*selected_attention(q, k, v, indices, block_size=SELECTION_BLOCK, backend='triton'))
-        selected_attention(q, k, v, indices, block_size=SELECTION_BLOCK, **PACKED, backend='triton')
-        with mock.patch.multiple(dlogits, MIN_TOKENS=1, MIN_CHOICE=0):
-            differentiate(*selected_attention(q, k, v, indices, block_size=SELECTION_BLOCK, backend='triton'))
-            differentiate_gated(q, k, v, indices, block_size=SELECTION_BLOCK)
-        differentiate_gated(q, k, v, indices, block_size=SELECTION_BLOCK)
-    with mock.patch.object(selected_plan, 'choose_design', return_value='block'):
-        q, k, v = make(dtype, head_dim)
-        indices = torch.zeros(1, SEQLEN, 2, 16, dtype=torch.int32)
-        served = launch.settings_of(selected_plan.settings.BLOCK_DQ, q, v).block_n
-        for block_size in dict.fromkeys((min(64, served), 16, served)):
-            differentiate(*selected_attention(q, k, v, indices, block_size=block_size, backend='triton'))
-    for design in ('query', 'neighbours', 'block'):
-        with mock.patch.object(selected_plan, 'choose_design', return_value=design):
-            block_size = min(SELECTION_BLOCK, served)
-            block_scale = None if design == 'block' else torch.ones(indices.shape, requires_grad=True)
-            capped: dict[str, Any] = {'block_size': block_size, 'block_scale': block_scale, 'softcap': 30.0}
-            differentiate(*selected_attention(q, k, v, indices, **capped, backend='triton'))
-            for softcap in (None, 30.0):
-                differentiate_gated(q, k, v, indices, block_size=block_size, softcap=softcap)
+    options: dict[str, Any] = {'block_size': SELECTION_BLOCK, '_design': 'query', 'backend': 'triton'}
+    for group in (32, 64):  # which have settings of their own
+        q, k, v = make(dtype, head_dim, kv_heads=1, group=group)
+        indices = torch.zeros(1, SEQLEN, 1, 16, dtype=torch.int32)
+        differentiate(*selected_attention(q, k, v, indices, **options))
+        with mock.patch.multiple(dlogits, MIN_TOKENS=1, MIN_BLOCK_RATIO=0):
+            differentiate(*selected_attention(q, k, v, indices, **options))
+    options['_design'] = 'mixed'
+    q, k, v = make(dtype, head_dim, group=16)
+    indices = torch.zeros(1, SEQLEN, 2, 16, dtype=torch.int32)
+    differentiate(*selected_attention(q, k, v, indices, **options))
+    selected_attention(q, k, v, indices, **options, **PACKED)
+    with mock.patch.multiple(dlogits, MIN_TOKENS=1, MIN_BLOCK_RATIO=0):
+        differentiate(*selected_attention(q, k, v, indices, **options))
+        differentiate_gated(q, k, v, indices, **options)
+    differentiate_gated(q, k, v, indices, **options)
+    options['_design'] = 'block'
+    q, k, v = make(dtype, head_dim)
+    indices = torch.zeros(1, SEQLEN, 2, 16, dtype=torch.int32)
+    served = launch.settings_of(selected_settings.BLOCK_DQ, q, v).block_n
+    for block_size in dict.fromkeys((min(64, served), 16, served)):
+        options['block_size'] = block_size
+        differentiate(*selected_attention(q, k, v, indices, **options))
+    for design in ('query', 'union', 'block'):
+        options['_design'], options['block_size'] = design, min(SELECTION_BLOCK, served)
+        block_scale = None if design == 'block' else torch.ones(indices.shape, requires_grad=True)
+        differentiate(*selected_attention(q, k, v, indices, block_scale=block_scale, softcap=30.0, **options))
+        for softcap in (None, 30.0):
+            differentiate_gated(q, k, v, indices, softcap=softcap, **options)
 
 
-def differentiate_gated(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, **settings: Any) -> None:
-    differentiate(selected_attention(q, k, v, indices, gate=make_gate(q), **settings, backend='triton')[0])
+def differentiate_gated(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, **options: Any) -> None:
+    differentiate(selected_attention(q, k, v, indices, gate=make_gate(q), **options)[0])
 
 
 def build_inverse_index(dtype: torch.dtype, head_dim: int) -> None:
@@ -281,7 +281,7 @@ def compile_once(self: Any, *args: Any, **kwargs: Any) -> Any:
     gates, or modifiers, with all of them too.
     """
     is_marked = any(isinstance(arg, KernelModifiers) and all(v is not None for v in arg) for arg in args)
-    kind = (self, kwargs.get('FINISHES'), is_marked, is_gated(self, args, kwargs))
+    kind = (self, kwargs.get('COMPUTE_DQ'), is_marked, is_gated(self, args, kwargs))
     return compile_new(kind, self, *args, **kwargs)
 
 
@@ -294,6 +294,8 @@ def compile_kinds(self: Any, *args: Any, **kwargs: Any) -> Any:
 def is_gated(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a kernel has gates, or numbers of a row with a gate among them."""
     given = [arg for name, arg in zip(kernel.arg_names, args, strict=False) if name in ('gate_ptr', 'gates')]
+    bundled = [getattr(arg, name, None) for arg in args for name in ('gate', 'gates') if isinstance(arg, tuple)]
+    given += [arg for arg in bundled if isinstance(arg, (Tensor, Gates))]
     return any(arg is not None for arg in given) or kwargs.get('NUM_STATS') == 3
 
 

@@ -148,16 +148,14 @@ def test_wrong_outputs_are_seen():
 
 
 @pytest.mark.parametrize('case', ['tiny', 'tiny-packed'])
-def test_forced_design(case: str, monkeypatch: pytest.MonkeyPatch):
-    plan = pytest.importorskip('native_sparse_attention.ops.selected_attention.triton.plan')
-    monkeypatch.setattr(plan, 'choose_design', plan.choose_design)
+def test_forced_design(case: str):
+    pytest.importorskip('triton')
     device = 'cuda' if torch.cuda.is_available() else 'cpu'
-    for backend in ('neighbours', 'triton'):
+    for backend in ('union', 'triton'):
         call, _ = selected.make_call({'op': case, 'backend': backend, 'device': device})
         facts = call.facts()
         assert facts['error'] < 1e-4
-        assert facts['design'] == 'neighbours'
-    selected.force_design('block')
-    assert selected.force_design(None) == []
-    with pytest.raises(ValueError, match='no design rows'):
-        selected.force_design('rows')
+        assert facts['design'] == 'union'
+    call, _ = selected.make_call({'op': case, 'backend': 'rows', 'device': device})
+    with pytest.raises(ValueError, match="design is 'rows', but must be one of query, union, block, mixed"):
+        call.facts()

@@ -14,6 +14,7 @@ from native_sparse_attention.core import private
 OptionalTensor = Optional[Tensor]  # noqa: UP045
 OptionalInt = Optional[int]  # noqa: UP045
 OptionalFloat = Optional[float]  # noqa: UP045
+OptionalStr = Optional[str]  # noqa: UP045
 # Placeholder of a tensor that PyTorch saves.
 _SAVED = object()
 

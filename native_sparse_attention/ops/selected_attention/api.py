@@ -58,6 +58,7 @@ def selected_attention(
     dropout_seed: int | Tensor | None = None,
     gate: Tensor | None = None,
     backend: str = 'auto',
+    _design: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of every query over the tokens of its selected blocks that are not in the future, and with
     `window_size` over its window too, each key once, in one softmax.
@@ -121,6 +122,8 @@ def selected_attention(
                 f'block_scale has shape {tuple(block_scale.shape)}, but block_indices has {tuple(block_indices.shape)}'
             )
         check_device('block_scale', block_scale, q)
+    if _design is not None and (backend != 'triton' or window_size is not None):
+        raise ValueError(f'_design is {_design!r}, but needs backend="triton" and no window_size')
     check_optional_gate(gate, q)
     if gate is not None and block_scale is not None:
         raise ValueError('gate is given with block_scale, but must be None beside it')
@@ -149,7 +152,7 @@ def selected_attention(
         case 'triton':
             from native_sparse_attention.ops.selected_attention import triton
 
-            return triton.selected_attention(*arguments, gate)
+            return triton.selected_attention(*arguments, gate, _design)
         case 'flex':
             from native_sparse_attention.ops.selected_attention import flex
 

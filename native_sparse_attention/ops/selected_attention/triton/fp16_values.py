@@ -1,10 +1,11 @@
-"""Products of weights with values in which the weights keep eleven bits at least.
+"""Products of weights and values in which the weights keep at least 11 bits of mantissa.
 
-In bfloat16 a weight has eight, and delta, which dkv needs of the output, would be as far off as the gradients of the
-logits are when they are rounded. Weights in two factors, their upper bits and what these leave, take one more product
-(`add_exact_product`). Where a block's values fit float16 they are converted once, before the forward, and weights are
-rounded to float16: the same product as ever. The output is divided by the sum of the weights that met v then, the
-rounded ones, so that values with a mean do not show how weights were rounded.
+The forward pass needs them where the kernel for dk and dv runs before the one for dq (dlogits/): it takes delta from
+the output. With bfloat16 weights (8 bits) the error of delta would be as large as the rounding of the logit gradients.
+There are two ways. `add_exact_product` splits the weights into their upper bits and a remainder, at the cost of a
+second product. Where the values of a block fit float16, they are converted once before the forward pass and the weights
+are rounded to float16: one product, as usual. The output is then divided by the sum of the rounded weights, so that the
+rounding of the weights does not show in values with a nonzero mean.
 """
 
 # To pyright a jit function that another calls never returns.
@@ -26,38 +27,41 @@ from native_sparse_attention.ops._triton.tiles import load_rows, store_rows
 from native_sparse_attention.ops._triton.varlen import SequenceLayout
 from native_sparse_attention.ops.selected_attention.triton.index.block_to_query import load_sequence
 
-# Weights that meet converted values are in units of 2 ** -HEADROOM, so that small ones keep their bits too.
-# Above them is room for what rounding does to references of logits of many millions.
+# Float16 weights are in units of 2 ** -HEADROOM, so that small weights keep their bits. The range above them absorbs
+# the rounding of references of very large logits.
 HEADROOM = tl.constexpr(7.0)
-# What flags say of a block: all of its keys and values are small; and it is whole, and the values fit float16.
+# Flags of a block. IS_SMALL: all keys and values are small. FITS: also, the block is complete and fits float16.
 IS_SMALL, FITS = tl.constexpr(1), tl.constexpr(2)
 # The largest number of float16.
 LARGEST = tl.constexpr(65504.0)
-# An element fits if the conversion changes it by no more than so much of its token's largest.
+# An element fits if the conversion changes it by at most this fraction of its token's largest element.
 ERROR = tl.constexpr(2.0**-17)
-# Keys of a tile of the conversion.
+# Keys per tile of the conversion.
 BLOCK_N = 64
 
 
-class HalfValues(NamedTuple):
-    """One argument of kernels. half: float16 `[B, S, H, DV]`, contiguous and finite: the values. flags: int8 `[B * H,
-    num_slots]`, FITS, IS_SMALL or 0 for every block slot (inverse_index.py).
+class Fp16Values(NamedTuple):
+    """Values in float16, as a kernel argument.
+
+    data: float16 `[B, S, H, DV]`, contiguous and finite. flags: int8 `[B * H, num_slots]`: FITS, IS_SMALL or 0 for
+    every block slot (inverse_index.py).
     """
 
-    half: Any
+    data: Any
     flags: Any
     num_slots: int
 
 
-def converts(dtype: torch.dtype) -> bool:
-    """Whether values of a dtype are converted."""
+def converts_values(dtype: torch.dtype) -> bool:
+    """Return whether values of a dtype are converted to float16."""
     return dtype == torch.bfloat16
 
 
-def convert_values(k: Tensor, v: Tensor, place: SequenceLayout, block_size: int) -> HalfValues:
-    num_slots = num_block_slots(place, block_size)
+def convert_values(k: Tensor, v: Tensor, layout: SequenceLayout, block_size: int) -> Fp16Values:
+    """Convert v `[B, S, H, DV]` to float16 and classify every block of k and v."""
+    num_slots = num_block_slots(layout, block_size)
     pairs = k.shape[0] * k.shape[2]
-    halves = HalfValues(
+    converted = Fp16Values(
         torch.empty(v.shape, dtype=torch.float16, device=v.device),
         torch.empty(pairs, num_slots, dtype=torch.int8, device=v.device),
         num_slots,
@@ -65,7 +69,7 @@ def convert_values(k: Tensor, v: Tensor, place: SequenceLayout, block_size: int)
     launch(
         convert_kernel,
         (pairs * num_slots,),
-        *(k, v, halves, k.stride(), v.stride(), halves.half.stride(), place, k.shape[2]),
+        *(k, v, converted, k.stride(), v.stride(), converted.data.stride(), layout, k.shape[2]),
         BLOCK_SIZE=block_size,
         HEAD_DIM=k.shape[3],
         VALUE_DIM=v.shape[3],
@@ -75,18 +79,18 @@ def convert_values(k: Tensor, v: Tensor, place: SequenceLayout, block_size: int)
         num_warps=4,
         device=k.device,
     )
-    return halves
+    return converted
 
 
 @triton.jit
 def convert_kernel(
     k_ptr,
     v_ptr,
-    halves,
+    fp16_values,
     k_strides,
     v_strides,
-    half_strides,
-    place,
+    fp16_strides,
+    layout,
     kv_heads,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -95,17 +99,17 @@ def convert_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
-    """One program per block slot of a pair."""
-    pair, slot = tl.program_id(0) // halves.num_slots, tl.program_id(0) % halves.num_slots
+    """Convert one block, and store its flag. One program per pair and block slot."""
+    pair, slot = tl.program_id(0) // fp16_values.num_slots, tl.program_id(0) % fp16_values.num_slots
     row, head = pair // kv_heads, (pair % kv_heads).to(tl.int64)
-    sequence, first_key = find_block(slot, row, place, BLOCK_SIZE)
-    key_start, _, num_keys, _ = load_sequence(sequence, place)
-    # Of what no sequence covers there are no keys.
-    last_key = tl.where(sequence < place.num_sequences, tl.minimum(first_key + BLOCK_SIZE, num_keys), first_key)
+    sequence, first_key = find_block(slot, row, layout, BLOCK_SIZE)
+    key_start, _, num_keys, _ = load_sequence(sequence, layout)
+    # A slot that no sequence covers has no keys.
+    last_key = tl.where(sequence < layout.num_sequences, tl.minimum(first_key + BLOCK_SIZE, num_keys), first_key)
     row = row.to(tl.int64)
     k_ptr += row * k_strides[0] + head * k_strides[2]
     v_ptr += row * v_strides[0] + head * v_strides[2]
-    half_ptr = halves.half + row * half_strides[0] + head * half_strides[2]
+    fp16_ptr = fp16_values.data + row * fp16_strides[0] + head * fp16_strides[2]
     fits = (last_key == first_key + BLOCK_SIZE).to(tl.int32)
     is_small = fits * 0 + 1
     for first in tl.range(first_key, last_key, BLOCK_N):
@@ -114,28 +118,28 @@ def convert_kernel(
         k = load_rows(k_ptr, key_start + keys, k_strides[1], mask, HEAD_DIM, BLOCK_D)
         v = load_rows(v_ptr, key_start + keys, v_strides[1], mask, VALUE_DIM, BLOCK_DV)
         x = v.to(tl.float32)
-        half = tl.where(tl.abs(x) <= LARGEST, x, 0.0).to(tl.float16)
+        rounded = tl.where(tl.abs(x) <= LARGEST, x, 0.0).to(tl.float16)
         largest = tl.max(tl.abs(x), 1)
-        fitting = tl.abs(x - half.to(tl.float32)) <= (largest * ERROR)[:, None]
-        fits &= (tl.min(tl.ravel(fitting.to(tl.int32)), 0) != 0).to(tl.int32)
+        is_close = tl.abs(x - rounded.to(tl.float32)) <= (largest * ERROR)[:, None]
+        fits &= (tl.min(tl.ravel(is_close.to(tl.int32)), 0) != 0).to(tl.int32)
         is_small &= (is_small_tile(k) & is_small_tile(v)).to(tl.int32)
-        store_rows(half_ptr, key_start + keys, half_strides[1], half, mask, VALUE_DIM, BLOCK_DV)
+        store_rows(fp16_ptr, key_start + keys, fp16_strides[1], rounded, mask, VALUE_DIM, BLOCK_DV)
     flag = tl.where(is_small != 0, tl.where(fits != 0, FITS, IS_SMALL), 0)
-    tl.store(halves.flags + tl.program_id(0), flag.to(tl.int8))
+    tl.store(fp16_values.flags + tl.program_id(0), flag.to(tl.int8))
 
 
 @triton.jit
-def find_flags(halves, pair, sequence, key_start, place, BLOCK_SIZE: tl.constexpr):
-    """Where the flags of the blocks of a sequence begin."""
+def find_flags(fp16_values, pair, sequence, key_start, layout, BLOCK_SIZE: tl.constexpr):
+    """Return the pointer to the flag of a sequence's first block."""
     first_slot = 0
-    if place.cu_seqlens_k is not None:
+    if layout.cu_seqlens_k is not None:
         first_slot = key_start // BLOCK_SIZE + sequence
-    return halves.flags + pair.to(tl.int64) * halves.num_slots + first_slot
+    return fp16_values.flags + pair.to(tl.int64) * fp16_values.num_slots + first_slot
 
 
 @triton.jit
 def add_exact_product(weights, v, total):
-    """total + weights @ v, the weights in two factors."""
+    """Return total + weights @ v, with the float32 weights split into two factors of v's dtype."""
     upper = weights.to(v.dtype)
     total = tl.dot(upper, v, total, input_precision='ieee')
     return tl.dot((weights - upper.to(tl.float32)).to(v.dtype), v, total, input_precision='ieee')

@@ -13,24 +13,38 @@ from native_sparse_attention.ops._triton.launch import is_hopper, is_wide, launc
 from native_sparse_attention.ops._triton.registered import (
     OptionalFloat,
     OptionalInt,
+    OptionalStr,
     OptionalTensor,
     refuse_double_backward,
     register_derivative,
     save_inputs,
     saved_inputs,
 )
-from native_sparse_attention.ops._triton.varlen import flatten, last_dim_contiguous, make_layout, unflatten
+from native_sparse_attention.ops._triton.varlen import (
+    SequenceLayout,
+    flatten,
+    last_dim_contiguous,
+    make_layout,
+    unflatten,
+)
 from native_sparse_attention.ops.selected_attention.triton import plan, settings
-from native_sparse_attention.ops.selected_attention.triton.by_block.backward import MemberGradients
+from native_sparse_attention.ops.selected_attention.triton.arguments import (
+    BackwardStrides,
+    BackwardTensors,
+    ForwardStrides,
+    ForwardTensors,
+    stride_of,
+)
+from native_sparse_attention.ops.selected_attention.triton.by_block.backward import BlockQueryGradients
 from native_sparse_attention.ops.selected_attention.triton.by_block.forward import attend_by_block
 from native_sparse_attention.ops.selected_attention.triton.by_query.backward import dq_kernel
 from native_sparse_attention.ops.selected_attention.triton.by_query.forward import forward_kernel
-from native_sparse_attention.ops.selected_attention.triton.by_union.backward import neighbours_dq_kernel
-from native_sparse_attention.ops.selected_attention.triton.by_union.forward import neighbours_forward_kernel
+from native_sparse_attention.ops.selected_attention.triton.by_union.backward import union_dq_kernel
+from native_sparse_attention.ops.selected_attention.triton.by_union.forward import union_forward_kernel
 from native_sparse_attention.ops.selected_attention.triton.dkv.launch import differentiate_keys, fold_gate
 from native_sparse_attention.ops.selected_attention.triton.dlogits.dq import differentiate_by_dlogits
-from native_sparse_attention.ops.selected_attention.triton.dlogits.storage import passes_dlogits
-from native_sparse_attention.ops.selected_attention.triton.fp16_values import convert_values, converts
+from native_sparse_attention.ops.selected_attention.triton.dlogits.storage import stores_dlogits
+from native_sparse_attention.ops.selected_attention.triton.fp16_values import convert_values, converts_values
 
 
 def selected_attention(
@@ -45,17 +59,26 @@ def selected_attention(
     scale: float,
     softcap: float | None = None,
     gate: Tensor | None = None,
+    design: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """gate: `[B, T, HQ]`, if the gradient that the output will receive is that of gate * output; the log-sum-exp has
-    none then.
+    """Return the output `[B, T, HQ, DV]` and the log-sum-exp `[B, HQ, T]`.
+
+    gate: `[B, T, HQ]`, if the output's incoming gradient is that of gate * output; the log-sum-exp has no gradient
+    then. design: one of `plan.DESIGNS` for forward and backward pass, None for the choice by shape.
+
+    Raises:
+        ValueError: if there is no such design.
     """
+    if design is not None and design not in plan.DESIGNS:
+        raise ValueError(f'design is {design!r}, but must be one of {", ".join(plan.DESIGNS)}')
     arguments = (q, k, v, block_indices, block_scale, gate, *flatten(sequences), block_size, causal, scale, softcap)
-    keeps_low = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)
-    keeps_low = keeps_low and passes_dlogits(
+    save_low_bits = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)
+    save_low_bits = save_low_bits and stores_dlogits(
         q, k, v, block_indices, block_scale, block_size, plan.count_packed(sequences.cu_seqlens)
     )
-    # How long lists are is more than the compiler should have to know.
-    out, lse, _, _, _ = _forward(*arguments, not torch.compiler.is_compiling(), keeps_low)
+    # The compiler need not know the size of the inverse index.
+    save_index = not torch.compiler.is_compiling()
+    out, lse, _, _, _ = _forward(*arguments, design, save_index, save_low_bits)
     return out, lse if gate is None else lse.detach()
 
 
@@ -77,16 +100,18 @@ def _forward(
     causal: bool,
     scale: float,
     softcap: OptionalFloat,
-    keeps_lists: bool,
-    keeps_low: bool,
+    design: OptionalStr,
+    save_index: bool,
+    save_low_bits: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The output, the log-sum-exp, and what the backward takes besides: what rounding leaves out of the output
-    (`split_low_bits`), empty where not keeps_low; entries and starts of an `InverseIndex`, empty where there are none,
-    where there are too many, and where not keeps_lists.
+    """Return the output, the log-sum-exp, and what else the backward pass takes.
+
+    That is the low bits of the output (`split_low_bits`), empty unless save_low_bits; and entries and starts of an
+    `InverseIndex`, empty unless save_index, if the design needs none, and if the index is too large to be saved.
     """
     sequences = unflatten(q, (seqlen_k, q_offset, q_offsets, seqlens_k, cu_seqlens, cu_seqlens_k))
-    settled = (block_size, causal, scale, softcap)
-    return attend(q, k, v, block_indices, block_scale, sequences, *settled, keeps_lists, keeps_low, q.dtype)
+    inputs = (q, k, v, block_indices, block_scale, sequences, block_size, causal, scale, softcap)
+    return attend(*inputs, design, save_index, save_low_bits, q.dtype)
 
 
 def attend(
@@ -100,57 +125,60 @@ def attend(
     causal: bool,
     scale: float,
     softcap: float | None,
-    keeps_lists: bool,
-    keeps_low: bool,
+    design: str | None,
+    save_index: bool,
+    save_low_bits: bool,
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """What the registered op returns, with the output in out_dtype."""
+    """Return what the registered op returns, with the output in out_dtype."""
     q, k, v, block_indices, block_scale = last_dim_contiguous(q, k, v, block_indices, block_scale)
     batch, seqlen, heads, _ = q.shape
     out = q.new_empty(batch, seqlen, heads, v.shape[3], dtype=out_dtype)
     lse = q.new_empty(batch, heads, seqlen, dtype=torch.float32)
-    low = q.new_empty(out.shape if keeps_low else 0, dtype=torch.int16)
-    place = make_layout(sequences)
-    packed = plan.count_packed(sequences.cu_seqlens)
-    design = plan.choose_design(q, k, v, block_indices, block_size, num_packed=packed)
+    low_bits = q.new_empty(out.shape if save_low_bits else 0, dtype=torch.int16)
+    layout = make_layout(sequences)
+    if design is None:
+        packed = plan.count_packed(sequences.cu_seqlens)
+        design = plan.choose_design(q, k, v, block_indices, block_size, num_packed=packed)
     if design == 'block':
-        chosen, settled = (q, k, v, block_indices, block_scale), (place, block_size, causal, scale, softcap)
-        index = attend_by_block(*chosen, out, lse, *settled)
-        entries, starts = index if keeps_lists and index is not None else no_lists(q)
-        return out, lse, low, entries, starts
-    tables = settings.FORWARD, settings.FORWARD_32, settings.FORWARD_64
-    kernels = (neighbours_forward_kernel, settings.NEIGHBOURS_FORWARD), (forward_kernel, tables)
-    percent = plan.MAX_UNION_PERCENT['forward']
-    halves = convert_values(k, v, place, block_size) if keeps_low and converts(v.dtype) else None
-    half = None if halves is None else halves.half
-    inputs = (q, k, v, block_indices, place, block_size, causal)
-    launches = plan.plan_launches(design, *kernels, *inputs, max_percent=percent, halves=halves)
-    for kernel, grid, sharing, meta in launches:
-        meta['ONES'] = is_hopper(q.device)  # where a product of eight columns is cheaper than sums
-        meta['INT64_OFFSETS'] = meta['INT64_OFFSETS'] or is_wide(half)
-        if kernel is neighbours_forward_kernel:
-            meta['NEGATIVE'] = scale < 0
+        inputs = (q, k, v, block_indices, block_scale)
+        index = attend_by_block(*inputs, out, lse, layout, block_size, causal, scale, softcap)
+        entries, starts = index if save_index and index is not None else no_index(q)
+        return out, lse, low_bits, entries, starts
+    converted = convert_values(k, v, layout, block_size) if save_low_bits and converts_values(v.dtype) else None
+    fp16 = None if converted is None else converted.data
+    tensors = ForwardTensors(q, k, v, block_indices, block_scale, out, lse, low_bits if save_low_bits else None)
+    strides = ForwardStrides(*(stride_of(t) for t in tensors[:6]))
+    launches = plan.plan_launches(
+        design,
+        (union_forward_kernel, settings.UNION_FORWARD),
+        (forward_kernel, (settings.FORWARD, settings.FORWARD_32, settings.FORWARD_64)),
+        *(q, k, v, block_indices, layout, block_size, causal),
+        max_percent=plan.MAX_UNION_PERCENT['forward'],
+        fp16_values=converted,
+    )
+    for kernel, grid, union, chosen in launches:
+        options: dict[str, Any] = {'NEGATIVE_SCALE': scale < 0} if kernel is union_forward_kernel else {}
+        fp16_tiles = None if fp16 is None else plan.describe_key_tiles(k, fp16, chosen)[1]
         launch(
             kernel,
             grid,
-            *(
-                q,
-                k,
-                v,
-                *plan.describe_key_tiles(k, v, meta),
-                None if half is None else plan.describe_key_tiles(k, half, meta)[1],
-            ),
-            *(block_indices, block_scale, out, lse, low if keeps_low else None),
-            *(q.stride(), k.stride(), v.stride(), _strides(half), block_indices.stride(), _strides(block_scale)),
-            *(out.stride(), halves, place, sharing, scale, softcap),
-            **meta,
+            *(tensors, strides, *plan.describe_key_tiles(k, v, chosen), fp16_tiles, converted, stride_of(fp16)),
+            *(layout, union, scale, softcap),
+            sizes=chosen.sizes,
+            tile=chosen.tile._replace(int64_offsets=chosen.tile.int64_offsets or is_wide(fp16)),
+            SUM_BY_PRODUCT=is_hopper(q.device),  # where a product with 8 columns is cheaper than sums
+            **options,
+            num_warps=chosen.num_warps,
+            num_stages=chosen.num_stages,
             device=q.device,
         )
-        del sharing
-    return out, lse, low, *no_lists(q)
+        del union
+    return out, lse, low_bits, *no_index(q)
 
 
-def no_lists(q: Tensor) -> tuple[Tensor, Tensor]:
+def no_index(q: Tensor) -> tuple[Tensor, Tensor]:
+    """Return empty entries and starts of an `InverseIndex`."""
     return q.new_empty(0, dtype=torch.int32), q.new_empty(0, dtype=torch.int32)
 
 
@@ -160,7 +188,7 @@ def _backward(
     dlse: OptionalTensor,
     out: Tensor,
     lse: Tensor,
-    low: Tensor,
+    low_bits: Tensor,
     entries: Tensor,
     starts: Tensor,
     q: Tensor,
@@ -179,18 +207,20 @@ def _backward(
     causal: bool,
     scale: float,
     softcap: OptionalFloat,
-    keeps_lists: bool,
-    keeps_low: bool,
+    design: OptionalStr,
+    save_index: bool,
+    save_low_bits: bool,
     needs_dkv: bool,
     needs_dscale: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, block_scale and gate; those that are not needed are empty, but for the first. low, entries,
-    starts: from the forward. dlse, block_scale: None beside a gate.
+    """Return the gradients of q, k, v, block_scale and gate. Gradients that are not needed are empty, except dq.
+
+    low_bits, entries, starts: from the forward pass. dlse and block_scale are None beside a gate.
     """
     sequences = unflatten(q, (seqlen_k, q_offset, q_offsets, seqlens_k, cu_seqlens, cu_seqlens_k))
-    kept, inputs = (out, lse, low, entries, starts), (q, k, v, block_indices, block_scale, gate, sequences)
-    settled = (block_size, causal, scale, softcap)
-    return differentiate(dout, dlse, *kept, *inputs, *settled, keeps_low, needs_dkv, needs_dscale, q.dtype)
+    saved, inputs = (out, lse, low_bits, entries, starts), (q, k, v, block_indices, block_scale, gate, sequences)
+    options = (block_size, causal, scale, softcap, design, save_low_bits, needs_dkv, needs_dscale, q.dtype)
+    return differentiate(dout, dlse, *saved, *inputs, *options)
 
 
 def differentiate(
@@ -198,7 +228,7 @@ def differentiate(
     dlse: Tensor | None,
     out: Tensor,
     lse: Tensor,
-    low: Tensor,
+    low_bits: Tensor,
     entries: Tensor,
     starts: Tensor,
     q: Tensor,
@@ -212,82 +242,115 @@ def differentiate(
     causal: bool,
     scale: float,
     softcap: float | None,
-    keeps_low: bool,
+    design: str | None,
+    save_low_bits: bool,
     needs_dkv: bool,
     needs_dscale: bool,
     grad_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """What the registered op returns, with dq, dk and dv in grad_dtype, which is that of q where keeps_low is set. dlse
-    beside a gate is before the gate, as dout is.
+    """Return what the registered op returns, with dq, dk and dv in grad_dtype, the dtype of q with save_low_bits.
+
+    dlse beside a gate is, like dout, before the gate.
     """
     q, k, v, block_indices, block_scale = last_dim_contiguous(q, k, v, block_indices, block_scale)
     dout, out = last_dim_contiguous(dout, out)
-    place = make_layout(sequences)
-    packed = plan.count_packed(sequences.cu_seqlens)
-    if keeps_low:
-        inputs, settled = (q, k, v, block_indices, place), (block_size, causal, scale, softcap)
-        dq, dk, dv, delta = differentiate_by_dlogits(dout, dlse, out, lse, low, *inputs, *settled, gate)
-        dkv = (dk, dv) if needs_dkv else (q.new_empty(0), q.new_empty(0))
-        return dq, *dkv, q.new_empty(0), _gradient_of_gate(gate, delta)
-    design = plan.choose_design(q, k, v, block_indices, block_size, backward=True, num_packed=packed)
+    layout = make_layout(sequences)
+    empty = q.new_empty(0)
+    if save_low_bits:
+        inputs = (q, k, v, block_indices, layout, block_size, causal, scale, softcap, gate)
+        dq, dk, dv, delta = differentiate_by_dlogits(dout, dlse, out, lse, low_bits, *inputs)
+        return dq, *((dk, dv) if needs_dkv else (empty, empty)), empty, _gate_gradient(gate, delta)
+    if design is None:
+        packed = plan.count_packed(sequences.cu_seqlens)
+        design = plan.choose_design(q, k, v, block_indices, block_size, backward=True, num_packed=packed)
+    options = (block_size, causal, scale, softcap)
     if design == 'block':
-        chosen, settled = (q, k, v, block_indices, block_scale, lse), (place, block_size, causal, scale, softcap)
-        members = MemberGradients(*chosen, dout, dlse, gate, *settled, needs_dscale, grad_dtype)
+        inputs = (q, k, v, block_indices, block_scale, lse)
+        queries = BlockQueryGradients(*inputs, dout, dlse, gate, layout, *options, needs_dscale, grad_dtype)
         index = InverseIndex(entries, starts) if starts.numel() else None
         lse, gates = fold_gate(lse, gate)
-        chosen = (q, k, v, block_indices, block_scale, lse)
-        more = (members, index, gates, grad_dtype)
-        dk, dv = differentiate_keys(*chosen, members.delta, dout, *settled, *more)
-        dscale = q.new_empty(0)
-        if members.dfactors is not None and block_scale is not None:
-            dfactors = members.dfactors.unflatten(0, (q.shape[0], k.shape[2])).transpose(1, 2)
+        inputs = (q, k, v, block_indices, block_scale, lse, queries.delta, dout, layout)
+        dk, dv = differentiate_keys(*inputs, *options, queries=queries, index=index, gates=gates, grad_dtype=grad_dtype)
+        dscale = empty
+        if queries.dfactors is not None and block_scale is not None:
+            dfactors = queries.dfactors.unflatten(0, (q.shape[0], k.shape[2])).transpose(1, 2)
             dscale = dfactors.reshape(block_scale.shape).to(block_scale.dtype).contiguous()
-        dkv = (dk, dv) if needs_dkv else (q.new_empty(0), q.new_empty(0))
-        return members.dq, *dkv, dscale, _gradient_of_gate(gate, members.delta)
+        dkv = (dk, dv) if needs_dkv else (empty, empty)
+        return queries.dq, *dkv, dscale, _gate_gradient(gate, queries.delta)
+    inputs = (q, k, v, block_indices, block_scale)
+    dq, delta, dfactors = _differentiate_queries(
+        dout, dlse, out, lse, *inputs, gate, layout, *options, design, needs_dscale, grad_dtype
+    )
+    dscale, dk, dv = empty, empty, empty
+    if dfactors is not None and block_scale is not None:
+        dscale = (dfactors[0] if len(dfactors) == 1 else dfactors.sum(0)).to(block_scale.dtype)
+    if needs_dkv:
+        lse, gates = fold_gate(lse, gate)
+        dk, dv = differentiate_keys(*inputs, lse, delta, dout, layout, *options, gates=gates, grad_dtype=grad_dtype)
+    return dq, dk, dv, dscale, _gate_gradient(gate, delta)
+
+
+def _differentiate_queries(
+    dout: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor,
+    block_scale: Tensor | None,
+    gate: Tensor | None,
+    layout: SequenceLayout,
+    block_size: int,
+    causal: bool,
+    scale: float,
+    softcap: float | None,
+    design: str,
+    needs_dscale: bool,
+    grad_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return dq, delta `[B, HQ, T]` and the gradients of the factors `[head tiles, B, T, HI, n]`, by query or union."""
     dq = q.new_empty(q.shape, dtype=grad_dtype)
     delta = torch.empty_like(lse)
     tables = settings.DQ, settings.DQ_32, settings.DQ_64
-    kernels = (neighbours_dq_kernel, settings.NEIGHBOURS_DQ), (dq_kernel, tables)
-    percent = plan.MAX_UNION_PERCENT['backward']
-    launches = plan.plan_launches(
-        design, *kernels, q, k, v, block_indices, place, block_size, causal, max_percent=percent
-    )
     dfactors = None
     if needs_dscale:
         group = q.shape[2] // max(block_indices.shape[2], 1)
         rows = min(settings.settings_of_group(tables, group, q, v).block_m, row_block(group))
-        # A tile of neighbours has all heads of a group, and leaves its sums in the first part.
-        parts = 1 if design == 'neighbours' else -(-group // rows)
-        allocate = torch.zeros if design == 'mixed' and parts > 1 else torch.empty
-        dfactors = allocate(parts, *block_indices.shape, dtype=torch.float32, device=q.device)
-    for kernel, grid, sharing, meta in launches:
+        # The kernel by union holds all heads of a group, and stores its sums in the first head tile.
+        head_tiles = 1 if design == 'union' else -(-group // rows)
+        allocate = torch.zeros if design == 'mixed' and head_tiles > 1 else torch.empty
+        dfactors = allocate(head_tiles, *block_indices.shape, dtype=torch.float32, device=q.device)
+    tensors = BackwardTensors(
+        *(q, k, v, block_indices, block_scale, out, lse, dout, dlse, gate, dq, delta),
+        dfactors=dfactors,
+    )
+    strides = BackwardStrides(*(stride_of(t) for t in (q, k, v, block_indices, block_scale, out, dout, dlse, gate, dq)))
+    launches = plan.plan_launches(
+        design,
+        (union_dq_kernel, settings.UNION_DQ),
+        (dq_kernel, tables),
+        *(q, k, v, block_indices, layout, block_size, causal),
+        max_percent=plan.MAX_UNION_PERCENT['backward'],
+    )
+    for kernel, grid, union, chosen in launches:
         launch(
             kernel,
             grid,
-            *(q, k, v, *plan.describe_key_tiles(k, v, meta), block_indices, block_scale, out, lse, dout, dlse, gate),
-            *(dq, delta, dfactors),
-            *(q.stride(), k.stride(), v.stride(), block_indices.stride(), _strides(block_scale)),
-            *(out.stride(), dout.stride(), _strides(dlse), _strides(gate), dq.stride()),
-            *(place, sharing, scale, softcap),
-            **meta,
+            *(tensors, strides, *plan.describe_key_tiles(k, v, chosen), layout, union, scale, softcap),
+            sizes=chosen.sizes,
+            tile=chosen.tile,
+            num_warps=chosen.num_warps,
+            num_stages=chosen.num_stages,
             device=q.device,
         )
-        del sharing
-    if dfactors is None or block_scale is None:
-        dscale = q.new_empty(0)
-    else:
-        dscale = (dfactors[0] if len(dfactors) == 1 else dfactors.sum(0)).to(block_scale.dtype)
-    dk, dv = q.new_empty(0), q.new_empty(0)
-    if needs_dkv:
-        inputs, settled = (q, k, v, block_indices, block_scale), (place, block_size, causal, scale, softcap)
-        lse, gates = fold_gate(lse, gate)
-        sums = (lse, delta, dout)
-        dk, dv = differentiate_keys(*inputs, *sums, *settled, gates=gates, grad_dtype=grad_dtype)
-    return dq, dk, dv, dscale, _gradient_of_gate(gate, delta)
+        del union
+    return dq, delta, dfactors
 
 
-def _gradient_of_gate(gate: Tensor | None, delta: Tensor) -> Tensor:
-    """delta `[B, HQ, T]`, which is dout * output where the log-sum-exp has no gradient; empty without a gate."""
+def _gate_gradient(gate: Tensor | None, delta: Tensor) -> Tensor:
+    """Return delta `[B, HQ, T]` (dout * output, where the log-sum-exp has no gradient) as the gradient of the gate."""
     return delta.new_empty(0) if gate is None else delta.transpose(1, 2).to(gate.dtype).contiguous()
 
 
@@ -295,8 +358,8 @@ def _gradient_of_gate(gate: Tensor | None, delta: Tensor) -> Tensor:
 def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     batch, seqlen, heads, _ = q.shape
     out = q.new_empty(batch, seqlen, heads, v.shape[3])
-    low = q.new_empty(out.shape if rest[-1] else 0, dtype=torch.int16)
-    return out, q.new_empty(batch, heads, seqlen, dtype=torch.float32), low, *no_lists(q)
+    low_bits = q.new_empty(out.shape if rest[-1] else 0, dtype=torch.int16)
+    return out, q.new_empty(batch, heads, seqlen, dtype=torch.float32), low_bits, *no_index(q)
 
 
 @_backward.register_fake
@@ -305,7 +368,7 @@ def _(
     dlse: Tensor | None,
     out: Tensor,
     lse: Tensor,
-    low: Tensor,
+    low_bits: Tensor,
     entries: Tensor,
     starts: Tensor,
     q: Tensor,
@@ -336,7 +399,3 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None)
 
 register_derivative(_forward, _differentiate, save_inputs)
 refuse_double_backward(_backward)
-
-
-def _strides(tensor: Tensor | None) -> tuple[int, ...] | None:
-    return None if tensor is None else tensor.stride()

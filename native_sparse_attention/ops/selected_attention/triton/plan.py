@@ -1,10 +1,10 @@
-"""Design, launches, compile-time constants and tensor descriptors of selected attention."""
+"""Choice of the design of selected attention, with its launches, grids and compile-time constants."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -21,82 +21,43 @@ from native_sparse_attention.ops._triton.launch import (
 )
 from native_sparse_attention.ops._triton.varlen import SequenceLayout
 from native_sparse_attention.ops.selected_attention.triton import settings
+from native_sparse_attention.ops.selected_attention.triton.arguments import Sizes, Tile
 from native_sparse_attention.ops.selected_attention.triton.dkv import launch as dkv
-from native_sparse_attention.ops.selected_attention.triton.fp16_values import HalfValues
+from native_sparse_attention.ops.selected_attention.triton.fp16_values import Fp16Values
 from native_sparse_attention.ops.selected_attention.triton.index.block_union import (
-    MAX_MEMBERS,
+    MAX_QUERIES,
     MAX_UNION_PERCENT,
-    NOTHING_SHARED,
-    Sharing,
-    find_sharing,
+    NO_UNION,
+    BlockUnion,
+    build_unions,
+    split_tiles,
     union_size,
-    union_tiles,
 )
 
-DESIGNS = ('query', 'neighbours', 'block', 'mixed')
-# The largest group that leaves a tile of one query empty, and the most indices of a row that neighbours share.
-SMALL_GROUP, MAX_SHARED_CHOICE = 8, 64
-# Fewer queries than this do not pay for finding out which of them share.
+DESIGNS = ('query', 'union', 'block', 'mixed')
+# Groups of at most this size leave most rows of a single query's tile empty.
+SMALL_GROUP = 8
+# Most indices per row for block unions.
+MAX_UNION_SELECTED = 64
+# Minimum number of queries for which flags of query tiles pay off.
 MIN_SEQLEN_MIXED = 256
-# Neighbours share where there are at most so many times as many blocks as each of them chooses.
-MEETING = 4
-# Forward, in half types, tiles of a large group share whatever was chosen where they have two queries of up to
-# LARGE_HEAD elements a head, and those of more queries at LARGE_HEAD alone (smaller heads do not gain), where blocks
-# are at most so many times as many as each query chooses. Measured on an H200.
-MEETING_LARGE, LARGE_HEAD = 8, 128
-# Fewer queries than this do not pay for the lists of those who chose a block.
+# Small groups take unions if there are at most this many times as many blocks as each query selects.
+MAX_BLOCK_RATIO = 4
+# Forward, in half types, large groups always take unions if their tiles hold two queries and heads have up to
+# LARGE_HEAD elements, or if heads have LARGE_HEAD elements and there are at most MAX_BLOCK_RATIO_LARGE times as many
+# blocks as each query selects. Smaller heads do not gain. Measured on an H200.
+MAX_BLOCK_RATIO_LARGE, LARGE_HEAD = 8, 128
+# Minimum number of queries for which a CSR index from blocks to queries pays off.
 MIN_SEQLEN_BY_BLOCK = 1024
 
 
-def find_constants(
-    tile: Settings, q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_size: int, causal: bool
-) -> dict[str, Any]:
-    shapes = (q.shape, k.shape, v.shape, block_indices.shape)
-    return _find_constants(tile, *shapes, block_size, causal, is_wide(k, v)).copy()
+class LaunchSettings(NamedTuple):
+    """Compile-time constants and launch options of a kernel by query or by query tile."""
 
-
-@lru_cache(maxsize=1024)
-def _find_constants(
-    tile: Settings,
-    q_shape: tuple[int, ...],
-    k_shape: tuple[int, ...],
-    v_shape: tuple[int, ...],
-    indices_shape: tuple[int, ...],
-    block_size: int,
-    causal: bool,
-    wide: bool,
-) -> dict[str, Any]:
-    index_heads, num_selected = indices_shape[2:]
-    # No block is longer than all keys.
-    block_size = max(1, min(block_size, k_shape[1]))
-    block_m, block_n, num_warps, num_stages = tile
-    return {
-        'GROUP': q_shape[2] // index_heads,
-        'REPEATS': index_heads // k_shape[2],
-        'NUM_SELECTED': num_selected,
-        'BLOCK_SIZE': block_size,
-        'CAUSAL': causal,
-        'HEAD_DIM': q_shape[3],
-        'VALUE_DIM': v_shape[3],
-        'BLOCK_S': 1 << max(num_selected - 1, 0).bit_length(),
-        'BLOCK_M': block_m,
-        'BLOCK_N': min(block_n, row_block(block_size)),
-        'BLOCK_D': head_block(q_shape[3]),
-        'BLOCK_DV': head_block(v_shape[3]),
-        'INT64_OFFSETS': wide,
-        'num_warps': num_warps,
-        'num_stages': num_stages,
-    }
-
-
-def describe_key_tiles(
-    k: Tensor, v: Tensor, meta: dict[str, Any]
-) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
-    """Return the descriptors of k and v, or None where a block is not a whole number of tiles."""
-    block_n = meta['BLOCK_N']
-    if meta['BLOCK_SIZE'] % block_n or k.element_size() == 4:
-        return None, None
-    return describe_tiles(k, block_n, meta['BLOCK_D']), describe_tiles(v, block_n, meta['BLOCK_DV'])
+    sizes: Sizes
+    tile: Tile
+    num_warps: int
+    num_stages: int
 
 
 def choose_design(
@@ -109,14 +70,12 @@ def choose_design(
     backward: bool = False,
     num_packed: int = 0,
 ) -> str:
-    """What a program has, one of DESIGNS, by shape alone: what choices overlap by lies on the device. num_packed: the
-    sequences that `cu_seqlens` names.
+    """Return the design, one of DESIGNS, from shapes alone: how much selections overlap is known on the device only.
 
-    'query': a query with the heads of its group, which fill a tile where the group is large. 'neighbours': queries that
-    go through their blocks together, where there are so few blocks that the choices of many must meet, whatever they
-    are, or, forward in half types, a large group leaves room for but two of them in a tile. 'block': a block and those
-    who chose it, whatever there are of both. 'mixed': large groups, whose neighbours go together where they share
-    enough, which the device says of every tile.
+    'query': one program per query, for groups that fill a tile. 'union': one program per query tile, which reads the
+    union of the selected blocks; for few blocks, or forward in half types for large groups of which two queries fill a
+    tile. 'block': one program per KV block, for small groups and many blocks. 'mixed': large groups; flags on the
+    device choose between 'union' and 'query' for every query tile. num_packed: number of sequences in `cu_seqlens`.
     """
     index_heads, num_selected = block_indices.shape[2:]
     group = q.shape[2] // index_heads
@@ -125,11 +84,11 @@ def choose_design(
     if group > SMALL_GROUP:
         return _choose_for_large_group(q, k, v, block_indices, block_size, backward, num_packed)
     num_blocks = -(-k.shape[1] // block_size)
-    if num_selected <= MAX_SHARED_CHOICE and num_blocks <= MEETING * num_selected:
-        return 'neighbours'
+    if num_selected <= MAX_UNION_SELECTED and num_blocks <= MAX_BLOCK_RATIO * num_selected:
+        return 'union'
     if q.shape[1] < MIN_SEQLEN_BY_BLOCK:
         return 'query'
-    # Float32 sums of the gradients of one kv head must fit into the workspace.
+    # Float32 sums of the gradients of one KV head must fit into the workspace.
     if backward and 4 * k.shape[1] * (k.shape[3] + v.shape[3]) > dkv.WORKSPACE:
         return 'query'
     table = settings.BLOCK_DQ if backward else settings.BLOCK
@@ -141,71 +100,80 @@ def _choose_for_large_group(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_size: int, backward: bool, num_packed: int
 ) -> str:
     group, num_selected = q.shape[2] // block_indices.shape[2], block_indices.shape[3]
-    tile = settings_of(settings.NEIGHBOURS_DQ if backward else settings.NEIGHBOURS_FORWARD, q, v).block_m
-    # Queries that all chose the same still read one block together for each that one of them would read.
-    block_t = tile // group_block(group)
-    shares = MAX_UNION_PERCENT['backward' if backward else 'forward'] * block_t >= 100
-    shares = shares and num_selected <= MAX_SHARED_CHOICE
-    # Block numbers and places in a union stand in one integer.
-    shares = shares and (k.shape[1] // block_size + 2) * union_size(num_selected, block_t) <= 2**30
-    if not shares or q.shape[1] < MIN_SEQLEN_MIXED:
+    tile = settings_of(settings.UNION_DQ if backward else settings.UNION_FORWARD, q, v).block_m
+    # If all queries of a tile select the same blocks, the union is 1 / block_t of what they read one by one.
+    block_t = tile // rows_per_query(group)
+    may_share = MAX_UNION_PERCENT['backward' if backward else 'forward'] * block_t >= 100
+    may_share = may_share and num_selected <= MAX_UNION_SELECTED
+    # A block number and a position in the union share one integer.
+    may_share = may_share and (k.shape[1] // block_size + 2) * union_size(num_selected, block_t) <= 2**30
+    if not may_share or q.shape[1] < MIN_SEQLEN_MIXED:
         return 'query'
     if backward or q.element_size() != 2:
         return 'mixed'
     head = head_block(max(q.shape[3], v.shape[3]))
-    is_few = -(-k.shape[1] // block_size) <= MEETING_LARGE * num_selected * max(1, num_packed)
-    is_better = (block_t == 2 and head <= LARGE_HEAD) or (is_few and head == LARGE_HEAD)
-    return 'neighbours' if is_better else 'mixed'
+    has_few_blocks = -(-k.shape[1] // block_size) <= MAX_BLOCK_RATIO_LARGE * num_selected * max(1, num_packed)
+    is_faster = (block_t == 2 and head <= LARGE_HEAD) or (has_few_blocks and head == LARGE_HEAD)
+    return 'union' if is_faster else 'mixed'
 
 
 def count_packed(cu_seqlens: Tensor | None) -> int:
+    """Return the number of packed sequences, 0 if the batch is not packed."""
     return 0 if cu_seqlens is None else len(cu_seqlens) - 1
 
 
-def group_block(group: int) -> int:
-    """Rows that a tile of neighbours has for each of its queries."""
+def rows_per_query(group: int) -> int:
+    """Return the rows that a tile of several queries has for each of them."""
     return 1 << (group - 1).bit_length()
 
 
 def plan_launches(
     design: str,
-    per_tile: tuple[Any, Table],
-    per_query: tuple[Any, settings.GroupTables],
+    by_union: tuple[Any, Table],
+    by_query: tuple[Any, settings.GroupTables],
     q: Tensor,
     k: Tensor,
     v: Tensor,
     block_indices: Tensor,
-    place: SequenceLayout,
+    layout: SequenceLayout,
     block_size: int,
     causal: bool,
     *,
     max_percent: int,
-    halves: HalfValues | None = None,
-) -> Iterator[tuple[Any, tuple[int, int], Sharing, dict[str, Any]]]:
-    """Kernels with their grids, what they share or leave to each other, and constants, one after the other, so that
-    what a launch needs is there for no longer. per_tile, per_query: kernel and table, or tables. halves: converted
-    values, where what is large is known of every block.
+    fp16_values: Fp16Values | None = None,
+) -> Iterator[tuple[Any, tuple[int, int], BlockUnion, LaunchSettings]]:
+    """Yield kernel, grid, block union and settings of each launch; a union is freed before the next one is built.
+
+    by_union, by_query: kernel and table (or tables). fp16_values: converted values, whose flags say which blocks are
+    small.
     """
-    sharing, rest = NOTHING_SHARED, (q, k, v, block_indices, block_size, causal)
+    union = NO_UNION
     if design != 'query':
-        meta = find_constants(settings_of(per_tile[1], q, v), *rest)
-        meta['BLOCK_G'] = group_block(meta['GROUP'])
-        meta['BLOCK_M'] = min(meta['BLOCK_M'], MAX_MEMBERS * meta['BLOCK_G'])
-        block_t = meta['BLOCK_M'] // meta['BLOCK_G']
-        meta['UNION'] = union_size(block_indices.shape[3], block_t)
-        large = None if halves is not None else find_large(k, v)
-        unions = (block_indices, place, meta['BLOCK_SIZE'], causal, block_t)
+        chosen = _make_settings(settings_of(by_union[1], q, v), q, k, v, block_indices, block_size, causal)
+        block_g = rows_per_query(chosen.sizes.group)
+        block_m = min(chosen.tile.block_m, MAX_QUERIES * block_g)
+        block_t = block_m // block_g
+        size = union_size(block_indices.shape[3], block_t)
+        chosen = chosen._replace(tile=chosen.tile._replace(block_m=block_m, block_g=block_g, union_size=size))
+        large = None if fp16_values is not None else find_large(k, v)
         percent = max_percent if design == 'mixed' else None
-        for tiles in union_tiles(block_indices, place, block_t):
-            flags, sharing = sharing.flags, NOTHING_SHARED  # the unions before these need not be there any more
-            sharing = find_sharing(*unions, percent, large, tiles, halves, flags)
-            yield per_tile[0], sharing.counts.shape[:2], sharing, meta
-    if design != 'neighbours':
-        grid, meta = _launch_per_query(per_query[1], *rest)
-        yield per_query[0], grid, sharing, meta
+        for tiles in split_tiles(block_indices, layout, block_t):
+            flags, union = union.flags, NO_UNION  # frees the earlier unions
+            union = build_unions(
+                *(block_indices, layout, chosen.sizes.block_size, causal, block_t),
+                max_percent=percent,
+                large=large,
+                tiles=tiles,
+                fp16_values=fp16_values,
+                flags=flags,
+            )
+            yield by_union[0], union.counts.shape[:2], union, chosen
+    if design != 'union':
+        grid, chosen = plan_by_query(by_query[1], q, k, v, block_indices, block_size, causal)
+        yield by_query[0], grid, union, chosen
 
 
-def _launch_per_query(
+def plan_by_query(
     tables: settings.GroupTables,
     q: Tensor,
     k: Tensor,
@@ -213,10 +181,50 @@ def _launch_per_query(
     block_indices: Tensor,
     block_size: int,
     causal: bool,
-) -> tuple[tuple[int, int], dict[str, Any]]:
-    """Grid and constants of the kernels that have a program per query and tile of the heads that share its choice."""
+) -> tuple[tuple[int, int], LaunchSettings]:
+    """Return grid and settings of a kernel with one program per query and tile of the heads that share its blocks."""
     tile = settings.settings_of_group(tables, q.shape[2] // block_indices.shape[2], q, v)
-    meta = find_constants(tile, q, k, v, block_indices, block_size, causal)
-    meta['BLOCK_M'] = min(meta['BLOCK_M'], row_block(meta['GROUP']))
+    chosen = _make_settings(tile, q, k, v, block_indices, block_size, causal)
+    block_m = min(chosen.tile.block_m, row_block(chosen.sizes.group))
     batch, seqlen = q.shape[:2]
-    return (batch * seqlen, block_indices.shape[2] * -(-meta['GROUP'] // meta['BLOCK_M'])), meta
+    grid = (batch * seqlen, block_indices.shape[2] * -(-chosen.sizes.group // block_m))
+    return grid, chosen._replace(tile=chosen.tile._replace(block_m=block_m))
+
+
+def _make_settings(
+    tile: Settings, q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_size: int, causal: bool
+) -> LaunchSettings:
+    shapes = (q.shape, k.shape, v.shape, block_indices.shape)
+    return _settings_of_shapes(tile, *shapes, block_size, causal, is_wide(k, v))
+
+
+@lru_cache(maxsize=1024)
+def _settings_of_shapes(
+    tile: Settings,
+    q_shape: tuple[int, ...],
+    k_shape: tuple[int, ...],
+    v_shape: tuple[int, ...],
+    indices_shape: tuple[int, ...],
+    block_size: int,
+    causal: bool,
+    wide: bool,
+) -> LaunchSettings:
+    index_heads, num_selected = indices_shape[2:]
+    # A block has at most all keys.
+    block_size = max(1, min(block_size, k_shape[1]))
+    group, repeats = q_shape[2] // index_heads, index_heads // k_shape[2]
+    block_n = min(tile.block_n, row_block(block_size))
+    block_s = 1 << max(num_selected - 1, 0).bit_length()
+    sizes = Sizes(group, repeats, num_selected, block_size, causal, q_shape[3], v_shape[3])
+    tiles = Tile(tile.block_m, block_n, head_block(q_shape[3]), head_block(v_shape[3]), wide, block_s)
+    return LaunchSettings(sizes, tiles, tile.num_warps, tile.num_stages)
+
+
+def describe_key_tiles(
+    k: Tensor, v: Tensor, chosen: LaunchSettings
+) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
+    """Return tensor descriptors of k and v, or None where a block is not a whole number of tiles."""
+    tile = chosen.tile
+    if chosen.sizes.block_size % tile.block_n or k.element_size() == 4:
+        return None, None
+    return describe_tiles(k, tile.block_n, tile.block_d), describe_tiles(v, tile.block_n, tile.block_dv)

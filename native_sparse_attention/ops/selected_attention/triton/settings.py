@@ -1,7 +1,7 @@
-"""Launch settings of selected attention, by architecture, bytes of an element and head size.
+"""Launch settings of selected attention, by architecture, bytes per element and head size.
 
-block_m: rows of a tile, heads of one query at most (DKV, NEIGHBOURS and BLOCK: pairs of a query and a head). block_n:
-keys of a tile at most; BLOCK and BLOCK_DQ have a whole block in one, and rows of their own for short blocks.
+block_m: rows per tile, at most the heads of one query (DKV, UNION and BLOCK: rows are pairs of query and head).
+block_n: keys per tile at most; BLOCK and BLOCK_DQ hold a whole block, and have tables of their own for short blocks.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from native_sparse_attention.ops._triton.launch import Settings, Table, settings_of
 
-# Of groups by query: any, those that fill 32 rows of a tile, and 64.
+# Tables by group size, for kernels by query: any group, groups of 17 to 32, and larger groups.
 GroupTables = tuple[Table, Table, Table]
 
 FORWARD: Table = {
@@ -49,8 +49,8 @@ DQ: Table = {
     ('sm90', 2, 128): Settings(32, 64, 2, 2),
 }
 
-# By query, of groups that fill 32 rows, and 64 or more, where those of any group are the settings of 16. A head size
-# that has none of its own would take those of the next larger one.
+# By query, for groups of 17 to 32 and larger groups; the tables above are tuned for groups of 16. A head size without a
+# row takes the row of the next larger head size.
 FORWARD_32: Table = {
     ('sm90', 2, 64): Settings(64, 64, 1, 5),
     ('sm90', 2, 128): Settings(64, 64, 2, 3),
@@ -85,7 +85,7 @@ DKV: Table = {
     ('sm90', 2, 128): Settings(32, 64, 4, 3),
 }
 
-NEIGHBOURS_FORWARD: Table = {
+UNION_FORWARD: Table = {
     ('sm80', 2, 64): Settings(64, 64, 4, 2),
     ('sm80', 2, 128): Settings(64, 64, 4, 2),
     ('sm80', 2, 256): Settings(64, 32, 4, 1),
@@ -102,7 +102,7 @@ NEIGHBOURS_FORWARD: Table = {
     ('sm90', 2, 128): Settings(64, 64, 4, 3),
 }
 
-NEIGHBOURS_DQ: Table = {
+UNION_DQ: Table = {
     ('sm80', 2, 64): Settings(64, 64, 4, 1),
     ('sm80', 2, 128): Settings(64, 64, 8, 1),
     ('sm80', 2, 256): Settings(32, 32, 4, 1),
@@ -119,7 +119,7 @@ NEIGHBOURS_DQ: Table = {
     ('sm90', 2, 128): Settings(64, 32, 4, 3),
 }
 
-# Of dq where dkv leaves the gradients of the logits: of half types, and of heads of up to 128.
+# For dq from stored gradients of logits: half types and head sizes up to 128.
 DLOGITS_DQ: Table = {
     ('sm80', 2, 128): Settings(64, 64, 4, 3),
     ('sm86', 2, 128): Settings(64, 64, 4, 2),
@@ -160,7 +160,7 @@ BLOCK_DQ: Table = {
     ('sm90', 2, 128): Settings(64, 64, 4, 2),
 }
 
-# Keys of a short block, whose tiles are small, and rows for such blocks.
+# Largest size of a short block, whose tiles are small, and settings for short blocks.
 SHORT = 32
 BLOCK_SHORT: Table = {
     ('sm90', 2, 64): Settings(64, 128, 2, 2),
@@ -171,18 +171,18 @@ BLOCK_DQ_SHORT: Table = {
 
 
 def settings_of_group(tables: GroupTables, group: int, q: Tensor, v: Tensor) -> Settings:
-    """The entry for a program per query of so many heads, by the rows that they fill."""
+    """Return the settings of a kernel by query, by the number of heads per group."""
     table, of_32, of_64 = tables
     return _settings_of_first(of_64 if group > 32 else of_32 if group > 16 else table, table, q, v)
 
 
 def settings_of_blocks(table: Table, short: Table, block_size: int, q: Tensor, v: Tensor) -> Settings:
-    """The entry for blocks of this size: that of `short` where they are, and there is one."""
+    """Return the settings for a block size, from `short` if the block is short and `short` has a row."""
     return _settings_of_first(short if block_size <= SHORT else table, table, q, v)
 
 
 def _settings_of_first(special: Table, table: Table, q: Tensor, v: Tensor) -> Settings:
-    """The entry of a special table, or of the other one where that has none."""
+    """Return the settings from a special table, or from the general one where the special one has no row."""
     with suppress(KeyError):
         return settings_of(special, q, v)
     return settings_of(table, q, v)

@@ -1,14 +1,16 @@
-"""Gradients of queries by block: each block leaves its part of the gradients of those who chose it.
+"""Gradients of queries by block: each KV block stores its share of the gradients of the queries that selected it.
 
-What must be subtracted from the gradients of all weights of a query, delta, is the sum of p * dp over the keys of all
-its blocks. So the lists are gone through twice: for delta, which is exact then, and for the gradients. Those of k and v
-are another kernel's (key_gradients.py): beside its sums there is no room for a part of dq.
+The gradient of a logit needs delta, the sum of p * dp over the keys of all blocks of a query. So the CSR index is
+traversed twice: for delta, which is exact then, and for the gradients. The gradients of k and v come from another
+kernel (dkv/kernels.py): beside its sums, the registers do not hold a partial dq.
 """
 
-# To pyright a jit function that another calls never returns.
-# pyright: reportGeneralTypeIssues=false
+# To pyright a jit function that another calls never returns, and a constant has no fields.
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -21,29 +23,57 @@ from native_sparse_attention.ops._triton.softcap import cap_logits, cap_slope
 from native_sparse_attention.ops._triton.tiles import add_product, load_rows, split_finite, store_rows
 from native_sparse_attention.ops._triton.varlen import SequenceLayout
 from native_sparse_attention.ops.selected_attention.triton import settings
+from native_sparse_attention.ops.selected_attention.triton.arguments import Sizes, Strides, Tile, stride_of
 from native_sparse_attention.ops.selected_attention.triton.by_block.forward import CHUNK_ROWS, MERGE_ROWS, WORKSPACE
-from native_sparse_attention.ops.selected_attention.triton.index.block_to_query import (
-    Lists,
-    Parts,
-    bytes_of_part,
-    count_near,
-    count_programs,
-    find_members,
-    find_owners,
+from native_sparse_attention.ops.selected_attention.triton.by_block.partials import (
+    PartialResults,
+    allocate_inverse_units,
+    allocate_partials,
+    bytes_per_row,
     find_unit,
     invert_power,
-    load_factors,
-    make_inverses,
-    make_parts,
+    locate_partials,
     open_chunk,
     sort_columns,
+    store_partials,
+)
+from native_sparse_attention.ops.selected_attention.triton.index.block_to_query import (
+    BlockToQuery,
+    count_masked_entries,
+    count_programs,
+    load_factors,
+    locate_entries,
     split_evenly,
-    store_part,
 )
 
 
-class MemberGradients:
-    """Gradients of q and of the factors, and delta, which those of k and v need: `Members` of keys.py."""
+class Inputs(NamedTuple):
+    """Tensors that `block_dq_kernel` reads and, in the pass for delta, that the sum kernel has not written yet.
+
+    Shapes are as in `BackwardTensors`. inverse_units: float32 `[B, HQ, T]`, inverse units of the gradients of the
+    logits where partial results are float16, or None.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    factors: Any
+    lse: Any
+    dout: Any
+    delta: Any
+    inverse_units: Any
+
+
+class InputStrides(NamedTuple):
+    q: Strides
+    k: Strides
+    v: Strides
+    factors: Strides
+    dout: Strides
+
+
+class BlockQueryGradients:
+    """Compute dq, the gradients of the factors, and delta, which dk and dv need (`QueryGradients` of dkv/launch.py)."""
 
     def __init__(
         self,
@@ -56,7 +86,7 @@ class MemberGradients:
         dout: Tensor,
         dlse: Tensor | None,
         gate: Tensor | None,
-        place: SequenceLayout,
+        layout: SequenceLayout,
         block_size: int,
         causal: bool,
         scale: float,
@@ -64,283 +94,237 @@ class MemberGradients:
         needs_dfactors: bool,
         grad_dtype: torch.dtype,
     ) -> None:
-        """dq, delta and inverses `[B, HQ, T]` and dfactors (float32 `[B * H, T, R, n]`, or None) are filled while lists
-        are gone through.
+        """Allocate dq, delta and inverse units `[B, HQ, T]` and dfactors (float32 `[B * H, T, R, n]`, or None).
+
+        They are filled while the CSR index is traversed.
         """
         self.q, self.k, self.v, self.block_scale, self.lse = q, k, v, block_scale, lse
-        self.dout, self.dlse, self.gate, self.place = dout, dlse, gate, place
-        self.causal, self.scale, self.softcap = causal, scale, softcap
-        index_heads, self.num_selected = block_indices.shape[2:]
-        self.block_size = min(block_size, k.shape[1])
-        self.group, self.repeats = q.shape[2] // index_heads, index_heads // k.shape[2]
-        parts_of_token = self.repeats * self.num_selected * self.group
-        # What a row of the batch has besides: delta and inverses.
+        self.dout, self.dlse, self.gate, self.layout = dout, dlse, gate, layout
+        self.scale, self.softcap = scale, softcap
+        index_heads, num_selected = block_indices.shape[2:]
+        block_size = min(block_size, k.shape[1])
+        group, repeats = q.shape[2] // index_heads, index_heads // k.shape[2]
+        self.sizes = Sizes(group, repeats, num_selected, block_size, causal, q.shape[3], v.shape[3])
+        rows_per_token = repeats * num_selected * group
+        # Delta and inverse units of one batch row count towards the workspace.
         workspace = max(WORKSPACE - 2 * lse[:1].numel() * lse.element_size(), WORKSPACE // 2)
-        self.most_tokens = max(1, workspace // max(1, parts_of_token * (bytes_of_part(q, q.shape[3]) + 4)))
-        self.most_sums = max(1, workspace // max(1, parts_of_token * bytes_of_part(q, 0)))
-        # Parts of all pairs need not be there together, but ranges of tokens are those of one.
-        self.most_pairs = q.shape[0] * k.shape[2] if q.shape[1] <= self.most_tokens else 1
+        self.max_tokens = max(1, workspace // max(1, rows_per_token * (bytes_per_row(q, q.shape[3]) + 4)))
+        self.max_delta_tokens = max(1, workspace // max(1, rows_per_token * bytes_per_row(q, 0)))
+        # The partial results of several pairs need not exist together, but a range of tokens is one of a single pair.
+        self.max_pairs = q.shape[0] * k.shape[2] if q.shape[1] <= self.max_tokens else 1
         self.dq = q.new_empty(q.shape, dtype=grad_dtype)
         self.delta = torch.empty_like(lse)
-        self.inverses = make_inverses(lse, q.dtype)
-        shape = (q.shape[0] * k.shape[2], q.shape[1], self.repeats, self.num_selected)
+        self.inverse_units = allocate_inverse_units(lse, q.dtype)
+        shape = (q.shape[0] * k.shape[2], q.shape[1], repeats, num_selected)
         self.dfactors = q.new_empty(shape, dtype=torch.float32) if needs_dfactors else None
-        self.dlogits = None  # a row of few heads has parts of dq, which are smaller
+        self.dlogits = None  # with few heads, partial results are smaller than gradients of logits
 
-    def prepare(self, lists: Lists, pairs: range, tokens: range) -> None:
-        """delta, and then the gradients, of the tokens for as many pairs at a time as there is room for: of delta for
-        more, whose parts are numbers.
+    def prepare(self, csr: BlockToQuery, pairs: range, tokens: range) -> None:
+        """Compute delta and then the gradients of these tokens, for as many pairs at a time as the workspace holds.
+
+        The pass for delta stores single numbers, so it takes more pairs at a time.
         """
-        for finishes, most in ((False, self.most_sums), (True, self.most_tokens)):
+        for computes_dq, most in ((False, self.max_delta_tokens), (True, self.max_tokens)):
             for some in split_evenly(len(pairs), max(1, most // max(1, len(tokens)))):
-                self._differentiate(lists.of(some), pairs[some.start : some.stop], tokens, finishes)
+                self._differentiate(csr.of(some), pairs[some.start : some.stop], tokens, computes_dq)
 
-    def _differentiate(self, lists: Lists, pairs: range, tokens: range, finishes: bool) -> None:
-        rows = len(pairs) * lists.num_entries * self.group
-        dfactors = self.dfactors if finishes else None
-        parts = make_parts(self.q, rows, self.q.shape[3] if finishes else 0, dfactors is not None)
-        self._visit_blocks(parts, lists, pairs, finishes)
-        self._add_parts(parts, lists, pairs, tokens, finishes)
+    def _differentiate(self, csr: BlockToQuery, pairs: range, tokens: range, computes_dq: bool) -> None:
+        rows = len(pairs) * csr.num_entries * self.sizes.group
+        dfactors = self.dfactors if computes_dq else None
+        partials = allocate_partials(self.q, rows, self.q.shape[3] if computes_dq else 0, dfactors is not None)
+        self._compute_partials(partials, csr, pairs, computes_dq)
+        self._add_partials(partials, csr, pairs, tokens, computes_dq)
         if dfactors is not None:
             dfactors = dfactors[pairs.start : pairs.stop, tokens.start : tokens.stop]
-            torch.sum(parts.second.view(*dfactors.shape, self.group), -1, out=dfactors)
+            torch.sum(partials.second.view(*dfactors.shape, self.sizes.group), -1, out=dfactors)
 
-    def finish(self, lists: Lists, pairs: range, tokens: range) -> None:
-        """Nothing: all is done before the gradients of k and v."""
+    def finish(self, csr: BlockToQuery, pairs: range, tokens: range) -> None:
+        """Do nothing: `prepare` has computed everything."""
 
-    def _visit_blocks(self, parts: Parts, lists: Lists, pairs: range, finishes: bool) -> None:
-        """Parts of delta, or else of dq."""
-        q, k, v, block_scale, dout = self.q, self.k, self.v, self.block_scale, self.dout
-        tables = (settings.BLOCK_DQ, settings.BLOCK_DQ_SHORT) if finishes else (settings.BLOCK, settings.BLOCK_SHORT)
-        block_m, _, num_warps, num_stages = settings.settings_of_blocks(*tables, self.block_size, q, v)
-        if not finishes:
-            num_stages = min(num_stages, 2)  # twice as much is fetched ahead as forward, q and dout
-        chunk = max(1, CHUNK_ROWS // self.group)
-        num_programs = count_programs(lists.num_entries, lists.num_slots, chunk)
+    def _compute_partials(self, partials: PartialResults, csr: BlockToQuery, pairs: range, computes_dq: bool) -> None:
+        """Launch the pass for delta, or the one for dq."""
+        q, k, v, block_scale, dout, sizes = self.q, self.k, self.v, self.block_scale, self.dout, self.sizes
+        tables = (settings.BLOCK_DQ, settings.BLOCK_DQ_SHORT) if computes_dq else (settings.BLOCK, settings.BLOCK_SHORT)
+        block_m, _, num_warps, num_stages = settings.settings_of_blocks(*tables, sizes.block_size, q, v)
+        if not computes_dq:
+            num_stages = min(num_stages, 2)  # a stage holds q and dout, twice as much as in the forward pass
+        chunk = max(1, CHUNK_ROWS // sizes.group)
+        num_programs = count_programs(csr.num_entries, csr.num_slots, chunk)
+        head_blocks = (head_block(sizes.head_dim), head_block(sizes.value_dim))
+        wide = is_wide(q, dout, self.lse, block_scale)
         launch(
-            member_kernel,
+            block_dq_kernel,
             (len(pairs) * num_programs,),
-            *(q, k, v, block_scale, self.lse, dout, self.delta, self.inverses, parts),
-            *(q.stride(), k.stride(), v.stride(), None if block_scale is None else block_scale.stride()),
-            *(dout.stride(), self.place, lists._replace(num_programs=num_programs), self.scale, self.softcap),
-            FINISHES=finishes,
-            GROUP=self.group,
-            REPEATS=self.repeats,
-            NUM_SELECTED=self.num_selected,
-            BLOCK_SIZE=self.block_size,
-            CAUSAL=self.causal,
-            CHUNK=chunk,
-            INT64_OFFSETS=is_wide(q, dout, self.lse, block_scale),
-            HEAD_DIM=q.shape[3],
-            VALUE_DIM=v.shape[3],
-            BLOCK_M=block_m,
-            BLOCK_N=row_block(self.block_size),
-            BLOCK_D=head_block(q.shape[3]),
-            BLOCK_DV=head_block(v.shape[3]),
+            Inputs(q, k, v, block_scale, self.lse, dout, self.delta, self.inverse_units),
+            partials,
+            InputStrides(q.stride(), k.stride(), v.stride(), stride_of(block_scale), dout.stride()),
+            *(self.layout, csr._replace(num_programs=num_programs), self.scale, self.softcap),
+            COMPUTE_DQ=computes_dq,
+            sizes=sizes,
+            tile=Tile(block_m, row_block(sizes.block_size), *head_blocks, wide, chunk=chunk),
             num_warps=num_warps,
             num_stages=num_stages,
             device=q.device,
         )
 
-    def _add_parts(self, parts: Parts, lists: Lists, pairs: range, tokens: range, finishes: bool) -> None:
-        """delta, or else dq."""
-        dlse, gate = self.dlse, self.gate
+    def _add_partials(
+        self, partials: PartialResults, csr: BlockToQuery, pairs: range, tokens: range, computes_dq: bool
+    ) -> None:
+        """Add up the partial results of the pass for delta, or of the one for dq."""
+        dlse, gate, sizes = self.dlse, self.gate, self.sizes
         launch(
-            add_parts_kernel,
-            (len(pairs) * -(-len(tokens) * self.repeats * self.group // MERGE_ROWS),),
-            *(parts, self.delta, self.inverses, self.lse, dlse, gate, self.dq),
-            *(None if t is None else t.stride() for t in (dlse, gate)),
-            self.dq.stride(),
-            *(self.place, lists, len(tokens), self.scale),
-            FINISHES=finishes,
-            GROUP=self.group,
-            REPEATS=self.repeats,
-            NUM_SELECTED=self.num_selected,
-            HEAD_DIM=self.q.shape[3],
-            UNROLLED=min(self.num_selected, 4),
+            sum_kernel,
+            (len(pairs) * -(-len(tokens) * sizes.repeats * sizes.group // MERGE_ROWS),),
+            *(partials, self.delta, self.inverse_units, self.lse, dlse, gate, self.dq),
+            *(stride_of(dlse), stride_of(gate), self.dq.stride(), self.layout, csr, len(tokens), self.scale),
+            COMPUTE_DQ=computes_dq,
+            sizes=sizes,
+            UNROLLED=min(sizes.num_selected, 4),
             BLOCK_M=MERGE_ROWS,
-            BLOCK_D=head_block(self.q.shape[3]),
+            BLOCK_D=head_block(sizes.head_dim),
             num_warps=4,
             device=self.q.device,
         )
 
 
 @triton.jit
-def member_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    factors_ptr,
-    lse_ptr,
-    dout_ptr,
-    delta_ptr,
-    inverses_ptr,
-    parts,
-    q_strides,
-    k_strides,
-    v_strides,
-    factors_strides,
-    dout_strides,
-    place,
-    lists,
+def block_dq_kernel(
+    tensors,
+    partials,
+    strides,
+    layout,
+    csr,
     scale,
     softcap,
-    FINISHES: tl.constexpr,
-    GROUP: tl.constexpr,
-    REPEATS: tl.constexpr,
-    NUM_SELECTED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    CHUNK: tl.constexpr,
-    INT64_OFFSETS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
+    COMPUTE_DQ: tl.constexpr,
+    sizes: tl.constexpr,
+    tile: tl.constexpr,
 ):
-    """Of up to CHUNK entries of a list: parts of dq, and in `second` of the factors (FINISHES), or else in `first` the
-    sum of p * dp over the keys of a block, and in `unit` that of their absolute values, at least 2 ** -100, where parts
-    are float16. inverses: of units of the gradients of the logits, where parts are float16, or None. One program per
-    pair and chunk. BLOCK_N holds a whole block.
+    """Compute the partial results of one block for up to `tile.chunk` of its entries. BLOCK_N holds the whole block.
+
+    COMPUTE_DQ: store parts of dq in `data` and of the gradients of factors in `second`. Otherwise store the sum of
+    p * dp over the keys of the block in `first`, and in `unit` 1, or where partial results are float16 the sum of the
+    absolute values, at least 2 ** -100. tensors, strides: `Inputs`, `InputStrides`. One program per pair and chunk.
     """
+    GROUP: tl.constexpr = sizes.group
+    BLOCK_M: tl.constexpr = tile.block_m
     num_entries, entries_ptr, pair, row, kv_head, key_start, keys, key_mask, offset = open_chunk(
-        tl.program_id(0), place, lists, parts, GROUP, BLOCK_SIZE, CHUNK, BLOCK_N
+        tl.program_id(0), layout, csr, partials, sizes, tile
     )
     if num_entries <= 0:
         return
-    k_ptr += row * k_strides[0] + kv_head * k_strides[2]
-    v_ptr += row * v_strides[0] + kv_head * v_strides[2]
-    k = load_rows(k_ptr, key_start + keys, k_strides[1], key_mask, HEAD_DIM, BLOCK_D)  # [BLOCK_N, BLOCK_D]
-    v = load_rows(v_ptr, key_start + keys, v_strides[1], key_mask, VALUE_DIM, BLOCK_DV)  # [BLOCK_N, BLOCK_DV]
-    num_near = count_near(
-        entries_ptr, num_entries, keys, key_mask, offset, lists, BLOCK_SIZE, CAUSAL, CHUNK, REPEATS, NUM_SELECTED
-    )
-    num_members = num_entries * GROUP
-    first_far = tl.cdiv(num_near * GROUP, BLOCK_M) * BLOCK_M
-    num_heads = lists.kv_heads * REPEATS * GROUP
-    q_ptr += row * q_strides[0]
-    dout_ptr += row * dout_strides[0]
-    lse_ptr += row * num_heads * place.seqlen_q
-    delta_ptr += row * num_heads * place.seqlen_q
-    if inverses_ptr is not None:
-        inverses_ptr += row * num_heads * place.seqlen_q
-    inputs = (q_ptr, factors_ptr, dout_ptr, inverses_ptr, q_strides, factors_strides, dout_strides)
-    sources = (entries_ptr, lse_ptr, delta_ptr, inverses_ptr, num_members, kv_head, place.seqlen_q, lists)
-    # For parts: keys of which a member does not read some must be finite; all others are multiples of a unit.
+    k_ptr = tensors.k + (row * strides.k[0] + kv_head * strides.k[2])
+    v_ptr = tensors.v + (row * strides.v[0] + kv_head * strides.v[2])
+    k = load_rows(k_ptr, key_start + keys, strides.k[1], key_mask, sizes.head_dim, tile.block_d)  # [BLOCK_N, BLOCK_D]
+    v = load_rows(v_ptr, key_start + keys, strides.v[1], key_mask, sizes.value_dim, tile.block_dv)
+    num_masked = count_masked_entries(entries_ptr, num_entries, keys, key_mask, offset, csr, tile.chunk, sizes)
+    num_rows = num_entries * GROUP
+    first_unmasked = tl.cdiv(num_masked * GROUP, BLOCK_M) * BLOCK_M
+    num_heads = csr.kv_heads * sizes.repeats * GROUP
+    q_ptr = tensors.q + row * strides.q[0]
+    dout_ptr = tensors.dout + row * strides.dout[0]
+    lse_ptr = tensors.lse + row * num_heads * layout.seqlen_q
+    delta_ptr = tensors.delta + row * num_heads * layout.seqlen_q
+    inverse_units_ptr = tensors.inverse_units
+    if inverse_units_ptr is not None:
+        inverse_units_ptr += row * num_heads * layout.seqlen_q
+    pointers = (q_ptr, dout_ptr, tensors.factors, strides)
+    block = (num_rows, pair, row, kv_head, keys, key_mask, offset)
+    row_sources = (entries_ptr, lse_ptr, delta_ptr, num_rows, kv_head, layout.seqlen_q)
+    # For partial results, keys that some row does not read must be finite; all others are multiples of a unit.
     finite_k, largest, unit = k, 0.0, 1.0
-    if FINISHES:
+    if COMPUTE_DQ:
         finite_k, _ = split_finite(k)
         largest = tl.max(tl.abs(finite_k.to(tl.float32)), 1)  # [BLOCK_N]
-    members = _load_members(sources, 0, FINISHES, GROUP, REPEATS, NUM_SELECTED, INT64_OFFSETS, BLOCK_M)
-    # In one stage, since two copies of k leave little shared memory, and such members are few.
-    for first_member in tl.range(0, tl.minimum(first_far, num_members), BLOCK_M, num_stages=1):
-        following = _load_members(
-            sources, first_member + BLOCK_M, FINISHES, GROUP, REPEATS, NUM_SELECTED, INT64_OFFSETS, BLOCK_M
-        )
-        _add_members(
-            inputs, k, v, finite_k, largest, members, first_member, num_members, pair, row, kv_head, keys, key_mask,
-            offset, parts, lists, scale, softcap, FINISHES, GROUP, REPEATS, NUM_SELECTED, CAUSAL, INT64_OFFSETS, True,
-            HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV,
+    rows = _load_rows(row_sources, inverse_units_ptr, 0, csr, COMPUTE_DQ, sizes, tile)
+    # One stage, since two copies of k leave little shared memory; such rows are few.
+    for first_row in tl.range(0, tl.minimum(first_unmasked, num_rows), BLOCK_M, num_stages=1):
+        following = _load_rows(row_sources, inverse_units_ptr, first_row + BLOCK_M, csr, COMPUTE_DQ, sizes, tile)
+        _differentiate(
+            pointers, block, k, v, finite_k, largest, rows, first_row, partials, csr, scale, softcap,
+            inverse_units_ptr is not None, COMPUTE_DQ, MASKED=True, sizes=sizes, tile=tile,
         )  # fmt: skip
-        members = following
-    if FINISHES and inverses_ptr is not None:
-        # The inverse is a power of two, so no bit of a key is lost that is not 2 ** 126 times as small as the largest.
+        rows = following
+    if COMPUTE_DQ and inverse_units_ptr is not None:
+        # The inverse is a power of two, so scaling loses no bits of keys within 2 ** 126 of the largest.
         unit, inverse = find_unit(tl.max(largest, 0) * 4096)
         k = (k.to(tl.float32) * inverse).to(k.dtype)
-    for first_member in tl.range(first_far, num_members, BLOCK_M):
-        following = _load_members(
-            sources, first_member + BLOCK_M, FINISHES, GROUP, REPEATS, NUM_SELECTED, INT64_OFFSETS, BLOCK_M
-        )
-        _add_members(
-            inputs, k, v, k, unit, members, first_member, num_members, pair, row, kv_head, keys, key_mask, offset,
-            parts, lists, scale * unit, softcap, FINISHES, GROUP, REPEATS, NUM_SELECTED, CAUSAL, INT64_OFFSETS, False,
-            HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_D, BLOCK_DV,
+    for first_row in tl.range(first_unmasked, num_rows, BLOCK_M):
+        following = _load_rows(row_sources, inverse_units_ptr, first_row + BLOCK_M, csr, COMPUTE_DQ, sizes, tile)
+        _differentiate(
+            pointers, block, k, v, k, unit, rows, first_row, partials, csr, scale * unit, softcap,
+            inverse_units_ptr is not None, COMPUTE_DQ, MASKED=False, sizes=sizes, tile=tile,
         )  # fmt: skip
-        members = following
+        rows = following
 
 
 @triton.jit
-def _load_members(
-    sources,
-    first_member,
-    FINISHES: tl.constexpr,
-    GROUP: tl.constexpr,
-    REPEATS: tl.constexpr,
-    NUM_SELECTED: tl.constexpr,
-    INT64_OFFSETS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+def _load_rows(
+    sources, inverse_units_ptr, first_row, csr, COMPUTE_DQ: tl.constexpr, sizes: tl.constexpr, tile: tl.constexpr
 ):
-    """A tile of members, to be loaded a step ahead: entries, log-sum-exps and, where FINISHES, deltas and inverses."""
-    entries_ptr, lse_ptr, delta_ptr, inverses_ptr, num_members, kv_head, seqlen, lists = sources
-    entry = load_entries(entries_ptr, first_member, num_members, GROUP, BLOCK_M)
-    mask = first_member + tl.arange(0, BLOCK_M) < num_members
-    _, in_group = split_members(first_member, GROUP, BLOCK_M)
-    token, _, head = find_members(entry, in_group, kv_head, lists, GROUP, REPEATS, NUM_SELECTED)
-    places = (head.to(tl.int64) if INT64_OFFSETS else head) * seqlen + token
-    lse = tl.load(lse_ptr + places, mask=mask, other=0.0)
+    """Load entries, log-sum-exps and, with COMPUTE_DQ, deltas and inverse units of a tile of rows, one step ahead."""
+    BLOCK_M: tl.constexpr = tile.block_m
+    entries_ptr, lse_ptr, delta_ptr, num_rows, kv_head, seqlen = sources
+    entry = load_entries(entries_ptr, first_row, num_rows, sizes.group, BLOCK_M)
+    mask = first_row + tl.arange(0, BLOCK_M) < num_rows
+    _, in_group = split_members(first_row, sizes.group, BLOCK_M)
+    token, _, head = locate_entries(entry, in_group, kv_head, csr, sizes)
+    offsets = (head.to(tl.int64) if tile.int64_offsets else head) * seqlen + token
+    lse = tl.load(lse_ptr + offsets, mask=mask, other=0.0)
     delta, inverse = lse, lse
-    if FINISHES:
-        delta = tl.load(delta_ptr + places, mask=mask, other=0.0)
-        if inverses_ptr is not None:
-            inverse = tl.load(inverses_ptr + places, mask=mask, other=0.0)
+    if COMPUTE_DQ:
+        delta = tl.load(delta_ptr + offsets, mask=mask, other=0.0)
+        if inverse_units_ptr is not None:
+            inverse = tl.load(inverse_units_ptr + offsets, mask=mask, other=0.0)
     return entry, lse, delta, inverse
 
 
 @triton.jit
-def _add_members(
-    inputs,
+def _differentiate(
+    pointers,
+    block,
     k,
     v,
-    k_of_parts,
+    scaled_k,
     unit,
-    members,
-    first_member,
-    num_members,
-    pair,
-    row,
-    kv_head,
-    keys,
-    key_mask,
-    offset,
-    parts,
-    lists,
+    rows,
+    first_row,
+    partials,
+    csr,
     scale,
     softcap,
-    FINISHES: tl.constexpr,
-    GROUP: tl.constexpr,
-    REPEATS: tl.constexpr,
-    NUM_SELECTED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    INT64_OFFSETS: tl.constexpr,
+    HAS_UNITS: tl.constexpr,
+    COMPUTE_DQ: tl.constexpr,
     MASKED: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
+    sizes: tl.constexpr,
+    tile: tl.constexpr,
 ):
-    """The parts of a tile of members. Not MASKED: all of them read all of the keys, and k is in multiples of unit.
-    MASKED: k_of_parts is finite, and unit the largest element of every key, so that each member has a unit by what it
-    reads. members: from `_load_members`.
+    """Store the partial results of a tile of rows (from `_load_rows`).
+
+    Not MASKED: all rows read all keys, and scaled_k is in multiples of `unit`. MASKED: scaled_k is finite, unit is the
+    largest element of every key [BLOCK_N], and each row gets a unit from the keys that it reads. HAS_UNITS: partial
+    results are float16.
     """
-    q_ptr, factors_ptr, dout_ptr, inverses_ptr, q_strides, factors_strides, dout_strides = inputs
-    entry, lse, delta, inverse = members
-    mask = first_member + tl.arange(0, BLOCK_M) < num_members
-    _, in_group = split_members(first_member, GROUP, BLOCK_M)
-    token, index_head, head = find_members(entry, in_group, kv_head, lists, GROUP, REPEATS, NUM_SELECTED)
+    GROUP: tl.constexpr = sizes.group
+    BLOCK_M: tl.constexpr = tile.block_m
+    BLOCK_D: tl.constexpr = tile.block_d
+    q_ptr, dout_ptr, factors_ptr, strides = pointers
+    num_rows, pair, row, kv_head, keys, key_mask, offset = block
+    entry, lse, delta, inverse = rows
+    mask = first_row + tl.arange(0, BLOCK_M) < num_rows
+    _, in_group = split_members(first_row, GROUP, BLOCK_M)
+    token, index_head, head = locate_entries(entry, in_group, kv_head, csr, sizes)
     positions = offset + token
-    if INT64_OFFSETS:
+    if tile.int64_offsets:
         token, head = token.to(tl.int64), head.to(tl.int64)
-    offsets = token * q_strides[1] + head * q_strides[2]
-    q = load_rows(q_ptr, offsets, 1, mask, HEAD_DIM, BLOCK_D)
-    offsets = token * dout_strides[1] + head * dout_strides[2]
-    dout = load_rows(dout_ptr, offsets, 1, mask, VALUE_DIM, BLOCK_DV)
+    offsets = token * strides.q[1] + head * strides.q[2]
+    q = load_rows(q_ptr, offsets, 1, mask, sizes.head_dim, BLOCK_D)
+    offsets = token * strides.dout[1] + head * strides.dout[2]
+    dout = load_rows(dout_ptr, offsets, 1, mask, sizes.value_dim, tile.block_dv)
     lse_log2 = tl.where(lse == float('-inf'), 0.0, lse) * 1.4426950408889634
     factor = tl.full([BLOCK_M], 1.0, tl.float32)
     if factors_ptr is not None:
-        factor = load_factors(factors_ptr, factors_strides, row, token, index_head, entry, mask, NUM_SELECTED)
+        factor = load_factors(factors_ptr, strides.factors, row, token, index_head, entry, mask, sizes.num_selected)
     scale_log2 = scale * 1.4426950408889634 * factor
     products = tl.dot(q, tl.trans(k), input_precision='ieee')  # [BLOCK_M, BLOCK_N]
     if softcap is None:
@@ -350,37 +334,37 @@ def _add_members(
         capped_log2 = cap_logits(logits_log2, softcap * 1.4426950408889634)
         weights = tl.exp2(capped_log2 - lse_log2[:, None])
     dweights = tl.dot(dout, tl.trans(v), input_precision='ieee')
-    # Always: the next members are fetched before a branch, not behind it (docs/kernels.md).
-    if first_member < num_members:
+    # Always true: the loads of the next rows are issued before a branch, not behind it (docs/kernels.md).
+    if first_row < num_rows:
         read = key_mask[None, :] & mask[:, None]
-        if CAUSAL:
+        if sizes.causal:
             read = read & (keys[None, :] <= positions[:, None])
-        places = (pair * lists.num_entries + entry) * GROUP + in_group
-        if not FINISHES:
+        partial_offsets = (pair * csr.num_entries + entry) * GROUP + in_group
+        if not COMPUTE_DQ:
             terms = weights * dweights
             if MASKED:
                 terms = tl.where(read, terms, 0.0)
-            tl.store(parts.first + places, tl.sum(terms, 1), mask=mask)
+            tl.store(partials.first + partial_offsets, tl.sum(terms, 1), mask=mask)
             units = tl.full([BLOCK_M], 1.0, tl.float32)
-            if parts.out.dtype.element_ty == tl.float16:
+            if partials.data.dtype.element_ty == tl.float16:
                 units = tl.maximum(tl.sum(tl.abs(terms), 1), 7.888609052210118e-31)
-            tl.store(parts.unit + places, units, mask=mask)
+            tl.store(partials.unit + partial_offsets, units, mask=mask)
         else:
             dlogits = weights * (dweights - delta[:, None])
             if softcap is not None:
-                # At most 1, so bounds of gradients hold.
+                # The slope is at most 1, so bounds of gradients hold.
                 dlogits *= cap_slope(logits_log2, softcap * 1.4426950408889634)
             logits = products * scale
             if MASKED:
                 dlogits = tl.where(read, dlogits, 0.0)
                 logits = tl.where(read, logits, 0.0)
-            if parts.second is not None:
-                tl.store(parts.second + places, tl.sum(dlogits * logits, 1), mask=mask)
+            if partials.second is not None:
+                tl.store(partials.second + partial_offsets, tl.sum(dlogits * logits, 1), mask=mask)
             dlogits *= factor[:, None]
             units = tl.full([BLOCK_M], 1.0, tl.float32)
-            if inverses_ptr is not None:
+            if HAS_UNITS:
                 if factors_ptr is not None:
-                    # Not without limits: the inverse has to remain a number.
+                    # Bounded, so that the inverse remains finite.
                     inverse *= find_unit(tl.maximum(tl.abs(factor), 5.9604644775390625e-08) * 4096)[1]
                     inverse = tl.maximum(inverse, 1.1754943508222875e-38)
                 if MASKED:
@@ -388,20 +372,20 @@ def _add_members(
                     dlogits *= inverse_of_k[:, None]
                 else:
                     units_of_k = unit
-                # Neither 0, which says that there is no part, nor more than invert_power takes.
+                # Neither 0, which marks an absent row, nor more than invert_power takes.
                 units = tl.maximum(units_of_k * invert_power(inverse), 1.1754943508222875e-38)
                 units = tl.minimum(units, 8.507059173023462e37)
                 dlogits *= inverse[:, None]
             dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-            dq = add_product(dlogits.to(k_of_parts.dtype), k_of_parts, dq)
-            store_part(parts, places, dq, units, mask, HEAD_DIM, BLOCK_D)
+            dq = add_product(dlogits.to(scaled_k.dtype), scaled_k, dq)
+            store_partials(partials, partial_offsets, dq, units, mask, sizes.head_dim, BLOCK_D)
 
 
 @triton.jit
-def add_parts_kernel(
-    parts,
+def sum_kernel(
+    partials,
     delta_ptr,
-    inverses_ptr,
+    inverse_units_ptr,
     lse_ptr,
     dlse_ptr,
     gate_ptr,
@@ -409,67 +393,66 @@ def add_parts_kernel(
     dlse_strides,
     gate_strides,
     dq_strides,
-    place,
-    lists,
+    layout,
+    csr,
     num_tokens,
     scale,
-    FINISHES: tl.constexpr,
-    GROUP: tl.constexpr,
-    REPEATS: tl.constexpr,
-    NUM_SELECTED: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
+    COMPUTE_DQ: tl.constexpr,
+    sizes: tl.constexpr,
     UNROLLED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """delta, `[B, HQ, T]`, from which the gradient of the log-sum-exp is taken, and inverses, of units of the gradients
-    of logits (`find_unit`), or None; or else (FINISHES) dq, times the gate `[B, T, HQ]` or None. Of num_tokens tokens;
-    one program per tile of their heads.
+    """Add up partial results, for num_tokens tokens. One program per pair and tile of the heads of these tokens.
+
+    COMPUTE_DQ: store dq, multiplied by the gate `[B, T, HQ]` if there is one. Otherwise store delta `[B, HQ, T]` minus
+    the gradient of the log-sum-exp, and the inverse units of the gradients of the logits (`find_unit`), if there are.
     """
-    mask, row, token, head, places = find_owners(
-        tl.program_id(0), lists, num_tokens, GROUP, REPEATS, NUM_SELECTED, BLOCK_M
-    )
-    num_heads = lists.kv_heads * REPEATS * GROUP
+    GROUP: tl.constexpr = sizes.group
+    NUM_SELECTED: tl.constexpr = sizes.num_selected
+    HEAD_DIM: tl.constexpr = sizes.head_dim
+    mask, row, token, head, offsets = locate_partials(tl.program_id(0), csr, num_tokens, sizes, BLOCK_M)
+    num_heads = csr.kv_heads * sizes.repeats * GROUP
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     delta = tl.zeros([BLOCK_M], tl.float32)
     spread = tl.zeros([BLOCK_M], tl.float32)
     for first_slot in tl.range(0, NUM_SELECTED, UNROLLED):
         for in_step in tl.static_range(UNROLLED):
             is_slot = mask & (first_slot + in_step < NUM_SELECTED)
-            places_of_part = places + (first_slot + in_step) * GROUP
-            unit = tl.load(parts.unit + places_of_part, mask=is_slot, other=0.0)
-            is_part = unit != 0
-            # Not masked by the unit, which they need not wait for then.
-            if FINISHES:
-                part = load_rows(parts.out, places_of_part, HEAD_DIM, is_slot, HEAD_DIM, BLOCK_D).to(tl.float32)
-                dq = tl.fma(tl.where(is_part[:, None], part, 0.0), unit[:, None], dq)
+            partial_offsets = offsets + (first_slot + in_step) * GROUP
+            unit = tl.load(partials.unit + partial_offsets, mask=is_slot, other=0.0)
+            is_partial = unit != 0
+            # The masks do not include the unit, so that these loads need not wait for it.
+            if COMPUTE_DQ:
+                values = load_rows(partials.data, partial_offsets, HEAD_DIM, is_slot, HEAD_DIM, BLOCK_D).to(tl.float32)
+                dq = tl.fma(tl.where(is_partial[:, None], values, 0.0), unit[:, None], dq)
             else:
-                term = tl.load(parts.first + places_of_part, mask=is_slot, other=0.0)
-                delta += tl.where(is_part, term, 0.0)
+                term = tl.load(partials.first + partial_offsets, mask=is_slot, other=0.0)
+                delta += tl.where(is_partial, term, 0.0)
                 spread += unit
-    if FINISHES:
-        dq = sort_columns(parts, dq, HEAD_DIM, BLOCK_D)
+    if COMPUTE_DQ:
+        dq = sort_columns(partials, dq, HEAD_DIM, BLOCK_D)
         if gate_ptr is not None:
-            places = row * gate_strides[0] + token * gate_strides[1] + head * gate_strides[2]
-            gate = tl.load(gate_ptr + places, mask=mask, other=0.0).to(tl.float32)
-            lse = tl.load(lse_ptr + (row * num_heads + head) * place.seqlen_q + token, mask=mask, other=0.0)
-            # Of a row that reads nothing it may be anything.
+            gate_offsets = row * gate_strides[0] + token * gate_strides[1] + head * gate_strides[2]
+            gate = tl.load(gate_ptr + gate_offsets, mask=mask, other=0.0).to(tl.float32)
+            lse = tl.load(lse_ptr + (row * num_heads + head) * layout.seqlen_q + token, mask=mask, other=0.0)
+            # The gate of an empty row may be anything.
             dq *= tl.where(lse == float('-inf'), 0.0, gate)[:, None]
         dq_ptr += row * dq_strides[0]
-        places = token * dq_strides[1] + head * dq_strides[2]
-        store_rows(dq_ptr, places, 1, dq * scale, mask, HEAD_DIM, BLOCK_D)
+        dq_offsets = token * dq_strides[1] + head * dq_strides[2]
+        store_rows(dq_ptr, dq_offsets, 1, dq * scale, mask, HEAD_DIM, BLOCK_D)
     else:
-        places = (row * num_heads + head) * place.seqlen_q + token
+        row_offsets = (row * num_heads + head) * layout.seqlen_q + token
         if dlse_ptr is not None:
             dlse_ptr += row * dlse_strides[0] + head * dlse_strides[1] + token * dlse_strides[2]
             dlse = tl.load(dlse_ptr, mask=mask, other=0.0)
-            # A log-sum-exp of nothing has no gradient; logaddexp of two such gives NaN.
-            lse = tl.load(lse_ptr + places, mask=mask, other=0.0)
+            # The log-sum-exp of an empty row has no gradient; logaddexp of two of them returns NaN.
+            lse = tl.load(lse_ptr + row_offsets, mask=mask, other=0.0)
             dlse = tl.where(lse == float('-inf'), 0.0, dlse)
             delta -= dlse
             spread += tl.abs(dlse)
-        tl.store(delta_ptr + places, delta, mask=mask)
-        if inverses_ptr is not None:
-            # Over the keys of a block p * (dp - delta) adds up to twice that at most; and p may be a bit off.
+        tl.store(delta_ptr + row_offsets, delta, mask=mask)
+        if inverse_units_ptr is not None:
+            # Over the keys of a block |p * (dp - delta)| sums to at most twice the spread; p may be slightly off.
             _, inverse = find_unit(4 * spread)
-            tl.store(inverses_ptr + places, inverse, mask=mask)
+            tl.store(inverse_units_ptr + row_offsets, inverse, mask=mask)

@@ -1,13 +1,12 @@
-"""Backward kernel of selected attention for the gradients of q and of the factors: one program per query and tile of
-the heads that share its choice.
+"""Backward kernel for q and block_scale with one program per query and tile of the heads that share its blocks.
 
-The gradient of a logit is p * (dp - delta), where delta is the sum of p * dp over the keys of a row. It is commonly
-taken as the product of the output and its gradient, but the output is rounded, and in rows of few keys that shows. So
-the kernel starts from that product, adds up by how much it is off, and corrects both its result and delta.
+The gradient of a logit is p * (dp - delta), where delta is the sum of p * dp over the keys of a row. It is usually
+computed as the product of the output and its gradient. But the output is rounded, which shows in rows with few keys. So
+the kernel starts from that product, sums its error over the keys, and corrects dq and delta at the end.
 """
 
-# To pyright a jit function that another calls never returns.
-# pyright: reportGeneralTypeIssues=false
+# To pyright a jit function that another calls never returns, and a constant has no fields.
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
@@ -16,13 +15,14 @@ import triton.language as tl
 
 from native_sparse_attention.ops._triton.softcap import cap_logits, cap_slope
 from native_sparse_attention.ops._triton.tiles import add_product
+from native_sparse_attention.ops.selected_attention.triton.arguments import KeySource, Selection
 from native_sparse_attention.ops.selected_attention.triton.index.block_union import open_query
 from native_sparse_attention.ops.selected_attention.triton.loops.block_loop import (
     ANY,
-    PART,
-    WHOLE,
+    FULL,
+    TAIL,
+    find_full_blocks,
     find_keys,
-    find_whole_blocks,
     load_factor,
     load_step,
 )
@@ -31,175 +31,161 @@ from native_sparse_attention.ops.selected_attention.triton.loops.epilogue import
 
 @triton.jit
 def dq_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
+    tensors,
+    strides,
     k_tiles,
     v_tiles,
-    indices_ptr,
-    factors_ptr,
-    out_ptr,
-    lse_ptr,
-    dout_ptr,
-    dlse_ptr,
-    gate_ptr,
-    dq_ptr,
-    delta_ptr,
-    dfactors_ptr,
-    q_strides,
-    k_strides,
-    v_strides,
-    indices_strides,
-    factors_strides,
-    out_strides,
-    dout_strides,
-    dlse_strides,
-    gate_strides,
-    dq_strides,
-    place,
-    sharing,
+    layout,
+    union,
     scale,
     softcap,
-    GROUP: tl.constexpr,
-    REPEATS: tl.constexpr,
-    NUM_SELECTED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    INT64_OFFSETS: tl.constexpr,
+    sizes: tl.constexpr,
+    tile: tl.constexpr,
 ):
-    """Shapes as in the forward kernel; dlse may be None, and is `[B, HQ, T]` like lse and delta, where the gradient of
-    a logit is p * (dp - delta). gate: `[B, T, HQ]`, what dout is still to be multiplied by, or None. dfactors: float32
-    `[parts, B, T, HI, n]`, for the tiles of the heads of a choice, or None.
+    """Compute dq and delta of one query and up to BLOCK_M of the heads that share its blocks.
+
+    tensors, strides: `BackwardTensors`, `BackwardStrides`; dfactors: `[head tiles, B, T, HI, n]`. The rest is as in the
+    forward kernel.
     """
-    parts = tl.cdiv(GROUP, BLOCK_M)
-    index_head = (tl.program_id(1) // parts).to(tl.int64)
-    sequence, row, token, is_shared = open_query(index_head, place, sharing, parts)
-    if is_shared:
+    GROUP: tl.constexpr = sizes.group
+    BLOCK_SIZE: tl.constexpr = sizes.block_size
+    NUM_SELECTED: tl.constexpr = sizes.num_selected
+    BLOCK_M: tl.constexpr = tile.block_m
+    BLOCK_N: tl.constexpr = tile.block_n
+    BLOCK_D: tl.constexpr = tile.block_d
+    BLOCK_S: tl.constexpr = tile.block_s
+    head_tiles = tl.cdiv(GROUP, BLOCK_M)
+    index_head = (tl.program_id(1) // head_tiles).to(tl.int64)
+    sequence, row, token, in_union = open_query(index_head, layout, union, head_tiles)
+    if in_union:
         return
-    key_start, readable = find_keys(sequence, token, place, CAUSAL)
+    key_start, readable = find_keys(sequence, token, layout, sizes.causal)
     row, token = row.to(tl.int64), token.to(tl.int64)
-    part = (tl.program_id(1) % parts).to(tl.int64)
-    in_group = part * BLOCK_M + tl.arange(0, BLOCK_M)
+    head_tile = (tl.program_id(1) % head_tiles).to(tl.int64)
+    in_group = head_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     heads = index_head * GROUP + in_group
     head_mask = in_group < GROUP
     rows = (row, token, heads, head_mask)
-    index_heads = tl.num_programs(1) // parts
-    k_ptr += row * k_strides[0] + index_head // REPEATS * k_strides[2]
-    v_ptr += row * v_strides[0] + index_head // REPEATS * v_strides[2]
-    indices_ptr += row * indices_strides[0] + token * indices_strides[1] + index_head * indices_strides[2]
+    index_heads = tl.num_programs(1) // head_tiles
+    k_ptr = tensors.k + (row * strides.k[0] + index_head // sizes.repeats * strides.k[2])
+    v_ptr = tensors.v + (row * strides.v[0] + index_head // sizes.repeats * strides.v[2])
+    indices_ptr = tensors.indices
+    indices_ptr += row * strides.indices[0] + token * strides.indices[1] + index_head * strides.indices[2]
+    factors_ptr = tensors.factors
     if factors_ptr is not None:
-        factors_ptr += row * factors_strides[0] + token * factors_strides[1] + index_head * factors_strides[2]
-    pointers = (q_ptr, out_ptr, dout_ptr, dlse_ptr, lse_ptr)
-    strides = (q_strides, out_strides, dout_strides, dlse_strides)
-    q, dout, delta, places, lse, lse_log2, dlse = load_for_gradients(
-        pointers, strides, rows, index_heads, place, GROUP, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV
+        factors_ptr += row * strides.factors[0] + token * strides.factors[1] + index_head * strides.factors[2]
+    q, dout, delta, offsets, lse, lse_log2, dlse = load_for_gradients(
+        tensors, strides, rows, index_heads, layout, sizes, tile
     )
-    HAS_DLSE: tl.constexpr = dlse_ptr is not None
+    HAS_DLSE: tl.constexpr = tensors.dlse is not None
     slots = tl.arange(0, BLOCK_S)
-    choice = tl.load(indices_ptr + slots, mask=slots < NUM_SELECTED, other=-1)  # [BLOCK_S]
+    blocks = tl.load(indices_ptr + slots, mask=slots < NUM_SELECTED, other=-1)  # [BLOCK_S]
 
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     mean_k = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    # Beside products of float32, masks cost nothing, and every loop takes seconds to compile.
+    # In float32 the products dominate, so masks cost nothing and one loop saves seconds of compilation.
     UNMASKED: tl.constexpr = BLOCK_SIZE % BLOCK_N == 0 and q.dtype != tl.float32
-    num_slots, first_slot, last_slot, num_left = find_whole_blocks(choice, readable, NUM_SELECTED, BLOCK_SIZE, BLOCK_S)
+    num_slots, first_slot, tail_slot, num_tail_keys = find_full_blocks(
+        blocks, readable, NUM_SELECTED, BLOCK_SIZE, BLOCK_S
+    )
     num_steps = num_slots * (BLOCK_SIZE // BLOCK_N)
-    # What is left is a few keys of one block, in smaller tiles, none of which is read in vain; or everything.
-    KIND: tl.constexpr = PART if UNMASKED else ANY
-    BLOCK_L: tl.constexpr = 16 if UNMASKED else BLOCK_N
-    num_last_steps = tl.cdiv(num_left, 16) if UNMASKED else NUM_SELECTED * tl.cdiv(BLOCK_SIZE, BLOCK_N)
-    source = (k_ptr, v_ptr, k_tiles, v_tiles, row, index_head // REPEATS, k_strides[1], v_strides[1], key_start)
-    inputs = (q, dout, lse_log2, dlse, head_mask, factors_ptr, scale, softcap)
-    chosen = (indices_ptr, choice, readable, num_slots, first_slot, last_slot)
-    missing = tl.zeros([BLOCK_M], tl.float32)
-    errors = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)  # added up over the keys of a tile at the end
+    # The last loop reads the few remaining keys of one block in small tiles, none of them in vain; or all keys.
+    KIND: tl.constexpr = TAIL if UNMASKED else ANY
+    LAST_BLOCK_N: tl.constexpr = 16 if UNMASKED else BLOCK_N
+    num_last_steps = tl.cdiv(num_tail_keys, 16) if UNMASKED else NUM_SELECTED * tl.cdiv(BLOCK_SIZE, BLOCK_N)
+    source = KeySource(
+        k_ptr, v_ptr, k_tiles, v_tiles, row, index_head // sizes.repeats, strides.k[1], strides.v[1], key_start
+    )
+    inputs = (q, dout, lse_log2, dlse, head_mask, scale, softcap)
+    selection = Selection(indices_ptr, blocks, readable, num_slots, first_slot, tail_slot)
+    delta_error = tl.zeros([BLOCK_M], tl.float32)
+    errors = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)  # per key of a tile, summed at the end
+    dfactors_ptr = tensors.dfactors
     if dfactors_ptr is not None:
-        # The gradient of a factor is a sum over heads, each with a delta of its own: it cannot be corrected at last.
-        delta += _find_missing(
-            inputs, source, chosen, delta, num_steps, num_last_steps, UNMASKED, KIND, BLOCK_SIZE, HEAD_DIM, VALUE_DIM,
-            BLOCK_S, BLOCK_M, BLOCK_N, BLOCK_L, BLOCK_D, BLOCK_DV, INT64_OFFSETS,
-        )  # fmt: skip
-        query = row * place.seqlen_q + token
-        dfactors_ptr += ((part * tl.num_programs(0) + query) * index_heads + index_head) * NUM_SELECTED
-        # Of indices that no step belongs to.
+        # The gradient of a factor sums over heads, each with its own delta: it cannot be corrected at the end.
+        delta += _find_delta_error(
+            inputs,
+            factors_ptr,
+            source,
+            selection,
+            delta,
+            num_steps,
+            num_last_steps,
+            UNMASKED,
+            KIND,
+            LAST_BLOCK_N,
+            sizes,
+            tile,
+        )
+        query = row * layout.seqlen_q + token
+        dfactors_ptr += ((head_tile * tl.num_programs(0) + query) * index_heads + index_head) * NUM_SELECTED
+        # Zeros for indices without a step.
         tl.store(dfactors_ptr + slots, tl.zeros([BLOCK_S], tl.float32), mask=slots < NUM_SELECTED)
     sums = (dq, mean_k, tl.zeros([BLOCK_M], tl.float32))
     if UNMASKED:
-        # One loop, whose next step is fetched in time, be a block one tile or several.
+        # A single loop, so that the pipeline runs on from block to block.
         for step in tl.range(0, num_steps):
+            is_first = step % (BLOCK_SIZE // BLOCK_N) == 0
             sums, dlogits = _add_keys(
-                inputs, source, chosen, sums, delta, dfactors_ptr, step, step % (BLOCK_SIZE // BLOCK_N) == 0,
-                HAS_DLSE, WHOLE, BLOCK_SIZE, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_N, BLOCK_D, BLOCK_DV, INT64_OFFSETS,
+                inputs, factors_ptr, source, selection, sums, delta, dfactors_ptr, step, is_first, HAS_DLSE, FULL,
+                BLOCK_N, sizes, tile,
             )  # fmt: skip
             errors += dlogits
-        missing += tl.sum(errors, 1)
+        delta_error += tl.sum(errors, 1)
     for step in tl.range(0, num_last_steps):
         is_first = step == 0 if UNMASKED else step % tl.cdiv(BLOCK_SIZE, BLOCK_N) == 0
         sums, dlogits = _add_keys(
-            inputs, source, chosen, sums, delta, dfactors_ptr, step, is_first, HAS_DLSE, KIND, BLOCK_SIZE, HEAD_DIM,
-            VALUE_DIM, BLOCK_S, BLOCK_L, BLOCK_D, BLOCK_DV, INT64_OFFSETS,
+            inputs, factors_ptr, source, selection, sums, delta, dfactors_ptr, step, is_first, HAS_DLSE, KIND,
+            LAST_BLOCK_N, sizes, tile,
         )  # fmt: skip
-        missing += tl.sum(dlogits, 1)
+        delta_error += tl.sum(dlogits, 1)
     dq, mean_k, _ = sums
     store_gradients(
-        dq_ptr, delta_ptr, gate_ptr, dq_strides, gate_strides, rows, places, (dq, mean_k, missing),
-        delta, lse, dlse, scale, HEAD_DIM, BLOCK_D,
-    )  # fmt: skip
+        tensors, strides, rows, offsets, (dq, mean_k, delta_error), delta, lse, dlse, scale, sizes.head_dim, BLOCK_D
+    )
 
 
 @triton.jit
-def _find_missing(
+def _find_delta_error(
     inputs,
+    factors_ptr,
     source,
-    chosen,
+    selection,
     delta,
     num_steps,
     num_last_steps,
     UNMASKED: tl.constexpr,
     KIND: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    INT64_OFFSETS: tl.constexpr,
+    LAST_BLOCK_N: tl.constexpr,
+    sizes: tl.constexpr,
+    tile: tl.constexpr,
 ):
-    """By how much delta is off, in steps through all keys: of whole blocks, UNMASKED, and of what is left."""
-    missing = tl.zeros([BLOCK_M], tl.float32)
+    """Return the error of delta from a pass over all keys: full blocks if UNMASKED, then the last loop."""
+    BLOCK_M: tl.constexpr = tile.block_m
+    BLOCK_N: tl.constexpr = tile.block_n
+    delta_error = tl.zeros([BLOCK_M], tl.float32)
     if UNMASKED:
         errors = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for step in tl.range(0, num_steps):
             _, _, _, _, dlogits, _, _ = _differentiate(
-                inputs, source, chosen, delta, step, WHOLE, BLOCK_SIZE, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_N, BLOCK_D,
-                BLOCK_DV, INT64_OFFSETS,
-            )  # fmt: skip
+                inputs, factors_ptr, source, selection, delta, step, FULL, BLOCK_N, sizes, tile
+            )
             errors += dlogits
-        missing += tl.sum(errors, 1)
+        delta_error += tl.sum(errors, 1)
     for step in tl.range(0, num_last_steps):
         _, _, _, _, dlogits, _, _ = _differentiate(
-            inputs, source, chosen, delta, step, KIND, BLOCK_SIZE, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_L, BLOCK_D,
-            BLOCK_DV, INT64_OFFSETS,
-        )  # fmt: skip
-        missing += tl.sum(dlogits, 1)
-    return missing
+            inputs, factors_ptr, source, selection, delta, step, KIND, LAST_BLOCK_N, sizes, tile
+        )
+        delta_error += tl.sum(dlogits, 1)
+    return delta_error
 
 
 @triton.jit
 def _add_keys(
     inputs,
+    factors_ptr,
     source,
-    chosen,
+    selection,
     sums,
     delta,
     dfactors_ptr,
@@ -207,24 +193,19 @@ def _add_keys(
     is_first,
     HAS_DLSE: tl.constexpr,
     KIND: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_S: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    INT64_OFFSETS: tl.constexpr,
+    sizes: tl.constexpr,
+    tile: tl.constexpr,
 ):
-    """Adds a tile of keys to dq, to the mean of the keys and to the gradient of a factor, which begins with the first
-    tile of an index. Gives p * (dp - delta), too.
+    """Add a tile of keys to dq, the weighted mean of the keys and the gradient of its factor.
+
+    is_first: the tile is the first of its index. Returns the sums and p * (dp - delta).
     """
     dq, mean_k, dfactor = sums
-    dlse, head_mask, softcap = inputs[3], inputs[4], inputs[7]
+    dlse, head_mask, softcap = inputs[3], inputs[4], inputs[6]
     k, slot, logits, weights, errors, factor, slope = _differentiate(
-        inputs, source, chosen, delta, step, KIND, BLOCK_SIZE, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_N, BLOCK_D, BLOCK_DV,
-        INT64_OFFSETS,
-    )  # fmt: skip
+        inputs, factors_ptr, source, selection, delta, step, KIND, BLOCK_N, sizes, tile
+    )
     dlogits = errors
     if HAS_DLSE:
         dlogits = tl.fma(weights, dlse[:, None], errors)
@@ -244,35 +225,31 @@ def _add_keys(
 @triton.jit
 def _differentiate(
     inputs,
+    factors_ptr,
     source,
-    chosen,
+    selection,
     delta,
     step,
     KIND: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_S: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    INT64_OFFSETS: tl.constexpr,
+    sizes: tl.constexpr,
+    tile: tl.constexpr,
 ):
-    """A tile of keys (`load_step`), its index, and [BLOCK_M, BLOCK_N]: their logits without the factor, their weights,
-    and the gradients of the logits, 0 for keys that are not read; the factor; and the slopes of what is capped. Logits
-    are without the factor and the cap, their gradients beside both; and without the scale where there are neither.
+    """Recompute the weights of a tile of keys and differentiate the logits.
+
+    Returns k and its slot (`load_step`); logits, weights and gradients of the logits [BLOCK_M, BLOCK_N], the gradients
+    0 for keys that are not read; the factor; and the slopes of the soft cap. The logits are before factor and soft cap,
+    and before the scale where there are neither; the gradients are with respect to the capped logits.
     """
-    q, dout, lse_log2, _, _, factors_ptr, scale, softcap = inputs
-    k, v, slot, is_read, read = load_step(
-        source, chosen, step, KIND, BLOCK_SIZE, HEAD_DIM, VALUE_DIM, BLOCK_S, BLOCK_N, BLOCK_D, BLOCK_DV, INT64_OFFSETS
-    )
+    q, dout, lse_log2, _, _, scale, softcap = inputs
+    k, v, slot, is_read, read = load_step(source, selection, step, KIND, BLOCK_N, sizes, tile)
     factor = load_factor(factors_ptr, slot, is_read)
     PLAIN: tl.constexpr = softcap is None and factors_ptr is None
     logits = tl.dot(q, tl.trans(k), input_precision='ieee')
     if not PLAIN:
         logits *= scale
-    if KIND != WHOLE or softcap is not None:
-        # Of a query that is not finite, and reads nothing; its other logits may be finite where they are capped.
+    if KIND != FULL or softcap is not None:
+        # A query that is not finite may read nothing here; a soft cap makes some of its logits finite.
         logits = tl.where(read, logits, 0.0)
     bias = tl.where(read, 0.0, float('-inf')) - lse_log2[:, None]
     slope = 1.0
@@ -287,6 +264,6 @@ def _differentiate(
         weights = tl.exp2(tl.fma(capped, 1.4426950408889634, bias))
     dweights = tl.dot(dout, tl.trans(v), input_precision='ieee')
     dlogits = weights * (dweights - delta[:, None])
-    if not PLAIN or KIND != WHOLE:  # what decides for a whole tile need not be asked of every product
+    if not PLAIN or KIND != FULL:  # a tile that is read as a whole needs no mask per product
         dlogits = tl.where(read, dlogits, 0.0)
     return k, slot, logits, weights, dlogits, factor, slope

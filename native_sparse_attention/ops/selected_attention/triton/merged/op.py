@@ -34,7 +34,7 @@ from native_sparse_attention.ops.selected_attention.triton import op as selected
 from native_sparse_attention.ops.selected_attention.triton.merged.combine import combine_kernel, split_kernel
 from native_sparse_attention.ops.selected_attention.triton.merged.dscale import differentiate_scale
 
-# Elements of a program's tile of outputs, and its warps.
+# Elements of a program's output tile, and warps.
 TILE = 2048
 NUM_WARPS = 4
 
@@ -53,14 +53,14 @@ def merged_attention(
     scale: float,
     modifiers: Modifiers,
 ) -> tuple[Tensor, Tensor]:
-    """block_scale: None, or all ones: only its gradient is used."""
+    """Return the output `[B, T, HQ, DV]` and the log-sum-exp `[B, HQ, T]`. block_scale: None or all ones."""
     assert causal
     assert right == 0
-    left = MAX_TOKENS if left < 0 else min(left, MAX_TOKENS)  # beyond, nothing is left for the selected part
+    left = MAX_TOKENS if left < 0 else min(left, MAX_TOKENS)  # a larger window leaves no keys to the selected part
     inputs = (q, k, v, block_scale, modifiers.sinks)
-    keeps_difference = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
-    settled = (left, block_size, scale, modifiers.softcap, not torch.compiler.is_compiling(), keeps_difference)
-    return _forward(q, k, v, block_indices, block_scale, modifiers.sinks, *flatten(sequences), *settled)[:2]
+    save_difference = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
+    options = (left, block_size, scale, modifiers.softcap, not torch.compiler.is_compiling(), save_difference)
+    return _forward(q, k, v, block_indices, block_scale, modifiers.sinks, *flatten(sequences), *options)[:2]
 
 
 @torch.library.custom_op('native_sparse_attention::merged_attention', mutates_args=())
@@ -81,25 +81,26 @@ def _forward(
     block_size: int,
     scale: float,
     softcap: OptionalFloat,
-    keeps_lists: bool,
-    keeps_difference: bool,
+    save_index: bool,
+    save_difference: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the output, its log-sum-exp, those of the window and of the selected part `[B, HQ, T]`, the output of the
-    window less that of the selected part `[B, T, HQ, DV]` (empty where not keeps_difference), and the CSR index of the
-    selected part (`selected.attend`).
+    """Return the output, its log-sum-exp, and what the backward pass takes.
+
+    That is the log-sum-exps of the window and of the selected part `[B, HQ, T]`, the difference of their outputs
+    `[B, T, HQ, DV]` (empty unless save_difference), and the inverse index of the selected part (`selected.attend`).
     """
     flat = (seqlen_k, q_offset, q_offsets, seqlens_k, cu_seqlens, cu_seqlens_k)
     window = interval.prepare_window(q, k, v, flat, left, softcap, sinks)
     out_window, lse_window = interval.attend(window, scale, torch.float32)
     far = _before_window(unflatten(q, flat), left)
-    settled = (block_size, True, scale, softcap, keeps_lists, False, torch.float32)
-    out_selected, lse_selected, _, entries, starts = selected.attend(q, k, v, block_indices, None, far, *settled)
+    options = (block_size, True, scale, softcap, None, save_index, False, torch.float32)
+    out_selected, lse_selected, _, entries, starts = selected.attend(q, k, v, block_indices, None, far, *options)
     out, lse = q.new_empty(out_window.shape), torch.empty_like(lse_window)
-    difference = q.new_empty(out.shape if keeps_difference else 0)
+    difference = q.new_empty(out.shape if save_difference else 0)
     _launch(
         combine_kernel,
         out,
-        *(out_window, out_selected, lse_window, lse_selected, out, lse, difference if keeps_difference else None),
+        *(out_window, out_selected, lse_window, lse_selected, out, lse, difference if save_difference else None),
     )
     return out, lse, lse_window, lse_selected, difference, entries, starts
 
@@ -131,13 +132,13 @@ def _backward(
     block_size: int,
     scale: float,
     softcap: OptionalFloat,
-    keeps_lists: bool,
-    keeps_difference: bool,
+    save_index: bool,
+    save_difference: bool,
     needs_dkv: bool,
     needs_dscale: bool,
     needs_dsinks: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, block_scale and sinks; those that are not needed, but for the first, are empty."""
+    """Return the gradients of q, k, v, block_scale and sinks. Gradients that are not needed are empty, except dq."""
     flat = (seqlen_k, q_offset, q_offsets, seqlens_k, cu_seqlens, cu_seqlens_k)
     (dout,) = last_dim_contiguous(dout)
     outs = [out.new_empty(out.shape) for _ in range(2)]
@@ -153,26 +154,26 @@ def _backward(
     dq, numbers = interval.differentiate_queries(window, scale, *rows, torch.float32)
     dk = dv = dscale = dsinks = empty
     if needs_dkv:
-        keys, place, marks = window[3:]
+        keys, layout, marks = window[3:]
         tensors = (*window[:3], dout, numbers)
-        dk, dv, _, _ = differentiate_keys(tensors, place, keys, scale, marks, torch.float32)
+        dk, dv, _, _ = differentiate_keys(tensors, layout, keys, scale, marks, torch.float32)
 
-    kept = (outs[1], lse_selected, empty, entries, starts)
+    saved = (outs[1], lse_selected, empty, entries, starts)
     far = _before_window(unflatten(q, flat), left)
     inputs = (q, k, v, block_indices, None, weights[1], far)
-    settled = (block_size, True, scale, softcap, False, needs_dkv, False, torch.float32)
-    far_dq, far_dk, far_dv, _, far_delta = selected.differentiate(dout, dlses[1], *kept, *inputs, *settled)
+    options = (block_size, True, scale, softcap, None, False, needs_dkv, False, torch.float32)
+    far_dq, far_dk, far_dv, _, far_delta = selected.differentiate(dout, dlses[1], *saved, *inputs, *options)
     dq = (dq + far_dq).to(q.dtype)
     if needs_dscale or needs_dsinks:
-        # The sum of p * dp over both parts, of which each has the sum over its own keys, less dlse.
+        # The sum of p * dp over all keys. Each part has the sum over its own keys, minus its dlse.
         deltas = numbers[:, :, 1] + dlses[0], far_delta.transpose(1, 2) + dlses[1]
         shares = ((t - lse).exp().masked_fill(t == -torch.inf, 0) for t in (lse_window, lse_selected))
         of_window, of_selected = (delta * share for delta, share in zip(deltas, shares, strict=True))
         delta = of_window + of_selected if dlse is None else of_window + of_selected - dlse
         if needs_dscale and block_scale is not None:
-            place = make_layout(unflatten(q, flat))
-            inputs = last_dim_contiguous(q, k, v, block_indices)
-            dscale = differentiate_scale(inputs, lse, delta, dout, place, block_size, scale, softcap)
+            layout = make_layout(unflatten(q, flat))
+            q, k, v, block_indices = last_dim_contiguous(q, k, v, block_indices)
+            dscale = differentiate_scale(q, k, v, block_indices, lse, delta, dout, layout, block_size, scale, softcap)
             dscale = dscale.to(block_scale.dtype)
         if needs_dsinks and sinks is not None:
             dsinks = interval.differentiate_sinks(sinks, lse, delta)
@@ -186,7 +187,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     batch, seqlen, heads, _ = q.shape
     out = q.new_empty(batch, seqlen, heads, v.shape[3])
     lses = (q.new_empty(batch, heads, seqlen, dtype=torch.float32) for _ in range(3))
-    return out, *lses, q.new_empty(out.shape if rest[-1] else 0), *selected.no_lists(q)
+    return out, *lses, q.new_empty(out.shape if rest[-1] else 0), *selected.no_index(q)
 
 
 @_backward.register_fake
@@ -230,7 +231,7 @@ refuse_double_backward(_backward)
 
 
 def _before_window(sequences: Sequences, left: int) -> Sequences:
-    """The same sequences with every query W = left + 1 positions earlier."""
+    """Return the sequences with every query W = left + 1 positions earlier."""
     offset = sequences.q_offset
     if offset is None:
         if sequences.cu_seqlens is not None and sequences.cu_seqlens_k is not None:

@@ -1,0 +1,149 @@
+"""Kernel arguments that several kernels of selected attention share.
+
+Letters in shapes: B batch rows, T query tokens, S key tokens, HQ query heads, H KV heads, HI index heads (H or HQ),
+n selected blocks per query, D head size of q and k, DV head size of v. G = HQ / HI query heads share one row of
+`block_indices`; R = HI / H index heads share one KV head.
+
+Tensors and their strides are two arguments. A tensor that a call does not have is None, and so are its strides.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+Strides = Any  # tuple of int, or None without the tensor
+
+
+class Sizes(NamedTuple):
+    """Sizes of the problem, a compile-time constant.
+
+    group: G. repeats: R. num_selected: n. block_size: tokens per block, at most S.
+    """
+
+    group: int
+    repeats: int
+    num_selected: int
+    block_size: int
+    causal: bool
+    head_dim: int
+    value_dim: int
+
+
+class Tile(NamedTuple):
+    """Sizes of a program's tiles, a compile-time constant; all but `chunk` are powers of two.
+
+    block_m: rows, each one head of one query. block_n: keys. block_d, block_dv: padded head sizes. block_s: padded n.
+    int64_offsets: whether an element offset within one batch row may exceed int32. block_g: rows per query where a tile
+    holds several queries. union_size: capacity of a block union. chunk: entries of the CSR index per program.
+    """
+
+    block_m: int
+    block_n: int
+    block_d: int
+    block_dv: int
+    int64_offsets: bool
+    block_s: int = 0
+    block_g: int = 0
+    union_size: int = 0
+    chunk: int = 0
+
+
+class ForwardTensors(NamedTuple):
+    """q `[B, T, HQ, D]`, k `[B, S, H, D]`, v `[B, S, H, DV]`, indices and factors `[B, T, HI, n]`.
+
+    factors: `block_scale`. out: `[B, T, HQ, DV]`. lse: float32 `[B, HQ, T]`, contiguous. low_bits: int16, contiguous,
+    shaped like out (`split_low_bits`), or None.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    indices: Any
+    factors: Any
+    out: Any
+    lse: Any
+    low_bits: Any
+
+
+class ForwardStrides(NamedTuple):
+    q: Strides
+    k: Strides
+    v: Strides
+    indices: Strides
+    factors: Strides
+    out: Strides
+
+
+class BackwardTensors(NamedTuple):
+    """Inputs and outputs of the kernels for dq; shapes as in `ForwardTensors`.
+
+    dlse, lse, delta: float32 `[B, HQ, T]`, the last two contiguous. The gradient of a logit is p * (dp - delta).
+    gate: `[B, T, HQ]`, the factor that dout still lacks, or None. dfactors: float32, contiguous, or None.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    indices: Any
+    factors: Any
+    out: Any
+    lse: Any
+    dout: Any
+    dlse: Any
+    gate: Any
+    dq: Any
+    delta: Any
+    dfactors: Any
+
+
+class BackwardStrides(NamedTuple):
+    q: Strides
+    k: Strides
+    v: Strides
+    indices: Strides
+    factors: Strides
+    out: Strides
+    dout: Strides
+    dlse: Strides
+    gate: Strides
+    dq: Strides
+
+
+class KeySource(NamedTuple):
+    """Where a program finds its keys and values, made inside a kernel.
+
+    k, v: pointers to the first key of the batch row and KV head. k_tiles, v_tiles: tensor descriptors of the whole
+    tensors, or None. key_start: first token of the sequence.
+    """
+
+    k: Any
+    v: Any
+    k_tiles: Any
+    v_tiles: Any
+    row: Any
+    kv_head: Any
+    k_stride: Any
+    v_stride: Any
+    key_start: Any
+
+
+class Selection(NamedTuple):
+    """One row of `block_indices`, made inside a kernel by `select_row` or `find_full_blocks` (block_loop.py).
+
+    indices: pointer to the row. blocks: the row, [BLOCK_S]. readable: keys of the sequence that the query may read.
+    num_slots, first_slot, tail_slot: see `find_full_blocks`.
+    """
+
+    indices: Any
+    blocks: Any
+    readable: Any
+    num_slots: Any
+    first_slot: Any
+    tail_slot: Any
+
+
+def stride_of(tensor: Tensor | None) -> tuple[int, ...] | None:
+    """Return the strides of a tensor, or None without one."""
+    return None if tensor is None else tensor.stride()
