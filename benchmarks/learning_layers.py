@@ -58,8 +58,10 @@ class WithWindow(SparseAttention):
 class DetachedScores(SparseAttention):
     """Block scores whose gradient reaches the network of compressed keys alone, not queries and keys."""
 
-    def _compress(self, new: Any, cu_seqlens: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        return super()._compress(new._replace(raw_k=new.raw_k.detach()), cu_seqlens)
+    def _compress(
+        self, new: Any, cu_seqlens: Tensor | None, trains_scores: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        return super()._compress(new._replace(raw_k=new.raw_k.detach()), cu_seqlens, trains_scores)
 
     def _nsa(self, q: Tensor, *tensors: Any, **settings: Any) -> Tensor:
         return super()._nsa(q, *tensors, **{**settings, 'q_cmp': settings['q_cmp'].detach()})

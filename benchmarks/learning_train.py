@@ -195,10 +195,14 @@ class Training:
 
     def _differentiate_and_update(self) -> None:
         for part in self.at:
+            ids, weight = self.text[part + self.offsets].long(), self.variant.block_loss
             with self.autocast():
-                loss = self.model(self.text[part + self.offsets].long(), return_loss=True) / len(self.at)
-            loss.backward()
-            self.loss_sum += loss.detach()
+                if weight:
+                    loss, block_loss = self.model(ids, return_loss=True, return_block_loss=True)
+                else:
+                    loss, block_loss = self.model(ids, return_loss=True), 0.0
+            ((loss + weight * block_loss) / len(self.at)).backward()
+            self.loss_sum += loss.detach() / len(self.at)
         nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
         self.optimizer.step()
 

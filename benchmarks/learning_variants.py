@@ -49,6 +49,7 @@ class Variant:
     gate_lr, phi_lr: factors on the learning rate of gates and of the networks φ. gate_decay: weight decay on gates.
     layers: class of the attention layers, where it is not that of the package.
     layer_settings: by index of the layer 'dense', or settings of its own.
+    block_loss: weight of the loss that teaches block scores the mass of selected attention (`block_score_loss`).
     wide: feed-forward networks are wider, so that the dense model has as many parameters as variant `separate`.
     """
 
@@ -65,6 +66,7 @@ class Variant:
     layers: type[SparseAttention | DenseAttention] | None = None
     layer_settings: Mapping[int, Any] = field(default_factory=dict)
     wide: bool = False
+    block_loss: float = 0.0
 
     @property
     def cost(self) -> float:
@@ -110,6 +112,25 @@ def _variants() -> dict[str, Variant]:
             settings=scores,
             phi='mean',
             layers=DetachedScores,
+        ),
+        'merged-scores-kl': Variant(
+            'merged-scores with φ a block mean at the start, block scores trained by their loss alone',
+            settings={**scores, 'use_diff_topk': False},
+            phi='mean',
+            block_loss=0.1,
+        ),
+        'merged-scores-kl-detached': Variant(
+            'the same, where the loss trains φ alone',
+            settings={**scores, 'use_diff_topk': False},
+            phi='mean',
+            layers=DetachedScores,
+            block_loss=0.1,
+        ),
+        'merged-kl': Variant(
+            'merged with φ a block mean at the start, block scores trained by their loss and not by use_diff_topk',
+            settings={**merged, 'use_diff_topk': False},
+            phi='mean',
+            block_loss=0.1,
         ),
         'merged-scores-window-detached': Variant(
             'the same, plus a gated window', settings=scores, phi='mean', layers=DetachedScoresWithWindow

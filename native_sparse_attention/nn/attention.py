@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,8 +27,10 @@ from native_sparse_attention.core.random import as_seed, check_probability
 from native_sparse_attention.inference import decode as decoding
 from native_sparse_attention.inference.cache import FIRST_CAPACITY, MAX_ROLLBACK, LayerCache
 from native_sparse_attention.inference.paged_cache import cache_kind, make_cache
+from native_sparse_attention.losses import block_score_loss
 from native_sparse_attention.nn.checks import (
     backend_of_flag,
+    check_block_loss,
     check_cache,
     check_input,
     check_layer_sizes,
@@ -260,6 +263,7 @@ class SparseAttention(nn.Module):
         *,
         cache: LayerCache | None = None,
         return_cache: bool = False,
+        return_block_loss: bool = False,
         disable_triton_kernel: bool | None = None,
         sliding_window_flex_mask: Any = None,
         fine_selection_flex_mask: Any = None,
@@ -274,11 +278,13 @@ class SparseAttention(nn.Module):
             cache: what `init_cache` or an earlier call returned; advanced in place, and nothing is differentiated: in
                 training mode, or for an x that requires gradients, it is refused unless under torch.no_grad().
             return_cache: return the cache too; without one, start one that grows.
+            return_block_loss: return the `block_score_loss` of this call too, which trains the block scores. Refused
+                with a cache, with recompute and without selected blocks.
             disable_triton_kernel: deprecated; True runs this call with backend='eager'.
             sliding_window_flex_mask, fine_selection_flex_mask: refused; backend='flex' makes its own masks.
 
         Returns:
-            `[B, T, dim]`, or with return_cache the pair of it and the cache.
+            `[B, T, dim]`, or a pair of it and the cache (return_cache) or the scalar loss (return_block_loss).
 
         Raises:
             ValueError: shapes or settings that do not fit, or a full cache; nothing is written then.
@@ -289,8 +295,10 @@ class SparseAttention(nn.Module):
         ):
             if flex_mask is not None:
                 raise ValueError(f"{name} is given, but masks are made inside: use backend='flex'")
-        check_flags(return_cache=return_cache)
+        check_flags(return_cache=return_cache, return_block_loss=return_block_loss)
         cached = cache is not None or return_cache
+        if return_block_loss:
+            check_block_loss(cached, self.recompute, self.num_selected_blocks)
         check_input(x, mask, cu_seqlens, self.norm, self.to_qkv, cached)
         mask = None if mask is None else mask.bool()
         if cached and not self.causal:
@@ -305,7 +313,8 @@ class SparseAttention(nn.Module):
             warnings.warn("disable_triton_kernel is deprecated: use backend='eager'", DeprecationWarning, stacklevel=4)
             backend = 'eager' if disable_triton_kernel and backend in ('auto', 'triton') else backend
         if not cached:
-            return self._attend_whole(x, mask, cu_seqlens, backend)
+            out, block_loss = self._attend_whole(x, mask, cu_seqlens, backend, return_block_loss)
+            return (out, block_loss) if return_block_loss else out
         with torch.no_grad():
             if cache is None:
                 cache = self._make_cache(
@@ -383,7 +392,9 @@ class SparseAttention(nn.Module):
             backend=self.backend,
         )
 
-    def _attend_whole(self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, backend: str) -> Tensor:
+    def _attend_whole(
+        self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, backend: str, needs_block_loss: bool
+    ) -> tuple[Tensor, Tensor | None]:
         order = lengths = None
         if mask is not None:
             order, lengths = front_order(mask)
@@ -394,7 +405,7 @@ class SparseAttention(nn.Module):
             positions = layout.position
             x = torch.where(layout.covered[..., None], x, 0)
         new = self._project(x)
-        k_cmp, v_cmp = self._compress(new, cu_seqlens)
+        k_cmp, v_cmp = self._compress(new, cu_seqlens, self.use_diff_topk or needs_block_loss)
         # What `attend` is made of is read here, once: parameters may have other values when it is made again.
         tables = None if self.rotary is None else self.rotary.tables(positions)
         mem_kv = self._memory
@@ -402,6 +413,8 @@ class SparseAttention(nn.Module):
             mem_kv = mem_kv[0].to(new.q.dtype), None if mem_kv[1] is None else mem_kv[1].to(new.q.dtype)
         sinks = {'sinks': self.window_sinks, 'sinks_cmp': self.compress_sinks}
         dropout = {'dropout_p': self._dropout_p, 'dropout_seed': as_seed(None, x.device) if self._dropout_p else None}
+
+        losses: list[Tensor] = []
 
         def attend(choose: Callable[..., Tensor]) -> Tensor:
             q_window = k_window = v_window = None
@@ -414,6 +427,8 @@ class SparseAttention(nn.Module):
                     (k, k_window), v_window = turned_and_plain(tables, backend, new.k, 2), new.v
                 else:
                     (k, k_window), v_window = rotate(tables, backend, new.k, new.k_window), new.v_window
+            if needs_block_loss:
+                choose = partial(self._select_with_loss, q, k, losses)
             with turned_again(new.q, tables, backend, q):
                 return self._nsa(
                     *(q, k, new.v, k_cmp, v_cmp, new.gates),
@@ -433,12 +448,25 @@ class SparseAttention(nn.Module):
 
         makes_again = self.recompute and torch.is_grad_enabled()
         out = recompute(attend) if makes_again else attend(select_blocks)
-        if self.k_compress is not None and not self.compressed_output:
+        if self.k_compress is not None and not self.compressed_output and not needs_block_loss:
             out = with_zero_gradients(out, self.k_compress, self.k_intrablock_positions, self.compress_mem_k)
         out = self._combine(out)
-        return out if mask is None or order is None else from_front(out, order, mask)
+        out = out if mask is None or order is None else from_front(out, order, mask)
+        return out, losses[0] if losses else None
 
-    def _compress(self, new: _Projected, cu_seqlens: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    def _select_with_loss(
+        self, q: Tensor, k: Tensor, losses: list[Tensor], q_cmp: Tensor, k_cmp: Tensor, lse: Tensor, **settings: Any
+    ) -> Tensor:
+        """Return the selected blocks, and append their loss to `losses`. q, k: with rotary embedding."""
+        blocks = select_blocks(q_cmp, k_cmp, lse, **settings)
+        for name in ('num_selected', 'share_group', 'block_counts', 'seqlen_k'):
+            del settings[name]
+        losses.append(block_score_loss(q, k, q_cmp, k_cmp, lse, blocks, **settings))
+        return blocks
+
+    def _compress(
+        self, new: _Projected, cu_seqlens: Tensor | None, trains_scores: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
         """Compressed keys `[B, C, H, D]` and values `[B, C, H, DV]`, each None where nothing reads it."""
         if self.k_compress is None or self.k_intrablock_positions is None:
             return None, None
@@ -448,8 +476,7 @@ class SparseAttention(nn.Module):
             networks, tokens = (self.k_compress, self.v_compress), (new.raw_k, new.raw_v)
             return compress_pair(networks, tokens, positions, stride, cu_seqlens)
         keys = (self.k_compress, new.raw_k, self.k_intrablock_positions, stride, cu_seqlens)
-        # Without use_diff_topk block scores have no gradient.
-        with torch.set_grad_enabled(torch.is_grad_enabled() and self.use_diff_topk):
+        with torch.set_grad_enabled(torch.is_grad_enabled() and trains_scores):
             return compress_tokens(*keys, name='keys', value_dim=self.dim_head), None
 
     def _attend_cached(self, x: Tensor, mask: Tensor | None, cache: LayerCache, backend: str) -> Tensor:

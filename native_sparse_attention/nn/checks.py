@@ -67,7 +67,7 @@ def warn_of_untrained_scores(network: nn.Module, use_diff_topk: bool) -> None:
     if not use_diff_topk and any(True for _ in network.parameters()):
         warnings.warn(
             'compressed_output is False and use_diff_topk is False, so the network that scores blocks is not trained: '
-            'its gradients are 0',
+            'its gradients are 0 without return_block_loss',
             stacklevel=3,
         )
 
@@ -151,3 +151,13 @@ def check_cache(cache: LayerCache, x: Tensor, layout: Mapping[str, Any]) -> None
             raise ValueError(f'cache was made for {name} = {held}, but the layer has {size}: use its init_cache')
     if cache.batch_size != x.shape[0]:
         raise ValueError(f'x has batch size {x.shape[0]}, but cache has {cache.batch_size}')
+
+
+def check_block_loss(cached: bool, recompute: bool, num_selected_blocks: int) -> None:
+    """Refuse return_block_loss in a call that has no loss of block scores."""
+    if cached:
+        raise ValueError('return_block_loss is True with a cache, but a loss needs a forward without one')
+    if recompute:
+        raise ValueError('return_block_loss is True, but needs recompute=False')
+    if num_selected_blocks == 0:
+        raise ValueError('return_block_loss is True, but num_selected_blocks is 0: no block is selected')

@@ -71,6 +71,14 @@ class Block(nn.Module):
         x = x + self.attention(x, mask, cu_seqlens, **options)
         return x + self.feed_forward(x)
 
+    def forward_with_block_loss(
+        self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Return the output and the loss of the block scores; the attention is sparse."""
+        out, block_loss = self.attention(x, mask, cu_seqlens, return_block_loss=True, **options)
+        x = x + out
+        return x + self.feed_forward(x), block_loss
+
     def decode(
         self, x: Tensor, mask: Tensor | None, cache: LayerCache | None, **options: Any
     ) -> tuple[Tensor, LayerCache]:
@@ -173,6 +181,7 @@ class Transformer(nn.Module):
         cache: ModelCache | None = None,
         return_cache: bool = False,
         *,
+        return_block_loss: bool = False,
         mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         disable_flex: bool | None = None,
@@ -182,25 +191,30 @@ class Transformer(nn.Module):
 
         return_loss: instead the mean cross entropy, in nats, of every token given those before it in its sequence
         (float32; float64 in a float64 model). cache: ids are the tokens that follow it, any number of them.
+        return_block_loss: returns a pair of logits or loss and the mean `block_score_loss` of the sparse layers, a
+        scalar to add to the loss with a small weight.
         return_cache: returns (logits, cache); without a cache one is started that grows. A call with a cache runs
         without autograd, and is refused in training mode unless under torch.no_grad(). mask: bool or integers of 0 and
         1 `[B, T]`, true at real tokens, padding left or right; logits of padding mean nothing. cu_seqlens: int32
         `[N + 1]`, packed sequences in ids `[1, total]`. disable_flex, disable_triton_kernel: flags of
         native-sparse-attention-pytorch, mapped to a backend for this call with a DeprecationWarning.
         """
-        check_flags(return_loss=return_loss, return_cache=return_cache)
+        check_flags(return_loss=return_loss, return_cache=return_cache, return_block_loss=return_block_loss)
         _check_ids('ids', ids)
         if mask is not None:
             check_mask(mask, ids)
             mask = mask.bool()
         cached = cache is not None or return_cache
         options = self._options_of_flags(disable_flex, disable_triton_kernel)
-        if return_loss:
-            if cached:
-                raise ValueError('return_loss is True with a cache, but a loss needs a forward without one')
-            return self._loss(ids, mask, cu_seqlens, **options)
+        if return_loss and cached:
+            raise ValueError('return_loss is True with a cache, but a loss needs a forward without one')
+        if return_block_loss:
+            self._check_block_loss(cached)
         if not cached:
-            return self.to_logits(self._embed(ids, mask, cu_seqlens, **options))
+            block_losses: list[Tensor] | None = [] if return_block_loss else None
+            forward = self._loss if return_loss else self._logits
+            out = forward(ids, mask, cu_seqlens, block_losses, **options)
+            return out if block_losses is None else (out, torch.stack(block_losses).mean())
         if cu_seqlens is not None:
             raise ValueError('cu_seqlens is given with a cache, but packed sequences have none')
         check_undifferentiated(ids, self)
@@ -394,12 +408,32 @@ class Transformer(nn.Module):
         if not self.causal:
             raise ValueError('causal is False, but only a causal model can generate')
 
-    def _embed(self, ids: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, **options: Any) -> Tensor:
-        """The normalised output of the last block, `[B, T, dim]`."""
+    def _check_block_loss(self, cached: bool) -> None:
+        if cached:
+            raise ValueError('return_block_loss is True with a cache, but a loss needs a forward without one')
+        if not any(isinstance(block.attention, SparseAttention) for block in self.blocks):
+            raise ValueError('return_block_loss is True, but the model has no sparse attention')
+
+    def _embed(
+        self,
+        ids: Tensor,
+        mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+        block_losses: list[Tensor] | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """The normalised output of the last block, `[B, T, dim]`; appends the losses of block scores to a list."""
         x = self._tokens(ids, mask)
         for block in self.blocks:
-            x = block(x, mask, cu_seqlens, **options)
+            if block_losses is not None and isinstance(block.attention, SparseAttention):
+                x, block_loss = block.forward_with_block_loss(x, mask, cu_seqlens, **options)
+                block_losses.append(block_loss)
+            else:
+                x = block(x, mask, cu_seqlens, **options)
         return self.norm(x)
+
+    def _logits(self, ids: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        return self.to_logits(self._embed(ids, *arguments, **options))
 
     def _embed_cached(
         self, ids: Tensor, mask: Tensor | None, cache: ModelCache | None, **options: Any
@@ -420,7 +454,14 @@ class Transformer(nn.Module):
         # Ids at padding may lie outside the vocabulary, such as -100.
         return self.token_emb(ids if mask is None else ids.masked_fill(~mask, 0))
 
-    def _loss(self, ids: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, **options: Any) -> Tensor:
+    def _loss(
+        self,
+        ids: Tensor,
+        mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+        block_losses: list[Tensor] | None,
+        **options: Any,
+    ) -> Tensor:
         if ids.shape[1] < 2:
             raise ValueError(f'ids has {ids.shape[1]} tokens per row, but a loss needs at least 2')
         labels = ids[:, 1:]
@@ -431,7 +472,7 @@ class Transformer(nn.Module):
             check_integers('cu_seqlens', cu_seqlens, None)
             labels = labels.masked_fill(~_continues(cu_seqlens, ids.shape[1]), IGNORED_LABEL)
             cu_seqlens = cu_seqlens.clamp(max=ids.shape[1] - 1)
-        logits = _upcast(self.to_logits(self._embed(ids[:, :-1], mask, cu_seqlens, **options)))
+        logits = _upcast(self.to_logits(self._embed(ids[:, :-1], mask, cu_seqlens, block_losses, **options)))
         total = F.cross_entropy(
             logits.flatten(0, 1), labels.flatten().long(), ignore_index=IGNORED_LABEL, reduction='sum'
         )

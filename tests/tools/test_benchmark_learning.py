@@ -104,6 +104,24 @@ def test_data_are_those_of_the_trainer():
     assert torch.equal(text[starts + torch.arange(17)].long(), draw(text, config, 5))
 
 
+@pytest.mark.filterwarnings('ignore:compressed_output is False and use_diff_topk is False')
+@pytest.mark.parametrize(('name', 'trains_queries'), [('merged-scores-kl', True), ('merged-scores-kl-detached', False)])
+def test_block_losses_train_the_scores(name: str, trains_queries: bool):
+    model = build(name, SHAPE, SMALL, 96, seed=0)
+    ids = torch.randint(256, (1, 97), generator=torch.Generator().manual_seed(0))
+    loss, block_loss = model(ids, return_loss=True, return_block_loss=True)
+    gradients = dict(zip(dict(model.named_parameters()), torch.autograd.grad(
+        block_loss, [*model.parameters()], retain_graph=True, allow_unused=True
+    ), strict=True))  # fmt: skip
+
+    def is_trained(part: str) -> bool:
+        return any(part in key and grad is not None and bool(grad.any()) for key, grad in gradients.items())
+
+    assert is_trained('k_compress')
+    assert is_trained('to_qkv') == trains_queries
+    assert loss.isfinite()
+
+
 def test_validations():
     assert learning_train.eval_steps(2000, 8) == [0, 62, 102, 167, 275, 451, 741, 1218, 2000]
     assert learning_train.eval_steps(3, 8) == [0, 1, 2, 3]

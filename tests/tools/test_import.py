@@ -22,7 +22,7 @@ LINES = (
     {'core'},
     {'ops'},
     {'autograd'},
-    {'functional', 'testing', 'nn.compress', 'nn.gate', 'nn.padding', 'nn.rotary', 'inference.cache'},
+    {'functional', 'losses', 'testing', 'nn.compress', 'nn.gate', 'nn.padding', 'nn.rotary', 'inference.cache'},
     {'inference.paged_cache', 'inference.decode', 'nn.checks'},
     {'nn.attention', 'nn.dense', 'inference.generation'},
     {'nn.transformer', 'integrations'},
