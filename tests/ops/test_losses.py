@@ -58,7 +58,8 @@ def test_definition(
     sequences = make_sequences(tensors[0], extents.seqlen_k, **{name: extents.where.get(name) for name in names})
     seed = torch.tensor([3])
     candidates, _ = add_random_blocks(tensors[5], sequences, 2, (1, 1), causal, num_random, seed)
-    gold = definition.block_score_loss(*tensors[:5], candidates, **options, seqlen_k=seqlen_k)
+    q, k, q_cmp, k_cmp, lse, _ = tensors
+    gold = definition.block_score_loss(q, k, q_cmp, k_cmp, lse, candidates, **options, seqlen_k=seqlen_k)
     torch.testing.assert_close(loss, gold, rtol=1e-9, atol=1e-12)
     leaves = [tensors[2], tensors[3]]
     for grad, expected in zip(gradients(loss, leaves), gradients(gold, leaves), strict=True):
