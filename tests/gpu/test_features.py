@@ -150,7 +150,7 @@ def test_dropout_is_that_of_philox(head_dim: int, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize('dtype', HALVES)
-def test_what_features_leave_out_may_be_anything(dtype: torch.dtype, device: torch.device) -> None:
+def test_masked_keys_may_hold_anything(dtype: torch.dtype, device: torch.device) -> None:
     """By the rules; where there is no table of all pairs, which the compiler lays out in another way for the loop that
     looks at what is not finite, to the bit.
     """

@@ -1,4 +1,4 @@
-"""Kernels are tested in memory full of junk and, where there is no GPU, in Triton's interpreter at its strictest."""
+"""Kernel tests run on poisoned memory and, without a GPU, in Triton's interpreter with strict checks."""
 
 from __future__ import annotations
 
@@ -54,7 +54,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def treacherous_memory(request: pytest.FixtureRequest) -> Iterator[None]:
-    """For all but the tests marked `plain_memory`; with watched=False these may even leave the tensors of a launch."""
+    """Poison memory, except in tests marked `plain_memory`; with watched=False accesses outside the tensors are not
+    reported.
+    """
     from tests.support.harness import poisoned_allocations, strict_interpreter
 
     plain = request.node.get_closest_marker('plain_memory')
@@ -68,7 +70,7 @@ def treacherous_memory(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def described(device: Any, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """The tensors that attention has described for the tensor memory accelerator, as if there were one."""
+    """Record the tensors that attention describes for the tensor memory accelerator, as if there were one."""
     from native_sparse_attention.ops._triton import launch
     from native_sparse_attention.ops._triton.interval import keys
     from native_sparse_attention.ops._triton.interval import op as interval

@@ -1,4 +1,4 @@
-"""Every kernel compiles for every GPU, which none of them needs, and its shared memory fits."""
+"""Every kernel compiles for every supported GPU, without one, and its shared memory fits."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ import pytest
 from native_sparse_attention.ops._triton.launch import SHARED_MEMORY
 
 ROOT = Path(__file__).parents[2]
-# Bytes of a thread that do not fit into registers, for head sizes of 128 in half precision. Kernels that look something
-# up for every weight, or draw it, are faster with more of them than with smaller tiles.
+# Spilled bytes per thread for head size 128 in half precision. Kernels with a table entry or random number per weight
+# are faster with more spills than with smaller tiles.
 MAX_SPILLED = 1024
-# Every op with kernels is among those that are built.
+# Kernels that must be among the builds of an op.
 KERNELS = {
     'interval': {'forward_kernel', 'dq_kernel', 'dkv_kernel', 'dbias_kernel'},
     'block_selection': {'select_kernel', 'forward_kernel', 'dq_kernel'},
@@ -31,7 +31,7 @@ KERNELS = {
     'inverse_index': {'slot_kernel'},
     'counting_sort': {'place_kernel'},
 }
-# Those that know gates are built with them, and without.
+# Kernels that are built with gates and without.
 GATED = {
     'interval': {'dq_kernel', 'dkv_kernel', 'dbias_kernel'},
     'selected_attention': {
@@ -58,7 +58,7 @@ def build(
 
 @pytest.fixture(scope='module')
 def builds(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Builds]:
-    """What `build` returns, begun for all the tests of this module that will run, two at a time."""
+    """Start `build` for all selected tests of this module, two at a time, and return its results."""
     wanted = [
         item for item in request.session.items if item.path == Path(__file__) and not item.get_closest_marker('skip')
     ]
@@ -83,10 +83,10 @@ def assert_fits(reports: list[dict[str, Any]], architecture: str) -> None:
             assert kernels >= gated, (op, has_gate, kernels)
     too_large = [r for r in reports if r['shared'] > SHARED_MEMORY[architecture]]
     assert not too_large
-    assert_reduces_alike(reports)
+    assert_no_scattered_reduction(reports)
 
 
-def assert_reduces_alike(reports: list[dict[str, Any]]) -> None:
+def assert_no_scattered_reduction(reports: list[dict[str, Any]]) -> None:
     assert not [r for r in reports if r['scattered']]
 
 
@@ -103,11 +103,11 @@ def test_every_kernel_builds(architecture: str, dtype: str, head_dim: int, varia
     assert not [r for r in reports if r['spilled'] > MAX_SPILLED and not r['is_marked']]
 
 
-def test_choices_loop_alike_in_all_threads(tmp_path: Path):
-    """In float32, where heads are added up across threads: a kernel whose threads disagree never ends."""
+def test_selection_loops_agree_in_all_threads(tmp_path: Path):
+    """In float32, where heads are summed across threads, threads that disagree would never leave the loop."""
     reports = build('sm90', 'float32', 64, 'kinds', tmp_path, 'select_blocks')
     assert any(r['linear'] for r in reports if 'select_kernel' in r['kernel'])
-    assert_reduces_alike(reports)
+    assert_no_scattered_reduction(reports)
 
 
 @pytest.mark.slow

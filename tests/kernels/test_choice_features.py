@@ -1,4 +1,4 @@
-"""Soft caps, numbers of blocks per query and segments in the kernels of the choice and of chosen scores."""
+"""Soft caps, block counts per query and segments in the kernels of block selection and of `chosen_scores`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.support.select_blocks_problems import HEADS, SIZES, Problem, Sizes, c
 
 
 def draw_counts(problem: Problem, share_group: bool, largest: int, dtype: torch.dtype = torch.int32) -> Tensor:
-    """Of every row another number of blocks, some of them negative."""
+    """Draw a block count per row, some of them negative."""
     tensors, _ = problem
     q, k_cmp = tensors['q'], tensors['k_cmp']
     shape = (*q.shape[:2], k_cmp.shape[2] if share_group else q.shape[2])
@@ -56,7 +56,7 @@ def cap(problem: tuple[dict[str, Tensor], dict[str, Any]], softcap: float) -> An
     ],
 )
 def test_counts(extents: Extents, causal: bool, share_group: bool, device: torch.device) -> None:
-    """Among equal scores, too."""
+    """The scores are partly equal."""
     problem = make_counts(extents, Heads(4, 2, 4, 4), SIZES, device, causal=causal)
     counts = draw_counts(problem, share_group, 6, torch.int32 if causal else torch.int64)
     choice = {'num_selected': 4, 'num_init': 1, 'num_local': 1, 'share_group': share_group}
@@ -75,7 +75,9 @@ def test_one_count_for_all(count: int, device: torch.device) -> None:
 @pytest.mark.parametrize('causal', [True, False])
 @pytest.mark.parametrize('num_selected', [3, 17, 40])
 def test_counts_of_rows_over_several_tiles(num_selected: int, causal: bool, sizes: Sizes, device: torch.device) -> None:
-    """Queries at the end of five tiles, of which each holds some of the best blocks, and more slots than blocks."""
+    """Queries at the end of five tiles: each tile holds some of the best blocks, and there are more
+    slots than blocks.
+    """
     seqlen_k = (5 * TILE + 3) * sizes[2]
     extents = Extents(1, 7, seqlen_k, {}, [seqlen_k])
     problem = make_counts(extents, Heads(2, 1, 4, 4), sizes, device, causal=causal)
@@ -111,7 +113,7 @@ def test_layouts_of_counts(device: torch.device) -> None:
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float16])
 @pytest.mark.parametrize('share_group', [True, False])
 @pytest.mark.parametrize('softcap', [0.5, 30.0])
-def test_choices_with_a_soft_cap(softcap: float, share_group: bool, dtype: torch.dtype, device: torch.device) -> None:
+def test_selection_with_a_soft_cap(softcap: float, share_group: bool, dtype: torch.dtype, device: torch.device) -> None:
     extents = Extents(1, 21, 200, {'q_offset': 160}, [200])
     for causal in (True, False):
         problem = make_problem(extents, Heads(6, 2, 40, 16), (8, 4, 8), device, dtype=dtype, causal=causal)
@@ -120,8 +122,8 @@ def test_choices_with_a_soft_cap(softcap: float, share_group: bool, dtype: torch
         assert_as_good_as_eager(cap(problem, softcap), **choice)
 
 
-def test_a_soft_cap_makes_another_choice(device: torch.device) -> None:
-    """Without it a block that one head reads much of, with it one that both heads do."""
+def test_a_soft_cap_changes_the_selection(device: torch.device) -> None:
+    """Without the cap a block with much mass of one head wins, with it a block with mass of both heads."""
     q = torch.eye(2, device=device).reshape(1, 1, 2, 2)
     k_cmp = torch.tensor([[6.0, -6.0], [5.0, 5.0]], device=device).reshape(1, 2, 1, 2)
     lse = torch.zeros(1, 2, 1, device=device)
@@ -133,7 +135,7 @@ def test_a_soft_cap_makes_another_choice(device: torch.device) -> None:
 
 
 def test_capped_logits_of_any_size(device: torch.device) -> None:
-    """Products near the largest number have the largest logit that there is, of either sign."""
+    """Products near the largest float have the largest possible logit, of either sign."""
     tensors, settings = make_problem(whole(41), HEADS, SIZES, device)
     tensors['q'].mul_(1e18)
     tensors['k_cmp'].mul_(1e18)
@@ -157,7 +159,7 @@ def test_capped_logits_of_any_size(device: torch.device) -> None:
     softcap=st.sampled_from([None, 0.4, 20.0]),
     counts=st.sampled_from([None, -1, 2, torch.int32, torch.int64]),
 )
-def test_any_choice(
+def test_any_selection(
     extents: Extents,
     heads: Heads,
     sizes: Sizes,
@@ -235,7 +237,7 @@ def test_capped_straight_through_scale(causal: bool, forced: tuple[int, int], de
 
 
 def make_segmented(device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any], Tensor]:
-    """Tensors, settings and ids of four runs, of which one is padding full of NaN."""
+    """Return tensors, settings and ids of four runs, one of which is padding full of NaN."""
     lengths = [9, 6, 1, 8]
     tensors, settings = scores.make_problem(packed(lengths), device, num_selected=3)
     ids = torch.tensor([4, -3, 0, 4], device=device).repeat_interleave(torch.tensor(lengths, device=device))[None]
@@ -284,7 +286,7 @@ def test_opcheck_with_a_soft_cap(device: torch.device) -> None:
 
 @pytest.mark.plain_memory
 def test_features_compile(device: torch.device) -> None:
-    """One graph for every length; the gradients of what was chosen are those without compilation."""
+    """One graph serves every length, and the gradients of the selected blocks equal those without compilation."""
     graphs = CompileCounterWithBackend('aot_eager')
     names = ('compress_block_size', 'compress_stride', 'selection_block_size')
     fixed: dict[str, Any] = {**dict(zip(names, SIZES, strict=True)), 'backend': 'triton'}

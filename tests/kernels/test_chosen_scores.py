@@ -1,4 +1,4 @@
-"""The kernels of `chosen_scores` against eager, forward and backward."""
+"""The Triton kernels of `chosen_scores` against eager, forward and backward."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ def make_problem(
     dtype: torch.dtype = torch.float32,
     layout: str = 'contiguous',
 ) -> Problem:
-    """Tensors and settings; NaN in every compressed key that belongs to no sequence, and around every tensor."""
+    """Return tensors and settings, with NaN in every compressed key that belongs to no sequence and around every
+    tensor.
+    """
     where = place(extents.where, device)
     common = {'seqlen_k': extents.seqlen_k, 'causal': causal, 'scale': scale, **where}
     q, _, _ = make_qkv(extents, heads)
@@ -74,8 +76,8 @@ def make_grad(tensors: dict[str, Tensor]) -> list[Tensor]:
 
 
 def check(problem: Problem, grads: list[Tensor] | None = None, by_rules: bool = False) -> None:
-    """Output and every gradient: those of half types by the error rules, float32 ones closely, because the errors of so
-    few values are too uneven to measure by. by_rules: float32 gradients of q and k_cmp by the rules too.
+    """Check the output and every gradient: half types by the error rules, float32 closely, since the errors of so few
+    values are too uneven to measure. by_rules: float32 gradients of q and k_cmp by the rules too.
     """
     tensors, settings = problem
     grads = make_grad(tensors) if grads is None else grads
@@ -133,7 +135,7 @@ def test_groups_and_head_sizes(heads: Heads, alone: bool, dtype: torch.dtype, de
     ],
 )
 def test_block_sizes(sizes: Sizes, causal: bool, device: torch.device) -> None:
-    # Queries at the end of keys that fill several selection blocks.
+    # The queries are at the end of keys that fill several selection blocks.
     seqlen_k = 3 * max(sizes) + 5
     extents = Extents(1, 5, seqlen_k, {'q_offset': seqlen_k - 5}, [seqlen_k])
     check(make_problem(extents, device, sizes=sizes, causal=causal, num_selected=4))
@@ -172,7 +174,7 @@ def test_numbers_of_blocks(num_selected: int, device: torch.device) -> None:
         (Extents(2, 5, 20, {'seqlens_k': row_integers([20, 11]), 'q_offset': row_integers([9, 2])}, [20, 11]), True),
     ],
 )
-def test_placements(extents: Extents, causal: bool, device: torch.device) -> None:
+def test_sequence_layouts(extents: Extents, causal: bool, device: torch.device) -> None:
     check(make_problem(extents, device, causal=causal, kind='junk'))
 
 
@@ -227,7 +229,9 @@ def test_any_call(
 @pytest.mark.parametrize('causal', [True, False])
 @pytest.mark.parametrize('extents', [Extents(2, 7, 40, {'q_offset': 21}, [40, 40]), packed([5, 31])])
 def test_straight_through_scale(extents: Extents, causal: bool, forced: tuple[int, int], device: torch.device) -> None:
-    """1, with the gradients of scores of blocks that are not forced, wherever the index of a block stands."""
+    """The value is 1, with the gradients of the scores of blocks that are not forced, whatever the
+    position in the row.
+    """
     tensors, settings = make_problem(extents, device, num_selected=6, causal=causal)
     tensors['block_indices'] = torch.randint_like(tensors['block_indices'], -1, 10)
     grads = make_grad(tensors)
@@ -242,7 +246,7 @@ def test_straight_through_scale(extents: Extents, causal: bool, forced: tuple[in
 
 
 def test_straight_through_scale_below_position_0(device: torch.device) -> None:
-    """Positions are rounded down to their own block, which below 0 is none that there is."""
+    """Positions below 0 are rounded down to an own block that does not exist."""
     extents = Extents(1, 9, 20, {'q_offset': -7}, [20])
     tensors, settings = make_problem(extents, device, num_selected=5, causal=False)
     settings |= {'num_init': 0, 'num_local': 1}
@@ -253,10 +257,10 @@ def test_straight_through_scale_below_position_0(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize('alone', [False, True])
-def test_lists_in_many_parts(alone: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_index_rows_in_many_parts(alone: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = (3, 1, 1)
     tensors, settings = make_problem(packed([3, 17]), device, heads=Heads(2, 1, 16, 1), sizes=sizes, alone=alone)
-    # Long lists, of blocks that every query chose.
+    # Long index rows: blocks that every query selected.
     tensors['block_indices'][..., 0] = 0
     tensors['block_indices'][..., 1] = 1
     grads = make_grad(tensors)
@@ -271,14 +275,14 @@ def test_lists_in_many_parts(alone: bool, device: torch.device, monkeypatch: pyt
     monkeypatch.setattr(scores, 'CHUNK_ROWS', {4: 8})
     together = gradient_of_keys()
     torch.testing.assert_close(together, expected, rtol=1e-4, atol=2e-6)
-    # Room for the parts of 15 of the 23 places for blocks, so that those are taken in two steps.
+    # A workspace for 15 of the 23 block slots, so that two steps are needed.
     monkeypatch.setattr(scores, 'WORKSPACE', 15 * 3 * 16 * 4)
     assert torch.equal(gradient_of_keys(), together)
 
 
-def test_keys_that_were_not_chosen_are_not_read(device: torch.device) -> None:
+def test_unselected_keys_are_not_read(device: torch.device) -> None:
     tensors, settings = make_problem(whole(16), device)
-    # Compressed blocks 3 ... 6 overlap selection blocks 2 and 3 of four tokens; the future is not read either.
+    # Compressed blocks 3 ... 6 overlap selection blocks 2 and 3 of four tokens; the future is not read.
     tensors['block_indices'].fill_(2)
     expected = run_eager(chosen_scores, tensors, **settings)
     tensors['k_cmp'][:, :3] = torch.nan
@@ -288,7 +292,7 @@ def test_keys_that_were_not_chosen_are_not_read(device: torch.device) -> None:
         torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5)
 
 
-def test_nan_reaches_those_who_read_it(device: torch.device) -> None:
+def test_nan_reaches_the_queries_that_read_it(device: torch.device) -> None:
     tensors, settings = make_problem(whole(16), device, num_selected=2)
     tensors['q'][0, 12, 1] = torch.nan
     tensors['k_cmp'][0, 2, 1] = torch.nan

@@ -1,6 +1,6 @@
-"""Compressed attention in Triton against eager: blocks, memory pairs, and what must hold bit for bit.
+"""Compressed attention in Triton against eager: blocks, memory pairs, and bitwise guarantees.
 
-The kernels are those of window attention; what they share is tried there.
+The kernels are those of window attention; their shared parts are tested there.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ def make_inputs(
     dtype: torch.dtype = torch.float32,
     layout: str = 'contiguous',
 ) -> Tensors:
-    """NaN in every block that belongs to no sequence (`more` at the end among them), and around every tensor."""
+    """Return inputs with NaN in every block that belongs to no sequence (`more` at the end among them) and around every
+    tensor.
+    """
     q, _, _ = problems.make_qkv(extents, heads)
     k, v = problems.make_compressed(extents, heads, *sizes, more)
     tensors = {name: lay_out(t.to(device, dtype), layout) for name, t in zip('qkv', (q, k, v), strict=True)}
@@ -97,7 +99,7 @@ def assert_close(
 @pytest.mark.parametrize('causal', [True, False])
 @pytest.mark.parametrize('seqlen', [3, 4, 5, 6, 65, 66, 130, 257])
 def test_lengths(seqlen: int, causal: bool, device: torch.device) -> None:
-    """0 blocks, 1, those around a tile of keys, and more."""
+    """0 blocks, 1 block, numbers around a key tile, and more."""
     assert_close(whole(seqlen), HEADS, device, 1, causal=causal)
     if seqlen > 6:
         tensors = make_inputs(whole(seqlen), HEADS, device, 1, dtype=torch.float16)
@@ -124,7 +126,7 @@ def test_memory_larger_than_the_workspace(device: torch.device, monkeypatch: pyt
 
 
 def test_rows_that_the_workspace_parts(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the bits that they have together, whose sums fit one row at a time, with memory among them."""
+    """Rows whose partial sums fit the workspace one at a time, memory included, have the same bits as together."""
     monkeypatch.setattr(keys, 'FULL_GRID', 1)
     extents = whole(20, batch=3)
     tensors, grads = make_inputs(extents, HEADS, device, 2), make_grads(extents, HEADS, device)
@@ -192,7 +194,7 @@ EXTENTS = {
 @pytest.mark.quick
 @pytest.mark.parametrize('extents', EXTENTS.values(), ids=EXTENTS)
 @pytest.mark.parametrize(('pairs', 'causal'), [(0, True), (2, True), (1, False)])
-def test_places_of_queries_among_keys(pairs: int, causal: bool, extents: Extents, device: torch.device) -> None:
+def test_query_offsets_and_lengths(pairs: int, causal: bool, extents: Extents, device: torch.device) -> None:
     assert_close(extents, HEADS, device, pairs, causal=causal)
 
 
@@ -278,8 +280,8 @@ def test_the_future_changes_nothing(position: int, device: torch.device) -> None
 
 
 @pytest.mark.parametrize('names', [('k',), ('v',), ('mem_k',), ('mem_v',)])
-def test_what_is_not_finite_reaches_those_who_read_it(names: tuple[str, ...], device: torch.device) -> None:
-    """Of the first kv head block 20, which is visible from position 43 on, or a memory pair."""
+def test_non_finite_keys_reach_their_readers_only(names: tuple[str, ...], device: torch.device) -> None:
+    """Non-finite: block 20 of the first KV head, visible from position 43 on, or a memory pair."""
     tensors, grads = make_inputs(whole(70), TWO_GROUPS, device, 1), make_grads(whole(70), TWO_GROUPS, device)
     spoiled = {name: t.clone() for name, t in tensors.items()}
     reads = torch.zeros(70, 4, dtype=torch.bool, device=device)
@@ -298,8 +300,8 @@ def test_what_is_not_finite_reaches_those_who_read_it(names: tuple[str, ...], de
     assert not result['out0'][:, reads].isfinite().all(-1).any()
 
 
-def test_queries_of_no_sequence_reach_nothing(device: torch.device) -> None:
-    """Neither blocks nor memory pairs, whatever they and their gradients are."""
+def test_queries_without_a_sequence_change_no_gradient(device: torch.device) -> None:
+    """Queries of no sequence change no gradient of blocks or memory pairs, whatever they and their gradients are."""
     extents = packed([40, 0, 20], uncovered=9)
     tensors, grads = make_inputs(extents, HEADS, device, 2), make_grads(extents, HEADS, device)
     settings = settings_of(extents, device)
@@ -322,8 +324,8 @@ def count_blocks(tokens: int) -> int:
 @pytest.mark.parametrize('causal', [True, False])
 @pytest.mark.parametrize('lengths', [[33, 0, 1, 70, 7], [5, 3, 4, 5]])
 def test_packed_is_alone(lengths: list[int], causal: bool, num_memory: int, device: torch.device) -> None:
-    """Bit for bit, but for gradients of memory, which are sums over all sequences, and those of keys and values behind
-    memory: alone, tiles of keys begin with it.
+    """Equal bit for bit, except gradients of memory, which sum over all sequences, and those of keys and values behind
+    memory: alone, key tiles begin with memory.
     """
     extents = packed(lengths, uncovered=3)
     tensors, grads = make_inputs(extents, HEADS, device, num_memory), make_grads(extents, HEADS, device)
@@ -441,7 +443,7 @@ JUNK = {
 
 @pytest.mark.parametrize('where', JUNK.values(), ids=JUNK)
 def test_any_content_of_borders_stays_inside_memory(where: dict[str, Tensor], device: torch.device) -> None:
-    """The op is called below the checks, which read values on CPU tensors alone."""
+    """Call the op below the argument checks, which read values only on CPUs."""
     from native_sparse_attention.ops.compressed_attention.triton import compressed_attention as unchecked
 
     tensors = make_inputs(whole(40), HEADS, device, 1)

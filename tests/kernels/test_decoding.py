@@ -1,4 +1,4 @@
-"""The kernels of decoding against eager: sizes, settings, networks, rows of different lengths, pages, layouts."""
+"""The decoding kernels against eager: sizes, settings, networks, rows of different lengths, pages, memory layouts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ONE_HEAD = Heads(2, 1, 16, 16)
 
 
 def check(case: Case, lengths: list[int], steps: tuple[int, ...], device: torch.device, **pinned: Any) -> LayerCache:
-    """Steps of so many tokens each."""
+    """Check steps of so many tokens each."""
     layer, cache = make_layer(case, device), make_cache(case, lengths, device)
     twin = copy_cache(cache)
     for num_tokens in steps:
@@ -85,14 +85,14 @@ def test_rows_of_different_lengths(lengths: list[int], device: torch.device) -> 
     check(Case(heads=ONE_HEAD), lengths, (1, 2), device)
 
 
-def test_from_nothing(device: torch.device) -> None:
-    """A prompt and what follows it, without a past."""
+def test_without_a_past(device: torch.device) -> None:
+    """A prompt and the tokens that follow, without a past."""
     check(Case(heads=ONE_HEAD, pairs=0, network='own'), [0], (1, 5, 2, 1), device)
 
 
 @pytest.mark.parametrize('num_selected', [0, 1, 2, 20, 70])
-def test_number_of_chosen_blocks(num_selected: int, device: torch.device) -> None:
-    """None, some of the forced ones, all of them, and more than there are blocks."""
+def test_number_of_selected_blocks(num_selected: int, device: torch.device) -> None:
+    """No selected block, some of the forced ones, all of them, and more than there are blocks."""
     check(Case(heads=ONE_HEAD, num_selected=num_selected, num_local=1), [33], (2,), device)
 
 
@@ -123,15 +123,15 @@ def test_rotary(num_angles: int | None, independent: bool, device: torch.device)
 @pytest.mark.quick
 @pytest.mark.parametrize('max_rollback', [0, 40])
 def test_rings(max_rollback: int, device: torch.device) -> None:
-    """Rings of fewer places than new tokens, and of more than a row has tokens."""
+    """Rings with fewer slots than new tokens, and with more than a row has tokens."""
     case = Case(heads=ONE_HEAD, independent=True, network='own', max_rollback=max_rollback, num_selected=1)
     check(case, [13], (12, 1), device)
 
 
 @pytest.mark.parametrize('pinned', [(1, 1), (3, 2), (64, 100)], ids=repr)
 @pytest.mark.parametrize('blocks', [(8, 4, 8), (16, 4, 4)], ids=repr)
-def test_shares_of_the_work(pinned: tuple[int, int], blocks: tuple[int, int, int], device: torch.device) -> None:
-    """A program that reads all, several of several tiles, and more than there is work for."""
+def test_numbers_of_programs(pinned: tuple[int, int], blocks: tuple[int, int, int], device: torch.device) -> None:
+    """One program that reads all, several with several tiles, and more programs than tiles."""
     case = Case(heads=Heads(2, 1, 96, 16), blocks=blocks, capacity=300, window_size=70, num_selected=9)
     check(case, [211], (2,), device, num_splits=pinned[0], tiles_of_program=pinned[1])
 
@@ -140,11 +140,12 @@ def test_shares_of_the_work(pinned: tuple[int, int], blocks: tuple[int, int, int
     ('chunk', 'candidates', 'num_selected'),
     [(64, 512, 3), (16, 512, 14), (16, 64, 16), (16, 30, 10), (256, 512, 3), (16, 8, 70)],
 )
-def test_chunks_of_the_choice(
+def test_chunks_of_the_selection(
     chunk: int, candidates: int, num_selected: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What chunks leave is merged at once or in several levels, of which the last may have one member; a chunk of so
-    many."""
+    """Partial top-k lists are merged at once or in several levels, the last of which may have one list. Chunks have so
+    many blocks.
+    """
     monkeypatch.setattr(settings, 'CHUNK', chunk)
     monkeypatch.setattr(settings, 'CANDIDATES', candidates)
     settings.make_plan.cache_clear()
@@ -166,13 +167,13 @@ def test_chunks_of_the_choice(
     ids=['mean', 'without rings', 'independent', 'overlapping far'],
 )
 def test_pages(case: Case, page_size: int, device: torch.device) -> None:
-    """Scattered pages of two tables, of which what lies beyond a row names none."""
+    """Scattered pages of two block tables, whose entries behind a row name no page."""
     cache = check(Case(**{**vars(case), 'page_size': page_size}), [27, 6], (3, 1), device)
     assert isinstance(cache, PagedLayerCache)
 
 
 def test_pages_that_do_not_exist(device: torch.device) -> None:
-    """What would be written into them is dropped, and nothing else is touched."""
+    """Writes to missing pages are dropped, and nothing else changes."""
     case = Case(heads=ONE_HEAD, page_size=8, independent=True)
     layer, cache = make_layer(case, device), make_cache(case, [24, 20], device)
     num_pages = cache.k.shape[0]
@@ -192,7 +193,7 @@ def test_pages_that_do_not_exist(device: torch.device) -> None:
 
 @pytest.mark.parametrize('independent', [False, True])
 def test_pools_of_any_strides(independent: bool, device: torch.device) -> None:
-    """Pools of an engine: heads before tokens, keys and values of all branches interleaved, rows far apart."""
+    """Pools as in serving engines: heads before tokens, keys and values of all branches interleaved, rows far apart."""
     case = Case(heads=Heads(4, 2, 16, 24), page_size=16, independent=independent, network='own')
     layer, cache = make_layer(case, device), make_cache(case, [21, 9], device)
     assert cache.v_cmp is not None
@@ -234,7 +235,7 @@ def test_freqs_of_any_stride(device: torch.device) -> None:
 
 
 def test_one_token_for_all_rows(device: torch.device) -> None:
-    """As `expand` makes them, with stride 0, and the features of q not side by side."""
+    """Tokens expanded with stride 0, and features of q that are not contiguous."""
     case = Case(heads=ONE_HEAD)
     layer, cache = make_layer(case, device), make_cache(case, [26, 3], device)
     tokens = {name: t.expand(2, -1, -1, -1) for name, t in make_tokens(case, 1, 2, device).items()}
@@ -255,7 +256,7 @@ def test_parameters_of_another_dtype(gate_dtype: torch.dtype, device: torch.devi
 
 @pytest.mark.parametrize('num_angles', [0, None])
 def test_cache_of_another_dtype(num_angles: int | None, device: torch.device) -> None:
-    """float32 tokens and parameters over a float16 cache: the outputs are those of eager, whose dtype they have."""
+    """With float32 tokens and parameters and a float16 cache, outputs match eager and have its dtype."""
     case = Case(heads=ONE_HEAD, dtype=torch.float16, network='linear', num_angles=num_angles)
     cache = make_cache(case, [26], device)
     twin = copy_cache(cache)
@@ -270,7 +271,7 @@ def test_cache_of_another_dtype(num_angles: int | None, device: torch.device) ->
 
 @pytest.mark.parametrize('sign', [1, -1])
 def test_large_logits(sign: int, device: torch.device) -> None:
-    """Of ±6e4: the weights of all but the largest vanish, and nothing overflows."""
+    """Logits of ±6e4: all weights but the largest vanish, and nothing overflows."""
     case = Case(heads=ONE_HEAD, num_angles=0)
     layer, cache = make_layer(case, device), make_cache(case, [27, 4], device)
     tokens = make_tokens(case, 2, 2, device)
@@ -281,8 +282,8 @@ def test_large_logits(sign: int, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize('page_size', [None, 16])
-def test_what_a_gpu_is_tested_with(page_size: int | None, device: torch.device) -> None:
-    """The rules that steps on a GPU go by hold here too, so that they are not first read there."""
+def test_rules_of_the_gpu_tests(page_size: int | None, device: torch.device) -> None:
+    """The rules of the GPU tests hold here too, so that they are not read there for the first time."""
     sizes: dict[str, Any] = {'capacity': 64, 'num_tokens': 2, 'group': 2, 'kv_heads': 1, 'head_dim': 16, 'value_dim': 8}
     shape = Shape((40, 33, 0), **sizes, sizes=(8, 4, 8, 3, 10), dtype=torch.float32, page_size=page_size)
     assert_obeys_the_rules(Decoder(shape, device), steps=2)

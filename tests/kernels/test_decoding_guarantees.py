@@ -1,4 +1,4 @@
-"""What decoding in Triton promises beside its results: the choice, the bits, what is written and what is not read."""
+"""Guarantees of decoding in Triton: block selection, bits, writes, and data that must not be read."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PINNED = {'num_splits': 2, 'tiles_of_program': 1}
 
 
 def select(case: Case, cache: LayerCache, tokens: dict[str, Tensor], layer: dict[str, Any]) -> Tensor:
-    """The blocks that `select_blocks` chooses in float64 after a step: int32 `[B, T, H or HQ, n]`."""
+    """Return the blocks that `select_blocks` selects in float64 after a step: int32 `[B, T, H or HQ, n]`."""
     num_tokens = tokens['q'].shape[1]
     names = ('compress_block_size', 'compress_stride', 'selection_block_size')
     k_cmp, v_cmp = cache.read_compressed(num_compressed_blocks(cache.max_length, *case.blocks[:2]))
@@ -66,8 +66,8 @@ def select(case: Case, cache: LayerCache, tokens: dict[str, Tensor], layer: dict
         *('handed on between chunks', 'many heads'),
     ],
 )
-def test_choice(case: Case, device: torch.device) -> None:
-    """Random scores differ by more than their roundings. Logits are large, so that parts of a row weigh differently."""
+def test_selected_blocks(case: Case, device: torch.device) -> None:
+    """Random scores differ by more than their roundings. Large logits give the parts of a row different weights."""
     lengths = [case.capacity - 3, 9]
     layer, cache = make_layer(case, device) | {'scale': 1.0}, make_cache(case, lengths, device)
     tokens = make_tokens(case, 2, 2, device)
@@ -87,7 +87,7 @@ def test_choice(case: Case, device: torch.device) -> None:
 def test_ties_go_to_the_lower_block(
     blocks: tuple[int, int, int], capacity: int, share_group: bool, device: torch.device
 ) -> None:
-    """Keys are all 0, so that logits are too, and blocks in the middle have the same score."""
+    """All keys are 0, so all logits are, and inner blocks have equal scores."""
     case = Case(blocks=blocks, capacity=capacity, num_selected=4, num_init=1, num_local=1, share_group=share_group)
     layer, cache = make_layer(case, device), make_cache(case, [capacity - 4], device)
     assert cache.k_cmp is not None
@@ -133,7 +133,7 @@ def test_nan_stays_in_its_row(device: torch.device) -> None:
 @pytest.mark.parametrize('case', [Case(), Case(independent=True, network='own')], ids=['', 'independent'])
 @pytest.mark.parametrize('value', [float('nan'), float('inf')])
 def test_later_tokens_change_nothing(case: Case, value: float, device: torch.device) -> None:
-    """Even if they are not finite and complete a compressed block."""
+    """Non-finite later tokens that complete a compressed block change nothing either."""
     layer, cache = make_layer(case, device), make_cache(case, [29], device)
     other = copy_cache(cache)
     tokens = make_tokens(case, 1, 3, device)
@@ -151,8 +151,8 @@ def test_later_tokens_change_nothing(case: Case, value: float, device: torch.dev
     [Case(heads=ONE_HEAD), Case(heads=ONE_HEAD, independent=True), Case(heads=ONE_HEAD, page_size=16)],
     ids=['', 'own', 'paged'],
 )
-def test_what_does_not_fit_is_dropped(case: Case, device: torch.device) -> None:
-    """As in a replay of a graph: the bound of the host says that there is room, the lengths say that there is none."""
+def test_tokens_beyond_the_capacity_are_dropped(case: Case, device: torch.device) -> None:
+    """As in a graph replay: the host's bound says that there is room, the lengths say that there is none."""
     lengths = [case.capacity - 2, 20, case.capacity]
     layer, cache = make_layer(case, device), make_cache(case, lengths, device)
     twin, tokens = copy_cache(cache), make_tokens(case, 3, 4, device)
@@ -199,7 +199,7 @@ def test_decoding_again_after_a_rollback(case: Case, device: torch.device) -> No
 
 
 def test_the_same_bits_every_time(device: torch.device) -> None:
-    """The workspace of earlier steps, of other numbers of tokens too, leaves no trace."""
+    """The workspace of earlier steps, with other numbers of tokens, leaves no trace."""
     case = Case(blocks=(16, 4, 4), num_selected=5, pairs=0)
     layer, past = make_layer(case, device), make_cache(case, [21, 2], device)
     cache, tokens = copy_cache(past), make_tokens(case, 2, 2, device)
@@ -218,7 +218,7 @@ def test_the_same_bits_every_time(device: torch.device) -> None:
 
 
 def _restore(cache: LayerCache, past: LayerCache) -> None:
-    """In place, so that the workspace stays."""
+    """Restore in place, so that the workspace stays."""
     pairs = zip((*cache._tensors(), cache.lengths), (*past._tensors(), past.lengths), strict=True)
     for tensor, source in pairs:
         tensor.copy_(source)
@@ -237,7 +237,7 @@ def test_a_cache_that_grows(device: torch.device) -> None:
 
 @pytest.mark.parametrize('num_tokens', [0, 17])
 def test_numbers_of_tokens_that_the_kernels_do_not_take(num_tokens: int, device: torch.device) -> None:
-    """Those go through the ops of `nsa`."""
+    """These numbers of tokens use the ops of `nsa`."""
     case = Case(heads=ONE_HEAD)
     layer, cache = make_layer(case, device), make_cache(case, [13], device)
     twin, tokens = copy_cache(cache), make_tokens(case, 1, num_tokens, device)

@@ -35,7 +35,7 @@ def run(tensors: Tensors, grad: Tensor, backend: str, dtype: torch.dtype | None 
 
 
 def check(tensors: Tensors, grad: Tensor) -> None:
-    """Output and every gradient against the rules."""
+    """Check the output and every gradient by the error rules."""
     grad = grad.to(tensors['out_window'].dtype)
     result, same_dtype = run(tensors, grad, 'triton'), run(tensors, grad, 'eager')
     gold = run(tensors, grad, 'eager', torch.float64)
@@ -164,7 +164,7 @@ def test_double_backward_is_refused(device: torch.device) -> None:
         ({'shape': (1, 2, 1, 257)}, 'the head size is 257, but its kernels fit head sizes up to 256'),
     ],
 )
-def test_what_is_not_served(changes: dict[str, Any], message: str, device: torch.device) -> None:
+def test_unsupported_calls(changes: dict[str, Any], message: str, device: torch.device) -> None:
     problem = {'shape': (1, 5, 2, 12), 'dtype': torch.float32, 'gate_dtype': torch.float32, 'device': device} | changes
     with pytest.raises(ValueError, match=message):
         gated_sum(**make_problem(**problem), backend='triton')

@@ -1,6 +1,6 @@
-"""Attentions that differentiate the gate of their output, against eager, and the sum that leaves it to them.
+"""Attentions that differentiate the gate of their output, against eager, and `gated_sum` with gate_in_attention.
 
-Those of selected attention have a file of their own.
+Selected attention has its own file.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def test_compressed(heads: Heads, pairs: int, kind: str, dtype: torch.dtype, dev
 
 @every_dtype
 def test_compressed_features(dtype: torch.dtype, device: torch.device) -> None:
-    """And rows of the batch, one at a time, and memory whose queries are added in splits."""
+    """Batch rows one at a time, and memory whose queries are summed in splits."""
     extents = whole(40, batch=2)
     tensors = compressed.make_inputs(extents, TWO_GROUPS, device, 2, dtype=dtype)
     tensors |= {'gate': make_gate(tensors['q']), 'sinks': torch.randn(4, 2, device=device)}
@@ -135,7 +135,7 @@ def test_queries_that_read_nothing(value: float, dtype: torch.dtype, device: tor
 @every_dtype
 @pytest.mark.parametrize('junk', [torch.nan, torch.inf])
 def test_a_gate_that_is_not_finite(junk: float, dtype: torch.dtype, device: torch.device) -> None:
-    """Reaches its own query and the keys that this one reads."""
+    """It reaches its own query and the keys that this query reads."""
     tensors = make_inputs(whole(40), HEADS, device, dtype)
     tensors['gate'] = make_gate(tensors['q'])
     tensors['gate'][:, 20] = junk
@@ -150,7 +150,7 @@ def test_a_gate_that_is_not_finite(junk: float, dtype: torch.dtype, device: torc
 @every_dtype
 @pytest.mark.parametrize('junk', [torch.nan, torch.inf])
 def test_gates_of_queries_that_read_nothing(junk: float, dtype: torch.dtype, device: torch.device) -> None:
-    """May be anything, as those of tokens that no sequence has."""
+    """They may have any value, like gates of tokens that no sequence covers."""
     tensors = make_inputs(PACKED, TWO_GROUPS, device, dtype)
     tensors['gate'] = make_gate(tensors['q'])
     tensors['gate'][:, 48:] = junk
@@ -163,7 +163,7 @@ def test_gates_of_queries_that_read_nothing(junk: float, dtype: torch.dtype, dev
 @every_dtype
 @pytest.mark.parametrize('value', [-0.7, torch.nan])
 def test_other_gates_change_no_bit(value: float, dtype: torch.dtype, device: torch.device) -> None:
-    """Of gradients of other queries, and of keys that the query does not read."""
+    """Gradients of other queries, and of keys that the query does not read, keep their bits."""
     tensors = make_inputs(whole(64), HEADS, device, dtype)
     tensors['gate'] = make_gate(tensors['q'], 'above 0')
     changed = tensors | {'gate': tensors['gate'].clone()}
@@ -177,7 +177,7 @@ def test_other_gates_change_no_bit(value: float, dtype: torch.dtype, device: tor
 
 
 def gates_of(gate: Tensor, layout: str) -> Tensor:
-    """The values of a gate in another place of memory, NaN around them."""
+    """Return the values of a gate in other memory, with NaN around them."""
     if layout == 'transposed':
         return gate.transpose(1, 2).contiguous().transpose(1, 2)
     beside = gate.new_full((*gate.shape, 3), torch.nan)
@@ -188,7 +188,7 @@ def gates_of(gate: Tensor, layout: str) -> Tensor:
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize('layout', ['sliced', 'transposed'])
 def test_dtypes_and_strides_of_gates(layout: str, dtype: torch.dtype, device: torch.device) -> None:
-    """A gate of another kind gives the bits that its values give, and its gradient is rounded once."""
+    """A gate of another dtype or stride gives the bits of its values, and its gradient is rounded once."""
     tensors = make_inputs(whole(40, batch=2), TWO_GROUPS, device, torch.float16)
     gate = make_gate(tensors['q'], dtype=dtype)
     grads = make_grads(whole(40, batch=2), TWO_GROUPS, device)
@@ -221,8 +221,8 @@ def test_the_forward_has_the_same_bits(dtype: torch.dtype, device: torch.device)
         assert [t.requires_grad for result in results for t in result] == [True, True, True, False]
 
 
-def test_a_sum_that_carries_gates(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has the bits of the other, gives the gradient that it gets, and starts no kernel for it."""
+def test_a_sum_with_gates_in_the_attentions(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sum has the same bits, passes its gradient on, and launches no kernel for it."""
     names = ('out_compressed', 'out_selected', 'out_window')
     outs: Settings = {name: torch.randn(1, 9, 2, 16, device=device, requires_grad=True) for name in names}
     gates = torch.randn(1, 9, 2, 3, device=device, requires_grad=True)
@@ -254,7 +254,7 @@ NSA: Settings = {
 
 
 def make_nsa(extents: Extents, heads: Heads, device: torch.device, kind: str = 'any') -> dict[str, Tensor]:
-    """float32 tensors of `attend`, with sinks and a memory pair."""
+    """Return float32 tensors for `attend`, with sinks and a memory pair."""
     q, k, v = problems.make_qkv(extents, heads)
     k_cmp, v_cmp = problems.make_compressed(extents, heads, 4, 2)
     mem_k, mem_v = problems.make_mem_kv(heads, 1)
@@ -273,7 +273,7 @@ def attend(mem_k: Tensor, mem_v: Tensor, **arguments: Any) -> Tensor:
 
 @pytest.fixture
 def sums(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The calls of the kernel that differentiates a sum."""
+    """Record the calls of the kernel that differentiates a sum."""
     calls: list[Any] = []
     backward = sum_op._backward
 
@@ -310,8 +310,8 @@ def test_branches_left_out(left_out: tuple[int, ...], device: torch.device, sums
 
 
 def test_where_attentions_take_no_gates(device: torch.device, sums: list[Any]) -> None:
-    """A choice that learns takes gradients of log-sum-exps, as somebody's own choice may, and float16 has few bits for
-    small products. Nobody needs any without gradients.
+    """Differentiable or custom selection needs gradients of log-sum-exps, and float16 has few bits for small products.
+    Without gradients nothing needs gates in the attentions.
     """
     tensors, grads = make_nsa(whole(13), HEADS, device), make_grads(whole(13), HEADS, device)[:1]
     assert_close_to_eager(attend, tensors, grads, use_diff_topk=True)
@@ -336,7 +336,7 @@ def test_where_attentions_take_no_gates(device: torch.device, sums: list[Any]) -
 
 
 def test_gates_without_attentions(device: torch.device) -> None:
-    """Of a branch that chooses no block: gradients of 0, as by eager."""
+    """A branch without selected blocks has gradients of 0, as in eager."""
     q, k, v = (torch.randn(1, 9, heads, 8, device=device) for heads in (2, 1, 1))
     gate = torch.rand(1, 9, 2, device=device, requires_grad=True)
     settings: Settings = NSA | {'num_selected': 0, 'backend': 'triton'}
@@ -356,7 +356,7 @@ def test_second_derivatives_of_nsa_are_refused(device: torch.device) -> None:
 
 
 def test_recompute(device: torch.device, sums: list[Any]) -> None:
-    """With the gates too."""
+    """Recompute works with gates too."""
     tensors, grads = make_nsa(whole(13), HEADS, device), make_grads(whole(13), HEADS, device)[:1]
 
     def again(**leaves: Any) -> Tensor:

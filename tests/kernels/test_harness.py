@@ -1,4 +1,4 @@
-"""The traps of the harness catch what they are laid for."""
+"""The checks of the test harness report the faults that they are made for."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Forwards of intervals weigh the keys in the middle of an interval relative to the largest logit at its ends. Where
-that is far from the largest one in the middle, they notice.
+"""The forward kernel of interval attention weighs the middle of an interval relative to the largest logit at its ends.
+It must notice if that is far from the largest logit in the middle.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def test_rows_whose_values_cancel_keep_their_bits(size: float, device: torch.dev
 
 
 def test_large_values_of_rows_that_are_far(device: torch.device) -> None:
-    """Sums of values may overflow before sums of weights do."""
+    """Sums of values may overflow before sums of weights."""
     tensors = make_tensors(30, device, torch.float32)
     tensors['v'] *= 1e32
     exact, _ = run({name: t.double() for name, t in tensors.items()}, 'eager')

@@ -1,4 +1,4 @@
-"""Every entry of a table of launch settings is taken by a problem that a GPU is tested with: nothing is launched."""
+"""Every entry of a launch table is used by a problem of the GPU tests; nothing is launched here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reductions whose lanes lie apart are found in what Triton prints, and what is not understood is an error."""
+"""Scattered reductions are found in Triton's printed layouts, and unknown layouts raise an error."""
 
 from __future__ import annotations
 
@@ -66,6 +66,6 @@ def test_every_operand_counts():
         '"tt.reduce"(%1) <{reduction_ordering = "x", axis = 0 : i32}> ({}) : (tensor<16xi32, #linear>) -> i32',
     ],
 )
-def test_what_is_not_understood(text: str):
+def test_unknown_layouts(text: str):
     with pytest.raises(ValueError, match='understood'):
         find_reductions(text)

@@ -1,4 +1,4 @@
-"""Random numbers of the kernels are those of eager, bit for bit."""
+"""The random numbers of the kernels equal those of eager, bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What PyTorch asks of registered ops: fake tensors, autograd, tracing, transforms, autocast and checkpointing."""
+"""PyTorch's requirements on registered ops: fake tensors, autograd, tracing, transforms, autocast and checkpointing."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ every_op = pytest.mark.parametrize('name', DIFFERENTIABLE)
 
 
 class Recorder(TorchDispatchMode):
-    """The calls of registered ops of the package, one of each op."""
+    """Record the calls of the package's registered ops, one per op."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ def record(name: str, device: torch.device) -> dict[str, tuple[Any, tuple[Any, .
 
 @pytest.mark.parametrize('requires_grad', [False, True])
 def test_a_view_that_negates(device: torch.device, requires_grad: bool) -> None:
-    """PyTorch resolves it before kernels see its memory."""
+    """PyTorch resolves the negation before kernels see the memory."""
     tensors = {name: t.requires_grad_(requires_grad) for name, t in inputs(device).items()}
     q = torch.complex(torch.zeros_like(tensors['q']), tensors['q'].detach()).conj().imag
     assert q.is_neg()

@@ -1,4 +1,4 @@
-"""The kernel of the rotary embedding against eager."""
+"""The rotary embedding kernel against eager."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run(x: Tensor, cos: Tensor, sin: Tensor, grad: Tensor, backend: str) -> dict
 
 
 def check(x: Tensor, cos: Tensor, sin: Tensor, grad: Tensor) -> None:
-    """Output and gradient against the rules."""
+    """Check the output and the gradient by the error rules."""
     grad = grad.to(x.dtype)
     result, same_dtype = run(x, cos, sin, grad, 'triton'), run(x, cos, sin, grad, 'eager')
     gold = run(x.double(), cos.double(), sin.double(), grad, 'eager')
@@ -110,7 +110,7 @@ def test_a_row_does_not_depend_on_its_neighbours(device: torch.device) -> None:
     assert same_bits(together[1:2], rotary(x[1:2], cos, sin, backend='triton'))
 
 
-def test_what_is_not_finite_stays_in_its_pair(device: torch.device) -> None:
+def test_non_finite_features_stay_in_their_pair(device: torch.device) -> None:
     x, cos, sin = make_problem((1, 9, 2, 20), 8, torch.float32, device)
     x[0, 4, 1, 3] = torch.nan
     x[0, 5, 0, 16] = x[0, 5, 0, 19] = torch.inf
@@ -143,7 +143,7 @@ def test_opcheck(device: torch.device) -> None:
         ({'shape': (1, 2, 1, 257)}, 'the head size is 257, but its kernels fit head sizes up to 256'),
     ],
 )
-def test_what_is_not_served(changes: dict[str, Any], message: str, device: torch.device) -> None:
+def test_unsupported_calls(changes: dict[str, Any], message: str, device: torch.device) -> None:
     problem = {'shape': (1, 5, 2, 12), 'num_angles': 4, 'dtype': torch.float32, 'device': device} | changes
     with pytest.raises(ValueError, match=message):
         rotary(*make_problem(**problem), backend='triton')

@@ -1,4 +1,4 @@
-"""The choice of blocks in Triton against eager: sizes, places, layouts, ties."""
+"""Block selection in Triton against eager: sizes, query positions, memory layouts, ties."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def assert_equals_eager(problem: Problem, **choice: Any) -> Tensor:
 
 
 def assert_as_good_as_eager(problem: Problem, tolerance: float = 1e-5, **choice: Any) -> None:
-    """Another block than in eager may be chosen where scores differ by less than roundings of float32; forced blocks,
-    the number of blocks and their order in a row are the same.
+    """Assert that the selected blocks equal eager's, except where scores differ by less than float32 roundings. Forced
+    blocks, the number of blocks and their order are equal.
     """
     tensors, settings = problem
     result = choose(problem, **choice)
@@ -147,7 +147,7 @@ def test_forced_blocks(num_selected: int, num_init: int, num_local: int, causal:
 
 
 @pytest.mark.parametrize('num_selected', [0, 1, 2, 12, 13, 14, 100])
-def test_rows_longer_and_shorter_than_the_choice(num_selected: int, device: torch.device) -> None:
+def test_rows_with_more_and_fewer_blocks_than_selected(num_selected: int, device: torch.device) -> None:
     problem = make_counts(whole(52), Heads(1, 1, 4, 4), SIZES, device)
     result = assert_equals_eager(problem, num_selected=num_selected)
     assert result.shape == (1, 52, 1, num_selected)
@@ -187,7 +187,7 @@ def test_several_tiles_of_blocks(seqlen: int, causal: bool, device: torch.device
 
 
 def test_scores_that_rise_and_that_fall(device: torch.device) -> None:
-    """Every block of a later tile takes the place of one that was kept, or none does."""
+    """Every block of a later tile replaces a candidate, or none does."""
     for direction in (1, -1):
         k_cmp = torch.arange(0.0, 3 * TILE)[None, :, None, None] * direction / TILE
         tensors = {'q': torch.ones(1, 1, 1, 1), 'k_cmp': k_cmp, 'lse': torch.full((1, 1, 1), 2.0)}
@@ -201,7 +201,7 @@ def test_scores_that_rise_and_that_fall(device: torch.device) -> None:
 @pytest.mark.quick
 @pytest.mark.parametrize('share_group', [True, False])
 def test_equal_scores_go_to_the_lower_block(share_group: bool, device: torch.device) -> None:
-    """Equal keys, whose scores are rounded: inner blocks tie all the same, and the first and the last score less."""
+    """Equal keys with rounded scores: inner blocks still tie, and the first and the last block score less."""
     num_blocks = 2 * TILE + 20
     extents = Extents(1, 2, 4 * num_blocks, {}, [4 * num_blocks])
     tensors, settings = make_problem(extents, Heads(3, 1, 16, 16), SIZES, device)
@@ -256,7 +256,7 @@ EXTENTS = {
 @pytest.mark.quick
 @pytest.mark.parametrize('extents', EXTENTS.values(), ids=EXTENTS)
 @pytest.mark.parametrize('causal', [True, False])
-def test_places_of_queries_among_keys(causal: bool, extents: Extents, device: torch.device) -> None:
+def test_query_offsets_and_lengths(causal: bool, extents: Extents, device: torch.device) -> None:
     heads = Heads(2, 1, 16, 16)
     assert_as_good_as_eager(make_problem(extents, heads, SIZES, device, causal=causal), num_selected=5)
     problem = make_counts(extents, heads, SIZES, device, causal=causal)
@@ -309,7 +309,7 @@ def test_memory_in_other_orders(device: torch.device) -> None:
 
 
 def test_scores_of_infinite_logits(device: torch.device) -> None:
-    """A score of infinity is the largest of a row, wherever it comes from."""
+    """An infinite score is the largest of a row, whatever its source."""
     tensors, settings = make_problem(whole(40), Heads(1, 1, 16, 16), SIZES, device)
     tensors['k_cmp'][:, 9] = torch.nan
     result = choose((tensors, settings), num_selected=4, num_init=0, num_local=1)
@@ -318,7 +318,7 @@ def test_scores_of_infinite_logits(device: torch.device) -> None:
 
 
 def test_compressed_blocks_that_end_later(device: torch.device) -> None:
-    """At the end of a tile of blocks too, where others of the tile are seen: they count for nothing."""
+    """They count for nothing, also at the end of a block tile whose other blocks are visible."""
     q = torch.ones(1, 1, 1, 16, device=device)
     settings: dict[str, Any] = {'compress_block_size': 8, 'compress_stride': 4, 'selection_block_size': 8}
     settings |= {'num_selected': 1, 'num_init': 0, 'num_local': 0, 'backend': 'triton'}
@@ -334,7 +334,7 @@ def test_compressed_blocks_that_end_later(device: torch.device) -> None:
 
 @pytest.mark.parametrize('group', [3, 4])
 def test_scores_of_keys_that_are_infinite(group: int, device: torch.device) -> None:
-    """Weights of 0, for what pads a group as well."""
+    """Their weights are 0, also for the padding of a group."""
     tensors, settings = make_problem(whole(64), Heads(group, 1, 16, 16), (4, 4, 4), device)
     tensors['q'] = tensors['q'].abs()
     tensors['k_cmp'][:, 4, 0, 3] = -torch.inf
@@ -344,7 +344,7 @@ def test_scores_of_keys_that_are_infinite(group: int, device: torch.device) -> N
 
 @pytest.mark.parametrize('logit', [6e4, -6e4])
 def test_large_logits(logit: float, device: torch.device) -> None:
-    """Weights of nearly 1 in one place and 0 in all others."""
+    """Weights of nearly 1 for one block and 0 for all others."""
     tensors, settings = make_problem(whole(40), HEADS, SIZES, device, pairs=0, scale=1.0)
     tensors['q'] = torch.full_like(tensors['q'], 6e4 / 16)
     # Whole logits, exact in float32: 0 for all blocks but the seventh, for which it is 6e4 (or of none but it -6e4).

@@ -1,4 +1,4 @@
-"""The choice of blocks by columns: rows that take many blocks of one column, and what the kernel's parts lay out."""
+"""Block selection by columns: rows that select many blocks of one column, and the kernel's helper functions."""
 
 # To pyright a jit function that another calls never returns.
 # pyright: reportGeneralTypeIssues=false
@@ -28,8 +28,9 @@ SIZES = (2, 1, 2)
 
 
 def make_scores(levels: Tensor, device: torch.device) -> Problem:
-    """A query behind all blocks whose scores are as `levels`, whole numbers `[blocks]`: the weight of a block's first
-    compressed key is 2 ** level, of which a quarter counts for the block before, and of its second 0.
+    """Return a query behind all blocks with scores ordered as `levels`, whole numbers `[blocks]`. A block's first
+    compressed key has the weight 2 ** level, a quarter of which counts for the block before, and its second key has
+    weight 0.
     """
     num_blocks = len(levels)
     k_cmp = torch.full((2 * num_blocks - 1,), -1000.0)
@@ -61,7 +62,7 @@ def test_rows_that_take_many_blocks_of_one_column(num_selected: int, direction: 
 
 
 def test_equal_blocks_of_one_column_and_of_others(device: torch.device) -> None:
-    """Ties go to the lower block, in whatever pass a column gives it."""
+    """Ties go to the lower block, in whichever pass a column returns it."""
     num_blocks = 14 * COLUMNS
     generator = torch.Generator().manual_seed(0)
     for share in (0.02, 0.3):
@@ -75,7 +76,7 @@ def test_equal_blocks_of_one_column_and_of_others(device: torch.device) -> None:
 
 @pytest.mark.parametrize('levels', [1, 2])
 def test_columns_of_score_0(levels: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All blocks are equal, so rows take the first ones: the first column after the others holds more than it keeps."""
+    """All blocks tie, so rows select the first ones; the first column holds more of them than it keeps."""
     monkeypatch.setattr(select, 'count_levels', lambda *_: levels)
     problem = make_scores(torch.full((8 * COLUMNS,), -10000), device)
     for num_selected in (COLUMNS + 1, 2 * COLUMNS + 3):
@@ -110,7 +111,7 @@ DESCRIBED = {
 @pytest.mark.parametrize('case', DESCRIBED)
 @pytest.mark.parametrize('group', [2, 9])
 def test_keys_by_descriptor(case: str, group: int, described: list[Tensor], device: torch.device) -> None:
-    """Of half types: products of float32 take no factor from shared memory."""
+    """For half types only: float32 products take no operand from shared memory."""
     extents, sizes = DESCRIBED[case]
     tensors, settings = make_counts(extents, Heads(2 * group, 2, 8, 8), sizes, device)
     expected = choose((tensors, settings), num_selected=4)
@@ -123,7 +124,7 @@ def test_keys_by_descriptor(case: str, group: int, described: list[Tensor], devi
 
 @pytest.mark.parametrize('group', [1, GROUP])
 def test_an_infinite_weight_counts_for_its_own_blocks(group: int, device: torch.device) -> None:
-    """A log-sum-exp that is not that of the keys."""
+    """The log-sum-exp is not that of the keys."""
     k_cmp = torch.zeros(1, 10, 1, 1)
     k_cmp[:, 6] = 200
     tensors = {'q': torch.ones(1, 1, group, 1), 'k_cmp': k_cmp, 'lse': torch.zeros(1, group, 1)}
@@ -145,7 +146,7 @@ def test_counts_of_rows_that_take_many_blocks_of_one_column(device: torch.device
 
 
 def test_rows_of_a_tile_need_different_numbers_of_passes(device: torch.device) -> None:
-    """Queries of one tile, each with its own feature: some take a column's blocks, others unrelated ones."""
+    """Queries of one tile, each with its own feature: some select blocks of one column, others unrelated blocks."""
     num_blocks, queries = 14 * COLUMNS, 4
     generator = torch.Generator().manual_seed(1)
     levels = torch.rand(num_blocks, queries, generator=generator) * 4

@@ -1,4 +1,4 @@
-"""What the choice of blocks in Triton guarantees: what changes no bit of it, memory, the registered op, refusals."""
+"""Guarantees of block selection in Triton: bitwise invariance, memory safety, the registered op, unsupported calls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.problems import Extents, Heads, cumulative, packed, row_integ
 from tests.support.select_blocks_problems import HEADS, SIZES, choose, make_counts, make_problem, settings_of
 
 
-def test_what_no_query_reads_changes_nothing(device: torch.device) -> None:
+def test_unread_keys_change_nothing(device: torch.device) -> None:
     """Positions 20 ... 29 of 100: compressed blocks that end behind position 29 may hold anything."""
     extents = Extents(1, 10, 100, {'q_offset': 20}, [100])
     tensors, settings = make_problem(extents, HEADS, SIZES, device)
@@ -89,7 +89,7 @@ def test_chunks_are_the_whole(device: torch.device) -> None:
 
 @pytest.mark.parametrize('lengths', [[33, 0, 1, 20, 7], [5, 5, 5, 5], [0, 0, 30]])
 def test_packed_is_alone(lengths: list[int], device: torch.device) -> None:
-    """The tokens behind the last sequence choose nothing."""
+    """The tokens behind the last sequence select nothing."""
     tensors, settings = make_problem(packed(lengths, uncovered=4), HEADS, SIZES, device)
     together = choose((tensors, settings), num_selected=4)
     start = first_block = 0
@@ -120,7 +120,7 @@ def test_packed_is_alone(lengths: list[int], device: torch.device) -> None:
 )
 @pytest.mark.parametrize('causal', [True, False])
 def test_any_content_stays_inside_memory(junk: dict[str, list[int]], causal: bool, device: torch.device) -> None:
-    """What is checked on CPUs, where reading it costs nothing, is not checked on GPUs."""
+    """Values that are checked on CPUs, where reading is free, are not checked on GPUs."""
     batch = 1 if 'cu_seqlens' in junk else 2
     tensors, _ = make_problem(whole(12, batch=batch), HEADS, SIZES, device)
     content = {name: torch.tensor(values, dtype=torch.int32, device=device) for name, values in junk.items()}
@@ -132,7 +132,7 @@ def test_any_content_stays_inside_memory(junk: dict[str, list[int]], causal: boo
     assert (result >= -1).all()
 
 
-def test_the_choice_has_no_gradient(device: torch.device) -> None:
+def test_selection_has_no_gradient(device: torch.device) -> None:
     tensors, settings = make_problem(whole(20), HEADS, SIZES, device)
     expected = choose((tensors, settings), num_selected=3)
     tensors = {name: t.requires_grad_() for name, t in tensors.items()}
@@ -159,7 +159,7 @@ def test_it_passes_opcheck(device: torch.device) -> None:
 
 @pytest.mark.plain_memory
 def test_it_compiles(device: torch.device) -> None:
-    """One graph for every length, with inputs that require gradients."""
+    """One graph serves every length, with inputs that require gradients."""
     graphs = CompileCounterWithBackend('aot_eager')
 
     names = ('compress_block_size', 'compress_stride', 'selection_block_size')
@@ -183,7 +183,7 @@ def test_it_compiles(device: torch.device) -> None:
     assert graphs.frame_count == 1
 
 
-def test_who_serves_a_choice(device: torch.device) -> None:
+def test_backends_of_a_selection(device: torch.device) -> None:
     q, k_cmp = torch.zeros(1, 4, 130, 4, device=device), torch.zeros(1, 4, 2, 4, device=device)
     with pytest.raises(ValueError, match=r'65 heads choose together, but a tile of its kernel holds up to 64'):
         backend_of('select_blocks', q, k_cmp, group_size=65, backend='triton')

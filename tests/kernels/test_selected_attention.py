@@ -176,7 +176,7 @@ EXTENTS = {
 @pytest.mark.quick
 @pytest.mark.parametrize('causal', [True, False])
 @pytest.mark.parametrize('extents', EXTENTS.values(), ids=EXTENTS)
-def test_places_of_queries_among_keys(extents: Extents, causal: bool, device: torch.device) -> None:
+def test_query_offsets_and_lengths(extents: Extents, causal: bool, device: torch.device) -> None:
     assert_close(extents, Heads(2, 1, 16, 24), device, block_size=3 if causal else 4, causal=causal)
 
 

@@ -156,7 +156,7 @@ def test_the_future_changes_nothing(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize('junk', [torch.nan, torch.inf])
-def test_what_is_not_finite_reaches_those_who_read_it(junk: float, device: torch.device) -> None:
+def test_non_finite_keys_reach_their_readers_only(junk: float, device: torch.device) -> None:
     """Of a tile's queries every other one reads a block that holds what is no number; all read the last block, of which
     a key beyond them is none.
     """

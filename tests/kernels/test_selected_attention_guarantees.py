@@ -45,7 +45,7 @@ def test_double_backward_is_refused(device: torch.device) -> None:
         grad.sum().backward()
 
 
-def test_what_no_query_reads_changes_nothing(device: torch.device) -> None:
+def test_unread_keys_change_nothing(device: torch.device) -> None:
     """Blocks that nobody chose, the future inside the own block, and factors of what is not read."""
     extents = Extents(1, 3, 40, {'q_offset': 16}, [40])
     settings: dict[str, Any] = {'block_size': 8, 'q_offset': 16}
@@ -111,7 +111,7 @@ def test_what_others_read_of_whole_blocks_changes_nothing(
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float16])
 @pytest.mark.parametrize('names', ['q', 'k', 'v'])
-def test_what_is_not_finite_reaches_those_who_read_it(names: str, dtype: torch.dtype, device: torch.device) -> None:
+def test_non_finite_keys_reach_their_readers_only(names: str, dtype: torch.dtype, device: torch.device) -> None:
     indices = torch.tensor([0, 1], dtype=torch.int32).expand(1, 8, 2, 2).clone()
     indices[:, 6:, 0, 0] = -1
     tensors, grads = (

@@ -120,7 +120,7 @@ def test_logits_at_the_cap(scaled: bool, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize('junk', [torch.nan, torch.inf])
-def test_what_no_query_reads_changes_nothing(junk: float, device: torch.device) -> None:
+def test_unread_keys_change_nothing(junk: float, device: torch.device) -> None:
     """Blocks that nobody chose or that come after the count, the future in the own block, and their factors."""
     extents = Extents(1, 4, 40, {'q_offset': 16}, [40])
     settings: dict[str, Any] = {'block_size': 8, 'q_offset': 16, 'softcap': 2.0, 'block_counts': 3}

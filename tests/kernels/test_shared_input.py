@@ -1,4 +1,4 @@
-"""The kernel that adds the gradients of all readers of a tensor, against autograd's sums."""
+"""The kernel that adds all gradients of a shared input, against autograd's sums."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def differentiate(x: Tensor, tables: Tables | None, num_rotated: int, grads: lis
 
 
 def check(x: Tensor, tables: Tables | None, num_rotated: int, grads: list[Tensor]) -> None:
-    """The sum against the rules."""
+    """Check the sum by the error rules."""
     grads = [grad.to(x.dtype) for grad in grads]
     gold_tables = None if tables is None else (tables[0].double(), tables[1].double())
     result = differentiate(x, tables, num_rotated, grads, 'triton')
@@ -96,7 +96,7 @@ def test_readers(device: torch.device) -> None:
         assert readers[0].data_ptr() == readers[1].data_ptr()
 
 
-def test_who_reads_nothing_of_it(device: torch.device) -> None:
+def test_unused_outputs(device: torch.device) -> None:
     x = torch.randn(1, 5, 2, 12, device=device).requires_grad_()
     tables = make_tables((1, 5, 2, 12), 6, 1, device)
     first, second, plain, other = shared_input(x, 2, 2, tables, backend='triton')
@@ -178,7 +178,7 @@ def test_more_readers_than_the_kernel_adds(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize('backend', ['triton', 'auto', 'eager'])
-def test_what_the_kernel_does_not_fit_is_left_to_autograd(backend: str, device: torch.device) -> None:
+def test_unsupported_sums_are_left_to_autograd(backend: str, device: torch.device) -> None:
     x = torch.randn(1, 3, 2, 300, device=device, dtype=torch.float64)
     grads = [grad.double() for grad in make_grads((1, 3, 2, 300), 3, device)]
     torch.testing.assert_close(differentiate(x, None, 0, grads, backend), torch.stack(grads).sum(0))

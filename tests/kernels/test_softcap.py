@@ -1,4 +1,4 @@
-"""Soft caps of kernels against tanh in float64."""
+"""Soft caps of the kernels against tanh in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where kernels find their tiles, against a list of them made in Python."""
+"""The tiles that kernels locate, against a list built in Python."""
 
 # To pyright a jit function that another calls never returns.
 # pyright: reportGeneralTypeIssues=false
@@ -35,7 +35,7 @@ TILE = 4
 
 @triton.jit
 def _tiles_kernel(out_ptr, place, TILE: tl.constexpr):
-    """Of every tile: sequence, row, first token on the axis, tokens, keys, position of the first token."""
+    """Store for every tile: sequence, row, first token on the axis, tokens, keys, position of the first token."""
     index = tl.program_id(0)
     sequence, first = find_tile(index, place.cu_seqlens, place.seqlen_q, place.num_sequences, TILE)
     row, start, length = load_extent(place.cu_seqlens, sequence, place.seqlen_q, place.num_sequences)
@@ -63,7 +63,7 @@ def sequences_of(extents: Extents, device: torch.device) -> Sequences:
 
 
 def visited_tiles(sequences: Sequences) -> list[list[int]]:
-    """What a kernel finds in the tiles that have tokens."""
+    """Return what a kernel locates in the tiles that have tokens."""
     place = make_layout(sequences)
     tiles = num_tiles(place, sequences.seqlen_q, TILE)
     out = torch.full((max(tiles, 1), 6), -1, dtype=torch.int32, device=sequences.device)

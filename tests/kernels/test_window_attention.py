@@ -1,4 +1,6 @@
-"""Window attention in Triton against eager: lengths, windows, groups, sizes, places, layouts, gradients."""
+"""Window attention in Triton against eager: lengths, windows, groups, sizes, query positions, memory layouts,
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ every_dtype = pytest.mark.parametrize('dtype', HALF_AND_SINGLE)
 
 
 def assert_matches(extents: Extents, heads: Heads, device: torch.device, dtype: torch.dtype, **settings: Any) -> None:
-    """By the error rules."""
+    """Assert equality by the error rules."""
     tensors = make_inputs(extents, heads, device, dtype, settings.pop('layout', 'contiguous'))
     assert_attention_matches(window_attention, tensors, 'triton', **place(extents.where, device), **settings)
 
@@ -71,12 +73,12 @@ def test_window_sizes_around_tiles(left: int, dtype: torch.dtype, device: torch.
 @pytest.mark.parametrize('offset', [30, 31, 32])
 @pytest.mark.parametrize('window', [(-1, 0), (33, 0), (-1, -1)])
 def test_offsets_around_tiles(window: tuple[int, int], offset: int, dtype: torch.dtype, device: torch.device) -> None:
-    """The first query reads a whole tile of keys, or all but one, or one more."""
+    """The first query reads a whole key tile, or all but one key, or one more."""
     assert_close(Extents(1, 40, 80, {'q_offset': offset}, [80]), HEADS, device, window, dtype)
 
 
 def test_rows_with_almost_all_weight_on_one_key(device: torch.device) -> None:
-    """What the rounding of the output adds to delta is as large there as the gradients of the logits."""
+    """There the rounding of the output changes delta by as much as the logit gradients."""
     heads = Heads(2, 2, 64, 64)
     tensors = make_inputs(whole(80), heads, device)
     tensors['q'] = 0.85 * tensors['k']
@@ -113,7 +115,7 @@ def test_groups(group: int, device: torch.device) -> None:
 def test_heads_of_a_group_are_added_in_parts(
     full_grid: int, parts: int, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fewer parts where the grid is full without them, and where they would take too much memory."""
+    """There are fewer parts if the grid is full without them, or if they exceed the workspace."""
     monkeypatch.setattr(keys, 'FULL_GRID', full_grid)
     heads = Heads(12, 2, 16, 16)
     assert keys._count_parts(6, 4, 1) == parts
@@ -123,7 +125,7 @@ def test_heads_of_a_group_are_added_in_parts(
 
 @pytest.mark.parametrize('rows', [1, 2])
 def test_parts_of_some_rows_at_a_time(rows: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where those of all rows of the batch would take too much memory."""
+    """Batch rows at a time, where the partial sums of all rows exceed the workspace."""
     heads = Heads(6, 1, 16, 16)
     bytes_of_row = 6 * 40 * 4 * (16 + 16)
     monkeypatch.setattr(keys, 'WORKSPACE', rows * bytes_of_row)
@@ -196,7 +198,7 @@ def test_strides_of_lengths_and_offsets(name: str, device: torch.device) -> None
 @pytest.mark.quick
 @every_extent
 @pytest.mark.parametrize(('window', 'dtype'), [((12, 0), torch.float32), ((9, 6), torch.float16)])
-def test_places_of_queries_among_keys(
+def test_query_offsets_and_lengths(
     window: tuple[int, int], dtype: torch.dtype, extents: Extents, device: torch.device
 ) -> None:
     assert_close(extents, Heads(2, 1, 16, 24), device, window, dtype)
@@ -207,7 +209,7 @@ def test_places_of_queries_among_keys(
 def test_keys_past_the_length_of_their_row(
     window: tuple[int, int], where: dict[str, Any], dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Tiles of them, which queries would read if they were keys."""
+    """Whole tiles of keys behind seqlens_k, which queries would otherwise read."""
     where = {'seqlens_k': row_integers([9, 0]), **where}
     assert_close(Extents(2, 40, 80, where, [9, 0]), HEADS, device, window, dtype)
 

@@ -1,4 +1,4 @@
-"""What window attention in Triton guarantees: what changes no bit of it, chunks and caches, memory."""
+"""Guarantees of window attention in Triton: bitwise invariance, chunks and caches, memory safety."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.window_attention_problems import HEADS, TWO_GROUPS, Tensors, 
 
 @pytest.mark.parametrize(('group', 'left', 'seqlen'), [(1, 70, 66), (1, 70, 70), (6, 70, 97), (4, 40, 97)])
 def test_queries_that_follow_change_no_bit(group: int, left: int, seqlen: int, device: torch.device) -> None:
-    """Not of how tiles are cut either."""
+    """The tiling must not change any bit either."""
     tensors = make_inputs(whole(100), Heads(group, 1, 16, 16), device)
     out, lse = window_attention(**tensors, window_size=(left, 0), backend='triton')
     prefix = {name: t[:, :seqlen] for name, t in tensors.items()}
@@ -45,8 +45,8 @@ def test_parts_of_a_row_do_not_depend_on_the_batch(device: torch.device, monkeyp
 
 
 @pytest.mark.parametrize('window', [(12, 0), (-1, 0), (9, 6), (-1, -1)])
-def test_what_no_query_reads_changes_nothing(window: tuple[int, int], device: torch.device) -> None:
-    """Positions 40 ... 59 of 100: what lies behind them, and before their windows, may be anything."""
+def test_unread_keys_change_nothing(window: tuple[int, int], device: torch.device) -> None:
+    """Positions 40 ... 59 of 100: keys behind them and before their windows may hold anything."""
     extents = Extents(2, 20, 100, {'q_offset': 40}, [100, 100])
     settings: dict[str, Any] = {'window_size': window, 'causal': window[1] == 0, 'q_offset': 40}
     tensors, grads = make_inputs(extents, HEADS, device), make_grads(extents, HEADS, device)
@@ -84,7 +84,7 @@ def test_the_future_changes_nothing(position: int, dtype: torch.dtype, device: t
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float16])
 @pytest.mark.parametrize('names', ['k', 'v', 'kv'])
 @pytest.mark.parametrize('key', [35, 64])
-def test_what_is_not_finite_reaches_those_who_read_it(
+def test_non_finite_keys_reach_their_readers_only(
     names: str, key: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     tensors, grads = make_inputs(whole(70), TWO_GROUPS, device, dtype), make_grads(whole(70), TWO_GROUPS, device)
@@ -106,7 +106,7 @@ def test_what_is_not_finite_reaches_those_who_read_it(
 
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float16])
-def test_a_query_that_is_not_finite_spoils_what_it_reads_alone(dtype: torch.dtype, device: torch.device) -> None:
+def test_a_non_finite_query_reaches_only_its_keys(dtype: torch.dtype, device: torch.device) -> None:
     tensors, grads = make_inputs(whole(70), TWO_GROUPS, device, dtype), make_grads(whole(70), TWO_GROUPS, device)
     expected = run_triton(window_attention, tensors, grads, window_size=(20, 0))
     tensors['q'][:, 40, 0] = torch.nan
@@ -130,7 +130,7 @@ def cut_results(results: Tensors, queries: slice, keys: slice) -> Tensors:
 @pytest.mark.parametrize('window', [(12, 0), (-1, 0), (9, 6)])
 @pytest.mark.parametrize('lengths', [[33, 0, 1, 64, 7], [5, 5, 5, 5], [0, 0, 40]])
 def test_packed_is_alone(lengths: list[int], window: tuple[int, int], device: torch.device) -> None:
-    """Bit for bit: a sequence begins a tile. The tokens behind the last one get 0."""
+    """Equal bit for bit, since a sequence begins a tile. Tokens behind the last sequence get 0."""
     extents = packed(lengths, uncovered=3)
     settings: dict[str, Any] = {'window_size': window, 'causal': window[1] == 0}
     tensors, grads = make_inputs(extents, HEADS, device), make_grads(extents, HEADS, device)
@@ -171,7 +171,7 @@ def test_one_token_at_a_time_with_a_cache_that_is_not_yet_filled(device: torch.d
 
 
 def test_the_gradient_of_a_log_sum_exp_of_nothing(device: torch.device) -> None:
-    """NaN, as logaddexp of two such gives it, beside queries of the same tile that read something."""
+    """NaN, as logaddexp of two such rows sends it, beside queries of the same tile that read keys."""
     tensors = {name: t.requires_grad_() for name, t in make_inputs(whole(12), HEADS, device).items()}
     out, lse = window_attention(**tensors, window_size=(4, 0), q_offset=-5, backend='triton')
     dlse = torch.where(lse == -torch.inf, torch.nan, 0.5)
@@ -219,7 +219,7 @@ def test_the_same_bits_twice(device: torch.device) -> None:
 @pytest.mark.parametrize('name', ['q', 'k', 'v', 'dout'])
 @pytest.mark.parametrize('dim', [1, 2])
 def test_offsets_beyond_int32(name: str, dim: int) -> None:
-    """Tokens, or heads, that lie 2 ** 31 elements and more apart."""
+    """Tokens or heads that lie at least 2 ** 31 elements apart."""
     device = torch.device('cpu')
     tensors = make_inputs(whole(5), TWO_GROUPS, device, torch.float16)
     grads = make_grads(whole(5), TWO_GROUPS, device, torch.float16)
@@ -245,7 +245,7 @@ JUNK_BORDERS = {
 @pytest.mark.quick
 @pytest.mark.parametrize('where', JUNK_BORDERS.values(), ids=JUNK_BORDERS)
 def test_any_content_of_borders_stays_inside_memory(where: dict[str, Tensor], device: torch.device) -> None:
-    """The op is called below the checks, which read values on CPU tensors alone."""
+    """Call the op below the argument checks, which read values only on CPUs."""
     from native_sparse_attention.core.geometry import Sequences
     from native_sparse_attention.ops.window_attention.triton import window_attention as unchecked
 

@@ -70,7 +70,7 @@ def make_problem(
     table: tuple[int, int] | None = None,
     **given_settings: Any,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors that are differentiated, and settings, with NaN around and in what belongs to nobody."""
+    """Return differentiable tensors and settings, with NaN around them and in tokens without a sequence."""
     tensors = make_inputs(extents, heads, device, dtype)
     shape = (extents.batch, heads.heads, extents.seqlen_q, extents.seqlen_k)
     features = make_features(names, shape, dtype=dtype, device=device, table=table)
@@ -82,7 +82,7 @@ def make_problem(
 
 
 def assert_matches(*problem: Any, **changes: Any) -> None:
-    """By the error rules."""
+    """Assert equality by the error rules."""
     tensors, given_settings = make_problem(*problem, **changes)
     assert_attention_matches(window_attention, tensors, 'triton', **given_settings)
 
@@ -135,7 +135,7 @@ def test_logits_at_the_cap(device: torch.device) -> None:
 
 @pytest.mark.parametrize('window', [(-1, 0), (33, 32), (0, 0)])
 def test_windows(window: tuple[int, int], device: torch.device) -> None:
-    """Tiles in the middle of an interval need no mask for positions, but those of features."""
+    """Tiles in the middle of an interval need no mask for positions, but one for features."""
     assert_matches(FEATURES, whole(100), Heads(2, 1, 16, 16), device, torch.float16, window_size=window)
 
 
@@ -161,7 +161,7 @@ def test_strides_of_tables(device: torch.device) -> None:
 
 
 def test_the_gradient_of_a_bias_in_float32(device: torch.device) -> None:
-    """Beside half tensors; it is a sum over rows and heads that is rounded once."""
+    """A float32 bias with half tensors; its gradient is a sum over rows and heads, rounded once."""
     tensors, given_settings = make_problem(('bias',), whole(40, batch=2), HEADS, device, torch.float16, table=(1, 1))
     tensors['bias'] = tensors['bias'].float()
     assert_attention_matches(window_attention, tensors, 'triton', **given_settings)
@@ -181,7 +181,7 @@ def test_a_bias_reaches_keys_of_other_sequences_nowhere(device: torch.device) ->
 
 @pytest.mark.parametrize('lowest', [-1e30, torch.finfo(torch.float32).min])
 def test_a_bias_that_is_next_to_minus_infinity(lowest: float, device: torch.device) -> None:
-    """Masks are made of it: who has nothing else reads the mean of the values, and nobody's gradient is NaN."""
+    """As in mask tables: rows without other keys read the mean of the values, and no gradient is NaN."""
     tensors, given_settings = make_problem(('bias',), whole(20), HEADS, device, window_size=(-1, 0))
     tensors['bias'] = torch.zeros(1, 1, 20, 20, device=device)
     tensors['bias'][..., :7] = lowest
@@ -202,10 +202,8 @@ def test_a_bias_that_is_next_to_minus_infinity(lowest: float, device: torch.devi
         (FEATURES, torch.float32),
     ],
 )
-def test_what_features_leave_out_may_be_anything(
-    names: tuple[str, ...], dtype: torch.dtype, device: torch.device
-) -> None:
-    """Keys that nobody reads, and those that some queries of a tile do not read."""
+def test_masked_keys_may_hold_anything(names: tuple[str, ...], dtype: torch.dtype, device: torch.device) -> None:
+    """Keys that no query reads, and keys that some queries of a tile do not read."""
     extents = whole(70)
     tensors, given_settings = make_problem(names, extents, HEADS, device, dtype, window_size=(-1, -1))
     for table in (given_settings.get('attn_mask'), tensors.get('bias')):
@@ -261,7 +259,7 @@ def test_rows_with_nothing_to_read(sink: float | None, device: torch.device) -> 
 
 
 def test_gradients_of_sinks_in_many_parts(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same however many queries are added at a time; the last part has fewer."""
+    """The gradient does not depend on how many queries are summed at a time; the last part has fewer."""
     extents = EXTENTS['lengths']
     tensors, given_settings = make_problem(('sinks',), extents, HEADS, device)
     grads = make_grads(extents, HEADS, device)
@@ -273,7 +271,7 @@ def test_gradients_of_sinks_in_many_parts(device: torch.device, monkeypatch: pyt
 
 @pytest.mark.parametrize('seqlen_k', [0, 30])
 def test_sinks_alone(seqlen_k: int, device: torch.device) -> None:
-    """Where there are no keys, or none within reach."""
+    """There are no keys, or none within the window."""
     extents = Extents(2, 5, seqlen_k, {'q_offset': -50}, [seqlen_k] * 2)
     tensors, given_settings = make_problem(('sinks',), extents, HEADS, device)
     grads = make_grads(extents, HEADS, device)
@@ -294,7 +292,7 @@ def philox_kernel(seed_ptr, out_ptr, heads, queries, KEYS: tl.constexpr):
 
 
 def dropped_weights(device: torch.device, dropout_p: float, seed: int) -> Tensor:
-    """`[B, HQ, T, S]`: True where a value of one key alone did not arrive."""
+    """Return `[B, HQ, T, S]`: True where the value of a single key does not arrive."""
     q, k = (torch.zeros(2, length, heads, 16, device=device) for length, heads in ((20, 4), (32, 2)))
     v = torch.eye(32, device=device)[None, :, None].expand(2, 32, 2, 32)
     given_settings: dict[str, Any] = {'window_size': (-1, -1), 'causal': False, 'dropout_p': dropout_p}
@@ -369,7 +367,7 @@ def test_the_future_changes_nothing(position: int, dtype: torch.dtype, device: t
 
 
 def test_parts_of_some_rows_at_a_time(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tables of the other rows, and their random numbers, are theirs."""
+    """Each part uses the tables and random numbers of its own batch rows."""
     heads = Heads(3, 1, 16, 16)
     tensors, given_settings = make_problem(FEATURES, whole(20, batch=3), heads, device)
     grads = make_grads(whole(20, batch=3), heads, device)

@@ -246,7 +246,7 @@ def test_a_sequence_does_not_depend_on_its_neighbours(
 @every_attention
 @pytest.mark.parametrize('poison', [torch.nan, torch.inf])
 @pytest.mark.parametrize('names', ['k', 'v', 'kv'])
-def test_what_is_not_finite_reaches_those_who_read_it(names: str, poison: float, attention: Attention) -> None:
+def test_non_finite_keys_reach_their_readers_only(names: str, poison: float, attention: Attention) -> None:
     tensors, grads = attention.make_inputs(whole(24), HEADS), make_grads(whole(24), HEADS)
     poisoned = {name: t.clone() for name, t in tensors.items()}
     key = attention.count_keys(12)

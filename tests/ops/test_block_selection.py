@@ -282,7 +282,7 @@ def test_scores_lie_between_zero_and_the_share_of_a_block() -> None:
         assert scores.max() <= sizes[2] / sizes[0] + 1e-12
 
 
-def test_the_choice_has_no_gradient() -> None:
+def test_selection_has_no_gradient() -> None:
     q, k_cmp, lse, settings = make_problem(whole(20), Heads(2, 1, 4, 4), (4, 2, 4))
     for tensor in (q, k_cmp, lse):
         tensor.requires_grad_()

@@ -142,7 +142,7 @@ def test_slope_of_the_straight_through_scale() -> None:
         torch.testing.assert_close(grad, other)
 
 
-def test_a_soft_cap_makes_another_choice() -> None:
+def test_a_soft_cap_changes_the_selection() -> None:
     """Without it a block that one head reads much of, with it one that both heads do."""
     q = torch.eye(2, dtype=torch.float64).reshape(1, 1, 2, 2)
     k_cmp = torch.tensor([[6.0, -6.0], [5.0, 5.0]], dtype=torch.float64).reshape(1, 2, 1, 2)
