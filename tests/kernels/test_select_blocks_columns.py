@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from native_sparse_attention.ops.block_selection.triton import select
-from native_sparse_attention.ops.block_selection.triton.members import add_members, load_members
+from native_sparse_attention.ops.block_selection.triton.group_columns import load_group_queries, sum_group_heads
 from native_sparse_attention.ops.block_selection.triton.topk import MAX_LEVELS, count_levels
 from tests.support.harness import place
 from tests.support.problems import Extents, Heads, packed, row_integers, whole
@@ -190,13 +190,13 @@ def test_keys_of_a_step_are_neighbours(per_selection: int, num_compressed: int, 
 
 
 @triton.jit
-def members_kernel(
+def columns_kernel(
     q_ptr, lse_ptr, out_ptr, sums_ptr, num_queries, GROUP: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr
 ):
     """q: `[queries, GROUP, 16]`; lse: `[GROUP, queries]`; out: `[2, T]`, sums over heads of q's first column and of
     log-sum-exps; sums: the mask's.
     """
-    q, lse, mask = load_members(
+    q, lse, mask = load_group_queries(
         (q_ptr, GROUP * 16, 16), (lse_ptr, 1, num_queries), 0, 0, num_queries, 0, GROUP, 16, BLOCK_T, BLOCK_G, 16
     )
     first = tl.sum(tl.where(tl.arange(0, 16)[None, :] == 0, q, 0.0), 1)
@@ -204,8 +204,10 @@ def members_kernel(
     rows = tl.arange(0, 2)[:, None]
     both = tl.where(rows == 0, first[None, :], lse[None, :])
     places = rows * BLOCK_T + tl.arange(0, BLOCK_T)[None, :]
-    tl.store(out_ptr + places, add_members(both, BLOCK_T, BLOCK_G))
-    tl.store(sums_ptr + places, add_members(tl.where(rows == 0, mask[None, :].to(tl.float32), 0.0), BLOCK_T, BLOCK_G))
+    tl.store(out_ptr + places, sum_group_heads(both, BLOCK_T, BLOCK_G))
+    tl.store(
+        sums_ptr + places, sum_group_heads(tl.where(rows == 0, mask[None, :].to(tl.float32), 0.0), BLOCK_T, BLOCK_G)
+    )
 
 
 @pytest.mark.parametrize(('group', 'block_g'), [(1, 1), (2, 2), (3, 4), (8, 8), (13, 16), (64, 64)])
@@ -215,7 +217,7 @@ def test_every_query_meets_every_head_once(group: int, block_g: int, block_t: in
     q = torch.randint(-9, 9, (num_queries, group, 16), device=device).float()
     lse = torch.randint(-9, 9, (group, num_queries), device=device).float()
     out, sums = torch.empty(2, block_t, device=device), torch.empty(2, block_t, device=device)
-    members_kernel[(1,)](q, lse, out, sums, num_queries, GROUP=group, BLOCK_T=block_t, BLOCK_G=block_g)  # pyright: ignore[reportArgumentType]
+    columns_kernel[(1,)](q, lse, out, sums, num_queries, GROUP=group, BLOCK_T=block_t, BLOCK_G=block_g)  # pyright: ignore[reportArgumentType]
     assert sums[0].tolist() == [group] * num_queries + [0] * (block_t - num_queries)
     torch.testing.assert_close(out[0, :num_queries], q[:, :, 0].sum(1))
     torch.testing.assert_close(out[1, :num_queries], lse.sum(0) * 1.4426950408889634)

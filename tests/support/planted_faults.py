@@ -83,7 +83,7 @@ SELECTED_MAXIMA = ('test_selected_attention_maxima.py',)
 FINITE, INVERSE_INDEX = '_triton/finite.py', '_triton/inverse_index.py'
 TILE_ROWS = '_triton/tiles.py'
 SELECT, GATED_SUM = 'block_selection/triton/select.py', 'gated_sum/triton/kernels.py'
-RANKS, MEMBERS = 'block_selection/triton/topk.py', 'block_selection/triton/members.py'
+RANKS, MEMBERS = 'block_selection/triton/topk.py', 'block_selection/triton/group_columns.py'
 ROTARY, ROTATION = 'rotary/triton/kernels.py', '_triton/rotation.py'
 SCORES_FORWARD = 'block_selection/triton/scores_forward.py'
 SCORES_BACKWARD = 'block_selection/triton/scores_backward.py'
@@ -242,7 +242,7 @@ FAULTS = [
     Fault('the place of keys before a sequence rounded towards 0', SELECT, 'floor_divide(first_key, SPREAD)', 'first_key // SPREAD', CHOICE),
     Fault('what an infinite weight does not reach', SELECT, 'tl.where(beyond > 0, weights, 0.0)', 'weights', COLUMNS),
     Fault('columns: of score 0 full columns are forgotten', RANKS, 'topk[LEVELS - 1][0] >= 0', 'topk[LEVELS - 1][0] > 0', COLUMNS),
-    Fault('heads of another query', MEMBERS, 'query = members // (QUERIES * BLOCK_G) * QUERIES + members', 'query = members', COLUMNS),
+    Fault('heads of another query', MEMBERS, 'query = columns // (QUERIES * BLOCK_G) * QUERIES + columns', 'query = columns', COLUMNS),
     Fault('columns: what a full column dropped is forgotten', RANKS, '2**31 - 1, -1)\n        for', '-1, -1)\n        for', COLUMNS),
     Fault('columns: one pass, whatever is left', RANKS, 'is_incomplete = find_largest(is_open.to(tl.int32)) > 0', 'is_incomplete = find_largest(is_open.to(tl.int32)) > 1', COLUMNS),
     Fault('columns: the last block is taken once more', RANKS, '& (block > last)', '& (block >= last)', COLUMNS),
@@ -323,7 +323,7 @@ FAULTS = [
     Fault('by union: reference depends on other queries', UNION_LOOP, '    if sizes.causal:\n        # The own', '    if True:\n        # The own', SELECTED_MAXIMA),
     Fault('by union: reference from later keys', UNION_LOOP, 'position + 1 - 2 * NUM_KEYS + lanes', 'position + 9 - 2 * NUM_KEYS + lanes', SELECTED_MAXIMA),
     Fault('by union: sign of the scale dropped', UNION_FORWARD, 'q, scale = -q, -scale', 'scale = -scale', SELECTED[1:]),
-    Fault('CSR index: groups that do not divide a tile', INVERSE_INDEX, '(members // GROUP).to(tl.int32)', '((members + 1) // GROUP).to(tl.int32)', SELECTED[:1]),
+    Fault('CSR index: groups that do not divide a tile', INVERSE_INDEX, '(rows // GROUP).to(tl.int32)', '((rows + 1) // GROUP).to(tl.int32)', SELECTED[:1]),
     Fault('CSR index: too few masked entries', BLOCK_TO_QUERY, '(positions < tl.max(keys, 0))', '(positions < tl.max(keys, 0) - 1)', SELECTED[:1]),
     Fault('CSR index: incomplete block not masked', BLOCK_TO_QUERY, 'return tl.where(tl.min(key_mask.to(tl.int32), 0) == 0, num_entries, num_masked)', 'return num_masked', SELECTED[:1]),
     Fault('by union: last block skipped', UNION_LOOP, 'exists = index < num_blocks', 'exists = index + 1 < num_blocks', UNION),

@@ -244,27 +244,27 @@ def find_block(slot, row, layout, BLOCK_SIZE: tl.constexpr):
 
 
 @triton.jit
-def split_members(first_member, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+def split_rows(first_row, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
     """Split the rows of a tile, which are every entry of a block with every head of its group: entry index in the
-    block, and head in the group. first_member is a multiple of BLOCK_M.
+    block, and head in the group. first_row is a multiple of BLOCK_M.
     """
     in_tile = tl.arange(0, BLOCK_M)
     if BLOCK_M % GROUP == 0:
         # The compiler knows that these are positive and the same in every step.
-        return first_member // GROUP + in_tile // GROUP, in_tile % GROUP
-    members = (first_member + in_tile).to(tl.uint32)
-    return (members // GROUP).to(tl.int32), (members % GROUP).to(tl.int32)
+        return first_row // GROUP + in_tile // GROUP, in_tile % GROUP
+    rows = (first_row + in_tile).to(tl.uint32)
+    return (rows // GROUP).to(tl.int32), (rows % GROUP).to(tl.int32)
 
 
 @triton.jit
-def load_entries(entries_ptr, first_member, num_members, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Load the entries of a tile of rows (`split_members`).
+def load_entries(entries_ptr, first_row, num_rows, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Load the entries of a tile of rows (`split_rows`).
 
     Load them one step ahead of the rows that they point to: asynchronous copies complete in order, so a pipeline that
     also prefetches the entries of a later step would have to wait for everything that it fetched before them.
     """
-    places, _ = split_members(first_member, GROUP, BLOCK_M)
-    mask = first_member + tl.arange(0, BLOCK_M) < num_members
+    places, _ = split_rows(first_row, GROUP, BLOCK_M)
+    mask = first_row + tl.arange(0, BLOCK_M) < num_rows
     return tl.load(entries_ptr + places, mask=mask, other=0)
 
 

@@ -30,7 +30,7 @@ from native_sparse_attention.ops._triton.varlen import (
     unflatten,
 )
 from native_sparse_attention.ops.block_selection.triton import settings
-from native_sparse_attention.ops.block_selection.triton.members import add_members, load_members
+from native_sparse_attention.ops.block_selection.triton.group_columns import load_group_queries, sum_group_heads
 from native_sparse_attention.ops.block_selection.triton.topk import (
     count_levels,
     make_sort_keys,
@@ -263,7 +263,7 @@ def select_kernel(
 
     q_ptr += row.to(tl.int64) * q_strides[0]
     lse_ptr += row.to(tl.int64) * lse_strides[0]
-    q, lse_log2, member_mask = load_members(
+    q, lse_log2, column_mask = load_group_queries(
         (q_ptr, q_strides[1], q_strides[2]), (lse_ptr, lse_strides[2], lse_strides[1]), query_start, first_query,
         num_queries, index_head, GROUP, HEAD_DIM, BLOCK_T, BLOCK_G, BLOCK_D,
     )  # fmt: skip
@@ -309,8 +309,8 @@ def select_kernel(
             weights = tl.exp2(tl.fma(products, scale_log2, -lse_log2[None, :]))
             if GROUP < BLOCK_G:
                 # Padding of the group may meet infinite keys.
-                weights = tl.where(member_mask[None, :], weights, 0.0)
-            weights = add_members(weights, BLOCK_T, BLOCK_G)
+                weights = tl.where(column_mask[None, :], weights, 0.0)
+            weights = sum_group_heads(weights, BLOCK_T, BLOCK_G)
             if (first_block * SPREAD < SKIPPED) | ((first_block + BLOCK_J) * SPREAD > seen):
                 visible = exists[:, None]
                 if CAUSAL:

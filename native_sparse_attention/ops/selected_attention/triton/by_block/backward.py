@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from native_sparse_attention.ops._triton.inverse_index import load_entries, split_members
+from native_sparse_attention.ops._triton.inverse_index import load_entries, split_rows
 from native_sparse_attention.ops._triton.launch import head_block, is_wide, launch, row_block
 from native_sparse_attention.ops._triton.softcap import cap_logits, cap_slope
 from native_sparse_attention.ops._triton.tiles import add_product, load_rows, split_finite, store_rows
@@ -267,7 +267,7 @@ def _load_rows(
     entries_ptr, lse_ptr, delta_ptr, num_rows, kv_head, seqlen = sources
     entry = load_entries(entries_ptr, first_row, num_rows, sizes.group, BLOCK_M)
     mask = first_row + tl.arange(0, BLOCK_M) < num_rows
-    _, in_group = split_members(first_row, sizes.group, BLOCK_M)
+    _, in_group = split_rows(first_row, sizes.group, BLOCK_M)
     token, _, head = locate_entries(entry, in_group, kv_head, csr, sizes)
     offsets = (head.to(tl.int64) if tile.int64_offsets else head) * seqlen + token
     lse = tl.load(lse_ptr + offsets, mask=mask, other=0.0)
@@ -312,7 +312,7 @@ def _differentiate(
     num_rows, pair, row, kv_head, keys, key_mask, offset = block
     entry, lse, delta, inverse = rows
     mask = first_row + tl.arange(0, BLOCK_M) < num_rows
-    _, in_group = split_members(first_row, GROUP, BLOCK_M)
+    _, in_group = split_rows(first_row, GROUP, BLOCK_M)
     token, index_head, head = locate_entries(entry, in_group, kv_head, csr, sizes)
     positions = offset + token
     if tile.int64_offsets:

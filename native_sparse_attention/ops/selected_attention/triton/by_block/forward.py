@@ -24,7 +24,7 @@ from native_sparse_attention.ops._triton.inverse_index import (
     group_pairs,
     load_entries,
     num_block_slots,
-    split_members,
+    split_rows,
 )
 from native_sparse_attention.ops._triton.launch import head_block, is_wide, launch, row_block
 from native_sparse_attention.ops._triton.softcap import cap_logits
@@ -221,7 +221,7 @@ def _attend(
     q_ptr, factors_ptr, strides, num_rows, pair, row, kv_head, keys, key_mask, offset, scale, softcap = inputs
     rows = first_row + tl.arange(0, BLOCK_M)
     mask = rows < num_rows
-    _, in_group = split_members(first_row, GROUP, BLOCK_M)
+    _, in_group = split_rows(first_row, GROUP, BLOCK_M)
     token, index_head, head = locate_entries(entry, in_group, kv_head, csr, sizes)
     positions = offset + token
     if tile.int64_offsets:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from native_sparse_attention.ops._triton.inverse_index import find_block, load_entries, split_members
+from native_sparse_attention.ops._triton.inverse_index import find_block, load_entries, split_rows
 from native_sparse_attention.ops._triton.softcap import cap_logits, cap_slope
 from native_sparse_attention.ops._triton.tiles import add_product, is_finite_tile, load_rows, split_finite, store_rows
 from native_sparse_attention.ops._triton.varlen import load_extent
@@ -222,7 +222,7 @@ def _add_rows(
     entries_ptr, num_rows, pair, row, kv_head, keys, key_mask, offset, first_in_block = block
     rows = first_row + tl.arange(0, BLOCK_M)
     row_mask = rows < num_rows
-    _, in_group = split_members(first_row, GROUP, BLOCK_M)
+    _, in_group = split_rows(first_row, GROUP, BLOCK_M)
     token, index_head, head = locate_entries(entry, in_group, kv_head, csr, sizes)
     positions = offset + token
     if tile.int64_offsets:

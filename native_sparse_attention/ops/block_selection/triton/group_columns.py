@@ -12,7 +12,7 @@ from native_sparse_attention.ops._triton.tiles import load_rows
 
 
 @triton.jit
-def load_members(
+def load_group_queries(
     q,
     lse,
     query_start,
@@ -32,7 +32,7 @@ def load_members(
     """
     q_ptr, q_stride, q_head_stride = q
     lse_ptr, lse_stride, lse_head_stride = lse
-    query, head = _find_members(BLOCK_T, BLOCK_G)
+    query, head = _locate_columns(BLOCK_T, BLOCK_G)
     mask = (first_query + query < num_queries) & (head < GROUP)
     tokens = query_start + first_query + query
     heads = (index_head * GROUP + head).to(tl.int64)
@@ -43,8 +43,8 @@ def load_members(
 
 
 @triton.jit
-def add_members(weights, BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr):
-    """Return the sums over heads `[J, T]` of `[J, T * G]`, with columns ordered as in `_find_members`."""
+def sum_group_heads(weights, BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr):
+    """Return the sums over heads `[J, T]` of `[J, T * G]`, with columns ordered as in `_locate_columns`."""
     PAIR: tl.constexpr = min(BLOCK_G, 2)
     QUERIES: tl.constexpr = min(BLOCK_T, 4)
     rows: tl.constexpr = weights.shape[0]
@@ -53,13 +53,13 @@ def add_members(weights, BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr):
 
 
 @triton.jit
-def _find_members(BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr):
+def _locate_columns(BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr):
     """Return query and head of every column of a product. The order puts columns of a query into one thread, which
     holds two of eight neighbouring columns.
     """
-    members = tl.arange(0, BLOCK_T * BLOCK_G)
+    columns = tl.arange(0, BLOCK_T * BLOCK_G)
     PAIR: tl.constexpr = min(BLOCK_G, 2)
     QUERIES: tl.constexpr = min(BLOCK_T, 4)
-    head = members // (PAIR * QUERIES) % (BLOCK_G // PAIR) * PAIR + members % PAIR
-    query = members // (QUERIES * BLOCK_G) * QUERIES + members // PAIR % QUERIES
+    head = columns // (PAIR * QUERIES) % (BLOCK_G // PAIR) * PAIR + columns % PAIR
+    query = columns // (QUERIES * BLOCK_G) * QUERIES + columns // PAIR % QUERIES
     return query, head
