@@ -16,7 +16,10 @@ BACKENDS = ('auto', 'triton', 'flex', 'eager')
 class BackendChoice:
     """The backend of a call, and the reason against every faster one.
 
-    ops: for a composition, the choice of each of its ops by name.
+    Attributes:
+        name: 'triton', 'flex' or 'eager'.
+        passed_over: the reason by name of each faster backend.
+        ops: for a composition, the choice of each of its ops by name.
     """
 
     name: str

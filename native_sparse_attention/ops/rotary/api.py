@@ -13,19 +13,20 @@ from native_sparse_attention.ops._triton import support
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, backend: str = 'auto') -> Tensor:
-    """Rotate the pair `x[..., 2i]`, `x[..., 2i + 1]` by the angle with cosine `cos[..., i]` and sine `sin[..., i]`.
+    """Rotate each pair `x[..., 2i]`, `x[..., 2i + 1]` by the angle with cosine `cos[..., i]` and sine `sin[..., i]`.
 
     Args:
         x: `[B, T, H, D]`, queries or keys.
-        cos, sin: `[B, T, F]`, or `[1, T, F]` for all batch rows, with 2 F <= D; float32 (or float64 for a float64 x).
-            Features from 2 F on pass through unchanged. Differentiable in eager.
+        cos: `[B, T, F]`, or `[1, T, F]` for all rows of the batch, with 2 F at most D; float32 (float64 is possible
+            with a float64 x). Features from 2 F on pass through unchanged. Differentiable in eager.
+        sin: like cos.
         backend: 'auto', 'triton' or 'eager'.
 
     Returns:
         `[B, T, H, D]` in the dtype of x, computed in float32 (float64 for a float64 x) and rounded once.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit, or an explicit backend that does not support the call.
+        ValueError: shapes or dtypes do not fit, or an explicit backend does not support the call.
     """
     check_tensors(x=x, cos=cos, sin=sin)
     if x.dim() != 4:

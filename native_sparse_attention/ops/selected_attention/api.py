@@ -60,54 +60,54 @@ def selected_attention(
     backend: str = 'auto',
     _design: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of every query over the tokens of its selected blocks that are not in the future, and with
-    `window_size` over its window too, each key once, in one softmax.
+    """Attend to the tokens of the selected blocks, and with window_size also to the window, in one softmax.
 
-    A row of indices is a set: a block is read once, in whatever order and however often its index stands there. -1 is
-    padding wherever it stands, and any other index that is out of range or in the future contributes nothing.
+    Every token that is not in the future is read once. A row of indices is a set: a block is read once, in any order
+    and however often its index is repeated. -1 is padding at any place, and any other index that is out of range or in
+    the future contributes nothing.
 
     Args:
-        q: `[B, T, HQ, D]`. k: `[B, S, H, D]`. v: `[B, S, H, DV]`. Packed: B = 1.
-        block_indices: int32 or int64 `[B, T, H, n]`, or `[B, T, HQ, n]` where heads choose alone; block j holds the
+        q: `[B, T, HQ, D]` queries. Packed: B is 1.
+        k: `[B, S, H, D]` keys.
+        v: `[B, S, H, DV]` values.
+        block_indices: int32 or int64 `[B, T, H, n]`, or `[B, T, HQ, n]` where heads select alone. Block j holds the
             tokens [j * block_size, (j + 1) * block_size) of the query's sequence.
-        block_size: tokens of a block.
-        block_scale: factors of the logits of each chosen block, in the shape of block_indices; of an index that stands
-            several times in a row the first counts. Differentiable.
-        unit_scale: take block_scale as 1 everywhere, as `straight_through_scale` makes it, and use
-            its gradient alone; needs window_size. The Triton kernels need this there.
-        q_offset: position of the first query, an int, `[B]` (packed: `[N]`) or None: queries end where the keys end.
-        seqlens_k: int32 or int64 `[B]`, how many keys of a row are real.
-        causal: no query reads a later key; else every key of a chosen block is read.
+        block_size: l', tokens of a block.
+        block_scale: factors of the logits of each selected block, in the shape of block_indices; where an index is
+            repeated in a row, the first one counts. Differentiable.
+        unit_scale: treat block_scale as 1 everywhere, as `straight_through_scale` returns it, and use its gradient
+            alone. Requires window_size; the Triton kernels require it there.
+        q_offset: position of the first query, an int, `[B]` (packed: `[N]`), or None: queries end where the keys end.
+        seqlens_k: int32 or int64 `[B]`, number of real keys of each row.
+        causal: queries read no later key; otherwise every key of a selected block is read.
         scale: factor of the logits, default D ** -0.5.
-        cu_seqlens, cu_seqlens_k: int32 or int64 `[N + 1]` borders of packed queries and keys; queries that they do not
-            cover give 0.
-        segment_ids: int32 or int64 `[1, T]`, instead of cu_seqlens and whatever else says where queries stand: runs of
-            equal ids are sequences of their own, ids below 0 padding, which gives 0 and -inf and is read by nobody. On
-            a GPU the host waits for them; under CUDA graph capture they are refused.
-        softcap: above 0, from 1e-30 to 1e30: a logit, factors included, becomes softcap * tanh(logit / softcap). None:
-            it stays.
+        cu_seqlens: int32 or int64 `[N + 1]`, boundaries of packed queries. Queries behind the last give 0.
+        cu_seqlens_k: the same for the keys, where they differ.
+        segment_ids: int32 or int64 `[1, T]`, replaces cu_seqlens, seqlens_k and q_offset: runs of equal ids are
+            sequences, and negative ids are padding, which gives 0 and -inf and is not read. On a GPU the host waits for
+            them; they are refused under CUDA graph capture.
+        softcap: from 1e-30 to 1e30: a logit, factors included, becomes softcap * tanh(logit / softcap).
         block_counts: how many of the first indices of a row count, an int or int32 or int64 `[B, T, H]` (`[B, T, HQ]`
-            where heads choose alone); the rest is ignored. Below 0 is 0, above n is n. None: all.
-        window_size: (left, right), keys before and after the query's own that it reads besides; -1 means unbounded.
-            Causal: right is 0 (-1 is taken for 0). None: no window. Flex does not support it; for the limits of
-            Triton see `backend`.
-        sinks: `[HQ]` or `[HQ, M]`, logits of keys without values in the softmax; need window_size. As in
-            `window_attention`.
-        dropout_p, dropout_seed: dropout of the weights; need window_size. As in `window_attention`.
+            where heads select alone). Values below 0 count as 0, values above n as n.
+        window_size: (left, right), keys before and after the query's own that are read as well; -1 is unbounded.
+            Causal: right is 0 (or -1). None: no window. Flex does not support it; for the limits of Triton see backend.
+        sinks: `[HQ]` or `[HQ, M]`, logits of keys without values, as in `window_attention`; requires window_size.
+        dropout_p: probability with which weights are dropped, as in `window_attention`; requires window_size.
+        dropout_seed: as in `window_attention`; requires window_size.
         gate: `[B, T, HQ]`, any floating dtype but float64: the factor by which `gated_sum(gate_in_attention=True)`
-            multiplies the output. The output is returned without it, and its incoming gradient must be that of
-            gate * output; the log-sum-exp has no gradient. With float16 inputs, products of gates and weights below
-            6e-5 lose bits. Triton only, and not together with block_scale.
-        backend: 'auto', 'triton', 'flex' or 'eager'. With window_size the Triton kernels need causal=True and serve
-            neither dropout nor a block_scale without unit_scale; eager serves everything, with memory and time that
-            grow with S.
+            multiplies the output. The output is returned without it, and its incoming gradient must be that of the
+            product; the log-sum-exp has no gradient. With float16 inputs, products of gates and weights below 6e-5 lose
+            bits. Triton only, and not together with block_scale.
+        backend: 'auto', 'triton', 'flex' or 'eager'. With window_size the Triton kernels require causal=True and
+            support neither dropout nor a block_scale without unit_scale; eager supports everything, with memory and
+            time that grow with S.
 
     Returns:
-        The output `[B, T, HQ, DV]` in the dtype of q and its log-sum-exp `[B, HQ, T]` (float32; float64 for float64
-        inputs), both differentiable. Rows that see nothing give 0 and -inf.
+        The output `[B, T, HQ, DV]` in the dtype of q, and its log-sum-exp `[B, HQ, T]` in float32 (float64 for float64
+        inputs), both differentiable. Rows that read nothing give 0 and -inf.
 
     Raises:
-        ValueError: shapes, dtypes or settings that do not fit, or an explicit backend that cannot serve the call.
+        ValueError: shapes, dtypes or settings do not fit, or an explicit backend does not support the call.
     """
     check_qkv(q, k, v)
     check_flags(causal=causal, unit_scale=unit_scale)
