@@ -23,6 +23,14 @@ def is_plain(module: nn.Module, *types: type[nn.Module]) -> bool:
     return private.is_plain(module, types)
 
 
+def runs_hooks(module: nn.Module) -> bool:
+    """Whether a call of the module, or of a module in it, runs forward hooks or a `forward` of the instance.
+
+    Sharding, offload and profilers are among them. Nothing is remembered, as in `is_plain`.
+    """
+    return private.runs_hooks(module)
+
+
 def plain_weight(module: nn.Module) -> Tensor:
     """The weight of a module that is plain: a parameter, or the tensor that a transform has put in its place."""
     return module.weight  # type: ignore[return-value]

@@ -136,7 +136,13 @@ def _is_plain(module: nn.Module, types: tuple[type[nn.Module], ...]) -> bool:
     return not has_global_hooks and _does_only_forward(module, types)
 
 
-def _known_modules() -> Callable[[nn.Module, tuple[type[nn.Module], ...]], bool]:
+def _runs_hooks(module: nn.Module) -> bool:
+    return bool(module_hooks._global_forward_pre_hooks or module_hooks._global_forward_hooks) or any(
+        each._forward_pre_hooks or each._forward_hooks or 'forward' in vars(each) for each in module.modules()
+    )
+
+
+def _known_modules() -> tuple[Callable[[nn.Module, tuple[type[nn.Module], ...]], bool], Callable[[nn.Module], bool]]:
     module = nn.Module()
     for name in _HOOKS:
         _require(not getattr(module, name))
@@ -149,14 +155,15 @@ def _known_modules() -> Callable[[nn.Module, tuple[type[nn.Module], ...]], bool]
     module.register_module('child', None)
     _require(all(len(getattr(module, name)) == 1 for name in _HOOKS))
     _require((list(module._parameters), list(module._modules)) == (['weight'], ['child']))
-    return _is_plain
+    return _is_plain, _runs_hooks
 
 
-# Whether a call of the module does what its class says, see `core.plain.is_plain`. No public interface lists hooks, so
-# the fallback takes no module as plain: then every module is called.
-is_plain: Callable[[nn.Module, tuple[type[nn.Module], ...]], bool] = _first(
-    _known_modules, lambda: lambda module, types: False
-)
+# Whether a call of the module does what its class says, see `core.plain.is_plain`; and whether it runs hooks, see
+# `core.plain.runs_hooks`. No public interface lists hooks, so the fallback takes no module as plain and every module as
+# hooked: then every module is called, in every decoding step.
+is_plain: Callable[[nn.Module, tuple[type[nn.Module], ...]], bool]
+runs_hooks: Callable[[nn.Module], bool]
+is_plain, runs_hooks = _first(_known_modules, lambda: (lambda module, types: False, lambda module: True))
 
 
 # --- Saved tensors ---

@@ -1,4 +1,4 @@
-"""Tokens drawn one after the other: what a draw depends on, the step that makes the next logits, the loop of both."""
+"""Text generation: sampling, the decoding step that gives the next logits, and the loop over both."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from native_sparse_attention.core.checks import (
     is_number,
     shown,
 )
-from native_sparse_attention.inference.cache import ModelCache, check_model_cache
+from native_sparse_attention.inference.model_cache import ModelCache, check_model_cache
 
 SEEDS = 2**32  # the CPU generator of PyTorch uses 32 bits of a seed
 WORD_BITS = 30  # of a random word; a draw takes two, and products of two words fit into int64
@@ -28,7 +28,7 @@ STOP_CHECK = 16
 
 
 class DecodingModel(Protocol):
-    """What `DecodeStep` asks of a model; `Transformer` is one."""
+    """The calls of a model that `DecodeStep` uses; `Transformer` has them."""
 
     def __call__(self, ids: Tensor, *, cache: ModelCache) -> Tensor: ...
 
@@ -36,19 +36,21 @@ class DecodingModel(Protocol):
 
 
 class DecodeStep:
-    """The same number of new tokens for every row, again and again, through a CUDA graph where that is possible.
+    """Decode the same number of new tokens for every row, repeatedly, through a CUDA graph where that is possible.
 
-    `step(ids)` is `model(ids, cache=cache)` without gradients: ids int `[B, num_tokens]` to logits
-    `[B, num_tokens, V]`, with the cache advanced. Where the model `decodes_fixed`, the first call runs as it stands and
-    the second captures a graph. It and all later calls replay it, at any length of any row: a launch instead of
-    hundreds, with the same bits. Logits then lie in one tensor that the next call overwrites. Between calls the cache
-    may be cropped, reordered and reset.
+    `step(ids)` equals `model(ids, cache=cache)` without gradients: ids int `[B, num_tokens]` to logits
+    `[B, num_tokens, V]`, and the cache advances. Where the model `decodes_fixed`, the first call runs without a graph
+    and the second one captures it. The second and all later calls replay the graph, at any length of any row: one
+    launch instead of hundreds, with the same bits. The logits then lie in one tensor that the next call overwrites. The
+    cache may be cropped, reordered and reset between calls.
 
-    The graph reads weights and cache where they lay at the capture, so after a move or a cast of the model make another
-    step. It keeps what was set then: evaluation mode, autocast.
+    Without a graph every step calls the model and its blocks as modules, so that hooks run and sharded weights are
+    gathered. A graph reads weights and cache at the addresses of the capture: make another step after a move or a cast
+    of the model, and after adding hooks. The graph keeps the evaluation mode and the autocast state of the capture.
 
-    num_tokens: more than 1 for speculated tokens. use_graph: None where possible; False never; True raises ValueError
-    where it is not possible.
+    Args:
+        num_tokens: new tokens per row and step; more than 1 for speculated tokens.
+        use_graph: None: use a graph where possible; False: never; True: raise ValueError where it is not possible.
     """
 
     def __init__(

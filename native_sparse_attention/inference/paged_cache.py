@@ -1,11 +1,12 @@
 """A layer's cache whose keys and values lie in pages of pools, so that a serving engine can own the memory.
 
-Token p of row b is entry `p % page_size` of page `block_table[b, p // page_size]`. Its calls are those of `LayerCache`.
+Token p of row b is entry `p % page_size` of page `block_table[b, p // page_size]`. The methods are those of
+`LayerCache`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
@@ -19,33 +20,34 @@ from native_sparse_attention.inference.cache import MAX_ROLLBACK, PAIRS, TOKENS,
 
 
 class PagedLayerCache(LayerCache):
-    """A `LayerCache` over pools of pages and two block tables, its own or somebody else's.
+    """A `LayerCache` over pools of pages and two block tables, which it makes or the caller owns.
 
     Pools: k `[num_pages, page_size, H, D]`, v `[num_pages, page_size, H, DV]`, with `has_window` k_window and v_window
-    alike, all four addressed by block_table; with `compress=(l, d)` k_cmp `[num_pages_cmp, page_size // d, H, D]` and
-    v_cmp `[num_pages_cmp, page_size // d, H, DV]`, addressed by block_table_cmp. N tokens complete at most N / d
-    blocks, so a row has as many compressed pages as pages. Lengths and rings are per row, as ever.
+    of the same shapes, all four addressed by block_table; with `compress=(l, d)` k_cmp
+    `[num_pages_cmp, page_size // d, H, D]` and v_cmp `[num_pages_cmp, page_size // d, H, DV]`, addressed by
+    block_table_cmp. N tokens complete at most N / d blocks, so a row has as many compressed pages as pages. Lengths and
+    rings are per row, as in a `LayerCache`; with max_rollback=None the rings hold the capacity of every row.
 
     The owner may change the content of the tables in place between calls, to give a row pages as it grows: a row needs
-    those of its tokens, before they are appended. Entries beyond may be anything, such as -1. Nothing is written but
-    tokens that are real and blocks that are complete, and a write to a page that does not exist is dropped; only
-    `validate_tables` reads tables back to say so. No two rows may share a page. Tables are never written here, and may
-    serve all layers of a model.
+    the pages of its tokens before they are appended. Entries beyond may be anything, such as -1. Only real tokens and
+    complete blocks are written, and a write to a page that does not exist is dropped; only `validate_tables` reads
+    tables back and reports such pages. No two rows may share a page. Tables are never written here, and may serve all
+    layers of a model.
 
     Args:
         batch_size, max_seq_len: rows, and tokens that a row may have (its capacity).
         page_size: tokens of a page, a multiple of l' and of d.
         selection_block_size: l', by which kernels read pages; 1 for a layer without.
-        kv_heads, head_dim, value_dim, compress, has_raw_k, has_raw_v, has_window, has_v_cmp: what `layout` of another
-            cache of the layer holds.
-        num_pages: pages of each pool that is made, by default as many as fill every row.
+        kv_heads, head_dim, value_dim, compress, has_raw_k, has_raw_v, has_window, has_v_cmp: as in the `layout` of
+            another cache of the layer.
+        num_pages: pages of each pool that is made; default enough to fill every row.
         pools: the tensors by name, of any strides; by default they are made.
         block_table, block_table_cmp: int32 `[B, n]`, n at least ceil(max_seq_len / page_size). By default row b has the
             n pages from b * n on. block_table_cmp may be left out where one id stands for a page in either pool.
         dtype, device: those of pools that are made, and of lengths and rings; by default those of the pools.
 
     Raises:
-        ValueError: sizes, pools or tables that do not fit, by name, value and rule.
+        ValueError: sizes, pools or tables that do not fit.
     """
 
     def __init__(
@@ -62,7 +64,7 @@ class PagedLayerCache(LayerCache):
         pools: Mapping[str, Tensor] | None = None,
         block_table: Tensor | None = None,
         block_table_cmp: Tensor | None = None,
-        max_rollback: int = MAX_ROLLBACK,
+        max_rollback: int | None = MAX_ROLLBACK,
         compress: tuple[int, int] | None = None,
         has_raw_k: bool = False,
         has_raw_v: bool = False,
@@ -80,6 +82,9 @@ class PagedLayerCache(LayerCache):
                 raise ValueError(f'page_size is {page_size}, but must be a multiple of {name}, {size}')
         self.page_size, self.page_size_cmp = page_size, None if compress is None else page_size // stride
         self._capacity, self._pools, self._num_pages = max_seq_len, pools, num_pages
+        self._selection_block_size = selection_block_size
+        given = {'pools': pools, 'block_table': block_table, 'block_table_cmp': block_table_cmp}
+        self._given = [name for name, value in given.items() if value is not None]
         if pools is not None:
             if num_pages is not None:
                 raise ValueError(f'num_pages is {num_pages}, but must be left out where pools are given')
@@ -119,7 +124,7 @@ class PagedLayerCache(LayerCache):
     def validate_tables(self, num_tokens: int = 0) -> None:
         """Raise ValueError where a row lacks a page for the tokens it has and `num_tokens` more; waits for the device.
 
-        For the compressed pairs too: a row needs the page of every block that these tokens complete.
+        This covers the compressed pairs too: a row needs the page of every block that these tokens complete.
         """
         check_not_negative(num_tokens=num_tokens)
         tokens = self.lengths.long() + num_tokens
@@ -128,12 +133,37 @@ class PagedLayerCache(LayerCache):
             self._validate('block_table_cmp', num_compressed_blocks(tokens, *self.compress), 'k_cmp')
 
     def reorder(self, index: Tensor) -> None:
-        """Row b becomes what row index[b] is, as beam search needs it. index: int64 `[B]`.
+        """Replace row b by row index[b] in place, as a step of beam search needs it. index: int32 or int64 `[B]`.
 
-        Contents are copied from pages to pages, and the tables stay: rows that shared pages would both append to the
-        last, and after `crop` to earlier ones. So row b needs the pages for as many tokens as row index[b] has.
+        Contents are copied from page to page, and the tables stay: rows that shared pages would both append to the
+        last one, and after `crop` to earlier ones. So row b needs pages for as many tokens as row index[b] has.
         """
         super().reorder(index)
+
+    def select(self, index: Tensor) -> LayerCache:
+        """As `LayerCache.select`; the new cache has pools and tables of its own.
+
+        Raises ValueError where pools or tables are the caller's, who alone can give pages to new rows.
+        """
+        if self._given:
+            raise ValueError(
+                f'{" and ".join(self._given)} were given to this PagedLayerCache, but select and repeat_interleave '
+                f'need pools and tables of its own: make a cache with all rows and use reorder'
+            )
+        return super().select(index)
+
+    def _empty_like(self, batch_size: int) -> LayerCache:
+        assert self.page_size is not None
+        return PagedLayerCache(
+            batch_size,
+            self.capacity,
+            page_size=self.page_size,
+            selection_block_size=self._selection_block_size,
+            max_rollback=self.max_rollback,
+            dtype=self.dtype,
+            device=self.device,
+            **self.layout,  # type: ignore[arg-type]
+        )
 
     @property
     def _pages_per_row(self) -> int:
@@ -144,7 +174,7 @@ class PagedLayerCache(LayerCache):
         assert size is not None
         return size
 
-    def _make(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: Any) -> Tensor:
+    def _make(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: Any) -> Tensor:
         batch_size, _, *entry = shape
         page = (self._page_size(name), *entry)
         if self._pools is None:
@@ -204,8 +234,10 @@ class PagedLayerCache(LayerCache):
         exists = (page >= 0) & (page < num_pages)
         return page.clamp(0, num_pages - 1), index % size, exists
 
-    def _read(self, name: str, count: int) -> Tensor:
+    def _read(self, name: str, count: int) -> Any:
         pool = getattr(self, name)
+        if pool is None:
+            return None
         pages = self._table(name)[:, : -(-count // self._page_size(name))].clamp(0, pool.shape[0] - 1)
         return pool[pages.long()].flatten(1, 2)[:, :count]
 

@@ -27,6 +27,7 @@ from native_sparse_attention.core.random import as_seed, check_probability
 from native_sparse_attention.inference import decode as decoding
 from native_sparse_attention.inference.cache import FIRST_CAPACITY, MAX_ROLLBACK, LayerCache
 from native_sparse_attention.inference.paged_cache import cache_kind, make_cache
+from native_sparse_attention.inference.rollback import retract
 from native_sparse_attention.losses import block_score_loss
 from native_sparse_attention.nn.checks import (
     backend_of_flag,
@@ -337,17 +338,17 @@ class SparseAttention(nn.Module):
         self,
         batch_size: int,
         max_seq_len: int,
-        max_rollback: int = MAX_ROLLBACK,
+        max_rollback: int | None = MAX_ROLLBACK,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         page_size: int | None = None,
         num_pages: int | None = None,
     ) -> LayerCache:
-        """A preallocated cache for `batch_size` rows of up to `max_seq_len` tokens, never made anew.
+        """Return a preallocated cache for `batch_size` rows of up to `max_seq_len` tokens; it is never reallocated.
 
-        max_rollback: tokens that `crop` can take back. dtype, device: default those of the layer's weights (under
-        autocast its dtype). page_size: a multiple of selection_block_size, for a `PagedLayerCache`; its pools have
-        num_pages pages (default: what the rows need).
+        max_rollback: tokens that `crop` can take back; None: all, for which all keys before rotary are kept. dtype,
+        device: default those of the layer's weights (under autocast its dtype). page_size: a multiple of
+        selection_block_size, for a `PagedLayerCache`; its pools have num_pages pages (default: enough for all rows).
         """
         if not self.causal:
             raise ValueError('causal is False, but a cache needs causal=True')
@@ -357,7 +358,7 @@ class SparseAttention(nn.Module):
         )
 
     def decodes_fixed(self, cache: LayerCache, num_tokens: int) -> bool:
-        """Whether a call with so many new tokens is the same launches at every length, as a CUDA graph needs it."""
+        """Return whether calls with so many new tokens make the same launches at every length, for a CUDA graph."""
         probe = torch.empty((), dtype=cache.dtype, device=cache.device)
         sizes = ((self.heads, self.dim_head), (self.kv_heads, self.dim_head), (self.kv_heads, self.dim_value_head))
         q, k, v = (probe.expand(cache.batch_size, num_tokens, *size) for size in sizes)
@@ -513,8 +514,12 @@ class SparseAttention(nn.Module):
             share_group=self.query_heads_share_selected_kv,
             backend=backend,
         )
-        out = self._combine(out)
-        return out if mask is None or order is None else from_front(out, order, mask)
+        try:
+            out = self._combine(out)
+            return out if mask is None or order is None else from_front(out, order, mask)
+        except BaseException:
+            retract(cache, x.shape[1], counts)
+            raise
 
     def _project(self, x: Tensor) -> _Projected:
         x = self.norm(x)
@@ -592,7 +597,7 @@ class SparseAttention(nn.Module):
         self,
         batch_size: int,
         max_seq_len: int,
-        max_rollback: int,
+        max_rollback: int | None,
         dtype: torch.dtype,
         device: torch.device | str,
         **options: Any,

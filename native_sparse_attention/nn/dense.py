@@ -14,6 +14,7 @@ from native_sparse_attention.core.geometry import Sequences
 from native_sparse_attention.core.projection import floating_weight, projection_dtype
 from native_sparse_attention.inference.cache import FIRST_CAPACITY, MAX_ROLLBACK, LayerCache, check_layer_cache
 from native_sparse_attention.inference.paged_cache import cache_kind, make_cache
+from native_sparse_attention.inference.rollback import Checkpoint
 from native_sparse_attention.nn.checks import check_undifferentiated
 from native_sparse_attention.nn.gate import make_output_gate
 from native_sparse_attention.nn.padding import check_mask, from_front, front_order, to_front
@@ -106,17 +107,17 @@ class DenseAttention(nn.Module):
         self,
         batch_size: int,
         max_seq_len: int,
-        max_rollback: int = MAX_ROLLBACK,
+        max_rollback: int | None = MAX_ROLLBACK,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         page_size: int | None = None,
         num_pages: int | None = None,
     ) -> LayerCache:
-        """A preallocated cache for `batch_size` rows of up to `max_seq_len` tokens, never made anew.
+        """Return a preallocated cache for `batch_size` rows of up to `max_seq_len` tokens; it is never reallocated.
 
-        max_rollback: tokens that `crop` can take back. dtype, device: default those of the layer's weights (under
-        autocast its dtype). page_size: tokens of a page, for a `PagedLayerCache`; its pools have num_pages pages
-        (default: what the rows need).
+        max_rollback: tokens that `crop` can take back; None: all. dtype, device: default those of the layer's weights
+        (under autocast its dtype). page_size: tokens of a page, for a `PagedLayerCache`; its pools have num_pages pages
+        (default: enough for all rows).
         """
         dtype, device = cache_kind(self, self.to_qkv, dtype, device)
         return self._new_cache(
@@ -124,14 +125,14 @@ class DenseAttention(nn.Module):
         )
 
     def decodes_fixed(self, cache: LayerCache, num_tokens: int) -> bool:
-        """Whether a call with so many new tokens is the same launches at every length, as a CUDA graph needs it."""
+        """Return whether calls with so many new tokens make the same launches at every length, for a CUDA graph."""
         return False
 
     def _new_cache(
         self,
         batch_size: int,
         max_seq_len: int,
-        max_rollback: int,
+        max_rollback: int | None,
         dtype: torch.dtype,
         device: torch.device | str,
         **options: Any,
@@ -173,7 +174,7 @@ class DenseAttention(nn.Module):
         return self._combine(out, x).masked_fill(~real, 0.0)
 
     def _attend_cached(self, x: Tensor, mask: Tensor | None, cache: LayerCache) -> Tensor:
-        batch, seqlen = x.shape[:2]
+        seqlen = x.shape[1]
         cache.reserve(seqlen)
         order = counts = None
         if mask is not None:
@@ -182,16 +183,26 @@ class DenseAttention(nn.Module):
         offset = cache.lengths.clone()
         x = self.norm(x)
         q, k, v = self._project(x, cache.positions(seqlen))
-        cache.append(k, v, counts=counts)
+        checkpoint = Checkpoint([cache], seqlen, offset)
+        try:
+            cache.append(k, v, counts=counts)
+            out = self._combine(self._attend_to_cache(q, cache, offset), x)
+            return out if mask is None or order is None else from_front(out, order, mask)
+        except BaseException:
+            checkpoint.restore()
+            raise
+
+    def _attend_to_cache(self, q: Tensor, cache: LayerCache, offset: Tensor) -> Tensor:
+        """Attention of q `[B, T, HQ, D]` at positions offset + t over everything in the cache, `[B, T, HQ, DV]`."""
+        batch, seqlen = q.shape[:2]
         num_keys = cache.max_length
         # What lies behind a row's length may be anything, and a NaN would survive the weight 0.
-        unused = torch.arange(num_keys, device=x.device) >= cache.lengths[:, None]
+        unused = torch.arange(num_keys, device=q.device) >= cache.lengths[:, None]
         k, v = (t.masked_fill(unused[..., None, None], 0.0) for t in cache.read(num_keys)[:2])
-        sequences = Sequences(batch, seqlen, num_keys, x.device, offset, cache.lengths)
+        sequences = Sequences(batch, seqlen, num_keys, q.device, offset, cache.lengths)
         out = _sdpa(q.to(cache.dtype), k, v, _visible(sequences, causal=True))
         weight = floating_weight(self.combine_heads)
-        out = self._combine(out if weight is None else out.to(weight.dtype), x)
-        return out if mask is None or order is None else from_front(out, order, mask)
+        return out if weight is None else out.to(weight.dtype)
 
     def _project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q `[B, T, HQ, D]`, k `[B, T, H, D]`, both rotated, and v `[B, T, H, DV]`, of the normalised input x."""

@@ -24,8 +24,9 @@ from native_sparse_attention.core.checks import (
     is_number,
     shown,
 )
+from native_sparse_attention.core.plain import runs_hooks
 from native_sparse_attention.core.random import check_probability
-from native_sparse_attention.inference.cache import MAX_ROLLBACK, LayerCache, ModelCache, check_model_cache
+from native_sparse_attention.inference.cache import MAX_ROLLBACK
 from native_sparse_attention.inference.generation import (
     DecodeStep,
     Finite,
@@ -36,6 +37,8 @@ from native_sparse_attention.inference.generation import (
     sampler,
     stop_ids,
 )
+from native_sparse_attention.inference.model_cache import ModelCache, check_model_cache
+from native_sparse_attention.inference.rollback import Checkpoint
 from native_sparse_attention.nn.attention import SparseAttention
 from native_sparse_attention.nn.checks import check_undifferentiated
 from native_sparse_attention.nn.compress import hidden_size
@@ -67,24 +70,16 @@ class Block(nn.Module):
         self.attention = attention
         self.feed_forward = feed_forward
 
-    def forward(self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, **options: Any) -> Tensor:
-        x = x + self.attention(x, mask, cu_seqlens, **options)
-        return x + self.feed_forward(x)
+    def forward(self, x: Tensor, mask: Tensor | None = None, cu_seqlens: Tensor | None = None, **options: Any) -> Any:
+        """Return `[B, T, dim]`; arguments are those of the attention.
 
-    def forward_with_block_loss(
-        self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, **options: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Return the output and the loss of the block scores; the attention is sparse."""
-        out, block_loss = self.attention(x, mask, cu_seqlens, return_block_loss=True, **options)
+        With return_cache or return_block_loss, return the pair of it and the cache or the loss.
+        """
+        out = self.attention(x, mask, cu_seqlens, **options)
+        out, *beside = out if isinstance(out, tuple) else (out,)
         x = x + out
-        return x + self.feed_forward(x), block_loss
-
-    def decode(
-        self, x: Tensor, mask: Tensor | None, cache: LayerCache | None, **options: Any
-    ) -> tuple[Tensor, LayerCache]:
-        out, advanced = self.attention(x, mask, cache=cache, return_cache=True, **options)
-        x = x + out
-        return x + self.feed_forward(x), advanced
+        x = x + self.feed_forward(x)
+        return (x, *beside) if beside else x
 
 
 class Transformer(nn.Module):
@@ -184,43 +179,64 @@ class Transformer(nn.Module):
         return_block_loss: bool = False,
         mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        last_only: bool = False,
         disable_flex: bool | None = None,
         disable_triton_kernel: bool | None = None,
     ) -> Any:
         """Logits `[B, T, num_tokens]` of the tokens that follow each of ids (int `[B, T]`).
 
-        return_loss: instead the mean cross entropy, in nats, of every token given those before it in its sequence
-        (float32; float64 in a float64 model). cache: ids are the tokens that follow it, any number of them.
-        return_block_loss: returns a pair of logits or loss and the mean `block_score_loss` of the sparse layers, a
-        scalar to add to the loss with a small weight.
-        return_cache: returns (logits, cache); without a cache one is started that grows. A call with a cache runs
-        without autograd, and is refused in training mode unless under torch.no_grad(). mask: bool or integers of 0 and
-        1 `[B, T]`, true at real tokens, padding left or right; logits of padding mean nothing. cu_seqlens: int32
-        `[N + 1]`, packed sequences in ids `[1, total]`. disable_flex, disable_triton_kernel: flags of
-        native-sparse-attention-pytorch, mapped to a backend for this call with a DeprecationWarning.
+        Args:
+            return_loss: return instead the mean cross entropy, in nats, of every token given the tokens before it in
+                its sequence (float32; float64 in a float64 model).
+            cache: ids are the tokens that follow it, any number of them. A call with a cache runs without autograd; it
+                is refused in training mode unless under torch.no_grad().
+            return_cache: return (logits, cache); without a cache, start one that grows.
+            return_block_loss: return a pair of logits or loss and the mean `block_score_loss` of the sparse layers, a
+                scalar to add to the loss with a small weight.
+            mask: bool or integers of 0 and 1 `[B, T]`, true at real tokens, padding left or right; logits of padding
+                are undefined.
+            cu_seqlens: int32 `[N + 1]`, borders of packed sequences in ids `[1, total]`.
+            last_only: return the logits `[B, num_tokens]` after the last real token of each row alone, computed from
+                one token per row.
+            disable_flex, disable_triton_kernel: flags of native-sparse-attention-pytorch, mapped to a backend for this
+                call with a DeprecationWarning.
         """
-        check_flags(return_loss=return_loss, return_cache=return_cache, return_block_loss=return_block_loss)
+        flags = {'return_block_loss': return_block_loss, 'last_only': last_only}
+        check_flags(return_loss=return_loss, return_cache=return_cache, **flags)
         _check_ids('ids', ids)
         if mask is not None:
             check_mask(mask, ids)
             mask = mask.bool()
         cached = cache is not None or return_cache
         options = self._options_of_flags(disable_flex, disable_triton_kernel)
+        if last_only and (return_loss or cu_seqlens is not None or ids.shape[1] == 0):
+            raise ValueError('last_only is True, but needs rows with tokens, without return_loss and cu_seqlens')
         if return_loss and cached:
             raise ValueError('return_loss is True with a cache, but a loss needs a forward without one')
         if return_block_loss:
             self._check_block_loss(cached)
         if not cached:
             block_losses: list[Tensor] | None = [] if return_block_loss else None
-            forward = self._loss if return_loss else self._logits
-            out = forward(ids, mask, cu_seqlens, block_losses, **options)
+            if return_loss:
+                out = self._loss(ids, mask, cu_seqlens, block_losses, **options)
+            else:
+                out = self._logits(self._embed(ids, mask, cu_seqlens, block_losses, **options), mask, last_only)
             return out if block_losses is None else (out, torch.stack(block_losses).mean())
         if cu_seqlens is not None:
             raise ValueError('cu_seqlens is given with a cache, but packed sequences have none')
         check_undifferentiated(ids, self)
-        with torch.no_grad():
-            embedded, cache = self._embed_cached(ids, mask, cache, **options)
-            logits = self.to_logits(embedded)
+        if cache is not None:
+            self._check_cache(cache)
+            cache.reserve(ids.shape[1])
+        checkpoint = None if cache is None else Checkpoint(cache, ids.shape[1])
+        try:
+            with torch.no_grad():
+                embedded, cache = self._embed_cached(ids, mask, cache, **options)
+                logits = self._logits(embedded, mask, last_only)
+        except BaseException:
+            if checkpoint is not None:
+                checkpoint.restore()
+            raise
         return (logits, cache) if return_cache else logits
 
     @property
@@ -231,21 +247,23 @@ class Transformer(nn.Module):
         self,
         batch_size: int,
         max_seq_len: int,
-        max_rollback: int = MAX_ROLLBACK,
+        max_rollback: int | None = MAX_ROLLBACK,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         page_size: int | None = None,
         num_pages: int | None = None,
     ) -> ModelCache:
-        """A preallocated cache of all layers; arguments and defaults are those of `SparseAttention.init_cache`."""
+        """Return a preallocated cache of all layers; arguments are those of `SparseAttention.init_cache`."""
         options = (max_rollback, dtype, device, page_size, num_pages)
         return ModelCache([b.attention.init_cache(batch_size, max_seq_len, *options) for b in self.blocks])
 
     def decodes_fixed(self, cache: ModelCache, num_tokens: int) -> bool:
-        """Whether a call with the cache and `num_tokens` tokens per row is the same launches at any length of any row,
-        so that a CUDA graph of one serves all.
+        """Return whether one CUDA graph serves every call with the cache and `num_tokens` tokens per row.
+
+        Such a call makes the same launches at every length of every row. A module with hooks or with a `forward` of its
+        own, such as a sharded or offloaded one, runs Python that a replay would leave out: then there is no graph.
         """
-        return all(
+        return not runs_hooks(self) and all(
             block.attention.decodes_fixed(layer, num_tokens) for block, layer in zip(self.blocks, cache, strict=True)
         )
 
@@ -261,17 +279,18 @@ class Transformer(nn.Module):
         _check_prompt('ids', ids, mask, self.token_emb)
         mask = None if mask is None else mask.bool()
         check_positive(chunk_size=chunk_size)
-        check_model_cache(cache)
+        self._check_cache(cache)
         cache.reserve(ids.shape[1])
         masks = [None] if mask is None else mask.split(chunk_size, dim=1)
-        last = None
-        for part, real in zip_longest(ids.split(chunk_size, dim=1), masks):
-            embedded, _ = self._embed_cached(part, real, cache)
-            if real is None or last is None:
-                last = embedded[:, -1] if real is None else last_real(embedded, real)
-            else:
-                last = torch.where(real.any(1, keepdim=True), last_real(embedded, real), last)
-        return self.to_logits(last)
+        last, checkpoint = None, Checkpoint(cache, ids.shape[1])
+        try:
+            for part, real in zip_longest(ids.split(chunk_size, dim=1), masks):
+                logits = self(part, cache=cache, mask=real, last_only=True)
+                last = logits if real is None or last is None else torch.where(real.any(1, keepdim=True), logits, last)
+        except BaseException:
+            checkpoint.restore()
+            raise
+        return cast(Tensor, last)
 
     @torch.no_grad()
     def generate(
@@ -375,7 +394,7 @@ class Transformer(nn.Module):
         with evaluating(self):
             finite = None
             for step in range(count):
-                logits = self.to_logits(self._embed(out, None, None)[:, -1])
+                logits = self(out, last_only=True)
                 finite = Finite(logits) if finite is None else finite
                 token = choose(finite.replaced(logits), step)
                 out = torch.cat((out, token[:, None].to(out.dtype)), dim=1)
@@ -414,6 +433,11 @@ class Transformer(nn.Module):
         if not any(isinstance(block.attention, SparseAttention) for block in self.blocks):
             raise ValueError('return_block_loss is True, but the model has no sparse attention')
 
+    def _check_cache(self, cache: ModelCache) -> None:
+        check_model_cache(cache)
+        if len(cache) != len(self.layers):
+            raise ValueError(f'cache has {len(cache)} layers, but the model has {len(self.layers)}')
+
     def _embed(
         self,
         ids: Tensor,
@@ -422,33 +446,34 @@ class Transformer(nn.Module):
         block_losses: list[Tensor] | None = None,
         **options: Any,
     ) -> Tensor:
-        """The normalised output of the last block, `[B, T, dim]`; appends the losses of block scores to a list."""
+        """Return the normalised output of the last block, `[B, T, dim]`; append losses of block scores to a list."""
         x = self._tokens(ids, mask)
         for block in self.blocks:
             if block_losses is not None and isinstance(block.attention, SparseAttention):
-                x, block_loss = block.forward_with_block_loss(x, mask, cu_seqlens, **options)
+                x, block_loss = block(x, mask, cu_seqlens, return_block_loss=True, **options)
                 block_losses.append(block_loss)
             else:
                 x = block(x, mask, cu_seqlens, **options)
         return self.norm(x)
 
-    def _logits(self, ids: Tensor, *arguments: Any, **options: Any) -> Tensor:
-        return self.to_logits(self._embed(ids, *arguments, **options))
-
     def _embed_cached(
         self, ids: Tensor, mask: Tensor | None, cache: ModelCache | None, **options: Any
     ) -> tuple[Tensor, ModelCache]:
-        if cache is not None:
-            check_model_cache(cache)
-            given, depth = len(cache), len(self.layers)
-            if given != depth:
-                raise ValueError(f'cache has {given} layers, but the model has {depth}')
         x = self._tokens(ids, mask)
-        layer_caches = []
-        for index, block in enumerate(self.blocks):
-            x, layer_cache = block.decode(x, mask, None if cache is None else cache[index], **options)
-            layer_caches.append(layer_cache)
-        return self.norm(x), ModelCache(layer_caches) if cache is None else cache
+        if cache is not None:
+            for block, layer in zip(self.blocks, cache, strict=True):
+                x = block(x, mask, cache=layer, **options)
+            return self.norm(x), cache
+        layers = []
+        for block in self.blocks:
+            x, layer = block(x, mask, return_cache=True, **options)
+            layers.append(layer)
+        return self.norm(x), ModelCache(layers)
+
+    def _logits(self, embedded: Tensor, mask: Tensor | None, last_only: bool) -> Tensor:
+        if last_only:
+            embedded = embedded[:, -1] if mask is None else last_real(embedded, mask)
+        return self.to_logits(embedded)
 
     def _tokens(self, ids: Tensor, mask: Tensor | None) -> Tensor:
         # Ids at padding may lie outside the vocabulary, such as -100.

@@ -351,7 +351,11 @@ def test_a_step_neither_waits_nor_allocates(num_tokens: int, learned: bool, devi
     decoder = Decoder(replace(MIXED, num_tokens=num_tokens, learned=learned), device)
     cache, tokens = decoder.cache(), [decoder.tokens(step) for step in range(5)]
     decoder.step(cache, tokens[0])
-    blocks = [cache.workspace[key].transpose(1, 2) for key in cache.workspace if key[0] in ('blocks_k', 'blocks_v')]
+    blocks = [
+        cache.session.workspace[key].transpose(1, 2)
+        for key in cache.session.workspace
+        if key[0] in ('blocks_k', 'blocks_v')
+    ]
     phi = decoder.phi(cache.dtype)
     for new in tokens[1:]:
         in_phi = 0

@@ -54,8 +54,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def forget(cache: LayerCache) -> LayerCache:
-    cache.launches.clear()
-    cache.workspace.clear()
+    cache.session.launches.clear()
+    cache.session.workspace.clear()
     return cache
 
 
@@ -95,7 +95,7 @@ def test_a_replay_is_a_step(learned: bool, device: torch.device, launched: list[
             decoder.step(cache, fixed)
         torch.cuda.current_stream(device).wait_stream(stream)
         if not again:
-            cache.launches.clear()
+            cache.session.launches.clear()
         launched.clear()
         graphs.append(torch.cuda.CUDAGraph())
         with torch.cuda.graph(graphs[-1]):

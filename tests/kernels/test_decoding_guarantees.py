@@ -258,7 +258,7 @@ def test_counts_go_through_the_ops(device: torch.device) -> None:
             nsa_decode(**tokens, cache=of, **layer, counts=counts, backend=backend)
             for of, backend in ((twin, 'eager'), (cache, 'triton'))
         )
-    assert not cache.workspace
+    assert not cache.session.workspace
     torch.testing.assert_close(out[0], expected[0], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(out[1, :1], expected[1, :1], rtol=1e-5, atol=1e-5)
     assert cache.lengths.tolist() == [16, 1]

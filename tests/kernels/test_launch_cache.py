@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from triton import knobs
 
-from native_sparse_attention.inference import cache as cache_module
+from native_sparse_attention.inference import session
 from native_sparse_attention.inference.cache import LayerCache
 from native_sparse_attention.inference.decode import nsa_decode
 from native_sparse_attention.ops._triton.support import is_interpreted
@@ -81,8 +81,8 @@ class Beside:
         """A step of either has the same bits; whether the launches of the first were made before."""
         tokens = self.tokens() if tokens is None else tokens
         layer = self.layer | settings
-        self.twin.launches.clear()
-        self.twin.workspace.clear()
+        self.twin.session.launches.clear()
+        self.twin.session.workspace.clear()
         expected = step(self.twin, tokens, layer)
         self.runs.clear()
         out = step(self.cache, tokens, layer)
@@ -328,7 +328,7 @@ def test_a_cache_that_grows(runs: list[str]) -> None:
     for repeats in (False, True, True, False, True):
         beside.check(repeats=repeats)
     assert beside.cache.capacity == 32
-    assert len(beside.cache.launches) == 1
+    assert len(beside.cache.session.launches) == 1
 
 
 @pytest.mark.parametrize('page_size', [None, 8])
@@ -342,7 +342,7 @@ def test_copies(duplicate: Any, page_size: int | None, runs: list[str]) -> None:
         beside.check(repeats=repeats)
     other = Beside(beside.case, [29], runs)
     other.layer, other.cache, other.twin = beside.layer, duplicate(beside.cache), copy_cache(beside.twin)
-    assert not other.cache.workspace
+    assert not other.cache.session.workspace
     other.check(repeats=False)
     beside.check(repeats=True)
     other.check(repeats=True)
@@ -379,19 +379,27 @@ def test_a_workspace_that_is_lost(runs: list[str]) -> None:
     """Launches hold what they write into."""
     beside = Beside(Case(heads=ONE_HEAD), [29], runs)
     beside.check(repeats=False)
-    held = [weakref.ref(t) for t in beside.cache.workspace.values()]
-    beside.cache.workspace.clear()
+    held = [weakref.ref(t) for t in beside.cache.session.workspace.values()]
+    beside.cache.session.workspace.clear()
     gc.collect()
     assert all(ref() is not None for ref in held)
     beside.check(repeats=True)
 
 
-def test_few_steps_are_remembered(runs: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_module, 'MAX_LAUNCHES', 2)
+def test_the_least_recent_launches_are_dropped(runs: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, 'MAX_LAUNCHES', 2)
     beside = Beside(Case(heads=ONE_HEAD), [29], runs)
-    for scale, repeats in ((0.1, False), (0.2, False), (0.1, True), (0.3, False), (0.3, True), (0.1, False)):
+    for scale, repeats in (
+        (0.1, False),
+        (0.2, False),
+        (0.1, True),
+        (0.3, False),
+        (0.3, True),
+        (0.1, True),
+        (0.2, False),
+    ):
         beside.check(repeats=repeats, scale=scale)
-        assert len(beside.cache.launches) <= 2
+        assert len(beside.cache.session.launches) <= 2
 
 
 def test_watched_launches_are_those_of_triton(runs: list[str]) -> None:
@@ -414,7 +422,7 @@ def test_interpreted_kernels_are_launched_by_triton(monkeypatch: pytest.MonkeyPa
     beside = Beside(Case(heads=ONE_HEAD), [29], runs)
     for _ in range(2):
         beside.check(repeats=False)
-    assert not beside.cache.launches
+    assert not beside.cache.session.launches
 
 
 def test_refused_by_a_transform(runs: list[str]) -> None:

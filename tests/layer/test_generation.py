@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from native_sparse_attention.inference.cache import LayerCache, ModelCache
+from native_sparse_attention.inference.cache import LayerCache
 from native_sparse_attention.inference.generation import (
     STOP_CHECK,
     WORD_BITS,
@@ -19,6 +19,7 @@ from native_sparse_attention.inference.generation import (
     _random_words,
     sampler,
 )
+from native_sparse_attention.inference.model_cache import ModelCache
 from native_sparse_attention.nn.dense import DenseAttention, _sdpa
 from native_sparse_attention.nn.transformer import Transformer
 from tests.layer.test_transformer import KINDS, VOCABULARY, assert_near, make_ids, make_model, pad

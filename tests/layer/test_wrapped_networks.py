@@ -27,7 +27,7 @@ from torchao.quantization import (
 )
 
 from native_sparse_attention import SparseAttention
-from native_sparse_attention.inference.decode import Phi
+from native_sparse_attention.inference.phi import Phi
 from native_sparse_attention.nn.compress import MeanPool
 from tests.layer.test_compress import NETWORKS, every_network, randomize
 

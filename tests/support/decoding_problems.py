@@ -268,7 +268,7 @@ def chosen_blocks(cache: LayerCache, num_tokens: int, num_selected: int) -> Tens
         return None
     (chosen,) = (
         t
-        for (name, *_), t in cache.workspace.items()
+        for (name, *_), t in cache.session.workspace.items()
         if name == 'chosen' and (t.shape[1], t.shape[3]) == (num_tokens, num_selected)
     )
     return chosen.clone()

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from native_sparse_attention import functional
 from native_sparse_attention.core.geometry import num_compressed_blocks
 from native_sparse_attention.inference.cache import PAIRS, TOKENS, LayerCache
-from native_sparse_attention.inference.decode import Phi, nsa_decode
+from native_sparse_attention.inference.decode import nsa_decode
 from native_sparse_attention.inference.paged_cache import PagedLayerCache, make_cache
+from native_sparse_attention.inference.phi import Phi
 from native_sparse_attention.nn.compress import CompressMLP, MeanPool
 from native_sparse_attention.ops import chosen_scores, compressed_attention, select_blocks
 from native_sparse_attention.testing import assert_matches
@@ -276,7 +277,9 @@ def state_of(cache: LayerCache) -> dict[str, Tensor]:
 
 def chosen_blocks(cache: LayerCache, num_tokens: int) -> Tensor:
     """Int32 `[B, T, index_heads, n]`: the blocks of the last step of so many tokens, ascending, -1 behind them."""
-    (chosen,) = (t for (name, *_), t in cache.workspace.items() if name == 'chosen' and t.shape[1] == num_tokens)
+    (chosen,) = (
+        t for (name, *_), t in cache.session.workspace.items() if name == 'chosen' and t.shape[1] == num_tokens
+    )
     beyond = torch.iinfo(torch.int32).max
     ordered = chosen.masked_fill(chosen < 0, beyond).sort(-1).values
     return ordered.masked_fill(ordered == beyond, -1)
@@ -380,7 +383,7 @@ def _appended(cache: LayerCache, name: str, shape: Shape) -> Tensor:
 
 def poison_workspace(cache: LayerCache, junk_of: Any) -> None:
     """All but counts of programs, which are 0 between steps."""
-    for (name, *_), tensor in cache.workspace.items():
+    for (name, *_), tensor in cache.session.workspace.items():
         if name != 'counts':
             tensor.fill_(junk_of(tensor.dtype))
 

@@ -1,0 +1,75 @@
+"""The compression networks φ of a layer in decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from native_sparse_attention.core.plain import is_plain
+from native_sparse_attention.inference.cache import LayerCache
+from native_sparse_attention.nn.compress import MeanPool, check_network, compress_blocks
+from native_sparse_attention.ops.decoding.step import ALIGNMENT
+
+
+class Phi(NamedTuple):
+    """The networks for keys and for values, and the positions `[H, l, D]`, `[H, l, DV]` that are added before them.
+
+    Those for values are None where blocks are only scored, and all are None without compressed blocks.
+    """
+
+    networks: tuple[Any, Any]
+    positions: tuple[Any, Any]
+
+    @property
+    def is_mean(self) -> bool:
+        """Whether both networks are means, which the kernels compute themselves."""
+        of_keys, of_values = self.networks
+        return is_plain(of_keys, MeanPool) and is_plain(of_values, MeanPool)
+
+    def check(self, cache: LayerCache, q: Tensor) -> None:
+        """Raise ValueError where the networks cannot compress the blocks that new tokens complete.
+
+        They are run on zeros, once for every session, number of blocks and dtype.
+        """
+        assert cache.compress is not None
+        block_size, stride = cache.compress
+        num_blocks = -(-q.shape[1] // stride)
+        case, checked = (*self.networks, num_blocks, q.dtype), cache.session.checked_networks
+        # What runs while a graph is captured would be part of it.
+        if checked.find(case) or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return
+        heads = cache.layout['kv_heads']
+        for network, name, size in zip(self.networks, ('keys', 'values'), ('head_dim', 'value_dim'), strict=True):
+            shape = (q.shape[0], heads, num_blocks, block_size, cache.layout[size])
+            check_network(network, shape, name=name, like=q)
+        checked.record(case, True)
+
+    def __call__(self, blocks_k: Tensor, blocks_v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return compressed keys `[B, C, H, D]` and values `[B, C, H, DV]` of blocks `[B, H, C, l, D or DV]`."""
+        return self._compress(0, blocks_k), self._compress(1, blocks_v)
+
+    def of_tokens(self, blocks: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor | None]:
+        """Return compressed keys and values in dtype, None without a network.
+
+        blocks: `[B, C, l, H, D or DV]`, as `LayerCache.block_candidates` returns them; positions are added here.
+        """
+        compressed: list[Tensor | None] = []
+        for index, (tokens, positions) in enumerate(zip(blocks, self.positions, strict=True)):
+            if positions is None:
+                compressed.append(None)
+            else:
+                laid_out = rearrange(tokens, 'b c l h d -> b h c l d').to(dtype)
+                compressed.append(self._compress(index, laid_out + positions[:, None].to(dtype)))
+        return compressed
+
+    def aligned(self, blocks: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+        """As a call of blocks cast to dtype, but contiguous and aligned whatever the networks return."""
+        pair = (t.contiguous() for t in self(*(b.to(dtype) for b in blocks)))
+        return [t if t.data_ptr() % ALIGNMENT == 0 else t.clone() for t in pair]
+
+    def _compress(self, index: int, blocks: Tensor) -> Tensor:
+        return compress_blocks(self.networks[index], blocks, name=('keys', 'values')[index], value_dim=blocks.shape[-1])
