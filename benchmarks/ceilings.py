@@ -1,6 +1,4 @@
-"""What bounds the selected branch on a GPU: how fast memory is copied, and how fast every query is brought its own
-tiles of keys and values.
-"""
+"""Bounds of the selected branch on a GPU: the rate of a copy, and of gathering each query's own K/V tiles."""
 
 from __future__ import annotations
 
@@ -18,12 +16,12 @@ from native_sparse_attention.ops.selected_attention.triton.loops.block_loop impo
 
 COPIED_BYTES = {'cuda': 2**30, 'cpu': 2**20}
 TURN = CONCURRENT_QUERIES.value
-# num_warps, num_stages, and in how many queries the block that one begins with goes around: the fastest counts.
+# num_warps, num_stages, and the number of queries after which the first block repeats; the fastest launch counts.
 LAUNCHES = [(warps, stages, turn) for warps in (1, 2, 4) for stages in (1, 2, 3) for turn in (1, TURN)]
 
 
 def make_copy(problem: Problem) -> tuple[Callable[[], Tensor], int]:
-    """A copy, and how many bytes it reads and writes."""
+    """Return a copy, and the bytes that it reads and writes."""
     device = problem.q.device
     source = torch.zeros(COPIED_BYTES[device.type], dtype=torch.int8, device=device)
     target = torch.empty_like(source)
@@ -31,11 +29,12 @@ def make_copy(problem: Problem) -> tuple[Callable[[], Tensor], int]:
 
 
 def make_gather(problem: Problem) -> tuple[Callable[[], Tensor], int]:
-    """A kernel that reads the chosen keys and values of every query and kv head and does next to nothing with them, and
-    how many bytes that are: what a program per query must read, from the L2 cache where that holds the sequence. In
-    ascending order, or going around as the op does; results of commits before 8f3f54f are of the former alone.
+    """Return a kernel that only reads the selected keys and values of every query and KV head, and their bytes.
+
+    A program per query must read that much, from the L2 cache if it holds the sequence. Queries read their blocks in
+    ascending order or rotated as the op reads them; results of commits before 8f3f54f have ascending order only.
     """
-    # Words that are xored cost the fewest instructions.
+    # XOR of words takes the fewest instructions.
     k, v = (t.contiguous().view(torch.int32) for t in (problem.k, problem.v))
     if k.shape != v.shape:
         raise ValueError('keys and values must be of one size')

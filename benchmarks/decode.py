@@ -1,8 +1,8 @@
-"""How fast is decoding? A token of a layer against targets, dense attention, what must be read; tokens/s of a model.
+"""How fast is decoding? One token of a layer, beside targets, dense attention and peers; tokens/s of a model.
 
-    python -m benchmarks.decode                                    every case, every peer that is on PYTHONPATH
-    python -m benchmarks.decode --missing                          what --budget kept an earlier run from
-    python -m benchmarks.decode --what attention --cases '64k-b*' --peers ''    some of it
+    python -m benchmarks.decode                                    all cases, and the peers on PYTHONPATH
+    python -m benchmarks.decode --missing                          the cases that an earlier run did not reach
+    python -m benchmarks.decode --what attention --cases '64k-b*' --peers ''    some cases
     python -m benchmarks.decode --what generate --add              tokens/s of `Transformer.generate`, for that table
     TRITON_INTERPRET=1 python -m benchmarks.decode --device cpu --cases 'tiny*' --context 64 --tokens 8 --out /tmp/x
                                                                    to try the script
@@ -60,7 +60,7 @@ def measure(call: Any, leaves: list[Tensor], device: str, seconds: float, compil
 
 
 def make_attention_cases(names: list[str], backends: list[str], device: str) -> list[Case]:
-    """Those of a setting stand together, so that a run that is cut short has whole comparisons."""
+    """Keep the cases of a setting together, so that a run that is cut short has whole comparisons."""
     return [
         {'op': 'copy', 'shape': COPY, 'backend': COPY, 'device': device},
         *(
@@ -71,7 +71,7 @@ def make_attention_cases(names: list[str], backends: list[str], device: str) -> 
 
 
 def make_generate_cases(options: argparse.Namespace) -> list[Case]:
-    """Of preset base and the flags, but for the attention."""
+    """Return cases of preset base with the flags, sparse and dense."""
     chosen, given = parse(['--preset', 'base', *options.flags])
     cases = []
     for batch, model in product(map(int, options.batches.split(',')), MODELS):

@@ -1,4 +1,4 @@
-"""Decoding by others: dense attention of PyTorch, and public implementations of NSA that have a whole step of it."""
+"""Decoding by dense attention of PyTorch and by public implementations of NSA that have a whole step."""
 
 from __future__ import annotations
 
@@ -16,14 +16,12 @@ from benchmarks.peers import find_folder, import_from, stand_in_for_pkg_resource
 from benchmarks.shapes import Shape
 from native_sparse_attention.core.geometry import num_compressed_blocks
 
-# Tokens of a page of mdy666, of which it takes multiples.
+# Tokens of a page of mdy666; capacities are multiples of it.
 PAGE_SIZE = 128
 
 
 def make_dense(shape: Shape, device: str, backend: str) -> Step:
-    """Of cuDNN or FlashAttention-2, on a GPU. The heads of a group are queries of one head, so that keys and values are
-    read once.
-    """
+    """Return a step by cuDNN or FlashAttention-2. The heads of a group are queries of one head: keys are read once."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     kernel = SDPBackend.CUDNN_ATTENTION if backend == 'cudnn' else SDPBackend.FLASH_ATTENTION
@@ -44,9 +42,10 @@ def make_dense(shape: Shape, device: str, backend: str) -> Step:
 
 
 def mdy666(shape: Shape, device: str, folder: Path) -> Step:
-    """Of fcf117c: `nsa_decode(q, k, v, w, context_lens, block_tables, cmp_slot_mapping, cmp_block_tables, …)`: q
-    `[B, HQ, D]`, k and v `[pages, PAGE_SIZE, H, ·]`, which hold tokens and compressed pairs, w logits `[B, HQ, 3]`, the
-    slot of the compressed pair that the token completes. Its window has one key more than it says.
+    """Adapter for fcf117c: `nsa_decode(q, k, v, w, context_lens, block_tables, cmp_slot_mapping, …)`.
+
+    q `[B, HQ, D]`, k and v `[pages, PAGE_SIZE, H, ·]`, which hold tokens and compressed pairs, w logits `[B, HQ, 3]`, the
+    slot of the compressed pair that the token completes. Its window reads one key more than its size.
     """
     stand_in_for_pkg_resources()
     nsa_decode = import_from(folder, 'flash_nsa.inference').nsa_decode
@@ -96,7 +95,7 @@ def mdy666(shape: Shape, device: str, folder: Path) -> Step:
 
 @dataclass(frozen=True)
 class Decoder:
-    """file: where that lies on PYTHONPATH, the peer can be imported. less: what it leaves to its caller."""
+    """A public implementation. file: on PYTHONPATH, it is importable. less: what it leaves to its caller."""
 
     repository: str
     file: str
@@ -115,7 +114,7 @@ DECODERS = {
 
 
 def make_peer(name: str, shape: Shape, device: str) -> Step:
-    """Raises ModuleNotFoundError where the peer, or what it needs, is not there."""
+    """Return the step of a peer. ModuleNotFoundError if the peer or a dependency of it is missing."""
     decoder = DECODERS[name]
     folder = find_folder(decoder.file)
     if folder is None:

@@ -1,4 +1,4 @@
-"""What benchmarks/decode.py says about its rows: targets, comparisons, what must be read, host time, tokens/s."""
+"""Tables of `benchmarks.decode`: targets, comparisons, bytes to read, host time, tokens/s."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ OURS, LEARNED, COPY = 'ours', 'ours-mlp', 'copy'
 DENSE = {'cudnn': 'cuDNN', 'flash': 'FlashAttention-2'}
 # Microseconds of a call without a graph.
 MOST_HOST = 60
-# Between these the time grows with the compressed keys.
+# Cases between which the time grows with the compressed keys.
 GROWTH = ('64k-b1', '1m-b1')
 NUM_INIT, NUM_LOCAL = 1, 2
 
 
 def keys_read(shape: Shape) -> int:
-    """Tokens whose key and value a row and kv head reads, each once: the window and the chosen blocks, which are the
-    forced ones and, of the others, the first; a choice that shares more with the window reads less.
+    """Return the tokens that a row and KV head reads, each once, in the window and the selected blocks.
+
+    The selected blocks are the forced ones and the lowest others; blocks that overlap the window more need less.
     """
     own = (shape.seqlen - 1) // shape.selection_block_size
     by_priority = sorted(range(own + 1), key=lambda block: -forced_priority(block, own, NUM_INIT, NUM_LOCAL, True))
@@ -40,12 +41,12 @@ def compressed_read(shape: Shape) -> int:
 
 
 def least_bytes(shape: Shape, pairs: int) -> int:
-    """Of so many keys and values of every row and kv head."""
+    """Return the bytes of a number of keys and values of every row and KV head."""
     return shape.batch * shape.kv_heads * (shape.head_dim + shape.value_dim) * shape.dtype.itemsize * pairs
 
 
 class Found:
-    """The rows by case and backend, and what is compared."""
+    """The rows by case and backend."""
 
     def __init__(self, rows: list[Case]) -> None:
         self.rows = {(row['shape'], row['backend']): row for row in rows if row['op'] == 'attention'}
@@ -53,7 +54,7 @@ class Found:
         self.copy = next((row for row in rows if row['backend'] == COPY), {})
 
     def ms(self, case: str, backend: str) -> float | None:
-        """None where it was not measured or is wrong."""
+        """Return ms, or None if it was not measured or the output is wrong."""
         row = self.rows.get((case, backend), {})
         return None if row.get('wrong') else row.get('forward_ms')
 
@@ -73,7 +74,7 @@ class Found:
         return self.best(case, [*DECODERS])
 
     def read_ms(self, shape: Shape, pairs: int) -> float | None:
-        """What reading so many keys and values of every row and kv head takes at the rate of a copy."""
+        """Return the time to read a number of keys and values of every row and KV head at the rate of a copy."""
         rate = ratio(self.copy.get('bytes'), self.copy.get('forward_ms'))
         return least_bytes(shape, pairs) / rate if rate else None
 
@@ -130,7 +131,7 @@ def target_table(found: Found) -> str:
 
 
 def verdicts(found: Found) -> list[str]:
-    """Of how many targets and comparisons each are met, what the length costs, and what the machine does."""
+    """Say how many targets and comparisons are met, what the length costs, and the rates of the machine."""
     limits = {
         'targets are met': lambda case: SETTINGS[case].target,
         'cases are no slower than dense attention': lambda case: found.dense(case)[0],
@@ -215,7 +216,7 @@ def generate_tables(rows: list[Case]) -> list[str]:
 
 
 def plot(path: Path, rows: list[Case], title: str) -> None:
-    """For each case bars of ours, dense attention and the best public one, and lines at the target and the floor."""
+    """Draw for each case bars of ours, dense attention and the best peer, and lines at target and floor."""
     from matplotlib.figure import Figure
 
     found = Found(rows)

@@ -1,4 +1,4 @@
-"""What benchmarks/decode.py measures: one token of one layer in a CUDA graph, and `Transformer.generate`."""
+"""Cases of `benchmarks.decode`: one token of one layer in a CUDA graph, and `Transformer.generate`."""
 
 from __future__ import annotations
 
@@ -45,20 +45,20 @@ LENGTHS_OF_KV_HEADS = {4: ('8k', '64k', '32k', '128k', '1m'), 16: ('32k', '64k')
 
 @dataclass(frozen=True)
 class Setting:
-    """shape: seqlen is what every row holds when the new token is in. target: ms."""
+    """A case. shape: seqlen counts the new token. target: ms."""
 
     shape: Shape
     target: float | None = None
 
 
 def full_batch(shape: Shape) -> int:
-    """Rows whose keys and values take FULL_BYTES, at least 1 and at most MAX_BATCH."""
+    """Return the rows whose keys and values take FULL_BYTES, between 1 and MAX_BATCH."""
     row = shape.seqlen * shape.kv_heads * (shape.head_dim + shape.value_dim) * shape.dtype.itemsize
     return max(1, min(MAX_BATCH, FULL_BYTES // row))
 
 
 def make_shapes() -> Iterator[Shape]:
-    """Those of the targets first."""
+    """Return the shapes, those with targets first."""
     for kv_heads, lengths in LENGTHS_OF_KV_HEADS.items():
         group = '' if kv_heads == PAPER.kv_heads else f'-g{PAPER.heads // kv_heads}'
         for name in lengths:
@@ -76,7 +76,7 @@ SETTINGS['tiny-b1'] = replace(SETTINGS['tiny-b1'], target=1e4)
 
 @dataclass(frozen=True)
 class Step:
-    """A new token of every row. reset takes back what a run has advanced; judge says how right an output is."""
+    """One new token per row. reset: takes back appended tokens. judge: returns the error of an output."""
 
     run: Callable[[], Tensor]
     reset: Callable[[], Any] = lambda: None
@@ -100,7 +100,7 @@ class Step:
         }
 
     def capture(self) -> Callable[[], Tensor]:
-        """A replay of the step, which gives its output."""
+        """Return a replay of the step, which returns its output."""
         side, main = torch.cuda.Stream(), torch.cuda.current_stream()
         side.wait_stream(main)
         with torch.cuda.stream(side):
@@ -120,7 +120,7 @@ class Step:
         return replay
 
     def measure_host(self, device: str) -> float:
-        """Microseconds that the host takes for a call without a graph, whatever the GPU takes: the median of laps."""
+        """Return microseconds of the host for a call without a graph: the median of laps."""
         laps = []
         for _ in range(HOST_LAPS):
             self.reset()
@@ -179,7 +179,7 @@ def _clocked(run: Callable[[], Any], reset: Callable[[], Any]) -> Times:
 
 @dataclass(frozen=True)
 class Copy:
-    """How fast memory is copied, and what an empty replay shows."""
+    """The rate of a copy, and the time of an empty replay."""
 
     device: str
 
@@ -200,8 +200,8 @@ class Copy:
 
 @dataclass(frozen=True)
 class Row:
-    """What the last of L tokens of a row reads: q after rotary and q_cmp before it `[HQ, D]`, k `[L, H, D]`,
-    v `[L, H, DV]`, k_cmp `[C, H, D]`, v_cmp `[C, H, DV]`, gates `[HQ, 3]`; window: so many keys of it.
+    """Inputs of the last of L tokens of a row: q with rotary embedding and q_cmp without `[HQ, D]`, k `[L, H, D]`,
+    v `[L, H, DV]`, k_cmp `[C, H, D]`, v_cmp `[C, H, DV]`, gates `[HQ, 3]`. window: keys of the window.
     """
 
     q: Tensor
@@ -233,15 +233,16 @@ class Row:
 
 
 def judge_rows(shape: Shape, row: Callable[[int], Row], out: Tensor) -> Case:
-    """How far the first and the last row of `[B, HQ, DV]` are from float32, typically, as rounding decides between
-    blocks of nearly equal score; a note where that is too far.
+    """Return the median error of the first and the last row of `[B, HQ, DV]`, and a note if it is too large.
+
+    The median counts, since rounding decides which of two similar blocks is selected.
     """
     errors = [
         error
         for index in sorted({0, shape.batch - 1})
         for error in row_errors(Problem(shape, {}), out[index], row(index).attend(shape))
     ]
-    # A NaN is what the median gives wherever there is one.
+    # median returns NaN if an error is NaN.
     error = float(torch.tensor(errors).median())
     if not error <= MAX_ERROR:
         return {'error': error, 'wrong': True, 'note': f'wrong: a row is off by {error:.2g} of its norm'}
@@ -249,7 +250,7 @@ def judge_rows(shape: Shape, row: Callable[[int], Row], out: Tensor) -> Case:
 
 
 def make_cache(shape: Shape, device: str) -> LayerCache:
-    """A cache that holds random keys and values, one token short of shape.seqlen; that of a layer with rotary."""
+    """Return a cache of a layer with rotary that holds random keys and values, one token short of shape.seqlen."""
     cache = LayerCache(
         shape.batch,
         shape.seqlen + MAX_ROLLBACK,
@@ -270,7 +271,7 @@ def make_cache(shape: Shape, device: str) -> LayerCache:
 
 
 def make_ours(shape: Shape, device: str, learned: bool) -> Step:
-    """learned: the default network instead of a mean."""
+    """Return the step of ours. learned: the default compression network instead of a mean."""
     from native_sparse_attention.inference.decode import nsa_decode
 
     def random(*size: int) -> Tensor:
@@ -320,7 +321,7 @@ def make_ours(shape: Shape, device: str, learned: bool) -> Step:
 
 @dataclass(frozen=True)
 class Generation:
-    """count: tokens that the long call of `generate` gives more than the short one."""
+    """Two calls of `generate`. count: tokens that the long call generates beyond those of the short one."""
 
     model: Transformer
     prompt: Tensor
@@ -348,7 +349,7 @@ class Generation:
 
 
 def make_generation(case: Case) -> Generation:
-    """The trainer's model, on a GPU in bfloat16, with a random prompt."""
+    """Return the trainer's model, on a GPU in bfloat16, with a random prompt."""
     config, device = Config(**case['config']), torch.device(case['device'])
     model = build_model(config, 'auto', device).eval()
     if device.type == 'cuda':

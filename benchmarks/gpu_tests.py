@@ -1,11 +1,12 @@
-"""Do the kernels hold on this GPU? Runs the tests marked `gpu` and keeps the counts.
+"""Are the kernels right on this GPU? Runs the tests marked `gpu` and writes their counts.
 
     python -m benchmarks.gpu_tests                                       all, about 15 minutes on an H200 with 16 cores
-    python -m benchmarks.gpu_tests --name rules -- tests/gpu/test_rules.py -k 'rules or choice'
+    python -m benchmarks.gpu_tests --name rules -- tests/gpu/test_rules.py -k rules
     python -m benchmarks.gpu_tests --device cpu --out /tmp/results -- tests/ops/test_geometry.py      to try the script
 
 Arguments after `--` go to pytest. Needs pytest-xdist for --jobs above 1. Writes <gpu>/tests-<name>.md and .json
-to --out, with what failed by name, and returns what pytest returned. Interrupted, it keeps what had run.
+to --out, with the names of failed cases, and returns the exit code of pytest. An interrupted run keeps the counts so
+far.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def run_tests(arguments: list[str], jobs: int, folder: Path, device: str) -> tup
             try:
                 return process.wait(), junit
             except KeyboardInterrupt:
-                print('interrupted: waiting for what pytest has', flush=True)  # which was interrupted, too
+                print('interrupted: waiting for what pytest has', flush=True)  # pytest received the interrupt too
 
 
 def outcome_of(case: ElementTree.Element) -> str:
@@ -44,13 +45,13 @@ def outcome_of(case: ElementTree.Element) -> str:
 
 
 def count(junit: Path) -> tuple[dict[str, Counter[str]], dict[str, float], list[str]]:
-    """Outcomes and seconds of every test function, and the names of the cases that failed."""
+    """Return outcomes and seconds of each test function, and the names of failed cases."""
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     seconds: dict[str, float] = defaultdict(float)
     failed = []
     for case in ElementTree.parse(junit).iter('testcase'):
         if not case.get('name'):
-            continue  # what pytest writes of a test that was interrupted
+            continue  # an interrupted test
         name = f'{case.get("classname")}.{case.get("name", "").split("[")[0]}'
         outcome = outcome_of(case)
         counts[name][outcome] += 1

@@ -1,4 +1,4 @@
-"""Whether an implementation gives what it should: a few rows of its outputs against float32."""
+"""Compare a few rows of an implementation's outputs with float32."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 from benchmarks.peers import Problem
 from benchmarks.runner import Case
 
-# Of a row's norm, in half types.
+# Largest error of a row relative to its norm, in half types.
 MAX_ERROR = 0.05
-# Rounding decides between blocks of nearly equal score.
+# Least share of correct blocks: rounding decides between nearly equal scores.
 MIN_AGREEMENT = 0.9
 # A row of one token: [HQ, DV].
 Row = Callable[[Problem, int, int], Tensor]
@@ -25,9 +25,9 @@ def judge(
     gold: Row,
     typical: bool = False,
 ) -> Case:
-    """How far a few rows are from those in float32; a note where that is too far, or a gradient is not finite.
+    """Return the error of a few rows, and a note if it is too large or a gradient is not finite.
 
-    typical: the median counts, not the worst, as where rounding decides about what is read.
+    typical: the median error counts, not the largest: rounding decides which of two similar blocks is selected.
     """
     out = forward()
     finite = True
@@ -35,7 +35,7 @@ def judge(
         gradients = torch.autograd.grad(out, leaves, torch.randn_like(out))
         finite = all(bool(t.sum(dtype=torch.float32).isfinite()) for t in gradients)
     errors = [error for place in places(problem) for error in row_errors(problem, out[place], gold(problem, *place))]
-    # A NaN is what both give wherever there is one.
+    # max and median return NaN if an error is NaN.
     error = float(torch.tensor(errors).median() if typical else torch.tensor(errors).max())
     if not error <= MAX_ERROR:
         return {'error': error, 'wrong': True, 'note': f'wrong: a row is off by {error:.2g} of its norm'}
@@ -43,7 +43,7 @@ def judge(
 
 
 def judge_blocks(problem: Problem, blocks: Tensor) -> Case:
-    """How many of the blocks `[N, L, H, n]` that should be chosen are, in a few rows."""
+    """Return the share of the blocks that float32 selects among blocks `[N, L, H, n]`, in a few rows."""
     found = [
         (torch.isin(gold, chosen) & (gold >= 0)).sum() / (gold >= 0).sum()
         for place in places(problem)
@@ -56,7 +56,7 @@ def judge_blocks(problem: Problem, blocks: Tensor) -> Case:
 
 
 def places(problem: Problem) -> list[tuple[int, int]]:
-    """Sequences and tokens. Those that see no compressed block are left out: there peers differ in what they give."""
+    """Return (sequence, token) pairs. Tokens without a visible compressed block are left out: peers differ there."""
     count, length = problem.size
     first = min(length - 1, problem.shape.compress_block_size)
     tokens = torch.linspace(first, length - 1, 4).int().tolist()
@@ -64,13 +64,13 @@ def places(problem: Problem) -> list[tuple[int, int]]:
 
 
 def row_errors(problem: Problem, out: Tensor, gold: Tensor) -> list[float]:
-    """Of each kv head of `[HQ, DV]`, relative to the norm."""
+    """Return the error of each KV head of `[HQ, DV]`, relative to its norm."""
     out, gold = (t.detach().float().reshape(problem.shape.kv_heads, -1) for t in (out, gold))
     return ((out - gold).norm(dim=1) / gold.norm(dim=1)).tolist()
 
 
 def attend(problem: Problem, sequence: int, token: int, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """`[HQ, DV]`: of keys and values `[keys, H, ·]`, those of the mask `[keys]` or `[H, keys]`."""
+    """Return `[HQ, DV]`: attention to keys and values `[keys, H, ·]` where mask `[keys]` or `[H, keys]` is true."""
     weights = weigh_keys(problem, sequence, token, keys, mask)
     return torch.einsum('hgk,khd->hgd', weights, values.float()).flatten(0, 1)
 
@@ -83,7 +83,7 @@ def weigh_keys(problem: Problem, sequence: int, token: int, keys: Tensor, mask: 
 
 
 def visible_blocks(problem: Problem, token: int) -> Tensor:
-    """bool `[C]`."""
+    """Return bool `[C]`: the compressed blocks that a token sees."""
     shape = problem.shape
     last = torch.arange(problem.num_compressed, device=problem.device) * shape.compress_stride
     return last + shape.compress_block_size - 1 <= token
@@ -95,13 +95,13 @@ def compressed_row(problem: Problem, sequence: int, token: int) -> Tensor:
 
 
 def chosen_blocks(problem: Problem, sequence: int, token: int) -> Tensor:
-    """`[H, n]` by equation 9 of the paper, the first block and two local ones forced, -1 where there are fewer."""
+    """Return `[H, n]` by equation 9 of the paper, with the first and two local blocks forced, padded with -1."""
     shape, keys = problem.shape, problem.tensors['k_cmp'][sequence]
     # [H, C]
     weights = weigh_keys(problem, sequence, token, keys, visible_blocks(problem, token)).sum(1).double()
     start = torch.arange(problem.num_compressed, device=problem.device) * shape.compress_stride
     own = token // problem.block_size
-    # A compressed block gives its weight to each of its tokens, and a selection block has that of its tokens.
+    # Each token of a compressed block has its weight; a selection block sums the weights of its tokens.
     edges = weights.new_zeros(len(weights), max(problem.size[1], (own + 1) * problem.block_size) + 1)
     edges.index_add_(1, start, weights).index_add_(1, start + shape.compress_block_size, -weights)
     of_tokens = edges.cumsum(1)[:, : (own + 1) * problem.block_size]
@@ -112,7 +112,7 @@ def chosen_blocks(problem: Problem, sequence: int, token: int) -> Tensor:
 
 
 def selected_row(problem: Problem, sequence: int, token: int, blocks: Tensor | None = None) -> Tensor:
-    """blocks: `[H, n]`, default those of the problem."""
+    """Return the selected branch of one token. blocks: `[H, n]`, by default those of the problem."""
     blocks = problem.blocks[sequence, token] if blocks is None else blocks
     keys, values = (t[sequence, : token + 1] for t in (problem.k, problem.v))
     block = torch.arange(token + 1, device=problem.device) // problem.block_size

@@ -22,7 +22,7 @@ BLOCK = 2**20
 
 
 def prepare(data: str, folder: Path) -> dict[str, Any]:
-    """Name, path, bytes and sha256 of the text that `data` names. Unpacked texts are cached in the folder.
+    """Return name, path, bytes and sha256 of the text that `data` names. Unpacked texts are cached in the folder.
 
     data: 'python-sources' (the .py files of this interpreter, at most 200 MB), a folder (its files in sorted order,
     without hidden ones), or a file, which may be .gz, .zip or .xz.
@@ -51,7 +51,7 @@ def prepare(data: str, folder: Path) -> dict[str, Any]:
 
 
 def _sha256(path: Path, folder: Path) -> str:
-    """Looked up by path, size and time of change, as hashing a large file takes seconds."""
+    """Return the SHA-256, cached by path, size and time of change."""
     known_file, stat = folder / 'sha256.json', path.stat()
     known = json.loads(known_file.read_text()) if known_file.exists() else {}
     key = f'{path.resolve()} {stat.st_size} {stat.st_mtime_ns}'
@@ -79,7 +79,7 @@ def _write_python_sources(file: Any) -> None:
     for _, path in sorted(files.items()):
         try:
             content = path.read_bytes()[:left]
-        except OSError:  # a dangling link, or a file that others may not read
+        except OSError:  # a dangling link, or an unreadable file
             continue
         file.write(content)
         left -= len(content)
@@ -88,7 +88,7 @@ def _write_python_sources(file: Any) -> None:
 
 
 def load(path: str, size: int) -> dict[str, Tensor]:
-    """Splits train, valid and test, 90, 5 and 5 percent: uint8, mapped from the file."""
+    """Return the splits train, valid and test, 90, 5 and 5 percent: uint8, mapped from the file."""
     text = torch.from_file(path, shared=False, size=size, dtype=torch.uint8)
     cuts = [size * percent // 100 for percent in (90, 95)]
     return dict(zip(('train', 'valid', 'test'), text.tensor_split(cuts), strict=True))

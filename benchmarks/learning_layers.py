@@ -19,7 +19,7 @@ def _sigmoid(logits: Tensor) -> Tensor:
 
 
 class WithOutputGate(SparseAttention):
-    """A sigmoid gate per query head on the whole output, as `DenseAttention(output_gate=True)` has it."""
+    """A sigmoid gate per query head on the whole output, like `DenseAttention(output_gate=True)`."""
 
     def __init__(self, dim: int, dim_head: int, heads: int, **settings: Any) -> None:
         super().__init__(dim, dim_head, heads, **settings)
@@ -68,7 +68,7 @@ class DetachedScores(SparseAttention):
 
 
 class DetachedScoresWithWindow(WithWindow, DetachedScores):
-    """Both: detached block scores, and a gated window beside the merged softmax."""
+    """Detached block scores, and a gated window beside the merged softmax."""
 
 
 class QKNorm(SparseAttention):

@@ -21,7 +21,7 @@ SEPARATE = ('compressed', 'selected', 'window')
 
 @torch.no_grad()
 def gate_means(model: Transformer, ids: Tensor, autocast: Callable[[], Any]) -> dict[str, list[list[float] | None]]:
-    """Mean sigmoid of every kind of gate: per layer a list over branches, None where a layer has no such gate.
+    """Return the mean sigmoid of each kind of gate: a list over branches per layer, None if a layer lacks the gate.
 
     ids: `[B, T + 1]`. Means are over heads and tokens.
     """
@@ -56,7 +56,7 @@ def _keep_means(means: list[Any], index: int, heads: int, _: nn.Module, __: Any,
 def probe_layers(
     model: Transformer, ids: Tensor, autocast: Callable[[], Any], sparse: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """For every layer a dict of floats, from one forward and backward of ids `[B, T + 1]`.
+    """Return a dict of floats per layer, from one forward and backward of ids `[B, T + 1]`.
 
     mass, mass_selected, mass_window: share of the layer's own dense softmax (its rotated q and k, all visible keys)
     that selected blocks and window hold together and alone; dense layers: the share of a window of sparse's size.
@@ -106,7 +106,7 @@ class _DenseProbe:
 
 
 class _SparseProbe:
-    """Stands in place of `_nsa` of a layer for one forward and backward."""
+    """Replacement of `_nsa` of a layer for one forward and backward."""
 
     def __init__(self, attention: Any, _: int) -> None:
         self.attention, self.nsa, self.blocks = attention, attention._nsa, None
@@ -137,7 +137,7 @@ class _SparseProbe:
         return row
 
     def branches(self) -> list[tuple[str, Any, Tensor]]:
-        """Name, gate and output before the gate: outputs of `nsa` under gates of 0 and 1."""
+        """Yield name, gate and output before the gate: outputs of `nsa` under gates of 0 and 1."""
         *before, gates = self.inputs
         if gates is None:
             return [('merged', 1.0, self.out)]
@@ -158,7 +158,7 @@ def _rms(x: Tensor) -> float:
 
 @torch.no_grad()
 def attention_mass(q: Tensor, k: Tensor, blocks: Tensor | None, block_size: int, window: int) -> dict[str, float]:
-    """Shares of causal softmax weights, means over rows, heads and QUERIES evenly spaced queries.
+    """Return shares of causal softmax weights: means over rows, heads and QUERIES evenly spaced queries.
 
     q: `[B, T, HQ, D]`, k: `[B, T, H, D]`, rotated. blocks: int `[B, T, H or HQ, n]`, selected, or None for none.
     """

@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.report import table
 
 Record = dict[str, Any]
-# 97.5 % points of Student's t distribution, by degrees of freedom from 1 on; beyond that the normal one serves.
+# 97.5 % points of Student's t distribution, by degrees of freedom from 1 on; then the normal one.
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 STUDENT += (2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042)
 
@@ -43,7 +43,7 @@ class Runs:
 
 
 def half_width(values: Sequence[float]) -> float | None:
-    """Of the 95 % interval of the mean; None for fewer than two values."""
+    """Return the half-width of the 95 % interval of the mean; None for fewer than two values."""
     if len(values) < 2:
         return None
     degrees = len(values) - 1
@@ -93,7 +93,7 @@ def summary_table(runs: Runs) -> str:
 
 
 def position_table(runs: Runs) -> str:
-    """Mean differences on the test text; the bits per byte themselves of the variant that others are compared with."""
+    """Return the table of mean differences on the test text; the reference variant has its bits per byte."""
     buckets = list(runs.all()[0]['test_by_position'])
     body = []
     for variant, records in runs.runs.items():
@@ -110,7 +110,7 @@ def _by_bucket(runs: Runs, variant: str, bucket: str) -> list[float]:
 
 
 def probe_table(runs: Runs) -> str:
-    """Means over seeds, per layer and separated by spaces."""
+    """Return means over seeds; a cell has one value per layer."""
     found = [(variant, list(records.values())) for variant, records in runs.runs.items()]
     found = [(variant, known) for variant, rs in found if (known := [r for r in rs if r['probes']])]
     names = list(dict.fromkeys(name for _, rs in found for r in rs for layer in r['probes'] for name in layer))
@@ -208,7 +208,7 @@ def _styles(names: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 def plot_curves(path: Path, runs: Runs) -> None:
-    """Above bits per byte of the validation text, means over seeds; below the paired difference."""
+    """Draw bits per byte of the validation text, means over seeds, and below them the paired differences."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 9), layout='constrained')
@@ -258,7 +258,7 @@ def plot_positions(path: Path, runs: Runs) -> None:
 
 
 def plot_gates(path: Path, variant: str, records: Sequence[Record]) -> None:
-    """A panel per kind of gate and branch, a line per layer: means over seeds, heads and tokens."""
+    """Draw a panel per kind of gate and branch, a line per layer: means over seeds, heads and tokens."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 

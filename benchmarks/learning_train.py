@@ -31,7 +31,7 @@ BUCKETS = (0, 128, 512, 1024, 2048, 4096, 16_384, 65_536, 262_144)  # borders, i
 
 @dataclass(frozen=True)
 class Settings:
-    """What all runs of one call have in common."""
+    """Settings that all runs of one call share."""
 
     config: dict[str, Any]  # of train_enwik8.Config; the seed is that of a run
     sparse: dict[str, Any]  # of SparseAttention
@@ -45,7 +45,7 @@ class Settings:
     graph: bool
 
     def as_run(self) -> dict[str, Any]:
-        """What must not change between the parts of a run, nor between runs that are compared."""
+        """Return the settings that a resumed run and compared runs must share."""
         left_out = ('save_every', 'device', 'graph', 'backend')
         facts = {name: value for name, value in asdict(self).items() if name not in left_out}
         return {**facts, 'text': {name: value for name, value in self.text.items() if name != 'path'}}
@@ -56,7 +56,7 @@ def job_name(variant: str, seed: int) -> str:
 
 
 def eval_steps(steps: int, evals: int) -> list[int]:
-    """Step 0 and `evals` steps more, each a constant factor after the one before it, the last one `steps`."""
+    """Return step 0 and `evals` more steps in geometric progression, the last one `steps`."""
     first = min(steps, max(1, steps // 32))
     factor = (steps / first) ** (1 / max(1, evals - 1))
     return sorted({0, steps, *(round(first * factor**place) for place in range(evals))})
@@ -117,7 +117,7 @@ class Training:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled)
 
     def _prepare_steps(self) -> None:
-        """Put on the device what every step needs, so that a step is a few copies and one graph."""
+        """Put text, starts and learning rates on the device, so that a step is a few copies and one graph."""
         config, train = self.config, self.splits['train']
         self.text = train.to(self.device)
         starts = [draw_starts(len(train), config, step) for step in range(config.steps)]
@@ -132,7 +132,7 @@ class Training:
                 group['lr'], group['capturable'] = torch.zeros((), device=self.device), True
 
     def train(self, is_over: Callable[[], bool]) -> bool:
-        """Go on to the end, or to where is_over says so, and save; whether the end is reached."""
+        """Train until the end or until is_over() is true, and save. Returns True at the end."""
         self.restore()
         config, log_every = self.config, max(1, self.config.steps // 200)
         evals, said = eval_steps(config.steps, self.settings.evals), -math.inf
@@ -214,7 +214,7 @@ class Training:
 
     @torch.no_grad()
     def nats_by_position(self, split: str) -> tuple[Tensor, Tensor]:
-        """Sums of nats and numbers of bytes at each position of a sequence, float64 `[T]`."""
+        """Return sums of nats and numbers of bytes at each position of a sequence, float64 `[T]`."""
         config = self.config
         nats, counts = torch.zeros(2, config.seq_len, dtype=torch.float64, device=self.device)
         text = self.splits[split][: self.settings.eval_bytes].to(self.device)
@@ -286,13 +286,13 @@ class Training:
 
 
 def draw_starts(length: int, config: Config, step: int) -> Tensor:
-    """Where the sequences of a step begin, as `train_enwik8.draw` places them: int64 `[grad_accum, batch, 1]`."""
+    """Return the starts of the sequences of a step as in `train_enwik8.draw`: int64 `[grad_accum, batch, 1]`."""
     shape = (config.grad_accum, config.batch, 1)
     return torch.randint(length - config.seq_len, shape, generator=seeded(config, 'data', step))
 
 
 def make_optimizer(model: nn.Module, config: Config, variant: Variant) -> torch.optim.Optimizer:
-    """That of the trainer, with parameters in groups of their own that have a learning rate or decay of their own."""
+    """Return the optimizer of the trainer, with groups for parameters that have another learning rate or decay."""
     optimizer = build_optimizer(model, config)
     roles = {p: role(name) for name, p in model.named_parameters()}
     scales = {'gate': variant.gate_lr, 'phi': variant.phi_lr, 'shared': 1.0}
@@ -307,7 +307,7 @@ def make_optimizer(model: nn.Module, config: Config, variant: Variant) -> torch.
 
 
 def sparse_backend(model: nn.Module, config: Config, device: torch.device, autocast: Callable[[], Any]) -> str | None:
-    """What serves the first sparse layer, or None for a dense model."""
+    """Return the backend of the first sparse layer, or None for a dense model."""
     layer = next((m for m in model.modules() if isinstance(m, SparseAttention)), None)
     if layer is None:
         return None
@@ -320,7 +320,7 @@ def bits_per_byte(nats: Tensor, counts: Tensor) -> float:
 
 
 def by_bucket(nats: Tensor, counts: Tensor) -> dict[str, float]:
-    """Bits per byte of the positions between neighbouring BUCKETS."""
+    """Return bits per byte of the positions between neighbouring BUCKETS."""
     borders = [*(b for b in BUCKETS if b < len(nats)), len(nats)]
     return {f'{a}-{b}': bits_per_byte(nats[a:b], counts[a:b]) for a, b in pairwise(borders)}
 
@@ -328,7 +328,7 @@ def by_bucket(nats: Tensor, counts: Tensor) -> dict[str, float]:
 def run_job(
     job: Mapping[str, Any], settings: Settings, out: Path, is_over: Callable[[], bool], say: Callable[[str], None]
 ) -> str:
-    """Train one run; 'finished' or 'stopped'."""
+    """Train one run; returns 'finished' or 'stopped'."""
     training = Training(job['variant'], job['seed'], settings, out, say)
     training.record |= {name: job[name] for name in ('commit', 'command') if name in job}
     try:

@@ -43,11 +43,11 @@ NETWORKS = ('k_compress', 'v_compress')
 class Variant:
     """How a model differs from the plain dense or sparse one.
 
-    settings: arguments of `SparseAttention` beyond SPARSE; ALL stands for what covers the sequence.
+    settings: arguments of `SparseAttention` beyond SPARSE; ALL: as many as cover the sequence.
     gate_start: gate logits of a head at the start. freeze_gates: gates are not trained.
     phi: 'mlp' or 'mean', the MLP or the block mean plus an MLP that starts at 0.
     gate_lr, phi_lr: factors on the learning rate of gates and of the networks φ. gate_decay: weight decay on gates.
-    layers: class of the attention layers, where it is not that of the package.
+    layers: class of the attention layers, if not that of the package.
     layer_settings: by index of the layer 'dense', or settings of its own.
     block_loss: weight of the loss that teaches block scores the mass of selected attention (`block_score_loss`).
     wide: feed-forward networks are wider, so that the dense model has as many parameters as variant `separate`.
@@ -170,7 +170,7 @@ VARIANTS = _variants()
 
 
 def sparse_settings(variant: Variant, base: Mapping[str, Any], seq_len: int, dim_head: int) -> dict[str, Any]:
-    """The `sparse_attn_kwargs` of the variant. base: SPARSE, as flags changed it."""
+    """Return the `sparse_attn_kwargs` of the variant. base: SPARSE with the flags."""
     settings = {**base, **variant.settings}
     if settings['num_selected_blocks'] == ALL:
         settings['num_selected_blocks'] = ceil(seq_len / settings['selection_block_size'])
@@ -185,7 +185,7 @@ def sparse_settings(variant: Variant, base: Mapping[str, Any], seq_len: int, dim
 def build(
     name: str, shape: Mapping[str, Any], base: Mapping[str, Any], seq_len: int, seed: int, backend: str = 'auto'
 ) -> Transformer:
-    """The model of a variant, on the CPU. With one seed all variants start from the same shared weights.
+    """Build the model of a variant on the CPU. With one seed all variants start from the same shared weights.
 
     shape: arguments of `Transformer` that all variants have.
     """
@@ -220,7 +220,7 @@ def build(
             _copy_shared(block.attention, layer)
     for module in model.modules():
         if isinstance(module, MeanResidualMLP):
-            module.to_hidden.reset_parameters()  # else all layers start with copies of one network
+            module.to_hidden.reset_parameters()  # otherwise all layers start with copies of one network
     _set_gates(model, variant)
     return model
 
@@ -250,7 +250,7 @@ def count(model: nn.Module) -> int:
 
 
 def count_sparse_only(model: Transformer) -> int:
-    """Parameters that plain dense attention does not have: gates, networks φ, positions, memory pairs."""
+    """Count the parameters that plain dense attention lacks: gates, networks φ, positions, memory pairs."""
     shared = ('norm.', 'to_qkv.', 'combine_heads.', 'rotary.')
     return sum(
         p.numel()
@@ -261,13 +261,13 @@ def count_sparse_only(model: Transformer) -> int:
 
 
 def role(name: str) -> str:
-    """What a parameter belongs to: 'gate', 'phi' or 'shared'."""
+    """Return the part that a parameter belongs to: 'gate', 'phi' or 'shared'."""
     parts = name.split('.')
     return 'gate' if any(g in parts for g in GATES) else 'phi' if any(n in parts for n in NETWORKS) else 'shared'
 
 
 def not_supported(name: str) -> str | None:
-    """Why this version of the package cannot build the variant, or None."""
+    """Return the reason why this version of the package cannot build the variant, or None."""
     if unknown := VARIANTS[name].settings.keys() - signature(SparseAttention).parameters.keys():
         return f'SparseAttention has no {", ".join(sorted(unknown))}'
     return None

@@ -3,7 +3,7 @@
     python -m benchmarks.loss_curve                               about 2 minutes on a GPU
     python -m benchmarks.loss_curve --device cpu --steps 5 --out /tmp/results -- --preset cpu    to try the script
 
-The same seed, text and settings; --backend auto in one run and eager in the other, side by side on one GPU. Flags after
+Both runs have the same seed, text and settings and share one GPU; one has --backend auto, the other eager. Flags after
 `--` go to both. Writes <gpu>/loss.md, .json and .png to --out, and prints the largest difference.
 """
 
@@ -24,7 +24,7 @@ import torch
 from benchmarks import report
 
 BACKENDS = ('auto', 'eager')
-# Of preset base, but for what makes eager slow; nothing but training losses.
+# Preset base with sizes that eager can train; training losses only.
 FLAGS = {
     '--preset': 'base', '--seq-len': 1024, '--batch': 4, '--warmup': 50, '--seed': 0, '--log-every': 1,
     '--eval-every': 100_000, '--eval-bytes': 65_536, '--save-every': 100_000, '--sample-every': 100_000,
@@ -45,14 +45,14 @@ def start(backend: str, options: argparse.Namespace, folder: Path) -> subprocess
 
 
 def losses(folder: Path, backend: str) -> tuple[dict[str, Any], list[float]]:
-    """The settings of a run and its bits per byte, step by step."""
+    """Return the settings of a run and its bits per byte, step by step."""
     lines = (folder / backend / 'log.jsonl').read_text().splitlines()
     first, *rows = map(json.loads, lines)
     return first, [row['bpb'] for row in rows if row.get('split') == 'train']
 
 
 def chosen_backend(config: dict[str, Any], device: str) -> str:
-    """What auto is in these runs."""
+    """Return the backend that 'auto' is in these runs."""
     from train_enwik8 import Config, build_model
 
     model = build_model(Config(**config), 'auto', torch.device(device))
@@ -111,7 +111,7 @@ def main() -> int:
     first, second = curves.values()
     differences = [abs(a - b) for a, b in zip(first, second, strict=True)]
     worst = max(range(len(differences)), key=differences.__getitem__)
-    # How far the loss moves from one step to the next by its data alone.
+    # Change of the loss from step to step, caused by the data.
     noise = sum(abs(a - b) for a, b in pairwise(second)) / max(1, len(second) - 1)
     facts = {
         'steps': len(first),

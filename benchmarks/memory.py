@@ -1,13 +1,13 @@
-"""Does a forward and backward at 64k tokens, 64 query and 4 kv heads of 128, bf16, fit in 24 GiB? And where does it go?
+"""How much memory does a forward and backward take at 64k tokens, 64 query and 4 KV heads of 128, bfloat16?
 
     python -m benchmarks.memory                                   seconds on a GPU
     python -m benchmarks.memory --device cpu --shape tiny --out /tmp/results       to try the script
 
-Everything counts: q, k, v (for the layer: input, weights and what lies between), the gradient of the output, outputs,
-gradients, workspace, and what PyTorch's allocator holds beside (`reserved`). Four answers: `nsa` on given q, k and v,
-`SparseAttention` with projections and compression networks, the same with recompute=True, and `DenseAttention`. `kept`
-is what the forward leaves for the backward, the input included, but for the output; `of dense` is that by what a dense
-layer must keep: its input, before and after the norm, q, k, v, the output of attention and its log-sum-exp. Writes
+The limit is 24 GiB. All memory counts: q, k, v (for the layer input, weights and intermediate tensors), outputs,
+gradients and workspace; `reserved` is that of PyTorch's allocator. Cases: `nsa` on given q, k and v, `SparseAttention`
+with projections and compression networks, the same with recompute=True, and `DenseAttention`. `kept`: tensors that the
+forward saves for the backward, with the input and without the output. `of dense`: kept over what a dense layer must
+save, its input before and after the norm, q, k, v, the output of attention and its log-sum-exp. Writes
 <gpu>/memory.md and .json to --out.
 """
 
@@ -26,12 +26,12 @@ from benchmarks.shapes import SHAPES, Shape
 
 LIMIT = 24 * 2**30
 CASES = ('nsa', 'layer', 'recompute', 'dense-layer')
-# Times what a dense layer must keep.
+# Limits of the saved bytes, in multiples of what a dense layer saves.
 MOST_KEPT = {'layer': 3.0, 'recompute': 1.6}
 
 
 def measure(op: str, shape: str, backend: str, device: str) -> dict[str, Any]:
-    """Bytes: of the inputs, after the forward, at the peak of each pass, at the end. In one run, from nothing."""
+    """Return bytes of the inputs, after the forward, at the peak of each pass and at the end, from one run."""
     gc.collect()
     if device != 'cpu':
         torch.cuda.empty_cache()
@@ -67,7 +67,7 @@ def size_of(tensor: torch.Tensor) -> int:
 
 
 def bytes_of_dense(shape: Shape, x: torch.Tensor) -> int:
-    """Input, normalised input, q, k, v, output and log-sum-exp of a dense layer."""
+    """Return bytes of input, normalised input, q, k, v, output and log-sum-exp of a dense layer."""
     features = (shape.heads + shape.kv_heads) * (shape.head_dim + shape.value_dim)
     return 2 * size_of(x) + shape.tokens * (features * x.element_size() + 4 * shape.heads)
 

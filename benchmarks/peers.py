@@ -1,8 +1,8 @@
-"""Public implementations of Native Sparse Attention, each behind an adapter. None is a dependency: where a checkout or
-an installation of one is on PYTHONPATH, it can be measured.
+"""Adapters of public implementations of Native Sparse Attention. None is a dependency: a peer is measured if a
+checkout or an installation of it is on PYTHONPATH.
 
-An adapter takes a `Problem` and gives `Steps`: what the implementation does, on tensors in its own layout. Layouts are
-changed before a forward, so that no time is counted but the peer's own.
+An adapter takes a `Problem` and returns `Steps`, which work on tensors in the layout of the peer. Layouts are changed
+before a forward, so only the peer's own time counts.
 """
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ NSA_TENSORS = ('q', 'k', 'v', 'k_cmp', 'v_cmp', 'gates')
 
 @dataclass(frozen=True)
 class Problem:
-    """N sequences of length L: what a case needs of q `[N, L, HQ, D]`, k, v `[N, L, H, ·]`, k_cmp, v_cmp
-    `[N, C, H, ·]`, gates `[N, L, HQ, 3]` and blocks int32 `[N, L, H, n]`, ascending and then -1, counted from the start
-    of the sequence. packed: the sequences are one row to those who know packed rows.
+    """Inputs of a case: N sequences of length L.
+
+    tensors: those that the case needs of q `[N, L, HQ, D]`, k, v `[N, L, H, ·]`, k_cmp, v_cmp `[N, C, H, ·]`, gates
+    `[N, L, HQ, 3]` and blocks int32 `[N, L, H, n]`, which are ascending, padded with -1 and counted from the start of
+    the sequence. packed: implementations with packed rows get the sequences as one row.
     """
 
     shape: Shape
@@ -76,7 +78,7 @@ class Problem:
         return next(iter(self.tensors.values())).device
 
     def borders(self, length: int | None = None) -> Tensor:
-        """int32 `[N + 1]`: where the sequences begin and end when they lie one after the other; of another length."""
+        """Return int32 `[N + 1]`: cu_seqlens of the sequences, or of sequences of another length."""
         count, own_length = self.size
         return torch.arange(count + 1, dtype=torch.int32, device=self.device) * (
             own_length if length is None else length
@@ -87,11 +89,11 @@ class Problem:
         return self.shape.head_dim**-0.5
 
     def leaves(self, change: Callable[[Tensor], Tensor], names: Sequence[str] = ('q', 'k', 'v')) -> list[Tensor]:
-        """Tensors in another layout, to be differentiated."""
+        """Return tensors in another layout, to be differentiated."""
         return [change(self.tensors[name]).detach().contiguous().requires_grad_() for name in names]
 
     def in_sequences(self, out: Tensor) -> Tensor:
-        """Rows one after the other as `[N, L, HQ, DV]`."""
+        """Return packed rows as `[N, L, HQ, DV]`."""
         return out.view(*self.size, self.shape.heads, self.shape.value_dim)
 
 
@@ -132,7 +134,7 @@ class Steps:
 
 
 def make_selected(steps: Steps, problem: Problem) -> Forward:
-    """The selected branch of the problem's blocks; outputs are `[N, L, HQ, DV]`."""
+    """Return the selected branch of the problem's blocks, with outputs `[N, L, HQ, DV]`, and its inputs."""
     assert steps.select is not None
     leaves, blocks = problem.leaves(steps.layout), steps.lay_blocks(problem.blocks)
     select, unlay = steps.select, steps.unlay
@@ -141,7 +143,7 @@ def make_selected(steps: Steps, problem: Problem) -> Forward:
 
 @dataclass(frozen=True)
 class Peer:
-    """read: what the adapter was written by. file: where that lies on PYTHONPATH, the peer can be imported.
+    """A public implementation. read: the commit that the adapter is for. file: on PYTHONPATH, it is importable.
 
     parts: cases of suite `parts` that it serves. max_group: most query heads per KV head. less: what the whole leaves
     out. layer: makes a module `[B, T, dim] → [B, T, dim]` from shape, dim and folder.
@@ -158,12 +160,12 @@ class Peer:
 
 
 def find_folder(file: str) -> Path | None:
-    """The first of PYTHONPATH that has the file."""
+    """Return the first folder of PYTHONPATH that has the file."""
     return next((Path(folder) for folder in sys.path if (Path(folder) / file).is_file()), None)
 
 
 def make_steps(name: str, problem: Problem) -> Steps:
-    """Raises ModuleNotFoundError where the peer, or what it needs, is not there."""
+    """Return the steps of a peer. ModuleNotFoundError if the peer or a dependency of it is missing."""
     peer = PEERS[name]
     folder = find_folder(peer.file)
     if folder is None:
@@ -172,9 +174,9 @@ def make_steps(name: str, problem: Problem) -> Steps:
 
 
 def import_from(folder: Path, module: str) -> ModuleType:
-    """A module of a package in the folder, without what the __init__ of the package imports.
+    """Import a module of a package without running the package's __init__.
 
-    That may need more than the module does, and a package may be named as this one is.
+    That may need more than the module does, and the package may have the name of this one.
     """
     name = module.split('.')[0]
     package = ModuleType(name)
@@ -184,7 +186,7 @@ def import_from(folder: Path, module: str) -> ModuleType:
 
 
 def flash_window(problem: Problem) -> Callable[..., Tensor]:
-    """FlashAttention-2 over rows one after the other: of flash_attn, or where that is not installed PyTorch's copy."""
+    """Return FlashAttention-2 with a window on packed rows, of flash_attn if it is installed, else of PyTorch."""
     borders, length, left = problem.borders(), problem.size[1], problem.shape.window - 1
     if importlib.util.find_spec('flash_attn'):
         attend = importlib.import_module('flash_attn').flash_attn_varlen_func
@@ -200,15 +202,13 @@ def flash_window(problem: Problem) -> Callable[..., Tensor]:
 
 
 def weigh(gates: Tensor, *branches: Tensor) -> Tensor:
-    """The sum of those who have no kernel for it."""
+    """Return the gated sum in PyTorch, for peers without a kernel."""
     first, second, third = (gates[..., i : i + 1] * branch for i, branch in enumerate(branches))
     return first + second + third
 
 
 def of_rows(problem: Problem, **steps: Any) -> Steps:
-    """Steps on rows one after the other, with blocks int32 `[H, tokens, n]`, and the window of FlashAttention-2, which
-    those who work so take.
-    """
+    """Return steps on packed rows, with blocks int32 `[H, tokens, n]` and the window of FlashAttention-2."""
     dtype = problem.shape.dtype
     common: dict[str, Any] = {
         'layout': rows,
@@ -223,7 +223,7 @@ def of_rows(problem: Problem, **steps: Any) -> Steps:
 
 
 def stand_in_for_pkg_resources() -> None:
-    """setuptools no longer has it, and mdy666 uses one function of it."""
+    """Replace pkg_resources, which setuptools no longer has; mdy666 uses one function of it."""
     if 'pkg_resources' not in sys.modules and importlib.util.find_spec('pkg_resources') is None:
         module = ModuleType('pkg_resources')
         module.__dict__['parse_version'] = lambda text: tuple(map(int, re.findall(r'\d+', text)[:3]))
@@ -231,8 +231,10 @@ def stand_in_for_pkg_resources() -> None:
 
 
 def mdy666(problem: Problem, folder: Path) -> Steps:
-    """Of fcf117c: `compress_attn(q, k, v, sm_scale)`, `slc_topk_indices(q, k, lse, sm_scale, …)`, `select_attn(q, k,
-    v, topk, sm_scale)` and `fused_sigmoid_combine(a, b, c, logits)`: q `[tokens, HQ, D]`, topk `[H, tokens, n]`,
+    """Adapter for fcf117c.
+
+    Functions `compress_attn(q, k, v, sm_scale)`, `slc_topk_indices(q, k, lse, sm_scale, …)`, `select_attn(q, k, v, topk,
+    sm_scale)` and `fused_sigmoid_combine(a, b, c, logits)`: q `[tokens, HQ, D]`, topk `[H, tokens, n]`,
     ascending, padded with a block that does not exist. Sizes and borders are set on a class beforehand.
     """
     stand_in_for_pkg_resources()
@@ -249,7 +251,7 @@ def mdy666(problem: Problem, folder: Path) -> Steps:
     shape, scale = problem.shape, problem.scale
     sizes = (shape.compress_block_size, shape.compress_stride, shape.selection_block_size, shape.window)
     helper.set_hyperparameters(*sizes, top_n=shape.num_selected, num_init_blocks=1, num_local_blocks=2)
-    # Equal borders would leave what follows from an earlier block size.
+    # With equal borders the class would keep values of an earlier block size.
     helper.x_cu_seqlens = None
     helper.init_cu_seqlens(problem.borders())
     num_blocks = -(-problem.size[1] // problem.block_size)
@@ -257,7 +259,7 @@ def mdy666(problem: Problem, folder: Path) -> Steps:
     def choose(q: Tensor, k_cmp: Tensor, v_cmp: Tensor) -> tuple[Tensor, Tensor]:
         out, lse = ops['compress_attn'](q, k_cmp, v_cmp, scale)
         with torch.no_grad():
-            # The settings of its own module.
+            # As its own module calls it.
             blocks, _ = ops['slc_topk_indices'](q, k_cmp, lse, scale, maybe_efficient_version=True, scale_slc_p=True)
         return out, blocks
 
@@ -273,8 +275,8 @@ def mdy666(problem: Problem, folder: Path) -> Steps:
 
 
 def xunhao(problem: Problem, folder: Path) -> Steps:
-    """Of 9bea856: `compressed_attention(q, k, v, kernel_size, kernel_stride, block_size, topk, cu_seqlens_q,
-    cu_seqlens_k, max_seqlen_q, max_seqlen_k, sm_scale, init_blocks, local_blocks)`, which chooses too, and
+    """Adapter for 9bea856: `compressed_attention(q, k, v, kernel_size, kernel_stride, block_size, topk, cu_seqlens_q,
+    cu_seqlens_k, max_seqlen_q, max_seqlen_k, sm_scale, init_blocks, local_blocks)`, which selects blocks too, and
     `topk_sparse_attention(q, k, v, topk_idx, block_size, cu_seqlens, softmax_scale)`: q `[tokens, HQ, D]`, topk_idx
     int32 `[H, tokens, n]`, ascending, padded with -1. Blocks of 32, 64, 128 or 256.
     """
@@ -285,17 +287,18 @@ def xunhao(problem: Problem, folder: Path) -> Steps:
 
 
 def fsa(problem: Problem, folder: Path) -> Steps:
-    """Of 1da34f3: `FSA_topk_sparse_attention`, laid out as xunhao's; it goes over the sequences one by one. The
-    compressed branch is a copy of xunhao's that chooses head by head, and where a kv head has more than 8 query heads
-    its layer takes a copy of xunhao's selected branch, too.
+    """Adapter for 1da34f3: `FSA_topk_sparse_attention`, with the layout of xunhao's; it loops over the sequences.
+
+    Its compressed branch is a copy of xunhao's that selects head by head. With more than 8 query heads per KV head its
+    layer uses a copy of xunhao's selected branch too.
     """
     ops = import_from(folder, 'fsa.ops.FSA_topk_sparse_attention')
-    # Triton 3.6 takes no tuple of one pointer for a pointer.
+    # Triton 3.6 does not accept a tuple of one pointer as a pointer.
     ops.reduce_kernel._unsafe_update_src(ops.reduce_kernel.src.replace('stride_lse_n,)', 'stride_lse_n)'))
     try:
         module = import_from(folder, 'nsa_ref.ops.compressed_attention')
     except ImportError:
-        # For the selected branch alone it is not needed.
+        # The selected branch does not need it.
         module = None
     steps = _xunhao_steps(problem, module, ops.FSA_topk_sparse_attention, parallel_topk_compute=False)
     return of_rows(problem, **steps)
@@ -321,8 +324,8 @@ def _xunhao_steps(problem: Problem, module: Any, select: Callable[..., Tensor], 
 
 
 def fla(problem: Problem, folder: Path) -> Steps:
-    """Of bc3b101d (0.5.2): `ParallelNSAFunction.apply(q, k, v, block_indices, block_counts, block_size, scale,
-    cu_seqlens)`, which `parallel_nsa` calls after it has pooled keys that a given choice does not need, and
+    """Adapter for bc3b101d (0.5.2): `ParallelNSAFunction.apply(q, k, v, block_indices, block_counts, block_size, scale,
+    cu_seqlens)`, which `parallel_nsa` calls after pooling keys, which given blocks do not need, and
     `parallel_nsa(q, k, v, g_cmp, g_slc, …)` without its window, which needs flash_attn: q `[B, T, HQ, D]`,
     block_indices `[B, T, H, n]`, padded with -1. A kv head must have at least 16 query heads.
     """
@@ -353,9 +356,9 @@ def fla(problem: Problem, folder: Path) -> Steps:
 
 
 def lucidrains(problem: Problem, folder: Path) -> Steps:
-    """Of 83fa271 (0.2.3): `native_sparse_attend(fq, fk, fv, block_size, selected_block_indices, fmask)`: fq
+    """Adapter for 83fa271 (0.2.3): `native_sparse_attend(fq, fk, fv, block_size, selected_block_indices, fmask)`: fq
     `[B, HQ, T, D]`, indices and mask `[B, H, T, n]` without the query's own block, which it always reads. It computes
-    in float16, and knows no packed rows: sequences are a batch.
+    in float16 and has no packed rows: sequences are a batch.
     """
     module = import_from(folder, 'native_sparse_attention_pytorch.triton_native_sparse_attention')
 
@@ -372,8 +375,9 @@ def lucidrains(problem: Problem, folder: Path) -> Steps:
 
 
 def lucidrains_layer(shape: Shape, dim: int, folder: Path) -> nn.Module:
-    """`SparseAttention` of 83fa271 (0.2.3), whose window has one key more than it says, and whose choice has the own
-    block on top.
+    """Make `SparseAttention` of 83fa271 (0.2.3).
+
+    Its window reads one key more than its size, and it reads the own block beyond the selected ones.
     """
     module = import_from(folder, 'native_sparse_attention_pytorch.native_sparse_attention')
     sizes = (shape.compress_block_size, shape.compress_stride, shape.selection_block_size, shape.num_selected - 1)

@@ -18,9 +18,9 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / 'benchmarks' / 'results'
-# What runs have in common whose rows may stand in one table.
+# Facts that rows of one table have in common.
 SAME = ('gpu', 'commit', 'torch', 'triton')
-# What tables say of `fastest`.
+# Text of tables with `fastest`.
 FASTEST = 'Fastest: of the runs of a pass; others may be at the power limit of the GPU, or wait for the host'
 
 
@@ -28,13 +28,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add('--out', type=Path, default=RESULTS, help='folder of the results (%(default)s)')
     add('--device', default='cuda', help='cuda, or cpu to try the script (%(default)s)')
-    add('--commit', default=None, help='of the code, where there is no git to ask')
+    add('--commit', default=None, help='of the code, if there is no git repository')
 
 
 def machine(device: str, commit: str | None) -> dict[str, Any]:
-    """What runs here. Ends a script that is made for GPUs where there is none: on a CPU it would not come back."""
+    """Return GPU, versions, commit, date and command. SystemExit if a GPU is requested and there is none."""
     if device == 'cuda' and not torch.cuda.is_available():
-        raise SystemExit('--device cuda: there is no GPU; how --device cpu tries the script, --help says')
+        raise SystemExit('--device cuda: there is no GPU; --help shows how to try the script with --device cpu')
     versions = {name: version(name) for name in ('torch', 'triton')}
     found = {
         'date': datetime.now(timezone.utc).strftime('%Y-%m-%d'),
@@ -56,7 +56,7 @@ def machine(device: str, commit: str | None) -> dict[str, Any]:
 
 
 def module_command() -> list[str]:
-    """The module and its arguments, but for those that say where the results go and what the code is."""
+    """Return the module and its arguments, except --out and --commit."""
     spec = getattr(sys.modules['__main__'], '__spec__', None)
     arguments = iter(sys.argv[1:])
     kept = []
@@ -93,7 +93,7 @@ def _output(*command: str) -> str:
 
 
 def gpu_slug(gpu: str) -> str:
-    """'h100' of 'NVIDIA H100 80GB HBM3'."""
+    """Return 'h100' for 'NVIDIA H100 80GB HBM3'."""
     words = [word for word in re.findall(r'[a-z0-9]+', gpu.lower()) if word not in ('nvidia', 'geforce', 'tesla')]
     return words[0] if words else 'gpu'
 
@@ -123,7 +123,7 @@ def find_earlier(out: Path, where: dict[str, Any], what: str) -> tuple[dict[str,
 
 
 def write(out: Path, where: dict[str, Any], what: str, title: str, tables: Sequence[str], rows: Any) -> None:
-    """Both files, over what an earlier call wrote."""
+    """Write the Markdown and the JSON file."""
     facts = ', '.join(f'{name} {value}' for name, value in where.items() if name not in ('gpu', 'commands'))
     commands = [f'`{command}`' for command in where['commands']]
     text = '\n\n'.join([f'# {title}', f'{where["gpu"]}: {facts}.', *commands, *tables])
@@ -133,18 +133,18 @@ def write(out: Path, where: dict[str, Any], what: str, title: str, tables: Seque
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Markdown; numbers with three significant digits, None as a dash."""
+    """Return a Markdown table; numbers have three significant digits, None is a dash."""
     lines = ['| ' + ' | '.join(columns) + ' |', '| ' + ' | '.join('---' for _ in columns) + ' |']
     return '\n'.join([*lines, *('| ' + ' | '.join(map(cell, row)) + ' |' for row in rows)])
 
 
 def fastest(row: dict[str, Any]) -> list[float | None]:
-    """Milliseconds of the fastest run of a forward and of a backward."""
+    """Return ms of the fastest run of a forward and of a backward."""
     return [row.get('spreads', {}).get(what, [None])[0] for what in ('forward', 'backward')]
 
 
 def kernel_tables(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
-    """The table of what kernels take (`timing.measure_kernels`), by what it is about; empty where no row has it."""
+    """Return the table of kernel times (`timing.measure_kernels`) by its text; empty if no row has one."""
     body = []
     for row in rows:
         cells = [row.get(f'{what}_ms') for what in ('forward', 'forward_kernels', 'backward', 'backward_kernels')]
@@ -152,8 +152,8 @@ def kernel_tables(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
             body.append([row['op'], row['shape'], row['backend'], *cells])
     columns = ('', 'shape', 'backend', 'forward', 'its kernels', 'backward', 'its kernels')
     text = (
-        'What the kernels and copies of short passes take together, ms, by the profiler and with warm caches. What a '
-        'pass takes beyond that is cold caches and waiting for the host:'
+        'Kernels and copies of short passes, ms, by the profiler, with warm caches. The rest of a pass is cold caches '
+        'and waiting for the host:'
     )
     return {text: table(columns, body)} if body else {}
 

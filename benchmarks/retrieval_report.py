@@ -16,7 +16,7 @@ Run = dict[str, Any]
 
 
 def load(folder: Path) -> list[Run]:
-    """The runs of a folder, by variant in the order of VARIANTS, then by seed.
+    """Load the runs of a folder, by variant in the order of VARIANTS, then by seed.
 
     Raises:
         ValueError: if the folder has no run.

@@ -139,7 +139,7 @@ class Config:
     def num_needles(self, length: int) -> int:
         """Sequences of a training batch that hold a needle.
 
-        None in the first lengths: where one value stands in the text, no key has to be compared to find it.
+        None in the first lengths: in a text with one value no key has to be compared.
         """
         return math.ceil(self.needle_share * self.batch(length)) if length >= self.lengths[0] else 0
 
@@ -147,7 +147,7 @@ class Config:
         return sorted({*self.stages, *(factor * self.trained for factor in self.factors)})
 
     def learning_rate(self, step: int) -> float:
-        """Of the step after `step` steps: linear warm-up, constant, linear fall to a tenth."""
+        """Return the learning rate after `step` steps: linear warm-up, constant, linear decay to a tenth."""
         left = (self.steps - step) / max(1.0, self.decay * self.steps)
         return self.lr * min((step + 1) / max(1, self.warmup), 1.0, 0.1 + 0.9 * min(1.0, left))
 
@@ -186,7 +186,7 @@ def build_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
 
 
 class Stopped(Exception):
-    """A signal came, and the run stands between two steps."""
+    """A signal was received; the run is between two steps."""
 
 
 @dataclass
@@ -218,7 +218,7 @@ class Run:
         return self.config.stages[self.stage]
 
     def carry_out(self) -> bool:
-        """Train and evaluate from wherever the run stands. Returns False where a signal stopped it."""
+        """Train and evaluate from the current step. Returns False if a signal stopped the run."""
         try:
             self.train()
             self.evaluate()
@@ -314,7 +314,7 @@ class Run:
             return str(attention.backend_for(x)).split()[0]
 
     def check(self, loss: float, recall: float, needle: float) -> None:
-        """Record the steps since the last check, and move on where they pass the threshold."""
+        """Record the steps since the last check, and start the next stage if they pass the threshold."""
         config, stage = self.config, self.stages[self.stage]
         if not math.isfinite(loss):
             raise FloatingPointError(f'step {self.step}: the loss is {loss}')
@@ -363,7 +363,7 @@ class Run:
         return sorted((row for row in self.evaluations if row['length'] == length), key=lambda row: -row['accuracy'])
 
     def problems(self, length: int, depth: float | None) -> Iterator[Batch]:
-        """Sequences of an evaluation: recall where depth is None, else needles at that depth."""
+        """Make sequences of an evaluation: recall if depth is None, else needles at that depth."""
         config = self.config
         left, rows = config.eval_samples, max(1, config.tokens_per_step // length)
         while left:
@@ -418,7 +418,7 @@ class Run:
 
 
 def refuse_changes(path: Path, held: Mapping[str, Any], config: Config) -> None:
-    """ValueError where a run that `path` holds has other settings than `config`."""
+    """Raise ValueError if the run in `path` has other settings than `config`."""
     for name, value in asdict(config).items():
         if json.dumps(held.get(name)) != json.dumps(value):
             raise ValueError(f'{name} is {value}, but {path} has {held.get(name)}: use another folder for --out')

@@ -85,7 +85,7 @@ class Task:
 
 
 def seeded(device: torch.device, *of: object) -> torch.Generator:
-    """Generator on the device that depends on `of` alone, such as a use, a seed and a step."""
+    """Return a generator on the device that depends on `of` alone, such as a use, a seed and a step."""
     return torch.Generator(device).manual_seed(zlib.crc32(' '.join(map(str, of)).encode()))
 
 
@@ -172,6 +172,6 @@ def write(
 
 
 def is_right(logits: Tensor, labels: Tensor, value_tokens: int) -> Tensor:
-    """Bool `[answers]`: whether all tokens of a value are the likeliest ones. logits `[B, L, num_tokens]`."""
+    """Return bool `[answers]`: all tokens of the value are the likeliest ones. logits `[B, L, num_tokens]`."""
     answers = labels != IGNORED
     return (logits.argmax(-1) == labels)[answers].view(-1, value_tokens).all(1)

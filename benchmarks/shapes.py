@@ -1,7 +1,7 @@
-"""The settings that the benchmarks measure, and inputs for them.
+"""Shapes of the benchmarks, and inputs for them.
 
-`paper-…` are those of the paper's model (64 query heads of size 128, l/d/l'/n/W = 32/16/64/16/512), `trainer` is the
-model of train_enwik8.py, the others change one thing each.
+Shapes `paper-…` are those of the paper's model (64 query heads of size 128, l/d/l'/n/W = 32/16/64/16/512), `trainer` is
+the model of train_enwik8.py, and the others change one thing each.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Shape:
-    """B, T, HQ, H, D, DV; l, d, l', n, W. num_sequences: how many equal ones are packed into a row, 0: not packed."""
+    """Sizes of a case: B, T, HQ, H, D, DV; l, d, l', n, W. num_sequences: equal packed sequences per row, or 0."""
 
     name: str
     batch: int = 1
@@ -61,7 +61,7 @@ class Shape:
             f"l/d/l'/n/W {'/'.join(map(str, (*sizes, self.window)))}",
             str(self.dtype).removeprefix('torch.'),
         ]
-        parts += ['not causal'] * (not self.causal) + ['heads choose alone'] * (not self.share_group)
+        parts += ['not causal'] * (not self.causal) + ['each head selects its own blocks'] * (not self.share_group)
         parts += ['use_diff_topk'] * self.use_diff_topk
         parts += [f'{self.num_sequences} packed sequences'] * (self.num_sequences > 0)
         return ', '.join(parts)
@@ -104,7 +104,7 @@ SHAPES: dict[str, Shape] = {
             for seqlen in (4096, 8192)
             for kv_heads in (8, 16, 64)
         ),
-        # For trying the scripts on a CPU.
+        # To try the scripts on a CPU.
         replace(TRAINER, name='tiny', batch=1, seqlen=96, heads=4, kv_heads=2, head_dim=16, value_dim=16, window=16,
                 dtype=torch.float32),
         replace(TRAINER, name='tiny-packed', batch=1, seqlen=96, heads=2, kv_heads=1, head_dim=16, value_dim=16,
@@ -114,21 +114,23 @@ SHAPES: dict[str, Shape] = {
 
 
 TENSORS = ('q', 'k', 'v', 'k_cmp', 'v_cmp', 'gates')
-# Of neighbours, in make_tensors. A query and one 64 tokens later correlate by a half.
+# Correlation of consecutive tokens in make_tensors; at a distance of 64 tokens it is a half.
 RHO = 0.99
-# What begins so must be asked for by name.
-UNASKED = ('tiny', 'many', 'long', 'short')
+# Prefixes of names that `*` does not match.
+BY_NAME_ONLY = ('tiny', 'many', 'long', 'short')
 
 
 def find_names(names: Iterable[str], patterns: str) -> list[str]:
-    """Those that match one of the patterns, `*` leaving out what must be asked for by name.
+    """Return the names that match a pattern, in the given order. `*` leaves out those that begin like BY_NAME_ONLY.
 
-    SystemExit for a pattern that none matches.
+    SystemExit if a pattern matches nothing.
     """
     names, found = list(names), set[str]()
     for pattern in patterns.split(','):
-        is_asked = pattern.startswith(UNASKED)
-        matching = {name for name in names if fnmatch(name, pattern) and (is_asked or not name.startswith(UNASKED))}
+        is_named = pattern.startswith(BY_NAME_ONLY)
+        matching = {
+            name for name in names if fnmatch(name, pattern) and (is_named or not name.startswith(BY_NAME_ONLY))
+        }
         if not matching:
             raise SystemExit(f'nothing is named {pattern}; there are {", ".join(names)}')
         found |= matching
@@ -136,20 +138,20 @@ def find_names(names: Iterable[str], patterns: str) -> list[str]:
 
 
 def find_shapes(patterns: str) -> list[Shape]:
-    """Those whose names match one of the patterns, short sequences first."""
+    """Return the shapes whose names match a pattern, shortest first."""
     return sorted((SHAPES[name] for name in find_names(SHAPES, patterns)), key=lambda shape: shape.tokens)
 
 
 def make_inputs(shape: Shape, device: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Random tensors and settings of `nsa`."""
+    """Make random tensors and settings of `nsa`."""
     return make_tensors(shape, device, TENSORS), make_settings(shape, device)
 
 
 def make_tensors(shape: Shape, device: str, names: Iterable[str], rho: float = 0) -> dict[str, Tensor]:
-    """Those of TENSORS that are named, each the same whatever the others are: normal, of variance 1; gates uniform.
+    """Make the named ones of TENSORS, each independent of the others: normal with variance 1, gates uniform.
 
-    rho: what follow each other in a sequence correlate by it, in q, k and v alike (AR(1)), compressed keys and values,
-    which are a stride apart, by rho**stride. So neighbours choose alike, as they do in trained models; 0: unrelated.
+    rho: correlation of consecutive tokens in q, k and v (AR(1)); of compressed tokens, a stride apart, rho**stride.
+    Consecutive queries then select similar blocks, as in trained models. 0: unrelated tokens.
     """
     rows = (shape.batch, shape.seqlen)
     compressed = (shape.batch, shape.num_compressed, shape.kv_heads)
@@ -172,7 +174,7 @@ def make_tensors(shape: Shape, device: str, names: Iterable[str], rho: float = 0
 
 
 def normal(size: tuple[int, int, int, int], dtype: torch.dtype, generator: torch.Generator, rho: float) -> Tensor:
-    """`[B, T, heads, D]` of mean 0 and variance 1: x[t] = rho * x[t - 1] + sqrt(1 - rho^2) * noise[t]."""
+    """Make `[B, T, heads, D]` of mean 0 and variance 1: x[t] = rho * x[t - 1] + sqrt(1 - rho^2) * noise[t]."""
     if rho == 0:
         return torch.randn(size, dtype=dtype, device=generator.device, generator=generator)
     batch, length, heads, dim = size
@@ -182,7 +184,7 @@ def normal(size: tuple[int, int, int, int], dtype: torch.dtype, generator: torch
         x = torch.randn(batch, length, dim, device=generator.device, generator=generator)
         x[:, 1:] *= (1 - rho**2) ** 0.5
         reach = 1
-        # Sums over twice as many steps each time, up to where nothing is left of a step.
+        # Double the span of the sum until the factor of a step vanishes.
         while reach < length and rho**reach > 1e-4:
             x[:, reach:] += rho**reach * x[:, :-reach]
             reach *= 2
@@ -209,9 +211,9 @@ def make_settings(shape: Shape, device: str) -> dict[str, Any]:
 
 
 def make_blocks(shape: Shape, device: str, neighbours: int = 1) -> Tensor:
-    """int32 `[B, T, index_heads, n]`: the first block, the own and the one before it, and others drawn at random.
+    """Make int32 `[B, T, index_heads, n]`: the first block, the own block, the one before it, and random others.
 
-    neighbours: so many queries share most of what is drawn, as they do in trained models.
+    neighbours: number of consecutive queries that share most random blocks, as in trained models.
     """
     generator = torch.Generator(device).manual_seed(1)
     length = shape.seqlen // max(1, shape.num_sequences)

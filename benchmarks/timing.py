@@ -1,4 +1,4 @@
-"""Times and memory of calls, on a GPU with CUDA events; on a CPU, to try the scripts, with a clock."""
+"""Time and memory of calls: on a GPU by CUDA events, on a CPU by a clock."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-# The backward of one forward is run many times, also where torch.compile would reuse what it kept.
+# The backward of one forward runs many times, so torch.compile must not reuse saved tensors.
 torch._functorch.config.donated_buffer = False
 
-# More than the L2 cache of any GPU holds: writing it before a run makes the run read its inputs from memory.
+# Larger than the L2 cache of any GPU: a run after writing it reads its inputs from memory.
 FLUSH_BYTES = 256 * 2**20
 MAX_REPEATS = 50
 MIN_REPEATS = 3
 SECONDS = 1.0
-# What `measure_kernels` measures of the passes; those that take longer, in ms, do not wait for their host.
+# Names of kernel times. Passes longer than LONG_MS do not wait for the host.
 KERNELS = ('forward_kernels', 'backward_kernels')
 LONG_MS = 100.0
 PROFILED_RUNS = 10
 
 
 def pass_of(what: str) -> str:
-    """The pass that a time is of: 'forward' for 'forward_kernels', too."""
+    """Return the pass of a time: 'forward' for 'forward' and 'forward_kernels'."""
     return what.removesuffix('_kernels')
 
 
 @dataclass(frozen=True)
 class Times:
-    """Milliseconds: the median and the extremes of so many runs."""
+    """Milliseconds: median and extremes of a number of runs."""
 
     median: float
     low: float
@@ -45,11 +45,11 @@ class Times:
 
 
 def measure(function: Callable[[], Any], device: str, seconds: float = SECONDS, compiles: bool = True) -> Times:
-    """Times of function(), after a warm-up, with cold caches, for about so many seconds.
+    """Measure function() for about `seconds`, after a warm-up, with cold caches.
 
-    Runs are queued without waiting for one another, as triton.testing.do_bench has them: the host may be ahead of the
-    GPU, as it is in training. A run that takes longer than `seconds` is its own measurement. compiles: the first run,
-    which may compile, never is.
+    Runs are queued without waiting for one another, as in triton.testing.do_bench: the host may be ahead of the GPU, as
+    in training. A run that takes longer than `seconds` is not repeated. compiles: the first run may compile and never
+    counts.
     """
     (first,) = _run(function, device, None)
     if not compiles and first > 1e3 * seconds:
@@ -64,7 +64,7 @@ def measure(function: Callable[[], Any], device: str, seconds: float = SECONDS, 
 
 
 def _run(function: Callable[[], Any], device: str, flush: Tensor | None, repeats: int = 1) -> list[float]:
-    """Milliseconds of each run."""
+    """Return ms of each run."""
     if device == 'cpu':
         starts = []
         for _ in range(repeats):
@@ -83,7 +83,7 @@ def _run(function: Callable[[], Any], device: str, flush: Tensor | None, repeats
 
 
 def run_once(forward: Callable[[], Tensor], leaves: Sequence[Tensor]) -> None:
-    """The passes that `measure_both` measures."""
+    """Run the passes that `measure_both` measures."""
     out = forward()
     if leaves:
         torch.autograd.grad(out, leaves, torch.randn_like(out))
@@ -96,17 +96,18 @@ def measure_both(
     seconds: float = SECONDS,
     compiles: bool = True,
 ) -> dict[str, Any]:
-    """forward_ms, backward_ms, total_ms (None where nothing is differentiated), spreads, peak bytes beyond the inputs.
+    """Return forward_ms, backward_ms, total_ms, spreads and peak_bytes beyond the inputs.
 
-    leaves: what is differentiated. The forward is one that a backward follows. total_ms: one after the other; the sum
-    where that is more than two seconds. A note says so where what is differentiated is not finite.
+    leaves: tensors to differentiate; without them backward_ms and total_ms are None. The forward saves tensors for the
+    backward. total_ms: both passes in one run, or the sum if that exceeds two seconds. A note tells of an output that
+    is not finite.
     """
     base = reset_peak(device)
     times = {'forward': measure(forward, device, seconds, compiles)}
     total, note = None, {}
     if leaves:
         out = forward()
-        # The sum shows it, and takes no memory.
+        # The sum shows a value that is not finite, and needs no memory.
         if not out.detach().sum(dtype=torch.float32).isfinite():
             note = {'note': 'the output is not finite'}
         dout = torch.randn_like(out)
@@ -128,7 +129,7 @@ def measure_both(
 
 
 def measure_workspace(forward: Callable[[], Tensor], leaves: Sequence[Tensor], device: str) -> dict[str, Any]:
-    """Bytes: forward_workspace and backward_workspace, of the peak of a pass what it gives back; saved, what the
+    """Return bytes: forward_workspace and backward_workspace, which a pass frees again, and saved, the tensors that the
     forward keeps beside its output.
     """
     if device == 'cpu':
@@ -150,11 +151,10 @@ def measure_workspace(forward: Callable[[], Tensor], leaves: Sequence[Tensor], d
 def measure_kernels(
     forward: Callable[[], Tensor], leaves: Sequence[Tensor], device: str, measured: dict[str, Any]
 ) -> dict[str, Any]:
-    """forward_kernels_ms, backward_kernels_ms: what the kernels and copies of a pass take together, by PyTorch's
-    profiler, with warm caches. What a short pass takes beyond that is cold caches and waiting for the host.
+    """Return forward_kernels_ms and backward_kernels_ms: the kernels and copies of a pass, by PyTorch's profiler.
 
-    measured: from `measure_both`. Passes that it found to be long are left out, as are those of which the profiler sees
-    nothing.
+    Caches are warm. A short pass takes longer by cold caches and by waiting for the host. measured: from
+    `measure_both`; long passes are left out, and passes in which the profiler sees nothing.
     """
     forward_ms, backward_ms = (measured.get(f'{name}_ms') or 0 for name in ('forward', 'backward'))
     if device == 'cpu' or forward_ms > LONG_MS:
@@ -174,7 +174,7 @@ def measure_with_kernels(
     seconds: float = SECONDS,
     compiles: bool = True,
 ) -> dict[str, Any]:
-    """What `measure_both` gives, and `measure_kernels`."""
+    """Return the values of `measure_both` and of `measure_kernels`."""
     measured = measure_both(forward, leaves, device, seconds, compiles)
     return measured | measure_kernels(forward, leaves, device, measured)
 
@@ -189,7 +189,7 @@ def _kernels_ms(function: Callable[[], Any]) -> float:
 
 
 def reset_peak(device: str) -> int:
-    """Bytes that are allocated now."""
+    """Return the allocated bytes, and start a new peak."""
     if device == 'cpu':
         return 0
     torch.cuda.synchronize()

@@ -1,13 +1,13 @@
-"""How fast does train_enwik8.py train, sparse and dense, over the length of the sequences? Tokens per second.
+"""How many tokens per second does train_enwik8.py train, sparse and dense, by length of the sequences?
 
     python -m benchmarks.training_speed                            1k to 64k tokens, about 2 minutes on a GPU
     python -m benchmarks.training_speed --models sparse-compiled,dense-compiled --add       through torch.compile, too
     python -m benchmarks.training_speed --device cpu --lengths 64,128 --tokens 256 --out /tmp/results -- --preset cpu
                                                                    to try the script
 
-The same model, optimizer and text (the sources of Python's library): but for attention and length everything is as in
-preset long, which the length of 16,384 is exactly. Steps are those of the trainer, each of --tokens tokens, all of
-them in one forward. Flags after `--` are train_enwik8.py's. Writes <gpu>/training.md and .json to --out after
+Model, optimizer and text (the sources of Python's library) are those of preset long; attention and length differ. The
+length of 16,384 is that of the preset. A step of the trainer has --tokens tokens in one forward.
+Flags after `--` are train_enwik8.py's. Writes <gpu>/training.md and .json to --out after
 every case, and at the end .png.
 """
 
@@ -31,12 +31,12 @@ LENGTHS = tuple(2**power for power in range(10, 17))
 MODELS = ('sparse', 'dense')
 COMPILED = '-compiled'
 TITLE = 'Training speed, sparse and dense'
-# Tokens from which on sparse attention trains faster.
+# Length from which on sparse attention must train faster.
 BREAK_EVEN = 2**13
 
 
 def make_config(flags: list[str], attention: str, length: int, tokens: int) -> Config:
-    """Of preset long and the flags, but for the attention, the length and how many sequences a step has."""
+    """Return preset long with the flags, and with the given attention, length and tokens per step."""
     options, given = parse(['--preset', 'long', *flags])
     sizes = {'seq_len': length, 'batch': max(1, tokens // length), 'grad_accum': 1}
     return Config(**{**PRESETS[options.preset], **given, 'attention': attention, **sizes})
@@ -48,7 +48,7 @@ def text(data: str) -> Corpus:
 
 
 def make_call(case: Case) -> tuple[Call, list[Tensor]]:
-    """A step of the trainer."""
+    """Return one step of the trainer."""
     config, device = Config(**case['config']), torch.device(case['device'])
     model = build_model(config, 'auto', device)
     forward = torch.compile(model) if case['backend'].endswith(COMPILED) else model

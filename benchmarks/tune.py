@@ -58,15 +58,15 @@ OPS = {
     'selected_attention': ('selected', 'selected-overlapping'),
     'block_selection': ('selection', 'scores'),
 }
-# A row changes where that much is gained.
+# Least gain that changes a row.
 GAIN = 0.97
 FINALISTS = 6
-# Of the norm of the results.
+# Largest error relative to the norm of the results.
 TOLERANCE = {2: 2e-2, 4: 1e-4}
 
 
 def find_tables() -> dict[str, tuple[types.ModuleType, str]]:
-    """'interval.FORWARD' and the like: the module and the name of every table of settings."""
+    """Return module and name of every table of settings by a name like 'interval.FORWARD'."""
     tables = {}
     for found in pkgutil.walk_packages([str(Path(ops.__file__).parent)], f'{ops.__name__}.'):
         if not found.name.endswith('settings'):
@@ -83,7 +83,7 @@ def find_tables() -> dict[str, tuple[types.ModuleType, str]]:
 
 @contextmanager
 def forced(table: Any, settings: Settings | None) -> Iterator[list[Any]]:
-    """Kernels that ask for `table` get these settings. Gives the list of the tables that were asked for."""
+    """Make kernels that look up `table` use these settings. Yields the list of the tables that were looked up."""
     find_settings, asked = launch.find_settings, []
 
     def find(wanted: Any, *rest: Any) -> Settings:
@@ -106,7 +106,7 @@ def make_shape(itemsize: int, head_dim: int, device: str) -> Shape:
 
 @functools.lru_cache(maxsize=1)
 def make_phases(table: str, itemsize: int, head_dim: int, device: str) -> list[Any]:
-    """Forwards and backwards whose kernels ask for the table, as functions of nothing that return tensors."""
+    """Return the forwards and backwards whose kernels look up the table, as functions that return tensors."""
     torch.manual_seed(0)
     module, name = find_tables()[table]
     shape = make_shape(itemsize, head_dim, device)
@@ -127,7 +127,7 @@ def make_phases(table: str, itemsize: int, head_dim: int, device: str) -> list[A
         forward, leaves = make_call(op, shape, 'triton', device)
         phases.append(functools.partial(_forward, forward))
         if leaves:
-            # With gradients some forwards compute more, by the same tables.
+            # With gradients some forwards compute more, with the same tables.
             phases += [functools.partial(_forward, forward, True), _Backward(forward, leaves)]
     asking = []
     for phase in phases:
@@ -147,7 +147,7 @@ def _forward(forward: Any, with_gradients: bool = False) -> tuple[Tensor, ...]:
 
 
 class _Backward:
-    """The backward of one forward, again and again."""
+    """The backward of one forward, repeatable."""
 
     def __init__(self, forward: Any, leaves: list[Tensor]) -> None:
         self.forward, self.leaves = forward, leaves
@@ -161,7 +161,7 @@ class _Backward:
 
 
 def try_candidate(table: str, itemsize: int, head_dim: int, device: str, settings: Settings) -> str | None:
-    """Compiles and runs once; why it cannot, or None. In a process of the pool: others find the kernels compiled."""
+    """Compile and run once; return the reason of a failure, or None. Runs in the pool, which fills the kernel cache."""
     module, name = find_tables()[table]
     try:
         with forced(getattr(module, name), Settings(*settings)):
@@ -169,13 +169,13 @@ def try_candidate(table: str, itemsize: int, head_dim: int, device: str, setting
                 phase()
         if device != 'cpu':
             torch.cuda.synchronize()
-    except Exception as error:  # of whatever kind the compiler has
+    except Exception as error:  # of whatever type the compiler raises
         return f'{type(error).__name__}: {next(iter(str(error).splitlines()), "")[:100]}'
     return None
 
 
 def candidates_for(itemsize: int, head_dim: int, device: str) -> list[Settings]:
-    """What may fit: the tiles in registers, and their operands in shared memory."""
+    """Return settings whose tiles may fit into registers and shared memory."""
     architecture = launch.architecture_of(torch.device(device))
     blocks = [size for size in BLOCKS if itemsize == 2 or size <= 64]
     found = []
@@ -190,13 +190,13 @@ def candidates_for(itemsize: int, head_dim: int, device: str) -> list[Settings]:
 
 
 class Pool:
-    """Processes that compile, all ended and started anew where one does not come back."""
+    """Processes that compile; all are ended and started again if one hangs."""
 
     def __init__(self, workers: int) -> None:
         self.workers, self.executor = workers, None
 
     def usable(self, jobs: list[tuple[Any, ...]], seconds: float) -> list[Settings]:
-        """The settings of the jobs that compile and run within so many seconds altogether."""
+        """Return the settings of the jobs that compile and run within `seconds` altogether."""
         if self.workers == 0:
             reasons = [try_candidate(*job) for job in jobs]
         else:
@@ -228,7 +228,7 @@ class Pool:
 
 
 def time_of(table: Any, settings: Settings, phases: list[Any], runs: int, device: str) -> list[float]:
-    """Milliseconds of every phase."""
+    """Return ms of every phase."""
     runs = 1 if device == 'cpu' else runs
     flush = torch.empty(FLUSH_BYTES // 4 if device != 'cpu' else 1, dtype=torch.int8, device=device)
     times = []
@@ -270,7 +270,7 @@ def agrees(results: list[tuple[Tensor, ...]], expected: list[tuple[Tensor, ...]]
 
 
 def tune(table: str, itemsize: int, head_dim: int, options: argparse.Namespace, pool: Pool) -> Settings | None:
-    """The best settings, or None where those in force are as good."""
+    """Return the best settings, or None if those in force are as good."""
     started, device = time.monotonic(), options.device
     module, name = find_tables()[table]
     rows = getattr(module, name)
@@ -281,7 +281,7 @@ def tune(table: str, itemsize: int, head_dim: int, options: argparse.Namespace, 
         # Where another table serves, as for blocks that are not short.
         print(f'{table}: {error.args[0]}')
         return None
-    # While a table is compiled, the memory is needed by the processes that do it.
+    # The compiling processes need the memory.
     make_phases.cache_clear()
     candidates = [c for c in candidates_for(itemsize, head_dim, device) if c != in_force]
     if name.startswith('BLOCK'):
@@ -303,7 +303,7 @@ def tune(table: str, itemsize: int, head_dim: int, options: argparse.Namespace, 
     base = time_of(rows, in_force, phases, 5, device)
 
     def relative(settings: Settings, runs: int) -> float:
-        """Its times over those in force, as their mean over the phases."""
+        """Return the mean ratio of its times to those in force."""
         times = time_of(rows, settings, phases, runs, device)
         return sum(own / old for own, old in zip(times, base, strict=True)) / len(base)
 
@@ -314,7 +314,7 @@ def tune(table: str, itemsize: int, head_dim: int, options: argparse.Namespace, 
                 scores[candidate] = relative(candidate, 3)
             else:
                 print(f'  {candidate} gives OTHER RESULTS', flush=True)
-        except Exception as error:  # what worked in the pool may still fail here
+        except Exception as error:  # a candidate that ran in the pool may fail here
             print(f'  {candidate}: {type(error).__name__}', flush=True)
     finalists = sorted(scores, key=scores.__getitem__)[:FINALISTS]
     base = time_of(rows, in_force, phases, 15, device)
@@ -332,7 +332,7 @@ def tune(table: str, itemsize: int, head_dim: int, options: argparse.Namespace, 
 
 
 def rewrite(text: str, table: str, architecture: str, found: dict[tuple[int, int], Settings]) -> str:
-    """The source of a settings.py, whose rows have a line each, with these of an architecture and all else as it is."""
+    """Return the source of a settings.py with the given rows of one architecture; the rest stays as it is."""
     lines = text.splitlines()
     assigned = [
         node
@@ -366,7 +366,7 @@ def _key_of(line: str) -> tuple[str, int, int] | None:
 
 
 def write_tables(found: dict[str, dict[tuple[int, int], Settings]], options: argparse.Namespace) -> None:
-    """The files with what was found, in the package or below --out."""
+    """Write the changed files into the package or to --out."""
     architecture = launch.architecture_of(torch.device(options.device))
     texts: dict[Path, str] = {}
     for table, rows in found.items():

@@ -22,7 +22,7 @@ OURS, CUDNN = 'triton', 'cudnn'
 # Causal with an unbounded window, and with the window of the shape.
 BASES = ('dense', 'window')
 PASSES = ('forward', 'backward')
-# Of cuDNN's time, forward and backward.
+# Limits of dense attention in multiples of cuDNN's time, forward and backward.
 LIMITS = (1.35, 2.1)
 FEATURES = {
     '': 'without a feature',
