@@ -44,8 +44,8 @@ def make_dense(shape: Shape, device: str, backend: str) -> Step:
 def mdy666(shape: Shape, device: str, folder: Path) -> Step:
     """Adapter for fcf117c: `nsa_decode(q, k, v, w, context_lens, block_tables, cmp_slot_mapping, …)`.
 
-    q `[B, HQ, D]`, k and v `[pages, PAGE_SIZE, H, ·]`, which hold tokens and compressed pairs, w logits `[B, HQ, 3]`, the
-    slot of the compressed pair that the token completes. Its window reads one key more than its size.
+    q `[B, HQ, D]`, k and v `[pages, PAGE_SIZE, H, ·]`, which hold tokens and compressed pairs, w logits `[B, HQ, 3]`,
+    the slot of the compressed pair that the token completes. Its window reads one key more than its size.
     """
     stand_in_for_pkg_resources()
     nsa_decode = import_from(folder, 'flash_nsa.inference').nsa_decode

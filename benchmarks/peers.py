@@ -233,8 +233,8 @@ def stand_in_for_pkg_resources() -> None:
 def mdy666(problem: Problem, folder: Path) -> Steps:
     """Adapter for fcf117c.
 
-    Functions `compress_attn(q, k, v, sm_scale)`, `slc_topk_indices(q, k, lse, sm_scale, …)`, `select_attn(q, k, v, topk,
-    sm_scale)` and `fused_sigmoid_combine(a, b, c, logits)`: q `[tokens, HQ, D]`, topk `[H, tokens, n]`,
+    Functions `compress_attn(q, k, v, sm_scale)`, `slc_topk_indices(q, k, lse, sm_scale, …)`, `select_attn(q, k, v,
+    topk, sm_scale)` and `fused_sigmoid_combine(a, b, c, logits)`: q `[tokens, HQ, D]`, topk `[H, tokens, n]`,
     ascending, padded with a block that does not exist. Sizes and borders are set on a class beforehand.
     """
     stand_in_for_pkg_resources()

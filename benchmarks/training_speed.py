@@ -7,8 +7,9 @@
 
 Model, optimizer and text (the sources of Python's library) are those of preset long; attention and length differ. The
 length of 16,384 is that of the preset. A step of the trainer has --tokens tokens in one forward.
-Flags after `--` are train_enwik8.py's. Writes <gpu>/training.md and .json to --out after
-every case, and at the end .png.
+
+Flags after `--` are those of train_enwik8.py. Writes <gpu>/training.md and .json to --out after every case, and .png at
+the end.
 """
 
 from __future__ import annotations
