@@ -1,10 +1,10 @@
-"""Compiles the kernels of every op for a GPU that need not be there, and prints a line of JSON for each.
+"""Compile the kernels of every op for a GPU that need not exist, and print one line of JSON per kernel.
 
     python -m tests.support.builds sm90 bfloat16 128
-    python -m tests.support.builds sm90 float32 64 kinds select_blocks      of an op by part of its name
+    python -m tests.support.builds sm90 float32 64 kinds select_blocks      ops by part of their name
 
-Public ops run forward and backward on small CPU tensors; where a kernel would be launched it is compiled instead, for
-what it would be launched with. A process of its own, because Triton's interpreter cannot be switched off again.
+Public ops run forward and backward on small CPU tensors; every kernel launch compiles the kernel for its arguments
+instead. This needs a process of its own, because Triton's interpreter cannot be switched off again.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ PACKED: dict[str, Any] = {'cu_seqlens': torch.tensor([0, 40, SEQLEN], dtype=torc
 
 
 class NoGpu:
-    """Triton's driver of a GPU that is not there. Kernels are cached by device: an architecture has its own number."""
+    """Triton driver of a GPU that does not exist. Kernels are cached by device, so every architecture has its own
+    number.
+    """
 
     launcher_cls = staticmethod(lambda *_: None)
 
@@ -245,7 +247,7 @@ def build_decoding(dtype: torch.dtype, head_dim: int) -> None:
         )
 
 
-# An op with a Triton backend has an entry here, and what ops do only where a problem is large.
+# Every op with a Triton backend has an entry, and so has code that runs only for large problems.
 OPS: dict[str, Callable[[torch.dtype, int], None]] = {
     'window_attention': build_window,
     'compressed_attention': build_compressed,
@@ -255,7 +257,7 @@ OPS: dict[str, Callable[[torch.dtype, int], None]] = {
     'gated_sum': build_gated_sum,
     'rotary': build_rotary,
     'decoding': build_decoding,
-    'lists of who chose a block': build_inverse_index,
+    'CSR index from blocks to queries': build_inverse_index,
 }
 
 
@@ -277,8 +279,8 @@ def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) 
 
 
 def compile_once(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """A kernel in the first variant that is asked for, and no other; one of two halves in both, and those that know
-    gates, or modifiers, with all of them too.
+    """Compile only the first variant of a kernel, but both of two halves, and kernels with gates or modifiers also with
+    all of them.
     """
     is_marked = any(isinstance(arg, KernelModifiers) and all(v is not None for v in arg) for arg in args)
     kind = (self, kwargs.get('COMPUTE_DQ'), is_marked, is_gated(self, args, kwargs))
@@ -286,13 +288,13 @@ def compile_once(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def compile_kinds(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """A kernel in the first of all variants that differ by numbers alone."""
+    """Compile a kernel once per kind of arguments: variants that differ in numbers alone are compiled once."""
     kind = (self, kind_of(args), kind_of(kwargs), is_gated(self, args, kwargs))
     return compile_new(kind, self, *args, **kwargs)
 
 
 def is_gated(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a kernel has gates, or numbers of a row with a gate among them."""
+    """Return whether a kernel has gates, or row statistics with a gate."""
     given = [arg for name, arg in zip(kernel.arg_names, args, strict=False) if name in ('gate_ptr', 'gates')]
     bundled = [getattr(arg, name, None) for arg in args for name in ('gate', 'gates') if isinstance(arg, tuple)]
     given += [arg for arg in bundled if isinstance(arg, (Tensor, Gates))]
@@ -307,10 +309,10 @@ def compile_new(kind: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def kind_of(argument: Any) -> Any:
-    """What makes other code of a kernel than other numbers do."""
+    """Return the properties of an argument that change a kernel's code beyond its numbers."""
     match argument:
         case dict():
-            # Warps tell groups apart that have settings of their own.
+            # The number of warps separates groups with settings of their own.
             kinds = {name: kind_of(value) for name, value in argument.items() if name not in OPTIONS}
             return argument.get('num_warps'), *kinds.items()
         case tuple():
@@ -331,7 +333,7 @@ compiled: set[Any] = set()
 
 
 def zeros(*args: Any, **kwargs: Any) -> Tensor:
-    """Nothing is computed, but what a kernel would have written may be used as an index."""
+    """Return zeros where an op allocates: nothing is computed, but results may be used as indices."""
     return empty(*args, **kwargs).zero_()
 
 

@@ -1,4 +1,4 @@
-"""Features of window attention as the tests of kernels draw them, in the interpreter and on a GPU."""
+"""Features of window attention, drawn by the kernel tests in the interpreter and on a GPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ def make_features(
     device: torch.device | str = 'cpu',
     table: tuple[int, int] | None = None,
 ) -> dict[str, Any]:
-    """Keyword arguments of `window_attention`. shape: B, HQ, T, S; table: the first two sizes of bias and attn_mask."""
+    """Return keyword arguments of `window_attention`. shape: B, HQ, T, S; table: the first two sizes of bias and
+    attn_mask.
+    """
     batch, heads, seqlen_q, seqlen_k = shape
     size = (*(table or (batch, heads)), seqlen_q, seqlen_k)
     generator = torch.Generator(device).manual_seed(0)
@@ -57,6 +59,6 @@ def make_features(
 
 
 def split_features(features: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Those that are differentiated, and the others."""
+    """Split the features into differentiable ones and the others."""
     tensors = {name: value for name, value in features.items() if name in DIFFERENTIABLE}
     return tensors, {name: value for name, value in features.items() if name not in tensors}

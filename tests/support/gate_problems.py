@@ -19,7 +19,7 @@ every_dtype = pytest.mark.parametrize('dtype', [torch.float32, torch.float16])
 
 
 def make_gate(q: Tensor, kind: str = 'any', dtype: torch.dtype = torch.float32) -> Tensor:
-    """`[B, T, HQ]`. 'any': above 0, 0 and below among the heads of a query."""
+    """Return a gate `[B, T, HQ]`. 'any': positive, 0 and negative among the heads of a query."""
     gate = torch.rand(q.shape[:3]) * 0.98 + 0.01
     chance = torch.rand(q.shape[:3])
     if kind != 'above 0':
@@ -30,8 +30,8 @@ def make_gate(q: Tensor, kind: str = 'any', dtype: torch.dtype = torch.float32) 
 
 
 def multiplied(op: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """gate * output of an attention, and its log-sum-exp, which has no gradient. By the kernels the attention has the
-    gate and the sum carries it; by eager it is multiplied outside.
+    """Return gate * output of an attention, and its log-sum-exp, which has no gradient. With Triton the attention takes
+    the gate and `gated_sum` multiplies by it; with eager the product is taken outside.
     """
 
     def attend(gate: Tensor, backend: str, **arguments: Any) -> tuple[Tensor, Tensor]:
@@ -48,7 +48,7 @@ def multiplied(op: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[
 
 
 def assert_rules(op: Callable[..., tuple[Tensor, Tensor]], tensors: Tensors, **settings: Any) -> None:
-    """Output, log-sum-exp and gradients of gate * output by the error rules. tensors: the gate among them."""
+    """Assert output, log-sum-exp and gradients of gate * output by the error rules. tensors: the gate among them."""
 
     def run(backend: str, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         cast = {n: t.to(dtype) if dtype is not None and t.is_floating_point() else t for n, t in tensors.items()}

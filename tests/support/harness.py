@@ -1,5 +1,5 @@
-"""What the tests of kernels share: memory that betrays a wrong access, Triton's interpreter at its strictest, and the
-comparison with eager.
+"""Shared parts of the kernel tests: poisoned memory, Triton's interpreter with strict checks, the comparison with
+eager.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Tensors = Mapping[str, Tensor]
 
 
 def junk_of(dtype: torch.dtype) -> float | int:
-    """What stands where nothing was written: NaN, or an integer that is no size, index or offset of a test."""
+    """Return the content of unwritten memory: NaN, or an integer that is no size, index or offset of a test."""
     if dtype.is_floating_point:
         return float('nan')
     return True if dtype == torch.bool else JUNK & torch.iinfo(dtype).max
@@ -45,7 +45,7 @@ def is_junk(tensor: Tensor) -> Tensor:
 
 
 def fence(tensor: Tensor) -> Tensor:
-    """The values of `tensor` with its strides, in a buffer where NaN (integers: junk) stands everywhere else."""
+    """Return the values of `tensor` with its strides, in a buffer that is NaN (integers: junk) everywhere else."""
     if tensor.numel() == 0:
         return tensor
     size = 1 + sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -57,7 +57,7 @@ def fence(tensor: Tensor) -> Tensor:
 
 
 def far_apart(tensor: Tensor, dim: int) -> Tensor:
-    """The same values, the last ones of a dimension more than 2 ** 31 elements behind the first."""
+    """Return the same values, with the last entry of a dimension more than 2 ** 31 elements behind the first."""
     strides = list(tensor.contiguous().stride())
     strides[dim] = 2**31 // (tensor.shape[dim] - 1) + 16
     size = 1 + sum((length - 1) * stride for length, stride in zip(tensor.shape, strides, strict=True))
@@ -65,7 +65,7 @@ def far_apart(tensor: Tensor, dim: int) -> Tensor:
 
 
 class Allocations:
-    """Uninitialised memory, full of junk and between margins of junk."""
+    """Uninitialised memory, filled with junk and fenced by margins of junk."""
 
     def __init__(self) -> None:
         self.buffers: list[tuple[Tensor, int]] = []
@@ -89,9 +89,9 @@ class Allocations:
 
 @contextmanager
 def poisoned_allocations() -> Iterator[None]:
-    """What allocates uninitialised memory gives it full of junk. On leaving, the margins must be as they were.
+    """Fill all uninitialised memory with junk. On leaving, the margins must be unchanged.
 
-    The functions themselves are replaced, because modes of PyTorch do not reach into a registered op.
+    The allocation functions themselves are replaced, because modes of PyTorch do not reach into a registered op.
     """
     allocations = Allocations()
 
@@ -107,8 +107,8 @@ def poisoned_allocations() -> Iterator[None]:
 
 @contextmanager
 def strict_interpreter() -> Iterator[None]:
-    """Interpreted kernels report int32 that overflows and asserts that fail, and every load and store that leaves the
-    tensors of a launch; their float32 products have the same bits on every processor. Kernels on a GPU are left alone.
+    """Make interpreted kernels report int32 overflow, failing asserts, and every load and store outside the tensors of
+    a launch; float32 products have the same bits on every processor. Kernels on a GPU are not affected.
     """
     if not is_interpreted():
         yield
@@ -183,7 +183,7 @@ def strict_interpreter() -> Iterator[None]:
 
 
 def _refuse_overflow(self: Any, a: Any, b: Any, operation: Any) -> None:
-    """What Triton checks, in a few operations rather than ten of the interpreter's."""
+    """Check overflow as Triton does, in a few operations instead of ten of the interpreter's."""
     bits = a.type.scalar.int_bitwidth
     if bits < 64:
         function = {'add': np.add, 'sub': np.subtract, 'mul': np.multiply}[operation.__name__]
@@ -202,7 +202,7 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def _merged_extents(tensors: Iterator[Tensor]) -> np.ndarray:
-    """uint64 `[N, 2]`: the addresses [start, stop) of tensors, ascending and apart from each other."""
+    """Return uint64 `[N, 2]`: the addresses [start, stop) of tensors, ascending and disjoint."""
     merged: list[list[int]] = []
     extents = []
     for t in tensors:
@@ -218,7 +218,7 @@ def _merged_extents(tensors: Iterator[Tensor]) -> np.ndarray:
 
 
 def place(value: Any, device: torch.device, dtype: torch.dtype = torch.float32) -> Any:
-    """Tensors on the device and fenced, floating ones in the dtype; what is in tuples and dictionaries too."""
+    """Return tensors on the device, fenced, and floating ones in the dtype; also those in tuples and dictionaries."""
     if isinstance(value, Tensor):
         return fence(value.to(device, dtype) if value.is_floating_point() else value.to(device))
     if isinstance(value, tuple):
@@ -231,7 +231,7 @@ def place(value: Any, device: torch.device, dtype: torch.dtype = torch.float32) 
 def make_grads(
     extents: Extents, heads: Heads, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> list[Tensor]:
-    """Of the output and the log-sum-exp of an attention."""
+    """Return gradients of the output and the log-sum-exp of an attention."""
     batch, seqlen = extents.batch, extents.seqlen_q
     return [
         torch.randn(batch, seqlen, heads.heads, heads.value_dim, device=device, dtype=dtype),
@@ -242,7 +242,7 @@ def make_grads(
 def run_triton(
     op: Callable[..., Any], tensors: Tensors, grads: list[Tensor] | None = None, **settings: Any
 ) -> dict[str, Tensor]:
-    """Outputs and gradients by name, as `outputs_and_gradients` gives them."""
+    """Return outputs and gradients by name, as `outputs_and_gradients` does."""
     return outputs_and_gradients(lambda **leaves: op(**leaves, **settings, backend='triton'), tensors, grads)
 
 
@@ -255,8 +255,8 @@ def run_eager(
 def assert_close_to_eager(
     op: Callable[..., Any], tensors: Tensors, grads: list[Tensor] | None = None, **settings: Any
 ) -> None:
-    """float32 within 1e-5 of eager in float64, where a problem is too small to measure by the errors of eager; float16
-    within 2e-3.
+    """Assert float32 within 1e-5 of eager in float64, for problems too small for the error rules;
+    float16 within 2e-3.
     """
     gold = run_eager(op, {n: t.double() if t.is_floating_point() else t for n, t in tensors.items()}, grads, **settings)
     is_half = any(t.dtype == torch.float16 for t in tensors.values())
@@ -269,8 +269,8 @@ def assert_close_to_eager(
 
 
 def assert_slopes_at_the_cap(op: Callable[..., Any], tensors: Tensors, grads: list[Tensor], **settings: Any) -> None:
-    """Gradients of queries and keys where every logit is near 7 times the cap: slopes of a millionth have their digits,
-    which 1 - tanh ** 2 in float32 has not. tensors: of random numbers, q and k among them.
+    """Check gradients of queries and keys where every logit is near 7 times the cap. Slopes of 1e-6 keep their digits
+    there, which 1 - tanh ** 2 in float32 loses. tensors: of random numbers, q and k among them.
     """
     q, k = (1 + 0.1 * tensors[name] for name in 'qk')
     tensors = {**tensors, 'q': 7 / q.shape[3] * q, 'k': k}
@@ -288,7 +288,7 @@ def assert_same_bits(result: Tensors, expected: Tensors) -> None:
 
 
 def fewer_examples(share: float) -> hypothesis.settings:
-    """A share of the examples of the profile, for what takes long in the interpreter."""
+    """Use a share of the profile's examples, for tests that take long in the interpreter."""
     profile = hypothesis.settings()
     return hypothesis.settings(profile, max_examples=max(1, round(profile.max_examples * share)))
 

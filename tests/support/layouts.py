@@ -1,11 +1,11 @@
-"""What Triton's layouts, as it prints them, say of who holds the numbers that are reduced."""
+"""Parse Triton's printed layouts: which lanes and warps hold the elements that a reduction combines."""
 
 from __future__ import annotations
 
 import re
 from typing import NamedTuple
 
-# Per bit of the number of a lane, or of a warp, how far it moves in each dimension of a tensor.
+# For each bit of a lane or warp number: its step in each dimension of a tensor.
 Bits = list[list[int]]
 
 LAYOUT = re.compile(r'^(#\w+) = #ttg\.(\w+)<\{(.*)\}>', re.MULTILINE)
@@ -13,16 +13,16 @@ SLICE = re.compile(r'#ttg\.slice<\{dim = (\d+), parent = (.*)\}>')
 REDUCTION = re.compile(
     r'"tt\.(?:reduce|scan)"\([^)]*\) <\{axis = (\d+) : i32[^}]*\}> \(\{.*?\}\) : \((.*?)\) ->', re.DOTALL
 )
-# Of these the bits that move along a dimension stand together.
+# Layouts in which the bits that move along a dimension are adjacent.
 REGULAR = {'blocked', 'nvidia_mma'}
 
 
 class Reduction(NamedTuple):
-    """axis: along which a tensor of this type is reduced. is_linear: its layout is given bit by bit. is_scattered: the
-    bits of a lane or of a warp that move along the axis have others between them.
+    """One operand of a reduction or scan. axis: the reduced axis of this tensor type. is_linear: its layout is given
+    bit by bit. is_scattered: the bits of a lane or warp that move along the axis have other bits between them.
 
-    Triton before 3.7 takes such bits for neighbours, and compares other numbers than it should (triton-lang/triton
-    #9219): a result is wrong then, and not the same in all threads.
+    Triton before 3.7 takes such bits for adjacent ones and combines the wrong elements (triton-lang/triton#9219):
+    results are wrong and differ between threads.
     """
 
     axis: int
@@ -32,10 +32,10 @@ class Reduction(NamedTuple):
 
 
 def find_reductions(ttgir: str) -> list[Reduction]:
-    """Every operand of every reduction and scan.
+    """Return every operand of every reduction and scan.
 
     Raises:
-        ValueError: one that is not understood.
+        ValueError: if a layout is unknown.
     """
     layouts = {name: (kind, text) for name, kind, text in LAYOUT.findall(ttgir)}
     found = REDUCTION.findall(ttgir)

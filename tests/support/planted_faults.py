@@ -344,7 +344,7 @@ FAULTS = [
     Fault('decoding: what does not fit goes into the ring', APPEND, 'fits = tl.full([1], 1, tl.int1) & (old + token < length)', 'fits = tl.full([1], 1, tl.int1) & (old + token >= 0)', DECODING[1:]),
     Fault('decoding: places of the ring off by one', APPEND, 'slot = ((old + token) % ring.size)', 'slot = ((old + token + 1) % ring.size)', DECODING),
     Fault('decoding: blocks of the next step', APPEND, 'first = count_blocks(old, sizes.block_size, sizes.stride)', 'first = count_blocks(old + sizes.stride, sizes.block_size, sizes.stride)', DECODING),
-    Fault('decoding: positions in a block of the first head', APPEND, 'offsets = (head * sizes.block_size + places) * SIZE', 'offsets = (head * 0 + places) * SIZE', DECODING),
+    Fault('decoding: positions in a block of the first head', APPEND, 'offsets = (head * sizes.block_size + in_block) * SIZE', 'offsets = (head * 0 + in_block) * SIZE', DECODING),
     Fault('decoding: mean of what pads a block', APPEND, 'tl.full([BLOCK_D], sizes.block_size, tl.float32)', 'tl.full([BLOCK_D], (sizes.block_size + BLOCK_L - 1) // BLOCK_L * BLOCK_L, tl.float32)', DECODING),
     Fault('decoding: first new token missing in its block', APPEND, 'x = tl.where((tokens >= old)[:, None]', 'x = tl.where((tokens > old)[:, None]', DECODING),
     Fault('decoding: angles not interpolated', APPEND, 'tl.div_rn((old + token).to(tl.float32), factor)', '(old + token).to(tl.float32)', DECODING),

@@ -1,4 +1,4 @@
-"""Problems for the choice of blocks, and both backends on them."""
+"""Problems of block selection, run by both backends."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ def make_problem(
     pairs: int = 1,
     **more: Any,
 ) -> Problem:
-    """Tensors and settings; NaN in every compressed key that belongs to no sequence, and around every tensor."""
+    """Return tensors and settings, with NaN in every compressed key that belongs to no sequence and around every
+    tensor.
+    """
     settings = settings_of(sizes, extents, device, **more)
     q, _, _ = make_qkv(extents, heads)
     k_cmp, v_cmp = make_compressed(extents, heads, *sizes[:2], more=1)
@@ -48,9 +50,9 @@ def make_problem(
 
 
 def make_counts(extents: Extents, heads: Heads, sizes: Sizes, device: torch.device, **more: Any) -> Problem:
-    """Weights are 1 or 0, so that scores are counts, in any order of summation, and many of them are equal.
+    """Return a problem with weights of 1 or 0: scores are counts in any order of summation, and many of them are equal.
 
-    The stride must be a power of two: thirds of a token cannot be counted without rounding.
+    The stride must be a power of two, since thirds of a token cannot be counted without rounding.
     """
     batch, seqlen = extents.batch, extents.seqlen_q
     feature = torch.randint(0, heads.head_dim, (batch, seqlen, heads.heads))

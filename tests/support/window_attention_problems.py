@@ -19,6 +19,6 @@ Tensors = dict[str, Any]
 def make_inputs(
     extents: Extents, heads: Heads, device: torch.device, dtype: torch.dtype = torch.float32, layout: str = 'contiguous'
 ) -> Tensors:
-    """NaN in every key that belongs to no sequence, and around every tensor."""
+    """Return inputs with NaN in every key that belongs to no sequence and around every tensor."""
     tensors = dict(zip('qkv', problems.make_qkv(extents, heads), strict=True))
     return {name: fence(lay_out(t.to(device, dtype), layout)) for name, t in tensors.items()}

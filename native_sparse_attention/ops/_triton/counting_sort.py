@@ -55,23 +55,23 @@ def find_runs(keys_ptr, num_keys, TILE_SIZE: tl.constexpr):
     """Load a tile of sorted keys. Returns `[TILE_SIZE]` each: keys, indices in the tile, a mask, and the start of each
     key's run.
     """
-    places = tl.arange(0, TILE_SIZE)
-    mask = places < num_keys
-    keys = tl.load(keys_ptr + places, mask=mask, other=0)
-    before = tl.load(keys_ptr + places - 1, mask=mask & (places > 0), other=-1)
-    begins = tl.where((places == 0) | (before // TILE_SIZE != keys // TILE_SIZE), places, 0)
-    return keys, places, mask, tl.associative_scan(begins, 0, _larger)
+    indices = tl.arange(0, TILE_SIZE)
+    mask = indices < num_keys
+    keys = tl.load(keys_ptr + indices, mask=mask, other=0)
+    before = tl.load(keys_ptr + indices - 1, mask=mask & (indices > 0), other=-1)
+    begins = tl.where((indices == 0) | (before // TILE_SIZE != keys // TILE_SIZE), indices, 0)
+    return keys, indices, mask, tl.associative_scan(begins, 0, _larger)
 
 
 @triton.jit
 def count_runs(keys_ptr, counts_ptr, pair, tile, num_keys, tiles_of_pair, num_slots, TILE_SIZE: tl.constexpr):
     """Store the run lengths of a tile, whose sorted keys begin at keys_ptr, into the counts."""
-    keys, places, mask, begins = find_runs(keys_ptr, num_keys, TILE_SIZE)
+    keys, indices, mask, begins = find_runs(keys_ptr, num_keys, TILE_SIZE)
     slots = keys // TILE_SIZE
-    behind = tl.load(keys_ptr + places + 1, mask=places + 1 < num_keys, other=-1)
-    is_last = (places + 1 == num_keys) | (behind // TILE_SIZE != slots)
+    behind = tl.load(keys_ptr + indices + 1, mask=indices + 1 < num_keys, other=-1)
+    is_last = (indices + 1 == num_keys) | (behind // TILE_SIZE != slots)
     counts_ptr += 1 + (pair.to(tl.int64) * (num_slots + 1) + slots) * tiles_of_pair + tile
-    tl.store(counts_ptr, places - begins + 1, mask=mask & is_last)
+    tl.store(counts_ptr, indices - begins + 1, mask=mask & is_last)
 
 
 @triton.jit(do_not_specialize=['tiles_of_pair', 'num_slots'])
@@ -95,9 +95,9 @@ def place_kernel(
     first = tile * TILE_ENTRIES
     keys_ptr += pair * num_entries + first
     sums_ptr += pair * (num_slots + 1) * tiles_of_pair
-    keys, places, mask, begins = find_runs(keys_ptr, tl.minimum(num_entries - first, TILE_ENTRIES), TILE_SIZE)
+    keys, indices, mask, begins = find_runs(keys_ptr, tl.minimum(num_entries - first, TILE_ENTRIES), TILE_SIZE)
     sums = tl.load(sums_ptr + (keys // TILE_SIZE).to(tl.int64) * tiles_of_pair + tile, mask=mask, other=0)
-    tl.store(entries_ptr + sums + places - begins, first + keys % TILE_SIZE, mask=mask)
+    tl.store(entries_ptr + sums + indices - begins, first + keys % TILE_SIZE, mask=mask)
 
     starts_ptr += pair * (num_slots + 1)
     for first_slot in tl.range(tile * TILE_SIZE, num_slots + 1, tiles_of_pair * TILE_SIZE):

@@ -263,9 +263,9 @@ def load_entries(entries_ptr, first_row, num_rows, GROUP: tl.constexpr, BLOCK_M:
     Load them one step ahead of the rows that they point to: asynchronous copies complete in order, so a pipeline that
     also prefetches the entries of a later step would have to wait for everything that it fetched before them.
     """
-    places, _ = split_rows(first_row, GROUP, BLOCK_M)
+    indices, _ = split_rows(first_row, GROUP, BLOCK_M)
     mask = first_row + tl.arange(0, BLOCK_M) < num_rows
-    return tl.load(entries_ptr + places, mask=mask, other=0)
+    return tl.load(entries_ptr + indices, mask=mask, other=0)
 
 
 # No specialisation on arguments that differ between calls: a sort takes seconds to compile.
@@ -329,16 +329,16 @@ def slot_kernel(
     slots = tl.where(counts, first_slots[:, None] + tl.where(counts, blocks, 0).to(tl.int32), num_slots)
 
     keys_ptr += (pair.to(tl.int64) * num_rows + first_row) * NUM_SELECTED
-    places = in_tile[:, None] * NUM_SELECTED + entry[None, :]
+    indices = in_tile[:, None] * NUM_SELECTED + entry[None, :]
     if counts_ptr is not None:
         # Padding sorts behind all slots.
-        keys = tl.where(mask, slots * TILE_SIZE + places, (num_slots + 1) * TILE_SIZE)
+        keys = tl.where(mask, slots * TILE_SIZE + indices, (num_slots + 1) * TILE_SIZE)
         keys = sort_tile(tl.reshape(keys, [TILE_SIZE]), LOG_TILE, ROTATION)
-        places = tl.arange(0, TILE_SIZE)
+        indices = tl.arange(0, TILE_SIZE)
         num_keys = tl.minimum(num_rows - first_row, BLOCK_ROWS) * NUM_SELECTED
-        tl.store(keys_ptr + places, keys, mask=places < num_keys)
+        tl.store(keys_ptr + indices, keys, mask=indices < num_keys)
         tl.debug_barrier()  # other threads read the stored keys below
         tile = tl.program_id(0) % tiles_of_pair
         count_runs(keys_ptr, counts_ptr, pair, tile, num_keys, tiles_of_pair, num_slots, TILE_SIZE)
     else:
-        tl.store(keys_ptr + places, pair * (num_slots + 1) + slots, mask=mask)
+        tl.store(keys_ptr + indices, pair * (num_slots + 1) + slots, mask=mask)

@@ -121,11 +121,11 @@ def _by_segment(
     """The keys `[B, S, H]` sorted by segment, and among them the intervals `[B, T, 1, 1]` of a query's own segment."""
     seqlen_k = key_segments.shape[1]
     # Of one segment those of lower index come first.
-    place = key_segments.long() * (seqlen_k + 1) + torch.arange(seqlen_k, device=nonfinite.device)
-    place, order = place.sort(1)
+    sort_key = key_segments.long() * (seqlen_k + 1) + torch.arange(seqlen_k, device=nonfinite.device)
+    sort_key, order = sort_key.sort(1)
     segment_start = query_segments.long() * (seqlen_k + 1)
     first, last = (
-        torch.searchsorted(place, segment_start + t[..., 0, 0]).masked_fill(query_segments < 0, 0)[..., None, None]
+        torch.searchsorted(sort_key, segment_start + t[..., 0, 0]).masked_fill(query_segments < 0, 0)[..., None, None]
         for t in (first, last)
     )
     return nonfinite.gather(1, order[..., None].expand_as(nonfinite)), first, last

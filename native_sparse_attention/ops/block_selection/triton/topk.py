@@ -36,21 +36,23 @@ def make_sort_keys(
 
     scores, and the part that each block adds to the next one's score: `[J, T]`.
     """
-    places = tl.arange(0, scores.shape[0])[None, :]
+    columns_of_tile = tl.arange(0, scores.shape[0])[None, :]
     if ADDS_TO_NEXT:
         score, adds_to_next = tl.split(tl.permute(tl.join(scores, next_scores), (1, 0, 2)))
-        score += tl.gather(adds_to_next, tl.broadcast_to(tl.maximum(places - 1, 0), adds_to_next.shape), 1)
+        score += tl.gather(adds_to_next, tl.broadcast_to(tl.maximum(columns_of_tile - 1, 0), adds_to_next.shape), 1)
     else:
         score = tl.trans(scores)
     # The bits of non-negative floats are ordered like the floats.
     sort_keys = tl.where(score == score, score, float('inf')).to(tl.int32, bitcast=True)
     if ADDS_TO_NEXT:
-        sort_keys = tl.where(places > 0, sort_keys, -1)
+        sort_keys = tl.where(columns_of_tile > 0, sort_keys, -1)
     is_first = first_block < selection.num_init
     if is_first | (
         first_block + scores.shape[0] > tl.minimum(tl.min(own_block, 0) - selection.num_local + 1, num_blocks)
     ):
-        sort_keys = _force_blocks(sort_keys, first_block + places, own_block[:, None], num_blocks, selection, CAUSAL)
+        sort_keys = _force_blocks(
+            sort_keys, first_block + columns_of_tile, own_block[:, None], num_blocks, selection, CAUSAL
+        )
     return sort_keys
 
 

@@ -147,9 +147,9 @@ def _gather_blocks(
         total = tl.zeros([BLOCK_D], tl.float32)
         base = row * blocks.strides[0] + index * blocks.strides[1] + head * blocks.strides[2]
         for start in range(0, sizes.block_size, BLOCK_L):
-            places = start + tl.arange(0, BLOCK_L)
-            tokens = (first + index) * sizes.stride + places
-            inside = places < sizes.block_size
+            in_block = start + tl.arange(0, BLOCK_L)
+            tokens = (first + index) * sizes.stride + in_block
+            inside = in_block < sizes.block_size
             exists = inside & (first + index < num_complete)
             if ring.ptr is None:
                 offsets, found = locate(tokens, exists & (tokens < old), row, pages, cached.strides)
@@ -161,13 +161,13 @@ def _gather_blocks(
             offsets = row * new.strides[0] + (tokens - old).to(tl.int64) * new.strides[1] + head * new.strides[2]
             x_new = load_at(new.ptr, offsets, exists & (tokens >= old), SIZE, BLOCK_D)
             x = tl.where((tokens >= old)[:, None], x_new.to(x.dtype), x)
-            offsets = (head * sizes.block_size + places) * SIZE
+            offsets = (head * sizes.block_size + in_block) * SIZE
             added = load_at(positions_ptr, offsets, exists, SIZE, BLOCK_D).to(x.dtype)
             x = (x.to(tl.float32) + added.to(tl.float32)).to(x.dtype)  # [BLOCK_L, BLOCK_D]
             if MEAN:
                 total += tl.sum(x.to(tl.float32), 0)
             else:
-                store_at(blocks.ptr, base + places.to(tl.int64) * blocks.strides[3], x, inside, SIZE, BLOCK_D)
+                store_at(blocks.ptr, base + in_block.to(tl.int64) * blocks.strides[3], x, inside, SIZE, BLOCK_D)
         if MEAN:
             columns = tl.arange(0, BLOCK_D)
             mean = tl.div_rn(total, tl.full([BLOCK_D], sizes.block_size, tl.float32))

@@ -103,11 +103,11 @@ def attend_kernel(
     for tile in tl.range(first_tile, tl.minimum(first_tile + of_program, tiles_read.num_tiles)):
         # A tile holds either tokens of selected blocks or tokens of the window.
         is_chosen = tile < tiles_read.num_chosen
-        places = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        item = places // sizes.selection_block_size
+        in_tiles = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        item = in_tiles // sizes.selection_block_size
         block = tl.load(chosen_ptr + item, mask=is_chosen & (item < selection.num_selected), other=-1)
-        tokens = block * sizes.selection_block_size + places % sizes.selection_block_size
-        of_window = first_block * sizes.selection_block_size + places - tiles_read.num_chosen * BLOCK_N
+        tokens = block * sizes.selection_block_size + in_tiles % sizes.selection_block_size
+        of_window = first_block * sizes.selection_block_size + in_tiles - tiles_read.num_chosen * BLOCK_N
         exists = tl.where(is_chosen, block >= 0, of_window >= first_in_window)
         tokens = tl.where(is_chosen, tokens, of_window)
         exists = exists & (tokens <= position) & (tokens < length)

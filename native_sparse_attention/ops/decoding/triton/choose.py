@@ -119,8 +119,8 @@ def choose_kernel(
         score += _add_heads(sums, factors)
 
     if ADDS_TO_NEXT:
-        places = tl.arange(0, BLOCK_J)
-        score += tl.where(places == 0, first, tl.gather(next_scores, tl.maximum(places - 1, 0), 0))
+        in_chunk = tl.arange(0, BLOCK_J)
+        score += tl.where(in_chunk == 0, first, tl.gather(next_scores, tl.maximum(in_chunk - 1, 0), 0))
     own_block = position // sizes.selection_block_size
     choosable = (block <= own_block) & (block < tl.cdiv(length, sizes.selection_block_size))
     sort_keys = tl.where(choosable, make_sort_key(score, block, own_block, selection), NOTHING)

@@ -122,9 +122,11 @@ def compressed_kernel(
             # Too few pairs for a matrix product.
             columns, columns_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
             for index in range(NUM_MEM):
-                place = head * NUM_MEM + index
-                k = tl.load(mem_k_ptr + place * HEAD_DIM + columns, mask=columns < HEAD_DIM, other=0.0).to(tl.float32)
-                v = tl.load(mem_v_ptr + place * VALUE_DIM + columns_v, mask=columns_v < VALUE_DIM, other=0.0)
+                memory_row = head * NUM_MEM + index
+                k = tl.load(mem_k_ptr + memory_row * HEAD_DIM + columns, mask=columns < HEAD_DIM, other=0.0).to(
+                    tl.float32
+                )
+                v = tl.load(mem_v_ptr + memory_row * VALUE_DIM + columns_v, mask=columns_v < VALUE_DIM, other=0.0)
                 logits = tl.sum(q.to(tl.float32) * k[None, :], 1)[:, None] * scale_log2  # [BLOCK_M, 1]
                 weights, shrink, largest = soften(logits, largest)
                 total = total * shrink + tl.sum(weights, 1)
@@ -134,15 +136,15 @@ def compressed_kernel(
     sums_ptr += ((unit.to(tl.int64) * num_rows + tile_rows) * KINDS * scratch.num_blocks)[:, None]
     maxima_ptr += (unit.to(tl.int64) * num_rows + tile_rows) * scratch.num_tiles
     # A tile has STEPS columns per selection block, of which some may be empty.
-    places = tl.arange(0, BLOCK_J * STEPS)
-    steps = places % STEPS - skipped
+    tile_columns = tl.arange(0, BLOCK_J * STEPS)
+    steps = tile_columns % STEPS - skipped
     begins, ends = steps * sizes.stride, steps * sizes.stride + sizes.block_size
     shared = tl.minimum(ends, sizes.selection_block_size) - tl.maximum(begins, 0)
     beyond = tl.maximum(ends - sizes.selection_block_size, 0)
     # Reduced over columns after the loop, since the reduction synchronises warps.
     totals = tl.zeros([BLOCK_M, BLOCK_J * STEPS], tl.float32)
     for tile in tl.range(first_tile, last_tile):
-        compressed = (tile * BLOCK_J + places // STEPS) * per_selection + steps
+        compressed = (tile * BLOCK_J + tile_columns // STEPS) * per_selection + steps
         exists = (compressed >= 0) & (compressed < num_keys) & (steps < per_selection)
         is_own = exists & (steps >= 0)
         offsets_k, found_k = locate(compressed, exists, row, pages, cached_k.strides)

@@ -79,10 +79,10 @@ def sum_kernel(
     row_mask = (rows >= 0) & (rows < num_rows)
     columns = tl.arange(0, BLOCK_D)
     mask = row_mask[:, None] & (columns < HEAD_DIM)[None, :]
-    places = rows.to(tl.int64)[:, None] * HEAD_DIM + columns[None, :]
+    offsets = rows.to(tl.int64)[:, None] * HEAD_DIM + columns[None, :]
     total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for index in tl.static_range(NUM_ROTATED):
-        total += tl.load(grads[index] + places, mask=mask, other=0.0).to(tl.float32)
+        total += tl.load(grads[index] + offsets, mask=mask, other=0.0).to(tl.float32)
     if NUM_ROTATED > 0:
         tokens = rows // heads
         batch, token = tokens // seqlen, tokens % seqlen
@@ -91,8 +91,8 @@ def sum_kernel(
         )
         total = rotate(total, cos, -sin, is_rotated)
     for index in tl.static_range(NUM_ROTATED, NUM_GRADS):
-        total += tl.load(grads[index] + places, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_ptr + places, total.to(out_ptr.dtype.element_ty), mask=mask)
+        total += tl.load(grads[index] + offsets, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + offsets, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
