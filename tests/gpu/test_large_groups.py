@@ -54,8 +54,8 @@ def draw_dout(tensors: dict[str, Tensor], seed: int = 5) -> Tensor:
 
 
 @pytest.mark.parametrize('group', [16, 32, 64])
-def test_what_these_tests_are_about(group: int, device: torch.device):
-    """Both kinds of tiles in one launch of groups of 16, and gradients of logits that are passed on in all."""
+def test_design_of_large_groups(group: int, device: torch.device):
+    """Groups of 16 have both kinds of tiles in one launch, and all groups store gradients of logits."""
     tensors, settings = make_problem(1, device, group)
     q, k, v, indices = tensors['q'], tensors['k'], tensors['v'], settings['block_indices']
     expected = {16: 'mixed', 32: 'union', 64: 'query'}[group]
@@ -104,7 +104,7 @@ def test_a_row_does_not_depend_on_its_neighbours(group: int, device: torch.devic
 
 
 def test_a_training_step_in_a_graph(device: torch.device):
-    """Forward and backward are captured once, and replayed with other tensors and other choices."""
+    """Forward and backward are captured once and replayed with other tensors and selections."""
     tensors, settings = make_problem(1, device)
     dout = draw_dout(tensors)
     with captured(lambda: step(tensors, settings, dout)) as (graph, results):
@@ -123,7 +123,7 @@ def test_a_training_step_in_a_graph(device: torch.device):
 
 
 def test_gradients_of_sampled_keys(device: torch.device):
-    """dk and dv of some blocks and dq of some rows by float64 formulas, where gradients of logits are passed on."""
+    """dk and dv of some blocks and dq of some rows against float64 formulas, with stored gradients of logits."""
     tensors, settings = make_problem(1, device)
     q, k, v = (tensors[name].detach().requires_grad_() for name in 'qkv')
     indices = settings['block_indices']

@@ -62,7 +62,7 @@ def shared_gpu() -> Iterator[None]:
 def test_rules(op: str, index: int, device: torch.device, monkeypatch: pytest.MonkeyPatch):
     """Drawn problems by the error rules, in memory full of NaN; the first call gives the bits of the second."""
     if index % 4 > 1:
-        # So small a problem would not have a program per block, nor neighbours that share where they chose alike.
+        # Otherwise so small a problem would take neither the design by block nor unions.
         monkeypatch.setattr(selected_plan, 'MIN_SEQLEN_BY_BLOCK', 0)
         monkeypatch.setattr(selected_plan, 'MIN_SEQLEN_MIXED', 0)
         monkeypatch.setattr(selected_plan, 'MAX_BLOCK_RATIO', 0)

@@ -22,7 +22,7 @@ dlogits = pytest.importorskip('native_sparse_attention.ops.selected_attention.tr
 
 pytestmark = pytest.mark.gpu
 
-# Heads of a group, and what makes so small a problem take a design.
+# Heads per group, and constants of plan.py that let a small problem take the design.
 DESIGNS: dict[str, tuple[int, dict[str, Any]]] = {
     'query': (16, {'MIN_SEQLEN_MIXED': 10**9}),
     'union': (4, {'MAX_BLOCK_RATIO': 10**9}),
@@ -32,7 +32,7 @@ DESIGNS: dict[str, tuple[int, dict[str, Any]]] = {
         {'MIN_SEQLEN_MIXED': 0, 'MAX_BLOCK_RATIO_LARGE': 0, 'MAX_UNION_PERCENT': {'forward': 75, 'backward': 75}},
     ),
 }
-# The same, with gradients of logits that dkv leaves for dq.
+# The same, with stored gradients of logits.
 PASSED = 'passed'
 DESIGNS[PASSED] = DESIGNS['mixed']
 SEQLEN = 230
@@ -42,7 +42,7 @@ designs = pytest.mark.parametrize('design', DESIGNS)
 
 @pytest.fixture(autouse=True)
 def shared_gpu() -> Iterator[None]:
-    """Leaves the memory to the other processes that test on this GPU."""
+    """Free the memory for other test processes on this GPU."""
     yield
     torch.cuda.empty_cache()
 
@@ -59,7 +59,7 @@ def make_tensors(
     alone: bool = False,
     scaled: bool = False,
 ) -> dict[str, Tensor]:
-    """A problem that takes the design forward and backward."""
+    """Return a problem that takes the design forward and backward."""
     group, constants = DESIGNS[design]
     for name, value in constants.items():
         monkeypatch.setattr(selected_plan, name, value)
@@ -85,7 +85,7 @@ def make_tensors(
 
 
 def assert_rules(tensors: dict[str, Tensor], **settings: Any) -> None:
-    """In memory full of NaN; the first call gives the bits of the second."""
+    """The rules hold in memory full of NaN, and the first call gives the bits of the second."""
     # The gradients of one query's block_scale cancel each other, so a row of it is a row of the batch.
     row_dims, dtypes = {'out1': 0, 'grad of block_scale': 3}, {'grad of block_scale': tensors['q'].dtype}
     problem = Problem(selected_attention, tensors, settings, row_dims, dtypes)
@@ -117,21 +117,21 @@ def test_float32(design: str, device: torch.device, monkeypatch: pytest.MonkeyPa
 @designs
 @pytest.mark.parametrize('block_size', [16, 24, 64])
 def test_block_sizes(block_size: int, design: str, device: torch.device, monkeypatch: pytest.MonkeyPatch):
-    """Blocks that are whole tiles and such that are not, with counts and a factor of logits below 0."""
+    """Blocks that are a whole number of tiles and blocks that are not, with counts and a negative scale."""
     tensors = make_tensors(design, device, monkeypatch, block_size=block_size, kind='junk')
     counts = torch.randint(-1, 6, tensors['block_indices'].shape[:3], device=device, dtype=torch.int32)
     assert_rules(tensors, block_size=block_size, softcap=0.7, scale=-0.2, block_counts=counts)
 
 
 @pytest.mark.parametrize('design', ['union', 'block'])
-def test_heads_that_choose_alone(design: str, device: torch.device, monkeypatch: pytest.MonkeyPatch):
+def test_heads_that_select_alone(design: str, device: torch.device, monkeypatch: pytest.MonkeyPatch):
     tensors = make_tensors(design, device, monkeypatch, alone=True, scaled=True)
     assert_rules(tensors, block_size=32, softcap=1.0, block_counts=3)
 
 
 @designs
 def test_segments(design: str, device: torch.device, monkeypatch: pytest.MonkeyPatch):
-    """Padding holds what is no number, and reads nothing."""
+    """Padding contains NaN and reads nothing."""
     tensors = make_tensors(design, device, monkeypatch)
     tensors = {name: t[:1].clone() for name, t in tensors.items()}
     ids = torch.arange(SEQLEN, device=device)[None] // 70 - 1
@@ -146,7 +146,7 @@ def test_segments(design: str, device: torch.device, monkeypatch: pytest.MonkeyP
 def test_large_logits(
     softcap: float, design: str, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ):
-    """Of +-6e4: at the cap they are alike, and far below it the largest has all the weight."""
+    """Logits of +-6e4: at the cap they are equal; far below it the largest has all the weight."""
     tensors = make_tensors(design, device, monkeypatch, dtype=dtype, kind='valid')
     for name in 'qk':
         norms = tensors[name].float().norm(dim=-1, keepdim=True)
@@ -165,7 +165,7 @@ def test_large_logits(
 
 @half_types
 def test_flex(dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch):
-    """The output, as FlexAttention's arithmetic has it, and gradients that are about those of eager."""
+    """The output is that of FlexAttention's arithmetic, and the gradients are close to eager."""
     tensors = make_tensors('union', device, monkeypatch, dtype=dtype, kind='valid', scaled=True)
     problem = Problem(selected_attention, tensors, {'block_size': 32, 'softcap': 1.5})
     grads = problem.draw_grads(torch.Generator(device).manual_seed(1))

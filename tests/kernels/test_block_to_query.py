@@ -1,4 +1,4 @@
-"""How the csr of those who chose a block are cut into chunks."""
+"""Chunks of the CSR index from blocks to queries."""
 
 # To pyright a jit function that another calls never returns.
 # pyright: reportGeneralTypeIssues=false
@@ -32,7 +32,7 @@ def chunk_kernel(csr, indices_ptr, found_ptr, CHUNK: tl.constexpr, SCAN: tl.cons
 
 
 def find(csr: BlockToQuery, indices: Tensor, chunk: int, scan: bool) -> list[list[int]]:
-    """Of each of these chunks pair, slot, first entry, where its list begins, and its length."""
+    """Return pair, slot, first entry, begin and length of each chunk."""
     indices = indices.to(csr.starts.device)
     found = torch.full((len(indices), 5), -1, dtype=torch.int32, device=indices.device)
     launch(chunk_kernel, (len(indices),), csr, indices, found, CHUNK=chunk, SCAN=scan, device=found.device)
@@ -44,11 +44,11 @@ def find(csr: BlockToQuery, indices: Tensor, chunk: int, scan: bool) -> list[lis
 @pytest.mark.parametrize(
     ('pairs', 'num_slots', 'chunk', 'longest'), [(2, 1, 64, 200), (2, 7, 1, 3), (2, 7, 48, 500), (1, 530, 64, 20)]
 )
-def test_chunks_of_lists(
+def test_chunks_of_csr_rows(
     pairs: int, num_slots: int, chunk: int, longest: int, scan: bool, device: torch.device
 ) -> None:
-    """Every entry is in one chunk of its list, in order, also those that chose nothing. Some csr are empty, and one
-    is long.
+    """Every entry is in one chunk of its slot, in order, entries without a block included. Some slots are empty, and
+    one is long.
     """
     lengths = torch.randint(longest, (pairs, num_slots + 1)) * (torch.rand(pairs, num_slots + 1) < 0.7)
     lengths[:, num_slots // 2] = 5 * longest
@@ -72,8 +72,8 @@ def test_chunks_of_lists(
 
 
 @pytest.mark.parametrize('scan', [False, True])
-def test_some_chunks_of_many_lists(scan: bool, device: torch.device) -> None:
-    """More slots than are looked at together twice."""
+def test_some_chunks_of_many_csr_rows(scan: bool, device: torch.device) -> None:
+    """More slots than two scans cover."""
     num_slots, chunk = 2**18 + 3, 8
     lengths = torch.randint(20, (num_slots,)) * (torch.rand(num_slots) < 0.3)
     starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()

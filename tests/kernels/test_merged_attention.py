@@ -36,7 +36,7 @@ def test_rules(dtype: torch.dtype, softcap: float | None, device: torch.device) 
 
 @pytest.mark.parametrize('alone', [False, True])
 def test_straight_through_scale(alone: bool, device: torch.device) -> None:
-    """Factors of 1 have a gradient, that of tokens inside the window too; so have sinks."""
+    """Factors of 1 have a gradient, which includes tokens inside the window; so do sinks."""
     extents = whole(21)
     indices = make_indices(extents, 4 if alone else 2, 3, 5)
     tensors = make_inputs(extents, TWO_GROUPS, device, indices)
@@ -66,7 +66,7 @@ def test_extents(extents: Extents, device: torch.device) -> None:
 @per_tile
 @fewer_examples(0.4)
 @given(extents=drawn_extents(max_seqlen=14), left=st.integers(-1, 15), block_size=st.sampled_from([3, 8]))
-def test_drawn(extents: Extents, left: int, block_size: int) -> None:
+def test_random_problems(extents: Extents, left: int, block_size: int) -> None:
     device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
     heads = Heads(2, 1, 16, 16)
     tensors = make_inputs(extents, heads, device, make_indices(extents, 1, 2, block_size))

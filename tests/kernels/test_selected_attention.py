@@ -1,4 +1,4 @@
-"""Selected attention in Triton against eager: indices, sizes, places, layouts, gradients, long lists."""
+"""Selected attention in Triton against eager: indices, sizes, offsets, layouts, gradients, long CSR rows."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def assert_close(
     dtype: torch.dtype = torch.float32,
     **settings: Any,
 ) -> None:
-    """float32 by 1e-5, half types as `assert_close_to_eager` has it."""
+    """float32 within 1e-5, half types as in `assert_close_to_eager`."""
     if indices is None:
         indices = make_indices(extents, index_heads or heads.kv_heads, num_selected, block_size)
     tensors = make_inputs(extents, heads, device, indices, scaled=scaled, layout=layout, dtype=dtype)
@@ -70,7 +70,7 @@ def assert_close(
 @pytest.mark.parametrize('kind', INDEX_KINDS)
 @pytest.mark.parametrize(('dtype', 'scaled'), [(torch.float32, True), (torch.float16, False), (torch.float16, True)])
 def test_every_kind_of_indices(kind: str, dtype: torch.dtype, scaled: bool, device: torch.device) -> None:
-    """By the error rules, with so many heads that mean errors mean something."""
+    """The error rules hold, with enough heads for the rule of mean errors."""
     extents = Extents(1, 5, 30, {'q_offset': 17}, [30])
     indices = make_block_indices(kind, 1, 5, 2, 3, seqlen_k=30, block_size=7, q_offset=17)
     tensors = make_inputs(extents, Heads(16, 2, 32, 24), device, indices, scaled=scaled, dtype=dtype)
@@ -114,18 +114,18 @@ def test_block_sizes(block_size: int, causal: bool, device: torch.device) -> Non
 @pytest.mark.parametrize(('seqlen', 'scaled'), [(48, True), (43, False)])
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float16])
 def test_whole_blocks(dtype: torch.dtype, seqlen: int, scaled: bool, causal: bool, device: torch.device) -> None:
-    """Blocks that fill a tile of keys, which members behind them read as a whole and those in them do not."""
+    """Blocks that fill a key tile: later queries read them completely, queries inside them do not."""
     settings: dict[str, Any] = {'block_size': 16, 'num_selected': 3, 'scaled': scaled, 'causal': causal}
     assert_close(whole(seqlen), Heads(2, 1, 16, 16), device, dtype=dtype, **settings)
 
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float16])
 @pytest.mark.parametrize(('name', 'value', 'scaled'), [('k', float('-inf'), True), ('v', float('inf'), False)])
-def test_infinite_keys_before_what_is_not_read(
+def test_infinite_keys_before_unread_keys(
     name: str, value: float, scaled: bool, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """An index that stands twice is read once, and leaves no trace where its block is not finite. Infinite values may
-    become NaN: designs whose tiles hold several queries mark by it what some of them read.
+    """A repeated index is read once, even if its block is not finite. Infinite values may become NaN: tiles of several
+    queries mark the rows that read them by NaN.
     """
     indices = torch.tensor([0, 0, 1], dtype=torch.int32).expand(1, 32, 1, 3)
     tensors = make_inputs(whole(32), Heads(2, 1, 16, 16), device, indices, scaled=scaled, dtype=dtype)
@@ -192,7 +192,7 @@ def test_query_offsets_and_lengths(extents: Extents, causal: bool, device: torch
     st.sampled_from([None, 0.7]),
     st.sampled_from(LAYOUTS),
 )
-def test_drawn_problems(
+def test_random_problems(
     extents: Extents,
     heads: Heads,
     block_size: int,
@@ -210,7 +210,7 @@ def test_drawn_problems(
 
 
 @pytest.mark.parametrize('scaled', [False, True])
-def test_heads_of_a_group_may_choose_alone(scaled: bool, device: torch.device) -> None:
+def test_heads_may_select_alone(scaled: bool, device: torch.device) -> None:
     assert_close(whole(5, batch=2), Heads(6, 2, 16, 16), device, index_heads=6, scaled=scaled, block_size=2)
 
 
@@ -220,7 +220,7 @@ def test_layouts(layout: str, device: torch.device) -> None:
 
 
 def test_strides_of_indices_and_factors(device: torch.device) -> None:
-    """Expanded over tokens, 64-bit, and with a last dimension apart in memory."""
+    """Indices expanded over tokens, 64-bit indices, and a last dimension that is not contiguous."""
     indices, factors = torch.tensor([[3, 0, 1], [1, 1, 0]]), 1 + torch.rand(3, 2)
     tensors = make_inputs(whole(6), TWO_GROUPS, device, indices.expand(1, 6, 2, 3))
     tensors['block_indices'] = indices.to(device).expand(1, 6, 2, 3)
@@ -257,7 +257,7 @@ def test_expanded_gradients(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize('index', [0, 1], ids=['out', 'lse'])
-def test_the_gradient_of_one_output_alone(index: int, device: torch.device) -> None:
+def test_gradient_of_one_output(index: int, device: torch.device) -> None:
     indices = make_block_indices('valid', 1, 6, 1, 2, seqlen_k=6, block_size=2)
     tensors = make_inputs(whole(6), HEADS, device, indices, scaled=True)
     grads = make_grads(whole(6), HEADS, device)[index : index + 1]
@@ -272,7 +272,7 @@ def test_the_gradient_of_one_output_alone(index: int, device: torch.device) -> N
 
 
 @pytest.mark.parametrize('needed', [['q'], ['k'], ['v', 'block_scale'], ['block_scale'], []])
-def test_gradients_where_they_are_needed(needed: list[str], device: torch.device) -> None:
+def test_only_needed_gradients(needed: list[str], device: torch.device) -> None:
     indices = make_block_indices('valid', 1, 5, 1, 2, seqlen_k=5, block_size=2)
     tensors = make_inputs(whole(5), HEADS, device, indices, scaled=True)
     grads = make_grads(whole(5), HEADS, device)
@@ -318,7 +318,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch, chunk_rows: int, workspace: in
     ('chunk_rows', 'workspace', 'most_entries'), [(1, 2**29, 2**24), (6, 2**13, 1), (8, 2**29, 40), (16, 1, 2**24)]
 )
 @pytest.mark.parametrize('where', ['whole', 'packed'])
-def test_long_lists_are_split(
+def test_long_csr_rows_are_split(
     where: str,
     chunk_rows: int,
     workspace: int,
@@ -326,7 +326,7 @@ def test_long_lists_are_split(
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Into chunks of one entry and of several, with little room for partial sums, and pairs one at a time."""
+    """Chunks of one entry and of several, a small workspace for partial sums, and one pair at a time."""
     small_pieces(monkeypatch, chunk_rows, workspace, most_entries)
     extents = whole(5, batch=2) if where == 'whole' else packed([4, 0, 5], uncovered=1)
     indices = make_indices(extents, 2, 3, 3)
@@ -340,7 +340,7 @@ def test_long_lists_are_split(
 def test_partial_results_of_some_tokens_at_a_time(
     where: str, chunk_rows: int, tokens: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The bits do not depend on how lists are cut and on how many tokens and kv heads a launch is about."""
+    """The bits do not depend on chunks, nor on the tokens and KV heads per launch."""
     extents = whole(12, batch=2) if where == 'whole' else packed([4, 0, 7], uncovered=1)
     indices = make_indices(extents, 2, 3, 3)
     indices[..., 0] = 0
@@ -359,7 +359,7 @@ def test_partial_results_of_some_tokens_at_a_time(
     ('heads', 'factor'), [(HEADS, None), (HEADS, 1.0), (HEADS, 1e6), (HEADS, 1e-6), (Heads(2, 1, 64, 128), None)]
 )
 @pytest.mark.parametrize(('size', 'sharpness'), [(1.0, 1.0), (1e6, 1.0), (1e-6, 1.0), (1.0, 40.0)])
-def test_parts_in_float16(
+def test_float16_partial_results(
     size: float,
     sharpness: float,
     heads: Heads,
@@ -367,9 +367,9 @@ def test_parts_in_float16(
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As bfloat16 inputs have them, which the interpreter computes wrongly: far from what float16 holds, too, and next
-    to nothing where the logits of a block lie 100 below those of another. Where a head fills its tile, the columns of
-    parts are stored in another order.
+    """bfloat16 inputs use them, which the interpreter computes wrongly. Values are far outside the range of float16, or
+    close to 0 where the logits of a block are 100 below those of another. If a head fills its tile, the columns of
+    partial results are permuted.
     """
     indices = make_indices(whole(12), 1, 3, 3)
     tensors = make_inputs(whole(12), heads, device, indices, scaled=factor is not None)
@@ -394,7 +394,7 @@ def test_parts_in_float16(
 def test_gradients_of_some_tokens_at_a_time(
     where: str, chunk_rows: int, tokens: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What later tokens add to the gradient of a key comes to what the ones before have added."""
+    """Later ranges of tokens add to the gradients of keys from earlier ranges."""
     extents = whole(7, batch=2) if where == 'whole' else packed([4, 0, 5], uncovered=1)
     indices = make_indices(extents, 2, 3, 3)
     indices[..., 0] = 0
@@ -404,7 +404,7 @@ def test_gradients_of_some_tokens_at_a_time(
 
 
 @per_tile
-def test_one_list_for_all_heads_that_choose_alone(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_that_select_alone_share_a_csr_row(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     small_pieces(monkeypatch, 4, 2**29, 2**24)
     assert_close(whole(6), Heads(4, 2, 16, 16), device, index_heads=4, block_size=3, scaled=True)
 
@@ -418,7 +418,7 @@ def test_partial_sums_fit_into_their_workspace(num_entries: int, chunk: int, blo
     bytes_of_partial = 4 * block_size * dims
     chunk, num_partials = dkv.choose_chunk(num_entries, chunk, bytes_of_partial, dkv.WORKSPACE)
     assert num_partials * bytes_of_partial <= dkv.WORKSPACE
-    # Every way to cut the entries into two kinds of lists fits into the bound.
+    # Any division of the entries between blocks with one chunk and with several fits into the bound.
     for length in (chunk + 1, 2 * chunk, 3 * chunk - 1, num_entries):
         if num_partials and length <= num_entries:
             assert num_entries // length * -(-length // chunk) <= num_partials
@@ -446,7 +446,7 @@ def test_rows_with_nothing_to_read(extents: Extents, device: torch.device) -> No
 
 
 @pytest.mark.parametrize('num_selected', [0, 2])
-def test_no_block_is_chosen(num_selected: int, device: torch.device) -> None:
+def test_no_block_is_selected(num_selected: int, device: torch.device) -> None:
     indices = torch.full((1, 3, 1, num_selected), -1, dtype=torch.int32)
     tensors, grads = make_inputs(whole(3), HEADS, device, indices, scaled=True), make_grads(whole(3), HEADS, device)
     results = run_triton(selected_attention, tensors, grads, block_size=4)

@@ -1,4 +1,4 @@
-"""What the forward keeps of an output beyond its rounding, and delta."""
+"""Low bits that the forward saves of its output, and delta."""
 
 # To pyright a jit function that another calls never returns.
 # pyright: reportGeneralTypeIssues=false
@@ -29,7 +29,7 @@ def low_kernel(x_ptr, rounded_ptr, low_ptr, again_ptr, SIZE: tl.constexpr):
 
 
 def split(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """x rounded, its low bits, and what both give."""
+    """Return x rounded, its low bits, and their sum."""
     rounded, low = torch.empty_like(x, dtype=dtype), torch.empty_like(x, dtype=torch.int16)
     again = torch.empty_like(x)
     low_kernel[(1,)](x, rounded, low, again, SIZE=SIZE)  # pyright: ignore[reportArgumentType]
@@ -42,7 +42,7 @@ def numbers(smallest: float, largest: float, device: torch.device) -> Tensor:
 
 
 @pytest.mark.skipif(is_interpreted(), reason='the interpreter rounds to bfloat16 wrongly')
-def test_all_but_the_last_bit_of_float32_beside_bfloat16(device: torch.device) -> None:
+def test_bfloat16_keeps_all_but_the_last_bit(device: torch.device) -> None:
     x = numbers(-100, 100, device)
     x[:8] = torch.tensor([0.0, -0.0, 1.0, -1.0, 1e-45, 3.38e38, -3.38e38, 2.0])
     # Halfway between two bfloat16 numbers.
@@ -57,7 +57,7 @@ def test_all_but_the_last_bit_of_float32_beside_bfloat16(device: torch.device) -
     assert ((again - x).abs() <= x.abs() * 2**-23).all()
 
 
-def test_eleven_more_bits_beside_float16(device: torch.device) -> None:
+def test_float16_keeps_eleven_more_bits(device: torch.device) -> None:
     x = numbers(-14, 15, device)
     rounded, _, again = split(x, torch.float16)
     assert rounded.equal(x.half())
@@ -68,7 +68,7 @@ def test_eleven_more_bits_beside_float16(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
-def test_what_is_not_finite_stays_so(dtype: torch.dtype, device: torch.device) -> None:
+def test_nonfinite_values_remain(dtype: torch.dtype, device: torch.device) -> None:
     x = torch.ones(SIZE, device=device)
     x[:3] = torch.tensor([torch.inf, -torch.inf, torch.nan])
     again = split(x, dtype)[2]

@@ -1,4 +1,4 @@
-"""Which design of selected attention a shape has."""
+"""The design of selected attention follows from the shape."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_the_design_follows_from_the_shape(
         (8192, 0, 16, 128, torch.float32, 'mixed'),
     ],
 )
-def test_large_groups_go_together_where_blocks_are_few(
+def test_large_groups_take_unions_of_few_blocks(
     seqlen: int,
     packed: int,
     group: int,
@@ -89,10 +89,10 @@ def test_large_groups_go_together_where_blocks_are_few(
 
 
 @pytest.mark.parametrize(('seqlen', 'num_packed'), [(2**19, 0), (2**19, 2**19), (2**20, 0), (2**22, 0)])
-def test_large_groups_share_in_long_sequences_and_in_many(
+def test_large_groups_in_long_and_in_many_sequences(
     seqlen: int, num_packed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the unions of all tiles are too much to be there at once, too."""
+    """Also where the unions of all tiles do not fit into memory at once."""
     monkeypatch.setattr(plan, 'MIN_SEQLEN_MIXED', 256)
     monkeypatch.setattr(plan, 'MAX_UNION_PERCENT', {'forward': 70, 'backward': 60})
     monkeypatch.setattr(launch, 'architecture_of', lambda _: 'sm90')
@@ -104,8 +104,8 @@ def test_large_groups_share_in_long_sequences_and_in_many(
     assert plan.choose_design(q, k, k, indices, 64, num_packed=num_packed) == ('union' if num_packed else 'mixed')
 
 
-def test_large_groups_share_up_to_a_number_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block number and a place in a union of 64 are one integer."""
+def test_large_groups_take_unions_up_to_a_number_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block number and a position in a union of 64 share one integer."""
     monkeypatch.setattr(launch, 'architecture_of', lambda _: 'sm90')
     for seqlen, design in ((2**24 - 2, 'mixed'), (2**24 - 1, 'query')):
         q, k, indices = (

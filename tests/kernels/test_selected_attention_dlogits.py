@@ -1,4 +1,4 @@
-"""Selected attention whose dkv leaves the gradients of the logits for dq: large groups, half types."""
+"""Selected attention whose kernel for dk and dv stores gradients of logits for dq: large groups, half types."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ HALF = torch.float16
 
 @pytest.fixture(autouse=True)
 def passed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Few tokens are enough. The lengths of the ranges of tokens that dq was made of."""
+    """Store gradients of logits for any number of tokens. Returns the lengths of the ranges of tokens of dq."""
     monkeypatch.setattr(plan, 'MIN_SEQLEN_MIXED', 1)
     return force_dlogits(monkeypatch)
 
 
 def in_ranges(monkeypatch: pytest.MonkeyPatch, tokens: int, heads: Heads, num_selected: int, block_size: int) -> None:
-    """The workspace has room for so many tokens of a kv head."""
+    """Let the workspace hold this many tokens of a KV head."""
     bytes_of_token = heads.heads // heads.kv_heads * num_selected * block_size * 2
     monkeypatch.setattr(dlogits, 'MAX_BYTES', tokens * bytes_of_token)
 
@@ -50,7 +50,7 @@ def assert_close(extents: Extents, heads: Heads, device: torch.device, **setting
 
 
 def assert_like_eager(tensors: dict[str, Tensor], grads: list[Tensor], **settings: Any) -> None:
-    """No row much farther from eager in float64 than those of eager in float16 are: by half as much, and a rounding."""
+    """Row errors against eager in float64 are at most 1.5 times those of eager in float16, plus a rounding."""
     wide = {name: t.double() if t.is_floating_point() else t for name, t in tensors.items()}
     gold, eager = (run_eager(selected_attention, t, grads, **settings) for t in (wide, tensors))
     for name, t in run_triton(selected_attention, tensors, grads, **settings).items():
@@ -83,7 +83,7 @@ def test_settings(settings: dict[str, Any], num_selected: int, device: torch.dev
 @pytest.mark.parametrize('causal', [True, False])
 @fewer_examples(0.4)
 @given(extents=drawn_extents(max_seqlen=40))
-def test_places(causal: bool, extents: Extents) -> None:
+def test_extents(causal: bool, extents: Extents) -> None:
     device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
     assert_close(extents, HEADS, device, num_selected=2, causal=causal)
 
@@ -102,7 +102,7 @@ def test_the_error_rules(device: torch.device, passed: list[int]) -> None:
 def test_ranges_of_tokens(
     tokens: int, extents: Extents, device: torch.device, passed: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """dq has the bits that it has otherwise, whatever fits into the workspace, and tiles may straddle."""
+    """The bits of dq do not depend on the workspace, even where query tiles straddle two ranges."""
     heads = Heads(32, 2, 16, 16)
     tensors, grads, settings = make_problem(extents, heads, device, num_selected=2)
     expected = run_triton(selected_attention, tensors, grads, **settings)
@@ -117,7 +117,7 @@ def test_ranges_of_tokens(
 
 
 def test_groups_of_pairs(device: torch.device, passed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three kv heads of two rows at a time, so that a group has some of one row and some of the next one."""
+    """Three of the KV heads of two rows at a time, so that a group spans both rows."""
     heads = Heads(32, 2, 16, 16)
     tensors, grads, settings = make_problem(whole(21, batch=3), heads, device, num_selected=2)
     expected = run_triton(selected_attention, tensors, grads, **settings)
@@ -183,8 +183,8 @@ def test_non_finite_keys_reach_their_readers_only(junk: float, device: torch.dev
         assert not result['grad of q'][:, 3].isfinite().all(-1).any()
 
 
-def test_who_reads_nothing(device: torch.device) -> None:
-    """Beside others of its tile, with a log-sum-exp whose gradient is no number."""
+def test_queries_that_read_nothing(device: torch.device) -> None:
+    """A query of a tile reads nothing, and the gradient of its log-sum-exp is NaN."""
     indices = torch.tensor([[0], [-1]], dtype=torch.int32).repeat(12, 1).view(1, 24, 1, 1)
     tensors, grads = make_inputs(whole(24), HEADS, device, indices, dtype=HALF), make_grads(whole(24), HEADS, device)
     grads[1][:, :, 1::2] = torch.nan
@@ -196,7 +196,7 @@ def test_who_reads_nothing(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize('needed', ['q', 'k', 'v', 'qk'])
-def test_some_gradients_alone(needed: str, device: torch.device) -> None:
+def test_only_needed_gradients(needed: str, device: torch.device) -> None:
     tensors, grads, settings = make_problem(whole(20), HEADS, device)
     whole_result = run_triton(selected_attention, tensors, grads, **settings)
     leaves = {name: t.detach().requires_grad_(name in needed) for name, t in tensors.items() if name in 'qkv'}
@@ -208,8 +208,8 @@ def test_some_gradients_alone(needed: str, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize('peak', [6.0, 12.0])
-def test_rows_that_one_weight_takes_nearly_all_of(peak: float, device: torch.device) -> None:
-    """Gradients of logits are much smaller than delta there: what rounding leaves of the output must not be seen."""
+def test_rows_with_one_dominant_weight(peak: float, device: torch.device) -> None:
+    """Gradients of logits are much smaller than delta there, so the rounding of the output must not show."""
     tensors, grads, settings = make_problem(whole(48), Heads(16, 1, 32, 32), device)
     tensors['q'] = tensors['q'] * peak
     grads[1].zero_()
@@ -256,7 +256,7 @@ def test_rows_that_one_weight_takes_nearly_all_of(peak: float, device: torch.dev
     ],
     ids=str,
 )
-def test_what_goes_this_way(changes: dict[str, Any], passes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_conditions_for_stored_dlogits(changes: dict[str, Any], passes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dlogits, 'MIN_TOKENS', 2048)
     monkeypatch.setattr(dlogits, 'MIN_BLOCK_RATIO', 3)
     monkeypatch.setattr(launch, 'architecture_of', lambda _: 'sm90')

@@ -1,4 +1,4 @@
-"""Forward of selected attention whose weights keep eleven bits, and what it keeps of its output."""
+"""Forward of selected attention with weights of 11 bits, and the low bits of its output."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from tests.support.selected_attention_problems import make_inputs
 
 HEADS = Heads(16, 1, 16, 16)
 BLOCK_SIZE = 16
-# Kinds of weights. The interpreter has no bfloat16, so float16 takes the way of bfloat16 there.
+# Kinds of weights. The interpreter has no bfloat16, so float16 is converted there as bfloat16 is.
 CONVERTED, BY_PRODUCTS, TWO_FACTORS = 'converted', 'converted, sums by products', 'two factors'
-# Above what fits float16: in the interpreter a limit of its own.
+# Values above the limit of float16; the interpreter uses a smaller limit.
 TOO_LARGE = {torch.float16: 1000.0, torch.bfloat16: 1e5}
 
 
@@ -97,7 +97,7 @@ def test_several_heads_and_larger_groups(dtype: torch.dtype, design: str, device
 
 
 def test_values_with_a_mean(dtype: torch.dtype, design: str, device: torch.device) -> None:
-    """Who divides by the sum of other weights than met v has the mean in the error."""
+    """The divisor must be the sum of the rounded weights, or the mean of the values shows in the error."""
     mean = 64.0
     tensors = make_problem(whole(64), dtype, device)
     tensors['v'] = (tensors['v'] + mean).to(dtype)
@@ -108,7 +108,7 @@ def test_values_with_a_mean(dtype: torch.dtype, design: str, device: torch.devic
 
 
 def test_values_that_do_not_fit(dtype: torch.dtype, design: str, device: torch.device) -> None:
-    """Whole blocks of them, chosen by some; no bit changes for those who do not read them."""
+    """Some queries select blocks that do not fit; the bits of the other queries do not change."""
     extents = Extents(1, 24, 80, {'q_offset': 56}, [80])
     tensors = make_problem(extents, dtype, device)
     tensors['block_indices'] = torch.tensor([[0, 2, 3], [2, 0, 1], [3, 4, 5]]).int().repeat(8, 1).view(1, 24, 1, 3)
@@ -130,7 +130,7 @@ def test_values_that_do_not_fit_in_a_packed_sequence(dtype: torch.dtype, design:
 
 
 def test_large_logits(dtype: torch.dtype, design: str, device: torch.device) -> None:
-    """Of a hundred million the numbers of float32 are far apart: weights are rounded, but stay numbers."""
+    """float32 logits of a hundred million are far apart: weights are inexact, but finite."""
     tensors = make_problem(whole(60), dtype, device)
     tensors['q'], tensors['k'] = (torch.full_like(t, 2048) + t.round() * 16 for t in (tensors['q'], tensors['k']))
     for scale in (0.5, 1, 1.7, 2):
@@ -142,7 +142,7 @@ def test_large_logits(dtype: torch.dtype, design: str, device: torch.device) -> 
 
 @pytest.mark.parametrize('junk', ['too large', torch.nan, torch.inf])
 @pytest.mark.parametrize('name', ['k', 'v'])
-def test_what_others_read_changes_nothing(
+def test_keys_of_other_queries_change_nothing(
     name: str, junk: float | str, dtype: torch.dtype, design: str, device: torch.device
 ) -> None:
     extents = Extents(1, 14, 48, {'q_offset': 33}, [48])
@@ -161,7 +161,7 @@ def test_what_others_read_changes_nothing(
 
 @pytest.mark.parametrize('junk', [torch.nan, torch.inf])
 def test_queries_that_are_not_finite(junk: float, dtype: torch.dtype, design: str, device: torch.device) -> None:
-    """Beside others in a tile; one reads whole blocks, one the block that it stands in alone, one nothing."""
+    """One of them reads full blocks, one only its own block, one nothing; other queries of the tile keep their bits."""
     extents = Extents(1, 12, 48, {'q_offset': 36}, [48])
     tensors = make_problem(extents, dtype, device)
     tensors['block_indices'] = torch.tensor([0, 2], device=device).int().repeat(12, 1).view(1, 12, 1, 2)
@@ -191,7 +191,7 @@ def test_queries_that_are_large(design: str, device: torch.device) -> None:
 
 
 def test_the_future_changes_nothing(dtype: torch.dtype, design: str, device: torch.device) -> None:
-    """Values that do not fit, in the middle of a block that earlier queries stand in, and choices."""
+    """Later values that do not fit, in the block of an earlier query, and later selections."""
     tensors = make_problem(whole(60), dtype, device)
     expected = forward(tensors, whole(60), design)
     changed = {name: t.clone() for name, t in tensors.items()}
@@ -201,8 +201,8 @@ def test_the_future_changes_nothing(dtype: torch.dtype, design: str, device: tor
         assert same_bits(t[:, :22], other[:, :22])
 
 
-def test_what_is_converted(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole blocks alone, of tokens whose elements are near what they were beside the largest."""
+def test_converted_blocks(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only full blocks fit, if conversion changes no element by much of its token's largest element."""
     dtype = torch.float16 if is_interpreted() else torch.bfloat16
     monkeypatch.setattr(fp16_values, 'LARGEST', tl.constexpr(100.0 if is_interpreted() else 65504.0))
     extents = packed([20, 0, 50], 3)

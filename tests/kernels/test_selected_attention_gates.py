@@ -1,4 +1,4 @@
-"""Selected attention that differentiates the gate of its output, in every design, against eager, which does not."""
+"""Gradient of the gate inside selected attention, in every design, against eager, which gates the output."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ PLACES = {
 @every_dtype
 @pytest.mark.parametrize('settings', [{}, {'causal': False}, {'softcap': 1.5}], ids=str)
 @pytest.mark.parametrize('extents', PLACES.values(), ids=PLACES)
-def test_places(extents: Extents, settings: dict[str, Any], dtype: torch.dtype, device: torch.device) -> None:
-    """Queries that read nothing among them."""
+def test_extents(extents: Extents, settings: dict[str, Any], dtype: torch.dtype, device: torch.device) -> None:
+    """Some queries read nothing."""
     assert_close(make_problem(extents, TWO_GROUPS, device, dtype=dtype), extents, TWO_GROUPS, device, **settings)
 
 
 @every_dtype
-def test_heads_that_choose_alone(dtype: torch.dtype, device: torch.device) -> None:
+def test_heads_that_select_alone(dtype: torch.dtype, device: torch.device) -> None:
     extents = whole(7)
     tensors = make_inputs(extents, TWO_GROUPS, device, make_indices(extents, 4, 3, BLOCK_SIZE), dtype=dtype)
     tensors['gate'] = make_gate(tensors['q'])
@@ -77,10 +77,10 @@ def test_heads_that_choose_alone(dtype: torch.dtype, device: torch.device) -> No
 
 @every_dtype
 @pytest.mark.parametrize('extents', [whole(7, batch=2), packed([4, 0, 5], uncovered=1)], ids=['whole', 'packed'])
-def test_lists_in_pieces(
+def test_chunks_and_ranges(
     extents: Extents, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of lists, of pairs and of tokens, whose sums come to what those before have added."""
+    """Chunks, groups of pairs and ranges of tokens, whose sums are added up."""
     tensors = make_problem(extents, TWO_GROUPS, device, dtype=dtype)
     tensors['block_indices'][..., 0] = 0
     monkeypatch.setattr(dkv, 'CHUNK_ROWS', {2: 6, 4: 6})
@@ -101,7 +101,7 @@ def test_the_error_rules(kind: str, dtype: torch.dtype, device: torch.device) ->
 
 @pytest.fixture
 def passed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Gradients of logits are passed on, however few there are. The lengths of the ranges that dq was made of."""
+    """Store gradients of logits for any number of tokens. Returns the lengths of the ranges of tokens of dq."""
     return force_dlogits(monkeypatch)
 
 
@@ -110,7 +110,7 @@ def passed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @every_kind
 @pytest.mark.parametrize('settings', [{}, {'causal': False, 'softcap': 2.0}], ids=str)
 @pytest.mark.parametrize('extents', [whole(21, batch=2), packed([5, 0, 21, 14], 3)], ids=['whole', 'packed'])
-def test_gradients_of_logits_that_are_passed_on(
+def test_stored_dlogits(
     extents: Extents, settings: dict[str, Any], kind: str, device: torch.device, passed: list[int]
 ) -> None:
     heads = Heads(32, 2, 16, 16)
@@ -123,7 +123,7 @@ def test_gradients_of_logits_that_are_passed_on(
 
 @per_tile
 @pytest.mark.parametrize('kind', KINDS[1:])
-def test_the_error_rules_where_they_are_passed_on(kind: str, device: torch.device, passed: list[int]) -> None:
+def test_the_error_rules_with_stored_dlogits(kind: str, device: torch.device, passed: list[int]) -> None:
     indices = make_block_indices('valid', 1, 40, 2, 3, seqlen_k=70, block_size=16, q_offset=30)
     extents = Extents(1, 40, 70, {}, [70])
     tensors = make_inputs(extents, Heads(32, 2, 32, 24), device, indices, dtype=torch.float16)
@@ -149,7 +149,7 @@ def test_the_forward_has_the_same_bits(dtype: torch.dtype, device: torch.device)
 @every_dtype
 @pytest.mark.parametrize('junk', [torch.nan, torch.inf])
 def test_a_gate_that_is_not_finite(junk: float, dtype: torch.dtype, device: torch.device) -> None:
-    """Reaches its own query and the keys that this one reads."""
+    """It reaches its own query and the keys that this query reads, nothing else."""
     indices = torch.tensor([[0, 2], [1, 2]], dtype=torch.int32).repeat(6, 1).view(1, 12, 1, 2)
     tensors = make_inputs(whole(12), HEADS, device, indices, dtype=dtype)
     tensors['gate'] = make_gate(tensors['q'])
@@ -164,7 +164,7 @@ def test_a_gate_that_is_not_finite(junk: float, dtype: torch.dtype, device: torc
 
 @every_dtype
 def test_gates_of_queries_that_read_nothing(dtype: torch.dtype, device: torch.device) -> None:
-    """May be anything."""
+    """Their gates may be anything."""
     tensors = make_problem(whole(12), HEADS, device, dtype=dtype)
     tensors['block_indices'][:, [2, 9]] = -1
     tensors['gate'][:, [2, 9]] = torch.nan
@@ -177,7 +177,7 @@ def test_gates_of_queries_that_read_nothing(dtype: torch.dtype, device: torch.de
 @per_tile
 @pytest.mark.parametrize('value', [-0.7, torch.nan])
 def test_other_gates_change_no_bit(value: float, device: torch.device, passed: list[int]) -> None:
-    """Of gradients of other queries, where gradients of logits are passed on."""
+    """Gradients of other queries keep their bits where gradients of logits are stored."""
     extents, heads = whole(40), Heads(16, 1, 16, 16)
     tensors = make_inputs(extents, heads, device, make_indices(extents, 1, 3, 16), dtype=torch.float16)
     tensors['gate'] = make_gate(tensors['q'], 'above 0')
@@ -191,7 +191,7 @@ def test_other_gates_change_no_bit(value: float, device: torch.device, passed: l
 
 
 @pytest.mark.parametrize('num_selected', [0, 2])
-def test_no_block_is_chosen(num_selected: int, device: torch.device) -> None:
+def test_no_block_is_selected(num_selected: int, device: torch.device) -> None:
     indices = torch.full((1, 5, 2, num_selected), -1, dtype=torch.int32)
     tensors = make_inputs(whole(5), TWO_GROUPS, device, indices)
     tensors['gate'] = make_gate(tensors['q'])
@@ -202,7 +202,7 @@ def test_no_block_is_chosen(num_selected: int, device: torch.device) -> None:
 
 @pytest.mark.parametrize('gate_dtype', [torch.float16, torch.bfloat16])
 def test_dtypes_and_strides_of_gates(gate_dtype: torch.dtype, device: torch.device) -> None:
-    """A slice of the gates of all branches gives the bits that its values give, and its gradient is rounded once."""
+    """A slice of the gates of all branches gives the bits of a contiguous gate, and its gradient is rounded once."""
     tensors = make_problem(whole(8), TWO_GROUPS, device, dtype=torch.float16)
     grads, attend = make_grads(whole(8), TWO_GROUPS, device), multiplied(selected_attention)
     gates = tensors['gate'].to(gate_dtype)[..., None].repeat(1, 1, 1, 3)

@@ -1,4 +1,4 @@
-"""What selected attention in Triton guarantees: what changes no bit of it, memory, the registered op, refusals."""
+"""Guarantees of selected attention in Triton: unchanged bits, memory bounds, the registered op, refusals."""
 
 from __future__ import annotations
 
@@ -90,9 +90,7 @@ def test_factors_of_the_future_change_nothing(junk: float, device: torch.device)
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float16])
 @pytest.mark.parametrize('junk', [torch.nan, torch.inf])
-def test_what_others_read_of_whole_blocks_changes_nothing(
-    junk: float, dtype: torch.dtype, device: torch.device
-) -> None:
+def test_full_blocks_of_other_queries_change_nothing(junk: float, dtype: torch.dtype, device: torch.device) -> None:
     """Of a tile's queries every other one reads a block that holds what is not finite."""
     extents, sequences = Extents(1, 14, 48, {'q_offset': 33}, [48]), {'block_size': 16, 'q_offset': 33}
     indices = torch.tensor([[0, 2], [1, 2]], dtype=torch.int32).repeat(7, 1).view(1, 14, 1, 2)
@@ -155,8 +153,8 @@ def test_a_negative_scale_is_that_of_negative_queries(dtype: torch.dtype, device
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float16])
 @pytest.mark.parametrize('junk', [torch.nan, torch.inf])
-def test_who_reads_nothing_may_be_anything(junk: float, dtype: torch.dtype, device: torch.device) -> None:
-    """Beside queries that read whole blocks, and with the bits that these have otherwise."""
+def test_queries_that_read_nothing_may_be_anything(junk: float, dtype: torch.dtype, device: torch.device) -> None:
+    """Queries of the same tile that read full blocks keep their bits."""
     extents, sequences = Extents(1, 9, 48, {'q_offset': 39}, [48]), {'block_size': 16, 'q_offset': 39}
     indices = torch.tensor([[0, 2], [1, 2], [-1, 3]], dtype=torch.int32).repeat(3, 1).view(1, 9, 1, 2)
     tensors, grads = make_inputs(extents, HEADS, device, indices, dtype=dtype), make_grads(extents, HEADS, device)
@@ -167,8 +165,8 @@ def test_who_reads_nothing_may_be_anything(junk: float, dtype: torch.dtype, devi
         assert_same_bits(run_triton(selected_attention, spoiled, spoiled_grads, **sequences), expected)
 
 
-def test_products_that_are_too_large_stay_with_those_who_read_them(device: torch.device) -> None:
-    """Of the queries of a tile the second one reads keys that the product of the first with them is no number of."""
+def test_overflowing_products_stay_with_their_readers(device: torch.device) -> None:
+    """The second query of a tile reads keys whose product with the first query overflows."""
     extents, sequences = Extents(1, 2, 48, {'q_offset': 46}, [48]), {'block_size': 16, 'q_offset': 46, 'scale': 1e-20}
     indices = torch.tensor([[0, 2], [1, 2]], dtype=torch.int32).view(1, 2, 1, 2)
     dtype = torch.float32 if is_interpreted() else torch.bfloat16
@@ -203,7 +201,7 @@ def test_the_future_changes_nothing(device: torch.device) -> None:
 def test_the_size_of_the_future_changes_nothing(
     name: str, size: float, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor the units of float16 parts, as bfloat16 inputs have them."""
+    """Units of float16 partial results, which bfloat16 inputs use, do not depend on later keys."""
     monkeypatch.setattr(partials, 'partial_dtype', lambda _: torch.float16)
     indices = make_block_indices('valid', 1, 12, 1, 3, seqlen_k=12, block_size=4)
     tensors, grads = make_inputs(whole(12), HEADS, device, indices), make_grads(whole(12), HEADS, device)
@@ -219,10 +217,10 @@ def test_the_size_of_the_future_changes_nothing(
 
 @per_block
 @pytest.mark.parametrize('keys_are', ['0', 'not numbers'])
-def test_gradients_by_parts_are_not_numbers_where_inputs_are_not(
+def test_nan_inputs_give_nan_gradients_by_block(
     keys_are: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Though units of float16 parts are the smallest there are, then."""
+    """Units of float16 partial results are the smallest possible there."""
     monkeypatch.setattr(partials, 'partial_dtype', lambda _: torch.float16)
     indices = make_block_indices('valid', 1, 12, 1, 3, seqlen_k=12, block_size=4)
     tensors, grads = make_inputs(whole(12), HEADS, device, indices), make_grads(whole(12), HEADS, device)
@@ -281,11 +279,11 @@ def test_the_same_bits_twice(device: torch.device, monkeypatch: pytest.MonkeyPat
 
 
 @per_tile
-def test_what_the_kernels_do_not_serve(device: torch.device) -> None:
+def test_unsupported_calls(device: torch.device) -> None:
     q, k, v = problems.make_qkv(whole(2), HEADS)
     q, k, v = (t.float().to(device) for t in (q, k, v))
     assert backend_of(q, k, v, num_selected=MAX_SELECTED, backend='triton').name == 'triton'
-    with pytest.raises(ValueError, match=r'chooses 1025 blocks, but its kernels hold a choice of up to 1024'):
+    with pytest.raises(ValueError, match=r'selects 1025 blocks, but its kernels hold rows of up to 1024'):
         backend_of(q, k, v, num_selected=MAX_SELECTED + 1, backend='triton')
     many = q[:, :1].expand(1, 2**24, 2, 16)
     with pytest.raises(ValueError, match=r'are selected per KV head, but its kernels count up to'):
@@ -295,8 +293,8 @@ def test_what_the_kernels_do_not_serve(device: torch.device) -> None:
 
 
 @per_block
-def test_the_backward_takes_the_lists_of_the_forward(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where all tokens go at once, in any groups of heads, and with the bits that it has by lists of its own."""
+def test_the_backward_reuses_the_index_of_the_forward(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If all tokens are processed at once, in any groups of heads, with the bits of an index of its own."""
     made = []
 
     def make(*args: Any, **settings: Any) -> InverseIndex:
@@ -327,7 +325,7 @@ def test_the_backward_takes_the_lists_of_the_forward(device: torch.device, monke
 
 
 @pytest.mark.plain_memory
-def test_the_registered_op_is_as_pytorch_wants_it(device: torch.device) -> None:
+def test_opcheck(device: torch.device) -> None:
     indices = make_block_indices('valid', 1, 2, 2, 2, seqlen_k=2, block_size=1)
     tensors = make_inputs(whole(2), TWO_GROUPS, device, indices, scaled=True)
     q, k, v, factors = (tensors[name].detach().requires_grad_() for name in ('q', 'k', 'v', 'block_scale'))
@@ -346,7 +344,7 @@ def test_the_registered_op_is_as_pytorch_wants_it(device: torch.device) -> None:
 @pytest.mark.parametrize('name', ['q', 'k', 'v', 'dout', 'block_indices', 'block_scale'])
 @pytest.mark.parametrize('dim', [1, 2])
 def test_offsets_beyond_int32(name: str, dim: int) -> None:
-    """Tokens, or heads, that lie 2 ** 31 elements and more apart."""
+    """Tokens or heads that are 2 ** 31 elements or more apart."""
     device = torch.device('cpu')
     indices = make_block_indices('valid', 1, 3, 2, 2, seqlen_k=3, block_size=2)
     tensors = make_inputs(whole(3), TWO_GROUPS, device, indices, scaled=True, dtype=torch.float16)
@@ -374,7 +372,7 @@ JUNK_BORDERS = {
 
 @pytest.mark.parametrize('where', JUNK_BORDERS.values(), ids=JUNK_BORDERS)
 def test_any_content_of_borders_stays_inside_memory(where: dict[str, Tensor], device: torch.device) -> None:
-    """The op is called below the checks, which read values on CPU tensors alone."""
+    """The op is called without the argument checks, which read values of CPU tensors."""
     from native_sparse_attention.core.geometry import Sequences
     from native_sparse_attention.ops.selected_attention.triton import selected_attention as unchecked
 

@@ -1,5 +1,5 @@
-"""The forward of neighbours weighs whole blocks relative to a row's largest logit among the first keys and those before
-the tile. Where that is far from the largest one in a block, it notices.
+"""The forward by query tile weighs full blocks relative to the row's largest logit among the first keys and the keys up
+to the tile. It must notice where that logit is far from the largest logit of a block.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.support.selected_attention_problems import make_inputs
 
 HEADS = Heads(16, 1, 16, 16)
 BLOCK_SIZE, SEQLEN = 16, 160
-# A block that all queries read as a whole from its end on. Every other query has logits of `far` there.
+# A block that all later queries read completely. Every other query has logits of `far` there.
 FAR_BLOCK = 3
 AFTER = (FAR_BLOCK + 1) * BLOCK_SIZE
 
@@ -32,7 +32,7 @@ def converts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_tensors(far: float, device: torch.device, *, chosen: tuple[int, ...] = (0, FAR_BLOCK)) -> dict[str, Tensor]:
-    """Every query reads its own block and those that are chosen."""
+    """Return tensors in which every query selects its own block and `chosen`."""
     torch.manual_seed(0)
     own = torch.arange(SEQLEN)[:, None] // BLOCK_SIZE
     indices = torch.cat((torch.tensor(chosen).expand(SEQLEN, -1), own), 1).sort(1).values
@@ -46,7 +46,7 @@ def make_tensors(far: float, device: torch.device, *, chosen: tuple[int, ...] = 
 
 
 def run(tensors: dict[str, Tensor], low_bits: bool, **settings: bool) -> tuple[Tensor, Tensor]:
-    """low_bits: with what rounding leaves out of the output, for which values are converted."""
+    """Return output and log-sum-exp. low_bits: the float32 output before rounding, from converted values."""
     if low_bits:
         _, lse, exact = forward(tensors, whole(SEQLEN), 'union', **settings)
         return exact, lse
@@ -111,7 +111,7 @@ def test_precision_of_rows_without_a_reference(logit: float, low_bits: bool, dev
 
 @pytest.mark.parametrize('low_bits', [False, True])
 def test_the_first_keys_are_far_above_the_others(low_bits: bool, device: torch.device) -> None:
-    """As where attention has a sink; and above those of queries that do not read them, too."""
+    """As with an attention sink; also for queries that do not read the first keys."""
     tensors = make_tensors(0, device)
     tensors['k'][:, 0, :, 0] = 240
     assert_right(tensors, low_bits, 60)
@@ -121,7 +121,7 @@ def test_the_first_keys_are_far_above_the_others(low_bits: bool, device: torch.d
 
 @pytest.mark.parametrize('low_bits', [False, True])
 @pytest.mark.parametrize('far', [60, 200])
-def test_rows_beside_them_keep_their_bits(far: float, low_bits: bool, device: torch.device) -> None:
+def test_other_rows_keep_their_bits(far: float, low_bits: bool, device: torch.device) -> None:
     near, other = (run(make_tensors(logit, device), low_bits) for logit in (0, far))
     assert torch.equal(near[0][:, ::2], other[0][:, ::2])
     assert torch.equal(near[1][..., ::2], other[1][..., ::2])
@@ -131,7 +131,9 @@ def test_rows_beside_them_keep_their_bits(far: float, low_bits: bool, device: to
 @pytest.mark.parametrize('low_bits', [False, True])
 @pytest.mark.parametrize('causal', [True, False])
 @pytest.mark.parametrize('taken', [0, FAR_BLOCK])
-def test_what_neighbours_choose_changes_no_bit(taken: int, causal: bool, low_bits: bool, device: torch.device) -> None:
+def test_selections_of_other_queries_change_no_bit(
+    taken: int, causal: bool, low_bits: bool, device: torch.device
+) -> None:
     tensors = make_tensors(5, device)
     changed = {**tensors, 'block_indices': tensors['block_indices'].clone()}
     rows = changed['block_indices'][:, 1::2]
@@ -144,7 +146,7 @@ def test_what_neighbours_choose_changes_no_bit(taken: int, causal: bool, low_bit
 
 @pytest.mark.parametrize('low_bits', [False, True])
 @pytest.mark.parametrize('junk', [torch.nan, 3e4])
-def test_first_keys_that_nobody_reads_change_no_bit(junk: float, low_bits: bool, device: torch.device) -> None:
+def test_unread_first_keys_change_no_bit(junk: float, low_bits: bool, device: torch.device) -> None:
     tensors = make_tensors(5, device, chosen=(FAR_BLOCK,))
     changed = {**tensors, 'k': tensors['k'].clone()}
     changed['k'][:, :BLOCK_SIZE] = junk
@@ -155,7 +157,7 @@ def test_first_keys_that_nobody_reads_change_no_bit(junk: float, low_bits: bool,
 
 @pytest.mark.parametrize('low_bits', [False, True])
 @pytest.mark.parametrize('junk', [torch.nan, torch.inf, 1e4])
-def test_what_follows_changes_no_bit(junk: float, low_bits: bool, device: torch.device) -> None:
+def test_later_tokens_change_no_bit(junk: float, low_bits: bool, device: torch.device) -> None:
     tensors = make_tensors(5, device)
     expected = run(tensors, low_bits)
     for position in (AFTER + 1, AFTER + 15, SEQLEN - 1):

@@ -1,4 +1,4 @@
-"""In which order a query of a program of its own goes through its blocks."""
+"""Order of the blocks in the kernels by query."""
 
 # To pyright a jit function that another calls never returns.
 # pyright: reportGeneralTypeIssues=false
@@ -53,9 +53,7 @@ def slots_kernel(choice_ptr, found_ptr, readable, SIZE: tl.constexpr, BLOCK_SIZE
         ([-1, -1], 2 * TOGETHER - 16, (0, 0, 2, 0)),
     ],
 )
-def test_where_a_query_begins(
-    choice: list[int], readable: int, expected: tuple[int, ...], device: torch.device
-) -> None:
+def test_plan_of_the_loops(choice: list[int], readable: int, expected: tuple[int, ...], device: torch.device) -> None:
     found = torch.full((4,), -1, dtype=torch.int32, device=device)
     choices = torch.tensor(choice, dtype=torch.int32, device=device)
     slots_kernel[(1,)](choices, found, readable, SIZE=len(choice), BLOCK_SIZE=BLOCK, BLOCK_S=8)  # pyright: ignore[reportArgumentType]
@@ -84,7 +82,7 @@ def of_tokens(result: dict[str, Tensor], tokens: slice) -> dict[str, Tensor]:
 
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> int:
-    """A few queries begin all over their blocks. What is compiled has as many as ever."""
+    """Let few queries start at different blocks, in the interpreter; compiled kernels keep the constant."""
     if not is_interpreted():
         return TOGETHER
     monkeypatch.setattr(block_loop, 'CONCURRENT_QUERIES', tl.constexpr(7))
@@ -93,14 +91,14 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> int:
 
 @pytest.mark.parametrize('scaled', [False, True])
 @pytest.mark.parametrize(('offset', 'block_size'), [(TOGETHER // 2, BLOCK), (TOGETHER - 8, BLOCK), (1400, 128)])
-def test_queries_begin_anywhere(offset: int, block_size: int, scaled: bool, device: torch.device) -> None:
-    """In blocks of one tile and of two."""
+def test_queries_start_anywhere(offset: int, block_size: int, scaled: bool, device: torch.device) -> None:
+    """Blocks of one key tile and of two."""
     tensors, grads, settings = make_problem(at_offset(12, offset), device, block_size, scaled=scaled)
     assert_close_to_eager(attend, tensors, grads, **settings)
 
 
-def test_the_order_is_that_of_the_position(soon: int, device: torch.device) -> None:
-    """The same bits in chunks, of which each is a call."""
+def test_the_order_follows_the_position(soon: int, device: torch.device) -> None:
+    """Chunked calls give the same bits."""
     offset = TOGETHER - 8
     tensors, grads, settings = make_problem(at_offset(12, offset), device)
     assert len({(offset + i) // BLOCK * ((offset + i) % soon) // soon for i in range(1, 13)}) > 1
@@ -113,7 +111,7 @@ def test_the_order_is_that_of_the_position(soon: int, device: torch.device) -> N
 
 
 @pytest.mark.usefixtures('soon')
-def test_packed_sequences_have_the_order_that_they_have_alone(device: torch.device) -> None:
+def test_packed_sequences_keep_their_order(device: torch.device) -> None:
     tensors, grads, settings = make_problem(packed([37, 90]), device)
     together = run_triton(attend, tensors, grads, **settings)
     last = slice(37, 127)
@@ -123,8 +121,8 @@ def test_packed_sequences_have_the_order_that_they_have_alone(device: torch.devi
 
 
 @pytest.mark.usefixtures('soon')
-def test_what_is_no_block_changes_no_bit(device: torch.device) -> None:
-    """Wherever it stands in a row, and whatever its number is."""
+def test_invalid_indices_change_no_bit(device: torch.device) -> None:
+    """Invalid indices may have any value and any place in the row."""
     tensors, grads, settings = make_problem(at_offset(7, 200), device)
     results = []
     for row in ([1, 5, 9, 11, -1, -1], [-1, 1, 5, INT32.max, 9, 11], [1, INT32.min, 5, 10**6, 9, 11]):

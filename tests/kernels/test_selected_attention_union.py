@@ -1,4 +1,4 @@
-"""Which tiles of queries read their blocks together, against the definition, and what follows from it."""
+"""Block unions and their flags against the definition, and the results of tiles that take them."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from tests.support.selected_attention_problems import (
 )
 
 HEADS = Heads(12, 1, 16, 16)
-# Of the keys or values, which are not looked at here.
+# Flags of large keys and values, which these tests do not use.
 NOT_FOUND = torch.zeros(1, 1, 1, dtype=torch.int8)
 
 
 def tiles_by_definition(sequences: Sequences, block_t: int) -> dict[int, list[tuple[int, int]]]:
-    """Rows and tokens of every tile, by its index."""
+    """Return batch rows and tokens of every query tile, by tile index."""
     tiles: dict[int, list[tuple[int, int]]] = {}
     if sequences.cu_seqlens is None:
         per_row = -(-sequences.seqlen_q // block_t)
@@ -60,7 +60,7 @@ def tiles_by_definition(sequences: Sequences, block_t: int) -> dict[int, list[tu
 def tile_before(
     tile: int, tiles: dict[int, list[tuple[int, int]]], sequences: Sequences
 ) -> list[tuple[int, int]] | None:
-    """The queries of the tile before in the same sequence, whose choices decide; the future has no say."""
+    """Return the queries of the previous tile of the sequence, whose selections decide, or None."""
     row, token = tiles[tile][0]
     is_first = token == 0 if sequences.cu_seqlens is None else token in sequences.cu_seqlens.tolist()
     if is_first:
@@ -88,7 +88,7 @@ def flag_by_definition(
 
 
 def last_keys(queries: list[tuple[int, int]], sequences: Sequences, causal: bool) -> Iterator[tuple[int, int, int]]:
-    """Row and token of each query, and the last key that it may read."""
+    """Yield row and token of each query, and the last key that it may read."""
     layout = sequences.layout()
     for row, token in queries:
         position, num_keys = int(layout.position[row, token]), int(layout.key_len[row, token])
@@ -115,8 +115,8 @@ def assert_union(
         whole = min(whole, (last + 1) // block_size)
     num_blocks, num_whole = union.counts[tile, index_head, :2].tolist()
     blocks = union.blocks[tile, index_head, :num_blocks].tolist()
-    members = union.query_bits[tile, index_head, : num_blocks + 1].diff().tolist()
-    assert (blocks, [bits % 2**64 for bits in members]) == (sorted(expected), [expected[b] for b in sorted(expected)])
+    queries = union.query_bits[tile, index_head, : num_blocks + 1].diff().tolist()
+    assert (blocks, [bits % 2**64 for bits in queries]) == (sorted(expected), [expected[b] for b in sorted(expected)])
     assert num_whole == sum(block < whole for block in expected)
 
 
@@ -132,7 +132,7 @@ def assert_flags(
     percent: int = 55,
     index_heads: int = 2,
 ) -> set[int]:
-    """The flags that there were."""
+    """Return the flags of all tiles."""
     if indices is None:
         indices = make_indices(extents, index_heads, num_selected, block_size)
     sequences = make_sequences(extents, device)
@@ -192,7 +192,7 @@ def test_flags_wherever_queries_stand(extents: Extents, causal: bool, device: to
     st.booleans(),
     st.sampled_from([0, 30, 55, 80, 100]),
 )
-def test_drawn_flags(
+def test_random_flags(
     extents: Extents, block_size: int, num_selected: int, block_t: int, causal: bool, percent: int
 ) -> None:
     device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
@@ -202,7 +202,7 @@ def test_drawn_flags(
 
 @pytest.mark.skipif(not is_interpreted(), reason='memory of gigabytes that nobody touches')
 def test_indices_far_apart() -> None:
-    """Queries of one tile whose indices lie 2 ** 31 elements apart."""
+    """The indices of one tile's queries are 2 ** 31 elements apart."""
     extents, stride = Extents(1, 5, 60, {'q_offset': 55}, [60]), 2**31 // 3 + 16
     indices = make_shared_choice(extents)
     memory = torch.empty(5 * stride, dtype=torch.int32)
@@ -216,8 +216,8 @@ def test_indices_far_apart() -> None:
 
 
 @pytest.mark.parametrize('dtype', [torch.int32, torch.int64])
-def test_the_share_that_is_shared(dtype: torch.dtype, device: torch.device) -> None:
-    """11 of 20 and one more, for which an index that stands twice, the future and junk do not count."""
+def test_threshold_of_the_union(dtype: torch.dtype, device: torch.device) -> None:
+    """A union of 11 of 20 blocks, and of one more; repeated, future and invalid indices do not count."""
     rows = torch.full((1, 12, 1, 9), -1, dtype=dtype)
     junk = torch.tensor([2**31 - 1, -(2**31), 14], dtype=dtype)
     for tile, last in ((0, 8), (4, 11)):
@@ -240,7 +240,7 @@ def test_long_rows_and_tall_tiles(num_selected: int, device: torch.device) -> No
 
 
 def make_shared_choice(extents: Extents, index_heads: int = 1, num_selected: int = 4) -> Tensor:
-    """Of 12 blocks: the first 2 of every 4 queries choose the same, the others what they like."""
+    """Of 12 blocks the first 2 of every 4 queries select the same, the others any."""
     indices = torch.rand(extents.batch, extents.seqlen_q, index_heads, 12).argsort(-1)[..., :num_selected].int()
     same = torch.arange(extents.seqlen_q) % 4 < 2
     indices[:, same] = indices[:, :1].clone()
@@ -250,7 +250,7 @@ def make_shared_choice(extents: Extents, index_heads: int = 1, num_selected: int
 @pytest.mark.quick
 @pytest.mark.parametrize('percent', [-1, 55, 100])
 @pytest.mark.parametrize('group', [12, 16])
-def test_no_tile_some_tiles_and_all_tiles_share(
+def test_no_some_and_all_tiles_take_the_union(
     group: int, percent: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plan, 'MAX_UNION_PERCENT', {'forward': percent, 'backward': percent})
@@ -266,8 +266,8 @@ def test_no_tile_some_tiles_and_all_tiles_share(
 def test_a_group_of_several_tiles_per_query(
     rows: int, rows_of_others: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel per query has gradients of the factors in parts, the kernel of neighbours has them in one. rows: of a
-    tile of groups of 17 to 32 heads.
+    """The kernel by query stores gradients of factors per head tile, the kernel by union in one. rows: of a tile for
+    groups of 17 to 32 heads.
     """
     table = plan.settings.DQ
     for name, block_m in (('DQ', rows_of_others), ('DQ_32', rows), ('UNION_DQ', 64)):
@@ -280,7 +280,7 @@ def test_a_group_of_several_tiles_per_query(
 
 
 def test_other_rows_and_later_queries_change_nothing(device: torch.device) -> None:
-    """Bit for bit: they may choose what they like, also in the tile of a query."""
+    """The selections of later queries change no bit, even within the tile."""
     extents = Extents(2, 8, 29, {'q_offset': 21}, [29, 29])
     indices = make_shared_choice(extents, num_selected=3)
     sizes: dict[str, Any] = {
@@ -311,7 +311,7 @@ def test_other_rows_and_later_queries_change_nothing(device: torch.device) -> No
 
 
 def test_both_designs_agree_where_a_tile_may_take_either(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tile that shares has the bits of a call in which all share, one that does not those of a call without any."""
+    """A tile has the bits of a call in which all tiles take the union, or none does, as its flag says."""
     borders = {'cu_seqlens': cumulative([6, 0, 5]), 'cu_seqlens_k': cumulative([26, 5, 25])}
     extents = Extents(1, 13, 60, borders, [26, 5, 25])
     indices = make_shared_choice(extents, num_selected=3)
@@ -337,11 +337,9 @@ def test_both_designs_agree_where_a_tile_may_take_either(device: torch.device, m
 @pytest.mark.parametrize(
     'extents', [whole(22, batch=2), packed([0, 0, 7, 1, 12, 0], uncovered=5)], ids=['rows', 'packed']
 )
-def test_unions_of_some_tiles_after_the_others(
-    extents: Extents, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where those of all tiles are too much at once: the same bits, though what a tile does follows from the last one
-    of the range before.
+def test_unions_in_ranges_of_tiles(extents: Extents, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unions that are built in ranges of tiles give the same bits. The flag of a range's first tile comes from the
+    range before.
     """
     indices = make_shared_choice(extents, 2)
     assert assert_flags(extents, device, indices=indices, block_size=2, block_t=2) == {0, 1}
@@ -351,26 +349,26 @@ def test_unions_of_some_tiles_after_the_others(
     expected = run_triton(selected_attention, tensors, grads, **settings)
     ranges = []
 
-    def find(*args: Any) -> block_union.BlockUnion:
-        ranges.append(args[7])
-        return build_unions(*args)
+    def build(*args: Any, tiles: range, **settings: Any) -> block_union.BlockUnion:
+        ranges.append(tiles)
+        return build_unions(*args, tiles=tiles, **settings)
 
-    monkeypatch.setattr(plan, 'build_unions', find)
+    monkeypatch.setattr(plan, 'build_unions', build)
     monkeypatch.setattr(block_union, 'MAX_INDICES', 3 * 2 * 8)  # of three tiles of two index heads
     assert_same_bits(run_triton(selected_attention, tensors, grads, **settings), expected)
     assert len(ranges) > 4
     assert all(len(tiles) <= 3 for tiles in ranges)
 
 
-def test_the_flags_are_made_once_for_each_kernel(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles of the forward and of the backward kernel may differ in height, and so do their flags."""
+def test_flags_of_each_kernel(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Query tiles of the forward and the backward kernel may differ in size, and so do their flags."""
     heights = []
 
-    def find(*args: Any) -> block_union.BlockUnion:
+    def build(*args: Any, **settings: Any) -> block_union.BlockUnion:
         heights.append(args[4])
-        return build_unions(*args)
+        return build_unions(*args, **settings)
 
-    monkeypatch.setattr(plan, 'build_unions', find)
+    monkeypatch.setattr(plan, 'build_unions', build)
     table = {key: row._replace(block_m=64) for key, row in plan.settings.UNION_FORWARD.items()}
     monkeypatch.setattr(plan.settings, 'UNION_FORWARD', table)
     extents = Extents(1, 5, 26, {'q_offset': 21}, [26])

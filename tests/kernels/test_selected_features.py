@@ -54,7 +54,7 @@ def test_rules(dtype: torch.dtype, scaled: bool, softcap: float, device: torch.d
 @pytest.mark.parametrize('causal', [True, False])
 @pytest.mark.parametrize(('scaled', 'scale'), [(True, -0.9), (False, None)])
 def test_whole_blocks(scaled: bool, scale: float | None, causal: bool, device: torch.device) -> None:
-    """Loops with masks and loops without, over blocks of one tile and more; a factor of logits below 0, too."""
+    """Masked and unmasked loops over blocks of one tile and more, also with a negative scale."""
     extents, heads = whole(43), Heads(2, 1, 16, 16)
     indices = make_indices(extents, 1, 3, 16)
     tensors = make_inputs(extents, heads, device, indices, scaled=scaled, dtype=torch.float16)
@@ -63,7 +63,7 @@ def test_whole_blocks(scaled: bool, scale: float | None, causal: bool, device: t
 
 
 def test_values_and_keys_with_a_mean(device: torch.device) -> None:
-    """Outputs are rounded where they are large: what the gradients of queries owe to it, they get back capped."""
+    """Outputs with a mean are rounded coarsely; the correction of dq must include the slope of the soft cap."""
     extents, heads = whole(32), Heads(8, 1, 32, 32)
     indices = make_block_indices('valid', 1, 32, 1, 2, seqlen_k=32, block_size=16)
     tensors = make_inputs(extents, heads, device, indices, dtype=torch.float16)
@@ -73,7 +73,7 @@ def test_values_and_keys_with_a_mean(device: torch.device) -> None:
 
 @pytest.mark.parametrize(('index_heads', 'counts'), [(2, 2), (4, 'tensor')])
 def test_packed_with_repeats_and_counts(index_heads: int, counts: Any, device: torch.device) -> None:
-    """Where the heads of a group choose together, and where each chooses alone."""
+    """The heads of a group select together, or each selects alone."""
     extents = packed([0, 7, 1, 9, 0], uncovered=2)
     indices = make_indices(extents, index_heads, 4, 3)
     if counts == 'tensor':
@@ -89,7 +89,7 @@ def test_packed_with_repeats_and_counts(index_heads: int, counts: Any, device: t
     ('sign', 'softcap', 'dtype'), [(1, 30.0, torch.float16), (-1, 30.0, torch.float32), (1, 1e5, torch.float32)]
 )
 def test_large_logits(sign: int, softcap: float, dtype: torch.dtype, device: torch.device) -> None:
-    """Of +-6e4: at the cap they are alike, and below it the largest has all the weight."""
+    """Logits of +-6e4: at the cap they are equal; below it the largest has all the weight."""
     indices = make_block_indices('valid', 1, 10, 1, 2, seqlen_k=10, block_size=4)
     tensors = make_inputs(whole(10), HEADS, device, indices)
     for name in 'qk':
@@ -139,8 +139,8 @@ def test_unread_keys_change_nothing(junk: float, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float16])
-def test_what_others_read_of_whole_blocks_changes_nothing(dtype: torch.dtype, device: torch.device) -> None:
-    """Of a tile's queries every other one reads a block that holds what is no number."""
+def test_full_blocks_of_other_queries_change_nothing(dtype: torch.dtype, device: torch.device) -> None:
+    """Every other query of a tile reads a block that contains NaN or infinities."""
     extents = Extents(1, 14, 48, {'q_offset': 33}, [48])
     settings: dict[str, Any] = {'block_size': 16, 'q_offset': 33, 'softcap': 2.0}
     indices = torch.tensor([[0, 2], [1, 2]], dtype=torch.int32).repeat(7, 1).view(1, 14, 1, 2)
@@ -159,8 +159,8 @@ def test_what_others_read_of_whole_blocks_changes_nothing(dtype: torch.dtype, de
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float16])
 @pytest.mark.parametrize('name', ['q', 'k'])
-def test_infinite_logits_stand_at_the_cap(name: str, dtype: torch.dtype, device: torch.device) -> None:
-    """Beside an index that stands twice, which is fetched in vain."""
+def test_infinite_logits_reach_the_cap(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    """One index is repeated, so its second load is in vain."""
     indices = torch.tensor([0, 0, 1], dtype=torch.int32).expand(1, 32, 1, 3)
     tensors = make_inputs(whole(32), Heads(2, 1, 16, 16), device, indices, dtype=dtype)
     for other in 'qk':
@@ -176,10 +176,10 @@ def test_infinite_logits_stand_at_the_cap(name: str, dtype: torch.dtype, device:
 @per_block
 @pytest.mark.parametrize(('heads', 'factor'), [(HEADS, None), (HEADS, 1e4), (Heads(2, 1, 64, 128), 1.0)])
 @pytest.mark.parametrize('size', [1.0, 1e6])
-def test_parts_in_float16(
+def test_float16_partial_results(
     size: float, heads: Heads, factor: float | None, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As bfloat16 inputs have them: slopes do not take gradients beyond their units."""
+    """bfloat16 inputs use them: slopes do not take gradients beyond their units."""
     indices = make_indices(whole(12), 1, 3, 3)
     tensors = make_inputs(whole(12), heads, device, indices, scaled=factor is not None)
     grads = make_grads(whole(12), heads, device)

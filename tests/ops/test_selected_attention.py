@@ -1,4 +1,4 @@
-"""Selected attention: its definition, rows of indices as sets, and junk among them."""
+"""Selected attention: its definition, rows of indices as sets, and invalid indices."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_row_is_a_set() -> None:
             torch.testing.assert_close(result, same, rtol=1e-12, atol=1e-12)
 
 
-def test_the_first_occurrence_has_the_scale() -> None:
+def test_the_first_occurrence_sets_the_factor() -> None:
     q, k, v = make_qkv(whole(12), Heads(2, 1, 3, 3))
     once = torch.tensor([[2.0, 0.5, -1.0]], dtype=torch.float64).expand(12, 1, 3)[None].clone().requires_grad_()
     often = torch.tensor([[7.0, 2.0, 0.5, 9.0, -1.0, 9.0, 7.0]], dtype=torch.float64).expand(12, 1, 7)[None]
@@ -127,14 +127,14 @@ def test_the_first_occurrence_has_the_scale() -> None:
     assert often.grad[..., [0, 3, 5, 6]].eq(0).all()
 
 
-def test_a_scale_of_what_is_not_read_may_be_anything() -> None:
+def test_factors_of_unread_blocks_may_be_anything() -> None:
     q, k, v = make_qkv(whole(8), Heads(2, 1, 3, 3))
     blocks = torch.tensor([0, 0, -1, 9], dtype=torch.int32).expand(1, 8, 1, 4)
     block_scale = torch.tensor([1.5, torch.nan, torch.inf, torch.nan]).double().expand(1, 8, 1, 4)
     assert_is_its_definition(q, k, v, blocks, block_scale.clone(), block_size=4)
 
 
-def test_blocks_that_are_not_chosen_are_not_read() -> None:
+def test_unselected_blocks_are_not_read() -> None:
     q, k, v = make_qkv(whole(24), Heads(4, 2, 3, 5))
     for tensor in (k, v):
         tensor[:, 8:12] = torch.nan
@@ -159,7 +159,7 @@ def test_an_index_reaches_into_no_other_sequence() -> None:
         assert_is_its_definition(q, k, v, blocks, block_size=4, causal=causal, **extents.where)
 
 
-def test_heads_of_a_group_may_choose_alone() -> None:
+def test_heads_may_select_alone() -> None:
     q, k, v = make_qkv(whole(20), Heads(4, 2, 3, 5))
     together = make_block_indices('valid', 1, 20, 2, 2, seqlen_k=20, block_size=4)
     results = [selected_attention(q, k, v, b, block_size=4) for b in (together, together.repeat_interleave(2, 2))]

@@ -30,7 +30,7 @@ def dense(
     block_counts: int | Tensor | None = None,
     segment_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """All logits of all tokens, with a mask that is filled in one entry of a row of indices after the other."""
+    """Compute all logits, with a mask that is filled entry by entry of a row of indices."""
     batch, seqlen, heads = q.shape[:3]
     index_heads = block_indices.shape[2]
     reads = torch.zeros(batch, heads, seqlen, k.shape[1], dtype=torch.bool)
@@ -66,7 +66,7 @@ def dense(
 
 
 def run_of(ids: list[int], t: int) -> tuple[int, int]:
-    """Where the run of equal ids that t is in begins and ends; a run of padding has no keys."""
+    """Return the bounds of the run of equal ids around t; a run of padding has no keys."""
     first, last = t, t + 1
     while first and ids[first - 1] == ids[t]:
         first -= 1
@@ -138,8 +138,8 @@ def test_a_cap_far_above_all_logits_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float64])
-def test_logits_that_are_no_numbers_are_capped(dtype: torch.dtype) -> None:
-    """Products that overflow stand at the cap, and a block below it still has its weight."""
+def test_overflowing_logits_are_capped(dtype: torch.dtype) -> None:
+    """Products that overflow reach the cap, and a block below it keeps its weight."""
     q, k, v = (t.abs().to(dtype) for t in make_qkv(whole(6), Heads(1, 1, 4, 4)))
     k[:, :3] *= torch.finfo(dtype).max / 4
     indices = torch.tensor([0, 1], dtype=torch.int32).expand(1, 6, 1, 2)
@@ -150,7 +150,7 @@ def test_logits_that_are_no_numbers_are_capped(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize('count', [-3, 0, 1, 3, 4, 99])
-def test_a_count_for_all_is_as_good_as_fewer_indices(count: int) -> None:
+def test_one_count_equals_fewer_indices(count: int) -> None:
     indices = draw_indices(whole(9), 2, 4)
     inputs, factors = make_qkv(whole(9), HEADS), 1 + normal(1, 9, 2, 4)
     kept = max(0, count)
@@ -167,8 +167,8 @@ def test_a_count_for_all_is_as_good_as_fewer_indices(count: int) -> None:
 
 
 @pytest.mark.parametrize('kind', ['int', 'tensor'])
-def test_what_comes_after_the_count_is_ignored(kind: str) -> None:
-    """An index that stands there alone is not read, whatever its factor is, and the factor has no gradient."""
+def test_indices_behind_the_count_are_ignored(kind: str) -> None:
+    """An index behind the count is not read, whatever its factor is, and the factor has no gradient."""
     q, k, v = make_qkv(whole(9), HEADS)
     indices = torch.tensor([1, 0, 1, 2], dtype=torch.int32).expand(1, 9, 2, 4)
     factors = torch.tensor([0.5, 2.0, torch.nan, torch.inf]).double().expand(1, 9, 2, 4).clone().requires_grad_()

@@ -1,4 +1,4 @@
-"""Exact attention inside chosen blocks (equations 11 and 12 of the paper)."""
+"""Exact attention inside selected blocks (arXiv 2502.11089, eq. 11 and 12)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from native_sparse_attention.core.random import check_probability
 from native_sparse_attention.core.segments import make_borders, mask_outputs
 from native_sparse_attention.ops._triton import support
 
-# Blocks of a query, which a kernel holds at once to find those that stand in the row already.
+# Most indices per row: a kernel holds the whole row to find repeated indices.
 MAX_SELECTED = 1024
 
 
@@ -109,6 +109,7 @@ def selected_attention(
     Raises:
         ValueError: shapes, dtypes or settings do not fit, or an explicit backend does not support the call.
     """
+    # _design (tests and benchmarks) forces one of the designs of the Triton kernels.
     check_qkv(q, k, v)
     check_flags(causal=causal, unit_scale=unit_scale)
     check_positive(block_size=block_size)
@@ -136,7 +137,7 @@ def selected_attention(
         check_block_counts(block_counts, block_indices.shape[2], q)
         block_indices, block_scale = _keep_first(block_counts, block_indices, block_scale)
     if padding is not None:
-        # Who chose nothing has no output and no gradient, and whom nobody chose has none either.
+        # A padding token that selects nothing has no output and no gradient, and no query selects its block.
         block_indices = block_indices.masked_fill(padding[:, :, None, None], -1)
     if window is not None:
         modifiers = make_modifiers(q, k, None, None, None, None, softcap, sinks, dropout_p, dropout_seed)
@@ -173,7 +174,7 @@ def backend_of(
     gate: Tensor | None = None,
     backend: str = 'auto',
 ) -> BackendChoice:
-    """The backend that would serve these inputs."""
+    """Return the backend that serves these inputs."""
     from native_sparse_attention.ops import _flex
 
     candidates = {
@@ -195,7 +196,7 @@ def _check_merged(
     unit_scale: bool,
     gate: Tensor | None,
 ) -> tuple[int, int] | None:
-    """Return the window, or None without one, which excludes what needs it."""
+    """Return the window, or None without one; then options that need a window are refused."""
     if dropout_p != 0 or window_size is not None:
         check_probability(dropout_p=dropout_p)
     if window_size is None:
@@ -228,7 +229,7 @@ def _merged(
     unit_scale: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """Attention over the union of selected blocks and window."""
+    """Attention over the union of selected blocks and window, by the backend that serves it."""
     if unit_scale and block_scale is not None:
         block_scale = 1 + (block_scale - block_scale.detach())
     arguments = (q, k, v, block_indices, block_scale, sequences, block_size, *window, causal, scale, modifiers)
@@ -259,7 +260,7 @@ def merged_backend_of(
     dropout_p: float = 0.0,
     backend: str = 'auto',
 ) -> BackendChoice:
-    """The backend that would serve these inputs with `window_size`."""
+    """Return the backend that serves these inputs with `window_size`."""
 
     def not_by_triton() -> str | None:
         if not causal:
@@ -281,7 +282,7 @@ def merged_backend_of(
 def _keep_first(
     block_counts: int | Tensor, block_indices: Tensor, block_scale: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """The first indices of every row, with -1 for the others or without them, and their factors."""
+    """Return the first indices of every row and their factors; other indices are cut off or become -1."""
     if not isinstance(block_counts, Tensor):
         kept = slice(max(0, block_counts))
         return block_indices[..., kept], None if block_scale is None else block_scale[..., kept]
@@ -290,7 +291,7 @@ def _keep_first(
 
 
 def _not_by_triton(q: Tensor, k: Tensor, v: Tensor, num_selected: int) -> str | None:
-    """Why the kernels cannot serve a call, or None where they can."""
+    """Return the reason why the kernels do not support a call, or None."""
     if num_selected > MAX_SELECTED:
-        return f'a query chooses {num_selected} blocks, but its kernels hold a choice of up to {MAX_SELECTED}'
+        return f'a query selects {num_selected} blocks, but its kernels hold rows of up to {MAX_SELECTED} indices'
     return support.too_many_choices(q, k, num_selected) or support.unsupported(q, k, v)

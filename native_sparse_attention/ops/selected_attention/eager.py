@@ -1,4 +1,4 @@
-"""Selected attention in plain PyTorch: the tokens of each query's blocks are gathered, in query chunks."""
+"""Selected attention in plain PyTorch, which gathers the tokens of each query's blocks in query chunks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def selected_attention(
     seqlen_k, kv_heads = k.shape[1:3]
     index_heads, num_selected = block_indices.shape[2:]
     float_dtype = compute_dtype(q.dtype)
-    # Cast here, once, so that gradients of keys that several queries read are added in float32.
+    # Cast once, so that gradients of keys that several queries read are summed in float32.
     tables = [_table(tensor.to(float_dtype)) for tensor in (k, v)]
     zero_row = batch * seqlen_k * kv_heads
     queries = rearrange(q, 'b t (h g) d -> b t h g d', h=index_heads)
@@ -48,7 +48,7 @@ def selected_attention(
     def attend(start: int, stop: int) -> tuple[Tensor, Tensor]:
         chunk = layout.chunk(start, stop)
         blocks = block_indices[:, start:stop].long()
-        # [B, T, HI, n, l']: the position of every token of every chosen block, and whether the query reads it.
+        # [B, T, HI, n, l']: position of every token of every selected block, and whether the query reads it.
         token = blocks.clamp(-1, seqlen_k // block_size)[..., None] * block_size + within_block
         extents = (chunk.position, chunk.key_start, chunk.key_len)
         position, key_start, key_len = (t[..., None, None, None] for t in extents)
@@ -161,13 +161,13 @@ def _read_keys(
 
 
 def _counts(blocks: Tensor, last_block: int) -> Tensor:
-    """Whether an entry of a row `[..., n]` names a block that exists, for the first time in that row."""
+    """Return whether an entry of a row `[..., n]` names an existing block and does not repeat an earlier entry."""
     entry = torch.arange(blocks.shape[-1], device=blocks.device)
     repeats = (blocks[..., :, None] == blocks[..., None, :]) & (entry < entry[:, None])
     return (blocks >= 0) & (blocks <= last_block) & ~repeats.any(-1)
 
 
 def _table(tensor: Tensor) -> Tensor:
-    """`[B, S, H, D]` as rows `[B * S * H + 1, D]`, the last one 0: what stands for a key that is not read."""
+    """Return `[B, S, H, D]` as rows `[B * S * H + 1, D]`; the last row is 0 and stands for keys that are not read."""
     rows = tensor.reshape(-1, tensor.shape[-1])
     return torch.cat((rows, rows.new_zeros(1, rows.shape[-1])))

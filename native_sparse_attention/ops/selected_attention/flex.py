@@ -1,7 +1,7 @@
 """Selected attention with FlexAttention.
 
-The heads that share a choice become neighbouring queries of one head, so that a tile of queries is few tokens and the
-union of their blocks small, and k and v are never repeated.
+The heads that share selected blocks become consecutive queries of one head. So a query tile holds few tokens, the union
+of their blocks is small, and k and v are not repeated.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from native_sparse_attention.ops._flex import (
     without_nonfinite,
 )
 
-# A mask loads an index per chosen block. For more blocks than that, the loads of several stages may not fit into shared
-# memory; with the factors of block_scale they do not.
+# The mask loads one index per selected block. With more blocks than this, the loads of several pipeline stages may
+# exceed shared memory; with block_scale they do.
 FEW_BLOCKS = 16
 
 
@@ -45,11 +45,11 @@ def selected_attention(
     index_heads, num_selected = block_indices.shape[2:]
     rows_per_token = q.shape[2] // index_heads
     layout = sequences.layout()
-    # [B, T]: keys of its sequence that a query may read.
+    # [B, T]: number of keys of its sequence that a query may read.
     num_keys = layout.key_len
     if causal:
         num_keys = num_keys.minimum(layout.position + 1).clamp(min=0)
-    # [B, T, HI, n]: the chosen blocks, -1 where an index names none, and the intervals of keys that they are.
+    # [B, T, HI, n]: selected blocks, -1 where an index names none, and their key intervals.
     key_start, end = (t[..., None, None] for t in (layout.key_start, layout.key_start + num_keys))
     readable = (block_indices >= 0) & (block_indices < num_selection_blocks(num_keys, block_size)[..., None, None])
     blocks = torch.where(readable, block_indices, -1).int()
@@ -102,7 +102,7 @@ def _attend(
     def scale_block(score: Tensor, b: Tensor, h: Tensor, row: Tensor, s: Tensor) -> Tensor:
         t = row // rows_per_token
         block = (s - key_start[b, t]) // block_size
-        # Of an index that stands several times in a row the first entry counts, so it is looked at last.
+        # The first entry of a repeated index counts, so the loop runs backwards.
         entry = s * 0
         for i in reversed(range(num_selected)):
             entry = torch.where(blocks[b, t, h, i] == block, i, entry)

@@ -123,17 +123,9 @@ def forward_kernel(
                 )  # fmt: skip
         else:
             sums = _attend_to_full_blocks(
-                inputs,
-                factors_ptr,
-                source,
-                selection,
-                num_steps,
-                EXACT,
-                FP16=False,
-                SUM_BY_PRODUCT=False,
-                sizes=sizes,
+                inputs, factors_ptr, source, selection, num_steps, EXACT, FP16=False, SUM_BY_PRODUCT=False, sizes=sizes,
                 tile=tile,
-            )
+            )  # fmt: skip
         # A few keys of one block remain: small tiles read none in vain, and a short pipeline fills quickly.
         for step in tl.range(0, tl.cdiv(num_tail_keys, 16), num_stages=3):
             k, v, slot, is_read, read = load_step(source, selection, step, TAIL, 16, sizes, tile)

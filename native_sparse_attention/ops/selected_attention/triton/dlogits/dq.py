@@ -267,8 +267,8 @@ def _add_keys(
         k = load_rows(source.k, source.key_start + keys, source.k_stride, key_mask, HEAD_DIM, BLOCK_D, WIDE)
     else:
         k = load_tile(
-            source.k_tiles, source.k, source.row, source.key_start + first, source.kv_head, source.k_stride, True,
-            HEAD_DIM, BLOCK_N, BLOCK_D, WIDE,
+            source.k_tiles, source.k, source.row, source.key_start + first, source.kv_head, source.k_stride,
+            exists=True, SIZE=HEAD_DIM, ROWS=BLOCK_N, BLOCK=BLOCK_D, INT64_OFFSETS=WIDE,
         )  # fmt: skip
     if CONTAIN_NONFINITE:
         # Their gradients of logits are 0 if no query may read them.
