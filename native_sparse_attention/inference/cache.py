@@ -37,24 +37,37 @@ RINGS = ('raw_k', 'raw_v')  # tensors with one entry per recent token
 class LayerCache(RowLengths):
     """Keys, values and lengths of the past tokens of one attention layer.
 
-    k `[B, capacity, H, D]`, v `[B, capacity, H, DV]`: keys after rotary, and values. With `compress=(l, d)` also k_cmp
+    Tensors: k `[B, capacity, H, D]` with rotary embedding, v `[B, capacity, H, DV]`. With compress=(l, d) also k_cmp
     and v_cmp `[B, C + 1, H, D or DV]` (the last slot takes the candidate of an incomplete block), and the rings raw_k
-    (`has_raw_k`) and raw_v (`has_raw_v`) `[B, R, H, D or DV]` of the latest keys before rotary and values, from which
-    the next compressed block is computed. Position p is in slot p mod R, with R = l - 1 + max_rollback, or the capacity
-    where max_rollback is None. Without a ring, k or v serve instead. With `has_window` the window branch has its own
-    keys and values, k_window and v_window. Without `has_v_cmp` there is no v_cmp.
+    and raw_v `[B, R, H, D or DV]` of the latest keys without rotary embedding and values, from which the next
+    compressed block is computed. Position p is in slot p mod R, with R = l - 1 + max_rollback, or the capacity where
+    max_rollback is None. Without a ring, k or v serve instead. k_window and v_window are those of has_window.
 
     Args:
-        batch_size, max_seq_len: rows, and tokens per row. kv_heads, head_dim, value_dim: H, D, DV.
+        batch_size: number of rows.
+        max_seq_len: tokens per row.
+        kv_heads: H, number of KV heads.
+        head_dim: D, size of a key head.
+        value_dim: DV, size of a value head.
         max_rollback: tokens that `crop` can take back; None: all of them, for which the rings hold every token.
         compress: (l, d), or None for a layer without compressed keys.
-        grows: replace the tensors by others of twice the capacity where max_seq_len is exceeded, instead of an error.
+        has_raw_k: keep a ring of keys without rotary embedding, from which blocks are compressed.
+        has_raw_v: keep a ring of values, where those of the compressed branch differ from v.
+        has_window: keep keys and values of its own for the window branch.
+        has_v_cmp: keep compressed values.
+        dtype: dtype of keys and values.
+        device: device of the tensors.
+        grows: where max_seq_len is exceeded, replace the tensors by others of twice the capacity instead of raising.
 
     Attributes:
-        lengths: int32 `[B]` on the device. max_length: int on the host; no row is longer.
+        lengths: int32 `[B]` on the device, tokens of each row.
+        max_length: int on the host; no row is longer.
         layout: the settings that a layer and its cache must agree on.
-        session: scratch buffers and recorded launches of the decoding kernels.
-        page_size, page_size_cmp, block_table, block_table_cmp: of a `PagedLayerCache`; None here.
+        session: scratch buffers and recorded launches of the decode kernels.
+        page_size: of a `PagedLayerCache`; None here.
+        page_size_cmp: of a `PagedLayerCache`; None here.
+        block_table: of a `PagedLayerCache`; None here.
+        block_table_cmp: of a `PagedLayerCache`; None here.
     """
 
     page_size: int | None = None

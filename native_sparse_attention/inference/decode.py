@@ -67,22 +67,36 @@ def nsa_decode(
     """Run `nsa` for new tokens over a cache: append, compress, attend and gate. Nothing is differentiated.
 
     Args:
-        q: `[B, T, HQ, D]`, k: `[B, T, H, D]`, v: `[B, T, H, DV]`: the new tokens of every row, before rotary.
+        q: `[B, T, HQ, D]` queries of the new tokens without rotary embedding.
+        k: `[B, T, H, D]` keys without rotary embedding.
+        v: `[B, T, H, DV]` values.
         gates: `[B, T, HQ, 3]` after the sigmoid; with merge_window `[B, T, HQ, 1]` or None, as in `nsa`.
         cache: advances by the new tokens. It has compressed keys, with `has_raw_k` where freqs are given. Where gates
-            are None, it has no compressed values (`has_v_cmp`), and where num_selected is 0 too, no compressed keys.
+            are None it has no compressed values (`has_v_cmp`), and where num_selected is 0 too, no compressed keys.
+        networks: φ for keys and for values, `[B, H, C, l, D or DV]` to `[B, H, C, D or DV]`.
+        positions: `[H, l, D]` and `[H, l, DV]`, added to the blocks before φ.
         merge_window: as in `nsa`; such steps run the ops of `nsa`. Where gates are None, networks, positions and mem_kv
             for values are None too, and where num_selected is 0, also those for keys.
-        networks: φ for keys and for values, `[B, H, C, l, D or DV]` to `[B, H, C, D or DV]`. positions: `[H, l, D]` and
-            `[H, l, DV]`, added to the blocks before.
         freqs: float32 `[F]`; the angles are position / interpolate_factor * freqs. None: no rotary embedding.
+        interpolate_factor: divisor of the positions.
         mem_kv: a pair `[H, M, D]`, `[H, M, DV]` that every query sees in the compressed branch.
-        raw_k, raw_v: the tokens to compress; default k, v. k_window, v_window: of the window branch; default k, v.
-        counts: int32 or int64 `[B]`, number of real tokens of each row, which stand first. Default T.
-        selection_block_size, num_selected, num_init, num_local, share_group, scale: as in `nsa`. window_size: W, the
-            query's own token included.
-        softcap, sinks, sinks_cmp: as in `nsa`; steps with one of them run the ops of `nsa`.
-        num_splits, tiles_of_program: as in `ops.decoding.step.Settings`; at most 64 splits.
+        raw_k: `[B, T, H, D]` keys to compress; default k.
+        raw_v: `[B, T, H, DV]` values to compress; default v.
+        k_window: `[B, T, H, D]` keys of the window branch; default k.
+        v_window: `[B, T, H, DV]` values of the window branch; default v.
+        counts: int32 or int64 `[B]`, number of real tokens of each row, which stand first; default T.
+        selection_block_size: l', tokens of a selection block.
+        num_selected: n, as in `nsa`.
+        window_size: W, keys that a query reads in the window branch, its own included.
+        num_init: as in `nsa`.
+        num_local: as in `nsa`.
+        share_group: as in `nsa`.
+        scale: factor of the logits, default D ** -0.5.
+        softcap: as in `nsa`; steps with it run the ops of `nsa`.
+        sinks: as in `nsa`; steps with it run the ops of `nsa`.
+        sinks_cmp: as in `nsa`; steps with it run the ops of `nsa`.
+        num_splits: parts into which the kernels split a row, at most 64; 0: chosen by the number of rows.
+        tiles_of_program: tiles that a program of the kernels reads; 0: chosen by the number of rows.
         backend: 'auto', 'triton', 'flex' or 'eager'. The Triton decode kernels take up to 16 tokens at a time; longer
             chunks run the Triton ops of `nsa`.
 
@@ -90,8 +104,8 @@ def nsa_decode(
         `[B, T, HQ, DV]` in the dtype of q.
 
     Raises:
-        ValueError: shapes, devices or settings that do not fit, networks that cannot compress blocks, an explicit
-            backend that cannot serve the call, or a full cache; nothing is written then.
+        ValueError: shapes, devices or settings do not fit, networks cannot compress blocks, an explicit backend does
+            not support the call, or the cache is full; nothing is written then.
     """
     check_layer_cache(cache)
     check_flags(merge_window=merge_window)

@@ -38,19 +38,24 @@ class DecodingModel(Protocol):
 class DecodeStep:
     """Decode the same number of new tokens for every row, repeatedly, through a CUDA graph where that is possible.
 
-    `step(ids)` equals `model(ids, cache=cache)` without gradients: ids int `[B, num_tokens]` to logits
-    `[B, num_tokens, V]`, and the cache advances. Where the model `decodes_fixed`, the first call runs without a graph
-    and the second one captures it. The second and all later calls replay the graph, at any length of any row: one
-    launch instead of hundreds, with the same bits. The logits then lie in one tensor that the next call overwrites. The
-    cache may be cropped, reordered and reset between calls.
+    `step(ids)` equals `model(ids, cache=cache)` without gradients: ids int `[B, num_tokens]` to logits `[B, num_tokens,
+    V]`, and the cache advances. Where the model `decodes_fixed`, the first call runs without a graph and the second one
+    captures it. The second and all later calls replay the graph, at any length of any row: one launch instead of
+    hundreds, with the same bits. The logits then lie in one tensor that the next call overwrites. The cache may be
+    cropped, reordered and reset between calls.
 
     Without a graph every step calls the model and its blocks as modules, so that hooks run and sharded weights are
     gathered. A graph reads weights and cache at the addresses of the capture: make another step after a move or a cast
     of the model, and after adding hooks. The graph keeps the evaluation mode and the autocast state of the capture.
 
     Args:
+        model: `Transformer`, or a module with the same calls.
+        cache: `ModelCache` of the model, which every step advances.
         num_tokens: new tokens per row and step; more than 1 for speculated tokens.
-        use_graph: None: use a graph where possible; False: never; True: raise ValueError where it is not possible.
+        use_graph: None: use a graph where possible; False: never; True: raise where it is not possible.
+
+    Raises:
+        ValueError: use_graph is True where a step cannot be captured.
     """
 
     def __init__(

@@ -16,9 +16,12 @@ from native_sparse_attention.inference.lengths import check_crop, repeated_rows
 class ModelCache(Sequence[LayerCache]):
     """The `LayerCache` of each layer of a model.
 
-    Indexing gives the cache of a layer. The methods and properties are those of a `LayerCache`, for all layers. All
-    layers hold the same tokens: `check_even` refuses a cache that an interrupted call has left torn, and `crop`
-    repairs it.
+    Indexing returns the cache of a layer. Methods and properties are those of a `LayerCache`, for all layers. All
+    layers hold the same tokens: `check_even` refuses a cache that an interrupted call has left torn, and `crop` repairs
+    it.
+
+    Args:
+        layers: a `LayerCache` per layer, all with the same number of rows.
 
     Raises:
         ValueError: layers is empty, or has an entry that is no `LayerCache` or has another number of rows.

@@ -22,32 +22,41 @@ from native_sparse_attention.inference.cache import MAX_ROLLBACK, PAIRS, TOKENS,
 class PagedLayerCache(LayerCache):
     """A `LayerCache` over pools of pages and two block tables, which it makes or the caller owns.
 
-    Pools: k `[num_pages, page_size, H, D]`, v `[num_pages, page_size, H, DV]`, with `has_window` k_window and v_window
-    of the same shapes, all four addressed by block_table; with `compress=(l, d)` k_cmp
-    `[num_pages_cmp, page_size // d, H, D]` and v_cmp `[num_pages_cmp, page_size // d, H, DV]`, addressed by
-    block_table_cmp. N tokens complete at most N / d blocks, so a row has as many compressed pages as pages. Lengths and
-    rings are per row, as in a `LayerCache`; with max_rollback=None the rings hold the capacity of every row.
+    Pools: k `[num_pages, page_size, H, D]`, v `[num_pages, page_size, H, DV]`, with has_window k_window and v_window of
+    the same shapes, all addressed by block_table; with compress=(l, d) k_cmp `[num_pages_cmp, page_size // d, H, D]`
+    and v_cmp `[num_pages_cmp, page_size // d, H, DV]`, addressed by block_table_cmp. N tokens complete at most N / d
+    blocks, so a row has as many compressed pages as pages. Lengths and rings are per row, as in a `LayerCache`.
 
-    The owner may change the content of the tables in place between calls, to give a row pages as it grows: a row needs
-    the pages of its tokens before they are appended. Entries beyond may be anything, such as -1. Only real tokens and
-    complete blocks are written, and a write to a page that does not exist is dropped; only `validate_tables` reads
-    tables back and reports such pages. No two rows may share a page. Tables are never written here, and may serve all
-    layers of a model.
+    The owner may change the content of the tables in place between calls: a row needs the pages of its tokens before
+    they are appended. Other entries may be anything, such as -1. Only real tokens and complete blocks are written, and
+    a write to a page that does not exist is dropped; only `validate_tables` reads tables back and reports such pages.
+    No two rows may share a page. Tables are never written here, and may serve all layers of a model.
 
     Args:
-        batch_size, max_seq_len: rows, and tokens that a row may have (its capacity).
+        batch_size: number of rows.
+        max_seq_len: tokens that a row may have.
         page_size: tokens of a page, a multiple of l' and of d.
-        selection_block_size: l', by which kernels read pages; 1 for a layer without.
-        kv_heads, head_dim, value_dim, compress, has_raw_k, has_raw_v, has_window, has_v_cmp: as in the `layout` of
-            another cache of the layer.
+        selection_block_size: l', by which kernels read pages; 1 for a layer without selection.
+        kv_heads: H, number of KV heads.
+        head_dim: D, size of a key head.
+        value_dim: DV, size of a value head.
         num_pages: pages of each pool that is made; default enough to fill every row.
         pools: the tensors by name, of any strides; by default they are made.
-        block_table, block_table_cmp: int32 `[B, n]`, n at least ceil(max_seq_len / page_size). By default row b has the
-            n pages from b * n on. block_table_cmp may be left out where one id stands for a page in either pool.
-        dtype, device: those of pools that are made, and of lengths and rings; by default those of the pools.
+        block_table: int32 `[B, n]`, n at least ceil(max_seq_len / page_size). By default row b has the pages b * n and
+            following.
+        block_table_cmp: the same for compressed pages; default block_table, where one id stands for a page in either
+            pool.
+        max_rollback: as in `LayerCache`; with None the rings hold the capacity of every row.
+        compress: (l, d), or None for a layer without compressed keys.
+        has_raw_k: keep a ring of keys without rotary embedding, from which blocks are compressed.
+        has_raw_v: keep a ring of values, where those of the compressed branch differ from v.
+        has_window: keep keys and values of its own for the window branch.
+        has_v_cmp: keep compressed values.
+        dtype: dtype of pools that are made; by default that of the pools.
+        device: device of the pools, lengths and rings; by default that of the pools.
 
     Raises:
-        ValueError: sizes, pools or tables that do not fit.
+        ValueError: sizes, pools or tables do not fit; names argument, value and rule.
     """
 
     def __init__(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import json
+import pkgutil
 import re
 from pathlib import Path
 from typing import Any
@@ -78,6 +80,27 @@ def test_named_identifiers_exist(page: str):
     named = set(re.findall(r'`(\w*[a-z]_\w+|[A-Z]+_[A-Z0-9_]+)\b', (ROOT / page).read_text(encoding='utf-8')))
     assert named
     assert not named - words
+
+
+def api_objects() -> list[str]:
+    """Return the names that the API pages show."""
+    pages = sorted((ROOT / 'docs' / 'api').glob('*.md'))
+    return [name for page in pages for name in re.findall(r'^::: (\S+)$', page.read_text(encoding='utf-8'), re.M)]
+
+
+@pytest.mark.parametrize('name', api_objects())
+def test_docstring_has_an_entry_for_every_argument(name: str):
+    shown = pkgutil.resolve_name(name)
+    functions = {name: shown}
+    if inspect.ismodule(shown):
+        functions = {key: value for key, value in vars(shown).items() if getattr(value, '__module__', '') == name}
+    for key, function in functions.items():
+        if key.startswith('_') or not callable(function):
+            continue
+        parameters = inspect.signature(function).parameters.values()
+        named = {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and p.name[0] != '_'}
+        described = set(re.findall(r'^ {4}(\w+): ', inspect.getdoc(function) or '', re.M))
+        assert not named - described, key
 
 
 def test_readme_is_short():
