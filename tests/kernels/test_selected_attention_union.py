@@ -115,8 +115,11 @@ def assert_union(
         whole = min(whole, (last + 1) // block_size)
     num_blocks, num_whole = union.counts[tile, index_head, :2].tolist()
     blocks = union.blocks[tile, index_head, :num_blocks].tolist()
-    queries = union.query_bits[tile, index_head, : num_blocks + 1].diff().tolist()
-    assert (blocks, [bits % 2**64 for bits in queries]) == (sorted(expected), [expected[b] for b in sorted(expected)])
+    query_bits = union.query_bits[tile, index_head, : num_blocks + 1].diff().tolist()
+    assert (blocks, [bits % 2**64 for bits in query_bits]) == (
+        sorted(expected),
+        [expected[b] for b in sorted(expected)],
+    )
     assert num_whole == sum(block < whole for block in expected)
 
 
