@@ -6,8 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +17,26 @@ ROOT = Path(__file__).parents[2]
 # Spilled bytes per thread for head size 128 in half precision. Kernels with a table entry or random number per weight
 # are faster with more spills than with smaller tiles.
 MAX_SPILLED = 1024
-# Kernels that must be among the builds of an op.
+# Kernels that must be among the builds of some ops, by module.
+INTERVAL, SELECTED, OTHERS = (
+    'window_attention,compressed_attention,features',
+    'selected_attention,lists',
+    'select_blocks,gated_sum,rotary,decoding',
+)
 KERNELS = {
-    'interval': {'forward_kernel', 'dq_kernel', 'dkv_kernel', 'dbias_kernel'},
-    'block_selection': {'select_kernel', 'forward_kernel', 'dq_kernel'},
-    'selected_attention': {'forward_kernel', 'dq_kernel', 'dkv_kernel', 'union_kernel', 'block_kernel'},
-    'dlogits': {'dq_from_dlogits_kernel'},
-    'by_block': {'block_kernel', 'merge_kernel', 'block_dq_kernel', 'sum_kernel'},
-    'gated_sum': {'forward_kernel', 'backward_kernel'},
-    'rotary': {'rotary_kernel', 'sum_kernel'},
-    'inverse_index': {'slot_kernel'},
-    'counting_sort': {'place_kernel'},
+    INTERVAL: {'interval': {'forward_kernel', 'dq_kernel', 'dkv_kernel', 'dbias_kernel'}},
+    SELECTED: {
+        'selected_attention': {'forward_kernel', 'dq_kernel', 'dkv_kernel', 'union_kernel', 'block_kernel'},
+        'dlogits': {'dq_from_dlogits_kernel'},
+        'by_block': {'block_kernel', 'merge_kernel', 'block_dq_kernel', 'sum_kernel'},
+        'inverse_index': {'slot_kernel'},
+        'counting_sort': {'place_kernel'},
+    },
+    OTHERS: {
+        'block_selection': {'select_kernel', 'forward_kernel', 'dq_kernel'},
+        'gated_sum': {'forward_kernel', 'backward_kernel'},
+        'rotary': {'rotary_kernel', 'sum_kernel'},
+    },
 }
 # Kernels that are built with gates and without.
 GATED = {
@@ -38,15 +45,12 @@ GATED = {
         'dq_kernel', 'union_dq_kernel', 'sum_kernel', 'dkv_kernel', 'delta_kernel',
     },
 }  # fmt: skip
+EVERY_OP = ','.join(KERNELS)
 
-Builds = Callable[..., list[dict[str, Any]]]
 
-
-def build(
-    architecture: str, dtype: str, head_dim: int, variants: str, cache: Path, part: str = ''
-) -> list[dict[str, Any]]:
+def build(architecture: str, dtype: str, head_dim: int, variants: str, ops: str, cache: Path) -> list[dict[str, Any]]:
     done = subprocess.run(
-        [sys.executable, '-m', 'tests.support.builds', architecture, dtype, str(head_dim), variants, part],
+        [sys.executable, '-m', 'tests.support.builds', architecture, dtype, str(head_dim), variants, ops],
         cwd=ROOT,
         env=os.environ | {'TRITON_CACHE_DIR': str(cache), 'OMP_NUM_THREADS': '1', 'CUDA_VISIBLE_DEVICES': ''},
         capture_output=True,
@@ -56,31 +60,20 @@ def build(
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-@pytest.fixture(scope='module')
-def builds(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Builds]:
-    """Start `build` for all selected tests of this module, two at a time, and return its results."""
-    wanted = [
-        item for item in request.session.items if item.path == Path(__file__) and not item.get_closest_marker('skip')
-    ]
-    cases = dict.fromkeys(item.callspec.id for item in wanted if hasattr(item, 'callspec'))  # type: ignore[attr-defined]
-    with ThreadPoolExecutor(2) as pool:
-        running: dict[str, Future[list[dict[str, Any]]]] = {}
-        for case in cases:
-            architecture, dtype, head_dim, variants = case.split('-')
-            cache = tmp_path_factory.mktemp('triton')
-            running[case] = pool.submit(build, architecture, dtype, int(head_dim), variants, cache)
-        yield lambda *case: running['-'.join(map(str, case))].result()
+def names(reports: list[dict[str, Any]], module: str, is_gated: bool | None = None) -> set[str]:
+    return {
+        report['kernel'].rsplit('.', 1)[1]
+        for report in reports
+        if module in report['kernel'] and is_gated in (None, report['is_gated'])
+    }
 
 
-def assert_fits(reports: list[dict[str, Any]], architecture: str) -> None:
-    built = {op: {r['kernel'].rsplit('.', 1)[1] for r in reports if op in r['kernel']} for op in KERNELS}
-    assert all(built[op] >= KERNELS[op] for op in KERNELS), built
-    for op, gated in GATED.items():
-        for has_gate in (True, False):
-            kernels = {
-                r['kernel'].rsplit('.', 1)[1] for r in reports if op in r['kernel'] and r['is_gated'] == has_gate
-            }
-            assert kernels >= gated, (op, has_gate, kernels)
+def assert_fits(reports: list[dict[str, Any]], architecture: str, ops: str) -> None:
+    expected = {module: kernels for build in KERNELS if build in ops for module, kernels in KERNELS[build].items()}
+    for module, kernels in expected.items():
+        assert names(reports, module) >= kernels, module
+        for is_gated in (True, False):
+            assert names(reports, module, is_gated) >= GATED.get(module, set()), (module, is_gated)
     too_large = [r for r in reports if r['shared'] > SHARED_MEMORY[architecture]]
     assert not too_large
     assert_no_scattered_reduction(reports)
@@ -90,30 +83,34 @@ def assert_no_scattered_reduction(reports: list[dict[str, Any]]) -> None:
     assert not [r for r in reports if r['scattered']]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
-    ('architecture', 'dtype', 'head_dim', 'variants'),
+    ('architecture', 'variants', 'ops'),
     [
-        pytest.param(architecture, 'bfloat16', 128, variants, id=f'{architecture}-bfloat16-128-{variants}')
-        for architecture, variants in (('sm90', 'kinds'), ('sm80', 'one'), ('sm100', 'one'), ('sm120', 'one'))
+        ('sm80', 'one', EVERY_OP),
+        ('sm90', 'kinds', INTERVAL),
+        ('sm90', 'kinds', SELECTED),
+        ('sm90', 'kinds', OTHERS),
+        ('sm100', 'one', EVERY_OP),
+        ('sm120', 'one', EVERY_OP),
     ],
 )
-def test_every_kernel_builds(architecture: str, dtype: str, head_dim: int, variants: str, builds: Builds) -> None:
-    reports = builds(architecture, dtype, head_dim, variants)
-    assert_fits(reports, architecture)
+def test_every_kernel_builds(architecture: str, variants: str, ops: str, tmp_path: Path) -> None:
+    reports = build(architecture, 'bfloat16', 128, variants, ops, tmp_path)
+    assert_fits(reports, architecture, ops)
     assert not [r for r in reports if r['spilled'] > MAX_SPILLED and not r['is_marked']]
 
 
 def test_selection_loops_agree_in_all_threads(tmp_path: Path):
     """In float32, where heads are summed across threads, threads that disagree would never leave the loop."""
-    reports = build('sm90', 'float32', 64, 'kinds', tmp_path, 'select_blocks')
+    reports = build('sm90', 'float32', 64, 'kinds', 'select_blocks', tmp_path)
     assert any(r['linear'] for r in reports if 'select_kernel' in r['kernel'])
     assert_no_scattered_reduction(reports)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('variants', ['all'])
 @pytest.mark.parametrize('head_dim', [64, 128, 256])
 @pytest.mark.parametrize('dtype', ['bfloat16', 'float16', 'float32'])
 @pytest.mark.parametrize('architecture', ['sm80', 'sm86', 'sm90', 'sm100', 'sm120'])
-def test_every_setting_builds(architecture: str, dtype: str, head_dim: int, variants: str, builds: Builds) -> None:
-    assert_fits(builds(architecture, dtype, head_dim, variants), architecture)
+def test_every_setting_builds(architecture: str, dtype: str, head_dim: int, tmp_path: Path) -> None:
+    assert_fits(build(architecture, dtype, head_dim, 'all', EVERY_OP, tmp_path), architecture, EVERY_OP)

@@ -119,6 +119,7 @@ def test_ragged_rows_through_the_cache(features: dict[str, Any]) -> None:
         assert_same(steps[row], alone[-3:])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize('features', [FEATURES['softcap'], FEATURES['sinks']], ids=str)
 def test_decoding_falls_back_and_says_why(features: dict[str, Any], device: torch.device) -> None:
     layer = make_layer(torch.float32, **features, backend='triton').requires_grad_(False).to(device)
@@ -140,6 +141,7 @@ def test_decoding_falls_back_and_says_why(features: dict[str, Any], device: torc
     assert cache.lengths.tolist() == [18, 18]
 
 
+@pytest.mark.full
 def test_a_cache_serves_layers_with_and_without_features(device: torch.device) -> None:
     """Launches that were prepared for one are not those of the other."""
     plain = make_layer(torch.float32, backend='triton').to(device)
@@ -172,6 +174,7 @@ def test_dropout_with_recompute(features: dict[str, Any], kind: str) -> None:
     assert {'window_sinks', 'compress_sinks'} <= results[0].keys() or 'num_sinks' not in features
 
 
+@pytest.mark.full
 def test_the_kernels_drop_the_same_weights(device: torch.device) -> None:
     """As eager does, and once more where they make it again."""
     x, results = tokens(1, 17, torch.float32).to(device), []
@@ -265,6 +268,7 @@ def test_an_input_of_another_dtype(dtype: torch.dtype, norm: bool) -> None:
     assert cache.max_length == 0
 
 
+@pytest.mark.full
 def test_autocast_takes_what_it_casts() -> None:
     torch._dynamo.reset()
     layer, x = make_layer(torch.float32), tokens(2, 17, torch.float32)
@@ -405,6 +409,7 @@ def test_shows_what_is_on() -> None:
     assert make_layer(softcap=5, num_sinks=2, dropout=0.1).extra_repr() == 'softcap=5.0, num_sinks=2, dropout=0.1'
 
 
+@pytest.mark.full
 def test_compiles() -> None:
     """The same numbers in every pass, and other ones in every call."""
     torch._dynamo.reset()

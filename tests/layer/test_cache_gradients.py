@@ -124,6 +124,7 @@ SAMPLING: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(('value', 'whole'), [(torch.nan, False), (torch.inf, False), (-torch.inf, True)])
 @pytest.mark.parametrize('after', [0, 2])
 @pytest.mark.parametrize('options', SAMPLING.values(), ids=SAMPLING)

@@ -320,6 +320,7 @@ def test_half_types(dtype: torch.dtype):
     assert row_errors(out, gold).max() <= ROW_LIMITS[dtype]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize('counts', [2, None])
 @pytest.mark.parametrize(('group_size', 'gates'), [(1, GATES[:1]), (5, GATES)])
 def test_kernels(group_size: int, gates: tuple[str, ...], counts: int | None, device: torch.device):

@@ -22,6 +22,8 @@ from native_sparse_attention.ops import gated_sum
 from tests.tools.test_import import run_python
 
 DIM = 8
+pytestmark = pytest.mark.full
+
 # The smallest layer in which every branch and the choice have work: a program of the interpreter takes long.
 SMALL: dict[str, Any] = {
     'dim': DIM,

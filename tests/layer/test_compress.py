@@ -482,6 +482,7 @@ def test_summaries_are_token_major():
     assert torch.equal(compressed, blocks.mean(dim=-2).transpose(1, 2))
 
 
+@pytest.mark.full
 @every_network
 def test_compiles_whole(make):
     network = make_double(make, 2, 4, 3)

@@ -196,6 +196,7 @@ def random_product(heads_apart, first_chunks=None):
     return times, inputs
 
 
+@pytest.mark.full
 @pytest.mark.parametrize('heads_apart', [False, True])
 @pytest.mark.parametrize('first_chunks', [None, [0, 2], []])
 def test_derivatives_of_every_kind(heads_apart, first_chunks):

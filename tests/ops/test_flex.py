@@ -110,6 +110,7 @@ def test_window(extents: Extents, tile: int, window_size: tuple[int, int]) -> No
     assert_flex_is_eager(window_attention, tile, q, k, v, window_size=window_size, causal=causal, **extents.where)
 
 
+@pytest.mark.full
 @given(drawn_extents(), tiles, st.sampled_from([(3, 0), (-1, 0), (2, 4), (-1, -1)]), st.integers(1, 31))
 def test_window_features(extents: Extents, tile: int, window_size: tuple[int, int], drawn: int) -> None:
     """drawn: a bit for every feature."""
@@ -130,6 +131,7 @@ def test_window_features(extents: Extents, tile: int, window_size: tuple[int, in
     assert_flex_is_eager(window_attention, tile, q, k, v, **settings)
 
 
+@pytest.mark.full
 @given(drawn_extents(), tiles, st.sampled_from([(4, 2), (3, 2), (5, 5), (1, 1)]), st.integers(0, 2), st.booleans())
 def test_compressed(extents: Extents, tile: int, sizes: tuple[int, int], pairs: int, causal: bool) -> None:
     q, _, _ = make_qkv(extents, HEADS)
@@ -145,6 +147,7 @@ def test_compressed(extents: Extents, tile: int, sizes: tuple[int, int], pairs: 
     assert_flex_is_eager(compressed_attention, tile, q, k_cmp, v_cmp, **settings)
 
 
+@pytest.mark.full
 @given(drawn_extents(), tiles, st.sampled_from([3, 4, 9]), st.sampled_from([0, 1, 4]), st.booleans(), st.data())
 def test_selected(
     extents: Extents, tile: int, block_size: int, num_selected: int, causal: bool, data: st.DataObject
@@ -287,6 +290,7 @@ def test_auto_takes_eager_on_cpus():
         assert choice.passed_over['flex'] == 'the tensors are on cpu'
 
 
+@pytest.mark.full
 @pytest.mark.parametrize('lengths', [[3], [0, 40, 2], [150]])
 def test_composition(lengths: list[int]):
     """The three branches together, also where no compressed block exists."""

@@ -287,6 +287,7 @@ def test_segments_need_one_row_of_as_many_keys() -> None:
         selected_attention(q, k, v, inputs[3][:1], block_size=2, segment_ids=IDS)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize('scaled', [True, False])
 @pytest.mark.parametrize('softcap', [0.5, 20.0])
 def test_flex(softcap: float, scaled: bool) -> None:

@@ -212,6 +212,7 @@ def differentiable(features: dict[str, Any]) -> tuple[Callable[..., tuple[Tensor
     return function, [t.requires_grad_() for t in inputs]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize('feature', [*FEATURES, everything])
 def test_derivatives(feature: Feature) -> None:
     features = feature(Extents(2, 4, 6, {}, [6, 6]), Heads(4, 2, 3, 2))

@@ -1,7 +1,11 @@
 """Compile the kernels of every op for a GPU that need not exist, and print one line of JSON per kernel.
 
     python -m tests.support.builds sm90 bfloat16 128
+<<<<<<< HEAD
     python -m tests.support.builds sm90 float32 64 kinds select_blocks      ops by part of their name
+=======
+    python -m tests.support.builds sm90 float32 64 kinds select_blocks,rotary      of ops by parts of their names
+>>>>>>> 42556b4 (tests: mark slow tests full and split the builds)
 
 Public ops run forward and backward on small CPU tensors; every kernel launch compiles the kernel for its arguments
 instead. This needs a process of its own, because Triton's interpreter cannot be switched off again.
@@ -340,7 +344,7 @@ def zeros(*args: Any, **kwargs: Any) -> Tensor:
 empty = torch.empty
 
 
-def main(architecture: str, dtype: str, head_dim: str, variants: str = 'all', part: str = '') -> None:
+def main(architecture: str, dtype: str, head_dim: str, variants: str = 'all', parts: str = '') -> None:
     no_gpu: Any = NoGpu(architecture)
     driver.set_active(no_gpu)
     knobs.nvidia.dump_ptxas_log = True
@@ -355,8 +359,10 @@ def main(architecture: str, dtype: str, head_dim: str, variants: str = 'all', pa
         (Tensor, 'new_empty', Tensor.new_zeros),
     ):
         setattr(owner, name, value)
+    unknown = [part for part in parts.split(',') if not any(part in op for op in OPS)]
+    assert not unknown, f'no op is named {unknown}'
     for op, build in OPS.items():
-        if part in op:
+        if any(part in op for part in parts.split(',')):
             build(getattr(torch, dtype), int(head_dim))
 
 

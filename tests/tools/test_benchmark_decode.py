@@ -215,6 +215,7 @@ class Worker:
     def stop(self) -> None: ...
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures('decoding')
 def test_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(runner, 'Worker', Worker)

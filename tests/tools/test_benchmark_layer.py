@@ -204,6 +204,7 @@ def test_blocks_read_together():
     assert parts.union(blocks, 4) == 3
 
 
+@pytest.mark.full
 @pytest.mark.parametrize('part', ['selected', 'window', 'sum', 'nsa', 'layer-inside'])
 def test_parts_of_ours(part: str):
     pytest.importorskip('native_sparse_attention.ops.selected_attention.triton.op')

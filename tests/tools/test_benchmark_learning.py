@@ -156,6 +156,7 @@ def test_python_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert Path(found['path']).read_bytes() == b'a' * 1500 + b'b' * 3000 + b'c' * 9 + b'd' * 491
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures('in_process')
 def test_resumed_runs_equal_uninterrupted_ones(text: Path, tmp_path: Path):
     variants = ('--variants', 'dense,separate-gate-lr10')
@@ -175,6 +176,7 @@ def test_resumed_runs_equal_uninterrupted_ones(text: Path, tmp_path: Path):
         assert without_times(record) == without_times(parts[name])
 
 
+@pytest.mark.full
 def test_runs_in_processes(text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     """A run that fails is named and started again by the same command; finished ones stay."""
     out = tmp_path / 'out'
@@ -194,6 +196,7 @@ def test_runs_in_processes(text: Path, tmp_path: Path, capfd: pytest.CaptureFixt
     assert record['command'] == ' '.join(['python -m benchmarks.learning', *command])
 
 
+@pytest.mark.full
 def test_runs_and_report(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], in_process: list[str]):
     out = tmp_path / 'out'
     assert learning.main(flags(out, text, '--variants', 'dense,separate', '--seeds', '0,1')) == 0

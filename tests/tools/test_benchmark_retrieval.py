@@ -209,6 +209,7 @@ def test_interrupted_run_ends_like_an_uninterrupted_one(tmp_path: Path, steps: i
     assert results[0] == results[1]
 
 
+@pytest.mark.full
 def test_script_trains_two_variants_and_reports(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     flags = ['--device', 'cpu', '--commit', 'abc', '--out', str(tmp_path), '--variants', 'dense,separate']
     for name, value in TINY.items():

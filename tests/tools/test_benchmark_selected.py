@@ -147,6 +147,7 @@ def test_wrong_outputs_are_seen():
     assert selected.judge(problem, forward, leaves)['wrong']
 
 
+@pytest.mark.full
 @pytest.mark.parametrize('case', ['tiny', 'tiny-packed'])
 def test_forced_design(case: str):
     pytest.importorskip('triton')

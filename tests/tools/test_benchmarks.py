@@ -209,6 +209,7 @@ def test_add_without_earlier_rows(fakes: Fakes, tmp_path: Path):
     assert times(run_into(tmp_path, '--backends', 'eager', '--add')) == {'eager': 1.0}
 
 
+@pytest.mark.full
 def test_attention_in_processes(tmp_path: Path):
     flags = ['--cases', 'backends/nsa', '--shapes', 'tiny', '--backends', 'flex,eager', '--jobs', '2']
     flags += ['--device', 'cpu', '--out', str(tmp_path)]
@@ -241,6 +242,7 @@ def test_without_a_gpu_nothing_begins(script: str, tmp_path: Path, monkeypatch: 
         module.main()
 
 
+@pytest.mark.full
 def test_interrupted_tests_are_kept(tmp_path: Path):
     """Ctrl-C reaches pytest too: what had run is counted."""
     (tmp_path / 'test_slow.py').write_text(
