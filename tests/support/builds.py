@@ -1,11 +1,7 @@
 """Compile the kernels of every op for a GPU that need not exist, and print one line of JSON per kernel.
 
     python -m tests.support.builds sm90 bfloat16 128
-<<<<<<< HEAD
-    python -m tests.support.builds sm90 float32 64 kinds select_blocks      ops by part of their name
-=======
-    python -m tests.support.builds sm90 float32 64 kinds select_blocks,rotary      of ops by parts of their names
->>>>>>> 42556b4 (tests: mark slow tests full and split the builds)
+    python -m tests.support.builds sm90 float32 64 kinds select_blocks,rotary      ops by parts of their names
 
 Public ops run forward and backward on small CPU tensors; every kernel launch compiles the kernel for its arguments
 instead. This needs a process of its own, because Triton's interpreter cannot be switched off again.
