@@ -20,7 +20,7 @@ MAX_SPILLED = 1024
 # Kernels that must be among the builds of some ops, by module.
 INTERVAL, SELECTED, OTHERS = (
     'window_attention,compressed_attention,features',
-    'selected_attention,lists',
+    'selected_attention,CSR index',
     'select_blocks,gated_sum,rotary,decoding',
 )
 KERNELS = {

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import ast
+import builtins
+import dis
+from types import CodeType
 
 import pytest
 
@@ -20,9 +22,17 @@ class Second:
 """
 
 
+def undefined_names(code: CodeType, defined: set[str]) -> set[str]:
+    """Return the global names that functions read and the module does not define."""
+    names = {i.argval for i in dis.get_instructions(code) if i.opname == 'LOAD_GLOBAL'} - defined
+    nested = [undefined_names(const, defined) for const in code.co_consts if isinstance(const, CodeType)]
+    return names.union(*nested)
+
+
 @pytest.mark.parametrize('fault', FAULTS, ids=[fault.name for fault in FAULTS])
 def test_fault_can_be_planted(fault: Fault) -> None:
-    ast.parse(with_fault(fault))
+    code = compile(with_fault(fault), fault.file, 'exec')
+    assert not undefined_names(code, {*code.co_names, *dir(builtins)})
 
 
 def test_names_differ() -> None:
