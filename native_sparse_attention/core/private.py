@@ -166,6 +166,35 @@ runs_hooks: Callable[[nn.Module], bool]
 is_plain, runs_hooks = _first(_known_modules, lambda: (lambda module, types: False, lambda module: True))
 
 
+def _known_tensors(model: nn.Module) -> Callable[[], list[Tensor]]:
+    stores = [store for module in model.modules() for store in (module._parameters, module._buffers)]
+    slots = [(store, name) for store in stores for name, t in store.items() if type(t) in (Tensor, nn.Parameter)]
+    stores, names = [store for store, _ in slots], [name for _, name in slots]
+    return lambda: list(map(dict.get, stores, names))  # type: ignore[arg-type]
+
+
+def _listed_tensors(model: nn.Module) -> Callable[[], list[Tensor]]:
+    def read() -> list[Tensor]:
+        return [t for t in (*model.parameters(), *model.buffers()) if type(t) in (Tensor, nn.Parameter)]
+
+    return read
+
+
+def _test_tensors() -> Callable[[nn.Module], Callable[[], list[Tensor]]]:
+    module = nn.BatchNorm1d(1)
+    read = _known_tensors(module)
+    _require(len(read()) == 5)
+    module.weight, module.running_mean = nn.Parameter(torch.zeros(1)), torch.zeros(1)
+    _require(read()[0] is module.weight)
+    _require(any(t is module.running_mean for t in read()))
+    return _known_tensors
+
+
+# A function that lists the parameters and buffers that a model has now, without those of a subclass of Tensor. The
+# fallback goes through all modules at each call.
+tensors_of: Callable[[nn.Module], Callable[[], list[Tensor]]] = _first(_test_tensors, lambda: _listed_tensors)
+
+
 # --- Saved tensors ---
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import inf
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from native_sparse_attention.core import private
 from native_sparse_attention.core.checks import (
     INT_DTYPES,
     check_flags,
@@ -45,8 +46,10 @@ class DecodeStep:
     cropped, reordered and reset between calls.
 
     Without a graph every step calls the model and its blocks as modules, so that hooks run and sharded weights are
-    gathered. A graph reads weights and cache at the addresses of the capture: make another step after a move or a cast
-    of the model, and after adding hooks. The graph keeps the evaluation mode and the autocast state of the capture.
+    gathered. A graph reads weights and cache at the addresses of the capture. Where weights lie elsewhere at a later
+    call (after `load_state_dict(assign=True)`, a move or a cast), that call runs without the graph and the next one
+    captures anew. Make another step after adding hooks. The graph keeps the evaluation mode and the autocast state of
+    the capture.
 
     Args:
         model: `Transformer`, or a module with the same calls.
@@ -78,6 +81,7 @@ class DecodeStep:
         self._ids: Tensor | None = None
         self._logits: Tensor | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._weights: _Weights | None = None
 
     def __call__(self, ids: Tensor) -> Tensor:
         """Raises ValueError for a full cache, before anything is written."""
@@ -95,8 +99,12 @@ class DecodeStep:
             with torch.inference_mode(False):
                 self._ids = torch.empty(expected, dtype=ids.dtype, device=ids.device)
             return self._run(ids)
+        if self._weights is not None and self._weights.have_moved():
+            self._graph = self._logits = self._weights = None
+            return self._run(ids)
         self._ids.copy_(ids)
         if self._graph is None:
+            self._weights = _Weights(self.model)
             # A capture runs the host's half of a step, which advances the host's bounds, and none of the device's.
             self._graph, self._logits = self._capture(self._ids)
         else:
@@ -128,6 +136,24 @@ class DecodeStep:
             raise RuntimeError(
                 'the step cannot be captured, as where a network of the model reads from the device: use_graph=False'
             ) from error
+
+
+class _Weights:
+    """Addresses of the parameters and buffers of a model. Tensors without one, of a subclass, are left out."""
+
+    def __init__(self, model: Any) -> None:
+        self._tensors = private.tensors_of(model) if isinstance(model, nn.Module) else list
+        self._addresses = self._read()
+
+    def have_moved(self) -> bool:
+        try:
+            return self._read() != self._addresses
+        except (RuntimeError, TypeError):  # a tensor of a subclass, or None, stands in place of a plain one
+            return True
+
+    def _read(self) -> list[int]:
+        # Every step runs this, over hundreds of tensors.
+        return list(map(Tensor.data_ptr, self._tensors()))
 
 
 def continue_prompt(

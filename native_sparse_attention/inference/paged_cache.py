@@ -312,5 +312,12 @@ def cache_kind(
         tensor = next(chain(to_qkv.parameters(), to_qkv.buffers(), layer.parameters()), None)
         if tensor is None:
             raise ValueError('device is None, but must be given where the layer has no parameters')
-        device = tensor.device
+        device = _execution_device(to_qkv) if tensor.is_meta else tensor.device
     return dtype, device
+
+
+def _execution_device(module: nn.Module) -> torch.device | str:
+    """Return the device on which a module runs whose weights are on the meta device between its calls."""
+    hook: Any = getattr(module, '_hf_hook', None)  # of accelerate, which loads offloaded weights for each call
+    devices = (getattr(each, 'execution_device', None) for each in (hook, *getattr(hook, 'hooks', ())))
+    return next((device for device in devices if device is not None), torch.device('meta'))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -48,9 +48,14 @@ from native_sparse_attention.nn.compress import (
     with_zero_gradients,
 )
 from native_sparse_attention.nn.gate import GATE_START, MERGED_GATE_START, check_gate, make_gate
+from native_sparse_attention.nn.linear import BranchLinear, FixedStartLinear
 from native_sparse_attention.nn.padding import from_front, front_order, to_front
-from native_sparse_attention.nn.rotary import Rotary, rotate, turned_again, turned_and_plain
+from native_sparse_attention.nn.rotary import Rotary, describe_rotary, rotate, turned_again, turned_and_plain
+from native_sparse_attention.nn.state import LayerWithSettings
 from native_sparse_attention.ops import select_blocks
+
+# Linear layers that autocast gives the dtype of its input.
+_LINEAR = (nn.Linear, BranchLinear, FixedStartLinear)
 
 
 class _Projected(NamedTuple):
@@ -68,7 +73,7 @@ class _Projected(NamedTuple):
     gates: Tensor | None
 
 
-class SparseAttention(nn.Module):
+class SparseAttention(LayerWithSettings):
     """Native Sparse Attention (arXiv 2502.11089) as a layer, `[B, T, dim]` to `[B, T, dim]`.
 
     Every query reads compressed summaries of the whole past, the few blocks with the highest compressed scores, and a
@@ -221,23 +226,23 @@ class SparseAttention(nn.Module):
         self.norm = nn.RMSNorm(dim) if norm else nn.Identity()
         self.rotary = None if rotary_emb is False else Rotary(dim_head, rotary_emb)  # type: ignore[arg-type]
         # Queries, then keys and values of the compressed, the selected and the window branch, or one pair for all.
-        kv_sizes = [kv_heads * dim_head, kv_heads * value_dim]
-        self._split_sizes = [heads * dim_head, *kv_sizes * (3 if independent_branch_kv else 1)]
-        self.to_qkv = nn.Linear(dim, sum(self._split_sizes), bias=False)
+        sizes = [heads * dim_head, kv_heads * dim_head, kv_heads * value_dim]
+        self._split_sizes = [sizes[0], *sizes[1:] * (3 if independent_branch_kv else 1)]
+        self.to_qkv = BranchLinear(dim, sizes, 3) if independent_branch_kv else nn.Linear(dim, sum(sizes), bias=False)
         self.combine_heads = nn.Linear(heads * value_dim, dim, bias=False)
 
-        def zeros(*shape: int, exists: bool) -> nn.Parameter | None:
+        def parameter(*shape: int, exists: bool) -> nn.Parameter | None:
             # None instead of an empty parameter, which never gets a gradient: distributed training waits for that.
-            return nn.Parameter(torch.zeros(shape)) if exists and all(shape) else None
+            return nn.Parameter(torch.empty(shape)) if exists and all(shape) else None
 
         self._compresses = compressed_output or num_selected_blocks > 0
-        self.k_intrablock_positions = zeros(kv_heads, compress_block_size, dim_head, exists=self._compresses)
-        self.v_intrablock_positions = zeros(kv_heads, compress_block_size, value_dim, exists=compressed_output)
-        self.compress_mem_k = zeros(kv_heads, num_compressed_mem_kv, dim_head, exists=self._compresses)
-        self.compress_mem_v = zeros(kv_heads, num_compressed_mem_kv, value_dim, exists=compressed_output)
-        self.compress_sinks = zeros(heads, num_sinks, exists=compressed_output)
-        self.window_sinks = zeros(heads, num_sinks, exists=True)
-        sizes: dict[str, Any] = {
+        self.k_intrablock_positions = parameter(kv_heads, compress_block_size, dim_head, exists=self._compresses)
+        self.v_intrablock_positions = parameter(kv_heads, compress_block_size, value_dim, exists=compressed_output)
+        self.compress_mem_k = parameter(kv_heads, num_compressed_mem_kv, dim_head, exists=self._compresses)
+        self.compress_mem_v = parameter(kv_heads, num_compressed_mem_kv, value_dim, exists=compressed_output)
+        self.compress_sinks = parameter(heads, num_sinks, exists=compressed_output)
+        self.window_sinks = parameter(heads, num_sinks, exists=True)
+        network_sizes: dict[str, Any] = {
             'kv_heads': kv_heads,
             'head_dim': dim_head,
             'block_size': compress_block_size,
@@ -245,9 +250,9 @@ class SparseAttention(nn.Module):
         }
         self.k_compress = self.v_compress = None
         if compressed_output:
-            self.k_compress, self.v_compress = make_networks(compress_mlp, value_dim=value_dim, **sizes)
+            self.k_compress, self.v_compress = make_networks(compress_mlp, value_dim=value_dim, **network_sizes)
         elif self._compresses:
-            self.k_compress = make_network(compress_mlp, **sizes)  # type: ignore[arg-type]
+            self.k_compress = make_network(compress_mlp, **network_sizes)  # type: ignore[arg-type]
             warn_of_untrained_scores(self.k_compress, use_diff_topk)
         self.to_strategy_combine = None
         if compressed_output:
@@ -255,6 +260,45 @@ class SparseAttention(nn.Module):
             gate = make_gate(dim, heads, start) if strategy_combine_mlp is None else strategy_combine_mlp
             check_gate(gate, dim, heads, len(start))
             self.to_strategy_combine = gate
+        self.reset_parameters()
+
+    @property
+    def weight_settings(self) -> dict[str, Any]:
+        """Not budgets, backends and dropout, which may change between training and use."""
+        num_gates = 3 if not self.merge_window else int(self.compressed_output)
+        return {
+            'heads': self.heads,
+            'kv_heads': self.kv_heads,
+            'dim_head': self.dim_head,
+            'dim_value_head': self.dim_value_head,
+            'causal': self.causal,
+            **describe_rotary(self.rotary),
+            'softcap': self.softcap,
+            'query_heads_share_selected_kv': self.query_heads_share_selected_kv,
+            'independent_branch_kv': self.independent_branch_kv,
+            'merge_window': self.merge_window,
+            'compressed_output': self.compressed_output,
+            'gate': f'{num_gates} sigmoids per head',
+            'num_init_blocks': self.num_init_blocks,
+            'num_local_blocks': self.num_local_blocks,
+            'compress_block_sliding_stride': self.compress_block_sliding_stride,
+            'selection_block_size': self.selection_block_size,
+        }
+
+    def networks(self) -> Iterator[nn.Module]:
+        """The modules of the networks φ and the gate, which dense attention does not have."""
+        for network in (self.k_compress, self.v_compress, self.to_strategy_combine):
+            if network is not None:
+                yield from network.modules()
+
+    def reset_parameters(self) -> None:
+        """Set positions inside blocks, memory pairs and sinks to 0, their start.
+
+        Modules inside the layer reset their own parameters: call `reset_parameters` of each of `self.modules()` that
+        has it, in this order, after `to_empty`. The result equals a new layer with the default networks.
+        """
+        for parameter in self.parameters(recurse=False):
+            nn.init.zeros_(parameter)
 
     def forward(
         self,
@@ -525,7 +569,7 @@ class SparseAttention(nn.Module):
         x = self.norm(x)
         rounded = x.to(projection_dtype(x))  # once, where autocast would do so for each of two linear layers
         qkv, logits = (
-            None if m is None else m(rounded if rounded is not x and is_plain(m, nn.Linear) else x)
+            None if m is None else m(rounded if rounded is not x and is_plain(m, *_LINEAR) else x)
             for m in (self.to_qkv, self.to_strategy_combine)
         )
         assert qkv is not None

@@ -14,6 +14,7 @@ from native_sparse_attention.core.checks import check_flags, check_tensors
 from native_sparse_attention.core.plain import is_plain
 from native_sparse_attention.core.projection import projection_dtype
 from native_sparse_attention.inference.cache import LayerCache, check_layer_cache
+from native_sparse_attention.nn.linear import BranchLinear
 from native_sparse_attention.nn.padding import check_mask
 
 
@@ -126,7 +127,9 @@ def _check_dtype(x: Tensor, norm: nn.Module, to_qkv: nn.Linear) -> None:
     """The dtype of the weights, unless autocast casts both."""
     # Modules and weights of other kinds, such as quantised ones, may cast x themselves.
     weight = getattr(to_qkv, 'weight', x)
-    if weight.dtype == x.dtype or not (is_plain(norm, nn.RMSNorm, nn.Identity) and is_plain(to_qkv, nn.Linear)):
+    if weight.dtype == x.dtype or not (
+        is_plain(norm, nn.RMSNorm, nn.Identity) and is_plain(to_qkv, nn.Linear, BranchLinear)
+    ):
         return
     if projection_dtype(x) != projection_dtype(weight):
         raise ValueError(f'x has dtype {x.dtype}, but must have that of the weights, {weight.dtype}, or be autocast')

@@ -18,10 +18,11 @@ from native_sparse_attention.inference.rollback import Checkpoint
 from native_sparse_attention.nn.checks import check_undifferentiated
 from native_sparse_attention.nn.gate import make_output_gate
 from native_sparse_attention.nn.padding import check_mask, from_front, front_order, to_front
-from native_sparse_attention.nn.rotary import Rotary, rotate
+from native_sparse_attention.nn.rotary import Rotary, describe_rotary, rotate
+from native_sparse_attention.nn.state import LayerWithSettings
 
 
-class DenseAttention(nn.Module):
+class DenseAttention(LayerWithSettings):
     """Full attention with the projections, rotary embedding, cache and calls of `SparseAttention`.
 
     Args:
@@ -68,6 +69,17 @@ class DenseAttention(nn.Module):
         self.to_qkv = nn.Linear(dim, sum(self._split_sizes), bias=False)
         self.combine_heads = nn.Linear(heads * value_dim, dim, bias=False)
         self.output_gate = make_output_gate(dim, heads) if output_gate else None
+
+    @property
+    def weight_settings(self) -> dict[str, Any]:
+        return {
+            'heads': self.heads,
+            'kv_heads': self.kv_heads,
+            'dim_head': self.dim_head,
+            'dim_value_head': self.dim_value_head,
+            'causal': self.causal,
+            **describe_rotary(self.rotary),
+        }
 
     def forward(
         self,

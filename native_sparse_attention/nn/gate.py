@@ -1,7 +1,7 @@
-"""The gate of the branches: a map from the normalised input to the gates of each head, before the sigmoid.
+"""The gate of the branches: a map from the normalised input to the gate logits of each head.
 
-There are three gates per head, of the compressed, the selected and the window branch, or where blocks and window are
-merged one, of the compressed branch.
+There are three gates per head: compressed, selected, window. With merged attention there is one, of the compressed
+branch.
 """
 
 from __future__ import annotations
@@ -10,28 +10,23 @@ import torch
 from torch import nn
 
 from native_sparse_attention.core.checks import shown
+from native_sparse_attention.nn.linear import FixedStartLinear
 
-# Gates start at the window: sigmoid(-2), sigmoid(-2), sigmoid(2), as local patterns are learned first.
+# Logits at the start. The window gate is open and the others nearly shut, as local patterns are learned first.
 GATE_START = (-2.0, -2.0, 2.0)
-# The gate of the compressed output beside merged blocks and window; it starts at 0.12.
+# Of the compressed output beside merged attention.
 MERGED_GATE_START = (-2.0,)
 OUTPUT_GATE_START = 2.0
 
 
-def make_gate(dim: int, heads: int, start: tuple[float, ...] = GATE_START) -> nn.Linear:
-    """`[..., dim]` → `[..., heads * len(start)]`; training begins from `start`, whatever the input."""
-    gate = nn.Linear(dim, heads * len(start))
-    nn.init.zeros_(gate.weight)
-    gate.bias.data.copy_(torch.tensor(start * heads))
-    return gate
+def make_gate(dim: int, heads: int, start: tuple[float, ...] = GATE_START) -> FixedStartLinear:
+    """Return a gate `[..., dim]` → `[..., heads * len(start)]` whose logits are `start` for every input at first."""
+    return FixedStartLinear(dim, heads * len(start), bias_start=start * heads)
 
 
-def make_output_gate(dim: int, heads: int) -> nn.Linear:
-    """Gate of a whole attention output: `[..., dim]` → `[..., heads]`, from OUTPUT_GATE_START whatever the input."""
-    gate = nn.Linear(dim, heads)
-    nn.init.zeros_(gate.weight)
-    nn.init.constant_(gate.bias, OUTPUT_GATE_START)
-    return gate
+def make_output_gate(dim: int, heads: int) -> FixedStartLinear:
+    """Return a gate of a whole attention output, `[..., dim]` → `[..., heads]`, that starts at OUTPUT_GATE_START."""
+    return make_gate(dim, heads, (OUTPUT_GATE_START,))
 
 
 @torch.no_grad()

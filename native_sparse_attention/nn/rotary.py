@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from native_sparse_attention import ops
 from native_sparse_attention.core import private
+from native_sparse_attention.nn.linear import set_values
 from native_sparse_attention.ops.rotary import shared_input
 from native_sparse_attention.ops.rotary.api import backend_of
 
@@ -70,6 +71,11 @@ class Rotary(nn.Module):
         """
         if self.rotary_emb is not None:
             freqs = self.rotary_emb.freqs
+            if freqs.is_meta and device.type != 'meta':
+                raise ValueError(
+                    'rotary_emb.freqs is on the meta device in the forward, but learned frequencies are read without a '
+                    "call of their module: with accelerate's offloading pass preload_module_classes=['Rotary']"
+                )
             if freqs.dtype.itemsize < 4:
                 raise ValueError(
                     f'rotary_emb.freqs is {freqs.dtype} in the forward, but learned frequencies must be float32: keep '
@@ -92,10 +98,18 @@ class Rotary(nn.Module):
         return angle_tables(positions, self(positions.device), self.interpolate_factor)
 
     def reset_parameters(self) -> None:
-        """Set learned frequencies to the values that the instance had."""
-        if self.rotary_emb is not None:
-            with torch.no_grad():
-                self.rotary_emb.freqs.copy_(self._start)
+        """Set learned frequencies to those of the instance that the constructor was given.
+
+        Raises ValueError where that instance was made on the meta device, so that its frequencies have no values.
+        """
+        if self.rotary_emb is None:
+            return
+        if self._start.is_meta:
+            raise ValueError(
+                'rotary_emb was made on the meta device, so its frequencies have no values to start from: make it '
+                "outside of torch.device('meta')"
+            )
+        set_values(self.rotary_emb.freqs, self._start)
 
     def extra_repr(self) -> str:
         return f'{len(self._start)} frequencies'
@@ -157,6 +171,19 @@ class Rotary(nn.Module):
 
 
 _STATE_KEY = 'rotary_emb.freqs'
+
+
+def describe_rotary(rotary: Rotary | None) -> dict[str, str | None]:
+    """Return {'rotary': text}, with equal texts for equal frequencies; {} where the frequencies have no values yet."""
+    if rotary is None:
+        return {'rotary': None}
+    start = rotary._start
+    if rotary.rotary_emb is not None:
+        return {'rotary': f'{len(start)} learned frequencies'}
+    if start.is_meta:
+        return {}
+    lowest = min(start.tolist(), default=0)
+    return {'rotary': f'{len(start)} frequencies from {lowest:.4g}, interpolated by {rotary.interpolate_factor:g}'}
 
 
 def _default_frequencies(dim_head: int) -> Tensor:

@@ -44,6 +44,7 @@ from native_sparse_attention.nn.checks import check_undifferentiated
 from native_sparse_attention.nn.compress import hidden_size
 from native_sparse_attention.nn.dense import DenseAttention
 from native_sparse_attention.nn.padding import check_mask
+from native_sparse_attention.nn.start import StartedModel, reset_networks, start_from, without_draws
 
 DEFAULT_SPARSE_ATTN_KWARGS: Mapping[str, Any] = {
     'sliding_window_size': 32,
@@ -82,7 +83,7 @@ class Block(nn.Module):
         return (x, *beside) if beside else x
 
 
-class Transformer(nn.Module):
+class Transformer(StartedModel):
     """A decoder over token ids, with sparse attention or its dense twin in every block.
 
     With one seed, dense and sparse models start from bitwise the same embedding, feed-forward networks, head and
@@ -145,29 +146,36 @@ class Transformer(nn.Module):
         )
         self.num_tokens, self.causal, self.use_sparse_attn, self.backend = num_tokens, causal, use_sparse_attn, backend
 
-        # Parts that both models have draw their random numbers first, so that they start from the same weights.
+        # Random numbers are drawn in the order of `modules`: first for what dense and sparse models have in common.
         self.token_emb = nn.Embedding(num_tokens, dim)
         self.norm = nn.RMSNorm(dim)
         self.to_logits = nn.Linear(dim, num_tokens, bias=False)
         if tie_embeddings:
             # The head's start serves both: logits of an embedding of unit variance would have the variance dim.
             self.token_emb.weight = self.to_logits.weight
-        feed_forwards = [_feed_forward(dim, dim_hidden) for _ in range(depth)]
-
         sizes = {'dim': dim, 'dim_head': dim_head, 'heads': heads, 'kv_heads': kv_heads, 'causal': causal}
         _check_settings(sparse_attn_kwargs, {*sizes, 'backend'})
         shape = {name: sparse_attn_kwargs[name] for name in SHAPE_SETTINGS if name in sparse_attn_kwargs}
-        starts = [DenseAttention(**sizes, **shape) for _ in range(depth)]
+        # Modules among the settings are copied, so that no layer shares weights with another.
+        blocks = [
+            Block(
+                DenseAttention(**sizes, **deepcopy(shape), output_gate=dense_output_gate),
+                _feed_forward(dim, dim_hidden),
+            )
+            for _ in range(depth)
+        ]
         if use_sparse_attn:
-            # Modules among the settings are copied, so that no layer shares weights with another.
-            attentions = [
-                SparseAttention(**sizes, backend=backend, **deepcopy(dict(sparse_attn_kwargs))) for _ in range(depth)
-            ]
-        else:
-            attentions = [DenseAttention(**sizes, **shape, output_gate=dense_output_gate) for _ in range(depth)]
-        for attention, start in zip(attentions, starts, strict=True):
-            _start_from(attention, start)
-        self.layers = nn.ModuleList(Block(*parts) for parts in zip(attentions, feed_forwards, strict=True))
+            with without_draws():
+                attentions = [
+                    SparseAttention(**sizes, backend=backend, **deepcopy(dict(sparse_attn_kwargs)))
+                    for _ in range(depth)
+                ]
+            for block, attention in zip(blocks, attentions, strict=True):
+                start_from(attention, cast(DenseAttention, block.attention))
+                block.attention = attention
+            if sparse_attn_kwargs.get('compress_mlp') is None:
+                reset_networks(attentions)
+        self.layers = nn.ModuleList(blocks)
 
     def forward(
         self,
@@ -514,15 +522,6 @@ class Transformer(nn.Module):
         warnings.warn(message, DeprecationWarning, stacklevel=5)  # past the frames of nn.Module.__call__
         runs_eager = any(off and self.backend in ('auto', backend) for backend, off in flags.values())
         return {'disable_triton_kernel': True} if runs_eager and self.use_sparse_attn else {}
-
-
-@torch.no_grad()
-def _start_from(attention: SparseAttention | DenseAttention, start: DenseAttention) -> None:
-    """Copy the projections of start; every pair of keys and values of `independent_branch_kv` copies its pair."""
-    attention.combine_heads.weight.copy_(start.combine_heads.weight)
-    queries, keys_values = start.to_qkv.weight.tensor_split([start.heads * start.dim_head])
-    num_pairs = (len(attention.to_qkv.weight) - len(queries)) // len(keys_values)
-    attention.to_qkv.weight.copy_(torch.cat([queries, *[keys_values] * num_pairs]))
 
 
 def _feed_forward(dim: int, dim_hidden: int) -> nn.Sequential:

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from native_sparse_attention.nn import compress
 from native_sparse_attention.nn.compress import (
     CompressMLP,
     ConvLinearCompress,
@@ -16,6 +15,7 @@ from native_sparse_attention.nn.compress import (
     MeanPool,
     MeanResidualMLP,
     SingleProjection,
+    apply,
     compress_pair,
     compress_tokens,
     overlapping,
@@ -90,7 +90,7 @@ def test_half_types_need_not_be_laid_out(make, autocast):
 @pytest.mark.parametrize(('heads', 'dim', 'length', 'stride', 'total', 'borders'), OVERLAPS)
 def test_keys_and_values_are_summarised_as_each_alone(name, heads, dim, length, stride, total, borders, monkeypatch):
     """MLPs whose weights autocast makes of the dtype of the tokens run as one: here, of float64."""
-    for module in (compress, overlapping):
+    for module in (apply, overlapping):
         monkeypatch.setattr(module, 'projection_dtype', lambda tensor: torch.float64)
     dtype = torch.float32 if 'mlp' in name and length % stride == 0 else torch.float64
     networks = [NETWORKS[name](heads, dim, length).to(dtype) for _ in range(2)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -354,6 +355,35 @@ def test_bounds_and_buffers_of_replayed_steps(monkeypatch):
         step(ids[:, 15:16])
     assert [recorded.replays for recorded in captured] == [17]
     assert cache.lengths.tolist() == [15, 15]
+
+
+@pytest.mark.parametrize('change', ['assign', 'assign in a layer', 'half', 'new data'])
+def test_weights_that_moved_are_captured_anew(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, other, ids = make_model(True), make_model(True), make_ids(2, 20)
+    cache = model.init_cache(2, 20)
+    step = DecodeStep(model, cache)
+    step.uses_graph = True
+    captured: list[Recorded] = []
+
+    def capture(_: DecodeStep, buffer: Tensor) -> tuple[Any, Tensor]:
+        captured.append(Recorded(model, buffer, cache))
+        return captured[-1], captured[-1].logits
+
+    monkeypatch.setattr(DecodeStep, '_capture', capture)
+    for t in range(4):
+        step(ids[:, t : t + 1])
+    if change == 'assign':
+        model.load_state_dict(other.state_dict(), assign=True)
+    elif change == 'assign in a layer':
+        model.layers[1].load_state_dict(other.layers[1].state_dict(), assign=True)
+    elif change == 'half':
+        model.float().double()
+    else:
+        model.to_logits.weight.data = other.to_logits.weight.data.clone()
+    for t in range(4, 8):
+        expected = model(ids[:, t : t + 1], cache=deepcopy(cache))
+        assert_near(step(ids[:, t : t + 1]), expected)
+        assert [recorded.replays for recorded in captured] == ([3] if t == 4 else [3, t - 4])
 
 
 class FixedAttention(DenseAttention):

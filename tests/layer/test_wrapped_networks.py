@@ -88,11 +88,12 @@ def tokens(batch: int = 2) -> Tensor:
     return torch.randn(batch, SEQLEN, DIM, dtype=torch.float64)
 
 
-def decode(layer: SparseAttention, x: Tensor) -> Tensor:
+def decode(layer: SparseAttention, x: Tensor, call: Callable[..., Tensor] | None = None) -> Tensor:
+    """A prompt of 6 tokens, then one token at a time. call: what is called with the layer's arguments, default it."""
     cache, outs = layer.init_cache(len(x), SEQLEN, dtype=x.dtype), []
     with torch.no_grad():
         for part in x.split((6, *(1,) * (SEQLEN - 6)), dim=1):
-            outs.append(layer(part, cache=cache))
+            outs.append((call or layer)(part, cache=cache))
     return torch.cat(outs, 1)
 
 
@@ -290,8 +291,30 @@ def test_functional_call(make: Callable[..., nn.Module]) -> None:
     expected, wanted = torch.func.grad_and_value(lambda w: loss(called, of_called(w)))(weights)
     torch.testing.assert_close(value, wanted, rtol=1e-9, atol=1e-11)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
-    cached = torch.func.functional_call(layer.eval(), weights, (x,), {'return_cache': True})[0]
-    torch.testing.assert_close(cached, torch.func.functional_call(layer, weights, (x,)), rtol=1e-9, atol=1e-11)
+    layer.eval()
+    decoded = decode(
+        layer, x, lambda part, cache: torch.func.functional_call(layer, weights, (part,), {'cache': cache})
+    )
+    torch.testing.assert_close(decoded, torch.func.functional_call(layer, weights, (x,)), rtol=1e-9, atol=1e-11)
+
+
+@every_network
+def test_vmap(make: Callable[..., nn.Module]) -> None:
+    """Over rows, and over an ensemble of weights with its gradients. Caches are written in place, so have no vmap."""
+    layer, called = make_pair(make_networks(make))
+    x = tokens(3)
+    torch.testing.assert_close(torch.vmap(lambda row: layer(row[None])[0])(x), called(x), rtol=1e-9, atol=1e-11)
+    weights = {name: torch.stack((p, p / 2)).detach() for name, p in layer.named_parameters()}
+
+    def loss(weights: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(layer, weights, (x,)).sin().sum()
+
+    found = torch.vmap(torch.func.grad(loss))(weights)
+    for member in range(2):
+        own = {name.replace('_compress.', '_compress.network.'): w[member] for name, w in weights.items()}
+        called.load_state_dict(own)
+        expected = torch.autograd.grad(called(x).sin().sum(), [*called.parameters()])
+        assert_same([gradient[member] for gradient in found.values()], [*expected])
 
 
 def test_the_mean_is_a_fast_path_only_where_nothing_watches() -> None:
@@ -376,6 +399,4 @@ def test_sharding(make: Callable[..., nn.Module], kind: str, mesh: Any) -> None:
             grad: Any = gradients[name]
             grad = grad.full_tensor() if hasattr(grad, 'full_tensor') else grad
             torch.testing.assert_close(grad.view(p.shape), p.grad, rtol=1e-9, atol=1e-11)
-    with torch.no_grad():
-        cached, _ = sharded.eval()(x, return_cache=True)
-    torch.testing.assert_close(cached, expected, rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(decode(sharded.eval(), x), expected, rtol=1e-9, atol=1e-11)

@@ -33,8 +33,9 @@ OF_TUPLES = {'_asdict', '_replace', '_fields', '_make'}
 # Of Triton's kernels, compiled ones and descriptors, undocumented.
 OF_TRITON = {'fn', 'arg_names', 'packed_metadata', 'launch_enter_hook', 'launch_exit_hook'}
 TRITON_MODULES = ('triton.language', 'triton.tools.tensor_descriptor')
-# PyTorch calls these methods of a module. Rotary keeps frequencies in float32 by them, and checks that in forward.
-OVERRIDDEN = {('rotary.py', '_apply'), ('rotary.py', '_load_from_state_dict')}
+# PyTorch calls these methods of a module. Rotary keeps frequencies in float32 by them, and checks that in forward; a
+# model keeps its tied weights, which `load_state_dict` ties again.
+OVERRIDDEN = {('rotary.py', '_apply'), ('rotary.py', '_load_from_state_dict'), ('start.py', '_apply')}
 
 
 def is_private(name: str) -> bool:
@@ -155,6 +156,16 @@ def test_a_missing_interface_has_a_fallback(owner: Any, name: str, changed: str)
 
     assert is_fast(here) == dict.fromkeys(kinds, True)
     assert is_fast(there) == {kind: kind != changed for kind in kinds}
+
+
+def test_tensors_of_a_model_are_read_anew() -> None:
+    for tensors_of in (private.tensors_of, private._listed_tensors):
+        model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+        read = tensors_of(model)
+        assert {id(t) for t in read()} == {id(t) for t in (*model.parameters(), *model.buffers())}
+        model.load_state_dict({name: t.clone() for name, t in model.state_dict().items()}, assign=True)
+        assert {id(t) for t in read()} == {id(t) for t in (*model.parameters(), *model.buffers())}
+    assert private.tensors_of is private._known_tensors
 
 
 def test_transforms_by_what_pytorch_refuses() -> None:

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from einops import rearrange
-from einops.layers.torch import EinMix
 from torch import Tensor, nn
 
 from native_sparse_attention.core import geometry
@@ -22,10 +21,11 @@ from native_sparse_attention.nn.compress.networks import (
     SingleProjection,
 )
 from native_sparse_attention.nn.compress.overlapping import OverlappingBlocks, join, lay_out_chunks
+from native_sparse_attention.nn.linear import FixedStartLinear, HeadLinear
 
 # Networks that are linear in the block first, and what their layers may be.
 _LINEAR_FIRST = (CompressMLP, MeanResidualMLP, GroupedMLP, ConvLinearCompress, SingleProjection, MeanPool)
-_KNOWN = (*_LINEAR_FIRST, nn.Linear, nn.Conv1d, nn.Flatten, nn.ReLU, nn.Sequential, EinMix)
+_KNOWN = (*_LINEAR_FIRST, nn.Linear, nn.Conv1d, nn.Flatten, nn.ReLU, nn.Sequential, FixedStartLinear, HeadLinear)
 
 
 def compress_blocks(network: nn.Module, blocks: Tensor, *, name: str, value_dim: int) -> Tensor:
@@ -132,7 +132,7 @@ def _no_summaries(network: nn.Module, *made_of: Tensor) -> Tensor:
     like = made_of[0]
     if not torch.is_grad_enabled():
         return like.new_empty(0)
-    parameters: list[Any] = [p for p in network.parameters() if p.requires_grad]
+    parameters: list[Any] = [p for p in network.parameters() if p.requires_grad and not p.is_meta]
     # Of what is sharded, the part that lies here.
     made_of = (*made_of, *(p.to_local() if hasattr(p, 'to_local') else p for p in parameters))
     return torch.cat([t.flatten()[:0].to(like) for t in made_of])

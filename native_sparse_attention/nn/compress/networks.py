@@ -20,12 +20,12 @@ from collections.abc import Sequence
 
 import torch
 from einops import rearrange
-from einops.layers.torch import EinMix
 from torch import Tensor, nn
 
 from native_sparse_attention.core.checks import check_positive, is_number, shown
 from native_sparse_attention.core.plain import is_plain, plain_bias, plain_weight
 from native_sparse_attention.nn.compress.overlapping import OverlappingBlocks
+from native_sparse_attention.nn.linear import FixedStartLinear, HeadLinear
 
 
 class CompressMLP(nn.Module):
@@ -47,10 +47,17 @@ class CompressMLP(nn.Module):
         dim = dim_head * compress_window_size
         dim_hidden = hidden_size(expand_factor, dim)
         self.to_hidden = nn.Linear(dim, dim_hidden)
-        self.to_out = nn.Linear(dim_hidden, dim_out)
+        self.to_out = self.make_output_layer(dim_hidden, dim_out)
+
+    @staticmethod
+    def make_output_layer(dim_hidden: int, dim_out: int) -> nn.Linear:
+        return nn.Linear(dim_hidden, dim_out)
 
     def takes_overlapping(self) -> bool:
-        return all(type(layer) is nn.Linear and layer.bias is not None for layer in (self.to_hidden, self.to_out))
+        return all(
+            type(layer) in (nn.Linear, FixedStartLinear) and layer.bias is not None
+            for layer in (self.to_hidden, self.to_out)
+        )
 
     def weights(self) -> list[Tensor]:
         return [self.to_hidden.weight, self.to_hidden.bias, self.to_out.weight, self.to_out.bias]
@@ -79,8 +86,10 @@ class MeanResidualMLP(CompressMLP):
 
     def __init__(self, dim_head: int, compress_window_size: int, expand_factor: float = 1.0):
         super().__init__(dim_head, compress_window_size, expand_factor)
-        nn.init.zeros_(self.to_out.weight)
-        nn.init.zeros_(self.to_out.bias)
+
+    @staticmethod
+    def make_output_layer(dim_hidden: int, dim_out: int) -> nn.Linear:
+        return FixedStartLinear(dim_hidden, dim_out, bias_start=[0.0] * dim_out)
 
     @staticmethod
     def run(blocks: OverlappingBlocks, weights: Sequence[Tensor]) -> Tensor:
@@ -108,13 +117,11 @@ class GroupedMLP(nn.Module):
         dim = dim_head * compress_window_size
         dim_hidden = hidden_size(expand_factor, dim)
         self.net = nn.Sequential(
-            EinMix('b h c i -> b h c o', weight_shape='h i o', bias_shape='h o', h=heads, i=dim, o=dim_hidden),
-            nn.ReLU(),
-            EinMix('b h c i -> b h c o', weight_shape='h i o', bias_shape='h o', h=heads, i=dim_hidden, o=dim_head),
+            HeadLinear(heads, (dim,), dim_hidden), nn.ReLU(), HeadLinear(heads, (dim_hidden,), dim_head)
         )
 
     def takes_overlapping(self) -> bool:
-        if [type(module) for module in self.net] != [EinMix, nn.ReLU, EinMix]:
+        if [type(module) for module in self.net] != [HeadLinear, nn.ReLU, HeadLinear]:
             return False
         return all(getattr(layer, 'bias', None) is not None for layer in (self.net[0], self.net[2]))
 
@@ -149,8 +156,7 @@ class AttentionPool(nn.Module):
     def __init__(self, dim_head: int, compress_window_size: int):
         super().__init__()
         check_positive(dim_head=dim_head, compress_window_size=compress_window_size)
-        self.to_attn_logits = nn.Linear(dim_head, dim_head, bias=False)
-        nn.init.eye_(self.to_attn_logits.weight)
+        self.to_attn_logits = FixedStartLinear(dim_head, dim_head, 'identity')
 
     def forward(self, blocks: Tensor) -> Tensor:
         weights = self.to_attn_logits(blocks).softmax(dim=-2)
@@ -204,23 +210,21 @@ class SingleProjection(nn.Module):
         super().__init__()
         check_positive(dim_head=dim_head, compress_window_size=compress_window_size, heads=heads)
         if heads > 1:
-            self.compress = EinMix(
-                'b h c l i -> b h c o', weight_shape='h l i o', h=heads, l=compress_window_size, i=dim_head, o=dim_head
-            )
+            self.compress = HeadLinear(heads, (compress_window_size, dim_head), dim_head, bias=False)
         else:
             self.compress = nn.Sequential(
                 nn.Flatten(-2), nn.Linear(compress_window_size * dim_head, dim_head, bias=False)
             )
 
     def takes_overlapping(self) -> bool:
-        if isinstance(self.compress, EinMix):
+        if isinstance(self.compress, HeadLinear):
             return self.compress.bias is None
         layers = [*self.compress.children()]
         return [type(layer) for layer in layers] == [nn.Flatten, nn.Linear] and layers[1].bias is None
 
     def forward(self, blocks: Tensor | OverlappingBlocks) -> Tensor:
         if isinstance(blocks, OverlappingBlocks):
-            if isinstance(self.compress, EinMix):
+            if isinstance(self.compress, HeadLinear):
                 weight = plain_weight(self.compress).flatten(1, 2).mT
             else:
                 weight = plain_weight(self.compress[1])[None]
