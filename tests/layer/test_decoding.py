@@ -363,6 +363,7 @@ class Fails(nn.Module):
         raise RuntimeError('mat1 and mat2 must have the same dtype')
 
 
+@pytest.mark.full
 @pytest.mark.parametrize('backend', BACKENDS)
 @pytest.mark.parametrize('network', [nn.Flatten(3), Fails()], ids=['size', 'dtype'])
 def test_networks_that_fail(network: nn.Module, backend: str) -> None:

@@ -51,6 +51,7 @@ def test_every_parameter_has_a_gradient(make: Make, seqlen: int) -> None:
     assert seqlen == BLOCK or not any(grad.any() for name, grad in gradients.items() if name.startswith(of_blocks))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize('backend', ['eager', 'triton', pytest.param('flex', marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(
     'changes',

@@ -329,6 +329,7 @@ def test_segments_are_sequences_of_their_own(dtype: torch.dtype, use_diff_topk: 
     assert_calls_agree(inputs, lambda given: call(given, segment_ids=segment_ids, **settings), alone)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize('backend', ['eager', 'triton'])
 def test_segments_of_padding_give_0_and_reach_nobody(backend: str, device: torch.device) -> None:
     ids = torch.tensor([[1] * 6 + [-1] * 7 + [1] * 8 + [-5]], device=device)
@@ -407,6 +408,7 @@ def test_dtypes_of_gates_and_sinks(dtype: torch.dtype) -> None:
     assert results[0].equal(results[1])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize('gates', [(0, 1, 2), (1,), (0, 2)], ids=str)
 def test_triton_equals_eager(gates: tuple[int, ...], device: torch.device) -> None:
     """Every feature at once, and gates of some branches alone."""

@@ -89,6 +89,7 @@ def test_a_prompt_that_does_not_fit_is_refused_before_its_first_chunk():
     assert all(torch.equal(layer.k, kept) for layer, kept in zip(cache, before, strict=True))
 
 
+@pytest.mark.full
 @KINDS
 @pytest.mark.parametrize('filters', [{}, {'top_k': 7}, {'top_p': 0.8}, {'top_k': 9, 'top_p': 0.7}], ids=str)
 def test_a_row_with_its_seed_is_the_same_alone_and_in_a_batch(sparse, filters):
@@ -200,6 +201,7 @@ def rows_until(tokens: Tensor, stops: list[int]) -> list[list[int]]:
     return [row[:end] for row, end in zip(tokens.tolist(), ends, strict=True)]
 
 
+@pytest.mark.full
 @KINDS
 @pytest.mark.parametrize('stops', [[3, 17], [28, 5, 11]], ids=str)
 def test_stop_tokens(sparse, stops):

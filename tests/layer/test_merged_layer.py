@@ -241,6 +241,7 @@ def test_refused_decoding_leaves_the_cache(changes: dict[str, Any], message: str
     assert not cache.lengths.any()
 
 
+@pytest.mark.full
 @modes
 def test_compiles_into_one_graph(mode: dict[str, Any]) -> None:
     torch.compiler.reset()

@@ -135,6 +135,7 @@ def test_steps_equal_the_parallel_forward(seq_len, num_selected_blocks, stride, 
     torch.testing.assert_close(torch.cat(steps, dim=1), parallel, rtol=0, atol=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize('selection_block_size', [4, 8])
 def test_transformer_samples_alike_with_and_without_the_cache(selection_block_size):
     torch.manual_seed(0)

@@ -103,6 +103,7 @@ def test_gradients_have_the_same_bits(name: str, dtype: torch.dtype, kind: str) 
     assert_same_bits(make_layers(dtype, **SETTINGS[name], backend='eager'), x, **INPUTS[kind])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ('name', 'kind', 'dtype'),
     [
@@ -167,6 +168,7 @@ def test_second_derivatives() -> None:
     assert results[0].equal(results[1])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(('backend', 'recompute'), [('eager', True), ('triton', True), ('triton', False)])
 def test_compiles(backend: str, recompute: bool, device: torch.device) -> None:
     torch._dynamo.reset()
@@ -193,6 +195,7 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.full
 def test_blocks_are_chosen_once(device: torch.device) -> None:
     # The second makes k again too.
     for layer, times, again in zip(make_layers(backend='triton'), (1, 2), (1, 2), strict=True):
@@ -255,6 +258,7 @@ def bytes_of_dense(layer: SparseAttention, x: Tensor) -> int:
     return x.numel() * x.element_size() + tokens * (features * x.element_size() + layer.heads * 4)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(('recompute', 'limit'), [(False, 3.0), (True, 1.6)])
 @pytest.mark.parametrize('changes', [{'use_diff_topk': True}], ids=str)
 def test_bytes_kept_for_the_backward_pass(
@@ -282,6 +286,7 @@ def test_bytes_kept_for_the_backward_pass(
 ROTARY, SIZE_OF_Q, SIZE_OF_K = 'native_sparse_attention::rotary', 9 * 4 * 6 * 4, 9 * 2 * 6 * 4
 
 
+@pytest.mark.full
 def test_rotated_queries_are_not_kept(device: torch.device) -> None:
     layer, x = make_layers(backend='triton')[0].to(device), torch.randn(1, 9, DIM).to(device).requires_grad_()
     with Kept(ROTARY) as kept:
@@ -293,6 +298,7 @@ def test_rotated_queries_are_not_kept(device: torch.device) -> None:
                 torch.autograd.grad(out, x, retain_graph=retain_graph)
 
 
+@pytest.mark.full
 def test_hooks_of_others_are_not_hidden(device: torch.device) -> None:
     layer, x = make_layers(backend='triton', use_diff_topk=True)[0].to(device), torch.randn(1, 9, DIM).to(device)
     shapes: list[torch.Size] = []

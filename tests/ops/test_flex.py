@@ -102,6 +102,7 @@ def spoil(k: Tensor, v: Tensor) -> None:
     k[place], v[place] = torch.nan, torch.nan
 
 
+@pytest.mark.full
 @given(drawn_extents(), tiles, st.sampled_from([(3, 0), (-1, 0), (0, 4), (5, -1), (-1, -1)]))
 def test_window(extents: Extents, tile: int, window_size: tuple[int, int]) -> None:
     q, k, v = make_qkv(extents, HEADS)

@@ -157,6 +157,7 @@ def test_python_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.full
+@pytest.mark.full
 @pytest.mark.usefixtures('in_process')
 def test_resumed_runs_equal_uninterrupted_ones(text: Path, tmp_path: Path):
     variants = ('--variants', 'dense,separate-gate-lr10')

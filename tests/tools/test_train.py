@@ -206,6 +206,7 @@ def arrange(patch: pytest.MonkeyPatch, stop: str) -> int | None:
     return {'signal in evaluation': 143, 'crash in step 7': None}.get(stop, 130)
 
 
+@pytest.mark.full
 def test_sigterm_saves_and_the_run_goes_on(text: Path, runs: Path) -> None:
     settings = {'steps': 150, 'log_every': 1, 'eval_every': 100, 'sample_every': 100, 'save_every': 10_000}
     arguments = command(text, runs, '--name', 'cut', **settings)
@@ -387,6 +388,7 @@ def test_presets_and_help(capsys) -> None:
 SAMPLE = ['--device', 'cpu', '--sample']
 
 
+@pytest.mark.full
 def test_sample_prints_what_the_checkpoint_generates(finished: Path) -> None:
     prompt, count = 'some “wörds” ', 300
     arguments = [*SAMPLE, str(finished), '--prompt', prompt, '--tokens', str(count), '--seed', '5', '--top-p', '0.9']
@@ -422,6 +424,7 @@ def test_sample_of_little(finished: Path, capsys, monkeypatch) -> None:
     assert contents(finished) == before
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ('more', 'message'),
     [

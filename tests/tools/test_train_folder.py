@@ -111,6 +111,7 @@ def test_write_atomically_keeps_the_old_file(tmp_path: Path, monkeypatch) -> Non
     assert contents(tmp_path) == {'file': b'old'}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize('call', range(1, 12))
 def test_full_disk_ends_the_run_in_one_line(text: Path, runs: Path, capsys, monkeypatch, call: int) -> None:
     """The fake `fsync` fails from the given call on; the run then goes on from its last checkpoint."""
