@@ -85,7 +85,7 @@ def test_an_interrupted_call_leaves_the_cache_as_it_was(sparse: bool, place: str
         for cache in (never, failed):
             if held:
                 cache.crop(torch.tensor([19, 11]))  # the longest rollback that one token leaves
-        for count in (1, 6, 12, 1):
+        for count in (1, 12):
             ids = make_ids(2, count, seed=count)
             assert model(ids, cache=failed).equal(model(ids, cache=never))
 
