@@ -157,7 +157,6 @@ def test_python_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.full
-@pytest.mark.full
 @pytest.mark.usefixtures('in_process')
 def test_resumed_runs_equal_uninterrupted_ones(text: Path, tmp_path: Path):
     variants = ('--variants', 'dense,separate-gate-lr10')
