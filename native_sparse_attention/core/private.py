@@ -347,10 +347,14 @@ class CompiledLaunch(NamedTuple):
 
 
 class RecordedLaunch(NamedTuple):
-    """A launch: arguments[FIRST_VALUE:] are the values, in the order of the kernel."""
+    """A launch: arguments[FIRST_VALUE:] are the values, in the order of the kernel.
+
+    compiled: kept alive, because Triton 3.8 unloads a kernel when it is collected.
+    """
 
     run: Any
     arguments: list[Any]
+    compiled: Any
 
 
 # Of the arguments of a launcher: the stream, and the first value.
@@ -408,7 +412,7 @@ class Launcher:
         bound.apply_defaults()
         x, y, z = (*grid, 1, 1)[:3]
         leading = (x, y, z, None, compiled.function, compiled.packed_metadata, None, None, None)
-        return RecordedLaunch(compiled.run, [*leading, *bound.arguments.values()])
+        return RecordedLaunch(compiled.run, [*leading, *bound.arguments.values()], compiled)
 
     def start(self, kept: CompiledLaunch, grid: tuple[int, ...], device: torch.device, values: Iterable[Any]) -> None:
         """Launch on the current stream of the device, which is the current one."""
@@ -424,7 +428,7 @@ class Launcher:
             with torch.cuda.device(device):
                 return self.replay(launches, device)
         stream = active.get_current_stream(device.index)
-        for run, arguments in launches:
+        for run, arguments, _ in launches:
             arguments[_STREAM] = stream
             run(*arguments)
         return None

@@ -28,6 +28,9 @@ class Played(CompiledKernel):
     def run(self, *args: Any) -> None:
         self.runs.append(args)
 
+    def __del__(self) -> None:
+        """Triton 3.8 unloads a kernel here; this one was not loaded."""
+
 
 class Kernel:
     """A jit function, as `launch` sees it. asked: how often Triton would bind arguments; runs: launches without."""
@@ -124,6 +127,19 @@ def test_every_launch_goes_through_a_triton_that_is_not_known(kernel: Kernel, mo
     for _ in range(3):
         kernel(torch.zeros(8))
     assert (kernel.asked, kernel.runs, module._COMPILED) == (3, [], {})
+
+
+def test_compiled_kernels_are_kept_alive(kernel: Kernel) -> None:
+    """Triton 3.8 unloads a kernel when it is collected."""
+    compiled = kernel(torch.zeros(8))
+    assert [kept.compiled for kept in module._COMPILED.values()] == [compiled]
+    assert module.launcher is not None
+    jit: Any = SimpleNamespace(fn=lambda x, size: None)
+    recorded = module.launcher.record(jit, compiled, (4, 2), (7,), {'size': 8, 'num_warps': 4})
+    assert recorded.compiled is compiled
+    module.launcher.driver.active.get_current_device = lambda: CPU.index
+    module.launcher.replay([recorded], CPU)
+    assert kernel.runs == [(4, 2, 1, STREAM, 11, (1, 1, 0), None, None, None, 7, 8)]
 
 
 def test_few_are_kept(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,9 @@ class Played(CompiledKernel):
         positional = [self._place(*it) for it in zip(values, self.layouts, self.types, strict=False)]
         self.kernel[x, y, z](*positional, **self.meta)
 
+    def __del__(self) -> None:
+        """Triton 3.8 unloads a kernel here; this one was not loaded."""
+
     def _place(self, value: Any, layout: Any, kind: type) -> Any:
         if layout is None:
             return value
