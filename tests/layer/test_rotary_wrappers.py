@@ -247,7 +247,7 @@ def test_two_processes_from_meta(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize('moved', [False, True])
 def test_compiles_into_one_graph(moved: bool) -> None:
-    """Compiled once; once more where the frequencies were on another device, without a copy from the CPU in it."""
+    """Compiled once; at most once more where the frequencies were on another device, without a copy from the CPU."""
     torch._dynamo.reset()
     rotary = Rotary(6)
     if moved:
@@ -257,7 +257,7 @@ def test_compiles_into_one_graph(moved: bool) -> None:
     for position in (3, 5, 100_003, 7):
         cos, _ = compiled(torch.tensor([[position]]))
         assert cos.equal((position * RotaryEmbedding(6).freqs.data).cos()[None, None])
-    assert graphs.frame_count == 1 + moved
+    assert 1 <= graphs.frame_count <= 1 + moved  # PyTorch 2.11 does not compile again
     torch._dynamo.reset()
 
 
