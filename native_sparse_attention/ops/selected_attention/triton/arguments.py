@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-Strides = Any  # tuple of int, or None without the tensor
+# Tuple of int, or None without the tensor. A record of such tuples ends with a field that is None: Triton 3.6 keeps
+# constants of an inner tuple, such as a stride of 1, only where a later field of the record itself is constant.
+Strides = Any
 
 
 class Sizes(NamedTuple):
@@ -74,6 +76,7 @@ class ForwardStrides(NamedTuple):
     indices: Strides
     factors: Strides
     out: Strides
+    end: None = None  # see `Strides`
 
 
 class BackwardTensors(NamedTuple):
@@ -109,6 +112,7 @@ class BackwardStrides(NamedTuple):
     dlse: Strides
     gate: Strides
     dq: Strides
+    end: None = None  # see `Strides`
 
 
 class KeySource(NamedTuple):

@@ -46,6 +46,7 @@ class DscaleStrides(NamedTuple):
     v: Strides
     indices: Strides
     dout: Strides
+    end: None = None  # see `Strides`
 
 
 def differentiate_scale(
