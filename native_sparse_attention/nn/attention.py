@@ -50,7 +50,7 @@ from native_sparse_attention.nn.compress import (
 from native_sparse_attention.nn.gate import GATE_START, MERGED_GATE_START, check_gate, make_gate
 from native_sparse_attention.nn.linear import BranchLinear, FixedStartLinear
 from native_sparse_attention.nn.padding import from_front, front_order, to_front
-from native_sparse_attention.nn.rotary import Rotary, describe_rotary, rotate, turned_again, turned_and_plain
+from native_sparse_attention.nn.rotary import Rotary, describe_rotary, recompute_rotated, rotate, rotated_and_plain
 from native_sparse_attention.nn.state import LayerWithSettings
 from native_sparse_attention.ops import select_blocks
 
@@ -451,7 +451,7 @@ class SparseAttention(LayerWithSettings):
             x = torch.where(layout.covered[..., None], x, 0)
         new = self._project(x)
         k_cmp, v_cmp = self._compress(new, cu_seqlens, self.use_diff_topk or needs_block_loss)
-        # What `attend` is made of is read here, once: parameters may have other values when it is made again.
+        # What `attend` is made of is read here, once: parameters may have other values when it is recomputed.
         tables = None if self.rotary is None else self.rotary.tables(positions)
         mem_kv = self._memory
         if mem_kv is not None:
@@ -464,17 +464,17 @@ class SparseAttention(LayerWithSettings):
         def attend(choose: Callable[..., Tensor]) -> Tensor:
             q_window = k_window = v_window = None
             if self.merge_window:
-                q, q_cmp = turned_and_plain(tables, backend, new.q, 1, 1)
+                q, q_cmp = rotated_and_plain(tables, backend, new.q, 1, 1)
                 (k,) = rotate(tables, backend, new.k)
             else:
-                q, q_window, q_cmp = turned_and_plain(tables, backend, new.q, 2, 1)
+                q, q_window, q_cmp = rotated_and_plain(tables, backend, new.q, 2, 1)
                 if new.k_window is None:
-                    (k, k_window), v_window = turned_and_plain(tables, backend, new.k, 2), new.v
+                    (k, k_window), v_window = rotated_and_plain(tables, backend, new.k, 2), new.v
                 else:
                     (k, k_window), v_window = rotate(tables, backend, new.k, new.k_window), new.v_window
             if needs_block_loss:
                 choose = partial(self._select_with_loss, q, k, losses)
-            with turned_again(new.q, tables, backend, q):
+            with recompute_rotated(new.q, tables, backend, q):
                 return self._nsa(
                     *(q, k, new.v, k_cmp, v_cmp, new.gates),
                     mem_kv=mem_kv,

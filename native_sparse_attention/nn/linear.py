@@ -76,7 +76,7 @@ class HeadLinear(nn.Module):
 
 
 class BranchLinear(nn.Linear):
-    """A projection to queries and one pair of keys and values per branch; all pairs start alike.
+    """A projection to queries and one pair of keys and values per branch, which start equal.
 
     sizes: output features of the queries, the keys and the values. Random numbers are drawn as for one pair.
     """

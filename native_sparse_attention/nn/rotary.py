@@ -200,8 +200,9 @@ def angle_tables(positions: Tensor, freqs: Tensor, interpolate_factor: float = 1
 
 
 def rotate(tables: tuple[Tensor, Tensor] | None, backend: str, *tensors: Tensor | None) -> list[Any]:
-    """Each of tensors `[B, T, heads, D]` that is not None, turned by tables, if there are any. backend: of the layer;
-    eager serves flex, and angles that are learned.
+    """Return the tensors `[B, T, heads, D]` that are not None, rotated by tables if there are any.
+
+    backend: of the layer; eager serves flex and learned angles.
     """
     if tables is None:
         return list(tensors)
@@ -209,18 +210,18 @@ def rotate(tables: tuple[Tensor, Tensor] | None, backend: str, *tensors: Tensor 
     return [None if t is None else ops.rotary(t, *tables, backend=backend) for t in tensors]
 
 
-def turned_and_plain(
-    tables: tuple[Tensor, Tensor] | None, backend: str, x: Tensor, num_turned: int, num_plain: int = 0
+def rotated_and_plain(
+    tables: tuple[Tensor, Tensor] | None, backend: str, x: Tensor, num_rotated: int, num_plain: int = 0
 ) -> tuple[Tensor, ...]:
-    """x turned by tables, if there are any, for so many readers, and as it is for the others:
+    """x rotated by tables, if there are any, for so many readers, and as it is for the others:
     `ops.rotary.shared_input`.
     """
     backend = 'eager' if backend == 'flex' else backend if tables is None else _served_by(tables, backend)
-    return shared_input(x, num_plain, num_turned, tables, backend=backend)
+    return shared_input(x, num_plain, num_rotated, tables, backend=backend)
 
 
-def turned_again(x: Tensor, tables: tuple[Tensor, Tensor] | None, backend: str, turned: Tensor) -> Any:
-    """A context in which autograd saves x and tables in place of turned, `rotate(tables, backend, x)[0]`, which the
+def recompute_rotated(x: Tensor, tables: tuple[Tensor, Tensor] | None, backend: str, rotated: Tensor) -> Any:
+    """A context in which autograd saves x and tables in place of rotated, `rotate(tables, backend, x)[0]`, which the
     backward pass makes again.
 
     Only where the kernel turns, as the ops that go with it save what they are given; others save copies and views. Only
@@ -229,16 +230,16 @@ def turned_again(x: Tensor, tables: tuple[Tensor, Tensor] | None, backend: str, 
     if (
         torch.compiler.is_compiling()
         or tables is None
-        or not turned.requires_grad
-        or not type(turned) is type(x) is Tensor
+        or not rotated.requires_grad
+        or not type(rotated) is type(x) is Tensor
         or not private.saved_tensor_hooks.is_free()
         or backend_of(x, *tables, backend=_served_by(tables, backend)).name != 'triton'
     ):
         return nullcontext()
-    # Neither the hooks nor what they keep refers to turned.
-    place, again = _place(turned), _TurnedAgain(x, tables, backend)
+    # Neither the hooks nor what they keep refers to rotated.
+    place, again = _place(rotated), _RecomputeRotated(x, tables, backend)
 
-    def pack(t: Tensor) -> _Saved | _TurnedAgain:
+    def pack(t: Tensor) -> _Saved | _RecomputeRotated:
         return again.used() if type(t) is Tensor and _place(t) == place else _Saved.of(t)
 
     return saved_tensors_hooks(pack, lambda saved: saved.unpacked())
@@ -268,28 +269,28 @@ class _Saved(NamedTuple):
         return self.tensor
 
 
-class _TurnedAgain:
+class _RecomputeRotated:
     """Turned x: made by the first of those that saved it, held until the last of them has it."""
 
     def __init__(self, x: Tensor, tables: tuple[Tensor, Tensor], backend: str) -> None:
         self.x, self.tables, self.backend = _Saved.of(x), [_Saved.of(table) for table in tables], backend
         self.uses = self.uses_left = 0
-        self.turned: Tensor | None = None
+        self.rotated: Tensor | None = None
 
-    def used(self) -> _TurnedAgain:
+    def used(self) -> _RecomputeRotated:
         self.uses += 1
         return self
 
     @torch.no_grad()
     def unpacked(self) -> Tensor:
-        turned = self.turned
-        if turned is None:
+        rotated = self.rotated
+        if rotated is None:
             cos, sin = (table.unpacked() for table in self.tables)
-            turned = rotate((cos, sin), self.backend, self.x.unpacked())[0]
+            rotated = rotate((cos, sin), self.backend, self.x.unpacked())[0]
             self.uses_left = self.uses
         self.uses_left -= 1
-        self.turned = turned if self.uses_left > 0 else None
-        return turned
+        self.rotated = rotated if self.uses_left > 0 else None
+        return rotated
 
 
 def _served_by(tables: tuple[Tensor, Tensor], backend: str) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu
 
 from native_sparse_attention import SparseAttention
-from native_sparse_attention.nn.rotary import angle_tables, rotate, turned_again
+from native_sparse_attention.nn.rotary import angle_tables, recompute_rotated, rotate
 from tests.layer.test_attention import make_layer, tokens
 
 
@@ -64,7 +64,7 @@ def test_turned_again(device: torch.device) -> None:
     """For as many as saved it, once for all of them in a backward pass; also where only some of them are in it."""
     x, tables = torch.randn(1, 5, 2, 6).to(device).requires_grad_(), make_tables(device)
     (turned,) = rotate(tables, 'triton', x)
-    with turned_again(x, tables, 'triton', turned):
+    with recompute_rotated(x, tables, 'triton', turned):
         square, view, part = turned.square(), turned.view(5, 2, 6)[None].square(), turned[..., :4].square()
     for outs in ((square,), (square, view, part), (part,), (view,), (part, view)):
         results = torch.autograd.grad([out.sum() for out in outs], turned, retain_graph=True)[0]
@@ -80,7 +80,7 @@ def test_turned_again(device: torch.device) -> None:
 def test_what_is_turned_again_is_not_changed_unseen(device: torch.device) -> None:
     x, tables = torch.randn(1, 5, 2, 6).to(device).requires_grad_(), make_tables(device)
     (turned,) = rotate(tables, 'triton', x)
-    with turned_again(x, tables, 'triton', turned):
+    with recompute_rotated(x, tables, 'triton', turned):
         out = turned.square().sum()
     x.detach().mul_(2)
     with pytest.raises(
@@ -109,10 +109,10 @@ def test_where_nothing_is_turned_again(why: str | None, device: torch.device) ->
     }
     with contexts.get(why, nullcontext()):
         (turned,) = rotate(tables, backend, x)
-        context = turned_again(x, tables, backend, turned)
+        context = recompute_rotated(x, tables, backend, turned)
     assert isinstance(context, nullcontext) == (why is not None)
 
 
 def test_nothing_is_turned_again_without_tables() -> None:
     x = torch.randn(1, 5, 2, 6, requires_grad=True)
-    assert isinstance(turned_again(x, None, 'triton', x), nullcontext)
+    assert isinstance(recompute_rotated(x, None, 'triton', x), nullcontext)

@@ -23,7 +23,7 @@ from torch.nn.modules import module as module_hooks
 from native_sparse_attention import SparseAttention
 from native_sparse_attention.compress import CompressTransformer, ConvLinearCompress, GroupedMLP, MeanPool
 from native_sparse_attention.core import private
-from native_sparse_attention.nn.rotary import angle_tables, rotate, turned_again
+from native_sparse_attention.nn.rotary import angle_tables, recompute_rotated, rotate
 from native_sparse_attention.ops import _flex
 from tests.tools.test_import import FILES, PACKAGE
 
@@ -248,7 +248,7 @@ def test_nothing_is_saved_by_hooks_on_the_fallback(monkeypatch: pytest.MonkeyPat
     def gradient() -> tuple[Tensor, Any]:
         x = torch.randn(1, 5, 2, 6, generator=torch.Generator().manual_seed(0)).requires_grad_()
         (turned,) = rotate(tables, 'triton', x)
-        with turned_again(x, tables, 'triton', turned) as context:
+        with recompute_rotated(x, tables, 'triton', turned) as context:
             out = turned.square().sum()
         return torch.autograd.grad(out, x)[0], context
 

@@ -76,7 +76,7 @@ class ForwardStrides(NamedTuple):
     indices: Strides
     factors: Strides
     out: Strides
-    end: None = None  # see `Strides`
+    end: Any = None  # see `Strides`
 
 
 class BackwardTensors(NamedTuple):
@@ -112,7 +112,7 @@ class BackwardStrides(NamedTuple):
     dlse: Strides
     gate: Strides
     dq: Strides
-    end: None = None  # see `Strides`
+    end: Any = None  # see `Strides`
 
 
 class KeySource(NamedTuple):

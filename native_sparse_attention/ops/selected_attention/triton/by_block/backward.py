@@ -70,7 +70,7 @@ class InputStrides(NamedTuple):
     v: Strides
     factors: Strides
     dout: Strides
-    end: None = None  # see `Strides`
+    end: Any = None  # see `Strides`
 
 
 class BlockQueryGradients:

@@ -70,7 +70,7 @@ class InputStrides(NamedTuple):
     k: Strides
     v: Strides
     factors: Strides
-    end: None = None  # see `Strides`
+    end: Any = None  # see `Strides`
 
 
 def attend_by_block(

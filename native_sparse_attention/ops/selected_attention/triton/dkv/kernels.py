@@ -78,7 +78,7 @@ class DkvStrides(NamedTuple):
     gate: Strides
     dk: Strides
     dv: Strides
-    end: None = None  # see `Strides`
+    end: Any = None  # see `Strides`
 
 
 @triton.jit

@@ -46,7 +46,7 @@ class DscaleStrides(NamedTuple):
     v: Strides
     indices: Strides
     dout: Strides
-    end: None = None  # see `Strides`
+    end: Any = None  # see `Strides`
 
 
 def differentiate_scale(
