@@ -113,6 +113,12 @@ def _variants() -> dict[str, Variant]:
             phi='mean',
             layers=DetachedScores,
         ),
+        'merged-detached': Variant(
+            'the same of merged: queries and keys learn from selected attention alone, values from both',
+            settings=merged,
+            phi='mean',
+            layers=DetachedScores,
+        ),
         'merged-scores-kl': Variant(
             'merged-scores with φ a block mean at the start, block scores trained by their loss alone',
             settings={**scores, 'use_diff_topk': False},
