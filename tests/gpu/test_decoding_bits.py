@@ -44,10 +44,10 @@ def test_repeated_steps_give_the_same_bits(learned: bool, batch: int, device: to
     harness.assert_same_bits(state_of(cache), state)
 
 
-HASH = """
+HASH = f"""
 import json, sys, torch
-from tests.ops.test_triton_gpu_decoding_bits import digests_of_steps, VARIANTS
-print(json.dumps({name: digests_of_steps(name, torch.device(sys.argv[1])) for name in VARIANTS}))
+from {__name__} import digests_of_steps, VARIANTS
+print(json.dumps({{name: digests_of_steps(name, torch.device(sys.argv[1])) for name in VARIANTS}}))
 """
 VARIANTS: dict[str, dict[str, Any]] = {
     'mean': {},

@@ -3,7 +3,7 @@
     python -m pytest -m gpu -n 15 tests/gpu/test_rules.py -k 'not every_launch'
     python -m pytest -m gpu -n 15 tests/gpu/test_rules.py -k every_launch
 
-test_triton_gpu_runtime.py and test_triton_gpu_sizes.py have what concerns the machine.
+test_runtime.py and test_sizes.py test device memory, graphs, streams and sizes.
 """
 
 from __future__ import annotations

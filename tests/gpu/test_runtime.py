@@ -141,10 +141,9 @@ def test_a_row_does_not_depend_on_its_neighbours(variant: str, device: torch.dev
             assert same, f'row {row}: {name}'
 
 
-HASH = """
+HASH = f"""
 import sys, torch
-from tests.gpu_problems import make_nsa
-from tests.ops.test_triton_gpu_runtime import digest, run, variants
+from {__name__} import digest, make_nsa, run, variants
 device = torch.device(sys.argv[1])
 for name, changes in variants(2, 900, device).items():
     tensors, settings = make_nsa(2, 900, device=device)
@@ -327,9 +326,9 @@ def test_compiled_layer(amp: bool, device: torch.device):
     assert graphs[-1] == graphs[2], graphs
 
 
-FRESH = """
+FRESH = f"""
 import sys, torch
-from tests.ops.test_triton_gpu_runtime import assert_near, make_layer, train_step
+from {__name__} import assert_near, make_layer, train_step
 device = torch.device(sys.argv[1])
 layer = make_layer(sys.argv[2], device)
 compiled = train_step(layer, torch.compile(layer, fullgraph=True, dynamic=True), 500, device, False)

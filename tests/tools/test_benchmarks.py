@@ -245,11 +245,11 @@ def test_without_a_gpu_nothing_begins(script: str, tmp_path: Path, monkeypatch: 
 @pytest.mark.full
 def test_interrupted_tests_are_kept(tmp_path: Path):
     """Ctrl-C reaches pytest too: what had run is counted."""
-    (tmp_path / 'test_slow.py').write_text(
+    (tmp_path / 'slow.py').write_text(
         'import time\ndef test_first(): pass\ndef test_second():\n    print("READY", flush=True)\n    time.sleep(60)\n'
     )
     script = ['-m', 'benchmarks.gpu_tests', '--device', 'cpu', '--commit', 'abc', '--out', str(tmp_path), '--']
-    command = [sys.executable, *script, '-s', str(tmp_path / 'test_slow.py')]
+    command = [sys.executable, *script, '-s', str(tmp_path / 'slow.py')]
     own = {name: value for name, value in os.environ.items() if not name.startswith('PYTEST')}
     options: dict[str, Any] = {'cwd': report.ROOT, 'env': own, 'stdout': subprocess.PIPE, 'text': True}
     options['start_new_session'] = True
