@@ -1,7 +1,7 @@
 """Draw the figures of the documentation: `python docs/figures.py` writes the SVG files of docs/assets/.
 
-The speed chart reads a committed benchmark result, so it changes with that file alone. Every figure brings its own
-background for light and dark schemes.
+The charts of speed and learning read committed results, so they change with those files alone. Every figure brings its
+own background for light and dark schemes.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 ASSETS = ROOT / 'docs' / 'assets'
+LEARNING_RESULTS = ROOT / 'benchmarks' / 'results' / 'h200' / 'learning-16k'
 SPEED_RESULT = ROOT / 'benchmarks' / 'results' / 'h200' / 'parts.json'
 # Shapes of that result that differ in length alone: 64 query heads, 4 KV heads of 128, bfloat16.
 LENGTHS = {
@@ -48,6 +49,7 @@ def main() -> None:
     (ASSETS / 'branches.svg').write_text(draw_branches(), encoding='utf-8')
     (ASSETS / 'scores.svg').write_text(draw_scores(), encoding='utf-8')
     (ASSETS / 'speed.svg').write_text(draw_speed(read_speed()), encoding='utf-8')
+    (ASSETS / 'learning.svg').write_text(draw_learning(*read_learning()), encoding='utf-8')
 
 
 def draw_branches() -> str:
@@ -174,6 +176,66 @@ def draw_speed(speed: list[tuple[int, dict[str, dict[str, float]]]]) -> str:
               "l/d/l'/n/W = 32/16/64/16/512.", 'small'),
     ]  # fmt: skip
     return svg(750, bottom + 76, 'Speed of nsa over dense attention by sequence length', parts)
+
+
+def read_learning() -> tuple[list[dict[str, float]], list[dict[str, float]]]:
+    """Return Δ bits per byte to dense attention: on valid by step, and on test by range of positions.
+
+    A row is {'at': step, name of the variant: Δ, ...}; 'at' of a range counts from 0. Means over all seeds.
+    """
+    runs = [json.loads(path.read_text(encoding='utf-8')) for path in sorted(LEARNING_RESULTS.glob('*-seed*.json'))]
+    dense = {run['seed']: run for run in runs if run['variant'] == 'dense'}
+    curves: dict[float, dict[str, list[float]]] = {}
+    ranges: dict[float, dict[str, list[float]]] = {}
+    for run in runs:
+        twin = dense[run['seed']]
+        for row, other in zip(run['valid'][1:], twin['valid'][1:], strict=True):
+            curves.setdefault(row['step'], {}).setdefault(run['variant'], []).append(row['bpb'] - other['bpb'])
+        for place, (name, bpb) in enumerate(run['test_by_position'].items()):
+            delta = bpb - twin['test_by_position'][name]
+            ranges.setdefault(place, {}).setdefault(run['variant'], []).append(delta)
+    curve_rows, range_rows = (
+        [{'at': at, **{name: sum(d) / len(d) for name, d in row.items()}} for at, row in sorted(table.items())]
+        for table in (curves, ranges)
+    )
+    return curve_rows, range_rows
+
+
+def draw_learning(curves: list[dict[str, float]], ranges: list[dict[str, float]]) -> str:
+    """Return two charts of Δ bits per byte to dense attention: over training steps and by position at the end."""
+    top, bottom = 74, 300
+    shown = {'separate': ('slc', 'three branches, use_diff_topk'), 'merged-mean-no-diff': ('cmp', 'merged')}
+    names = ('0–128', '–512', '–1k', '–2k', '–4k', '–16k')
+    parts = [label(16, 26, 'Bits per byte of sparse minus dense attention: lower is better', 'head')]
+    panels = (
+        (70, 360, curves, (-0.4, 0.1), 0.1, 'training step (valid)', [f'{row["at"]:,.0f}' for row in curves]),
+        (440, 730, ranges, (-0.04, 0.06), 0.02, 'position in the sequence (test, at the end)', names),
+    )
+    for left, right, rows, (low, high), step, title, ticks in panels:
+        y = [bottom - (bottom - top) * (round(low / step) * step + i * step - low) / (high - low) for i in range(6)]
+        for i, height in enumerate(y):
+            value = low + i * step
+            parts.append(f'<path class="{"line" if abs(value) < 1e-9 else "grid"}" d="M{left},{height:.1f} H{right}"/>')
+            parts.append(label(left - 8, round(height) + 4, f'{value + 0.0:+.2f}', 'small', 'end'))
+        x = [left + 14 + (right - left - 28) * i / (len(rows) - 1) for i in range(len(rows))]
+        every = max(1, len(rows) // 5)
+        for place, tick in zip(x[::-every], ticks[::-every], strict=True):
+            parts.append(label(round(place), bottom + 20, tick, 'small', 'middle'))
+        for name, (css, _) in shown.items():
+            points = [
+                (a, bottom - (bottom - top) * (row[name] - low) / (high - low)) for a, row in zip(x, rows, strict=True)
+            ]
+            path = ' L'.join(f'{a:.1f},{b:.1f}' for a, b in points)
+            parts.append(f'<path class="{css}-line" fill="none" stroke-width="2.5" d="M{path}"/>')
+            parts += [f'<circle class="{css}" cx="{a:.1f}" cy="{b:.1f}" r="3.5"/>' for a, b in points]
+        parts.append(label((left + right) // 2, bottom + 40, title, 'small', 'middle'))
+    for place, (css, text) in enumerate(shown.values()):
+        parts.append(f'<rect class="{css}" x="{16 + 220 * place}" y="38" width="12" height="12" rx="2"/>')
+        parts.append(label(34 + 220 * place, 49, text, 'small'))
+    parts.append(
+        label(16, bottom + 62, '16,384 tokens, 300 million bytes, one start; steps are spaced evenly.', 'small')
+    )
+    return svg(750, bottom + 76, 'Bits per byte of sparse minus dense attention', parts)
 
 
 def crossing(points: list[tuple[int, float]]) -> float:

@@ -75,9 +75,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     'base': {},
     'long': {
-        'kv_heads': 1, 'sliding_window_size': 128, 'compress_block_size': 32, 'compress_block_sliding_stride': 16,
-        'selection_block_size': 32, 'num_selected_blocks': 8, 'compress_mlp_expand_factor': 0.125,
-        'seq_len': 16_384, 'batch': 4, 'grad_accum': 1, 'steps': 5000,
+        'sliding_window_size': 512, 'compress_block_size': 32, 'compress_block_sliding_stride': 16,
+        'selection_block_size': 64, 'num_selected_blocks': 16, 'compress_mlp_expand_factor': 0.125,
+        'seq_len': 16_384, 'batch': 4, 'steps': 4580, 'lr': 1e-3, 'min_lr': 1e-4, 'warmup': 100,
         'eval_every': 1000, 'save_every': 250, 'sample_every': 1000, 'prompt_bytes': 4096,
     },
 }  # fmt: skip
