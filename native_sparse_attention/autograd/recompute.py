@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from native_sparse_attention.ops import select_blocks
+from native_sparse_attention.ops.block_selection.api import select
 
 
 def recompute(attend: Callable[[Callable[..., Tensor]], Tensor]) -> Tensor:
@@ -27,15 +28,15 @@ def recompute(attend: Callable[[Callable[..., Tensor]], Tensor]) -> Tensor:
 
 
 class SavedSelection:
-    """Call `select_blocks` once; return the same blocks in every later call."""
+    """Select blocks once, called as the inner `select`; return the same blocks in every later call."""
 
     def __init__(self) -> None:
         self.block_indices: Tensor | None = None
 
     @torch.no_grad()
-    def __call__(self, *args: Any, **settings: Any) -> Tensor:
+    def __call__(self, *args: Any) -> Tensor:
         if self.block_indices is None:
-            self.block_indices = select_blocks(*args, **settings)
+            self.block_indices = select(*args)
         return self.block_indices
 
 

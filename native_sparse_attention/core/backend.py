@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from native_sparse_attention.core import private
 
 BACKENDS = ('auto', 'triton', 'flex', 'eager')
+# The backends of an op, fastest first, each with a function that returns why it does not support the call, or None.
+Candidates = Mapping[str, Callable[[], str | None]]
 
 
 @dataclass(frozen=True)
@@ -39,23 +43,39 @@ def check_backend(backend: str) -> None:
         raise ValueError(f'backend is {backend!r}, but must be one of {", ".join(map(repr, BACKENDS))}')
 
 
-def choose_backend(
-    op: str, backend: str, device: torch.device, candidates: Mapping[str, Callable[[], str | None]]
-) -> BackendChoice:
-    """The backend for one call of `op`.
+def choose_backend(op: str, backend: str, device: torch.device, candidates: Candidates) -> BackendChoice:
+    """Return the backend for one call of `op`: the first candidate that supports it, or the explicit one.
 
-    candidates: the backends that the op has, fastest first, each with a function that says why it cannot serve this
-    call, or None where it can. 'auto' takes the first that can, on anything but a GPU eager, and triton on NVIDIA
-    GPUs only; an explicit backend never falls back, it raises ValueError with the reason.
+    'auto' takes eager on anything but a GPU, and triton on NVIDIA GPUs only. An explicit backend never falls back: it
+    raises ValueError with the reason.
+    """
+    return choose_backends(backend, device, {op: candidates})[op]
+
+
+def choose_backends(
+    backend: str, device: torch.device, ops: Mapping[str, Candidates], flex_or_eager: bool = False
+) -> dict[str, BackendChoice]:
+    """Return the backend of each op of a composition, as `choose_backend` does for one.
+
+    flex_or_eager: with backend='flex', ops without a flex backend run in eager.
     """
     check_backend(backend)
-    if backend != 'auto':
-        reason = f'{op} has no {backend} backend'
-        if backend in candidates:
-            reason = transformed(backend) or candidates[backend]()
+    choices = {}
+    for op, candidates in ops.items():
+        if backend == 'auto':
+            choices[op] = _choose(op, device, candidates)
+            continue
+        name = 'eager' if flex_or_eager and backend == 'flex' and 'flex' not in candidates else backend
+        reason = f'{op} has no {name} backend'
+        if name in candidates:
+            reason = transformed(name) or candidates[name]()
         if reason is not None:
-            raise ValueError(f'backend {backend!r} cannot serve this call of {op}: {reason}')
-        return BackendChoice(backend)
+            raise ValueError(f'backend {name!r} cannot serve this call of {op}: {reason}')
+        choices[op] = BackendChoice(name)
+    return choices
+
+
+def _choose(op: str, device: torch.device, candidates: Candidates) -> BackendChoice:
     passed_over: dict[str, str] = {}
     for name, unsupported in candidates.items():
         reason = _left_out(name, device) or unsupported()
@@ -65,6 +85,15 @@ def choose_backend(
     raise ValueError(
         f'no backend can serve this call of {op}: ' + '; '.join(f'{n}: {r}' for n, r in passed_over.items())
     )
+
+
+def resolver(op: str, candidates: Callable[..., Candidates]) -> Callable[..., BackendChoice]:
+    """Return the function that resolves the backend of `op`; its arguments, tensors first, are those of candidates."""
+
+    def backend_of(*tensors: Tensor, backend: str = 'auto', **settings: Any) -> BackendChoice:
+        return choose_backend(op, backend, tensors[0].device, candidates(*tensors, backend=backend, **settings))
+
+    return backend_of
 
 
 def serves() -> None:

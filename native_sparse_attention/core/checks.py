@@ -25,7 +25,7 @@ def is_int(value: object) -> bool:
 
 def is_number(value: object) -> TypeGuard[int | float]:
     """Return whether a value is a real number, NumPy's included."""
-    return is_int(value) or isinstance(value, float) or (isinstance(value, Real) and not isinstance(value, bool))
+    return isinstance(value, float) or is_int(value) or (isinstance(value, Real) and not isinstance(value, bool))
 
 
 def shown(value: object) -> str:
@@ -41,13 +41,13 @@ def check_flags(**flags: bool) -> None:
 
 def check_positive(**values: int) -> None:
     for name, value in values.items():
-        if not is_int(value) or value < 1:
+        if (type(value) is not int and not is_int(value)) or value < 1:
             raise ValueError(f'{name} is {shown(value)}, but must be an integer of at least 1')
 
 
 def check_not_negative(**values: int) -> None:
     for name, value in values.items():
-        if not is_int(value) or value < 0:
+        if (type(value) is not int and not is_int(value)) or value < 0:
             raise ValueError(f'{name} is {shown(value)}, but must be an integer of at least 0')
 
 
@@ -65,14 +65,17 @@ def check_float_dtype(**dtypes: torch.dtype) -> None:
 
 def check_same_kind(**tensors: Tensor | None) -> None:
     """Check that all tensors have one floating dtype and one device."""
-    (first, reference), *rest = [(name, t) for name, t in tensors.items() if t is not None]
-    dtype, device = reference.dtype, reference.device
-    if dtype not in FLOAT_DTYPES:
-        raise ValueError(f'{first} has dtype {dtype}, but must be float64, float32, bfloat16 or float16')
-    for name, tensor in rest:
-        if tensor.dtype != dtype:
+    first = dtype = device = None
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if first is None:
+            first, dtype, device = name, tensor.dtype, tensor.device
+            if dtype not in FLOAT_DTYPES:
+                raise ValueError(f'{first} has dtype {dtype}, but must be float64, float32, bfloat16 or float16')
+        elif tensor.dtype != dtype:
             raise ValueError(f'{name} has dtype {tensor.dtype}, but {first} has {dtype}')
-        if tensor.device != device:
+        elif tensor.device != device:
             raise ValueError(f'{name} is on {tensor.device}, but {first} is on {device}')
 
 
@@ -110,25 +113,24 @@ def check_qk(q: Tensor, k: Tensor, k_name: str = 'k', **others: Tensor) -> None:
 
 
 def check_block_sizes(
-    compress_block_size: int,
-    compress_stride: int,
+    block_size: int,
+    stride: int,
     names: tuple[str, str] = ('compress_block_size', 'compress_stride'),
+    **selection_block_size: int,
 ) -> None:
-    """Check 1 <= d <= l."""
+    """Check 1 <= d <= l, and where it is given that l' is a multiple of d."""
     block_name, stride_name = names
-    check_positive(**{block_name: compress_block_size, stride_name: compress_stride})
-    if compress_stride > compress_block_size:
-        raise ValueError(f'{stride_name} is {compress_stride}, but must be at most {block_name}, {compress_block_size}')
+    check_positive(**{block_name: block_size, stride_name: stride}, **selection_block_size)
+    if stride > block_size:
+        raise ValueError(f'{stride_name} is {stride}, but must be at most {block_name}, {block_size}')
+    for name, size in selection_block_size.items():
+        if size % stride != 0:
+            raise ValueError(f'{name} is {size}, but must be a multiple of the stride, {stride}')
 
 
 def check_all_block_sizes(compress_block_size: int, compress_stride: int, selection_block_size: int) -> None:
     """Check 1 <= d <= l, and that l' is a multiple of d."""
-    check_block_sizes(compress_block_size, compress_stride)
-    check_positive(selection_block_size=selection_block_size)
-    if selection_block_size % compress_stride != 0:
-        raise ValueError(
-            f'selection_block_size is {selection_block_size}, but must be a multiple of the stride, {compress_stride}'
-        )
+    check_block_sizes(compress_block_size, compress_stride, selection_block_size=selection_block_size)
 
 
 def check_lse(lse: Tensor, q: Tensor) -> None:
@@ -251,17 +253,24 @@ def make_compressed_sequences(
         _check_offset(q_offset)
         seqlen_k = max(0, q.shape[1] + (q_offset or 0))
     sequences = make_sequences(q, seqlen_k, q_offset, seqlens_k, cu_seqlens, cu_seqlens_k)
-    if seqlens_k is None and cu_seqlens is None:
+    check_num_compressed(k_cmp, sequences, block_size, stride)
+    return sequences
+
+
+def check_num_compressed(k_cmp: Tensor, sequences: Sequences, block_size: int, stride: int) -> None:
+    """Check that k_cmp holds the compressed blocks of all keys."""
+    num_compressed, seqlen_k = k_cmp.shape[1], sequences.seqlen_k
+    seqlens_k, cu_seqlens_k = sequences.seqlens_k, sequences.cu_seqlens_k
+    if seqlens_k is None and cu_seqlens_k is None:
         needed = num_compressed_blocks(seqlen_k, block_size, stride)
         if num_compressed < needed:
             raise ValueError(f'k_cmp has {num_compressed} compressed blocks, but seqlen_k = {seqlen_k} makes {needed}')
-    elif q.device.type == 'cpu' and not torch.compiler.is_compiling():
-        lengths = seqlens_k if seqlens_k is not None else sequences.cu_seqlens_k.diff()  # type: ignore[union-attr]
+    elif sequences.device.type == 'cpu' and not torch.compiler.is_compiling():
+        lengths = seqlens_k if seqlens_k is not None else cu_seqlens_k.diff()  # type: ignore[union-attr]
         blocks = num_compressed_blocks(lengths.long(), block_size, stride)
         needed = int(blocks.sum() if seqlens_k is None else blocks.max()) if blocks.numel() else 0
         if num_compressed < needed:
             raise ValueError(f'k_cmp has {num_compressed} compressed blocks, but the key lengths make {needed}')
-    return sequences
 
 
 def _check_offset(q_offset: int | None) -> None:
@@ -287,8 +296,10 @@ def validate_packing(
     Raises:
         ValueError: a tensor has another shape or dtype, does not start at 0, decreases, or ends behind the tokens.
     """
+    check_integers('cu_seqlens', cu_seqlens, None)
     _check_cumulative('cu_seqlens', cu_seqlens, total)
     if cu_seqlens_k is not None:
+        check_integers('cu_seqlens_k', cu_seqlens_k, None)
         if len(cu_seqlens_k) != len(cu_seqlens):
             raise ValueError(f'cu_seqlens_k has {len(cu_seqlens_k)} entries, but cu_seqlens has {len(cu_seqlens)}')
         _check_cumulative('cu_seqlens_k', cu_seqlens_k, total if total_k is None else total_k)
@@ -329,7 +340,6 @@ def check_integers(name: str, tensor: Tensor, length: int | None) -> None:
 
 
 def _check_cumulative(name: str, tensor: Tensor, total: int) -> None:
-    check_integers(name, tensor, None)
     values = tensor.tolist()
     if values[0] != 0:
         raise ValueError(f'{name} starts at {values[0]}, but must start at 0')
@@ -363,11 +373,10 @@ def check_optional_gate(gate: Tensor | None, q: Tensor) -> None:
 
 def check_window(window_size: tuple[int, int], causal: bool) -> tuple[int, int]:
     """Return the window in the form of the backends: right is 0 if causal."""
-    check_flags(causal=causal)
     is_pair = isinstance(window_size, tuple | list) and len(window_size) == 2
-    if not is_pair or not all(is_int(side) and side >= -1 for side in window_size):
+    left, right = window_size if is_pair else (-2, -2)
+    if not (is_int(left) and is_int(right) and left >= -1 and right >= -1):
         raise ValueError(f'window_size is {shown(window_size)}, but must be (left, right), integers of at least -1')
-    left, right = window_size
     if causal and right > 0:
         raise ValueError(f'window_size is {window_size}, but right must be 0 (or -1) where causal is set')
     return left, 0 if causal else right

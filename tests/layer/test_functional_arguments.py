@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 
+import native_sparse_attention
 from native_sparse_attention import nsa
 from native_sparse_attention.functional import backend_of
 from tests.layer.test_functional_features import SETTINGS, refuse
@@ -135,3 +140,37 @@ def test_the_backend_of_every_op_that_runs(device: torch.device) -> None:
             choice = backend_of(q, k, v, **settings, **features, backend='triton')
             assert choice.name == 'triton'
             assert set(choice.ops) == expected | {'gated_sum'}
+
+
+PACKAGE = str(Path(native_sparse_attention.__file__).parent)
+CHECKS = ('checks.py', 'modifier_checks.py', 'call.py', 'segments.py')
+# Calls of checks that a call may make; those of packed sequences read their borders, too.
+CALLS = {
+    'separate': ({}, 40),
+    'trained': ({'q': Q.clone().requires_grad_()}, 40),
+    'differentiable selection': ({'use_diff_topk': True}, 40),
+    'merged': ({'merge_window': True, 'gates': torch.zeros(1, 8, 4, 1)}, 40),
+    'packed': ({'cu_seqlens': row_integers([0, 3, 8])}, 46),
+}
+
+
+@pytest.mark.parametrize(('changes', 'limit'), CALLS.values(), ids=CALLS)
+def test_arguments_are_checked_once(changes: dict[str, Any], limit: int) -> None:
+    """Inner calls take checked records, and the backends of all ops are resolved in one go."""
+    calls: Counter[tuple[str, str]] = Counter()
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        code = frame.f_code
+        if event == 'call' and code.co_filename.startswith(PACKAGE):
+            calls[Path(code.co_filename).name, code.co_name] += 1
+
+    arguments = plain_arguments() | changes
+    nsa(**arguments)
+    sys.setprofile(count)
+    try:
+        nsa(**arguments)
+    finally:
+        sys.setprofile(None)
+    checks = {key: n for key, n in calls.items() if key[0] in CHECKS or key[1].lstrip('_').startswith('check')}
+    assert 20 < sum(checks.values()) < limit, checks
+    assert sum(n for (_, name), n in calls.items() if name in ('choose_backend', 'choose_backends')) == 1

@@ -184,6 +184,7 @@ def test_definition(features: dict[str, Any], causal: bool, extents: Extents) ->
 
 
 SUBSETS = [subset for count in (1, 2, 3) for subset in itertools.combinations(range(3), count)]
+ATTENTIONS = ('compressed_attention', 'selected_attention', 'window_attention')
 UNUSED = {0: ('v_cmp', 'mem_v'), 1: ('k', 'v'), 2: ('k_window', 'v_window')}
 
 
@@ -211,9 +212,10 @@ def test_branches_left_out(subset: tuple[int, ...], use_diff_topk: bool) -> None
 @pytest.mark.parametrize('subset', SUBSETS, ids=str)
 def test_only_what_is_needed_is_computed(subset: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     called = []
-    for name in ('compressed_attention', 'select_blocks', 'selected_attention', 'window_attention'):
-        op = getattr(functional, name)
-        monkeypatch.setattr(functional, name, lambda *args, n=name, op=op, **kw: (called.append(n), op(*args, **kw))[1])
+    inner = {name: (getattr(functional, name), 'attend') for name in ATTENTIONS}
+    for name, (op, function) in (inner | {'select_blocks': (functional.block_selection, 'select')}).items():
+        run = getattr(op, function)
+        monkeypatch.setattr(op, function, lambda *args, n=name, run=run, **kw: (called.append(n), run(*args, **kw))[1])
     inputs = make_inputs(whole(19))
     gates = [gate if branch in subset else None for branch, gate in enumerate(inputs.pop('gates').unbind(-1))]
     call(inputs | {'gates': gates}, choose=functional.select_blocks)

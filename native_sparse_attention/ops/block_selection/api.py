@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from native_sparse_attention.core.backend import BackendChoice, choose_backend, serves
+from native_sparse_attention.core.backend import BackendChoice, Candidates, choose_backend, serves
+from native_sparse_attention.core.call import Call, make_call
 from native_sparse_attention.core.checks import (
     check_all_block_sizes,
     check_block_counts,
@@ -16,17 +18,22 @@ from native_sparse_attention.core.checks import (
     check_lse,
     check_not_negative,
     check_qk,
-    checked_softcap,
-    logit_scale,
-    make_compressed_sequences,
 )
-from native_sparse_attention.core.geometry import Sequences
-from native_sparse_attention.core.segments import make_borders
 from native_sparse_attention.ops._triton import support
 
-# What a tile of the Triton kernel holds: heads that choose together, blocks of a row.
+# A tile of the Triton kernel holds the heads that select together, and the blocks of a row.
 MAX_GROUP = 64
 MAX_SELECTED = 512
+
+
+class Rules(NamedTuple):
+    """Rules of a block selection. num_selected: n; block_counts: how many of the n blocks each query reads."""
+
+    num_selected: int
+    num_init: int
+    num_local: int
+    share_group: bool
+    block_counts: int | Tensor | None = None
 
 
 def select_blocks(
@@ -96,34 +103,44 @@ def select_blocks(
     """
     check_qk(q, k_cmp, 'k_cmp')
     check_lse(lse, q)
-    check_flags(causal=causal, share_group=share_group)
-    check_all_block_sizes(compress_block_size, compress_stride, selection_block_size)
-    check_not_negative(num_selected=num_selected, num_init=num_init, num_local=num_local)
-    softcap = checked_softcap(softcap)
-    counts, num_kept = _check_counts(block_counts, q, k_cmp, num_selected, share_group)
-    where = (q_offset, seqlens_k, cu_seqlens, cu_seqlens_k)
-    cu_seqlens, padding = make_borders(segment_ids, q, None, seqlen_k, *where)
-    sequences = make_compressed_sequences(
-        q, k_cmp, compress_block_size, compress_stride, seqlen_k, q_offset, seqlens_k, cu_seqlens, cu_seqlens_k
-    )
-    scale = logit_scale(q, scale)
+    check_flags(share_group=share_group)
     sizes = (compress_block_size, compress_stride, selection_block_size)
-    choice = (num_kept, num_init, num_local, share_group)
-    arguments = (q, k_cmp, lse, sequences, sizes, *choice, causal, scale, softcap, counts)
-    group_size = q.shape[2] // k_cmp.shape[2] if share_group else 1
-    limits = {'group_size': group_size, 'num_selected': num_selected}
-    match backend_of('select_blocks', q, k_cmp, **limits, backend=backend).name:
+    check_all_block_sizes(*sizes)
+    check_not_negative(num_selected=num_selected, num_init=num_init, num_local=num_local)
+    kv_heads = k_cmp.shape[2]
+    if block_counts is not None:
+        check_block_counts(block_counts, kv_heads if share_group else q.shape[2], q)
+    placed = (q_offset, seqlens_k, cu_seqlens, cu_seqlens_k)
+    call, padding = make_call(
+        q, k_cmp, segment_ids, *placed, causal, scale, softcap, compress=sizes[:2], seqlen_k=seqlen_k
+    )
+    group_size = q.shape[2] // kv_heads if share_group else 1
+    choice = backend_of('select_blocks', q, k_cmp, group_size=group_size, num_selected=num_selected, backend=backend)
+    rules = Rules(num_selected, num_init, num_local, share_group, block_counts)
+    return _without_padding(select(q, k_cmp, lse, sizes, call, rules, choice.name), padding)
+
+
+def select(
+    q: Tensor, k_cmp: Tensor, lse: Tensor, sizes: tuple[int, int, int], call: Call, rules: Rules, backend: str
+) -> Tensor:
+    """Run `select_blocks` with checked arguments on a resolved backend. sizes: (l, d, l')."""
+    num_selected, num_init, num_local, share_group, counts = rules
+    num_read = num_selected
+    if counts is not None and not isinstance(counts, Tensor):
+        counts, num_read = None, max(0, min(counts, num_selected))
+    arguments = (q, k_cmp, lse, call.sequences, sizes, num_read, num_init, num_local, share_group, *call[1:], counts)
+    match backend:
         case 'triton':
             from native_sparse_attention.ops.block_selection import triton
 
-            chosen = triton.select_blocks(*arguments)
+            blocks = triton.select_blocks(*arguments)
         case _:
             from native_sparse_attention.ops.block_selection import eager
 
-            chosen = eager.select_blocks(*arguments)
-    if num_kept < num_selected:
-        chosen = torch.nn.functional.pad(chosen, (0, num_selected - num_kept), value=-1)
-    return _without_padding(chosen, padding)
+            blocks = eager.select_blocks(*arguments)
+    return (
+        blocks if num_read == num_selected else torch.nn.functional.pad(blocks, (0, num_selected - num_read), value=-1)
+    )
 
 
 def chosen_scores(
@@ -177,19 +194,14 @@ def chosen_scores(
     Raises:
         ValueError: shapes, dtypes or settings do not fit, or an explicit backend does not support the call.
     """
-    settings = (compress_block_size, compress_stride, selection_block_size)
-    where = (seqlen_k, q_offset, seqlens_k, cu_seqlens, cu_seqlens_k, segment_ids)
-    arguments = _check_chosen(q, k_cmp, lse, block_indices, *settings, *where, causal, scale, softcap)
-    num_selected = block_indices.shape[3]
-    match backend_of('chosen_scores', q, k_cmp, num_selected=num_selected, backend=backend).name:
-        case 'triton':
-            from native_sparse_attention.ops.block_selection import triton
-
-            return triton.chosen_scores(*arguments)
-        case _:
-            from native_sparse_attention.ops.block_selection import eager
-
-            return eager.chosen_scores(*arguments)
+    sizes = (compress_block_size, compress_stride, selection_block_size)
+    _check_scores(q, k_cmp, lse, block_indices, sizes)
+    placed = (q_offset, seqlens_k, cu_seqlens, cu_seqlens_k)
+    call, padding = make_call(
+        q, k_cmp, segment_ids, *placed, causal, scale, softcap, compress=sizes[:2], seqlen_k=seqlen_k
+    )
+    choice = backend_of('chosen_scores', q, k_cmp, num_selected=block_indices.shape[3], backend=backend)
+    return score(q, k_cmp, lse, _without_padding(block_indices, padding), sizes, call, backend=choice.name)
 
 
 def straight_through_scale(
@@ -246,87 +258,67 @@ def straight_through_scale(
     Raises:
         ValueError: shapes, dtypes or settings do not fit, or an explicit backend does not support the call.
     """
-    settings = (compress_block_size, compress_stride, selection_block_size)
-    where = (seqlen_k, q_offset, seqlens_k, cu_seqlens, cu_seqlens_k, segment_ids)
-    arguments = _check_chosen(q, k_cmp, lse, block_indices, *settings, *where, causal, scale, softcap)
+    sizes = (compress_block_size, compress_stride, selection_block_size)
+    _check_scores(q, k_cmp, lse, block_indices, sizes)
     check_not_negative(num_init=num_init, num_local=num_local)
-    num_selected = block_indices.shape[3]
-    match backend_of('straight_through_scale', q, k_cmp, num_selected=num_selected, backend=backend).name:
-        case 'triton':
-            from native_sparse_attention.ops.block_selection import triton
-
-            return triton.straight_through_scale(*arguments, num_init, num_local)
-        case _:
-            from native_sparse_attention.ops.block_selection import eager
-
-            return eager.straight_through_scale(*arguments, num_init, num_local)
+    placed = (q_offset, seqlens_k, cu_seqlens, cu_seqlens_k)
+    call, padding = make_call(
+        q, k_cmp, segment_ids, *placed, causal, scale, softcap, compress=sizes[:2], seqlen_k=seqlen_k
+    )
+    choice = backend_of('straight_through_scale', q, k_cmp, num_selected=block_indices.shape[3], backend=backend)
+    block_indices, forced = _without_padding(block_indices, padding), (num_init, num_local)
+    return score(q, k_cmp, lse, block_indices, sizes, call, forced, backend=choice.name)
 
 
-def backend_of(
-    op: str, q: Tensor, k_cmp: Tensor, *, group_size: int = 1, num_selected: int = 1, backend: str = 'auto'
-) -> BackendChoice:
-    """The backend that would serve these inputs of 'select_blocks', 'chosen_scores' or 'straight_through_scale'.
-
-    group_size, num_selected: how many heads choose together, which matters to 'select_blocks' alone, and how many
-    blocks.
-    """
-    if op == 'select_blocks':
-        unsupported = partial(_choice_unsupported, q, k_cmp, group_size, num_selected)
-    else:
-        unsupported = partial(_scores_unsupported, q, k_cmp, num_selected)
-    candidates = {'triton': unsupported, 'eager': serves}
-    return choose_backend(op, backend, q.device, candidates)
-
-
-def _check_chosen(
+def score(
     q: Tensor,
     k_cmp: Tensor,
     lse: Tensor,
     block_indices: Tensor,
-    compress_block_size: int,
-    compress_stride: int,
-    selection_block_size: int,
-    seqlen_k: int | None,
-    q_offset: int | Tensor | None,
-    seqlens_k: Tensor | None,
-    cu_seqlens: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    segment_ids: Tensor | None,
-    causal: bool,
-    scale: float | None,
-    softcap: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Sequences, tuple[int, int, int], bool, float, float | None]:
-    """Check the arguments of `chosen_scores`, and return those that the backends take."""
+    sizes: tuple[int, int, int],
+    call: Call,
+    straight_through: tuple[int, int] | None = None,
+    *,
+    backend: str,
+) -> Tensor:
+    """Run `chosen_scores`, or with straight_through = (num_init, num_local) `straight_through_scale`, with checked
+    arguments on a resolved backend.
+    """
+    arguments = (q, k_cmp, lse, block_indices, call.sequences, sizes, *call[1:])
+    match backend:
+        case 'triton':
+            from native_sparse_attention.ops.block_selection import triton as ops
+        case _:
+            from native_sparse_attention.ops.block_selection import eager as ops
+    if straight_through is None:
+        return ops.chosen_scores(*arguments)
+    return ops.straight_through_scale(*arguments, *straight_through)
+
+
+def backend_of(op: str, q: Tensor, k_cmp: Tensor, *, backend: str = 'auto', **settings: Any) -> BackendChoice:
+    """Return the backend that serves these inputs of `op`. settings: of `candidates`."""
+    return choose_backend(op, backend, q.device, candidates(op, q, k_cmp, **settings))
+
+
+def candidates(op: str, q: Tensor, k_cmp: Tensor, *, group_size: int = 1, num_selected: int = 1) -> Candidates:
+    """Return the candidates of 'select_blocks', 'chosen_scores' or 'straight_through_scale'.
+
+    group_size: number of heads that select together, which matters to 'select_blocks' alone.
+    """
+    if op == 'select_blocks':
+        return {'triton': partial(_selection_unsupported, q, k_cmp, group_size, num_selected), 'eager': serves}
+    return {'triton': partial(_scores_unsupported, q, k_cmp, num_selected), 'eager': serves}
+
+
+def _check_scores(q: Tensor, k_cmp: Tensor, lse: Tensor, block_indices: Tensor, sizes: tuple[int, int, int]) -> None:
     check_qk(q, k_cmp, 'k_cmp')
     check_lse(lse, q)
-    check_flags(causal=causal)
     check_block_indices(block_indices, q, k_cmp)
-    check_all_block_sizes(compress_block_size, compress_stride, selection_block_size)
-    softcap = checked_softcap(softcap)
-    where = (q_offset, seqlens_k, cu_seqlens, cu_seqlens_k)
-    cu_seqlens, padding = make_borders(segment_ids, q, None, seqlen_k, *where)
-    sequences = make_compressed_sequences(
-        q, k_cmp, compress_block_size, compress_stride, seqlen_k, q_offset, seqlens_k, cu_seqlens, cu_seqlens_k
-    )
-    block_indices = _without_padding(block_indices, padding)
-    sizes = (compress_block_size, compress_stride, selection_block_size)
-    return q, k_cmp, lse, block_indices, sequences, sizes, causal, logit_scale(q, scale), softcap
+    check_all_block_sizes(*sizes)
 
 
 def _without_padding(block_indices: Tensor, padding: Tensor | None) -> Tensor:
     return block_indices if padding is None else block_indices.masked_fill(padding[:, :, None, None], -1)
-
-
-def _check_counts(
-    block_counts: int | Tensor | None, q: Tensor, k_cmp: Tensor, num_selected: int, share_group: bool
-) -> tuple[Tensor | None, int]:
-    """Return the count of each row or None, and the largest count of a row, as the backends take them."""
-    if block_counts is None:
-        return None, num_selected
-    check_block_counts(block_counts, k_cmp.shape[2] if share_group else q.shape[2], q)
-    if isinstance(block_counts, Tensor):
-        return block_counts, num_selected
-    return None, max(0, min(block_counts, num_selected))
 
 
 def _scores_unsupported(q: Tensor, k_cmp: Tensor, num_selected: int) -> str | None:
@@ -334,7 +326,7 @@ def _scores_unsupported(q: Tensor, k_cmp: Tensor, num_selected: int) -> str | No
     return support.too_many_choices(q, k_cmp, num_selected) or support.unsupported(q, k_cmp)
 
 
-def _choice_unsupported(q: Tensor, k_cmp: Tensor, group_size: int, num_selected: int) -> str | None:
+def _selection_unsupported(q: Tensor, k_cmp: Tensor, group_size: int, num_selected: int) -> str | None:
     """Return the reason why Triton does not support this call of `select_blocks`, or None."""
     if group_size > MAX_GROUP:
         return f'{group_size} heads choose together, but a tile of its kernel holds up to {MAX_GROUP}'

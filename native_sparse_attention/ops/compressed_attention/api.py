@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
-from native_sparse_attention.core.backend import BackendChoice, choose_backend, without_gate
+from native_sparse_attention.core.backend import Candidates, resolver, without_gate
+from native_sparse_attention.core.call import Call, make_call
 from native_sparse_attention.core.checks import (
     check_block_sizes,
-    check_flags,
     check_optional_gate,
     check_qkv,
     check_same_kind,
     check_tensors,
-    checked_softcap,
-    logit_scale,
-    make_compressed_sequences,
 )
 from native_sparse_attention.core.modifier_checks import reduce_sinks
 from native_sparse_attention.core.modifiers import OFF, Modifiers
-from native_sparse_attention.core.segments import make_borders, mask_outputs
+from native_sparse_attention.core.segments import mask_outputs
 from native_sparse_attention.ops._triton import support
 
 
@@ -85,57 +83,74 @@ def compressed_attention(
         ValueError: shapes, dtypes or settings do not fit, or an explicit backend does not support the call.
     """
     check_qkv(q, k_cmp, v_cmp, 'k_cmp', 'v_cmp')
-    check_flags(causal=causal)
     check_block_sizes(block_size, stride, names=('block_size', 'stride'))
     if mem_kv is not None:
-        check_mem_kv(mem_kv, k_cmp.shape[2], k_cmp.shape[3], v_cmp.shape[3])
-        check_same_kind(**{'q': q, 'mem_kv[0]': mem_kv[0], 'mem_kv[1]': mem_kv[1]})
+        check_memory(mem_kv, q, k_cmp, v_cmp)
     check_optional_gate(gate, q)
-    modifiers = Modifiers(softcap=checked_softcap(softcap), sinks=reduce_sinks(sinks, q))
-    where = (q_offset, seqlens_k, cu_seqlens, cu_seqlens_k)
-    cu_seqlens, padding = make_borders(segment_ids, q, None, seqlen_k, *where)
-    sequences = make_compressed_sequences(
-        q, k_cmp, block_size, stride, seqlen_k, q_offset, seqlens_k, cu_seqlens, cu_seqlens_k
-    )
-    scale = logit_scale(q, scale)
-    arguments = (q, k_cmp, v_cmp, mem_kv, sequences, block_size, stride, causal, scale, modifiers)
-    match backend_of(q, k_cmp, v_cmp, mem_kv=mem_kv, modifiers=modifiers, gate=gate, backend=backend).name:
+    sinks = reduce_sinks(sinks, q)
+    placed, sizes = (q_offset, seqlens_k, cu_seqlens, cu_seqlens_k), (block_size, stride)
+    call, padding = make_call(q, k_cmp, segment_ids, *placed, causal, scale, softcap, compress=sizes, seqlen_k=seqlen_k)
+    modifiers = Modifiers(call.softcap, sinks)
+    choice = backend_of(q, k_cmp, v_cmp, mem_kv=mem_kv, modifiers=modifiers, gate=gate, backend=backend)
+    return mask_outputs(*attend(q, k_cmp, v_cmp, mem_kv, sizes, call, sinks, gate=gate, backend=choice.name), padding)
+
+
+def attend(
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    mem_kv: Any,
+    sizes: tuple[int, int],
+    call: Call,
+    sinks: Tensor | None,
+    *,
+    gate: Tensor | None,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """Run `compressed_attention` with checked arguments on a resolved backend. sizes: (l, d); sinks: `[HQ]`."""
+    modifiers = Modifiers(call.softcap, sinks)
+    arguments = (q, k_cmp, v_cmp, mem_kv, call.sequences, *sizes, call.causal, call.scale, modifiers)
+    match backend:
         case 'triton':
             from native_sparse_attention.ops.compressed_attention import triton
 
-            outputs = triton.compressed_attention(*arguments, gate)
+            return triton.compressed_attention(*arguments, gate)
         case 'flex':
             from native_sparse_attention.ops.compressed_attention import flex
 
-            outputs = flex.compressed_attention(*arguments)
+            return flex.compressed_attention(*arguments)
         case _:
             from native_sparse_attention.ops.compressed_attention import eager
 
-            outputs = eager.compressed_attention(*arguments)
-    return mask_outputs(*outputs, padding)
+            return eager.compressed_attention(*arguments)
 
 
-def backend_of(
+def candidates(
     q: Tensor,
     k_cmp: Tensor,
     v_cmp: Tensor,
     *,
-    mem_kv: tuple[Tensor, Tensor] | None = None,
+    mem_kv: tuple[Tensor, Tensor | None] | None = None,
     modifiers: Modifiers = OFF,
     gate: Tensor | None = None,
     backend: str = 'auto',
-) -> BackendChoice:
-    """Return the backend that would serve these inputs."""
+) -> Candidates:
     from native_sparse_attention.ops import _flex
 
-    candidates = {
+    unsupported = partial(_flex.passed_over, backend, q, k_cmp, v_cmp, *(mem_kv or ()), modifiers=modifiers)
+    return {
         'triton': partial(support.unsupported, q, k_cmp, v_cmp),
-        'flex': without_gate(
-            gate, partial(_flex.passed_over, backend, q, k_cmp, v_cmp, *(mem_kv or ()), modifiers=modifiers)
-        ),
+        'flex': without_gate(gate, unsupported),
         'eager': without_gate(gate),
     }
-    return choose_backend('compressed_attention', backend, q.device, candidates)
+
+
+backend_of = resolver('compressed_attention', candidates)
+
+
+def check_memory(mem_kv: tuple[Tensor, Tensor], q: Tensor, k_cmp: Tensor, v_cmp: Tensor) -> None:
+    check_mem_kv(mem_kv, k_cmp.shape[2], k_cmp.shape[3], v_cmp.shape[3])
+    check_same_kind(**{'q': q, 'mem_kv[0]': mem_kv[0], 'mem_kv[1]': mem_kv[1]})
 
 
 def check_mem_kv(mem_kv: tuple[Tensor, Tensor], heads: int, head_dim: int, value_dim: int) -> None:

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from native_sparse_attention.core.backend import BackendChoice, choose_backend, without_gate
+from native_sparse_attention.core.backend import Candidates, resolver, without_gate
 from native_sparse_attention.core.checks import check_flags, check_gate, check_same_kind, check_tensors
 from native_sparse_attention.ops._triton import support
 
@@ -51,25 +51,42 @@ def gated_sum(
             raise ValueError(f'{name} has shape {tuple(tensor.shape)}, but out_compressed has {tuple(shape)}')
     check_gates(gates, out_compressed)
     check_flags(gate_in_attention=gate_in_attention)
-    arguments = (gates, out_compressed, out_selected, out_window)
-    match backend_of(gates, out_compressed, gate_in_attention=gate_in_attention, backend=backend).name:
+    choice = backend_of(gates, out_compressed, gate_in_attention=gate_in_attention, backend=backend)
+    return add(
+        gates, out_compressed, out_selected, out_window, gate_in_attention=gate_in_attention, backend=choice.name
+    )
+
+
+def add(
+    gates: Tensor,
+    out_compressed: Tensor,
+    out_selected: Tensor,
+    out_window: Tensor,
+    *,
+    gate_in_attention: bool,
+    backend: str,
+) -> Tensor:
+    """Run `gated_sum` with checked arguments on a resolved backend."""
+    match backend:
         case 'triton':
             from native_sparse_attention.ops.gated_sum import triton
 
-            return triton.gated_sum(*arguments, gate_in_attention)
+            return triton.gated_sum(gates, out_compressed, out_selected, out_window, gate_in_attention)
         case _:
             from native_sparse_attention.ops.gated_sum import eager
 
-            return eager.gated_sum(*arguments)
+            return eager.gated_sum(gates, out_compressed, out_selected, out_window)
 
 
-def backend_of(gates: Tensor, out: Tensor, *, gate_in_attention: bool = False, backend: str = 'auto') -> BackendChoice:
-    """Return the backend that would serve these inputs. out: output of one of the branches."""
-    candidates = {
+def candidates(gates: Tensor, out: Tensor, *, gate_in_attention: bool = False, backend: str = 'auto') -> Candidates:
+    """Return the candidates for these inputs. out: output of one of the branches."""
+    return {
         'triton': partial(_unsupported, gates, out),
         'eager': without_gate(gates if gate_in_attention else None),
     }
-    return choose_backend('gated_sum', backend, out.device, candidates)
+
+
+backend_of = resolver('gated_sum', candidates)
 
 
 def _unsupported(gates: Tensor, out: Tensor) -> str | None:

@@ -116,6 +116,8 @@ def _adds(x: Tensor, num_readers: int, tables: tuple[Tensor, Tensor] | None, bac
         return False
     if tables is not None:
         return backend_of(x, *tables, backend=backend).name == 'triton'
-    if transformed('triton') is not None or support.unsupported(x, name='x') is not None:
+    if backend == 'eager' or transformed('triton') is not None or support.unsupported(x, name='x') is not None:
         return False
+    if backend == 'triton':
+        return True
     return choose_backend('shared_input', backend, x.device, {'triton': serves, 'eager': serves}).name == 'triton'

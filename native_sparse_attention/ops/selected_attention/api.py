@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from native_sparse_attention.core.backend import BackendChoice, choose_backend, serves, without_gate
+from native_sparse_attention.core.backend import Candidates, resolver, serves, without_gate
+from native_sparse_attention.core.call import Call, make_call
 from native_sparse_attention.core.checks import (
     check_block_counts,
     check_block_indices,
@@ -19,15 +20,11 @@ from native_sparse_attention.core.checks import (
     check_qkv,
     check_tensors,
     check_window,
-    checked_softcap,
-    logit_scale,
-    make_sequences,
 )
-from native_sparse_attention.core.geometry import Sequences
 from native_sparse_attention.core.modifier_checks import make_modifiers
 from native_sparse_attention.core.modifiers import Modifiers
 from native_sparse_attention.core.random import check_probability
-from native_sparse_attention.core.segments import make_borders, mask_outputs
+from native_sparse_attention.core.segments import mask_outputs
 from native_sparse_attention.ops._triton import support
 
 # Most indices per row: a kernel holds the whole row to find repeated indices.
@@ -111,7 +108,7 @@ def selected_attention(
     """
     # _design (tests and benchmarks) forces one of the designs of the Triton kernels.
     check_qkv(q, k, v)
-    check_flags(causal=causal, unit_scale=unit_scale)
+    check_flags(unit_scale=unit_scale)
     check_positive(block_size=block_size)
     check_block_indices(block_indices, q, k)
     if block_scale is not None:
@@ -129,31 +126,55 @@ def selected_attention(
     if gate is not None and block_scale is not None:
         raise ValueError('gate is given with block_scale, but must be None beside it')
     window = _check_merged(window_size, causal, sinks, dropout_p, dropout_seed, unit_scale, gate)
-    where = (q_offset, seqlens_k, cu_seqlens, cu_seqlens_k)
-    cu_seqlens, padding = make_borders(segment_ids, q, k, None, *where)
-    sequences = make_sequences(q, k.shape[1], q_offset, seqlens_k, cu_seqlens, cu_seqlens_k)
-    scale, softcap = logit_scale(q, scale), checked_softcap(softcap)
+    placed = (q_offset, seqlens_k, cu_seqlens, cu_seqlens_k)
+    call, padding = make_call(q, k, segment_ids, *placed, causal, scale, softcap)
     if block_counts is not None:
         check_block_counts(block_counts, block_indices.shape[2], q)
-        block_indices, block_scale = _keep_first(block_counts, block_indices, block_scale)
+        block_indices, block_scale = keep_first(block_counts, block_indices, block_scale)
     if padding is not None:
         # A padding token that selects nothing has no output and no gradient, and no query selects its block.
         block_indices = block_indices.masked_fill(padding[:, :, None, None], -1)
-    if window is not None:
+    settings: dict[str, Any] = {'block_scale': block_scale, 'num_selected': block_indices.shape[3], 'backend': backend}
+    if window is None:
+        choice = backend_of(q, k, v, gate=gate, **settings)
+        outputs = attend(
+            q, k, v, block_indices, block_scale, block_size, call, gate=gate, backend=choice.name, design=_design
+        )
+    else:
         modifiers = make_modifiers(q, k, None, None, None, None, softcap, sinks, dropout_p, dropout_seed)
         if padding is not None:
             q, k, v = (t.masked_fill(padding[:, :, None, None], 0) for t in (q, k, v))
-        selected = (q, k, v, block_indices, block_scale, sequences, block_size)
-        outputs = _merged(*selected, window, causal, scale, modifiers, unit_scale, backend)
-        return mask_outputs(*outputs, padding)
-    arguments = (q, k, v, block_indices, block_scale, sequences, block_size, causal, scale, softcap)
-    num_selected = block_indices.shape[3]
-    settings: dict[str, Any] = {'block_scale': block_scale, 'num_selected': num_selected, 'gate': gate}
-    match backend_of(q, k, v, **settings, backend=backend).name:
+        choice = merged_backend_of(
+            q, k, v, causal=causal, unit_scale=unit_scale, dropout_p=modifiers.dropout_p, **settings
+        )
+        if unit_scale and block_scale is not None:
+            block_scale = 1 + (block_scale - block_scale.detach())
+        outputs = attend_merged(
+            q, k, v, block_indices, block_scale, block_size, call, window, modifiers, backend=choice.name
+        )
+    return mask_outputs(*outputs, padding)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor,
+    block_scale: Tensor | None,
+    block_size: int,
+    call: Call,
+    *,
+    gate: Tensor | None,
+    backend: str,
+    design: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Run `selected_attention` without a window, with checked arguments on a resolved backend."""
+    arguments = (q, k, v, block_indices, block_scale, call.sequences, block_size, *call[1:])
+    match backend:
         case 'triton':
             from native_sparse_attention.ops.selected_attention import triton
 
-            return triton.selected_attention(*arguments, gate, _design)
+            return triton.selected_attention(*arguments, gate, design)
         case 'flex':
             from native_sparse_attention.ops.selected_attention import flex
 
@@ -164,7 +185,30 @@ def selected_attention(
             return eager.selected_attention(*arguments)
 
 
-def backend_of(
+def attend_merged(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor,
+    block_scale: Tensor | None,
+    block_size: int,
+    call: Call,
+    window: tuple[int, int],
+    modifiers: Modifiers,
+    *,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """Run `selected_attention` with a window, with checked arguments on a resolved backend."""
+    settings = (call.sequences, block_size, *window, call.causal, call.scale, modifiers)
+    match backend:
+        case 'triton':
+            from native_sparse_attention.ops.selected_attention.triton import merged as ops
+        case _:
+            from native_sparse_attention.ops.selected_attention import eager as ops
+    return ops.merged_attention(q, k, v, block_indices, block_scale, *settings)
+
+
+def candidates(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -173,18 +217,18 @@ def backend_of(
     num_selected: int = 1,
     gate: Tensor | None = None,
     backend: str = 'auto',
-) -> BackendChoice:
-    """Return the backend that serves these inputs."""
+) -> Candidates:
     from native_sparse_attention.ops import _flex
 
-    candidates = {
+    unsupported = partial(_flex.passed_over, backend, q, k, v, factors=block_scale, num_selected=num_selected)
+    return {
         'triton': partial(_not_by_triton, q, k, v, num_selected),
-        'flex': without_gate(
-            gate, partial(_flex.passed_over, backend, q, k, v, factors=block_scale, num_selected=num_selected)
-        ),
+        'flex': without_gate(gate, unsupported),
         'eager': without_gate(gate),
     }
-    return choose_backend('selected_attention', backend, q.device, candidates)
+
+
+backend_of = resolver('selected_attention', candidates)
 
 
 def _check_merged(
@@ -214,41 +258,7 @@ def _check_merged(
     return check_window(window_size, causal)
 
 
-def _merged(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_indices: Tensor,
-    block_scale: Tensor | None,
-    sequences: Sequences,
-    block_size: int,
-    window: tuple[int, int],
-    causal: bool,
-    scale: float,
-    modifiers: Modifiers,
-    unit_scale: bool,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
-    """Attention over the union of selected blocks and window, by the backend that serves it."""
-    if unit_scale and block_scale is not None:
-        block_scale = 1 + (block_scale - block_scale.detach())
-    arguments = (q, k, v, block_indices, block_scale, sequences, block_size, *window, causal, scale, modifiers)
-    choice = merged_backend_of(
-        q, k, v, causal=causal, block_scale=block_scale, unit_scale=unit_scale, num_selected=block_indices.shape[3],
-        dropout_p=modifiers.dropout_p, backend=backend,
-    )  # fmt: skip
-    match choice.name:
-        case 'triton':
-            from native_sparse_attention.ops.selected_attention.triton import merged
-
-            return merged.merged_attention(*arguments)
-        case _:
-            from native_sparse_attention.ops.selected_attention import eager
-
-            return eager.merged_attention(*arguments)
-
-
-def merged_backend_of(
+def merged_candidates(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -259,9 +269,7 @@ def merged_backend_of(
     num_selected: int = 1,
     dropout_p: float = 0.0,
     backend: str = 'auto',
-) -> BackendChoice:
-    """Return the backend that serves these inputs with `window_size`."""
-
+) -> Candidates:
     def not_by_triton() -> str | None:
         if not causal:
             return 'causal is False, but with window_size its kernels are causal'
@@ -271,15 +279,17 @@ def merged_backend_of(
             return f'dropout_p is {dropout_p}, but with window_size its kernels drop no weights'
         return _not_by_triton(q, k, v, num_selected)
 
-    candidates = {
+    return {
         'triton': not_by_triton,
         'flex': lambda: 'it has no selected blocks and window in one softmax',
         'eager': serves,
     }
-    return choose_backend('selected_attention', backend, q.device, candidates)
 
 
-def _keep_first(
+merged_backend_of = resolver('selected_attention', merged_candidates)
+
+
+def keep_first(
     block_counts: int | Tensor, block_indices: Tensor, block_scale: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """Return the first indices of every row and their factors; other indices are cut off or become -1."""

@@ -6,14 +6,9 @@ from functools import partial
 
 from torch import Tensor
 
-from native_sparse_attention.core.backend import BackendChoice, choose_backend, without_gate
-from native_sparse_attention.core.checks import (
-    check_optional_gate,
-    check_qkv,
-    check_window,
-    logit_scale,
-    make_sequences,
-)
+from native_sparse_attention.core.backend import Candidates, resolver, without_gate
+from native_sparse_attention.core.call import Call, make_call
+from native_sparse_attention.core.checks import check_optional_gate, check_qkv, check_window
 from native_sparse_attention.core.modifier_checks import make_modifiers
 from native_sparse_attention.core.modifiers import OFF, Modifiers
 from native_sparse_attention.ops._triton import support
@@ -88,13 +83,28 @@ def window_attention(
         ValueError: shapes, dtypes or settings do not fit, or an explicit backend does not support the call.
     """
     check_qkv(q, k, v)
-    left, right = check_window(window_size, causal)
-    sequences = make_sequences(q, k.shape[1], q_offset, seqlens_k, cu_seqlens, cu_seqlens_k)
-    scale = logit_scale(q, scale)
+    call, _ = make_call(q, k, None, q_offset, seqlens_k, cu_seqlens, cu_seqlens_k, causal, scale)
+    window = check_window(window_size, causal)
     modifiers = make_modifiers(q, k, segment_ids, mask, bias, attn_mask, softcap, sinks, dropout_p, dropout_seed)
     check_optional_gate(gate, q)
-    arguments = (q, k, v, sequences, left, right, scale, modifiers)
-    match backend_of(q, k, v, modifiers=modifiers, gate=gate, backend=backend).name:
+    choice = backend_of(q, k, v, modifiers=modifiers, gate=gate, backend=backend)
+    return attend(q, k, v, window, call, modifiers, gate=gate, backend=choice.name)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: tuple[int, int],
+    call: Call,
+    modifiers: Modifiers,
+    *,
+    gate: Tensor | None,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """Run `window_attention` with checked arguments on a resolved backend."""
+    arguments = (q, k, v, call.sequences, *window, call.scale, modifiers)
+    match backend:
         case 'triton':
             from native_sparse_attention.ops.window_attention import triton
 
@@ -109,21 +119,16 @@ def window_attention(
             return eager.window_attention(*arguments)
 
 
-def backend_of(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    modifiers: Modifiers = OFF,
-    gate: Tensor | None = None,
-    backend: str = 'auto',
-) -> BackendChoice:
-    """Return the backend that would serve these inputs."""
+def candidates(
+    q: Tensor, k: Tensor, v: Tensor, *, modifiers: Modifiers = OFF, gate: Tensor | None = None, backend: str = 'auto'
+) -> Candidates:
     from native_sparse_attention.ops import _flex
 
-    candidates = {
+    return {
         'triton': partial(support.unsupported, q, k, v),
         'flex': without_gate(gate, partial(_flex.passed_over, backend, q, k, v, modifiers=modifiers)),
         'eager': without_gate(gate),
     }
-    return choose_backend('window_attention', backend, q.device, candidates)
+
+
+backend_of = resolver('window_attention', candidates)
