@@ -23,7 +23,6 @@ import itertools
 import multiprocessing
 import os
 import pkgutil
-import re
 import time
 import types
 from collections.abc import Iterator
@@ -47,7 +46,7 @@ from native_sparse_attention.ops._triton.launch import Settings
 from native_sparse_attention.ops.selected_attention.triton.plan import MAX_UNION_SELECTED
 from native_sparse_attention.ops.selected_attention.triton.settings import SHORT
 
-HEAD_DIMS = (64, 128, 256)
+HEAD_DIMS = launch.HEAD_SIZES
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 BLOCKS = (16, 32, 64, 128)
 WARPS = (1, 2, 4, 8)
@@ -342,27 +341,18 @@ def rewrite(text: str, table: str, architecture: str, found: dict[tuple[int, int
     (node,) = assigned
     assert node.end_lineno is not None
     head, body, tail = lines[: node.lineno], lines[node.lineno : node.end_lineno - 1], lines[node.end_lineno - 1 :]
-    for (itemsize, head_dim), settings in sorted(found.items()):
-        key = (architecture, itemsize, head_dim)
-        row = f'    {key}: Settings({", ".join(map(str, settings))}),'
-        place = next((i for i, line in enumerate(body) if _key_of(line) == key), None)
-        if place is not None:
-            body[place] = row
-            continue
-        before = [
-            i for i, line in enumerate(body) if (other := _key_of(line)) is not None and _order(other) < _order(key)
-        ]
-        body.insert(before[-1] + 1 if before else 0, row)
-    return '\n'.join([*head, *body, *tail]) + '\n'
+    rows = launch.read_table('\n'.join(body)) | {(architecture, *key): settings for key, settings in found.items()}
+    return '\n'.join([*head, *write_rows(rows), *tail]) + '\n'
 
 
-def _order(key: tuple[str, int, int]) -> tuple[int, int, int]:
-    return int(key[0].removeprefix('sm')), *key[1:]
-
-
-def _key_of(line: str) -> tuple[str, int, int] | None:
-    match = re.match(r"\s*\('(sm\d+)', (\d+), (\d+)\): Settings\(", line)
-    return (match[1], int(match[2]), int(match[3])) if match else None
+def write_rows(table: launch.Table) -> list[str]:
+    """Return the lines that `read_table` reads."""
+    lines = []
+    for architecture, itemsize in sorted({key[:2] for key in table}, key=lambda key: (int(key[0][2:]), key[1])):
+        found = [table.get((architecture, itemsize, head_size)) for head_size in launch.HEAD_SIZES]
+        cells = ' | '.join(' '.join(map(str, settings)) if settings else '-' for settings in found)
+        lines.append(f'    {architecture} {itemsize}: {cells}')
+    return lines
 
 
 def write_tables(found: dict[str, dict[tuple[int, int], Settings]], options: argparse.Namespace) -> None:

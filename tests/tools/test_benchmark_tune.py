@@ -19,7 +19,7 @@ TABLES = tune.find_tables()
 def test_rows_are_rewritten(table: str) -> None:
     module, name = TABLES[table]
     text = Path(str(module.__file__)).read_text()
-    rows = {(2, 64): Settings(1, 2, 3, 4), (8, 512): Settings(5, 6, 7, 8)}
+    rows = {(2, 64): Settings(1, 2, 3, 4), (8, 256): Settings(5, 6, 7, 8)}
     source: dict[str, object] = {}
     exec(compile(tune.rewrite(text, name, 'sm90', rows), table, 'exec'), source)
     expected = {('sm90', *key): settings for key, settings in rows.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
@@ -35,7 +35,21 @@ class Settings(NamedTuple):
 
 
 # (architecture, bytes of an element, largest head size that fits) -> settings
-Table = Mapping[tuple[str, int, int], Settings]
+Table = dict[tuple[str, int, int], Settings]
+# Head sizes of the columns of `read_table`.
+HEAD_SIZES = (64, 128, 256)
+
+
+def read_table(text: str) -> Table:
+    """Read lines `architecture bytes: settings | settings | settings`, one for each of HEAD_SIZES, `-` for none."""
+    table: Table = {}
+    for line in filter(None, map(str.strip, text.splitlines())):
+        key, cells = line.split(':')
+        architecture, itemsize = key.split()
+        for head_size, cell in zip(HEAD_SIZES, cells.split('|'), strict=True):
+            if cell.strip() != '-':
+                table[architecture, int(itemsize), head_size] = Settings(*map(int, cell.split()))
+    return table
 
 
 def settings_of(table: Table, q: Tensor, *others: Tensor) -> Settings:

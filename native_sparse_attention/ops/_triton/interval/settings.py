@@ -5,78 +5,47 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from native_sparse_attention.ops._triton.launch import Settings, Table, is_hopper
+from native_sparse_attention.ops._triton.launch import Table, is_hopper, read_table
 
-FORWARD: Table = {
-    ('sm80', 2, 64): Settings(128, 64, 4, 3),
-    ('sm80', 2, 128): Settings(128, 64, 8, 2),
-    ('sm80', 2, 256): Settings(64, 32, 4, 2),
-    ('sm80', 4, 64): Settings(64, 32, 4, 2),
-    ('sm80', 4, 128): Settings(64, 32, 4, 1),
-    ('sm80', 4, 256): Settings(32, 16, 4, 1),
-    ('sm86', 2, 64): Settings(64, 64, 4, 2),
-    ('sm86', 2, 128): Settings(64, 32, 4, 2),
-    ('sm86', 2, 256): Settings(64, 32, 4, 1),
-    ('sm86', 4, 64): Settings(64, 32, 4, 1),
-    ('sm86', 4, 128): Settings(32, 32, 4, 1),
-    ('sm86', 4, 256): Settings(16, 16, 4, 1),
-    ('sm90', 2, 64): Settings(128, 64, 8, 3),
-    ('sm90', 2, 128): Settings(128, 32, 8, 3),
-    ('sm90', 2, 256): Settings(64, 64, 4, 2),
-    ('sm100', 2, 64): Settings(128, 64, 4, 3),
-    ('sm100', 2, 128): Settings(64, 64, 4, 3),
-}
+FORWARD: Table = read_table("""
+    sm80 2: 128 64 4 3 | 128 64 8 2 | 64 32 4 2
+    sm80 4: 64 32 4 2 | 64 32 4 1 | 32 16 4 1
+    sm86 2: 64 64 4 2 | 64 32 4 2 | 64 32 4 1
+    sm86 4: 64 32 4 1 | 32 32 4 1 | 16 16 4 1
+    sm90 2: 128 64 8 3 | 128 32 8 3 | 64 64 4 2
+    sm100 2: 128 64 4 3 | 64 64 4 3 | -
+""")
 
 # With a soft cap, or with a table entry or random number per logit.
-FORWARD_MODIFIED: Table = FORWARD | {
-    ('sm90', 2, 64): Settings(128, 64, 4, 3),
-    ('sm90', 2, 128): Settings(64, 64, 4, 3),
-}
+FORWARD_MODIFIED: Table = FORWARD | read_table("""
+    sm90 2: 128 64 4 3 | 64 64 4 3 | -
+""")
 
-DQ: Table = {
-    ('sm80', 2, 64): Settings(64, 64, 4, 2),
-    ('sm80', 2, 128): Settings(64, 64, 8, 2),
-    ('sm80', 2, 256): Settings(32, 32, 4, 1),
-    ('sm80', 4, 64): Settings(32, 32, 4, 1),
-    ('sm80', 4, 128): Settings(32, 32, 4, 1),
-    ('sm80', 4, 256): Settings(16, 16, 4, 1),
-    ('sm86', 2, 64): Settings(64, 32, 4, 2),
-    ('sm86', 2, 128): Settings(64, 32, 4, 1),
-    ('sm86', 2, 256): Settings(32, 16, 4, 1),
-    ('sm86', 4, 64): Settings(32, 32, 4, 1),
-    ('sm86', 4, 128): Settings(32, 16, 4, 1),
-    ('sm86', 4, 256): Settings(16, 16, 4, 1),
-    ('sm90', 2, 64): Settings(64, 64, 4, 3),
-    ('sm90', 2, 128): Settings(64, 64, 4, 2),
-}
+DQ: Table = read_table("""
+    sm80 2: 64 64 4 2 | 64 64 8 2 | 32 32 4 1
+    sm80 4: 32 32 4 1 | 32 32 4 1 | 16 16 4 1
+    sm86 2: 64 32 4 2 | 64 32 4 1 | 32 16 4 1
+    sm86 4: 32 32 4 1 | 32 16 4 1 | 16 16 4 1
+    sm90 2: 64 64 4 3 | 64 64 4 2 | -
+""")
 
 # Window attention, where a query tile reads few keys.
-DQ_WINDOW: Table = DQ | {
-    ('sm90', 2, 128): Settings(64, 32, 4, 3),
-}
+DQ_WINDOW: Table = DQ | read_table("""
+    sm90 2: - | 64 32 4 3 | -
+""")
 
-DKV: Table = {
-    ('sm80', 2, 64): Settings(64, 64, 4, 2),
-    ('sm80', 2, 128): Settings(64, 64, 8, 2),
-    ('sm80', 2, 256): Settings(32, 32, 4, 1),
-    ('sm80', 4, 64): Settings(32, 32, 4, 1),
-    ('sm80', 4, 128): Settings(32, 32, 4, 1),
-    ('sm80', 4, 256): Settings(16, 16, 4, 1),
-    ('sm86', 2, 64): Settings(64, 32, 4, 2),
-    ('sm86', 2, 128): Settings(32, 32, 4, 1),
-    ('sm86', 2, 256): Settings(32, 16, 4, 1),
-    ('sm86', 4, 64): Settings(32, 32, 4, 1),
-    ('sm86', 4, 128): Settings(16, 32, 4, 1),
-    ('sm86', 4, 256): Settings(16, 16, 4, 1),
-    ('sm90', 2, 64): Settings(64, 64, 4, 3),
-    ('sm90', 2, 128): Settings(64, 128, 8, 3),
-}
+DKV: Table = read_table("""
+    sm80 2: 64 64 4 2 | 64 64 8 2 | 32 32 4 1
+    sm80 4: 32 32 4 1 | 32 32 4 1 | 16 16 4 1
+    sm86 2: 64 32 4 2 | 32 32 4 1 | 32 16 4 1
+    sm86 4: 32 32 4 1 | 16 32 4 1 | 16 16 4 1
+    sm90 2: 64 64 4 3 | 64 128 8 3 | -
+""")
 
 # Window attention, where few queries read a key tile and loops are short.
-DKV_WINDOW: Table = DKV | {
-    ('sm90', 2, 64): Settings(64, 64, 4, 2),
-    ('sm90', 2, 128): Settings(32, 64, 4, 3),
-}
+DKV_WINDOW: Table = DKV | read_table("""
+    sm90 2: 64 64 4 2 | 32 64 4 3 | -
+""")
 
 
 def limit_registers(q: Tensor, num_warps: int) -> dict[str, int]:

@@ -6,56 +6,28 @@ block) combinations in FORWARD and DQ, compressed blocks in DK.
 
 from __future__ import annotations
 
-from native_sparse_attention.ops._triton.launch import Settings, Table
+from native_sparse_attention.ops._triton.launch import Table, read_table
 
-FORWARD: Table = {
-    ('sm80', 2, 64): Settings(64, 64, 4, 2),
-    ('sm80', 2, 128): Settings(64, 64, 4, 2),
-    ('sm80', 2, 256): Settings(64, 64, 4, 1),
-    ('sm80', 4, 64): Settings(64, 64, 4, 1),
-    ('sm80', 4, 128): Settings(32, 64, 4, 1),
-    ('sm80', 4, 256): Settings(16, 32, 4, 1),
-    ('sm86', 2, 64): Settings(64, 64, 4, 2),
-    ('sm86', 2, 128): Settings(64, 64, 4, 1),
-    ('sm86', 2, 256): Settings(32, 64, 4, 1),
-    ('sm86', 4, 64): Settings(64, 64, 4, 1),
-    ('sm86', 4, 128): Settings(32, 64, 4, 1),
-    ('sm86', 4, 256): Settings(16, 32, 4, 1),
-    ('sm90', 2, 64): Settings(64, 32, 1, 2),
-    ('sm90', 2, 128): Settings(64, 32, 1, 2),
-}
+FORWARD: Table = read_table("""
+    sm80 2: 64 64 4 2 | 64 64 4 2 | 64 64 4 1
+    sm80 4: 64 64 4 1 | 32 64 4 1 | 16 32 4 1
+    sm86 2: 64 64 4 2 | 64 64 4 1 | 32 64 4 1
+    sm86 4: 64 64 4 1 | 32 64 4 1 | 16 32 4 1
+    sm90 2: 64 32 1 2 | 64 32 1 2 | -
+""")
 
-DQ: Table = {
-    ('sm80', 2, 64): Settings(64, 64, 4, 2),
-    ('sm80', 2, 128): Settings(64, 64, 4, 1),
-    ('sm80', 2, 256): Settings(32, 32, 4, 1),
-    ('sm80', 4, 64): Settings(32, 64, 4, 1),
-    ('sm80', 4, 128): Settings(32, 32, 4, 1),
-    ('sm80', 4, 256): Settings(16, 16, 4, 1),
-    ('sm86', 2, 64): Settings(64, 64, 4, 1),
-    ('sm86', 2, 128): Settings(32, 64, 4, 1),
-    ('sm86', 2, 256): Settings(16, 32, 4, 1),
-    ('sm86', 4, 64): Settings(32, 64, 4, 1),
-    ('sm86', 4, 128): Settings(16, 32, 4, 1),
-    ('sm86', 4, 256): Settings(16, 16, 4, 1),
-    ('sm90', 2, 64): Settings(64, 32, 1, 1),
-    ('sm90', 2, 128): Settings(64, 32, 1, 2),
-    ('sm90', 2, 256): Settings(32, 64, 4, 1),
-}
+DQ: Table = read_table("""
+    sm80 2: 64 64 4 2 | 64 64 4 1 | 32 32 4 1
+    sm80 4: 32 64 4 1 | 32 32 4 1 | 16 16 4 1
+    sm86 2: 64 64 4 1 | 32 64 4 1 | 16 32 4 1
+    sm86 4: 32 64 4 1 | 16 32 4 1 | 16 16 4 1
+    sm90 2: 64 32 1 1 | 64 32 1 2 | 32 64 4 1
+""")
 
-DK: Table = {
-    ('sm80', 2, 64): Settings(64, 16, 4, 2),
-    ('sm80', 2, 128): Settings(64, 16, 4, 2),
-    ('sm80', 2, 256): Settings(64, 16, 4, 1),
-    ('sm80', 4, 64): Settings(64, 16, 4, 1),
-    ('sm80', 4, 128): Settings(32, 16, 4, 1),
-    ('sm80', 4, 256): Settings(16, 16, 4, 1),
-    ('sm86', 2, 64): Settings(64, 16, 4, 2),
-    ('sm86', 2, 128): Settings(64, 16, 4, 1),
-    ('sm86', 2, 256): Settings(32, 16, 4, 1),
-    ('sm86', 4, 64): Settings(64, 16, 4, 1),
-    ('sm86', 4, 128): Settings(32, 16, 4, 1),
-    ('sm86', 4, 256): Settings(16, 16, 4, 1),
-    ('sm90', 2, 64): Settings(128, 16, 4, 2),
-    ('sm90', 2, 128): Settings(64, 16, 2, 3),
-}
+DK: Table = read_table("""
+    sm80 2: 64 16 4 2 | 64 16 4 2 | 64 16 4 1
+    sm80 4: 64 16 4 1 | 32 16 4 1 | 16 16 4 1
+    sm86 2: 64 16 4 2 | 64 16 4 1 | 32 16 4 1
+    sm86 4: 64 16 4 1 | 32 16 4 1 | 16 16 4 1
+    sm90 2: 128 16 4 2 | 64 16 2 3 | -
+""")

@@ -9,24 +9,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from native_sparse_attention.ops._triton.launch import Settings, Table, is_hopper
+from native_sparse_attention.ops._triton.launch import Table, is_hopper, read_table
 
-SELECT: Table = {
-    ('sm80', 2, 64): Settings(64, 64, 4, 3),
-    ('sm80', 2, 128): Settings(64, 64, 4, 2),
-    ('sm80', 2, 256): Settings(64, 32, 4, 2),
-    ('sm80', 4, 64): Settings(64, 32, 4, 1),
-    ('sm80', 4, 128): Settings(32, 32, 4, 1),
-    ('sm80', 4, 256): Settings(16, 16, 4, 1),
-    ('sm86', 2, 64): Settings(64, 64, 4, 2),
-    ('sm86', 2, 128): Settings(64, 32, 4, 2),
-    ('sm86', 2, 256): Settings(64, 32, 4, 1),
-    ('sm86', 4, 64): Settings(64, 32, 4, 1),
-    ('sm86', 4, 128): Settings(32, 32, 4, 1),
-    ('sm86', 4, 256): Settings(16, 16, 4, 1),
-    ('sm90', 2, 64): Settings(128, 64, 4, 2),
-    ('sm90', 2, 128): Settings(128, 64, 4, 2),
-}
+SELECT: Table = read_table("""
+    sm80 2: 64 64 4 3 | 64 64 4 2 | 64 32 4 2
+    sm80 4: 64 32 4 1 | 32 32 4 1 | 16 16 4 1
+    sm86 2: 64 64 4 2 | 64 32 4 2 | 64 32 4 1
+    sm86 4: 64 32 4 1 | 32 32 4 1 | 16 16 4 1
+    sm90 2: 128 64 4 2 | 128 64 4 2 | -
+""")
 
 
 def limit_registers(q: Tensor, levels: int) -> dict[str, int]:

@@ -10,164 +10,97 @@ from contextlib import suppress
 
 from torch import Tensor
 
-from native_sparse_attention.ops._triton.launch import Settings, Table, settings_of
+from native_sparse_attention.ops._triton.launch import Settings, Table, read_table, settings_of
 
 # Tables by group size, for kernels by query: any group, groups of 17 to 32, and larger groups.
 GroupTables = tuple[Table, Table, Table]
 
-FORWARD: Table = {
-    ('sm80', 2, 64): Settings(64, 64, 4, 3),
-    ('sm80', 2, 128): Settings(64, 64, 4, 2),
-    ('sm80', 2, 256): Settings(32, 64, 4, 2),
-    ('sm80', 4, 64): Settings(32, 64, 4, 2),
-    ('sm80', 4, 128): Settings(32, 32, 4, 2),
-    ('sm80', 4, 256): Settings(16, 16, 4, 2),
-    ('sm86', 2, 64): Settings(64, 64, 4, 2),
-    ('sm86', 2, 128): Settings(32, 64, 4, 2),
-    ('sm86', 2, 256): Settings(32, 32, 4, 2),
-    ('sm86', 4, 64): Settings(32, 32, 4, 2),
-    ('sm86', 4, 128): Settings(16, 32, 4, 1),
-    ('sm86', 4, 256): Settings(16, 16, 4, 1),
-    ('sm90', 2, 64): Settings(64, 64, 1, 5),
-    ('sm90', 2, 128): Settings(64, 32, 1, 5),
-}
+FORWARD: Table = read_table("""
+    sm80 2: 64 64 4 3 | 64 64 4 2 | 32 64 4 2
+    sm80 4: 32 64 4 2 | 32 32 4 2 | 16 16 4 2
+    sm86 2: 64 64 4 2 | 32 64 4 2 | 32 32 4 2
+    sm86 4: 32 32 4 2 | 16 32 4 1 | 16 16 4 1
+    sm90 2: 64 64 1 5 | 64 32 1 5 | -
+""")
 
-DQ: Table = {
-    ('sm80', 2, 64): Settings(64, 64, 4, 2),
-    ('sm80', 2, 128): Settings(32, 64, 4, 2),
-    ('sm80', 2, 256): Settings(16, 32, 4, 2),
-    ('sm80', 4, 64): Settings(32, 32, 4, 2),
-    ('sm80', 4, 128): Settings(16, 32, 4, 1),
-    ('sm80', 4, 256): Settings(16, 16, 4, 1),
-    ('sm86', 2, 64): Settings(32, 64, 4, 2),
-    ('sm86', 2, 128): Settings(32, 32, 4, 2),
-    ('sm86', 2, 256): Settings(16, 32, 4, 1),
-    ('sm86', 4, 64): Settings(32, 32, 4, 1),
-    ('sm86', 4, 128): Settings(16, 32, 4, 1),
-    ('sm86', 4, 256): Settings(16, 16, 4, 1),
-    ('sm90', 2, 64): Settings(32, 64, 2, 3),
-    ('sm90', 2, 128): Settings(32, 64, 2, 2),
-}
+DQ: Table = read_table("""
+    sm80 2: 64 64 4 2 | 32 64 4 2 | 16 32 4 2
+    sm80 4: 32 32 4 2 | 16 32 4 1 | 16 16 4 1
+    sm86 2: 32 64 4 2 | 32 32 4 2 | 16 32 4 1
+    sm86 4: 32 32 4 1 | 16 32 4 1 | 16 16 4 1
+    sm90 2: 32 64 2 3 | 32 64 2 2 | -
+""")
 
 # By query, for groups of 17 to 32 and larger groups; the tables above are tuned for groups of 16. A head size without a
 # row takes the row of the next larger head size.
-FORWARD_32: Table = {
-    ('sm90', 2, 64): Settings(64, 64, 1, 5),
-    ('sm90', 2, 128): Settings(64, 64, 2, 3),
-}
-FORWARD_64: Table = {
-    ('sm90', 2, 64): Settings(64, 64, 4, 2),
-    ('sm90', 2, 128): Settings(64, 64, 4, 3),
-}
-DQ_32: Table = {
-    ('sm90', 2, 64): Settings(32, 64, 2, 2),
-    ('sm90', 2, 128): Settings(32, 32, 2, 3),
-}
-DQ_64: Table = {
-    ('sm90', 2, 64): Settings(64, 64, 4, 2),
-    ('sm90', 2, 128): Settings(64, 32, 4, 3),
-}
+FORWARD_32: Table = read_table("""
+    sm90 2: 64 64 1 5 | 64 64 2 3 | -
+""")
+FORWARD_64: Table = read_table("""
+    sm90 2: 64 64 4 2 | 64 64 4 3 | -
+""")
+DQ_32: Table = read_table("""
+    sm90 2: 32 64 2 2 | 32 32 2 3 | -
+""")
+DQ_64: Table = read_table("""
+    sm90 2: 64 64 4 2 | 64 32 4 3 | -
+""")
 
-DKV: Table = {
-    ('sm80', 2, 64): Settings(64, 64, 4, 2),
-    ('sm80', 2, 128): Settings(64, 64, 8, 2),
-    ('sm80', 2, 256): Settings(32, 32, 4, 1),
-    ('sm80', 4, 64): Settings(32, 32, 4, 1),
-    ('sm80', 4, 128): Settings(32, 32, 4, 1),
-    ('sm80', 4, 256): Settings(16, 16, 4, 1),
-    ('sm86', 2, 64): Settings(32, 64, 4, 2),
-    ('sm86', 2, 128): Settings(32, 32, 4, 1),
-    ('sm86', 2, 256): Settings(16, 32, 4, 1),
-    ('sm86', 4, 64): Settings(32, 32, 4, 1),
-    ('sm86', 4, 128): Settings(16, 32, 4, 1),
-    ('sm86', 4, 256): Settings(16, 16, 4, 1),
-    ('sm90', 2, 64): Settings(64, 64, 4, 3),
-    ('sm90', 2, 128): Settings(32, 64, 4, 3),
-}
+DKV: Table = read_table("""
+    sm80 2: 64 64 4 2 | 64 64 8 2 | 32 32 4 1
+    sm80 4: 32 32 4 1 | 32 32 4 1 | 16 16 4 1
+    sm86 2: 32 64 4 2 | 32 32 4 1 | 16 32 4 1
+    sm86 4: 32 32 4 1 | 16 32 4 1 | 16 16 4 1
+    sm90 2: 64 64 4 3 | 32 64 4 3 | -
+""")
 
-UNION_FORWARD: Table = {
-    ('sm80', 2, 64): Settings(64, 64, 4, 2),
-    ('sm80', 2, 128): Settings(64, 64, 4, 2),
-    ('sm80', 2, 256): Settings(64, 32, 4, 1),
-    ('sm80', 4, 64): Settings(32, 32, 4, 1),
-    ('sm80', 4, 128): Settings(32, 32, 4, 1),
-    ('sm80', 4, 256): Settings(16, 16, 4, 1),
-    ('sm86', 2, 64): Settings(64, 64, 4, 1),
-    ('sm86', 2, 128): Settings(64, 32, 4, 1),
-    ('sm86', 2, 256): Settings(32, 32, 4, 1),
-    ('sm86', 4, 64): Settings(32, 32, 4, 1),
-    ('sm86', 4, 128): Settings(32, 32, 4, 1),
-    ('sm86', 4, 256): Settings(16, 16, 4, 1),
-    ('sm90', 2, 64): Settings(64, 64, 4, 6),
-    ('sm90', 2, 128): Settings(64, 64, 4, 3),
-}
+UNION_FORWARD: Table = read_table("""
+    sm80 2: 64 64 4 2 | 64 64 4 2 | 64 32 4 1
+    sm80 4: 32 32 4 1 | 32 32 4 1 | 16 16 4 1
+    sm86 2: 64 64 4 1 | 64 32 4 1 | 32 32 4 1
+    sm86 4: 32 32 4 1 | 32 32 4 1 | 16 16 4 1
+    sm90 2: 64 64 4 6 | 64 64 4 3 | -
+""")
 
-UNION_DQ: Table = {
-    ('sm80', 2, 64): Settings(64, 64, 4, 1),
-    ('sm80', 2, 128): Settings(64, 64, 8, 1),
-    ('sm80', 2, 256): Settings(32, 32, 4, 1),
-    ('sm80', 4, 64): Settings(32, 32, 4, 1),
-    ('sm80', 4, 128): Settings(32, 16, 4, 1),
-    ('sm80', 4, 256): Settings(16, 16, 4, 1),
-    ('sm86', 2, 64): Settings(64, 32, 4, 1),
-    ('sm86', 2, 128): Settings(32, 32, 4, 1),
-    ('sm86', 2, 256): Settings(16, 32, 4, 1),
-    ('sm86', 4, 64): Settings(32, 32, 4, 1),
-    ('sm86', 4, 128): Settings(16, 16, 4, 1),
-    ('sm86', 4, 256): Settings(16, 16, 4, 1),
-    ('sm90', 2, 64): Settings(64, 64, 4, 2),
-    ('sm90', 2, 128): Settings(64, 32, 4, 3),
-}
+UNION_DQ: Table = read_table("""
+    sm80 2: 64 64 4 1 | 64 64 8 1 | 32 32 4 1
+    sm80 4: 32 32 4 1 | 32 16 4 1 | 16 16 4 1
+    sm86 2: 64 32 4 1 | 32 32 4 1 | 16 32 4 1
+    sm86 4: 32 32 4 1 | 16 16 4 1 | 16 16 4 1
+    sm90 2: 64 64 4 2 | 64 32 4 3 | -
+""")
 
 # For dq from stored gradients of logits: half types and head sizes up to 128.
-DLOGITS_DQ: Table = {
-    ('sm80', 2, 128): Settings(64, 64, 4, 3),
-    ('sm86', 2, 128): Settings(64, 64, 4, 2),
-    ('sm90', 2, 128): Settings(64, 64, 4, 3),
-}
+DLOGITS_DQ: Table = read_table("""
+    sm80 2: - | 64 64 4 3 | -
+    sm86 2: - | 64 64 4 2 | -
+    sm90 2: - | 64 64 4 3 | -
+""")
 
-BLOCK: Table = {
-    ('sm80', 2, 64): Settings(64, 128, 4, 3),
-    ('sm80', 2, 128): Settings(64, 64, 4, 2),
-    ('sm80', 2, 256): Settings(64, 64, 8, 1),
-    ('sm80', 4, 64): Settings(32, 64, 4, 1),
-    ('sm80', 4, 128): Settings(32, 32, 4, 1),
-    ('sm80', 4, 256): Settings(16, 16, 4, 1),
-    ('sm86', 2, 64): Settings(64, 64, 4, 2),
-    ('sm86', 2, 128): Settings(64, 64, 4, 1),
-    ('sm86', 2, 256): Settings(32, 32, 4, 1),
-    ('sm86', 4, 64): Settings(32, 64, 4, 1),
-    ('sm86', 4, 128): Settings(16, 32, 4, 1),
-    ('sm86', 4, 256): Settings(16, 16, 4, 1),
-    ('sm90', 2, 64): Settings(128, 128, 4, 3),
-    ('sm90', 2, 128): Settings(64, 64, 4, 3),
-}
+BLOCK: Table = read_table("""
+    sm80 2: 64 128 4 3 | 64 64 4 2 | 64 64 8 1
+    sm80 4: 32 64 4 1 | 32 32 4 1 | 16 16 4 1
+    sm86 2: 64 64 4 2 | 64 64 4 1 | 32 32 4 1
+    sm86 4: 32 64 4 1 | 16 32 4 1 | 16 16 4 1
+    sm90 2: 128 128 4 3 | 64 64 4 3 | -
+""")
 
-BLOCK_DQ: Table = {
-    ('sm80', 2, 64): Settings(32, 128, 4, 2),
-    ('sm80', 2, 128): Settings(32, 64, 8, 2),
-    ('sm80', 2, 256): Settings(16, 32, 4, 1),
-    ('sm80', 4, 64): Settings(16, 64, 4, 1),
-    ('sm80', 4, 128): Settings(16, 16, 4, 1),
-    ('sm80', 4, 256): Settings(16, 16, 4, 1),
-    ('sm86', 2, 64): Settings(32, 64, 4, 2),
-    ('sm86', 2, 128): Settings(16, 64, 8, 1),
-    ('sm86', 2, 256): Settings(16, 32, 4, 1),
-    ('sm86', 4, 64): Settings(16, 64, 4, 1),
-    ('sm86', 4, 128): Settings(16, 32, 4, 1),
-    ('sm86', 4, 256): Settings(16, 16, 4, 1),
-    ('sm90', 2, 64): Settings(64, 128, 4, 2),
-    ('sm90', 2, 128): Settings(64, 64, 4, 2),
-}
+BLOCK_DQ: Table = read_table("""
+    sm80 2: 32 128 4 2 | 32 64 8 2 | 16 32 4 1
+    sm80 4: 16 64 4 1 | 16 16 4 1 | 16 16 4 1
+    sm86 2: 32 64 4 2 | 16 64 8 1 | 16 32 4 1
+    sm86 4: 16 64 4 1 | 16 32 4 1 | 16 16 4 1
+    sm90 2: 64 128 4 2 | 64 64 4 2 | -
+""")
 
 # Largest size of a short block, whose tiles are small, and settings for short blocks.
 SHORT = 32
-BLOCK_SHORT: Table = {
-    ('sm90', 2, 64): Settings(64, 128, 2, 2),
-}
-BLOCK_DQ_SHORT: Table = {
-    ('sm90', 2, 64): Settings(32, 128, 1, 3),
-}
+BLOCK_SHORT: Table = read_table("""
+    sm90 2: 64 128 2 2 | - | -
+""")
+BLOCK_DQ_SHORT: Table = read_table("""
+    sm90 2: 32 128 1 3 | - | -
+""")
 
 
 def settings_of_group(tables: GroupTables, group: int, q: Tensor, v: Tensor) -> Settings:
