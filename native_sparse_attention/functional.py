@@ -92,21 +92,18 @@ def nsa(
         q: `[B, T, HQ, D]` queries with rotary embedding, for the selected and the window branch.
         k: `[B, S, H, D]` keys with rotary embedding.
         v: `[B, S, H, DV]` values.
-        k_cmp: `[B, C, H, D]` compressed keys, made from keys without rotary embedding. None where neither the
-            compressed branch nor block scores are computed.
+        k_cmp: `[B, C, H, D]` compressed keys without rotary embedding, or None where nothing reads them.
         v_cmp: `[B, C, H, DV]` compressed values. None as k_cmp, or together with gates in merged mode.
         gates: `[B, T, HQ, 3]` after the sigmoid, in the order compressed, selected, window. Or a triple of
             `[B, T, HQ]` and None, where None leaves a branch out. With merge_window: `[B, T, HQ, 1]`, the gate of the
             compressed branch, or None together with v_cmp, for block scores alone.
         merge_window: read selected blocks and window in one softmax, each key once, without a gate. Excludes
             q_window, k_window and v_window.
-        q_cmp: `[B, T, HQ, D]` queries without rotary embedding, for the compressed branch and the block scores;
-            default q.
+        q_cmp: `[B, T, HQ, D]` queries without rotary embedding, of the compressed branch; default q.
         q_window: `[B, T, HQ, D]` queries of the window branch; default q.
         k_window: `[B, S, H, D]` keys of the window branch; default k. Given together with v_window.
         v_window: `[B, S, H, DV]` values of the window branch; default v.
-        mem_kv: a pair `[H, M, D]`, `[H, M, DV]` of keys and values that every query sees in the compressed branch. The
-            values are None where v_cmp is.
+        mem_kv: as in `compressed_attention`; the values are None where v_cmp is.
         compress_block_size: l, tokens of a compressed block.
         compress_stride: d, tokens between starts of compressed blocks, at most l.
         selection_block_size: l', tokens of a selection block, a multiple of d.
@@ -116,8 +113,7 @@ def nsa(
         num_init: forced blocks at the start.
         num_local: forced blocks that end with the query's own.
         share_group: the heads of a group read the same blocks.
-        use_diff_topk: multiply the logits of selected, not forced blocks by a factor of 1 whose gradient trains the
-            block scores.
+        use_diff_topk: scale the logits of selected blocks by `straight_through_scale`, which trains the block scores.
         block_indices: int32 `[B, T, H, n]` (`[B, T, HQ, n]` where heads select alone), an existing selection as
             `selected_attention` takes it. No blocks are selected then.
         block_counts: how many of the n blocks a query reads, an int or int32 `[B, T, H]` (`[B, T, HQ]`).
@@ -127,11 +123,9 @@ def nsa(
         scale: factor of the logits, default D ** -0.5.
         cu_seqlens: int32 `[N + 1]`, boundaries of packed sequences; B is 1.
         cu_seqlens_k: int32 `[N + 1]`, boundaries of the keys where they differ from those of the queries.
-        segment_ids: int32 or int64 `[1, T]`; runs of equal ids are sequences, and negative ids are padding, which gives
-            0. Replaces cu_seqlens, seqlens_k and q_offset. Read on the host once.
+        segment_ids: as in `compressed_attention`.
         softcap: logits of all branches become softcap * tanh(logit / softcap).
-        sinks: `[HQ]` or `[HQ, M]` logits of keys without values, in the window branch (with merge_window in the merged
-            softmax).
+        sinks: `[HQ]` or `[HQ, M]` logits of keys without values, in the window branch (or the merged softmax).
         sinks_cmp: the same for the compressed branch.
         dropout_p: probability with which the window branch (or the merged softmax) drops a weight.
         dropout_seed: an int or int64 `[1]`, as in `window_attention`.
@@ -217,7 +211,7 @@ def nsa(
         scored: tuple[Any, Any, Any] = (*compressed[:2], lse)
         if block_indices is None:
             rules = block_selection.Rules(num_selected, num_init, num_local, share_group, block_counts)
-            block_indices = _select(choose, q, k, scored, sizes, call, rules, ops['select_blocks'])
+            block_indices = _select(choose, q, k, scored, sizes, call, rules, ops['select_blocks'], backend)
         elif block_counts is not None:
             block_indices, _ = selected_attention.keep_first(block_counts, block_indices, None)
         block_scale = None
@@ -246,17 +240,18 @@ def _select(
     sizes: tuple[int, int, int],
     call: Call,
     rules: block_selection.Rules,
+    resolved: str,
     backend: str,
 ) -> Tensor:
-    """Return the selected blocks. scored: q_cmp, k_cmp and the log-sum-exp."""
-    if choose is select_blocks:
-        return block_selection.select(*scored, sizes, call, rules, backend)
-    if isinstance(choose, SavedSelection):
-        return choose(*scored, sizes, call, rules, backend)
+    """Return the selected blocks. scored: q_cmp, k_cmp, lse. resolved: backend of `select_blocks`."""
+    if choose is select_blocks or isinstance(choose, SavedSelection):
+        select = block_selection.select if choose is select_blocks else choose
+        return select(*scored, sizes, call, rules, resolved)
     names = ('compress_block_size', 'compress_stride', 'selection_block_size')
     placed = ('seqlen_k', 'q_offset', 'seqlens_k', 'cu_seqlens', 'cu_seqlens_k')
     settings = {name: getattr(call.sequences, name) for name in placed} | rules._asdict()
-    settings |= {'causal': call.causal, 'scale': call.scale, 'softcap': call.softcap, 'backend': backend}
+    settings |= {'causal': call.causal, 'scale': call.scale, 'softcap': call.softcap}
+    settings['backend'] = 'eager' if backend == 'flex' else backend
     block_indices = choose(*scored, **dict(zip(names, sizes, strict=True)), **settings)
     check_block_indices(block_indices, q, k)
     return block_indices

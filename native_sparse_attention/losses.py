@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from native_sparse_attention.core.backend import check_backend
+from native_sparse_attention.core.call import Call, make_call
 from native_sparse_attention.core.checks import (
     check_all_block_sizes,
     check_block_indices,
-    check_flags,
+    check_lse,
     check_not_negative,
+    check_num_compressed,
+    check_qk,
     check_qkv,
     check_same_kind,
     check_tensors,
     is_int,
-    make_sequences,
     shown,
 )
 from native_sparse_attention.core.geometry import Sequences, forced_priority, num_selection_blocks
 from native_sparse_attention.core.random import as_seed, philox
-from native_sparse_attention.ops import chosen_scores, selected_attention
+from native_sparse_attention.ops.block_selection.api import backend_of, score
+from native_sparse_attention.ops.selected_attention import api as selected_attention
 
 # Keeps the logarithm of a score finite that underflowed; every other score is far above it.
 TINY = 1e-20
@@ -100,40 +101,25 @@ def block_score_loss(
     if q_cmp.shape != q.shape:
         raise ValueError(f'q_cmp has shape {tuple(q_cmp.shape)}, but must have {tuple(q.shape)}')
     check_same_kind(q=q, q_cmp=q_cmp)
-    check_flags(causal=causal)
-    check_all_block_sizes(compress_block_size, compress_stride, selection_block_size)
+    sizes = (compress_block_size, compress_stride, selection_block_size)
+    check_all_block_sizes(*sizes)
     check_block_indices(block_indices, q, k)
     check_not_negative(num_init=num_init, num_local=num_local, num_random=num_random)
     if not (seed is None or is_int(seed) or isinstance(seed, Tensor)):
         raise ValueError(f'seed is {shown(seed)}, but must be an int, an int64 tensor [1] or None')
-    sequences = make_sequences(q, k.shape[1], q_offset, seqlens_k, cu_seqlens, cu_seqlens_k)
-    where: dict[str, Any] = {
-        'q_offset': q_offset,
-        'seqlens_k': seqlens_k,
-        'causal': causal,
-        'scale': scale,
-        'cu_seqlens': cu_seqlens,
-        'cu_seqlens_k': cu_seqlens_k,
-        'softcap': softcap,
-    }
+    call, _ = make_call(q, k, None, q_offset, seqlens_k, cu_seqlens, cu_seqlens_k, causal, scale, softcap)
+    check_qk(q_cmp, k_cmp, 'k_cmp')
+    check_lse(lse, q)
+    check_num_compressed(k_cmp, call.sequences, *sizes[:2])
     q, k = q.detach(), k.detach()
     forced = (num_init, num_local)
     candidates, is_ranked = add_random_blocks(
-        block_indices, sequences, selection_block_size, forced, causal, num_random, as_seed(seed, q.device)
+        block_indices, call.sequences, selection_block_size, forced, causal, num_random, as_seed(seed, q.device)
     )
-    mass = _attention_mass(q, k, candidates, block_size=selection_block_size, backend=backend, **where)
-    scores = chosen_scores(
-        q_cmp,
-        k_cmp,
-        lse.detach(),
-        candidates,
-        compress_block_size=compress_block_size,
-        compress_stride=compress_stride,
-        selection_block_size=selection_block_size,
-        seqlen_k=k.shape[1] if cu_seqlens is None else None,
-        backend='eager' if backend == 'flex' else backend,
-        **where,
-    )
+    mass = _attention_mass(q, k, candidates, selection_block_size, call, backend)
+    of_scores = 'eager' if backend == 'flex' else backend
+    of_scores = backend_of('chosen_scores', q_cmp, k_cmp, num_selected=candidates.shape[3], backend=of_scores).name
+    scores = score(q_cmp, k_cmp, lse.detach(), candidates, sizes, call, backend=of_scores)
     is_ranked &= (is_ranked.sum(-1, keepdim=True) > 1) & (mass.where(is_ranked, 0).sum(-1, keepdim=True) > 0)
     target = mass.where(is_ranked, 0)
     target = target / target.sum(-1, keepdim=True).clamp(min=torch.finfo(target.dtype).tiny)
@@ -178,10 +164,14 @@ def add_random_blocks(
 
 
 @torch.no_grad()
-def _attention_mass(q: Tensor, k: Tensor, candidates: Tensor, **settings: Any) -> Tensor:
+def _attention_mass(q: Tensor, k: Tensor, candidates: Tensor, block_size: int, call: Call, backend: str) -> Tensor:
     """Return the share of each candidate in the attention over all of them, `[B, T, HI, n]`, mean of the heads."""
+    backend = selected_attention.backend_of(q, k, k, backend=backend).name
     # Of one block at a time the log-sum-exp is all that is needed.
-    lse = [selected_attention(q, k, k, blocks, **settings)[1] for blocks in candidates.split(1, -1)]
+    lse = [
+        selected_attention.attend(q, k, k, blocks, None, block_size, call, gate=None, backend=backend)[1]
+        for blocks in candidates.split(1, -1)
+    ]
     # [B, HQ, T, n]
     logits = torch.stack(lse, -1)
     shares = logits.softmax(-1).where(logits.isfinite().any(-1, keepdim=True), 0)

@@ -8,13 +8,14 @@ from torch import Tensor
 
 from native_sparse_attention.core.checks import (
     check_flags,
+    check_tensors,
     checked_softcap,
     logit_scale,
     make_compressed_sequences,
     make_sequences,
 )
 from native_sparse_attention.core.geometry import Sequences
-from native_sparse_attention.core.segments import make_borders
+from native_sparse_attention.core.segments import cu_seqlens_of
 
 
 class Call(NamedTuple):
@@ -46,8 +47,19 @@ def make_call(
     compress: (l, d) where k holds compressed keys; seqlen_k is then the number of keys in tokens, or None.
     """
     check_flags(causal=causal)
-    placed = (q_offset, seqlens_k, cu_seqlens, cu_seqlens_k)
-    cu_seqlens, padding = make_borders(segment_ids, q, k if compress is None else None, seqlen_k, *placed)
+    padding = None
+    if segment_ids is not None:
+        check_tensors(segment_ids=segment_ids)
+        others = {'cu_seqlens': cu_seqlens, 'cu_seqlens_k': cu_seqlens_k, 'seqlens_k': seqlens_k, 'q_offset': q_offset}
+        for other, value in others.items():
+            if value is not None:
+                raise ValueError(f'{other} is given, but cannot be combined with segment_ids')
+        seqlen = q.shape[1]
+        if compress is None and k.shape[1] != seqlen:
+            raise ValueError(f'k has {k.shape[1]} tokens, but must have {seqlen}, as q, where segment_ids is given')
+        if seqlen_k is not None and seqlen_k != seqlen:
+            raise ValueError(f'seqlen_k is {seqlen_k}, but must be T, {seqlen}, where segment_ids is given')
+        cu_seqlens, padding = cu_seqlens_of(segment_ids, q)
     placed = (q_offset, seqlens_k, cu_seqlens, cu_seqlens_k)
     if compress is None:
         sequences = make_sequences(q, k.shape[1], *placed)

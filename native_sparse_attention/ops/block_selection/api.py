@@ -131,16 +131,11 @@ def select(
     arguments = (q, k_cmp, lse, call.sequences, sizes, num_read, num_init, num_local, share_group, *call[1:], counts)
     match backend:
         case 'triton':
-            from native_sparse_attention.ops.block_selection import triton
-
-            blocks = triton.select_blocks(*arguments)
+            from native_sparse_attention.ops.block_selection import triton as ops
         case _:
-            from native_sparse_attention.ops.block_selection import eager
-
-            blocks = eager.select_blocks(*arguments)
-    return (
-        blocks if num_read == num_selected else torch.nn.functional.pad(blocks, (0, num_selected - num_read), value=-1)
-    )
+            from native_sparse_attention.ops.block_selection import eager as ops
+    blocks, missing = ops.select_blocks(*arguments), num_selected - num_read
+    return torch.nn.functional.pad(blocks, (0, missing), value=-1) if missing else blocks
 
 
 def chosen_scores(
@@ -174,19 +169,19 @@ def chosen_scores(
         lse: `[B, HQ, T]` as returned by `compressed_attention` for the same inputs; it carries gradient.
         block_indices: int32 `[B, T, H, n]`, or `[B, T, HQ, n]` where heads select alone. Those of padding tokens
             (segment_ids below 0) count as -1.
-        compress_block_size: l, tokens of a compressed block.
-        compress_stride: d, tokens between starts of compressed blocks.
-        selection_block_size: l', tokens of a selection block, a multiple of d.
-        seqlen_k: as in `compressed_attention`.
-        q_offset: as in `compressed_attention`.
-        seqlens_k: as in `compressed_attention`.
-        causal: as in `compressed_attention`.
-        scale: as in `compressed_attention`.
-        cu_seqlens: as in `compressed_attention`.
-        cu_seqlens_k: as in `compressed_attention`.
-        segment_ids: as in `compressed_attention`; lse must come from the same ids.
-        softcap: as in `compressed_attention`; lse must come from the same soft cap.
-        backend: 'auto', 'triton' or 'eager'.
+        compress_block_size: as in `select_blocks`.
+        compress_stride: as in `select_blocks`.
+        selection_block_size: as in `select_blocks`.
+        seqlen_k: as in `select_blocks`.
+        q_offset: as in `select_blocks`.
+        seqlens_k: as in `select_blocks`.
+        causal: as in `select_blocks`.
+        scale: as in `select_blocks`.
+        cu_seqlens: as in `select_blocks`.
+        cu_seqlens_k: as in `select_blocks`.
+        segment_ids: as in `select_blocks`.
+        softcap: as in `select_blocks`.
+        backend: as in `select_blocks`.
 
     Returns:
         float32 (float64 for float64 inputs) in the shape of block_indices; 0 at padding and at indices of no block.
@@ -236,21 +231,21 @@ def straight_through_scale(
         k_cmp: `[B, C, H, D]` compressed keys.
         lse: `[B, HQ, T]` as returned by `compressed_attention` for the same inputs; it carries gradient.
         block_indices: int32 `[B, T, H, n]`, or `[B, T, HQ, n]` where heads select alone.
-        num_init: forced blocks at the start, as in `select_blocks`.
-        num_local: forced blocks that end with the query's own, as in `select_blocks`.
-        compress_block_size: l, tokens of a compressed block.
-        compress_stride: d, tokens between starts of compressed blocks.
-        selection_block_size: l', tokens of a selection block, a multiple of d.
-        seqlen_k: as in `compressed_attention`.
-        q_offset: as in `compressed_attention`.
-        seqlens_k: as in `compressed_attention`.
-        causal: as in `compressed_attention`.
-        scale: as in `compressed_attention`.
-        cu_seqlens: as in `compressed_attention`.
-        cu_seqlens_k: as in `compressed_attention`.
-        segment_ids: as in `compressed_attention`; lse must come from the same ids.
-        softcap: as in `compressed_attention`; lse must come from the same soft cap.
-        backend: 'auto', 'triton' or 'eager'.
+        num_init: as in `select_blocks`.
+        num_local: as in `select_blocks`.
+        compress_block_size: as in `select_blocks`.
+        compress_stride: as in `select_blocks`.
+        selection_block_size: as in `select_blocks`.
+        seqlen_k: as in `select_blocks`.
+        q_offset: as in `select_blocks`.
+        seqlens_k: as in `select_blocks`.
+        causal: as in `select_blocks`.
+        scale: as in `select_blocks`.
+        cu_seqlens: as in `select_blocks`.
+        cu_seqlens_k: as in `select_blocks`.
+        segment_ids: as in `select_blocks`.
+        softcap: as in `select_blocks`.
+        backend: as in `select_blocks`.
 
     Returns:
         float32 (float64 for float64 inputs) in the shape of block_indices.

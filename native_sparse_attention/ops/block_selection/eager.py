@@ -1,4 +1,4 @@
-"""Block scores and the choice of blocks in plain PyTorch, from the definition."""
+"""Block scores and block selection in plain PyTorch, from the definition."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def select_blocks(
     index = torch.arange(num_compressed, device=q.device)
     blocks_per_selection = selection_block_size // stride
 
-    def choose(start: int, stop: int) -> tuple[Tensor]:
+    def select(start: int, stop: int) -> tuple[Tensor]:
         chunk = layout.chunk(start, stop)
         compressed, visible = chunk.key_position(index[None, None])
         if causal:
@@ -71,16 +71,16 @@ def select_blocks(
                 share = shared_tokens(offset, *sizes) / stride
                 scores += torch.where(exists[:, :, None], weight * share, 0)
         own_block = chunk.position[..., None] // selection_block_size
-        choosable = block < num_selection_blocks(tokens[:, start:stop, None], selection_block_size)
+        selectable = block < num_selection_blocks(tokens[:, start:stop, None], selection_block_size)
         if causal:
-            choosable = choosable & (block <= own_block)
+            selectable = selectable & (block <= own_block)
         priority = forced_priority(block, own_block, num_init, num_local, causal)
         counts = None if block_counts is None else block_counts[:, start:stop, :, None]
-        return (_first(scores, priority[:, :, None], choosable[:, :, None], num_selected, counts),)
+        return (_select_first(scores, priority[:, :, None], selectable[:, :, None], num_selected, counts),)
 
     with without_autocast(q):
-        (chosen,) = in_query_chunks(choose, seqlen, batch * heads * max(num_compressed, block.shape[0]), dims=(1,))
-    return chosen
+        (blocks,) = in_query_chunks(select, seqlen, batch * heads * max(num_compressed, block.shape[0]), dims=(1,))
+    return blocks
 
 
 def chosen_scores(
@@ -99,7 +99,7 @@ def chosen_scores(
     index_heads, num_selected = block_indices.shape[2:]
     block_size, stride, selection_block_size = sizes
     float_dtype = compute_dtype(q.dtype)
-    # Cast here, once, so that gradients of keys that several queries read are added in float32.
+    # Cast once, so that gradients of keys that several queries read are summed in float32.
     k_cmp = k_cmp.to(float_dtype)
     queries = rearrange(q, 'b t (h g) d -> b t h g d', h=index_heads)
     row_lse = rearrange(lse, 'b (h g) t -> b t h g 1 1', h=index_heads)
@@ -128,11 +128,11 @@ def chosen_scores(
         slot = (compressed + key_start).clamp(0, max(0, num_compressed - 1))
         keys = torch.where(visible[..., None], k_cmp[row, slot, kv_head], 0)
         logits = torch.einsum('bthgd,bthnod->bthgno', queries[:, start:stop].to(float_dtype), keys) * scale
-        unseen = ~visible[:, :, :, None]
-        # What is not seen must not reach the slope of the soft cap.
-        logits = cap(logits.masked_fill(unseen, 0), softcap)
+        invisible = ~visible[:, :, :, None]
+        # Invisible logits must not reach the slope of the soft cap.
+        logits = cap(logits.masked_fill(invisible, 0), softcap)
         exponent = logits - row_lse[:, start:stop].to(float_dtype)
-        weights = exponent.masked_fill(unseen, -torch.inf).exp()
+        weights = exponent.masked_fill(invisible, -torch.inf).exp()
         scores = torch.einsum('bthgno,o->bthn', weights, share)
         return (scores * (stride / (block_size * (heads // index_heads))),)
 
@@ -164,20 +164,20 @@ def straight_through_scale(
     return 1 + (scores - scores.detach()).masked_fill(forced, 0)
 
 
-def _first(
-    scores: Tensor, priority: Tensor, choosable: Tensor, num_selected: int, counts: Tensor | None = None
+def _select_first(
+    scores: Tensor, priority: Tensor, selectable: Tensor, num_selected: int, counts: Tensor | None = None
 ) -> Tensor:
-    """The first `num_selected`, or the first `counts [..., 1]` of them, by priority, then score, then index: int32
-    `[..., n]`, ascending, padded with -1.
+    """Return the first `num_selected` blocks by priority, then score, then index: int32 `[..., n]`, ascending, padded
+    with -1. counts `[..., 1]`: blocks per row, if fewer.
     """
     by_score = scores.sort(dim=-1, descending=True, stable=True).indices
-    priority = torch.where(choosable, priority, -1).expand_as(scores).gather(-1, by_score)
+    priority = torch.where(selectable, priority, -1).expand_as(scores).gather(-1, by_score)
     by_priority = priority.sort(dim=-1, descending=True, stable=True)
-    taken = by_score.gather(-1, by_priority.indices)
-    taken = torch.where(by_priority.values >= 0, taken, NO_BLOCK)
-    # Padded for every number of blocks, so that torch.compile needs no graph of its own for those below num_selected.
-    taken = torch.nn.functional.pad(taken, (0, num_selected), value=NO_BLOCK)[..., :num_selected]
+    first = by_score.gather(-1, by_priority.indices)
+    first = torch.where(by_priority.values >= 0, first, NO_BLOCK)
+    # Pad at every number of blocks, so that torch.compile needs one graph for numbers below and above num_selected.
+    first = torch.nn.functional.pad(first, (0, num_selected), value=NO_BLOCK)[..., :num_selected]
     if counts is not None:
-        taken = torch.where(torch.arange(num_selected, device=taken.device) < counts, taken, NO_BLOCK)
-    taken = taken.sort(-1).values
-    return torch.where(taken < NO_BLOCK, taken, -1).int()
+        first = torch.where(torch.arange(num_selected, device=first.device) < counts, first, NO_BLOCK)
+    first = first.sort(-1).values
+    return torch.where(first < NO_BLOCK, first, -1).int()

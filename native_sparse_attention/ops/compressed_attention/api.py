@@ -63,8 +63,9 @@ def compressed_attention(
         scale: factor of the logits, default D ** -0.5.
         cu_seqlens: int32 or int64 `[N + 1]`, boundaries of packed queries in tokens. Queries behind the last give 0.
         cu_seqlens_k: the same for the keys, where they differ.
-        segment_ids: int32 or int64 `[1, T]`, replaces cu_seqlens: runs of equal ids are sequences, negative ids are
-            padding. Read on the host once per call, so cu_seqlens is faster where several calls share it.
+        segment_ids: int32 or int64 `[1, T]`, replaces cu_seqlens, seqlens_k and q_offset: runs of equal ids are
+            sequences, negative ids are padding. Read on the host once per call, so cu_seqlens is faster where several
+            calls share it; refused under CUDA graph capture.
         softcap: from 1e-30 to 1e30: a logit becomes softcap * tanh(logit / softcap).
         sinks: `[HQ]` or `[HQ, M]`, any floating dtype: logits of keys without values, in the softmax of every query and
             in its log-sum-exp. Differentiable.
@@ -109,20 +110,17 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Run `compressed_attention` with checked arguments on a resolved backend. sizes: (l, d); sinks: `[HQ]`."""
     modifiers = Modifiers(call.softcap, sinks)
-    arguments = (q, k_cmp, v_cmp, mem_kv, call.sequences, *sizes, call.causal, call.scale, modifiers)
+    arguments: Any = (q, k_cmp, v_cmp, mem_kv, call.sequences, *sizes, call.causal, call.scale, modifiers)
     match backend:
         case 'triton':
-            from native_sparse_attention.ops.compressed_attention import triton
+            from native_sparse_attention.ops.compressed_attention import triton as ops
 
-            return triton.compressed_attention(*arguments, gate)
+            arguments = (*arguments, gate)
         case 'flex':
-            from native_sparse_attention.ops.compressed_attention import flex
-
-            return flex.compressed_attention(*arguments)
+            from native_sparse_attention.ops.compressed_attention import flex as ops
         case _:
-            from native_sparse_attention.ops.compressed_attention import eager
-
-            return eager.compressed_attention(*arguments)
+            from native_sparse_attention.ops.compressed_attention import eager as ops
+    return ops.compressed_attention(*arguments)
 
 
 def candidates(

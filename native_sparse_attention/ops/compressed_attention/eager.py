@@ -26,7 +26,7 @@ def compressed_attention(
     batch, seqlen, heads, _ = q.shape
     num_compressed, kv_heads = k_cmp.shape[1:3]
     float_dtype = compute_dtype(q.dtype)
-    # Cast here, once, so that gradients of keys that several chunks read are added in float32.
+    # Cast once, so that gradients of keys that several chunks read are summed in float32.
     keys, values = k_cmp.to(float_dtype), v_cmp.to(float_dtype)
     num_memory = 0
     if mem_kv is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,15 +68,15 @@ def add(
     backend: str,
 ) -> Tensor:
     """Run `gated_sum` with checked arguments on a resolved backend."""
+    arguments: Any = (gates, out_compressed, out_selected, out_window)
     match backend:
         case 'triton':
-            from native_sparse_attention.ops.gated_sum import triton
+            from native_sparse_attention.ops.gated_sum import triton as ops
 
-            return triton.gated_sum(gates, out_compressed, out_selected, out_window, gate_in_attention)
+            arguments = (*arguments, gate_in_attention)
         case _:
-            from native_sparse_attention.ops.gated_sum import eager
-
-            return eager.gated_sum(gates, out_compressed, out_selected, out_window)
+            from native_sparse_attention.ops.gated_sum import eager as ops
+    return ops.gated_sum(*arguments)
 
 
 def candidates(gates: Tensor, out: Tensor, *, gate_in_attention: bool = False, backend: str = 'auto') -> Candidates:

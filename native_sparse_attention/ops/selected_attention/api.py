@@ -80,9 +80,7 @@ def selected_attention(
         scale: factor of the logits, default D ** -0.5.
         cu_seqlens: int32 or int64 `[N + 1]`, boundaries of packed queries. Queries behind the last give 0.
         cu_seqlens_k: the same for the keys, where they differ.
-        segment_ids: int32 or int64 `[1, T]`, replaces cu_seqlens, seqlens_k and q_offset: runs of equal ids are
-            sequences, and negative ids are padding, which gives 0 and -inf and is not read. On a GPU the host waits for
-            them; they are refused under CUDA graph capture.
+        segment_ids: as in `compressed_attention`; padding is not read.
         softcap: from 1e-30 to 1e30: a logit, factors included, becomes softcap * tanh(logit / softcap).
         block_counts: how many of the first indices of a row count, an int or int32 or int64 `[B, T, H]` (`[B, T, HQ]`
             where heads select alone). Values below 0 count as 0, values above n as n.
@@ -91,10 +89,7 @@ def selected_attention(
         sinks: `[HQ]` or `[HQ, M]`, logits of keys without values, as in `window_attention`; requires window_size.
         dropout_p: probability with which weights are dropped, as in `window_attention`; requires window_size.
         dropout_seed: as in `window_attention`; requires window_size.
-        gate: `[B, T, HQ]`, any floating dtype but float64: the factor by which `gated_sum(gate_in_attention=True)`
-            multiplies the output. The output is returned without it, and its incoming gradient must be that of the
-            product; the log-sum-exp has no gradient. With float16 inputs, products of gates and weights below 6e-5 lose
-            bits. Triton only, and not together with block_scale.
+        gate: as in `compressed_attention`; not together with block_scale.
         backend: 'auto', 'triton', 'flex' or 'eager'. With window_size the Triton kernels require causal=True and
             support neither dropout nor a block_scale without unit_scale; eager supports everything, with memory and
             time that grow with S.
@@ -169,20 +164,17 @@ def attend(
     design: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run `selected_attention` without a window, with checked arguments on a resolved backend."""
-    arguments = (q, k, v, block_indices, block_scale, call.sequences, block_size, *call[1:])
+    arguments: Any = (q, k, v, block_indices, block_scale, call.sequences, block_size, *call[1:])
     match backend:
         case 'triton':
-            from native_sparse_attention.ops.selected_attention import triton
+            from native_sparse_attention.ops.selected_attention import triton as ops
 
-            return triton.selected_attention(*arguments, gate, design)
+            arguments = (*arguments, gate, design)
         case 'flex':
-            from native_sparse_attention.ops.selected_attention import flex
-
-            return flex.selected_attention(*arguments)
+            from native_sparse_attention.ops.selected_attention import flex as ops
         case _:
-            from native_sparse_attention.ops.selected_attention import eager
-
-            return eager.selected_attention(*arguments)
+            from native_sparse_attention.ops.selected_attention import eager as ops
+    return ops.selected_attention(*arguments)
 
 
 def attend_merged(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -62,17 +63,13 @@ def window_attention(
             -1e7 are wrong: their log-sum-exp has no digits left for the weights.
         attn_mask: bool of such a shape, True where a query may read a key.
         softcap: from 1e-30 to 1e30.
-        sinks: `[HQ]` or `[HQ, M]`, any floating dtype: logits of keys without values, in the softmax of every query and
-            in its log-sum-exp (StreamingLLM, arXiv 2309.17453; gpt-oss). Differentiable.
+        sinks: as in `compressed_attention` (StreamingLLM, arXiv 2309.17453; gpt-oss).
         dropout_p: in [0, 1), probability with which a weight is dropped after the softmax. The others are divided by
             the probability to be kept. The log-sum-exp ignores it.
         dropout_seed: an int, or int64 `[1]` on the device of q. One seed and probability drop the same weights in every
             call on every backend: Philox of the indices of row, head, query and key. None: a seed from torch's
             generator.
-        gate: `[B, T, HQ]`, any floating dtype but float64: the factor by which `gated_sum(gate_in_attention=True)`
-            multiplies the output. The output is returned without it, and its incoming gradient must be that of the
-            product; the log-sum-exp has no gradient. With float16 inputs, products of gates and weights below 6e-5 lose
-            bits. Triton only.
+        gate: as in `compressed_attention`.
         backend: 'auto', 'triton', 'flex' or 'eager'.
 
     Returns:
@@ -103,20 +100,17 @@ def attend(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """Run `window_attention` with checked arguments on a resolved backend."""
-    arguments = (q, k, v, call.sequences, *window, call.scale, modifiers)
+    arguments: Any = (q, k, v, call.sequences, *window, call.scale, modifiers)
     match backend:
         case 'triton':
-            from native_sparse_attention.ops.window_attention import triton
+            from native_sparse_attention.ops.window_attention import triton as ops
 
-            return triton.window_attention(*arguments, gate)
+            arguments = (*arguments, gate)
         case 'flex':
-            from native_sparse_attention.ops.window_attention import flex
-
-            return flex.window_attention(*arguments)
+            from native_sparse_attention.ops.window_attention import flex as ops
         case _:
-            from native_sparse_attention.ops.window_attention import eager
-
-            return eager.window_attention(*arguments)
+            from native_sparse_attention.ops.window_attention import eager as ops
+    return ops.window_attention(*arguments)
 
 
 def candidates(

@@ -16,7 +16,7 @@ from native_sparse_attention.ops._eager import (
     without_autocast,
 )
 
-# Queries that share one read of their window, where the window is narrower than that.
+# Smallest number of queries per chunk: they share one copy of the keys in their windows.
 CHUNK_QUERIES = 256
 
 
@@ -33,13 +33,13 @@ def window_attention(
     batch, seqlen, heads, _ = q.shape
     seqlen_k, kv_heads = k.shape[1:3]
     float_dtype = compute_dtype(q.dtype)
-    # Cast here, once, so that gradients of keys that several chunks read are added in float32.
+    # Cast once, so that gradients of keys that several chunks read are summed in float32.
     k, v = k.to(float_dtype), v.to(float_dtype)
     queries = rearrange(q, 'b t (h g) d -> b t h g d', h=kv_heads)
     layout = sequences.layout()
-    # Tables of queries by keys are read whole, and the keys with them.
-    whole = modifiers.bias is not None or modifiers.attn_mask is not None
-    bounded = min(left, right) >= 0 and sequences.queries_follow_keys and not whole
+    # With a table of queries by keys, a chunk reads all keys.
+    has_tables = modifiers.bias is not None or modifiers.attn_mask is not None
+    bounded = min(left, right) >= 0 and sequences.queries_follow_keys and not has_tables
     chunk_queries = max(left + right, CHUNK_QUERIES) if bounded else seqlen
     span = min(seqlen_k, chunk_queries + left + right) if bounded else seqlen_k
 
@@ -79,9 +79,9 @@ def window_attention(
 
 
 def _allowed(visible: Tensor, modifiers: Modifiers, start: int, stop: int, index: Tensor) -> Tensor:
-    """`[B, HQ or 1, T, keys]`: where `visible [B, T, keys]`, segments and attn_mask let queries start ... stop read.
+    """Return `[B, HQ or 1, T, keys]`: visible `[B, T, keys]` and allowed by segments and attn_mask.
 
-    index: of the keys, `[1 or B, keys]`; all keys where there is an attn_mask.
+    start, stop: the queries. index: `[1 or B, keys]`, positions along the key axis; all of them with an attn_mask.
     """
     query_segments, key_segments, attn_mask = modifiers.query_segments, modifiers.key_segments, modifiers.attn_mask
     if query_segments is not None and key_segments is not None:

@@ -118,9 +118,12 @@ def _prepare(modifiers: Modifiers, seqlen_k: int) -> Modifiers:
 def _by_segment(
     nonfinite: Tensor, first: Tensor, last: Tensor, query_segments: Tensor, key_segments: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The keys `[B, S, H]` sorted by segment, and among them the intervals `[B, T, 1, 1]` of a query's own segment."""
+    """Return `nonfinite [B, S, H]` sorted by key segment, and where each query's own segment lies in it.
+
+    first, last: `[B, T, 1, 1]`.
+    """
     seqlen_k = key_segments.shape[1]
-    # Of one segment those of lower index come first.
+    # Within a segment, keys are sorted by index.
     sort_key = key_segments.long() * (seqlen_k + 1) + torch.arange(seqlen_k, device=nonfinite.device)
     sort_key, order = sort_key.sort(1)
     segment_start = query_segments.long() * (seqlen_k + 1)
@@ -132,7 +135,7 @@ def _by_segment(
 
 
 def _read_nonfinite(nonfinite: Tensor, first: Tensor, last: Tensor, modifiers: Modifiers) -> Tensor:
-    """bool `[B, HQ or H, T]`: whether a query reads a key of `nonfinite [B, S, H]`, where tables say what it reads."""
+    """Return bool `[B, HQ or H, T]`: whether a query reads a key of `nonfinite [B, S, H]` under bias and attn_mask."""
     key = torch.arange(nonfinite.shape[1], device=nonfinite.device)
     # [B, HQ or 1, T, S]
     visible = ((first[..., 0] <= key) & (key < last[..., 0]))[:, None]
@@ -145,6 +148,6 @@ def _read_nonfinite(nonfinite: Tensor, first: Tensor, last: Tensor, modifiers: M
         visible = visible & (modifiers.bias != -torch.inf)
     heads = nonfinite.shape[2]
     visible = visible.unflatten(1, (1, 1) if visible.shape[1] == 1 else (heads, -1))
-    # Counts in bfloat16 are inexact, but above 0 where they should be.
+    # Counts in bfloat16 are inexact, but a count is above 0 exactly if a non-finite key is read.
     counts = torch.einsum('bhgts,bsh->bhgt', visible.bfloat16(), nonfinite.bfloat16())
     return counts.flatten(1, 2) > 0
