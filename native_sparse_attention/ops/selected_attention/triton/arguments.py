@@ -13,9 +13,31 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from native_sparse_attention.core.geometry import Sequences
+from native_sparse_attention.ops._triton.varlen import SequenceLayout, last_dim_contiguous, make_layout
+
 # Tuple of int, or None without the tensor. A record of such tuples ends with a field that is None: Triton 3.6 keeps
 # constants of an inner tuple, such as a stride of 1, only where a later field of the record itself is constant.
 Strides = Any
+
+
+class Arguments(NamedTuple):
+    """Arguments of selected attention, passed on by the launchers. The last dimensions of all tensors are contiguous.
+
+    q: `[B, T, HQ, D]`. k: `[B, S, H, D]`. v: `[B, S, H, DV]`. block_indices: `[B, T, HI, n]`. block_scale: of the same
+    shape, or None. block_size: tokens per block.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    block_indices: Tensor
+    block_scale: Tensor | None
+    layout: SequenceLayout
+    block_size: int
+    causal: bool
+    scale: float
+    softcap: float | None
 
 
 class Sizes(NamedTuple):
@@ -151,3 +173,17 @@ class Selection(NamedTuple):
 def stride_of(tensor: Tensor | None) -> tuple[int, ...] | None:
     """Return the strides of a tensor, or None without one."""
     return None if tensor is None else tensor.stride()
+
+
+def make_arguments(
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None],
+    sequences: Sequences,
+    block_size: int,
+    causal: bool,
+    scale: float,
+    softcap: float | None,
+) -> Arguments:
+    """Return the arguments. tensors: q, k, v, block_indices and block_scale."""
+    q, k, v, block_indices, block_scale = last_dim_contiguous(*tensors)
+    layout = make_layout(sequences)
+    return Arguments(q, k, v, block_indices, block_scale, layout, block_size, causal, scale, softcap)

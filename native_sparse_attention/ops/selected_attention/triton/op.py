@@ -21,18 +21,18 @@ from native_sparse_attention.ops._triton.registered import (
     saved_inputs,
 )
 from native_sparse_attention.ops._triton.varlen import (
-    SequenceLayout,
     flatten,
     last_dim_contiguous,
-    make_layout,
     unflatten,
 )
 from native_sparse_attention.ops.selected_attention.triton import plan, settings
 from native_sparse_attention.ops.selected_attention.triton.arguments import (
+    Arguments,
     BackwardStrides,
     BackwardTensors,
     ForwardStrides,
     ForwardTensors,
+    make_arguments,
     stride_of,
 )
 from native_sparse_attention.ops.selected_attention.triton.by_block.backward import BlockQueryGradients
@@ -110,39 +110,25 @@ def _forward(
     `InverseIndex`, empty unless save_index, if the design needs none, and if the index is too large to be saved.
     """
     sequences = unflatten(q, (seqlen_k, q_offset, q_offsets, seqlens_k, cu_seqlens, cu_seqlens_k))
-    inputs = (q, k, v, block_indices, block_scale, sequences, block_size, causal, scale, softcap)
-    return attend(*inputs, design, save_index, save_low_bits, q.dtype)
+    tensors = (q, k, v, block_indices, block_scale)
+    arguments = make_arguments(tensors, sequences, block_size, causal, scale, softcap)
+    return attend(arguments, design, save_index, save_low_bits, q.dtype)
 
 
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_indices: Tensor,
-    block_scale: Tensor | None,
-    sequences: Sequences,
-    block_size: int,
-    causal: bool,
-    scale: float,
-    softcap: float | None,
-    design: str | None,
-    save_index: bool,
-    save_low_bits: bool,
-    out_dtype: torch.dtype,
+    arguments: Arguments, design: str | None, save_index: bool, save_low_bits: bool, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return what the registered op returns, with the output in out_dtype."""
-    q, k, v, block_indices, block_scale = last_dim_contiguous(q, k, v, block_indices, block_scale)
+    q, k, v, block_indices, block_scale, layout, block_size, _, scale, softcap = arguments
     batch, seqlen, heads, _ = q.shape
     out = q.new_empty(batch, seqlen, heads, v.shape[3], dtype=out_dtype)
     lse = q.new_empty(batch, heads, seqlen, dtype=torch.float32)
     low_bits = q.new_empty(out.shape if save_low_bits else 0, dtype=torch.int16)
-    layout = make_layout(sequences)
     if design is None:
-        packed = plan.count_packed(sequences.cu_seqlens)
+        packed = plan.count_packed(layout.cu_seqlens)
         design = plan.choose_design(q, k, v, block_indices, block_size, num_packed=packed)
     if design == 'block':
-        inputs = (q, k, v, block_indices, block_scale)
-        index = attend_by_block(*inputs, out, lse, layout, block_size, causal, scale, softcap)
+        index = attend_by_block(arguments, out, lse)
         entries, starts = index if save_index and index is not None else no_index(q)
         return out, lse, low_bits, entries, starts
     converted = convert_values(k, v, layout, block_size) if save_low_bits and converts_values(v.dtype) else None
@@ -153,7 +139,7 @@ def attend(
         design,
         (union_forward_kernel, settings.UNION_FORWARD),
         (forward_kernel, (settings.FORWARD, settings.FORWARD_32, settings.FORWARD_64)),
-        *(q, k, v, block_indices, layout, block_size, causal),
+        arguments,
         max_percent=plan.MAX_UNION_PERCENT['forward'],
         fp16_values=converted,
     )
@@ -218,12 +204,14 @@ def _backward(
     low_bits, entries, starts: from the forward pass. dlse and block_scale are None beside a gate.
     """
     sequences = unflatten(q, (seqlen_k, q_offset, q_offsets, seqlens_k, cu_seqlens, cu_seqlens_k))
-    saved, inputs = (out, lse, low_bits, entries, starts), (q, k, v, block_indices, block_scale, gate, sequences)
-    options = (block_size, causal, scale, softcap, design, save_low_bits, needs_dkv, needs_dscale, q.dtype)
-    return differentiate(dout, dlse, *saved, *inputs, *options)
+    tensors = (q, k, v, block_indices, block_scale)
+    arguments = make_arguments(tensors, sequences, block_size, causal, scale, softcap)
+    rows, needed = (dout, dlse, out, lse, low_bits, entries, starts, gate), (needs_dkv, needs_dscale)
+    return differentiate(arguments, *rows, design, save_low_bits, *needed, q.dtype)
 
 
 def differentiate(
+    arguments: Arguments,
     dout: Tensor,
     dlse: Tensor | None,
     out: Tensor,
@@ -231,17 +219,7 @@ def differentiate(
     low_bits: Tensor,
     entries: Tensor,
     starts: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_indices: Tensor,
-    block_scale: Tensor | None,
     gate: Tensor | None,
-    sequences: Sequences,
-    block_size: int,
-    causal: bool,
-    scale: float,
-    softcap: float | None,
     design: str | None,
     save_low_bits: bool,
     needs_dkv: bool,
@@ -252,65 +230,51 @@ def differentiate(
 
     dlse beside a gate is, like dout, before the gate.
     """
-    q, k, v, block_indices, block_scale = last_dim_contiguous(q, k, v, block_indices, block_scale)
+    q, k, v, block_indices, block_scale, layout, block_size, *_ = arguments
     dout, out = last_dim_contiguous(dout, out)
-    layout = make_layout(sequences)
     empty = q.new_empty(0)
     if save_low_bits:
-        inputs = (q, k, v, block_indices, layout, block_size, causal, scale, softcap, gate)
-        dq, dk, dv, delta = differentiate_by_dlogits(dout, dlse, out, lse, low_bits, *inputs)
+        dq, dk, dv, delta = differentiate_by_dlogits(arguments, dout, dlse, out, lse, low_bits, gate)
         return dq, *((dk, dv) if needs_dkv else (empty, empty)), empty, _gate_gradient(gate, delta)
     if design is None:
-        packed = plan.count_packed(sequences.cu_seqlens)
+        packed = plan.count_packed(layout.cu_seqlens)
         design = plan.choose_design(q, k, v, block_indices, block_size, backward=True, num_packed=packed)
-    options = (block_size, causal, scale, softcap)
     if design == 'block':
-        inputs = (q, k, v, block_indices, block_scale, lse)
-        queries = BlockQueryGradients(*inputs, dout, dlse, gate, layout, *options, needs_dscale, grad_dtype)
+        queries = BlockQueryGradients(arguments, lse, dout, dlse, gate, needs_dscale, grad_dtype)
         index = InverseIndex(entries, starts) if starts.numel() else None
         lse, gates = fold_gate(lse, gate)
-        inputs = (q, k, v, block_indices, block_scale, lse, queries.delta, dout, layout)
-        dk, dv = differentiate_keys(*inputs, *options, queries=queries, index=index, gates=gates, grad_dtype=grad_dtype)
+        dk, dv = differentiate_keys(arguments, lse, queries.delta, dout, queries, index, gates, grad_dtype)
         dscale = empty
         if queries.dfactors is not None and block_scale is not None:
             dfactors = queries.dfactors.unflatten(0, (q.shape[0], k.shape[2])).transpose(1, 2)
             dscale = dfactors.reshape(block_scale.shape).to(block_scale.dtype).contiguous()
         dkv = (dk, dv) if needs_dkv else (empty, empty)
         return queries.dq, *dkv, dscale, _gate_gradient(gate, queries.delta)
-    inputs = (q, k, v, block_indices, block_scale)
     dq, delta, dfactors = _differentiate_queries(
-        dout, dlse, out, lse, *inputs, gate, layout, *options, design, needs_dscale, grad_dtype
+        arguments, dout, dlse, out, lse, gate, design, needs_dscale, grad_dtype
     )
     dscale, dk, dv = empty, empty, empty
     if dfactors is not None and block_scale is not None:
         dscale = (dfactors[0] if len(dfactors) == 1 else dfactors.sum(0)).to(block_scale.dtype)
     if needs_dkv:
         lse, gates = fold_gate(lse, gate)
-        dk, dv = differentiate_keys(*inputs, lse, delta, dout, layout, *options, gates=gates, grad_dtype=grad_dtype)
+        dk, dv = differentiate_keys(arguments, lse, delta, dout, gates=gates, grad_dtype=grad_dtype)
     return dq, dk, dv, dscale, _gate_gradient(gate, delta)
 
 
 def _differentiate_queries(
+    arguments: Arguments,
     dout: Tensor,
     dlse: Tensor | None,
     out: Tensor,
     lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_indices: Tensor,
-    block_scale: Tensor | None,
     gate: Tensor | None,
-    layout: SequenceLayout,
-    block_size: int,
-    causal: bool,
-    scale: float,
-    softcap: float | None,
     design: str,
     needs_dscale: bool,
     grad_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return dq, delta `[B, HQ, T]` and the gradients of the factors `[head tiles, B, T, HI, n]`, by query or union."""
+    q, k, v, block_indices, block_scale, layout, _, _, scale, softcap = arguments
     dq = q.new_empty(q.shape, dtype=grad_dtype)
     delta = torch.empty_like(lse)
     tables = settings.DQ, settings.DQ_32, settings.DQ_64
@@ -331,7 +295,7 @@ def _differentiate_queries(
         design,
         (union_dq_kernel, settings.UNION_DQ),
         (dq_kernel, tables),
-        *(q, k, v, block_indices, layout, block_size, causal),
+        arguments,
         max_percent=plan.MAX_UNION_PERCENT['backward'],
     )
     for kernel, grid, union, chosen in launches:

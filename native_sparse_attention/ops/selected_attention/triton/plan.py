@@ -19,9 +19,8 @@ from native_sparse_attention.ops._triton.launch import (
     row_block,
     settings_of,
 )
-from native_sparse_attention.ops._triton.varlen import SequenceLayout
 from native_sparse_attention.ops.selected_attention.triton import settings
-from native_sparse_attention.ops.selected_attention.triton.arguments import Sizes, Tile
+from native_sparse_attention.ops.selected_attention.triton.arguments import Arguments, Sizes, Tile
 from native_sparse_attention.ops.selected_attention.triton.dkv import launch as dkv
 from native_sparse_attention.ops.selected_attention.triton.fp16_values import Fp16Values
 from native_sparse_attention.ops.selected_attention.triton.index.block_union import (
@@ -131,13 +130,7 @@ def plan_launches(
     design: str,
     by_union: tuple[Any, Table],
     by_query: tuple[Any, settings.GroupTables],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_indices: Tensor,
-    layout: SequenceLayout,
-    block_size: int,
-    causal: bool,
+    arguments: Arguments,
     *,
     max_percent: int,
     fp16_values: Fp16Values | None = None,
@@ -147,9 +140,10 @@ def plan_launches(
     by_union, by_query: kernel and table (or tables). fp16_values: converted values, whose flags say which blocks are
     small.
     """
+    q, k, v, block_indices, _, layout, _, causal, _, _ = arguments
     union = NO_UNION
     if design != 'query':
-        chosen = _make_settings(settings_of(by_union[1], q, v), q, k, v, block_indices, block_size, causal)
+        chosen = _make_settings(settings_of(by_union[1], q, v), arguments)
         block_g = rows_per_query(chosen.sizes.group)
         block_m = min(chosen.tile.block_m, MAX_QUERIES * block_g)
         block_t = block_m // block_g
@@ -169,33 +163,25 @@ def plan_launches(
             )
             yield by_union[0], union.counts.shape[:2], union, chosen
     if design != 'union':
-        grid, chosen = plan_by_query(by_query[1], q, k, v, block_indices, block_size, causal)
+        grid, chosen = plan_by_query(by_query[1], arguments)
         yield by_query[0], grid, union, chosen
 
 
-def plan_by_query(
-    tables: settings.GroupTables,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_indices: Tensor,
-    block_size: int,
-    causal: bool,
-) -> tuple[tuple[int, int], LaunchSettings]:
+def plan_by_query(tables: settings.GroupTables, arguments: Arguments) -> tuple[tuple[int, int], LaunchSettings]:
     """Return grid and settings of a kernel with one program per query and tile of the heads that share its blocks."""
+    q, _, v, block_indices = arguments[:4]
     tile = settings.settings_of_group(tables, q.shape[2] // block_indices.shape[2], q, v)
-    chosen = _make_settings(tile, q, k, v, block_indices, block_size, causal)
+    chosen = _make_settings(tile, arguments)
     block_m = min(chosen.tile.block_m, row_block(chosen.sizes.group))
     batch, seqlen = q.shape[:2]
     grid = (batch * seqlen, block_indices.shape[2] * -(-chosen.sizes.group // block_m))
     return grid, chosen._replace(tile=chosen.tile._replace(block_m=block_m))
 
 
-def _make_settings(
-    tile: Settings, q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_size: int, causal: bool
-) -> LaunchSettings:
-    shapes = (q.shape, k.shape, v.shape, block_indices.shape)
-    return _settings_of_shapes(tile, *shapes, block_size, causal, is_wide(k, v))
+def _make_settings(tile: Settings, arguments: Arguments) -> LaunchSettings:
+    shapes = (t.shape for t in arguments[:4])
+    wide = is_wide(arguments.k, arguments.v)
+    return _settings_of_shapes(tile, *shapes, arguments.block_size, arguments.causal, wide)
 
 
 @lru_cache(maxsize=1024)

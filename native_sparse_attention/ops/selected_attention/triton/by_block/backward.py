@@ -21,9 +21,8 @@ from native_sparse_attention.ops._triton.inverse_index import load_entries, spli
 from native_sparse_attention.ops._triton.launch import head_block, is_wide, launch, row_block
 from native_sparse_attention.ops._triton.softcap import cap_logits, cap_slope
 from native_sparse_attention.ops._triton.tiles import add_product, load_rows, split_finite, store_rows
-from native_sparse_attention.ops._triton.varlen import SequenceLayout
 from native_sparse_attention.ops.selected_attention.triton import settings
-from native_sparse_attention.ops.selected_attention.triton.arguments import Sizes, Strides, Tile, stride_of
+from native_sparse_attention.ops.selected_attention.triton.arguments import Arguments, Sizes, Strides, Tile, stride_of
 from native_sparse_attention.ops.selected_attention.triton.by_block.forward import CHUNK_ROWS, MERGE_ROWS, WORKSPACE
 from native_sparse_attention.ops.selected_attention.triton.by_block.partials import (
     PartialResults,
@@ -78,20 +77,11 @@ class BlockQueryGradients:
 
     def __init__(
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        block_indices: Tensor,
-        block_scale: Tensor | None,
+        arguments: Arguments,
         lse: Tensor,
         dout: Tensor,
         dlse: Tensor | None,
         gate: Tensor | None,
-        layout: SequenceLayout,
-        block_size: int,
-        causal: bool,
-        scale: float,
-        softcap: float | None,
         needs_dfactors: bool,
         grad_dtype: torch.dtype,
     ) -> None:
@@ -99,9 +89,8 @@ class BlockQueryGradients:
 
         They are filled while the CSR index is traversed.
         """
-        self.q, self.k, self.v, self.block_scale, self.lse = q, k, v, block_scale, lse
-        self.dout, self.dlse, self.gate, self.layout = dout, dlse, gate, layout
-        self.scale, self.softcap = scale, softcap
+        q, k, v, block_indices, _, _, block_size, causal, _, _ = self.arguments = arguments
+        self.lse, self.dout, self.dlse, self.gate = lse, dout, dlse, gate
         index_heads, num_selected = block_indices.shape[2:]
         block_size = min(block_size, k.shape[1])
         group, repeats = q.shape[2] // index_heads, index_heads // k.shape[2]
@@ -132,7 +121,8 @@ class BlockQueryGradients:
     def _differentiate(self, csr: BlockToQuery, pairs: range, tokens: range, computes_dq: bool) -> None:
         rows = len(pairs) * csr.num_entries * self.sizes.group
         dfactors = self.dfactors if computes_dq else None
-        partials = allocate_partials(self.q, rows, self.q.shape[3] if computes_dq else 0, dfactors is not None)
+        q = self.arguments.q
+        partials = allocate_partials(q, rows, q.shape[3] if computes_dq else 0, dfactors is not None)
         self._compute_partials(partials, csr, pairs, computes_dq)
         self._add_partials(partials, csr, pairs, tokens, computes_dq)
         if dfactors is not None:
@@ -144,7 +134,8 @@ class BlockQueryGradients:
 
     def _compute_partials(self, partials: PartialResults, csr: BlockToQuery, pairs: range, computes_dq: bool) -> None:
         """Launch the pass for delta, or the one for dq."""
-        q, k, v, block_scale, dout, sizes = self.q, self.k, self.v, self.block_scale, self.dout, self.sizes
+        q, k, v, _, block_scale, layout, _, _, scale, softcap = self.arguments
+        dout, sizes = self.dout, self.sizes
         tables = (settings.BLOCK_DQ, settings.BLOCK_DQ_SHORT) if computes_dq else (settings.BLOCK, settings.BLOCK_SHORT)
         block_m, _, num_warps, num_stages = settings.settings_of_blocks(*tables, sizes.block_size, q, v)
         if not computes_dq:
@@ -159,7 +150,7 @@ class BlockQueryGradients:
             Inputs(q, k, v, block_scale, self.lse, dout, self.delta, self.inverse_units),
             partials,
             InputStrides(q.stride(), k.stride(), v.stride(), stride_of(block_scale), dout.stride()),
-            *(self.layout, csr._replace(num_programs=num_programs), self.scale, self.softcap),
+            *(layout, csr._replace(num_programs=num_programs), scale, softcap),
             COMPUTE_DQ=computes_dq,
             sizes=sizes,
             tile=Tile(block_m, row_block(sizes.block_size), *head_blocks, wide, chunk=chunk),
@@ -172,19 +163,19 @@ class BlockQueryGradients:
         self, partials: PartialResults, csr: BlockToQuery, pairs: range, tokens: range, computes_dq: bool
     ) -> None:
         """Add up the partial results of the pass for delta, or of the one for dq."""
-        dlse, gate, sizes = self.dlse, self.gate, self.sizes
+        dlse, gate, sizes, layout = self.dlse, self.gate, self.sizes, self.arguments.layout
         launch(
             sum_kernel,
             (len(pairs) * -(-len(tokens) * sizes.repeats * sizes.group // MERGE_ROWS),),
             *(partials, self.delta, self.inverse_units, self.lse, dlse, gate, self.dq),
-            *(stride_of(dlse), stride_of(gate), self.dq.stride(), self.layout, csr, len(tokens), self.scale),
+            *(stride_of(dlse), stride_of(gate), self.dq.stride(), layout, csr, len(tokens), self.arguments.scale),
             COMPUTE_DQ=computes_dq,
             sizes=sizes,
             UNROLLED=min(sizes.num_selected, 4),
             BLOCK_M=MERGE_ROWS,
             BLOCK_D=head_block(sizes.head_dim),
             num_warps=4,
-            device=self.q.device,
+            device=self.dq.device,
         )
 
 

@@ -29,9 +29,8 @@ from native_sparse_attention.ops._triton.inverse_index import (
 from native_sparse_attention.ops._triton.launch import head_block, is_wide, launch, row_block
 from native_sparse_attention.ops._triton.softcap import cap_logits
 from native_sparse_attention.ops._triton.tiles import add_product, load_rows, split_finite, store_rows
-from native_sparse_attention.ops._triton.varlen import SequenceLayout
 from native_sparse_attention.ops.selected_attention.triton import settings
-from native_sparse_attention.ops.selected_attention.triton.arguments import Sizes, Strides, Tile, stride_of
+from native_sparse_attention.ops.selected_attention.triton.arguments import Arguments, Sizes, Strides, Tile, stride_of
 from native_sparse_attention.ops.selected_attention.triton.by_block.partials import (
     allocate_partials,
     bytes_per_row,
@@ -73,24 +72,12 @@ class InputStrides(NamedTuple):
     end: Any = None  # see `Strides`
 
 
-def attend_by_block(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_indices: Tensor,
-    block_scale: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    layout: SequenceLayout,
-    block_size: int,
-    causal: bool,
-    scale: float,
-    softcap: float | None,
-) -> InverseIndex | None:
+def attend_by_block(arguments: Arguments, out: Tensor, lse: Tensor) -> InverseIndex | None:
     """Fill out `[B, T, HQ, DV]` and lse `[B, HQ, T]`, for one group of pairs and one range of tokens after the other.
 
     Returns the inverse index of all pairs and tokens for the backward pass, or None where it is not built at once.
     """
+    q, k, v, block_indices, block_scale, layout, block_size, causal, scale, softcap = arguments
     seqlen, heads, head_dim = q.shape[1:]
     seqlen_k, kv_heads, value_dim = v.shape[1:]
     index_heads, num_selected = block_indices.shape[2:]

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from native_sparse_attention.ops._triton.inverse_index import InverseIndex, group_pairs, num_block_slots
 from native_sparse_attention.ops._triton.launch import head_block, is_wide, launch, row_block, settings_of
-from native_sparse_attention.ops._triton.varlen import SequenceLayout
 from native_sparse_attention.ops.selected_attention.triton import settings
-from native_sparse_attention.ops.selected_attention.triton.arguments import Sizes, Tile, stride_of
+from native_sparse_attention.ops.selected_attention.triton.arguments import Arguments, Sizes, Tile, stride_of
 from native_sparse_attention.ops.selected_attention.triton.dkv.kernels import (
     DkvStrides,
     DkvTensors,
@@ -58,19 +57,10 @@ class QueryGradients(Protocol):
 
 
 def differentiate_keys(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_indices: Tensor,
-    block_scale: Tensor | None,
+    arguments: Arguments,
     lse: Tensor,
     delta: Tensor,
     dout: Tensor,
-    layout: SequenceLayout,
-    block_size: int,
-    causal: bool,
-    scale: float,
-    softcap: float | None,
     queries: QueryGradients | None = None,
     index: InverseIndex | None = None,
     gates: Gates | None = None,
@@ -82,6 +72,7 @@ def differentiate_keys(
     `[B, HQ, T]`, of equal strides. index: inverse index of all pairs and tokens, if known. gates: if dout lacks the
     gate. grad_dtype: of dk and dv, default that of k.
     """
+    q, k, v, block_indices, block_scale, layout, block_size, causal, scale, softcap = arguments
     seqlen, heads, head_dim = q.shape[1:]
     seqlen_k, kv_heads, value_dim = v.shape[1:]
     index_heads, num_selected = block_indices.shape[2:]

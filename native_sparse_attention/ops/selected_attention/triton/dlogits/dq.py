@@ -17,9 +17,9 @@ from torch import Tensor
 from native_sparse_attention.ops._triton.finite import find_large, is_small
 from native_sparse_attention.ops._triton.launch import describe_tiles, head_block, is_wide, launch, settings_of
 from native_sparse_attention.ops._triton.tiles import add_product, load_rows, load_tile, split_finite, store_rows
-from native_sparse_attention.ops._triton.varlen import SequenceLayout, load_extent, locate_queries
+from native_sparse_attention.ops._triton.varlen import load_extent, locate_queries
 from native_sparse_attention.ops.selected_attention.triton import settings
-from native_sparse_attention.ops.selected_attention.triton.arguments import KeySource, Sizes, Tile
+from native_sparse_attention.ops.selected_attention.triton.arguments import Arguments, KeySource, Sizes, Tile
 from native_sparse_attention.ops.selected_attention.triton.dkv.kernels import Gates
 from native_sparse_attention.ops.selected_attention.triton.dkv.launch import differentiate_keys
 from native_sparse_attention.ops.selected_attention.triton.dlogits.delta import find_delta
@@ -38,19 +38,8 @@ from native_sparse_attention.ops.selected_attention.triton.loops.union_loop impo
 class DlogitsQueryGradients:
     """Compute dq from stored gradients of logits (`QueryGradients` of dkv/launch.py)."""
 
-    def __init__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        block_indices: Tensor,
-        layout: SequenceLayout,
-        block_size: int,
-        causal: bool,
-        scale: float,
-    ) -> None:
-        self.k, self.block_indices, self.layout = k, block_indices, layout
-        self.block_size, self.causal, self.scale = block_size, causal, scale
+    def __init__(self, arguments: Arguments) -> None:
+        q, k, v, block_indices, _, _, block_size, _, _, _ = self.arguments = arguments
         self.group = q.shape[2] // k.shape[2]
         self.max_tokens = max_tokens(q, k, block_indices, block_size)
         self.max_pairs = max(1, self.max_tokens // max(1, q.shape[1]))
@@ -61,7 +50,7 @@ class DlogitsQueryGradients:
 
     def prepare(self, csr: BlockToQuery, pairs: range, tokens: range) -> None:
         """Allocate room for the gradients of the logits of these pairs and tokens."""
-        size = len(pairs) * csr.num_entries * self.group * self.block_size
+        size = len(pairs) * csr.num_entries * self.group * self.arguments.block_size
         if self.dlogits.numel() < size:
             self.dlogits = self.dlogits.new_empty(size)
 
@@ -69,9 +58,9 @@ class DlogitsQueryGradients:
         """Compute dq of these pairs and tokens."""
         block_m, block_n, num_warps, num_stages = self.settings
         block_t = max(1, block_m // self.group)
-        block_n = min(block_n, self.block_size)
-        k, layout, num_selected = self.k, self.layout, self.block_indices.shape[3]
-        kv_heads = k.shape[2]
+        _, k, _, block_indices, _, layout, block_size, causal, scale, _ = self.arguments
+        block_n = min(block_n, block_size)
+        num_selected, kv_heads = block_indices.shape[3], k.shape[2]
         # The tiles of a row that may hold these tokens. Packed sequences share one row, and each starts a new tile.
         first, num_tiles = tokens.start // block_t, -(-tokens.stop // block_t) - tokens.start // block_t
         tiles_per_row = -(-layout.seqlen_q // block_t)
@@ -79,12 +68,12 @@ class DlogitsQueryGradients:
             num_tiles += layout.num_sequences + 1
         first_row, last_row = pairs.start // kv_heads, (pairs.stop - 1) // kv_heads
         # With pairs of several rows, the unions of all heads are built.
-        heads = range(self.block_indices.shape[2])
+        heads = range(block_indices.shape[2])
         if first_row == last_row:
             heads = range(pairs.start % kv_heads, pairs.start % kv_heads + len(pairs))
         tiles = range(first_row * tiles_per_row + first, last_row * tiles_per_row + first + num_tiles)
         union = build_unions(
-            *(self.block_indices[:, :, heads.start : heads.stop], layout, self.block_size, self.causal, block_t),
+            *(block_indices[:, :, heads.start : heads.stop], layout, block_size, causal, block_t),
             max_percent=None,
             large=self.large,
             tiles=tiles,
@@ -94,10 +83,10 @@ class DlogitsQueryGradients:
         launch(
             dq_from_dlogits_kernel,
             (len(pairs) * num_tiles,),
-            *(k, describe_tiles(k, block_n, block_d), self.block_indices, self.dlogits, self.dq),
-            *(k.stride(), self.block_indices.stride(), self.dq.stride(), layout, union, csr),
-            *(tokens.stop, num_tiles, tiles_per_row, first, heads.start, len(heads), self.scale),
-            sizes=Sizes(self.group, 1, num_selected, self.block_size, self.causal, k.shape[3], 0),
+            *(k, describe_tiles(k, block_n, block_d), block_indices, self.dlogits, self.dq),
+            *(k.stride(), block_indices.stride(), self.dq.stride(), layout, union, csr),
+            *(tokens.stop, num_tiles, tiles_per_row, first, heads.start, len(heads), scale),
+            sizes=Sizes(self.group, 1, num_selected, block_size, causal, k.shape[3], 0),
             tile=Tile(
                 *(block_t * self.group, block_n, block_d, 0, is_wide(k), block_s),
                 block_g=self.group,
@@ -110,31 +99,19 @@ class DlogitsQueryGradients:
 
 
 def differentiate_by_dlogits(
+    arguments: Arguments,
     dout: Tensor,
     dlse: Tensor | None,
     out: Tensor,
     lse: Tensor,
     low_bits: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_indices: Tensor,
-    layout: SequenceLayout,
-    block_size: int,
-    causal: bool,
-    scale: float,
-    softcap: float | None,
     gate: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return dq, dk, dv and delta `[B, HQ, T]`. low_bits: of the output (`split_low_bits`)."""
     gates = None if gate is None else Gates(gate, lse)
     lse, delta = find_delta(out, low_bits, dout, lse, dlse, gate)
-    queries = DlogitsQueryGradients(q, k, v, block_indices, layout, block_size, causal, scale)
-    dk, dv = differentiate_keys(
-        *(q, k, v, block_indices, None, lse, delta, dout, layout, block_size, causal, scale, softcap),
-        queries=queries,
-        gates=gates,
-    )
+    queries = DlogitsQueryGradients(arguments)
+    dk, dv = differentiate_keys(arguments, lse, delta, dout, queries=queries, gates=gates)
     return queries.dq, dk, dv, delta
 
 

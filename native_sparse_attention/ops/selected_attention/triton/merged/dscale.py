@@ -20,9 +20,8 @@ from torch import Tensor
 from native_sparse_attention.ops._triton.launch import launch
 from native_sparse_attention.ops._triton.softcap import cap_logits, cap_slope
 from native_sparse_attention.ops._triton.tiles import load_rows
-from native_sparse_attention.ops._triton.varlen import SequenceLayout
 from native_sparse_attention.ops.selected_attention.triton import plan, settings
-from native_sparse_attention.ops.selected_attention.triton.arguments import KeySource, Strides
+from native_sparse_attention.ops.selected_attention.triton.arguments import Arguments, KeySource, Strides
 from native_sparse_attention.ops.selected_attention.triton.index.block_union import NO_UNION, open_query
 from native_sparse_attention.ops.selected_attention.triton.loops.block_loop import ANY, find_keys, load_step, select_row
 
@@ -49,26 +48,14 @@ class DscaleStrides(NamedTuple):
     end: Any = None  # see `Strides`
 
 
-def differentiate_scale(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_indices: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    dout: Tensor,
-    layout: SequenceLayout,
-    block_size: int,
-    scale: float,
-    softcap: float | None,
-) -> Tensor:
+def differentiate_scale(arguments: Arguments, lse: Tensor, delta: Tensor, dout: Tensor) -> Tensor:
     """Return the gradient of the factors, float32 `[B, T, HI, n]`; 0 for an index that names no block or repeats one.
 
-    Queries are causal. The last dimension of q, k, v, block_indices and dout is contiguous. lse: `[B, HQ, T]`, of the
-    whole softmax. delta: `[B, HQ, T]`, the sum of p * dp over all keys of a row minus the gradient of lse.
+    Queries are causal. The last dimension of dout is contiguous. lse: `[B, HQ, T]`, of the whole softmax. delta: `[B,
+    HQ, T]`, the sum of p * dp over all keys of a row minus the gradient of lse.
     """
-    tables = settings.DQ, settings.DQ_32, settings.DQ_64
-    grid, launch_settings = plan.plan_by_query(tables, q, k, v, block_indices, block_size, causal=True)
+    q, k, v, block_indices, _, layout, _, _, scale, softcap = arguments
+    grid, launch_settings = plan.plan_by_query((settings.DQ, settings.DQ_32, settings.DQ_64), arguments)
     batch, seqlen, index_heads, num_selected = block_indices.shape
     head_tiles = grid[1] // max(index_heads, 1)
     dscale = q.new_zeros(head_tiles, batch, seqlen, index_heads, num_selected, dtype=torch.float32)

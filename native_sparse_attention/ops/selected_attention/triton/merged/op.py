@@ -31,6 +31,7 @@ from native_sparse_attention.ops._triton.registered import (
 from native_sparse_attention.ops._triton.support import MAX_TOKENS
 from native_sparse_attention.ops._triton.varlen import flatten, last_dim_contiguous, make_layout, unflatten
 from native_sparse_attention.ops.selected_attention.triton import op as selected
+from native_sparse_attention.ops.selected_attention.triton.arguments import make_arguments
 from native_sparse_attention.ops.selected_attention.triton.merged.combine import combine_kernel, split_kernel
 from native_sparse_attention.ops.selected_attention.triton.merged.dscale import differentiate_scale
 
@@ -93,8 +94,8 @@ def _forward(
     window = interval.prepare_window(q, k, v, flat, left, softcap, sinks)
     out_window, lse_window = interval.attend(window, scale, torch.float32)
     far = _before_window(unflatten(q, flat), left)
-    options = (block_size, True, scale, softcap, None, save_index, False, torch.float32)
-    out_selected, lse_selected, _, entries, starts = selected.attend(q, k, v, block_indices, None, far, *options)
+    arguments = make_arguments((q, k, v, block_indices, None), far, block_size, True, scale, softcap)
+    out_selected, lse_selected, _, entries, starts = selected.attend(arguments, None, save_index, False, torch.float32)
     out, lse = q.new_empty(out_window.shape), torch.empty_like(lse_window)
     difference = q.new_empty(out.shape if save_difference else 0)
     _launch(
@@ -160,9 +161,11 @@ def _backward(
 
     saved = (outs[1], lse_selected, empty, entries, starts)
     far = _before_window(unflatten(q, flat), left)
-    inputs = (q, k, v, block_indices, None, weights[1], far)
-    options = (block_size, True, scale, softcap, None, False, needs_dkv, False, torch.float32)
-    far_dq, far_dk, far_dv, _, far_delta = selected.differentiate(dout, dlses[1], *saved, *inputs, *options)
+    arguments = make_arguments((q, k, v, block_indices, None), far, block_size, True, scale, softcap)
+    grads = selected.differentiate(
+        arguments, dout, dlses[1], *saved, weights[1], None, False, needs_dkv, False, torch.float32
+    )
+    far_dq, far_dk, far_dv, _, far_delta = grads
     dq = (dq + far_dq).to(q.dtype)
     if needs_dscale or needs_dsinks:
         # The sum of p * dp over all keys. Each part has the sum over its own keys, minus its dlse.
@@ -171,10 +174,8 @@ def _backward(
         of_window, of_selected = (delta * share for delta, share in zip(deltas, shares, strict=True))
         delta = of_window + of_selected if dlse is None else of_window + of_selected - dlse
         if needs_dscale and block_scale is not None:
-            layout = make_layout(unflatten(q, flat))
-            q, k, v, block_indices = last_dim_contiguous(q, k, v, block_indices)
-            dscale = differentiate_scale(q, k, v, block_indices, lse, delta, dout, layout, block_size, scale, softcap)
-            dscale = dscale.to(block_scale.dtype)
+            arguments = arguments._replace(layout=make_layout(unflatten(q, flat)))
+            dscale = differentiate_scale(arguments, lse, delta, dout).to(block_scale.dtype)
         if needs_dsinks and sinks is not None:
             dsinks = interval.differentiate_sinks(sinks, lse, delta)
     if needs_dkv:
