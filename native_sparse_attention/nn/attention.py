@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from rotary_embedding_torch import RotaryEmbedding
@@ -14,46 +13,34 @@ from torch import Tensor, nn
 from native_sparse_attention import functional
 from native_sparse_attention.autograd.recompute import recompute
 from native_sparse_attention.core.backend import BackendChoice, check_backend
-from native_sparse_attention.core.checks import (
-    check_flags,
-    check_not_negative,
-    check_positive,
-    checked_softcap,
-    make_sequences,
-)
+from native_sparse_attention.core.checks import checked_softcap, make_sequences
 from native_sparse_attention.core.plain import is_plain
 from native_sparse_attention.core.projection import floating_weight, projection_dtype
-from native_sparse_attention.core.random import as_seed, check_probability
+from native_sparse_attention.core.random import as_seed
 from native_sparse_attention.inference import decode as decoding
-from native_sparse_attention.inference.cache import FIRST_CAPACITY, MAX_ROLLBACK, LayerCache
-from native_sparse_attention.inference.paged_cache import cache_kind, make_cache
+from native_sparse_attention.inference.cache import LayerCache
 from native_sparse_attention.inference.rollback import retract
 from native_sparse_attention.losses import block_score_loss
 from native_sparse_attention.nn.checks import (
-    backend_of_flag,
     check_block_loss,
-    check_cache,
     check_input,
-    check_layer_sizes,
-    check_merged,
-    check_undifferentiated,
-    warn_of_forced_blocks,
+    check_settings,
+    refuse_unknown,
     warn_of_untrained_scores,
 )
-from native_sparse_attention.nn.compress import (
-    compress_pair,
-    compress_tokens,
-    make_network,
-    make_networks,
-    with_zero_gradients,
-)
+from native_sparse_attention.nn.compress import compress_pair, compress_tokens, make_networks, with_zero_gradients
 from native_sparse_attention.nn.gate import GATE_START, MERGED_GATE_START, check_gate, make_gate
+from native_sparse_attention.nn.layer import AttentionLayer
 from native_sparse_attention.nn.linear import BranchLinear, FixedStartLinear
-from native_sparse_attention.nn.padding import from_front, front_order, to_front
-from native_sparse_attention.nn.rotary import Rotary, describe_rotary, recompute_rotated, rotate, rotated_and_plain
-from native_sparse_attention.nn.state import LayerWithSettings
+from native_sparse_attention.nn.padding import FrontOrder, from_front, to_front
+from native_sparse_attention.nn.rotary import Rotary, recompute_rotated, rotate, rotated_and_plain
 from native_sparse_attention.ops import select_blocks
 
+# Beside those of every attention layer.
+_WEIGHT_SETTINGS = (
+    *('softcap', 'query_heads_share_selected_kv', 'independent_branch_kv', 'merge_window', 'compressed_output'),
+    *('num_init_blocks', 'num_local_blocks', 'compress_block_sliding_stride', 'selection_block_size'),
+)
 # Linear layers that autocast gives the dtype of its input.
 _LINEAR = (nn.Linear, BranchLinear, FixedStartLinear)
 
@@ -73,7 +60,7 @@ class _Projected(NamedTuple):
     gates: Tensor | None
 
 
-class SparseAttention(LayerWithSettings):
+class SparseAttention(AttentionLayer):
     """Native Sparse Attention (arXiv 2502.11089) as a layer, `[B, T, dim]` to `[B, T, dim]`.
 
     Every query reads compressed summaries of the whole past, the few blocks with the highest compressed scores, and a
@@ -119,7 +106,6 @@ class SparseAttention(LayerWithSettings):
             Excludes independent_branch_kv.
         compressed_output: False, with merge_window: the compressed branch scores blocks alone. There is no gate, and no
             network, positions or memory of values; compress_mlp is one module then.
-        use_triton_kernel: deprecated; True stands for backend='auto', False for backend='eager'.
 
     Raises:
         ValueError: sizes do not fit; names argument, value and rule.
@@ -164,55 +150,13 @@ class SparseAttention(LayerWithSettings):
         dropout: float = 0.0,
         merge_window: bool = False,
         compressed_output: bool = True,
-        use_triton_kernel: bool | None = None,
+        **unknown: NoReturn,
     ) -> None:
         super().__init__()
-        kv_heads = heads if kv_heads is None else kv_heads
-        value_dim = dim_head if dim_value_head is None else dim_value_head
-        check_positive(
-            dim=dim,
-            dim_head=dim_head,
-            heads=heads,
-            kv_heads=kv_heads,
-            dim_value_head=value_dim,
-            sliding_window_size=sliding_window_size,
-            compress_block_size=compress_block_size,
-            compress_block_sliding_stride=compress_block_sliding_stride,
-            selection_block_size=selection_block_size,
-        )
-        check_not_negative(
-            num_selected_blocks=num_selected_blocks,
-            num_compressed_mem_kv=num_compressed_mem_kv,
-            num_init_blocks=num_init_blocks,
-            num_local_blocks=num_local_blocks,
-            num_sinks=num_sinks,
-        )
-        softcap = checked_softcap(softcap)
-        check_probability(dropout=dropout)
-        check_layer_sizes(heads, kv_heads, compress_block_size, compress_block_sliding_stride, selection_block_size)
-        if rotary_emb is True:
-            raise ValueError('rotary_emb is True, but must be a RotaryEmbedding, None for a default or False')
-        check_backend(backend)
-        check_flags(
-            causal=causal,
-            norm=norm,
-            use_diff_topk=use_diff_topk,
-            query_heads_share_selected_kv=query_heads_share_selected_kv,
-            independent_branch_kv=independent_branch_kv,
-            recompute=recompute,
-            merge_window=merge_window,
-            compressed_output=compressed_output,
-        )
-        check_merged(
-            *(merge_window, compressed_output, independent_branch_kv, strategy_combine_mlp, compress_mlp),
-            num_selected_blocks,
-        )
-        backend = backend_of_flag(use_triton_kernel, backend)
-        warn_of_forced_blocks(num_selected_blocks, num_init_blocks, num_local_blocks, causal)
-
-        self.dim_head, self.heads, self.kv_heads, self.dim_value_head = dim_head, heads, kv_heads, value_dim
-        self.sliding_window_size = sliding_window_size
-        self.compress_block_size = compress_block_size
+        refuse_unknown('SparseAttention', unknown)
+        self.dim_head, self.heads, self.kv_heads = dim_head, heads, heads if kv_heads is None else kv_heads
+        self.dim_value_head = dim_head if dim_value_head is None else dim_value_head
+        self.sliding_window_size, self.compress_block_size = sliding_window_size, compress_block_size
         self.compress_block_sliding_stride = compress_block_sliding_stride
         self.selection_block_size, self.num_selected_blocks = selection_block_size, num_selected_blocks
         self.num_init_blocks, self.num_local_blocks = num_init_blocks, num_local_blocks
@@ -220,12 +164,15 @@ class SparseAttention(LayerWithSettings):
         self.query_heads_share_selected_kv = query_heads_share_selected_kv
         self.independent_branch_kv = independent_branch_kv
         self.backend, self.recompute = backend, recompute
-        self.softcap, self.num_sinks, self.dropout = softcap, num_sinks, dropout
+        self.softcap, self.num_sinks, self.dropout = checked_softcap(softcap), num_sinks, dropout
         self.merge_window, self.compressed_output = merge_window, compressed_output
+        networks = {'compress_mlp': compress_mlp, 'strategy_combine_mlp': strategy_combine_mlp}
+        check_settings(self, dim, num_compressed_mem_kv, norm, rotary_emb, **networks)
 
         self.norm = nn.RMSNorm(dim) if norm else nn.Identity()
         self.rotary = None if rotary_emb is False else Rotary(dim_head, rotary_emb)  # type: ignore[arg-type]
         # Queries, then keys and values of the compressed, the selected and the window branch, or one pair for all.
+        kv_heads, value_dim = self.kv_heads, self.dim_value_head
         sizes = [heads * dim_head, kv_heads * dim_head, kv_heads * value_dim]
         self._split_sizes = [sizes[0], *sizes[1:] * (3 if independent_branch_kv else 1)]
         self.to_qkv = BranchLinear(dim, sizes, 3) if independent_branch_kv else nn.Linear(dim, sum(sizes), bias=False)
@@ -242,18 +189,18 @@ class SparseAttention(LayerWithSettings):
         self.compress_mem_v = parameter(kv_heads, num_compressed_mem_kv, value_dim, exists=compressed_output)
         self.compress_sinks = parameter(heads, num_sinks, exists=compressed_output)
         self.window_sinks = parameter(heads, num_sinks, exists=True)
-        network_sizes: dict[str, Any] = {
-            'kv_heads': kv_heads,
-            'head_dim': dim_head,
-            'block_size': compress_block_size,
-            'compress_mlp_expand_factor': compress_mlp_expand_factor,
-        }
         self.k_compress = self.v_compress = None
-        if compressed_output:
-            self.k_compress, self.v_compress = make_networks(compress_mlp, value_dim=value_dim, **network_sizes)
-        elif self._compresses:
-            self.k_compress = make_network(compress_mlp, **network_sizes)  # type: ignore[arg-type]
-            warn_of_untrained_scores(self.k_compress, use_diff_topk)
+        if self._compresses:
+            self.k_compress, self.v_compress = make_networks(
+                compress_mlp,
+                kv_heads=kv_heads,
+                head_dim=dim_head,
+                value_dim=value_dim if compressed_output else None,
+                block_size=compress_block_size,
+                compress_mlp_expand_factor=compress_mlp_expand_factor,
+            )
+            if not compressed_output:
+                warn_of_untrained_scores(self.k_compress, use_diff_topk)
         self.to_strategy_combine = None
         if compressed_output:
             start = MERGED_GATE_START if merge_window else GATE_START
@@ -266,27 +213,11 @@ class SparseAttention(LayerWithSettings):
     def weight_settings(self) -> dict[str, Any]:
         """Not budgets, backends and dropout, which may change between training and use."""
         num_gates = 3 if not self.merge_window else int(self.compressed_output)
-        return {
-            'heads': self.heads,
-            'kv_heads': self.kv_heads,
-            'dim_head': self.dim_head,
-            'dim_value_head': self.dim_value_head,
-            'causal': self.causal,
-            **describe_rotary(self.rotary),
-            'softcap': self.softcap,
-            'query_heads_share_selected_kv': self.query_heads_share_selected_kv,
-            'independent_branch_kv': self.independent_branch_kv,
-            'merge_window': self.merge_window,
-            'compressed_output': self.compressed_output,
-            'gate': f'{num_gates} sigmoids per head',
-            'num_init_blocks': self.num_init_blocks,
-            'num_local_blocks': self.num_local_blocks,
-            'compress_block_sliding_stride': self.compress_block_sliding_stride,
-            'selection_block_size': self.selection_block_size,
-        }
+        own = {name: getattr(self, name) for name in _WEIGHT_SETTINGS}
+        return {**super().weight_settings, **own, 'gate': f'{num_gates} sigmoids per head'}
 
     def networks(self) -> Iterator[nn.Module]:
-        """The modules of the networks φ and the gate, which dense attention does not have."""
+        """Yield the modules of the networks φ and of the gate, which dense attention does not have."""
         for network in (self.k_compress, self.v_compress, self.to_strategy_combine):
             if network is not None:
                 yield from network.modules()
@@ -309,9 +240,8 @@ class SparseAttention(LayerWithSettings):
         cache: LayerCache | None = None,
         return_cache: bool = False,
         return_block_loss: bool = False,
-        disable_triton_kernel: bool | None = None,
-        sliding_window_flex_mask: Any = None,
-        fine_selection_flex_mask: Any = None,
+        backend: str | None = None,
+        **unknown: NoReturn,
     ) -> Any:
         """Attend.
 
@@ -325,8 +255,7 @@ class SparseAttention(LayerWithSettings):
             return_cache: return the cache too; without one, start one that grows.
             return_block_loss: return the `block_score_loss` of this call too, which trains the block scores. Refused
                 with a cache, with recompute and without selected blocks.
-            disable_triton_kernel: deprecated; True runs this call with backend='eager'.
-            sliding_window_flex_mask, fine_selection_flex_mask: refused; backend='flex' makes its own masks.
+            backend: of this call; default that of the layer.
 
         Returns:
             `[B, T, dim]`, or a pair of it and the cache (return_cache) or the scalar loss (return_block_loss).
@@ -334,96 +263,42 @@ class SparseAttention(LayerWithSettings):
         Raises:
             ValueError: shapes or settings that do not fit, or a full cache; nothing is written then.
         """
-        for name, flex_mask in (
-            ('sliding_window_flex_mask', sliding_window_flex_mask),
-            ('fine_selection_flex_mask', fine_selection_flex_mask),
-        ):
-            if flex_mask is not None:
-                raise ValueError(f"{name} is given, but masks are made inside: use backend='flex'")
-        check_flags(return_cache=return_cache, return_block_loss=return_block_loss)
-        cached = cache is not None or return_cache
-        if return_block_loss:
-            check_block_loss(cached, self.recompute, self.num_selected_blocks)
-        check_input(x, mask, cu_seqlens, self.norm, self.to_qkv, cached)
-        mask = None if mask is None else mask.bool()
-        if cached and not self.causal:
-            raise ValueError('causal is False, but a cache needs causal=True')
-        if cached:
-            check_undifferentiated(x, self)
-        if cache is not None:
-            check_cache(cache, x, self._cache_layout)
-        backend = self.backend
-        if disable_triton_kernel is not None:
-            check_flags(disable_triton_kernel=disable_triton_kernel)
-            warnings.warn("disable_triton_kernel is deprecated: use backend='eager'", DeprecationWarning, stacklevel=4)
-            backend = 'eager' if disable_triton_kernel and backend in ('auto', 'triton') else backend
+        refuse_unknown('SparseAttention.forward', unknown)
+        cached = self._check_call(x, mask, cu_seqlens, cache, return_cache)
+        check_block_loss(return_block_loss, cached, self.recompute, self.num_selected_blocks)
+        backend = self.backend if backend is None else backend
+        check_backend(backend)
+        x, order = to_front(x, mask)
         if not cached:
-            out, block_loss = self._attend_whole(x, mask, cu_seqlens, backend, return_block_loss)
+            out, block_loss = self._attend_whole(x, order, cu_seqlens, backend, return_block_loss)
             return (out, block_loss) if return_block_loss else out
         with torch.no_grad():
-            if cache is None:
-                cache = self._make_cache(
-                    x.shape[0], max(x.shape[1], FIRST_CAPACITY), MAX_ROLLBACK, projection_dtype(x), x.device, grows=True
-                )
-            out = self._attend_cached(x, mask, cache, backend)
+            cache = self._first_cache(x) if cache is None else cache
+            out = self._attend_cached(x, order, cache, backend)
         return (out, cache) if return_cache else out
 
     def extra_repr(self) -> str:
-        settings = {
-            'softcap': self.softcap,
-            'num_sinks': self.num_sinks,
-            'dropout': self.dropout,
-            'merge_window': self.merge_window,
-            'compressed_output': '' if self.compressed_output else 'False',
-        }
+        settings = {name: getattr(self, name) for name in ('softcap', 'num_sinks', 'dropout', 'merge_window')}
+        if not self.compressed_output:
+            settings['compressed_output'] = 'False'
         return ', '.join(f'{name}={value}' for name, value in settings.items() if value)
-
-    def init_cache(
-        self,
-        batch_size: int,
-        max_seq_len: int,
-        max_rollback: int | None = MAX_ROLLBACK,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-        page_size: int | None = None,
-        num_pages: int | None = None,
-    ) -> LayerCache:
-        """Return a preallocated cache for `batch_size` rows of up to `max_seq_len` tokens; it is never reallocated.
-
-        max_rollback: tokens that `crop` can take back; None: all, for which all keys before rotary are kept. dtype,
-        device: default those of the layer's weights (under autocast its dtype). page_size: a multiple of
-        selection_block_size, for a `PagedLayerCache`; its pools have num_pages pages (default: enough for all rows).
-        """
-        if not self.causal:
-            raise ValueError('causal is False, but a cache needs causal=True')
-        dtype, device = cache_kind(self, self.to_qkv, dtype, device)
-        return self._make_cache(
-            batch_size, max_seq_len, max_rollback, dtype, device, page_size=page_size, num_pages=num_pages
-        )
 
     def decodes_fixed(self, cache: LayerCache, num_tokens: int) -> bool:
         """Return whether calls with so many new tokens make the same launches at every length, for a CUDA graph."""
-        probe = torch.empty((), dtype=cache.dtype, device=cache.device)
-        sizes = ((self.heads, self.dim_head), (self.kv_heads, self.dim_head), (self.kv_heads, self.dim_value_head))
-        q, k, v = (probe.expand(cache.batch_size, num_tokens, *size) for size in sizes)
+        q, k, v = self._stand_ins(cache.batch_size, num_tokens, dtype=cache.dtype, device=cache.device)
         sizes = (self.selection_block_size, self.num_selected_blocks)
         features = {'softcap': self.softcap, 'has_sinks': self.num_sinks > 0, 'merge_window': self.merge_window}
         return decoding.backend_of(q, k, v, cache, *sizes, **features, backend=self.backend).name == 'triton'
 
     def backend_for(self, x: Tensor) -> BackendChoice:
-        """The backend that a forward of x `[B, T, dim]` would take, and why faster ones are passed over; its `ops`
-        has what each op of `nsa` takes.
+        """Return the backend that a forward of x `[B, T, dim]` would take, the reason against each faster one, and in
+        `ops` the backend of each op of `nsa`.
         """
         check_input(x, None, None, self.norm, self.to_qkv, cached=False)
-        dtype = projection_dtype(x)
         trains = torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self.parameters()))
-        probe = torch.empty((), dtype=dtype, device=x.device, requires_grad=trains)
-        q = probe.expand(*x.shape[:2], self.heads, self.dim_head)
-        k, v = (probe.expand(*x.shape[:2], self.kv_heads, dim) for dim in (self.dim_head, self.dim_value_head))
+        kind: dict[str, Any] = {'dtype': projection_dtype(x), 'device': x.device, 'requires_grad': trains}
         return functional.backend_of(
-            q,
-            k,
-            v,
+            *self._stand_ins(x.shape[0], x.shape[1], **kind),
             num_selected=self.num_selected_blocks,
             share_group=self.query_heads_share_selected_kv,
             use_diff_topk=self.use_diff_topk,
@@ -437,13 +312,15 @@ class SparseAttention(LayerWithSettings):
             backend=self.backend,
         )
 
+    def _stand_ins(self, batch: int, seqlen: int, **kind: Any) -> list[Tensor]:
+        """Return q, k and v of one element each in their sizes, for the choice of a backend."""
+        sizes = ((self.heads, self.dim_head), (self.kv_heads, self.dim_head), (self.kv_heads, self.dim_value_head))
+        return [torch.empty((), **kind).expand(batch, seqlen, *size) for size in sizes]
+
     def _attend_whole(
-        self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, backend: str, needs_block_loss: bool
+        self, x: Tensor, order: FrontOrder | None, cu_seqlens: Tensor | None, backend: str, needs_block_loss: bool
     ) -> tuple[Tensor, Tensor | None]:
-        order = lengths = None
-        if mask is not None:
-            order, lengths = front_order(mask)
-            x = to_front(x, order, mask)
+        """Return the output for tokens without a cache, and the loss of the block scores or None."""
         positions = torch.arange(x.shape[1], device=x.device)[None]
         if cu_seqlens is not None:
             layout = make_sequences(x, x.shape[1], None, None, cu_seqlens, None).layout()
@@ -451,14 +328,22 @@ class SparseAttention(LayerWithSettings):
             x = torch.where(layout.covered[..., None], x, 0)
         new = self._project(x)
         k_cmp, v_cmp = self._compress(new, cu_seqlens, self.use_diff_topk or needs_block_loss)
-        # What `attend` is made of is read here, once: parameters may have other values when it is recomputed.
+        # Parameters are read here, once: they may have other values when `attend` is recomputed.
         tables = None if self.rotary is None else self.rotary.tables(positions)
         mem_kv = self._memory
         if mem_kv is not None:
             mem_kv = mem_kv[0].to(new.q.dtype), None if mem_kv[1] is None else mem_kv[1].to(new.q.dtype)
-        sinks = {'sinks': self.window_sinks, 'sinks_cmp': self.compress_sinks}
-        dropout = {'dropout_p': self._dropout_p, 'dropout_seed': as_seed(None, x.device) if self._dropout_p else None}
-
+        fixed: dict[str, Any] = {
+            'mem_kv': mem_kv,
+            'sinks': self.window_sinks,
+            'sinks_cmp': self.compress_sinks,
+            'dropout_p': self._dropout_p,
+            'dropout_seed': as_seed(None, x.device) if self._dropout_p else None,
+            'q_offset': 0,
+            'seqlens_k': None if order is None else order.lengths,
+            'cu_seqlens': cu_seqlens,
+            'backend': backend,
+        }
         losses: list[Tensor] = []
 
         def attend(choose: Callable[..., Tensor]) -> Tensor:
@@ -475,29 +360,14 @@ class SparseAttention(LayerWithSettings):
             if needs_block_loss:
                 choose = partial(self._select_with_loss, q, k, losses)
             with recompute_rotated(new.q, tables, backend, q):
-                return self._nsa(
-                    *(q, k, new.v, k_cmp, v_cmp, new.gates),
-                    mem_kv=mem_kv,
-                    q_cmp=q_cmp,
-                    q_window=q_window,
-                    k_window=k_window,
-                    v_window=v_window,
-                    q_offset=0,
-                    seqlens_k=lengths,
-                    cu_seqlens=cu_seqlens,
-                    **sinks,
-                    **dropout,
-                    choose=choose,
-                    backend=backend,
-                )
+                of_branches = {'q_cmp': q_cmp, 'q_window': q_window, 'k_window': k_window, 'v_window': v_window}
+                return self._nsa(q, k, new.v, k_cmp, v_cmp, new.gates, **of_branches, choose=choose, **fixed)
 
-        makes_again = self.recompute and torch.is_grad_enabled()
-        out = recompute(attend) if makes_again else attend(select_blocks)
+        recomputes = self.recompute and torch.is_grad_enabled()
+        out = recompute(attend) if recomputes else attend(select_blocks)
         if self.k_compress is not None and not self.compressed_output and not needs_block_loss:
             out = with_zero_gradients(out, self.k_compress, self.k_intrablock_positions, self.compress_mem_k)
-        out = self._combine(out)
-        out = out if mask is None or order is None else from_front(out, order, mask)
-        return out, losses[0] if losses else None
+        return from_front(self._combine(out), order), losses[0] if losses else None
 
     def _select_with_loss(
         self, q: Tensor, k: Tensor, losses: list[Tensor], q_cmp: Tensor, k_cmp: Tensor, lse: Tensor, **settings: Any
@@ -512,24 +382,20 @@ class SparseAttention(LayerWithSettings):
     def _compress(
         self, new: _Projected, cu_seqlens: Tensor | None, trains_scores: bool
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Compressed keys `[B, C, H, D]` and values `[B, C, H, DV]`, each None where nothing reads it."""
-        if self.k_compress is None or self.k_intrablock_positions is None:
+        """Return compressed keys `[B, C, H, D]` and values `[B, C, H, DV]`, each None where nothing reads it."""
+        if self.k_compress is None:
             return None, None
-        stride = self.compress_block_sliding_stride
-        if self.v_compress is not None and self.v_intrablock_positions is not None:
-            positions = self.k_intrablock_positions, self.v_intrablock_positions
-            networks, tokens = (self.k_compress, self.v_compress), (new.raw_k, new.raw_v)
-            return compress_pair(networks, tokens, positions, stride, cu_seqlens)
-        keys = (self.k_compress, new.raw_k, self.k_intrablock_positions, stride, cu_seqlens)
+        positions = self.k_intrablock_positions, self.v_intrablock_positions
+        where = (self.compress_block_sliding_stride, cu_seqlens)
+        if self.v_compress is not None:
+            return compress_pair((self.k_compress, self.v_compress), (new.raw_k, new.raw_v), positions, *where)
         with torch.set_grad_enabled(torch.is_grad_enabled() and trains_scores):
+            keys = (self.k_compress, new.raw_k, positions[0], *where)
             return compress_tokens(*keys, name='keys', value_dim=self.dim_head), None
 
-    def _attend_cached(self, x: Tensor, mask: Tensor | None, cache: LayerCache, backend: str) -> Tensor:
-        order = counts = None
-        if mask is not None:
-            order, counts = front_order(mask)
-            x = to_front(x, order, mask)
-        new, rotary = self._project(x), self.rotary
+    def _attend_cached(self, x: Tensor, order: FrontOrder | None, cache: LayerCache, backend: str) -> Tensor:
+        """Return the output for the tokens after those in the cache, which advances."""
+        new, rotary, counts = self._project(x), self.rotary, None if order is None else order.lengths
         out = decoding.nsa_decode(
             new.q,
             new.k,
@@ -538,11 +404,9 @@ class SparseAttention(LayerWithSettings):
             cache,
             networks=(self.k_compress, self.v_compress),
             positions=(self.k_intrablock_positions, self.v_intrablock_positions),
-            merge_window=self.merge_window,
             freqs=None if rotary is None else rotary(x.device),
             interpolate_factor=1.0 if rotary is None else rotary.interpolate_factor,
             mem_kv=self._memory,
-            softcap=self.softcap,
             sinks=self.window_sinks,
             sinks_cmp=self.compress_sinks,
             raw_k=new.raw_k,
@@ -550,17 +414,12 @@ class SparseAttention(LayerWithSettings):
             k_window=new.k_window,
             v_window=new.v_window,
             counts=counts,
-            selection_block_size=self.selection_block_size,
-            num_selected=self.num_selected_blocks,
             window_size=self.sliding_window_size,
-            num_init=self.num_init_blocks,
-            num_local=self.num_local_blocks,
-            share_group=self.query_heads_share_selected_kv,
             backend=backend,
+            **self._common_settings,
         )
         try:
-            out = self._combine(out)
-            return out if mask is None or order is None else from_front(out, order, mask)
+            return from_front(self._combine(out), order)
         except BaseException:
             retract(cache, x.shape[1], counts)
             raise
@@ -587,72 +446,54 @@ class SparseAttention(LayerWithSettings):
 
     @property
     def _memory(self) -> tuple[Tensor, Tensor | None] | None:
-        """Memory pairs of the compressed branch; keys alone where it scores blocks alone."""
+        """Memory pairs of the compressed branch, or their keys alone where it only scores blocks."""
         return None if self.compress_mem_k is None else (self.compress_mem_k, self.compress_mem_v)
 
     @property
     def _dropout_p(self) -> float:
         return self.dropout if self.training else 0.0
 
+    @property
+    def _common_settings(self) -> dict[str, Any]:
+        """The settings that `nsa` and `nsa_decode` take alike."""
+        return {
+            'selection_block_size': self.selection_block_size,
+            'num_selected': self.num_selected_blocks,
+            'num_init': self.num_init_blocks,
+            'num_local': self.num_local_blocks,
+            'share_group': self.query_heads_share_selected_kv,
+            'softcap': self.softcap,
+            'merge_window': self.merge_window,
+        }
+
     def _nsa(self, q: Tensor, *tensors: Any, **settings: Any) -> Tensor:
-        """`nsa` with the settings of the layer, `[B, T, HQ, DV]`."""
+        """Return `nsa` with the settings of the layer, `[B, T, HQ, DV]`."""
         window = self.sliding_window_size - 1
         return functional.nsa(
             q,
             *tensors,
             compress_block_size=self.compress_block_size,
             compress_stride=self.compress_block_sliding_stride,
-            selection_block_size=self.selection_block_size,
-            num_selected=self.num_selected_blocks,
             window_size=(window, 0 if self.causal else window),
-            num_init=self.num_init_blocks,
-            num_local=self.num_local_blocks,
-            share_group=self.query_heads_share_selected_kv,
             use_diff_topk=self.use_diff_topk,
             causal=self.causal,
-            softcap=self.softcap,
-            merge_window=self.merge_window,
+            **self._common_settings,
             **settings,
         )
 
     def _combine(self, out: Tensor) -> Tensor:
-        """Heads merged and projected to `[B, T, dim]`."""
+        """Merge the heads and project them to `[B, T, dim]`."""
         out, weight = out.flatten(2), floating_weight(self.combine_heads)
         return self.combine_heads(out if weight is None else out.to(projection_dtype(weight)))
 
     @property
-    def _compress_sizes(self) -> tuple[int, int] | None:
-        return (self.compress_block_size, self.compress_block_sliding_stride) if self._compresses else None
-
-    @property
     def _cache_layout(self) -> dict[str, Any]:
+        compress = (self.compress_block_size, self.compress_block_sliding_stride) if self._compresses else None
         return {
-            'kv_heads': self.kv_heads,
-            'head_dim': self.dim_head,
-            'value_dim': self.dim_value_head,
-            'compress': self._compress_sizes,
+            **super()._cache_layout,
+            'compress': compress,
             'has_raw_k': self._compresses and (self.rotary is not None or self.independent_branch_kv),
             'has_v_cmp': self.compressed_output,
             'has_raw_v': self.independent_branch_kv,
             'has_window': self.independent_branch_kv,
         }
-
-    def _make_cache(
-        self,
-        batch_size: int,
-        max_seq_len: int,
-        max_rollback: int | None,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        **options: Any,
-    ) -> LayerCache:
-        return make_cache(
-            batch_size,
-            max_seq_len,
-            max_rollback=max_rollback,
-            dtype=dtype,
-            device=device,
-            selection_block_size=self.selection_block_size,
-            **options,
-            **self._cache_layout,
-        )

@@ -1,4 +1,4 @@
-"""What `SparseAttention` refuses, before anything runs."""
+"""Checks of the settings and calls of attention layers, which run before anything else."""
 
 from __future__ import annotations
 
@@ -10,56 +10,93 @@ import torch
 from torch import Tensor, nn
 
 from native_sparse_attention.core import geometry
-from native_sparse_attention.core.checks import check_flags, check_tensors
+from native_sparse_attention.core.backend import check_backend
+from native_sparse_attention.core.checks import check_flags, check_not_negative, check_positive, check_tensors, shown
 from native_sparse_attention.core.plain import is_plain
 from native_sparse_attention.core.projection import projection_dtype
+from native_sparse_attention.core.random import check_probability
 from native_sparse_attention.inference.cache import LayerCache, check_layer_cache
 from native_sparse_attention.nn.linear import BranchLinear
 from native_sparse_attention.nn.padding import check_mask
 
+_POSITIVE = (
+    *('dim_head', 'heads', 'kv_heads', 'dim_value_head', 'sliding_window_size'),
+    *('compress_block_size', 'compress_block_sliding_stride', 'selection_block_size'),
+)
+_NOT_NEGATIVE = ('num_selected_blocks', 'num_init_blocks', 'num_local_blocks', 'num_sinks')
+_FLAGS = (
+    *('causal', 'use_diff_topk', 'query_heads_share_selected_kv', 'independent_branch_kv', 'recompute'),
+    *('merge_window', 'compressed_output'),
+)
+_FLAGS_OF_LUCIDRAINS = (
+    *('use_triton_kernel', 'disable_triton_kernel', 'sliding_window_flex_mask', 'fine_selection_flex_mask'),
+    *('use_flex_sliding_window', 'use_flex_fine_selection', 'use_triton_fine_selection', 'disable_flex'),
+)
 
-def check_layer_sizes(
-    heads: int,
-    kv_heads: int,
-    compress_block_size: int,
-    compress_block_sliding_stride: int,
-    selection_block_size: int,
+
+def refuse_unknown(function: str, unknown: Mapping[str, object]) -> None:
+    """Raise for keyword arguments that a class or its forward does not have.
+
+    The error is a TypeError, as Python raises, and for a flag of native-sparse-attention-pytorch a ValueError that
+    names the class that takes it.
+    """
+    for name, value in unknown.items():
+        if name in _FLAGS_OF_LUCIDRAINS:
+            owner = function.split('.')[0]
+            raise ValueError(
+                f'{name} is {shown(value)}, but must be left out: it is a flag of native-sparse-attention-pytorch, '
+                f'which native_sparse_attention.integrations.lucidrains.{owner} takes; here backend stands for it'
+            )
+        raise TypeError(f'{function}() got an unexpected keyword argument {name!r}')
+
+
+def check_settings(
+    layer: Any,
+    dim: int,
+    num_compressed_mem_kv: int,
+    norm: bool,
+    rotary_emb: object,
+    *,
+    compress_mlp: object,
+    strategy_combine_mlp: object,
 ) -> None:
-    """HQ a multiple of H, d at most l, l' a multiple of d."""
-    if heads % kv_heads != 0:
-        raise ValueError(f'heads is {heads}, but must be a multiple of kv_heads, {kv_heads}')
-    if compress_block_sliding_stride > compress_block_size:
+    """Raise ValueError where the settings of a `SparseAttention`, or constructor arguments that it does not keep, are
+    wrong.
+    """
+    check_positive(dim=dim, **{name: getattr(layer, name) for name in _POSITIVE})
+    not_negative = {name: getattr(layer, name) for name in _NOT_NEGATIVE}
+    check_not_negative(num_compressed_mem_kv=num_compressed_mem_kv, **not_negative)
+    check_probability(dropout=layer.dropout)
+    if layer.heads % layer.kv_heads != 0:
+        raise ValueError(f'heads is {layer.heads}, but must be a multiple of kv_heads, {layer.kv_heads}')
+    stride = layer.compress_block_sliding_stride
+    if stride > layer.compress_block_size:
         raise ValueError(
-            f'compress_block_sliding_stride is {compress_block_sliding_stride}, but must be at most '
-            f'compress_block_size, {compress_block_size}'
+            f'compress_block_sliding_stride is {stride}, but must be at most compress_block_size, '
+            f'{layer.compress_block_size}'
         )
-    if selection_block_size % compress_block_sliding_stride != 0:
+    if layer.selection_block_size % stride != 0:
         raise ValueError(
-            f'selection_block_size is {selection_block_size}, but must be a multiple of '
-            f'compress_block_sliding_stride, {compress_block_sliding_stride}'
+            f'selection_block_size is {layer.selection_block_size}, but must be a multiple of '
+            f'compress_block_sliding_stride, {stride}'
         )
+    if rotary_emb is True:
+        raise ValueError('rotary_emb is True, but must be a RotaryEmbedding, None for a default or False')
+    check_backend(layer.backend)
+    check_flags(norm=norm, **{name: getattr(layer, name) for name in _FLAGS})
+    _check_merged(layer, compress_mlp, strategy_combine_mlp)
+    _warn_of_forced_blocks(layer)
 
 
-def backend_of_flag(use_triton_kernel: bool | None, backend: str) -> str:
-    """Return the backend that the deprecated flag names, or `backend` where it is None."""
-    if use_triton_kernel is None:
-        return backend
-    check_flags(use_triton_kernel=use_triton_kernel)
-    message = "use_triton_kernel is deprecated: use backend='auto', which takes Triton where it runs, or 'eager'"
-    warnings.warn(message, DeprecationWarning, stacklevel=3)
-    if backend != 'auto':
-        raise ValueError(f'use_triton_kernel and backend={backend!r} are given, but one must be left out')
-    return 'auto' if use_triton_kernel else 'eager'
-
-
-def warn_of_forced_blocks(num_selected_blocks: int, num_init_blocks: int, num_local_blocks: int, causal: bool) -> None:
+def _warn_of_forced_blocks(layer: Any) -> None:
     """Warn where forced blocks leave none to be selected by score."""
-    forced = geometry.num_forced_blocks(num_init_blocks, num_local_blocks, causal)
-    if 0 < num_selected_blocks <= forced:
+    num_selected = layer.num_selected_blocks
+    forced = geometry.num_forced_blocks(layer.num_init_blocks, layer.num_local_blocks, layer.causal)
+    if 0 < num_selected <= forced:
         warnings.warn(
-            f'num_selected_blocks is {num_selected_blocks}, but {forced} blocks are forced and count towards it, '
+            f'num_selected_blocks is {num_selected}, but {forced} blocks are forced and count towards it, '
             f'so no block is ever chosen by score: raise it, or lower num_init_blocks and num_local_blocks',
-            stacklevel=3,
+            stacklevel=4,
         )
 
 
@@ -73,28 +110,23 @@ def warn_of_untrained_scores(network: nn.Module, use_diff_topk: bool) -> None:
         )
 
 
-def check_merged(
-    merge_window: bool,
-    compressed_output: bool,
-    independent_branch_kv: bool,
-    strategy_combine_mlp: nn.Module | None,
-    compress_mlp: object,
-    num_selected_blocks: int,
-) -> None:
+def _check_merged(layer: Any, compress_mlp: object, strategy_combine_mlp: object) -> None:
     """Raise ValueError for settings that merged attention excludes, or that need it."""
-    if not compressed_output and not merge_window:
-        raise ValueError('compressed_output is False, but must be True unless merge_window is set')
-    if merge_window and independent_branch_kv:
+    if layer.merge_window and layer.independent_branch_kv:
         raise ValueError(
             'independent_branch_kv is True, but must be False where merge_window is set: one softmax reads k'
         )
-    if not compressed_output and strategy_combine_mlp is not None:
+    if layer.compressed_output:
+        return
+    if not layer.merge_window:
+        raise ValueError('compressed_output is False, but must be True unless merge_window is set')
+    if strategy_combine_mlp is not None:
         raise ValueError('strategy_combine_mlp is given, but must be None where compressed_output is False: no gate')
-    if not compressed_output and num_selected_blocks == 0 and compress_mlp is not None:
+    if layer.num_selected_blocks == 0 and compress_mlp is not None:
         raise ValueError(
             'compress_mlp is given, but must be None where compressed_output is False and no block is selected'
         )
-    if not compressed_output and isinstance(compress_mlp, tuple | list):
+    if isinstance(compress_mlp, tuple | list):
         raise ValueError('compress_mlp is a pair, but must be one module where compressed_output is False: for keys')
 
 
@@ -156,11 +188,23 @@ def check_cache(cache: LayerCache, x: Tensor, layout: Mapping[str, Any]) -> None
         raise ValueError(f'x has batch size {x.shape[0]}, but cache has {cache.batch_size}')
 
 
-def check_block_loss(cached: bool, recompute: bool, num_selected_blocks: int) -> None:
+def check_block_loss(return_block_loss: bool, cached: bool, recompute: bool, num_selected_blocks: int) -> None:
     """Refuse return_block_loss in a call that has no loss of block scores."""
+    check_flags(return_block_loss=return_block_loss)
+    if not return_block_loss:
+        return
     if cached:
         raise ValueError('return_block_loss is True with a cache, but a loss needs a forward without one')
     if recompute:
         raise ValueError('return_block_loss is True, but needs recompute=False')
     if num_selected_blocks == 0:
         raise ValueError('return_block_loss is True, but num_selected_blocks is 0: no block is selected')
+
+
+def check_ids(name: str, ids: Tensor) -> None:
+    """Raise ValueError unless ids is int32 or int64 `[B, T]`; name: of the argument."""
+    check_tensors(**{name: ids})
+    if ids.dim() != 2 or ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f'{name} has shape {tuple(ids.shape)} and dtype {ids.dtype}, but must be int32 or int64 [batch, tokens]'
+        )

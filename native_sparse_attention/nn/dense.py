@@ -9,20 +9,18 @@ import torch.nn.functional as F
 from rotary_embedding_torch import RotaryEmbedding
 from torch import Tensor, nn
 
-from native_sparse_attention.core.checks import check_flags, check_positive, check_tensors, make_sequences
+from native_sparse_attention.core.checks import check_flags, check_positive, make_sequences
 from native_sparse_attention.core.geometry import Sequences
-from native_sparse_attention.core.projection import floating_weight, projection_dtype
-from native_sparse_attention.inference.cache import FIRST_CAPACITY, MAX_ROLLBACK, LayerCache, check_layer_cache
-from native_sparse_attention.inference.paged_cache import cache_kind, make_cache
+from native_sparse_attention.core.projection import floating_weight
+from native_sparse_attention.inference.cache import LayerCache
 from native_sparse_attention.inference.rollback import Checkpoint
-from native_sparse_attention.nn.checks import check_undifferentiated
 from native_sparse_attention.nn.gate import make_output_gate
-from native_sparse_attention.nn.padding import check_mask, from_front, front_order, to_front
-from native_sparse_attention.nn.rotary import Rotary, describe_rotary, rotate
-from native_sparse_attention.nn.state import LayerWithSettings
+from native_sparse_attention.nn.layer import AttentionLayer
+from native_sparse_attention.nn.padding import FrontOrder, from_front, to_front
+from native_sparse_attention.nn.rotary import Rotary, rotate
 
 
-class DenseAttention(LayerWithSettings):
+class DenseAttention(AttentionLayer):
     """Full attention with the projections, rotary embedding, cache and calls of `SparseAttention`.
 
     Args:
@@ -70,17 +68,6 @@ class DenseAttention(LayerWithSettings):
         self.combine_heads = nn.Linear(heads * value_dim, dim, bias=False)
         self.output_gate = make_output_gate(dim, heads) if output_gate else None
 
-    @property
-    def weight_settings(self) -> dict[str, Any]:
-        return {
-            'heads': self.heads,
-            'kv_heads': self.kv_heads,
-            'dim_head': self.dim_head,
-            'dim_value_head': self.dim_value_head,
-            'causal': self.causal,
-            **describe_rotary(self.rotary),
-        }
-
     def forward(
         self,
         x: Tensor,
@@ -98,79 +85,26 @@ class DenseAttention(LayerWithSettings):
         cache runs without autograd; in training mode, or for an x that requires gradients, it is refused unless under
         torch.no_grad().
         """
-        check_flags(return_cache=return_cache)
-        self._check_input(x, mask, cu_seqlens)
-        mask = None if mask is None else mask.bool()
-        if cache is None and not return_cache:
-            return self._attend_all(x, mask, cu_seqlens)
-        if cu_seqlens is not None:
-            raise ValueError('cu_seqlens is given, but a cache takes rows, not packed sequences')
-        check_undifferentiated(x, self)
+        cached = self._check_call(x, mask, cu_seqlens, cache, return_cache)
+        x, order = to_front(x, mask)
+        if not cached:
+            return self._attend_all(x, order, cu_seqlens)
         with torch.no_grad():
-            if cache is None:
-                cache = self._new_cache(
-                    x.shape[0], max(x.shape[1], FIRST_CAPACITY), MAX_ROLLBACK, projection_dtype(x), x.device, grows=True
-                )
-            self._check_cache(cache, x)
-            out = self._attend_cached(x, mask, cache)
+            cache = self._first_cache(x) if cache is None else cache
+            out = self._attend_cached(x, order, cache)
         return (out, cache) if return_cache else out
-
-    def init_cache(
-        self,
-        batch_size: int,
-        max_seq_len: int,
-        max_rollback: int | None = MAX_ROLLBACK,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-        page_size: int | None = None,
-        num_pages: int | None = None,
-    ) -> LayerCache:
-        """Return a preallocated cache for `batch_size` rows of up to `max_seq_len` tokens; it is never reallocated.
-
-        max_rollback: tokens that `crop` can take back; None: all. dtype, device: default those of the layer's weights
-        (under autocast its dtype). page_size: tokens of a page, for a `PagedLayerCache`; its pools have num_pages pages
-        (default: enough for all rows).
-        """
-        dtype, device = cache_kind(self, self.to_qkv, dtype, device)
-        return self._new_cache(
-            batch_size, max_seq_len, max_rollback, dtype, device, page_size=page_size, num_pages=num_pages
-        )
 
     def decodes_fixed(self, cache: LayerCache, num_tokens: int) -> bool:
         """Return whether calls with so many new tokens make the same launches at every length, for a CUDA graph."""
         return False
 
-    def _new_cache(
-        self,
-        batch_size: int,
-        max_seq_len: int,
-        max_rollback: int | None,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        **options: Any,
-    ) -> LayerCache:
-        if not self.causal:
-            raise ValueError('causal is False, but a cache needs causal=True')
-        return make_cache(
-            batch_size,
-            max_seq_len,
-            kv_heads=self.kv_heads,
-            head_dim=self.dim_head,
-            value_dim=self.dim_value_head,
-            max_rollback=max_rollback,
-            dtype=dtype,
-            device=device,
-            **options,
-        )
-
-    def _attend_all(self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+    def _attend_all(self, x: Tensor, order: FrontOrder | None, cu_seqlens: Tensor | None) -> Tensor:
         batch, seqlen = x.shape[:2]
         if cu_seqlens is not None:
             return self._attend_layout(x, make_sequences(x, seqlen, None, None, cu_seqlens, None))
-        if mask is not None:
-            order, lengths = front_order(mask)
-            padded = Sequences(batch, seqlen, seqlen, x.device, q_offset=0, seqlens_k=lengths)
-            return from_front(self._attend_layout(to_front(x, order, mask), padded), order, mask)
+        if order is not None:
+            padded = Sequences(batch, seqlen, seqlen, x.device, q_offset=0, seqlens_k=order.lengths)
+            return from_front(self._attend_layout(x, padded), order)
         positions = torch.arange(seqlen, device=x.device).expand(batch, -1)
         x = self.norm(x)
         q, k, v = self._project(x, positions)
@@ -185,21 +119,16 @@ class DenseAttention(LayerWithSettings):
         out = _sdpa(q, k, v, _visible(sequences, self.causal))
         return self._combine(out, x).masked_fill(~real, 0.0)
 
-    def _attend_cached(self, x: Tensor, mask: Tensor | None, cache: LayerCache) -> Tensor:
+    def _attend_cached(self, x: Tensor, order: FrontOrder | None, cache: LayerCache) -> Tensor:
         seqlen = x.shape[1]
         cache.reserve(seqlen)
-        order = counts = None
-        if mask is not None:
-            order, counts = front_order(mask)
-            x = to_front(x, order, mask)
         offset = cache.lengths.clone()
         x = self.norm(x)
         q, k, v = self._project(x, cache.positions(seqlen))
         checkpoint = Checkpoint([cache], seqlen, offset)
         try:
-            cache.append(k, v, counts=counts)
-            out = self._combine(self._attend_to_cache(q, cache, offset), x)
-            return out if mask is None or order is None else from_front(out, order, mask)
+            cache.append(k, v, counts=None if order is None else order.lengths)
+            return from_front(self._combine(self._attend_to_cache(q, cache, offset), x), order)
         except BaseException:
             checkpoint.restore()
             raise
@@ -234,30 +163,6 @@ class DenseAttention(LayerWithSettings):
             gates = logits.to(torch.promote_types(logits.dtype, torch.float32)).sigmoid()
             out = (out * gates[..., None]).to(out.dtype)
         return self.combine_heads(out.flatten(-2))
-
-    def _check_input(self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
-        check_tensors(x=x)
-        dim = self.to_qkv.in_features
-        if x.dim() != 3 or x.shape[2] != dim:
-            raise ValueError(f'x has shape {tuple(x.shape)}, but must be [B, T, {dim}]')
-        if mask is not None:
-            if cu_seqlens is not None:
-                raise ValueError('mask and cu_seqlens are given, but one must be left out')
-            check_mask(mask, x)
-        if cu_seqlens is not None and x.shape[0] != 1:
-            raise ValueError(f'x has batch size {x.shape[0]}, but must have 1 where cu_seqlens is given')
-
-    def _check_cache(self, cache: LayerCache, x: Tensor) -> None:
-        if not self.causal:
-            raise ValueError('causal is False, but a cache needs causal=True')
-        check_layer_cache(cache)
-        held, needed = (*cache.k.shape[2:], cache.v.shape[3]), (self.kv_heads, self.dim_head, self.dim_value_head)
-        if held != needed:
-            raise ValueError(
-                f'cache holds {held[0]} heads of sizes {held[1:]}, but the layer has {needed[0]} of {needed[1:]}'
-            )
-        if cache.batch_size != x.shape[0]:
-            raise ValueError(f'x has batch size {x.shape[0]}, but cache has {cache.batch_size}')
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None = None, is_causal: bool = False) -> Tensor:

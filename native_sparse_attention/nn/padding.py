@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -26,18 +28,34 @@ def check_mask(mask: Tensor, x: Tensor) -> None:
         raise ValueError(f'mask has values from {int(mask.min())} to {int(mask.max())}, but integers must be 0 or 1')
 
 
-def front_order(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """The order `[B, T]` that moves real tokens to the front of their row, and the number of them, int32 `[B]`."""
-    return torch.argsort(~mask, dim=1, stable=True), mask.sum(1, dtype=torch.int32)
+class FrontOrder(NamedTuple):
+    """Where the tokens of a padded batch stand once real tokens come first.
+
+    mask: bool `[B, T]`, true at real tokens. index: int64 `[B, T]`, the place of each. lengths: int32 `[B]`, the number
+    of real tokens of each row.
+    """
+
+    mask: Tensor
+    index: Tensor
+    lengths: Tensor
 
 
-def to_front(x: Tensor, order: Tensor, mask: Tensor) -> Tensor:
-    """x `[B, T, dim]` with real tokens first; what stood at padding is 0 and gets no gradient."""
+def to_front(x: Tensor, mask: Tensor | None) -> tuple[Tensor, FrontOrder | None]:
+    """Return x `[B, T, dim]` with real tokens first; what stood at padding is 0 and gets no gradient.
+
+    Without a mask, return x itself and None.
+    """
+    if mask is None:
+        return x, None
+    mask = mask.bool()
+    order = FrontOrder(mask, torch.argsort(~mask, dim=1, stable=True), mask.sum(1, dtype=torch.int32))
     x = torch.where(mask[..., None], x, 0)
-    return x.gather(1, order[..., None].expand_as(x))
+    return x.gather(1, order.index[..., None].expand_as(x)), order
 
 
-def from_front(x: Tensor, order: Tensor, mask: Tensor) -> Tensor:
-    """The inverse of `to_front`; padding is 0."""
-    x = torch.zeros_like(x).scatter(1, order[..., None].expand_as(x), x)
-    return torch.where(mask[..., None], x, 0)
+def from_front(x: Tensor, order: FrontOrder | None) -> Tensor:
+    """Return the inverse of `to_front`; padding is 0."""
+    if order is None:
+        return x
+    x = torch.zeros_like(x).scatter(1, order.index[..., None].expand_as(x), x)
+    return torch.where(order.mask[..., None], x, 0)

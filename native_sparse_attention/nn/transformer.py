@@ -2,49 +2,27 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from copy import deepcopy
 from inspect import signature
-from itertools import zip_longest
-from math import ceil, isnan
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from native_sparse_attention.core.backend import check_backend
-from native_sparse_attention.core.checks import (
-    check_flags,
-    check_integers,
-    check_not_negative,
-    check_positive,
-    check_tensors,
-    is_number,
-    shown,
-)
-from native_sparse_attention.core.plain import runs_hooks
-from native_sparse_attention.core.random import check_probability
-from native_sparse_attention.inference.cache import MAX_ROLLBACK
-from native_sparse_attention.inference.generation import (
-    DecodeStep,
-    Finite,
-    continue_prompt,
-    evaluating,
-    gumbel_draw,
-    last_real,
-    sampler,
-    stop_ids,
-)
-from native_sparse_attention.inference.model_cache import ModelCache, check_model_cache
+from native_sparse_attention.core.checks import check_flags, check_integers, check_positive, shown
+from native_sparse_attention.inference.generation import last_real
+from native_sparse_attention.inference.model_cache import ModelCache
 from native_sparse_attention.inference.rollback import Checkpoint
 from native_sparse_attention.nn.attention import SparseAttention
-from native_sparse_attention.nn.checks import check_undifferentiated
+from native_sparse_attention.nn.checks import check_ids, check_undifferentiated, refuse_unknown
 from native_sparse_attention.nn.compress import hidden_size
 from native_sparse_attention.nn.dense import DenseAttention
+from native_sparse_attention.nn.generator import GeneratingModel
 from native_sparse_attention.nn.padding import check_mask
-from native_sparse_attention.nn.start import StartedModel, reset_networks, start_from, without_draws
+from native_sparse_attention.nn.start import reset_networks, start_from, without_draws
 
 DEFAULT_SPARSE_ATTN_KWARGS: Mapping[str, Any] = {
     'sliding_window_size': 32,
@@ -55,7 +33,6 @@ DEFAULT_SPARSE_ATTN_KWARGS: Mapping[str, Any] = {
 }
 SHAPE_SETTINGS = ('norm', 'dim_value_head', 'rotary_emb')  # of SparseAttention, which the dense twin shares
 IGNORED_LABEL = -100
-CHUNK_SIZE = 16_384  # tokens of a prompt in one forward, so that memory follows the cache and not the prompt
 
 
 class Block(nn.Module):
@@ -83,7 +60,7 @@ class Block(nn.Module):
         return (x, *beside) if beside else x
 
 
-class Transformer(StartedModel):
+class Transformer(GeneratingModel):
     """A decoder over token ids, with sparse attention or its dense twin in every block.
 
     With one seed, dense and sparse models start from bitwise the same embedding, feed-forward networks, head and
@@ -99,9 +76,6 @@ class Transformer(StartedModel):
         ff_expansion_factor: hidden size of the feed-forward networks over dim.
         use_sparse_attn: sparse attention in every block; False builds the dense twin.
         causal: tokens read no later token.
-        use_flex_sliding_window: deprecated flag of native-sparse-attention-pytorch, mapped to backend.
-        use_flex_fine_selection: deprecated flag of native-sparse-attention-pytorch, mapped to backend.
-        use_triton_fine_selection: deprecated flag of native-sparse-attention-pytorch, mapped to backend.
         sparse_attn_kwargs: further arguments of `SparseAttention`; by default windows of 32, and blocks of 4 of which 4
             are read. Every layer gets copies of the modules in it. The dense twin takes `norm`, `dim_value_head` and
             `rotary_emb` from it.
@@ -124,16 +98,15 @@ class Transformer(StartedModel):
         ff_expansion_factor: float = 4.0,
         use_sparse_attn: bool = False,
         causal: bool = True,
-        use_flex_sliding_window: bool = False,
-        use_flex_fine_selection: bool = False,
-        use_triton_fine_selection: bool = False,
         sparse_attn_kwargs: Mapping[str, Any] = DEFAULT_SPARSE_ATTN_KWARGS,
         *,
         tie_embeddings: bool = False,
         dense_output_gate: bool = False,
         backend: str = 'auto',
+        **unknown: NoReturn,
     ) -> None:
         super().__init__()
+        refuse_unknown('Transformer', unknown)
         check_backend(backend)
         check_positive(num_tokens=num_tokens, dim=dim, depth=depth)
         dim_hidden = hidden_size(ff_expansion_factor, dim, 'ff_expansion_factor', 'dim')
@@ -141,9 +114,6 @@ class Transformer(StartedModel):
         check_flags(**flags, dense_output_gate=dense_output_gate)
         if use_sparse_attn and dense_output_gate:
             raise ValueError('dense_output_gate is True, but only a dense model has it: use_sparse_attn must be False')
-        backend = _backend_of_flags(
-            backend, use_flex_sliding_window, use_flex_fine_selection, use_triton_fine_selection
-        )
         self.num_tokens, self.causal, self.use_sparse_attn, self.backend = num_tokens, causal, use_sparse_attn, backend
 
         # Random numbers are drawn in the order of `modules`: first for what dense and sparse models have in common.
@@ -188,8 +158,8 @@ class Transformer(StartedModel):
         mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         last_only: bool = False,
-        disable_flex: bool | None = None,
-        disable_triton_kernel: bool | None = None,
+        backend: str | None = None,
+        **unknown: NoReturn,
     ) -> Any:
         """Logits `[B, T, num_tokens]` of the tokens that follow each of ids (int `[B, T]`).
 
@@ -206,17 +176,18 @@ class Transformer(StartedModel):
             cu_seqlens: int32 `[N + 1]`, borders of packed sequences in ids `[1, total]`.
             last_only: return the logits `[B, num_tokens]` after the last real token of each row alone, computed from
                 one token per row.
-            disable_flex, disable_triton_kernel: flags of native-sparse-attention-pytorch, mapped to a backend for this
-                call with a DeprecationWarning.
+            backend: of the sparse attention in this call; default that of the model.
         """
+        refuse_unknown('Transformer.forward', unknown)
         flags = {'return_block_loss': return_block_loss, 'last_only': last_only}
         check_flags(return_loss=return_loss, return_cache=return_cache, **flags)
-        _check_ids('ids', ids)
+        if backend is not None:
+            check_backend(backend)
+        check_ids('ids', ids)
         if mask is not None:
             check_mask(mask, ids)
             mask = mask.bool()
         cached = cache is not None or return_cache
-        options = self._options_of_flags(disable_flex, disable_triton_kernel)
         if last_only and (return_loss or cu_seqlens is not None or ids.shape[1] == 0):
             raise ValueError('last_only is True, but needs rows with tokens, without return_loss and cu_seqlens')
         if return_loss and cached:
@@ -226,9 +197,9 @@ class Transformer(StartedModel):
         if not cached:
             block_losses: list[Tensor] | None = [] if return_block_loss else None
             if return_loss:
-                out = self._loss(ids, mask, cu_seqlens, block_losses, **options)
+                out = self._loss(ids, mask, cu_seqlens, backend, block_losses)
             else:
-                out = self._logits(self._embed(ids, mask, cu_seqlens, block_losses, **options), mask, last_only)
+                out = self._logits(self._embed(ids, mask, cu_seqlens, backend, block_losses), mask, last_only)
             return out if block_losses is None else (out, torch.stack(block_losses).mean())
         if cu_seqlens is not None:
             raise ValueError('cu_seqlens is given with a cache, but packed sequences have none')
@@ -239,7 +210,7 @@ class Transformer(StartedModel):
         checkpoint = None if cache is None else Checkpoint(cache, ids.shape[1])
         try:
             with torch.no_grad():
-                embedded, cache = self._embed_cached(ids, mask, cache, **options)
+                embedded, cache = self._embed_cached(ids, mask, cache, backend)
                 logits = self._logits(embedded, mask, last_only)
         except BaseException:
             if checkpoint is not None:
@@ -251,212 +222,24 @@ class Transformer(StartedModel):
     def blocks(self) -> list[Block]:
         return [cast(Block, block) for block in self.layers]
 
-    def init_cache(
-        self,
-        batch_size: int,
-        max_seq_len: int,
-        max_rollback: int | None = MAX_ROLLBACK,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-        page_size: int | None = None,
-        num_pages: int | None = None,
-    ) -> ModelCache:
-        """Return a preallocated cache of all layers; arguments are those of `SparseAttention.init_cache`."""
-        options = (max_rollback, dtype, device, page_size, num_pages)
-        return ModelCache([b.attention.init_cache(batch_size, max_seq_len, *options) for b in self.blocks])
-
-    def decodes_fixed(self, cache: ModelCache, num_tokens: int) -> bool:
-        """Return whether one CUDA graph serves every call with the cache and `num_tokens` tokens per row.
-
-        Such a call makes the same launches at every length of every row. A module with hooks or with a `forward` of its
-        own, such as a sharded or offloaded one, runs Python that a replay would leave out: then there is no graph.
-        """
-        return not runs_hooks(self) and all(
-            block.attention.decodes_fixed(layer, num_tokens) for block, layer in zip(self.blocks, cache, strict=True)
-        )
-
-    @torch.no_grad()
-    def prefill(
-        self, ids: Tensor, cache: ModelCache, *, mask: Tensor | None = None, chunk_size: int = CHUNK_SIZE
-    ) -> Tensor:
-        """Append ids `[B, T]` to the cache, chunk_size tokens at a time; logits `[B, num_tokens]` of what follows.
-
-        mask: bool `[B, T]`, True at real tokens, of which every row needs one: its logits follow its own last one.
-        Raises ValueError where the cache may not hold all, before anything is written.
-        """
-        _check_prompt('ids', ids, mask, self.token_emb)
-        mask = None if mask is None else mask.bool()
-        check_positive(chunk_size=chunk_size)
-        self._check_cache(cache)
-        cache.reserve(ids.shape[1])
-        masks = [None] if mask is None else mask.split(chunk_size, dim=1)
-        last, checkpoint = None, Checkpoint(cache, ids.shape[1])
-        try:
-            for part, real in zip_longest(ids.split(chunk_size, dim=1), masks):
-                logits = self(part, cache=cache, mask=real, last_only=True)
-                last = logits if real is None or last is None else torch.where(real.any(1, keepdim=True), logits, last)
-        except BaseException:
-            checkpoint.restore()
-            raise
-        return cast(Tensor, last)
-
-    @torch.no_grad()
-    def generate(
-        self,
-        prompt: Tensor,
-        max_new_tokens: int,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        *,
-        mask: Tensor | None = None,
-        seed: int | Sequence[int] | Tensor | None = None,
-        generator: torch.Generator | None = None,
-        stop_tokens: int | Sequence[int] | Tensor | None = None,
-        callback: Callable[[Tensor], None] | None = None,
-        chunk_size: int = CHUNK_SIZE,
-        use_graph: bool | None = None,
-        progress: bool = False,
-    ) -> Tensor:
-        """Continue prompt `[B, P]` by `max_new_tokens` tokens through the cache; returns the new tokens alone.
-
-        Args:
-            temperature: 0 takes the likeliest token.
-            top_k: draw from the k likeliest.
-            top_p: in (0, 1]: draw from the fewest of the likeliest whose probabilities reach p.
-            mask: bool `[B, P]`, True at real tokens, padding on either side; every row continues after its own last.
-            seed: one per row, of 0 to 2³² − 1: draw s of a row depends on its seed and s alone, so that its text is the
-                same alone and in any batch (as far as its logits are). An int stands for seed, seed + 1, … of the rows.
-            generator: where random numbers come from without a seed, on the model's device (default: torch's own).
-            stop_tokens: ids. A row ends with the first that it draws, which it then repeats; the result is as long as
-                the longest row, `[B, ≤ max_new_tokens]`. Whether all have stopped is looked up every 16 steps.
-            callback: called with the tokens `[B]` of each step, on the device, whose columns together are the result.
-                Reading them waits for the device; with stop_tokens every step does.
-            chunk_size: tokens of the prompt in a forward.
-            use_graph: replay the step of a token as a CUDA graph; None: where possible, see `generation.DecodeStep`.
-            progress: show a bar (needs tqdm).
-
-        Raises ValueError for other values, and for logits that are NaN or +inf.
-        """
-        self._check_causal()
-        _check_prompt('prompt', prompt, mask, self.token_emb)
-        mask = None if mask is None else mask.bool()
-        check_not_negative(max_new_tokens=max_new_tokens)
-        check_positive(chunk_size=chunk_size)
-        check_flags(progress=progress)
-        if callback is not None and not callable(callback):
-            raise ValueError(f'callback is {shown(callback)}, but must be callable or None')
-        choose = sampler(
-            prompt.shape[0],
-            max_new_tokens,
-            prompt.device,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            seed=seed,
-            generator=generator,
-        )
-        return self._continue(
-            prompt,
-            max_new_tokens,
-            choose,
-            mask,
-            chunk_size,
-            use_graph,
-            stop_tokens=stop_ids(stop_tokens, prompt.device),
-            callback=callback,
-            progress=progress,
-        )
-
-    @torch.no_grad()
-    def sample(
-        self,
-        prompt: Tensor,
-        seq_len: int,
-        temperature: float = 1.0,
-        filter_thres: float = 0.9,
-        use_cache_kv: bool = False,
-    ) -> Tensor:
-        """Continue prompt `[B, P]` to `seq_len` tokens; returns those after the prompt, `[B, max(0, seq_len - P)]`.
-
-        The meaning is that of native-sparse-attention-pytorch 0.2.3: temperature ≤ 0 takes the likeliest token;
-        otherwise one is drawn from the ceil((1 - filter_thres) · num_tokens) likeliest. use_cache_kv: decode through
-        the cache instead of recomputing the whole sequence for every token; the result is the same.
-        """
-        self._check_causal()
-        _check_prompt('prompt', prompt, None, self.token_emb)
-        check_not_negative(seq_len=seq_len)
-        if not is_number(temperature) or isnan(temperature):
-            raise ValueError(f'temperature is {shown(temperature)}, but must be a number')
-        check_probability(filter_thres=filter_thres)
-        check_flags(use_cache_kv=use_cache_kv)
-        kept = ceil((1 - filter_thres) * self.num_tokens)
-
-        def choose(logits: Tensor, _: int) -> Tensor:
-            return logits.argmax(-1) if temperature <= 0 else gumbel_draw(logits, temperature, kept)
-
-        count = max(0, seq_len - prompt.shape[1])
-        if use_cache_kv:
-            return self._continue(prompt, count, choose)
-        out = prompt
-        with evaluating(self):
-            finite = None
-            for step in range(count):
-                logits = self(out, last_only=True)
-                finite = Finite(logits) if finite is None else finite
-                token = choose(finite.replaced(logits), step)
-                out = torch.cat((out, token[:, None].to(out.dtype)), dim=1)
-            if finite is not None:
-                finite.check()
-        return out[:, prompt.shape[1] :]
-
-    def _continue(
-        self,
-        prompt: Tensor,
-        count: int,
-        choose: Callable[[Tensor, int], Tensor],
-        mask: Tensor | None = None,
-        chunk_size: int = CHUNK_SIZE,
-        use_graph: bool | None = None,
-        **options: Any,
-    ) -> Tensor:
-        """`count` tokens after the prompt, through a preallocated cache; the rest is that of `continue_prompt`."""
-        batch, length = prompt.shape
-        new = prompt.new_empty(batch, count)
-        if count == 0:
-            return new
-        with evaluating(self):
-            cache = self.init_cache(batch, length + count)
-            step = DecodeStep(self, cache, use_graph=use_graph)
-            logits = self.prefill(prompt, cache, mask=mask, chunk_size=chunk_size)
-            return continue_prompt(new, logits, step, choose, **options)
-
-    def _check_causal(self) -> None:
-        if not self.causal:
-            raise ValueError('causal is False, but only a causal model can generate')
-
     def _check_block_loss(self, cached: bool) -> None:
         if cached:
             raise ValueError('return_block_loss is True with a cache, but a loss needs a forward without one')
         if not any(isinstance(block.attention, SparseAttention) for block in self.blocks):
             raise ValueError('return_block_loss is True, but the model has no sparse attention')
 
-    def _check_cache(self, cache: ModelCache) -> None:
-        check_model_cache(cache)
-        if len(cache) != len(self.layers):
-            raise ValueError(f'cache has {len(cache)} layers, but the model has {len(self.layers)}')
-
     def _embed(
         self,
         ids: Tensor,
         mask: Tensor | None,
         cu_seqlens: Tensor | None,
-        block_losses: list[Tensor] | None = None,
-        **options: Any,
+        backend: str | None,
+        block_losses: list[Tensor] | None,
     ) -> Tensor:
         """Return the normalised output of the last block, `[B, T, dim]`; append losses of block scores to a list."""
         x = self._tokens(ids, mask)
         for block in self.blocks:
+            options = _options(block, backend)
             if block_losses is not None and isinstance(block.attention, SparseAttention):
                 x, block_loss = block(x, mask, cu_seqlens, return_block_loss=True, **options)
                 block_losses.append(block_loss)
@@ -465,16 +248,16 @@ class Transformer(StartedModel):
         return self.norm(x)
 
     def _embed_cached(
-        self, ids: Tensor, mask: Tensor | None, cache: ModelCache | None, **options: Any
+        self, ids: Tensor, mask: Tensor | None, cache: ModelCache | None, backend: str | None
     ) -> tuple[Tensor, ModelCache]:
         x = self._tokens(ids, mask)
         if cache is not None:
             for block, layer in zip(self.blocks, cache, strict=True):
-                x = block(x, mask, cache=layer, **options)
+                x = block(x, mask, cache=layer, **_options(block, backend))
             return self.norm(x), cache
         layers = []
         for block in self.blocks:
-            x, layer = block(x, mask, return_cache=True, **options)
+            x, layer = block(x, mask, return_cache=True, **_options(block, backend))
             layers.append(layer)
         return self.norm(x), ModelCache(layers)
 
@@ -492,8 +275,8 @@ class Transformer(StartedModel):
         ids: Tensor,
         mask: Tensor | None,
         cu_seqlens: Tensor | None,
+        backend: str | None,
         block_losses: list[Tensor] | None,
-        **options: Any,
     ) -> Tensor:
         if ids.shape[1] < 2:
             raise ValueError(f'ids has {ids.shape[1]} tokens per row, but a loss needs at least 2')
@@ -505,23 +288,16 @@ class Transformer(StartedModel):
             check_integers('cu_seqlens', cu_seqlens, None)
             labels = labels.masked_fill(~_continues(cu_seqlens, ids.shape[1]), IGNORED_LABEL)
             cu_seqlens = cu_seqlens.clamp(max=ids.shape[1] - 1)
-        logits = _upcast(self.to_logits(self._embed(ids[:, :-1], mask, cu_seqlens, block_losses, **options)))
+        logits = _upcast(self.to_logits(self._embed(ids[:, :-1], mask, cu_seqlens, backend, block_losses)))
         total = F.cross_entropy(
             logits.flatten(0, 1), labels.flatten().long(), ignore_index=IGNORED_LABEL, reduction='sum'
         )
         return total / (labels != IGNORED_LABEL).sum().clamp(min=1)
 
-    def _options_of_flags(self, disable_flex: bool | None, disable_triton_kernel: bool | None) -> dict[str, Any]:
-        """What the attention of this call gets for the flags of native-sparse-attention-pytorch."""
-        flags = {'disable_flex': ('flex', disable_flex), 'disable_triton_kernel': ('triton', disable_triton_kernel)}
-        given = {name: off for name, (_, off) in flags.items() if off is not None}
-        if not given:
-            return {}
-        check_flags(**given)
-        message = f"{' and '.join(given)} is deprecated: use backend='eager' in the constructor"
-        warnings.warn(message, DeprecationWarning, stacklevel=5)  # past the frames of nn.Module.__call__
-        runs_eager = any(off and self.backend in ('auto', backend) for backend, off in flags.values())
-        return {'disable_triton_kernel': True} if runs_eager and self.use_sparse_attn else {}
+
+def _options(block: Block, backend: str | None) -> dict[str, str]:
+    """The argument of a block for the backend of a call, which dense attention does not take."""
+    return {'backend': backend} if backend is not None and isinstance(block.attention, SparseAttention) else {}
 
 
 def _feed_forward(dim: int, dim_hidden: int) -> nn.Sequential:
@@ -532,33 +308,13 @@ def _check_settings(sparse_attn_kwargs: Mapping[str, Any], given: set[str]) -> N
     """The dense twin takes few of them, but refuses the same names. given: arguments of the model itself."""
     if not isinstance(sparse_attn_kwargs, Mapping):
         raise ValueError(f'sparse_attn_kwargs is {shown(sparse_attn_kwargs)}, but must be a mapping of arguments')
-    allowed = signature(SparseAttention).parameters.keys() - given
+    allowed = signature(SparseAttention).parameters.keys() - {*given, 'unknown'}
     for name in sparse_attn_kwargs:
         if name not in allowed:
             raise ValueError(
                 f'sparse_attn_kwargs has {name!r}, but must have arguments of SparseAttention other than '
                 f'{", ".join(sorted(given))}'
             )
-
-
-def _backend_of_flags(backend: str, flex_window: bool, flex_selection: bool, triton_selection: bool) -> str:
-    """The backend that the flags of native-sparse-attention-pytorch ask for."""
-    flags = {
-        'use_flex_sliding_window': flex_window,
-        'use_flex_fine_selection': flex_selection,
-        'use_triton_fine_selection': triton_selection,
-    }
-    check_flags(**flags)
-    given = [name for name, value in flags.items() if value]
-    if not given:
-        return backend
-    if flex_selection and triton_selection:
-        raise ValueError('use_flex_fine_selection and use_triton_fine_selection are both True, but at most one may be')
-    mapped = 'auto' if triton_selection else 'flex'  # auto takes Triton where it runs
-    if backend not in ('auto', 'triton' if triton_selection else 'flex'):
-        raise ValueError(f'backend is {backend!r}, but {" and ".join(given)} asks for {mapped!r}')
-    warnings.warn(f'{" and ".join(given)} is now backend={mapped!r}', DeprecationWarning, stacklevel=3)
-    return mapped if backend == 'auto' else backend
 
 
 def _continues(cu_seqlens: Tensor, total: int) -> Tensor:
@@ -570,28 +326,3 @@ def _continues(cu_seqlens: Tensor, total: int) -> Tensor:
 
 def _upcast(logits: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-
-def _check_ids(name: str, ids: Tensor) -> None:
-    check_tensors(**{name: ids})
-    if ids.dim() != 2 or ids.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
-            f'{name} has shape {tuple(ids.shape)} and dtype {ids.dtype}, but must be int32 or int64 [batch, tokens]'
-        )
-
-
-def _check_prompt(name: str, ids: Tensor, mask: Tensor | None, token_emb: nn.Module) -> None:
-    _check_ids(name, ids)
-    if ids.shape[1] == 0:
-        raise ValueError(f'{name} has no tokens, but needs at least 1')
-    if mask is not None:
-        check_mask(mask, ids)
-        if mask.device.type == 'cpu' and not bool(mask.any(dim=1).all()):
-            raise ValueError(f'mask has a row of padding alone, but {name} needs at least 1 real token in each')
-    num_tokens: Any = getattr(token_emb, 'num_embeddings', None)
-    # Reading them on a GPU would wait for it.
-    if num_tokens is not None and ids.is_cpu and not torch.compiler.is_compiling():
-        real = ids if mask is None else ids[mask.bool()]
-        low, high = (int(real.min()), int(real.max())) if real.numel() else (0, 0)
-        if low < 0 or high >= num_tokens:
-            raise ValueError(f'{name} lies in [{low}, {high}], but must lie in [0, {num_tokens - 1}], the vocabulary')

@@ -384,7 +384,6 @@ def test_wrong_inputs() -> None:
         'cu_seqlens is given, but a cache': {'x': x[:1], 'cu_seqlens': cu_seqlens, 'return_cache': True},
         'x has batch size 1, but cache has 2': {'x': x[:1], 'cache': cache},
         'cu_seqlens ends at 11': {'x': x[:1], 'cu_seqlens': cu_seqlens + torch.tensor([0, 1], dtype=torch.int32)},
-        'masks are made inside': {'x': x, 'sliding_window_flex_mask': object()},
         'cache was made for compress = ': {'x': x, 'cache': make_layer(**SETTINGS['stride 1']).init_cache(2, 16)},
         'cache was made for has_raw_v = ': {'x': x, 'cache': make_layer(independent_branch_kv=True).init_cache(2, 16)},
         'cache was made for has_raw_k = ': {'x': x, 'cache': make_layer(rotary_emb=False).init_cache(2, 16)},
@@ -413,15 +412,16 @@ def test_forced_blocks_alone_warn() -> None:
         assert any('are forced' in str(w.message) for w in caught) == warns
 
 
-def test_names_of_the_predecessor() -> None:
-    with pytest.warns(DeprecationWarning, match='use_triton_kernel'):
-        assert SparseAttention(**SIZES, causal=True, use_triton_kernel=True).backend == 'auto'  # type: ignore[arg-type]
-    with pytest.warns(DeprecationWarning, match='use_triton_kernel'):
-        layer = SparseAttention(**SIZES, causal=True, use_triton_kernel=False)  # type: ignore[arg-type]
-    assert layer.backend == 'eager'
-    x = torch.randn(1, 9, DIM)
-    with pytest.warns(DeprecationWarning, match='disable_triton_kernel'):
-        assert layer(x, disable_triton_kernel=True).equal(layer(x))
+def test_backend_of_a_call() -> None:
+    layer, x = make_layer(backend='flex'), tokens(1, 9)
+    with pytest.raises(ValueError, match="backend 'flex' cannot serve"):
+        layer(x)
+    assert layer(x, backend='eager').equal(layer(x, backend='auto'))
+    assert layer(x, backend='eager', return_cache=True)[0].shape == x.shape
+    with pytest.raises(ValueError, match="backend 'triton' cannot serve"):
+        layer(x, backend='triton')
+    with pytest.raises(ValueError, match="backend is 'fast', but must be one of"):
+        layer(x, backend='fast')
 
 
 def test_backend_for_says_why() -> None:

@@ -364,7 +364,6 @@ def test_a_model_passes_them_on() -> None:
         ({'dropout': '0.1'}, "dropout is '0.1', but must be"),
         ({'strategy_combine_mlp': 'x'}, "strategy_combine_mlp is 'x', but must be a module or None"),
         ({'strategy_combine_mlp': [nn.Sequential(nn.ReLU())]}, 'strategy_combine_mlp is a list, but must be'),
-        ({'use_triton_kernel': 'no'}, "use_triton_kernel is 'no', but must be True or False"),
     ],
 )
 def test_wrong_settings(changes: dict[str, Any], message: str) -> None:
@@ -372,7 +371,7 @@ def test_wrong_settings(changes: dict[str, Any], message: str) -> None:
         SparseAttention(**SIZES | changes)
 
 
-@pytest.mark.parametrize('name', ['return_cache', 'disable_triton_kernel'])
+@pytest.mark.parametrize('name', ['return_cache', 'return_block_loss'])
 def test_wrong_flags_of_a_call(name: str) -> None:
     with pytest.raises(ValueError, match=f"^{name} is 'no', but must be True or False$"):
         make_layer()(tokens(2, 9), **{name: 'no'})

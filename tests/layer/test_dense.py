@@ -168,7 +168,7 @@ def test_refuses_calls():
         attn(x[:1], cu_seqlens=cu_seqlens, return_cache=True)
     with pytest.raises(ValueError, match='x is a list, but must be a tensor'):
         attn([[[0.0] * 16]])
-    with pytest.raises(ValueError, match='mask is a list, but must be a tensor'):
+    with pytest.raises(ValueError, match='mask is a list, but must be a bool tensor'):
         attn(x, [[True] * 4] * 2)
     with pytest.raises(ValueError, match="return_cache is 'no', but must be True or False"):
         attn(x, return_cache='no')

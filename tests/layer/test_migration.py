@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import random
 import warnings
@@ -12,15 +13,17 @@ import torch
 from einops.layers.torch import Rearrange
 from torch import nn
 
-from native_sparse_attention import SparseAttention
-from native_sparse_attention.nn.compress import (
+import native_sparse_attention
+from native_sparse_attention.compress import (
     AttentionPool,
     CompressTransformer,
     ConvLinearCompress,
     GroupedMLP,
     SingleProjection,
 )
-from native_sparse_attention.nn.transformer import Transformer
+from native_sparse_attention.inference.model_cache import ModelCache
+from native_sparse_attention.integrations.lucidrains import SparseAttention, Transformer
+from native_sparse_attention.nn import transformer
 
 README: dict[str, Any] = {
     'dim': 512,
@@ -35,6 +38,102 @@ README: dict[str, Any] = {
 
 # Two blocks are what is forced here, and 0.2.3 chose two more.
 pytestmark = pytest.mark.filterwarnings('ignore:.*num_selected_blocks:UserWarning')
+
+
+# Parameters of 0.2.3 in their order, and their defaults. None where a tensor or a module is left out.
+SIGNATURES: dict[Any, dict[str, Any]] = {
+    SparseAttention: dict.fromkeys(README, inspect.Parameter.empty)
+    | {
+        'kv_heads': None,
+        'num_compressed_mem_kv': 1,
+        'causal': False,
+        'norm': True,
+        'use_diff_topk': False,
+        'use_triton_kernel': None,  # False in 0.2.3, which stands for eager here
+        'query_heads_share_selected_kv': True,
+        'compress_mlp': None,
+        'compress_mlp_expand_factor': 1.0,
+        'strategy_combine_mlp': None,
+    },
+    SparseAttention.forward: {
+        'self': inspect.Parameter.empty,
+        'inp': inspect.Parameter.empty,
+        'cache': None,
+        'disable_triton_kernel': False,
+        'sliding_window_flex_mask': None,
+        'fine_selection_flex_mask': None,
+        'return_cache': False,
+    },
+    Transformer: {
+        **dict.fromkeys(('num_tokens', 'dim', 'depth'), inspect.Parameter.empty),
+        'dim_head': 64,
+        'heads': 8,
+        'kv_heads': None,
+        'ff_expansion_factor': 4.0,
+        'use_sparse_attn': False,
+        'causal': True,
+        'use_flex_sliding_window': False,
+        'use_flex_fine_selection': False,
+        'use_triton_fine_selection': False,
+        'sparse_attn_kwargs': transformer.DEFAULT_SPARSE_ATTN_KWARGS,
+    },
+    Transformer.forward: {
+        'self': inspect.Parameter.empty,
+        'ids': inspect.Parameter.empty,
+        'return_loss': False,
+        'disable_flex': False,
+        'disable_triton_kernel': False,
+        'cache': None,
+        'return_cache': False,
+    },
+    Transformer.sample: {
+        **dict.fromkeys(('self', 'prompt', 'seq_len'), inspect.Parameter.empty),
+        'temperature': 1.0,
+        'filter_thres': 0.9,
+        'use_cache_kv': False,
+    },
+}
+
+
+@pytest.mark.parametrize('function', SIGNATURES, ids=lambda function: function.__qualname__)
+def test_signatures(function):
+    parameters = inspect.signature(function).parameters.values()
+    placed = [(p.name, p.default) for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert placed == list(SIGNATURES[function].items())
+
+
+def core_layer(**changes: Any) -> native_sparse_attention.SparseAttention:
+    return native_sparse_attention.SparseAttention(32, 8, 4, 3, 4, 2, 6, 4, causal=True, **changes)
+
+
+def core_model(**changes: Any) -> transformer.Transformer:
+    return transformer.Transformer(16, 32, 1, 8, 4, use_sparse_attn=True, **changes)
+
+
+@pytest.mark.parametrize(
+    ('call', 'flags'),
+    [
+        (core_layer, ['use_triton_kernel']),
+        (
+            lambda **flags: core_layer()(torch.randn(1, 9, 32), **flags),
+            ['disable_triton_kernel', 'sliding_window_flex_mask', 'fine_selection_flex_mask'],
+        ),
+        (core_model, ['use_flex_sliding_window', 'use_flex_fine_selection', 'use_triton_fine_selection']),
+        (
+            lambda **flags: core_model()(torch.randint(16, (1, 9)), **flags),
+            ['disable_flex', 'disable_triton_kernel'],
+        ),
+    ],
+    ids=['SparseAttention', 'SparseAttention', 'Transformer', 'Transformer'],
+)
+def test_the_core_classes_name_the_wrapper(call, flags, request):
+    wrapper = f'native_sparse_attention.integrations.lucidrains.{request.node.callspec.id.rstrip("01")}'
+    for flag in flags:
+        with pytest.raises(ValueError, match=f'^{flag} is True, but must be left out: .*{wrapper} takes') as error:
+            call(**{flag: True})
+        assert '\n' not in str(error.value)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'use_triton'"):
+        call(use_triton=True)
 
 
 def test_layer_of_the_readme():
@@ -68,7 +167,7 @@ def test_arguments_by_position():
     torch.manual_seed(0)
     defaults = SparseAttention(32, 8, 4, 3, 4, 2, 6, 4)
     torch.manual_seed(0)
-    spelled = SparseAttention(32, 8, 4, 3, 4, 2, 6, 4, None, 1, False, True, False, True, None, 1.0, None)
+    spelled = SparseAttention(32, 8, 4, 3, 4, 2, 6, 4, None, 1, False, True, False, None, True, None, 1.0, None)
     assert torch.equal(defaults(tokens), spelled(tokens))
 
 
@@ -231,9 +330,9 @@ def trainer_model(**flags: Any) -> Transformer:
     )
 
 
-def sparse_attentions(model: Transformer) -> list[SparseAttention]:
+def sparse_attentions(model: Transformer) -> list[native_sparse_attention.SparseAttention]:
     attentions = [block.attention for block in model.blocks]
-    return [attn for attn in attentions if isinstance(attn, SparseAttention)]
+    return [attn for attn in attentions if isinstance(attn, native_sparse_attention.SparseAttention)]
 
 
 def test_trainer():
@@ -311,15 +410,91 @@ def test_flags_that_contradict():
         trainer_model(use_flex_sliding_window=True, backend='eager')
 
 
-@pytest.mark.filterwarnings('ignore:disable_triton_kernel:DeprecationWarning')
-def test_flags_of_a_call():
+def test_flags_of_a_call_of_the_model():
     model, ids = Transformer(16, 32, 2, 8, 4, use_sparse_attn=True).eval(), torch.randint(16, (1, 20))
-    with pytest.warns(DeprecationWarning, match='disable_flex') as caught:
-        logits = model(ids, disable_flex=True)
-    assert caught[0].filename == __file__
-    torch.testing.assert_close(logits, model(ids))
+    for flag in ('disable_flex', 'disable_triton_kernel'):
+        with pytest.warns(DeprecationWarning, match=f"{flag} is deprecated: use backend='eager'") as caught:
+            logits, cache = model(ids, return_cache=True, **{flag: True})
+        assert caught[0].filename == __file__
+        assert (len(caught), len(cache)) == (1, 2)
+        torch.testing.assert_close(logits, model(ids))
+    with pytest.raises(ValueError, match="disable_flex is 'no', but must be True or False"):
+        model(ids, disable_flex='no')
+
+
+@pytest.mark.parametrize(
+    ('backend', 'flag', 'taken'),
+    [
+        ('auto', 'disable_flex', 'eager'),
+        ('auto', 'disable_triton_kernel', 'eager'),
+        ('flex', 'disable_flex', 'eager'),
+        ('flex', 'disable_triton_kernel', 'flex'),
+        ('triton', 'disable_flex', 'triton'),
+        ('triton', 'disable_triton_kernel', 'eager'),
+    ],
+)
+@pytest.mark.filterwarnings('ignore:disable_:DeprecationWarning')
+def test_the_backend_that_a_call_takes(backend, flag, taken, monkeypatch):
+    model, seen = Transformer(16, 32, 2, 8, 4, use_sparse_attn=True, backend=backend), []
+    attend = native_sparse_attention.SparseAttention._attend_whole
+    monkeypatch.setattr(
+        native_sparse_attention.SparseAttention,
+        '_attend_whole',
+        lambda self, x, order, cu_seqlens, backend, loss: (
+            seen.append(backend) or attend(self, x, order, cu_seqlens, 'eager', loss)
+        ),
+    )
+    model(torch.randint(16, (1, 20)), **{flag: True})
+    assert seen == [taken] * 2
+
+
+def test_flags_of_a_layer():
+    settings: dict[str, Any] = README | {'dim': 32, 'dim_head': 8, 'heads': 4, 'num_selected_blocks': 6}
+    for flag, backend in ((True, 'auto'), (False, 'eager')):
+        with pytest.warns(DeprecationWarning, match=f'use_triton_kernel.*backend={backend!r}') as caught:
+            layer = SparseAttention(**settings, use_triton_kernel=flag)
+        assert caught[0].filename == __file__
+        assert (len(caught), layer.backend) == (1, backend)
+    x = torch.randn(1, 9, 32)
+    layer = SparseAttention(**settings)
     with pytest.warns(DeprecationWarning, match='disable_triton_kernel') as caught:
-        logits, cache = model(ids, disable_triton_kernel=True, return_cache=True)
+        attended = layer(x, disable_triton_kernel=True)
     assert caught[0].filename == __file__
-    assert len(cache) == 2
-    torch.testing.assert_close(logits, model(ids))
+    assert torch.equal(attended, layer(x))
+    for name in ('sliding_window_flex_mask', 'fine_selection_flex_mask'):
+        with pytest.raises(ValueError, match=f"^{name} is given, but must be None: backend='flex' makes its own"):
+            layer(x, **{name: object()})
+    with pytest.raises(ValueError, match="use_triton_kernel is 'no', but must be True or False"):
+        SparseAttention(**settings, use_triton_kernel='no')  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="use_triton_kernel and backend='flex' are given"):
+        SparseAttention(**settings, use_triton_kernel=True, backend='flex')
+
+
+def test_what_goes_beyond_is_taken_by_name():
+    settings: dict[str, Any] = README | {'dim': 32, 'dim_head': 8, 'heads': 4}
+    layer, x = SparseAttention(**settings, softcap=5.0), torch.randn(1, 9, 32)
+    assert layer.softcap == 5.0
+    mask = torch.arange(9)[None] < 7
+    torch.testing.assert_close(layer(x, mask=mask)[:, :7], layer(x[:, :7]))
+    model = Transformer(16, 32, 1, 8, 4, tie_embeddings=True)
+    assert model.is_tied
+    assert model(torch.randint(16, (1, 9)), last_only=True).shape == (1, 16)
+
+
+def test_a_cache_with_all_ids():
+    """The loop of 0.2.3 passes all ids so far; a new id alone does as well."""
+    model, ids = Transformer(16, 32, 2, 8, 4, use_sparse_attn=True).eval(), torch.randint(16, (2, 12))
+    expected = model(ids)
+    for first in (0, 5):
+        logits, cache = model(ids[:, :5], return_cache=True)
+        steps = [logits]
+        for length in range(6, 13):
+            logits, cache = model(ids[:, first and length - 1 : length], cache=cache, return_cache=True)
+            steps.append(logits)
+        torch.testing.assert_close(torch.cat(steps, dim=1), expected)
+    with pytest.raises(ValueError, match='ids has 5 tokens per row, but must have 1 or more than the 12 in the cache'):
+        model(ids[:, :5], cache=cache, return_cache=True)
+    wrong: Any = cache[0]
+    with pytest.raises(ValueError, match='cache is a LayerCache, but must be a ModelCache'):
+        model(ids, cache=wrong, return_cache=True)
+    assert isinstance(cache, ModelCache)

@@ -19,7 +19,6 @@ from native_sparse_attention.nn.transformer import DEFAULT_SPARSE_ATTN_KWARGS, D
 
 KINDS = pytest.mark.parametrize('sparse', [False, True], ids=['dense', 'sparse'])
 VOCABULARY = 29
-MAPPED = ('flex_sliding_window', 'flex_fine_selection', 'triton_fine_selection')
 SPARSE: dict[str, Any] = {
     'sliding_window_size': 3,
     'compress_block_size': 5,
@@ -276,7 +275,7 @@ def test_call_errors():
         (lambda: model(ids, mask=[[True] * 5] * 2), 'mask is a list, but must be a tensor'),
         (lambda: model(ids, return_loss=1), 'return_loss is 1, but must be True or False'),
         (lambda: model(ids, return_cache='no'), "return_cache is 'no', but must be True or False"),
-        (lambda: model(ids, disable_flex='no'), "disable_flex is 'no', but must be True or False"),
+        (lambda: model(ids, backend='fast'), "backend is 'fast', but must be one of"),
         (lambda: model(ids[:1], return_loss=True, cu_seqlens=[0, 5]), 'cu_seqlens is a list, but must be a tensor'),
         (lambda: model.prefill(ids_list, model.init_cache(1, 8)), 'ids is a list, but must be a tensor'),
         (lambda: model.prefill(ids, no_cache), 'cache is a NoneType, but must be a ModelCache'),
@@ -306,7 +305,7 @@ def test_size_errors(name, sparse):
         Transformer(**dict(sizes, **{name: 0}), use_sparse_attn=sparse)
 
 
-FLAGS = ['use_sparse_attn', 'causal', 'tie_embeddings', *(f'use_{name}' for name in MAPPED)]
+FLAGS = ['use_sparse_attn', 'causal', 'tie_embeddings']
 
 
 @pytest.mark.parametrize(

@@ -25,11 +25,13 @@ LINES = (
     {'inference.lengths', 'inference.ring', 'inference.session', 'nn.linear', 'nn.state'},
     {'functional', 'losses', 'testing', 'nn.compress', 'nn.gate', 'nn.padding', 'nn.rotary', 'inference.cache'},
     {'inference.paged_cache', 'inference.model_cache', 'inference.phi', 'inference.rollback', 'nn.checks'},
-    {'inference.decode_checks'},
+    {'inference.decode_checks', 'nn.layer'},
     {'inference.decode'},
     {'nn.attention', 'nn.dense', 'inference.generation'},
     {'nn.start'},
-    {'nn.transformer', 'integrations'},
+    {'nn.generator'},
+    {'nn.transformer'},
+    {'integrations'},
     {'transformer', 'compress', 'generation', 'compat'},
 )
 
@@ -47,7 +49,7 @@ for name in ('is_available', 'device_count', 'current_device', 'get_device_prope
 before = dict(os.environ), torch.get_default_dtype(), torch.get_num_threads(), torch.random.get_rng_state().sum()
 import native_sparse_attention
 import native_sparse_attention.nn.compress, native_sparse_attention.ops, native_sparse_attention.nn.transformer
-import native_sparse_attention.integrations.fla
+import native_sparse_attention.integrations.fla, native_sparse_attention.integrations.lucidrains
 after = dict(os.environ), torch.get_default_dtype(), torch.get_num_threads(), torch.random.get_rng_state().sum()
 assert before == after, [pair for pair in zip(before, after) if pair[0] != pair[1]]
 assert 'triton' not in sys.modules, 'the import imports triton'

@@ -7,7 +7,7 @@ from native_sparse_attention.nn.compress.apply import (
     with_zero_gradients,
 )
 from native_sparse_attention.nn.compress.block_encoder import CompressTransformer
-from native_sparse_attention.nn.compress.build import make_network, make_networks
+from native_sparse_attention.nn.compress.build import make_networks
 from native_sparse_attention.nn.compress.check import check_network
 from native_sparse_attention.nn.compress.networks import (
     AttentionPool,
@@ -34,7 +34,6 @@ __all__ = [
     'compress_pair',
     'compress_tokens',
     'hidden_size',
-    'make_network',
     'make_networks',
     'with_zero_gradients',
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
+from typing import Any
 
 from torch import nn
 
@@ -16,62 +17,43 @@ def make_networks(
     *,
     kv_heads: int,
     head_dim: int,
-    value_dim: int,
+    value_dim: int | None,
     block_size: int,
     compress_mlp_expand_factor: float = 1.0,
-) -> tuple[nn.Module, nn.Module]:
-    """The network of the keys and the network of the values.
+) -> tuple[nn.Module, Any]:
+    """Return the network of the keys and the network of the values, or None without one.
 
-    compress_mlp: None for two `CompressMLP`, with compress_mlp_expand_factor as theirs; one module, of which each gets
-    a copy (`value_dim` must then equal `head_dim`); or a pair (for keys, for values), used as given.
+    Every network runs once on a few blocks of zeros, so that one of the wrong shape is refused here.
 
-    Each network is run once on a few blocks of zeros, so that one of the wrong shape is refused here.
+    Args:
+        compress_mlp: None for a `CompressMLP` each; one module, of which each gets a copy; or a pair (for keys, for
+            values), used as given.
+        value_dim: DV; None for no network of values.
+        compress_mlp_expand_factor: as in `CompressMLP`, for the default.
 
-    Raises ValueError for any other `compress_mlp`, and for a network that does not map [B, H, C, l, D] to [B, H, C, D].
+    Raises:
+        ValueError: for another `compress_mlp`, for one module where DV != D, and for a network that does not map
+            `[B, H, C, l, D]` to `[B, H, C, D]`.
     """
+    dims = [head_dim] if value_dim is None else [head_dim, value_dim]
     match compress_mlp:
         case None:
-            for dim in (head_dim, value_dim):
+            for dim in dims:
                 hidden_size(compress_mlp_expand_factor, dim * block_size, 'compress_mlp_expand_factor')
-            network_k = CompressMLP(head_dim, block_size, compress_mlp_expand_factor)
-            network_v = CompressMLP(value_dim, block_size, compress_mlp_expand_factor)
+            networks: list[nn.Module] = [CompressMLP(dim, block_size, compress_mlp_expand_factor) for dim in dims]
         case nn.Module():
-            if value_dim != head_dim:
+            if value_dim not in (None, head_dim):
                 raise ValueError(
                     'compress_mlp must be a pair (for keys, for values) where their head sizes differ, '
                     f'got one {type(compress_mlp).__name__} for head sizes {head_dim} and {value_dim}'
                 )
-            network_k, network_v = deepcopy(compress_mlp), deepcopy(compress_mlp)
-        case [nn.Module() as network_k, nn.Module() as network_v]:
-            pass
+            networks = [deepcopy(compress_mlp) for _ in dims]
+        case [nn.Module() as network_k, nn.Module() as network_v] if value_dim is not None:
+            networks = [network_k, network_v]
         case _:
             raise ValueError(f'compress_mlp must be None, a module or a pair of modules, got {describe(compress_mlp)}')
     # C differs from H, so that a network that swaps the two is refused as well.
     num_blocks = 3 if kv_heads == 2 else 2
-    check_network(network_k, (1, kv_heads, num_blocks, block_size, head_dim), name='keys')
-    check_network(network_v, (1, kv_heads, num_blocks, block_size, value_dim), name='values')
-    return network_k, network_v
-
-
-def make_network(
-    compress_mlp: nn.Module | None,
-    *,
-    kv_heads: int,
-    head_dim: int,
-    block_size: int,
-    compress_mlp_expand_factor: float = 1.0,
-) -> nn.Module:
-    """Return the network of the keys alone: a `CompressMLP` for None, else a copy of the module.
-
-    Raises ValueError for anything else, and for a network that does not map [B, H, C, l, D] to [B, H, C, D].
-    """
-    if compress_mlp is None:
-        hidden_size(compress_mlp_expand_factor, head_dim * block_size, 'compress_mlp_expand_factor')
-        network: nn.Module = CompressMLP(head_dim, block_size, compress_mlp_expand_factor)
-    elif isinstance(compress_mlp, nn.Module):
-        network = deepcopy(compress_mlp)
-    else:
-        raise ValueError(f'compress_mlp must be None or a module, got {describe(compress_mlp)}')
-    # C differs from H, so that a network that swaps the two is refused as well.
-    check_network(network, (1, kv_heads, 3 if kv_heads == 2 else 2, block_size, head_dim), name='keys')
-    return network
+    for network, dim, name in zip(networks, dims, ('keys', 'values'), strict=False):
+        check_network(network, (1, kv_heads, num_blocks, block_size, dim), name=name)
+    return networks[0], None if value_dim is None else networks[1]

@@ -1,0 +1,104 @@
+"""Base of `SparseAttention` and `DenseAttention`: the checks of a call, caches, and the settings beside the weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from native_sparse_attention.core.checks import check_flags
+from native_sparse_attention.core.projection import projection_dtype
+from native_sparse_attention.inference.cache import FIRST_CAPACITY, MAX_ROLLBACK, LayerCache
+from native_sparse_attention.inference.paged_cache import cache_kind, make_cache
+from native_sparse_attention.nn.checks import check_cache, check_input, check_undifferentiated
+from native_sparse_attention.nn.rotary import Rotary, describe_rotary
+from native_sparse_attention.nn.state import LayerWithSettings
+
+
+class AttentionLayer(LayerWithSettings):
+    """An attention layer with a cache. Subclasses set the attributes that are declared here."""
+
+    dim_head: int
+    heads: int
+    kv_heads: int
+    dim_value_head: int
+    causal: bool
+    norm: nn.Module
+    to_qkv: nn.Linear
+    rotary: Rotary | None
+    selection_block_size: int = 1  # pages of a cache hold a multiple of so many tokens
+
+    @property
+    def weight_settings(self) -> dict[str, Any]:
+        return {
+            'heads': self.heads,
+            'kv_heads': self.kv_heads,
+            'dim_head': self.dim_head,
+            'dim_value_head': self.dim_value_head,
+            'causal': self.causal,
+            **describe_rotary(self.rotary),
+        }
+
+    def init_cache(
+        self,
+        batch_size: int,
+        max_seq_len: int,
+        max_rollback: int | None = MAX_ROLLBACK,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        page_size: int | None = None,
+        num_pages: int | None = None,
+    ) -> LayerCache:
+        """Return a preallocated cache for `batch_size` rows of up to `max_seq_len` tokens; it is never reallocated.
+
+        max_rollback: tokens that `crop` can take back; None: all, for which all keys before rotary are kept. dtype,
+        device: default those of the layer's weights (under autocast its dtype). page_size: a multiple of
+        selection_block_size, for a `PagedLayerCache`; its pools have num_pages pages (default: enough for all rows).
+        """
+        self._check_causal()
+        dtype, device = cache_kind(self, self.to_qkv, dtype, device)
+        return make_cache(
+            batch_size,
+            max_seq_len,
+            max_rollback=max_rollback,
+            dtype=dtype,
+            device=device,
+            page_size=page_size,
+            num_pages=num_pages,
+            selection_block_size=self.selection_block_size,
+            **self._cache_layout,
+        )
+
+    def _first_cache(self, x: Tensor) -> LayerCache:
+        """Return an empty cache for x `[B, T, dim]` and what follows it; it grows."""
+        kind: dict[str, Any] = {'dtype': projection_dtype(x), 'device': x.device}
+        return make_cache(x.shape[0], max(x.shape[1], FIRST_CAPACITY), grows=True, **kind, **self._cache_layout)
+
+    @property
+    def _cache_layout(self) -> dict[str, Any]:
+        """The settings that the layer and its caches must agree on."""
+        return {'kv_heads': self.kv_heads, 'head_dim': self.dim_head, 'value_dim': self.dim_value_head}
+
+    def _check_call(
+        self,
+        x: Tensor,
+        mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+        cache: LayerCache | None,
+        return_cache: bool,
+    ) -> bool:
+        """Check the arguments of a forward; return whether it uses a cache."""
+        check_flags(return_cache=return_cache)
+        cached = cache is not None or return_cache
+        check_input(x, mask, cu_seqlens, self.norm, self.to_qkv, cached)
+        if cached:
+            self._check_causal()
+            check_undifferentiated(x, self)
+        if cache is not None:
+            check_cache(cache, x, self._cache_layout)
+        return cached
+
+    def _check_causal(self) -> None:
+        if not self.causal:
+            raise ValueError('causal is False, but a cache needs causal=True')
