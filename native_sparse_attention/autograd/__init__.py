@@ -1,1 +1,1 @@
-"""What the backward pass keeps and what it recomputes."""
+"""Saved tensors and recomputation of the backward pass."""

@@ -1,1 +1,1 @@
-"""Functions of other libraries under their own names and arguments, served by the ops of this package."""
+"""Functions and classes with the names and arguments of other libraries."""

@@ -1,4 +1,4 @@
-"""`parallel_nsa` as users of flash-linear-attention call it."""
+"""`parallel_nsa` with the arguments of flash-linear-attention."""
 
 from __future__ import annotations
 
@@ -119,8 +119,9 @@ def parallel_nsa(
 
 
 def _block_means(tokens: Tensor, block_size: int, cu_seqlens: Tensor | None) -> Tensor:
-    """Means `[B, C, H, D]` of the complete blocks of tokens `[B, S, H, D]`; packed: C is S // block_size, of which the
-    last are meaningless.
+    """Return means `[B, C, H, D]` of the complete blocks of tokens `[B, S, H, D]`.
+
+    With packed sequences C is S // block_size, of which the last are undefined.
     """
     num_blocks = tokens.shape[1] // block_size
     if cu_seqlens is None or num_blocks == 0:
@@ -131,7 +132,7 @@ def _block_means(tokens: Tensor, block_size: int, cu_seqlens: Tensor | None) -> 
 
 
 def _borders(cu_seqlens: Tensor | tuple[Tensor, Tensor] | None) -> tuple[Tensor | None, Tensor | None]:
-    """The borders of the queries, and those of the keys where they are others."""
+    """Return the borders of the queries, and those of the keys where they differ."""
     if cu_seqlens is None or isinstance(cu_seqlens, Tensor):
         return cu_seqlens, None
     match cu_seqlens:
@@ -142,7 +143,7 @@ def _borders(cu_seqlens: Tensor | tuple[Tensor, Tensor] | None) -> tuple[Tensor 
 
 
 def _check_counts(block_counts: Tensor | int, q: Tensor, index_heads: int) -> Tensor | None:
-    """The counts where queries have their own."""
+    """Return the counts per query, or None for an int."""
     if not isinstance(block_counts, Tensor):
         check_not_negative(block_counts=block_counts)
         return None
@@ -151,7 +152,7 @@ def _check_counts(block_counts: Tensor | int, q: Tensor, index_heads: int) -> Te
 
 
 def _enough(block_counts: Tensor | int, seqlen_k: int, block_size: int) -> int:
-    """How many blocks are enough for every query; a power of two for a tensor, as kernels are made for each number."""
+    """Return the number of blocks to select for every query; a power of two for a tensor, to bound recompilation."""
     if not isinstance(block_counts, Tensor):
         return block_counts
     if block_counts.is_cuda and torch.cuda.is_current_stream_capturing():

@@ -1,7 +1,7 @@
-"""`SparseAttention` and `Transformer` as users of native-sparse-attention-pytorch 0.2.3 (lucidrains) call them.
+"""`SparseAttention` and `Transformer` with the arguments of native-sparse-attention-pytorch 0.2.3 (lucidrains).
 
-Names, order and defaults of the arguments are those of 0.2.3, and the layers are those of this package. Flags that
-choose kernels stand for a backend and give a DeprecationWarning. What this package has beyond 0.2.3 is taken by name.
+Arguments have the names, order and defaults of 0.2.3; further arguments of this package are keyword-only. Flags that
+choose kernels stand for a backend and give a DeprecationWarning.
 """
 
 from __future__ import annotations
@@ -202,6 +202,6 @@ def _backend_of_model(backend: str, flags: dict[str, bool]) -> str:
 
 
 def _warn(flags: list[str], backend: str, stacklevel: int) -> None:
-    """stacklevel: as that of `warnings.warn` in the caller."""
+    """Warn that flags are deprecated. stacklevel: as of `warnings.warn` in the caller."""
     message = f'{" and ".join(flags)} is deprecated: use backend={backend!r}'
     warnings.warn(message, DeprecationWarning, stacklevel=stacklevel + 1)

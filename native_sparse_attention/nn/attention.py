@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from native_sparse_attention import functional
 from native_sparse_attention.autograd.recompute import recompute
+from native_sparse_attention.autograd.saved_rotary import recompute_rotated
 from native_sparse_attention.core.backend import BackendChoice, check_backend
 from native_sparse_attention.core.checks import checked_softcap, make_sequences
 from native_sparse_attention.core.plain import is_plain
@@ -21,19 +22,13 @@ from native_sparse_attention.inference import decode as decoding
 from native_sparse_attention.inference.cache import LayerCache
 from native_sparse_attention.inference.rollback import retract
 from native_sparse_attention.losses import block_score_loss
-from native_sparse_attention.nn.checks import (
-    check_block_loss,
-    check_input,
-    check_settings,
-    refuse_unknown,
-    warn_of_untrained_scores,
-)
+from native_sparse_attention.nn.checks import check_block_loss, check_input, check_settings, refuse_unknown
 from native_sparse_attention.nn.compress import compress_pair, compress_tokens, make_networks, with_zero_gradients
 from native_sparse_attention.nn.gate import GATE_START, MERGED_GATE_START, check_gate, make_gate
 from native_sparse_attention.nn.layer import AttentionLayer
 from native_sparse_attention.nn.linear import BranchLinear, FixedStartLinear
 from native_sparse_attention.nn.padding import FrontOrder, from_front, to_front
-from native_sparse_attention.nn.rotary import Rotary, recompute_rotated, rotate, rotated_and_plain
+from native_sparse_attention.nn.rotary import Rotary, rotate, rotated_and_plain
 from native_sparse_attention.ops import select_blocks
 
 # Beside those of every attention layer.
@@ -46,9 +41,7 @@ _LINEAR = (nn.Linear, BranchLinear, FixedStartLinear)
 
 
 class _Projected(NamedTuple):
-    """Queries, keys and values of new tokens before rotary, `[B, T, heads, head size]`, and gates `[B, T, HQ, 3 or 1]`
-    or None.
-    """
+    """Tensors of new tokens before rotary, `[B, T, heads, head size]`, and gates `[B, T, HQ, 3 or 1]` or None."""
 
     q: Tensor
     k: Tensor
@@ -199,8 +192,6 @@ class SparseAttention(AttentionLayer):
                 block_size=compress_block_size,
                 compress_mlp_expand_factor=compress_mlp_expand_factor,
             )
-            if not compressed_output:
-                warn_of_untrained_scores(self.k_compress, use_diff_topk)
         self.to_strategy_combine = None
         if compressed_output:
             start = MERGED_GATE_START if merge_window else GATE_START
@@ -211,7 +202,7 @@ class SparseAttention(AttentionLayer):
 
     @property
     def weight_settings(self) -> dict[str, Any]:
-        """Not budgets, backends and dropout, which may change between training and use."""
+        """Settings that weights depend on: not budgets, backends and dropout, which may change after training."""
         num_gates = 3 if not self.merge_window else int(self.compressed_output)
         own = {name: getattr(self, name) for name in _WEIGHT_SETTINGS}
         return {**super().weight_settings, **own, 'gate': f'{num_gates} sigmoids per head'}
@@ -250,7 +241,7 @@ class SparseAttention(AttentionLayer):
             mask: bool or integers of 0 and 1 `[B, T]`, true at real tokens, padding on either side. Padding gives 0 and
                 influences nothing.
             cu_seqlens: int32 or int64 `[N + 1]`, borders of packed sequences; tokens that follow the last give 0.
-            cache: what `init_cache` or an earlier call returned; advanced in place, and nothing is differentiated: in
+            cache: as returned by `init_cache` or an earlier call; advanced in place. The call has no gradients: in
                 training mode, or for an x that requires gradients, it is refused unless under torch.no_grad().
             return_cache: return the cache too; without one, start one that grows.
             return_block_loss: return the `block_score_loss` of this call too, which trains the block scores. Refused
@@ -455,7 +446,7 @@ class SparseAttention(AttentionLayer):
 
     @property
     def _common_settings(self) -> dict[str, Any]:
-        """The settings that `nsa` and `nsa_decode` take alike."""
+        """Arguments that `nsa` and `nsa_decode` share."""
         return {
             'selection_block_size': self.selection_block_size,
             'num_selected': self.num_selected_blocks,

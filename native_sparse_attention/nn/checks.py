@@ -100,18 +100,8 @@ def _warn_of_forced_blocks(layer: Any) -> None:
         )
 
 
-def warn_of_untrained_scores(network: nn.Module, use_diff_topk: bool) -> None:
-    """Warn where the network that scores blocks alone has parameters, but no gradient."""
-    if not use_diff_topk and any(True for _ in network.parameters()):
-        warnings.warn(
-            'compressed_output is False and use_diff_topk is False, so the network that scores blocks is not trained: '
-            'its gradients are 0 without return_block_loss',
-            stacklevel=3,
-        )
-
-
 def _check_merged(layer: Any, compress_mlp: object, strategy_combine_mlp: object) -> None:
-    """Raise ValueError for settings that merged attention excludes, or that need it."""
+    """Raise ValueError for settings that merged attention excludes or requires; warn where scores are not trained."""
     if layer.merge_window and layer.independent_branch_kv:
         raise ValueError(
             'independent_branch_kv is True, but must be False where merge_window is set: one softmax reads k'
@@ -128,12 +118,21 @@ def _check_merged(layer: Any, compress_mlp: object, strategy_combine_mlp: object
         )
     if isinstance(compress_mlp, tuple | list):
         raise ValueError('compress_mlp is a pair, but must be one module where compressed_output is False: for keys')
+    has_parameters = compress_mlp is None or (
+        isinstance(compress_mlp, nn.Module) and any(True for _ in compress_mlp.parameters())
+    )
+    if has_parameters and layer.num_selected_blocks > 0 and not layer.use_diff_topk:
+        warnings.warn(
+            'compressed_output is False and use_diff_topk is False, so the network that scores blocks is not trained: '
+            'its gradients are 0 without return_block_loss',
+            stacklevel=4,
+        )
 
 
 def check_input(
     x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, norm: nn.Module, to_qkv: nn.Linear, cached: bool
 ) -> None:
-    """norm, to_qkv: the modules that read x. cached: with a cache."""
+    """Check the tensors of a call. norm, to_qkv: the first modules of the layer. cached: the call has a cache."""
     check_tensors(x=x)
     dim = to_qkv.in_features
     if x.dim() != 3 or x.shape[2] != dim:
@@ -156,8 +155,10 @@ def check_input(
 
 
 def _check_dtype(x: Tensor, norm: nn.Module, to_qkv: nn.Linear) -> None:
-    """The dtype of the weights, unless autocast casts both."""
-    # Modules and weights of other kinds, such as quantised ones, may cast x themselves.
+    """Raise ValueError unless x has the dtype of the weights or autocast casts both.
+
+    Modules and weights of other kinds, such as quantised ones, may cast x themselves, and are not checked.
+    """
     weight = getattr(to_qkv, 'weight', x)
     if weight.dtype == x.dtype or not (
         is_plain(norm, nn.RMSNorm, nn.Identity) and is_plain(to_qkv, nn.Linear, BranchLinear)
@@ -178,7 +179,7 @@ def check_undifferentiated(x: Tensor, module: nn.Module) -> None:
 
 
 def check_cache(cache: LayerCache, x: Tensor, layout: Mapping[str, Any]) -> None:
-    """layout: what the layer's own caches have."""
+    """Raise ValueError unless cache fits x and `layout`, the layout of the layer's caches."""
     check_layer_cache(cache)
     for name, size in layout.items():
         held = cache.layout[name]

@@ -77,7 +77,7 @@ class DenseAttention(AttentionLayer):
         cache: LayerCache | None = None,
         return_cache: bool = False,
     ) -> Any:
-        """Attend over x `[B, T, dim]`; returns `[B, T, dim]`, and with `return_cache` the cache too.
+        """Return attention over x `[B, T, dim]`, `[B, T, dim]`, and with `return_cache` the cache too.
 
         mask: bool or integers of 0 and 1 `[B, T]`, true at real tokens.
         cu_seqlens: int32 `[N + 1]` for packed sequences `[1, total, dim]`.
@@ -111,7 +111,7 @@ class DenseAttention(AttentionLayer):
         return self._combine(_sdpa(q, k, v, is_causal=self.causal), x)
 
     def _attend_layout(self, x: Tensor, sequences: Sequences) -> Tensor:
-        """Attention among the tokens of x alone, whose sequences do not fill the batch; 0 at tokens of no sequence."""
+        """Return attention within the sequences of x; tokens outside of every sequence give 0."""
         layout = sequences.layout()
         real = (layout.position < layout.key_len)[..., None]
         x = self.norm(x.masked_fill(~real, 0.0))
@@ -134,10 +134,10 @@ class DenseAttention(AttentionLayer):
             raise
 
     def _attend_to_cache(self, q: Tensor, cache: LayerCache, offset: Tensor) -> Tensor:
-        """Attention of q `[B, T, HQ, D]` at positions offset + t over everything in the cache, `[B, T, HQ, DV]`."""
+        """Return attention of q `[B, T, HQ, D]` at positions offset + t over the whole cache, `[B, T, HQ, DV]`."""
         batch, seqlen = q.shape[:2]
         num_keys = cache.max_length
-        # What lies behind a row's length may be anything, and a NaN would survive the weight 0.
+        # Entries behind a row's length are undefined, and a NaN would survive the weight 0.
         unused = torch.arange(num_keys, device=q.device) >= cache.lengths[:, None]
         k, v = (t.masked_fill(unused[..., None, None], 0.0) for t in cache.read(num_keys)[:2])
         sequences = Sequences(batch, seqlen, num_keys, q.device, offset, cache.lengths)
@@ -146,7 +146,7 @@ class DenseAttention(AttentionLayer):
         return out if weight is None else out.to(weight.dtype)
 
     def _project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q `[B, T, HQ, D]`, k `[B, T, H, D]`, both rotated, and v `[B, T, H, DV]`, of the normalised input x."""
+        """Return q `[B, T, HQ, D]` and k `[B, T, H, D]`, rotated, and v `[B, T, H, DV]` of the normalised input x."""
         q, k, v = self.to_qkv(x).split(self._split_sizes, dim=-1)
         q = q.unflatten(-1, (self.heads, self.dim_head))
         k = k.unflatten(-1, (self.kv_heads, self.dim_head))
@@ -172,7 +172,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None = None, is_cau
 
 
 def _visible(sequences: Sequences, causal: bool) -> Tensor:
-    """Bool `[B, 1, T, S]`: the keys that each query reads."""
+    """Return bool `[B, 1, T, S]`, true at the keys that each query reads."""
     layout = sequences.layout()
     index = torch.arange(sequences.seqlen_k, device=sequences.device)[None, None]
     key_position, visible = layout.key_position(index)

@@ -71,10 +71,10 @@ class GeneratingModel(StartedModel):
     def prefill(
         self, ids: Tensor, cache: ModelCache, *, mask: Tensor | None = None, chunk_size: int = CHUNK_SIZE
     ) -> Tensor:
-        """Append ids `[B, T]` to the cache, chunk_size tokens at a time; logits `[B, num_tokens]` of what follows.
+        """Append ids `[B, T]` to the cache, chunk_size tokens at a time; return the next logits `[B, num_tokens]`.
 
-        mask: bool `[B, T]`, True at real tokens, of which every row needs one: its logits follow its own last one.
-        Raises ValueError where the cache may not hold all, before anything is written.
+        mask: bool `[B, T]`, True at real tokens, of which every row needs one; logits follow the last one of the row.
+        Raises ValueError where the cache cannot hold all, before anything is written.
         """
         _check_prompt('ids', ids, mask, self.token_emb)
         mask = None if mask is None else mask.bool()
@@ -110,20 +110,20 @@ class GeneratingModel(StartedModel):
         use_graph: bool | None = None,
         progress: bool = False,
     ) -> Tensor:
-        """Continue prompt `[B, P]` by `max_new_tokens` tokens through the cache; returns the new tokens alone.
+        """Continue prompt `[B, P]` by `max_new_tokens` tokens through the cache; return the new tokens alone.
 
         Args:
             temperature: 0 takes the likeliest token.
             top_k: draw from the k likeliest.
-            top_p: in (0, 1]: draw from the fewest of the likeliest whose probabilities reach p.
-            mask: bool `[B, P]`, True at real tokens, padding on either side; every row continues after its own last.
-            seed: one per row, of 0 to 2³² − 1: draw s of a row depends on its seed and s alone, so that its text is the
-                same alone and in any batch (as far as its logits are). An int stands for seed, seed + 1, … of the rows.
-            generator: where random numbers come from without a seed, on the model's device (default: torch's own).
-            stop_tokens: ids. A row ends with the first that it draws, which it then repeats; the result is as long as
-                the longest row, `[B, ≤ max_new_tokens]`. Whether all have stopped is looked up every 16 steps.
-            callback: called with the tokens `[B]` of each step, on the device, whose columns together are the result.
-                Reading them waits for the device; with stop_tokens every step does.
+            top_p: in (0, 1]: draw from the fewest likeliest tokens whose probabilities sum to p or more.
+            mask: bool `[B, P]`, True at real tokens, padding on either side; a row continues after its last real token.
+            seed: one per row, of 0 to 2³² − 1. Draw s of a row depends only on its seed and s, so its text is the same
+                alone and in any batch, as far as its logits are. An int stands for seed, seed + 1, … of the rows.
+            generator: source of random numbers without a seed, on the model's device; default: that of PyTorch.
+            stop_tokens: ids. A row ends with the first one that it draws, and then repeats it; the result is as long as
+                the longest row, `[B, ≤ max_new_tokens]`. Every 16 steps the host checks whether all rows have ended.
+            callback: called with the tokens `[B]` of each step, on the device; together they are the columns of the
+                result. Reading them waits for the device; with stop_tokens every step waits.
             chunk_size: tokens of the prompt in a forward.
             use_graph: replay the step of a token as a CUDA graph; None: where possible, see `generation.DecodeStep`.
             progress: show a bar (needs tqdm).
@@ -169,9 +169,9 @@ class GeneratingModel(StartedModel):
         filter_thres: float = 0.9,
         use_cache_kv: bool = False,
     ) -> Tensor:
-        """Continue prompt `[B, P]` to `seq_len` tokens; returns those after the prompt, `[B, max(0, seq_len - P)]`.
+        """Continue prompt `[B, P]` to `seq_len` tokens; return those after the prompt, `[B, max(0, seq_len - P)]`.
 
-        The meaning is that of native-sparse-attention-pytorch 0.2.3: temperature ≤ 0 takes the likeliest token;
+        As in native-sparse-attention-pytorch 0.2.3, temperature ≤ 0 takes the likeliest token;
         otherwise one is drawn from the ceil((1 - filter_thres) · num_tokens) likeliest. use_cache_kv: decode through
         the cache instead of recomputing the whole sequence for every token; the result is the same.
         """
@@ -212,7 +212,7 @@ class GeneratingModel(StartedModel):
         use_graph: bool | None = None,
         **options: Any,
     ) -> Tensor:
-        """`count` tokens after the prompt, through a preallocated cache; the rest is that of `continue_prompt`."""
+        """Return `count` tokens after the prompt, through a preallocated cache. options: as in `continue_prompt`."""
         batch, length = prompt.shape
         new = prompt.new_empty(batch, count)
         if count == 0:

@@ -1,4 +1,4 @@
-"""Padded batches: the real tokens of every row are moved to its front, and back at the end."""
+"""Padded batches: move the real tokens of each row to its front, and back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from native_sparse_attention.core.checks import check_tensors
 def check_mask(mask: Tensor, x: Tensor) -> None:
     """Raise ValueError unless mask is bool, or integers of 0 and 1, `[B, T]` on the device of x `[B, T, ...]`.
 
-    The content of integers is checked on the CPU alone; elsewhere all but 0 count as 1, as `mask.bool()` has them.
+    Values of integers are checked on the CPU alone; elsewhere every value other than 0 counts as 1.
     """
     check_tensors(mask=mask)
     if mask.dtype.is_floating_point or mask.dtype.is_complex or mask.shape != x.shape[:2]:
@@ -29,10 +29,10 @@ def check_mask(mask: Tensor, x: Tensor) -> None:
 
 
 class FrontOrder(NamedTuple):
-    """Where the tokens of a padded batch stand once real tokens come first.
+    """Order of a padded batch in which real tokens come first.
 
-    mask: bool `[B, T]`, true at real tokens. index: int64 `[B, T]`, the place of each. lengths: int32 `[B]`, the number
-    of real tokens of each row.
+    mask: bool `[B, T]`, true at real tokens. index: int64 `[B, T]`, the source index of each token. lengths: int32
+    `[B]`, real tokens of each row.
     """
 
     mask: Tensor
@@ -41,7 +41,7 @@ class FrontOrder(NamedTuple):
 
 
 def to_front(x: Tensor, mask: Tensor | None) -> tuple[Tensor, FrontOrder | None]:
-    """Return x `[B, T, dim]` with real tokens first; what stood at padding is 0 and gets no gradient.
+    """Return x `[B, T, dim]` with real tokens first, padding set to 0 and without gradient, and the order.
 
     Without a mask, return x itself and None.
     """

@@ -1,4 +1,4 @@
-"""Where a model starts: the order of random draws, weights shared by dense and sparse models, tied weights."""
+"""Initial weights of a model: order of random draws, weights shared by dense and sparse models, tied weights."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ class StartedModel(nn.Module):
         return first is not None and first is second
 
     def modules(self) -> Iterator[nn.Module]:
-        """All modules, the networks φ and gates of sparse attention last.
+        """Yield all modules, the networks φ and gates of sparse attention last.
 
-        So a loop that calls `reset_parameters` of each module that has it, as after `to_empty`, starts dense and sparse
-        models from the same weights, like the constructor.
+        A loop that calls `reset_parameters` of each module that has it, as after `to_empty`, then gives dense and
+        sparse models the same weights, as the constructor does.
         """
         modules = [*super().modules()]
         last = dict.fromkeys(m for a in modules if isinstance(a, SparseAttention) for m in a.networks())

@@ -25,7 +25,7 @@ class LayerWithSettings(nn.Module):
 
     @property
     def weight_settings(self) -> Mapping[str, bool | int | float | str | None]:
-        """What the meaning of the weights depends on, beside their shapes."""
+        """Settings that determine the meaning of the weights, in addition to their shapes."""
         raise NotImplementedError
 
 

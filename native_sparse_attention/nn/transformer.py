@@ -1,4 +1,4 @@
-"""A small language model, and the dense twin that it is compared with: the two differ in the attention alone."""
+"""A small language model with sparse attention, or with dense attention for comparison."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ class Transformer(GeneratingModel):
         backend: str | None = None,
         **unknown: NoReturn,
     ) -> Any:
-        """Logits `[B, T, num_tokens]` of the tokens that follow each of ids (int `[B, T]`).
+        """Return the logits `[B, T, num_tokens]` of the token after each of ids, int `[B, T]`.
 
         Args:
             return_loss: return instead the mean cross entropy, in nats, of every token given the tokens before it in
@@ -296,7 +296,7 @@ class Transformer(GeneratingModel):
 
 
 def _options(block: Block, backend: str | None) -> dict[str, str]:
-    """The argument of a block for the backend of a call, which dense attention does not take."""
+    """Return the argument `backend` of a block's call; dense attention takes none."""
     return {'backend': backend} if backend is not None and isinstance(block.attention, SparseAttention) else {}
 
 
@@ -305,7 +305,7 @@ def _feed_forward(dim: int, dim_hidden: int) -> nn.Sequential:
 
 
 def _check_settings(sparse_attn_kwargs: Mapping[str, Any], given: set[str]) -> None:
-    """The dense twin takes few of them, but refuses the same names. given: arguments of the model itself."""
+    """Raise ValueError for names that are no arguments of `SparseAttention`, and for `given`, those of the model."""
     if not isinstance(sparse_attn_kwargs, Mapping):
         raise ValueError(f'sparse_attn_kwargs is {shown(sparse_attn_kwargs)}, but must be a mapping of arguments')
     allowed = signature(SparseAttention).parameters.keys() - {*given, 'unknown'}
@@ -318,7 +318,7 @@ def _check_settings(sparse_attn_kwargs: Mapping[str, Any], given: set[str]) -> N
 
 
 def _continues(cu_seqlens: Tensor, total: int) -> Tensor:
-    """Bool `[total - 1]`: whether token t + 1 belongs to the sequence of token t."""
+    """Return bool `[total - 1]`: token t + 1 belongs to the sequence of token t."""
     ends = cu_seqlens.long()
     index = torch.arange(1, total, device=cu_seqlens.device)
     return (index < ends[-1]) & ~torch.isin(index, ends)

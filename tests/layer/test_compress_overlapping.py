@@ -191,7 +191,7 @@ def random_product(heads_apart, first_chunks=None):
     inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
 
     def times(k, v, positions, weight, bias):
-        return overlapping.OverlappingBlocks((k, v), positions, first_chunks).times(weight, bias)
+        return overlapping.OverlappingBlocks((k, v), positions, first_chunks).linear(weight, bias)
 
     return times, inputs
 

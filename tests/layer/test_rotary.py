@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu
 
 from native_sparse_attention import SparseAttention
-from native_sparse_attention.nn.rotary import angle_tables, recompute_rotated, rotate
+from native_sparse_attention.autograd.saved_rotary import recompute_rotated
+from native_sparse_attention.nn.rotary import angle_tables, rotate
 from tests.layer.test_attention import make_layer, tokens
 
 

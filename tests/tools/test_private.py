@@ -21,9 +21,10 @@ from torch.autograd import forward_ad
 from torch.nn.modules import module as module_hooks
 
 from native_sparse_attention import SparseAttention
+from native_sparse_attention.autograd.saved_rotary import recompute_rotated
 from native_sparse_attention.compress import CompressTransformer, ConvLinearCompress, GroupedMLP, MeanPool
 from native_sparse_attention.core import private
-from native_sparse_attention.nn.rotary import angle_tables, recompute_rotated, rotate
+from native_sparse_attention.nn.rotary import angle_tables, rotate
 from native_sparse_attention.ops import _flex
 from tests.tools.test_import import FILES, PACKAGE
 

@@ -1,4 +1,4 @@
-"""The network φ that is a transformer encoder over the tokens of a block; `compress` has the other networks."""
+"""The compression network that is a transformer encoder over the tokens of a block."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class CompressTransformer(nn.Module):
     def forward(self, blocks: Tensor) -> Tensor:
         batch, heads, num_blocks, length, dim_head = blocks.shape
         tokens = rearrange(blocks, 'b h c l d -> (b c) l (h d)')
-        # Under autocast blocks may be of a half type: the residual stream keeps the type of the norms' weights.
+        # Under autocast blocks may have a half type: the residual stream has the dtype of the norms' weights.
         weight = getattr(self.layers[0].norm1, 'weight', tokens)
         tokens = tokens.to(weight.dtype) if isinstance(weight, Tensor) else tokens
         *inner_layers, last_layer = self.layers
@@ -61,7 +61,7 @@ class _EncoderLayer(nn.Module):
         )
 
     def forward(self, tokens: Tensor, num_updated: int) -> Tensor:
-        """Returns the last `num_updated` of tokens [N, l, dim], each after it has attended to all l."""
+        """Return the last `num_updated` of tokens `[N, l, dim]` after attention to all l."""
         updated = tokens[:, -num_updated:] + self.attn(self.norm1(tokens), num_updated)
         return updated + self.ff(self.norm2(updated))
 
@@ -77,11 +77,11 @@ class _SelfAttention(nn.Module):
         self.out_proj = nn.Linear(dim, dim)
 
     def forward(self, tokens: Tensor, num_queries: int) -> Tensor:
-        """The last `num_queries` of tokens [N, l, dim] attend to all l, in both directions."""
+        """Return the attention of the last `num_queries` of tokens `[N, l, dim]` to all l, in both directions."""
         projected = self.q_proj(tokens[:, -num_queries:]), self.k_proj(tokens), self.v_proj(tokens)
         q, k, v = (rearrange(t, 'n l (h d) -> n h l d', h=self.num_heads) for t in projected)
-        # Blocks are short and many: scaled_dot_product_attention gains little here, and on CUDA it was seen to fail in
-        # bf16 for more than 65,535 blocks.
+        # Blocks are short and many: scaled_dot_product_attention gains little, and on CUDA it fails in bf16 for more
+        # than 65,535 blocks.
         weights = (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).softmax(dim=-1)
         out = F.dropout(weights, self.dropout, self.training) @ v
         return self.out_proj(rearrange(out, 'n h l d -> n l (h d)'))

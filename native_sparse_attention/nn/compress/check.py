@@ -1,4 +1,4 @@
-"""Check that a compression network returns what the layer needs."""
+"""Checks of the shape that a compression network returns."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 
 def check_network(network: nn.Module, shape: Sequence[int], *, name: str, like: Tensor | None = None) -> None:
-    """Runs the network once on zeros of `shape` [B, H, C, l, D], in eval mode, and leaves it as it was.
+    """Run the network once on zeros of `shape` `[B, H, C, l, D]`, in eval mode, and restore its mode.
 
-    name: as in `compress_blocks`. like: has the dtype and the device of the zeros; default the network's weights.
+    name: as in `compress_blocks`. like: a tensor with the dtype and device of the zeros; default a weight.
 
-    Raises ValueError where the network raises, or returns another shape than [B, H, C, D].
+    Raises ValueError where the network raises, or returns another shape than `[B, H, C, D]`.
     """
     if like is None:
         like = next((p for p in network.parameters() if p.is_floating_point()), torch.empty(()))

@@ -1,14 +1,13 @@
-"""The networks φ that summarise blocks of keys or values, and what the layer calls to make and to run them.
+"""Compression networks φ, which map each block of keys or values to one compressed key or value.
 
-Every network is a module that maps blocks [B, H, C, l, D] to one summary per block, [B, H, C, D], each block by itself.
-Blocks are unrotated and already carry the learned position inside the block. For values, DV stands in place of D.
+Every network is a module that maps blocks `[B, H, C, l, D]` to `[B, H, C, D]`, each block by itself. Blocks have no
+rotary embedding, and the learned position inside the block is added. For values, DV stands in place of D.
 
-Blocks overlap, so laid out they take l / d times the memory of the tokens. The networks here that are linear in the
-block, or begin so, take `OverlappingBlocks` of one kind too; two MLPs of the same sizes take those of keys and of
-values at once.
+Blocks overlap, so laid out they take l / d times the memory of the tokens. A network whose first layer is linear in the
+block takes `OverlappingBlocks` too, of one kind; two MLPs of the same sizes take those of keys and values at once.
 
-Legend: B batch, H key/value heads, C compressed blocks, l tokens of a block, d tokens between the starts of blocks, D
-head size, DV head size of values.
+Legend: B batch, H KV heads, C compressed blocks, l tokens of a block, d tokens between the starts of blocks, D head
+size, DV head size of values.
 
 The constructor arguments are those of native-sparse-attention-pytorch 0.2.3.
 """
@@ -64,8 +63,8 @@ class CompressMLP(nn.Module):
 
     @staticmethod
     def run(blocks: OverlappingBlocks, weights: Sequence[Tensor]) -> Tensor:
-        """`[K, B, H, C, D]`; weights: those of K networks, `[K, ...]` each."""
-        return blocks.through_mlp(*weights)
+        """Return `[K, B, H, C, D]`; weights: of K networks, `[K, ...]` each."""
+        return blocks.mlp(*weights)
 
     def forward(self, blocks: Tensor | OverlappingBlocks) -> Tensor:
         if isinstance(blocks, OverlappingBlocks):
@@ -93,8 +92,8 @@ class MeanResidualMLP(CompressMLP):
 
     @staticmethod
     def run(blocks: OverlappingBlocks, weights: Sequence[Tensor]) -> Tensor:
-        """`[K, B, H, C, D]`; weights: those of K networks, `[K, ...]` each."""
-        return blocks.mean() + blocks.through_mlp(*weights)
+        """Return `[K, B, H, C, D]`; weights: of K networks, `[K, ...]` each."""
+        return blocks.mean() + blocks.mlp(*weights)
 
     def forward(self, blocks: Tensor | OverlappingBlocks) -> Tensor:
         out = super().forward(blocks)
@@ -131,10 +130,10 @@ class GroupedMLP(nn.Module):
 
     @staticmethod
     def run(blocks: OverlappingBlocks, weights: Sequence[Tensor]) -> Tensor:
-        """`[K, B, H, C, D]`; weights: those of K networks, `[K, ...]` each."""
+        """Return `[K, B, H, C, D]`; weights: of K networks, `[K, ...]` each."""
         first, first_bias, second, second_bias = weights
         first, second = first.flatten(0, 1).mT, second.flatten(0, 1).mT
-        return blocks.through_mlp(first, first_bias.view(len(first), -1), second, second_bias.view(len(second), -1))
+        return blocks.mlp(first, first_bias.view(len(first), -1), second, second_bias.view(len(second), -1))
 
     def forward(self, blocks: Tensor | OverlappingBlocks) -> Tensor:
         if isinstance(blocks, OverlappingBlocks):
@@ -182,12 +181,12 @@ class ConvLinearCompress(nn.Module):
         return type(self.conv) is nn.Conv1d and self.conv.bias is not None
 
     def forward(self, blocks: Tensor | OverlappingBlocks) -> Tensor:
-        # The kernel meets each block at one place only, so this is a matrix product per head: faster than a grouped
-        # convolution, not subject to its TF32 default, and defined for C = 0.
+        # The kernel is as wide as the block, so this is a matrix product per head: faster than a grouped convolution,
+        # not subject to its TF32 default, and defined for C = 0.
         if isinstance(blocks, OverlappingBlocks):
             weight = rearrange(plain_weight(self.conv), '(h o) i l -> h o (l i)', h=self.heads)
             bias = rearrange(plain_bias(self.conv), '(h o) -> h o', h=self.heads)
-            return blocks.heads_apart(blocks.times(weight, bias))[0]
+            return blocks.split_heads(blocks.linear(weight, bias))[0]
         if not is_plain(self.conv, nn.Conv1d) or self.conv.bias is None:
             batch, num_blocks = blocks.shape[0], blocks.shape[2]
             summaries = self.conv(rearrange(blocks, 'b h c l d -> (b c) (h d) l'))
@@ -228,7 +227,7 @@ class SingleProjection(nn.Module):
                 weight = plain_weight(self.compress).flatten(1, 2).mT
             else:
                 weight = plain_weight(self.compress[1])[None]
-            return blocks.heads_apart(blocks.times(weight))[0]
+            return blocks.split_heads(blocks.linear(weight))[0]
         return self.compress(blocks)
 
 
@@ -245,7 +244,7 @@ class MeanPool(nn.Module):
 def hidden_size(
     expand_factor: float, dim: int, name: str = 'expand_factor', rule: str = 'block size times head size'
 ) -> int:
-    """int(expand_factor * dim), checked. name, rule: what an error calls expand_factor and dim."""
+    """Return int(expand_factor * dim), checked. name, rule: the names of expand_factor and dim in an error."""
     if not is_number(expand_factor) or not 1 <= expand_factor * dim < math.inf:
         raise ValueError(
             f'{name} is {shown(expand_factor)}, but must be a number that times {dim}, {rule}, is finite and at least 1'
