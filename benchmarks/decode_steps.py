@@ -20,7 +20,8 @@ from benchmarks.timing import FLUSH_BYTES, MIN_REPEATS, Times, measure
 from native_sparse_attention import nsa
 from native_sparse_attention.core.geometry import num_compressed_blocks
 from native_sparse_attention.inference.cache import MAX_ROLLBACK, LayerCache
-from native_sparse_attention.nn.compress import MeanPool, make_networks
+from native_sparse_attention.nn.compress import MeanPool
+from native_sparse_attention.nn.compress.build import make_networks
 from native_sparse_attention.nn.rotary import Rotary, rotate
 from native_sparse_attention.nn.transformer import Transformer
 from train_enwik8 import Config, build_model

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from native_sparse_attention.core.plain import is_plain
 from native_sparse_attention.inference.cache import LayerCache
-from native_sparse_attention.nn.compress import MeanPool, check_network, compress_blocks
+from native_sparse_attention.nn.compress.apply import compress_blocks
+from native_sparse_attention.nn.compress.check import check_network
+from native_sparse_attention.nn.compress.networks import MeanPool
 from native_sparse_attention.ops.decoding.step import ALIGNMENT
 
 

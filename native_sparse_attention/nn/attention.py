@@ -23,7 +23,8 @@ from native_sparse_attention.inference.cache import LayerCache
 from native_sparse_attention.inference.rollback import retract
 from native_sparse_attention.losses import block_score_loss
 from native_sparse_attention.nn.checks import check_block_loss, check_input, check_settings, refuse_unknown
-from native_sparse_attention.nn.compress import compress_pair, compress_tokens, make_networks, with_zero_gradients
+from native_sparse_attention.nn.compress.apply import compress_pair, compress_tokens, with_zero_gradients
+from native_sparse_attention.nn.compress.build import make_networks
 from native_sparse_attention.nn.gate import GATE_START, MERGED_GATE_START, check_gate, make_gate
 from native_sparse_attention.nn.layer import AttentionLayer
 from native_sparse_attention.nn.linear import BranchLinear, FixedStartLinear

@@ -13,11 +13,17 @@ from native_sparse_attention.inference.cache import FIRST_CAPACITY, MAX_ROLLBACK
 from native_sparse_attention.inference.paged_cache import cache_kind, make_cache
 from native_sparse_attention.nn.checks import check_cache, check_input, check_undifferentiated
 from native_sparse_attention.nn.rotary import Rotary, describe_rotary
-from native_sparse_attention.nn.state import LayerWithSettings
+
+_KEY = 'settings'  # in the metadata of a state dict
 
 
-class AttentionLayer(LayerWithSettings):
-    """An attention layer with a cache. Subclasses set the attributes that are declared here."""
+class AttentionLayer(nn.Module):
+    """An attention layer with a cache. Subclasses set the attributes that are declared here.
+
+    State dicts record the settings that their weights were made with, in the metadata, where `nn.Module` keeps
+    versions. Loading compares them and reports each that differs, as it does sizes. Formats that drop metadata
+    (safetensors, DCP) and older state dicts load without the comparison, and so does `dict(state_dict)`.
+    """
 
     dim_head: int
     heads: int
@@ -29,8 +35,14 @@ class AttentionLayer(LayerWithSettings):
     rotary: Rotary | None
     selection_block_size: int = 1  # pages of a cache hold a multiple of so many tokens
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_state_dict_post_hook(_record)
+        self.register_load_state_dict_pre_hook(_compare)
+
     @property
     def weight_settings(self) -> dict[str, Any]:
+        """Settings that determine the meaning of the weights, in addition to their shapes."""
         return {
             'heads': self.heads,
             'kv_heads': self.kv_heads,
@@ -102,3 +114,27 @@ class AttentionLayer(LayerWithSettings):
     def _check_causal(self) -> None:
         if not self.causal:
             raise ValueError('causal is False, but a cache needs causal=True')
+
+
+def _record(layer: AttentionLayer, state_dict: Any, prefix: str, local_metadata: dict[str, Any]) -> None:
+    local_metadata[_KEY] = dict(layer.weight_settings)
+
+
+def _compare(
+    layer: AttentionLayer,
+    state_dict: Any,
+    prefix: str,
+    local_metadata: dict[str, Any],
+    strict: bool,
+    missing_keys: list[str],
+    unexpected_keys: list[str],
+    errors: list[str],
+) -> None:
+    recorded = local_metadata.get(_KEY, {})
+    for name, value in layer.weight_settings.items():
+        made_with = recorded.get(name, value)
+        if value != made_with:
+            errors.append(
+                f'{prefix}{name} is {value!r}, but must be {made_with!r}, with which the state dict was made (load '
+                'dict(state_dict) to skip this check)'
+            )

@@ -18,7 +18,7 @@ from native_sparse_attention.inference.model_cache import ModelCache
 from native_sparse_attention.inference.rollback import Checkpoint
 from native_sparse_attention.nn.attention import SparseAttention
 from native_sparse_attention.nn.checks import check_ids, check_undifferentiated, refuse_unknown
-from native_sparse_attention.nn.compress import hidden_size
+from native_sparse_attention.nn.compress.networks import hidden_size
 from native_sparse_attention.nn.dense import DenseAttention
 from native_sparse_attention.nn.generator import GeneratingModel
 from native_sparse_attention.nn.padding import check_mask

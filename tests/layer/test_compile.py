@@ -17,7 +17,8 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from native_sparse_attention import SparseAttention
-from native_sparse_attention.nn.compress import compress_pair, make_networks
+from native_sparse_attention.nn.compress.apply import compress_pair
+from native_sparse_attention.nn.compress.build import make_networks
 from native_sparse_attention.ops import gated_sum
 from tests.tools.test_import import run_python
 

@@ -20,9 +20,9 @@ from native_sparse_attention.nn.compress import (
     MeanPool,
     MeanResidualMLP,
     SingleProjection,
-    compress_blocks,
-    make_networks,
 )
+from native_sparse_attention.nn.compress.apply import compress_blocks
+from native_sparse_attention.nn.compress.build import make_networks
 
 # Each maker takes the heads, head size and block length, in this order.
 NETWORKS = {

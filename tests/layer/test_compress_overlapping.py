@@ -16,10 +16,9 @@ from native_sparse_attention.nn.compress import (
     MeanResidualMLP,
     SingleProjection,
     apply,
-    compress_pair,
-    compress_tokens,
     overlapping,
 )
+from native_sparse_attention.nn.compress.apply import compress_pair, compress_tokens
 from tests.layer.test_compress import NETWORKS, every_network, make_double
 
 

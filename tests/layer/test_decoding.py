@@ -15,7 +15,8 @@ from native_sparse_attention import LayerCache, ModelCache, ops
 from native_sparse_attention.functional import nsa
 from native_sparse_attention.inference.decode import backend_of, nsa_decode
 from native_sparse_attention.inference.paged_cache import PagedLayerCache
-from native_sparse_attention.nn.compress import CompressMLP, MeanPool, compress_pair
+from native_sparse_attention.nn.compress import CompressMLP, MeanPool
+from native_sparse_attention.nn.compress.apply import compress_pair
 from native_sparse_attention.nn.rotary import angle_tables
 from native_sparse_attention.ops._triton.support import is_interpreted
 

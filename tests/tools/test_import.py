@@ -22,7 +22,7 @@ LINES = (
     {'core'},
     {'ops'},
     {'autograd', 'composition'},
-    {'inference.lengths', 'inference.ring', 'inference.session', 'nn.linear', 'nn.state'},
+    {'inference.lengths', 'inference.ring', 'inference.session', 'nn.linear'},
     {'functional', 'losses', 'testing', 'nn.compress', 'nn.gate', 'nn.padding', 'nn.rotary', 'inference.cache'},
     {'inference.paged_cache', 'inference.model_cache', 'inference.phi', 'inference.rollback', 'nn.checks'},
     {'inference.decode_checks', 'nn.layer'},
