@@ -24,14 +24,10 @@ _DISABLED = {'disable_flex': 'flex', 'disable_triton_kernel': 'triton'}
 class SparseAttention(attention.SparseAttention):
     """`native_sparse_attention.SparseAttention` with the arguments of native-sparse-attention-pytorch 0.2.3.
 
-    Args:
-        use_triton_kernel: True stands for backend='auto', which takes Triton where it runs; False for 'eager'; None,
-            the default, for `backend`.
-        backend: refused beside use_triton_kernel.
-        settings: further arguments of `native_sparse_attention.SparseAttention`.
+    use_triton_kernel: True stands for backend='auto', which takes Triton where it runs; False for 'eager'; None, the
+    default, for `backend`. settings: further arguments of the class without flags.
 
-    Raises:
-        ValueError: as `native_sparse_attention.SparseAttention`, and for use_triton_kernel with a backend.
+    Raises ValueError as that class, and for use_triton_kernel with a backend.
     """
 
     def __init__(
@@ -87,13 +83,9 @@ class SparseAttention(attention.SparseAttention):
         disable_triton_kernel: True runs this call in eager. sliding_window_flex_mask, fine_selection_flex_mask: refused
         with a ValueError, as backend='flex' makes its own masks. options: further arguments, such as mask.
         """
-        masks = {
-            'sliding_window_flex_mask': sliding_window_flex_mask,
-            'fine_selection_flex_mask': fine_selection_flex_mask,
-        }
-        for name, flex_mask in masks.items():
-            if flex_mask is not None:
-                raise ValueError(f"{name} is given, but must be None: backend='flex' makes its own masks")
+        if sliding_window_flex_mask is not None or fine_selection_flex_mask is not None:
+            name = 'sliding_window_flex_mask' if sliding_window_flex_mask is not None else 'fine_selection_flex_mask'
+            raise ValueError(f"{name} is given, but must be None: backend='flex' makes its own masks")
         options |= _backend_of_call(self.backend, disable_triton_kernel=disable_triton_kernel)
         return super().forward(inp, cache=cache, return_cache=return_cache, **options)
 
@@ -101,15 +93,11 @@ class SparseAttention(attention.SparseAttention):
 class Transformer(transformer.Transformer):
     """`native_sparse_attention.transformer.Transformer` with the arguments of native-sparse-attention-pytorch 0.2.3.
 
-    Args:
-        use_flex_sliding_window: stands for backend='flex', unless use_triton_fine_selection is set.
-        use_flex_fine_selection: stands for backend='flex'.
-        use_triton_fine_selection: stands for backend='auto', which takes Triton where it runs.
-        backend: must agree with these flags.
-        settings: further arguments of `native_sparse_attention.transformer.Transformer`.
+    use_triton_fine_selection stands for backend='auto', which takes Triton where it runs; without it,
+    use_flex_sliding_window and use_flex_fine_selection stand for 'flex'. settings: further arguments of the class
+    without flags.
 
-    Raises:
-        ValueError: as that class, and for flags that contradict each other or the backend.
+    Raises ValueError as that class, and for flags that contradict each other or the backend.
     """
 
     def __init__(

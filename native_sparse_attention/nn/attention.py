@@ -389,11 +389,8 @@ class SparseAttention(AttentionLayer):
         """Return the output for the tokens after those in the cache, which advances."""
         new, rotary, counts = self._project(x), self.rotary, None if order is None else order.lengths
         out = decoding.nsa_decode(
-            new.q,
-            new.k,
-            new.v,
-            new.gates,
-            cache,
+            cache=cache,
+            **new._asdict(),
             networks=(self.k_compress, self.v_compress),
             positions=(self.k_intrablock_positions, self.v_intrablock_positions),
             freqs=None if rotary is None else rotary(x.device),
@@ -401,10 +398,6 @@ class SparseAttention(AttentionLayer):
             mem_kv=self._memory,
             sinks=self.window_sinks,
             sinks_cmp=self.compress_sinks,
-            raw_k=new.raw_k,
-            raw_v=new.raw_v,
-            k_window=new.k_window,
-            v_window=new.v_window,
             counts=counts,
             window_size=self.sliding_window_size,
             backend=backend,

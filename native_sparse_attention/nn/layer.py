@@ -70,17 +70,9 @@ class AttentionLayer(nn.Module):
         """
         self._check_causal()
         dtype, device = cache_kind(self, self.to_qkv, dtype, device)
-        return make_cache(
-            batch_size,
-            max_seq_len,
-            max_rollback=max_rollback,
-            dtype=dtype,
-            device=device,
-            page_size=page_size,
-            num_pages=num_pages,
-            selection_block_size=self.selection_block_size,
-            **self._cache_layout,
-        )
+        kind: dict[str, Any] = {'max_rollback': max_rollback, 'dtype': dtype, 'device': device}
+        paging = {'page_size': page_size, 'num_pages': num_pages, 'selection_block_size': self.selection_block_size}
+        return make_cache(batch_size, max_seq_len, **kind, **paging, **self._cache_layout)
 
     def _first_cache(self, x: Tensor) -> LayerCache:
         """Return an empty cache for x `[B, T, dim]` and what follows it; it grows."""
@@ -93,12 +85,7 @@ class AttentionLayer(nn.Module):
         return {'kv_heads': self.kv_heads, 'head_dim': self.dim_head, 'value_dim': self.dim_value_head}
 
     def _check_call(
-        self,
-        x: Tensor,
-        mask: Tensor | None,
-        cu_seqlens: Tensor | None,
-        cache: LayerCache | None,
-        return_cache: bool,
+        self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, cache: LayerCache | None, return_cache: bool
     ) -> bool:
         """Check the arguments of a forward; return whether it uses a cache."""
         check_flags(return_cache=return_cache)
