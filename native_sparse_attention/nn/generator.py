@@ -138,27 +138,11 @@ class GeneratingModel(StartedModel):
         check_flags(progress=progress)
         if callback is not None and not callable(callback):
             raise ValueError(f'callback is {shown(callback)}, but must be callable or None')
-        choose = sampler(
-            prompt.shape[0],
-            max_new_tokens,
-            prompt.device,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            seed=seed,
-            generator=generator,
-        )
-        return self._continue(
-            prompt,
-            max_new_tokens,
-            choose,
-            mask,
-            chunk_size,
-            use_graph,
-            stop_tokens=stop_ids(stop_tokens, prompt.device),
-            callback=callback,
-            progress=progress,
-        )
+        random: dict[str, Any] = {'seed': seed, 'generator': generator}
+        sizes = (prompt.shape[0], max_new_tokens, prompt.device)
+        choose = sampler(*sizes, temperature=temperature, top_k=top_k, top_p=top_p, **random)
+        options = {'stop_tokens': stop_ids(stop_tokens, prompt.device), 'callback': callback, 'progress': progress}
+        return self._continue(prompt, max_new_tokens, choose, mask, chunk_size, use_graph, **options)
 
     @torch.no_grad()
     def sample(
@@ -171,9 +155,9 @@ class GeneratingModel(StartedModel):
     ) -> Tensor:
         """Continue prompt `[B, P]` to `seq_len` tokens; return those after the prompt, `[B, max(0, seq_len - P)]`.
 
-        As in native-sparse-attention-pytorch 0.2.3, temperature ≤ 0 takes the likeliest token;
-        otherwise one is drawn from the ceil((1 - filter_thres) · num_tokens) likeliest. use_cache_kv: decode through
-        the cache instead of recomputing the whole sequence for every token; the result is the same.
+        As in native-sparse-attention-pytorch 0.2.3, temperature ≤ 0 takes the likeliest token, and otherwise one is
+        drawn from the ceil((1 - filter_thres) · num_tokens) likeliest. use_cache_kv: decode through the cache instead
+        of recomputing the whole sequence for every token; the result is the same.
         """
         self._check_causal()
         _check_prompt('prompt', prompt, None, self.token_emb)
