@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import random
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import hypothesis
@@ -13,6 +15,7 @@ import torch
 
 # The tensors of the tests are small, and threads would wait for each other longer than they compute.
 torch.set_num_threads(1)
+os.environ.setdefault('OMP_NUM_THREADS', '1')  # of processes that tests start
 
 # Without a GPU the kernels run in Triton's interpreter. Triton reads this when it decorates a kernel, so it is set
 # before anything imports one. Processes that tests start inherit it.
@@ -46,6 +49,16 @@ hypothesis.register_random(torch_random)
 def seed() -> None:
     random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope='session', autouse=True)
+def fast_interpreter() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        if os.environ.get('TRITON_INTERPRET') == '1' and importlib.util.find_spec('triton'):
+            from tests.support.fast_interpreter import speed_up
+
+            speed_up(patch)
+        yield
 
 
 @pytest.fixture

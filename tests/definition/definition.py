@@ -140,11 +140,9 @@ def select_blocks(
                 j: sum(float(scores[query.batch, query.index, head, j].detach()) for head in heads) for j in allowed
             }
             best_first = sorted(allowed, key=lambda j, total=total: (-total[j], j))
-            count = num_selected if block_counts is None else block_counts
-            if isinstance(count, Tensor):
-                count = int(count[query.batch, query.index, index_head])
+            count = count_of(block_counts, query, index_head, num_selected)
             taken = list(dict.fromkeys([j for j in forced if j in allowed] + best_first))
-            taken = taken[: max(0, min(count, num_selected))]
+            taken = taken[: min(count, num_selected)]
             for entry, j in enumerate(sorted(taken)):
                 block_indices[query.batch, query.index, index_head, entry] = j
     return block_indices
@@ -260,16 +258,10 @@ def selected_attention(
             kv_head = head // (q.shape[2] // k.shape[2])
             index_head = head // (q.shape[2] // block_indices.shape[2])
             row = block_indices[query.batch, query.index, index_head].tolist()
-            if block_counts is not None:
-                count = block_counts
-                if isinstance(count, Tensor):
-                    count = int(count[query.batch, query.index, index_head])
-                row = row[: max(0, count)]
+            row = row[: count_of(block_counts, query, index_head, len(row))]
             keys, values, factors = [], [], []
             for key_position in range(query.num_keys):
-                if causal and key_position > query.position:
-                    continue
-                if key_position // block_size not in row:
+                if key_position // block_size not in row or (causal and key_position > query.position):
                     continue
                 first_occurrence = row.index(key_position // block_size)
                 keys.append(k[query.batch, query.first_key + key_position, kv_head].double())
@@ -356,43 +348,35 @@ def nsa(
     sizes = {'compress_block_size': compress_block_size, 'compress_stride': compress_stride}
     settings = {**sizes, 'selection_block_size': selection_block_size, 'seqlen_k': seqlen_k, **where}
 
+    blocks: dict[str, Any] = {'block_size': compress_block_size, 'stride': compress_stride}
     out_compressed, lse = compressed_attention(
-        q_cmp,
-        k_cmp,
-        v_cmp,
-        block_size=compress_block_size,
-        stride=compress_stride,
-        mem_kv=mem_kv,
-        seqlen_k=seqlen_k,
-        sinks=sinks_cmp,
-        **where,
+        q_cmp, k_cmp, v_cmp, **blocks, mem_kv=mem_kv, seqlen_k=seqlen_k, sinks=sinks_cmp, **where
     )
-    block_indices = select_blocks(
-        q_cmp,
-        k_cmp,
-        lse,
-        num_selected=num_selected,
-        num_init=num_init,
-        num_local=num_local,
-        share_group=share_group,
-        block_counts=block_counts,
-        **settings,
-    )
+    forced: dict[str, int] = {'num_init': num_init, 'num_local': num_local}
+    counts: dict[str, Any] = {'num_selected': num_selected, 'block_counts': block_counts}
+    block_indices = select_blocks(q_cmp, k_cmp, lse, share_group=share_group, **counts, **forced, **settings)
     block_scale = None
     if use_diff_topk:
         scores = chosen_scores(q_cmp, k_cmp, lse, block_indices, **settings)
         block_scale = 1 + (scores - scores.detach())
         causal = where.get('causal', True)
         for query in locate_queries(q, seqlen_k, **placement(where)):
-            forced = forced_blocks(query.position // selection_block_size, num_init, num_local, causal)
+            without_scale = forced_blocks(query.position // selection_block_size, **forced, causal=causal)
             for index_head, entry in itertools.product(*map(range, block_indices.shape[2:])):
-                if int(block_indices[query.batch, query.index, index_head, entry]) in forced:
+                if int(block_indices[query.batch, query.index, index_head, entry]) in without_scale:
                     block_scale[query.batch, query.index, index_head, entry] = 1
     out_selected, _ = selected_attention(
         q, k, v, block_indices, block_size=selection_block_size, block_scale=block_scale, **where
     )
     out_window, _ = window_attention(q_window, k_window, v_window, window_size=window_size, sinks=sinks, **where)
     return gated_sum(gates, out_compressed, out_selected, out_window)
+
+
+def count_of(block_counts: int | Tensor | None, query: Query, index_head: int, default: int) -> int:
+    """Return how many entries of a row of block indices are read."""
+    if isinstance(block_counts, Tensor):
+        block_counts = int(block_counts[query.batch, query.index, index_head])
+    return default if block_counts is None else max(0, block_counts)
 
 
 def attend(
@@ -495,7 +479,7 @@ def shared_tokens(c: int, j: int, compress_block_size: int, stride: int, selecti
 
 
 def empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """What rows give that read nothing: output 0, log-sum-exp -inf."""
+    """Return the results of rows that read nothing: output 0, log-sum-exp -inf."""
     batch, seqlen_q, heads, _ = q.shape
     out = torch.zeros(batch, seqlen_q, heads, v.shape[-1], dtype=torch.float64)
     return out, torch.full((batch, heads, seqlen_q), -torch.inf, dtype=torch.float64)
@@ -507,7 +491,7 @@ def write(out: Tensor, lse: Tensor, query: Query, head: int, result: tuple[Tenso
 
 
 def placement(where: dict[str, Any]) -> dict[str, Any]:
-    """What says where queries stand."""
+    """Return the arguments that give the positions of queries."""
     return {name: value for name, value in where.items() if name not in ('causal', 'scale', 'softcap')}
 
 

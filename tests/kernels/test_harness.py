@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -100,3 +100,21 @@ def test_integers_are_fenced_with_junk(device: torch.device) -> None:
     fenced = fence(torch.arange(5, dtype=torch.int32, device=device))
     assert fenced.tolist() == [0, 1, 2, 3, 4]
     assert torch.empty(3, dtype=torch.int32, device=device).tolist() == [0x5A5A5A5A] * 3
+
+
+@interpreted
+@pytest.mark.parametrize('shape', [[4], [4, 8], [8, 4]], ids=str)
+@pytest.mark.parametrize('dtype', [tl.float32, tl.int32, tl.pointer_type(tl.float32)], ids=str)
+def test_types_and_tensors_are_those_of_triton(dtype: Any, shape: list[Any]) -> None:
+    block_type, tensor_type = cast(Any, tl.block_type), cast(Any, tl.tensor)
+    expected = object.__new__(block_type)
+    block_type.__init__.__wrapped__(expected, dtype, shape)
+    for given in (shape, [tl.constexpr(length) for length in shape], expected.shape):
+        found = block_type(dtype, given)
+        assert (found, found.name, found.numel, found.scalar) == (expected, expected.name, expected.numel, dtype)
+    tensor = object.__new__(tensor_type)
+    tensor_type.__init__.__wrapped__(tensor, 'first', expected)
+    for handle in ('second', 'third'):
+        again = tensor_type(handle, block_type(dtype, shape))
+        assert (again.handle, again.type, again.dtype, again.numel) == (handle, expected, dtype, tensor.numel)
+        assert [length.value for length in again.shape] == shape

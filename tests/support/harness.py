@@ -13,7 +13,6 @@ import hypothesis
 import numpy as np
 import pytest
 import torch
-import triton.language as tl
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from triton.language.semantic import TritonSemantic
@@ -115,23 +114,12 @@ def strict_interpreter() -> Iterator[None]:
         return
     extents = np.zeros((0, 2), dtype=np.uint64)
     launch = interpreter.GridExecutor.__call__
-    patch_language = interpreter._patch_lang
-    patched: set[Any] = set()
     load, store = interpreter.InterpreterBuilder.create_masked_load, interpreter.InterpreterBuilder.create_masked_store
 
     def launch_watched(self: Any, *args: Any, **kwargs: Any) -> None:
         nonlocal extents
         extents = _merged_extents(_tensors_in((args, tuple(kwargs.values()))))
-        patched.clear()
         launch(self, *args, **kwargs)
-
-    def patch_once_a_launch(function: Any) -> Any:
-        """The interpreter does it for every function that a kernel calls, and spends half of its time on it."""
-        languages = {module for module in function.__globals__.values() if module is tl or module is tl.core}
-        if languages <= patched:
-            return interpreter._LangPatchScope()
-        patched.update(languages)
-        return patch_language(function)
 
     dtype_of = cache(interpreter._get_np_dtype)
 
@@ -168,7 +156,6 @@ def strict_interpreter() -> Iterator[None]:
         patch.setattr(interpreter.InterpreterBuilder, 'create_dot', multiply_alike)
         patch.setattr(interpreter.interpreter_builder, 'options', interpreter.InterpreterOptions(debug=True))
         patch.setattr(interpreter.GridExecutor, '__call__', launch_watched)
-        patch.setattr(interpreter, '_patch_lang', patch_once_a_launch)
         patch.setattr(interpreter, '_get_np_dtype', numpy_dtype)
         patch.setattr(TritonSemantic, 'binary_op_sanitize_overflow_impl', _refuse_overflow)
         # Of a number and NaN, a GPU takes the number.

@@ -1,6 +1,6 @@
 """Whether the tests notice when a kernel is wrong: one-line faults are planted, one at a time, and the tests must fail.
 
-    python tests/support/planted_faults.py [--jobs 2] [--only WORD]
+    python -m tests.support.planted_faults [--jobs 2] [--only WORD]
 
 A copy of the package and its tests in a temporary directory carries the fault. The tests pass there without one, or
 nothing is said. Exits with 1 unless 95 % of the faults are caught.
@@ -9,38 +9,22 @@ nothing is said. Exits with 1 unless 95 % of the faults are caught.
 from __future__ import annotations
 
 import argparse
-import ast
+import importlib
+import multiprocessing
 import os
-import re
-import shutil
-import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parents[2]
-PACKAGE = Path('native_sparse_attention')
-COPIED = ('native_sparse_attention', 'tests', 'pyproject.toml')
+import pytest
+
+from tests.support.planting import PACKAGE, ROOT, Fault, copy_package, with_fault
+
 MIN_CAUGHT = 0.95
-
-
-class Fault(NamedTuple):
-    """In `function` of `file` of the ops ('': anywhere), `old` becomes `new`. tests: files of tests/kernels.
-
-    `old` is found by its tokens, which stand once in the function: line breaks, indentation and comments do not matter.
-    """
-
-    name: str
-    file: str
-    function: str
-    old: str
-    new: str
-    tests: tuple[str, ...]
-
+CRASHED = 70  # exit code of a process whose tests did not end
 
 MEMORY = ('test_compressed_attention.py',)
 FEATURED = ('test_window_features.py',)
@@ -391,66 +375,44 @@ FAULTS = [
 ]  # fmt: skip
 
 
-def copy_package(directory: Path) -> None:
-    for name in COPIED:
-        source, target = ROOT / name, directory / name
-        if source.is_dir():
-            shutil.copytree(source, target, ignore=shutil.ignore_patterns('__pycache__'))
-        else:
-            shutil.copy(source, target)
+def import_libraries() -> None:
+    """Import what takes seconds, but neither the package nor its tests."""
+    os.environ.update(OMP_NUM_THREADS='1', TRITON_INTERPRET='1', CUDA_VISIBLE_DEVICES='')
+    for module in ('torch._dynamo', 'triton.runtime.interpreter', 'einops'):
+        importlib.import_module(module)
 
 
-# Names keep their attributes: `tl.load` is one token.
-TOKEN = re.compile(r"""#.*|'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|[\w.]*\w|\*\*=?|//=?|[-+*/%&|^@<>=!]=|->|\S""")
+def run_tests(tests: tuple[str, ...], directory: Path) -> tuple[int, str]:
+    """Return the exit code of pytest and what it printed. The forked process has the libraries imported."""
+    printed = directory / 'printed.txt'
+    process = multiprocessing.get_context('fork').Process(target=run_pytest, args=(tests, directory, printed))
+    process.start()
+    process.join()
+    return process.exitcode or 0, printed.read_text()
 
 
-@cache
-def tokens_of(text: str) -> list[re.Match[str]]:
-    return [token for token in TOKEN.finditer(text) if not token[0].startswith('#')]
-
-
-def lines_of(text: str, function: str) -> range:
-    """Return the line numbers of a function, which may be a method (`Class.method`)."""
-    if not function:
-        return range(1, text.count('\n') + 2)
-    body: list[ast.stmt] = ast.parse(text).body
-    *outer, name = function.split('.')
-    for part in outer:
-        body = next(node.body for node in body if isinstance(node, ast.ClassDef) and node.name == part)
-    node = next(node for node in body if isinstance(node, ast.FunctionDef) and node.name == name)
-    return range(node.lineno, (node.end_lineno or node.lineno) + 1)
-
-
-def plant(text: str, fault: Fault) -> str:
-    """Return the text of a file with the fault in it. Raise ValueError where its place is not found once."""
+def run_pytest(tests: tuple[str, ...], directory: Path, printed: Path) -> None:
+    with printed.open('w') as file:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(file.fileno(), stream.fileno())
+    os.chdir(directory)
+    sys.path[:] = [str(directory), *(path for path in sys.path if Path(path).resolve() != ROOT)]
+    for name in [name for name in sys.modules if name.split('.')[0] == 'tests']:
+        del sys.modules[name]
+    code = CRASHED
     try:
-        lines = lines_of(text, fault.function)
-    except StopIteration:
-        raise ValueError(f'{fault.name}: {fault.file} has no function {fault.function}') from None
-    tokens, old = tokens_of(text), [token[0] for token in tokens_of(fault.old)]
-    found = [
-        (tokens[i].start(), tokens[i + len(old) - 1].end())
-        for i in range(len(tokens) - len(old) + 1)
-        if [token[0] for token in tokens[i : i + len(old)]] == old
-        and text.count('\n', 0, tokens[i].start()) + 1 in lines
-    ]
-    if len(found) != 1:
-        raise ValueError(f'{fault.name}: {fault.function} of {fault.file} has {len(found)} times: {fault.old}')
-    start, end = found[0]
-    return text[:start] + fault.new + text[end:]
-
-
-def with_fault(fault: Fault) -> str:
-    return plant((ROOT / PACKAGE / 'ops' / fault.file).read_text(), fault)
-
-
-def run_tests(tests: tuple[str, ...], directory: Path) -> subprocess.CompletedProcess[str]:
-    check = f"import native_sparse_attention as n; assert n.__file__.startswith('{directory}'), n.__file__"
-    environment = os.environ | {'PYTHONPATH': str(directory), 'OMP_NUM_THREADS': '1'}
-    subprocess.run([sys.executable, '-c', check], cwd=directory, env=environment, check=True)
-    files = [f'tests/kernels/{name}' for name in tests]
-    command = [sys.executable, '-m', 'pytest', '--full', '-x', '-q', '--tb=line', '-p', 'no:cacheprovider', *files]
-    return subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True)
+        files = [f'tests/kernels/{name}' for name in tests]
+        code = pytest.main(['--full', '-x', '-q', '--tb=line', '-p', 'no:cacheprovider', *files])
+        for name in ('native_sparse_attention', 'tests.support.harness'):
+            found = sys.modules[name].__file__ or ''
+            assert found.startswith(str(directory)), found
+    except BaseException:
+        code = CRASHED
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def is_caught(fault: Fault) -> bool:
@@ -459,15 +421,12 @@ def is_caught(fault: Fault) -> bool:
         copy_package(directory)
         (directory / PACKAGE / 'ops' / fault.file).write_text(with_fault(fault))
         begin = time.monotonic()
-        done = run_tests(fault.tests, directory)
-    if done.returncode not in (0, 1):
-        raise SystemExit(f'{fault.name}: pytest ended with {done.returncode}\n{done.stdout}{done.stderr}')
-    caught = done.returncode == 1
-    by = next((line for line in done.stdout.splitlines() if line.startswith('FAILED')), '').removeprefix('FAILED ')
-    print(
-        f'{"caught" if caught else "MISSED"}  {fault.name} ({time.monotonic() - begin:.0f} s)  {by[:120]}', flush=True
-    )
-    return caught
+        code, printed = run_tests(fault.tests, directory)
+    if code not in (0, 1):
+        raise SystemExit(f'{fault.name}: pytest ended with {code}\n{printed}')
+    by = next((line for line in printed.splitlines() if line.startswith('FAILED')), '').removeprefix('FAILED ')
+    print(f'{"caught" if code else "MISSED"}  {fault.name} ({time.monotonic() - begin:.0f} s)  {by[:120]}', flush=True)
+    return code == 1
 
 
 def main() -> None:
@@ -479,13 +438,14 @@ def main() -> None:
     faults = [fault for fault in FAULTS if arguments.only in f'{fault.name} {fault.file}']
     for fault in faults:
         with_fault(fault)
+    import_libraries()
     if not arguments.skip_control:
         with tempfile.TemporaryDirectory() as name:
             directory = Path(name).resolve()
             copy_package(directory)
-            done = run_tests(tuple(sorted({test for fault in faults for test in fault.tests})), directory)
-        if done.returncode != 0:
-            raise SystemExit(f'the tests fail without a fault:\n{done.stdout[-4000:]}')
+            code, printed = run_tests(tuple(sorted({test for fault in faults for test in fault.tests})), directory)
+        if code != 0:
+            raise SystemExit(f'the tests fail without a fault:\n{printed[-4000:]}')
     with ThreadPoolExecutor(arguments.jobs) as pool:
         caught = sum(pool.map(is_caught, faults))
     print(f'{caught} of {len(faults)} caught')

@@ -8,7 +8,8 @@ from types import CodeType
 
 import pytest
 
-from tests.support.planted_faults import FAULTS, Fault, plant, with_fault
+from tests.support.planted_faults import FAULTS
+from tests.support.planting import Fault, plant, with_fault
 
 TEXT = """
 def first(x):
