@@ -19,7 +19,7 @@ from native_sparse_attention.composition import (
     padding_of_blocks,
     zero_padding,
 )
-from native_sparse_attention.core.call import Call, make_call
+from native_sparse_attention.core.call import Call, SelectionRules, make_call
 from native_sparse_attention.core.checks import (
     check_block_indices,
     check_block_sizes,
@@ -210,7 +210,7 @@ def nsa(
     if branches.selected:
         scored: tuple[Any, Any, Any] = (*compressed[:2], lse)
         if block_indices is None:
-            rules = block_selection.Rules(num_selected, num_init, num_local, share_group, block_counts)
+            rules = SelectionRules(num_selected, num_init, num_local, share_group, block_counts)
             block_indices = _select(choose, q, k, scored, sizes, call, rules, ops['select_blocks'], backend)
         elif block_counts is not None:
             block_indices, _ = selected_attention.keep_first(block_counts, block_indices, None)
@@ -239,7 +239,7 @@ def _select(
     scored: tuple[Tensor, Tensor, Any],
     sizes: tuple[int, int, int],
     call: Call,
-    rules: block_selection.Rules,
+    rules: SelectionRules,
     resolved: str,
     backend: str,
 ) -> Tensor:

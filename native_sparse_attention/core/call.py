@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -25,6 +25,16 @@ class Call(NamedTuple):
     causal: bool
     scale: float
     softcap: float | None = None
+
+
+class SelectionRules(NamedTuple):
+    """Rules of a block selection. num_selected: n; block_counts: how many of the n blocks each query reads."""
+
+    num_selected: int
+    num_init: int
+    num_local: int
+    share_group: bool
+    block_counts: Any = None
 
 
 def make_call(

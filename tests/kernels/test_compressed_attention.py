@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from native_sparse_attention.core.call import Call
 from native_sparse_attention.core.geometry import Sequences
 from native_sparse_attention.ops import compressed_attention
 from native_sparse_attention.ops._triton.interval import keys
@@ -453,6 +454,6 @@ def test_any_content_of_borders_stays_inside_memory(where: dict[str, Tensor], de
     sequences = Sequences(1, 40, 40, device, where.get('q_offset'), where.get('seqlens_k'), cu_seqlens, cu_seqlens_k)
 
     def run(q: Tensor, k: Tensor, v: Tensor, mem_k: Tensor, mem_v: Tensor) -> tuple[Tensor, Tensor]:
-        return unchecked(q, k, v, (mem_k, mem_v), sequences, BLOCK, STRIDE, True, 0.25)
+        return unchecked(q, k, v, (mem_k, mem_v), (BLOCK, STRIDE), Call(sequences, True, 0.25), None)
 
     outputs_and_gradients(run, tensors)

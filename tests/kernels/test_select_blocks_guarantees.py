@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from native_sparse_attention.core.call import Call, SelectionRules
 from native_sparse_attention.core.geometry import Sequences
 from native_sparse_attention.ops import select_blocks
 from native_sparse_attention.ops.block_selection import triton
@@ -128,7 +129,8 @@ def test_any_content_stays_inside_memory(junk: dict[str, list[int]], causal: boo
         content.setdefault('cu_seqlens_k', content['cu_seqlens'])
     sequences = Sequences(batch, 12, 2**63 - 1, device, **content)
     q, k_cmp, lse = tensors.values()
-    result = triton.select_blocks(q, k_cmp, lse, sequences, SIZES, 3, 1, 2, True, causal, 0.25)
+    call, rules = Call(sequences, causal, 0.25), SelectionRules(3, 1, 2, share_group=True)
+    result = triton.select_blocks(q, k_cmp, lse, SIZES, call, rules)
     assert (result >= -1).all()
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from native_sparse_attention.core.backend import BackendChoice, Candidates, choose_backend, serves
-from native_sparse_attention.core.call import Call, make_call
+from native_sparse_attention.core.call import Call, SelectionRules, make_call
 from native_sparse_attention.core.checks import (
     check_all_block_sizes,
     check_block_counts,
@@ -24,16 +24,6 @@ from native_sparse_attention.ops._triton import support
 # A tile of the Triton kernel holds the heads that select together, and the blocks of a row.
 MAX_GROUP = 64
 MAX_SELECTED = 512
-
-
-class Rules(NamedTuple):
-    """Rules of a block selection. num_selected: n; block_counts: how many of the n blocks each query reads."""
-
-    num_selected: int
-    num_init: int
-    num_local: int
-    share_group: bool
-    block_counts: int | Tensor | None = None
 
 
 def select_blocks(
@@ -116,25 +106,24 @@ def select_blocks(
     )
     group_size = q.shape[2] // kv_heads if share_group else 1
     choice = backend_of('select_blocks', q, k_cmp, group_size=group_size, num_selected=num_selected, backend=backend)
-    rules = Rules(num_selected, num_init, num_local, share_group, block_counts)
+    rules = SelectionRules(num_selected, num_init, num_local, share_group, block_counts)
     return _without_padding(select(q, k_cmp, lse, sizes, call, rules, choice.name), padding)
 
 
 def select(
-    q: Tensor, k_cmp: Tensor, lse: Tensor, sizes: tuple[int, int, int], call: Call, rules: Rules, backend: str
+    q: Tensor, k_cmp: Tensor, lse: Tensor, sizes: tuple[int, int, int], call: Call, rules: SelectionRules, backend: str
 ) -> Tensor:
     """Run `select_blocks` with checked arguments on a resolved backend. sizes: (l, d, l')."""
-    num_selected, num_init, num_local, share_group, counts = rules
-    num_read = num_selected
-    if counts is not None and not isinstance(counts, Tensor):
-        counts, num_read = None, max(0, min(counts, num_selected))
-    arguments = (q, k_cmp, lse, call.sequences, sizes, num_read, num_init, num_local, share_group, *call[1:], counts)
+    missing = 0
+    if rules.block_counts is not None and not isinstance(rules.block_counts, Tensor):
+        num_read = max(0, min(rules.block_counts, rules.num_selected))
+        missing, rules = rules.num_selected - num_read, rules._replace(num_selected=num_read, block_counts=None)
     match backend:
         case 'triton':
             from native_sparse_attention.ops.block_selection import triton as ops
         case _:
             from native_sparse_attention.ops.block_selection import eager as ops
-    blocks, missing = ops.select_blocks(*arguments), num_selected - num_read
+    blocks = ops.select_blocks(q, k_cmp, lse, sizes, call, rules)
     return torch.nn.functional.pad(blocks, (0, missing), value=-1) if missing else blocks
 
 
@@ -279,15 +268,14 @@ def score(
     """Run `chosen_scores`, or with straight_through = (num_init, num_local) `straight_through_scale`, with checked
     arguments on a resolved backend.
     """
-    arguments = (q, k_cmp, lse, block_indices, call.sequences, sizes, *call[1:])
     match backend:
         case 'triton':
             from native_sparse_attention.ops.block_selection import triton as ops
         case _:
             from native_sparse_attention.ops.block_selection import eager as ops
     if straight_through is None:
-        return ops.chosen_scores(*arguments)
-    return ops.straight_through_scale(*arguments, *straight_through)
+        return ops.chosen_scores(q, k_cmp, lse, block_indices, sizes, call)
+    return ops.straight_through_scale(q, k_cmp, lse, block_indices, sizes, call, straight_through)
 
 
 def backend_of(op: str, q: Tensor, k_cmp: Tensor, *, backend: str = 'auto', **settings: Any) -> BackendChoice:

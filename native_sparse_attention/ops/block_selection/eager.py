@@ -6,8 +6,8 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from native_sparse_attention.core.call import Call, SelectionRules
 from native_sparse_attention.core.geometry import (
-    Sequences,
     compressed_block_end,
     forced_priority,
     max_length_of_compressed,
@@ -23,20 +23,10 @@ NO_BLOCK = 2**31 - 1
 
 @torch.no_grad()
 def select_blocks(
-    q: Tensor,
-    k_cmp: Tensor,
-    lse: Tensor,
-    sequences: Sequences,
-    sizes: tuple[int, int, int],
-    num_selected: int,
-    num_init: int,
-    num_local: int,
-    share_group: bool,
-    causal: bool,
-    scale: float,
-    softcap: float | None = None,
-    block_counts: Tensor | None = None,
+    q: Tensor, k_cmp: Tensor, lse: Tensor, sizes: tuple[int, int, int], call: Call, rules: SelectionRules
 ) -> Tensor:
+    sequences, causal, scale, softcap = call
+    num_selected, num_init, num_local, share_group, block_counts = rules
     batch, seqlen, heads, _ = q.shape
     num_compressed, kv_heads = k_cmp.shape[1:3]
     block_size, stride, selection_block_size = sizes
@@ -84,16 +74,9 @@ def select_blocks(
 
 
 def chosen_scores(
-    q: Tensor,
-    k_cmp: Tensor,
-    lse: Tensor,
-    block_indices: Tensor,
-    sequences: Sequences,
-    sizes: tuple[int, int, int],
-    causal: bool,
-    scale: float,
-    softcap: float | None = None,
+    q: Tensor, k_cmp: Tensor, lse: Tensor, block_indices: Tensor, sizes: tuple[int, int, int], call: Call
 ) -> Tensor:
+    sequences, causal, scale, softcap = call
     batch, seqlen, heads, head_dim = q.shape
     num_compressed, kv_heads = k_cmp.shape[1:3]
     index_heads, num_selected = block_indices.shape[2:]
@@ -149,19 +132,15 @@ def straight_through_scale(
     k_cmp: Tensor,
     lse: Tensor,
     block_indices: Tensor,
-    sequences: Sequences,
     sizes: tuple[int, int, int],
-    causal: bool,
-    scale: float,
-    softcap: float | None,
-    num_init: int,
-    num_local: int,
+    call: Call,
+    forced: tuple[int, int],
 ) -> Tensor:
-    scores = chosen_scores(q, k_cmp, lse, block_indices, sequences, sizes, causal, scale, softcap)
-    layout, _ = sequences.compressed_layout(*sizes[:2])
+    scores = chosen_scores(q, k_cmp, lse, block_indices, sizes, call)
+    layout, _ = call.sequences.compressed_layout(*sizes[:2])
     own_block = layout.position[..., None, None] // sizes[2]
-    forced = forced_priority(block_indices, own_block, num_init, num_local, causal) > 0
-    return 1 + (scores - scores.detach()).masked_fill(forced, 0)
+    is_forced = forced_priority(block_indices, own_block, *forced, call.causal) > 0
+    return 1 + (scores - scores.detach()).masked_fill(is_forced, 0)
 
 
 def _select_first(

@@ -109,8 +109,7 @@ def attend(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """Run `compressed_attention` with checked arguments on a resolved backend. sizes: (l, d); sinks: `[HQ]`."""
-    modifiers = Modifiers(call.softcap, sinks)
-    arguments: Any = (q, k_cmp, v_cmp, mem_kv, call.sequences, *sizes, call.causal, call.scale, modifiers)
+    arguments: Any = (q, k_cmp, v_cmp, mem_kv, sizes, call, sinks)
     match backend:
         case 'triton':
             from native_sparse_attention.ops.compressed_attention import triton as ops

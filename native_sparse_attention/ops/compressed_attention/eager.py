@@ -6,8 +6,8 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from native_sparse_attention.core.geometry import Sequences, compressed_block_end
-from native_sparse_attention.core.modifiers import OFF, Modifiers
+from native_sparse_attention.core.call import Call
+from native_sparse_attention.core.geometry import compressed_block_end
 from native_sparse_attention.ops._eager import compute_dtype, in_query_chunks, masked_attention, without_autocast
 
 
@@ -16,13 +16,11 @@ def compressed_attention(
     k_cmp: Tensor,
     v_cmp: Tensor,
     mem_kv: tuple[Tensor, Tensor] | None,
-    sequences: Sequences,
-    block_size: int,
-    stride: int,
-    causal: bool,
-    scale: float,
-    modifiers: Modifiers = OFF,
+    sizes: tuple[int, int],
+    call: Call,
+    sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
+    (block_size, stride), (sequences, causal, scale, softcap) = sizes, call
     batch, seqlen, heads, _ = q.shape
     num_compressed, kv_heads = k_cmp.shape[1:3]
     float_dtype = compute_dtype(q.dtype)
@@ -51,8 +49,8 @@ def compressed_attention(
             visible[:, None],
             scale,
             q.dtype,
-            softcap=modifiers.softcap,
-            sinks=modifiers.sinks,
+            softcap=softcap,
+            sinks=sinks,
         )
 
     with without_autocast(q):

@@ -6,8 +6,8 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from native_sparse_attention.core.geometry import Sequences, compressed_block_end, num_compressed_blocks
-from native_sparse_attention.core.modifiers import OFF, Modifiers
+from native_sparse_attention.core.call import Call
+from native_sparse_attention.core.geometry import compressed_block_end, num_compressed_blocks
 from native_sparse_attention.ops._flex import (
     Tiles,
     attend,
@@ -26,13 +26,11 @@ def compressed_attention(
     k_cmp: Tensor,
     v_cmp: Tensor,
     mem_kv: tuple[Tensor, Tensor] | None,
-    sequences: Sequences,
-    block_size: int,
-    stride: int,
-    causal: bool,
-    scale: float,
-    modifiers: Modifiers = OFF,
+    sizes: tuple[int, int],
+    call: Call,
+    sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
+    (block_size, stride), (sequences, causal, scale, softcap) = sizes, call
     k, v = with_a_key(k_cmp, v_cmp)
     layout, _ = sequences.compressed_layout(block_size, stride)
     visible = num_compressed_blocks(layout.position + 1, block_size, stride) if causal else layout.key_len
@@ -54,7 +52,7 @@ def compressed_attention(
     tiles = find_tiles(first, last, k.shape[1])
     extents = [t.int() for t in (layout.position, layout.key_start + num_memory, layout.key_len, memory_read)]
     q, k, v = (heads_first(t) for t in (q, k, v))
-    out, lse = run(_attend, q, k, v, tiles, *extents, block_size, stride, causal, scale, modifiers.softcap)
+    out, lse = run(_attend, q, k, v, tiles, *extents, block_size, stride, causal, scale, softcap)
     return nonfinite_rows(out.transpose(1, 2), lse, nonfinite, first, last)
 
 

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from native_sparse_attention.core.geometry import Sequences, max_length_of_compressed, overlapping_blocks
+from native_sparse_attention.core.call import Call
+from native_sparse_attention.core.geometry import max_length_of_compressed, overlapping_blocks
 from native_sparse_attention.ops._triton.inverse_index import group_pairs, make_inverse_index, num_block_slots
 from native_sparse_attention.ops._triton.launch import Table, head_block, is_wide, launch, row_block, settings_of
 from native_sparse_attention.ops._triton.registered import (
@@ -44,17 +45,9 @@ WORKSPACE = 2**28
 
 
 def chosen_scores(
-    q: Tensor,
-    k_cmp: Tensor,
-    lse: Tensor,
-    block_indices: Tensor,
-    sequences: Sequences,
-    sizes: tuple[int, int, int],
-    causal: bool,
-    scale: float,
-    softcap: float | None = None,
+    q: Tensor, k_cmp: Tensor, lse: Tensor, block_indices: Tensor, sizes: tuple[int, int, int], call: Call
 ) -> Tensor:
-    return _forward(q, k_cmp, lse, block_indices, *flatten(sequences), *sizes, causal, scale, softcap, 0, 0, False)
+    return _forward(q, k_cmp, lse, block_indices, *flatten(call.sequences), *sizes, *call[1:], 0, 0, False)
 
 
 def straight_through_scale(
@@ -62,16 +55,11 @@ def straight_through_scale(
     k_cmp: Tensor,
     lse: Tensor,
     block_indices: Tensor,
-    sequences: Sequences,
     sizes: tuple[int, int, int],
-    causal: bool,
-    scale: float,
-    softcap: float | None,
-    num_init: int,
-    num_local: int,
+    call: Call,
+    forced: tuple[int, int],
 ) -> Tensor:
-    forced = (num_init, num_local)
-    return _forward(q, k_cmp, lse, block_indices, *flatten(sequences), *sizes, causal, scale, softcap, *forced, True)
+    return _forward(q, k_cmp, lse, block_indices, *flatten(call.sequences), *sizes, *call[1:], *forced, True)
 
 
 @torch.library.custom_op('native_sparse_attention::chosen_scores', mutates_args=())

@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from native_sparse_attention.core.geometry import Sequences, max_length_of_compressed
+from native_sparse_attention.core.call import Call, SelectionRules
+from native_sparse_attention.core.geometry import max_length_of_compressed
 from native_sparse_attention.ops._triton.launch import describe_rows, head_block, launch, settings_of
 from native_sparse_attention.ops._triton.registered import OptionalFloat, OptionalInt, OptionalTensor
 from native_sparse_attention.ops._triton.softcap import cap_logits
@@ -71,23 +72,12 @@ class Selection(NamedTuple):
 
 
 def select_blocks(
-    q: Tensor,
-    k_cmp: Tensor,
-    lse: Tensor,
-    sequences: Sequences,
-    sizes: tuple[int, int, int],
-    num_selected: int,
-    num_init: int,
-    num_local: int,
-    share_group: bool,
-    causal: bool,
-    scale: float,
-    softcap: float | None = None,
-    block_counts: Tensor | None = None,
+    q: Tensor, k_cmp: Tensor, lse: Tensor, sizes: tuple[int, int, int], call: Call, rules: SelectionRules
 ) -> Tensor:
+    sequences, causal, scale, softcap = call
     # The indices have no gradient, so nothing is saved for a backward pass.
     q, k_cmp, lse = q.detach(), k_cmp.detach(), lse.detach()
-    selection = (num_selected, num_init, num_local, share_group)
+    *selection, block_counts = rules
     return _select(q, k_cmp, lse, *flatten(sequences), *sizes, *selection, causal, scale, softcap, block_counts)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from native_sparse_attention.core.geometry import Sequences
-from native_sparse_attention.core.modifiers import OFF, Modifiers
+from native_sparse_attention.core.call import Call
+from native_sparse_attention.core.modifiers import Modifiers
 from native_sparse_attention.ops._triton.interval.op import interval_attention
 
 
@@ -14,14 +14,12 @@ def compressed_attention(
     k_cmp: Tensor,
     v_cmp: Tensor,
     mem_kv: tuple[Tensor, Tensor] | None,
-    sequences: Sequences,
-    block_size: int,
-    stride: int,
-    causal: bool,
-    scale: float,
-    modifiers: Modifiers = OFF,
+    sizes: tuple[int, int],
+    call: Call,
+    sinks: Tensor | None,
     gate: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
+    (block_size, stride), (sequences, causal, scale, softcap) = sizes, call
     reach = block_size - 1 if causal else None
-    settings = (sequences, None, reach, scale, block_size, stride, modifiers, gate)
+    settings = (sequences, None, reach, scale, block_size, stride, Modifiers(softcap, sinks), gate)
     return interval_attention(q, k_cmp, v_cmp, mem_kv, *settings)
