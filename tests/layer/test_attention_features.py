@@ -313,20 +313,26 @@ def test_modules_that_cast_their_input_themselves() -> None:
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize('keeps_weight', [False, True])
 def test_quantised_projections_decode(kind: type, dtype: torch.dtype, keeps_weight: bool) -> None:
-    """The cache has the dtype of the other weights, which is not that of the rotary frequencies."""
-    layer = make_layer(dtype) if kind is SparseAttention else DenseAttention(DIM, 6, 4).to(dtype)
+    """They equal plain projections with the same weights. The cache has the dtype of the other weights, which is not
+    that of the rotary frequencies.
+    """
+    plain = make_layer(dtype) if kind is SparseAttention else DenseAttention(DIM, 6, 4).to(dtype)
+    layer = deepcopy(plain)
     for name in ('to_qkv', 'combine_heads'):
-        quantised = Casting(layer.get_submodule(name), dtype)  # type: ignore[arg-type]
+        linear = plain.get_submodule(name)
+        quantised = Casting(linear, dtype)  # type: ignore[arg-type]
+        linear.weight = nn.Parameter(quantised.get_buffer('packed').to(dtype) / 16)
         if keeps_weight:
             quantised.weight = nn.Parameter(quantised.get_buffer('packed'), requires_grad=False)
         layer.add_module(name, quantised)
     x = tokens(2, 17, dtype)
-    layer.eval()
-    cache = layer.init_cache(2, 17)
-    assert cache.dtype == dtype
-    out = torch.cat([layer(part, cache=cache) for part in x.split([9, 1, 7], dim=1)], dim=1)
-    assert out.dtype == dtype
-    torch.testing.assert_close(out, layer(x), **({} if dtype == torch.float32 else {'rtol': 0, 'atol': 0.1}))
+    caches = [each.eval().init_cache(2, 17) for each in (layer, plain)]
+    assert caches[0].dtype == dtype
+    assert layer(x).equal(plain(x))
+    for part in x.split([9, 1, 7], dim=1):
+        out, expected = (each(part, cache=cache) for each, cache in zip((layer, plain), caches, strict=True))
+        assert out.dtype == dtype
+        assert out.equal(expected)
 
 
 def test_a_cache_of_quantised_weights_alone() -> None:
