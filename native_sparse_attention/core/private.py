@@ -13,6 +13,8 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain, repeat
+from operator import contains
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -166,33 +168,62 @@ runs_hooks: Callable[[nn.Module], bool]
 is_plain, runs_hooks = _first(_known_modules, lambda: (lambda module, types: False, lambda module: True))
 
 
-def _known_tensors(model: nn.Module) -> Callable[[], list[Tensor]]:
-    stores = [store for module in model.modules() for store in (module._parameters, module._buffers)]
+class ModelState(NamedTuple):
+    """tensors: parameters and buffers, without those of a subclass; None where one is gone. modules: all
+    submodules. is_hooked: as `runs_hooks`.
+    """
+
+    tensors: list[Tensor | None]
+    modules: list[nn.Module | None]
+    is_hooked: bool
+
+
+def _known_state(model: nn.Module) -> Callable[[], ModelState]:
+    # Every replayed step reads the state, over hundreds of modules.
+    modules = list(model.modules())
+    stores = [store for module in modules for store in (module._parameters, module._buffers)]
     slots = [(store, name) for store in stores for name, t in store.items() if type(t) in (Tensor, nn.Parameter)]
     stores, names = [store for store, _ in slots], [name for _, name in slots]
-    return lambda: list(map(dict.get, stores, names))  # type: ignore[arg-type]
+    children, own = [module._modules for module in modules if module._modules], [vars(module) for module in modules]
+    hooks = [module_hooks._global_forward_pre_hooks, module_hooks._global_forward_hooks]
+    hooks += [each for module in modules for each in (module._forward_pre_hooks, module._forward_hooks)]
 
-
-def _listed_tensors(model: nn.Module) -> Callable[[], list[Tensor]]:
-    def read() -> list[Tensor]:
-        return [t for t in (*model.parameters(), *model.buffers()) if type(t) in (Tensor, nn.Parameter)]
+    def read() -> ModelState:
+        is_hooked = any(hooks) or any(map(contains, own, repeat('forward')))
+        return ModelState(
+            list(map(dict.get, stores, names)),  # type: ignore[arg-type]
+            list(chain.from_iterable(map(dict.values, children))),
+            is_hooked,
+        )
 
     return read
 
 
-def _test_tensors() -> Callable[[nn.Module], Callable[[], list[Tensor]]]:
-    module = nn.BatchNorm1d(1)
-    read = _known_tensors(module)
-    _require(len(read()) == 5)
-    module.weight, module.running_mean = nn.Parameter(torch.zeros(1)), torch.zeros(1)
-    _require(read()[0] is module.weight)
-    _require(any(t is module.running_mean for t in read()))
-    return _known_tensors
+def _listed_state(model: nn.Module) -> Callable[[], ModelState]:
+    def read() -> ModelState:
+        tensors = [t for t in (*model.parameters(), *model.buffers()) if type(t) in (Tensor, nn.Parameter)]
+        return ModelState(tensors, list(model.modules()), runs_hooks(model))
+
+    return read
 
 
-# A function that lists the parameters and buffers that a model has now, without those of a subclass of Tensor. The
-# fallback goes through all modules at each call.
-tensors_of: Callable[[nn.Module], Callable[[], list[Tensor]]] = _first(_test_tensors, lambda: _listed_tensors)
+def _test_state() -> Callable[[nn.Module], Callable[[], ModelState]]:
+    module = nn.Sequential(nn.BatchNorm1d(1))
+    read = _known_state(module)
+    _require((len(read().tensors), read().modules, read().is_hooked) == (5, [module[0]], False))
+    norm: Any = module[0]
+    norm.weight, norm.running_mean = nn.Parameter(torch.zeros(1)), torch.zeros(1)
+    _require(read().tensors[0] is norm.weight)
+    _require(any(t is norm.running_mean for t in read().tensors))
+    norm.register_forward_hook(print)
+    _require(read().is_hooked)
+    module[0] = nn.Identity()
+    _require(read().modules == [module[0]])
+    return _known_state
+
+
+# A function that reads the state of a model as it is now. The fallback goes through all modules at each call.
+state_of: Callable[[nn.Module], Callable[[], ModelState]] = _first(_test_state, lambda: _listed_state)
 
 
 # --- Saved tensors ---

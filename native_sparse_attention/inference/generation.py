@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import inf
+from operator import is_
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +22,7 @@ from native_sparse_attention.core.checks import (
     shown,
 )
 from native_sparse_attention.inference.model_cache import ModelCache, check_model_cache
+from native_sparse_attention.inference.rollback import can_retract, retract
 
 SEEDS = 2**32  # the CPU generator of PyTorch uses 32 bits of a seed
 WORD_BITS = 30  # of a random word; a draw takes two, and products of two words fit into int64
@@ -46,10 +48,11 @@ class DecodeStep:
     cropped, reordered and reset between calls.
 
     Without a graph every step calls the model and its blocks as modules, so that hooks run and sharded weights are
-    gathered. A graph reads weights and cache at the addresses of the capture. Where weights lie elsewhere at a later
-    call (after `load_state_dict(assign=True)`, a move or a cast), that call runs without the graph and the next one
-    captures anew. Make another step after adding hooks. The graph keeps the evaluation mode and the autocast state of
-    the capture.
+    gathered. A graph reads weights and cache at the addresses of the capture, and keeps these weights alive. The host
+    compares the model with that of the capture while the GPU replays. Where weights lie elsewhere (after
+    `load_state_dict(assign=True)`, a move or a cast), a module was replaced or a hook was added, the step is taken back
+    and runs without the graph. The next call captures anew, unless the model has hooks. The graph keeps the evaluation
+    mode and the autocast state of the capture.
 
     Args:
         model: `Transformer`, or a module with the same calls.
@@ -58,7 +61,7 @@ class DecodeStep:
         use_graph: None: use a graph where possible; False: never; True: raise where it is not possible.
 
     Raises:
-        ValueError: use_graph is True where a step cannot be captured.
+        ValueError: use_graph is True where a step cannot be captured. A call raises it too, where a hook was added.
     """
 
     def __init__(
@@ -68,20 +71,18 @@ class DecodeStep:
         check_model_cache(cache)
         if use_graph is not None:
             check_flags(use_graph=use_graph)
-        possible = (
-            cache.lengths.is_cuda and not any(layer.grows for layer in cache) and model.decodes_fixed(cache, num_tokens)
-        )
-        if use_graph and not possible:
-            raise ValueError(
-                f'use_graph is True, but must be None or False where a step of {num_tokens} tokens cannot be captured '
-                f'(it can on a GPU, with a preallocated cache, where every layer has a kernel for it)'
-            )
-        self.model, self.cache, self.num_tokens = model, cache, num_tokens
+        self.model, self.cache, self.num_tokens, self.use_graph = model, cache, num_tokens, use_graph
+        on_gpu = cache.lengths.is_cuda and not any(layer.grows for layer in cache)
+        possible = on_gpu and model.decodes_fixed(cache, num_tokens)
+        if not possible:
+            self._check_graph_is_optional()
         self.uses_graph: bool = possible if use_graph is None else use_graph
         self._ids: Tensor | None = None
         self._logits: Tensor | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._weights: _Weights | None = None
+        self._state: _CapturedState | None = None
+        # A step that cannot be taken back is compared with the capture before it is replayed.
+        self._compares_first = not all(can_retract(layer, 1, num_tokens) for layer in cache)
 
     def __call__(self, ids: Tensor) -> Tensor:
         """Raises ValueError for a full cache, before anything is written."""
@@ -99,19 +100,42 @@ class DecodeStep:
             with torch.inference_mode(False):
                 self._ids = torch.empty(expected, dtype=ids.dtype, device=ids.device)
             return self._run(ids)
-        if self._weights is not None and self._weights.have_moved():
-            self._graph = self._logits = self._weights = None
+        if self._graph is None and not self.model.decodes_fixed(self.cache, self.num_tokens):  # a hook was added
+            self._check_graph_is_optional()
+            return self._run(ids)
+        if self._compares_first and self._has_changed():
             return self._run(ids)
         self._ids.copy_(ids)
         if self._graph is None:
-            self._weights = _Weights(self.model)
+            self._state = _CapturedState(self.model)
             # A capture runs the host's half of a step, which advances the host's bounds, and none of the device's.
             self._graph, self._logits = self._capture(self._ids)
         else:
             self.cache.advance(self.num_tokens)
         self._graph.replay()
+        if not self._compares_first and self._has_changed():  # while the GPU works
+            for layer in self.cache:
+                retract(layer, self.num_tokens, None)
+            return self._run(ids)
         assert self._logits is not None
         return self._logits
+
+    def _check_graph_is_optional(self) -> None:
+        if self.use_graph:
+            raise ValueError(
+                f'use_graph is True, but must be None or False where a step of {self.num_tokens} tokens cannot be '
+                f'captured (it can on a GPU, with a preallocated cache, where every layer has a kernel for it and no '
+                f'module has hooks)'
+            )
+
+    def _has_changed(self) -> bool:
+        """Return whether the graph is not that of the model as it is now; then drop the graph."""
+        if self._state is None or not self._state.has_changed():
+            return False
+        if self.cache.lengths.is_cuda:
+            torch.cuda.synchronize(self.cache.lengths.device)  # the graph may be running
+        self._graph = self._logits = self._state = None
+        return True
 
     @torch.no_grad()
     def _run(self, ids: Tensor) -> Tensor:
@@ -138,22 +162,32 @@ class DecodeStep:
             ) from error
 
 
-class _Weights:
-    """Addresses of the parameters and buffers of a model. Tensors without one, of a subclass, are left out."""
+class _CapturedState:
+    """Where a graph reads the weights of a model, and whether the model would still make the same launches.
+
+    The storages are kept alive, so that a replay never reads freed memory.
+    """
 
     def __init__(self, model: Any) -> None:
-        self._tensors = private.tensors_of(model) if isinstance(model, nn.Module) else list
-        self._addresses = self._read()
+        self._read = private.state_of(model) if isinstance(model, nn.Module) else _no_state
+        state = self._read()
+        self._modules = state.modules
+        self._addresses = list(map(Tensor.data_ptr, state.tensors))  # type: ignore[arg-type]
+        self._storages = [t.untyped_storage() for t in state.tensors if t is not None]
 
-    def have_moved(self) -> bool:
+    def has_changed(self) -> bool:
+        # Every replayed step runs this, over hundreds of tensors and modules.
+        tensors, modules, is_hooked = self._read()
+        if is_hooked or len(modules) != len(self._modules) or not all(map(is_, modules, self._modules)):
+            return True
         try:
-            return self._read() != self._addresses
+            return list(map(Tensor.data_ptr, tensors)) != self._addresses  # type: ignore[arg-type]
         except (RuntimeError, TypeError):  # a tensor of a subclass, or None, stands in place of a plain one
             return True
 
-    def _read(self) -> list[int]:
-        # Every step runs this, over hundreds of tensors.
-        return list(map(Tensor.data_ptr, self._tensors()))
+
+def _no_state() -> private.ModelState:
+    return private.ModelState([], [], False)
 
 
 def continue_prompt(

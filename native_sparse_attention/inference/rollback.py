@@ -40,7 +40,7 @@ class Checkpoint:
         self._lengths = lengths
         saves = num_tokens > MAX_STEP and lengths is not None
         self._rings = [
-            _copy_rings(layer) if saves and not _can_retract(layer, self._max_length, num_tokens) else None
+            _copy_rings(layer) if saves and not can_retract(layer, self._max_length, num_tokens) else None
             for layer in layers
         ]
 
@@ -53,7 +53,7 @@ class Checkpoint:
         if self._lengths is None:
             return
         for layer, rings in zip(self._layers, self._rings, strict=True):
-            if rings is None and not _can_retract(layer, self._max_length, self._num_tokens):
+            if rings is None and not can_retract(layer, self._max_length, self._num_tokens):
                 continue
             layer.lengths.copy_(self._lengths)
             layer.max_length = self._max_length
@@ -65,7 +65,7 @@ class Checkpoint:
 
 def retract(cache: LayerCache, num_tokens: int, counts: Tensor | None) -> None:
     """Take back the last append, of num_tokens tokens per row or counts `[B]` of them, where that is possible."""
-    if _can_retract(cache, cache.max_length - num_tokens, num_tokens):
+    if can_retract(cache, cache.max_length - num_tokens, num_tokens):
         cache.lengths.sub_(num_tokens if counts is None else counts)
         cache.max_length -= num_tokens
         settle_peaks(cache, num_tokens)
@@ -75,7 +75,7 @@ def _has_ring(cache: LayerCache) -> bool:
     return cache.max_rollback is not None and (cache.raw_k is not None or cache.raw_v is not None)
 
 
-def _can_retract(cache: LayerCache, max_length: int, num_tokens: int) -> bool:
+def can_retract(cache: LayerCache, max_length: int, num_tokens: int) -> bool:
     """Return whether rows of max_length tokens can give num_tokens more back without a copy of the rings."""
     return max_length == 0 or not _has_ring(cache) or num_tokens <= (cache.max_rollback or 0)
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, prune
 
+from native_sparse_attention.core.plain import runs_hooks
 from native_sparse_attention.inference.cache import LayerCache
 from native_sparse_attention.inference.generation import DecodeStep
 from native_sparse_attention.inference.model_cache import ModelCache
@@ -60,10 +63,12 @@ def test_step_errors():
 
 
 class Recorded:
-    """What a graph is to a step, on a CPU: a replay moves what lies on the device and leaves the host's bounds."""
+    """What a graph is to a step, on a CPU: a replay moves what lies on the device and leaves the host's bounds. It
+    reads the weights of the capture.
+    """
 
     def __init__(self, model: Transformer, ids: Tensor, cache: ModelCache) -> None:
-        self.model, self.ids, self.cache = model, ids, cache
+        self.model, self.ids, self.cache = deepcopy(model), ids, cache
         self.logits = torch.empty(*ids.shape, model.num_tokens, dtype=torch.float64)
         self.replays = 0
         cache.advance(ids.shape[1])  # as the host's half of a capture does
@@ -74,18 +79,27 @@ class Recorded:
         self.replays += 1
 
 
-def test_bounds_and_buffers_of_replayed_steps(monkeypatch):
-    model, ids = make_model(True), make_ids(2, 20)
-    cache = model.init_cache(2, 15)
-    step = DecodeStep(model, cache)
-    step.uses_graph = True
+def recorded_step(
+    model: Transformer, cache: ModelCache, monkeypatch: pytest.MonkeyPatch
+) -> tuple[DecodeStep, list[Recorded]]:
+    """A step with a graph, and what it will have captured."""
     captured: list[Recorded] = []
 
     def capture(_: DecodeStep, buffer: Tensor) -> tuple[Any, Tensor]:
         captured.append(Recorded(model, buffer, cache))
-        return captured[0], captured[0].logits
+        return captured[-1], captured[-1].logits
 
     monkeypatch.setattr(DecodeStep, '_capture', capture)
+    monkeypatch.setattr(Transformer, 'decodes_fixed', lambda self, cache, num_tokens: not runs_hooks(self))
+    step = DecodeStep(model, cache)
+    step.uses_graph = True
+    return step, captured
+
+
+def test_bounds_and_buffers_of_replayed_steps(monkeypatch):
+    model, ids = make_model(True), make_ids(2, 20)
+    cache = model.init_cache(2, 15)
+    step, captured = recorded_step(model, cache, monkeypatch)
     expected = model(ids)
     first = step(ids[:, :1])
     for t in range(1, 12):
@@ -103,33 +117,57 @@ def test_bounds_and_buffers_of_replayed_steps(monkeypatch):
     assert cache.lengths.tolist() == [15, 15]
 
 
-@pytest.mark.parametrize('change', ['assign', 'assign in a layer', 'half', 'new data'])
-def test_weights_that_moved_are_captured_anew(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def assign(module: nn.Module, other: nn.Module) -> None:
+    module.load_state_dict(other.state_dict(), assign=True)
+
+
+def replace_data(parameter: Tensor, other: Tensor) -> None:
+    parameter.data = other.detach().clone()
+
+
+CHANGES: dict[str, Callable[[Any, Any], Any]] = {
+    'assign': assign,
+    'assign in a layer': lambda model, other: assign(model.layers[1], other.layers[1]),
+    'cast': lambda model, other: model.float().double(),
+    'new data': lambda model, other: replace_data(model.to_logits.weight, other.to_logits.weight),
+    'a module replaced': lambda model, other: setattr(model, 'to_logits', other.to_logits),
+    'parametrized': lambda model, other: parametrizations.weight_norm(model.to_logits),
+    'pruned': lambda model, other: prune.l1_unstructured(model.to_logits, 'weight', 0.5),
+    'a hook': lambda model, other: model.to_logits.register_forward_hook(lambda module, args, out: out.sin()),
+    'a pre-hook': lambda model, other: model.norm.register_forward_pre_hook(lambda module, args: (args[0].sin(),)),
+    'another forward': lambda model, other: setattr(model.norm, 'forward', lambda x: x),
+}
+
+
+@pytest.mark.parametrize('change', CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize('max_rollback', [32, 0, None])
+def test_a_changed_model_is_captured_anew(
+    change: Callable[[Any, Any], Any], max_rollback: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replay that has read what the model was is taken back."""
     model, other, ids = make_model(True), make_model(True), make_ids(2, 20)
-    cache = model.init_cache(2, 20)
-    step = DecodeStep(model, cache)
-    step.uses_graph = True
-    captured: list[Recorded] = []
-
-    def capture(_: DecodeStep, buffer: Tensor) -> tuple[Any, Tensor]:
-        captured.append(Recorded(model, buffer, cache))
-        return captured[-1], captured[-1].logits
-
-    monkeypatch.setattr(DecodeStep, '_capture', capture)
+    for parameter in other.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    cache = model.init_cache(2, 20, max_rollback)
+    step, captured = recorded_step(model, cache, monkeypatch)
     for t in range(4):
         step(ids[:, t : t + 1])
-    if change == 'assign':
-        model.load_state_dict(other.state_dict(), assign=True)
-    elif change == 'assign in a layer':
-        model.layers[1].load_state_dict(other.layers[1].state_dict(), assign=True)
-    elif change == 'half':
-        model.float().double()
-    else:
-        model.to_logits.weight.data = other.to_logits.weight.data.clone()
+    change(model, other)
+    replays = [3 if max_rollback == 0 else 4]
     for t in range(4, 8):
-        expected = model(ids[:, t : t + 1], cache=deepcopy(cache))
+        twin = deepcopy(cache)
+        expected = model(ids[:, t : t + 1], cache=twin)
         assert_near(step(ids[:, t : t + 1]), expected)
-        assert [recorded.replays for recorded in captured] == ([3] if t == 4 else [3, t - 4])
+        assert cache.lengths.tolist() == [t + 1, t + 1]
+        for layer, wanted in zip(cache, twin, strict=True):
+            assert (layer.max_length, layer._peak, layer._peaks.tolist()) == (t + 1, t + 1, wanted._peaks.tolist())
+        again = [] if t == 4 or runs_hooks(model) else [t - 4]
+        assert [recorded.replays for recorded in captured] == replays + again
+    if runs_hooks(model):
+        step.use_graph = True
+        with pytest.raises(ValueError, match=r'^use_graph is True, but must be None or False where a step of 1 tokens'):
+            step(ids[:, 8:9])
+        assert cache.max_length == 8
 
 
 class FixedAttention(DenseAttention):

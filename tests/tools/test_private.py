@@ -159,14 +159,23 @@ def test_a_missing_interface_has_a_fallback(owner: Any, name: str, changed: str)
     assert is_fast(there) == {kind: kind != changed for kind in kinds}
 
 
-def test_tensors_of_a_model_are_read_anew() -> None:
-    for tensors_of in (private.tensors_of, private._listed_tensors):
+def test_the_state_of_a_model_is_read_anew() -> None:
+    for state_of in (private.state_of, private._listed_state):
         model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
-        read = tensors_of(model)
-        assert {id(t) for t in read()} == {id(t) for t in (*model.parameters(), *model.buffers())}
+        read = state_of(model)
+        assert {id(t) for t in read().tensors} == {id(t) for t in (*model.parameters(), *model.buffers())}
         model.load_state_dict({name: t.clone() for name, t in model.state_dict().items()}, assign=True)
-        assert {id(t) for t in read()} == {id(t) for t in (*model.parameters(), *model.buffers())}
-    assert private.tensors_of is private._known_tensors
+        assert {id(t) for t in read().tensors} == {id(t) for t in (*model.parameters(), *model.buffers())}
+        assert not read().is_hooked
+        handle = model[0].register_forward_pre_hook(print)
+        assert read().is_hooked
+        handle.remove()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(model[0], 'forward', print)
+            assert read().is_hooked
+        model[0] = nn.Identity()
+        assert model[0] in read().modules
+    assert private.state_of is private._known_state
 
 
 def test_transforms_by_what_pytorch_refuses() -> None:
