@@ -141,14 +141,15 @@ def find_tiles(first: Tensor, last: Tensor, seqlen_k: int, rows_per_token: int =
 
 
 def without_nonfinite(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return keys `[B, S, H, D]` and values `[B, S, H, DV]` with the rows of non-finite elements set to 0, and bool
-    `[B, S, H]`: these rows.
+    """Return keys `[B, S, H, D]` and values `[B, S, H, DV]` with their non-finite elements set to 0, and bool
+    `[B, S, H]`: the rows of these elements.
 
     A key that a query of a tile does not read must not reach it, not even as 0 * NaN; `nonfinite_rows` restores the
-    effect on the queries that read it.
+    effect on the queries that read it. A gradient of NaN passes.
     """
     finite = k.isfinite().all(-1) & v.isfinite().all(-1)
-    return torch.where(finite[..., None], k, 0), torch.where(finite[..., None], v, 0), ~finite
+    k, v = (t.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) for t in (k, v))
+    return k, v, ~finite
 
 
 def nonfinite_rows(out: Tensor, lse: Tensor, nonfinite: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
@@ -163,8 +164,13 @@ def nonfinite_rows(out: Tensor, lse: Tensor, nonfinite: Tensor, first: Tensor, l
     row = torch.arange(batch, device=out.device)[:, None, None, None]
     head = (torch.arange(heads, device=out.device) // (heads // kv_heads))[:, None]
     is_nonfinite = (before[row, last, head] > before[row, first, head]).any(-1)
-    is_nonfinite = is_nonfinite.repeat_interleave(out.shape[2] // heads, 2)
-    return out.masked_fill(is_nonfinite[..., None], torch.nan), lse.masked_fill(is_nonfinite.transpose(1, 2), torch.nan)
+    return with_nan(out, lse, is_nonfinite.repeat_interleave(out.shape[2] // heads, 2))
+
+
+def with_nan(out: Tensor, lse: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return out `[B, T, HQ, DV]` and lse `[B, HQ, T]` with NaN in rows (bool `[B, T, HQ]`), and in their gradients."""
+    factor = torch.ones(rows.shape, dtype=lse.dtype, device=lse.device).masked_fill(rows, torch.nan)
+    return out * factor[..., None].to(out.dtype), lse * factor.transpose(1, 2)
 
 
 def capped(softcap: float | None) -> Callable[..., Tensor] | None:

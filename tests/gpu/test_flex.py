@@ -285,6 +285,27 @@ def test_unread_keys_may_hold_anything(dtype: torch.dtype):
             torch.testing.assert_close(tensor.grad, clean[name].grad, atol=2e-1, rtol=2e-2)
 
 
+@pytest.mark.parametrize('op', [window_attention, selected_attention])
+def test_gradients_of_rows_that_read_nan(op: Callable[..., tuple[Tensor, Tensor]]):
+    """They are NaN where those of eager are; of keys in the same tiles as a NaN, others may be NaN too."""
+    tensors = qkv(1, 700, 700, dtype=torch.float32)
+    tensors['k'][0, 300, 1], tensors['v'][0, 300, 1] = torch.nan, torch.nan
+    indices = make_block_indices('valid', 1, 700, 2, 4, seqlen_k=700, block_size=32, device='cuda')
+    selected = {'block_indices': indices, 'block_size': 32}
+    settings = {'window_size': (20, 0)} if op is window_attention else selected
+    gradients = []
+    for backend in ('flex', 'eager'):
+        leaves = {name: t.clone().requires_grad_() for name, t in tensors.items()}
+        op(**leaves, **settings, backend=backend)[0].sum().backward()
+        gradients.append([t.grad for t in leaves.values()])
+    (q, *keys), (expected, *expected_keys) = gradients
+    torch.testing.assert_close(q, expected, atol=1e-4, rtol=1e-4, equal_nan=True)
+    for result, wanted in zip(keys, expected_keys, strict=True):
+        assert wanted.isnan().any()
+        assert result[wanted.isnan()].isnan().all()
+        torch.testing.assert_close(result[:, :, 0], wanted[:, :, 0], atol=1e-4, rtol=1e-4)  # the other KV head
+
+
 def test_few_graphs_serve_many_lengths():
     """Lengths and batch sizes above 1 need no new kernels."""
     torch._dynamo.reset()

@@ -244,6 +244,60 @@ def test_gradients_on_cpu_are_refused():
     assert window_attention(q, k, v, window_size=(3, 0))[0].requires_grad
 
 
+def dense_attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tiles: Any,
+    mask_mod: Callable,
+    scale: float,
+    score_mod: Any = None,
+    *_: Any,
+    **__: Any,
+) -> Any:
+    """FlexAttention in plain PyTorch, with derivatives on CPUs."""
+    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
+    index = torch.meshgrid(*map(torch.arange, (*q.shape[:3], k.shape[2])), indexing='ij')
+    scores = q @ k.mT * scale
+    scores = scores if score_mod is None else score_mod(scores, *index)
+    scores = scores.masked_fill(~mask_mod(*index), -torch.inf)
+    lse = scores.logsumexp(-1)
+    return (scores - lse.masked_fill(lse == -torch.inf, 0)[..., None]).exp() @ v, lse
+
+
+@pytest.mark.parametrize('op', [window_attention, compressed_attention, selected_attention])
+def test_gradients_of_rows_that_read_nan(op: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are NaN where those of eager are. The kernels spread NaN within their tiles, so other keys may have it."""
+    for module in FLEX.values():
+        monkeypatch.setattr(module, 'attend', dense_attend)
+        monkeypatch.setattr(module, 'run', lambda function, *arguments: function(*arguments))
+    monkeypatch.setattr(_flex, 'unsupported', lambda *_, **__: None)
+    q, k, v = make_qkv(whole(24), HEADS)
+    k[0, 9, 1], v[0, 9, 1] = torch.nan, torch.nan
+    indices = make_block_indices('valid', 1, 24, 2, 2, seqlen_k=24, block_size=4)
+    settings: dict[Any, dict[str, Any]] = {
+        window_attention: {'window_size': (3, 0)},
+        compressed_attention: {'block_size': 1, 'stride': 1},
+        selected_attention: {'block_size': 4, 'block_indices': indices},
+    }
+    found, expected = (
+        outputs_and_gradients(op, q, k, v, **settings[op], backend=backend) for backend in ('flex', 'eager')
+    )
+    for result, wanted in zip(found[:3], expected[:3], strict=True):  # no keys
+        torch.testing.assert_close(result, wanted, rtol=1e-9, atol=1e-9, equal_nan=True)
+    for result, wanted in zip(found[3:], expected[3:], strict=True):
+        assert wanted.isnan().any()
+        assert result[wanted.isnan()].isnan().all()
+        torch.testing.assert_close(result[:, :, 0], wanted[:, :, 0], rtol=1e-9, atol=1e-9)  # the other KV head
+
+
+def outputs_and_gradients(op: Callable, *qkv: Tensor, **settings: Any) -> list[Tensor]:
+    """The output, its log-sum-exp, and the gradients of q, k and v."""
+    leaves = [t.clone().requires_grad_() for t in qkv]
+    out, lse = op(*leaves, **settings)
+    return [out.detach(), lse.detach(), *torch.autograd.grad(out.sin().sum(), leaves)]
+
+
 def test_what_it_has_not_is_refused():
     q, k, v = make_qkv(whole(9), HEADS)
     features: dict[str, Any] = {

@@ -17,6 +17,7 @@ from native_sparse_attention.ops._flex import (
     nonfinite_rows,
     run,
     with_a_key,
+    with_nan,
     without_nonfinite,
 )
 
@@ -51,8 +52,7 @@ def window_attention(
     out = out.transpose(1, 2)
     if has_tables:
         is_nonfinite = _read_nonfinite(nonfinite, first, last, modifiers)
-        is_nonfinite = is_nonfinite.repeat_interleave(lse.shape[1] // is_nonfinite.shape[1], 1)
-        return out.masked_fill(is_nonfinite.mT[..., None], torch.nan), lse.masked_fill(is_nonfinite, torch.nan)
+        return with_nan(out, lse, is_nonfinite.repeat_interleave(lse.shape[1] // is_nonfinite.shape[1], 1).mT)
     if modifiers.query_segments is not None and modifiers.key_segments is not None:
         nonfinite, first, last = _by_segment(nonfinite, first, last, modifiers.query_segments, modifiers.key_segments)
     return nonfinite_rows(out, lse, nonfinite, first, last)
