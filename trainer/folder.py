@@ -6,7 +6,9 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import socket
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +23,7 @@ CHECKPOINT = 'checkpoint.pt'
 LOG = 'log.jsonl'
 LOCK = 'lock'
 PART = '.part'
+MAX_READS = 100  # of the text of a lock, 10 ms apart
 STATE_KEYS = (
     'config', 'preset', 'corpus', 'prompt', 'model', 'optimizer', 'random', 'random_cuda', 'step', 'seconds', 'recent',
     'rows', 'finished',
@@ -93,11 +96,12 @@ def lock_run(folder: Path) -> Iterator[None]:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Another process may have removed the file between opening and locking it.
-            if path.exists() and os.fstat(descriptor).st_ino == path.stat().st_ino:
-                break
+            with contextlib.suppress(FileNotFoundError):
+                # Another process may have removed the file between opening and locking it.
+                if os.fstat(descriptor).st_ino == path.stat().st_ino:
+                    break
         except BlockingIOError:
-            holder = os.pread(descriptor, 1000, 0).decode(errors='replace').strip() or 'another process'
+            holder = _holder(descriptor)
             os.close(descriptor)
             raise UserError(f'{folder}: in use by {holder} (--name starts another run)') from None
         except BaseException:
@@ -114,6 +118,27 @@ def lock_run(folder: Path) -> Iterator[None]:
     finally:
         path.unlink(missing_ok=True)
         os.close(descriptor)
+
+
+def _holder(descriptor: int) -> str:
+    """Return the text of a lock file that is held, waiting until its holder has replaced that of a dead process."""
+    for _ in range(MAX_READS):
+        text = os.pread(descriptor, 1000, 0).decode(errors='replace')
+        named = re.fullmatch(r'process (\d+) on (.+)', text)
+        if named and (named[2] != socket.gethostname() or _is_alive(int(named[1]))):
+            return text
+        time.sleep(0.01)
+    return 'another process'
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def run_folder(runs_dir: Path, name: str) -> Path:

@@ -8,6 +8,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,20 @@ def test_lock_removes_partial_files_and_itself(tmp_path: Path) -> None:
         with pytest.raises(UserError, match='in use'), lock_run(tmp_path):
             pass
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize('text', ['', 'process {dead} on {host}'])
+def test_the_holder_of_a_lock_that_has_not_written_its_name(text: str, tmp_path: Path) -> None:
+    """What a killed process left is not taken for the holder's name."""
+    host, lock = os.uname().nodename, tmp_path / 'lock'
+    with subprocess.Popen([sys.executable, '-c', '']) as process:
+        process.wait()
+    with lock_run(tmp_path):
+        own = lock.read_text()
+        lock.write_text(text.format(dead=process.pid, host=host))
+        threading.Timer(0.1, lock.write_text, [own]).start()
+        with pytest.raises(UserError, match=f'in use by process {os.getpid()} on {host}'), lock_run(tmp_path):
+            pass
 
 
 def test_write_atomically_keeps_the_old_file(tmp_path: Path, monkeypatch) -> None:
