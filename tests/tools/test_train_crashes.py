@@ -85,7 +85,7 @@ def test_sigkill_at_50_random_moments(text: Path, whole: Path, tmp_path: Path) -
         with start(resume(folder) if before >= 0 else [*new, '--name', folder.name]) as process:
             wait_for_lock(folder, process)
             try:
-                process.wait(generator.uniform(0, 0.6 * seconds))
+                process.wait(generator.uniform(0, seconds))
             except subprocess.TimeoutExpired:
                 process.send_signal(signal.SIGKILL)
             code, error = process.wait(), process.stderr.read() if process.stderr else ''
