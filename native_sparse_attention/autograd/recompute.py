@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from native_sparse_attention.core import private
 from native_sparse_attention.ops import select_blocks
 from native_sparse_attention.ops.block_selection.api import select
 
@@ -19,7 +20,11 @@ def recompute(attend: Callable[[Callable[..., Tensor]], Tensor]) -> Tensor:
 
     attend: calls `nsa` with the given function in place of `select_blocks`, after whatever else is to be recomputed.
         It draws no random numbers.
+
+    Under transforms of torch.func, which have no checkpointing, nothing is recomputed.
     """
+    if private.is_transformed():
+        return attend(select_blocks)
     if not torch.compiler.is_compiling():
         return checkpoint(attend, SavedSelection(), use_reentrant=False, preserve_rng_state=False)
     # Traced code must not change state outside it, so the selected blocks are saved as the result of their op.

@@ -36,7 +36,11 @@ def tokens(batch: int, seqlen: int = 13) -> Tensor:
 
 
 @every_network
-@pytest.mark.parametrize('settings', [{}, {'use_diff_topk': True, 'rotary_emb': False}], ids=['default', 'diff_topk'])
+@pytest.mark.parametrize(
+    'settings',
+    [{}, {'use_diff_topk': True, 'rotary_emb': False}, {'recompute': True}],
+    ids=['default', 'diff_topk', 'recompute'],
+)
 def test_vmap(make: Callable[..., nn.Module], settings: dict[str, Any]) -> None:
     layer = make_layer(compress_mlp=make(1, 4, 4), **settings)
     x, weights = tokens(3), {name: p.detach() for name, p in layer.named_parameters()}
