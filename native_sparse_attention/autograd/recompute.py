@@ -21,9 +21,9 @@ def recompute(attend: Callable[[Callable[..., Tensor]], Tensor]) -> Tensor:
     attend: calls `nsa` with the given function in place of `select_blocks`, after whatever else is to be recomputed.
         It draws no random numbers.
 
-    Under transforms of torch.func, which have no checkpointing, nothing is recomputed.
+    Under transforms of torch.func and in torch.export, which have no checkpointing, nothing is recomputed.
     """
-    if private.is_transformed():
+    if private.is_transformed() or torch.compiler.is_exporting():
         return attend(select_blocks)
     if not torch.compiler.is_compiling():
         return checkpoint(attend, SavedSelection(), use_reentrant=False, preserve_rng_state=False)
