@@ -16,10 +16,6 @@ from torch import Tensor
 from native_sparse_attention.core.geometry import Sequences
 from native_sparse_attention.ops._triton.varlen import SequenceLayout, last_dim_contiguous, make_layout
 
-# Tuple of int, or None without the tensor. A record of such tuples ends with a field that is None: Triton 3.6 keeps
-# constants of an inner tuple, such as a stride of 1, only where a later field of the record itself is constant.
-Strides = Any
-
 
 class Arguments(NamedTuple):
     """Arguments of selected attention, passed on by the launchers. The last dimensions of all tensors are contiguous.
@@ -74,6 +70,29 @@ class Tile(NamedTuple):
     chunk: int = 0
 
 
+class Strides(NamedTuple):
+    """Strides of each tensor of a kernel, a tuple of int; None for a tensor that the kernel or the call does not have.
+
+    The last field is always None: Triton 3.6 keeps constants of an inner tuple, such as a stride of 1, only where a
+    later field of the record itself is constant.
+    """
+
+    q: Any = None
+    k: Any = None
+    v: Any = None
+    indices: Any = None
+    factors: Any = None
+    out: Any = None
+    lse: Any = None
+    dout: Any = None
+    dlse: Any = None
+    gate: Any = None
+    dq: Any = None
+    dk: Any = None
+    dv: Any = None
+    end: Any = None
+
+
 class ForwardTensors(NamedTuple):
     """q `[B, T, HQ, D]`, k `[B, S, H, D]`, v `[B, S, H, DV]`, indices and factors `[B, T, HI, n]`.
 
@@ -89,16 +108,6 @@ class ForwardTensors(NamedTuple):
     out: Any
     lse: Any
     low_bits: Any
-
-
-class ForwardStrides(NamedTuple):
-    q: Strides
-    k: Strides
-    v: Strides
-    indices: Strides
-    factors: Strides
-    out: Strides
-    end: Any = None  # see `Strides`
 
 
 class BackwardTensors(NamedTuple):
@@ -121,20 +130,6 @@ class BackwardTensors(NamedTuple):
     dq: Any
     delta: Any
     dfactors: Any
-
-
-class BackwardStrides(NamedTuple):
-    q: Strides
-    k: Strides
-    v: Strides
-    indices: Strides
-    factors: Strides
-    out: Strides
-    dout: Strides
-    dlse: Strides
-    gate: Strides
-    dq: Strides
-    end: Any = None  # see `Strides`
 
 
 class KeySource(NamedTuple):
@@ -173,6 +168,11 @@ class Selection(NamedTuple):
 def stride_of(tensor: Tensor | None) -> tuple[int, ...] | None:
     """Return the strides of a tensor, or None without one."""
     return None if tensor is None else tensor.stride()
+
+
+def strides_of(**tensors: Tensor | None) -> Strides:
+    """Return the strides of the tensors, named as in `Strides`."""
+    return Strides(**{name: stride_of(tensor) for name, tensor in tensors.items()})
 
 
 def make_arguments(

@@ -28,12 +28,11 @@ from native_sparse_attention.ops._triton.varlen import (
 from native_sparse_attention.ops.selected_attention.triton import plan, settings
 from native_sparse_attention.ops.selected_attention.triton.arguments import (
     Arguments,
-    BackwardStrides,
     BackwardTensors,
-    ForwardStrides,
     ForwardTensors,
     make_arguments,
     stride_of,
+    strides_of,
 )
 from native_sparse_attention.ops.selected_attention.triton.by_block.backward import BlockQueryGradients
 from native_sparse_attention.ops.selected_attention.triton.by_block.forward import attend_by_block
@@ -134,7 +133,7 @@ def attend(
     converted = convert_values(k, v, layout, block_size) if save_low_bits and converts_values(v.dtype) else None
     fp16 = None if converted is None else converted.data
     tensors = ForwardTensors(q, k, v, block_indices, block_scale, out, lse, low_bits if save_low_bits else None)
-    strides = ForwardStrides(*(stride_of(t) for t in tensors[:6]))
+    strides = strides_of(q=q, k=k, v=v, indices=block_indices, factors=block_scale, out=out)
     launches = plan.plan_launches(
         design,
         (union_forward_kernel, settings.UNION_FORWARD),
@@ -290,7 +289,8 @@ def _differentiate_queries(
         *(q, k, v, block_indices, block_scale, out, lse, dout, dlse, gate, dq, delta),
         dfactors=dfactors,
     )
-    strides = BackwardStrides(*(stride_of(t) for t in (q, k, v, block_indices, block_scale, out, dout, dlse, gate, dq)))
+    inputs = {'q': q, 'k': k, 'v': v, 'indices': block_indices, 'factors': block_scale, 'gate': gate}
+    strides = strides_of(**inputs, out=out, dout=dout, dlse=dlse, dq=dq)
     launches = plan.plan_launches(
         design,
         (union_dq_kernel, settings.UNION_DQ),

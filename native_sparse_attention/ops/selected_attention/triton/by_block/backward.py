@@ -22,7 +22,13 @@ from native_sparse_attention.ops._triton.launch import head_block, is_wide, laun
 from native_sparse_attention.ops._triton.softcap import cap_logits, cap_slope
 from native_sparse_attention.ops._triton.tiles import add_product, load_rows, split_finite, store_rows
 from native_sparse_attention.ops.selected_attention.triton import settings
-from native_sparse_attention.ops.selected_attention.triton.arguments import Arguments, Sizes, Strides, Tile, stride_of
+from native_sparse_attention.ops.selected_attention.triton.arguments import (
+    Arguments,
+    Sizes,
+    Tile,
+    stride_of,
+    strides_of,
+)
 from native_sparse_attention.ops.selected_attention.triton.by_block.forward import CHUNK_ROWS, MERGE_ROWS, WORKSPACE
 from native_sparse_attention.ops.selected_attention.triton.by_block.partials import (
     PartialResults,
@@ -61,15 +67,6 @@ class Inputs(NamedTuple):
     dout: Any
     delta: Any
     inverse_units: Any
-
-
-class InputStrides(NamedTuple):
-    q: Strides
-    k: Strides
-    v: Strides
-    factors: Strides
-    dout: Strides
-    end: Any = None  # see `Strides`
 
 
 class BlockQueryGradients:
@@ -149,7 +146,7 @@ class BlockQueryGradients:
             (len(pairs) * num_programs,),
             Inputs(q, k, v, block_scale, self.lse, dout, self.delta, self.inverse_units),
             partials,
-            InputStrides(q.stride(), k.stride(), v.stride(), stride_of(block_scale), dout.stride()),
+            strides_of(q=q, k=k, v=v, factors=block_scale, dout=dout),
             *(layout, csr._replace(num_programs=num_programs), scale, softcap),
             COMPUTE_DQ=computes_dq,
             sizes=sizes,
@@ -196,7 +193,7 @@ def block_dq_kernel(
 
     COMPUTE_DQ: store parts of dq in `data` and of the gradients of factors in `second`. Otherwise store the sum of
     p * dp over the keys of the block in `first`, and in `unit` 1, or where partial results are float16 the sum of the
-    absolute values, at least 2 ** -100. tensors, strides: `Inputs`, `InputStrides`. One program per pair and chunk.
+    absolute values, at least 2 ** -100. tensors, strides: `Inputs`, `Strides`. One program per pair and chunk.
     """
     GROUP: tl.constexpr = sizes.group
     BLOCK_M: tl.constexpr = tile.block_m

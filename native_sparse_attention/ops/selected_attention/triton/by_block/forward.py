@@ -30,7 +30,7 @@ from native_sparse_attention.ops._triton.launch import head_block, is_wide, laun
 from native_sparse_attention.ops._triton.softcap import cap_logits
 from native_sparse_attention.ops._triton.tiles import add_product, load_rows, split_finite, store_rows
 from native_sparse_attention.ops.selected_attention.triton import settings
-from native_sparse_attention.ops.selected_attention.triton.arguments import Arguments, Sizes, Strides, Tile, stride_of
+from native_sparse_attention.ops.selected_attention.triton.arguments import Arguments, Sizes, Tile, strides_of
 from native_sparse_attention.ops.selected_attention.triton.by_block.partials import (
     allocate_partials,
     bytes_per_row,
@@ -64,14 +64,6 @@ class Inputs(NamedTuple):
     factors: Any
 
 
-class InputStrides(NamedTuple):
-    q: Strides
-    k: Strides
-    v: Strides
-    factors: Strides
-    end: Any = None  # see `Strides`
-
-
 def attend_by_block(arguments: Arguments, out: Tensor, lse: Tensor) -> InverseIndex | None:
     """Fill out `[B, T, HQ, DV]` and lse `[B, HQ, T]`, for one group of pairs and one range of tokens after the other.
 
@@ -103,7 +95,7 @@ def attend_by_block(arguments: Arguments, out: Tensor, lse: Tensor) -> InverseIn
             (len(pairs) * csr.num_programs,),
             Inputs(q, k, v, block_scale),
             partials,
-            InputStrides(q.stride(), k.stride(), v.stride(), stride_of(block_scale)),
+            strides_of(q=q, k=k, v=v, factors=block_scale),
             *(layout, csr, scale, softcap),
             sizes=sizes,
             tile=tile,
@@ -141,7 +133,7 @@ def block_kernel(
 ):
     """Compute the partial results of one block for up to `tile.chunk` of its entries. BLOCK_N holds the whole block.
 
-    tensors, strides: `Inputs`, `InputStrides`. One program per pair and chunk.
+    tensors, strides: `Inputs`, `Strides`. One program per pair and chunk.
     """
     GROUP: tl.constexpr = sizes.group
     BLOCK_M: tl.constexpr = tile.block_m

@@ -44,7 +44,7 @@ def dq_kernel(
 ):
     """Compute dq and delta of one query and up to BLOCK_M of the heads that share its blocks.
 
-    tensors, strides: `BackwardTensors`, `BackwardStrides`; dfactors: `[head tiles, B, T, HI, n]`. The rest is as in the
+    tensors, strides: `BackwardTensors`, `Strides`; dfactors: `[head tiles, B, T, HI, n]`. The rest is as in the
     forward kernel.
     """
     GROUP: tl.constexpr = sizes.group

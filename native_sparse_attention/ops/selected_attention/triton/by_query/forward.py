@@ -50,7 +50,7 @@ def forward_kernel(
 ):
     """Compute the output and log-sum-exp of one query and up to BLOCK_M of the heads that share its blocks.
 
-    tensors, strides: `ForwardTensors`, `ForwardStrides`. k_tiles, v_tiles, fp16_tiles: tensor descriptors with tiles
+    tensors, strides: `ForwardTensors`, `Strides`. k_tiles, v_tiles, fp16_tiles: tensor descriptors with tiles
     `[1, BLOCK_N, 1, BLOCK_D or BLOCK_DV]`, or None. fp16_values: `Fp16Values`, or None. union: `BlockUnion`; queries of
     tiles that take their union are skipped. softcap: of the logits, or None, as in all kernels of selected attention.
 

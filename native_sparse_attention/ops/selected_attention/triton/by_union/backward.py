@@ -46,7 +46,7 @@ def union_dq_kernel(
 ):
     """Compute dq and delta of BLOCK_M / BLOCK_G queries with all heads of an index head.
 
-    tensors, strides: `BackwardTensors`, `BackwardStrides`; dfactors: `[1, B, T, HI, n]`. The gradients of factors are
+    tensors, strides: `BackwardTensors`, `Strides`; dfactors: `[1, B, T, HI, n]`. The gradients of factors are
     summed over heads at the end, when the error of each head's delta is known.
     """
     BLOCK_SIZE: tl.constexpr = sizes.block_size

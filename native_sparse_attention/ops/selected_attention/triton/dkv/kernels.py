@@ -18,7 +18,6 @@ from native_sparse_attention.ops._triton.inverse_index import find_block, load_e
 from native_sparse_attention.ops._triton.softcap import cap_logits, cap_slope
 from native_sparse_attention.ops._triton.tiles import add_product, is_finite_tile, load_rows, split_finite, store_rows
 from native_sparse_attention.ops._triton.varlen import load_extent
-from native_sparse_attention.ops.selected_attention.triton.arguments import Strides
 from native_sparse_attention.ops.selected_attention.triton.dlogits.storage import store_dlogits
 from native_sparse_attention.ops.selected_attention.triton.index.block_to_query import (
     count_masked_entries,
@@ -68,19 +67,6 @@ class DkvTensors(NamedTuple):
     dlogits: Any
 
 
-class DkvStrides(NamedTuple):
-    q: Strides
-    k: Strides
-    v: Strides
-    factors: Strides
-    lse: Strides
-    dout: Strides
-    gate: Strides
-    dk: Strides
-    dv: Strides
-    end: Any = None  # see `Strides`
-
-
 @triton.jit
 def dkv_kernel(
     tensors,
@@ -96,7 +82,7 @@ def dkv_kernel(
 ):
     """Add up to `tile.chunk` entries of a block to dk and dv, or to a partial sum if the block has more entries.
 
-    One program per pair, chunk and tile of the block's keys. tensors, strides: `DkvTensors`, `DkvStrides`. partials:
+    One program per pair, chunk and tile of the block's keys. tensors, strides: `DkvTensors`, `Strides`. partials:
     `PartialSums`. ACCUMULATE: add to what dk and dv hold.
     """
     GROUP: tl.constexpr = sizes.group

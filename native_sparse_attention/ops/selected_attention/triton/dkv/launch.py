@@ -10,9 +10,8 @@ from torch import Tensor
 from native_sparse_attention.ops._triton.inverse_index import InverseIndex, group_pairs, num_block_slots
 from native_sparse_attention.ops._triton.launch import head_block, is_wide, launch, row_block, settings_of
 from native_sparse_attention.ops.selected_attention.triton import settings
-from native_sparse_attention.ops.selected_attention.triton.arguments import Arguments, Sizes, Tile, stride_of
+from native_sparse_attention.ops.selected_attention.triton.arguments import Arguments, Sizes, Tile, strides_of
 from native_sparse_attention.ops.selected_attention.triton.dkv.kernels import (
-    DkvStrides,
     DkvTensors,
     Gates,
     PartialSums,
@@ -117,10 +116,8 @@ def differentiate_keys(
             if queries is not None:
                 queries.prepare(csr, pairs, tokens)
             dlogits = None if queries is None else queries.dlogits
-            strides = DkvStrides(
-                *(q.stride(), k.stride(), v.stride(), stride_of(block_scale), lse.stride(), dout.stride()),
-                *(stride_of(gate), *(t.stride() for t in sums)),
-            )
+            outs = {'dk': sums[0], 'dv': sums[1]}
+            strides = strides_of(q=q, k=k, v=v, factors=block_scale, lse=lse, dout=dout, gate=gate, **outs)
             launch(
                 dkv_kernel,
                 (len(pairs) * csr.num_programs * tiles,),

@@ -19,7 +19,7 @@ from native_sparse_attention.ops.selected_attention.triton.dlogits.delta import 
 def store_output(tensors, strides, rows, num_heads, layout, sums, VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr):
     """Finish an online softmax: store the output, its low bits where requested, and the log-sum-exp.
 
-    tensors, strides: `ForwardTensors`, `ForwardStrides`. sums: the reference of the weights in bits, their sum, the
+    tensors, strides: `ForwardTensors`, `Strides`. sums: the reference of the weights in bits, their sum, the
     excess of the sum of rounded weights over it (or None), and the weighted sum of values.
     """
     row_max, total, surplus, out = sums
@@ -43,7 +43,7 @@ def store_output(tensors, strides, rows, num_heads, layout, sums, VALUE_DIM: tl.
 def load_for_gradients(tensors, strides, rows, index_heads, layout, sizes: tl.constexpr, tile: tl.constexpr):
     """Load what the rows of a tile need for dq.
 
-    tensors, strides: `BackwardTensors`, `BackwardStrides`. Returns q, dout, delta from the rounded output, the rows'
+    tensors, strides: `BackwardTensors`, `Strides`. Returns q, dout, delta from the rounded output, the rows'
     offsets in `[B, HQ, T]`, the log-sum-exp, the same in bits (0 for -inf), and its gradient (0 without one).
     """
     HEAD_DIM: tl.constexpr = sizes.head_dim

@@ -21,7 +21,7 @@ from native_sparse_attention.ops._triton.launch import launch
 from native_sparse_attention.ops._triton.softcap import cap_logits, cap_slope
 from native_sparse_attention.ops._triton.tiles import load_rows
 from native_sparse_attention.ops.selected_attention.triton import plan, settings
-from native_sparse_attention.ops.selected_attention.triton.arguments import Arguments, KeySource, Strides
+from native_sparse_attention.ops.selected_attention.triton.arguments import Arguments, KeySource, strides_of
 from native_sparse_attention.ops.selected_attention.triton.index.block_union import NO_UNION, open_query
 from native_sparse_attention.ops.selected_attention.triton.loops.block_loop import ANY, find_keys, load_step, select_row
 
@@ -37,15 +37,6 @@ class DscaleTensors(NamedTuple):
     delta: Any
     dout: Any
     dscale: Any
-
-
-class DscaleStrides(NamedTuple):
-    q: Strides
-    k: Strides
-    v: Strides
-    indices: Strides
-    dout: Strides
-    end: Any = None  # see `Strides`
 
 
 def differentiate_scale(arguments: Arguments, lse: Tensor, delta: Tensor, dout: Tensor) -> Tensor:
@@ -64,7 +55,7 @@ def differentiate_scale(arguments: Arguments, lse: Tensor, delta: Tensor, dout: 
             dscale_kernel,
             grid,
             DscaleTensors(q, k, v, block_indices, lse, delta.contiguous(), dout, dscale),
-            DscaleStrides(*(t.stride() for t in (q, k, v, block_indices, dout))),
+            strides_of(q=q, k=k, v=v, indices=block_indices, dout=dout),
             *(layout, NO_UNION, scale, softcap),
             sizes=launch_settings.sizes,
             tile=launch_settings.tile,
@@ -88,7 +79,7 @@ def dscale_kernel(
 ):
     """Store the gradient of the factors, summed over a tile of the heads that share an index.
 
-    tensors, strides: `DscaleTensors`, `DscaleStrides`. union: `NO_UNION`.
+    tensors, strides: `DscaleTensors`, `Strides`. union: `NO_UNION`.
     """
     GROUP: tl.constexpr = sizes.group
     NUM_SELECTED: tl.constexpr = sizes.num_selected
