@@ -5,7 +5,7 @@ test:  ## quick tests
 	pytest
 
 full:  ## every test
-	pytest --full -n 2
+	pytest --full
 
 lint:  ## style, format, types
 	ruff check

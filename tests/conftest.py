@@ -80,6 +80,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption('--combinations', action='store_true', help='with --full, run every combination of parameters')
 
 
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Use the cores for whole folders. Named files, tests and markers, and a GPU, get one process."""
+    is_named = any('::' in argument or argument.endswith('.py') for argument in config.args)
+    one_process = is_named or config.getoption('-m') or torch.cuda.is_available()
+    return 0 if one_process else min(os.cpu_count() or 1, 8)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     is_named = any('::' in argument for argument in config.args)
     runs = {

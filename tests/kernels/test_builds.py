@@ -91,8 +91,8 @@ def assert_no_scattered_reduction(reports: list[dict[str, Any]]) -> None:
         ('sm90', 'kinds', INTERVAL),
         ('sm90', 'kinds', SELECTED),
         ('sm90', 'kinds', OTHERS),
-        ('sm100', 'one', EVERY_OP),
-        ('sm120', 'one', EVERY_OP),
+        pytest.param('sm100', 'one', EVERY_OP, marks=pytest.mark.combination),
+        pytest.param('sm120', 'one', EVERY_OP, marks=pytest.mark.combination),
     ],
 )
 def test_every_kernel_builds(architecture: str, variants: str, ops: str, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ It must notice if that is far from the largest logit in the middle.
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -65,7 +64,7 @@ def test_rows_beside_them_keep_their_bits(far: float, dtype: torch.dtype, device
 def test_what_follows_changes_no_bit(junk: float, dtype: torch.dtype, device: torch.device) -> None:
     tensors = make_tensors(30, device, dtype)
     expected = run(tensors, 'triton')
-    for name, position in itertools.product('qkv', (200, 249, 298)):
+    for name, position in (('q', 200), ('k', 200), ('k', 249), ('v', 249), ('v', 298)):
         changed = {**tensors, name: tensors[name].clone()}
         changed[name][:, position:] = junk
         out, lse = run(changed, 'triton')

@@ -103,8 +103,7 @@ CASES = {
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize('num_tokens', [1, 4])
-@pytest.mark.parametrize('name', CASES)
+@pytest.mark.parametrize(('name', 'num_tokens'), [*((name, 1) for name in CASES), ('mean', 4), ('paged', 4)])
 def test_a_step_again(name: str, num_tokens: int, runs: list[str]) -> None:
     """The bits of a first step, at any lengths, and the launches of one number of tokens beside those of another."""
     beside = Beside(CASES[name], [23, 6], runs)
