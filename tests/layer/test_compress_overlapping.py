@@ -183,36 +183,36 @@ def test_derivatives_take_two_operations_a_place():
     assert counts[1] - counts[0] == 2 * (5 - 2)
 
 
-def random_product(heads_apart, first_chunks=None):
-    """`times` and its inputs: chunks of two kinds, positions, weight and bias, l / d = 3."""
-    sets = 4 if heads_apart else 2
+def random_product(per_head, first_chunks=None):
+    """`linear` and its inputs: chunks of two kinds, positions, weight and bias, l / d = 3."""
+    sets = 4 if per_head else 2
     shapes = [(2, 5, 2, 2, 3), (2, 5, 2, 2, 3), (2, 2, 6, 3), (sets, 4, 18), (sets, 4)]
     inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
 
-    def times(k, v, positions, weight, bias):
+    def linear(k, v, positions, weight, bias):
         return overlapping.OverlappingBlocks((k, v), positions, first_chunks).linear(weight, bias)
 
-    return times, inputs
+    return linear, inputs
 
 
 @pytest.mark.full
-@pytest.mark.parametrize('heads_apart', [False, True])
+@pytest.mark.parametrize('per_head', [False, True])
 @pytest.mark.parametrize('first_chunks', [None, [0, 2], []])
-def test_derivatives_of_every_kind(heads_apart, first_chunks):
+def test_derivatives_of_every_kind(per_head, first_chunks):
     """Forward, of many gradients at once, and second ones."""
     first_chunks = None if first_chunks is None else torch.tensor(first_chunks, dtype=torch.int64)
-    times, inputs = random_product(heads_apart, first_chunks)
-    assert torch.autograd.gradcheck(times, inputs, check_forward_ad=True, check_batched_grad=True)
-    assert torch.autograd.gradgradcheck(times, inputs)
+    linear, inputs = random_product(per_head, first_chunks)
+    assert torch.autograd.gradcheck(linear, inputs, check_forward_ad=True, check_batched_grad=True)
+    assert torch.autograd.gradgradcheck(linear, inputs)
 
 
-@pytest.mark.parametrize('heads_apart', [False, True])
-def test_derivatives_that_some_inputs_need(heads_apart):
-    times, inputs = random_product(heads_apart)
-    expected = torch.autograd.grad(times(*inputs).sin().sum(), inputs)
+@pytest.mark.parametrize('per_head', [False, True])
+def test_derivatives_that_some_inputs_need(per_head):
+    linear, inputs = random_product(per_head)
+    expected = torch.autograd.grad(linear(*inputs).sin().sum(), inputs)
     for needs in itertools.product([False, True], repeat=len(inputs)):
         given = [t.detach().requires_grad_(need) for t, need in zip(inputs, needs, strict=True)]
-        out = times(*given).sin().sum()
+        out = linear(*given).sin().sum()
         assert out.requires_grad == any(needs)
         if any(needs):
             out.backward()
@@ -221,11 +221,11 @@ def test_derivatives_that_some_inputs_need(heads_apart):
             assert t.grad is None or torch.equal(t.grad, gradient)
 
 
-@pytest.mark.parametrize('heads_apart', [False, True])
-def test_torch_compile_sees_plain_operations(heads_apart):
-    times, inputs = random_product(heads_apart)
-    expected = torch.autograd.grad(times(*inputs).sin().sum(), inputs)
-    compiled = torch.compile(times, fullgraph=True, backend='aot_eager')
+@pytest.mark.parametrize('per_head', [False, True])
+def test_torch_compile_sees_plain_operations(per_head):
+    linear, inputs = random_product(per_head)
+    expected = torch.autograd.grad(linear(*inputs).sin().sum(), inputs)
+    compiled = torch.compile(linear, fullgraph=True, backend='aot_eager')
     found = torch.autograd.grad(compiled(*inputs).sin().sum(), inputs)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
