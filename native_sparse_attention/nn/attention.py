@@ -471,11 +471,9 @@ class SparseAttention(AttentionLayer):
         out, weight = out.flatten(2), floating_weight(self.combine_heads)
         return self.combine_heads(out if weight is None else out.to(projection_dtype(weight)))
 
-    @property
-    def _cache_layout(self) -> dict[str, Any]:
+    def _branch_layout(self) -> dict[str, Any]:
         compress = (self.compress_block_size, self.compress_block_sliding_stride) if self._compresses else None
         return {
-            **super()._cache_layout,
             'compress': compress,
             'has_raw_k': self._compresses and (self.rotary is not None or self.independent_branch_kv),
             'has_v_cmp': self.compressed_output,

@@ -82,7 +82,12 @@ class AttentionLayer(nn.Module):
     @property
     def _cache_layout(self) -> dict[str, Any]:
         """The settings that the layer and its caches must agree on."""
-        return {'kv_heads': self.kv_heads, 'head_dim': self.dim_head, 'value_dim': self.dim_value_head}
+        sizes = {'kv_heads': self.kv_heads, 'head_dim': self.dim_head, 'value_dim': self.dim_value_head}
+        return {**sizes, **self._branch_layout()}  # a property of super() would break graphs of torch.compile
+
+    def _branch_layout(self) -> dict[str, Any]:
+        """The settings of caches beside the sizes of keys and values."""
+        return {}
 
     def _check_call(
         self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, cache: LayerCache | None, return_cache: bool

@@ -215,6 +215,16 @@ def test_decoding(backend: str, device: torch.device) -> None:
         torch.testing.assert_close(torch.cat(outs, 1), layer(x))
 
 
+def test_a_step_is_one_graph() -> None:
+    """`test_decoding` without code generation, so quick."""
+    layer, x = make_layer(torch.device('cpu'), backend='eager', use_diff_topk=False), torch.randn(1, 6, DIM)
+    compiled = torch.compile(layer, fullgraph=True, backend='eager')
+    with torch.no_grad():
+        cache = layer.init_cache(1, 16)
+        outs = [compiled(x[:, :5], cache=cache), compiled(x[:, 5:], cache=cache)]
+        torch.testing.assert_close(torch.cat(outs, 1), layer(x))
+
+
 FIRST_CALL = """
 import torch
 from native_sparse_attention import SparseAttention
