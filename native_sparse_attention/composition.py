@@ -13,6 +13,7 @@ from native_sparse_attention.core.backend import BackendChoice, Candidates, choo
 from native_sparse_attention.core.checks import (
     check_block_counts,
     check_block_indices,
+    check_compressed_heads,
     check_gate,
     check_not_negative,
     check_num_compressed,
@@ -147,6 +148,7 @@ def check_compressed(
     k_cmp: Tensor | None,
     v_cmp: Tensor | None,
     mem_kv: Any,
+    k: Tensor,
     v: Tensor,
     sequences: Sequences,
     sizes: tuple[int, int],
@@ -161,11 +163,14 @@ def check_compressed(
         raise ValueError(f'{name} is None, but must be given for the compressed branch and for the scores of blocks')
     if v_cmp is None:
         check_tensors(k_cmp=k_cmp)
-        values = k_cmp.detach()[..., :16]
-        mem_kv = None if mem_kv is None else (mem_kv[0], mem_kv[0].detach()[..., :16])
+        values = k_cmp.detach()[..., :16] if k_cmp.ndim else k_cmp
+        if mem_kv is not None:
+            check_tensors(mem_kv=mem_kv[0])
+            mem_kv = (mem_kv[0], mem_kv[0].detach()[..., :16] if mem_kv[0].ndim else mem_kv[0])
     else:
         values = v_cmp
     check_qkv(q_cmp, k_cmp, values, 'k_cmp', 'v_cmp')
+    check_compressed_heads(k_cmp, k)
     if v_cmp is not None and v_cmp.shape[-1] != v.shape[-1]:
         raise ValueError(f'v_cmp has head size {v_cmp.shape[-1]}, but v has {v.shape[-1]}')
     if mem_kv is not None:

@@ -158,7 +158,7 @@ def nsa(
     call, padding = make_call(q, k, segment_ids, *placed, causal, scale, softcap)
     if branches.compressed or branches.scores:
         v_cmp, mem_kv = check_compressed(
-            q if q_cmp is None else q_cmp, k_cmp, v_cmp, mem_kv, v, call.sequences, sizes[:2], merge_window
+            q if q_cmp is None else q_cmp, k_cmp, v_cmp, mem_kv, k, v, call.sequences, sizes[:2], merge_window
         )
     if padding is not None:
         # Padding then reaches neither outputs nor shared gradients, such as those of sinks.
@@ -198,7 +198,8 @@ def nsa(
     # A custom selection may differentiate the log-sum-exp, too.
     gate_in_attention = selects and not (use_diff_topk or merge_window) and _attentions_take_gates(q, ops)
     taken = [stacked[..., i] if gate_in_attention and branches[i] else None for i in range(3)]
-    seed = as_seed(dropout_seed, q.device) if dropout_p else None
+    drops = dropout_p and (merge_window or branches.window)
+    seed = as_seed(dropout_seed, q.device) if drops else None
     modifiers = Modifiers(call.softcap, sinks, dropout_p=dropout_p, dropout_seed=seed)
     out_compressed = out_selected = out_window = lse = None
     if op := ops.get('compressed_attention'):

@@ -10,6 +10,7 @@ from native_sparse_attention.core.call import Call, make_call
 from native_sparse_attention.core.checks import (
     check_all_block_sizes,
     check_block_indices,
+    check_compressed_heads,
     check_lse,
     check_not_negative,
     check_num_compressed,
@@ -109,6 +110,7 @@ def block_score_loss(
         raise ValueError(f'seed is {shown(seed)}, but must be an int, an int64 tensor [1] or None')
     call, _ = make_call(q, k, None, q_offset, seqlens_k, cu_seqlens, cu_seqlens_k, causal, scale, softcap)
     check_qk(q_cmp, k_cmp, 'k_cmp')
+    check_compressed_heads(k_cmp, k)
     check_lse(lse, q)
     check_num_compressed(k_cmp, call.sequences, *sizes[:2])
     q, k = q.detach(), k.detach()

@@ -93,6 +93,12 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, k_name: str = 'k', v_name: str = 
         )
 
 
+def check_compressed_heads(k_cmp: Tensor, k: Tensor) -> None:
+    """Check that compressed keys `[B, C, H, D]` have as many heads as k, because a selection is of the heads of k."""
+    if k_cmp.shape[2] != k.shape[2]:
+        raise ValueError(f'k_cmp has {k_cmp.shape[2]} heads, but must have {k.shape[2]}, as k')
+
+
 def check_qk(q: Tensor, k: Tensor, k_name: str = 'k', **others: Tensor) -> None:
     """Check q and k as `check_qkv` does. others: tensors of as many dimensions, the same dtype and device."""
     named = {'q': q, k_name: k, **others}

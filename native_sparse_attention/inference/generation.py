@@ -48,7 +48,8 @@ class DecodeStep:
     cropped, reordered and reset between calls.
 
     Without a graph every step calls the model and its blocks as modules, so that hooks run and sharded weights are
-    gathered. A graph reads weights and cache at the addresses of the capture, and keeps these weights alive. The host
+    gathered. A graph reads weights and cache at the addresses of the capture, and keeps these weights alive until the
+    next step, also where a model was moved to free memory; storages must not be freed in place between steps. The host
     compares the model with that of the capture while the GPU replays. Where weights lie elsewhere (after
     `load_state_dict(assign=True)`, a move or a cast), a module was replaced or a hook was added, the step is taken back
     and runs without the graph. The next call captures anew, unless the model has hooks. The graph keeps the evaluation
@@ -100,10 +101,11 @@ class DecodeStep:
             with torch.inference_mode(False):
                 self._ids = torch.empty(expected, dtype=ids.dtype, device=ids.device)
             return self._run(ids)
+        changed = self._compares_first and self._has_changed()
         if self._graph is None and not self.model.decodes_fixed(self.cache, self.num_tokens):  # a hook was added
             self._check_graph_is_optional()
             return self._run(ids)
-        if self._compares_first and self._has_changed():
+        if changed:
             return self._run(ids)
         self._ids.copy_(ids)
         if self._graph is None:
@@ -116,6 +118,8 @@ class DecodeStep:
         if not self._compares_first and self._has_changed():  # while the GPU works
             for layer in self.cache:
                 retract(layer, self.num_tokens, None)
+            if not self.model.decodes_fixed(self.cache, self.num_tokens):
+                self._check_graph_is_optional()
             return self._run(ids)
         assert self._logits is not None
         return self._logits

@@ -150,6 +150,8 @@ class Transformer(transformer.Transformer):
         """
         if cache is not None and return_cache:
             ids = _new_ids(ids, cache)
+            if isinstance(mask := options.get('mask'), Tensor):
+                options['mask'] = mask[..., -ids.shape[-1] :]
         flags = {'disable_flex': disable_flex, 'disable_triton_kernel': disable_triton_kernel}
         options |= _backend_of_call(self.backend, **flags)
         return super().forward(ids, return_loss, cache, return_cache, **options)

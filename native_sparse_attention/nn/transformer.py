@@ -296,8 +296,10 @@ class Transformer(GeneratingModel):
 
 
 def _options(block: Block, backend: str | None) -> dict[str, str]:
-    """Return the argument `backend` of a block's call; dense attention takes none."""
-    return {'backend': backend} if backend is not None and isinstance(block.attention, SparseAttention) else {}
+    """Return the argument `backend` of a block's call; dense attention takes none. Layers may be wrapped."""
+    if backend is None or not any(isinstance(module, SparseAttention) for module in block.attention.modules()):
+        return {}
+    return {'backend': backend}
 
 
 def _feed_forward(dim: int, dim_hidden: int) -> nn.Sequential:

@@ -145,7 +145,8 @@ def without_nonfinite(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     `[B, S, H]`: the rows of these elements.
 
     A key that a query of a tile does not read must not reach it, not even as 0 * NaN; `nonfinite_rows` restores the
-    effect on the queries that read it. A gradient of NaN passes.
+    effect on the queries that read it. A gradient of NaN passes; the kernels may spread it to dk
+    and dv of other keys of the same tile of 128, also of other packed sequences.
     """
     finite = k.isfinite().all(-1) & v.isfinite().all(-1)
     k, v = (t.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) for t in (k, v))

@@ -47,6 +47,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     'another n': ({'block_indices': INDICES, 'num_selected': 4}, 'num_selected is 4, but must be 3 or None'),
     'a choice of floats': ({'block_indices': INDICES.float()}, 'block_indices has dtype torch.float32'),
     'a choice of 3 heads': ({'block_indices': INDICES[:, :, :1]}, r'block_indices has shape \(1, 8, 1, 3\)'),
+    'k_cmp of one head': (
+        {'k_cmp': torch.zeros(1, 2, 1, 4), 'v_cmp': torch.zeros(1, 2, 1, 3)}, 'k_cmp has 1 heads, but must have 2, as k'
+    ),
+    'k_cmp of a head per query head': (
+        {'k_cmp': torch.zeros(1, 2, 4, 4), 'v_cmp': torch.zeros(1, 2, 4, 3)}, 'k_cmp has 4 heads, but must have 2, as k'
+    ),
     'no k_cmp': ({'k_cmp': None}, 'k_cmp is None, but must be given'),
     'no v_cmp': ({'v_cmp': None}, 'v_cmp is None, but must be given'),
     'no k_cmp to choose by': ({'k_cmp': None, 'gates': (None, GATE, None)}, 'k_cmp is None, but must be given'),

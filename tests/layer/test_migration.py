@@ -492,6 +492,12 @@ def test_a_cache_with_all_ids():
             logits, cache = model(ids[:, first and length - 1 : length], cache=cache, return_cache=True)
             steps.append(logits)
         torch.testing.assert_close(torch.cat(steps, dim=1), expected)
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    mask[0, :3] = False
+    logits, cache = model(ids[:, :5], mask=mask[:, :5], return_cache=True)
+    masked, cache = model(ids, mask=mask, cache=cache, return_cache=True)
+    torch.testing.assert_close(masked[1], expected[1, 5:])
+    torch.testing.assert_close(masked[0], model(ids[:1, 3:])[0, 2:])
     with pytest.raises(ValueError, match='ids has 5 tokens per row, but must have 1 or more than the 12 in the cache'):
         model(ids[:, :5], cache=cache, return_cache=True)
     wrong: Any = cache[0]

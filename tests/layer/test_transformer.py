@@ -265,6 +265,24 @@ def test_cache_is_cropped_reordered_and_reset(sparse):
     assert_near(model(ids, cache=cache), model(ids))
 
 
+def test_the_backend_of_a_call_reaches_wrapped_layers():
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model, ids = make_model(True), make_ids(1, 20)
+    expected, seen = model(ids, backend='eager'), []
+    for block in model.blocks:
+        attend = block.attention.forward
+
+        def forward(*args: Any, attend: Any = attend, **options: Any) -> Any:
+            seen.append(options.get('backend'))
+            return attend(*args, **options)
+
+        block.attention.forward = forward
+        block.attention = checkpoint_wrapper(block.attention)
+    assert_near(model(ids, backend='eager'), expected)
+    assert seen == ['eager'] * len(model.blocks)
+
+
 def test_call_errors():
     model, ids = make_model(False), make_ids(2, 5)
     deeper = make_model(False, depth=3).init_cache(2, 8)

@@ -132,6 +132,7 @@ def test_scores_that_underflow_stay_finite() -> None:
         ({'num_random': -1}, 'num_random is -1'),
         ({'seed': 0.5}, 'seed is 0.5, but must be an int'),
         ({'q_cmp': torch.zeros(1, 4, 2, 4)}, 'q_cmp has shape'),
+        ({'k_cmp': torch.zeros(1, 7, 2, 4, dtype=torch.float64)}, 'k_cmp has 2 heads, but must have 1, as k'),
         ({'backend': 'fast'}, 'backend'),
         ({'selection_block_size': 0}, 'selection_block_size is 0'),
     ],
