@@ -270,6 +270,7 @@ def test_the_backend_of_a_call_reaches_wrapped_layers():
 
     model, ids = make_model(True), make_ids(1, 20)
     expected, seen = model(ids, backend='eager'), []
+    block: Any
     for block in model.blocks:
         attend = block.attention.forward
 
