@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import chain, repeat
 from operator import contains
 from types import SimpleNamespace
@@ -34,10 +34,8 @@ def _require(is_as_known: bool) -> None:
 def _first(*candidates: Callable[[], Any]) -> Any:
     """The result of the first candidate whose feature test raises nothing; the last candidate is the fallback."""
     for candidate in candidates[:-1]:
-        try:
+        with suppress(Exception):
             return candidate()
-        except Exception:
-            continue
     return candidates[-1]()
 
 
@@ -50,10 +48,6 @@ class _WithoutTransforms(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
 
 
 def _test_transforms() -> bool:

@@ -1,4 +1,4 @@
-"""Block indices turned round against their definition."""
+"""The inverse index of blocks against their definition."""
 
 from __future__ import annotations
 

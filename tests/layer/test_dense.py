@@ -36,10 +36,10 @@ def by_hand(attn: DenseAttention, x: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """Neighbouring pairs of x `[T, H, D]` turned by angles `[T, D / 2]`, as complex numbers."""
+    """Neighbouring pairs of x `[T, H, D]` rotated by angles `[T, D / 2]`, as complex numbers."""
     pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
-    turned = pairs * torch.polar(torch.ones_like(angles), angles).to(pairs.dtype)[:, None]
-    return torch.view_as_real(turned).flatten(-2)
+    rotated = pairs * torch.polar(torch.ones_like(angles), angles).to(pairs.dtype)[:, None]
+    return torch.view_as_real(rotated).flatten(-2)
 
 
 @pytest.mark.parametrize('causal', [True, False])

@@ -64,25 +64,25 @@ def make_tables(device: torch.device) -> tuple[Tensor, Tensor]:
 def test_turned_again(device: torch.device) -> None:
     """For as many as saved it, once for all of them in a backward pass; also where only some of them are in it."""
     x, tables = torch.randn(1, 5, 2, 6).to(device).requires_grad_(), make_tables(device)
-    (turned,) = rotate(tables, 'triton', x)
-    with recompute_rotated(x, tables, 'triton', turned):
-        square, view, part = turned.square(), turned.view(5, 2, 6)[None].square(), turned[..., :4].square()
+    (rotated,) = rotate(tables, 'triton', x)
+    with recompute_rotated(x, tables, 'triton', rotated):
+        square, view, part = rotated.square(), rotated.view(5, 2, 6)[None].square(), rotated[..., :4].square()
     for outs in ((square,), (square, view, part), (part,), (view,), (part, view)):
-        results = torch.autograd.grad([out.sum() for out in outs], turned, retain_graph=True)[0]
-        expected = torch.zeros_like(turned)
+        results = torch.autograd.grad([out.sum() for out in outs], rotated, retain_graph=True)[0]
+        expected = torch.zeros_like(rotated)
         for out in outs:
-            expected[..., : out.shape[-1]] += 2 * turned.detach()[..., : out.shape[-1]]
+            expected[..., : out.shape[-1]] += 2 * rotated.detach()[..., : out.shape[-1]]
         assert results.equal(expected)
     saved = [out.grad_fn._saved_self for out in (square, view, part)]  # type: ignore[union-attr]
-    places = [t.untyped_storage().data_ptr() == turned.untyped_storage().data_ptr() for t in saved]
+    places = [t.untyped_storage().data_ptr() == rotated.untyped_storage().data_ptr() for t in saved]
     assert places == [False, False, True]
 
 
 def test_what_is_turned_again_is_not_changed_unseen(device: torch.device) -> None:
     x, tables = torch.randn(1, 5, 2, 6).to(device).requires_grad_(), make_tables(device)
-    (turned,) = rotate(tables, 'triton', x)
-    with recompute_rotated(x, tables, 'triton', turned):
-        out = turned.square().sum()
+    (rotated,) = rotate(tables, 'triton', x)
+    with recompute_rotated(x, tables, 'triton', rotated):
+        out = rotated.square().sum()
     x.detach().mul_(2)
     with pytest.raises(
         RuntimeError, match=r'modified by an inplace operation: \(1, 5, 2, 6\) is at version 1; expected'
@@ -109,8 +109,8 @@ def test_where_nothing_is_turned_again(why: str | None, device: torch.device) ->
         'others': save_on_cpu(),
     }
     with contexts.get(why, nullcontext()):
-        (turned,) = rotate(tables, backend, x)
-        context = recompute_rotated(x, tables, backend, turned)
+        (rotated,) = rotate(tables, backend, x)
+        context = recompute_rotated(x, tables, backend, rotated)
     assert isinstance(context, nullcontext) == (why is not None)
 
 

@@ -299,7 +299,7 @@ def check_step(
 
 
 def assert_hold_the_same(case: Case, cache: LayerCache, twin: LayerCache) -> None:
-    """Lengths and bounds; values and rings bitwise; turned keys and compressed blocks up to their roundings."""
+    """Lengths and bounds; values and rings bitwise; rotated keys and compressed blocks up to their roundings."""
     for name in ('lengths', '_peaks'):
         assert getattr(cache, name).tolist() == getattr(twin, name).tolist(), name
     assert (cache.max_length, cache._peak) == (twin.max_length, twin._peak)

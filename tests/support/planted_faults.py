@@ -274,13 +274,13 @@ FAULTS = [
     Fault('gates: log-sum-exp not folded', SELECTED_DKV_LAUNCH, 'fold_gate', '- gate.float().log().transpose(1, 2)', '', SELECTED_GATES),
     Fault('gates: sign of the gate gradient of selected attention', SELECTED_OP, '_gate_gradient', 'else delta.transpose(1, 2)', 'else -delta.transpose(1, 2)', SELECTED_GATES),
     # Rotary
-    Fault('rotary: gradients turned forward', ROTARY, 'rotary_kernel', '= -sin', '= sin * 1.0', ('test_rotary.py',)),
-    Fault('rotary: pairs turned the other way', ROTATION, 'rotate', 'cos + even', 'cos - even', ('test_rotary.py',)),
+    Fault('rotary: gradients rotated forward', ROTARY, 'rotary_kernel', '= -sin', '= sin * 1.0', ('test_rotary.py',)),
+    Fault('rotary: pairs rotated the other way', ROTATION, 'rotate', 'cos + even', 'cos - even', ('test_rotary.py',)),
     Fault('rotary: last pair left as it is', ROTARY, 'load_angles', '(angles < NUM_ANGLES)', '(angles < NUM_ANGLES - 1)', ('test_rotary.py',)),
     Fault('rotary: angles of the first row for all', ROTARY, 'load_angles', 'sin_strides[0]', '0', ('test_rotary.py',)),
-    Fault('rotary: sums of readers turned forward', ROTARY, 'sum_kernel', ', -sin', ', sin', ('test_shared_input.py',)),
+    Fault('rotary: sums of readers rotated forward', ROTARY, 'sum_kernel', ', -sin', ', sin', ('test_shared_input.py',)),
     Fault('rotary: a reader is left out', ROTARY, 'sum_kernel', '(NUM_ROTATED, NUM_GRADS)', '(NUM_ROTATED, max(NUM_ROTATED, NUM_GRADS - 1))', ('test_shared_input.py',)),
-    Fault('rotary: what is not turned is multiplied', ROTATION, 'rotate', 'even * sin, odd)', 'even * sin, odd * cos + even * sin)', ('test_rotary.py',)),
+    Fault('rotary: features without rotation are multiplied', ROTATION, 'rotate', 'even * sin, odd)', 'even * sin, odd * cos + even * sin)', ('test_rotary.py',)),
     # Sharing
     Fault('block union: flag of another tile', BLOCK_UNION, '_load_flag_of_query', 'union.block_t + sequence', 'union.block_t', UNION),
     Fault('block union: repeated indices count twice', BLOCK_UNION, 'union_kernel', '& (before // BLOCK_S != keys // BLOCK_S)', '', UNION),

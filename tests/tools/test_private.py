@@ -257,9 +257,9 @@ def test_nothing_is_saved_by_hooks_on_the_fallback(monkeypatch: pytest.MonkeyPat
 
     def gradient() -> tuple[Tensor, Any]:
         x = torch.randn(1, 5, 2, 6, generator=torch.Generator().manual_seed(0)).requires_grad_()
-        (turned,) = rotate(tables, 'triton', x)
-        with recompute_rotated(x, tables, 'triton', turned) as context:
-            out = turned.square().sum()
+        (rotated,) = rotate(tables, 'triton', x)
+        with recompute_rotated(x, tables, 'triton', rotated) as context:
+            out = rotated.square().sum()
         return torch.autograd.grad(out, x)[0], context
 
     expected, hooks = gradient()
