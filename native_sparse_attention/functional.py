@@ -13,7 +13,6 @@ from native_sparse_attention.composition import (
     backend_of,
     check_compressed,
     check_gates,
-    check_merged,
     check_selection,
     check_shapes,
     padding_of_blocks,
@@ -39,8 +38,6 @@ from native_sparse_attention.ops.gated_sum import api as gated_sum
 from native_sparse_attention.ops.rotary import shared_input
 from native_sparse_attention.ops.selected_attention import api as selected_attention
 from native_sparse_attention.ops.window_attention import api as window_attention
-
-__all__ = ['backend_of', 'check_merged', 'nsa']
 
 
 def nsa(

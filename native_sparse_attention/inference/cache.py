@@ -364,11 +364,6 @@ def check_layer_cache(cache: Any) -> None:
         raise ValueError(f'cache is a {kind}, but must be a LayerCache, as init_cache of the layer gives')
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: Any) -> Tensor:
-    with torch.inference_mode(False):  # tensors made under it could not be written outside
-        return torch.zeros(*shape, dtype=dtype, device=device)
-
-
 def describe(layers: Sequence[LayerCache], lengths: str | None = None) -> str:
     """Return rows, capacity, lengths, dtype, device and size of the caches of one or more layers, for `repr`.
 

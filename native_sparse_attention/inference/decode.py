@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from native_sparse_attention import functional
+from native_sparse_attention import composition, functional
 from native_sparse_attention.core.backend import BackendChoice, check_backend, transformed
 from native_sparse_attention.core.checks import (
     check_flags,
@@ -110,7 +110,7 @@ def nsa_decode(
     check_layer_cache(cache)
     check_flags(merge_window=merge_window)
     if merge_window:
-        functional.check_merged(gates, q, mem_kv, sinks_cmp, k_window=k_window, v_window=v_window)
+        composition.check_merged(gates, q, mem_kv, sinks_cmp, k_window=k_window, v_window=v_window)
     phi, memory = Phi(networks, positions), None
     if mem_kv is not None:
         mem_k, mem_v = mem_kv
@@ -285,7 +285,7 @@ def _check_ops(
     held = (of_cache.expand(len(t), num_keys, *t.shape[2:]) for t in (k, v))
     merging = {'merge_window': merge_window, 'compressed_output': gates is not None}
     selecting = {'num_selected': settings.num_selected, 'share_group': settings.share_group}
-    functional.backend_of(new_q, *held, **selecting, **modifiers, **merging, backend=backend)
+    composition.backend_of(new_q, *held, **selecting, **modifiers, **merging, backend=backend)
     backend = 'eager' if backend == 'flex' else backend
     if gates is not None:
         sum_backend(gates, new_q, backend=backend)

@@ -10,7 +10,7 @@ import torch
 from rotary_embedding_torch import RotaryEmbedding
 from torch import Tensor, nn
 
-from native_sparse_attention import functional
+from native_sparse_attention import composition, functional
 from native_sparse_attention.autograd.recompute import recompute
 from native_sparse_attention.autograd.saved_rotary import recompute_rotated
 from native_sparse_attention.core.backend import BackendChoice, check_backend
@@ -289,7 +289,7 @@ class SparseAttention(AttentionLayer):
         check_input(x, None, None, self.norm, self.to_qkv, cached=False)
         trains = torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self.parameters()))
         kind: dict[str, Any] = {'dtype': projection_dtype(x), 'device': x.device, 'requires_grad': trains}
-        return functional.backend_of(
+        return composition.backend_of(
             *self._stand_ins(x.shape[0], x.shape[1], **kind),
             num_selected=self.num_selected_blocks,
             share_group=self.query_heads_share_selected_kv,

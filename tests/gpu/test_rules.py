@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from native_sparse_attention import nsa, ops
+from native_sparse_attention.composition import backend_of
 from native_sparse_attention.core.checks import make_sequences
 from native_sparse_attention.core.geometry import forced_priority
-from native_sparse_attention.functional import backend_of
 from native_sparse_attention.ops import chosen_scores, selected_attention, window_attention
 from native_sparse_attention.testing import make_block_indices, make_qkv
 from tests.support.gpu_problems import (

@@ -17,8 +17,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from native_sparse_attention import nsa
+from native_sparse_attention.composition import backend_of
 from native_sparse_attention.core.backend import choose_backend, serves
-from native_sparse_attention.functional import backend_of
 from native_sparse_attention.ops._triton import support
 from native_sparse_attention.testing import ROW_LIMITS, row_errors
 from tests.definition import definition

@@ -13,7 +13,7 @@ import torch
 
 import native_sparse_attention
 from native_sparse_attention import nsa
-from native_sparse_attention.functional import backend_of
+from native_sparse_attention.composition import backend_of
 from tests.layer.test_functional_features import SETTINGS, refuse
 from tests.support.problems import row_integers
 
