@@ -42,6 +42,7 @@ def nsa_decode(
     networks: tuple[nn.Module | None, nn.Module | None],
     positions: tuple[Tensor | None, Tensor | None],
     merge_window: bool = False,
+    q_cmp: Tensor | None = None,
     freqs: Tensor | None = None,
     interpolate_factor: float = 1.0,
     mem_kv: tuple[Tensor, Tensor | None] | None = None,
@@ -66,9 +67,12 @@ def nsa_decode(
 ) -> Tensor:
     """Run `nsa` for new tokens over a cache: append, compress, attend and gate. Nothing is differentiated.
 
+    Rotary embedding is applied here where freqs are given. Any other embedding is applied by the caller: q and k are
+    rotated then, and q_cmp and raw_k are not.
+
     Args:
-        q: `[B, T, HQ, D]` queries of the new tokens without rotary embedding.
-        k: `[B, T, H, D]` keys without rotary embedding.
+        q: `[B, T, HQ, D]` queries of the new tokens, without rotary embedding if freqs are given.
+        k: `[B, T, H, D]` keys, like q.
         v: `[B, T, H, DV]` values.
         gates: `[B, T, HQ, 3]` after the sigmoid; with merge_window `[B, T, HQ, 1]` or None, as in `nsa`.
         cache: advances by the new tokens. It has compressed keys, with `has_raw_k` where freqs are given. Where gates
@@ -77,11 +81,12 @@ def nsa_decode(
         positions: `[H, l, D]` and `[H, l, DV]`, added to the blocks before φ.
         merge_window: as in `nsa`; such steps run the ops of `nsa`. Where gates are None, networks, positions and mem_kv
             for values are None too, and where num_selected is 0, also those for keys.
-        freqs: float32 `[F]`; the angles are position / interpolate_factor * freqs. None: no rotary embedding.
+        q_cmp: `[B, T, HQ, D]` queries of the compressed branch; default q. Refused together with freqs.
+        freqs: float32 `[F]`; the angles are position / interpolate_factor * freqs. None: q and k are read as given.
         interpolate_factor: divisor of the positions.
         mem_kv: a pair `[H, M, D]`, `[H, M, DV]` that every query sees in the compressed branch.
-        raw_k: `[B, T, H, D]` keys to compress; default k.
-        raw_v: `[B, T, H, DV]` values to compress; default v.
+        raw_k: `[B, T, H, D]` keys to compress, in a cache with `has_raw_k`; default k.
+        raw_v: `[B, T, H, DV]` values to compress, in a cache with `has_raw_v`; default v.
         k_window: `[B, T, H, D]` keys of the window branch; default k.
         v_window: `[B, T, H, DV]` values of the window branch; default v.
         counts: int32 or int64 `[B]`, number of real tokens of each row, which stand first; default T.
@@ -118,7 +123,7 @@ def nsa_decode(
     # The key of recorded launches: shape, strides, dtype and alignment of tensors, and the other arguments by value.
     given = (
         *(q, k, v, gates, *positions, freqs, *(memory or (None, None)), k_window, v_window),
-        *(None if raw_k is k else raw_k, None if raw_v is v else raw_v),
+        *(None if raw_k is k else raw_k, None if raw_v is v else raw_v, None if q_cmp is q else q_cmp),
     )
     values = (
         *(selection_block_size, num_selected, window_size, num_init, num_local, share_group, scale, num_splits),
@@ -132,7 +137,8 @@ def nsa_decode(
         recorded = launches.find((values, looks))
         if recorded is not None and cache.has_room(q.shape[1]) and not recorded.are_watched():
             return _replay(q, v, cache, phi, is_mean, recorded, addresses)
-    tokens = Tokens(q, k, v, k if raw_k is None else raw_k, v if raw_v is None else raw_v, k_window, v_window)
+    raw_k, raw_v, q_cmp = (b if a is None else a for a, b in ((raw_k, k), (raw_v, v), (q_cmp, q)))
+    tokens = Tokens(q, k, v, raw_k, raw_v, k_window, v_window, q_cmp)
     check_backend(backend)
     check_positive(window_size=window_size)
     check_not_negative(num_selected=num_selected, num_init=num_init, num_local=num_local)
@@ -308,7 +314,7 @@ def _decode_by_ops(
     backend: str,
 ) -> Tensor:
     """Run a step of any number of tokens by the ops of `nsa`. An error leaves the lengths as they were."""
-    q, k, v, raw_k, raw_v, k_window, v_window = tokens
+    q, k, v, raw_k, raw_v, k_window, v_window, q_cmp = tokens
     num_tokens, dtype = q.shape[1], raw_k.dtype
     offset = cache.lengths.clone()
     tables = None if freqs is None else angle_tables(cache.positions(num_tokens), freqs, interpolate_factor)
@@ -321,7 +327,8 @@ def _decode_by_ops(
     try:
         appended = {'k_window': k_window, 'v_window': v_window, 'raw_k': raw_k, 'raw_v': raw_v}
         cache.append(k, v, counts=counts, compressed=compressed, **appended)  # type: ignore[arg-type]
-        return _attend_to_cache(q, rotated, gates, cache, mem_kv, offset, settings, modifiers, merge_window, backend)
+        queries = (rotated, q_cmp)
+        return _attend_to_cache(*queries, gates, cache, mem_kv, offset, settings, modifiers, merge_window, backend)
     except BaseException:
         checkpoint.restore()
         raise
@@ -329,7 +336,7 @@ def _decode_by_ops(
 
 def _attend_to_cache(
     q: Tensor,
-    rotated: Tensor,
+    q_cmp: Tensor,
     gates: Tensor | None,
     cache: LayerCache,
     mem_kv: tuple[Tensor, Tensor | None] | None,
@@ -339,21 +346,21 @@ def _attend_to_cache(
     merge_window: bool,
     backend: str,
 ) -> Tensor:
-    """Run `nsa` for queries q and rotated `[B, T, HQ, D]` at positions offset + t over everything in the cache."""
+    """Run `nsa` for queries q and q_cmp `[B, T, HQ, D]` at positions offset + t over everything in the cache."""
     num_keys = cache.max_length
     compressed = (None, None)
     if cache.compress is not None:
         compressed = cache.read_compressed(num_compressed_blocks(num_keys, *cache.compress))
     k, v, k_window, v_window = cache.read(num_keys)
     return functional.nsa(
-        rotated.to(cache.dtype),
+        q.to(cache.dtype),
         k,
         v,
         *compressed,
         gates,
         merge_window=merge_window,
         mem_kv=mem_kv,
-        q_cmp=q.to(cache.dtype),
+        q_cmp=q_cmp.to(cache.dtype),
         k_window=k_window,
         v_window=v_window,
         compress_block_size=settings.compress_block_size,

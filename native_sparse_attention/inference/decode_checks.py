@@ -24,7 +24,7 @@ from native_sparse_attention.ops.gated_sum.api import check_gates
 def check_new_tokens(
     tokens: Tokens, gates: Tensor | None, cache: LayerCache, counts: Tensor | None, merge_window: bool
 ) -> None:
-    q, k, v, raw_k, raw_v, k_window, v_window = tokens
+    q, k, v, raw_k, raw_v, k_window, v_window, q_cmp = tokens
     check_qkv(q, k, v)
     check_same_kind(**tokens._asdict())
     if q.device != cache.device:
@@ -52,6 +52,7 @@ def check_new_tokens(
         ('raw_v', raw_v, v),
         ('k_window', k_window, k),
         ('v_window', v_window, v),
+        ('q_cmp', q_cmp, q),
     ):
         if tensor is not None and tensor.shape != like.shape:
             raise ValueError(f'{name} has shape {tuple(tensor.shape)}, but must have {tuple(like.shape)}')
@@ -74,6 +75,8 @@ def check_layer(
     needs_blocks: bool,
 ) -> None:
     (heads, head_dim), value_dim, device = tokens.k.shape[2:], tokens.v.shape[3], tokens.q.device
+    if freqs is not None and tokens.q_cmp is not tokens.q:
+        raise ValueError('q_cmp is given, but must be None where freqs are: q is without rotary embedding then')
     if cache.compress is None:
         if needs_blocks:
             raise ValueError('cache has no compressed keys, but needs compress=(l, d)')

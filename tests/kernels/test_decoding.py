@@ -121,6 +121,14 @@ def test_rotary(num_angles: int | None, independent: bool, device: torch.device)
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize('page_size', [None, 8])
+@pytest.mark.parametrize('share_group', [True, False])
+def test_rotated_by_the_caller(share_group: bool, page_size: int | None, device: torch.device) -> None:
+    case = Case(num_angles=0, rotated=True, share_group=share_group, page_size=page_size)
+    check(case, [26, 9], (1, 3), device, num_splits=2)
+
+
+@pytest.mark.quick
 @pytest.mark.parametrize('max_rollback', [0, 40])
 def test_rings(max_rollback: int, device: torch.device) -> None:
     """Rings with fewer slots than new tokens, and with more than a row has tokens."""

@@ -96,6 +96,7 @@ CASES = {
     'mean': Case(),
     'learned': Case(heads=ONE_HEAD, network='linear', blocks=(6, 3, 6)),
     'no rotary': Case(heads=ONE_HEAD, num_angles=0, pairs=0),
+    'rotated': Case(heads=ONE_HEAD, num_angles=0, rotated=True, network='own'),
     'independent': Case(heads=ONE_HEAD, independent=True, share_group=False, dtype=torch.float16),
     'paged': Case(heads=ONE_HEAD, page_size=8, network='own'),
     'nothing chosen': Case(num_selected=0, heads=ONE_HEAD),
@@ -161,9 +162,10 @@ CHANGES: dict[str, Any] = {
 
 @pytest.mark.quick
 @pytest.mark.parametrize('change', CHANGES)
-@pytest.mark.parametrize('name', ['q', 'raw_k', 'v_window', 'gates'])
+@pytest.mark.parametrize('name', ['q', 'raw_k', 'v_window', 'gates', 'q_cmp'])
 def test_tokens_that_look_otherwise(name: str, change: str, runs: list[str]) -> None:
-    beside = Beside(Case(heads=Heads(2, 2, 16, 16), independent=True), [29], runs)
+    kind: dict[str, Any] = {'rotated': True, 'num_angles': 0} if name == 'q_cmp' else {'independent': True}
+    beside = Beside(Case(heads=Heads(2, 2, 16, 16), **kind), [29], runs)
     for repeats in (False, True):
         beside.check(repeats=repeats)
     for repeats in (False, change in ('strides', 'alignment')):  # else it is copied, anew in every step
@@ -236,6 +238,14 @@ def test_raw_keys_that_are_keys_or_not(num_angles: int | None, runs: list[str]) 
         for repeats in (False, True):
             tokens = beside.tokens()
             beside.check(repeats=repeats, tokens=tokens | {'raw_k': beside.tokens()['k']})
+
+
+def test_compressed_queries_that_are_queries_or_not(runs: list[str]) -> None:
+    beside = Beside(Case(heads=ONE_HEAD, num_angles=0), [29], runs)
+    for repeats, kind in ((False, 'none'), (False, 'other'), (True, 'q'), (True, 'other'), (True, 'none')):
+        tokens = beside.tokens()
+        given = {'none': {}, 'q': {'q_cmp': tokens['q']}, 'other': {'q_cmp': beside.tokens()['q']}}
+        beside.check(repeats=repeats, tokens=tokens | given[kind])
 
 
 def test_one_tensor_given_twice(runs: list[str]) -> None:

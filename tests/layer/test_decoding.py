@@ -94,7 +94,7 @@ def attend_whole(tokens: dict[str, Tensor], layer: dict[str, Any], factor: float
         k_window = None if k_window is None else ops.rotary(k_window, *tables, backend='eager')
     return nsa(
         *(turned_q, turned_k, v, *compress_pair(networks, raw, positions, STRIDE), gates),
-        q_cmp=q,
+        q_cmp=tokens.get('q_cmp', q),
         k_window=k_window,
         v_window=tokens.get('v_window'),
         compress_block_size=BLOCK_SIZE,
@@ -149,6 +149,42 @@ def test_angles_between_positions() -> None:
     torch.testing.assert_close(out, attend_whole(tokens, layer, 3.0), rtol=1e-5, atol=1e-5)
     layer['freqs'] = layer['freqs'] / 3
     torch.testing.assert_close(out, attend_whole(tokens, layer), rtol=1e-4, atol=1e-4)
+
+
+def rotate_tokens(tokens: dict[str, Tensor], positions: Tensor, freqs: Tensor, factor: float) -> dict[str, Tensor]:
+    """Tokens that the caller rotates, by tables that are multiplied by a factor, as YaRN has it."""
+    tables = [factor * table for table in angle_tables(positions, freqs)]
+    q, k = (ops.rotary(tokens[name], *tables, backend='eager') for name in 'qk')
+    return tokens | {'q': q, 'k': k, 'q_cmp': tokens['q'], 'raw_k': tokens['k']}
+
+
+@pytest.mark.parametrize('backend', BACKENDS)
+def test_the_caller_may_rotate(backend: str) -> None:
+    """Steps of rows of unequal lengths give `nsa` of each row alone, and with plain tables what freqs give."""
+    counts, steps, layer = torch.tensor([21, 10], dtype=torch.int32), [1, 3, 1], make_layer()
+    first, later = make_tokens(21), [make_tokens(count) for count in steps]
+    freqs, layer['freqs'] = layer['freqs'], None
+    found: dict[float, Tensor] = {}
+    for factor in (1.3, 1.0):
+        cache = make_cache()
+        prompt = rotate_tokens(first, torch.arange(21)[None], freqs, factor)
+        nsa_decode(**prompt, cache=cache, **layer, counts=counts, backend='eager')
+        parts, outs = [], []
+        for new in later:
+            parts.append(rotate_tokens(new, cache.positions(new['q'].shape[1]), freqs, factor))
+            outs.append(nsa_decode(**parts[-1], cache=cache, **layer, backend=backend))
+        found[factor] = torch.cat(outs, 1)
+        for row, count in enumerate(counts.tolist()):
+            joined = {
+                name: torch.cat([t[row : row + 1, :count], *(part[name][row : row + 1] for part in parts)], 1)
+                for name, t in prompt.items()
+            }
+            expected = attend_whole(joined, layer)[:, count:]
+            torch.testing.assert_close(found[factor][row : row + 1], expected, rtol=1e-5, atol=1e-5)
+    cache = make_cache()
+    nsa_decode(**first, cache=cache, **layer | {'freqs': freqs}, counts=counts, backend='eager')
+    outs = [nsa_decode(**new, cache=cache, **layer | {'freqs': freqs}, backend=backend) for new in later]
+    torch.testing.assert_close(found[1.0], torch.cat(outs, 1), rtol=1e-5, atol=1e-5)
 
 
 def test_counts() -> None:
@@ -262,6 +298,15 @@ ERRORS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         'cache has page_size 12, but must have a multiple of selection_block_size, 8',
     ),
     'raw_k': (lambda: {'raw_k': torch.zeros(2, 3, 2, 6)}, 'raw_k has shape (2, 3, 2, 6), but must have (2, 3, 2, 8)'),
+    'q_cmp': (
+        lambda: {'q_cmp': torch.zeros(2, 3, 2, 8), 'freqs': None},
+        'q_cmp has shape (2, 3, 2, 8), but must have (2, 3, 4, 8)',
+    ),
+    'q_cmp of another dtype': (
+        lambda: {'q_cmp': torch.zeros(2, 3, 4, 8).half(), 'freqs': None},
+        'q_cmp has dtype torch.float16, but q has torch.float32',
+    ),
+    'q_cmp and freqs': (lambda: {'q_cmp': torch.zeros(2, 3, 4, 8)}, 'q_cmp is given, but must be None where freqs are'),
     'raw_v': (lambda: {'raw_v': torch.zeros(2, 1, 2, 6)}, 'raw_v has shape (2, 1, 2, 6), but must have (2, 3, 2, 6)'),
     'k_window': (
         lambda: {

@@ -62,7 +62,8 @@ class Case:
     """A layer and the sizes of its cache.
 
     blocks: l, d, l'. num_angles: pairs of features that rotary turns, 0 for no rotary embedding, None for all. network:
-    'mean', 'linear' or 'own'. independent: k_window, v_window, raw_k and raw_v of their own. pairs: M. page_size: None
+    'mean', 'linear' or 'own'. independent: k_window, v_window, raw_k and raw_v of their own. rotated: q_cmp and raw_k
+    beside q and k, which the caller has rotated. pairs: M. page_size: None
     for a contiguous cache; pages of a paged one lie scattered in pools that have `spare_pages` more than rows need.
     """
 
@@ -78,6 +79,7 @@ class Case:
     factor: float = 1.0
     network: str = 'mean'
     independent: bool = False
+    rotated: bool = False
     dtype: torch.dtype = torch.float32
     capacity: int = 56
     max_rollback: int = 4
@@ -126,6 +128,9 @@ def make_tokens(case: Case, batch: int, num_tokens: int, device: torch.device) -
     for of_keys, of_values in names:
         tokens[of_keys] = normal(heads.kv_heads, heads.head_dim)
         tokens[of_values] = normal(heads.kv_heads, heads.value_dim)
+    if case.rotated:
+        tokens['q_cmp'] = normal(heads.heads, heads.head_dim)
+        tokens['raw_k'] = normal(heads.kv_heads, heads.head_dim)
     return tokens
 
 
@@ -138,7 +143,7 @@ def make_cache(case: Case, lengths: Sequence[int], device: torch.device) -> Laye
         'value_dim': heads.value_dim,
         'max_rollback': case.max_rollback,
         'compress': (block_size, stride),
-        'has_raw_k': case.angles > 0 or case.independent,
+        'has_raw_k': case.angles > 0 or case.independent or case.rotated,
         'has_raw_v': case.independent,
         'has_window': case.independent,
         'dtype': case.dtype,

@@ -38,8 +38,8 @@ class Storage(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """New tokens before rotary, `[B, T, heads, D or DV]`. raw_k, raw_v: inputs of the compression. k_window, v_window:
-    None if the window reads k and v.
+    """New tokens `[B, T, heads, D or DV]`, before rotary embedding if the step applies it. raw_k, raw_v: inputs of the
+    compression. k_window, v_window: None if the window reads k and v. q_cmp: queries of the compressed branch.
     """
 
     q: Tensor
@@ -49,6 +49,7 @@ class Tokens(NamedTuple):
     raw_v: Tensor
     k_window: Tensor | None
     v_window: Tensor | None
+    q_cmp: Tensor
 
 
 class Settings(NamedTuple):

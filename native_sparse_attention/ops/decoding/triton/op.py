@@ -44,11 +44,12 @@ def append(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Store new tokens in the cache.
 
-    Returns q, rotated and unrotated, in the dtype of the cache, and the K = ceil(T / d) blocks of keys and values that
-    may be complete: `[B, H, K, l, D or DV]` with positions added, for φ; with is_mean their means `[B, K, H, D or DV]`.
+    Returns q, rotated by freqs, and q_cmp, both in the dtype of the cache, and the K = ceil(T / d) blocks of keys and
+    values that may be complete: `[B, H, K, l, D or DV]` with positions added, for φ; with is_mean their means `[B, K,
+    H, D or DV]`.
     positions: `[H, l, D]`, `[H, l, DV]`. freqs: float32 `[F]`, for angles position / factor * freqs.
     """
-    q, k, v, raw_k, raw_v, k_window, v_window = last_dim_contiguous(*tokens)
+    q, k, v, raw_k, raw_v, k_window, v_window, q_cmp = last_dim_contiguous(*tokens)
     batch, num_tokens, heads, head_dim = q.shape
     kv_heads, value_dim = k.shape[2], v.shape[3]
     block_size, stride = settings.compress_block_size, settings.compress_stride
@@ -56,8 +57,8 @@ def append(
     dtype, device = storage.k.dtype, q.device
     row_bytes = head_block(max(head_dim, value_dim)) * dtype.itemsize
     # Before the launch, since the next launch may overlap with it and waits only for its outputs.
-    q_cmp = q.to(dtype)
-    rotated = q_cmp if freqs is None else _empty(workspace, 'q', q.shape, dtype, device)
+    q_cmp = q_cmp.to(dtype)
+    rotated = q.to(dtype) if freqs is None else _empty(workspace, 'q', q.shape, dtype, device)
     blocks_k, blocks_v = (
         _empty(workspace, name, (batch, num_blocks, kv_heads, *sizes), dtype, device)
         for name, sizes in (
