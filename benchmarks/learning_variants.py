@@ -95,6 +95,7 @@ def _variants() -> dict[str, Variant]:
         'separate-selected-open': Variant('gate logits start at (-2, 2, -2)', gate_start=(-2.0, 2.0, -2.0)),
         'separate-both-open': Variant('gate logits start at (-2, 2, 2)', gate_start=(-2.0, 2.0, 2.0)),
         'separate-gate-lr10': Variant('learning rate of gates × 10', gate_lr=10.0),
+        'separate-gate-lr01': Variant('learning rate of gates × 0.1', gate_lr=0.1),
         'separate-gate-no-decay': Variant('no weight decay on gates', gate_decay=False),
         'separate-phi-lr3': Variant('learning rate of the networks φ × 3', phi_lr=3.0),
         'separate-independent-kv': Variant('keys and values per branch', settings={'independent_branch_kv': True}),
