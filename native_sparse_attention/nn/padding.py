@@ -40,22 +40,35 @@ class FrontOrder(NamedTuple):
     lengths: Tensor
 
 
-def to_front(x: Tensor, mask: Tensor | None) -> tuple[Tensor, FrontOrder | None]:
-    """Return x `[B, T, dim]` with real tokens first, padding set to 0 and without gradient, and the order.
+def front_order(mask: Tensor) -> FrontOrder:
+    """Return the order of the rows of a padding mask `[B, T]`, bool or integers, true at real tokens."""
+    mask = mask.bool()
+    return FrontOrder(mask, torch.argsort(~mask, dim=1, stable=True), mask.sum(1, dtype=torch.int32))
 
-    Without a mask, return x itself and None.
+
+def move_to_front(x: Tensor, order: FrontOrder | None) -> Tensor:
+    """Return x `[B, T, ...]` with real tokens first, and padding set to 0 and without gradient.
+
+    Without an order, return x itself.
     """
+    if order is None:
+        return x
+    shape = (*x.shape[:2], *[1] * (x.ndim - 2))
+    return torch.where(order.mask.view(shape), x, 0).gather(1, order.index.view(shape).expand_as(x))
+
+
+def to_front(x: Tensor, mask: Tensor | None) -> tuple[Tensor, FrontOrder | None]:
+    """Return `move_to_front` of x `[B, T, ...]` and the order of a mask `[B, T]`. Without a mask, return x and None."""
     if mask is None:
         return x, None
-    mask = mask.bool()
-    order = FrontOrder(mask, torch.argsort(~mask, dim=1, stable=True), mask.sum(1, dtype=torch.int32))
-    x = torch.where(mask[..., None], x, 0)
-    return x.gather(1, order.index[..., None].expand_as(x)), order
+    order = front_order(mask)
+    return move_to_front(x, order), order
 
 
 def from_front(x: Tensor, order: FrontOrder | None) -> Tensor:
-    """Return the inverse of `to_front`; padding is 0."""
+    """Return the inverse of `move_to_front` for x `[B, T, ...]`; padding is 0."""
     if order is None:
         return x
-    x = torch.zeros_like(x).scatter(1, order.index[..., None].expand_as(x), x)
-    return torch.where(order.mask[..., None], x, 0)
+    shape = (*x.shape[:2], *[1] * (x.ndim - 2))
+    x = torch.zeros_like(x).scatter(1, order.index.view(shape).expand_as(x), x)
+    return torch.where(order.mask.view(shape), x, 0)

@@ -1,0 +1,20 @@
+"""Hugging Face models with Native Sparse Attention in place of their dense attention layers.
+
+Importing this package registers the converted model types, such as `nsa_llama`, with `AutoConfig`, `AutoModel` and
+`AutoModelForCausalLM`. It needs `pip install native-sparse-attention[transformers]`.
+"""
+
+import importlib.util
+
+if importlib.util.find_spec('transformers') is None:
+    raise ImportError(
+        'transformers is not installed, but native_sparse_attention.integrations.transformers needs it: '
+        'pip install native-sparse-attention[transformers]'
+    )
+
+from native_sparse_attention.integrations.transformers.config import NSAConfig
+from native_sparse_attention.integrations.transformers.convert import convert_to_nsa, register
+
+register()
+
+__all__ = ['NSAConfig', 'convert_to_nsa']

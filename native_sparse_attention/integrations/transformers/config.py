@@ -1,0 +1,153 @@
+"""Settings of the sparse attention layers of a Hugging Face model, stored as `config.nsa`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from torch import nn
+
+from native_sparse_attention.core.backend import check_backend
+from native_sparse_attention.core.checks import (
+    check_block_sizes,
+    check_flags,
+    check_not_negative,
+    check_positive,
+    is_number,
+    shown,
+)
+from native_sparse_attention.nn.compress import (
+    AttentionPool,
+    CompressMLP,
+    ConvLinearCompress,
+    GroupedMLP,
+    MeanPool,
+    MeanResidualMLP,
+    SingleProjection,
+)
+
+# Networks φ by name, from (head size, block size, KV heads, expand factor).
+NETWORKS: dict[str, Callable[[int, int, int, float], nn.Module]] = {
+    'mean': lambda dim, block_size, heads, factor: MeanPool(),
+    'mean_residual': lambda dim, block_size, heads, factor: MeanResidualMLP(dim, block_size, factor),
+    'attention_pool': lambda dim, block_size, heads, factor: AttentionPool(dim, block_size),
+    'mlp': lambda dim, block_size, heads, factor: CompressMLP(dim, block_size, factor),
+    'grouped_mlp': lambda dim, block_size, heads, factor: GroupedMLP(dim, block_size, heads, factor),
+    'conv': lambda dim, block_size, heads, factor: ConvLinearCompress(heads, dim, block_size),
+    'linear': lambda dim, block_size, heads, factor: SingleProjection(dim, block_size),
+}
+
+_POSITIVE = ('sliding_window_size', 'num_selected_blocks')
+_NOT_NEGATIVE = ('num_init_blocks', 'num_local_blocks', 'dense_below')
+_FLAGS = ('query_heads_share_selected_kv', 'use_diff_topk')
+_CHOICES = {'init': ('dense', 'paper'), 'block_scores': ('rotated', 'plain'), 'compress_mlp': tuple(NETWORKS)}
+
+
+@dataclass(frozen=True)
+class NSAConfig:
+    """Settings of the sparse attention layers of a model.
+
+    Args:
+        selection_block_size: l', tokens of a selection block, a multiple of the stride.
+        num_selected_blocks: n, blocks that a query reads, forced ones included.
+        sliding_window_size: W, keys that a query reads in its window, its own included.
+        compress_block_size: l, tokens of a compressed block.
+        compress_block_sliding_stride: d, tokens between starts of compressed blocks, at most l.
+        num_init_blocks: forced blocks at the start.
+        num_local_blocks: forced blocks that end with the query's own.
+        query_heads_share_selected_kv: the heads of a group read the same blocks.
+        use_diff_topk: gradients reach the block scores through the logits of the selected blocks. With init='dense',
+            the network φ has no other gradient.
+        init: 'dense', for pre-trained weights: one softmax over selected blocks and window, and a compressed branch
+            for block scores alone. Where a query reads everything visible, the output is that of dense attention.
+            'paper', for training from scratch: three branches with a gate each.
+        dense_below: queries at positions below this one of their own sequence attend densely.
+        block_scores: 'rotated': φ compresses keys with rotary embedding, and queries with it score them; 'plain': keys
+            and queries without. The logits of a dense model come from rotated ones.
+        compress_mlp: network φ by name: 'mean', 'mean_residual', 'attention_pool', 'mlp', 'grouped_mlp', 'conv' or
+            'linear', the classes of `native_sparse_attention.compress`. 'mean_residual' starts as the block mean.
+        compress_mlp_expand_factor: hidden units of φ over l * D, for networks with a hidden layer.
+        layers: indices of the converted layers, ascending; None: every layer with full attention.
+        backend: as in `nsa`.
+
+    Raises:
+        ValueError: a setting is out of range; names it, its value and the rule.
+    """
+
+    selection_block_size: int = 64
+    num_selected_blocks: int = 16
+    sliding_window_size: int = 512
+    compress_block_size: int = 32
+    compress_block_sliding_stride: int = 16
+    num_init_blocks: int = 1
+    num_local_blocks: int = 2
+    query_heads_share_selected_kv: bool = True
+    use_diff_topk: bool = False
+    init: str = 'dense'
+    dense_below: int = 0
+    block_scores: str = 'rotated'
+    compress_mlp: str = 'mean_residual'
+    compress_mlp_expand_factor: float = 1 / 16
+    layers: Sequence[int] | None = None
+    backend: str = 'auto'
+
+    def __post_init__(self) -> None:
+        check_positive(**{name: getattr(self, name) for name in _POSITIVE})
+        check_not_negative(**{name: getattr(self, name) for name in _NOT_NEGATIVE})
+        check_flags(**{name: getattr(self, name) for name in _FLAGS})
+        sizes = (self.compress_block_size, self.compress_block_sliding_stride)
+        names = ('compress_block_size', 'compress_block_sliding_stride')
+        check_block_sizes(*sizes, names, selection_block_size=self.selection_block_size)
+        for name, choices in _CHOICES.items():
+            if (value := getattr(self, name)) not in choices:
+                rule = ', '.join(map(repr, choices))
+                raise ValueError(f'{name} is {shown(value)}, but must be one of {rule}')
+        if not is_number(factor := self.compress_mlp_expand_factor) or not factor > 0:
+            raise ValueError(f'compress_mlp_expand_factor is {shown(factor)}, but must be a number above 0')
+        check_backend(self.backend)
+        if self.layers is not None:
+            object.__setattr__(self, 'layers', checked_layers(self.layers))
+
+    @classmethod
+    def of(cls, value: NSAConfig | Mapping[str, Any] | None) -> NSAConfig:
+        """Return the settings that `config.nsa` holds; the defaults for None. Raises ValueError for unknown names."""
+        if value is None:
+            return cls()
+        if isinstance(value, cls):
+            return value
+        if not isinstance(value, Mapping):
+            raise ValueError(f'nsa is a {type(value).__name__}, but must be an NSAConfig or a mapping of its settings')
+        known = [field.name for field in fields(cls)]
+        for name in value:
+            if name not in known:
+                raise ValueError(f'nsa has the setting {shown(name)}, but must have those of NSAConfig')
+        return cls(**value)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings as values of JSON."""
+        return asdict(self)
+
+    def replace(self, **settings: Any) -> NSAConfig:
+        """Return a copy with other settings."""
+        return replace(self, **settings)
+
+    @property
+    def merge_window(self) -> bool:
+        """Whether one softmax reads the selected blocks and the window, and compressed keys only score blocks."""
+        return self.init == 'dense'
+
+    def make_network(self, head_dim: int, kv_heads: int) -> nn.Module:
+        """Return a new network φ, `[B, H, C, l, D]` to `[B, H, C, D]`."""
+        make = NETWORKS[self.compress_mlp]
+        return make(head_dim, self.compress_block_size, kv_heads, self.compress_mlp_expand_factor)
+
+
+def checked_layers(layers: Sequence[int]) -> list[int]:
+    """Return layer indices as an ascending list, or raise ValueError for repeated or negative ones and for none."""
+    if isinstance(layers, str) or not isinstance(layers, Sequence) or len(layers) == 0:
+        raise ValueError(f'layers is {shown(layers)}, but must be a sequence of at least one layer index, or None')
+    check_not_negative(**{f'layers[{i}]': index for i, index in enumerate(layers)})
+    if len(set(layers)) != len(layers):
+        raise ValueError(f'layers is {shown(layers)}, but must name each layer once')
+    return sorted(int(index) for index in layers)

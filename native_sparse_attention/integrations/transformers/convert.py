@@ -1,0 +1,72 @@
+"""Conversion of a dense Hugging Face model, and the registration of the converted model types."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
+
+from native_sparse_attention.core.checks import shown
+from native_sparse_attention.integrations.transformers.config import NSAConfig
+from native_sparse_attention.integrations.transformers.families import FAMILIES
+from native_sparse_attention.integrations.transformers.model import NSAPreTrained, convert_layers
+
+Model = TypeVar('Model', bound=PreTrainedModel)
+
+
+def convert_to_nsa(model: Model, config: NSAConfig | None = None, layers: Sequence[int] | None = None) -> Model:
+    """Replace the attention of a dense model by sparse attention, in place, and return the model.
+
+    Projections, their names, norms and rotary embedding stay. Class and configuration become those of the converted
+    family, such as `NSALlamaForCausalLM` and `nsa_llama`. A configuration that other models share stays as it is.
+
+    Args:
+        model: a causal language model, or the model without its head, of Llama, Mistral, Qwen2, Qwen3, Gemma, Gemma 2
+            or Gemma 3 (text).
+        config: settings; default `NSAConfig()`.
+        layers: indices of the layers to convert; default those of config, or every layer with full attention.
+
+    Raises:
+        ValueError: the model is of another class or converted already, or a layer has no full causal attention.
+    """
+    if config is not None and not isinstance(config, NSAConfig):
+        raise ValueError(f'config is {shown(config)}, but must be an NSAConfig')
+    config = NSAConfig() if config is None else config
+    if layers is not None:
+        config = config.replace(layers=layers)
+    if isinstance(model, NSAPreTrained):
+        raise ValueError(f'model is a {type(model).__name__}, but must be dense: it has sparse attention already')
+    pairs = {family.dense_causal_lm: (family.causal_lm, family.config) for family in FAMILIES}
+    pairs |= {family.dense_model: (family.model, family.config) for family in FAMILIES}
+    if type(model) not in pairs:
+        supported = ', '.join(dense.__name__ for dense in pairs)
+        raise ValueError(f'model is a {type(model).__name__}, but must be one of {supported}')
+    new_class, config_class = pairs[type(model)]
+    dense_class, dense_config = type(model), model.config
+    new_config: Any = copy.deepcopy(dense_config)
+    new_config.__class__ = config_class
+    holders = [module for module in model.modules() if getattr(module, 'config', None) is dense_config]
+    _take(model, new_class, holders, new_config)
+    try:
+        convert_layers(model, config, added_like_layers=True)
+    except ValueError:
+        _take(model, dense_class, holders, dense_config)
+        raise
+    return model
+
+
+def _take(model: Any, new_class: type, holders: list[Any], config: Any) -> None:
+    """Give a model its class, and it and its modules their configuration."""
+    model.__class__ = new_class
+    for module in holders:
+        module.config = config
+
+
+def register() -> None:
+    """Register the converted model types with the auto classes of transformers."""
+    for family in FAMILIES:
+        AutoConfig.register(family.config.model_type, family.config, exist_ok=True)
+        AutoModel.register(family.config, family.model, exist_ok=True)
+        AutoModelForCausalLM.register(family.config, family.causal_lm, exist_ok=True)

@@ -1,0 +1,199 @@
+"""What the converted models of all families have in common: mixins before the classes of a family."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from native_sparse_attention.integrations.transformers.attention import NSAAttention
+from native_sparse_attention.integrations.transformers.cache import NSACacheLayer
+from native_sparse_attention.integrations.transformers.config import NSAConfig
+from native_sparse_attention.integrations.transformers.layout import make_layout
+
+# The argument that holds the cache: `cache` from transformers 5.24 on.
+_CACHE_NAMES = ('cache', 'past_key_values')
+# Kinds of a layer in `layer_types`.
+_FULL, _SPARSE = 'full_attention', 'nsa_attention'
+
+
+class NSAModelConfig:
+    """Mixin of a family's configuration. `nsa` takes an `NSAConfig` or its settings, and holds them as values of JSON.
+
+    Written out, `layer_types` names the converted layers 'nsa_attention', which the dense family refuses: it would
+    load the weights and attend densely.
+    """
+
+    nsa: Any = None
+    num_hidden_layers: int
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, NSAConfig.of(value).to_dict() if name == 'nsa' else value)
+
+    def to_dict(self) -> dict[str, Any]:
+        output = super().to_dict()  # type: ignore[misc]
+        types = list(output.get('layer_types') or [_FULL] * self.num_hidden_layers)
+        layers = NSAConfig.of(self.nsa).layers
+        chosen = [i for i, kind in enumerate(types) if kind == _FULL] if layers is None else layers
+        output['layer_types'] = [_SPARSE if i in chosen else kind for i, kind in enumerate(types)]
+        return output
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        config_dict = dict(config_dict)
+        types = config_dict.get('layer_types') or []
+        if _SPARSE in types:
+            config_dict['layer_types'] = [_FULL if kind == _SPARSE else kind for kind in types]
+            if not super(NSAModelConfig, cls()).to_dict().get('layer_types'):  # type: ignore[misc]
+                del config_dict['layer_types']
+        config_dict['model_type'] = cls.model_type  # type: ignore[attr-defined]
+        return super().from_dict(config_dict, **kwargs)  # type: ignore[misc]
+
+
+class NSAPreTrained(nn.Module):
+    """Mixin of all models of a family."""
+
+    config: Any
+    attention_class: type[NSAAttention]
+    base_class: type[NSAModel]
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        convert_layers(self, NSAConfig.of(config.nsa), added_like_layers=False)
+        self.post_init()  # type: ignore[operator]  # initialises what was added
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Initialise a module; parameters of added ones stay where a checkpoint has given their values."""
+        if not getattr(module, 'is_added_by_nsa', False):
+            return super()._init_weights(module)  # type: ignore[misc]
+        is_new = any(not getattr(p, '_is_hf_initialized', False) for p in module.parameters(recurse=False))
+        reset = getattr(module, 'reset_parameters', None)
+        if is_new and reset is not None:
+            reset()
+        return None
+
+
+class NSAModel(NSAPreTrained):
+    """Mixin of the model without a head: it finds the layout of its tokens once, for all layers."""
+
+    layers: Any
+    rotary_emb: Any
+    training: bool
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the family's model. attention_mask: `[B, S]`, bool or integers of 0 and 1, or None.
+
+        Sequences may be packed: by position_ids that start again, without a mask and a cache given; or by cu_seq_lens_q
+        and cu_seq_lens_k. No cache is made then.
+
+        Raises ValueError for other masks, for packed sequences with a cache, and for output_attentions.
+        """
+        names = list(inspect.signature(super().forward).parameters)
+        kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
+        if kwargs.get('output_attentions'):
+            raise ValueError('output_attentions is True, but must be False: sparse attention has no matrix of weights')
+        caches = [kwargs.pop(name) for name in _CACHE_NAMES if name in kwargs]
+        cache: Any = next((c for c in caches if c is not None), None)
+        ids, embeds = kwargs.get('input_ids'), kwargs.get('inputs_embeds')
+        if (tokens := embeds if ids is None else ids) is not None:
+            mask, first = kwargs.get('attention_mask'), self.sparse_layers[0]
+            seen = None if cache is None else int(cache.get_seq_length(first))
+            layout = make_layout(
+                *(tokens, mask, kwargs.get('position_ids')),
+                (kwargs.get('cu_seq_lens_q'), kwargs.get('cu_seq_lens_k')),
+                seen,
+                _rope_factor(self.rotary_emb),
+                self.config.nsa['dense_below'] > 0,
+            )
+            if cache is not None and seen and mask is not None:
+                layer = cache.layers[first]
+                if isinstance(layer, NSACacheLayer):
+                    layer.check_past(mask)
+            if layout.cu_seqlens is not None and cache is None:
+                kwargs['use_cache'] = False
+            kwargs['nsa_layout'] = layout
+            if len(self.sparse_layers) == len(self.layers):
+                # A mask of 4 dimensions is passed through; the family makes one from anything else.
+                kwargs['attention_mask'] = torch.empty(1, 1, 1, 1, device='meta')
+        return super().forward(**kwargs, **{_cache_name(names): cache})
+
+    @property
+    def sparse_layers(self) -> list[int]:
+        """Indices of the layers with sparse attention."""
+        return [i for i, layer in enumerate(self.layers) if isinstance(layer.self_attn, NSAAttention)]
+
+
+class NSAForCausalLM(NSAPreTrained):
+    """Mixin of the model with a language modelling head."""
+
+    @staticmethod
+    def create_masks_for_generate(config: Any, *args: Any, **kwargs: Any) -> Tensor | None:
+        """Return the padding mask as it is, where `generate` prepares masks of 4 dimensions for a static cache."""
+        names = ('inputs_embeds', 'attention_mask')
+        return {**dict(zip(names, args, strict=False)), **kwargs}['attention_mask']
+
+
+def convert_layers(model: Any, nsa: NSAConfig, added_like_layers: bool) -> None:
+    """Replace attention modules of a model in place, and write the settings to its configuration.
+
+    model: of a family's converted class, with dense layers. added_like_layers: give new modules the dtype and device of
+    the layers' weights, rather than those that PyTorch gives new tensors.
+
+    Raises ValueError for layers that do not exist or do not have full causal attention.
+    """
+    base = model if isinstance(model, NSAModel) else model.base_model
+    layers = list(base.layers)
+    if any(isinstance(layer.self_attn, NSAAttention) for layer in layers):
+        return
+    indices = _chosen_layers(layers, nsa)
+    if base is not model:
+        base.__class__ = model.base_class
+    nsa = nsa.replace(layers=None if len(indices) == len(layers) else indices)
+    for index in indices:
+        like = layers[index].input_layernorm.weight if added_like_layers else None
+        attention_class = model.attention_class
+        attention_class.convert(layers[index].self_attn, nsa, like)
+        for added in layers[index].self_attn.added_modules():
+            for module in added.modules():
+                module.is_added_by_nsa = True
+    model.config.nsa = nsa
+
+
+def _chosen_layers(layers: list[Any], nsa: NSAConfig) -> list[int]:
+    reasons = [_unsupported(layer.self_attn) for layer in layers]
+    if nsa.layers is None:
+        indices = [i for i, reason in enumerate(reasons) if reason is None]
+        if not indices:
+            raise ValueError(
+                f'model has no layer to convert: its layer 0 has {reasons[0]}, but full causal attention is required'
+            )
+        return indices
+    for index in nsa.layers:
+        if index >= len(layers):
+            raise ValueError(f'layers has {index}, but the model has {len(layers)} layers')
+        if reasons[index] is not None:
+            raise ValueError(f'layers has {index}, but that layer has {reasons[index]}, not full causal attention')
+    return list(nsa.layers)
+
+
+def _unsupported(attention: Any) -> str | None:
+    """Return the kind of attention that sparse attention does not replace, or None."""
+    window = getattr(attention, 'sliding_window', None)
+    if not hasattr(attention, 'sliding_window'):  # Mistral and Llama
+        window = getattr(attention.config, 'sliding_window', None)
+    if getattr(attention, 'layer_type', None) == 'full_attention':
+        window = None
+    if window is not None:
+        return f'sliding window attention (sliding_window is {window})'
+    return None if attention.is_causal else 'bidirectional attention'
+
+
+def _rope_factor(rotary_emb: Any) -> float:
+    names = ('full_attention_attention_scaling', 'attention_scaling')
+    return next((getattr(rotary_emb, name) for name in names if hasattr(rotary_emb, name)), 1.0)
+
+
+def _cache_name(names: list[str]) -> str:
+    return next(name for name in _CACHE_NAMES if name in names)

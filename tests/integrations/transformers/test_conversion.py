@@ -1,0 +1,257 @@
+"""Conversion of dense models: equality with dense attention, saving and loading, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModel, AutoModelForCausalLM
+
+from native_sparse_attention.integrations.transformers import NSAConfig, convert_to_nsa, families
+from native_sparse_attention.integrations.transformers.config import NETWORKS
+from tests.support.hf_models import (
+    COVERING,
+    FAMILIES,
+    PAPER,
+    SETTINGS,
+    SIZES,
+    SPARSE,
+    dense_model,
+    logits_of,
+    nsa_model,
+    random_ids,
+)
+
+NEAR_DENSE = 3e-5  # of logits around 5, in float32
+every_family = pytest.mark.parametrize('family', FAMILIES)
+
+
+def worst(a: torch.Tensor, b: torch.Tensor) -> float:
+    return (a - b).abs().max().item()
+
+
+@every_family
+def test_logits_are_dense_where_everything_is_read(family: str):
+    model, ids = dense_model(family), random_ids(2, 70)
+    dense = logits_of(model, ids)
+    assert convert_to_nsa(model, COVERING) is model
+    assert model.config.model_type == f'nsa_{family}'
+    assert worst(logits_of(model, ids), dense) <= NEAR_DENSE
+    far = nsa_model(family, SPARSE)  # more tokens than four blocks and a window hold
+    assert worst(logits_of(far, ids)[:, 60:], dense[:, 60:]) > 1e-3
+
+
+@every_family
+def test_forced_blocks_are_dense_attention_under_their_mask(family: str):
+    """With n = 3 the blocks are known: the first, the query's own, and the one before it, with the window."""
+    model, ids = dense_model(family), random_ids(1, 70)
+    config = NSAConfig(**{**SETTINGS, 'num_selected_blocks': 3, 'sliding_window_size': 12})
+    position, block = torch.arange(70), torch.arange(70) // 8
+    row, column = position[:, None], position[None]
+    forced = (block[None] == 0) | ((block[:, None] - block[None]) <= 1) | (row - column < 12)
+    allowed = (column <= row) & forced
+    masks: Any = {'full_attention': allowed}
+    if 'sliding_window' in FAMILIES[family][1]:
+        masks['sliding_attention'] = (column <= row) & (row - column < 8)
+    masks = {name: torch.where(mask, 0.0, torch.finfo(torch.float32).min)[None, None] for name, mask in masks.items()}
+    has_kinds = family not in ('llama', 'mistral', 'gemma')
+    dense = logits_of(model, ids, attention_mask=masks if has_kinds else masks['full_attention'])
+    sparse = logits_of(convert_to_nsa(model, config), ids)
+    assert worst(sparse, dense) <= NEAR_DENSE
+    assert worst(sparse, logits_of(dense_model(family), ids)) > 1e-3
+
+
+@pytest.mark.parametrize('rope', ['linear', 'dynamic', 'yarn', 'llama3'])
+@pytest.mark.parametrize('block_scores', ['rotated', 'plain'])
+def test_rotary_embeddings_stay_those_of_the_model(rope: str, block_scores: str):
+    settings: dict[str, Any] = {'rope_type': rope, 'rope_theta': 10000.0, 'factor': 4.0}
+    if rope != 'linear':
+        settings['original_max_position_embeddings'] = 32
+    if rope == 'llama3':
+        settings |= {'low_freq_factor': 1.0, 'high_freq_factor': 4.0}
+    model, ids = dense_model(rope_parameters=settings, max_position_embeddings=128), random_ids(1, 70)
+    dense = logits_of(model, ids)
+    convert_to_nsa(model, COVERING.replace(block_scores=block_scores))
+    assert worst(logits_of(model, ids), dense) <= NEAR_DENSE
+
+
+def test_yarn_scales_plain_scores_too():
+    """The factor of cos and sin multiplies plain queries and keys, so scores do not depend on rotation by 0."""
+    from native_sparse_attention.integrations.transformers.attention import rotate, scale_rotary
+
+    x, factor = torch.randn(1, 3, 2, 8), 1.5
+    cos, sin = torch.full((1, 3, 4), factor), torch.zeros(1, 3, 4)
+    assert torch.equal(rotate(x, cos, sin), scale_rotary(x, 4, factor))
+    assert torch.equal(scale_rotary(x, 4, factor)[..., 4:], x[..., 4:])
+
+
+@every_family
+@pytest.mark.parametrize('config', [SPARSE, PAPER], ids=['dense', 'paper'])
+def test_reload_is_bit_equal(family: str, config: NSAConfig, tmp_path: Path):
+    model, ids = nsa_model(family, config), random_ids(2, 50)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation='eager')
+    assert type(loaded) is type(model)
+    assert loaded.config.nsa == model.config.nsa
+    assert json.loads((tmp_path / 'config.json').read_text())['nsa']['init'] == config.init
+    assert torch.equal(logits_of(loaded.eval(), ids), logits_of(model, ids))
+
+
+@pytest.mark.parametrize('config', [SPARSE, PAPER], ids=['dense', 'paper'])
+def test_a_dense_checkpoint_starts_as_conversion_does(config: NSAConfig, tmp_path: Path):
+    model, ids = dense_model(), random_ids(1, 50)
+    model.save_pretrained(tmp_path)
+    loaded: Any = families.NSALlamaForCausalLM.from_pretrained(tmp_path, nsa=config).eval()
+    converted = convert_to_nsa(model, config)
+    if not config.merge_window:  # the hidden layer of φ is random, but its output layer starts at 0
+        assert loaded.model.layers[0].self_attn.to_strategy_combine.bias[:3].tolist() == [-2, -2, 2]
+    assert torch.equal(logits_of(loaded, ids), logits_of(converted, ids))
+    assert loaded.config.to_dict()['model_type'] == loaded.config.model_type == 'nsa_llama'
+    assert families.NSALlamaForCausalLM.from_pretrained(tmp_path).config.nsa == NSAConfig().to_dict()
+
+
+@every_family
+def test_a_converted_checkpoint_is_never_dense(family: str, tmp_path: Path):
+    nsa_model(family).save_pretrained(tmp_path)
+    if not refuses_layer_types(type(dense_model(family).config)):
+        pytest.skip('this transformers only warns of another model type')
+    with pytest.raises(Exception, match='layer_types'):
+        type(dense_model(family)).from_pretrained(tmp_path)
+
+
+def refuses_layer_types(config_class: Any) -> bool:
+    try:
+        config_class(**SIZES, layer_types=['unknown', 'unknown'])
+    except Exception:
+        return True
+    return False
+
+
+@pytest.mark.full
+def test_a_converted_checkpoint_needs_the_import(tmp_path: Path):
+    nsa_model().save_pretrained(tmp_path)
+    code = f'from transformers import AutoModelForCausalLM as A; A.from_pretrained({str(tmp_path)!r})'
+    done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert 'nsa_llama' in done.stderr
+
+
+@pytest.mark.full
+def test_code_on_the_hub_loads_without_the_import(tmp_path: Path):
+    code = f"""
+from native_sparse_attention.integrations.transformers import families
+from tests.support.hf_models import nsa_model
+families.NSALlamaConfig.register_for_auto_class()
+families.NSALlamaForCausalLM.register_for_auto_class('AutoModelForCausalLM')
+nsa_model().save_pretrained({str(tmp_path)!r})
+"""
+    load = f"""
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained({str(tmp_path)!r}, trust_remote_code=True)
+assert model.config.nsa['sliding_window_size'] == 8, model.config
+"""
+    for step in (code, load):
+        done = subprocess.run([sys.executable, '-c', step], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+
+
+def test_the_config_of_other_models_stays():
+    model = dense_model()
+    shared = type(model)(model.config)
+    convert_to_nsa(model, SPARSE)
+    assert shared.config.model_type == 'llama'
+    assert model.model.layers[0].self_attn.config is model.config
+
+
+def test_some_layers(tmp_path: Path):
+    model, ids = dense_model(num_hidden_layers=3), random_ids(1, 70)
+    convert_to_nsa(model, SPARSE, layers=[2, 0])
+    assert model.config.nsa['layers'] == [0, 2]
+    assert model.config.to_dict()['layer_types'] == ['nsa_attention', 'full_attention', 'nsa_attention']
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation='eager').eval()
+    assert torch.equal(logits_of(loaded, ids), logits_of(model, ids))
+
+
+def test_a_model_without_head(tmp_path: Path):
+    model, ids = dense_model().model, random_ids(1, 40)
+    convert_to_nsa(model, SPARSE).save_pretrained(tmp_path)
+    loaded = AutoModel.from_pretrained(tmp_path).eval()
+    assert type(loaded) is families.NSALlamaModel
+    assert torch.equal(loaded(ids)[0], model(ids)[0])
+
+
+def test_new_modules_follow_the_layers():
+    model = convert_to_nsa(dense_model().to(torch.bfloat16), PAPER)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert torch.isfinite(logits_of(model, random_ids(2, 40))).all()
+
+
+@pytest.mark.parametrize('network', NETWORKS)
+def test_every_network(network: str):
+    config = SPARSE.replace(compress_mlp=network, compress_mlp_expand_factor=0.5)
+    assert torch.isfinite(logits_of(nsa_model(config=config), random_ids(1, 40))).all()
+
+
+@pytest.mark.parametrize(
+    ('settings', 'message'),
+    [
+        ({'init': 'sparse'}, "init is 'sparse', but must be one of 'dense', 'paper'"),
+        ({'selection_block_size': 40, 'compress_block_sliding_stride': 16}, 'selection_block_size is 40, but must be'),
+        ({'compress_block_sliding_stride': 64}, 'compress_block_sliding_stride is 64, but must be at most'),
+        ({'num_selected_blocks': 0}, 'num_selected_blocks is 0, but must be an integer of at least 1'),
+        ({'dense_below': -1}, 'dense_below is -1, but must be an integer of at least 0'),
+        ({'compress_mlp': 'big'}, "compress_mlp is 'big', but must be one of 'mean'"),
+        ({'compress_mlp_expand_factor': 0}, 'compress_mlp_expand_factor is 0, but must be a number above 0'),
+        ({'block_scores': None}, "block_scores is None, but must be one of 'rotated', 'plain'"),
+        ({'backend': 'cuda'}, "backend is 'cuda', but must be one of"),
+        ({'use_diff_topk': 1}, 'use_diff_topk is 1, but must be True or False'),
+        ({'layers': [0, 0]}, 'layers is [0, 0], but must name each layer once'),
+        ({'layers': []}, 'layers is [], but must be a sequence of at least one layer index'),
+    ],
+)
+def test_refused_settings(settings: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        NSAConfig(**settings)
+    assert '\n' not in str(error.value)
+
+
+def test_refused_models():
+    with pytest.raises(ValueError, match='has sparse attention already'):
+        convert_to_nsa(nsa_model())
+    with pytest.raises(ValueError, match='model is a Linear, but must be one of LlamaForCausalLM'):
+        convert_to_nsa(torch.nn.Linear(1, 1))  # type: ignore[type-var]
+    oss = transformers.GptOssForCausalLM(transformers.GptOssConfig(**SIZES, num_local_experts=2))
+    with pytest.raises(ValueError, match='model is a GptOssForCausalLM'):
+        convert_to_nsa(oss)
+    with pytest.raises(ValueError, match='layers has 2, but the model has 2 layers'):
+        convert_to_nsa(dense_model(), layers=[2])
+    with pytest.raises(ValueError, match=r'that layer has sliding window attention \(sliding_window is 8\)'):
+        convert_to_nsa(dense_model('gemma2'), layers=[0])
+    sliding = dense_model('mistral', sliding_window=16)
+    with pytest.raises(ValueError, match='no layer to convert: its layer 0 has sliding window attention'):
+        convert_to_nsa(sliding)
+    assert type(sliding) is transformers.MistralForCausalLM
+    assert sliding.config.model_type == 'mistral'
+    with pytest.raises(ValueError, match="nsa has the setting 'window', but must have those of NSAConfig"):
+        families.NSALlamaConfig(**{**SIZES, 'nsa': {'window': 3}})
+
+
+def test_without_transformers():
+    code = """
+import importlib.util, sys
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == 'transformers' else find(name, *rest)
+import native_sparse_attention.integrations
+assert 'transformers' not in sys.modules
+import native_sparse_attention.integrations.transformers
+"""
+    done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=False)
+    assert 'pip install native-sparse-attention[transformers]' in done.stderr.splitlines()[-1]
