@@ -73,13 +73,7 @@ class Errors:
 
 
 def assert_matches(
-    result: Tensor,
-    gold: Tensor,
-    same_dtype: Tensor,
-    *,
-    name: str,
-    row_dims: int = 1,
-    dtype: torch.dtype | None = None,
+    result: Tensor, gold: Tensor, same_dtype: Tensor, *, name: str, row_dims: int = 1, dtype: torch.dtype | None = None
 ) -> None:
     """Raise an AssertionError unless a result passes the five error rules.
 

@@ -285,11 +285,7 @@ def _check_offset(q_offset: int | None) -> None:
 
 
 def validate_packing(
-    total: int,
-    cu_seqlens: Tensor,
-    *,
-    total_k: int | None = None,
-    cu_seqlens_k: Tensor | None = None,
+    total: int, cu_seqlens: Tensor, *, total_k: int | None = None, cu_seqlens_k: Tensor | None = None
 ) -> None:
     """Check the content of `cu_seqlens` on any device. On a GPU this waits for the device, so no op does it.
 

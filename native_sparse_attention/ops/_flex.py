@@ -223,10 +223,7 @@ def attend(
     memory.
     """
     block_mask = BlockMask(
-        seq_lengths=(q.shape[2], k.shape[2]),
-        BLOCK_SIZE=(rows, TILE),
-        mask_mod=mask_mod,
-        **tiles._asdict(),
+        seq_lengths=(q.shape[2], k.shape[2]), BLOCK_SIZE=(rows, TILE), mask_mod=mask_mod, **tiles._asdict()
     )
     value_dim = v.shape[3]
     if q.is_cuda:

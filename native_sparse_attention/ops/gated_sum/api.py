@@ -81,10 +81,7 @@ def add(
 
 def candidates(gates: Tensor, out: Tensor, *, gate_in_attention: bool = False, backend: str = 'auto') -> Candidates:
     """Return the candidates for these inputs. out: output of one of the branches."""
-    return {
-        'triton': partial(_unsupported, gates, out),
-        'eager': without_gate(gates if gate_in_attention else None),
-    }
+    return {'triton': partial(_unsupported, gates, out), 'eager': without_gate(gates if gate_in_attention else None)}
 
 
 backend_of = resolver('gated_sum', candidates)

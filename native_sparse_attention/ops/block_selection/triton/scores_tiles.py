@@ -15,13 +15,7 @@ import triton.language as tl
 from native_sparse_attention.ops._triton.inverse_index import count_readable_blocks
 from native_sparse_attention.ops._triton.softcap import cap_logits, cap_slope
 from native_sparse_attention.ops._triton.tiles import add_product
-from native_sparse_attention.ops._triton.varlen import (
-    count_blocks,
-    find_tile,
-    floor_divide,
-    load_extent,
-    load_num_keys,
-)
+from native_sparse_attention.ops._triton.varlen import count_blocks, find_tile, floor_divide, load_extent, load_num_keys
 from native_sparse_attention.ops._triton.varlen import load_position as load_first_position
 
 

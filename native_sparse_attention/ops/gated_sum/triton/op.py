@@ -38,12 +38,7 @@ def _forward(
 
 @torch.library.custom_op('native_sparse_attention::gated_sum_backward', mutates_args=())
 def _backward(
-    dout: Tensor,
-    gates: Tensor,
-    out_compressed: Tensor,
-    out_selected: Tensor,
-    out_window: Tensor,
-    needs: list[bool],
+    dout: Tensor, gates: Tensor, out_compressed: Tensor, out_selected: Tensor, out_window: Tensor, needs: list[bool]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of the gates and of the branches, empty where they are not needed."""
     inputs = (gates, out_compressed, out_selected, out_window)

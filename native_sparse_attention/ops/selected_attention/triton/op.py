@@ -20,11 +20,7 @@ from native_sparse_attention.ops._triton.registered import (
     save_inputs,
     saved_inputs,
 )
-from native_sparse_attention.ops._triton.varlen import (
-    flatten,
-    last_dim_contiguous,
-    unflatten,
-)
+from native_sparse_attention.ops._triton.varlen import flatten, last_dim_contiguous, unflatten
 from native_sparse_attention.ops.selected_attention.triton import plan, settings
 from native_sparse_attention.ops.selected_attention.triton.arguments import (
     Arguments,
@@ -286,8 +282,7 @@ def _differentiate_queries(
         allocate = torch.zeros if design == 'mixed' and head_tiles > 1 else torch.empty
         dfactors = allocate(head_tiles, *block_indices.shape, dtype=torch.float32, device=q.device)
     tensors = BackwardTensors(
-        *(q, k, v, block_indices, block_scale, out, lse, dout, dlse, gate, dq, delta),
-        dfactors=dfactors,
+        *(q, k, v, block_indices, block_scale, out, lse, dout, dlse, gate, dq, delta), dfactors=dfactors
     )
     inputs = {'q': q, 'k': k, 'v': v, 'indices': block_indices, 'factors': block_scale, 'gate': gate}
     strides = strides_of(**inputs, out=out, dout=dout, dlse=dlse, dq=dq)

@@ -120,17 +120,7 @@ def attend_by_block(arguments: Arguments, out: Tensor, lse: Tensor) -> InverseIn
 
 
 @triton.jit
-def block_kernel(
-    tensors,
-    partials,
-    strides,
-    layout,
-    csr,
-    scale,
-    softcap,
-    sizes: tl.constexpr,
-    tile: tl.constexpr,
-):
+def block_kernel(tensors, partials, strides, layout, csr, scale, softcap, sizes: tl.constexpr, tile: tl.constexpr):
     """Compute the partial results of one block for up to `tile.chunk` of its entries. BLOCK_N holds the whole block.
 
     tensors, strides: `Inputs`, `Strides`. One program per pair and chunk.

@@ -31,16 +31,7 @@ from native_sparse_attention.ops.selected_attention.triton.loops.epilogue import
 
 @triton.jit
 def dq_kernel(
-    tensors,
-    strides,
-    k_tiles,
-    v_tiles,
-    layout,
-    union,
-    scale,
-    softcap,
-    sizes: tl.constexpr,
-    tile: tl.constexpr,
+    tensors, strides, k_tiles, v_tiles, layout, union, scale, softcap, sizes: tl.constexpr, tile: tl.constexpr
 ):
     """Compute dq and delta of one query and up to BLOCK_M of the heads that share its blocks.
 

@@ -33,16 +33,7 @@ from native_sparse_attention.ops.selected_attention.triton.loops.union_loop impo
 
 @triton.jit
 def union_dq_kernel(
-    tensors,
-    strides,
-    k_tiles,
-    v_tiles,
-    layout,
-    union,
-    scale,
-    softcap,
-    sizes: tl.constexpr,
-    tile: tl.constexpr,
+    tensors, strides, k_tiles, v_tiles, layout, union, scale, softcap, sizes: tl.constexpr, tile: tl.constexpr
 ):
     """Compute dq and delta of BLOCK_M / BLOCK_G queries with all heads of an index head.
 

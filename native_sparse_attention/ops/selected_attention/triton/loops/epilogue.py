@@ -75,17 +75,7 @@ def load_for_gradients(tensors, strides, rows, index_heads, layout, sizes: tl.co
 
 @triton.jit
 def store_gradients(
-    tensors,
-    strides,
-    rows,
-    offsets,
-    sums,
-    delta,
-    lse,
-    dlse,
-    scale,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    tensors, strides, rows, offsets, sums, delta, lse, dlse, scale, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
 ):
     """Store dq, multiplied by the gate if there is one, and delta minus the gradient of the log-sum-exp.
 

@@ -67,16 +67,7 @@ def differentiate_scale(arguments: Arguments, lse: Tensor, delta: Tensor, dout: 
 
 
 @triton.jit
-def dscale_kernel(
-    tensors,
-    strides,
-    layout,
-    union,
-    scale,
-    softcap,
-    sizes: tl.constexpr,
-    tile: tl.constexpr,
-):
+def dscale_kernel(tensors, strides, layout, union, scale, softcap, sizes: tl.constexpr, tile: tl.constexpr):
     """Store the gradient of the factors, summed over a tile of the heads that share an index.
 
     tensors, strides: `DscaleTensors`, `Strides`. union: `NO_UNION`.
