@@ -1,10 +1,11 @@
-"""Registered PyTorch ops: schema types, derivatives without second ones, and saved inputs."""
+"""Registered PyTorch ops: schemas, derivatives without second ones, and saved inputs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, Optional
 
+import torch
 from torch import Tensor
 from torch.library import CustomOpDef
 
@@ -12,11 +13,21 @@ from native_sparse_attention.core import private
 
 # PyTorch infers the schema of an op from annotations of this form.
 OptionalTensor = Optional[Tensor]  # noqa: UP045
-OptionalInt = Optional[int]  # noqa: UP045
-OptionalFloat = Optional[float]  # noqa: UP045
-OptionalStr = Optional[str]  # noqa: UP045
+# The sequences of a call in the schema of an op, in the order of `varlen.flatten`.
+SEQUENCES = (
+    'SymInt seqlen_k, SymInt? q_offset, Tensor? q_offsets, Tensor? seqlens_k, Tensor? cu_seqlens, Tensor? cu_seqlens_k'
+)
 # Placeholder of a tensor that PyTorch saves.
 _SAVED = object()
+
+
+def register_op(name: str, arguments: str, num_outputs: int = 1) -> Callable[[Callable[..., Any]], CustomOpDef]:
+    """Return a decorator that registers an op that returns tensors. arguments: as PyTorch's schemas write them, so that
+    a backward op, which takes all arguments of its forward op, need not repeat them.
+    """
+    outputs = 'Tensor' if num_outputs == 1 else f'({", ".join(["Tensor"] * num_outputs)})'
+    schema = f'({arguments}) -> {outputs}'
+    return torch.library.custom_op(f'native_sparse_attention::{name}', mutates_args=(), schema=schema)
 
 
 def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...] = ()) -> None:

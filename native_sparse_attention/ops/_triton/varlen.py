@@ -9,6 +9,7 @@ is computed exactly as it is alone. Token indices are int32 and become int64 bef
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -247,26 +248,16 @@ def last_dim_contiguous(*tensors: Any) -> Any:
     return tuple(t if t is None or t.stride(-1) == 1 or t.shape[-1] <= 1 else t.contiguous() for t in tensors)
 
 
-# Arguments of a registered op: seqlen_k, q_offset, q_offsets, seqlens_k, cu_seqlens, cu_seqlens_k.
-FlatSequences = tuple[int, int | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+def flatten(sequences: Sequences) -> tuple[Any, ...]:
+    """Return the sequences as arguments of a registered op (`registered.SEQUENCES`)."""
+    offset, offsets = sequences.q_offset, None
+    if isinstance(offset, Tensor):
+        offset, offsets = None, offset
+    tensors = (sequences.seqlens_k, sequences.cu_seqlens, sequences.cu_seqlens_k)
+    return min(sequences.seqlen_k, MAX_TOKENS), offset, offsets, *tensors
 
 
-def flatten(sequences: Sequences) -> FlatSequences:
-    """Return the sequences as arguments of a registered op."""
-    offset = sequences.q_offset
-    offsets = offset if isinstance(offset, Tensor) else None
-    return (
-        min(sequences.seqlen_k, MAX_TOKENS),
-        None if isinstance(offset, Tensor) else offset,
-        offsets,
-        sequences.seqlens_k,
-        sequences.cu_seqlens,
-        sequences.cu_seqlens_k,
-    )
-
-
-def unflatten(q: Tensor, flat: FlatSequences) -> Sequences:
+def unflatten(q: Tensor, flat: Iterable[Any]) -> Sequences:
     """Return the sequences from the result of `flatten`; q is `[B, T, ...]`."""
-    seqlen_k, q_offset, q_offsets, seqlens_k, cu_seqlens, cu_seqlens_k = flat
-    offset = q_offset if q_offsets is None else q_offsets
-    return Sequences(*q.shape[:2], seqlen_k, q.device, offset, seqlens_k, cu_seqlens, cu_seqlens_k)
+    seqlen_k, q_offset, q_offsets, *tensors = flat
+    return Sequences(*q.shape[:2], seqlen_k, q.device, q_offset if q_offsets is None else q_offsets, *tensors)

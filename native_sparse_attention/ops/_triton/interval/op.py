@@ -22,11 +22,10 @@ from native_sparse_attention.ops._triton.interval.modifiers import (
 from native_sparse_attention.ops._triton.interval.tiles import Interval
 from native_sparse_attention.ops._triton.launch import describe_tiles, head_block, launch, settings_of
 from native_sparse_attention.ops._triton.registered import (
-    OptionalFloat,
-    OptionalInt,
-    OptionalTensor,
+    SEQUENCES,
     refuse_double_backward,
     register_derivative,
+    register_op,
     save_inputs,
     saved_inputs,
 )
@@ -79,40 +78,25 @@ def interval_attention(
     return out, lse if gate is None else lse.detach()
 
 
-@torch.library.custom_op('native_sparse_attention::interval_attention', mutates_args=())
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mem_k: OptionalTensor,
-    mem_v: OptionalTensor,
-    sinks: OptionalTensor,
-    bias: OptionalTensor,
-    gate: OptionalTensor,
-    seqlen_k: int,
-    q_offset: OptionalInt,
-    q_offsets: OptionalTensor,
-    seqlens_k: OptionalTensor,
-    cu_seqlens: OptionalTensor,
-    cu_seqlens_k: OptionalTensor,
-    left: OptionalInt,
-    reach: OptionalInt,
-    block_size: int,
-    stride: int,
-    scale: float,
-    softcap: OptionalFloat,
-    query_segments: OptionalTensor,
-    key_segments: OptionalTensor,
-    attn_mask: OptionalTensor,
-    dropout_p: float,
-    dropout_seed: OptionalTensor,
-) -> tuple[Tensor, Tensor]:
-    inputs = _prepare(
-        q, k, v, mem_k, mem_v, (seqlen_k, q_offset, q_offsets, seqlens_k, cu_seqlens, cu_seqlens_k),
-        left, reach, block_size, stride,
-        (softcap, sinks, query_segments, key_segments, bias, attn_mask, dropout_p, dropout_seed),
-    )  # fmt: skip
-    return attend(inputs, scale, q.dtype)
+# Arguments of the op, and of its backward op after what the forward pass returned.
+_INPUTS = (
+    'Tensor q, Tensor k, Tensor v, Tensor? mem_k, Tensor? mem_v, Tensor? sinks, Tensor? bias, Tensor? gate, '
+    f'{SEQUENCES}, SymInt? left, SymInt? reach, SymInt block_size, SymInt stride, float scale, float? softcap, '
+    'Tensor? query_segments, Tensor? key_segments, Tensor? attn_mask, float dropout_p, Tensor? dropout_seed'
+)
+
+
+@register_op('interval_attention', _INPUTS, 2)
+def _forward(*inputs: Any) -> tuple[Tensor, Tensor]:
+    q, *_, scale = inputs[:19]
+    return attend(_unpack(inputs), scale, q.dtype)
+
+
+def _unpack(inputs: tuple[Any, ...]) -> Inputs:
+    q, k, v, mem_k, mem_v, sinks, bias, _ = inputs[:8]
+    (left, reach, block_size, stride, _), (softcap, query_segments, key_segments, *others) = inputs[14:19], inputs[19:]
+    modifiers = (softcap, sinks, query_segments, key_segments, bias, *others)
+    return _prepare(q, k, v, mem_k, mem_v, inputs[8:14], left, reach, block_size, stride, modifiers)
 
 
 def attend(inputs: Inputs, scale: float, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -141,49 +125,19 @@ def attend(inputs: Inputs, scale: float, out_dtype: torch.dtype) -> tuple[Tensor
     return out, lse
 
 
-@torch.library.custom_op('native_sparse_attention::interval_attention_backward', mutates_args=())
-def _backward(
-    dout: Tensor,
-    dlse: OptionalTensor,
-    out: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mem_k: OptionalTensor,
-    mem_v: OptionalTensor,
-    sinks: OptionalTensor,
-    bias: OptionalTensor,
-    gate: OptionalTensor,
-    seqlen_k: int,
-    q_offset: OptionalInt,
-    q_offsets: OptionalTensor,
-    seqlens_k: OptionalTensor,
-    cu_seqlens: OptionalTensor,
-    cu_seqlens_k: OptionalTensor,
-    left: OptionalInt,
-    reach: OptionalInt,
-    block_size: int,
-    stride: int,
-    scale: float,
-    softcap: OptionalFloat,
-    query_segments: OptionalTensor,
-    key_segments: OptionalTensor,
-    attn_mask: OptionalTensor,
-    dropout_p: float,
-    dropout_seed: OptionalTensor,
-    needs_dkv: bool,
-    needs_dsinks: bool,
-    needs_dbias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+@register_op(
+    'interval_attention_backward',
+    'Tensor dout, Tensor? dlse, Tensor out, Tensor lse, '
+    f'{_INPUTS}, bool needs_dkv, bool needs_dsinks, bool needs_dbias',
+    8,
+)
+def _backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     """Return the gradients of q, k, v, mem_k, mem_v, sinks, bias and gate. Gradients that are not needed are empty,
     except that of q. dlse: None with a gate.
     """
-    inputs = _prepare(
-        q, k, v, mem_k, mem_v, (seqlen_k, q_offset, q_offsets, seqlens_k, cu_seqlens, cu_seqlens_k),
-        left, reach, block_size, stride,
-        (softcap, sinks, query_segments, key_segments, bias, attn_mask, dropout_p, dropout_seed),
-    )  # fmt: skip
+    *packed, needs_dkv, needs_dsinks, needs_dbias = rest
+    q, *_, sinks, bias, gate = packed[:8]
+    inputs, scale = _unpack(tuple(packed)), packed[18]
     dout, out = last_dim_contiguous(dout, out)
     dq, row_stats = differentiate_queries(inputs, scale, out, lse, dout, dlse, gate, q.dtype)
     q, k, v, interval, layout, kernel_modifiers = inputs
@@ -297,22 +251,9 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 
 
 @_backward.register_fake
-def _(
-    dout: Tensor,
-    dlse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mem_k: Tensor | None,
-    mem_v: Tensor | None,
-    sinks: Tensor | None,
-    bias: Tensor | None,
-    gate: Tensor | None,
-    *rest: Any,
-) -> tuple[Tensor, ...]:
-    needs_dkv, needs_dsinks, needs_dbias = rest[-3:]
+def _(*arguments: Any) -> tuple[Tensor, ...]:
+    q, k, v, mem_k, _, sinks, bias, gate = arguments[4:12]
+    needs_dkv, needs_dsinks, needs_dbias = arguments[-3:]
     num_memory = 0 if mem_k is None else mem_k.shape[1]
     shapes = [k.shape, v.shape, *((k.shape[2], num_memory, t.shape[3]) for t in (k, v))]
     dkv = [q.new_empty(shape if needs_dkv else 0) for shape in shapes]

@@ -12,11 +12,10 @@ from native_sparse_attention.core.geometry import max_length_of_compressed, over
 from native_sparse_attention.ops._triton.inverse_index import group_pairs, make_inverse_index, num_block_slots
 from native_sparse_attention.ops._triton.launch import Table, head_block, is_wide, launch, row_block, settings_of
 from native_sparse_attention.ops._triton.registered import (
-    OptionalFloat,
-    OptionalInt,
-    OptionalTensor,
+    SEQUENCES,
     refuse_double_backward,
     register_derivative,
+    register_op,
     save_inputs,
     saved_inputs,
 )
@@ -62,33 +61,21 @@ def straight_through_scale(
     return _forward(q, k_cmp, lse, block_indices, *flatten(call.sequences), *sizes, *call[1:], *forced, True)
 
 
-@torch.library.custom_op('native_sparse_attention::chosen_scores', mutates_args=())
-def _forward(
-    q: Tensor,
-    k_cmp: Tensor,
-    lse: Tensor,
-    block_indices: Tensor,
-    seqlen_k: int,
-    q_offset: OptionalInt,
-    q_offsets: OptionalTensor,
-    seqlens_k: OptionalTensor,
-    cu_seqlens: OptionalTensor,
-    cu_seqlens_k: OptionalTensor,
-    block_size: int,
-    stride: int,
-    selection_block_size: int,
-    causal: bool,
-    scale: float,
-    softcap: OptionalFloat,
-    num_init: int,
-    num_local: int,
-    straight_through: bool,
-) -> Tensor:
+# Arguments of the op without its last one, and of its backward op after the gradient.
+_INPUTS = (
+    f'Tensor q, Tensor k_cmp, Tensor lse, Tensor block_indices, {SEQUENCES}, SymInt block_size, SymInt stride, '
+    'SymInt selection_block_size, bool causal, float scale, float? softcap, SymInt num_init, SymInt num_local'
+)
+
+
+@register_op('chosen_scores', f'{_INPUTS}, bool straight_through')
+def _forward(q: Tensor, k_cmp: Tensor, lse: Tensor, block_indices: Tensor, *rest: Any) -> Tensor:
     """straight_through: return 1 in place of the scores, with their gradients; needs num_init and num_local."""
+    flat, (block_size, stride, selection_block_size) = rest[:6], rest[6:9]
+    causal, scale, softcap, _, _, straight_through = rest[9:]
     if straight_through:
         return torch.ones(block_indices.shape, dtype=torch.float32, device=q.device)
     q, k_cmp, block_indices = last_dim_contiguous(q, k_cmp, block_indices)
-    flat = (seqlen_k, q_offset, q_offsets, seqlens_k, cu_seqlens, cu_seqlens_k)
     layout, sizes = _place(q, k_cmp, flat, block_size, stride)
     out = q.new_empty(block_indices.shape, dtype=torch.float32)
     if out.numel() == 0 or k_cmp.shape[1] == 0:
@@ -110,35 +97,16 @@ def _forward(
     return out
 
 
-@torch.library.custom_op('native_sparse_attention::chosen_scores_backward', mutates_args=())
+@register_op('chosen_scores_backward', f'Tensor dout, {_INPUTS}, bool needs_dq, bool needs_dk', 3)
 def _backward(
-    dout: Tensor,
-    q: Tensor,
-    k_cmp: Tensor,
-    lse: Tensor,
-    block_indices: Tensor,
-    seqlen_k: int,
-    q_offset: OptionalInt,
-    q_offsets: OptionalTensor,
-    seqlens_k: OptionalTensor,
-    cu_seqlens: OptionalTensor,
-    cu_seqlens_k: OptionalTensor,
-    block_size: int,
-    stride: int,
-    selection_block_size: int,
-    causal: bool,
-    scale: float,
-    softcap: OptionalFloat,
-    num_init: int,
-    num_local: int,
-    needs_dq: bool,
-    needs_dk: bool,
+    dout: Tensor, q: Tensor, k_cmp: Tensor, lse: Tensor, block_indices: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k_cmp and lse; those of q and lse are empty unless needs_dq, that of k_cmp unless
     needs_dk. Scores of blocks forced by num_init and num_local have no gradient.
     """
+    flat, (block_size, stride, selection_block_size) = rest[:6], rest[6:9]
+    causal, scale, softcap, num_init, num_local, needs_dq, needs_dk = rest[9:]
     q, k_cmp, block_indices = last_dim_contiguous(q, k_cmp, block_indices)
-    flat = (seqlen_k, q_offset, q_offsets, seqlens_k, cu_seqlens, cu_seqlens_k)
     layout, sizes = _place(q, k_cmp, flat, block_size, stride)
     sizes = sizes._replace(num_init=num_init, num_local=num_local)
     dq, dk, dlse = (

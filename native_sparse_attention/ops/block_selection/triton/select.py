@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -15,7 +15,7 @@ from torch import Tensor
 from native_sparse_attention.core.call import Call, SelectionRules
 from native_sparse_attention.core.geometry import max_length_of_compressed
 from native_sparse_attention.ops._triton.launch import describe_rows, head_block, launch, settings_of
-from native_sparse_attention.ops._triton.registered import OptionalFloat, OptionalInt, OptionalTensor
+from native_sparse_attention.ops._triton.registered import SEQUENCES, register_op
 from native_sparse_attention.ops._triton.softcap import cap_logits
 from native_sparse_attention.ops._triton.support import MAX_TOKENS
 from native_sparse_attention.ops._triton.tiles import load_rows
@@ -81,31 +81,17 @@ def select_blocks(
     return _select(q, k_cmp, lse, *flatten(sequences), *sizes, *selection, causal, scale, softcap, block_counts)
 
 
-@torch.library.custom_op('native_sparse_attention::select_blocks', mutates_args=())
-def _select(
-    q: Tensor,
-    k_cmp: Tensor,
-    lse: Tensor,
-    seqlen_k: int,
-    q_offset: OptionalInt,
-    q_offsets: OptionalTensor,
-    seqlens_k: OptionalTensor,
-    cu_seqlens: OptionalTensor,
-    cu_seqlens_k: OptionalTensor,
-    block_size: int,
-    stride: int,
-    selection_block_size: int,
-    num_selected: int,
-    num_init: int,
-    num_local: int,
-    share_group: bool,
-    causal: bool,
-    scale: float,
-    softcap: OptionalFloat,
-    block_counts: OptionalTensor,
-) -> Tensor:
+@register_op(
+    'select_blocks',
+    f'Tensor q, Tensor k_cmp, Tensor lse, {SEQUENCES}, SymInt block_size, SymInt stride, SymInt selection_block_size, '
+    'SymInt num_selected, SymInt num_init, SymInt num_local, bool share_group, bool causal, float scale, '
+    'float? softcap, Tensor? block_counts',
+)
+def _select(q: Tensor, k_cmp: Tensor, lse: Tensor, *rest: Any) -> Tensor:
+    block_size, stride, selection_block_size, num_selected, num_init, num_local = rest[6:12]
+    share_group, causal, scale, softcap, block_counts = rest[12:]
     q = last_dim_contiguous(q)[0]
-    sequences = unflatten(q, (seqlen_k, q_offset, q_offsets, seqlens_k, cu_seqlens, cu_seqlens_k))
+    sequences = unflatten(q, rest[:6])
     layout = make_layout(sequences, block_size, stride)
     batch, seqlen, heads, head_dim = q.shape
     num_compressed, kv_heads = k_cmp.shape[1:3]
@@ -173,28 +159,8 @@ def spread_keys(k_cmp: Tensor, per_selection: int) -> Tensor:
 
 
 @_select.register_fake
-def _(
-    q: Tensor,
-    k_cmp: Tensor,
-    lse: Tensor,
-    seqlen_k: int,
-    q_offset: int | None,
-    q_offsets: Tensor | None,
-    seqlens_k: Tensor | None,
-    cu_seqlens: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    block_size: int,
-    stride: int,
-    selection_block_size: int,
-    num_selected: int,
-    num_init: int,
-    num_local: int,
-    share_group: bool,
-    causal: bool,
-    scale: float,
-    softcap: float | None,
-    block_counts: Tensor | None,
-) -> Tensor:
+def _(q: Tensor, k_cmp: Tensor, lse: Tensor, *rest: Any) -> Tensor:
+    num_selected, share_group = rest[9], rest[12]
     index_heads = k_cmp.shape[2] if share_group else q.shape[2]
     return q.new_empty(*q.shape[:2], index_heads, num_selected, dtype=torch.int32)
 

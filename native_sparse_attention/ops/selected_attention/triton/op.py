@@ -11,12 +11,10 @@ from native_sparse_attention.core.geometry import Sequences
 from native_sparse_attention.ops._triton.inverse_index import InverseIndex
 from native_sparse_attention.ops._triton.launch import is_hopper, is_wide, launch, row_block
 from native_sparse_attention.ops._triton.registered import (
-    OptionalFloat,
-    OptionalInt,
-    OptionalStr,
-    OptionalTensor,
+    SEQUENCES,
     refuse_double_backward,
     register_derivative,
+    register_op,
     save_inputs,
     saved_inputs,
 )
@@ -77,37 +75,27 @@ def selected_attention(
     return out, lse if gate is None else lse.detach()
 
 
-@torch.library.custom_op('native_sparse_attention::selected_attention', mutates_args=())
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_indices: Tensor,
-    block_scale: OptionalTensor,
-    gate: OptionalTensor,
-    seqlen_k: int,
-    q_offset: OptionalInt,
-    q_offsets: OptionalTensor,
-    seqlens_k: OptionalTensor,
-    cu_seqlens: OptionalTensor,
-    cu_seqlens_k: OptionalTensor,
-    block_size: int,
-    causal: bool,
-    scale: float,
-    softcap: OptionalFloat,
-    design: OptionalStr,
-    save_index: bool,
-    save_low_bits: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+# Arguments of the op, and of its backward op after what the forward pass returned.
+_INPUTS = (
+    f'Tensor q, Tensor k, Tensor v, Tensor block_indices, Tensor? block_scale, Tensor? gate, {SEQUENCES}, '
+    'SymInt block_size, bool causal, float scale, float? softcap, str? design, bool save_index, bool save_low_bits'
+)
+
+
+@register_op('selected_attention', _INPUTS, 5)
+def _forward(*inputs: Any) -> tuple[Tensor, ...]:
     """Return the output, the log-sum-exp, and what else the backward pass takes.
 
     That is the low bits of the output (`split_low_bits`), empty unless save_low_bits; and entries and starts of an
     `InverseIndex`, empty unless save_index, if the design needs none, and if the index is too large to be saved.
     """
-    sequences = unflatten(q, (seqlen_k, q_offset, q_offsets, seqlens_k, cu_seqlens, cu_seqlens_k))
-    tensors = (q, k, v, block_indices, block_scale)
-    arguments = make_arguments(tensors, sequences, block_size, causal, scale, softcap)
-    return attend(arguments, design, save_index, save_low_bits, q.dtype)
+    design, save_index, save_low_bits = inputs[-3:]
+    return attend(_arguments_of(*inputs), design, save_index, save_low_bits, inputs[0].dtype)
+
+
+def _arguments_of(q: Tensor, *inputs: Any) -> Arguments:
+    k, v, block_indices, block_scale, _, *flat = inputs[:11]
+    return make_arguments((q, k, v, block_indices, block_scale), unflatten(q, flat), *inputs[11:15])
 
 
 def attend(
@@ -163,46 +151,21 @@ def no_index(q: Tensor) -> tuple[Tensor, Tensor]:
     return q.new_empty(0, dtype=torch.int32), q.new_empty(0, dtype=torch.int32)
 
 
-@torch.library.custom_op('native_sparse_attention::selected_attention_backward', mutates_args=())
-def _backward(
-    dout: Tensor,
-    dlse: OptionalTensor,
-    out: Tensor,
-    lse: Tensor,
-    low_bits: Tensor,
-    entries: Tensor,
-    starts: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_indices: Tensor,
-    block_scale: OptionalTensor,
-    gate: OptionalTensor,
-    seqlen_k: int,
-    q_offset: OptionalInt,
-    q_offsets: OptionalTensor,
-    seqlens_k: OptionalTensor,
-    cu_seqlens: OptionalTensor,
-    cu_seqlens_k: OptionalTensor,
-    block_size: int,
-    causal: bool,
-    scale: float,
-    softcap: OptionalFloat,
-    design: OptionalStr,
-    save_index: bool,
-    save_low_bits: bool,
-    needs_dkv: bool,
-    needs_dscale: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+@register_op(
+    'selected_attention_backward',
+    'Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor low_bits, Tensor entries, Tensor starts, '
+    f'{_INPUTS}, bool needs_dkv, bool needs_dscale',
+    5,
+)
+def _backward(*arguments: Any) -> tuple[Tensor, ...]:
     """Return the gradients of q, k, v, block_scale and gate. Gradients that are not needed are empty, except dq.
 
     low_bits, entries, starts: from the forward pass. dlse and block_scale are None beside a gate.
     """
-    sequences = unflatten(q, (seqlen_k, q_offset, q_offsets, seqlens_k, cu_seqlens, cu_seqlens_k))
-    tensors = (q, k, v, block_indices, block_scale)
-    arguments = make_arguments(tensors, sequences, block_size, causal, scale, softcap)
+    dout, dlse, out, lse, low_bits, entries, starts, *inputs, needs_dkv, needs_dscale = arguments
+    q, gate, (design, _, save_low_bits) = inputs[0], inputs[5], inputs[-3:]
     rows, needed = (dout, dlse, out, lse, low_bits, entries, starts, gate), (needs_dkv, needs_dscale)
-    return differentiate(arguments, *rows, design, save_low_bits, *needed, q.dtype)
+    return differentiate(_arguments_of(*inputs), *rows, design, save_low_bits, *needed, q.dtype)
 
 
 def differentiate(
@@ -322,22 +285,8 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
 
 
 @_backward.register_fake
-def _(
-    dout: Tensor,
-    dlse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    low_bits: Tensor,
-    entries: Tensor,
-    starts: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_indices: Tensor,
-    block_scale: Tensor | None,
-    gate: Tensor | None,
-    *rest: Any,
-) -> tuple[Tensor, ...]:
+def _(*arguments: Any) -> tuple[Tensor, ...]:
+    lse, (q, k, v, _, block_scale, gate), rest = arguments[3], arguments[7:13], arguments[13:]
     dk, dv = (k.new_empty(k.shape), v.new_empty(v.shape)) if rest[-2] else (q.new_empty(0), q.new_empty(0))
     dscale = q.new_empty(0)
     if rest[-1] and block_scale is not None:

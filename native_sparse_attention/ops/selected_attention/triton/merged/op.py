@@ -20,11 +20,10 @@ from native_sparse_attention.ops._triton.interval import op as interval
 from native_sparse_attention.ops._triton.interval.keys import differentiate_keys
 from native_sparse_attention.ops._triton.launch import head_block, launch
 from native_sparse_attention.ops._triton.registered import (
-    OptionalFloat,
-    OptionalInt,
-    OptionalTensor,
+    SEQUENCES,
     refuse_double_backward,
     register_derivative,
+    register_op,
     save_inputs,
     saved_inputs,
 )
@@ -64,33 +63,22 @@ def merged_attention(
     return _forward(q, k, v, block_indices, block_scale, modifiers.sinks, *flatten(sequences), *options)[:2]
 
 
-@torch.library.custom_op('native_sparse_attention::merged_attention', mutates_args=())
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_indices: Tensor,
-    block_scale: OptionalTensor,
-    sinks: OptionalTensor,
-    seqlen_k: int,
-    q_offset: OptionalInt,
-    q_offsets: OptionalTensor,
-    seqlens_k: OptionalTensor,
-    cu_seqlens: OptionalTensor,
-    cu_seqlens_k: OptionalTensor,
-    left: int,
-    block_size: int,
-    scale: float,
-    softcap: OptionalFloat,
-    save_index: bool,
-    save_difference: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+# Arguments of the op, and of its backward op after what the forward pass returned.
+_INPUTS = (
+    f'Tensor q, Tensor k, Tensor v, Tensor block_indices, Tensor? block_scale, Tensor? sinks, {SEQUENCES}, '
+    'SymInt left, SymInt block_size, float scale, float? softcap, bool save_index, bool save_difference'
+)
+
+
+@register_op('merged_attention', _INPUTS, 7)
+def _forward(*inputs: Any) -> tuple[Tensor, ...]:
     """Return the output, its log-sum-exp, and what the backward pass takes.
 
     That is the log-sum-exps of the window and of the selected part `[B, HQ, T]`, the difference of their outputs
     `[B, T, HQ, DV]` (empty unless save_difference), and the inverse index of the selected part (`selected.attend`).
     """
-    flat = (seqlen_k, q_offset, q_offsets, seqlens_k, cu_seqlens, cu_seqlens_k)
+    (q, k, v, block_indices, _, sinks), flat = inputs[:6], inputs[6:12]
+    left, block_size, scale, softcap, save_index, save_difference = inputs[12:]
     window = interval.prepare_window(q, k, v, flat, left, softcap, sinks)
     out_window, lse_window = interval.attend(window, scale, torch.float32)
     far = _before_window(unflatten(q, flat), left)
@@ -106,41 +94,17 @@ def _forward(
     return out, lse, lse_window, lse_selected, difference, entries, starts
 
 
-@torch.library.custom_op('native_sparse_attention::merged_attention_backward', mutates_args=())
-def _backward(
-    dout: Tensor,
-    dlse: OptionalTensor,
-    out: Tensor,
-    lse: Tensor,
-    lse_window: Tensor,
-    lse_selected: Tensor,
-    difference: Tensor,
-    entries: Tensor,
-    starts: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_indices: Tensor,
-    block_scale: OptionalTensor,
-    sinks: OptionalTensor,
-    seqlen_k: int,
-    q_offset: OptionalInt,
-    q_offsets: OptionalTensor,
-    seqlens_k: OptionalTensor,
-    cu_seqlens: OptionalTensor,
-    cu_seqlens_k: OptionalTensor,
-    left: int,
-    block_size: int,
-    scale: float,
-    softcap: OptionalFloat,
-    save_index: bool,
-    save_difference: bool,
-    needs_dkv: bool,
-    needs_dscale: bool,
-    needs_dsinks: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+@register_op(
+    'merged_attention_backward',
+    'Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor lse_window, Tensor lse_selected, Tensor difference, '
+    f'Tensor entries, Tensor starts, {_INPUTS}, bool needs_dkv, bool needs_dscale, bool needs_dsinks',
+    5,
+)
+def _backward(*arguments: Any) -> tuple[Tensor, ...]:
     """Return the gradients of q, k, v, block_scale and sinks. Gradients that are not needed are empty, except dq."""
-    flat = (seqlen_k, q_offset, q_offsets, seqlens_k, cu_seqlens, cu_seqlens_k)
+    dout, dlse, out, lse, lse_window, lse_selected, difference, entries, starts, *inputs = arguments
+    (q, k, v, block_indices, block_scale, sinks), flat = inputs[:6], inputs[6:12]
+    left, block_size, scale, softcap, _, _, needs_dkv, needs_dscale, needs_dsinks = inputs[12:]
     (dout,) = last_dim_contiguous(dout)
     outs = [out.new_empty(out.shape) for _ in range(2)]
     weights = [lse.new_empty(out.shape[:3]) for _ in range(2)]
@@ -192,25 +156,8 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
 
 
 @_backward.register_fake
-def _(
-    dout: Tensor,
-    dlse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    lse_window: Tensor,
-    lse_selected: Tensor,
-    difference: Tensor,
-    entries: Tensor,
-    starts: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_indices: Tensor,
-    block_scale: Tensor | None,
-    sinks: Tensor | None,
-    *rest: Any,
-) -> tuple[Tensor, ...]:
-    needs_dkv, needs_dscale, needs_dsinks = rest[-3:]
+def _(*arguments: Any) -> tuple[Tensor, ...]:
+    (q, k, v, _, block_scale, sinks), (needs_dkv, needs_dscale, needs_dsinks) = arguments[9:15], arguments[-3:]
     dkv = [q.new_empty(t.shape if needs_dkv else 0) for t in (k, v)]
     others = ((block_scale, needs_dscale), (sinks, needs_dsinks))
     others = [t.new_empty(t.shape) if needed and t is not None else q.new_empty(0) for t, needed in others]
