@@ -6,13 +6,13 @@ choose kernels stand for a backend and give a DeprecationWarning.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from native_sparse_attention.core.checks import check_flags, check_tensors
+from native_sparse_attention.core.warn import warn_user
 from native_sparse_attention.inference.cache import LayerCache
 from native_sparse_attention.inference.model_cache import ModelCache, check_model_cache
 from native_sparse_attention.nn import attention, transformer
@@ -59,7 +59,7 @@ class SparseAttention(attention.SparseAttention):
             if backend != 'auto':
                 raise ValueError(f'use_triton_kernel and backend={backend!r} are given, but one must be left out')
             backend = 'auto' if use_triton_kernel else 'eager'
-            _warn(['use_triton_kernel'], backend, stacklevel=2)
+            _warn(['use_triton_kernel'], backend, self)
         super().__init__(
             *(dim, dim_head, heads, sliding_window_size, compress_block_size, compress_block_sliding_stride),
             *(selection_block_size, num_selected_blocks, kv_heads, num_compressed_mem_kv, causal, norm, use_diff_topk),
@@ -86,7 +86,7 @@ class SparseAttention(attention.SparseAttention):
         if sliding_window_flex_mask is not None or fine_selection_flex_mask is not None:
             name = 'sliding_window_flex_mask' if sliding_window_flex_mask is not None else 'fine_selection_flex_mask'
             raise ValueError(f"{name} is given, but must be None: backend='flex' makes its own masks")
-        options |= _backend_of_call(self.backend, disable_triton_kernel=disable_triton_kernel)
+        options |= _backend_of_call(self, disable_triton_kernel=disable_triton_kernel)
         return super().forward(inp, cache=cache, return_cache=return_cache, **options)
 
 
@@ -127,7 +127,7 @@ class Transformer(transformer.Transformer):
         super().__init__(
             *(num_tokens, dim, depth, dim_head, heads, kv_heads, ff_expansion_factor, use_sparse_attn, causal),
             sparse_attn_kwargs,
-            backend=_backend_of_model(backend, flags),
+            backend=_backend_of_model(self, backend, flags),
             **settings,
         )
 
@@ -153,7 +153,7 @@ class Transformer(transformer.Transformer):
             if isinstance(mask := options.get('mask'), Tensor):
                 options['mask'] = mask[..., -ids.shape[-1] :]
         flags = {'disable_flex': disable_flex, 'disable_triton_kernel': disable_triton_kernel}
-        options |= _backend_of_call(self.backend, **flags)
+        options |= _backend_of_call(self, **flags)
         return super().forward(ids, return_loss, cache, return_cache, **options)
 
 
@@ -167,16 +167,16 @@ def _new_ids(ids: Tensor, cache: ModelCache) -> Tensor:
     return ids if length == 1 else ids[..., held:]
 
 
-def _backend_of_call(backend: str, **flags: bool) -> dict[str, str]:
+def _backend_of_call(module: Any, **flags: bool) -> dict[str, str]:
     """Return the argument `backend` of a call with such flags; empty where they leave the model's backend."""
     check_flags(**flags)
     given = [name for name, is_set in flags.items() if is_set]
     if given:
-        _warn(given, 'eager', stacklevel=5)  # past the frames of nn.Module.__call__
-    return {'backend': 'eager'} if any(backend in ('auto', _DISABLED[name]) for name in given) else {}
+        _warn(given, 'eager', module)
+    return {'backend': 'eager'} if any(module.backend in ('auto', _DISABLED[name]) for name in given) else {}
 
 
-def _backend_of_model(backend: str, flags: dict[str, bool]) -> str:
+def _backend_of_model(module: nn.Module, backend: str, flags: dict[str, bool]) -> str:
     check_flags(**flags)
     given = [name for name, is_set in flags.items() if is_set]
     if not given:
@@ -187,11 +187,10 @@ def _backend_of_model(backend: str, flags: dict[str, bool]) -> str:
     mapped = 'auto' if triton else 'flex'
     if backend not in ('auto', 'triton' if triton else 'flex'):
         raise ValueError(f'backend is {backend!r}, but {" and ".join(given)} asks for {mapped!r}')
-    _warn(given, mapped, stacklevel=3)
+    _warn(given, mapped, module)
     return mapped if backend == 'auto' else backend
 
 
-def _warn(flags: list[str], backend: str, stacklevel: int) -> None:
-    """Warn that flags are deprecated. stacklevel: as of `warnings.warn` in the caller."""
+def _warn(flags: list[str], backend: str, module: nn.Module) -> None:
     message = f'{" and ".join(flags)} is deprecated: use backend={backend!r}'
-    warnings.warn(message, DeprecationWarning, stacklevel=stacklevel + 1)
+    warn_user(message, module, DeprecationWarning)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +14,7 @@ from native_sparse_attention.core.checks import check_flags, check_not_negative,
 from native_sparse_attention.core.plain import is_plain
 from native_sparse_attention.core.projection import projection_dtype
 from native_sparse_attention.core.random import check_probability
+from native_sparse_attention.core.warn import warn_user
 from native_sparse_attention.inference.cache import LayerCache, check_layer_cache
 from native_sparse_attention.nn.linear import BranchLinear
 from native_sparse_attention.nn.padding import check_mask
@@ -93,10 +93,10 @@ def _warn_of_forced_blocks(layer: Any) -> None:
     num_selected = layer.num_selected_blocks
     forced = geometry.num_forced_blocks(layer.num_init_blocks, layer.num_local_blocks, layer.causal)
     if 0 < num_selected <= forced:
-        warnings.warn(
+        warn_user(
             f'num_selected_blocks is {num_selected}, but {forced} blocks are forced and count towards it, '
-            f'so no block is ever chosen by score: raise it, or lower num_init_blocks and num_local_blocks',
-            stacklevel=4,
+            f'so no block is ever selected by score: raise it, or lower num_init_blocks and num_local_blocks',
+            layer,
         )
 
 
@@ -122,10 +122,10 @@ def _check_merged(layer: Any, compress_mlp: object, strategy_combine_mlp: object
         isinstance(compress_mlp, nn.Module) and any(True for _ in compress_mlp.parameters())
     )
     if has_parameters and layer.num_selected_blocks > 0 and not layer.use_diff_topk:
-        warnings.warn(
+        warn_user(
             'compressed_output is False and use_diff_topk is False, so the network that scores blocks is not trained: '
             'its gradients are 0 without return_block_loss',
-            stacklevel=4,
+            layer,
         )
 
 

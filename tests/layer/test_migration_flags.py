@@ -93,6 +93,52 @@ def test_the_backend_that_a_call_takes(backend, flag, taken, monkeypatch):
     assert seen == [taken] * 2
 
 
+def test_a_warning_names_the_line_outside_of_a_subclass():
+    settings: dict[str, Any] = README | {'dim': 32, 'dim_head': 8, 'heads': 4}
+
+    class Mine(SparseAttention):
+        def __init__(self, **others: Any) -> None:
+            super().__init__(**others)
+
+        def forward(self, inp: Any, **options: Any) -> Any:
+            return super().forward(inp, **options)
+
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attn = Mine(**settings, use_triton_kernel=False)
+
+    def construct() -> Mine:
+        return Mine(**settings, use_triton_kernel=False)
+
+    def call(layer: Mine) -> None:
+        layer(torch.randn(1, 9, 32), disable_triton_kernel=True)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter('always')
+        call(construct())
+        Block()
+    lines = {function: function.__code__.co_firstlineno for function in (construct, call, Block.__init__)}
+    in_block = lines[Block.__init__] + 2
+    assert [(warning.category, warning.lineno) for warning in caught] == [
+        (DeprecationWarning, lines[construct] + 1),
+        (UserWarning, lines[construct] + 1),
+        (DeprecationWarning, lines[call] + 1),
+        (DeprecationWarning, in_block),
+        (UserWarning, in_block),
+    ]
+    assert {warning.filename for warning in caught} == {__file__}
+
+
+def test_a_compiled_call_takes_a_flag():
+    torch.compiler.reset()
+    settings: dict[str, Any] = README | {'dim': 32, 'dim_head': 8, 'heads': 4}
+    layer = SparseAttention(**settings)
+    x = torch.randn(1, 9, 32)
+    compiled = torch.compile(layer, backend='eager', fullgraph=True)
+    torch.testing.assert_close(compiled(x, disable_triton_kernel=True), layer(x))
+
+
 def test_flags_of_a_layer():
     settings: dict[str, Any] = README | {'dim': 32, 'dim_head': 8, 'heads': 4, 'num_selected_blocks': 6}
     for flag, backend in ((True, 'auto'), (False, 'eager')):
