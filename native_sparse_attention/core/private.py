@@ -307,12 +307,12 @@ def register_derivative(op: CustomOpDef, backward: Callable[..., Any], save: Cal
     except (AttributeError, TypeError):
         return False
 
-    def choose(keys: Any, *inputs: Any) -> Any:
+    def dispatch(keys: Any, *inputs: Any) -> Any:
         is_plain = not keys.raw_repr() & other_keys and not is_transformed()
         return (call_plain if is_plain else call)(*inputs)
 
     for device in ('CPU', 'CUDA'):
-        _LIBRARY.impl(name, choose, f'Autograd{device}', with_keyset=True)
+        _LIBRARY.impl(name, dispatch, f'Autograd{device}', with_keyset=True)
         _LIBRARY.impl(name, function, device)
     return True
 

@@ -1,7 +1,7 @@
 """`SparseAttention` and `Transformer` with the arguments of native-sparse-attention-pytorch 0.2.3 (lucidrains).
 
-Arguments have the names, order and defaults of 0.2.3; further arguments of this package are keyword-only. Flags that
-choose kernels stand for a backend and give a DeprecationWarning.
+Arguments have the names, order and defaults of 0.2.3; further arguments of this package are keyword-only. Flags of
+kernels stand for a backend and give a DeprecationWarning.
 """
 
 from __future__ import annotations

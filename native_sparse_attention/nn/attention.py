@@ -338,7 +338,7 @@ class SparseAttention(AttentionLayer):
         }
         losses: list[Tensor] = []
 
-        def attend(choose: Callable[..., Tensor]) -> Tensor:
+        def attend(select: Callable[..., Tensor]) -> Tensor:
             q_window = k_window = v_window = None
             if self.merge_window:
                 q, q_cmp = rotated_and_plain(tables, backend, new.q, 1, 1)
@@ -350,10 +350,10 @@ class SparseAttention(AttentionLayer):
                 else:
                     (k, k_window), v_window = rotate(tables, backend, new.k, new.k_window), new.v_window
             if needs_block_loss:
-                choose = partial(self._select_with_loss, q, k, losses)
+                select = partial(self._select_with_loss, q, k, losses)
             with recompute_rotated(new.q, tables, backend, q):
                 of_branches = {'q_cmp': q_cmp, 'q_window': q_window, 'k_window': k_window, 'v_window': v_window}
-                return self._nsa(q, k, new.v, k_cmp, v_cmp, new.gates, **of_branches, choose=choose, **fixed)
+                return self._nsa(q, k, new.v, k_cmp, v_cmp, new.gates, **of_branches, choose=select, **fixed)
 
         recomputes = self.recompute and torch.is_grad_enabled()
         out = recompute(attend) if recomputes else attend(select_blocks)

@@ -1,4 +1,4 @@
-"""Steps of decoding whose launches are made again, on a GPU: bit for bit those that Triton launches anew.
+"""Steps of decoding whose launches are replayed, on a GPU: bit for bit those that Triton launches anew.
 
 python -m pytest -m gpu -n 8 tests/gpu/test_launch_cache.py
 """
@@ -82,7 +82,7 @@ def test_a_step_again(name: str, num_tokens: int, device: torch.device, launched
 
 @pytest.mark.parametrize('learned', [False, True], ids=['mean', 'learned'])
 def test_a_replay_is_a_step(learned: bool, device: torch.device, launched: list[str]):
-    """Of a graph that is captured from launches made again, and of one that Triton's are captured in."""
+    """A graph that is captured from replayed launches equals one that is captured from those of Triton."""
     decoder = Decoder(replace(SHAPE, learned=learned), device)
     caches = [decoder.cache() for _ in range(3)]
     tokens = [decoder.tokens(index) for index in range(12)]
@@ -241,7 +241,7 @@ LAYERS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize('backend', ['auto', 'triton'])
 @pytest.mark.parametrize('name', LAYERS)
 def test_layers(name: str, backend: str, autocast: bool, device: torch.device, launched: list[str]):
-    """Every token after the first goes by launches made again."""
+    """Every token after the first replays launches."""
     layer = SparseAttention(**LAYER, **LAYERS[name], backend=backend).to(device).eval()
     layer = layer if autocast else layer.to(torch.bfloat16)
     x = torch.randn(2, 120, 256, device=device, dtype=torch.float32 if autocast else torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Steps whose launches are made again, with kernels of the interpreter that play compiled ones: they get addresses and
+"""Steps whose launches are replayed, with kernels of the interpreter that play compiled ones: they get addresses and
 numbers alone, as Triton's launcher does.
 """
 

@@ -187,7 +187,7 @@ def test_it_compiles(device: torch.device) -> None:
 
 def test_backends_of_a_selection(device: torch.device) -> None:
     q, k_cmp = torch.zeros(1, 4, 130, 4, device=device), torch.zeros(1, 4, 2, 4, device=device)
-    with pytest.raises(ValueError, match=r'65 heads choose together, but a tile of its kernel holds up to 64'):
+    with pytest.raises(ValueError, match=r'65 heads select together, but a tile of its kernel holds up to 64'):
         backend_of('select_blocks', q, k_cmp, group_size=65, backend='triton')
     with pytest.raises(ValueError, match=r'num_selected is 513, but its kernel keeps up to 512 blocks of a row'):
         backend_of('select_blocks', q, k_cmp, num_selected=513, backend='triton')
@@ -201,6 +201,6 @@ def test_backends_of_a_selection(device: torch.device) -> None:
         auto = backend_of(op, q, k_cmp)
         assert auto.name == ('triton' if device.type == 'cuda' else 'eager')
     problem = make_counts(whole(8), Heads(65, 1, 4, 4), SIZES, device)
-    with pytest.raises(ValueError, match=r'65 heads choose together'):
+    with pytest.raises(ValueError, match=r'65 heads select together'):
         choose(problem, num_selected=2)
     assert choose(problem, num_selected=0, share_group=False).shape == (1, 8, 65, 0)

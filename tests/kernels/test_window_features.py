@@ -154,10 +154,10 @@ def test_strides_of_tables(device: torch.device) -> None:
     tensors, given_settings = make_problem(('bias', 'attn_mask'), whole(20, batch=2), HEADS, device, table=(1, 4))
     expected = run_triton(window_attention, tensors, None, **given_settings)
     bias, attn_mask = tensors['bias'], given_settings['attn_mask']
-    for turn in (lambda t: t.mT.contiguous().mT, lambda t: torch.stack((t, t), 3).flatten(2, 3)[:, :, ::2]):
-        turned_settings = given_settings | {'attn_mask': turn(attn_mask)}
-        turned = run_triton(window_attention, tensors | {'bias': turn(bias)}, None, **turned_settings)
-        assert_same_bits(turned, expected)
+    for lay_out in (lambda t: t.mT.contiguous().mT, lambda t: torch.stack((t, t), 3).flatten(2, 3)[:, :, ::2]):
+        settings = given_settings | {'attn_mask': lay_out(attn_mask)}
+        result = run_triton(window_attention, tensors | {'bias': lay_out(bias)}, None, **settings)
+        assert_same_bits(result, expected)
 
 
 def test_the_gradient_of_a_bias_in_float32(device: torch.device) -> None:

@@ -163,7 +163,7 @@ def test_a_cache_serves_layers_with_and_without_features(device: torch.device) -
 @pytest.mark.parametrize('kind', INPUTS)
 @pytest.mark.parametrize('features', FEATURES.values(), ids=FEATURES)
 def test_dropout_with_recompute(features: dict[str, Any], kind: str) -> None:
-    """The seed is drawn once, so what is made again drops the same weights."""
+    """The seed is drawn once, so the recomputation drops the same weights."""
     x, results = input_of(kind), []
     for recompute in (False, True):
         layer = make_layer(**features, dropout=0.4, recompute=recompute)

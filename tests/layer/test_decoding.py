@@ -87,13 +87,13 @@ def attend_whole(tokens: dict[str, Tensor], layer: dict[str, Any], factor: float
     q, k, v, gates = (tokens[name] for name in ('q', 'k', 'v', 'gates'))
     networks, positions, freqs, window = (layer.pop(n) for n in ('networks', 'positions', 'freqs', 'window_size'))
     raw = tokens.get('raw_k', k), tokens.get('raw_v', v)
-    turned_q, turned_k, k_window = q, k, tokens.get('k_window')
+    rotated_q, rotated_k, k_window = q, k, tokens.get('k_window')
     if freqs is not None:
         tables = angle_tables(torch.arange(q.shape[1])[None], freqs, factor)
-        turned_q, turned_k = (ops.rotary(t, *tables, backend='eager') for t in (q, k))
+        rotated_q, rotated_k = (ops.rotary(t, *tables, backend='eager') for t in (q, k))
         k_window = None if k_window is None else ops.rotary(k_window, *tables, backend='eager')
     return nsa(
-        *(turned_q, turned_k, v, *compress_pair(networks, raw, positions, STRIDE), gates),
+        *(rotated_q, rotated_k, v, *compress_pair(networks, raw, positions, STRIDE), gates),
         q_cmp=tokens.get('q_cmp', q),
         k_window=k_window,
         v_window=tokens.get('v_window'),

@@ -1,4 +1,4 @@
-"""What `nsa` refuses before anything runs, beside neighbours that it takes, and the backends of what it runs."""
+"""Arguments that `nsa` refuses before anything runs, beside similar ones that it takes, and the backends of its ops."""
 
 from __future__ import annotations
 

@@ -204,7 +204,7 @@ def test_blocks_are_chosen_once(device: torch.device) -> None:
         assert calls.counts['select_blocks'] == 1
         assert calls.counts['selected_attention'] == times
         assert calls.counts['interval_attention'] == 2 * times
-        # q and k, what is made again of them, and their gradients
+        # q and k, what is recomputed of them, and their gradients
         assert calls.counts['rotary'] == 2 + again
         assert calls.counts['add_gradients'] == 2
 
@@ -311,7 +311,7 @@ def test_hooks_of_others_are_not_hidden(device: torch.device) -> None:
     with saved_tensors_hooks(pack, lambda t: t), Calls() as calls:
         results = run(layer, x)
     assert calls.counts['rotary'] == 2
-    # The queries of the projection, of the compressed branch and of the scores, and the turned ones of the other two
+    # The queries of the projection, of the compressed branch and of the scores, and the rotated ones of the other two
     assert shapes.count(torch.Size((1, 9, 4, 6))) >= 4
     with Calls() as calls:
         checkpointed = run(layer, x, lambda x: checkpoint(layer, x, use_reentrant=False))

@@ -61,8 +61,8 @@ def make_tables(device: torch.device) -> tuple[Tensor, Tensor]:
     return angle_tables(torch.arange(5, device=device)[None], torch.tensor([0.3, 2.0], device=device))
 
 
-def test_turned_again(device: torch.device) -> None:
-    """For as many as saved it, once for all of them in a backward pass; also where only some of them are in it."""
+def test_rotated_is_recomputed(device: torch.device) -> None:
+    """A backward pass recomputes it once for all nodes that saved it, also where it reaches only some of them."""
     x, tables = torch.randn(1, 5, 2, 6).to(device).requires_grad_(), make_tables(device)
     (rotated,) = rotate(tables, 'triton', x)
     with recompute_rotated(x, tables, 'triton', rotated):
@@ -78,7 +78,7 @@ def test_turned_again(device: torch.device) -> None:
     assert places == [False, False, True]
 
 
-def test_what_is_turned_again_is_not_changed_unseen(device: torch.device) -> None:
+def test_an_input_changed_in_place_is_noticed(device: torch.device) -> None:
     x, tables = torch.randn(1, 5, 2, 6).to(device).requires_grad_(), make_tables(device)
     (rotated,) = rotate(tables, 'triton', x)
     with recompute_rotated(x, tables, 'triton', rotated):
@@ -97,7 +97,7 @@ class Marked(Tensor):
 @pytest.mark.parametrize(
     'why', ['eager', 'flex', 'learned', 'frozen', 'no grad', 'refused', 'others', 'subclass', None]
 )
-def test_where_nothing_is_turned_again(why: str | None, device: torch.device) -> None:
+def test_where_rotated_is_saved(why: str | None, device: torch.device) -> None:
     x, tables = torch.randn(1, 5, 2, 6).to(device), make_tables(device)
     backend = why if why in ('eager', 'flex') else 'triton'
     x = x.as_subclass(Marked) if why == 'subclass' else x
@@ -114,6 +114,6 @@ def test_where_nothing_is_turned_again(why: str | None, device: torch.device) ->
     assert isinstance(context, nullcontext) == (why is not None)
 
 
-def test_nothing_is_turned_again_without_tables() -> None:
+def test_without_tables_nothing_is_recomputed() -> None:
     x = torch.randn(1, 5, 2, 6, requires_grad=True)
     assert isinstance(recompute_rotated(x, None, 'triton', x), nullcontext)

@@ -312,7 +312,7 @@ def _scores_unsupported(q: Tensor, k_cmp: Tensor, num_selected: int) -> str | No
 def _selection_unsupported(q: Tensor, k_cmp: Tensor, group_size: int, num_selected: int) -> str | None:
     """Return the reason why Triton does not support this call of `select_blocks`, or None."""
     if group_size > MAX_GROUP:
-        return f'{group_size} heads choose together, but a tile of its kernel holds up to {MAX_GROUP}'
+        return f'{group_size} heads select together, but a tile of its kernel holds up to {MAX_GROUP}'
     if num_selected > MAX_SELECTED:
         return f'num_selected is {num_selected}, but its kernel keeps up to {MAX_SELECTED} blocks of a row'
     return support.unsupported(q, k_cmp)

@@ -90,10 +90,10 @@ def _attend(
         t = row // rows_per_token
         key_position = s - key_start[b, t]
         block = key_position // block_size
-        chosen = s < 0
+        is_selected = s < 0
         for i in range(num_selected):
-            chosen = chosen | (blocks[b, t, h, i] == block)
-        return chosen & (key_position >= 0) & (key_position < num_keys[b, t])
+            is_selected = is_selected | (blocks[b, t, h, i] == block)
+        return is_selected & (key_position >= 0) & (key_position < num_keys[b, t])
 
     cap = capped(softcap)
     if block_scale is None:
