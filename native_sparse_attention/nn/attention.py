@@ -320,15 +320,18 @@ class SparseAttention(AttentionLayer):
             x = torch.where(layout.covered[..., None], x, 0)
         new = self._project(x)
         k_cmp, v_cmp = self._compress(new, cu_seqlens, self.use_diff_topk or needs_block_loss)
-        # Parameters are read here, once: they may have other values when `attend` is recomputed.
         tables = None if self.rotary is None else self.rotary.tables(positions)
-        mem_kv = self._memory
-        if mem_kv is not None:
-            mem_kv = mem_kv[0].to(new.q.dtype), None if mem_kv[1] is None else mem_kv[1].to(new.q.dtype)
+        recomputes = self.recompute and torch.is_grad_enabled()
+
+        def read(parameter: Tensor | None, dtype: torch.dtype | None = None) -> Tensor | None:
+            # Copied, because parameters may have other values when `attend` is recomputed.
+            return None if parameter is None else parameter.to(dtype or parameter.dtype, copy=recomputes)
+
+        mem_k, mem_v = read(self.compress_mem_k, new.q.dtype), read(self.compress_mem_v, new.q.dtype)
         fixed: dict[str, Any] = {
-            'mem_kv': mem_kv,
-            'sinks': self.window_sinks,
-            'sinks_cmp': self.compress_sinks,
+            'mem_kv': None if mem_k is None else (mem_k, mem_v),
+            'sinks': read(self.window_sinks),
+            'sinks_cmp': read(self.compress_sinks),
             'dropout_p': self._dropout_p,
             'dropout_seed': as_seed(None, x.device) if self._dropout_p else None,
             'q_offset': 0,
@@ -355,7 +358,6 @@ class SparseAttention(AttentionLayer):
                 of_branches = {'q_cmp': q_cmp, 'q_window': q_window, 'k_window': k_window, 'v_window': v_window}
                 return self._nsa(q, k, new.v, k_cmp, v_cmp, new.gates, **of_branches, choose=select, **fixed)
 
-        recomputes = self.recompute and torch.is_grad_enabled()
         out = recompute(attend) if recomputes else attend(select_blocks)
         if self.k_compress is not None and not self.compressed_output and not needs_block_loss:
             out = with_zero_gradients(out, self.k_compress, self.k_intrablock_positions, self.compress_mem_k)

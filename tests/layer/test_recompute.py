@@ -1,4 +1,4 @@
-"""What the layer keeps for the backward pass, which makes rotated queries again; `recompute=True`, which keeps less.
+"""Tensors that the layer saves for the backward pass, which recomputes rotated queries; with `recompute=True` fewer.
 Neither changes a bit.
 """
 
@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 import warnings
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -93,6 +94,32 @@ def test_parameters_that_have_other_values_by_then(name: str, backend: str, devi
         gradients.append(torch.autograd.grad(out.sin().sum(), [*given.values()], materialize_grads=True))
     for a, b in zip(*gradients, strict=True):
         assert a.equal(b)
+
+
+@pytest.mark.parametrize('merge_window', [False, True])
+def test_parameters_that_change_in_place(merge_window: bool) -> None:
+    """Gradients are those of the old values, or PyTorch refuses the backward pass, as without recompute."""
+    settings: dict[str, Any] = {'num_sinks': 2, 'use_diff_topk': True, 'merge_window': merge_window}
+    x, results = torch.randn(2, 17, DIM), dict[Any, Any]()
+    names = [name for name, _ in make_layers(**settings)[0].named_parameters()]
+    for changed in (None, *names):
+        for layer in make_layers(**settings):
+            out, parameters = layer(x), dict(layer.named_parameters())
+            with torch.no_grad():
+                if changed is not None:
+                    parameters[changed].add_(1)
+            gradients: list[Tensor] | None = None
+            with suppress(RuntimeError):
+                gradients = list(torch.autograd.grad(out.sin().sum(), list(parameters.values())))
+            results[changed, layer.recompute] = gradients
+    expected = results[None, False]
+    for (changed, recompute), gradients in results.items():
+        assert (gradients is None) == (results[changed, False] is None), (changed, recompute)
+        if gradients is not None:
+            assert all(a.equal(b) for a, b in zip(gradients, expected, strict=True)), (changed, recompute)
+    refused = {changed for (changed, _), gradients in results.items() if gradients is None}
+    assert 'to_qkv.weight' in refused
+    assert not refused & {'compress_mem_k', 'compress_mem_v', 'window_sinks', 'compress_sinks'}
 
 
 @pytest.mark.parametrize('kind', INPUTS)
@@ -219,7 +246,7 @@ def test_a_graph_that_is_retained(backend: str, recompute: bool, device: torch.d
     assert first.equal(second)
 
 
-def test_without_gradients_nothing_is_made_again(device: torch.device) -> None:
+def test_without_gradients_nothing_is_recomputed(device: torch.device) -> None:
     _, layer = make_layers(backend='triton')
     with Calls() as calls, torch.no_grad():
         layer.to(device)(torch.randn(1, 9, DIM).to(device))
