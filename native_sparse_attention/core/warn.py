@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import inspect
 import warnings
 
 import torch
@@ -17,8 +17,8 @@ def warn_user(message: str, owner: object, category: type[Warning] = UserWarning
     """
     if torch.compiler.is_compiling():
         return
-    frame, level = sys._getframe(1), 2
-    while frame.f_back is not None:
+    frame, level = inspect.currentframe(), 1
+    while frame is not None and frame.f_back is not None:
         code, package = frame.f_code, frame.f_globals.get('__name__', '').partition('.')[0]
         methods = (vars(cls).get(code.co_name) for cls in type(owner).__mro__)
         if package not in _PASSED_OVER and all(getattr(method, '__code__', None) is not code for method in methods):
