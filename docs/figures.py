@@ -179,36 +179,34 @@ def draw_speed(speed: list[tuple[int, dict[str, dict[str, float]]]]) -> str:
 
 
 def read_learning() -> tuple[list[dict[str, float]], list[dict[str, float]]]:
-    """Return Δ bits per byte to dense attention: on valid by step, and on test by range of positions.
+    """Return Δ bits per byte of `separate` to dense attention: on valid by step, on test by range of positions.
 
-    A row is {'at': step, name of the variant: Δ, ...}; 'at' of a range counts from 0. Means over all seeds.
+    A row is {'at': step, 'start 0': Δ, ...}, one entry for each seed; 'at' of a range counts from 0.
     """
-    runs = [json.loads(path.read_text(encoding='utf-8')) for path in sorted(LEARNING_RESULTS.glob('*-seed*.json'))]
-    dense = {run['seed']: run for run in runs if run['variant'] == 'dense'}
-    curves: dict[float, dict[str, list[float]]] = {}
-    ranges: dict[float, dict[str, list[float]]] = {}
-    for run in runs:
-        twin = dense[run['seed']]
+    paths = sorted(LEARNING_RESULTS.glob('*-seed*.json'))
+    runs = {path.stem: json.loads(path.read_text(encoding='utf-8')) for path in paths}
+    curves: dict[float, dict[str, float]] = {}
+    ranges: dict[float, dict[str, float]] = {}
+    for name, run in runs.items():
+        if run['variant'] != 'separate':
+            continue
+        start, twin = f'start {run["seed"]}', runs[name.replace('separate', 'dense')]
         for row, other in zip(run['valid'][1:], twin['valid'][1:], strict=True):
-            curves.setdefault(row['step'], {}).setdefault(run['variant'], []).append(row['bpb'] - other['bpb'])
-        for place, (name, bpb) in enumerate(run['test_by_position'].items()):
-            delta = bpb - twin['test_by_position'][name]
-            ranges.setdefault(place, {}).setdefault(run['variant'], []).append(delta)
-    curve_rows, range_rows = (
-        [{'at': at, **{name: sum(d) / len(d) for name, d in row.items()}} for at, row in sorted(table.items())]
-        for table in (curves, ranges)
-    )
+            curves.setdefault(row['step'], {})[start] = row['bpb'] - other['bpb']
+        for place, (span, bpb) in enumerate(run['test_by_position'].items()):
+            ranges.setdefault(place, {})[start] = bpb - twin['test_by_position'][span]
+    curve_rows, range_rows = ([{'at': at, **row} for at, row in sorted(table.items())] for table in (curves, ranges))
     return curve_rows, range_rows
 
 
 def draw_learning(curves: list[dict[str, float]], ranges: list[dict[str, float]]) -> str:
     """Return two charts of Δ bits per byte to dense attention: over training steps and by position at the end."""
     top, bottom = 74, 300
-    shown = {'separate': ('slc', 'three branches, use_diff_topk'), 'merged-mean-no-diff': ('cmp', 'merged')}
+    shown = dict(zip(sorted(curves[0].keys() - {'at'}), ('cmp', 'slc', 'win'), strict=True))
     names = ('0–128', '–512', '–1k', '–2k', '–4k', '–16k')
-    parts = [label(16, 26, 'Bits per byte of sparse minus dense attention: lower is better', 'head')]
+    parts = [label(16, 26, 'Bits per byte of three branches minus dense attention: lower is better', 'head')]
     panels = (
-        (70, 360, curves, (-0.4, 0.1), 0.1, 'training step (valid)', [f'{row["at"]:,.0f}' for row in curves]),
+        (70, 360, curves, (-0.4, 0.6), 0.2, 'training step (valid)', [f'{row["at"]:,.0f}' for row in curves]),
         (440, 730, ranges, (-0.04, 0.06), 0.02, 'position in the sequence (test, at the end)', names),
     )
     for left, right, rows, (low, high), step, title, ticks in panels:
@@ -221,7 +219,7 @@ def draw_learning(curves: list[dict[str, float]], ranges: list[dict[str, float]]
         every = max(1, len(rows) // 5)
         for place, tick in zip(x[::-every], ticks[::-every], strict=True):
             parts.append(label(round(place), bottom + 20, tick, 'small', 'middle'))
-        for name, (css, _) in shown.items():
+        for name, css in shown.items():
             points = [
                 (a, bottom - (bottom - top) * (row[name] - low) / (high - low)) for a, row in zip(x, rows, strict=True)
             ]
@@ -229,12 +227,10 @@ def draw_learning(curves: list[dict[str, float]], ranges: list[dict[str, float]]
             parts.append(f'<path class="{css}-line" fill="none" stroke-width="2.5" d="M{path}"/>')
             parts += [f'<circle class="{css}" cx="{a:.1f}" cy="{b:.1f}" r="3.5"/>' for a, b in points]
         parts.append(label((left + right) // 2, bottom + 40, title, 'small', 'middle'))
-    for place, (css, text) in enumerate(shown.values()):
-        parts.append(f'<rect class="{css}" x="{16 + 220 * place}" y="38" width="12" height="12" rx="2"/>')
-        parts.append(label(34 + 220 * place, 49, text, 'small'))
-    parts.append(
-        label(16, bottom + 62, '16,384 tokens, 300 million bytes, one start; steps are spaced evenly.', 'small')
-    )
+    for place, (name, css) in enumerate(shown.items()):
+        parts.append(f'<rect class="{css}" x="{16 + 110 * place}" y="38" width="12" height="12" rx="2"/>')
+        parts.append(label(34 + 110 * place, 49, name, 'small'))
+    parts.append(label(16, bottom + 62, '16,384 tokens, 300 million bytes; steps are spaced evenly.', 'small'))
     return svg(750, bottom + 76, 'Bits per byte of sparse minus dense attention', parts)
 
 
