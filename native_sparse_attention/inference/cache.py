@@ -189,7 +189,6 @@ class LayerCache(RowLengths):
 
     def storage(self) -> Storage:
         """Return the tensors as an argument of the decoding kernels."""
-        assert self.k_cmp is not None
         return Storage(
             *(self.k, self.v, self.k_window, self.v_window, self.k_cmp, self.v_cmp, self.raw_k, self.raw_v),
             *(self.lengths, self._peaks, self.block_table, self.block_table_cmp, self.capacity),

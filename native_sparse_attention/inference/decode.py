@@ -79,7 +79,7 @@ def nsa_decode(
             are None it has no compressed values (`has_v_cmp`), and where num_selected is 0 too, no compressed keys.
         networks: φ for keys and for values, `[B, H, C, l, D or DV]` to `[B, H, C, D or DV]`.
         positions: `[H, l, D]` and `[H, l, DV]`, added to the blocks before φ.
-        merge_window: as in `nsa`; such steps run the ops of `nsa`. Where gates are None, networks, positions and mem_kv
+        merge_window: as in `nsa`. Where gates are None, networks, positions and mem_kv
             for values are None too, and where num_selected is 0, also those for keys.
         q_cmp: `[B, T, HQ, D]` queries of the compressed branch; default q. Refused together with freqs.
         freqs: float32 `[F]`; the angles are position / interpolate_factor * freqs. None: q and k are read as given.
@@ -127,9 +127,9 @@ def nsa_decode(
     )
     values = (
         *(selection_block_size, num_selected, window_size, num_init, num_local, share_group, scale, num_splits),
-        *(tiles_of_program, interpolate_factor, backend, is_mean := phi.is_mean),
+        *(tiles_of_program, interpolate_factor, backend, merge_window, is_mean := phi.is_mean),
     )
-    by_kernels = softcap is None and sinks is None and sinks_cmp is None and not merge_window
+    by_kernels = softcap is None and sinks is None and sinks_cmp is None
     by_launches = by_kernels and counts is None and not torch.compiler.is_compiling()
     launches = cache.session.launches
     if by_launches and launches and transformed('triton') is None:
@@ -140,7 +140,7 @@ def nsa_decode(
     raw_k, raw_v, q_cmp = (b if a is None else a for a, b in ((raw_k, k), (raw_v, v), (q_cmp, q)))
     tokens = Tokens(q, k, v, raw_k, raw_v, k_window, v_window, q_cmp)
     check_backend(backend)
-    check_positive(window_size=window_size)
+    check_positive(window_size=window_size, selection_block_size=selection_block_size)
     check_not_negative(num_selected=num_selected, num_init=num_init, num_local=num_local)
     check_not_negative(num_splits=num_splits, tiles_of_program=tiles_of_program)
     if num_splits > MAX_SPLITS:
@@ -153,24 +153,24 @@ def nsa_decode(
         'sinks': reduce_sinks(sinks, q),
         'sinks_cmp': reduce_sinks(sinks_cmp, q, 'sinks_cmp'),
     }
-    block_size, stride = cache.compress or (1, 1)
     settings = Settings(
-        *(block_size, stride, selection_block_size, num_selected, window_size, num_init, num_local, share_group),
-        *(logit_scale(q, scale), num_splits, tiles_of_program),
+        *_compressed_sizes(cache, selection_block_size),
+        *(selection_block_size, num_selected, window_size, num_init, num_local, share_group),
+        *(logit_scale(q, scale), merge_window, num_splits, tiles_of_program),
     )
     with torch.no_grad():
         sizes = (selection_block_size, num_selected)
         has_sinks = sinks is not None or sinks_cmp is not None
-        features = {'softcap': softcap, 'has_sinks': has_sinks, 'merge_window': merge_window}
+        features = {'softcap': softcap, 'has_sinks': has_sinks}
         choice = backend_of(q, k, v, cache, *sizes, **features, backend=backend)
         by_ops = choice.name != 'triton' or not by_launches
         if by_ops and backend not in ('auto', 'eager'):
-            _check_ops(tokens, gates, cache, freqs, settings, modifiers, merge_window, backend)
+            _check_ops(tokens, gates, cache, freqs, settings, modifiers, backend)
         cache.reserve(q.shape[1])
         layer = (gates, cache, phi, freqs, interpolate_factor, memory)
         if by_ops:
-            return _decode_by_ops(tokens, *layer, counts, settings, modifiers, merge_window, backend).to(q.dtype)
-        out, recorded = _decode_by_kernels(tokens, *layer, settings, given)  # type: ignore[arg-type]
+            return _decode_by_ops(tokens, *layer, counts, settings, modifiers, backend).to(q.dtype)
+        out, recorded = _decode_by_kernels(tokens, *layer, settings, given)
     if recorded.is_complete:
         looks, _ = look_at(given, cache.storage()[:-1])
         launches.record((values, looks), recorded)
@@ -179,12 +179,12 @@ def nsa_decode(
 
 def _decode_by_kernels(
     tokens: Tokens,
-    gates: Tensor,
+    gates: Tensor | None,
     cache: LayerCache,
     phi: Phi,
     freqs: Tensor | None,
     interpolate_factor: float,
-    mem_kv: tuple[Tensor, Tensor] | None,
+    mem_kv: tuple[Tensor, Tensor | None] | None,
     settings: Settings,
     given: tuple[Tensor | None, ...],
 ) -> tuple[Tensor, LaunchCache]:
@@ -199,7 +199,7 @@ def _decode_by_kernels(
         phi.check(cache, q)
     launches = triton.LaunchCache(given, storage[:-1], workspace)
     rotated, q_cmp, new_k, new_v = triton.append(
-        *(tokens, storage, phi.positions, freqs, interpolate_factor, settings, is_mean, workspace, launches)  # type: ignore[arg-type]
+        *(tokens, storage, phi.positions, freqs, interpolate_factor, settings, is_mean, workspace, launches)
     )
     if not is_mean:
         launches.blocks = [new_k, new_v]
@@ -225,12 +225,13 @@ def _replay(
         launches.replay(addresses, stop=1)
         with torch.no_grad():
             new_k, new_v = _compress_blocks(phi, launches.blocks, cache, q)
-        launches.replay([*addresses, new_k.data_ptr(), new_v.data_ptr(), out.data_ptr()], start=1)
+        compressed = (0 if t is None else t.data_ptr() for t in (new_k, new_v))
+        launches.replay([*addresses, *compressed, out.data_ptr()], start=1)
     cache.advance(q.shape[1])
     return out
 
 
-def _compress_blocks(phi: Phi, blocks: list[Tensor], cache: LayerCache, q: Tensor) -> list[Tensor]:
+def _compress_blocks(phi: Phi, blocks: list[Tensor | None], cache: LayerCache, q: Tensor) -> list[Tensor | None]:
     """Run φ between the launches of a step, which have written the new tokens into the rings."""
     try:
         return phi.aligned(blocks, q.dtype)
@@ -249,29 +250,30 @@ def backend_of(
     *,
     softcap: float | None = None,
     has_sinks: bool = False,
-    merge_window: bool = False,
     backend: str = 'auto',
 ) -> BackendChoice:
     """Return 'triton' where the decode kernels serve these new tokens in fixed launches, else 'eager'.
 
-    'eager' stands for the ops of `nsa` one by one, by whatever backend serves them. softcap, has_sinks, merge_window:
-    features that only the ops have.
+    'eager' stands for the ops of `nsa` one by one, by whatever backend serves them. softcap, has_sinks: features that
+    only the ops have.
     """
-    if merge_window:
-        return BackendChoice('eager', {'triton': 'merge_window is True, but its kernels keep the branches apart'})
     if backend == 'triton' and not 1 <= q.shape[1] <= api.MAX_NEW_TOKENS:
         backend = 'auto'
-    assert cache.compress is not None
     return api.backend_of(
         *(q, k, v),
         storage=cache.storage(),
-        compress=cache.compress,
+        compress=_compressed_sizes(cache, selection_block_size),
         selection_block_size=selection_block_size,
         num_selected=num_selected,
         softcap=softcap,
         has_sinks=has_sinks,
         backend=backend,
     )
+
+
+def _compressed_sizes(cache: LayerCache, selection_block_size: int) -> tuple[int, int]:
+    """Return l and d; without compressed keys, where neither is used, l' for both."""
+    return cache.compress or (selection_block_size, selection_block_size)
 
 
 def _check_ops(
@@ -281,7 +283,6 @@ def _check_ops(
     freqs: Tensor | None,
     settings: Settings,
     modifiers: dict[str, Any],
-    merge_window: bool,
     backend: str,
 ) -> None:
     """Raise ValueError where the backend cannot serve an op of `_decode_by_ops`."""
@@ -289,7 +290,7 @@ def _check_ops(
     of_cache, num_keys = torch.empty((), dtype=cache.dtype, device=cache.device), cache.max_length + q.shape[1]
     new_q = of_cache.expand(q.shape)
     held = (of_cache.expand(len(t), num_keys, *t.shape[2:]) for t in (k, v))
-    merging = {'merge_window': merge_window, 'compressed_output': gates is not None}
+    merging = {'merge_window': settings.merge_window, 'compressed_output': gates is not None}
     selecting = {'num_selected': settings.num_selected, 'share_group': settings.share_group}
     composition.backend_of(new_q, *held, **selecting, **modifiers, **merging, backend=backend)
     backend = 'eager' if backend == 'flex' else backend
@@ -310,7 +311,6 @@ def _decode_by_ops(
     counts: Tensor | None,
     settings: Settings,
     modifiers: dict[str, Any],
-    merge_window: bool,
     backend: str,
 ) -> Tensor:
     """Run a step of any number of tokens by the ops of `nsa`. An error leaves the lengths as they were."""
@@ -327,8 +327,7 @@ def _decode_by_ops(
     try:
         appended = {'k_window': k_window, 'v_window': v_window, 'raw_k': raw_k, 'raw_v': raw_v}
         cache.append(k, v, counts=counts, compressed=compressed, **appended)  # type: ignore[arg-type]
-        queries = (rotated, q_cmp)
-        return _attend_to_cache(*queries, gates, cache, mem_kv, offset, settings, modifiers, merge_window, backend)
+        return _attend_to_cache(rotated, q_cmp, gates, cache, mem_kv, offset, settings, modifiers, backend)
     except BaseException:
         checkpoint.restore()
         raise
@@ -343,7 +342,6 @@ def _attend_to_cache(
     offset: Tensor,
     settings: Settings,
     modifiers: dict[str, Any],
-    merge_window: bool,
     backend: str,
 ) -> Tensor:
     """Run `nsa` for queries q and q_cmp `[B, T, HQ, D]` at positions offset + t over everything in the cache."""
@@ -358,7 +356,7 @@ def _attend_to_cache(
         v,
         *compressed,
         gates,
-        merge_window=merge_window,
+        merge_window=settings.merge_window,
         mem_kv=mem_kv,
         q_cmp=q_cmp.to(cache.dtype),
         k_window=k_window,

@@ -28,9 +28,8 @@ class Phi(NamedTuple):
 
     @property
     def is_mean(self) -> bool:
-        """Whether both networks are means, which the kernels compute themselves."""
-        of_keys, of_values = self.networks
-        return is_plain(of_keys, MeanPool) and is_plain(of_values, MeanPool)
+        """Whether all networks are means, which the kernels compute themselves."""
+        return all(network is None or is_plain(network, MeanPool) for network in self.networks)
 
     def check(self, cache: LayerCache, q: Tensor) -> None:
         """Raise ValueError where the networks cannot compress the blocks that new tokens complete.
@@ -46,13 +45,10 @@ class Phi(NamedTuple):
             return
         heads = cache.layout['kv_heads']
         for network, name, size in zip(self.networks, ('keys', 'values'), ('head_dim', 'value_dim'), strict=True):
-            shape = (q.shape[0], heads, num_blocks, block_size, cache.layout[size])
-            check_network(network, shape, name=name, like=q)
+            if network is not None:
+                shape = (q.shape[0], heads, num_blocks, block_size, cache.layout[size])
+                check_network(network, shape, name=name, like=q)
         checked.record(case, True)
-
-    def __call__(self, blocks_k: Tensor, blocks_v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return compressed keys `[B, C, H, D]` and values `[B, C, H, DV]` of blocks `[B, H, C, l, D or DV]`."""
-        return self._compress(0, blocks_k), self._compress(1, blocks_v)
 
     def of_tokens(self, blocks: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor | None]:
         """Return compressed keys and values in dtype, None without a network.
@@ -68,10 +64,13 @@ class Phi(NamedTuple):
                 compressed.append(self._compress(index, laid_out + positions[:, None].to(dtype)))
         return compressed
 
-    def aligned(self, blocks: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-        """As a call of blocks cast to dtype, but contiguous and aligned whatever the networks return."""
-        pair = (t.contiguous() for t in self(*(b.to(dtype) for b in blocks)))
-        return [t if t.data_ptr() % ALIGNMENT == 0 else t.clone() for t in pair]
+    def aligned(self, blocks: Sequence[Tensor | None], dtype: torch.dtype) -> list[Tensor | None]:
+        """Return compressed keys `[B, C, H, D]` and values `[B, C, H, DV]` of blocks `[B, H, C, l, D or DV]`, or None.
+
+        Blocks are cast to dtype. The results are contiguous and aligned whatever the networks return.
+        """
+        pair = [None if b is None else self._compress(i, b.to(dtype)).contiguous() for i, b in enumerate(blocks)]
+        return [t if t is None or t.data_ptr() % ALIGNMENT == 0 else t.clone() for t in pair]
 
     def _compress(self, index: int, blocks: Tensor) -> Tensor:
         return compress_blocks(self.networks[index], blocks, name=('keys', 'values')[index], value_dim=blocks.shape[-1])

@@ -279,7 +279,7 @@ class SparseAttention(AttentionLayer):
         """Return whether calls with so many new tokens make the same launches at every length, for a CUDA graph."""
         q, k, v = self._stand_ins(cache.batch_size, num_tokens, dtype=cache.dtype, device=cache.device)
         sizes = (self.selection_block_size, self.num_selected_blocks)
-        features = {'softcap': self.softcap, 'has_sinks': self.num_sinks > 0, 'merge_window': self.merge_window}
+        features = {'softcap': self.softcap, 'has_sinks': self.num_sinks > 0}
         return decoding.backend_of(q, k, v, cache, *sizes, **features, backend=self.backend).name == 'triton'
 
     def backend_for(self, x: Tensor) -> BackendChoice:

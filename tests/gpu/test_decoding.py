@@ -122,6 +122,8 @@ LAYERS: dict[str, dict[str, Any]] = {
     'heads alone': {'query_heads_share_selected_kv': False, 'heads': 4},
     'group of 16': PAPER | {'heads': 16, 'kv_heads': 1, 'dim_head': 64, 'sliding_window_size': 100},
     'bfloat16': {'compress_mlp': MeanPool()},
+    'merged': {'merge_window': True},
+    'scores alone': {'merge_window': True, 'compressed_output': False, 'compress_mlp': MeanPool()},
 }
 PREFILL, ONE_BY_ONE, CHUNKS = (13, 9), 512, (3, 7, 3, 7, 7)
 
@@ -362,7 +364,7 @@ def test_a_step_neither_waits_nor_allocates(num_tokens: int, learned: bool, devi
         if learned:
             with torch.no_grad():
                 before = torch.cuda.memory_stats(device)['allocation.all.allocated']
-                phi(blocks[0], blocks[1])
+                phi.aligned(blocks, cache.dtype)
                 in_phi = torch.cuda.memory_stats(device)['allocation.all.allocated'] - before
         torch.cuda.synchronize()
         held = torch.cuda.memory_allocated(device)

@@ -228,16 +228,18 @@ def build_rotary(dtype: torch.dtype, head_dim: int) -> None:
 
 @torch.no_grad()
 def build_decoding(dtype: torch.dtype, head_dim: int) -> None:
-    for num_tokens, is_mean in ((1, True), (5, False)):
+    for num_tokens, is_mean, num_gates in ((1, True, 3), (5, False, 3), (1, True, 1), (5, False, 0)):
         q, k, v = (t[:, :num_tokens] for t in make(dtype, head_dim, group=16))
         sizes: dict[str, Any] = {'kv_heads': 2, 'head_dim': head_dim, 'value_dim': head_dim, 'dtype': dtype}
-        cache = LayerCache(1, 4 * SEQLEN, compress=(BLOCK, STRIDE), has_raw_k=True, **sizes)
+        cache = LayerCache(1, 4 * SEQLEN, compress=(BLOCK, STRIDE), has_raw_k=True, has_v_cmp=num_gates > 0, **sizes)
         network = MeanPool() if is_mean else SingleProjection(head_dim, BLOCK).to(dtype)
         positions, memory = (torch.zeros(2, length, head_dim, dtype=dtype) for length in (BLOCK, 1))
+        gates = torch.zeros(1, num_tokens, 32, num_gates) if num_gates else None
         nsa_decode(
-            *(q, k, v, torch.zeros(1, num_tokens, 32, 3), cache),
-            networks=(network, network),
-            positions=(positions, positions),
+            *(q, k, v, gates, cache),
+            merge_window=num_gates < 3,
+            networks=(network, network if num_gates else None),
+            positions=(positions, positions if num_gates else None),
             freqs=torch.zeros(head_dim // 2),
             mem_kv=(memory, memory) if is_mean else None,
             selection_block_size=SELECTION_BLOCK,

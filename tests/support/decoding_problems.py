@@ -63,8 +63,9 @@ class Case:
 
     blocks: l, d, l'. num_angles: pairs of features that rotary turns, 0 for no rotary embedding, None for all. network:
     'mean', 'linear' or 'own'. independent: k_window, v_window, raw_k and raw_v of their own. rotated: q_cmp and raw_k
-    beside q and k, which the caller has rotated. pairs: M. page_size: None
-    for a contiguous cache; pages of a paged one lie scattered in pools that have `spare_pages` more than rows need.
+    beside q and k, which the caller has rotated. merged: one softmax for selected blocks and window, 'gate' beside a
+    compressed output, 'scores' without one, 'window' without compressed keys. pairs: M. page_size: None for a
+    contiguous cache; pages of a paged one lie scattered in pools that have `spare_pages` more than rows need.
     """
 
     heads: Heads = HEADS
@@ -80,11 +81,17 @@ class Case:
     network: str = 'mean'
     independent: bool = False
     rotated: bool = False
+    merged: str = ''
     dtype: torch.dtype = torch.float32
     capacity: int = 56
     max_rollback: int = 4
     page_size: int | None = None
     spare_pages: int = 2
+
+    @property
+    def compresses(self) -> tuple[bool, bool]:
+        """Whether keys and values are compressed."""
+        return self.merged != 'window', self.merged in ('', 'gate')
 
     @property
     def angles(self) -> int:
@@ -96,17 +103,22 @@ def make_layer(case: Case, device: torch.device) -> dict[str, Any]:
     heads, (block_size, _, selection_block_size) = case.heads, case.blocks
     dims = (heads.head_dim, heads.value_dim)
 
-    def pair(count: int) -> tuple[Tensor, ...]:
-        return tuple(fence(torch.randn(heads.kv_heads, count, dim).to(device, case.dtype)) for dim in dims)
+    def pair(count: int) -> tuple[Tensor | None, ...]:
+        made = (fence(torch.randn(heads.kv_heads, count, dim).to(device, case.dtype)) for dim in dims)
+        return tuple(t if exists else None for t, exists in zip(made, case.compresses, strict=True))
 
     make = {'mean': lambda dim: MeanPool(), 'linear': lambda dim: Linear(block_size, dim)}
-    networks = tuple(make.get(case.network, lambda dim: LastWeighsMost())(dim) for dim in dims)
+    networks = (make.get(case.network, lambda dim: LastWeighsMost())(dim) for dim in dims)
     return {
-        'networks': tuple(network.to(device, case.dtype).requires_grad_(False) for network in networks),
+        'networks': tuple(
+            network.to(device, case.dtype).requires_grad_(False) if exists else None
+            for network, exists in zip(networks, case.compresses, strict=True)
+        ),
         'positions': pair(block_size),
         'freqs': fence(torch.rand(case.angles, device=device)) if case.angles else None,
         'interpolate_factor': case.factor,
-        'mem_kv': pair(case.pairs) if case.pairs else None,
+        'mem_kv': pair(case.pairs) if case.pairs and case.compresses[0] else None,
+        'merge_window': bool(case.merged),
         'selection_block_size': selection_block_size,
         'num_selected': case.num_selected,
         'window_size': case.window_size,
@@ -116,15 +128,17 @@ def make_layer(case: Case, device: torch.device) -> dict[str, Any]:
     }
 
 
-def make_tokens(case: Case, batch: int, num_tokens: int, device: torch.device) -> dict[str, Tensor]:
-    """What `nsa_decode` takes by name of new tokens, fenced; gates are float32."""
+def make_tokens(case: Case, batch: int, num_tokens: int, device: torch.device) -> dict[str, Any]:
+    """What `nsa_decode` takes by name of new tokens, fenced; gates are float32, and None for scores alone."""
     heads, shape = case.heads, (batch, num_tokens)
 
     def normal(count: int, dim: int) -> Tensor:
         return fence(torch.randn(*shape, count, dim).to(device, case.dtype))
 
     names = [('k', 'v'), *([('raw_k', 'raw_v'), ('k_window', 'v_window')] if case.independent else [])]
-    tokens = {'q': normal(heads.heads, heads.head_dim), 'gates': fence(torch.rand(*shape, heads.heads, 3).to(device))}
+    tokens: dict[str, Any] = {'q': normal(heads.heads, heads.head_dim), 'gates': None}
+    if case.compresses[1]:
+        tokens['gates'] = fence(torch.rand(*shape, heads.heads, 1 if case.merged else 3).to(device))
     for of_keys, of_values in names:
         tokens[of_keys] = normal(heads.kv_heads, heads.head_dim)
         tokens[of_values] = normal(heads.kv_heads, heads.value_dim)
@@ -142,7 +156,8 @@ def make_cache(case: Case, lengths: Sequence[int], device: torch.device) -> Laye
         'head_dim': heads.head_dim,
         'value_dim': heads.value_dim,
         'max_rollback': case.max_rollback,
-        'compress': (block_size, stride),
+        'compress': (block_size, stride) if case.compresses[0] else None,
+        'has_v_cmp': case.compresses[1],
         'has_raw_k': case.angles > 0 or case.independent or case.rotated,
         'has_raw_v': case.independent,
         'has_window': case.independent,
@@ -239,8 +254,10 @@ def copy_cache(cache: LayerCache, dtype: torch.dtype | None = None) -> LayerCach
 
 def held_entries(cache: LayerCache, name: str) -> list[Tensor]:
     """Of every row the tokens, or with a name of PAIRS the complete compressed blocks, `[n, H, D or DV]`."""
-    assert cache.compress is not None
-    counts = cache.lengths if name in TOKENS else num_compressed_blocks(cache.lengths.long(), *cache.compress)
+    counts = cache.lengths
+    if name in PAIRS:
+        assert cache.compress is not None
+        counts = num_compressed_blocks(cache.lengths.long(), *cache.compress)
     stored = cache._read(name, int(counts.max()))
     return [stored[row, :count] for row, count in enumerate(counts.tolist())]
 
@@ -259,7 +276,7 @@ def in_double(value: Any) -> Any:
 
 
 def decode(
-    cache: LayerCache, tokens: dict[str, Tensor], layer: dict[str, Any], **settings: Any
+    cache: LayerCache, tokens: dict[str, Any], layer: dict[str, Any], **settings: Any
 ) -> tuple[Tensor, Tensor | None]:
     """A step by the kernels: the output and the blocks that it chose."""
     with torch.no_grad():
@@ -279,7 +296,7 @@ def chosen_blocks(cache: LayerCache, num_tokens: int, num_selected: int) -> Tens
     return chosen.clone()
 
 
-def decode_eagerly(cache: LayerCache, tokens: dict[str, Tensor], layer: dict[str, Any]) -> Tensor:
+def decode_eagerly(cache: LayerCache, tokens: dict[str, Any], layer: dict[str, Any]) -> Tensor:
     with torch.no_grad():
         return nsa_decode(**tokens, cache=cache, **layer, backend='eager')
 
@@ -288,7 +305,7 @@ def check_step(
     case: Case,
     cache: LayerCache,
     twin: LayerCache,
-    tokens: dict[str, Tensor],
+    tokens: dict[str, Any],
     layer: dict[str, Any],
     **settings: Any,
 ) -> Tensor | None:

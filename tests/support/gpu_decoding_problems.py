@@ -41,7 +41,8 @@ SPARE_PAGES = 4
 @dataclass(frozen=True)
 class Shape:
     """Of a cache, whose rows have `lengths` tokens, and of the steps on it. sizes: l, d, l', n, W. has_window: branches
-    have keys and values of their own.
+    have keys and values of their own. merged: one softmax for selected blocks and window, 'gate' beside a compressed
+    output, 'scores' without one.
     """
 
     lengths: tuple[int, ...]
@@ -58,6 +59,7 @@ class Shape:
     rotary: bool = True
     num_mem: int = 1
     has_window: bool = False
+    merged: str = ''
     share_group: bool = True
     max_rollback: int = 32
 
@@ -75,6 +77,7 @@ class Shape:
             'has_raw_k': self.rotary or self.has_window,
             'has_raw_v': self.has_window,
             'has_window': self.has_window,
+            'has_v_cmp': self.merged != 'scores',
         }
 
 
@@ -127,15 +130,17 @@ class Decoder:
         torch.manual_seed(seed)
         with device:
             networks = [InOnePiece(CompressMLP(dim, block_size)) if shape.learned else MeanPool() for dim in dims]
-        self.networks = [network.to(device, shape.dtype) for network in networks]
+        of_branch = 1 if shape.merged == 'scores' else 2
+        self.networks = [network.to(device, shape.dtype) for network in networks[:of_branch]]
         self._phi: dict[torch.dtype, Phi] = {}
         self.positions, self.mem_kv = (
-            tuple(self._normal(shape.kv_heads, count, dim) for dim in dims) for count in (block_size, shape.num_mem)
+            [self._normal(shape.kv_heads, count, dim) for dim in dims[:of_branch]]
+            for count in (block_size, shape.num_mem)
         )
         self.freqs = 10000 ** -torch.linspace(0, 1, shape.head_dim // 2, device=device) if shape.rotary else None
         batch, ring = len(shape.lengths), block_size - 1 + shape.max_rollback
         blocks = num_compressed_blocks(shape.capacity, block_size, stride)
-        names = [*TOKENS[: 4 if shape.has_window else 2], *PAIRS]
+        names = [*TOKENS[: 4 if shape.has_window else 2], *PAIRS[:of_branch]]
         names += [name for name in ('raw_k', 'raw_v') if shape.layout[f'has_{name}']]
         slots = dict.fromkeys(TOKENS, shape.capacity) | dict.fromkeys(PAIRS, blocks) | {'raw_k': ring, 'raw_v': ring}
         self.contents = {name: self._normal(batch, slots[name], shape.kv_heads, dims[name in VALUES]) for name in names}
@@ -179,7 +184,7 @@ class Decoder:
         return cache
 
     def tokens(self, step: int, rows: slice = slice(None)) -> dict[str, Tensor]:
-        """New tokens of a step, by the names that `nsa_decode` has for them."""
+        """New tokens of a step, by the names that `nsa_decode` has for them, with gates if there are any."""
         shape = self.shape
         generator = torch.Generator(self.device).manual_seed(1000 * self.seed + step)
         dims = shape.head_dim, shape.value_dim
@@ -191,7 +196,9 @@ class Decoder:
             name: torch.randn(*start, *size, dtype=shape.dtype, device=self.device, generator=generator)
             for name, size in sizes.items()
         }
-        tokens['gates'] = torch.rand(*start, shape.heads, 3, device=self.device, generator=generator)
+        if shape.merged != 'scores':
+            size = (*start, shape.heads, 1 if shape.merged else 3)
+            tokens['gates'] = torch.rand(size, device=self.device, generator=generator)
         return {name: t[rows].contiguous() for name, t in tokens.items()}
 
     @torch.no_grad()
@@ -202,8 +209,9 @@ class Decoder:
             tokens = {name: t.to(dtype) for name, t in tokens.items()}
         phi = self.phi(dtype)
         return nsa_decode(
-            **tokens,
+            **{'gates': None} | tokens,
             cache=cache,
+            merge_window=bool(self.shape.merged),
             networks=phi.networks,
             positions=phi.positions,
             freqs=self.freqs,
@@ -216,16 +224,20 @@ class Decoder:
             **options,
         )
 
-    def memory(self, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-        mem_k, mem_v = (t.to(dtype) for t in self.mem_kv)
-        return (mem_k, mem_v) if self.shape.num_mem else None
+    def memory(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None] | None:
+        return _pair([t.to(dtype) for t in self.mem_kv]) if self.shape.num_mem else None
 
     def phi(self, dtype: torch.dtype) -> Phi:
         if dtype not in self._phi:
             networks = [deepcopy(network).to(dtype) for network in self.networks]
             positions = [position.to(dtype) for position in self.positions]
-            self._phi[dtype] = Phi((networks[0], networks[1]), (positions[0], positions[1]))
+            self._phi[dtype] = Phi(_pair(networks), _pair(positions))
         return self._phi[dtype]
+
+
+def _pair(items: list[Any]) -> tuple[Any, Any]:
+    """Of keys and of values, or of keys and None."""
+    return items[0], items[1] if len(items) > 1 else None
 
 
 def fill(cache: LayerCache, name: str, entries: Tensor, lengths: Tensor, background: float | None = None) -> None:
@@ -335,7 +347,7 @@ def assert_obeys_the_rules(decoder: Decoder, steps: int | None = None, **options
         outs['triton'].append(decoder.step(caches['triton'], tokens, **options))
         chosen = chosen_blocks(caches['triton'], shape.num_tokens)
         num_blocks = num_compressed_blocks(caches['triton'].max_length, *shape.sizes[:2])
-        pairs = [t.double() for t in caches['triton'].read_compressed(num_blocks)]
+        pairs = [t.double() for t in caches['triton'].read_compressed(num_blocks) if t is not None]
 
         for name, check in (('eager', None), ('gold', pairs)):
             with choosing(partial(_take, decoder=decoder, chosen=chosen, pairs=check)):
@@ -356,13 +368,16 @@ def _take(
     """The chosen blocks, which must score as high as those that the float64 pairs (k_cmp, v_cmp) lead to."""
     if pairs is not None:
         block_size, stride = decoder.shape.sizes[:2]
+        memory: Any = decoder.memory(torch.float64)
+        if len(pairs) == 1:  # keys stand for values, as the log-sum-exp does not depend on them
+            memory = None if memory is None else (memory[0], memory[0])
         lse = compressed_attention(
             q.double(),
             pairs[0],
-            pairs[1],
+            pairs[-1],
             block_size=block_size,
             stride=stride,
-            mem_kv=decoder.memory(torch.float64),
+            mem_kv=memory,
             backend='eager',
             **{name: settings[name] for name in ('q_offset', 'seqlens_k', 'seqlen_k', 'causal', 'scale')},
         )[1]

@@ -72,7 +72,7 @@ SCORES_FORWARD = 'block_selection/triton/scores_forward.py'
 SCORES_BACKWARD = 'block_selection/triton/scores_backward.py'
 INTERVAL_TILES = ('test_interval_tiles.py',)
 SCORES_TILES = 'block_selection/triton/scores_tiles.py'
-DECODING = ('test_decoding.py', 'test_decoding_guarantees.py')
+DECODING, MERGED_DECODING = ('test_decoding.py', 'test_decoding_guarantees.py'), ('test_decoding_merged.py',)
 APPEND, STORAGE = 'decoding/triton/append.py', 'decoding/triton/storage.py'
 COMPRESSED, CHOOSE = 'decoding/triton/compressed.py', 'decoding/triton/choose.py'
 ATTEND, DECODING_OP = 'decoding/triton/attend.py', 'decoding/triton/op.py'
@@ -361,6 +361,11 @@ FAULTS = [
     Fault('decoding: first key of the window missing in a chosen block', ATTEND, 'attend_kernel', 'tokens >= first_in_window', 'tokens > first_in_window', DECODING),
     Fault('decoding: selected branch reads the future', ATTEND, 'attend_kernel', '(tokens <= position)', '(tokens <= position + 1)', DECODING),
     Fault('decoding: window gated as selected', ATTEND, 'combine_kernel', '+ 2 *', '+', DECODING),
+    Fault('decoding, merged: window not read', ATTEND, 'attend_kernel', 'in_selected = exists', 'in_selected = exists & is_chosen', MERGED_DECODING),
+    Fault('decoding, merged: chosen blocks read again', ATTEND, 'attend_kernel', '(known == 0)', '(known == known)', MERGED_DECODING),
+    Fault('decoding, merged: gate dropped', ATTEND, 'combine_kernel', 'out += _join(compressed) * gate_compressed', 'out += _join(compressed)', MERGED_DECODING),
+    Fault('decoding, merged: parts of two branches', ATTEND, 'combine_kernel', 'share if MERGED else 2 * share', '2 * share', MERGED_DECODING),
+    Fault('decoding, merged: new keys not stored', COMPRESSED, '_store_new', '(block < num_keys)', '(block < first_new)', MERGED_DECODING),
     Fault('decoding: parts not rescaled', ATTEND, '_join', 'totals * weights', 'totals', DECODING),
     Fault('decoding: parts of the first head for all', ATTEND, 'combine_kernel', 'head % share', 'head * 0', DECODING),
     Fault('decoding: the longest that a row has been forgotten', ATTEND, 'combine_kernel', 'peak, length', 'length, 0', DECODING[1:]),

@@ -17,7 +17,7 @@ class Storage(NamedTuple):
     """Tensors of a cache.
 
     k, v, k_window, v_window: `[B, S, H, D or DV]`, or pages `[P, page_size, H, D or DV]` with a block table, int32 `[B,
-    pages of a row]`. k_cmp, v_cmp: likewise, with block_table_cmp; v_cmp is None in a cache without compressed values.
+    pages of a row]`. k_cmp, v_cmp: likewise, with block_table_cmp, or None in a cache without them.
     raw_k, raw_v: the last tokens before rotary `[B, R, H, D or DV]`, position p at index p modulo R, or None if k or v
     hold them. lengths, peaks: int32 `[B]`. capacity: tokens per row.
     """
@@ -26,8 +26,8 @@ class Storage(NamedTuple):
     v: Tensor
     k_window: Tensor | None
     v_window: Tensor | None
-    k_cmp: Tensor
-    v_cmp: Any  # a tensor, or None
+    k_cmp: Tensor | None
+    v_cmp: Tensor | None
     raw_k: Tensor | None
     raw_v: Tensor | None
     lengths: Tensor
@@ -53,8 +53,8 @@ class Tokens(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """Settings of a layer: l, d, l', n, W, forced blocks, whether a group selects together, and the scale of the
-    logits.
+    """Settings of a layer: l, d, l', n, W, forced blocks, whether a group selects together, the scale of the logits,
+    and whether selected blocks and window are read in one softmax.
 
     num_splits: parts in which the compressed blocks of a row are read. tiles_of_program: key tiles per program of the
     selected and the window branch, more where a query would need over 64 programs. 0 chooses either by the batch.
@@ -70,6 +70,7 @@ class Settings(NamedTuple):
     num_local: int
     share_group: bool
     scale: float
+    merge_window: bool = False
     num_splits: int = 0
     tiles_of_program: int = 0
 

@@ -64,7 +64,7 @@ def append_kernel(
     `[B, R, H, D]`. blocks_k, blocks_v: `[B, K, H, l, D]`, with MEAN `[B, K, H, D]`.
 
     Without freqs nothing is rotated. k_window, v_window: None if the window reads k and v. A ring is None if the cache
-    holds the inputs of the compression.
+    holds the inputs of the compression. blocks_k, blocks_v: None without compressed keys or values.
     """
     if MEAN:
         # Otherwise the next launch belongs to φ, which may begin early but does not wait.
@@ -92,19 +92,21 @@ def append_kernel(
             if k_window.ptr is not None:
                 _copy(k_window, cached_k_window, token, tokens_of_row, pages, cos, sin, is_rotated, HEAD_DIM, BLOCK_D)
     elif tl.program_id(1) == 1:
-        blocks = (blocks_k, positions_k_ptr)
-        _gather_blocks(
-            raw_k, ring_k, cached_k, blocks, tokens_of_row, pages, step, sizes, MEAN, HEAD_DIM, BLOCK_L, BLOCK_D
-        )
+        if blocks_k.ptr is not None:
+            blocks = (blocks_k, positions_k_ptr)
+            _gather_blocks(
+                raw_k, ring_k, cached_k, blocks, tokens_of_row, pages, step, sizes, MEAN, HEAD_DIM, BLOCK_L, BLOCK_D
+            )
     else:
         for token in range(step.num_tokens):
             _copy(v, cached_v, token, tokens_of_row, pages, None, None, None, VALUE_DIM, BLOCK_DV)
             if v_window.ptr is not None:
                 _copy(v_window, cached_v_window, token, tokens_of_row, pages, None, None, None, VALUE_DIM, BLOCK_DV)
-        blocks = (blocks_v, positions_v_ptr)
-        _gather_blocks(
-            raw_v, ring_v, cached_v, blocks, tokens_of_row, pages, step, sizes, MEAN, VALUE_DIM, BLOCK_L, BLOCK_DV
-        )
+        if blocks_v.ptr is not None:
+            blocks = (blocks_v, positions_v_ptr)
+            _gather_blocks(
+                raw_v, ring_v, cached_v, blocks, tokens_of_row, pages, step, sizes, MEAN, VALUE_DIM, BLOCK_L, BLOCK_DV
+            )
 
 
 @triton.jit

@@ -1,5 +1,5 @@
 """Fourth launch of a step: selected and window attention together, so that shared blocks are read once. Fifth launch:
-the gated sum of the three branches.
+the gated sum of the branches.
 """
 
 # To pyright a jit function that another calls never returns, and a constant has no fields.
@@ -54,6 +54,7 @@ def attend_kernel(
     tiles_read: tl.constexpr,
     GROUP: tl.constexpr,
     REPEATS: tl.constexpr,
+    MERGED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_S: tl.constexpr,
@@ -68,7 +69,7 @@ def attend_kernel(
     One program per row, token, index head and `of_program` key tiles. q: `[B, T, HQ, D]`; the cache: `[B, S, H, D]` or
     pages; chosen: int32 `[B, T, HI, n]` with HI index heads. Partial results of the selected and the window branch are
     `[B, T, HI, programs, 2, heads]`: out `[..., DV]`, not normalised, and stats `[..., 2]`, the largest logit and the
-    sum of the weights.
+    sum of the weights. With MERGED all keys belong to one branch, of which results are `[B, T, HI, programs, heads]`.
     """
     share: tl.constexpr = GROUP // REPEATS
     index_heads: tl.constexpr = step.kv_heads * REPEATS
@@ -122,18 +123,26 @@ def attend_kernel(
             in_window = in_window & (is_chosen == 0)
         k, exists = _load_tokens(from_k, tokens, exists, row, head, pages, HEAD_DIM, BLOCK_D)
         v, exists = _load_tokens(from_v, tokens, exists, row, head, pages, VALUE_DIM, BLOCK_DV)
-        in_selected, in_window = exists & is_chosen, exists & in_window
+        if MERGED:
+            in_selected = exists
+        else:
+            in_selected, in_window = exists & is_chosen, exists & in_window
         logits = tl.dot(q, tl.trans(k), input_precision='ieee') * scale_log2  # [BLOCK_M, BLOCK_N]
         largest_selected, total_selected, out_selected = _read(
             logits, v, in_selected, largest_selected, total_selected, out_selected
         )
-        largest_window, total_window, out_window = _read(logits, v, in_window, largest_window, total_window, out_window)
+        if not MERGED:
+            largest_window, total_window, out_window = _read(
+                logits, v, in_window, largest_window, total_window, out_window
+            )
 
     let_next_launch_begin(OVERLAPS)
-    results = ((query.to(tl.int64) * tl.num_programs(1) + part) * 2) * share + tile_rows
+    branches: tl.constexpr = 1 if MERGED else 2
+    results = ((query.to(tl.int64) * tl.num_programs(1) + part) * branches) * share + tile_rows
     of_selected, of_window = (largest_selected, total_selected), (largest_window, total_window)
     _store(out_ptr, stats_ptr, results, of_selected, out_selected, is_row, VALUE_DIM, BLOCK_DV)
-    _store(out_ptr, stats_ptr, results + share, of_window, out_window, is_row, VALUE_DIM, BLOCK_DV)
+    if not MERGED:
+        _store(out_ptr, stats_ptr, results + share, of_window, out_window, is_row, VALUE_DIM, BLOCK_DV)
 
 
 @triton.jit
@@ -192,6 +201,7 @@ def combine_kernel(
     step: tl.constexpr,
     GROUP: tl.constexpr,
     REPEATS: tl.constexpr,
+    MERGED: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_P: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -201,8 +211,9 @@ def combine_kernel(
     """Combine the partial results of each branch, num_splits of the compressed one and num_programs of the others, and
     add them with their gates. One program per row, token and head.
 
-    gates: `[B, T, HQ, 3]`. out: `[B, T, HQ, DV]`, contiguous. The first program of a row also updates its length and
-    its peak length, which no other program of this launch reads.
+    gates: `[B, T, HQ, 3]`; with MERGED, where selected blocks and window are one branch without a gate, `[B, T, HQ, 1]`
+    or None. out: `[B, T, HQ, DV]`, contiguous. The first program of a row also updates its length and its peak length,
+    which no other program of this launch reads.
     """
     share: tl.constexpr = GROUP // REPEATS
     query_heads: tl.constexpr = step.kv_heads * GROUP
@@ -212,17 +223,30 @@ def combine_kernel(
     row = (query // query_heads // step.num_tokens).to(tl.int64)
     columns = tl.arange(0, BLOCK_DV)
     unit = row * step.kv_heads + head // GROUP
-    gate_ptr = gates.ptr + row * gates.strides[0] + token * gates.strides[1] + head * gates.strides[2]
-    gate_compressed = tl.load(gate_ptr).to(tl.float32)
-    gate_selected = tl.load(gate_ptr + gates.strides[3]).to(tl.float32)
-    gate_window = tl.load(gate_ptr + 2 * gates.strides[3]).to(tl.float32)
+    gate_ptr = gates.ptr
+    if gates.ptr is not None:
+        gate_ptr = gate_ptr + row * gates.strides[0] + token * gates.strides[1] + head * gates.strides[2]
+        gate_compressed = tl.load(gate_ptr).to(tl.float32)
+    if not MERGED:
+        gate_selected = tl.load(gate_ptr + gates.strides[3]).to(tl.float32)
+        gate_window = tl.load(gate_ptr + 2 * gates.strides[3]).to(tl.float32)
     wait_for_launch_before(OVERLAPS)
-    first = ((unit * step.num_tokens + token) * GROUP + head % GROUP) * num_splits
-    compressed = _load_parts(compressed_ptr, compressed_stats_ptr, first, 1, num_splits, BLOCK_S, VALUE_DIM, BLOCK_DV)
-    first, stride = (query.to(tl.int64) // share * num_programs) * 2 * share + head % share, 2 * share
+    if gates.ptr is not None:
+        first = ((unit * step.num_tokens + token) * GROUP + head % GROUP) * num_splits
+        compressed = _load_parts(
+            compressed_ptr, compressed_stats_ptr, first, 1, num_splits, BLOCK_S, VALUE_DIM, BLOCK_DV
+        )
+    stride: tl.constexpr = share if MERGED else 2 * share
+    first = (query.to(tl.int64) // share * num_programs) * stride + head % share
     selected = _load_parts(parts_ptr, parts_stats_ptr, first, stride, num_programs, BLOCK_P, VALUE_DIM, BLOCK_DV)
-    window = _load_parts(parts_ptr, parts_stats_ptr, first + share, stride, num_programs, BLOCK_P, VALUE_DIM, BLOCK_DV)
-    out = _join(compressed) * gate_compressed + _join(selected) * gate_selected + _join(window) * gate_window
+    if MERGED:
+        out = _join(selected)
+        if gates.ptr is not None:
+            out += _join(compressed) * gate_compressed
+    else:
+        first += share
+        window = _load_parts(parts_ptr, parts_stats_ptr, first, stride, num_programs, BLOCK_P, VALUE_DIM, BLOCK_DV)
+        out = _join(compressed) * gate_compressed + _join(selected) * gate_selected + _join(window) * gate_window
     pointers = out_ptr + query.to(tl.int64) * VALUE_DIM + columns
     tl.store(pointers, out.to(out_ptr.dtype.element_ty), mask=columns < VALUE_DIM)
     if query % (query_heads * step.num_tokens) == 0:

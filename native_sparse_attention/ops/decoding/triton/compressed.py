@@ -76,7 +76,8 @@ def compressed_kernel(
     out `[..., splits, DV]`, not normalised; stats `[..., splits, 2]`, the largest logit and the sum of the weights;
     sums `[..., blocks, 2]` with ADDS_TO_NEXT: weights times the tokens that the compressed blocks beginning in a
     selection block share with it, and with the next one; without, `[..., blocks]`, over all overlapping compressed
-    blocks; maxima `[..., tiles]`, the reference of the sums.
+    blocks; maxima `[..., tiles]`, the reference of the sums. cached_v, new_v, mem_v_ptr and out_ptr are None where
+    blocks are only scored.
     """
     num_rows: tl.constexpr = step.num_tokens * GROUP
     row_tiles: tl.constexpr = (num_rows + BLOCK_M - 1) // BLOCK_M
@@ -103,7 +104,8 @@ def compressed_kernel(
         wait_for_launch_before(OVERLAPS)
         new = (first_new, num_keys, first_block, last_block)
         _store_new(new_k, cached_k, new, row, head, pages, step, HEAD_DIM, BLOCK_D)
-        _store_new(new_v, cached_v, new, row, head, pages, step, VALUE_DIM, BLOCK_DV)
+        if cached_v.ptr is not None:
+            _store_new(new_v, cached_v, new, row, head, pages, step, VALUE_DIM, BLOCK_DV)
         tl.debug_barrier()
 
     tokens, heads = (tile_rows // GROUP).to(tl.int64), head * GROUP + tile_rows % GROUP
@@ -119,18 +121,9 @@ def compressed_kernel(
     out = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     if NUM_MEM > 0:  # noqa: SIM102 - a constant, without which there is nothing to compile
         if part == 0:
-            # Too few pairs for a matrix product.
-            columns, columns_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-            for index in range(NUM_MEM):
-                memory_row = head * NUM_MEM + index
-                k = tl.load(mem_k_ptr + memory_row * HEAD_DIM + columns, mask=columns < HEAD_DIM, other=0.0).to(
-                    tl.float32
-                )
-                v = tl.load(mem_v_ptr + memory_row * VALUE_DIM + columns_v, mask=columns_v < VALUE_DIM, other=0.0)
-                logits = tl.sum(q.to(tl.float32) * k[None, :], 1)[:, None] * scale_log2  # [BLOCK_M, 1]
-                weights, shrink, largest = soften(logits, largest)
-                total = total * shrink + tl.sum(weights, 1)
-                out = out * shrink[:, None] + weights * v.to(tl.float32)[None, :]
+            largest, total, out = _read_memory(
+                q, mem_k_ptr, mem_v_ptr, head, scale_log2, NUM_MEM, HEAD_DIM, VALUE_DIM, largest, total, out
+            )
 
     KINDS: tl.constexpr = 2 if ADDS_TO_NEXT else 1
     sums_ptr += ((unit.to(tl.int64) * num_rows + tile_rows) * KINDS * scratch.num_blocks)[:, None]
@@ -148,9 +141,11 @@ def compressed_kernel(
         exists = (compressed >= 0) & (compressed < num_keys) & (steps < per_selection)
         is_own = exists & (steps >= 0)
         offsets_k, found_k = locate(compressed, exists, row, pages, cached_k.strides)
-        offsets_v, found_v = locate(compressed, is_own, row, pages, cached_v.strides)
+        if cached_v.ptr is not None:
+            offsets_v, found_v = locate(compressed, is_own, row, pages, cached_v.strides)
         k = load_at(cached_k.ptr, offsets_k + head * cached_k.strides[2], found_k, HEAD_DIM, BLOCK_D)
-        v = load_at(cached_v.ptr, offsets_v + head * cached_v.strides[2], found_v, VALUE_DIM, BLOCK_DV)
+        if cached_v.ptr is not None:
+            v = load_at(cached_v.ptr, offsets_v + head * cached_v.strides[2], found_v, VALUE_DIM, BLOCK_DV)
         logits = tl.dot(q, tl.trans(k), input_precision='ieee') * scale_log2  # [BLOCK_M, BLOCK_J * STEPS]
         visible = exists[None, :] & ((compressed * sizes.stride)[None, :] <= last_seen[:, None])
         weights, shrink, largest = soften(tl.where(visible, logits, float('-inf')), largest)
@@ -165,11 +160,12 @@ def compressed_kernel(
             weights = tl.where(is_own[None, :], weights, 0.0)
         total *= shrink
         totals = totals * shrink[:, None] + weights
-        if step.num_tokens > 1:
-            # A non-finite block that only later rows see must not reach earlier ones through a weight of 0.
-            v, spoiled = split_finite(v)
-            totals += tl.where(weights > 0, spoiled[None, :], 0.0)
-        out = tl.dot(weights.to(v.dtype), v, out * shrink[:, None], input_precision='ieee')
+        if cached_v.ptr is not None:
+            if step.num_tokens > 1:
+                # A non-finite block that only later rows see must not reach earlier ones through a weight of 0.
+                v, spoiled = split_finite(v)
+                totals += tl.where(weights > 0, spoiled[None, :], 0.0)
+            out = tl.dot(weights.to(v.dtype), v, out * shrink[:, None], input_precision='ieee')
 
     total += tl.sum(totals, 1)
     wait_for_launch_before(OVERLAPS)
@@ -177,7 +173,37 @@ def compressed_kernel(
     results = (unit.to(tl.int64) * num_rows + tile_rows) * num_splits + part
     tl.store(stats_ptr + 2 * results, largest, mask=is_row)
     tl.store(stats_ptr + 2 * results + 1, total, mask=is_row)
-    store_at(out_ptr, results * VALUE_DIM, out, is_row, VALUE_DIM, BLOCK_DV)
+    if out_ptr is not None:
+        store_at(out_ptr, results * VALUE_DIM, out, is_row, VALUE_DIM, BLOCK_DV)
+
+
+@triton.jit
+def _read_memory(
+    q,
+    mem_k_ptr,
+    mem_v_ptr,
+    head,
+    scale_log2,
+    NUM_MEM: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    largest,
+    total,
+    out,
+):
+    """Add the memory pairs of a head to the online softmax. They are too few for a matrix product."""
+    columns, columns_v = tl.arange(0, q.shape[1]), tl.arange(0, out.shape[1])
+    for index in range(NUM_MEM):
+        memory_row = head * NUM_MEM + index
+        k = tl.load(mem_k_ptr + memory_row * HEAD_DIM + columns, mask=columns < HEAD_DIM, other=0.0).to(tl.float32)
+        if mem_v_ptr is not None:
+            v = tl.load(mem_v_ptr + memory_row * VALUE_DIM + columns_v, mask=columns_v < VALUE_DIM, other=0.0)
+        logits = tl.sum(q.to(tl.float32) * k[None, :], 1)[:, None] * scale_log2  # [M, 1]
+        weights, shrink, largest = soften(logits, largest)
+        total = total * shrink + tl.sum(weights, 1)
+        if mem_v_ptr is not None:
+            out = out * shrink[:, None] + weights * v.to(tl.float32)[None, :]
+    return largest, total, out
 
 
 @triton.jit

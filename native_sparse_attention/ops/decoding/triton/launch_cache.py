@@ -41,7 +41,7 @@ class LaunchCache:
         self, given: Sequence[Tensor | None], owned: Sequence[Tensor | None], workspace: dict[Any, Tensor]
     ) -> None:
         self.is_complete = launcher is not None
-        self.blocks: list[Tensor] = []
+        self.blocks: list[Tensor | None] = []
         self._recorded: list[RecordedLaunch] = []
         self._device = torch.device('cpu')
         self._workspace = workspace

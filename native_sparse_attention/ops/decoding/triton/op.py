@@ -34,20 +34,20 @@ BLOCK_BYTES = 4096
 def append(
     tokens: Tokens,
     storage: Storage,
-    positions: tuple[Tensor, Tensor],
+    positions: tuple[Tensor | None, Tensor | None],
     freqs: Tensor | None,
     factor: float,
     settings: Settings,
     is_mean: bool,
     workspace: Workspace,
     launches: LaunchCache,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Store new tokens in the cache.
 
     Returns q, rotated by freqs, and q_cmp, both in the dtype of the cache, and the K = ceil(T / d) blocks of keys and
     values that may be complete: `[B, H, K, l, D or DV]` with positions added, for φ; with is_mean their means `[B, K,
-    H, D or DV]`.
-    positions: `[H, l, D]`, `[H, l, DV]`. freqs: float32 `[F]`, for angles position / factor * freqs.
+    H, D or DV]`. Those of values, or both, are None where the cache has no compressed values or keys.
+    positions: `[H, l, D]`, `[H, l, DV]`, or None likewise. freqs: float32 `[F]`, for angles position / factor * freqs.
     """
     q, k, v, raw_k, raw_v, k_window, v_window, q_cmp = last_dim_contiguous(*tokens)
     batch, num_tokens, heads, head_dim = q.shape
@@ -59,12 +59,10 @@ def append(
     # Before the launch, since the next launch may overlap with it and waits only for its outputs.
     q_cmp = q_cmp.to(dtype)
     rotated = q.to(dtype) if freqs is None else _empty(workspace, 'q', q.shape, dtype, device)
+    of_block = () if is_mean else (block_size,)
     blocks_k, blocks_v = (
-        _empty(workspace, name, (batch, num_blocks, kv_heads, *sizes), dtype, device)
-        for name, sizes in (
-            ('blocks_k', (head_dim,) if is_mean else (block_size, head_dim)),
-            ('blocks_v', (value_dim,) if is_mean else (block_size, value_dim)),
-        )
+        None if held is None else _empty(workspace, name, (batch, num_blocks, kv_heads, *of_block, dim), dtype, device)
+        for name, held, dim in (('blocks_k', storage.k_cmp, head_dim), ('blocks_v', storage.v_cmp, value_dim))
     )
     launches.launch(
         append_kernel,
@@ -72,7 +70,7 @@ def append(
         *(strided(t) for t in (q, k, v, k_window, v_window, raw_k, raw_v, rotated)),
         *(strided(t) for t in (storage.k, storage.v, storage.k_window, storage.v_window)),
         *(ring_of(storage.raw_k), ring_of(storage.raw_v)),
-        *(strided(blocks_k), strided(blocks_v), *(p.contiguous() for p in positions)),
+        *(strided(blocks_k), strided(blocks_v), *(None if p is None else p.contiguous() for p in positions)),
         *(None if freqs is None else freqs.contiguous(), storage.lengths, _pages(storage.block_table, storage.k)),
         *(storage.capacity, factor),
         step=Step(num_tokens, num_blocks, kv_heads),
@@ -89,18 +87,17 @@ def append(
         **launch_options('append', device),
         device=device,
     )
-    if is_mean:
-        return rotated, q_cmp, blocks_k, blocks_v
-    return rotated, q_cmp, blocks_k.transpose(1, 2), blocks_v.transpose(1, 2)
+    blocks = (b if b is None or is_mean else b.transpose(1, 2) for b in (blocks_k, blocks_v))
+    return rotated, q_cmp, *blocks  # type: ignore[return-value]
 
 
 def attend(
     q: Tensor,
     q_cmp: Tensor,
-    new_k: Tensor,
-    new_v: Tensor,
-    gates: Tensor,
-    mem_kv: tuple[Tensor, Tensor] | None,
+    new_k: Tensor | None,
+    new_v: Tensor | None,
+    gates: Tensor | None,
+    mem_kv: tuple[Tensor, Tensor | None] | None,
     storage: Storage,
     settings: Settings,
     workspace: Workspace,
@@ -109,12 +106,12 @@ def attend(
 ) -> Tensor:
     """Return the gated attention output `[B, T, HQ, DV]` of the new tokens in dtype, after `append`.
 
-    Stores the complete ones of the compressed blocks new_k, new_v `[B, K, H, D or DV]`, and advances the lengths.
-    mem_kv: contiguous.
+    Stores the complete ones of the compressed blocks new_k, new_v `[B, K, H, D or DV]`, None in a cache without them,
+    and advances the lengths. mem_kv: contiguous.
     """
     gates, new_k, new_v = last_dim_contiguous(gates, new_k, new_v)
     batch, num_tokens, heads, head_dim = q.shape
-    kv_heads, value_dim = new_v.shape[2], new_v.shape[3]
+    kv_heads, value_dim = storage.v.shape[2:]
     index_heads = kv_heads if settings.share_group else heads
     device, itemsize = q.device, storage.k.element_size()
     plan = make_plan(
@@ -123,7 +120,7 @@ def attend(
         *(settings.num_selected, settings.window_size),
         *(settings.num_splits, settings.tiles_of_program),
     )
-    step = Step(num_tokens, new_k.shape[1], kv_heads)
+    step = Step(num_tokens, 0 if new_k is None else new_k.shape[1], kv_heads)
     sizes = BlockSizes(settings.compress_block_size, settings.compress_stride, settings.selection_block_size)
     scratch = ScratchSizes(plan.num_blocks, plan.num_tiles, plan.num_lists)
     selection = Selection(settings.num_selected, settings.num_init, settings.num_local)
@@ -136,43 +133,44 @@ def attend(
     def empty(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return _empty(workspace, name, shape, dtype, device)
 
-    out_compressed = empty('out_compressed', rows, plan.num_splits, value_dim)
+    out_compressed = None if gates is None else empty('out_compressed', rows, plan.num_splits, value_dim)
     stats = empty('stats', rows, plan.num_splits, 2)
     sums, maxima = empty('sums', rows, plan.num_blocks, 2 if adds_to_next else 1), empty('maxima', rows, plan.num_tiles)
-    out_parts = empty('out_parts', queries, plan.num_programs, 2, heads // index_heads, value_dim)
-    parts_stats = empty('parts_stats', queries, plan.num_programs, 2, heads // index_heads, 2)
+    parts = (queries, plan.num_programs, 1 if settings.merge_window else 2, heads // index_heads)
+    out_parts, parts_stats = empty('out_parts', *parts, value_dim), empty('parts_stats', *parts, 2)
     best = empty('best', queries, 2, plan.num_lists, settings.num_selected, dtype=torch.int32)
     counts = _counts(workspace, (queries, plan.num_lists), device)
     chosen = empty('chosen', batch, num_tokens, index_heads, settings.num_selected, dtype=torch.int32)
-    out = gates.new_empty(batch, num_tokens, heads, value_dim, dtype=dtype)
+    out = q.new_empty(batch, num_tokens, heads, value_dim, dtype=dtype)
     launches.give(out)
     mem_k, mem_v = (None, None) if mem_kv is None else mem_kv
     head_sizes = {'HEAD_DIM': head_dim, 'VALUE_DIM': value_dim}
     head_blocks = {'BLOCK_D': head_block(head_dim), 'BLOCK_DV': head_block(value_dim)}
     groups = {'GROUP': group, 'REPEATS': index_heads // kv_heads}
 
-    block_s, block_p = (1 << (parts - 1).bit_length() for parts in (plan.num_splits, plan.num_programs))
+    block_s, block_p = (1 << (count - 1).bit_length() for count in (plan.num_splits, plan.num_programs))
     row_tiles, block_m = -(-num_tokens * group // plan.block_m), row_block(heads // index_heads)
     row_bytes = max(head_blocks.values()) * itemsize
-    launches.launch(
-        compressed_kernel,
-        (batch * kv_heads * row_tiles, plan.num_splits),
-        *(strided(t) for t in (q_cmp, storage.k_cmp, storage.v_cmp, new_k, new_v)),
-        *(mem_k, mem_v, storage.lengths, out_compressed, stats, sums, maxima),
-        *(_pages(storage.block_table_cmp, storage.k_cmp), capacity, scratch, settings.scale),
-        step=step,
-        sizes=sizes,
-        GROUP=group,
-        NUM_MEM=0 if mem_k is None else mem_k.shape[1],
-        ADDS_TO_NEXT=adds_to_next,
-        BLOCK_M=plan.block_m,
-        STEPS=plan.steps,
-        BLOCK_J=plan.block_j,
-        **head_sizes,
-        **head_blocks,
-        **launch_options('compressed', device, plan.block_m * head_blocks['BLOCK_DV'], row_bytes),
-        device=device,
-    )
+    if storage.k_cmp is not None:
+        launches.launch(
+            compressed_kernel,
+            (batch * kv_heads * row_tiles, plan.num_splits),
+            *(strided(t) for t in (q_cmp, storage.k_cmp, storage.v_cmp, new_k, new_v)),
+            *(mem_k, mem_v, storage.lengths, out_compressed, stats, sums, maxima),
+            *(_pages(storage.block_table_cmp, storage.k_cmp), capacity, scratch, settings.scale),
+            step=step,
+            sizes=sizes,
+            GROUP=group,
+            NUM_MEM=0 if mem_k is None else mem_k.shape[1],
+            ADDS_TO_NEXT=adds_to_next,
+            BLOCK_M=plan.block_m,
+            STEPS=plan.steps,
+            BLOCK_J=plan.block_j,
+            **head_sizes,
+            **head_blocks,
+            **launch_options('compressed', device, plan.block_m * head_blocks['BLOCK_DV'], row_bytes),
+            device=device,
+        )
     if settings.num_selected:
         block_g = min(16, 1 << (heads // index_heads - 1).bit_length())
         launches.launch(
@@ -205,6 +203,7 @@ def attend(
         selection=selection,
         tiles_read=tiles_read,
         **groups,
+        MERGED=settings.merge_window,
         BLOCK_S=row_block(max(settings.num_selected, 1)),
         BLOCK_M=block_m,
         BLOCK_N=plan.block_n,
@@ -220,6 +219,7 @@ def attend(
         *(capacity, plan.num_splits, plan.num_programs),
         step=step,
         **groups,
+        MERGED=settings.merge_window,
         BLOCK_S=block_s,
         BLOCK_P=block_p,
         VALUE_DIM=value_dim,
