@@ -45,6 +45,7 @@ from native_sparse_attention.ops import (
 from native_sparse_attention.ops._triton import inverse_index, launch, support
 from native_sparse_attention.ops._triton.interval.modifiers import KernelModifiers
 from native_sparse_attention.ops._triton.varlen import make_layout
+from native_sparse_attention.ops.decoding.triton import launch_cache
 from native_sparse_attention.ops.rotary import shared_input
 from native_sparse_attention.ops.selected_attention.triton import settings as selected_settings
 from native_sparse_attention.ops.selected_attention.triton.dkv.kernels import Gates
@@ -351,6 +352,7 @@ def main(architecture: str, dtype: str, head_dim: str, variants: str = 'all', pa
         (JITFunction, 'run', run),
         (launch, 'architecture_of', lambda _: architecture),
         (launch, 'are_watched', lambda: True),  # every launch asks Triton
+        (launch_cache, 'launcher', None),  # what is recorded is loaded, too
         (support, '_unsupported_device', lambda _: None),
         (torch, 'empty', zeros),
         (torch, 'empty_like', torch.zeros_like),
