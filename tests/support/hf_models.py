@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -10,6 +11,12 @@ from torch import Tensor, nn
 
 from native_sparse_attention.integrations.transformers import NSAConfig, convert_to_nsa
 
+# The argument of the forward that holds the cache: `cache` from transformers 5.24 on.
+CACHE = next(
+    name
+    for name in ('cache', 'past_key_values')
+    if name in inspect.signature(transformers.LlamaForCausalLM.forward).parameters
+)
 SIZES: dict[str, Any] = {
     'vocab_size': 99,
     'hidden_size': 32,
@@ -53,7 +60,6 @@ def dense_model(family: str = 'llama', seed: int = 0, **settings: Any) -> Any:
     torch.manual_seed(seed)
     config = getattr(transformers, name)(**{**SIZES, **own, **settings})
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation='eager').eval()
-    model.generation_config.eos_token_id = None  # so that generation has the requested length
     randomize(model)
     return model
 

@@ -1,0 +1,269 @@
+"""Generation: every way to decode with a cache gives what forwards without a cache give."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, StaticCache
+from transformers.cache_utils import DynamicLayer
+
+from native_sparse_attention.integrations.transformers import NSAConfig
+from native_sparse_attention.integrations.transformers.cache import NSACacheLayer
+from tests.support.hf_models import (
+    CACHE,
+    FAMILIES,
+    PAPER,
+    SPARSE,
+    dense_model,
+    left_padded,
+    logits_of,
+    nsa_model,
+    random_ids,
+)
+
+NEW_TOKENS = 10
+CONFIGS = {
+    'dense': SPARSE,
+    'paper': PAPER,
+    'plain': SPARSE.replace(block_scores='plain'),
+    'mean': SPARSE.replace(compress_mlp='mean'),
+}
+# Arguments of `generate` and the rows of the prompt. `generate` itself takes one row for candidates.
+WAYS: dict[str, tuple[dict[str, Any], int]] = {
+    'greedy': ({'do_sample': False}, 2),
+    'sample': ({'do_sample': True, 'num_return_sequences': 2}, 2),
+    'beam': ({'do_sample': False, 'num_beams': 3, 'num_return_sequences': 2}, 2),
+    'beam_sample': ({'do_sample': True, 'num_beams': 2}, 2),
+    'static': ({'do_sample': False, 'cache_implementation': 'static'}, 2),
+    'static_beam': ({'do_sample': False, 'num_beams': 2, 'cache_implementation': 'static'}, 2),
+    'chunked': ({'do_sample': False, 'prefill_chunk_size': 7}, 2),
+    'prompt_lookup': ({'do_sample': False, 'prompt_lookup_num_tokens': 4}, 1),
+    'assisted': ({'do_sample': False, 'assistant_model': True}, 1),
+    'assisted_sample': ({'do_sample': True, 'assistant_model': True}, 1),
+}
+
+
+def prompt(rows: int, padded: bool) -> dict[str, Tensor]:
+    return left_padded([45, 30, 9][:rows]) if padded else left_padded([45] * rows)
+
+
+def generate(model: Any, inputs: dict[str, Tensor], **arguments: Any) -> Tensor:
+    torch.manual_seed(0)
+    arguments = {'max_new_tokens': NEW_TOKENS, 'min_new_tokens': NEW_TOKENS, **arguments}
+    return model.generate(**inputs, **arguments)
+
+
+def reference(model: Any, inputs: dict[str, Tensor], **arguments: Any) -> Tensor:
+    """Generate without a cache."""
+    for name in ('cache_implementation', 'prefill_chunk_size', 'prompt_lookup_num_tokens', 'assistant_model'):
+        arguments.pop(name, None)
+    return generate(model, inputs, use_cache=False, **arguments)
+
+
+def check_generation(way: str, padded: bool, family: str, config: NSAConfig) -> None:
+    arguments, rows = WAYS[way]
+    model, inputs = nsa_model(family, config), prompt(rows, padded)
+    if 'assistant_model' in arguments:
+        arguments = {**arguments, 'assistant_model': nsa_model(family, config, seed=3)}
+    out = generate(model, inputs, **arguments)
+    length = inputs['input_ids'].shape[1] + NEW_TOKENS
+    assert out.shape[1] >= length
+    if way == 'assisted_sample':  # draws other random numbers
+        return
+    # Prompt lookup of transformers 5.4 may return a few candidates more than requested.
+    assert torch.equal(out[:, :length], reference(model, inputs, **arguments))
+
+
+@pytest.mark.parametrize('way', WAYS)
+def test_llama(way: str):
+    check_generation(way, padded=WAYS[way][1] > 1, family='llama', config=SPARSE)
+
+
+@pytest.mark.parametrize('config', list(CONFIGS)[1:])
+@pytest.mark.parametrize('way', ['greedy', 'prompt_lookup'])
+def test_settings(way: str, config: str):
+    check_generation(way, padded=way == 'greedy', family='llama', config=CONFIGS[config])
+
+
+@pytest.mark.parametrize('family', list(FAMILIES)[1:])
+def test_families(family: str):
+    check_generation('greedy', padded=True, family=family, config=SPARSE)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize('family', FAMILIES)
+@pytest.mark.parametrize('config', CONFIGS)
+@pytest.mark.parametrize('way', WAYS)
+@pytest.mark.parametrize('padded', [False, True], ids=['whole', 'padded'])
+def test_every_way(way: str, padded: bool, family: str, config: str):
+    if padded and WAYS[way][1] == 1:
+        pytest.skip('one row has no padding')
+    check_generation(way, padded, family, CONFIGS[config])
+
+
+@pytest.mark.parametrize('padded', [False, True], ids=['whole', 'padded'])
+@pytest.mark.parametrize('kind', ['dynamic', 'static'])
+def test_a_returned_cache_continues(kind: str, padded: bool):
+    model, inputs = nsa_model(), prompt(3, padded)
+    cache = DynamicCache() if kind == 'dynamic' else StaticCache(config=model.config, max_cache_len=80)
+    whole = reference(model, inputs, do_sample=False)
+    first = generate(model, inputs, do_sample=False, max_new_tokens=4, min_new_tokens=4, **{CACHE: cache})
+    mask = torch.cat((inputs['attention_mask'], torch.ones(3, 4, dtype=torch.long)), 1)
+    rest = {'input_ids': first, 'attention_mask': mask}
+    more = NEW_TOKENS - 4
+    out = generate(model, rest, do_sample=False, max_new_tokens=more, min_new_tokens=more, **{CACHE: cache})
+    assert torch.equal(out, whole)
+
+
+@pytest.mark.parametrize('kind', ['dynamic', 'static'])
+def test_logits_of_every_step(kind: str):
+    """Logits, not only their largest: chunks of several lengths over a padded batch."""
+    model, inputs = nsa_model(), left_padded([60, 41, 17])
+    ids, mask = inputs['input_ids'], inputs['attention_mask']
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    whole = logits_of(model, ids, attention_mask=mask, position_ids=positions)
+    cache = DynamicCache(config=model.config) if kind == 'dynamic' else StaticCache(model.config, max_cache_len=64)
+    start = 0
+    for stop in (20, 21, 50, 51, 60):
+        chunk = {'input_ids': ids[:, start:stop], 'position_ids': positions[:, start:stop]}
+        with torch.no_grad():
+            out = model(**chunk, attention_mask=mask[:, :stop], use_cache=True, **{CACHE: cache}).logits
+        real = mask[:, start:stop].bool()
+        torch.testing.assert_close(out[real], whole[:, start:stop][real], atol=2e-5, rtol=0)
+        start = stop
+        assert cache.get_seq_length() == stop
+
+
+def filled(model: Any, inputs: dict[str, Tensor], static: bool = False) -> Any:
+    cache = StaticCache(model.config, max_cache_len=90) if static else DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(**inputs, use_cache=True, **{CACHE: cache})
+    return cache
+
+
+@torch.no_grad()
+def next_logits(model: Any, cache: Any, mask: Tensor, ids: Tensor) -> Tensor:
+    """Logits of ids `[B, T]`, read after the cache."""
+    mask = torch.cat((mask, torch.ones_like(ids)), 1)
+    positions = (mask.cumsum(1) - 1)[:, -ids.shape[1] :]
+    arguments = {'attention_mask': mask, 'position_ids': positions, CACHE: cache, 'use_cache': True}
+    return model(input_ids=ids, **arguments).logits
+
+
+@torch.no_grad()
+def expected_logits(model: Any, ids: Tensor, mask: Tensor, more: Tensor) -> Tensor:
+    mask = torch.cat((mask, torch.ones_like(more)), 1)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    whole = logits_of(model, torch.cat((ids, more), 1), attention_mask=mask, position_ids=positions)
+    return whole[:, -more.shape[1] :]
+
+
+def with_positions(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {**inputs, 'position_ids': (inputs['attention_mask'].cumsum(1) - 1).clamp(min=0)}
+
+
+@pytest.mark.parametrize('static', [False, True], ids=['dynamic', 'static'])
+@pytest.mark.parametrize('config', ['dense', 'plain'])
+@pytest.mark.parametrize('padded', [False, True], ids=['whole', 'padded'])
+@pytest.mark.parametrize('kept', [59, 44, 19, 3])
+def test_crop_of_any_depth(kept: int, padded: bool, config: str, static: bool):
+    model, inputs = nsa_model(config=CONFIGS[config]), left_padded([60, 45] if padded else [60, 60])
+    cache = filled(model, with_positions(inputs), static)
+    cache.crop(kept - 60)
+    ids, mask = inputs['input_ids'][:, :kept], inputs['attention_mask'][:, :kept]
+    assert cache.get_seq_length() == kept
+    more = random_ids(2, 30, seed=9)
+    expected = expected_logits(model, ids, mask, more)
+    torch.testing.assert_close(next_logits(model, cache, mask, more), expected, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize('operation', ['reorder', 'select', 'mask', 'repeat', 'reset'])
+@pytest.mark.parametrize('static', [False, True], ids=['dynamic', 'static'])
+def test_operations_on_rows(operation: str, static: bool):
+    model, inputs, more = nsa_model(), with_positions(left_padded([40, 27, 9])), random_ids(3, 5, seed=9)
+    cache, rows = filled(model, inputs, static), torch.arange(3)
+    match operation:
+        case 'reorder':
+            rows = torch.tensor([2, 0, 2])
+            cache.reorder_cache(rows)
+        case 'select':
+            rows = torch.tensor([1, 1])
+            cache.batch_select_indices(rows)
+        case 'mask':
+            cache.batch_select_indices(torch.tensor([True, False, True]))
+            rows = torch.tensor([0, 2])
+        case 'repeat':
+            rows = rows.repeat_interleave(2)
+            cache.batch_repeat_interleave(2)
+        case 'reset':
+            cache.reset()
+            assert cache.get_seq_length() == 0
+            with torch.no_grad():
+                model(**inputs, use_cache=True, **{CACHE: cache})
+    assert cache.layers[0].batch_size == len(rows)
+    ids, mask = inputs['input_ids'][rows], inputs['attention_mask'][rows]
+    more = more[:1].expand(len(rows), -1)
+    expected = expected_logits(model, ids, mask, more)
+    torch.testing.assert_close(next_logits(model, cache, mask, more), expected, atol=2e-5, rtol=0)
+
+
+def test_embeddings_as_prompt():
+    model, inputs = nsa_model(), prompt(2, padded=True)
+    embeds = model.get_input_embeddings()(inputs['input_ids'])
+    out = generate(model, {'inputs_embeds': embeds, 'attention_mask': inputs['attention_mask']}, do_sample=False)
+    assert torch.equal(out, generate(model, inputs, do_sample=False)[:, -NEW_TOKENS:])
+
+
+def test_outputs_of_generate():
+    model, inputs = nsa_model(), prompt(2, padded=False)
+    wanted: dict[str, Any] = {'return_dict_in_generate': True, 'output_scores': True, 'output_hidden_states': True}
+    out: Any = generate(model, inputs, do_sample=False, **wanted)
+    cache = getattr(out, CACHE)
+    assert len(out.scores) == len(out.hidden_states) == NEW_TOKENS
+    assert cache.get_seq_length() == 45 + NEW_TOKENS - 1
+    assert all(isinstance(layer, NSACacheLayer) for layer in cache.layers)
+    assert cache.layers[0].keys.shape == cache.layers[1].values.shape == (2, 2, 45 + NEW_TOKENS - 1, 8)
+
+
+def test_dense_and_sparse_layers_share_a_cache():
+    from native_sparse_attention.integrations.transformers import convert_to_nsa
+
+    model = convert_to_nsa(dense_model(num_hidden_layers=3), SPARSE, layers=[1])
+    for way in ('greedy', 'static', 'beam'):
+        inputs = prompt(3, padded=True)
+        assert torch.equal(generate(model, inputs, **WAYS[way][0]), reference(model, inputs, **WAYS[way][0]))
+
+
+def test_refused_caches():
+    model, inputs = nsa_model(), prompt(1, padded=False)
+    offloaded = DynamicCache()
+    offloaded.offloading = True  # as DynamicCache(offloading=True) does, which makes a stream of a GPU, too
+    with pytest.raises(ValueError, match='the cache is offloaded, but the cache of sparse attention must stay'):
+        generate(model, inputs, **{CACHE: offloaded})
+    layer: Any = filled(model, inputs).layers[0]
+    for call in (layer.offload, layer.prefetch):
+        with pytest.raises(ValueError, match='must stay on its device'):
+            call()
+    with pytest.raises(ValueError, match='must be written by its attention layer, not by update'):
+        layer.update(torch.ones(1, 2, 1, 8), torch.ones(1, 2, 1, 8))
+    dense = filled(dense_model(), inputs)
+    with pytest.raises(ValueError, match='layer 0 of the cache holds dense keys, but must be empty'):
+        next_logits(model, dense, inputs['attention_mask'], random_ids(1, 1))
+    quantized = DynamicCache(config=model.config)
+    quantized.layers[0] = type('QuantizedLayer', (DynamicLayer,), {})()
+    with pytest.raises(ValueError, match='layer 0 of the cache is a QuantizedLayer, but must be a DynamicLayer'):
+        next_logits(model, quantized, torch.ones(1, 0, dtype=torch.long), random_ids(1, 1))
+    with pytest.raises(ValueError, match='holds up to 45 tokens a row and gets 50 more, but its capacity is 90'):
+        next_logits(model, filled(model, inputs, static=True), inputs['attention_mask'], random_ids(1, 50))
+
+
+def test_padding_in_the_cache_cannot_change():
+    model, inputs = nsa_model(), prompt(2, padded=True)
+    cache = filled(model, inputs)
+    with pytest.raises(ValueError, match='attention_mask differs from the masks with which its first 45 columns'):
+        next_logits(model, cache, torch.ones_like(inputs['attention_mask']), random_ids(2, 1))
+    with pytest.raises(ValueError, match=r'attention_mask has shape \(2, 1\), but must have \(2, 46\)'):
+        model(input_ids=random_ids(2, 1), attention_mask=torch.ones(2, 1), use_cache=True, **{CACHE: cache})
