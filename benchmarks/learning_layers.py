@@ -8,9 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from native_sparse_attention import SparseAttention
-from native_sparse_attention.nn.dense import DenseAttention
 from native_sparse_attention.nn.gate import GATE_START, make_output_gate
-from native_sparse_attention.nn.rotary import rotate
 from native_sparse_attention.ops import window_attention
 
 
@@ -69,35 +67,3 @@ class DetachedScores(SparseAttention):
 
 class DetachedScoresWithWindow(WithWindow, DetachedScores):
     """Detached block scores, and a gated window beside the merged softmax."""
-
-
-class QKNorm(SparseAttention):
-    """RMSNorm of queries and keys per head, before rotary; every branch reads them."""
-
-    def __init__(self, dim: int, dim_head: int, heads: int, **settings: Any) -> None:
-        super().__init__(dim, dim_head, heads, **settings)
-        self.q_norm, self.k_norm = nn.RMSNorm(dim_head), nn.RMSNorm(dim_head)
-
-    def _project(self, x: Tensor) -> Any:
-        new = super()._project(x)
-        q, k = self.q_norm(new.q).to(new.q.dtype), self.k_norm(new.k).to(new.k.dtype)
-        return new._replace(q=q, k=k, raw_k=k)
-
-
-class DenseQKNorm(DenseAttention):
-    """RMSNorm of queries and keys per head, before rotary."""
-
-    def __init__(self, dim: int, dim_head: int, heads: int, **settings: Any) -> None:
-        super().__init__(dim, dim_head, heads, **settings)
-        self.q_norm, self.k_norm = nn.RMSNorm(dim_head), nn.RMSNorm(dim_head)
-
-    def _project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = self.to_qkv(x).split(self._split_sizes, dim=-1)
-        q, k, v = (
-            t.unflatten(-1, (-1, size))
-            for t, size in ((q, self.dim_head), (k, self.dim_head), (v, self.dim_value_head))
-        )
-        q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
-        if self.rotary is not None:
-            q, k = rotate(self.rotary.tables(positions), 'auto', q, k)
-        return q, k, v

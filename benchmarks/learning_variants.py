@@ -13,10 +13,8 @@ import torch
 from torch import nn
 
 from benchmarks.learning_layers import (
-    DenseQKNorm,
     DetachedScores,
     DetachedScoresWithWindow,
-    QKNorm,
     WithOutputGate,
     WithWindow,
 )
@@ -77,12 +75,13 @@ class Variant:
 def _variants() -> dict[str, Variant]:
     every = {'num_selected_blocks': ALL}
     merged, scores = {'merge_window': True}, {'merge_window': True, 'compressed_output': False}
+    norms = {'qk_norm': True}
     alone = {'settings': {**every, 'use_diff_topk': False}, 'gate_start': (-20.0, 20.0, -20.0), 'freeze_gates': True}
     variants = {
         'dense': Variant('full attention', 'dense'),
         'dense-gated': Variant('full attention, a gate per head on its output', 'dense', output_gate=True),
         'dense-wide': Variant('full attention, as many parameters as separate', 'dense', wide=True),
-        'dense-qk-norm': Variant('full attention, RMSNorm of queries and keys', 'dense', layers=DenseQKNorm),
+        'dense-qk-norm': Variant('full attention, RMSNorm of queries and keys', 'dense', settings=norms),
         'separate': Variant('the paper, three gated branches'),
         'separate-all': Variant('every block selected', settings=every),
         'separate-selected-alone': Variant(
@@ -102,7 +101,7 @@ def _variants() -> dict[str, Variant]:
         'separate-mean-phi': Variant('φ starts as the block mean', phi='mean'),
         'separate-local0': Variant('no local blocks forced', settings={'num_local_blocks': 0}),
         'separate-first-dense': Variant('full attention in the first layer', layer_settings={0: 'dense'}),
-        'separate-qk-norm': Variant('RMSNorm of queries and keys', layers=QKNorm),
+        'separate-qk-norm': Variant('RMSNorm of queries and keys', settings=norms),
         'window-all': Variant('the window over everything', settings={'sliding_window_size': ALL}),
         'merged-window': Variant('merged, plus a gated window', settings=merged, layers=WithWindow),
         'merged-scores-window': Variant(
@@ -152,7 +151,7 @@ def _variants() -> dict[str, Variant]:
         'merged-local0': Variant('merged, no local blocks forced', settings={**merged, 'num_local_blocks': 0}),
         'merged-scores-local0': Variant('the same of merged-scores', settings={**scores, 'num_local_blocks': 0}),
         'merged-first-dense': Variant('merged, full attention at first', settings=merged, layer_settings={0: 'dense'}),
-        'merged-qk-norm': Variant('merged, RMSNorm of queries and keys', settings=merged, layers=QKNorm),
+        'merged-qk-norm': Variant('merged, RMSNorm of queries and keys', settings={**merged, **norms}),
         'merged-gates-open': Variant('merged, compressed gates start at 2', settings=merged, gate_start=(2.0,)),
     }
     for suffix, phi, start in (('', 'mlp', 'an MLP as φ'), ('-mean', 'mean', 'φ starts as the block mean')):

@@ -39,6 +39,7 @@ class Config:
         1.0, 'hidden size of the networks of blocks over a block', 0.01, sparse=True
     )
     num_compressed_mem_kv: int = flag(1, 'learned key/value pairs before the compressed ones', 0, sparse=True)
+    qk_norm: bool = flag(False, 'RMSNorm of queries and keys, in dense attention too', sparse=True)
     use_diff_topk: bool = flag(True, 'teach the compressed branch what was worth selecting', sparse=True)
     seq_len: int = flag(1024, 'bytes of context', 1)
     batch: int = flag(16, 'sequences in a forward', 1)

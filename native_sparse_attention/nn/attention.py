@@ -14,7 +14,7 @@ from native_sparse_attention import composition, functional
 from native_sparse_attention.autograd.recompute import recompute
 from native_sparse_attention.autograd.saved_rotary import recompute_rotated
 from native_sparse_attention.core.backend import BackendChoice, check_backend
-from native_sparse_attention.core.checks import checked_softcap, make_sequences
+from native_sparse_attention.core.checks import check_flags, checked_softcap, make_sequences
 from native_sparse_attention.core.plain import is_plain
 from native_sparse_attention.core.projection import floating_weight, projection_dtype
 from native_sparse_attention.core.random import as_seed
@@ -26,7 +26,7 @@ from native_sparse_attention.nn.checks import check_block_loss, check_input, che
 from native_sparse_attention.nn.compress.apply import compress_pair, compress_tokens, with_zero_gradients
 from native_sparse_attention.nn.compress.build import make_networks
 from native_sparse_attention.nn.gate import GATE_START, MERGED_GATE_START, check_gate, make_gate
-from native_sparse_attention.nn.layer import AttentionLayer
+from native_sparse_attention.nn.layer import AttentionLayer, normalised
 from native_sparse_attention.nn.linear import BranchLinear, FixedStartLinear
 from native_sparse_attention.nn.padding import FrontOrder, from_front, to_front
 from native_sparse_attention.nn.rotary import Rotary, rotate, rotated_and_plain
@@ -98,6 +98,8 @@ class SparseAttention(AttentionLayer):
         merge_window: read selected blocks and window in one softmax, each key once, without a gate. One gate per head
             remains, for the compressed output. Where everything visible is read, this softmax is dense attention.
             Excludes independent_branch_kv.
+        qk_norm: RMSNorm of queries and keys over the features of a head, before rotary, with learned weights that all
+            heads share. Every branch reads the normalised keys, so they are what φ compresses.
         compressed_output: False, with merge_window: the compressed branch scores blocks alone. There is no gate, and no
             network, positions or memory of values; compress_mlp is one module then.
 
@@ -144,6 +146,7 @@ class SparseAttention(AttentionLayer):
         dropout: float = 0.0,
         merge_window: bool = False,
         compressed_output: bool = True,
+        qk_norm: bool = False,
         **unknown: NoReturn,
     ) -> None:
         super().__init__()
@@ -162,8 +165,10 @@ class SparseAttention(AttentionLayer):
         self.merge_window, self.compressed_output = merge_window, compressed_output
         networks = {'compress_mlp': compress_mlp, 'strategy_combine_mlp': strategy_combine_mlp}
         check_settings(self, dim, num_compressed_mem_kv, norm, rotary_emb, **networks)
+        check_flags(qk_norm=qk_norm)
 
         self.norm = nn.RMSNorm(dim) if norm else nn.Identity()
+        self._make_qk_norms(qk_norm)
         self.rotary = None if rotary_emb is False else Rotary(dim_head, rotary_emb)  # type: ignore[arg-type]
         # Queries, then keys and values of the compressed, the selected and the window branch, or one pair for all.
         kv_heads, value_dim = self.kv_heads, self.dim_value_head
@@ -420,8 +425,9 @@ class SparseAttention(AttentionLayer):
         )
         assert qkv is not None
         q, *pairs = qkv.split(self._split_sizes, dim=-1)
-        q = q.unflatten(-1, (self.heads, -1))
+        q = normalised(self.q_norm, q.unflatten(-1, (self.heads, -1)))
         pairs = [t.unflatten(-1, (self.kv_heads, -1)) for t in pairs]
+        pairs[::2] = [normalised(self.k_norm, k) for k in pairs[::2]]
         raw_k, raw_v = pairs[:2]
         k, v = pairs[2:4] if self.independent_branch_kv else (raw_k, raw_v)
         k_window, v_window = pairs[4:] if self.independent_branch_kv else (None, None)

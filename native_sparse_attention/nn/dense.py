@@ -15,7 +15,7 @@ from native_sparse_attention.core.projection import floating_weight
 from native_sparse_attention.inference.cache import LayerCache
 from native_sparse_attention.inference.rollback import Checkpoint
 from native_sparse_attention.nn.gate import make_output_gate
-from native_sparse_attention.nn.layer import AttentionLayer
+from native_sparse_attention.nn.layer import AttentionLayer, normalised
 from native_sparse_attention.nn.padding import FrontOrder, from_front, to_front
 from native_sparse_attention.nn.rotary import Rotary, rotate
 
@@ -34,6 +34,7 @@ class DenseAttention(AttentionLayer):
         rotary_emb: an instance of rotary-embedding-torch, None for a default one, False for none.
         output_gate: multiply the output of each head by a sigmoid gate, a linear function of the normalised input. It
             starts at sigmoid(2) for every input, as the window gate of `SparseAttention` does.
+        qk_norm: RMSNorm of queries and keys, as in `SparseAttention`.
 
     Raises:
         ValueError: sizes do not fit; names argument, value and rule.
@@ -51,17 +52,19 @@ class DenseAttention(AttentionLayer):
         dim_value_head: int | None = None,
         rotary_emb: RotaryEmbedding | Literal[False] | None = None,
         output_gate: bool = False,
+        qk_norm: bool = False,
     ) -> None:
         super().__init__()
         kv_heads = heads if kv_heads is None else kv_heads
         value_dim = dim_head if dim_value_head is None else dim_value_head
         check_positive(dim=dim, dim_head=dim_head, heads=heads, kv_heads=kv_heads, dim_value_head=value_dim)
-        check_flags(causal=causal, norm=norm, output_gate=output_gate)
+        check_flags(causal=causal, norm=norm, output_gate=output_gate, qk_norm=qk_norm)
         if heads % kv_heads != 0:
             raise ValueError(f'heads is {heads}, but must be a multiple of kv_heads, {kv_heads}')
         self.dim_head, self.heads, self.kv_heads, self.dim_value_head = dim_head, heads, kv_heads, value_dim
         self.causal = causal
         self.norm = nn.RMSNorm(dim) if norm else nn.Identity()
+        self._make_qk_norms(qk_norm)
         self.rotary = None if rotary_emb is False else Rotary(dim_head, rotary_emb)
         self._split_sizes = [heads * dim_head, kv_heads * dim_head, kv_heads * value_dim]
         self.to_qkv = nn.Linear(dim, sum(self._split_sizes), bias=False)
@@ -151,6 +154,7 @@ class DenseAttention(AttentionLayer):
         q = q.unflatten(-1, (self.heads, self.dim_head))
         k = k.unflatten(-1, (self.kv_heads, self.dim_head))
         v = v.unflatten(-1, (self.kv_heads, self.dim_value_head))
+        q, k = normalised(self.q_norm, q), normalised(self.k_norm, k)
         if self.rotary is not None:
             tables = self.rotary.tables(positions)
             q, k = rotate(tables, 'auto', q, k)

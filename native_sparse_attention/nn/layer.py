@@ -14,6 +14,7 @@ from native_sparse_attention.inference.paged_cache import cache_kind, make_cache
 from native_sparse_attention.nn.checks import check_cache, check_input, check_undifferentiated
 from native_sparse_attention.nn.rotary import Rotary, describe_rotary
 
+QK_NORM_EPS = 1e-6  # as Qwen3 and OLMo 2 have it; the default of nn.RMSNorm depends on the dtype of its input
 _KEY = 'settings'  # in the metadata of a state dict
 
 
@@ -32,6 +33,8 @@ class AttentionLayer(nn.Module):
     causal: bool
     norm: nn.Module
     to_qkv: nn.Linear
+    q_norm: nn.RMSNorm | None
+    k_norm: nn.RMSNorm | None
     rotary: Rotary | None
     selection_block_size: int = 1  # pages of a cache hold a multiple of so many tokens
 
@@ -39,6 +42,10 @@ class AttentionLayer(nn.Module):
         super().__init__()
         self.register_state_dict_post_hook(_record)
         self.register_load_state_dict_pre_hook(_compare)
+
+    def _make_qk_norms(self, qk_norm: bool) -> None:
+        """Set q_norm and k_norm, RMSNorm over the features of a head, or None."""
+        self.q_norm, self.k_norm = (nn.RMSNorm(self.dim_head, QK_NORM_EPS) if qk_norm else None for _ in range(2))
 
     @property
     def weight_settings(self) -> dict[str, Any]:
@@ -106,6 +113,11 @@ class AttentionLayer(nn.Module):
     def _check_causal(self) -> None:
         if not self.causal:
             raise ValueError('causal is False, but a cache needs causal=True')
+
+
+def normalised(norm: nn.Module | None, x: Tensor) -> Tensor:
+    """Return q or k `[B, T, heads, D]` after its norm in its own dtype, or itself without a norm."""
+    return x if norm is None else norm(x).to(x.dtype)
 
 
 def _record(layer: AttentionLayer, state_dict: Any, prefix: str, local_metadata: dict[str, Any]) -> None:

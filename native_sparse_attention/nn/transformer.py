@@ -31,7 +31,7 @@ DEFAULT_SPARSE_ATTN_KWARGS: Mapping[str, Any] = {
     'selection_block_size': 4,
     'num_selected_blocks': 4,
 }
-SHAPE_SETTINGS = ('norm', 'dim_value_head', 'rotary_emb')  # of SparseAttention, which the dense twin shares
+SHAPE_SETTINGS = ('norm', 'qk_norm', 'dim_value_head', 'rotary_emb')  # of SparseAttention, which the dense twin shares
 IGNORED_LABEL = -100
 
 
@@ -77,8 +77,8 @@ class Transformer(GeneratingModel):
         use_sparse_attn: sparse attention in every block; False builds the dense twin.
         causal: tokens read no later token.
         sparse_attn_kwargs: further arguments of `SparseAttention`; by default windows of 32, and blocks of 4 of which 4
-            are read. Every layer gets copies of the modules in it. The dense twin takes `norm`, `dim_value_head` and
-            `rotary_emb` from it.
+            are read. Every layer gets copies of the modules in it. The dense twin takes `norm`, `qk_norm`,
+            `dim_value_head` and `rotary_emb` from it.
         tie_embeddings: one matrix is embedding and head.
         dense_output_gate: the dense twin has the `output_gate` of `DenseAttention`; refused with use_sparse_attn.
         backend: 'auto', 'triton', 'flex' or 'eager', for the sparse attention.

@@ -54,6 +54,8 @@ def layer_of_one_sequence(attn: SparseAttention, x: Tensor) -> Tensor:
     widths = [(heads, head_dim)] + [(kv_heads, head_dim), (kv_heads, value_dim)] * num_branches
     projected = (x @ attn.to_qkv.weight.T).split([count * width for count, width in widths], -1)
     q_cmp, *pairs = (features.unflatten(-1, shape) for features, shape in zip(projected, widths, strict=True))
+    q_cmp = normalise(q_cmp, attn.q_norm)
+    pairs[::2] = [normalise(keys, attn.k_norm) for keys in pairs[::2]]
     # Pairs of compressed, selected and window branch; shared ones stand for all three.
     k_raw, v_raw, k, v, k_window, v_window = pairs * (3 // num_branches)
     q, k, k_window = (rotate(features, attn.rotary) for features in (q_cmp, k, k_window))
@@ -89,6 +91,13 @@ def layer_of_one_sequence(attn: SparseAttention, x: Tensor) -> Tensor:
         sinks_cmp=attn.compress_sinks,
     )
     return out[0].flatten(-2) @ attn.combine_heads.weight.T
+
+
+def normalise(x: Tensor, norm: nn.RMSNorm | None) -> Tensor:
+    """Divides the features of each head of `[T, H, D]` by their root mean square, and scales them."""
+    if norm is None:
+        return x
+    return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight
 
 
 def rotate(x: Tensor, rotary: Rotary | None) -> Tensor:

@@ -35,6 +35,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     'own branches': {'independent_branch_kv': True, 'dim_value_head': 3},
     'no rotary': {'rotary_emb': False},
     'no norm': {'norm': False},
+    'qk norm': {'qk_norm': True, 'independent_branch_kv': True},
     'no memory': {'num_compressed_mem_kv': 0},
     'three memory pairs': {'num_compressed_mem_kv': 3},
     'no selection': {'num_selected_blocks': 0},

@@ -119,6 +119,7 @@ LAYERS: dict[str, dict[str, Any]] = {
     'wide blocks': WIDE_BLOCKS,
     'blocks side by side': EVERY_TOKEN | {'sliding_window_size': 5, 'rotary_emb': False, 'num_compressed_mem_kv': 0},
     'branches of their own': {'independent_branch_kv': True},
+    'qk norm': {'qk_norm': True},
     'heads alone': {'query_heads_share_selected_kv': False, 'heads': 4},
     'group of 16': PAPER | {'heads': 16, 'kv_heads': 1, 'dim_head': 64, 'sliding_window_size': 100},
     'bfloat16': {'compress_mlp': MeanPool()},

@@ -45,6 +45,8 @@ SETTINGS = {
     'three memory pairs': {'num_compressed_mem_kv': 3},
     'values of another size': {'dim_value_head': 4},
     'no norm': {'norm': False},
+    'qk norm': {'qk_norm': True},
+    'qk norm, own branches': {'qk_norm': True, 'independent_branch_kv': True},
     'no forced blocks': {'num_init_blocks': 0, 'num_local_blocks': 0},
     'few blocks': {'num_selected_blocks': 2},
     'stride = block': {'compress_block_size': 4, 'compress_block_sliding_stride': 4, 'selection_block_size': 4},

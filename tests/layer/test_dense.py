@@ -21,6 +21,9 @@ def by_hand(attn: DenseAttention, x: Tensor) -> Tensor:
     projected = x @ attn.to_qkv.weight.T
     q, k, v = projected.split(attn._split_sizes, dim=-1)
     q, k, v = q.view(length, attn.heads, -1), k.view(length, attn.kv_heads, -1), v.view(length, attn.kv_heads, -1)
+    if attn.q_norm is not None and attn.k_norm is not None:
+        q, k = (t / (t.square().mean(-1, keepdim=True) + 1e-6).sqrt() for t in (q, k))
+        q, k = q * attn.q_norm.weight, k * attn.k_norm.weight
     angles = torch.arange(length).float()[:, None] * (
         10000 ** -(torch.arange(0, attn.dim_head, 2).float() / attn.dim_head)
     )
@@ -43,11 +46,13 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize('causal', [True, False])
-@pytest.mark.parametrize(('kv_heads', 'value_dim'), [(6, 8), (2, 8), (1, 12)])
-def test_equals_the_definition(causal, kv_heads, value_dim):
+@pytest.mark.parametrize(('kv_heads', 'value_dim', 'qk_norm'), [(6, 8, False), (2, 8, True), (1, 12, False)])
+def test_equals_the_definition(causal, kv_heads, value_dim, qk_norm):
     torch.manual_seed(0)
-    attn = DenseAttention(16, 8, 6, kv_heads, causal, dim_value_head=value_dim).double()
-    attn.get_parameter('norm.weight').data += torch.rand(16)
+    attn = DenseAttention(16, 8, 6, kv_heads, causal, dim_value_head=value_dim, qk_norm=qk_norm).double()
+    for name, parameter in attn.named_parameters():
+        if 'norm' in name:
+            parameter.data += torch.rand(len(parameter))
     x = torch.randn(2, 11, 16, dtype=torch.float64)
     assert_near(attn(x), torch.stack([by_hand(attn, row) for row in x]), 1e-6)
 
@@ -149,6 +154,7 @@ def test_cache_reads_nothing_but_what_was_written():
         ({'dim_head': 2}, 'dim_head is 2, but a default rotary embedding'),
         ({'causal': 'no'}, "causal is 'no', but must be True or False"),
         ({'norm': None}, 'norm is None, but must be True or False'),
+        ({'qk_norm': 1}, 'qk_norm is 1, but must be True or False'),
         ({'output_gate': 1}, 'output_gate is 1, but must be True or False'),
     ],
 )

@@ -71,6 +71,13 @@ def test_branches_with_their_own_keys_and_values_start_from_those_of_the_dense_m
         assert torch.equal(other.attention.combine_heads.weight, block.attention.combine_heads.weight)
 
 
+def test_dense_twin_has_the_norms_of_queries_and_keys():
+    dense, sparse = (dict(make(kind, settings={'qk_norm': True}).named_parameters()) for kind in (False, True))
+    names = {f'layers.{layer}.attention.{name}_norm.weight' for layer in range(3) for name in 'qk'}
+    assert names <= dense.keys() <= sparse.keys()
+    assert names.isdisjoint(dict(make(False).named_parameters()))
+
+
 def test_refuses_the_gate_of_the_dense_model_in_a_sparse_one():
     with pytest.raises(ValueError, match='dense_output_gate is True, but only a dense model has it'):
         make(True, dense_output_gate=True)

@@ -40,6 +40,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     'diff_topk': {'use_diff_topk': True},
     'heads alone': {'query_heads_share_selected_kv': False, 'use_diff_topk': True},
     'own branches': {'independent_branch_kv': True},
+    'qk norm': {'qk_norm': True},
     'no selection': {'num_selected_blocks': 0},
     'no rotary': {'rotary_emb': False},
     'learned rotary': {'rotary_emb': RotaryEmbedding(4, learned_freq=True)},

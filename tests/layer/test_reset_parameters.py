@@ -53,6 +53,7 @@ LAYERS: dict[str, dict[str, Any]] = {
     'default': {},
     'not shared': {'query_heads_share_selected_kv': False, 'dim_value_head': 3},
     'own branches': {'independent_branch_kv': True},
+    'qk norm': {'qk_norm': True},
     'sinks': {'num_sinks': 2, 'num_compressed_mem_kv': 2},
     'merged': {'merge_window': True},
     'scores alone': {'merge_window': True, 'compressed_output': False},
