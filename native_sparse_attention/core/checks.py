@@ -155,7 +155,7 @@ def check_block_indices(block_indices: Tensor, q: Tensor, k: Tensor) -> None:
     shape = block_indices.shape
     if block_indices.dtype not in INT_DTYPES:
         raise ValueError(f'block_indices has dtype {block_indices.dtype}, but must be int32 or int64')
-    if len(shape) != 4 or shape[:2] != (batch, seqlen) or shape[2] not in (k.shape[2], heads):
+    if len(shape) != 4 or shape[:2] != (batch, seqlen) or (shape[2] != k.shape[2] and shape[2] != heads):
         raise ValueError(
             f'block_indices has shape {tuple(shape)}, but must have ({batch}, {seqlen}, {k.shape[2]} or, per query '
             f'head, {heads}, n)'

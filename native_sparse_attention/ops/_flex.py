@@ -8,7 +8,6 @@ the intervals, so no tensor of size T x S exists.
 from __future__ import annotations
 
 import importlib.util
-import math
 import warnings
 from collections.abc import Callable
 from functools import cache
@@ -109,7 +108,11 @@ class Tiles(NamedTuple):
 
 def rows_of_tile(rows_per_token: int) -> int:
     """Return the rows of a query tile with several rows per token; it holds whole tokens."""
-    return math.lcm(rows_per_token, TILE)
+    # The least common multiple, in arithmetic that torch.compile follows where rows_per_token is symbolic.
+    common = 1
+    while common < TILE and rows_per_token % (2 * common) == 0:
+        common *= 2
+    return TILE // common * rows_per_token
 
 
 def find_tiles(first: Tensor, last: Tensor, seqlen_k: int, rows_per_token: int = 1, all_are_read: bool = True) -> Tiles:

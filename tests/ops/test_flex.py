@@ -391,6 +391,21 @@ def test_few_graphs_serve_many_lengths():
     assert len(graphs) <= 2
 
 
+def test_ops_in_a_compiled_function_take_symbolic_sizes(monkeypatch: pytest.MonkeyPatch):
+    """As on a GPU, where such functions compile; traced alone. Numbers of heads are symbolic there, too."""
+    monkeypatch.setattr(_flex, 'unsupported', lambda *_, **__: None)
+    q, k, v = (t.float() for t in make_qkv(whole(300, 2), Heads(6, 2, 16, 16)))
+    indices = make_block_indices('valid', 2, 300, 2, 4, seqlen_k=300, block_size=64)
+
+    def attend(backend: str) -> Tensor:
+        out, lse = window_attention(q, k, v, window_size=(50, 0), backend=backend)
+        out = out + selected_attention(q, k, v, indices, block_size=64, backend=backend)[0]
+        return out + compressed_attention(q, k, v, block_size=1, stride=1, backend=backend)[0] + lse.mean()
+
+    compiled = torch.compile(attend, backend='eager', dynamic=True, fullgraph=True)
+    torch.testing.assert_close(compiled('flex'), attend('eager'), rtol=1e-4, atol=1e-5)
+
+
 def test_no_block_mask_of_queries_by_keys():
     """The largest table of a call counts tiles."""
     seqlen = 4096

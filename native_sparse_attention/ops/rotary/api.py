@@ -100,7 +100,7 @@ def _unsupported(x: Tensor, cos: Tensor, sin: Tensor) -> str | None:
 
 def _check_table(name: str, table: Tensor, x: Tensor) -> None:
     batch, seqlen, _, head_dim = x.shape
-    if table.dim() != 3 or table.shape[0] not in (1, batch) or table.shape[1] != seqlen:
+    if table.dim() != 3 or (table.shape[0] != 1 and table.shape[0] != batch) or table.shape[1] != seqlen:
         raise ValueError(f'{name} has shape {tuple(table.shape)}, but must have ({batch} or 1, {seqlen}, F)')
     if 2 * table.shape[2] > head_dim:
         raise ValueError(f'{name} has {table.shape[2]} angles, but heads of {head_dim} features take {head_dim // 2}')
