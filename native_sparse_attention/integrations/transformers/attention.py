@@ -204,8 +204,8 @@ class NSAAttention(nn.Module):
 
         below, settings = self.nsa.dense_below, {**self.logit_settings, 'dropout_p': self._dropout_p}
         out = attend_with_dense_start(sparse, (q, k, v), below, lengths, cu_seqlens, settings)
-        if below > 0 or not trains_scores:
-            out = with_zero_gradients(out, self)
+        if torch.is_grad_enabled() and (below > 0 or self.v_compress is None):
+            out = with_zero_gradients(out, self)  # of what no query reads
         return out, k_cmp, v_cmp
 
     @property

@@ -50,8 +50,8 @@ def make_layout(
     """
     (batch, seqlen), boundaries = tokens.shape[:2], _check_packed(tokens, attention_mask, cu_seqlens, seen)
     if attention_mask is None:
-        if boundaries is None and seen is None and position_ids is not None:
-            boundaries = _boundaries_of(position_ids, batch)
+        if boundaries is None and not seen and position_ids is not None:
+            boundaries = _boundaries_of(position_ids, batch, is_cached=seen is not None)
         return Layout(None, seqlen, boundaries, rope_factor)
     mask = new_columns(attention_mask, seen or 0, tokens)
     # Read once per forward rather than in each layer, as transformers does for FlashAttention.
@@ -105,17 +105,21 @@ def _check_packed(
     return of_queries.int()
 
 
-def _boundaries_of(position_ids: Tensor, batch: int) -> Tensor | None:
+def _boundaries_of(position_ids: Tensor, batch: int, is_cached: bool) -> Tensor | None:
     """Return the boundaries of packed sequences in the flattened batch, or None where each row is one sequence."""
     starts = torch.ones_like(position_ids, dtype=torch.bool)
     starts[:, 1:] = position_ids.diff(dim=1) != 1
     if not _may_read(starts):
+        if is_cached:
+            return None
         raise ValueError(
             'position_ids is given while the model is compiled or captured, where packed sequences cannot be found in '
             'it: leave it out, or give cu_seq_lens_q and cu_seq_lens_k'
         )
     if not bool(starts[:, 1:].any()):
         return None
+    if is_cached:
+        raise ValueError('position_ids start again, but must not where a cache is given: packed rows are not cached')
     first = starts.expand(batch, -1).flatten().nonzero()[:, 0]
     return torch.cat((first, first.new_full((1,), batch * starts.shape[1]))).int()
 

@@ -82,6 +82,14 @@ class NSAModel(NSAPreTrained):
     rotary_emb: Any
     training: bool
 
+    forward_names: tuple[str, ...]  # arguments of the family's forward
+    cache_name: str
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.forward_names = tuple(inspect.signature(super().forward).parameters)[1:]  # without self
+        cls.cache_name = next(name for name in _CACHE_NAMES if name in cls.forward_names)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the family's model. attention_mask: `[B, S]`, bool or integers of 0 and 1, or None.
 
@@ -90,8 +98,7 @@ class NSAModel(NSAPreTrained):
 
         Raises ValueError for other masks, for packed sequences with a cache, and for output_attentions.
         """
-        names = list(inspect.signature(super().forward).parameters)
-        kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
+        kwargs = {**dict(zip(self.forward_names, args, strict=False)), **kwargs}
         if kwargs.get('output_attentions'):
             raise ValueError('output_attentions is True, but must be False: sparse attention has no matrix of weights')
         caches = [kwargs.pop(name) for name in _CACHE_NAMES if name in kwargs]
@@ -117,7 +124,7 @@ class NSAModel(NSAPreTrained):
             if len(self.sparse_layers) == len(self.layers):
                 # A mask of 4 dimensions is passed through; the family makes one from anything else.
                 kwargs['attention_mask'] = torch.empty(1, 1, 1, 1, device='meta')
-        return super().forward(**kwargs, **{_cache_name(names): cache})
+        return super().forward(**kwargs, **{self.cache_name: cache})
 
     @property
     def sparse_layers(self) -> list[int]:
@@ -193,7 +200,3 @@ def _unsupported(attention: Any) -> str | None:
 def _rope_factor(rotary_emb: Any) -> float:
     names = ('full_attention_attention_scaling', 'attention_scaling')
     return next((getattr(rotary_emb, name) for name in names if hasattr(rotary_emb, name)), 1.0)
-
-
-def _cache_name(names: list[str]) -> str:
-    return next(name for name in _CACHE_NAMES if name in names)

@@ -1,0 +1,211 @@
+"""Training of converted models: gradients, checkpointing, autocast, adapters, compilation and `Trainer`."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DynamicCache, Trainer, TrainingArguments
+
+from tests.support.hf_models import (
+    CACHE,
+    COVERING,
+    FAMILIES,
+    PAPER,
+    SPARSE,
+    convert_to_nsa,
+    dense_model,
+    left_padded,
+    logits_of,
+    nsa_model,
+    random_ids,
+)
+
+CONFIGS = {
+    'dense': SPARSE,
+    'scores': SPARSE.replace(use_diff_topk=True),
+    'plain': SPARSE.replace(use_diff_topk=True, block_scores='plain'),
+    'paper': PAPER,
+}
+every_family = pytest.mark.parametrize('family', FAMILIES)
+every_config = pytest.mark.parametrize('config', CONFIGS)
+
+
+def gradients(model: Any, ids: Tensor, **arguments: Any) -> dict[str, Tensor]:
+    model.zero_grad()
+    model(input_ids=ids, labels=ids, **arguments).loss.backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def compare(a: dict[str, Tensor], b: dict[str, Tensor], tolerance: float = 1e-5) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], atol=tolerance, rtol=1e-4, msg=name)
+
+
+@every_family
+@every_config
+def test_every_parameter_has_a_gradient(family: str, config: str):
+    model = nsa_model(family, CONFIGS[config]).train()
+    found = gradients(model, random_ids(2, 60))
+    assert all(g is not None and g.isfinite().all() for g in found.values()), found.keys()
+    trained = {name: bool(g.any()) for name, g in found.items() if 'compress' in name or 'strategy' in name}
+    assert trained
+    assert all(trained.values()) is (config != 'dense'), trained
+    short = gradients(model, random_ids(1, 3))  # no compressed block
+    assert all(g is not None and g.isfinite().all() for g in short.values())
+
+
+@every_family
+def test_gradients_are_dense_where_everything_is_read(family: str):
+    model, ids = dense_model(family).train(), random_ids(2, 50)
+    dense = gradients(model, ids)
+    sparse = gradients(convert_to_nsa(model, COVERING), ids)
+    compare({name: sparse[name] for name in dense}, dense)
+
+
+@every_config
+def test_an_empty_cache_takes_part_in_training(config: str):
+    """transformers passes a cache in training by default."""
+    model, ids = nsa_model(config=CONFIGS[config]).train(), random_ids(2, 45)
+    cache = DynamicCache(config=model.config)
+    cached = gradients(model, ids, use_cache=True, **{CACHE: cache})
+    compare(cached, gradients(model, ids, use_cache=False))
+    assert cache.get_seq_length() == 45
+    assert not any(layer.keys.requires_grad for layer in cache.layers)  # type: ignore[union-attr]
+    more = random_ids(2, 3, seed=9)
+    with pytest.raises(ValueError, match='the cache holds 45 tokens, but must be empty or None where gradients'):
+        model(input_ids=more, **{CACHE: cache})
+    with torch.no_grad():
+        out = model.eval()(input_ids=more, **{CACHE: cache}).logits
+    torch.testing.assert_close(out, logits_of(model, torch.cat((ids, more), 1))[:, -3:], atol=2e-5, rtol=0)
+
+
+@every_config
+@pytest.mark.parametrize('reentrant', [False, True])
+@pytest.mark.parametrize('use_cache', [False, True])
+def test_gradient_checkpointing(config: str, reentrant: bool, use_cache: bool):
+    model, inputs = nsa_model(config=CONFIGS[config]).train(), left_padded([50, 31])
+    ids, mask = inputs['input_ids'], inputs['attention_mask']
+    expected = gradients(model, ids, attention_mask=mask, use_cache=False)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': reentrant})
+    compare(gradients(model, ids, attention_mask=mask, use_cache=use_cache), expected)
+
+
+def test_dropout_of_the_family():
+    model, ids = nsa_model(attention_dropout=0.5), random_ids(1, 40)
+    first = logits_of(model, ids)
+    assert torch.equal(first, logits_of(model, ids))
+    model.train()
+    torch.manual_seed(0)
+    dropped = logits_of(model, ids)
+    assert not torch.equal(first, dropped)
+    torch.manual_seed(0)
+    assert torch.equal(dropped, logits_of(model, ids))
+
+
+@every_config
+def test_bfloat16(config: str):
+    model, ids = nsa_model(config=CONFIGS[config]).train(), random_ids(2, 50)
+    expected = model(input_ids=ids, labels=ids).loss
+    with torch.autocast('cpu', torch.bfloat16):
+        loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+    torch.testing.assert_close(loss, expected, atol=0.1, rtol=0)
+    model.to(torch.bfloat16)
+    found = gradients(model, ids)
+    assert all(g.isfinite().all() for g in found.values())
+    with torch.no_grad():
+        torch.testing.assert_close(model(input_ids=ids, labels=ids).loss.float(), expected, atol=0.1, rtol=0)
+
+
+@every_config
+def test_adapters(config: str, tmp_path: Path):
+    settings = CONFIGS[config]
+    model, ids = nsa_model(config=settings), random_ids(2, 50)
+    added = ['k_compress'] if settings.merge_window else ['k_compress', 'v_compress', 'to_strategy_combine']
+    targets = ['q_proj', 'k_proj', 'v_proj', 'o_proj']
+    before = logits_of(model, ids)
+    adapted: Any = peft.get_peft_model(model, peft.LoraConfig(target_modules=targets, modules_to_save=added, r=4))
+    assert torch.equal(logits_of(adapted, ids), before)
+    optimizer = torch.optim.SGD([p for p in adapted.parameters() if p.requires_grad], lr=0.1)
+    for _ in range(2):
+        adapted(input_ids=ids, labels=ids).loss.backward()
+        assert all(p.grad is not None for p in adapted.parameters() if p.requires_grad)
+        optimizer.step()
+    trained = logits_of(adapted, ids)
+    assert (trained - before).abs().max() > 1e-3
+    prompt = {'input_ids': ids, 'attention_mask': torch.ones_like(ids)}
+    greedy = {**prompt, 'max_new_tokens': 3, 'do_sample': False}
+    assert torch.equal(adapted.generate(**greedy), adapted.generate(**greedy, use_cache=False))
+    adapted.save_pretrained(str(tmp_path))
+    loaded = peft.PeftModel.from_pretrained(nsa_model(config=settings), tmp_path)
+    assert torch.equal(logits_of(loaded, ids), trained)
+    merged: Any = adapted.merge_and_unload()  # type: ignore[operator]
+    torch.testing.assert_close(logits_of(merged, ids), trained, atol=1e-4, rtol=0)
+    merged.save_pretrained(tmp_path / 'merged')
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / 'merged', attn_implementation='eager').eval()
+    assert torch.equal(logits_of(reloaded, ids), logits_of(merged, ids))
+
+
+class Rows(torch.utils.data.Dataset):
+    """Eight rows of text, one of which is padded."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        ids = random_ids(1, 40, seed=index)[0]
+        mask = torch.arange(40) >= (9 if index == 3 else 0)
+        return {'input_ids': ids, 'attention_mask': mask.long(), 'labels': ids.where(mask, -100)}
+
+    def __len__(self) -> int:
+        return 8
+
+
+@pytest.mark.parametrize('checkpointing', [False, True])
+def test_trainer(checkpointing: bool, tmp_path: Path):
+    model = nsa_model(config=PAPER)
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path),
+        per_device_train_batch_size=4,
+        max_steps=6,
+        learning_rate=1e-2,
+        gradient_checkpointing=checkpointing,
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        logging_steps=1,
+        save_steps=6,
+    )
+    trainer = Trainer(model=model, args=arguments, train_dataset=Rows())
+    trainer.train()
+    losses = [entry['loss'] for entry in trainer.state.log_history if 'loss' in entry]
+    assert len(losses) == 6
+    assert losses[-1] < losses[0]
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / 'checkpoint-6', attn_implementation='eager').eval()
+    ids = random_ids(1, 30)
+    assert torch.equal(logits_of(saved, ids), logits_of(model.eval(), ids))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(('config', 'padded'), [('dense', True), ('scores', False), ('paper', True)])
+def test_compiled(config: str, padded: bool):
+    model = nsa_model(config=CONFIGS[config].replace(dense_below=20)).train()
+    inputs = left_padded([50, 31] if padded else [50, 50])
+    ids, arguments = inputs['input_ids'], {'attention_mask': inputs['attention_mask']} if padded else {}
+    expected = gradients(model, ids, use_cache=False, **arguments)
+    torch.compiler.reset()
+    compiled = torch.compile(copy.deepcopy(model), backend='aot_eager', fullgraph=True)
+    found = gradients(compiled, ids, use_cache=False, **arguments)
+    compare({name.removeprefix('_orig_mod.'): gradient for name, gradient in found.items()}, expected)
+
+
+def test_compiled_models_cannot_find_packed_positions():
+    model, ids = nsa_model(), random_ids(1, 20)
+    compiled = torch.compile(model, backend='eager', fullgraph=True)
+    with pytest.raises(Exception, match='position_ids is given while the model is compiled'):
+        compiled(input_ids=ids, position_ids=torch.arange(20)[None], use_cache=False)
