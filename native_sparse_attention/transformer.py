@@ -1,5 +1,5 @@
 """Public path of `Transformer` and its parts."""
 
-from native_sparse_attention.nn.transformer import Block, Transformer
+from native_sparse_attention.nn.transformer import Block, LossAndLogits, Transformer
 
-__all__ = ['Block', 'Transformer']
+__all__ = ['Block', 'LossAndLogits', 'Transformer']

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from copy import deepcopy
+from functools import partial
 from inspect import signature
-from typing import Any, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as checkpoint_activations
 
 from native_sparse_attention.core.backend import check_backend
-from native_sparse_attention.core.checks import check_flags, check_integers, check_positive, shown
+from native_sparse_attention.core.checks import check_flags, check_integers, check_positive, check_tensors, shown
 from native_sparse_attention.inference.generation import last_real
 from native_sparse_attention.inference.model_cache import ModelCache
 from native_sparse_attention.inference.rollback import Checkpoint
@@ -22,6 +25,7 @@ from native_sparse_attention.nn.compress.networks import hidden_size
 from native_sparse_attention.nn.dense import DenseAttention
 from native_sparse_attention.nn.generator import GeneratingModel
 from native_sparse_attention.nn.padding import check_mask
+from native_sparse_attention.nn.pretrained import Arguments, load, save
 from native_sparse_attention.nn.start import reset_networks, start_from, without_draws
 
 DEFAULT_SPARSE_ATTN_KWARGS: Mapping[str, Any] = {
@@ -33,6 +37,18 @@ DEFAULT_SPARSE_ATTN_KWARGS: Mapping[str, Any] = {
 }
 SHAPE_SETTINGS = ('norm', 'qk_norm', 'dim_value_head', 'rotary_emb')  # of SparseAttention, which the dense twin shares
 IGNORED_LABEL = -100
+
+
+class LossAndLogits(NamedTuple):
+    """Result of a forward of `Transformer` with labels.
+
+    Attributes:
+        loss: mean cross entropy, a scalar.
+        logits: `[B, T, num_tokens]`.
+    """
+
+    loss: Tensor
+    logits: Tensor
 
 
 class Block(nn.Module):
@@ -87,6 +103,10 @@ class Transformer(GeneratingModel):
         ValueError: sizes do not fit; names argument, value and rule.
     """
 
+    # What transformers.Trainer asks of a model: num_items_in_batch is taken, and labels are shifted in the forward.
+    accepts_loss_kwargs = True
+    loss_type = 'ForCausalLM'
+
     def __init__(
         self,
         num_tokens: int,
@@ -115,6 +135,7 @@ class Transformer(GeneratingModel):
         if use_sparse_attn and dense_output_gate:
             raise ValueError('dense_output_gate is True, but only a dense model has it: use_sparse_attn must be False')
         self.num_tokens, self.causal, self.use_sparse_attn, self.backend = num_tokens, causal, use_sparse_attn, backend
+        self._checkpointing: tuple[dict[str, Any], int] | None = None
 
         # Random numbers are drawn in the order of `modules`: first for what dense and sparse models have in common.
         self.token_emb = nn.Embedding(num_tokens, dim)
@@ -125,6 +146,9 @@ class Transformer(GeneratingModel):
             self.token_emb.weight = self.to_logits.weight
         sizes = {'dim': dim, 'dim_head': dim_head, 'heads': heads, 'kv_heads': kv_heads, 'causal': causal}
         _check_settings(sparse_attn_kwargs, {*sizes, 'backend'})
+        arguments = {**sizes, **flags, 'num_tokens': num_tokens, 'depth': depth, 'backend': backend}
+        arguments |= {'ff_expansion_factor': ff_expansion_factor, 'dense_output_gate': dense_output_gate}
+        self._arguments = Arguments({**arguments, 'sparse_attn_kwargs': sparse_attn_kwargs}, 'sparse_attn_kwargs')
         shape = {name: sparse_attn_kwargs[name] for name in SHAPE_SETTINGS if name in sparse_attn_kwargs}
         # Modules among the settings are copied, so that no layer shares weights with another.
         blocks = [
@@ -154,6 +178,8 @@ class Transformer(GeneratingModel):
         cache: ModelCache | None = None,
         return_cache: bool = False,
         *,
+        labels: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
         return_block_loss: bool = False,
         mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
@@ -169,7 +195,10 @@ class Transformer(GeneratingModel):
             cache: ids are the tokens that follow it, any number of them. A call with a cache runs without autograd; it
                 is refused in training mode unless under torch.no_grad().
             return_cache: return (logits, cache); without a cache, start one that grows.
-            return_block_loss: return a pair of logits or loss and the mean `block_score_loss` of the sparse layers, a
+            labels: int32 or int64 `[B, T]`, in most cases ids; -100 is ignored. Return instead `LossAndLogits`: the
+                mean cross entropy of every label given the tokens before it in its sequence, and the logits.
+            num_items_in_batch: number by which the sum over labels is divided; default: labels that count in this call.
+            return_block_loss: return a pair of that and the mean `block_score_loss` of the sparse layers, a
                 scalar to add to the loss with a small weight.
             mask: bool or integers of 0 and 1 `[B, T]`, true at real tokens, padding left or right; logits of padding
                 are undefined.
@@ -188,6 +217,10 @@ class Transformer(GeneratingModel):
             check_mask(mask, ids)
             mask = mask.bool()
         cached = cache is not None or return_cache
+        if labels is not None:
+            _check_labels(labels, ids, return_loss or last_only or cached)
+        elif num_items_in_batch is not None:
+            raise ValueError('num_items_in_batch is given, but must be None without labels')
         if last_only and (return_loss or cu_seqlens is not None or ids.shape[1] == 0):
             raise ValueError('last_only is True, but needs rows with tokens, without return_loss and cu_seqlens')
         if return_loss and cached:
@@ -198,6 +231,10 @@ class Transformer(GeneratingModel):
             block_losses: list[Tensor] | None = [] if return_block_loss else None
             if return_loss:
                 out = self._loss(ids, mask, cu_seqlens, backend, block_losses)
+            elif labels is not None:
+                logits = self.to_logits(self._embed(ids, mask, cu_seqlens, backend, block_losses))
+                targets = _targets(labels, mask, cu_seqlens)
+                out = LossAndLogits(_cross_entropy(logits[:, :-1], targets, num_items_in_batch), logits)
             else:
                 out = self._logits(self._embed(ids, mask, cu_seqlens, backend, block_losses), mask, last_only)
             return out if block_losses is None else (out, torch.stack(block_losses).mean())
@@ -222,6 +259,51 @@ class Transformer(GeneratingModel):
     def blocks(self) -> list[Block]:
         return [cast(Block, block) for block in self.layers]
 
+    def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
+        """Write the model to a directory: config.json with the constructor arguments, model.safetensors with the
+        weights, of which tied ones are written once.
+
+        Modules in sparse_attn_kwargs (`compress_mlp`, `strategy_combine_mlp`, `rotary_emb`) are not written, only their
+        weights: `from_pretrained` needs them again. Raises ValueError for weights that are sharded, quantised or on the
+        meta device, and ImportError without safetensors.
+        """
+        save(self, self._arguments, directory)
+
+    @classmethod
+    def from_pretrained(cls, directory: str | os.PathLike[str], **changes: Any) -> Transformer:
+        """Return the model that `save_pretrained` wrote, on the CPU, in the dtypes of its weights and in eval mode.
+
+        changes: constructor arguments in place of the saved ones; those in `sparse_attn_kwargs` are added to the saved
+        ones. Raises ValueError where the directory holds no such model, where a module that was saved by name is not
+        given, and where a change does not fit the weights.
+        """
+        return load(cls, directory, changes)
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
+        """Save only the input of each block in training mode, and recompute the block in the backward pass.
+
+        gradient_checkpointing_kwargs: of `torch.utils.checkpoint.checkpoint`; default `{'use_reentrant': False}`.
+        """
+        self.activation_checkpointing_enable(gradient_checkpointing_kwargs)
+
+    def activation_checkpointing_enable(
+        self,
+        activation_checkpointing_kwargs: dict[str, Any] | None = None,
+        every_n_layers: int = 1,
+        offload: bool = False,
+    ) -> None:
+        """As `gradient_checkpointing_enable`, for the first of every n layers. offload is refused."""
+        check_positive(every_n_layers=every_n_layers)
+        if offload:
+            raise ValueError('offload is True, but must be False: what is saved stays on its device')
+        self._checkpointing = {'use_reentrant': False} | (activation_checkpointing_kwargs or {}), every_n_layers
+
+    def gradient_checkpointing_disable(self) -> None:
+        """Save activations again."""
+        self._checkpointing = None
+
+    activation_checkpointing_disable = gradient_checkpointing_disable
+
     def _check_block_loss(self, cached: bool) -> None:
         if cached:
             raise ValueError('return_block_loss is True with a cache, but a loss needs a forward without one')
@@ -238,14 +320,21 @@ class Transformer(GeneratingModel):
     ) -> Tensor:
         """Return the normalised output of the last block, `[B, T, dim]`; append losses of block scores to a list."""
         x = self._tokens(ids, mask)
-        for block in self.blocks:
-            options = _options(block, backend)
+        for index, block in enumerate(self.blocks):
+            options: dict[str, Any] = _options(block, backend)
             if block_losses is not None and isinstance(block.attention, SparseAttention):
-                x, block_loss = block(x, mask, cu_seqlens, return_block_loss=True, **options)
+                options['return_block_loss'] = True
+                x, block_loss = self._run_block(index, options, x, mask, cu_seqlens)
                 block_losses.append(block_loss)
             else:
-                x = block(x, mask, cu_seqlens, **options)
+                x = self._run_block(index, options, x, mask, cu_seqlens)
         return self.norm(x)
+
+    def _run_block(self, index: int, options: dict[str, Any], *args: Tensor | None) -> Any:
+        block, (settings, every_n_layers) = self.blocks[index], self._checkpointing or ({}, 0)
+        if not every_n_layers or not self.training or index % every_n_layers:
+            return block(*args, **options)
+        return checkpoint_activations(partial(block, **options), *args, **settings)
 
     def _embed_cached(
         self, ids: Tensor, mask: Tensor | None, cache: ModelCache | None, backend: str | None
@@ -278,21 +367,41 @@ class Transformer(GeneratingModel):
         backend: str | None,
         block_losses: list[Tensor] | None,
     ) -> Tensor:
-        if ids.shape[1] < 2:
-            raise ValueError(f'ids has {ids.shape[1]} tokens per row, but a loss needs at least 2')
-        labels = ids[:, 1:]
-        if mask is not None:
-            labels = labels.masked_fill(~(mask[:, :-1] & mask[:, 1:]), IGNORED_LABEL)
-            mask = mask[:, :-1]
-        if cu_seqlens is not None:
-            check_integers('cu_seqlens', cu_seqlens, None)
-            labels = labels.masked_fill(~_continues(cu_seqlens, ids.shape[1]), IGNORED_LABEL)
-            cu_seqlens = cu_seqlens.clamp(max=ids.shape[1] - 1)
-        logits = _upcast(self.to_logits(self._embed(ids[:, :-1], mask, cu_seqlens, backend, block_losses)))
-        total = F.cross_entropy(
-            logits.flatten(0, 1), labels.flatten().long(), ignore_index=IGNORED_LABEL, reduction='sum'
+        targets = _targets(ids, mask, cu_seqlens)
+        mask = None if mask is None else mask[:, :-1]
+        cu_seqlens = None if cu_seqlens is None else cu_seqlens.clamp(max=ids.shape[1] - 1)
+        return _cross_entropy(
+            self.to_logits(self._embed(ids[:, :-1], mask, cu_seqlens, backend, block_losses)), targets
         )
-        return total / (labels != IGNORED_LABEL).sum().clamp(min=1)
+
+
+def _check_labels(labels: Tensor, ids: Tensor, is_excluded: bool) -> None:
+    check_tensors(labels=labels)
+    check_ids('labels', labels)
+    if labels.shape != ids.shape:
+        raise ValueError(f'labels has shape {tuple(labels.shape)}, but must have that of ids, {tuple(ids.shape)}')
+    if is_excluded:
+        raise ValueError('labels is given, but needs a forward without a cache, return_loss and last_only')
+
+
+def _targets(labels: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+    """Return the label after each token but the last, `[B, T - 1]`, ignored where it is of another sequence."""
+    if labels.shape[1] < 2:
+        raise ValueError(f'ids has {labels.shape[1]} tokens per row, but a loss needs at least 2')
+    targets = labels[:, 1:]
+    if mask is not None:
+        targets = targets.masked_fill(~(mask[:, :-1] & mask[:, 1:]), IGNORED_LABEL)
+    if cu_seqlens is not None:
+        check_integers('cu_seqlens', cu_seqlens, None)
+        targets = targets.masked_fill(~_continues(cu_seqlens, labels.shape[1]), IGNORED_LABEL)
+    return targets
+
+
+def _cross_entropy(logits: Tensor, targets: Tensor, count: Tensor | int | None = None) -> Tensor:
+    """Return the sum over targets `[B, T]` that count, divided by count, default their number."""
+    logits, flat = _upcast(logits).flatten(0, 1), targets.flatten().long()
+    total = F.cross_entropy(logits, flat, ignore_index=IGNORED_LABEL, reduction='sum')
+    return total / ((targets != IGNORED_LABEL).sum().clamp(min=1) if count is None else count)
 
 
 def _options(block: Block, backend: str | None) -> dict[str, str]:

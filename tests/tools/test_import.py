@@ -29,7 +29,7 @@ LINES = (
     {'inference.decode'},
     {'nn.attention', 'nn.dense', 'inference.generation'},
     {'nn.start'},
-    {'nn.generator'},
+    {'nn.generator', 'nn.pretrained'},
     {'nn.transformer'},
     {'integrations'},
     {'transformer', 'compress', 'generation', 'compat'},
