@@ -25,6 +25,10 @@ WITH_TILES = ('sm90', 'sm100')
 LIKE = {'sm90': 'sm80', 'sm100': 'sm90', 'sm86': 'sm86', 'sm120': 'sm86', 'sm80': 'sm80'}
 
 
+# Elements of a tile of `launch_rows`: enough loads in flight, and few enough registers.
+ROWS_TILE = 2048
+
+
 class Settings(NamedTuple):
     """Launch settings of a kernel: rows and columns of its tile, warps per program, pipeline stages."""
 
@@ -194,6 +198,23 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, device: torch.device,
         return compiled
     launcher.start(known.launch, grid, device, values)
     return known.compiled
+
+
+def launch_rows(kernel: Any, out: Tensor, *args: Any, block_dv: int) -> None:
+    """Launch one program per tile of rows of `out [B, T, HQ, DV]`, or of a tensor of its shape."""
+    _, seqlen, heads, value_dim = out.shape
+    if out.numel():
+        num_rows, block_m = out.numel() // value_dim, max(1, ROWS_TILE // block_dv)
+        launch(
+            kernel,
+            (-(-num_rows // block_m),),
+            *(*args, num_rows, seqlen, heads),
+            VALUE_DIM=value_dim,
+            BLOCK_M=block_m,
+            BLOCK_DV=block_dv,
+            num_warps=4,
+            device=out.device,
+        )
 
 
 def _specialize(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

@@ -54,12 +54,18 @@ def register_derivative(op: CustomOpDef, backward: Callable[..., Any], save: Cal
     private.register_derivative(op, backward, save)
 
 
-def refuse_double_backward(op: CustomOpDef) -> None:
-    """Make a second derivative through the registered backward op raise an error that names the remedy."""
+def register_gradients(
+    op: CustomOpDef,
+    backward: CustomOpDef,
+    differentiate: Callable[..., Any],
+    save: Callable[..., None] = save_inputs,
+) -> None:
+    """Register `differentiate`, which calls the op `backward`, as the derivative of op; `backward` has none."""
 
     def refuse(*_: Any) -> None:
         raise RuntimeError(
-            f'{private.qualified_name(op)} has no second derivative: use backend="eager" for double backward'
+            f'{private.qualified_name(backward)} has no second derivative: use backend="eager" for double backward'
         )
 
-    register_derivative(op, refuse, lambda ctx, inputs, output: None)
+    register_derivative(op, differentiate, save)
+    register_derivative(backward, refuse, lambda ctx, inputs, output: None)

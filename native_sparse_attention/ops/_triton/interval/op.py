@@ -21,14 +21,7 @@ from native_sparse_attention.ops._triton.interval.modifiers import (
 )
 from native_sparse_attention.ops._triton.interval.tiles import Interval
 from native_sparse_attention.ops._triton.launch import describe_tiles, head_block, launch, settings_of
-from native_sparse_attention.ops._triton.registered import (
-    SEQUENCES,
-    refuse_double_backward,
-    register_derivative,
-    register_op,
-    save_inputs,
-    saved_inputs,
-)
+from native_sparse_attention.ops._triton.registered import SEQUENCES, register_gradients, register_op, saved_inputs
 from native_sparse_attention.ops._triton.support import MAX_TOKENS
 from native_sparse_attention.ops._triton.varlen import (
     SequenceLayout,
@@ -273,8 +266,7 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[
     return *grads, *(None,) * (len(inputs) - 8)
 
 
-register_derivative(_forward, _differentiate, save_inputs)
-refuse_double_backward(_backward)
+register_gradients(_forward, _backward, _differentiate)
 
 
 def prepare_window(

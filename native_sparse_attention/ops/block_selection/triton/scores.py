@@ -13,8 +13,7 @@ from native_sparse_attention.ops._triton.inverse_index import group_pairs, make_
 from native_sparse_attention.ops._triton.launch import Table, head_block, is_wide, launch, row_block, settings_of
 from native_sparse_attention.ops._triton.registered import (
     SEQUENCES,
-    refuse_double_backward,
-    register_derivative,
+    register_gradients,
     register_op,
     save_inputs,
     saved_inputs,
@@ -238,8 +237,7 @@ def _differentiate(ctx: Any, dout: Tensor | None) -> tuple[Tensor | None, ...]:
     return *grads, *(None,) * (len(inputs) - 3)
 
 
-register_derivative(_forward, _differentiate, _save)
-refuse_double_backward(_backward)
+register_gradients(_forward, _backward, _differentiate, _save)
 
 
 def _place(q: Tensor, k_cmp: Tensor, flat: Any, block_size: int, stride: int) -> tuple[SequenceLayout, Sizes]:

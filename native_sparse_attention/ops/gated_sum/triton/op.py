@@ -8,13 +8,9 @@ import torch
 import triton
 from torch import Tensor
 
-from native_sparse_attention.ops._triton.launch import launch
-from native_sparse_attention.ops._triton.registered import refuse_double_backward, register_derivative
+from native_sparse_attention.ops._triton.launch import launch_rows
+from native_sparse_attention.ops._triton.registered import register_gradients
 from native_sparse_attention.ops.gated_sum.triton.kernels import backward_kernel, forward_kernel
-
-# Elements of a program's tile per branch, and warps: enough loads in flight, and few enough registers.
-TILE = 2048
-NUM_WARPS = 4
 
 
 def gated_sum(
@@ -32,7 +28,7 @@ def _forward(
 ) -> Tensor:
     out = out_compressed.new_empty(out_compressed.shape)
     tensors = (gates, out_compressed, out_selected, out_window, out)
-    _launch(forward_kernel, out, *tensors, *(t.stride() for t in tensors))
+    launch_rows(forward_kernel, out, *tensors, *(t.stride() for t in tensors), block_dv=_block(out))
     return out
 
 
@@ -46,13 +42,14 @@ def _backward(
     if dout.numel() == 0:
         grads[0].zero_()
     branch_strides = next((grad.stride() for grad, needed in zip(grads[1:], needs[1:], strict=True) if needed), None)
-    _launch(
+    launch_rows(
         backward_kernel,
         dout,
         *(dout, *inputs),
         *(grad if needed else None for grad, needed in zip(grads, needs, strict=True)),
         *(t.stride() for t in (dout, *inputs)),
         *(grads[0].stride() if needs[0] else None, branch_strides),
+        block_dv=_block(dout),
     )
     return grads[0], grads[1], grads[2], grads[3]
 
@@ -82,26 +79,8 @@ def _differentiate(ctx: Any, dout: Tensor | None) -> tuple[Tensor | None, ...]:
     return *(grad if needed else None for grad, needed in zip(grads, needs, strict=True)), None
 
 
-register_derivative(_forward, _differentiate, _save)
-refuse_double_backward(_backward)
+register_gradients(_forward, _backward, _differentiate, _save)
 
 
-def _launch(kernel: Any, out: Tensor, *args: Any) -> None:
-    """Launch a kernel over the rows of `out`, or of a tensor of its shape."""
-    if out.numel() == 0:
-        return
-    *_, seqlen, heads, value_dim = out.shape
-    num_rows = out.numel() // value_dim
-    block_dv = int(triton.next_power_of_2(value_dim))
-    block_m = max(1, TILE // block_dv)
-    launch(
-        kernel,
-        (-(-num_rows // block_m),),
-        *args,
-        *(num_rows, seqlen, heads),
-        VALUE_DIM=value_dim,
-        BLOCK_M=block_m,
-        BLOCK_DV=block_dv,
-        num_warps=NUM_WARPS,
-        device=out.device,
-    )
+def _block(out: Tensor) -> int:
+    return int(triton.next_power_of_2(out.shape[-1]))

@@ -10,14 +10,7 @@ from torch import Tensor
 from native_sparse_attention.core.geometry import Sequences
 from native_sparse_attention.ops._triton.inverse_index import InverseIndex
 from native_sparse_attention.ops._triton.launch import is_hopper, is_wide, launch, row_block
-from native_sparse_attention.ops._triton.registered import (
-    SEQUENCES,
-    refuse_double_backward,
-    register_derivative,
-    register_op,
-    save_inputs,
-    saved_inputs,
-)
+from native_sparse_attention.ops._triton.registered import SEQUENCES, register_gradients, register_op, saved_inputs
 from native_sparse_attention.ops._triton.varlen import flatten, last_dim_contiguous, unflatten
 from native_sparse_attention.ops.selected_attention.triton import plan, settings
 from native_sparse_attention.ops.selected_attention.triton.arguments import (
@@ -129,17 +122,16 @@ def attend(
     for kernel, grid, union, chosen in launches:
         options: dict[str, Any] = {'NEGATIVE_SCALE': scale < 0} if kernel is union_forward_kernel else {}
         fp16_tiles = None if fp16 is None else plan.describe_key_tiles(k, fp16, chosen)[1]
+        if is_wide(fp16):
+            chosen = chosen._replace(tile=chosen.tile._replace(int64_offsets=True))
         launch(
             kernel,
             grid,
             *(tensors, strides, *plan.describe_key_tiles(k, v, chosen), fp16_tiles, converted, stride_of(fp16)),
             *(layout, union, scale, softcap),
-            sizes=chosen.sizes,
-            tile=chosen.tile._replace(int64_offsets=chosen.tile.int64_offsets or is_wide(fp16)),
+            **chosen._asdict(),
             SUM_BY_PRODUCT=is_hopper(q.device),  # where a product with 8 columns is cheaper than sums
             **options,
-            num_warps=chosen.num_warps,
-            num_stages=chosen.num_stages,
             device=q.device,
         )
         del union
@@ -261,10 +253,7 @@ def _differentiate_queries(
             kernel,
             grid,
             *(tensors, strides, *plan.describe_key_tiles(k, v, chosen), layout, union, scale, softcap),
-            sizes=chosen.sizes,
-            tile=chosen.tile,
-            num_warps=chosen.num_warps,
-            num_stages=chosen.num_stages,
+            **chosen._asdict(),
             device=q.device,
         )
         del union
@@ -305,5 +294,4 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None)
     return *(grad if needs else None for grad, needs in grads), *(None,) * (len(inputs) - 6)
 
 
-register_derivative(_forward, _differentiate, save_inputs)
-refuse_double_backward(_backward)
+register_gradients(_forward, _backward, _differentiate)

@@ -57,10 +57,7 @@ def differentiate_scale(arguments: Arguments, lse: Tensor, delta: Tensor, dout: 
             DscaleTensors(q, k, v, block_indices, lse, delta.contiguous(), dout, dscale),
             strides_of(q=q, k=k, v=v, indices=block_indices, dout=dout),
             *(layout, NO_UNION, scale, softcap),
-            sizes=launch_settings.sizes,
-            tile=launch_settings.tile,
-            num_warps=launch_settings.num_warps,
-            num_stages=launch_settings.num_stages,
+            **launch_settings._asdict(),
             device=q.device,
         )
     return dscale[0] if head_tiles == 1 else dscale.sum(0)

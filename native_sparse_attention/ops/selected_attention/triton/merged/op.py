@@ -8,7 +8,6 @@ acts like a gate on its output; in the backward pass each part also receives the
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,25 +17,14 @@ from native_sparse_attention.core.geometry import Sequences
 from native_sparse_attention.core.modifiers import Modifiers
 from native_sparse_attention.ops._triton.interval import op as interval
 from native_sparse_attention.ops._triton.interval.keys import differentiate_keys
-from native_sparse_attention.ops._triton.launch import head_block, launch
-from native_sparse_attention.ops._triton.registered import (
-    SEQUENCES,
-    refuse_double_backward,
-    register_derivative,
-    register_op,
-    save_inputs,
-    saved_inputs,
-)
+from native_sparse_attention.ops._triton.launch import head_block, launch_rows
+from native_sparse_attention.ops._triton.registered import SEQUENCES, register_gradients, register_op, saved_inputs
 from native_sparse_attention.ops._triton.support import MAX_TOKENS
 from native_sparse_attention.ops._triton.varlen import flatten, last_dim_contiguous, make_layout, unflatten
 from native_sparse_attention.ops.selected_attention.triton import op as selected
 from native_sparse_attention.ops.selected_attention.triton.arguments import make_arguments
 from native_sparse_attention.ops.selected_attention.triton.merged.combine import combine_kernel, split_kernel
 from native_sparse_attention.ops.selected_attention.triton.merged.dscale import differentiate_scale
-
-# Elements of a program's output tile, and warps.
-TILE = 2048
-NUM_WARPS = 4
 
 
 def merged_attention(
@@ -86,10 +74,11 @@ def _forward(*inputs: Any) -> tuple[Tensor, ...]:
     out_selected, lse_selected, _, entries, starts = selected.attend(arguments, None, save_index, False, torch.float32)
     out, lse = q.new_empty(out_window.shape), torch.empty_like(lse_window)
     difference = q.new_empty(out.shape if save_difference else 0)
-    _launch(
+    launch_rows(
         combine_kernel,
         out,
         *(out_window, out_selected, lse_window, lse_selected, out, lse, difference if save_difference else None),
+        block_dv=head_block(out.shape[3]),
     )
     return out, lse, lse_window, lse_selected, difference, entries, starts
 
@@ -110,8 +99,8 @@ def _backward(*arguments: Any) -> tuple[Tensor, ...]:
     weights = [lse.new_empty(out.shape[:3]) for _ in range(2)]
     dlses = [torch.empty_like(lse) for _ in range(2)]
     strides = (dout.stride(), None if dlse is None else dlse.stride())
-    lses = (lse_window, lse_selected, lse)
-    _launch(split_kernel, out, *(out, difference, dout, *lses, dlse, *outs, *weights, *dlses), *strides)
+    rows = (out, difference, dout, lse_window, lse_selected, lse, dlse, *outs, *weights, *dlses)
+    launch_rows(split_kernel, out, *rows, *strides, block_dv=head_block(out.shape[3]))
     empty = q.new_empty(0)
 
     window = interval.prepare_window(q, k, v, flat, left, softcap, sinks)
@@ -174,8 +163,7 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None)
     return *(grad if needs else None for grad, needs in grads), *(None,) * (len(inputs) - 6)
 
 
-register_derivative(_forward, _differentiate, save_inputs)
-refuse_double_backward(_backward)
+register_gradients(_forward, _backward, _differentiate)
 
 
 def _before_window(sequences: Sequences, left: int) -> Sequences:
@@ -189,23 +177,3 @@ def _before_window(sequences: Sequences, left: int) -> Sequences:
         else:
             offset = sequences.seqlen_k - sequences.seqlen_q
     return sequences._replace(q_offset=offset - (left + 1))
-
-
-def _launch(kernel: Callable[..., Any], out: Tensor, *arguments: Any) -> None:
-    """Launch one program per tile of rows of `out [B, T, HQ, DV]`."""
-    _, seqlen, heads, value_dim = out.shape
-    num_rows = out.numel() // max(value_dim, 1)
-    block_dv = head_block(value_dim)
-    block_m = max(1, TILE // block_dv)
-    if num_rows:
-        launch(
-            kernel,
-            (-(-num_rows // block_m),),
-            *arguments,
-            *(num_rows, seqlen, heads),
-            VALUE_DIM=value_dim,
-            BLOCK_M=block_m,
-            BLOCK_DV=block_dv,
-            num_warps=NUM_WARPS,
-            device=out.device,
-        )
