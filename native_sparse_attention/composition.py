@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -179,19 +179,27 @@ def check_compressed(
     return values, mem_kv
 
 
-def zero_padding(tensor: Any, padding: Tensor) -> Any:
+def clear_padding(
+    padding: Tensor | None, sequences: Sequences, sizes: tuple[int, int], tokens: Iterable[Any], blocks: Iterable[Any]
+) -> tuple[Iterable[Any], Iterable[Any]]:
+    """Return tensors or None with 0 at padding, bool `[1, T]`: some of tokens `[1, T, ...]`, some of compressed blocks.
+
+    Padding then reaches neither outputs nor shared gradients, such as those of sinks. sizes: (l, d).
+    """
+    if padding is None:
+        return tokens, blocks
+    assert sequences.cu_seqlens is not None
+    of_blocks = padding[:, packed_block_starts(sequences.cu_seqlens, padding.shape[1], *sizes)]
+    return [_clear(t, padding) for t in tokens], [_clear(t, of_blocks) for t in blocks]
+
+
+def _clear(tensor: Any, padding: Tensor) -> Any:
     """Return `[1, N, heads, ...]` with 0 where padding `[1, M]` is True; M may differ from N."""
     if tensor is None:
         return None
     count = tensor.shape[1]
     padding = F.pad(padding[:, :count], (0, max(0, count - padding.shape[1])))
     return tensor.masked_fill(padding[..., None, None], 0)
-
-
-def padding_of_blocks(padding: Tensor, sequences: Sequences, sizes: tuple[int, int]) -> Tensor:
-    """Return which compressed blocks start at padding, bool `[1, T // d]`."""
-    assert sequences.cu_seqlens is not None
-    return padding[:, packed_block_starts(sequences.cu_seqlens, padding.shape[1], *sizes)]
 
 
 def backend_of(
@@ -263,3 +271,15 @@ def backend_of(
     choices = choose_backends(backend, q.device, {**attentions, **others}, flex_or_eager=True)
     chosen, rest = ({op: choices[op] for op in part} for part in (attentions, others))
     return slowest(chosen or rest, rest)
+
+
+def attentions_take_gates(q: Tensor, ops: Mapping[str, str]) -> bool:
+    """Return whether the attentions apply the gradient of their gates themselves, so that the sum has no backward.
+
+    The kernels can do this where log-sum-exps have no gradients. In float16, products of small gates and weights would
+    lose bits. ops: backend of each op.
+    """
+    if not torch.is_grad_enabled() or q.dtype == torch.float16:
+        return False
+    has_attention = any(op.endswith('_attention') for op in ops)  # without one, no attention receives the gates
+    return has_attention and all(name == 'triton' for op, name in ops.items() if op != 'select_blocks')

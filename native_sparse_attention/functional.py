@@ -8,26 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from native_sparse_attention import composition
 from native_sparse_attention.autograd.recompute import SavedSelection
-from native_sparse_attention.composition import (
-    backend_of,
-    check_compressed,
-    check_gates,
-    check_selection,
-    check_shapes,
-    padding_of_blocks,
-    zero_padding,
-)
-from native_sparse_attention.core.call import Call, SelectionRules, make_call
-from native_sparse_attention.core.checks import (
-    check_block_indices,
-    check_block_sizes,
-    check_flags,
-    check_not_negative,
-    check_qkv,
-    check_window,
-    shown,
-)
+from native_sparse_attention.core import checks
+from native_sparse_attention.core.call import SelectionRules, make_call
 from native_sparse_attention.core.modifier_checks import reduce_sinks
 from native_sparse_attention.core.modifiers import Modifiers
 from native_sparse_attention.core.random import as_seed, check_dropout
@@ -135,65 +119,50 @@ def nsa(
     Raises:
         ValueError: shapes, dtypes or settings do not fit, or an explicit backend does not support the call.
     """
-    check_flags(merge_window=merge_window, share_group=share_group, use_diff_topk=use_diff_topk)
+    checks.check_flags(merge_window=merge_window, share_group=share_group, use_diff_topk=use_diff_topk)
     if not callable(choose):
-        raise ValueError(f'choose is {shown(choose)}, but must be a function')
-    check_qkv(q, k, v)
+        raise ValueError(f'choose is {checks.shown(choose)}, but must be a function')
+    checks.check_qkv(q, k, v)
     windowed = {'q_window': q_window, 'k_window': k_window, 'v_window': v_window}
-    stacked, branches = check_gates(gates, q, v_cmp, mem_kv, sinks_cmp, merge_window, **windowed)
+    stacked, branches = composition.check_gates(gates, q, v_cmp, mem_kv, sinks_cmp, merge_window, **windowed)
     sizes = (compress_block_size, compress_stride, selection_block_size)
-    check_block_sizes(*sizes[:2], selection_block_size=selection_block_size)
-    check_not_negative(num_init=num_init, num_local=num_local)
-    num_selected, branches = check_selection(
+    checks.check_block_sizes(*sizes[:2], selection_block_size=sizes[2])
+    checks.check_not_negative(num_init=num_init, num_local=num_local)
+    num_selected, branches = composition.check_selection(
         q, k, branches, num_selected, block_indices, block_counts, share_group, use_diff_topk
     )
-    window = check_window(window_size, causal)
-    check_shapes(q, q_cmp=(q_cmp, q), q_window=(q_window, q), k_window=(k_window, k), v_window=(v_window, v))
+    window = checks.check_window(window_size, causal)
+    likes = {'q_cmp': (q_cmp, q), 'q_window': (q_window, q), 'k_window': (k_window, k), 'v_window': (v_window, v)}
+    composition.check_shapes(q, **likes)
     check_dropout(dropout_p, dropout_seed, q)
     sinks, sinks_cmp = reduce_sinks(sinks, q), reduce_sinks(sinks_cmp, q, 'sinks_cmp')
     placed = (q_offset, seqlens_k, cu_seqlens, cu_seqlens_k)
     call, padding = make_call(q, k, segment_ids, *placed, causal, scale, softcap)
     if branches.compressed or branches.scores:
-        v_cmp, mem_kv = check_compressed(
+        v_cmp, mem_kv = composition.check_compressed(
             q if q_cmp is None else q_cmp, k_cmp, v_cmp, mem_kv, k, v, call.sequences, sizes[:2], merge_window
         )
-    if padding is not None:
-        # Padding then reaches neither outputs nor shared gradients, such as those of sinks.
-        tokens = (q, k, v, q_cmp, q_window, k_window, v_window, stacked)
-        q, k, v, q_cmp, q_window, k_window, v_window, stacked = (zero_padding(t, padding) for t in tokens)
-        of_blocks = padding_of_blocks(padding, call.sequences, sizes[:2])
-        k_cmp, v_cmp = (zero_padding(t, of_blocks) for t in (k_cmp, v_cmp))
+    tokens: Any = (q, k, v, q_cmp, q_window, k_window, v_window, stacked)
+    tokens, (k_cmp, v_cmp) = composition.clear_padding(padding, call.sequences, sizes[:2], tokens, (k_cmp, v_cmp))
+    q, k, v, q_cmp, q_window, k_window, v_window, stacked = tokens
     k_window, v_window = (k, v) if k_window is None else (k_window, v_window)
     compressed: tuple[Any, Any, Any] = (q if q_cmp is None else q_cmp, k_cmp, v_cmp)
     of_window: tuple[Any, Any, Any] = (q if q_window is None else q_window, k_window, v_window)
-    choices = backend_of(
-        *(q, k, v),
-        compressed=compressed,
-        window=of_window,
-        mem_kv=mem_kv,
-        gates=gates,
-        num_selected=num_selected,
-        share_group=share_group,
-        use_diff_topk=use_diff_topk,
-        block_indices=block_indices,
-        softcap=softcap,
-        sinks=sinks,
-        sinks_cmp=sinks_cmp,
-        dropout_p=dropout_p,
-        causal=causal,
-        merge_window=merge_window,
-        compressed_output=branches.compressed,
-        backend=backend,
-    ).ops
+
+    inputs: dict[str, Any] = {'compressed': compressed, 'window': of_window, 'mem_kv': mem_kv, 'gates': gates}
+    inputs |= {'num_selected': num_selected, 'share_group': share_group, 'block_indices': block_indices}
+    features: dict[str, Any] = {'softcap': softcap, 'sinks': sinks, 'sinks_cmp': sinks_cmp, 'dropout_p': dropout_p}
+    features |= {'causal': causal, 'merge_window': merge_window, 'compressed_output': branches.compressed}
+    choices = composition.backend_of(q, k, v, **inputs, **features, use_diff_topk=use_diff_topk, backend=backend).ops
     ops = {op: choice.name for op, choice in choices.items()}
     if q_cmp is None and (merge_window or q_window is None):
         by_kernels = 'triton' if 'triton' in ops.values() else 'eager'
         q, q_cmp, *others = shared_input(q, 2 if merge_window else 3, backend=by_kernels)
         compressed, of_window = (q_cmp, k_cmp, v_cmp), ((others or [q])[0], k_window, v_window)
-
-    selects = choose is select_blocks or isinstance(choose, SavedSelection)
+    is_known = choose is select_blocks or isinstance(choose, SavedSelection)
     # A custom selection may differentiate the log-sum-exp, too.
-    gate_in_attention = selects and not (use_diff_topk or merge_window) and _attentions_take_gates(q, ops)
+    gate_in_attention = is_known and not (use_diff_topk or merge_window)
+    gate_in_attention = gate_in_attention and composition.attentions_take_gates(q, ops)
     taken = [stacked[..., i] if gate_in_attention and branches[i] else None for i in range(3)]
     drops = dropout_p and (merge_window or branches.window)
     seed = as_seed(dropout_seed, q.device) if drops else None
@@ -209,7 +178,9 @@ def nsa(
         scored: tuple[Any, Any, Any] = (*compressed[:2], lse)
         if block_indices is None:
             rules = SelectionRules(num_selected, num_init, num_local, share_group, block_counts)
-            block_indices = _select(choose, q, k, scored, sizes, call, rules, ops['select_blocks'], backend)
+            select = block_selection.select if choose is select_blocks else choose
+            select = select if is_known else block_selection.selector(choose, backend)
+            block_indices = select(*scored, sizes, call, rules, ops['select_blocks'])
         elif block_counts is not None:
             block_indices, _ = selected_attention.keep_first(block_counts, block_indices, None)
         block_scale = None
@@ -230,31 +201,6 @@ def nsa(
     return gated_sum.add(stacked, *outs, gate_in_attention=gate_in_attention, backend=ops['gated_sum'])
 
 
-def _select(
-    choose: Callable[..., Tensor],
-    q: Tensor,
-    k: Tensor,
-    scored: tuple[Tensor, Tensor, Any],
-    sizes: tuple[int, int, int],
-    call: Call,
-    rules: SelectionRules,
-    resolved: str,
-    backend: str,
-) -> Tensor:
-    """Return the selected blocks. scored: q_cmp, k_cmp, lse. resolved: backend of `select_blocks`."""
-    if choose is select_blocks or isinstance(choose, SavedSelection):
-        select = block_selection.select if choose is select_blocks else choose
-        return select(*scored, sizes, call, rules, resolved)
-    names = ('compress_block_size', 'compress_stride', 'selection_block_size')
-    placed = ('seqlen_k', 'q_offset', 'seqlens_k', 'cu_seqlens', 'cu_seqlens_k')
-    settings = {name: getattr(call.sequences, name) for name in placed} | rules._asdict()
-    settings |= {'causal': call.causal, 'scale': call.scale, 'softcap': call.softcap}
-    settings['backend'] = 'eager' if backend == 'flex' else backend
-    block_indices = choose(*scored, **dict(zip(names, sizes, strict=True)), **settings)
-    check_block_indices(block_indices, q, k)
-    return block_indices
-
-
 def _add_compressed(compressed: Tensor | None, merged: Any, gate: Any, ops: Mapping[str, str]) -> Tensor:
     """Return merged `[B, T, HQ, DV]` plus gate `[B, T, HQ, 1]` times the compressed output."""
     if compressed is None:
@@ -262,15 +208,3 @@ def _add_compressed(compressed: Tensor | None, merged: Any, gate: Any, ops: Mapp
     gates = torch.cat((gate, torch.ones_like(gate), torch.zeros_like(gate)), -1)
     nothing = merged.new_zeros(merged.shape[-1]).expand(merged.shape)
     return gated_sum.add(gates, compressed, merged, nothing, gate_in_attention=False, backend=ops['gated_sum'])
-
-
-def _attentions_take_gates(q: Tensor, ops: Mapping[str, str]) -> bool:
-    """Return whether the attentions apply the gradient of their gates themselves, so that the sum has no backward.
-
-    The kernels can do this where log-sum-exps have no gradients. In float16, products of small gates and weights would
-    lose bits.
-    """
-    if not torch.is_grad_enabled() or q.dtype == torch.float16:
-        return False
-    has_attention = any(op.endswith('_attention') for op in ops)  # without one, no attention receives the gates
-    return has_attention and all(name == 'triton' for op, name in ops.items() if op != 'select_blocks')

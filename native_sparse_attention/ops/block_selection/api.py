@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -125,6 +126,24 @@ def select(
             from native_sparse_attention.ops.block_selection import eager as ops
     blocks = ops.select_blocks(q, k_cmp, lse, sizes, call, rules)
     return torch.nn.functional.pad(blocks, (0, missing), value=-1) if missing else blocks
+
+
+def selector(choose: Callable[..., Tensor], backend: str) -> Callable[..., Tensor]:
+    """Return a function like `select` that calls choose, a function like `select_blocks`, with this backend."""
+
+    def select_by(
+        q: Tensor, k_cmp: Tensor, lse: Tensor, sizes: tuple[int, int, int], call: Call, rules: SelectionRules, _: str
+    ) -> Tensor:
+        names = ('compress_block_size', 'compress_stride', 'selection_block_size')
+        placed = ('seqlen_k', 'q_offset', 'seqlens_k', 'cu_seqlens', 'cu_seqlens_k')
+        settings = dict(zip(names, sizes, strict=True)) | rules._asdict()
+        settings |= {name: getattr(call.sequences, name) for name in placed}
+        settings |= {'causal': call.causal, 'scale': call.scale, 'softcap': call.softcap}
+        block_indices = choose(q, k_cmp, lse, **settings, backend='eager' if backend == 'flex' else backend)
+        check_block_indices(block_indices, q, k_cmp)
+        return block_indices
+
+    return select_by
 
 
 def chosen_scores(
