@@ -20,7 +20,13 @@ OUTPUT_GATE_START = 2.0
 
 
 def make_gate(dim: int, heads: int, start: tuple[float, ...] = GATE_START) -> FixedStartLinear:
-    """Return a gate `[..., dim]` → `[..., heads * len(start)]` whose logits are `start` for every input at first."""
+    """Return a gate `[..., dim]` → `[..., heads * len(start)]` whose logits are `start` for every input at first.
+
+    Args:
+        dim: features of the input.
+        heads: HQ, number of query heads.
+        start: the logits of a head at first, one per gated branch.
+    """
     return FixedStartLinear(dim, heads * len(start), bias_start=start * heads)
 
 

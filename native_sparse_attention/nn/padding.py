@@ -41,15 +41,21 @@ class FrontOrder(NamedTuple):
 
 
 def front_order(mask: Tensor) -> FrontOrder:
-    """Return the order of the rows of a padding mask `[B, T]`, bool or integers, true at real tokens."""
+    """Return the order of a padded batch in which real tokens come first.
+
+    Args:
+        mask: `[B, T]`, bool or integers, true at real tokens.
+    """
     mask = mask.bool()
     return FrontOrder(mask, torch.argsort(~mask, dim=1, stable=True), mask.sum(1, dtype=torch.int32))
 
 
 def move_to_front(x: Tensor, order: FrontOrder | None) -> Tensor:
-    """Return x `[B, T, ...]` with real tokens first, and padding set to 0 and without gradient.
+    """Return x with real tokens first, and padding set to 0 and without gradient.
 
-    Without an order, return x itself.
+    Args:
+        x: `[B, T, ...]`.
+        order: of the rows; None returns x itself.
     """
     if order is None:
         return x
@@ -66,7 +72,12 @@ def to_front(x: Tensor, mask: Tensor | None) -> tuple[Tensor, FrontOrder | None]
 
 
 def from_front(x: Tensor, order: FrontOrder | None) -> Tensor:
-    """Return the inverse of `move_to_front` for x `[B, T, ...]`; padding is 0."""
+    """Return the inverse of `move_to_front`; padding is 0.
+
+    Args:
+        x: `[B, T, ...]`, real tokens first.
+        order: of the rows; None returns x itself.
+    """
     if order is None:
         return x
     shape = (*x.shape[:2], *[1] * (x.ndim - 2))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch import Tensor, nn
@@ -41,6 +42,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     'gemma2': ('Gemma2Config', {**ALTERNATING, 'query_pre_attn_scalar': 16, 'attn_logit_softcapping': 5.0}),
     'gemma3_text': ('Gemma3TextConfig', ALTERNATING),
 }
+# Parameters of a test: families other than llama are not in the quick run.
+LLAMA_FIRST = ['llama', *(pytest.param(name, marks=pytest.mark.full) for name in FAMILIES if name != 'llama')]
 # Small blocks: with 4 blocks of 8 tokens and a window of 8, the choice matters from 32 tokens on.
 SETTINGS: dict[str, Any] = {
     'selection_block_size': 8,

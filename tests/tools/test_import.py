@@ -32,7 +32,7 @@ LINES = (
     {'nn.generator', 'nn.pretrained'},
     {'nn.transformer'},
     {'integrations'},
-    {'transformer', 'compress', 'generation', 'compat'},
+    {'transformer', 'compress', 'generation', 'parts', 'compat'},
 )
 
 # Folders whose modules may import each other; the direction inside `ops` has a test of its own.

@@ -13,8 +13,8 @@ if importlib.util.find_spec('transformers') is None:
     )
 
 from native_sparse_attention.integrations.transformers.config import NSAConfig
-from native_sparse_attention.integrations.transformers.convert import convert_to_nsa, register
+from native_sparse_attention.integrations.transformers.convert import change_settings, convert_to_nsa, register
 
 register()
 
-__all__ = ['NSAConfig', 'convert_to_nsa']
+__all__ = ['NSAConfig', 'change_settings', 'convert_to_nsa']

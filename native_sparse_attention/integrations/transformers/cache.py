@@ -144,7 +144,7 @@ class NSACacheLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1 if self.max_cache_len is None else self.max_cache_len
 
-    get_max_cache_shape = get_max_length  # its name before transformers 5.10
+    get_max_cache_shape = get_max_length  # its name in older versions of transformers
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the length and the offset of the mask that dense layers of the model need."""

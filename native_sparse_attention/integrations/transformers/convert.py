@@ -9,9 +9,16 @@ from typing import Any, TypeVar
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from native_sparse_attention.core.checks import shown
+from native_sparse_attention.integrations.transformers.attention import NSAAttention
 from native_sparse_attention.integrations.transformers.config import NSAConfig
 from native_sparse_attention.integrations.transformers.families import FAMILIES
 from native_sparse_attention.integrations.transformers.model import NSAPreTrained, convert_layers
+
+# Settings that neither weights nor caches depend on.
+_CHANGEABLE = (
+    *('num_selected_blocks', 'sliding_window_size', 'num_init_blocks', 'num_local_blocks', 'dense_below'),
+    *('use_diff_topk', 'backend'),
+)
 
 Model = TypeVar('Model', bound=PreTrainedModel)
 
@@ -62,6 +69,31 @@ def _take(model: Any, new_class: type, holders: list[Any], config: Any) -> None:
     model.__class__ = new_class
     for module in holders:
         module.config = config
+
+
+def change_settings(model: PreTrainedModel, **settings: Any) -> None:
+    """Change settings of a converted model on which its weights do not depend, for instance as training proceeds.
+
+    They take effect in the next forward and are saved with the model.
+
+    Args:
+        model: a converted model.
+        settings: num_selected_blocks, sliding_window_size, num_init_blocks, num_local_blocks, dense_below,
+            use_diff_topk or backend, as in `NSAConfig`.
+
+    Raises:
+        ValueError: another setting is given, or the model is not converted.
+    """
+    if not isinstance(model, NSAPreTrained):
+        raise ValueError(f'model is a {type(model).__name__}, but must be converted')
+    for name in settings:
+        if name not in _CHANGEABLE:
+            raise ValueError(f'{name} is given, but only {", ".join(_CHANGEABLE)} may change after conversion')
+    new = NSAConfig.of(model.config.nsa).replace(**settings)
+    model.config.nsa = new
+    for module in model.modules():
+        if isinstance(module, NSAAttention):
+            module.nsa = new
 
 
 def register() -> None:

@@ -28,6 +28,7 @@ class NSAModelConfig:
 
     nsa: Any = None
     num_hidden_layers: int
+    base_model_tp_plan: Any = None  # heads of the compression networks are not sharded
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, NSAConfig.of(value).to_dict() if name == 'nsa' else value)
@@ -99,7 +100,7 @@ class NSAModel(NSAPreTrained):
         Raises ValueError for other masks, for packed sequences with a cache, and for output_attentions.
         """
         kwargs = {**dict(zip(self.forward_names, args, strict=False)), **kwargs}
-        if kwargs.get('output_attentions'):
+        if kwargs.get('output_attentions') or getattr(self.config, 'output_attentions', False):
             raise ValueError('output_attentions is True, but must be False: sparse attention has no matrix of weights')
         caches = [kwargs.pop(name) for name in _CACHE_NAMES if name in kwargs]
         cache: Any = next((c for c in caches if c is not None), None)

@@ -58,10 +58,14 @@ def compress_tokens(
     The result is `[B, C, H, value_dim]`. Blocks are laid out only for networks that do not take `OverlappingBlocks`.
 
     Args:
+        network: φ, `[B, H, C, l, D]` to `[B, H, C, value_dim]`.
+        tokens: `[B, T, H, D]`.
         positions: `[H, l, D]`, added to every block.
+        stride: d, tokens between starts of blocks.
         cu_seqlens: int32 `[N + 1]`, borders of packed sequences, whose compressed tokens follow each other; C is then
             T // stride, of which the last are undefined.
-        name: as in `compress_blocks`.
+        name: 'keys' or 'values', for errors.
+        value_dim: features of a compressed token.
 
     Raises:
         ValueError: where the network does not return `[B, H, C, value_dim]`.
@@ -87,10 +91,17 @@ def compress_pair(
     stride: int,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return compressed keys and values, as `compress_tokens` does for each.
+    """Return compressed keys `[B, C, H, D]` and values `[B, C, H, DV]`, as `compress_tokens` does for each.
 
     Two MLPs of the same sizes run as one, in half as many operations, where autocast casts their weights. The cast then
     makes the copy that running them as one needs.
+
+    Args:
+        networks: φ for keys and for values.
+        tokens: keys `[B, T, H, D]` and values `[B, T, H, DV]`.
+        positions: `[H, l, D]` and `[H, l, DV]`, added to every block.
+        stride: d, tokens between starts of blocks.
+        cu_seqlens: as in `compress_tokens`.
     """
     (batch, total, heads, dim), block_size = tokens[0].shape, positions[0].shape[1]
     overlaps = total >= block_size and block_size % stride == 0

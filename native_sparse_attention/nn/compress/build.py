@@ -28,7 +28,10 @@ def make_networks(
     Args:
         compress_mlp: None for a `CompressMLP` each; one module, of which each gets a copy; or a pair (for keys, for
             values), used as given.
+        kv_heads: H, number of KV heads.
+        head_dim: D, size of a key head.
         value_dim: DV; None for no network of values.
+        block_size: l, tokens of a compressed block.
         compress_mlp_expand_factor: as in `CompressMLP`, for the default.
 
     Raises:

@@ -14,11 +14,12 @@ import torch
 import transformers
 from transformers import AutoModel, AutoModelForCausalLM
 
-from native_sparse_attention.integrations.transformers import NSAConfig, convert_to_nsa, families
+from native_sparse_attention.integrations.transformers import NSAConfig, change_settings, convert_to_nsa, families
 from native_sparse_attention.integrations.transformers.config import NETWORKS
 from tests.support.hf_models import (
     COVERING,
     FAMILIES,
+    LLAMA_FIRST,
     PAPER,
     SETTINGS,
     SIZES,
@@ -31,6 +32,7 @@ from tests.support.hf_models import (
 
 NEAR_DENSE = 3e-5  # of logits around 5, in float32
 every_family = pytest.mark.parametrize('family', FAMILIES)
+every_family_in_full = pytest.mark.parametrize('family', LLAMA_FIRST)
 
 
 def worst(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -92,7 +94,7 @@ def test_yarn_scales_plain_scores_too():
     assert torch.equal(scale_rotary(x, 4, factor)[..., 4:], x[..., 4:])
 
 
-@every_family
+@every_family_in_full
 @pytest.mark.parametrize('config', [SPARSE, PAPER], ids=['dense', 'paper'])
 def test_reload_is_bit_equal(family: str, config: NSAConfig, tmp_path: Path):
     model, ids = nsa_model(family, config), random_ids(2, 50)
@@ -188,6 +190,23 @@ def test_new_modules_follow_the_layers():
 def test_every_network(network: str):
     config = SPARSE.replace(compress_mlp=network, compress_mlp_expand_factor=0.5)
     assert torch.isfinite(logits_of(nsa_model(config=config), random_ids(1, 40))).all()
+
+
+def test_settings_change_after_conversion(tmp_path: Path):
+    model, ids = dense_model(), random_ids(1, 70)
+    dense = logits_of(model, ids)
+    convert_to_nsa(model, SPARSE)
+    change_settings(model, num_selected_blocks=16, sliding_window_size=4)
+    assert worst(logits_of(model, ids), dense) <= NEAR_DENSE
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation='eager').eval()
+    assert torch.equal(logits_of(loaded, ids), logits_of(model, ids))
+    with pytest.raises(ValueError, match='compress_block_size is given, but only num_selected_blocks, '):
+        change_settings(model, compress_block_size=8)
+    with pytest.raises(ValueError, match='sliding_window_size is 0, but must be'):
+        change_settings(model, sliding_window_size=0)
+    with pytest.raises(ValueError, match='model is a LlamaForCausalLM, but must be converted'):
+        change_settings(dense_model(), num_selected_blocks=16)
 
 
 @pytest.mark.parametrize(

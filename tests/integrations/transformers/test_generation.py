@@ -1,4 +1,9 @@
-"""Generation: every way to decode with a cache gives what forwards without a cache give."""
+"""Generation: every way to decode with a cache gives what forwards without a cache give.
+
+The cases are those of `GenerationTesterMixin` of transformers, which its wheel does not have. Left out, because sparse
+attention refuses them: quantised and offloaded caches, `output_attentions`, masks of 4 dimensions. Left out, because
+the cache layer is not compiled: `generate` with a compiled forward. FlashAttention and FlexAttention do not apply.
+"""
 
 from __future__ import annotations
 
@@ -96,11 +101,8 @@ def test_families(family: str):
 @pytest.mark.full
 @pytest.mark.parametrize('family', FAMILIES)
 @pytest.mark.parametrize('config', CONFIGS)
-@pytest.mark.parametrize('way', WAYS)
-@pytest.mark.parametrize('padded', [False, True], ids=['whole', 'padded'])
+@pytest.mark.parametrize(('way', 'padded'), [(way, padded) for way in WAYS for padded in (False, True)[: WAYS[way][1]]])
 def test_every_way(way: str, padded: bool, family: str, config: str):
-    if padded and WAYS[way][1] == 1:
-        pytest.skip('one row has no padding')
     check_generation(way, padded, family, CONFIGS[config])
 
 
@@ -178,6 +180,17 @@ def test_crop_of_any_depth(kept: int, padded: bool, config: str, static: bool):
     more = random_ids(2, 30, seed=9)
     expected = expected_logits(model, ids, mask, more)
     torch.testing.assert_close(next_logits(model, cache, mask, more), expected, atol=2e-5, rtol=0)
+
+
+def test_crop_to_a_length():
+    """In older versions of transformers, a positive argument is the number of columns to keep."""
+    layer = filled(nsa_model(), left_padded([40, 40])).layers[0]
+    layer.crop(50)
+    assert layer.get_seq_length() == 40
+    layer.crop(30)
+    assert layer.get_seq_length() == layer.min_length == layer.rows.max_length == 30
+    layer.crop(0)
+    assert layer.get_seq_length() == 30
 
 
 @pytest.mark.parametrize('operation', ['reorder', 'select', 'mask', 'repeat', 'reset'])

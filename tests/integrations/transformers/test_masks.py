@@ -11,7 +11,7 @@ from transformers import DynamicCache, StaticCache
 
 from tests.support.hf_models import (
     CACHE,
-    FAMILIES,
+    LLAMA_FIRST,
     PAPER,
     SPARSE,
     convert_to_nsa,
@@ -23,7 +23,7 @@ from tests.support.hf_models import (
 )
 
 LENGTHS = (40, 3, 57, 20)
-every_family = pytest.mark.parametrize('family', FAMILIES)
+every_family = pytest.mark.parametrize('family', LLAMA_FIRST)
 every_start = pytest.mark.parametrize('config', [SPARSE, PAPER], ids=['dense', 'paper'])
 
 

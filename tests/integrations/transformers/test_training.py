@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, Trainer, TrainingAr
 from tests.support.hf_models import (
     CACHE,
     COVERING,
-    FAMILIES,
+    LLAMA_FIRST,
     PAPER,
     SPARSE,
     convert_to_nsa,
@@ -32,7 +32,7 @@ CONFIGS = {
     'plain': SPARSE.replace(use_diff_topk=True, block_scores='plain'),
     'paper': PAPER,
 }
-every_family = pytest.mark.parametrize('family', FAMILIES)
+every_family = pytest.mark.parametrize('family', LLAMA_FIRST)
 every_config = pytest.mark.parametrize('config', CONFIGS)
 
 
@@ -87,8 +87,7 @@ def test_an_empty_cache_takes_part_in_training(config: str):
 
 
 @every_config
-@pytest.mark.parametrize('reentrant', [False, True])
-@pytest.mark.parametrize('use_cache', [False, True])
+@pytest.mark.parametrize(('reentrant', 'use_cache'), [(False, True), (True, False)])
 def test_gradient_checkpointing(config: str, reentrant: bool, use_cache: bool):
     model, inputs = nsa_model(config=CONFIGS[config]).train(), left_padded([50, 31])
     ids, mask = inputs['input_ids'], inputs['attention_mask']
