@@ -8,6 +8,7 @@ the intervals, so no tensor of size T x S exists.
 from __future__ import annotations
 
 import importlib.util
+import operator
 import warnings
 from collections.abc import Callable
 from functools import cache
@@ -199,7 +200,8 @@ def run(function: Callable[..., tuple[Tensor, Tensor]], q: Tensor, *arguments: A
     # Autocast must not turn float32 tensors into half ones.
     with torch.autocast(q.device.type, enabled=False):
         if torch.compiler.is_compiling():
-            return function(q, *arguments)
+            # Inductor of PyTorch 2.11 has no masks that read expressions of symbolic sizes, such as a ratio of heads.
+            return function(q, *(operator.index(a) if isinstance(a, int) else a for a in arguments))
         if q.device.type == 'cpu':
             with warnings.catch_warnings():
                 warnings.filterwarnings('ignore', 'flex_attention called without torch.compile', UserWarning)

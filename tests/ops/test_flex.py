@@ -396,14 +396,26 @@ def test_ops_in_a_compiled_function_take_symbolic_sizes(monkeypatch: pytest.Monk
     monkeypatch.setattr(_flex, 'unsupported', lambda *_, **__: None)
     q, k, v = (t.float() for t in make_qkv(whole(300, 2), Heads(6, 2, 16, 16)))
     indices = make_block_indices('valid', 2, 300, 2, 4, seqlen_k=300, block_size=64)
+    bias = torch.randn(2, 1, 300, 300)
+    captured: list[Any] = []
 
     def attend(backend: str) -> Tensor:
-        out, lse = window_attention(q, k, v, window_size=(50, 0), backend=backend)
+        out, lse = window_attention(q, k, v, window_size=(50, 0), bias=bias, backend=backend)
         out = out + selected_attention(q, k, v, indices, block_size=64, backend=backend)[0]
         return out + compressed_attention(q, k, v, block_size=1, stride=1, backend=backend)[0] + lse.mean()
 
-    compiled = torch.compile(attend, backend='eager', dynamic=True, fullgraph=True)
+    def keep_captured(graph: torch.fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
+        calls = [node for node in graph.graph.nodes if 'flex_attention' in str(node.target)]
+        assert len(calls) == 3
+        captured.extend(buffer.meta['example_value'] for node in calls for buffer in (*node.args[-2], *node.args[-1]))
+        return graph.forward
+
+    compiled = torch.compile(attend, backend=keep_captured, dynamic=True, fullgraph=True)
     torch.testing.assert_close(compiled('flex'), attend('eager'), rtol=1e-4, atol=1e-5)
+    # Inductor refuses masks that read expressions of symbolic sizes.
+    numbers = [value for value in captured if not isinstance(value, Tensor)]
+    assert len(numbers) < len(captured)
+    assert all(isinstance(value, int) or value.node.expr.is_Symbol for value in numbers)
 
 
 def test_no_block_mask_of_queries_by_keys():
