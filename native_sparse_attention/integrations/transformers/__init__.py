@@ -14,7 +14,8 @@ if importlib.util.find_spec('transformers') is None:
 
 from native_sparse_attention.integrations.transformers.config import NSAConfig
 from native_sparse_attention.integrations.transformers.convert import change_settings, convert_to_nsa, register
+from native_sparse_attention.integrations.transformers.losses import collect_block_losses
 
 register()
 
-__all__ = ['NSAConfig', 'change_settings', 'convert_to_nsa']
+__all__ = ['NSAConfig', 'change_settings', 'collect_block_losses', 'convert_to_nsa']

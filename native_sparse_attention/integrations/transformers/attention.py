@@ -5,6 +5,7 @@ Legend: B batch, T new tokens, HQ query heads, H KV heads, D head size, l tokens
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,9 +16,11 @@ from native_sparse_attention.integrations.transformers.cache import NSACacheLaye
 from native_sparse_attention.integrations.transformers.config import NSAConfig
 from native_sparse_attention.integrations.transformers.dense_start import attend_with_dense_start
 from native_sparse_attention.integrations.transformers.layout import Layout
+from native_sparse_attention.losses import block_score_loss
 from native_sparse_attention.nn.compress.apply import compress_tokens, with_zero_gradients
 from native_sparse_attention.nn.gate import GATE_START, make_gate
 from native_sparse_attention.nn.padding import from_front, move_to_front
+from native_sparse_attention.ops import select_blocks
 
 
 class Compressor(nn.Module):
@@ -76,6 +79,7 @@ class NSAAttention(nn.Module):
     k_compress: Any
     v_compress: Any
     to_strategy_combine: Any
+    block_losses: list[Tensor] | None = None  # takes the loss of each forward, where losses are collected
 
     @classmethod
     def convert(cls, attention: nn.Module, nsa: NSAConfig, like: Tensor | None) -> None:
@@ -161,7 +165,8 @@ class NSAAttention(nn.Module):
             if layer is not None:
                 layer.start(self, tokens, k_cmp, v_cmp, lengths)
         else:
-            if torch.is_grad_enabled() and tokens.q.requires_grad:
+            trained = (tokens.q, *self.parameters())
+            if torch.is_grad_enabled() and any(t.requires_grad for t in trained):
                 raise ValueError(
                     f'the cache holds {layer.get_seq_length()} tokens, but must be empty or None where gradients are '
                     f'computed: they do not reach cached tokens. Use torch.no_grad() to generate'
@@ -180,7 +185,8 @@ class NSAAttention(nn.Module):
         lengths: int32 `[B]`, real tokens of each row, which stand first.
         """
         q, k, v, q_cmp, raw_k, gates = tokens
-        trains_scores = self.v_compress is not None or self.nsa.use_diff_topk
+        losses = self.block_losses
+        trains_scores = self.v_compress is not None or self.nsa.use_diff_topk or losses is not None
         with torch.set_grad_enabled(torch.is_grad_enabled() and trains_scores):
             k_cmp = self.k_compress(raw_k, cu_seqlens)
         v_cmp = None if self.v_compress is None else self.v_compress(v, cu_seqlens)
@@ -197,6 +203,7 @@ class NSAAttention(nn.Module):
                 window_size=(self.nsa.sliding_window_size - 1, 0),
                 use_diff_topk=self.nsa.use_diff_topk,
                 dropout_p=self._dropout_p,
+                choose=select_blocks if losses is None else partial(_select_with_loss, q_new, k, losses),
                 **where,
                 **self.sparse_settings,
                 **self.logit_settings,
@@ -229,6 +236,17 @@ class NSAAttention(nn.Module):
     @property
     def _dropout_p(self) -> float:
         return self.attention_dropout if self.training else 0.0
+
+
+def _select_with_loss(
+    q: Any, k: Tensor, losses: list[Tensor], q_cmp: Tensor, k_cmp: Tensor, lse: Tensor, **settings: Any
+) -> Tensor:
+    """Return the selected blocks, and append the loss of their scores. q, k: with rotary embedding."""
+    blocks = select_blocks(q_cmp, k_cmp, lse, **settings)
+    for name in ('num_selected', 'share_group', 'block_counts', 'seqlen_k'):
+        del settings[name]
+    losses.append(block_score_loss(q, k, q_cmp, k_cmp, lse, blocks, **settings))
+    return blocks
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, Trainer, TrainingArguments
 
+from native_sparse_attention.integrations.transformers import collect_block_losses
 from tests.support.hf_models import (
     CACHE,
     COVERING,
@@ -151,6 +152,41 @@ def test_adapters(config: str, tmp_path: Path):
     merged.save_pretrained(tmp_path / 'merged')
     reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / 'merged', attn_implementation='eager').eval()
     assert torch.equal(logits_of(reloaded, ids), logits_of(merged, ids))
+
+
+@pytest.mark.parametrize('config', ['dense', 'plain', 'paper'])
+def test_block_losses_train_the_scores(config: str):
+    """With the other weights frozen, the scores approach the attention mass of the blocks."""
+    settings = CONFIGS[config].replace(compress_mlp_expand_factor=1.0, dense_below=10)
+    model = nsa_model(config=settings).train()
+    inputs, values = left_padded([70, 51]), []
+    model.requires_grad_(False)
+    trained = [p for name, p in model.named_parameters() if 'k_compress' in name]
+    optimizer = torch.optim.Adam([p.requires_grad_() for p in trained], lr=1e-2)
+    for _ in range(15):
+        torch.manual_seed(0)  # of the random candidates
+        with collect_block_losses(model) as losses:
+            model(**inputs, use_cache=False)
+        assert len(losses) == 2
+        loss = torch.stack(losses).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        assert all(p.grad.any() for p in trained if p.ndim > 1)  # type: ignore[union-attr]
+        optimizer.step()
+        values.append(loss.item())
+    assert values[-1] < 0.8 * values[0], values
+    assert model.model.layers[0].self_attn.block_losses is None
+    model(**inputs, use_cache=False)
+    assert len(losses) == 2
+
+
+def test_refused_block_losses():
+    model = nsa_model().train()
+    model.gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match='gradient checkpointing is on, but must be off'), collect_block_losses(model):
+        pass
+    with pytest.raises(ValueError, match='but must be converted'), collect_block_losses(dense_model()):
+        pass
 
 
 class Rows(torch.utils.data.Dataset):
