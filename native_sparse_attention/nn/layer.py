@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from native_sparse_attention.core.checks import check_flags
@@ -14,8 +15,21 @@ from native_sparse_attention.inference.paged_cache import cache_kind, make_cache
 from native_sparse_attention.nn.checks import check_cache, check_input, check_undifferentiated
 from native_sparse_attention.nn.rotary import Rotary, describe_rotary
 
-QK_NORM_EPS = 1e-6  # as Qwen3 and OLMo 2 have it; the default of nn.RMSNorm depends on the dtype of its input
 _KEY = 'settings'  # in the metadata of a state dict
+
+
+class HeadNorm(nn.RMSNorm):
+    """RMSNorm of queries or keys `[B, T, heads, D]` over the features of a head, with the weight in their dtype.
+
+    PyTorch has no fused kernel for a float32 weight beside bfloat16 inputs, as autocast leaves them. eps is that of
+    Qwen3 and OLMo 2; the default of `nn.RMSNorm` depends on the dtype of the input.
+    """
+
+    def __init__(self, dim_head: int) -> None:
+        super().__init__(dim_head, eps=1e-6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
 class AttentionLayer(nn.Module):
@@ -33,8 +47,8 @@ class AttentionLayer(nn.Module):
     causal: bool
     norm: nn.Module
     to_qkv: nn.Linear
-    q_norm: nn.RMSNorm | None
-    k_norm: nn.RMSNorm | None
+    q_norm: HeadNorm | None
+    k_norm: HeadNorm | None
     rotary: Rotary | None
     selection_block_size: int = 1  # pages of a cache hold a multiple of so many tokens
 
@@ -44,8 +58,7 @@ class AttentionLayer(nn.Module):
         self.register_load_state_dict_pre_hook(_compare)
 
     def _make_qk_norms(self, qk_norm: bool) -> None:
-        """Set q_norm and k_norm, RMSNorm over the features of a head, or None."""
-        self.q_norm, self.k_norm = (nn.RMSNorm(self.dim_head, QK_NORM_EPS) if qk_norm else None for _ in range(2))
+        self.q_norm, self.k_norm = (HeadNorm(self.dim_head) if qk_norm else None for _ in range(2))
 
     @property
     def weight_settings(self) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -55,6 +57,17 @@ def test_equals_the_definition(causal, kv_heads, value_dim, qk_norm):
             parameter.data += torch.rand(len(parameter))
     x = torch.randn(2, 11, 16, dtype=torch.float64)
     assert_near(attn(x), torch.stack([by_hand(attn, row) for row in x]), 1e-6)
+
+
+def test_norms_of_queries_and_keys_are_fused_under_autocast():
+    """PyTorch warns where it has no fused kernel."""
+    attn = DenseAttention(16, 8, 4, 2, qk_norm=True)
+    assert attn.q_norm is not None
+    with warnings.catch_warnings(), torch.autocast('cpu', torch.bfloat16):
+        warnings.simplefilter('error')
+        attn(torch.randn(2, 5, 16)).float().sum().backward()
+    assert attn.q_norm.weight.grad is not None
+    assert attn.q_norm(torch.ones(1, 1, 4, 8).bfloat16()).dtype == torch.bfloat16
 
 
 def test_output_gate_scales_each_head():
