@@ -14,12 +14,14 @@ from native_sparse_attention.core import private
 from native_sparse_attention.ops.rotary.api import backend_of
 
 
-def recompute_rotated(x: Tensor, tables: tuple[Tensor, Tensor] | None, backend: str, rotated: Tensor) -> Any:
+def recompute_rotated(
+    x: Tensor, tables: tuple[Tensor, Tensor] | None, backend: str, rotated: Tensor, layout: str = 'interleaved'
+) -> Any:
     """Return a context in which autograd saves x and tables in place of rotated; the backward pass recomputes it.
 
-    backend: of the layer. rotated: x rotated by tables. The context does nothing unless Triton rotates: the attentions
-    of other backends save copies and views. It does nothing where other hooks of saved tensors are active, such as
-    those of a checkpoint, because autograd calls only the innermost.
+    backend: of the layer. rotated: x rotated by tables, in the layout. The context does nothing unless Triton rotates:
+    the attentions of other backends save copies and views. It does nothing where other hooks of saved tensors are
+    active, such as those of a checkpoint, because autograd calls only the innermost.
     """
     if (
         torch.compiler.is_compiling()
@@ -33,10 +35,10 @@ def recompute_rotated(x: Tensor, tables: tuple[Tensor, Tensor] | None, backend: 
     ):
         return nullcontext()
     # The hooks keep no reference to rotated.
-    layout, recomputed = _layout(rotated), _Recomputed(x, tables, backend)
+    memory, recomputed = _memory(rotated), _Recomputed(x, tables, backend, layout)
 
     def pack(t: Tensor) -> _Saved | _Recomputed:
-        return recomputed.used() if type(t) is Tensor and _layout(t) == layout else _Saved.of(t)
+        return recomputed.used() if type(t) is Tensor and _memory(t) == memory else _Saved.of(t)
 
     return saved_tensors_hooks(pack, lambda saved: saved.unpacked())
 
@@ -70,8 +72,9 @@ class _Saved(NamedTuple):
 class _Recomputed:
     """Rotated x, computed when it is first unpacked and kept until it is unpacked as often as it was saved."""
 
-    def __init__(self, x: Tensor, tables: tuple[Tensor, Tensor], backend: str) -> None:
-        self.x, self.tables, self.backend = _Saved.of(x), [_Saved.of(table) for table in tables], backend
+    def __init__(self, x: Tensor, tables: tuple[Tensor, Tensor], backend: str, layout: str) -> None:
+        self.x, self.tables = _Saved.of(x), [_Saved.of(table) for table in tables]
+        self.backend, self.layout = backend, layout
         self.uses = self.uses_left = 0
         self.rotated: Tensor | None = None
 
@@ -84,12 +87,12 @@ class _Recomputed:
         rotated = self.rotated
         if rotated is None:
             cos, sin = (table.unpacked() for table in self.tables)
-            rotated = ops.rotary(self.x.unpacked(), cos, sin, backend=self.backend)
+            rotated = ops.rotary(self.x.unpacked(), cos, sin, layout=self.layout, backend=self.backend)
             self.uses_left = self.uses
         self.uses_left -= 1
         self.rotated = rotated if self.uses_left > 0 else None
         return rotated
 
 
-def _layout(t: Tensor) -> tuple[Any, ...]:
+def _memory(t: Tensor) -> tuple[Any, ...]:
     return t.data_ptr(), t.shape, t.stride(), t.dtype

@@ -27,6 +27,7 @@ from native_sparse_attention.ops.decoding import api
 from native_sparse_attention.ops.decoding.step import MAX_SPLITS, Settings, Tokens, look_at
 from native_sparse_attention.ops.gated_sum.api import backend_of as sum_backend
 from native_sparse_attention.ops.rotary.api import backend_of as rotary_backend
+from native_sparse_attention.ops.rotary.api import check_layout
 
 if TYPE_CHECKING:
     from native_sparse_attention.ops.decoding.triton import LaunchCache
@@ -45,6 +46,7 @@ def nsa_decode(
     q_cmp: Tensor | None = None,
     freqs: Tensor | None = None,
     interpolate_factor: float = 1.0,
+    rotary_layout: str = 'interleaved',
     mem_kv: tuple[Tensor, Tensor | None] | None = None,
     raw_k: Tensor | None = None,
     raw_v: Tensor | None = None,
@@ -84,6 +86,7 @@ def nsa_decode(
         q_cmp: `[B, T, HQ, D]` queries of the compressed branch; default q. Refused together with freqs.
         freqs: float32 `[F]`; the angles are position / interpolate_factor * freqs. None: q and k are read as given.
         interpolate_factor: divisor of the positions.
+        rotary_layout: pairs of features that freqs rotate, 'interleaved' or 'half', as in `ops.rotary`.
         mem_kv: a pair `[H, M, D]`, `[H, M, DV]` that every query sees in the compressed branch.
         raw_k: `[B, T, H, D]` keys to compress, in a cache with `has_raw_k`; default k.
         raw_v: `[B, T, H, DV]` values to compress, in a cache with `has_raw_v`; default v.
@@ -127,7 +130,7 @@ def nsa_decode(
     )
     values = (
         *(selection_block_size, num_selected, window_size, num_init, num_local, share_group, scale, num_splits),
-        *(tiles_of_program, interpolate_factor, backend, merge_window, is_mean := phi.is_mean),
+        *(tiles_of_program, interpolate_factor, rotary_layout, backend, merge_window, is_mean := phi.is_mean),
     )
     by_kernels = softcap is None and sinks is None and sinks_cmp is None
     by_launches = by_kernels and counts is None and not torch.compiler.is_compiling()
@@ -140,6 +143,7 @@ def nsa_decode(
     raw_k, raw_v, q_cmp = (b if a is None else a for a, b in ((raw_k, k), (raw_v, v), (q_cmp, q)))
     tokens = Tokens(q, k, v, raw_k, raw_v, k_window, v_window, q_cmp)
     check_backend(backend)
+    is_half = check_layout(rotary_layout=rotary_layout)
     check_positive(window_size=window_size, selection_block_size=selection_block_size)
     check_not_negative(num_selected=num_selected, num_init=num_init, num_local=num_local)
     check_not_negative(num_splits=num_splits, tiles_of_program=tiles_of_program)
@@ -156,7 +160,7 @@ def nsa_decode(
     settings = Settings(
         *_compressed_sizes(cache, selection_block_size),
         *(selection_block_size, num_selected, window_size, num_init, num_local, share_group),
-        *(logit_scale(q, scale), merge_window, num_splits, tiles_of_program),
+        *(logit_scale(q, scale), merge_window, is_half, num_splits, tiles_of_program),
     )
     with torch.no_grad():
         sizes = (selection_block_size, num_selected)
@@ -318,7 +322,8 @@ def _decode_by_ops(
     num_tokens, dtype = q.shape[1], raw_k.dtype
     offset = cache.lengths.clone()
     tables = None if freqs is None else angle_tables(cache.positions(num_tokens), freqs, interpolate_factor)
-    rotated, k, k_window = rotate(tables, backend, q, k, k_window)
+    layout = 'half' if settings.is_half else 'interleaved'
+    rotated, k, k_window = rotate(tables, backend, q, k, k_window, layout=layout)
     compressed = None
     if cache.compress is not None:
         candidates, *blocks = cache.block_candidates(raw_k, raw_v)

@@ -29,7 +29,7 @@ from native_sparse_attention.nn.gate import GATE_START, MERGED_GATE_START, check
 from native_sparse_attention.nn.layer import AttentionLayer, normalised
 from native_sparse_attention.nn.linear import BranchLinear, FixedStartLinear
 from native_sparse_attention.nn.padding import FrontOrder, from_front, to_front
-from native_sparse_attention.nn.rotary import Rotary, rotate, rotated_and_plain
+from native_sparse_attention.nn.rotary import layout_of, make_rotary, rotate, rotated_and_plain
 from native_sparse_attention.ops import select_blocks
 
 # Beside those of every attention layer.
@@ -87,6 +87,8 @@ class SparseAttention(AttentionLayer):
         num_local_blocks: forced blocks up to the query's own.
         independent_branch_kv: every branch has its own projection of keys and values, as the paper describes.
         rotary_emb: an instance of rotary-embedding-torch, None for a default one, False for none.
+        rotary_layout: 'interleaved' rotates pairs of neighbouring features, 'half' features i and i + F, where F is the
+            number of frequencies, as Hugging Face models do.
         backend: 'auto', 'triton', 'flex' or 'eager'. An explicit backend raises where it does not support a call.
         recompute: save neither branch outputs nor rotated queries and keys for the backward pass, which recomputes
             them. About half of the memory, the same gradients to the bit, and one more forward of the three attentions.
@@ -139,6 +141,7 @@ class SparseAttention(AttentionLayer):
         num_local_blocks: int = 2,
         independent_branch_kv: bool = False,
         rotary_emb: RotaryEmbedding | bool | None = None,
+        rotary_layout: str = 'interleaved',
         backend: str = 'auto',
         recompute: bool = False,
         softcap: float | None = None,
@@ -169,7 +172,7 @@ class SparseAttention(AttentionLayer):
 
         self.norm = nn.RMSNorm(dim) if norm else nn.Identity()
         self._make_qk_norms(qk_norm)
-        self.rotary = None if rotary_emb is False else Rotary(dim_head, rotary_emb)  # type: ignore[arg-type]
+        self.rotary = make_rotary(dim_head, rotary_emb, rotary_layout)
         # Queries, then keys and values of the compressed, the selected and the window branch, or one pair for all.
         kv_heads, value_dim = self.kv_heads, self.dim_value_head
         sizes = [heads * dim_head, kv_heads * dim_head, kv_heads * value_dim]
@@ -325,7 +328,7 @@ class SparseAttention(AttentionLayer):
             x = torch.where(layout.covered[..., None], x, 0)
         new = self._project(x)
         k_cmp, v_cmp = self._compress(new, cu_seqlens, self.use_diff_topk or needs_block_loss)
-        tables = None if self.rotary is None else self.rotary.tables(positions)
+        tables, layout = None if self.rotary is None else self.rotary.tables(positions), layout_of(self.rotary)
         recomputes = self.recompute and torch.is_grad_enabled()
 
         def read(parameter: Tensor | None, dtype: torch.dtype | None = None) -> Tensor | None:
@@ -349,17 +352,17 @@ class SparseAttention(AttentionLayer):
         def attend(select: Callable[..., Tensor]) -> Tensor:
             q_window = k_window = v_window = None
             if self.merge_window:
-                q, q_cmp = rotated_and_plain(tables, backend, new.q, 1, 1)
-                (k,) = rotate(tables, backend, new.k)
+                q, q_cmp = rotated_and_plain(tables, backend, new.q, 1, 1, layout)
+                (k,) = rotate(tables, backend, new.k, layout=layout)
             else:
-                q, q_window, q_cmp = rotated_and_plain(tables, backend, new.q, 2, 1)
+                q, q_window, q_cmp = rotated_and_plain(tables, backend, new.q, 2, 1, layout)
                 if new.k_window is None:
-                    (k, k_window), v_window = rotated_and_plain(tables, backend, new.k, 2), new.v
+                    (k, k_window), v_window = rotated_and_plain(tables, backend, new.k, 2, layout=layout), new.v
                 else:
-                    (k, k_window), v_window = rotate(tables, backend, new.k, new.k_window), new.v_window
+                    (k, k_window), v_window = rotate(tables, backend, new.k, new.k_window, layout=layout), new.v_window
             if needs_block_loss:
                 select = partial(self._select_with_loss, q, k, losses)
-            with recompute_rotated(new.q, tables, backend, q):
+            with recompute_rotated(new.q, tables, backend, q, layout):
                 of_branches = {'q_cmp': q_cmp, 'q_window': q_window, 'k_window': k_window, 'v_window': v_window}
                 return self._nsa(q, k, new.v, k_cmp, v_cmp, new.gates, **of_branches, choose=select, **fixed)
 
@@ -402,6 +405,7 @@ class SparseAttention(AttentionLayer):
             positions=(self.k_intrablock_positions, self.v_intrablock_positions),
             freqs=None if rotary is None else rotary(x.device),
             interpolate_factor=1.0 if rotary is None else rotary.interpolate_factor,
+            rotary_layout=layout_of(rotary),
             mem_kv=self._memory,
             sinks=self.window_sinks,
             sinks_cmp=self.compress_sinks,

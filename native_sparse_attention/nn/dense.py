@@ -17,7 +17,7 @@ from native_sparse_attention.inference.rollback import Checkpoint
 from native_sparse_attention.nn.gate import make_output_gate
 from native_sparse_attention.nn.layer import AttentionLayer, normalised
 from native_sparse_attention.nn.padding import FrontOrder, from_front, to_front
-from native_sparse_attention.nn.rotary import Rotary, rotate
+from native_sparse_attention.nn.rotary import make_rotary, rotate
 
 
 class DenseAttention(AttentionLayer):
@@ -32,6 +32,7 @@ class DenseAttention(AttentionLayer):
         norm: RMSNorm of the input inside the layer.
         dim_value_head: DV, size of a value head; default dim_head.
         rotary_emb: an instance of rotary-embedding-torch, None for a default one, False for none.
+        rotary_layout: as in `SparseAttention`.
         output_gate: multiply the output of each head by a sigmoid gate, a linear function of the normalised input. It
             starts at sigmoid(2) for every input, as the window gate of `SparseAttention` does.
         qk_norm: RMSNorm of queries and keys, as in `SparseAttention`.
@@ -51,6 +52,7 @@ class DenseAttention(AttentionLayer):
         *,
         dim_value_head: int | None = None,
         rotary_emb: RotaryEmbedding | Literal[False] | None = None,
+        rotary_layout: str = 'interleaved',
         output_gate: bool = False,
         qk_norm: bool = False,
     ) -> None:
@@ -65,7 +67,7 @@ class DenseAttention(AttentionLayer):
         self.causal = causal
         self.norm = nn.RMSNorm(dim) if norm else nn.Identity()
         self._make_qk_norms(qk_norm)
-        self.rotary = None if rotary_emb is False else Rotary(dim_head, rotary_emb)
+        self.rotary = make_rotary(dim_head, rotary_emb, rotary_layout)
         self._split_sizes = [heads * dim_head, kv_heads * dim_head, kv_heads * value_dim]
         self.to_qkv = nn.Linear(dim, sum(self._split_sizes), bias=False)
         self.combine_heads = nn.Linear(heads * value_dim, dim, bias=False)
@@ -157,7 +159,7 @@ class DenseAttention(AttentionLayer):
         q, k = normalised(self.q_norm, q), normalised(self.k_norm, k)
         if self.rotary is not None:
             tables = self.rotary.tables(positions)
-            q, k = rotate(tables, 'auto', q, k)
+            q, k = rotate(tables, 'auto', q, k, layout=self.rotary.layout)
         return q, k, v
 
     def _combine(self, out: Tensor, x: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from native_sparse_attention import ops
 from native_sparse_attention.core import private
 from native_sparse_attention.nn.linear import set_values
 from native_sparse_attention.ops.rotary import shared_input
+from native_sparse_attention.ops.rotary.api import check_layout
 
 
 class Rotary(nn.Module):
@@ -30,10 +31,13 @@ class Rotary(nn.Module):
     Args:
         dim_head: D, the features of a head.
         rotary_emb: an instance of rotary-embedding-torch, None for its default for `dim_head`. xpos is refused.
+        layout: pairs of features that are rotated, 'interleaved' or 'half', as in `ops.rotary`.
     """
 
-    def __init__(self, dim_head: int, rotary_emb: RotaryEmbedding | None = None) -> None:
+    def __init__(self, dim_head: int, rotary_emb: RotaryEmbedding | None = None, layout: str = 'interleaved') -> None:
         super().__init__()
+        check_layout(rotary_layout=layout)
+        self.layout = layout
         if rotary_emb is None:
             if dim_head < 3:
                 raise ValueError(f'dim_head is {dim_head}, but a default rotary embedding needs at least 3 features')
@@ -169,17 +173,32 @@ class Rotary(nn.Module):
 _STATE_KEY = 'rotary_emb.freqs'
 
 
+def make_rotary(dim_head: int, rotary_emb: Any, layout: str) -> Rotary | None:
+    """Return the rotary embedding of a layer, or None where rotary_emb is False."""
+    if rotary_emb is not False:
+        return Rotary(dim_head, rotary_emb, layout)
+    if check_layout(rotary_layout=layout):
+        raise ValueError(f'rotary_layout is {layout!r}, but must be left out where rotary_emb is False')
+    return None
+
+
+def layout_of(rotary: Rotary | None) -> str:
+    return 'interleaved' if rotary is None else rotary.layout
+
+
 def describe_rotary(rotary: Rotary | None) -> dict[str, str | None]:
     """Return {'rotary': text}, with equal texts for equal frequencies; {} where the frequencies have no values yet."""
     if rotary is None:
         return {'rotary': None}
     start = rotary._start
     if rotary.rotary_emb is not None:
-        return {'rotary': f'{len(start)} learned frequencies'}
+        return {'rotary': f'{len(start)} learned frequencies{", in halves" if rotary.layout == "half" else ""}'}
     if start.is_meta:
         return {}
     lowest = min(start.tolist(), default=0)
-    return {'rotary': f'{len(start)} frequencies from {lowest:.4g}, interpolated by {rotary.interpolate_factor:g}'}
+    halves = ', in halves' if rotary.layout == 'half' else ''
+    factor = rotary.interpolate_factor
+    return {'rotary': f'{len(start)} frequencies from {lowest:.4g}, interpolated by {factor:g}{halves}'}
 
 
 def _default_frequencies(dim_head: int) -> Tensor:
@@ -195,22 +214,30 @@ def angle_tables(positions: Tensor, freqs: Tensor, interpolate_factor: float = 1
     return angles.cos(), angles.sin()
 
 
-def rotate(tables: tuple[Tensor, Tensor] | None, backend: str, *tensors: Tensor | None) -> list[Any]:
+def rotate(
+    tables: tuple[Tensor, Tensor] | None, backend: str, *tensors: Tensor | None, layout: str = 'interleaved'
+) -> list[Any]:
     """Return the tensors `[B, T, heads, D]`, or None, rotated by tables if there are any. backend: of the layer."""
     if tables is None:
         return list(tensors)
     backend = _backend_of_op(tables, backend)
-    return [None if t is None else ops.rotary(t, *tables, backend=backend) for t in tensors]
+    return [None if t is None else ops.rotary(t, *tables, layout=layout, backend=backend) for t in tensors]
 
 
 def rotated_and_plain(
-    tables: tuple[Tensor, Tensor] | None, backend: str, x: Tensor, num_rotated: int, num_plain: int = 0
+    tables: tuple[Tensor, Tensor] | None,
+    backend: str,
+    x: Tensor,
+    num_rotated: int,
+    num_plain: int = 0,
+    layout: str = 'interleaved',
 ) -> tuple[Tensor, ...]:
     """Return `num_rotated` outputs of x rotated by tables, if there are any, then `num_plain` outputs equal to x.
 
     Their gradients are added in one pass, by `ops.rotary.shared_input`.
     """
-    return shared_input(x, num_plain, num_rotated, tables, backend=_backend_of_op(tables, backend))
+    backend = _backend_of_op(tables, backend)
+    return shared_input(x, num_plain, num_rotated, tables, layout=layout, backend=backend)
 
 
 def _backend_of_op(tables: tuple[Tensor, Tensor] | None, backend: str) -> str:

@@ -35,7 +35,8 @@ DEFAULT_SPARSE_ATTN_KWARGS: Mapping[str, Any] = {
     'selection_block_size': 4,
     'num_selected_blocks': 4,
 }
-SHAPE_SETTINGS = ('norm', 'qk_norm', 'dim_value_head', 'rotary_emb')  # of SparseAttention, which the dense twin shares
+# Of SparseAttention, which the dense twin shares.
+SHAPE_SETTINGS = ('norm', 'qk_norm', 'dim_value_head', 'rotary_emb', 'rotary_layout')
 IGNORED_LABEL = -100
 
 

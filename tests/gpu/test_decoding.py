@@ -124,6 +124,7 @@ LAYERS: dict[str, dict[str, Any]] = {
     'group of 16': PAPER | {'heads': 16, 'kv_heads': 1, 'dim_head': 64, 'sliding_window_size': 100},
     'bfloat16': {'compress_mlp': MeanPool()},
     'merged': {'merge_window': True},
+    'halves': {'rotary_layout': 'half'},
     'scores alone': {'merge_window': True, 'compressed_output': False, 'compress_mlp': MeanPool()},
 }
 PREFILL, ONE_BY_ONE, CHUNKS = (13, 9), 512, (3, 7, 3, 7, 7)

@@ -115,8 +115,10 @@ def test_memory_pairs(pairs: int, device: torch.device) -> None:
 @pytest.mark.quick
 @pytest.mark.parametrize('num_angles', [0, 5, None])
 @pytest.mark.parametrize('independent', [False, True])
-def test_rotary(num_angles: int | None, independent: bool, device: torch.device) -> None:
-    case = Case(heads=Heads(2, 1, 40, 16), num_angles=num_angles, factor=2.0, independent=independent)
+@pytest.mark.parametrize('is_half', [False, True])
+def test_rotary(is_half: bool, num_angles: int | None, independent: bool, device: torch.device) -> None:
+    pairs: dict[str, Any] = {'num_angles': num_angles, 'is_half': is_half, 'factor': 2.0}
+    case = Case(heads=Heads(2, 1, 40, 16), independent=independent, **pairs)
     check(case, [26], (2,), device)
 
 

@@ -132,6 +132,7 @@ def test_other_values_of_the_same_looks(runs: list[str]) -> None:
 SETTINGS: list[dict[str, Any]] = [
     {'scale': 0.3},
     {'interpolate_factor': 3.0},
+    {'rotary_layout': 'half'},
     {'num_selected': 2},
     {'window_size': 5},
     {'num_init': 0},

@@ -26,21 +26,22 @@ def make_problem(
     return fence(x), fence(angles.cos()), fence(angles.sin())
 
 
-def run(x: Tensor, cos: Tensor, sin: Tensor, grad: Tensor, backend: str) -> dict[str, Tensor]:
-    return outputs_and_gradients(lambda x: rotary(x, cos, sin, backend=backend), {'x': x}, [grad])
+def run(x: Tensor, cos: Tensor, sin: Tensor, grad: Tensor, backend: str, **pairs: str) -> dict[str, Tensor]:
+    return outputs_and_gradients(lambda x: rotary(x, cos, sin, **pairs, backend=backend), {'x': x}, [grad])
 
 
-def check(x: Tensor, cos: Tensor, sin: Tensor, grad: Tensor) -> None:
-    """Check the output and the gradient by the error rules."""
+def check(x: Tensor, cos: Tensor, sin: Tensor, grad: Tensor, **pairs: str) -> None:
+    """Check the output and the gradient by the error rules. pairs: the layout of the pairs of features."""
     grad = grad.to(x.dtype)
-    result, same_dtype = run(x, cos, sin, grad, 'triton'), run(x, cos, sin, grad, 'eager')
-    gold = run(x.double(), cos.double(), sin.double(), grad, 'eager')
+    result, same_dtype = run(x, cos, sin, grad, 'triton', **pairs), run(x, cos, sin, grad, 'eager', **pairs)
+    gold = run(x.double(), cos.double(), sin.double(), grad, 'eager', **pairs)
     for name, value in result.items():
         assert value.dtype == x.dtype
         assert_matches(value, gold[name], same_dtype[name], name=name)
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize('pairs', ['interleaved', 'half'])
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float16])
 @pytest.mark.parametrize(
     ('shape', 'num_angles'),
@@ -53,15 +54,16 @@ def check(x: Tensor, cos: Tensor, sin: Tensor, grad: Tensor) -> None:
         ((1, 3, 2, 256), 128),
     ],
 )
-def test_error_rules(shape: Shape, num_angles: int, dtype: torch.dtype, device: torch.device) -> None:
-    check(*make_problem(shape, num_angles, dtype, device), torch.randn(shape, device=device))
+def test_error_rules(shape: Shape, num_angles: int, dtype: torch.dtype, pairs: str, device: torch.device) -> None:
+    check(*make_problem(shape, num_angles, dtype, device), torch.randn(shape, device=device), layout=pairs)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize('pairs', ['interleaved', 'half'])
 @pytest.mark.parametrize('num_angles', [64, 16])
-def test_error_rules_of_bfloat16(num_angles: int, device: torch.device) -> None:
+def test_error_rules_of_bfloat16(num_angles: int, pairs: str, device: torch.device) -> None:
     shape = (2, 333, 6, 128)
-    check(*make_problem(shape, num_angles, torch.bfloat16, device), torch.randn(shape, device=device))
+    check(*make_problem(shape, num_angles, torch.bfloat16, device), torch.randn(shape, device=device), layout=pairs)
 
 
 @settings(max_examples=8)
@@ -132,8 +134,8 @@ def test_offsets_beyond_int32(device: torch.device) -> None:
 @pytest.mark.plain_memory
 def test_opcheck(device: torch.device) -> None:
     x, cos, sin = make_problem((2, 5, 2, 12), 6, torch.float32, device)
-    for inverse in (False, True):
-        torch.library.opcheck(op._rotate, (x.requires_grad_(), cos, sin, inverse))
+    for inverse, is_half in ((False, False), (True, False), (False, True)):
+        torch.library.opcheck(op._rotate, (x.requires_grad_(), cos, sin, inverse, is_half))
 
 
 @pytest.mark.parametrize(

@@ -29,22 +29,25 @@ def make_grads(shape: Shape, count: int, device: torch.device, layout: str = 'co
     return [lay_out(torch.randn(shape, device=device), layout) for _ in range(count)]
 
 
-def differentiate(x: Tensor, tables: Tables | None, num_rotated: int, grads: list[Tensor], backend: str) -> Tensor:
+def differentiate(
+    x: Tensor, tables: Tables | None, num_rotated: int, grads: list[Tensor], backend: str, **pairs: str
+) -> Tensor:
     x = x.detach().requires_grad_()
-    readers = shared_input(x, len(grads) - num_rotated, num_rotated, tables, backend=backend)
+    readers = shared_input(x, len(grads) - num_rotated, num_rotated, tables, **pairs, backend=backend)
     assert len(readers) == len(grads)
     (dx,) = torch.autograd.grad(readers, x, [grad.to(x.dtype) for grad in grads])
     return dx
 
 
-def check(x: Tensor, tables: Tables | None, num_rotated: int, grads: list[Tensor]) -> None:
-    """Check the sum by the error rules."""
+def check(x: Tensor, tables: Tables | None, num_rotated: int, grads: list[Tensor], **pairs: str) -> None:
+    """Check the sum by the error rules. pairs: the layout of the pairs of features."""
     grads = [grad.to(x.dtype) for grad in grads]
     gold_tables = None if tables is None else (tables[0].double(), tables[1].double())
-    result = differentiate(x, tables, num_rotated, grads, 'triton')
-    gold = differentiate(x.double(), gold_tables, num_rotated, grads, 'eager')
+    result = differentiate(x, tables, num_rotated, grads, 'triton', **pairs)
+    gold = differentiate(x.double(), gold_tables, num_rotated, grads, 'eager', **pairs)
     assert result.dtype == x.dtype
-    assert_matches(result, gold, differentiate(x, tables, num_rotated, grads, 'eager'), name='gradient of x')
+    same_dtype = differentiate(x, tables, num_rotated, grads, 'eager', **pairs)
+    assert_matches(result, gold, same_dtype, name='gradient of x')
 
 
 @pytest.mark.quick
@@ -57,7 +60,8 @@ def test_error_rules(
     shape: Shape, num_angles: int, num_rotated: int, num_plain: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     x, tables = torch.randn(shape, device=device).to(dtype), make_tables(shape, num_angles, 1, device)
-    check(x, tables, num_rotated, make_grads(shape, num_rotated + num_plain, device))
+    for pairs in ('interleaved', 'half'):
+        check(x, tables, num_rotated, make_grads(shape, num_rotated + num_plain, device), layout=pairs)
 
 
 @pytest.mark.gpu
@@ -130,8 +134,9 @@ def test_the_gradient_of_a_single_reader_is_not_copied(device: torch.device) -> 
 def test_opcheck(device: torch.device) -> None:
     grads, tables = make_grads((2, 5, 2, 12), 3, device), make_tables((2, 5, 2, 12), 6, 1, device)
     grads = [grad.requires_grad_() for grad in grads]
-    torch.library.opcheck(sums._add, (*grads, None, None, 2, *tables))
-    torch.library.opcheck(sums._add, (*grads[:2], None, None, None, 0, None, None))
+    torch.library.opcheck(sums._add, (*grads, None, None, 2, *tables, False))
+    torch.library.opcheck(sums._add, (*grads, None, None, 2, *tables, True))
+    torch.library.opcheck(sums._add, (*grads[:2], None, None, None, 0, None, None, False))
 
 
 @pytest.mark.parametrize('num_rotated', [0, 2])

@@ -298,6 +298,7 @@ ERRORS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         'cache has page_size 12, but must have a multiple of selection_block_size, 8',
     ),
     'raw_k': (lambda: {'raw_k': torch.zeros(2, 3, 2, 6)}, 'raw_k has shape (2, 3, 2, 6), but must have (2, 3, 2, 8)'),
+    'layout': (lambda: {'rotary_layout': 'split'}, "rotary_layout is 'split', but must be 'interleaved' or 'half'"),
     'q_cmp': (
         lambda: {'q_cmp': torch.zeros(2, 3, 2, 8), 'freqs': None},
         'q_cmp has shape (2, 3, 2, 8), but must have (2, 3, 4, 8)',

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -13,8 +14,10 @@ from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu
 
 from native_sparse_attention import SparseAttention
 from native_sparse_attention.autograd.saved_rotary import recompute_rotated
+from native_sparse_attention.nn.compress import MeanPool
 from native_sparse_attention.nn.rotary import angle_tables, rotate
 from tests.layer.test_attention import make_layer, tokens
+from tests.layer.test_decoding import BACKENDS
 
 
 def rotated(layer: SparseAttention, x: Tensor, positions: Tensor) -> Tensor:
@@ -55,6 +58,53 @@ def test_interpolation_learned_and_partial() -> None:
 def test_xpos_is_refused() -> None:
     with pytest.raises(ValueError, match='xpos'):
         make_layer(rotary_emb=RotaryEmbedding(6, use_xpos=True))
+
+
+def permuted(layer: SparseAttention, num_angles: int) -> SparseAttention:
+    """The layer with neighbours as pairs that equals a layer with halves, by permuted features of q and k."""
+    twin = deepcopy(layer)
+    assert twin.rotary is not None
+    twin.rotary.layout = 'interleaved'
+    order = torch.arange(2 * num_angles).view(2, num_angles).T.flatten()
+    order = torch.cat((order, torch.arange(2 * num_angles, layer.dim_head)))
+    sizes = ((layer.heads, layer.dim_head), (layer.kv_heads, layer.dim_head))
+    *of_heads, v = layer.to_qkv.weight.data.split([*(count * dim for count, dim in sizes), layer.kv_heads * 4])
+    weights = [w.unflatten(0, size)[:, order].flatten(0, 1) for w, size in zip(of_heads, sizes, strict=True)]
+    twin.to_qkv.weight.data = torch.cat([*weights, v])
+    for name in ('k_intrablock_positions', 'compress_mem_k'):
+        getattr(twin, name).data = getattr(layer, name).data[..., order]
+    return twin
+
+
+@pytest.mark.full
+@pytest.mark.parametrize('backend', BACKENDS)
+@pytest.mark.parametrize(
+    ('num_angles', 'settings'), [(3, {}), (2, {'recompute': True}), (2, {'merge_window': True})], ids=str
+)
+def test_halves(num_angles: int, settings: dict[str, Any], backend: str, device: torch.device) -> None:
+    """A layer with halves is one with neighbours of permuted features, with its gradients, and decodes what it is."""
+    emb = RotaryEmbedding(2 * num_angles, custom_freqs=torch.tensor([1.0, 0.3, 0.02])[:num_angles])
+    options = {'rotary_emb': emb, 'compress_mlp': (MeanPool(), MeanPool()), 'dim_value_head': 4, **settings}
+    layer = make_layer(**options, rotary_layout='half', backend=backend).float().to(device)
+    twin, x = permuted(layer, num_angles).to(device), tokens(2, 11).float().to(device).requires_grad_()
+    outs = [attn(x) for attn in (layer, twin)]
+    grads = [torch.autograd.grad(out.square().sum(), x)[0] for out in outs]
+    torch.testing.assert_close(*outs, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-4)
+    with torch.no_grad():
+        cache = layer.init_cache(2, 11)
+        parts = [layer(part, cache=cache) for part in x.split([6, 1, 3, 1], 1)]
+    torch.testing.assert_close(torch.cat(parts, 1), outs[0], rtol=1e-4, atol=1e-5)
+
+
+def test_the_layout_belongs_to_the_weights() -> None:
+    layer = make_layer(rotary_layout='half')
+    with pytest.raises(RuntimeError, match=r'rotary is .* but must be .* in halves'):
+        make_layer().load_state_dict(layer.state_dict())
+    with pytest.raises(ValueError, match="rotary_layout is 'half', but must be left out where rotary_emb is False"):
+        make_layer(rotary_emb=False, rotary_layout='half')
+    with pytest.raises(ValueError, match="rotary_layout is 'split', but must be 'interleaved' or 'half'"):
+        make_layer(rotary_layout='split')
 
 
 def make_tables(device: torch.device) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -32,10 +33,22 @@ def test_definition(batch: int, seqlen: int, heads: int, head_dim: int, shared: 
     assert_agree(rotary, definition, normal(batch, seqlen, heads, head_dim), angles.cos(), angles.sin())
 
 
-def test_gradcheck() -> None:
+@pytest.mark.parametrize(('head_dim', 'num_angles'), [(6, 3), (7, 2), (5, 0)])
+def test_halves_are_neighbours_of_permuted_features(head_dim: int, num_angles: int) -> None:
+    x, angles = normal(2, 4, 3, head_dim), normal(1, 4, num_angles)
+    tables = angles.cos(), angles.sin()
+    order = torch.arange(2 * num_angles).view(2, num_angles).T.flatten()  # 0, F, 1, F + 1, ...
+    order = torch.cat((order, torch.arange(2 * num_angles, head_dim)))
+    expected = torch.empty_like(x)
+    expected[..., order] = rotary(x[..., order], *tables)
+    torch.testing.assert_close(rotary(x, *tables, layout='half'), expected)
+
+
+@pytest.mark.parametrize('layout', ['interleaved', 'half'])
+def test_gradcheck(layout: str) -> None:
     angles = normal(1, 3, 2)
     inputs = [t.requires_grad_() for t in (normal(2, 3, 2, 5), angles.cos(), angles.sin())]
-    assert torch.autograd.gradcheck(rotary, inputs)
+    assert torch.autograd.gradcheck(partial(rotary, layout=layout), inputs)
 
 
 def test_strides() -> None:
@@ -76,6 +89,7 @@ def call(**changes: Any) -> None:
         ({'cos': torch.rand(1, 5, 4)}, r'cos has 4 angles, but heads of 6 features take 3'),
         ({'cos': torch.rand(1, 5, 3).half()}, r'cos has dtype torch.float16, but must be float32'),
         ({'sin': torch.rand(1, 5, 3, device='meta')}, r'sin is on meta, but x is on cpu'),
+        ({'layout': 'split'}, r"layout is 'split', but must be 'interleaved' or 'half'"),
         ({'backend': 'fast'}, r"backend is 'fast', but must be one of 'auto', 'triton', 'flex', 'eager'"),
         ({'backend': 'flex'}, r"backend 'flex' cannot serve this call of rotary: rotary has no flex backend"),
     ],

@@ -61,11 +61,12 @@ class LastWeighsMost(nn.Module):
 class Case:
     """A layer and the sizes of its cache.
 
-    blocks: l, d, l'. num_angles: pairs of features that rotary turns, 0 for no rotary embedding, None for all. network:
-    'mean', 'linear' or 'own'. independent: k_window, v_window, raw_k and raw_v of their own. rotated: q_cmp and raw_k
-    beside q and k, which the caller has rotated. merged: one softmax for selected blocks and window, 'gate' beside a
-    compressed output, 'scores' without one, 'window' without compressed keys. pairs: M. page_size: None for a
-    contiguous cache; pages of a paged one lie scattered in pools that have `spare_pages` more than rows need.
+    blocks: l, d, l'. num_angles: pairs of features that rotary turns, 0 for no rotary embedding, None for all. is_half:
+    pairs are i and i + num_angles. network: 'mean', 'linear' or 'own'. independent: k_window, v_window, raw_k and raw_v
+    of their own. rotated: q_cmp and raw_k beside q and k, which the caller has rotated. merged: one softmax of chosen
+    blocks and window, 'gate' beside a compressed output, 'scores' without one, 'window' without compressed keys. pairs:
+    M. page_size: None for a contiguous cache; pages of a paged one lie scattered in pools that have `spare_pages` more
+    than rows need.
     """
 
     heads: Heads = HEADS
@@ -78,6 +79,7 @@ class Case:
     pairs: int = 1
     num_angles: int | None = None
     factor: float = 1.0
+    is_half: bool = False
     network: str = 'mean'
     independent: bool = False
     rotated: bool = False
@@ -117,6 +119,7 @@ def make_layer(case: Case, device: torch.device) -> dict[str, Any]:
         'positions': pair(block_size),
         'freqs': fence(torch.rand(case.angles, device=device)) if case.angles else None,
         'interpolate_factor': case.factor,
+        'rotary_layout': 'half' if case.is_half else 'interleaved',
         'mem_kv': pair(case.pairs) if case.pairs and case.compresses[0] else None,
         'merge_window': bool(case.merged),
         'selection_block_size': selection_block_size,

@@ -1,4 +1,4 @@
-"""Rotary embedding inside a kernel: rotate pairs of neighbouring features by their angles."""
+"""Rotary embedding inside a kernel: rotate pairs of features by their angles."""
 
 # To pyright a jit function that another calls never returns.
 # pyright: reportGeneralTypeIssues=false
@@ -8,11 +8,25 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+# HALF of pairs of neighbouring features.
+NEIGHBOURS = tl.constexpr(0)
+
+
+@triton.jit
+def pair_columns(columns, HALF: tl.constexpr):
+    """Return the features that tile columns hold so that the two of a pair stand side by side.
+
+    HALF: feature i is paired with i + HALF, and those from 2 HALF on with none; NEIGHBOURS: 2 i with 2 i + 1.
+    """
+    if HALF == NEIGHBOURS:
+        return columns
+    return tl.where(columns < 2 * HALF, columns // 2 + columns % 2 * HALF, columns)
+
 
 @triton.jit
 def rotate(x, cos, sin, is_rotated):
-    """Apply rotary embedding to x `[M, D]`, in float32. Pairs outside `is_rotated` pass through unchanged, infinities
-    too.
+    """Apply rotary embedding to x `[M, D]`, in float32, with pairs side by side. Pairs outside `is_rotated` pass
+    through unchanged, infinities too.
 
     cos, sin, is_rotated: `[M, D / 2]`, or broadcastable to it.
     """

@@ -54,7 +54,7 @@ class Tokens(NamedTuple):
 
 class Settings(NamedTuple):
     """Settings of a layer: l, d, l', n, W, forced blocks, whether a group selects together, the scale of the logits,
-    and whether selected blocks and window are read in one softmax.
+    whether selected blocks and window are read in one softmax, and whether rotary embedding pairs features i and i + F.
 
     num_splits: parts in which the compressed blocks of a row are read. tiles_of_program: key tiles per program of the
     selected and the window branch, more where a query would need over 64 programs. 0 chooses either by the batch.
@@ -71,6 +71,7 @@ class Settings(NamedTuple):
     share_group: bool
     scale: float
     merge_window: bool = False
+    is_half: bool = False
     num_splits: int = 0
     tiles_of_program: int = 0
 

@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al. 2021): rotate pairs of neighbouring features by given angles."""
+"""Rotary position embedding (Su et al. 2021): rotate pairs of features by given angles."""
 
 from __future__ import annotations
 
@@ -8,18 +8,21 @@ import torch
 from torch import Tensor
 
 from native_sparse_attention.core.backend import BackendChoice, choose_backend, serves, transformed
-from native_sparse_attention.core.checks import check_tensors
+from native_sparse_attention.core.checks import check_tensors, shown
 from native_sparse_attention.ops._triton import support
 
+LAYOUTS = ('interleaved', 'half')
 
-def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, backend: str = 'auto') -> Tensor:
-    """Rotate each pair `x[..., 2i]`, `x[..., 2i + 1]` by the angle with cosine `cos[..., i]` and sine `sin[..., i]`.
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, layout: str = 'interleaved', backend: str = 'auto') -> Tensor:
+    """Rotate pair i of the features of x by the angle with cosine `cos[..., i]` and sine `sin[..., i]`.
 
     Args:
         x: `[B, T, H, D]`, queries or keys.
         cos: `[B, T, F]`, or `[1, T, F]` for all rows of the batch, with 2 F at most D; float32 (float64 is possible
             with a float64 x). Features from 2 F on pass through unchanged. Differentiable in eager.
         sin: like cos.
+        layout: 'interleaved': pair i has the features 2 i and 2 i + 1; 'half': i and i + F, as in Hugging Face models.
         backend: 'auto', 'triton' or 'eager'.
 
     Returns:
@@ -37,15 +40,24 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, backend: str = 'auto') -> Ten
         _check_table(name, table, x)
     if sin.shape != cos.shape:
         raise ValueError(f'sin has shape {tuple(sin.shape)}, but cos has {tuple(cos.shape)}')
+    is_half = check_layout(layout=layout)
     match backend_of(x, cos, sin, backend=backend).name:
         case 'triton':
             from native_sparse_attention.ops.rotary import triton
 
-            return triton.rotary(x, cos, sin)
+            return triton.rotary(x, cos, sin, is_half)
         case _:
             from native_sparse_attention.ops.rotary import eager
 
-            return eager.rotary(x, cos, sin)
+            return eager.rotary(x, cos, sin, is_half)
+
+
+def check_layout(**layout: object) -> bool:
+    """Return whether a layout, given by its name, is 'half'; raise ValueError for one that does not exist."""
+    ((name, value),) = layout.items()
+    if not isinstance(value, str) or value not in LAYOUTS:
+        raise ValueError(f"{name} is {shown(value)}, but must be 'interleaved' or 'half'")
+    return value == 'half'
 
 
 def shared_input(
@@ -54,6 +66,7 @@ def shared_input(
     num_rotated: int = 0,
     tables: tuple[Tensor, Tensor] | None = None,
     *,
+    layout: str = 'interleaved',
     backend: str = 'auto',
 ) -> tuple[Tensor, ...]:
     """Return num_rotated outputs of x rotated, then num_plain outputs of x unchanged.
@@ -65,6 +78,7 @@ def shared_input(
     Args:
         x: `[B, T, H, D]`.
         tables: cosines and sines, as `rotary` takes them; None rotates nothing.
+        layout: as in `rotary`.
         backend: 'auto', 'triton' or 'eager', which leaves the sum to autograd. So do torch.compile, more than five
             outputs and, without rotated ones, an x that the kernel does not support.
 
@@ -75,12 +89,12 @@ def shared_input(
     adds = is_needed and _adds(x, num_plain + num_rotated, tables if num_rotated else None, backend)
     rotated = x
     if tables is not None and num_rotated:
-        rotated = rotary(x.detach() if adds else x, *tables, backend=backend)
+        rotated = rotary(x.detach() if adds else x, *tables, layout=layout, backend=backend)
     if not adds:
         return (rotated,) * num_rotated + (x,) * num_plain
     from native_sparse_attention.ops.rotary import triton
 
-    return triton.shared_input(x, rotated.detach(), tables, num_plain, num_rotated)
+    return triton.shared_input(x, rotated.detach(), tables, num_plain, num_rotated, layout == 'half')
 
 
 def backend_of(x: Tensor, cos: Tensor, sin: Tensor, *, backend: str = 'auto') -> BackendChoice:

@@ -8,9 +8,10 @@ from torch import Tensor
 from native_sparse_attention.ops._eager import compute_dtype
 
 
-def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotary(x: Tensor, cos: Tensor, sin: Tensor, is_half: bool) -> Tensor:
     cos, sin = cos[:, :, None], sin[:, :, None]  # [B, T, 1, F]
     num_rotated = 2 * cos.shape[-1]
-    even, odd = x[..., :num_rotated].to(compute_dtype(x.dtype)).unflatten(-1, (-1, 2)).unbind(-1)
-    pairs = torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2).to(x.dtype)
+    shape, dim = ((2, cos.shape[-1]), -2) if is_half else ((cos.shape[-1], 2), -1)
+    first, second = x[..., :num_rotated].to(compute_dtype(x.dtype)).unflatten(-1, shape).unbind(dim)
+    pairs = torch.stack((first * cos - second * sin, second * cos + first * sin), dim).flatten(-2).to(x.dtype)
     return pairs if num_rotated == x.shape[-1] else torch.cat((pairs, x[..., num_rotated:]), -1)

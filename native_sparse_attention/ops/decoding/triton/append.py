@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from native_sparse_attention.ops._triton.rotation import cos_and_sin, rotate
+from native_sparse_attention.ops._triton.rotation import NEIGHBOURS, cos_and_sin, rotate
 from native_sparse_attention.ops._triton.varlen import count_blocks
 from native_sparse_attention.ops.decoding.triton.storage import (
     let_next_launch_begin,
@@ -53,6 +53,7 @@ def append_kernel(
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     NUM_ANGLES: tl.constexpr,
+    HALF: tl.constexpr,
     MEAN: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_L: tl.constexpr,
@@ -63,8 +64,9 @@ def append_kernel(
     """One program per row, KV head and role. New tokens: `[B, T, heads, D]`. Cache: `[B, S, H, D]` or pages. Rings:
     `[B, R, H, D]`. blocks_k, blocks_v: `[B, K, H, l, D]`, with MEAN `[B, K, H, D]`.
 
-    Without freqs nothing is rotated. k_window, v_window: None if the window reads k and v. A ring is None if the cache
-    holds the inputs of the compression. blocks_k, blocks_v: None without compressed keys or values.
+    Without freqs nothing is rotated. HALF: as in `pair_columns`. k_window, v_window: None if the window reads k and v.
+    A ring is None if the cache holds the inputs of the compression. blocks_k, blocks_v: None without compressed keys or
+    values.
     """
     if MEAN:
         # Otherwise the next launch belongs to φ, which may begin early but does not wait.
@@ -84,13 +86,15 @@ def append_kernel(
                 cos, sin = cos_and_sin((tl.div_rn((old + token).to(tl.float32), factor) * freqs)[None, :])
                 heads = tl.arange(0, BLOCK_G)
                 offsets = (head * GROUP + heads) * q.strides[2] + (row * q.strides[0] + token * q.strides[1])
-                x = rotate(load_at(q.ptr, offsets, heads < GROUP, HEAD_DIM, BLOCK_D), cos, sin, is_rotated)
+                x = load_at(q.ptr, offsets, heads < GROUP, HEAD_DIM, BLOCK_D, HALF)
+                x = rotate(x, cos, sin, is_rotated)
                 to = rotated_q.strides
                 offsets = (head * GROUP + heads) * to[2] + (row * to[0] + token * to[1])
-                store_at(rotated_q.ptr, offsets, x, heads < GROUP, HEAD_DIM, BLOCK_D)
-            _copy(k, cached_k, token, tokens_of_row, pages, cos, sin, is_rotated, HEAD_DIM, BLOCK_D)
+                store_at(rotated_q.ptr, offsets, x, heads < GROUP, HEAD_DIM, BLOCK_D, HALF)
+            angles_of_pairs = (cos, sin, is_rotated)
+            _copy(k, cached_k, token, tokens_of_row, pages, angles_of_pairs, HEAD_DIM, BLOCK_D, HALF)
             if k_window.ptr is not None:
-                _copy(k_window, cached_k_window, token, tokens_of_row, pages, cos, sin, is_rotated, HEAD_DIM, BLOCK_D)
+                _copy(k_window, cached_k_window, token, tokens_of_row, pages, angles_of_pairs, HEAD_DIM, BLOCK_D, HALF)
     elif tl.program_id(1) == 1:
         if blocks_k.ptr is not None:
             blocks = (blocks_k, positions_k_ptr)
@@ -99,9 +103,9 @@ def append_kernel(
             )
     else:
         for token in range(step.num_tokens):
-            _copy(v, cached_v, token, tokens_of_row, pages, None, None, None, VALUE_DIM, BLOCK_DV)
+            _copy(v, cached_v, token, tokens_of_row, pages, None, VALUE_DIM, BLOCK_DV, NEIGHBOURS)
             if v_window.ptr is not None:
-                _copy(v_window, cached_v_window, token, tokens_of_row, pages, None, None, None, VALUE_DIM, BLOCK_DV)
+                _copy(v_window, cached_v_window, token, tokens_of_row, pages, None, VALUE_DIM, BLOCK_DV, NEIGHBOURS)
         if blocks_v.ptr is not None:
             blocks = (blocks_v, positions_v_ptr)
             _gather_blocks(
@@ -110,16 +114,19 @@ def append_kernel(
 
 
 @triton.jit
-def _copy(new, cached, token, tokens_of_row, pages, cos, sin, is_rotated, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Store one new token of a head in the cache, rotated if cos and sin are given."""
+def _copy(
+    new, cached, token, tokens_of_row, pages, angles, SIZE: tl.constexpr, BLOCK: tl.constexpr, HALF: tl.constexpr
+):
+    """Store one new token of a head in the cache, rotated if angles are given, the arguments of `rotate`."""
     row, head, old, length = tokens_of_row
     positions = tl.zeros([1], tl.int32) + (old + token)
     offset = row * new.strides[0] + token * new.strides[1] + head * new.strides[2]
-    x = load_at(new.ptr, tl.zeros([1], tl.int64) + offset, positions < length, SIZE, BLOCK)
-    if cos is not None:
+    x = load_at(new.ptr, tl.zeros([1], tl.int64) + offset, positions < length, SIZE, BLOCK, HALF)
+    if angles is not None:
+        cos, sin, is_rotated = angles
         x = rotate(x, cos, sin, is_rotated)
     offsets, fits = locate(positions, positions < length, row, pages, cached.strides)
-    store_at(cached.ptr, offsets + head * cached.strides[2], x, fits, SIZE, BLOCK)
+    store_at(cached.ptr, offsets + head * cached.strides[2], x, fits, SIZE, BLOCK, HALF)
 
 
 @triton.jit

@@ -79,6 +79,7 @@ def append(
         HEAD_DIM=head_dim,
         VALUE_DIM=value_dim,
         NUM_ANGLES=0 if freqs is None else len(freqs),
+        HALF=len(freqs) if freqs is not None and settings.is_half else 0,
         MEAN=is_mean,
         BLOCK_G=1 << (heads // kv_heads - 1).bit_length(),
         BLOCK_L=min(max(8, BLOCK_BYTES // row_bytes), 1 << (block_size - 1).bit_length()),

@@ -12,6 +12,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from native_sparse_attention.ops._triton.rotation import NEIGHBOURS, pair_columns
+
 
 class Strided(NamedTuple):
     """A tensor, or None, and its strides; the last dimension is contiguous."""
@@ -107,9 +109,11 @@ def locate(tokens, exists, row, pages, strides):
 
 
 @triton.jit
-def load_at(ptr, offsets, mask, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Load rows of SIZE elements at offsets, padded to BLOCK with zeros; masked rows are 0."""
-    columns = tl.arange(0, BLOCK)
+def load_at(ptr, offsets, mask, SIZE: tl.constexpr, BLOCK: tl.constexpr, HALF: tl.constexpr = NEIGHBOURS):
+    """Load rows of SIZE elements at offsets, padded to BLOCK with zeros; masked rows are 0. HALF: as in
+    `pair_columns`.
+    """
+    columns = pair_columns(tl.arange(0, BLOCK), HALF)
     pointers = ptr + offsets[:, None] + columns[None, :]
     if SIZE == BLOCK:
         return tl.load(pointers, mask=mask[:, None], other=0.0)
@@ -117,7 +121,8 @@ def load_at(ptr, offsets, mask, SIZE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def store_at(ptr, offsets, values, mask, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    columns = tl.arange(0, BLOCK)
+def store_at(ptr, offsets, values, mask, SIZE: tl.constexpr, BLOCK: tl.constexpr, HALF: tl.constexpr = NEIGHBOURS):
+    """Store rows of SIZE elements, as `load_at` loads them."""
+    columns = pair_columns(tl.arange(0, BLOCK), HALF)
     pointers = ptr + offsets[:, None] + columns[None, :]
     tl.store(pointers, values.to(ptr.dtype.element_ty), mask=mask[:, None] & (columns < SIZE)[None, :])

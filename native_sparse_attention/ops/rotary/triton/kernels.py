@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from native_sparse_attention.ops._triton.rotation import rotate
+from native_sparse_attention.ops._triton.rotation import pair_columns, rotate
 
 
 @triton.jit
@@ -26,19 +26,20 @@ def rotary_kernel(
     heads,
     HEAD_DIM: tl.constexpr,
     NUM_ANGLES: tl.constexpr,
+    HALF: tl.constexpr,
     INVERSE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """x, out: `[B, T, H, D]`. cos, sin: `[B, T, F]`, with stride 0 over batch rows that share them. INVERSE: rotate by
-    the negative angles, for gradients.
+    """x, out: `[B, T, H, D]`. cos, sin: `[B, T, F]`, with stride 0 over batch rows that share them. HALF: as in
+    `pair_columns`. INVERSE: rotate by the negative angles, for gradients.
     """
     # Counted in the type of num_rows: division is much faster in int32, where that is enough.
     rows = (num_rows * 0 + tl.program_id(0)) * BLOCK_M + tl.arange(0, BLOCK_M)
     row_mask = (rows >= 0) & (rows < num_rows)
     tokens = rows // heads
     batch, token, head = (tokens // seqlen).to(tl.int64), (tokens % seqlen).to(tl.int64), (rows % heads).to(tl.int64)
-    columns = tl.arange(0, BLOCK_D)
+    columns = pair_columns(tl.arange(0, BLOCK_D), HALF)
     mask = row_mask[:, None] & (columns < HEAD_DIM)[None, :]
     starts = batch * x_strides[0] + token * x_strides[1] + head * x_strides[2]
     x = tl.load(x_ptr + starts[:, None] + columns.to(tl.int64)[None, :] * x_strides[3], mask=mask, other=0.0)
@@ -66,18 +67,19 @@ def sum_kernel(
     heads,
     HEAD_DIM: tl.constexpr,
     NUM_ANGLES: tl.constexpr,
+    HALF: tl.constexpr,
     NUM_ROTATED: tl.constexpr,
     NUM_GRADS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """grads, out: `[B, T, H, D]`, contiguous. The first NUM_ROTATED gradients are rotated back by cos,
-    sin `[B, T, F]`.
+    sin `[B, T, F]`. HALF: as in `pair_columns`.
     """
     # Counted in the type of num_rows: division is much faster in int32, where that is enough.
     rows = (num_rows * 0 + tl.program_id(0)) * BLOCK_M + tl.arange(0, BLOCK_M)
     row_mask = (rows >= 0) & (rows < num_rows)
-    columns = tl.arange(0, BLOCK_D)
+    columns = pair_columns(tl.arange(0, BLOCK_D), HALF)
     mask = row_mask[:, None] & (columns < HEAD_DIM)[None, :]
     offsets = rows.to(tl.int64)[:, None] * HEAD_DIM + columns[None, :]
     total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)

@@ -17,8 +17,8 @@ TILE = 2048
 NUM_WARPS = 4
 
 
-def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return _rotate(x, cos, sin, False)
+def rotary(x: Tensor, cos: Tensor, sin: Tensor, is_half: bool) -> Tensor:
+    return _rotate(x, cos, sin, False, is_half)
 
 
 def tile_of(head_dim: int) -> tuple[int, int]:
@@ -28,7 +28,7 @@ def tile_of(head_dim: int) -> tuple[int, int]:
 
 
 @torch.library.custom_op('native_sparse_attention::rotary', mutates_args=())
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool, is_half: bool) -> Tensor:
     out = x.new_empty(x.shape)
     if out.numel() == 0:
         return out
@@ -43,6 +43,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
         *(num_rows, seqlen, heads),
         HEAD_DIM=head_dim,
         NUM_ANGLES=cos.shape[2],
+        HALF=cos.shape[2] if is_half else 0,
         INVERSE=inverse,
         BLOCK_M=block_m,
         BLOCK_D=block_d,
@@ -59,14 +60,14 @@ def _(x: Tensor, *_: Any) -> Tensor:
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.set_materialize_grads(False)
-    _, cos, sin, ctx.inverse = inputs
+    _, cos, sin, ctx.inverse, ctx.is_half = inputs
     ctx.save_for_backward(cos, sin)
 
 
 def _differentiate(ctx: Any, dout: Tensor | None) -> tuple[Tensor | None, ...]:
     cos, sin = ctx.saved_tensors
-    dx = None if dout is None or not ctx.needs_input_grad[0] else _rotate(dout, cos, sin, not ctx.inverse)
-    return dx, None, None, None
+    needs_dx = dout is not None and ctx.needs_input_grad[0]
+    return _rotate(dout, cos, sin, not ctx.inverse, ctx.is_half) if needs_dx else None, *(None,) * 4
 
 
 register_derivative(_rotate, _differentiate, _save)

@@ -15,10 +15,10 @@ from native_sparse_attention.ops.rotary.triton.op import NUM_WARPS, rotary, tile
 
 
 def shared_input(
-    x: Tensor, rotated: Tensor, tables: tuple[Tensor, Tensor] | None, num_plain: int, num_rotated: int
+    x: Tensor, rotated: Tensor, tables: tuple[Tensor, Tensor] | None, num_plain: int, num_rotated: int, is_half: bool
 ) -> tuple[Tensor, ...]:
     """rotated: x rotated by the tables, detached."""
-    return _SharedInput.apply(x, rotated, *(tables or (None, None)), num_plain, num_rotated)  # type: ignore[return-value]
+    return _SharedInput.apply(x, rotated, *(tables or (None, None)), num_plain, num_rotated, is_half)  # type: ignore[return-value]
 
 
 class _SharedInput(torch.autograd.Function):
@@ -31,10 +31,11 @@ class _SharedInput(torch.autograd.Function):
         sin: Tensor | None,
         num_plain: int,
         num_rotated: int,
+        is_half: bool,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(cos, sin)
-        ctx.num_rotated = 0 if cos is None else num_rotated
+        ctx.num_rotated, ctx.is_half = 0 if cos is None else num_rotated, is_half
         return tuple(t.view_as(t) for t in [rotated] * num_rotated + [x] * num_plain)
 
     @staticmethod
@@ -49,8 +50,8 @@ class _SharedInput(torch.autograd.Function):
                 total = given[0]
             case _:
                 padded = [*given, *(None,) * (MAX_READERS - len(given))]
-                total = _add(*padded, num_rotated, cos, sin)
-        return total, *(None,) * 5
+                total = _add(*padded, num_rotated, cos, sin, ctx.is_half)
+        return total, *(None,) * 6
 
 
 @torch.library.custom_op('native_sparse_attention::add_gradients', mutates_args=())
@@ -63,6 +64,7 @@ def _add(
     num_rotated: int,
     cos: OptionalTensor,
     sin: OptionalTensor,
+    is_half: bool,
 ) -> Tensor:
     """Return the sum of gradients `[B, T, H, D]`, of which the first num_rotated are rotated back. Absent gradients
     (None) come last.
@@ -82,6 +84,7 @@ def _add(
         *(num_rows, seqlen, heads),
         HEAD_DIM=head_dim,
         NUM_ANGLES=0 if cos is None else cos.shape[2],
+        HALF=0 if cos is None or not is_half else cos.shape[2],
         NUM_ROTATED=num_rotated,
         NUM_GRADS=len(grads),
         BLOCK_M=block_m,
@@ -99,16 +102,16 @@ def _(first: Tensor, *_: Any) -> Tensor:
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.set_materialize_grads(False)
-    *grads, ctx.num_rotated, cos, sin = inputs
+    *grads, ctx.num_rotated, cos, sin, ctx.is_half = inputs
     ctx.num_grads = len([grad for grad in grads if grad is not None])
     ctx.save_for_backward(cos, sin)
 
 
 def _differentiate(ctx: Any, dout: Tensor | None) -> tuple[Tensor | None, ...]:
     cos, sin = ctx.saved_tensors
-    rotated = None if dout is None or ctx.num_rotated == 0 else rotary(dout, cos, sin)
+    rotated = None if dout is None or ctx.num_rotated == 0 else rotary(dout, cos, sin, ctx.is_half)
     of_plain = [dout] * (ctx.num_grads - ctx.num_rotated)
-    return *[rotated] * ctx.num_rotated, *of_plain, *(None,) * (MAX_READERS - ctx.num_grads + 3)
+    return *[rotated] * ctx.num_rotated, *of_plain, *(None,) * (MAX_READERS - ctx.num_grads + 4)
 
 
 register_derivative(_add, _differentiate, _save)
