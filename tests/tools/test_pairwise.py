@@ -21,6 +21,12 @@ def test_every_pair_occurs(sizes: tuple[int, ...], most: int) -> None:
     assert len(chosen) <= most
 
 
+def test_every_value_of_a_single_parameter_occurs() -> None:
+    cases: list[Case] = [{'a': 0}, {'a': 1}, {'a': 0}, {'a': 2}]
+    assert choose_pairs(cases, first=[0]) == {0, 1, 3}
+    assert choose_pairs([{}], first=[0]) == {0}
+
+
 def test_pairs_that_do_not_occur_are_not_missed() -> None:
     cases: list[Case] = [{'a': 0, 'b': 0, 'c': 0}, {'a': 0, 'b': 1, 'c': 0}, {'a': 1, 'b': 1, 'c': 1}]
     assert choose_pairs(cases) == {0, 1, 2}
