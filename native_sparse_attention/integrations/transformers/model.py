@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from native_sparse_attention.integrations.transformers.attention import NSAAttention
@@ -124,7 +123,7 @@ class NSAModel(NSAPreTrained):
             kwargs['nsa_layout'] = layout
             if len(self.sparse_layers) == len(self.layers):
                 # A mask of 4 dimensions is passed through; the family makes one from anything else.
-                kwargs['attention_mask'] = torch.empty(1, 1, 1, 1, device='meta')
+                kwargs['attention_mask'] = tokens.new_empty(1, 1, 1, 1)
         return super().forward(**kwargs, **{self.cache_name: cache})
 
     @property

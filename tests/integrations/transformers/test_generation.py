@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 from torch import Tensor
@@ -248,6 +249,14 @@ def test_dense_and_sparse_layers_share_a_cache():
     for way in ('greedy', 'static', 'beam'):
         inputs = prompt(3, padded=True)
         assert torch.equal(generate(model, inputs, **WAYS[way][0]), reference(model, inputs, **WAYS[way][0]))
+
+
+def test_hooks_of_a_device_map():
+    """With a device map, accelerate moves every argument of a layer."""
+    model, inputs = nsa_model(), prompt(3, padded=True)
+    expected = generate(model, inputs, do_sample=False)
+    dispatched = accelerate.dispatch_model(model, {'': 'cpu'}, force_hooks=True)
+    assert torch.equal(generate(dispatched, inputs, do_sample=False), expected)
 
 
 def test_refused_caches():
