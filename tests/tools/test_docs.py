@@ -63,7 +63,7 @@ class TestPage:
                 assert (page.parent / target).exists(), f'{page.name} links to {target}'
 
     def test_named_files_exist(self, page: Path):
-        folders = 'native_sparse_attention|benchmarks|docs|tests|trainer|data'
+        folders = 'native_sparse_attention|benchmarks|docs|examples|tests|trainer|data'
         for path in re.findall(rf'`((?:{folders})/[\w./-]+)`', page.read_text(encoding='utf-8')):
             assert (ROOT / path).exists() or path.startswith('data/enwik8'), f'{page.name} names {path}'
 

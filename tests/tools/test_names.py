@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ('native_sparse_attention', 'benchmarks', 'tests', 'trainer')
+FOLDERS = ('native_sparse_attention', 'benchmarks', 'examples', 'tests', 'trainer')
 MODULE = re.compile(rf"(?:\bfrom |\bimport |-m |'-m', ')((?:{'|'.join(FOLDERS)})(?:\.\w+)+)")
-FILE = re.compile(r'(?<![\w/])((?:benchmarks|docs|tests|trainer)/[\w/-]+\.(?:py|md)|test_\w+\.py)\b')
+FILE = re.compile(r'(?<![\w/])((?:benchmarks|docs|examples|tests|trainer)/[\w/-]+\.(?:py|md)|test_\w+\.py)\b')
 TEXTS = [
     *(path for folder in FOLDERS for path in (ROOT / folder).rglob('*.py')),
     *ROOT.glob('*.py'),

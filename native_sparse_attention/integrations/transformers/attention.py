@@ -132,11 +132,12 @@ class NSAAttention(nn.Module):
         if nsa_layout is None or position_embeddings is None:
             raise ValueError('nsa_layout is None, but a converted attention layer must be called by its model')
         cache = past_key_values if cache is None else cache
-        tokens = self._project(hidden_states, position_embeddings, nsa_layout)
+        tokens = self.project(hidden_states, position_embeddings, nsa_layout)
         out = self._attend(tokens, None if cache is None else layer_of(cache, self.layer_idx), nsa_layout)
         return self.o_proj(out.flatten(2)), None
 
-    def _project(self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], layout: Layout) -> Tokens:
+    def project(self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], layout: Layout) -> Tokens:
+        """Return what attention reads of hidden states `[B, T, dim]`. position_embeddings: cos and sin."""
         projections = (self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (project(hidden_states).unflatten(-1, (-1, self.head_dim)) for project in projections)
         if hasattr(self, 'q_norm'):
