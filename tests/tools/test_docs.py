@@ -74,7 +74,7 @@ class TestPage:
 
 @pytest.mark.parametrize('page', PAGES_OF_THE_CODE)
 def test_named_identifiers_exist(page: str):
-    folders = ('native_sparse_attention', 'benchmarks', 'tests/support', 'trainer')
+    folders = ('native_sparse_attention', 'benchmarks', 'examples', 'tests/support', 'trainer')
     sources = '\n'.join(path.read_text(encoding='utf-8') for name in folders for path in (ROOT / name).rglob('*.py'))
     words = set(re.findall(r'\w+', sources))
     named = set(re.findall(r'`(\w*[a-z]_\w+|[A-Z]+_[A-Z0-9_]+)\b', (ROOT / page).read_text(encoding='utf-8')))

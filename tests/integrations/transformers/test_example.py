@@ -74,7 +74,10 @@ def test_adapters_of_a_saved_model(flags: list[str]):
 
 @pytest.mark.parametrize(
     ('rate', 'message'),
-    [('--pretrain-rate', 'dense, step [23] of 20: the loss is'), ('--tune-rate', 'tuned, seed 0, step [23] of 6: the loss')],
+    [
+        ('--pretrain-rate', 'dense, step [23] of 20: the loss is'),
+        ('--tune-rate', 'tuned, seed 0, step [23] of 6: the loss'),
+    ],
 )
 def test_a_loss_that_is_not_finite_ends_the_run(flags: list[str], rate: str, message: str):
     with pytest.raises(SystemExit, match=message):
