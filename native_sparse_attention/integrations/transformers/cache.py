@@ -125,6 +125,11 @@ class NSACacheLayer(CacheLayerMixin):
         self._columns += num_tokens
         self.min_length += layout.min_count
 
+    @property
+    def padded_lengths(self) -> Tensor | None:
+        """int32 `[B]`, real tokens of each row; None where no column has padding."""
+        return None if self._real is None or self.rows is None else self.rows.lengths
+
     def check_past(self, attention_mask: Tensor) -> None:
         """Raise ValueError where a mask `[B, S]` on the CPU disagrees about the columns that are in the cache."""
         if not attention_mask.is_cpu or self._columns == 0:
@@ -227,15 +232,19 @@ class NSACacheLayer(CacheLayerMixin):
         return rows
 
 
-def layer_of(cache: Any, index: int) -> NSACacheLayer:
-    """Return the cache layer of the attention layer at `index`, which takes the place of an empty dense one.
-
-    Raises ValueError for a cache that is not a transformers cache, is offloaded or quantised, or holds dense keys.
-    """
+def check_cache(cache: Any) -> None:
+    """Raise ValueError for a cache that is not a transformers cache, or is offloaded."""
     if not isinstance(cache, Cache):
         raise ValueError(f'cache is a {type(cache).__name__}, but must be a DynamicCache or a StaticCache')
     if getattr(cache, 'offloading', False):
         raise ValueError('the cache is offloaded, but the cache of sparse attention must stay on its device')
+
+
+def layer_of(cache: Any, index: int) -> NSACacheLayer:
+    """Return the cache layer of the attention layer at `index`, which takes the place of an empty dense one.
+
+    Raises ValueError for a layer that is quantised or holds dense keys.
+    """
     if cache.layer_class_to_replicate is not None:
         while len(cache.layers) <= index:
             cache.layers.append(cache.layer_class_to_replicate())

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from native_sparse_attention.core.checks import check_tensors
+from native_sparse_attention.core.checks import check_tensors, make_sequences
 from native_sparse_attention.nn.padding import FrontOrder, check_mask, front_order
 
 
@@ -60,6 +60,19 @@ def make_layout(
     order = front_order(mask)
     min_count = int(order.lengths.min()) if needs_counts and _may_read(mask) else 0
     return Layout(order, min_count, None, rope_factor)
+
+
+def real_positions(layout: Layout, tokens: Tensor, seen: int, past: Tensor | None) -> Tensor | None:
+    """Return positions `[B or 1, T]` of tokens `[B, T, ...]` in their own sequences, or None where they are columns.
+
+    seen: columns in the cache. past: int32 `[B]`, real tokens of each row in the cache, or None where all are.
+    """
+    if layout.cu_seqlens is not None:
+        return make_sequences(tokens, tokens.shape[1], None, None, layout.cu_seqlens, None).layout().position
+    if layout.order is None and past is None:
+        return None
+    mask = tokens.new_ones(tokens.shape[:2], dtype=torch.bool) if layout.order is None else layout.order.mask
+    return (mask.cumsum(1) - 1).clamp(min=0) + (seen if past is None else past[:, None])
 
 
 def new_columns(attention_mask: Any, seen: int, tokens: Tensor) -> Tensor:

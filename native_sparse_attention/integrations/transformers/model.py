@@ -5,12 +5,14 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from native_sparse_attention.core.checks import shown
 from native_sparse_attention.integrations.transformers.attention import NSAAttention
-from native_sparse_attention.integrations.transformers.cache import NSACacheLayer
+from native_sparse_attention.integrations.transformers.cache import NSACacheLayer, check_cache
 from native_sparse_attention.integrations.transformers.config import NSAConfig
-from native_sparse_attention.integrations.transformers.layout import make_layout
+from native_sparse_attention.integrations.transformers.layout import make_layout, real_positions
 
 # The argument that holds the cache: `cache` from transformers 5.24 on.
 _CACHE_NAMES = ('cache', 'past_key_values')
@@ -22,7 +24,8 @@ class NSAModelConfig:
     """Mixin of a family's configuration. `nsa` takes an `NSAConfig` or its settings, and holds them as values of JSON.
 
     Written out, `layer_types` names the converted layers 'nsa_attention', which the dense family refuses: it would
-    load the weights and attend densely.
+    load the weights and attend densely. config.json has no `num_hidden_layers`, without which `PreTrainedConfig` itself
+    accepts these names: Trainer reads it so when it resumes.
     """
 
     nsa: Any = None
@@ -40,11 +43,17 @@ class NSAModelConfig:
         output['layer_types'] = [_SPARSE if i in chosen else kind for i, kind in enumerate(types)]
         return output
 
+    def to_diff_dict(self) -> dict[str, Any]:
+        output = super().to_diff_dict()  # type: ignore[misc]
+        del output['num_hidden_layers']
+        return output
+
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         config_dict = dict(config_dict)
         types = config_dict.get('layer_types') or []
         if _SPARSE in types:
+            config_dict.setdefault('num_hidden_layers', len(types))
             config_dict['layer_types'] = [_FULL if kind == _SPARSE else kind for kind in types]
             if not super(NSAModelConfig, cls()).to_dict().get('layer_types'):  # type: ignore[misc]
                 del config_dict['layer_types']
@@ -94,9 +103,11 @@ class NSAModel(NSAPreTrained):
         """As the family's model. attention_mask: `[B, S]`, bool or integers of 0 and 1, or None.
 
         Sequences may be packed: by position_ids that start again, without a mask and a cache given; or by cu_seq_lens_q
-        and cu_seq_lens_k. No cache is made then.
+        and cu_seq_lens_k. No cache is made then. Positions that are not given count from the first real token of a row
+        or sequence, because scores of rotated keys depend on them.
 
-        Raises ValueError for other masks, for packed sequences with a cache, and for output_attentions.
+        Raises ValueError for other masks, for packed sequences with a cache, for output_attentions, and for a
+        `config.nsa` that is not that of the layers.
         """
         kwargs = {**dict(zip(self.forward_names, args, strict=False)), **kwargs}
         if kwargs.get('output_attentions') or getattr(self.config, 'output_attentions', False):
@@ -105,8 +116,12 @@ class NSAModel(NSAPreTrained):
         cache: Any = next((c for c in caches if c is not None), None)
         ids, embeds = kwargs.get('input_ids'), kwargs.get('inputs_embeds')
         if (tokens := embeds if ids is None else ids) is not None:
+            self._check_settings()
             mask, first = kwargs.get('attention_mask'), self.sparse_layers[0]
-            seen = None if cache is None else int(cache.get_seq_length(first))
+            seen = past = None
+            if cache is not None:
+                check_cache(cache)
+                seen = int(cache.get_seq_length(first))
             layout = make_layout(
                 *(tokens, mask, kwargs.get('position_ids')),
                 (kwargs.get('cu_seq_lens_q'), kwargs.get('cu_seq_lens_k')),
@@ -114,10 +129,12 @@ class NSAModel(NSAPreTrained):
                 _rope_factor(self.rotary_emb),
                 self.config.nsa['dense_below'] > 0,
             )
-            if cache is not None and seen and mask is not None:
-                layer = cache.layers[first]
-                if isinstance(layer, NSACacheLayer):
+            if cache is not None and seen and isinstance(layer := cache.layers[first], NSACacheLayer):
+                past = layer.padded_lengths
+                if mask is not None:
                     layer.check_past(mask)
+            if kwargs.get('position_ids') is None:
+                kwargs['position_ids'] = real_positions(layout, tokens, seen or 0, past)
             if layout.cu_seqlens is not None and cache is None:
                 kwargs['use_cache'] = False
             kwargs['nsa_layout'] = layout
@@ -125,6 +142,17 @@ class NSAModel(NSAPreTrained):
                 # A mask of 4 dimensions is passed through; the family makes one from anything else.
                 kwargs['attention_mask'] = tokens.new_empty(1, 1, 1, 1)
         return super().forward(**kwargs, **{self.cache_name: cache})
+
+    def _check_settings(self) -> None:
+        if torch.compiler.is_compiling():
+            return
+        used, held = self.layers[self.sparse_layers[0]].self_attn.nsa.to_dict(), self.config.nsa
+        for name, value in used.items():
+            if held[name] != value:
+                raise ValueError(
+                    f'config.nsa has {name} {shown(held[name])}, but must have that of the layers, {shown(value)}: '
+                    f'change_settings changes both'
+                )
 
     @property
     def sparse_layers(self) -> list[int]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig
 
 from native_sparse_attention.integrations.transformers import NSAConfig, change_settings, convert_to_nsa, families
 from native_sparse_attention.integrations.transformers.config import NETWORKS
@@ -124,6 +124,10 @@ def test_a_converted_checkpoint_is_never_dense(family: str, tmp_path: Path):
     nsa_model(family).save_pretrained(tmp_path)
     with pytest.raises(Exception, match='nsa_attention'):
         type(dense_model(family)).from_pretrained(tmp_path)
+    assert PreTrainedConfig.from_pretrained(tmp_path).model_type.startswith(
+        'nsa'
+    )  # Trainer reads the class of no family
+    assert AutoConfig.from_pretrained(tmp_path).num_hidden_layers == 2
 
 
 @pytest.mark.full
@@ -207,6 +211,19 @@ def test_settings_change_after_conversion(tmp_path: Path):
         change_settings(model, sliding_window_size=0)
     with pytest.raises(ValueError, match='model is a LlamaForCausalLM, but must be converted'):
         change_settings(dense_model(), num_selected_blocks=16)
+
+
+def test_a_changed_config_is_refused():
+    """It would be saved, but the layers would not follow it."""
+    model, ids = nsa_model(), random_ids(1, 40)
+    model.config.nsa['num_selected_blocks'] = 16
+    with pytest.raises(ValueError, match=r'config\.nsa has num_selected_blocks 16'):
+        logits_of(model, ids)
+    model.config.nsa = SPARSE.replace(sliding_window_size=9)
+    with pytest.raises(ValueError, match=r'config\.nsa has sliding_window_size 9, but must have .* layers, 8: change'):
+        logits_of(model, ids)
+    change_settings(model, sliding_window_size=9)
+    logits_of(model, ids)
 
 
 @pytest.mark.parametrize(

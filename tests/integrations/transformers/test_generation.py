@@ -265,6 +265,8 @@ def test_refused_caches():
     offloaded.offloading = True  # as DynamicCache(offloading=True) does, which makes a stream of a GPU, too
     with pytest.raises(ValueError, match='the cache is offloaded, but the cache of sparse attention must stay'):
         generate(model, inputs, **{CACHE: offloaded})
+    with pytest.raises(ValueError, match='cache is a tuple, but must be a DynamicCache or a StaticCache'):
+        model(**inputs, **{CACHE: ()})
     layer: Any = filled(model, inputs).layers[0]
     for call in (layer.offload, layer.prefetch):
         with pytest.raises(ValueError, match='must stay on its device'):

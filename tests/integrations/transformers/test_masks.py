@@ -46,6 +46,7 @@ def test_padding_on_either_side(family: str):
     ids, mask = inputs['input_ids'], inputs['attention_mask']
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     left = logits_of(model, ids, attention_mask=mask, position_ids=positions)
+    assert torch.equal(left, logits_of(model, ids, attention_mask=mask))  # positions are found in the mask
     right = logits_of(model, ids.flip(1), attention_mask=mask.flip(1).bool())
     for row, length in enumerate((50, 33, 2)):
         expected = logits_of(model, ids[row : row + 1, -length:])[0]
@@ -72,6 +73,25 @@ def test_packed_rows_of_a_batch():
     packed = logits_of(model, ids, position_ids=positions)
     near(packed[:1], alone(model, ids[:1]))
     near(packed[1:], alone(model, ids[1:], other))
+
+
+@pytest.mark.parametrize('chunks', [(20, 37), (20, 30, 1, 6)])
+def test_positions_after_padding_in_the_cache(chunks: tuple[int, ...]):
+    """Chunks after the first have no mask: their positions follow the real tokens in the cache."""
+    model, inputs, cache = nsa_model(), left_padded([57, 40]), DynamicCache()
+    parts, mask = inputs['input_ids'].split(chunks, 1), inputs['attention_mask'][:, : chunks[0]]
+    with torch.no_grad():
+        masks = [mask, *[None] * (len(chunks) - 1)]
+        logits = [model(p, attention_mask=m, **{CACHE: cache}).logits for p, m in zip(parts, masks, strict=True)]
+    near(torch.cat(logits, 1)[1, 17:], logits_of(model, inputs['input_ids'][1:, 17:])[0])
+
+
+@pytest.mark.parametrize('layers', [None, [1]])
+def test_packed_by_lengths_alone(layers: list[int] | None):
+    """Positions start again without position_ids, in dense layers too."""
+    model, ids = nsa_model(config=SPARSE.replace(layers=layers)), random_ids(1, sum(LENGTHS))
+    boundaries = torch.tensor([0, *LENGTHS], dtype=torch.int32).cumsum(0)
+    near(logits_of(model, ids, cu_seq_lens_q=boundaries, cu_seq_lens_k=boundaries), alone(model, ids))
 
 
 @pytest.mark.parametrize('dtype', [torch.int32, torch.int64])

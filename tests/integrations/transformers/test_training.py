@@ -226,6 +226,10 @@ def test_trainer(checkpointing: bool, tmp_path: Path):
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / 'checkpoint-6', attn_implementation='eager').eval()
     ids = random_ids(1, 30)
     assert torch.equal(logits_of(saved, ids), logits_of(model.eval(), ids))
+    arguments.max_steps = 7
+    resumed = Trainer(model=nsa_model(config=PAPER, seed=1), args=arguments, train_dataset=Rows())
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 7
 
 
 @pytest.mark.full
