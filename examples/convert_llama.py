@@ -60,7 +60,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         'budget': (64, 16, 512, 32, 16),
         'pretrain_tokens': 250_000_000,
         'warm_up_steps': 300,
-        'pairs': 32,
+        'pairs': 64,
         'eval_rows': 32,
         'max_bytes': 200_000_000,
     },

@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from tokenizers.decoders import ByteLevel
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from examples.convert_llama import Experiment, Text, coverage, covered_mass, load_text, main, parse, recall_row
 from native_sparse_attention.integrations.transformers import NSAConfig, change_settings
-from tests.support.hf_models import nsa_model, random_ids
+from tests.support.hf_models import dense_model, nsa_model, random_ids
 
 STAGES = ['dense', 'converted', 'warm-up', 'converted', 'warm-up', 'tuned', 'dense-tuned']
 
@@ -55,6 +57,7 @@ def test_every_stage(flags: list[str], capsys: pytest.CaptureFixture[str]):
     assert tuned.config.nsa['num_selected_blocks'] == 4
 
 
+@pytest.mark.full
 def test_adapters_of_a_saved_model(flags: list[str]):
     main([*flags[:-1], first := flags[-1] + '0'])
     dense = rows_of([first])[0]
@@ -160,3 +163,20 @@ def test_coverage(family: str, scores: str):
     change_settings(model, num_selected_blocks=15)
     assert all(0 < a < b < 1 for a, b in zip(few, more, strict=True))
     assert coverage(model, ids) == pytest.approx([1.0, 1.0])
+
+
+@pytest.mark.full
+def test_text_in_tokens_of_the_model(flags: list[str], tmp_path: Path):
+    model, folder = dense_model('qwen2', vocab_size=300), tmp_path / 'model'
+    model.save_pretrained(folder)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), ByteLevel()
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train([flags[-3]], trainers.BpeTrainer(vocab_size=280, initial_alphabet=letters, show_progress=False))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    text = load_text(parse([*flags, '--model', str(folder), '--length', '64'])[1])
+    raw = Path(flags[-3]).read_text()
+    assert tokenizer.decode(text.train.tolist()) + tokenizer.decode(text.valid.tolist()) == raw
+    assert len(text.train) + len(text.valid) < len(raw) / 2
+    assert main([*flags[:-2], '--model', str(folder), '--length', '64', '--pairs', '2', *flags[-2:]]) == 0
+    assert [row['stage'] for row in rows_of(flags)] == STAGES
