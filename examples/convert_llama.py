@@ -447,7 +447,7 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.ArgumentParser, arg
     names = ("l'", 'n', 'W', 'l', 'd')
     add('--budget', type=int, nargs=5, metavar=names, help='block, blocks read, window, compressed block, stride')
     add('--pretrain-tokens', type=int, help='that train the dense model')
-    add('--tune-tokens', type=int, help=f'that tune the models (with --model required, else {TUNED_SHARE:.0%} of them)')
+    add('--tune-tokens', type=int, help=f'that tune the models (with --model required, else {TUNED_SHARE} of them)')
     add('--warm-up-steps', type=int, help='that train φ alone')
     add('--schedule', type=int, nargs='+', default=[4, 2, 1, 1], help='factors of n and W, for equal parts of tuning')
     add('--recall-share', type=float, default=0.1, help='share of rows with the recall task (%(default)s)')

@@ -106,6 +106,12 @@ def test_refused(flags: list[str], more: list[str], message: str, capsys: pytest
     assert message in capsys.readouterr().err
 
 
+def test_help(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit, match='0'):
+        main(['--help'])
+    assert '--tune-tokens' in capsys.readouterr().out
+
+
 def test_recall_rows_ask_for_each_pair():
     text = Text(torch.zeros(500, dtype=torch.uint8), torch.zeros(500, dtype=torch.uint8), lambda s: list(s.encode()))
     ids, answers = recall_row(text, text.train, 256, 5, random.Random(0))
