@@ -104,8 +104,8 @@ def _check_packed(
     check_tensors(cu_seq_lens_q=of_queries, cu_seq_lens_k=of_keys)
     assert of_queries is not None
     assert of_keys is not None
-    differ = of_queries.shape != of_keys.shape or (of_keys.is_cpu and not torch.equal(of_queries, of_keys))
-    if of_queries is not of_keys and differ:
+    is_read = of_keys.is_cpu and _may_read(of_keys)
+    if of_queries.shape != of_keys.shape or (is_read and not torch.equal(of_queries, of_keys)):
         raise ValueError('cu_seq_lens_k differs from cu_seq_lens_q, but packed keys must be those of the queries')
     if attention_mask is not None:
         raise ValueError(

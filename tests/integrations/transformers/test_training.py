@@ -250,3 +250,11 @@ def test_compiled_models_cannot_find_packed_positions():
     compiled = torch.compile(model, backend='eager', fullgraph=True)
     with pytest.raises(Exception, match='position_ids is given while the model is compiled'):
         compiled(input_ids=ids, position_ids=torch.arange(20)[None], use_cache=False)
+
+
+def test_compiled_models_take_packed_lengths():
+    model, ids, boundaries = nsa_model(), random_ids(1, 50), torch.tensor([0, 20, 50])
+    packed: dict[str, Any] = {'cu_seq_lens_q': boundaries, 'cu_seq_lens_k': boundaries.clone()}
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend='eager', fullgraph=True)
+    torch.testing.assert_close(logits_of(compiled, ids, **packed), logits_of(model, ids, **packed))
