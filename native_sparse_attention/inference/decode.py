@@ -19,7 +19,7 @@ from native_sparse_attention.core.checks import (
 from native_sparse_attention.core.geometry import num_compressed_blocks
 from native_sparse_attention.core.modifier_checks import reduce_sinks
 from native_sparse_attention.inference.cache import LayerCache, check_layer_cache
-from native_sparse_attention.inference.decode_checks import check_layer, check_new_tokens
+from native_sparse_attention.inference.decode_checks import check_layer, check_new_tokens, check_rotary
 from native_sparse_attention.inference.phi import Phi
 from native_sparse_attention.inference.rollback import Checkpoint, settle_peaks
 from native_sparse_attention.nn.rotary import angle_tables, rotate
@@ -85,7 +85,7 @@ def nsa_decode(
             for values are None too, and where num_selected is 0, also those for keys.
         q_cmp: `[B, T, HQ, D]` queries of the compressed branch; default q. Refused together with freqs.
         freqs: float32 `[F]`; the angles are position / interpolate_factor * freqs. None: q and k are read as given.
-        interpolate_factor: divisor of the positions.
+        interpolate_factor: divisor of the positions; left out where freqs are None, as rotary_layout.
         rotary_layout: pairs of features that freqs rotate, 'interleaved' or 'half', as in `ops.rotary`.
         mem_kv: a pair `[H, M, D]`, `[H, M, DV]` that every query sees in the compressed branch.
         raw_k: `[B, T, H, D]` keys to compress, in a cache with `has_raw_k`; default k.
@@ -151,7 +151,8 @@ def nsa_decode(
         raise ValueError(f'num_splits is {num_splits}, but must be at most {MAX_SPLITS}')
     check_new_tokens(tokens, gates, cache, counts, merge_window)
     needs_blocks = gates is not None or num_selected > 0
-    check_layer(tokens, cache, phi, freqs, mem_kv, selection_block_size, needs_blocks)
+    check_rotary(tokens, cache, freqs, interpolate_factor, rotary_layout)
+    check_layer(tokens, cache, phi, mem_kv, selection_block_size, needs_blocks)
     modifiers = {
         'softcap': checked_softcap(softcap),
         'sinks': reduce_sinks(sinks, q),

@@ -19,6 +19,7 @@ from native_sparse_attention.inference.phi import Phi
 from native_sparse_attention.ops.compressed_attention.api import check_mem_kv
 from native_sparse_attention.ops.decoding.step import Tokens
 from native_sparse_attention.ops.gated_sum.api import check_gates
+from native_sparse_attention.ops.rotary.api import check_layout
 
 
 def check_new_tokens(
@@ -65,18 +66,35 @@ def check_new_tokens(
             raise ValueError(f'counts is {counts.tolist()}, but must lie in [0, {q.shape[1]}], the new tokens')
 
 
+def check_rotary(
+    tokens: Tokens, cache: LayerCache, freqs: Tensor | None, interpolate_factor: float, rotary_layout: str
+) -> None:
+    head_dim = tokens.q.shape[3]
+    if freqs is None:
+        if check_layout(rotary_layout=rotary_layout):
+            raise ValueError(f'rotary_layout is {rotary_layout!r}, but must be left out where freqs are None')
+        if interpolate_factor != 1:
+            raise ValueError(f'interpolate_factor is {interpolate_factor}, but must be left out where freqs are None')
+        return
+    check_tensors(freqs=freqs)
+    _check_parameter('freqs', freqs, (torch.float32,), tokens.q.device)
+    if freqs.dim() != 1 or 2 * len(freqs) > head_dim:
+        raise ValueError(f'freqs has shape {tuple(freqs.shape)}, but must have at most {head_dim // 2} (D / 2)')
+    if tokens.q_cmp is not tokens.q:
+        raise ValueError('q_cmp is given, but must be None where freqs are: q is without rotary embedding then')
+    if cache.compress is not None and not cache.layout['has_raw_k']:
+        raise ValueError('cache has has_raw_k = False, but with freqs what is compressed are keys before rotary')
+
+
 def check_layer(
     tokens: Tokens,
     cache: LayerCache,
     phi: Phi,
-    freqs: Tensor | None,
     mem_kv: tuple[Tensor, Tensor | None] | None,
     selection_block_size: int,
     needs_blocks: bool,
 ) -> None:
     (heads, head_dim), value_dim, device = tokens.k.shape[2:], tokens.v.shape[3], tokens.q.device
-    if freqs is not None and tokens.q_cmp is not tokens.q:
-        raise ValueError('q_cmp is given, but must be None where freqs are: q is without rotary embedding then')
     if cache.compress is None:
         if needs_blocks:
             raise ValueError('cache has no compressed keys, but needs compress=(l, d)')
@@ -106,12 +124,6 @@ def check_layer(
         if of_block.shape != rule:
             shape = tuple(of_block.shape)
             raise ValueError(f'positions[{index}] has shape {shape}, but must have {rule} (H, l, D or DV)')
-    if freqs is not None:
-        _check_parameter('freqs', freqs, (torch.float32,), device)
-        if freqs.dim() != 1 or 2 * len(freqs) > head_dim:
-            raise ValueError(f'freqs has shape {tuple(freqs.shape)}, but must have at most {head_dim // 2} (D / 2)')
-        if not cache.layout['has_raw_k']:
-            raise ValueError('cache has has_raw_k = False, but with freqs what is compressed are keys before rotary')
     if mem_kv is not None:
         if cache.layout['has_v_cmp']:
             check_mem_kv(mem_kv, heads, head_dim, value_dim)  # type: ignore[arg-type]

@@ -299,6 +299,22 @@ ERRORS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     ),
     'raw_k': (lambda: {'raw_k': torch.zeros(2, 3, 2, 6)}, 'raw_k has shape (2, 3, 2, 6), but must have (2, 3, 2, 8)'),
     'layout': (lambda: {'rotary_layout': 'split'}, "rotary_layout is 'split', but must be 'interleaved' or 'half'"),
+    'layout without freqs': (
+        lambda: {'rotary_layout': 'half', 'freqs': None},
+        "rotary_layout is 'half', but must be left out where freqs are None",
+    ),
+    'interpolation without freqs': (
+        lambda: {'interpolate_factor': 2.0, 'freqs': None},
+        'interpolate_factor is 2.0, but must be left out where freqs are None',
+    ),
+    'freqs without compressed keys': (
+        lambda: {
+            'cache': make_cache(compress=None, has_raw_k=False, has_v_cmp=False),
+            **dict.fromkeys(('networks', 'positions'), (None, None)),
+            **{'merge_window': True, 'gates': None, 'num_selected': 0, 'mem_kv': None, 'freqs': torch.ones(5)},
+        },
+        'freqs has shape (5,), but must have at most 4 (D / 2)',
+    ),
     'q_cmp': (
         lambda: {'q_cmp': torch.zeros(2, 3, 2, 8), 'freqs': None},
         'q_cmp has shape (2, 3, 2, 8), but must have (2, 3, 4, 8)',
