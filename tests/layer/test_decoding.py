@@ -311,7 +311,11 @@ ERRORS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         lambda: {
             'cache': make_cache(compress=None, has_raw_k=False, has_v_cmp=False),
             **dict.fromkeys(('networks', 'positions'), (None, None)),
-            **{'merge_window': True, 'gates': None, 'num_selected': 0, 'mem_kv': None, 'freqs': torch.ones(5)},
+            'merge_window': True,
+            'gates': None,
+            'num_selected': 0,
+            'mem_kv': None,
+            'freqs': torch.ones(5),
         },
         'freqs has shape (5,), but must have at most 4 (D / 2)',
     ),
