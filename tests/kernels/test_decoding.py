@@ -113,11 +113,13 @@ def test_memory_pairs(pairs: int, device: torch.device) -> None:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize('num_angles', [0, 5, None])
+@pytest.mark.parametrize(
+    ('num_angles', 'is_half', 'factor'),
+    [(0, False, 1.0), (5, False, 2.0), (5, True, 2.0), (None, False, 2.0), (None, True, 2.0)],
+)
 @pytest.mark.parametrize('independent', [False, True])
-@pytest.mark.parametrize('is_half', [False, True])
-def test_rotary(is_half: bool, num_angles: int | None, independent: bool, device: torch.device) -> None:
-    pairs: dict[str, Any] = {'num_angles': num_angles, 'is_half': is_half, 'factor': 2.0}
+def test_rotary(num_angles: int | None, is_half: bool, factor: float, independent: bool, device: torch.device) -> None:
+    pairs: dict[str, Any] = {'num_angles': num_angles, 'is_half': is_half, 'factor': factor}
     case = Case(heads=Heads(2, 1, 40, 16), independent=independent, **pairs)
     check(case, [26], (2,), device)
 
