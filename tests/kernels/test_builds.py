@@ -88,8 +88,9 @@ def assert_no_scattered_reduction(reports: list[dict[str, Any]]) -> None:
     ('architecture', 'variants', 'ops'),
     [
         ('sm80', 'one', EVERY_OP),
-        ('sm90', 'kinds', INTERVAL),
-        ('sm90', 'kinds', SELECTED),
+        # Minutes each; GPU tests compile these kernels too.
+        pytest.param('sm90', 'kinds', INTERVAL, marks=pytest.mark.combination),
+        pytest.param('sm90', 'kinds', SELECTED, marks=pytest.mark.combination),
         ('sm90', 'kinds', OTHERS),
         pytest.param('sm100', 'one', EVERY_OP, marks=pytest.mark.combination),
         pytest.param('sm120', 'one', EVERY_OP, marks=pytest.mark.combination),

@@ -29,6 +29,7 @@ from tests.support.hf_models import (
     nsa_model,
     random_ids,
 )
+from tests.support.pairwise import choose_pairs
 
 NEW_TOKENS = 10
 CONFIGS = {
@@ -69,6 +70,15 @@ def reference(model: Any, inputs: dict[str, Tensor], **arguments: Any) -> Tensor
     return generate(model, inputs, use_cache=False, **arguments)
 
 
+def every_pair() -> list[Any]:
+    """Return ways, padding, settings and families, so many that every pair of them occurs."""
+    names = ('way', 'padded', 'config', 'family')
+    ways = [(way, padded) for way, (_, rows) in WAYS.items() for padded in (False, True)[:rows]]
+    cases = [(*way, config, family) for way in ways for config in CONFIGS for family in FAMILIES]
+    chosen = choose_pairs([dict(zip(names, case, strict=True)) for case in cases])
+    return [pytest.param(*cases[i], id='-'.join(map(str, cases[i]))) for i in sorted(chosen)]
+
+
 def check_generation(way: str, padded: bool, family: str, config: NSAConfig) -> None:
     arguments, rows = WAYS[way]
     model, inputs = nsa_model(family, config), prompt(rows, padded)
@@ -100,9 +110,7 @@ def test_families(family: str):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize('family', FAMILIES)
-@pytest.mark.parametrize('config', CONFIGS)
-@pytest.mark.parametrize(('way', 'padded'), [(way, padded) for way in WAYS for padded in (False, True)[: WAYS[way][1]]])
+@pytest.mark.parametrize(('way', 'padded', 'config', 'family'), every_pair())
 def test_every_way(way: str, padded: bool, family: str, config: str):
     check_generation(way, padded, family, CONFIGS[config])
 
