@@ -162,7 +162,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.list:
         for name, variant in VARIANTS.items():
-            say(f'{name:32}{variant.about}')
+            say(f'{name:38}{variant.about}')
         return 0
     if options.report:
         say(learning_report.write(options.report, options.against))

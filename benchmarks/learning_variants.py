@@ -82,6 +82,12 @@ def _variants() -> dict[str, Variant]:
         'dense-gated': Variant('full attention, a gate per head on its output', 'dense', output_gate=True),
         'dense-wide': Variant('full attention, as many parameters as separate', 'dense', wide=True),
         'dense-qk-norm': Variant('full attention, RMSNorm of queries and keys', 'dense', settings=norms),
+        'dense-wide-qk-norm': Variant(
+            'full attention, as many parameters as separate, RMSNorm of queries and keys',
+            'dense',
+            settings=norms,
+            wide=True,
+        ),
         'separate': Variant('the paper, three gated branches'),
         'separate-all': Variant('every block selected', settings=every),
         'separate-selected-alone': Variant(
@@ -101,6 +107,9 @@ def _variants() -> dict[str, Variant]:
         'separate-mean-phi': Variant('φ starts as the block mean', phi='mean'),
         'separate-local0': Variant('no local blocks forced', settings={'num_local_blocks': 0}),
         'separate-first-dense': Variant('full attention in the first layer', layer_settings={0: 'dense'}),
+        'separate-all-qk-norm': Variant(
+            'every block selected, RMSNorm of queries and keys', settings={**every, **norms}
+        ),
         'separate-qk-norm': Variant('RMSNorm of queries and keys', settings=norms),
         'window-all': Variant('the window over everything', settings={'sliding_window_size': ALL}),
         'merged-window': Variant('merged, plus a gated window', settings=merged, layers=WithWindow),
