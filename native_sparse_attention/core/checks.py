@@ -64,11 +64,13 @@ def check_float_dtype(**dtypes: torch.dtype) -> None:
 
 
 def check_same_kind(**tensors: Tensor | None) -> None:
-    """Check that all tensors have one floating dtype and one device."""
+    """Check that all tensors are tensors of one floating dtype and one device."""
     first = dtype = device = None
     for name, tensor in tensors.items():
         if tensor is None:
             continue
+        if not isinstance(tensor, Tensor):
+            check_tensors(**{name: tensor})
         if first is None:
             first, dtype, device = name, tensor.dtype, tensor.device
             if dtype not in FLOAT_DTYPES:

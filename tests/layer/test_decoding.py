@@ -327,6 +327,8 @@ ERRORS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         lambda: {'q_cmp': torch.zeros(2, 3, 4, 8).half(), 'freqs': None},
         'q_cmp has dtype torch.float16, but q has torch.float32',
     ),
+    'q_cmp of another kind': (lambda: {'q_cmp': 3, 'freqs': None}, 'q_cmp is a int, but must be a tensor'),
+    'raw_k of another kind': (lambda: {'raw_k': [1.0]}, 'raw_k is a list, but must be a tensor'),
     'q_cmp and freqs': (lambda: {'q_cmp': torch.zeros(2, 3, 4, 8)}, 'q_cmp is given, but must be None where freqs are'),
     'raw_v': (lambda: {'raw_v': torch.zeros(2, 1, 2, 6)}, 'raw_v has shape (2, 1, 2, 6), but must have (2, 3, 2, 6)'),
     'k_window': (

@@ -378,7 +378,7 @@ def test_what_is_kept_is_not_changed_unseen(device: torch.device) -> None:
             out.backward()
 
 
-@pytest.mark.parametrize('fullgraph', [False, True])
+@pytest.mark.parametrize('fullgraph', [pytest.param(False, marks=pytest.mark.full), True])
 def test_a_backward_pass_that_is_compiled(fullgraph: bool, device: torch.device) -> None:
     torch._dynamo.reset()
     layer, x = make_layers(backend='triton')[0].to(device), torch.randn(1, 9, DIM).to(device).requires_grad_()

@@ -391,6 +391,7 @@ def test_few_graphs_serve_many_lengths():
     assert len(graphs) <= 2
 
 
+@pytest.mark.full
 def test_ops_in_a_compiled_function_take_symbolic_sizes(monkeypatch: pytest.MonkeyPatch):
     """As on a GPU, where such functions compile; traced alone. Numbers of heads are symbolic there, too."""
     monkeypatch.setattr(_flex, 'unsupported', lambda *_, **__: None)

@@ -35,6 +35,7 @@ def test_two_trees():
     assert 'No pass takes more than 1.02 times as long.' in '\n'.join(compare.make_tables(rows[2:]))
 
 
+@pytest.mark.full
 def test_both_trees_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The workers import the package of their own tree, and the benchmarks of this one."""
     before = tmp_path / 'native_sparse_attention'

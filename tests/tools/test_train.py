@@ -151,7 +151,15 @@ def test_lines_of_progress_without_a_terminal(
     assert all(line.endswith(' tokens/s') and ' bits per byte, ' in line for line in lines)
 
 
-@pytest.mark.parametrize('stop', ['signal in step 3', 'signal in step 8', 'signal in evaluation', 'crash in step 7'])
+@pytest.mark.parametrize(
+    'stop',
+    [
+        pytest.param('signal in step 3', marks=pytest.mark.full),
+        'signal in step 8',
+        pytest.param('signal in evaluation', marks=pytest.mark.full),
+        'crash in step 7',
+    ],
+)
 def test_resumed_is_uninterrupted_bit_for_bit(text: Path, runs: Path, monkeypatch, stop: str) -> None:
     assert main(command(text, runs, '--name', 'whole')) == 0
     with monkeypatch.context() as patch:

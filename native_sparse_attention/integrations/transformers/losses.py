@@ -28,7 +28,7 @@ def collect_block_losses(model: Any) -> Iterator[list[Tensor]]:
     """
     if not isinstance(model, NSAPreTrained):
         raise ValueError(f'model is a {type(model).__name__}, but must be converted')
-    if model.training and model.is_gradient_checkpointing:
+    if model.training and any(getattr(m, 'gradient_checkpointing', False) for m in model.modules()):
         raise ValueError('gradient checkpointing is on, but must be off where losses of block scores are collected')
     layers = [module for module in model.modules() if isinstance(module, NSAAttention)]
     losses: list[Tensor] = []
