@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from native_sparse_attention.inference.cache import LayerCache
 from native_sparse_attention.inference.paged_cache import PagedLayerCache
 from native_sparse_attention.ops.decoding.triton import settings
 from tests.support.decoding_problems import (
@@ -15,6 +14,7 @@ from tests.support.decoding_problems import (
     assert_hold_the_same,
     assert_rest_is_unused,
     check_step,
+    check_steps,
     copy_cache,
     decode,
     decode_eagerly,
@@ -29,27 +29,17 @@ from tests.support.problems import Heads
 ONE_HEAD = Heads(2, 1, 16, 16)
 
 
-def check(case: Case, lengths: list[int], steps: tuple[int, ...], device: torch.device, **pinned: Any) -> LayerCache:
-    """Check steps of so many tokens each."""
-    layer, cache = make_layer(case, device), make_cache(case, lengths, device)
-    twin = copy_cache(cache)
-    for num_tokens in steps:
-        check_step(case, cache, twin, make_tokens(case, len(lengths), num_tokens, device), layer, **pinned)
-    assert_rest_is_unused(cache)
-    return cache
-
-
 @pytest.mark.quick
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float16])
 @pytest.mark.parametrize('network', ['mean', 'linear', 'own'])
 def test_networks(network: str, dtype: torch.dtype, device: torch.device) -> None:
-    check(Case(network=network, dtype=dtype), [23], (1, 3), device)
+    check_steps(Case(network=network, dtype=dtype), [23], (1, 3), device)
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize('network', ['mean', 'own'])
 def test_many_tokens(network: str, device: torch.device) -> None:
-    check(Case(network=network, heads=ONE_HEAD), [19], (16,), device)
+    check_steps(Case(network=network, heads=ONE_HEAD), [19], (16,), device)
 
 
 @pytest.mark.parametrize('share_group', [True, False])
@@ -61,11 +51,11 @@ def test_many_tokens(network: str, device: torch.device) -> None:
 def test_heads(heads: Heads, share_group: bool, device: torch.device) -> None:
     if not share_group and heads.heads > 6:
         heads = Heads(6, 2, 16, 96)
-    check(Case(heads=heads, share_group=share_group), [34], (2,), device)
+    check_steps(Case(heads=heads, share_group=share_group), [34], (2,), device)
 
 
 def test_rows_of_several_tiles(device: torch.device) -> None:
-    check(Case(heads=Heads(6, 1, 16, 16), num_selected=1), [17], (11,), device)
+    check_steps(Case(heads=Heads(6, 1, 16, 16), num_selected=1), [17], (11,), device)
 
 
 @pytest.mark.parametrize('independent', [False, True])
@@ -77,39 +67,39 @@ def test_rows_of_several_tiles(device: torch.device) -> None:
 def test_block_sizes(blocks: tuple[int, int, int], independent: bool, device: torch.device) -> None:
     network = 'own' if independent else 'mean'
     case = Case(blocks=blocks, independent=independent, network=network, heads=ONE_HEAD, num_angles=0)
-    check(case, [41], (3,), device)
+    check_steps(case, [41], (3,), device)
 
 
 @pytest.mark.parametrize('lengths', [[0, 30], [7, 1], [8, 6], [31, 32]], ids=repr)
 def test_rows_of_different_lengths(lengths: list[int], device: torch.device) -> None:
-    check(Case(heads=ONE_HEAD), lengths, (1, 2), device)
+    check_steps(Case(heads=ONE_HEAD), lengths, (1, 2), device)
 
 
 def test_without_a_past(device: torch.device) -> None:
     """A prompt and the tokens that follow, without a past."""
-    check(Case(heads=ONE_HEAD, pairs=0, network='own'), [0], (1, 5, 2, 1), device)
+    check_steps(Case(heads=ONE_HEAD, pairs=0, network='own'), [0], (1, 5, 2, 1), device)
 
 
 @pytest.mark.parametrize('num_selected', [0, 1, 2, 20, 70])
 def test_number_of_selected_blocks(num_selected: int, device: torch.device) -> None:
     """No selected block, some of the forced ones, all of them, and more than there are blocks."""
-    check(Case(heads=ONE_HEAD, num_selected=num_selected, num_local=1), [33], (2,), device)
+    check_steps(Case(heads=ONE_HEAD, num_selected=num_selected, num_local=1), [33], (2,), device)
 
 
 @pytest.mark.parametrize('forced', [(0, 0), (0, 1), (3, 0), (2, 9)])
 def test_forced_blocks(forced: tuple[int, int], device: torch.device) -> None:
-    check(Case(heads=ONE_HEAD, num_init=forced[0], num_local=forced[1], num_selected=4), [45], (2,), device)
+    check_steps(Case(heads=ONE_HEAD, num_init=forced[0], num_local=forced[1], num_selected=4), [45], (2,), device)
 
 
 @pytest.mark.parametrize('window_size', [1, 2, 8, 9, 1000])
 @pytest.mark.parametrize('independent', [False, True])
 def test_windows(window_size: int, independent: bool, device: torch.device) -> None:
-    check(Case(heads=ONE_HEAD, window_size=window_size, independent=independent), [29], (2,), device)
+    check_steps(Case(heads=ONE_HEAD, window_size=window_size, independent=independent), [29], (2,), device)
 
 
 @pytest.mark.parametrize('pairs', [0, 1, 3, 40])
 def test_memory_pairs(pairs: int, device: torch.device) -> None:
-    check(Case(heads=ONE_HEAD, pairs=pairs), [30, 3], (2,), device, num_splits=2)
+    check_steps(Case(heads=ONE_HEAD, pairs=pairs), [30, 3], (2,), device, num_splits=2)
 
 
 @pytest.mark.quick
@@ -121,7 +111,7 @@ def test_memory_pairs(pairs: int, device: torch.device) -> None:
 def test_rotary(num_angles: int | None, is_half: bool, factor: float, independent: bool, device: torch.device) -> None:
     pairs: dict[str, Any] = {'num_angles': num_angles, 'is_half': is_half, 'factor': factor}
     case = Case(heads=Heads(2, 1, 40, 16), independent=independent, **pairs)
-    check(case, [26], (2,), device)
+    check_steps(case, [26], (2,), device)
 
 
 @pytest.mark.quick
@@ -129,7 +119,7 @@ def test_rotary(num_angles: int | None, is_half: bool, factor: float, independen
 @pytest.mark.parametrize('share_group', [True, False])
 def test_rotated_by_the_caller(share_group: bool, page_size: int | None, device: torch.device) -> None:
     case = Case(num_angles=0, rotated=True, share_group=share_group, page_size=page_size)
-    check(case, [26, 9], (1, 3), device, num_splits=2)
+    check_steps(case, [26, 9], (1, 3), device, num_splits=2)
 
 
 @pytest.mark.quick
@@ -137,7 +127,7 @@ def test_rotated_by_the_caller(share_group: bool, page_size: int | None, device:
 def test_rings(max_rollback: int, device: torch.device) -> None:
     """Rings with fewer slots than new tokens, and with more than a row has tokens."""
     case = Case(heads=ONE_HEAD, independent=True, network='own', max_rollback=max_rollback, num_selected=1)
-    check(case, [13], (12, 1), device)
+    check_steps(case, [13], (12, 1), device)
 
 
 @pytest.mark.parametrize('pinned', [(1, 1), (3, 2), (64, 100)], ids=repr)
@@ -145,7 +135,7 @@ def test_rings(max_rollback: int, device: torch.device) -> None:
 def test_numbers_of_programs(pinned: tuple[int, int], blocks: tuple[int, int, int], device: torch.device) -> None:
     """One program that reads all, several with several tiles, and more programs than tiles."""
     case = Case(heads=Heads(2, 1, 96, 16), blocks=blocks, capacity=300, window_size=70, num_selected=9)
-    check(case, [211], (2,), device, num_splits=pinned[0], tiles_of_program=pinned[1])
+    check_steps(case, [211], (2,), device, num_splits=pinned[0], tiles_of_program=pinned[1])
 
 
 @pytest.mark.parametrize(
@@ -162,7 +152,7 @@ def test_chunks_of_the_selection(
     monkeypatch.setattr(settings, 'CANDIDATES', candidates)
     settings.make_plan.cache_clear()
     case = Case(heads=ONE_HEAD, blocks=(2, 2, 2), capacity=300, num_selected=num_selected, window_size=3)
-    check(case, [295, 90], (1, 1, 2), device)
+    check_steps(case, [295, 90], (1, 1, 2), device)
     settings.make_plan.cache_clear()
 
 
@@ -180,7 +170,7 @@ def test_chunks_of_the_selection(
 )
 def test_pages(case: Case, page_size: int, device: torch.device) -> None:
     """Scattered pages of two block tables, whose entries behind a row name no page."""
-    cache = check(Case(**{**vars(case), 'page_size': page_size}), [27, 6], (3, 1), device)
+    cache = check_steps(Case(**{**vars(case), 'page_size': page_size}), [27, 6], (3, 1), device)
     assert isinstance(cache, PagedLayerCache)
 
 

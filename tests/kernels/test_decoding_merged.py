@@ -9,12 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from native_sparse_attention import SparseAttention
-from native_sparse_attention.inference.cache import LayerCache
 from native_sparse_attention.nn.compress import MeanPool
 from tests.support.decoding_problems import (
     Case,
-    assert_rest_is_unused,
-    check_step,
+    check_steps,
     copy_cache,
     decode,
     make_cache,
@@ -29,22 +27,12 @@ ONE_HEAD = Heads(2, 1, 16, 16)
 MODES = pytest.mark.parametrize('merged', ['gate', 'scores'])
 
 
-def check(case: Case, lengths: list[int], steps: tuple[int, ...], device: torch.device, **pinned: Any) -> LayerCache:
-    """Check steps of so many tokens each."""
-    layer, cache = make_layer(case, device), make_cache(case, lengths, device)
-    twin = copy_cache(cache)
-    for num_tokens in steps:
-        check_step(case, cache, twin, make_tokens(case, len(lengths), num_tokens, device), layer, **pinned)
-    assert_rest_is_unused(cache)
-    return cache
-
-
 @pytest.mark.quick
 @MODES
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float16])
 @pytest.mark.parametrize('network', ['mean', 'linear', 'own'])
 def test_networks(network: str, dtype: torch.dtype, merged: str, device: torch.device) -> None:
-    check(Case(network=network, dtype=dtype, merged=merged), [23], (1, 3), device)
+    check_steps(Case(network=network, dtype=dtype, merged=merged), [23], (1, 3), device)
 
 
 @MODES
@@ -57,20 +45,20 @@ def test_networks(network: str, dtype: torch.dtype, merged: str, device: torch.d
 def test_heads(heads: Heads, share_group: bool, merged: str, device: torch.device) -> None:
     if not share_group and heads.heads > 8:
         heads = Heads(6, 2, 16, 96)
-    check(Case(heads=heads, share_group=share_group, merged=merged), [34], (2,), device)
+    check_steps(Case(heads=heads, share_group=share_group, merged=merged), [34], (2,), device)
 
 
 @MODES
 @pytest.mark.parametrize('num_tokens', [2, 16])
 @pytest.mark.parametrize('lengths', [[0, 30], [7, 1], [31, 32]], ids=repr)
 def test_rows_of_different_lengths(lengths: list[int], num_tokens: int, merged: str, device: torch.device) -> None:
-    check(Case(heads=ONE_HEAD, merged=merged, capacity=64), lengths, (1, num_tokens), device)
+    check_steps(Case(heads=ONE_HEAD, merged=merged, capacity=64), lengths, (1, num_tokens), device)
 
 
 @MODES
 @pytest.mark.parametrize('num_selected', [0, 1, 2, 20])
 def test_number_of_selected_blocks(num_selected: int, merged: str, device: torch.device) -> None:
-    check(Case(heads=ONE_HEAD, num_selected=num_selected, num_local=1, merged=merged), [33], (2,), device)
+    check_steps(Case(heads=ONE_HEAD, num_selected=num_selected, num_local=1, merged=merged), [33], (2,), device)
 
 
 @MODES
@@ -79,13 +67,13 @@ def test_number_of_selected_blocks(num_selected: int, merged: str, device: torch
 def test_windows(window_size: int, forced: tuple[int, int], merged: str, device: torch.device) -> None:
     """Windows inside one block, over several blocks that are selected or not, and over everything."""
     settings: dict[str, Any] = {'num_init': forced[0], 'num_local': forced[1], 'num_selected': 4}
-    check(Case(heads=ONE_HEAD, window_size=window_size, merged=merged, **settings), [45], (2,), device)
+    check_steps(Case(heads=ONE_HEAD, window_size=window_size, merged=merged, **settings), [45], (2,), device)
 
 
 @MODES
 @pytest.mark.parametrize('blocks', [(4, 4, 4), (16, 4, 4), (6, 3, 6), (40, 8, 40), (12, 4, 8)], ids=repr)
 def test_block_sizes(blocks: tuple[int, int, int], merged: str, device: torch.device) -> None:
-    check(Case(blocks=blocks, heads=ONE_HEAD, num_angles=0, merged=merged), [41], (3,), device)
+    check_steps(Case(blocks=blocks, heads=ONE_HEAD, num_angles=0, merged=merged), [41], (3,), device)
 
 
 @MODES
@@ -93,7 +81,7 @@ def test_block_sizes(blocks: tuple[int, int, int], merged: str, device: torch.de
 @pytest.mark.parametrize('rotated', [True, False])
 def test_memory_pairs(rotated: bool, pairs: int, merged: str, device: torch.device) -> None:
     case = Case(heads=ONE_HEAD, pairs=pairs, merged=merged, rotated=rotated, num_angles=0 if rotated else None)
-    check(case, [30, 3], (2,), device, num_splits=2)
+    check_steps(case, [30, 3], (2,), device, num_splits=2)
 
 
 @MODES
@@ -104,13 +92,13 @@ def test_numbers_of_programs(
 ) -> None:
     """One program that reads all, several with several tiles, and programs that find nothing to read."""
     case = Case(heads=Heads(2, 1, 96, 16), blocks=blocks, capacity=300, window_size=70, num_selected=9, merged=merged)
-    check(case, [211, 5], (2,), device, num_splits=pinned[0], tiles_of_program=pinned[1])
+    check_steps(case, [211, 5], (2,), device, num_splits=pinned[0], tiles_of_program=pinned[1])
 
 
 @MODES
 @pytest.mark.parametrize('network', ['mean', 'own'])
 def test_pages(network: str, merged: str, device: torch.device) -> None:
-    check(Case(heads=ONE_HEAD, network=network, merged=merged, page_size=8), [27, 6], (3, 1), device)
+    check_steps(Case(heads=ONE_HEAD, network=network, merged=merged, page_size=8), [27, 6], (3, 1), device)
 
 
 @pytest.mark.quick
@@ -120,7 +108,7 @@ def test_pages(network: str, merged: str, device: torch.device) -> None:
 def test_window_alone(window_size: int, page_size: int | None, num_angles: int | None, device: torch.device) -> None:
     """Without selected blocks and compressed keys, where three launches remain."""
     case = Case(merged='window', num_selected=0, window_size=window_size, page_size=page_size, num_angles=num_angles)
-    check(case, [29, 0], (1, 4), device, tiles_of_program=1)
+    check_steps(case, [29, 0], (1, 4), device, tiles_of_program=1)
 
 
 @pytest.mark.parametrize(('num_selected', 'window_size'), [(20, 3), (2, 99), (20, 99)])

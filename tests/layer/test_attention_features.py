@@ -435,3 +435,22 @@ def test_compiles() -> None:
     slope = (values[0] - values[1]) / (2 * step)
     torch.testing.assert_close((outs[0]['x'] * direction).sum(), slope, rtol=1e-5, atol=1e-5)
     torch._dynamo.reset()
+
+
+class InFloat32(torch.nn.Linear):
+    """A layer that autocast does not reach."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        with torch.autocast('cpu', enabled=False):
+            return super().forward(input)
+
+
+@pytest.mark.parametrize('name', ['to_qkv', 'to_strategy_combine'])
+def test_a_linear_layer_of_another_kind_reads_its_input_as_it_is(name: str) -> None:
+    """Only what autocast would cast itself may be cast before."""
+    layer = make_layer(torch.float32)
+    plain = getattr(layer, name)
+    other = InFloat32(plain.in_features, plain.out_features, bias=plain.bias is not None)
+    setattr(layer, name, other)
+    with torch.autocast('cpu', torch.bfloat16):
+        assert layer(torch.randn(1, 20, plain.in_features)).isfinite().all()

@@ -359,3 +359,15 @@ def assert_rest_is_unused(cache: LayerCache) -> None:
             else:
                 rest[row, : len(held)] = torch.nan
         assert rest.isnan().all(), f'{name} has been written where no row has anything'
+
+
+def check_steps(
+    case: Case, lengths: list[int], steps: tuple[int, ...], device: torch.device, **pinned: Any
+) -> LayerCache:
+    """Check steps of so many tokens each, and that nothing else is written; return the cache."""
+    layer, cache = make_layer(case, device), make_cache(case, lengths, device)
+    twin = copy_cache(cache)
+    for num_tokens in steps:
+        check_step(case, cache, twin, make_tokens(case, len(lengths), num_tokens, device), layer, **pinned)
+    assert_rest_is_unused(cache)
+    return cache

@@ -41,7 +41,6 @@ class NSALlamaForCausalLM(NSAForCausalLM, llama.LlamaForCausalLM):
     """`LlamaForCausalLM` with sparse attention."""
 
     config_class = NSALlamaConfig
-    attention_class = NSALlamaAttention
     base_class = NSALlamaModel
 
 
@@ -66,7 +65,6 @@ class NSAMistralForCausalLM(NSAForCausalLM, mistral.MistralForCausalLM):
     """`MistralForCausalLM` with sparse attention."""
 
     config_class = NSAMistralConfig
-    attention_class = NSAMistralAttention
     base_class = NSAMistralModel
 
 
@@ -91,7 +89,6 @@ class NSAQwen2ForCausalLM(NSAForCausalLM, qwen2.Qwen2ForCausalLM):
     """`Qwen2ForCausalLM` with sparse attention."""
 
     config_class = NSAQwen2Config
-    attention_class = NSAQwen2Attention
     base_class = NSAQwen2Model
 
 
@@ -116,7 +113,6 @@ class NSAQwen3ForCausalLM(NSAForCausalLM, qwen3.Qwen3ForCausalLM):
     """`Qwen3ForCausalLM` with sparse attention."""
 
     config_class = NSAQwen3Config
-    attention_class = NSAQwen3Attention
     base_class = NSAQwen3Model
 
 
@@ -141,7 +137,6 @@ class NSAGemmaForCausalLM(NSAForCausalLM, gemma.GemmaForCausalLM):
     """`GemmaForCausalLM` with sparse attention."""
 
     config_class = NSAGemmaConfig
-    attention_class = NSAGemmaAttention
     base_class = NSAGemmaModel
 
 
@@ -166,7 +161,6 @@ class NSAGemma2ForCausalLM(NSAForCausalLM, gemma2.Gemma2ForCausalLM):
     """`Gemma2ForCausalLM` with sparse attention."""
 
     config_class = NSAGemma2Config
-    attention_class = NSAGemma2Attention
     base_class = NSAGemma2Model
 
 
@@ -191,7 +185,6 @@ class NSAGemma3ForCausalLM(NSAForCausalLM, gemma3.Gemma3ForCausalLM):
     """`Gemma3ForCausalLM` with sparse attention."""
 
     config_class = NSAGemma3Config
-    attention_class = NSAGemma3Attention
     base_class = NSAGemma3Model
 
 

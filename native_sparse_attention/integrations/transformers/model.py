@@ -65,7 +65,6 @@ class NSAPreTrained(nn.Module):
     """Mixin of all models of a family."""
 
     config: Any
-    attention_class: type[NSAAttention]
     base_class: type[NSAModel]
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -87,6 +86,7 @@ class NSAPreTrained(nn.Module):
 class NSAModel(NSAPreTrained):
     """Mixin of the model without a head: it finds the layout of its tokens once, for all layers."""
 
+    attention_class: type[NSAAttention]
     layers: Any
     rotary_emb: Any
     training: bool
@@ -188,8 +188,7 @@ def convert_layers(model: Any, nsa: NSAConfig, added_like_layers: bool) -> None:
     nsa = nsa.replace(layers=None if len(indices) == len(layers) else indices)
     for index in indices:
         like = layers[index].input_layernorm.weight if added_like_layers else None
-        attention_class = model.attention_class
-        attention_class.convert(layers[index].self_attn, nsa, like)
+        base.attention_class.convert(layers[index].self_attn, nsa, like)
         for added in layers[index].self_attn.added_modules():
             for module in added.modules():
                 module.is_added_by_nsa = True
