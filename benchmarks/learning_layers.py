@@ -2,14 +2,40 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from native_sparse_attention import SparseAttention
-from native_sparse_attention.nn.gate import GATE_START, make_output_gate
+from native_sparse_attention.nn.gate import GATE_START, make_gate, make_output_gate
 from native_sparse_attention.ops import window_attention
+
+
+class FlooredGate(nn.Module):
+    """The package's gate, whose selected branch stays open: its gate is 0.1 + 0.9 times a sigmoid."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.logits = make_gate(dim, heads)
+
+    def forward(self, x: Tensor) -> Tensor:
+        compressed, selected, window = self.logits(x).unflatten(-1, (-1, 3)).float().unbind(-1)
+        # The logit of 0.1 + 0.9 * sigmoid(selected).
+        selected = (0.1 + 0.9 * selected.sigmoid()).log() - math.log(0.9) - nn.functional.logsigmoid(-selected)
+        return torch.stack((compressed, selected, window), -1).flatten(-2)
+
+
+class SharedGate(nn.Module):
+    """A gate of the compressed branch and one of both others, which starts at 0.5."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.logits = make_gate(dim, heads, (GATE_START[0], 0.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.logits(x).unflatten(-1, (-1, 2))[..., (0, 1, 1)].flatten(-2)
 
 
 def _sigmoid(logits: Tensor) -> Tensor:

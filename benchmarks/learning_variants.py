@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from inspect import signature
@@ -15,6 +15,8 @@ from torch import nn
 from benchmarks.learning_layers import (
     DetachedScores,
     DetachedScoresWithWindow,
+    FlooredGate,
+    SharedGate,
     WithOutputGate,
     WithWindow,
 )
@@ -43,6 +45,7 @@ class Variant:
 
     settings: arguments of `SparseAttention` beyond SPARSE; ALL: as many as cover the sequence.
     gate_start: gate logits of a head at the start. freeze_gates: gates are not trained.
+    gate: makes the gate of a layer from (dim, heads), if not the package's.
     phi: 'mlp' or 'mean', the MLP or the block mean plus an MLP that starts at 0.
     gate_lr, phi_lr: factors on the learning rate of gates and of the networks φ. gate_decay: weight decay on gates.
     layers: class of the attention layers, if not that of the package.
@@ -56,6 +59,7 @@ class Variant:
     settings: Mapping[str, Any] = field(default_factory=dict)
     gate_start: tuple[float, ...] | None = None
     freeze_gates: bool = False
+    gate: Callable[[int, int], nn.Module] | None = None
     phi: str = 'mlp'
     output_gate: bool = False
     gate_lr: float = 1.0
@@ -75,19 +79,11 @@ class Variant:
 def _variants() -> dict[str, Variant]:
     every = {'num_selected_blocks': ALL}
     merged, scores = {'merge_window': True}, {'merge_window': True, 'compressed_output': False}
-    norms = {'qk_norm': True}
     alone = {'settings': {**every, 'use_diff_topk': False}, 'gate_start': (-20.0, 20.0, -20.0), 'freeze_gates': True}
     variants = {
         'dense': Variant('full attention', 'dense'),
         'dense-gated': Variant('full attention, a gate per head on its output', 'dense', output_gate=True),
         'dense-wide': Variant('full attention, as many parameters as separate', 'dense', wide=True),
-        'dense-qk-norm': Variant('full attention, RMSNorm of queries and keys', 'dense', settings=norms),
-        'dense-wide-qk-norm': Variant(
-            'full attention, as many parameters as separate, RMSNorm of queries and keys',
-            'dense',
-            settings=norms,
-            wide=True,
-        ),
         'separate': Variant('the paper, three gated branches'),
         'separate-all': Variant('every block selected', settings=every),
         'separate-selected-alone': Variant(
@@ -103,14 +99,18 @@ def _variants() -> dict[str, Variant]:
         'separate-gate-lr01': Variant('learning rate of gates × 0.1', gate_lr=0.1),
         'separate-gate-no-decay': Variant('no weight decay on gates', gate_decay=False),
         'separate-phi-lr3': Variant('learning rate of the networks φ × 3', phi_lr=3.0),
+        'separate-gate-floor': Variant('the selected gate stays above 0.1', gate=FlooredGate),
+        'separate-one-gate': Variant('one gate for the selected and the window branch', gate=SharedGate),
         'separate-independent-kv': Variant('keys and values per branch', settings={'independent_branch_kv': True}),
         'separate-mean-phi': Variant('φ starts as the block mean', phi='mean'),
+        'separate-mean-phi-gate-floor': Variant(
+            'φ starts as the block mean, the selected gate stays above 0.1', phi='mean', gate=FlooredGate
+        ),
+        'separate-kl': Variant(
+            'φ starts as the block mean, block scores trained by their loss too', phi='mean', block_loss=0.1
+        ),
         'separate-local0': Variant('no local blocks forced', settings={'num_local_blocks': 0}),
         'separate-first-dense': Variant('full attention in the first layer', layer_settings={0: 'dense'}),
-        'separate-all-qk-norm': Variant(
-            'every block selected, RMSNorm of queries and keys', settings={**every, **norms}
-        ),
-        'separate-qk-norm': Variant('RMSNorm of queries and keys', settings=norms),
         'window-all': Variant('the window over everything', settings={'sliding_window_size': ALL}),
         'merged-window': Variant('merged, plus a gated window', settings=merged, layers=WithWindow),
         'merged-scores-window': Variant(
@@ -160,7 +160,6 @@ def _variants() -> dict[str, Variant]:
         'merged-local0': Variant('merged, no local blocks forced', settings={**merged, 'num_local_blocks': 0}),
         'merged-scores-local0': Variant('the same of merged-scores', settings={**scores, 'num_local_blocks': 0}),
         'merged-first-dense': Variant('merged, full attention at first', settings=merged, layer_settings={0: 'dense'}),
-        'merged-qk-norm': Variant('merged, RMSNorm of queries and keys', settings={**merged, **norms}),
         'merged-gates-open': Variant('merged, compressed gates start at 2', settings=merged, gate_start=(2.0,)),
     }
     for suffix, phi, start in (('', 'mlp', 'an MLP as φ'), ('-mean', 'mean', 'φ starts as the block mean')):
@@ -172,6 +171,9 @@ def _variants() -> dict[str, Variant]:
             variants[f'{name}-all{suffix}'] = Variant(
                 f'{what}, every block selected, {start}', settings={**settings, **every}, phi=phi
             )
+    for name, variant in list(variants.items()):
+        about, settings = f'{variant.about}, RMSNorm of queries and keys', {**variant.settings, 'qk_norm': True}
+        variants[f'{name}-qk-norm'] = replace(variant, about=about, settings=settings)
     for name, variant in list(variants.items()):
         if variant.kind == 'sparse' and 'use_diff_topk' not in variant.settings:
             settings = {**variant.settings, 'use_diff_topk': False}
@@ -236,6 +238,9 @@ def build(
     for module in model.modules():
         if isinstance(module, MeanResidualMLP):
             module.to_hidden.reset_parameters()  # otherwise all layers start with copies of one network
+    if variant.gate is not None:
+        for block in model.blocks:
+            block.attention.to_strategy_combine = variant.gate(shape['dim'], shape['heads'])
     _set_gates(model, variant)
     return model
 
