@@ -78,7 +78,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     'long': {
         'sliding_window_size': 512, 'compress_block_size': 32, 'compress_block_sliding_stride': 16,
         'selection_block_size': 64, 'num_selected_blocks': 16, 'compress_mlp_expand_factor': 0.125,
-        'seq_len': 16_384, 'batch': 4, 'steps': 4580, 'lr': 1e-3, 'min_lr': 1e-4, 'warmup': 100,
+        'qk_norm': True, 'seq_len': 16_384, 'batch': 4, 'steps': 4580, 'lr': 1e-3, 'min_lr': 1e-4, 'warmup': 100,
         'eval_every': 1000, 'save_every': 250, 'sample_every': 1000, 'prompt_bytes': 4096,
     },
 }  # fmt: skip
