@@ -35,6 +35,9 @@ SPARSE = {
     'compress_mlp_expand_factor': 0.125,
     'use_diff_topk': True,
 }
+# Layers of a model that alternates between them: near keys alone, far keys alone (with the blocks forced to be local).
+LOCAL = {'merge_window': True, 'compressed_output': False, 'num_selected_blocks': 0, 'use_diff_topk': False}
+FAR = {'sliding_window_size': 1}
 GATES = ('to_strategy_combine', 'output_gate', 'window_gate')  # modules whose sigmoid is a gate
 NETWORKS = ('k_compress', 'v_compress')
 
@@ -111,6 +114,19 @@ def _variants() -> dict[str, Variant]:
         ),
         'separate-local0': Variant('no local blocks forced', settings={'num_local_blocks': 0}),
         'separate-first-dense': Variant('full attention in the first layer', layer_settings={0: 'dense'}),
+        'alternating': Variant(
+            'window layers and layers of compressed and selected attention in turn, whose selected gate starts open',
+            layer_settings={0: LOCAL, 1: FAR, 2: LOCAL, 3: FAR, 4: LOCAL, 5: FAR},
+            gate_start=(-2.0, 2.0, -2.0),
+        ),
+        'alternating-window': Variant(
+            'window layers and layers of three branches in turn', layer_settings={0: LOCAL, 2: LOCAL, 4: LOCAL}
+        ),
+        'alternating-merged': Variant(
+            'window layers and merged layers in turn',
+            settings=merged,
+            layer_settings={0: LOCAL, 2: LOCAL, 4: LOCAL},
+        ),
         'window-all': Variant('the window over everything', settings={'sliding_window_size': ALL}),
         'merged-window': Variant('merged, plus a gated window', settings=merged, layers=WithWindow),
         'merged-scores-window': Variant(
