@@ -31,12 +31,12 @@ LINES = (
     {'nn.start'},
     {'nn.generator', 'nn.pretrained'},
     {'nn.transformer'},
-    {'integrations'},
+    {'integrations', 'distributed'},
     {'transformer', 'compress', 'generation', 'parts', 'compat'},
 )
 
 # Folders whose modules may import each other; the direction inside `ops` has a test of its own.
-SAME = (('core',), ('ops',), ('nn', 'compress'), ('integrations', 'transformers'))
+SAME = (('core',), ('ops',), ('nn', 'compress'), ('integrations', 'transformers'), ('distributed',))
 
 # Run in a process of its own. torch comes first: what it does to the process is not the package's doing.
 IMPORT = """

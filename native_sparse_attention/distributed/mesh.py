@@ -1,0 +1,30 @@
+"""Checks of meshes and models, which run before any communication."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from native_sparse_attention.core.checks import shown
+
+
+def check_mesh(mesh: Any, dims: tuple[int, ...]) -> DeviceMesh:
+    """Return the mesh. Raise ValueError unless it has one of these numbers of dimensions, with names if more than 1."""
+    if not isinstance(mesh, DeviceMesh):
+        raise ValueError(f'mesh is {shown(mesh)}, but must be a DeviceMesh')
+    if mesh.ndim not in dims:
+        allowed = ' or '.join(map(str, dims))
+        raise ValueError(f'mesh has {mesh.ndim} dimensions, but must have {allowed}: take a part of it by name')
+    if mesh.ndim > 1 and mesh.mesh_dim_names is None:
+        raise ValueError('mesh has dimensions without names, but must have mesh_dim_names')
+    return mesh
+
+
+def blocks_of(model: Any) -> list[nn.Module]:
+    """Return the blocks of a `Transformer` or of a Hugging Face model, with or without its head."""
+    layers = getattr(getattr(model, 'base_model', model), 'layers', None)
+    if not isinstance(model, nn.Module) or not isinstance(layers, nn.ModuleList):
+        raise ValueError(f'model is {shown(model)}, but must be a Transformer or a converted Hugging Face model')
+    return list(layers)

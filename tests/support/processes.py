@@ -1,0 +1,59 @@
+"""Run a function in several processes with a process group, as `torchrun` would."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing
+
+# Imported once by a server that the processes are forked from. It has run no autograd and has no threads.
+PRELOADED = ['torch._dynamo', 'torch.distributed.checkpoint', 'tests.support.sharded_models']
+
+
+def run_processes(
+    function: Callable[..., None], world_size: int, folder: Path, *arguments: Any, time_limit: float = 120.0
+) -> None:
+    """Call function(*arguments) in processes that have joined a gloo group of world_size ranks.
+
+    folder: an empty one, for their files. The first error ends all processes and is raised with its traceback.
+    """
+    if not torch.distributed.is_available():
+        pytest.skip('torch was built without distributed')
+    multiprocessing.get_context('forkserver').set_forkserver_preload(PRELOADED)
+    context = torch.multiprocessing.start_processes(
+        _run, (world_size, folder, function, arguments), world_size, join=False, start_method='forkserver'
+    )
+    assert context is not None
+    end = time.monotonic() + time_limit
+    try:
+        while not context.join(timeout=0.2):
+            if time.monotonic() > end:
+                pytest.fail(f'{world_size} processes take longer than {time_limit} s')
+    except Exception as error:
+        # The others then miss a peer: the first error is the cause.
+        failed = sorted(folder.glob('error-*'), key=lambda file: file.stat().st_mtime_ns)
+        pytest.fail('\n'.join(file.read_text() for file in failed[:1]) or str(error), pytrace=False)
+    finally:
+        for process in context.processes:
+            assert process is not None
+            process.kill()
+
+
+def _run(rank: int, world_size: int, folder: Path, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    store = f'file://{folder}/store'
+    torch.distributed.init_process_group('gloo', init_method=store, rank=rank, world_size=world_size)
+    torch.manual_seed(0)
+    try:
+        function(*arguments)
+    except BaseException:
+        (folder / f'error-{rank}').write_text(f'rank {rank} of {world_size}: {traceback.format_exc()}')
+        raise
+    torch.distributed.destroy_process_group()
