@@ -1,6 +1,6 @@
 """Whether the tests notice when a kernel is wrong: one-line faults are planted, one at a time, and the tests must fail.
 
-    python -m tests.support.planted_faults [--jobs 2] [--only WORD]
+    python -m tests.support.planted_faults [--jobs 2] [--only WORD] [--first N]
 
 A copy of the package and its tests in a temporary directory carries the fault. The tests pass there without one, or
 nothing is said. Exits with 1 unless 95 % of the faults are caught.
@@ -438,9 +438,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--jobs', type=int, default=2)
     parser.add_argument('--only', default='', help='faults whose name or file has this in it')
+    parser.add_argument('--first', type=int, default=1, metavar='N', help='begin at the N-th of them, to resume a run')
     parser.add_argument('--skip-control', action='store_true', help='do not run the tests without a fault first')
     arguments = parser.parse_args()
     faults = [fault for fault in FAULTS if arguments.only in f'{fault.name} {fault.file}']
+    faults = faults[max(arguments.first - 1, 0) :]
     for fault in faults:
         with_fault(fault)
     import_libraries()
