@@ -122,26 +122,13 @@ def find_tiles(first: Tensor, last: Tensor, seqlen_k: int, rows_per_token: int =
     first, last: int64 `[B, T, H, E]`, 0 <= first <= last <= seqlen_k. With one interval, full tiles are listed
     separately, unless a query may read only some keys of an interval (all_are_read=False).
     """
-    batch, seqlen, heads, intervals = first.shape
-    tokens = rows_of_tile(rows_per_token) // rows_per_token
-    # At least two tiles, so that short and long sequences share a compiled graph.
-    num_q, num_k = (max(2, -(-length // tile)) for length, tile in ((seqlen, tokens), (seqlen_k, TILE)))
-    token = torch.arange(seqlen, device=first.device)
-    head = torch.arange(batch * heads, device=first.device).view(batch, 1, heads, 1)
-    row = head * num_q + (token // tokens)[:, None, None]
-    tile_first = first // TILE
-    tile_last = torch.where(first < last, (last + (TILE - 1)) // TILE, tile_first)
-    visited = _covered(row, tile_first, tile_last, batch * heads * num_q, num_k).view(batch, heads, num_q, num_k)
-    if intervals != 1 or not all_are_read:
-        return _list_tiles(visited, None)
-    padding = (0, 0, 0, num_q * tokens - seqlen)
-    # [B, query tiles, tokens of a tile, H]; tokens beyond the last one read nothing.
-    first, last = (F.pad(t[..., 0], padding).unflatten(1, (num_q, tokens)) for t in (first, last))
-    # [B, H, query tiles, 1]
-    latest_first, earliest_last = (t.transpose(1, 2)[..., None] for t in (first.amax(2), last.amin(2)))
-    edge = torch.arange(num_k, device=first.device) * TILE
-    full = (latest_first <= edge) & (edge + TILE <= earliest_last)
-    return _list_tiles(visited & ~full, full)
+    by_key = torch.is_grad_enabled()
+    full = first.shape[3] == 1 and all_are_read
+    tables = _list_tiles(first, last, seqlen_k, rows_per_token, full, by_key)
+    lists = [table if full else (table[0], None) for table in tables]
+    (counts, full_counts), (indices, full_indices), *of_keys = lists
+    (q_counts, full_q_counts), (q_indices, full_q_indices) = of_keys or ((None, None), (None, None))
+    return Tiles(counts, indices, full_counts, full_indices, q_counts, q_indices, full_q_counts, full_q_indices)
 
 
 def without_nonfinite(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -302,19 +289,54 @@ def _covered(row: Tensor, first: Tensor, last: Tensor, num_rows: int, length: in
     return change.view(num_rows, length + 1)[:, :length].cumsum(1, dtype=torch.int32) > 0
 
 
-def _list_tiles(partial: Tensor, full: Tensor | None) -> Tiles:
-    """Return the tile lists of bool `[B, H, query tiles, key tiles]`; those of the backward pass if gradients are
-    recorded.
+# An op of its own, because inductor of PyTorch 2.11 to 2.13 fails to compile tables whose sides are symbolic.
+@torch.library.custom_op('native_sparse_attention::list_flex_tiles', mutates_args=())
+def _list_tiles(
+    first: Tensor, last: Tensor, seqlen_k: int, rows_per_token: int, list_full: bool, by_key: bool
+) -> list[Tensor]:
+    """Return the counts and indices of `find_tiles`, `[1, ...]`, or `[2, ...]` with those of full tiles; by_key: also
+    those of the backward pass.
     """
-    tables = torch.stack((partial,) if full is None else (partial, full))
-    by_key = _list_columns(tables.transpose(3, 4)) if torch.is_grad_enabled() else (None, None, None, None)
-    return Tiles(*_list_columns(tables), *by_key)
+    batch, seqlen, heads, _ = first.shape
+    tokens = rows_of_tile(rows_per_token) // rows_per_token
+    num_q, num_k = _num_tiles(seqlen, tokens), _num_tiles(seqlen_k, TILE)
+    token = torch.arange(seqlen, device=first.device)
+    head = torch.arange(batch * heads, device=first.device).view(batch, 1, heads, 1)
+    row = head * num_q + (token // tokens)[:, None, None]
+    tile_first = first // TILE
+    tile_last = torch.where(first < last, (last + (TILE - 1)) // TILE, tile_first)
+    visited = _covered(row, tile_first, tile_last, batch * heads * num_q, num_k).view(batch, heads, num_q, num_k)
+    tables = visited[None]
+    if list_full:
+        padding = (0, 0, 0, num_q * tokens - seqlen)
+        # [B, query tiles, tokens of a tile, H]; tokens beyond the last one read nothing.
+        first, last = (F.pad(t[..., 0], padding).unflatten(1, (num_q, tokens)) for t in (first, last))
+        # [B, H, query tiles, 1]
+        latest_first, earliest_last = (t.transpose(1, 2)[..., None] for t in (first.amax(2), last.amin(2)))
+        edge = torch.arange(num_k, device=first.device) * TILE
+        full = (latest_first <= edge) & (edge + TILE <= earliest_last)
+        tables = torch.stack((visited & ~full, full))
+    return [*_list_columns(tables), *(_list_columns(tables.mT) if by_key else ())]
 
 
-def _list_columns(tables: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return, for one or two tables `[1 or 2, B, H, rows, columns]`, the number of True columns per row, and the
-    columns with the True ones first, ascending.
+@_list_tiles.register_fake
+def _(first: Tensor, last: Tensor, seqlen_k: int, rows_per_token: int, list_full: bool, by_key: bool) -> list[Tensor]:
+    batch, seqlen, heads, _ = first.shape
+    num_q = _num_tiles(seqlen, rows_of_tile(rows_per_token) // rows_per_token)
+    num_k = _num_tiles(seqlen_k, TILE)
+    sides = [(num_q, num_k), (num_k, num_q)] if by_key else [(num_q, num_k)]
+    shapes = [(1 + list_full, batch, heads, *side[:end]) for side in sides for end in (1, 2)]
+    return [first.new_empty(shape, dtype=torch.int32) for shape in shapes]
+
+
+def _num_tiles(length: int, tile: int) -> int:
+    # At least two tiles, so that short and long sequences share a compiled graph.
+    return max(2, -(-length // tile))
+
+
+def _list_columns(tables: Tensor) -> tuple[Tensor, Tensor]:
+    """Return, for tables `[N, B, H, rows, columns]`, the number of True columns per row, and the columns with the True
+    ones first, ascending; both int32.
     """
-    counts = tables.sum(-1, dtype=torch.int32)
-    indices = tables.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32).contiguous()
-    return (counts[0], indices[0], counts[1], indices[1]) if len(tables) == 2 else (counts[0], indices[0], None, None)
+    indices = tables.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+    return tables.sum(-1, dtype=torch.int32), indices.to(torch.int32).contiguous()

@@ -6,6 +6,7 @@ import importlib
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,6 +34,8 @@ from tests.support.problems import (
 
 OPS = ('window_attention', 'compressed_attention', 'selected_attention')
 FLEX = {op: importlib.import_module(f'native_sparse_attention.ops.{op}.flex') for op in OPS}
+# What writes kernels for GPUs.
+INDUCTOR = ('config', 'ir', 'scheduler', 'graph')
 # Tiles of one key show whether the intervals are right, larger ones the mask, beside tiles of both kinds.
 tiles = st.sampled_from([1, 4])
 # One for all, since each is traced anew. Three queries of a group do not divide a tile.
@@ -417,6 +420,35 @@ def test_ops_in_a_compiled_function_take_symbolic_sizes(monkeypatch: pytest.Monk
     numbers = [value for value in captured if not isinstance(value, Tensor)]
     assert len(numbers) < len(captured)
     assert all(isinstance(value, int) or value.node.expr.is_Symbol for value in numbers)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize('intervals', [1, 4])
+def test_inductor_writes_code_for_tiles_of_symbolic_lengths(intervals: int, monkeypatch: pytest.MonkeyPatch):
+    """Inductor plans kernels as for a GPU, which need not exist, and is stopped before Triton compiles them."""
+
+    class WrittenError(Exception):
+        pass
+
+    def stop(graph: Any) -> None:
+        graph.codegen()
+        raise WrittenError
+
+    def find(first: Tensor, last: Tensor, k: Tensor) -> list[Tensor]:
+        return [tiles + 1 for tiles in _flex.find_tiles(first, last, k.shape[1], 3) if tiles is not None]
+
+    driver = pytest.importorskip('triton').runtime.driver
+    target = importlib.import_module('triton.backends.compiler').GPUTarget('cuda', 90, 32)
+    config, ir, scheduler, graph = (importlib.import_module(f'torch._inductor.{n}') for n in INDUCTOR)
+    scheduling = importlib.import_module('torch._inductor.codegen.triton').TritonScheduling
+    monkeypatch.setattr(driver, '_active', SimpleNamespace(get_current_target=lambda: target))
+    monkeypatch.setattr(ir, 'is_gpu', lambda device: True)
+    monkeypatch.setattr(scheduler, 'is_gpu', lambda device: True)
+    monkeypatch.setattr(scheduler.Scheduler, 'create_backend', lambda self, device: scheduling(self))
+    monkeypatch.setattr(graph.GraphLowering, 'compile_to_module', stop)
+    first = torch.zeros(2, 300, 2, intervals, dtype=torch.long)
+    with config.patch(cpu_backend='triton', fx_graph_cache=False), pytest.raises(Exception, match='WrittenError'):
+        torch.compile(find, dynamic=True, fullgraph=True)(first, first + 64, torch.zeros(2, 300, 1))
 
 
 def test_no_block_mask_of_queries_by_keys():
