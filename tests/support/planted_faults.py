@@ -52,6 +52,7 @@ UNION_BACKWARD = 'selected_attention/triton/by_union/backward.py'
 BY_BLOCK = 'selected_attention/triton/by_block/forward.py'
 BLOCK_TO_QUERY = 'selected_attention/triton/index/block_to_query.py'
 BY_BLOCK_BACKWARD = 'selected_attention/triton/by_block/backward.py'
+BY_BLOCK_DQ = 'selected_attention/triton/by_block/dq_kernels.py'
 SELECTED_DKV_LAUNCH = 'selected_attention/triton/dkv/launch.py'
 BLOCK_UNION, SELECTED_OP = 'selected_attention/triton/index/block_union.py', 'selected_attention/triton/op.py'
 DELTA, DLOGITS = 'selected_attention/triton/dlogits/delta.py', 'selected_attention/triton/dlogits/storage.py'
@@ -192,18 +193,18 @@ FAULTS = [
     Fault('by block: one key of the future', BY_BLOCK, '_attend', '(keys[None, :] <= positions[:, None])', '(keys[None, :] <= positions[:, None] + 1)', SELECTED[:1]),
     Fault('by block: last row skipped', BY_BLOCK, 'block_kernel', 'num_entries * GROUP', 'num_entries * GROUP - 1', SELECTED[:1]),
     Fault('by block: unit of a partial result dropped', BY_BLOCK, '_attend', '+ unit,', '+ 1.0,', SELECTED[:1]),
-    Fault('by block: unit of a gradient dropped', BY_BLOCK_BACKWARD, '_differentiate', 'inverse[:, None]', '1.0', SELECTED[:1]),
-    Fault('by block: unit of a factor dropped', BY_BLOCK_BACKWARD, '_differentiate', 'find_unit(tl.maximum(tl.abs(factor), 5.9604644775390625e-08) * 4096)[1]', '1.0', SELECTED[:1]),
-    Fault('by block: unit of a gradient is 0', BY_BLOCK_BACKWARD, '_differentiate', 'tl.maximum(units_of_k * invert_power(inverse), 1.1754943508222875e-38)', 'units_of_k * invert_power(inverse)', SELECTED[1:]),
-    Fault('by block: units by keys of the future', BY_BLOCK_BACKWARD, '_differentiate', 'tl.max(tl.where(read, unit[None, :], 0.0), 1)', 'tl.zeros([BLOCK_M], tl.float32) + tl.max(unit, 0)', SELECTED[1:]),
+    Fault('by block: unit of a gradient dropped', BY_BLOCK_DQ, '_differentiate', 'inverse[:, None]', '1.0', SELECTED[:1]),
+    Fault('by block: unit of a factor dropped', BY_BLOCK_DQ, '_differentiate', 'find_unit(tl.maximum(tl.abs(factor), 5.9604644775390625e-08) * 4096)[1]', '1.0', SELECTED[:1]),
+    Fault('by block: unit of a gradient is 0', BY_BLOCK_DQ, '_differentiate', 'tl.maximum(units_of_k * invert_power(inverse), 1.1754943508222875e-38)', 'units_of_k * invert_power(inverse)', SELECTED[1:]),
+    Fault('by block: units by keys of the future', BY_BLOCK_DQ, '_differentiate', 'tl.max(tl.where(read, unit[None, :], 0.0), 1)', 'tl.zeros([BLOCK_M], tl.float32) + tl.max(unit, 0)', SELECTED[1:]),
     Fault('by block: units by values of the future', BY_BLOCK, '_attend', 'tl.max(tl.where(read, unit[None, :], 0.0), 1)', 'tl.zeros([BLOCK_M], tl.float32) + tl.max(unit, 0)', SELECTED[1:]),
-    Fault('by block: columns of a partial result not restored', BY_BLOCK_BACKWARD, 'sum_kernel', 'sort_columns(partials, dq, HEAD_DIM, BLOCK_D)', 'dq * 1.0', SELECTED[:1]),
+    Fault('by block: columns of a partial result not restored', BY_BLOCK_DQ, 'sum_kernel', 'sort_columns(partials, dq, HEAD_DIM, BLOCK_D)', 'dq * 1.0', SELECTED[:1]),
     Fault('by block: sums of partial results not rescaled', BY_BLOCK, 'merge_kernel', 'tl.exp2(references - reference[:, None]) *', '', SELECTED[:1]),
     Fault('by block: partial result of another head', BY_BLOCK, 'merge_kernel', 'slot * GROUP', 'slot', SELECTED[:1]),
     Fault('by block: tokens of another range', PARTIALS, 'locate_partials', '(csr.first_token + index_row // REPEATS)', '(index_row // REPEATS)', SELECTED[:1]),
-    Fault('by block: delta of another slot', BY_BLOCK_BACKWARD, 'sum_kernel', 'partials.first + partial_offsets', 'partials.first + offsets', SELECTED[:1]),
-    Fault('by block: gradient of the log-sum-exp with the wrong sign', BY_BLOCK_BACKWARD, 'sum_kernel', 'delta -= dlse', 'delta += dlse', SELECTED[:1]),
-    Fault('by block: scale of dq dropped', BY_BLOCK_BACKWARD, 'sum_kernel', 'dq * scale', 'dq', SELECTED[:1]),
+    Fault('by block: delta of another slot', BY_BLOCK_DQ, 'sum_kernel', 'partials.first + partial_offsets', 'partials.first + offsets', SELECTED[:1]),
+    Fault('by block: gradient of the log-sum-exp with the wrong sign', BY_BLOCK_DQ, 'sum_kernel', 'delta -= dlse', 'delta += dlse', SELECTED[:1]),
+    Fault('by block: scale of dq dropped', BY_BLOCK_DQ, 'sum_kernel', 'dq * scale', 'dq', SELECTED[:1]),
     Fault('by block: entries without a block have partial results', PARTIALS, 'open_chunk', 'tl.store(partials.unit + offsets, tl.zeros(', 'tl.store(partials.unit + offsets, 1.0 + tl.zeros(', SELECTED[:1]),
     Fault('by block: dfactors of entries without a block', PARTIALS, 'open_chunk', 'tl.store(partials.second + offsets, tl.zeros(', 'tl.store(partials.second + offsets, 1.0 + tl.zeros(', SELECTED[:1]),
     Fault('by block: earlier token ranges dropped', SELECTED_DKV_LAUNCH, 'differentiate_keys', 'ACCUMULATE=len(ranges) > 1, sizes=sizes, tile=tile', 'ACCUMULATE=False, sizes=sizes, tile=tile', SELECTED[:1]),
@@ -261,11 +262,11 @@ FAULTS = [
     Fault('gates: their gradient with the wrong sign', INTERVAL_OP, '_backward', 'dgate = row_stats', 'dgate = -row_stats', OF_GATES),
     Fault('gates: a branch of the sum without a gradient', SUM_OP, '_differentiate', 'dout, dout,', 'dout, None,', OF_GATES),
     Fault('gates: by query and union, missing in dq', EPILOGUE, 'store_gradients', "tl.where(lse == float('-inf'), 0.0, gate)[:, None]", '1.0', SELECTED_GATES),
-    Fault('gates: by block, missing in dq', BY_BLOCK_BACKWARD, 'sum_kernel', "tl.where(lse == float('-inf'), 0.0, gate)[:, None]", '1.0', SELECTED_GATES),
+    Fault('gates: by block, missing in dq', BY_BLOCK_DQ, 'sum_kernel', "tl.where(lse == float('-inf'), 0.0, gate)[:, None]", '1.0', SELECTED_GATES),
     Fault('gates: negative gates count as 1 in dk and dv', SELECTED_DKV, '_add_rows', '= tl.where(gate[None, :] < 0, -weights, weights)', '*= 1.0', SELECTED_GATES),
     Fault('gates: negative gates count as -1 in dk and dv', SELECTED_DKV, '_add_rows', '- tl.log(-gate)', '', SELECTED_GATES),
     Fault('gates: by query and union, gate of an empty row used', EPILOGUE, 'store_gradients', "tl.where(lse == float('-inf'), 0.0, gate)", 'gate', SELECTED_GATES),
-    Fault('gates: by block, gate of an empty row used', BY_BLOCK_BACKWARD, 'sum_kernel', "tl.where(lse == float('-inf'), 0.0, gate)", 'gate', SELECTED_GATES),
+    Fault('gates: by block, gate of an empty row used', BY_BLOCK_DQ, 'sum_kernel', "tl.where(lse == float('-inf'), 0.0, gate)", 'gate', SELECTED_GATES),
     Fault('gates: of rows that read nothing', BACKWARD, '_load_per_row', "tl.where(lse == float('-inf'), 0.0, numbers)", 'numbers', OF_GATES),
     Fault('gates: negative gates leave NaN in dk and dv', SELECTED_DKV, 'dkv_kernel', 'not is_finite_tile(dk)', 'num_rows < 0', SELECTED_GATES),
     Fault('gates: dk and dv summed twice', SELECTED_DKV, 'dkv_kernel', ': dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)', ':\n        dk = tl.where(dk == dk, dk, 0.0)', SELECTED_GATES),
@@ -318,7 +319,7 @@ FAULTS = [
     Fault('soft cap: before the factor', SELECTED_BACKWARD, '_differentiate', 'cap_logits(scaled, softcap)', 'cap_logits(logits, softcap) * factor', CAPPED),
     Fault('soft cap: by union, no slope in dq', UNION_BACKWARD, '_differentiate', 'dlogits *= slope', '', CAPPED),
     Fault('soft cap: by union, no slope in the mean key', UNION_BACKWARD, '_differentiate', 'weights *= slope', '', CAPPED),
-    Fault('soft cap: by block, no slope in the gradient of q', BY_BLOCK_BACKWARD, '_differentiate', 'cap_slope(logits_log2, softcap * 1.4426950408889634)', '1.0', CAPPED),
+    Fault('soft cap: by block, no slope in the gradient of q', BY_BLOCK_DQ, '_differentiate', 'cap_slope(logits_log2, softcap * 1.4426950408889634)', '1.0', CAPPED),
     Fault('soft cap: by block, in other units', BY_BLOCK, '_attend', 'softcap * 1.4426950408889634', 'softcap', CAPPED),
     Fault('soft cap: no slope in the gradient of k', SELECTED_DKV, '_add_rows', 'cap_slope(logits_log2, softcap * 1.4426950408889634)', '1.0', CAPPED),
     # Decoding

@@ -27,7 +27,13 @@ rows_per_query = plan.rows_per_query
 
 # The union of two queries has at least half as many blocks as they select together.
 SHARES_OFTEN = {'forward': 75, 'backward': 75}
-KERNELS = ('a program per query', 'a program per tile of queries', 'a program per block', 'a tile or its queries')
+KERNELS = (
+    'a program per query',
+    'a program per tile of queries',
+    'a program per block',
+    'a tile or its queries',
+    'dq, dk and dv per block',
+)
 # For tests that do not depend on the kernels; those per tile take less time in the interpreter.
 per_tile = pytest.mark.parametrize('kernels', KERNELS[1:2], indirect=True)
 per_block = pytest.mark.parametrize('kernels', KERNELS[2:3], indirect=True)
@@ -43,7 +49,9 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         # 4 queries of small groups in a tile of 32 rows, so that a few tokens are several tiles.
         monkeypatch.setattr(plan, 'rows_per_query', lambda group: max(8, rows_per_query(group)))
     monkeypatch.setattr(plan, 'MAX_UNION_PERCENT', SHARES_OFTEN)
-    monkeypatch.setattr(plan, 'MAX_BLOCK_RATIO', 0 if request.param == KERNELS[2] else 10**9)
+    monkeypatch.setattr(plan, 'MAX_BLOCK_RATIO', 0 if request.param in (KERNELS[2], KERNELS[4]) else 10**9)
+    for name in ('MAX_GROUP_FUSED', 'MAX_GROUP_FACTORS'):
+        monkeypatch.setattr(plan, name, 10**9 if request.param == KERNELS[4] else 0)
     monkeypatch.setattr(plan, 'MAX_BLOCK_RATIO_LARGE', 0)
     monkeypatch.setattr(plan, 'MIN_SEQLEN_BY_BLOCK', 0)
 

@@ -103,7 +103,7 @@ def attend(
     if design is None:
         packed = plan.count_packed(layout.cu_seqlens)
         design = plan.choose_design(q, k, v, block_indices, block_size, num_packed=packed)
-    if design == 'block':
+    if design in ('block', 'fused'):
         index = attend_by_block(arguments, out, lse)
         entries, starts = index if save_index and index is not None else no_index(q)
         return out, lse, low_bits, entries, starts
@@ -189,8 +189,9 @@ def differentiate(
     if design is None:
         packed = plan.count_packed(layout.cu_seqlens)
         design = plan.choose_design(q, k, v, block_indices, block_size, backward=True, num_packed=packed)
-    if design == 'block':
-        queries = BlockQueryGradients(arguments, lse, dout, dlse, gate, needs_dscale, grad_dtype)
+    if design in ('block', 'fused'):
+        rows = (lse, dout, dlse, gate)
+        queries = BlockQueryGradients(arguments, *rows, needs_dscale, grad_dtype, design == 'fused')
         index = InverseIndex(entries, starts) if starts.numel() else None
         lse, gates = fold_gate(lse, gate)
         dk, dv = differentiate_keys(arguments, lse, queries.delta, dout, queries, index, gates, grad_dtype)

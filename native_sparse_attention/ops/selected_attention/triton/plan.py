@@ -33,7 +33,11 @@ from native_sparse_attention.ops.selected_attention.triton.index.block_union imp
     union_size,
 )
 
-DESIGNS = ('query', 'union', 'block', 'mixed')
+DESIGNS = ('query', 'union', 'block', 'mixed', 'fused')
+# Largest groups for which 'fused' replaces 'block' in the backward pass, and the gradients of the factors of merged
+# attention are computed by block; 0: none.
+MAX_GROUP_FUSED = 0
+MAX_GROUP_FACTORS = 0
 # Groups of at most this size leave most rows of a single query's tile empty.
 SMALL_GROUP = 8
 # Most indices per row for block unions.
@@ -74,7 +78,8 @@ def choose_design(
     'query': one program per query, for groups that fill a tile. 'union': one program per query tile, which reads the
     union of the selected blocks; for few blocks, or forward in half types for large groups of which two queries fill a
     tile. 'block': one program per KV block, for small groups and many blocks. 'mixed': large groups; flags on the
-    device choose between 'union' and 'query' for every query tile. num_packed: number of sequences in `cu_seqlens`.
+    device choose between 'union' and 'query' for every query tile. 'fused': 'block', with dq, dk and dv by one kernel
+    in the backward pass. num_packed: number of sequences in `cu_seqlens`.
     """
     index_heads, num_selected = block_indices.shape[2:]
     group = q.shape[2] // index_heads
@@ -90,9 +95,21 @@ def choose_design(
     # Float32 sums of the gradients of one KV head must fit into the workspace.
     if backward and 4 * k.shape[1] * (k.shape[3] + v.shape[3]) > dkv.WORKSPACE:
         return 'query'
-    table = settings.BLOCK_DQ if backward else settings.BLOCK
-    largest = settings_of(table, q, v).block_n
-    return 'block' if row_block(min(block_size, k.shape[1])) <= largest else 'query'
+    if backward and group <= MAX_GROUP_FUSED and fits_block(settings.FUSED, q, k, v, block_size):
+        return 'fused'
+    return 'block' if fits_block(settings.BLOCK_DQ if backward else settings.BLOCK, q, k, v, block_size) else 'query'
+
+
+def fits_block(table: Table, q: Tensor, k: Tensor, v: Tensor, block_size: int) -> bool:
+    """Return whether the tiles of a block-major kernel hold a whole block."""
+    return row_block(min(block_size, k.shape[1])) <= settings_of(table, q, v).block_n
+
+
+def takes_factors_by_block(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_size: int) -> bool:
+    """Return whether the gradients of the factors of merged attention are computed by block instead of by query."""
+    group = q.shape[2] // max(1, block_indices.shape[2])
+    is_small = group <= MAX_GROUP_FACTORS and q.shape[1] >= MIN_SEQLEN_BY_BLOCK and block_indices.numel() > 0
+    return is_small and k.shape[1] > 0 and fits_block(settings.BLOCK, q, k, v, block_size)
 
 
 def _choose_for_large_group(

@@ -93,6 +93,15 @@ BLOCK_DQ: Table = read_table("""
     sm90 2: 64 128 4 2 | 64 64 4 2 | -
 """)
 
+# For dk, dv and partial dq by one kernel. The tile holds a whole block; its largest size is block_n.
+FUSED: Table = read_table("""
+    sm80 2: 32 64 4 2 | 32 64 8 1 | 16 32 4 1
+    sm80 4: 16 64 4 1 | 16 16 4 1 | 16 16 4 1
+    sm86 2: 32 64 4 1 | 16 64 8 1 | 16 32 4 1
+    sm86 4: 16 64 4 1 | 16 32 4 1 | 16 16 4 1
+    sm90 2: 64 64 4 2 | 64 64 8 2 | -
+""")
+
 # Largest size of a short block, whose tiles are small, and settings for short blocks.
 SHORT = 32
 BLOCK_SHORT: Table = read_table("""

@@ -5,22 +5,15 @@ traversed twice: for delta, which is exact then, and for the gradients. The grad
 kernel (dkv/kernels.py): beside its sums, the registers do not hold a partial dq.
 """
 
-# To pyright a jit function that another calls never returns, and a constant has no fields.
-# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from itertools import product
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from native_sparse_attention.ops._triton.inverse_index import load_entries, split_rows
+from native_sparse_attention.ops._triton.inverse_index import group_pairs, num_block_slots
 from native_sparse_attention.ops._triton.launch import head_block, is_wide, launch, row_block
-from native_sparse_attention.ops._triton.softcap import cap_logits, cap_slope
-from native_sparse_attention.ops._triton.tiles import add_product, load_rows, split_finite, store_rows
 from native_sparse_attention.ops.selected_attention.triton import settings
 from native_sparse_attention.ops.selected_attention.triton.arguments import (
     Arguments,
@@ -29,48 +22,32 @@ from native_sparse_attention.ops.selected_attention.triton.arguments import (
     stride_of,
     strides_of,
 )
+from native_sparse_attention.ops.selected_attention.triton.by_block.dq_kernels import (
+    Inputs,
+    block_dq_kernel,
+    sum_kernel,
+)
 from native_sparse_attention.ops.selected_attention.triton.by_block.forward import CHUNK_ROWS, MERGE_ROWS, WORKSPACE
 from native_sparse_attention.ops.selected_attention.triton.by_block.partials import (
     PartialResults,
     allocate_inverse_units,
     allocate_partials,
     bytes_per_row,
-    find_unit,
-    invert_power,
-    locate_partials,
-    open_chunk,
-    sort_columns,
-    store_partials,
 )
 from native_sparse_attention.ops.selected_attention.triton.index.block_to_query import (
     BlockToQuery,
-    count_masked_entries,
     count_programs,
-    load_factors,
-    locate_entries,
+    make_block_to_query,
     split_evenly,
 )
 
 
-class Inputs(NamedTuple):
-    """Tensors that `block_dq_kernel` reads and, in the pass for delta, that the sum kernel has not written yet.
-
-    Shapes are as in `BackwardTensors`. inverse_units: float32 `[B, HQ, T]`, inverse units of the gradients of the
-    logits where partial results are float16, or None.
-    """
-
-    q: Any
-    k: Any
-    v: Any
-    factors: Any
-    lse: Any
-    dout: Any
-    delta: Any
-    inverse_units: Any
-
-
 class BlockQueryGradients:
-    """Compute dq, the gradients of the factors, and delta, which dk and dv need (`QueryGradients` of dkv/launch.py)."""
+    """Compute dq, the gradients of the factors, and delta, which dk and dv need (`QueryGradients` of dkv/launch.py).
+
+    fused: the kernel for dk and dv stores the partial results for dq as well, and the pass for delta sums what the
+    gradients of the factors take.
+    """
 
     def __init__(
         self,
@@ -81,6 +58,7 @@ class BlockQueryGradients:
         gate: Tensor | None,
         needs_dfactors: bool,
         grad_dtype: torch.dtype,
+        fused: bool = False,
     ) -> None:
         """Allocate dq, delta and inverse units `[B, HQ, T]` and dfactors (float32 `[B * H, T, R, n]`, or None).
 
@@ -95,72 +73,65 @@ class BlockQueryGradients:
         rows_per_token = repeats * num_selected * group
         # Delta and inverse units of one batch row count towards the workspace.
         workspace = max(WORKSPACE - 2 * lse[:1].numel() * lse.element_size(), WORKSPACE // 2)
-        self.max_tokens = max(1, workspace // max(1, rows_per_token * (bytes_per_row(q, q.shape[3]) + 4)))
+        bytes_of_row = bytes_per_row(q, q.shape[3]) + (8 if fused else 4)
+        self.max_tokens = max(1, workspace // max(1, rows_per_token * bytes_of_row))
         self.max_delta_tokens = max(1, workspace // max(1, rows_per_token * bytes_per_row(q, 0)))
-        # The partial results of several pairs need not exist together, but a range of tokens is one of a single pair.
-        self.max_pairs = q.shape[0] * k.shape[2] if q.shape[1] <= self.max_tokens else 1
+        # The partial results of several pairs need not exist together unless fused, but a range of tokens is one of a
+        # single pair.
+        most = max(1, self.max_tokens // max(1, q.shape[1])) if fused else q.shape[0] * k.shape[2]
+        self.max_pairs = most if q.shape[1] <= self.max_tokens else 1
         self.dq = q.new_empty(q.shape, dtype=grad_dtype)
         self.delta = torch.empty_like(lse)
         self.inverse_units = allocate_inverse_units(lse, q.dtype)
         shape = (q.shape[0] * k.shape[2], q.shape[1], repeats, num_selected)
         self.dfactors = q.new_empty(shape, dtype=torch.float32) if needs_dfactors else None
-        self.dlogits = None  # with few heads, partial results are smaller than gradients of logits
+        self.fused = fused
+        self.dq_partials: PartialResults | None = None
+
+    @property
+    def stored(self) -> tuple[None, Tensor | None, Tensor | None, Tensor | None]:
+        # With few heads, partial results are smaller than gradients of logits.
+        partials = self.dq_partials
+        return (None,) * 4 if partials is None else (None, partials.data, partials.unit, self.inverse_units)
 
     def prepare(self, csr: BlockToQuery, pairs: range, tokens: range) -> None:
-        """Compute delta and then the gradients of these tokens, for as many pairs at a time as the workspace holds.
+        """Compute delta and, unless fused, the gradients of these tokens, for as many pairs at a time as the workspace
+        holds.
 
         The pass for delta stores single numbers, so it takes more pairs at a time.
         """
+        if self.fused:
+            self.dq_partials = self._differentiate(csr, pairs, tokens, computes_dq=False)
+            return
         for computes_dq, most in ((False, self.max_delta_tokens), (True, self.max_tokens)):
             for some in split_evenly(len(pairs), max(1, most // max(1, len(tokens)))):
                 self._differentiate(csr.of(some), pairs[some.start : some.stop], tokens, computes_dq)
 
-    def _differentiate(self, csr: BlockToQuery, pairs: range, tokens: range, computes_dq: bool) -> None:
-        rows = len(pairs) * csr.num_entries * self.sizes.group
-        dfactors = self.dfactors if computes_dq else None
-        q = self.arguments.q
-        partials = allocate_partials(q, rows, q.shape[3] if computes_dq else 0, dfactors is not None)
-        self._compute_partials(partials, csr, pairs, computes_dq)
+    def _differentiate(self, csr: BlockToQuery, pairs: range, tokens: range, computes_dq: bool) -> PartialResults:
+        q, dfactors = self.arguments.q, self.dfactors if computes_dq or self.fused else None
+        rows, has_dfactors = len(pairs) * csr.num_entries * self.sizes.group, dfactors is not None
+        size = q.shape[3] if computes_dq or self.fused else 0
+        partials = allocate_partials(q, rows, size, has_dfactors, has_dfactors and self.fused)
+        inputs = (self.lse, self.dout, self.delta, self.inverse_units)
+        compute_partials(self.arguments, self.sizes, inputs, partials, csr, pairs, computes_dq)
         self._add_partials(partials, csr, pairs, tokens, computes_dq)
         if dfactors is not None:
-            dfactors = dfactors[pairs.start : pairs.stop, tokens.start : tokens.stop]
-            torch.sum(partials.second.view(*dfactors.shape, self.sizes.group), -1, out=dfactors)
+            _add_heads(partials.second, self.sizes.group, dfactors, pairs, tokens)
+        return partials
 
     def finish(self, csr: BlockToQuery, pairs: range, tokens: range) -> None:
-        """Do nothing: `prepare` has computed everything."""
-
-    def _compute_partials(self, partials: PartialResults, csr: BlockToQuery, pairs: range, computes_dq: bool) -> None:
-        """Launch the pass for delta, or the one for dq."""
-        q, k, v, _, block_scale, layout, _, _, scale, softcap = self.arguments
-        dout, sizes = self.dout, self.sizes
-        tables = (settings.BLOCK_DQ, settings.BLOCK_DQ_SHORT) if computes_dq else (settings.BLOCK, settings.BLOCK_SHORT)
-        block_m, _, num_warps, num_stages = settings.settings_of_blocks(*tables, sizes.block_size, q, v)
-        if not computes_dq:
-            num_stages = min(num_stages, 2)  # a stage holds q and dout, twice as much as in the forward pass
-        chunk = max(1, CHUNK_ROWS // sizes.group)
-        num_programs = count_programs(csr.num_entries, csr.num_slots, chunk)
-        head_blocks = (head_block(sizes.head_dim), head_block(sizes.value_dim))
-        wide = is_wide(q, dout, self.lse, block_scale)
-        launch(
-            block_dq_kernel,
-            (len(pairs) * num_programs,),
-            Inputs(q, k, v, block_scale, self.lse, dout, self.delta, self.inverse_units),
-            partials,
-            strides_of(q=q, k=k, v=v, factors=block_scale, dout=dout),
-            *(layout, csr._replace(num_programs=num_programs), scale, softcap),
-            COMPUTE_DQ=computes_dq,
-            sizes=sizes,
-            tile=Tile(block_m, row_block(sizes.block_size), *head_blocks, wide, chunk=chunk),
-            num_warps=num_warps,
-            num_stages=num_stages,
-            device=q.device,
-        )
+        """Add up the partial dq that the kernel for dk and dv has stored, if fused."""
+        if self.dq_partials is not None:
+            self._add_partials(self.dq_partials, csr, pairs, tokens, computes_dq=True)
+            self.dq_partials = None  # frees the partial results before the next ones are allocated
 
     def _add_partials(
         self, partials: PartialResults, csr: BlockToQuery, pairs: range, tokens: range, computes_dq: bool
     ) -> None:
-        """Add up the partial results of the pass for delta, or of the one for dq."""
-        dlse, gate, sizes, layout = self.dlse, self.gate, self.sizes, self.arguments.layout
+        """Add up the partial results of the pass for delta, or of those for dq."""
+        dlse, sizes, layout = self.dlse, self.sizes, self.arguments.layout
+        # With the gate, dq receives it here; or it is in the gradients of the logits, whose units it changes.
+        gate = self.gate if computes_dq != self.fused else None
         launch(
             sum_kernel,
             (len(pairs) * -(-len(tokens) * sizes.repeats * sizes.group // MERGE_ROWS),),
@@ -176,272 +147,66 @@ class BlockQueryGradients:
         )
 
 
-@triton.jit
-def block_dq_kernel(
-    tensors,
-    partials,
-    strides,
-    layout,
-    csr,
-    scale,
-    softcap,
-    COMPUTE_DQ: tl.constexpr,
-    sizes: tl.constexpr,
-    tile: tl.constexpr,
-):
-    """Compute the partial results of one block for up to `tile.chunk` of its entries. BLOCK_N holds the whole block.
-
-    COMPUTE_DQ: store parts of dq in `data` and of the gradients of factors in `second`. Otherwise store the sum of
-    p * dp over the keys of the block in `first`, and in `unit` 1, or where partial results are float16 the sum of the
-    absolute values, at least 2 ** -100. tensors, strides: `Inputs`, `Strides`. One program per pair and chunk.
-    """
-    GROUP: tl.constexpr = sizes.group
-    BLOCK_M: tl.constexpr = tile.block_m
-    num_entries, entries_ptr, pair, row, kv_head, key_start, keys, key_mask, offset = open_chunk(
-        tl.program_id(0), layout, csr, partials, sizes, tile
+def compute_partials(
+    arguments: Arguments,
+    sizes: Sizes,
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    partials: PartialResults,
+    csr: BlockToQuery,
+    pairs: range,
+    computes_dq: bool,
+) -> None:
+    """Launch `block_dq_kernel`. inputs: lse, dout, delta and inverse units."""
+    q, k, v, _, block_scale, layout, _, _, scale, softcap = arguments
+    lse, dout, *_ = inputs
+    stores_dq = computes_dq and partials.data is not None
+    tables = (settings.BLOCK_DQ, settings.BLOCK_DQ_SHORT) if stores_dq else (settings.BLOCK, settings.BLOCK_SHORT)
+    block_m, _, num_warps, num_stages = settings.settings_of_blocks(*tables, sizes.block_size, q, v)
+    if not stores_dq:
+        num_stages = min(num_stages, 2)  # a stage holds q and dout, twice as much as in the forward pass
+    chunk = max(1, CHUNK_ROWS // sizes.group)
+    num_programs = count_programs(csr.num_entries, csr.num_slots, chunk)
+    head_blocks = (head_block(sizes.head_dim), head_block(sizes.value_dim))
+    launch(
+        block_dq_kernel,
+        (len(pairs) * num_programs,),
+        Inputs(q, k, v, block_scale, *inputs),
+        partials,
+        strides_of(q=q, k=k, v=v, factors=block_scale, dout=dout),
+        *(layout, csr._replace(num_programs=num_programs), scale, softcap),
+        COMPUTE_DQ=computes_dq,
+        sizes=sizes,
+        tile=Tile(block_m, row_block(sizes.block_size), *head_blocks, is_wide(q, dout, lse, block_scale), chunk=chunk),
+        num_warps=num_warps,
+        num_stages=num_stages,
+        device=q.device,
     )
-    if num_entries <= 0:
-        return
-    k_ptr = tensors.k + (row * strides.k[0] + kv_head * strides.k[2])
-    v_ptr = tensors.v + (row * strides.v[0] + kv_head * strides.v[2])
-    k = load_rows(k_ptr, key_start + keys, strides.k[1], key_mask, sizes.head_dim, tile.block_d)  # [BLOCK_N, BLOCK_D]
-    v = load_rows(v_ptr, key_start + keys, strides.v[1], key_mask, sizes.value_dim, tile.block_dv)
-    num_masked = count_masked_entries(entries_ptr, num_entries, keys, key_mask, offset, csr, tile.chunk, sizes)
-    num_rows = num_entries * GROUP
-    first_unmasked = tl.cdiv(num_masked * GROUP, BLOCK_M) * BLOCK_M
-    num_heads = csr.kv_heads * sizes.repeats * GROUP
-    q_ptr = tensors.q + row * strides.q[0]
-    dout_ptr = tensors.dout + row * strides.dout[0]
-    lse_ptr = tensors.lse + row * num_heads * layout.seqlen_q
-    delta_ptr = tensors.delta + row * num_heads * layout.seqlen_q
-    inverse_units_ptr = tensors.inverse_units
-    if inverse_units_ptr is not None:
-        inverse_units_ptr += row * num_heads * layout.seqlen_q
-    pointers = (q_ptr, dout_ptr, tensors.factors, strides)
-    block = (num_rows, pair, row, kv_head, keys, key_mask, offset)
-    row_sources = (entries_ptr, lse_ptr, delta_ptr, num_rows, kv_head, layout.seqlen_q)
-    # For partial results, keys that some row does not read must be finite; all others are multiples of a unit.
-    finite_k, largest, unit = k, 0.0, 1.0
-    if COMPUTE_DQ:
-        finite_k, _ = split_finite(k)
-        largest = tl.max(tl.abs(finite_k.to(tl.float32)), 1)  # [BLOCK_N]
-    rows = _load_rows(row_sources, inverse_units_ptr, 0, csr, COMPUTE_DQ, sizes, tile)
-    # One stage, since two copies of k leave little shared memory; such rows are few.
-    for first_row in tl.range(0, tl.minimum(first_unmasked, num_rows), BLOCK_M, num_stages=1):
-        following = _load_rows(row_sources, inverse_units_ptr, first_row + BLOCK_M, csr, COMPUTE_DQ, sizes, tile)
-        _differentiate(
-            pointers, block, k, v, finite_k, largest, rows, first_row, partials, csr, scale, softcap,
-            inverse_units_ptr is not None, COMPUTE_DQ, MASKED=True, sizes=sizes, tile=tile,
-        )  # fmt: skip
-        rows = following
-    if COMPUTE_DQ and inverse_units_ptr is not None:
-        # The inverse is a power of two, so scaling loses no bits of keys within 2 ** 126 of the largest.
-        unit, inverse = find_unit(tl.max(largest, 0) * 4096)
-        k = (k.to(tl.float32) * inverse).to(k.dtype)
-    for first_row in tl.range(first_unmasked, num_rows, BLOCK_M):
-        following = _load_rows(row_sources, inverse_units_ptr, first_row + BLOCK_M, csr, COMPUTE_DQ, sizes, tile)
-        _differentiate(
-            pointers, block, k, v, k, unit, rows, first_row, partials, csr, scale * unit, softcap,
-            inverse_units_ptr is not None, COMPUTE_DQ, MASKED=False, sizes=sizes, tile=tile,
-        )  # fmt: skip
-        rows = following
 
 
-@triton.jit
-def _load_rows(
-    sources, inverse_units_ptr, first_row, csr, COMPUTE_DQ: tl.constexpr, sizes: tl.constexpr, tile: tl.constexpr
-):
-    """Load entries, log-sum-exps and, with COMPUTE_DQ, deltas and inverse units of a tile of rows, one step ahead."""
-    BLOCK_M: tl.constexpr = tile.block_m
-    entries_ptr, lse_ptr, delta_ptr, num_rows, kv_head, seqlen = sources
-    entry = load_entries(entries_ptr, first_row, num_rows, sizes.group, BLOCK_M)
-    mask = first_row + tl.arange(0, BLOCK_M) < num_rows
-    _, in_group = split_rows(first_row, sizes.group, BLOCK_M)
-    token, _, head = locate_entries(entry, in_group, kv_head, csr, sizes)
-    offsets = (head.to(tl.int64) if tile.int64_offsets else head) * seqlen + token
-    lse = tl.load(lse_ptr + offsets, mask=mask, other=0.0)
-    delta, inverse = lse, lse
-    if COMPUTE_DQ:
-        delta = tl.load(delta_ptr + offsets, mask=mask, other=0.0)
-        if inverse_units_ptr is not None:
-            inverse = tl.load(inverse_units_ptr + offsets, mask=mask, other=0.0)
-    return entry, lse, delta, inverse
-
-
-@triton.jit
-def _differentiate(
-    pointers,
-    block,
-    k,
-    v,
-    scaled_k,
-    unit,
-    rows,
-    first_row,
-    partials,
-    csr,
-    scale,
-    softcap,
-    HAS_UNITS: tl.constexpr,
-    COMPUTE_DQ: tl.constexpr,
-    MASKED: tl.constexpr,
-    sizes: tl.constexpr,
-    tile: tl.constexpr,
-):
-    """Store the partial results of a tile of rows (from `_load_rows`).
-
-    Not MASKED: all rows read all keys, and scaled_k is in multiples of `unit`. MASKED: scaled_k is finite, unit is the
-    largest element of every key [BLOCK_N], and each row gets a unit from the keys that it reads. HAS_UNITS: partial
-    results are float16.
+def differentiate_factors(arguments: Arguments, lse: Tensor, delta: Tensor, dout: Tensor) -> Tensor:
+    """Return the gradients of the factors alone, float32 `[B, T, HI, n]`; 0 where an index names no block or repeats
+    one. lse, delta: float32 `[B, HQ, T]`, contiguous.
     """
-    GROUP: tl.constexpr = sizes.group
-    BLOCK_M: tl.constexpr = tile.block_m
-    BLOCK_D: tl.constexpr = tile.block_d
-    q_ptr, dout_ptr, factors_ptr, strides = pointers
-    num_rows, pair, row, kv_head, keys, key_mask, offset = block
-    entry, lse, delta, inverse = rows
-    mask = first_row + tl.arange(0, BLOCK_M) < num_rows
-    _, in_group = split_rows(first_row, GROUP, BLOCK_M)
-    token, index_head, head = locate_entries(entry, in_group, kv_head, csr, sizes)
-    positions = offset + token
-    if tile.int64_offsets:
-        token, head = token.to(tl.int64), head.to(tl.int64)
-    offsets = token * strides.q[1] + head * strides.q[2]
-    q = load_rows(q_ptr, offsets, 1, mask, sizes.head_dim, BLOCK_D)
-    offsets = token * strides.dout[1] + head * strides.dout[2]
-    dout = load_rows(dout_ptr, offsets, 1, mask, sizes.value_dim, tile.block_dv)
-    lse_log2 = tl.where(lse == float('-inf'), 0.0, lse) * 1.4426950408889634
-    factor = tl.full([BLOCK_M], 1.0, tl.float32)
-    if factors_ptr is not None:
-        factor = load_factors(factors_ptr, strides.factors, row, token, index_head, entry, mask, sizes.num_selected)
-    scale_log2 = scale * 1.4426950408889634 * factor
-    products = tl.dot(q, tl.trans(k), input_precision='ieee')  # [BLOCK_M, BLOCK_N]
-    if softcap is None:
-        weights = tl.exp2(tl.fma(products, scale_log2[:, None], -lse_log2[:, None]))
-    else:
-        logits_log2 = products * scale_log2[:, None]
-        capped_log2 = cap_logits(logits_log2, softcap * 1.4426950408889634)
-        weights = tl.exp2(capped_log2 - lse_log2[:, None])
-    dweights = tl.dot(dout, tl.trans(v), input_precision='ieee')
-    # Always true: the loads of the next rows are issued before a branch, not behind it (docs/kernels.md).
-    if first_row < num_rows:
-        read = key_mask[None, :] & mask[:, None]
-        if sizes.causal:
-            read = read & (keys[None, :] <= positions[:, None])
-        partial_offsets = (pair * csr.num_entries + entry) * GROUP + in_group
-        if not COMPUTE_DQ:
-            terms = weights * dweights
-            if MASKED:
-                terms = tl.where(read, terms, 0.0)
-            tl.store(partials.first + partial_offsets, tl.sum(terms, 1), mask=mask)
-            units = tl.full([BLOCK_M], 1.0, tl.float32)
-            if partials.data.dtype.element_ty == tl.float16:
-                units = tl.maximum(tl.sum(tl.abs(terms), 1), 7.888609052210118e-31)
-            tl.store(partials.unit + partial_offsets, units, mask=mask)
-        else:
-            dlogits = weights * (dweights - delta[:, None])
-            if softcap is not None:
-                # The slope is at most 1, so bounds of gradients hold.
-                dlogits *= cap_slope(logits_log2, softcap * 1.4426950408889634)
-            logits = products * scale
-            if MASKED:
-                dlogits = tl.where(read, dlogits, 0.0)
-                logits = tl.where(read, logits, 0.0)
-            if partials.second is not None:
-                tl.store(partials.second + partial_offsets, tl.sum(dlogits * logits, 1), mask=mask)
-            dlogits *= factor[:, None]
-            units = tl.full([BLOCK_M], 1.0, tl.float32)
-            if HAS_UNITS:
-                if factors_ptr is not None:
-                    # Bounded, so that the inverse remains finite.
-                    inverse *= find_unit(tl.maximum(tl.abs(factor), 5.9604644775390625e-08) * 4096)[1]
-                    inverse = tl.maximum(inverse, 1.1754943508222875e-38)
-                if MASKED:
-                    units_of_k, inverse_of_k = find_unit(tl.max(tl.where(read, unit[None, :], 0.0), 1) * 4096)
-                    dlogits *= inverse_of_k[:, None]
-                else:
-                    units_of_k = unit
-                # Neither 0, which marks an absent row, nor more than invert_power takes.
-                units = tl.maximum(units_of_k * invert_power(inverse), 1.1754943508222875e-38)
-                units = tl.minimum(units, 8.507059173023462e37)
-                dlogits *= inverse[:, None]
-            dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-            dq = add_product(dlogits.to(scaled_k.dtype), scaled_k, dq)
-            store_partials(partials, partial_offsets, dq, units, mask, sizes.head_dim, BLOCK_D)
+    q, k, v, block_indices, _, layout, block_size, causal, _, _ = arguments
+    batch, seqlen, index_heads, num_selected = block_indices.shape
+    kv_heads, block_size = k.shape[2], min(block_size, k.shape[1])
+    repeats, group = index_heads // kv_heads, q.shape[2] // index_heads
+    sizes = Sizes(group, repeats, num_selected, block_size, causal, q.shape[3], v.shape[3])
+    dfactors = q.new_empty(batch * kv_heads, seqlen, repeats, num_selected, dtype=torch.float32)
+    # Of each index, its entry in the CSR index and a number per head.
+    most = max(1, WORKSPACE // (4 * repeats * num_selected * (group + 1)))
+    groups = group_pairs(block_indices, kv_heads, num_block_slots(layout, block_size), max(1, most // max(seqlen, 1)))
+    shape = {'kv_heads': kv_heads, 'block_size': block_size, 'causal': causal, 'chunk': 1}
+    for pairs, tokens in product(groups, split_evenly(seqlen, most)):
+        csr = make_block_to_query(block_indices, layout, pairs, tokens, **shape)
+        rows = q.new_empty(len(pairs) * csr.num_entries * group, dtype=torch.float32)
+        partials = PartialResults(None, None, None, rows)
+        compute_partials(arguments, sizes, (lse, dout, delta, None), partials, csr, pairs, computes_dq=True)
+        _add_heads(rows, group, dfactors, pairs, tokens)
+    return dfactors.unflatten(0, (batch, kv_heads)).transpose(1, 2).reshape(block_indices.shape)
 
 
-@triton.jit
-def sum_kernel(
-    partials,
-    delta_ptr,
-    inverse_units_ptr,
-    lse_ptr,
-    dlse_ptr,
-    gate_ptr,
-    dq_ptr,
-    dlse_strides,
-    gate_strides,
-    dq_strides,
-    layout,
-    csr,
-    num_tokens,
-    scale,
-    COMPUTE_DQ: tl.constexpr,
-    sizes: tl.constexpr,
-    UNROLLED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Add up partial results, for num_tokens tokens. One program per pair and tile of the heads of these tokens.
-
-    COMPUTE_DQ: store dq, multiplied by the gate `[B, T, HQ]` if there is one. Otherwise store delta `[B, HQ, T]` minus
-    the gradient of the log-sum-exp, and the inverse units of the gradients of the logits (`find_unit`), if there are.
-    """
-    GROUP: tl.constexpr = sizes.group
-    NUM_SELECTED: tl.constexpr = sizes.num_selected
-    HEAD_DIM: tl.constexpr = sizes.head_dim
-    mask, row, token, head, offsets = locate_partials(tl.program_id(0), csr, num_tokens, sizes, BLOCK_M)
-    num_heads = csr.kv_heads * sizes.repeats * GROUP
-    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    delta = tl.zeros([BLOCK_M], tl.float32)
-    spread = tl.zeros([BLOCK_M], tl.float32)
-    for first_slot in tl.range(0, NUM_SELECTED, UNROLLED):
-        for in_step in tl.static_range(UNROLLED):
-            is_slot = mask & (first_slot + in_step < NUM_SELECTED)
-            partial_offsets = offsets + (first_slot + in_step) * GROUP
-            unit = tl.load(partials.unit + partial_offsets, mask=is_slot, other=0.0)
-            is_partial = unit != 0
-            # The masks do not include the unit, so that these loads need not wait for it.
-            if COMPUTE_DQ:
-                values = load_rows(partials.data, partial_offsets, HEAD_DIM, is_slot, HEAD_DIM, BLOCK_D).to(tl.float32)
-                dq = tl.fma(tl.where(is_partial[:, None], values, 0.0), unit[:, None], dq)
-            else:
-                term = tl.load(partials.first + partial_offsets, mask=is_slot, other=0.0)
-                delta += tl.where(is_partial, term, 0.0)
-                spread += unit
-    if COMPUTE_DQ:
-        dq = sort_columns(partials, dq, HEAD_DIM, BLOCK_D)
-        if gate_ptr is not None:
-            gate_offsets = row * gate_strides[0] + token * gate_strides[1] + head * gate_strides[2]
-            gate = tl.load(gate_ptr + gate_offsets, mask=mask, other=0.0).to(tl.float32)
-            lse = tl.load(lse_ptr + (row * num_heads + head) * layout.seqlen_q + token, mask=mask, other=0.0)
-            # The gate of an empty row may be anything.
-            dq *= tl.where(lse == float('-inf'), 0.0, gate)[:, None]
-        dq_ptr += row * dq_strides[0]
-        dq_offsets = token * dq_strides[1] + head * dq_strides[2]
-        store_rows(dq_ptr, dq_offsets, 1, dq * scale, mask, HEAD_DIM, BLOCK_D)
-    else:
-        row_offsets = (row * num_heads + head) * layout.seqlen_q + token
-        if dlse_ptr is not None:
-            dlse_ptr += row * dlse_strides[0] + head * dlse_strides[1] + token * dlse_strides[2]
-            dlse = tl.load(dlse_ptr, mask=mask, other=0.0)
-            # The log-sum-exp of an empty row has no gradient; logaddexp of two of them returns NaN.
-            lse = tl.load(lse_ptr + row_offsets, mask=mask, other=0.0)
-            dlse = tl.where(lse == float('-inf'), 0.0, dlse)
-            delta -= dlse
-            spread += tl.abs(dlse)
-        tl.store(delta_ptr + row_offsets, delta, mask=mask)
-        if inverse_units_ptr is not None:
-            # Over the keys of a block |p * (dp - delta)| sums to at most twice the spread; p may be slightly off.
-            _, inverse = find_unit(4 * spread)
-            tl.store(inverse_units_ptr + row_offsets, inverse, mask=mask)
+def _add_heads(rows: Tensor, group: int, dfactors: Tensor, pairs: range, tokens: range) -> None:
+    """Add up the gradients of the factors `[rows]` over the heads of a group."""
+    out = dfactors[pairs.start : pairs.stop, tokens.start : tokens.stop]
+    torch.sum(rows.view(*out.shape, group), -1, out=out)

@@ -17,22 +17,23 @@ import triton.language as tl
 from torch import Tensor
 
 from native_sparse_attention.ops._triton.inverse_index import find_block
-from native_sparse_attention.ops._triton.tiles import store_rows
+from native_sparse_attention.ops._triton.tiles import add_product, store_rows
 from native_sparse_attention.ops.selected_attention.triton.index.block_to_query import find_chunk, load_sequence
 
 
 class PartialResults(NamedTuple):
     """Partial results `[pairs, T * R * n, G]`, flattened to rows.
 
-    data: `[rows, D or DV]` (`[rows, 0]` in the pass for delta), float16 or float32, in multiples of unit. unit:
-    float32 `[rows]` (`find_unit`). first, second: float32 `[rows]` or None; each kernel says what it stores there. The
-    row of an entry without a block has unit 0 and second 0 (`open_chunk`); the rest of it is undefined.
+    data: `[rows, D or DV]` (`[rows, 0]` in the pass for delta), float16 or float32, in multiples of unit, or None.
+    unit: float32 `[rows]` (`find_unit`) or None. first, second, third: float32 `[rows]` or None; each kernel says what
+    it stores there. The row of an entry without a block has unit 0 and second 0 (`open_chunk`); the rest is undefined.
     """
 
     data: Any
     unit: Any
     first: Any
     second: Any
+    third: Any = None
 
 
 def partial_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -40,13 +41,14 @@ def partial_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float16 if dtype == torch.bfloat16 else torch.float32
 
 
-def allocate_partials(like: Tensor, rows: int, size: int, has_second: bool = True) -> PartialResults:
+def allocate_partials(
+    like: Tensor, rows: int, size: int, has_second: bool = True, has_third: bool = False
+) -> PartialResults:
     """Allocate partial results of `rows` rows of `size` elements, for inputs like `like`."""
+    numbers = (True, True, has_second, has_third)
     return PartialResults(
         like.new_empty(rows, size, dtype=partial_dtype(like.dtype)),
-        like.new_empty(rows, dtype=torch.float32),
-        like.new_empty(rows, dtype=torch.float32),
-        like.new_empty(rows, dtype=torch.float32) if has_second else None,
+        *(like.new_empty(rows, dtype=torch.float32) if needed else None for needed in numbers),
     )
 
 
@@ -84,7 +86,8 @@ def open_chunk(index, layout, csr, partials, sizes: tl.constexpr, tile: tl.const
             mask = rows < num_entries * GROUP
             entry = tl.load(entries_ptr + rows // GROUP, mask=mask, other=0)
             offsets = (pair * csr.num_entries + entry) * GROUP + rows % GROUP
-            tl.store(partials.unit + offsets, tl.zeros([1024], tl.float32), mask=mask)
+            if partials.unit is not None:
+                tl.store(partials.unit + offsets, tl.zeros([1024], tl.float32), mask=mask)
             if partials.second is not None:
                 tl.store(partials.second + offsets, tl.zeros([1024], tl.float32), mask=mask)
         num_entries = 0
@@ -151,6 +154,46 @@ def store_partials(partials, offsets, values, unit, mask, SIZE: tl.constexpr, BL
         store_rows(partials.data, pieces, 32, values, pieces >= 0, 32, 32, INT64_OFFSETS=False)
     else:
         store_rows(partials.data, offsets, SIZE, values, mask, SIZE, BLOCK, INT64_OFFSETS=False)
+
+
+@triton.jit
+def store_dq(
+    partials,
+    offsets,
+    dlogits,
+    keys,
+    inverse,
+    factor,
+    read,
+    mask,
+    HAS_FACTORS: tl.constexpr,
+    MASKED: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Store the partial dq of a tile of rows, from the gradients of their logits `[keys, rows]` for one whole block.
+
+    keys: k, and the unit of its elements; with MASKED finite k, and the largest element of every key, of which each row
+    takes those that it reads. inverse: inverse unit of the gradients of the logits of each row before its factor, or
+    None where partial results have no units.
+    """
+    k, unit_of_k = keys
+    ROWS: tl.constexpr = dlogits.shape[1]
+    values = tl.zeros([ROWS, BLOCK], tl.float32)
+    values = add_product(tl.trans(dlogits.to(k.dtype)), k, values)
+    units = tl.full([ROWS], 1.0, tl.float32)
+    if inverse is not None:
+        if HAS_FACTORS:
+            # Bounded, so that the inverse remains finite.
+            inverse *= find_unit(tl.maximum(tl.abs(factor), 5.9604644775390625e-08) * 4096)[1]
+            inverse = tl.maximum(inverse, 1.1754943508222875e-38)
+        if MASKED:
+            unit_of_k, _ = find_unit(tl.max(tl.where(read, unit_of_k[:, None], 0.0), 0) * 4096)
+        # Neither 0, which marks an absent row, nor more than invert_power takes.
+        units = tl.maximum(unit_of_k * invert_power(inverse), 1.1754943508222875e-38)
+        units = tl.minimum(units, 8.507059173023462e37)
+        values *= invert_power(units)[:, None]
+    store_partials(partials, offsets, values, units, mask, SIZE, BLOCK)
 
 
 @triton.jit

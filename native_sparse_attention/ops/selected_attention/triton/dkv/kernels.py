@@ -18,6 +18,7 @@ from native_sparse_attention.ops._triton.inverse_index import find_block, load_e
 from native_sparse_attention.ops._triton.softcap import cap_logits, cap_slope
 from native_sparse_attention.ops._triton.tiles import add_product, is_finite_tile, load_rows, split_finite, store_rows
 from native_sparse_attention.ops._triton.varlen import load_extent
+from native_sparse_attention.ops.selected_attention.triton.by_block.partials import PartialResults, find_unit, store_dq
 from native_sparse_attention.ops.selected_attention.triton.dlogits.storage import store_dlogits
 from native_sparse_attention.ops.selected_attention.triton.index.block_to_query import (
     count_masked_entries,
@@ -51,7 +52,9 @@ class DkvTensors(NamedTuple):
     """Tensors of `dkv_kernel`; shapes are as in `BackwardTensors`.
 
     lse, delta: `[B, HQ, T]`, of equal strides. gates: `Gates`, or None. dk, dv: `[B, S, H, D and DV]`. dlogits: room
-    for the gradients of the logits, where dq is computed from them (`store_dlogits`), or None.
+    for the gradients of the logits, where dq is computed from them (`store_dlogits`), or None. dq, dq_units: data and
+    unit of the `PartialResults` of dq, where this kernel stores them, or None; BLOCK_N holds a whole block then.
+    inverse_units: of the gradients of the logits, strides as lse, or None where partial results have no units.
     """
 
     q: Any
@@ -65,6 +68,9 @@ class DkvTensors(NamedTuple):
     dk: Any
     dv: Any
     dlogits: Any
+    dq: Any
+    dq_units: Any
+    inverse_units: Any
 
 
 @triton.jit
@@ -134,18 +140,24 @@ def dkv_kernel(
     delta_ptr = tensors.delta + row * strides.lse[0]
     pointers = (q_ptr, dout_ptr, lse_ptr, delta_ptr)
     block = (entries_ptr, num_rows, pair, row, kv_head, keys, key_mask, offset, first_in_block)
+    # Of partial dq: keys that some row does not read must be finite; all others are multiples of a unit.
+    finite_k, largest, unit = k, 0.0, 1.0
+    if tensors.dq is not None:
+        finite_k, _ = split_finite(k)
+        largest = tl.max(tl.abs(finite_k.to(tl.float32)), 1)  # [BLOCK_N]
+        unit, _ = find_unit(tl.max(largest, 0) * 4096)
     entry = load_entries(entries_ptr, 0, num_rows, GROUP, BLOCK_M)
     for first_row in tl.range(0, tl.minimum(first_unmasked, num_rows), BLOCK_M):
         following = load_entries(entries_ptr, first_row + BLOCK_M, num_rows, GROUP, BLOCK_M)
         dk, dv = _add_rows(
-            tensors, strides, pointers, block, k, v, dk, dv, entry, first_row, layout, csr, scale, softcap, MASKED=True,
-            SIGNED_GATE=False, sizes=sizes, tile=tile,
+            tensors, strides, pointers, block, k, v, (finite_k, largest), dk, dv, entry, first_row, layout, csr, scale,
+            softcap, MASKED=True, SIGNED_GATE=False, sizes=sizes, tile=tile,
         )  # fmt: skip
         entry = following
     for first_row in tl.range(first_unmasked, num_rows, BLOCK_M):
         following = load_entries(entries_ptr, first_row + BLOCK_M, num_rows, GROUP, BLOCK_M)
         dk, dv = _add_rows(
-            tensors, strides, pointers, block, k, v, dk, dv, entry, first_row, layout, csr, scale, softcap,
+            tensors, strides, pointers, block, k, v, (k, unit), dk, dv, entry, first_row, layout, csr, scale, softcap,
             MASKED=False, SIGNED_GATE=False, sizes=sizes, tile=tile,
         )  # fmt: skip
         entry = following
@@ -156,8 +168,8 @@ def dkv_kernel(
         for first_row in tl.range(0, num_rows, BLOCK_M, num_stages=1):
             entry = load_entries(entries_ptr, first_row, num_rows, GROUP, BLOCK_M)
             dk, dv = _add_rows(
-                tensors, strides, pointers, block, k, v, dk, dv, entry, first_row, layout, csr, scale, softcap,
-                MASKED=True, SIGNED_GATE=True, sizes=sizes, tile=tile,
+                tensors, strides, pointers, block, k, v, (finite_k, largest), dk, dv, entry, first_row, layout, csr,
+                scale, softcap, MASKED=True, SIGNED_GATE=True, sizes=sizes, tile=tile,
             )  # fmt: skip
     # Keys that no query may read are loaded as 0, and their gradients are 0.
     dk = tl.where(key_mask[:, None], dk * scale, 0.0)
@@ -185,6 +197,7 @@ def _add_rows(
     block,
     k,
     v,
+    dq_keys,
     dk,
     dv,
     entry,
@@ -198,10 +211,10 @@ def _add_rows(
     sizes: tl.constexpr,
     tile: tl.constexpr,
 ):
-    """Add a tile of rows to dk and dv, and store the gradients of their logits where requested.
+    """Add a tile of rows to dk and dv, and store the gradients of their logits or their partial dq where requested.
 
-    pointers: q, dout, lse and delta of the batch row. Not MASKED: all rows read all keys. SIGNED_GATE: gates may be
-    negative.
+    pointers: q, dout, lse and delta of the batch row. dq_keys: keys of partial dq (`store_dq`). Not MASKED: all rows
+    read all keys. SIGNED_GATE: gates may be negative.
     """
     GROUP: tl.constexpr = sizes.group
     BLOCK_M: tl.constexpr = tile.block_m
@@ -247,6 +260,7 @@ def _add_rows(
     if SIGNED_GATE:
         weights = tl.where(gate[None, :] < 0, -weights, weights)
     dweights = tl.dot(v, tl.trans(dout), input_precision='ieee')
+    read = row_mask
     dlogits = weights * (dweights - delta[None, :])
     if softcap is not None:
         dlogits *= cap_slope(logits_log2, softcap * 1.4426950408889634)
@@ -267,6 +281,17 @@ def _add_rows(
         dlogits *= factor[None, :]
     dv = add_product(weights.to(dout.dtype), dout, dv)
     dk = add_product(dlogits.to(q.dtype), q, dk)
+    if tensors.dq is not None:
+        inverse = None
+        if tensors.inverse_units is not None:
+            inverse_ptr = tensors.inverse_units + row * strides.lse[0]
+            inverse = tl.load(inverse_ptr + lse_offsets, mask=row_mask, other=0.0)
+        partials = PartialResults(tensors.dq, tensors.dq_units, None, None, None)
+        offsets = (pair * csr.num_entries + entry) * GROUP + in_group
+        store_dq(
+            partials, offsets, dlogits, dq_keys, inverse, factor, read, row_mask, tensors.factors is not None, MASKED,
+            sizes.head_dim, tile.block_d,
+        )  # fmt: skip
     return dk, dv
 
 

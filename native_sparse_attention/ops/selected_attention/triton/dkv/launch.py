@@ -34,17 +34,22 @@ COMBINED_KEYS = 8
 WORKSPACE = 2**28
 
 
+Stored = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+
 class QueryGradients(Protocol):
     """Computation of dq that shares the CSR index with dk and dv.
 
-    max_tokens, max_pairs: bounds per call. dlogits: room for the gradients of the logits (dlogits/storage.py), or None.
+    max_tokens, max_pairs: bounds per call. fused: whether the kernel for dk and dv stores partial dq. stored: its
+    tensors for what dq takes, from `prepare` to `finish`: dlogits, dq, dq_units and inverse_units of `DkvTensors`.
     """
 
     max_tokens: int
     max_pairs: int
+    fused: bool
 
     @property
-    def dlogits(self) -> Tensor | None: ...
+    def stored(self) -> Stored: ...
 
     def prepare(self, csr: BlockToQuery, pairs: range, tokens: range) -> None:
         """Run before dk and dv, which need delta."""
@@ -93,8 +98,9 @@ def differentiate_keys(
     max_pairs = max(1, WORKSPACE // max(1, num_partials * bytes_of_partial + 4 * max_entries))
     if queries is not None:
         max_pairs = min(max_pairs, queries.max_pairs)
-    block_m, block_n, num_warps, num_stages = settings_of(settings.DKV, q, v)
-    block_n = min(block_n, row_block(block_size))
+    fused = queries is not None and queries.fused
+    block_m, block_n, num_warps, num_stages = settings_of(settings.FUSED if fused else settings.DKV, q, v)
+    block_n = row_block(block_size) if fused else min(block_n, row_block(block_size))
     tiles = -(-block_size // block_n)
     gate = None if gates is None else gates.gate
     sizes = Sizes(group, repeats, num_selected, block_size, causal, head_dim, value_dim)
@@ -115,13 +121,13 @@ def differentiate_keys(
             csr = make_block_to_query(block_indices, layout, pairs, tokens, **shape, chunk=chunk, index=known)
             if queries is not None:
                 queries.prepare(csr, pairs, tokens)
-            dlogits = None if queries is None else queries.dlogits
+            stored = (None,) * 4 if queries is None else queries.stored
             outs = {'dk': sums[0], 'dv': sums[1]}
             strides = strides_of(q=q, k=k, v=v, factors=block_scale, lse=lse, dout=dout, gate=gate, **outs)
             launch(
                 dkv_kernel,
                 (len(pairs) * csr.num_programs * tiles,),
-                DkvTensors(q, k, v, block_scale, lse, delta, dout, gates, sums[0], sums[1], dlogits),
+                DkvTensors(q, k, v, block_scale, lse, delta, dout, gates, *sums, *stored),
                 *(partials, strides, layout, csr, scale, softcap),
                 ACCUMULATE=len(ranges) > 1,
                 sizes=sizes,

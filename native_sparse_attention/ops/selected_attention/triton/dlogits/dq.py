@@ -21,7 +21,7 @@ from native_sparse_attention.ops._triton.varlen import load_extent, locate_queri
 from native_sparse_attention.ops.selected_attention.triton import settings
 from native_sparse_attention.ops.selected_attention.triton.arguments import Arguments, KeySource, Sizes, Tile
 from native_sparse_attention.ops.selected_attention.triton.dkv.kernels import Gates
-from native_sparse_attention.ops.selected_attention.triton.dkv.launch import differentiate_keys
+from native_sparse_attention.ops.selected_attention.triton.dkv.launch import Stored, differentiate_keys
 from native_sparse_attention.ops.selected_attention.triton.dlogits.delta import find_delta
 from native_sparse_attention.ops.selected_attention.triton.dlogits.storage import find_head, max_tokens
 from native_sparse_attention.ops.selected_attention.triton.index.block_to_query import BlockToQuery
@@ -47,6 +47,11 @@ class DlogitsQueryGradients:
         self.large = find_large(k, v)
         self.dq = torch.empty_like(q, memory_format=torch.contiguous_format)
         self.dlogits = q.new_empty(0)
+        self.fused = False
+
+    @property
+    def stored(self) -> Stored:
+        return self.dlogits, None, None, None
 
     def prepare(self, csr: BlockToQuery, pairs: range, tokens: range) -> None:
         """Allocate room for the gradients of the logits of these pairs and tokens."""

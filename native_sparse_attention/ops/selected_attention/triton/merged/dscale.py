@@ -1,8 +1,8 @@
 """Gradient of factors of 1 on the logits of selected blocks, in a softmax that reads other keys too.
 
 The gradient of a logit is p * (dp - delta), with p and delta of the whole softmax. The factor of a block multiplies the
-logits of all its keys, so its gradient is the sum of these gradients times the logits. One program per query and tile
-of the heads that share its blocks.
+logits of all its keys, so its gradient is the sum of these gradients times the logits. By query, there is one program
+per query and tile of the heads that share its blocks; by block, the kernel of by_block/backward.py computes them.
 """
 
 # To pyright a jit function that another calls never returns, a number is no constant, and a constant has no fields.
@@ -22,6 +22,7 @@ from native_sparse_attention.ops._triton.softcap import cap_logits, cap_slope
 from native_sparse_attention.ops._triton.tiles import load_rows
 from native_sparse_attention.ops.selected_attention.triton import plan, settings
 from native_sparse_attention.ops.selected_attention.triton.arguments import Arguments, KeySource, strides_of
+from native_sparse_attention.ops.selected_attention.triton.by_block.backward import differentiate_factors
 from native_sparse_attention.ops.selected_attention.triton.index.block_union import NO_UNION, open_query
 from native_sparse_attention.ops.selected_attention.triton.loops.block_loop import ANY, find_keys, load_step, select_row
 
@@ -45,7 +46,10 @@ def differentiate_scale(arguments: Arguments, lse: Tensor, delta: Tensor, dout: 
     Queries are causal. The last dimension of dout is contiguous. lse: `[B, HQ, T]`, of the whole softmax. delta: `[B,
     HQ, T]`, the sum of p * dp over all keys of a row minus the gradient of lse.
     """
-    q, k, v, block_indices, _, layout, _, _, scale, softcap = arguments
+    q, k, v, block_indices, _, layout, block_size, _, scale, softcap = arguments
+    delta = delta.contiguous()
+    if plan.takes_factors_by_block(q, k, v, block_indices, block_size):
+        return differentiate_factors(arguments, lse, delta, dout)
     grid, launch_settings = plan.plan_by_query((settings.DQ, settings.DQ_32, settings.DQ_64), arguments)
     batch, seqlen, index_heads, num_selected = block_indices.shape
     head_tiles = grid[1] // max(index_heads, 1)
@@ -54,7 +58,7 @@ def differentiate_scale(arguments: Arguments, lse: Tensor, delta: Tensor, dout: 
         launch(
             dscale_kernel,
             grid,
-            DscaleTensors(q, k, v, block_indices, lse, delta.contiguous(), dout, dscale),
+            DscaleTensors(q, k, v, block_indices, lse, delta, dout, dscale),
             strides_of(q=q, k=k, v=v, indices=block_indices, dout=dout),
             *(layout, NO_UNION, scale, softcap),
             **launch_settings._asdict(),
