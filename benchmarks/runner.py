@@ -36,7 +36,7 @@ MARK = 'RESULT '
 # Time for a new process to import torch and to initialise the GPU.
 START_SECONDS = 60
 # Backends and designs that compile, slowest compilation first.
-COMPILED = ('flex', 'triton', 'query', 'union', 'mixed', 'block')
+COMPILED = ('flex', 'triton', 'candidate', 'query', 'union', 'mixed', 'block', 'fused')
 # Longest case, in tokens, that is compiled beside others: they share the memory of the GPU.
 WARM_TOKENS = 2**15
 # Each compiling process has one core; inductor would start more processes in each.

@@ -104,6 +104,16 @@ SHAPES: dict[str, Shape] = {
             for seqlen in (4096, 8192)
             for kv_heads in (8, 16, 64)
         ),
+        # The trainer's model with a budget as in the paper, 65,536 tokens a step; Llama's heads.
+        *(
+            replace(PAPER, name=f'budget-{seqlen // 1024}k', batch=2**16 // seqlen, seqlen=seqlen, heads=8,
+                    head_dim=64, value_dim=64, use_diff_topk=True)
+            for seqlen in (8192, 16384, 32768)
+        ),
+        *(
+            replace(PAPER, name=f'llama-{seqlen // 1024}k', seqlen=seqlen, heads=32, kv_heads=8)
+            for seqlen in (16384, 32768)
+        ),
         # To try the scripts on a CPU.
         replace(TRAINER, name='tiny', batch=1, seqlen=96, heads=4, kv_heads=2, head_dim=16, value_dim=16, window=16,
                 dtype=torch.float32),

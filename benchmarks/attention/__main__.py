@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks import peers
-from benchmarks.attention import backends, features, parts, selected
+from benchmarks.attention import backends, designs, features, parts, selected
 from benchmarks.attention.suite import Suite
 from benchmarks.peers import PEERS
 from benchmarks.runner import Case, Method, add_arguments, run, serve
@@ -34,6 +34,7 @@ from benchmarks.shapes import SHAPES, find_names
 
 SUITES: dict[str, Suite] = {
     'selected': selected.SUITE,
+    'designs': designs.SUITE,
     'parts': parts.SUITE,
     'backends': backends.SUITE,
     'features': features.SUITE,
