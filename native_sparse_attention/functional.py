@@ -192,7 +192,7 @@ def nsa(
         if merge_window:
             out_selected, _ = selected_attention.attend_merged(*of_selected, window, modifiers, backend=op)
         else:
-            out_selected, _ = selected_attention.attend(*of_selected, gate=taken[1], backend=op)
+            out_selected, _ = selected_attention.attend(*of_selected, gate=taken[1], backend=op, unit_scale=True)
     out_compressed = out_compressed if branches.compressed else None
     if merge_window:
         return _add_compressed(out_compressed, out_selected if branches.selected else out_window, stacked, ops)

@@ -21,7 +21,7 @@ from native_sparse_attention.ops.selected_attention.triton.dkv import launch as 
 from native_sparse_attention.ops.selected_attention.triton.index import block_to_query
 from native_sparse_attention.testing import make_block_indices, outputs_and_gradients
 from tests.support import problems
-from tests.support.harness import assert_same_bits, far_apart, make_grads, place, run_triton
+from tests.support.harness import assert_same_bits, far_apart, make_grads, make_sequences, place, run_triton
 from tests.support.problems import Extents, packed, row_integers, whole
 from tests.support.selected_attention_problems import (
     HEADS,
@@ -324,6 +324,23 @@ def test_the_backward_reuses_the_index_of_the_forward(device: torch.device, monk
     assert_same_bits({'out0': apart['out0']}, {'out0': kept['out0']})
 
 
+@pytest.mark.parametrize('softcap', [None, 2.0])
+def test_factors_known_to_be_1(softcap: float | None, device: torch.device) -> None:
+    """They have the gradient of factors that are loaded, and the results the same bits."""
+    tensors = make_inputs(whole(12), TWO_GROUPS, device, make_indices(whole(12), 2, 3, 4))
+    tensors['block_scale'] = torch.ones(tensors['block_indices'].shape, device=device)
+    grads = make_grads(whole(12), TWO_GROUPS, device)
+
+    def attend(unit_scale: bool) -> dict[str, Tensor]:
+        def run(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_scale: Tensor) -> tuple[Tensor, Tensor]:
+            rest = (make_sequences(whole(12), device), 4, True, 0.25, softcap)
+            return op.selected_attention(q, k, v, block_indices, block_scale, *rest, unit_scale=unit_scale)
+
+        return outputs_and_gradients(run, tensors, grads)
+
+    assert_same_bits(attend(True), attend(False))
+
+
 @pytest.mark.plain_memory
 def test_opcheck(device: torch.device) -> None:
     indices = make_block_indices('valid', 1, 2, 2, 2, seqlen_k=2, block_size=1)
@@ -332,7 +349,8 @@ def test_opcheck(device: torch.device) -> None:
     cu_seqlens = torch.tensor([0, 2], dtype=torch.int32, device=device)
     for borders, softcap in ((None, None), (cu_seqlens, 3.0)):
         flat = (2, None, None, None, borders, borders)
-        inputs = (q, k, v, tensors['block_indices'], factors, None, *flat, 1, True, 0.25, softcap, None, False, False)
+        options = (1, True, 0.25, softcap, True, None, False, False)
+        inputs = (q, k, v, tensors['block_indices'], factors, None, *flat, *options)
         torch.library.opcheck(op._forward, inputs)
         detached = [t.detach() if isinstance(t, Tensor) else t for t in inputs]
         out, *others = op._forward(*detached)

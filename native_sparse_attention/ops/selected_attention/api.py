@@ -162,14 +162,18 @@ def attend(
     gate: Tensor | None,
     backend: str,
     design: str | None = None,
+    unit_scale: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Run `selected_attention` without a window, with checked arguments on a resolved backend."""
+    """Run `selected_attention` without a window, with checked arguments on a resolved backend.
+
+    unit_scale: block_scale is 1 everywhere.
+    """
     arguments: Any = (q, k, v, block_indices, block_scale, call.sequences, block_size, *call[1:])
     match backend:
         case 'triton':
             from native_sparse_attention.ops.selected_attention import triton as ops
 
-            arguments = (*arguments, gate, design)
+            arguments = (*arguments, gate, design, unit_scale)
         case 'flex':
             from native_sparse_attention.ops.selected_attention import flex as ops
         case _:

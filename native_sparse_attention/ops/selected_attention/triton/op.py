@@ -46,11 +46,13 @@ def selected_attention(
     softcap: float | None = None,
     gate: Tensor | None = None,
     design: str | None = None,
+    unit_scale: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return the output `[B, T, HQ, DV]` and the log-sum-exp `[B, HQ, T]`.
 
     gate: `[B, T, HQ]`, if the output's incoming gradient is that of gate * output; the log-sum-exp has no gradient
-    then. design: one of `plan.DESIGNS` for forward and backward pass, None for the choice by shape.
+    then. design: one of `plan.DESIGNS` for forward and backward pass, None for the choice by shape. unit_scale:
+    block_scale is 1 everywhere, so block-major kernels do not load it.
 
     Raises:
         ValueError: if there is no such design.
@@ -64,14 +66,15 @@ def selected_attention(
     )
     # The compiler need not know the size of the inverse index.
     save_index = not torch.compiler.is_compiling()
-    out, lse, _, _, _ = _forward(*arguments, design, save_index, save_low_bits)
+    out, lse, _, _, _ = _forward(*arguments, unit_scale, design, save_index, save_low_bits)
     return out, lse if gate is None else lse.detach()
 
 
 # Arguments of the op, and of its backward op after what the forward pass returned.
 _INPUTS = (
     f'Tensor q, Tensor k, Tensor v, Tensor block_indices, Tensor? block_scale, Tensor? gate, {SEQUENCES}, '
-    'SymInt block_size, bool causal, float scale, float? softcap, str? design, bool save_index, bool save_low_bits'
+    'SymInt block_size, bool causal, float scale, float? softcap, bool unit_scale, str? design, bool save_index, '
+    'bool save_low_bits'
 )
 
 
@@ -82,8 +85,8 @@ def _forward(*inputs: Any) -> tuple[Tensor, ...]:
     That is the low bits of the output (`split_low_bits`), empty unless save_low_bits; and entries and starts of an
     `InverseIndex`, empty unless save_index, if the design needs none, and if the index is too large to be saved.
     """
-    design, save_index, save_low_bits = inputs[-3:]
-    return attend(_arguments_of(*inputs), design, save_index, save_low_bits, inputs[0].dtype)
+    unit_scale, design, save_index, save_low_bits = inputs[-4:]
+    return attend(_arguments_of(*inputs), design, save_index, save_low_bits, inputs[0].dtype, unit_scale)
 
 
 def _arguments_of(q: Tensor, *inputs: Any) -> Arguments:
@@ -92,7 +95,12 @@ def _arguments_of(q: Tensor, *inputs: Any) -> Arguments:
 
 
 def attend(
-    arguments: Arguments, design: str | None, save_index: bool, save_low_bits: bool, out_dtype: torch.dtype
+    arguments: Arguments,
+    design: str | None,
+    save_index: bool,
+    save_low_bits: bool,
+    out_dtype: torch.dtype,
+    unit_scale: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return what the registered op returns, with the output in out_dtype."""
     q, k, v, block_indices, block_scale, layout, block_size, _, scale, softcap = arguments
@@ -104,7 +112,7 @@ def attend(
         packed = plan.count_packed(layout.cu_seqlens)
         design = plan.choose_design(q, k, v, block_indices, block_size, num_packed=packed)
     if design in ('block', 'fused'):
-        index = attend_by_block(arguments, out, lse)
+        index = attend_by_block(arguments._replace(block_scale=None) if unit_scale else arguments, out, lse)
         entries, starts = index if save_index and index is not None else no_index(q)
         return out, lse, low_bits, entries, starts
     converted = convert_values(k, v, layout, block_size) if save_low_bits and converts_values(v.dtype) else None
@@ -155,9 +163,9 @@ def _backward(*arguments: Any) -> tuple[Tensor, ...]:
     low_bits, entries, starts: from the forward pass. dlse and block_scale are None beside a gate.
     """
     dout, dlse, out, lse, low_bits, entries, starts, *inputs, needs_dkv, needs_dscale = arguments
-    q, gate, (design, _, save_low_bits) = inputs[0], inputs[5], inputs[-3:]
+    q, gate, (unit_scale, design, _, save_low_bits) = inputs[0], inputs[5], inputs[-4:]
     rows, needed = (dout, dlse, out, lse, low_bits, entries, starts, gate), (needs_dkv, needs_dscale)
-    return differentiate(_arguments_of(*inputs), *rows, design, save_low_bits, *needed, q.dtype)
+    return differentiate(_arguments_of(*inputs), *rows, design, save_low_bits, *needed, q.dtype, unit_scale)
 
 
 def differentiate(
@@ -175,6 +183,7 @@ def differentiate(
     needs_dkv: bool,
     needs_dscale: bool,
     grad_dtype: torch.dtype,
+    unit_scale: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return what the registered op returns, with dq, dk and dv in grad_dtype, the dtype of q with save_low_bits.
 
@@ -190,6 +199,7 @@ def differentiate(
         packed = plan.count_packed(layout.cu_seqlens)
         design = plan.choose_design(q, k, v, block_indices, block_size, backward=True, num_packed=packed)
     if design in ('block', 'fused'):
+        arguments = arguments._replace(block_scale=None) if unit_scale else arguments
         rows = (lse, dout, dlse, gate)
         queries = BlockQueryGradients(arguments, *rows, needs_dscale, grad_dtype, design == 'fused')
         index = InverseIndex(entries, starts) if starts.numel() else None
