@@ -47,6 +47,7 @@ from native_sparse_attention.ops._triton.interval.modifiers import KernelModifie
 from native_sparse_attention.ops._triton.varlen import make_layout
 from native_sparse_attention.ops.decoding.triton import launch_cache
 from native_sparse_attention.ops.rotary import shared_input
+from native_sparse_attention.ops.selected_attention.triton import plan
 from native_sparse_attention.ops.selected_attention.triton import settings as selected_settings
 from native_sparse_attention.ops.selected_attention.triton.dkv.kernels import Gates
 from native_sparse_attention.ops.selected_attention.triton.dlogits import storage as dlogits
@@ -188,12 +189,19 @@ def build_selected(dtype: torch.dtype, head_dim: int) -> None:
     for block_size in dict.fromkeys((min(64, served), 16, served)):
         options['block_size'] = block_size
         differentiate(*selected_attention(q, k, v, indices, **options))
-    for design in ('query', 'union', 'block'):
+    for design in ('query', 'union', 'block', 'fused'):
         options['_design'], options['block_size'] = design, min(SELECTION_BLOCK, served)
-        block_scale = None if design == 'block' else torch.ones(indices.shape, requires_grad=True)
+        block_scale = None if design in ('block', 'fused') else torch.ones(indices.shape, requires_grad=True)
         differentiate(*selected_attention(q, k, v, indices, block_scale=block_scale, softcap=30.0, **options))
         for softcap in (None, 30.0):
             differentiate_gated(q, k, v, indices, softcap=softcap, **options)
+    merged: dict[str, Any] = {'block_size': options['block_size'], 'window_size': (31, 0), 'unit_scale': True}
+    block_scale = torch.ones(indices.shape, requires_grad=True)
+    differentiate(*selected_attention(q, k, v, indices, block_scale=block_scale, **merged, backend='triton'))
+    options['_design'] = 'fused'
+    differentiate(*selected_attention(q, k, v, indices, block_scale=block_scale, **options))
+    with mock.patch.multiple(plan, MAX_GROUP_FACTORS=8, MIN_SEQLEN_BY_BLOCK=0):
+        differentiate(*selected_attention(q, k, v, indices, block_scale=block_scale, **merged, backend='triton'))
 
 
 def differentiate_gated(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, **options: Any) -> None:

@@ -36,7 +36,7 @@ KERNELS = (
 )
 # For tests that do not depend on the kernels; those per tile take less time in the interpreter.
 per_tile = pytest.mark.parametrize('kernels', KERNELS[1:2], indirect=True)
-per_block = pytest.mark.parametrize('kernels', KERNELS[2:3], indirect=True)
+per_block = pytest.mark.parametrize('kernels', KERNELS[2::2], indirect=True)
 
 
 @pytest.fixture(params=KERNELS, autouse=True)

@@ -119,7 +119,7 @@ def _backward(*arguments: Any) -> tuple[Tensor, ...]:
         arguments, dout, dlses[1], *saved, weights[1], None, False, needs_dkv, False, torch.float32
     )
     far_dq, far_dk, far_dv, _, far_delta = grads
-    dq = (dq + far_dq).to(q.dtype)
+    dq = _sum(dq, far_dq, q)
     if needs_dscale or needs_dsinks:
         # The sum of p * dp over all keys. Each part has the sum over its own keys, minus its dlse.
         deltas = numbers[:, :, 1] + dlses[0], far_delta.transpose(1, 2) + dlses[1]
@@ -132,7 +132,7 @@ def _backward(*arguments: Any) -> tuple[Tensor, ...]:
         if needs_dsinks and sinks is not None:
             dsinks = interval.differentiate_sinks(sinks, lse, delta)
     if needs_dkv:
-        dk, dv = (dk + far_dk).to(k.dtype), (dv + far_dv).to(v.dtype)
+        dk, dv = _sum(dk, far_dk, k), _sum(dv, far_dv, v)
     return dq, dk, dv, dscale, dsinks
 
 
@@ -164,6 +164,11 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None)
 
 
 register_gradients(_forward, _backward, _differentiate)
+
+
+def _sum(grad: Tensor, other: Tensor, like: Tensor) -> Tensor:
+    """Add two float32 gradients of a tensor and round the sum to its dtype, in one pass."""
+    return torch.add(grad, other, out=like.new_empty(grad.shape))
 
 
 def _before_window(sequences: Sequences, left: int) -> Sequences:
