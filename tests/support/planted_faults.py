@@ -326,7 +326,8 @@ FAULTS = [
     Fault('soft cap: before the factor', SELECTED_BACKWARD, '_differentiate', 'cap_logits(scaled, softcap)', 'cap_logits(logits, softcap) * factor', CAPPED),
     Fault('soft cap: by union, no slope in dq', UNION_BACKWARD, '_differentiate', 'dlogits *= slope', '', CAPPED),
     Fault('soft cap: by union, no slope in the mean key', UNION_BACKWARD, '_differentiate', 'weights *= slope', '', CAPPED),
-    Fault('soft cap: by block, no slope in the gradient of q', BY_BLOCK_DQ, '_differentiate', 'cap_slope(logits_log2, softcap * 1.4426950408889634)', '1.0', CAPPED),
+    Fault('soft cap: by block, no slope in the gradient of q', BY_BLOCK_DQ, '_differentiate', 'dlogits *= cap_slope(logits_log2, softcap * 1.4426950408889634)', 'dlogits *= 1.0', CAPPED),
+    Fault('soft cap: fused, no slope in the gradient of factors', BY_BLOCK_DQ, '_differentiate', ' logits *= cap_slope(logits_log2, softcap * 1.4426950408889634)', ' logits *= 1.0', CAPPED),
     Fault('soft cap: by block, in other units', BY_BLOCK, '_attend', 'softcap * 1.4426950408889634', 'softcap', CAPPED),
     Fault('soft cap: no slope in the gradient of k', SELECTED_DKV, '_add_rows', 'cap_slope(logits_log2, softcap * 1.4426950408889634)', '1.0', CAPPED),
     # Decoding

@@ -91,8 +91,9 @@ class BlockQueryGradients:
     @property
     def stored(self) -> tuple[None, Tensor | None, Tensor | None, Tensor | None]:
         # With few heads, partial results are smaller than gradients of logits.
-        partials = self.dq_partials
-        return (None,) * 4 if partials is None else (None, partials.data, partials.unit, self.inverse_units)
+        if self.dq_partials is None:
+            return None, None, None, None
+        return None, self.dq_partials.data, self.dq_partials.unit, self.inverse_units
 
     def prepare(self, csr: BlockToQuery, pairs: range, tokens: range) -> None:
         """Compute delta and, unless fused, the gradients of these tokens, for as many pairs at a time as the workspace
