@@ -34,10 +34,10 @@ from benchmarks.shapes import SHAPES, find_names
 
 SUITES: dict[str, Suite] = {
     'selected': selected.SUITE,
-    'designs': designs.SUITE,
     'parts': parts.SUITE,
     'backends': backends.SUITE,
     'features': features.SUITE,
+    'designs': designs.SUITE,
 }
 
 

@@ -309,7 +309,7 @@ def test_the_backward_reuses_the_index_of_the_forward(device: torch.device, monk
     assert len(made) == 1
     with monkeypatch.context() as patch:
         for module in (by_block, by_block_backward):  # room for the parts of one kv head
-            room = 12 * 3 * 2 * (4 * TWO_GROUPS.head_dim + 16) + 2 * 4 * 12 * TWO_GROUPS.heads
+            room = 12 * 3 * 2 * (4 * TWO_GROUPS.head_dim + 20) + 2 * 4 * 12 * TWO_GROUPS.heads
             patch.setattr(module, 'WORKSPACE', room)
         assert_same_bits(run_triton(selected_attention, tensors, grads, block_size=2), kept)
     assert len(made) == 2
