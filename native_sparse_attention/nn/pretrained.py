@@ -58,7 +58,7 @@ def load(build: Callable[..., StartedModel], directory: str | os.PathLike[str], 
     safetensors = _import_safetensors()
     folder = Path(directory)
     if not (folder / CONFIG).is_file() or not (folder / WEIGHTS).is_file():
-        raise ValueError(f'directory is {str(directory)!r}, but must have {CONFIG} and {WEIGHTS}')
+        raise ValueError(f'directory is {str(directory)!r}, but must have {CONFIG} and {WEIGHTS} of save_pretrained')
     config = json.loads((folder / CONFIG).read_text(encoding='utf-8'))
     if config.get('model_type') != _MODEL_TYPE:
         raise ValueError(f'{CONFIG} has model_type {config.get("model_type")!r}, but must have {_MODEL_TYPE!r}')

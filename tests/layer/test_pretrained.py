@@ -267,9 +267,16 @@ def test_trainer(tmp_path: Path):
         def _get_train_sampler(self, *_: Any) -> Any:
             return torch.utils.data.SequentialSampler(rows)
 
+    class SaveConfiguration(transformers.TrainerCallback):
+        """As docs/training.md has it."""
+
+        def on_save(self, args: Any, state: Any, control: Any, model: Transformer, **_: Any) -> None:
+            model.save_pretrained(f'{args.output_dir}/checkpoint-{state.global_step}')
+
     def trainer(model: Transformer, max_steps: int) -> Any:
         arguments = transformers.TrainingArguments(str(tmp_path), max_steps=max_steps, **options)
-        return InOrder(model=model, args=arguments, train_dataset=rows, eval_dataset=rows)
+        datasets = {'train_dataset': rows, 'eval_dataset': rows}
+        return InOrder(model=model, args=arguments, callbacks=[SaveConfiguration], **datasets)
 
     start = make_model()
     start.save_pretrained(tmp_path / 'start')
@@ -290,6 +297,10 @@ def test_trainer(tmp_path: Path):
     ids, labels = (torch.stack([row[name] for row in rows]) for name in ('ids', 'labels'))
     expected = twin.eval()(ids, labels=labels).loss
     assert trained.evaluate()['eval_loss'] == pytest.approx(expected.item(), rel=1e-4)
+    trained.model.save_pretrained(tmp_path / 'end')
+    for folder in ('end', 'checkpoint-4'):
+        loaded = Transformer.from_pretrained(tmp_path / folder)
+        torch.testing.assert_close(loaded(ids), start.eval()(ids), rtol=0, atol=0)
     resumed = Transformer.from_pretrained(tmp_path / 'start')
     trainer(resumed, 4).train(resume_from_checkpoint=str(tmp_path / 'checkpoint-2'))
     for found, expected in zip(resumed.parameters(), start.parameters(), strict=True):
