@@ -1,7 +1,8 @@
 """Hugging Face models with Native Sparse Attention in place of their dense attention layers.
 
-Importing this package registers the converted model types, such as `nsa_llama`, with `AutoConfig`, `AutoModel` and
-`AutoModelForCausalLM`. It needs `pip install native-sparse-attention[transformers]`.
+Importing this package registers the converted model types, such as `nsa_llama`, with `AutoConfig`, `AutoModel`,
+`AutoModelForCausalLM` and `AutoModelForSequenceClassification`. It needs
+`pip install native-sparse-attention[transformers]`.
 """
 
 import importlib.util

@@ -6,7 +6,13 @@ import copy
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+)
 
 from native_sparse_attention.core.checks import shown
 from native_sparse_attention.integrations.transformers.attention import NSAAttention
@@ -30,8 +36,8 @@ def convert_to_nsa(model: Model, config: NSAConfig | None = None, layers: Sequen
     family, such as `NSALlamaForCausalLM` and `nsa_llama`. A configuration that other models share stays as it is.
 
     Args:
-        model: a causal language model, or the model without its head, of Llama, Mistral, Qwen2, Qwen3, Gemma, Gemma 2
-            or Gemma 3 (text).
+        model: a causal language model, a sequence classifier, or the model without a head, of Llama, Mistral, Qwen2,
+            Qwen3, Gemma, Gemma 2 or Gemma 3 (text).
         config: settings; default `NSAConfig()`.
         layers: indices of the layers to convert; default those of config, or every layer with full attention.
 
@@ -45,12 +51,15 @@ def convert_to_nsa(model: Model, config: NSAConfig | None = None, layers: Sequen
         config = config.replace(layers=layers)
     if isinstance(model, NSAPreTrained):
         raise ValueError(f'model is a {type(model).__name__}, but must be dense: it has sparse attention already')
-    pairs = {family.dense_causal_lm: (family.causal_lm, family.config) for family in FAMILIES}
-    pairs |= {family.dense_model: (family.model, family.config) for family in FAMILIES}
-    if type(model) not in pairs:
-        supported = ', '.join(dense.__name__ for dense in pairs)
+    converted = {
+        dense: (new, family.config)
+        for family in FAMILIES
+        for dense, new in zip(family.dense, (family.model, *family.heads), strict=True)
+    }
+    if type(model) not in converted:
+        supported = ', '.join(dense.__name__ for dense in converted)
         raise ValueError(f'model is a {type(model).__name__}, but must be one of {supported}')
-    new_class, config_class = pairs[type(model)]
+    new_class, config_class = converted[type(model)]
     dense_class, dense_config = type(model), model.config
     new_config: Any = copy.deepcopy(dense_config)
     new_config.__class__ = config_class
@@ -98,7 +107,8 @@ def change_settings(model: PreTrainedModel, **settings: Any) -> None:
 
 def register() -> None:
     """Register the converted model types with the auto classes of transformers."""
+    heads = (AutoModelForCausalLM, AutoModelForSequenceClassification)
     for family in FAMILIES:
         AutoConfig.register(family.config.model_type, family.config, exist_ok=True)
-        AutoModel.register(family.config, family.model, exist_ok=True)
-        AutoModelForCausalLM.register(family.config, family.causal_lm, exist_ok=True)
+        for auto, model in zip((AutoModel, *heads), (family.model, *family.heads), strict=True):
+            auto.register(family.config, model, exist_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
 import subprocess
 import sys
@@ -12,7 +13,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+)
 
 from native_sparse_attention.integrations.transformers import NSAConfig, change_settings, convert_to_nsa, families
 from native_sparse_attention.integrations.transformers.config import NETWORKS
@@ -188,6 +195,36 @@ def test_a_model_without_head(tmp_path: Path):
     assert torch.equal(loaded(ids)[0], model(ids)[0])
 
 
+@every_family_in_full
+def test_a_sequence_classifier(family: str, tmp_path: Path):
+    """Logits of padded rows are dense where everything is read, and those of the loaded model are the same."""
+    config = dense_model(family).config
+    config.num_labels, config.pad_token_id = 3, 0
+    dense = AutoModelForSequenceClassification.from_config(config, attn_implementation='eager').eval()
+    ids = random_ids(2, 60).clamp(min=1)
+    ids[1, 50:] = 0
+    mask, labels = (ids != 0).long(), torch.tensor([2, 1])
+    expected = dense(ids, mask).logits
+    model = convert_to_nsa(dense, COVERING)
+    assert worst(model(ids, mask).logits, expected) <= NEAR_DENSE
+    change_settings(model, num_selected_blocks=3, sliding_window_size=4)
+    output = model(ids, mask, labels=labels)
+    output.loss.backward()
+    assert worst(output.logits, expected) > 1e-4
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path, attn_implementation='eager').eval()
+    assert type(loaded) is type(model)
+    assert torch.equal(loaded(ids, mask).logits, output.logits)
+
+
+def test_classes_are_found_by_their_names():
+    for family in families.FAMILIES:
+        for kind in (family.config, family.model, *family.heads, family.model.attention_class):
+            assert pickle.loads(pickle.dumps(kind)) is kind
+    with pytest.raises(AttributeError, match='NSAGPT2Model'):
+        _ = families.NSAGPT2Model
+
+
 def test_new_modules_follow_the_layers():
     model = convert_to_nsa(dense_model().to(torch.bfloat16), PAPER)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
@@ -256,7 +293,7 @@ def test_refused_settings(settings: dict[str, Any], message: str):
 def test_refused_models():
     with pytest.raises(ValueError, match='has sparse attention already'):
         convert_to_nsa(nsa_model())
-    with pytest.raises(ValueError, match='model is a Linear, but must be one of LlamaForCausalLM'):
+    with pytest.raises(ValueError, match='model is a Linear, but must be one of LlamaModel, LlamaForCausalLM'):
         convert_to_nsa(torch.nn.Linear(1, 1))  # type: ignore[type-var]
     oss = transformers.GptOssForCausalLM(transformers.GptOssConfig(**SIZES, num_local_experts=2))
     with pytest.raises(ValueError, match='model is a GptOssForCausalLM'):
