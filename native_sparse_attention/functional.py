@@ -127,6 +127,7 @@ def nsa(
     stacked, branches = composition.check_gates(gates, q, v_cmp, mem_kv, sinks_cmp, merge_window, **windowed)
     sizes = (compress_block_size, compress_stride, selection_block_size)
     checks.check_block_sizes(*sizes[:2], selection_block_size=sizes[2])
+    checks.refuse_context_parallel()
     checks.check_not_negative(num_init=num_init, num_local=num_local)
     num_selected, branches = composition.check_selection(
         q, k, branches, num_selected, block_indices, block_counts, share_group, use_diff_topk

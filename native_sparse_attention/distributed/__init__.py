@@ -13,5 +13,6 @@ if not torch.distributed.is_available():
     )
 
 from native_sparse_attention.distributed.fsdp import apply_fsdp, hold_weights
+from native_sparse_attention.distributed.tensor_parallel import apply_tp
 
-__all__ = ['apply_fsdp', 'hold_weights']
+__all__ = ['apply_fsdp', 'apply_tp', 'hold_weights']

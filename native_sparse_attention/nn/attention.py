@@ -26,7 +26,7 @@ from native_sparse_attention.nn.checks import check_block_loss, check_input, che
 from native_sparse_attention.nn.compress.apply import compress_pair, compress_tokens, with_zero_gradients
 from native_sparse_attention.nn.compress.build import make_networks
 from native_sparse_attention.nn.gate import GATE_START, MERGED_GATE_START, check_gate, make_gate
-from native_sparse_attention.nn.layer import AttentionLayer, normalised
+from native_sparse_attention.nn.layer import AttentionLayer
 from native_sparse_attention.nn.linear import BranchLinear, FixedStartLinear
 from native_sparse_attention.nn.padding import FrontOrder, from_front, to_front
 from native_sparse_attention.nn.rotary import layout_of, make_rotary, rotate, rotated_and_plain
@@ -176,7 +176,7 @@ class SparseAttention(AttentionLayer):
         # Queries, then keys and values of the compressed, the selected and the window branch, or one pair for all.
         kv_heads, value_dim = self.kv_heads, self.dim_value_head
         sizes = [heads * dim_head, kv_heads * dim_head, kv_heads * value_dim]
-        self._split_sizes = [sizes[0], *sizes[1:] * (3 if independent_branch_kv else 1)]
+        self.projection_sizes = [sizes[0], *sizes[1:] * (3 if independent_branch_kv else 1)]
         self.to_qkv = BranchLinear(dim, sizes, 3) if independent_branch_kv else nn.Linear(dim, sum(sizes), bias=False)
         self.combine_heads = nn.Linear(heads * value_dim, dim, bias=False)
 
@@ -288,7 +288,8 @@ class SparseAttention(AttentionLayer):
         q, k, v = self._stand_ins(cache.batch_size, num_tokens, dtype=cache.dtype, device=cache.device)
         sizes = (self.selection_block_size, self.num_selected_blocks)
         features = {'softcap': self.softcap, 'has_sinks': self.num_sinks > 0}
-        return decoding.backend_of(q, k, v, cache, *sizes, **features, backend=self.backend).name == 'triton'
+        choice = decoding.backend_of(q, k, v, cache, *sizes, **features, backend=self.backend)
+        return choice.name == 'triton' and self.head_ranks == 1
 
     def backend_for(self, x: Tensor) -> BackendChoice:
         """Return the backend that a forward of x `[B, T, dim]` would take, the reason against each faster one, and in
@@ -341,7 +342,7 @@ class SparseAttention(AttentionLayer):
             'sinks': read(self.window_sinks),
             'sinks_cmp': read(self.compress_sinks),
             'dropout_p': self._dropout_p,
-            'dropout_seed': as_seed(None, x.device) if self._dropout_p else None,
+            'dropout_seed': as_seed(None, x.device) + self.head_rank if self._dropout_p else None,
             'q_offset': 0,
             'seqlens_k': None if order is None else order.lengths,
             'cu_seqlens': cu_seqlens,
@@ -428,10 +429,7 @@ class SparseAttention(AttentionLayer):
             for m in (self.to_qkv, self.to_strategy_combine)
         )
         assert qkv is not None
-        q, *pairs = qkv.split(self._split_sizes, dim=-1)
-        q = normalised(self.q_norm, q.unflatten(-1, (self.heads, -1)))
-        pairs = [t.unflatten(-1, (self.kv_heads, -1)) for t in pairs]
-        pairs[::2] = [normalised(self.k_norm, k) for k in pairs[::2]]
+        q, pairs = self._split_heads(qkv)
         raw_k, raw_v = pairs[:2]
         k, v = pairs[2:4] if self.independent_branch_kv else (raw_k, raw_v)
         k_window, v_window = pairs[4:] if self.independent_branch_kv else (None, None)

@@ -9,13 +9,13 @@ import torch.nn.functional as F
 from rotary_embedding_torch import RotaryEmbedding
 from torch import Tensor, nn
 
-from native_sparse_attention.core.checks import check_flags, check_positive, make_sequences
+from native_sparse_attention.core.checks import check_flags, check_positive, make_sequences, refuse_context_parallel
 from native_sparse_attention.core.geometry import Sequences
 from native_sparse_attention.core.projection import floating_weight
 from native_sparse_attention.inference.cache import LayerCache
 from native_sparse_attention.inference.rollback import Checkpoint
 from native_sparse_attention.nn.gate import make_output_gate
-from native_sparse_attention.nn.layer import AttentionLayer, normalised
+from native_sparse_attention.nn.layer import AttentionLayer
 from native_sparse_attention.nn.padding import FrontOrder, from_front, to_front
 from native_sparse_attention.nn.rotary import make_rotary, rotate
 
@@ -68,8 +68,8 @@ class DenseAttention(AttentionLayer):
         self.norm = nn.RMSNorm(dim) if norm else nn.Identity()
         self._make_qk_norms(qk_norm)
         self.rotary = make_rotary(dim_head, rotary_emb, rotary_layout)
-        self._split_sizes = [heads * dim_head, kv_heads * dim_head, kv_heads * value_dim]
-        self.to_qkv = nn.Linear(dim, sum(self._split_sizes), bias=False)
+        self.projection_sizes = [heads * dim_head, kv_heads * dim_head, kv_heads * value_dim]
+        self.to_qkv = nn.Linear(dim, sum(self.projection_sizes), bias=False)
         self.combine_heads = nn.Linear(heads * value_dim, dim, bias=False)
         self.output_gate = make_output_gate(dim, heads) if output_gate else None
 
@@ -90,6 +90,7 @@ class DenseAttention(AttentionLayer):
         cache runs without autograd; in training mode, or for an x that requires gradients, it is refused unless under
         torch.no_grad().
         """
+        refuse_context_parallel()
         cached = self._check_call(x, mask, cu_seqlens, cache, return_cache)
         x, order = to_front(x, mask)
         if not cached:
@@ -152,11 +153,7 @@ class DenseAttention(AttentionLayer):
 
     def _project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q `[B, T, HQ, D]` and k `[B, T, H, D]`, rotated, and v `[B, T, H, DV]` of the normalised input x."""
-        q, k, v = self.to_qkv(x).split(self._split_sizes, dim=-1)
-        q = q.unflatten(-1, (self.heads, self.dim_head))
-        k = k.unflatten(-1, (self.kv_heads, self.dim_head))
-        v = v.unflatten(-1, (self.kv_heads, self.dim_value_head))
-        q, k = normalised(self.q_norm, q), normalised(self.k_norm, k)
+        q, (k, v) = self._split_heads(self.to_qkv(x))
         if self.rotary is not None:
             tables = self.rotary.tables(positions)
             q, k = rotate(tables, 'auto', q, k, layout=self.rotary.layout)

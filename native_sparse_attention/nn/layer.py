@@ -13,6 +13,7 @@ from native_sparse_attention.core.projection import projection_dtype
 from native_sparse_attention.inference.cache import FIRST_CAPACITY, MAX_ROLLBACK, LayerCache
 from native_sparse_attention.inference.paged_cache import cache_kind, make_cache
 from native_sparse_attention.nn.checks import check_cache, check_input, check_undifferentiated
+from native_sparse_attention.nn.linear import join_loaded
 from native_sparse_attention.nn.rotary import Rotary, describe_rotary
 
 _KEY = 'settings'  # in the metadata of a state dict
@@ -41,8 +42,11 @@ class AttentionLayer(nn.Module):
     """
 
     dim_head: int
-    heads: int
+    heads: int  # of this rank, where tensor parallelism divides them
     kv_heads: int
+    head_ranks: int = 1  # over which heads are divided
+    head_rank: int = 0  # this one
+    projection_sizes: list[int]  # output features of to_qkv: of queries, then of keys and values of each branch
     dim_value_head: int
     causal: bool
     norm: nn.Module
@@ -64,13 +68,25 @@ class AttentionLayer(nn.Module):
     def weight_settings(self) -> dict[str, Any]:
         """Settings that determine the meaning of the weights, in addition to their shapes."""
         return {
-            'heads': self.heads,
-            'kv_heads': self.kv_heads,
+            'heads': self.heads * self.head_ranks,
+            'kv_heads': self.kv_heads * self.head_ranks,
             'dim_head': self.dim_head,
             'dim_value_head': self.dim_value_head,
             'causal': self.causal,
             **describe_rotary(self.rotary),
         }
+
+    def divide_heads(self, ranks: int, rank: int) -> None:
+        """Compute with one of `ranks` equal parts of the heads, whose weights the modules of the layer have."""
+        self.heads, self.kv_heads = self.heads // ranks, self.kv_heads // ranks
+        self.head_ranks, self.head_rank = ranks, rank
+
+    def _split_heads(self, qkv: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, list[Tensor]]:
+        """Return q `[B, T, HQ, D]`, and k and v of each branch, `[B, T, H, D or DV]`, of the output of to_qkv."""
+        q, *pairs = qkv if isinstance(qkv, tuple) else qkv.split(self.projection_sizes, dim=-1)
+        q, pairs = q.unflatten(-1, (self.heads, -1)), [t.unflatten(-1, (self.kv_heads, -1)) for t in pairs]
+        pairs[::2] = [normalised(self.k_norm, k) for k in pairs[::2]]
+        return normalised(self.q_norm, q), pairs
 
     def init_cache(
         self,
@@ -147,6 +163,8 @@ def _compare(
     unexpected_keys: list[str],
     errors: list[str],
 ) -> None:
+    if isinstance(layer.to_qkv, nn.Linear):
+        join_loaded(layer.projection_sizes, state_dict, f'{prefix}to_qkv.')
     recorded = local_metadata.get(_KEY, {})
     for name, value in layer.weight_settings.items():
         made_with = recorded.get(name, value)

@@ -8,20 +8,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+
+
+def as_divided(parameter: Tensor, values: Tensor) -> Tensor:
+    """Return values of the same shape as a parameter; for a sharded one (DTensor), sharded like it."""
+    if not hasattr(parameter, 'device_mesh') or hasattr(values, 'device_mesh'):
+        return values
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(values.to(parameter.device), parameter.device_mesh, parameter.placements)  # type: ignore[attr-defined]
 
 
 @torch.no_grad()
 def set_values(parameter: Tensor, values: Tensor) -> None:
     """Copy values into a parameter of the same shape; of a sharded one (DTensor), into the shard of this rank."""
-    if hasattr(parameter, 'device_mesh'):
-        from torch.distributed.tensor import distribute_tensor
-
-        values = distribute_tensor(values.to(parameter.device), parameter.device_mesh, parameter.placements)  # type: ignore[attr-defined]
-    parameter.copy_(values)
+    parameter.copy_(as_divided(parameter, values))
 
 
 class FixedStartLinear(nn.Linear):
@@ -93,3 +99,68 @@ class BranchLinear(nn.Linear):
         nn.init.kaiming_uniform_(drawn, a=math.sqrt(5))  # as nn.Linear draws
         queries, pair = drawn.tensor_split([self.sizes[0]])
         set_values(self.weight, torch.cat([queries, *[pair] * self.branches]))
+
+
+class SplitLinear(nn.Module):
+    """The projection to queries, keys and values with a weight for each, so that each can be divided by heads.
+
+    sizes: output features of the queries, then of keys and values of each branch. A call returns one tensor for each.
+    State dicts of a linear layer with all rows in one weight load into it, and its state dicts load into an attention
+    layer that has such a weight.
+    """
+
+    def __init__(self, in_features: int, sizes: Sequence[int], **kind: Any) -> None:
+        super().__init__()
+        self.in_features, self.names = in_features, projection_names(sizes)
+        for name, size in zip(self.names, sizes, strict=True):
+            self.register_parameter(name, nn.Parameter(torch.empty(size, in_features, **kind)))
+        self.register_load_state_dict_pre_hook(_split_loaded)
+
+    @classmethod
+    def of(cls, linear: nn.Linear, sizes: Sequence[int]) -> SplitLinear:
+        """Return the layer with the weights of one that returns all features in one tensor."""
+        weight = linear.weight
+        split = cls(linear.in_features, sizes, dtype=weight.dtype, device=weight.device)
+        for parameter, part in zip(split.parameters(), weight.detach().split(list(sizes)), strict=True):
+            parameter.data.copy_(part)
+            parameter.requires_grad_(weight.requires_grad)
+        return split.train(linear.training)
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight of the queries, for its dtype and device."""
+        return getattr(self, self.names[0])
+
+    def reset_parameters(self) -> None:
+        """As `nn.Linear` and `BranchLinear`: keys and values of all branches start equal."""
+        first = [self.get_parameter(name) for name in self.names[:3]]
+        for parameter in first:
+            nn.init.kaiming_uniform_(parameter, a=math.sqrt(5))
+        with torch.no_grad():
+            for index, name in enumerate(self.names[3:]):
+                self.get_parameter(name).copy_(first[1 + index % 2])
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(F.linear(x, getattr(self, name)) for name in self.names)
+
+
+def projection_names(sizes: Sequence[int]) -> tuple[str, ...]:
+    """Return the names of the weights of a `SplitLinear`."""
+    branches = ('',) if len(sizes) == 3 else ('_compressed', '_selected', '_window')
+    return ('q', *(f'{name}{branch}' for branch in branches for name in 'kv'))
+
+
+def _split_loaded(linear: SplitLinear, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    fused = state_dict.pop(prefix + 'weight', None)
+    if fused is not None:
+        parameters = dict(linear.named_parameters())
+        parts = fused.split([len(parameter) for parameter in parameters.values()])
+        for (name, parameter), part in zip(parameters.items(), parts, strict=True):
+            state_dict[prefix + name] = as_divided(parameter, part)
+
+
+def join_loaded(sizes: Sequence[int], state_dict: dict[str, Any], prefix: str) -> None:
+    """Join the weights of a `SplitLinear` in a state dict to the one of a linear layer."""
+    names = [prefix + name for name in projection_names(sizes)]
+    if all(name in state_dict for name in names):
+        state_dict[prefix + 'weight'] = torch.cat([state_dict.pop(name) for name in names])

@@ -57,9 +57,7 @@ class StartedModel(nn.Module):
 
     @property
     def is_tied(self) -> bool:
-        first, second = (
-            dict(m.named_parameters(recurse=False)).get('weight') for m in (self.token_emb, self.to_logits)
-        )
+        first, second = own_weight(self.token_emb), own_weight(self.to_logits)
         return first is not None and first is second
 
     def modules(self) -> Iterator[nn.Module]:
@@ -77,12 +75,17 @@ class StartedModel(nn.Module):
         tied = self.is_tied
         super()._apply(fn, recurse)
         if tied:
-            self.token_emb.weight = self.to_logits.weight
+            self.token_emb.weight = own_weight(self.to_logits)  # type: ignore[assignment]
         return self
 
 
+def own_weight(module: nn.Module) -> Any:
+    """Return the parameter `weight` of a module, or None. The attribute may be a part of it (tensor parallelism)."""
+    return dict(module.named_parameters(recurse=False)).get('weight')
+
+
 def _before_loading(model: StartedModel, *_: Any) -> None:
-    model._loading = (model.to_logits.weight,) if model.is_tied else ()
+    model._loading = (own_weight(model.to_logits),) if model.is_tied else ()
 
 
 def _tie_loaded(model: StartedModel, _: Any) -> None:
@@ -90,7 +93,7 @@ def _tie_loaded(model: StartedModel, _: Any) -> None:
     if not shared or model.is_tied:
         return
     # A state dict may hold the shared weight under one name alone.
-    if model.to_logits.weight is shared[0]:
-        model.to_logits.weight = model.token_emb.weight
+    if own_weight(model.to_logits) is shared[0]:
+        model.to_logits.weight = own_weight(model.token_emb)
     else:
-        model.token_emb.weight = model.to_logits.weight
+        model.token_emb.weight = own_weight(model.to_logits)

@@ -371,9 +371,11 @@ class Transformer(GeneratingModel):
         targets = _targets(ids, mask, cu_seqlens)
         mask = None if mask is None else mask[:, :-1]
         cu_seqlens = None if cu_seqlens is None else cu_seqlens.clamp(max=ids.shape[1] - 1)
-        return _cross_entropy(
-            self.to_logits(self._embed(ids[:, :-1], mask, cu_seqlens, backend, block_losses)), targets
-        )
+        embedded = self._embed(ids[:, :-1], mask, cu_seqlens, backend, block_losses)
+        # A head that is divided over ranks computes the loss without all logits.
+        if (summed := getattr(self.to_logits, 'summed_cross_entropy', None)) is not None:
+            return summed(embedded, targets) / _count(targets)
+        return _cross_entropy(self.to_logits(embedded), targets)
 
 
 def _check_labels(labels: Tensor, ids: Tensor, is_excluded: bool) -> None:
@@ -402,7 +404,11 @@ def _cross_entropy(logits: Tensor, targets: Tensor, count: Tensor | int | None =
     """Return the sum over targets `[B, T]` that count, divided by count, default their number."""
     logits, flat = _upcast(logits).flatten(0, 1), targets.flatten().long()
     total = F.cross_entropy(logits, flat, ignore_index=IGNORED_LABEL, reduction='sum')
-    return total / ((targets != IGNORED_LABEL).sum().clamp(min=1) if count is None else count)
+    return total / (_count(targets) if count is None else count)
+
+
+def _count(targets: Tensor) -> Tensor:
+    return (targets != IGNORED_LABEL).sum().clamp(min=1)
 
 
 def _options(block: Block, backend: str | None) -> dict[str, str]:

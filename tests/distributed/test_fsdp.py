@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -130,8 +131,12 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Te
     return {name: whole(value).detach().clone() for name, value in flat.items()}
 
 
-def save(folder: Path, kind: str) -> None:
-    model = apply_fsdp(make_model(kind), line())
+def sharded(kind: str) -> Transformer:
+    return apply_fsdp(make_model(kind), line())
+
+
+def save(folder: Path, kind: str, make: Callable[..., Transformer] = sharded, *arguments: Any) -> None:
+    model = make(kind, *arguments)
     optimizer = start(model)
     step(model, optimizer, 1)
     weights, states = get_state_dict(model, optimizer)
@@ -143,11 +148,13 @@ def save(folder: Path, kind: str) -> None:
         torch.save((saved, after), folder / 'expected')
 
 
-def load(folder: Path, kind: str, same_ranks: bool) -> None:
+def load(
+    folder: Path, kind: str, same_ranks: bool, make: Callable[..., Transformer] = sharded, *arguments: Any
+) -> None:
     """From the meta device: every value is that of the checkpoint."""
     with torch.device('meta'):
-        model = make_model(kind)
-    apply_fsdp(model, line()).to_empty(device='cpu')
+        model = make(kind, *arguments)
+    model.to_empty(device='cpu')
     optimizer = start(model)
     weights, states = get_state_dict(model, optimizer)
     dcp.load({'model': weights, 'optimizer': states}, checkpoint_id=folder / 'checkpoint')

@@ -21,7 +21,7 @@ def by_hand(attn: DenseAttention, x: Tensor) -> Tensor:
     length = len(x)
     x = x / (x.square().mean(-1, keepdim=True) + torch.finfo(x.dtype).eps).sqrt() * attn.get_parameter('norm.weight')
     projected = x @ attn.to_qkv.weight.T
-    q, k, v = projected.split(attn._split_sizes, dim=-1)
+    q, k, v = projected.split(attn.projection_sizes, dim=-1)
     q, k, v = q.view(length, attn.heads, -1), k.view(length, attn.kv_heads, -1), v.view(length, attn.kv_heads, -1)
     if attn.q_norm is not None and attn.k_norm is not None:
         q, k = (t / (t.square().mean(-1, keepdim=True) + 1e-6).sqrt() for t in (q, k))

@@ -1,0 +1,84 @@
+"""Modules whose weights are divided over the ranks of a mesh and which compute with the part of this rank.
+
+Parameters are DTensors, as optimizers, `fully_shard` and checkpoints need. The class of a module is replaced by a
+subclass that reads them as plain tensors, so that its own arithmetic, and kernels, run as in one process. No hooks are
+involved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, distribute_tensor
+
+
+def to_ranks(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Return x, which all ranks have, for computations that differ by rank: its gradients are summed over the ranks."""
+    if not torch.is_grad_enabled():
+        return x
+    return DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
+
+
+def sum_over_ranks(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Return the sum of the x of all ranks. What follows must be the same on all ranks, as its gradient then is."""
+    return DTensor.from_local(x, mesh, [Partial()], run_check=False).full_tensor()
+
+
+def divide(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    placements: Mapping[str, Placement],
+    *,
+    behaviour: type | None = None,
+    is_shared: bool = False,
+) -> None:
+    """Distribute the parameters of a module itself, not those of its submodules, over the mesh.
+
+    Args:
+        module: changed in place.
+        mesh: of one dimension. Values are those of its first rank.
+        placements: by name of a parameter; replicated where there is none.
+        behaviour: mixin before the module's class, whose methods find the mesh in `tensor_mesh`.
+        is_shared: replicated parameters meet what differs by rank, so that their gradients are summed over the ranks.
+    """
+    names = []
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        names.append(name)
+        if not isinstance(parameter, DTensor):  # a tied weight is distributed already
+            divided = distribute_tensor(parameter.detach(), mesh, [placements.get(name, Replicate())])
+            setattr(module, name, nn.Parameter(divided, parameter.requires_grad))
+    shared = frozenset(name for name in names if is_shared and name not in placements)
+    if names or behaviour is not None:
+        module.__class__ = _local_class(type(module), tuple(names), shared, behaviour)
+        object.__setattr__(module, 'tensor_mesh', mesh)
+
+
+@cache
+def _local_class(whole: type, names: tuple[str, ...], shared: frozenset[str], behaviour: type | None) -> type:
+    def reset_parameters(module: Any) -> None:
+        """Reset whole parameters, so that a start depends on their shapes and not on those of the shards."""
+        own, module.__class__ = module.__class__, whole
+        try:
+            module.reset_parameters()
+        finally:
+            module.__class__ = own
+
+    members: dict[str, Any] = {name: property(partial(_read, name, name in shared)) for name in names}
+    if hasattr(whole, 'reset_parameters'):
+        members['reset_parameters'] = reset_parameters
+    bases = (whole,) if behaviour is None else (behaviour, whole)
+    return type(whole.__name__, bases, {**members, '__module__': whole.__module__})
+
+
+def _read(name: str, is_shared: bool, module: nn.Module) -> Any:
+    parameter = nn.Module.__getattr__(module, name)
+    # Between calls a sharded parameter is on a mesh of more dimensions, and the engine that shards it reads it here.
+    if not isinstance(parameter, DTensor) or parameter.device_mesh.ndim > 1:
+        return parameter
+    local = parameter.to_local()
+    return to_ranks(local, parameter.device_mesh) if is_shared else local

@@ -1,0 +1,249 @@
+"""Tensor parallelism: the heads of attention, hidden units and the vocabulary are divided over the ranks.
+
+Inside a block there are two sums over the ranks in the forward, after attention and after the feed-forward network, and
+two in the backward. Between them every rank computes with the heads and the hidden units that it has.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ReduceOp, all_reduce
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from native_sparse_attention.core.checks import shown
+from native_sparse_attention.distributed.local import divide, sum_over_ranks, to_ranks
+from native_sparse_attention.distributed.mesh import check_mesh
+from native_sparse_attention.inference.generation import evaluating
+from native_sparse_attention.nn.attention import SparseAttention
+from native_sparse_attention.nn.compress import ConvLinearCompress
+from native_sparse_attention.nn.linear import FixedStartLinear, HeadLinear, SplitLinear
+from native_sparse_attention.nn.start import own_weight
+from native_sparse_attention.nn.transformer import IGNORED_LABEL, Transformer
+
+_ROWS, _COLUMNS = {'weight': Shard(0), 'bias': Shard(0)}, {'weight': Shard(1)}
+_OF_HEADS = (
+    *('k_intrablock_positions', 'v_intrablock_positions', 'compress_mem_k', 'compress_mem_v'),
+    *('compress_sinks', 'window_sinks'),
+)
+
+
+def apply_tp(model: Transformer, mesh: DeviceMesh) -> Transformer:
+    """Divide the weights of a model over the ranks of a mesh, in place; return the model.
+
+    Each rank computes some KV heads with their query heads, and some hidden units; block scores, block selection and
+    caches never leave a rank. The vocabulary is divided too. `return_loss` gathers no logits; logits that are returned
+    are whole. All ranks take the same rows and get the same loss. Apply it before checkpointing, compilation and
+    `apply_fsdp`, and make the optimizer afterwards.
+
+    `to_qkv` becomes a `SplitLinear`, with a weight each for queries, keys and values, so that each can be cut between
+    heads at any number of ranks.
+
+    Args:
+        model: `Transformer`. Its networks φ compute each head by itself; parameters are those of all heads, but in
+            networks of this package with weights of each head.
+        mesh: of one dimension, whose size divides the number of KV heads and the hidden size of the feed-forward
+            networks. Weights are those of its first rank.
+
+    Raises:
+        ValueError: another model or mesh, sizes that the mesh does not divide, or modules of other classes.
+    """
+    check_mesh(mesh, (1,))
+    _check_model(model, mesh.size())
+    for block in model.blocks:
+        _divide_attention(block.attention, mesh)
+        norm, first, _, second = block.feed_forward.children()
+        divide(norm, mesh, {}, behaviour=_ToRanks)
+        divide(first, mesh, _ROWS)
+        divide(second, mesh, _COLUMNS, behaviour=_SumOverRanks)
+    divide(model.norm, mesh, {})
+    is_tied = model.is_tied
+    divide(model.token_emb, mesh, _ROWS, behaviour=_Embedding)
+    if is_tied:
+        model.to_logits.weight = own_weight(model.token_emb)
+    divide(model.to_logits, mesh, _ROWS, behaviour=_Head)
+    return model
+
+
+class _ToRanks:
+    """A module whose output is read by computations that differ by rank."""
+
+    tensor_mesh: DeviceMesh
+
+    def forward(self, x: Tensor) -> Tensor:
+        return to_ranks(super().forward(x), self.tensor_mesh)  # type: ignore[misc]
+
+
+class _HeadsOfRank:
+    """An attention layer with the heads of this rank. The loss of its block scores is the mean of all ranks."""
+
+    tensor_mesh: DeviceMesh
+
+    def forward(self, *args: Any, return_block_loss: bool = False, **options: Any) -> Any:
+        if not return_block_loss:
+            return super().forward(*args, **options)  # type: ignore[misc]
+        out, loss = super().forward(*args, return_block_loss=True, **options)  # type: ignore[misc]
+        return out, sum_over_ranks(loss / self.tensor_mesh.size(), self.tensor_mesh)
+
+
+class _SumOverRanks:
+    """A linear layer of features that are divided over the ranks."""
+
+    tensor_mesh: DeviceMesh
+    weight: Tensor
+    bias: Tensor | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = sum_over_ranks(F.linear(x, self.weight), self.tensor_mesh)
+        return out if self.bias is None else out + self.bias
+
+
+class _Embedding:
+    """An embedding whose rows are divided over the ranks."""
+
+    tensor_mesh: DeviceMesh
+    weight: Tensor
+    num_embeddings: int
+
+    def forward(self, ids: Tensor) -> Tensor:
+        index, is_here = _rows_here(ids, self.num_embeddings, self.tensor_mesh)
+        return sum_over_ranks(F.embedding(index, self.weight) * is_here[..., None], self.tensor_mesh)
+
+
+class _Head:
+    """A linear layer without a bias whose outputs, the logits, are divided over the ranks."""
+
+    tensor_mesh: DeviceMesh
+    weight: Tensor
+    out_features: int
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return all logits."""
+        mesh, logits = self.tensor_mesh, self._logits_here(x)
+        shape = torch.Size((*x.shape[:-1], self.out_features))
+        stride = torch.empty(shape, device='meta').stride()
+        return DTensor.from_local(
+            logits, mesh, [Shard(logits.ndim - 1)], run_check=False, shape=shape, stride=stride
+        ).full_tensor()
+
+    def summed_cross_entropy(self, x: Tensor, targets: Tensor) -> Tensor:
+        """Return the sum over targets `[B, T]` of x `[B, T, dim]`, without gathering logits."""
+        logits = self._logits_here(x)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        largest = logits.detach().amax(-1)
+        all_reduce(largest, ReduceOp.MAX, self.tensor_mesh.get_group())
+        sums = sum_over_ranks((logits - largest[..., None]).exp().sum(-1), self.tensor_mesh)
+        index, is_here = _rows_here(targets, self.out_features, self.tensor_mesh)
+        logit = sum_over_ranks(logits.gather(-1, index[..., None])[..., 0] * is_here, self.tensor_mesh)
+        return (sums.log() + largest - logit).masked_fill(targets == IGNORED_LABEL, 0.0).sum()
+
+    def _logits_here(self, x: Tensor) -> Tensor:
+        return F.linear(to_ranks(x, self.tensor_mesh), self.weight)
+
+
+def _rows_here(ids: Tensor, num_tokens: int, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
+    """Return for ids their row in the part of this rank, 0 for rows of other ranks, and whether they are here."""
+    num_rows = -(-num_tokens // mesh.size())  # as Shard divides
+    index = ids.long() - mesh.get_local_rank() * num_rows
+    is_here = (index >= 0) & (index < num_rows)
+    return index.masked_fill(~is_here, 0), is_here
+
+
+def _divide_attention(layer: Any, mesh: DeviceMesh) -> None:
+    divide(layer.norm, mesh, {}, behaviour=_ToRanks)
+    layer.to_qkv = SplitLinear.of(layer.to_qkv, layer.projection_sizes)
+    divide(layer.to_qkv, mesh, dict.fromkeys(layer.to_qkv.names, Shard(0)))
+    divide(layer.combine_heads, mesh, _COLUMNS, behaviour=_SumOverRanks)
+    for norm in (layer.q_norm, layer.k_norm):
+        if norm is not None:
+            divide(norm, mesh, {}, is_shared=True)
+    if layer.rotary is not None and layer.rotary.rotary_emb is not None:
+        divide(layer.rotary.rotary_emb, mesh, {}, is_shared=True)
+    if (gate := _gate_of(layer)) is not None:
+        divide(gate, mesh, _ROWS)
+    if isinstance(layer, SparseAttention):
+        for network in (layer.k_compress, layer.v_compress):
+            if network is not None:
+                _divide_network(network, layer.kv_heads, mesh)
+    divide(layer, mesh, dict.fromkeys(_OF_HEADS, Shard(0)), behaviour=_HeadsOfRank)
+    layer.divide_heads(mesh.size(), mesh.get_local_rank())
+
+
+def _divide_network(network: nn.Module, kv_heads: int, mesh: DeviceMesh) -> None:
+    for module in network.modules():
+        if isinstance(module, ConvLinearCompress) and module.heads > 1:
+            module.heads //= mesh.size()
+            for name in ('groups', 'in_channels', 'out_channels'):
+                setattr(module.conv, name, getattr(module.conv, name) // mesh.size())
+            divide(module.conv, mesh, _ROWS)
+        elif isinstance(module, HeadLinear) and len(module.weight) == kv_heads > 1:
+            divide(module, mesh, {'weight': Shard(0), 'bias': Shard(1)})
+        elif not any(isinstance(p, DTensor) for p in module.parameters(recurse=False)):
+            divide(module, mesh, {}, is_shared=True)
+
+
+def _gate_of(layer: Any) -> nn.Module | None:
+    return layer.to_strategy_combine if isinstance(layer, SparseAttention) else layer.output_gate
+
+
+def _check_model(model: Any, ranks: int) -> None:
+    """Raise ValueError, the same on every rank, before anything is changed or communicated."""
+    if not isinstance(model, Transformer):
+        raise ValueError(f'model is {shown(model)}, but must be a Transformer')
+    if any(isinstance(p, DTensor) for p in model.parameters()):
+        raise ValueError('model is divided already, but apply_tp comes first, before apply_fsdp')
+    num_rows = -(-model.num_tokens // ranks)
+    if num_rows * (ranks - 1) >= model.num_tokens:
+        raise ValueError(f'num_tokens is {model.num_tokens}, but must give each of {ranks} ranks a row')
+    for block in model.blocks:
+        layer: Any = block.attention
+        if layer.kv_heads % ranks:
+            raise ValueError(
+                f'mesh has {ranks} ranks, but their number must divide the number of KV heads, {layer.kv_heads}'
+            )
+        kinds = [type(module) for module in block.feed_forward.children()]
+        if kinds != [nn.RMSNorm, nn.Linear, nn.GELU, nn.Linear]:
+            names = ', '.join(kind.__name__ for kind in kinds)
+            raise ValueError(f'feed_forward has {names}, but must have RMSNorm, Linear, GELU, Linear')
+        hidden = list(block.feed_forward.children())[1].out_features
+        if hidden % ranks:  # type: ignore[operator]
+            raise ValueError(
+                f'mesh has {ranks} ranks, but their number must divide the hidden size of feed_forward, {hidden}'
+            )
+        if type(gate := _gate_of(layer)) not in (FixedStartLinear, nn.Linear, type(None)):
+            raise ValueError(f'the gate is a {type(gate).__name__}, but must be a linear layer to be divided by heads')
+        if isinstance(layer, SparseAttention):
+            _check_networks(layer, ranks)
+
+
+@torch.no_grad()
+def _check_networks(layer: SparseAttention, ranks: int) -> None:
+    """Refuse networks that mix heads, or have weights of each head of which the package does not know."""
+    for network, dim, name in (
+        (layer.k_compress, layer.dim_head, 'keys'),
+        (layer.v_compress, layer.dim_value_head, 'values'),
+    ):
+        if network is None or any(isinstance(module, ConvLinearCompress | HeadLinear) for module in network.modules()):
+            continue
+        parameters = list(network.parameters())
+        if any(p.is_meta for p in parameters):
+            continue
+        like, heads = next(iter(parameters), torch.empty(())), layer.kv_heads
+        shape = (1, heads, 3, layer.compress_block_size, dim)
+        blocks = torch.linspace(-1, 1, prod(shape), dtype=like.dtype, device=like.device).view(shape)
+        with evaluating(network):
+            expected = network(blocks)[:, : heads // ranks]
+            try:
+                is_alike = torch.allclose(network(blocks[:, : heads // ranks]), expected, rtol=1e-3, atol=1e-3)
+            except RuntimeError:
+                is_alike = False
+        if not is_alike:
+            raise ValueError(
+                f'compress_mlp ({name}) is a {type(network).__name__}, which does not compute each head by itself with '
+                f'the same weights, but must to be divided over {ranks} ranks'
+            )

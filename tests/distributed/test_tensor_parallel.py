@@ -1,0 +1,272 @@
+"""`apply_tp`: a model whose heads are divided over ranks equals one process, in training, decoding and checkpoints."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from native_sparse_attention import functional
+from native_sparse_attention.transformer import Transformer
+from tests.support.processes import run_processes
+from tests.support.sharded_models import (
+    KINDS,
+    assert_near,
+    gradients,
+    learned_rotary,
+    make_ids,
+    make_model,
+    recorded_blocks,
+    whole,
+)
+
+pytest.importorskip('torch.distributed.fsdp', exc_type=ImportError)
+from torch.distributed import init_device_mesh
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.tensor import DTensor
+
+from native_sparse_attention.distributed import apply_fsdp, apply_tp
+from tests.distributed.test_fsdp import decoded, load, save
+from tests.layer.test_compress import NETWORKS
+
+full = pytest.mark.full
+
+
+def joined(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Join the entries of queries, keys and values of each projection, as in a model that is not divided."""
+    out: dict[str, Tensor] = {}
+    for name, value in values.items():
+        parent, of_qkv, _ = name.partition('to_qkv.')
+        key = f'{parent}to_qkv.weight' if of_qkv else name
+        out[key] = torch.cat([out[key], value]) if key in out else value
+    return out
+
+
+def assert_equal_training(
+    model: Transformer, one: Transformer, ids: Tensor, mine: slice = slice(None), **options: Any
+) -> None:
+    """model: divided, and sharded where mine are rows of this rank. one: the same model in one process."""
+    with recorded_blocks() as expected_blocks:
+        expected = one(ids, return_loss=True, **options)
+        _total(expected).backward()
+    with recorded_blocks() as blocks:
+        out = model(ids[mine], return_loss=True, **options)
+        _total(out).backward()
+    layer: Any = model.blocks[0].attention
+    for found, wanted in zip(blocks, expected_blocks, strict=True):
+        assert torch.equal(found, wanted[mine].chunk(layer.head_ranks, 2)[layer.head_rank]), 'another block is selected'
+    if mine == slice(None):
+        assert_near(_total(out), _total(expected), 'loss')
+    found, wanted = joined(gradients(model)), gradients(one)
+    assert found.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        assert_near(found[name], gradient, name)
+    model.zero_grad()
+    one.zero_grad()
+
+
+def _total(out: Any) -> Tensor:
+    return out[0] + out[1] if isinstance(out, tuple) else out
+
+
+def line() -> Any:
+    return init_device_mesh('cpu', (dist.get_world_size(),))
+
+
+def train_and_decode(kind: str, dtype: torch.dtype) -> None:
+    model, ids = make_model(kind).to(dtype), make_ids(2)
+    one = copy.deepcopy(model)
+    apply_tp(model, line())
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    assert_equal_training(model, one, ids)
+    for found, wanted in zip(model(ids, labels=ids), one(ids, labels=ids), strict=True):
+        assert_near(found, wanted, 'logits')
+    model.eval()
+    one.eval()
+    assert_near(decoded(model, ids), decoded(one, ids), 'logits')
+    assert torch.equal(model.generate(ids, 4, seed=3), one.generate(ids, 4, seed=3))
+    mask = torch.arange(33) < torch.tensor([[33], [20]])
+    assert torch.equal(model.generate(ids, 4, mask=mask, seed=3), one.generate(ids, 4, mask=mask, seed=3))
+
+
+@pytest.mark.parametrize(
+    ('kind', 'ranks', 'dtype'),
+    [
+        ('separate', 2, torch.float64),
+        *(pytest.param(kind, 4, torch.float64, marks=full) for kind in KINDS),
+        pytest.param('merged', 2, torch.float32, marks=full),
+        pytest.param('separate', 1, torch.float64, marks=full),
+    ],
+)
+def test_equals_one_process(kind: str, ranks: int, dtype: torch.dtype, tmp_path: Path) -> None:
+    run_processes(train_and_decode, ranks, tmp_path, kind, dtype)
+
+
+class PerHead(nn.Module):
+    """A network with parameters of each head that the package does not know."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(heads, 1, 1))
+
+    def forward(self, blocks: Tensor) -> Tensor:
+        return blocks.mean(-2) * self.scale
+
+
+class MixedHeads(nn.Module):
+    def forward(self, blocks: Tensor) -> Tensor:
+        return blocks.mean(-2) + blocks.mean((1, 3))[:, None]
+
+
+def train_with_networks() -> None:
+    """Parameters that heads share have the sum of the gradients of all heads."""
+    ids = make_ids(2)
+    for name, make in NETWORKS.items():
+        if name != 'transformer':  # it mixes the heads of a token
+            model = make_model(sparse={'compress_mlp': make(4, 8, 4)}, depth=1)
+            assert_equal_training(apply_tp(copy.deepcopy(model), line()), model, ids)
+    boundaries = torch.tensor([0, 14, 33], dtype=torch.int32)
+    model = make_model('merged', sparse={'rotary_emb': learned_rotary(), 'norm': False})
+    divided = apply_tp(copy.deepcopy(model), line())
+    assert_equal_training(divided, model, ids[:1], cu_seqlens=boundaries)
+    assert_equal_training(divided, model, ids, mask=torch.arange(33) < torch.tensor([[33], [20]]))
+    model.gradient_checkpointing_enable()
+    divided.gradient_checkpointing_enable()
+    assert_equal_training(divided, model, ids)
+
+
+def train_block_scores() -> None:
+    """The candidates of a row are drawn, so the loss of one process is near. It is the same on all ranks."""
+    model, ids = make_model('scores'), make_ids(8)
+    _, expected = model(ids, return_loss=True, return_block_loss=True)
+    _, loss = apply_tp(model, line())(ids, return_loss=True, return_block_loss=True)
+    others = [torch.empty_like(loss) for _ in range(2)]
+    dist.all_gather(others, loss.detach())
+    assert others[0] == others[1]
+    assert abs(loss / expected - 1) < 0.05
+    loss.backward()
+    assert all(p.grad.isfinite().all() for p in model.blocks[0].attention.k_compress.parameters())  # type: ignore[union-attr]
+
+
+@full
+def test_loss_of_block_scores(tmp_path: Path) -> None:
+    run_processes(train_block_scores, 2, tmp_path)
+
+
+@full
+def test_networks_and_inputs(tmp_path: Path) -> None:
+    run_processes(train_with_networks, 2, tmp_path)
+
+
+def train_with_sharding(kind: str) -> None:
+    mesh = init_device_mesh('cpu', (2, 2), mesh_dim_names=('data', 'tensor'))
+    model = make_model(kind)
+    one, rank, ids = copy.deepcopy(model), mesh['data'].get_local_rank(), make_ids(4)
+    apply_fsdp(apply_tp(model, mesh['tensor']), mesh['data'])
+    assert_equal_training(model, one, ids, slice(2 * rank, 2 * rank + 2))
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    model.eval()
+    one.eval()
+    assert torch.equal(model.generate(ids, 4, seed=3), one.generate(ids, 4, seed=3))
+
+
+@full
+@pytest.mark.parametrize('kind', ['separate', 'merged'])
+def test_with_sharded_data_parallelism(kind: str, tmp_path: Path) -> None:
+    run_processes(train_with_sharding, 4, tmp_path, kind)
+
+
+def divided(kind: str, shape: tuple[int, int]) -> Transformer:
+    mesh = init_device_mesh('cpu', shape, mesh_dim_names=('data', 'tensor'))
+    return apply_fsdp(apply_tp(make_model(kind), mesh['tensor']), mesh['data'])
+
+
+@full
+def test_checkpoints_load_into_another_layout(tmp_path: Path) -> None:
+    for number, (function, shape, more) in enumerate(
+        [(save, (2, 2), ()), (load, (2, 2), (True,)), (load, (1, 4), (False,)), (load, (2, 1), (False,))]
+    ):
+        (store := tmp_path / str(number)).mkdir()
+        run_processes(function, shape[0] * shape[1], store, tmp_path, 'branches', *more, divided, shape)
+
+
+def exchange_state_dicts() -> None:
+    """Of a model with one projection weight and of a divided one with three: each loads into the other."""
+    ids = make_ids(2)
+    for kind in ('separate', 'branches', 'dense'):
+        one, model = make_model(kind, seed=3), apply_tp(make_model(kind), line())
+        set_model_state_dict(model, one.state_dict(), options=StateDictOptions(full_state_dict=True))
+        assert_near(model(ids), one(ids))
+        again = make_model(kind, seed=5)
+        again.load_state_dict({name: whole(value) for name, value in model.state_dict().items()})
+        assert torch.equal(again(ids), one(ids))
+        model.load_state_dict(model.state_dict(), assign=True)
+        assert_near(copy.deepcopy(model)(ids), one(ids))
+
+
+@full
+def test_state_dicts(tmp_path: Path) -> None:
+    run_processes(exchange_state_dicts, 2, tmp_path)
+
+
+def draw_dropout() -> None:
+    """Ranks with one random state drop different weights of their heads."""
+    model, seeds = make_model(sparse={'dropout': 0.5}), []
+    apply_tp(model, line())
+    nsa = functional.nsa
+
+    def record(*args: Any, dropout_seed: Tensor, **settings: Any) -> Tensor:
+        seeds.append(dropout_seed)
+        return nsa(*args, dropout_seed=dropout_seed, **settings)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(functional, 'nsa', record)
+        model(make_ids(2), return_loss=True).backward()
+    mine = torch.cat(seeds)
+    others = [torch.empty_like(mine) for _ in range(2)]
+    dist.all_gather(others, mine)
+    assert not (others[0] == others[1]).any()
+
+
+@full
+def test_dropout(tmp_path: Path) -> None:
+    run_processes(draw_dropout, 2, tmp_path)
+
+
+def errors() -> None:
+    """One line on every rank, before anything is changed."""
+    two = init_device_mesh('cpu', (2, 2), mesh_dim_names=('data', 'tensor'))
+    other_block = make_model()
+    other_block.blocks[1].feed_forward[2] = nn.ReLU()  # type: ignore[operator]
+    cases: list[tuple[str, Any, Any]] = [
+        ('mesh has 2 dimensions, but must have 1', make_model(), two),
+        ('model is .*, but must be a Transformer', nn.Linear(2, 2), line()),
+        ('mesh has 4 ranks, .* must divide the number of KV heads, 2', make_model(heads=4, kv_heads=2), line()),
+        ('mesh has 4 ranks, .* hidden size of feed_forward, 18', make_model(ff_expansion_factor=1.125), line()),
+        ('feed_forward has RMSNorm, Linear, ReLU, Linear, but must', other_block, line()),
+        ('the gate is a Sequential', make_model(sparse={'strategy_combine_mlp': gate(16, 24)}), line()),
+        (r'compress_mlp \(keys\) is a PerHead, which', make_model(sparse={'compress_mlp': PerHead(4)}), line()),
+        ('CompressTransformer, which', make_model(sparse={'compress_mlp': NETWORKS['transformer'](4, 8, 4)}), line()),
+        ('MixedHeads, which', make_model(sparse={'compress_mlp': MixedHeads()}), line()),
+        ('model is divided already', apply_tp(make_model(), line()), line()),
+    ]
+    for message, model, mesh in cases:
+        before = [type(p) for p in model.parameters()]
+        with pytest.raises(ValueError, match=message) as raised:
+            apply_tp(model, mesh)
+        assert '\n' not in str(raised.value)
+        assert before == [type(p) for p in model.parameters()]
+
+
+def gate(dim: int, logits: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(dim, 4), nn.Linear(4, logits))
+
+
+@full
+def test_wrong_arguments(tmp_path: Path) -> None:
+    run_processes(errors, 4, tmp_path)
