@@ -181,6 +181,28 @@ def test_with_sharded_data_parallelism(kind: str, tmp_path: Path) -> None:
     run_processes(train_with_sharding, 4, tmp_path, kind)
 
 
+def train_compiled() -> None:
+    """The order of `docs/distributed.md`: division, checkpointing, compilation of the blocks, sharding."""
+    mesh = init_device_mesh('cpu', (1, 2), mesh_dim_names=('data', 'tensor'))
+    model, ids = make_model('separate', depth=1), make_ids(2)
+    one = copy.deepcopy(model)
+    apply_tp(model, mesh['tensor']).gradient_checkpointing_enable()
+    for block in model.blocks:
+        block.compile(backend='eager')
+    apply_fsdp(model, mesh['data'])
+    one(ids, return_loss=True).backward()
+    for _ in range(2):
+        model.zero_grad()
+        model(ids, return_loss=True).backward()
+        for name, gradient in joined(gradients(model)).items():
+            assert_near(gradient, one.get_parameter(name).grad, name)  # type: ignore[arg-type]
+
+
+@full
+def test_compiled_and_checkpointed(tmp_path: Path) -> None:
+    run_processes(train_compiled, 2, tmp_path)
+
+
 def divided(kind: str, shape: tuple[int, int]) -> Transformer:
     mesh = init_device_mesh('cpu', shape, mesh_dim_names=('data', 'tensor'))
     return apply_fsdp(apply_tp(make_model(kind), mesh['tensor']), mesh['data'])
