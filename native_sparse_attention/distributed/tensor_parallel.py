@@ -22,7 +22,7 @@ from native_sparse_attention.distributed.mesh import check_mesh
 from native_sparse_attention.inference.generation import evaluating
 from native_sparse_attention.nn.attention import SparseAttention
 from native_sparse_attention.nn.compress import ConvLinearCompress
-from native_sparse_attention.nn.linear import FixedStartLinear, HeadLinear, SplitLinear
+from native_sparse_attention.nn.linear import BranchLinear, FixedStartLinear, HeadLinear, SplitLinear
 from native_sparse_attention.nn.start import own_weight
 from native_sparse_attention.nn.transformer import IGNORED_LABEL, Transformer
 
@@ -31,6 +31,8 @@ _OF_HEADS = (
     *('k_intrablock_positions', 'v_intrablock_positions', 'compress_mem_k', 'compress_mem_v'),
     *('compress_sinks', 'window_sinks'),
 )
+# Of the layer; an adapter or a quantised weight in place of one computes something else.
+_DIVISIBLE = (nn.RMSNorm, nn.Identity, nn.Linear, BranchLinear)
 
 
 def apply_tp(model: Transformer, mesh: DeviceMesh) -> Transformer:
@@ -210,6 +212,9 @@ def _check_model(model: Any, ranks: int) -> None:
         if kinds != [nn.RMSNorm, nn.Linear, nn.GELU, nn.Linear]:
             names = ', '.join(kind.__name__ for kind in kinds)
             raise ValueError(f'feed_forward has {names}, but must have RMSNorm, Linear, GELU, Linear')
+        for name in ('norm', 'to_qkv', 'combine_heads'):
+            if type(module := getattr(layer, name)) not in _DIVISIBLE:
+                raise ValueError(f'{name} is a {type(module).__name__}, but must be the module of a new layer')
         hidden = list(block.feed_forward.children())[1].out_features
         if hidden % ranks:  # type: ignore[operator]
             raise ValueError(

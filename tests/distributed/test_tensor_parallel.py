@@ -265,7 +265,10 @@ def errors() -> None:
     two = init_device_mesh('cpu', (2, 2), mesh_dim_names=('data', 'tensor'))
     other_block = make_model()
     other_block.blocks[1].feed_forward[2] = nn.ReLU()  # type: ignore[operator]
+    adapted = make_model()
+    adapted.blocks[1].attention.combine_heads = nn.Sequential(adapted.blocks[1].attention.combine_heads)  # type: ignore[assignment]
     cases: list[tuple[str, Any, Any]] = [
+        ('combine_heads is a Sequential, but must be the module of a new layer', adapted, line()),
         ('mesh has 2 dimensions, but must have 1', make_model(), two),
         ('model is .*, but must be a Transformer', nn.Linear(2, 2), line()),
         ('mesh has 4 ranks, .* must divide the number of KV heads, 2', make_model(heads=4, kv_heads=2), line()),
