@@ -37,8 +37,8 @@ MARK = 'RESULT '
 START_SECONDS = 60
 # Backends and designs that compile, slowest compilation first.
 COMPILED = ('flex', 'triton', 'candidate', 'query', 'union', 'mixed', 'block', 'fused')
-# Longest case, in tokens, that is compiled beside others: they share the memory of the GPU.
-WARM_TOKENS = 2**15
+# Largest case, in elements of q, that is compiled beside others: they share the memory of the GPU.
+WARM_ELEMENTS = 2**28
 # Each compiling process has one core; inductor would start more processes in each.
 WARM_ENVIRONMENT = {'TORCHINDUCTOR_COMPILE_THREADS': '1'}
 NOT_RUN = 'not run'
@@ -315,7 +315,7 @@ def cases_to_warm(cases: Iterable[Case]) -> list[Case]:
     compiled = [case for case in cases if case['backend'] in COMPILED]
     for case in sorted(compiled, key=lambda case: SHAPES[case['shape']].tokens):
         shape = SHAPES[case['shape']]
-        if shape.tokens <= WARM_TOKENS:
+        if shape.tokens * shape.heads * shape.head_dim <= WARM_ELEMENTS:
             kernels = (case['backend'], case.get('op'), replace(shape, name='', seqlen=0))
             shortest.setdefault(kernels, case)
     return sorted(shortest.values(), key=lambda case: COMPILED.index(case['backend']))

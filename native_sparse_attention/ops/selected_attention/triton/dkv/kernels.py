@@ -140,24 +140,21 @@ def dkv_kernel(
     delta_ptr = tensors.delta + row * strides.lse[0]
     pointers = (q_ptr, dout_ptr, lse_ptr, delta_ptr)
     block = (entries_ptr, num_rows, pair, row, kv_head, keys, key_mask, offset, first_in_block)
-    # Of partial dq: keys that some row does not read must be finite; all others are multiples of a unit.
-    finite_k, largest, unit = k, 0.0, 1.0
+    unit = 1.0  # of the elements of k, for partial dq
     if tensors.dq is not None:
-        finite_k, _ = split_finite(k)
-        largest = tl.max(tl.abs(finite_k.to(tl.float32)), 1)  # [BLOCK_N]
-        unit, _ = find_unit(tl.max(largest, 0) * 4096)
+        unit, _ = find_unit(tl.max(tl.max(tl.abs(split_finite(k)[0].to(tl.float32)), 1), 0) * 4096)
     entry = load_entries(entries_ptr, 0, num_rows, GROUP, BLOCK_M)
     for first_row in tl.range(0, tl.minimum(first_unmasked, num_rows), BLOCK_M):
         following = load_entries(entries_ptr, first_row + BLOCK_M, num_rows, GROUP, BLOCK_M)
         dk, dv = _add_rows(
-            tensors, strides, pointers, block, k, v, (finite_k, largest), dk, dv, entry, first_row, layout, csr, scale,
+            tensors, strides, pointers, block, k, v, unit, dk, dv, entry, first_row, layout, csr, scale,
             softcap, MASKED=True, SIGNED_GATE=False, sizes=sizes, tile=tile,
         )  # fmt: skip
         entry = following
     for first_row in tl.range(first_unmasked, num_rows, BLOCK_M):
         following = load_entries(entries_ptr, first_row + BLOCK_M, num_rows, GROUP, BLOCK_M)
         dk, dv = _add_rows(
-            tensors, strides, pointers, block, k, v, (k, unit), dk, dv, entry, first_row, layout, csr, scale, softcap,
+            tensors, strides, pointers, block, k, v, unit, dk, dv, entry, first_row, layout, csr, scale, softcap,
             MASKED=False, SIGNED_GATE=False, sizes=sizes, tile=tile,
         )  # fmt: skip
         entry = following
@@ -168,7 +165,7 @@ def dkv_kernel(
         for first_row in tl.range(0, num_rows, BLOCK_M, num_stages=1):
             entry = load_entries(entries_ptr, first_row, num_rows, GROUP, BLOCK_M)
             dk, dv = _add_rows(
-                tensors, strides, pointers, block, k, v, (finite_k, largest), dk, dv, entry, first_row, layout, csr,
+                tensors, strides, pointers, block, k, v, unit, dk, dv, entry, first_row, layout, csr,
                 scale, softcap, MASKED=True, SIGNED_GATE=True, sizes=sizes, tile=tile,
             )  # fmt: skip
     # Keys that no query may read are loaded as 0, and their gradients are 0.
@@ -197,7 +194,7 @@ def _add_rows(
     block,
     k,
     v,
-    dq_keys,
+    unit,
     dk,
     dv,
     entry,
@@ -213,8 +210,8 @@ def _add_rows(
 ):
     """Add a tile of rows to dk and dv, and store the gradients of their logits or their partial dq where requested.
 
-    pointers: q, dout, lse and delta of the batch row. dq_keys: keys of partial dq (`store_dq`). Not MASKED: all rows
-    read all keys. SIGNED_GATE: gates may be negative.
+    pointers: q, dout, lse and delta of the batch row. unit: of the elements of k, for partial dq. Not MASKED: all
+    rows read all keys. SIGNED_GATE: gates may be negative.
     """
     GROUP: tl.constexpr = sizes.group
     BLOCK_M: tl.constexpr = tile.block_m
@@ -287,9 +284,13 @@ def _add_rows(
             inverse_ptr = tensors.inverse_units + row * strides.lse[0]
             inverse = tl.load(inverse_ptr + lse_offsets, mask=row_mask, other=0.0)
         partials = PartialResults(tensors.dq, tensors.dq_units, None, None, None)
+        if MASKED:
+            # Keys that some row does not read must be finite.
+            k, _ = split_finite(k)
+            unit = tl.max(tl.abs(k.to(tl.float32)), 1)  # [BLOCK_N]
         offsets = (pair * csr.num_entries + entry) * GROUP + in_group
         store_dq(
-            partials, offsets, dlogits, dq_keys, inverse, factor, read, row_mask, tensors.factors is not None, MASKED,
+            partials, offsets, dlogits, (k, unit), inverse, factor, read, row_mask, tensors.factors is not None, MASKED,
             sizes.head_dim, tile.block_d,
         )  # fmt: skip
     return dk, dv
