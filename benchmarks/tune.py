@@ -41,7 +41,7 @@ from benchmarks.report import ROOT
 from benchmarks.shapes import PAPER, SHAPES, Shape
 from benchmarks.timing import FLUSH_BYTES
 from native_sparse_attention import ops
-from native_sparse_attention.ops._triton import launch, replay
+from native_sparse_attention.ops._triton import launch
 from native_sparse_attention.ops._triton.launch import Settings
 from native_sparse_attention.ops.selected_attention.triton.plan import MAX_UNION_SELECTED
 from native_sparse_attention.ops.selected_attention.triton.settings import SHORT
@@ -90,12 +90,10 @@ def forced(table: Any, settings: Settings | None) -> Iterator[list[Any]]:
         return settings if wanted is table and settings is not None else find_settings(wanted, *rest)
 
     launch.find_settings = find
-    replay.forget()
     try:
         yield asked
     finally:
         launch.find_settings = find_settings
-        replay.forget()
 
 
 def make_shape(itemsize: int, head_dim: int, device: str) -> Shape:

@@ -10,26 +10,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from native_sparse_attention.core.backend import BackendChoice, Candidates, choose_backends, slowest
-from native_sparse_attention.core.call import Call, make_call
 from native_sparse_attention.core.checks import (
     check_block_counts,
     check_block_indices,
-    check_block_sizes,
     check_compressed_heads,
-    check_flags,
     check_gate,
     check_not_negative,
     check_num_compressed,
     check_qkv,
     check_same_kind,
     check_tensors,
-    check_window,
 )
 from native_sparse_attention.core.geometry import Sequences, packed_block_starts
-from native_sparse_attention.core.modifier_checks import reduce_sinks
 from native_sparse_attention.core.modifiers import Modifiers
-from native_sparse_attention.core.random import check_dropout
-from native_sparse_attention.core.remember import remembered
 from native_sparse_attention.ops.block_selection import api as block_selection
 from native_sparse_attention.ops.compressed_attention import api as compressed_attention
 from native_sparse_attention.ops.gated_sum import api as gated_sum
@@ -46,85 +39,6 @@ class Branches(NamedTuple):
     selected: bool
     window: bool
     scores: bool = False
-
-
-class Resolved(NamedTuple):
-    """Results of `resolve`. num_selected: n. window: as backends take it. ops: backend by op. records: of
-    `make_records`, or None in a remembered result, if they hold tensors.
-    """
-
-    branches: Branches
-    num_selected: int
-    window: tuple[int, int]
-    ops: dict[str, str]
-    records: tuple[Call, Tensor | None, Tensor | None, Tensor | None] | None
-
-    def without_tensors(self) -> Resolved:
-        call, *tensors = self.records or (None,)
-        has_tensors = call is None or any(isinstance(value, Tensor) for value in (*call.sequences, *tensors))
-        return self._replace(records=None) if has_tensors else self
-
-
-def make_records(
-    q: Tensor, k: Tensor, placed: tuple[Any, ...], features: tuple[Any, ...]
-) -> tuple[Call, Tensor | None, Tensor | None, Tensor | None]:
-    """Return the call, the padding or None, sinks and sinks_cmp; arguments as `resolve` takes them."""
-    q_offset, seqlens_k, cu_seqlens, cu_seqlens_k, segment_ids, causal, scale = placed
-    softcap, sinks, sinks_cmp = features[:3]
-    sinks, sinks_cmp = reduce_sinks(sinks, q), reduce_sinks(sinks_cmp, q, 'sinks_cmp')
-    where = (q_offset, seqlens_k, cu_seqlens, cu_seqlens_k)
-    return *make_call(q, k, segment_ids, *where, causal, scale, softcap), sinks, sinks_cmp
-
-
-@remembered(Resolved.without_tensors)
-def resolve(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    compressed: tuple[Any, Any, Any],
-    gates: Any,
-    merge_window: bool,
-    others: tuple[Any, Any, Any, Any],
-    sizes: tuple[int, int, int],
-    selection: tuple[Any, ...],
-    window_size: tuple[int, int],
-    placed: tuple[Any, ...],
-    features: tuple[Any, ...],
-    backend: str,
-) -> Resolved:
-    """Check the arguments of `nsa`, grouped and in its order, and choose the backends of its ops."""
-    k_cmp, v_cmp, mem_kv = compressed
-    q_cmp, q_window, k_window, v_window = others
-    num_selected, num_init, num_local, share_group, use_diff_topk, block_indices, block_counts = selection
-    causal, (softcap, _, sinks_cmp, dropout_p, dropout_seed) = placed[5], features
-    check_flags(merge_window=merge_window, share_group=share_group, use_diff_topk=use_diff_topk)
-    check_qkv(q, k, v)
-    windowed = {'q_window': q_window, 'k_window': k_window, 'v_window': v_window}
-    _, branches = check_gates(gates, q, v_cmp, mem_kv, sinks_cmp, merge_window, **windowed)
-    check_block_sizes(*sizes[:2], selection_block_size=sizes[2])
-    check_not_negative(num_init=num_init, num_local=num_local)
-    num_selected, branches = check_selection(
-        q, k, branches, num_selected, block_indices, block_counts, share_group, use_diff_topk
-    )
-    window = check_window(window_size, causal)
-    likes = {'q_cmp': (q_cmp, q), 'q_window': (q_window, q), 'k_window': (k_window, k), 'v_window': (v_window, v)}
-    check_shapes(q, **likes)
-    check_dropout(dropout_p, dropout_seed, q)
-    call, _, sinks, sinks_cmp = records = make_records(q, k, placed, features)
-    of_compressed = q if q_cmp is None else q_cmp
-    if branches.compressed or branches.scores:
-        v_cmp, mem_kv = check_compressed(
-            of_compressed, k_cmp, v_cmp, mem_kv, k, v, call.sequences, sizes[:2], merge_window
-        )
-    k_window, v_window = (k, v) if k_window is None else (k_window, v_window)
-    inputs: dict[str, Any] = {'compressed': (of_compressed, k_cmp, v_cmp), 'mem_kv': mem_kv, 'gates': gates}
-    inputs |= {'window': (q if q_window is None else q_window, k_window, v_window)}
-    inputs |= {'num_selected': num_selected, 'share_group': share_group, 'block_indices': block_indices}
-    given: dict[str, Any] = {'softcap': softcap, 'sinks': sinks, 'sinks_cmp': sinks_cmp, 'dropout_p': dropout_p}
-    given |= {'causal': causal, 'merge_window': merge_window, 'compressed_output': branches.compressed}
-    choices = backend_of(q, k, v, **inputs, **given, use_diff_topk=use_diff_topk, backend=backend).ops
-    ops = {op: choice.name for op, choice in choices.items()}
-    return Resolved(branches, num_selected, window, ops, records)
 
 
 def check_gates(
@@ -240,13 +154,21 @@ def check_compressed(
     sizes: tuple[int, int],
     merge_window: bool,
 ) -> tuple[Tensor, Any]:
-    """Check the inputs of the compressed branch; return v_cmp and mem_kv of `with_stand_ins`."""
+    """Check the inputs of the compressed branch; return v_cmp and mem_kv.
+
+    For scores alone, these are narrow stand-ins: only the log-sum-exp is used.
+    """
     if k_cmp is None or (v_cmp is None and not merge_window):
         name = 'k_cmp' if k_cmp is None else 'v_cmp'
         raise ValueError(f'{name} is None, but must be given for the compressed branch and for the scores of blocks')
     if v_cmp is None:
-        check_tensors(k_cmp=k_cmp, **({} if mem_kv is None else {'mem_kv': mem_kv[0]}))
-    values, mem_kv = with_stand_ins(k_cmp, v_cmp, mem_kv)
+        check_tensors(k_cmp=k_cmp)
+        values = k_cmp.detach()[..., :16] if k_cmp.ndim else k_cmp
+        if mem_kv is not None:
+            check_tensors(mem_kv=mem_kv[0])
+            mem_kv = (mem_kv[0], mem_kv[0].detach()[..., :16] if mem_kv[0].ndim else mem_kv[0])
+    else:
+        values = v_cmp
     check_qkv(q_cmp, k_cmp, values, 'k_cmp', 'v_cmp')
     check_compressed_heads(k_cmp, k)
     if v_cmp is not None and v_cmp.shape[-1] != v.shape[-1]:
@@ -255,14 +177,6 @@ def check_compressed(
         compressed_attention.check_memory(mem_kv, q_cmp, k_cmp, values)
     check_num_compressed(k_cmp, sequences, *sizes)
     return values, mem_kv
-
-
-def with_stand_ins(k_cmp: Any, v_cmp: Tensor | None, mem_kv: Any) -> tuple[Any, Any]:
-    """Return v_cmp and mem_kv; for scores alone, where only the log-sum-exp is used, narrow keys in place of values."""
-    if v_cmp is not None:
-        return v_cmp, mem_kv
-    values, *memory = (t.detach()[..., :16] if t.ndim else t for t in (k_cmp, *(mem_kv or ())[:1]))
-    return values, mem_kv if mem_kv is None else (mem_kv[0], *memory)
 
 
 def clear_padding(

@@ -11,9 +11,10 @@ from torch import Tensor
 from native_sparse_attention import composition
 from native_sparse_attention.autograd.recompute import SavedSelection
 from native_sparse_attention.core import checks
-from native_sparse_attention.core.call import SelectionRules
+from native_sparse_attention.core.call import SelectionRules, make_call
+from native_sparse_attention.core.modifier_checks import reduce_sinks
 from native_sparse_attention.core.modifiers import Modifiers
-from native_sparse_attention.core.random import as_seed
+from native_sparse_attention.core.random import as_seed, check_dropout
 from native_sparse_attention.ops import select_blocks
 from native_sparse_attention.ops.block_selection import api as block_selection
 from native_sparse_attention.ops.compressed_attention import api as compressed_attention
@@ -118,27 +119,43 @@ def nsa(
     Raises:
         ValueError: shapes, dtypes or settings do not fit, or an explicit backend does not support the call.
     """
+    checks.check_flags(merge_window=merge_window, share_group=share_group, use_diff_topk=use_diff_topk)
     if not callable(choose):
         raise ValueError(f'choose is {checks.shown(choose)}, but must be a function')
+    checks.check_qkv(q, k, v)
+    windowed = {'q_window': q_window, 'k_window': k_window, 'v_window': v_window}
+    stacked, branches = composition.check_gates(gates, q, v_cmp, mem_kv, sinks_cmp, merge_window, **windowed)
     sizes = (compress_block_size, compress_stride, selection_block_size)
+    checks.check_block_sizes(*sizes[:2], selection_block_size=sizes[2])
     checks.refuse_context_parallel()
-    placed = (q_offset, seqlens_k, cu_seqlens, cu_seqlens_k, segment_ids, causal, scale)
-    selection = (num_selected, num_init, num_local, share_group, use_diff_topk, block_indices, block_counts)
-    features = (softcap, sinks, sinks_cmp, dropout_p, dropout_seed)
-    branches, num_selected, window, ops, records = composition.resolve(
-        *(q, k, v, (k_cmp, v_cmp, mem_kv), gates, merge_window, (q_cmp, q_window, k_window, v_window), sizes),
-        *(selection, window_size, placed, features, backend),
+    checks.check_not_negative(num_init=num_init, num_local=num_local)
+    num_selected, branches = composition.check_selection(
+        q, k, branches, num_selected, block_indices, block_counts, share_group, use_diff_topk
     )
-    call, padding, sinks, sinks_cmp = records or composition.make_records(q, k, placed, features)
-    stacked: Any = gates if gates is None or isinstance(gates, Tensor) else gated_sum.stack_gates(gates, q)[0]
+    window = checks.check_window(window_size, causal)
+    likes = {'q_cmp': (q_cmp, q), 'q_window': (q_window, q), 'k_window': (k_window, k), 'v_window': (v_window, v)}
+    composition.check_shapes(q, **likes)
+    check_dropout(dropout_p, dropout_seed, q)
+    sinks, sinks_cmp = reduce_sinks(sinks, q), reduce_sinks(sinks_cmp, q, 'sinks_cmp')
+    placed = (q_offset, seqlens_k, cu_seqlens, cu_seqlens_k)
+    call, padding = make_call(q, k, segment_ids, *placed, causal, scale, softcap)
     if branches.compressed or branches.scores:
-        v_cmp, mem_kv = composition.with_stand_ins(k_cmp, v_cmp, mem_kv)
+        v_cmp, mem_kv = composition.check_compressed(
+            q if q_cmp is None else q_cmp, k_cmp, v_cmp, mem_kv, k, v, call.sequences, sizes[:2], merge_window
+        )
     tokens: Any = (q, k, v, q_cmp, q_window, k_window, v_window, stacked)
     tokens, (k_cmp, v_cmp) = composition.clear_padding(padding, call.sequences, sizes[:2], tokens, (k_cmp, v_cmp))
     q, k, v, q_cmp, q_window, k_window, v_window, stacked = tokens
     k_window, v_window = (k, v) if k_window is None else (k_window, v_window)
     compressed: tuple[Any, Any, Any] = (q if q_cmp is None else q_cmp, k_cmp, v_cmp)
     of_window: tuple[Any, Any, Any] = (q if q_window is None else q_window, k_window, v_window)
+
+    inputs: dict[str, Any] = {'compressed': compressed, 'window': of_window, 'mem_kv': mem_kv, 'gates': gates}
+    inputs |= {'num_selected': num_selected, 'share_group': share_group, 'block_indices': block_indices}
+    features: dict[str, Any] = {'softcap': softcap, 'sinks': sinks, 'sinks_cmp': sinks_cmp, 'dropout_p': dropout_p}
+    features |= {'causal': causal, 'merge_window': merge_window, 'compressed_output': branches.compressed}
+    choices = composition.backend_of(q, k, v, **inputs, **features, use_diff_topk=use_diff_topk, backend=backend).ops
+    ops = {op: choice.name for op, choice in choices.items()}
     if q_cmp is None and (merge_window or q_window is None):
         by_kernels = 'triton' if 'triton' in ops.values() else 'eager'
         q, q_cmp, *others = shared_input(q, 2 if merge_window else 3, backend=by_kernels)
@@ -147,10 +164,7 @@ def nsa(
     # A custom selection may differentiate the log-sum-exp, too.
     gate_in_attention = is_known and not (use_diff_topk or merge_window)
     gate_in_attention = gate_in_attention and composition.attentions_take_gates(q, ops)
-    # Gradients of slices would be written into zeros and added, three times.
-    taken: Sequence[Tensor | None] = (None, None, None)
-    if gate_in_attention:
-        taken = [gate if is_used else None for gate, is_used in zip(stacked.unbind(-1), branches[:3], strict=True)]
+    taken = [stacked[..., i] if gate_in_attention and branches[i] else None for i in range(3)]
     drops = dropout_p and (merge_window or branches.window)
     seed = as_seed(dropout_seed, q.device) if drops else None
     modifiers = Modifiers(call.softcap, sinks, dropout_p=dropout_p, dropout_seed=seed)
@@ -183,10 +197,8 @@ def nsa(
     out_compressed = out_compressed if branches.compressed else None
     if merge_window:
         return _add_compressed(out_compressed, out_selected if branches.selected else out_window, stacked, ops)
-    outs: Any = (out_compressed, out_selected, out_window)
-    if any(out is None for out in outs):
-        zeros = q.new_zeros(v.shape[-1]).expand(*q.shape[:3], -1)
-        outs = (zeros if out is None else out for out in outs)
+    zeros = q.new_zeros(v.shape[-1]).expand(*q.shape[:3], -1)
+    outs = (zeros if out is None else out for out in (out_compressed, out_selected, out_window))
     return gated_sum.add(stacked, *outs, gate_in_attention=gate_in_attention, backend=ops['gated_sum'])
 
 

@@ -51,17 +51,6 @@ def seed() -> None:
     torch.manual_seed(0)
 
 
-@pytest.fixture(autouse=True)
-def without_replays(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Tests that patch constants run every op itself: replays and remembered checks would have the values before."""
-    with pytest.MonkeyPatch.context() as patch:
-        if 'monkeypatch' in request.fixturenames:
-            from native_sparse_attention.core import remember
-
-            patch.setattr(remember, 'DEVICES', set())
-        yield
-
-
 @pytest.fixture(scope='session', autouse=True)
 def fast_interpreter() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:

@@ -92,31 +92,6 @@ is_forward_ad: Callable[[], bool] = _first(_known_forward_ad, lambda: _test_forw
 may_be_dispatched: Callable[[], bool] = _first(_known_dispatch_modes, lambda: lambda: True)
 
 
-def _known_observer() -> Callable[[Callable[..., Any]], AbstractContextManager[Any]]:
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Observer(TorchDispatchMode):
-        def __init__(self, run: Callable[..., Any]) -> None:
-            super().__init__()
-            self.run = run
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            return self.run(func, args, kwargs or {})
-
-    names = []
-    with Observer(lambda func, args, kwargs: names.append(str(func)) or func(*args, **kwargs)):
-        torch.zeros(1, device='cpu').add_(1)
-    _require(names == ['aten.zeros.default', 'aten.add_.Tensor'])
-    return Observer
-
-
-def find_observer() -> Callable[[Callable[..., Any]], AbstractContextManager[Any]] | None:
-    """A context in which a function runs every operation; it gets the operation, its arguments and its keyword
-    arguments. None in the fallback. Imports torch._dynamo, which takes seconds.
-    """
-    return _first(_known_observer, lambda: None)
-
-
 # --- Modules ---
 
 _HOOKS = ('_forward_pre_hooks', '_forward_hooks', '_backward_pre_hooks', '_backward_hooks')
@@ -305,25 +280,7 @@ def find_graphs(settings: Iterable[str]) -> Graphs:
 
 _LIBRARY = Library('native_sparse_attention', 'FRAGMENT')
 # The dispatch keys of a call in which nothing but autograd and autocast takes part.
-_PLAIN_KEYS = (
-    'CPU',
-    'CUDA',
-    'BackendSelect',
-    'AutogradCPU',
-    'AutogradCUDA',
-    'ADInplaceOrView',
-    'AutocastCPU',
-    'AutocastCUDA',
-)
-
-
-# Types of the inputs of a registered op that are not tensors; isinstance(value, Tensor) is slow for them.
-CONSTANTS = frozenset((type(None), bool, int, float, str))
-
-
-def tensors_in(inputs: Iterable[Any]) -> list[Tensor]:
-    """The tensors among the inputs of a registered op."""
-    return [value for value in inputs if type(value) not in CONSTANTS]
+_PLAIN_KEYS = ('CPU', 'CUDA', 'AutogradCPU', 'AutogradCUDA', 'ADInplaceOrView', 'AutocastCPU', 'AutocastCUDA')
 
 
 def qualified_name(op: CustomOpDef) -> str:
@@ -331,37 +288,33 @@ def qualified_name(op: CustomOpDef) -> str:
     return getattr(op, '_qualname', repr(op))
 
 
-def find_direct_call(
-    op: CustomOpDef, backward: Callable[..., Any], save: Callable[..., None]
-) -> Callable[..., Any] | None:
-    """A function that is called like the op, or None where PyTorch lacks an interface that this needs.
+def register_derivative(op: CustomOpDef, backward: Callable[..., Any], save: Callable[..., None]) -> bool:
+    """Replace what op.register_autograd(backward, setup_context=save) registered for CPUs and GPUs by a faster form.
 
-    PyTorch reads the whole schema again for each argument of each call, to fill in default values. Where no mode,
-    tensor subclass or transform takes part, the function calls `save` and the function of the op directly, without the
-    dispatcher and the search for outputs that are inputs, which the tests make. Else it calls the op.
+    PyTorch reads the whole schema again for each argument of each call, to fill in default values. The replacement
+    calls `save` and the function of the op directly. It omits the search for outputs that are inputs, which the tests
+    make. Where no mode, tensor subclass or transform takes part, it omits the second pass through the dispatcher too.
+
+    Returns False, and replaces nothing, where PyTorch lacks an interface that this needs.
     """
     try:
         function = torch._disable_dynamo(op._init_fn)
-        call = _make_differentiable(op, function, backward, save)
+        call = _make_differentiable(op, op._opoverload, backward, save, lambda derivative: derivative.apply)
+        call_plain = _make_differentiable(op, function, backward, save, _plain_apply)
         other_keys = ~_union_of_keys(_PLAIN_KEYS)
-        is_transformed, is_profiled = torch._C._are_functorch_transforms_active, torch.autograd._profiler_enabled
-        keys_of, keys_of_thread = torch._C._dispatch_keys, torch._C._dispatch_tls_local_include_set
-        name, overload = op._name, op._opoverload
-        _require(isinstance((keys_of_thread() | keys_of(torch.zeros(0, device='cpu'))).raw_repr(), int))
-    except (AssertionError, AttributeError, TypeError):
-        return None
+        is_transformed = torch._C._are_functorch_transforms_active
+        name = op._name
+    except (AttributeError, TypeError):
+        return False
+
+    def dispatch(keys: Any, *inputs: Any) -> Any:
+        is_plain = not keys.raw_repr() & other_keys and not is_transformed()
+        return (call_plain if is_plain else call)(*inputs)
 
     for device in ('CPU', 'CUDA'):
+        _LIBRARY.impl(name, dispatch, f'Autograd{device}', with_keyset=True)
         _LIBRARY.impl(name, function, device)
-
-    def run(*inputs: Any) -> Any:
-        keys = keys_of_thread().raw_repr()
-        for tensor in tensors_in(inputs):
-            keys |= keys_of(tensor).raw_repr()
-        is_plain = not keys & other_keys and not is_transformed() and not is_profiled()
-        return (call if is_plain else overload)(*inputs)
-
-    return run
+    return True
 
 
 def _union_of_keys(names: Iterable[str]) -> int:
@@ -371,13 +324,20 @@ def _union_of_keys(names: Iterable[str]) -> int:
     return keys
 
 
+def _plain_apply(derivative: Any) -> Callable[..., Any]:
+    """`derivative.apply` without its treatment of transforms, active or past."""
+    parent: Any = super(torch.autograd.Function, derivative)
+    return parent.apply
+
+
 def _make_differentiable(
     op: CustomOpDef,
     function: Callable[..., Any],
     backward: Callable[..., Any],
     save: Callable[..., None],
+    apply_of: Callable[[Any], Callable[..., Any]],
 ) -> Callable[..., Any]:
-    """The function with a derivative; `apply` of a torch.autograd.Function, without its treatment of transforms."""
+    """The function with a derivative, recorded by `apply_of` of a subclass of torch.autograd.Function."""
     below_autograd = torch._C._AutoDispatchBelowAutograd
 
     def below(*inputs: Any) -> Any:
@@ -390,12 +350,10 @@ def _make_differentiable(
         return output
 
     methods = {'forward': staticmethod(forward), 'backward': staticmethod(backward)}
-    derivative: Any = type(op._name, (torch.autograd.Function,), methods)
-    parent: Any = super(torch.autograd.Function, derivative)
-    apply = parent.apply
+    apply = apply_of(type(op._name, (torch.autograd.Function,), methods))
 
     def call(*inputs: Any) -> Any:
-        needs_graph = torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in(inputs))
+        needs_graph = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in inputs)
         return (apply if needs_graph else below)(*inputs)
 
     return call

@@ -143,7 +143,7 @@ def test_opcheck(device: torch.device) -> None:
     for gate_in_attention in (False, True):
         torch.library.opcheck(op._forward, (*arguments, gate_in_attention))
     for needs in ([True] * 4, [False, True, False, True], [True, False, False, False]):
-        inputs = (torch.randn(2, 5, 2, 12, device=device), *(t.detach() for t in arguments), *needs)
+        inputs = (torch.randn(2, 5, 2, 12, device=device), *(t.detach() for t in arguments), needs)
         torch.library.opcheck(op._backward, inputs)
 
 

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 from triton.compiler import CompiledKernel
 
 STREAM = 7
@@ -20,40 +19,30 @@ class Played(CompiledKernel):
 
     def __init__(self, kernel: Any, args: tuple[Any, ...], meta: dict[str, Any], runs: list[str]) -> None:
         self.kernel, self.runs = kernel, runs
-        self.layouts, self.meta = [_layout(arg) for arg in args], meta
+        self.layouts, self.types, self.meta = [_layout(arg) for arg in args], [type(arg) for arg in args], meta
 
     def run(self, *args: Any) -> None:
         x, y, z, *launch = args[:9]
         assert launch == [STREAM, self.function, self.packed_metadata, None, None, None]
         values = args[9:]
-        assert not any(map(_has_tensor, values))
+        assert not any(isinstance(t, Tensor) for value in values for t in (value, *_items(value)))
         self.runs.append(self.kernel.fn.__name__)
-        with _disable_current_modes():  # a GPU calls no operation of PyTorch
-            positional = [_place(value, layout) for value, layout in zip(values, self.layouts, strict=False)]
-            self.kernel[x, y, z](*positional, **self.meta)
+        positional = [self._place(*it) for it in zip(values, self.layouts, self.types, strict=False)]
+        self.kernel[x, y, z](*positional, **self.meta)
 
     def __del__(self) -> None:
         """Triton 3.8 unloads a kernel here; this one was not loaded."""
 
-
-def _has_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor) or (isinstance(value, tuple) and any(map(_has_tensor, value)))
-
-
-def _place(value: Any, layout: Any) -> Any:
-    if isinstance(layout, Layout):
+    def _place(self, value: Any, layout: Any, kind: type) -> Any:
+        if layout is None:
+            return value
+        if isinstance(value, tuple):
+            return kind(_tensor_at(value[0], layout), *value[1:])
         return _tensor_at(value, layout)
-    if not isinstance(layout, Record):
-        return value
-    items = [_place(*pair) for pair in zip(value, layout.items, strict=True)]
-    return layout.kind(*items) if hasattr(layout.kind, '_fields') else layout.kind(items)
 
 
-class Record(NamedTuple):
-    """A tuple among the arguments, by its type and the layouts of its items."""
-
-    kind: type
-    items: list[Any]
+def _items(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else ()
 
 
 class Layout(NamedTuple):
@@ -65,13 +54,12 @@ class Layout(NamedTuple):
     alignment: int
 
 
-def _layout(arg: Any) -> Layout | Record | None:
-    """Return the layout of a tensor or of a tuple, None of a number."""
-    if isinstance(arg, tuple):
-        return Record(type(arg), [_layout(item) for item in arg])
-    if not isinstance(arg, Tensor):
+def _layout(arg: Any) -> Layout | None:
+    """Of a tensor, which may be the first of a tuple."""
+    first = arg[0] if isinstance(arg, tuple) and arg else arg
+    if not isinstance(first, Tensor):
         return None
-    return Layout(arg.shape, arg.stride(), arg.dtype, arg.data_ptr() % 16)
+    return Layout(first.shape, first.stride(), first.dtype, first.data_ptr() % 16)
 
 
 def _tensor_at(address: int, layout: Layout) -> Tensor:

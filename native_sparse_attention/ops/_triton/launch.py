@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, lru_cache
-from threading import local
 from typing import Any, NamedTuple
 
 import torch
@@ -165,15 +164,6 @@ class CompiledKernel(NamedTuple):
 # Compiled kernels by the properties of their arguments; cleared at MAX_COMPILED entries.
 _COMPILED: dict[tuple[Any, ...], CompiledKernel] = {}
 MAX_COMPILED = 4096
-
-
-class Recorders(local):
-    """active: the `replay.Recorder` of the op that this thread runs, or None."""
-
-    active: Any = None
-
-
-recorders = Recorders()
 _NUMBERS = frozenset((int, type(None), float, bool))
 
 
@@ -191,34 +181,23 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, device: torch.device,
     """
     if 0 in grid:
         return None
-    if not is_current(device):
+    if device.type == 'cuda' and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             return launch(kernel, grid, *args, device=device, **meta)
-    known = None
     if are_watched() or launcher is None:
+        return kernel[grid](*args, enable_fp_fusion=False, **meta)
+    values, keys = _specialize(args)
+    key = (id(kernel), device, keys, *meta, *meta.values())
+    known = _COMPILED.get(key)
+    if known is None:
         compiled = kernel[grid](*args, enable_fp_fusion=False, **meta)
-    else:
-        values, keys = _specialize(args)
-        key = (id(kernel), device, keys, *meta, *meta.values())
-        known = _COMPILED.get(key)
-        if known is None:
-            compiled = kernel[grid](*args, enable_fp_fusion=False, **meta)
-            if launcher.is_compiled(compiled):
-                if len(_COMPILED) == MAX_COMPILED:
-                    _COMPILED.clear()
-                known = CompiledKernel(kernel, compiled, launcher.keep(kernel, compiled, len(args), meta))
-                _COMPILED[key] = known
-        else:
-            launcher.start(known.launch, grid, device, values)
-            compiled = known.compiled
-    if recorders.active is not None:
-        recorders.active.add_launch(known, grid, args, device)
-    return compiled
-
-
-def is_current(device: torch.device) -> bool:
-    """Return whether kernels for tensors on this device can be launched without changing the current device."""
-    return device.type != 'cuda' or device.index == torch.cuda.current_device()
+        if launcher.is_compiled(compiled):
+            if len(_COMPILED) == MAX_COMPILED:
+                _COMPILED.clear()
+            _COMPILED[key] = CompiledKernel(kernel, compiled, launcher.keep(kernel, compiled, len(args), meta))
+        return compiled
+    launcher.start(known.launch, grid, device, values)
+    return known.compiled
 
 
 def launch_rows(kernel: Any, out: Tensor, *args: Any, block_dv: int) -> None:

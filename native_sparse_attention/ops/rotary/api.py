@@ -9,7 +9,6 @@ from torch import Tensor
 
 from native_sparse_attention.core.backend import BackendChoice, choose_backend, serves, transformed
 from native_sparse_attention.core.checks import check_tensors, shown
-from native_sparse_attention.core.remember import remembered
 from native_sparse_attention.ops._triton import support
 
 LAYOUTS = ('interleaved', 'half')
@@ -100,11 +99,6 @@ def shared_input(
 
 def backend_of(x: Tensor, cos: Tensor, sin: Tensor, *, backend: str = 'auto') -> BackendChoice:
     """Return the backend that serves these inputs."""
-    return _backend_of(x, cos, sin, backend)
-
-
-@remembered(lambda result: result)
-def _backend_of(x: Tensor, cos: Tensor, sin: Tensor, backend: str) -> BackendChoice:
     candidates = {'triton': partial(_unsupported, x, cos, sin), 'eager': serves}
     return choose_backend('rotary', backend, x.device, candidates)
 
@@ -130,7 +124,6 @@ def _check_table(name: str, table: Tensor, x: Tensor) -> None:
         raise ValueError(f'{name} is on {table.device}, but x is on {x.device}')
 
 
-@remembered(lambda result: result)
 def _adds(x: Tensor, num_readers: int, tables: tuple[Tensor, Tensor] | None, backend: str) -> bool:
     """Return whether the kernel adds the gradients of x; with rotated outputs it needs the kernel of `rotary`."""
     if torch.compiler.is_compiling() or num_readers > support.MAX_READERS:

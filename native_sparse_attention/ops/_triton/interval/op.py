@@ -21,13 +21,7 @@ from native_sparse_attention.ops._triton.interval.modifiers import (
 )
 from native_sparse_attention.ops._triton.interval.tiles import Interval
 from native_sparse_attention.ops._triton.launch import describe_tiles, head_block, launch, settings_of
-from native_sparse_attention.ops._triton.registered import (
-    SEQUENCES,
-    register_gradients,
-    register_op,
-    run_op,
-    saved_inputs,
-)
+from native_sparse_attention.ops._triton.registered import SEQUENCES, register_gradients, register_op, saved_inputs
 from native_sparse_attention.ops._triton.support import MAX_TOKENS
 from native_sparse_attention.ops._triton.varlen import (
     SequenceLayout,
@@ -68,8 +62,7 @@ def interval_attention(
     """
     assert mem_kv is None or left is None, 'query_range knows no memory beside a window'
     mem_k, mem_v = (None, None) if mem_kv is None else mem_kv
-    out, lse = run_op(
-        _forward,
+    out, lse = _forward(
         *(q, k, v, mem_k, mem_v, modifiers.sinks, modifiers.bias, gate),
         *(*flatten(sequences), left, reach, block_size, stride, scale),
         *(modifiers.softcap, modifiers.query_segments, modifiers.key_segments, modifiers.attn_mask),
@@ -268,7 +261,7 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[
     if dout is None:
         dout = torch.zeros_like(out)
     needed = ctx.needs_input_grad[:8]
-    grads = run_op(_backward, dout, dlse, out, lse, *inputs, any(needed[1:5]), *needed[5:7])
+    grads = _backward(dout, dlse, out, lse, *inputs, any(needed[1:5]), *needed[5:7])
     grads = [grad if needs else None for grad, needs in zip(grads, needed, strict=True)]
     return *grads, *(None,) * (len(inputs) - 8)
 

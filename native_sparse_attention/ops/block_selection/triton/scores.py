@@ -15,7 +15,6 @@ from native_sparse_attention.ops._triton.registered import (
     SEQUENCES,
     register_gradients,
     register_op,
-    run_op,
     save_inputs,
     saved_inputs,
 )
@@ -46,7 +45,7 @@ WORKSPACE = 2**28
 def chosen_scores(
     q: Tensor, k_cmp: Tensor, lse: Tensor, block_indices: Tensor, sizes: tuple[int, int, int], call: Call
 ) -> Tensor:
-    return run_op(_forward, q, k_cmp, lse, block_indices, *flatten(call.sequences), *sizes, *call[1:], 0, 0, False)
+    return _forward(q, k_cmp, lse, block_indices, *flatten(call.sequences), *sizes, *call[1:], 0, 0, False)
 
 
 def straight_through_scale(
@@ -58,7 +57,7 @@ def straight_through_scale(
     call: Call,
     forced: tuple[int, int],
 ) -> Tensor:
-    return run_op(_forward, q, k_cmp, lse, block_indices, *flatten(call.sequences), *sizes, *call[1:], *forced, True)
+    return _forward(q, k_cmp, lse, block_indices, *flatten(call.sequences), *sizes, *call[1:], *forced, True)
 
 
 # Arguments of the op without its last one, and of its backward op after the gradient.
@@ -233,7 +232,7 @@ def _differentiate(ctx: Any, dout: Tensor | None) -> tuple[Tensor | None, ...]:
         return (None,) * len(ctx.others)
     _, inputs = saved_inputs(ctx)
     needs_dq, needs_dk, needs_dlse = ctx.needs_input_grad[:3]
-    dq, dk, dlse = run_op(_backward, dout, *inputs[:-1], needs_dq or needs_dlse, needs_dk)
+    dq, dk, dlse = _backward(dout, *inputs[:-1], needs_dq or needs_dlse, needs_dk)
     grads = (dq if needs_dq else None, dk if needs_dk else None, dlse if needs_dlse else None)
     return *grads, *(None,) * (len(inputs) - 3)
 

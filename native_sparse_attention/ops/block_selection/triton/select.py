@@ -15,7 +15,7 @@ from torch import Tensor
 from native_sparse_attention.core.call import Call, SelectionRules
 from native_sparse_attention.core.geometry import max_length_of_compressed
 from native_sparse_attention.ops._triton.launch import describe_rows, head_block, launch, settings_of
-from native_sparse_attention.ops._triton.registered import SEQUENCES, register_op, register_without_derivative, run_op
+from native_sparse_attention.ops._triton.registered import SEQUENCES, register_op
 from native_sparse_attention.ops._triton.softcap import cap_logits
 from native_sparse_attention.ops._triton.support import MAX_TOKENS
 from native_sparse_attention.ops._triton.tiles import load_rows
@@ -78,8 +78,7 @@ def select_blocks(
     # The indices have no gradient, so nothing is saved for a backward pass.
     q, k_cmp, lse = q.detach(), k_cmp.detach(), lse.detach()
     *selection, block_counts = rules
-    flat = flatten(sequences)
-    return run_op(_select, q, k_cmp, lse, *flat, *sizes, *selection, causal, scale, softcap, block_counts)
+    return _select(q, k_cmp, lse, *flatten(sequences), *sizes, *selection, causal, scale, softcap, block_counts)
 
 
 @register_op(
@@ -141,9 +140,6 @@ def _select(q: Tensor, k_cmp: Tensor, lse: Tensor, *rest: Any) -> Tensor:
         **settings.limit_registers(q, levels),
     )
     return out
-
-
-register_without_derivative(_select, 'derivative')
 
 
 def spread_keys(k_cmp: Tensor, per_selection: int) -> Tensor:

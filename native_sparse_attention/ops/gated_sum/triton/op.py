@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 from torch import Tensor
 
 from native_sparse_attention.ops._triton.launch import launch_rows
-from native_sparse_attention.ops._triton.registered import register_gradients, register_op, run_op
+from native_sparse_attention.ops._triton.registered import register_gradients
 from native_sparse_attention.ops.gated_sum.triton.kernels import backward_kernel, forward_kernel
 
 
@@ -16,15 +17,12 @@ def gated_sum(
     gates: Tensor, out_compressed: Tensor, out_selected: Tensor, out_window: Tensor, gate_in_attention: bool = False
 ) -> Tensor:
     """gate_in_attention: each attention output receives the gradient of the sum unchanged."""
-    gates = gates.detach() if gate_in_attention else gates
-    return run_op(_forward, gates, out_compressed, out_selected, out_window, gate_in_attention)
+    return _forward(
+        gates.detach() if gate_in_attention else gates, out_compressed, out_selected, out_window, gate_in_attention
+    )
 
 
-_INPUTS = 'Tensor gates, Tensor out_compressed, Tensor out_selected, Tensor out_window'
-_NEEDS = 'bool needs_dgates, bool needs_dcompressed, bool needs_dselected, bool needs_dwindow'
-
-
-@register_op('gated_sum', f'{_INPUTS}, bool gate_in_attention')
+@torch.library.custom_op('native_sparse_attention::gated_sum', mutates_args=())
 def _forward(
     gates: Tensor, out_compressed: Tensor, out_selected: Tensor, out_window: Tensor, gate_in_attention: bool
 ) -> Tensor:
@@ -34,9 +32,9 @@ def _forward(
     return out
 
 
-@register_op('gated_sum_backward', f'Tensor dout, {_INPUTS}, {_NEEDS}', 4)
+@torch.library.custom_op('native_sparse_attention::gated_sum_backward', mutates_args=())
 def _backward(
-    dout: Tensor, gates: Tensor, out_compressed: Tensor, out_selected: Tensor, out_window: Tensor, *needs: bool
+    dout: Tensor, gates: Tensor, out_compressed: Tensor, out_selected: Tensor, out_window: Tensor, needs: list[bool]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of the gates and of the branches, empty where they are not needed."""
     inputs = (gates, out_compressed, out_selected, out_window)
@@ -63,7 +61,7 @@ def _(gates: Tensor, out_compressed: Tensor, *_: Any) -> Tensor:
 
 @_backward.register_fake
 def _(dout: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    inputs, needs = rest[:4], rest[4:]
+    *inputs, needs = rest
     return tuple(t.new_empty(t.shape if needed else 0) for t, needed in zip(inputs, needs, strict=True))
 
 
@@ -77,7 +75,7 @@ def _differentiate(ctx: Any, dout: Tensor | None) -> tuple[Tensor | None, ...]:
     needs = list(ctx.needs_input_grad[:4])
     if dout is None:
         return (None,) * 5
-    grads = (None, dout, dout, dout) if ctx.gate_in_attention else run_op(_backward, dout, *ctx.saved_tensors, *needs)
+    grads = (None, dout, dout, dout) if ctx.gate_in_attention else _backward(dout, *ctx.saved_tensors, needs)
     return *(grad if needed else None for grad, needed in zip(grads, needs, strict=True)), None
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 from torch import Tensor
 
 from native_sparse_attention.ops._triton.launch import launch
-from native_sparse_attention.ops._triton.registered import register_derivative, register_op, run_op
+from native_sparse_attention.ops._triton.registered import register_derivative
 from native_sparse_attention.ops.rotary.triton.kernels import rotary_kernel
 
 # Elements of a program's tile, and warps: enough loads in flight, and few enough registers.
@@ -17,7 +18,7 @@ NUM_WARPS = 4
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, is_half: bool) -> Tensor:
-    return run_op(_rotate, x, cos, sin, False, is_half)
+    return _rotate(x, cos, sin, False, is_half)
 
 
 def tile_of(head_dim: int) -> tuple[int, int]:
@@ -26,7 +27,7 @@ def tile_of(head_dim: int) -> tuple[int, int]:
     return max(1, TILE // block_d), block_d
 
 
-@register_op('rotary', 'Tensor x, Tensor cos, Tensor sin, bool inverse, bool is_half')
+@torch.library.custom_op('native_sparse_attention::rotary', mutates_args=())
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool, is_half: bool) -> Tensor:
     out = x.new_empty(x.shape)
     if out.numel() == 0:
@@ -66,7 +67,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _differentiate(ctx: Any, dout: Tensor | None) -> tuple[Tensor | None, ...]:
     cos, sin = ctx.saved_tensors
     needs_dx = dout is not None and ctx.needs_input_grad[0]
-    return run_op(_rotate, dout, cos, sin, not ctx.inverse, ctx.is_half) if needs_dx else None, *(None,) * 4
+    return _rotate(dout, cos, sin, not ctx.inverse, ctx.is_half) if needs_dx else None, *(None,) * 4
 
 
 register_derivative(_rotate, _differentiate, _save)

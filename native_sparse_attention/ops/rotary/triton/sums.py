@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from native_sparse_attention.ops._triton.launch import launch
-from native_sparse_attention.ops._triton.registered import register_derivative, register_op, run_op
+from native_sparse_attention.ops._triton.registered import OptionalTensor, register_derivative
 from native_sparse_attention.ops._triton.support import MAX_READERS
 from native_sparse_attention.ops.rotary.triton.kernels import sum_kernel
 from native_sparse_attention.ops.rotary.triton.op import NUM_WARPS, rotary, tile_of
@@ -50,24 +50,20 @@ class _SharedInput(torch.autograd.Function):
                 total = given[0]
             case _:
                 padded = [*given, *(None,) * (MAX_READERS - len(given))]
-                total = run_op(_add, *padded, num_rotated, cos, sin, ctx.is_half)
+                total = _add(*padded, num_rotated, cos, sin, ctx.is_half)
         return total, *(None,) * 6
 
 
-@register_op(
-    'add_gradients',
-    'Tensor first, Tensor? second, Tensor? third, Tensor? fourth, Tensor? fifth, SymInt num_rotated, Tensor? cos, '
-    'Tensor? sin, bool is_half',
-)
+@torch.library.custom_op('native_sparse_attention::add_gradients', mutates_args=())
 def _add(
     first: Tensor,
-    second: Tensor | None,
-    third: Tensor | None,
-    fourth: Tensor | None,
-    fifth: Tensor | None,
+    second: OptionalTensor,
+    third: OptionalTensor,
+    fourth: OptionalTensor,
+    fifth: OptionalTensor,
     num_rotated: int,
-    cos: Tensor | None,
-    sin: Tensor | None,
+    cos: OptionalTensor,
+    sin: OptionalTensor,
     is_half: bool,
 ) -> Tensor:
     """Return the sum of gradients `[B, T, H, D]`, of which the first num_rotated are rotated back. Absent gradients

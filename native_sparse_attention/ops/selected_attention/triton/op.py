@@ -10,13 +10,7 @@ from torch import Tensor
 from native_sparse_attention.core.geometry import Sequences
 from native_sparse_attention.ops._triton.inverse_index import InverseIndex
 from native_sparse_attention.ops._triton.launch import is_hopper, is_wide, launch, row_block
-from native_sparse_attention.ops._triton.registered import (
-    SEQUENCES,
-    register_gradients,
-    register_op,
-    run_op,
-    saved_inputs,
-)
+from native_sparse_attention.ops._triton.registered import SEQUENCES, register_gradients, register_op, saved_inputs
 from native_sparse_attention.ops._triton.varlen import flatten, last_dim_contiguous, unflatten
 from native_sparse_attention.ops.selected_attention.triton import plan, settings
 from native_sparse_attention.ops.selected_attention.triton.arguments import (
@@ -72,7 +66,7 @@ def selected_attention(
     )
     # The compiler need not know the size of the inverse index.
     save_index = not torch.compiler.is_compiling()
-    out, lse, _, _, _ = run_op(_forward, *arguments, unit_scale, design, save_index, save_low_bits)
+    out, lse, _, _, _ = _forward(*arguments, unit_scale, design, save_index, save_low_bits)
     return out, lse if gate is None else lse.detach()
 
 
@@ -306,7 +300,7 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None)
     if dout is None:
         dout = torch.zeros_like(out)
     needed = ctx.needs_input_grad[:6]
-    dq, dk, dv, dscale, dgate = run_op(_backward, dout, dlse, out, *others, *inputs, needed[1] or needed[2], needed[4])
+    dq, dk, dv, dscale, dgate = _backward(dout, dlse, out, *others, *inputs, needed[1] or needed[2], needed[4])
     grads = zip((dq, dk, dv, None, dscale, dgate), needed, strict=True)
     return *(grad if needs else None for grad, needs in grads), *(None,) * (len(inputs) - 6)
 

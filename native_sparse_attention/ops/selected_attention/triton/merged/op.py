@@ -18,13 +18,7 @@ from native_sparse_attention.core.modifiers import Modifiers
 from native_sparse_attention.ops._triton.interval import op as interval
 from native_sparse_attention.ops._triton.interval.keys import differentiate_keys
 from native_sparse_attention.ops._triton.launch import head_block, launch_rows
-from native_sparse_attention.ops._triton.registered import (
-    SEQUENCES,
-    register_gradients,
-    register_op,
-    run_op,
-    saved_inputs,
-)
+from native_sparse_attention.ops._triton.registered import SEQUENCES, register_gradients, register_op, saved_inputs
 from native_sparse_attention.ops._triton.support import MAX_TOKENS
 from native_sparse_attention.ops._triton.varlen import flatten, last_dim_contiguous, make_layout, unflatten
 from native_sparse_attention.ops.selected_attention.triton import op as selected
@@ -54,8 +48,7 @@ def merged_attention(
     inputs = (q, k, v, block_scale, modifiers.sinks)
     save_difference = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
     options = (left, block_size, scale, modifiers.softcap, not torch.compiler.is_compiling(), save_difference)
-    tensors = (q, k, v, block_indices, block_scale, modifiers.sinks)
-    return run_op(_forward, *tensors, *flatten(sequences), *options)[:2]
+    return _forward(q, k, v, block_indices, block_scale, modifiers.sinks, *flatten(sequences), *options)[:2]
 
 
 # Arguments of the op, and of its backward op after what the forward pass returned.
@@ -165,7 +158,7 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None)
     if dout is None:
         dout = torch.zeros_like(outputs[0])
     needed = ctx.needs_input_grad
-    dq, dk, dv, *others = run_op(_backward, dout, dlse, *outputs, *inputs, needed[1] or needed[2], *needed[4:6])
+    dq, dk, dv, *others = _backward(dout, dlse, *outputs, *inputs, needed[1] or needed[2], *needed[4:6])
     grads = zip((dq, dk, dv, None, *others), needed[:6], strict=True)
     return *(grad if needs else None for grad, needs in grads), *(None,) * (len(inputs) - 6)
 
