@@ -20,7 +20,7 @@ from native_sparse_attention.losses import block_score_loss
 from native_sparse_attention.nn.compress.apply import compress_tokens, with_zero_gradients
 from native_sparse_attention.nn.gate import GATE_START, make_gate
 from native_sparse_attention.nn.padding import from_front, move_to_front
-from native_sparse_attention.ops import select_blocks
+from native_sparse_attention.ops import rotary, select_blocks
 
 
 class Compressor(nn.Module):
@@ -142,7 +142,12 @@ class NSAAttention(nn.Module):
         q, k, v = (project(hidden_states).unflatten(-1, (-1, self.head_dim)) for project in projections)
         if hasattr(self, 'q_norm'):
             q, k = self.q_norm(q), self.k_norm(k)
-        rotated_q, rotated_k = (rotate(x, *position_embeddings) for x in (q, k))
+        # [B or 1, T, R / 2]; cos and sin hold each angle twice.
+        cos, sin = (
+            t[..., : t.shape[-1] // 2].to(torch.promote_types(t.dtype, torch.float32)) for t in position_embeddings
+        )
+        backend = 'eager' if self.nsa.backend == 'eager' else 'auto'
+        rotated_q, rotated_k = (rotary(x, cos, sin, layout='half', backend=backend) for x in (q, k))
         q_cmp, raw_k = rotated_q, rotated_k
         if self.nsa.block_scores == 'plain':
             rotary_dim = position_embeddings[0].shape[-1]
@@ -248,18 +253,6 @@ def _select_with_loss(
         del settings[name]
     losses.append(block_score_loss(q, k, q_cmp, k_cmp, lse, blocks, **settings))
     return blocks
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply rotary embedding to x `[B, T, heads, D]`, which pairs feature i with i + R / 2.
-
-    cos, sin: `[B or 1, T, R]`, R at most D; features from R on pass through.
-    """
-    rotary_dim = cos.shape[-1]
-    cos, sin, part = cos[:, :, None], sin[:, :, None], x[..., :rotary_dim]
-    first, second = part.chunk(2, -1)
-    rotated = (part * cos + torch.cat((-second, first), -1) * sin).to(x.dtype)
-    return rotated if rotary_dim == x.shape[-1] else torch.cat((rotated, x[..., rotary_dim:]), -1)
 
 
 def scale_rotary(x: Tensor, rotary_dim: int, factor: float) -> Tensor:

@@ -23,6 +23,7 @@ from transformers import (
 
 from native_sparse_attention.integrations.transformers import NSAConfig, change_settings, convert_to_nsa, families
 from native_sparse_attention.integrations.transformers.config import NETWORKS
+from native_sparse_attention.ops import rotary
 from tests.support.hf_models import (
     COVERING,
     FAMILIES,
@@ -93,11 +94,11 @@ def test_rotary_embeddings_stay_those_of_the_model(rope: str, block_scores: str)
 
 def test_yarn_scales_plain_scores_too():
     """The factor of cos and sin multiplies plain queries and keys, so scores do not depend on rotation by 0."""
-    from native_sparse_attention.integrations.transformers.attention import rotate, scale_rotary
+    from native_sparse_attention.integrations.transformers.attention import scale_rotary
 
     x, factor = torch.randn(1, 3, 2, 8), 1.5
-    cos, sin = torch.full((1, 3, 4), factor), torch.zeros(1, 3, 4)
-    assert torch.equal(rotate(x, cos, sin), scale_rotary(x, 4, factor))
+    cos, sin = torch.full((1, 3, 2), factor), torch.zeros(1, 3, 2)
+    assert torch.equal(rotary(x, cos, sin, layout='half'), scale_rotary(x, 4, factor))
     assert torch.equal(scale_rotary(x, 4, factor)[..., 4:], x[..., 4:])
 
 
