@@ -126,7 +126,7 @@ def nsa(
     windowed = {'q_window': q_window, 'k_window': k_window, 'v_window': v_window}
     stacked, branches = composition.check_gates(gates, q, v_cmp, mem_kv, sinks_cmp, merge_window, **windowed)
     sizes = (compress_block_size, compress_stride, selection_block_size)
-    checks.check_block_sizes(*sizes[:2], selection_block_size=sizes[2])
+    checks.check_block_sizes(*sizes)
     checks.refuse_context_parallel()
     checks.check_not_negative(num_init=num_init, num_local=num_local)
     num_selected, branches = composition.check_selection(

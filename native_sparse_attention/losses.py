@@ -8,8 +8,8 @@ from torch import Tensor
 from native_sparse_attention.core.backend import check_backend
 from native_sparse_attention.core.call import Call, make_call
 from native_sparse_attention.core.checks import (
-    check_all_block_sizes,
     check_block_indices,
+    check_block_sizes,
     check_compressed_heads,
     check_lse,
     check_not_negative,
@@ -103,7 +103,7 @@ def block_score_loss(
         raise ValueError(f'q_cmp has shape {tuple(q_cmp.shape)}, but must have {tuple(q.shape)}')
     check_same_kind(q=q, q_cmp=q_cmp)
     sizes = (compress_block_size, compress_stride, selection_block_size)
-    check_all_block_sizes(*sizes)
+    check_block_sizes(*sizes)
     check_block_indices(block_indices, q, k)
     check_not_negative(num_init=num_init, num_local=num_local, num_random=num_random)
     if not (seed is None or is_int(seed) or isinstance(seed, Tensor)):

@@ -138,22 +138,18 @@ def check_qk(q: Tensor, k: Tensor, k_name: str = 'k', **others: Tensor) -> None:
 def check_block_sizes(
     block_size: int,
     stride: int,
+    *selection_block_size: int,
     names: tuple[str, str] = ('compress_block_size', 'compress_stride'),
-    **selection_block_size: int,
 ) -> None:
     """Check 1 <= d <= l, and where it is given that l' is a multiple of d."""
     block_name, stride_name = names
-    check_positive(**{block_name: block_size, stride_name: stride}, **selection_block_size)
+    check_positive(**{block_name: block_size, stride_name: stride})
     if stride > block_size:
         raise ValueError(f'{stride_name} is {stride}, but must be at most {block_name}, {block_size}')
-    for name, size in selection_block_size.items():
+    for size in selection_block_size:
+        check_positive(selection_block_size=size)
         if size % stride != 0:
-            raise ValueError(f'{name} is {size}, but must be a multiple of the stride, {stride}')
-
-
-def check_all_block_sizes(compress_block_size: int, compress_stride: int, selection_block_size: int) -> None:
-    """Check 1 <= d <= l, and that l' is a multiple of d."""
-    check_block_sizes(compress_block_size, compress_stride, selection_block_size=selection_block_size)
+            raise ValueError(f'selection_block_size is {size}, but must be a multiple of {stride_name}, {stride}')
 
 
 def check_lse(lse: Tensor, q: Tensor) -> None:

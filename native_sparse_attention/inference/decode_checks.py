@@ -7,8 +7,8 @@ from torch import Tensor
 
 from native_sparse_attention.core.checks import (
     FLOAT_DTYPES,
-    check_all_block_sizes,
     check_beside_q,
+    check_block_sizes,
     check_qkv,
     check_same_kind,
     check_tensors,
@@ -108,7 +108,7 @@ def check_layer(
                 raise ValueError(f'{name}[{index}] is {shown(part)}, but must be {rule} for such a cache')
     if cache.compress is None:
         return
-    check_all_block_sizes(*cache.compress, selection_block_size)
+    check_block_sizes(*cache.compress, selection_block_size)
     if cache.page_size is not None and cache.page_size % selection_block_size != 0:
         raise ValueError(
             f'cache has page_size {cache.page_size}, but must have a multiple of selection_block_size, '

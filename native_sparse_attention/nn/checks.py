@@ -10,7 +10,14 @@ from torch import Tensor, nn
 
 from native_sparse_attention.core import geometry
 from native_sparse_attention.core.backend import check_backend
-from native_sparse_attention.core.checks import check_flags, check_not_negative, check_positive, check_tensors, shown
+from native_sparse_attention.core.checks import (
+    check_block_sizes,
+    check_flags,
+    check_not_negative,
+    check_positive,
+    check_tensors,
+    shown,
+)
 from native_sparse_attention.core.plain import is_plain
 from native_sparse_attention.core.projection import projection_dtype
 from native_sparse_attention.core.random import check_probability
@@ -19,10 +26,7 @@ from native_sparse_attention.inference.cache import LayerCache, check_layer_cach
 from native_sparse_attention.nn.linear import BranchLinear
 from native_sparse_attention.nn.padding import check_mask
 
-_POSITIVE = (
-    *('dim_head', 'heads', 'kv_heads', 'dim_value_head', 'sliding_window_size'),
-    *('compress_block_size', 'compress_block_sliding_stride', 'selection_block_size'),
-)
+_POSITIVE = ('dim_head', 'heads', 'kv_heads', 'dim_value_head', 'sliding_window_size')
 _NOT_NEGATIVE = ('num_selected_blocks', 'num_init_blocks', 'num_local_blocks', 'num_sinks')
 _FLAGS = (
     *('causal', 'use_diff_topk', 'query_heads_share_selected_kv', 'independent_branch_kv', 'recompute'),
@@ -69,17 +73,9 @@ def check_settings(
     check_probability(dropout=layer.dropout)
     if layer.heads % layer.kv_heads != 0:
         raise ValueError(f'heads is {layer.heads}, but must be a multiple of kv_heads, {layer.kv_heads}')
-    stride = layer.compress_block_sliding_stride
-    if stride > layer.compress_block_size:
-        raise ValueError(
-            f'compress_block_sliding_stride is {stride}, but must be at most compress_block_size, '
-            f'{layer.compress_block_size}'
-        )
-    if layer.selection_block_size % stride != 0:
-        raise ValueError(
-            f'selection_block_size is {layer.selection_block_size}, but must be a multiple of '
-            f'compress_block_sliding_stride, {stride}'
-        )
+    names = ('compress_block_size', 'compress_block_sliding_stride')
+    sizes: Any = (getattr(layer, name) for name in (*names, 'selection_block_size'))
+    check_block_sizes(*sizes, names=names)
     if rotary_emb is True:
         raise ValueError('rotary_emb is True, but must be a RotaryEmbedding, None for a default or False')
     check_backend(layer.backend)

@@ -391,7 +391,7 @@ def test_errors(name: str) -> None:
         ({'num_selected': -1}, 'num_selected is -1, but must be an integer of at least 0'),
         ({'num_init': -1}, 'num_init is -1, but must be an integer of at least 0'),
         ({'num_local': -2}, 'num_local is -2, but must be an integer of at least 0'),
-        ({'selection_block_size': 6}, 'selection_block_size is 6, but must be a multiple of the stride, 4'),
+        ({'selection_block_size': 6}, 'selection_block_size is 6, but must be a multiple of compress_stride, 4'),
         ({'selection_block_size': 0}, 'selection_block_size is 0, but must be an integer of at least 1'),
         ({'window_size': -3}, 'window_size is'),
         ({'mem_kv': (torch.zeros(2, 1, 8), torch.zeros(2, 2, 6))}, 'mem'),

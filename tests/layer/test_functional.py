@@ -242,7 +242,7 @@ def test_lower_precision(dtype: torch.dtype) -> None:
     [
         ({'gates': normal(1, 12, 6, 2)}, r'gates has shape \(1, 12, 6, 2\), but must have \(1, 12, 6, 3\)'),
         ({'k_window': None}, r'k_window and v_window must be given together or not at all'),
-        ({'selection_block_size': 5}, r'selection_block_size is 5, but must be a multiple of the stride, 2'),
+        ({'selection_block_size': 5}, r'selection_block_size is 5, but must be a multiple of compress_stride, 2'),
         ({'compress_stride': 6}, r'compress_stride is 6, but must be at most compress_block_size, 5'),
         ({'num_selected': -1}, r'num_selected is -1, but must be an integer of at least 0'),
         ({'window_size': (3, 1)}, r'window_size is \(3, 1\), but right must be 0'),

@@ -204,7 +204,7 @@ SETTINGS: dict[str, Case] = {
     'a stride of 5': (('compressed',), {'stride': 5}, 'stride is 5, but must be at most block_size, 4', {'stride': 4}),
     'a compress_stride of 5': ((*CHOICES, 'nsa'), {'compress_stride': 5}, 'compress_stride is 5, but must be at most compress_block_size, 4', {'compress_stride': 4}),
     'a compress_block_size of 0': ((*CHOICES, 'nsa'), {'compress_block_size': 0}, 'compress_block_size is 0, but must be an integer of at least 1', {'compress_block_size': 6}),
-    'selection blocks of 5': ((*CHOICES, 'nsa'), {'selection_block_size': 5}, 'selection_block_size is 5, but must be a multiple of the stride, 2', {'selection_block_size': 6}),
+    'selection blocks of 5': ((*CHOICES, 'nsa'), {'selection_block_size': 5}, 'selection_block_size is 5, but must be a multiple of compress_stride, 2', {'selection_block_size': 6}),
     'selection blocks of None': ((*CHOICES, 'nsa'), {'selection_block_size': None}, 'selection_block_size is None, but must be an integer', {'selection_block_size': 4}),
     'selection blocks of 0': ((*CHOICES, 'nsa'), {'selection_block_size': 0}, 'selection_block_size is 0, but must be an integer', {'selection_block_size': 2}),
     '-1 blocks': (('choice', 'nsa'), {'num_selected': -1}, 'num_selected is -1, but must be an integer of at least 0', {'num_selected': 0}),

@@ -374,7 +374,7 @@ def test_wrong_choices(changes: dict[str, Any], message: str) -> None:
         ({'compress_block_size': 0}, r'compress_block_size is 0, but must be an integer of at least 1'),
         ({'compress_stride': 5}, r'compress_stride is 5, but must be at most compress_block_size, 4'),
         ({'selection_block_size': 0}, r'selection_block_size is 0, but must be an integer of at least 1'),
-        ({'selection_block_size': 5}, r'selection_block_size is 5, but must be a multiple of the stride, 2'),
+        ({'selection_block_size': 5}, r'selection_block_size is 5, but must be a multiple of compress_stride, 2'),
         ({'lse': torch.zeros(2, 12, 4)}, r'lse has shape \(2, 12, 4\), but must have \(2, 4, 12\) \(B, HQ, T\)'),
         ({'seqlen_k': 18}, r'k_cmp has 6 compressed blocks, but seqlen_k = 18 makes 8'),
         ({'q_offset': row_integers([0])}, r'q_offset has 1 entries, but must have 2'),

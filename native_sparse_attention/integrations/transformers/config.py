@@ -98,7 +98,7 @@ class NSAConfig:
         check_flags(**{name: getattr(self, name) for name in _FLAGS})
         sizes = (self.compress_block_size, self.compress_block_sliding_stride)
         names = ('compress_block_size', 'compress_block_sliding_stride')
-        check_block_sizes(*sizes, names, selection_block_size=self.selection_block_size)
+        check_block_sizes(*sizes, self.selection_block_size, names=names)
         for name, choices in _CHOICES.items():
             if (value := getattr(self, name)) not in choices:
                 rule = ', '.join(map(repr, choices))

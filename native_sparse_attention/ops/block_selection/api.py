@@ -12,9 +12,9 @@ from torch import Tensor
 from native_sparse_attention.core.backend import BackendChoice, Candidates, choose_backend, serves
 from native_sparse_attention.core.call import Call, SelectionRules, make_call
 from native_sparse_attention.core.checks import (
-    check_all_block_sizes,
     check_block_counts,
     check_block_indices,
+    check_block_sizes,
     check_flags,
     check_lse,
     check_not_negative,
@@ -96,7 +96,7 @@ def select_blocks(
     check_lse(lse, q)
     check_flags(share_group=share_group)
     sizes = (compress_block_size, compress_stride, selection_block_size)
-    check_all_block_sizes(*sizes)
+    check_block_sizes(*sizes)
     check_not_negative(num_selected=num_selected, num_init=num_init, num_local=num_local)
     kv_heads = k_cmp.shape[2]
     if block_counts is not None:
@@ -316,7 +316,7 @@ def _check_scores(q: Tensor, k_cmp: Tensor, lse: Tensor, block_indices: Tensor, 
     check_qk(q, k_cmp, 'k_cmp')
     check_lse(lse, q)
     check_block_indices(block_indices, q, k_cmp)
-    check_all_block_sizes(*sizes)
+    check_block_sizes(*sizes)
 
 
 def _without_padding(block_indices: Tensor, padding: Tensor | None) -> Tensor:
