@@ -14,6 +14,7 @@ from native_sparse_attention.core import checks
 from native_sparse_attention.core.call import SelectionRules, make_call
 from native_sparse_attention.core.modifier_checks import reduce_sinks
 from native_sparse_attention.core.modifiers import Modifiers
+from native_sparse_attention.core.plain import refuse_context_parallel
 from native_sparse_attention.core.random import as_seed, check_dropout
 from native_sparse_attention.ops import select_blocks
 from native_sparse_attention.ops.block_selection import api as block_selection
@@ -127,7 +128,7 @@ def nsa(
     stacked, branches = composition.check_gates(gates, q, v_cmp, mem_kv, sinks_cmp, merge_window, **windowed)
     sizes = (compress_block_size, compress_stride, selection_block_size)
     checks.check_block_sizes(*sizes)
-    checks.refuse_context_parallel()
+    refuse_context_parallel()
     checks.check_not_negative(num_init=num_init, num_local=num_local)
     num_selected, branches = composition.check_selection(
         q, k, branches, num_selected, block_indices, block_counts, share_group, use_diff_topk

@@ -10,7 +10,6 @@ from numbers import Real
 from typing import TypeGuard
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from native_sparse_attention.core.geometry import Sequences, max_length_of_compressed, num_compressed_blocks
@@ -32,20 +31,6 @@ def is_number(value: object) -> TypeGuard[int | float]:
 def shown(value: object) -> str:
     """Return a value for a message of one line."""
     return f'a {type(value).__name__}' if isinstance(value, torch.Tensor) or '\n' in repr(value) else repr(value)
-
-
-def refuse_context_parallel() -> None:
-    """Raise inside `torch.distributed.tensor.experimental.context_parallel`.
-
-    It shards the sequence and replaces scaled_dot_product_attention, the function that this looks at.
-    """
-    if torch.compiler.is_compiling():
-        return
-    module = getattr(F.scaled_dot_product_attention, '__module__', None) or ''
-    if module.startswith('torch.distributed.tensor'):
-        raise ValueError(
-            "attention is called inside PyTorch's context_parallel, but must not be: it would read one shard alone"
-        )
 
 
 def check_flags(**flags: bool) -> None:

@@ -1,4 +1,4 @@
-"""Whether a module may be computed without being called.
+"""Whether a module may be computed without being called, and whether attention may run where it is called.
 
 The package goes around the modules that it knows: it casts their input beforehand, multiplies by their weights itself,
 or replaces them by a kernel. That is right only where nothing else would run in a call, and where the weights are what
@@ -7,6 +7,8 @@ the module's own arithmetic reads.
 
 from __future__ import annotations
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from native_sparse_attention.core import private
@@ -39,3 +41,17 @@ def plain_weight(module: nn.Module) -> Tensor:
 def plain_bias(module: nn.Module) -> Tensor:
     """The bias of a module that is plain and has one."""
     return module.bias  # type: ignore[return-value]
+
+
+def refuse_context_parallel() -> None:
+    """Raise inside `torch.distributed.tensor.experimental.context_parallel`.
+
+    It shards the sequence and replaces scaled_dot_product_attention, the function that this looks at.
+    """
+    if torch.compiler.is_compiling():
+        return
+    module = getattr(F.scaled_dot_product_attention, '__module__', None) or ''
+    if module.startswith('torch.distributed.tensor'):
+        raise ValueError(
+            "attention is called inside PyTorch's context_parallel, but must not be: it would read one shard alone"
+        )

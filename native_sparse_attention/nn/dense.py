@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from rotary_embedding_torch import RotaryEmbedding
 from torch import Tensor, nn
 
-from native_sparse_attention.core.checks import check_flags, check_positive, make_sequences, refuse_context_parallel
+from native_sparse_attention.core.checks import check_flags, check_positive, make_sequences
 from native_sparse_attention.core.geometry import Sequences
+from native_sparse_attention.core.plain import refuse_context_parallel
 from native_sparse_attention.core.projection import floating_weight
 from native_sparse_attention.inference.cache import LayerCache
 from native_sparse_attention.inference.rollback import Checkpoint
