@@ -123,16 +123,16 @@ def check_qk(q: Tensor, k: Tensor, k_name: str = 'k', **others: Tensor) -> None:
 def check_block_sizes(
     block_size: int,
     stride: int,
-    *selection_block_size: int,
+    selection_block_size: int | None = None,
     names: tuple[str, str] = ('compress_block_size', 'compress_stride'),
 ) -> None:
     """Check 1 <= d <= l, and where it is given that l' is a multiple of d."""
     block_name, stride_name = names
-    check_positive(**{block_name: block_size, stride_name: stride})
+    selection = {} if selection_block_size is None else {'selection_block_size': selection_block_size}
+    check_positive(**{block_name: block_size, stride_name: stride}, **selection)
     if stride > block_size:
         raise ValueError(f'{stride_name} is {stride}, but must be at most {block_name}, {block_size}')
-    for size in selection_block_size:
-        check_positive(selection_block_size=size)
+    for size in selection.values():
         if size % stride != 0:
             raise ValueError(f'selection_block_size is {size}, but must be a multiple of {stride_name}, {stride}')
 
