@@ -123,12 +123,12 @@ def check_qk(q: Tensor, k: Tensor, k_name: str = 'k', **others: Tensor) -> None:
 def check_block_sizes(
     block_size: int,
     stride: int,
-    selection_block_size: int | None = None,
+    *selection_block_size: int,
     names: tuple[str, str] = ('compress_block_size', 'compress_stride'),
 ) -> None:
     """Check 1 <= d <= l, and where it is given that l' is a multiple of d."""
     block_name, stride_name = names
-    selection = {} if selection_block_size is None else {'selection_block_size': selection_block_size}
+    selection = {'selection_block_size': size for size in selection_block_size}
     check_positive(**{block_name: block_size, stride_name: stride}, **selection)
     if stride > block_size:
         raise ValueError(f'{stride_name} is {stride}, but must be at most {block_name}, {block_size}')
