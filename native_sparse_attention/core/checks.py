@@ -128,11 +128,13 @@ def check_block_sizes(
 ) -> None:
     """Check 1 <= d <= l, and where it is given that l' is a multiple of d."""
     block_name, stride_name = names
-    selection = {'selection_block_size': size for size in selection_block_size}
-    check_positive(**{block_name: block_size, stride_name: stride}, **selection)
+    sizes = {block_name: block_size, stride_name: stride}
+    if selection_block_size:
+        (sizes['selection_block_size'],) = selection_block_size
+    check_positive(**sizes)
     if stride > block_size:
         raise ValueError(f'{stride_name} is {stride}, but must be at most {block_name}, {block_size}')
-    for size in selection.values():
+    for size in selection_block_size:
         if size % stride != 0:
             raise ValueError(f'selection_block_size is {size}, but must be a multiple of {stride_name}, {stride}')
 
