@@ -188,9 +188,10 @@ class ConvLinearCompress(nn.Module):
             bias = rearrange(plain_bias(self.conv), '(h o) -> h o', h=self.heads)
             return blocks.split_heads(blocks.linear(weight, bias))[0]
         if not is_plain(self.conv, nn.Conv1d) or self.conv.bias is None:
-            batch, num_blocks = blocks.shape[0], blocks.shape[2]
-            summaries = self.conv(rearrange(blocks, 'b h c l d -> (b c) (h d) l'))
-            return rearrange(summaries, '(b c) (h d) 1 -> b h c d', b=batch, c=num_blocks, h=self.heads)
+            batch, heads, num_blocks = blocks.shape[:3]
+            summaries = self.conv(rearrange(blocks, 'b (g h) c l d -> (b g c) (h d) l', h=self.heads))
+            sizes = {'g': heads // self.heads, 'b': batch, 'c': num_blocks, 'h': self.heads}
+            return rearrange(summaries, '(b g c) (h d) 1 -> b (g h) c d', **sizes)
         weight = rearrange(plain_weight(self.conv), '(h o) i l -> h o i l', h=self.heads)
         summaries = torch.einsum('bhcli,hoil->bhco', blocks, weight)
         return summaries + rearrange(plain_bias(self.conv), '(h o) -> h 1 o', h=self.heads)
