@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from native_sparse_attention.core.checks import check_flags, shown
 from native_sparse_attention.distributed.mesh import blocks_of, check_mesh
@@ -17,6 +19,7 @@ from native_sparse_attention.nn.rotary import Rotary
 Model = TypeVar('Model', bound=nn.Module)
 
 _RESHARDS = '_reshards_after_forward'  # attribute of units, which `hold_weights` restores
+_HOLDS = '_holds_weights'  # attribute of the model, true inside `hold_weights`
 
 
 def apply_fsdp(
@@ -30,8 +33,9 @@ def apply_fsdp(
     """Shard parameters, gradients and optimizer state of a model over the ranks of a mesh, in place; return the model.
 
     Each block is one unit of `fully_shard`, whose weights are whole only while it runs. Embedding, last norm and head
-    are one more unit. Learned rotary frequencies are units of their own without a policy, so they stay float32. The
-    gradients of the ranks are averaged. Make the optimizer afterwards.
+    are one more unit. Learned rotary frequencies are units of their own without a policy, so they stay float32. After a
+    call without gradients all units are resharded. The gradients of the ranks are averaged. Nothing is broadcast, so
+    all ranks must start from the same weights. Make the optimizer afterwards.
 
     `prefill`, `generate` and `DecodeStep` work as before, because each step calls the model. All ranks must make the
     same number of calls, see `hold_weights`. A model on the meta device gets values by `to_empty` and a loaded
@@ -56,8 +60,10 @@ def apply_fsdp(
         if value is not None and not isinstance(value, kind):
             raise ValueError(f'{name} is {shown(value)}, but must be of class {kind.__name__} or None')
     blocks = blocks_of(model)
-    if any(isinstance(module, FSDPModule) for module in model.modules()):
+    if _units(model):
         raise ValueError('model is sharded already, but must not be')
+    if mesh.mesh_dim_names is None and any(isinstance(p, DTensor) for p in model.parameters()):
+        raise ValueError('mesh has no mesh_dim_names, but after apply_tp it must be another part of the same mesh')
     common: dict[str, Any] = {'mesh': mesh, 'offload_policy': offload_policy or OffloadPolicy()}
     policy: dict[str, Any] = {'mp_policy': mp_policy or MixedPrecisionPolicy()}
     learned = [m for m in model.modules() if isinstance(m, Rotary) and m.rotary_emb is not None]
@@ -66,7 +72,24 @@ def apply_fsdp(
         own, reshards = {} if module in learned else policy, reshard_after_forward and module is not model
         unit = fully_shard(module, reshard_after_forward=reshards, **own, **common)
         setattr(unit, _RESHARDS, reshards)
+    setattr(model, _HOLDS, False)
+    model.register_forward_hook(_reshard_without_gradients)
     return model
+
+
+def _reshard_without_gradients(model: nn.Module, *_: Any) -> None:
+    """Free the weights that would stay whole for a backward pass.
+
+    While a weight is whole, `parameters` yields it instead of its shard, so an optimizer made then would not train it.
+    A step of an optimizer made before changes the shard, and the next forward would read the old weight.
+    """
+    if not torch.is_grad_enabled() and not getattr(model, _HOLDS):
+        for unit in _units(model):
+            unit.reshard()
+
+
+def _units(model: nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 @contextmanager
@@ -82,15 +105,17 @@ def hold_weights(model: nn.Module) -> Iterator[None]:
     Raises:
         ValueError: the model is not sharded.
     """
-    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    units = _units(model)
     if not units:
         raise ValueError('model is not sharded, but must be: apply_fsdp shards it')
     try:
+        setattr(model, _HOLDS, True)
         for unit in units:
             unit.set_reshard_after_forward(False, recurse=False)
             unit.unshard()
         yield
     finally:
+        setattr(model, _HOLDS, False)
         for unit in units:
             unit.set_reshard_after_forward(getattr(unit, _RESHARDS), recurse=False)
             unit.reshard()

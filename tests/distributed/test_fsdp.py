@@ -179,6 +179,37 @@ def test_checkpoints_load_at_any_number_of_ranks(kind: str, tmp_path: Path) -> N
         run_processes(function, ranks, store, tmp_path, kind, *more)
 
 
+def evaluate_between() -> None:
+    """Calls without gradients leave shards: before the optimizer is made, inside a forward, and before its step."""
+    model, ids = make_model(), make_ids(2)
+    one = copy.deepcopy(model)
+    apply_fsdp(model, line())
+    losses = []
+    for each in (model, one):
+
+        @torch.no_grad()
+        def evaluate(each: Transformer = each) -> None:
+            each(ids[:, :9])
+
+        evaluate()
+        assert each is one or all(isinstance(p, DTensor) for p in each.parameters())
+        optimizer = start(each)
+        for _ in range(2):
+            loss = each(ids, return_loss=True)
+            evaluate()
+            loss.backward()
+            evaluate()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(each(ids, return_loss=True))
+    assert_near(*losses)
+
+
+@full
+def test_evaluation_between_steps(tmp_path: Path) -> None:
+    run_processes(evaluate_between, 2, tmp_path)
+
+
 def start_on_meta() -> None:
     """Values as `reset_parameters` draws them: a draw of its own for each shard, and every constant."""
     with torch.device('meta'):
