@@ -18,14 +18,17 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, dis
 
 
 def to_ranks(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return x, which all ranks have, for computations that differ by rank: its gradients are summed over the ranks."""
+    """Return x, equal on all ranks, for computation that differs by rank: its gradient is the sum over the ranks."""
     if not torch.is_grad_enabled():
         return x
     return DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
 
 
 def sum_over_ranks(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return the sum of the x of all ranks. What follows must be the same on all ranks, as its gradient then is."""
+    """Return the sum of x over the ranks.
+
+    Computation that reads it must be equal on all ranks, so that the gradient is equal too; each x gets that gradient.
+    """
     return DTensor.from_local(x, mesh, [Partial()], run_check=False).full_tensor()
 
 
@@ -44,7 +47,8 @@ def divide(
         mesh: of one dimension. Values are those of its first rank.
         placements: by name of a parameter; replicated where there is none.
         behaviour: mixin before the module's class, whose methods find the mesh in `tensor_mesh`.
-        is_shared: replicated parameters meet what differs by rank, so that their gradients are summed over the ranks.
+        is_shared: computation that differs by rank reads the replicated parameters; their gradients are summed over the
+            ranks.
     """
     names = []
     for name, parameter in list(module.named_parameters(recurse=False)):
@@ -61,7 +65,7 @@ def divide(
 @cache
 def _local_class(whole: type, names: tuple[str, ...], shared: frozenset[str], behaviour: type | None) -> type:
     def reset_parameters(module: Any) -> None:
-        """Reset whole parameters, so that a start depends on their shapes and not on those of the shards."""
+        """Reset the DTensors, so that initial values depend on their shapes and not on the shapes of shards."""
         own, module.__class__ = module.__class__, whole
         try:
             module.reset_parameters()

@@ -6,6 +6,7 @@ two in the backward. Between them every rank computes with the heads and the hid
 
 from __future__ import annotations
 
+from copy import deepcopy
 from math import prod
 from typing import Any
 
@@ -19,7 +20,6 @@ from torch.distributed.tensor import DTensor, Shard
 from native_sparse_attention.core.checks import shown
 from native_sparse_attention.distributed.local import divide, sum_over_ranks, to_ranks
 from native_sparse_attention.distributed.mesh import check_mesh
-from native_sparse_attention.inference.generation import evaluating
 from native_sparse_attention.nn.attention import SparseAttention
 from native_sparse_attention.nn.compress import ConvLinearCompress
 from native_sparse_attention.nn.linear import BranchLinear, FixedStartLinear, HeadLinear, SplitLinear
@@ -31,8 +31,8 @@ _OF_HEADS = (
     *('k_intrablock_positions', 'v_intrablock_positions', 'compress_mem_k', 'compress_mem_v'),
     *('compress_sinks', 'window_sinks'),
 )
-# Of the layer; an adapter or a quantised weight in place of one computes something else.
-_DIVISIBLE = (nn.RMSNorm, nn.Identity, nn.Linear, BranchLinear)
+# Of a new model; an adapter or a quantised weight in place of one computes something else.
+_DIVISIBLE = (nn.RMSNorm, nn.Identity, nn.Linear, BranchLinear, nn.Embedding)
 
 
 def apply_tp(model: Transformer, mesh: DeviceMesh) -> Transformer:
@@ -47,8 +47,8 @@ def apply_tp(model: Transformer, mesh: DeviceMesh) -> Transformer:
     heads at any number of ranks.
 
     Args:
-        model: `Transformer`. Its networks φ compute each head by itself; parameters are those of all heads, but in
-            networks of this package with weights of each head.
+        model: `Transformer`. Its networks φ compute each head independently, with weights that all heads share.
+            Networks with weights per head are those of this package.
         mesh: of one dimension, whose size divides the number of KV heads and the hidden size of the feed-forward
             networks. Weights are those of its first rank.
 
@@ -73,7 +73,7 @@ def apply_tp(model: Transformer, mesh: DeviceMesh) -> Transformer:
 
 
 class _ToRanks:
-    """A module whose output is read by computations that differ by rank."""
+    """A norm whose output is the input of computation that differs by rank."""
 
     tensor_mesh: DeviceMesh
 
@@ -113,8 +113,8 @@ class _Embedding:
     num_embeddings: int
 
     def forward(self, ids: Tensor) -> Tensor:
-        index, is_here = _rows_here(ids, self.num_embeddings, self.tensor_mesh)
-        return sum_over_ranks(F.embedding(index, self.weight) * is_here[..., None], self.tensor_mesh)
+        index, is_local = _local_rows(ids, self.num_embeddings, self.tensor_mesh)
+        return sum_over_ranks(F.embedding(index, self.weight) * is_local[..., None], self.tensor_mesh)
 
 
 class _Head:
@@ -126,7 +126,7 @@ class _Head:
 
     def forward(self, x: Tensor) -> Tensor:
         """Return all logits."""
-        mesh, logits = self.tensor_mesh, self._logits_here(x)
+        mesh, logits = self.tensor_mesh, self._local_logits(x)
         shape = torch.Size((*x.shape[:-1], self.out_features))
         stride = torch.empty(shape, device='meta').stride()
         return DTensor.from_local(
@@ -135,25 +135,29 @@ class _Head:
 
     def summed_cross_entropy(self, x: Tensor, targets: Tensor) -> Tensor:
         """Return the sum over targets `[B, T]` of x `[B, T, dim]`, without gathering logits."""
-        logits = self._logits_here(x)
+        logits = self._local_logits(x)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         largest = logits.detach().amax(-1)
         all_reduce(largest, ReduceOp.MAX, self.tensor_mesh.get_group())
         sums = sum_over_ranks((logits - largest[..., None]).exp().sum(-1), self.tensor_mesh)
-        index, is_here = _rows_here(targets, self.out_features, self.tensor_mesh)
-        logit = sum_over_ranks(logits.gather(-1, index[..., None])[..., 0] * is_here, self.tensor_mesh)
-        return (sums.log() + largest - logit).masked_fill(targets == IGNORED_LABEL, 0.0).sum()
+        is_ignored = targets == IGNORED_LABEL
+        index, is_local = _local_rows(targets.masked_fill(is_ignored, 0), self.out_features, self.tensor_mesh)
+        logit = sum_over_ranks(logits.gather(-1, index[..., None])[..., 0] * is_local, self.tensor_mesh)
+        return (sums.log() + largest - logit).masked_fill(is_ignored, 0.0).sum()
 
-    def _logits_here(self, x: Tensor) -> Tensor:
+    def _local_logits(self, x: Tensor) -> Tensor:
         return F.linear(to_ranks(x, self.tensor_mesh), self.weight)
 
 
-def _rows_here(ids: Tensor, num_tokens: int, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
-    """Return for ids their row in the part of this rank, 0 for rows of other ranks, and whether they are here."""
+def _local_rows(ids: Tensor, num_tokens: int, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
+    """Return the row of each id in the shard of this rank, 0 for rows of other ranks, and whether this rank has it.
+
+    Ids outside the vocabulary have rows out of range on every rank, so that indexing raises, as in one process.
+    """
     num_rows = -(-num_tokens // mesh.size())  # as Shard divides
     index = ids.long() - mesh.get_local_rank() * num_rows
-    is_here = (index >= 0) & (index < num_rows)
-    return index.masked_fill(~is_here, 0), is_here
+    is_local = (index >= 0) & (index < num_rows)
+    return index.masked_fill(~is_local & (ids >= 0) & (ids < num_tokens), 0), is_local
 
 
 def _divide_attention(layer: Any, mesh: DeviceMesh) -> None:
@@ -169,15 +173,14 @@ def _divide_attention(layer: Any, mesh: DeviceMesh) -> None:
     if (gate := _gate_of(layer)) is not None:
         divide(gate, mesh, _ROWS)
     if isinstance(layer, SparseAttention):
-        for network in (layer.k_compress, layer.v_compress):
-            if network is not None:
-                _divide_network(network, layer.kv_heads, mesh)
+        networks = [network for network in (layer.k_compress, layer.v_compress) if network is not None]
+        _divide_networks(nn.ModuleList(networks), layer.kv_heads, mesh)
     divide(layer, mesh, dict.fromkeys(_OF_HEADS, Shard(0)), behaviour=_HeadsOfRank)
     layer.divide_heads(mesh.size(), mesh.get_local_rank())
 
 
-def _divide_network(network: nn.Module, kv_heads: int, mesh: DeviceMesh) -> None:
-    for module in network.modules():
+def _divide_networks(networks: nn.ModuleList, kv_heads: int, mesh: DeviceMesh) -> None:
+    for module in networks.modules():  # each once: keys and values may share modules
         if isinstance(module, ConvLinearCompress) and module.heads > 1:
             module.heads //= mesh.size()
             for name in ('groups', 'in_channels', 'out_channels'):
@@ -199,6 +202,10 @@ def _check_model(model: Any, ranks: int) -> None:
         raise ValueError(f'model is {shown(model)}, but must be a Transformer')
     if any(isinstance(p, DTensor) for p in model.parameters()):
         raise ValueError('model is divided already, but apply_tp comes first, before apply_fsdp')
+    for name, parameter in model.named_parameters():
+        if type(parameter) is not nn.Parameter:
+            raise ValueError(f'{name} is of class {type(parameter).__name__}, but must be a plain parameter')
+    _check_modules(model, 'token_emb', 'norm', 'to_logits')
     num_rows = -(-model.num_tokens // ranks)
     if num_rows * (ranks - 1) >= model.num_tokens:
         raise ValueError(f'num_tokens is {model.num_tokens}, but must give each of {ranks} ranks a row')
@@ -212,9 +219,7 @@ def _check_model(model: Any, ranks: int) -> None:
         if kinds != [nn.RMSNorm, nn.Linear, nn.GELU, nn.Linear]:
             names = ', '.join(kind.__name__ for kind in kinds)
             raise ValueError(f'feed_forward has {names}, but must have RMSNorm, Linear, GELU, Linear')
-        for name in ('norm', 'to_qkv', 'combine_heads'):
-            if type(module := getattr(layer, name)) not in _DIVISIBLE:
-                raise ValueError(f'{name} is a {type(module).__name__}, but must be the module of a new layer')
+        _check_modules(layer, 'norm', 'to_qkv', 'combine_heads')
         hidden = list(block.feed_forward.children())[1].out_features
         if hidden % ranks:  # type: ignore[operator]
             raise ValueError(
@@ -226,29 +231,48 @@ def _check_model(model: Any, ranks: int) -> None:
             _check_networks(layer, ranks)
 
 
+def _check_modules(owner: nn.Module, *names: str) -> None:
+    for name in names:
+        if type(module := getattr(owner, name)) not in _DIVISIBLE:
+            raise ValueError(f'{name} is a {type(module).__name__}, but must be the module of a new model')
+
+
 @torch.no_grad()
 def _check_networks(layer: SparseAttention, ranks: int) -> None:
-    """Refuse networks that mix heads, or have weights of each head of which the package does not know."""
+    """Raise ValueError for networks that mix heads or have weights per head that the package cannot divide."""
     for network, dim, name in (
         (layer.k_compress, layer.dim_head, 'keys'),
         (layer.v_compress, layer.dim_value_head, 'values'),
     ):
         if network is None or any(isinstance(module, ConvLinearCompress | HeadLinear) for module in network.modules()):
             continue
-        parameters = list(network.parameters())
-        if any(p.is_meta for p in parameters):
-            continue
-        like, heads = next(iter(parameters), torch.empty(())), layer.kv_heads
-        shape = (1, heads, 3, layer.compress_block_size, dim)
-        blocks = torch.linspace(-1, 1, prod(shape), dtype=like.dtype, device=like.device).view(shape)
-        with evaluating(network):
-            expected = network(blocks)[:, : heads // ranks]
+        probe, shape = _perturbed_copy(network), (1, layer.kv_heads, 3, layer.compress_block_size, dim)
+        device = next(probe.parameters(), layer.combine_heads.weight).device
+        with torch.device('cpu' if device.type == 'meta' else device):
+            blocks = torch.linspace(-1, 1, prod(shape), dtype=torch.float32).view(shape)
+            expected = probe(blocks)
             try:
-                is_alike = torch.allclose(network(blocks[:, : heads // ranks]), expected, rtol=1e-3, atol=1e-3)
-            except RuntimeError:
+                found = torch.cat([probe(part) for part in blocks.chunk(ranks, 1)], 1)
+                is_alike = torch.allclose(found, expected, rtol=1e-3, atol=1e-3)
+            except Exception:  # of any class, as networks are given by users
                 is_alike = False
         if not is_alike:
             raise ValueError(
                 f'compress_mlp ({name}) is a {type(network).__name__}, which does not compute each head by itself with '
                 f'the same weights, but must to be divided over {ranks} ranks'
             )
+
+
+def _perturbed_copy(network: nn.Module) -> nn.Module:
+    """Return a float32 copy in evaluation mode, on the CPU if the network is on the meta device.
+
+    A small number is added to each parameter, since initial weights may be 0 or equal for all heads.
+    """
+    copy = deepcopy(network).eval()
+    if any(tensor.is_meta for tensor in (*copy.parameters(), *copy.buffers())):
+        copy.to_empty(device='cpu')
+        for tensor in (*copy.parameters(), *copy.buffers()):
+            tensor.zero_()
+    for parameter in filter(torch.is_floating_point, copy.float().parameters()):
+        parameter.add_(torch.linspace(0.05, 0.1, parameter.numel(), device=parameter.device).view_as(parameter))
+    return copy

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from native_sparse_attention import functional
+from native_sparse_attention.compress import ConvLinearCompress
 from native_sparse_attention.transformer import Transformer
 from tests.support.processes import run_processes
 from tests.support.sharded_models import (
@@ -118,9 +119,22 @@ class PerHead(nn.Module):
         return blocks.mean(-2) * self.scale
 
 
-class MixedHeads(nn.Module):
+class ByIndex(PerHead):
+    """Computes without an error with fewer heads, but with the parameters of the first."""
+
     def forward(self, blocks: Tensor) -> Tensor:
-        return blocks.mean(-2) + blocks.mean((1, 3))[:, None]
+        return blocks.mean(-2) * self.scale[: blocks.shape[1]]
+
+
+class MixedHeads(nn.Module):
+    """Mixes heads by a weight that is 0 at the start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.zeros(()))
+
+    def forward(self, blocks: Tensor) -> Tensor:
+        return blocks.mean(-2) + self.scale * blocks.mean((1, 3))[:, None]
 
 
 def train_with_networks() -> None:
@@ -130,6 +144,13 @@ def train_with_networks() -> None:
         if name != 'transformer':  # it mixes the heads of a token
             model = make_model(sparse={'compress_mlp': make(4, 8, 4)}, depth=1)
             assert_equal_training(apply_tp(copy.deepcopy(model), line()), model, ids)
+    with torch.device('meta'):
+        for make in (NETWORKS['mean'], NETWORKS['mlp']):
+            apply_tp(make_model(sparse={'compress_mlp': make(4, 8, 4)}), line())
+    shared = ConvLinearCompress(4, 8, 4)
+    for network in (ConvLinearCompress(1, 8, 4), (shared, shared)):
+        model = make_model(sparse={'compress_mlp': network}, depth=1)
+        assert_equal_training(apply_tp(copy.deepcopy(model), line()), model, ids)
     boundaries = torch.tensor([0, 14, 33], dtype=torch.int32)
     model = make_model('merged', sparse={'rotary_emb': learned_rotary(), 'norm': False})
     divided = apply_tp(copy.deepcopy(model), line())
@@ -169,7 +190,10 @@ def train_with_sharding(kind: str) -> None:
     one, rank, ids = copy.deepcopy(model), mesh['data'].get_local_rank(), make_ids(4)
     apply_fsdp(apply_tp(model, mesh['tensor']), mesh['data'])
     assert_equal_training(model, one, ids, slice(2 * rank, 2 * rank + 2))
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    model(ids[2 * rank : 2 * rank + 2], return_loss=True).backward()
+    one(ids, return_loss=True).backward()
+    norm, expected = (nn.utils.clip_grad_norm_(m.parameters(), 1.0) for m in (model, one))
+    assert_near(whole(norm), expected, 'norm')
     model.eval()
     one.eval()
     assert torch.equal(model.generate(ids, 4, seed=3), one.generate(ids, 4, seed=3))
@@ -267,19 +291,30 @@ def errors() -> None:
     other_block.blocks[1].feed_forward[2] = nn.ReLU()  # type: ignore[operator]
     adapted = make_model()
     adapted.blocks[1].attention.combine_heads = nn.Sequential(adapted.blocks[1].attention.combine_heads)  # type: ignore[assignment]
+    embedded = make_model()
+    embedded.token_emb = nn.Sequential(embedded.token_emb)  # type: ignore[assignment]
+    quantised = make_model()
+    quantised.to_logits.weight = nn.Parameter(quantised.to_logits.weight.detach().as_subclass(Quantised))
+    networks: list[nn.Module] = [PerHead(4), ByIndex(4), MixedHeads(), NETWORKS['transformer'](4, 8, 4)]
     cases: list[tuple[str, Any, Any]] = [
-        ('combine_heads is a Sequential, but must be the module of a new layer', adapted, line()),
+        ('token_emb is a Sequential, but must be the module of a new model', embedded, line()),
+        (r'to_logits\.weight is of class Quantised, but must be a plain parameter', quantised, line()),
+        ('combine_heads is a Sequential, but must be the module of a new model', adapted, line()),
         ('mesh has 2 dimensions, but must have 1', make_model(), two),
         ('model is .*, but must be a Transformer', nn.Linear(2, 2), line()),
         ('mesh has 4 ranks, .* must divide the number of KV heads, 2', make_model(heads=4, kv_heads=2), line()),
         ('mesh has 4 ranks, .* hidden size of feed_forward, 18', make_model(ff_expansion_factor=1.125), line()),
         ('feed_forward has RMSNorm, Linear, ReLU, Linear, but must', other_block, line()),
         ('the gate is a Sequential', make_model(sparse={'strategy_combine_mlp': gate(16, 24)}), line()),
-        (r'compress_mlp \(keys\) is a PerHead, which', make_model(sparse={'compress_mlp': PerHead(4)}), line()),
-        ('CompressTransformer, which', make_model(sparse={'compress_mlp': NETWORKS['transformer'](4, 8, 4)}), line()),
-        ('MixedHeads, which', make_model(sparse={'compress_mlp': MixedHeads()}), line()),
         ('model is divided already', apply_tp(make_model(), line()), line()),
     ]
+    for network in networks:
+        message = rf'compress_mlp \(keys\) is a {type(network).__name__}, which'
+        same_heads = make_model(sparse={'compress_mlp': network})
+        for attention in (block.attention for block in same_heads.blocks):
+            attention.k_compress.load_state_dict(network.state_dict())  # type: ignore[union-attr]
+        cases.append((message, same_heads, line()))
+        cases.append((message, make_model(sparse={'compress_mlp': network}).to('meta'), line()))
     for message, model, mesh in cases:
         before = [type(p) for p in model.parameters()]
         with pytest.raises(ValueError, match=message) as raised:
@@ -288,8 +323,29 @@ def errors() -> None:
         assert before == [type(p) for p in model.parameters()]
 
 
+class Quantised(Tensor):
+    pass
+
+
 def gate(dim: int, logits: int) -> nn.Module:
     return nn.Sequential(nn.Linear(dim, 4), nn.Linear(4, logits))
+
+
+def read_wrong_ids() -> None:
+    """Ids outside the vocabulary fail on every rank, also those in the last rank's share of an uneven division."""
+    model = apply_tp(make_model(depth=1), line())
+    for wrong in (-1, 29, 31, 1000):
+        ids = make_ids(1)
+        ids[0, 3] = wrong
+        with pytest.raises(IndexError):
+            model(ids)
+        with pytest.raises((IndexError, RuntimeError), match=r'out of (bounds|range)'):
+            model.to_logits.summed_cross_entropy(torch.zeros(1, 33, 16, dtype=torch.float64), ids)  # type: ignore[operator]
+
+
+@full
+def test_ids_outside_the_vocabulary(tmp_path: Path) -> None:
+    run_processes(read_wrong_ids, 4, tmp_path)
 
 
 @full

@@ -11,7 +11,6 @@ import torch
 from rotary_embedding_torch import RotaryEmbedding
 from torch import Tensor, nn
 
-from native_sparse_attention.compress import CompressMLP
 from native_sparse_attention.nn import attention
 from native_sparse_attention.transformer import Transformer
 
@@ -49,10 +48,6 @@ def make_model(kind: str = 'separate', seed: int = 0, **changes: Any) -> Transfo
 
 def learned_rotary() -> RotaryEmbedding:
     return RotaryEmbedding(8, learned_freq=True)
-
-
-def shared_network() -> nn.Module:
-    return CompressMLP(8, 4)
 
 
 @torch.no_grad()
