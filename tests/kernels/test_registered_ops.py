@@ -217,7 +217,8 @@ def test_every_registered_op_is_among_those_that_are_checked(device: torch.devic
     checked = {op for name in OPS for op in record(name, device)}
     schemas = torch._C._jit_get_all_schemas()
     registered = {s.name.split('::')[1] for s in schemas if s.name.startswith(f'{NAMESPACE}::')}
-    assert registered == checked
+    # tests/ops/test_flex.py checks the op of the flex backend, which has no kernel.
+    assert registered - {'list_flex_tiles'} == checked
 
 
 @pytest.mark.quick

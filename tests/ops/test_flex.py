@@ -422,6 +422,13 @@ def test_ops_in_a_compiled_function_take_symbolic_sizes(monkeypatch: pytest.Monk
     assert all(isinstance(value, int) or value.node.expr.is_Symbol for value in numbers)
 
 
+@pytest.mark.parametrize(('intervals', 'by_key'), [(1, True), (4, False)])
+def test_opcheck_of_the_tile_lists(intervals: int, by_key: bool):
+    first = torch.zeros(2, 300, 2, intervals, dtype=torch.long)
+    arguments = (first, first + 64, 300, 3, intervals == 1, by_key)
+    torch.library.opcheck(torch.ops.native_sparse_attention.list_flex_tiles.default, arguments)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize('intervals', [1, 4])
 def test_inductor_writes_code_for_tiles_of_symbolic_lengths(intervals: int, monkeypatch: pytest.MonkeyPatch):
