@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,32 @@ def train_with_networks() -> None:
     model.gradient_checkpointing_enable()
     divided.gradient_checkpointing_enable()
     assert_equal_training(divided, model, ids)
+
+
+def train_drawn_settings() -> None:
+    for seed in range(16):
+        draw = random.Random(seed).choice
+        sparse: dict[str, Any] = {'merge_window': draw([True, False]), 'num_selected_blocks': draw([0, 3, 5])}
+        sparse |= {name: draw([True, False]) for name in ('norm', 'qk_norm', 'recompute', 'use_diff_topk')}
+        sparse |= {'query_heads_share_selected_kv': draw([True, False]), 'softcap': draw([None, 5.0])}
+        # Without memory and sinks, gradients of the biases of compressed keys are rounding errors.
+        sparse['num_compressed_mem_kv'], sparse['num_sinks'] = draw([(1, 0), (0, 1), (3, 2)])
+        sparse['rotary_emb'] = draw([None, False, learned_rotary()])
+        sparse['compressed_output'] = not sparse['merge_window'] or draw([True, False])
+        if sparse['compressed_output']:
+            sparse['dim_value_head'] = draw([6, 8])
+        kv_heads, seqlen = draw([2, 4, 6]), draw([2, 5, 33])
+        settings = {'kv_heads': kv_heads, 'heads': kv_heads * draw([1, 2]), 'causal': draw([True, False]), 'depth': 1}
+        model, ids = (
+            make_model(sparse=sparse, tie_embeddings=draw([True, False]), **settings),
+            make_ids(2, seqlen, seed),
+        )
+        assert_equal_training(apply_tp(copy.deepcopy(model), line()), model, ids)
+
+
+@full
+def test_drawn_settings(tmp_path: Path) -> None:
+    run_processes(train_drawn_settings, 2, tmp_path)
 
 
 def train_block_scores() -> None:
