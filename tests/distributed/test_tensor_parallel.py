@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from native_sparse_attention import functional
 from native_sparse_attention.compress import ConvLinearCompress
+from native_sparse_attention.core.backend import BackendChoice
+from native_sparse_attention.inference import decode
 from native_sparse_attention.transformer import Transformer
 from tests.support.processes import run_processes
 from tests.support.sharded_models import (
@@ -92,6 +94,11 @@ def train_and_decode(kind: str, dtype: torch.dtype) -> None:
     one.eval()
     assert_near(decoded(model, ids), decoded(one, ids), 'logits')
     assert torch.equal(model.generate(ids, 4, seed=3), one.generate(ids, 4, seed=3))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode, 'backend_of', lambda *_, **__: BackendChoice('triton'))
+        cache = model.init_cache(2, 40)
+        assert one.decodes_fixed(cache, 1) == (kind != 'dense')
+        assert not model.decodes_fixed(cache, 1)
     mask = torch.arange(33) < torch.tensor([[33], [20]])
     assert torch.equal(model.generate(ids, 4, mask=mask, seed=3), one.generate(ids, 4, mask=mask, seed=3))
 
