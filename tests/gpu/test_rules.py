@@ -239,12 +239,14 @@ def take_settings(entry: Entry, device: torch.device, monkeypatch: pytest.Monkey
         q: Tensor, k: Tensor, v: Tensor, indices: Tensor, block_size: int, backward: bool = False, **_: int
     ) -> str:
         """Wherever a whole block fits into the tiles of a pass."""
-        tiles = selected_plan.settings.BLOCK_DQ if backward else selected_plan.settings.BLOCK
+        settings, is_fused = selected_plan.settings, entry.table == 'FUSED'
+        tiles = (settings.FUSED if is_fused else settings.BLOCK_DQ) if backward else settings.BLOCK
         found = table[entry.key] if tiles is table else find_settings(tiles, own, itemsize, head_dim)
-        return 'block' if block_size <= found.block_n else 'query'
+        design = 'fused' if backward and is_fused else 'block'
+        return design if block_size <= found.block_n else 'query'
 
     monkeypatch.setattr(launch, 'find_settings', find_this)
-    if entry.table.startswith('BLOCK'):
+    if entry.table.startswith(('BLOCK', 'FUSED')):
         monkeypatch.setattr(selected_plan, 'choose_design', by_block)
     if entry.table.startswith('DLOGITS'):
         monkeypatch.setattr(dlogits, 'MIN_TOKENS', 1)
@@ -257,7 +259,7 @@ def block_sizes_for(entry: Entry) -> list[int]:
     if 'selected' not in entry.module:
         return [16]
     block_n = getattr(importlib.import_module(entry.module), entry.table)[entry.key].block_n
-    return sorted({16, block_n if entry.table.startswith('BLOCK') else min(64, block_n)})
+    return sorted({16, block_n if entry.table.startswith(('BLOCK', 'FUSED')) else min(64, block_n)})
 
 
 @pytest.mark.parametrize('entry', every_entry(), ids=str)
