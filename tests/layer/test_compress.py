@@ -128,14 +128,6 @@ def test_equals_a_loop_over_blocks_and_heads(name, heads, dim, length):
     torch.testing.assert_close(network(blocks), expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize('heads', [1, 3])
-def test_convolution_is_called_where_it_has_a_hook(heads):
-    network, blocks = make_double(NETWORKS['conv'], heads, 5, 4), random_blocks(3, 5, 4)
-    expected = network(blocks) + 1
-    network.conv.register_forward_hook(lambda module, inputs, output: output + 1)
-    torch.testing.assert_close(network(blocks), expected, rtol=1e-12, atol=1e-12)
-
-
 def naive_transformer(network, block):
     """block [l, H·D]: plain encoder layers over the whole block, of which the last token is read at the end."""
     x = block

@@ -19,7 +19,7 @@ from native_sparse_attention.nn.compress import (
     overlapping,
 )
 from native_sparse_attention.nn.compress.apply import compress_pair, compress_tokens
-from tests.layer.test_compress import NETWORKS, every_network, make_double
+from tests.layer.test_compress import NETWORKS, every_network, make_double, random_blocks
 
 
 def laid_out(network, tokens, positions, stride, cu_seqlens=None):
@@ -297,6 +297,14 @@ def test_what_is_changed_in_a_network_is_seen():
     changed(lambda network: network.to_hidden.register_forward_hook(lambda module, inputs, output: output + 1))
     changed(lambda network: network.to_hidden.register_forward_pre_hook(lambda module, inputs: inputs[0] + 1))
     changed(lambda network: nn.utils.parametrizations.weight_norm(network.to_hidden))
+
+
+@pytest.mark.parametrize('heads', [1, 3])
+def test_convolution_is_called_where_it_has_a_hook(heads):
+    network, blocks = make_double(NETWORKS['conv'], heads, 5, 4), random_blocks(3, 5, 4)
+    expected = network(blocks) + 1
+    network.conv.register_forward_hook(lambda module, inputs, output: output + 1)
+    torch.testing.assert_close(network(blocks), expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize('register', ['register_full_backward_hook', 'register_full_backward_pre_hook'])
