@@ -9,23 +9,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from native_sparse_attention.core import checks
 from native_sparse_attention.core.backend import BackendChoice, Candidates, choose_backends, slowest
-from native_sparse_attention.core.checks import (
-    check_block_counts,
-    check_block_indices,
-    check_compressed_heads,
-    check_gate,
-    check_not_negative,
-    check_num_compressed,
-    check_qkv,
-    check_same_kind,
-    check_tensors,
-)
+from native_sparse_attention.core.call import Call, SelectionRules, make_call
 from native_sparse_attention.core.geometry import Sequences, packed_block_starts
+from native_sparse_attention.core.modifier_checks import reduce_sinks
 from native_sparse_attention.core.modifiers import Modifiers
+from native_sparse_attention.core.plain import refuse_context_parallel
+from native_sparse_attention.core.random import as_seed, check_dropout
 from native_sparse_attention.ops.block_selection import api as block_selection
 from native_sparse_attention.ops.compressed_attention import api as compressed_attention
 from native_sparse_attention.ops.gated_sum import api as gated_sum
+from native_sparse_attention.ops.rotary import shared_input
 from native_sparse_attention.ops.selected_attention import api as selected_attention
 from native_sparse_attention.ops.window_attention import api as window_attention
 
@@ -39,6 +34,106 @@ class Branches(NamedTuple):
     selected: bool
     window: bool
     scores: bool = False
+
+
+class Inputs(NamedTuple):
+    """Checked arguments of `nsa`, with 0 at padding.
+
+    compressed, selected, window: q, k and v of each branch. gates: one tensor, or None for merged attention without a
+    compressed output. rules: its num_selected is n, also where blocks are given.
+    """
+
+    compressed: tuple[Any, Any, Any]
+    selected: tuple[Any, Any, Any]
+    window: tuple[Any, Any, Any]
+    mem_kv: Any
+    gates: Any
+    branches: Branches
+    call: Call
+    rules: SelectionRules
+    window_size: tuple[int, int]
+    modifiers: Modifiers
+    sinks_cmp: Tensor | None
+
+
+def prepare(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cmp: Tensor | None,
+    v_cmp: Tensor | None,
+    gates: Tensor | Sequence[Tensor | None] | None,
+    *,
+    q_cmp: Tensor | None,
+    of_window: dict[str, Tensor | None],
+    mem_kv: MemoryPairs,
+    sizes: tuple[int, int, int],
+    selection: tuple[Any, ...],
+    block_indices: Tensor | None,
+    placed: tuple[Any, ...],
+    window_size: tuple[int, int],
+    sinks: Tensor | None,
+    sinks_cmp: Tensor | None,
+    dropout: tuple[float, int | Tensor | None],
+    merge_window: bool,
+    use_diff_topk: bool,
+    backend: str,
+) -> tuple[Inputs, dict[str, str]]:
+    """Check the arguments of `nsa`; return them and the backend of each op.
+
+    of_window: q_window, k_window and v_window. sizes: (l, d, l'). selection: the fields of `SelectionRules`. placed:
+    the arguments of `make_call` from segment_ids on. dropout: dropout_p and dropout_seed.
+    """
+    num_selected, num_init, num_local, share_group, block_counts = selection
+    checks.check_flags(merge_window=merge_window, share_group=share_group, use_diff_topk=use_diff_topk)
+    checks.check_qkv(q, k, v)
+    stacked, branches = check_gates(gates, q, v_cmp, mem_kv, sinks_cmp, merge_window, **of_window)
+    checks.check_block_sizes(*sizes)
+    refuse_context_parallel()
+    checks.check_not_negative(num_init=num_init, num_local=num_local)
+    num_selected, branches = check_selection(
+        q, k, branches, num_selected, block_indices, block_counts, share_group, use_diff_topk
+    )
+    call, padding = make_call(q, k, *placed)
+    window_size = checks.check_window(window_size, call.causal)
+    optional = {'q_cmp': q_cmp, **of_window}
+    for (name, tensor), like in zip(optional.items(), (q, q, k, v), strict=True):
+        if tensor is None:
+            continue
+        checks.check_tensors(**{name: tensor})
+        if tensor.shape != like.shape:
+            raise ValueError(f'{name} has shape {tuple(tensor.shape)}, but must have {tuple(like.shape)}')
+        checks.check_same_kind(q=q, **{name: tensor})
+    dropout_p, seed = dropout
+    check_dropout(dropout_p, seed, q)
+    sinks, sinks_cmp = reduce_sinks(sinks, q), reduce_sinks(sinks_cmp, q, 'sinks_cmp')
+    if branches.compressed or branches.scores:
+        v_cmp, mem_kv = check_compressed(
+            q if q_cmp is None else q_cmp, k_cmp, v_cmp, mem_kv, k, v, call.sequences, sizes[:2], merge_window
+        )
+    tokens: Any = (q, k, v, *optional.values(), stacked)
+    tokens, (k_cmp, v_cmp) = clear_padding(padding, call.sequences, sizes[:2], tokens, (k_cmp, v_cmp))
+    q, k, v, q_cmp, q_window, k_window, v_window, stacked = tokens
+    compressed, selected = (q if q_cmp is None else q_cmp, k_cmp, v_cmp), (q, k, v)
+    window: Any = (q if q_window is None else q_window, *((k, v) if k_window is None else (k_window, v_window)))
+
+    tensors: dict[str, Any] = {'compressed': compressed, 'window': window, 'mem_kv': mem_kv, 'gates': gates}
+    tensors |= {'block_indices': block_indices, 'sinks': sinks, 'sinks_cmp': sinks_cmp}
+    settings: dict[str, Any] = {'num_selected': num_selected, 'share_group': share_group, 'softcap': call.softcap}
+    settings |= {'dropout_p': dropout_p, 'causal': call.causal, 'merge_window': merge_window}
+    settings |= {'compressed_output': branches.compressed, 'use_diff_topk': use_diff_topk}
+    ops = {op: choice.name for op, choice in backend_of(q, k, v, **tensors, **settings, backend=backend).ops.items()}
+    if q_cmp is None and (merge_window or q_window is None):
+        by_kernels = 'triton' if 'triton' in ops.values() else 'eager'
+        q, q_cmp, *rest = shared_input(q, 2 if merge_window else 3, backend=by_kernels)
+        compressed, selected, window = (q_cmp, *compressed[1:]), (q, k, v), ((rest or [q])[0], *window[1:])
+    seed = as_seed(seed, q.device) if dropout_p and (merge_window or branches.window) else None
+    modifiers = Modifiers(call.softcap, sinks, dropout_p=dropout_p, dropout_seed=seed)
+    rules = SelectionRules(num_selected, num_init, num_local, share_group, block_counts)
+    inputs = Inputs(
+        *(compressed, selected, window, mem_kv, stacked, branches, call, rules, window_size, modifiers, sinks_cmp)
+    )
+    return inputs, ops
 
 
 def check_gates(
@@ -84,16 +179,16 @@ def check_merged(
         if tensor is not None:
             raise ValueError(f'{name} is given, but must be None where merge_window is set')
     if gates is not None:
-        check_tensors(gates=gates)
+        checks.check_tensors(gates=gates)
         assert isinstance(gates, Tensor)
-        check_gate('gates', gates, (*q.shape[:3], 1), '(B, T, HQ, 1)', q)
+        checks.check_gate('gates', gates, (*q.shape[:3], 1), '(B, T, HQ, 1)', q)
         return gates
     if mem_kv is not None:
         if not isinstance(mem_kv, tuple | list) or len(mem_kv) != 2:
             raise ValueError(
                 f'mem_kv is a {type(mem_kv).__name__}, but must be a pair (keys, None) where gates is None'
             )
-        check_tensors(**{'mem_kv[0]': mem_kv[0]})
+        checks.check_tensors(**{'mem_kv[0]': mem_kv[0]})
     for name, tensor in (('mem_kv[1]', None if mem_kv is None else mem_kv[1]), ('sinks_cmp', sinks_cmp)):
         if tensor is not None:
             raise ValueError(f'{name} is given, but must be None where gates is: only block scores are computed')
@@ -116,9 +211,9 @@ def check_selection(
         if num_selected is None and branches.selected:
             raise ValueError('num_selected is None, but must be given where no block_indices are')
         num_selected = 0 if num_selected is None else num_selected
-        check_not_negative(num_selected=num_selected)
+        checks.check_not_negative(num_selected=num_selected)
     else:
-        check_block_indices(block_indices, q, k)
+        checks.check_block_indices(block_indices, q, k)
         *_, kv_heads, count = block_indices.shape
         if num_selected not in (None, count):
             raise ValueError(
@@ -127,20 +222,9 @@ def check_selection(
         num_selected = count
     selected = branches.selected and num_selected > 0
     if selected and block_counts is not None:
-        check_block_counts(block_counts, kv_heads, q)
+        checks.check_block_counts(block_counts, kv_heads, q)
     scores = selected and (block_indices is None or use_diff_topk)
     return num_selected, branches._replace(selected=selected, scores=scores)
-
-
-def check_shapes(q: Tensor, **pairs: tuple[Tensor | None, Tensor]) -> None:
-    """Check by name that each tensor that is not None has the shape of the one beside it and the dtype of q."""
-    for name, (tensor, like) in pairs.items():
-        if tensor is None:
-            continue
-        check_tensors(**{name: tensor})
-        if tensor.shape != like.shape:
-            raise ValueError(f'{name} has shape {tuple(tensor.shape)}, but must have {tuple(like.shape)}')
-        check_same_kind(q=q, **{name: tensor})
 
 
 def check_compressed(
@@ -162,20 +246,20 @@ def check_compressed(
         name = 'k_cmp' if k_cmp is None else 'v_cmp'
         raise ValueError(f'{name} is None, but must be given for the compressed branch and for the scores of blocks')
     if v_cmp is None:
-        check_tensors(k_cmp=k_cmp)
+        checks.check_tensors(k_cmp=k_cmp)
         values = k_cmp.detach()[..., :16] if k_cmp.ndim else k_cmp
         if mem_kv is not None:
-            check_tensors(mem_kv=mem_kv[0])
+            checks.check_tensors(mem_kv=mem_kv[0])
             mem_kv = (mem_kv[0], mem_kv[0].detach()[..., :16] if mem_kv[0].ndim else mem_kv[0])
     else:
         values = v_cmp
-    check_qkv(q_cmp, k_cmp, values, 'k_cmp', 'v_cmp')
-    check_compressed_heads(k_cmp, k)
+    checks.check_qkv(q_cmp, k_cmp, values, 'k_cmp', 'v_cmp')
+    checks.check_compressed_heads(k_cmp, k)
     if v_cmp is not None and v_cmp.shape[-1] != v.shape[-1]:
         raise ValueError(f'v_cmp has head size {v_cmp.shape[-1]}, but v has {v.shape[-1]}')
     if mem_kv is not None:
         compressed_attention.check_memory(mem_kv, q_cmp, k_cmp, values)
-    check_num_compressed(k_cmp, sequences, *sizes)
+    checks.check_num_compressed(k_cmp, sequences, *sizes)
     return values, mem_kv
 
 

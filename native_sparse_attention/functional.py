@@ -10,17 +10,11 @@ from torch import Tensor
 
 from native_sparse_attention import composition
 from native_sparse_attention.autograd.recompute import SavedSelection
-from native_sparse_attention.core import checks
-from native_sparse_attention.core.call import SelectionRules, make_call
-from native_sparse_attention.core.modifier_checks import reduce_sinks
-from native_sparse_attention.core.modifiers import Modifiers
-from native_sparse_attention.core.plain import refuse_context_parallel
-from native_sparse_attention.core.random import as_seed, check_dropout
+from native_sparse_attention.core.checks import shown
 from native_sparse_attention.ops import select_blocks
 from native_sparse_attention.ops.block_selection import api as block_selection
 from native_sparse_attention.ops.compressed_attention import api as compressed_attention
 from native_sparse_attention.ops.gated_sum import api as gated_sum
-from native_sparse_attention.ops.rotary import shared_input
 from native_sparse_attention.ops.selected_attention import api as selected_attention
 from native_sparse_attention.ops.window_attention import api as window_attention
 
@@ -120,66 +114,42 @@ def nsa(
     Raises:
         ValueError: shapes, dtypes or settings do not fit, or an explicit backend does not support the call.
     """
-    checks.check_flags(merge_window=merge_window, share_group=share_group, use_diff_topk=use_diff_topk)
     if not callable(choose):
-        raise ValueError(f'choose is {checks.shown(choose)}, but must be a function')
-    checks.check_qkv(q, k, v)
-    windowed = {'q_window': q_window, 'k_window': k_window, 'v_window': v_window}
-    stacked, branches = composition.check_gates(gates, q, v_cmp, mem_kv, sinks_cmp, merge_window, **windowed)
+        raise ValueError(f'choose is {shown(choose)}, but must be a function')
     sizes = (compress_block_size, compress_stride, selection_block_size)
-    checks.check_block_sizes(*sizes)
-    refuse_context_parallel()
-    checks.check_not_negative(num_init=num_init, num_local=num_local)
-    num_selected, branches = composition.check_selection(
-        q, k, branches, num_selected, block_indices, block_counts, share_group, use_diff_topk
+    inputs, ops = composition.prepare(
+        *(q, k, v, k_cmp, v_cmp, gates),
+        q_cmp=q_cmp,
+        of_window={'q_window': q_window, 'k_window': k_window, 'v_window': v_window},
+        mem_kv=mem_kv,
+        sizes=sizes,
+        selection=(num_selected, num_init, num_local, share_group, block_counts),
+        block_indices=block_indices,
+        placed=(segment_ids, q_offset, seqlens_k, cu_seqlens, cu_seqlens_k, causal, scale, softcap),
+        window_size=window_size,
+        sinks=sinks,
+        sinks_cmp=sinks_cmp,
+        dropout=(dropout_p, dropout_seed),
+        merge_window=merge_window,
+        use_diff_topk=use_diff_topk,
+        backend=backend,
     )
-    window = checks.check_window(window_size, causal)
-    likes = {'q_cmp': (q_cmp, q), 'q_window': (q_window, q), 'k_window': (k_window, k), 'v_window': (v_window, v)}
-    composition.check_shapes(q, **likes)
-    check_dropout(dropout_p, dropout_seed, q)
-    sinks, sinks_cmp = reduce_sinks(sinks, q), reduce_sinks(sinks_cmp, q, 'sinks_cmp')
-    placed = (q_offset, seqlens_k, cu_seqlens, cu_seqlens_k)
-    call, padding = make_call(q, k, segment_ids, *placed, causal, scale, softcap)
-    if branches.compressed or branches.scores:
-        v_cmp, mem_kv = composition.check_compressed(
-            q if q_cmp is None else q_cmp, k_cmp, v_cmp, mem_kv, k, v, call.sequences, sizes[:2], merge_window
-        )
-    tokens: Any = (q, k, v, q_cmp, q_window, k_window, v_window, stacked)
-    tokens, (k_cmp, v_cmp) = composition.clear_padding(padding, call.sequences, sizes[:2], tokens, (k_cmp, v_cmp))
-    q, k, v, q_cmp, q_window, k_window, v_window, stacked = tokens
-    k_window, v_window = (k, v) if k_window is None else (k_window, v_window)
-    compressed: tuple[Any, Any, Any] = (q if q_cmp is None else q_cmp, k_cmp, v_cmp)
-    of_window: tuple[Any, Any, Any] = (q if q_window is None else q_window, k_window, v_window)
-
-    inputs: dict[str, Any] = {'compressed': compressed, 'window': of_window, 'mem_kv': mem_kv, 'gates': gates}
-    inputs |= {'num_selected': num_selected, 'share_group': share_group, 'block_indices': block_indices}
-    features: dict[str, Any] = {'softcap': softcap, 'sinks': sinks, 'sinks_cmp': sinks_cmp, 'dropout_p': dropout_p}
-    features |= {'causal': causal, 'merge_window': merge_window, 'compressed_output': branches.compressed}
-    choices = composition.backend_of(q, k, v, **inputs, **features, use_diff_topk=use_diff_topk, backend=backend).ops
-    ops = {op: choice.name for op, choice in choices.items()}
-    if q_cmp is None and (merge_window or q_window is None):
-        by_kernels = 'triton' if 'triton' in ops.values() else 'eager'
-        q, q_cmp, *others = shared_input(q, 2 if merge_window else 3, backend=by_kernels)
-        compressed, of_window = (q_cmp, k_cmp, v_cmp), ((others or [q])[0], k_window, v_window)
+    compressed, selected, window, mem_kv, stacked, branches, call, rules, window_size, modifiers, sinks_cmp = inputs
     is_known = choose is select_blocks or isinstance(choose, SavedSelection)
     # A custom selection may differentiate the log-sum-exp, too.
-    gate_in_attention = is_known and not (use_diff_topk or merge_window)
-    gate_in_attention = gate_in_attention and composition.attentions_take_gates(q, ops)
+    gate_in_attention = is_known and not (use_diff_topk or merge_window) and composition.attentions_take_gates(q, ops)
     taken = [stacked[..., i] if gate_in_attention and branches[i] else None for i in range(3)]
-    drops = dropout_p and (merge_window or branches.window)
-    seed = as_seed(dropout_seed, q.device) if drops else None
-    modifiers = Modifiers(call.softcap, sinks, dropout_p=dropout_p, dropout_seed=seed)
+
     out_compressed = out_selected = out_window = lse = None
     if op := ops.get('compressed_attention'):
         out_compressed, lse = compressed_attention.attend(
             *compressed, mem_kv, sizes[:2], call, sinks_cmp, gate=taken[0], backend=op
         )
     if op := ops.get('window_attention'):
-        out_window, _ = window_attention.attend(*of_window, window, call, modifiers, gate=taken[2], backend=op)
+        out_window, _ = window_attention.attend(*window, window_size, call, modifiers, gate=taken[2], backend=op)
     if branches.selected:
         scored: tuple[Any, Any, Any] = (*compressed[:2], lse)
         if block_indices is None:
-            rules = SelectionRules(num_selected, num_init, num_local, share_group, block_counts)
             select = block_selection.select if choose is select_blocks else choose
             select = select if is_known else block_selection.selector(choose, backend)
             block_indices = select(*scored, sizes, call, rules, ops['select_blocks'])
@@ -187,12 +157,11 @@ def nsa(
             block_indices, _ = selected_attention.keep_first(block_counts, block_indices, None)
         block_scale = None
         if op := ops.get('straight_through_scale'):
-            forced = (num_init, num_local)
-            block_scale = block_selection.score(*scored, block_indices, sizes, call, forced, backend=op)
-        of_selected = (q, k, v, block_indices, block_scale, selection_block_size, call)
+            block_scale = block_selection.score(*scored, block_indices, sizes, call, rules[1:3], backend=op)
+        of_selected = (*selected, block_indices, block_scale, selection_block_size, call)
         op = ops['selected_attention']
         if merge_window:
-            out_selected, _ = selected_attention.attend_merged(*of_selected, window, modifiers, backend=op)
+            out_selected, _ = selected_attention.attend_merged(*of_selected, window_size, modifiers, backend=op)
         else:
             out_selected, _ = selected_attention.attend(*of_selected, gate=taken[1], backend=op, unit_scale=True)
     out_compressed = out_compressed if branches.compressed else None
