@@ -168,7 +168,7 @@ def attend(
 
     unit_scale: block_scale is 1 everywhere.
     """
-    arguments: Any = (q, k, v, block_indices, block_scale, call.sequences, block_size, *call[1:])
+    arguments: Any = (q, k, v, block_indices, block_scale, block_size, call)
     match backend:
         case 'triton':
             from native_sparse_attention.ops.selected_attention import triton as ops
@@ -195,13 +195,12 @@ def attend_merged(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """Run `selected_attention` with a window, with checked arguments on a resolved backend."""
-    settings = (call.sequences, block_size, *window, call.causal, call.scale, modifiers)
     match backend:
         case 'triton':
             from native_sparse_attention.ops.selected_attention.triton import merged as ops
         case _:
             from native_sparse_attention.ops.selected_attention import eager as ops
-    return ops.merged_attention(q, k, v, block_indices, block_scale, *settings)
+    return ops.merged_attention(q, k, v, block_indices, block_scale, block_size, call, window, modifiers)
 
 
 def candidates(

@@ -6,7 +6,8 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from native_sparse_attention.core.geometry import QueryLayout, Sequences, in_window
+from native_sparse_attention.core.call import Call
+from native_sparse_attention.core.geometry import QueryLayout, in_window
 from native_sparse_attention.core.modifiers import Modifiers
 from native_sparse_attention.ops._eager import (
     compute_dtype,
@@ -19,17 +20,9 @@ from native_sparse_attention.ops._eager import (
 
 
 def selected_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_indices: Tensor,
-    block_scale: Tensor | None,
-    sequences: Sequences,
-    block_size: int,
-    causal: bool,
-    scale: float,
-    softcap: float | None = None,
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_scale: Tensor | None, block_size: int, call: Call
 ) -> tuple[Tensor, Tensor]:
+    sequences, causal, scale, softcap = call
     batch, seqlen, heads, head_dim = q.shape
     seqlen_k, kv_heads = k.shape[1:3]
     index_heads, num_selected = block_indices.shape[2:]
@@ -80,15 +73,12 @@ def merged_attention(
     v: Tensor,
     block_indices: Tensor,
     block_scale: Tensor | None,
-    sequences: Sequences,
     block_size: int,
-    left: int,
-    right: int,
-    causal: bool,
-    scale: float,
+    call: Call,
+    window: tuple[int, int],
     modifiers: Modifiers,
 ) -> tuple[Tensor, Tensor]:
-    """Attention over the union of the selected blocks and the window (left, right), in one softmax.
+    """Attention over the union of the selected blocks and the window, in one softmax.
 
     Every query reads a row of a mask over all keys, so time and memory grow with S.
     """
@@ -98,21 +88,21 @@ def merged_attention(
     # Cast once, so that the gradients of keys that several chunks read are added in float32.
     k, v = k.to(float_dtype), v.to(float_dtype)
     queries = rearrange(q, 'b t (h g) d -> b t h g d', h=kv_heads)
-    layout = sequences.layout()
+    layout = call.sequences.layout()
     index = torch.arange(seqlen_k, device=q.device)[None]
 
     def attend(start: int, stop: int) -> tuple[Tensor, Tensor]:
         chunk = layout.chunk(start, stop)
         blocks = block_indices[:, start:stop].long()
         factors = None if block_scale is None else block_scale[:, start:stop].to(float_dtype)
-        visible, factor = _read_keys(chunk, blocks, factors, index, block_size, left, right, causal)
+        visible, factor = _read_keys(chunk, blocks, factors, index, block_size, *window, call.causal)
         per_head = heads // blocks.shape[2]
         return masked_attention(
             queries[:, start:stop].to(float_dtype),
             k,
             v,
             visible.repeat_interleave(per_head, 1),
-            scale,
+            call.scale,
             q.dtype,
             softcap=modifiers.softcap,
             sinks=modifiers.sinks,

@@ -10,7 +10,8 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from native_sparse_attention.core.geometry import Sequences, num_selection_blocks
+from native_sparse_attention.core.call import Call
+from native_sparse_attention.core.geometry import num_selection_blocks
 from native_sparse_attention.ops._flex import (
     Tiles,
     attend,
@@ -30,17 +31,9 @@ FEW_BLOCKS = 16
 
 
 def selected_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_indices: Tensor,
-    block_scale: Tensor | None,
-    sequences: Sequences,
-    block_size: int,
-    causal: bool,
-    scale: float,
-    softcap: float | None = None,
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_scale: Tensor | None, block_size: int, call: Call
 ) -> tuple[Tensor, Tensor]:
+    sequences, causal, scale, softcap = call
     k, v, nonfinite = without_nonfinite(*with_a_key(k, v))
     index_heads, num_selected = block_indices.shape[2:]
     rows_per_token = q.shape[2] // index_heads

@@ -100,7 +100,7 @@ def attend(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """Run `window_attention` with checked arguments on a resolved backend."""
-    arguments: Any = (q, k, v, call.sequences, *window, call.scale, modifiers)
+    arguments: Any = (q, k, v, window, call, modifiers)
     match backend:
         case 'triton':
             from native_sparse_attention.ops.window_attention import triton as ops

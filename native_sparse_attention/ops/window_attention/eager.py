@@ -6,8 +6,9 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from native_sparse_attention.core.geometry import Sequences, in_window
-from native_sparse_attention.core.modifiers import OFF, Modifiers
+from native_sparse_attention.core.call import Call
+from native_sparse_attention.core.geometry import in_window
+from native_sparse_attention.core.modifiers import Modifiers
 from native_sparse_attention.ops._eager import (
     compute_dtype,
     dropout_factors,
@@ -21,25 +22,19 @@ CHUNK_QUERIES = 256
 
 
 def window_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sequences: Sequences,
-    left: int,
-    right: int,
-    scale: float,
-    modifiers: Modifiers = OFF,
+    q: Tensor, k: Tensor, v: Tensor, window: tuple[int, int], call: Call, modifiers: Modifiers
 ) -> tuple[Tensor, Tensor]:
+    left, right = window
     batch, seqlen, heads, _ = q.shape
     seqlen_k, kv_heads = k.shape[1:3]
     float_dtype = compute_dtype(q.dtype)
     # Cast once, so that gradients of keys that several chunks read are summed in float32.
     k, v = k.to(float_dtype), v.to(float_dtype)
     queries = rearrange(q, 'b t (h g) d -> b t h g d', h=kv_heads)
-    layout = sequences.layout()
+    layout = call.sequences.layout()
     # With a table of queries by keys, a chunk reads all keys.
     has_tables = modifiers.bias is not None or modifiers.attn_mask is not None
-    bounded = min(left, right) >= 0 and sequences.queries_follow_keys and not has_tables
+    bounded = min(left, right) >= 0 and call.sequences.queries_follow_keys and not has_tables
     chunk_queries = max(left + right, CHUNK_QUERIES) if bounded else seqlen
     span = min(seqlen_k, chunk_queries + left + right) if bounded else seqlen_k
 
@@ -65,7 +60,7 @@ def window_attention(
             keys,
             values,
             _allowed(visible, modifiers, start, stop, in_memory),
-            scale,
+            call.scale,
             q.dtype,
             softcap=modifiers.softcap,
             bias=None if bias is None else bias[:, :, start:stop].to(float_dtype),

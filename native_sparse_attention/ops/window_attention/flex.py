@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from native_sparse_attention.core.geometry import Sequences, in_window
-from native_sparse_attention.core.modifiers import OFF, Modifiers
+from native_sparse_attention.core.call import Call
+from native_sparse_attention.core.geometry import in_window
+from native_sparse_attention.core.modifiers import Modifiers
 from native_sparse_attention.ops._flex import (
     Tiles,
     attend,
@@ -23,18 +24,12 @@ from native_sparse_attention.ops._flex import (
 
 
 def window_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sequences: Sequences,
-    left: int,
-    right: int,
-    scale: float,
-    modifiers: Modifiers = OFF,
+    q: Tensor, k: Tensor, v: Tensor, window: tuple[int, int], call: Call, modifiers: Modifiers
 ) -> tuple[Tensor, Tensor]:
+    left, right = window
     modifiers = _prepare(modifiers, k.shape[1])
     k, v, nonfinite = without_nonfinite(*with_a_key(k, v))
-    layout = sequences.layout()
+    layout = call.sequences.layout()
     # [B, T, 1, 1]: the interval of keys that a query reads.
     first = layout.position - left if left >= 0 else layout.position * 0
     last = layout.position + right + 1 if right >= 0 else layout.key_len
@@ -48,7 +43,7 @@ def window_attention(
     tiles = find_tiles(first, last, k.shape[1], all_are_read=not (has_tables or has_segments))
     extents = [t.int() for t in (layout.position, layout.key_start, layout.key_len)]
     q, k, v = (heads_first(t) for t in (q, k, v))
-    out, lse = run(_attend, q, k, v, tiles, *extents, left, right, scale, modifiers)
+    out, lse = run(_attend, q, k, v, tiles, *extents, left, right, call.scale, modifiers)
     out = out.transpose(1, 2)
     if has_tables:
         is_nonfinite = _read_nonfinite(nonfinite, first, last, modifiers)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from native_sparse_attention.core.geometry import Sequences
+from native_sparse_attention.core.call import Call
 from native_sparse_attention.ops._triton.inverse_index import InverseIndex
 from native_sparse_attention.ops._triton.launch import is_hopper, is_wide, launch, row_block
 from native_sparse_attention.ops._triton.registered import SEQUENCES, register_gradients, register_op, saved_inputs
@@ -39,11 +39,8 @@ def selected_attention(
     v: Tensor,
     block_indices: Tensor,
     block_scale: Tensor | None,
-    sequences: Sequences,
     block_size: int,
-    causal: bool,
-    scale: float,
-    softcap: float | None = None,
+    call: Call,
     gate: Tensor | None = None,
     design: str | None = None,
     unit_scale: bool = False,
@@ -59,10 +56,10 @@ def selected_attention(
     """
     if design is not None and design not in plan.DESIGNS:
         raise ValueError(f'design is {design!r}, but must be one of {", ".join(plan.DESIGNS)}')
-    arguments = (q, k, v, block_indices, block_scale, gate, *flatten(sequences), block_size, causal, scale, softcap)
+    arguments = (q, k, v, block_indices, block_scale, gate, *flatten(call.sequences), block_size, *call[1:])
     save_low_bits = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)
     save_low_bits = save_low_bits and stores_dlogits(
-        q, k, v, block_indices, block_scale, block_size, plan.count_packed(sequences.cu_seqlens)
+        q, k, v, block_indices, block_scale, block_size, plan.count_packed(call.sequences.cu_seqlens)
     )
     # The compiler need not know the size of the inverse index.
     save_index = not torch.compiler.is_compiling()

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from native_sparse_attention.core.call import Call
 from native_sparse_attention.core.geometry import Sequences
 from native_sparse_attention.core.modifiers import Modifiers
 from native_sparse_attention.ops._triton.interval import op as interval
@@ -33,22 +34,20 @@ def merged_attention(
     v: Tensor,
     block_indices: Tensor,
     block_scale: Tensor | None,
-    sequences: Sequences,
     block_size: int,
-    left: int,
-    right: int,
-    causal: bool,
-    scale: float,
+    call: Call,
+    window: tuple[int, int],
     modifiers: Modifiers,
 ) -> tuple[Tensor, Tensor]:
     """Return the output `[B, T, HQ, DV]` and the log-sum-exp `[B, HQ, T]`. block_scale: None or all ones."""
-    assert causal
+    left, right = window
+    assert call.causal
     assert right == 0
     left = MAX_TOKENS if left < 0 else min(left, MAX_TOKENS)  # a larger window leaves no keys to the selected part
     inputs = (q, k, v, block_scale, modifiers.sinks)
     save_difference = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
-    options = (left, block_size, scale, modifiers.softcap, not torch.compiler.is_compiling(), save_difference)
-    return _forward(q, k, v, block_indices, block_scale, modifiers.sinks, *flatten(sequences), *options)[:2]
+    options = (left, block_size, call.scale, modifiers.softcap, not torch.compiler.is_compiling(), save_difference)
+    return _forward(q, k, v, block_indices, block_scale, modifiers.sinks, *flatten(call.sequences), *options)[:2]
 
 
 # Arguments of the op, and of its backward op after what the forward pass returned.
