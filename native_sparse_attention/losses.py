@@ -5,22 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from native_sparse_attention.core import checks
 from native_sparse_attention.core.backend import check_backend
 from native_sparse_attention.core.call import Call, make_call
-from native_sparse_attention.core.checks import (
-    check_block_indices,
-    check_block_sizes,
-    check_compressed_heads,
-    check_lse,
-    check_not_negative,
-    check_num_compressed,
-    check_qk,
-    check_qkv,
-    check_same_kind,
-    check_tensors,
-    is_int,
-    shown,
-)
 from native_sparse_attention.core.geometry import Sequences, forced_priority, num_selection_blocks
 from native_sparse_attention.core.random import as_seed, philox
 from native_sparse_attention.ops.block_selection.api import backend_of, score
@@ -97,22 +84,22 @@ def block_score_loss(
         ValueError: shapes, dtypes or settings do not fit, or an explicit backend does not support the call.
     """
     check_backend(backend)
-    check_qkv(q, k, k)
-    check_tensors(q_cmp=q_cmp)
+    checks.check_qkv(q, k, k)
+    checks.check_tensors(q_cmp=q_cmp)
     if q_cmp.shape != q.shape:
         raise ValueError(f'q_cmp has shape {tuple(q_cmp.shape)}, but must have {tuple(q.shape)}')
-    check_same_kind(q=q, q_cmp=q_cmp)
+    checks.check_same_kind(q=q, q_cmp=q_cmp)
     sizes = (compress_block_size, compress_stride, selection_block_size)
-    check_block_sizes(*sizes)
-    check_block_indices(block_indices, q, k)
-    check_not_negative(num_init=num_init, num_local=num_local, num_random=num_random)
-    if not (seed is None or is_int(seed) or isinstance(seed, Tensor)):
-        raise ValueError(f'seed is {shown(seed)}, but must be an int, an int64 tensor [1] or None')
+    checks.check_block_sizes(*sizes)
+    checks.check_block_indices(block_indices, q, k)
+    checks.check_not_negative(num_init=num_init, num_local=num_local, num_random=num_random)
+    if not (seed is None or checks.is_int(seed) or isinstance(seed, Tensor)):
+        raise ValueError(f'seed is {checks.shown(seed)}, but must be an int, an int64 tensor [1] or None')
     call, _ = make_call(q, k, None, q_offset, seqlens_k, cu_seqlens, cu_seqlens_k, causal, scale, softcap)
-    check_qk(q_cmp, k_cmp, 'k_cmp')
-    check_compressed_heads(k_cmp, k)
-    check_lse(lse, q)
-    check_num_compressed(k_cmp, call.sequences, *sizes[:2])
+    checks.check_qk(q_cmp, k_cmp, 'k_cmp')
+    checks.check_compressed_heads(k_cmp, k)
+    checks.check_lse(lse, q)
+    checks.check_num_compressed(k_cmp, call.sequences, *sizes[:2])
     q, k = q.detach(), k.detach()
     forced = (num_init, num_local)
     candidates, is_ranked = add_random_blocks(

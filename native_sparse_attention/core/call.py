@@ -6,14 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from native_sparse_attention.core.checks import (
-    check_flags,
-    check_tensors,
-    checked_softcap,
-    logit_scale,
-    make_compressed_sequences,
-    make_sequences,
-)
+from native_sparse_attention.core import checks
 from native_sparse_attention.core.geometry import Sequences
 from native_sparse_attention.core.segments import cu_seqlens_of
 
@@ -56,10 +49,10 @@ def make_call(
 
     compress: (l, d) where k holds compressed keys; seqlen_k is then the number of keys in tokens, or None.
     """
-    check_flags(causal=causal)
+    checks.check_flags(causal=causal)
     padding = None
     if segment_ids is not None:
-        check_tensors(segment_ids=segment_ids)
+        checks.check_tensors(segment_ids=segment_ids)
         others = {'cu_seqlens': cu_seqlens, 'cu_seqlens_k': cu_seqlens_k, 'seqlens_k': seqlens_k, 'q_offset': q_offset}
         for other, value in others.items():
             if value is not None:
@@ -72,7 +65,7 @@ def make_call(
         cu_seqlens, padding = cu_seqlens_of(segment_ids, q)
     placed = (q_offset, seqlens_k, cu_seqlens, cu_seqlens_k)
     if compress is None:
-        sequences = make_sequences(q, k.shape[1], *placed)
+        sequences = checks.make_sequences(q, k.shape[1], *placed)
     else:
-        sequences = make_compressed_sequences(q, k, *compress, seqlen_k, *placed)
-    return Call(sequences, causal, logit_scale(q, scale), checked_softcap(softcap)), padding
+        sequences = checks.make_compressed_sequences(q, k, *compress, seqlen_k, *placed)
+    return Call(sequences, causal, checks.logit_scale(q, scale), checks.checked_softcap(softcap)), padding

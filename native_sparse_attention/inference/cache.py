@@ -12,14 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from native_sparse_attention.core.checks import (
-    check_block_sizes,
-    check_flags,
-    check_float_dtype,
-    check_not_negative,
-    check_positive,
-    shown,
-)
+from native_sparse_attention.core import checks
 from native_sparse_attention.core.geometry import num_compressed_blocks
 from native_sparse_attention.inference.lengths import RowLengths, checked_index, repeated_rows, zeros
 from native_sparse_attention.inference.ring import read_ring, rows_of, write_ring
@@ -93,12 +86,14 @@ class LayerCache(RowLengths):
         device: torch.device | str | None = None,
         grows: bool = False,
     ) -> None:
-        check_positive(batch_size=batch_size, max_seq_len=max_seq_len)
-        check_positive(kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim)
+        checks.check_positive(batch_size=batch_size, max_seq_len=max_seq_len)
+        checks.check_positive(kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim)
         if max_rollback is not None:
-            check_not_negative(max_rollback=max_rollback)
-        check_flags(has_raw_k=has_raw_k, has_raw_v=has_raw_v, has_window=has_window, has_v_cmp=has_v_cmp, grows=grows)
-        check_float_dtype(dtype=dtype)
+            checks.check_not_negative(max_rollback=max_rollback)
+        checks.check_flags(
+            has_raw_k=has_raw_k, has_raw_v=has_raw_v, has_window=has_window, has_v_cmp=has_v_cmp, grows=grows
+        )
+        checks.check_float_dtype(dtype=dtype)
         check_compress(compress)
         RowLengths.__init__(self, batch_size, max_rollback, device)
         self.compress, self.grows = compress, grows
@@ -352,8 +347,8 @@ def check_compress(compress: Any) -> None:
     if compress is None:
         return
     if not isinstance(compress, tuple | list) or len(compress) != 2:
-        raise ValueError(f'compress is {shown(compress)}, but must be a pair (block size, stride) or None')
-    check_block_sizes(*compress)
+        raise ValueError(f'compress is {checks.shown(compress)}, but must be a pair (block size, stride) or None')
+    checks.check_block_sizes(*compress)
 
 
 def check_layer_cache(cache: Any) -> None:

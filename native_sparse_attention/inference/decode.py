@@ -8,14 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from native_sparse_attention import composition, functional
+from native_sparse_attention.core import checks
 from native_sparse_attention.core.backend import BackendChoice, check_backend, transformed
-from native_sparse_attention.core.checks import (
-    check_flags,
-    check_not_negative,
-    check_positive,
-    checked_softcap,
-    logit_scale,
-)
 from native_sparse_attention.core.geometry import num_compressed_blocks
 from native_sparse_attention.core.modifier_checks import reduce_sinks
 from native_sparse_attention.inference.cache import LayerCache, check_layer_cache
@@ -116,7 +110,7 @@ def nsa_decode(
             not support the call, or the cache is full; nothing is written then.
     """
     check_layer_cache(cache)
-    check_flags(merge_window=merge_window)
+    checks.check_flags(merge_window=merge_window)
     if merge_window:
         composition.check_merged(gates, q, mem_kv, sinks_cmp, k_window=k_window, v_window=v_window)
     phi, memory = Phi(networks, positions), None
@@ -144,9 +138,9 @@ def nsa_decode(
     tokens = Tokens(q, k, v, raw_k, raw_v, k_window, v_window, q_cmp)
     check_backend(backend)
     is_half = check_layout(rotary_layout=rotary_layout)
-    check_positive(window_size=window_size, selection_block_size=selection_block_size)
-    check_not_negative(num_selected=num_selected, num_init=num_init, num_local=num_local)
-    check_not_negative(num_splits=num_splits, tiles_of_program=tiles_of_program)
+    checks.check_positive(window_size=window_size, selection_block_size=selection_block_size)
+    checks.check_not_negative(num_selected=num_selected, num_init=num_init, num_local=num_local)
+    checks.check_not_negative(num_splits=num_splits, tiles_of_program=tiles_of_program)
     if num_splits > MAX_SPLITS:
         raise ValueError(f'num_splits is {num_splits}, but must be at most {MAX_SPLITS}')
     check_new_tokens(tokens, gates, cache, counts, merge_window)
@@ -154,14 +148,14 @@ def nsa_decode(
     check_rotary(tokens, cache, freqs, interpolate_factor, rotary_layout)
     check_layer(tokens, cache, phi, mem_kv, selection_block_size, needs_blocks)
     modifiers = {
-        'softcap': checked_softcap(softcap),
+        'softcap': checks.checked_softcap(softcap),
         'sinks': reduce_sinks(sinks, q),
         'sinks_cmp': reduce_sinks(sinks_cmp, q, 'sinks_cmp'),
     }
     settings = Settings(
         *_compressed_sizes(cache, selection_block_size),
         *(selection_block_size, num_selected, window_size, num_init, num_local, share_group),
-        *(logit_scale(q, scale), merge_window, is_half, num_splits, tiles_of_program),
+        *(checks.logit_scale(q, scale), merge_window, is_half, num_splits, tiles_of_program),
     )
     with torch.no_grad():
         sizes = (selection_block_size, num_selected)

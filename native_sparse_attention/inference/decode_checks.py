@@ -5,15 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from native_sparse_attention.core.checks import (
-    FLOAT_DTYPES,
-    check_beside_q,
-    check_block_sizes,
-    check_qkv,
-    check_same_kind,
-    check_tensors,
-    shown,
-)
+from native_sparse_attention.core import checks
 from native_sparse_attention.inference.cache import LayerCache
 from native_sparse_attention.inference.phi import Phi
 from native_sparse_attention.ops.compressed_attention.api import check_mem_kv
@@ -26,12 +18,12 @@ def check_new_tokens(
     tokens: Tokens, gates: Tensor | None, cache: LayerCache, counts: Tensor | None, merge_window: bool
 ) -> None:
     q, k, v, raw_k, raw_v, k_window, v_window, q_cmp = tokens
-    check_qkv(q, k, v)
-    check_same_kind(**tokens._asdict())
+    checks.check_qkv(q, k, v)
+    checks.check_same_kind(**tokens._asdict())
     if q.device != cache.device:
         raise ValueError(f'q is on {q.device}, but cache is on {cache.device}')
     if not merge_window:
-        check_tensors(gates=gates)
+        checks.check_tensors(gates=gates)
         assert gates is not None
         check_gates(gates, q)
     if cache.layout['has_v_cmp'] != (gates is not None):
@@ -61,7 +53,7 @@ def check_new_tokens(
         if raw is not tensor and not layout[f'has_{name}']:
             raise ValueError(f'cache has has_{name} = False, but {name} is given')
     if counts is not None:
-        check_beside_q('counts', counts, q.shape[0], q)
+        checks.check_beside_q('counts', counts, q.shape[0], q)
         if counts.is_cpu and not torch.compiler.is_compiling() and not bool(counts.clamp(0, q.shape[1]).equal(counts)):
             raise ValueError(f'counts is {counts.tolist()}, but must lie in [0, {q.shape[1]}], the new tokens')
 
@@ -76,7 +68,7 @@ def check_rotary(
         if interpolate_factor != 1:
             raise ValueError(f'interpolate_factor is {interpolate_factor}, but must be left out where freqs are None')
         return
-    check_tensors(freqs=freqs)
+    checks.check_tensors(freqs=freqs)
     _check_parameter('freqs', freqs, (torch.float32,), tokens.q.device)
     if freqs.dim() != 1 or 2 * len(freqs) > head_dim:
         raise ValueError(f'freqs has shape {tuple(freqs.shape)}, but must have at most {head_dim // 2} (D / 2)')
@@ -105,10 +97,10 @@ def check_layer(
         for name, part in (('networks', phi.networks[index]), ('positions', phi.positions[index])):
             if (part is not None) != exists:
                 rule = 'given' if exists else 'None'
-                raise ValueError(f'{name}[{index}] is {shown(part)}, but must be {rule} for such a cache')
+                raise ValueError(f'{name}[{index}] is {checks.shown(part)}, but must be {rule} for such a cache')
     if cache.compress is None:
         return
-    check_block_sizes(*cache.compress, selection_block_size)
+    checks.check_block_sizes(*cache.compress, selection_block_size)
     if cache.page_size is not None and cache.page_size % selection_block_size != 0:
         raise ValueError(
             f'cache has page_size {cache.page_size}, but must have a multiple of selection_block_size, '
@@ -118,9 +110,9 @@ def check_layer(
         if index == 1 and not cache.layout['has_v_cmp']:
             continue
         rule, of_block = (heads, cache.compress[0], size), phi.positions[index]
-        check_tensors(**{f'positions[{index}]': of_block})
+        checks.check_tensors(**{f'positions[{index}]': of_block})
         assert of_block is not None
-        _check_parameter(f'positions[{index}]', of_block, FLOAT_DTYPES, device)
+        _check_parameter(f'positions[{index}]', of_block, checks.FLOAT_DTYPES, device)
         if of_block.shape != rule:
             shape = tuple(of_block.shape)
             raise ValueError(f'positions[{index}] has shape {shape}, but must have {rule} (H, l, D or DV)')
@@ -131,7 +123,7 @@ def check_layer(
             check_mem_kv((mem_kv[0], mem_kv[0]), heads, head_dim, head_dim)
         for index, tensor in enumerate(mem_kv):
             if tensor is not None:
-                _check_parameter(f'mem_kv[{index}]', tensor, FLOAT_DTYPES, device)
+                _check_parameter(f'mem_kv[{index}]', tensor, checks.FLOAT_DTYPES, device)
 
 
 def _check_parameter(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:

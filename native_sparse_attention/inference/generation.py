@@ -11,16 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from native_sparse_attention.core import private
-from native_sparse_attention.core.checks import (
-    INT_DTYPES,
-    check_flags,
-    check_positive,
-    check_tensors,
-    is_int,
-    is_number,
-    shown,
-)
+from native_sparse_attention.core import checks, private
 from native_sparse_attention.inference.model_cache import ModelCache, check_model_cache
 from native_sparse_attention.inference.rollback import can_retract, retract
 
@@ -68,10 +59,10 @@ class DecodeStep:
     def __init__(
         self, model: DecodingModel, cache: ModelCache, num_tokens: int = 1, use_graph: bool | None = None
     ) -> None:
-        check_positive(num_tokens=num_tokens)
+        checks.check_positive(num_tokens=num_tokens)
         check_model_cache(cache)
         if use_graph is not None:
-            check_flags(use_graph=use_graph)
+            checks.check_flags(use_graph=use_graph)
         self.model, self.cache, self.num_tokens, self.use_graph = model, cache, num_tokens, use_graph
         on_gpu = cache.lengths.is_cuda and not any(layer.grows for layer in cache)
         possible = on_gpu and model.decodes_fixed(cache, num_tokens)
@@ -87,9 +78,9 @@ class DecodeStep:
 
     def __call__(self, ids: Tensor) -> Tensor:
         """Raises ValueError for a full cache, before anything is written."""
-        check_tensors(ids=ids)
+        checks.check_tensors(ids=ids)
         expected = (self.cache.batch_size, self.num_tokens)
-        if ids.shape != expected or ids.dtype not in INT_DTYPES:
+        if ids.shape != expected or ids.dtype not in checks.INT_DTYPES:
             raise ValueError(
                 f'ids has shape {tuple(ids.shape)} and dtype {ids.dtype}, but must be int32 or int64 {expected}'
             )
@@ -283,14 +274,14 @@ def sampler(
     generator: torch.Generator | None,
 ) -> Callable[[Tensor, int], Tensor]:
     """Return a function that maps logits `[B, V]` and the index of a step, below count, to ids `[B]`."""
-    if not (is_number(temperature) and 0 <= temperature < inf):
-        raise ValueError(f'temperature is {shown(temperature)}, but must be a finite number of at least 0')
+    if not (checks.is_number(temperature) and 0 <= temperature < inf):
+        raise ValueError(f'temperature is {checks.shown(temperature)}, but must be a finite number of at least 0')
     if top_k is not None:
-        check_positive(top_k=top_k)
-    if top_p is not None and not (is_number(top_p) and 0 < top_p <= 1):
-        raise ValueError(f'top_p is {shown(top_p)}, but must be a number in (0, 1] or None')
+        checks.check_positive(top_k=top_k)
+    if top_p is not None and not (checks.is_number(top_p) and 0 < top_p <= 1):
+        raise ValueError(f'top_p is {checks.shown(top_p)}, but must be a number in (0, 1] or None')
     if generator is not None and not isinstance(generator, torch.Generator):
-        raise ValueError(f'generator is {shown(generator)}, but must be a torch.Generator or None')
+        raise ValueError(f'generator is {checks.shown(generator)}, but must be a torch.Generator or None')
     if seed is not None and generator is not None:
         raise ValueError('seed and generator are given, but one must be left out')
     seeds = None if seed is None else _seeds_of_rows(seed, batch)
@@ -304,14 +295,14 @@ def _seeds_of_rows(seed: int | Sequence[int] | Tensor, batch: int) -> list[int]:
     given = seed.tolist() if isinstance(seed, Tensor) else seed
     if isinstance(given, Sequence):
         rows = list(given)
-    elif is_int(given):
+    elif checks.is_int(given):
         rows = [given + row for row in range(batch)]
     else:
         raise ValueError(f'seed is {given}, but must be an integer, or one for each row')
     if len(rows) != batch:
         raise ValueError(f'seed has {len(rows)} entries, but must have one for each of {batch} rows, or be an integer')
     for row in rows:
-        if not is_int(row) or not 0 <= row < SEEDS:
+        if not checks.is_int(row) or not 0 <= row < SEEDS:
             raise ValueError(f'seed is {row} for a row, but must be an integer from 0 to {SEEDS - 1}')
     return rows
 
@@ -390,7 +381,7 @@ def stop_ids(stop_tokens: int | Sequence[int] | Tensor | None, device: torch.dev
         raise ValueError(refusal) from error
     if ids.numel() == 0:
         return None
-    if ids.dtype not in INT_DTYPES:
+    if ids.dtype not in checks.INT_DTYPES:
         raise ValueError(refusal)
     return ids
 

@@ -7,15 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from native_sparse_attention.core import checks
 from native_sparse_attention.core.backend import check_backend
-from native_sparse_attention.core.checks import (
-    check_block_counts,
-    check_block_indices,
-    check_not_negative,
-    check_positive,
-    check_qkv,
-    make_sequences,
-)
 from native_sparse_attention.core.geometry import num_selection_blocks, packed_block_starts
 from native_sparse_attention.functional import nsa
 from native_sparse_attention.ops import selected_attention
@@ -70,22 +63,22 @@ def parallel_nsa(
         ValueError: shapes, dtypes or settings do not fit, or an explicit backend does not support the call.
     """
     check_backend(backend)
-    check_qkv(q, k, v)
-    check_positive(block_size=block_size)
-    check_not_negative(window_size=window_size)
+    checks.check_qkv(q, k, v)
+    checks.check_positive(block_size=block_size)
+    checks.check_not_negative(window_size=window_size)
     for name, gate in (('g_cmp', g_cmp), ('g_slc', g_slc), ('g_swa', g_swa)):
         if gate is not None:
             check_gate(name, gate, tuple(q.shape[:3]), '(B, T, HQ)', q)
     if window_size > 0 and g_swa is None:
         raise ValueError(f'g_swa is None, but must be given where window_size is {window_size}')
     if block_indices is not None:
-        check_block_indices(block_indices, q, k)
+        checks.check_block_indices(block_indices, q, k)
     elif g_cmp is None:
         raise ValueError('block_indices is None, but must be given where g_cmp is None')
     counts = _check_counts(block_counts, q, k.shape[2] if block_indices is None else block_indices.shape[2])
     cu_seqlens_q, cu_seqlens_k = _borders(cu_seqlens)
     where: dict[str, Any] = {'scale': scale, 'cu_seqlens': cu_seqlens_q, 'cu_seqlens_k': cu_seqlens_k}
-    make_sequences(q, k.shape[1], None, None, cu_seqlens_q, cu_seqlens_k)  # checks the borders
+    checks.make_sequences(q, k.shape[1], None, None, cu_seqlens_q, cu_seqlens_k)  # checks the borders
 
     if g_cmp is None and g_slc is None and window_size == 0:
         assert block_indices is not None
@@ -145,9 +138,9 @@ def _borders(cu_seqlens: Tensor | tuple[Tensor, Tensor] | None) -> tuple[Tensor 
 def _check_counts(block_counts: Tensor | int, q: Tensor, index_heads: int) -> Tensor | None:
     """Return the counts per query, or None for an int."""
     if not isinstance(block_counts, Tensor):
-        check_not_negative(block_counts=block_counts)
+        checks.check_not_negative(block_counts=block_counts)
         return None
-    check_block_counts(block_counts, index_heads, q)
+    checks.check_block_counts(block_counts, index_heads, q)
     return block_counts
 
 

@@ -8,16 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from native_sparse_attention.core import geometry
+from native_sparse_attention.core import checks, geometry
 from native_sparse_attention.core.backend import check_backend
-from native_sparse_attention.core.checks import (
-    check_block_sizes,
-    check_flags,
-    check_not_negative,
-    check_positive,
-    check_tensors,
-    shown,
-)
 from native_sparse_attention.core.plain import is_plain
 from native_sparse_attention.core.projection import projection_dtype
 from native_sparse_attention.core.random import check_probability
@@ -48,8 +40,9 @@ def refuse_unknown(function: str, unknown: Mapping[str, object]) -> None:
         if name in _FLAGS_OF_LUCIDRAINS:
             owner = function.split('.')[0]
             raise ValueError(
-                f'{name} is {shown(value)}, but must be left out: it is a flag of native-sparse-attention-pytorch, '
-                f'which native_sparse_attention.integrations.lucidrains.{owner} takes; here backend stands for it'
+                f'{name} is {checks.shown(value)}, but must be left out: it is a flag of '
+                f'native-sparse-attention-pytorch, which '
+                f'native_sparse_attention.integrations.lucidrains.{owner} takes; here backend stands for it'
             )
         raise TypeError(f'{function}() got an unexpected keyword argument {name!r}')
 
@@ -67,19 +60,19 @@ def check_settings(
     """Raise ValueError where the settings of a `SparseAttention`, or constructor arguments that it does not keep, are
     wrong.
     """
-    check_positive(dim=dim, **{name: getattr(layer, name) for name in _POSITIVE})
+    checks.check_positive(dim=dim, **{name: getattr(layer, name) for name in _POSITIVE})
     not_negative = {name: getattr(layer, name) for name in _NOT_NEGATIVE}
-    check_not_negative(num_compressed_mem_kv=num_compressed_mem_kv, **not_negative)
+    checks.check_not_negative(num_compressed_mem_kv=num_compressed_mem_kv, **not_negative)
     check_probability(dropout=layer.dropout)
     if layer.heads % layer.kv_heads != 0:
         raise ValueError(f'heads is {layer.heads}, but must be a multiple of kv_heads, {layer.kv_heads}')
     names = ('compress_block_size', 'compress_block_sliding_stride')
     sizes: Any = (getattr(layer, name) for name in (*names, 'selection_block_size'))
-    check_block_sizes(*sizes, names=names)
+    checks.check_block_sizes(*sizes, names=names)
     if rotary_emb is True:
         raise ValueError('rotary_emb is True, but must be a RotaryEmbedding, None for a default or False')
     check_backend(layer.backend)
-    check_flags(norm=norm, **{name: getattr(layer, name) for name in _FLAGS})
+    checks.check_flags(norm=norm, **{name: getattr(layer, name) for name in _FLAGS})
     _check_merged(layer, compress_mlp, strategy_combine_mlp)
     _warn_of_forced_blocks(layer)
 
@@ -129,7 +122,7 @@ def check_input(
     x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, norm: nn.Module, to_qkv: nn.Linear, cached: bool
 ) -> None:
     """Check the tensors of a call. norm, to_qkv: the first modules of the layer. cached: the call has a cache."""
-    check_tensors(x=x)
+    checks.check_tensors(x=x)
     dim = to_qkv.in_features
     if x.dim() != 3 or x.shape[2] != dim:
         raise ValueError(f'x has shape {tuple(x.shape)}, but must be [B, T, {dim}]')
@@ -187,7 +180,7 @@ def check_cache(cache: LayerCache, x: Tensor, layout: Mapping[str, Any]) -> None
 
 def check_block_loss(return_block_loss: bool, cached: bool, recompute: bool, num_selected_blocks: int) -> None:
     """Refuse return_block_loss in a call that has no loss of block scores."""
-    check_flags(return_block_loss=return_block_loss)
+    checks.check_flags(return_block_loss=return_block_loss)
     if not return_block_loss:
         return
     if cached:
@@ -200,7 +193,7 @@ def check_block_loss(return_block_loss: bool, cached: bool, recompute: bool, num
 
 def check_ids(name: str, ids: Tensor) -> None:
     """Raise ValueError unless ids is int32 or int64 `[B, T]`; name: of the argument."""
-    check_tensors(**{name: ids})
+    checks.check_tensors(**{name: ids})
     if ids.dim() != 2 or ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f'{name} has shape {tuple(ids.shape)} and dtype {ids.dtype}, but must be int32 or int64 [batch, tokens]'

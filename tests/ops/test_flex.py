@@ -32,8 +32,6 @@ from tests.support.problems import (
     whole,
 )
 
-OPS = ('window_attention', 'compressed_attention', 'selected_attention')
-FLEX = {op: importlib.import_module(f'native_sparse_attention.ops.{op}.flex') for op in OPS}
 # What writes kernels for GPUs.
 INDUCTOR = ('config', 'ir', 'scheduler', 'graph')
 # Tiles of one key show whether the intervals are right, larger ones the mask, beside tiles of both kinds.
@@ -61,8 +59,7 @@ def small_tiles(tile: int) -> Iterator[None]:
     plain_attend = _flex.attend
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_flex, 'TILE', tile)
-        for module in FLEX.values():
-            patch.setattr(module, 'attend', attend)
+        patch.setattr(_flex, 'attend', attend)
         yield
 
 
@@ -271,9 +268,8 @@ def dense_attend(
 @pytest.mark.parametrize('op', [window_attention, compressed_attention, selected_attention])
 def test_gradients_of_rows_that_read_nan(op: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are NaN where those of eager are. The kernels spread NaN within their tiles, so other keys may have it."""
-    for module in FLEX.values():
-        monkeypatch.setattr(module, 'attend', dense_attend)
-        monkeypatch.setattr(module, 'run', lambda function, *arguments: function(*arguments))
+    monkeypatch.setattr(_flex, 'attend', dense_attend)
+    monkeypatch.setattr(_flex, 'run', lambda function, *arguments: function(*arguments))
     monkeypatch.setattr(_flex, 'unsupported', lambda *_, **__: None)
     q, k, v = make_qkv(whole(24), HEADS)
     k[0, 9, 1], v[0, 9, 1] = torch.nan, torch.nan
@@ -385,7 +381,7 @@ def test_few_graphs_serve_many_lengths():
             return torch.compile(function, backend=backend, dynamic=True, fullgraph=True)(q, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FLEX['selected_attention'], 'run', run)
+        patch.setattr(_flex, 'run', run)
         for seqlen in (300, 130, 77, 400, 650, 200):
             q, k, v = make_qkv(whole(seqlen, 2), Heads(6, 2, 16, 16))
             indices = make_block_indices('valid', 2, seqlen, 2, 4, seqlen_k=seqlen, block_size=16)
@@ -470,7 +466,7 @@ def test_no_block_mask_of_queries_by_keys():
         return arguments[0], arguments[0][..., 0]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FLEX['selected_attention'], 'run', run)
+        patch.setattr(_flex, 'run', run)
         q, k, v = make_qkv(whole(seqlen), Heads(2, 1, 4, 4))
         selected_attention(q, k, v, indices, block_size=64, backend='flex')
     assert sizes == [q.numel()]

@@ -9,17 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from native_sparse_attention.core import checks
 from native_sparse_attention.core.backend import BackendChoice, Candidates, choose_backend, serves
 from native_sparse_attention.core.call import Call, SelectionRules, make_call
-from native_sparse_attention.core.checks import (
-    check_block_counts,
-    check_block_indices,
-    check_block_sizes,
-    check_flags,
-    check_lse,
-    check_not_negative,
-    check_qk,
-)
 from native_sparse_attention.ops._triton import support
 
 # A tile of the Triton kernel holds the heads that select together, and the blocks of a row.
@@ -92,15 +84,15 @@ def select_blocks(
     Raises:
         ValueError: shapes, dtypes or settings do not fit, or an explicit backend does not support the call.
     """
-    check_qk(q, k_cmp, 'k_cmp')
-    check_lse(lse, q)
-    check_flags(share_group=share_group)
+    checks.check_qk(q, k_cmp, 'k_cmp')
+    checks.check_lse(lse, q)
+    checks.check_flags(share_group=share_group)
     sizes = (compress_block_size, compress_stride, selection_block_size)
-    check_block_sizes(*sizes)
-    check_not_negative(num_selected=num_selected, num_init=num_init, num_local=num_local)
+    checks.check_block_sizes(*sizes)
+    checks.check_not_negative(num_selected=num_selected, num_init=num_init, num_local=num_local)
     kv_heads = k_cmp.shape[2]
     if block_counts is not None:
-        check_block_counts(block_counts, kv_heads if share_group else q.shape[2], q)
+        checks.check_block_counts(block_counts, kv_heads if share_group else q.shape[2], q)
     placed = (q_offset, seqlens_k, cu_seqlens, cu_seqlens_k)
     call, padding = make_call(
         q, k_cmp, segment_ids, *placed, causal, scale, softcap, compress=sizes[:2], seqlen_k=seqlen_k
@@ -140,7 +132,7 @@ def selector(choose: Callable[..., Tensor], backend: str) -> Callable[..., Tenso
         settings |= {name: getattr(call.sequences, name) for name in placed}
         settings |= {'causal': call.causal, 'scale': call.scale, 'softcap': call.softcap}
         block_indices = choose(q, k_cmp, lse, **settings, backend='eager' if backend == 'flex' else backend)
-        check_block_indices(block_indices, q, k_cmp)
+        checks.check_block_indices(block_indices, q, k_cmp)
         return block_indices
 
     return select_by
@@ -263,7 +255,7 @@ def straight_through_scale(
     """
     sizes = (compress_block_size, compress_stride, selection_block_size)
     _check_scores(q, k_cmp, lse, block_indices, sizes)
-    check_not_negative(num_init=num_init, num_local=num_local)
+    checks.check_not_negative(num_init=num_init, num_local=num_local)
     placed = (q_offset, seqlens_k, cu_seqlens, cu_seqlens_k)
     call, padding = make_call(
         q, k_cmp, segment_ids, *placed, causal, scale, softcap, compress=sizes[:2], seqlen_k=seqlen_k
@@ -313,10 +305,10 @@ def candidates(op: str, q: Tensor, k_cmp: Tensor, *, group_size: int = 1, num_se
 
 
 def _check_scores(q: Tensor, k_cmp: Tensor, lse: Tensor, block_indices: Tensor, sizes: tuple[int, int, int]) -> None:
-    check_qk(q, k_cmp, 'k_cmp')
-    check_lse(lse, q)
-    check_block_indices(block_indices, q, k_cmp)
-    check_block_sizes(*sizes)
+    checks.check_qk(q, k_cmp, 'k_cmp')
+    checks.check_lse(lse, q)
+    checks.check_block_indices(block_indices, q, k_cmp)
+    checks.check_block_sizes(*sizes)
 
 
 def _without_padding(block_indices: Tensor, padding: Tensor | None) -> Tensor:

@@ -7,15 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
+from native_sparse_attention.core import checks
 from native_sparse_attention.core.backend import Candidates, resolver, without_gate
 from native_sparse_attention.core.call import Call, make_call
-from native_sparse_attention.core.checks import (
-    check_block_sizes,
-    check_optional_gate,
-    check_qkv,
-    check_same_kind,
-    check_tensors,
-)
 from native_sparse_attention.core.modifier_checks import reduce_sinks
 from native_sparse_attention.core.modifiers import OFF, Modifiers
 from native_sparse_attention.core.segments import mask_outputs
@@ -83,11 +77,11 @@ def compressed_attention(
     Raises:
         ValueError: shapes, dtypes or settings do not fit, or an explicit backend does not support the call.
     """
-    check_qkv(q, k_cmp, v_cmp, 'k_cmp', 'v_cmp')
-    check_block_sizes(block_size, stride, names=('block_size', 'stride'))
+    checks.check_qkv(q, k_cmp, v_cmp, 'k_cmp', 'v_cmp')
+    checks.check_block_sizes(block_size, stride, names=('block_size', 'stride'))
     if mem_kv is not None:
         check_memory(mem_kv, q, k_cmp, v_cmp)
-    check_optional_gate(gate, q)
+    checks.check_optional_gate(gate, q)
     sinks = reduce_sinks(sinks, q)
     placed, sizes = (q_offset, seqlens_k, cu_seqlens, cu_seqlens_k), (block_size, stride)
     call, padding = make_call(q, k_cmp, segment_ids, *placed, causal, scale, softcap, compress=sizes, seqlen_k=seqlen_k)
@@ -147,14 +141,14 @@ backend_of = resolver('compressed_attention', candidates)
 
 def check_memory(mem_kv: tuple[Tensor, Tensor], q: Tensor, k_cmp: Tensor, v_cmp: Tensor) -> None:
     check_mem_kv(mem_kv, k_cmp.shape[2], k_cmp.shape[3], v_cmp.shape[3])
-    check_same_kind(**{'q': q, 'mem_kv[0]': mem_kv[0], 'mem_kv[1]': mem_kv[1]})
+    checks.check_same_kind(**{'q': q, 'mem_kv[0]': mem_kv[0], 'mem_kv[1]': mem_kv[1]})
 
 
 def check_mem_kv(mem_kv: tuple[Tensor, Tensor], heads: int, head_dim: int, value_dim: int) -> None:
     if not isinstance(mem_kv, tuple | list) or len(mem_kv) != 2:
         raise ValueError(f'mem_kv is a {type(mem_kv).__name__}, but must be a pair of tensors (keys, values)')
     mem_k, mem_v = mem_kv
-    check_tensors(**{'mem_kv[0]': mem_k, 'mem_kv[1]': mem_v})
+    checks.check_tensors(**{'mem_kv[0]': mem_k, 'mem_kv[1]': mem_v})
     for name, tensor, dim in (('mem_kv[0]', mem_k, head_dim), ('mem_kv[1]', mem_v, value_dim)):
         if tensor.dim() != 3 or tensor.shape[0] != heads or tensor.shape[2] != dim:
             raise ValueError(f'{name} has shape {tuple(tensor.shape)}, but must have ({heads}, M, {dim})')

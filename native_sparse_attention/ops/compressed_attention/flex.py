@@ -8,17 +8,7 @@ from torch import Tensor
 
 from native_sparse_attention.core.call import Call
 from native_sparse_attention.core.geometry import compressed_block_end, num_compressed_blocks
-from native_sparse_attention.ops._flex import (
-    Tiles,
-    attend,
-    capped,
-    find_tiles,
-    heads_first,
-    nonfinite_rows,
-    run,
-    with_a_key,
-    without_nonfinite,
-)
+from native_sparse_attention.ops import _flex
 
 
 def compressed_attention(
@@ -31,7 +21,7 @@ def compressed_attention(
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     (block_size, stride), (sequences, causal, scale, softcap) = sizes, call
-    k, v = with_a_key(k_cmp, v_cmp)
+    k, v = _flex.with_a_key(k_cmp, v_cmp)
     layout, _ = sequences.compressed_layout(block_size, stride)
     visible = num_compressed_blocks(layout.position + 1, block_size, stride) if causal else layout.key_len
     # [B, T, 1, 1]: the interval of compressed keys that a query reads.
@@ -48,19 +38,19 @@ def compressed_attention(
     if num_memory:
         before = memory_read[..., None, None]
         first, last = torch.cat((before * 0, first + num_memory), -1), torch.cat((before, last + num_memory), -1)
-    k, v, nonfinite = without_nonfinite(k, v)
-    tiles = find_tiles(first, last, k.shape[1])
+    k, v, nonfinite = _flex.without_nonfinite(k, v)
+    tiles = _flex.find_tiles(first, last, k.shape[1])
     extents = [t.int() for t in (layout.position, layout.key_start + num_memory, layout.key_len, memory_read)]
-    q, k, v = (heads_first(t) for t in (q, k, v))
-    out, lse = run(_attend, q, k, v, tiles, *extents, block_size, stride, causal, scale, softcap)
-    return nonfinite_rows(out.transpose(1, 2), lse, nonfinite, first, last)
+    q, k, v = (_flex.heads_first(t) for t in (q, k, v))
+    out, lse = _flex.run(_attend, q, k, v, tiles, *extents, block_size, stride, causal, scale, softcap)
+    return _flex.nonfinite_rows(out.transpose(1, 2), lse, nonfinite, first, last)
 
 
 def _attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    tiles: Tiles,
+    tiles: _flex.Tiles,
     position: Tensor,
     key_start: Tensor,
     key_len: Tensor,
@@ -78,4 +68,4 @@ def _attend(
             visible = visible & (compressed_block_end(block, block_size, stride) <= position[b, t])
         return visible | (s < memory_read[b, t])
 
-    return attend(q, k, v, tiles, mask_mod, scale, capped(softcap))
+    return _flex.attend(q, k, v, tiles, mask_mod, scale, _flex.capped(softcap))

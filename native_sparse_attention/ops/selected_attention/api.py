@@ -8,19 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from native_sparse_attention.core import checks
 from native_sparse_attention.core.backend import Candidates, resolver, serves, without_gate
 from native_sparse_attention.core.call import Call, make_call
-from native_sparse_attention.core.checks import (
-    check_block_counts,
-    check_block_indices,
-    check_device,
-    check_flags,
-    check_optional_gate,
-    check_positive,
-    check_qkv,
-    check_tensors,
-    check_window,
-)
 from native_sparse_attention.core.modifier_checks import make_modifiers
 from native_sparse_attention.core.modifiers import Modifiers
 from native_sparse_attention.core.random import check_probability
@@ -102,29 +92,29 @@ def selected_attention(
         ValueError: shapes, dtypes or settings do not fit, or an explicit backend does not support the call.
     """
     # _design (tests and benchmarks) forces one of the designs of the Triton kernels.
-    check_qkv(q, k, v)
-    check_flags(unit_scale=unit_scale)
-    check_positive(block_size=block_size)
-    check_block_indices(block_indices, q, k)
+    checks.check_qkv(q, k, v)
+    checks.check_flags(unit_scale=unit_scale)
+    checks.check_positive(block_size=block_size)
+    checks.check_block_indices(block_indices, q, k)
     if block_scale is not None:
-        check_tensors(block_scale=block_scale)
+        checks.check_tensors(block_scale=block_scale)
         if not block_scale.is_floating_point():
             raise ValueError(f'block_scale has dtype {block_scale.dtype}, but must be a floating dtype')
         if block_scale.shape != block_indices.shape:
             raise ValueError(
                 f'block_scale has shape {tuple(block_scale.shape)}, but block_indices has {tuple(block_indices.shape)}'
             )
-        check_device('block_scale', block_scale, q)
+        checks.check_device('block_scale', block_scale, q)
     if _design is not None and (backend != 'triton' or window_size is not None):
         raise ValueError(f'_design is {_design!r}, but needs backend="triton" and no window_size')
-    check_optional_gate(gate, q)
+    checks.check_optional_gate(gate, q)
     if gate is not None and block_scale is not None:
         raise ValueError('gate is given with block_scale, but must be None beside it')
     window = _check_merged(window_size, causal, sinks, dropout_p, dropout_seed, unit_scale, gate)
     placed = (q_offset, seqlens_k, cu_seqlens, cu_seqlens_k)
     call, padding = make_call(q, k, segment_ids, *placed, causal, scale, softcap)
     if block_counts is not None:
-        check_block_counts(block_counts, block_indices.shape[2], q)
+        checks.check_block_counts(block_counts, block_indices.shape[2], q)
         block_indices, block_scale = keep_first(block_counts, block_indices, block_scale)
     if padding is not None:
         # A padding token that selects nothing has no output and no gradient, and no query selects its block.
@@ -250,7 +240,7 @@ def _check_merged(
         return None
     if gate is not None:
         raise ValueError('gate is given with window_size, but must be None beside it')
-    return check_window(window_size, causal)
+    return checks.check_window(window_size, causal)
 
 
 def merged_candidates(

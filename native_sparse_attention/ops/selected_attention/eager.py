@@ -9,14 +9,7 @@ from torch import Tensor
 from native_sparse_attention.core.call import Call
 from native_sparse_attention.core.geometry import QueryLayout, in_window
 from native_sparse_attention.core.modifiers import Modifiers
-from native_sparse_attention.ops._eager import (
-    compute_dtype,
-    dropout_factors,
-    in_query_chunks,
-    masked_attention,
-    masked_softmax,
-    without_autocast,
-)
+from native_sparse_attention.ops import _eager
 
 
 def selected_attention(
@@ -26,7 +19,7 @@ def selected_attention(
     batch, seqlen, heads, head_dim = q.shape
     seqlen_k, kv_heads = k.shape[1:3]
     index_heads, num_selected = block_indices.shape[2:]
-    float_dtype = compute_dtype(q.dtype)
+    float_dtype = _eager.compute_dtype(q.dtype)
     # Cast once, so that gradients of keys that several queries read are summed in float32.
     tables = [_table(tensor.to(float_dtype)) for tensor in (k, v)]
     zero_row = batch * seqlen_k * kv_heads
@@ -57,13 +50,13 @@ def selected_attention(
         if block_scale is not None:
             factor = block_scale[:, start:stop].to(float_dtype).repeat_interleave(block_size, -1)
             logits = logits * factor.where(visible, 0)[:, :, :, None]
-        weights, lse = masked_softmax(logits, visible[:, :, :, None], q.dtype, softcap=softcap)
+        weights, lse = _eager.masked_softmax(logits, visible[:, :, :, None], q.dtype, softcap=softcap)
         out = torch.einsum('bthgs,bthsd->bthgd', weights, values).to(q.dtype)
         return rearrange(out, 'b t h g d -> b t (h g) d'), rearrange(lse, 'b t h g -> b (h g) t')
 
     elements = batch * index_heads * num_selected * block_size * max(head_dim, v.shape[-1], heads // index_heads)
-    with without_autocast(q):
-        out, lse = in_query_chunks(attend, seqlen, elements, dims=(1, 2))
+    with _eager.without_autocast(q):
+        out, lse = _eager.in_query_chunks(attend, seqlen, elements, dims=(1, 2))
     return out, lse
 
 
@@ -84,7 +77,7 @@ def merged_attention(
     """
     batch, seqlen, heads, _ = q.shape
     seqlen_k, kv_heads = k.shape[1:3]
-    float_dtype = compute_dtype(q.dtype)
+    float_dtype = _eager.compute_dtype(q.dtype)
     # Cast once, so that the gradients of keys that several chunks read are added in float32.
     k, v = k.to(float_dtype), v.to(float_dtype)
     queries = rearrange(q, 'b t (h g) d -> b t h g d', h=kv_heads)
@@ -97,7 +90,7 @@ def merged_attention(
         factors = None if block_scale is None else block_scale[:, start:stop].to(float_dtype)
         visible, factor = _read_keys(chunk, blocks, factors, index, block_size, *window, call.causal)
         per_head = heads // blocks.shape[2]
-        return masked_attention(
+        return _eager.masked_attention(
             queries[:, start:stop].to(float_dtype),
             k,
             v,
@@ -106,12 +99,12 @@ def merged_attention(
             q.dtype,
             softcap=modifiers.softcap,
             sinks=modifiers.sinks,
-            kept=dropout_factors(modifiers, batch, heads, start, stop, index, float_dtype),
+            kept=_eager.dropout_factors(modifiers, batch, heads, start, stop, index, float_dtype),
             factor=None if factor is None else factor.repeat_interleave(per_head, 1),
         )
 
-    with without_autocast(q):
-        out, lse = in_query_chunks(attend, seqlen, batch * heads * seqlen_k, dims=(1, 2))
+    with _eager.without_autocast(q):
+        out, lse = _eager.in_query_chunks(attend, seqlen, batch * heads * seqlen_k, dims=(1, 2))
     return out, lse
 
 

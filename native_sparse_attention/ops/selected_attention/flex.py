@@ -12,18 +12,7 @@ from torch import Tensor
 
 from native_sparse_attention.core.call import Call
 from native_sparse_attention.core.geometry import num_selection_blocks
-from native_sparse_attention.ops._flex import (
-    Tiles,
-    attend,
-    capped,
-    find_tiles,
-    heads_first,
-    nonfinite_rows,
-    rows_of_tile,
-    run,
-    with_a_key,
-    without_nonfinite,
-)
+from native_sparse_attention.ops import _flex
 
 # The mask loads one index per selected block. With more blocks than this, the loads of several pipeline stages may
 # exceed shared memory; with block_scale they do.
@@ -34,7 +23,7 @@ def selected_attention(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_scale: Tensor | None, block_size: int, call: Call
 ) -> tuple[Tensor, Tensor]:
     sequences, causal, scale, softcap = call
-    k, v, nonfinite = without_nonfinite(*with_a_key(k, v))
+    k, v, nonfinite = _flex.without_nonfinite(*_flex.with_a_key(k, v))
     index_heads, num_selected = block_indices.shape[2:]
     rows_per_token = q.shape[2] // index_heads
     layout = sequences.layout()
@@ -48,26 +37,26 @@ def selected_attention(
     blocks = torch.where(readable, block_indices, -1).int()
     first = torch.where(readable, key_start + blocks.long() * block_size, 0).clamp(0, k.shape[1])
     last = torch.where(readable, (first + block_size).minimum(end), 0).clamp(0, k.shape[1])
-    tiles = find_tiles(first, last, k.shape[1], rows_per_token)
+    tiles = _flex.find_tiles(first, last, k.shape[1], rows_per_token)
     rows = rearrange(q, 'b t (h r) d -> b h (t r) d', h=index_heads).contiguous()
     extents = [t.int() for t in (layout.key_start, num_keys)]
     if num_selected == 0:
         block_scale = None
     if block_scale is not None:
         block_scale = block_scale.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
-    settings = (block_size, num_selected, rows_per_token, rows_of_tile(rows_per_token), scale, softcap)
-    k, v = heads_first(k), heads_first(v)
-    out, lse = run(_attend, rows, k, v, tiles, *extents, blocks, block_scale, *settings)
+    settings = (block_size, num_selected, rows_per_token, _flex.rows_of_tile(rows_per_token), scale, softcap)
+    k, v = _flex.heads_first(k), _flex.heads_first(v)
+    out, lse = _flex.run(_attend, rows, k, v, tiles, *extents, blocks, block_scale, *settings)
     out = rearrange(out, 'b h (t r) d -> b t (h r) d', r=rows_per_token)
     lse = rearrange(lse, 'b h (t r) -> b (h r) t', r=rows_per_token)
-    return nonfinite_rows(out, lse, nonfinite, first, last)
+    return _flex.nonfinite_rows(out, lse, nonfinite, first, last)
 
 
 def _attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    tiles: Tiles,
+    tiles: _flex.Tiles,
     key_start: Tensor,
     num_keys: Tensor,
     blocks: Tensor,
@@ -88,9 +77,9 @@ def _attend(
             is_selected = is_selected | (blocks[b, t, h, i] == block)
         return is_selected & (key_position >= 0) & (key_position < num_keys[b, t])
 
-    cap = capped(softcap)
+    cap = _flex.capped(softcap)
     if block_scale is None:
-        return attend(q, k, v, tiles, mask_mod, scale, cap, tile_rows, num_selected <= FEW_BLOCKS)
+        return _flex.attend(q, k, v, tiles, mask_mod, scale, cap, tile_rows, num_selected <= FEW_BLOCKS)
 
     def scale_block(score: Tensor, b: Tensor, h: Tensor, row: Tensor, s: Tensor) -> Tensor:
         t = row // rows_per_token
@@ -102,4 +91,4 @@ def _attend(
         score = score * block_scale[b, t, h, entry]
         return score if cap is None else cap(score, b, h, row, s)
 
-    return attend(q, k, v, tiles, mask_mod, scale, scale_block, tile_rows, False)
+    return _flex.attend(q, k, v, tiles, mask_mod, scale, scale_block, tile_rows, False)

@@ -9,13 +9,7 @@ from torch import Tensor
 from native_sparse_attention.core.call import Call
 from native_sparse_attention.core.geometry import in_window
 from native_sparse_attention.core.modifiers import Modifiers
-from native_sparse_attention.ops._eager import (
-    compute_dtype,
-    dropout_factors,
-    in_query_chunks,
-    masked_attention,
-    without_autocast,
-)
+from native_sparse_attention.ops import _eager
 
 # Smallest number of queries per chunk: they share one copy of the keys in their windows.
 CHUNK_QUERIES = 256
@@ -27,7 +21,7 @@ def window_attention(
     left, right = window
     batch, seqlen, heads, _ = q.shape
     seqlen_k, kv_heads = k.shape[1:3]
-    float_dtype = compute_dtype(q.dtype)
+    float_dtype = _eager.compute_dtype(q.dtype)
     # Cast once, so that gradients of keys that several chunks read are summed in float32.
     k, v = k.to(float_dtype), v.to(float_dtype)
     queries = rearrange(q, 'b t (h g) d -> b t h g d', h=kv_heads)
@@ -55,7 +49,7 @@ def window_attention(
         key_position, own = chunk.key_position(index[:, None])
         visible = own & in_window(key_position, chunk.position[..., None], left, right)
         bias = modifiers.bias
-        return masked_attention(
+        return _eager.masked_attention(
             queries[:, start:stop].to(float_dtype),
             keys,
             values,
@@ -65,11 +59,11 @@ def window_attention(
             softcap=modifiers.softcap,
             bias=None if bias is None else bias[:, :, start:stop].to(float_dtype),
             sinks=modifiers.sinks,
-            kept=dropout_factors(modifiers, batch, heads, start, stop, in_memory, float_dtype),
+            kept=_eager.dropout_factors(modifiers, batch, heads, start, stop, in_memory, float_dtype),
         )
 
-    with without_autocast(q):
-        out, lse = in_query_chunks(attend, seqlen, batch * heads * span, dims=(1, 2), chunk=chunk_queries)
+    with _eager.without_autocast(q):
+        out, lse = _eager.in_query_chunks(attend, seqlen, batch * heads * span, dims=(1, 2), chunk=chunk_queries)
     return out, lse
 
 

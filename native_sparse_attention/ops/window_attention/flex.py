@@ -9,18 +9,7 @@ from torch import Tensor
 from native_sparse_attention.core.call import Call
 from native_sparse_attention.core.geometry import in_window
 from native_sparse_attention.core.modifiers import Modifiers
-from native_sparse_attention.ops._flex import (
-    Tiles,
-    attend,
-    capped,
-    find_tiles,
-    heads_first,
-    nonfinite_rows,
-    run,
-    with_a_key,
-    with_nan,
-    without_nonfinite,
-)
+from native_sparse_attention.ops import _flex
 
 
 def window_attention(
@@ -28,7 +17,7 @@ def window_attention(
 ) -> tuple[Tensor, Tensor]:
     left, right = window
     modifiers = _prepare(modifiers, k.shape[1])
-    k, v, nonfinite = without_nonfinite(*with_a_key(k, v))
+    k, v, nonfinite = _flex.without_nonfinite(*_flex.with_a_key(k, v))
     layout = call.sequences.layout()
     # [B, T, 1, 1]: the interval of keys that a query reads.
     first = layout.position - left if left >= 0 else layout.position * 0
@@ -40,24 +29,24 @@ def window_attention(
     last = last.maximum(first)
     has_tables = modifiers.bias is not None or modifiers.attn_mask is not None
     has_segments = modifiers.query_segments is not None
-    tiles = find_tiles(first, last, k.shape[1], all_are_read=not (has_tables or has_segments))
+    tiles = _flex.find_tiles(first, last, k.shape[1], all_are_read=not (has_tables or has_segments))
     extents = [t.int() for t in (layout.position, layout.key_start, layout.key_len)]
-    q, k, v = (heads_first(t) for t in (q, k, v))
-    out, lse = run(_attend, q, k, v, tiles, *extents, left, right, call.scale, modifiers)
+    q, k, v = (_flex.heads_first(t) for t in (q, k, v))
+    out, lse = _flex.run(_attend, q, k, v, tiles, *extents, left, right, call.scale, modifiers)
     out = out.transpose(1, 2)
     if has_tables:
         is_nonfinite = _read_nonfinite(nonfinite, first, last, modifiers)
-        return with_nan(out, lse, is_nonfinite.repeat_interleave(lse.shape[1] // is_nonfinite.shape[1], 1).mT)
+        return _flex.with_nan(out, lse, is_nonfinite.repeat_interleave(lse.shape[1] // is_nonfinite.shape[1], 1).mT)
     if modifiers.query_segments is not None and modifiers.key_segments is not None:
         nonfinite, first, last = _by_segment(nonfinite, first, last, modifiers.query_segments, modifiers.key_segments)
-    return nonfinite_rows(out, lse, nonfinite, first, last)
+    return _flex.nonfinite_rows(out, lse, nonfinite, first, last)
 
 
 def _attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    tiles: Tiles,
+    tiles: _flex.Tiles,
     position: Tensor,
     key_start: Tensor,
     key_len: Tensor,
@@ -68,7 +57,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     query_segments, key_segments = modifiers.query_segments, modifiers.key_segments
     bias, attn_mask = modifiers.bias, modifiers.attn_mask
-    score_mod = capped(modifiers.softcap)
+    score_mod = _flex.capped(modifiers.softcap)
 
     def mask_mod(b: Tensor, h: Tensor, t: Tensor, s: Tensor) -> Tensor:
         key_position = s - key_start[b, t]
@@ -83,13 +72,13 @@ def _attend(
         return visible
 
     if bias is None:
-        return attend(q, k, v, tiles, mask_mod, scale, score_mod, pipelined=attn_mask is None)
+        return _flex.attend(q, k, v, tiles, mask_mod, scale, score_mod, pipelined=attn_mask is None)
 
     def biased(score: Tensor, b: Tensor, h: Tensor, t: Tensor, s: Tensor) -> Tensor:
         score = score if score_mod is None else score_mod(score, b, h, t, s)
         return score + _entry(bias, b, h, t, s)
 
-    return attend(q, k, v, tiles, mask_mod, scale, biased, pipelined=False)
+    return _flex.attend(q, k, v, tiles, mask_mod, scale, biased, pipelined=False)
 
 
 def _entry(table: Tensor, b: Tensor, h: Tensor, t: Tensor, s: Tensor) -> Tensor:

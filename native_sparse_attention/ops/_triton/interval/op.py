@@ -9,6 +9,7 @@ from torch import Tensor
 
 from native_sparse_attention.core.geometry import Sequences
 from native_sparse_attention.core.modifiers import OFF, Modifiers
+from native_sparse_attention.ops._triton import varlen
 from native_sparse_attention.ops._triton.interval import settings
 from native_sparse_attention.ops._triton.interval.backward import dq_kernel
 from native_sparse_attention.ops._triton.interval.bias_gradient import dbias_kernel
@@ -23,17 +24,9 @@ from native_sparse_attention.ops._triton.interval.tiles import Interval
 from native_sparse_attention.ops._triton.launch import describe_tiles, head_block, launch, settings_of
 from native_sparse_attention.ops._triton.registered import SEQUENCES, register_gradients, register_op, saved_inputs
 from native_sparse_attention.ops._triton.support import MAX_TOKENS
-from native_sparse_attention.ops._triton.varlen import (
-    SequenceLayout,
-    flatten,
-    last_dim_contiguous,
-    make_layout,
-    num_tiles,
-    unflatten,
-)
 
 # q, k, v, interval, placement and kernel_modifiers, as `_prepare` makes them for the kernels.
-Inputs = tuple[Tensor, Tensor, Tensor, Interval, SequenceLayout, KernelModifiers]
+Inputs = tuple[Tensor, Tensor, Tensor, Interval, varlen.SequenceLayout, KernelModifiers]
 # Elements of the log-sum-exp per step of `differentiate_sinks`.
 SINK_ELEMENTS = 2**24
 
@@ -64,7 +57,7 @@ def interval_attention(
     mem_k, mem_v = (None, None) if mem_kv is None else mem_kv
     out, lse = _forward(
         *(q, k, v, mem_k, mem_v, modifiers.sinks, modifiers.bias, gate),
-        *(*flatten(sequences), left, reach, block_size, stride, scale),
+        *(*varlen.flatten(sequences), left, reach, block_size, stride, scale),
         *(modifiers.softcap, modifiers.query_segments, modifiers.key_segments, modifiers.attn_mask),
         *(modifiers.dropout_p, modifiers.dropout_seed),
     )
@@ -102,7 +95,7 @@ def attend(inputs: Inputs, scale: float, out_dtype: torch.dtype) -> tuple[Tensor
     packed = _count_packed(heads // k.shape[2], block_m)
     launch(
         forward_kernel,
-        (num_tiles(layout, seqlen, block_m // packed), heads // packed),
+        (varlen.num_tiles(layout, seqlen, block_m // packed), heads // packed),
         *(q, k, v, out, lse, *_describe_keys(k, v, layout, interval, block_n)),
         *(q.stride(), k.stride(), v.stride(), out.stride()),
         *(layout, interval, scale, kernel_modifiers),
@@ -131,7 +124,7 @@ def _backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *rest
     *packed, needs_dkv, needs_dsinks, needs_dbias = rest
     q, *_, sinks, bias, gate = packed[:8]
     inputs, scale = _unpack(tuple(packed)), packed[18]
-    dout, out = last_dim_contiguous(dout, out)
+    dout, out = varlen.last_dim_contiguous(dout, out)
     dq, row_stats = differentiate_queries(inputs, scale, out, lse, dout, dlse, gate, q.dtype)
     q, k, v, interval, layout, kernel_modifiers = inputs
     tensors = (q, k, v, dout, row_stats)
@@ -177,7 +170,7 @@ def differentiate_queries(
     packed = _count_packed(heads // kv_heads, block_m)
     launch(
         dq_kernel,
-        (num_tiles(layout, seqlen, block_m // packed), heads // packed),
+        (varlen.num_tiles(layout, seqlen, block_m // packed), heads // packed),
         *(q, k, v, out, lse, dout, dlse, gate, dq, row_stats, *_describe_keys(k, v, layout, interval, block_n)),
         *(q.stride(), k.stride(), v.stride(), out.stride(), dout.stride()),
         *(None if t is None else t.stride() for t in (dlse, gate)),
@@ -210,7 +203,7 @@ def differentiate_sinks(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
 def _differentiate_bias(
     bias: Tensor,
     tensors: Tensors,
-    layout: SequenceLayout,
+    layout: varlen.SequenceLayout,
     interval: Interval,
     scale: float,
     kernel_modifiers: KernelModifiers,
@@ -300,14 +293,14 @@ def _prepare(
             torch.cat((memory.transpose(0, 1).expand(t.shape[0], -1, -1, -1), t), 1)
             for memory, t in ((mem_k, k), (mem_v, v))
         )
-    layout = make_layout(unflatten(q, flat), block_size, stride)
+    layout = varlen.make_layout(varlen.unflatten(q, flat), block_size, stride)
     interval = Interval(left, reach, block_size, stride, num_memory, num_keys)
     kernel_modifiers = make_kernel_modifiers(Modifiers(*modifiers), q.shape[0], q.shape[2])
-    q, k, v = last_dim_contiguous(q, k, v)
+    q, k, v = varlen.last_dim_contiguous(q, k, v)
     return q, k, v, interval, layout, kernel_modifiers
 
 
-def _describe_keys(k: Tensor, v: Tensor, layout: SequenceLayout, interval: Interval, block_n: int) -> Any:
+def _describe_keys(k: Tensor, v: Tensor, layout: varlen.SequenceLayout, interval: Interval, block_n: int) -> Any:
     """Return tensor descriptors for fully visible key tiles, or None. They bring no gain in float32, and in packed
     sequences other keys lie between the memory pairs and a sequence's keys.
     """

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from native_sparse_attention.core.call import Call
 from native_sparse_attention.core.geometry import max_length_of_compressed, overlapping_blocks
+from native_sparse_attention.ops._triton import varlen
 from native_sparse_attention.ops._triton.inverse_index import group_pairs, make_inverse_index, num_block_slots
 from native_sparse_attention.ops._triton.launch import Table, head_block, is_wide, launch, row_block, settings_of
 from native_sparse_attention.ops._triton.registered import (
@@ -17,14 +18,6 @@ from native_sparse_attention.ops._triton.registered import (
     register_op,
     save_inputs,
     saved_inputs,
-)
-from native_sparse_attention.ops._triton.varlen import (
-    SequenceLayout,
-    flatten,
-    last_dim_contiguous,
-    make_layout,
-    num_tiles,
-    unflatten,
 )
 from native_sparse_attention.ops.block_selection.triton import scores_settings
 from native_sparse_attention.ops.block_selection.triton.scores_backward import (
@@ -45,7 +38,7 @@ WORKSPACE = 2**28
 def chosen_scores(
     q: Tensor, k_cmp: Tensor, lse: Tensor, block_indices: Tensor, sizes: tuple[int, int, int], call: Call
 ) -> Tensor:
-    return _forward(q, k_cmp, lse, block_indices, *flatten(call.sequences), *sizes, *call[1:], 0, 0, False)
+    return _forward(q, k_cmp, lse, block_indices, *varlen.flatten(call.sequences), *sizes, *call[1:], 0, 0, False)
 
 
 def straight_through_scale(
@@ -57,7 +50,7 @@ def straight_through_scale(
     call: Call,
     forced: tuple[int, int],
 ) -> Tensor:
-    return _forward(q, k_cmp, lse, block_indices, *flatten(call.sequences), *sizes, *call[1:], *forced, True)
+    return _forward(q, k_cmp, lse, block_indices, *varlen.flatten(call.sequences), *sizes, *call[1:], *forced, True)
 
 
 # Arguments of the op without its last one, and of its backward op after the gradient.
@@ -74,7 +67,7 @@ def _forward(q: Tensor, k_cmp: Tensor, lse: Tensor, block_indices: Tensor, *rest
     causal, scale, softcap, _, _, straight_through = rest[9:]
     if straight_through:
         return torch.ones(block_indices.shape, dtype=torch.float32, device=q.device)
-    q, k_cmp, block_indices = last_dim_contiguous(q, k_cmp, block_indices)
+    q, k_cmp, block_indices = varlen.last_dim_contiguous(q, k_cmp, block_indices)
     layout, sizes = _place(q, k_cmp, flat, block_size, stride)
     out = q.new_empty(block_indices.shape, dtype=torch.float32)
     if out.numel() == 0 or k_cmp.shape[1] == 0:
@@ -84,7 +77,7 @@ def _forward(q: Tensor, k_cmp: Tensor, lse: Tensor, block_indices: Tensor, *rest
     tile |= _split_columns(tile.pop('BLOCK_N'), meta)
     launch(
         forward_kernel,
-        (num_tiles(layout, q.shape[1], 1), block_indices.shape[2]),
+        (varlen.num_tiles(layout, q.shape[1], 1), block_indices.shape[2]),
         *(q, k_cmp, lse, block_indices, out),
         *(q.stride(), k_cmp.stride(), lse.stride(), block_indices.stride(), out.stride()),
         *(layout, sizes, scale, softcap),
@@ -105,7 +98,7 @@ def _backward(
     """
     flat, (block_size, stride, selection_block_size) = rest[:6], rest[6:9]
     causal, scale, softcap, num_init, num_local, needs_dq, needs_dk = rest[9:]
-    q, k_cmp, block_indices = last_dim_contiguous(q, k_cmp, block_indices)
+    q, k_cmp, block_indices = varlen.last_dim_contiguous(q, k_cmp, block_indices)
     layout, sizes = _place(q, k_cmp, flat, block_size, stride)
     sizes = sizes._replace(num_init=num_init, num_local=num_local)
     dq, dk, dlse = (
@@ -120,7 +113,7 @@ def _backward(
         tensors = (q, k_cmp, lse, block_indices, dout, dq, dlse)
         launch(
             dq_kernel,
-            (num_tiles(layout, q.shape[1], 1), block_indices.shape[2] * tiles_of_group),
+            (varlen.num_tiles(layout, q.shape[1], 1), block_indices.shape[2] * tiles_of_group),
             *tensors,
             *(t.stride() for t in tensors),
             *(layout, sizes, scale, softcap),
@@ -141,7 +134,7 @@ def _add_queries(
     lse: Tensor,
     block_indices: Tensor,
     dk: Tensor,
-    layout: SequenceLayout,
+    layout: varlen.SequenceLayout,
     sizes: Sizes,
     scale: float,
     softcap: float | None,
@@ -240,11 +233,11 @@ def _differentiate(ctx: Any, dout: Tensor | None) -> tuple[Tensor | None, ...]:
 register_gradients(_forward, _backward, _differentiate, _save)
 
 
-def _place(q: Tensor, k_cmp: Tensor, flat: Any, block_size: int, stride: int) -> tuple[SequenceLayout, Sizes]:
+def _place(q: Tensor, k_cmp: Tensor, flat: Any, block_size: int, stride: int) -> tuple[varlen.SequenceLayout, Sizes]:
     """Return the layout and sizes of a call. Tokens behind the last complete compressed block do not matter, so the
     number of tokens is bounded by the compressed blocks.
     """
-    layout = make_layout(unflatten(q, flat), block_size, stride)
+    layout = varlen.make_layout(varlen.unflatten(q, flat), block_size, stride)
     num_compressed = k_cmp.shape[1]
     longest = max_length_of_compressed(num_compressed, block_size, stride)
     if layout.cu_seqlens_k is not None:
