@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from native_sparse_attention.core.call import Call
 from native_sparse_attention.ops import selected_attention
 from native_sparse_attention.ops._triton.inverse_index import InverseIndex, make_inverse_index
 from native_sparse_attention.ops._triton.support import is_interpreted
@@ -333,8 +334,8 @@ def test_factors_known_to_be_1(softcap: float | None, device: torch.device) -> N
 
     def attend(unit_scale: bool) -> dict[str, Tensor]:
         def run(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_scale: Tensor) -> tuple[Tensor, Tensor]:
-            rest = (make_sequences(whole(12), device), 4, True, 0.25, softcap)
-            return op.selected_attention(q, k, v, block_indices, block_scale, *rest, unit_scale=unit_scale)
+            call = Call(make_sequences(whole(12), device), True, 0.25, softcap)
+            return op.selected_attention(q, k, v, block_indices, block_scale, 4, call, unit_scale=unit_scale)
 
         return outputs_and_gradients(run, tensors, grads)
 
@@ -399,6 +400,5 @@ def test_any_content_of_borders_stays_inside_memory(where: dict[str, Tensor], de
     cu_seqlens = where.get('cu_seqlens')
     borders = (cu_seqlens, where.get('cu_seqlens_k', cu_seqlens))
     sequences = Sequences(1, 7, 7, device, where.get('q_offset'), where.get('seqlens_k'), *borders)
-    outputs_and_gradients(
-        lambda q, k, v, block_indices: unchecked(q, k, v, block_indices, None, sequences, 2, True, 0.25), tensors
-    )
+    call = Call(sequences, True, 0.25)
+    outputs_and_gradients(lambda q, k, v, block_indices: unchecked(q, k, v, block_indices, None, 2, call), tensors)

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from native_sparse_attention.core.call import Call
+from native_sparse_attention.core.modifiers import OFF
 from native_sparse_attention.ops import window_attention
 from native_sparse_attention.ops._triton.interval import keys
 from native_sparse_attention.ops._triton.support import is_interpreted
@@ -262,4 +264,5 @@ def test_any_content_of_borders_stays_inside_memory(where: dict[str, Tensor], de
         cu_seqlens,
         where.get('cu_seqlens_k', cu_seqlens),
     )
-    outputs_and_gradients(lambda q, k, v: unchecked(q, k, v, sequences, 12, 0, 0.25), tensors)
+    call = Call(sequences, True, 0.25)
+    outputs_and_gradients(lambda q, k, v: unchecked(q, k, v, (12, 0), call, OFF, None), tensors)
