@@ -144,6 +144,17 @@ def _variants() -> dict[str, Variant]:
             phi='mean',
             layers=DetachedScores,
         ),
+        'merged-mlp-detached': Variant(
+            'merged with an MLP as φ: queries and keys learn from selected attention alone, values from both',
+            settings=merged,
+            layers=DetachedScores,
+        ),
+        'merged-mlp-kl': Variant(
+            'merged with an MLP as φ, block scores trained by use_diff_topk and by their loss',
+            settings=merged,
+            block_loss=0.1,
+        ),
+        'merged-phi-lr3': Variant('merged, learning rate of the networks φ × 3', settings=merged, phi_lr=3.0),
         'merged-scores-kl': Variant(
             'merged-scores with φ a block mean at the start, block scores trained by their loss alone',
             settings={**scores, 'use_diff_topk': False},

@@ -55,7 +55,7 @@ def test_straight_through_scale(
     dtype: torch.dtype, design: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Factors of 1 have a gradient, that of tokens inside the window too, under a soft cap and sinks."""
-    block_size = 16 if design == 'block' else 32
+    block_size = 16 if design in ('block', 'fused') else 32
     tensors = make_tensors(design, device, monkeypatch, dtype=dtype, block_size=block_size, scaled=True)
     tensors['block_scale'] = torch.ones_like(tensors['block_scale'])
     tensors['sinks'] = torch.linspace(-1, 1, tensors['q'].shape[2], device=device)

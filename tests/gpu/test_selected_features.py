@@ -26,7 +26,8 @@ pytestmark = pytest.mark.gpu
 DESIGNS: dict[str, tuple[int, dict[str, Any]]] = {
     'query': (16, {'MIN_SEQLEN_MIXED': 10**9}),
     'union': (4, {'MAX_BLOCK_RATIO': 10**9}),
-    'block': (2, {'MAX_BLOCK_RATIO': 0, 'MIN_SEQLEN_BY_BLOCK': 0}),
+    'block': (2, {'MAX_BLOCK_RATIO': 0, 'MIN_SEQLEN_BY_BLOCK': 0, 'MAX_GROUP_FUSED': 0}),
+    'fused': (2, {'MAX_BLOCK_RATIO': 0, 'MIN_SEQLEN_BY_BLOCK': 0}),
     'mixed': (
         16,
         {'MIN_SEQLEN_MIXED': 0, 'MAX_BLOCK_RATIO_LARGE': 0, 'MAX_UNION_PERCENT': {'forward': 75, 'backward': 75}},
@@ -73,11 +74,10 @@ def make_tensors(
     indices = make_block_indices(kind, 2, SEQLEN, 2, 4, seqlen_k=SEQLEN, block_size=block_size, **drawn)
     if design in ('mixed', PASSED):
         indices[:, 1::2] = indices[:, :-1:2]  # so that some tiles share
+    expected = {PASSED: ('mixed', 'mixed'), 'fused': ('block', 'fused')}.get(design, (design, design))
+    q, k, v = tensors.values()
     for backward in (False, True):
-        q, k, v = tensors.values()
-        assert selected_plan.choose_design(q, k, v, indices, block_size, backward=backward) == (
-            'mixed' if design == PASSED else design
-        )
+        assert selected_plan.choose_design(q, k, v, indices, block_size, backward=backward) == expected[backward]
     tensors['block_indices'] = indices
     if scaled:
         tensors['block_scale'] = 1 + 0.3 * torch.randn(indices.shape, **drawn)
@@ -109,7 +109,7 @@ def test_soft_caps(
 
 @designs
 def test_float32(design: str, device: torch.device, monkeypatch: pytest.MonkeyPatch):
-    block_size = 16 if design == 'block' else 32
+    block_size = 16 if design in ('block', 'fused') else 32
     tensors = make_tensors(design, device, monkeypatch, dtype=torch.float32, block_size=block_size, scaled=True)
     assert_rules(tensors, block_size=block_size, softcap=2.0)
 

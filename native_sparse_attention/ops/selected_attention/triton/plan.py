@@ -35,9 +35,9 @@ from native_sparse_attention.ops.selected_attention.triton.index.block_union imp
 
 DESIGNS = ('query', 'union', 'block', 'mixed', 'fused')
 # Largest groups for which 'fused' replaces 'block' in the backward pass, and the gradients of the factors of merged
-# attention are computed by block; 0: none.
-MAX_GROUP_FUSED = 0
-MAX_GROUP_FACTORS = 0
+# attention are computed by block. Measured on an H200; groups of four lose by 'fused'.
+MAX_GROUP_FUSED = 2
+MAX_GROUP_FACTORS = 2
 # Groups of at most this size leave most rows of a single query's tile empty.
 SMALL_GROUP = 8
 # Most indices per row for block unions.
