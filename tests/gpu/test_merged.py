@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from native_sparse_attention.ops import selected_attention
+from native_sparse_attention.testing import make_block_indices, make_qkv
 from tests.gpu.test_selected_features import (
     SEQLEN,
     designs,
@@ -74,6 +75,17 @@ def test_extents(kind: str, design: str, device: torch.device, monkeypatch: pyte
         tensors = {name: tensor[:1] for name, tensor in tensors.items()}
         where = {'cu_seqlens': torch.tensor([0, 9, 9, 130, 220], dtype=torch.int32, device=device)}
     assert_rules(tensors, block_size=32, window_size=(30, 0), **where)
+
+
+def test_values_that_drift(device: torch.device) -> None:
+    """With flat weights, so that the outputs of window and selected part differ by more than either changes."""
+    generator = torch.Generator(device).manual_seed(0)
+    drawn: dict[str, Any] = {'device': device, 'generator': generator}
+    q, k, v = make_qkv(2, 1024, 1024, heads=4, kv_heads=2, head_dim=64, dtype=torch.bfloat16, **drawn)
+    v = v + torch.linspace(-8, 8, 1024, device=device)[:, None, None].to(v)
+    indices = make_block_indices('duplicates', 2, 1024, 2, 12, seqlen_k=1024, block_size=64, **drawn)
+    tensors = {'q': 0.2 * q, 'k': k, 'v': v, 'block_indices': indices}
+    assert_rules(tensors, block_size=64, window_size=(199, 0))
 
 
 @designs

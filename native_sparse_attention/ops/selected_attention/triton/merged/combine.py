@@ -22,6 +22,7 @@ def combine_kernel(
     out_ptr,
     lse_ptr,
     difference_ptr,
+    unit_ptr,
     num_rows,
     seqlen,
     heads,
@@ -29,7 +30,9 @@ def combine_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
-    """Combine the float32 outputs of window and selected part. difference: their difference, or None."""
+    """Combine the float32 outputs of window and selected part. difference: their difference in units of the largest
+    element of a row, or None; unit: `[B, HQ, T]`.
+    """
     _, _, lse_rows, tile, row_mask, mask = _locate_rows(num_rows, seqlen, heads, VALUE_DIM, BLOCK_M, BLOCK_DV)
     lse_window = tl.load(lse_window_ptr + lse_rows, mask=row_mask, other=float('-inf'))
     lse_selected = tl.load(lse_selected_ptr + lse_rows, mask=row_mask, other=float('-inf'))
@@ -44,14 +47,17 @@ def combine_kernel(
     lse = tl.where(largest == float('-inf'), float('-inf'), reference + tl.log(total))
     tl.store(lse_ptr + lse_rows, lse, mask=row_mask)
     if difference_ptr is not None:
-        difference = (out_window - out_selected).to(difference_ptr.dtype.element_ty)
-        tl.store(difference_ptr + tile, difference, mask=mask)
+        difference = out_window - out_selected
+        unit = tl.maximum(tl.max(tl.abs(difference), 1), 1e-30)
+        tl.store(difference_ptr + tile, (difference / unit[:, None]).to(difference_ptr.dtype.element_ty), mask=mask)
+        tl.store(unit_ptr + lse_rows, unit, mask=row_mask)
 
 
 @triton.jit
 def split_kernel(
     out_ptr,
     difference_ptr,
+    unit_ptr,
     dout_ptr,
     lse_window_ptr,
     lse_selected_ptr,
@@ -89,7 +95,8 @@ def split_kernel(
     selected = tl.where(lse_selected == float('-inf'), 0.0, tl.exp(lse_selected - lse))
     columns = tl.arange(0, BLOCK_DV)
     out = tl.load(out_ptr + tile, mask=mask, other=0.0).to(tl.float32)
-    difference = tl.load(difference_ptr + tile, mask=mask, other=0.0).to(tl.float32)
+    unit = tl.load(unit_ptr + lse_rows, mask=row_mask, other=0.0)
+    difference = tl.load(difference_ptr + tile, mask=mask, other=0.0).to(tl.float32) * unit[:, None]
     dout_rows = row * dout_strides[0] + query * dout_strides[1] + head * dout_strides[2]
     dout = tl.load(dout_ptr + dout_rows[:, None] + columns[None, :], mask=mask, other=0.0).to(tl.float32)
     # A part that reads nothing has the output 0, so the difference is no gradient of the other one.

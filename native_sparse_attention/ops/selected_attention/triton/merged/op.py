@@ -57,12 +57,13 @@ _INPUTS = (
 )
 
 
-@register_op('merged_attention', _INPUTS, 7)
+@register_op('merged_attention', _INPUTS, 8)
 def _forward(*inputs: Any) -> tuple[Tensor, ...]:
     """Return the output, its log-sum-exp, and what the backward pass takes.
 
     That is the log-sum-exps of the window and of the selected part `[B, HQ, T]`, the difference of their outputs
-    `[B, T, HQ, DV]` (empty unless save_difference), and the inverse index of the selected part (`selected.attend`).
+    `[B, T, HQ, DV]` with its units `[B, HQ, T]` (empty unless save_difference), and the inverse index of the selected
+    part (`selected.attend`). The gradients of the log-sum-exps need more bits of the difference than bfloat16 has.
     """
     (q, k, v, block_indices, _, sinks), flat = inputs[:6], inputs[6:12]
     left, block_size, scale, softcap, save_index, save_difference = inputs[12:]
@@ -72,25 +73,26 @@ def _forward(*inputs: Any) -> tuple[Tensor, ...]:
     arguments = make_arguments((q, k, v, block_indices, None), far, block_size, True, scale, softcap)
     out_selected, lse_selected, _, entries, starts = selected.attend(arguments, None, save_index, False, torch.float32)
     out, lse = q.new_empty(out_window.shape), torch.empty_like(lse_window)
-    difference = q.new_empty(out.shape if save_difference else 0)
+    difference, units = _allocate_difference(q, out.shape, lse, save_difference)
     launch_rows(
         combine_kernel,
         out,
-        *(out_window, out_selected, lse_window, lse_selected, out, lse, difference if save_difference else None),
+        *(out_window, out_selected, lse_window, lse_selected, out, lse),
+        *((difference, units) if save_difference else (None, None)),
         block_dv=head_block(out.shape[3]),
     )
-    return out, lse, lse_window, lse_selected, difference, entries, starts
+    return out, lse, lse_window, lse_selected, difference, units, entries, starts
 
 
 @register_op(
     'merged_attention_backward',
     'Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor lse_window, Tensor lse_selected, Tensor difference, '
-    f'Tensor entries, Tensor starts, {_INPUTS}, bool needs_dkv, bool needs_dscale, bool needs_dsinks',
+    f'Tensor units, Tensor entries, Tensor starts, {_INPUTS}, bool needs_dkv, bool needs_dscale, bool needs_dsinks',
     5,
 )
 def _backward(*arguments: Any) -> tuple[Tensor, ...]:
     """Return the gradients of q, k, v, block_scale and sinks. Gradients that are not needed are empty, except dq."""
-    dout, dlse, out, lse, lse_window, lse_selected, difference, entries, starts, *inputs = arguments
+    dout, dlse, out, lse, lse_window, lse_selected, difference, units, entries, starts, *inputs = arguments
     (q, k, v, block_indices, block_scale, sinks), flat = inputs[:6], inputs[6:12]
     left, block_size, scale, softcap, _, _, needs_dkv, needs_dscale, needs_dsinks = inputs[12:]
     (dout,) = last_dim_contiguous(dout)
@@ -98,7 +100,7 @@ def _backward(*arguments: Any) -> tuple[Tensor, ...]:
     weights = [lse.new_empty(out.shape[:3]) for _ in range(2)]
     dlses = [torch.empty_like(lse) for _ in range(2)]
     strides = (dout.stride(), None if dlse is None else dlse.stride())
-    rows = (out, difference, dout, lse_window, lse_selected, lse, dlse, *outs, *weights, *dlses)
+    rows = (out, difference, units, dout, lse_window, lse_selected, lse, dlse, *outs, *weights, *dlses)
     launch_rows(split_kernel, out, *rows, *strides, block_dv=head_block(out.shape[3]))
     empty = q.new_empty(0)
 
@@ -139,13 +141,13 @@ def _backward(*arguments: Any) -> tuple[Tensor, ...]:
 def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     batch, seqlen, heads, _ = q.shape
     out = q.new_empty(batch, seqlen, heads, v.shape[3])
-    lses = (q.new_empty(batch, heads, seqlen, dtype=torch.float32) for _ in range(3))
-    return out, *lses, q.new_empty(out.shape if rest[-1] else 0), *selected.no_index(q)
+    lses = [q.new_empty(batch, heads, seqlen, dtype=torch.float32) for _ in range(3)]
+    return out, *lses, *_allocate_difference(q, out.shape, lses[0], rest[-1]), *selected.no_index(q)
 
 
 @_backward.register_fake
 def _(*arguments: Any) -> tuple[Tensor, ...]:
-    (q, k, v, _, block_scale, sinks), (needs_dkv, needs_dscale, needs_dsinks) = arguments[9:15], arguments[-3:]
+    (q, k, v, _, block_scale, sinks), (needs_dkv, needs_dscale, needs_dsinks) = arguments[10:16], arguments[-3:]
     dkv = [q.new_empty(t.shape if needs_dkv else 0) for t in (k, v)]
     others = ((block_scale, needs_dscale), (sinks, needs_dsinks))
     others = [t.new_empty(t.shape) if needed and t is not None else q.new_empty(0) for t, needed in others]
@@ -163,6 +165,12 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None)
 
 
 register_gradients(_forward, _backward, _differentiate)
+
+
+def _allocate_difference(q: Tensor, shape: torch.Size, lse: Tensor, needed: bool) -> tuple[Tensor, Tensor]:
+    """Allocate the difference of the outputs and its units, both empty if it is not needed."""
+    dtype = torch.float16 if q.element_size() == 2 else torch.float32
+    return q.new_empty(shape if needed else 0, dtype=dtype), lse.new_empty(lse.shape if needed else 0)
 
 
 def _sum(grad: Tensor, other: Tensor, like: Tensor) -> Tensor:
