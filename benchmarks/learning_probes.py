@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -59,11 +60,13 @@ def probe_layers(
     """Return a dict of floats per layer, from one forward and backward of ids `[B, T + 1]`.
 
     mass, mass_selected, mass_window: share of the layer's own dense softmax (its rotated q and k, all visible keys)
-    that selected blocks and window hold together and alone; dense layers: the share of a window of sparse's size.
+    that selected blocks and window hold together and alone; mass_best: that the window and the blocks with the most
+    mass hold, as many as are selected, one choice per KV head. Dense layers have mass_window and mass_best, of sparse's
+    sizes.
     selected_keys: mean share of visible keys that lie in selected blocks or window.
     <branch>_out, <branch>_grad: root mean square of the gated output of a branch and of its gradient.
     """
-    probes = [_probe(block.attention, sparse['sliding_window_size']) for block in model.blocks]
+    probes = [_probe(block.attention, sparse) for block in model.blocks]
     model.zero_grad()
     with autocast():
         loss = model(ids, return_loss=True)
@@ -85,14 +88,14 @@ def _roles(attention: nn.Module) -> dict[str, list[nn.Parameter]]:
     return roles
 
 
-def _probe(attention: SparseAttention | DenseAttention, window: int) -> Any:
+def _probe(attention: SparseAttention | DenseAttention, sparse: Mapping[str, Any]) -> Any:
     kind = _SparseProbe if isinstance(attention, SparseAttention) else _DenseProbe
-    return kind(attention, window)
+    return kind(attention, sparse)
 
 
 class _DenseProbe:
-    def __init__(self, attention: Any, window: int) -> None:
-        self.attention, self.window, self.project = attention, window, attention._project
+    def __init__(self, attention: Any, sparse: Mapping[str, Any]) -> None:
+        self.attention, self.sparse, self.project = attention, sparse, attention._project
         self.q: Any = None
         attention._project = self.record
 
@@ -102,13 +105,15 @@ class _DenseProbe:
 
     def finish(self) -> dict[str, float]:
         del self.attention._project
-        return {'mass_window': attention_mass(self.q.detach(), self.k.detach(), None, 1, self.window)['mass_window']}
+        sizes = (self.sparse[n] for n in ('selection_block_size', 'sliding_window_size', 'num_selected_blocks'))
+        mass = attention_mass(self.q.detach(), self.k.detach(), None, *sizes)
+        return {name: mass[name] for name in ('mass_window', 'mass_best')}
 
 
 class _SparseProbe:
     """Replacement of `_nsa` of a layer for one forward and backward."""
 
-    def __init__(self, attention: Any, _: int) -> None:
+    def __init__(self, attention: Any, _: Mapping[str, Any]) -> None:
         self.attention, self.nsa, self.blocks = attention, attention._nsa, None
         attention._nsa = self.record
 
@@ -132,9 +137,8 @@ class _SparseProbe:
         for name, gate, out in self.branches():
             row[f'{name}_out'] = _rms(gate * out)
             row[f'{name}_grad'] = _rms(gate * self.out.grad)
-        size = layer.selection_block_size
-        row |= attention_mass(self.q.detach(), self.k.detach(), self.blocks, size, layer.sliding_window_size)
-        return row
+        sizes = (layer.selection_block_size, layer.sliding_window_size, layer.num_selected_blocks)
+        return row | attention_mass(self.q.detach(), self.k.detach(), self.blocks, *sizes)
 
     def branches(self) -> list[tuple[str, Any, Tensor]]:
         """Yield name, gate and output before the gate: outputs of `nsa` under gates of 0 and 1."""
@@ -157,7 +161,9 @@ def _rms(x: Tensor) -> float:
 
 
 @torch.no_grad()
-def attention_mass(q: Tensor, k: Tensor, blocks: Tensor | None, block_size: int, window: int) -> dict[str, float]:
+def attention_mass(
+    q: Tensor, k: Tensor, blocks: Tensor | None, block_size: int, window: int, num_selected: int
+) -> dict[str, float]:
     """Return shares of causal softmax weights: means over rows, heads and QUERIES evenly spaced queries.
 
     q: `[B, T, HQ, D]`, k: `[B, T, H, D]`, rotated. blocks: int `[B, T, H or HQ, n]`, selected, or None for none.
@@ -169,20 +175,28 @@ def attention_mass(q: Tensor, k: Tensor, blocks: Tensor | None, block_size: int,
     key = torch.arange(length, device=q.device)
     distance = position[:, None] - key
     visible, near = distance >= 0, (distance >= 0) & (distance < window)
-    totals: dict[str, list[Tensor]] = {'mass': [], 'mass_selected': [], 'mass_window': [], 'selected_keys': []}
-    for row in range(len(q)):
-        for head in range(heads):
-            logits = q[row, position, head].float() @ k[row, :, head // (heads // kv_heads)].float().mT
-            weights = (logits * q.shape[-1] ** -0.5).masked_fill(~visible, -torch.inf).softmax(-1)
-            selected = torch.zeros_like(visible)
-            if blocks is not None:
-                chosen = blocks[row, position, head * blocks.shape[2] // heads].long()
-                is_chosen = torch.zeros(count, length // block_size + 2, dtype=torch.bool, device=q.device)
-                is_chosen.scatter_(1, chosen + 1, True)  # padding, -1, is column 0
-                selected = is_chosen[:, 1:].repeat_interleave(block_size, 1)[:, :length] & visible
-            read = selected | near
-            totals['mass'].append((weights * read).sum(-1).mean())
-            totals['mass_selected'].append((weights * selected).sum(-1).mean())
-            totals['mass_window'].append((weights * near).sum(-1).mean())
-            totals['selected_keys'].append((read.sum(-1) / visible.sum(-1)).mean())
+    columns = length // block_size + 2
+    totals: dict[str, list[Tensor]] = {
+        n: [] for n in ('mass', 'mass_selected', 'mass_window', 'mass_best', 'selected_keys')
+    }
+    for row, kv_head in product(range(len(q)), range(kv_heads)):
+        group = slice(kv_head * heads // kv_heads, (kv_head + 1) * heads // kv_heads)
+        logits = q[row, position, group].float().transpose(0, 1) @ k[row, :, kv_head].float().mT
+        weights = (logits * q.shape[-1] ** -0.5).masked_fill(~visible, -torch.inf).softmax(-1)  # [G, count, T]
+        selected = torch.zeros_like(weights, dtype=torch.bool)
+        if blocks is not None:
+            index_group = group if blocks.shape[2] == heads else slice(kv_head, kv_head + 1)
+            chosen = blocks[row, position, index_group].long().transpose(0, 1)
+            is_chosen = torch.zeros(len(chosen), count, columns, dtype=torch.bool, device=q.device)
+            is_chosen.scatter_(2, chosen + 1, True)  # padding, -1, is column 0
+            selected = is_chosen[..., 1:].repeat_interleave(block_size, 2)[..., :length] & visible
+        read = selected | near
+        far = nn.functional.pad((weights * ~near).sum(0), (0, (columns - 1) * block_size - length))
+        by_block = far.unflatten(-1, (-1, block_size)).sum(-1)
+        best = by_block.topk(min(num_selected, columns - 1), -1).values.sum(-1) / len(weights)
+        totals['mass'].append((weights * read).sum(-1).mean())
+        totals['mass_selected'].append((weights * selected).sum(-1).mean())
+        totals['mass_window'].append((weights * near).sum(-1).mean())
+        totals['mass_best'].append(totals['mass_window'][-1] + best.mean())
+        totals['selected_keys'].append((read.sum(-1) / visible.sum(-1)).mean())
     return {name: torch.stack(values).mean().item() for name, values in totals.items()}

@@ -248,12 +248,13 @@ def test_interval():
 def test_attention_mass_counts_keys_once():
     q, k = torch.zeros(1, 8, 2, 4), torch.randn(1, 8, 1, 4)  # equal weights
     blocks = torch.tensor([0, -1]).expand(1, 8, 1, 2)
-    found = attention_mass(q, k, blocks, block_size=2, window=2)
+    found = attention_mass(q, k, blocks, block_size=2, window=2, num_selected=1)
     visible = range(1, 9)
     assert found['mass_window'] == pytest.approx(sum(min(n, 2) / n for n in visible) / 8)
     assert found['mass_selected'] == pytest.approx(sum(min(n, 2) / n for n in visible) / 8)
     assert found['mass'] == pytest.approx(sum(min(n, 4) / n for n in visible) / 8)
     assert found['selected_keys'] == pytest.approx(found['mass'])
+    assert found['mass_best'] == pytest.approx(sum(min(n, 4) / n for n in visible) / 8)
 
 
 @pytest.mark.parametrize('name', ['separate', 'merged', 'merged-scores', 'dense-gated'])
@@ -270,6 +271,7 @@ def test_probes(name: str):
         found = {key.removesuffix('_out') for key in layer if key.endswith('_out')}
         assert found == set(branches.get(name, ('merged',) if name == 'merged-scores' else ()))
         assert 0 < layer['mass_window'] <= layer.get('mass', 1) <= 1 + 1e-6
+        assert layer['mass_window'] <= layer['mass_best'] <= 1 + 1e-6
     if name == 'separate':
         expected = torch.tensor([-2.0, -2.0, 2.0]).sigmoid().tolist()
         assert gates['to_strategy_combine'] == [pytest.approx(expected)] * 2
