@@ -84,6 +84,7 @@ class Training:
             raise ValueError(f'the text has {settings.text["bytes"]} bytes, too few for sequences of {seq_len}')
         self.step = 0
         self.seconds, self.is_warm = 0.0, False
+        self.dense_steps, self.is_dense = round(self.variant.dense_share * self.config.steps), False
         backend = sparse_backend(model, self.config, self.device, self.autocast)
         self.record: dict[str, Any] = {
             'variant': variant,
@@ -138,6 +139,7 @@ class Training:
         evals, said = eval_steps(config.steps, self.settings.evals), -math.inf
         self.model.train()
         while True:
+            self._set_window(self.step < self.dense_steps)
             if self.step in evals and not any(row['step'] == self.step for row in self.record['valid']):
                 self.evaluate()
             if self.step == config.steps:
@@ -145,7 +147,8 @@ class Training:
             if is_over():
                 self.save()
                 return False
-            stop = min(self.step + log_every - self.step % log_every, next(s for s in evals if s > self.step))
+            ends = (s for s in sorted({*evals, self.dense_steps}) if s > self.step)
+            stop = min(self.step + log_every - self.step % log_every, next(ends))
             first, started, counted = self.step, time.perf_counter(), 0
             while self.step < stop:
                 if not self.is_warm and self.step > first:
@@ -205,6 +208,16 @@ class Training:
             self.loss_sum += loss.detach() / len(self.at)
         nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
         self.optimizer.step()
+
+    def _set_window(self, is_dense: bool) -> None:
+        """Let the window of all sparse layers cover the sequence, or be that of the variant."""
+        if is_dense == self.is_dense:
+            return
+        own = self.variant.settings.get('sliding_window_size', self.settings.sparse['sliding_window_size'])
+        for module in self.model.modules():
+            if isinstance(module, SparseAttention):
+                module.sliding_window_size = self.config.seq_len if is_dense else own
+        self.is_dense, self.graph, self.is_warm = is_dense, None, False
 
     def _capture(self) -> None:
         torch.cuda.synchronize()

@@ -53,6 +53,7 @@ class Variant:
     gate_lr, phi_lr: factors on the learning rate of gates and of the networks φ. gate_decay: weight decay on gates.
     layers: class of the attention layers, if not that of the package.
     layer_settings: by index of the layer 'dense', or settings of its own.
+    dense_share: share of the steps, at the start, in which the window covers the sequence (merged: dense attention).
     block_loss: weight of the loss that teaches block scores the mass of selected attention (`block_score_loss`).
     wide: feed-forward networks are wider, so that the dense model has as many parameters as variant `separate`.
     """
@@ -72,6 +73,7 @@ class Variant:
     layer_settings: Mapping[int, Any] = field(default_factory=dict)
     wide: bool = False
     block_loss: float = 0.0
+    dense_share: float = 0.0
 
     @property
     def cost(self) -> float:
@@ -153,6 +155,9 @@ def _variants() -> dict[str, Variant]:
             'merged with an MLP as φ, block scores trained by use_diff_topk and by their loss',
             settings=merged,
             block_loss=0.1,
+        ),
+        'merged-dense-start': Variant(
+            'merged, dense attention in the first 22 % of the steps', settings=merged, dense_share=0.22
         ),
         'merged-phi-lr3': Variant('merged, learning rate of the networks φ × 3', settings=merged, phi_lr=3.0),
         'merged-scores-kl': Variant(
