@@ -244,7 +244,7 @@ FAULTS = [
     Fault('what pads a group is counted', SCORES_FORWARD, 'forward_kernel', '(tile_rows < GROUP)', '(tile_rows >= 0)', SCORES),
     Fault('shared tokens off by one', SCORES_TILES, 'share_of', '(start, 0)', '(start, 1)', SCORES),
     Fault('one local block more has no gradient', SCORES_TILES, 'is_forced', 'blocks > own_block', 'blocks >= own_block', SCORES),
-    Fault('own block below position 0 rounded up', SCORES_TILES, 'is_forced', 'floor_divide(positions, SELECTION_BLOCK)', 'positions // SELECTION_BLOCK', SCORES),
+    Fault('own block below position 0 rounded up', SCORES_TILES, 'is_forced', 'floor_divide(positions, meta.selection_block)', 'positions // meta.selection_block', SCORES),
     Fault('gradients of keys by scores of forced blocks', SCORES_BACKWARD, 'partial_kernel', 'is_forced(block, position, sizes', 'is_forced(block + 1, position, sizes', SCORES),
     Fault('gradients of queries by scores of the next slot', SCORES_FORWARD, 'dq_kernel', '= columns //', '= (columns + 1) //', SCORES),
     Fault('gradients of queries by scores of forced blocks', SCORES_FORWARD, 'dq_kernel', 'is_forced(blocks, position, sizes', 'is_forced(blocks + 1, position, sizes', SCORES),

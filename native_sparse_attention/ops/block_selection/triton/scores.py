@@ -26,7 +26,7 @@ from native_sparse_attention.ops.block_selection.triton.scores_backward import (
     partial_kernel,
 )
 from native_sparse_attention.ops.block_selection.triton.scores_forward import dq_kernel, forward_kernel
-from native_sparse_attention.ops.block_selection.triton.scores_tiles import Sizes
+from native_sparse_attention.ops.block_selection.triton.scores_tiles import Meta, Sizes
 
 # Queries times heads per program in the gradient of compressed keys, by bytes of an element. float32 sums are shorter
 # and so more exact.
@@ -81,7 +81,7 @@ def _forward(q: Tensor, k_cmp: Tensor, lse: Tensor, block_indices: Tensor, *rest
         *(q, k_cmp, lse, block_indices, out),
         *(q.stride(), k_cmp.stride(), lse.stride(), block_indices.stride(), out.stride()),
         *(layout, sizes, scale, softcap),
-        **meta,
+        meta=meta,
         **tile,
         INT64_OFFSETS=is_wide(k_cmp),
         device=q.device,
@@ -109,7 +109,7 @@ def _backward(
     meta = _meta(q, k_cmp, block_indices, block_size, stride, selection_block_size, causal)
     if needs_dq:
         tile = _query_tile(scores_settings.DQ, q, meta)
-        tiles_of_group = -(-meta['GROUP'] // tile['BLOCK_G'])
+        tiles_of_group = -(-meta.group // tile['BLOCK_G'])
         tensors = (q, k_cmp, lse, block_indices, dout, dq, dlse)
         launch(
             dq_kernel,
@@ -117,7 +117,7 @@ def _backward(
             *tensors,
             *(t.stride() for t in tensors),
             *(layout, sizes, scale, softcap),
-            **meta,
+            meta=meta,
             **tile,
             INT64_OFFSETS=is_wide(k_cmp),
             device=q.device,
@@ -138,7 +138,7 @@ def _add_queries(
     sizes: Sizes,
     scale: float,
     softcap: float | None,
-    meta: dict[str, Any],
+    meta: Meta,
 ) -> None:
     """Add the gradient of compressed keys into dk, which is 0 before.
 
@@ -146,21 +146,21 @@ def _add_queries(
     workspace. Neither changes the order of the sums.
     """
     block_m, block_c, num_warps, num_stages = settings_of(scores_settings.DK, q)
-    selection_block, per_selection = meta['SELECTION_BLOCK'], meta['PER_SELECTION']
-    num_offsets = per_selection - meta['FIRST_OFFSET']
+    selection_block, per_selection = meta.selection_block, meta.per_selection
+    num_offsets = per_selection - meta.first_offset
     head_dim, kv_heads = k_cmp.shape[2:][::-1]
     num_slots = num_block_slots(layout, selection_block)
-    num_entries = q.shape[1] * meta['REPEATS'] * meta['NUM_SELECTED']
+    num_entries = q.shape[1] * meta.repeats * meta.num_selected
     chunk_bytes = num_offsets * head_dim * 4
-    chunk = max(1, CHUNK_ROWS[q.element_size()] // meta['GROUP'])
+    chunk = max(1, CHUNK_ROWS[q.element_size()] // meta.group)
     while num_entries // chunk * chunk_bytes > WORKSPACE:
         chunk *= 2
     reach = (num_offsets - 1) // per_selection
     in_range = min(num_slots, max(1, WORKSPACE // chunk_bytes))
     num_chunks = num_entries // chunk + in_range + reach + 1
     most = max(1, 2 * WORKSPACE // (num_chunks * chunk_bytes))
-    constants = {name: meta[name] for name in ('SELECTION_BLOCK', 'PER_SELECTION', 'FIRST_OFFSET', 'HEAD_DIM')}
-    constants |= {'CHUNK': chunk, 'BLOCK_D': head_block(head_dim), 'num_warps': num_warps, 'device': q.device}
+    constants: dict[str, Any] = {'meta': meta, 'CHUNK': chunk, 'BLOCK_D': head_block(head_dim)}
+    constants |= {'num_warps': num_warps, 'device': q.device}
     for pairs in group_pairs(block_indices, kv_heads, num_slots, most):
         entries, starts = make_inverse_index(
             block_indices,
@@ -168,7 +168,7 @@ def _add_queries(
             pairs,
             kv_heads=kv_heads,
             block_size=selection_block,
-            causal=meta['CAUSAL'],
+            causal=meta.causal,
             unique=False,
         )
         partial = q.new_empty(len(pairs), num_chunks, num_offsets, head_dim, dtype=torch.float32)
@@ -186,7 +186,6 @@ def _add_queries(
                 *(*(t.stride() for t in tensors), partial.stride()),
                 *(layout, sizes, index_range, scale, softcap),
                 **constants,
-                **{name: meta[name] for name in ('CAUSAL', 'GROUP', 'REPEATS', 'NUM_SELECTED')},
                 BLOCK_M=block_m,
                 BLOCK_O=block_c,
                 num_stages=num_stages,
@@ -247,35 +246,27 @@ def _place(q: Tensor, k_cmp: Tensor, flat: Any, block_size: int, stride: int) ->
 
 def _meta(
     q: Tensor, k_cmp: Tensor, block_indices: Tensor, block_size: int, stride: int, selection_block: int, causal: bool
-) -> dict[str, Any]:
+) -> Meta:
     index_heads, num_selected = block_indices.shape[2:]
-    overlapping = overlapping_blocks(block_size, stride, selection_block)
-    return {
-        'CAUSAL': causal,
-        'GROUP': q.shape[2] // index_heads,
-        'REPEATS': index_heads // k_cmp.shape[2],
-        'NUM_SELECTED': num_selected,
-        'SELECTION_BLOCK': selection_block,
-        'PER_SELECTION': overlapping.stop,
-        'FIRST_OFFSET': overlapping.start,
-        'HEAD_DIM': q.shape[3],
-    }
+    offsets = overlapping_blocks(block_size, stride, selection_block)
+    heads = (q.shape[2] // index_heads, index_heads // k_cmp.shape[2])
+    return Meta(causal, *heads, num_selected, selection_block, offsets.stop, offsets.start, q.shape[3])
 
 
-def _query_tile(table: Table, q: Tensor, meta: dict[str, Any]) -> dict[str, int]:
+def _query_tile(table: Table, q: Tensor, meta: Meta) -> dict[str, int]:
     """Return the tile of a query's kernel: heads of a group by (selected block, overlapping compressed block)."""
     block_m, block_n, num_warps, num_stages = settings_of(table, q)
     return {
-        'BLOCK_G': min(block_m, row_block(meta['GROUP'])),
+        'BLOCK_G': min(block_m, row_block(meta.group)),
         'BLOCK_N': block_n,
-        'BLOCK_D': head_block(meta['HEAD_DIM']),
+        'BLOCK_D': head_block(meta.head_dim),
         'num_warps': num_warps,
         'num_stages': num_stages,
     }
 
 
-def _split_columns(block_n: int, meta: dict[str, Any]) -> dict[str, int]:
+def _split_columns(block_n: int, meta: Meta) -> dict[str, int]:
     """Return the columns as slots times offsets; the columns of a slot are summed."""
-    num_offsets = meta['PER_SELECTION'] - meta['FIRST_OFFSET']
+    num_offsets = meta.per_selection - meta.first_offset
     block_o = min(block_n, 1 << (num_offsets - 1).bit_length())
     return {'BLOCK_S': block_n // block_o, 'BLOCK_O': block_o}

@@ -5,8 +5,8 @@ and sums their gradients for all compressed blocks that overlap it. A second ker
 compressed block, in the order of blocks and chunks.
 """
 
-# To pyright a jit function that another calls never returns.
-# pyright: reportGeneralTypeIssues=false
+# To pyright a jit function that another calls never returns, a number is no constant, and a constant has no fields.
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
@@ -65,14 +65,7 @@ def partial_kernel(
     index_range,
     scale,
     softcap,
-    CAUSAL: tl.constexpr,
-    GROUP: tl.constexpr,
-    REPEATS: tl.constexpr,
-    NUM_SELECTED: tl.constexpr,
-    SELECTION_BLOCK: tl.constexpr,
-    PER_SELECTION: tl.constexpr,
-    FIRST_OFFSET: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
+    meta: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_O: tl.constexpr,
@@ -81,6 +74,7 @@ def partial_kernel(
     """partial: float32 `[pairs, chunks, offsets, D]`; other shapes as in the forward kernel. One program per chunk of
     entries and BLOCK_O offsets.
     """
+    HEAD_DIM: tl.constexpr = meta.head_dim
     pair = (tl.program_id(0) // index_range.num_chunks).to(tl.int64)
     chunk = tl.program_id(0) % index_range.num_chunks
     starts_ptr += pair * (index_range.num_slots + 1)
@@ -95,40 +89,40 @@ def partial_kernel(
         return
     row = (index_range.first_pair + pair) // index_range.kv_heads
     kv_head = (index_range.first_pair + pair) % index_range.kv_heads
-    sequence, first_token = find_block(slot, row.to(tl.int32), layout, SELECTION_BLOCK)
+    sequence, first_token = find_block(slot, row.to(tl.int32), layout, meta.selection_block)
     _, query_start, num_queries = load_extent(layout.cu_seqlens, sequence, layout.seqlen_q, layout.num_sequences)
     num_tokens = load_num_keys(layout, sequence)
     first_position = load_position(layout, sequence, num_queries, num_tokens) - query_start
     key_start, num_keys = locate_compressed(layout, sequence, num_tokens, sizes)
-    offsets = FIRST_OFFSET + tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O)
-    block = first_token // SELECTION_BLOCK
-    keys = block * PER_SELECTION + offsets
-    key_mask = (offsets < PER_SELECTION) & (keys >= 0) & (keys < num_keys)
+    offsets = meta.first_offset + tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O)
+    block = first_token // meta.selection_block
+    keys = block * meta.per_selection + offsets
+    key_mask = (offsets < meta.per_selection) & (keys >= 0) & (keys < num_keys)
     k_ptr += row * k_strides[0] + kv_head * k_strides[2] + key_start.to(tl.int64) * k_strides[1]
     k = load_rows(k_ptr, keys, k_strides[1], key_mask, HEAD_DIM, BLOCK_D)  # [BLOCK_O, BLOCK_D]
-    share = share_of(offsets, sizes, SELECTION_BLOCK) / GROUP
+    share = share_of(offsets, sizes, meta) / meta.group
     q_ptr += row * q_strides[0]
     lse_ptr += row * lse_strides[0]
     dout_ptr += row * dout_strides[0]
     dk = tl.zeros([BLOCK_O, BLOCK_D], tl.float32)
     entries_ptr += first
-    num_rows = num_entries * GROUP
-    entry = load_entries(entries_ptr, 0, num_rows, GROUP, BLOCK_M)
+    num_rows = num_entries * meta.group
+    entry = load_entries(entries_ptr, 0, num_rows, meta.group, BLOCK_M)
     for first_row in tl.range(0, num_rows, BLOCK_M):
-        following = load_entries(entries_ptr, first_row + BLOCK_M, num_rows, GROUP, BLOCK_M)
+        following = load_entries(entries_ptr, first_row + BLOCK_M, num_rows, meta.group, BLOCK_M)
         tile_rows = first_row + tl.arange(0, BLOCK_M)  # every entry with every head of its group
         row_mask = tile_rows < num_rows
-        index_head = kv_head * REPEATS + entry // NUM_SELECTED % REPEATS
-        heads = index_head * GROUP + tile_rows % GROUP
-        tokens = entry // NUM_SELECTED // REPEATS
+        index_head = kv_head * meta.repeats + entry // meta.num_selected % meta.repeats
+        heads = index_head * meta.group + tile_rows % meta.group
+        tokens = entry // meta.num_selected // meta.repeats
         position = first_position + tokens
         tokens = tokens.to(tl.int64)
-        columns = (entry % NUM_SELECTED).to(tl.int64)
+        columns = (entry % meta.num_selected).to(tl.int64)
         dscores = tl.load(
             dout_ptr + tokens * dout_strides[1] + index_head * dout_strides[2] + columns * dout_strides[3],
             mask=row_mask, other=0.0,
         )  # fmt: skip
-        dscores = tl.where(is_forced(block, position, sizes, SELECTION_BLOCK, CAUSAL), 0.0, dscores)
+        dscores = tl.where(is_forced(block, position, sizes, meta), 0.0, dscores)
         lse = tl.load(lse_ptr + heads * lse_strides[1] + tokens * lse_strides[2], mask=row_mask, other=0.0)
         rows_of_q = tokens * q_strides[1] + heads * q_strides[2]
         q = load_rows(q_ptr, rows_of_q, 1, row_mask, HEAD_DIM, BLOCK_D)  # [BLOCK_M, BLOCK_D]
@@ -136,13 +130,14 @@ def partial_kernel(
         weights = weigh(products, lse.to(tl.float32)[None, :], scale, softcap)
         dlogits = weights * share[:, None] * dscores[None, :]
         seen = key_mask[:, None] & row_mask[None, :]
-        if CAUSAL:
+        if meta.causal:
             seen = seen & (keys[:, None] * sizes.stride + sizes.block_size - 1 <= position[None, :])
         dlogits = before_cap(tl.where(seen, dlogits, 0.0), products, seen, scale, softcap)
         dk = dot_exact(dlogits, split_finite(q)[0], dk)
         entry = following
     partial_ptr += pair * partial_strides[0] + chunk.to(tl.int64) * partial_strides[1]
-    store_rows(partial_ptr, offsets - FIRST_OFFSET, partial_strides[2], dk, offsets < PER_SELECTION, HEAD_DIM, BLOCK_D)
+    rows, is_stored = offsets - meta.first_offset, offsets < meta.per_selection
+    store_rows(partial_ptr, rows, partial_strides[2], dk, is_stored, HEAD_DIM, BLOCK_D)
 
 
 @triton.jit
@@ -156,10 +151,7 @@ def combine_kernel(
     sizes,
     index_range,
     scale,
-    SELECTION_BLOCK: tl.constexpr,
-    PER_SELECTION: tl.constexpr,
-    FIRST_OFFSET: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
+    meta: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -172,29 +164,29 @@ def combine_kernel(
     starts_ptr += pair * (index_range.num_slots + 1)
     row = (index_range.first_pair + pair) // index_range.kv_heads
     kv_head = (index_range.first_pair + pair) % index_range.kv_heads
-    sequence, first_token = find_block(slot, row.to(tl.int32), layout, SELECTION_BLOCK)
+    sequence, first_token = find_block(slot, row.to(tl.int32), layout, meta.selection_block)
     num_tokens = load_num_keys(layout, sequence)
     if first_token >= num_tokens:
         return
     key_start, num_keys = locate_compressed(layout, sequence, num_tokens, sizes)
     offsets = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    keys = first_token // SELECTION_BLOCK * PER_SELECTION + offsets
-    key_mask = (offsets < PER_SELECTION) & (keys < num_keys)
+    keys = first_token // meta.selection_block * meta.per_selection + offsets
+    key_mask = (offsets < meta.per_selection) & (keys < num_keys)
     first_chunk = _first_chunk(starts_ptr, index_range, CHUNK)
     partial_ptr += pair * partial_strides[0]
     dk = tl.zeros([BLOCK_C, BLOCK_D], tl.float32)
-    for following in range((PER_SELECTION - 1 - FIRST_OFFSET) // PER_SELECTION + 1):
-        if first_token + following * SELECTION_BLOCK < num_tokens:
+    for following in range((meta.per_selection - 1 - meta.first_offset) // meta.per_selection + 1):
+        if first_token + following * meta.selection_block < num_tokens:
             start = tl.load(starts_ptr + slot + following)
             num_chunks = tl.cdiv(tl.load(starts_ptr + slot + following + 1) - start, CHUNK)
             chunk = (start // CHUNK + slot + following - first_chunk).to(tl.int64)
-            rows = offsets - following * PER_SELECTION - FIRST_OFFSET
+            rows = offsets - following * meta.per_selection - meta.first_offset
             for _ in range(num_chunks):
                 partial = partial_ptr + chunk * partial_strides[1]
-                dk += load_rows(partial, rows, partial_strides[2], key_mask & (rows >= 0), HEAD_DIM, BLOCK_D)
+                dk += load_rows(partial, rows, partial_strides[2], key_mask & (rows >= 0), meta.head_dim, BLOCK_D)
                 chunk += 1
     dk_ptr += row * dk_strides[0] + kv_head * dk_strides[2]
-    store_rows(dk_ptr, key_start + keys, dk_strides[1], dk * scale, key_mask, HEAD_DIM, BLOCK_D)
+    store_rows(dk_ptr, key_start + keys, dk_strides[1], dk * scale, key_mask, meta.head_dim, BLOCK_D)
 
 
 @triton.jit

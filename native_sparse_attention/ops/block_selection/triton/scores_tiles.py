@@ -2,8 +2,8 @@
 float32 with half types.
 """
 
-# To pyright a jit function that another calls never returns.
-# pyright: reportGeneralTypeIssues=false
+# To pyright a jit function that another calls never returns, a number is no constant, and a constant has no fields.
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
@@ -31,6 +31,23 @@ class Sizes(NamedTuple):
     num_local: int = 0
 
 
+class Meta(NamedTuple):
+    """Sizes of the problem, a compile-time constant.
+
+    The `group` heads of an index head share its row; a KV head has `repeats` index heads. A selection block overlaps
+    the compressed blocks at the offsets first_offset ... per_selection - 1.
+    """
+
+    causal: bool
+    group: int
+    repeats: int
+    num_selected: int
+    selection_block: int
+    per_selection: int
+    first_offset: int
+    head_dim: int
+
+
 @triton.jit
 def locate_query(index, layout, sizes):
     """Locate query `index`. Returns row, token, whether it exists, its position, the tokens of its sequence, and the
@@ -53,48 +70,36 @@ def locate_compressed(layout, sequence, num_tokens, sizes):
 
 
 @triton.jit
-def share_of(offsets, sizes, SELECTION_BLOCK: tl.constexpr):
+def share_of(offsets, sizes, meta: tl.constexpr):
     """Return the part of compressed block j * l' / d + offset that lies in selection block j, for
     overlapping offsets.
     """
     start = offsets * sizes.stride
-    shared = tl.minimum(start + sizes.block_size, SELECTION_BLOCK) - tl.maximum(start, 0)
+    shared = tl.minimum(start + sizes.block_size, meta.selection_block) - tl.maximum(start, 0)
     return shared.to(tl.float32) / sizes.block_size
 
 
 @triton.jit
-def is_forced(blocks, positions, sizes, SELECTION_BLOCK: tl.constexpr, CAUSAL: tl.constexpr):
+def is_forced(blocks, positions, sizes, meta: tl.constexpr):
     """Return whether blocks are forced for queries at positions (`geometry.forced_priority` above 0)."""
-    # With CAUSAL, nothing is visible below position 0, so forced blocks do not matter there.
-    own_block = positions // SELECTION_BLOCK if CAUSAL else floor_divide(positions, SELECTION_BLOCK)
+    # Where causal, nothing is visible below position 0, so forced blocks do not matter there.
+    own_block = positions // meta.selection_block if meta.causal else floor_divide(positions, meta.selection_block)
     is_local = blocks > own_block - sizes.num_local
-    is_local = is_local & (blocks <= own_block if CAUSAL else blocks < own_block + sizes.num_local)
+    is_local = is_local & (blocks <= own_block if meta.causal else blocks < own_block + sizes.num_local)
     return (blocks < sizes.num_init) | is_local
 
 
 @triton.jit
-def overlapping_columns(
-    indices_ptr,
-    slots,
-    offsets,
-    position,
-    num_tokens,
-    num_keys,
-    sizes,
-    CAUSAL: tl.constexpr,
-    NUM_SELECTED: tl.constexpr,
-    SELECTION_BLOCK: tl.constexpr,
-    PER_SELECTION: tl.constexpr,
-):
+def overlapping_columns(indices_ptr, slots, offsets, position, num_tokens, num_keys, sizes, meta: tl.constexpr):
     """Return the selected blocks in `slots` of a query's index row, the compressed blocks at `offsets` of them (0 where
     not visible), and a mask of the visible ones.
     """
-    blocks = tl.load(indices_ptr + slots, mask=slots < NUM_SELECTED, other=-1)
-    exists = (blocks >= 0) & (blocks < count_readable_blocks(position, num_tokens, SELECTION_BLOCK, CAUSAL))
+    blocks = tl.load(indices_ptr + slots, mask=slots < meta.num_selected, other=-1)
+    exists = (blocks >= 0) & (blocks < count_readable_blocks(position, num_tokens, meta.selection_block, meta.causal))
     blocks = tl.where(exists, blocks, 0).to(tl.int32)
-    keys = blocks * PER_SELECTION + offsets
-    seen = exists & (offsets < PER_SELECTION) & (keys >= 0) & (keys < num_keys)
-    if CAUSAL:
+    keys = blocks * meta.per_selection + offsets
+    seen = exists & (offsets < meta.per_selection) & (keys >= 0) & (keys < num_keys)
+    if meta.causal:
         seen = seen & (keys * sizes.stride + sizes.block_size - 1 <= position)
     return blocks, tl.where(seen, keys, 0), seen
 
