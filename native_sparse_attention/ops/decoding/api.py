@@ -40,17 +40,14 @@ def backend_of(
     sizes = (*compress, selection_block_size)
 
     def unsupported() -> str | None:
-        return _modified(softcap, has_sinks) or _unsupported(q, k, v, storage, sizes, num_selected)
+        if softcap is not None:
+            return f'softcap is {softcap}, but its kernels cap no logits'
+        if has_sinks:
+            return 'there are sinks, but its kernels have none'
+        return _unsupported(q, k, v, storage, sizes, num_selected)
 
     candidates = {'triton': unsupported, 'eager': serves}
     return choose_backend('decoding', 'eager' if backend == 'flex' else backend, q.device, candidates)
-
-
-def _modified(softcap: float | None, has_sinks: bool) -> str | None:
-    """Return the reason why the kernels do not support a soft cap or sinks, or None without them."""
-    if softcap is not None:
-        return f'softcap is {softcap}, but its kernels cap no logits'
-    return 'there are sinks, but its kernels have none' if has_sinks else None
 
 
 def _unsupported(

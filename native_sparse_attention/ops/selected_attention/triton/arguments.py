@@ -165,6 +165,15 @@ class Selection(NamedTuple):
     tail_slot: Any
 
 
+def sizes_of(arguments: Arguments) -> Sizes:
+    """Return the sizes of the problem, for at least one key; a block has at most all keys."""
+    q, k, v, block_indices, *_ = arguments
+    index_heads, num_selected = block_indices.shape[2:]
+    heads = (q.shape[2] // index_heads, index_heads // k.shape[2])
+    block_size = min(arguments.block_size, k.shape[1])
+    return Sizes(*heads, num_selected, block_size, arguments.causal, q.shape[3], v.shape[3])
+
+
 def stride_of(tensor: Tensor | None) -> tuple[int, ...] | None:
     """Return the strides of a tensor, or None without one."""
     return None if tensor is None else tensor.stride()

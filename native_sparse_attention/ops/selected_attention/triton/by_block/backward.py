@@ -19,6 +19,7 @@ from native_sparse_attention.ops.selected_attention.triton.arguments import (
     Arguments,
     Sizes,
     Tile,
+    sizes_of,
     stride_of,
     strides_of,
 )
@@ -64,12 +65,10 @@ class BlockQueryGradients:
 
         They are filled while the CSR index is traversed.
         """
-        q, k, v, block_indices, _, _, block_size, causal, _, _ = self.arguments = arguments
+        self.arguments, (q, k) = arguments, arguments[:2]
         self.lse, self.dout, self.dlse, self.gate = lse, dout, dlse, gate
-        index_heads, num_selected = block_indices.shape[2:]
-        block_size = min(block_size, k.shape[1])
-        group, repeats = q.shape[2] // index_heads, index_heads // k.shape[2]
-        self.sizes = Sizes(group, repeats, num_selected, block_size, causal, q.shape[3], v.shape[3])
+        self.sizes = sizes_of(arguments)
+        group, repeats, num_selected = self.sizes[:3]
         rows_per_token = repeats * num_selected * group
         # Delta and inverse units of one batch row count towards the workspace.
         workspace = max(WORKSPACE - 2 * lse[:1].numel() * lse.element_size(), WORKSPACE // 2)
@@ -188,11 +187,10 @@ def differentiate_factors(arguments: Arguments, lse: Tensor, delta: Tensor, dout
     """Return the gradients of the factors alone, float32 `[B, T, HI, n]`; 0 where an index names no block or repeats
     one. lse, delta: float32 `[B, HQ, T]`, contiguous.
     """
-    q, k, v, block_indices, _, layout, block_size, causal, _, _ = arguments
-    batch, seqlen, index_heads, num_selected = block_indices.shape
-    kv_heads, block_size = k.shape[2], min(block_size, k.shape[1])
-    repeats, group = index_heads // kv_heads, q.shape[2] // index_heads
-    sizes = Sizes(group, repeats, num_selected, block_size, causal, q.shape[3], v.shape[3])
+    q, k, _, block_indices, _, layout, *_ = arguments
+    (batch, seqlen), kv_heads = q.shape[:2], k.shape[2]
+    sizes = sizes_of(arguments)
+    group, repeats, num_selected, block_size, causal = sizes[:5]
     dfactors = q.new_empty(batch * kv_heads, seqlen, repeats, num_selected, dtype=torch.float32)
     # Of each index, its entry in the CSR index and a number per head.
     most = max(1, WORKSPACE // (4 * repeats * num_selected * (group + 1)))

@@ -30,7 +30,7 @@ from native_sparse_attention.ops._triton.launch import head_block, is_wide, laun
 from native_sparse_attention.ops._triton.softcap import cap_logits
 from native_sparse_attention.ops._triton.tiles import add_product, load_rows, split_finite, store_rows
 from native_sparse_attention.ops.selected_attention.triton import settings
-from native_sparse_attention.ops.selected_attention.triton.arguments import Arguments, Sizes, Tile, strides_of
+from native_sparse_attention.ops.selected_attention.triton.arguments import Arguments, Tile, sizes_of, strides_of
 from native_sparse_attention.ops.selected_attention.triton.by_block.partials import (
     allocate_partials,
     bytes_per_row,
@@ -69,12 +69,9 @@ def attend_by_block(arguments: Arguments, out: Tensor, lse: Tensor) -> InverseIn
 
     Returns the inverse index of all pairs and tokens for the backward pass, or None where it is not built at once.
     """
-    q, k, v, block_indices, block_scale, layout, block_size, causal, scale, softcap = arguments
-    seqlen, heads, head_dim = q.shape[1:]
-    seqlen_k, kv_heads, value_dim = v.shape[1:]
-    index_heads, num_selected = block_indices.shape[2:]
-    block_size = min(block_size, seqlen_k)
-    repeats, group = index_heads // kv_heads, heads // index_heads
+    q, k, v, block_indices, block_scale, layout, _, _, scale, softcap = arguments
+    seqlen, kv_heads, sizes = q.shape[1], k.shape[2], sizes_of(arguments)
+    group, repeats, num_selected, block_size, causal, head_dim, value_dim = sizes
     num_slots = num_block_slots(layout, block_size)
     chunk = max(1, CHUNK_ROWS // group)
     max_tokens = max(1, WORKSPACE // (repeats * num_selected * group * bytes_per_row(q, value_dim)))
@@ -83,7 +80,6 @@ def attend_by_block(arguments: Arguments, out: Tensor, lse: Tensor) -> InverseIn
     shape = {'kv_heads': kv_heads, 'block_size': block_size, 'causal': causal}
     index = make_index(block_indices, layout, num_slots=num_slots, **shape) if seqlen <= max_tokens else None
     groups = group_pairs(block_indices, kv_heads, num_slots, max(1, max_tokens // max(seqlen, 1)))
-    sizes = Sizes(group, repeats, num_selected, block_size, causal, head_dim, value_dim)
     head_blocks = (head_block(head_dim), head_block(value_dim))
     tile = Tile(block_m, row_block(block_size), *head_blocks, is_wide(q, block_scale), chunk=chunk)
     block_s = 1 << max(num_selected - 1, 0).bit_length()

@@ -10,7 +10,7 @@ from torch import Tensor
 from native_sparse_attention.ops._triton.inverse_index import InverseIndex, group_pairs, num_block_slots
 from native_sparse_attention.ops._triton.launch import head_block, is_wide, launch, row_block, settings_of
 from native_sparse_attention.ops.selected_attention.triton import settings
-from native_sparse_attention.ops.selected_attention.triton.arguments import Arguments, Sizes, Tile, strides_of
+from native_sparse_attention.ops.selected_attention.triton.arguments import Arguments, Tile, sizes_of, strides_of
 from native_sparse_attention.ops.selected_attention.triton.dkv.kernels import (
     DkvTensors,
     Gates,
@@ -76,17 +76,15 @@ def differentiate_keys(
     `[B, HQ, T]`, of equal strides. index: inverse index of all pairs and tokens, if known. gates: if dout lacks the
     gate. grad_dtype: of dk and dv, default that of k.
     """
-    q, k, v, block_indices, block_scale, layout, block_size, causal, scale, softcap = arguments
-    seqlen, heads, head_dim = q.shape[1:]
-    seqlen_k, kv_heads, value_dim = v.shape[1:]
-    index_heads, num_selected = block_indices.shape[2:]
+    q, k, v, block_indices, block_scale, layout, _, _, scale, softcap = arguments
+    seqlen, kv_heads = q.shape[1], k.shape[2]
     # The kernels do not visit keys outside all sequences.
     allocate = torch.empty if layout.cu_seqlens_k is None else torch.zeros
     dk, dv = (allocate(t.shape, dtype=grad_dtype or t.dtype, device=t.device) for t in (k, v))
     if dk.numel() + dv.numel() == 0:
         return dk, dv
-    block_size = min(block_size, seqlen_k)
-    repeats, group = index_heads // kv_heads, heads // index_heads
+    sizes = sizes_of(arguments)
+    group, repeats, num_selected, block_size, causal, head_dim, value_dim = sizes
     num_slots = num_block_slots(layout, block_size)
     ranges = split_evenly(seqlen, max(seqlen, 1) if queries is None else queries.max_tokens) or [range(0)]
     max_entries = max(1, len(ranges[0])) * repeats * num_selected
@@ -103,7 +101,6 @@ def differentiate_keys(
     block_n = row_block(block_size) if fused else min(block_n, row_block(block_size))
     tiles = -(-block_size // block_n)
     gate = None if gates is None else gates.gate
-    sizes = Sizes(group, repeats, num_selected, block_size, causal, head_dim, value_dim)
     wide = is_wide(q, dout, lse, block_scale, gate)
     tile = Tile(block_m, block_n, head_block(head_dim), head_block(value_dim), wide, chunk=chunk)
     groups = group_pairs(block_indices, kv_heads, num_slots, max_pairs)
