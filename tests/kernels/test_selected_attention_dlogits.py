@@ -97,7 +97,7 @@ def test_the_error_rules(device: torch.device, passed: list[int]) -> None:
     assert passed
 
 
-@pytest.mark.parametrize('extents', [whole(41, batch=2), packed([5, 0, 21, 14], 3)], ids=['whole', 'packed'])
+@pytest.mark.parametrize('extents', [whole(22, batch=2), packed([5, 0, 9, 6], 3)], ids=['whole', 'packed'])
 @pytest.mark.parametrize('tokens', [1, 7, 20])
 def test_ranges_of_tokens(
     tokens: int, extents: Extents, device: torch.device, passed: list[int], monkeypatch: pytest.MonkeyPatch

@@ -302,7 +302,7 @@ def test_other_rows_and_later_queries_change_nothing(device: torch.device) -> No
         own_tensors, own_grads = {name: t[own] for name, t in tensors.items()}, [grad[own] for grad in grads]
         alone = run_triton(selected_attention, own_tensors, own_grads, **settings)
         assert_same_bits({name: t[own] for name, t in expected.items()}, alone)
-    for cut in range(1, 8):
+    for cut in (1, 4, 7):  # within a tile, or between two
         others = torch.arange(8, device=device) >= cut
         changed = dict(tensors, block_indices=tensors['block_indices'].clone())
         changed['block_indices'][:, others] = place(make_indices(extents, 1, 3, 2), device)[:, others]
@@ -338,7 +338,7 @@ def test_both_designs_agree_where_a_tile_may_take_either(device: torch.device, m
 
 
 @pytest.mark.parametrize(
-    'extents', [whole(22, batch=2), packed([0, 0, 7, 1, 12, 0], uncovered=5)], ids=['rows', 'packed']
+    'extents', [whole(12, batch=2), packed([0, 0, 7, 1, 6, 0], uncovered=3)], ids=['rows', 'packed']
 )
 def test_unions_in_ranges_of_tiles(extents: Extents, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Unions that are built in ranges of tiles give the same bits. The flag of a range's first tile comes from the
