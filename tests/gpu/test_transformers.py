@@ -106,3 +106,15 @@ def test_generation_runs_through_the_decode_launches(kind: dict[str, Any]):
     rows = [layer.rows for layer in out.past_key_values.layers]
     assert out.sequences.shape == (2, 324)
     assert all(row.session.launches for row in rows)
+
+
+@torch.no_grad()
+@kinds
+def test_a_static_cache_generates_as_a_dynamic_one(kind: dict[str, Any]):
+    """For a static cache, transformers would compile the steps on a GPU."""
+    model, ids = make(**kind), make_ids(300)
+    options: dict[str, Any] = {'max_new_tokens': 24, 'do_sample': False, 'return_dict_in_generate': True}
+    dynamic = model.generate(ids, **options)
+    static = model.generate(ids, cache_implementation='static', **options)
+    assert torch.equal(static.sequences, dynamic.sequences)
+    assert all(layer.rows.session.launches for layer in static.past_key_values.layers)

@@ -1,7 +1,7 @@
 """Hugging Face models with Native Sparse Attention in place of their dense attention layers.
 
-Importing this package registers the converted model types, such as `nsa_llama`, with `AutoConfig`, `AutoModel`,
-`AutoModelForCausalLM` and `AutoModelForSequenceClassification`. It needs
+Importing this package registers the converted model types, such as `nsa_llama`, with `AutoConfig`, `AutoModel` and the
+auto classes of causal language models, sequence and token classification and question answering. It needs
 `pip install native-sparse-attention[transformers]`.
 """
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +13,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, Stati
 from native_sparse_attention.inference.cache import FIRST_CAPACITY, LayerCache
 from native_sparse_attention.inference.decode import nsa_decode
 from native_sparse_attention.integrations.transformers.dense_start import replace_dense_start
-from native_sparse_attention.integrations.transformers.layout import Layout
+from native_sparse_attention.integrations.transformers.layout import Layout, may_read
 
 if TYPE_CHECKING:
     from native_sparse_attention.integrations.transformers.attention import NSAAttention, Tokens
@@ -94,16 +96,17 @@ class NSACacheLayer(CacheLayerMixin):
         offset = rows.lengths.clone() if has_dense else rows.lengths
         compress_k, compress_v = attention.k_compress, attention.v_compress
         plain = {} if nsa.block_scores == 'rotated' else {'q_cmp': q_cmp, 'raw_k': raw_k}
-        out = nsa_decode(
-            *(q, k, v, gates, rows),
-            networks=(compress_k.network, None if compress_v is None else compress_v.network),
-            positions=(compress_k.positions, None if compress_v is None else compress_v.positions),
-            counts=lengths,
-            window_size=nsa.sliding_window_size,
-            **plain,
-            **attention.sparse_settings,
-            **attention.logit_settings,
-        )
+        with _loaded(compress_k, compress_v):
+            out = nsa_decode(
+                *(q, k, v, gates, rows),
+                networks=(compress_k.network, None if compress_v is None else compress_v.network),
+                positions=(compress_k.positions, None if compress_v is None else compress_v.positions),
+                counts=lengths,
+                window_size=nsa.sliding_window_size,
+                **plain,
+                **attention.sparse_settings,
+                **attention.logit_settings,
+            )
         if not has_dense:
             return out
         old_k, old_v, *_ = rows.read(min(rows.max_length, nsa.dense_below))
@@ -132,7 +135,7 @@ class NSACacheLayer(CacheLayerMixin):
 
     def check_past(self, attention_mask: Tensor) -> None:
         """Raise ValueError where a mask `[B, S]` on the CPU disagrees about the columns that are in the cache."""
-        if not attention_mask.is_cpu or self._columns == 0:
+        if not attention_mask.is_cpu or not may_read(attention_mask) or self._columns == 0:
             return
         past = attention_mask[:, : self._columns].bool()
         same = past if self._real is None else past == self._real
@@ -230,6 +233,24 @@ class NSACacheLayer(CacheLayerMixin):
         rows.reserve(num_tokens)
         self.rows = rows
         return rows
+
+
+@contextmanager
+def _loaded(*compressors: Any) -> Iterator[None]:
+    """Hold the weights of compressors, or None, on their device where accelerate offloads them.
+
+    Its hooks run where a module is called, but decoding reads weights without a call.
+    """
+    is_offloaded = any(c is not None and c.positions.is_meta for c in compressors)
+    modules = [m for c in compressors if c is not None for m in c.modules()] if is_offloaded else []
+    hooked = [(m._hf_hook, m) for m in modules if hasattr(m, '_hf_hook')]
+    for hook, module in hooked:
+        hook.pre_forward(module)
+    try:
+        yield
+    finally:
+        for hook, module in hooked:
+            hook.post_forward(module, None)
 
 
 def check_cache(cache: Any) -> None:

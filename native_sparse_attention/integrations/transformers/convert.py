@@ -6,18 +6,13 @@ import copy
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    PreTrainedModel,
-)
+import transformers
+from transformers import PreTrainedModel
 
 from native_sparse_attention.core.checks import shown
 from native_sparse_attention.integrations.transformers.attention import NSAAttention
 from native_sparse_attention.integrations.transformers.config import NSAConfig
-from native_sparse_attention.integrations.transformers.families import FAMILIES
+from native_sparse_attention.integrations.transformers.families import FAMILIES, KINDS
 from native_sparse_attention.integrations.transformers.model import NSAPreTrained, convert_layers
 
 # Settings that neither weights nor caches depend on.
@@ -36,8 +31,8 @@ def convert_to_nsa(model: Model, config: NSAConfig | None = None, layers: Sequen
     family, such as `NSALlamaForCausalLM` and `nsa_llama`. A configuration that other models share stays as it is.
 
     Args:
-        model: a causal language model, a sequence classifier, or the model without a head, of Llama, Mistral, Qwen2,
-            Qwen3, Gemma, Gemma 2 or Gemma 3 (text).
+        model: a model of Llama, Mistral, Qwen2, Qwen3, Gemma, Gemma 2 or Gemma 3 (text) without a head, or with that of
+            a causal language model, a classifier of sequences or tokens, or question answering.
         config: settings; default `NSAConfig()`.
         layers: indices of the layers to convert; default those of config, or every layer with full attention.
 
@@ -51,14 +46,10 @@ def convert_to_nsa(model: Model, config: NSAConfig | None = None, layers: Sequen
         config = config.replace(layers=layers)
     if isinstance(model, NSAPreTrained):
         raise ValueError(f'model is a {type(model).__name__}, but must be dense: it has sparse attention already')
-    converted = {
-        dense: (new, family.config)
-        for family in FAMILIES
-        for dense, new in zip(family.dense, (family.model, *family.heads), strict=True)
-    }
+    converted = {dense: (new, f.config) for f in FAMILIES for new, dense in f.models.values()}
     if type(model) not in converted:
-        supported = ', '.join(dense.__name__ for dense in converted)
-        raise ValueError(f'model is a {type(model).__name__}, but must be one of {supported}')
+        families, kinds = (', '.join(names) for names in ((f.name for f in FAMILIES), KINDS))
+        raise ValueError(f'model is a {type(model).__name__}, but must be one of {kinds} of {families}')
     new_class, config_class = converted[type(model)]
     dense_class, dense_config = type(model), model.config
     new_config: Any = copy.deepcopy(dense_config)
@@ -70,6 +61,8 @@ def convert_to_nsa(model: Model, config: NSAConfig | None = None, layers: Sequen
     except ValueError:
         _take(model, dense_class, holders, dense_config)
         raise
+    for kind in {type(model), type(model.base_model)}:
+        PreTrainedModel.__init__(kind.__new__(kind), new_config)  # registers the outputs that the class records
     return model
 
 
@@ -107,8 +100,9 @@ def change_settings(model: PreTrainedModel, **settings: Any) -> None:
 
 def register() -> None:
     """Register the converted model types with the auto classes of transformers."""
-    heads = (AutoModelForCausalLM, AutoModelForSequenceClassification)
     for family in FAMILIES:
-        AutoConfig.register(family.config.model_type, family.config, exist_ok=True)
-        for auto, model in zip((AutoModel, *heads), (family.model, *family.heads), strict=True):
-            auto.register(family.config, model, exist_ok=True)
+        transformers.AutoConfig.register(family.config.model_type, family.config, exist_ok=True)
+        for kind, (model, _) in family.models.items():
+            getattr(transformers, 'AutoModel' + kind.removeprefix('Model')).register(
+                family.config, model, exist_ok=True
+            )

@@ -1,8 +1,7 @@
-"""Model families: a configuration, a model, a causal language model and a sequence classifier each.
+"""Model families: a configuration, a model, and the models with a head that transformers has for it.
 
 The classes of a family are those of transformers with a mixin of this package before them, such as `NSALlamaConfig`,
-`NSALlamaAttention`, `NSALlamaModel`, `NSALlamaForCausalLM` and `NSALlamaForSequenceClassification`. To add a family,
-add its line to `FAMILIES`.
+`NSALlamaAttention`, `NSALlamaModel` and `NSALlamaForCausalLM`. To add a family, add its line to `FAMILIES`.
 """
 
 from __future__ import annotations
@@ -25,6 +24,14 @@ from native_sparse_attention.integrations.transformers.model import (
     NSAPreTrained,
 )
 
+# Mixins of the kinds of model, by the endings of class names, such as `LlamaForCausalLM`.
+KINDS: dict[str, Any] = {
+    'Model': NSAModel,
+    'ForCausalLM': NSAForCausalLM,
+    'ForSequenceClassification': NSAPreTrained,
+    'ForTokenClassification': NSAPreTrained,
+    'ForQuestionAnswering': NSAPreTrained,
+}
 _CLASSES: dict[str, Any] = {}
 
 
@@ -32,22 +39,20 @@ class Family(NamedTuple):
     """Classes of a family.
 
     Attributes:
+        name: first part of the names of dense classes.
         config: configuration of the converted models.
-        model: converted model without a head.
-        heads: converted models with a head.
-        dense: dense models that `model` and each of `heads` stand for.
+        models: for each of `KINDS` that transformers has, the converted class and the dense one that it stands for.
     """
 
+    name: str
     config: Any
-    model: Any
-    heads: tuple[Any, ...]
-    dense: tuple[Any, ...]
+    models: dict[str, tuple[Any, Any]]
 
 
 def _make_family(name: str, modeling: Any, infix: str = '') -> Family:
     """Return the family of the classes in a module of transformers that begin with name.
 
-    infix: follows the name in configuration, model and classifier, such as Text in `Gemma3TextModel`.
+    infix: follows the name in all classes but attention and causal language model, such as Text in `Gemma3TextModel`.
     """
 
     def subclass(mixin: type, dense: Any, ending: str, **attributes: Any) -> Any:
@@ -55,20 +60,17 @@ def _make_family(name: str, modeling: Any, infix: str = '') -> Family:
         new = _CLASSES[f'NSA{name}{ending}'] = type(f'NSA{name}{ending}', (mixin, dense), attributes)
         return new
 
-    def dense(ending: str) -> Any:
-        return getattr(modeling, name + ending)
-
-    dense_config, dense_model = dense(f'{infix}Config'), dense(f'{infix}Model')
-    lm, classifier = dense('ForCausalLM'), dense(f'{infix}ForSequenceClassification')
+    dense_config = getattr(modeling, f'{name}{infix}Config')
     config = subclass(NSAModelConfig, dense_config, 'Config', model_type=f'nsa_{dense_config.model_type}')
-    attention = subclass(NSAAttention, dense('Attention'), 'Attention')
-    model = subclass(NSAModel, dense_model, 'Model', config_class=config, attention_class=attention)
-    of_family = {'config_class': config, 'base_class': model}
-    heads = (
-        subclass(NSAForCausalLM, lm, 'ForCausalLM', **of_family),
-        subclass(NSAPreTrained, classifier, 'ForSequenceClassification', **of_family),
-    )
-    return Family(config, model, heads, (dense_model, lm, classifier))
+    attention = subclass(NSAAttention, getattr(modeling, f'{name}Attention'), 'Attention')
+    attributes: dict[str, Any] = {'config_class': config, 'attention_class': attention}
+    models: dict[str, tuple[Any, Any]] = {}
+    for kind, mixin in KINDS.items():
+        dense = getattr(modeling, name + ('' if kind == 'ForCausalLM' else infix) + kind, None)
+        if dense is not None:
+            models[kind] = subclass(mixin, dense, kind, **attributes), dense
+            attributes = {'config_class': config, 'base_class': models['Model'][0]}
+    return Family(name + infix, config, models)
 
 
 FAMILIES = (

@@ -37,16 +37,17 @@ def make_layout(
     """Return the layout of tokens `[B, T, ...]`.
 
     Args:
-        attention_mask: bool or integers of 0 and 1 `[B, seen + T]`, true at real tokens, or None.
-        position_ids: `[B or 1, T]` or None. Without a cache and a mask, positions that do not grow by 1 start a new
-            packed sequence.
+        attention_mask: bool or numbers, 0 and 1, `[B, seen + T]`, true at real tokens, or None.
+        position_ids: `[B or 1, T]` or None. Without a cache and a mask, positions that do not grow start a new packed
+            sequence.
         cu_seqlens: boundaries of packed queries and keys as given to the model, which must agree.
         seen: tokens per row in the cache, padding included; None without a cache.
         rope_factor: as in `Layout`.
         needs_counts: read the shortest row from the device, for `min_count`.
 
     Raises:
-        ValueError: a mask of another shape or kind, such as a 4-D mask, and packed sequences with a mask or a cache.
+        ValueError: a mask of another shape or kind, such as a 4-D mask, packed sequences with a mask or a cache, and
+            position_ids that skip positions where they may be those of packed sequences.
     """
     (batch, seqlen), boundaries = tokens.shape[:2], _check_packed(tokens, attention_mask, cu_seqlens, seen)
     if attention_mask is None:
@@ -55,10 +56,10 @@ def make_layout(
         return Layout(None, seqlen, boundaries, rope_factor)
     mask = new_columns(attention_mask, seen or 0, tokens)
     # Read once per forward rather than in each layer, as transformers does for FlashAttention.
-    if _may_read(mask) and bool(mask.all()):
+    if may_read(mask) and bool(mask.all()):
         return Layout(None, seqlen, None, rope_factor)
     order = front_order(mask)
-    min_count = int(order.lengths.min()) if needs_counts and _may_read(mask) else 0
+    min_count = int(order.lengths.min()) if needs_counts and may_read(mask) else 0
     return Layout(order, min_count, None, rope_factor)
 
 
@@ -90,6 +91,7 @@ def new_columns(attention_mask: Any, seen: int, tokens: Tensor) -> Tensor:
             f'the {seen} tokens in the cache and {seqlen} new ones'
         )
     mask = attention_mask[:, seen:]
+    mask = mask.int() if mask.is_floating_point() else mask  # prompts of adapters come with a float mask of ones
     check_mask(mask, tokens)
     return mask.bool()
 
@@ -104,7 +106,7 @@ def _check_packed(
     check_tensors(cu_seq_lens_q=of_queries, cu_seq_lens_k=of_keys)
     assert of_queries is not None
     assert of_keys is not None
-    is_read = of_keys.is_cpu and _may_read(of_keys)
+    is_read = of_keys.is_cpu and may_read(of_keys)
     if of_queries.shape != of_keys.shape or (is_read and not torch.equal(of_queries, of_keys)):
         raise ValueError('cu_seq_lens_k differs from cu_seq_lens_q, but packed keys must be those of the queries')
     if attention_mask is not None:
@@ -120,23 +122,32 @@ def _check_packed(
 
 def _boundaries_of(position_ids: Tensor, batch: int, is_cached: bool) -> Tensor | None:
     """Return the boundaries of packed sequences in the flattened batch, or None where each row is one sequence."""
-    starts = torch.ones_like(position_ids, dtype=torch.bool)
-    starts[:, 1:] = position_ids.diff(dim=1) != 1
-    if not _may_read(starts):
+    steps = position_ids.diff(dim=1)
+    if not may_read(steps):
         if is_cached:
             return None
         raise ValueError(
             'position_ids is given while the model is compiled or captured, where packed sequences cannot be found in '
             'it: leave it out, or give cu_seq_lens_q and cu_seq_lens_k'
         )
-    if not bool(starts[:, 1:].any()):
+    if bool((steps == 1).all()):
         return None
+    starts = torch.nn.functional.pad(steps <= 0, (1, 0), value=True)
     if is_cached:
-        raise ValueError('position_ids start again, but must not where a cache is given: packed rows are not cached')
+        if bool(starts[:, 1:].any()):
+            raise ValueError(
+                'position_ids start again, but must not where a cache is given: packed rows are not cached'
+            )
+        return None
+    if bool((steps > 1).any()):
+        raise ValueError(
+            'position_ids skip positions, which does not say whether a packed sequence begins: give an attention_mask '
+            'of ones for rows of one sequence, or cu_seq_lens_q and cu_seq_lens_k'
+        )
     first = starts.expand(batch, -1).flatten().nonzero()[:, 0]
     return torch.cat((first, first.new_full((1,), batch * starts.shape[1]))).int()
 
 
-def _may_read(tensor: Tensor) -> bool:
+def may_read(tensor: Tensor) -> bool:
     """Return whether values may be read on the host: not in a compiled graph, nor while a CUDA graph is captured."""
     return not torch.compiler.is_compiling() and not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())

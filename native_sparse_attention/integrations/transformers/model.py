@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -58,6 +59,8 @@ class NSAModelConfig:
             if not super(NSAModelConfig, cls()).to_dict().get('layer_types'):  # type: ignore[misc]
                 del config_dict['layer_types']
         config_dict['model_type'] = cls.model_type  # type: ignore[attr-defined]
+        if isinstance(kwargs.get('nsa'), Mapping):  # changes some of the settings
+            kwargs['nsa'] = {**(config_dict.get('nsa') or {}), **kwargs['nsa']}
         return super().from_dict(config_dict, **kwargs)  # type: ignore[misc]
 
 
@@ -100,15 +103,17 @@ class NSAModel(NSAPreTrained):
         cls.cache_name = next(name for name in _CACHE_NAMES if name in cls.forward_names)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the family's model. attention_mask: `[B, S]`, bool or integers of 0 and 1, or None.
+        """As the family's model. attention_mask: `[B, S]`, bool or numbers, 0 and 1, or None.
 
         Sequences may be packed: by position_ids that start again, without a mask and a cache given; or by cu_seq_lens_q
         and cu_seq_lens_k. No cache is made then. Positions that are not given count from the first real token of a row
         or sequence, because scores of rotated keys depend on them.
 
-        Raises ValueError for other masks, for packed sequences with a cache, for output_attentions, and for a
-        `config.nsa` that is not that of the layers.
+        Raises ValueError for other masks, for packed sequences with a cache, for output_attentions, for a `config.nsa`
+        that is not that of the layers, and where `torch.jit` traces it.
         """
+        if torch.jit.is_tracing():
+            raise ValueError('the model is traced by torch.jit, but must be exported by torch.export')
         kwargs = {**dict(zip(self.forward_names, args, strict=False)), **kwargs}
         if kwargs.get('output_attentions') or getattr(self.config, 'output_attentions', False):
             raise ValueError('output_attentions is True, but must be False: sparse attention has no matrix of weights')
@@ -168,6 +173,20 @@ class NSAForCausalLM(NSAPreTrained):
         """Return the padding mask as it is, where `generate` prepares masks of 4 dimensions for a static cache."""
         names = ('inputs_embeds', 'attention_mask')
         return {**dict(zip(names, args, strict=False)), **kwargs}['attention_mask']
+
+    def get_compiled_call(self, compile_config: Any) -> Any:
+        """Return the forward as it is, but compiled where compile_config is given.
+
+        On a GPU, `generate` compiles steps over a static cache unasked. Steps replay recorded launches instead.
+        """
+        return self.__call__ if compile_config is None else super().get_compiled_call(compile_config)  # type: ignore[misc]
+
+    def init_continuous_batching(self, *_: Any, **__: Any) -> Any:
+        """Refuse."""
+        raise ValueError(
+            'continuous batching is requested, but its paged cache of dense keys does not serve sparse attention: use '
+            'generate'
+        )
 
 
 def convert_layers(model: Any, nsa: NSAConfig, added_like_layers: bool) -> None:

@@ -17,7 +17,6 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     PreTrainedConfig,
 )
 
@@ -112,6 +111,8 @@ def test_reload_is_bit_equal(family: str, config: NSAConfig, tmp_path: Path):
     assert loaded.config.nsa == model.config.nsa
     assert json.loads((tmp_path / 'config.json').read_text())['nsa']['init'] == config.init
     assert torch.equal(logits_of(loaded.eval(), ids), logits_of(model, ids))
+    changed = AutoModelForCausalLM.from_pretrained(tmp_path, nsa={'num_selected_blocks': 3})
+    assert changed.config.nsa == {**model.config.nsa, 'num_selected_blocks': 3}
 
 
 @pytest.mark.parametrize('config', [SPARSE, PAPER], ids=['dense', 'paper'])
@@ -196,31 +197,58 @@ def test_a_model_without_head(tmp_path: Path):
     assert torch.equal(loaded(ids)[0], model(ids)[0])
 
 
-@every_family_in_full
-def test_a_sequence_classifier(family: str, tmp_path: Path):
+def heads_of_families() -> list[Any]:
+    """Return kinds of head and the families that have them."""
+    pairs = [(kind, family) for family in families.FAMILIES for kind in family.models]
+    names = [
+        (kind, f.config.model_type.removeprefix('nsa_')) for kind, f in pairs if kind not in ('Model', 'ForCausalLM')
+    ]
+    return [pytest.param(*pair, marks=[pytest.mark.full] if pair[1] != 'llama' else []) for pair in names]
+
+
+@pytest.mark.parametrize(('kind', 'family'), heads_of_families())
+def test_other_heads(kind: str, family: str, tmp_path: Path):
     """Logits of padded rows are dense where everything is read, and those of the loaded model are the same."""
-    config = dense_model(family).config
+    auto, config = getattr(transformers, f'AutoModel{kind}'), dense_model(family).config
     config.num_labels, config.pad_token_id = 3, 0
-    dense = AutoModelForSequenceClassification.from_config(config, attn_implementation='eager').eval()
+    dense = auto.from_config(config, attn_implementation='eager').eval()
     ids = random_ids(2, 60).clamp(min=1)
     ids[1, 50:] = 0
-    mask, labels = (ids != 0).long(), torch.tensor([2, 1])
-    expected = dense(ids, mask).logits
+    mask = (ids != 0).long()
+    names = {'ForQuestionAnswering': ('start_positions', 'end_positions')}.get(kind, ('labels',))
+    labels = dict.fromkeys(names, ids % 3 if kind == 'ForTokenClassification' else torch.tensor([2, 1]))
+
+    def logits(model: Any) -> torch.Tensor:
+        output = model(ids, mask)
+        found = output.start_logits if kind == 'ForQuestionAnswering' else output.logits
+        return found[mask.bool()] if found.shape[:2] == ids.shape else found
+
+    expected = logits(dense)
     model = convert_to_nsa(dense, COVERING)
-    assert worst(model(ids, mask).logits, expected) <= NEAR_DENSE
+    assert worst(logits(model), expected) <= NEAR_DENSE
     change_settings(model, num_selected_blocks=3, sliding_window_size=4)
-    output = model(ids, mask, labels=labels)
-    output.loss.backward()
-    assert worst(output.logits, expected) > 1e-4
+    assert worst(logits(model), expected) > 1e-4
+    model(ids, mask, **labels).loss.backward()
     model.save_pretrained(tmp_path)
-    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path, attn_implementation='eager').eval()
+    loaded = auto.from_pretrained(tmp_path, attn_implementation='eager').eval()
     assert type(loaded) is type(model)
-    assert torch.equal(loaded(ids, mask).logits, output.logits)
+    assert torch.equal(logits(loaded), logits(model))
+
+
+def test_hidden_states():
+    """transformers looks up by class what to record, and notes it where it makes a model of the class."""
+    transformers.modeling_utils._CAN_RECORD_REGISTRY.clear()
+    dense, ids = dense_model(), random_ids(2, 40)
+    expected = dense(ids, output_hidden_states=True).hidden_states
+    found = convert_to_nsa(dense_model(), COVERING)(ids, output_hidden_states=True).hidden_states
+    assert len(found) == len(expected) == 3
+    assert all(worst(a, b) <= NEAR_DENSE for a, b in zip(found, expected, strict=True))
 
 
 def test_classes_are_found_by_their_names():
     for family in families.FAMILIES:
-        for kind in (family.config, family.model, *family.heads, family.model.attention_class):
+        model = family.models['Model'][0]
+        for kind in (family.config, *(new for new, _ in family.models.values()), model.attention_class):
             assert pickle.loads(pickle.dumps(kind)) is kind
     with pytest.raises(AttributeError, match='NSAGPT2Model'):
         _ = families.NSAGPT2Model
@@ -294,7 +322,7 @@ def test_refused_settings(settings: dict[str, Any], message: str):
 def test_refused_models():
     with pytest.raises(ValueError, match='has sparse attention already'):
         convert_to_nsa(nsa_model())
-    with pytest.raises(ValueError, match='model is a Linear, but must be one of LlamaModel, LlamaForCausalLM'):
+    with pytest.raises(ValueError, match=r'model is a Linear, but must be one of Model, ForCausalLM, .* of Llama, Mis'):
         convert_to_nsa(torch.nn.Linear(1, 1))  # type: ignore[type-var]
     oss = transformers.GptOssForCausalLM(transformers.GptOssConfig(**SIZES, num_local_experts=2))
     with pytest.raises(ValueError, match='model is a GptOssForCausalLM'):

@@ -1,8 +1,8 @@
 """Generation: every way to decode with a cache gives what forwards without a cache give.
 
 The cases are those of `GenerationTesterMixin` of transformers, which its wheel does not have. Left out, because sparse
-attention refuses them: quantised and offloaded caches, `output_attentions`, masks of 4 dimensions. Left out, because
-the cache layer is not compiled: `generate` with a compiled forward. FlashAttention and FlexAttention do not apply.
+attention refuses them: quantised and offloaded caches, continuous batching, `output_attentions`, masks of 4 dimensions.
+FlashAttention and FlexAttention do not apply.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import accelerate
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, StaticCache
+from transformers import CompileConfig, DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
 from native_sparse_attention.integrations.transformers import NSAConfig
@@ -265,6 +265,39 @@ def test_hooks_of_a_device_map():
     expected = generate(model, inputs, do_sample=False)
     dispatched = accelerate.dispatch_model(model, {'': 'cpu'}, force_hooks=True)
     assert torch.equal(generate(dispatched, inputs, do_sample=False), expected)
+
+
+@pytest.mark.parametrize('config', ['dense', pytest.param('paper', marks=pytest.mark.full)])
+def test_weights_on_the_cpu(config: str):
+    """Decoding reads weights of φ for which accelerate sees no call."""
+    model, inputs = nsa_model(config=CONFIGS[config]), prompt(3, padded=True)
+    expected = generate(model, inputs, do_sample=False)
+    accelerate.cpu_offload(model, execution_device=torch.device('cpu'))
+    assert torch.equal(generate(model, inputs, do_sample=False), expected)
+    assert {parameter.device.type for parameter in model.parameters()} == {'meta'}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize('padded', [False, True], ids=['whole', 'padded'])
+def test_compiled_steps(padded: bool):
+    """Steps over a static cache compile to one graph, but on request alone."""
+    model, inputs = nsa_model(num_hidden_layers=1), prompt(2, padded)
+    expected = reference(model, inputs, do_sample=False)
+    counts = torch._dynamo.utils.counters['stats']
+    for compile_config in (None, CompileConfig(backend='eager', fullgraph=True, mode='default')):
+        torch.compiler.reset()
+        counts.clear()
+        if compile_config is not None:
+            vars(compile_config)['_compile_all_devices'] = True
+        static: dict[str, Any] = {'cache_implementation': 'static', 'compile_config': compile_config}
+        assert torch.equal(generate(model, inputs, do_sample=False, **static), expected)
+        assert bool(counts['unique_graphs']) is (compile_config is not None)
+    assert model.get_compiled_call(None) == model.__call__
+
+
+def test_continuous_batching_is_refused():
+    with pytest.raises(ValueError, match='continuous batching is requested, but its paged cache'):
+        nsa_model().generate_batch([[5, 6, 7]])
 
 
 def test_refused_caches():

@@ -11,6 +11,7 @@ from transformers import DynamicCache, StaticCache
 
 from tests.support.hf_models import (
     CACHE,
+    COVERING,
     LLAMA_FIRST,
     PAPER,
     SPARSE,
@@ -56,7 +57,8 @@ def test_padding_on_either_side(family: str):
 
 def test_a_mask_of_ones_is_no_mask():
     model, ids = nsa_model(), random_ids(2, 40)
-    assert torch.equal(logits_of(model, ids, attention_mask=torch.ones_like(ids)), logits_of(model, ids))
+    for dtype in (torch.int64, torch.float32):
+        assert torch.equal(logits_of(model, ids, attention_mask=torch.ones(2, 40, dtype=dtype)), logits_of(model, ids))
 
 
 @every_family
@@ -113,6 +115,19 @@ def test_packed_positions_without_use_cache():
         out = model(input_ids=ids, position_ids=positions_of(LENGTHS))
     near(out.logits, alone(model, ids))
     assert getattr(out, CACHE) is None
+
+
+def test_skipped_positions():
+    """A row whose positions skip some is one sequence if a mask or a cache says so; else it might be packed ones."""
+    model, ids = dense_model(), random_ids(2, 40)
+    positions = torch.cat((torch.arange(20), torch.arange(300, 320)))[None]
+    ways: list[dict[str, Any]] = [{'attention_mask': torch.ones_like(ids)}, {'use_cache': True}]
+    expected = [model(ids, position_ids=positions, **way).logits for way in ways]
+    convert_to_nsa(model, COVERING)
+    ways[1] |= {CACHE: DynamicCache()}
+    for way, logits in zip(ways, expected, strict=True):
+        near(model(ids, position_ids=positions, **way).logits, logits)
+    refused(model, 'position_ids skip positions, which does not say', position_ids=positions[:, 16:24])
 
 
 BELOW = [SPARSE.replace(dense_below=37), PAPER.replace(dense_below=37), SPARSE.replace(dense_below=500)]
@@ -179,7 +194,7 @@ def test_refused_masks():
     refused(model, 'attention_mask has shape .2, 1, 8, 8., but must be', attention_mask=torch.ones(2, 1, 8, 8))
     refused(model, 'attention_mask is a dict, but must be a tensor', attention_mask={'full_attention': None})
     refused(model, r'attention_mask has shape \(2, 7\), but must', attention_mask=torch.ones(2, 7, dtype=torch.long))
-    refused(model, 'dtype torch.float32, but must be bool or integers', attention_mask=torch.ones(2, 8))
+    refused(model, 'integers must be 0 or 1', attention_mask=torch.full((2, 8), -1e9))
     refused(model, 'integers must be 0 or 1', attention_mask=torch.full((2, 8), 2))
     refused(model, 'output_attentions is True, but must be False', output_attentions=True)
 

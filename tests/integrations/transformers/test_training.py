@@ -258,3 +258,17 @@ def test_compiled_models_take_packed_lengths():
     torch.compiler.reset()
     compiled = torch.compile(model, backend='eager', fullgraph=True)
     torch.testing.assert_close(logits_of(compiled, ids, **packed), logits_of(model, ids, **packed))
+
+
+@pytest.mark.full
+def test_exported():
+    model, ids = nsa_model(), random_ids(2, 77)
+    length = {'input_ids': {1: torch.export.Dim.AUTO}, 'use_cache': None}
+    example = {'input_ids': ids[:, :50], 'use_cache': False}
+    exported: Any = torch.export.export(model, (), example, dynamic_shapes=length, strict=False).module()
+    torch.testing.assert_close(logits_of(exported, ids), logits_of(model, ids))
+
+
+def test_traces_are_refused():
+    with pytest.raises(ValueError, match=r'the model is traced by torch\.jit, but must be exported'):
+        torch.jit.trace(nsa_model(), (random_ids(1, 20),))
