@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, StaticLayer
 
 from native_sparse_attention.inference.cache import FIRST_CAPACITY, LayerCache
@@ -16,7 +16,7 @@ from native_sparse_attention.integrations.transformers.dense_start import replac
 from native_sparse_attention.integrations.transformers.layout import Layout, may_read
 
 if TYPE_CHECKING:
-    from native_sparse_attention.integrations.transformers.attention import NSAAttention, Tokens
+    from native_sparse_attention.integrations.transformers.attention import Compressor, NSAAttention, Tokens
 
 
 class NSACacheLayer(CacheLayerMixin):
@@ -57,6 +57,8 @@ class NSACacheLayer(CacheLayerMixin):
         if self.rows is None:
             raise AttributeError('batch_size is unknown before the first tokens')
         return self.rows.batch_size
+
+    max_batch_size = batch_size  # read by older versions of transformers, which use a static cache again
 
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]
@@ -236,21 +238,19 @@ class NSACacheLayer(CacheLayerMixin):
 
 
 @contextmanager
-def _loaded(*compressors: Any) -> Iterator[None]:
-    """Hold the weights of compressors, or None, on their device where accelerate offloads them.
+def _loaded(*compressors: Compressor | None) -> Iterator[None]:
+    """Hold the weights of compressors on their device where accelerate offloads them.
 
-    Its hooks run where a module is called, but decoding reads weights without a call.
+    It loads the weights of a module for a call of it, but decoding reads weights without a call.
     """
-    is_offloaded = any(c is not None and c.positions.is_meta for c in compressors)
-    modules = [m for c in compressors if c is not None for m in c.modules()] if is_offloaded else []
-    hooked = [(m._hf_hook, m) for m in modules if hasattr(m, '_hf_hook')]
-    for hook, module in hooked:
-        hook.pre_forward(module)
-    try:
+    offloaded = [c for c in compressors if c is not None and c.positions.is_meta]
+    with ExitStack() as stack:
+        if offloaded:
+            from accelerate.utils import align_module_device
+
+            for module in nn.ModuleList(offloaded).modules():
+                stack.enter_context(align_module_device(module))
         yield
-    finally:
-        for hook, module in hooked:
-            hook.post_forward(module, None)
 
 
 def check_cache(cache: Any) -> None:

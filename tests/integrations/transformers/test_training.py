@@ -262,9 +262,9 @@ def test_compiled_models_take_packed_lengths():
 
 @pytest.mark.full
 def test_exported():
-    model, ids = nsa_model(), random_ids(2, 77)
+    model, ids = nsa_model(num_hidden_layers=1), random_ids(2, 77)
     length = {'input_ids': {1: torch.export.Dim.AUTO}, 'use_cache': None}
-    example = {'input_ids': ids[:, :50], 'use_cache': False}
+    example = {'input_ids': random_ids(2, 50), 'use_cache': False}
     exported: Any = torch.export.export(model, (), example, dynamic_shapes=length, strict=False).module()
     torch.testing.assert_close(logits_of(exported, ids), logits_of(model, ids))
 
