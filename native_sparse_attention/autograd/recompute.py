@@ -37,6 +37,11 @@ class SavedSelection:
 
     def __init__(self) -> None:
         self.block_indices: Tensor | None = None
+        self._parts: dict[object, SavedSelection] = {}
+
+    def part(self, key: object) -> SavedSelection:
+        """Return the saved selection of one of several calls of `nsa`, which make up the output together."""
+        return self._parts.setdefault(key, SavedSelection())
 
     @torch.no_grad()
     def __call__(self, *args: Any) -> Tensor:

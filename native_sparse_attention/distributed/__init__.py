@@ -1,7 +1,7 @@
 """Training across processes with the engines of PyTorch.
 
-Parallelism is applied to a model that exists, in this order: tensor parallelism, activation checkpointing, compilation,
-sharding.
+Parallelism is applied to a model that exists, in this order: tensor parallelism, context parallelism, activation
+checkpointing, compilation, sharding.
 """
 
 import torch.distributed
@@ -12,7 +12,9 @@ if not torch.distributed.is_available():
         'of torch that has it'
     )
 
+from native_sparse_attention.distributed.context_attention import context_parallel_nsa
+from native_sparse_attention.distributed.context_parallel import apply_cp
 from native_sparse_attention.distributed.fsdp import apply_fsdp, hold_weights
 from native_sparse_attention.distributed.tensor_parallel import apply_tp
 
-__all__ = ['apply_fsdp', 'apply_tp', 'hold_weights']
+__all__ = ['apply_cp', 'apply_fsdp', 'apply_tp', 'context_parallel_nsa', 'hold_weights']

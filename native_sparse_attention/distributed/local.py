@@ -62,6 +62,11 @@ def divide(
         object.__setattr__(module, 'tensor_mesh', mesh)
 
 
+def with_behaviour(module: nn.Module, behaviour: type) -> None:
+    """Change the class of a module to a subclass with this mixin before it."""
+    module.__class__ = _local_class(type(module), (), frozenset(), behaviour)
+
+
 @cache
 def _local_class(whole: type, names: tuple[str, ...], shared: frozenset[str], behaviour: type | None) -> type:
     def reset_parameters(module: Any) -> None:

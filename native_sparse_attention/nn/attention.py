@@ -322,11 +322,7 @@ class SparseAttention(AttentionLayer):
         self, x: Tensor, order: FrontOrder | None, cu_seqlens: Tensor | None, backend: str, needs_block_loss: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Return the output for tokens without a cache, and the loss of the block scores or None."""
-        positions = torch.arange(x.shape[1], device=x.device)[None]
-        if cu_seqlens is not None:
-            layout = make_sequences(x, x.shape[1], None, None, cu_seqlens, None).layout()
-            positions = layout.position
-            x = torch.where(layout.covered[..., None], x, 0)
+        x, positions = self._with_positions(x, cu_seqlens)
         new = self._project(x)
         k_cmp, v_cmp = self._compress(new, cu_seqlens, self.use_diff_topk or needs_block_loss)
         tables, layout = None if self.rotary is None else self.rotary.tables(positions), layout_of(self.rotary)
@@ -371,6 +367,13 @@ class SparseAttention(AttentionLayer):
         if self.k_compress is not None and not self.compressed_output and not needs_block_loss:
             out = with_zero_gradients(out, self.k_compress, self.k_intrablock_positions, self.compress_mem_k)
         return from_front(self._combine(out), order), losses[0] if losses else None
+
+    def _with_positions(self, x: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return x with 0 in place of tokens of no sequence, and the positions `[1, T]` of its tokens."""
+        if cu_seqlens is None:
+            return x, torch.arange(x.shape[1], device=x.device)[None]
+        layout = make_sequences(x, x.shape[1], None, None, cu_seqlens, None).layout()
+        return torch.where(layout.covered[..., None], x, 0), layout.position
 
     def _select_with_loss(
         self, q: Tensor, k: Tensor, losses: list[Tensor], q_cmp: Tensor, k_cmp: Tensor, lse: Tensor, **settings: Any

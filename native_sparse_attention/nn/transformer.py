@@ -234,8 +234,9 @@ class Transformer(GeneratingModel):
                 out = self._loss(ids, mask, cu_seqlens, backend, block_losses)
             elif labels is not None:
                 logits = self.to_logits(self._embed(ids, mask, cu_seqlens, backend, block_losses))
-                targets = _targets(labels, mask, cu_seqlens)
-                out = LossAndLogits(_cross_entropy(logits[:, :-1], targets, num_items_in_batch), logits)
+                targets = self._targets(labels, mask, cu_seqlens)
+                total = _summed_cross_entropy(logits[:, : targets.shape[1]], targets)
+                out = LossAndLogits(self._mean(total, targets, num_items_in_batch), logits)
             else:
                 out = self._logits(self._embed(ids, mask, cu_seqlens, backend, block_losses), mask, last_only)
             return out if block_losses is None else (out, torch.stack(block_losses).mean())
@@ -368,14 +369,32 @@ class Transformer(GeneratingModel):
         backend: str | None,
         block_losses: list[Tensor] | None,
     ) -> Tensor:
-        targets = _targets(ids, mask, cu_seqlens)
+        targets = self._targets(ids, mask, cu_seqlens)
         mask = None if mask is None else mask[:, :-1]
         cu_seqlens = None if cu_seqlens is None else cu_seqlens.clamp(max=ids.shape[1] - 1)
-        embedded = self._embed(ids[:, :-1], mask, cu_seqlens, backend, block_losses)
+        return self._mean_loss(self._embed(ids[:, :-1], mask, cu_seqlens, backend, block_losses), targets)
+
+    def _mean_loss(self, embedded: Tensor, targets: Tensor) -> Tensor:
         # A head that is divided over ranks computes the loss without all logits.
         if (summed := getattr(self.to_logits, 'summed_cross_entropy', None)) is not None:
-            return summed(embedded, targets) / _count(targets)
-        return _cross_entropy(self.to_logits(embedded), targets)
+            return self._mean(summed(embedded, targets), targets)
+        return self._mean(_summed_cross_entropy(self.to_logits(embedded), targets), targets)
+
+    def _targets(self, labels: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+        """Return the label after each token but the last, `[B, T - 1]`, ignored where it is of another sequence."""
+        if labels.shape[1] < 2:
+            raise ValueError(f'ids has {labels.shape[1]} tokens per row, but a loss needs at least 2')
+        targets = labels[:, 1:]
+        if mask is not None:
+            targets = targets.masked_fill(~(mask[:, :-1] & mask[:, 1:]), IGNORED_LABEL)
+        if cu_seqlens is not None:
+            check_integers('cu_seqlens', cu_seqlens, None)
+            targets = targets.masked_fill(~continues(cu_seqlens, labels.shape[1]), IGNORED_LABEL)
+        return targets
+
+    def _mean(self, total: Tensor, targets: Tensor, count: Tensor | int | None = None) -> Tensor:
+        """Return the loss: the sum over targets `[B, T]` divided by count, default the number of those that count."""
+        return total / (num_labels(targets).clamp(min=1) if count is None else count)
 
 
 def _check_labels(labels: Tensor, ids: Tensor, is_excluded: bool) -> None:
@@ -387,28 +406,13 @@ def _check_labels(labels: Tensor, ids: Tensor, is_excluded: bool) -> None:
         raise ValueError('labels is given, but needs a forward without a cache, return_loss and last_only')
 
 
-def _targets(labels: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
-    """Return the label after each token but the last, `[B, T - 1]`, ignored where it is of another sequence."""
-    if labels.shape[1] < 2:
-        raise ValueError(f'ids has {labels.shape[1]} tokens per row, but a loss needs at least 2')
-    targets = labels[:, 1:]
-    if mask is not None:
-        targets = targets.masked_fill(~(mask[:, :-1] & mask[:, 1:]), IGNORED_LABEL)
-    if cu_seqlens is not None:
-        check_integers('cu_seqlens', cu_seqlens, None)
-        targets = targets.masked_fill(~_continues(cu_seqlens, labels.shape[1]), IGNORED_LABEL)
-    return targets
-
-
-def _cross_entropy(logits: Tensor, targets: Tensor, count: Tensor | int | None = None) -> Tensor:
-    """Return the sum over targets `[B, T]` that count, divided by count, default their number."""
+def _summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     logits, flat = _upcast(logits).flatten(0, 1), targets.flatten().long()
-    total = F.cross_entropy(logits, flat, ignore_index=IGNORED_LABEL, reduction='sum')
-    return total / (_count(targets) if count is None else count)
+    return F.cross_entropy(logits, flat, ignore_index=IGNORED_LABEL, reduction='sum')
 
 
-def _count(targets: Tensor) -> Tensor:
-    return (targets != IGNORED_LABEL).sum().clamp(min=1)
+def num_labels(targets: Tensor) -> Tensor:
+    return (targets != IGNORED_LABEL).sum()
 
 
 def _options(block: Block, backend: str | None) -> dict[str, str]:
@@ -435,7 +439,7 @@ def _check_settings(sparse_attn_kwargs: Mapping[str, Any], given: set[str]) -> N
             )
 
 
-def _continues(cu_seqlens: Tensor, total: int) -> Tensor:
+def continues(cu_seqlens: Tensor, total: int) -> Tensor:
     """Return bool `[total - 1]`: token t + 1 belongs to the sequence of token t."""
     ends = cu_seqlens.long()
     index = torch.arange(1, total, device=cu_seqlens.device)

@@ -1,16 +1,400 @@
-"""PyTorch's own `context_parallel` is refused: sparse attention would read the shard of its rank alone."""
+"""`apply_cp` and `context_parallel_nsa`: a sequence that is divided over ranks gives what one process gives.
+
+PyTorch's own `context_parallel` is refused: sparse attention would read the shard of its rank alone.
+"""
 
 from __future__ import annotations
 
+import copy
+import random
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch.distributed import init_device_mesh
+import torch.distributed as dist
+from torch import Tensor, nn
 
+from native_sparse_attention import nsa
+from native_sparse_attention.compress import CompressMLP, MeanPool
+from native_sparse_attention.nn.compress.apply import compress_tokens
 from native_sparse_attention.transformer import Transformer
 from tests.support.processes import run_processes
-from tests.support.sharded_models import make_ids, make_model
+from tests.support.sharded_models import (
+    assert_near,
+    gradients,
+    learned_rotary,
+    make_ids,
+    make_model,
+    recorded_blocks,
+    whole,
+)
+
+pytest.importorskip('torch.distributed.fsdp', exc_type=ImportError)
+from torch.distributed import init_device_mesh
+
+from native_sparse_attention.distributed import apply_cp, apply_fsdp, apply_tp, context_parallel_nsa
+from native_sparse_attention.distributed.sequence import balanced
+from tests.distributed.test_tensor_parallel import joined
+
+full = pytest.mark.full
+
+
+def line() -> Any:
+    return init_device_mesh('cpu', (dist.get_world_size(),))
+
+
+def cut(total: int, draw: random.Random | None = None, ranks: int | None = None) -> list[range]:
+    """Return contiguous shards of all ranks, near each other in length, or drawn with empty ones among them."""
+    ranks = dist.get_world_size() if ranks is None else ranks
+    inner = [total * rank // ranks for rank in range(1, ranks)]
+    if draw is not None:
+        inner = sorted(draw.randint(0, total) for _ in inner)
+    return [range(a, b) for a, b in pairwise([0, *inner, total])]
+
+
+def assert_same_blocks(found: list[Tensor], expected: list[Tensor], shards: list[range], rank: int) -> None:
+    """found: `[B, T, 1 or G, n]` of each layer, KV head and range of tokens. expected: `[B, T, H or HQ, n]` of each
+    layer.
+    """
+    last = expected[0].shape[1] if expected else 0
+    held = balanced(tuple((range(min(s.start, last), min(s.stop, last)),) for s in shards))[rank]
+    calls = iter(found)
+    for blocks in expected:
+        heads = found[0].shape[2]
+        for head in range(0, blocks.shape[2], heads):
+            for part in held or (range(0),):
+                mine = next(calls)[:, : len(part)]
+                wanted = blocks[:, part.start : part.stop, head : head + heads]
+                assert torch.equal(mine, wanted), 'another block is selected'
+    assert next(calls, None) is None
+
+
+def assert_equal_training(
+    model: Transformer,
+    one: Transformer,
+    ids: Tensor,
+    shards: list[range],
+    *,
+    rank: int | None = None,
+    rows: slice = slice(None),
+    reduces: bool = True,
+    **options: Any,
+) -> None:
+    """model: divided. one: the same model in one process. shards: of the sequence. rank: of this process among them.
+
+    rows: of this rank, where another dimension of the mesh divides the batch. reduces: gradients are not averaged yet.
+    """
+    rank = dist.get_rank() if rank is None else rank
+    mine = (rows, slice(shards[rank].start, shards[rank].stop))
+
+    def loss_of(m: Transformer, *at: Any) -> Any:
+        if 'num_items_in_batch' in options:
+            return m(ids[at], labels=ids[at], **options).loss
+        return m(ids[at], return_loss=True, **options)
+
+    with recorded_blocks() as expected_blocks:
+        expected = loss_of(one)
+        expected.backward()
+    with recorded_blocks() as blocks:
+        loss = loss_of(model, *mine)
+    loss.backward()  # of a checkpoint, which selects again, outside of the record
+    if one.training and one._checkpointing is not None:
+        expected_blocks = expected_blocks[: len(one.blocks)]
+    assert_same_blocks(blocks, [b[rows] for b in expected_blocks], shards, rank)
+    if rows == slice(None):
+        assert_near(loss, expected, 'loss')
+    largest = max(p.grad.abs().max() for p in one.parameters() if p.grad is not None)
+    for name, wanted in gradients(one).items():
+        found = whole(model.get_parameter(name).grad)
+        if reduces:
+            dist.all_reduce(found)
+            found = found / dist.get_world_size()
+        # A softmax over one key has a gradient of 0 up to rounding.
+        limit = wanted.new_tensor([largest * 1e-3])
+        assert_near(torch.cat([found.flatten(), limit]), torch.cat([wanted.flatten(), limit]), name)
+    options.pop('num_items_in_batch', None)
+    stop = ids.shape[1] if options.get('cu_seqlens') is None else int(options['cu_seqlens'][-1])
+    logits, wanted = model(ids[mine], **options), one(ids, **options)[mine]
+    assert logits.shape == wanted.shape
+    if stop > mine[1].start and wanted.numel():  # logits of tokens of no sequence are undefined
+        assert_near(logits[:, : stop - mine[1].start], wanted[:, : stop - mine[1].start], 'logits')
+    model.zero_grad()
+    one.zero_grad()
+
+
+def train(kind: str) -> None:
+    model, ids = make_model(kind), make_ids(2)
+    assert_equal_training(apply_cp(copy.deepcopy(model), line()), model, ids, cut(33))
+
+
+def test_equals_one_process(tmp_path: Path) -> None:
+    run_processes(train, 2, tmp_path, 'separate')
+
+
+def draw_packing(draw: random.Random, total: int) -> Tensor:
+    borders = sorted(draw.randint(0, total) for _ in range(draw.choice([1, 2, 5])))
+    return torch.tensor([0, *borders], dtype=draw.choice([torch.int32, torch.int64]))
+
+
+def draw_model(seed: int) -> tuple[Transformer, Tensor, dict[str, Any]]:
+    """Return a model, ids and options of its call."""
+    random_ = random.Random(seed)
+    draw = random_.choice
+    sparse: dict[str, Any] = {'merge_window': draw([True, False]), 'num_selected_blocks': draw([0, 1, 3, 5])}
+    sparse |= {name: draw([True, False]) for name in ('norm', 'qk_norm', 'recompute', 'use_diff_topk')}
+    sparse |= {'query_heads_share_selected_kv': draw([True, False]), 'softcap': draw([None, 5.0])}
+    sparse['num_compressed_mem_kv'], sparse['num_sinks'] = draw([(1, 0), (0, 1), (3, 2)])
+    sparse['rotary_emb'] = draw([None, False, learned_rotary()])
+    sparse['compressed_output'] = not sparse['merge_window'] or draw([True, False])
+    sparse['independent_branch_kv'] = not sparse['merge_window'] and draw([True, False])
+    if sparse['compressed_output']:
+        sparse['dim_value_head'] = draw([6, 8])
+    l, d, selected = draw([(4, 2, 4), (3, 2, 4), (4, 4, 8), (6, 2, 2), (5, 1, 3), (1, 1, 1)])
+    sparse |= {'compress_block_size': l, 'compress_block_sliding_stride': d, 'selection_block_size': selected}
+    sparse |= {
+        'sliding_window_size': draw([1, 4, 20]),
+        'num_init_blocks': draw([0, 1]),
+        'num_local_blocks': draw([0, 2]),
+    }
+    kv_heads, seqlen = draw([1, 2, 3]), draw([2, 5, 17, 33, 40])
+    sizes = {'kv_heads': kv_heads, 'heads': kv_heads * draw([1, 2]), 'causal': draw([True, True, False])}
+    model = make_model(sparse=sparse, seed=seed, depth=draw([1, 2]), tie_embeddings=draw([True, False]), **sizes)
+    if draw([True, False]):
+        model.gradient_checkpointing_enable()
+    options: dict[str, Any] = draw([{}, {}, {'num_items_in_batch': 7}])
+    batch = draw([1, 2])
+    if batch == 1 and draw([True, True, False]):
+        options = {**options, 'cu_seqlens': draw_packing(random_, seqlen)}
+    return model, make_ids(batch, seqlen, seed), options
+
+
+def train_drawn_settings(seeds: range, dtype: torch.dtype) -> None:
+    for seed in seeds:
+        model, ids, options = draw_model(seed)
+        model, shards = model.to(dtype), cut(ids.shape[1], random.Random(seed) if seed % 3 else None)
+        try:
+            assert_equal_training(apply_cp(copy.deepcopy(model), line()), model, ids, shards, **options)
+        except Exception as error:
+            raise AssertionError(f'seed {seed}, shards {shards}') from error
+
+
+@full
+@pytest.mark.parametrize(
+    ('ranks', 'dtype'),
+    [(1, torch.float64), (2, torch.float64), (3, torch.float64), (4, torch.float64), (3, torch.float32)],
+)
+def test_drawn_settings(ranks: int, dtype: torch.dtype, tmp_path: Path) -> None:
+    run_processes(train_drawn_settings, ranks, tmp_path, range(100 * ranks, 100 * ranks + 16), dtype)
+
+
+def draw_call(draw: Any, seqlen: int, batch: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Return tensors of tokens, replicated tensors, and settings of `nsa`; value heads have 6 features of 8."""
+    kv_heads, group_size = draw([1, 2]), draw([1, 3])
+    heads, scores_only = kv_heads * group_size, draw([True, False, False])
+    merged = scores_only or draw([True, False])
+
+    def token(*sizes: int) -> Tensor:
+        return torch.randn(batch, seqlen, *sizes, dtype=torch.float64).requires_grad_()
+
+    tokens: dict[str, Any] = {'q': token(heads, 8), 'k': token(kv_heads, 8), 'v': token(kv_heads, 6)}
+    tokens['gates'] = None if scores_only else token(heads, 1 if merged else 3)
+    if not merged and draw([True, False]):
+        tokens['gates'] = [token(heads), None, token(heads)]
+    if draw([True, False]):
+        tokens |= {'q_cmp': token(heads, 8), 'k_cmp_input': token(kv_heads, 8)}
+    if not merged and draw([True, False]):
+        tokens |= {'q_window': token(heads, 8), 'k_window': token(kv_heads, 8), 'v_window': token(kv_heads, 6)}
+    memory = [torch.randn(kv_heads, 2, size, dtype=torch.float64).requires_grad_() for size in (8, 6)]
+    shared = {'mem_kv': (memory[0], None if scores_only else memory[1])}
+    shared['sinks'] = torch.randn(heads, 1, dtype=torch.float64).requires_grad_()
+    settings: dict[str, Any] = {'merge_window': merged, 'compress_block_size': 4, 'compress_stride': 2}
+    settings |= {'selection_block_size': 4, 'num_selected': draw([2, 4]), 'window_size': (draw([0, 3]), 0)}
+    settings |= {'share_group': draw([True, False]), 'use_diff_topk': draw([True, False]), 'backend': 'eager'}
+    return tokens, shared, settings
+
+
+def leaves(*values: Any) -> list[Tensor]:
+    """Return the tensors among values, and in lists, tuples and dicts of them."""
+    found: list[Tensor] = []
+    for value in values:
+        parts = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else None
+        found += leaves(*parts) if parts is not None else [] if value is None else [value]
+    return found
+
+
+def shard_of(tensors: Any, shard: range) -> Any:
+    if isinstance(tensors, list):
+        return [shard_of(t, shard) for t in tensors]
+    return None if tensors is None else tensors[:, shard.start : shard.stop]
+
+
+def call_drawn_functions() -> None:
+    """Gradients of tokens are those of one process; those of replicated weights are parts of them."""
+    for seed in range(16):
+        random_ = random.Random(seed)
+        draw = random_.choice
+        torch.manual_seed(seed)
+        seqlen, batch = draw([1, 3, 18, 30]), draw([1, 2])
+        tokens, shared, settings = draw_call(draw, seqlen, batch)
+        cu_seqlens = draw_packing(random_, seqlen) if batch == 1 and draw([True, False]) else None
+        networks = [CompressMLP(size, 4).double() for size in (8, 6)] if draw([True, False]) else [mean_of_block] * 2
+        weights = [p for network in networks if isinstance(network, nn.Module) for p in network.parameters()]
+        given, no_positions = dict(tokens), [torch.zeros(tokens['k'].shape[2], 4, size).double() for size in (8, 6)]
+        inputs = (given.pop('k_cmp_input', tokens['k']), tokens['v'])
+        modules = [network if isinstance(network, nn.Module) else MeanPool() for network in networks]
+        k_cmp, v_cmp = (
+            compress_tokens(modules[i], inputs[i], no_positions[i], 2, cu_seqlens, name='', value_dim=(8, 6)[i])
+            for i in range(2)
+        )
+        if tokens['gates'] is None:
+            networks[1] = v_cmp = None  # type: ignore[call-overload]
+        expected = nsa(**given, k_cmp=k_cmp, v_cmp=v_cmp, cu_seqlens=cu_seqlens, **shared, **settings)
+        out_grad = torch.randn_like(expected)
+        inputs = [*leaves(tokens), *leaves(shared), *weights]
+        wanted = torch.autograd.grad(expected, inputs, out_grad, allow_unused=True, retain_graph=True)
+
+        shard = cut(seqlen, random_ if seed % 3 else None)[dist.get_rank()]
+        mine = {name: shard_of(t, shard) for name, t in tokens.items()}
+        of_group: dict[str, Any] = {'compress_k': networks[0], 'compress_v': networks[1], 'group': dist.group.WORLD}
+        out = context_parallel_nsa(**mine, **of_group, cu_seqlens=cu_seqlens, **shared, **settings)
+        assert out.shape == expected[:, shard.start : shard.stop].shape
+        found = torch.autograd.grad(out, inputs, shard_of(out_grad, shard), allow_unused=True)
+        whole_out = torch.zeros_like(expected)
+        whole_out[:, shard.start : shard.stop] = out.detach()
+        dist.all_reduce(whole_out)
+        assert_near(whole_out, expected, f'seed {seed}')
+        for i, (gradient, of_one) in enumerate(zip(found, wanted, strict=True)):
+            # The gradient of a token is 0 on ranks that do not have it.
+            if of_one is not None:
+                total = torch.zeros_like(of_one) if gradient is None else gradient.contiguous()
+                dist.all_reduce(total)
+                assert_near(total, of_one, f'seed {seed}, gradient {i}')
+
+
+def mean_of_block(blocks: Tensor) -> Tensor:
+    return blocks.mean(-2)
+
+
+@full
+def test_function(tmp_path: Path) -> None:
+    run_processes(call_drawn_functions, 3, tmp_path)
+
+
+def train_with_other_parallelism() -> None:
+    """On meshes of two dimensions, in the order of `docs/distributed.md`; a rank's shard is empty in the last case."""
+    ids, rank = make_ids(2), dist.get_rank()
+    by_tensor = init_device_mesh('cpu', (2, 2), mesh_dim_names=('context', 'tensor'))
+    by_data = init_device_mesh('cpu', (2, 2), mesh_dim_names=('data', 'context'))
+    for kind in ('separate', 'merged', 'branches'):
+        one = make_model(kind)
+        for shards in ([range(16), range(16, 33)], [range(33), range(33, 33)]):
+            model = apply_cp(apply_tp(copy.deepcopy(one), by_tensor['tensor']), by_tensor['context'])
+            apply_fsdp(model, by_tensor['context'])
+            assert_trained_together(model, one, ids, shards, rank // 2)
+            model = apply_cp(copy.deepcopy(one), by_data['context'])
+            model.gradient_checkpointing_enable()
+            apply_fsdp(model, by_data)
+            assert_trained_together(model, one, ids, shards, rank % 2, slice(rank // 2, rank // 2 + 1))
+
+
+def assert_trained_together(
+    model: Transformer, one: Transformer, ids: Tensor, shards: list[range], rank: int, rows: slice = slice(None)
+) -> None:
+    shard = shards[rank]
+    one(ids, return_loss=True).backward()
+    loss = model(ids[rows, shard.start : shard.stop], return_loss=True)
+    loss.backward()
+    assert_near(loss, one(ids[rows], return_loss=True), 'loss')
+    found = joined(gradients(model))
+    for name, wanted in gradients(one).items():
+        assert_near(found[name], wanted, name)
+    one.zero_grad()
+
+
+@full
+def test_with_tensor_parallelism_and_sharding(tmp_path: Path) -> None:
+    run_processes(train_with_other_parallelism, 4, tmp_path)
+
+
+def raise_on_all_ranks() -> None:
+    """An error of one rank is raised on all in one line, before tokens are exchanged; the group works afterwards."""
+    rank, group = dist.get_rank(), dist.group.WORLD
+    model, ids = apply_cp(make_model(), line()), make_ids(1, 4)
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    packed = [torch.tensor([0, 5, 12]), torch.tensor([0, 6, 12])]
+    calls: list[tuple[str, Any]] = [
+        ('mask is given, but must not be', lambda odd: model(ids, mask=mask if odd else None)),
+        ('last_only is given', lambda odd: model(ids, last_only=odd)),
+        ('cache is given', lambda odd: model(ids, False, model.init_cache(1, 40) if odd else None)),
+        ('return_cache is given', lambda odd: model(ids, return_cache=odd)),
+        ('return_block_loss is given', lambda odd: model(ids, return_loss=True, return_block_loss=odd)),
+        ('ids has shape .* and dtype torch.float32', lambda odd: model(ids.float() if odd else ids)),
+        ('labels has shape', lambda odd: model(ids, labels=ids[:, 1:] if odd else ids)),
+        ('the batch size of ids is 1 on rank 0, but 2 on rank 1', lambda odd: model(make_ids(2, 4) if odd else ids)),
+        ('cu_seqlens is None on rank 0', lambda odd: model(ids, cu_seqlens=packed[0] if odd else None)),
+        (r'cu_seqlens is \[0, 5, 12\] on rank 0', lambda odd: model(ids, cu_seqlens=packed[odd])),
+        ('cu_seqlens ends at 12, but there are 9 tokens', lambda odd: model(ids[:, :3], cu_seqlens=packed[0])),
+        ('the shards of a sequence have 0 tokens together', lambda odd: model(ids[:, :0])),
+        ('ids has 1 tokens per row', lambda odd: model(ids[:, : int(odd)], return_loss=True)),
+        ('cache|return_cache', lambda odd: model.eval().generate(ids, 2)),
+    ]
+    tokens, shared, settings = draw_call(lambda values: values[-1], 4, 1)
+    settings |= {'compress_k': mean_of_block, 'compress_v': mean_of_block, 'group': group}
+
+    def call(**changes: Any) -> Tensor:
+        return context_parallel_nsa(**{**tokens, **shared, **settings, **changes})
+
+    wrong = torch.zeros(1, 4, 5, 7, dtype=torch.float64)
+    calls += [
+        ('gates', lambda odd: call(gates=wrong if odd else tokens['gates'])),
+        ('k has', lambda odd: call(k=wrong if odd else tokens['k'])),
+        ('q is None, but must be a tensor|q is ', lambda odd: call(q=None if odd else tokens['q'])),
+        ('v has shape .* must start with', lambda odd: call(v=tokens['v'][:, :3] if odd else tokens['v'])),
+        ('num_selected is 2 on rank 0, but 3 on rank 1', lambda odd: call(num_selected=2 + odd)),
+        ('q is .* on rank 0', lambda odd: call(q=tokens['q'].detach() if odd else tokens['q'])),
+        ('q_offset is given, but must be None', lambda odd: call(q_offset=3 if odd else None)),
+        ('compress_k is a int', lambda odd: call(compress_k=3 if odd else mean_of_block)),
+        ('unexpected keyword', lambda odd: call(**{'windows': 3} if odd else {})),
+    ]
+    for message, function in calls:
+        with pytest.raises(Exception, match=message) as raised:
+            function(rank == 1)
+        assert isinstance(raised.value, ValueError) or (rank == 1 and isinstance(raised.value, TypeError)), message
+        assert '\n' not in str(raised.value)
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        assert total == 3
+    with pytest.raises(ValueError, match='attention is called without its model'):
+        model.blocks[0].attention(torch.zeros(1, 4, 16, dtype=torch.float64))
+
+
+def refuse_models() -> None:
+    flat, named = line(), init_device_mesh('cpu', (3, 1), mesh_dim_names=('context', 'data'))
+    other = make_model()
+    other.blocks[1].attention = nn.Sequential(other.blocks[1].attention)  # type: ignore[assignment]
+    cases: list[tuple[str, Any, Any]] = [
+        ('mesh has 2 dimensions, but must have 1', make_model(), named),
+        ("model is 'Linear', but must be a Transformer with sparse attention", nn.Linear(2, 2), flat),
+        ("model is 'Transformer', but must be a Transformer with sparse attention", make_model('dense'), flat),
+        ('attention of a block is a Sequential', other, flat),
+        ('model is divided already', apply_cp(make_model(), flat), flat),
+        ('model is sharded already', apply_fsdp(make_model(), flat), flat),
+    ]
+    for message, model, mesh in cases:
+        with pytest.raises(ValueError, match=message):
+            apply_cp(model, mesh)
+
+
+def errors() -> None:
+    refuse_models()
+    raise_on_all_ranks()
+
+
+@full
+def test_wrong_arguments(tmp_path: Path) -> None:
+    run_processes(errors, 3, tmp_path)
 
 
 def call_inside() -> None:
@@ -27,6 +411,6 @@ def call_inside() -> None:
         assert torch.equal(model(ids), expected)
 
 
-@pytest.mark.full
+@full
 def test_it_is_refused(tmp_path: Path) -> None:
     run_processes(call_inside, 1, tmp_path)

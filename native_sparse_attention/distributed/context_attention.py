@@ -1,0 +1,259 @@
+"""Attention over a sequence that is divided over ranks, by queries.
+
+Each rank computes the compressed blocks that start in its tokens, for which it fetches up to l - 1 tokens of other
+ranks, and gathers those of all ranks. Keys and values are gathered one KV head after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from native_sparse_attention.autograd.recompute import SavedSelection
+from native_sparse_attention.core.checks import check_integers, check_tensors
+from native_sparse_attention.core.random import as_seed
+from native_sparse_attention.distributed.sequence import DividedSequence, exchange_objects, fetch, gather, owned_blocks
+from native_sparse_attention.functional import nsa
+from native_sparse_attention.nn.compress.apply import compress_tokens
+from native_sparse_attention.ops import select_blocks
+
+# Arguments of `nsa` that the division over ranks determines, or that it does not support.
+_EXCLUDED = ('q_offset', 'seqlens_k', 'cu_seqlens_k', 'segment_ids', 'block_indices', 'block_counts', 'choose')
+_SEED_STEP = 0x5851F42D4C957F2D  # between the dropout seeds of the calls of `nsa`
+
+
+def context_parallel_nsa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Tensor | Sequence[Tensor | None] | None,
+    *,
+    compress_k: Callable[[Tensor], Tensor],
+    compress_v: Callable[[Tensor], Tensor] | None,
+    group: Any,
+    q_cmp: Tensor | None = None,
+    q_window: Tensor | None = None,
+    k_window: Tensor | None = None,
+    v_window: Tensor | None = None,
+    k_cmp_input: Tensor | None = None,
+    v_cmp_input: Tensor | None = None,
+    compress_block_size: int,
+    compress_stride: int,
+    cu_seqlens: Tensor | None = None,
+    **settings: Any,
+) -> Tensor:
+    """Compute `nsa` of a sequence that is divided over the ranks of a group.
+
+    Each rank has the tokens of its shard, of any length, also 0; the shards follow each other in the order of the
+    ranks. Gradients of q, k, v and gates are those of the whole computation. Gradients of what is replicated (weights
+    of the networks, mem_kv, sinks) are the part of the rank: their sum over the group is the whole.
+
+    Args:
+        q, k, v, gates, q_cmp, q_window, k_window, v_window: as in `nsa`, the tokens `[B, T, ...]` of this rank.
+        compress_k: network φ of keys, `[B, H, C, l, D]` to `[B, H, C, D]`; a module or a function. It is not called by
+            a rank without blocks.
+        compress_v: the same for values. None together with gates.
+        group: process group of the ranks.
+        k_cmp_input: `[B, T, H, D]` keys without rotary embedding, which are compressed; default k.
+        v_cmp_input: `[B, T, H, DV]` values that are compressed; default v.
+        compress_block_size: l, tokens of a compressed block.
+        compress_stride: d, tokens between starts of compressed blocks, at most l.
+        cu_seqlens: int32 `[N + 1]`, borders of packed sequences in the whole sequence, the same on all ranks. It is
+            read on the host.
+        **settings: other arguments of `nsa`, the same on all ranks: merge_window, mem_kv, selection_block_size,
+            num_selected, window_size, num_init, num_local, share_group, use_diff_topk, causal, scale, softcap, sinks,
+            sinks_cmp, dropout_p, dropout_seed and backend. Dropout draws other numbers than `nsa`.
+
+    Returns:
+        `[B, T, HQ, DV]` in the dtype of q, of the tokens of this rank.
+
+    Raises:
+        ValueError: as `nsa`, on all ranks if one of them has an error; arguments that differ between ranks; other
+            settings, or no tokens on any rank.
+    """
+    tokens = {'q': q, 'k': k, 'v': v, 'q_cmp': q_cmp, 'q_window': q_window, 'k_window': k_window, 'v_window': v_window}
+    tokens |= {'k_cmp_input': k_cmp_input, 'v_cmp_input': v_cmp_input}
+    settings |= {'compress_block_size': compress_block_size, 'compress_stride': compress_stride}
+    try:
+        described = _check(tokens, gates, compress_k, compress_v, cu_seqlens, settings)
+    except Exception as error:  # of any class, so that the other ranks do not wait
+        exchange_objects(group, error)
+        raise
+    sequence = DividedSequence.agree(group, q.shape[1], cu_seqlens, described)
+    moved: Any = _map(sequence.spread, tokens)
+    to_compress = [moved[name] if t is None else t for name in 'kv' for t in (moved.pop(f'{name}_cmp_input'),)]
+    networks = [n if isinstance(n, nn.Module) else _Function(n) for n in (compress_k, compress_v) if n is not None]
+
+    def compress(tokens: list[Tensor], borders: Tensor | None) -> list[Tensor]:
+        out = []
+        for name, network, x in zip(('keys', 'values'), networks, tokens, strict=False):
+            no_positions = x.new_zeros(()).expand(x.shape[2], compress_block_size, x.shape[3])
+            settings: dict[str, Any] = {'name': name, 'value_dim': x.shape[3]}
+            out.append(compress_tokens(network, x, no_positions, compress_stride, borders, **settings))
+        return out
+
+    sizes = (compress_block_size, compress_stride)
+    k_cmp, v_cmp = compress_divided(compress, sequence, sizes, to_compress[: len(networks)])
+    moved |= {'k_cmp': k_cmp, 'v_cmp': v_cmp, 'gates': _map(sequence.spread, gates)}
+    return sequence.collect(attend_divided(nsa, sequence, **moved, **settings))
+
+
+def _check(
+    tokens: dict[str, Any], gates: Any, compress_k: Any, compress_v: Any, cu_seqlens: Any, settings: dict[str, Any]
+) -> dict[str, Any]:
+    """Return a description of the arguments. Raise what `nsa` raises, which is called without any tokens."""
+    for name in _EXCLUDED:
+        if settings.get(name) is not None:
+            raise ValueError(f'{name} is given, but must be None where a sequence is divided over ranks')
+    for name, network in (('compress_k', compress_k), ('compress_v', compress_v)):
+        if not callable(network) and (network is not None or name == 'compress_k'):
+            raise ValueError(f'{name} is a {type(network).__name__}, but must be a module or a function')
+    given = {f'gates[{i}]': gate for i, gate in enumerate(gates if isinstance(gates, tuple | list) else [gates])}
+    given = {name: t for name, t in {**tokens, **given}.items() if t is not None or name in 'qkv'}
+    check_tensors(**given)
+    q = tokens['q']
+    for name, t in given.items():
+        if t.ndim < 2 or t.shape[:2] != q.shape[:2]:
+            raise ValueError(f'{name} has shape {tuple(t.shape)}, but must start with that of q, {tuple(q.shape[:2])}')
+    if cu_seqlens is not None:
+        check_integers('cu_seqlens', cu_seqlens, None)
+        if len(q) != 1:
+            raise ValueError(f'q has batch size {len(q)}, but must have 1 where cu_seqlens is given')
+    none = _map(lambda t: t[:, :0], tokens)
+    k_cmp, v_cmp = (none[name] if t is None else t for name in 'kv' for t in (none.pop(f'{name}_cmp_input'),))
+    none |= {'k_cmp': k_cmp, 'v_cmp': None if compress_v is None else v_cmp, 'gates': _map(lambda t: t[:, :0], gates)}
+    with torch.no_grad():
+        nsa(**none, **settings)
+    values = {**settings, **{name: t[:, :0] for name, t in given.items()}}
+    return {'gradients': torch.is_grad_enabled(), **{name: _describe(value) for name, value in values.items()}}
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f'{list(value.shape)} of {value.dtype}{", with gradients" if value.requires_grad else ""}'
+    return str([_describe(part) for part in value]) if isinstance(value, tuple | list) else repr(value)
+
+
+def _map(function: Callable[[Tensor], Tensor], tensors: Any) -> Any:
+    """Return the result of a function for a tensor or None, or those for a list, a tuple or a dict of them."""
+    if isinstance(tensors, dict):
+        return {name: _map(function, t) for name, t in tensors.items()}
+    if isinstance(tensors, tuple | list):
+        return tuple(_map(function, t) for t in tensors)
+    return None if tensors is None else function(tensors)
+
+
+class _Function(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, blocks: Tensor) -> Tensor:
+        return self.function(blocks)
+
+
+def compress_divided(
+    compress: Callable[[list[Tensor], Tensor | None], Sequence[Tensor | None]],
+    sequence: DividedSequence,
+    sizes: tuple[int, int],
+    tokens: Sequence[Tensor],
+) -> tuple[Any, Any]:
+    """Return the compressed keys and values of all ranks, or None in place of the latter.
+
+    Args:
+        compress: called with local tokens and their borders `[N + 1]` as packed sequences, or None for one sequence.
+        sequence: of the tokens.
+        sizes: (l, d).
+        tokens: `[B, T, H, D]` keys, and values if they are compressed, of this rank.
+    """
+    wanted, blocks = owned_blocks(sequence.held, sequence.sequences, *sizes)
+    local = [fetch(t, sequence.group, sequence.held, wanted) for t in tokens]
+    parts, count = wanted[sequence.rank], sum(map(len, blocks[sequence.rank]))
+    borders = None
+    if len(parts) > 1:
+        ends = list(accumulate(map(len, parts), initial=0))
+        borders = torch.tensor(ends, dtype=torch.int32, device=tokens[0].device)
+    own = [t[:, :count] for t in compress(local, borders) if t is not None]
+    k_cmp, *v_cmp = gather(own, sequence.group, blocks)
+    return k_cmp, v_cmp[0] if v_cmp else None
+
+
+def attend_divided(
+    attend: Callable[..., Tensor],
+    sequence: DividedSequence,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cmp: Tensor | None,
+    v_cmp: Tensor | None,
+    gates: Any,
+    *,
+    q_cmp: Tensor | None = None,
+    q_window: Tensor | None = None,
+    k_window: Tensor | None = None,
+    v_window: Tensor | None = None,
+    mem_kv: tuple[Tensor, Tensor | None] | None = None,
+    sinks: Tensor | None = None,
+    sinks_cmp: Tensor | None = None,
+    dropout_seed: int | Tensor | None = None,
+    choose: Callable[..., Tensor] = select_blocks,
+    **settings: Any,
+) -> Tensor:
+    """Return the output for the tokens of this rank, `[B, T, HQ, DV]`.
+
+    attend: `nsa`, called for each KV head and each range of tokens. k_cmp, v_cmp: of all ranks. The other arguments are
+    those of `nsa`, with the tokens of this rank.
+    """
+    seqlen, kv_heads, group_size = q.shape[1], k.shape[2], q.shape[2] // k.shape[2]
+    queries = {'q': q, 'q_cmp': q_cmp, 'q_window': q_window}
+    keys: Any = {'k': k, 'v': v, 'k_window': k_window, 'v_window': v_window}
+    keys = {name: t for name, t in keys.items() if t is not None}
+    parts = sequence.held[sequence.rank]
+    if not parts:  # The same operations as on other ranks, so that their backward passes make the same exchanges.
+        parts = (range(1),)
+        queries, gates = _map(_with_token, (queries, gates))
+    seed = as_seed(dropout_seed, q.device) if settings.get('dropout_p') else None
+    columns = []
+    for head in range(kv_heads):
+        own, group = slice(head, head + 1), slice(head * group_size, (head + 1) * group_size)
+        gathered = gather([t[:, :, own] for t in keys.values()], sequence.group, sequence.held)
+        of_head = dict(zip(keys, gathered, strict=True))
+        of_head |= {'k_cmp': _of(k_cmp, ..., own, slice(None)), 'v_cmp': _of(v_cmp, ..., own, slice(None))}
+        of_head |= {'mem_kv': _of(mem_kv, own), 'sinks': _of(sinks, group), 'sinks_cmp': _of(sinks_cmp, group)}
+        outs, start = [], 0
+        for index, part in enumerate(parts):
+            at = (slice(None), slice(start, start := start + len(part)), group)
+            of_part = _of(queries, *at)
+            if seed is not None:  # random numbers depend on indices in the call
+                call = (sequence.rank * 2 + index) * kv_heads + head
+                of_part['dropout_seed'] = seed + (call * _SEED_STEP) % 2**63
+            select = choose.part((head, index)) if isinstance(choose, SavedSelection) else choose
+            where = _placement(sequence, part)
+            outs.append(attend(**of_part, **of_head, gates=_of(gates, *at), choose=select, **where, **settings))
+        columns.append(torch.cat(outs, 1))
+    return torch.cat(columns, 2)[:, :seqlen]
+
+
+def _of(tensors: Any, *index: Any) -> Any:
+    return _map(lambda t: t[index], tensors)
+
+
+def _with_token(x: Tensor) -> Tensor:
+    """Return x `[B, 0, ...]` with one token of 0, and the gradients of x."""
+    return torch.cat([x, x.new_zeros(x.shape[0], 1, *x.shape[2:])], 1)
+
+
+def _placement(sequence: DividedSequence, part: range) -> dict[str, Any]:
+    """Return the arguments of `nsa` that place a range of queries among the keys of the sequence."""
+    borders = sequence.cu_seqlens
+    if borders is None:
+        return {'q_offset': part.start}
+    return {
+        'q_offset': (part.start - borders[:-1]).clamp(min=0),
+        'cu_seqlens': borders.clamp(part.start, part.stop) - part.start,
+        'cu_seqlens_k': borders,
+    }
