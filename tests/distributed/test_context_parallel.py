@@ -76,18 +76,11 @@ def assert_equal_training(
     one: Transformer,
     ids: Tensor,
     shards: list[range],
-    *,
-    rank: int | None = None,
-    rows: slice = slice(None),
-    reduces: bool = True,
     **options: Any,
 ) -> None:
-    """model: divided. one: the same model in one process. shards: of the sequence. rank: of this process among them.
-
-    rows: of this rank, where another dimension of the mesh divides the batch. reduces: gradients are not averaged yet.
-    """
-    rank = dist.get_rank() if rank is None else rank
-    mine = (rows, slice(shards[rank].start, shards[rank].stop))
+    """model: divided. one: the same model in one process. shards: of the sequence."""
+    rank = dist.get_rank()
+    mine = (slice(None), slice(shards[rank].start, shards[rank].stop))
 
     def loss_of(m: Transformer, *at: Any) -> Any:
         if 'num_items_in_batch' in options:
@@ -102,15 +95,13 @@ def assert_equal_training(
     loss.backward()  # of a checkpoint, which selects again, outside of the record
     if one.training and one._checkpointing is not None:
         expected_blocks = expected_blocks[: len(one.blocks)]
-    assert_same_blocks(blocks, [b[rows] for b in expected_blocks], shards, rank)
-    if rows == slice(None):
-        assert_near(loss, expected, 'loss')
+    assert_same_blocks(blocks, expected_blocks, shards, rank)
+    assert_near(loss, expected, 'loss')
     largest = max(p.grad.abs().max() for p in one.parameters() if p.grad is not None)
     for name, wanted in gradients(one).items():
         found = whole(model.get_parameter(name).grad)
-        if reduces:
-            dist.all_reduce(found)
-            found = found / dist.get_world_size()
+        dist.all_reduce(found)
+        found = found / dist.get_world_size()
         # A softmax over one key has a gradient of 0 up to rounding.
         limit = wanted.new_tensor([largest * 1e-3])
         assert_near(torch.cat([found.flatten(), limit]), torch.cat([wanted.flatten(), limit]), name)
@@ -170,10 +161,11 @@ def draw_model(seed: int) -> tuple[Transformer, Tensor, dict[str, Any]]:
     return model, make_ids(batch, seqlen, seed), options
 
 
-def train_drawn_settings(seeds: range, dtype: torch.dtype) -> None:
+def train_drawn_settings(seeds: range) -> None:
     for seed in seeds:
         model, ids, options = draw_model(seed)
-        model, shards = model.to(dtype), cut(ids.shape[1], random.Random(seed) if seed % 3 else None)
+        model = model.to(torch.float32 if seed % 4 == 3 else torch.float64)
+        shards = cut(ids.shape[1], random.Random(seed) if seed % 3 else None)
         try:
             assert_equal_training(apply_cp(copy.deepcopy(model), line()), model, ids, shards, **options)
         except Exception as error:
@@ -181,12 +173,9 @@ def train_drawn_settings(seeds: range, dtype: torch.dtype) -> None:
 
 
 @full
-@pytest.mark.parametrize(
-    ('ranks', 'dtype'),
-    [(1, torch.float64), (2, torch.float64), (3, torch.float64), (4, torch.float64), (3, torch.float32)],
-)
-def test_drawn_settings(ranks: int, dtype: torch.dtype, tmp_path: Path) -> None:
-    run_processes(train_drawn_settings, ranks, tmp_path, range(100 * ranks, 100 * ranks + 16), dtype)
+@pytest.mark.parametrize(('ranks', 'count'), [(1, 4), (2, 10), (3, 12), (4, 8)])
+def test_drawn_settings(ranks: int, count: int, tmp_path: Path) -> None:
+    run_processes(train_drawn_settings, ranks, tmp_path, range(100 * ranks, 100 * ranks + count))
 
 
 def draw_call(draw: Any, seqlen: int, batch: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
@@ -283,20 +272,21 @@ def test_function(tmp_path: Path) -> None:
 
 
 def train_with_other_parallelism() -> None:
-    """On meshes of two dimensions, in the order of `docs/distributed.md`; a rank's shard is empty in the last case."""
-    ids, rank = make_ids(2), dist.get_rank()
+    """On meshes of two dimensions, in the order of `docs/distributed.md`; one shard may be empty."""
+    ids, rank, even = make_ids(2), dist.get_rank(), [range(16), range(16, 33)]
     by_tensor = init_device_mesh('cpu', (2, 2), mesh_dim_names=('context', 'tensor'))
     by_data = init_device_mesh('cpu', (2, 2), mesh_dim_names=('data', 'context'))
-    for kind in ('separate', 'merged', 'branches'):
+    for kind, shards in (('separate', even), ('merged', [range(33), range(33, 33)])):
         one = make_model(kind)
-        for shards in ([range(16), range(16, 33)], [range(33), range(33, 33)]):
-            model = apply_cp(apply_tp(copy.deepcopy(one), by_tensor['tensor']), by_tensor['context'])
-            apply_fsdp(model, by_tensor['context'])
-            assert_trained_together(model, one, ids, shards, rank // 2)
-            model = apply_cp(copy.deepcopy(one), by_data['context'])
-            model.gradient_checkpointing_enable()
-            apply_fsdp(model, by_data)
-            assert_trained_together(model, one, ids, shards, rank % 2, slice(rank // 2, rank // 2 + 1))
+        model = apply_cp(apply_tp(copy.deepcopy(one), by_tensor['tensor']), by_tensor['context'])
+        apply_fsdp(model, by_tensor['context'])
+        assert_trained_together(model, one, ids, shards, rank // 2)
+        model = apply_cp(copy.deepcopy(one), by_data['context'])
+        model.gradient_checkpointing_enable()
+        for block in model.blocks:
+            block.compile(backend='eager')
+        apply_fsdp(model, by_data)
+        assert_trained_together(model, one, ids, shards, rank % 2, slice(rank // 2, rank // 2 + 1))
 
 
 def assert_trained_together(
@@ -350,7 +340,7 @@ def raise_on_all_ranks() -> None:
     calls += [
         ('gates', lambda odd: call(gates=wrong if odd else tokens['gates'])),
         ('k has', lambda odd: call(k=wrong if odd else tokens['k'])),
-        ('q is None, but must be a tensor|q is ', lambda odd: call(q=None if odd else tokens['q'])),
+        ('q is a NoneType, but must be a tensor', lambda odd: call(q=None if odd else tokens['q'])),
         ('v has shape .* must start with', lambda odd: call(v=tokens['v'][:, :3] if odd else tokens['v'])),
         ('num_selected is 2 on rank 0, but 3 on rank 1', lambda odd: call(num_selected=2 + odd)),
         ('q is .* on rank 0', lambda odd: call(q=tokens['q'].detach() if odd else tokens['q'])),
