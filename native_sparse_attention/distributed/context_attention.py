@@ -53,11 +53,18 @@ def context_parallel_nsa(
     of the networks, mem_kv, sinks) are the part of the rank: their sum over the group is the whole.
 
     Args:
-        q, k, v, gates, q_cmp, q_window, k_window, v_window: as in `nsa`, the tokens `[B, T, ...]` of this rank.
+        q: `[B, T, HQ, D]` queries of this rank, with rotary embedding.
+        k: `[B, T, H, D]` keys of this rank, with rotary embedding.
+        v: `[B, T, H, DV]` values of this rank.
+        gates: as in `nsa`, for the tokens of this rank.
         compress_k: network φ of keys, `[B, H, C, l, D]` to `[B, H, C, D]`; a module or a function. It is not called by
             a rank without blocks.
         compress_v: the same for values. None together with gates.
         group: process group of the ranks.
+        q_cmp: as in `nsa`, as are the next three.
+        q_window: queries of the window branch; default q.
+        k_window: keys of the window branch; default k.
+        v_window: values of the window branch; default v.
         k_cmp_input: `[B, T, H, D]` keys without rotary embedding, which are compressed; default k.
         v_cmp_input: `[B, T, H, DV]` values that are compressed; default v.
         compress_block_size: l, tokens of a compressed block.
@@ -112,8 +119,8 @@ def _check(
     for name, network in (('compress_k', compress_k), ('compress_v', compress_v)):
         if not callable(network) and (network is not None or name == 'compress_k'):
             raise ValueError(f'{name} is a {type(network).__name__}, but must be a module or a function')
-    given = {f'gates[{i}]': gate for i, gate in enumerate(gates if isinstance(gates, tuple | list) else [gates])}
-    given = {name: t for name, t in {**tokens, **given}.items() if t is not None or name in 'qkv'}
+    all_gates = {f'gates[{i}]': gate for i, gate in enumerate(gates if isinstance(gates, tuple | list) else [gates])}
+    given: Any = {name: t for name, t in {**tokens, **all_gates}.items() if t is not None or name in 'qkv'}
     check_tensors(**given)
     q = tokens['q']
     for name, t in given.items():

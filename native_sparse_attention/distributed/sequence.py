@@ -24,6 +24,9 @@ from native_sparse_attention.core.geometry import num_compressed_blocks
 Held = tuple[tuple[range, ...], ...]
 # Ranges of local tokens of a sender, and of the tokens that the receiver gets.
 Moves = list[tuple[range, range]]
+# PyTorch 2.13 has other names.
+_all_gather: Any = getattr(dist, 'all_gather_single', None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, 'reduce_scatter_single', None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,7 +198,7 @@ class _Gather(torch.autograd.Function):
         tokens = x.new_empty(longest, x.shape[0], *x.shape[2:])
         tokens[: x.shape[1]] = x.transpose(0, 1)
         every = tokens.new_empty(len(held) * longest, *tokens.shape[1:])
-        dist.all_gather_into_tensor(every, tokens, group)
+        _all_gather(every, tokens, group=group)
         return torch.cat([every[of.start : of.stop] for of, _ in _places(held)]).transpose(0, 1)
 
     @staticmethod
@@ -207,7 +210,7 @@ class _Gather(torch.autograd.Function):
         for of, to in _places(ctx.held):
             every[of.start : of.stop] = tokens[to.start : to.stop]
         mine = every.new_empty(longest, *every.shape[1:])
-        dist.reduce_scatter_tensor(mine, every, group=ctx.group)
+        _reduce_scatter(mine, every, group=ctx.group)
         return mine[: ctx.seqlen].to(grad.dtype).transpose(0, 1), None, None
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from native_sparse_attention import nsa
+from native_sparse_attention import functional, nsa
 from native_sparse_attention.compress import CompressMLP, MeanPool
 from native_sparse_attention.nn.compress.apply import compress_tokens
 from native_sparse_attention.transformer import Transformer
@@ -196,7 +196,7 @@ def draw_call(draw: Any, seqlen: int, batch: int) -> tuple[dict[str, Any], dict[
     if not merged and draw([True, False]):
         tokens |= {'q_window': token(heads, 8), 'k_window': token(kv_heads, 8), 'v_window': token(kv_heads, 6)}
     memory = [torch.randn(kv_heads, 2, size, dtype=torch.float64).requires_grad_() for size in (8, 6)]
-    shared = {'mem_kv': (memory[0], None if scores_only else memory[1])}
+    shared: dict[str, Any] = {'mem_kv': (memory[0], None if scores_only else memory[1])}
     shared['sinks'] = torch.randn(heads, 1, dtype=torch.float64).requires_grad_()
     settings: dict[str, Any] = {'merge_window': merged, 'compress_block_size': 4, 'compress_stride': 2}
     settings |= {'selection_block_size': 4, 'num_selected': draw([2, 4]), 'window_size': (draw([0, 3]), 0)}
@@ -206,11 +206,12 @@ def draw_call(draw: Any, seqlen: int, batch: int) -> tuple[dict[str, Any], dict[
 
 def leaves(*values: Any) -> list[Tensor]:
     """Return the tensors among values, and in lists, tuples and dicts of them."""
-    found: list[Tensor] = []
-    for value in values:
-        parts = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else None
-        found += leaves(*parts) if parts is not None else [] if value is None else [value]
-    return found
+    if len(values) != 1:
+        return [leaf for value in values for leaf in leaves(value)]
+    (value,) = values
+    if isinstance(value, dict | tuple | list):
+        return leaves(*(value.values() if isinstance(value, dict) else value))
+    return [] if value is None else [value]
 
 
 def shard_of(tensors: Any, shard: range) -> Any:
@@ -360,6 +361,24 @@ def raise_on_all_ranks() -> None:
         model.blocks[0].attention(torch.zeros(1, 4, 16, dtype=torch.float64))
 
 
+def draw_dropout() -> None:
+    """Calls of one rank and of all ranks have different seeds, though the ranks have one random state."""
+    model, ids, rank, seeds = apply_cp(make_model(sparse={'dropout': 0.5}), line()), make_ids(2), dist.get_rank(), []
+    inner = functional.nsa
+
+    def record(*args: Any, dropout_seed: Tensor, **settings: Any) -> Tensor:
+        seeds.append(int(dropout_seed))
+        return inner(*args, dropout_seed=dropout_seed, **settings)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(functional, 'nsa', record)
+        model(ids[:, 11 * rank : 11 * (rank + 1)], return_loss=True).backward()
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, seeds)
+    every = [seed for of_rank in found for seed in of_rank]
+    assert len(set(every)) == len(every)
+
+
 def refuse_models() -> None:
     flat, named = line(), init_device_mesh('cpu', (3, 1), mesh_dim_names=('context', 'data'))
     other = make_model()
@@ -379,6 +398,7 @@ def refuse_models() -> None:
 
 def errors() -> None:
     refuse_models()
+    draw_dropout()
     raise_on_all_ranks()
 
 
