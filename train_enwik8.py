@@ -6,8 +6,10 @@
     python train_enwik8.py --resume             the same command again: the run goes on where it stopped
     python train_enwik8.py --check-decode       decoding through the cache against the full forward, on the checkpoint
     python train_enwik8.py --sample runs/<name> --prompt 'The ' --tokens 2000    text by the checkpoint, as it comes
+    torchrun --nproc-per-node 8 train_enwik8.py --dp 4 --tp 2    the same run on 8 GPUs: batches in 4 parts, layers in 2
 
-A run writes to runs/<name>/: log.jsonl, loss.png, sample-<step>.txt, checkpoint.pt. Losses are bits per byte.
+A run writes to runs/<name>/: log.jsonl, loss.png, sample-<step>.txt, checkpoint.pt and the folder of tensors that it
+names. Losses are bits per byte.
 Validation and test predict each byte of their region but the first exactly once, in windows of --seq-len bytes that
 do not overlap. data/README.md describes the text, trainer/config.py holds the settings, and trainer/ the rest that is
 not training.
@@ -25,6 +27,7 @@ import traceback
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,9 +41,11 @@ from trainer.corpus import Corpus, load_corpus
 from trainer.decode_check import check_decode
 from trainer.folder import load_checkpoint, lock_run, refuse_existing, write_atomically
 from trainer.graph import Graph
+from trainer.ranks import ONE_PROCESS, Ranks, joined
 from trainer.record import Record, parameter_counts
 from trainer.sampling import sample
 from trainer.start import find_start
+from trainer.tensors import read_newest
 
 __all__ = [
     'PRESETS', 'Config', 'Corpus', 'Graph', 'Run', 'Transformer', 'UserError', 'build_model', 'build_optimizer', 'draw',
@@ -60,20 +65,28 @@ def build_model(config: Config, backend: str, device: torch.device) -> Transform
 
 def build_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
     """AdamW that decays weight matrices, and leaves norms, biases, memories and learned positions alone."""
-    matrices = {name: p for name, p in model.named_parameters() if p.ndim >= 2 and name.endswith('weight')}
+    matrices = {name: p for name, p in model.named_parameters() if p.ndim >= 2 and _is_weight(name)}
     others = [p for name, p in model.named_parameters() if name not in matrices]
     groups = [{'params': list(matrices.values())}, {'params': others, 'weight_decay': 0.0}]
     betas, decay, fused = (config.beta1, config.beta2), config.weight_decay, groups[0]['params'][0].is_cuda
     return torch.optim.AdamW(groups, config.lr, betas, weight_decay=decay, fused=fused)
 
 
-def build(config: Config, options: argparse.Namespace) -> tuple[torch.device, Transformer]:
+def _is_weight(name: str) -> bool:
+    return name.endswith('weight') or 'to_qkv.' in name  # divided layers have several of these
+
+
+def build(config: Config, options: argparse.Namespace, ranks: Ranks) -> tuple[torch.device, Transformer]:
+    if config.batch % ranks.dp:
+        raise UserError(f'--dp {ranks.dp}: must divide --batch {config.batch}')
     torch.set_num_threads(config.threads or torch.get_num_threads())
     with as_user_error(RuntimeError, AssertionError, of=f'--device {options.device}: '):
         device = torch.device(options.device)
         torch.empty(0, device=device)
     with as_user_error(ValueError, RuntimeError):  # sizes that do not fit
-        return device, build_model(config, options.backend, device)
+        model = build_model(config, options.backend, device)
+        ranks.divide(model, options.compile)
+        return device, model
 
 
 def learning_rate(step: int, config: Config) -> float:
@@ -116,7 +129,7 @@ class Run(Record):
     def train(self) -> None:
         """Train from the current step to the last validation and sample."""
         config, done, spent, said = self.config, 0, 0.0, -math.inf
-        with progress(self.folder.name, config.steps, self.step, 'step') as bar:
+        with progress(self.folder.name, config.steps, self.step, 'step', shows=self.ranks.is_first) as bar:
             while True:
                 if self.evaluation_is_due():
                     self.evaluate('valid')
@@ -146,8 +159,7 @@ class Run(Record):
                     self.recent, done, spent = [], 0, 0.0
                 if self.due(config.save_every):
                     self.save()
-                if self.signals:
-                    raise Interrupted
+                self.stop_at_signal()
 
     def due(self, every: int) -> bool:
         return self.step == self.config.steps or (self.step > 0 and self.step % every == 0)
@@ -162,10 +174,11 @@ class Run(Record):
         self.model.train()
         for group in self.optimizer.param_groups:
             group['lr'] = learning_rate(self.step, config)
-        ids = draw(self.corpus.splits['train'], config, self.step)
+        ids = self.ranks.rows(draw(self.corpus.splits['train'], config, self.step), dim=1)
         if self.device.type == 'cuda':  # from pageable memory the copy would wait for the step before
             ids = ids.pin_memory().to(self.device, non_blocking=True)
-        self.recent.append(self.differentiate(ids) if self.graph is None else self.graph(ids))
+        loss = self.differentiate(ids) if self.graph is None else self.graph(ids)
+        self.recent.append(self.ranks.sum(loss) / self.ranks.dp)
         nn.utils.clip_grad_norm_(self.model.parameters(), config.clip)
         self.optimizer.step()
         self.step += 1
@@ -195,12 +208,14 @@ class Run(Record):
         whole, nats = self.corpus.splits[split], 0.0
         text = whole[: self.config.eval_bytes or None]
         self.model.eval()
-        with progress(split, len(text) - 1, 0, 'B', leave=False) as bar:
+        with progress(split, len(text) - 1, 0, 'B', leave=False, shows=self.ranks.is_first) as bar:
             for ids in windows(text, self.config.seq_len, self.config.batch):
-                if self.signals:
-                    raise Interrupted
-                nats += self.loss(ids).item() * ids[:, 1:].numel()
+                self.stop_at_signal()
+                # All processes make the same calls: one without rows reads the first, which does not count.
+                mine = self.ranks.rows(ids)
+                nats += self.loss(mine if len(mine) else ids[:1]).item() * mine[:, 1:].numel()
                 bar.update(ids[:, 1:].numel())
+        nats = self.ranks.sum(torch.tensor(nats, dtype=torch.float64)).item()
         bpb = nats / math.log(2) / (len(text) - 1)
         self.log(split=split, bpb=bpb, bytes=len(text), bytes_of_split=len(whole))
         say(f'step {self.step}: {split} {bpb:.4f} bits per byte ({self.corpus.name}, {plots.coverage(self.rows[-1])})')
@@ -208,10 +223,13 @@ class Run(Record):
     def generate(self, count: int) -> Tensor:
         generator = seeded(self.config, 'sample', self.step, self.device)
         settings = {'temperature': self.config.temperature, 'top_p': self.config.top_p, 'generator': generator}
-        return self.model.generate(self.prompt(), count, **settings)
+        with self.ranks.holding(self.model):
+            return self.model.generate(self.prompt(), count, **settings)
 
     def write_sample(self) -> None:
         ids = self.prompt(), self.generate(self.config.sample_bytes)
+        if not self.ranks.is_first:
+            return
         given, new = (bytes(row[0].tolist()).decode(errors='replace') for row in ids)
         head = f'{self.folder.name}, step {self.step}: the validation text of {self.corpus.name} continued'
         text = f'{head}\n\n{given}\n--- continued ---\n{new}\n'
@@ -221,26 +239,29 @@ class Run(Record):
     def rehearse(self) -> None:
         """A forward, a backward and a generated byte: what this model cannot do is said before anything is written."""
         with as_user_error(ValueError, NotImplementedError), torch.random.fork_rng():
-            self.loss(draw(self.corpus.splits['train'], self.config, self.step)[0]).backward()
+            ids = self.ranks.rows(draw(self.corpus.splits['train'], self.config, self.step)[0])
+            self.loss(ids).backward()
             self.generate(1)
         self.optimizer.zero_grad()
 
 
-def open_run(options: argparse.Namespace, given: dict[str, Any], locks: contextlib.ExitStack) -> Run:
+def open_run(
+    options: argparse.Namespace, given: dict[str, Any], locks: contextlib.ExitStack, ranks: Ranks = ONE_PROCESS
+) -> Run:
     """Return a new run that has written nothing yet, or with --resume or --check-decode the one of a checkpoint.
 
     The text is loaded last, so that a refusal asks no network. `locks` holds the lock of a resumed run.
     """
-    start = find_start(options, given, locks)
-    device, model = build(start.config, options)
+    start = ranks.from_first(lambda: find_start(options, given, locks))
+    device, model = ranks.together(lambda: build(start.config, options, ranks))
     with as_user_error(ValueError):
         optimizer = build_optimizer(model, start.config)
-    corpus = start.corpus(only_prompt=options.check_decode)
-    forward = torch.compile(model) if options.compile else model
-    run = Run(start.config, start.preset, start.folder, corpus, device, model, forward, optimizer)
+    corpus = ranks.from_first(lambda: start.corpus(only_prompt=options.check_decode))
+    forward = torch.compile(model) if options.compile and ranks.mesh is None else model
+    run = Run(start.config, start.preset, start.folder, corpus, device, model, forward, optimizer, ranks)
     run.replays = options.graph and run.can_replay()
     if start.state:
-        run.restore(start.state)
+        read_newest(run.folder, start.state, run.restore)
     return run
 
 
@@ -250,38 +271,45 @@ def carry_out(run: Run, options: argparse.Namespace, locks: contextlib.ExitStack
         raise UserError(f'{run.folder}: finished after {run.step} steps (--name starts another run)')
     run.rehearse()
     if options.wandb:
-        run.start_wandb()
+        run.ranks.from_first(run.start_wandb)
     with torch.random.fork_rng():
         twin = build_model(replace(run.config, attention='dense'), 'auto', torch.device('cpu'))
     if not options.resume:
-        run.folder.mkdir(parents=True, exist_ok=True)
-        locks.enter_context(lock_run(run.folder))
-        refuse_existing(run.folder)  # another process may have started it meanwhile
+        run.ranks.from_first(lambda: claim(run.folder, locks))
     run.begin(options.resume, parameter_counts(run.model, twin), run.backend())
     note_signals(run.signals)
+    code = 0
     try:
         run.train()
         run.evaluate('test')
         run.finished = True
-    except Interrupted:
+    except Interrupted as interrupted:
+        code = 128 + interrupted.args[0]
         say(f'{run.folder}: interrupted and saved at step {run.step} (the same command with --resume goes on)')
     run.save()
-    if not run.finished:
-        return 128 + run.signals[0]
-    run.end()
-    return 0
+    if run.finished:
+        run.end()
+    return code
+
+
+def claim(folder: Path, locks: contextlib.ExitStack) -> None:
+    """Make the folder of a new run and hold its lock."""
+    folder.mkdir(parents=True, exist_ok=True)
+    locks.enter_context(lock_run(folder))
+    refuse_existing(folder)  # another process may have started it meanwhile
 
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code 0; 1 if --check-decode finds a difference; 2 for what the user can put right; 128 + n on signal n."""
     try:
-        with contextlib.ExitStack() as locks:
+        with joined() as join, contextlib.ExitStack() as locks:
             options, given = parse(argv, __doc__ or '')
+            ranks = join(options)
             if options.sample:
                 return sample(options, given, build)
             if options.compare:
                 return plots.compare(options.compare, options.runs_dir / 'compare.png')
-            run = open_run(options, given, locks)
+            run = open_run(options, given, locks, ranks)
             if options.check_decode:
                 return check_decode(run, options.backend in ('auto', 'eager'), seeded(run.config, 'check', 0))
             return carry_out(run, options, locks)
@@ -289,7 +317,8 @@ def main(argv: list[str] | None = None) -> int:
         if '--traceback' in (sys.argv if argv is None else argv):
             traceback.print_exc()
         message = f'{error.filename}: {error.strerror}' if isinstance(error, OSError) and error.filename else str(error)
-        print(f'train_enwik8.py: {message}', file=sys.stderr)
+        if message:  # another process has one otherwise
+            print(f'train_enwik8.py: {message}', file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 128 + signal.SIGINT

@@ -114,6 +114,8 @@ def parse(argv: list[str] | None, description: str = '') -> tuple[argparse.Names
     add('--tokens', type=int, metavar='N', help='bytes of that text (512)')
     add('--backend', default='auto', help='of sparse attention: auto, triton, flex, eager (%(default)s)')
     add('--device', default='cuda' if torch.cuda.is_available() else 'cpu', help='cuda or cpu (%(default)s)')
+    add('--dp', type=int, metavar='N', help='of the processes of torchrun: parts of a batch (all that --tp leaves)')
+    add('--tp', type=int, default=1, metavar='N', help='of the processes of torchrun: parts of a layer (%(default)s)')
     add('--compile', action='store_true', help='through torch.compile')
     add('--graph', action=argparse.BooleanOptionalAction, default=True, help='replay steps as a CUDA graph, on GPUs')
     add('--unpack-gib', type=float, default=4.0, metavar='X', help='largest text in an archive (%(default)s)')

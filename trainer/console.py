@@ -17,7 +17,7 @@ class UserError(Exception):
 
 
 class Interrupted(Exception):
-    """Ctrl-C or SIGTERM arrived, and the run stands between two steps."""
+    """Ctrl-C or SIGTERM arrived (the number is the argument), and the run stands between two steps."""
 
 
 @contextlib.contextmanager
@@ -38,10 +38,12 @@ def say(text: str) -> None:
     sys.stdout.flush()  # a pipe would hold it back
 
 
-def progress(name: str, total: int | None, done: int, unit: str, leave: bool = True) -> tqdm:
-    """Return a progress bar, disabled where stderr is no terminal."""
+def progress(name: str, total: int | None, done: int, unit: str, leave: bool = True, shows: bool = True) -> tqdm:
+    """Return a progress bar, hidden where stderr is no terminal."""
     scale = unit == 'B'
-    return tqdm(desc=name, total=total, initial=done, unit=unit, unit_scale=scale, leave=leave, disable=None)
+    return tqdm(
+        desc=name, total=total, initial=done, unit=unit, unit_scale=scale, leave=leave, disable=None if shows else True
+    )
 
 
 def note_signals(received: list[int]) -> None:

@@ -22,11 +22,12 @@ from trainer.console import UserError, one_line
 CHECKPOINT = 'checkpoint.pt'
 LOG = 'log.jsonl'
 LOCK = 'lock'
+TENSORS = 'tensors-'  # start of the names of folders
 PART = '.part'
 MAX_READS = 100  # of the text of a lock, 10 ms apart
 STATE_KEYS = (
-    'config', 'preset', 'corpus', 'prompt', 'model', 'optimizer', 'random', 'random_cuda', 'step', 'seconds', 'recent',
-    'rows', 'finished',
+    'config', 'preset', 'corpus', 'prompt', 'tensors', 'random', 'random_cuda', 'step', 'seconds', 'recent', 'rows',
+    'finished',
 )  # fmt: skip
 
 
@@ -155,7 +156,7 @@ def refuse_existing(folder: Path) -> None:
     if not os.path.lexists(folder):
         return
     left = [p.name for p in folder.iterdir()] if folder.is_dir() and not folder.is_symlink() else [folder.name]
-    if any(name not in (LOG, LOCK) and not name.endswith(PART) for name in left):
+    if any(name not in (LOG, LOCK) and not name.startswith(TENSORS) and not name.endswith(PART) for name in left):
         raise UserError(f'{folder}: exists already (--resume continues it, --name starts another run)')
 
 

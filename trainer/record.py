@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,9 +17,11 @@ from native_sparse_attention.nn.dense import DenseAttention
 from native_sparse_attention.nn.transformer import Transformer
 from trainer import plots
 from trainer.config import Config
-from trainer.console import UserError, as_user_error, say
+from trainer.console import Interrupted, UserError, say
 from trainer.corpus import Corpus
-from trainer.folder import CHECKPOINT, LOG, append_row, encode_rows, write_atomically
+from trainer.folder import CHECKPOINT, LOG, TENSORS, append_row, encode_rows, write_atomically
+from trainer.ranks import Ranks
+from trainer.tensors import load_tensors, save_tensors
 
 
 @dataclass
@@ -33,16 +36,23 @@ class Record:
     model: Transformer
     forward: Callable[..., Tensor]  # the model, or its compiled form
     optimizer: torch.optim.Optimizer
+    ranks: Ranks = field(default_factory=Ranks)
     step: int = 0  # steps done
     seconds: float = 0.0  # in training steps, without evaluations and samples
     recent: list[Tensor] = field(default_factory=list)  # losses since the last training line of the log
     rows: list[dict[str, Any]] = field(default_factory=list)  # of the log
     finished: bool = False
-    signals: list[int] = field(default_factory=list)  # received
+    tensors: str = ''  # folder that the checkpoint names
+    signals: list[int] = field(default_factory=list)  # received by this process
     wandb: Any = None
 
     def prompt(self) -> Tensor:
         return self.corpus.splits['valid'][: self.config.prompt_bytes].long()[None].to(self.device)
+
+    def stop_at_signal(self) -> None:
+        """Raise `Interrupted` if a signal arrived in any process."""
+        if number := self.ranks.agree(self.signals[0] if self.signals else 0):
+            raise Interrupted(number)
 
     def autocast(self) -> torch.autocast:
         enabled = self.config.amp and self.device.type == 'cuda'
@@ -53,20 +63,21 @@ class Record:
         attention = next((m for m in self.model.modules() if isinstance(m, SparseAttention)), None)
         if attention is None:
             return None
-        x = torch.empty(self.config.batch, self.config.seq_len, self.config.dim, device=self.device)
+        x = torch.empty(self.config.batch // self.ranks.dp, self.config.seq_len, self.config.dim, device=self.device)
         with self.autocast():
             return str(attention.backend_for(x))
 
     def can_replay(self) -> bool:
         """Return whether every step has the same launches and reads nothing back."""
-        is_compiled = self.forward is not self.model
-        return self.device.type == 'cuda' and not is_compiled and self.backend() in (None, 'triton')
+        is_whole = self.forward is self.model and self.ranks.mesh is None
+        return self.device.type == 'cuda' and is_whole and self.backend() in (None, 'triton')
 
     def log(self, **row: Any) -> None:
         """Add a line to log.jsonl. A figure stands beside the text, the split and the number of bytes it covers."""
         row = {'step': self.step, 'seconds': round(self.seconds, 3), 'corpus': self.corpus.name, **row}
-        append_row(self.folder, row)
         self.rows.append(row)
+        if self.ranks.is_first:
+            append_row(self.folder, row)
         if self.wandb and 'split' in row:
             self.wandb.log({f'{row["split"]} bits per byte, {self.corpus.name}': row['bpb']}, step=self.step)
 
@@ -81,31 +92,44 @@ class Record:
             self.log(yardstick=f'unigram model of the {name} text', bpb=bits, **covers)
 
     def plot(self) -> None:
+        if not self.ranks.is_first:
+            return
         title = f'{self.folder.name}: {self.config.attention} attention on {self.corpus.name}'
         plots.plot_run(self.folder / 'loss.png', self.rows, title)
 
     def save(self) -> None:
+        """Write the tensors of this step to a folder, and then the checkpoint that names it."""
+        tensors = f'{TENSORS}{self.step:06d}'
+        if tensors != self.tensors:
+            path = self.folder / tensors
+            self.ranks.from_first(lambda: shutil.rmtree(path, ignore_errors=True))  # of a process that was killed
+            save_tensors(path, self.model, self.optimizer if self.step else None)
+            self.tensors = tensors
+        if self.ranks.is_first:
+            self._write_checkpoint()
+
+    def _write_checkpoint(self) -> None:
         state = {
             'config': asdict(self.config),
             'preset': self.preset,
             'corpus': {'name': self.corpus.name, 'data': self.corpus.data, 'sha256': self.corpus.sha256},
             'prompt': self.prompt()[0].byte().cpu(),
-            'model': self.model.state_dict(),
-            'optimizer': self.optimizer.state_dict(),
             'random': torch.get_rng_state(),
             'random_cuda': torch.cuda.get_rng_state(self.device) if self.device.type == 'cuda' else None,
-            **{name: getattr(self, name) for name in ('step', 'seconds', 'recent', 'rows', 'finished')},
+            **{name: getattr(self, name) for name in ('tensors', 'step', 'seconds', 'recent', 'rows', 'finished')},
         }
         content = io.BytesIO()  # torch.save hides the OSError of a file that it writes to
         torch.save(state, content)
         write_atomically(self.folder / CHECKPOINT, content.getvalue())
+        for path in self.folder.glob(f'{TENSORS}*'):
+            if path.name != self.tensors:
+                shutil.rmtree(path)
 
     def restore(self, state: dict[str, Any]) -> None:
         """Stand where the checkpoint was written. Evaluations at that very step are repeated, so their lines go."""
-        with as_user_error(RuntimeError, ValueError, of=f'{self.folder / CHECKPOINT}: of another shape: '):
-            self.model.load_state_dict(state['model'])
-            self.optimizer.load_state_dict(state['optimizer'])
         self.step, self.seconds, self.finished = state['step'], state['seconds'], state['finished']
+        self.tensors = state['tensors']
+        load_tensors(self.folder / self.tensors, self.model, self.optimizer if self.step else None)
         self.recent = [loss.to(self.device) for loss in state['recent']]
         self.rows = [r for r in state['rows'] if r['step'] < self.step or r.get('split') in (None, 'train')]
         torch.set_rng_state(state['random'])
@@ -114,23 +138,27 @@ class Record:
 
     def begin(self, resumed: bool, sizes: dict[str, int], backend: str | None) -> None:
         """Start the log, or cut it back to the checkpoint, and print what is trained."""
-        if resumed:
+        if self.ranks.is_first:
             write_atomically(self.folder / LOG, encode_rows(self.rows))
-        else:
-            write_atomically(self.folder / LOG, b'')
+        if not resumed:
             about = {'preset': self.preset, 'config': asdict(self.config), 'parameters': sizes}
             self.log(**about, torch=str(torch.__version__), backend=backend)
-            self.log_yardsticks()
+            if self.ranks.is_first:
+                self.log_yardsticks()
             self.save()
         counts = f'{sizes["total"]:,} parameters ({sizes["attention"]:,} in attention'
         counts += f', {sizes["sparse only"]:,} of them only in sparse attention)' if sizes['sparse only'] else ')'
         length = len(self.corpus.splits['train'])
         what = f'{self.config.attention} attention, {counts}, {length:,} bytes of {self.corpus.name} to train on'
-        say(f'{self.folder}: {what}, {self.device}, from step {self.step} to {self.config.steps}')
+        say(f'{self.folder}: {what}, {self.where()}, from step {self.step} to {self.config.steps}')
         if backend:
             say(f'{self.folder}: attention by {backend}')
         for row in self.yardsticks():
             say(f'yardstick: {row["bpb"]:.4f} bits per byte, {row["yardstick"]}')
+
+    def where(self) -> str:
+        processes = f', {self.ranks.dp} x {self.ranks.tp} processes (data x tensor)' if self.ranks.mesh else ''
+        return f'{self.device.type if self.ranks.mesh else self.device}{processes}'
 
     def start_wandb(self) -> None:
         try:

@@ -18,8 +18,10 @@ from native_sparse_attention.nn.transformer import Transformer
 from trainer.config import Config
 from trainer.console import UserError, as_user_error
 from trainer.folder import load_checkpoint
+from trainer.ranks import Ranks
+from trainer.tensors import load_tensors, read_newest
 
-Build = Callable[[Config, argparse.Namespace], tuple[torch.device, Transformer]]
+Build = Callable[[Config, argparse.Namespace, Ranks], tuple[torch.device, Transformer]]
 
 
 def sample(options: argparse.Namespace, given: dict[str, Any], build: Build) -> int:
@@ -35,9 +37,8 @@ def sample(options: argparse.Namespace, given: dict[str, Any], build: Build) -> 
         raise UserError(f'--tokens {count}: must be at least 1')
     state = load_checkpoint(options.sample)
     config = replace(state['config'], **given)
-    device, model = build(config, options)
-    with as_user_error(RuntimeError, of=f'{options.sample}/checkpoint.pt: of another shape: '):
-        model.load_state_dict(state['model'])
+    device, model = build(config, options, Ranks())
+    read_newest(options.sample, state, lambda state: load_tensors(options.sample / state['tensors'], model))
     if config.amp and device.type == 'cuda':
         model.bfloat16()
     decoder = codecs.getincrementaldecoder('utf-8')(errors='replace')  # holds back the start of a character

@@ -29,6 +29,9 @@ class Start:
     named_text: bool  # by this call
     found: Corpus | None  # the text, where the name of the run depends on it
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), 'found': None}  # other processes get the text by itself
+
     def corpus(self, only_prompt: bool) -> Corpus:
         """Load the text; with `only_prompt` and no --data just the prompt that the checkpoint holds."""
         if only_prompt and self.state and not self.named_text:

@@ -5,8 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint import FileSystemReader
 
 import train_enwik8
+from trainer.tensors import without_warnings
 
 TINY = {
     'dim': 16, 'depth': 1, 'heads': 2, 'kv_heads': 1, 'dim_head': 8, 'sliding_window_size': 8, 'compress_block_size': 4,
@@ -34,9 +37,19 @@ def flat(value: Any, name: str = '') -> dict[str, Any]:
     return {name: value}
 
 
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """The weights and the state of the optimizer that the checkpoint of a run names."""
+    path = folder / torch.load(folder / 'checkpoint.pt', weights_only=True)['tensors']
+    stored: dict[str, Any] = dict(FileSystemReader(path).read_metadata().state_dict_metadata)
+    state = {name: torch.empty(found.size, dtype=found.properties.dtype) for name, found in stored.items()}
+    with without_warnings():
+        checkpoint.load(state, checkpoint_id=path, no_dist=True)
+    return state
+
+
 def assert_same_run(one: Path, other: Path) -> None:
     """Bit for bit: weights, optimizer, random states, log and samples."""
-    a, b = (flat(torch.load(folder / 'checkpoint.pt', weights_only=True)) for folder in (one, other))
+    a, b = (flat(torch.load(run / 'checkpoint.pt', weights_only=True)) | tensors(run) for run in (one, other))
     assert a.keys() == b.keys()
     for name in a:
         if not name.endswith(('tokens_per_s', 'seconds')):

@@ -4,6 +4,7 @@ import contextlib
 import math
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import torch
 import train_enwik8
 from tests.support.training_runs import assert_same_run, command, contents, rows
 from train_enwik8 import PRESETS, Config, Run, UserError, main
+from trainer.tensors import load_tensors
 
 
 @pytest.fixture(autouse=True)
@@ -120,7 +122,7 @@ def test_data_of_a_step_depends_on_seed_and_step_alone() -> None:
 def test_a_run_and_what_it_writes(text: Path, runs: Path, capsys, attention: str) -> None:
     assert main(command(text, runs, attention=attention)) == 0
     folder = runs / f'cpu-{attention}-words.txt'
-    expected = {'checkpoint.pt', 'log.jsonl', 'loss.png', 'sample-000006.txt', 'sample-000012.txt'}
+    expected = {'checkpoint.pt', 'tensors-000012', 'log.jsonl', 'loss.png', 'sample-000006.txt', 'sample-000012.txt'}
     assert {p.name for p in folder.iterdir()} == expected
     log = rows(folder, timeless=False)
     assert all(row['corpus'] == 'words.txt' for row in log)
@@ -287,8 +289,12 @@ def test_another_text_is_refused(finished: Path, text: Path, tmp_path: Path, cap
     assert contents(finished) == before
 
 
-@pytest.mark.parametrize('damage', ['truncated', 'empty', 'another shape', 'another version', 'not a checkpoint'])
+@pytest.mark.parametrize(
+    'damage',
+    ['truncated', 'empty', 'another shape', 'another version', 'not a checkpoint', 'no tensors', 'truncated tensors'],
+)
 def test_a_bad_checkpoint_is_refused(finished: Path, capsys, damage: str) -> None:
+    in_tensors = ('another shape', 'no tensors', 'truncated tensors')
     path = finished / 'checkpoint.pt'
     state = torch.load(path, weights_only=True)
     if damage == 'truncated':
@@ -299,10 +305,16 @@ def test_a_bad_checkpoint_is_refused(finished: Path, capsys, damage: str) -> Non
         path.write_bytes(b'a text of some length')
     elif damage == 'another shape':
         torch.save({**state, 'config': {**state['config'], 'dim': 32}}, path)
+    elif damage == 'no tensors':
+        shutil.rmtree(finished / state['tensors'])
+    elif damage == 'truncated tensors':
+        (file,) = (finished / state['tensors']).glob('*.distcp')
+        file.write_bytes(file.read_bytes()[:-1000])
     else:
         torch.save({**state, 'config': {**state['config'], 'unheard_of': 1}}, path)
     before = contents(finished)
-    assert str(path) in refused(['--runs-dir', str(finished.parent), '--name', 'done', '--resume'], capsys)
+    line = refused(['--runs-dir', str(finished.parent), '--name', 'done', '--resume'], capsys)
+    assert str(finished / state['tensors'] if damage in in_tensors else path) in line
     assert contents(finished) == before
 
 
@@ -320,6 +332,8 @@ def test_a_bad_checkpoint_is_refused(finished: Path, capsys, damage: str) -> Non
         (['--kv-heads', '3'], 'kv_heads'),
         (['--backend', 'cudnn'], 'backend'),
         (['--device', 'abacus'], '--device abacus: '),
+        (['--dp', '2'], '--dp 2 --tp 1: the number of processes is 1, but must be 2 (torchrun --nproc-per-node)'),
+        (['--tp', '2'], '--tp 2: the number of processes is 1, but must be a multiple of 2'),
         (['--top-p', '1.5'], 'top_p'),
         (['--wandb'], 'wandb is not installed'),
     ],
@@ -408,7 +422,7 @@ def test_sample_prints_what_the_checkpoint_generates(finished: Path) -> None:
     )
     state = train_enwik8.load_checkpoint(finished)
     model = train_enwik8.build_model(state['config'], 'auto', torch.device('cpu'))
-    model.load_state_dict(state['model'])
+    load_tensors(finished / state['tensors'], model)
     ids = torch.tensor([list(prompt.encode())])
     written = bytes(model.generate(ids, count, 1.0, top_p=0.9, seed=5)[0].tolist())
     # Two steps of training leave bytes that are no text, so the decoder has characters to hold back and to replace.
@@ -461,5 +475,5 @@ def test_sample_errors_of_the_run(finished: Path, capsys) -> None:
     )
     state = torch.load(finished / 'checkpoint.pt', weights_only=True)
     torch.save({**state, 'config': {**state['config'], 'dim': 32}}, finished / 'checkpoint.pt')
-    assert 'checkpoint.pt: of another shape' in refused([*SAMPLE, str(finished)], capsys)
+    assert 'tensors-000002: damaged or of another shape' in refused([*SAMPLE, str(finished)], capsys)
     assert '--prompt and --tokens: need --sample' in refused(['--prompt', 'the'], capsys)

@@ -1,0 +1,183 @@
+"""The processes of a run: rows and layers are divided over them, and they decide together."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from native_sparse_attention.nn.transformer import Transformer
+from trainer.config import spelled
+from trainer.console import UserError, as_user_error
+
+Result = TypeVar('Result')
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes of a run, dp x tp of them. Those of one data rank read the same rows and share the heads."""
+
+    dp: int = 1
+    tp: int = 1
+    mesh: DeviceMesh | None = None  # data x tensor; None in one process
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the process that prints and writes."""
+        return self.mesh is None or dist.get_rank() == 0
+
+    def divide(self, model: Transformer, compiles: bool) -> None:
+        """Divide a model over the processes, in place."""
+        if self.mesh is None:
+            return
+        from native_sparse_attention.distributed import apply_fsdp, apply_tp
+
+        if self.tp > 1:
+            with as_user_error(ValueError, of=f'--tp {self.tp}: '):
+                apply_tp(model, self.mesh['tensor'])
+        if compiles:
+            for block in model.blocks:
+                block.compile()
+        if self.dp > 1:
+            apply_fsdp(model, self.mesh['data'])
+
+    def holding(self, model: Transformer) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the weights stay whole, for generation."""
+        from native_sparse_attention.distributed import hold_weights
+
+        return hold_weights(model) if self.dp > 1 else contextlib.nullcontext()
+
+    def rows(self, ids: Tensor, dim: int = 0) -> Tensor:
+        """Return the rows, dimension `dim` of ids, that this data rank reads."""
+        return ids.tensor_split(self.dp, dim)[0 if self.mesh is None else self.mesh['data'].get_local_rank()]
+
+    def sum(self, value: Tensor) -> Tensor:
+        """Return the sum of a tensor over the data ranks."""
+        if self.dp > 1:
+            assert self.mesh is not None
+            dist.all_reduce(value, group=self.mesh['data'].get_group())
+        return value
+
+    def agree(self, value: int) -> int:
+        """Return the largest value of all processes. Nothing on a GPU is waited for."""
+        if self.mesh is None:
+            return value
+        dist.all_reduce(largest := torch.tensor(value), dist.ReduceOp.MAX)
+        return int(largest)
+
+    def together(self, function: Callable[[], Result]) -> Result:
+        """Return the result of a function that every process calls. An error of one of them is raised in all.
+
+        The function communicates nothing.
+        """
+        result, error = None, None
+        try:
+            result = function()
+        except (UserError, OSError) as raised:
+            error = raised
+        if self.mesh is not None:
+            errors: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(errors, error)
+            error = error or next(filter(None, errors), None)
+        if error is not None:
+            raise error
+        return result  # type: ignore[return-value]
+
+    def from_first(self, function: Callable[[], Result]) -> Result:
+        """Return the result of a function that the first process alone calls."""
+        result: list[Any] = [self.together(function if self.is_first else lambda: None)]
+        if self.mesh is not None:
+            dist.broadcast_object_list(copies := [result[0]], src=0)
+            return result[0] if self.is_first else copies[0]
+        return result[0]
+
+
+ONE_PROCESS = Ranks()
+
+
+@contextlib.contextmanager
+def joined() -> Iterator[Callable[[argparse.Namespace], Ranks]]:
+    """Meet the processes that torchrun started, for the context; without it there is one.
+
+    Yields a function of the options of this call that returns the `Ranks`, in which `device` becomes the GPU of this
+    process. It raises `UserError` for another number of processes than dp x tp, and for fewer GPUs than processes.
+
+    Other processes than the first print nothing. Of those that fail, one has a message, the others a `UserError`
+    without text: peers of a process that fails miss it and fail too, so the first to fail has the cause.
+    """
+    if 'WORLD_SIZE' not in os.environ or os.environ['WORLD_SIZE'] == '1':
+        yield lambda options: Ranks(*_layout(options, 1))
+        return
+    store, rank, world = next(iter(dist.rendezvous('env://')))
+    with contextlib.ExitStack() as stack:
+        if rank:
+            stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, 'w'))))
+        try:
+            yield lambda options: _join(options, store, rank, world)
+        except (UserError, OSError, RuntimeError) as error:
+            is_lost = isinstance(error, RuntimeError)
+            if is_lost and not (isinstance(error, dist.DistError) or '/gloo/' in str(error)):
+                raise
+            try:
+                is_cause = store.add('failed', 1) == 1
+            except dist.DistError:  # without torchrun the store ends with the first process
+                is_cause = True
+            if not is_lost:
+                _leave()
+            if is_cause and not is_lost:
+                raise
+            message = 'another process of this run ended (the same command with --resume goes on)' if is_cause else ''
+            raise UserError(message) from error
+        _leave()
+
+
+def _join(options: argparse.Namespace, store: dist.Store, rank: int, world: int) -> Ranks:
+    dp, tp = _layout(options, world)
+    kind = _choose_device(options)
+    dist.init_process_group('gloo' if kind == 'cpu' else 'cpu:gloo,cuda:nccl', store=store, rank=rank, world_size=world)
+    return Ranks(dp, tp, init_device_mesh(kind, (dp, tp), mesh_dim_names=('data', 'tensor')))
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _layout(options: argparse.Namespace, world: int) -> tuple[int, int]:
+    """Return the numbers of data and of tensor ranks."""
+    dp, tp = options.dp, options.tp
+    trains_nothing = [name for name in ('sample', 'compare', 'check_decode') if getattr(options, name)]
+    if world > 1 and trains_nothing:
+        raise UserError(f'{spelled(trains_nothing[0])}: runs in one process, without torchrun')
+    for name, value in (('--dp', dp), ('--tp', tp)):
+        if value is not None and value < 1:
+            raise UserError(f'{name} {value}: must be at least 1')
+    if dp is None and world % tp == 0:
+        dp = world // tp
+    if dp is None or dp * tp != world:
+        given, needed = (f'--tp {tp}', f'a multiple of {tp}') if dp is None else (f'--dp {dp} --tp {tp}', dp * tp)
+        raise UserError(
+            f'{given}: the number of processes is {world}, but must be {needed} (torchrun --nproc-per-node)'
+        )
+    return dp, tp
+
+
+def _choose_device(options: argparse.Namespace) -> str:
+    """Give the process a GPU of its own, and return 'cuda' or 'cpu'."""
+    kind, on_host, present = options.device, int(os.environ['LOCAL_WORLD_SIZE']), torch.cuda.device_count()
+    if kind not in ('cuda', 'cpu'):
+        raise UserError(f'--device {kind}: must be cuda or cpu for several processes, each of which takes a GPU')
+    if kind == 'cuda':
+        if on_host > present:
+            raise UserError(f'--device cuda: {on_host} processes on a host with {present} GPUs, but each needs its own')
+        options.device = f'cuda:{os.environ["LOCAL_RANK"]}'
+        torch.cuda.set_device(options.device)
+    return kind
