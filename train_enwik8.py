@@ -84,9 +84,7 @@ def build(config: Config, options: argparse.Namespace, ranks: Ranks) -> tuple[to
         device = torch.device(options.device)
         torch.empty(0, device=device)
     with as_user_error(ValueError, RuntimeError):  # sizes that do not fit
-        model = build_model(config, options.backend, device)
-        ranks.divide(model, options.compile)
-        return device, model
+        return device, build_model(config, options.backend, device)
 
 
 def learning_rate(step: int, config: Config) -> float:
@@ -254,6 +252,7 @@ def open_run(
     """
     start = ranks.from_first(lambda: find_start(options, given, locks))
     device, model = ranks.together(lambda: build(start.config, options, ranks))
+    ranks.divide(model, options.compile)
     with as_user_error(ValueError):
         optimizer = build_optimizer(model, start.config)
     corpus = ranks.from_first(lambda: start.corpus(only_prompt=options.check_decode))

@@ -1,1 +1,1 @@
-"""Modules used by train_enwik8.py alone: settings, text, run folder, pictures, sampling and the decode check."""
+"""Modules used by train_enwik8.py alone: settings, processes, text, run folder, pictures, sampling, decode check."""

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from native_sparse_attention.distributed import apply_fsdp, apply_tp, hold_weights
 from native_sparse_attention.nn.transformer import Transformer
 from trainer.config import spelled
 from trainer.console import UserError, as_user_error
@@ -35,11 +36,9 @@ class Ranks:
         return self.mesh is None or dist.get_rank() == 0
 
     def divide(self, model: Transformer, compiles: bool) -> None:
-        """Divide a model over the processes, in place."""
+        """Divide a model over the processes, in place. An error is raised in all of them."""
         if self.mesh is None:
             return
-        from native_sparse_attention.distributed import apply_fsdp, apply_tp
-
         if self.tp > 1:
             with as_user_error(ValueError, of=f'--tp {self.tp}: '):
                 apply_tp(model, self.mesh['tensor'])
@@ -51,8 +50,6 @@ class Ranks:
 
     def holding(self, model: Transformer) -> contextlib.AbstractContextManager[None]:
         """Return a context in which the weights stay whole, for generation."""
-        from native_sparse_attention.distributed import hold_weights
-
         return hold_weights(model) if self.dp > 1 else contextlib.nullcontext()
 
     def rows(self, ids: Tensor, dim: int = 0) -> Tensor:
@@ -60,11 +57,11 @@ class Ranks:
         return ids.tensor_split(self.dp, dim)[0 if self.mesh is None else self.mesh['data'].get_local_rank()]
 
     def sum(self, value: Tensor) -> Tensor:
-        """Return the sum of a tensor over the data ranks."""
-        if self.dp > 1:
-            assert self.mesh is not None
-            dist.all_reduce(value, group=self.mesh['data'].get_group())
-        return value
+        """Return the sum over the data ranks of a tensor that tensor ranks have alike."""
+        if self.mesh is None:
+            return value
+        dist.all_reduce(value)
+        return value / self.tp
 
     def agree(self, value: int) -> int:
         """Return the largest value of all processes. Nothing on a GPU is waited for."""
@@ -93,11 +90,11 @@ class Ranks:
 
     def from_first(self, function: Callable[[], Result]) -> Result:
         """Return the result of a function that the first process alone calls."""
-        result: list[Any] = [self.together(function if self.is_first else lambda: None)]
+        result: Any = self.together(function if self.is_first else lambda: None)
         if self.mesh is not None:
-            dist.broadcast_object_list(copies := [result[0]], src=0)
-            return result[0] if self.is_first else copies[0]
-        return result[0]
+            dist.broadcast_object_list(copies := [result], src=0)
+            result = result if self.is_first else copies[0]
+        return result
 
 
 ONE_PROCESS = Ranks()
@@ -116,15 +113,16 @@ def joined() -> Iterator[Callable[[argparse.Namespace], Ranks]]:
     if 'WORLD_SIZE' not in os.environ or os.environ['WORLD_SIZE'] == '1':
         yield lambda options: Ranks(*_layout(options, 1))
         return
-    store, rank, world = next(iter(dist.rendezvous('env://')))
+    with as_user_error(ValueError):
+        store, rank, world = next(iter(dist.rendezvous('env://')))
     with contextlib.ExitStack() as stack:
         if rank:
             stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, 'w'))))
         try:
             yield lambda options: _join(options, store, rank, world)
         except (UserError, OSError, RuntimeError) as error:
-            is_lost = isinstance(error, RuntimeError)
-            if is_lost and not (isinstance(error, dist.DistError) or '/gloo/' in str(error)):
+            is_lost = is_lost_peer(error)
+            if isinstance(error, RuntimeError) and not is_lost:
                 raise
             try:
                 is_cause = store.add('failed', 1) == 1
@@ -137,6 +135,11 @@ def joined() -> Iterator[Callable[[argparse.Namespace], Ranks]]:
             message = 'another process of this run ended (the same command with --resume goes on)' if is_cause else ''
             raise UserError(message) from error
         _leave()
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether a collective failed because another process ended."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and '/gloo/' in str(error))
 
 
 def _join(options: argparse.Namespace, store: dist.Store, rank: int, world: int) -> Ranks:
@@ -172,12 +175,12 @@ def _layout(options: argparse.Namespace, world: int) -> tuple[int, int]:
 
 def _choose_device(options: argparse.Namespace) -> str:
     """Give the process a GPU of its own, and return 'cuda' or 'cpu'."""
-    kind, on_host, present = options.device, int(os.environ['LOCAL_WORLD_SIZE']), torch.cuda.device_count()
+    kind, on_host, present = options.device, int(os.environ.get('LOCAL_WORLD_SIZE', '1')), torch.cuda.device_count()
     if kind not in ('cuda', 'cpu'):
         raise UserError(f'--device {kind}: must be cuda or cpu for several processes, each of which takes a GPU')
     if kind == 'cuda':
         if on_host > present:
             raise UserError(f'--device cuda: {on_host} processes on a host with {present} GPUs, but each needs its own')
-        options.device = f'cuda:{os.environ["LOCAL_RANK"]}'
+        options.device = f'cuda:{os.environ.get("LOCAL_RANK", "0")}'
         torch.cuda.set_device(options.device)
     return kind

@@ -22,9 +22,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from native_sparse_attention.distributed.checkpoint import ProjectionLoadPlanner
+from native_sparse_attention.distributed import ProjectionLoadPlanner
 from trainer.console import UserError, one_line
 from trainer.folder import load_checkpoint
+from trainer.ranks import is_lost_peer
 
 _BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -57,6 +58,8 @@ def load_tensors(folder: Path, model: nn.Module, optimizer: torch.optim.Optimize
             planner = ProjectionLoadPlanner()
             checkpoint.load(state, checkpoint_id=folder, planner=planner, no_dist=not dist.is_initialized())
     except (CheckpointException, Exception) as error:  # of many kinds for a damaged file
+        if is_lost_peer(error):
+            raise
         cause = _cause(error) if isinstance(error, CheckpointException) else error
         raise UserError(f'{folder}: damaged or of another shape: {one_line(cause)}') from error
     set_model_state_dict(model, state['model'])

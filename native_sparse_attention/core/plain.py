@@ -20,9 +20,15 @@ def is_plain(module: nn.Module, *types: type[nn.Module]) -> bool:
     The module and the modules in it are exactly of these types, with no `forward` of their own and no hooks, not even
     global ones. Their weights are plain floating tensors of more than 8 bits, not of a subclass. So a module is not
     plain where it has an adapter, pruning, a parametrisation, a quantised or sharded weight, or a hook of a profiler.
+    A module that tensor parallelism has divided computes with the plain weights of its rank.
     Nothing is remembered: any of these may come and go between calls.
     """
     return private.is_plain(module, types)
+
+
+def kind_of(module: nn.Module) -> type[nn.Module]:
+    """Return the class of a module that is plain, as `is_plain` compares it."""
+    return private.kind_of(module)
 
 
 def runs_hooks(module: nn.Module) -> bool:

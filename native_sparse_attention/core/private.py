@@ -97,16 +97,24 @@ may_be_dispatched: Callable[[], bool] = _first(_known_dispatch_modes, lambda: la
 _HOOKS = ('_forward_pre_hooks', '_forward_hooks', '_backward_pre_hooks', '_backward_hooks')
 
 
+def kind_of(module: nn.Module) -> type[nn.Module]:
+    """Return the class of a module, or of one whose weights are divided, the class that its arithmetic is of."""
+    return getattr(type(module), 'divided_class', type(module))
+
+
 def _does_only_forward(module: nn.Module, types: tuple[type[nn.Module], ...]) -> bool:
     # This runs in every decoding step: few generators, and no look-up of an attribute that a module may not have.
+    weights = module._parameters.values()
     if type(module) not in types:
-        return False
+        if kind_of(module) not in types:
+            return False
+        weights = module.weights_of_rank()  # type: ignore[operator]
     own = vars(module)
     if 'forward' in own:
         return False
     if module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks:
         return False
-    for weight in module._parameters.values():
+    for weight in weights:
         if weight is not None and not _is_plain_weight(weight):
             return False
     for name in ('weight', 'bias'):  # where there are tensors in place of parameters

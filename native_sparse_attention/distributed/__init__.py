@@ -12,9 +12,10 @@ if not torch.distributed.is_available():
         'of torch that has it'
     )
 
+from native_sparse_attention.distributed.checkpoint import ProjectionLoadPlanner
 from native_sparse_attention.distributed.context_attention import context_parallel_nsa
 from native_sparse_attention.distributed.context_parallel import apply_cp
 from native_sparse_attention.distributed.fsdp import apply_fsdp, hold_weights
 from native_sparse_attention.distributed.tensor_parallel import apply_tp
 
-__all__ = ['apply_cp', 'apply_fsdp', 'apply_tp', 'context_parallel_nsa', 'hold_weights']
+__all__ = ['ProjectionLoadPlanner', 'apply_cp', 'apply_fsdp', 'apply_tp', 'context_parallel_nsa', 'hold_weights']

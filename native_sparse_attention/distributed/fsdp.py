@@ -9,11 +9,12 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from native_sparse_attention.core.checks import check_flags, shown
 from native_sparse_attention.distributed.mesh import blocks_of, check_mesh
+from native_sparse_attention.nn.layer import AttentionLayer
 from native_sparse_attention.nn.rotary import Rotary
 
 Model = TypeVar('Model', bound=nn.Module)
@@ -72,9 +73,17 @@ def apply_fsdp(
         own, reshards = {} if module in learned else policy, reshard_after_forward and module is not model
         unit = fully_shard(module, reshard_after_forward=reshards, **own, **common)
         setattr(unit, _RESHARDS, reshards)
+    for layer in (m for m in model.modules() if isinstance(m, AttentionLayer)):
+        layer.run_dtype = policy['mp_policy'].param_dtype
+        layer.run_device = _device_of(mesh) if isinstance(offload_policy, CPUOffloadPolicy) else None
     setattr(model, _HOLDS, False)
     model.register_forward_hook(_reshard_without_gradients)
     return model
+
+
+def _device_of(mesh: DeviceMesh) -> torch.device:
+    kind = mesh.device_type
+    return torch.device(kind) if kind == 'cpu' else torch.device(kind, torch.get_device_module(kind).current_device())
 
 
 def _reshard_without_gradients(model: nn.Module, *_: Any) -> None:

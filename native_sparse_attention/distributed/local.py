@@ -80,8 +80,16 @@ def _local_class(whole: type, names: tuple[str, ...], shared: frozenset[str], be
     members: dict[str, Any] = {name: property(partial(_read, name, name in shared)) for name in names}
     if hasattr(whole, 'reset_parameters'):
         members['reset_parameters'] = reset_parameters
+    if behaviour is None:
+        members |= {'divided_class': whole, 'weights_of_rank': _weights_of_rank}
     bases = (whole,) if behaviour is None else (behaviour, whole)
     return type(whole.__name__, bases, {**members, '__module__': whole.__module__})
+
+
+def _weights_of_rank(module: nn.Module) -> list[Any]:
+    """Return the tensors that the arithmetic of a divided module reads, see `core.plain.is_plain`."""
+    with torch.no_grad():
+        return [_read(name, False, module) for name in module._parameters]
 
 
 def _read(name: str, is_shared: bool, module: nn.Module) -> Any:

@@ -297,9 +297,11 @@ def make_cache(
 def cache_kind(
     layer: nn.Module, to_qkv: nn.Module, dtype: torch.dtype | None, device: torch.device | str | None
 ) -> tuple[torch.dtype, torch.device | str]:
-    """dtype and device of the layer's cache. By default those of to_qkv, under autocast its dtype; where to_qkv is
-    quantised, the dtype of the first weight of the layer that is not.
+    """dtype and device of the layer's cache. By default those of to_qkv in a call, under autocast its dtype; where
+    to_qkv is quantised, the dtype of the first weight of the layer that is not.
     """
+    run_dtype, run_device = (getattr(layer, name, None) for name in ('run_dtype', 'run_device'))
+    device = run_device if device is None else device
     if dtype is None:
         # The frequencies of rotary stay float32 where the layer is cast.
         own = (p for name, p in layer.named_parameters() if p.dtype in FLOAT_DTYPES and not name.startswith('rotary.'))
@@ -307,7 +309,8 @@ def cache_kind(
         weight = next(own, None) if weight is None else weight
         if weight is None:
             raise ValueError('dtype is None, but must be given where all weights of the layer are quantised')
-        dtype = projection_dtype(weight)
+        kind: dict[str, Any] = {'dtype': run_dtype or weight.dtype, 'device': run_device or weight.device}
+        dtype = projection_dtype(torch.empty(0, **kind))
     if device is None:
         tensor = next(chain(to_qkv.parameters(), to_qkv.buffers(), layer.parameters()), None)
         if tensor is None:

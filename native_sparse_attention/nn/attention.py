@@ -27,7 +27,7 @@ from native_sparse_attention.nn.compress.apply import compress_pair, compress_to
 from native_sparse_attention.nn.compress.build import make_networks
 from native_sparse_attention.nn.gate import GATE_START, MERGED_GATE_START, check_gate, make_gate
 from native_sparse_attention.nn.layer import AttentionLayer
-from native_sparse_attention.nn.linear import BranchLinear, FixedStartLinear
+from native_sparse_attention.nn.linear import BranchLinear, FixedStartLinear, SplitLinear
 from native_sparse_attention.nn.padding import FrontOrder, from_front, to_front
 from native_sparse_attention.nn.rotary import layout_of, make_rotary, rotate, rotated_and_plain
 from native_sparse_attention.ops import select_blocks
@@ -38,7 +38,7 @@ _WEIGHT_SETTINGS = (
     *('num_init_blocks', 'num_local_blocks', 'compress_block_sliding_stride', 'selection_block_size'),
 )
 # Linear layers that autocast gives the dtype of its input.
-_LINEAR = (nn.Linear, BranchLinear, FixedStartLinear)
+_LINEAR = (nn.Linear, BranchLinear, SplitLinear, FixedStartLinear)
 
 
 class _Projected(NamedTuple):

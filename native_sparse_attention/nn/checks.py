@@ -15,7 +15,7 @@ from native_sparse_attention.core.projection import projection_dtype
 from native_sparse_attention.core.random import check_probability
 from native_sparse_attention.core.warn import warn_user
 from native_sparse_attention.inference.cache import LayerCache, check_layer_cache
-from native_sparse_attention.nn.linear import BranchLinear
+from native_sparse_attention.nn.linear import BranchLinear, SplitLinear
 from native_sparse_attention.nn.padding import check_mask
 
 _POSITIVE = ('dim_head', 'heads', 'kv_heads', 'dim_value_head', 'sliding_window_size')
@@ -150,7 +150,7 @@ def _check_dtype(x: Tensor, norm: nn.Module, to_qkv: nn.Linear) -> None:
     """
     weight = getattr(to_qkv, 'weight', x)
     if weight.dtype == x.dtype or not (
-        is_plain(norm, nn.RMSNorm, nn.Identity) and is_plain(to_qkv, nn.Linear, BranchLinear)
+        is_plain(norm, nn.RMSNorm, nn.Identity) and is_plain(to_qkv, nn.Linear, BranchLinear, SplitLinear)
     ):
         return
     if projection_dtype(x) != projection_dtype(weight):

@@ -138,11 +138,13 @@ class Rotary(nn.Module):
             if device != self._on_device.device and not (self._start.is_meta or device.type == 'meta'):
                 self._copy_to(device)
             return self
+
         # A cast of the layer to a half type must not round the frequencies: angles at position 10,000 would be wrong.
-        freqs = self.rotary_emb.freqs.data
-        super()._apply(fn, recurse)
-        if self.rotary_emb.freqs.dtype != freqs.dtype:
-            self.rotary_emb.freqs.data = freqs.to(self.rotary_emb.freqs.device)
+        def move(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
+
+        super()._apply(move, recurse)
         return self
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:

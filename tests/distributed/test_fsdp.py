@@ -31,7 +31,7 @@ from tests.support.sharded_models import (
 pytest.importorskip('torch.distributed.fsdp', exc_type=ImportError)
 from torch.distributed import init_device_mesh
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from native_sparse_attention.distributed import apply_fsdp, hold_weights
@@ -104,11 +104,39 @@ def in_half_precision() -> None:
     assert {dtype for name, dtype in seen.items() if name.endswith('rotary')} == {torch.float32}
     assert {dtype for name, dtype in seen.items() if name.endswith('to_qkv')} == {torch.bfloat16}
     assert all(p.dtype == whole(p.grad).dtype == torch.float32 for p in model.parameters())
+    model.eval()
+    cache = model.init_cache(1, 40)
+    assert {layer.dtype for layer in cache} == {torch.bfloat16}
+    model.prefill(make_ids(1), cache)
+    with torch.no_grad():
+        assert {layer.dtype for layer in model(make_ids(1), return_cache=True)[1]} == {torch.bfloat16}
+
+
+def with_shards_on_the_cpu() -> None:
+    """`CPUOffloadPolicy`; layers make caches where they run."""
+    model, ids, rank = make_model(), make_ids(4), dist.get_rank()
+    one = copy.deepcopy(model)
+    apply_fsdp(model, line(), offload_policy=CPUOffloadPolicy(pin_memory=False))
+    model(ids[2 * rank : 2 * rank + 2], return_loss=True).backward()
+    one(ids, return_loss=True).backward()
+    assert_same_gradients(model, gradients(one))
+    model.eval()
+    one.eval()
+    assert torch.equal(model.generate(ids, 4, seed=3), one.generate(ids, 4, seed=3))
+    for block in model.blocks:
+        assert block.attention.run_device == torch.device('cpu')
+        block.attention.run_device = torch.device('meta')
+    assert {layer.device.type for layer in model.init_cache(1, 40)} == {'meta'}
 
 
 @full
-def test_learned_frequencies_stay_float32(tmp_path: Path) -> None:
+def test_half_precision(tmp_path: Path) -> None:
     run_processes(in_half_precision, 2, tmp_path)
+
+
+@full
+def test_offload(tmp_path: Path) -> None:
+    run_processes(with_shards_on_the_cpu, 2, tmp_path)
 
 
 def start(model: Transformer) -> torch.optim.Optimizer:

@@ -16,6 +16,7 @@ from native_sparse_attention import functional
 from native_sparse_attention.compress import ConvLinearCompress
 from native_sparse_attention.core.backend import BackendChoice
 from native_sparse_attention.inference import decode
+from native_sparse_attention.nn.compress.apply import _takes_overlapping
 from native_sparse_attention.transformer import Transformer
 from tests.support.processes import run_processes
 from tests.support.sharded_models import (
@@ -151,7 +152,10 @@ def train_with_networks() -> None:
     for name, make in NETWORKS.items():
         if name != 'transformer':  # it mixes the heads of a token
             model = make_model(sparse={'compress_mlp': make(4, 8, 4)}, depth=1)
-            assert_equal_training(apply_tp(copy.deepcopy(model), line()), model, ids)
+            divided = apply_tp(copy.deepcopy(model), line())
+            networks: list[Any] = [each.blocks[0].attention.k_compress for each in (divided, model)]
+            assert [_takes_overlapping(network) for network in networks] == [name != 'attention pool'] * 2, name
+            assert_equal_training(divided, model, ids)
     with torch.device('meta'):
         for make in (NETWORKS['mean'], NETWORKS['mlp']):
             apply_tp(make_model(sparse={'compress_mlp': make(4, 8, 4)}), line())
@@ -216,6 +220,33 @@ def test_loss_of_block_scores(tmp_path: Path) -> None:
 @full
 def test_networks_and_inputs(tmp_path: Path) -> None:
     run_processes(train_with_networks, 2, tmp_path)
+
+
+def cast_divided() -> None:
+    """A cast of a divided model leaves learned frequencies and the identity of parameters."""
+    mesh = init_device_mesh('cpu', (2, 1), mesh_dim_names=('data', 'tensor'))
+    divisions: list[Any] = [
+        lambda model: apply_tp(model, line()),
+        lambda model: apply_fsdp(model, line()),
+        lambda model: apply_fsdp(apply_tp(model, mesh['tensor']), mesh['data']),
+    ]
+    for divide in divisions:
+        model = make_model(sparse={'rotary_emb': learned_rotary()}, depth=1).float()
+        one = copy.deepcopy(model)
+        before = list(divide(model).parameters())
+        model.to(torch.bfloat16)
+        assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
+        for name, parameter in model.named_parameters():
+            is_learned = name.endswith('freqs')
+            assert parameter.dtype == (torch.float32 if is_learned else torch.bfloat16)
+            assert not is_learned or torch.equal(whole(parameter), one.get_parameter(name))
+        model(make_ids(2), return_loss=True).backward()
+        assert all(p.grad is not None for p in model.parameters())
+
+
+@full
+def test_casts(tmp_path: Path) -> None:
+    run_processes(cast_divided, 2, tmp_path)
 
 
 def train_with_sharding(kind: str) -> None:

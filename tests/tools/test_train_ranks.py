@@ -83,10 +83,10 @@ def resume(run: Path) -> list[str]:
     return ['--runs-dir', str(run.parent), '--name', run.name, '--device', 'cpu', '--resume']
 
 
-def assert_near(found: Path, expected: Path) -> None:
+def assert_near(found: Path, expected: Path, losses: int = 11) -> None:
     """The lines of the log, losses to 1e-5, and the samples."""
     pairs = list(zip(rows(found), rows(expected), strict=True))
-    assert sum('split' in row for row, _ in pairs) == 11
+    assert sum('split' in row for row, _ in pairs) == losses
     for row, wanted in pairs:
         assert row.pop('bpb', 0) == pytest.approx(wanted.pop('bpb', 0), rel=1e-5)
         assert row == wanted
@@ -113,6 +113,16 @@ def test_equals_one_process(dp: int, tp: int, one: Path, text: Path, tmp_path: P
     out = launch(dp * tp, tmp_path / 'ranks', arguments, prepare=check_parts)
     assert f'cpu, {dp} x {tp} processes (data x tensor), from step 0 to 6' in out[0]
     assert_near(tmp_path / 'run', one)
+
+
+@full
+def test_other_settings(text: Path, tmp_path: Path) -> None:
+    """More data ranks than windows of the evaluation, tied embeddings, dense attention."""
+    settings = {**SETTINGS, 'attention': 'dense', 'eval_bytes': 17, 'steps': 3, 'log_every': 3}
+    more = ['--tie-embeddings', '--qk-norm']
+    assert main(command(text, tmp_path, '--name', 'one', *more, **settings)) == 0
+    launch(4, tmp_path / 'ranks', command(text, tmp_path, '--name', 'run', *more, '--dp', '4', **settings))
+    assert_near(tmp_path / 'run', tmp_path / 'one', 5)
 
 
 def interrupt(rank: int, step: int) -> None:

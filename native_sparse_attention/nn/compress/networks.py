@@ -22,7 +22,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from native_sparse_attention.core.checks import check_positive, is_number, shown
-from native_sparse_attention.core.plain import is_plain, plain_bias, plain_weight
+from native_sparse_attention.core.plain import is_plain, kind_of, plain_bias, plain_weight
 from native_sparse_attention.nn.compress.overlapping import OverlappingBlocks
 from native_sparse_attention.nn.linear import FixedStartLinear, HeadLinear
 
@@ -54,7 +54,7 @@ class CompressMLP(nn.Module):
 
     def takes_overlapping(self) -> bool:
         return all(
-            type(layer) in (nn.Linear, FixedStartLinear) and layer.bias is not None
+            kind_of(layer) in (nn.Linear, FixedStartLinear) and layer.bias is not None
             for layer in (self.to_hidden, self.to_out)
         )
 
@@ -120,7 +120,7 @@ class GroupedMLP(nn.Module):
         )
 
     def takes_overlapping(self) -> bool:
-        if [type(module) for module in self.net] != [HeadLinear, nn.ReLU, HeadLinear]:
+        if [kind_of(module) for module in self.net] != [HeadLinear, nn.ReLU, HeadLinear]:
             return False
         return all(getattr(layer, 'bias', None) is not None for layer in (self.net[0], self.net[2]))
 
@@ -178,7 +178,7 @@ class ConvLinearCompress(nn.Module):
         self.conv = nn.Conv1d(heads * dim_head, heads * dim_head, compress_window_size, groups=heads)
 
     def takes_overlapping(self) -> bool:
-        return type(self.conv) is nn.Conv1d and self.conv.bias is not None
+        return kind_of(self.conv) is nn.Conv1d and self.conv.bias is not None
 
     def forward(self, blocks: Tensor | OverlappingBlocks) -> Tensor:
         # The kernel is as wide as the block, so this is a matrix product per head: faster than a grouped convolution,
@@ -220,7 +220,7 @@ class SingleProjection(nn.Module):
         if isinstance(self.compress, HeadLinear):
             return self.compress.bias is None
         layers = [*self.compress.children()]
-        return [type(layer) for layer in layers] == [nn.Flatten, nn.Linear] and layers[1].bias is None
+        return [kind_of(layer) for layer in layers] == [nn.Flatten, nn.Linear] and layers[1].bias is None
 
     def forward(self, blocks: Tensor | OverlappingBlocks) -> Tensor:
         if isinstance(blocks, OverlappingBlocks):
