@@ -27,9 +27,15 @@ class ProjectionLoadPlanner(DefaultLoadPlanner):
     rows of its own shards alone, and nothing is communicated. Optimizer state takes part if its names are those of
     parameters: `StateDictOptions(flatten_optimizer_state_dict=True)`.
 
+    Args:
+        allow_partial_load: leave values as they are that the checkpoint does not have.
+
     Raises:
         ValueError: a projection in the checkpoint has another number of rows.
     """
+
+    def __init__(self, allow_partial_load: bool = False) -> None:
+        super().__init__(allow_partial_load=allow_partial_load)
 
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None

@@ -23,6 +23,7 @@ from tests.support.sharded_models import (
     KINDS,
     assert_near,
     gradients,
+    joined,
     learned_rotary,
     make_ids,
     make_model,
@@ -40,16 +41,6 @@ from tests.distributed.test_fsdp import decoded, load, save
 from tests.layer.test_compress import NETWORKS
 
 full = pytest.mark.full
-
-
-def joined(values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Join the entries of queries, keys and values of each projection, as in a model that is not divided."""
-    out: dict[str, Tensor] = {}
-    for name, value in values.items():
-        parent, of_qkv, _ = name.partition('to_qkv.')
-        key = f'{parent}to_qkv.weight' if of_qkv else name
-        out[key] = torch.cat([out[key], value]) if key in out else value
-    return out
 
 
 def assert_equal_training(

@@ -101,3 +101,13 @@ def assert_same_gradients(model: nn.Module, expected: dict[str, Tensor]) -> None
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: whole(p.grad) for name, p in model.named_parameters()}
+
+
+def joined(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Join the entries of queries, keys and values of each projection, as in a model that is not divided."""
+    out: dict[str, Tensor] = {}
+    for name, value in values.items():
+        parent, of_qkv, _ = name.partition('to_qkv.')
+        key = f'{parent}to_qkv.weight' if of_qkv else name
+        out[key] = torch.cat([out[key], value]) if key in out else value
+    return out
