@@ -131,10 +131,10 @@ def test_values_that_do_not_fit_in_a_packed_sequence(dtype: torch.dtype, design:
 
 def test_large_logits(dtype: torch.dtype, design: str, device: torch.device) -> None:
     """float32 logits of a hundred million are far apart: weights are inexact, but finite."""
-    tensors = make_problem(whole(60), dtype, device)
+    tensors = make_problem(whole(36), dtype, device)
     tensors['q'], tensors['k'] = (torch.full_like(t, 2048) + t.round() * 16 for t in (tensors['q'], tensors['k']))
     for scale in (0.5, 1, 1.7, 2):
-        out, lse, exact = forward(tensors, whole(60), design, scale=scale)
+        out, lse, exact = forward(tensors, whole(36), design, scale=scale)
         assert out.isfinite().all()
         assert exact.isfinite().all()
         assert not lse.isnan().any()
@@ -192,12 +192,12 @@ def test_queries_that_are_large(design: str, device: torch.device) -> None:
 
 def test_the_future_changes_nothing(dtype: torch.dtype, design: str, device: torch.device) -> None:
     """Later values that do not fit, in the block of an earlier query, and later selections."""
-    tensors = make_problem(whole(60), dtype, device)
-    expected = forward(tensors, whole(60), design)
+    tensors = make_problem(whole(40), dtype, device)
+    expected = forward(tensors, whole(40), design)
     changed = {name: t.clone() for name, t in tensors.items()}
     changed['v'][:, 22:] = TOO_LARGE[dtype]
     changed['block_indices'][:, 22:] = 1
-    for t, other in zip(forward(changed, whole(60), design)[::2], expected[::2], strict=True):
+    for t, other in zip(forward(changed, whole(40), design)[::2], expected[::2], strict=True):
         assert same_bits(t[:, :22], other[:, :22])
 
 
