@@ -54,6 +54,7 @@ def apply_cp(model: Transformer, mesh: DeviceMesh) -> Transformer:
         if not isinstance(block.attention, SparseAttention):
             kind = type(block.attention).__name__
             raise ValueError(f'attention of a block is a {kind}, but must be a SparseAttention')
+    for block in model.blocks:
         with_behaviour(block.attention, _Attention)
     with_behaviour(model, _Model)
     object.__setattr__(model, 'context_mesh', mesh)
@@ -62,12 +63,17 @@ def apply_cp(model: Transformer, mesh: DeviceMesh) -> Transformer:
 
 @dataclass(eq=False)
 class _Call:
-    """A forward of the model, in the place of cu_seqlens. sequence: None until the ranks have agreed on it."""
+    """A forward of the model, in the place of cu_seqlens.
+
+    options: of the forward, which the ranks compare. sequence: None until the ranks have agreed on it. is_exchanged:
+    whether the other ranks know of this call.
+    """
 
     group: Any
     cu_seqlens: Tensor | None
+    options: dict[str, Any]
     sequence: DividedSequence | None = None
-    is_exchanged: bool = False  # whether the other ranks know of this call
+    is_exchanged: bool = False
 
     def agreed(self, ids: Tensor) -> DividedSequence:
         """Return the sequence of which ids `[B, T]` is the shard of this rank."""
@@ -76,7 +82,8 @@ class _Call:
                 check_integers('cu_seqlens', self.cu_seqlens, None)
                 if len(ids) != 1:
                     raise ValueError(f'ids has batch size {len(ids)}, but must have 1 where cu_seqlens is given')
-            described = {'the batch size of ids': len(ids), 'torch.is_grad_enabled()': torch.is_grad_enabled()}
+            described: dict[str, Any] = {name: shown(value) for name, value in self.options.items()}
+            described |= {'the batch size of ids': len(ids), 'torch.is_grad_enabled()': torch.is_grad_enabled()}
             self.is_exchanged = True
             self.sequence = DividedSequence.agree(self.group, ids.shape[1], self.cu_seqlens, described)
         return self.sequence
@@ -90,9 +97,9 @@ class _Model(Transformer):
     def forward(
         self, ids: Tensor, return_loss: bool = False, *args: Any, cu_seqlens: Any = None, **options: Any
     ) -> Any:
-        call = _Call(self.context_mesh.get_group(), cu_seqlens)
+        given = {**dict(zip(('cache', 'return_cache'), args, strict=False)), **options, 'return_loss': return_loss}
+        call = _Call(self.context_mesh.get_group(), cu_seqlens, given)
         try:
-            given = {**dict(zip(('cache', 'return_cache'), args, strict=False)), **options}
             for name in ('mask', 'cache', 'return_cache', 'last_only', 'return_block_loss'):
                 if given.get(name) is not None and given[name] is not False:
                     raise ValueError(f'{name} is given, but must not be where a sequence is divided over ranks')

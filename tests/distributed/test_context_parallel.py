@@ -33,6 +33,7 @@ from tests.support.sharded_models import (
 
 pytest.importorskip('torch.distributed.fsdp', exc_type=ImportError)
 from torch.distributed import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
 from native_sparse_attention.distributed import apply_cp, apply_fsdp, apply_tp, context_parallel_nsa
 from native_sparse_attention.distributed.sequence import balanced
@@ -52,6 +53,13 @@ def cut(total: int, draw: random.Random | None = None, ranks: int | None = None)
     if draw is not None:
         inner = sorted(draw.randint(0, total) for _ in inner)
     return [range(a, b) for a, b in pairwise([0, *inner, total])]
+
+
+def test_balanced_causal_work() -> None:
+    for ranks in (1, 2, 3, 4, 7):
+        held = balanced(tuple((shard,) for shard in cut(6 * ranks, ranks=ranks)))
+        assert sorted(token for parts in held for part in parts for token in part) == list(range(6 * ranks))
+        assert len({sum(sum(part) for part in parts) for parts in held}) == 1
 
 
 def assert_same_blocks(found: list[Tensor], expected: list[Tensor], shards: list[range], rank: int) -> None:
@@ -289,6 +297,13 @@ def train_with_other_parallelism() -> None:
         apply_fsdp(model, by_data)
         assert_trained_together(model, one, ids, shards, rank % 2, slice(rank // 2, rank // 2 + 1))
 
+    shard = [range(9), range(9, 10), range(10, 33), range(33, 33)][rank]
+    model = DistributedDataParallel(apply_cp(copy.deepcopy(one), line()))
+    model(ids[:, shard.start : shard.stop], return_loss=True).backward()
+    one(ids, return_loss=True).backward()
+    for name, wanted in gradients(one).items():
+        assert_near(whole(model.module.get_parameter(name).grad), wanted, name)
+
 
 def assert_trained_together(
     model: Transformer, one: Transformer, ids: Tensor, shards: list[range], rank: int, rows: slice = slice(None)
@@ -324,6 +339,8 @@ def raise_on_all_ranks() -> None:
         ('ids has shape .* and dtype torch.float32', lambda odd: model(ids.float() if odd else ids)),
         ('labels has shape', lambda odd: model(ids, labels=ids[:, 1:] if odd else ids)),
         ('the batch size of ids is 1 on rank 0, but 2 on rank 1', lambda odd: model(make_ids(2, 4) if odd else ids)),
+        ('labels is None on rank 0, but a Tensor on rank 1', lambda odd: model(ids, labels=ids if odd else None)),
+        ('return_loss is False on rank 0, but True on rank 1', lambda odd: model(ids, return_loss=odd)),
         ('cu_seqlens is None on rank 0', lambda odd: model(ids, cu_seqlens=packed[0] if odd else None)),
         (r'cu_seqlens is \[0, 5, 12\] on rank 0', lambda odd: model(ids, cu_seqlens=packed[odd])),
         ('cu_seqlens ends at 12, but there are 9 tokens', lambda odd: model(ids[:, :3], cu_seqlens=packed[0])),
