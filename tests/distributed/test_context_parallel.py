@@ -24,6 +24,7 @@ from tests.support.processes import run_processes
 from tests.support.sharded_models import (
     assert_near,
     gradients,
+    joined,
     learned_rotary,
     make_ids,
     make_model,
@@ -37,7 +38,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from native_sparse_attention.distributed import apply_cp, apply_fsdp, apply_tp, context_parallel_nsa
 from native_sparse_attention.distributed.sequence import balanced
-from tests.distributed.test_tensor_parallel import joined
 
 full = pytest.mark.full
 

@@ -1,0 +1,118 @@
+"""Several GPUs: models that are sharded or divided give what one GPU gives, over NCCL.
+
+python -m pytest -m gpu tests/gpu/test_distributed.py
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from native_sparse_attention.transformer import Transformer
+from tests.support.processes import run_processes
+from tests.support.sharded_models import gradients, joined, recorded_blocks
+
+pytest.importorskip('torch.distributed.fsdp', exc_type=ImportError)
+from torch.distributed import init_device_mesh
+
+from native_sparse_attention.distributed import apply_cp, apply_fsdp, apply_tp
+
+pytestmark = pytest.mark.gpu
+SPARSE: dict[str, Any] = {
+    'sliding_window_size': 64,
+    'compress_block_size': 16,
+    'compress_block_sliding_stride': 8,
+    'selection_block_size': 16,
+    'num_selected_blocks': 4,
+    'use_diff_topk': True,
+}
+SEQLEN = 1023
+# Relative to the norm of a gradient, or to the loss. A unit of φ whose ReLU is at 0 up to rounding changes gradients by
+# 1e-3.
+LIMIT = {torch.float32: 5e-3, torch.bfloat16: 5e-2}
+
+
+def make_model(device: str, merged: bool) -> Transformer:
+    torch.manual_seed(0)
+    model = Transformer(
+        64,
+        dim=128,
+        depth=2,
+        dim_head=64,
+        heads=8,
+        kv_heads=4,
+        use_sparse_attn=True,
+        sparse_attn_kwargs={**SPARSE, 'merge_window': merged},
+    )
+    return model.to(device)
+
+
+def train(kind: str, device: str) -> None:
+    """kind: 'fsdp', 'tp', 'cp', or two of them."""
+    rank, ranks = int(os.environ['LOCAL_RANK']), int(os.environ['WORLD_SIZE'])
+    if device == 'cuda':
+        torch.cuda.set_device(rank)
+    dist.init_process_group('nccl' if device == 'cuda' else 'gloo')
+    flat = init_device_mesh(device, (ranks,))
+    for merged, dtype in ((False, torch.float32), (True, torch.float32), (False, torch.bfloat16)):
+        one = make_model(device, merged)
+        generator = torch.Generator().manual_seed(1)
+        ids = torch.randint(64, (ranks, SEQLEN), generator=generator).to(device)
+        model, mine = copy.deepcopy(one), (slice(None), slice(None))
+        if kind == 'tp':
+            apply_tp(model, flat)
+        elif kind == 'cp':
+            apply_fsdp(apply_cp(model, flat), flat)
+            mine = (slice(None), slice(SEQLEN * rank // ranks, SEQLEN * (rank + 1) // ranks))
+        else:
+            apply_fsdp(model, flat)
+            mine = (slice(rank, rank + 1), slice(None))
+        with recorded_blocks() as expected_blocks:
+            expected = loss_of(one, ids, device, dtype)
+        expected.backward()
+        with recorded_blocks() as blocks:
+            loss = loss_of(model, ids[mine], device, dtype)
+        loss.backward()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        assert_near(total / ranks, expected, dtype, f'{kind}, merged {merged}: loss')
+        if kind != 'cp' and dtype == torch.float32:
+            per_rank = expected_blocks[0].shape[2] // ranks
+            heads = slice(rank * per_rank, (rank + 1) * per_rank) if kind == 'tp' else slice(None)
+            share = [torch.equal(a, b[mine][:, :, heads]) for a, b in zip(blocks, expected_blocks, strict=True)]
+            assert all(share), f'{kind}, merged {merged}: another block is selected'
+        found, wanted = joined(gradients(model)), gradients(one)
+        largest = max(float(gradient.norm()) for gradient in wanted.values())
+        for name, gradient in wanted.items():
+            assert_near(found[name], gradient, dtype, f'{kind}, merged {merged}, {dtype}: {name}', largest)
+    dist.destroy_process_group()
+
+
+def loss_of(model: Transformer, ids: Tensor, device: str, dtype: torch.dtype) -> Tensor:
+    with torch.autocast(device, dtype, enabled=dtype != torch.float32):
+        return model(ids, return_loss=True)
+
+
+def assert_near(found: Tensor, expected: Tensor, dtype: torch.dtype, name: str, largest: float = 0.0) -> None:
+    """In half types a block that is selected otherwise changes single elements, so norms are compared.
+
+    largest: norm of the largest gradient; rounding in a gradient that is 0 but for rounding is relative to it.
+    """
+    difference, size = (found - expected).float().norm(), expected.float().norm()
+    assert difference <= LIMIT[dtype] * max(size, 0.01 * largest), f'{name}: relative error {difference / size:.2g}'
+
+
+@pytest.mark.parametrize('kind', ['fsdp', 'tp', 'cp'])
+def test_equals_one_gpu(kind: str, tmp_path: Path) -> None:
+    ranks = min(torch.cuda.device_count(), 4)
+    if ranks < 2:
+        pytest.skip('one GPU')
+    ranks -= ranks % 2  # ranks divide the KV heads
+    run_processes(train, ranks, tmp_path, kind, 'cuda', joins=False, time_limit=240)
