@@ -20,7 +20,7 @@ import torch
 import train_enwik8
 from tests.support.training_runs import assert_same_run, command, contents, rows
 from train_enwik8 import PRESETS, Config, Run, UserError, main
-from trainer.tensors import load_tensors
+from trainer.tensors import load_tensors, read_newest
 
 
 @pytest.fixture(autouse=True)
@@ -444,6 +444,20 @@ def test_sample_of_little(finished: Path, capsys, monkeypatch) -> None:
     assert main([*SAMPLE, str(finished), '--tokens', '1']) == 0
     assert 'tokens/s' not in capsys.readouterr().err
     assert contents(finished) == before
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_read(finished: Path) -> None:
+    state = train_enwik8.load_checkpoint(finished)
+    read: list[str] = []
+
+    def load(state: dict[str, Any]) -> None:
+        read.append(state['tensors'])
+        load_tensors(
+            finished / state['tensors'], train_enwik8.build_model(state['config'], 'auto', torch.device('cpu'))
+        )
+
+    read_newest(finished, {**state, 'tensors': 'tensors-000001'}, load)
+    assert read == ['tensors-000001', 'tensors-000002']
 
 
 @pytest.mark.full
