@@ -49,6 +49,7 @@ from native_sparse_attention.ops import compressed_attention, select_blocks
 
 PYTHON_SOURCES = 'python-sources'
 TUNED_SHARE = 0.02  # of the tokens that trained the dense model
+TIME_SHARES = {'dense': 0.4, 'warm-up': 0.15}  # of --time-limit, at most
 QUERY_CHUNK = 256  # queries whose attention weights are in memory at once
 SIZES = ('hidden_size', 'intermediate_size', 'num_hidden_layers', 'num_attention_heads', 'num_key_value_heads')
 # Defaults of a preset. sizes: of the byte-level Llama, in the order of SIZES. budget: first arguments of NSAConfig.
@@ -105,8 +106,6 @@ def read_bytes(data: str, limit: int) -> bytearray:
     for file in files:
         with file.open('rb') as stream:
             content += stream.read(limit - len(content))
-        if len(content) == limit:
-            break
     return content
 
 
@@ -179,8 +178,7 @@ class Experiment:
         self.recall = [recall_row(text, text.valid, length, options.pairs, rng) for _ in self.valid]
 
     def autocast(self) -> torch.autocast:
-        device = self.options.device.split(':')[0]
-        return torch.autocast(device, torch.bfloat16, enabled=device == 'cuda')
+        return torch.autocast(kind := self.options.device.split(':')[0], torch.bfloat16, enabled=kind == 'cuda')
 
     def batch(self, name: str, step: int) -> Tensor:
         """Return the rows `[B, T]` of a step, the same for each model."""
@@ -221,10 +219,10 @@ class Experiment:
         row = {'stage': stage, **more, 'loss': self.loss(model, stage), 'recall': self.recall_accuracy(model)}
         row['coverage'] = coverage(model, self.valid[0][None].to(self.options.device))
         self.rows.append(row)
-        print(f'[{time.perf_counter() - self.started:.0f} s] loss of {stage}: {row["loss"]:.4f}', flush=True)
-        settings = {name: value for name, value in vars(self.options).items() if name != 'out'}
+        seconds, perplexity = time.perf_counter() - self.started, math.exp(row['loss'])
+        print(f'[{seconds:.0f} s] {stage}: loss {row["loss"]:.4f}, perplexity {perplexity:.3f}', flush=True)
         versions = {'torch': torch.__version__, 'transformers': transformers.__version__}
-        result = {'settings': settings, **versions, 'rows': self.rows}
+        result = {'settings': {**vars(self.options), 'out': None}, **versions, 'rows': self.rows}
         self.options.out.mkdir(parents=True, exist_ok=True)
         (self.options.out / 'result.json').write_text(json.dumps(result, indent=1))
         return row
@@ -234,26 +232,30 @@ class Experiment:
     ) -> int:
         """Train the parameters that require gradients, and return how many tokens did.
 
-        data: names the rows. loss_of: loss of rows `[B, T]`, at a share of the steps.
+        data: names the rows. loss_of: loss of rows `[B, T]`, at a share of the steps or of the time.
         """
+        seconds = self.options.time_limit * TIME_SHARES.get(data.split()[0], math.inf)
         trained = [p for p in model.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=rate, betas=(0.9, 0.95), weight_decay=0.1)
         model.train()
         started, warm = time.perf_counter(), max(1, steps // 20)
         for step in range(steps):
-            cosine = 0.55 + 0.45 * math.cos(math.pi * step / steps)
+            if (share := max(step / steps, (time.perf_counter() - started) / seconds)) >= 1:
+                print(f'  {stage}: ends after step {step} of {steps} by --time-limit', flush=True)
+                return step * self.options.batch * self.options.length
+            cosine = 0.55 + 0.45 * math.cos(math.pi * share)
             for group in optimizer.param_groups:
                 group['lr'] = rate * min(1.0, (step + 1) / warm) * cosine
             with self.autocast():
-                loss = loss_of(self.batch(data, step), step / steps)
+                loss = loss_of(self.batch(data, step), share)
             value = finite(loss, f'{stage}, step {step + 1} of {steps}')
             loss.backward()
             torch.nn.utils.clip_grad_norm_(trained, 1.0)
             optimizer.step()
             optimizer.zero_grad()
             if step % max(1, steps // 20) == 0 or step == steps - 1:
-                seconds = (time.perf_counter() - started) / (step + 1)
-                print(f'  {stage}: step {step + 1} of {steps}, loss {value:.4g}, {seconds:.3f} s a step', flush=True)
+                speed = (time.perf_counter() - started) / (step + 1)
+                print(f'  {stage}: step {step + 1} of {steps}, loss {value:.4g}, {speed:.3f} s a step', flush=True)
         return steps * self.options.batch * self.options.length
 
 
@@ -283,7 +285,7 @@ def coverage(model: Any, ids: Tensor) -> list[float]:
         blocks = select_blocks(tokens.q_cmp, k_cmp, lse, **selection, **logits)
         found.append(covered_mass(tokens.q[0], tokens.k[0], blocks[0], nsa, layer.scaling, logits['softcap']))
 
-    layers = [module for module in model.modules() if hasattr(module, 'k_compress')]
+    layers = (module for module in model.modules() if hasattr(module, 'k_compress'))
     hooks = [layer.register_forward_pre_hook(measure, with_kwargs=True) for layer in layers]
     model.eval()
     model.base_model(input_ids=ids, use_cache=False)
@@ -301,8 +303,7 @@ def covered_mass(
     """
     seqlen, kv_heads = k.shape[:2]
     q = q.unflatten(1, (kv_heads, -1))
-    num_blocks = -(-seqlen // nsa.selection_block_size)
-    total = 0.0
+    num_blocks, total = -(-seqlen // nsa.selection_block_size), 0.0
     for start in range(0, seqlen, QUERY_CHUNK):
         stop = min(start + QUERY_CHUNK, seqlen)
         position = torch.arange(seqlen, device=q.device)
@@ -378,7 +379,6 @@ def best_scores(run: Experiment, dense: Any, seed: int) -> tuple[str, Any]:
         row = run.record('warm-up', model, **where, tokens=tokens)
         if (covered := fmean(row['coverage'])) > best[2]:
             best = (scores, model, covered)
-    print(f'tuned: {best[0]} scores, which cover {best[2]:.1%}', flush=True)
     return best[:2]
 
 
@@ -417,14 +417,15 @@ def tune(run: Experiment, model: Any, stage: str, seed: int, **more: Any) -> Any
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Return the result as a Markdown table. The loss is also given relative to the dense model of the stage."""
-    columns = ('stage', 'seed', 'block scores', 'loss', '− dense', 'recall', 'coverage', 'lowest layer')
+    columns = ('stage', 'seed', 'block scores', 'loss', '− dense', 'perplexity', 'recall', 'coverage', 'lowest layer')
     lines = ['| ' + ' | '.join(columns) + ' |', '|' + ' --- |' * len(columns)]
     dense = next(row for row in rows if row['stage'] == 'dense')
     tuned = {row['seed']: row for row in rows if row['stage'] == 'dense-tuned'}
     for row in rows:
         base = tuned.get(row['seed'], dense) if row['stage'] == 'tuned' else dense
         cells = [row['stage'], row.get('seed', ''), row.get('block_scores', '')]
-        cells += [f'{row["loss"]:.4f}', f'{row["loss"] - base["loss"]:+.4f}', f'{row["recall"]:.1%}']
+        cells += [f'{row["loss"]:.4f}', f'{row["loss"] - base["loss"]:+.4f}', f'{math.exp(row["loss"]):.3f}']
+        cells.append(f'{row["recall"]:.1%}')
         shares = row['coverage']
         cells += [f'{fmean(shares):.1%}', f'{min(shares):.1%}'] if shares else ['', '']
         lines.append('| ' + ' | '.join(map(str, cells)) + ' |')
@@ -444,11 +445,11 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.ArgumentParser, arg
     add('--lora', action='store_true', help='tune adapters and φ alone, with peft')
     add('--length', type=int, help='tokens of a row')
     add('--batch', type=int, help='rows of a step')
-    names = ("l'", 'n', 'W', 'l', 'd')
-    add('--budget', type=int, nargs=5, metavar=names, help='block, blocks read, window, compressed block, stride')
+    add('--budget', type=int, nargs=5, metavar=("l'", 'n', 'W', 'l', 'd'), help='first arguments of NSAConfig')
     add('--pretrain-tokens', type=int, help='that train the dense model')
     add('--tune-tokens', type=int, help=f'that tune the models (with --model required, else {TUNED_SHARE} of them)')
     add('--warm-up-steps', type=int, help='that train φ alone')
+    add('--time-limit', type=int, default=10**9, help='seconds that the run may take; ends some training early (none)')
     add('--schedule', type=int, nargs='+', default=[4, 2, 1, 1], help='factors of n and W, for equal parts of tuning')
     add('--recall-share', type=float, default=0.1, help='share of rows with the recall task (%(default)s)')
     add('--pairs', type=int, help='of key and value in a row of the recall task')
@@ -464,9 +465,9 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.ArgumentParser, arg
         options.tune_tokens = round(TUNED_SHARE * options.pretrain_tokens)
     if options.tune_tokens is None:
         parser.error('--tune-tokens is missing, but is required with --model')
-    for name in ('length', 'batch', 'pretrain_tokens', 'tune_tokens', 'warm_up_steps', 'pairs', 'eval_rows'):
-        if getattr(options, name) < 1:
-            parser.error(f'--{name.replace("_", "-")} is {getattr(options, name)}, but must be positive')
+    for name, value in vars(options).items():
+        if type(value) is int and value < 1:
+            parser.error(f'--{name.replace("_", "-")} is {value}, but must be positive')
     if min(options.schedule) < 1:
         parser.error(f'--schedule is {options.schedule}, but must have positive factors')
     if not 0 <= options.recall_share <= 1:

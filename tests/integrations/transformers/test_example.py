@@ -75,6 +75,17 @@ def test_adapters_of_a_saved_model(flags: list[str]):
     assert any('k_compress' in name for name in after)
 
 
+def test_time_limit(flags: list[str], capsys: pytest.CaptureFixture[str]):
+    """Too little time trains neither the dense model nor φ to the end; tuned models see the same rows."""
+    limits = ['--time-limit', '1', '--warm-up-steps', '1000', '--block-scores', 'plain', '--tune-tokens', '1024']
+    assert main([*flags, *limits]) == 0
+    rows = rows_of(flags)
+    assert [row['stage'] for row in rows] == ['dense', 'converted', 'warm-up', 'tuned', 'dense-tuned']
+    assert 0 < rows[2]['tokens'] < 1000 * 512
+    assert rows[3]['tokens'] == rows[4]['tokens'] == 1024
+    assert f'perplexity {math.exp(rows[1]["loss"]):.3f}' in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ('rate', 'message'),
     [
@@ -92,6 +103,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(flags: list[str], rate: str, mes
     [
         (['--length', '0'], '--length is 0, but must be positive'),
         (['--length', '5000'], 'must have more than 20 times --length 5000'),
+        (['--time-limit', '0'], '--time-limit is 0, but must be positive'),
         (['--pairs', '20'], '--pairs is 20, but so many pairs'),
         (['--recall-share', '2'], '--recall-share is 2.0, but must be from 0 to 1'),
         (['--schedule', '2', '0'], 'but must have positive factors'),
