@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +26,7 @@ from native_sparse_attention.nn.linear import BranchLinear, FixedStartLinear, He
 from native_sparse_attention.nn.start import own_weight
 from native_sparse_attention.nn.transformer import IGNORED_LABEL, Transformer
 
-_ROWS, _COLUMNS = {'weight': Shard(0), 'bias': Shard(0)}, {'weight': Shard(1)}
+ROWS, COLUMNS = {'weight': Shard(0), 'bias': Shard(0)}, {'weight': Shard(1)}
 _OF_HEADS = (
     *('k_intrablock_positions', 'v_intrablock_positions', 'compress_mem_k', 'compress_mem_v'),
     *('compress_sinks', 'window_sinks'),
@@ -35,7 +35,10 @@ _OF_HEADS = (
 _DIVISIBLE = (nn.RMSNorm, nn.Identity, nn.Linear, BranchLinear, nn.Embedding)
 
 
-def apply_tp(model: Transformer, mesh: DeviceMesh) -> Transformer:
+Model = TypeVar('Model', bound=nn.Module)
+
+
+def apply_tp(model: Model, mesh: DeviceMesh) -> Model:
     """Divide the weights of a model over the ranks of a mesh, in place; return the model.
 
     Each rank computes some KV heads with their query heads, and some hidden units; block scores, block selection and
@@ -46,33 +49,41 @@ def apply_tp(model: Transformer, mesh: DeviceMesh) -> Transformer:
     `to_qkv` becomes a `SplitLinear`, with a weight each for queries, keys and values, so that each can be cut between
     heads at any number of ranks.
 
+    Of a converted Hugging Face model, the vocabulary is not divided.
+
     Args:
-        model: `Transformer`. Its networks φ compute each head independently, with weights that all heads share.
-            Networks with weights per head are those of this package.
+        model: `Transformer`, or a converted Hugging Face model. Its networks φ compute each head independently, with
+            weights that all heads share. Networks with weights per head are those of this package.
         mesh: of one dimension, whose size divides the number of KV heads and the hidden size of the feed-forward
             networks. Weights are those of its first rank.
 
     Raises:
         ValueError: another model or mesh, sizes that the mesh does not divide, or modules of other classes.
     """
+    from native_sparse_attention.distributed.converted import divide_converted, is_converted
+
     check_mesh(mesh, (1,))
+    if is_converted(model):
+        divide_converted(model, mesh)
+        return model
     _check_model(model, mesh.size())
+    assert isinstance(model, Transformer)
     for block in model.blocks:
         _divide_attention(block.attention, mesh)
         norm, first, _, second = block.feed_forward.children()
-        divide(norm, mesh, {}, behaviour=_ToRanks)
-        divide(first, mesh, _ROWS)
-        divide(second, mesh, _COLUMNS, behaviour=_SumOverRanks)
+        divide(norm, mesh, {}, behaviour=ToRanks)
+        divide(first, mesh, ROWS)
+        divide(second, mesh, COLUMNS, behaviour=SumOverRanks)
     divide(model.norm, mesh, {})
     is_tied = model.is_tied
-    divide(model.token_emb, mesh, _ROWS, behaviour=_Embedding)
+    divide(model.token_emb, mesh, ROWS, behaviour=_Embedding)
     if is_tied:
         model.to_logits.weight = own_weight(model.token_emb)
-    divide(model.to_logits, mesh, _ROWS, behaviour=_Head)
+    divide(model.to_logits, mesh, ROWS, behaviour=_Head)
     return model
 
 
-class _ToRanks:
+class ToRanks:
     """A norm whose output is the input of computation that differs by rank."""
 
     tensor_mesh: DeviceMesh
@@ -93,7 +104,7 @@ class _HeadsOfRank:
         return out, sum_over_ranks(loss / self.tensor_mesh.size(), self.tensor_mesh)
 
 
-class _SumOverRanks:
+class SumOverRanks:
     """A linear layer of features that are divided over the ranks."""
 
     tensor_mesh: DeviceMesh
@@ -161,31 +172,31 @@ def _local_rows(ids: Tensor, num_tokens: int, mesh: DeviceMesh) -> tuple[Tensor,
 
 
 def _divide_attention(layer: Any, mesh: DeviceMesh) -> None:
-    divide(layer.norm, mesh, {}, behaviour=_ToRanks)
+    divide(layer.norm, mesh, {}, behaviour=ToRanks)
     layer.to_qkv = SplitLinear.of(layer.to_qkv, layer.projection_sizes)
     divide(layer.to_qkv, mesh, dict.fromkeys(layer.to_qkv.names, Shard(0)))
-    divide(layer.combine_heads, mesh, _COLUMNS, behaviour=_SumOverRanks)
+    divide(layer.combine_heads, mesh, COLUMNS, behaviour=SumOverRanks)
     for norm in (layer.q_norm, layer.k_norm):
         if norm is not None:
             divide(norm, mesh, {}, is_shared=True)
     if layer.rotary is not None and layer.rotary.rotary_emb is not None:
         divide(layer.rotary.rotary_emb, mesh, {}, is_shared=True)
     if (gate := _gate_of(layer)) is not None:
-        divide(gate, mesh, _ROWS)
+        divide(gate, mesh, ROWS)
     if isinstance(layer, SparseAttention):
         networks = [network for network in (layer.k_compress, layer.v_compress) if network is not None]
-        _divide_networks(nn.ModuleList(networks), layer.kv_heads, mesh)
+        divide_networks(nn.ModuleList(networks), layer.kv_heads, mesh)
     divide(layer, mesh, dict.fromkeys(_OF_HEADS, Shard(0)), behaviour=_HeadsOfRank)
     layer.divide_heads(mesh.size(), mesh.get_local_rank())
 
 
-def _divide_networks(networks: nn.ModuleList, kv_heads: int, mesh: DeviceMesh) -> None:
+def divide_networks(networks: nn.ModuleList, kv_heads: int, mesh: DeviceMesh) -> None:
     for module in networks.modules():  # each once: keys and values may share modules
         if isinstance(module, ConvLinearCompress) and module.heads > 1:
             module.heads //= mesh.size()
             for name in ('groups', 'in_channels', 'out_channels'):
                 setattr(module.conv, name, getattr(module.conv, name) // mesh.size())
-            divide(module.conv, mesh, _ROWS)
+            divide(module.conv, mesh, ROWS)
         elif isinstance(module, HeadLinear) and len(module.weight) == kv_heads > 1:
             divide(module, mesh, {'weight': Shard(0), 'bias': Shard(1)})
         elif not any(isinstance(p, DTensor) for p in module.parameters(recurse=False)):
@@ -199,12 +210,8 @@ def _gate_of(layer: Any) -> nn.Module | None:
 def _check_model(model: Any, ranks: int) -> None:
     """Raise ValueError, the same on every rank, before anything is changed or communicated."""
     if not isinstance(model, Transformer):
-        raise ValueError(f'model is {shown(model)}, but must be a Transformer')
-    if any(isinstance(p, DTensor) for p in model.parameters()):
-        raise ValueError('model is divided already, but apply_tp comes first, before apply_fsdp')
-    for name, parameter in model.named_parameters():
-        if type(parameter) is not nn.Parameter:
-            raise ValueError(f'{name} is of class {type(parameter).__name__}, but must be a plain parameter')
+        raise ValueError(f'model is {shown(model)}, but must be a Transformer or a converted Hugging Face model')
+    check_parameters(model)
     _check_modules(model, 'token_emb', 'norm', 'to_logits')
     num_rows = -(-model.num_tokens // ranks)
     if num_rows * (ranks - 1) >= model.num_tokens:
@@ -229,6 +236,15 @@ def _check_model(model: Any, ranks: int) -> None:
             raise ValueError(f'the gate is a {type(gate).__name__}, but must be a linear layer to be divided by heads')
         if isinstance(layer, SparseAttention):
             _check_networks(layer, ranks)
+
+
+def check_parameters(model: nn.Module) -> None:
+    """Raise ValueError for a model that is divided already and for parameters of a class of their own."""
+    if any(isinstance(p, DTensor) for p in model.parameters()):
+        raise ValueError('model is divided already, but apply_tp comes first, before apply_fsdp')
+    for name, parameter in model.named_parameters():
+        if type(parameter) is not nn.Parameter:
+            raise ValueError(f'{name} is of class {type(parameter).__name__}, but must be a plain parameter')
 
 
 def _check_modules(owner: nn.Module, *names: str) -> None:
