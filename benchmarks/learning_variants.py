@@ -160,6 +160,7 @@ def _variants() -> dict[str, Variant]:
             'merged, dense attention in the first 22 % of the steps', settings=merged, dense_share=0.22
         ),
         'merged-phi-lr3': Variant('merged, learning rate of the networks φ × 3', settings=merged, phi_lr=3.0),
+        'merged-phi-lr03': Variant('merged, learning rate of the networks φ × 0.3', settings=merged, phi_lr=0.3),
         'merged-scores-kl': Variant(
             'merged-scores with φ a block mean at the start, block scores trained by their loss alone',
             settings={**scores, 'use_diff_topk': False},
