@@ -44,11 +44,11 @@ def load_tile(
     first,
     head,
     stride,
-    exists,
     SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     INT64_OFFSETS: tl.constexpr,
+    exists=True,
 ):
     """Load ROWS rows of SIZE elements of a head of `[B, S, H, SIZE]`, from row `first` on, padded to BLOCK with zeros.
 

@@ -277,11 +277,9 @@ def _add_queries(
     # [BLOCK_M, BLOCK_D] and [BLOCK_M, BLOCK_DV]
     if q_tiles is not None and dout_tiles is not None and not CONTAIN_NONFINITE:
         first = query_start + start
-        q = load_tile(
-            q_tiles, None, row, first, head, None, True, tile.head_dim, BLOCK_M, tile.block_d, tile.int64_offsets
-        )
+        q = load_tile(q_tiles, None, row, first, head, None, tile.head_dim, BLOCK_M, tile.block_d, tile.int64_offsets)
         dout = load_tile(
-            dout_tiles, None, row, first, head, None, True, tile.value_dim, BLOCK_M, tile.block_dv, tile.int64_offsets
+            dout_tiles, None, row, first, head, None, tile.value_dim, BLOCK_M, tile.block_dv, tile.int64_offsets
         )
     else:
         q_ptr += head * q_strides[2]

@@ -176,7 +176,7 @@ def load_keys(
     num_memory = 0 if interval.num_memory is None else interval.num_memory
     if tiles is not None and not CONTAIN_NONFINITE and (not MASKED or interval.num_memory is None):
         keys = load_tile(
-            tiles, None, row, key_start + num_memory + start, head, None, True, SIZE, BLOCK_N, BLOCK, tile.int64_offsets
+            tiles, None, row, key_start + num_memory + start, head, None, SIZE, BLOCK_N, BLOCK, tile.int64_offsets
         )
     else:
         keys = start + tl.arange(0, BLOCK_N)

@@ -315,7 +315,7 @@ def _load_step(
         k = tiles.load([first.to(tl.int32), 0])
     else:
         keys_ptr += first * HEAD_DIM
-        k = load_rows(keys_ptr, tl.arange(0, BLOCK_J), HEAD_DIM, exists, HEAD_DIM, BLOCK_D, False)
+        k = load_rows(keys_ptr, tl.arange(0, BLOCK_J), HEAD_DIM, exists, HEAD_DIM, BLOCK_D, INT64_OFFSETS=False)
     return k
 
 

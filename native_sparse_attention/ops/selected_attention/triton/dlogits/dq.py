@@ -250,7 +250,7 @@ def _add_keys(
     else:
         k = load_tile(
             source.k_tiles, source.k, source.row, source.key_start + first, source.kv_head, source.k_stride,
-            exists=True, SIZE=HEAD_DIM, ROWS=BLOCK_N, BLOCK=BLOCK_D, INT64_OFFSETS=WIDE,
+            HEAD_DIM, BLOCK_N, BLOCK_D, WIDE,
         )  # fmt: skip
     if CONTAIN_NONFINITE:
         # Their gradients of logits are 0 if no query may read them.

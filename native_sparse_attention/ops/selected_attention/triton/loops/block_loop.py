@@ -102,12 +102,12 @@ def load_step(
         is_read = first < last
         first += source.key_start + step % SPLIT * BLOCK_N
         k = load_tile(
-            source.k_tiles, source.k, source.row, first, source.kv_head, source.k_stride, is_read, HEAD_DIM, BLOCK_N,
-            tile.block_d, WIDE,
+            source.k_tiles, source.k, source.row, first, source.kv_head, source.k_stride, HEAD_DIM, BLOCK_N,
+            tile.block_d, WIDE, is_read,
         )  # fmt: skip
         v = load_tile(
-            source.v_tiles, source.v, source.row, first, source.kv_head, source.v_stride, is_read, VALUE_DIM, BLOCK_N,
-            tile.block_dv, WIDE,
+            source.v_tiles, source.v, source.row, first, source.kv_head, source.v_stride, VALUE_DIM, BLOCK_N,
+            tile.block_dv, WIDE, is_read,
         )  # fmt: skip
         read = is_read
     else:

@@ -170,12 +170,12 @@ def load_keys(source, first, mask, MASKED: tl.constexpr, sizes: tl.constexpr, ti
         v = load_rows(source.v, rows, source.v_stride, mask, VALUE_DIM, tile.block_dv, WIDE)
     else:
         k = load_tile(
-            source.k_tiles, source.k, source.row, first, source.kv_head, source.k_stride, exists=True,
-            SIZE=HEAD_DIM, ROWS=BLOCK_N, BLOCK=tile.block_d, INT64_OFFSETS=WIDE,
+            source.k_tiles, source.k, source.row, first, source.kv_head, source.k_stride, HEAD_DIM, BLOCK_N,
+            tile.block_d, WIDE,
         )  # fmt: skip
         v = load_tile(
-            source.v_tiles, source.v, source.row, first, source.kv_head, source.v_stride, exists=True,
-            SIZE=VALUE_DIM, ROWS=BLOCK_N, BLOCK=tile.block_dv, INT64_OFFSETS=WIDE,
+            source.v_tiles, source.v, source.row, first, source.kv_head, source.v_stride, VALUE_DIM, BLOCK_N,
+            tile.block_dv, WIDE,
         )  # fmt: skip
     return k, v
 
