@@ -57,8 +57,8 @@ def context_parallel_nsa(
         k: `[B, T, H, D]` keys of this rank, with rotary embedding.
         v: `[B, T, H, DV]` values of this rank.
         gates: as in `nsa`, for the tokens of this rank.
-        compress_k: network φ of keys, `[B, H, C, l, D]` to `[B, H, C, D]`; a module or a function. It is not called by
-            a rank without blocks.
+        compress_k: network φ of keys, `[B, H, C, l, D]` to `[B, H, C, D]`; a module or a function. A rank without
+            blocks calls it with a block of constants, whose gradients are 0.
         compress_v: the same for values. None together with gates.
         group: process group of the ranks.
         q_cmp: as in `nsa`, as are the next three.
@@ -98,6 +98,7 @@ def context_parallel_nsa(
     def compress(tokens: list[Tensor], borders: Tensor | None) -> list[Tensor]:
         out = []
         for name, network, x in zip(('keys', 'values'), networks, tokens, strict=False):
+            x = x if x.shape[1] else _constant_block(x, compress_block_size)
             no_positions = x.new_zeros(()).expand(x.shape[2], compress_block_size, x.shape[3])
             settings: dict[str, Any] = {'name': name, 'value_dim': x.shape[3]}
             out.append(compress_tokens(network, x, no_positions, compress_stride, borders, **settings))
@@ -152,6 +153,17 @@ def _map(function: Callable[[Tensor], Tensor], tensors: Any) -> Any:
     if isinstance(tensors, tuple | list):
         return tuple(_map(function, t) for t in tensors)
     return None if tensors is None else function(tensors)
+
+
+def _constant_block(x: Tensor, block_size: int) -> Tensor:
+    """Return tokens of one block `[B, l, H, D]` with the gradients of x `[B, 0, H, D]`.
+
+    With it a network raises the same errors on all ranks, and its result requires gradients on all or on none. The
+    values differ, so that norms of them have gradients.
+    """
+    batch, _, heads, dim = x.shape
+    values = torch.linspace(-1, 1, block_size * dim, dtype=x.dtype, device=x.device).view(1, block_size, 1, dim)
+    return torch.cat([x, values.expand(batch, -1, heads, -1)], 1)
 
 
 class _Function(nn.Module):

@@ -65,7 +65,7 @@ def apply_cp(model: Transformer, mesh: DeviceMesh) -> Transformer:
 class _Call:
     """A forward of the model, in the place of cu_seqlens.
 
-    options: of the forward, which the ranks compare. sequence: None until the ranks have agreed on it. is_exchanged:
+    options: of the forward and the mode, which the ranks compare. sequence: None until the ranks have agreed on it. is_exchanged:
     whether the other ranks know of this call.
     """
 
@@ -98,7 +98,7 @@ class _Model(Transformer):
         self, ids: Tensor, return_loss: bool = False, *args: Any, cu_seqlens: Any = None, **options: Any
     ) -> Any:
         given = {**dict(zip(('cache', 'return_cache'), args, strict=False)), **options, 'return_loss': return_loss}
-        call = _Call(self.context_mesh.get_group(), cu_seqlens, given)
+        call = _Call(self.context_mesh.get_group(), cu_seqlens, {**given, 'training': self.training})
         try:
             for name in ('mask', 'cache', 'return_cache', 'last_only', 'return_block_loss'):
                 if given.get(name) is not None and given[name] is not False:
@@ -137,7 +137,7 @@ class _Model(Transformer):
         dist.all_reduce(sums, group=self.context_mesh.get_group())
         count = sums[1].clamp(min=1) if count is None else count
         share = (total * self.context_mesh.size() / count).to(total.dtype)
-        return share + ((sums[0] / count).to(total.dtype) - share.detach())
+        return share - share.detach() + (sums[0] / count).to(total.dtype)  # in this order equal on all ranks
 
 
 class _Attention(SparseAttention):

@@ -105,6 +105,9 @@ def assert_equal_training(
         expected_blocks = expected_blocks[: len(one.blocks)]
     assert_same_blocks(blocks, expected_blocks, shards, rank)
     assert_near(loss, expected, 'loss')
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, loss.item())
+    assert len(set(of_ranks)) == 1, 'ranks differ in the loss'
     largest = max(p.grad.abs().max() for p in one.parameters() if p.grad is not None)
     for name, wanted in gradients(one).items():
         found = whole(model.get_parameter(name).grad)
@@ -271,13 +274,40 @@ def call_drawn_functions() -> None:
                 assert_near(total, of_one, f'seed {seed}, gradient {i}')
 
 
+def train_function_alone() -> None:
+    """A function may have weights of its own and be all that is trained; the last rank has no block."""
+    tokens, _, settings = draw_call(lambda values: values[-1], 6, 1)
+    tokens = {name: t.detach() for name, t in tokens.items()}
+    weight = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+
+    def network(blocks: Tensor) -> Tensor:
+        return nn.functional.normalize(blocks, dim=-1).mean(-2) * weight
+
+    k_cmp, v_cmp = (nn.functional.normalize(tokens[n].unfold(1, 4, 2), dim=-2).mean(-1) * weight for n in 'kv')
+    expected = nsa(**tokens, k_cmp=k_cmp, v_cmp=v_cmp, **settings)
+    (wanted,) = torch.autograd.grad(expected.square().sum(), weight)
+    shard = range(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
+    mine = {name: shard_of(t, shard) for name, t in tokens.items()}
+    networks: dict[str, Any] = {'compress_k': network, 'compress_v': network, 'group': dist.group.WORLD}
+    context_parallel_nsa(**mine, **networks, **settings).square().sum().backward()
+    found = weight.grad
+    assert found is not None
+    dist.all_reduce(found)
+    assert_near(found, wanted, 'gradient of the function')
+
+
+def call_functions() -> None:
+    train_function_alone()
+    call_drawn_functions()
+
+
 def mean_of_block(blocks: Tensor) -> Tensor:
     return blocks.mean(-2)
 
 
 @full
 def test_function(tmp_path: Path) -> None:
-    run_processes(call_drawn_functions, 3, tmp_path)
+    run_processes(call_functions, 3, tmp_path)
 
 
 def train_with_other_parallelism() -> None:
@@ -346,6 +376,7 @@ def raise_on_all_ranks() -> None:
         ('cu_seqlens ends at 12, but there are 9 tokens', lambda odd: model(ids[:, :3], cu_seqlens=packed[0])),
         ('the shards of a sequence have 0 tokens together', lambda odd: model(ids[:, :0])),
         ('ids has 1 tokens per row', lambda odd: model(ids[:, : int(odd)], return_loss=True)),
+        ('training is True on rank 0, but False on rank 1', lambda odd: model.train(not odd)(ids)),
         ('cache|return_cache', lambda odd: model.eval().generate(ids, 2)),
     ]
     tokens, shared, settings = draw_call(lambda values: values[-1], 4, 1)
@@ -353,6 +384,9 @@ def raise_on_all_ranks() -> None:
 
     def call(**changes: Any) -> Tensor:
         return context_parallel_nsa(**{**tokens, **shared, **settings, **changes})
+
+    def call_short(**changes: Any) -> Tensor:
+        return call(**{name: shard_of(t, range(2)) for name, t in tokens.items()}, **changes)
 
     wrong = torch.zeros(1, 4, 5, 7, dtype=torch.float64)
     calls += [
@@ -364,6 +398,8 @@ def raise_on_all_ranks() -> None:
         ('q is .* on rank 0', lambda odd: call(q=tokens['q'].detach() if odd else tokens['q'])),
         ('q_offset is given, but must be None', lambda odd: call(q_offset=3 if odd else None)),
         ('compress_k is a int', lambda odd: call(compress_k=3 if odd else mean_of_block)),
+        # Of six tokens, the last rank has no block.
+        (r'compress_mlp \(keys\) must map', lambda odd: call_short(compress_k=lambda blocks: blocks.mean(-1))),
         ('unexpected keyword', lambda odd: call(**{'windows': 3} if odd else {})),
     ]
     for message, function in calls:
