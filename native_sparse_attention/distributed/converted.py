@@ -25,6 +25,8 @@ from native_sparse_attention.nn.start import own_weight
 
 _PROJECTIONS = (('self_attn', ('q_proj', 'k_proj', 'v_proj', 'o_proj')), ('mlp', ('gate_proj', 'up_proj', 'down_proj')))
 
+_ADDED = {'k_compress': 'positions', 'v_compress': 'positions', 'to_strategy_combine': 'weight'}
+
 
 def is_converted(model: Any) -> bool:
     """Return whether the model has layers of the transformers integration."""
@@ -87,6 +89,7 @@ def _divide_sparse(attention: Any, mesh: DeviceMesh) -> None:
     if attention.to_strategy_combine is not None:
         divide(attention.to_strategy_combine, mesh, ROWS)
     divide(attention, mesh, {}, behaviour=_HeadsOfRank)
+    attention.head_rank = mesh.get_local_rank()
 
 
 def _check_block(block: Any, ranks: int) -> None:
@@ -94,6 +97,10 @@ def _check_block(block: Any, ranks: int) -> None:
         for name in names:
             if type(module := getattr(getattr(block, part), name)) is not nn.Linear:
                 raise ValueError(f'{name} is a {type(module).__name__}, but must be the module of a new model')
+    for name, parameter in _ADDED.items():  # an adapter in place of one has no such parameter of its own
+        module = getattr(block.self_attn, name, None)
+        if module is not None and parameter not in dict(module.named_parameters(recurse=False)):
+            raise ValueError(f'{name} is a {type(module).__name__}, but must be the module of a new model')
     kv_heads = block.self_attn.k_proj.out_features // block.self_attn.head_dim
     for count, name in ((kv_heads, 'number of KV heads'), (block.mlp.up_proj.out_features, 'hidden size of mlp')):
         if count % ranks:

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from native_sparse_attention.distributed import apply_tp
-from native_sparse_attention.integrations.transformers import attention, collect_block_losses
+from native_sparse_attention.integrations.transformers import attention, collect_block_losses, dense_start
 from native_sparse_attention.losses import block_score_loss
 from tests.support.hf_models import PAPER, SPARSE, left_padded, nsa_model
 
@@ -98,9 +98,39 @@ def refused() -> None:
     model.model.layers[1].mlp.up_proj = torch.nn.Sequential(model.model.layers[1].mlp.up_proj)
     with pytest.raises(ValueError, match='up_proj is a Sequential, but must be the module of a new model'):
         apply_tp(model, mesh)
+    for name in ('to_strategy_combine', 'v_compress'):
+        model = nsa_model('llama', PAPER)
+        attention_layer = model.model.layers[1].self_attn
+        setattr(attention_layer, name, torch.nn.Sequential(getattr(attention_layer, name)))
+        with pytest.raises(ValueError, match=f'{name} is a Sequential, but must be the module of a new model'):
+            apply_tp(model, mesh)
     apply_tp(model := nsa_model(), mesh)
     with pytest.raises(ValueError, match='model is divided already'):
         apply_tp(model, mesh)
+
+    draw_dropout()
+
+
+def draw_dropout() -> None:
+    """Ranks with one random state drop different weights of their heads, by one seed for both parts of a layer."""
+    model = nsa_model('llama', SPARSE.replace(dense_below=5), attention_dropout=0.5).train()
+    apply_tp(model, init_device_mesh('cpu', (dist.get_world_size(),)))
+    seeds, dense, sparse = [], dense_start.window_attention, attention.nsa
+
+    def record(function: Any, *args: Any, dropout_seed: torch.Tensor, **settings: Any) -> Any:
+        seeds.append(dropout_seed)
+        return function(*args, dropout_seed=dropout_seed, **settings)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dense_start, 'window_attention', partial(record, dense))
+        patch.setattr(attention, 'nsa', partial(record, sparse))
+        model(make_ids(1))
+    mine = torch.cat(seeds)
+    assert mine[::2].equal(mine[1::2])
+    assert len(mine[::2].unique()) == len(model.model.layers)
+    others = [torch.empty_like(mine) for _ in range(2)]
+    dist.all_gather(others, mine)
+    assert not (others[0] == others[1]).any()
 
 
 @full

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from native_sparse_attention.core.random import as_seed
 from native_sparse_attention.functional import nsa
 from native_sparse_attention.integrations.transformers.cache import NSACacheLayer, layer_of
 from native_sparse_attention.integrations.transformers.config import NSAConfig
@@ -79,6 +80,7 @@ class NSAAttention(nn.Module):
     k_compress: Any
     v_compress: Any
     to_strategy_combine: Any
+    head_rank: int = 0  # over which `apply_tp` divides heads
     block_losses: list[Tensor] | None = None  # takes the loss of each forward, where losses are collected
 
     @classmethod
@@ -208,14 +210,13 @@ class NSAAttention(nn.Module):
                 compress_stride=self.nsa.compress_block_sliding_stride,
                 window_size=(self.nsa.sliding_window_size - 1, 0),
                 use_diff_topk=self.nsa.use_diff_topk,
-                dropout_p=self._dropout_p,
                 choose=select_blocks if losses is None else partial(_select_with_loss, q_new, k, losses),
                 **where,
                 **self.sparse_settings,
-                **self.logit_settings,
+                **settings,
             )
 
-        below, settings = self.nsa.dense_below, {**self.logit_settings, 'dropout_p': self._dropout_p}
+        below, settings = self.nsa.dense_below, {**self.logit_settings, **self._dropout(q.device)}
         out = attend_with_dense_start(sparse, (q, k, v), below, lengths, cu_seqlens, settings)
         if torch.is_grad_enabled() and (below > 0 or self.v_compress is None):
             out = with_zero_gradients(out, self)  # of what no query reads
@@ -239,9 +240,11 @@ class NSAAttention(nn.Module):
         softcap = getattr(self, 'attn_logit_softcapping', None)
         return {'scale': self.scaling, 'softcap': softcap, 'backend': self.nsa.backend}
 
-    @property
-    def _dropout_p(self) -> float:
-        return self.attention_dropout if self.training else 0.0
+    def _dropout(self, device: torch.device) -> dict[str, Any]:
+        """Return the arguments of dropout of one forward, with a seed that differs between ranks with other heads."""
+        if not self.training or not self.attention_dropout:
+            return {}
+        return {'dropout_p': self.attention_dropout, 'dropout_seed': as_seed(None, device) + self.head_rank}
 
 
 def _select_with_loss(
