@@ -65,8 +65,8 @@ def apply_cp(model: Transformer, mesh: DeviceMesh) -> Transformer:
 class _Call:
     """A forward of the model, in the place of cu_seqlens.
 
-    options: of the forward and the mode, which the ranks compare. sequence: None until the ranks have agreed on it. is_exchanged:
-    whether the other ranks know of this call.
+    options: of the forward and the mode, which the ranks compare. sequence: None until the ranks have agreed on it.
+    is_exchanged: whether the other ranks know of this call.
     """
 
     group: Any

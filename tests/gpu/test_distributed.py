@@ -55,7 +55,7 @@ def make_model(device: str, merged: bool) -> Transformer:
 
 
 def train(kind: str, device: str) -> None:
-    """kind: 'fsdp', 'tp', 'cp', or two of them."""
+    """kind: 'fsdp', 'tp' or 'cp'."""
     rank, ranks = int(os.environ['LOCAL_RANK']), int(os.environ['WORLD_SIZE'])
     if device == 'cuda':
         torch.cuda.set_device(rank)
