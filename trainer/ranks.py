@@ -57,7 +57,7 @@ class Ranks:
         return ids.tensor_split(self.dp, dim)[0 if self.mesh is None else self.mesh['data'].get_local_rank()]
 
     def sum(self, value: Tensor) -> Tensor:
-        """Return the sum over the data ranks of a tensor that tensor ranks have alike."""
+        """Return the sum over the data ranks of a tensor, changed in place, that is equal on all tensor ranks."""
         if self.mesh is None:
             return value
         dist.all_reduce(value)
@@ -102,13 +102,13 @@ ONE_PROCESS = Ranks()
 
 @contextlib.contextmanager
 def joined() -> Iterator[Callable[[argparse.Namespace], Ranks]]:
-    """Meet the processes that torchrun started, for the context; without it there is one.
+    """Join the processes that torchrun started, for the duration of the context. Without torchrun there is one.
 
-    Yields a function of the options of this call that returns the `Ranks`, in which `device` becomes the GPU of this
-    process. It raises `UserError` for another number of processes than dp x tp, and for fewer GPUs than processes.
+    Yields a function of the options of this call, which returns the `Ranks` and sets `options.device` to the GPU of
+    this process. It raises `UserError` if the number of processes is not dp x tp, or if there are fewer GPUs.
 
-    Other processes than the first print nothing. Of those that fail, one has a message, the others a `UserError`
-    without text: peers of a process that fails miss it and fail too, so the first to fail has the cause.
+    Only the first process prints. If a process fails, the others lose a peer and fail too. The first to fail has the
+    cause, so it raises the error with its message, and the others raise a `UserError` without text.
     """
     if 'WORLD_SIZE' not in os.environ or os.environ['WORLD_SIZE'] == '1':
         yield lambda options: Ranks(*_layout(options, 1))

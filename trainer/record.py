@@ -102,7 +102,7 @@ class Record:
         tensors = f'{TENSORS}{self.step:06d}'
         if tensors != self.tensors:
             path = self.folder / tensors
-            self.ranks.from_first(lambda: shutil.rmtree(path, ignore_errors=True))  # of a process that was killed
+            self.ranks.from_first(lambda: shutil.rmtree(path, ignore_errors=True))  # left by a process that was killed
             save_tensors(path, self.model, self.optimizer if self.step else None)
             self.tensors = tensors
         if self.ranks.is_first:

@@ -80,7 +80,7 @@ def read_newest(folder: Path, state: dict[str, Any], read: Callable[[dict[str, A
 
 
 def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the tensors of both, and the whole state of the optimizer, which gets zeros where it has none."""
+    """Return the tensors of both, and the whole state of the optimizer, which starts at zeros if there is none."""
     moments = {} if optimizer is None else get_optimizer_state_dict(model, optimizer, options=_BY_NAME)
     tensors = {name: value for name, value in moments.items() if isinstance(value, Tensor)}
     return {'model': get_model_state_dict(model), 'optimizer': tensors}, moments
@@ -92,7 +92,7 @@ def _cause(error: CheckpointException) -> BaseException:
 
 @contextlib.contextmanager
 def without_warnings() -> Iterator[None]:
-    """Silence that one process checkpoints without a process group."""
+    """Silence the warning that a process saves or loads without a process group."""
     with warnings.catch_warnings():
         warnings.filterwarnings('ignore', 'torch.distributed is disabled')
         yield
