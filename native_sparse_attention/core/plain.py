@@ -27,8 +27,8 @@ def is_plain(module: nn.Module, *types: type[nn.Module]) -> bool:
 
 
 def kind_of(module: nn.Module) -> type[nn.Module]:
-    """Return the class of a module that is plain, as `is_plain` compares it."""
-    return private.kind_of(module)
+    """Return the class that `is_plain` compares: of a module that tensor parallelism has divided, the class before."""
+    return getattr(type(module), 'divided_class', type(module))
 
 
 def runs_hooks(module: nn.Module) -> bool:

@@ -97,20 +97,14 @@ may_be_dispatched: Callable[[], bool] = _first(_known_dispatch_modes, lambda: la
 _HOOKS = ('_forward_pre_hooks', '_forward_hooks', '_backward_pre_hooks', '_backward_hooks')
 
 
-def kind_of(module: nn.Module) -> type[nn.Module]:
-    """Return the class of a module, or of one whose weights are divided, the class that its arithmetic is of."""
-    return getattr(type(module), 'divided_class', type(module))
-
-
 def _does_only_forward(module: nn.Module, types: tuple[type[nn.Module], ...]) -> bool:
     # This runs in every decoding step: few generators, and no look-up of an attribute that a module may not have.
     weights = module._parameters.values()
     if type(module) not in types:
-        if kind_of(module) not in types:
+        if getattr(type(module), 'divided_class', None) not in types:
             return False
         weights = module.weights_of_rank()  # type: ignore[operator]
-    own = vars(module)
-    if 'forward' in own:
+    if 'forward' in (own := vars(module)):
         return False
     if module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks:
         return False
@@ -131,13 +125,11 @@ def _is_plain_weight(weight: Tensor) -> bool:
 
 
 def _is_plain(module: nn.Module, types: tuple[type[nn.Module], ...]) -> bool:
-    has_global_hooks = (
-        module_hooks._global_forward_pre_hooks
-        or module_hooks._global_forward_hooks
-        or module_hooks._global_backward_pre_hooks
-        or module_hooks._global_backward_hooks
-    )
-    return not has_global_hooks and _does_only_forward(module, types)
+    if module_hooks._global_forward_pre_hooks or module_hooks._global_forward_hooks:
+        return False
+    if module_hooks._global_backward_pre_hooks or module_hooks._global_backward_hooks:
+        return False
+    return _does_only_forward(module, types)
 
 
 def _runs_hooks(module: nn.Module) -> bool:
