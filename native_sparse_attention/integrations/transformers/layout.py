@@ -91,7 +91,8 @@ def new_columns(attention_mask: Any, seen: int, tokens: Tensor) -> Tensor:
             f'the {seen} tokens in the cache and {seqlen} new ones'
         )
     mask = attention_mask[:, seen:]
-    mask = mask.int() if mask.is_floating_point() else mask  # prompts of adapters come with a float mask of ones
+    if mask.is_floating_point():  # prompts of adapters come with a float mask of ones
+        mask = mask.where(mask == mask.round(), 2).int()  # 2 is refused, where a fraction would be rounded to 0
     check_mask(mask, tokens)
     return mask.bool()
 

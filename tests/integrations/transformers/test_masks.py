@@ -194,7 +194,8 @@ def test_refused_masks():
     refused(model, 'attention_mask has shape .2, 1, 8, 8., but must be', attention_mask=torch.ones(2, 1, 8, 8))
     refused(model, 'attention_mask is a dict, but must be a tensor', attention_mask={'full_attention': None})
     refused(model, r'attention_mask has shape \(2, 7\), but must', attention_mask=torch.ones(2, 7, dtype=torch.long))
-    refused(model, 'integers must be 0 or 1', attention_mask=torch.full((2, 8), -1e9))
+    for value in (-1e9, 0.5):
+        refused(model, 'integers must be 0 or 1', attention_mask=torch.full((2, 8), value))
     refused(model, 'integers must be 0 or 1', attention_mask=torch.full((2, 8), 2))
     refused(model, 'output_attentions is True, but must be False', output_attentions=True)
 
