@@ -16,7 +16,14 @@ from torch import Tensor, nn
 from native_sparse_attention.autograd.recompute import SavedSelection
 from native_sparse_attention.core.checks import check_integers, check_tensors
 from native_sparse_attention.core.random import as_seed
-from native_sparse_attention.distributed.sequence import DividedSequence, exchange_objects, fetch, gather, owned_blocks
+from native_sparse_attention.distributed.sequence import (
+    DividedSequence,
+    exchange_objects,
+    fetch,
+    gather,
+    owned_blocks,
+    run_uncompiled,
+)
 from native_sparse_attention.functional import nsa
 from native_sparse_attention.nn.compress.apply import compress_tokens
 from native_sparse_attention.ops import select_blocks
@@ -26,6 +33,7 @@ _EXCLUDED = ('q_offset', 'seqlens_k', 'cu_seqlens_k', 'segment_ids', 'block_indi
 _SEED_STEP = 0x5851F42D4C957F2D  # between the dropout seeds of the calls of `nsa`
 
 
+@run_uncompiled
 def context_parallel_nsa(
     q: Tensor,
     k: Tensor,

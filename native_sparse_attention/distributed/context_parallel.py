@@ -15,11 +15,9 @@ from native_sparse_attention.core.checks import check_integers, shown
 from native_sparse_attention.distributed.context_attention import attend_divided, compress_divided
 from native_sparse_attention.distributed.local import with_behaviour
 from native_sparse_attention.distributed.mesh import check_mesh
-from native_sparse_attention.distributed.sequence import DividedSequence, exchange_objects, fetch
+from native_sparse_attention.distributed.sequence import DividedSequence, exchange_objects, fetch, run_uncompiled
 from native_sparse_attention.nn.attention import SparseAttention
 from native_sparse_attention.nn.transformer import IGNORED_LABEL, Transformer, continues, num_labels
-
-_run_uncompiled: Any = torch.compiler.disable  # exchanges differ between ranks, and so would graphs
 
 
 def apply_cp(model: Transformer, mesh: DeviceMesh) -> Transformer:
@@ -82,7 +80,9 @@ class _Call:
                 check_integers('cu_seqlens', self.cu_seqlens, None)
                 if len(ids) != 1:
                     raise ValueError(f'ids has batch size {len(ids)}, but must have 1 where cu_seqlens is given')
+            items = self.options.get('num_items_in_batch')
             described: dict[str, Any] = {name: shown(value) for name, value in self.options.items()}
+            described['num_items_in_batch'] = items.tolist() if isinstance(items, Tensor) else items
             described |= {'the batch size of ids': len(ids), 'torch.is_grad_enabled()': torch.is_grad_enabled()}
             self.is_exchanged = True
             self.sequence = DividedSequence.agree(self.group, ids.shape[1], self.cu_seqlens, described)
@@ -94,6 +94,7 @@ class _Model(Transformer):
 
     context_mesh: DeviceMesh
 
+    @run_uncompiled
     def forward(
         self, ids: Tensor, return_loss: bool = False, *args: Any, cu_seqlens: Any = None, **options: Any
     ) -> Any:
@@ -143,7 +144,7 @@ class _Model(Transformer):
 class _Attention(SparseAttention):
     """A `SparseAttention` with the tokens that this rank holds; cu_seqlens is a `DividedSequence`."""
 
-    @_run_uncompiled
+    @run_uncompiled
     def forward(self, *args: Any, **options: Any) -> Any:
         return super().forward(*args, **options)
 

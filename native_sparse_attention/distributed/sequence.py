@@ -27,6 +27,7 @@ Moves = list[tuple[range, range]]
 # PyTorch 2.13 has other names.
 _all_gather: Any = getattr(dist, 'all_gather_single', None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, 'reduce_scatter_single', None) or dist.reduce_scatter_tensor
+run_uncompiled: Any = torch.compiler.disable  # exchanges differ between ranks, and so would graphs
 
 
 @dataclass(frozen=True, eq=False)

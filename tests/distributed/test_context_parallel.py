@@ -310,6 +310,26 @@ def test_function(tmp_path: Path) -> None:
     run_processes(call_functions, 3, tmp_path)
 
 
+def run_compiled() -> None:
+    """In a compiled model or module, what exchanges tokens runs uncompiled."""
+    one, ids, rank = make_model(depth=1), make_ids(1), dist.get_rank()
+    model: Any = torch.compile(apply_cp(copy.deepcopy(one), line()), backend='eager')
+    for shard in (cut(33)[rank], [range(33), range(33, 33)][rank]):
+        assert_near(model(ids[:, shard.start : shard.stop], return_loss=True), one(ids, return_loss=True))
+    tokens, shared, settings = draw_call(lambda values: values[-1], 4, 1)
+    settings |= {'compress_k': mean_of_block, 'compress_v': mean_of_block, 'group': dist.group.WORLD}
+
+    def module() -> Tensor:
+        return context_parallel_nsa(**tokens, **shared, **settings) * 2
+
+    assert torch.equal(torch.compile(module, backend='eager')(), module())
+
+
+@full
+def test_compiled(tmp_path: Path) -> None:
+    run_processes(run_compiled, 2, tmp_path)
+
+
 def train_with_other_parallelism() -> None:
     """On meshes of two dimensions, in the order of `docs/distributed.md`; one shard may be empty."""
     ids, rank, even = make_ids(2), dist.get_rank(), [range(16), range(16, 33)]
@@ -370,6 +390,10 @@ def raise_on_all_ranks() -> None:
         ('labels has shape', lambda odd: model(ids, labels=ids[:, 1:] if odd else ids)),
         ('the batch size of ids is 1 on rank 0, but 2 on rank 1', lambda odd: model(make_ids(2, 4) if odd else ids)),
         ('labels is None on rank 0, but a Tensor on rank 1', lambda odd: model(ids, labels=ids if odd else None)),
+        (
+            'num_items_in_batch is 3 on rank 0, but 4 on rank 1',
+            lambda odd: model(ids, labels=ids, num_items_in_batch=torch.tensor(3 + odd)),
+        ),
         ('return_loss is False on rank 0, but True on rank 1', lambda odd: model(ids, return_loss=odd)),
         ('cu_seqlens is None on rank 0', lambda odd: model(ids, cu_seqlens=packed[0] if odd else None)),
         (r'cu_seqlens is \[0, 5, 12\] on rank 0', lambda odd: model(ids, cu_seqlens=packed[odd])),
