@@ -66,6 +66,8 @@ def train_and_generate(family: str, config: str, folder: str) -> None:
     options: dict[str, Any] = {'max_new_tokens': 5, 'do_sample': False, 'use_cache': True}
     inputs = left_padded([45, 20])
     assert torch.equal(model.generate(**inputs, **options), one.generate(**inputs, **options))
+    with pytest.raises(ValueError, match='is a DTensor, but must be whole to be saved: pass state_dict'):
+        model.save_pretrained(folder)
     weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     if dist.get_rank() == 0:
         model.save_pretrained(folder, state_dict=weights)

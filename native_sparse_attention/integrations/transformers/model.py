@@ -75,6 +75,18 @@ class NSAPreTrained(nn.Module):
         convert_layers(self, NSAConfig.of(config.nsa), added_like_layers=False)
         self.post_init()  # type: ignore[operator]  # initialises what was added
 
+    def save_pretrained(
+        self, save_directory: Any, is_main_process: bool = True, state_dict: Any = None, *args: Any, **kwargs: Any
+    ) -> None:
+        """As that of transformers. Raises ValueError if tensors are divided over ranks, before anything is written."""
+        for name, tensor in (self.state_dict() if state_dict is None else state_dict).items():
+            if hasattr(tensor, 'full_tensor') and not kwargs.get('distributed_checkpoint'):
+                raise ValueError(
+                    f'{name} is a {type(tensor).__name__}, but must be whole to be saved: pass state_dict, as '
+                    f'get_model_state_dict returns it with full_state_dict=True'
+                )
+        super().save_pretrained(save_directory, is_main_process, state_dict, *args, **kwargs)  # type: ignore[misc]
+
     def _init_weights(self, module: nn.Module) -> None:
         """Initialise a module; parameters of added ones stay where a checkpoint has given their values."""
         if not getattr(module, 'is_added_by_nsa', False):
