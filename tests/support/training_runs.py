@@ -1,6 +1,7 @@
 """Small runs of the trainer, and comparisons of what they write."""
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,13 @@ TINY = {
     'grad_accum': 2, 'steps': 12, 'lr': 1e-2, 'warmup': 3, 'log_every': 3, 'eval_every': 5, 'eval_bytes': 50,
     'save_every': 4, 'sample_every': 6, 'sample_bytes': 8, 'prompt_bytes': 10,
 }  # fmt: skip
+
+
+def write_words(folder: Path) -> Path:
+    """Write a text of 2,000 bytes, and return its path."""
+    path = folder / 'words.txt'
+    path.write_bytes(bytes(random.Random(0).choices(b'some of the words ', k=2000)))
+    return path
 
 
 def command(text: Path, runs: Path, *more: str, **settings: Any) -> list[str]:

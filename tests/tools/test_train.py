@@ -3,7 +3,6 @@
 import contextlib
 import math
 import os
-import random
 import shutil
 import signal
 import subprocess
@@ -18,7 +17,7 @@ import pytest
 import torch
 
 import train_enwik8
-from tests.support.training_runs import assert_same_run, command, contents, rows
+from tests.support.training_runs import assert_same_run, command, contents, rows, write_words
 from train_enwik8 import PRESETS, Config, Run, UserError, main
 from trainer.tensors import load_tensors, read_newest
 
@@ -36,9 +35,7 @@ def one_thread_and_own_signals() -> Iterator[None]:
 
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
-    path = tmp_path / 'words.txt'
-    path.write_bytes(bytes(random.Random(0).choices(b'some of the words ', k=2000)))
-    return path
+    return write_words(tmp_path)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import train_enwik8
-from tests.support.training_runs import assert_same_run, command
+from tests.support.training_runs import assert_same_run, command, write_words
 from train_enwik8 import load_checkpoint
 
 pytestmark = pytest.mark.slow
@@ -26,9 +26,7 @@ SETTINGS = {'steps': 150, 'log_every': 2, 'eval_every': 40, 'save_every': 3, 'sa
 
 @pytest.fixture(scope='module')
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp('text') / 'words.txt'
-    path.write_bytes(bytes(random.Random(0).choices(b'some of the words ', k=2000)))
-    return path
+    return write_words(tmp_path_factory.mktemp('text'))
 
 
 @pytest.fixture(scope='module')

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import train_enwik8
-from tests.support.training_runs import assert_same_run, command, contents, rows
+from tests.support.training_runs import assert_same_run, command, contents, rows, write_words
 from train_enwik8 import Run, UserError, main
 from trainer import corpus, folder, plots
 from trainer.folder import lock_run, read_rows, write_atomically
@@ -25,9 +25,7 @@ from trainer.folder import lock_run, read_rows, write_atomically
 
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
-    path = tmp_path / 'words.txt'
-    path.write_bytes(bytes(random.Random(0).choices(b'some of the words ', k=2000)))
-    return path
+    return write_words(tmp_path)
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -21,7 +20,7 @@ import torch
 
 import train_enwik8
 from tests.support.processes import agent_store, run_processes
-from tests.support.training_runs import command, rows
+from tests.support.training_runs import command, rows, write_words
 from train_enwik8 import Run, load_checkpoint, main
 
 full = pytest.mark.full
@@ -31,9 +30,7 @@ LAYOUTS = [(2, 1), pytest.param(1, 2, marks=full), (2, 2)]
 
 @pytest.fixture(scope='module')
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp('text') / 'words.txt'
-    path.write_bytes(bytes(random.Random(0).choices(b'some of the words ', k=2000)))
-    return path
+    return write_words(tmp_path_factory.mktemp('text'))
 
 
 @pytest.fixture(scope='module')
