@@ -10,7 +10,12 @@ from torch import Tensor, nn
 
 from native_sparse_attention import SparseAttention
 from native_sparse_attention.nn.gate import GATE_START, make_gate, make_output_gate
-from native_sparse_attention.ops import window_attention
+from native_sparse_attention.ops import (
+    compressed_attention,
+    selected_attention,
+    straight_through_scale,
+    window_attention,
+)
 
 
 class FlooredGate(nn.Module):
@@ -77,6 +82,44 @@ class WithWindow(SparseAttention):
         places = {name: settings[name] for name in ('q_offset', 'seqlens_k', 'cu_seqlens', 'backend')}
         window, _ = window_attention(q, k, v, window_size=(size, 0), causal=True, softcap=self.softcap, **places)
         return out + (window * gate).to(out.dtype)
+
+
+class OneSoftmax(SparseAttention):
+    """Merged attention whose softmax also reads compressed keys, with the logit of their gate added to their logits.
+
+    The weight of the compressed output is the sigmoid of that logit plus the difference of the log-sum-exps. Tokens of
+    selected blocks and of the window are read twice, as keys and in summaries.
+    """
+
+    def _nsa(self, q: Tensor, *tensors: Any, **settings: Any) -> Tensor:
+        k, v, k_cmp, v_cmp, gates = tensors
+        places = {name: settings[name] for name in ('q_offset', 'seqlens_k', 'cu_seqlens', 'backend')}
+        places |= {'softcap': self.softcap, 'causal': True}
+        q_cmp, sizes = settings['q_cmp'], (self.compress_block_size, self.compress_block_sliding_stride)
+        memory = {'mem_kv': settings['mem_kv'], 'sinks': settings['sinks_cmp'], 'seqlen_k': k.shape[1]}
+        far, far_lse = compressed_attention(
+            q_cmp, k_cmp, v_cmp, block_size=sizes[0], stride=sizes[1], **memory, **places
+        )
+        scoring = {'compress_block_size': sizes[0], 'compress_stride': sizes[1], 'seqlen_k': k.shape[1], **places}
+        scoring |= {'selection_block_size': self.selection_block_size}
+        scoring |= {'num_init': self.num_init_blocks, 'num_local': self.num_local_blocks}
+        scores = (q_cmp, k_cmp, far_lse)
+        share = self.query_heads_share_selected_kv
+        blocks = settings['choose'](*scores, num_selected=self.num_selected_blocks, share_group=share, **scoring)
+        factors = straight_through_scale(*scores, blocks, **scoring) if self.use_diff_topk else None
+        dropout = {name: settings[name] for name in ('sinks', 'dropout_p', 'dropout_seed')}
+        near, near_lse = selected_attention(
+            *(q, k, v, blocks),
+            block_size=self.selection_block_size,
+            block_scale=factors,
+            unit_scale=factors is not None,
+            window_size=(self.sliding_window_size - 1, 0),
+            **dropout,
+            **places,
+        )
+        logit = gates.float().logit(1e-6)
+        weight = (logit + (far_lse - near_lse).mT[..., None]).sigmoid()
+        return torch.lerp(near, far, weight.to(near.dtype))
 
 
 class DetachedScores(SparseAttention):

@@ -16,6 +16,7 @@ from benchmarks.learning_layers import (
     DetachedScores,
     DetachedScoresWithWindow,
     FlooredGate,
+    OneSoftmax,
     SharedGate,
     WithOutputGate,
     WithWindow,
@@ -155,6 +156,12 @@ def _variants() -> dict[str, Variant]:
             'merged with an MLP as φ, block scores trained by use_diff_topk and by their loss',
             settings=merged,
             block_loss=0.1,
+        ),
+        'merged-one-softmax': Variant(
+            'merged, compressed keys in the same softmax with a learned bias of -2', settings=merged, layers=OneSoftmax
+        ),
+        'merged-one-softmax-open': Variant(
+            'the same with a bias that starts at 0', settings=merged, layers=OneSoftmax, gate_start=(0.0,)
         ),
         'merged-dense-start': Variant(
             'merged, dense attention in the first 22 % of the steps', settings=merged, dense_share=0.22
