@@ -51,19 +51,19 @@ def measure(function: Callable[[], Any], device: str, seconds: float = SECONDS, 
     in training. A run that takes longer than `seconds` is not repeated. compiles: the first run may compile and never
     counts.
     """
-    (first,) = _run(function, device, None)
+    (first,) = run_times(function, device, None)
     if not compiles and first > 1e3 * seconds:
         return Times(first, first, first, 1)
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device) if device != 'cpu' else None
-    (estimate,) = _run(function, device, flush)
+    (estimate,) = run_times(function, device, flush)
     if estimate > 1e3 * seconds:
         return Times(estimate, estimate, estimate, 1)
     repeats = max(MIN_REPEATS, min(MAX_REPEATS, int(1e3 * seconds / max(estimate, 1e-3))))
-    times = _run(function, device, flush, repeats)
+    times = run_times(function, device, flush, repeats)
     return Times(median(times), min(times), max(times), repeats)
 
 
-def _run(function: Callable[[], Any], device: str, flush: Tensor | None, repeats: int = 1) -> list[float]:
+def run_times(function: Callable[[], Any], device: str, flush: Tensor | None, repeats: int = 1) -> list[float]:
     """Return ms of each run."""
     if device == 'cpu':
         starts = []

@@ -27,6 +27,7 @@ from benchmarks import report
 from benchmarks.report import ratio
 from benchmarks.runner import Call, Case, Method, Plot, add_arguments, run, serve
 from train_enwik8 import PRESETS, Config, Corpus, Run, build_model, build_optimizer, load_corpus, parse
+from trainer.ranks import ONE_PROCESS, Ranks
 
 LENGTHS = tuple(2**power for power in range(10, 17))
 MODELS = ('sparse', 'dense')
@@ -48,12 +49,14 @@ def text(data: str) -> Corpus:
     return load_corpus(data)
 
 
-def make_call(case: Case) -> tuple[Call, list[Tensor]]:
+def make_call(case: Case, ranks: Ranks = ONE_PROCESS) -> tuple[Call, list[Tensor]]:
     """Return one step of the trainer."""
     config, device = Config(**case['config']), torch.device(case['device'])
     model = build_model(config, 'auto', device)
+    ranks.divide(model, compiles=False)
     forward = torch.compile(model) if case['backend'].endswith(COMPILED) else model
-    trainer = Run(config, 'long', Path(), text(case['data']), device, model, forward, build_optimizer(model, config))
+    optimizer = build_optimizer(model, config)
+    trainer = Run(config, 'long', Path(), text(case['data']), device, model, forward, optimizer, ranks)
     trainer.replays = case['graph'] and trainer.can_replay()
 
     def step() -> Tensor:
