@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ SPARSE: dict[str, Any] = {
 SEQLEN = 1023
 # Relative to the norm of a gradient, or to the loss. A unit of φ whose ReLU is at 0 up to rounding changes gradients by
 # 1e-3.
+SETTINGS = [(False, torch.float32), (True, torch.float32), (False, torch.bfloat16)]  # merged, dtype
 LIMIT = {torch.float32: 5e-3, torch.bfloat16: 5e-2}
 
 
@@ -54,44 +56,43 @@ def make_model(device: str, merged: bool) -> Transformer:
     return model.to(device)
 
 
-def train(kind: str, device: str) -> None:
+def train(kind: str, merged: bool, dtype: torch.dtype, device: str) -> None:
     """kind: 'fsdp', 'tp' or 'cp'."""
     rank, ranks = int(os.environ['LOCAL_RANK']), int(os.environ['WORLD_SIZE'])
     if device == 'cuda':
         torch.cuda.set_device(rank)
     dist.init_process_group('nccl' if device == 'cuda' else 'gloo')
     flat = init_device_mesh(device, (ranks,))
-    for merged, dtype in ((False, torch.float32), (True, torch.float32), (False, torch.bfloat16)):
-        one = make_model(device, merged)
-        generator = torch.Generator().manual_seed(1)
-        ids = torch.randint(64, (ranks, SEQLEN), generator=generator).to(device)
-        model, mine = copy.deepcopy(one), (slice(None), slice(None))
-        if kind == 'tp':
-            apply_tp(model, flat)
-        elif kind == 'cp':
-            apply_fsdp(apply_cp(model, flat), flat)
-            mine = (slice(None), slice(SEQLEN * rank // ranks, SEQLEN * (rank + 1) // ranks))
-        else:
-            apply_fsdp(model, flat)
-            mine = (slice(rank, rank + 1), slice(None))
-        with recorded_blocks() as expected_blocks:
-            expected = loss_of(one, ids, device, dtype)
-        expected.backward()
-        with recorded_blocks() as blocks:
-            loss = loss_of(model, ids[mine], device, dtype)
-        loss.backward()
-        total = loss.detach().clone()
-        dist.all_reduce(total)
-        assert_near(total / ranks, expected, dtype, f'{kind}, merged {merged}: loss')
-        if kind != 'cp' and dtype == torch.float32:
-            per_rank = expected_blocks[0].shape[2] // ranks
-            heads = slice(rank * per_rank, (rank + 1) * per_rank) if kind == 'tp' else slice(None)
-            share = [torch.equal(a, b[mine][:, :, heads]) for a, b in zip(blocks, expected_blocks, strict=True)]
-            assert all(share), f'{kind}, merged {merged}: another block is selected'
-        found, wanted = joined(gradients(model)), gradients(one)
-        largest = max(float(gradient.norm()) for gradient in wanted.values())
-        for name, gradient in wanted.items():
-            assert_near(found[name], gradient, dtype, f'{kind}, merged {merged}, {dtype}: {name}', largest)
+    one, setting = make_model(device, merged), f'{kind}, merged {merged}, {dtype}'
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(64, (ranks, SEQLEN), generator=generator).to(device)
+    model, mine = copy.deepcopy(one), (slice(None), slice(None))
+    if kind == 'tp':
+        apply_tp(model, flat)
+    elif kind == 'cp':
+        apply_fsdp(apply_cp(model, flat), flat)
+        mine = (slice(None), slice(SEQLEN * rank // ranks, SEQLEN * (rank + 1) // ranks))
+    else:
+        apply_fsdp(model, flat)
+        mine = (slice(rank, rank + 1), slice(None))
+    with recorded_blocks() as expected_blocks:
+        expected = loss_of(one, ids, device, dtype)
+    expected.backward()
+    with recorded_blocks() as blocks:
+        loss = loss_of(model, ids[mine], device, dtype)
+    loss.backward()
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    assert_near(total / ranks, expected, dtype, f'{setting}: loss')
+    if kind != 'cp' and dtype == torch.float32:
+        per_rank = expected_blocks[0].shape[2] // ranks
+        heads = slice(rank * per_rank, (rank + 1) * per_rank) if kind == 'tp' else slice(None)
+        share = [torch.equal(a, b[mine][:, :, heads]) for a, b in zip(blocks, expected_blocks, strict=True)]
+        assert all(share), f'{setting}: another block is selected'
+    found, wanted = joined(gradients(model)), gradients(one)
+    largest = max(float(gradient.norm()) for gradient in wanted.values())
+    for name, gradient in wanted.items():
+        assert_near(found[name], gradient, dtype, f'{setting}: {name}', largest)
     dist.destroy_process_group()
 
 
@@ -115,4 +116,11 @@ def test_equals_one_gpu(kind: str, tmp_path: Path) -> None:
     if ranks < 2:
         pytest.skip('one GPU')
     ranks -= ranks % 2  # ranks divide the KV heads
-    run_processes(train, ranks, tmp_path, kind, 'cuda', joins=False, time_limit=240)
+
+    def run(merged: bool, dtype: torch.dtype) -> None:
+        (folder := tmp_path / f'merged-{merged}-{dtype}').mkdir()
+        run_processes(train, ranks, folder, kind, merged, dtype, 'cuda', joins=False, time_limit=240)
+
+    # Compilation takes most of the time, so the settings run side by side.
+    with ThreadPoolExecutor(len(SETTINGS)) as pool:
+        list(pool.map(run, *zip(*SETTINGS, strict=True)))
