@@ -10,8 +10,10 @@ from torch import Tensor, nn
 
 from native_sparse_attention import SparseAttention
 from native_sparse_attention.nn.gate import GATE_START, make_gate, make_output_gate
+from native_sparse_attention.nn.rotary import rotate
 from native_sparse_attention.ops import (
     compressed_attention,
+    select_blocks,
     selected_attention,
     straight_through_scale,
     window_attention,
@@ -120,6 +122,40 @@ class OneSoftmax(SparseAttention):
         logit = gates.float().logit(1e-6)
         weight = (logit + (far_lse - near_lse).mT[..., None]).sigmoid()
         return torch.lerp(near, far, weight.to(near.dtype))
+
+
+class RotatedScores(SparseAttention):
+    """Compressed keys rotated at the middle of their blocks, and read by rotated queries; without packing."""
+
+    def _nsa(self, q: Tensor, *tensors: Any, **settings: Any) -> Tensor:
+        k, v, k_cmp, *rest = tensors
+        assert self.rotary is not None
+        assert settings['cu_seqlens'] is None
+        middle = torch.arange(k_cmp.shape[1], device=q.device)[None] * self.compress_block_sliding_stride
+        tables = self.rotary.tables(middle + self.compress_block_size // 2)
+        (k_cmp,) = rotate(tables, settings['backend'], k_cmp)
+        return super()._nsa(q, k, v, k_cmp, *rest, **{**settings, 'q_cmp': q})
+
+
+class FarBlocks(SparseAttention):
+    """Blocks are selected before the window alone, as if the query were W tokens earlier; without packing."""
+
+    def _nsa(self, q: Tensor, *tensors: Any, **settings: Any) -> Tensor:
+        assert settings['cu_seqlens'] is None
+        return super()._nsa(q, *tensors, **{**settings, 'choose': self._choose})
+
+    def _choose(self, q_cmp: Tensor, k_cmp: Tensor, lse: Tensor, **settings: Any) -> Tensor:
+        size = min(self.sliding_window_size, q_cmp.shape[1])
+        if size == q_cmp.shape[1]:
+            heads = k_cmp.shape[2] if settings['share_group'] else q_cmp.shape[2]
+            shape = (q_cmp.shape[0], size, heads, settings['num_selected'])
+            return torch.full(shape, -1, dtype=torch.int32, device=q_cmp.device)
+        blocks = select_blocks(q_cmp[:, size:], k_cmp, lse[..., size:].contiguous(), **{**settings, 'q_offset': 0})
+        return nn.functional.pad(blocks, (0, 0, 0, 0, size, 0), value=-1)
+
+
+class RotatedFarBlocks(RotatedScores, FarBlocks):
+    """Rotary embedding of compressed keys, and no selected block in the window."""
 
 
 class DetachedScores(SparseAttention):

@@ -15,8 +15,11 @@ from torch import nn
 from benchmarks.learning_layers import (
     DetachedScores,
     DetachedScoresWithWindow,
+    FarBlocks,
     FlooredGate,
     OneSoftmax,
+    RotatedFarBlocks,
+    RotatedScores,
     SharedGate,
     WithOutputGate,
     WithWindow,
@@ -162,6 +165,15 @@ def _variants() -> dict[str, Variant]:
         ),
         'merged-one-softmax-open': Variant(
             'the same with a bias that starts at 0', settings=merged, layers=OneSoftmax, gate_start=(0.0,)
+        ),
+        'merged-rotated': Variant(
+            'merged, queries and compressed keys with rotary embedding', settings=merged, layers=RotatedScores
+        ),
+        'merged-far': Variant('merged, no selected blocks in the window', settings=merged, layers=FarBlocks),
+        'merged-rotated-far': Variant('both', settings=merged, layers=RotatedFarBlocks),
+        'separate-rotated': Variant('the paper, with rotary embedding of compressed keys', layers=RotatedScores),
+        'merged-per-head': Variant(
+            'merged, every query head selects blocks', settings={**merged, 'query_heads_share_selected_kv': False}
         ),
         'merged-dense-start': Variant(
             'merged, dense attention in the first 22 % of the steps', settings=merged, dense_share=0.22
