@@ -1,6 +1,7 @@
 """How fast does a converted Hugging Face model train and generate, beside the dense model?
 
     python -m benchmarks.converted_model                                            minutes on a GPU
+    python -m benchmarks.converted_model --cache static                     the decoding step compiled by transformers
     python -m benchmarks.converted_model --device cpu --shape tiny --out /tmp/results       to try the script
 
 A Llama with random bfloat16 weights, dense with scaled_dot_product_attention, and converted by `convert_to_nsa` with
@@ -99,13 +100,13 @@ def train_step(model: Any, ids: torch.Tensor) -> None:
     model.zero_grad()
 
 
-def generate(model: Any, ids: torch.Tensor, count: int) -> None:
+def generate(model: Any, ids: torch.Tensor, count: int, cache: str) -> None:
     model.eval()
-    limits = {'max_new_tokens': count, 'min_new_tokens': count}
-    model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **limits)
+    settings: dict[str, Any] = {'max_new_tokens': count, 'min_new_tokens': count, 'cache_implementation': cache}
+    model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **settings)
 
 
-def measure(shape: Model, device: str, repeats: int) -> list[dict[str, Any]]:
+def measure(shape: Model, device: str, repeats: int, cache: str) -> list[dict[str, Any]]:
     """Return a row for each kind of model."""
     models = {kind: build(shape, kind, device) for kind in KINDS}
     ids = torch.randint(1, 32_000, (1, shape.tokens), device=device)
@@ -122,8 +123,8 @@ def measure(shape: Model, device: str, repeats: int) -> list[dict[str, Any]]:
             found = {'train': timed(lambda model=model: train_step(model, ids), device)}
             if device != 'cpu':
                 peaks[kind] = torch.cuda.max_memory_allocated() - before
-            found['first'] = timed(lambda model=model: generate(model, ids, 1), device)
-            found['all'] = timed(lambda model=model: generate(model, ids, 1 + shape.new_tokens), device)
+            found['first'] = timed(lambda model=model: generate(model, ids, 1, cache), device)
+            found['all'] = timed(lambda model=model: generate(model, ids, 1 + shape.new_tokens, cache), device)
             print(kind, repeat, {name: round(seconds, 3) for name, seconds in found.items()}, flush=True)
             if repeat > 0:
                 for name, seconds in found.items():
@@ -151,10 +152,11 @@ def main() -> int:
     report.add_arguments(parser)
     parser.add_argument('--shape', default='1b', choices=SHAPES, help='(%(default)s)')
     parser.add_argument('--repeats', type=int, default=3, help='after the first, which compiles (%(default)s)')
+    parser.add_argument('--cache', default='dynamic', choices=('dynamic', 'static'), help='of generation (%(default)s)')
     options = parser.parse_args()
     where = report.machine(options.device, options.commit)
     shape = SHAPES[options.shape]
-    rows = measure(shape, options.device, options.repeats)
+    rows = measure(shape, options.device, options.repeats, options.cache)
     columns = ('', 'parameters', 'training step s', 'tokens/s', 'peak GiB', 'prefill s', 'ms per token')
     body = [
         [
@@ -171,11 +173,13 @@ def main() -> int:
     about = (
         f'Llama, {shape.layers} layers, {shape.hidden} wide, {shape.heads}/{shape.kv_heads} heads of {shape.head_dim}, '
         f'{shape.tokens:,} tokens, {shape.new_tokens} generated, bfloat16; l/d/l′/n/W = '
-        f'{"/".join(map(str, shape.blocks))}. peak: of the training step, beyond weights. prefill: with one token.'
+        f'{"/".join(map(str, shape.blocks))}. peak: of the training step, beyond weights. prefill: with one token. '
+        f'Cache: {options.cache}.'
     )
     tables = [about, report.table(columns, body)]
     title = 'Training and generation of a converted Llama beside the dense model'
     what = 'converted-model' if options.shape == '1b' else f'converted-model-{options.shape}'
+    what += '-static' if options.cache == 'static' else ''
     report.write(options.out, where, what, title, tables, rows)
     print('\n\n'.join(tables))
     return 0
