@@ -7,6 +7,7 @@
     python train_enwik8.py --check-decode       decoding through the cache against the full forward, on the checkpoint
     python train_enwik8.py --sample runs/<name> --prompt 'The ' --tokens 2000    text by the checkpoint, as it comes
     torchrun --nproc-per-node 8 train_enwik8.py --dp 4 --tp 2    the same run on 8 GPUs: batches in 4 parts, layers in 2
+    torchrun --nproc-per-node 8 train_enwik8.py --dp 4 --cp 2    batches in 4 parts, sequences in 2
 
 A run writes to runs/<name>/: log.jsonl, loss.png, sample-<step>.txt, checkpoint.pt and the folder of tensors that it
 names. Losses are bits per byte.
@@ -198,7 +199,7 @@ class Run(Record):
     def loss(self, ids: Tensor) -> Tensor:
         """Mean nats per predicted byte of ids [B, T + 1]."""
         with self.autocast():
-            return self.forward(ids.to(self.device), return_loss=True)
+            return self.forward(self.ranks.tokens(ids).to(self.device), return_loss=True)
 
     @torch.no_grad()
     def evaluate(self, split: str) -> None:

@@ -102,8 +102,8 @@ def trainer(case: Case) -> Step:
     gpus = case['gpus']
     ranks = ONE_PROCESS
     if gpus > 1:
-        kind = case['device']
-        ranks = Ranks(gpus, 1, init_device_mesh(kind, (gpus, 1), mesh_dim_names=('data', 'tensor')))
+        mesh = init_device_mesh(case['device'], (gpus, 1, 1), mesh_dim_names=('data', 'context', 'tensor'))
+        ranks = Ranks(gpus, mesh=mesh)
     call, _ = training_speed.make_call({**case, 'backend': 'sparse'}, ranks)
     return call.forward, call.facts
 

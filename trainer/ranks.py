@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from native_sparse_attention.distributed import apply_fsdp, apply_tp, hold_weights
+from native_sparse_attention.distributed import apply_cp, apply_fsdp, apply_tp, hold_weights
 from native_sparse_attention.nn.transformer import Transformer
 from trainer.config import spelled
 from trainer.console import UserError, as_user_error
@@ -24,11 +24,15 @@ Result = TypeVar('Result')
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes of a run, dp x tp of them. Those of one data rank read the same rows and share the heads."""
+    """The processes of a run, dp x cp x tp of them.
+
+    Those of one data rank read the same rows. Context ranks divide their sequences, tensor ranks the heads.
+    """
 
     dp: int = 1
+    cp: int = 1
     tp: int = 1
-    mesh: DeviceMesh | None = None  # data x tensor; None in one process
+    mesh: DeviceMesh | None = None  # data x context x tensor; None in one process
 
     @property
     def is_first(self) -> bool:
@@ -42,26 +46,33 @@ class Ranks:
         if self.tp > 1:
             with as_user_error(ValueError, of=f'--tp {self.tp}: '):
                 apply_tp(model, self.mesh['tensor'])
+        if self.cp > 1:
+            with as_user_error(ValueError, of=f'--cp {self.cp}: '):
+                apply_cp(model, self.mesh['context'])
         if compiles:
             for block in model.blocks:
                 block.compile()
-        if self.dp > 1:
-            apply_fsdp(model, self.mesh['data'])
+        if shards := tuple(name for name, ranks in (('data', self.dp), ('context', self.cp)) if ranks > 1):
+            apply_fsdp(model, self.mesh[shards])
 
     def holding(self, model: Transformer) -> contextlib.AbstractContextManager[None]:
         """Return a context in which the weights stay whole, for generation."""
-        return hold_weights(model) if self.dp > 1 else contextlib.nullcontext()
+        return hold_weights(model) if self.dp * self.cp > 1 else contextlib.nullcontext()
 
     def rows(self, ids: Tensor, dim: int = 0) -> Tensor:
         """Return the rows, dimension `dim` of ids, that this data rank reads."""
         return ids.tensor_split(self.dp, dim)[0 if self.mesh is None else self.mesh['data'].get_local_rank()]
 
+    def tokens(self, ids: Tensor) -> Tensor:
+        """Return the tokens, of the last dimension of ids, that this context rank reads."""
+        return ids.tensor_split(self.cp, -1)[0 if self.mesh is None else self.mesh['context'].get_local_rank()]
+
     def sum(self, value: Tensor) -> Tensor:
-        """Return the sum over the data ranks of a tensor, changed in place, that is equal on all tensor ranks."""
+        """Return the sum over the data ranks of a tensor, changed in place, that is equal on the ranks of each."""
         if self.mesh is None:
             return value
         dist.all_reduce(value)
-        return value / self.tp
+        return value / (self.cp * self.tp)
 
     def agree(self, value: int) -> int:
         """Return the largest value of all processes. Nothing on a GPU is waited for."""
@@ -105,7 +116,7 @@ def joined() -> Iterator[Callable[[argparse.Namespace], Ranks]]:
     """Join the processes that torchrun started, for the duration of the context. Without torchrun there is one.
 
     Yields a function of the options of this call, which returns the `Ranks` and sets `options.device` to the GPU of
-    this process. It raises `UserError` if the number of processes is not dp x tp, or if there are fewer GPUs.
+    this process. It raises `UserError` if the number of processes is not dp x cp x tp, or if there are fewer GPUs.
 
     Only the first process prints. If a process fails, the others lose a peer and fail too. The first to fail has the
     cause, so it raises the error with its message, and the others raise a `UserError` without text.
@@ -143,10 +154,10 @@ def is_lost_peer(error: BaseException) -> bool:
 
 
 def _join(options: argparse.Namespace, store: dist.Store, rank: int, world: int) -> Ranks:
-    dp, tp = _layout(options, world)
+    layout = _layout(options, world)
     kind = _choose_device(options)
     dist.init_process_group('gloo' if kind == 'cpu' else 'cpu:gloo,cuda:nccl', store=store, rank=rank, world_size=world)
-    return Ranks(dp, tp, init_device_mesh(kind, (dp, tp), mesh_dim_names=('data', 'tensor')))
+    return Ranks(*layout, init_device_mesh(kind, layout, mesh_dim_names=('data', 'context', 'tensor')))
 
 
 def _leave() -> None:
@@ -154,23 +165,25 @@ def _leave() -> None:
         dist.destroy_process_group()
 
 
-def _layout(options: argparse.Namespace, world: int) -> tuple[int, int]:
-    """Return the numbers of data and of tensor ranks."""
-    dp, tp = options.dp, options.tp
+def _layout(options: argparse.Namespace, world: int) -> tuple[int, int, int]:
+    """Return the numbers of data, of context and of tensor ranks."""
+    dp, cp, tp = options.dp, options.cp, options.tp
     trains_nothing = [name for name in ('sample', 'compare', 'check_decode') if getattr(options, name)]
     if world > 1 and trains_nothing:
         raise UserError(f'{spelled(trains_nothing[0])}: runs in one process, without torchrun')
-    for name, value in (('--dp', dp), ('--tp', tp)):
+    for name, value in (('--dp', dp), ('--cp', cp), ('--tp', tp)):
         if value is not None and value < 1:
             raise UserError(f'{name} {value}: must be at least 1')
-    if dp is None and world % tp == 0:
-        dp = world // tp
-    if dp is None or dp * tp != world:
-        given, needed = (f'--tp {tp}', f'a multiple of {tp}') if dp is None else (f'--dp {dp} --tp {tp}', dp * tp)
+    given, needed = f'--cp {cp} --tp {tp}', f'a multiple of {cp * tp}'
+    if dp is None and world % (cp * tp) == 0:
+        dp = world // (cp * tp)
+    elif dp is not None:
+        given, needed = f'--dp {dp} {given}', str(dp * cp * tp)
+    if dp is None or dp * cp * tp != world:
         raise UserError(
             f'{given}: the number of processes is {world}, but must be {needed} (torchrun --nproc-per-node)'
         )
-    return dp, tp
+    return dp, cp, tp
 
 
 def _choose_device(options: argparse.Namespace) -> str:

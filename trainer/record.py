@@ -157,7 +157,8 @@ class Record:
             say(f'yardstick: {row["bpb"]:.4f} bits per byte, {row["yardstick"]}')
 
     def where(self) -> str:
-        processes = f', {self.ranks.dp} x {self.ranks.tp} processes (data x tensor)' if self.ranks.mesh else ''
+        layout = f'{self.ranks.dp} x {self.ranks.cp} x {self.ranks.tp}'
+        processes = f', {layout} processes (data x context x tensor)' if self.ranks.mesh else ''
         return f'{self.device.type if self.ranks.mesh else self.device}{processes}'
 
     def start_wandb(self) -> None:

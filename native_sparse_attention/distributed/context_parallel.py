@@ -29,6 +29,9 @@ def apply_cp(model: Transformer, mesh: DeviceMesh) -> Transformer:
     `DistributedDataParallel` over these ranks compute it. cu_seqlens are borders in the whole sequence, the same on all
     ranks.
 
+    A call with a cache, so also `prefill` and `generate`, is not divided: it takes whole rows, and the rank computes
+    them by itself.
+
     All ranks call the model and its backward pass equally often. Before tokens are exchanged, the ranks compare their
     arguments; an error of one is raised on all. Apply it after `apply_tp`, before checkpointing, compilation and
     `apply_fsdp`. The ranks have the same weights; nothing is broadcast.
@@ -39,7 +42,7 @@ def apply_cp(model: Transformer, mesh: DeviceMesh) -> Transformer:
 
     Raises:
         ValueError: another model or mesh, or a model that is sharded or divided by this function already. In a forward:
-            arguments that differ between ranks, mask, a cache, last_only or return_block_loss.
+            arguments that differ between ranks, and without a cache mask, return_cache, last_only or return_block_loss.
     """
     check_mesh(mesh, (1,))
     if not isinstance(model, Transformer) or not model.use_sparse_attn:
@@ -99,9 +102,11 @@ class _Model(Transformer):
         self, ids: Tensor, return_loss: bool = False, *args: Any, cu_seqlens: Any = None, **options: Any
     ) -> Any:
         given = {**dict(zip(('cache', 'return_cache'), args, strict=False)), **options, 'return_loss': return_loss}
+        if given.get('cache') is not None:
+            return super().forward(ids, return_loss, *args, cu_seqlens=cu_seqlens, **options)
         call = _Call(self.context_mesh.get_group(), cu_seqlens, {**given, 'training': self.training})
         try:
-            for name in ('mask', 'cache', 'return_cache', 'last_only', 'return_block_loss'):
+            for name in ('mask', 'return_cache', 'last_only', 'return_block_loss'):
                 if given.get(name) is not None and given[name] is not False:
                     raise ValueError(f'{name} is given, but must not be where a sequence is divided over ranks')
             return super().forward(ids, return_loss, cu_seqlens=call, **options)  # type: ignore[arg-type]
@@ -149,9 +154,11 @@ class _Attention(SparseAttention):
         return super().forward(*args, **options)
 
     def _check_call(self, x: Tensor, mask: Any, cu_seqlens: Any, cache: Any, return_cache: bool) -> bool:
-        if not isinstance(cu_seqlens, DividedSequence):
+        if isinstance(cu_seqlens, DividedSequence):
+            cu_seqlens = None
+        elif cache is None:
             raise ValueError('attention is called without its model, but must not be after apply_cp')
-        return super()._check_call(x, mask, None, cache, return_cache)
+        return super()._check_call(x, mask, cu_seqlens, cache, return_cache)
 
     def _with_positions(self, x: Tensor, cu_seqlens: Any) -> tuple[Tensor, Tensor]:
         parts, borders = cu_seqlens.held[cu_seqlens.rank], cu_seqlens.cu_seqlens

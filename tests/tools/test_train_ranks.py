@@ -25,7 +25,12 @@ from train_enwik8 import Run, load_checkpoint, main
 
 full = pytest.mark.full
 SETTINGS = {'heads': 4, 'kv_heads': 2, 'batch': 4, 'steps': 6, 'log_every': 1, 'eval_every': 3, 'save_every': 2}
-LAYOUTS = [(2, 1), pytest.param(1, 2, marks=full), (2, 2)]
+LAYOUTS = [
+    (2, 1, 1),
+    (1, 2, 1),
+    (2, 1, 2),
+    *(pytest.param(*ranks, marks=full) for ranks in ((1, 1, 2), (2, 2, 1), (1, 2, 2))),
+]  # data, context, tensor
 
 
 @pytest.fixture(scope='module')
@@ -72,8 +77,8 @@ def launch(
     return err if code == 2 else out
 
 
-def layout(dp: int, tp: int) -> list[str]:
-    return ['--dp', str(dp), '--tp', str(tp)]
+def layout(dp: int, cp: int, tp: int) -> list[str]:
+    return ['--dp', str(dp), '--cp', str(cp), '--tp', str(tp)]
 
 
 def resume(run: Path) -> list[str]:
@@ -104,11 +109,11 @@ def check_parts(rank: int) -> None:
     Run.loss = checked
 
 
-@pytest.mark.parametrize(('dp', 'tp'), LAYOUTS)
-def test_equals_one_process(dp: int, tp: int, one: Path, text: Path, tmp_path: Path) -> None:
-    arguments = command(text, tmp_path, '--name', 'run', *layout(dp, tp), **SETTINGS)
-    out = launch(dp * tp, tmp_path / 'ranks', arguments, prepare=check_parts)
-    assert f'cpu, {dp} x {tp} processes (data x tensor), from step 0 to 6' in out[0]
+@pytest.mark.parametrize(('dp', 'cp', 'tp'), LAYOUTS)
+def test_equals_one_process(dp: int, cp: int, tp: int, one: Path, text: Path, tmp_path: Path) -> None:
+    arguments = command(text, tmp_path, '--name', 'run', *layout(dp, cp, tp), **SETTINGS)
+    out = launch(dp * cp * tp, tmp_path / 'ranks', arguments, prepare=check_parts)
+    assert f'cpu, {dp} x {cp} x {tp} processes (data x context x tensor), from step 0 to 6' in out[0]
     assert_near(tmp_path / 'run', one)
 
 
@@ -137,11 +142,11 @@ def interrupt(rank: int, step: int) -> None:
 def test_checkpoints_resume_in_another_layout(one: Path, text: Path, tmp_path: Path) -> None:
     """From whole projections to divided ones and back."""
     run = tmp_path / 'run'
-    arguments = command(text, tmp_path, '--name', 'run', *layout(2, 1), **SETTINGS)
+    arguments = command(text, tmp_path, '--name', 'run', *layout(2, 1, 1), **SETTINGS)
     out = launch(2, tmp_path / 'first', arguments, 128 + signal.SIGTERM, partial(interrupt, step=3))
     assert 'interrupted and saved at step 3' in out[0]
     assert [p.name for p in run.glob('tensors-*')] == ['tensors-000003']
-    launch(2, tmp_path / 'second', [*resume(run), *layout(1, 2)], 128 + signal.SIGTERM, partial(interrupt, step=5))
+    launch(2, tmp_path / 'second', [*resume(run), *layout(1, 1, 2)], 128 + signal.SIGTERM, partial(interrupt, step=5))
     assert load_checkpoint(run)['step'] == 5
     assert main(resume(run)) == 0
     assert_near(run, one)
@@ -156,10 +161,14 @@ def call_each(folder: Path, cases: list[tuple[list[str], str]], ports: list[int]
 def test_errors_are_one_line_of_one_process(one: Path, text: Path, tmp_path: Path) -> None:
     new = command(text, tmp_path / 'runs', **SETTINGS)
     cases = [
-        ([*new, '--dp', '3'], '--dp 3 --tp 1: the number of processes is 2, but must be 3 (torchrun --nproc-per-node)'),
-        ([*new, '--tp', '3'], '--tp 3: the number of processes is 2, but must be a multiple of 3'),
+        (
+            [*new, '--dp', '3'],
+            '--dp 3 --cp 1 --tp 1: the number of processes is 2, but must be 3 (torchrun --nproc-per-node)',
+        ),
+        ([*new, '--tp', '3'], '--cp 1 --tp 3: the number of processes is 2, but must be a multiple of 3'),
         ([*new, '--dp', '0'], '--dp 0: must be at least 1'),
         ([*new, '--tp', '2', '--kv-heads', '1'], '--tp 2: mesh has 2 ranks, but their number must divide'),
+        ([*new, '--cp', '2', '--attention', 'dense'], "--cp 2: model is 'Transformer', but must be"),
         ([*new, '--batch', '3'], '--dp 2: must divide --batch 3'),
         ([*new, '--device', 'cuda:1'], '--device cuda:1: must be cuda or cpu for several processes'),
         ([*new, '--data', '/no/such/file'], '/no/such/file: No such file'),
