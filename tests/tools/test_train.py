@@ -329,7 +329,10 @@ def test_a_bad_checkpoint_is_refused(finished: Path, capsys, damage: str) -> Non
         (['--kv-heads', '3'], 'kv_heads'),
         (['--backend', 'cudnn'], 'backend'),
         (['--device', 'abacus'], '--device abacus: '),
-        (['--dp', '2'], '--dp 2 --cp 1 --tp 1: the number of processes is 1, but must be 2 (torchrun --nproc-per-node)'),
+        (
+            ['--dp', '2'],
+            '--dp 2 --cp 1 --tp 1: the number of processes is 1, but must be 2 (torchrun --nproc-per-node)',
+        ),
         (['--tp', '2'], '--tp 2: the number of processes is 1, but must be a multiple of 2'),
         (['--top-p', '1.5'], 'top_p'),
         (['--wandb'], 'wandb is not installed'),
