@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import parallel
+from benchmarks import parallel, scaling_model
 from benchmarks.runner import Case
 from tests.support.processes import run_processes
 
@@ -108,3 +109,33 @@ def test_kernels_are_compiled_once() -> None:
     layers = [('layers: 1', 'one GPU'), ('layers: 1', 'tp 2'), ('layers: 4', 'cp 2'), ('layers: 4', 'cp 2 x tp 2')]
     attention = [('attention', 'one GPU')] * 2 + [('attention', 'cp 2')]
     assert sorted(warm) == sorted([*attention, ('trainer', 'one GPU'), *layers])
+
+
+def test_scaling_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It finds the coefficients of times that follow it, and tells of four GPUs that do not."""
+    true = scaling_model.Attention(scaling_model.SHAPES['long-128k-h4'], 1e-8, 1e-3, 2e8, 5e4)
+    rows = [case for case in parallel.make_cases(parallel.SHAPES['full'], 'cuda', 4, 'stdlib') if not case['graph']]
+    for case in rows:
+        tokens, gpus = case['tokens'], case['gpus']
+        if case['step'] == 'attention' and not case.get('profile'):
+            case['ms'] = true.ms(tokens, gpus) if gpus > 1 else true.one_ms(tokens)
+            case['peak_bytes'] = true.peak(tokens, gpus)
+        elif case['step'] == 'trainer':
+            case['ms'] = {1: 10.0, 2: 11.0, 4: 11.5}[gpus]
+        elif case['step'] == 'layers':
+            case['ms'] = {1: 10.0, 2: 6.0, 4: 8.0}[gpus]  # by the model 4
+    (tmp_path / 'rows').write_text(json.dumps({'machine': {'gpu': 'NVIDIA H100'}, 'rows': rows}))
+    monkeypatch.setattr(sys, 'argv', ['scaling_model', str(tmp_path / 'rows'), '--out', str(tmp_path)])
+    scaling_model.main()
+    fit = scaling_model.fit_attention([row for row in rows if row['step'] == 'attention' and 'ms' in row])
+    for name in ('quadratic', 'linear', 'bandwidth', 'local'):
+        assert getattr(fit, name) == pytest.approx(getattr(true, name), rel=1e-4)
+    text = (tmp_path / 'h100' / 'scaling.md').read_text()
+    assert 'Four GPUs within 15%: 7 of 8 values.' in text
+    assert '| layers: 1, rows of 32,768 tokens | tp 4 | ms | 8 | 4 | -50% | checked |' in text
+    assert '| trainer, rows of 16,384 tokens | dp 4 | ms | 11.5 | 11.5 | +0% | checked |' in text
+    assert (tmp_path / 'h100' / 'scaling.png').exists()
+    far = json.loads((tmp_path / 'h100' / 'scaling.json').read_text())['rows']['model']
+    assert all(a['efficiency'] - b['efficiency'] > 0 for a, b in itertools.pairwise(far) if a['tokens'] == b['tokens'])
+    with pytest.raises(SystemExit, match='two lengths on one GPU'):
+        scaling_model.fit_attention([])

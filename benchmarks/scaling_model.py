@@ -1,0 +1,236 @@
+"""How far do context, tensor and data parallelism scale? A model of time and memory, fitted on a measurement.
+
+    python -m benchmarks.scaling_model benchmarks/results/h100/parallel-4.json        a result of benchmarks.parallel
+
+Attention of one GPU takes a S² + b S for S tokens, forward and backward. Each of N ranks computes 1 / N of it and
+receives bytes that follow from the shapes, at one bandwidth: the effective one, with copies and waiting. Coefficients
+are fitted on the rows of one and of two GPUs, and compared with those of four. Beyond --node GPUs the bandwidth is at
+most --network. Left out: latencies, stragglers, overlap. Writes <gpu>/scaling.md, .json and .png to --out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import report
+from benchmarks.parallel import name_of
+from benchmarks.shapes import SHAPES, Shape
+
+TITLE = 'Model of time and memory on many GPUs'
+LENGTHS = (2**20, 2**22, 2**24)
+RANKS = (8, 16, 32, 64, 128, 256, 512, 1024)
+LIMIT = 0.15  # difference between the model and four GPUs
+Rows = Sequence[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Context parallelism of one layer of attention.
+
+    quadratic, linear: ms per token² and per token on one GPU. bandwidth: bytes per ms that a rank receives. local:
+    bytes of memory per token of a rank.
+    """
+
+    shape: Shape
+    quadratic: float
+    linear: float
+    bandwidth: float = np.inf
+    local: float = 0.0
+
+    def one_ms(self, tokens: int) -> float:
+        return self.quadratic * tokens**2 + self.linear * tokens
+
+    def ms(self, tokens: int, ranks: int, in_model: bool = False) -> float:
+        return self.one_ms(tokens) / ranks + received(self.shape, tokens, ranks, in_model) / self.bandwidth
+
+    def peak(self, tokens: int, ranks: int) -> float:
+        return self.local * tokens / ranks + gathered_memory(self.shape, tokens)
+
+    def efficiency(self, tokens: int, ranks: int) -> float:
+        return self.one_ms(tokens) / ranks / self.ms(tokens, ranks, in_model=True)
+
+
+def received(shape: Shape, tokens: int, ranks: int, in_model: bool) -> float:
+    """Return the bytes that a rank receives in forward and backward.
+
+    in_model: tokens are moved before the first and after the last layer, which is left out, not in each call.
+    """
+    features, size = shape.head_dim + shape.value_dim, shape.dtype.itemsize
+    keys = tokens * (1 + 1 / shape.compress_stride) * shape.kv_heads * features
+    gathered = keys * (size + 4) * (ranks - 1) / ranks  # gradients are summed in float32
+    moved = tokens / ranks / 2 * ((shape.heads + shape.kv_heads) * features * size + shape.heads * 3 * 4)
+    return gathered + (0 if in_model else 2 * moved)
+
+
+def gathered_memory(shape: Shape, tokens: int) -> float:
+    """Return bytes of gathered keys and values of all KV heads, and of the gradients of one while they are summed."""
+    features, size = shape.head_dim + shape.value_dim, shape.dtype.itemsize
+    return tokens * features * (shape.kv_heads * size * (1 + 1 / shape.compress_stride) + 2 * size + 4)
+
+
+def slope(x: Sequence[float], y: Sequence[float]) -> float:
+    """Return s of y = s x by least squares of relative errors, at least 0."""
+    ratios = np.array(x) / np.array(y)
+    return max(0.0, float(ratios.sum() / (ratios**2).sum()))
+
+
+def fit_attention(rows: Rows) -> Attention:
+    """SystemExit if the result lacks one or two GPUs, or a second length."""
+    one, two = ({row['tokens']: row for row in rows if row['gpus'] == gpus} for gpus in (1, 2))
+    if len(one) < 2 or not two:
+        raise SystemExit('the result needs attention of two lengths on one GPU, and on two')
+    shape = SHAPES[next(iter(one.values()))['shape']]
+    tokens, times = np.array(sorted(one), float), np.array([one[n]['ms'] for n in sorted(one)])
+    (quadratic, linear), *_ = np.linalg.lstsq(np.stack([tokens**2, tokens], 1) / times[:, None], np.ones(len(one)))
+    fit = Attention(shape, float(quadratic), float(linear))
+    rest = {n: row['ms'] - fit.one_ms(n) / 2 for n, row in two.items()}
+    late = {n: ms for n, ms in rest.items() if ms > 0}
+    bandwidth = 1 / slope([received(shape, n, 2, False) for n in late], [*late.values()]) if late else np.inf
+    sizes = {n: row['peak_bytes'] - gathered_memory(shape, n) for n, row in two.items() if row.get('peak_bytes')}
+    local = slope([n / 2 for n in sizes], [*sizes.values()]) if sizes else 0.0
+    return Attention(shape, fit.quadratic, fit.linear, bandwidth, local)
+
+
+def predict_layouts(rows: Rows) -> dict[int, float]:
+    """Return ms by number of GPUs for rows of one case, whose traffic grows as (N - 1) / N.
+
+    Data ranks have as many tokens each as one GPU; tensor ranks divide the work.
+    """
+    ms = {row['gpus']: row['ms'] for row in rows}
+    if not {1, 2} <= ms.keys():
+        return {}
+    divides = any('tp' in row['layout'] for row in rows)
+    work = {n: ms[1] / n if divides else ms[1] for n in ms}
+    return {n: work[n] + 2 * (ms[2] - work[2]) * (n - 1) / n for n in ms}
+
+
+def compare(rows: Rows, fit: Attention) -> list[dict[str, Any]]:
+    """Return measured and modelled values of the rows of several GPUs; `is_fitted` where the model was made of them."""
+    found = []
+    for row in rows:
+        if row['step'] == 'attention':
+            model, peak = fit.ms(row['tokens'], row['gpus']), fit.peak(row['tokens'], row['gpus'])
+        else:
+            model, peak = predict_layouts([r for r in rows if r['op'] == row['op']]).get(row['gpus']), None
+        if row['gpus'] == 1 or model is None:
+            continue
+        known = {'op': row['op'], 'layout': row['layout'], 'is_fitted': row['gpus'] == 2}
+        found.append({**known, 'what': 'ms', 'measured': row['ms'], 'model': model})
+        if peak is not None and row.get('peak_bytes'):
+            found.append({**known, 'what': 'GiB', 'measured': row['peak_bytes'] / 2**30, 'model': peak / 2**30})
+    return found
+
+
+def usable(rows: Rows) -> list[dict[str, Any]]:
+    """Return measured rows of one kind of parallelism; the others are not modelled."""
+    return [
+        row for row in rows
+        if row.get('ms') and not row.get('graph') and not row.get('profile') and len(row['layout']) <= 1
+        and (row['step'] != 'layers' or row['model']['depth'] == 1)
+    ]  # fmt: skip
+
+
+def extrapolate(fit: Attention, node: int, network: float) -> list[dict[str, Any]]:
+    """Return the values of one layer in a model for LENGTHS and RANKS. network: bytes per ms."""
+    across = Attention(fit.shape, fit.quadratic, fit.linear, min(fit.bandwidth, network), fit.local)
+    return [
+        {
+            'tokens': tokens,
+            'ranks': ranks,
+            'ms': (within := fit if ranks <= node else across).ms(tokens, ranks, in_model=True),
+            'efficiency': within.efficiency(tokens, ranks),
+            'received': received(fit.shape, tokens, ranks, True),
+            'peak': fit.peak(tokens, ranks),
+        }
+        for tokens in LENGTHS
+        for ranks in RANKS
+    ]
+
+
+def make_tables(fit: Attention, compared: Rows, far: Rows, node: int, network: float) -> list[str]:
+    checked = [row for row in compared if not row['is_fitted']]
+    wrong = [row for row in checked if abs(row['model'] / row['measured'] - 1) > LIMIT]
+    verdict = f'Four GPUs within {LIMIT:.0%}: {len(checked) - len(wrong)} of {len(checked)} values.' if checked else ''
+    body = [
+        [row['op'], name_of(row['layout']), row['what'], row['measured'], row['model'],
+         f'{row["model"] / row["measured"] - 1:+.0%}', 'fitted' if row['is_fitted'] else 'checked']
+        for row in compared
+    ]  # fmt: skip
+    table = [
+        [f'{row["tokens"]:,}', str(row['ranks']), row['ms'], f'{row["efficiency"]:.0%}', row['received'] / 1e9,
+         row['peak'] / 2**30]
+        for row in far
+    ]  # fmt: skip
+    scale = 2**17
+    about = (
+        f'One GPU: {fit.quadratic * scale**2:.3g} ms · (S / {scale:,})² + {fit.linear * scale:.3g} ms · S / {scale:,}. '
+        f'Effective bandwidth between {node} GPUs of a node: {fit.bandwidth / 1e6:.0f} GB/s; across nodes at most '
+        f'{network / 1e6:.0f} GB/s per GPU (assumed). A rank needs {fit.local / 1024:.1f} KiB per token of its own.'
+    )
+    dim = fit.shape.heads * fit.shape.head_dim
+    weights = dim * (2 * dim + fit.shape.kv_heads * (fit.shape.head_dim + fit.shape.value_dim) + 8 * dim)
+    size, tokens = fit.shape.dtype.itemsize, LENGTHS[0]
+    traffic = [
+        ['context', received(fit.shape, tokens, 8, True) / 1e9, 'S'],
+        ['tensor', 8 * 7 / 8 * tokens * dim * size / 1e9, 'S'],
+        ['FSDP', 3 * 7 / 8 * weights * size / 1e9, 'weights of a layer'],
+    ]
+    return [
+        about,
+        *([verdict] if verdict else []),
+        report.table(('', 'layout', '', 'measured', 'model', 'difference', ''), body),
+        'One layer of attention under `apply_cp`, forward and backward; a feed-forward network exchanges nothing. '
+        'Efficiency: speed over N times that of one GPU.',
+        report.table(('tokens', 'GPUs', 'ms', 'efficiency', 'GB received per rank', 'GiB per GPU'), table),
+        f'Traffic of a layer of width {dim:,} with a feed-forward network of 4 x, {tokens:,} tokens on 8 ranks:',
+        report.table(('parallelism', 'GB received per rank', 'proportional to'), traffic),
+    ]
+
+
+def plot(path: Path, far: Rows, title: str) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout='constrained')
+    axes = figure.add_subplot(xlabel='GPUs', ylabel='efficiency', title=title)
+    for tokens in LENGTHS:
+        rows = [row for row in far if row['tokens'] == tokens]
+        label = f'{tokens // 2**20}M tokens'
+        axes.plot([row['ranks'] for row in rows], [row['efficiency'] for row in rows], 'o-', label=label)
+    axes.set_xscale('log', base=2)
+    axes.set_xticks(RANKS, map(str, RANKS))
+    axes.set_ylim(0, 1)
+    axes.yaxis.set_major_formatter('{x:.0%}')
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add('result', type=Path, help='JSON file of benchmarks.parallel')
+    add('--node', type=int, default=8, help='GPUs of a node (%(default)s)')
+    add('--network', type=float, default=50, help='GB/s per GPU between nodes (%(default)s)')
+    add('--out', type=Path, default=report.RESULTS, help='folder of the results (%(default)s)')
+    options = parser.parse_args()
+    found = json.loads(options.result.read_text(encoding='utf-8'))
+    rows, network = usable(found['rows']), options.network * 1e6
+    fit = fit_attention([row for row in rows if row['step'] == 'attention'])
+    compared, far = compare(rows, fit), extrapolate(fit, options.node, network)
+    where = found['machine'] | {'commands': [' '.join(['python -m', *report.module_command()])]}
+    image = report.path(options.out, where, 'scaling', '.png')
+    plot(image, far, f'Context parallelism of attention, a model from {where["gpu"]}')
+    tables = [*make_tables(fit, compared, far, options.node, network), f'![Efficiency over GPUs]({image.name})']
+    report.write(options.out, where, 'scaling', TITLE, tables, {'compared': compared, 'model': far})
+    print('\n\n'.join(tables))
+
+
+if __name__ == '__main__':
+    main()
