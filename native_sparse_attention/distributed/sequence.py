@@ -233,10 +233,13 @@ def _exchange(tokens: Tensor, sent: list[Moves], received: list[Moves], seqlen: 
     buffer = tokens.new_empty(sum(sizes), *tokens.shape[1:])
     dist.all_to_all_single(buffer, torch.cat([tokens[:0], *parts]), sizes, sizes_sent, group)
     places = [to for moves in received for _, to in moves]
-    in_order = sorted(places, key=lambda place: place.start)
-    is_sum = any(a.stop > b.start for a, b in pairwise(in_order))
+    placed = zip(places, buffer.split([len(place) for place in places]), strict=True)
+    in_order = sorted(placed, key=lambda item: item[0].start)
+    is_sum = any(a.stop > b.start for (a, _), (b, _) in pairwise(in_order))
+    if not is_sum and len(buffer) == seqlen:  # in one pass over memory
+        return torch.cat([part for _, part in in_order]) if in_order else buffer
     out = buffer.new_zeros(seqlen, *tokens.shape[1:], dtype=_sum_dtype(tokens.dtype) if is_sum else tokens.dtype)
-    for part, to in zip(buffer.split([len(place) for place in places]), places, strict=True):
+    for to, part in in_order:
         out[to.start : to.stop] += part
     return out.to(tokens.dtype)
 
