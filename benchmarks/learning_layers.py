@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from native_sparse_attention.ops import (
     straight_through_scale,
     window_attention,
 )
+
+FAR_BLOCK = 16  # tokens of a block of `FarField`
 
 
 class FlooredGate(nn.Module):
@@ -86,44 +89,6 @@ class WithWindow(SparseAttention):
         return out + (window * gate).to(out.dtype)
 
 
-class OneSoftmax(SparseAttention):
-    """Merged attention whose softmax also reads compressed keys, with the logit of their gate added to their logits.
-
-    The weight of the compressed output is the sigmoid of that logit plus the difference of the log-sum-exps. Tokens of
-    selected blocks and of the window are read twice, as keys and in summaries.
-    """
-
-    def _nsa(self, q: Tensor, *tensors: Any, **settings: Any) -> Tensor:
-        k, v, k_cmp, v_cmp, gates = tensors
-        places = {name: settings[name] for name in ('q_offset', 'seqlens_k', 'cu_seqlens', 'backend')}
-        places |= {'softcap': self.softcap, 'causal': True}
-        q_cmp, sizes = settings['q_cmp'], (self.compress_block_size, self.compress_block_sliding_stride)
-        memory = {'mem_kv': settings['mem_kv'], 'sinks': settings['sinks_cmp'], 'seqlen_k': k.shape[1]}
-        far, far_lse = compressed_attention(
-            q_cmp, k_cmp, v_cmp, block_size=sizes[0], stride=sizes[1], **memory, **places
-        )
-        scoring = {'compress_block_size': sizes[0], 'compress_stride': sizes[1], 'seqlen_k': k.shape[1], **places}
-        scoring |= {'selection_block_size': self.selection_block_size}
-        scoring |= {'num_init': self.num_init_blocks, 'num_local': self.num_local_blocks}
-        scores = (q_cmp, k_cmp, far_lse)
-        share = self.query_heads_share_selected_kv
-        blocks = settings['choose'](*scores, num_selected=self.num_selected_blocks, share_group=share, **scoring)
-        factors = straight_through_scale(*scores, blocks, **scoring) if self.use_diff_topk else None
-        dropout = {name: settings[name] for name in ('sinks', 'dropout_p', 'dropout_seed')}
-        near, near_lse = selected_attention(
-            *(q, k, v, blocks),
-            block_size=self.selection_block_size,
-            block_scale=factors,
-            unit_scale=factors is not None,
-            window_size=(self.sliding_window_size - 1, 0),
-            **dropout,
-            **places,
-        )
-        logit = gates.float().logit(1e-6)
-        weight = (logit + (far_lse - near_lse).mT[..., None]).sigmoid()
-        return torch.lerp(near, far, weight.to(near.dtype))
-
-
 class RotatedScores(SparseAttention):
     """Compressed keys rotated at the middle of their blocks, and read by rotated queries; without packing."""
 
@@ -152,6 +117,69 @@ class FarBlocks(SparseAttention):
             return torch.full(shape, -1, dtype=torch.int32, device=q_cmp.device)
         blocks = select_blocks(q_cmp[:, size:], k_cmp, lse[..., size:].contiguous(), **{**settings, 'q_offset': 0})
         return nn.functional.pad(blocks, (0, 0, 0, 0, size, 0), value=-1)
+
+
+class FarField(SparseAttention):
+    """Merged attention whose softmax also reads the block means of keys and values before the window.
+
+    A mean of rotated keys of `FAR_BLOCK` tokens stands for all of them, so the logarithm of that number, and a learned
+    bias per head, are added to its logit. Selected blocks are read twice, as tokens and in means. Without packing.
+    """
+
+    def __init__(self, dim: int, dim_head: int, heads: int, **settings: Any) -> None:
+        super().__init__(dim, dim_head, heads, **settings)
+        self.far_bias = nn.Parameter(torch.zeros(heads))
+
+    def _nsa(self, q: Tensor, *tensors: Any, **settings: Any) -> Tensor:
+        k, v, k_cmp, *_ = tensors
+        assert settings['cu_seqlens'] is None
+        places = {name: settings[name] for name in ('q_offset', 'seqlens_k', 'backend')}
+        places |= {'softcap': self.softcap, 'causal': True}
+        q_cmp, sizes = settings['q_cmp'], (self.compress_block_size, self.compress_block_sliding_stride)
+        _, lse = compressed_attention(
+            q_cmp, k_cmp, k_cmp, block_size=sizes[0], stride=sizes[1], seqlen_k=k.shape[1], **places
+        )
+        scoring = {'compress_block_size': sizes[0], 'compress_stride': sizes[1], 'seqlen_k': k.shape[1], **places}
+        scoring |= {'selection_block_size': self.selection_block_size}
+        scoring |= {'num_init': self.num_init_blocks, 'num_local': self.num_local_blocks}
+        share = self.query_heads_share_selected_kv
+        select = partial(self._choose, num_selected=self.num_selected_blocks, share_group=share)
+        blocks = select(q_cmp, k_cmp, lse, **scoring)
+        factors = straight_through_scale(q_cmp, k_cmp, lse, blocks, **scoring) if self.use_diff_topk else None
+        near, near_lse = selected_attention(
+            *(q, k, v, blocks),
+            block_size=self.selection_block_size,
+            block_scale=factors,
+            unit_scale=factors is not None,
+            window_size=(self.sliding_window_size - 1, 0),
+            **places,
+        )
+        window = self.sliding_window_size
+        if q.shape[1] <= window:
+            return near
+        count = k.shape[1] // FAR_BLOCK
+        means = (t[:, : count * FAR_BLOCK].unflatten(1, (count, FAR_BLOCK)).mean(2) for t in (k, v))
+        # The query at t reads the blocks up to that of the last token before its window.
+        far, far_lse = compressed_attention(
+            *(q[:, window:], *means),
+            block_size=FAR_BLOCK,
+            stride=FAR_BLOCK,
+            seqlen_k=k.shape[1],
+            **{**places, 'q_offset': FAR_BLOCK - 1},
+        )
+        logit = (far_lse - near_lse[..., window:]).mT + self.far_bias + math.log(FAR_BLOCK)
+        weight = logit.sigmoid()[..., None].to(near.dtype)
+        return torch.cat((near[:, :window], torch.lerp(near[:, window:], far, weight)), 1)
+
+    def _choose(self, *scored: Tensor, **settings: Any) -> Tensor:
+        return select_blocks(*scored, **settings)
+
+
+class FarFieldAndBlocks(FarBlocks, FarField):
+    """Block means in the softmax, and no selected block in the window."""
+
+    def _nsa(self, q: Tensor, *tensors: Any, **settings: Any) -> Tensor:
+        return FarField._nsa(self, q, *tensors, **settings)
 
 
 class RotatedFarBlocks(RotatedScores, FarBlocks):

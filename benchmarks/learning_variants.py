@@ -16,8 +16,9 @@ from benchmarks.learning_layers import (
     DetachedScores,
     DetachedScoresWithWindow,
     FarBlocks,
+    FarField,
+    FarFieldAndBlocks,
     FlooredGate,
-    OneSoftmax,
     RotatedFarBlocks,
     RotatedScores,
     SharedGate,
@@ -160,11 +161,13 @@ def _variants() -> dict[str, Variant]:
             settings=merged,
             block_loss=0.1,
         ),
-        'merged-one-softmax': Variant(
-            'merged, compressed keys in the same softmax with a learned bias of -2', settings=merged, layers=OneSoftmax
+        'merged-far-field': Variant(
+            'merged-scores, block means of rotated keys and of values in the same softmax',
+            settings=scores,
+            layers=FarField,
         ),
-        'merged-one-softmax-open': Variant(
-            'the same with a bias that starts at 0', settings=merged, layers=OneSoftmax, gate_start=(0.0,)
+        'merged-far-field-far': Variant(
+            'the same, no selected blocks in the window', settings=scores, layers=FarFieldAndBlocks
         ),
         'merged-rotated': Variant(
             'merged, queries and compressed keys with rotary embedding', settings=merged, layers=RotatedScores
