@@ -175,6 +175,28 @@ class FarField(SparseAttention):
         return select_blocks(*scored, **settings)
 
 
+class RandomBlocks(SparseAttention):
+    """In training a quarter of the selected blocks is random, the same of 64 consecutive queries; without packing.
+
+    A block that is not selected has no gradient, neither of its keys nor of its score. Random blocks give both.
+    """
+
+    def _nsa(self, q: Tensor, *tensors: Any, **settings: Any) -> Tensor:
+        assert settings['cu_seqlens'] is None
+        return super()._nsa(q, *tensors, **{**settings, 'choose': self._choose})
+
+    def _choose(self, q_cmp: Tensor, k_cmp: Tensor, lse: Tensor, **settings: Any) -> Tensor:
+        if not self.training:
+            return select_blocks(q_cmp, k_cmp, lse, **settings)
+        count = settings['num_selected'] // 4
+        settings['num_selected'] -= count
+        blocks = select_blocks(q_cmp, k_cmp, lse, **settings)
+        size, (batch, seqlen, heads, _) = settings['selection_block_size'], blocks.shape
+        past = torch.arange(seqlen, device=q_cmp.device)[:, None, None] // size + 1
+        tiles = torch.rand(batch, -(-seqlen // 64), heads, count, device=q_cmp.device).repeat_interleave(64, 1)
+        return torch.cat((blocks, (tiles[:, :seqlen] * past).to(blocks.dtype)), -1)
+
+
 class FarFieldAndBlocks(FarBlocks, FarField):
     """Block means in the softmax, and no selected block in the window."""
 

@@ -19,6 +19,7 @@ from benchmarks.learning_layers import (
     FarField,
     FarFieldAndBlocks,
     FlooredGate,
+    RandomBlocks,
     RotatedFarBlocks,
     RotatedScores,
     SharedGate,
@@ -174,6 +175,14 @@ def _variants() -> dict[str, Variant]:
         ),
         'merged-far': Variant('merged, no selected blocks in the window', settings=merged, layers=FarBlocks),
         'merged-rotated-far': Variant('both', settings=merged, layers=RotatedFarBlocks),
+        'merged-random': Variant(
+            'merged, in training a quarter of the selected blocks is random', settings=merged, layers=RandomBlocks
+        ),
+        'merged-random-per-head': Variant(
+            'the same, every query head selects blocks',
+            settings={**merged, 'query_heads_share_selected_kv': False},
+            layers=RandomBlocks,
+        ),
         'separate-rotated': Variant('the paper, with rotary embedding of compressed keys', layers=RotatedScores),
         'merged-per-head': Variant(
             'merged, every query head selects blocks', settings={**merged, 'query_heads_share_selected_kv': False}
