@@ -62,10 +62,14 @@ def table(title: str, rows: dict[str, Any]) -> None:
     print('', title, *(f'  {name:<26} {value}' for name, value in rows.items()), sep='\n')
 
 
+def has_lock(folder: Path, process: subprocess.Popen) -> bool:
+    lock = folder / 'lock'
+    return lock.exists() and lock.read_text().startswith(f'process {process.pid} ')
+
+
 def wait_for_lock(folder: Path, process: subprocess.Popen) -> None:
     """Until the run is at work: the imports before that take longer than the run."""
-    lock = folder / 'lock'
-    while process.poll() is None and not (lock.exists() and lock.read_text().startswith(f'process {process.pid} ')):
+    while process.poll() is None and not has_lock(folder, process):
         time.sleep(0.002)
 
 
@@ -114,9 +118,13 @@ def test_two_resumes_at_once_20_times(text: Path, whole: Path, tmp_path: Path) -
     for _ in range(20):
         with start(resume(folder)) as one, start(resume(folder)) as other:
             while one.poll() is None and other.poll() is None:
+                for process in (one, other):
+                    if has_lock(folder, process):
+                        process.send_signal(signal.SIGSTOP)  # or it may end before the other has come so far
                 time.sleep(0.005)
             loser, winner = (one, other) if one.poll() is not None else (other, one)
             winner.send_signal(signal.SIGTERM)  # saved, or without having come to its first step
+            winner.send_signal(signal.SIGCONT)
             printed = loser.stderr.read() if loser.stderr else ''
             assert loser.returncode == 2, printed
             assert printed == (
