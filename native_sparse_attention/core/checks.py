@@ -10,8 +10,9 @@ from numbers import Real
 from typing import TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from native_sparse_attention.core import private
 from native_sparse_attention.core.geometry import Sequences, max_length_of_compressed, num_compressed_blocks
 
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -52,9 +53,32 @@ def check_not_negative(**values: int) -> None:
 
 
 def check_tensors(**values: object) -> None:
+    """Check that values are dense tensors, and that torch.jit.trace does not record them."""
     for name, value in values.items():
         if not isinstance(value, torch.Tensor):
             raise ValueError(f'{name} is a {type(value).__name__}, but must be a tensor')
+        if not _is_dense(value):
+            kind = 'nested' if value.is_nested else str(value.layout).removeprefix('torch.')
+            raise ValueError(f'{name} is a {kind} tensor, but must be a dense one')
+        if torch.jit.is_tracing():
+            raise ValueError(
+                f'{name} is recorded by torch.jit.trace, for one length alone, but must not be: use torch.export'
+            )
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def is_readable(tensor: Tensor) -> bool:
+    """Return whether the host may read the values of a tensor for a check, without waiting for a device.
+
+    It may on CPUs, outside of compiled graphs and transforms of torch.func. Subclasses, such as fake tensors, may have
+    no values.
+    """
+    if torch.compiler.is_compiling() or not tensor.is_cpu or private.is_transformed():
+        return False
+    return type(tensor) is Tensor or type(tensor) is nn.Parameter
 
 
 def check_float_dtype(**dtypes: torch.dtype) -> None:
@@ -69,7 +93,7 @@ def check_same_kind(**tensors: Tensor | None) -> None:
     for name, tensor in tensors.items():
         if tensor is None:
             continue
-        if not isinstance(tensor, Tensor):
+        if first is None or not (isinstance(tensor, Tensor) and _is_dense(tensor)):
             check_tensors(**{name: tensor})
         if first is None:
             first, dtype, device = name, tensor.dtype, tensor.device
@@ -223,7 +247,7 @@ def make_sequences(
         check_beside_q('q_offset', q_offset, batch if cu_seqlens is None else len(cu_seqlens) - 1, q)
     else:
         _check_offset(q_offset)
-    if q.device.type == 'cpu' and not torch.compiler.is_compiling():
+    if is_readable(q):
         _check_extents(seqlen_q, seqlen_k, seqlens_k, cu_seqlens, cu_seqlens_k)
     cu_seqlens_k = cu_seqlens if cu_seqlens_k is None else cu_seqlens_k
     return Sequences(batch, seqlen_q, seqlen_k, q.device, q_offset, seqlens_k, cu_seqlens, cu_seqlens_k)
@@ -271,7 +295,7 @@ def check_num_compressed(k_cmp: Tensor, sequences: Sequences, block_size: int, s
         needed = num_compressed_blocks(seqlen_k, block_size, stride)
         if num_compressed < needed:
             raise ValueError(f'k_cmp has {num_compressed} compressed blocks, but seqlen_k = {seqlen_k} makes {needed}')
-    elif sequences.device.type == 'cpu' and not torch.compiler.is_compiling():
+    elif is_readable(k_cmp):
         lengths = seqlens_k if seqlens_k is not None else cu_seqlens_k.diff()  # type: ignore[union-attr]
         blocks = num_compressed_blocks(lengths.long(), block_size, stride)
         needed = int(blocks.sum() if seqlens_k is None else blocks.max()) if blocks.numel() else 0

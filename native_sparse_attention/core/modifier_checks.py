@@ -6,7 +6,14 @@ import torch
 from torch import Tensor
 
 from native_sparse_attention.core import random as _random
-from native_sparse_attention.core.checks import FLOAT_DTYPES, INT_DTYPES, check_device, check_tensors, checked_softcap
+from native_sparse_attention.core.checks import (
+    FLOAT_DTYPES,
+    INT_DTYPES,
+    check_device,
+    check_tensors,
+    checked_softcap,
+    is_readable,
+)
 from native_sparse_attention.core.modifiers import Modifiers
 
 SegmentIds = Tensor | tuple[Tensor, Tensor] | None
@@ -87,8 +94,7 @@ def _make_segments(
             if ids.shape != (batch, length):
                 raise ValueError(f'{name} has shape {tuple(ids.shape)}, but must have {(batch, length)}')
             check_device(name, ids, q)
-            read_here = ids.device.type == 'cpu' and not torch.compiler.is_compiling()
-            if ids.dtype == torch.int64 and read_here and ids.numel() and ids.max() >= 2**31:
+            if ids.dtype == torch.int64 and is_readable(ids) and ids.numel() and ids.max() >= 2**31:
                 raise ValueError(f'{name} has an id of {int(ids.max())}, but must have ids below 2 ** 31')
         query_segments, key_segments = (ids.clamp(min=-1).int() for ids in segment_ids)
     if mask is not None:

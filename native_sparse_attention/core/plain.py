@@ -17,9 +17,10 @@ from native_sparse_attention.core import private
 def is_plain(module: nn.Module, *types: type[nn.Module]) -> bool:
     """Whether a call of the module does what its class says, and nothing else.
 
-    The module and the modules in it are exactly of these types, with no `forward` of their own and no hooks, not even
-    global ones. Their weights are plain floating tensors of more than 8 bits, not of a subclass. So a module is not
-    plain where it has an adapter, pruning, a parametrisation, a quantised or sharded weight, or a hook of a profiler.
+    The module and the modules in it are exactly of these types, with no `forward` of their own, no buffers and no
+    hooks, not even global ones. Their weights are plain floating tensors of more than 8 bits, not of a subclass. So a
+    module is not plain where it has an adapter, pruning, a parametrisation, a quantised or sharded weight, or a hook of
+    a profiler.
     A module that tensor parallelism has divided computes with the plain weights of its rank.
     Nothing is remembered: any of these may come and go between calls.
     """

@@ -104,7 +104,7 @@ def _does_only_forward(module: nn.Module, types: tuple[type[nn.Module], ...]) ->
         if getattr(type(module), 'divided_class', None) not in types:
             return False
         weights = module.weights_of_rank()  # type: ignore[operator]
-    if 'forward' in (own := vars(module)):
+    if 'forward' in (own := vars(module)) or module._buffers:
         return False
     if module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks:
         return False
@@ -149,8 +149,8 @@ def _known_modules() -> tuple[Callable[[nn.Module, tuple[type[nn.Module], ...]],
     module.register_full_backward_hook(print)
     module.register_parameter('weight', None)
     module.register_module('child', None)
-    _require(all(len(getattr(module, name)) == 1 for name in _HOOKS))
-    _require((list(module._parameters), list(module._modules)) == (['weight'], ['child']))
+    module.register_buffer('buffer', None)
+    _require(all(len(getattr(module, name)) == 1 for name in (*_HOOKS, '_parameters', '_modules', '_buffers')))
     return _is_plain, _runs_hooks
 
 

@@ -8,13 +8,16 @@ from torch import Tensor, nn
 
 def projection_dtype(x: Tensor) -> torch.dtype:
     """Return the output dtype of a linear layer for x: that of autocast if it is on, which leaves float64 unchanged."""
-    device_type = x.device.type
-    if x.dtype == torch.float64:
+    if x.dtype == torch.float64 or not is_autocast(x.device):
         return x.dtype
-    has_autocast = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device_type)
-    if has_autocast and torch.is_autocast_enabled(device_type):
-        return torch.get_autocast_dtype(device_type)
-    return x.dtype
+    return torch.get_autocast_dtype(x.device.type)
+
+
+def is_autocast(device: torch.device) -> bool:
+    """Return whether autocast is on for a device; a device without autocast, such as meta, raises nothing."""
+    # torch.compile cannot trace the first query in every version, and supports no device without autocast.
+    has_autocast = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device.type)
+    return has_autocast and torch.is_autocast_enabled(device.type)
 
 
 def floating_weight(module: nn.Module) -> Tensor | None:

@@ -54,7 +54,7 @@ def check_new_tokens(
             raise ValueError(f'cache has has_{name} = False, but {name} is given')
     if counts is not None:
         checks.check_beside_q('counts', counts, q.shape[0], q)
-        if counts.is_cpu and not torch.compiler.is_compiling() and not bool(counts.clamp(0, q.shape[1]).equal(counts)):
+        if checks.is_readable(counts) and not bool(counts.clamp(0, q.shape[1]).equal(counts)):
             raise ValueError(f'counts is {counts.tolist()}, but must lie in [0, {q.shape[1]}], the new tokens')
 
 

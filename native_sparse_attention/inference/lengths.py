@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from native_sparse_attention.core.checks import check_not_negative, check_positive, check_tensors
+from native_sparse_attention.core.checks import check_not_negative, check_positive, check_tensors, is_readable
 
 SHOWN_ROWS = 8  # lengths that repr lists; of more rows it gives the range
 
@@ -158,7 +158,7 @@ def checked_index(index: Tensor, batch_size: int, count: int | None = None) -> T
     if not fits or index.dtype not in (torch.int32, torch.int64):
         rule = '[N], N at least 1' if count is None else f'[{count}]'
         raise ValueError(f'index has shape {tuple(index.shape)} and dtype {index.dtype}, but must be integers {rule}')
-    if index.is_cpu and ((index < 0) | (index >= batch_size)).any():
+    if is_readable(index) and ((index < 0) | (index >= batch_size)).any():
         raise ValueError(f'index is {index.tolist()}, but must be rows from 0 to {batch_size - 1}')
     return index
 
@@ -166,7 +166,7 @@ def checked_index(index: Tensor, batch_size: int, count: int | None = None) -> T
 def repeated_rows(batch_size: int, repeats: int) -> Tensor:
     """Return int64 `[batch_size * repeats]`: each row `repeats` times, next to each other."""
     check_positive(repeats=repeats)
-    return torch.arange(batch_size).repeat_interleave(repeats)
+    return torch.arange(batch_size, device='cpu').repeat_interleave(repeats)
 
 
 def is_captured(tensor: Tensor) -> bool:

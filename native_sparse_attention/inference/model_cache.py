@@ -148,7 +148,7 @@ class ModelCache(Sequence[LayerCache]):
         )
         bound = min(bound for bound in bounds if bound is not None)
         held = torch.stack([layer.lengths for layer in self.layers]).amin(0)
-        return torch.minimum(held, torch.as_tensor(length).to(held)), bound
+        return torch.minimum(held, torch.as_tensor(length, device=held.device)), bound
 
 
 def check_model_cache(cache: Any) -> None:

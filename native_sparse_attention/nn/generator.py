@@ -10,7 +10,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from native_sparse_attention.core.checks import check_flags, check_not_negative, check_positive, is_number, shown
+from native_sparse_attention.core.checks import (
+    check_flags,
+    check_not_negative,
+    check_positive,
+    is_number,
+    is_readable,
+    shown,
+)
 from native_sparse_attention.core.plain import runs_hooks
 from native_sparse_attention.core.random import check_probability
 from native_sparse_attention.inference.cache import MAX_ROLLBACK
@@ -223,11 +230,11 @@ def _check_prompt(name: str, ids: Tensor, mask: Tensor | None, token_emb: nn.Mod
         raise ValueError(f'{name} has no tokens, but needs at least 1')
     if mask is not None:
         check_mask(mask, ids)
-        if mask.device.type == 'cpu' and not bool(mask.any(dim=1).all()):
+        if is_readable(mask) and not bool(mask.any(dim=1).all()):
             raise ValueError(f'mask has a row of padding alone, but {name} needs at least 1 real token in each')
     num_tokens: Any = getattr(token_emb, 'num_embeddings', None)
     # Reading them on a GPU would wait for it.
-    if num_tokens is not None and ids.is_cpu and not torch.compiler.is_compiling():
+    if num_tokens is not None and is_readable(ids):
         real = ids if mask is None else ids[mask.bool()]
         low, high = (int(real.min()), int(real.max())) if real.numel() else (0, 0)
         if low < 0 or high >= num_tokens:

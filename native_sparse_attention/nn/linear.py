@@ -48,10 +48,11 @@ class FixedStartLinear(nn.Linear):
         super().__init__(in_features, out_features, bias=bias_start is not None)
 
     def reset_parameters(self) -> None:
-        shape = self.out_features, self.in_features
-        set_values(self.weight, torch.zeros(shape) if self.start == 'zeros' else torch.eye(*shape))
+        shape, device = (self.out_features, self.in_features), self.weight.device
+        start = torch.zeros(shape, device=device) if self.start == 'zeros' else torch.eye(*shape, device=device)
+        set_values(self.weight, start)
         if self.bias_start is not None:
-            set_values(self.bias, torch.tensor(self.bias_start))
+            set_values(self.bias, torch.tensor(self.bias_start, device=device))
 
 
 class HeadLinear(nn.Module):

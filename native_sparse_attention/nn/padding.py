@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from native_sparse_attention.core.checks import check_tensors
+from native_sparse_attention.core.checks import check_tensors, is_readable
 
 
 def check_mask(mask: Tensor, x: Tensor) -> None:
@@ -23,8 +23,7 @@ def check_mask(mask: Tensor, x: Tensor) -> None:
         )
     if mask.device != x.device:
         raise ValueError(f'mask is on {mask.device}, but the input is on {x.device}')
-    is_read = mask.dtype != torch.bool and mask.is_cpu and not torch.compiler.is_compiling()
-    if is_read and not bool((mask.bool() == mask).all()):
+    if mask.dtype != torch.bool and is_readable(mask) and not bool((mask.bool() == mask).all()):
         raise ValueError(f'mask has values from {int(mask.min())} to {int(mask.max())}, but integers must be 0 or 1')
 
 

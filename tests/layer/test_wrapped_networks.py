@@ -6,10 +6,9 @@ Each is compared with the same network called as a module: within a module that 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
-from pathlib import Path
 from typing import Any
 
 import peft
@@ -29,9 +28,13 @@ from torchao.quantization import (
 from native_sparse_attention import SparseAttention
 from native_sparse_attention.inference.phi import Phi
 from native_sparse_attention.nn.compress import MeanPool
+from native_sparse_attention.nn.linear import HeadLinear
 from tests.layer.test_compress import NETWORKS, every_network, randomize
 
 DIM, HEADS, DIM_HEAD, BLOCK, SEQLEN = 8, 2, 4, 4, 13
+
+Networks = tuple[nn.Module, nn.Module]
+Results = list[Tensor | None]
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +53,7 @@ class Called(nn.Module):
         return self.network(blocks)
 
 
-def make_layer(networks: tuple[nn.Module, nn.Module]) -> SparseAttention:
+def make_layer(networks: Networks) -> SparseAttention:
     torch.manual_seed(1)
     layer = SparseAttention(
         DIM,
@@ -74,12 +77,12 @@ def make_layer(networks: tuple[nn.Module, nn.Module]) -> SparseAttention:
     return layer
 
 
-def make_networks(make: Callable[..., nn.Module]) -> tuple[nn.Module, nn.Module]:
+def make_networks(make: Callable[..., nn.Module]) -> Networks:
     key_network, value_network = (randomize(make(HEADS, DIM_HEAD, BLOCK)).double() for _ in range(2))
     return key_network, value_network
 
 
-def make_pair(networks: tuple[nn.Module, nn.Module]) -> tuple[SparseAttention, SparseAttention]:
+def make_pair(networks: Networks) -> tuple[SparseAttention, SparseAttention]:
     """A layer with the networks, and one that calls them; they share the weights of the networks."""
     return make_layer(networks), make_layer((Called(networks[0]), Called(networks[1])))
 
@@ -93,22 +96,33 @@ def decode(layer: SparseAttention, x: Tensor, call: Callable[..., Tensor] | None
     cache, outs = layer.init_cache(len(x), SEQLEN, dtype=x.dtype), []
     with torch.no_grad():
         for part in x.split((6, *(1,) * (SEQLEN - 6)), dim=1):
-            outs.append((call or layer)(part, cache=cache))
+            outs.append((layer if call is None else call)(part, cache=cache))
     return torch.cat(outs, 1)
 
 
-def results(layer: SparseAttention, networks: tuple[nn.Module, nn.Module], x: Tensor) -> list[Tensor | None]:
-    """The output, what decoding gives, and gradients of the input, the positions and the networks."""
+def results(
+    layer: Any, x: Tensor, call: Callable[..., Tensor] | None = None, weights: Iterable[Tensor] | None = None
+) -> Results:
+    """The output, what decoding gives, and gradients of the input and the weights, default those of the layer.
+
+    call: as in `decode`.
+    """
     layer.eval()  # spectral norms change with every call in training mode
     x = x.detach().requires_grad_()
-    of_networks = [p for network in networks for p in network.parameters() if p.requires_grad]
-    leaves = [x, layer.k_intrablock_positions, layer.v_intrablock_positions, layer.to_qkv.weight, *of_networks]
-    out = layer(x)
-    gradients = torch.autograd.grad(out.sin().sum(), leaves, allow_unused=True)
-    return [out.detach(), decode(layer, x.detach()), *gradients]
+    leaves = [x, *(p for p in (layer.parameters() if weights is None else weights) if p.requires_grad)]
+    out = (layer if call is None else call)(x)
+    out.sin().sum().backward()
+    gradients = [leaf.grad for leaf in leaves]
+    for leaf in leaves:
+        leaf.grad = None
+    return [out.detach(), decode(layer, x.detach(), call), *map(whole, gradients)]
 
 
-def assert_same(found: list[Tensor | None], expected: list[Tensor | None]) -> None:
+def whole(tensor: Any) -> Tensor | None:
+    return tensor.full_tensor() if hasattr(tensor, 'full_tensor') else tensor
+
+
+def assert_same(found: Results, expected: Results) -> None:
     for index, (result, wanted) in enumerate(zip(found, expected, strict=True)):
         torch.testing.assert_close(result, wanted, rtol=1e-9, atol=1e-11, msg=lambda m, i=index: f'{i}: {m}')
 
@@ -154,17 +168,35 @@ def with_another_forward(network: nn.Module) -> None:
         module.forward = (lambda forward: lambda x: forward(x).sin())(module.forward)
 
 
-def with_adapters(network: nn.Module) -> None:
-    names = [n for n, m in network.named_modules() if isinstance(m, nn.Linear | nn.Conv1d)]
-    if not names:
-        pytest.skip('peft has no adapter for this network')
+class Adapted(nn.Module):
+    """An adapter of a network, for those that peft has none for."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+        self.lora = nn.Linear(DIM_HEAD, DIM_HEAD, bias=False).double()
+
+    def forward(self, blocks: Tensor) -> Tensor:
+        out = self.network(blocks)
+        return out + self.lora(out)
+
+
+def with_adapters(network: nn.Module) -> nn.Module | None:
+    if isinstance(network, MeanPool) or isinstance(getattr(network, 'compress', None), HeadLinear):
+        return Adapted(network)
+    linear: Any = [name for name, m in network.named_modules() if isinstance(m, nn.Linear | nn.Conv1d)]
     # Factors of grouped convolutions have a row per group at least.
-    config = peft.LoraConfig(r=HEADS, target_modules=[names[0]] if names == ['conv'] else names)
+    config = peft.LoraConfig(
+        r=HEADS,
+        target_modules=linear[0] if linear == ['conv'] else linear,
+        target_parameters=[f'{name}.weight' for name, m in network.named_modules() if isinstance(m, HeadLinear)],
+    )
     peft.inject_adapter_in_model(config, network)
     for name, parameter in network.named_parameters():
         if 'lora_' in name:
             nn.init.normal_(parameter)
     network.double()
+    return None
 
 
 def with_pruning(network: nn.Module) -> None:
@@ -194,6 +226,13 @@ def with_subclasses(network: nn.Module) -> None:
         module.weight = nn.Parameter(module.weight.detach().as_subclass(Twice))  # type: ignore[union-attr]
 
 
+def with_buffers(network: nn.Module) -> None:
+    for module in leaves_of(network):
+        weight = module.weight.detach().as_subclass(Twice)  # type: ignore[union-attr]
+        del module.weight
+        module.register_buffer('weight', weight)
+
+
 def with_plain_tensors(network: nn.Module) -> None:
     """As FSDP1 and replicas of DataParallel have them: attributes instead of parameters."""
     for module in leaves_of(network):
@@ -202,6 +241,95 @@ def with_plain_tensors(network: nn.Module) -> None:
             setattr(module, name, parameter.detach())
 
 
+# Return results of a layer with two networks that are wrapped in some way, and those of a layer that calls them.
+Way = Callable[[Networks, Tensor], tuple[Results, Results]]
+
+
+def changed(change: Callable[[nn.Module], nn.Module | None]) -> Way:
+    def way(networks: Networks, x: Tensor) -> tuple[Results, Results]:
+        before = make_layer(deepcopy(networks)).eval()(x)
+        key_network, value_network = (change(network) or network for network in networks)
+        layer, called = make_pair((key_network, value_network))
+        expected = results(called, x)
+        has_effect = change not in WITHOUT_EFFECT and (change in ON_ANY_NETWORK or bool(leaves_of(networks[0])))
+        assert torch.allclose(before, called(x)) != has_effect
+        return results(layer, x), expected
+
+    return way
+
+
+def of_called(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.replace('_compress.', '_compress.network.'): weight for name, weight in weights.items()}
+
+
+def by_functional_call(networks: Networks, x: Tensor) -> tuple[Results, Results]:
+    """With other weights than those of the layer."""
+    layer, called = make_pair(networks)
+    weights = {name: torch.randn_like(p).requires_grad_() for name, p in layer.named_parameters()}
+
+    def of(module: SparseAttention, weights: dict[str, Tensor]) -> Results:
+        def call(*args: Any, **kwargs: Any) -> Tensor:
+            return torch.func.functional_call(module, weights, args, kwargs)
+
+        return results(module, x, call, weights.values())
+
+    return of(layer, weights), of(called, of_called(weights))
+
+
+def by_vmap(networks: Networks, x: Tensor) -> tuple[Results, Results]:
+    """Over rows, and over an ensemble of weights with its gradients. A cache, which is written in place, refuses."""
+    layer, called = make_pair(networks)
+    found: Results = [torch.vmap(lambda row: layer(row[None])[0])(x)]
+    expected: Results = [called(x)]
+    weights = {name: torch.stack((p, p / 2)).detach() for name, p in layer.named_parameters()}
+
+    def loss(weights: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(layer, weights, (x,)).sin().sum()
+
+    gradients = torch.vmap(torch.func.grad(loss))(weights)
+    for member in range(2):
+        called.load_state_dict(of_called({name: w[member] for name, w in weights.items()}))
+        found += [gradient[member] for gradient in gradients.values()]
+        expected += torch.autograd.grad(called(x).sin().sum(), [*called.parameters()])
+    cache = layer.eval().init_cache(1, SEQLEN)
+    with pytest.raises(RuntimeError, match='vmap'):
+        torch.vmap(lambda row: layer(row[None], cache=cache))(x)
+    assert cache.max_length == int(cache.lengths) == 0
+    return found, expected
+
+
+def by_copy(copy: Callable[[SparseAttention], SparseAttention]) -> Way:
+    def way(networks: Networks, x: Tensor) -> tuple[Results, Results]:
+        layer, called = make_pair(networks)
+        return results(copy(layer), x), results(called, x)
+
+    return way
+
+
+def sharded(kind: str) -> Way:
+    def way(networks: Networks, x: Tensor) -> tuple[Results, Results]:
+        from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+        layer, called = make_pair(networks)
+        expected, layer = results(called, x), deepcopy(layer)
+        if kind.startswith('FSDP1'):
+            original, device = 'original' in kind, torch.device('cpu')
+            wrapped: Any = FullyShardedDataParallel(layer, device_id=device, use_orig_params=original)
+            if not original:  # one flat parameter holds all gradients
+                return results(layer, x, wrapped, []), expected[:3]
+            found = results(layer, x, wrapped)
+            pairs = zip(found, expected, strict=True)
+            return [t if t is None or e is None else t.view(e.shape) for t, e in pairs], expected
+        if 'leaf' in kind:
+            for module in [m for m in layer.modules() if not [*m.children()] and [*m.parameters()]]:
+                fully_shard(module)
+        return results(fully_shard(layer), x), expected
+
+    return way
+
+
+ON_ANY_NETWORK = [with_hooks, with_pre_hooks, with_another_forward, with_adapters]
+WITHOUT_EFFECT = [with_backward_hooks, with_plain_tensors]  # on the output
 CHANGES = [
     with_hooks,
     with_pre_hooks,
@@ -213,25 +341,33 @@ CHANGES = [
     with_spectral_norm,
     with_old_weight_norm,
     with_subclasses,
+    with_buffers,
     with_plain_tensors,
 ]
+WAYS: dict[str, Way] = {
+    **{change.__name__.removeprefix('with_'): changed(change) for change in CHANGES},
+    'functional_call': by_functional_call,
+    'vmap': by_vmap,
+    'deepcopy': by_copy(deepcopy),
+    'pickle': by_copy(lambda layer: pickle.loads(pickle.dumps(layer))),
+    **{kind: sharded(kind) for kind in ('FSDP2', 'FSDP2 per leaf', 'FSDP1', 'FSDP1, original parameters')},
+}
+
+
+@pytest.fixture(scope='module')
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    store = tmp_path_factory.mktemp('group') / 'store'
+    torch.distributed.init_process_group('gloo', init_method=f'file://{store}', rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.filterwarnings('ignore:.*weight_norm.*:FutureWarning')
 @every_network
-@pytest.mark.parametrize('change', CHANGES, ids=lambda change: change.__name__)
-def test_a_changed_network_is_called(make: Callable[..., nn.Module], change: Callable[[nn.Module], None]) -> None:
-    networks = make_networks(make)
-    before = make_layer(deepcopy(networks))
-    for network in networks:
-        change(network)
-    layer, called = make_pair(networks)
-    x = tokens()
-    expected = results(called, networks, x)
-    assert_same(results(layer, networks, x), expected)
-    has_effect = change is not with_plain_tensors and (leaves_of(networks[0]) or 'hook' in change.__name__)
-    if has_effect and change is not with_backward_hooks:
-        assert not torch.allclose(before.eval()(x), expected[0])  # type: ignore[arg-type]
+@pytest.mark.parametrize('way', WAYS.values(), ids=WAYS)
+@pytest.mark.usefixtures('one_rank')
+def test_a_wrapped_network_is_called(make: Callable[..., nn.Module], way: Way) -> None:
+    assert_same(*way(make_networks(make), tokens(3)))
 
 
 @contextmanager
@@ -256,65 +392,11 @@ GLOBAL_HOOKS = {
 def test_global_hooks_see_every_module(make: Callable[..., nn.Module], register: Any, hook: Any) -> None:
     networks, seen = make_networks(make), set()
     layer, x = make_layer(networks), tokens()
-    expected = results(layer, networks, x)
+    expected = results(layer, x)
     with global_hook(register, lambda module, *args: seen.add(module) or hook(module, *args)):
-        found = results(layer, networks, x)
+        found = results(layer, x)
     assert_same(found, expected)
     assert {m for network in networks for m in [network, *leaves_of(network)]} <= seen
-
-
-@every_network
-@pytest.mark.parametrize('copy', [deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=['deepcopy', 'pickle'])
-def test_copies(make: Callable[..., nn.Module], copy: Callable[[Any], Any]) -> None:
-    networks = make_networks(make)
-    layer, x = make_layer(networks), tokens()
-    copied = copy(layer)
-    for found, expected in zip(
-        results(copied, (copied.k_compress, copied.v_compress), x), results(layer, networks, x), strict=True
-    ):
-        assert found is expected is None or found.equal(expected)  # type: ignore[union-attr, arg-type]
-
-
-@every_network
-def test_functional_call(make: Callable[..., nn.Module]) -> None:
-    """With other weights than the layer's, and their gradients."""
-    layer, called = make_pair(make_networks(make))
-    x, weights = tokens(), {name: torch.randn_like(p) for name, p in layer.named_parameters()}
-
-    def loss(module: nn.Module, weights: dict[str, Tensor]) -> Tensor:
-        return torch.func.functional_call(module, weights, (x,)).sin().sum()
-
-    def of_called(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name.replace('_compress.', '_compress.network.'): w for name, w in weights.items()}
-
-    found, value = torch.func.grad_and_value(lambda w: loss(layer, w))(weights)
-    expected, wanted = torch.func.grad_and_value(lambda w: loss(called, of_called(w)))(weights)
-    torch.testing.assert_close(value, wanted, rtol=1e-9, atol=1e-11)
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
-    layer.eval()
-    decoded = decode(
-        layer, x, lambda part, cache: torch.func.functional_call(layer, weights, (part,), {'cache': cache})
-    )
-    torch.testing.assert_close(decoded, torch.func.functional_call(layer, weights, (x,)), rtol=1e-9, atol=1e-11)
-
-
-@every_network
-def test_vmap(make: Callable[..., nn.Module]) -> None:
-    """Over rows, and over an ensemble of weights with its gradients. Caches are written in place, so have no vmap."""
-    layer, called = make_pair(make_networks(make))
-    x = tokens(3)
-    torch.testing.assert_close(torch.vmap(lambda row: layer(row[None])[0])(x), called(x), rtol=1e-9, atol=1e-11)
-    weights = {name: torch.stack((p, p / 2)).detach() for name, p in layer.named_parameters()}
-
-    def loss(weights: dict[str, Tensor]) -> Tensor:
-        return torch.func.functional_call(layer, weights, (x,)).sin().sum()
-
-    found = torch.vmap(torch.func.grad(loss))(weights)
-    for member in range(2):
-        own = {name.replace('_compress.', '_compress.network.'): w[member] for name, w in weights.items()}
-        called.load_state_dict(own)
-        expected = torch.autograd.grad(called(x).sin().sum(), [*called.parameters()])
-        assert_same([gradient[member] for gradient in found.values()], [*expected])
 
 
 def test_the_mean_is_a_fast_path_only_where_nothing_watches() -> None:
@@ -362,41 +444,3 @@ def test_projections_with_adapters_and_hooks_under_autocast() -> None:
         nn.init.normal_(layer.get_parameter('to_qkv.lora_B.default.weight'))
         assert not torch.allclose(layer(tokens().float()), before)
     assert seen == [torch.float32] * 4
-
-
-@pytest.fixture
-def mesh(tmp_path: Path) -> Iterator[Any]:
-    if not torch.distributed.is_available():
-        pytest.skip('torch was built without distributed')
-    torch.distributed.init_process_group('gloo', init_method=f'file://{tmp_path}/store', rank=0, world_size=1)
-    yield torch.distributed.init_device_mesh('cpu', (1,))
-    torch.distributed.destroy_process_group()
-
-
-@every_network
-@pytest.mark.parametrize('kind', ['FSDP2', 'FSDP2 per leaf', 'FSDP1', 'FSDP1, original parameters'])
-def test_sharding(make: Callable[..., nn.Module], kind: str, mesh: Any) -> None:
-    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-
-    networks = make_networks(make)
-    layer, x = make_layer(networks), tokens()
-    sharded: Any = deepcopy(layer)
-    expected = layer(x)
-    expected.sin().sum().backward()
-    if kind == 'FSDP2 per leaf':
-        for module in [m for m in sharded.modules() if not [*m.children()] and [*m.parameters()]]:
-            fully_shard(module, mesh=mesh)
-    if kind.startswith('FSDP2'):
-        sharded = fully_shard(sharded, mesh=mesh)
-    else:
-        sharded = FullyShardedDataParallel(sharded, device_id=torch.device('cpu'), use_orig_params='original' in kind)
-    out = sharded(x)
-    torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-11)
-    out.sin().sum().backward()
-    if kind != 'FSDP1':
-        gradients = {n.replace('_fsdp_wrapped_module.', ''): p.grad for n, p in sharded.named_parameters()}
-        for name, p in layer.named_parameters():
-            grad: Any = gradients[name]
-            grad = grad.full_tensor() if hasattr(grad, 'full_tensor') else grad
-            torch.testing.assert_close(grad.view(p.shape), p.grad, rtol=1e-9, atol=1e-11)
-    torch.testing.assert_close(decode(sharded.eval(), x), expected, rtol=1e-9, atol=1e-11)

@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, Stati
 
 from native_sparse_attention.inference.cache import FIRST_CAPACITY, LayerCache
 from native_sparse_attention.inference.decode import nsa_decode
+from native_sparse_attention.inference.lengths import repeated_rows
 from native_sparse_attention.integrations.transformers.dense_start import replace_dense_start
 from native_sparse_attention.integrations.transformers.layout import Layout, may_read
 
@@ -191,7 +192,7 @@ class NSACacheLayer(CacheLayerMixin):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row, copies next to each other."""
         if self.rows is not None:
-            self.batch_select_indices(torch.arange(self.rows.batch_size).repeat_interleave(repeats))
+            self.batch_select_indices(repeated_rows(self.rows.batch_size, repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows of `indices`, integers `[N]` or bool `[B]`."""

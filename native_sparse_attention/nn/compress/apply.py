@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from native_sparse_attention.core import geometry
 from native_sparse_attention.core.plain import is_plain
-from native_sparse_attention.core.projection import projection_dtype
+from native_sparse_attention.core.projection import is_autocast, projection_dtype
 from native_sparse_attention.nn.compress.check import check_output
 from native_sparse_attention.nn.compress.networks import (
     CompressMLP,
@@ -105,7 +105,7 @@ def compress_pair(
     """
     (batch, total, heads, dim), block_size = tokens[0].shape, positions[0].shape[1]
     overlaps = total >= block_size and block_size % stride == 0
-    mlps = _run_as_one(networks, tokens[0].dtype, tokens[0].device.type) if overlaps else []
+    mlps = _run_as_one(networks, tokens[0]) if overlaps else []
     if not mlps:
         (network_k, network_v), (k, v), (positions_k, positions_v) = networks, tokens, positions
         at = (stride, cu_seqlens)
@@ -123,20 +123,18 @@ def compress_pair(
     return k_cmp, v_cmp
 
 
-def _run_as_one(
-    networks: tuple[nn.Module, nn.Module], dtype: torch.dtype, device_type: str
-) -> list[CompressMLP | GroupedMLP]:
+def _run_as_one(networks: tuple[nn.Module, nn.Module], tokens: Tensor) -> list[CompressMLP | GroupedMLP]:
     """Return both networks if they are MLPs of the same sizes that take `OverlappingBlocks`, and autocast casts their
-    weights to this dtype; else none.
+    weights to the dtype of the tokens; else none.
     """
-    if type(networks[0]) is not type(networks[1]) or not torch.is_autocast_enabled(device_type):
+    if type(networks[0]) is not type(networks[1]) or not is_autocast(tokens.device):
         return []
     mlps = [n for n in networks if isinstance(n, (CompressMLP, GroupedMLP)) and _takes_overlapping(n)]
     if len(mlps) < 2:
         return []
     kinds = [[(w.shape, w.dtype, w.device) for w in mlp.weights()] for mlp in mlps]
     weight = mlps[0].weights()[0]
-    return mlps if kinds[0] == kinds[1] and weight.dtype != dtype == projection_dtype(weight) else []
+    return mlps if kinds[0] == kinds[1] and weight.dtype != tokens.dtype == projection_dtype(weight) else []
 
 
 def _nothing_compressed(network: nn.Module, *inputs: Tensor) -> Tensor:
