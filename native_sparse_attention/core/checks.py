@@ -61,9 +61,7 @@ def check_tensors(**values: object) -> None:
             kind = 'nested' if value.is_nested else str(value.layout).removeprefix('torch.')
             raise ValueError(f'{name} is a {kind} tensor, but must be a dense one')
         if torch.jit.is_tracing():
-            raise ValueError(
-                f'{name} is recorded by torch.jit.trace, for one length alone, but must not be: use torch.export'
-            )
+            raise ValueError(f'{name} is recorded by torch.jit.trace, but a trace has one length: use torch.export')
 
 
 def _is_dense(tensor: Tensor) -> bool:

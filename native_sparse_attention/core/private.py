@@ -206,7 +206,7 @@ def _test_state() -> Callable[[nn.Module], Callable[[], ModelState]]:
     read = _known_state(module)
     _require((len(read().tensors), read().modules, read().is_hooked) == (5, [module[0]], False))
     norm: Any = module[0]
-    norm.weight, norm.running_mean = nn.Parameter(torch.zeros(1)), torch.zeros(1)
+    norm.weight, norm.running_mean = nn.Parameter(torch.zeros(1)), torch.zeros(1, device='cpu')
     _require(read().tensors[0] is norm.weight)
     _require(any(t is norm.running_mean for t in read().tensors))
     norm.register_forward_hook(print)

@@ -264,8 +264,9 @@ def _check_networks(layer: SparseAttention, ranks: int) -> None:
             continue
         probe, shape = _perturbed_copy(network), (1, layer.kv_heads, 3, layer.compress_block_size, dim)
         device = next(probe.parameters(), layer.combine_heads.weight).device
-        with torch.device('cpu' if device.type == 'meta' else device):
-            blocks = torch.linspace(-1, 1, prod(shape), dtype=torch.float32).view(shape)
+        device = torch.device('cpu') if device.type == 'meta' else device
+        with device:
+            blocks = torch.linspace(-1, 1, prod(shape), dtype=torch.float32, device=device).view(shape)
             expected = probe(blocks)
             try:
                 found = torch.cat([probe(part) for part in blocks.chunk(ranks, 1)], 1)

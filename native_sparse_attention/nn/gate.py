@@ -41,7 +41,8 @@ def check_gate(gate: nn.Module, dim: int, heads: int, num_gates: int = 3) -> Non
     expected = (1, 1, num_gates * heads)
     if not isinstance(gate, nn.Module):
         raise ValueError(f'strategy_combine_mlp is {shown(gate)}, but must be a module or None')
-    weight = next((p for p in gate.parameters() if p.is_floating_point()), torch.empty(()))
+    default = torch.empty((), device=torch.get_default_device())
+    weight = next((p for p in gate.parameters() if p.is_floating_point()), default)
     was_training = [module for module in gate.modules() if module.training]
     gate.eval()
     try:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from native_sparse_attention import SparseAttention
@@ -29,6 +30,11 @@ SIZES: dict[str, Any] = {
 def make_layer(**settings: Any) -> SparseAttention:
     torch.manual_seed(0)
     return SparseAttention(8, 4, 2, kv_heads=1, causal=True, backend='eager', **SIZES, **settings).double()
+
+
+def make_model() -> Transformer:
+    torch.manual_seed(0)
+    return Transformer(11, 8, 2, 4, 2, use_sparse_attn=True, sparse_attn_kwargs=SIZES, backend='eager')
 
 
 def tokens(batch: int, seqlen: int = 13) -> Tensor:
@@ -58,6 +64,55 @@ def test_vmap(make: Callable[..., nn.Module], settings: dict[str, Any]) -> None:
     for index in range(2):
         member = {name: w[index] for name, w in ensemble.items()}
         torch.testing.assert_close(out[index], torch.func.functional_call(layer, member, (x,)))
+
+
+def test_vmap_of_padded_and_packed_rows() -> None:
+    """No value is read of a mask that differs between the rows."""
+    layer, x = make_layer(), tokens(3)
+    mask = torch.arange(13) >= torch.tensor([[0], [5], [9]])
+    for given in (mask, mask.int()):
+        padded = torch.vmap(lambda row, mask: layer(row[None], mask=mask[None])[0])(x, given)
+        torch.testing.assert_close(padded, layer(x, mask=mask))
+    cu_seqlens = torch.tensor([0, 5, 9], dtype=torch.int32)
+    packed = torch.vmap(lambda row: layer(row[None], cu_seqlens=cu_seqlens)[0])(x)
+    torch.testing.assert_close(packed, torch.cat([layer(row[None], cu_seqlens=cu_seqlens) for row in x]))
+
+
+@pytest.mark.parametrize('mode', [lambda: torch.device('meta'), FakeTensorMode], ids=['meta', 'fake'])
+def test_shapes_without_values(mode: Callable[[], Any]) -> None:
+    with mode():
+        layer = SparseAttention(8, 4, 2, kv_heads=1, causal=True, recompute=True, dropout=0.1, **SIZES)
+        x, mask = torch.randn(2, 13, 8, requires_grad=True), torch.ones(2, 13, dtype=torch.int32)
+        layer(x).sum().backward()
+        assert x.grad is not None
+        assert layer(x, mask=mask).shape == x.shape
+        assert layer(x[:1], cu_seqlens=mask[0, :3]).shape == (1, 13, 8)
+        cache = layer.eval().init_cache(2, 13)
+        assert layer(x.detach(), mask=mask, cache=cache).shape == x.shape
+        model = Transformer(11, 8, 1, 4, 2, use_sparse_attn=True, sparse_attn_kwargs=SIZES)
+        assert model(mask, mask=mask).shape == (2, 13, 11)
+
+
+@pytest.mark.parametrize('layout', [torch.strided, torch.jagged], ids=str)
+def test_nested_tensors_are_refused(layout: torch.layout) -> None:
+    rows = [torch.randn(5, 8), torch.randn(9, 8)]
+    for module, nested in (
+        (make_layer(), torch.nested.nested_tensor(rows, layout=layout)),
+        (make_model(), torch.nested.nested_tensor([row[:, 0].long() for row in rows], layout=layout)),
+    ):
+        with pytest.raises(ValueError, match=r'^(x|ids) is a nested tensor, but must be a dense one$'):
+            module(nested)
+
+
+@pytest.mark.filterwarnings('ignore::DeprecationWarning', 'ignore::torch.jit.TracerWarning')
+def test_traces_are_refused() -> None:
+    """A trace holds the number of blocks of its example, and would give wrong results for other lengths."""
+    for module, example in (
+        (make_layer().eval(), tokens(1)),
+        (make_model().eval(), torch.zeros(1, 13, dtype=torch.long)),
+    ):
+        with pytest.raises(ValueError, match=r'^(x|ids) is recorded by torch\.jit\.trace, but a trace has one length'):
+            torch.jit.trace(module, (example,))
 
 
 @pytest.mark.parametrize(
@@ -93,10 +148,30 @@ def test_selective_checkpointing(saved: str) -> None:
 
 
 def test_generation_under_another_default_device() -> None:
-    torch.manual_seed(0)
-    model = Transformer(11, 8, 2, 4, 2, use_sparse_attn=True, sparse_attn_kwargs=SIZES, backend='eager')
+    model = make_model()
     ids = torch.randint(11, (2, 5))
     expected = model.generate(ids, 6, seed=3, top_p=0.9)
     with torch.device('meta'):
         assert model.generate(ids, 6, seed=3, top_p=0.9).equal(expected)
         model.generate(ids, 6, stop_tokens=3)
+
+
+@torch.no_grad()
+def test_caches_under_another_default_device() -> None:
+    model = make_model().eval()
+    ids, index = torch.randint(11, (2, 9)), torch.tensor([1, 0, 1])
+
+    def logits() -> list[Tensor]:
+        cache = model.init_cache(2, 20)
+        model(ids, cache=cache)
+        cache[0].crop(6)  # torn
+        cache.crop(5)
+        beams, chosen, (_, first) = cache.repeat_interleave(2), cache.select(index), model(ids, return_cache=True)
+        cache.reorder(index[:2])
+        first.crop(index[:2] + 3)
+        return [model(ids[:1, :1].expand(len(c.lengths), -1), cache=c) for c in (cache, beams, chosen, first)]
+
+    expected = logits()
+    with torch.device('meta'):
+        found = logits()
+    assert all(a.equal(b) for a, b in zip(found, expected, strict=True))

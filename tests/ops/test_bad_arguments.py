@@ -80,6 +80,8 @@ def arguments(op: str, rows: int = 2) -> Changes:
 
 
 TENSORS: dict[str, Case] = {
+    'sparse q': (ALL, {'q': q.to_sparse()}, 'q is a sparse_coo tensor, but must be a dense one', {'q': q}),
+    'sparse v': (OF_TOKENS, {'v': v.to_sparse()}, 'v is a sparse_coo tensor, but must be a dense one', {'v': v}),
     'q of lists': (ALL, {'q': [[0.0]]}, 'q is a list, but must be a tensor', {'q': q}),
     'q of 3 dimensions': (ALL, {'q': q[0]}, r'q has shape \(6, 4, 4\), but must have 4 dimensions', {'q': q[:1].expand_as(q)}),
     'q of integers': (ALL, {'q': q.int()}, 'q has dtype torch.int32, but must be float64, float32, bfloat16 or', {'q': q}),

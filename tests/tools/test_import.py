@@ -1,4 +1,4 @@
-"""What importing the package does, which is nothing but to define it, and who may import whom."""
+"""What importing the package does, which is nothing but to define it; who may import whom; devices of new tensors."""
 
 from __future__ import annotations
 
@@ -140,6 +140,46 @@ def test_only_triton_folders_import_triton(file: Path):
         imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
         found = {name for node in imports for name in imports_of(node, module_of(file), False) if name[0] == 'triton'}
     assert 'triton' in folders or not found
+
+
+FACTORIES = {
+    'arange',
+    'as_tensor',
+    'empty',
+    'eye',
+    'full',
+    'linspace',
+    'ones',
+    'rand',
+    'randint',
+    'randn',
+    'tensor',
+    'zeros',
+}
+
+
+def without_device(source: str) -> list[str]:
+    """Calls that make a tensor on the default device, but for new parameters."""
+    tree = ast.parse(source)
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    parameters = [id(arg) for call in calls if ast.unparse(call.func) == 'nn.Parameter' for arg in call.args]
+    return [
+        ast.unparse(call)
+        for call in calls
+        if ast.unparse(call.func).removeprefix('torch.') in FACTORIES and ast.unparse(call.func).startswith('torch.')
+        if id(call) not in parameters and not {'device', None} & {keyword.arg for keyword in call.keywords}
+    ]
+
+
+@every_file
+def test_tensors_are_made_on_a_named_device(file: Path):
+    """So that a call gives the same under any default device."""
+    assert not without_device(file.read_text(encoding='utf-8'))
+
+
+def test_what_counts_as_without_device():
+    assert without_device('torch.zeros(3)') == ['torch.zeros(3)']
+    assert not without_device('torch.zeros(3, device=x.device), torch.ones(3, **kind), nn.Parameter(torch.empty(3))')
 
 
 def test_geometry_is_integer_arithmetic():

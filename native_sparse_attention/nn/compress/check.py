@@ -16,7 +16,8 @@ def check_network(network: nn.Module, shape: Sequence[int], *, name: str, like: 
     Raises ValueError where the network raises, or returns another shape than `[B, H, C, D]`.
     """
     if like is None:
-        like = next((p for p in network.parameters() if p.is_floating_point()), torch.empty(()))
+        default = torch.empty((), device=torch.get_default_device())
+        like = next((p for p in network.parameters() if p.is_floating_point()), default)
     blocks = torch.zeros(shape, dtype=like.dtype, device=like.device)
     was_training = [(module, module.training) for module in network.modules()]
     network.eval()
