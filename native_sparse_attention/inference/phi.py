@@ -29,7 +29,10 @@ class Phi(NamedTuple):
     @property
     def is_mean(self) -> bool:
         """Whether all networks are means, which the kernels compute themselves."""
-        return all(network is None or is_plain(network, MeanPool) for network in self.networks)
+        network_k, network_v = self.networks
+        return (network_k is None or is_plain(network_k, MeanPool)) and (
+            network_v is None or is_plain(network_v, MeanPool)
+        )
 
     def check(self, cache: LayerCache, q: Tensor) -> None:
         """Raise ValueError where the networks cannot compress the blocks that new tokens complete.

@@ -14,18 +14,29 @@ MAX_LAUNCHES = 16
 class Recent(OrderedDict[tuple[Any, ...], Any]):
     """The MAX_LAUNCHES entries that were used last."""
 
+    # Key and entry of the newest. The next step mostly has the same key, and a comparison is faster than two hashes.
+    _newest: tuple[Any, Any] = (None, None)
+
     def find(self, key: tuple[Any, ...]) -> Any:
         """Return the entry, which thereby becomes the newest, or None."""
+        newest, entry = self._newest
+        if key == newest:
+            return entry
         entry = self.get(key)
         if entry is not None:
-            self.move_to_end(key)
+            self.record(key, entry)
         return entry
 
     def record(self, key: tuple[Any, ...], entry: Any) -> None:
         self[key] = entry
         self.move_to_end(key)
+        self._newest = key, entry
         while len(self) > MAX_LAUNCHES:
             self.popitem(last=False)
+
+    def clear(self) -> None:
+        super().clear()
+        self._newest = (None, None)
 
 
 class Session:

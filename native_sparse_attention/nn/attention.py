@@ -403,8 +403,11 @@ class SparseAttention(AttentionLayer):
         """Return the output for the tokens after those in the cache, which advances."""
         new, rotary, counts = self._project(x), self.rotary, None if order is None else order.lengths
         out = decoding.nsa_decode(
-            cache=cache,
-            **new._asdict(),
+            *(new.q, new.k, new.v, new.gates, cache),
+            raw_k=new.raw_k,
+            raw_v=new.raw_v,
+            k_window=new.k_window,
+            v_window=new.v_window,
             networks=(self.k_compress, self.v_compress),
             positions=(self.k_intrablock_positions, self.v_intrablock_positions),
             freqs=None if rotary is None else rotary(x.device),
@@ -438,7 +441,7 @@ class SparseAttention(AttentionLayer):
         k_window, v_window = pairs[4:] if self.independent_branch_kv else (None, None)
         gates = None
         if logits is not None:
-            logits = logits.unflatten(-1, (self.heads, -1))
+            logits = torch.unflatten(logits, -1, (self.heads, -1))
             gates = logits.to(torch.promote_types(logits.dtype, torch.float32)).sigmoid()
         return _Projected(q, k, v, raw_k, raw_v, k_window, v_window, gates)
 

@@ -180,9 +180,9 @@ def check_cache(cache: LayerCache, x: Tensor, layout: Mapping[str, Any]) -> None
 
 def check_block_loss(return_block_loss: bool, cached: bool, recompute: bool, num_selected_blocks: int) -> None:
     """Refuse return_block_loss in a call that has no loss of block scores."""
-    checks.check_flags(return_block_loss=return_block_loss)
-    if not return_block_loss:
+    if return_block_loss is False:
         return
+    checks.check_flags(return_block_loss=return_block_loss)
     if cached:
         raise ValueError('return_block_loss is True with a cache, but a loss needs a forward without one')
     if recompute:

@@ -88,10 +88,14 @@ class AttentionLayer(nn.Module):
 
     def _split_heads(self, qkv: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, list[Tensor]]:
         """Return q `[B, T, HQ, D]`, and k and v of each branch, `[B, T, H, D or DV]`, of the output of to_qkv."""
-        q, *pairs = qkv if isinstance(qkv, tuple) else qkv.split(self.projection_sizes, dim=-1)
-        q, pairs = q.unflatten(-1, (self.heads, -1)), [t.unflatten(-1, (self.kv_heads, -1)) for t in pairs]
+        # Methods of tensors that Python wraps cost the host twice as much.
+        q, *pairs = qkv if isinstance(qkv, tuple) else qkv.split_with_sizes(self.projection_sizes, dim=-1)
+        q, kv_sizes = torch.unflatten(q, -1, (self.heads, -1)), (self.kv_heads, -1)
+        pairs = [torch.unflatten(t, -1, kv_sizes) for t in pairs]
+        if (q_norm := self.q_norm) is None:
+            return q, pairs
         pairs[::2] = [normalised(self.k_norm, k) for k in pairs[::2]]
-        return normalised(self.q_norm, q), pairs
+        return normalised(q_norm, q), pairs
 
     def init_cache(
         self,

@@ -75,8 +75,11 @@ class HeadLinear(nn.Module):
             nn.init.uniform_(self.bias, -math.sqrt(1 / fan_in), math.sqrt(1 / fan_in))
 
     def forward(self, blocks: Tensor) -> Tensor:
-        out = torch.einsum('bhci,hio->bhco', blocks.flatten(3), self.weight.flatten(1, -2))
-        return out if self.bias is None else out + self.bias
+        weight, bias = self.weight, self.bias
+        if weight.dim() > 3:
+            blocks, weight = blocks.flatten(3), weight.flatten(1, -2)
+        out = torch.einsum('bhci,hio->bhco', blocks, weight)
+        return out if bias is None else out + bias
 
     def extra_repr(self) -> str:
         return f'weight={list(self.weight.shape)}, bias={self.bias is not None}'

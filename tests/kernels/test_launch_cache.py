@@ -483,3 +483,20 @@ def test_the_device_of_the_tensors_is_made_the_current_one(runs: list[str], monk
     monkeypatch.setattr(launch_cache.launcher.driver.active, 'get_current_device', lambda: current[0])  # type: ignore[union-attr]
     beside.check(repeats=True)
     assert entered == [torch.device('cpu')]
+
+
+def test_recent_keys_after_changes() -> None:
+    """The newest entry is found without a hash, also after others were found, recorded, dropped or cleared."""
+    recent = session.Recent()
+    for number in range(session.MAX_LAUNCHES + 2):
+        recent.record((number,), str(number))
+    assert recent.find((0,)) is None
+    assert recent.find((2,)) == '2'
+    recent.record((99,), 'new')
+    assert (3,) not in recent
+    assert [recent.find(key) for key in ((99,), (2,), (2,), (4,))] == ['new', '2', '2', '4']
+    recent.record((4,), 'other')
+    assert recent.find((4,)) == 'other'
+    recent.clear()
+    assert recent.find((4,)) is None
+    assert recent.find((None,)) is None
