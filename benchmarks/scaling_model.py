@@ -1,6 +1,8 @@
 """How far do context, tensor and data parallelism scale? A model of time and memory, fitted on a measurement.
 
-    python -m benchmarks.scaling_model benchmarks/results/h100/parallel-4.json        a result of benchmarks.parallel
+    python -m benchmarks.scaling_model benchmarks/results/h100/parallel-4.json     a result of benchmarks.parallel
+    python -m benchmarks.scaling_model benchmarks/results/h200/parts-long.json --bandwidth 300
+                                                                 of benchmarks.attention, which has one GPU alone
 
 Attention of one GPU takes a S² + b S for S tokens, forward and backward. Each of N ranks computes 1 / N of it and
 receives bytes that follow from the shapes, at one bandwidth: the effective one, with copies and waiting. Coefficients
@@ -13,7 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,27 +77,33 @@ def gathered_memory(shape: Shape, tokens: int) -> float:
     return tokens * features * (shape.kv_heads * size * (1 + 1 / shape.compress_stride) + 2 * size + 4)
 
 
-def slope(x: Sequence[float], y: Sequence[float]) -> float:
-    """Return s of y = s x by least squares of relative errors, at least 0."""
-    ratios = np.array(x) / np.array(y)
-    return max(0.0, float(ratios.sum() / (ratios**2).sum()))
+def slope(x: Sequence[float], y: Sequence[float], scale: Sequence[float]) -> float:
+    """Return s >= 0 of y = s x by least squares of errors relative to scale."""
+    a, b = np.array(x) / np.array(scale), np.array(y) / np.array(scale)
+    return max(0.0, float((a * b).sum() / (a * a).sum()))
 
 
-def fit_attention(rows: Rows) -> Attention:
-    """SystemExit if the result lacks one or two GPUs, or a second length."""
+def fit_attention(rows: Rows, bandwidth: float | None = None) -> Attention:
+    """Fit rows of attention. bandwidth: in place of a fitted one; then memory without rows of two GPUs is that of one.
+
+    SystemExit if the result lacks a second length, or two GPUs and bandwidth.
+    """
     one, two = ({row['tokens']: row for row in rows if row['gpus'] == gpus} for gpus in (1, 2))
-    if len(one) < 2 or not two:
-        raise SystemExit('the result needs attention of two lengths on one GPU, and on two')
+    if len(one) < 2 or not (two or bandwidth):
+        raise SystemExit('the result needs attention of two lengths on one GPU, and on two (or --bandwidth)')
     shape = SHAPES[next(iter(one.values()))['shape']]
     tokens, times = np.array(sorted(one), float), np.array([one[n]['ms'] for n in sorted(one)])
     (quadratic, linear), *_ = np.linalg.lstsq(np.stack([tokens**2, tokens], 1) / times[:, None], np.ones(len(one)))
     fit = Attention(shape, float(quadratic), float(linear))
-    rest = {n: row['ms'] - fit.one_ms(n) / 2 for n, row in two.items()}
-    late = {n: ms for n, ms in rest.items() if ms > 0}
-    bandwidth = 1 / slope([received(shape, n, 2, False) for n in late], [*late.values()]) if late else np.inf
-    sizes = {n: row['peak_bytes'] - gathered_memory(shape, n) for n, row in two.items() if row.get('peak_bytes')}
-    local = slope([n / 2 for n in sizes], [*sizes.values()]) if sizes else 0.0
-    return Attention(shape, fit.quadratic, fit.linear, bandwidth, local)
+    if bandwidth is None:
+        rest = [row['ms'] - fit.one_ms(n) / 2 for n, row in two.items()]
+        per_byte = slope([received(shape, n, 2, False) for n in two], rest, [row['ms'] for row in two.values()])
+        bandwidth = 1 / per_byte if per_byte else np.inf
+    peaks = {n: row['peak_bytes'] for n, row in (two or one).items() if row.get('peak_bytes')}
+    ranks = 2 if two else 1
+    own = [peak - (gathered_memory(shape, n) if two else 0) for n, peak in peaks.items()]
+    local = slope([n / ranks for n in peaks], own, [*peaks.values()]) if peaks else 0.0
+    return replace(fit, bandwidth=bandwidth, local=local)
 
 
 def predict_layouts(rows: Rows) -> dict[int, float]:
@@ -129,17 +137,20 @@ def compare(rows: Rows, fit: Attention) -> list[dict[str, Any]]:
 
 
 def usable(rows: Rows) -> list[dict[str, Any]]:
-    """Return measured rows of one kind of parallelism; the others are not modelled."""
-    return [
-        row for row in rows
-        if row.get('ms') and not row.get('graph') and not row.get('profile') and len(row['layout']) <= 1
-        and (row['step'] != 'layers' or row['model']['depth'] == 1)
-    ]  # fmt: skip
+    """Return measured rows of one GPU or one kind of parallelism. Rows of `benchmarks.attention` have one GPU."""
+    found = []
+    for row in rows:
+        if row['op'] == 'nsa' and row.get('total_ms') and row['shape'].endswith('-h4'):
+            named = {'step': 'attention', 'gpus': 1, 'layout': {}, 'tokens': SHAPES[row['shape']].seqlen}
+            found.append({**row, **named, 'ms': row['total_ms']})
+        elif row.get('ms') and not row.get('graph') and len(row['layout']) <= 1:
+            found += [row] if row['step'] != 'layers' or row['model']['depth'] == 1 else []
+    return found
 
 
 def extrapolate(fit: Attention, node: int, network: float) -> list[dict[str, Any]]:
     """Return the values of one layer in a model for LENGTHS and RANKS. network: bytes per ms."""
-    across = Attention(fit.shape, fit.quadratic, fit.linear, min(fit.bandwidth, network), fit.local)
+    across = replace(fit, bandwidth=min(fit.bandwidth, network))
     return [
         {
             'tokens': tokens,
@@ -154,7 +165,7 @@ def extrapolate(fit: Attention, node: int, network: float) -> list[dict[str, Any
     ]
 
 
-def make_tables(fit: Attention, compared: Rows, far: Rows, node: int, network: float) -> list[str]:
+def make_tables(fit: Attention, compared: Rows, far: Rows, node: int, network: float, source: str) -> list[str]:
     checked = [row for row in compared if not row['is_fitted']]
     wrong = [row for row in checked if abs(row['model'] / row['measured'] - 1) > LIMIT]
     verdict = f'Four GPUs within {LIMIT:.0%}: {len(checked) - len(wrong)} of {len(checked)} values.' if checked else ''
@@ -171,7 +182,7 @@ def make_tables(fit: Attention, compared: Rows, far: Rows, node: int, network: f
     scale = 2**17
     about = (
         f'One GPU: {fit.quadratic * scale**2:.3g} ms · (S / {scale:,})² + {fit.linear * scale:.3g} ms · S / {scale:,}. '
-        f'Effective bandwidth between {node} GPUs of a node: {fit.bandwidth / 1e6:.0f} GB/s; across nodes at most '
+        f'Bandwidth between {node} GPUs of a node: {fit.bandwidth / 1e6:.0f} GB/s ({source}); across nodes at most '
         f'{network / 1e6:.0f} GB/s per GPU (assumed). A rank needs {fit.local / 1024:.1f} KiB per token of its own.'
     )
     dim = fit.shape.heads * fit.shape.head_dim
@@ -185,7 +196,7 @@ def make_tables(fit: Attention, compared: Rows, far: Rows, node: int, network: f
     return [
         about,
         *([verdict] if verdict else []),
-        report.table(('', 'layout', '', 'measured', 'model', 'difference', ''), body),
+        *([report.table(('', 'layout', '', 'measured', 'model', 'difference', ''), body)] if body else []),
         'One layer of attention under `apply_cp`, forward and backward; a feed-forward network exchanges nothing. '
         'Efficiency: speed over N times that of one GPU.',
         report.table(('tokens', 'GPUs', 'ms', 'efficiency', 'GB received per rank', 'GiB per GPU'), table),
@@ -217,17 +228,20 @@ def main() -> None:
     add = parser.add_argument
     add('result', type=Path, help='JSON file of benchmarks.parallel')
     add('--node', type=int, default=8, help='GPUs of a node (%(default)s)')
+    add('--bandwidth', type=float, help='GB/s between GPUs of a node (fitted on two GPUs)')
     add('--network', type=float, default=50, help='GB/s per GPU between nodes (%(default)s)')
     add('--out', type=Path, default=report.RESULTS, help='folder of the results (%(default)s)')
     options = parser.parse_args()
     found = json.loads(options.result.read_text(encoding='utf-8'))
     rows, network = usable(found['rows']), options.network * 1e6
-    fit = fit_attention([row for row in rows if row['step'] == 'attention'])
+    bandwidth = None if options.bandwidth is None else options.bandwidth * 1e6
+    fit = fit_attention([row for row in rows if row['step'] == 'attention'], bandwidth)
     compared, far = compare(rows, fit), extrapolate(fit, options.node, network)
     where = found['machine'] | {'commands': [' '.join(['python -m', *report.module_command()])]}
     image = report.path(options.out, where, 'scaling', '.png')
     plot(image, far, f'Context parallelism of attention, a model from {where["gpu"]}')
-    tables = [*make_tables(fit, compared, far, options.node, network), f'![Efficiency over GPUs]({image.name})']
+    source = 'assumed' if bandwidth else 'fitted'
+    tables = [*make_tables(fit, compared, far, options.node, network, source), f'![Efficiency over GPUs]({image.name})']
     report.write(options.out, where, 'scaling', TITLE, tables, {'compared': compared, 'model': far})
     print('\n\n'.join(tables))
 
