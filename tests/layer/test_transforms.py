@@ -14,6 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from native_sparse_attention import SparseAttention
 from native_sparse_attention.nn.transformer import Transformer
+from native_sparse_attention.ops import compressed_attention
 from tests.layer.test_compress import every_network
 
 SIZES: dict[str, Any] = {
@@ -130,6 +131,23 @@ def test_export_of_every_length(strict: bool, recompute: bool) -> None:
     for seqlen in (16, 40, 77, 300):
         x = tokens(1, seqlen)
         torch.testing.assert_close(exported(x), layer(x))
+
+
+class Compressed(nn.Module):
+    def forward(self, q: Tensor, k: Tensor) -> Tensor:
+        sizes: dict[str, Any] = {'seqlen_k': q.shape[1], 'q_offset': q.shape[1] - q.shape[1]}
+        return compressed_attention(q, k, k, block_size=4, stride=2, **sizes)[0]
+
+
+def test_export_of_an_op_with_symbolic_sizes() -> None:
+    def example(seqlen: int) -> tuple[Tensor, Tensor]:
+        return torch.randn(1, seqlen, 2, 4), torch.randn(1, (seqlen - 4) // 2 + 1, 2, 4)
+
+    seqlen, blocks = torch.export.Dim('T', min=16, max=4096), torch.export.Dim('C', min=7, max=4096)
+    options: Any = {'strict': False, 'prefer_deferred_runtime_asserts_over_guards': True}
+    exported = torch.export.export(Compressed(), example(40), dynamic_shapes=({1: seqlen}, {1: blocks}), **options)
+    q, k = example(77)
+    torch.testing.assert_close(exported.module()(q, k), Compressed()(q, k))
 
 
 @pytest.mark.parametrize('saved', ['baddbmm', 'bmm', 'mm', 'exp'])
