@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from native_sparse_attention.core import checks, geometry
 from native_sparse_attention.core.backend import check_backend
 from native_sparse_attention.core.plain import is_plain
-from native_sparse_attention.core.projection import projection_dtype
+from native_sparse_attention.core.projection import floating_weight, projection_dtype
 from native_sparse_attention.core.random import check_probability
 from native_sparse_attention.core.warn import warn_user
 from native_sparse_attention.inference.cache import LayerCache, check_layer_cache
@@ -148,9 +148,11 @@ def _check_dtype(x: Tensor, norm: nn.Module, to_qkv: nn.Linear) -> None:
 
     Modules and weights of other kinds, such as quantised ones, may cast x themselves, and are not checked.
     """
-    weight = getattr(to_qkv, 'weight', x)
-    if weight.dtype == x.dtype or not (
-        is_plain(norm, nn.RMSNorm, nn.Identity) and is_plain(to_qkv, nn.Linear, BranchLinear, SplitLinear)
+    weight = floating_weight(to_qkv)
+    if (
+        weight is None
+        or weight.dtype == x.dtype
+        or not (is_plain(norm, nn.RMSNorm, nn.Identity) and is_plain(to_qkv, nn.Linear, BranchLinear, SplitLinear))
     ):
         return
     if projection_dtype(x) != projection_dtype(weight):

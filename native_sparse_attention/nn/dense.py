@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from native_sparse_attention.core.checks import check_flags, check_positive, make_sequences
 from native_sparse_attention.core.geometry import Sequences
 from native_sparse_attention.core.plain import refuse_context_parallel
-from native_sparse_attention.core.projection import floating_weight
 from native_sparse_attention.inference.cache import LayerCache
 from native_sparse_attention.inference.rollback import Checkpoint
 from native_sparse_attention.nn.gate import make_output_gate
@@ -148,9 +147,7 @@ class DenseAttention(AttentionLayer):
         unused = torch.arange(num_keys, device=q.device) >= cache.lengths[:, None]
         k, v = (t.masked_fill(unused[..., None, None], 0.0) for t in cache.read(num_keys)[:2])
         sequences = Sequences(batch, seqlen, num_keys, q.device, offset, cache.lengths)
-        out = _sdpa(q.to(cache.dtype), k, v, _visible(sequences, causal=True))
-        weight = floating_weight(self.combine_heads)
-        return out if weight is None else out.to(weight.dtype)
+        return _sdpa(q.to(cache.dtype), k, v, _visible(sequences, causal=True)).to(q.dtype)
 
     def _project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q `[B, T, HQ, D]` and k `[B, T, H, D]`, rotated, and v `[B, T, H, DV]` of the normalised input x."""

@@ -28,6 +28,7 @@ from torchao.quantization import (
 from native_sparse_attention import SparseAttention
 from native_sparse_attention.inference.phi import Phi
 from native_sparse_attention.nn.compress import MeanPool
+from native_sparse_attention.nn.dense import DenseAttention
 from native_sparse_attention.nn.linear import HeadLinear
 from tests.layer.test_compress import NETWORKS, every_network, randomize
 
@@ -451,3 +452,37 @@ def test_projections_with_adapters_and_hooks_under_autocast() -> None:
         nn.init.normal_(layer.get_parameter('to_qkv.lora_B.default.weight'))
         assert not torch.allclose(layer(tokens().float()), before)
     assert seen == [torch.float32] * 4
+
+
+class Packed(nn.Module):
+    """A linear layer whose `weight` is a method, as those of torch.ao.quantization are."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.linear, self.in_features = linear, linear.in_features
+
+    def weight(self) -> Tensor:
+        return self.linear.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+def stored_in_float32(linear: nn.Linear) -> nn.Linear:
+    """Its weight is cast for each call by hooks."""
+    linear.float().register_forward_pre_hook(lambda module, args: module.double() and None)
+    linear.register_forward_hook(lambda module, args, out: module.float() and None)
+    return linear
+
+
+@pytest.mark.parametrize('replace', [Packed, stored_in_float32], ids=lambda replace: replace.__name__)
+@pytest.mark.parametrize('make', [make_layer, lambda _: DenseAttention(DIM, DIM_HEAD, 2 * HEADS, causal=True).double()])
+@torch.no_grad()
+def test_projections_that_are_called(make: Callable[..., Any], replace: Callable[[nn.Linear], nn.Module]) -> None:
+    layer, x = make(make_networks(NETWORKS['mlp'])).float().double().eval(), tokens()
+    expected = layer(x)
+    for name, module in [*layer.named_children()]:
+        if isinstance(module, nn.Linear):
+            setattr(layer, name, replace(module))
+    torch.testing.assert_close(layer(x), expected)
+    torch.testing.assert_close(decode(layer, x), expected)
