@@ -21,8 +21,10 @@ _METADATA = 'state_dict'  # key in the metadata of the weights: versions of modu
 
 class Arguments:
     """Constructor arguments of a model as JSON holds them, and the text of each setting of its layers that it cannot
-    hold: modules, such as a network φ.
+    hold: modules, such as a network φ. names: of the weights of a new model.
     """
+
+    names: frozenset[str] = frozenset()
 
     def __init__(self, arguments: Mapping[str, Any], layer_settings: str) -> None:
         settings = arguments[layer_settings]
@@ -35,6 +37,11 @@ def save(model: StartedModel, arguments: Arguments, directory: str | os.PathLike
     """Write the weights and the constructor arguments of a model. Files that exist are replaced, each as a whole."""
     safetensors = _import_safetensors()
     state = model.state_dict()
+    if others := sorted(state.keys() ^ arguments.names):
+        raise ValueError(
+            f'the model has other weights than a new one ({others[0]}), but must have the same for from_pretrained: merge '
+            f'adapters, and remove parametrisations, pruning and wrappers'
+        )
     if model.is_tied:
         del state['token_emb.weight']
     for name, tensor in state.items():

@@ -171,6 +171,7 @@ class Transformer(GeneratingModel):
             if sparse_attn_kwargs.get('compress_mlp') is None:
                 reset_networks(attentions)
         self.layers = nn.ModuleList(blocks)
+        self._arguments.names = frozenset(self.state_dict())
 
     def forward(
         self,
@@ -267,7 +268,7 @@ class Transformer(GeneratingModel):
 
         Modules in sparse_attn_kwargs (`compress_mlp`, `strategy_combine_mlp`, `rotary_emb`) are not written, only their
         weights: `from_pretrained` needs them again. Raises ValueError for weights that are sharded, quantised or on the
-        meta device, and ImportError without safetensors.
+        meta device, for those of adapters and parametrisations, and ImportError without safetensors.
         """
         save(self, self._arguments, directory)
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import torch.nn.functional as F
 from rotary_embedding_torch import RotaryEmbedding
 from torch import Tensor
+from torch.nn.utils import parametrizations, prune
 
 from native_sparse_attention.integrations import lucidrains
 from native_sparse_attention.nn import pretrained
@@ -132,6 +135,26 @@ def test_what_is_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for call in (model.save_pretrained, Transformer.from_pretrained):
         with pytest.raises(ImportError, match=r'pip install native-sparse-attention\[transformers\]'):
             call(tmp_path)
+
+
+@pytest.mark.parametrize(
+    'change',
+    [
+        lambda model: parametrizations.weight_norm(model.layers[0].attention.to_qkv),
+        lambda model: prune.l1_unstructured(model.to_logits, 'weight', 0.5),
+        lambda model: peft.inject_adapter_in_model(peft.LoraConfig(target_modules=['to_qkv']), model),
+        lambda model: setattr(model, 'norm', torch.nn.Identity()),
+    ],
+    ids=['parametrised', 'pruned', 'adapter', 'another module'],
+)
+def test_weights_that_a_new_model_lacks_are_refused(change: Callable[[Any], Any], tmp_path: Path):
+    model = make_model()
+    change(model)
+    with pytest.raises(
+        ValueError, match=r'^the model has other weights than a new one \(\S+\), but must have the same'
+    ):
+        model.save_pretrained(tmp_path)
+    assert not [*tmp_path.iterdir()]
 
 
 def test_an_interrupted_save_leaves_the_old_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
