@@ -39,8 +39,8 @@ def save(model: StartedModel, arguments: Arguments, directory: str | os.PathLike
     state = model.state_dict()
     if others := sorted(state.keys() ^ arguments.names):
         raise ValueError(
-            f'the model has other weights than a new one ({others[0]}), but must have the same for from_pretrained: merge '
-            f'adapters, and remove parametrisations, pruning and wrappers'
+            f'the model has other weights than a new one ({others[0]}), but must have the same for from_pretrained: '
+            f'merge adapters, and remove parametrisations, pruning and wrappers'
         )
     if model.is_tied:
         del state['token_emb.weight']
