@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from native_sparse_attention import ops
 from native_sparse_attention.core import private
+from native_sparse_attention.core.checks import is_readable
 from native_sparse_attention.nn.linear import set_values
 from native_sparse_attention.ops.rotary import shared_input
 from native_sparse_attention.ops.rotary.api import check_layout
@@ -195,7 +196,7 @@ def describe_rotary(rotary: Rotary | None) -> dict[str, str | None]:
     start = rotary._start
     if rotary.rotary_emb is not None:
         return {'rotary': f'{len(start)} learned frequencies{", in halves" if rotary.layout == "half" else ""}'}
-    if start.is_meta:
+    if not is_readable(start):
         return {}
     lowest = min(start.tolist(), default=0)
     halves = ', in halves' if rotary.layout == 'half' else ''
