@@ -1,7 +1,8 @@
 """Triton's interpreter without its repeated work, which takes longer than the arithmetic on small tiles.
 
-For every value of a kernel it checks the shape, writes the name of the type and wraps each length; for every function
-that a kernel calls it patches the language again.
+For every value of a kernel it checks the shape, writes the name of the type and wraps each length; for every operation
+it finds out how operands of these types are converted; for every function that a kernel calls it patches the language
+again.
 """
 
 from __future__ import annotations
@@ -10,15 +11,21 @@ from collections.abc import Callable
 from functools import cache, wraps
 from typing import Any
 
+import numpy as np
 import pytest
 import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+TENSOR: Any = tl.tensor
+UNKNOWN, UNCHANGED = object(), object()
 
 
 def speed_up(patch: pytest.MonkeyPatch) -> None:
-    """Patch the language once per launch. Let block types of equal element type and shape share their attributes, and
-    so tensors of the same type.
+    """Patch the language once per launch, and its functions without the wrappers that look for an argument. Let block
+    types of equal element type and shape share their attributes, and so tensors of the same type. Convert operands as
+    the first ones of their types.
     """
     patched: set[Any] = set()
     launch, patch_language = interpreter.GridExecutor.__call__, interpreter._patch_lang
@@ -38,11 +45,42 @@ def speed_up(patch: pytest.MonkeyPatch) -> None:
         patched.update(languages)
         return patch_language(function)
 
-    patch.setattr(interpreter.GridExecutor, '__call__', launch_anew)
-    patch.setattr(interpreter, '_patch_lang', patch_once)
-    patch.setattr(tl.block_type, '__init__', _init_block_type(tl.block_type.__init__))
-    patch.setattr(tl.tensor, '__init__', _init_tensor(tl.tensor.__init__))
-    patch.setattr(TritonSemantic, 'broadcast_impl_value', _broadcast(TritonSemantic.broadcast_impl_value))
+    semantic = TritonSemantic
+    for owner, name, value in (
+        (interpreter.GridExecutor, '__call__', launch_anew),
+        (interpreter, '_patch_lang', patch_once),
+        (interpreter, '_patch_attr', _patch_attr),
+        (tl.core, '_unwrap_if_constexpr', _unwrap_others(tl.core._unwrap_if_constexpr)),
+        (tl.dtype, '__eq__', _equal_others(tl.dtype.__eq__)),
+        (tl.block_type, '__init__', _init_block_type(tl.block_type.__init__)),
+        (tl.tensor, '__init__', _init_tensor(tl.tensor.__init__)),
+        (semantic, 'binary_op_type_checking_impl', _convert_as_before(semantic.binary_op_type_checking_impl)),
+        (semantic, 'broadcast_impl_value', _convert_as_before(semantic.broadcast_impl_value)),
+        (semantic, 'cast', _cast_others(semantic.cast)),
+        (InterpreterBuilder, 'create_expand_dims', _expand_dims),
+        (InterpreterBuilder, 'create_broadcast', _broadcast),
+    ):
+        patch.setattr(owner, name, value)
+
+
+def _patch_attr(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+    """Give a function of the language its last argument, as Triton's function of this name does."""
+    function, semantic = getattr(member, '__wrapped__', member), interpreter.interpreter_semantic
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        kwargs['_semantic'] = semantic
+        return function(*args, **kwargs)
+
+    scope.set_attr(owner, name, call)
+
+
+def _unwrap_others(unwrap: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    plain = {int, float, bool, type(None), tl.tensor, tl.dtype, tl.block_type, tl.pointer_type}
+    return lambda value: value if type(value) in plain else unwrap(value)
+
+
+def _equal_others(equal: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
+    return lambda self, other: self is other or equal(self, other)
 
 
 def _init_block_type(init: Callable[..., None]) -> Callable[..., None]:
@@ -50,13 +88,11 @@ def _init_block_type(init: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(init)
     def init_once(self: Any, element_ty: Any, shape: Any) -> None:
-        lengths = tuple(shape)
-        if not all(type(length) is int for length in lengths):
-            init(self, element_ty, shape)
-            return
-        key = element_ty.name, lengths
+        key = element_ty.name, tuple(shape)
         if key not in made:
             init(self, element_ty, shape)
+            if not all(type(length) is int for length in shape):
+                return
             made[key] = self.__dict__
         self.__dict__ = made[key]
 
@@ -76,8 +112,56 @@ def _init_tensor(init: Callable[..., None]) -> Callable[..., None]:
     return init_once
 
 
-def _broadcast(broadcast: Callable[..., Any]) -> Callable[..., Any]:
-    def broadcast_others(self: Any, lhs: Any, rhs: Any) -> Any:
-        return (lhs, rhs) if lhs.shape is rhs.shape else broadcast(self, lhs, rhs)
+def _convert_as_before(convert: Callable[..., Any]) -> Callable[..., Any]:
+    """Remember, by the types of two operands and by the value of a number, how `convert` converts them: not at all, to
+    another shape, or a number to a tensor. `convert` is called again where element types change.
+    """
+    plans: dict[Any, Any] = {}
 
-    return broadcast_others
+    def describe(operand: Any) -> Any:
+        return operand.type.name if type(operand) is TENSOR else (type(operand), operand)
+
+    def make_plan(operand: Any, result: Any) -> Any:
+        into = result.type
+        if result is operand:
+            return lambda _, operand: operand
+        if type(operand) is not TENSOR:
+            return lambda *_: tl.tensor(result.handle, into)
+        if into.scalar != operand.type.scalar:
+            return None
+        if operand.type.is_block():
+            return lambda builder, operand: tl.tensor(builder.create_broadcast(operand.handle, into.shape), into)
+        return lambda builder, operand: tl.tensor(builder.create_splat(into, operand.handle), into)
+
+    @wraps(convert)
+    def convert_as_before(self: Any, lhs: Any, rhs: Any, *flags: Any, **named: Any) -> Any:
+        key = describe(lhs), describe(rhs), flags, *named.items()
+        plan = plans.get(key, UNKNOWN)
+        if plan is UNCHANGED:
+            return lhs, rhs
+        if plan is UNKNOWN:
+            results = convert(self, lhs, rhs, *flags, **named)
+            plans[key] = make_plan(lhs, results[0]), make_plan(rhs, results[1])
+            if results[0] is lhs and results[1] is rhs:
+                plans[key] = UNCHANGED
+            return results
+        if None in plan:
+            return convert(self, lhs, rhs, *flags, **named)
+        return plan[0](self.builder, lhs), plan[1](self.builder, rhs)
+
+    return convert_as_before
+
+
+def _cast_others(cast: Callable[..., Any]) -> Callable[..., Any]:
+    def cast_others(self: Any, value: Any, type: Any, *rounding: Any) -> Any:
+        return value if value.type.scalar is type.scalar else cast(self, value, type, *rounding)
+
+    return cast_others
+
+
+def _expand_dims(self: Any, handle: Any, axis: int) -> Any:
+    return TensorHandle(handle.data[(*[slice(None)] * axis, None)], handle.dtype.scalar)
+
+
+def _broadcast(self: Any, handle: Any, shape: Any) -> Any:
+    return TensorHandle(np.full(shape, handle.data, handle.data.dtype), handle.dtype.scalar)

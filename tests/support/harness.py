@@ -128,7 +128,8 @@ def strict_interpreter() -> Iterator[None]:
 
     def check(pointers: Any, mask: Any, what: str) -> None:
         # A mask that branches put together may be of another type than bool, and index otherwise.
-        addresses = pointers.data[np.broadcast_to(mask.data, pointers.data.shape).astype(bool)]
+        read, shape = mask.data.astype(bool), pointers.data.shape
+        addresses = pointers.data[read if read.shape == shape else np.broadcast_to(read, shape)]
         size = np.uint64(pointers.get_element_ty().primitive_bitwidth // 8)
         if addresses.size:
             index = np.searchsorted(extents[:, 0], addresses, side='right') - 1
@@ -174,9 +175,8 @@ def _refuse_overflow(self: Any, a: Any, b: Any, operation: Any) -> None:
     bits = a.type.scalar.int_bitwidth
     if bits < 64:
         function = {'add': np.add, 'sub': np.subtract, 'mul': np.multiply}[operation.__name__]
-        result = function(a.handle.data.astype(np.int64), b.handle.data.astype(np.int64))
-        limits = np.iinfo(a.handle.data.dtype)
-        within = (result >= limits.min) & (result <= limits.max)
+        result = function(a.handle.data, b.handle.data, dtype=np.int64)
+        within = result == result.astype(a.handle.data.dtype)
         assert within.all(), f'int{bits} overflow detected for operation {operation.__name__}'
 
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -43,10 +43,11 @@ def is_private(name: str) -> bool:
     return name.startswith('_') and not name.startswith('__')
 
 
-def own_names(files: list[Path]) -> set[str]:
-    """Every name that the package defines itself."""
-    names = set()
-    for file in files:
+@cache
+def own_names() -> set[str]:
+    """Every name that the package defines itself, and those of namedtuples."""
+    names = set(OF_TUPLES)
+    for file in FILES:
         for node in ast.walk(ast.parse(file.read_text(encoding='utf-8'))):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 names.add(node.name)
@@ -57,15 +58,12 @@ def own_names(files: list[Path]) -> set[str]:
     return names
 
 
-OWN = own_names(FILES)
-
-
-def private_uses(source: str, file: str = '', own: set[str] = OWN) -> Iterator[str]:
+def private_uses(source: str, file: str = '') -> Iterator[str]:
     """What a source reaches into."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute):
             text = ast.unparse(node)
-            is_foreign = is_private(node.attr) and node.attr not in own | OF_TUPLES
+            is_foreign = is_private(node.attr) and node.attr not in own_names()
             if is_foreign or text == 'object.__new__' or node.attr in OF_TRITON or text.startswith('torch._'):
                 yield text
         elif isinstance(node, ast.Import | ast.ImportFrom):
