@@ -246,11 +246,10 @@ def test_refused_decoding_leaves_the_cache(changes: dict[str, Any], message: str
     'mode',
     [
         {'use_diff_topk': True, 'query_heads_share_selected_kv': False, 'dim_value_head': 16, 'recompute': True},
-        {**SCORES, 'num_sinks': 2, 'softcap': 3.0},
+        {**SCORES, 'num_sinks': 2, 'softcap': 3.0, 'compress_mlp': MeanPool(), 'rotary_emb': False},
         {'num_selected_blocks': 0},
-        {'compressed_output': False, 'compress_mlp': MeanPool(), 'rotary_emb': False},
     ],
-    ids=['alone', 'scores, sinks', 'window', 'scores by mean'],
+    ids=['alone', 'scores by mean, sinks', 'window'],
 )
 def test_compiles_into_one_graph(mode: dict[str, Any]) -> None:
     torch.compiler.reset()

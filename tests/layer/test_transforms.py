@@ -116,9 +116,7 @@ def test_traces_are_refused() -> None:
             torch.jit.trace(module, (example,))
 
 
-@pytest.mark.parametrize(
-    ('strict', 'recompute'), [(False, False), pytest.param(True, False, marks=pytest.mark.full), (False, True)]
-)
+@pytest.mark.parametrize(('strict', 'recompute'), [pytest.param(True, False, marks=pytest.mark.full), (False, True)])
 def test_export_of_every_length(strict: bool, recompute: bool) -> None:
     layer = make_layer(recompute=recompute).eval()
     exported = torch.export.export(

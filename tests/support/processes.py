@@ -14,8 +14,12 @@ import pytest
 import torch
 import torch.multiprocessing
 
-# Imported once by a server that the processes are forked from. It has run no autograd and has no threads.
-PRELOADED = ['torch._dynamo', 'torch.distributed.checkpoint', 'tests.support.sharded_models', 'train_enwik8']
+# Imported once by a server that the processes are forked from, where they are installed. It has run no autograd and
+# has no threads.
+PRELOADED = [
+    *('torch._dynamo', 'torch.distributed.checkpoint', 'tests.support.sharded_models', 'tests.support.hf_models'),
+    'train_enwik8',
+]
 
 
 def run_processes(

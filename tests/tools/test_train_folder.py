@@ -125,28 +125,31 @@ def test_write_atomically_keeps_the_old_file(tmp_path: Path, monkeypatch) -> Non
 
 
 @pytest.mark.full
-@pytest.mark.parametrize('call', [1, 3, 4, 5, 8, 11])
-def test_full_disk_ends_the_run_in_one_line(text: Path, runs: Path, capsys, monkeypatch, call: int) -> None:
-    """The fake `fsync` fails from the given call on; the run then goes on from its last checkpoint."""
-    fsync, calls = os.fsync, []
-
-    def full(descriptor: int) -> None:
-        calls.append((runs / 'cut' / 'checkpoint.pt').exists())
-        if len(calls) >= call:
-            raise OSError(errno.ENOSPC, 'No space left on device')
-        fsync(descriptor)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(folder.os, 'fsync', full)
-        line = refused(command(text, runs, '--name', 'cut'), capsys)
-    assert 'runs/cut/' in line
-    assert line.endswith(': No space left on device\n')
-    assert not list((runs / 'cut').glob('*.part'))
-    started = (runs / 'cut' / 'checkpoint.pt').exists()
-    assert started == any(calls)
-    assert main(resume(runs, 'cut') if started else command(text, runs, '--name', 'cut')) == 0
+def test_full_disk_ends_the_run_in_one_line(text: Path, runs: Path, capsys, monkeypatch) -> None:
+    """The fake `fsync` fails from some call on; the run then goes on from its last checkpoint."""
+    fsync = os.fsync
     assert main(command(text, runs, '--name', 'whole')) == 0
-    assert_same_run(runs / 'whole', runs / 'cut')
+    for first_failure in (1, 3, 4, 5, 8, 11):
+        name, calls = f'cut-{first_failure}', []
+        checkpoint = runs / name / 'checkpoint.pt'
+
+        def full(descriptor: int, first=first_failure, calls=calls, checkpoint=checkpoint) -> None:
+            calls.append(checkpoint.exists())
+            if len(calls) >= first:
+                raise OSError(errno.ENOSPC, 'No space left on device')
+            fsync(descriptor)
+
+        capsys.readouterr()
+        with monkeypatch.context() as patch:
+            patch.setattr(folder.os, 'fsync', full)
+            line = refused(command(text, runs, '--name', name), capsys)
+        assert f'runs/{name}/' in line
+        assert line.endswith(': No space left on device\n')
+        assert not list((runs / name).glob('*.part'))
+        started = checkpoint.exists()
+        assert started == any(calls)
+        assert main(resume(runs, name) if started else command(text, runs, '--name', name)) == 0
+        assert_same_run(runs / 'whole', runs / name)
 
 
 def test_log_line_that_does_not_fit_is_taken_back(tmp_path: Path, monkeypatch) -> None:
