@@ -128,7 +128,7 @@ def strict_interpreter() -> Iterator[None]:
 
     def check(pointers: Any, mask: Any, what: str) -> None:
         # A mask that branches put together may be of another type than bool, and index otherwise.
-        read, shape = mask.data.astype(bool), pointers.data.shape
+        read, shape = np.asarray(mask.data, dtype=bool), pointers.data.shape
         addresses = pointers.data[read if read.shape == shape else np.broadcast_to(read, shape)]
         size = np.uint64(pointers.get_element_ty().primitive_bitwidth // 8)
         if addresses.size:
