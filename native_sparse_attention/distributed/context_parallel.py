@@ -45,8 +45,10 @@ def apply_cp(model: Transformer, mesh: DeviceMesh) -> Transformer:
             arguments that differ between ranks, and without a cache mask, return_cache, last_only or return_block_loss.
     """
     check_mesh(mesh, (1,))
-    if not isinstance(model, Transformer) or not model.use_sparse_attn:
-        raise ValueError(f'model is {shown(type(model).__name__)}, but must be a Transformer with sparse attention')
+    if not isinstance(model, Transformer):
+        raise ValueError(f'model is {shown(type(model).__name__)}, but must be a Transformer')
+    if not model.use_sparse_attn:
+        raise ValueError('use_sparse_attn of the model is False, but must be True: dense attention is not divided')
     if isinstance(model, _Model):
         raise ValueError('model is divided already, but apply_cp must be called once')
     if any(isinstance(module, FSDPModule) for module in model.modules()):

@@ -459,8 +459,8 @@ def refuse_models() -> None:
     other.blocks[1].attention = nn.Sequential(other.blocks[1].attention)  # type: ignore[assignment]
     cases: list[tuple[str, Any, Any]] = [
         ('mesh has 2 dimensions, but must have 1', make_model(), named),
-        ("model is 'Linear', but must be a Transformer with sparse attention", nn.Linear(2, 2), flat),
-        ("model is 'Transformer', but must be a Transformer with sparse attention", make_model('dense'), flat),
+        ("model is 'Linear', but must be a Transformer", nn.Linear(2, 2), flat),
+        ('use_sparse_attn of the model is False, but must be True', make_model('dense'), flat),
         ('attention of a block is a Sequential', other, flat),
         ('model is divided already', apply_cp(make_model(), flat), flat),
         ('model is sharded already', apply_fsdp(make_model(), flat), flat),
