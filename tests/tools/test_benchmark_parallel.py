@@ -43,6 +43,7 @@ def run_all(folder: Path, data: str) -> None:
     (folder / f'found-{rank}').write_text(json.dumps(found))
 
 
+@pytest.mark.full
 def test_steps_compute_the_same(tmp_path: Path) -> None:
     text = tmp_path / 'text'
     text.write_bytes(bytes(range(256)) * 20)
