@@ -102,12 +102,19 @@ class RotatedScores(SparseAttention):
         return super()._nsa(q, k, v, k_cmp, *rest, **{**settings, 'q_cmp': q})
 
 
-class FarBlocks(SparseAttention):
-    """Blocks are selected before the window alone, as if the query were W tokens earlier; without packing."""
+class OwnChoice(SparseAttention):
+    """Blocks are selected by `_choose`, which takes the arguments of `select_blocks`; without packing."""
 
     def _nsa(self, q: Tensor, *tensors: Any, **settings: Any) -> Tensor:
         assert settings['cu_seqlens'] is None
         return super()._nsa(q, *tensors, **{**settings, 'choose': self._choose})
+
+    def _choose(self, *scored: Tensor, **settings: Any) -> Tensor:
+        return select_blocks(*scored, **settings)
+
+
+class FarBlocks(OwnChoice):
+    """Blocks are selected before the window alone, as if the query were W tokens earlier; without packing."""
 
     def _choose(self, q_cmp: Tensor, k_cmp: Tensor, lse: Tensor, **settings: Any) -> Tensor:
         size = min(self.sliding_window_size, q_cmp.shape[1])
@@ -119,7 +126,7 @@ class FarBlocks(SparseAttention):
         return nn.functional.pad(blocks, (0, 0, 0, 0, size, 0), value=-1)
 
 
-class FarField(SparseAttention):
+class FarField(OwnChoice):
     """Merged attention whose softmax also reads the block means of keys and values before the window.
 
     A mean of rotated keys of `FAR_BLOCK` tokens stands for all of them, so the logarithm of that number, and a learned
@@ -171,19 +178,12 @@ class FarField(SparseAttention):
         weight = logit.sigmoid()[..., None].to(near.dtype)
         return torch.cat((near[:, :window], torch.lerp(near[:, window:], far, weight)), 1)
 
-    def _choose(self, *scored: Tensor, **settings: Any) -> Tensor:
-        return select_blocks(*scored, **settings)
 
-
-class RandomBlocks(SparseAttention):
+class RandomBlocks(OwnChoice):
     """In training a quarter of the selected blocks is random, the same of 64 consecutive queries; without packing.
 
     A block that is not selected has no gradient, neither of its keys nor of its score. Random blocks give both.
     """
-
-    def _nsa(self, q: Tensor, *tensors: Any, **settings: Any) -> Tensor:
-        assert settings['cu_seqlens'] is None
-        return super()._nsa(q, *tensors, **{**settings, 'choose': self._choose})
 
     def _choose(self, q_cmp: Tensor, k_cmp: Tensor, lse: Tensor, **settings: Any) -> Tensor:
         if not self.training:
@@ -199,13 +199,6 @@ class RandomBlocks(SparseAttention):
 
 class FarFieldAndBlocks(FarBlocks, FarField):
     """Block means in the softmax, and no selected block in the window."""
-
-    def _nsa(self, q: Tensor, *tensors: Any, **settings: Any) -> Tensor:
-        return FarField._nsa(self, q, *tensors, **settings)
-
-
-class RotatedFarBlocks(RotatedScores, FarBlocks):
-    """Rotary embedding of compressed keys, and no selected block in the window."""
 
 
 class DetachedScores(SparseAttention):

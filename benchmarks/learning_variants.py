@@ -20,7 +20,6 @@ from benchmarks.learning_layers import (
     FarFieldAndBlocks,
     FlooredGate,
     RandomBlocks,
-    RotatedFarBlocks,
     RotatedScores,
     SharedGate,
     WithOutputGate,
@@ -174,7 +173,6 @@ def _variants() -> dict[str, Variant]:
             'merged, queries and compressed keys with rotary embedding', settings=merged, layers=RotatedScores
         ),
         'merged-far': Variant('merged, no selected blocks in the window', settings=merged, layers=FarBlocks),
-        'merged-rotated-far': Variant('both', settings=merged, layers=RotatedFarBlocks),
         'merged-random': Variant(
             'merged, in training a quarter of the selected blocks is random', settings=merged, layers=RandomBlocks
         ),

@@ -484,11 +484,10 @@ class SparseAttention(AttentionLayer):
 
     def _combine(self, out: Tensor) -> Tensor:
         """Merge the heads and project them to `[B, T, dim]`."""
-        out, weight = out.flatten(2), floating_weight(self.combine_heads)
-        if weight is not None and (dtype := projection_dtype(weight)) != out.dtype:
-            # Weights of other modules may have another dtype in a call (hooks that cast them).
-            out = out.to(dtype) if is_plain(self.combine_heads, nn.Linear) else out
-        return self.combine_heads(out)
+        out, combine = out.flatten(2), self.combine_heads
+        dtype = out.dtype if (weight := floating_weight(combine)) is None else projection_dtype(weight)
+        # Hooks of other modules may cast their weights.
+        return combine(out.to(dtype) if dtype != out.dtype and is_plain(combine, nn.Linear) else out)
 
     def _branch_layout(self) -> dict[str, Any]:
         compress = (self.compress_block_size, self.compress_block_sliding_stride) if self._compresses else None
