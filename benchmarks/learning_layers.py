@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.block_mass import dense_mass_loss, heaviest_blocks
 from native_sparse_attention import SparseAttention
 from native_sparse_attention.nn.gate import GATE_START, make_gate, make_output_gate
 from native_sparse_attention.nn.rotary import rotate
@@ -197,6 +198,39 @@ class RandomBlocks(OwnChoice):
         return torch.cat((blocks, (tiles[:, :seqlen] * past).to(blocks.dtype)), -1)
 
 
+class HeaviestBlocks(OwnChoice):
+    """The blocks that hold most of full attention's mass before the window: a perfect choice, without scores."""
+
+    def _nsa(self, q: Tensor, *tensors: Any, **settings: Any) -> Tensor:
+        # `_choose` reads them in this forward.
+        self._rotated: tuple[Tensor, Tensor] | None = (q.detach(), tensors[0].detach())
+        out = super()._nsa(q, *tensors, **settings)
+        self._rotated = None
+        return out
+
+    def _choose(self, *scored: Tensor, **settings: Any) -> Tensor:
+        assert self._rotated is not None
+        q, k = self._rotated
+        return heaviest_blocks(
+            q, k, settings['selection_block_size'], self.sliding_window_size, settings['num_selected']
+        )
+
+
+class DenseMassScores(SparseAttention):
+    """`return_block_loss` compares the scores with the mass of full attention, for 512 queries of a sequence."""
+
+    def _select_with_loss(
+        self, q: Tensor, k: Tensor, losses: list[Tensor], q_cmp: Tensor, k_cmp: Tensor, lse: Tensor, **settings: Any
+    ) -> Tensor:
+        sizes = self.compress_block_size, self.compress_block_sliding_stride, self.selection_block_size
+        losses.append(
+            dense_mass_loss(
+                *(q, k, q_cmp, k_cmp), sizes=sizes, near=self.sliding_window_size, num_rows=min(512, q.shape[1] // 2)
+            )
+        )
+        return select_blocks(q_cmp, k_cmp, lse, **settings)
+
+
 class FarFieldAndBlocks(FarBlocks, FarField):
     """Block means in the softmax, and no selected block in the window."""
 
@@ -211,6 +245,10 @@ class DetachedScores(SparseAttention):
 
     def _nsa(self, q: Tensor, *tensors: Any, **settings: Any) -> Tensor:
         return super()._nsa(q, *tensors, **{**settings, 'q_cmp': settings['q_cmp'].detach()})
+
+
+class DetachedDenseMassScores(DenseMassScores, DetachedScores):
+    """The loss trains the network of compressed keys alone."""
 
 
 class DetachedScoresWithWindow(WithWindow, DetachedScores):

@@ -13,12 +13,15 @@ import torch
 from torch import nn
 
 from benchmarks.learning_layers import (
+    DenseMassScores,
+    DetachedDenseMassScores,
     DetachedScores,
     DetachedScoresWithWindow,
     FarBlocks,
     FarField,
     FarFieldAndBlocks,
     FlooredGate,
+    HeaviestBlocks,
     RandomBlocks,
     RotatedScores,
     SharedGate,
@@ -180,6 +183,26 @@ def _variants() -> dict[str, Variant]:
             'the same, every query head selects blocks',
             settings={**merged, 'query_heads_share_selected_kv': False},
             layers=RandomBlocks,
+        ),
+        'merged-heaviest': Variant(
+            'merged, the blocks of most attention mass before the window are selected, without scores',
+            settings=merged,
+            layers=HeaviestBlocks,
+        ),
+        'merged-dense-mass': Variant(
+            'merged, block scores trained by use_diff_topk and on the mass of full attention',
+            settings=merged,
+            layers=DenseMassScores,
+            block_loss=0.1,
+        ),
+        'merged-dense-mass-1': Variant(
+            'the same, the loss of block scores weighs 1', settings=merged, layers=DenseMassScores, block_loss=1.0
+        ),
+        'merged-dense-mass-detached': Variant(
+            'the same, queries and keys learn from selected attention alone',
+            settings=merged,
+            layers=DetachedDenseMassScores,
+            block_loss=1.0,
         ),
         'separate-rotated': Variant('the paper, with rotary embedding of compressed keys', layers=RotatedScores),
         'merged-per-head': Variant(
