@@ -216,6 +216,34 @@ class HeaviestBlocks(OwnChoice):
         )
 
 
+class EveryBlockRows(SparseAttention):
+    """In training a sixteenth of the queries, consecutive ones, reads every block: full attention; without packing.
+
+    So the keys and the scores of all blocks have a gradient, at a sixteenth of the cost.
+    """
+
+    def _nsa(self, q: Tensor, *tensors: Any, **settings: Any) -> Tensor:
+        assert settings['cu_seqlens'] is None
+        out = super()._nsa(q, *tensors, **settings)
+        if not self.training:
+            return out
+        *shared, gates = tensors
+        batch, seqlen, count = *q.shape[:2], q.shape[1] // 16
+        start = torch.randint(seqlen - count + 1, (batch,), device=q.device)
+        rows = (start[:, None] + torch.arange(count, device=q.device))[..., None, None]
+
+        def take(x: Tensor) -> Tensor:
+            return x.gather(1, rows.expand(-1, -1, *x.shape[2:]))
+
+        def choose(q_cmp: Tensor, k_cmp: Tensor, _: Tensor, **settings: Any) -> Tensor:
+            every = torch.arange(-(-seqlen // settings['selection_block_size']), device=q.device, dtype=torch.int32)
+            return every.expand(*q_cmp.shape[:2], k_cmp.shape[2], -1).contiguous()
+
+        changed = {'q_cmp': take(settings['q_cmp']), 'q_offset': start, 'choose': choose}
+        dense = super()._nsa(take(q), *shared, take(gates), **{**settings, **changed})
+        return out.scatter(1, rows.expand_as(dense), dense)
+
+
 class DenseMassScores(SparseAttention):
     """`return_block_loss` compares the scores with the mass of full attention, for 512 queries of a sequence."""
 
@@ -245,6 +273,10 @@ class DetachedScores(SparseAttention):
 
     def _nsa(self, q: Tensor, *tensors: Any, **settings: Any) -> Tensor:
         return super()._nsa(q, *tensors, **{**settings, 'q_cmp': settings['q_cmp'].detach()})
+
+
+class DenseMassScoresAndRows(DenseMassScores, EveryBlockRows):
+    """Scores trained on the mass of full attention, and queries that read every block."""
 
 
 class DetachedDenseMassScores(DenseMassScores, DetachedScores):

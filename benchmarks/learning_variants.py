@@ -14,9 +14,11 @@ from torch import nn
 
 from benchmarks.learning_layers import (
     DenseMassScores,
+    DenseMassScoresAndRows,
     DetachedDenseMassScores,
     DetachedScores,
     DetachedScoresWithWindow,
+    EveryBlockRows,
     FarBlocks,
     FarField,
     FarFieldAndBlocks,
@@ -203,6 +205,20 @@ def _variants() -> dict[str, Variant]:
             settings=merged,
             layers=DetachedDenseMassScores,
             block_loss=1.0,
+        ),
+        'merged-rows': Variant(
+            'merged, in training a sixteenth of the queries reads every block', settings=merged, layers=EveryBlockRows
+        ),
+        'merged-dense-mass-rows': Variant(
+            'merged-dense-mass and merged-rows together',
+            settings=merged,
+            layers=DenseMassScoresAndRows,
+            block_loss=0.1,
+        ),
+        'separate-dense-mass': Variant(
+            'the paper, block scores trained by use_diff_topk and on the mass of full attention',
+            layers=DenseMassScores,
+            block_loss=0.1,
         ),
         'separate-rotated': Variant('the paper, with rotary embedding of compressed keys', layers=RotatedScores),
         'merged-per-head': Variant(

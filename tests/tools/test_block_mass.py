@@ -31,7 +31,9 @@ def tensors() -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_far_mass_is_that_of_full_attention(tensors: tuple[torch.Tensor, torch.Tensor]) -> None:
     expected = reference_mass(*tensors).sum(2).mT
-    torch.testing.assert_close(far_mass(*tensors, BLOCK, NEAR), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(far_mass(*tensors, torch.arange(T), BLOCK, NEAR), expected, rtol=1e-5, atol=1e-6)
+    some, (q, k) = torch.tensor([3, 60, 149]), tensors
+    torch.testing.assert_close(far_mass(q[:, some], k, some, BLOCK, NEAR), expected[..., some], rtol=1e-5, atol=1e-6)
 
 
 def test_heaviest_blocks_hold_the_most(tensors: tuple[torch.Tensor, torch.Tensor]) -> None:
