@@ -7,11 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from native_sparse_attention.core.geometry import overlapping_blocks, shared_tokens
-
 QUERIES = 128  # of a tile
-# Keeps the logarithm of a score finite that underflowed.
-TINY = 1e-20
 
 
 @triton.jit
@@ -95,47 +91,3 @@ def heaviest_blocks(q: Tensor, k: Tensor, block_size: int, near: int, num_select
     mass = far_mass(q, k, torch.arange(q.shape[1], device=q.device), block_size, near).transpose(2, 3)
     best, blocks = mass.topk(min(num_selected, mass.shape[-1]), dim=-1)
     return blocks.masked_fill(best == 0, -1).transpose(1, 2).int()
-
-
-def dense_mass_loss(
-    q: Tensor, k: Tensor, q_cmp: Tensor, k_cmp: Tensor, *, sizes: tuple[int, int, int], near: int, num_rows: int
-) -> Tensor:
-    """Return KL(mass || scores) over the blocks before the window, the mean over a random query of each stripe.
-
-    The mass is that of full attention, without gradient, of num_rows queries of a sequence: the cost is linear in T.
-    Blocks that lie in the window in part count with the part before it.
-
-    q, k: with rotary embedding. q_cmp, k_cmp: what scores are computed from. sizes: l, d, l'.
-    """
-    (seqlen, dim), kv_heads, block_size = q.shape[1::2], k.shape[2], sizes[2]
-    num_blocks, stripe = -(-seqlen // block_size), seqlen // num_rows
-    t = torch.arange(num_rows, device=q.device) * stripe + torch.randint(stripe, (num_rows,), device=q.device)
-    with torch.no_grad():
-        # [B, H, R, blocks]
-        mass = far_mass(q[:, t], k, t, block_size, near).mT
-        far = mass.sum(-1, keepdim=True)
-        counts = (t >= near + block_size)[None, None] & (far[..., 0] > TINY)
-        target = mass / far.clamp(min=TINY)
-        may_be_far = torch.arange(num_blocks, device=q.device) * block_size <= t[:, None] - near
-    with torch.autocast(q.device.type, enabled=False):
-        own = q_cmp[:, t].unflatten(2, (kv_heads, -1)).float()
-        scored = torch.einsum('brhgd,bchd->bhgrc', own, k_cmp.float()) * dim**-0.5
-        end = torch.arange(k_cmp.shape[1], device=q.device) * sizes[1] + sizes[0] - 1
-        # Rows without a visible compressed block do not count.
-        shares = scored.masked_fill(end > t[:, None], torch.finfo(torch.float32).min).softmax(-1).mean(2)
-        share_of_block = _overlaps(k_cmp.shape[1], num_blocks, sizes, q.device)
-        scores = (shares @ share_of_block).masked_fill(~may_be_far, 0) + TINY
-        log_scores = scores.log() - scores.sum(-1, keepdim=True).log()
-        divergence = (torch.special.xlogy(target, target) - target * log_scores).sum(-1)
-        return divergence.where(counts, 0).sum() / counts.sum().clamp(min=1)
-
-
-def _overlaps(num_compressed: int, num_blocks: int, sizes: tuple[int, int, int], device: torch.device) -> Tensor:
-    """Return `[compressed blocks, blocks]`, the weight of each compressed block in the score of each block."""
-    block = torch.arange(num_blocks, device=device)
-    weights = torch.zeros(num_compressed, num_blocks, device=device)
-    for offset in overlapping_blocks(*sizes):
-        compressed = block * (sizes[2] // sizes[1]) + offset
-        share = shared_tokens(offset, *sizes) / sizes[1]
-        weights += (torch.arange(num_compressed, device=device)[:, None] == compressed) * share
-    return weights

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.block_mass import dense_mass_loss, heaviest_blocks
+from benchmarks.block_mass import heaviest_blocks
 from native_sparse_attention import SparseAttention
 from native_sparse_attention.nn.gate import GATE_START, make_gate, make_output_gate
 from native_sparse_attention.nn.rotary import rotate
@@ -244,21 +244,6 @@ class EveryBlockRows(SparseAttention):
         return out.scatter(1, rows.expand_as(dense), dense)
 
 
-class DenseMassScores(SparseAttention):
-    """`return_block_loss` compares the scores with the mass of full attention, for 512 queries of a sequence."""
-
-    def _select_with_loss(
-        self, q: Tensor, k: Tensor, losses: list[Tensor], q_cmp: Tensor, k_cmp: Tensor, lse: Tensor, **settings: Any
-    ) -> Tensor:
-        sizes = self.compress_block_size, self.compress_block_sliding_stride, self.selection_block_size
-        losses.append(
-            dense_mass_loss(
-                *(q, k, q_cmp, k_cmp), sizes=sizes, near=self.sliding_window_size, num_rows=min(512, q.shape[1] // 2)
-            )
-        )
-        return select_blocks(q_cmp, k_cmp, lse, **settings)
-
-
 class FarFieldAndBlocks(FarBlocks, FarField):
     """Block means in the softmax, and no selected block in the window."""
 
@@ -274,13 +259,8 @@ class DetachedScores(SparseAttention):
     def _nsa(self, q: Tensor, *tensors: Any, **settings: Any) -> Tensor:
         return super()._nsa(q, *tensors, **{**settings, 'q_cmp': settings['q_cmp'].detach()})
 
-
-class DenseMassScoresAndRows(DenseMassScores, EveryBlockRows):
-    """Scores trained on the mass of full attention, and queries that read every block."""
-
-
-class DetachedDenseMassScores(DenseMassScores, DetachedScores):
-    """The loss trains the network of compressed keys alone."""
+    def _block_loss(self, q: Tensor, k: Tensor, q_cmp: Tensor, k_cmp: Tensor, settings: dict[str, Any]) -> Tensor:
+        return super()._block_loss(q, k, q_cmp.detach(), k_cmp, settings)
 
 
 class DetachedScoresWithWindow(WithWindow, DetachedScores):

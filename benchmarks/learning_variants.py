@@ -13,9 +13,6 @@ import torch
 from torch import nn
 
 from benchmarks.learning_layers import (
-    DenseMassScores,
-    DenseMassScoresAndRows,
-    DetachedDenseMassScores,
     DetachedScores,
     DetachedScoresWithWindow,
     EveryBlockRows,
@@ -64,7 +61,7 @@ class Variant:
     layers: class of the attention layers, if not that of the package.
     layer_settings: by index of the layer 'dense', or settings of its own.
     dense_share: share of the steps, at the start, in which the window covers the sequence (merged: dense attention).
-    block_loss: weight of the loss that teaches block scores the mass of selected attention (`block_score_loss`).
+    block_loss: weight of the loss that teaches block scores the mass of full attention (`block_score_loss`).
     wide: feed-forward networks are wider, so that the dense model has as many parameters as variant `separate`.
     """
 
@@ -121,9 +118,6 @@ def _variants() -> dict[str, Variant]:
         'separate-mean-phi-gate-floor': Variant(
             'φ starts as the block mean, the selected gate stays above 0.1', phi='mean', gate=FlooredGate
         ),
-        'separate-kl': Variant(
-            'φ starts as the block mean, block scores trained by their loss too', phi='mean', block_loss=0.1
-        ),
         'separate-local0': Variant('no local blocks forced', settings={'num_local_blocks': 0}),
         'separate-first-dense': Variant('full attention in the first layer', layer_settings={0: 'dense'}),
         'alternating': Variant(
@@ -161,11 +155,6 @@ def _variants() -> dict[str, Variant]:
             settings=merged,
             layers=DetachedScores,
         ),
-        'merged-mlp-kl': Variant(
-            'merged with an MLP as φ, block scores trained by use_diff_topk and by their loss',
-            settings=merged,
-            block_loss=0.1,
-        ),
         'merged-far-field': Variant(
             'merged-scores, block means of rotated keys and of values in the same softmax',
             settings=scores,
@@ -191,34 +180,29 @@ def _variants() -> dict[str, Variant]:
             settings=merged,
             layers=HeaviestBlocks,
         ),
-        'merged-dense-mass': Variant(
-            'merged, block scores trained by use_diff_topk and on the mass of full attention',
-            settings=merged,
-            layers=DenseMassScores,
-            block_loss=0.1,
-        ),
-        'merged-dense-mass-1': Variant(
-            'the same, the loss of block scores weighs 1', settings=merged, layers=DenseMassScores, block_loss=1.0
-        ),
-        'merged-dense-mass-detached': Variant(
-            'the same, queries and keys learn from selected attention alone',
-            settings=merged,
-            layers=DetachedDenseMassScores,
-            block_loss=1.0,
-        ),
         'merged-rows': Variant(
             'merged, in training a sixteenth of the queries reads every block', settings=merged, layers=EveryBlockRows
         ),
-        'merged-dense-mass-rows': Variant(
-            'merged-dense-mass and merged-rows together',
+        'merged-dense-mass': Variant(
+            'merged, block scores trained by use_diff_topk and by `block_score_loss`', settings=merged, block_loss=0.1
+        ),
+        'merged-dense-mass-1': Variant('the same, the loss weighs 1', settings=merged, block_loss=1.0),
+        'merged-dense-mass-detached': Variant(
+            'the same, queries and keys learn from selected attention alone',
             settings=merged,
-            layers=DenseMassScoresAndRows,
+            layers=DetachedScores,
+            block_loss=1.0,
+        ),
+        'merged-dense-mass-rows': Variant(
+            'merged-dense-mass and merged-rows together', settings=merged, layers=EveryBlockRows, block_loss=0.1
+        ),
+        'merged-scores-dense-mass': Variant(
+            'merged-scores, block scores trained by `block_score_loss` alone',
+            settings={**scores, 'use_diff_topk': False},
             block_loss=0.1,
         ),
         'separate-dense-mass': Variant(
-            'the paper, block scores trained by use_diff_topk and on the mass of full attention',
-            layers=DenseMassScores,
-            block_loss=0.1,
+            'the paper, block scores trained by use_diff_topk and by `block_score_loss`', block_loss=0.1
         ),
         'separate-rotated': Variant('the paper, with rotary embedding of compressed keys', layers=RotatedScores),
         'merged-per-head': Variant(
@@ -229,25 +213,6 @@ def _variants() -> dict[str, Variant]:
         ),
         'merged-phi-lr3': Variant('merged, learning rate of the networks φ × 3', settings=merged, phi_lr=3.0),
         'merged-phi-lr03': Variant('merged, learning rate of the networks φ × 0.3', settings=merged, phi_lr=0.3),
-        'merged-scores-kl': Variant(
-            'merged-scores with φ a block mean at the start, block scores trained by their loss alone',
-            settings={**scores, 'use_diff_topk': False},
-            phi='mean',
-            block_loss=0.1,
-        ),
-        'merged-scores-kl-detached': Variant(
-            'the same, where the loss trains φ alone',
-            settings={**scores, 'use_diff_topk': False},
-            phi='mean',
-            layers=DetachedScores,
-            block_loss=0.1,
-        ),
-        'merged-kl': Variant(
-            'merged with φ a block mean at the start, block scores trained by their loss and not by use_diff_topk',
-            settings={**merged, 'use_diff_topk': False},
-            phi='mean',
-            block_loss=0.1,
-        ),
         'merged-scores-window-detached': Variant(
             'the same, plus a gated window', settings=scores, phi='mean', layers=DetachedScoresWithWindow
         ),

@@ -6,12 +6,17 @@ import torch
 from torch import Tensor
 
 from native_sparse_attention.core import checks
-from native_sparse_attention.core.backend import check_backend
 from native_sparse_attention.core.call import Call, make_call
-from native_sparse_attention.core.geometry import Sequences, forced_priority, num_selection_blocks
+from native_sparse_attention.core.geometry import (
+    QueryLayout,
+    compressed_block_end,
+    in_window,
+    num_selection_blocks,
+    overlapping_blocks,
+    shared_tokens,
+)
 from native_sparse_attention.core.random import as_seed, philox
-from native_sparse_attention.ops.block_selection.api import backend_of, score
-from native_sparse_attention.ops.selected_attention import api as selected_attention
+from native_sparse_attention.ops._eager import compute_dtype, in_query_chunks, masked_softmax, without_autocast
 
 # Keeps the logarithm of a score finite that underflowed; every other score is far above it.
 TINY = 1e-20
@@ -22,15 +27,13 @@ def block_score_loss(
     k: Tensor,
     q_cmp: Tensor,
     k_cmp: Tensor,
-    lse: Tensor,
-    block_indices: Tensor,
     *,
     compress_block_size: int,
     compress_stride: int,
     selection_block_size: int,
-    num_init: int = 1,
-    num_local: int = 2,
-    num_random: int = 2,
+    window_size: tuple[int, int] | None = None,
+    share_group: bool = True,
+    num_queries: int = 512,
     seed: int | Tensor | None = None,
     q_offset: int | Tensor | None = None,
     seqlens_k: Tensor | None = None,
@@ -39,51 +42,46 @@ def block_score_loss(
     cu_seqlens: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     softcap: float | None = None,
-    backend: str = 'auto',
 ) -> Tensor:
-    """Return the divergence of the block scores from the attention mass of the blocks, averaged over rows.
+    """Return the divergence of the block scores from the mass of full attention, averaged over sampled rows.
 
-    A row is a query and the heads that select together. Its candidates are its selected blocks and a few random ones.
-    The target is the mass of each candidate in exact attention over the tokens of all candidates, averaged over the
-    heads of the row, without gradient. Block scores and target are normalised over the candidates that are not forced,
-    since scores do not decide about forced blocks; the loss of the row is KL(target || scores). Rows with fewer than
-    two such candidates do not count, nor do queries at positions beyond the keys, which are padding. No query reads
-    more than its candidates, so memory is linear in T.
+    A row is a query and the heads that select together. Its candidates are the blocks with a visible key outside the
+    window. The target is the mass of these keys by block, in full attention over all visible keys, averaged over the
+    heads of the row, without gradient. Block scores and target are normalised over the candidates; the loss of the row
+    is KL(target || scores). Rows with fewer than two candidates do not count, nor do queries at positions beyond the
+    keys, which are padding. One query is drawn from each of num_queries equal parts of the T queries, the same for all
+    heads, so time and memory are linear in S.
 
-    The gradient reaches q_cmp and k_cmp, and through k_cmp the compression network. Add the result, times a small
-    weight, to the loss of the model; pass a detached q_cmp to train the network alone.
+    The gradient reaches q_cmp and k_cmp, and through k_cmp the compression network. Add the result, times 0.1, to the
+    loss of the model. A detached q_cmp trains the network alone, which helped no model that was measured.
 
     Args:
         q: `[B, T, HQ, D]` queries with rotary embedding.
         k: `[B, S, H, D]` keys with rotary embedding.
         q_cmp: `[B, T, HQ, D]` queries without rotary embedding.
         k_cmp: `[B, C, H, D]` compressed keys.
-        lse: `[B, HQ, T]` as returned by `compressed_attention` of q_cmp and k_cmp.
-        block_indices: int32 `[B, T, H, n]` as returned by `select_blocks` (`[B, T, HQ, n]` if heads select alone).
         compress_block_size: l, tokens of a compressed block.
         compress_stride: d, tokens between starts of compressed blocks.
         selection_block_size: l', tokens of a selection block, a multiple of d.
-        num_init: forced blocks at the start, as in `select_blocks`.
-        num_local: forced blocks that end with the query's own, as in `select_blocks`.
-        num_random: blocks drawn uniformly for each row from those that may be selected; a block that is a candidate
-            already is not counted twice.
-        seed: of the random blocks, an int or int64 `[1]`; default: drawn from PyTorch's generator.
+        window_size: (left, right), keys before and after the query's own that it reads without a selection; -1 is
+            unbounded. None: no window.
+        share_group: the query heads of a KV head select together.
+        num_queries: queries drawn from each batch row, or all of them if T is not larger.
+        seed: of the draw, an int or int64 `[1]`; default: drawn from PyTorch's generator.
         q_offset: position of the first query, an int or `[B]`; default: queries end where the keys end.
         seqlens_k: int32 `[B]`, number of real keys of each row.
         causal: queries read no later key.
         scale: factor of the logits, default D ** -0.5.
         cu_seqlens: int32 `[N + 1]`, boundaries of packed sequences; B is 1.
         cu_seqlens_k: int32 `[N + 1]`, boundaries of the keys if they differ from those of the queries.
-        softcap: soft cap of the logits, the one that lse was computed with.
-        backend: 'auto', 'triton', 'flex' (scores run in eager) or 'eager'.
+        softcap: soft cap of the logits.
 
     Returns:
         A scalar, float32 (float64 for float64 inputs); 0 if no row counts.
 
     Raises:
-        ValueError: shapes, dtypes or settings do not fit, or an explicit backend does not support the call.
+        ValueError: shapes, dtypes or settings do not fit.
     """
-    check_backend(backend)
     checks.check_qkv(q, k, k)
     checks.check_tensors(q_cmp=q_cmp)
     if q_cmp.shape != q.shape:
@@ -91,77 +89,157 @@ def block_score_loss(
     checks.check_same_kind(q=q, q_cmp=q_cmp)
     sizes = (compress_block_size, compress_stride, selection_block_size)
     checks.check_block_sizes(*sizes)
-    checks.check_block_indices(block_indices, q, k)
-    checks.check_not_negative(num_init=num_init, num_local=num_local, num_random=num_random)
+    checks.check_flags(share_group=share_group)
+    checks.check_positive(num_queries=num_queries)
+    if window_size is not None:
+        window_size = checks.check_window(window_size, causal)
     if not (seed is None or checks.is_int(seed) or isinstance(seed, Tensor)):
         raise ValueError(f'seed is {checks.shown(seed)}, but must be an int, an int64 tensor [1] or None')
     call, _ = make_call(q, k, None, q_offset, seqlens_k, cu_seqlens, cu_seqlens_k, causal, scale, softcap)
     checks.check_qk(q_cmp, k_cmp, 'k_cmp')
     checks.check_compressed_heads(k_cmp, k)
-    checks.check_lse(lse, q)
     checks.check_num_compressed(k_cmp, call.sequences, *sizes[:2])
-    q, k = q.detach(), k.detach()
-    forced = (num_init, num_local)
-    candidates, is_ranked = add_random_blocks(
-        block_indices, call.sequences, selection_block_size, forced, causal, num_random, as_seed(seed, q.device)
-    )
-    mass = _attention_mass(q, k, candidates, selection_block_size, call, backend)
-    of_scores = 'eager' if backend == 'flex' else backend
-    of_scores = backend_of('chosen_scores', q_cmp, k_cmp, num_selected=candidates.shape[3], backend=of_scores).name
-    scores = score(q_cmp, k_cmp, lse.detach(), candidates, sizes, call, backend=of_scores)
-    is_ranked &= (is_ranked.sum(-1, keepdim=True) > 1) & (mass.where(is_ranked, 0).sum(-1, keepdim=True) > 0)
-    target = mass.where(is_ranked, 0)
-    target = target / target.sum(-1, keepdim=True).clamp(min=torch.finfo(target.dtype).tiny)
-    scores = scores.where(is_ranked, 0) + TINY
-    log_share = scores.log() - scores.sum(-1, keepdim=True).log()
-    divergence = torch.special.xlogy(target, target) - target * log_share
-    return divergence.sum() / is_ranked.any(-1).sum().clamp(min=1)
+    rows = _draw_rows(q.shape[0], q.shape[1], num_queries, as_seed(seed, q.device))
+    group = q.shape[2] // k.shape[2] if share_group else 1
+    with without_autocast(q):
+        tokens = _at_rows(call.sequences.layout(), rows)
+        count = num_selection_blocks(k.shape[1], selection_block_size)
+        candidates = _candidates(tokens, selection_block_size, count, window_size, causal)
+        # Padding may hold anything, and 0 times NaN is NaN.
+        counts = candidates.any(-1)[..., None, None]
+        q, q_cmp = (_gather(t, rows).where(counts, 0) for t in (q, q_cmp))
+        with torch.no_grad():
+            mass = _far_mass(q, k, tokens, candidates, selection_block_size, window_size, group, call)
+        compressed = _at_rows(call.sequences.compressed_layout(*sizes[:2])[0], rows)
+        scores = _block_scores(q_cmp, k_cmp, compressed, candidates, sizes, group, call)
+    return _divergence(mass, scores, candidates)
 
 
-@torch.no_grad()
-def add_random_blocks(
-    block_indices: Tensor,
-    sequences: Sequences,
+def _draw_rows(batch: int, seqlen: int, num_queries: int, seed: Tensor) -> Tensor:
+    """Return int64 `[B, R]`, ascending, one query of each of R equal parts of the sequence."""
+    count = min(num_queries, seqlen)
+    part = torch.arange(count + 1, device=seed.device) * seqlen // max(1, count)
+    b, index = torch.meshgrid(*(torch.arange(n, device=seed.device) for n in (batch, count)), indexing='ij')
+    return part[:-1] + philox(seed, index, b, b, b) % part.diff().clamp(min=1)
+
+
+def _gather(x: Tensor, rows: Tensor) -> Tensor:
+    """Return x `[B, T, ...]` at the rows `[B, R]`. Its gradient is deterministic, as no row is drawn twice."""
+    flat = rows + torch.arange(x.shape[0], device=x.device)[:, None] * x.shape[1]
+    return x.flatten(0, 1).index_select(0, flat.flatten()).unflatten(0, rows.shape)
+
+
+def _at_rows(layout: QueryLayout, rows: Tensor) -> QueryLayout:
+    fields = (layout.position, layout.key_start, layout.key_len, layout.covered)
+    return QueryLayout(*(field.gather(1, rows) for field in fields))
+
+
+def _candidates(
+    tokens: QueryLayout, block_size: int, count: int, window_size: tuple[int, int] | None, causal: bool
+) -> Tensor:
+    """Return bool `[B, R, blocks]`: blocks with a visible key outside the window, for queries that are no padding."""
+    first = torch.arange(count, device=tokens.position.device) * block_size
+    position, key_len = tokens.position[..., None], tokens.key_len[..., None]
+    last = torch.minimum(first + block_size, key_len) - 1
+    if causal:
+        last = torch.minimum(last, position)
+    exists = (first <= last) & (tokens.covered[..., None] & (position < key_len))
+    if window_size is None:
+        return exists
+    left, right = window_size
+    # A block lies inside the window if both its first and its last visible key do.
+    return exists & ~(in_window(first, position, left, right) & in_window(last, position, left, right))
+
+
+def _far_mass(
+    q: Tensor,
+    k: Tensor,
+    tokens: QueryLayout,
+    candidates: Tensor,
     block_size: int,
-    forced: tuple[int, int],
-    causal: bool,
-    num_random: int,
-    seed: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Return the candidates of each row, and which of them are not forced.
+    window_size: tuple[int, int] | None,
+    group: int,
+    call: Call,
+) -> Tensor:
+    """Return the mass of the visible keys outside the window by block `[B, R, HI, blocks]`, the mean of a group."""
+    batch, num_rows, heads, _ = q.shape
+    dtype, kv_heads, count = compute_dtype(q.dtype), k.shape[2], candidates.shape[2]
+    keys, index = k.to(dtype), torch.arange(k.shape[1], device=q.device)
+    in_blocks = torch.arange(count * block_size, device=q.device)
 
-    Returns:
-        int32 `[B, T, HI, n + num_random]`, ascending, padded with -1, each block once; bool of the same shape.
-    """
-    batch, seqlen, index_heads, _ = block_indices.shape
-    layout = sequences.layout()
-    own_block = (layout.position // block_size)[..., None, None]
-    count = num_selection_blocks(layout.key_len, block_size)[..., None, None]
-    count = torch.minimum(count, own_block + 1) if causal else count
-    # Counters of the random numbers: entry, query, head, batch.
-    sizes = (batch, seqlen, index_heads, num_random)
-    b, t, h, entry = torch.meshgrid(*(torch.arange(size, device=seed.device) for size in sizes), indexing='ij')
-    blocks = torch.cat((block_indices.long(), philox(seed, entry, t, h, b) % count.clamp(min=1)), -1)
-    is_real = layout.covered & (layout.position < layout.key_len)
-    exists = (blocks >= 0) & (blocks < count) & is_real[..., None, None]
-    blocks = blocks.masked_fill(~exists, torch.iinfo(torch.int32).max).sort(-1).values
-    blocks[..., 1:].masked_fill_(blocks[..., 1:] == blocks[..., :-1], torch.iinfo(torch.int32).max)
-    blocks = blocks.sort(-1).values
-    exists = blocks < count
-    is_forced = forced_priority(blocks, own_block, *forced, causal) > 0
-    return blocks.masked_fill(~exists, -1).int(), exists & ~is_forced
+    def weigh(start: int, stop: int) -> tuple[Tensor]:
+        chunk = tokens.chunk(start, stop)
+        rows = q[:, start:stop].to(dtype).unflatten(2, (kv_heads, -1))
+        position, visible = chunk.key_position(index[None, None])
+        own = chunk.position[..., None]
+        if call.causal:
+            visible = visible & (position <= own)
+        logits = torch.einsum('bthgd,bshd->bthgs', rows, keys) * call.scale
+        weights, _ = masked_softmax(logits, visible[:, :, None, None], dtype, softcap=call.softcap)
+        weights = weights.flatten(2, 3).unflatten(2, (-1, group)).mean(3)
+        if window_size is not None:
+            weights = weights.masked_fill(in_window(position, own, *window_size)[:, :, None], 0)
+        if call.sequences.cu_seqlens is None:
+            weights = torch.nn.functional.pad(weights, (0, max(0, len(in_blocks) - len(index))))
+        else:  # blocks count from the first key of a sequence
+            slot = chunk.key_start[..., None] + in_blocks
+            of_sequence = in_blocks < chunk.key_len[..., None]
+            slot = slot.clamp(max=len(index) - 1)[:, :, None].expand(-1, -1, weights.shape[2], -1)
+            weights = weights.gather(-1, slot).masked_fill(~of_sequence[:, :, None], 0)
+        return (weights[..., : len(in_blocks)].unflatten(-1, (count, block_size)).sum(-1),)
+
+    (mass,) = in_query_chunks(weigh, num_rows, batch * heads * len(index), dims=(1,))
+    return mass
 
 
-@torch.no_grad()
-def _attention_mass(q: Tensor, k: Tensor, candidates: Tensor, block_size: int, call: Call, backend: str) -> Tensor:
-    """Return the share of each candidate in the attention over all of them, `[B, T, HI, n]`, mean of the heads."""
-    backend = selected_attention.backend_of(q, k, k, backend=backend).name
-    # Of one block at a time the log-sum-exp is all that is needed.
-    lse = [
-        selected_attention.attend(q, k, k, blocks, None, block_size, call, gate=None, backend=backend)[1]
-        for blocks in candidates.split(1, -1)
-    ]
-    # [B, HQ, T, n]
-    logits = torch.stack(lse, -1)
-    shares = logits.softmax(-1).where(logits.isfinite().any(-1, keepdim=True), 0)
-    return shares.unflatten(1, (candidates.shape[2], -1)).mean(2).transpose(1, 2)
+def _block_scores(
+    q_cmp: Tensor,
+    k_cmp: Tensor,
+    compressed: QueryLayout,
+    candidates: Tensor,
+    sizes: tuple[int, int, int],
+    group: int,
+    call: Call,
+) -> Tensor:
+    """Return the scores of `select_blocks`, `[B, R, HI, blocks]`, as the mean of a group; 0 for other blocks."""
+    batch, num_rows, heads, _ = q_cmp.shape
+    dtype, (num_compressed, kv_heads) = compute_dtype(q_cmp.dtype), k_cmp.shape[1:3]
+    if not num_compressed * num_rows:
+        return q_cmp.new_zeros((*candidates.shape[:2], heads // group, candidates.shape[2]), dtype=dtype)
+    index = torch.arange(num_compressed, device=q_cmp.device)
+    seen = index < (compressed.key_start + compressed.key_len).amax(1, keepdim=True)
+    keys = k_cmp.to(dtype).where(seen[..., None, None], 0)
+    first = torch.arange(candidates.shape[2], device=q_cmp.device) * (sizes[2] // sizes[1])
+
+    def score(start: int, stop: int) -> tuple[Tensor]:
+        chunk = compressed.chunk(start, stop)
+        rows = q_cmp[:, start:stop].to(dtype).unflatten(2, (kv_heads, -1))
+        block, visible = chunk.key_position(index[None, None])
+        if call.causal:
+            visible = visible & (compressed_block_end(block, *sizes[:2]) <= chunk.position[..., None])
+        logits = torch.einsum('bthgd,bshd->bthgs', rows, keys) * call.scale
+        weights, _ = masked_softmax(logits, visible[:, :, None, None], dtype, softcap=call.softcap)
+        weights = weights.flatten(2, 3).unflatten(2, (-1, group)).mean(3)
+        scores = weights.new_zeros(*weights.shape[:3], len(first))
+        for offset in overlapping_blocks(*sizes):
+            exists = (first + offset >= 0) & (first + offset < chunk.key_len[..., None])
+            slot = (first + offset + chunk.key_start[..., None]).clamp(0, num_compressed - 1)
+            of_block = weights.gather(-1, slot[:, :, None].expand_as(scores)) * (
+                shared_tokens(offset, *sizes) / sizes[1]
+            )
+            scores = scores + of_block.masked_fill(~exists[:, :, None], 0)
+        return (scores.masked_fill(~candidates[:, start:stop, None], 0),)
+
+    (scores,) = in_query_chunks(score, num_rows, batch * heads * num_compressed, dims=(1,))
+    return scores
+
+
+def _divergence(mass: Tensor, scores: Tensor, candidates: Tensor) -> Tensor:
+    """Return the mean of KL(mass || scores) over the rows that count. mass is 0 where there is no candidate."""
+    total = mass.sum(-1, keepdim=True)
+    counts = (candidates.sum(-1)[..., None] > 1) & (total[..., 0] > 0)
+    target = mass / total.clamp(min=torch.finfo(total.dtype).tiny)
+    scores = scores + TINY
+    log_share = scores.log() - scores.sum(-1, keepdim=True).log()
+    divergence = (torch.special.xlogy(target, target) - target * log_share).sum(-1)
+    return divergence.where(counts, 0).sum() / counts.sum().clamp(min=1)

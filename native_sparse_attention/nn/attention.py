@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -358,7 +357,8 @@ class SparseAttention(AttentionLayer):
                 else:
                     (k, k_window), v_window = rotate(tables, backend, new.k, new.k_window, layout=layout), new.v_window
             if needs_block_loss:
-                select = partial(self._select_with_loss, q, k, losses)
+                assert k_cmp is not None
+                losses.append(self._block_loss(q, k, q_cmp, k_cmp, fixed))
             with recompute_rotated(new.q, tables, backend, q, layout):
                 of_branches = {'q_cmp': q_cmp, 'q_window': q_window, 'k_window': k_window, 'v_window': v_window}
                 return self._nsa(q, k, new.v, k_cmp, v_cmp, new.gates, **of_branches, choose=select, **fixed)
@@ -375,15 +375,11 @@ class SparseAttention(AttentionLayer):
         layout = make_sequences(x, x.shape[1], None, None, cu_seqlens, None).layout()
         return torch.where(layout.covered[..., None], x, 0), layout.position
 
-    def _select_with_loss(
-        self, q: Tensor, k: Tensor, losses: list[Tensor], q_cmp: Tensor, k_cmp: Tensor, lse: Tensor, **settings: Any
-    ) -> Tensor:
-        """Return the selected blocks, and append their loss to `losses`. q, k: with rotary embedding."""
-        blocks = select_blocks(q_cmp, k_cmp, lse, **settings)
-        for name in ('num_selected', 'share_group', 'block_counts', 'seqlen_k'):
-            del settings[name]
-        losses.append(block_score_loss(q, k, q_cmp, k_cmp, lse, blocks, **settings))
-        return blocks
+    def _block_loss(self, q: Tensor, k: Tensor, q_cmp: Tensor, k_cmp: Tensor, settings: dict[str, Any]) -> Tensor:
+        """Return the `block_score_loss`. q, k: with rotary embedding."""
+        shared = {name: self._common_settings[name] for name in ('selection_block_size', 'share_group', 'softcap')}
+        places = {name: settings[name] for name in ('q_offset', 'seqlens_k', 'cu_seqlens')}
+        return block_score_loss(q, k, q_cmp, k_cmp, **self._whole_settings, **shared, **places)
 
     def _compress(
         self, new: _Projected, cu_seqlens: Tensor | None, trains_scores: bool
@@ -467,20 +463,21 @@ class SparseAttention(AttentionLayer):
             'merge_window': self.merge_window,
         }
 
+    @property
+    def _whole_settings(self) -> dict[str, Any]:
+        """Arguments that `nsa` and `block_score_loss` share."""
+        window = self.sliding_window_size - 1
+        return {
+            'compress_block_size': self.compress_block_size,
+            'compress_stride': self.compress_block_sliding_stride,
+            'window_size': (window, 0 if self.causal else window),
+            'causal': self.causal,
+        }
+
     def _nsa(self, q: Tensor, *tensors: Any, **settings: Any) -> Tensor:
         """Return `nsa` with the settings of the layer, `[B, T, HQ, DV]`."""
-        window = self.sliding_window_size - 1
-        return functional.nsa(
-            q,
-            *tensors,
-            compress_block_size=self.compress_block_size,
-            compress_stride=self.compress_block_sliding_stride,
-            window_size=(window, 0 if self.causal else window),
-            use_diff_topk=self.use_diff_topk,
-            causal=self.causal,
-            **self._common_settings,
-            **settings,
-        )
+        options = {**self._whole_settings, **self._common_settings, 'use_diff_topk': self.use_diff_topk, **settings}
+        return functional.nsa(q, *tensors, **options)
 
     def _combine(self, out: Tensor) -> Tensor:
         """Merge the heads and project them to `[B, T, dim]`."""

@@ -189,17 +189,16 @@ def block_score_loss(
     q_cmp: Tensor,
     k_cmp: Tensor,
     lse: Tensor,
-    candidates: Tensor,
     *,
-    num_init: int,
-    num_local: int,
     selection_block_size: int,
+    window_size: tuple[int, int] | None = None,
+    share_group: bool = True,
     causal: bool = True,
     scale: float | None = None,
     softcap: float | None = None,
     **settings: Any,
 ) -> Tensor:
-    """Mean of KL(mass of dense attention || scores), over rows with two candidates that are not forced."""
+    """Mean of KL(mass of full attention outside the window || scores), over rows with two blocks outside it."""
     sizes = {name: settings.pop(name) for name in ('compress_block_size', 'compress_stride')}
     scores = block_scores(
         *(q_cmp, k_cmp, lse),
@@ -207,35 +206,41 @@ def block_score_loss(
         softcap=softcap,
     )
     where = {name: value for name, value in settings.items() if name != 'seqlen_k'}
+    index_heads = k.shape[2] if share_group else q.shape[2]
     losses = []
     for query, index_head in itertools.product(
-        locate_queries(q, settings.get('seqlen_k'), **where), range(candidates.shape[2])
+        locate_queries(q, settings.get('seqlen_k'), **where), range(index_heads)
     ):
         if query.position >= query.num_keys:
             continue
-        own = query.position // selection_block_size
-        blocks = sorted(set(candidates[query.batch, query.index, index_head].tolist()) - {-1})
-        ranked = [j for j in blocks if j not in forced_blocks(own, num_init, num_local, causal)]
-        group_size = q.shape[2] // candidates.shape[2]
-        heads = range(index_head * group_size, (index_head + 1) * group_size)
-        mass, share = dict.fromkeys(blocks, torch.zeros(()).double()), dict.fromkeys(blocks, torch.zeros(()).double())
-        for head in heads:
+        visible = [s for s in range(query.num_keys) if not causal or s <= query.position]
+        far = [s for s in visible if window_size is None or not in_window(query.position - s, window_size)]
+        blocks = sorted({s // selection_block_size for s in far})
+        if len(blocks) < 2:
+            continue
+        group_size = q.shape[2] // index_heads
+        mass, share = (dict.fromkeys(blocks, torch.zeros(()).double()) for _ in range(2))
+        for head in range(index_head * group_size, (index_head + 1) * group_size):
             kv_head = head // (q.shape[2] // k.shape[2])
             dense = {}
-            for s in range(query.num_keys):
-                if (not causal or s <= query.position) and s // selection_block_size in blocks:
-                    value = logit(q, query, head, k[query.batch, query.first_key + s, kv_head].double(), scale)
-                    dense[s] = (value if softcap is None else softcap * torch.tanh(value / softcap)).exp()
+            for s in visible:
+                value = logit(q, query, head, k[query.batch, query.first_key + s, kv_head].double(), scale)
+                dense[s] = (value if softcap is None else softcap * torch.tanh(value / softcap)).exp()
+            for s in far:
+                block = s // selection_block_size
+                mass[block] = mass[block] + dense[s] / sum(dense.values())
             for j in blocks:
-                of_block = [weight for s, weight in dense.items() if s // selection_block_size == j]
-                mass[j] = mass[j] + sum(of_block) / sum(dense.values())
-                share[j] = share[j] + scores[query.batch, query.index, head, j]
-        if len(ranked) > 1:
-            target = torch.stack([mass[j] for j in ranked]).detach()
-            predicted = torch.stack([share[j] for j in ranked])
-            target, predicted = target / target.sum(), predicted / predicted.sum()
-            losses.append((target * (target.log() - predicted.log())).sum())
+                share[j] = share[j] + scores.get((query.batch, query.index, head, j), 0)
+        target = torch.stack([mass[j] for j in blocks]).detach()
+        predicted = torch.stack([share[j] for j in blocks]) + 1e-20
+        target, predicted = target / target.sum(), predicted / predicted.sum()
+        losses.append((target * (target.log() - predicted.log())).sum())
     return torch.stack(losses).mean() if losses else torch.zeros(()).double()
+
+
+def in_window(distance: int, window_size: tuple[int, int]) -> bool:
+    left, right = window_size
+    return (left < 0 or distance <= left) and (right < 0 or -distance <= right)
 
 
 def selected_attention(

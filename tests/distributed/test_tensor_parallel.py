@@ -191,14 +191,11 @@ def test_drawn_settings(tmp_path: Path) -> None:
 
 
 def train_block_scores() -> None:
-    """The candidates of a row are drawn, so the loss of one process is near. It is the same on all ranks."""
+    """The loss is the mean over the heads of all ranks, which read the same queries."""
     model, ids = make_model('scores'), make_ids(8)
     _, expected = model(ids, return_loss=True, return_block_loss=True)
     _, loss = apply_tp(model, line())(ids, return_loss=True, return_block_loss=True)
-    others = [torch.empty_like(loss) for _ in range(2)]
-    dist.all_gather(others, loss.detach())
-    assert others[0] == others[1]
-    assert abs(loss / expected - 1) < 0.05
+    assert_near(loss, expected, 'loss of the block scores')
     loss.backward()
     assert all(p.grad.isfinite().all() for p in model.blocks[0].attention.k_compress.parameters())  # type: ignore[union-attr]
 

@@ -23,7 +23,6 @@ from transformers import AutoModelForCausalLM
 
 from native_sparse_attention.distributed import apply_tp
 from native_sparse_attention.integrations.transformers import attention, collect_block_losses, dense_start
-from native_sparse_attention.losses import block_score_loss
 from tests.support.hf_models import PAPER, SPARSE, left_padded, nsa_model
 
 full = pytest.mark.full
@@ -38,9 +37,7 @@ CONFIGS = {  # with enough hidden units, or compressed keys, and thus scores, wo
 
 
 def loss_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    with collect_block_losses(model) as losses, pytest.MonkeyPatch.context() as patch:
-        # Random candidates differ by the index of a head on its rank.
-        patch.setattr(attention, 'block_score_loss', partial(block_score_loss, num_random=0))
+    with collect_block_losses(model) as losses:
         loss = model(input_ids=ids, labels=ids).loss
     return loss + torch.stack(losses).mean()
 

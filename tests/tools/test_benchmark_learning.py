@@ -112,7 +112,9 @@ def test_data_are_those_of_the_trainer():
 
 
 @pytest.mark.filterwarnings('ignore:compressed_output is False and use_diff_topk is False')
-@pytest.mark.parametrize(('name', 'trains_queries'), [('merged-scores-kl', True), ('merged-scores-kl-detached', False)])
+@pytest.mark.parametrize(
+    ('name', 'trains_queries'), [('merged-scores-dense-mass', True), ('merged-dense-mass-detached', False)]
+)
 def test_block_losses_train_the_scores(name: str, trains_queries: bool):
     model = build(name, SHAPE, SMALL, 96, seed=0)
     ids = torch.randint(256, (1, 97), generator=torch.Generator().manual_seed(0))

@@ -5,7 +5,6 @@ Legend: B batch, T new tokens, HQ query heads, H KV heads, D head size, l tokens
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +20,7 @@ from native_sparse_attention.losses import block_score_loss
 from native_sparse_attention.nn.compress.apply import compress_tokens, with_zero_gradients
 from native_sparse_attention.nn.gate import GATE_START, make_gate
 from native_sparse_attention.nn.padding import from_front, move_to_front
-from native_sparse_attention.ops import rotary, select_blocks
+from native_sparse_attention.ops import rotary
 
 
 class Compressor(nn.Module):
@@ -201,16 +200,25 @@ class NSAAttention(nn.Module):
 
         def sparse(start: int) -> Tensor:
             q_new, q_cmp_new, gates_new = (t if t is None else t[:, start:] for t in (q, q_cmp, gates))
+            where: dict[str, Any]
             where = {'q_offset': start, 'seqlens_k': lengths} if cu_seqlens is None else {'cu_seqlens': cu_seqlens}
+            sizes: dict[str, Any] = {
+                'compress_block_size': self.nsa.compress_block_size,
+                'compress_stride': self.nsa.compress_block_sliding_stride,
+                'window_size': (self.nsa.sliding_window_size - 1, 0),
+            }
+            if losses is not None:
+                shared: dict[str, Any] = {
+                    name: self.sparse_settings[name] for name in ('selection_block_size', 'share_group')
+                }
+                shared |= {name: self.logit_settings[name] for name in ('scale', 'softcap')}
+                losses.append(block_score_loss(q_new, k, q_cmp_new, k_cmp, **shared, **sizes, **where))
             return nsa(
                 q_new,  # type: ignore[arg-type]
                 *(k, v, k_cmp, v_cmp, gates_new),
                 q_cmp=None if q_cmp is q else q_cmp_new,
-                compress_block_size=self.nsa.compress_block_size,
-                compress_stride=self.nsa.compress_block_sliding_stride,
-                window_size=(self.nsa.sliding_window_size - 1, 0),
                 use_diff_topk=self.nsa.use_diff_topk,
-                choose=select_blocks if losses is None else partial(_select_with_loss, q_new, k, losses),
+                **sizes,
                 **where,
                 **self.sparse_settings,
                 **settings,
@@ -245,17 +253,6 @@ class NSAAttention(nn.Module):
         if not self.training or not self.attention_dropout:
             return {}
         return {'dropout_p': self.attention_dropout, 'dropout_seed': as_seed(None, device) + self.head_rank}
-
-
-def _select_with_loss(
-    q: Any, k: Tensor, losses: list[Tensor], q_cmp: Tensor, k_cmp: Tensor, lse: Tensor, **settings: Any
-) -> Tensor:
-    """Return the selected blocks, and append the loss of their scores. q, k: with rotary embedding."""
-    blocks = select_blocks(q_cmp, k_cmp, lse, **settings)
-    for name in ('num_selected', 'share_group', 'block_counts', 'seqlen_k'):
-        del settings[name]
-    losses.append(block_score_loss(q, k, q_cmp, k_cmp, lse, blocks, **settings))
-    return blocks
 
 
 def scale_rotary(x: Tensor, rotary_dim: int, factor: float) -> Tensor:
