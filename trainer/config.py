@@ -38,9 +38,11 @@ class Config:
     compress_mlp_expand_factor: float = flag(
         1.0, 'hidden size of the networks of blocks over a block', 0.01, sparse=True
     )
+    merge_window: bool = flag(False, 'selected blocks and window in one softmax, without a gate', sparse=True)
     num_compressed_mem_kv: int = flag(1, 'learned key/value pairs before the compressed ones', 0, sparse=True)
     qk_norm: bool = flag(False, 'RMSNorm of queries and keys, in dense attention too', sparse=True)
     use_diff_topk: bool = flag(True, 'teach the compressed branch what was worth selecting', sparse=True)
+    block_loss: float = flag(0.0, 'weight of the loss that teaches block scores the mass of full attention', 0)
     seq_len: int = flag(1024, 'bytes of context', 1)
     batch: int = flag(16, 'sequences in a forward', 1)
     grad_accum: int = flag(1, 'forwards in a step', 1)
@@ -78,8 +80,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     'long': {
         'sliding_window_size': 512, 'compress_block_size': 32, 'compress_block_sliding_stride': 16,
         'selection_block_size': 64, 'num_selected_blocks': 16, 'compress_mlp_expand_factor': 0.125,
-        'qk_norm': True, 'seq_len': 16_384, 'batch': 4, 'steps': 4580, 'lr': 1e-3, 'min_lr': 1e-4, 'warmup': 100,
-        'eval_every': 1000, 'save_every': 250, 'sample_every': 1000, 'prompt_bytes': 4096,
+        'merge_window': True, 'qk_norm': True, 'block_loss': 0.1, 'seq_len': 16_384, 'batch': 4, 'steps': 4580,
+        'lr': 1e-3, 'min_lr': 1e-4, 'warmup': 100, 'eval_every': 1000, 'save_every': 250, 'sample_every': 1000,
+        'prompt_bytes': 4096,
     },
 }  # fmt: skip
 

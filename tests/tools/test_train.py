@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ import pytest
 import torch
 
 import train_enwik8
+from native_sparse_attention.nn import attention as layers
 from tests.support.training_runs import assert_same_run, command, contents, rows, write_words
-from train_enwik8 import PRESETS, Config, Run, UserError, main
+from train_enwik8 import PRESETS, Config, Run, UserError, draw, main, open_run, parse
 from trainer.tensors import load_tensors, read_newest
 
 
@@ -160,17 +162,40 @@ def test_lines_of_progress_without_a_terminal(
     ],
 )
 def test_resumed_is_uninterrupted_bit_for_bit(text: Path, runs: Path, monkeypatch, stop: str) -> None:
-    assert main(command(text, runs, '--name', 'whole')) == 0
+    # The loss of the block scores draws some of the queries.
+    monkeypatch.setattr(layers, 'block_score_loss', partial(layers.block_score_loss, num_queries=4))
+    flags = ['--merge-window', '--qk-norm', '--block-loss', '0.1']
+    assert main(command(text, runs, '--name', 'whole', *flags)) == 0
     with monkeypatch.context() as patch:
         code = arrange(patch, stop)
         if code is None:
             with pytest.raises(ZeroDivisionError):
-                main(command(text, runs, '--name', 'cut'))
+                main(command(text, runs, '--name', 'cut', *flags))
         else:
-            assert main(command(text, runs, '--name', 'cut')) == code
+            assert main(command(text, runs, '--name', 'cut', *flags)) == code
     torch.manual_seed(1234)
     assert main(['--name', 'cut', '--runs-dir', str(runs), '--device', 'cpu', '--resume']) == 0
     assert_same_run(runs / 'whole', runs / 'cut')
+
+
+@pytest.mark.parametrize(
+    ('attention', 'weight', 'trained'), [('sparse', 0.5, 0.5), ('dense', 0.5, 0), ('sparse', 0, 0)]
+)
+def test_the_loss_of_block_scores_is_trained_and_not_logged(
+    text: Path, runs: Path, attention: str, weight: float, trained: float
+) -> None:
+    options, given = parse(command(text, runs, '--attention', attention, block_loss=weight))
+    with contextlib.ExitStack() as locks:
+        run = open_run(options, given, locks)
+    ids = draw(run.corpus.splits['train'], run.config, 0)[0]
+    loss, total = run.losses(ids)
+    assert loss == run.loss(ids)
+    if not trained:
+        assert total is loss
+        return
+    _, block_loss = run.model(ids, return_loss=True, return_block_loss=True)
+    torch.testing.assert_close(total, loss + trained * block_loss)
+    assert block_loss > 0
 
 
 @pytest.mark.gpu
