@@ -1,7 +1,7 @@
 """Training across processes with the engines of PyTorch.
 
-Parallelism is applied to a model that exists, in this order: tensor parallelism, context parallelism, activation
-checkpointing, compilation, sharding.
+Parallelism is applied to a model that exists, in this order: tensor parallelism, context or pipeline parallelism,
+activation checkpointing, compilation, sharding.
 """
 
 import torch.distributed
@@ -16,6 +16,16 @@ from native_sparse_attention.distributed.checkpoint import ProjectionLoadPlanner
 from native_sparse_attention.distributed.context_attention import context_parallel_nsa
 from native_sparse_attention.distributed.context_parallel import apply_cp
 from native_sparse_attention.distributed.fsdp import apply_fsdp, hold_weights
+from native_sparse_attention.distributed.pipeline import apply_pp, next_token_loss
 from native_sparse_attention.distributed.tensor_parallel import apply_tp
 
-__all__ = ['ProjectionLoadPlanner', 'apply_cp', 'apply_fsdp', 'apply_tp', 'context_parallel_nsa', 'hold_weights']
+__all__ = [
+    'ProjectionLoadPlanner',
+    'apply_cp',
+    'apply_fsdp',
+    'apply_pp',
+    'apply_tp',
+    'context_parallel_nsa',
+    'hold_weights',
+    'next_token_loss',
+]

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from native_sparse_attention.core.checks import check_flags, shown
-from native_sparse_attention.distributed.mesh import blocks_of, check_mesh
+from native_sparse_attention.distributed.mesh import blocks_of, check_mesh, device_of
 from native_sparse_attention.nn.layer import AttentionLayer
 from native_sparse_attention.nn.rotary import Rotary
 
@@ -75,15 +75,10 @@ def apply_fsdp(
         setattr(unit, _RESHARDS, reshards)
     for layer in (m for m in model.modules() if isinstance(m, AttentionLayer)):
         layer.run_dtype = policy['mp_policy'].param_dtype
-        layer.run_device = _device_of(mesh) if isinstance(offload_policy, CPUOffloadPolicy) else None
+        layer.run_device = device_of(mesh) if isinstance(offload_policy, CPUOffloadPolicy) else None
     setattr(model, _HOLDS, False)
     model.register_forward_hook(_reshard_without_gradients)
     return model
-
-
-def _device_of(mesh: DeviceMesh) -> torch.device:
-    kind = mesh.device_type
-    return torch.device(kind) if kind == 'cpu' else torch.device(kind, torch.get_device_module(kind).current_device())
 
 
 def _reshard_without_gradients(model: nn.Module, *_: Any) -> None:

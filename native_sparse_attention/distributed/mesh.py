@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -28,3 +29,15 @@ def blocks_of(model: Any) -> list[nn.Module]:
     if not isinstance(model, nn.Module) or not isinstance(layers, nn.ModuleList):
         raise ValueError(f'model is {shown(model)}, but must be a Transformer or a converted Hugging Face model')
     return list(layers)
+
+
+def check_not_staged(model: nn.Module, function: str) -> None:
+    """Raise ValueError for a model that `apply_pp` has cut."""
+    if hasattr(model, 'pipeline_mesh'):
+        raise ValueError(f'model is a stage of a pipeline, but must be whole for {function}')
+
+
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """Return the device of this rank."""
+    kind = mesh.device_type
+    return torch.device(kind) if kind == 'cpu' else torch.device(kind, torch.get_device_module(kind).current_device())

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from native_sparse_attention.core.checks import shown
 from native_sparse_attention.distributed.local import divide, sum_over_ranks, to_ranks
-from native_sparse_attention.distributed.mesh import check_mesh
+from native_sparse_attention.distributed.mesh import check_mesh, check_not_staged
 from native_sparse_attention.nn.attention import SparseAttention
 from native_sparse_attention.nn.compress import ConvLinearCompress
 from native_sparse_attention.nn.linear import BranchLinear, FixedStartLinear, HeadLinear, SplitLinear
@@ -63,6 +63,7 @@ def apply_tp(model: Model, mesh: DeviceMesh) -> Model:
     from native_sparse_attention.distributed.converted import divide_converted, is_converted
 
     check_mesh(mesh, (1,))
+    check_not_staged(model, 'apply_tp')
     if is_converted(model):
         divide_converted(model, mesh)
         return model

@@ -236,7 +236,7 @@ class Transformer(GeneratingModel):
             elif labels is not None:
                 logits = self.to_logits(self._embed(ids, mask, cu_seqlens, backend, block_losses))
                 targets = self._targets(labels, mask, cu_seqlens)
-                total = _summed_cross_entropy(logits[:, : targets.shape[1]], targets)
+                total = summed_cross_entropy(logits[:, : targets.shape[1]], targets)
                 out = LossAndLogits(self._mean(total, targets, num_items_in_batch), logits)
             else:
                 out = self._logits(self._embed(ids, mask, cu_seqlens, backend, block_losses), mask, last_only)
@@ -322,7 +322,16 @@ class Transformer(GeneratingModel):
         block_losses: list[Tensor] | None,
     ) -> Tensor:
         """Return the normalised output of the last block, `[B, T, dim]`; append losses of block scores to a list."""
-        x = self._tokens(ids, mask)
+        return self.norm(self._run_blocks(self._tokens(ids, mask), mask, cu_seqlens, backend, block_losses))
+
+    def _run_blocks(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        backend: str | None = None,
+        block_losses: list[Tensor] | None = None,
+    ) -> Tensor:
         for index, block in enumerate(self.blocks):
             options: dict[str, Any] = _options(block, backend)
             if block_losses is not None and isinstance(block.attention, SparseAttention):
@@ -331,7 +340,7 @@ class Transformer(GeneratingModel):
                 block_losses.append(block_loss)
             else:
                 x = self._run_block(index, options, x, mask, cu_seqlens)
-        return self.norm(x)
+        return x
 
     def _run_block(self, index: int, options: dict[str, Any], *args: Tensor | None) -> Any:
         block, (settings, every_n_layers) = self.blocks[index], self._checkpointing or ({}, 0)
@@ -379,7 +388,7 @@ class Transformer(GeneratingModel):
         # A head that is divided over ranks computes the loss without all logits.
         if (summed := getattr(self.to_logits, 'summed_cross_entropy', None)) is not None:
             return self._mean(summed(embedded, targets), targets)
-        return self._mean(_summed_cross_entropy(self.to_logits(embedded), targets), targets)
+        return self._mean(summed_cross_entropy(self.to_logits(embedded), targets), targets)
 
     def _targets(self, labels: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
         """Return the label after each token but the last, `[B, T - 1]`, ignored where it is of another sequence."""
@@ -407,7 +416,7 @@ def _check_labels(labels: Tensor, ids: Tensor, is_excluded: bool) -> None:
         raise ValueError('labels is given, but needs a forward without a cache, return_loss and last_only')
 
 
-def _summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+def summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     logits, flat = _upcast(logits).flatten(0, 1), targets.flatten().long()
     return F.cross_entropy(logits, flat, ignore_index=IGNORED_LABEL, reduction='sum')
 
