@@ -25,7 +25,6 @@ from tests.support.processes import run_processes
 from tests.support.sharded_models import (
     assert_near,
     gradients,
-    joined,
     learned_rotary,
     make_ids,
     make_model,
@@ -35,9 +34,8 @@ from tests.support.sharded_models import (
 
 pytest.importorskip('torch.distributed.fsdp', exc_type=ImportError)
 from torch.distributed import init_device_mesh
-from torch.nn.parallel import DistributedDataParallel
 
-from native_sparse_attention.distributed import apply_cp, apply_fsdp, apply_tp, context_parallel_nsa
+from native_sparse_attention.distributed import apply_cp, apply_fsdp, context_parallel_nsa
 from native_sparse_attention.distributed.sequence import balanced
 
 full = pytest.mark.full
@@ -330,50 +328,6 @@ def run_compiled() -> None:
 @full
 def test_compiled(tmp_path: Path) -> None:
     run_processes(run_compiled, 2, tmp_path)
-
-
-def train_with_other_parallelism() -> None:
-    """On meshes of two dimensions, in the order of `docs/distributed.md`; one shard may be empty."""
-    ids, rank, even = make_ids(2), dist.get_rank(), [range(16), range(16, 33)]
-    by_tensor = init_device_mesh('cpu', (2, 2), mesh_dim_names=('context', 'tensor'))
-    by_data = init_device_mesh('cpu', (2, 2), mesh_dim_names=('data', 'context'))
-    for kind, shards in (('separate', even), ('merged', [range(33), range(33, 33)])):
-        one = make_model(kind)
-        model = apply_cp(apply_tp(copy.deepcopy(one), by_tensor['tensor']), by_tensor['context'])
-        apply_fsdp(model, by_tensor['context'])
-        assert_trained_together(model, one, ids, shards, rank // 2)
-        model = apply_cp(copy.deepcopy(one), by_data['context'])
-        model.gradient_checkpointing_enable()
-        for block in model.blocks:
-            block.compile(backend='eager')
-        apply_fsdp(model, by_data)
-        assert_trained_together(model, one, ids, shards, rank % 2, slice(rank // 2, rank // 2 + 1))
-
-    shard = [range(9), range(9, 10), range(10, 33), range(33, 33)][rank]
-    model = DistributedDataParallel(apply_cp(copy.deepcopy(one), line()))
-    model(ids[:, shard.start : shard.stop], return_loss=True).backward()
-    one(ids, return_loss=True).backward()
-    for name, wanted in gradients(one).items():
-        assert_near(whole(model.module.get_parameter(name).grad), wanted, name)
-
-
-def assert_trained_together(
-    model: Transformer, one: Transformer, ids: Tensor, shards: list[range], rank: int, rows: slice = slice(None)
-) -> None:
-    shard = shards[rank]
-    one(ids, return_loss=True).backward()
-    loss = model(ids[rows, shard.start : shard.stop], return_loss=True)
-    loss.backward()
-    assert_near(loss, one(ids[rows], return_loss=True), 'loss')
-    found = joined(gradients(model))
-    for name, wanted in gradients(one).items():
-        assert_near(found[name], wanted, name)
-    one.zero_grad()
-
-
-@full
-def test_with_tensor_parallelism_and_sharding(tmp_path: Path) -> None:
-    run_processes(train_with_other_parallelism, 4, tmp_path)
 
 
 def raise_on_all_ranks() -> None:

@@ -164,8 +164,9 @@ def train_with_networks() -> None:
     assert_equal_training(divided, model, ids)
 
 
-def train_drawn_settings() -> None:
-    for seed in range(16):
+def train_drawn_settings(seeds: range) -> None:
+    ranks = dist.get_world_size()
+    for seed in seeds:
         draw = random.Random(seed).choice
         sparse: dict[str, Any] = {'merge_window': draw([True, False]), 'num_selected_blocks': draw([0, 3, 5])}
         sparse |= {name: draw([True, False]) for name in ('norm', 'qk_norm', 'recompute', 'use_diff_topk')}
@@ -176,18 +177,17 @@ def train_drawn_settings() -> None:
         sparse['compressed_output'] = not sparse['merge_window'] or draw([True, False])
         if sparse['compressed_output']:
             sparse['dim_value_head'] = draw([6, 8])
-        kv_heads, seqlen = draw([2, 4, 6]), draw([2, 5, 33])
+        kv_heads, seqlen = ranks * draw([1, 2, 3]), draw([2, 5, 33])
         settings = {'kv_heads': kv_heads, 'heads': kv_heads * draw([1, 2]), 'causal': draw([True, False]), 'depth': 1}
-        model, ids = (
-            make_model(sparse=sparse, tie_embeddings=draw([True, False]), **settings),
-            make_ids(2, seqlen, seed),
-        )
+        settings |= {'tie_embeddings': draw([True, False]), 'ff_expansion_factor': 3.0}
+        model, ids = make_model(sparse=sparse, **settings), make_ids(2, seqlen, seed)
         assert_equal_training(apply_tp(copy.deepcopy(model), line()), model, ids)
 
 
 @full
-def test_drawn_settings(tmp_path: Path) -> None:
-    run_processes(train_drawn_settings, 2, tmp_path)
+@pytest.mark.parametrize(('ranks', 'count'), [(2, 12), (3, 6)])
+def test_drawn_settings(ranks: int, count: int, tmp_path: Path) -> None:
+    run_processes(train_drawn_settings, ranks, tmp_path, range(count))
 
 
 def train_block_scores() -> None:
