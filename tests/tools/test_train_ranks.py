@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ import torch
 
 import train_enwik8
 from tests.support.processes import agent_store, run_processes
-from tests.support.training_runs import command, rows, write_words
+from tests.support.training_runs import assert_same_run, command, rows, write_words
 from train_enwik8 import Run, load_checkpoint, main
 
 full = pytest.mark.full
@@ -152,6 +153,25 @@ def test_checkpoints_resume_in_another_layout(one: Path, text: Path, tmp_path: P
     assert_near(run, one)
 
 
+@full
+def test_context_ranks_resume(one: Path, text: Path, tmp_path: Path) -> None:
+    """With the same ranks bit for bit to the end of an uninterrupted run, with others up to rounding."""
+    whole, by_context, by_data, alone = (tmp_path / name for name in ('whole', 'context', 'data', 'alone'))
+    context = layout(1, 2, 1)
+    launch(2, tmp_path / 'first', command(text, tmp_path, '--name', 'whole', *context, **SETTINGS))
+    arguments = command(text, tmp_path, '--name', 'context', *context, **SETTINGS)
+    out = launch(2, tmp_path / 'second', arguments, 128 + signal.SIGTERM, partial(interrupt, step=3))
+    assert 'interrupted and saved at step 3' in out[0]
+    for copied in (by_data, alone):
+        shutil.copytree(by_context, copied)
+    launch(2, tmp_path / 'third', [*resume(by_context), *context])
+    launch(2, tmp_path / 'fourth', [*resume(by_data), *layout(2, 1, 1)])
+    assert main(resume(alone)) == 0
+    assert_same_run(by_context, whole)
+    for run in (by_context, by_data, alone):
+        assert_near(run, one)
+
+
 def call_each(folder: Path, cases: list[tuple[list[str], str]], ports: list[int]) -> None:
     for number, ((arguments, _), port) in enumerate(zip(cases, ports, strict=True)):
         os.environ['MASTER_PORT'] = str(port)
@@ -217,10 +237,11 @@ def test_a_full_disk_of_one_process_ends_all(rank: int, path: str, text: Path, t
 
 
 @full
-def test_sigkill_of_one_process_ends_all_and_loses_nothing(text: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize('parallelism', ['--dp', '--cp'])
+def test_sigkill_of_one_process_ends_all_and_loses_nothing(parallelism: str, text: Path, tmp_path: Path) -> None:
     """Under torchrun."""
     run, settings = tmp_path / 'run', {**SETTINGS, 'steps': 1000, 'log_every': 10, 'eval_every': 1000, 'save_every': 2}
-    arguments = command(text, tmp_path, '--name', 'run', **settings)
+    arguments = command(text, tmp_path, '--name', 'run', parallelism, '2', **settings)
     launcher = [sys.executable, '-m', 'torch.distributed.run', '--nproc-per-node', '2', train_enwik8.__file__]
     environment = {**os.environ, 'OMP_NUM_THREADS': '1'}
     pipes: dict[str, Any] = {'stdout': subprocess.DEVNULL, 'stderr': subprocess.PIPE, 'text': True}
