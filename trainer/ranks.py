@@ -54,6 +54,8 @@ class Ranks:
                 block.compile()
         if shards := tuple(name for name, ranks in (('data', self.dp), ('context', self.cp)) if ranks > 1):
             apply_fsdp(model, self.mesh[shards])
+            if self.tp > 1:
+                _make_one_group(self.mesh[shards[-1], 'tensor'])
 
     def holding(self, model: Transformer) -> contextlib.AbstractContextManager[None]:
         """Return a context in which the weights stay whole, for generation."""
@@ -158,6 +160,15 @@ def _join(options: argparse.Namespace, store: dist.Store, rank: int, world: int)
     kind = _choose_device(options)
     dist.init_process_group('gloo' if kind == 'cpu' else 'cpu:gloo,cuda:nccl', store=store, rank=rank, world_size=world)
     return Ranks(*layout, init_device_mesh(kind, layout, mesh_dim_names=('data', 'context', 'tensor')))
+
+
+def _make_one_group(mesh: DeviceMesh) -> None:
+    """Make one group of the ranks of both dimensions, over which PyTorch sums the norm of gradients in one step.
+
+    Without it PyTorch 2.14 sums over one dimension after the other, and warns. No public function makes it.
+    """
+    if flatten := getattr(mesh, '_flatten', None):
+        flatten()
 
 
 def _leave() -> None:
