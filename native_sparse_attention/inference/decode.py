@@ -18,7 +18,7 @@ from native_sparse_attention.inference.phi import Phi
 from native_sparse_attention.inference.rollback import Checkpoint, settle_peaks
 from native_sparse_attention.nn.rotary import angle_tables, rotate
 from native_sparse_attention.ops.decoding import api
-from native_sparse_attention.ops.decoding.step import MAX_SPLITS, Settings, Tokens, look_at
+from native_sparse_attention.ops.decoding.step import MAX_SPLITS, Mlps, Settings, Tokens, look_at
 from native_sparse_attention.ops.gated_sum.api import backend_of as sum_backend
 from native_sparse_attention.ops.rotary.api import backend_of as rotary_backend
 from native_sparse_attention.ops.rotary.api import check_layout
@@ -117,23 +117,26 @@ def nsa_decode(
     if mem_kv is not None:
         mem_k, mem_v = mem_kv
         memory = mem_k.to(cache.dtype).contiguous(), None if mem_v is None else mem_v.to(cache.dtype).contiguous()
+    by_kernels = softcap is None and sinks is None and sinks_cmp is None
+    by_launches = by_kernels and counts is None and not torch.compiler.is_compiling()
+    is_mean = phi.is_mean
+    mlps = phi.mlps(cache) if by_launches and not is_mean else None
     # The key of recorded launches: shape, strides, dtype and alignment of tensors, and the other arguments by value.
     given = (
         *(q, k, v, gates, *positions, freqs, *(memory or (None, None)), k_window, v_window),
         *(None if raw_k is k else raw_k, None if raw_v is v else raw_v, None if q_cmp is q else q_cmp),
+        *(() if mlps is None else mlps.tensors()),
     )
     values = (
         *(selection_block_size, num_selected, window_size, num_init, num_local, share_group, scale, num_splits),
-        *(tiles_of_program, interpolate_factor, rotary_layout, backend, merge_window, is_mean := phi.is_mean),
+        *(tiles_of_program, interpolate_factor, rotary_layout, backend, merge_window, is_mean, mlps and mlps.adds_mean),
     )
-    by_kernels = softcap is None and sinks is None and sinks_cmp is None
-    by_launches = by_kernels and counts is None and not torch.compiler.is_compiling()
     launches = cache.session.launches
     if by_launches and launches and transformed('triton') is None:
         looks, addresses = look_at(given, cache.storage()[:-1])
         recorded = launches.find((values, looks))
         if recorded is not None and cache.has_room(q.shape[1]) and not recorded.are_watched():
-            return _replay(q, v, cache, phi, is_mean, recorded, addresses)
+            return _replay(q, v, cache, phi, recorded, addresses)
     raw_k, raw_v, q_cmp = (b if a is None else a for a, b in ((raw_k, k), (raw_v, v), (q_cmp, q)))
     tokens = Tokens(q, k, v, raw_k, raw_v, k_window, v_window, q_cmp)
     check_backend(backend)
@@ -169,7 +172,8 @@ def nsa_decode(
         layer = (gates, cache, phi, freqs, interpolate_factor, memory)
         if by_ops:
             return _decode_by_ops(tokens, *layer, counts, settings, modifiers, backend).to(q.dtype)
-        out, recorded = _decode_by_kernels(tokens, *layer, settings, given)
+        mlps = mlps if q.dtype == cache.dtype else None
+        out, recorded = _decode_by_kernels(tokens, *layer, settings, mlps, given)
     if recorded.is_complete:
         looks, _ = look_at(given, cache.storage()[:-1])
         launches.record((values, looks), recorded)
@@ -185,23 +189,30 @@ def _decode_by_kernels(
     interpolate_factor: float,
     mem_kv: tuple[Tensor, Tensor | None] | None,
     settings: Settings,
+    mlps: Mlps | None,
     given: tuple[Tensor | None, ...],
 ) -> tuple[Tensor, LaunchCache]:
     """Run a step by the Triton kernels; return its output and its launches, for `_replay`.
 
-    given: the tensors that differ from step to step.
+    mlps: φ where the kernels compute it and it is no mean. given: the tensors that differ from step to step.
     """
     from native_sparse_attention.ops.decoding import triton
 
     q, storage, workspace, is_mean = tokens.q, cache.storage(), cache.session.workspace, phi.is_mean
-    if not is_mean:
+    calls_networks = not is_mean and mlps is None
+    if calls_networks:
         phi.check(cache, q)
     launches = triton.LaunchCache(given, storage[:-1], workspace)
     rotated, q_cmp, new_k, new_v = triton.append(
-        *(tokens, storage, phi.positions, freqs, interpolate_factor, settings, is_mean, workspace, launches)
+        *(tokens, storage, phi.positions, freqs, interpolate_factor, settings, is_mean, calls_networks),
+        *(workspace, launches),
     )
-    if not is_mean:
-        launches.blocks = [new_k, new_v]
+    if mlps is not None:
+        assert new_k is not None
+        blocks = (new_k, new_v)
+        new_k, new_v = triton.compress(blocks, mlps, storage, q.shape[1], settings, workspace, launches)
+    elif calls_networks:
+        launches.blocks = [None if b is None else b.transpose(1, 2) for b in (new_k, new_v)]
         new_k, new_v = _compress_blocks(phi, launches.blocks, cache, q)
         launches.give(new_k, new_v)
     out = triton.attend(*(rotated, q_cmp, new_k, new_v, gates, mem_kv, storage, settings, workspace, q.dtype, launches))
@@ -209,15 +220,13 @@ def _decode_by_kernels(
     return out, launches
 
 
-def _replay(
-    q: Tensor, v: Tensor, cache: LayerCache, phi: Phi, is_mean: bool, launches: LaunchCache, addresses: list[int]
-) -> Tensor:
+def _replay(q: Tensor, v: Tensor, cache: LayerCache, phi: Phi, launches: LaunchCache, addresses: list[int]) -> Tensor:
     """Replay the recorded launches of a step.
 
     addresses: data pointers of the arguments, whose shapes, strides and dtypes equal those of the recorded step.
     """
     out = q.new_empty(*q.shape[:3], v.shape[3])
-    if is_mean:
+    if not launches.blocks:
         launches.replay([*addresses, out.data_ptr()])
     else:
         phi.check(cache, q)

@@ -10,11 +10,12 @@ from einops import rearrange
 from torch import Tensor
 
 from native_sparse_attention.core.plain import is_plain
+from native_sparse_attention.core.projection import projection_dtype
 from native_sparse_attention.inference.cache import LayerCache
-from native_sparse_attention.nn.compress.apply import compress_blocks
+from native_sparse_attention.nn.compress.apply import compress_blocks, takes_overlapping
 from native_sparse_attention.nn.compress.check import check_network
-from native_sparse_attention.nn.compress.networks import MeanPool
-from native_sparse_attention.ops.decoding.step import ALIGNMENT
+from native_sparse_attention.nn.compress.networks import CompressMLP, GroupedMLP, MeanPool, MeanResidualMLP
+from native_sparse_attention.ops.decoding.step import ALIGNMENT, Mlp, Mlps
 
 
 class Phi(NamedTuple):
@@ -33,6 +34,25 @@ class Phi(NamedTuple):
         return (network_k is None or is_plain(network_k, MeanPool)) and (
             network_v is None or is_plain(network_v, MeanPool)
         )
+
+    def mlps(self, cache: LayerCache) -> Mlps | None:
+        """Return the weights of MLPs that the kernels compute themselves, or None where the networks must be called.
+
+        The kernels know two plain networks of one class (`CompressMLP`, `MeanResidualMLP`, `GroupedMLP`) whose weights
+        have the dtype of the cache, in a call as in memory.
+        """
+        network_k, network_v = self.networks
+        if cache.compress is None or projection_dtype(cache.k) != cache.dtype:
+            return None
+        mlp_k = _mlp(network_k, cache, cache.layout['head_dim'])
+        is_one = network_v is None or (network_v is network_k and cache.layout['head_dim'] == cache.layout['value_dim'])
+        mlp_v = mlp_k if is_one else _mlp(network_v, cache, cache.layout['value_dim'])
+        if mlp_k is None or mlp_v is None or mlp_k.num_weights != mlp_v.num_weights:
+            return None
+        adds_mean = isinstance(network_k, MeanResidualMLP)
+        if network_v is not None and isinstance(network_v, MeanResidualMLP) != adds_mean:
+            return None
+        return Mlps(mlp_k, None if network_v is None else mlp_v, adds_mean)
 
     def check(self, cache: LayerCache, q: Tensor) -> None:
         """Raise ValueError where the networks cannot compress the blocks that new tokens complete.
@@ -77,3 +97,21 @@ class Phi(NamedTuple):
 
     def _compress(self, index: int, blocks: Tensor) -> Tensor:
         return compress_blocks(self.networks[index], blocks, name=('keys', 'values')[index], value_dim=blocks.shape[-1])
+
+
+def _mlp(network: Any, cache: LayerCache, dim: int) -> Mlp | None:
+    """Return the weights of a plain MLP of blocks `[H, l, dim]` in the dtype of the cache, or None."""
+    if not isinstance(network, (CompressMLP, GroupedMLP)) or not takes_overlapping(network):
+        return None
+    assert cache.compress is not None
+    mlp = Mlp(*network.weights())
+    if any(weight.dtype != cache.dtype or weight.device != cache.device for weight in mlp):
+        return None
+    inputs, shapes = cache.compress[0] * dim, tuple(weight.shape for weight in mlp)
+    if isinstance(network, CompressMLP):
+        hidden = mlp.first_bias.numel()
+        return mlp if shapes == ((hidden, inputs), (hidden,), (dim, hidden), (dim,)) else None
+    heads = 1 if mlp.first_bias.shape[1:2] == (1,) else cache.layout['kv_heads']
+    hidden = mlp.first_bias.numel() // heads
+    expected = ((heads, inputs, hidden), (1, heads, 1, hidden), (heads, hidden, dim), (1, heads, 1, dim))
+    return mlp if shapes == expected else None

@@ -16,7 +16,7 @@ from native_sparse_attention import functional
 from native_sparse_attention.compress import ConvLinearCompress
 from native_sparse_attention.core.backend import BackendChoice
 from native_sparse_attention.inference import decode
-from native_sparse_attention.nn.compress.apply import _takes_overlapping
+from native_sparse_attention.nn.compress.apply import takes_overlapping
 from native_sparse_attention.transformer import Transformer
 from tests.support.processes import run_processes
 from tests.support.sharded_models import (
@@ -145,7 +145,7 @@ def train_with_networks() -> None:
             model = make_model(sparse={'compress_mlp': make(4, 8, 4)}, depth=1)
             divided = apply_tp(copy.deepcopy(model), line())
             networks: list[Any] = [each.blocks[0].attention.k_compress for each in (divided, model)]
-            assert [_takes_overlapping(network) for network in networks] == [name != 'attention pool'] * 2, name
+            assert [takes_overlapping(network) for network in networks] == [name != 'attention pool'] * 2, name
             assert_equal_training(divided, model, ids)
     with torch.device('meta'):
         for make in (NETWORKS['mean'], NETWORKS['mlp']):

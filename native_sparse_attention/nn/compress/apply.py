@@ -74,7 +74,7 @@ def compress_tokens(
     block_size = positions.shape[1]
     if total < block_size:
         return _nothing_compressed(network, tokens, positions).view(batch, 0, heads, value_dim)
-    if block_size % stride or not _takes_overlapping(network):
+    if block_size % stride or not takes_overlapping(network):
         blocks = _lay_out(tokens, block_size, stride, cu_seqlens) + positions[:, None].to(tokens.dtype)
         return compress_blocks(network, blocks, name=name, value_dim=value_dim)
     chunks, first_chunks = make_chunks([tokens], block_size, stride, cu_seqlens)
@@ -129,7 +129,7 @@ def _run_as_one(networks: tuple[nn.Module, nn.Module], tokens: Tensor) -> list[C
     """
     if type(networks[0]) is not type(networks[1]) or not is_autocast(tokens.device):
         return []
-    mlps = [n for n in networks if isinstance(n, (CompressMLP, GroupedMLP)) and _takes_overlapping(n)]
+    mlps = [n for n in networks if isinstance(n, (CompressMLP, GroupedMLP)) and takes_overlapping(n)]
     if len(mlps) < 2:
         return []
     kinds = [[(w.shape, w.dtype, w.device) for w in mlp.weights()] for mlp in mlps]
@@ -165,10 +165,9 @@ def _lay_out(tokens: Tensor, block_size: int, stride: int, cu_seqlens: Tensor | 
     return rearrange(tokens[:, token], 'b c l h d -> b h c l d')
 
 
-def _takes_overlapping(network: nn.Module) -> bool:
+def takes_overlapping(network: nn.Module) -> bool:
     """Return whether the network takes `OverlappingBlocks` and is plain.
 
-    Its first layer is then computed without a call of the module, which would skip hooks, parametrisations and
-    adapters.
+    Its layers are then computed without a call of the module, which would skip hooks, parametrisations and adapters.
     """
     return isinstance(network, _LINEAR_FIRST) and is_plain(network, *_KNOWN) and network.takes_overlapping()

@@ -76,6 +76,39 @@ class Settings(NamedTuple):
     tiles_of_program: int = 0
 
 
+class Mlp(NamedTuple):
+    """Weights of φ where it is an MLP of the flattened block with a ReLU, for keys or for values.
+
+    first: `[hidden, l * D]` and second: `[D, hidden]` with biases `[hidden]` and `[D]`, as in `nn.Linear`; or as in
+    `HeadLinear`, for each of H or 1 heads: `[H, l * D, hidden]` and `[H, hidden, D]` with biases `[1, H, 1, hidden]`
+    and `[1, H, 1, D]`. All have the dtype of the cache, and any strides.
+    """
+
+    first: Tensor
+    first_bias: Tensor
+    second: Tensor
+    second_bias: Tensor
+
+    @property
+    def num_weights(self) -> int:
+        """Heads with weights of their own; 1 if all heads share the weights."""
+        return 1 if self.first.dim() == 2 else len(self.first)
+
+
+class Mlps(NamedTuple):
+    """φ of keys and of values, of one form; v is None without compressed values. adds_mean: the block mean is added to
+    the output.
+    """
+
+    k: Mlp
+    v: Mlp | None
+    adds_mean: bool
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return all weights, those of one network for both once."""
+        return (*self.k, *(self.v or ())) if self.v is not self.k else tuple(self.k)
+
+
 def look_at(given: Sequence[Tensor | None], owned: Sequence[Tensor | None]) -> tuple[tuple[Any, ...], list[int]]:
     """Return the shapes, strides, dtypes, devices and alignments that launches depend on, and the addresses of `given`,
     0 for None.

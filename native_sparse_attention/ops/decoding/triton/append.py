@@ -55,6 +55,7 @@ def append_kernel(
     NUM_ANGLES: tl.constexpr,
     HALF: tl.constexpr,
     MEAN: tl.constexpr,
+    FILLS_BLOCKS: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_L: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -66,10 +67,10 @@ def append_kernel(
 
     Without freqs nothing is rotated. HALF: as in `pair_columns`. k_window, v_window: None if the window reads k and v.
     A ring is None if the cache holds the inputs of the compression. blocks_k, blocks_v: None without compressed keys or
-    values.
+    values. FILLS_BLOCKS: blocks that are not complete become 0; otherwise they are not written.
     """
-    if MEAN:
-        # Otherwise the next launch belongs to φ, which may begin early but does not wait.
+    if not FILLS_BLOCKS:
+        # Otherwise the next launch belongs to a network, which may begin early but does not wait.
         let_next_launch_begin(OVERLAPS)
     row = (tl.program_id(0) // step.kv_heads).to(tl.int64)
     head = (tl.program_id(0) % step.kv_heads).to(tl.int64)
@@ -97,9 +98,10 @@ def append_kernel(
                 _copy(k_window, cached_k_window, token, tokens_of_row, pages, angles_of_pairs, HEAD_DIM, BLOCK_D, HALF)
     elif tl.program_id(1) == 1:
         if blocks_k.ptr is not None:
+            tokens = (raw_k, ring_k, cached_k)
             blocks = (blocks_k, positions_k_ptr)
             _gather_blocks(
-                raw_k, ring_k, cached_k, blocks, tokens_of_row, pages, step, sizes, MEAN, HEAD_DIM, BLOCK_L, BLOCK_D
+                tokens, blocks, tokens_of_row, pages, step, sizes, MEAN, FILLS_BLOCKS, HEAD_DIM, BLOCK_L, BLOCK_D
             )
     else:
         for token in range(step.num_tokens):
@@ -107,9 +109,10 @@ def append_kernel(
             if v_window.ptr is not None:
                 _copy(v_window, cached_v_window, token, tokens_of_row, pages, None, VALUE_DIM, BLOCK_DV, NEIGHBOURS)
         if blocks_v.ptr is not None:
+            tokens = (raw_v, ring_v, cached_v)
             blocks = (blocks_v, positions_v_ptr)
             _gather_blocks(
-                raw_v, ring_v, cached_v, blocks, tokens_of_row, pages, step, sizes, MEAN, VALUE_DIM, BLOCK_L, BLOCK_DV
+                tokens, blocks, tokens_of_row, pages, step, sizes, MEAN, FILLS_BLOCKS, VALUE_DIM, BLOCK_L, BLOCK_DV
             )
 
 
@@ -131,28 +134,30 @@ def _copy(
 
 @triton.jit
 def _gather_blocks(
-    new,
-    ring,
-    cached,
+    tokens,
     blocks,
     tokens_of_row,
     pages,
     step: tl.constexpr,
     sizes: tl.constexpr,
     MEAN: tl.constexpr,
+    FILLS_BLOCKS: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK_L: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Store the blocks that the new tokens may complete (zeros for incomplete ones), then the new tokens in the ring.
+    """Store the blocks that the new tokens complete, then the new tokens in the ring. With FILLS_BLOCKS all blocks that
+    they may complete are stored, incomplete ones as zeros.
 
-    blocks: indexed by row, block, head and token.
+    tokens: new ones, the ring, and the cache. blocks: indexed by row, block, head and token; and positions.
     """
+    new, ring, cached = tokens
     blocks, positions_ptr = blocks
     row, head, old, length = tokens_of_row
     first = count_blocks(old, sizes.block_size, sizes.stride)
     num_complete = count_blocks(length, sizes.block_size, sizes.stride)
-    for index in range(step.num_new):
+    num_stored = step.num_new if FILLS_BLOCKS else num_complete - first
+    for index in tl.range(num_stored):
         total = tl.zeros([BLOCK_D], tl.float32)
         base = row * blocks.strides[0] + index * blocks.strides[1] + head * blocks.strides[2]
         for start in range(0, sizes.block_size, BLOCK_L):

@@ -32,7 +32,7 @@ class LaunchCache:
     Triton interprets the kernel.
 
     Attributes:
-        blocks: the compressed blocks that the first launch leaves for φ.
+        blocks: the compressed blocks that the first launch leaves for networks that are called; else empty.
     """
 
     are_watched = staticmethod(are_watched)

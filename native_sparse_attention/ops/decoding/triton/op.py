@@ -11,24 +11,28 @@ from torch import Tensor
 
 from native_sparse_attention.ops._triton.launch import head_block, row_block
 from native_sparse_attention.ops._triton.varlen import last_dim_contiguous
-from native_sparse_attention.ops.decoding.step import Settings, Storage, Tokens
+from native_sparse_attention.ops.decoding.step import Mlps, Settings, Storage, Tokens
 from native_sparse_attention.ops.decoding.triton.append import NUM_ROLES, append_kernel
 from native_sparse_attention.ops.decoding.triton.attend import TilesRead, attend_kernel, combine_kernel
 from native_sparse_attention.ops.decoding.triton.choose import Selection, choose_kernel
 from native_sparse_attention.ops.decoding.triton.compressed import ScratchSizes, compressed_kernel
 from native_sparse_attention.ops.decoding.triton.launch_cache import LaunchCache
+from native_sparse_attention.ops.decoding.triton.mlp import LinearSizes, linear_kernel
 from native_sparse_attention.ops.decoding.triton.settings import (
     adds_to_next_block,
     attend_variant,
     launch_options,
+    linear_tile,
     make_plan,
 )
-from native_sparse_attention.ops.decoding.triton.storage import BlockSizes, Pages, Step, ring_of, strided
+from native_sparse_attention.ops.decoding.triton.storage import BlockSizes, Pages, Step, Strided, ring_of, strided
 
 # Scratch buffers by name and shape.
 Workspace = dict[tuple[Any, ...], Tensor]
 # Bytes of a compressed block that a program gathers at a time.
 BLOCK_BYTES = 4096
+# Most rows whose new blocks a program counts at a time.
+ROWS_COUNTED = 128
 
 
 def append(
@@ -39,15 +43,18 @@ def append(
     factor: float,
     settings: Settings,
     is_mean: bool,
+    fills_blocks: bool,
     workspace: Workspace,
     launches: LaunchCache,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Store new tokens in the cache.
 
     Returns q, rotated by freqs, and q_cmp, both in the dtype of the cache, and the K = ceil(T / d) blocks of keys and
-    values that may be complete: `[B, H, K, l, D or DV]` with positions added, for φ; with is_mean their means `[B, K,
-    H, D or DV]`. Those of values, or both, are None where the cache has no compressed values or keys.
+    values that may be complete: `[B, K, H, l, D or DV]` with positions added; with is_mean their means `[B, K, H, D or
+    DV]`. Those of values, or both, are None where the cache has no compressed values or keys.
     positions: `[H, l, D]`, `[H, l, DV]`, or None likewise. freqs: float32 `[F]`, for angles position / factor * freqs.
+    fills_blocks: blocks that are not complete are 0, for networks that are called; otherwise they are undefined, and
+    `compress` must follow, or `attend` with is_mean.
     """
     q, k, v, raw_k, raw_v, k_window, v_window, q_cmp = last_dim_contiguous(*tokens)
     batch, num_tokens, heads, head_dim = q.shape
@@ -81,6 +88,7 @@ def append(
         NUM_ANGLES=0 if freqs is None else len(freqs),
         HALF=len(freqs) if freqs is not None and settings.is_half else 0,
         MEAN=is_mean,
+        FILLS_BLOCKS=fills_blocks,
         BLOCK_G=1 << (heads // kv_heads - 1).bit_length(),
         BLOCK_L=min(max(8, BLOCK_BYTES // row_bytes), 1 << (block_size - 1).bit_length()),
         BLOCK_D=head_block(head_dim),
@@ -88,8 +96,80 @@ def append(
         **launch_options('append', device),
         device=device,
     )
-    blocks = (b if b is None or is_mean else b.transpose(1, 2) for b in (blocks_k, blocks_v))
-    return rotated, q_cmp, *blocks  # type: ignore[return-value]
+    return rotated, q_cmp, blocks_k, blocks_v
+
+
+def compress(
+    blocks: tuple[Tensor, Tensor | None],
+    mlps: Mlps,
+    storage: Storage,
+    num_tokens: int,
+    settings: Settings,
+    workspace: Workspace,
+    launches: LaunchCache,
+) -> list[Tensor | None]:
+    """Return compressed keys and values `[B, K, H, D or DV]` of the complete ones of blocks `[B, K, H, l, D or DV]`,
+    after `append`; the others are undefined. Those of values are None without compressed values.
+    """
+    batch, num_new, kv_heads, block_size = blocks[0].shape[:4]
+    dtype, device = storage.k.dtype, storage.k.device
+    num_weights = mlps.k.num_weights
+    rows = batch * num_new * (kv_heads if num_weights == 1 else 1)
+    step = Step(num_tokens, num_new, kv_heads)
+    sizes = BlockSizes(block_size, settings.compress_stride, settings.selection_block_size)
+
+    def apply(name: str, x: Any, layers: Any, means: Any, relu: bool) -> list[Tensor | None]:
+        """Run a linear layer of keys and of values; x, means: blocks `[B, K, H, ...]`, or None likewise."""
+        parameters = [None if layer is None else _linear(*layer) for layer in layers]
+        made = [p for p in parameters if p is not None]
+        outs: list[Tensor | None] = [
+            None
+            if p is None
+            else _empty(workspace, name + kind, (batch, num_new, kv_heads, p[2].outputs), dtype, device)
+            for kind, p in zip(('_k', '_v'), parameters, strict=True)
+        ]
+        features, units = max(sizes.outputs for _, _, sizes in made), len(made) * num_weights
+        is_row_major = all(weight.strides[2] == 1 for weight, _, _ in made)
+        tile = linear_tile(device, dtype.itemsize, rows, features, units, is_row_major)
+        arguments = [
+            (strided(t), *((strided(None),) * 2 if p is None else p[:2]), strided(out), strided(mean))
+            for t, p, out, mean in zip(x, parameters, outs, means, strict=True)
+        ]
+        launches.launch(
+            linear_kernel,
+            (-(-features // tile.features) * -(-rows // tile.rows), units),
+            *(*arguments[0], *arguments[1], storage.lengths, batch, storage.capacity),
+            step=step,
+            sizes=sizes,
+            sizes_k=made[0][2],
+            sizes_v=made[-1][2],
+            OWN_WEIGHTS=num_weights > 1,
+            RELU=relu,
+            BLOCK_B=min(row_block(batch), ROWS_COUNTED),
+            BLOCK_F=tile.features,
+            BLOCK_I=tile.inputs,
+            BLOCK_R=tile.rows,
+            **launch_options('linear', device, tile.features * tile.rows) | {'num_stages': tile.num_stages},
+            device=device,
+        )
+        return outs
+
+    pair = (mlps.k, mlps.v)
+    hidden = apply('hidden', blocks, [m and m[:2] for m in pair], (None, None), relu=True)
+    means = blocks if mlps.adds_mean else (None, None)
+    return apply('compressed', hidden, [m and m[2:] for m in pair], means, relu=False)
+
+
+def _linear(weight: Tensor, bias: Tensor) -> tuple[Strided, Strided, LinearSizes]:
+    """Return weight and bias of a linear layer of `Mlp` with their strides by head, output and input, and its sizes."""
+    if weight.dim() == 2:
+        num_outputs, num_inputs = weight.shape
+        strides, of_bias = (0, *weight.stride()), (0, bias.stride(0))
+    else:
+        _, num_inputs, num_outputs = weight.shape
+        of_head, of_input, of_output = weight.stride()
+        strides, of_bias = (of_head, of_output, of_input), (bias.stride(1), bias.stride(3))
+    return Strided(weight, strides), Strided(bias, of_bias), LinearSizes(num_inputs, num_outputs)
 
 
 def attend(

@@ -15,6 +15,7 @@ from native_sparse_attention.ops.decoding.step import MAX_SPLITS
 # than MANY_TILES.
 LAUNCHES = {
     'append': (1, 1),
+    'linear': (4, 4),
     'compressed': (2, 3),
     'choose': (1, 1),
     'attend': (2, 3),
@@ -34,6 +35,11 @@ PROGRAMS, MORE_PROGRAMS, FEW_TILES_PROGRAMS = 3, 4, 5
 MULTIPROCESSORS = 64
 # Parts that a row may always have, and tiles that justify one more part, since parts must be combined.
 PARTS, TILES_OF_PART = 24, 8
+# Tiles of a linear layer of φ: the largest number of output features, and of complete blocks in half types and in
+# float32, whose products need additional registers; bytes of a row of weights for which tiles may have few features;
+# bytes per pipeline stage, and of all stages.
+LINEAR_FEATURES, LINEAR_ROWS, LINEAR_ROWS_FLOAT32 = 64, 128, 32
+LEAST_ROW, STAGE_BYTES, LINEAR_BYTES = 128, 24576, 98304
 # Selection blocks per program of the top-k, and candidates merged at a time.
 CHUNK = 64
 CANDIDATES = 512
@@ -130,6 +136,42 @@ def _tiles_of_program(num_tiles: int, multiprocessors: int, queries: int) -> int
         -(-num_tiles // max(1, programs * multiprocessors // queries)) for programs in (FEW_TILES_PROGRAMS, PROGRAMS)
     )
     return few if few <= FEW_TILES else several
+
+
+class LinearTile(NamedTuple):
+    """Tile of a linear layer of φ: output features, input features, and complete blocks (rows of the batch and heads
+    that share the weights).
+    """
+
+    features: int
+    inputs: int
+    rows: int
+    num_stages: int
+
+
+@cache
+def linear_tile(
+    device: torch.device, itemsize: int, rows: int, features: int, units: int, row_major: bool
+) -> LinearTile:
+    """rows: blocks that a step may complete. features: of the output. units: weights that differ, by head and for keys
+    and values. row_major: whether input features of a weight are neighbours in memory, as in `nn.Linear`.
+
+    There are as many programs as the device has multiprocessors, if the layer has enough of both.
+    """
+    block_r = min(row_block(rows), LINEAR_ROWS if itemsize == 2 else LINEAR_ROWS_FLOAT32)
+    block_f = 2 * LINEAR_FEATURES if block_r == LINEAR_ROWS else LINEAR_FEATURES
+    least = 16 if row_major else LEAST_ROW // itemsize
+    while 2 * units * -(-features // block_f) * -(-rows // block_r) <= _multiprocessors(device):
+        if block_f > least and (block_f >= block_r or block_r == 16):
+            block_f //= 2
+        elif block_r > 16:
+            block_r //= 2
+        else:
+            break
+    row_bytes = (block_f + block_r) * itemsize
+    # On Hopper, Triton 3.6 computes wrong products for operands with shorter rows in shared memory (`head_block`).
+    block_i = max(LEAST_ROW // itemsize, 1 << (STAGE_BYTES // row_bytes).bit_length() - 1)
+    return LinearTile(block_f, block_i, block_r, min(8, LINEAR_BYTES // (block_i * row_bytes)))
 
 
 def attend_variant(of_program: int) -> str:
