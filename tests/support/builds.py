@@ -31,7 +31,7 @@ from triton.runtime.jit import JITFunction
 from native_sparse_attention.core.geometry import Sequences
 from native_sparse_attention.inference.cache import LayerCache
 from native_sparse_attention.inference.decode import nsa_decode
-from native_sparse_attention.nn.compress import MeanPool, SingleProjection
+from native_sparse_attention.nn.compress import CompressMLP, GroupedMLP, MeanPool, MeanResidualMLP, SingleProjection
 from native_sparse_attention.ops import (
     chosen_scores,
     compressed_attention,
@@ -237,11 +237,22 @@ def build_rotary(dtype: torch.dtype, head_dim: int) -> None:
 
 @torch.no_grad()
 def build_decoding(dtype: torch.dtype, head_dim: int) -> None:
-    for num_tokens, is_mean, num_gates in ((1, True, 3), (5, False, 3), (1, True, 1), (5, False, 0)):
+    mean, linear = MeanPool(), SingleProjection(head_dim, BLOCK).to(dtype)
+    mlp, mean_and_mlp = (make(head_dim, BLOCK).to(dtype) for make in (CompressMLP, MeanResidualMLP))
+    grouped = GroupedMLP(head_dim, BLOCK, 2).to(dtype)
+    cases = (
+        (1, mean, 3),
+        (5, linear, 3),
+        (1, mean, 1),
+        (5, linear, 0),
+        (1, mlp, 3),
+        (1, mean_and_mlp, 0),
+        (1, grouped, 3),
+    )
+    for num_tokens, network, num_gates in cases:
         q, k, v = (t[:, :num_tokens] for t in make(dtype, head_dim, group=16))
         sizes: dict[str, Any] = {'kv_heads': 2, 'head_dim': head_dim, 'value_dim': head_dim, 'dtype': dtype}
         cache = LayerCache(1, 4 * SEQLEN, compress=(BLOCK, STRIDE), has_raw_k=True, has_v_cmp=num_gates > 0, **sizes)
-        network = MeanPool() if is_mean else SingleProjection(head_dim, BLOCK).to(dtype)
         positions, memory = (torch.zeros(2, length, head_dim, dtype=dtype) for length in (BLOCK, 1))
         gates = torch.zeros(1, num_tokens, 32, num_gates) if num_gates else None
         nsa_decode(
@@ -250,7 +261,7 @@ def build_decoding(dtype: torch.dtype, head_dim: int) -> None:
             networks=(network, network if num_gates else None),
             positions=(positions, positions if num_gates else None),
             freqs=torch.zeros(head_dim // 2),
-            mem_kv=(memory, memory) if is_mean else None,
+            mem_kv=None if network is linear else (memory, memory),
             selection_block_size=SELECTION_BLOCK,
             num_selected=16,
             window_size=100,

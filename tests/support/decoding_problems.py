@@ -16,7 +16,8 @@ All of it takes a device, and dtypes of `Case.dtype`; nothing here asks for the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +28,7 @@ from native_sparse_attention.core.geometry import num_compressed_blocks
 from native_sparse_attention.inference.cache import PAIRS, TOKENS, LayerCache
 from native_sparse_attention.inference.decode import nsa_decode
 from native_sparse_attention.inference.paged_cache import PagedLayerCache
-from native_sparse_attention.nn.compress import MeanPool
+from native_sparse_attention.nn.compress import CompressMLP, GroupedMLP, MeanPool, MeanResidualMLP
 from native_sparse_attention.testing import assert_matches
 from tests.support.harness import fence, same_bits
 from tests.support.problems import Heads
@@ -57,16 +58,25 @@ class LastWeighsMost(nn.Module):
         return (blocks * (weights / weights.sum())[:, None]).sum(-2)
 
 
+# MLPs by name, from head size, block size, KV heads. The numbers of hidden features fill no tile.
+MLPS: dict[str, Callable[[int, int, int], nn.Module]] = {
+    'mlp': lambda dim, block_size, heads: CompressMLP(dim, block_size, 1.1),
+    'mean and mlp': lambda dim, block_size, heads: MeanResidualMLP(dim, block_size, 0.6),
+    'mlp of each head': lambda dim, block_size, heads: GroupedMLP(dim, block_size, heads, 0.7),
+    'mlp of one head': lambda dim, block_size, heads: GroupedMLP(dim, block_size, 1, 0.7),
+}
+
+
 @dataclass(frozen=True)
 class Case:
     """A layer and the sizes of its cache.
 
     blocks: l, d, l'. num_angles: pairs of features that rotary turns, 0 for no rotary embedding, None for all. is_half:
-    pairs are i and i + num_angles. network: 'mean', 'linear' or 'own'. independent: k_window, v_window, raw_k and raw_v
-    of their own. rotated: q_cmp and raw_k beside q and k, which the caller has rotated. merged: one softmax of chosen
-    blocks and window, 'gate' beside a compressed output, 'scores' without one, 'window' without compressed keys. pairs:
-    M. page_size: None for a contiguous cache; pages of a paged one lie scattered in pools that have `spare_pages` more
-    than rows need.
+    pairs are i and i + num_angles. network: 'mean', 'linear', 'own' or a name of MLPS. independent: k_window, v_window,
+    raw_k and raw_v of their own. rotated: q_cmp and raw_k beside q and k, which the caller has rotated. merged: one
+    softmax of chosen blocks and window, 'gate' beside a compressed output, 'scores' without one, 'window' without
+    compressed keys. pairs: M. page_size: None for a contiguous cache; pages of a paged one lie scattered in pools that
+    have `spare_pages` more than rows need.
     """
 
     heads: Heads = HEADS
@@ -109,12 +119,10 @@ def make_layer(case: Case, device: torch.device) -> dict[str, Any]:
         made = (fence(torch.randn(heads.kv_heads, count, dim).to(device, case.dtype)) for dim in dims)
         return tuple(t if exists else None for t, exists in zip(made, case.compresses, strict=True))
 
-    make = {'mean': lambda dim: MeanPool(), 'linear': lambda dim: Linear(block_size, dim)}
-    networks = (make.get(case.network, lambda dim: LastWeighsMost())(dim) for dim in dims)
     return {
         'networks': tuple(
-            network.to(device, case.dtype).requires_grad_(False) if exists else None
-            for network, exists in zip(networks, case.compresses, strict=True)
+            make_network(case, dim).to(device, case.dtype).requires_grad_(False) if exists else None
+            for dim, exists in zip(dims, case.compresses, strict=True)
         ),
         'positions': pair(block_size),
         'freqs': fence(torch.rand(case.angles, device=device)) if case.angles else None,
@@ -129,6 +137,21 @@ def make_layer(case: Case, device: torch.device) -> dict[str, Any]:
         'num_local': case.num_local,
         'share_group': case.share_group,
     }
+
+
+def make_network(case: Case, dim: int) -> nn.Module:
+    if case.network == 'mean':
+        return MeanPool()
+    if case.network == 'linear':
+        return Linear(case.blocks[0], dim)
+    if case.network not in MLPS:
+        return LastWeighsMost()
+    network = MLPS[case.network](dim, case.blocks[0], case.heads.kv_heads)
+    for parameter in network.parameters():
+        if not parameter.any():
+            nn.init.uniform_(parameter, -0.3, 0.3)
+        parameter.data = fence(parameter.data)
+    return network
 
 
 def make_tokens(case: Case, batch: int, num_tokens: int, device: torch.device) -> dict[str, Any]:
@@ -271,10 +294,8 @@ def in_double(value: Any) -> Any:
         return {name: t if name == 'freqs' else in_double(t) for name, t in value.items()}
     if isinstance(value, tuple):
         return tuple(in_double(item) for item in value)
-    if isinstance(value, Linear):
-        double = Linear(1, 1).double().requires_grad_(False)
-        double.weight = nn.Parameter(value.weight.double(), requires_grad=False)
-        return double
+    if isinstance(value, nn.Module):
+        return deepcopy(value).double()
     return value.double() if isinstance(value, Tensor) else value
 
 
