@@ -17,7 +17,7 @@ from native_sparse_attention import SparseAttention
 from native_sparse_attention.core.geometry import num_compressed_blocks
 from native_sparse_attention.inference.cache import PAIRS, TOKENS, LayerCache
 from native_sparse_attention.nn import attention
-from native_sparse_attention.nn.compress import MeanPool
+from native_sparse_attention.nn.compress import CompressMLP, MeanPool
 from native_sparse_attention.nn.transformer import Transformer
 from native_sparse_attention.ops import select_blocks
 from native_sparse_attention.testing import assert_matches
@@ -45,7 +45,7 @@ COUNT = 24
 MIXED = Shape(lengths=(0, 31, 63, 1000, 127), capacity=1500)
 # Steps that reach some of those borders in every row.
 STEPS = 24
-PHI = pytest.mark.parametrize('learned', [False, True], ids=['mean', 'learned'])
+PHI = pytest.mark.parametrize('phi', [{}, {'learned': True}, {'mlp': CompressMLP}], ids=['mean', 'learned', 'mlp'])
 NUM_TOKENS = pytest.mark.parametrize('num_tokens', [1, 4])
 
 
@@ -249,11 +249,11 @@ SMALL_CHUNKS = pytest.mark.parametrize('chunks', ['', 'small chunks'], indirect=
 @pytest.mark.parametrize('page_size', [None, 128])
 @NUM_TOKENS
 @pytest.mark.usefixtures('chunks')
-def test_a_replay_is_a_step(num_tokens: int, page_size: int | None, learned: bool, device: torch.device):
+def test_a_replay_is_a_step(num_tokens: int, page_size: int | None, phi: dict[str, Any], device: torch.device):
     """A graph that is captured with short rows, at later lengths of every row, through borders of blocks and windows;
     its pages move between replays.
     """
-    shape = replace(MIXED, lengths=(3, 0, 40), num_tokens=num_tokens, page_size=page_size, learned=learned)
+    shape = replace(MIXED, lengths=(3, 0, 40), num_tokens=num_tokens, page_size=page_size, **phi)
     decoder = Decoder(shape, device)
     caches = decoder.cache(), decoder.cache()
     replayed = Replayed(decoder, caches[0])
@@ -287,7 +287,7 @@ def test_launches_that_begin_early(
 ):
     """The bits of those that wait for the one before to end, whoever is the last to leave something."""
     sizes = (*MIXED.sizes[:3], num_selected, MIXED.sizes[4])
-    decoder = Decoder(replace(MIXED, sizes=sizes, learned=learned, lengths=(1000, 63, 0), capacity=1400), device)
+    decoder = Decoder(replace(MIXED, sizes=sizes, **phi, lengths=(1000, 63, 0), capacity=1400), device)
     caches = decoder.cache(), decoder.cache()
     for step in range(300):
         tokens = decoder.tokens(step % 16)
@@ -350,9 +350,9 @@ def test_a_replay_past_the_capacity_drops_the_write(page_size: int | None, num_t
 
 @PHI
 @NUM_TOKENS
-def test_a_step_neither_waits_nor_allocates(num_tokens: int, learned: bool, device: torch.device):
+def test_a_step_neither_waits_nor_allocates(num_tokens: int, phi: dict[str, Any], device: torch.device):
     """Without a graph too: after the first step there is one allocation, the output, besides those of φ."""
-    decoder = Decoder(replace(MIXED, num_tokens=num_tokens, learned=learned), device)
+    decoder = Decoder(replace(MIXED, num_tokens=num_tokens, **phi), device)
     cache, tokens = decoder.cache(), [decoder.tokens(step) for step in range(5)]
     decoder.step(cache, tokens[0])
     blocks = [
@@ -360,13 +360,13 @@ def test_a_step_neither_waits_nor_allocates(num_tokens: int, learned: bool, devi
         for key in cache.session.workspace
         if key[0] in ('blocks_k', 'blocks_v')
     ]
-    phi = decoder.phi(cache.dtype)
+    networks = decoder.phi(cache.dtype)
     for new in tokens[1:]:
         in_phi = 0
-        if learned:
+        if 'learned' in phi:
             with torch.no_grad():
                 before = torch.cuda.memory_stats(device)['allocation.all.allocated']
-                phi.aligned(blocks, cache.dtype)
+                networks.aligned(blocks, cache.dtype)
                 in_phi = torch.cuda.memory_stats(device)['allocation.all.allocated'] - before
         torch.cuda.synchronize()
         held = torch.cuda.memory_allocated(device)
@@ -403,9 +403,9 @@ def test_unused_memory_changes_nothing(num_tokens: int, page_size: int | None, d
 
 @NUM_TOKENS
 @PHI
-def test_cropped_tokens_leave_nothing_behind(learned: bool, num_tokens: int, device: torch.device):
+def test_cropped_tokens_leave_nothing_behind(phi: dict[str, Any], num_tokens: int, device: torch.device):
     """Decoding again after `crop` gives the bits of never having gone further."""
-    shape = replace(MIXED, num_tokens=num_tokens, learned=learned, has_window=True)
+    shape = replace(MIXED, num_tokens=num_tokens, **phi, has_window=True)
     decoder = Decoder(shape, device)
     straight, cropped = decoder.cache(), decoder.cache()
     further = shape.max_rollback // num_tokens

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from native_sparse_attention import SparseAttention
 from native_sparse_attention.inference.cache import LayerCache
+from native_sparse_attention.nn.compress import CompressMLP, GroupedMLP
 from tests.support.gpu_decoding_problems import Decoder, Shape, poison_workspace, state_of
 
 harness = pytest.importorskip('tests.support.harness', reason='triton is not installed')
@@ -33,6 +34,8 @@ SHAPES = {
     'paged': replace(SHAPE, page_size=128, num_mem=3),
     'window of its own': replace(SHAPE, has_window=True, page_size=64, learned=True),
     'of each head': replace(SHAPE, share_group=False, dtype=torch.float32, head_dim=96, value_dim=80),
+    'mlp': replace(SHAPE, mlp=CompressMLP),
+    'mlp of each head': replace(SHAPE, mlp=GroupedMLP, page_size=128),
     'many rows': replace(SHAPE, lengths=tuple(range(0, 1400, 7)), group=16),
     'nothing chosen': replace(SHAPE, sizes=(32, 16, 64, 0, 128)),
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,12 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from native_sparse_attention import SparseAttention
-from native_sparse_attention.inference.phi import Phi
 from native_sparse_attention.nn.compress import CompressMLP, GroupedMLP, MeanPool, MeanResidualMLP
 from native_sparse_attention.ops._triton.support import is_interpreted
-from native_sparse_attention.ops.decoding.step import Mlps
-from native_sparse_attention.ops.decoding.triton import LaunchCache, compress, launch_cache, mlp, op, settings
-from native_sparse_attention.testing import assert_matches
+from native_sparse_attention.ops.decoding.triton import launch_cache, mlp, op, settings
 from tests.support.decoding_problems import (
     MLPS,
     Case,
@@ -29,6 +25,7 @@ from tests.support.decoding_problems import (
     make_tokens,
 )
 from tests.support.harness import fence, same_bits
+from tests.support.mlp_problems import check_compress, make_mlps, weights_of
 from tests.support.problems import Heads
 
 ONE_HEAD, TWO_HEADS = Heads(2, 1, 16, 16), Heads(2, 2, 16, 24)
@@ -69,13 +66,13 @@ def test_weights_are_read_only_for_complete_blocks(
     case = Case(network='mlp', heads=ONE_HEAD)
     layer, cache = make_layer(case, device), make_cache(case, lengths, device)
     tokens, columns = make_tokens(case, 3, 1, device), []
-    apply = mlp._apply
+    multiply = mlp._multiply
 
-    def record(layer: Any, unit: Any, features: Any, of_tile: Any, *sizes: Any) -> None:
+    def record(layer: Any, unit: Any, features: Any, of_tile: Any, *sizes: Any) -> Any:
         columns.append(int(of_tile[3].handle.data.sum()))
-        apply(layer, unit, features, of_tile, *sizes)
+        return multiply(layer, unit, features, of_tile, *sizes)
 
-    monkeypatch.setattr(mlp, '_apply', record)
+    monkeypatch.setattr(mlp, '_multiply', record)
     check_step(case, cache, copy_cache(cache), tokens, layer)
     assert set(columns) == ({complete} if complete else set())
 
@@ -166,37 +163,10 @@ def test_steps_equal_the_whole_forward(device: torch.device, launched: list[str]
     assert launched.count('linear_kernel') == 12
 
 
-def run_compress(
-    networks: tuple[nn.Module, nn.Module], blocks: tuple[Tensor, Tensor], lengths: list[int], num_tokens: int
-) -> list[Tensor | None]:
-    """Run the launches for rows of so many tokens before the step. blocks: `[B, K, H, l, D or DV]`; d is l / 2."""
-    storage: Any = SimpleNamespace(k=blocks[0], lengths=fence(torch.tensor(lengths, dtype=torch.int32)), capacity=2**20)
-    storage.lengths = storage.lengths.to(blocks[0].device)
-    block_size = blocks[0].shape[3]
-    sizes: Any = SimpleNamespace(compress_stride=block_size // 2, selection_block_size=block_size)
-    mlps = weights_of(networks, blocks)
-    assert mlps is not None
-    return compress(blocks, mlps, storage, num_tokens, sizes, {}, LaunchCache((), (), {}))
-
-
-def weights_of(networks: tuple[nn.Module, nn.Module], blocks: tuple[Tensor, Tensor]) -> Mlps | None:
-    heads, block_size, dim = blocks[0].shape[2:]
-    layout = {'kv_heads': heads, 'head_dim': dim, 'value_dim': blocks[1].shape[4]}
-    like = {'k': blocks[0], 'dtype': blocks[0].dtype, 'device': blocks[0].device}
-    cache: Any = SimpleNamespace(compress=(block_size, block_size // 2), layout=layout, **like)
-    return Phi(networks, (None, None)).mlps(cache)
-
-
-def of_networks(networks: tuple[nn.Module, nn.Module], blocks: tuple[Tensor, Tensor]) -> list[Tensor]:
-    """Return what the networks give, `[B, K, H, D or DV]`."""
-    pairs = zip(networks, blocks, strict=True)
-    return [network(b.transpose(1, 2)).transpose(1, 2) for network, b in pairs]
-
-
 SIZES = [(64, 32, 0.2), (24, 12, 1.7), (96, 40, 0.03)]
 
 
-@pytest.mark.parametrize('dtype', [torch.float32, torch.float16])
+@pytest.mark.parametrize('dtype', [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize('make', [CompressMLP, MeanResidualMLP, GroupedMLP])
 @pytest.mark.parametrize('sizes', SIZES, ids=repr)
 @torch.no_grad()
@@ -205,28 +175,13 @@ def test_rules(
 ) -> None:
     """By the error rules; layers of several tiles, whose last ones are not full, and rows that hold NaN or infinity."""
     dim, block_size, expand = sizes
-    heads = (2,) if make is GroupedMLP else ()
-    networks = tuple(make(d, block_size, *heads, expand).to(device, dtype) for d in (dim, dim + 8))
-    for parameter in (p for network in networks for p in network.parameters()):
-        if not parameter.any():
-            parameter.uniform_(-0.1, 0.1)
+    networks = make_mlps(make, (dim, dim + 8), block_size, 2, expand, dtype, device)
     lengths, num_tokens = [block_size - 1, 0, 2 * block_size - 1, 1, 3 * block_size - 2], block_size // 2 + 1
     blocks = tuple(fence(torch.randn(5, 2, 2, block_size, d).to(device, dtype)) for d in (dim, dim + 8))
     for b, spoiled in zip(blocks, (torch.nan, torch.inf), strict=True):
         b[2, 0, 0, 1, 3] = spoiled
         b[1], b[3] = torch.nan, torch.inf  # in blocks that are not complete
-    found = run_compress(networks, blocks, lengths, num_tokens)
-    stride, complete = block_size // 2, torch.zeros(5, 2, dtype=torch.bool)
-    for row, length in enumerate(lengths):
-        before, after = (max(0, (n - block_size) // stride + 1) for n in (length, length + num_tokens))
-        complete[row, : after - before] = True
-    assert complete.tolist() == [[True, True], [False, False], [True, True], [False, False], [True, False]]
-    same_dtype = of_networks(networks, blocks)
-    gold = of_networks(tuple(n.double() for n in networks), tuple(b.double() for b in blocks))
-    for name, result, exact, eager in zip('kv', found, gold, same_dtype, strict=True):
-        assert result is not None
-        assert_matches(result[complete], exact[complete], eager[complete], name=name)
-        assert result[complete].isfinite().all(-1).tolist() == exact[complete].isfinite().all(-1).tolist()
+    check_compress(networks, blocks, lengths, num_tokens, [2, 0, 2, 0, 1])
 
 
 class Derived(CompressMLP):

@@ -261,7 +261,7 @@ def build_decoding(dtype: torch.dtype, head_dim: int) -> None:
             networks=(network, network if num_gates else None),
             positions=(positions, positions if num_gates else None),
             freqs=torch.zeros(head_dim // 2),
-            mem_kv=None if network is linear else (memory, memory),
+            mem_kv=None if network is linear else (memory, memory if num_gates else None),
             selection_block_size=SELECTION_BLOCK,
             num_selected=16,
             window_size=100,

@@ -20,7 +20,7 @@ from native_sparse_attention.inference.cache import PAIRS, TOKENS, LayerCache
 from native_sparse_attention.inference.decode import nsa_decode
 from native_sparse_attention.inference.paged_cache import PagedLayerCache, make_cache
 from native_sparse_attention.inference.phi import Phi
-from native_sparse_attention.nn.compress import CompressMLP, MeanPool
+from native_sparse_attention.nn.compress import CompressMLP, GroupedMLP, MeanPool
 from native_sparse_attention.ops import chosen_scores, compressed_attention, select_blocks
 from native_sparse_attention.testing import assert_matches
 from tests.support.gpu_problems import DTYPES
@@ -40,8 +40,9 @@ SPARE_PAGES = 4
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a cache, whose rows have `lengths` tokens, and of the steps on it. sizes: l, d, l', n, W. has_window: branches
-    have keys and values of their own. merged: one softmax for selected blocks and window, 'gate' beside a compressed
+    """Of a cache, whose rows have `lengths` tokens, and of the steps on it. sizes: l, d, l', n, W. learned: φ is a network
+    that is called. mlp: class of φ whose layers the kernels compute. has_window: branches have keys and values of
+    their own. merged: one softmax for selected blocks and window, 'gate' beside a compressed
     output, 'scores' without one.
     """
 
@@ -55,6 +56,7 @@ class Shape:
     sizes: tuple[int, int, int, int, int] = SIZES[0]
     dtype: torch.dtype = torch.bfloat16
     learned: bool = False
+    mlp: type[nn.Module] | None = None
     page_size: int | None = None
     rotary: bool = True
     num_mem: int = 1
@@ -129,7 +131,7 @@ class Decoder:
         dims = shape.head_dim, shape.value_dim
         torch.manual_seed(seed)
         with device:
-            networks = [InOnePiece(CompressMLP(dim, block_size)) if shape.learned else MeanPool() for dim in dims]
+            networks = [self._network(dim) for dim in dims]
         of_branch = 1 if shape.merged == 'scores' else 2
         self.networks = [network.to(device, shape.dtype) for network in networks[:of_branch]]
         self._phi: dict[torch.dtype, Phi] = {}
@@ -144,6 +146,16 @@ class Decoder:
         names += [name for name in ('raw_k', 'raw_v') if shape.layout[f'has_{name}']]
         slots = dict.fromkeys(TOKENS, shape.capacity) | dict.fromkeys(PAIRS, blocks) | {'raw_k': ring, 'raw_v': ring}
         self.contents = {name: self._normal(batch, slots[name], shape.kv_heads, dims[name in VALUES]) for name in names}
+
+    def _network(self, dim: int) -> nn.Module:
+        shape, block_size = self.shape, self.shape.sizes[0]
+        if shape.mlp is None:
+            return InOnePiece(CompressMLP(dim, block_size)) if shape.learned else MeanPool()
+        network = shape.mlp(dim, block_size, *((shape.kv_heads,) if shape.mlp is GroupedMLP else ()))
+        for parameter in network.parameters():
+            if not parameter.any():
+                nn.init.uniform_(parameter, -0.1, 0.1)
+        return network
 
     def _normal(self, *shape: int) -> Tensor:
         return torch.randn(shape, dtype=self.shape.dtype, device=self.device, generator=self.generator)

@@ -98,10 +98,18 @@ def append_kernel(
                 _copy(k_window, cached_k_window, token, tokens_of_row, pages, angles_of_pairs, HEAD_DIM, BLOCK_D, HALF)
     elif tl.program_id(1) == 1:
         if blocks_k.ptr is not None:
-            tokens = (raw_k, ring_k, cached_k)
-            blocks = (blocks_k, positions_k_ptr)
             _gather_blocks(
-                tokens, blocks, tokens_of_row, pages, step, sizes, MEAN, FILLS_BLOCKS, HEAD_DIM, BLOCK_L, BLOCK_D
+                (raw_k, ring_k, cached_k),
+                (blocks_k, positions_k_ptr),
+                tokens_of_row,
+                pages,
+                step,
+                sizes,
+                MEAN,
+                FILLS_BLOCKS,
+                HEAD_DIM,
+                BLOCK_L,
+                BLOCK_D,
             )
     else:
         for token in range(step.num_tokens):
@@ -109,10 +117,18 @@ def append_kernel(
             if v_window.ptr is not None:
                 _copy(v_window, cached_v_window, token, tokens_of_row, pages, None, VALUE_DIM, BLOCK_DV, NEIGHBOURS)
         if blocks_v.ptr is not None:
-            tokens = (raw_v, ring_v, cached_v)
-            blocks = (blocks_v, positions_v_ptr)
             _gather_blocks(
-                tokens, blocks, tokens_of_row, pages, step, sizes, MEAN, FILLS_BLOCKS, VALUE_DIM, BLOCK_L, BLOCK_DV
+                (raw_v, ring_v, cached_v),
+                (blocks_v, positions_v_ptr),
+                tokens_of_row,
+                pages,
+                step,
+                sizes,
+                MEAN,
+                FILLS_BLOCKS,
+                VALUE_DIM,
+                BLOCK_L,
+                BLOCK_DV,
             )
 
 
@@ -134,7 +150,7 @@ def _copy(
 
 @triton.jit
 def _gather_blocks(
-    tokens,
+    sources,
     blocks,
     tokens_of_row,
     pages,
@@ -149,9 +165,9 @@ def _gather_blocks(
     """Store the blocks that the new tokens complete, then the new tokens in the ring. With FILLS_BLOCKS all blocks that
     they may complete are stored, incomplete ones as zeros.
 
-    tokens: new ones, the ring, and the cache. blocks: indexed by row, block, head and token; and positions.
+    sources: new tokens, the ring, and the cache. blocks: indexed by row, block, head and token; and positions.
     """
-    new, ring, cached = tokens
+    new, ring, cached = sources
     blocks, positions_ptr = blocks
     row, head, old, length = tokens_of_row
     first = count_blocks(old, sizes.block_size, sizes.stride)

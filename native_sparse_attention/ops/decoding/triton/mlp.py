@@ -64,83 +64,90 @@ def linear_kernel(
 
     x, out: `[B, K, H, inputs]` and `[B, K, H, outputs]`, last dimension contiguous; entries of blocks that are not
     complete are neither read nor written. weight: strides by head, output and input; bias: by head and output. blocks:
-    `[B, K, H, l, outputs]`, whose mean over l is added to the output, or None. Tensors of values: None without
-    compressed values.
+    `[B, K, H, l, outputs]`, whose mean over l is added to the output, or None. Without compressed values, tensors of
+    values are those of keys, and have no programs.
     """
     let_next_launch_begin(OVERLAPS)
     NUM_UNITS: tl.constexpr = step.kv_heads if OWN_WEIGHTS else 1
     HEADS: tl.constexpr = 1 if OWN_WEIGHTS else step.kv_heads
     row_tiles = tl.cdiv(batch * step.num_new * HEADS, BLOCK_R)
-    complete = _count_complete(lengths_ptr, batch, capacity, step, sizes, BLOCK_B)
-    first_rank = tl.program_id(0) % row_tiles * BLOCK_R
+    complete = _count_complete(lengths_ptr, batch, capacity, step, sizes, BLOCK_B) * HEADS
+    ranks = tl.program_id(0) % row_tiles * BLOCK_R + tl.arange(0, BLOCK_R)
+    features = tl.program_id(0) // row_tiles * BLOCK_F + tl.arange(0, BLOCK_F)
     wait_for_launch_before(OVERLAPS)
-    if first_rank < complete * HEADS:
-        ranks = first_rank + tl.arange(0, BLOCK_R)
-        exists = ranks < complete * HEADS
+    if tl.program_id(0) % row_tiles * BLOCK_R < complete:
         row, index = _find_blocks(ranks // HEADS, lengths_ptr, batch, capacity, step, sizes, BLOCK_B)
         unit = (tl.program_id(1) % NUM_UNITS).to(tl.int64)
-        columns = (row.to(tl.int64), index.to(tl.int64), unit + ranks % HEADS, exists)
-        features = tl.program_id(0) // row_tiles * BLOCK_F + tl.arange(0, BLOCK_F)
-        if tl.program_id(1) < NUM_UNITS:
-            layer_k = (x_k, weight_k, bias_k, out_k, blocks_k)
-            _apply(layer_k, unit, features, columns, sizes_k, sizes.block_size, RELU, BLOCK_I)
-        elif x_v.ptr is not None:
-            layer_v = (x_v, weight_v, bias_v, out_v, blocks_v)
-            _apply(layer_v, unit, features, columns, sizes_v, sizes.block_size, RELU, BLOCK_I)
+        columns = (row.to(tl.int64), index.to(tl.int64), unit + ranks % HEADS, ranks < complete)
+        # Two branches would need twice the shared memory.
+        is_v = tl.program_id(1) >= NUM_UNITS
+        layer = (
+            _pick(is_v, x_k, x_v),
+            _pick(is_v, weight_k, weight_v),
+            _pick(is_v, bias_k, bias_v),
+            tl.where(is_v, sizes_v.inputs, sizes_k.inputs),
+            tl.where(is_v, sizes_v.outputs, sizes_k.outputs),
+        )
+        total = _multiply(layer, unit, features, columns, RELU, BLOCK_I)
+        mask = (features < layer[4])[:, None] & columns[3][None, :]
+        if blocks_k.ptr is not None:
+            total += _mean(_pick(is_v, blocks_k, blocks_v), features, columns, mask, layer[4], sizes.block_size)
+        out = _pick(is_v, out_k, out_v)
+        out_ptr = out[0] + _offsets(out, columns)[None, :] + features[:, None]
+        tl.store(out_ptr, total.to(out_k.ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _apply(
-    layer,
-    unit,
-    features,
-    columns,
-    layer_sizes: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    RELU: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-):
-    """Compute a tile of output features of the blocks `columns`, (row, index, head, whether it exists)."""
-    x, weight, bias, out, blocks = layer
+def _pick(is_v, of_k, of_v):
+    """Return address and three strides of one of two tensors."""
+    return (
+        tl.where(is_v, of_v.ptr, of_k.ptr),
+        tl.where(is_v, of_v.strides[0], of_k.strides[0]),
+        tl.where(is_v, of_v.strides[1], of_k.strides[1]),
+        tl.where(is_v, of_v.strides[2], of_k.strides[2]),
+    )
+
+
+@triton.jit
+def _multiply(layer, unit, features, columns, RELU: tl.constexpr, BLOCK_I: tl.constexpr):
+    """Return output features `[BLOCK_F, BLOCK_R]` of blocks. columns: rows, indices, heads, and whether they exist."""
+    x, weight, bias, num_inputs, num_outputs = layer
     exists = columns[3]
-    is_feature = features < layer_sizes.outputs
-    x_ptr = x.ptr + _offsets(x.strides, columns)[None, :]
-    weight_ptr = weight.ptr + unit * weight.strides[0] + features.to(tl.int64)[:, None] * weight.strides[1]
+    is_feature = features < num_outputs
+    x_ptr = x[0] + _offsets(x, columns)[None, :]
+    weight_ptr = weight[0] + unit * weight[1] + features.to(tl.int64)[:, None] * weight[2]
     total = tl.zeros([features.shape[0], exists.shape[0]], tl.float32)
-    for first in tl.range(0, layer_sizes.inputs, BLOCK_I):
+    for first in tl.range(0, num_inputs, BLOCK_I):
         inputs = first + tl.arange(0, BLOCK_I)
-        is_input = inputs < layer_sizes.inputs
+        is_input = inputs < num_inputs
         weights = tl.load(
-            weight_ptr + inputs.to(tl.int64)[None, :] * weight.strides[2],
+            weight_ptr + inputs.to(tl.int64)[None, :] * weight[3],
             mask=is_feature[:, None] & is_input[None, :],
             other=0.0,
         )
         tile = tl.load(x_ptr + inputs[:, None], mask=exists[None, :] & is_input[:, None], other=0.0)
-        total = add_product(weights, tile, total)  # [BLOCK_F, BLOCK_R]
-    biases = tl.load(bias.ptr + unit * bias.strides[0] + features * bias.strides[1], mask=is_feature, other=0.0)
+        total = add_product(weights, tile, total)
+    biases = tl.load(bias[0] + unit * bias[1] + features * bias[2], mask=is_feature, other=0.0)
     total += biases.to(tl.float32)[:, None]
     if RELU:
         total = tl.where(total < 0, 0.0, total)  # keeps NaN, as a maximum may not
-    mask = is_feature[:, None] & exists[None, :]
-    if blocks.ptr is not None:
-        total += _mean(blocks, features, columns, mask, layer_sizes.outputs, BLOCK_SIZE)
-    out_ptr = out.ptr + _offsets(out.strides, columns)[None, :] + features[:, None]
-    tl.store(out_ptr, total.to(out.ptr.dtype.element_ty), mask=mask)
+    return total
 
 
 @triton.jit
-def _mean(blocks, features, columns, mask, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+def _mean(blocks, features, columns, mask, size, BLOCK_SIZE: tl.constexpr):
+    """Return the mean over the tokens of each block."""
     total = tl.zeros(mask.shape, tl.float32)
-    blocks_ptr = blocks.ptr + _offsets(blocks.strides, columns)[None, :] + features[:, None]
+    blocks_ptr = blocks[0] + _offsets(blocks, columns)[None, :] + features[:, None]
     for token in tl.range(BLOCK_SIZE):
-        total += tl.load(blocks_ptr + token * SIZE, mask=mask, other=0.0).to(tl.float32)
+        total += tl.load(blocks_ptr + token * size, mask=mask, other=0.0).to(tl.float32)
     return tl.div_rn(total, tl.full(mask.shape, BLOCK_SIZE, tl.float32))
 
 
 @triton.jit
-def _offsets(strides, columns):
+def _offsets(picked, columns):
     row, index, head, _ = columns
-    return row * strides[0] + index * strides[1] + head * strides[2]
+    return row * picked[1] + index * picked[2] + head * picked[3]
 
 
 @triton.jit

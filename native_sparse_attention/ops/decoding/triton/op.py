@@ -107,7 +107,7 @@ def compress(
     settings: Settings,
     workspace: Workspace,
     launches: LaunchCache,
-) -> list[Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:
     """Return compressed keys and values `[B, K, H, D or DV]` of the complete ones of blocks `[B, K, H, l, D or DV]`,
     after `append`; the others are undefined. Those of values are None without compressed values.
     """
@@ -117,28 +117,26 @@ def compress(
     rows = batch * num_new * (kv_heads if num_weights == 1 else 1)
     step = Step(num_tokens, num_new, kv_heads)
     sizes = BlockSizes(block_size, settings.compress_stride, settings.selection_block_size)
+    pair = (mlps.k, mlps.v) if mlps.v is not None else (mlps.k,)
 
-    def apply(name: str, x: Any, layers: Any, means: Any, relu: bool) -> list[Tensor | None]:
-        """Run a linear layer of keys and of values; x, means: blocks `[B, K, H, ...]`, or None likewise."""
-        parameters = [None if layer is None else _linear(*layer) for layer in layers]
-        made = [p for p in parameters if p is not None]
-        outs: list[Tensor | None] = [
-            None
-            if p is None
-            else _empty(workspace, name + kind, (batch, num_new, kv_heads, p[2].outputs), dtype, device)
-            for kind, p in zip(('_k', '_v'), parameters, strict=True)
+    def apply(name: str, x: Any, layers: Any, means: Any, relu: bool) -> list[Tensor]:
+        """Run a linear layer of keys and of values; x, means: blocks `[B, K, H, ...]` of each."""
+        made = [_linear(*layer) for layer in layers]
+        outs = [
+            _empty(workspace, name + kind, (batch, num_new, kv_heads, of_layer.outputs), dtype, device)
+            for kind, (_, _, of_layer) in zip(('_k', '_v'), made, strict=False)
         ]
-        features, units = max(sizes.outputs for _, _, sizes in made), len(made) * num_weights
+        features, units = max(of_layer.outputs for _, _, of_layer in made), len(made) * num_weights
         is_row_major = all(weight.strides[2] == 1 for weight, _, _ in made)
         tile = linear_tile(device, dtype.itemsize, rows, features, units, is_row_major)
         arguments = [
-            (strided(t), *((strided(None),) * 2 if p is None else p[:2]), strided(out), strided(mean))
-            for t, p, out, mean in zip(x, parameters, outs, means, strict=True)
+            (strided(t), weight, bias, strided(out), strided(mean))
+            for t, (weight, bias, _), out, mean in zip(x, made, outs, means, strict=True)
         ]
         launches.launch(
             linear_kernel,
             (-(-features // tile.features) * -(-rows // tile.rows), units),
-            *(*arguments[0], *arguments[1], storage.lengths, batch, storage.capacity),
+            *(*arguments[0], *arguments[-1], storage.lengths, batch, storage.capacity),
             step=step,
             sizes=sizes,
             sizes_k=made[0][2],
@@ -154,21 +152,22 @@ def compress(
         )
         return outs
 
-    pair = (mlps.k, mlps.v)
-    hidden = apply('hidden', blocks, [m and m[:2] for m in pair], (None, None), relu=True)
-    means = blocks if mlps.adds_mean else (None, None)
-    return apply('compressed', hidden, [m and m[2:] for m in pair], means, relu=False)
+    used = [b for b in blocks if b is not None]
+    hidden = apply('hidden', used, [m[:2] for m in pair], [None] * len(pair), relu=True)
+    means = used if mlps.adds_mean else [None] * len(pair)
+    new_k, *new_v = apply('compressed', hidden, [m[2:] for m in pair], means, relu=False)
+    return new_k, new_v[0] if new_v else None
 
 
 def _linear(weight: Tensor, bias: Tensor) -> tuple[Strided, Strided, LinearSizes]:
     """Return weight and bias of a linear layer of `Mlp` with their strides by head, output and input, and its sizes."""
     if weight.dim() == 2:
         num_outputs, num_inputs = weight.shape
-        strides, of_bias = (0, *weight.stride()), (0, bias.stride(0))
+        strides, of_bias = (0, *weight.stride()), (0, bias.stride(0), 0)
     else:
         _, num_inputs, num_outputs = weight.shape
         of_head, of_input, of_output = weight.stride()
-        strides, of_bias = (of_head, of_output, of_input), (bias.stride(1), bias.stride(3))
+        strides, of_bias = (of_head, of_output, of_input), (bias.stride(1), bias.stride(3), 0)
     return Strided(weight, strides), Strided(bias, of_bias), LinearSizes(num_inputs, num_outputs)
 
 
