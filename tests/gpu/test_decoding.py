@@ -283,7 +283,7 @@ def test_a_replay_is_a_step(num_tokens: int, page_size: int | None, phi: dict[st
 @PHI
 @pytest.mark.usefixtures('chunks')
 def test_launches_that_begin_early(
-    learned: bool, num_selected: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    phi: dict[str, Any], num_selected: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ):
     """The bits of those that wait for the one before to end, whoever is the last to leave something."""
     sizes = (*MIXED.sizes[:3], num_selected, MIXED.sizes[4])

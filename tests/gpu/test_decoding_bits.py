@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from native_sparse_attention.nn.compress import CompressMLP
 from tests.gpu.test_decoding import MIXED, PHI, harness, shared_gpu  # noqa: F401 - a fixture, which leaves the memory to others
 from tests.gpu.test_runtime import ROOT, digest, environment_here
 from tests.support.gpu_decoding_problems import Decoder, state_of
@@ -26,10 +27,10 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize('batch', [1, 5, 160])
 @PHI
 @torch.no_grad()
-def test_repeated_steps_give_the_same_bits(learned: bool, batch: int, device: torch.device):
+def test_repeated_steps_give_the_same_bits(phi: dict[str, Any], batch: int, device: torch.device):
     """A thousand times the same step: launches that overlap, and more programs than fit."""
     lengths = (1023,) if batch == 1 else MIXED.lengths * (batch // 5)
-    decoder = Decoder(replace(MIXED, lengths=lengths, num_tokens=2, learned=learned), device)
+    decoder = Decoder(replace(MIXED, lengths=lengths, num_tokens=2, **phi), device)
     cache, tokens = decoder.cache(), decoder.tokens(0)
     start = cache.lengths.clone()
     expected = decoder.step(cache, tokens)
@@ -52,6 +53,7 @@ print(json.dumps({{name: digests_of_steps(name, torch.device(sys.argv[1])) for n
 VARIANTS: dict[str, dict[str, Any]] = {
     'mean': {},
     'learned': {'learned': True, 'num_tokens': 3},
+    'mlp': {'mlp': CompressMLP, 'num_tokens': 3},
     'heads alone': {'share_group': False, 'page_size': 64},
 }
 

@@ -6,6 +6,7 @@ python -m pytest -m gpu -n 8 tests/gpu/test_decoding_merged.py
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -83,9 +84,11 @@ def test_every_launch_setting(
 @NUM_TOKENS
 @pytest.mark.parametrize('page_size', [None, 128])
 @MERGED
-def test_a_replay_is_a_step(merged: str, page_size: int | None, num_tokens: int, learned: bool, device: torch.device):
+def test_a_replay_is_a_step(
+    merged: str, page_size: int | None, num_tokens: int, phi: dict[str, Any], device: torch.device
+):
     """A graph that is captured with short rows, at later lengths of every row."""
-    shape = replace(MIXED, lengths=(3, 0, 40), num_tokens=num_tokens, page_size=page_size, learned=learned)
+    shape = replace(MIXED, lengths=(3, 0, 40), num_tokens=num_tokens, page_size=page_size, **phi)
     decoder = Decoder(replace(shape, merged=merged), device)
     caches = decoder.cache(), decoder.cache()
     replayed = Replayed(decoder, caches[0])

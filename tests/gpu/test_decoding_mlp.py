@@ -7,8 +7,8 @@ python -m pytest -m gpu tests/gpu/test_decoding_mlp.py
 from __future__ import annotations
 
 from collections.abc import Iterator
-from copy import deepcopy
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -68,7 +68,7 @@ def test_tiles(mlp: type[nn.Module], num_rows: int, head_dim: int, dtype: torch.
     """
     networks = problems.make_mlps(mlp, (head_dim, head_dim), 32, 4, 1.0, dtype, device)
     lengths = [31 + 16 * (row % 7) - row % 2 for row in range(num_rows)]
-    blocks = tuple(torch.randn(num_rows, 1, 4, 32, head_dim, device=device).to(dtype) for _ in range(2))
+    blocks = [torch.randn(num_rows, 1, 4, 32, head_dim, device=device).to(dtype) for _ in range(2)]
     for b in blocks:
         b[1::2] = torch.nan  # not complete
         if num_rows > 2:
@@ -81,9 +81,8 @@ def test_tiles(mlp: type[nn.Module], num_rows: int, head_dim: int, dtype: torch.
 
 
 def test_a_step_that_completes_no_block_reads_no_weight(device: torch.device):
-    decoder = Decoder(replace(MIXED, mlp=CompressMLP, lengths=(40, 100)), device)
+    decoder, spoiled = (Decoder(replace(MIXED, mlp=CompressMLP, lengths=(40, 100)), device) for _ in range(2))
     caches = decoder.cache(), decoder.cache()
-    spoiled = deepcopy(decoder)
     for network in spoiled.networks:
         for parameter in network.parameters():
             nn.init.constant_(parameter, torch.nan)
@@ -100,7 +99,7 @@ def test_a_row_has_the_same_bits_beside_other_complete_blocks(device: torch.devi
     """In batches of one size, whichever other rows complete a block."""
     shape = replace(MIXED, mlp=CompressMLP, lengths=(31, 31, 31, 63))
     alone = replace(shape, lengths=(31, 20, 24, 40))
-    options = {'num_splits': 2, 'tiles_of_program': 2}
+    options: dict[str, Any] = {'num_splits': 2, 'tiles_of_program': 2}
     outs = []
     for each in (shape, alone):
         decoder = Decoder(each, device)

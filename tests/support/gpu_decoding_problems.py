@@ -40,10 +40,10 @@ SPARE_PAGES = 4
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a cache, whose rows have `lengths` tokens, and of the steps on it. sizes: l, d, l', n, W. learned: φ is a network
-    that is called. mlp: class of φ whose layers the kernels compute. has_window: branches have keys and values of
-    their own. merged: one softmax for selected blocks and window, 'gate' beside a compressed
-    output, 'scores' without one.
+    """Of a cache, whose rows have `lengths` tokens, and of the steps on it. sizes: l, d, l', n, W. learned: φ is a
+    network that is called. mlp: class of φ whose layers the kernels compute. has_window: branches have keys and values
+    of their own. merged: one softmax for selected blocks and window, 'gate' beside a compressed output, 'scores'
+    without one.
     """
 
     lengths: tuple[int, ...]

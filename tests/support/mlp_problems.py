@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +16,8 @@ from native_sparse_attention.ops.decoding.triton import LaunchCache, compress
 from native_sparse_attention.testing import assert_matches
 from tests.support.harness import fence
 
-Pair = tuple[Any, Any]
+# Of keys and of values.
+Pair = Sequence[Any]
 
 
 def make_mlps(
@@ -34,7 +35,7 @@ def make_mlps(
     for parameter in (p for network in networks for p in network.parameters()):
         if not parameter.any():
             nn.init.uniform_(parameter, -0.1, 0.1)
-    return networks[0], networks[1]
+    return networks
 
 
 def run_compress(networks: Pair, blocks: Pair, lengths: list[int], num_tokens: int) -> tuple[Tensor, Tensor | None]:
@@ -45,7 +46,7 @@ def run_compress(networks: Pair, blocks: Pair, lengths: list[int], num_tokens: i
     sizes: Any = SimpleNamespace(compress_stride=block_size // 2, selection_block_size=block_size)
     mlps = weights_of(networks, blocks)
     assert mlps is not None
-    return compress(blocks, mlps, storage, num_tokens, sizes, {}, LaunchCache((), (), {}))
+    return compress((blocks[0], blocks[1]), mlps, storage, num_tokens, sizes, {}, LaunchCache((), (), {}))
 
 
 def weights_of(networks: Pair, blocks: Pair) -> Mlps | None:
@@ -53,7 +54,7 @@ def weights_of(networks: Pair, blocks: Pair) -> Mlps | None:
     layout = {'kv_heads': heads, 'head_dim': dim, 'value_dim': blocks[1].shape[4]}
     like = {'k': blocks[0], 'dtype': blocks[0].dtype, 'device': blocks[0].device}
     cache: Any = SimpleNamespace(compress=(block_size, block_size // 2), layout=layout, **like)
-    return Phi(networks, (None, None)).mlps(cache)
+    return Phi((networks[0], networks[1]), (None, None)).mlps(cache)
 
 
 def of_networks(networks: Pair, blocks: Pair) -> list[Tensor]:
@@ -72,7 +73,7 @@ def check_compress(
     is_complete = is_complete.to(blocks[0].device)
     results = [None if t is None else t[is_complete] for t in found]
     eager = of_networks(networks, blocks)
-    gold = of_networks(tuple(n.double() for n in networks), tuple(b.double() for b in blocks))  # type: ignore[arg-type]
+    gold = of_networks([n.double() for n in networks], [b.double() for b in blocks])
     for network in networks:
         network.to(blocks[0].dtype)
     for name, result, exact, same_dtype in zip('kv', results, gold, eager, strict=True):

@@ -77,6 +77,7 @@ DECODING, MERGED_DECODING = ('test_decoding.py', 'test_decoding_guarantees.py'),
 APPEND, STORAGE = 'decoding/triton/append.py', 'decoding/triton/storage.py'
 COMPRESSED, CHOOSE = 'decoding/triton/compressed.py', 'decoding/triton/choose.py'
 ATTEND, DECODING_OP = 'decoding/triton/attend.py', 'decoding/triton/op.py'
+MLP, MLP_DECODING = 'decoding/triton/mlp.py', ('test_decoding_mlp.py',)
 DECODING_SETTINGS = 'decoding/triton/settings.py'
 AGAIN = ('test_launch_cache.py',)
 DECODING_STEP, PREPARED = 'decoding/step.py', 'decoding/triton/launch_cache.py'
@@ -380,6 +381,19 @@ FAULTS = [
     Fault('decoding: the longest that a row has been forgotten', ATTEND, 'combine_kernel', 'peak, length', 'length, 0', DECODING[1:]),
     Fault('decoding: last of the blocks that may be complete forgotten', DECODING_OP, 'append', '-(-num_tokens // stride)', 'max(1, num_tokens // stride)', DECODING),
     Fault('decoding: window one block short', DECODING_SETTINGS, 'make_plan', 'selection_block_size + 1', 'selection_block_size', DECODING),
+    Fault('decoding, mlp: blocks of the first complete row for all', MLP, '_find_blocks', 'row += tl.sum(is_before.to(tl.int32), 1)', 'row += 0', MLP_DECODING),
+    Fault('decoding, mlp: rows before a chunk forgotten', MLP, '_find_blocks', 'complete += tl.sum(new, 0)', 'complete += 0', MLP_DECODING),
+    Fault('decoding, mlp: first new block of a row for all', MLP, '_find_blocks', 'ranks - before', 'ranks * 0', MLP_DECODING),
+    Fault('decoding, mlp: heads of a block in disorder', MLP, 'linear_kernel', 'unit + ranks % HEADS', 'unit + (ranks + 1) % HEADS * (HEADS - 1)', MLP_DECODING),
+    Fault('decoding, mlp: last complete block forgotten', MLP, 'linear_kernel', 'ranks < complete)', 'ranks < complete - 1)', MLP_DECODING),
+    Fault('decoding, mlp: weights read for no block', MLP, 'linear_kernel', '* BLOCK_R < complete', '* BLOCK_R <= complete', MLP_DECODING),
+    Fault('decoding, mlp: weights of the first head for all', MLP, '_multiply', 'unit * weight[1]', '0 * weight[1]', MLP_DECODING),
+    Fault('decoding, mlp: bias dropped', MLP, '_multiply', 'total += biases.to(tl.float32)[:, None]', '', MLP_DECODING),
+    Fault('decoding, mlp: not a number becomes 0', MLP, '_multiply', 'tl.where(total < 0, 0.0, total)', 'tl.where(total > 0, total, 0.0)', MLP_DECODING),
+    Fault('decoding, mlp: last inputs forgotten', MLP, '_multiply', '(0, num_inputs, BLOCK_I)', '(0, num_inputs - BLOCK_I + 1, BLOCK_I)', MLP_DECODING),
+    Fault('decoding, mlp: network of the keys for both', MLP, 'linear_kernel', '_pick(is_v, weight_k, weight_v)', '_pick(is_v, weight_k, weight_k)', MLP_DECODING),
+    Fault('decoding, mlp: sum for the mean', MLP, '_mean', 'tl.full(mask.shape, BLOCK_SIZE, tl.float32)', 'tl.full(mask.shape, 1, tl.float32)', MLP_DECODING),
+    Fault('decoding, mlp: ReLU after the output', DECODING_OP, 'compress', 'means, relu=False', 'means, relu=True', MLP_DECODING),
     Fault('decoding: launches replayed for another alignment', DECODING_STEP, 'look_at', 'address % ALIGNMENT', '0', AGAIN),
     Fault('decoding: launches replayed for other strides', DECODING_STEP, 'look_at', '(t.shape, t.stride(), t.dtype, t.device', '(t.shape, t.dtype, t.device', AGAIN),
     Fault('decoding: launches replayed for another tensor of the cache', DECODING_STEP, 'look_at', ', t.data_ptr()', '', AGAIN),
