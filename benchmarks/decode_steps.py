@@ -271,8 +271,10 @@ def make_cache(shape: Shape, device: str) -> LayerCache:
     return cache
 
 
-def make_ours(shape: Shape, device: str, learned: bool) -> Step:
-    """Return the step of ours. learned: the default compression network instead of a mean."""
+def make_ours(shape: Shape, device: str, learned: bool, is_called: bool = False) -> Step:
+    """Return the step of ours. learned: the default compression network instead of a mean. is_called: it has a hook, so
+    that the kernels do not compute it themselves.
+    """
     from native_sparse_attention.inference.decode import nsa_decode
 
     def random(*size: int) -> Tensor:
@@ -284,6 +286,9 @@ def make_ours(shape: Shape, device: str, learned: bool) -> Step:
         network.to(device, shape.dtype).eval()
         for network in make_networks(None if learned else (MeanPool(), MeanPool()), **sizes)
     )
+    if is_called:
+        for network in (phi_k, phi_v):
+            network.register_forward_hook(lambda *_: None)
     q, k, v = random(shape.batch, 1, shape.heads, dim), *(random(shape.batch, 1, heads, d) for d in (dim, value_dim))
     gates = torch.rand(shape.batch, 1, shape.heads, 3, device=device)
     positions = tuple(random(heads, shape.compress_block_size, d) for d in (dim, value_dim))
