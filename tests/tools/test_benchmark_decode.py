@@ -21,13 +21,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from benchmarks import decode, decode_peers, decode_report, decode_steps, runner
+from benchmarks import decode, decode_peers, decode_phi, decode_report, decode_steps, runner
 from benchmarks.decode_report import Found
 from benchmarks.decode_steps import FULL_BYTES, HOST_CALLS, SETTINGS, Step
 from benchmarks.shapes import Shape, find_names
 from native_sparse_attention import nsa
 from native_sparse_attention.core.geometry import num_compressed_blocks
 from native_sparse_attention.inference.cache import MAX_ROLLBACK, LayerCache
+from native_sparse_attention.nn.compress.build import make_networks
 from native_sparse_attention.ops import rotary
 
 TINY = SETTINGS['tiny-b3'].shape
@@ -279,6 +280,51 @@ def test_step_of_ours(learned: bool):
         assert cache.lengths.tolist() == [TINY.seqlen - 1] * TINY.batch
         assert cache.max_length == TINY.seqlen - 1
         assert torch.equal(step(), first)
+
+
+def test_bytes_of_phi():
+    shape = replace(TINY, head_dim=16, value_dim=24)
+    sizes = {'kv_heads': 2, 'head_dim': 16, 'value_dim': 24, 'block_size': shape.compress_block_size}
+    networks = make_networks(None, **sizes)
+    count = sum(p.numel() for network in networks for p in network.parameters())
+    assert decode_phi.weight_bytes(shape) == count * shape.dtype.itemsize
+
+
+@pytest.mark.usefixtures('decoding')
+@pytest.mark.parametrize('network', decode_phi.NETWORKS)
+@pytest.mark.parametrize(('step', 'complete'), [('block', 1), ('no block', 0)])
+def test_step_with_phi(network: str, step: str, complete: int):
+    made = decode_phi.make_step(TINY, 'cpu', network, step)
+    crop: Any = made.reset
+    cache: LayerCache = crop.func.__self__
+    assert cache.compress is not None
+    before = num_compressed_blocks(cache.max_length, *cache.compress)
+    with torch.no_grad():
+        assert made.judge(made())['error'] < 1e-5
+    assert num_compressed_blocks(cache.max_length, *cache.compress) - before == complete
+
+
+def test_tables_of_phi():
+    times = {'mean': (0.03, 0.031), 'mlp': (0.035, 0.06), 'mlp, called': (0.08, 0.07)}
+    steps = {
+        f'{name}, {step}': {'forward_ms': ms, 'host_us': 50.0}
+        for name, both in times.items()
+        for step, ms in zip(decode_phi.STEPS, both, strict=True)
+    }
+    steps['mlp, called, block'] |= {'wrong': True, 'note': 'wrong: a row is off'}
+    rows: list[runner.Case] = [
+        {'op': 'phi', 'shape': '64k-b1', 'backend': 'triton', 'steps': steps, 'weight_bytes': 2**26, 'read_ms': 0.018},
+        {'op': 'phi', 'shape': '64k-b8', 'backend': 'triton', 'note': 'RuntimeError: no'},
+    ]
+    text, times_table, _, added, *_ = decode_phi.make_tables(rows)
+    assert 'φ has 64 MiB of weights' in text
+    assert [*cells(times_table, '64k-b1').values()][-2:] == ['–', 'mlp, called, block wrong: a row is off']
+    assert cells(times_table, '64k-b8')[''] == 'RuntimeError: no'
+    lines = [line for line in added.splitlines() if 'mlp' in line]
+    assert lines == [
+        '| 64k-b1 | mlp | 0.005 | met | 0.029 | 0.018 | 1.04 times |',
+        '| 64k-b1 | mlp, called | 0.05 | 5.00 times | – | 0.018 | – |',
+    ]
 
 
 FAKE_PEER = """
