@@ -384,7 +384,7 @@ FAULTS = [
     Fault('decoding, mlp: blocks of the first complete row for all', MLP, '_find_blocks', 'row += tl.sum(is_before.to(tl.int32), 1)', 'row += 0', MLP_DECODING),
     Fault('decoding, mlp: rows before a chunk forgotten', MLP, '_find_blocks', 'complete += tl.sum(new, 0)', 'complete += 0', MLP_DECODING),
     Fault('decoding, mlp: first new block of a row for all', MLP, '_find_blocks', 'ranks - before', 'ranks * 0', MLP_DECODING),
-    Fault('decoding, mlp: heads of a block in disorder', MLP, 'linear_kernel', 'unit + ranks % HEADS', 'unit + (ranks + 1) % HEADS * (HEADS - 1)', MLP_DECODING),
+    Fault('decoding, mlp: first head of a block for all', MLP, 'linear_kernel', 'unit + ranks % HEADS', 'unit + ranks * 0', MLP_DECODING),
     Fault('decoding, mlp: last complete block forgotten', MLP, 'linear_kernel', 'ranks < complete)', 'ranks < complete - 1)', MLP_DECODING),
     Fault('decoding, mlp: weights read for no block', MLP, 'linear_kernel', '* BLOCK_R < complete', '* BLOCK_R <= complete', MLP_DECODING),
     Fault('decoding, mlp: weights of the first head for all', MLP, '_multiply', 'unit * weight[1]', '0 * weight[1]', MLP_DECODING),
