@@ -9,7 +9,6 @@ import gc
 import pickle
 import weakref
 from contextlib import nullcontext
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +21,6 @@ from triton import knobs
 from native_sparse_attention.inference import session
 from native_sparse_attention.inference.cache import LayerCache
 from native_sparse_attention.inference.decode import nsa_decode
-from native_sparse_attention.nn.compress import CompressMLP, MeanResidualMLP
 from native_sparse_attention.ops._triton.support import is_interpreted
 from native_sparse_attention.ops.decoding.triton import launch_cache
 from tests.support.decoding_problems import (
@@ -61,15 +59,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return runs
 
 
-STEP = [
-    'append_kernel',
-    'linear_kernel',
-    'linear_kernel',
-    'compressed_kernel',
-    'choose_kernel',
-    'attend_kernel',
-    'combine_kernel',
-]
+STEP = ['append_kernel', 'compressed_kernel', 'choose_kernel', 'attend_kernel', 'combine_kernel']
 
 
 def step(cache: LayerCache, tokens: dict[str, Tensor], layer: dict[str, Any], **settings: Any) -> Tensor:
@@ -100,8 +90,8 @@ class Beside:
         kernels = [name for name in STEP if layer['num_selected'] or name[:6] != 'choose']
         if not self.case.compresses[0]:
             kernels.remove('compressed_kernel')
-        if self.case.network not in MLPS:
-            kernels = [name for name in kernels if name != 'linear_kernel']
+        if self.case.network in MLPS:
+            kernels[1:1] = ['linear_kernel'] * 2
         assert self.runs == kernels * repeats
         assert same_bits(out, expected)
         assert_hold_the_same(self.case, self.cache, self.twin)
@@ -134,37 +124,6 @@ def test_a_step_again(name: str, num_tokens: int, runs: list[str]) -> None:
     for count, repeats in ((num_tokens, False), (num_tokens, True), (2, False), (num_tokens, True)):
         beside.check(repeats=repeats, tokens=beside.tokens(count))
     assert_rest_is_unused(beside.cache)
-
-
-@pytest.mark.parametrize('network', ['linear', 'mlp'])
-def test_other_values_of_the_same_looks(network: str, runs: list[str]) -> None:
-    beside = Beside(Case(heads=ONE_HEAD, network=network), [23], runs)
-    beside.check(repeats=False)
-    for seed in range(2):
-        torch.manual_seed(seed)
-        other = make_layer(beside.case, beside.device)
-        beside.check(repeats=True, **{name: other[name] for name in ('networks', 'positions', 'freqs', 'mem_kv')})
-
-
-def test_one_mlp_for_keys_and_values(runs: list[str]) -> None:
-    """Its weights are given once; with two networks again the launches are others."""
-    beside = Beside(Case(heads=ONE_HEAD, network='mlp'), [23], runs)
-    networks = beside.layer['networks']
-    for pair, repeats in ((networks[:1] * 2, False), (networks[1:] * 2, True), (networks, False), (networks, True)):
-        beside.check(repeats=repeats, networks=pair)
-
-
-def test_mlps_whose_weights_look_alike(runs: list[str]) -> None:
-    """One adds the mean, the other does not; and one is called since it has a hook."""
-    beside = Beside(Case(heads=ONE_HEAD, network='mlp'), [23], runs)
-    mlps = [tuple(make(16, 8).requires_grad_(False) for _ in range(2)) for make in (CompressMLP, MeanResidualMLP)]
-    for networks in mlps:
-        beside.check(repeats=False, networks=networks)
-        beside.check(repeats=True, networks=networks)
-    mlps[0][0].to_out.register_forward_hook(lambda *_: None)
-    beside.case = replace(beside.case, network='own')
-    beside.check(repeats=False, networks=mlps[0])
-    beside.check(repeats=True, networks=mlps[0])
 
 
 SETTINGS: list[dict[str, Any]] = [
