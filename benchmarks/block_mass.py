@@ -72,7 +72,7 @@ def far_mass(q: Tensor, k: Tensor, position: Tensor, block_size: int, near: int)
     num_blocks = -(-seqlen // block_size)
     block_lse = torch.full((batch, heads, num_blocks, num_queries), -torch.inf, device=q.device)
     lse = torch.empty(batch, heads, num_queries, device=q.device)
-    grid = (triton.cdiv(num_queries, QUERIES), batch * heads)
+    grid = (-(-num_queries // QUERIES), batch * heads)
     _block_lse_kernel[grid](
         *(q.contiguous(), k.contiguous(), position, block_lse, lse),
         *(dim**-0.5, num_queries, seqlen, num_blocks, near),

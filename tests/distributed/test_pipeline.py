@@ -100,7 +100,7 @@ def assert_equal_evaluation(one: Transformer, stage: PipelineStage, ids: Tensor)
 def train(kind: str, dtype: torch.dtype, layers: list[int] | None, make_schedule: Any) -> None:
     one, ids = untied(kind, depth=5).to(dtype), make_ids(4)
     stage = apply_pp(copy.deepcopy(one), line(), layers)
-    names = [None] * dist.get_world_size()
+    names: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(names, [name for name, _ in stage.submod.named_parameters()])
     assert sorted(name for of_rank in names for name in of_rank or ()) == sorted(dict(one.named_parameters()))
     assert_equal_training(one, stage, ids, 4, make_schedule)

@@ -306,7 +306,7 @@ def test_step_with_phi(network: str, step: str, complete: int):
 
 def test_tables_of_phi():
     times = {'mean': (0.03, 0.031), 'mlp': (0.035, 0.06), 'mlp, called': (0.08, 0.07)}
-    steps = {
+    steps: dict[str, dict[str, Any]] = {
         f'{name}, {step}': {'forward_ms': ms, 'host_us': 50.0}
         for name, both in times.items()
         for step, ms in zip(decode_phi.STEPS, both, strict=True)

@@ -199,7 +199,8 @@ class NSAAttention(nn.Module):
         v_cmp = None if self.v_compress is None else self.v_compress(v, cu_seqlens)
 
         def sparse(start: int) -> Tensor:
-            q_new, q_cmp_new, gates_new = (t if t is None else t[:, start:] for t in (q, q_cmp, gates))
+            q_new, q_cmp_new = q[:, start:], q_cmp[:, start:]
+            gates_new = None if gates is None else gates[:, start:]
             where: dict[str, Any]
             where = {'q_offset': start, 'seqlens_k': lengths} if cu_seqlens is None else {'cu_seqlens': cu_seqlens}
             sizes: dict[str, Any] = {
@@ -214,7 +215,7 @@ class NSAAttention(nn.Module):
                 shared |= {name: self.logit_settings[name] for name in ('scale', 'softcap')}
                 losses.append(block_score_loss(q_new, k, q_cmp_new, k_cmp, **shared, **sizes, **where))
             return nsa(
-                q_new,  # type: ignore[arg-type]
+                q_new,
                 *(k, v, k_cmp, v_cmp, gates_new),
                 q_cmp=None if q_cmp is q else q_cmp_new,
                 use_diff_topk=self.nsa.use_diff_topk,
