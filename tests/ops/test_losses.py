@@ -62,9 +62,7 @@ def test_definition(
     where = {name: value for name, value in options.items() if name not in (*SIZES, 'window_size')}
     seqlen_k = None if extents.packed else extents.seqlen_k
     _, lse = compressed_attention(q_cmp, k_cmp, k_cmp, block_size=2, stride=1, seqlen_k=seqlen_k, **where)
-    gold = definition.block_score_loss(
-        *tensors[:2], q_cmp, k_cmp, lse, **options, share_group=share_group, seqlen_k=seqlen_k
-    )
+    gold = definition.block_score_loss(q, k, q_cmp, k_cmp, lse, **options, share_group=share_group, seqlen_k=seqlen_k)
     torch.testing.assert_close(loss, gold, rtol=1e-9, atol=1e-12)
     for grad, expected in zip(found, gradients(gold, tensors[2:]), strict=True):
         torch.testing.assert_close(grad, expected, rtol=1e-9, atol=1e-12)
