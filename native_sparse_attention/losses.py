@@ -16,7 +16,7 @@ from native_sparse_attention.core.geometry import (
     shared_tokens,
 )
 from native_sparse_attention.core.random import as_seed, philox
-from native_sparse_attention.ops._eager import compute_dtype, in_query_chunks, masked_softmax, without_autocast
+from native_sparse_attention.ops._eager import cap, compute_dtype, in_query_chunks, masked_softmax, without_autocast
 
 # Keeps the logarithm of a score finite that underflowed; every other score is far above it.
 TINY = 1e-20
@@ -166,19 +166,20 @@ def _far_mass(
     dtype, kv_heads, count = compute_dtype(q.dtype), k.shape[2], candidates.shape[2]
     keys, index = k.to(dtype), torch.arange(k.shape[1], device=q.device)
     in_blocks = torch.arange(count * block_size, device=q.device)
+    queries, least = q.to(dtype).unflatten(2, (kv_heads, -1)) * call.scale, torch.finfo(dtype).min
 
     def weigh(start: int, stop: int) -> tuple[Tensor]:
         chunk = tokens.chunk(start, stop)
-        rows = q[:, start:stop].to(dtype).unflatten(2, (kv_heads, -1))
         position, visible = chunk.key_position(index[None, None])
         own = chunk.position[..., None]
         if call.causal:
             visible = visible & (position <= own)
-        logits = torch.einsum('bthgd,bshd->bthgs', rows, keys) * call.scale
-        weights, _ = masked_softmax(logits, visible[:, :, None, None], dtype, softcap=call.softcap)
+        # The largest tensor of the loss, so it is changed in place.
+        logits = cap(torch.einsum('bthgd,bshd->bthgs', queries[:, start:stop], keys), call.softcap)
+        weights = logits.masked_fill_(~visible[:, :, None, None], least).softmax(-1)
         weights = weights.flatten(2, 3).unflatten(2, (-1, group)).mean(3)
         if window_size is not None:
-            weights = weights.masked_fill(in_window(position, own, *window_size)[:, :, None], 0)
+            weights.masked_fill_(in_window(position, own, *window_size)[:, :, None], 0)
         if call.sequences.cu_seqlens is None:
             weights = torch.nn.functional.pad(weights, (0, max(0, len(in_blocks) - len(index))))
         else:  # blocks count from the first key of a sequence
@@ -186,7 +187,8 @@ def _far_mass(
             of_sequence = in_blocks < chunk.key_len[..., None]
             slot = slot.clamp(max=len(index) - 1)[:, :, None].expand(-1, -1, weights.shape[2], -1)
             weights = weights.gather(-1, slot).masked_fill(~of_sequence[:, :, None], 0)
-        return (weights[..., : len(in_blocks)].unflatten(-1, (count, block_size)).sum(-1),)
+        mass = weights[..., : len(in_blocks)].unflatten(-1, (count, block_size)).sum(-1)
+        return (mass.masked_fill_(~candidates[:, start:stop, None], 0),)
 
     (mass,) = in_query_chunks(weigh, num_rows, batch * heads * len(index), dims=(1,))
     return mass
@@ -235,7 +237,7 @@ def _block_scores(
 
 
 def _divergence(mass: Tensor, scores: Tensor, candidates: Tensor) -> Tensor:
-    """Return the mean of KL(mass || scores) over the rows that count. mass is 0 where there is no candidate."""
+    """Return the mean of KL(mass || scores) over the rows that count. Both are 0 where there is no candidate."""
     total = mass.sum(-1, keepdim=True)
     counts = (candidates.sum(-1)[..., None] > 1) & (total[..., 0] > 0)
     target = mass / total.clamp(min=torch.finfo(total.dtype).tiny)
