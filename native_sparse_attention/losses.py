@@ -15,7 +15,7 @@ from native_sparse_attention.core.geometry import (
     overlapping_blocks,
     shared_tokens,
 )
-from native_sparse_attention.core.random import as_seed, philox
+from native_sparse_attention.core.random import as_seed, check_seed, philox
 from native_sparse_attention.ops._eager import cap, compute_dtype, in_query_chunks, masked_softmax, without_autocast
 
 # Keeps the logarithm of a score finite that underflowed; every other score is far above it.
@@ -93,8 +93,7 @@ def block_score_loss(
     checks.check_positive(num_queries=num_queries)
     if window_size is not None:
         window_size = checks.check_window(window_size, causal)
-    if not (seed is None or checks.is_int(seed) or isinstance(seed, Tensor)):
-        raise ValueError(f'seed is {checks.shown(seed)}, but must be an int, an int64 tensor [1] or None')
+    check_seed('seed', seed, q)
     call, _ = make_call(q, k, None, q_offset, seqlens_k, cu_seqlens, cu_seqlens_k, causal, scale, softcap)
     checks.check_qk(q_cmp, k_cmp, 'k_cmp')
     checks.check_compressed_heads(k_cmp, k)

@@ -65,17 +65,21 @@ def check_probability(**values: float) -> None:
 
 def check_dropout(dropout_p: float, seed: int | Tensor | None, q: Tensor) -> None:
     check_probability(dropout_p=dropout_p)
+    check_seed('dropout_seed', seed, q)
+
+
+def check_seed(name: str, seed: int | Tensor | None, q: Tensor) -> None:
     if seed is None:
         return
     if isinstance(seed, torch.Tensor):
         if seed.dtype != torch.int64 or seed.shape != (1,):
             raise ValueError(
-                f'dropout_seed has dtype {seed.dtype} and shape {tuple(seed.shape)}, but must be int64 of shape (1,)'
+                f'{name} has dtype {seed.dtype} and shape {tuple(seed.shape)}, but must be int64 of shape (1,)'
             )
-        check_device('dropout_seed', seed, q)
+        check_device(name, seed, q)
     elif not is_int(seed) or not -(2**63) <= seed < 2**63:
         raise ValueError(
-            f'dropout_seed is {shown(seed)}, but must be an int of 64 bits, an int64 tensor of shape (1,) or None'
+            f'{name} is {shown(seed)}, but must be an int of 64 bits, an int64 tensor of shape (1,) or None'
         )
 
 

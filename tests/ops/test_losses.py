@@ -125,7 +125,10 @@ def test_scores_that_underflow_stay_finite() -> None:
     ('changes', 'message'),
     [
         ({'num_queries': 0}, 'num_queries is 0'),
-        ({'seed': 0.5}, 'seed is 0.5, but must be an int'),
+        ({'seed': 0.5}, 'seed is 0.5, but must be an int of 64 bits'),
+        ({'seed': 2**63}, 'seed is 9223372036854775808, but must be an int of 64 bits'),
+        ({'seed': torch.tensor([1, 2])}, r'seed has dtype torch.int64 and shape \(2,\), but must be int64'),
+        ({'seed': torch.tensor([1.0])}, 'seed has dtype torch.float32'),
         ({'q_cmp': torch.zeros(1, 4, 2, 4)}, 'q_cmp has shape'),
         ({'k_cmp': torch.zeros(1, 7, 2, 4, dtype=torch.float64)}, 'k_cmp has 2 heads, but must have 1, as k'),
         ({'share_group': 1}, 'share_group is 1'),
