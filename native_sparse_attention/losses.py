@@ -18,7 +18,7 @@ from native_sparse_attention.core.geometry import (
 from native_sparse_attention.core.random import as_seed, check_seed, philox
 from native_sparse_attention.ops._eager import cap, compute_dtype, in_query_chunks, masked_softmax, without_autocast
 
-# Keeps the logarithm of a score finite that underflowed; every other score is far above it.
+# Keeps the logarithm of a score finite that underflowed; every other score of a candidate is far above it.
 TINY = 1e-20
 
 
@@ -46,14 +46,16 @@ def block_score_loss(
     """Return the divergence of the block scores from the mass of full attention, averaged over sampled rows.
 
     A row is a query and the heads that select together. Its candidates are the blocks with a visible key outside the
-    window. The target is the mass of these keys by block, in full attention over all visible keys, averaged over the
-    heads of the row, without gradient. Block scores and target are normalised over the candidates; the loss of the row
-    is KL(target || scores). Rows with fewer than two candidates do not count, nor do queries at positions beyond the
-    keys, which are padding. One query is drawn from each of num_queries equal parts of the T queries, the same for all
-    heads, so time and memory are linear in S.
+    window that share tokens with a visible compressed block, without which a block has no score. The target is the mass
+    of these keys by block, in full attention over all visible keys, averaged over the heads of the row, without
+    gradient. Block scores are those of `select_blocks` with compressed attention over k_cmp alone, without memory pairs
+    and sinks. Block scores and target are normalised over the candidates; the loss of the row is KL(target || scores).
+    Rows with fewer than two candidates do not count, nor do queries at positions beyond the keys, which are padding.
+    One query is drawn from each of num_queries equal parts of the T queries, the same for all heads, so time and memory
+    are linear in S.
 
-    The gradient reaches q_cmp and k_cmp, and through k_cmp the compression network. Add the result, times 0.1, to the
-    loss of the model. A detached q_cmp trains the network alone, which helped no model that was measured.
+    The gradient reaches q_cmp and k_cmp, and through k_cmp the compression network and the keys that it reads. Add the
+    result, times 0.1, to the loss of the model.
 
     Args:
         q: `[B, T, HQ, D]` queries with rotary embedding.
@@ -103,13 +105,14 @@ def block_score_loss(
     with without_autocast(q):
         tokens = _at_rows(call.sequences.layout(), rows)
         count = num_selection_blocks(k.shape[1], selection_block_size)
+        compressed = _at_rows(call.sequences.compressed_layout(*sizes[:2])[0], rows)
         candidates = _candidates(tokens, selection_block_size, count, window_size, causal)
+        candidates = candidates & _have_scores(compressed, count, sizes, causal)
         # Padding may hold anything, and 0 times NaN is NaN.
         counts = candidates.any(-1)[..., None, None]
         q, q_cmp = (_gather(t, rows).where(counts, 0) for t in (q, q_cmp))
         with torch.no_grad():
             mass = _far_mass(q, k, tokens, candidates, selection_block_size, window_size, group, call)
-        compressed = _at_rows(call.sequences.compressed_layout(*sizes[:2])[0], rows)
         scores = _block_scores(q_cmp, k_cmp, compressed, candidates, sizes, group, call)
     return _divergence(mass, scores, candidates)
 
@@ -148,6 +151,16 @@ def _candidates(
     left, right = window_size
     # A block lies inside the window if both its first and its last visible key do.
     return exists & ~(in_window(first, position, left, right) & in_window(last, position, left, right))
+
+
+def _have_scores(compressed: QueryLayout, count: int, sizes: tuple[int, int, int], causal: bool) -> Tensor:
+    """Return bool `[B, R, blocks]`: blocks that share tokens with a visible compressed block."""
+    first = torch.arange(count, device=compressed.position.device) * (sizes[2] // sizes[1])
+    first = (first + overlapping_blocks(*sizes).start).clamp(min=0)
+    exists = first < compressed.key_len[..., None]
+    if not causal:
+        return exists
+    return exists & (compressed_block_end(first, *sizes[:2]) <= compressed.position[..., None])
 
 
 def _far_mass(

@@ -198,7 +198,7 @@ def block_score_loss(
     softcap: float | None = None,
     **settings: Any,
 ) -> Tensor:
-    """Mean of KL(mass of full attention outside the window || scores), over rows with two blocks outside it."""
+    """Mean of KL(mass of full attention outside the window || scores), over rows with two blocks that have both."""
     sizes = {name: settings.pop(name) for name in ('compress_block_size', 'compress_stride')}
     scores = block_scores(
         *(q_cmp, k_cmp, lse),
@@ -209,13 +209,18 @@ def block_score_loss(
     index_heads = k.shape[2] if share_group else q.shape[2]
     losses = []
     for query, index_head in itertools.product(
-        locate_queries(q, settings.get('seqlen_k'), **where), range(index_heads)
+        locate_queries(q, settings.get('seqlen_k'), *sizes.values(), **where), range(index_heads)
     ):
         if query.position >= query.num_keys:
             continue
         visible = [s for s in range(query.num_keys) if not causal or s <= query.position]
         far = [s for s in visible if window_size is None or not in_window(query.position - s, window_size)]
-        blocks = sorted({s // selection_block_size for s in far})
+        compressed = visible_compressed_blocks(query, *sizes.values(), causal)
+        blocks = [
+            j
+            for j in sorted({s // selection_block_size for s in far})
+            if any(shared_tokens(c, j, *sizes.values(), selection_block_size) for c in compressed)
+        ]
         if len(blocks) < 2:
             continue
         group_size = q.shape[2] // index_heads
@@ -227,8 +232,8 @@ def block_score_loss(
                 value = logit(q, query, head, k[query.batch, query.first_key + s, kv_head].double(), scale)
                 dense[s] = (value if softcap is None else softcap * torch.tanh(value / softcap)).exp()
             for s in far:
-                block = s // selection_block_size
-                mass[block] = mass[block] + dense[s] / sum(dense.values())
+                if (block := s // selection_block_size) in mass:
+                    mass[block] = mass[block] + dense[s] / sum(dense.values())
             for j in blocks:
                 share[j] = share[j] + scores.get((query.batch, query.index, head, j), 0)
         target = torch.stack([mass[j] for j in blocks]).detach()

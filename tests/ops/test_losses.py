@@ -17,13 +17,18 @@ from tests.definition import definition
 from tests.support.problems import Extents, Heads, drawn_extents, make_compressed, make_qkv, packed, whole
 
 SIZES = {'compress_block_size': 2, 'compress_stride': 1, 'selection_block_size': 2}
+# In the second form the last blocks of a sequence, and those of a query without a window, may have no score.
+FORMS = [SIZES, {'compress_block_size': 4, 'compress_stride': 2, 'selection_block_size': 2}]
 
 
-def make_problem(extents: Extents, heads: Heads, **changes: Any) -> tuple[list[Tensor], dict[str, Any]]:
+def make_problem(
+    extents: Extents, heads: Heads, sizes: dict[str, int] = SIZES, **changes: Any
+) -> tuple[list[Tensor], dict[str, Any]]:
     """Tensors of the loss and its settings."""
+    compress = sizes['compress_block_size'], sizes['compress_stride']
     q, k, _ = make_qkv(extents, heads)
-    q_cmp, k_cmp = make_qkv(extents, heads)[0].flip(1), make_compressed(extents, heads, 2, 1)[0]
-    options = {'window_size': (3, 0), **SIZES, **extents.where, **changes}
+    q_cmp, k_cmp = make_qkv(extents, heads)[0].flip(1), make_compressed(extents, heads, *compress)[0]
+    options = {'window_size': (3, 0), **sizes, **extents.where, **changes}
     return [q, k, q_cmp.requires_grad_(), k_cmp.requires_grad_()], options
 
 
@@ -36,6 +41,7 @@ def gradients(loss: Tensor, leaves: list[Tensor]) -> list[Tensor]:
 @given(
     extents=drawn_extents(max_seqlen=16),
     group_size=st.sampled_from([1, 2]),
+    sizes=st.sampled_from(FORMS),
     share_group=st.booleans(),
     causal=st.booleans(),
     window=st.sampled_from([None, (0, 0), (3, 0), (5, 2), (-1, 0)]),
@@ -45,6 +51,7 @@ def gradients(loss: Tensor, leaves: list[Tensor]) -> list[Tensor]:
 def test_definition(
     extents: Extents,
     group_size: int,
+    sizes: dict[str, int],
     share_group: bool,
     causal: bool,
     window: tuple[int, int] | None,
@@ -53,7 +60,7 @@ def test_definition(
 ) -> None:
     window = window and (window[0], 0 if causal else window[1])
     heads = Heads(2 * group_size, 2, 4, 4)
-    tensors, options = make_problem(extents, heads, causal=causal, softcap=softcap, window_size=window)
+    tensors, options = make_problem(extents, heads, sizes, causal=causal, softcap=softcap, window_size=window)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_eager, 'CHUNK_ELEMENTS', chunk)
         loss = block_score_loss(*tensors, **options, share_group=share_group)
@@ -61,7 +68,8 @@ def test_definition(
     q, k, q_cmp, k_cmp = tensors
     where = {name: value for name, value in options.items() if name not in (*SIZES, 'window_size')}
     seqlen_k = None if extents.packed else extents.seqlen_k
-    _, lse = compressed_attention(q_cmp, k_cmp, k_cmp, block_size=2, stride=1, seqlen_k=seqlen_k, **where)
+    compress = {'block_size': sizes['compress_block_size'], 'stride': sizes['compress_stride']}
+    _, lse = compressed_attention(q_cmp, k_cmp, k_cmp, **compress, seqlen_k=seqlen_k, **where)
     gold = definition.block_score_loss(q, k, q_cmp, k_cmp, lse, **options, share_group=share_group, seqlen_k=seqlen_k)
     torch.testing.assert_close(loss, gold, rtol=1e-9, atol=1e-12)
     for grad, expected in zip(found, gradients(gold, tensors[2:]), strict=True):
@@ -110,6 +118,16 @@ def test_nothing_to_rank() -> None:
         loss = block_score_loss(*tensors, **options)
         assert loss == 0
         assert all((grad == 0).all() for grad in gradients(loss, tensors[2:]))
+
+
+def test_blocks_without_a_score_are_no_candidates() -> None:
+    """Without a window the block of a query often shares tokens with no visible compressed block."""
+    sizes = {'compress_block_size': 4, 'compress_stride': 4, 'selection_block_size': 4}
+    (q, k, q_cmp, k_cmp), options = make_problem(whole(16), Heads(2, 1, 4, 4), sizes, window_size=None)
+    last = {**options, 'q_offset': 14}  # the keys before its block are those of 3 blocks
+    found = block_score_loss(q[:, 14:15], k, q_cmp[:, 14:15], k_cmp, **last)
+    far = block_score_loss(q[:, 14:15], k, q_cmp[:, 14:15], k_cmp, **{**last, 'window_size': (2, 0)})
+    torch.testing.assert_close(found, far)
 
 
 def test_scores_that_underflow_stay_finite() -> None:
