@@ -38,7 +38,9 @@ class Config:
     compress_mlp_expand_factor: float = flag(
         1.0, 'hidden size of the networks of blocks over a block', 0.01, sparse=True
     )
-    merge_window: bool = flag(False, 'selected blocks and window in one softmax, without a gate', sparse=True)
+    merge_window: bool = flag(
+        False, 'selected blocks and window in one softmax, a gate for the compressed branch alone', sparse=True
+    )
     num_compressed_mem_kv: int = flag(1, 'learned key/value pairs before the compressed ones', 0, sparse=True)
     qk_norm: bool = flag(False, 'RMSNorm of queries and keys, in dense attention too', sparse=True)
     use_diff_topk: bool = flag(True, 'teach the compressed branch what was worth selecting', sparse=True)
