@@ -153,10 +153,11 @@ class LinearTile(NamedTuple):
 def linear_tile(
     device: torch.device, itemsize: int, rows: int, features: int, units: int, row_major: bool
 ) -> LinearTile:
-    """rows: blocks that a step may complete. features: of the output. units: weights that differ, by head and for keys
-    and values. row_major: whether input features of a weight are neighbours in memory, as in `nn.Linear`.
+    """Return a tile with which more than half of the multiprocessors have a program, if there are enough blocks and
+    features.
 
-    There are as many programs as the device has multiprocessors, if the layer has enough of both.
+    rows: blocks that a step may complete. features: of the output. units: weights that differ, by head and for keys and
+    values. row_major: whether input features of a weight are neighbours in memory, as in `nn.Linear`.
     """
     block_r = min(row_block(rows), LINEAR_ROWS if itemsize == 2 else LINEAR_ROWS_FLOAT32)
     block_f = 2 * LINEAR_FEATURES if block_r == LINEAR_ROWS else LINEAR_FEATURES
