@@ -13,7 +13,7 @@ from torch import Tensor
 from native_sparse_attention import losses
 from native_sparse_attention.losses import block_score_loss
 from native_sparse_attention.ops import _eager, compressed_attention
-from tests.definition import definition
+from tests.definition import losses as definition
 from tests.support.problems import Extents, Heads, drawn_extents, make_compressed, make_qkv, packed, whole
 
 SIZES = {'compress_block_size': 2, 'compress_stride': 1, 'selection_block_size': 2}

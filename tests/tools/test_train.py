@@ -20,7 +20,7 @@ import torch
 import train_enwik8
 from native_sparse_attention.nn import attention as layers
 from tests.support.training_runs import assert_same_run, command, contents, rows, write_words
-from train_enwik8 import PRESETS, Config, Run, UserError, draw, main, open_run, parse
+from train_enwik8 import PRESETS, Config, Run, UserError, main
 from trainer.tensors import load_tensors, read_newest
 
 
@@ -176,26 +176,6 @@ def test_resumed_is_uninterrupted_bit_for_bit(text: Path, runs: Path, monkeypatc
     torch.manual_seed(1234)
     assert main(['--name', 'cut', '--runs-dir', str(runs), '--device', 'cpu', '--resume']) == 0
     assert_same_run(runs / 'whole', runs / 'cut')
-
-
-@pytest.mark.parametrize(
-    ('attention', 'weight', 'trained'), [('sparse', 0.5, 0.5), ('dense', 0.5, 0), ('sparse', 0, 0)]
-)
-def test_the_loss_of_block_scores_is_trained_and_not_logged(
-    text: Path, runs: Path, attention: str, weight: float, trained: float
-) -> None:
-    options, given = parse(command(text, runs, '--attention', attention, block_loss=weight))
-    with contextlib.ExitStack() as locks:
-        run = open_run(options, given, locks)
-    ids = draw(run.corpus.splits['train'], run.config, 0)[0]
-    loss, total = run.losses(ids)
-    assert loss == run.loss(ids)
-    if not trained:
-        assert total is loss
-        return
-    _, block_loss = run.model(ids, return_loss=True, return_block_loss=True)
-    torch.testing.assert_close(total, loss + trained * block_loss)
-    assert block_loss > 0
 
 
 @pytest.mark.gpu
