@@ -5,9 +5,10 @@
 
 One process per GPU. Every case is measured on one GPU and on 2 and 4 of the same machine, as far as they are visible:
 context parallelism (`context_parallel_nsa` beside `nsa`), sharded training of preset long of train_enwik8.py, tensor
-parallelism of a layer of a model of 1B parameters, and a profile of context parallelism; on 4 GPUs also two kinds of
-parallelism together. Kernels are compiled first, those of all cases side by side. Writes <gpu>/parallel-<GPUs>.md and
-.json to --out after every case.
+parallelism of a layer of a model of 1B parameters, and a profile of each; on 4 GPUs also two kinds of parallelism
+together. Kernels are compiled first, those of all cases side by side. Cases of one GPU run in a process of their own.
+Writes <gpu>/parallel-<GPUs>.md and .json to --out after every case. A case that fails or takes longer than
+--case-seconds ends its processes; the next case starts others.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from benchmarks.training_speed import make_config
 
 TITLE = 'Several GPUs beside one'
 SIZES = (2, 4)
-PARTS = ('total', 'nccl', 'compute', 'both', 'idle')  # of the time of a profile
+PARTS = ('total', 'nccl', 'compute', 'both', 'exposed', 'idle')  # of the time of a profile
 ENDED = 'the process ended'
 PAPER = {
     'sliding_window_size': 512,
@@ -111,25 +112,25 @@ def make_cases(sizes: Sizes, device: str, gpus: int, data: str) -> list[Case]:
         layout = {'dp': count} if count > 1 else {}
         return case('trainer', f'trainer, rows of {length:,} tokens', layout, tokens * count, config=config, **more)
 
-    def layers(depth: int, tokens: int, layout: dict[str, int]) -> Case:
+    def layers(depth: int, tokens: int, layout: dict[str, int], **more: Any) -> Case:
         model = {**sizes.model, 'depth': depth}
         name = f'layers: {depth}, rows of {tokens:,} tokens'
-        return case('layers', name, layout, tokens * layout.get('dp', 1), model=model)
+        return case('layers', name, layout, tokens * layout.get('dp', 1), model=model, **more)
 
     one_layer, four_layers = sizes.layer
     cases = [
-        *(attention(0, {'cp': count} if count > 1 else {}) for count in counts),
+        *(attention(index, {'cp': count} if count > 1 else {}) for index in (0, 1) for count in counts),
         *(trainer(count) for count in counts),
+        *([{**trainer(1), 'graph': True}] if device == 'cuda' else []),
         *(layers(1, one_layer, {'tp': count} if count > 1 else {}) for count in counts),
-        *(attention(0, {'cp': count}, profile=True) for count in counts[-1:]),
-        *(attention(1, {'cp': count} if count > 1 else {}) for count in counts),
+        attention(0, {'cp': gpus}, profile=True),
+        trainer(gpus, profile=True),
+        layers(1, one_layer, {'tp': gpus}, profile=True),
     ]
     if gpus >= 4:
         mixed = ({}, {'cp': 2}, {'dp': 2, 'cp': 2}, {'cp': 2, 'tp': 2})
         cases += [layers(4, four_layers, layout) for layout in mixed]
         cases += [attention(2, layout) for layout in ({'cp': 4}, {})]
-    if device == 'cuda':
-        cases.append({**trainer(1), 'graph': True})
     return cases
 
 
@@ -165,7 +166,6 @@ class Group:
             self.joined, self.groups = case['gpus'], self.groups + 1
         common = {**case, 'group': f'{self.folder}/{self.groups}'}
         own = [{**common, 'rank': rank, 'gpu': gpu} for rank, gpu in enumerate(self.gpus)]
-        own = own if case['gpus'] > 1 else own[:1]
         with ThreadPoolExecutor(len(own)) as pool:
             futures = [pool.submit(self.workers[rank].measure, each, seconds) for rank, each in enumerate(own)]
             for future in as_completed(futures):
@@ -209,21 +209,24 @@ def run_cases(
     """
     deadline, rows = time.monotonic() + budget, list[Case]()
     with tempfile.TemporaryDirectory() as folder:
-        main_group = Group(range(gpus), folder)
+        one, several = groups = Group([0], folder), Group(range(gpus), folder)
         try:
-            main_group.start()
+            for group in groups:
+                group.start()
             if cases[0]['device'] == 'cuda':
-                warm_up(to_warm(cases), gpus, folder, min(case_seconds, budget))
+                warm_up(to_warm(cases), gpus, folder, budget / 5)
             for case in cases:
                 began = time.monotonic()
                 result: Case = {'note': f'{NOT_RUN}: the time was used up'}
                 if began < deadline:
-                    result = main_group.run(case, min(case_seconds, deadline - began))
+                    group = several if case['gpus'] > 1 else one
+                    result = group.run(case, min(case_seconds, deadline - began))
                 rows.append({**case, **result, 'took_s': round(time.monotonic() - began, 1)})
                 show({key: value for key, value in rows[-1].items() if key not in ('config', 'profiles')})
                 done(rows)
         finally:
-            main_group.stop()
+            for group in groups:
+                group.stop()
     return rows
 
 
@@ -251,13 +254,18 @@ def name_of(layout: dict[str, int]) -> str:
 
 
 def with_ratios(rows: Sequence[Case]) -> list[Case]:
-    """Return the rows with `tokens_per_s`, and `speedup` and `memory` relative to the row of one GPU."""
+    """Return the rows with `tokens_per_s`, and `speedup` and `memory` relative to the row of one GPU.
+
+    `overhead` is the time beyond that of one GPU divided by the number of GPUs, relative to it.
+    """
     one = {row['op']: row for row in rows if row['gpus'] == 1 and not row['graph']}
     found = []
     for row in rows:
         rate, base = tokens_per_s(row), one.get(row['op'], {})
+        speedup = ratio(rate, tokens_per_s(base))
         ratios = {
-            'speedup': ratio(rate, tokens_per_s(base)),
+            'speedup': speedup,
+            'overhead': None if not speedup or row['gpus'] == 1 else row['gpus'] / speedup - 1,
             'memory': ratio(row.get('peak_bytes'), base.get('peak_bytes')),
         }
         found.append({**row, 'tokens_per_s': rate, **ratios})
@@ -277,28 +285,34 @@ def make_tables(rows: Sequence[Case]) -> list[str]:
         rate, name = row['tokens_per_s'], name_of(row['layout']) + ', CUDA graph' * row['graph']
         sizes = [report.gib(row.get('peak_bytes')), row['memory']]
         cells = [f'{row["tokens"]:,}', row.get('ms'), None if rate is None else f'{rate:,.0f}', row['speedup']]
+        cells.append(None if row['overhead'] is None else f'{row["overhead"]:.1%}')
         body.append([row['op'], name, *cells, *sizes, row.get('note', '')])
         if row['speedup'] and (target := TARGETS.get((row['op'], row['gpus']))):
             met = row['speedup'] >= target[0] and (target[1] is None or (row['memory'] or 0) <= target[1])
             wanted = f'at least {target[0]} x' + f', memory at most {target[1]} x' * (target[1] is not None)
             judged.append(f'- {row["op"]}, {name}: {wanted}: {"met" if met else "missed"}')
-    columns = ('', 'layout', 'tokens', 'ms', 'tokens/s', '/ one GPU', 'peak GiB per GPU', '/ one GPU', '')
+    columns = ('', 'layout', 'tokens', 'ms', 'tokens/s', '/ one GPU', 'overhead', 'peak GiB per GPU', '/ one GPU', '')
     profiles = [
         [row['op'], name_of(row['layout']), rank, *(found[f'{part}_ms'] for part in PARTS)]
         for row in rows
         for rank, found in enumerate(row.get('profiles', []))
     ]
     if profiles:
-        longest = next(row['profiles'][0]['kernels'] for row in rows if row.get('profiles'))
+        times = ('step', 'NCCL', 'other kernels', 'both at once', 'NCCL alone', 'idle')
         tables = [
-            'A step by the profiler, ms. NCCL: its kernels, which wait for other ranks, too. Idle: no kernel runs.',
-            report.table(('', 'layout', 'rank', 'step', 'NCCL', 'other kernels', 'both at once', 'idle'), profiles),
-            'Kernels of rank 0 that take longest:',
-            report.table(('kernel', 'launches', 'ms'), longest),
+            'A step by the profiler, ms. NCCL: its kernels, which wait for other ranks, too. NCCL alone: communication '
+            'that no computation hides. Idle: no kernel runs.',
+            report.table(('', 'layout', 'rank', *times), profiles),
+            'Kernels of rank 0 that take longest, and all of NCCL:',
+            report.table(
+                ('', 'kernel', 'launches', 'ms'),
+                [[row['op'], *of] for row in rows if row.get('profiles') for of in row['profiles'][0]['kernels']],
+            ),
         ]
     return [
         'Forward and backward; the trainer: whole steps. Medians of queued runs, each as long as its slowest rank. '
-        'Peak: all tensors of a step, inputs and weights included.',
+        'Overhead: the time beyond that of one GPU without a CUDA graph divided by the number of GPUs. Peak: all '
+        'tensors of a step, inputs and weights included.',
         report.table(columns, body),
         *(['\n'.join(judged)] if judged else []),
         *tables,
@@ -311,7 +325,7 @@ def main() -> None:
     add = parser.add_argument
     add('--shape', default='full', choices=SHAPES, help='(%(default)s)')
     add('--processes', type=int, help='2 or 4 (the visible GPUs, or 2 on the CPU)')
-    add('--case-seconds', type=float, default=90, help='limit of one case (%(default)s)')
+    add('--case-seconds', type=float, default=50, help='limit of one case (%(default)s)')
     add('--budget', type=float, default=300, help='seconds for all cases, compilation included (%(default)s)')
     add('--data', default='stdlib', help='text, as train_enwik8.py takes it (%(default)s)')
     add('--worker', action='store_true', help=argparse.SUPPRESS)

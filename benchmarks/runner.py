@@ -192,7 +192,7 @@ class Worker:
             start_new_session=True,
         )
         self.lines: queue.Queue[str | None] = queue.Queue()
-        self.cases = 0
+        self.ready_by = time.monotonic() + START_SECONDS
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
@@ -205,8 +205,8 @@ class Worker:
     def measure(self, case: Case, seconds: float) -> Case:
         """Return the result, or a note that says why there is none; then the worker is gone."""
         assert self.process.stdin is not None
-        seconds += START_SECONDS * (self.cases == 0)
-        self.cases += 1
+        seconds += max(0.0, self.ready_by - time.monotonic())
+        self.ready_by = 0.0
         try:
             self.process.stdin.write(json.dumps(case) + '\n')
             self.process.stdin.flush()
