@@ -22,8 +22,9 @@ from tests.support.sharded_models import gradients, joined, recorded_blocks
 
 pytest.importorskip('torch.distributed.fsdp', exc_type=ImportError)
 from torch.distributed import init_device_mesh
+from torch.distributed.pipelining import Schedule1F1B
 
-from native_sparse_attention.distributed import apply_cp, apply_fsdp, apply_tp
+from native_sparse_attention.distributed import apply_cp, apply_fsdp, apply_pp, apply_tp, next_token_loss
 
 pytestmark = pytest.mark.gpu
 SPARSE: dict[str, Any] = {
@@ -41,12 +42,12 @@ SETTINGS = [(False, torch.float32), (True, torch.float32), (False, torch.bfloat1
 LIMIT = {torch.float32: 5e-3, torch.bfloat16: 5e-2}
 
 
-def make_model(device: str, merged: bool) -> Transformer:
+def make_model(device: str, merged: bool, depth: int = 2) -> Transformer:
     torch.manual_seed(0)
     model = Transformer(
         64,
         dim=128,
-        depth=2,
+        depth=depth,
         dim_head=64,
         heads=8,
         kv_heads=4,
@@ -57,18 +58,22 @@ def make_model(device: str, merged: bool) -> Transformer:
 
 
 def train(kind: str, merged: bool, dtype: torch.dtype, device: str) -> None:
-    """kind: 'fsdp', 'tp' or 'cp'."""
+    """kind: 'fsdp', 'tp', 'cp' or 'pp'."""
     rank, ranks = int(os.environ['LOCAL_RANK']), int(os.environ['WORLD_SIZE'])
     if device == 'cuda':
         torch.cuda.set_device(rank)
     dist.init_process_group('nccl' if device == 'cuda' else 'gloo')
     flat = init_device_mesh(device, (ranks,))
-    one, setting = make_model(device, merged), f'{kind}, merged {merged}, {dtype}'
+    depth = 2 * ranks if kind == 'pp' else 2
+    one, setting = make_model(device, merged, depth), f'{kind}, merged {merged}, {dtype}'
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(64, (ranks, SEQLEN), generator=generator).to(device)
-    model, mine = copy.deepcopy(one), (slice(None), slice(None))
+    model, mine, stage = copy.deepcopy(one), (slice(None), slice(None)), None
     if kind == 'tp':
         apply_tp(model, flat)
+    elif kind == 'pp':
+        stage = apply_pp(model, flat)
+        model.forward = autocast(device, dtype)(model.forward)  # the schedule runs forward and backward
     elif kind == 'cp':
         apply_fsdp(apply_cp(model, flat), flat)
         mine = (slice(None), slice(SEQLEN * rank // ranks, SEQLEN * (rank + 1) // ranks))
@@ -79,8 +84,12 @@ def train(kind: str, merged: bool, dtype: torch.dtype, device: str) -> None:
         expected = loss_of(one, ids, device, dtype)
     expected.backward()
     with recorded_blocks() as blocks:
-        loss = loss_of(model, ids[mine], device, dtype)
-    loss.backward()
+        loss = loss_of(model, ids[mine], device, dtype) if stage is None else step_of(stage, ids)
+    if stage is None:
+        loss.backward()
+    else:  # PyTorch runs a stage once more before the micro-batches, and runs the last token, which the loss omits
+        expected_blocks = expected_blocks[2 * rank : 2 * rank + 2]
+        blocks = [torch.cat(blocks[-2 * ranks :][layer::2])[:, : SEQLEN - 1] for layer in range(2)]
     total = loss.detach().clone()
     dist.all_reduce(total)
     assert_near(total / ranks, expected, dtype, f'{setting}: loss')
@@ -91,14 +100,26 @@ def train(kind: str, merged: bool, dtype: torch.dtype, device: str) -> None:
         assert all(share), f'{setting}: another block is selected'
     found, wanted = joined(gradients(model)), gradients(one)
     largest = max(float(gradient.norm()) for gradient in wanted.values())
-    for name, gradient in wanted.items():
-        assert_near(found[name], gradient, dtype, f'{setting}: {name}', largest)
+    for name in found if kind == 'pp' else wanted:
+        assert_near(found[name], wanted[name], dtype, f'{setting}: {name}', largest)
     dist.destroy_process_group()
 
 
+def autocast(device: str, dtype: torch.dtype) -> torch.autocast:
+    return torch.autocast(device, dtype, enabled=dtype != torch.float32)
+
+
 def loss_of(model: Transformer, ids: Tensor, device: str, dtype: torch.dtype) -> Tensor:
-    with torch.autocast(device, dtype, enabled=dtype != torch.float32):
+    with autocast(device, dtype):
         return model(ids, return_loss=True)
+
+
+def step_of(stage: Any, ids: Tensor) -> Tensor:
+    """Run forward and backward with one row per micro-batch. The mean over the stages of the results is the loss."""
+    losses: list[Tensor] = []
+    schedule = Schedule1F1B(stage, len(ids), loss_fn=next_token_loss)
+    schedule.step(*[ids] * stage.is_first, target=ids if stage.is_last else None, losses=losses)
+    return torch.stack(losses).mean() * len(ids) if stage.is_last else torch.zeros((), device=ids.device)
 
 
 def assert_near(found: Tensor, expected: Tensor, dtype: torch.dtype, name: str, largest: float = 0.0) -> None:
@@ -110,7 +131,7 @@ def assert_near(found: Tensor, expected: Tensor, dtype: torch.dtype, name: str, 
     assert difference <= LIMIT[dtype] * max(size, 0.01 * largest), f'{name}: relative error {difference / size:.2g}'
 
 
-@pytest.mark.parametrize('kind', ['fsdp', 'tp', 'cp'])
+@pytest.mark.parametrize('kind', ['fsdp', 'tp', 'cp', 'pp'])
 def test_equals_one_gpu(kind: str, tmp_path: Path) -> None:
     ranks = min(torch.cuda.device_count(), 4)
     if ranks < 2:
