@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from native_sparse_attention.core import checks
-from native_sparse_attention.core.call import Call, make_call
+from native_sparse_attention.core.call import Call, MassRules, make_call
 from native_sparse_attention.core.geometry import (
     QueryLayout,
     compressed_block_end,
@@ -16,7 +16,8 @@ from native_sparse_attention.core.geometry import (
     shared_tokens,
 )
 from native_sparse_attention.core.random import as_seed, check_seed, philox
-from native_sparse_attention.ops._eager import cap, compute_dtype, in_query_chunks, masked_softmax, without_autocast
+from native_sparse_attention.ops._eager import compute_dtype, in_query_chunks, masked_softmax, without_autocast
+from native_sparse_attention.ops.block_mass.api import backend_of, mass_at
 
 # Keeps the logarithm of a score finite that underflowed; every other score of a candidate is far above it.
 TINY = 1e-20
@@ -42,6 +43,7 @@ def block_score_loss(
     cu_seqlens: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     softcap: float | None = None,
+    backend: str = 'auto',
 ) -> Tensor:
     """Return the divergence of the block scores from the mass of full attention, averaged over sampled rows.
 
@@ -77,12 +79,13 @@ def block_score_loss(
         cu_seqlens: int32 `[N + 1]`, boundaries of packed sequences; B is 1.
         cu_seqlens_k: int32 `[N + 1]`, boundaries of the keys if they differ from those of the queries.
         softcap: soft cap of the logits.
+        backend: of the mass of full attention, 'auto', 'triton' or 'eager'. Block scores and loss are plain PyTorch.
 
     Returns:
         A scalar, float32 (float64 for float64 inputs); 0 if no row counts.
 
     Raises:
-        ValueError: shapes, dtypes or settings do not fit.
+        ValueError: shapes, dtypes or settings do not fit, or an explicit backend does not support the call.
     """
     checks.check_qkv(q, k, k)
     checks.check_tensors(q_cmp=q_cmp)
@@ -100,6 +103,7 @@ def block_score_loss(
     checks.check_qk(q_cmp, k_cmp, 'k_cmp')
     checks.check_compressed_heads(k_cmp, k)
     checks.check_num_compressed(k_cmp, call.sequences, *sizes[:2])
+    choice = backend_of(q, k, backend=backend)
     rows = _draw_rows(q.shape[0], q.shape[1], num_queries, as_seed(seed, q.device))
     group = q.shape[2] // k.shape[2] if share_group else 1
     with without_autocast(q):
@@ -112,7 +116,8 @@ def block_score_loss(
         counts = candidates.any(-1)[..., None, None]
         q, q_cmp = (_gather(t, rows).where(counts, 0) for t in (q, q_cmp))
         with torch.no_grad():
-            mass = _far_mass(q, k, tokens, candidates, selection_block_size, window_size, group, call)
+            rules = MassRules(selection_block_size, window_size, share_group)
+            mass = mass_at(q, k, tokens, rules, call, choice.name).masked_fill_(~candidates[:, :, None], 0)
         scores = _block_scores(q_cmp, k_cmp, compressed, candidates, sizes, group, call)
     return _divergence(mass, scores, candidates)
 
@@ -161,49 +166,6 @@ def _have_scores(compressed: QueryLayout, count: int, sizes: tuple[int, int, int
     if not causal:
         return exists
     return exists & (compressed_block_end(first, *sizes[:2]) <= compressed.position[..., None])
-
-
-def _far_mass(
-    q: Tensor,
-    k: Tensor,
-    tokens: QueryLayout,
-    candidates: Tensor,
-    block_size: int,
-    window_size: tuple[int, int] | None,
-    group: int,
-    call: Call,
-) -> Tensor:
-    """Return the mass of the visible keys outside the window by block `[B, R, HI, blocks]`, the mean of a group."""
-    batch, num_rows, heads, _ = q.shape
-    dtype, kv_heads, count = compute_dtype(q.dtype), k.shape[2], candidates.shape[2]
-    keys, index = k.to(dtype), torch.arange(k.shape[1], device=q.device)
-    in_blocks = torch.arange(count * block_size, device=q.device)
-    queries, least = q.to(dtype).unflatten(2, (kv_heads, -1)) * call.scale, torch.finfo(dtype).min
-
-    def weigh(start: int, stop: int) -> tuple[Tensor]:
-        chunk = tokens.chunk(start, stop)
-        position, visible = chunk.key_position(index[None, None])
-        own = chunk.position[..., None]
-        if call.causal:
-            visible = visible & (position <= own)
-        # The largest tensor of the loss, so it is changed in place.
-        logits = cap(torch.einsum('bthgd,bshd->bthgs', queries[:, start:stop], keys), call.softcap)
-        weights = logits.masked_fill_(~visible[:, :, None, None], least).softmax(-1)
-        weights = weights.flatten(2, 3).unflatten(2, (-1, group)).mean(3)
-        if window_size is not None:
-            weights.masked_fill_(in_window(position, own, *window_size)[:, :, None], 0)
-        if call.sequences.cu_seqlens is None:
-            weights = torch.nn.functional.pad(weights, (0, max(0, len(in_blocks) - len(index))))
-        else:  # blocks count from the first key of a sequence
-            slot = chunk.key_start[..., None] + in_blocks
-            of_sequence = in_blocks < chunk.key_len[..., None]
-            slot = slot.clamp(max=len(index) - 1)[:, :, None].expand(-1, -1, weights.shape[2], -1)
-            weights = weights.gather(-1, slot).masked_fill(~of_sequence[:, :, None], 0)
-        mass = weights[..., : len(in_blocks)].unflatten(-1, (count, block_size)).sum(-1)
-        return (mass.masked_fill_(~candidates[:, start:stop, None], 0),)
-
-    (mass,) = in_query_chunks(weigh, num_rows, batch * heads * len(index), dims=(1,))
-    return mass
 
 
 def _block_scores(
