@@ -19,7 +19,7 @@ from native_sparse_attention.ops.block_mass.api import backend_of, mass_at
 
 SHAPES = ((4, 16_384, 8, 4, 64), (1, 65_536, 64, 4, 128))  # B, T, HQ, H, D
 COUNTS = (128, 256, 512)  # queries of a row
-SIZES = {'compress_block_size': 32, 'compress_stride': 16, 'selection_block_size': 64}
+SIZES: dict[str, Any] = {'compress_block_size': 32, 'compress_stride': 16, 'selection_block_size': 64}
 WINDOW = (511, 0)
 REPLAYS = 10
 

@@ -223,11 +223,12 @@ def build_inverse_index(dtype: torch.dtype, head_dim: int) -> None:
 
 
 def build_mass(dtype: torch.dtype, head_dim: int) -> None:
-    for group, block_size, settings in (
+    cases: tuple[tuple[int, int, dict[str, Any]], ...] = (
         (4, SELECTION_BLOCK, {'window_size': (31, 0)}),
         (16, 16, {'window_size': (31, 0), 'softcap': 20.0, 'share_group': False}),
         (3, 200, {'causal': False, **PACKED}),
-    ):
+    )
+    for group, block_size, settings in cases:
         q, k, _ = make(dtype, head_dim, group=group)
         block_mass(q, k, block_size=block_size, **settings, backend='triton')
 
