@@ -6,17 +6,21 @@ import torch
 from torch import Tensor
 
 from native_sparse_attention.core import checks
-from native_sparse_attention.core.call import Call, make_call
+from native_sparse_attention.core.backend import choose_backends
+from native_sparse_attention.core.call import Call, MassRules, make_call
 from native_sparse_attention.core.geometry import (
     QueryLayout,
     compressed_block_end,
     in_window,
+    num_compressed_blocks,
     num_selection_blocks,
     overlapping_blocks,
     shared_tokens,
 )
-from native_sparse_attention.core.random import as_seed, check_seed, philox
-from native_sparse_attention.ops._eager import cap, compute_dtype, in_query_chunks, masked_softmax, without_autocast
+from native_sparse_attention.core.random import as_seed, check_seed, split_mix
+from native_sparse_attention.ops._eager import cap, compute_dtype, in_query_chunks, without_autocast
+from native_sparse_attention.ops.block_mass.api import candidates as mass_candidates
+from native_sparse_attention.ops.block_mass.api import mass_at
 
 # Keeps the logarithm of a score finite that underflowed; every other score of a candidate is far above it.
 TINY = 1e-20
@@ -42,6 +46,7 @@ def block_score_loss(
     cu_seqlens: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     softcap: float | None = None,
+    backend: str = 'auto',
 ) -> Tensor:
     """Return the divergence of the block scores from the mass of full attention, averaged over sampled rows.
 
@@ -77,12 +82,14 @@ def block_score_loss(
         cu_seqlens: int32 `[N + 1]`, boundaries of packed sequences; B is 1.
         cu_seqlens_k: int32 `[N + 1]`, boundaries of the keys if they differ from those of the queries.
         softcap: soft cap of the logits.
+        backend: of the mass of full attention, 'auto', 'triton' or 'eager'; 'flex' takes eager. The rest of the loss is
+            plain PyTorch.
 
     Returns:
         A scalar, float32 (float64 for float64 inputs); 0 if no row counts.
 
     Raises:
-        ValueError: shapes, dtypes or settings do not fit.
+        ValueError: shapes, dtypes or settings do not fit, or an explicit backend does not support the call.
     """
     checks.check_qkv(q, k, k)
     checks.check_tensors(q_cmp=q_cmp)
@@ -100,6 +107,7 @@ def block_score_loss(
     checks.check_qk(q_cmp, k_cmp, 'k_cmp')
     checks.check_compressed_heads(k_cmp, k)
     checks.check_num_compressed(k_cmp, call.sequences, *sizes[:2])
+    choice = choose_backends(backend, q.device, {'block_mass': mass_candidates(q, k)}, flex_or_eager=True)['block_mass']
     rows = _draw_rows(q.shape[0], q.shape[1], num_queries, as_seed(seed, q.device))
     group = q.shape[2] // k.shape[2] if share_group else 1
     with without_autocast(q):
@@ -112,7 +120,8 @@ def block_score_loss(
         counts = candidates.any(-1)[..., None, None]
         q, q_cmp = (_gather(t, rows).where(counts, 0) for t in (q, q_cmp))
         with torch.no_grad():
-            mass = _far_mass(q, k, tokens, candidates, selection_block_size, window_size, group, call)
+            rules = MassRules(selection_block_size, window_size, share_group)
+            mass = mass_at(q, k, tokens, rules, call, choice.name).masked_fill_(~candidates[:, :, None], 0)
         scores = _block_scores(q_cmp, k_cmp, compressed, candidates, sizes, group, call)
     return _divergence(mass, scores, candidates)
 
@@ -121,8 +130,8 @@ def _draw_rows(batch: int, seqlen: int, num_queries: int, seed: Tensor) -> Tenso
     """Return int64 `[B, R]`, ascending, one query of each of R equal parts of the sequence."""
     count = min(num_queries, seqlen)
     part = torch.arange(count + 1, device=seed.device) * seqlen // max(1, count)
-    b, index = torch.meshgrid(*(torch.arange(n, device=seed.device) for n in (batch, count)), indexing='ij')
-    return part[:-1] + philox(seed, index, b, b, b) % part.diff().clamp(min=1)
+    numbers = split_mix(seed, torch.arange(batch * count, device=seed.device)).view(batch, count)
+    return part[:-1] + numbers % part.diff().clamp(min=1)
 
 
 def _gather(x: Tensor, rows: Tensor) -> Tensor:
@@ -163,49 +172,6 @@ def _have_scores(compressed: QueryLayout, count: int, sizes: tuple[int, int, int
     return exists & (compressed_block_end(first, *sizes[:2]) <= compressed.position[..., None])
 
 
-def _far_mass(
-    q: Tensor,
-    k: Tensor,
-    tokens: QueryLayout,
-    candidates: Tensor,
-    block_size: int,
-    window_size: tuple[int, int] | None,
-    group: int,
-    call: Call,
-) -> Tensor:
-    """Return the mass of the visible keys outside the window by block `[B, R, HI, blocks]`, the mean of a group."""
-    batch, num_rows, heads, _ = q.shape
-    dtype, kv_heads, count = compute_dtype(q.dtype), k.shape[2], candidates.shape[2]
-    keys, index = k.to(dtype), torch.arange(k.shape[1], device=q.device)
-    in_blocks = torch.arange(count * block_size, device=q.device)
-    queries, least = q.to(dtype).unflatten(2, (kv_heads, -1)) * call.scale, torch.finfo(dtype).min
-
-    def weigh(start: int, stop: int) -> tuple[Tensor]:
-        chunk = tokens.chunk(start, stop)
-        position, visible = chunk.key_position(index[None, None])
-        own = chunk.position[..., None]
-        if call.causal:
-            visible = visible & (position <= own)
-        # The largest tensor of the loss, so it is changed in place.
-        logits = cap(torch.einsum('bthgd,bshd->bthgs', queries[:, start:stop], keys), call.softcap)
-        weights = logits.masked_fill_(~visible[:, :, None, None], least).softmax(-1)
-        weights = weights.flatten(2, 3).unflatten(2, (-1, group)).mean(3)
-        if window_size is not None:
-            weights.masked_fill_(in_window(position, own, *window_size)[:, :, None], 0)
-        if call.sequences.cu_seqlens is None:
-            weights = torch.nn.functional.pad(weights, (0, max(0, len(in_blocks) - len(index))))
-        else:  # blocks count from the first key of a sequence
-            slot = chunk.key_start[..., None] + in_blocks
-            of_sequence = in_blocks < chunk.key_len[..., None]
-            slot = slot.clamp(max=len(index) - 1)[:, :, None].expand(-1, -1, weights.shape[2], -1)
-            weights = weights.gather(-1, slot).masked_fill(~of_sequence[:, :, None], 0)
-        mass = weights[..., : len(in_blocks)].unflatten(-1, (count, block_size)).sum(-1)
-        return (mass.masked_fill_(~candidates[:, start:stop, None], 0),)
-
-    (mass,) = in_query_chunks(weigh, num_rows, batch * heads * len(index), dims=(1,))
-    return mass
-
-
 def _block_scores(
     q_cmp: Tensor,
     k_cmp: Tensor,
@@ -218,33 +184,76 @@ def _block_scores(
     """Return the scores of `select_blocks`, `[B, R, HI, blocks]`, as the mean of a group; 0 for other blocks."""
     batch, num_rows, heads, _ = q_cmp.shape
     dtype, (num_compressed, kv_heads) = compute_dtype(q_cmp.dtype), k_cmp.shape[1:3]
+    count = candidates.shape[2]
     if not num_compressed * num_rows:
-        return q_cmp.new_zeros((*candidates.shape[:2], heads // group, candidates.shape[2]), dtype=dtype)
+        return q_cmp.new_zeros((batch, num_rows, heads // group, count), dtype=dtype)
     index = torch.arange(num_compressed, device=q_cmp.device)
     seen = index < (compressed.key_start + compressed.key_len).amax(1, keepdim=True)
     keys = k_cmp.to(dtype).where(seen[..., None, None], 0)
-    first = torch.arange(candidates.shape[2], device=q_cmp.device) * (sizes[2] // sizes[1])
+    add_up, first = _add_packed_blocks, compressed.key_start
+    if call.sequences.cu_seqlens is None:
+        # Keys that no query sees make the weights of the compressed blocks of a selection block a row of a matrix.
+        before, per_selection = _lead(sizes), sizes[2] // sizes[1]
+        keys = torch.nn.functional.pad(
+            keys, (0, 0, 0, 0, before * per_selection, count * per_selection - num_compressed)
+        )
+        index = torch.arange(keys.shape[1], device=q_cmp.device)
+        add_up, first = _add_blocks, first + before * per_selection
+    last = first + _num_visible(compressed, sizes, call.causal)
+    keys, least = keys.permute(0, 2, 3, 1), torch.finfo(dtype).min
 
     def score(start: int, stop: int) -> tuple[Tensor]:
-        chunk = compressed.chunk(start, stop)
-        rows = q_cmp[:, start:stop].to(dtype).unflatten(2, (kv_heads, -1))
-        block, visible = chunk.key_position(index[None, None])
-        if call.causal:
-            visible = visible & (compressed_block_end(block, *sizes[:2]) <= chunk.position[..., None])
-        logits = torch.einsum('bthgd,bshd->bthgs', rows, keys) * call.scale
-        weights, _ = masked_softmax(logits, visible[:, :, None, None], dtype, softcap=call.softcap)
-        weights = weights.flatten(2, 3).unflatten(2, (-1, group)).mean(3)
-        scores = weights.new_zeros(*weights.shape[:3], len(first))
-        for offset in overlapping_blocks(*sizes):
-            exists = (first + offset >= 0) & (first + offset < chunk.key_len[..., None])
-            slot = (first + offset + chunk.key_start[..., None]).clamp(0, num_compressed - 1)
-            of_block = weights.gather(-1, slot[:, :, None].expand_as(scores)) * (
-                shared_tokens(offset, *sizes) / sizes[1]
-            )
-            scores = scores + of_block.masked_fill(~exists[:, :, None], 0)
-        return (scores.masked_fill(~candidates[:, start:stop, None], 0),)
+        visible = (index >= first[:, start:stop, None]) & (index < last[:, start:stop, None])
+        visible = visible[:, None, None]
+        rows = (q_cmp[:, start:stop].to(dtype) * call.scale).unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4)
+        logits = (rows.flatten(2, 3) @ keys).unflatten(2, (-1, stop - start))  # [B, H, G, R, C]
+        if call.softcap is not None:
+            # An invisible logit may be NaN, and so would be the slope of its cap, which multiplies a gradient of 0.
+            logits = cap(logits.where(visible, 0), call.softcap)
+        # In a row that sees no block every weight counts, but it has no candidates.
+        weights = logits.where(visible, least).softmax(-1).flatten(1, 2).unflatten(1, (-1, group)).mean(2)
+        scores = add_up(weights, compressed.chunk(start, stop), sizes, count)
+        return (scores.where(candidates[:, None, start:stop], 0),)
 
-    (scores,) = in_query_chunks(score, num_rows, batch * heads * num_compressed, dims=(1,))
+    (scores,) = in_query_chunks(score, num_rows, batch * heads * num_compressed, dims=(2,))
+    return scores.transpose(1, 2)
+
+
+def _lead(sizes: tuple[int, int, int]) -> int:
+    """Return the number of selection blocks before a selection block in which compressed blocks begin that reach it."""
+    return -(overlapping_blocks(*sizes).start // (sizes[2] // sizes[1]))
+
+
+def _num_visible(compressed: QueryLayout, sizes: tuple[int, int, int], causal: bool) -> Tensor:
+    """Return int64 `[B, R]`, the number of visible compressed blocks, which are the first ones of a sequence."""
+    if not causal:
+        return compressed.key_len
+    return torch.minimum(compressed.key_len, num_compressed_blocks(compressed.position + 1, *sizes[:2]))
+
+
+def _add_blocks(weights: Tensor, _: QueryLayout, sizes: tuple[int, int, int], count: int) -> Tensor:
+    """Return the scores `[B, HI, R, count]` from weights `[B, HI, R, C]` that begin `_lead` selection blocks before the
+    first one.
+    """
+    before, per_selection = _lead(sizes), sizes[2] // sizes[1]
+    parts = weights.unflatten(-1, (before + count, per_selection)).unbind(-1)
+    scores = weights.new_zeros(())
+    for offset in overlapping_blocks(*sizes):
+        first = before + offset // per_selection
+        of_offset = parts[offset % per_selection][..., first : first + count]
+        scores = torch.add(scores, of_offset, alpha=shared_tokens(offset, *sizes) / sizes[1])
+    return scores
+
+
+def _add_packed_blocks(weights: Tensor, compressed: QueryLayout, sizes: tuple[int, int, int], count: int) -> Tensor:
+    """Return the scores `[B, HI, R, count]` from weights `[B, HI, R, C]` of packed sequences."""
+    first = torch.arange(count, device=weights.device) * (sizes[2] // sizes[1])
+    scores = weights.new_zeros(*weights.shape[:3], count)
+    for offset in overlapping_blocks(*sizes):
+        exists = (first + offset >= 0) & (first + offset < compressed.key_len[..., None])
+        slot = (first + offset + compressed.key_start[..., None]).clamp(0, weights.shape[3] - 1)
+        of_block = weights.gather(-1, slot[:, None].expand_as(scores)).where(exists[:, None], 0)
+        scores = scores + of_block * (shared_tokens(offset, *sizes) / sizes[1])
     return scores
 
 
@@ -254,6 +263,6 @@ def _divergence(mass: Tensor, scores: Tensor, candidates: Tensor) -> Tensor:
     counts = (candidates.sum(-1)[..., None] > 1) & (total[..., 0] > 0)
     target = mass / total.clamp(min=torch.finfo(total.dtype).tiny)
     scores = scores + TINY
-    log_share = scores.log() - scores.sum(-1, keepdim=True).log()
-    divergence = (torch.special.xlogy(target, target) - target * log_share).sum(-1)
+    # The entropy of the target, its cross entropy, and the normalisation of the scores, as targets add up to 1.
+    divergence = torch.special.xlogy(target, target).sum(-1) - (target * scores.log()).sum(-1) + scores.sum(-1).log()
     return divergence.where(counts, 0).sum() / counts.sum().clamp(min=1)

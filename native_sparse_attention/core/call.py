@@ -30,6 +30,14 @@ class SelectionRules(NamedTuple):
     block_counts: Any = None
 
 
+class MassRules(NamedTuple):
+    """Settings of the mass of full attention by block. block_size: l'. window_size: (left, right) or None."""
+
+    block_size: int
+    window_size: tuple[int, int] | None
+    share_group: bool
+
+
 def make_call(
     q: Tensor,
     k: Tensor,

@@ -378,7 +378,7 @@ class SparseAttention(AttentionLayer):
     def _block_loss(self, q: Tensor, k: Tensor, q_cmp: Tensor, k_cmp: Tensor, settings: dict[str, Any]) -> Tensor:
         """Return the `block_score_loss`. q, k: with rotary embedding."""
         shared = {name: self._common_settings[name] for name in ('selection_block_size', 'share_group', 'softcap')}
-        places = {name: settings[name] for name in ('q_offset', 'seqlens_k', 'cu_seqlens')}
+        places = {name: settings[name] for name in ('q_offset', 'seqlens_k', 'cu_seqlens', 'backend')}
         return block_score_loss(q, k, q_cmp, k_cmp, **self._whole_settings, **shared, **places)
 
     def _compress(

@@ -25,6 +25,7 @@ from native_sparse_attention.composition import backend_of
 from native_sparse_attention.core.checks import make_sequences
 from native_sparse_attention.core.geometry import forced_priority
 from native_sparse_attention.ops import chosen_scores, selected_attention, window_attention
+from native_sparse_attention.ops.block_mass import block_mass
 from native_sparse_attention.testing import make_block_indices, make_qkv
 from tests.support.gpu_problems import (
     Problem,
@@ -44,7 +45,7 @@ dlogits = pytest.importorskip('native_sparse_attention.ops.selected_attention.tr
 pytestmark = pytest.mark.gpu
 
 BACKEND = 'triton'
-COUNTS = {'window': 150, 'compressed': 130, 'selected': 180, 'chosen_scores': 70, 'gated_sum': 40}
+COUNTS = {'window': 150, 'compressed': 130, 'selected': 180, 'chosen_scores': 70, 'block_mass': 60, 'gated_sum': 40}
 SELECT_COUNT = 60
 
 
@@ -215,6 +216,9 @@ def problems_for(
         lse = attention_lse(q, k_cmp, v_cmp, sizes | {'seqlen_k': 333})
         tensors = {'q': q, 'k_cmp': k_cmp, 'lse': lse, 'block_indices': indices}
         yield Problem(chosen_scores, tensors, sizes, {'grad of lse': 0})
+    elif 'block_mass' in module:
+        for settings in ({'window_size': (100, 0)}, {'causal': False, 'softcap': 5.0}):
+            yield Problem(block_mass, {'q': q, 'k': k}, {'block_size': 16, **settings})
     else:
         raise NotImplementedError(f'{module}: say here which op takes its settings')
 

@@ -21,6 +21,7 @@ from native_sparse_attention.ops import (
     straight_through_scale,
     window_attention,
 )
+from native_sparse_attention.ops.block_mass import block_mass
 from native_sparse_attention.ops.rotary import shared_input
 from native_sparse_attention.testing import make_qkv
 from tests.support.harness import run_triton, same_bits
@@ -80,6 +81,10 @@ def selected_gated(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, gate: Tenso
 
 def choice(q: Tensor, k: Tensor, lse: Tensor, **settings: Any) -> Tensor:
     return select_blocks(q, k, lse, num_selected=3, **SIZES, **settings)
+
+
+def mass(q: Tensor, k: Tensor, **settings: Any) -> Tensor:
+    return block_mass(q, k, block_size=SELECTION_BLOCK, window_size=(5, 0), **settings)
 
 
 def scores(q: Tensor, k: Tensor, lse: Tensor, indices: Tensor, **settings: Any) -> Tensor:
@@ -159,6 +164,7 @@ OPS: dict[str, tuple[Callable[..., Any], Callable[[torch.device], Tensors]]] = {
     'compressed, gated': (compressed, lambda d: inputs(d, C) | make_memory(d) | make_gate(d)),
     'selected, gated': (selected_gated, lambda d: inputs(d) | make_indices(d) | make_gate(d)),
     'choice': (choice, make_choice),
+    'mass': (mass, lambda d: {name: t for name, t in inputs(d).items() if name != 'v'}),
     'scores': (scores, lambda d: make_choice(d) | {'indices': make_selected(d)['indices']}),
     'scale': (scale_of, lambda d: make_choice(d) | {'indices': make_selected(d)['indices']}),
     'gated sum': (gated_sum, make_gated),
@@ -166,7 +172,7 @@ OPS: dict[str, tuple[Callable[..., Any], Callable[[torch.device], Tensors]]] = {
     'rotary': (rotated, lambda d: {'x': inputs(d)['q'], 'positions': torch.arange(T, device=d)[None]}),
     'shared input': (shared, lambda d: {'x': inputs(d)['q'], 'positions': torch.arange(T, device=d)[None]}),
 }
-DIFFERENTIABLE = [name for name in OPS if name != 'choice']
+DIFFERENTIABLE = [name for name in OPS if name not in ('choice', 'mass')]
 
 every_op = pytest.mark.parametrize('name', DIFFERENTIABLE)
 

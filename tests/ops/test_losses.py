@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from native_sparse_attention import losses
+from native_sparse_attention.core.random import split_mix
 from native_sparse_attention.losses import block_score_loss
 from native_sparse_attention.ops import _eager, compressed_attention
 from tests.definition import losses as definition
@@ -96,6 +97,13 @@ def test_one_query_is_drawn_from_each_part(seqlen: int, num_queries: int) -> Non
     if count < seqlen:
         assert not torch.equal(drawn[0], drawn[1])
         assert not torch.equal(drawn[:, 0], drawn[:, 1])  # rows of a batch draw queries of their own
+
+
+def test_known_random_numbers() -> None:
+    """Of SplitMix64 as its authors publish it."""
+    known = (6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821)
+    numbers = split_mix(torch.tensor([1234567]), torch.arange(5))
+    assert numbers.tolist() == [number >> 32 for number in known]
 
 
 def test_sampled_queries_estimate_the_loss() -> None:

@@ -45,6 +45,7 @@ from native_sparse_attention.ops import (
 from native_sparse_attention.ops._triton import inverse_index, launch, support
 from native_sparse_attention.ops._triton.interval.modifiers import KernelModifiers
 from native_sparse_attention.ops._triton.varlen import make_layout
+from native_sparse_attention.ops.block_mass import block_mass
 from native_sparse_attention.ops.decoding.triton import launch_cache
 from native_sparse_attention.ops.rotary import shared_input
 from native_sparse_attention.ops.selected_attention.triton import plan
@@ -221,6 +222,17 @@ def build_inverse_index(dtype: torch.dtype, head_dim: int) -> None:
         inverse_index.make_inverse_index(indices, make_layout(sequences), range(2), **sizes)
 
 
+def build_mass(dtype: torch.dtype, head_dim: int) -> None:
+    cases: tuple[tuple[int, int, dict[str, Any]], ...] = (
+        (4, SELECTION_BLOCK, {'window_size': (31, 0)}),
+        (16, 16, {'window_size': (31, 0), 'softcap': 20.0, 'share_group': False}),
+        (3, 200, {'causal': False, **PACKED}),
+    )
+    for group, block_size, settings in cases:
+        q, k, _ = make(dtype, head_dim, group=group)
+        block_mass(q, k, block_size=block_size, **settings, backend='triton')
+
+
 def build_gated_sum(dtype: torch.dtype, head_dim: int) -> None:
     outs = [torch.zeros(1, SEQLEN, 4, head_dim, dtype=dtype, requires_grad=True) for _ in range(3)]
     gates = torch.zeros(1, SEQLEN, 4, 3, requires_grad=True)
@@ -275,6 +287,7 @@ OPS: dict[str, Callable[[torch.dtype, int], None]] = {
     'compressed_attention': build_compressed,
     'features of both': build_features,
     'select_blocks and chosen_scores': build_choice,
+    'block_mass': build_mass,
     'selected_attention': build_selected,
     'gated_sum': build_gated_sum,
     'rotary': build_rotary,

@@ -22,6 +22,7 @@ from native_sparse_attention.ops import (
     selected_attention,
     window_attention,
 )
+from native_sparse_attention.ops.block_mass import block_mass
 from native_sparse_attention.testing import (
     INDEX_KINDS,
     LAYOUTS,
@@ -48,7 +49,7 @@ DRAWN_ROWS = 512
 # The results that are float32 whatever the inputs are, and meet no rounding to a half type; of attention the
 # log-sum-exp and gradients of what joins the logits. A row of them is often one number, which nothing averages, and
 # tensor cores round their sums towards zero: the worst row on an H200 was 2^-13.7.
-UNROUNDED = {'chosen_scores': ('out0', 'grad of lse'), 'gated_sum': ()}
+UNROUNDED = {'chosen_scores': ('out0', 'grad of lse'), 'block_mass': ('out0',), 'gated_sum': ()}
 UNROUNDED_OF_ATTENTION = ('out1', 'grad of sinks', 'grad of bias')
 UNROUNDED_ROW_LIMIT = 2.0**-12
 
@@ -115,6 +116,7 @@ def draw_problem(op: str, index: int, device: torch.device) -> tuple[Problem, to
         'compressed': draw_compressed,
         'selected': draw_selected,
         'chosen_scores': draw_chosen_scores,
+        'block_mass': draw_block_mass,
         'gated_sum': draw_gated_sum,
     }
     generator = torch.Generator(device).manual_seed(index)
@@ -320,6 +322,23 @@ def draw_chosen_scores(random: Random, dtype: torch.dtype, device: torch.device,
     tensors = {'q': q, 'k_cmp': k_cmp, 'lse': lse, 'block_indices': indices}
     # A query's scores make a row.
     return Problem(chosen_scores, tensors, settings, {'grad of lse': 0})
+
+
+def draw_block_mass(random: Random, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Problem:
+    drawn = draw_shape(random, dtype, device, generator)
+    block_size = random.choice(SELECTION_BLOCK_SIZES)
+    extents = draw_extents(random, device, drawn.heads, block_size)
+    q, k, _ = make_qkv(extents.batch, extents.seqlen_q, extents.seqlen_k, **drawn.shape)
+    if drawn.layout != 'expanded':
+        extents.poison_keys(k)
+    causal = random.random() < 0.7
+    left, right = (random.choice((-1, 0, 1, 64, 511, random.randint(0, MAX_SEQLEN))) for _ in range(2))
+    settings: dict[str, Any] = {'block_size': block_size, 'causal': causal, 'share_group': random.random() < 0.7}
+    if random.random() < 0.8:
+        settings['window_size'] = (left, 0 if causal else right)
+    if random.random() < 0.3:
+        settings['softcap'] = random.choice((2.0, 30.0))
+    return Problem(block_mass, {'q': q, 'k': k}, {**settings, **_draw_scale(random), **extents.where})
 
 
 def draw_select_blocks(

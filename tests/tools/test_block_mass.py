@@ -1,11 +1,12 @@
-"""The mass of full attention by block, which experiments of the learning benchmark read."""
+"""The mass of full attention by block in benchmarks: the heaviest blocks, and the parts of the loss."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from benchmarks.block_mass import far_mass, heaviest_blocks
+from benchmarks import block_loss
+from benchmarks.block_mass import heaviest_blocks
 
 B, T, H, G, D = 2, 150, 2, 2, 16
 BLOCK, NEAR = 16, 24
@@ -27,15 +28,18 @@ def tensors() -> tuple[torch.Tensor, torch.Tensor]:
     return q, k
 
 
-def test_far_mass_is_that_of_full_attention(tensors: tuple[torch.Tensor, torch.Tensor]) -> None:
-    expected = reference_mass(*tensors).sum(2).mT
-    torch.testing.assert_close(far_mass(*tensors, torch.arange(T), BLOCK, NEAR), expected, rtol=1e-5, atol=1e-6)
-    some, (q, k) = torch.tensor([3, 60, 149]), tensors
-    torch.testing.assert_close(far_mass(q[:, some], k, some, BLOCK, NEAR), expected[..., some], rtol=1e-5, atol=1e-6)
-
-
 def test_heaviest_blocks_hold_the_most(tensors: tuple[torch.Tensor, torch.Tensor]) -> None:
     mass, blocks = reference_mass(*tensors).sum(2), heaviest_blocks(*tensors, BLOCK, NEAR, 3)
     held = mass.gather(-1, blocks.clamp(min=0).long().transpose(1, 2)).masked_fill(blocks.transpose(1, 2) < 0, 0)
     torch.testing.assert_close(held.sum(-1), mass.topk(3).values.sum(-1), rtol=1e-5, atol=1e-6)
     assert (blocks[:, :NEAR] == -1).all()
+
+
+def test_parts_of_the_loss() -> None:
+    parts = block_loss.make_parts((2, 1200, 4, 2, 8), 16, 'cpu', torch.float32)
+    results = {name: run() for name, run in parts.items()}
+    mass, scores = results['mass'], results['scores']
+    assert mass.shape == scores.shape == (2, 16, 2, 19)
+    assert results['loss'] > 0
+    for name in ('scores, forward and backward', 'loss, forward and backward'):
+        assert all(grad.abs().max() > 0 for grad in results[name])

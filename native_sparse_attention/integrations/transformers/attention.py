@@ -212,7 +212,7 @@ class NSAAttention(nn.Module):
                 shared: dict[str, Any] = {
                     name: self.sparse_settings[name] for name in ('selection_block_size', 'share_group')
                 }
-                shared |= {name: self.logit_settings[name] for name in ('scale', 'softcap')}
+                shared |= {name: self.logit_settings[name] for name in ('scale', 'softcap', 'backend')}
                 losses.append(block_score_loss(q_new, k, q_cmp_new, k_cmp, **shared, **sizes, **where))
             return nsa(
                 q_new,
