@@ -196,6 +196,12 @@ def _variants() -> dict[str, Variant]:
         'merged-dense-mass-rows': Variant(
             'merged-dense-mass and merged-rows together', settings=merged, layers=EveryBlockRows, block_loss=0.1
         ),
+        'merged-dense-mass-far': Variant(
+            'merged-dense-mass, blocks are selected before the window alone',
+            settings=merged,
+            layers=FarBlocks,
+            block_loss=0.1,
+        ),
         'merged-scores-dense-mass': Variant(
             'merged-scores, block scores trained by `block_score_loss` alone',
             settings={**scores, 'use_diff_topk': False},
