@@ -112,10 +112,12 @@ def test_kernels_are_compiled_once() -> None:
     assert sorted(warm) == sorted([*attention, ('trainer', 'one GPU'), *layers])
 
 
-def test_scaling_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It finds the coefficients of times that follow it, and tells of four GPUs that do not."""
-    true = scaling_model.Attention(scaling_model.SHAPES['long-128k-h4'], 1e-8, 1e-3, 2e8, 5e4)
-    rows = parallel.make_cases(parallel.SHAPES['full'], 'cuda', 4, 'stdlib')
+TRUE = scaling_model.Attention(scaling_model.SHAPES['long-128k-h4'], 1e-8, 1e-3, 2e8, 5e4)
+
+
+def result_of(gpus: int) -> dict[str, Any]:
+    """Return a result of the benchmark, of attention that follows the model TRUE."""
+    rows = parallel.make_cases(parallel.SHAPES['full'], 'cuda', gpus, 'stdlib')
     for case in rows:
         tokens, gpus = case['tokens'], case['gpus']
         if case.get('profile'):
@@ -123,20 +125,29 @@ def test_scaling_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         elif case['graph']:
             case['ms'] = 5.0
         elif case['step'] == 'attention':
-            case['ms'] = true.ms(tokens, gpus) if gpus > 1 else true.one_ms(tokens)
-            case['peak_bytes'] = true.peak(tokens, gpus)
+            case['ms'] = TRUE.ms(tokens, gpus) if gpus > 1 else TRUE.one_ms(tokens)
+            case['peak_bytes'] = TRUE.peak(tokens, gpus)
         elif case['step'] == 'trainer':
             case['ms'] = {1: 10.0, 2: 11.0, 4: 11.5}[gpus]
         elif case['step'] == 'layers':
             case['ms'] = {1: 10.0, 2: 6.0, 4: 8.0}[gpus]  # by the model 4
-    result = {'machine': {'gpu': 'NVIDIA H100'}, 'rows': parallel.with_ratios(rows)}
-    (tmp_path / 'rows').write_text(json.dumps(result))
-    monkeypatch.setattr(sys, 'argv', ['scaling_model', str(tmp_path / 'rows'), '--out', str(tmp_path)])
+    return {'machine': {'gpu': 'NVIDIA H100'}, 'rows': parallel.with_ratios(rows)}
+
+
+def make_model(result: dict[str, Any], folder: Path, patch: pytest.MonkeyPatch) -> str:
+    (folder / 'rows').write_text(json.dumps(result))
+    patch.setattr(sys, 'argv', ['scaling_model', str(folder / 'rows'), '--out', str(folder)])
     scaling_model.main()
-    fit = scaling_model.fit_attention([row for row in rows if row['step'] == 'attention' and 'ms' in row])
+    return (folder / 'h100' / 'scaling.md').read_text()
+
+
+def test_scaling_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It finds the coefficients of times that follow it, and tells of four GPUs that do not."""
+    result = result_of(4)
+    text = make_model(result, tmp_path, monkeypatch)
+    fit = scaling_model.fit_attention([row for row in result['rows'] if row['step'] == 'attention' and 'ms' in row])
     for name in ('quadratic', 'linear', 'bandwidth', 'local'):
-        assert getattr(fit, name) == pytest.approx(getattr(true, name), rel=1e-4)
-    text = (tmp_path / 'h100' / 'scaling.md').read_text()
+        assert getattr(fit, name) == pytest.approx(getattr(TRUE, name), rel=1e-4)
     assert 'Four GPUs within 15%: 7 of 8 values.' in text
     assert '| layers: 1, rows of 32,768 tokens | tp 4 | ms | 8 | 4 | -50% | checked |' in text
     assert '| trainer, rows of 16,384 tokens | dp 4 | ms | 11.5 | 11.5 | +0% | checked |' in text
@@ -145,3 +156,16 @@ def test_scaling_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(a['efficiency'] - b['efficiency'] > 0 for a, b in itertools.pairwise(far) if a['tokens'] == b['tokens'])
     with pytest.raises(SystemExit, match='two lengths on one GPU'):
         scaling_model.fit_attention([])
+
+
+def test_scaling_model_of_two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cases without a value are left out; nothing is compared with four GPUs."""
+    result = result_of(2)
+    for row in result['rows']:
+        if (row['gpus'], row['tokens']) == (2, 2**17) or row['op'].startswith('layers'):
+            row.update(ms=None, tokens_per_s=None, speedup=None, note='stopped after 50 s')
+    text = make_model(result, tmp_path, monkeypatch)
+    assert 'Bandwidth between 8 GPUs of a node: 200 GB/s (fitted)' in text
+    assert '| attention, 262,144 tokens | cp 2 | ms | ' in text
+    assert 'Four GPUs' not in text
+    assert 'layers' not in text
