@@ -244,29 +244,36 @@ def attend_divided(
         parts = (range(1),)
         queries, gates = _map(_with_token, (queries, gates))
     seed = as_seed(dropout_seed, q.device) if settings.get('dropout_p') else None
+    # Gradients of pieces of a split are concatenated. Those of slices would each be padded to the whole and added.
+    lengths = [len(part) for part in parts]
+    of_parts = _split((queries, gates), lengths, 1, len(parts))
+    of_parts = [_split(of_part, group_size, 2, kv_heads) for of_part in of_parts]
+    own_keys = _split(keys, 1, 2, kv_heads)
+    of_heads = _split({'k_cmp': k_cmp, 'v_cmp': v_cmp}, 1, -2, kv_heads)
+    memories = _split(mem_kv, 1, 0, kv_heads)
+    head_sinks = _split({'sinks': sinks, 'sinks_cmp': sinks_cmp}, group_size, 0, kv_heads)
     columns = []
     for head in range(kv_heads):
-        own, group = slice(head, head + 1), slice(head * group_size, (head + 1) * group_size)
-        gathered = gather([t[:, :, own] for t in keys.values()], sequence.group, sequence.held)
+        gathered = gather(list(own_keys[head].values()), sequence.group, sequence.held)
         of_head = dict(zip(keys, gathered, strict=True))
-        of_head |= {'k_cmp': _of(k_cmp, ..., own, slice(None)), 'v_cmp': _of(v_cmp, ..., own, slice(None))}
-        of_head |= {'mem_kv': _of(mem_kv, own), 'sinks': _of(sinks, group), 'sinks_cmp': _of(sinks_cmp, group)}
-        outs, start = [], 0
+        of_head |= {**of_heads[head], 'mem_kv': memories[head], **head_sinks[head]}
+        outs = []
         for index, part in enumerate(parts):
-            at = (slice(None), slice(start, start := start + len(part)), group)
-            of_part = _of(queries, *at)
+            of_part, part_gates = of_parts[index][head]
             if seed is not None:  # random numbers depend on indices in the call
                 call = (sequence.rank * 2 + index) * kv_heads + head
                 of_part['dropout_seed'] = seed + (call * _SEED_STEP) % 2**63
             select = choose.part((head, index)) if isinstance(choose, SavedSelection) else choose
             where = _placement(sequence, part)
-            outs.append(attend(**of_part, **of_head, gates=_of(gates, *at), choose=select, **where, **settings))
+            outs.append(attend(**of_part, **of_head, gates=part_gates, choose=select, **where, **settings))
         columns.append(torch.cat(outs, 1))
     return torch.cat(columns, 2)[:, :seqlen]
 
 
-def _of(tensors: Any, *index: Any) -> Any:
-    return _map(lambda t: t[index], tensors)
+def _split(tensors: Any, size: int | list[int], dim: int, count: int) -> list[Any]:
+    """Return the `count` pieces of all tensors along a dimension."""
+    pieces = _map(lambda t: iter(t.split(size, dim)), tensors)
+    return [_map(next, pieces) for _ in range(count)]
 
 
 def _with_token(x: Tensor) -> Tensor:
