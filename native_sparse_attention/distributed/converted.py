@@ -16,6 +16,7 @@ from native_sparse_attention.distributed.mesh import blocks_of
 from native_sparse_attention.distributed.tensor_parallel import (
     COLUMNS,
     ROWS,
+    SameIds,
     SumOverRanks,
     ToRanks,
     check_parameters,
@@ -56,7 +57,7 @@ def divide_converted(model: Any, mesh: DeviceMesh) -> None:
             _divide_sparse(attention, mesh)
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     tied = [] if head is None or head.weight is not embedding.weight else [head]
-    divide(embedding, mesh, {})
+    divide(embedding, mesh, {}, behaviour=SameIds)
     for head in tied:
         head.weight = own_weight(embedding)
         divide(head, mesh, {})

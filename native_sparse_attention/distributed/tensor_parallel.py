@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 from native_sparse_attention.core.checks import shown
 from native_sparse_attention.distributed.local import divide, sum_over_ranks, to_ranks
 from native_sparse_attention.distributed.mesh import check_mesh, check_not_staged
+from native_sparse_attention.distributed.sequence import exchange_objects
 from native_sparse_attention.nn.attention import SparseAttention
 from native_sparse_attention.nn.compress import ConvLinearCompress
 from native_sparse_attention.nn.linear import BranchLinear, FixedStartLinear, HeadLinear, SplitLinear
@@ -58,7 +59,8 @@ def apply_tp(model: Model, mesh: DeviceMesh) -> Model:
             networks. Weights are those of its first rank.
 
     Raises:
-        ValueError: another model or mesh, sizes that the mesh does not divide, or modules of other classes.
+        ValueError: another model or mesh, sizes that the mesh does not divide, or modules of other classes. In a call,
+            on all ranks: ids whose shape differs between ranks, if it is new to each of them.
     """
     from native_sparse_attention.distributed.converted import divide_converted, is_converted
 
@@ -117,14 +119,38 @@ class SumOverRanks:
         return out if self.bias is None else out + self.bias
 
 
-class _Embedding:
-    """An embedding whose rows are divided over the ranks."""
+class SameIds:
+    """An embedding, whose ids start every exchange of a model. The ranks compare the shape of ids if it is new to them.
+
+    Raises ValueError on all ranks if shapes differ.
+    """
 
     tensor_mesh: DeviceMesh
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.compare(ids)
+        return super().forward(ids)  # type: ignore[misc]
+
+    def compare(self, ids: Tensor) -> None:
+        known: set[tuple[int, ...]] = vars(self).setdefault('known_shapes', set())
+        shape = tuple(ids.shape)
+        if torch.compiler.is_compiling() or shape in known:
+            return
+        first, *others = exchange_objects(self.tensor_mesh.get_group(), shape)
+        for rank, other in enumerate(others, 1):
+            if other != first:
+                raise ValueError(f'ids of the embedding have shape {first} on rank 0, but {other} on rank {rank}')
+        known.add(shape)
+
+
+class _Embedding(SameIds):
+    """An embedding whose rows are divided over the ranks."""
+
     weight: Tensor
     num_embeddings: int
 
     def forward(self, ids: Tensor) -> Tensor:
+        self.compare(ids)
         index, is_local = _local_rows(ids, self.num_embeddings, self.tensor_mesh)
         return sum_over_ranks(F.embedding(index, self.weight) * is_local[..., None], self.tensor_mesh)
 

@@ -36,7 +36,7 @@ from torch.distributed import init_device_mesh
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import DTensor
 
-from native_sparse_attention.distributed import apply_fsdp, apply_tp
+from native_sparse_attention.distributed import apply_fsdp, apply_tp, tensor_parallel
 from tests.distributed.test_fsdp import decoded, load, save
 from tests.layer.test_compress import NETWORKS
 
@@ -394,6 +394,30 @@ def read_wrong_ids() -> None:
             model(ids)
         with pytest.raises((IndexError, RuntimeError), match=r'out of (bounds|range)'):
             model.to_logits.summed_cross_entropy(torch.zeros(1, 33, 16, dtype=torch.float64), ids)  # type: ignore[operator]
+
+
+def read_other_lengths() -> None:
+    """One error on all ranks, after which they go on. Shapes are compared when they are new."""
+    model, rank, compared = apply_tp(make_model(depth=1), line()), dist.get_rank(), list[Any]()
+    exchange = tensor_parallel.exchange_objects
+
+    def record(group: Any, shape: Any) -> list[Any]:
+        compared.append(shape)
+        return exchange(group, shape)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tensor_parallel, 'exchange_objects', record)
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r'embedding have shape \(1, 19\) on rank 0, but \(1, 20\) on rank 1'):
+                model(make_ids(1, 20 + rank), return_loss=True)
+            model(make_ids(1, 22), return_loss=True).backward()
+        with pytest.raises(ValueError, match=r'embedding have shape \(1, 20\) on rank 0, but \(2, 20\) on rank 1'):
+            model(make_ids(1 + rank, 20))
+    assert compared == [(1, 19 + rank), (1, 21), (1, 19 + rank), (1 + rank, 20)]
+
+
+def test_other_lengths(tmp_path: Path) -> None:
+    run_processes(read_other_lengths, 2, tmp_path, time_limit=60)
 
 
 @full

@@ -106,7 +106,8 @@ def refused() -> None:
     apply_tp(model := nsa_model(), mesh)
     with pytest.raises(ValueError, match='model is divided already'):
         apply_tp(model, mesh)
-
+    with pytest.raises(ValueError, match=r'embedding have shape \(1, 9\) on rank 0, but \(1, 10\) on rank 1'):
+        model(make_ids(1, 9 + dist.get_rank()))
     draw_dropout()
 
 
