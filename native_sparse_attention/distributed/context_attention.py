@@ -1,8 +1,7 @@
 """Attention over a sequence that is divided over ranks, by queries.
 
 Each rank computes the compressed blocks that start in its tokens, for which it fetches up to l - 1 tokens of other
-ranks, and gathers those of all ranks. Keys and values are gathered one KV head after another, those of the next head
-while one is computed.
+ranks, and gathers those of all ranks. Keys and values are gathered one KV head after another.
 """
 
 from __future__ import annotations
@@ -19,8 +18,6 @@ from native_sparse_attention.core.checks import check_integers, check_tensors
 from native_sparse_attention.core.random import as_seed
 from native_sparse_attention.distributed.sequence import (
     DividedSequence,
-    Result,
-    begin_gather,
     exchange_objects,
     fetch,
     gather,
@@ -33,7 +30,6 @@ from native_sparse_attention.ops import select_blocks
 
 # Arguments of `nsa` that the division over ranks determines, or that it does not support.
 _EXCLUDED = ('q_offset', 'seqlens_k', 'cu_seqlens_k', 'segment_ids', 'block_indices', 'block_counts', 'choose')
-_OF_QUERIES = ('q', 'q_cmp', 'q_window')
 _SEED_STEP = 0x5851F42D4C957F2D  # between the dropout seeds of the calls of `nsa`
 
 
@@ -103,8 +99,8 @@ def context_parallel_nsa(
         exchange_objects(group, error)
         raise
     sequence = DividedSequence.agree(group, q.shape[1], cu_seqlens, described)
-    keys: Any = {name: sequence.spread(t) for name, t in tokens.items() if t is not None and name not in _OF_QUERIES}
-    to_compress = [keys[name] if t is None else t for name in 'kv' for t in (keys.pop(f'{name}_cmp_input', None),)]
+    moved: Any = _map(sequence.spread, tokens)
+    to_compress = [moved[name] if t is None else t for name in 'kv' for t in (moved.pop(f'{name}_cmp_input'),)]
     networks = [n if isinstance(n, nn.Module) else _Function(n) for n in (compress_k, compress_v) if n is not None]
 
     def compress(tokens: list[Tensor], borders: Tensor | None) -> list[Tensor]:
@@ -118,9 +114,8 @@ def context_parallel_nsa(
 
     sizes = (compress_block_size, compress_stride)
     k_cmp, v_cmp = compress_divided(compress, sequence, sizes, to_compress[: len(networks)])
-    arguments: Any = {**{name: tokens[name] for name in _OF_QUERIES}, **keys, 'k_cmp': k_cmp, 'v_cmp': v_cmp}
-    arguments |= {'gates': gates, 'begin_spread': sequence.begin_spread, **settings}
-    return sequence.collect(attend_divided(nsa, sequence, **arguments))
+    moved |= {'k_cmp': k_cmp, 'v_cmp': v_cmp, 'gates': _map(sequence.spread, gates)}
+    return sequence.collect(attend_divided(nsa, sequence, **moved, **settings))
 
 
 def _check(
@@ -159,7 +154,7 @@ def _describe(value: Any) -> str:
     return str([_describe(part) for part in value]) if isinstance(value, tuple | list) else repr(value)
 
 
-def _map(function: Callable[[Any], Any], tensors: Any) -> Any:
+def _map(function: Callable[[Tensor], Tensor], tensors: Any) -> Any:
     """Return the result of a function for a tensor or None, or those for a list, a tuple or a dict of them."""
     if isinstance(tensors, dict):
         return {name: _map(function, t) for name, t in tensors.items()}
@@ -233,57 +228,46 @@ def attend_divided(
     sinks_cmp: Tensor | None = None,
     dropout_seed: int | Tensor | None = None,
     choose: Callable[..., Tensor] = select_blocks,
-    begin_spread: Callable[[Tensor], Result] = lambda x: lambda: x,
     **settings: Any,
 ) -> Tensor:
-    """Return the output for the tokens that this rank holds, `[B, T, HQ, DV]`.
+    """Return the output for the tokens of this rank, `[B, T, HQ, DV]`.
 
     attend: `nsa`, called for each KV head and each range of tokens. k_cmp, v_cmp: of all ranks. The other arguments are
-    those of `nsa`, with the tokens that this rank holds. begin_spread: begins to move queries and gates of a KV head to
-    the ranks that hold their tokens; by default they are there.
+    those of `nsa`, with the tokens of this rank.
     """
-    kv_heads, group_size = k.shape[2], q.shape[2] // k.shape[2]
+    seqlen, kv_heads, group_size = q.shape[1], k.shape[2], q.shape[2] // k.shape[2]
     queries = {'q': q, 'q_cmp': q_cmp, 'q_window': q_window}
     keys: Any = {'k': k, 'v': v, 'k_window': k_window, 'v_window': v_window}
     keys = {name: t for name, t in keys.items() if t is not None}
-    parts = sequence.held[sequence.rank] or (range(1),)
+    parts = sequence.held[sequence.rank]
+    if not parts:  # The same operations as on other ranks, so that their backward passes make the same exchanges.
+        parts = (range(1),)
+        queries, gates = _map(_with_token, (queries, gates))
     seed = as_seed(dropout_seed, q.device) if settings.get('dropout_p') else None
     # Gradients of pieces of a split are concatenated. Those of slices would each be padded to the whole and added.
-    of_heads = _split((queries, gates), group_size, 2, kv_heads)
+    lengths = [len(part) for part in parts]
+    of_parts = _split((queries, gates), lengths, 1, len(parts))
+    of_parts = [_split(of_part, group_size, 2, kv_heads) for of_part in of_parts]
     own_keys = _split(keys, 1, 2, kv_heads)
-    compressed = _split({'k_cmp': k_cmp, 'v_cmp': v_cmp}, 1, -2, kv_heads)
+    of_heads = _split({'k_cmp': k_cmp, 'v_cmp': v_cmp}, 1, -2, kv_heads)
     memories = _split(mem_kv, 1, 0, kv_heads)
     head_sinks = _split({'sinks': sinks, 'sinks_cmp': sinks_cmp}, group_size, 0, kv_heads)
-
-    def begin(head: int) -> Callable[[], Any]:
-        """Begin the exchanges of a KV head; return a function that waits for queries and gates, and for keys."""
-        gathered = begin_gather(list(own_keys[head].values()), sequence.group, sequence.held)
-        moved = _map(begin_spread, of_heads[head])
-        return lambda: (_map(lambda wait: wait(), moved), gathered())
-
-    def attend_head(head: int, moved: Any, gathered: Sequence[Tensor]) -> Tensor:
-        if not sequence.held[sequence.rank]:  # the same operations as on other ranks, and so the same backward pass
-            moved = _map(_with_token, moved)
+    columns = []
+    for head in range(kv_heads):
+        gathered = gather(list(own_keys[head].values()), sequence.group, sequence.held)
         of_head = dict(zip(keys, gathered, strict=True))
-        of_head |= {**compressed[head], 'mem_kv': memories[head], **head_sinks[head]}
-        outs, of_parts = [], _split(moved, [len(part) for part in parts], 1, len(parts))
-        for index, (part, (of_part, part_gates)) in enumerate(zip(parts, of_parts, strict=True)):
+        of_head |= {**of_heads[head], 'mem_kv': memories[head], **head_sinks[head]}
+        outs = []
+        for index, part in enumerate(parts):
+            of_part, part_gates = of_parts[index][head]
             if seed is not None:  # random numbers depend on indices in the call
                 call = (sequence.rank * 2 + index) * kv_heads + head
                 of_part['dropout_seed'] = seed + (call * _SEED_STEP) % 2**63
             select = choose.part((head, index)) if isinstance(choose, SavedSelection) else choose
             where = _placement(sequence, part)
             outs.append(attend(**of_part, **of_head, gates=part_gates, choose=select, **where, **settings))
-        return torch.cat(outs, 1)
-
-    columns, wait = [], begin(0)
-    for head in range(kv_heads):
-        exchanged = wait()
-        if head + 1 < kv_heads:
-            wait = begin(head + 1)
-        columns.append(attend_head(head, *exchanged))
-        del exchanged
-    return torch.cat(columns, 2)[:, : sum(map(len, sequence.held[sequence.rank]))]
+        columns.append(torch.cat(outs, 1))
+    return torch.cat(columns, 2)[:, :seqlen]
 
 
 def _split(tensors: Any, size: int | list[int], dim: int, count: int) -> list[Any]:

@@ -2,17 +2,13 @@
 
 Every rank calls every exchange with the same layouts, in the same order. The backward pass runs the inverse exchanges
 in the reverse order, provided that the inputs require gradients on all ranks or on none.
-
-A function that begins an exchange returns a function that waits for it. What is computed between the two runs at the
-same time. The backward pass begins the inverse exchange where the forward waited, and waits where the forward began, so
-there it runs at the same time as the backward pass of the same computation. Every exchange must be waited for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -28,7 +24,6 @@ from native_sparse_attention.core.geometry import num_compressed_blocks
 Held = tuple[tuple[range, ...], ...]
 # Ranges of local tokens of a sender, and of the tokens that the receiver gets.
 Moves = list[tuple[range, range]]
-Result = Callable[[], Tensor]
 # PyTorch 2.13 has other names.
 _all_gather: Any = getattr(dist, 'all_gather_single', None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, 'reduce_scatter_single', None) or dist.reduce_scatter_tensor
@@ -99,11 +94,7 @@ class DividedSequence:
 
     def spread(self, x: Tensor) -> Tensor:
         """Return the tokens `[B, N, ...]` that this rank holds, of its shard x `[B, T, ...]`."""
-        return self.begin_spread(x)()
-
-    def begin_spread(self, x: Tensor) -> Result:
-        """Begin `spread`."""
-        return begin_fetch(x, self.group, self.shards, self.held)
+        return fetch(x, self.group, self.shards, self.held)
 
     def collect(self, x: Tensor) -> Tensor:
         """Return the inverse of `spread`."""
@@ -164,22 +155,11 @@ def exchange_objects(group: Any, mine: Any) -> list[Any]:
 
 def fetch(x: Tensor, group: Any, held: Held, wanted: Held) -> Tensor:
     """Return the tokens `[B, N, ...]` that this rank wants, in the order of its ranges, of x `[B, T, ...]`."""
-    return begin_fetch(x, group, held, wanted)()
-
-
-def begin_fetch(x: Tensor, group: Any, held: Held, wanted: Held) -> Result:
-    """Begin `fetch`."""
     if held == wanted:
-        return lambda: x
+        return x
     if num_tokens(wanted) == 0:
-        return lambda: x[:, :0]
-    rank = dist.get_rank(group)
-    sent = [_moves(held[rank], parts) for parts in wanted]
-    received = [_moves(parts, wanted[rank]) for parts in held]
-    back, returned = ([[(to, of) for of, to in moves] for moves in each] for each in (received, sent))
-    forward = partial(_exchange, sent=sent, received=received, seqlen=_length(wanted[rank]), group=group)
-    backward = partial(_exchange, sent=back, received=returned, seqlen=x.shape[1], group=group)
-    return _begin(x, forward, backward)
+        return x[:, :0]
+    return _Fetch.apply(x, group, held, wanted)
 
 
 def gather(tensors: Sequence[Tensor], group: Any, held: Held) -> tuple[Tensor, ...]:
@@ -187,96 +167,52 @@ def gather(tensors: Sequence[Tensor], group: Any, held: Held) -> tuple[Tensor, .
 
     Gradients are summed over the ranks, those of half types in float32.
     """
-    return begin_gather(tensors, group, held)()
-
-
-def begin_gather(tensors: Sequence[Tensor], group: Any, held: Held) -> Callable[[], tuple[Tensor, ...]]:
-    """Begin `gather`."""
     if num_tokens(held) == 0:
-        return lambda: tuple(tensors)
-    x, sizes = torch.cat(list(tensors), -1), [t.shape[-1] for t in tensors]
-    wait = _begin(x, partial(_gather, group=group, held=held), partial(_scatter, group=group, held=held))
-    return lambda: wait().split(sizes, -1)
+        return tuple(tensors)
+    out = _Gather.apply(torch.cat(list(tensors), -1), group, held)
+    return out.split([t.shape[-1] for t in tensors], -1)
 
 
-@dataclass(eq=False)
-class _Exchange:
-    """An exchange and its inverse, as functions that begin them. running: the one that is not waited for yet."""
-
-    forward: Callable[[Tensor], Result]
-    backward: Callable[[Tensor], Result]
-    running: Result | None = None
-
-    def finish(self) -> Tensor:
-        running, self.running = self.running, None
-        assert running is not None
-        return running()
-
-
-def _begin(x: Tensor, forward: Callable[[Tensor], Result], backward: Callable[[Tensor], Result]) -> Result:
-    exchange = _Exchange(forward, backward)
-    begun = _Begin.apply(x, exchange)
-    return lambda: _Wait.apply(begun, exchange)
-
-
-class _Begin(torch.autograd.Function):
-    """Begin an exchange. The result, of no elements, orders the backward pass: it is the input of `_Wait`."""
-
+class _Fetch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, exchange: _Exchange) -> Tensor:
-        ctx.exchange = exchange
-        exchange.running = exchange.forward(x)
-        return x.new_empty(0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, _: Tensor) -> Any:
-        return ctx.exchange.finish(), None
-
-
-class _Wait(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, begun: Tensor, exchange: _Exchange) -> Tensor:
-        ctx.exchange = exchange
-        return exchange.finish()
+    def forward(ctx: Any, x: Tensor, group: Any, held: Held, wanted: Held) -> Tensor:
+        rank = dist.get_rank(group)
+        sent = [_moves(held[rank], parts) for parts in wanted]
+        received = [_moves(parts, wanted[rank]) for parts in held]
+        ctx.group, ctx.shape, ctx.sent, ctx.received = group, x.shape, sent, received
+        tokens = x.transpose(0, 1)
+        return _exchange(tokens, sent, received, _length(wanted[rank]), group).transpose(0, 1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        ctx.exchange.running = ctx.exchange.backward(grad)
-        return grad.new_empty(0), None
+        back, received = ([[(to, of) for of, to in moves] for moves in rank] for rank in (ctx.received, ctx.sent))
+        out = _exchange(grad.transpose(0, 1), back, received, ctx.shape[1], ctx.group)
+        return out.transpose(0, 1), None, None, None
 
 
-def _gather(x: Tensor, group: Any, held: Held) -> Result:
-    """Begin to gather the tokens of all ranks, of x `[B, T, ...]` of this rank."""
-    longest = max(map(_length, held))
-    tokens = x.new_empty(longest, x.shape[0], *x.shape[2:])
-    tokens[: x.shape[1]] = x.transpose(0, 1)
-    every = tokens.new_empty(len(held) * longest, *tokens.shape[1:])
-    work = _all_gather(every, tokens, group=group, async_op=True)
-
-    def finish() -> Tensor:
-        work.wait()
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any, held: Held) -> Tensor:
+        ctx.group, ctx.held, ctx.seqlen = group, held, x.shape[1]
+        longest = max(map(_length, held))
+        tokens = x.new_empty(longest, x.shape[0], *x.shape[2:])
+        tokens[: x.shape[1]] = x.transpose(0, 1)
+        every = tokens.new_empty(len(held) * longest, *tokens.shape[1:])
+        _all_gather(every, tokens, group=group)
         return torch.cat([every[of.start : of.stop] for of, _ in _places(held)]).transpose(0, 1)
 
-    return finish
-
-
-def _scatter(grad: Tensor, group: Any, held: Held) -> Result:
-    """Begin to sum grad `[B, S, ...]` over the ranks, for the tokens of this rank."""
-    longest, seqlen, dtype = max(map(_length, held)), _length(held[dist.get_rank(group)]), grad.dtype
-    tokens = grad.transpose(0, 1)
-    every = tokens.new_zeros(len(held) * longest, *tokens.shape[1:], dtype=_sum_dtype(dtype))
-    for of, to in _places(held):
-        every[of.start : of.stop] = tokens[to.start : to.stop]
-    mine = every.new_empty(longest, *every.shape[1:])
-    work = _reduce_scatter(mine, every, group=group, async_op=True)
-
-    def finish() -> Tensor:
-        work.wait()
-        return mine[:seqlen].to(dtype).transpose(0, 1)
-
-    return finish
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        longest, dtype = max(map(_length, ctx.held)), _sum_dtype(grad.dtype)
+        tokens = grad.transpose(0, 1)
+        every = tokens.new_zeros(len(ctx.held) * longest, *tokens.shape[1:], dtype=dtype)
+        for of, to in _places(ctx.held):
+            every[of.start : of.stop] = tokens[to.start : to.stop]
+        mine = every.new_empty(longest, *every.shape[1:])
+        _reduce_scatter(mine, every, group=ctx.group)
+        return mine[: ctx.seqlen].to(grad.dtype).transpose(0, 1), None, None
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -287,35 +223,25 @@ def _length(parts: tuple[range, ...]) -> int:
     return sum(map(len, parts))
 
 
-def _exchange(x: Tensor, sent: list[Moves], received: list[Moves], seqlen: int, group: Any) -> Result:
-    """Begin to receive `[B, seqlen, ...]`, the tokens that other ranks send; those of one place are added.
+def _exchange(tokens: Tensor, sent: list[Moves], received: list[Moves], seqlen: int, group: Any) -> Tensor:
+    """Return `[seqlen, ...]` with the tokens that other ranks send; those of one place are added.
 
     sent, received: the moves to and from each rank.
     """
-    tokens, dtype = x.transpose(0, 1), x.dtype
     parts = [tokens[of.start : of.stop] for moves in sent for of, _ in moves]
     sizes, sizes_sent = ([sum(len(of) for of, _ in moves) for moves in rank] for rank in (received, sent))
     buffer = tokens.new_empty(sum(sizes), *tokens.shape[1:])
-    work = dist.all_to_all_single(buffer, torch.cat([tokens[:0], *parts]), sizes, sizes_sent, group, async_op=True)
-
-    def finish() -> Tensor:
-        work.wait()  # type: ignore[union-attr]
-        return _in_order(buffer, [to for moves in received for _, to in moves], seqlen, dtype).transpose(0, 1)
-
-    return finish
-
-
-def _in_order(buffer: Tensor, places: list[range], seqlen: int, dtype: torch.dtype) -> Tensor:
-    """Return `[seqlen, ...]` with the tokens of the buffer at their places; those of one place are added."""
+    dist.all_to_all_single(buffer, torch.cat([tokens[:0], *parts]), sizes, sizes_sent, group)
+    places = [to for moves in received for _, to in moves]
     placed = zip(places, buffer.split([len(place) for place in places]), strict=True)
     in_order = sorted(placed, key=lambda item: item[0].start)
     is_sum = any(a.stop > b.start for (a, _), (b, _) in pairwise(in_order))
     if not is_sum and len(buffer) == seqlen:  # in one pass over memory
         return torch.cat([part for _, part in in_order]) if in_order else buffer
-    out = buffer.new_zeros(seqlen, *buffer.shape[1:], dtype=_sum_dtype(dtype) if is_sum else dtype)
+    out = buffer.new_zeros(seqlen, *tokens.shape[1:], dtype=_sum_dtype(tokens.dtype) if is_sum else tokens.dtype)
     for to, part in in_order:
         out[to.start : to.stop] += part
-    return out.to(dtype)
+    return out.to(tokens.dtype)
 
 
 def _moves(held: tuple[range, ...], wanted: tuple[range, ...]) -> Moves:
