@@ -26,7 +26,6 @@ import sys
 import time
 import traceback
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,7 +38,7 @@ from trainer.config import PRESETS, Config, parse, spelled
 from trainer.console import Interrupted, UserError, as_user_error, note_signals, progress, say
 from trainer.corpus import Corpus, load_corpus
 from trainer.decode_check import check_decode
-from trainer.folder import load_checkpoint, lock_run, refuse_existing, write_atomically
+from trainer.folder import claim_run, load_checkpoint, write_atomically
 from trainer.graph import Graph
 from trainer.ranks import ONE_PROCESS, Ranks, joined
 from trainer.record import Record, parameter_counts
@@ -51,8 +50,6 @@ __all__ = [
     'PRESETS', 'Config', 'Corpus', 'Graph', 'Run', 'Transformer', 'UserError', 'build_model', 'build_optimizer', 'draw',
     'learning_rate', 'load_checkpoint', 'load_corpus', 'main', 'open_run', 'parse', 'spelled', 'windows',
 ]  # fmt: skip
-
-LINE_SECONDS = 10  # at least, between two lines of progress where there is no bar
 
 
 def build_model(config: Config, backend: str, device: torch.device) -> Transformer:
@@ -106,7 +103,7 @@ class Run(Record):
 
     def train(self) -> None:
         """Train from the current step to the last validation and sample."""
-        config, done, spent, said = self.config, 0, 0.0, -math.inf
+        config, done, spent = self.config, 0, 0.0
         with progress(self.folder.name, config.steps, self.step, 'step', shows=self.ranks.is_first) as bar:
             while True:
                 if self.evaluation_is_due():
@@ -123,18 +120,8 @@ class Run(Record):
                 done, spent, self.seconds = done + 1, spent + elapsed, self.seconds + elapsed
                 bar.update()
                 if bpb is not None:
-                    if not math.isfinite(bpb):
-                        raise UserError(f'step {self.step}: the loss is {bpb} (a smaller --lr or --clip may help)')
-                    bytes_per_step = config.grad_accum * config.batch * config.seq_len
-                    rate, covered = done * bytes_per_step / spent, len(self.recent) * bytes_per_step
-                    lr = self.optimizer.param_groups[0]['lr']
-                    self.log(split='train', bpb=bpb, bytes=covered, lr=lr, tokens_per_s=round(rate))
-                    figures = f'{bpb:.3f} bits per byte, {rate:,.0f} tokens/s'
-                    bar.set_postfix_str(figures)
-                    if bar.disable and time.perf_counter() - said >= LINE_SECONDS:
-                        say(f'step {self.step} of {config.steps}: train {figures}')
-                        said = time.perf_counter()
-                    self.recent, done, spent = [], 0, 0.0
+                    self.report(bpb, done / spent, bar)
+                    done, spent = 0, 0.0
                 if self.due(config.save_every):
                     self.save()
                 self.stop_at_signal()
@@ -265,7 +252,7 @@ def carry_out(run: Run, options: argparse.Namespace, locks: contextlib.ExitStack
     with torch.random.fork_rng():
         twin = build_model(replace(run.config, attention='dense'), 'auto', torch.device('cpu'))
     if not options.resume:
-        run.ranks.from_first(lambda: claim(run.folder, locks))
+        run.ranks.from_first(lambda: claim_run(run.folder, locks))
     run.begin(options.resume, parameter_counts(run.model, twin), run.backend())
     note_signals(run.signals)
     code = 0
@@ -280,13 +267,6 @@ def carry_out(run: Run, options: argparse.Namespace, locks: contextlib.ExitStack
     if run.finished:
         run.end()
     return code
-
-
-def claim(folder: Path, locks: contextlib.ExitStack) -> None:
-    """Make the folder of a new run and hold its lock."""
-    folder.mkdir(parents=True, exist_ok=True)
-    locks.enter_context(lock_run(folder))
-    refuse_existing(folder)  # another process may have started it meanwhile
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -160,6 +160,13 @@ def refuse_existing(folder: Path) -> None:
         raise UserError(f'{folder}: exists already (--resume continues it, --name starts another run)')
 
 
+def claim_run(folder: Path, locks: contextlib.ExitStack) -> None:
+    """Make the folder of a new run and hold its lock until `locks` closes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    locks.enter_context(lock_run(folder))
+    refuse_existing(folder)  # another process may have started it meanwhile
+
+
 def find_run(runs_dir: Path, start: str) -> Path | None:
     """Return the only run whose name begins with `start`, or None without one.
 

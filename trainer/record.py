@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import math
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from native_sparse_attention import SparseAttention
 from native_sparse_attention.nn.dense import DenseAttention
@@ -22,6 +25,8 @@ from trainer.corpus import Corpus
 from trainer.folder import CHECKPOINT, LOG, TENSORS, append_row, encode_rows, write_atomically
 from trainer.ranks import Ranks
 from trainer.tensors import load_tensors, save_tensors
+
+LINE_SECONDS = 10  # at least, between two lines of progress where there is no bar
 
 
 @dataclass
@@ -44,6 +49,7 @@ class Record:
     finished: bool = False
     tensors: str = ''  # folder that the checkpoint names
     signals: list[int] = field(default_factory=list)  # received by this process
+    printed: float = -math.inf  # time of the last line of progress
     wandb: Any = None
 
     def prompt(self) -> Tensor:
@@ -80,6 +86,26 @@ class Record:
             append_row(self.folder, row)
         if self.wandb and 'split' in row:
             self.wandb.log({f'{row["split"]} bits per byte, {self.corpus.name}': row['bpb']}, step=self.step)
+
+    def report(self, bpb: float, steps_per_second: float, bar: tqdm) -> None:
+        """Log and show the mean of the recent training losses, and forget these losses.
+
+        Raises:
+            UserError: the loss is not finite.
+        """
+        if not math.isfinite(bpb):
+            raise UserError(f'step {self.step}: the loss is {bpb} (a smaller --lr or --clip may help)')
+        config = self.config
+        bytes_per_step = config.grad_accum * config.batch * config.seq_len
+        rate, lr = steps_per_second * bytes_per_step, self.optimizer.param_groups[0]['lr']
+        covered = len(self.recent) * bytes_per_step
+        self.log(split='train', bpb=bpb, bytes=covered, lr=lr, tokens_per_s=round(rate))
+        self.recent = []
+        figures = f'{bpb:.3f} bits per byte, {rate:,.0f} tokens/s'
+        bar.set_postfix_str(figures)
+        if bar.disable and time.perf_counter() - self.printed >= LINE_SECONDS:
+            say(f'step {self.step} of {config.steps}: train {figures}')
+            self.printed = time.perf_counter()
 
     def log_yardsticks(self) -> None:
         """Log the bits per byte of the evaluated texts by gzip -9, and by the byte frequencies of the training text."""

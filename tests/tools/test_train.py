@@ -21,6 +21,7 @@ import train_enwik8
 from native_sparse_attention.nn import attention as layers
 from tests.support.training_runs import assert_same_run, command, contents, rows, write_words
 from train_enwik8 import PRESETS, Config, Run, UserError, main
+from trainer import record
 from trainer.tensors import load_tensors, read_newest
 
 
@@ -145,7 +146,7 @@ def test_a_run_and_what_it_writes(text: Path, runs: Path, capsys, attention: str
 def test_lines_of_progress_without_a_terminal(
     text: Path, runs: Path, capsys, monkeypatch, seconds: float, steps: tuple[int, ...]
 ) -> None:
-    monkeypatch.setattr(train_enwik8, 'LINE_SECONDS', seconds)
+    monkeypatch.setattr(record, 'LINE_SECONDS', seconds)
     assert main(command(text, runs)) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if ': train ' in line]
     assert [line.split(':')[0] for line in lines] == [f'step {step} of 12' for step in steps]
