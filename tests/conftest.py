@@ -110,6 +110,15 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 @pytest.fixture
+def no_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Do not render figures, which takes longer than a small run, except in tests marked `pictures`."""
+    from matplotlib.figure import Figure
+
+    if not request.node.get_closest_marker('pictures'):
+        monkeypatch.setattr(Figure, 'savefig', lambda self, file, **_: file.write(b'no picture'))
+
+
+@pytest.fixture
 def instant_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     """Benchmarks whose cases are not run: all take as long."""
     from benchmarks import runner

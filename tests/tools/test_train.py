@@ -24,6 +24,8 @@ from train_enwik8 import PRESETS, Config, Run, UserError, main
 from trainer import record
 from trainer.tensors import load_tensors, read_newest
 
+pytestmark = pytest.mark.usefixtures('no_pictures')
+
 
 @pytest.fixture(autouse=True)
 def one_thread_and_own_signals() -> Iterator[None]:
@@ -118,6 +120,7 @@ def test_data_of_a_step_depends_on_seed_and_step_alone() -> None:
     assert torch.equal(shortest, text[:17].long().expand(2, 3, 17))
 
 
+@pytest.mark.pictures
 @pytest.mark.parametrize('attention', ['sparse', 'dense'])
 def test_a_run_and_what_it_writes(text: Path, runs: Path, capsys, attention: str) -> None:
     assert main(command(text, runs, attention=attention)) == 0

@@ -22,6 +22,8 @@ from train_enwik8 import Run, UserError, main
 from trainer import corpus, folder, plots
 from trainer.folder import lock_run, read_rows, write_atomically
 
+pytestmark = pytest.mark.usefixtures('no_pictures')
+
 
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
@@ -302,6 +304,7 @@ def test_traceback_is_shown_on_request(tmp_path: Path, capsys) -> None:
     assert printed.endswith('none: No such file or directory\n')
 
 
+@pytest.mark.pictures
 def test_compare(text: Path, runs: Path, capsys) -> None:
     for attention in ('sparse', 'dense'):
         assert main(command(text, runs, '--name', attention, attention=attention)) == 0
