@@ -2,7 +2,7 @@
 
 For every value of a kernel it checks the shape, writes the name of the type and wraps each length; for every operation
 it finds out how operands of these types are converted; for every function that a kernel calls it patches the language
-again.
+again. Operators of tensors go through four functions, though numpy does what they do.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 TENSOR: Any = tl.tensor
 UNKNOWN, UNCHANGED = object(), object()
+REVERSED = {'__radd__', '__rsub__', '__rmul__'}
+OVERFLOWING = REVERSED | {'__add__', '__sub__', '__mul__'}
+OPERATORS = OVERFLOWING | {'__lt__', '__le__', '__gt__', '__ge__', '__eq__', '__ne__', '__and__', '__or__'}
 
 
 def speed_up(patch: pytest.MonkeyPatch) -> None:
@@ -28,6 +31,7 @@ def speed_up(patch: pytest.MonkeyPatch) -> None:
     the first ones of their types.
     """
     patched: set[Any] = set()
+    replacements: dict[frozenset[Any], list[Any]] = {}
     launch, patch_language = interpreter.GridExecutor.__call__, interpreter._patch_lang
 
     def launch_anew(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -43,19 +47,28 @@ def speed_up(patch: pytest.MonkeyPatch) -> None:
         if languages <= patched:
             return interpreter._LangPatchScope()
         patched.update(languages)
-        return patch_language(function)
+        key = frozenset(languages)
+        if key not in replacements:
+            scope = patch_language(function)
+            replacements[key] = [(owner, name, vars(owner)[name]) for owner, name, _ in scope._changes]
+            return scope
+        scope = interpreter._LangPatchScope()
+        for replacement in replacements[key]:
+            scope.set_attr(*replacement)
+        return scope
 
     semantic = TritonSemantic
     for owner, name, value in (
         (interpreter.GridExecutor, '__call__', launch_anew),
         (interpreter, '_patch_lang', patch_once),
         (interpreter, '_patch_attr', _patch_attr),
+        (TensorHandle, '__init__', _init_handle(TensorHandle.__post_init__)),
         (tl.core, '_unwrap_if_constexpr', _unwrap_others(tl.core._unwrap_if_constexpr)),
         (tl.dtype, '__eq__', _equal_others(tl.dtype.__eq__)),
         (tl.block_type, '__init__', _init_block_type(tl.block_type.__init__)),
         (tl.tensor, '__init__', _init_tensor(tl.tensor.__init__)),
-        (semantic, 'binary_op_type_checking_impl', _convert_as_before(semantic.binary_op_type_checking_impl)),
-        (semantic, 'broadcast_impl_value', _convert_as_before(semantic.broadcast_impl_value)),
+        (semantic, 'binary_op_type_checking_impl', _convert_as_before(semantic.binary_op_type_checking_impl, False)),
+        (semantic, 'broadcast_impl_value', _convert_as_before(semantic.broadcast_impl_value, True)),
         (semantic, 'cast', _cast_others(semantic.cast)),
         (InterpreterBuilder, 'create_expand_dims', _expand_dims),
         (InterpreterBuilder, 'create_broadcast', _broadcast),
@@ -66,12 +79,96 @@ def speed_up(patch: pytest.MonkeyPatch) -> None:
 def _patch_attr(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
     """Give a function of the language its last argument, as Triton's function of this name does."""
     function, semantic = getattr(member, '__wrapped__', member), interpreter.interpreter_semantic
+    if owner is TENSOR and name in OPERATORS:
+        scope.set_attr(owner, name, _operate_as_before(function, name))
+        return
 
     def call(*args: Any, **kwargs: Any) -> Any:
         kwargs['_semantic'] = semantic
         return function(*args, **kwargs)
 
     scope.set_attr(owner, name, call)
+
+
+def _operate_as_before(function: Callable[..., Any], name: str) -> Callable[[Any, Any], Any]:
+    """Return an operator of two tensors, or of a tensor and a number, that remembers by their types which function of
+    numpy is applied to which element types. numpy broadcasts the operands.
+    """
+    plans: dict[Any, Any] = {}
+    semantic: Any = interpreter.interpreter_semantic
+    check = getattr(semantic, name.strip('_').removeprefix('r')) if name in OVERFLOWING else None
+
+    def operate(self: Any, other: Any) -> Any:
+        if type(other) is tl.constexpr:
+            other = other.value
+        key = self.type.name, other.type.name if type(other) is TENSOR else (type(other), other)
+        plan = plans.get(key, UNKNOWN)
+        if plan is UNKNOWN:
+            plan = plans[key] = _make_plan(function, name, self, other)
+        if plan is None:
+            return function(self, other, _semantic=semantic)
+        apply, number, types, result_type, is_checked = plan
+        lhs, rhs = self, other if number is None else number
+        if name in REVERSED:
+            lhs, rhs = rhs, lhs
+        if is_checked:
+            semantic.binary_op_sanitize_overflow_impl(lhs, rhs, check)
+        lhs, rhs = lhs.handle, rhs.handle
+        dtype = lhs.dtype.scalar
+        if types:
+            lhs, rhs, dtype = lhs.data.astype(types[0]), rhs.data.astype(types[1]), types[2]
+            return TENSOR(TensorHandle(apply(lhs, rhs), dtype), result_type)
+        return TENSOR(TensorHandle(apply(lhs.data, rhs.data), dtype), result_type)
+
+    return operate
+
+
+def _make_plan(function: Callable[..., Any], name: str, tensor: Any, other: Any) -> Any:
+    """Return the function of numpy that an operator applies, a number as a tensor, element types that operands are
+    converted to, the type of the result, and whether overflow is checked; None if it does anything else.
+    """
+    calls: list[Any] = []
+    binary_op, addptr = InterpreterBuilder.binary_op, InterpreterBuilder.create_addptr
+
+    def note_operation(builder: Any, lhs: Any, rhs: Any, ufunc: Any) -> Any:
+        calls.append((lhs, rhs, ufunc, binary_op(builder, lhs, rhs, ufunc)))
+        return calls[-1][3]
+
+    def note_offset(builder: Any, ptr: Any, offset: Any) -> Any:
+        width = max(1, ptr.get_element_ty().primitive_bitwidth // 8)
+        calls.append((ptr, offset, lambda p, o: p + width * o.astype(np.uint64), addptr(builder, ptr, offset)))
+        return calls[-1][3]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InterpreterBuilder, 'binary_op', note_operation)
+        patch.setattr(InterpreterBuilder, 'create_addptr', note_offset)
+        patch.setattr(TritonSemantic, 'binary_op_sanitize_overflow_impl', lambda *_: None)
+        result = function(tensor, other, _semantic=interpreter.interpreter_semantic)
+    if len(calls) != 1 or result.handle is not calls[0][3]:
+        return None
+    lhs, rhs, apply, _ = calls[0]
+    given = [other, tensor] if name in REVERSED else [tensor, other]
+    is_offset = lhs.dtype.is_ptr()
+    if is_offset and not tensor.dtype.is_ptr():
+        return None  # the operands change places
+    number = None if type(other) is TENSOR else TENSOR(lhs if name in REVERSED else rhs, tensor.type)
+    pairs = [(operand, value) for operand, value in zip((lhs, rhs), given, strict=True) if type(value) is TENSOR]
+    types = [(operand.data.dtype, value.handle.data.dtype) for operand, value in pairs]
+    if is_offset or all(into == given for into, given in types):
+        return apply, number, None, result.type, not is_offset and name in OVERFLOWING and tensor.dtype.is_int()
+    if number is None and all(into == np.int64 and given.kind == 'i' for into, given in types):
+        return apply, None, (np.int64, np.int64, lhs.dtype.scalar), result.type, False
+    return None
+
+
+def _init_handle(check: Callable[[Any], None]) -> Callable[..., None]:
+    def init(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+        # Every type but a pointer has a width.
+        if data.itemsize > 1 and data.itemsize * 8 > getattr(dtype, 'primitive_bitwidth', 64):
+            check(self)
+
+    return init
 
 
 def _unwrap_others(unwrap: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -112,9 +209,11 @@ def _init_tensor(init: Callable[..., None]) -> Callable[..., None]:
     return init_once
 
 
-def _convert_as_before(convert: Callable[..., Any]) -> Callable[..., Any]:
+def _convert_as_before(convert: Callable[..., Any], expands: bool) -> Callable[..., Any]:
     """Remember, by the types of two operands and by the value of a number, how `convert` converts them: not at all, to
     another shape, or a number to a tensor. `convert` is called again where element types change.
+
+    expands: also the data gets the other shape; else numpy broadcasts it when the operation is applied.
     """
     plans: dict[Any, Any] = {}
 
@@ -129,6 +228,8 @@ def _convert_as_before(convert: Callable[..., Any]) -> Callable[..., Any]:
             return lambda *_: tl.tensor(result.handle, into)
         if into.scalar != operand.type.scalar:
             return None
+        if not expands:
+            return lambda _, operand: tl.tensor(operand.handle, into)
         if operand.type.is_block():
             return lambda builder, operand: tl.tensor(builder.create_broadcast(operand.handle, into.shape), into)
         return lambda builder, operand: tl.tensor(builder.create_splat(into, operand.handle), into)

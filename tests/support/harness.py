@@ -134,7 +134,9 @@ def strict_interpreter() -> Iterator[None]:
         if addresses.size:
             index = np.searchsorted(extents[:, 0], addresses, side='right') - 1
             inside = (index >= 0) & (addresses + size <= extents[index, 1]) if len(extents) else np.zeros(1, bool)
-            assert inside.all(), f'{what} of {int((~inside).sum())} elements outside the tensors of the launch'
+            assert np.logical_and.reduce(inside), (
+                f'{what} of {int((~inside).sum())} elements outside the tensors of the launch'
+            )
 
     def load_watched(self: Any, pointers: Any, mask: Any, *args: Any, **kwargs: Any) -> Any:
         check(pointers, mask, 'load')
@@ -177,7 +179,9 @@ def _refuse_overflow(self: Any, a: Any, b: Any, operation: Any) -> None:
         function = {'add': np.add, 'sub': np.subtract, 'mul': np.multiply}[operation.__name__]
         result = function(a.handle.data, b.handle.data, dtype=np.int64)
         within = result == result.astype(a.handle.data.dtype)
-        assert within.all(), f'int{bits} overflow detected for operation {operation.__name__}'
+        assert np.logical_and.reduce(within, axis=None), (
+            f'int{bits} overflow detected for operation {operation.__name__}'
+        )
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:
