@@ -82,6 +82,9 @@ def _patch_attr(owner: Any, name: str, member: Any, builder: Any, scope: Any) ->
     if owner is TENSOR and name in OPERATORS:
         scope.set_attr(owner, name, _operate_as_before(function, name))
         return
+    if owner is TENSOR and name == '__getitem__':
+        scope.set_attr(owner, name, _index_as_before(function))
+        return
 
     def call(*args: Any, **kwargs: Any) -> Any:
         kwargs['_semantic'] = semantic
@@ -159,6 +162,25 @@ def _make_plan(function: Callable[..., Any], name: str, tensor: Any, other: Any)
     if number is None and all(into == np.int64 and given.kind == 'i' for into, given in types):
         return apply, None, (np.int64, np.int64, lhs.dtype.scalar), result.type, False
     return None
+
+
+def _index_as_before(function: Callable[..., Any]) -> Callable[[Any, Any], Any]:
+    """Remember the type of a tensor that gets more dimensions."""
+    types: dict[Any, Any] = {}
+    everything = slice(None)
+
+    def index(self: Any, slices: Any) -> Any:
+        is_plain = type(slices) is tuple and self.type.is_block()
+        if not is_plain or not all(s is None or (type(s) is slice and s == everything) for s in slices):
+            return function(self, slices, _semantic=interpreter.interpreter_semantic)
+        key = self.type.name, *[s is None for s in slices]
+        if key not in types:
+            result = function(self, slices, _semantic=interpreter.interpreter_semantic)
+            types[key] = result.type
+            return result
+        return TENSOR(TensorHandle(self.handle.data[slices], self.handle.dtype.scalar), types[key])
+
+    return index
 
 
 def _init_handle(check: Callable[[Any], None]) -> Callable[..., None]:
@@ -254,8 +276,35 @@ def _convert_as_before(convert: Callable[..., Any], expands: bool) -> Callable[.
 
 
 def _cast_others(cast: Callable[..., Any]) -> Callable[..., Any]:
+    """Remember which casts convert the data once, but for types that numpy does not have."""
+    plans: dict[Any, Any] = {}
+
+    def make_plan(self: Any, value: Any, type: Any) -> Any:
+        results, cast_impl = [], InterpreterBuilder.cast_impl
+
+        def note(builder: Any, handle: Any, into: Any) -> Any:
+            results.append(cast_impl(builder, handle, into))
+            return results[-1]
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(InterpreterBuilder, 'cast_impl', note)
+            result = cast(self, value, type)
+        is_one = len(results) == 1 and result.handle is results[0]
+        is_known = not any(word in f'{value.type} {type}' for word in ('bf16', 'fp8'))
+        return (result.handle.data.dtype, result.handle.dtype, result.type) if is_one and is_known else None
+
     def cast_others(self: Any, value: Any, type: Any, *rounding: Any) -> Any:
-        return value if value.type.scalar is type.scalar else cast(self, value, type, *rounding)
+        if value.type.scalar is type.scalar:
+            return value
+        if rounding:
+            return cast(self, value, type, *rounding)
+        key = value.type.name, type.name
+        if key not in plans:
+            plans[key] = make_plan(self, value, type)
+        if plans[key] is None:
+            return cast(self, value, type)
+        data_dtype, dtype, into = plans[key]
+        return TENSOR(TensorHandle(value.handle.data.astype(data_dtype), dtype), into)
 
     return cast_others
 
