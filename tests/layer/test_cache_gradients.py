@@ -124,15 +124,18 @@ SAMPLING: dict[str, dict[str, Any]] = {
 }
 
 
+VALUES = ((torch.nan, False), (torch.inf, False), (-torch.inf, True))
+BROKEN = [('drawn', after, *value) for after in (0, 2) for value in VALUES]
+BROKEN += [(options, 2, *value) for options in SAMPLING if options != 'drawn' for value in VALUES[1:]]
+
+
 @pytest.mark.full
-@pytest.mark.parametrize(('value', 'whole'), [(torch.nan, False), (torch.inf, False), (-torch.inf, True)])
-@pytest.mark.parametrize('after', [0, 2])
-@pytest.mark.parametrize('options', SAMPLING.values(), ids=SAMPLING)
-def test_logits_that_cannot_be_drawn_from(value: float, whole: bool, after: int, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(('options', 'after', 'value', 'whole'), BROKEN)
+def test_logits_that_cannot_be_drawn_from(options: str, after: int, value: float, whole: bool) -> None:
     model, ids, seen = make_model(), torch.randint(11, (3, 5)), []
     model.to_logits = Broken(model.to_logits, value, whole, after)  # type: ignore[assignment]
     with pytest.raises(ValueError, match=r'logits have NaN or \+inf, or only -inf, in rows \[1\]'):
-        model.generate(ids, 20, callback=lambda tokens: seen.append(tokens.clone()), **options)
+        model.generate(ids, 20, callback=lambda tokens: seen.append(tokens.clone()), **SAMPLING[options])
     assert torch.stack(seen).lt(11).all()
     assert torch.stack(seen).ge(0).all()
 

@@ -196,8 +196,7 @@ def random_product(per_head, first_chunks=None):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize('per_head', [False, True])
-@pytest.mark.parametrize('first_chunks', [None, [0, 2], []])
+@pytest.mark.parametrize(('per_head', 'first_chunks'), [(False, None), (True, [0, 2]), (True, [])])
 def test_derivatives_of_every_kind(per_head, first_chunks):
     """Forward, of many gradients at once, and second ones."""
     first_chunks = None if first_chunks is None else torch.tensor(first_chunks, dtype=torch.int64)
