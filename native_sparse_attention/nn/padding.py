@@ -23,8 +23,11 @@ def check_mask(mask: Tensor, x: Tensor) -> None:
         )
     if mask.device != x.device:
         raise ValueError(f'mask is on {mask.device}, but the input is on {x.device}')
-    if mask.dtype != torch.bool and is_readable(mask) and not bool((mask.bool() == mask).all()):
-        raise ValueError(f'mask has values from {int(mask.min())} to {int(mask.max())}, but integers must be 0 or 1')
+    if mask.dtype != torch.bool and is_readable(mask):
+        values = mask.long()  # PyTorch does not compare most unsigned dtypes
+        if not bool((values.bool() == values).all()):
+            lowest, highest = int(values.min()), int(values.max())
+            raise ValueError(f'mask has values from {lowest} to {highest}, but integers must be 0 or 1')
 
 
 class FrontOrder(NamedTuple):

@@ -20,7 +20,10 @@ SMALL: dict[str, Any] = {
     'selection_block_size': 4,
     'num_selected_blocks': 5,
 }
-INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+INTEGERS = (
+    *(torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+)
 
 
 def make_attention(sparse: bool) -> SparseAttention | DenseAttention:
