@@ -124,32 +124,43 @@ class Record:
         plots.plot_run(self.folder / 'loss.png', self.rows, title)
 
     def save(self) -> None:
-        """Write the tensors of this step to a folder, and then the checkpoint that names it."""
-        tensors = f'{TENSORS}{self.step:06d}'
-        if tensors != self.tensors:
-            path = self.folder / tensors
-            self.ranks.from_first(lambda: shutil.rmtree(path, ignore_errors=True))  # left by a process that was killed
-            save_tensors(path, self.model, self.optimizer if self.step else None)
-            self.tensors = tensors
-        if self.ranks.is_first:
-            self._write_checkpoint()
+        """Write the tensors of this step to a folder, and then the checkpoint that names it.
 
-    def _write_checkpoint(self) -> None:
+        Raises:
+            OSError: of a full disk, say. The new folder is removed, and the last checkpoint is as it was.
+        """
+        tensors = f'{TENSORS}{self.step:06d}'
+        path, is_new = self.folder / tensors, tensors != self.tensors
+        try:
+            if is_new:
+                self.ranks.from_first(lambda: shutil.rmtree(path, ignore_errors=True))  # left by a killed process
+                save_tensors(path, self.model, self.optimizer if self.step else None)
+            if self.ranks.is_first:
+                self._write_checkpoint(tensors)
+        except OSError:
+            if is_new and self.ranks.is_first:
+                shutil.rmtree(path, ignore_errors=True)
+            raise
+        self.tensors = tensors
+        if self.ranks.is_first:
+            for other in self.folder.glob(f'{TENSORS}*'):
+                if other.name != tensors:
+                    shutil.rmtree(other)
+
+    def _write_checkpoint(self, tensors: str) -> None:
         state = {
             'config': asdict(self.config),
             'preset': self.preset,
             'corpus': {'name': self.corpus.name, 'data': self.corpus.data, 'sha256': self.corpus.sha256},
             'prompt': self.prompt()[0].byte().cpu(),
+            'tensors': tensors,
             'random': torch.get_rng_state(),
             'random_cuda': torch.cuda.get_rng_state(self.device) if self.device.type == 'cuda' else None,
-            **{name: getattr(self, name) for name in ('tensors', 'step', 'seconds', 'recent', 'rows', 'finished')},
+            **{name: getattr(self, name) for name in ('step', 'seconds', 'recent', 'rows', 'finished')},
         }
         content = io.BytesIO()  # torch.save hides the OSError of a file that it writes to
         torch.save(state, content)
         write_atomically(self.folder / CHECKPOINT, content.getvalue())
-        for path in self.folder.glob(f'{TENSORS}*'):
-            if path.name != self.tensors:
-                shutil.rmtree(path)
 
     def restore(self, state: dict[str, Any]) -> None:
         """Stand where the checkpoint was written. Evaluations at that very step are repeated, so their lines go."""

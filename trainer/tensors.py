@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -92,7 +93,14 @@ def _cause(error: CheckpointException) -> BaseException:
 
 @contextlib.contextmanager
 def without_warnings() -> Iterator[None]:
-    """Silence the warning that a process saves or loads without a process group."""
+    """Silence what PyTorch prints of a save or load without a process group, and its log of a folder without metadata,
+    which holds whole tracebacks.
+    """
+    disabled = logging.root.manager.disable
     with warnings.catch_warnings():
         warnings.filterwarnings('ignore', 'torch.distributed is disabled')
-        yield
+        logging.disable(max(disabled, logging.WARNING))
+        try:
+            yield
+        finally:
+            logging.disable(disabled)

@@ -165,6 +165,7 @@ def test_full_disk_at_10_sizes(text: Path, whole: Path, tmp_path: Path) -> None:
             assert 'No space left on device' in printed
             assert not list(folder.glob('*.part'))
             step = saved_step(folder)
+            assert len(list(folder.glob('tensors-*'))) == (step >= 0)
             found[f'saved step at {size} KiB'] = step
             subprocess.run(['mount', '-o', 'remount,size=64m', str(disk)], check=True)
             with start(resume(folder) if step >= 0 else command(text, disk, '--name', 'run', **SETTINGS)) as process:

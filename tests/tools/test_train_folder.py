@@ -6,6 +6,7 @@ import json
 import lzma
 import os
 import random
+import shutil
 import subprocess
 import sys
 import threading
@@ -149,6 +150,8 @@ def test_full_disk_ends_the_run_in_one_line(text: Path, runs: Path, capsys, monk
         assert line.endswith(': No space left on device\n')
         assert not list((runs / name).glob('*.part'))
         started = checkpoint.exists()
+        named = [torch.load(checkpoint, weights_only=True)['tensors']] if started else []
+        assert [path.name for path in (runs / name).glob('tensors-*')] == named
         assert started == any(calls)
         assert main(resume(runs, name) if started else command(text, runs, '--name', name)) == 0
         assert_same_run(runs / 'whole', runs / name)
@@ -195,6 +198,39 @@ def test_death_before_the_first_save_does_not_block_the_name(text: Path, runs: P
     (runs / 'two' / 'notes.txt').write_bytes(b'of another kind')
     capsys.readouterr()
     assert 'two: exists already' in refused(command(text, runs, '--name', 'two'), capsys)
+
+
+DAMAGES: dict[str, Any] = {
+    'truncated': lambda path, state, tensors: path.write_bytes(path.read_bytes()[:-1000]),
+    'empty': lambda path, state, tensors: path.write_bytes(b''),
+    'not a checkpoint': lambda path, state, tensors: path.write_bytes(b'a text of some length'),
+    'another version': lambda path, state, tensors: torch.save({**state, 'config': {**state['config'], 'a': 1}}, path),
+    'another shape': lambda path, state, tensors: torch.save({**state, 'config': {**state['config'], 'dim': 32}}, path),
+    'no tensors': lambda path, state, tensors: shutil.rmtree(tensors),
+    'truncated tensors': lambda path, state, tensors: truncate(*tensors.glob('*.distcp')),
+    'no metadata': lambda path, state, tensors: (tensors / '.metadata').unlink(),
+    'truncated metadata': lambda path, state, tensors: truncate(tensors / '.metadata'),
+}
+IN_TENSORS = ('another shape', 'no tensors', 'truncated tensors', 'no metadata', 'truncated metadata')
+
+
+def truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+@pytest.mark.parametrize('damage', DAMAGES)
+def test_a_bad_checkpoint_is_refused(text: Path, runs: Path, capsys, caplog, damage: str) -> None:
+    assert main(command(text, runs, '--name', 'one', steps=2, warmup=1)) == 0
+    capsys.readouterr()
+    path = runs / 'one' / 'checkpoint.pt'
+    state = torch.load(path, weights_only=True)
+    tensors = runs / 'one' / state['tensors']
+    DAMAGES[damage](path, state, tensors)
+    before = contents(runs)
+    assert str(tensors if damage in IN_TENSORS else path) in refused(resume(runs, 'one'), capsys)
+    # PyTorch logs tracebacks, which a process without a handler prints.
+    assert not [record for record in caplog.records if 'NullHandler' not in record.name]
+    assert contents(runs) == before
 
 
 def test_checkpoint_without_a_key_is_refused_in_one_line(text: Path, runs: Path, capsys) -> None:
