@@ -131,6 +131,16 @@ def test_export_of_every_length(strict: bool, recompute: bool) -> None:
         torch.testing.assert_close(exported(x), layer(x))
 
 
+@pytest.mark.parametrize('hint', ['AUTO', 'DYNAMIC'])
+def test_export_of_a_dimension_without_bounds(hint: str) -> None:
+    layer = make_layer().eval()
+    shapes = ({1: getattr(torch.export.Dim, hint)},)
+    exported = torch.export.export(layer, (tokens(1, 40),), dynamic_shapes=shapes).module()
+    for seqlen in (16, 77, 300):
+        x = tokens(1, seqlen)
+        torch.testing.assert_close(exported(x), layer(x))
+
+
 class Compressed(nn.Module):
     def forward(self, q: Tensor, k: Tensor) -> Tensor:
         sizes: dict[str, Any] = {'seqlen_k': q.shape[1], 'q_offset': q.shape[1] - q.shape[1]}
