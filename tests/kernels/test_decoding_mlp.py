@@ -248,6 +248,32 @@ def test_a_hook_sees_every_step(device: torch.device, launched: list[str]) -> No
     check_step(case, twin, copy_cache(twin), make_tokens(case, 2, 1, device), layer)
 
 
+@pytest.mark.parametrize('index', [0, 1])
+@torch.no_grad()
+def test_a_hook_of_a_mean_changes_every_step(index: int, device: torch.device) -> None:
+    sizes = {
+        'sliding_window_size': 3,
+        'compress_block_size': 4,
+        'compress_block_sliding_stride': 2,
+        'selection_block_size': 4,
+        'num_selected_blocks': 4,
+    }
+    pair = MeanPool(), MeanPool()
+    layer = SparseAttention(16, 8, 2, kv_heads=1, causal=True, compress_mlp=pair, **sizes).to(device)  # type: ignore[arg-type]
+    nn.init.normal_(layer.to_strategy_combine.weight)  # type: ignore[arg-type]
+    x = torch.randn(1, 15, 16, device=device)
+
+    def step(backend: str) -> Tensor:
+        layer.backend, cache = backend, layer.init_cache(1, 15)
+        return torch.cat([layer(part, cache=cache) for part in x.split((9, *(1,) * 6), 1)], 1)[:, 9:]
+
+    without_hook = step('triton')
+    (layer.k_compress, layer.v_compress)[index].register_forward_hook(lambda module, args, out: (4 * out).sin())
+    found = step('triton')
+    assert not torch.allclose(found, without_hook, atol=1e-3)
+    torch.testing.assert_close(found, step('eager'), rtol=1e-4, atol=1e-5)
+
+
 def test_tokens_of_another_dtype_than_the_cache(device: torch.device, launched: list[str]) -> None:
     """The networks compute in the dtype of the tokens."""
     case = Case(network='mlp', heads=ONE_HEAD, dtype=torch.float16)

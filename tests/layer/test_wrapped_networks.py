@@ -26,6 +26,7 @@ from torchao.quantization import (
 )
 
 from native_sparse_attention import SparseAttention
+from native_sparse_attention.core.plain import is_plain
 from native_sparse_attention.inference.phi import Phi
 from native_sparse_attention.nn.compress import MeanPool
 from native_sparse_attention.nn.dense import DenseAttention
@@ -407,11 +408,20 @@ def test_global_hooks_see_every_module(make: Callable[..., nn.Module], register:
     assert {m for network in networks for m in [network, *leaves_of(network)]} <= seen
 
 
-def test_the_mean_is_a_fast_path_only_where_nothing_watches() -> None:
+@pytest.mark.parametrize('index', [0, 1])
+def test_the_mean_is_a_fast_path_only_where_nothing_watches(index: int) -> None:
     pools, positions = (MeanPool(), MeanPool()), (torch.zeros(1), torch.zeros(1))
     assert Phi(pools, positions).is_mean
-    pools[1].register_forward_hook(lambda *_: None)
+    pools[index].register_forward_hook(lambda *_: None)
     assert not Phi(pools, positions).is_mean
+
+
+@pytest.mark.parametrize('dtype', [torch.int8, torch.float8_e4m3fn])
+def test_weights_of_8_bits_are_not_plain(dtype: torch.dtype) -> None:
+    linear = nn.Linear(2, 2)
+    assert is_plain(linear, nn.Linear)
+    linear.weight = nn.Parameter(torch.zeros(2, 2).to(dtype), requires_grad=False)
+    assert not is_plain(linear, nn.Linear)
 
 
 QUANTIZED = {
