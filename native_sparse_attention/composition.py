@@ -84,17 +84,18 @@ def prepare(
     of_window: q_window, k_window and v_window. sizes: (l, d, l'). selection: the fields of `SelectionRules`. placed:
     the arguments of `make_call` from segment_ids on. dropout: dropout_p and dropout_seed.
     """
-    num_selected, num_init, num_local, share_group, block_counts = selection
+    num_selected, num_init, num_local, num_recent, share_group, block_counts = selection
     checks.check_flags(merge_window=merge_window, share_group=share_group, use_diff_topk=use_diff_topk)
     checks.check_qkv(q, k, v)
     stacked, branches = check_gates(gates, q, v_cmp, mem_kv, sinks_cmp, merge_window, **of_window)
     checks.check_block_sizes(*sizes)
     refuse_context_parallel()
-    checks.check_not_negative(num_init=num_init, num_local=num_local)
+    checks.check_not_negative(num_init=num_init, num_local=num_local, num_recent=num_recent)
     num_selected, branches = check_selection(
         q, k, branches, num_selected, block_indices, block_counts, share_group, use_diff_topk
     )
     call, padding = make_call(q, k, *placed)
+    checks.check_num_recent(num_recent, call.causal)
     window_size = checks.check_window(window_size, call.causal)
     optional = {'q_cmp': q_cmp, **of_window}
     for (name, tensor), like in zip(optional.items(), (q, q, k, v), strict=True):
@@ -129,7 +130,7 @@ def prepare(
         compressed, selected, window = (q_cmp, *compressed[1:]), (q, k, v), ((rest or [q])[0], *window[1:])
     seed = as_seed(seed, q.device) if dropout_p and (merge_window or branches.window) else None
     modifiers = Modifiers(call.softcap, sinks, dropout_p=dropout_p, dropout_seed=seed)
-    rules = SelectionRules(num_selected, num_init, num_local, share_group, block_counts)
+    rules = SelectionRules(num_selected, num_init, num_local, num_recent, share_group, block_counts)
     inputs = Inputs(
         *(compressed, selected, window, mem_kv, stacked, branches, call, rules, window_size, modifiers, sinks_cmp)
     )

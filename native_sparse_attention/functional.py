@@ -40,6 +40,7 @@ def nsa(
     window_size: tuple[int, int],
     num_init: int = 1,
     num_local: int = 2,
+    num_recent: int = 0,
     share_group: bool = True,
     use_diff_topk: bool = False,
     block_indices: Tensor | None = None,
@@ -88,6 +89,7 @@ def nsa(
         window_size: (left, right), keys before and after the query's own; right is 0 where causal; -1 is unbounded.
         num_init: forced blocks at the start.
         num_local: forced blocks that end with the query's own.
+        num_recent: as in `select_blocks`; with the size of the window, blocks are selected before the window.
         share_group: the heads of a group read the same blocks.
         use_diff_topk: scale the logits of selected blocks by `straight_through_scale`, which trains the block scores.
         block_indices: int32 `[B, T, H, n]` (`[B, T, HQ, n]` where heads select alone), an existing selection as
@@ -123,7 +125,7 @@ def nsa(
         of_window={'q_window': q_window, 'k_window': k_window, 'v_window': v_window},
         mem_kv=mem_kv,
         sizes=sizes,
-        selection=(num_selected, num_init, num_local, share_group, block_counts),
+        selection=(num_selected, num_init, num_local, num_recent, share_group, block_counts),
         block_indices=block_indices,
         placed=(segment_ids, q_offset, seqlens_k, cu_seqlens, cu_seqlens_k, causal, scale, softcap),
         window_size=window_size,
@@ -157,7 +159,7 @@ def nsa(
             block_indices, _ = selected_attention.keep_first(block_counts, block_indices, None)
         block_scale = None
         if op := ops.get('straight_through_scale'):
-            block_scale = block_selection.score(*scored, block_indices, sizes, call, rules[1:3], backend=op)
+            block_scale = block_selection.score(*scored, block_indices, sizes, call, rules[1:4], backend=op)
         of_selected = (*selected, block_indices, block_scale, selection_block_size, call)
         op = ops['selected_attention']
         if merge_window:

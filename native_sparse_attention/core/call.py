@@ -21,11 +21,14 @@ class Call(NamedTuple):
 
 
 class SelectionRules(NamedTuple):
-    """Rules of a block selection. num_selected: n; block_counts: how many of the n blocks each query reads."""
+    """Rules of a block selection. num_selected: n; num_recent: as in `select_blocks`; block_counts: how many of the n
+    blocks each query reads.
+    """
 
     num_selected: int
     num_init: int
     num_local: int
+    num_recent: int
     share_group: bool
     block_counts: Any = None
 

@@ -52,6 +52,11 @@ def check_not_negative(**values: int) -> None:
             raise ValueError(f'{name} is {shown(value)}, but must be an integer of at least 0')
 
 
+def check_num_recent(num_recent: int, causal: bool) -> None:
+    if num_recent and not causal:
+        raise ValueError(f'num_recent is {num_recent}, but must be 0 where causal is False')
+
+
 def check_tensors(**values: object) -> None:
     """Check that values are dense tensors, and that torch.jit.trace does not record them."""
     for name, value in values.items():

@@ -52,6 +52,7 @@ def nsa_decode(
     window_size: int,
     num_init: int = 1,
     num_local: int = 2,
+    num_recent: int = 0,
     share_group: bool = True,
     scale: float | None = None,
     softcap: float | None = None,
@@ -92,6 +93,7 @@ def nsa_decode(
         window_size: W, keys that a query reads in the window branch, its own included.
         num_init: as in `nsa`.
         num_local: as in `nsa`.
+        num_recent: as in `nsa`.
         share_group: as in `nsa`.
         scale: factor of the logits, default D ** -0.5.
         softcap: as in `nsa`; steps with it run the ops of `nsa`.
@@ -128,8 +130,9 @@ def nsa_decode(
         *(() if mlps is None else mlps.tensors()),
     )
     values = (
-        *(selection_block_size, num_selected, window_size, num_init, num_local, share_group, scale, num_splits),
-        *(tiles_of_program, interpolate_factor, rotary_layout, backend, merge_window, is_mean, mlps and mlps.adds_mean),
+        *(selection_block_size, num_selected, window_size, num_init, num_local, num_recent, share_group, scale),
+        *(num_splits, tiles_of_program, interpolate_factor, rotary_layout, backend, merge_window, is_mean),
+        mlps and mlps.adds_mean,
     )
     launches = cache.session.launches
     if by_launches and launches and transformed('triton') is None:
@@ -143,7 +146,7 @@ def nsa_decode(
     is_half = check_layout(rotary_layout=rotary_layout)
     checks.check_positive(window_size=window_size, selection_block_size=selection_block_size)
     checks.check_not_negative(num_selected=num_selected, num_init=num_init, num_local=num_local)
-    checks.check_not_negative(num_splits=num_splits, tiles_of_program=tiles_of_program)
+    checks.check_not_negative(num_recent=num_recent, num_splits=num_splits, tiles_of_program=tiles_of_program)
     if num_splits > MAX_SPLITS:
         raise ValueError(f'num_splits is {num_splits}, but must be at most {MAX_SPLITS}')
     check_new_tokens(tokens, gates, cache, counts, merge_window)
@@ -157,7 +160,7 @@ def nsa_decode(
     }
     settings = Settings(
         *_compressed_sizes(cache, selection_block_size),
-        *(selection_block_size, num_selected, window_size, num_init, num_local, share_group),
+        *(selection_block_size, num_selected, window_size, num_init, num_local, num_recent, share_group),
         *(checks.logit_scale(q, scale), merge_window, is_half, num_splits, tiles_of_program),
     )
     with torch.no_grad():
@@ -377,6 +380,7 @@ def _attend_to_cache(
         window_size=(settings.window_size - 1, 0),
         num_init=settings.num_init,
         num_local=settings.num_local,
+        num_recent=settings.num_recent,
         share_group=settings.share_group,
         scale=settings.scale,
         q_offset=offset,

@@ -35,6 +35,7 @@ from native_sparse_attention.ops import select_blocks
 _WEIGHT_SETTINGS = (
     *('softcap', 'query_heads_share_selected_kv', 'independent_branch_kv', 'merge_window', 'compressed_output'),
     *('num_init_blocks', 'num_local_blocks', 'compress_block_sliding_stride', 'selection_block_size'),
+    'select_before_window',
 )
 # Linear layers that autocast gives the dtype of its input.
 _LINEAR = (nn.Linear, BranchLinear, SplitLinear, FixedStartLinear)
@@ -73,8 +74,7 @@ class SparseAttention(AttentionLayer):
         causal: queries read no later token. A cache requires it.
         norm: RMSNorm of the input inside the layer.
         use_diff_topk: gradients reach the block scores through the logits of the selected blocks.
-        query_heads_share_selected_kv: the heads of a group read the same blocks; otherwise each head selects for
-            itself.
+        query_heads_share_selected_kv: the heads of a group read the same blocks; otherwise each selects for itself.
         compress_mlp: network φ, `[B, H, C, l, D]` to `[B, H, C, D]`, copied for keys and for values; or a pair (for
             keys, for values), which DV != D requires. Default: an MLP with one hidden layer.
             `native_sparse_attention.compress` has others.
@@ -94,15 +94,15 @@ class SparseAttention(AttentionLayer):
         softcap: logits of all branches become softcap * tanh(logit / softcap).
         num_sinks: learned logits per head without values, in the softmax of the compressed and of the window branch (or
             the merged softmax), so that a query can attend to nothing. Without a compressed output its branch has none.
-        dropout: probability with which the window branch (or the merged softmax) drops weights in training mode; never
-            with a cache.
-        merge_window: read selected blocks and window in one softmax, each key once, without a gate. One gate per head
-            remains, for the compressed output. Where everything visible is read, this softmax is dense attention.
-            Excludes independent_branch_kv.
+        dropout: share of weights dropped of the window branch (or merged softmax) in training, never with a cache.
+        merge_window: read selected blocks and window in one softmax, each key once. One gate per head remains, for the
+            compressed output. Where everything visible is read, it is dense attention. Excludes independent_branch_kv.
         qk_norm: RMSNorm of queries and keys over the features of a head, before rotary, with learned weights that all
             heads share. Every branch reads the normalised keys, so they are what φ compresses.
         compressed_output: False, with merge_window: the compressed branch scores blocks alone. There is no gate, and no
             network, positions or memory of values; compress_mlp is one module then.
+        select_before_window: only blocks with a key before the window are selected, and local blocks end with the
+            newest of them. Requires merge_window and causal.
 
     Raises:
         ValueError: sizes do not fit; names argument, value and rule.
@@ -148,6 +148,7 @@ class SparseAttention(AttentionLayer):
         dropout: float = 0.0,
         merge_window: bool = False,
         compressed_output: bool = True,
+        select_before_window: bool = False,
         qk_norm: bool = False,
         **unknown: NoReturn,
     ) -> None:
@@ -161,7 +162,7 @@ class SparseAttention(AttentionLayer):
         self.num_init_blocks, self.num_local_blocks = num_init_blocks, num_local_blocks
         self.causal, self.use_diff_topk = causal, use_diff_topk
         self.query_heads_share_selected_kv = query_heads_share_selected_kv
-        self.independent_branch_kv = independent_branch_kv
+        self.independent_branch_kv, self.select_before_window = independent_branch_kv, select_before_window
         self.backend, self.recompute = backend, recompute
         self.softcap, self.num_sinks, self.dropout = checked_softcap(softcap), num_sinks, dropout
         self.merge_window, self.compressed_output = merge_window, compressed_output
@@ -277,7 +278,8 @@ class SparseAttention(AttentionLayer):
         return (out, cache) if return_cache else out
 
     def extra_repr(self) -> str:
-        settings = {name: getattr(self, name) for name in ('softcap', 'num_sinks', 'dropout', 'merge_window')}
+        names = ('softcap', 'num_sinks', 'dropout', 'merge_window', 'select_before_window')
+        settings = {name: getattr(self, name) for name in names}
         if not self.compressed_output:
             settings['compressed_output'] = 'False'
         return ', '.join(f'{name}={value}' for name, value in settings.items() if value)
@@ -458,6 +460,7 @@ class SparseAttention(AttentionLayer):
             'num_selected': self.num_selected_blocks,
             'num_init': self.num_init_blocks,
             'num_local': self.num_local_blocks,
+            'num_recent': self.sliding_window_size if self.select_before_window else 0,
             'share_group': self.query_heads_share_selected_kv,
             'softcap': self.softcap,
             'merge_window': self.merge_window,

@@ -106,6 +106,7 @@ def select_blocks(
     num_selected: int,
     num_init: int = 1,
     num_local: int = 2,
+    num_recent: int = 0,
     seqlen_k: int | None = None,
     share_group: bool = True,
     causal: bool = True,
@@ -132,8 +133,9 @@ def select_blocks(
     block_indices = torch.full((*q.shape[:2], index_heads, num_selected), -1, dtype=torch.int32)
     for query in locate_queries(q, seqlen_k, compress_block_size, compress_stride, **where):
         blocks = selection_blocks(query, selection_block_size)
-        allowed = [j for j in blocks if not causal or j * selection_block_size <= query.position]
-        forced = forced_blocks(query.position // selection_block_size, num_init, num_local, causal)
+        selecting = query.position - num_recent
+        allowed = [j for j in blocks if not causal or j * selection_block_size <= selecting]
+        forced = forced_blocks(selecting // selection_block_size, num_init, num_local, causal)
         for index_head in range(index_heads):
             heads = range(index_head * group_size, (index_head + 1) * group_size)
             total = {
@@ -278,6 +280,7 @@ def nsa(
     window_size: tuple[int, int],
     num_init: int = 1,
     num_local: int = 2,
+    num_recent: int = 0,
     share_group: bool = True,
     use_diff_topk: bool = False,
     block_counts: int | Tensor | None = None,
@@ -298,7 +301,7 @@ def nsa(
         q_cmp, k_cmp, v_cmp, **blocks, mem_kv=mem_kv, seqlen_k=seqlen_k, sinks=sinks_cmp, **where
     )
     forced: dict[str, int] = {'num_init': num_init, 'num_local': num_local}
-    counts: dict[str, Any] = {'num_selected': num_selected, 'block_counts': block_counts}
+    counts: dict[str, Any] = {'num_selected': num_selected, 'block_counts': block_counts, 'num_recent': num_recent}
     block_indices = select_blocks(q_cmp, k_cmp, lse, share_group=share_group, **counts, **forced, **settings)
     block_scale = None
     if use_diff_topk:
@@ -306,7 +309,9 @@ def nsa(
         block_scale = 1 + (scores - scores.detach())
         causal = where.get('causal', True)
         for query in locate_queries(q, seqlen_k, **placement(where)):
-            without_scale = forced_blocks(query.position // selection_block_size, **forced, causal=causal)
+            without_scale = forced_blocks(
+                (query.position - num_recent) // selection_block_size, **forced, causal=causal
+            )
             for index_head, entry in itertools.product(*map(range, block_indices.shape[2:])):
                 if int(block_indices[query.batch, query.index, index_head, entry]) in without_scale:
                     block_scale[query.batch, query.index, index_head, entry] = 1

@@ -256,6 +256,19 @@ def test_straight_through_scale_below_position_0(device: torch.device) -> None:
         torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=2e-6)
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize('num_recent', [5, 30, 2**31])
+def test_straight_through_scale_before_a_window(num_recent: int, device: torch.device) -> None:
+    """Blocks are forced as for an earlier query, also at positions where no block is forced."""
+    tensors, settings = make_problem(packed([5, 31]), device, num_selected=6)
+    tensors['block_indices'] = torch.randint_like(tensors['block_indices'], -1, 10)
+    settings |= {'num_init': 0, 'num_local': 2, 'num_recent': num_recent}
+    grads = make_grad(tensors)
+    expected = run_eager(straight_through_scale, tensors, grads, **settings)
+    for name, value in run_triton(straight_through_scale, tensors, grads, **settings).items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=2e-6)
+
+
 @pytest.mark.parametrize('alone', [False, True])
 def test_index_rows_in_many_parts(alone: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = (3, 1, 1)
@@ -268,7 +281,7 @@ def test_index_rows_in_many_parts(alone: bool, device: torch.device, monkeypatch
     where = (20, None, None, None, settings['cu_seqlens'], settings['cu_seqlens'])
 
     def gradient_of_keys() -> Tensor:
-        arguments = (*grads, q, k_cmp, lse, block_indices, *where, *sizes, True, 0.25, None, 0, 0, False, True)
+        arguments = (*grads, q, k_cmp, lse, block_indices, *where, *sizes, True, 0.25, None, 0, 0, 0, False, True)
         return scores._backward(*arguments)[1]
 
     expected = run_eager(chosen_scores, tensors, grads, **settings)['grad of k_cmp']
@@ -363,8 +376,8 @@ def test_opcheck(device: torch.device) -> None:
     where = (6, None, None, None, settings['cu_seqlens'], settings['cu_seqlens'])
     leaves = tuple(t.detach().clone().requires_grad_() for t in (q, k_cmp, lse))
     arguments = (*leaves, block_indices, *where, *SIZES, True, 0.3, None)
-    torch.library.opcheck(scores._forward, (*arguments, 0, 0, False))
-    torch.library.opcheck(scores._forward, (*arguments, 1, 2, True))
+    torch.library.opcheck(scores._forward, (*arguments, 0, 0, 0, False))
+    torch.library.opcheck(scores._forward, (*arguments, 1, 2, 3, True))
     for needs in ((True, True), (True, False), (False, True)):
         arguments = (
             *make_grad(tensors),
@@ -377,6 +390,7 @@ def test_opcheck(device: torch.device) -> None:
             None,
             1,
             2,
+            0,
             *needs,
         )
         torch.library.opcheck(scores._backward, arguments, test_utils=('test_schema', 'test_faketensor'))

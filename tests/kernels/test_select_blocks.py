@@ -69,7 +69,7 @@ def assert_as_good_as_eager(problem: Problem, tolerance: float = 1e-5, **choice:
     assert torch.equal(result, torch.where(row < num_blocks, row, -1).int())
     assert torch.equal(member.sum(-1), expected_member.sum(-1))
     missed, taken = expected_member & ~member, member & ~expected_member
-    own_block = positions(problem)[..., None, None] // settings['selection_block_size']
+    own_block = (positions(problem)[..., None, None] - choice.get('num_recent', 0)) // settings['selection_block_size']
     forced = [choice.get('num_init', 1), choice.get('num_local', 2), settings.get('causal', True)]
     assert not ((missed | taken) & (forced_priority(blocks, own_block, *forced) > 0)).any()
     indices = blocks.int().expand(*result.shape[:3], num_blocks).contiguous()
@@ -144,6 +144,20 @@ def test_lengths_around_a_block(seqlen: int, device: torch.device) -> None:
 def test_forced_blocks(num_selected: int, num_init: int, num_local: int, causal: bool, device: torch.device) -> None:
     problem = make_counts(whole(32), Heads(1, 1, 4, 4), (2, 2, 4), device, causal=causal)
     assert_equals_eager(problem, num_selected=num_selected, num_init=num_init, num_local=num_local)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize('num_recent', [1, 7, 40, 53, 2**31])
+@pytest.mark.parametrize(('heads', 'num_selected'), [(Heads(2, 1, 16, 16), 4), (Heads(8, 1, 16, 16), 3)])
+def test_selection_before_a_window(heads: Heads, num_selected: int, num_recent: int, device: torch.device) -> None:
+    """With and without candidates in columns; the last size is above every position."""
+    for extents in (whole(52), packed([5, 0, 47])):
+        problem = make_counts(extents, heads, SIZES, device)
+        for num_init, num_local in ((1, 2), (0, 0)):
+            choice = {'num_selected': num_selected, 'num_init': num_init, 'num_local': num_local}
+            blocks = assert_equals_eager(problem, num_recent=num_recent, **choice)
+            newest = (positions(problem) - num_recent) // SIZES[2]
+            assert (blocks.amax((2, 3)) <= newest.clamp(min=-1)).all()
 
 
 @pytest.mark.parametrize('num_selected', [0, 1, 2, 12, 13, 14, 100])
@@ -272,6 +286,7 @@ def test_query_offsets_and_lengths(causal: bool, extents: Extents, device: torch
     num_selected=st.integers(0, 6),
     num_init=st.integers(0, 3),
     num_local=st.integers(0, 3),
+    num_recent=st.integers(0, 9),
     share_group=st.booleans(),
     causal=st.booleans(),
     scale=st.sampled_from([None, 0.7]),
@@ -289,6 +304,7 @@ def test_drawn_problems(
 ) -> None:
     device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
     where: dict[str, Any] = {'causal': causal, 'scale': scale, 'pairs': pairs, 'layout': layout}
+    choice['num_recent'] *= causal
     assert_as_good_as_eager(make_problem(extents, heads, sizes, device, **where), **choice)
 
 

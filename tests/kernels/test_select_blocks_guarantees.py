@@ -129,7 +129,7 @@ def test_any_content_stays_inside_memory(junk: dict[str, list[int]], causal: boo
         content.setdefault('cu_seqlens_k', content['cu_seqlens'])
     sequences = Sequences(batch, 12, 2**63 - 1, device, **content)
     q, k_cmp, lse = tensors.values()
-    call, rules = Call(sequences, causal, 0.25), SelectionRules(3, 1, 2, share_group=True)
+    call, rules = Call(sequences, causal, 0.25), SelectionRules(3, 1, 2, 0, share_group=True)
     result = triton.select_blocks(q, k_cmp, lse, SIZES, call, rules)
     assert (result >= -1).all()
 
@@ -148,7 +148,7 @@ def test_it_passes_opcheck(device: torch.device) -> None:
     op = torch.ops.native_sparse_attention.select_blocks.default
     tensors, _ = make_problem(packed([3, 5]), HEADS, SIZES, device)
     cu_seqlens = cumulative([3, 5]).to(device)
-    choice = (*SIZES, 3, 1, 2)
+    choice = (*SIZES, 3, 1, 2, 0)
     borders = (8, None, None, None, cu_seqlens, cu_seqlens)
     torch.library.opcheck(op, (*tensors.values(), *borders, *choice, False, True, 0.25, None, None))
     tensors, _ = make_problem(whole(6, batch=2), Heads(2, 1, 16, 16), SIZES, device)

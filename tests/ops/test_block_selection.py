@@ -62,6 +62,7 @@ counts = st.integers(0, 3)
     num_selected=st.integers(0, 6),
     num_init=counts,
     num_local=counts,
+    num_recent=st.integers(0, 9),
     share_group=st.booleans(),
     causal=st.booleans(),
     scale=st.sampled_from([None, 0.7]),
@@ -74,6 +75,7 @@ def test_definition_of_the_choice(
     num_selected: int,
     num_init: int,
     num_local: int,
+    num_recent: int,
     share_group: bool,
     causal: bool,
     scale: float | None,
@@ -83,6 +85,7 @@ def test_definition_of_the_choice(
         'num_selected': num_selected,
         'num_init': num_init,
         'num_local': num_local,
+        'num_recent': num_recent if causal else 0,
         'share_group': share_group,
     }
     blocks = select_blocks(q, k_cmp, lse, **settings, **choice)
@@ -356,6 +359,8 @@ def call(op: Any = select_blocks, **changes: Any) -> None:
         ({'num_selected': -1}, r'num_selected is -1, but must be an integer of at least 0'),
         ({'num_init': -1}, r'num_init is -1, but must be an integer of at least 0'),
         ({'num_local': -1}, r'num_local is -1, but must be an integer of at least 0'),
+        ({'num_recent': -1}, r'num_recent is -1, but must be an integer of at least 0'),
+        ({'num_recent': 4, 'causal': False}, r'num_recent is 4, but must be 0 where causal is False'),
         (
             {'backend': 'flex'},
             r"backend 'flex' cannot serve this call of select_blocks: select_blocks has no flex backend",
@@ -385,7 +390,7 @@ def test_wrong_arguments(op: Any, changes: dict[str, Any], message: str) -> None
         call(op, **changes)
 
 
-@pytest.mark.parametrize('name', ['num_init', 'num_local'])
+@pytest.mark.parametrize('name', ['num_init', 'num_local', 'num_recent'])
 def test_wrong_numbers_of_forced_blocks(name: str) -> None:
     blocks = torch.zeros(2, 12, 2, 3, dtype=torch.int32)
     forced = {'num_init': 0, 'num_local': 0} | {name: -1}

@@ -30,6 +30,7 @@ def select_blocks(
     num_selected: int,
     num_init: int = 1,
     num_local: int = 2,
+    num_recent: int = 0,
     seqlen_k: int | None = None,
     share_group: bool = True,
     q_offset: int | Tensor | None = None,
@@ -63,6 +64,9 @@ def select_blocks(
         num_init: forced blocks at the start.
         num_local: forced blocks that end with the query's own. Not causal: the own block and num_local - 1 on either
             side.
+        num_recent: candidates and local blocks are those of a query num_recent positions earlier, so the first
+            num_recent queries of a sequence select nothing. Scores do not change. With num_recent = W, a window of W
+            keys and the candidates hold every visible key. Must be 0 where not causal.
         share_group: the heads of a group read the same blocks; otherwise each head selects for itself.
         seqlen_k: as in `compressed_attention`.
         q_offset: as in `compressed_attention`.
@@ -89,7 +93,9 @@ def select_blocks(
     checks.check_flags(share_group=share_group)
     sizes = (compress_block_size, compress_stride, selection_block_size)
     checks.check_block_sizes(*sizes)
-    checks.check_not_negative(num_selected=num_selected, num_init=num_init, num_local=num_local)
+    forced = {'num_init': num_init, 'num_local': num_local, 'num_recent': num_recent}
+    checks.check_not_negative(num_selected=num_selected, **forced)
+    checks.check_num_recent(num_recent, causal)
     kv_heads = k_cmp.shape[2]
     if block_counts is not None:
         checks.check_block_counts(block_counts, kv_heads if share_group else q.shape[2], q)
@@ -99,7 +105,7 @@ def select_blocks(
     )
     group_size = q.shape[2] // kv_heads if share_group else 1
     choice = backend_of('select_blocks', q, k_cmp, group_size=group_size, num_selected=num_selected, backend=backend)
-    rules = SelectionRules(num_selected, num_init, num_local, share_group, block_counts)
+    rules = SelectionRules(num_selected, num_init, num_local, num_recent, share_group, block_counts)
     return _without_padding(select(q, k_cmp, lse, sizes, call, rules, choice.name), padding)
 
 
@@ -207,6 +213,7 @@ def straight_through_scale(
     *,
     num_init: int,
     num_local: int,
+    num_recent: int = 0,
     compress_block_size: int,
     compress_stride: int,
     selection_block_size: int,
@@ -233,6 +240,7 @@ def straight_through_scale(
         block_indices: int32 `[B, T, H, n]`, or `[B, T, HQ, n]` where heads select alone.
         num_init: as in `select_blocks`.
         num_local: as in `select_blocks`.
+        num_recent: as in `select_blocks`.
         compress_block_size: as in `select_blocks`.
         compress_stride: as in `select_blocks`.
         selection_block_size: as in `select_blocks`.
@@ -255,13 +263,14 @@ def straight_through_scale(
     """
     sizes = (compress_block_size, compress_stride, selection_block_size)
     _check_scores(q, k_cmp, lse, block_indices, sizes)
-    checks.check_not_negative(num_init=num_init, num_local=num_local)
+    checks.check_not_negative(num_init=num_init, num_local=num_local, num_recent=num_recent)
+    checks.check_num_recent(num_recent, causal)
     placed = (q_offset, seqlens_k, cu_seqlens, cu_seqlens_k)
     call, padding = make_call(
         q, k_cmp, segment_ids, *placed, causal, scale, softcap, compress=sizes[:2], seqlen_k=seqlen_k
     )
     choice = backend_of('straight_through_scale', q, k_cmp, num_selected=block_indices.shape[3], backend=backend)
-    block_indices, forced = _without_padding(block_indices, padding), (num_init, num_local)
+    block_indices, forced = _without_padding(block_indices, padding), (num_init, num_local, num_recent)
     return score(q, k_cmp, lse, block_indices, sizes, call, forced, backend=choice.name)
 
 
@@ -272,12 +281,12 @@ def score(
     block_indices: Tensor,
     sizes: tuple[int, int, int],
     call: Call,
-    straight_through: tuple[int, int] | None = None,
+    straight_through: tuple[int, int, int] | None = None,
     *,
     backend: str,
 ) -> Tensor:
-    """Run `chosen_scores`, or with straight_through = (num_init, num_local) `straight_through_scale`, with checked
-    arguments on a resolved backend.
+    """Run `chosen_scores`, or with straight_through = (num_init, num_local, num_recent) `straight_through_scale`, with
+    checked arguments on a resolved backend.
     """
     match backend:
         case 'triton':

@@ -26,7 +26,7 @@ def select_blocks(
     q: Tensor, k_cmp: Tensor, lse: Tensor, sizes: tuple[int, int, int], call: Call, rules: SelectionRules
 ) -> Tensor:
     sequences, causal, scale, softcap = call
-    num_selected, num_init, num_local, share_group, block_counts = rules
+    num_selected, num_init, num_local, num_recent, share_group, block_counts = rules
     batch, seqlen, heads, _ = q.shape
     num_compressed, kv_heads = k_cmp.shape[1:3]
     block_size, stride, selection_block_size = sizes
@@ -60,7 +60,7 @@ def select_blocks(
                 weight = weights.gather(-1, slot[:, :, None].expand_as(scores))
                 share = shared_tokens(offset, *sizes) / stride
                 scores += torch.where(exists[:, :, None], weight * share, 0)
-        own_block = chunk.position[..., None] // selection_block_size
+        own_block = (chunk.position[..., None] - num_recent) // selection_block_size
         selectable = block < num_selection_blocks(tokens[:, start:stop, None], selection_block_size)
         if causal:
             selectable = selectable & (block <= own_block)
@@ -134,12 +134,13 @@ def straight_through_scale(
     block_indices: Tensor,
     sizes: tuple[int, int, int],
     call: Call,
-    forced: tuple[int, int],
+    forced: tuple[int, int, int],
 ) -> Tensor:
     scores = chosen_scores(q, k_cmp, lse, block_indices, sizes, call)
     layout, _ = call.sequences.compressed_layout(*sizes[:2])
-    own_block = layout.position[..., None, None] // sizes[2]
-    is_forced = forced_priority(block_indices, own_block, *forced, call.causal) > 0
+    num_init, num_local, num_recent = forced
+    own_block = (layout.position[..., None, None] - num_recent) // sizes[2]
+    is_forced = forced_priority(block_indices, own_block, num_init, num_local, call.causal) > 0
     return 1 + (scores - scores.detach()).masked_fill(is_forced, 0)
 
 

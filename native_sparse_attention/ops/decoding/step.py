@@ -53,8 +53,9 @@ class Tokens(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """Settings of a layer: l, d, l', n, W, forced blocks, whether a group selects together, the scale of the logits,
-    whether selected blocks and window are read in one softmax, and whether rotary embedding pairs features i and i + F.
+    """Settings of a layer: l, d, l', n, W, forced blocks, num_recent as in `select_blocks`, whether a group selects
+    together, the scale of the logits, whether selected blocks and window are read in one softmax, and whether rotary
+    embedding pairs features i and i + F.
 
     num_splits: parts in which the compressed blocks of a row are read. tiles_of_program: key tiles per program of the
     selected and the window branch, more where a query would need over 64 programs. 0 chooses either by the batch.
@@ -68,6 +69,7 @@ class Settings(NamedTuple):
     window_size: int
     num_init: int
     num_local: int
+    num_recent: int
     share_group: bool
     scale: float
     merge_window: bool = False

@@ -38,7 +38,7 @@ WORKSPACE = 2**28
 def chosen_scores(
     q: Tensor, k_cmp: Tensor, lse: Tensor, block_indices: Tensor, sizes: tuple[int, int, int], call: Call
 ) -> Tensor:
-    return _forward(q, k_cmp, lse, block_indices, *varlen.flatten(call.sequences), *sizes, *call[1:], 0, 0, False)
+    return _forward(q, k_cmp, lse, block_indices, *varlen.flatten(call.sequences), *sizes, *call[1:], 0, 0, 0, False)
 
 
 def straight_through_scale(
@@ -48,7 +48,7 @@ def straight_through_scale(
     block_indices: Tensor,
     sizes: tuple[int, int, int],
     call: Call,
-    forced: tuple[int, int],
+    forced: tuple[int, int, int],
 ) -> Tensor:
     return _forward(q, k_cmp, lse, block_indices, *varlen.flatten(call.sequences), *sizes, *call[1:], *forced, True)
 
@@ -56,15 +56,16 @@ def straight_through_scale(
 # Arguments of the op without its last one, and of its backward op after the gradient.
 _INPUTS = (
     f'Tensor q, Tensor k_cmp, Tensor lse, Tensor block_indices, {SEQUENCES}, SymInt block_size, SymInt stride, '
-    'SymInt selection_block_size, bool causal, float scale, float? softcap, SymInt num_init, SymInt num_local'
+    'SymInt selection_block_size, bool causal, float scale, float? softcap, SymInt num_init, SymInt num_local, '
+    'SymInt num_recent'
 )
 
 
 @register_op('chosen_scores', f'{_INPUTS}, bool straight_through')
 def _forward(q: Tensor, k_cmp: Tensor, lse: Tensor, block_indices: Tensor, *rest: Any) -> Tensor:
-    """straight_through: return 1 in place of the scores, with their gradients; needs num_init and num_local."""
+    """straight_through: return 1 in place of the scores, with the gradients of blocks that are not forced."""
     flat, (block_size, stride, selection_block_size) = rest[:6], rest[6:9]
-    causal, scale, softcap, _, _, straight_through = rest[9:]
+    causal, scale, softcap, *_, straight_through = rest[9:]
     if straight_through:
         return torch.ones(block_indices.shape, dtype=torch.float32, device=q.device)
     q, k_cmp, block_indices = varlen.last_dim_contiguous(q, k_cmp, block_indices)
@@ -97,10 +98,10 @@ def _backward(
     needs_dk. Scores of blocks forced by num_init and num_local have no gradient.
     """
     flat, (block_size, stride, selection_block_size) = rest[:6], rest[6:9]
-    causal, scale, softcap, num_init, num_local, needs_dq, needs_dk = rest[9:]
+    causal, scale, softcap, num_init, num_local, num_recent, needs_dq, needs_dk = rest[9:]
     q, k_cmp, block_indices = varlen.last_dim_contiguous(q, k_cmp, block_indices)
     layout, sizes = _place(q, k_cmp, flat, block_size, stride)
-    sizes = sizes._replace(num_init=num_init, num_local=num_local)
+    sizes = sizes._replace(num_init=num_init, num_local=num_local, num_recent=num_recent)
     dq, dk, dlse = (
         t.new_empty(t.shape if needed else 0) for t, needed in ((q, needs_dq), (k_cmp, needs_dk), (lse, needs_dq))
     )

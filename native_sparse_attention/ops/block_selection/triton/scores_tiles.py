@@ -20,8 +20,8 @@ from native_sparse_attention.ops._triton.varlen import load_position as load_fir
 
 
 class Sizes(NamedTuple):
-    """block_size, stride: l, d. num_compressed: C. num_init, num_local: forced blocks, whose scores
-    have no gradient.
+    """block_size, stride: l, d. num_compressed: C. num_init, num_local, num_recent: of forced blocks, whose scores have
+    no gradient.
     """
 
     block_size: int
@@ -29,6 +29,7 @@ class Sizes(NamedTuple):
     num_compressed: int
     num_init: int = 0
     num_local: int = 0
+    num_recent: int = 0
 
 
 class Meta(NamedTuple):
@@ -82,8 +83,7 @@ def share_of(offsets, sizes, meta: tl.constexpr):
 @triton.jit
 def is_forced(blocks, positions, sizes, meta: tl.constexpr):
     """Return whether blocks are forced for queries at positions (`geometry.forced_priority` above 0)."""
-    # Where causal, nothing is visible below position 0, so forced blocks do not matter there.
-    own_block = positions // meta.selection_block if meta.causal else floor_divide(positions, meta.selection_block)
+    own_block = floor_divide(positions - sizes.num_recent, meta.selection_block)
     is_local = blocks > own_block - sizes.num_local
     is_local = is_local & (blocks <= own_block if meta.causal else blocks < own_block + sizes.num_local)
     return (blocks < sizes.num_init) | is_local

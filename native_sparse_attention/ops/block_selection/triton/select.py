@@ -64,11 +64,14 @@ class BlockSizes(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """num_selected: n, blocks per query. num_init, num_local: forced blocks, which count towards n."""
+    """num_selected: n, blocks per query. num_init, num_local: forced blocks, which count towards n. num_recent: as in
+    the public function.
+    """
 
     num_selected: int
     num_init: int
     num_local: int
+    num_recent: int
 
 
 def select_blocks(
@@ -84,12 +87,12 @@ def select_blocks(
 @register_op(
     'select_blocks',
     f'Tensor q, Tensor k_cmp, Tensor lse, {SEQUENCES}, SymInt block_size, SymInt stride, SymInt selection_block_size, '
-    'SymInt num_selected, SymInt num_init, SymInt num_local, bool share_group, bool causal, float scale, '
-    'float? softcap, Tensor? block_counts',
+    'SymInt num_selected, SymInt num_init, SymInt num_local, SymInt num_recent, bool share_group, bool causal, '
+    'float scale, float? softcap, Tensor? block_counts',
 )
 def _select(q: Tensor, k_cmp: Tensor, lse: Tensor, *rest: Any) -> Tensor:
-    block_size, stride, selection_block_size, num_selected, num_init, num_local = rest[6:12]
-    share_group, causal, scale, softcap, block_counts = rest[12:]
+    block_size, stride, selection_block_size, num_selected, num_init, num_local, num_recent = rest[6:13]
+    share_group, causal, scale, softcap, block_counts = rest[13:]
     q = last_dim_contiguous(q)[0]
     sequences = unflatten(q, rest[:6])
     layout = make_layout(sequences, block_size, stride)
@@ -119,7 +122,7 @@ def _select(q: Tensor, k_cmp: Tensor, lse: Tensor, *rest: Any) -> Tensor:
         *(None if block_counts is None else block_counts.contiguous(), out),
         *(q.stride(), lse.stride(), keys.shape[3], kv_heads, layout),
         BlockSizes(block_size, stride, selection_block_size, num_compressed, max_tokens),
-        Selection(num_selected, min(num_init, MAX_FORCED), min(num_local, MAX_FORCED)),
+        Selection(num_selected, min(num_init, MAX_FORCED), min(num_local, MAX_FORCED), min(num_recent, MAX_TOKENS)),
         scale,
         softcap,
         CAUSAL=causal,
@@ -160,7 +163,7 @@ def spread_keys(k_cmp: Tensor, per_selection: int) -> Tensor:
 
 @_select.register_fake
 def _(q: Tensor, k_cmp: Tensor, lse: Tensor, *rest: Any) -> Tensor:
-    num_selected, share_group = rest[9], rest[12]
+    num_selected, share_group = rest[9], rest[13]
     index_heads = k_cmp.shape[2] if share_group else q.shape[2]
     return q.new_empty(*q.shape[:2], index_heads, num_selected, dtype=torch.int32)
 
@@ -232,13 +235,13 @@ def select_kernel(
     if counts_ptr is not None:
         counts = tl.load(counts_ptr + rows, mask=queries < num_queries, other=0)
         limit = tl.minimum(tl.maximum(counts, 0), limit).to(tl.int32)
-    own_block = floor_divide(offset + queries, sizes.selection_block_size)
+    own_block = floor_divide(offset + queries - selection.num_recent, sizes.selection_block_size)
     num_blocks = tl.cdiv(num_tokens, sizes.selection_block_size)
     last = num_blocks
     seen = num_keys  # by all queries
     if CAUSAL:
         last_position = offset + tl.minimum(first_query + BLOCK_T, num_queries) - 1
-        last = tl.minimum(last, floor_divide(last_position, sizes.selection_block_size) + 1)
+        last = tl.minimum(last, floor_divide(last_position - selection.num_recent, sizes.selection_block_size) + 1)
         first_position = tl.maximum(offset + first_query + 1, 0)
         seen = tl.minimum(seen, count_blocks(first_position, sizes.block_size, sizes.stride))
 

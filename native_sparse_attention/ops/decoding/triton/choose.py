@@ -10,6 +10,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from native_sparse_attention.ops._triton.varlen import floor_divide
 from native_sparse_attention.ops.decoding.triton.storage import (
     let_next_launch_begin,
     load_lengths,
@@ -22,11 +23,15 @@ NO_BLOCK = tl.constexpr(2**31 - 1)
 
 
 class Selection(NamedTuple):
-    """num_selected: n. num_init, num_local: forced blocks. A compile-time constant."""
+    """num_selected: n. num_init, num_local: forced blocks. num_recent: as in `select_blocks`.
+
+    A compile-time constant.
+    """
 
     num_selected: int
     num_init: int
     num_local: int
+    num_recent: int
 
 
 @triton.jit(do_not_specialize=['num_splits'])
@@ -121,7 +126,7 @@ def choose_kernel(
     if ADDS_TO_NEXT:
         in_chunk = tl.arange(0, BLOCK_J)
         score += tl.where(in_chunk == 0, first, tl.gather(next_scores, tl.maximum(in_chunk - 1, 0), 0))
-    own_block = position // sizes.selection_block_size
+    own_block = floor_divide(position - selection.num_recent, sizes.selection_block_size)
     choosable = (block <= own_block) & (block < tl.cdiv(length, sizes.selection_block_size))
     sort_keys = tl.where(choosable, make_sort_key(score, block, own_block, selection), NOTHING)
     let_next_launch_begin(OVERLAPS)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from native_sparse_attention.ops._triton.launch import head_block, row_block
+from native_sparse_attention.ops._triton.support import MAX_TOKENS
 from native_sparse_attention.ops._triton.varlen import last_dim_contiguous
 from native_sparse_attention.ops.decoding.step import Mlps, Settings, Storage, Tokens
 from native_sparse_attention.ops.decoding.triton.append import NUM_ROLES, append_kernel
@@ -203,7 +204,8 @@ def attend(
     step = Step(num_tokens, 0 if new_k is None else new_k.shape[1], kv_heads)
     sizes = BlockSizes(settings.compress_block_size, settings.compress_stride, settings.selection_block_size)
     scratch = ScratchSizes(plan.num_blocks, plan.num_tiles, plan.num_lists)
-    selection = Selection(settings.num_selected, settings.num_init, settings.num_local)
+    num_recent = min(settings.num_recent, MAX_TOKENS)
+    selection = Selection(settings.num_selected, settings.num_init, settings.num_local, num_recent)
     tiles_read = TilesRead(settings.window_size, plan.num_chosen, plan.num_reads)
     capacity = storage.capacity
     group = heads // kv_heads
