@@ -70,6 +70,16 @@ def test_windows(window_size: int, forced: tuple[int, int], merged: str, device:
     check_steps(Case(heads=ONE_HEAD, window_size=window_size, merged=merged, **settings), [45], (2,), device)
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize('merged', ['gate', 'scores', ''])
+@pytest.mark.parametrize(('heads', 'num_recent'), [(ONE_HEAD, 11), (Heads(8, 1, 16, 16), 3), (ONE_HEAD, 2**31)])
+def test_selection_before_a_window(heads: Heads, num_recent: int, merged: str, device: torch.device) -> None:
+    """Rows with candidates, with candidates from the second token on, and without any."""
+    for num_local in (0, 2):
+        case = Case(heads=heads, merged=merged, num_recent=num_recent, num_local=num_local, num_selected=4)
+        check_steps(case, [45, 10, 0], (2,), device)
+
+
 @MODES
 @pytest.mark.parametrize('blocks', [(4, 4, 4), (16, 4, 4), (6, 3, 6), (40, 8, 40), (12, 4, 8)], ids=repr)
 def test_block_sizes(blocks: tuple[int, int, int], merged: str, device: torch.device) -> None:
@@ -114,7 +124,10 @@ def test_window_alone(window_size: int, page_size: int | None, num_angles: int |
 @pytest.mark.parametrize(('num_selected', 'window_size'), [(20, 3), (2, 99), (20, 99)])
 def test_dense_where_everything_is_read(num_selected: int, window_size: int, device: torch.device) -> None:
     """A key that is in the window and in a selected block counts once."""
-    case = Case(merged='scores', num_angles=0, num_selected=num_selected, window_size=window_size)
+    num_recent = window_size if num_selected == 20 else 0
+    case = Case(
+        merged='scores', num_angles=0, num_selected=num_selected, window_size=window_size, num_recent=num_recent
+    )
     layer, cache = make_layer(case, device), make_cache(case, [37], device)
     tokens = make_tokens(case, 1, 1, device)
     out, _ = decode(cache, tokens, layer)
@@ -149,7 +162,11 @@ def test_rules_of_the_gpu_tests(page_size: int | None, merged: str, device: torc
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize('settings', [{}, {'compressed_output': False}, {'compress_mlp': MeanPool()}], ids=str)
+@pytest.mark.parametrize(
+    'settings',
+    [{}, {'compressed_output': False}, {'compress_mlp': MeanPool()}, {'select_before_window': True}],
+    ids=str,
+)
 @torch.no_grad()
 def test_layers_decode_by_the_kernels(settings: dict[str, Any], device: torch.device) -> None:
     """Steps of a layer give its whole forward."""

@@ -14,6 +14,7 @@ from native_sparse_attention.inference import decode as decoding
 from native_sparse_attention.nn.compress import MeanPool
 from native_sparse_attention.nn.dense import DenseAttention
 from native_sparse_attention.nn.transformer import Transformer
+from native_sparse_attention.ops import select_blocks
 
 SIZES: dict[str, Any] = {
     'dim': 32,
@@ -41,8 +42,20 @@ modes = pytest.mark.parametrize(
         {**SCORES, 'num_compressed_mem_kv': 0, 'num_sinks': 1},
         {'compressed_output': False, 'num_selected_blocks': 0},
         {'compressed_output': False, 'compress_mlp': MeanPool(), 'rotary_emb': False},
+        {**SCORES, 'select_before_window': True, 'recompute': True},
     ],
-    ids=['', 'alone', 'sinks', 'values', 'window', 'scores', 'scores, sinks', 'scores, window', 'scores by mean'],
+    ids=[
+        '',
+        'alone',
+        'sinks',
+        'values',
+        'window',
+        'scores',
+        'scores, sinks',
+        'scores, window',
+        'scores by mean',
+        'before',
+    ],
 )
 
 
@@ -91,11 +104,13 @@ def test_padded_and_packed_are_alone(mode: dict[str, Any]) -> None:
     assert (padded[:, :17] == 0).all()
 
 
+@pytest.mark.parametrize('before', [False, True])
 @pytest.mark.parametrize('diff', [False, True])
-def test_equals_dense_where_every_block_is_selected(diff: bool) -> None:
+def test_equals_dense_where_every_block_is_selected(diff: bool, before: bool) -> None:
     """Outputs at any weights; gradients too, unless use_diff_topk has one of its own."""
     compress = {'compress_mlp': MeanPool()} if not diff else {}
-    layer = make_layer(compressed_output=False, use_diff_topk=diff, num_selected_blocks=20, **compress)
+    settings: dict[str, Any] = {'use_diff_topk': diff, 'select_before_window': before, **compress}
+    layer = make_layer(compressed_output=False, num_selected_blocks=20, **settings)
     shape = {name: SIZES[name] for name in ('dim', 'dim_head', 'heads', 'kv_heads', 'causal')}
     dense = DenseAttention(**shape).double()
     dense.load_state_dict({name: t for name, t in layer.state_dict().items() if name in dense.state_dict()})
@@ -105,6 +120,27 @@ def test_equals_dense_where_every_block_is_selected(diff: bool) -> None:
     if not diff:
         grads = [torch.autograd.grad(y.square().sum(), x)[0] for y in (out, expected)]
         torch.testing.assert_close(*grads, rtol=0, atol=1e-11)
+
+
+def test_no_block_inside_the_window_is_selected() -> None:
+    layer, found = make_layer(select_before_window=True, num_selected_blocks=20), []
+
+    def choose(*scored: Tensor, **settings: Any) -> Tensor:
+        found.append(select_blocks(*scored, **settings))
+        return found[0]
+
+    attend = layer._nsa
+    layer._nsa = lambda *tensors, **settings: attend(*tensors, **settings | {'choose': choose})
+    layer(torch.randn(1, 41, 32, dtype=torch.float64))
+    for t in range(41):
+        candidates = [j for j in range(11) if 4 * j <= t - 6]
+        assert found[0][0, t, 0].tolist() == candidates + [-1] * (20 - len(candidates))
+
+
+@pytest.mark.parametrize('missing', ['merge_window', 'causal'])
+def test_selection_before_the_window_needs(missing: str) -> None:
+    with pytest.raises(ValueError, match=f'select_before_window is True, but must be False unless {missing} is set'):
+        make_layer(**{'select_before_window': True, missing: False})
 
 
 def test_gate_starts_nearly_shut() -> None:

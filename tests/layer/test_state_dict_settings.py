@@ -33,6 +33,11 @@ DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     'forced first blocks': ({}, {'num_init_blocks': 2}, 'num_init_blocks is 2, but must be 1'),
     'forced local blocks': ({'num_local_blocks': 0}, {}, 'num_local_blocks is 2, but must be 0'),
     'mode': ({}, {'merge_window': True}, 'merge_window is True, but must be False'),
+    'selection before the window': (
+        {'merge_window': True},
+        {'merge_window': True, 'select_before_window': True},
+        'select_before_window is True, but must be False',
+    ),
     'form of the gate': (
         {'merge_window': True},
         {},

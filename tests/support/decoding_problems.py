@@ -85,6 +85,7 @@ class Case:
     window_size: int = 11
     num_init: int = 1
     num_local: int = 2
+    num_recent: int = 0
     share_group: bool = True
     pairs: int = 1
     num_angles: int | None = None
@@ -135,6 +136,7 @@ def make_layer(case: Case, device: torch.device) -> dict[str, Any]:
         'window_size': case.window_size,
         'num_init': case.num_init,
         'num_local': case.num_local,
+        'num_recent': case.num_recent,
         'share_group': case.share_group,
     }
 
