@@ -114,19 +114,6 @@ class OwnChoice(SparseAttention):
         return select_blocks(*scored, **settings)
 
 
-class FarBlocks(OwnChoice):
-    """Blocks are selected before the window alone, as if the query were W tokens earlier; without packing."""
-
-    def _choose(self, q_cmp: Tensor, k_cmp: Tensor, lse: Tensor, **settings: Any) -> Tensor:
-        size = min(self.sliding_window_size, q_cmp.shape[1])
-        if size == q_cmp.shape[1]:
-            heads = k_cmp.shape[2] if settings['share_group'] else q_cmp.shape[2]
-            shape = (q_cmp.shape[0], size, heads, settings['num_selected'])
-            return torch.full(shape, -1, dtype=torch.int32, device=q_cmp.device)
-        blocks = select_blocks(q_cmp[:, size:], k_cmp, lse[..., size:].contiguous(), **{**settings, 'q_offset': 0})
-        return nn.functional.pad(blocks, (0, 0, 0, 0, size, 0), value=-1)
-
-
 class FarField(OwnChoice):
     """Merged attention whose softmax also reads the block means of keys and values before the window.
 
@@ -149,7 +136,7 @@ class FarField(OwnChoice):
         )
         scoring = {'compress_block_size': sizes[0], 'compress_stride': sizes[1], 'seqlen_k': k.shape[1], **places}
         scoring |= {'selection_block_size': self.selection_block_size}
-        scoring |= {'num_init': self.num_init_blocks, 'num_local': self.num_local_blocks}
+        scoring |= {name: self._common_settings[name] for name in ('num_init', 'num_local', 'num_recent')}
         share = self.query_heads_share_selected_kv
         select = partial(self._choose, num_selected=self.num_selected_blocks, share_group=share)
         blocks = select(q_cmp, k_cmp, lse, **scoring)
@@ -242,10 +229,6 @@ class EveryBlockRows(SparseAttention):
         changed = {'q_cmp': take(settings['q_cmp']), 'q_offset': start, 'choose': choose}
         dense = super()._nsa(take(q), *shared, take(gates), **{**settings, **changed})
         return out.scatter(1, rows.expand_as(dense), dense)
-
-
-class FarFieldAndBlocks(FarBlocks, FarField):
-    """Block means in the softmax, and no selected block in the window."""
 
 
 class DetachedScores(SparseAttention):

@@ -16,9 +16,7 @@ from benchmarks.learning_layers import (
     DetachedScores,
     DetachedScoresWithWindow,
     EveryBlockRows,
-    FarBlocks,
     FarField,
-    FarFieldAndBlocks,
     FlooredGate,
     HeaviestBlocks,
     RandomBlocks,
@@ -91,6 +89,7 @@ class Variant:
 def _variants() -> dict[str, Variant]:
     every = {'num_selected_blocks': ALL}
     merged, scores = {'merge_window': True}, {'merge_window': True, 'compressed_output': False}
+    before = {'select_before_window': True}
     alone = {'settings': {**every, 'use_diff_topk': False}, 'gate_start': (-20.0, 20.0, -20.0), 'freeze_gates': True}
     variants = {
         'dense': Variant('full attention', 'dense'),
@@ -161,12 +160,14 @@ def _variants() -> dict[str, Variant]:
             layers=FarField,
         ),
         'merged-far-field-far': Variant(
-            'the same, no selected blocks in the window', settings=scores, layers=FarFieldAndBlocks
+            'the same, blocks are selected before the window alone',
+            settings={**scores, **before},
+            layers=FarField,
         ),
         'merged-rotated': Variant(
             'merged, queries and compressed keys with rotary embedding', settings=merged, layers=RotatedScores
         ),
-        'merged-far': Variant('merged, no selected blocks in the window', settings=merged, layers=FarBlocks),
+        'merged-far': Variant('merged, blocks are selected before the window alone', settings={**merged, **before}),
         'merged-random': Variant(
             'merged, in training a quarter of the selected blocks is random', settings=merged, layers=RandomBlocks
         ),
@@ -198,8 +199,7 @@ def _variants() -> dict[str, Variant]:
         ),
         'merged-dense-mass-far': Variant(
             'merged-dense-mass, blocks are selected before the window alone',
-            settings=merged,
-            layers=FarBlocks,
+            settings={**merged, **before},
             block_loss=0.1,
         ),
         'merged-scores-dense-mass': Variant(
