@@ -41,6 +41,7 @@ class Config:
     merge_window: bool = flag(
         False, 'selected blocks and window in one softmax, a gate for the compressed branch alone', sparse=True
     )
+    select_before_window: bool = flag(False, 'select blocks before the window alone, with --merge-window', sparse=True)
     num_compressed_mem_kv: int = flag(1, 'learned key/value pairs before the compressed ones', 0, sparse=True)
     qk_norm: bool = flag(False, 'RMSNorm of queries and keys, in dense attention too', sparse=True)
     use_diff_topk: bool = flag(True, 'teach the compressed branch what was worth selecting', sparse=True)

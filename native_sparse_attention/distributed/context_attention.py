@@ -80,8 +80,8 @@ def context_parallel_nsa(
         cu_seqlens: int32 `[N + 1]`, borders of packed sequences in the whole sequence, the same on all ranks. It is
             read on the host.
         **settings: other arguments of `nsa`, the same on all ranks: merge_window, mem_kv, selection_block_size,
-            num_selected, window_size, num_init, num_local, share_group, use_diff_topk, causal, scale, softcap, sinks,
-            sinks_cmp, dropout_p, dropout_seed and backend. Dropout draws other numbers than `nsa`.
+            num_selected, window_size, num_init, num_local, num_recent, share_group, use_diff_topk, causal, scale,
+            softcap, sinks, sinks_cmp, dropout_p, dropout_seed and backend. Dropout draws other numbers than `nsa`.
 
     Returns:
         `[B, T, HQ, DV]` in the dtype of q, of the tokens of this rank.

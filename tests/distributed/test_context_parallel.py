@@ -165,6 +165,7 @@ def draw_model(seed: int) -> tuple[Transformer, Tensor, dict[str, Any]]:
     }
     kv_heads, seqlen = draw([1, 2, 3]), draw([2, 5, 17, 33, 40])
     sizes = {'kv_heads': kv_heads, 'heads': kv_heads * draw([1, 2]), 'causal': draw([True, True, False])}
+    sparse['select_before_window'] = sparse['merge_window'] and sizes['causal'] and draw([True, False])
     model = make_model(sparse=sparse, seed=seed, depth=draw([1, 2]), tie_embeddings=draw([True, False]), **sizes)
     if draw([True, False]):
         model.gradient_checkpointing_enable()
@@ -215,6 +216,7 @@ def draw_call(draw: Any, seqlen: int, batch: int) -> tuple[dict[str, Any], dict[
     settings: dict[str, Any] = {'merge_window': merged, 'compress_block_size': 4, 'compress_stride': 2}
     settings |= {'selection_block_size': 4, 'num_selected': draw([2, 4]), 'window_size': (draw([0, 3]), 0)}
     settings |= {'share_group': draw([True, False]), 'use_diff_topk': draw([True, False]), 'backend': 'eager'}
+    settings['num_recent'] = draw([0, 4])
     return tokens, shared, settings
 
 

@@ -134,6 +134,7 @@ SETTINGS: list[dict[str, Any]] = [
     {'window_size': 5},
     {'num_init': 0},
     {'num_local': 1},
+    {'num_recent': 3},
     {'share_group': False},
     {'num_splits': 3},
     {'tiles_of_program': 1},

@@ -241,6 +241,7 @@ class NSAAttention(nn.Module):
             'num_selected': self.nsa.num_selected_blocks,
             'num_init': self.nsa.num_init_blocks,
             'num_local': self.nsa.num_local_blocks,
+            'num_recent': self.nsa.sliding_window_size if self.nsa.select_before_window else 0,
             'share_group': self.nsa.query_heads_share_selected_kv,
         }
 

@@ -40,7 +40,7 @@ NETWORKS: dict[str, Callable[[int, int, int, float], nn.Module]] = {
 
 _POSITIVE = ('sliding_window_size', 'num_selected_blocks')
 _NOT_NEGATIVE = ('num_init_blocks', 'num_local_blocks', 'dense_below')
-_FLAGS = ('query_heads_share_selected_kv', 'use_diff_topk')
+_FLAGS = ('query_heads_share_selected_kv', 'select_before_window', 'use_diff_topk')
 _CHOICES = {'init': ('dense', 'paper'), 'block_scores': ('rotated', 'plain'), 'compress_mlp': tuple(NETWORKS)}
 
 
@@ -57,6 +57,8 @@ class NSAConfig:
         num_init_blocks: forced blocks at the start.
         num_local_blocks: forced blocks that end with the query's own.
         query_heads_share_selected_kv: the heads of a group read the same blocks.
+        select_before_window: only blocks with a key before the window are selected, and local blocks end with the
+            newest of them. Requires init='dense'.
         use_diff_topk: gradients reach the block scores through the logits of the selected blocks. With init='dense',
             the network φ has no other gradient.
         init: 'dense', for pre-trained weights: one softmax over selected blocks and window, and a compressed branch
@@ -83,6 +85,7 @@ class NSAConfig:
     num_init_blocks: int = 1
     num_local_blocks: int = 2
     query_heads_share_selected_kv: bool = True
+    select_before_window: bool = False
     use_diff_topk: bool = False
     init: str = 'dense'
     dense_below: int = 0
@@ -103,6 +106,8 @@ class NSAConfig:
             if (value := getattr(self, name)) not in choices:
                 rule = ', '.join(map(repr, choices))
                 raise ValueError(f'{name} is {shown(value)}, but must be one of {rule}')
+        if self.select_before_window and not self.merge_window:
+            raise ValueError("select_before_window is True, but must be False unless init is 'dense'")
         if not is_number(factor := self.compress_mlp_expand_factor) or not factor > 0:
             raise ValueError(f'compress_mlp_expand_factor is {shown(factor)}, but must be a number above 0')
         check_backend(self.backend)

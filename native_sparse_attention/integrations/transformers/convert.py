@@ -18,7 +18,7 @@ from native_sparse_attention.integrations.transformers.model import NSAPreTraine
 # Settings that neither weights nor caches depend on.
 _CHANGEABLE = (
     *('num_selected_blocks', 'sliding_window_size', 'num_init_blocks', 'num_local_blocks', 'dense_below'),
-    *('use_diff_topk', 'backend'),
+    *('select_before_window', 'use_diff_topk', 'backend'),
 )
 
 Model = TypeVar('Model', bound=PreTrainedModel)
@@ -81,7 +81,7 @@ def change_settings(model: PreTrainedModel, **settings: Any) -> None:
     Args:
         model: a converted model.
         settings: num_selected_blocks, sliding_window_size, num_init_blocks, num_local_blocks, dense_below,
-            use_diff_topk or backend, as in `NSAConfig`.
+            select_before_window, use_diff_topk or backend, as in `NSAConfig`.
 
     Raises:
         ValueError: another setting is given, or the model is not converted.

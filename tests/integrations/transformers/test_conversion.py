@@ -275,6 +275,8 @@ def test_settings_change_after_conversion(tmp_path: Path):
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation='eager').eval()
     assert torch.equal(logits_of(loaded, ids), logits_of(model, ids))
+    change_settings(model, select_before_window=True)
+    assert worst(logits_of(model, ids), dense) <= NEAR_DENSE
     with pytest.raises(ValueError, match='compress_block_size is given, but only num_selected_blocks, '):
         change_settings(model, compress_block_size=8)
     with pytest.raises(ValueError, match='sliding_window_size is 0, but must be'):
@@ -309,6 +311,10 @@ def test_a_changed_config_is_refused():
         ({'block_scores': None}, "block_scores is None, but must be one of 'rotated', 'plain'"),
         ({'backend': 'cuda'}, "backend is 'cuda', but must be one of"),
         ({'use_diff_topk': 1}, 'use_diff_topk is 1, but must be True or False'),
+        (
+            {'select_before_window': True, 'init': 'paper'},
+            "select_before_window is True, but must be False unless init is 'dense'",
+        ),
         ({'layers': [0, 0]}, 'layers is [0, 0], but must name each layer once'),
         ({'layers': []}, 'layers is [], but must be a sequence of at least one layer index'),
     ],

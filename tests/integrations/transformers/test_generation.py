@@ -37,6 +37,7 @@ CONFIGS = {
     'paper': PAPER,
     'plain': SPARSE.replace(block_scores='plain'),
     'mean': SPARSE.replace(compress_mlp='mean'),
+    'before': SPARSE.replace(select_before_window=True),
 }
 # Arguments of `generate` and the rows of the prompt. `generate` itself takes one row for candidates.
 WAYS: dict[str, tuple[dict[str, Any], int]] = {
