@@ -324,7 +324,7 @@ def assert_chooses_as_well(
 
     Their number and the forced blocks are equal, so all blocks are equal where scores differ by more than rounding.
     """
-    names = ('num_selected', 'num_init', 'num_local', 'share_group', 'block_counts')
+    names = ('num_selected', 'num_init', 'num_local', 'num_recent', 'share_group', 'block_counts')
     choice = {name: settings.pop(name) for name in names if name in settings}
     settings |= {'backend': 'eager'}
     expected = select_blocks(q, k_cmp, lse, **settings, **choice)
