@@ -131,7 +131,7 @@ def assert_chooses_as_well(
     assert torch.equal(blocks >= 0, expected >= 0)
     following = (blocks[..., 1:] > blocks[..., :-1]) | (blocks[..., 1:] == -1)
     assert following.all()
-    own = own_block(precise, settings)
+    own = own_block(precise, settings, choice.get('num_recent', 0))
     forced = forced_priority(expected, own, choice['num_init'], choice['num_local'], settings['causal']) > 0
     found = (expected[..., :, None] == blocks[..., None, :]).any(-1)
     assert (found | ~forced | (expected < 0)).all()
@@ -142,11 +142,11 @@ def assert_chooses_as_well(
     torch.testing.assert_close(score, expected_score, rtol=1e-4, atol=1e-6)
 
 
-def own_block(tensors: dict[str, Tensor], settings: dict[str, Any]) -> Tensor:
-    """The block that each query stands in, `[B, T, 1, 1]`."""
+def own_block(tensors: dict[str, Tensor], settings: dict[str, Any], num_recent: int) -> Tensor:
+    """The block that holds the token num_recent before each query, `[B, T, 1, 1]`."""
     names = ('q_offset', 'seqlens_k', 'cu_seqlens', 'cu_seqlens_k')
     sequences = make_sequences(tensors['q'], settings['seqlen_k'], *(settings.get(name) for name in names))
-    return sequences.layout().position[..., None, None] // settings['selection_block_size']
+    return (sequences.layout().position[..., None, None] - num_recent) // settings['selection_block_size']
 
 
 @dataclass(frozen=True)

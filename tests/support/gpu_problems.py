@@ -368,6 +368,7 @@ def draw_select_blocks(
         'num_init': random.choice((0, 1, 1, 2)),
         'num_local': random.choice((0, 1, 2, 2, 3)),
         'share_group': drawn.heads > 16 or random.random() < 0.7,
+        'num_recent': random.choice((0, 1, 100, 600)) if settings['causal'] else 0,
     }
     return {'q': q, 'k_cmp': k_cmp, 'lse': lse}, settings, choice
 
