@@ -154,7 +154,7 @@ def _describe(value: Any) -> str:
     return str([_describe(part) for part in value]) if isinstance(value, tuple | list) else repr(value)
 
 
-def _map(function: Callable[[Tensor], Tensor], tensors: Any) -> Any:
+def _map(function: Callable[[Any], Any], tensors: Any) -> Any:
     """Return the result of a function for a tensor or None, or those for a list, a tuple or a dict of them."""
     if isinstance(tensors, dict):
         return {name: _map(function, t) for name, t in tensors.items()}
