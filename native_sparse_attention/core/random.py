@@ -18,6 +18,7 @@ KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 MASK = 0xFFFFFFFF
 # As signed integers of 64 bits.
 SPLIT_MIX_STEP = 0x9E3779B97F4A7C15 - 2**64
+SPLIT_MIX_INVERSE_STEP = pow(SPLIT_MIX_STEP, -1, 2**64) - 2**64
 SPLIT_MIX_ROUNDS = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
 
 
@@ -55,8 +56,9 @@ def split_mix(seed: Tensor, counter: Tensor) -> Tensor:
 
     seed: int64 `[1]`. counter: int64, non-negative.
     """
-    # Products and sums of 64 bits wrap around in int64. A shift copies the sign, which the mask removes.
-    state = (counter + 1) * SPLIT_MIX_STEP + seed
+    # Products and sums of 64 bits wrap around in int64. A shift copies the sign, which the mask removes. The seed comes
+    # before the product: TorchInductor computes products of indices alone without wrapping around, and then fails.
+    state = (counter + 1 + seed * SPLIT_MIX_INVERSE_STEP) * SPLIT_MIX_STEP
     for shift, multiplier in SPLIT_MIX_ROUNDS:
         state = (state ^ ((state >> shift) & (2 ** (64 - shift) - 1))) * multiplier
     return _high(state ^ ((state >> 31) & (2**33 - 1)))

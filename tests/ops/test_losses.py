@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import Any
 
 import pytest
@@ -104,6 +105,16 @@ def test_known_random_numbers() -> None:
     known = (6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821)
     numbers = split_mix(torch.tensor([1234567]), torch.arange(5))
     assert numbers.tolist() == [number >> 32 for number in known]
+
+
+@pytest.mark.skipif(shutil.which('g++') is None, reason='inductor needs a compiler')
+def test_queries_of_several_rows_are_drawn_alike_when_compiled() -> None:
+    # Compiled, the numbers of the second row are computed from its index: products beyond 64 bits have to wrap around.
+    def draw(seed: torch.Tensor) -> torch.Tensor:
+        return losses._draw_rows(2, 500, 20, seed)
+
+    seed = torch.tensor([2**62 + 1])
+    assert torch.equal(torch.compile(draw, fullgraph=True)(seed), draw(seed))
 
 
 def test_sampled_queries_estimate_the_loss() -> None:
