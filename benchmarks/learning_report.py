@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from math import sqrt
+from operator import itemgetter
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
+
+import numpy as np
 
 from benchmarks.report import table
 
@@ -207,6 +210,15 @@ def _styles(names: Sequence[str]) -> dict[str, dict[str, Any]]:
     return {names[0]: {'color': 'black', 'linestyle': '-'}, **styles}
 
 
+def _mean_at(steps: Sequence[int], runs: Sequence[Sequence[Record]], value: Callable[[Record], float]) -> np.ndarray:
+    """Mean over runs of a value of their rows; between two rows of a run it is linear in the logarithm of the step."""
+    curves = []
+    for rows in runs:
+        at = np.log1p([row['step'] for row in rows])
+        curves.append(np.interp(np.log1p(steps), at, [value(row) for row in rows]))
+    return np.mean(curves, axis=0)
+
+
 def plot_curves(path: Path, runs: Runs) -> None:
     """Draw bits per byte of the validation text, means over seeds, and below them the paired differences."""
     from matplotlib.figure import Figure
@@ -218,12 +230,12 @@ def plot_curves(path: Path, runs: Runs) -> None:
         above, below = axes[0][column], axes[1][column]
         for variant, records in runs.runs.items():
             rows = [r['valid'] for r in records.values()]
-            x = [mean(values) for values in zip(*([row[name] for row in run] for run in rows), strict=True)]
-            y = [mean(values) for values in zip(*([row['bpb'] for row in run] for run in rows), strict=True)]
+            steps = [row['step'] for row in rows[0]]
+            x, y = _mean_at(steps, rows, itemgetter(name)), _mean_at(steps, rows, itemgetter('bpb'))
             above.plot(x[1:], y[1:], label=f'{variant} ({len(rows)})', **styles[variant], marker='.')
             if (pairs := runs.pairs(variant)) and variant != runs.against:
-                gaps = [[a['bpb'] - b['bpb'] for a, b in zip(r['valid'], t['valid'], strict=True)] for r, t in pairs]
-                below.plot(x[1:], [mean(v) for v in zip(*gaps, strict=True)][1:], **styles[variant], marker='.')
+                own, twins = (_mean_at(steps, [p[i]['valid'] for p in pairs], itemgetter('bpb')) for i in range(2))
+                below.plot(x[1:], (own - twins)[1:], **styles[variant], marker='.')
         above.set(ylabel='bits per byte, validation', yscale='log', title=f'over {label}')
         above.yaxis.set_major_formatter('{x:.2f}')
         above.yaxis.set_minor_formatter('{x:.2f}')
@@ -272,7 +284,7 @@ def plot_gates(path: Path, variant: str, records: Sequence[Record]) -> None:
     for axes, (kind, branch, width) in zip(all_axes, panels, strict=True):
         for layer in range(depth):
             if rows[0][kind][layer] is not None:
-                y = [mean(r['gates'][i][kind][layer][branch] for r in records) for i in range(len(rows))]
+                y = _mean_at(steps, [r['gates'] for r in records], lambda r: r[kind][layer][branch])  # noqa: B023
                 colour = colormaps['viridis'](layer / max(1, depth - 1) * 0.9)
                 axes.plot(steps, y, '.-', color=colour, label=f'layer {layer}')
         axes.set(title=gate_name(kind, branch, width), xlabel='step', ylim=(0, 1))

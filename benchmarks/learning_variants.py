@@ -26,7 +26,7 @@ from benchmarks.learning_layers import (
     WithWindow,
 )
 from native_sparse_attention import SparseAttention
-from native_sparse_attention.nn.compress import MeanResidualMLP
+from native_sparse_attention.nn.compress import MeanPool, MeanResidualMLP
 from native_sparse_attention.nn.dense import DenseAttention
 from native_sparse_attention.nn.transformer import Transformer
 
@@ -54,7 +54,7 @@ class Variant:
     settings: arguments of `SparseAttention` beyond SPARSE; ALL: as many as cover the sequence.
     gate_start: gate logits of a head at the start. freeze_gates: gates are not trained.
     gate: makes the gate of a layer from (dim, heads), if not the package's.
-    phi: 'mlp' or 'mean', the MLP or the block mean plus an MLP that starts at 0.
+    phi: the MLP ('mlp'), the block mean plus an MLP that starts at 0 ('mean'), or the block mean ('block-mean').
     gate_lr, phi_lr: factors on the learning rate of gates and of the networks φ. gate_decay: weight decay on gates.
     layers: class of the attention layers, if not that of the package.
     layer_settings: by index of the layer 'dense', or settings of its own.
@@ -202,6 +202,12 @@ def _variants() -> dict[str, Variant]:
             settings={**merged, **before},
             block_loss=0.1,
         ),
+        'merged-dense-mass-far-block-mean': Variant(
+            'merged-dense-mass-far, φ is the block mean, without parameters',
+            settings={**merged, **before},
+            phi='block-mean',
+            block_loss=0.1,
+        ),
         'merged-scores-dense-mass': Variant(
             'merged-scores, block scores trained by `block_score_loss` alone',
             settings={**scores, 'use_diff_topk': False},
@@ -268,6 +274,9 @@ def sparse_settings(variant: Variant, base: Mapping[str, Any], seq_len: int, dim
     if variant.phi == 'mean':
         expand = settings.pop('compress_mlp_expand_factor')
         settings['compress_mlp'] = MeanResidualMLP(dim_head, settings['compress_block_size'], expand)
+    elif variant.phi == 'block-mean':
+        del settings['compress_mlp_expand_factor']
+        settings['compress_mlp'] = MeanPool()
     return settings
 
 

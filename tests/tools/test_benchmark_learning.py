@@ -242,6 +242,12 @@ def test_a_run_that_fails_is_named(text: Path, tmp_path: Path, capsys: pytest.Ca
             learning.main(flags(tmp_path / 'out', text, *wrong))
 
 
+def test_curves_of_runs_with_other_validations():
+    runs = [[{'step': step, 'bpb': 8.0 - step} for step in steps] for steps in ((0, 1, 3), (0, 3))]
+    found = learning_report._mean_at([0, 1, 3], runs, lambda row: row['bpb'])
+    assert found == pytest.approx([8.0, 6.75, 5.0])  # at step 1 the mean of 7 and, half-way of log 1 to log 4, of 6.5
+
+
 def test_interval():
     assert learning_report.half_width([1.0]) is None
     assert learning_report.half_width([0.0, 1.0, 2.0]) == pytest.approx(4.303 / 3**0.5)
