@@ -213,6 +213,12 @@ def _variants() -> dict[str, Variant]:
             settings={**scores, 'use_diff_topk': False},
             block_loss=0.1,
         ),
+        'merged-scores-dense-mass-far': Variant(
+            'merged-dense-mass-far without the compressed output', settings={**scores, **before}, block_loss=0.1
+        ),
+        'merged-scores-dense-mass-far-block-mean': Variant(
+            'the same, φ is the block mean', settings={**scores, **before}, phi='block-mean', block_loss=0.1
+        ),
         'separate-dense-mass': Variant(
             'the paper, block scores trained by use_diff_topk and by `block_score_loss`', block_loss=0.1
         ),
