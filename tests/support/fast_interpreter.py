@@ -8,7 +8,7 @@ again. Operators of tensors go through four functions, though numpy does what th
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from typing import Any
 
 import numpy as np
@@ -16,9 +16,11 @@ import pytest
 import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
+from triton.runtime.errors import InterpreterError
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-TENSOR: Any = tl.tensor
+from tests.support.fast_functions import TENSOR, fast_functions, make_tensor
+
 UNKNOWN, UNCHANGED = object(), object()
 REVERSED = {'__radd__', '__rsub__', '__rmul__'}
 OVERFLOWING = REVERSED | {'__add__', '__sub__', '__mul__'}
@@ -31,12 +33,23 @@ def speed_up(patch: pytest.MonkeyPatch) -> None:
     the first ones of their types.
     """
     patched: set[Any] = set()
+    ready: dict[Any, Callable[..., Any]] = {}
     replacements: dict[frozenset[Any], list[Any]] = {}
     launch, patch_language = interpreter.GridExecutor.__call__, interpreter._patch_lang
 
     def launch_anew(self: Any, *args: Any, **kwargs: Any) -> None:
         patched.clear()
+        ready.clear()
         launch(self, *args, **kwargs)
+
+    def call_patched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.fn not in ready:
+            patch_once(self.fn)
+            ready[self.fn] = self.rewrite()
+        try:
+            return ready[self.fn](*args, **kwargs)
+        except Exception as error:
+            raise InterpreterError(repr(error)) from error
 
     @cache
     def languages_of(function: Any) -> set[Any]:
@@ -70,8 +83,8 @@ def speed_up(patch: pytest.MonkeyPatch) -> None:
         (semantic, 'binary_op_type_checking_impl', _convert_as_before(semantic.binary_op_type_checking_impl, False)),
         (semantic, 'broadcast_impl_value', _convert_as_before(semantic.broadcast_impl_value, True)),
         (semantic, 'cast', _cast_others(semantic.cast)),
-        (InterpreterBuilder, 'create_expand_dims', _expand_dims),
-        (InterpreterBuilder, 'create_broadcast', _broadcast),
+        (interpreter.InterpretedFunction, '__call__', call_patched),
+        *fast_functions(),
     ):
         patch.setattr(owner, name, value)
 
@@ -90,7 +103,8 @@ def _patch_attr(owner: Any, name: str, member: Any, builder: Any, scope: Any) ->
         kwargs['_semantic'] = semantic
         return function(*args, **kwargs)
 
-    scope.set_attr(owner, name, call)
+    # Functions of a class are bound to their tensors, those of a module need no function of Python in between.
+    scope.set_attr(owner, name, call if isinstance(owner, type) else partial(function, _semantic=semantic))
 
 
 def _operate_as_before(function: Callable[..., Any], name: str) -> Callable[[Any, Any], Any]:
@@ -100,6 +114,7 @@ def _operate_as_before(function: Callable[..., Any], name: str) -> Callable[[Any
     plans: dict[Any, Any] = {}
     semantic: Any = interpreter.interpreter_semantic
     check = getattr(semantic, name.strip('_').removeprefix('r')) if name in OVERFLOWING else None
+    is_reversed = name in REVERSED
 
     def operate(self: Any, other: Any) -> Any:
         if type(other) is tl.constexpr:
@@ -110,25 +125,24 @@ def _operate_as_before(function: Callable[..., Any], name: str) -> Callable[[Any
             plan = plans[key] = _make_plan(function, name, self, other)
         if plan is None:
             return function(self, other, _semantic=semantic)
-        apply, number, types, result_type, is_checked = plan
+        apply, number, types, dtype, result_type, is_checked = plan
         lhs, rhs = self, other if number is None else number
-        if name in REVERSED:
+        if is_reversed:
             lhs, rhs = rhs, lhs
         if is_checked:
             semantic.binary_op_sanitize_overflow_impl(lhs, rhs, check)
-        lhs, rhs = lhs.handle, rhs.handle
-        dtype = lhs.dtype.scalar
+        lhs, rhs = lhs.handle.data, rhs.handle.data
         if types:
-            lhs, rhs, dtype = lhs.data.astype(types[0]), rhs.data.astype(types[1]), types[2]
-            return TENSOR(TensorHandle(apply(lhs, rhs), dtype), result_type)
-        return TENSOR(TensorHandle(apply(lhs.data, rhs.data), dtype), result_type)
+            lhs, rhs = lhs.astype(types[0]), rhs.astype(types[1])
+        return make_tensor(apply(lhs, rhs), dtype, result_type)
 
     return operate
 
 
 def _make_plan(function: Callable[..., Any], name: str, tensor: Any, other: Any) -> Any:
     """Return the function of numpy that an operator applies, a number as a tensor, element types that operands are
-    converted to, the type of the result, and whether overflow is checked; None if it does anything else.
+    converted to, the element type and the type of the result, and whether overflow is checked; None if it does
+    anything else.
     """
     calls: list[Any] = []
     binary_op, addptr = InterpreterBuilder.binary_op, InterpreterBuilder.create_addptr
@@ -158,9 +172,10 @@ def _make_plan(function: Callable[..., Any], name: str, tensor: Any, other: Any)
     pairs = [(operand, value) for operand, value in zip((lhs, rhs), given, strict=True) if type(value) is TENSOR]
     types = [(operand.data.dtype, value.handle.data.dtype) for operand, value in pairs]
     if is_offset or all(into == given for into, given in types):
-        return apply, number, None, result.type, not is_offset and name in OVERFLOWING and tensor.dtype.is_int()
+        is_checked = not is_offset and name in OVERFLOWING and tensor.dtype.is_int()
+        return apply, number, None, lhs.dtype.scalar, result.type, is_checked
     if number is None and all(into == np.int64 and given.kind == 'i' for into, given in types):
-        return apply, None, (np.int64, np.int64, lhs.dtype.scalar), result.type, False
+        return apply, None, (np.int64, np.int64), lhs.dtype.scalar, result.type, False
     return None
 
 
@@ -170,15 +185,15 @@ def _index_as_before(function: Callable[..., Any]) -> Callable[[Any, Any], Any]:
     everything = slice(None)
 
     def index(self: Any, slices: Any) -> Any:
-        is_plain = type(slices) is tuple and self.type.is_block()
-        if not is_plain or not all(s is None or (type(s) is slice and s == everything) for s in slices):
+        if type(slices) is not tuple:
             return function(self, slices, _semantic=interpreter.interpreter_semantic)
-        key = self.type.name, *[s is None for s in slices]
-        if key not in types:
-            result = function(self, slices, _semantic=interpreter.interpreter_semantic)
-            types[key] = result.type
-            return result
-        return TENSOR(TensorHandle(self.handle.data[slices], self.handle.dtype.scalar), types[key])
+        key = self.type.name, *[None if s is None else type(s) is slice and s == everything for s in slices]
+        if key in types:
+            return make_tensor(self.handle.data[slices], *types[key])
+        result = function(self, slices, _semantic=interpreter.interpreter_semantic)
+        if self.type.is_block() and False not in key:
+            types[key] = result.handle.dtype, result.type
+        return result
 
     return index
 
@@ -224,9 +239,11 @@ def _init_tensor(init: Callable[..., None]) -> Callable[..., None]:
         attributes = type.__dict__.get('of_tensors')
         if attributes is None:
             init(self, handle, type)
-            type.of_tensors = {name: value for name, value in self.__dict__.items() if name != 'handle'}
+            assert self.__dict__.keys() == {'handle', 'type', 'shape', 'numel', 'dtype'}
+            type.of_tensors = self.shape, self.numel, self.dtype
         else:
-            self.__dict__.update(attributes, handle=handle)
+            self.handle, self.type = handle, type
+            self.shape, self.numel, self.dtype = attributes
 
     return init_once
 
@@ -238,9 +255,6 @@ def _convert_as_before(convert: Callable[..., Any], expands: bool) -> Callable[.
     expands: also the data gets the other shape; else numpy broadcasts it when the operation is applied.
     """
     plans: dict[Any, Any] = {}
-
-    def describe(operand: Any) -> Any:
-        return operand.type.name if type(operand) is TENSOR else (type(operand), operand)
 
     def make_plan(operand: Any, result: Any) -> Any:
         into = result.type
@@ -258,7 +272,12 @@ def _convert_as_before(convert: Callable[..., Any], expands: bool) -> Callable[.
 
     @wraps(convert)
     def convert_as_before(self: Any, lhs: Any, rhs: Any, *flags: Any, **named: Any) -> Any:
-        key = describe(lhs), describe(rhs), flags, *named.items()
+        key = (
+            lhs.type.name if type(lhs) is TENSOR else (type(lhs), lhs),
+            rhs.type.name if type(rhs) is TENSOR else (type(rhs), rhs),
+            flags,
+            *named.items(),
+        )
         plan = plans.get(key, UNKNOWN)
         if plan is UNCHANGED:
             return lhs, rhs
@@ -304,14 +323,6 @@ def _cast_others(cast: Callable[..., Any]) -> Callable[..., Any]:
         if plans[key] is None:
             return cast(self, value, type)
         data_dtype, dtype, into = plans[key]
-        return TENSOR(TensorHandle(value.handle.data.astype(data_dtype), dtype), into)
+        return make_tensor(value.handle.data.astype(data_dtype), dtype, into)
 
     return cast_others
-
-
-def _expand_dims(self: Any, handle: Any, axis: int) -> Any:
-    return TensorHandle(handle.data[(*[slice(None)] * axis, None)], handle.dtype.scalar)
-
-
-def _broadcast(self: Any, handle: Any, shape: Any) -> Any:
-    return TensorHandle(np.full(shape, handle.data, handle.data.dtype), handle.dtype.scalar)
