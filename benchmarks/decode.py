@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -115,8 +114,7 @@ def main() -> None:
         cases += make_attention_cases(find_names(SETTINGS, options.cases), backends, options.device)
     if 'generate' in options.what.split(','):
         cases += make_generate_cases(options)
-    tables = partial(make_tables, missing=missing)
-    run(cases, options, 'decode', TITLE, tables, [Plot('Time of a token', plot, op='attention')])
+    run(cases, options, 'decode', TITLE, make_tables, [Plot('Time of a token', plot, op='attention')], missing)
 
 
 if __name__ == '__main__':

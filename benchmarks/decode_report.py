@@ -89,12 +89,12 @@ def judged(value: float | None, limit: float | None) -> str | None:
     return 'met' if value <= limit else f'missed by {100 * (value / limit - 1):.1f} %'
 
 
-def make_tables(rows: list[Case], missing: list[str]) -> list[str]:
+def make_tables(rows: list[Case]) -> list[str]:
     found = Found(rows)
-    return [*attention_tables(found, missing), *generate_tables([row for row in rows if row['op'] == 'generate'])]
+    return [*attention_tables(found), *generate_tables([row for row in rows if row['op'] == 'generate'])]
 
 
-def attention_tables(found: Found, missing: list[str]) -> list[str]:
+def attention_tables(found: Found) -> list[str]:
     if not found.cases:
         return []
     less = '; '.join(f'{name} leaves to its caller: {decoder.less}' for name, decoder in DECODERS.items())
@@ -107,7 +107,6 @@ def attention_tables(found: Found, missing: list[str]) -> list[str]:
         + f'{less}.',
         target_table(found),
         *verdicts(found),
-        *([f'Not importable, and so not measured: {", ".join(missing)}.'] if missing else []),
         f'Without a graph, µs that the host takes for a call, whatever the GPU takes; at most {MOST_HOST} for a layer:',
         host_table(found),
         'Everything measured. Low, high: of so many replays. Error: typical of the first and the last row against '

@@ -102,8 +102,12 @@ def run(
     title: str,
     make_tables: Callable[[list[Case]], list[str]],
     plots: Sequence[Plot] = (),
+    missing: Sequence[str] = (),
 ) -> None:
-    """Run the cases as the options say. Results are written after each case, pictures at the end."""
+    """Run the cases as the options say. Results are written after each case, pictures at the end.
+
+    missing: repositories of peers that cannot be imported.
+    """
     name = options.name or benchmark
     where, earlier = report.machine(options.device, options.commit), []
     if options.add or options.missing:
@@ -112,9 +116,11 @@ def run(
         known = {name_of(row) for row in earlier if was_run(row)}
         cases = [case for case in cases if name_of(case) not in known]
 
+    notes = [f'Not importable, and so not measured: {", ".join(missing)}.'] if missing else []
+
     def write(rows: list[Case], *pictures: str) -> None:
         rows = join(earlier, rows)
-        report.write(options.out, where, name, title, [*make_tables(rows), *pictures], rows)
+        report.write(options.out, where, name, title, [*make_tables(rows), *notes, *pictures], rows)
 
     rows = join(earlier, run_cases(cases, options.case_seconds, options.budget, write, options.jobs))
     pictures = []
@@ -124,7 +130,7 @@ def run(
             plot.draw(image, rows, f'{plot.text}, {where["gpu"]}')
             pictures.append(f'![{plot.text}]({image.name})')
     write(rows, *pictures)
-    print('\n\n'.join(make_tables(rows)))
+    print('\n\n'.join([*make_tables(rows), *notes]))
 
 
 def join(earlier: list[Case], rows: list[Case]) -> list[Case]:

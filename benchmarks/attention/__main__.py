@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 from benchmarks import peers
@@ -115,7 +114,7 @@ def main(argv: list[str] | None = None) -> None:
         cases, missing = make_cases(name, options, names)
         options.budget = max(0.0, deadline - time.monotonic())
         options.case_seconds = suite.case_seconds if case_seconds is None else case_seconds
-        run(cases, options, name, suite.title, partial(suite.make_tables, missing), suite.plots)
+        run(cases, options, name, suite.title, suite.make_tables, suite.plots, missing)
 
 
 def use_package(folder: Path) -> None:

@@ -185,8 +185,7 @@ def make_cases(names: list[str], shapes: list[str], backends: list[str]) -> list
     ]
 
 
-def make_tables(missing: list[str], rows: list[Case]) -> list[str]:
-    """missing: none, as this suite has no peers."""
+def make_tables(rows: list[Case]) -> list[str]:
     tables = []
     for row in rows:
         if 'kernels' in row:

@@ -91,8 +91,7 @@ def make_cases(names: list[str], shapes: list[str], backends: list[str]) -> list
     ]
 
 
-def make_tables(missing: list[str], rows: list[Case]) -> list[str]:
-    """missing: none, as this suite has no peers."""
+def make_tables(rows: list[Case]) -> list[str]:
     shapes = dict.fromkeys(row['shape'] for row in rows)
     return [table for shape in shapes for table in shape_tables(shape, [row for row in rows if row['shape'] == shape])]
 

@@ -117,7 +117,7 @@ class Found:
         ]
 
 
-def make_tables(missing: list[str], rows: list[Case]) -> list[str]:
+def make_tables(rows: list[Case]) -> list[str]:
     found = Found(rows)
     less = '; '.join(f'{name}: {peer.less}' for name, peer in PEERS.items() if peer.less)
     tables = {
@@ -143,7 +143,6 @@ def make_tables(missing: list[str], rows: list[Case]) -> list[str]:
         *filled[:2],
         *(note for note in notes if note),
         *filled[2:],
-        *([f'Not importable, and so not measured: {", ".join(missing)}.'] if missing else []),
     ]
 
 

@@ -177,7 +177,7 @@ def mib(size: int | None) -> float | None:
     return None if size is None else size / MIB
 
 
-def make_tables(missing: list[str], rows: list[Case]) -> list[str]:
+def make_tables(rows: list[Case]) -> list[str]:
     found = Found(rows)
     return [
         'ms, medians, cold caches, queued runs. Backward: everything that a call needs. Workspace: MiB at the peak of '
@@ -192,7 +192,6 @@ def make_tables(missing: list[str], rows: list[Case]) -> list[str]:
         f'All rows; our designs by name. Error: the largest of a few rows, relative to its norm. {report.FASTEST}:',
         row_table(found),
         *chain(*report.kernel_tables(rows).items()),
-        *([f'Not importable, and so not measured: {", ".join(missing)}.'] if missing else []),
         report.table(('case', ''), [[name, described(SETTINGS[name])] for name in found.cases]),
     ]
 

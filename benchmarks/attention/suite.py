@@ -18,7 +18,6 @@ class Suite:
     shapes: default patterns of `--shapes`; None if each case has a shape of its own.
     backends: default of `--backends`; optional: backends that run if they are named.
     make_cases: from names of cases, shapes and backends; the main program adds suite and device.
-    make_tables: from repositories of peers that cannot be imported, and rows.
     case_seconds: default limit of one case.
     """
 
@@ -27,7 +26,7 @@ class Suite:
     cases: Mapping[str, str]
     backends: Sequence[str]
     make_cases: Callable[[list[str], list[str], list[str]], list[Case]]
-    make_tables: Callable[[list[str], list[Case]], list[str]]
+    make_tables: Callable[[list[Case]], list[str]]
     method: Method
     shapes: str | None = None
     optional: Sequence[str] = ()

@@ -53,7 +53,7 @@ def test_both_trees_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_dense_against_its_limits():
     rows = [row('dense', 1.3, 4.3), row('dense', 1.0, 2.0, backend='cudnn'), row('dense+sinks', 1.3, 8.6)]
-    text = '\n'.join(features.make_tables([], rows))
+    text = '\n'.join(features.make_tables(rows))
     assert '| forward | 1.3 | 1 | 1.3 | 1.35 | met |' in text
     assert '| backward | 4.3 | 2 | 2.15 | 2.1 | missed |' in text
     assert '| dense+sinks | 1.3 | 8.6 | 1 | 2 |  |' in text

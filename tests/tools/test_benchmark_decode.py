@@ -190,7 +190,7 @@ def test_tokens_per_second():
         {**named, 'batch': 1, 'backend': 'dense', 'tokens_per_s': 1000.0, 'forward_ms': 1.0, 'start_ms': 10.0},
         {**named, 'batch': 16, 'backend': 'sparse', 'note': 'OutOfMemoryError: no'},
     ]
-    text, table, model = decode_report.make_tables(rows, [])
+    text, table, model = decode_report.make_tables(rows)
     assert 'after a prompt of 16,384 tokens' in text
     assert [*cells(table, '1').values()] == ['1', '2,000', '1,000', '2', '0.5', '1', '20', '10', '']
     assert cells(table, '16')[''] == 'sparse: OutOfMemoryError: no'

@@ -71,7 +71,7 @@ def test_verdict():
         row('trainer', 'mdy666', 0.4, forward_kernels_ms=0.4, backward_kernels_ms=0.6),
     ]
     assert selected.compare(selected.Found(rows)).endswith(' 1 of 1 passes are no slower by their kernels alone.')
-    assert '| trainer | trainer | triton | 0.5 | 0.3 | – | – |' in '\n'.join(selected.make_tables([], rows))
+    assert '| trainer | trainer | triton | 0.5 | 0.3 | – | – |' in '\n'.join(selected.make_tables(rows))
 
 
 def test_the_fastest_run():

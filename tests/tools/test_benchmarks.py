@@ -115,7 +115,7 @@ def run_into(out: Path, *flags: str) -> dict[str, Any]:
     parser.add_argument('--backends')
     options = parser.parse_args(['--device', 'cpu', '--commit', 'abc', '--out', str(out), *flags])
     cases = make_cases('tiny', options.backends)
-    runner.run(cases, options, 'backends', 'A title', partial(backends.make_tables, []))
+    runner.run(cases, options, 'backends', 'A title', backends.make_tables)
     (file,) = out.glob('cpu/*.json')
     assert file.with_suffix('.md').exists()
     return json.loads(file.read_text())
