@@ -17,14 +17,14 @@ from pathlib import Path
 
 from benchmarks import report
 from benchmarks.attention.__main__ import SUITES, find_cases, make_cases
+from benchmarks.attention.suite import legend
 from benchmarks.report import ratio
 from benchmarks.runner import Case, Worker, show
-from benchmarks.shapes import SHAPES
+from benchmarks.timing import PASSES
 
 MODULE = 'benchmarks.attention'
 DEFAULT_CASES = ','.join(f'parts/{part}' for part in ('compressed', 'compressed+selection', 'selected', 'window'))
 SHAPE = 'paper-64k-h4'
-PASSES = ('forward', 'backward')
 # Factor by which the time of a pass may grow.
 MOST = 1.02
 
@@ -76,7 +76,7 @@ def make_tables(rows: list[Case]) -> list[str]:
         'Smallest median of all rounds; cold caches.',
         report.table(('case', 'shape', 'backend', *columns, ''), body),
         verdict + (f' Not measured: {", ".join(unknown)}.' if unknown else ''),
-        report.table(('shape', ''), [[name, SHAPES[name].described()] for name in {row['shape']: 0 for row in rows}]),
+        legend([*dict.fromkeys(row['shape'] for row in rows)]),
     ]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from benchmarks import report
 from benchmarks.decode_peers import DECODERS
 from benchmarks.decode_steps import SETTINGS, SHORT
-from benchmarks.report import ratio
+from benchmarks.report import best_of, judged, ratio
 from benchmarks.runner import Case
 from benchmarks.shapes import Shape
 from native_sparse_attention.core.geometry import forced_priority, num_compressed_blocks
@@ -61,17 +61,11 @@ class Found:
     def host_us(self, case: str, backend: str) -> float | None:
         return self.rows.get((case, backend), {}).get('host_us')
 
-    def best(self, case: str, names: list[str]) -> tuple[float | None, str | None]:
-        found = {name: time for name in names if (time := self.ms(case, name))}
-        name = min(found, key=found.__getitem__, default=None)
-        return (found[name], name) if name else (None, None)
-
     def dense(self, case: str) -> tuple[float | None, str | None]:
-        time, name = self.best(case, [*DENSE])
-        return time, DENSE[name] if name else None
+        return best_of({title: self.ms(case, name) for name, title in DENSE.items()})
 
     def public(self, case: str) -> tuple[float | None, str | None]:
-        return self.best(case, [*DECODERS])
+        return best_of({name: self.ms(case, name) for name in DECODERS})
 
     def read_ms(self, shape: Shape, pairs: int) -> float | None:
         """Return the time to read a number of keys and values of every row and KV head at the rate of a copy."""
@@ -81,12 +75,6 @@ class Found:
     def floor(self, case: str) -> float | None:
         shape = SETTINGS[case].shape
         return self.read_ms(shape, keys_read(shape) + compressed_read(shape))
-
-
-def judged(value: float | None, limit: float | None) -> str | None:
-    if value is None or limit is None:
-        return None
-    return 'met' if value <= limit else f'missed by {100 * (value / limit - 1):.1f} %'
 
 
 def make_tables(rows: list[Case]) -> list[str]:

@@ -8,7 +8,7 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -164,6 +164,20 @@ def cell(value: Any) -> str:
     if isinstance(value, float):
         return f'{value:.0f}' if abs(value) >= 100 else f'{value:.3g}'
     return str(value)
+
+
+def judged(value: float | None, limit: float | None) -> str | None:
+    """Return 'met', or by how much a time misses its limit."""
+    if value is None or limit is None:
+        return None
+    return 'met' if value <= limit else f'missed by {100 * (value / limit - 1):.1f} %'
+
+
+def best_of(times: Mapping[str, float | None]) -> tuple[float | None, str | None]:
+    """Return the smallest time that was measured, and its name."""
+    known = {name: time for name, time in times.items() if time}
+    name = min(known, key=known.__getitem__, default=None)
+    return (known[name], name) if name else (None, None)
 
 
 def ratio(a: float | None, b: float | None) -> float | None:

@@ -23,6 +23,7 @@ FLUSH_BYTES = 256 * 2**20
 MAX_REPEATS = 50
 MIN_REPEATS = 3
 SECONDS = 1.0
+PASSES = ('forward', 'backward')
 # Names of kernel times. Passes longer than LONG_MS do not wait for the host.
 KERNELS = ('forward_kernels', 'backward_kernels')
 LONG_MS = 100.0

@@ -23,7 +23,7 @@ from benchmarks.attention.suite import Suite, legend
 from benchmarks.report import ratio
 from benchmarks.runner import Call, Case, Method
 from benchmarks.shapes import RHO, SHAPES, TENSORS, Shape, make_settings, make_tensors
-from benchmarks.timing import PROFILED_RUNS, measure_both
+from benchmarks.timing import PASSES, PROFILED_RUNS, measure_both
 
 OURS, CANDIDATE, DENSE = 'triton', 'candidate', 'cudnn'
 DESIGNS = ('union', 'block', 'fused')
@@ -47,7 +47,6 @@ SERVED = {
     'nsa': (OURS, CANDIDATE, DENSE),
     'nsa-merged': (OURS, CANDIDATE),
 }
-PASSES = ('forward', 'backward')
 # Sizes of a problem that eager serves, at most. As with more, no kernel is compiled for a size of 1.
 CHECKED = {'batch': 2, 'seqlen': 1024, 'kv_heads': 2}
 NUM_KERNELS = 12

@@ -17,11 +17,11 @@ from benchmarks.peers import Problem
 from benchmarks.report import ratio
 from benchmarks.runner import Case, Method
 from benchmarks.shapes import SHAPES, Shape, make_tensors
+from benchmarks.timing import PASSES
 
 OURS, CUDNN = 'triton', 'cudnn'
 # Causal with an unbounded window, and with the window of the shape.
 BASES = ('dense', 'window')
-PASSES = ('forward', 'backward')
 # Limits of dense attention in multiples of cuDNN's time, forward and backward.
 LIMITS = (1.35, 2.1)
 FEATURES = {

@@ -12,10 +12,10 @@ from typing import Any
 from benchmarks import report
 from benchmarks.attention.suite import verdict
 from benchmarks.peers import PEERS
-from benchmarks.report import ratio
+from benchmarks.report import best_of, judged, ratio
 from benchmarks.runner import Case
 from benchmarks.shapes import PAPER, RHO, SHAPES, Shape
-from benchmarks.timing import KERNELS, pass_of
+from benchmarks.timing import KERNELS, PASSES, pass_of
 
 OURS, CUDNN, FLASH, FLEX = 'triton', 'cudnn', 'flash', 'flex'
 PARTS = {
@@ -30,7 +30,6 @@ PARTS = {
     'layer': '`SparseAttention`, or the layer of a peer',
     'layer-inside': '`SparseAttention` without its two projections',
 }
-PASSES = ('forward', 'backward')
 TARGET_SHAPE = 'paper-64k-h4'
 # ms of forward and backward there.
 TARGETS: dict[str, tuple[float, float | None]] = {
@@ -90,20 +89,18 @@ class Found:
     def ours(self, part: str, shape: str, what: str) -> float | None:
         return self.ms(part, shape, OURS, what)
 
-    def public(self, part: str, shape: str, what: str) -> dict[str, float]:
-        """Return ms of public implementations of the same work; for `nsa` also the sum of the fastest of each step."""
+    def best(self, part: str, shape: str, what: str) -> tuple[float | None, str | None]:
+        """Return ms and name of the fastest public implementation of the same work.
+
+        For `nsa` the sum of the fastest of each step is one of them.
+        """
         names = [name for name, peer in PEERS.items() if not peer.less]
         names += [FLASH, FLEX] if part == 'window' else []
         times = {name: self.ms(part, shape, name, what) for name in names}
         if part == 'nsa':
             steps = [self.best(step, shape, what)[0] for step in PUBLIC_STEPS[pass_of(what)]]
             times['fastest steps'] = sum(filter(None, steps)) if all(steps) else None
-        return {name: time for name, time in times.items() if time}
-
-    def best(self, part: str, shape: str, what: str) -> tuple[float | None, str | None]:
-        times = self.public(part, shape, what)
-        name = min(times, key=times.__getitem__, default=None)
-        return (times[name], name) if name else (None, None)
+        return best_of(times)
 
     @property
     def lengths(self) -> list[str]:
@@ -144,13 +141,6 @@ def make_tables(rows: list[Case]) -> list[str]:
         *(note for note in notes if note),
         *filled[2:],
     ]
-
-
-def judged(value: float | None, limit: float | None) -> str | None:
-    """Return 'met', or by how much a time misses its limit."""
-    if value is None or limit is None:
-        return None
-    return 'met' if value <= limit else f'missed by {100 * (value / limit - 1):.1f} %'
 
 
 def target_table(found: Found) -> str:

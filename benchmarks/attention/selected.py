@@ -16,17 +16,16 @@ from benchmarks.attention.suite import Suite, verdict
 from benchmarks.judge import judge as judge_rows
 from benchmarks.judge import selected_row
 from benchmarks.peers import PEERS, Problem, make_selected, rows
-from benchmarks.report import ratio
+from benchmarks.report import best_of, ratio
 from benchmarks.runner import Call, Case, Method, Plot
 from benchmarks.shapes import SHAPES, Shape, make_blocks, make_tensors
-from benchmarks.timing import KERNELS, measure_with_kernels, measure_workspace, pass_of
+from benchmarks.timing import KERNELS, PASSES, measure_with_kernels, measure_workspace, pass_of
 
 # Limit in ms, from case and pass.
 Limit = Callable[[str, str], float | None]
 OURS, DENSE, CEILINGS = 'triton', 'cudnn', ('copy', 'gather')
 # Designs of the op that are forced, each as a backend; the op itself chooses `mixed` for most large groups.
 DESIGNS, MIXED = ('query', 'union', 'block'), 'mixed'
-PASSES = ('forward', 'backward')
 # Tokens; longer, dense attention takes minutes.
 MAX_DENSE = 2**17
 MIB = 2**20
@@ -142,12 +141,9 @@ class Found:
         row = self.rows.get((case, backend), {})
         return None if row.get('wrong') else row.get(f'{what}_ms')
 
-    def best(self, case: str, what: str) -> tuple[float | None, str]:
+    def best(self, case: str, what: str) -> tuple[float | None, str | None]:
         """Return ms and name of the fastest public implementation of a pass."""
-        times = {name: self.ms(case, name, what) for name in PEERS}
-        found = {name: time for name, time in times.items() if time}
-        name = min(found, key=found.__getitem__, default='')
-        return found.get(name), name
+        return best_of({name: self.ms(case, name, what) for name in PEERS})
 
     def target(self, case: str, what: str) -> float | None:
         setting = SETTINGS[case]
@@ -256,7 +252,7 @@ def ratio_table(found: Found) -> str:
         cells = []
         for what in PASSES:
             ours, (best, name) = found.ms(case, OURS, what), found.best(case, what)
-            cells += [ratio(found.ms(case, DENSE, what), ours), ratio(best, ours), name or None]
+            cells += [ratio(found.ms(case, DENSE, what), ours), ratio(best, ours), name]
             cells += [ratio(ours, found.ms(case, 'gather', 'forward')), ratio(ours, found.copy_ms(case, what))]
         rates = [found.rate(case, ceiling) for ceiling in CEILINGS]
         body.append([case, *cells, *(None if rate is None else rate / 1e6 for rate in rates)])
