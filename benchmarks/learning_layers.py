@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.block_mass import heaviest_blocks
 from native_sparse_attention import SparseAttention
 from native_sparse_attention.nn.gate import GATE_START, make_gate, make_output_gate
 from native_sparse_attention.nn.rotary import rotate
@@ -20,6 +19,7 @@ from native_sparse_attention.ops import (
     straight_through_scale,
     window_attention,
 )
+from native_sparse_attention.ops.block_mass import block_mass
 
 FAR_BLOCK = 16  # tokens of a block of `FarField`
 
@@ -183,6 +183,17 @@ class RandomBlocks(OwnChoice):
         past = torch.arange(seqlen, device=q_cmp.device)[:, None, None] // size + 1
         tiles = torch.rand(batch, -(-seqlen // 64), heads, count, device=q_cmp.device).repeat_interleave(64, 1)
         return torch.cat((blocks, (tiles[:, :seqlen] * past).to(blocks.dtype)), -1)
+
+
+@torch.no_grad()
+def heaviest_blocks(q: Tensor, k: Tensor, block_size: int, near: int, num_selected: int) -> Tensor:
+    """Return the blocks of most mass before the last `near` tokens, int32 `[B, T, H, n]`, padded with -1.
+
+    q: `[B, T, HQ, D]`. k: `[B, T, H, D]`.
+    """
+    mass = block_mass(q, k, block_size=block_size, window_size=(near - 1, 0))
+    best, blocks = mass.topk(min(num_selected, mass.shape[-1]), dim=-1)
+    return blocks.masked_fill(best == 0, -1).int()
 
 
 class HeaviestBlocks(OwnChoice):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks import block_loss
-from benchmarks.block_mass import heaviest_blocks
+from benchmarks.learning_layers import heaviest_blocks
 
 B, T, H, G, D = 2, 150, 2, 2, 16
 BLOCK, NEAR = 16, 24
