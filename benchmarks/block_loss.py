@@ -5,13 +5,13 @@ python -m benchmarks.block_loss             4 x 16,384 tokens, 8/4 heads of 64, 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.timing import peak, reset_peak, seconds_of
 from native_sparse_attention import losses
 from native_sparse_attention.core.call import MassRules, make_call
 from native_sparse_attention.losses import block_score_loss
@@ -62,20 +62,14 @@ def make_parts(
 def measure(run: Callable[[], Any]) -> tuple[float, float]:
     """Return milliseconds of a replay and GiB of the peak beyond the inputs."""
     run()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    before = reset_peak('cuda')
     run()
-    peak = (torch.cuda.max_memory_allocated() - before) / 2**30
+    gib = (peak('cuda') - before) / 2**30
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
     graph.replay()
-    torch.cuda.synchronize()
-    started = time.perf_counter()
-    for _ in range(REPLAYS):
-        graph.replay()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - started) / REPLAYS * 1e3, peak
+    return seconds_of(lambda: [graph.replay() for _ in range(REPLAYS)], 'cuda') / REPLAYS * 1e3, gib
 
 
 if __name__ == '__main__':

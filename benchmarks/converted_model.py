@@ -17,15 +17,15 @@ import argparse
 import gc
 import statistics
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import report
+from benchmarks.timing import peak, reset_peak, seconds_of
 from native_sparse_attention.integrations.transformers import NSAConfig, convert_to_nsa
 
 
@@ -83,17 +83,6 @@ def build(shape: Model, kind: str, device: str) -> Any:
     return model
 
 
-def timed(function: Callable[[], Any], device: str) -> float:
-    """Return seconds of a call."""
-    if device != 'cpu':
-        torch.cuda.synchronize()
-    started = time.perf_counter()
-    function()
-    if device != 'cpu':
-        torch.cuda.synchronize()
-    return time.perf_counter() - started
-
-
 def train_step(model: Any, ids: torch.Tensor) -> None:
     model.train()
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
@@ -115,16 +104,11 @@ def measure(shape: Model, device: str, repeats: int, cache: str) -> list[dict[st
     for repeat in range(repeats + 1):  # the first compiles
         for kind, model in models.items():
             gc.collect()
-            before = 0
-            if device != 'cpu':
-                torch.cuda.empty_cache()
-                torch.cuda.reset_peak_memory_stats()
-                before = torch.cuda.memory_allocated()
-            found = {'train': timed(lambda model=model: train_step(model, ids), device)}
-            if device != 'cpu':
-                peaks[kind] = torch.cuda.max_memory_allocated() - before
-            found['first'] = timed(lambda model=model: generate(model, ids, 1, cache), device)
-            found['all'] = timed(lambda model=model: generate(model, ids, 1 + shape.new_tokens, cache), device)
+            before = reset_peak(device)
+            found = {'train': seconds_of(partial(train_step, model, ids), device)}
+            peaks[kind] = peak(device) - before
+            found['first'] = seconds_of(partial(generate, model, ids, 1, cache), device)
+            found['all'] = seconds_of(partial(generate, model, ids, 1 + shape.new_tokens, cache), device)
             print(kind, repeat, {name: round(seconds, 3) for name, seconds in found.items()}, flush=True)
             if repeat > 0:
                 for name, seconds in found.items():
@@ -137,7 +121,7 @@ def measure(shape: Model, device: str, repeats: int, cache: str) -> list[dict[st
                 'model': kind,
                 'train_s': train,
                 'tokens_per_s': shape.tokens / train,
-                'train_peak': peaks.get(kind),
+                'train_peak': peaks[kind] or None,
                 'first_token_s': first,
                 'ms_per_token': 1000 * (total - first) / shape.new_tokens,
                 'parameters': sum(p.numel() for p in models[kind].parameters()),

@@ -16,7 +16,7 @@ from benchmarks.judge import MAX_ERROR, row_errors
 from benchmarks.peers import Problem
 from benchmarks.runner import Case
 from benchmarks.shapes import PAPER, SHAPES, Shape, make_settings
-from benchmarks.timing import FLUSH_BYTES, MIN_REPEATS, Times, measure
+from benchmarks.timing import FLUSH_BYTES, MIN_REPEATS, Times, measure, seconds_of, synchronize
 from native_sparse_attention import nsa
 from native_sparse_attention.core.geometry import num_compressed_blocks
 from native_sparse_attention.inference.cache import MAX_ROLLBACK, LayerCache
@@ -132,11 +132,6 @@ class Step:
             laps.append((time.perf_counter() - began) / HOST_CALLS)
         synchronize(device)
         return 1e6 * median(laps)
-
-
-def synchronize(device: str) -> None:
-    if device != 'cpu':
-        torch.cuda.synchronize()
 
 
 def measure_replays(replay: Callable[[], Any], reset: Callable[[], Any], device: str, seconds: float) -> Times:
@@ -347,11 +342,7 @@ class Generation:
         return {'forward_ms': 1e3 * step, 'tokens_per_s': rate, 'start_ms': 1e3 * (short - SHORT * step)}
 
     def timed(self, count: int, device: str) -> float:
-        synchronize(device)
-        began = time.perf_counter()
-        self.model.generate(self.prompt, count)
-        synchronize(device)
-        return time.perf_counter() - began
+        return seconds_of(partial(self.model.generate, self.prompt, count), device)
 
 
 def make_generation(case: Case) -> Generation:

@@ -27,9 +27,8 @@ import torch
 from torch import Tensor
 from triton.runtime import JITFunction
 
-from benchmarks.decode_steps import synchronize
 from benchmarks.shapes import PAPER, Shape, make_inputs
-from benchmarks.timing import measure_kernels
+from benchmarks.timing import measure_kernels, synchronize
 from native_sparse_attention import SparseAttention, composition, functional, nsa
 from native_sparse_attention.ops._triton import inverse_index, launch, support
 from native_sparse_attention.ops._triton.interval import keys as interval_keys

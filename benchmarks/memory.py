@@ -23,6 +23,7 @@ import torch
 from benchmarks import report
 from benchmarks.attention.backends import OPS, make_call
 from benchmarks.shapes import SHAPES, Shape
+from benchmarks.timing import peak, reset_peak
 
 LIMIT = 24 * 2**30
 CASES = ('nsa', 'layer', 'recompute', 'dense-layer')
@@ -32,29 +33,23 @@ MOST_KEPT = {'layer': 3.0, 'recompute': 1.6}
 
 def measure(op: str, shape: str, backend: str, device: str) -> dict[str, Any]:
     """Return bytes of the inputs, after the forward, at the peak of each pass and at the end, from one run."""
-    gc.collect()
-    if device != 'cpu':
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
 
     def allocated() -> int:
         return 0 if device == 'cpu' else torch.cuda.memory_allocated()
 
-    def peak() -> int:
-        return 0 if device == 'cpu' else torch.cuda.max_memory_allocated()
-
-    found: dict[str, Any] = {'op': op, 'backend': backend, 'before': allocated()}
+    gc.collect()
+    found: dict[str, Any] = {'op': op, 'backend': backend, 'before': reset_peak(device)}
     forward, leaves = make_call(op, SHAPES[shape], backend, device)
     found['inputs'] = allocated()
     out = forward()
-    found['after_forward'], found['peak_forward'] = allocated(), peak()
+    found['after_forward'], found['peak_forward'] = allocated(), peak(device)
     if op != 'nsa':
         x = leaves[0]
         found['kept'] = found['after_forward'] - found['inputs'] - size_of(out) + size_of(x) if device != 'cpu' else 0
         found['of_dense'] = found['kept'] / bytes_of_dense(SHAPES[shape], x)
     dout = torch.randn_like(out)
     out.backward(dout)
-    found['peak'], found['end'] = peak(), allocated()
+    found['peak'], found['end'] = peak(device), allocated()
     found['reserved'] = 0 if device == 'cpu' else torch.cuda.max_memory_reserved()
     found['gradients'] = sum(size_of(t.grad) for t in leaves if t.grad is not None)
     found['fits'] = found['peak'] <= LIMIT and found.get('of_dense', 0) <= MOST_KEPT.get(op, float('inf'))

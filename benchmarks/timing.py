@@ -83,6 +83,20 @@ def run_times(function: Callable[[], Any], device: str, flush: Tensor | None, re
     return [start.elapsed_time(stop) for start, stop in events]
 
 
+def synchronize(device: str) -> None:
+    if device != 'cpu':
+        torch.cuda.synchronize()
+
+
+def seconds_of(function: Callable[[], Any], device: str) -> float:
+    """Return the seconds of one call, from an idle GPU to an idle GPU."""
+    synchronize(device)
+    began = time.perf_counter()
+    function()
+    synchronize(device)
+    return time.perf_counter() - began
+
+
 def run_once(forward: Callable[[], Tensor], leaves: Sequence[Tensor]) -> None:
     """Run the passes that `measure_both` measures."""
     out = forward()
