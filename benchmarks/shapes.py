@@ -51,6 +51,12 @@ class Shape:
         return self.window - 1, 0 if self.causal else self.window - 1
 
     @property
+    def block_sizes(self) -> dict[str, int]:
+        """Arguments of the ops: l, d and l'."""
+        names = ('compress_block_size', 'compress_stride', 'selection_block_size')
+        return {name: getattr(self, name) for name in names}
+
+    @property
     def index_heads(self) -> int:
         return self.kv_heads if self.share_group else self.heads
 
@@ -147,11 +153,6 @@ def find_names(names: Iterable[str], patterns: str) -> list[str]:
     return [name for name in names if name in found]
 
 
-def find_shapes(patterns: str) -> list[Shape]:
-    """Return the shapes whose names match a pattern, shortest first."""
-    return sorted((SHAPES[name] for name in find_names(SHAPES, patterns)), key=lambda shape: shape.tokens)
-
-
 def make_inputs(shape: Shape, device: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Make random tensors and settings of `nsa`."""
     return make_tensors(shape, device, TENSORS), make_settings(shape, device)
@@ -204,9 +205,7 @@ def normal(size: tuple[int, int, int, int], dtype: torch.dtype, generator: torch
 
 def make_settings(shape: Shape, device: str) -> dict[str, Any]:
     settings: dict[str, Any] = {
-        'compress_block_size': shape.compress_block_size,
-        'compress_stride': shape.compress_stride,
-        'selection_block_size': shape.selection_block_size,
+        **shape.block_sizes,
         'num_selected': shape.num_selected,
         'window_size': shape.window_size,
         'causal': shape.causal,

@@ -67,7 +67,7 @@ def make_call(op: str, shape: Shape, backend: str, device: str) -> tuple[Any, li
     q, k, v, k_cmp, v_cmp, gates = (t.requires_grad_() for t in tensors.values())
     if op == 'nsa':
         return partial(nsa, **tensors, **settings, backend=backend), [*tensors.values()]
-    sizes = {name: settings[name] for name in ('compress_block_size', 'compress_stride', 'selection_block_size')}
+    sizes: dict[str, Any] = shape.block_sizes
     if op == 'window':
         settings = {'window_size': shape.window_size, 'backend': backend, **where}
         return partial(ops.window_attention, q, k, v, **settings), [q, k, v]

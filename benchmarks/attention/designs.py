@@ -66,12 +66,12 @@ def make_inputs(shape: Shape, rho: float, device: str) -> tuple[dict[str, Tensor
 
     tensors = make_tensors(shape, device, TENSORS, rho)
     q, k_cmp = tensors['q'], tensors['k_cmp']
-    sizes = (shape.compress_block_size, shape.compress_stride, shape.selection_block_size)
-    names = ('compress_block_size', 'compress_stride', 'selection_block_size')
+    sizes: dict[str, Any] = shape.block_sizes
     with torch.no_grad():
-        _, lse = ops.compressed_attention(q, k_cmp, tensors['v_cmp'], block_size=sizes[0], stride=sizes[1])
-        settings: dict[str, Any] = dict(zip(names, sizes, strict=True))
-        blocks = ops.select_blocks(q, k_cmp, lse, num_selected=shape.num_selected, **settings)
+        _, lse = ops.compressed_attention(
+            q, k_cmp, tensors['v_cmp'], block_size=shape.compress_block_size, stride=shape.compress_stride
+        )
+        blocks = ops.select_blocks(q, k_cmp, lse, num_selected=shape.num_selected, **sizes)
     return tensors, lse, blocks
 
 
@@ -87,9 +87,7 @@ def make_call(case: Case) -> tuple[Call, list[Tensor]]:
         return Call(forward, partial(find_kernels, forward, leaves, device)), leaves
     if op == 'scores':
         leaves = [t.requires_grad_() for t in (tensors['q'], tensors['k_cmp'], lse)]
-        settings = make_settings(shape, device)
-        names = ('compress_block_size', 'compress_stride', 'selection_block_size')
-        sizes: dict[str, Any] = {name: settings[name] for name in names}
+        sizes: dict[str, Any] = shape.block_sizes
         scores = partial(ops.straight_through_scale, *leaves, blocks, num_init=1, num_local=2, **sizes, backend=OURS)
         return Call(scores), leaves
     leaves = [tensors[name].requires_grad_() for name in 'qkv']

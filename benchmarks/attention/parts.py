@@ -164,8 +164,7 @@ def ours(problem: Problem, design: str | None = None) -> Steps:
         return rows(t)[None] if problem.packed else t
 
     settings = make_settings(shape, str(problem.device)) | where
-    sizes = {name: settings[name] for name in ('compress_block_size', 'compress_stride', 'selection_block_size')}
-    chosen = {**sizes, 'num_selected': shape.num_selected, 'backend': OURS, **where}
+    chosen: dict[str, Any] = {**shape.block_sizes, 'num_selected': shape.num_selected, 'backend': OURS, **where}
     compress = partial(
         ops.compressed_attention,
         block_size=shape.compress_block_size,

@@ -14,7 +14,7 @@ import torch
 from benchmarks import peers, runner
 from benchmarks.attention import __main__ as attention
 from benchmarks.attention import selected
-from benchmarks.shapes import find_names, find_shapes
+from benchmarks.shapes import SHAPES, find_names
 
 
 def row(case: str, backend: str, forward: float, backward: float | None = None, **rest: Any) -> runner.Case:
@@ -94,8 +94,8 @@ def test_long_sequences_relative_to_the_shortest():
 
 def test_what_must_be_asked_for():
     assert not [name for name in find_names(selected.SETTINGS, '*') if name.startswith(('tiny', 'short', 'long'))]
-    assert not [shape.name for shape in find_shapes('*') if shape.name.startswith(('tiny', 'short', 'long', 'many'))]
-    assert [shape.name for shape in find_shapes('many*')] == ['many-64k-h4']
+    assert not [name for name in find_names(SHAPES, '*') if name.startswith(('tiny', 'short', 'long', 'many'))]
+    assert find_names(SHAPES, 'many*') == ['many-64k-h4']
     assert find_names(selected.SETTINGS, '64k,8k,64k') == ['8k', '64k']
     with pytest.raises(SystemExit, match='nothing is named 65k; there are 8k'):
         find_names(selected.SETTINGS, '64k,65k')
