@@ -10,7 +10,6 @@ A ratio is that of the smallest medians. Writes <gpu>/compare.md and .json to --
 
 from __future__ import annotations
 
-import argparse
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
@@ -81,8 +80,7 @@ def make_tables(rows: list[Case]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    report.add_arguments(parser)
+    parser = report.make_parser(__doc__)
     add = parser.add_argument
     add('before', type=Path, help='the other tree')
     add('--cases', default=DEFAULT_CASES, help='patterns SUITE or SUITE/CASE, separated by commas (%(default)s)')

@@ -13,7 +13,6 @@ Writes <gpu>/converted-model.md and .json to --out.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import statistics
 import sys
@@ -132,8 +131,7 @@ def measure(shape: Model, device: str, repeats: int, cache: str) -> list[dict[st
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    report.add_arguments(parser)
+    parser = report.make_parser(__doc__)
     parser.add_argument('--shape', default='1b', choices=SHAPES, help='(%(default)s)')
     parser.add_argument('--repeats', type=int, default=3, help='after the first, which compiles (%(default)s)')
     parser.add_argument('--cache', default='dynamic', choices=('dynamic', 'static'), help='of generation (%(default)s)')

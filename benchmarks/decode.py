@@ -31,7 +31,7 @@ from benchmarks.decode_peers import DECODERS, make_dense, make_peer
 from benchmarks.decode_report import COPY, DENSE, LEARNED, OURS, make_tables, plot
 from benchmarks.decode_steps import SETTINGS, Copy, Generation, Step, make_generation, make_ours
 from benchmarks.peers import find_folder
-from benchmarks.runner import Case, Method, Plot, add_arguments, run, serve
+from benchmarks.runner import Case, Method, Plot, make_parser, run, serve
 from benchmarks.shapes import find_names
 from train_enwik8 import PRESETS, Config, parse
 
@@ -91,8 +91,7 @@ def make_generate_cases(options: argparse.Namespace) -> list[Case]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser, case_seconds=90)
+    parser = make_parser(__doc__, case_seconds=90)
     add = parser.add_argument
     add('--what', default=','.join(WHAT), help='(%(default)s)')
     add('--cases', default='*', help='patterns of attention, separated by commas; tiny by name only (%(default)s)')

@@ -13,7 +13,6 @@ Floor: φ's weights at the rate of a copy, which counts bytes read and written. 
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +21,7 @@ from torch import Tensor
 from benchmarks import report
 from benchmarks.decode_steps import SETTINGS, Copy, Step, make_ours
 from benchmarks.report import ratio
-from benchmarks.runner import Case, Method, add_arguments, run, serve
+from benchmarks.runner import Case, Method, make_parser, run, serve
 from benchmarks.shapes import Shape, find_names
 
 # φ by name: whether it is learned, and whether it is called.
@@ -118,8 +117,7 @@ def _judged(value: float | None, limit: float) -> str | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser, case_seconds=60)
+    parser = make_parser(__doc__, case_seconds=60)
     parser.add_argument('--cases', default='64k-b1,64k-b8,64k-b32', help='of benchmarks.decode (%(default)s)')
     options = parser.parse_args()
     if options.worker:

@@ -11,7 +11,6 @@ far.
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 import tempfile
@@ -62,8 +61,7 @@ def count(junit: Path) -> tuple[dict[str, Counter[str]], dict[str, float], list[
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    report.add_arguments(parser)
+    parser = report.make_parser(__doc__)
     parser.add_argument('--name', default='gpu', help='of the results (%(default)s)')
     parser.add_argument('--jobs', type=int, default=1, help='processes that test side by side (%(default)s)')
     parser.add_argument('arguments', nargs='*', help='of pytest')

@@ -78,8 +78,7 @@ def plot(path: Path, curves: dict[str, list[float]], title: str) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    report.add_arguments(parser)
+    parser = report.make_parser(__doc__)
     parser.add_argument('--steps', type=int, default=200)
     parser.add_argument('--data', default='stdlib', help='text, as train_enwik8.py takes it (%(default)s)')
     parser.add_argument('--limit', type=float, default=540, help='seconds for both runs (%(default)s)')

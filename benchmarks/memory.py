@@ -13,7 +13,6 @@ save, its input before and after the norm, q, k, v, the output of attention and 
 
 from __future__ import annotations
 
-import argparse
 import gc
 import sys
 from typing import Any
@@ -68,8 +67,7 @@ def bytes_of_dense(shape: Shape, x: torch.Tensor) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    report.add_arguments(parser)
+    parser = report.make_parser(__doc__)
     parser.add_argument('--shape', default='paper-64k-h4', help='(%(default)s)')
     parser.add_argument('--backend', default='auto', help='(%(default)s)')
     options = parser.parse_args()

@@ -320,8 +320,7 @@ def make_tables(rows: Sequence[Case]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    report.add_arguments(parser)
+    parser = report.make_parser(__doc__)
     add = parser.add_argument
     add('--shape', default='full', choices=SHAPES, help='(%(default)s)')
     add('--processes', type=int, help='2 or 4 (the visible GPUs, or 2 on the CPU)')

@@ -24,11 +24,15 @@ SAME = ('gpu', 'commit', 'torch', 'triton')
 FASTEST = 'Fastest: of the runs of a pass; others may be at the power limit of the GPU, or wait for the host'
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def make_parser(description: str | None, prog: str | None = None) -> argparse.ArgumentParser:
+    """Return a parser with the options of every result."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog=prog, description=description, formatter_class=raw)
     add = parser.add_argument
     add('--out', type=Path, default=RESULTS, help='folder of the results (%(default)s)')
     add('--device', default='cuda', help='cuda, or cpu to try the script (%(default)s)')
     add('--commit', default=None, help='of the code, if there is no git repository')
+    return parser
 
 
 def machine(device: str, commit: str | None) -> dict[str, Any]:

@@ -82,9 +82,11 @@ class Plot:
     op: str | None = None
 
 
-def add_arguments(parser: argparse.ArgumentParser, case_seconds: float | None = None) -> None:
-    """Add the options that say how cases are run."""
-    report.add_arguments(parser)
+def make_parser(
+    description: str | None, case_seconds: float | None = None, prog: str | None = None
+) -> argparse.ArgumentParser:
+    """Return a parser with the options that say how cases are run."""
+    parser = report.make_parser(description, prog)
     add = parser.add_argument
     add('--name', help='of the result files; a run of few cases would replace the full one (name of the benchmark)')
     add('--case-seconds', type=float, default=case_seconds, help='limit of one case (%(default)s)')
@@ -93,6 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser, case_seconds: float | None = 
     add('--add', action='store_true', help='keep the other rows of the result in --out')
     add('--missing', action='store_true', help='--add, and run only the cases that the result in --out lacks')
     add('--worker', action='store_true', help=argparse.SUPPRESS)
+    return parser
 
 
 def run(

@@ -14,7 +14,6 @@ the end.
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import asdict
 from functools import cache
 from itertools import product
@@ -25,7 +24,7 @@ from torch import Tensor
 
 from benchmarks import report
 from benchmarks.report import ratio
-from benchmarks.runner import Call, Case, Method, Plot, add_arguments, run, serve
+from benchmarks.runner import Call, Case, Method, Plot, make_parser, run, serve
 from train_enwik8 import PRESETS, Config, Corpus, Run, build_model, build_optimizer, load_corpus, parse
 from trainer.ranks import ONE_PROCESS, Ranks
 
@@ -137,8 +136,7 @@ def plot(path: Path, rows: list[Case], title: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser, case_seconds=90)
+    parser = make_parser(__doc__, case_seconds=90)
     add = parser.add_argument
     add('--lengths', default=','.join(map(str, LENGTHS)), help='tokens (%(default)s)')
     add('--models', default=','.join(MODELS), help=f'each also with {COMPILED} (%(default)s)')

@@ -28,7 +28,7 @@ from benchmarks import peers
 from benchmarks.attention import backends, designs, features, parts, selected
 from benchmarks.attention.suite import Suite
 from benchmarks.peers import PEERS
-from benchmarks.runner import Case, Method, add_arguments, run, serve
+from benchmarks.runner import Case, Method, make_parser, run, serve
 from benchmarks.shapes import SHAPES, find_names
 
 SUITES: dict[str, Suite] = {
@@ -86,10 +86,7 @@ def print_list() -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog='benchmarks.attention', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_arguments(parser)
+    parser = make_parser(__doc__, prog='benchmarks.attention')
     add = parser.add_argument
     add('--cases', help='patterns SUITE or SUITE/CASE, separated by commas; tiny, short and long cases by name only')
     add('--list', action='store_true', help='measure nothing: print suites, cases and shapes')

@@ -110,8 +110,7 @@ def test_used_up_budget_is_noted(fakes: Fakes):
 
 
 def run_into(out: Path, *flags: str) -> dict[str, Any]:
-    parser = argparse.ArgumentParser()
-    runner.add_arguments(parser, case_seconds=10)
+    parser = runner.make_parser(None, case_seconds=10)
     parser.add_argument('--backends')
     options = parser.parse_args(['--device', 'cpu', '--commit', 'abc', '--out', str(out), *flags])
     cases = make_cases('tiny', options.backends)
