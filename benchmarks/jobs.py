@@ -15,11 +15,11 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import FrameType
 
 import torch
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+from trainer.console import SIGNALS, note_signals
+
 POLL_SECONDS = 0.1
 
 
@@ -52,14 +52,8 @@ def stop_request() -> Iterator[StopRequest]:
 
     Works in the main thread only, where Python handles signals.
     """
-    request = StopRequest()
-
-    def note(number: int, _: FrameType | None) -> None:
-        request.received.append(number)
-        for each in SIGNALS:
-            signal.signal(each, signal.SIG_DFL)
-
-    former = {each: signal.signal(each, note) for each in SIGNALS}
+    request, former = StopRequest(), {each: signal.getsignal(each) for each in SIGNALS}
+    note_signals(request.received)
     try:
         yield request
     finally:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.files import atomically
 from trainer.corpus import read
+from trainer.folder import atomically
 
 PYTHON_SOURCES = 'python-sources'
 PYTHON_SOURCES_BYTES = 200_000_000

@@ -18,12 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks import learning_data
-from benchmarks.files import atomically
 from benchmarks.learning_probes import gate_means, probe_layers
 from benchmarks.learning_variants import VARIANTS, Variant, build, count, count_sparse_only, not_supported, role
 from native_sparse_attention import SparseAttention
 from native_sparse_attention.nn.transformer import Transformer
-from train_enwik8 import Config, build_optimizer, learning_rate, seeded, windows
+from train_enwik8 import Config, build_optimizer, learning_rate, windows
+from trainer.batches import draw_starts
+from trainer.folder import atomically
+from trainer.record import sparse_backend
 
 LINE_SECONDS = 10  # at least, between two lines of progress
 BUCKETS = (0, 128, 512, 1024, 2048, 4096, 16_384, 65_536, 262_144)  # borders, in tokens
@@ -85,7 +87,9 @@ class Training:
         self.step = 0
         self.seconds, self.is_warm = 0.0, False
         self.dense_steps, self.is_dense = round(self.variant.dense_share * self.config.steps), False
-        backend = sparse_backend(model, self.config, self.device, self.autocast)
+        x = torch.empty(self.config.batch, seq_len, self.config.dim, device=self.device)
+        with self.autocast():
+            backend = sparse_backend(model, x)
         self.record: dict[str, Any] = {
             'variant': variant,
             'seed': seed,
@@ -298,12 +302,6 @@ class Training:
         self.say(f'{self.name}: goes on from step {self.step}')
 
 
-def draw_starts(length: int, config: Config, step: int) -> Tensor:
-    """Return the starts of the sequences of a step as in `train_enwik8.draw`: int64 `[grad_accum, batch, 1]`."""
-    shape = (config.grad_accum, config.batch, 1)
-    return torch.randint(length - config.seq_len, shape, generator=seeded(config, 'data', step))
-
-
 def make_optimizer(model: nn.Module, config: Config, variant: Variant) -> torch.optim.Optimizer:
     """Return the optimizer of the trainer, with groups for parameters that have another learning rate or decay."""
     optimizer = build_optimizer(model, config)
@@ -317,15 +315,6 @@ def make_optimizer(model: nn.Module, config: Config, variant: Variant) -> torch.
                 group['params'] = [p for p in group['params'] if roles[p] != kind]
                 optimizer.add_param_group({'params': moved, 'weight_decay': decay, 'lr_scale': scale})
     return optimizer
-
-
-def sparse_backend(model: nn.Module, config: Config, device: torch.device, autocast: Callable[[], Any]) -> str | None:
-    """Return the backend of the first sparse layer, or None for a dense model."""
-    layer = next((m for m in model.modules() if isinstance(m, SparseAttention)), None)
-    if layer is None:
-        return None
-    with autocast():
-        return str(layer.backend_for(torch.empty(config.batch, config.seq_len, config.dim, device=device)))
 
 
 def bits_per_byte(nats: Tensor, counts: Tensor) -> float:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from benchmarks import report
+from trainer.record import sparse_backend
 
 BACKENDS = ('auto', 'eager')
 # Preset base with sizes that eager can train; training losses only.
@@ -56,10 +57,9 @@ def chosen_backend(config: dict[str, Any], device: str) -> str:
     from train_enwik8 import Config, build_model
 
     model = build_model(Config(**config), 'auto', torch.device(device))
-    layer = next(module for module in model.modules() if hasattr(module, 'backend_for'))
     x = torch.empty(1, config['seq_len'], config['dim'], device=device)
     with torch.autocast(device, torch.bfloat16, enabled=config['amp'] and device == 'cuda'):
-        return str(layer.backend_for(x))  # pyright: ignore[reportCallIssue]
+        return str(sparse_backend(model, x))
 
 
 def plot(path: Path, curves: dict[str, list[float]], title: str) -> None:

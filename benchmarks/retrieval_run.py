@@ -16,12 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.files import atomically
 from benchmarks.jobs import StopRequest, say
 from benchmarks.retrieval_tasks import IGNORED, Batch, Task, is_right, make_needle, make_recall, seeded
 from native_sparse_attention import SparseAttention
 from native_sparse_attention.nn.transformer import Transformer
 from train_enwik8 import Graph
+from trainer.folder import atomically
+from trainer.record import sparse_backend
 
 # Arguments of SparseAttention by variant; None is the dense twin.
 VARIANTS: Mapping[str, Mapping[str, Any] | None] = {
@@ -306,12 +307,10 @@ class Run:
 
     def backend(self) -> str | None:
         """Backend of sparse attention in a training step; None for dense attention."""
-        attention = next((m for m in self.model.modules() if isinstance(m, SparseAttention)), None)
-        if attention is None:
-            return None
         x = torch.empty(self.config.batch(self.length), self.length, self.config.dim, device=self.device)
         with self.autocast():
-            return str(attention.backend_for(x)).split()[0]
+            found = sparse_backend(self.model, x)
+        return found and found.split()[0]
 
     def check(self, loss: float, recall: float, needle: float) -> None:
         """Record the steps since the last check, and start the next stage if they pass the threshold."""

@@ -18,9 +18,13 @@ def seeded(config: Config, use: str, step: int, device: torch.device | str = 'cp
 
 def draw(text: Tensor, config: Config, step: int) -> Tensor:
     """The data of a step from random places of uint8 text [N], int64 [grad_accum, batch, seq_len + 1]."""
+    return text[draw_starts(len(text), config, step) + torch.arange(config.seq_len + 1)].long()
+
+
+def draw_starts(length: int, config: Config, step: int) -> Tensor:
+    """The starts of the sequences of a step in a text of this length, int64 [grad_accum, batch, 1]."""
     shape = (config.grad_accum, config.batch, 1)
-    starts = torch.randint(len(text) - config.seq_len, shape, generator=seeded(config, 'data', step))
-    return text[starts + torch.arange(config.seq_len + 1)].long()
+    return torch.randint(length - config.seq_len, shape, generator=seeded(config, 'data', step))
 
 
 def windows(text: Tensor, seq_len: int, batch: int) -> Iterator[Tensor]:

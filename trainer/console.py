@@ -11,6 +11,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
 
 class UserError(Exception):
     """An error that the user can correct: printed in one line, exit code 2."""
@@ -51,8 +53,8 @@ def note_signals(received: list[int]) -> None:
 
     def note(number: int, _: Any) -> None:
         received.append(number)
-        for each in (signal.SIGINT, signal.SIGTERM):
+        for each in SIGNALS:
             signal.signal(each, signal.SIG_DFL)
 
-    for each in (signal.SIGINT, signal.SIGTERM):
+    for each in SIGNALS:
         signal.signal(each, note)

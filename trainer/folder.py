@@ -12,7 +12,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -31,23 +31,31 @@ STATE_KEYS = (
 )  # fmt: skip
 
 
+@contextlib.contextmanager
+def atomically(path: Path) -> Iterator[BinaryIO]:
+    """Open a file that replaces `path` once all of it is on the disk. After an error it is removed."""
+    part = path.with_name(f'{path.name}.{uuid.uuid4().hex}{PART}')
+    try:
+        with part.open('xb') as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
 def write_atomically(path: Path, content: bytes) -> None:
     """Replace `path` by `content` once all of it is on the disk.
 
     Raises:
         OSError: names `path`. The partial file is removed and `path` is as it was.
     """
-    part = path.with_name(f'{path.name}.{uuid.uuid4().hex}{PART}')
     try:
-        with part.open('xb') as file:
+        with atomically(path) as file:
             file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
     except OSError as error:
         raise OSError(error.errno, error.strerror or one_line(error), str(path)) from error
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def append_row(folder: Path, row: dict[str, Any]) -> None:

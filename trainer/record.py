@@ -66,12 +66,9 @@ class Record:
 
     def backend(self) -> str | None:
         """Return the backend of sparse attention in a training step, and why not a faster one; None for dense."""
-        attention = next((m for m in self.model.modules() if isinstance(m, SparseAttention)), None)
-        if attention is None:
-            return None
         x = torch.empty(self.config.batch // self.ranks.dp, self.config.seq_len, self.config.dim, device=self.device)
         with self.autocast():
-            return str(attention.backend_for(x))
+            return sparse_backend(self.model, x)
 
     def can_replay(self) -> bool:
         """Return whether every step has the same launches and reads nothing back."""
@@ -220,6 +217,12 @@ class Record:
             say(f'{row["of"]} {bits:.4f} bits per byte, {compared}{reason}')
         say(f'picture: {self.folder / "loss.png"}')
         say(f"text: python train_enwik8.py --sample {self.folder} --prompt 'The ' --tokens 2000")
+
+
+def sparse_backend(model: nn.Module, x: Tensor) -> str | None:
+    """Return the backend of sparse attention for x [B, T, dim], and why not a faster one; None for a dense model."""
+    layer = next((m for m in model.modules() if isinstance(m, SparseAttention)), None)
+    return None if layer is None else str(layer.backend_for(x))
 
 
 def parameter_counts(model: nn.Module, twin: nn.Module) -> dict[str, int]:
