@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict
 from itertools import product
-from typing import Any
 
 from torch import Tensor
 
@@ -31,7 +30,7 @@ from benchmarks.decode_peers import DECODERS, make_dense, make_peer
 from benchmarks.decode_report import COPY, DENSE, LEARNED, OURS, make_tables, plot
 from benchmarks.decode_steps import SETTINGS, Copy, Generation, Step, make_generation, make_ours
 from benchmarks.peers import find_folder
-from benchmarks.runner import Case, Method, Plot, make_parser, run, serve
+from benchmarks.runner import Case, Method, Plot, make_parser, measure_itself, run, serve
 from benchmarks.shapes import find_names
 from train_enwik8 import PRESETS, Config, parse
 
@@ -52,10 +51,6 @@ def make_call(case: Case) -> tuple[Step | Copy | Generation, list[Tensor]]:
     if backend in DECODERS:
         return make_peer(backend, shape, device), []
     return make_ours(shape, device, learned=backend == LEARNED), []
-
-
-def measure(call: Any, leaves: list[Tensor], device: str, seconds: float, compiles: bool) -> Case:
-    return call.measure(device, seconds)
 
 
 def make_attention_cases(names: list[str], backends: list[str], device: str) -> list[Case]:
@@ -103,7 +98,7 @@ def main() -> None:
     add('flags', nargs='*', help='of train_enwik8.py')
     options = parser.parse_args()
     if options.worker:
-        return serve(lambda case: Method(make_call, 0.3, measure))
+        return serve(lambda case: Method(make_call, 0.3, measure_itself))
     wanted = [name for name in options.peers.split(',') if name]
     names = [name for name in wanted if find_folder(DECODERS[name].file)]
     missing = [DECODERS[name].repository for name in wanted if name not in names]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.decode_steps import Row, Step, judge_rows
-from benchmarks.peers import find_folder, import_from, stand_in_for_pkg_resources
+from benchmarks.peers import Peer, adapt, import_from, stand_in_for_pkg_resources
 from benchmarks.shapes import Shape
 from native_sparse_attention.core.geometry import num_compressed_blocks
 
@@ -93,30 +91,17 @@ def mdy666(shape: Shape, device: str, folder: Path) -> Step:
     return Step(run, judge=partial(judge_rows, shape, row))
 
 
-@dataclass(frozen=True)
-class Decoder:
-    """A public implementation. file: on PYTHONPATH, it is importable. less: what it leaves to its caller."""
-
-    repository: str
-    file: str
-    adapter: Callable[[Shape, str, Path], Step]
-    less: str
-
-
+# less: what a peer leaves to its caller.
 DECODERS = {
-    'mdy666': Decoder(
+    'mdy666': Peer(
         'mdy666/Scalable-Flash-Native-Sparse-Attention',
+        'fcf117c',
         'flash_nsa/inference/__init__.py',
         mdy666,
-        "rotary and the write of the token's own key and value",
+        less="rotary and the write of the token's own key and value",
     )
 }
 
 
 def make_peer(name: str, shape: Shape, device: str) -> Step:
-    """Return the step of a peer. ModuleNotFoundError if the peer or a dependency of it is missing."""
-    decoder = DECODERS[name]
-    folder = find_folder(decoder.file)
-    if folder is None:
-        raise ModuleNotFoundError(f'{decoder.repository} is not on PYTHONPATH')
-    return decoder.adapter(shape, device, folder)
+    return adapt(DECODERS[name], shape, device)

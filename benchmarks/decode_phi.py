@@ -14,14 +14,13 @@ Floor: φ's weights at the rate of a copy, which counts bytes read and written. 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor
 
 from benchmarks import report
 from benchmarks.decode_steps import SETTINGS, Copy, Step, make_ours
 from benchmarks.report import ratio
-from benchmarks.runner import Case, Method, make_parser, run, serve
+from benchmarks.runner import Case, Method, make_parser, measure_itself, run, serve
 from benchmarks.shapes import Shape, find_names
 
 # φ by name: whether it is learned, and whether it is called.
@@ -72,10 +71,6 @@ def make_call(case: Case) -> tuple[Steps, list[Tensor]]:
     return Steps(SETTINGS[case['shape']].shape, case['device']), []
 
 
-def measure(call: Any, leaves: list[Tensor], device: str, seconds: float, compiles: bool) -> Case:
-    return call.measure(device, seconds)
-
-
 def make_tables(rows: list[Case]) -> list[str]:
     ms, added, host = [], [], []
     for row in rows:
@@ -121,7 +116,7 @@ def main() -> None:
     parser.add_argument('--cases', default='64k-b1,64k-b8,64k-b32', help='of benchmarks.decode (%(default)s)')
     options = parser.parse_args()
     if options.worker:
-        return serve(lambda case: Method(make_call, 0.1, measure))
+        return serve(lambda case: Method(make_call, 0.1, measure_itself))
     names = find_names(SETTINGS, options.cases)
     cases = [{'op': 'phi', 'shape': name, 'backend': 'triton', 'device': options.device} for name in names]
     run(cases, options, 'decode_phi', 'φ of a decoding step', make_tables)

@@ -145,14 +145,15 @@ def make_selected(steps: Steps, problem: Problem) -> Forward:
 class Peer:
     """A public implementation. read: the commit that the adapter is for. file: on PYTHONPATH, it is importable.
 
-    parts: cases of suite `parts` that it serves. max_group: most query heads per KV head. less: what the whole leaves
-    out. layer: makes a module `[B, T, dim] → [B, T, dim]` from shape, dim and folder.
+    adapter: makes what a benchmark measures of a case and the folder. parts: cases of suite `parts` that it serves.
+    max_group: most query heads per KV head. less: what the whole leaves out. layer: makes a module `[B, T, dim] →
+    [B, T, dim]` from shape, dim and folder.
     """
 
     repository: str
     read: str
     file: str
-    adapter: Callable[[Problem, Path], Steps]
+    adapter: Callable[..., Any]
     parts: tuple[str, ...] = ()
     max_group: int = 1024
     less: str = ''
@@ -165,12 +166,15 @@ def find_folder(file: str) -> Path | None:
 
 
 def make_steps(name: str, problem: Problem) -> Steps:
-    """Return the steps of a peer. ModuleNotFoundError if the peer or a dependency of it is missing."""
-    peer = PEERS[name]
+    return adapt(PEERS[name], problem)
+
+
+def adapt(peer: Peer, *case: Any) -> Any:
+    """Return what the adapter makes of a case. ModuleNotFoundError if the peer or a dependency of it is missing."""
     folder = find_folder(peer.file)
     if folder is None:
         raise ModuleNotFoundError(f'{peer.repository} is not on PYTHONPATH')
-    return peer.adapter(problem, folder)
+    return peer.adapter(*case, folder)
 
 
 def import_from(folder: Path, module: str) -> ModuleType:

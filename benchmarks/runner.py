@@ -69,6 +69,11 @@ class Method:
     measure: Callable[[Any, list[Tensor], str, float, bool], Case] = measure_both
 
 
+def measure_itself(call: Any, leaves: list[Tensor], device: str, seconds: float, compiles: bool) -> Case:
+    """Measure a call that has a method for it."""
+    return call.measure(device, seconds)
+
+
 @dataclass(frozen=True)
 class Plot:
     """A picture beside the tables: `draw(path, rows, title)` writes `<benchmark><suffix>.png`.
