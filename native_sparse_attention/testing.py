@@ -133,8 +133,10 @@ def measure_errors(
     mean_allowed = (10 if dtype == torch.float32 else 1.1) * _mean(reference)
     if result.is_cuda and dtype == torch.float32:
         max_allowed = mean_allowed = torch.inf
-    if result.is_cuda and _count_rows(gold, row_dims) < MIN_ROWS:
+    rows_not_zero = (gold.flatten(-row_dims).any(-1) if row_dims else gold).count_nonzero()
+    if result.is_cuda and rows_not_zero < MIN_ROWS:
         mean_allowed = torch.inf
+    is_same = (result.double() == gold) | (result.isnan() & gold.isnan())
     row, eager_row = (_largest(row_errors(t, gold, row_dims=row_dims)) for t in (result, same_dtype))
     row_allowed = ROW_LIMITS[dtype]
     if dtype != torch.bfloat16:
@@ -148,7 +150,7 @@ def measure_errors(
         row_allowed=row_allowed,
         norm=float(error.norm() / gold.masked_fill(~finite, 0).norm()) if error.any() else 0.0,
         norm_allowed=NORM_LIMITS[dtype],
-        misplaced=int((~torch.where(finite, result.isfinite(), _same_values(result, gold))).sum()),
+        misplaced=int((~torch.where(finite, result.isfinite(), is_same)).sum()),
     )
 
 
@@ -406,11 +408,6 @@ def make_block_indices(
     return torch.where(replaced, junk[drawn_junk], mixed).int()
 
 
-def _count_rows(gold: Tensor, row_dims: int) -> int:
-    """Return the number of rows that are not zero."""
-    return int((gold.flatten(-row_dims).any(-1) if row_dims else gold).count_nonzero())
-
-
 def _check_comparable(result: Tensor, gold: Tensor, same_dtype: Tensor) -> None:
     if result.dtype not in ROW_LIMITS:
         raise ValueError(f'result has dtype {result.dtype}, but must have {", ".join(map(str, ROW_LIMITS))}')
@@ -425,10 +422,6 @@ def _check_comparable(result: Tensor, gold: Tensor, same_dtype: Tensor) -> None:
 
 def _error(tensor: Tensor, gold: Tensor, finite: Tensor) -> Tensor:
     return (tensor.double() - gold).abs().masked_fill(~finite, 0)
-
-
-def _same_values(result: Tensor, gold: Tensor) -> Tensor:
-    return (result.double() == gold) | (result.isnan() & gold.isnan())
 
 
 def _norms(tensor: Tensor, row_dims: int) -> Tensor:

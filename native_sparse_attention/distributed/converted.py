@@ -74,11 +74,10 @@ class _HeadsOfRank:
     block_losses: list[Tensor] | None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        start = len(self.block_losses or ())
+        losses = [] if self.block_losses is None else self.block_losses
+        start = len(losses)
         out = super().forward(*args, **kwargs)  # type: ignore[misc]
-        for i in range(start, len(self.block_losses or ())):
-            assert self.block_losses is not None
-            self.block_losses[i] = sum_over_ranks(self.block_losses[i] / self.tensor_mesh.size(), self.tensor_mesh)
+        losses[start:] = [sum_over_ranks(loss / self.tensor_mesh.size(), self.tensor_mesh) for loss in losses[start:]]
         return out
 
 

@@ -164,7 +164,8 @@ class _CapturedState:
     """
 
     def __init__(self, model: Any) -> None:
-        self._read = private.state_of(model) if isinstance(model, nn.Module) else _no_state
+        no_state = private.ModelState([], [], False)
+        self._read = private.state_of(model) if isinstance(model, nn.Module) else lambda: no_state
         state = self._read()
         self._modules = state.modules
         self._addresses = list(map(Tensor.data_ptr, state.tensors))  # type: ignore[arg-type]
@@ -179,10 +180,6 @@ class _CapturedState:
             return list(map(Tensor.data_ptr, tensors)) != self._addresses  # type: ignore[arg-type]
         except (RuntimeError, TypeError):  # a tensor of a subclass, or None, stands in place of a plain one
             return True
-
-
-def _no_state() -> private.ModelState:
-    return private.ModelState([], [], False)
 
 
 def continue_prompt(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -121,13 +122,10 @@ class NSACacheLayer(CacheLayerMixin):
         mask = None if layout.order is None else layout.order.mask
         if mask is not None or self._real is not None:
             assert self.rows is not None
-            shape, device = (self.rows.batch_size,), self.rows.device
-            old = self._real
-            if old is None:
-                old = torch.ones((*shape, self._columns), dtype=torch.bool, device=device)
-            if mask is None:
-                mask = torch.ones((*shape, num_tokens), dtype=torch.bool, device=device)
-            self._real = torch.cat((old, mask), 1)
+            ones = partial(torch.ones, dtype=torch.bool, device=self.rows.device)
+            old = ones(self.rows.batch_size, self._columns) if self._real is None else self._real
+            new = ones(self.rows.batch_size, num_tokens) if mask is None else mask
+            self._real = torch.cat((old, new), 1)
         self._columns += num_tokens
         self.min_length += layout.min_count
 

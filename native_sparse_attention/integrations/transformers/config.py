@@ -8,34 +8,20 @@ from typing import Any
 
 from torch import nn
 
+from native_sparse_attention.core import checks
 from native_sparse_attention.core.backend import check_backend
-from native_sparse_attention.core.checks import (
-    check_block_sizes,
-    check_flags,
-    check_not_negative,
-    check_positive,
-    is_number,
-    shown,
-)
-from native_sparse_attention.nn.compress import (
-    AttentionPool,
-    CompressMLP,
-    ConvLinearCompress,
-    GroupedMLP,
-    MeanPool,
-    MeanResidualMLP,
-    SingleProjection,
-)
+from native_sparse_attention.core.checks import shown
+from native_sparse_attention.nn import compress
 
 # Networks φ by name, from (head size, block size, KV heads, expand factor).
 NETWORKS: dict[str, Callable[[int, int, int, float], nn.Module]] = {
-    'mean': lambda dim, block_size, heads, factor: MeanPool(),
-    'mean_residual': lambda dim, block_size, heads, factor: MeanResidualMLP(dim, block_size, factor),
-    'attention_pool': lambda dim, block_size, heads, factor: AttentionPool(dim, block_size),
-    'mlp': lambda dim, block_size, heads, factor: CompressMLP(dim, block_size, factor),
-    'grouped_mlp': lambda dim, block_size, heads, factor: GroupedMLP(dim, block_size, heads, factor),
-    'conv': lambda dim, block_size, heads, factor: ConvLinearCompress(heads, dim, block_size),
-    'linear': lambda dim, block_size, heads, factor: SingleProjection(dim, block_size),
+    'mean': lambda dim, block_size, heads, factor: compress.MeanPool(),
+    'mean_residual': lambda dim, block_size, heads, factor: compress.MeanResidualMLP(dim, block_size, factor),
+    'attention_pool': lambda dim, block_size, heads, factor: compress.AttentionPool(dim, block_size),
+    'mlp': lambda dim, block_size, heads, factor: compress.CompressMLP(dim, block_size, factor),
+    'grouped_mlp': lambda dim, block_size, heads, factor: compress.GroupedMLP(dim, block_size, heads, factor),
+    'conv': lambda dim, block_size, heads, factor: compress.ConvLinearCompress(heads, dim, block_size),
+    'linear': lambda dim, block_size, heads, factor: compress.SingleProjection(dim, block_size),
 }
 
 _POSITIVE = ('sliding_window_size', 'num_selected_blocks')
@@ -96,19 +82,19 @@ class NSAConfig:
     backend: str = 'auto'
 
     def __post_init__(self) -> None:
-        check_positive(**{name: getattr(self, name) for name in _POSITIVE})
-        check_not_negative(**{name: getattr(self, name) for name in _NOT_NEGATIVE})
-        check_flags(**{name: getattr(self, name) for name in _FLAGS})
+        checks.check_positive(**{name: getattr(self, name) for name in _POSITIVE})
+        checks.check_not_negative(**{name: getattr(self, name) for name in _NOT_NEGATIVE})
+        checks.check_flags(**{name: getattr(self, name) for name in _FLAGS})
         sizes = (self.compress_block_size, self.compress_block_sliding_stride)
         names = ('compress_block_size', 'compress_block_sliding_stride')
-        check_block_sizes(*sizes, self.selection_block_size, names=names)
+        checks.check_block_sizes(*sizes, self.selection_block_size, names=names)
         for name, choices in _CHOICES.items():
             if (value := getattr(self, name)) not in choices:
                 rule = ', '.join(map(repr, choices))
                 raise ValueError(f'{name} is {shown(value)}, but must be one of {rule}')
         if self.select_before_window and not self.merge_window:
             raise ValueError("select_before_window is True, but must be False unless init is 'dense'")
-        if not is_number(factor := self.compress_mlp_expand_factor) or not factor > 0:
+        if not checks.is_number(factor := self.compress_mlp_expand_factor) or not factor > 0:
             raise ValueError(f'compress_mlp_expand_factor is {shown(factor)}, but must be a number above 0')
         check_backend(self.backend)
         if self.layers is not None:
@@ -152,7 +138,7 @@ def checked_layers(layers: Sequence[int]) -> list[int]:
     """Return layer indices as an ascending list, or raise ValueError for repeated or negative ones and for none."""
     if isinstance(layers, str) or not isinstance(layers, Sequence) or len(layers) == 0:
         raise ValueError(f'layers is {shown(layers)}, but must be a sequence of at least one layer index, or None')
-    check_not_negative(**{f'layers[{i}]': index for i, index in enumerate(layers)})
+    checks.check_not_negative(**{f'layers[{i}]': index for i, index in enumerate(layers)})
     if len(set(layers)) != len(layers):
         raise ValueError(f'layers is {shown(layers)}, but must name each layer once')
     return sorted(int(index) for index in layers)
