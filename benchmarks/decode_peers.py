@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.decode_steps import Row, Step, judge_rows
-from benchmarks.peers import Peer, adapt, import_from, stand_in_for_pkg_resources
+from benchmarks.peers import Peer, adapt, dense_attention, import_from, stand_in_for_pkg_resources
 from benchmarks.shapes import Shape
 from native_sparse_attention.core.geometry import num_compressed_blocks
 
@@ -20,9 +19,6 @@ PAGE_SIZE = 128
 
 def make_dense(shape: Shape, device: str, backend: str) -> Step:
     """Return a step by cuDNN or FlashAttention-2. The heads of a group are queries of one head: keys are read once."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    kernel = SDPBackend.CUDNN_ATTENTION if backend == 'cudnn' else SDPBackend.FLASH_ATTENTION
     q, k, v = (
         torch.randn(shape.batch, shape.kv_heads, tokens, dim, dtype=shape.dtype, device=device)
         for tokens, dim in (
@@ -31,12 +27,7 @@ def make_dense(shape: Shape, device: str, backend: str) -> Step:
             (shape.seqlen, shape.value_dim),
         )
     )
-
-    def run() -> Tensor:
-        with sdpa_kernel(kernel) if device != 'cpu' else nullcontext():
-            return torch.nn.functional.scaled_dot_product_attention(q, k, v)
-
-    return Step(run)
+    return Step(partial(dense_attention(backend, device), q, k, v))
 
 
 def mdy666(shape: Shape, device: str, folder: Path) -> Step:

@@ -11,7 +11,8 @@ import importlib
 import importlib.util
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -37,6 +38,12 @@ class Problem:
 
     shape: Shape
     tensors: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, shape: Shape, tensors: Mapping[str, Tensor]) -> Problem:
+        """Cut tensors `[B, T, ...]` into the sequences of a shape."""
+        count = shape.batch * max(1, shape.num_sequences)
+        return cls(shape, {name: t.flatten(0, 1).unflatten(0, (count, -1)) for name, t in tensors.items()})
 
     @property
     def q(self) -> Tensor:
@@ -203,6 +210,19 @@ def flash_window(problem: Problem) -> Callable[..., Tensor]:
         )[0]
 
     return window
+
+
+def dense_attention(backend: str, device: str, **options: Any) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Return dense attention of PyTorch, heads first, with its options; on a GPU by cuDNN or FlashAttention-2."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    kernel = SDPBackend.CUDNN_ATTENTION if backend == 'cudnn' else SDPBackend.FLASH_ATTENTION
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(kernel) if device != 'cpu' else nullcontext():
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
+
+    return attend
 
 
 def weigh(gates: Tensor, *branches: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from itertools import product
 from typing import Any
@@ -64,9 +63,7 @@ def make_problem(part: str, shape: Shape, device: str) -> Problem:
     tensors = make_tensors(shape, device, [name for name in names if name not in BRANCHES], rho)
     size = (shape.batch, shape.seqlen, shape.heads, shape.value_dim)
     tensors |= {name: torch.randn(size, dtype=shape.dtype, device=device) for name in names if name in BRANCHES}
-    count = shape.batch * max(1, shape.num_sequences)
-    split = {name: t.view(count, t.shape[0] * t.shape[1] // count, *t.shape[2:]) for name, t in tensors.items()}
-    return Problem(shape, split)
+    return Problem.of(shape, tensors)
 
 
 def make_call(case: Case) -> tuple[Call, list[Tensor]]:
@@ -218,15 +215,7 @@ def make_steps(part: str, backend: str, problem: Problem) -> Steps:
 
 def dense(backend: str, problem: Problem) -> Steps:
     """Return dense attention of PyTorch, by cuDNN or FlashAttention-2."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    kernel = SDPBackend.CUDNN_ATTENTION if backend == CUDNN else SDPBackend.FLASH_ATTENTION
-    on_gpu = problem.device.type == 'cuda'
-
-    def whole(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with sdpa_kernel(kernel) if on_gpu else nullcontext():
-            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-
+    whole = peers.dense_attention(backend, problem.device.type, is_causal=True, enable_gqa=True)
     return Steps(heads_first, heads_first, whole=whole, reads=('q', 'k', 'v'))
 
 

@@ -79,12 +79,7 @@ SETTINGS: dict[str, Setting] = {
 def make_problem(setting: Setting, device: str) -> Problem:
     shape = SHAPES[setting.shape]
     tensors = make_tensors(shape, device, ('q', 'k', 'v'))
-    blocks = make_blocks(shape, device, setting.neighbours)
-    count = shape.batch * max(1, shape.num_sequences)
-    q, k, v, blocks = (
-        t.view(count, shape.tokens // count, *t.shape[2:]) for t in (tensors['q'], tensors['k'], tensors['v'], blocks)
-    )
-    return Problem(shape, {'q': q, 'k': k, 'v': v, 'blocks': blocks})
+    return Problem.of(shape, {**tensors, 'blocks': make_blocks(shape, device, setting.neighbours)})
 
 
 def make_call(case: Case) -> tuple[Call, list[Tensor]]:
