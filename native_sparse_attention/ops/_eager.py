@@ -270,7 +270,7 @@ class _WeightedSum(Function):
 
     @staticmethod
     def forward(weights: Tensor, v: Tensor, visible: Tensor) -> Tensor:
-        return _sum_visible('bhgts', 'bsh', 'bthg', weights, v, visible)
+        return _sum_visible('bsh', 'bthg', weights, v, visible)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
@@ -281,7 +281,7 @@ class _WeightedSum(Function):
         weights, v, visible = ctx.saved_tensors
         # Not finite for invisible keys either, where `masked_softmax` has no gradient.
         grad_weights = torch.einsum('bthgd,bshd->bhgts', grad, v)
-        return grad_weights, _sum_visible('bhgts', 'bthg', 'bsh', weights, grad, visible), None
+        return grad_weights, _sum_visible('bthg', 'bsh', weights, grad, visible), None
 
 
 class _WeightedSumInTransforms(_WeightedSum):
@@ -298,9 +298,12 @@ class _WeightedSumInTransforms(_WeightedSum):
         return _WeightedSum.forward(tangent_weights, v, visible) + _WeightedSum.forward(weights, tangent_v, visible)
 
 
-def _sum_visible(indices: str, of_x: str, of_sum: str, weights: Tensor, x: Tensor, visible: Tensor) -> Tensor:
-    """`einsum` of weights and rows x `[..., D]`; NaN where a visible row is not finite. The strings name dimensions."""
+def _sum_visible(of_x: str, of_sum: str, weights: Tensor, x: Tensor, visible: Tensor) -> Tensor:
+    """Return sums of rows x `[..., D]`, weighted by `[B, H, G, T, S]`; NaN where a visible row is not finite.
+
+    of_x, of_sum: dimensions of x and of the sums, as in einsum, without D.
+    """
     finite = x.isfinite().all(-1)
-    total = torch.einsum(f'{indices},{of_x}d->{of_sum}d', weights, x.where(finite[..., None], 0))
-    reads_nonfinite = torch.einsum(f'{indices},{of_x}->{of_sum}', visible.to(x.dtype), (~finite).to(x.dtype)) > 0
+    total = torch.einsum(f'bhgts,{of_x}d->{of_sum}d', weights, x.where(finite[..., None], 0))
+    reads_nonfinite = torch.einsum(f'bhgts,{of_x}->{of_sum}', visible.to(x.dtype), (~finite).to(x.dtype)) > 0
     return total.masked_fill(reads_nonfinite[..., None], torch.nan)
