@@ -20,7 +20,7 @@ from native_sparse_attention.losses import block_score_loss
 from native_sparse_attention.nn.compress.apply import compress_tokens, with_zero_gradients
 from native_sparse_attention.nn.gate import GATE_START, make_gate
 from native_sparse_attention.nn.padding import from_front, move_to_front
-from native_sparse_attention.ops import rotary, select_blocks
+from native_sparse_attention.ops import rotary
 
 
 class Compressor(nn.Module):
@@ -219,7 +219,6 @@ class NSAAttention(nn.Module):
                 *(k, v, k_cmp, v_cmp, gates_new),
                 q_cmp=None if q_cmp is q else q_cmp_new,
                 use_diff_topk=self.nsa.use_diff_topk,
-                choose=select_blocks,
                 **sizes,
                 **where,
                 **self.sparse_settings,
