@@ -15,6 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+# Output and log-sum-exp by batch, index of the query and head; None for rows that read nothing.
+Results = dict[tuple[int, int, int], tuple[Tensor, Tensor] | None]
+
 
 class Query(NamedTuple):
     """A query: where it is stored, where it stands, and which keys and compressed blocks its sequence has."""
@@ -43,7 +46,9 @@ def compressed_attention(
     sinks: Tensor | None = None,
     **where: Any,
 ) -> tuple[Tensor, Tensor]:
-    out, lse = empty_results(q, v_cmp)
+    results: Results = {}
+    rows_q, rows_k, rows_v = map(rows_of, (q, k_cmp, v_cmp))
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
     for query in locate_queries(q, seqlen_k, block_size, stride, **where):
         for head in range(q.shape[2]):
             kv_head = head // (q.shape[2] // k_cmp.shape[2])
@@ -52,10 +57,12 @@ def compressed_attention(
                 keys += [key.double() for key in mem_kv[0][kv_head]]
                 values += [value.double() for value in mem_kv[1][kv_head]]
             for c in visible_compressed_blocks(query, block_size, stride, causal):
-                keys.append(k_cmp[query.batch, query.first_block + c, kv_head].double())
-                values.append(v_cmp[query.batch, query.first_block + c, kv_head].double())
-            write(out, lse, query, head, attend(q, query, head, keys, values, scale, None, softcap, sinks))
-    return out, lse
+                keys.append(rows_k[query.batch][query.first_block + c][kv_head])
+                values.append(rows_v[query.batch][query.first_block + c][kv_head])
+            row_q = rows_q[query.batch][query.index][head]
+            of_sinks = None if sinks is None else sinks[head]
+            results[query.batch, query.index, head] = attend(row_q, keys, values, factor, None, softcap, of_sinks)
+    return collect(q, v_cmp, results)
 
 
 def block_scores(
@@ -74,17 +81,19 @@ def block_scores(
 ) -> dict[tuple[int, int, int, int], Tensor]:
     """Equation 9, per head: {(batch, index of the query, head, selection block): score}."""
     scores = {}
+    rows_q, rows_k, rows_lse = map(rows_of, (q, k_cmp, lse[..., None]))
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
     for query in locate_queries(q, seqlen_k, compress_block_size, compress_stride, **where):
         visible = visible_compressed_blocks(query, compress_block_size, compress_stride, causal)
         for head in range(q.shape[2]):
             kv_head = head // (q.shape[2] // k_cmp.shape[2])
             weights = {}
             for c in visible:
-                key = k_cmp[query.batch, query.first_block + c, kv_head].double()
-                capped = logit(q, query, head, key, scale)
+                key = rows_k[query.batch][query.first_block + c][kv_head]
+                capped = (rows_q[query.batch][query.index][head] * key).sum() * factor
                 if softcap is not None:
                     capped = softcap * torch.tanh(capped / softcap)
-                weights[c] = (capped - lse[query.batch, head, query.index]).exp()
+                weights[c] = (capped - rows_lse[query.batch][head][query.index].squeeze()).exp()
             for j in selection_blocks(query, selection_block_size):
                 score = q.new_zeros((), dtype=torch.float64)
                 for c in visible:
@@ -175,14 +184,16 @@ def chosen_scores(
     sizes = {'compress_block_size': compress_block_size, 'compress_stride': compress_stride}
     scores = block_scores(q, k_cmp, lse, **sizes, **settings)
     group_size = q.shape[2] // block_indices.shape[2]
-    result = torch.zeros(block_indices.shape, dtype=torch.float64)
+    results = []
     for batch, index, index_head, entry in every_index(block_indices):
         j = int(block_indices[batch, index, index_head, entry])
+        result = torch.zeros((), dtype=torch.float64)
         for head in range(index_head * group_size, (index_head + 1) * group_size):
             if (batch, index, head, j) in scores:
                 factor = compress_stride / (compress_block_size * group_size)
-                result[batch, index, index_head, entry] += scores[batch, index, head, j] * factor
-    return result
+                result = result + scores[batch, index, head, j] * factor
+        results.append(result)
+    return stack_as(results, block_indices.shape)
 
 
 def selected_attention(
@@ -199,7 +210,10 @@ def selected_attention(
     softcap: float | None = None,
     **where: Any,
 ) -> tuple[Tensor, Tensor]:
-    out, lse = empty_results(q, v)
+    results: Results = {}
+    rows_q, rows_k, rows_v = map(rows_of, (q, k, v))
+    rows_scale = None if block_scale is None else rows_of(block_scale)
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
     for query in locate_queries(q, k.shape[1], **where):
         for head in range(q.shape[2]):
             kv_head = head // (q.shape[2] // k.shape[2])
@@ -211,12 +225,13 @@ def selected_attention(
                 if key_position // block_size not in row or (causal and key_position > query.position):
                     continue
                 first_occurrence = row.index(key_position // block_size)
-                keys.append(k[query.batch, query.first_key + key_position, kv_head].double())
-                values.append(v[query.batch, query.first_key + key_position, kv_head].double())
-                if block_scale is not None:
-                    factors.append(block_scale[query.batch, query.index, index_head, first_occurrence].double())
-            write(out, lse, query, head, attend(q, query, head, keys, values, scale, factors, softcap))
-    return out, lse
+                keys.append(rows_k[query.batch][query.first_key + key_position][kv_head])
+                values.append(rows_v[query.batch][query.first_key + key_position][kv_head])
+                if rows_scale is not None:
+                    factors.append(rows_scale[query.batch][query.index][index_head][first_occurrence])
+            row_q = rows_q[query.batch][query.index][head]
+            results[query.batch, query.index, head] = attend(row_q, keys, values, factor, factors, softcap)
+    return collect(q, v, results)
 
 
 def window_attention(
@@ -232,7 +247,9 @@ def window_attention(
     **where: Any,
 ) -> tuple[Tensor, Tensor]:
     left, right = window_size
-    out, lse = empty_results(q, v)
+    results: Results = {}
+    rows_q, rows_k, rows_v = map(rows_of, (q, k, v))
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
     for query in locate_queries(q, k.shape[1], **where):
         for head in range(q.shape[2]):
             kv_head = head // (q.shape[2] // k.shape[2])
@@ -244,20 +261,22 @@ def window_attention(
                     continue
                 if right >= 0 and key_position > query.position + right:
                     continue
-                keys.append(k[query.batch, query.first_key + key_position, kv_head].double())
-                values.append(v[query.batch, query.first_key + key_position, kv_head].double())
-            write(out, lse, query, head, attend(q, query, head, keys, values, scale, None, softcap, sinks))
-    return out, lse
+                keys.append(rows_k[query.batch][query.first_key + key_position][kv_head])
+                values.append(rows_v[query.batch][query.first_key + key_position][kv_head])
+            row_q = rows_q[query.batch][query.index][head]
+            of_sinks = None if sinks is None else sinks[head]
+            results[query.batch, query.index, head] = attend(row_q, keys, values, factor, None, softcap, of_sinks)
+    return collect(q, v, results)
 
 
 def gated_sum(gates: Tensor, out_compressed: Tensor, out_selected: Tensor, out_window: Tensor) -> Tensor:
     """Equation 5."""
-    out = torch.zeros(out_compressed.shape, dtype=torch.float64)
-    for batch, index, head in every_index(out[..., 0]):
-        for branch, result in enumerate((out_compressed, out_selected, out_window)):
-            gate = gates[batch, index, head, branch].double()
-            out[batch, index, head] += gate * result[batch, index, head].double()
-    return out
+    out = []
+    rows_gates, *branches = map(rows_of, (gates, out_compressed, out_selected, out_window))
+    for batch, index, head in every_index(gates[..., 0]):
+        factors = rows_gates[batch][index][head].unbind()
+        out.append(sum(gate * rows[batch][index][head] for gate, rows in zip(factors, branches, strict=True)))
+    return stack_as(out, out_compressed.shape)
 
 
 def nsa(
@@ -306,7 +325,7 @@ def nsa(
     block_scale = None
     if use_diff_topk:
         scores = chosen_scores(q_cmp, k_cmp, lse, block_indices, **settings)
-        block_scale = 1 + (scores - scores.detach())
+        is_forced = torch.zeros(scores.shape, dtype=torch.bool)
         causal = where.get('causal', True)
         for query in locate_queries(q, seqlen_k, **placement(where)):
             without_scale = forced_blocks(
@@ -314,7 +333,8 @@ def nsa(
             )
             for index_head, entry in itertools.product(*map(range, block_indices.shape[2:])):
                 if int(block_indices[query.batch, query.index, index_head, entry]) in without_scale:
-                    block_scale[query.batch, query.index, index_head, entry] = 1
+                    is_forced[query.batch, query.index, index_head, entry] = True
+        block_scale = (1 + (scores - scores.detach())).masked_fill(is_forced, 1)
     out_selected, _ = selected_attention(
         q, k, v, block_indices, block_size=selection_block_size, block_scale=block_scale, **where
     )
@@ -331,35 +351,28 @@ def count_of(block_counts: int | Tensor | None, query: Query, index_head: int, d
 
 def attend(
     q: Tensor,
-    query: Query,
-    head: int,
     keys: list[Tensor],
     values: list[Tensor],
-    scale: float | None,
+    scale: float,
     factors: list[Tensor] | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor] | None:
     """Softmax attention of one query over the keys it reads: output and log-sum-exp, None where it reads nothing.
 
-    sinks `[HQ]` or `[HQ, M]` are logits of keys whose values are 0.
+    sinks `[]` or `[M]` are logits of keys whose values are 0.
     """
     if not keys and sinks is None:
         return None
-    logits = torch.stack([logit(q, query, head, key, scale) for key in keys]) if keys else torch.zeros(0).double()
+    logits = (q * torch.stack(keys)).sum(1) * scale if keys else torch.zeros(0).double()
     if factors:
         logits = logits * torch.stack(factors)
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
-    of_sinks = logits[:0] if sinks is None else sinks[head].double().flatten()
+    of_sinks = logits[:0] if sinks is None else sinks.double().flatten()
     lse = torch.cat((logits, of_sinks)).logsumexp(0)
     weights = (logits - lse).exp()
     return (weights[:, None] * torch.stack(values)).sum(0) if keys else torch.zeros(()).double(), lse
-
-
-def logit(q: Tensor, query: Query, head: int, key: Tensor, scale: float | None) -> Tensor:
-    factor = q.shape[-1] ** -0.5 if scale is None else scale
-    return (q[query.batch, query.index, head].double() * key).sum() * factor
 
 
 def locate_queries(
@@ -428,16 +441,25 @@ def shared_tokens(c: int, j: int, compress_block_size: int, stride: int, selecti
     return len(set(compressed) & set(selected))
 
 
-def empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the results of rows that read nothing: output 0, log-sum-exp -inf."""
+def rows_of(tensor: Tensor) -> list[list[tuple[Tensor, ...]]]:
+    """Return the rows of a tensor `[A, B, C, D]`, in float64. Unlike indices they have gradients of their own size."""
+    return [[inner.unbind() for inner in outer.unbind()] for outer in tensor.double().unbind()]
+
+
+def collect(q: Tensor, v: Tensor, results: Results) -> tuple[Tensor, Tensor]:
+    """Return output and log-sum-exp of all rows: 0 and -inf for those that read nothing."""
     batch, seqlen_q, heads, _ = q.shape
-    out = torch.zeros(batch, seqlen_q, heads, v.shape[-1], dtype=torch.float64)
-    return out, torch.full((batch, heads, seqlen_q), -torch.inf, dtype=torch.float64)
+    nothing = torch.zeros((), dtype=torch.float64), torch.tensor(-torch.inf, dtype=torch.float64)
+    found = [
+        results.get((row, index, head)) or nothing
+        for row, index, head in itertools.product(range(batch), range(seqlen_q), range(heads))
+    ]
+    out = stack_as([out.expand(v.shape[-1]) for out, _ in found], (batch, seqlen_q, heads, v.shape[-1]))
+    return out, stack_as([lse for _, lse in found], (batch, seqlen_q, heads)).transpose(1, 2).contiguous()
 
 
-def write(out: Tensor, lse: Tensor, query: Query, head: int, result: tuple[Tensor, Tensor] | None) -> None:
-    if result is not None:
-        out[query.batch, query.index, head], lse[query.batch, head, query.index] = result
+def stack_as(tensors: list[Any], shape: tuple[int, ...]) -> Tensor:
+    return torch.stack(tensors).view(shape) if tensors else torch.zeros(shape, dtype=torch.float64)
 
 
 def placement(where: dict[str, Any]) -> dict[str, Any]:

@@ -19,10 +19,10 @@ def compress(tokens: Tensor, positions: Tensor, network: Callable[[Tensor], Tens
     network: one block of all heads `[H, l, D]` -> `[H, D]`.
     """
     num_tokens, block_size = tokens.shape[0], positions.shape[1]
-    blocks = []
+    blocks, rows = [], tokens.unbind()
     for start in range(0, num_tokens, stride):
         if start + block_size <= num_tokens:
-            block = torch.stack([tokens[start + i] + positions[:, i] for i in range(block_size)], 1)
+            block = torch.stack([rows[start + i] + positions[:, i] for i in range(block_size)], 1)
             blocks.append(network(block))
     return torch.stack(blocks) if blocks else tokens.new_zeros(0, *tokens.shape[1:])
 
@@ -104,16 +104,17 @@ def rotate(x: Tensor, rotary: Rotary | None) -> Tensor:
     """Turns the feature pairs (2i, 2i + 1) of `[T, H, D]` by position times frequency i, an angle in float32."""
     if rotary is None:
         return x
-    result = x.clone()
+    result = []
     freqs = rotary(x.device)
-    for position in range(x.shape[0]):
+    for position, row in enumerate(x.unbind()):
         angles = torch.tensor(position, dtype=torch.float32) / rotary.interpolate_factor * freqs
         cos, sin = angles.cos().double(), angles.sin().double()
+        features = list(row.unbind(1))
         for i in range(len(freqs)):
-            even, odd = x[position, :, 2 * i], x[position, :, 2 * i + 1]
-            result[position, :, 2 * i] = even * cos[i] - odd * sin[i]
-            result[position, :, 2 * i + 1] = odd * cos[i] + even * sin[i]
-    return result
+            even, odd = features[2 * i : 2 * i + 2]
+            features[2 * i : 2 * i + 2] = even * cos[i] - odd * sin[i], odd * cos[i] + even * sin[i]
+        result.append(torch.stack(features, 1))
+    return torch.stack(result)
 
 
 def on_one_block(network: nn.Module) -> Callable[[Tensor], Tensor]:

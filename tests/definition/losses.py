@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.definition.definition import (
     block_scores,
     locate_queries,
-    logit,
+    rows_of,
     shared_tokens,
     visible_compressed_blocks,
 )
@@ -43,6 +43,8 @@ def block_score_loss(
     where = {name: value for name, value in settings.items() if name != 'seqlen_k'}
     index_heads = k.shape[2] if share_group else q.shape[2]
     losses = []
+    rows_q, rows_k = rows_of(q), rows_of(k)
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
     for query, index_head in itertools.product(
         locate_queries(q, settings.get('seqlen_k'), block_size, stride, **where), range(index_heads)
     ):
@@ -64,11 +66,13 @@ def block_score_loss(
             kv_head = head // (q.shape[2] // k.shape[2])
             dense = {}
             for s in visible:
-                value = logit(q, query, head, k[query.batch, query.first_key + s, kv_head].double(), scale)
+                key = rows_k[query.batch][query.first_key + s][kv_head]
+                value = (rows_q[query.batch][query.index][head] * key).sum() * factor
                 dense[s] = (value if softcap is None else softcap * torch.tanh(value / softcap)).exp()
+            total = sum(dense.values())
             for s in far:
                 if (block := s // selection_block_size) in mass:
-                    mass[block] = mass[block] + dense[s] / sum(dense.values())
+                    mass[block] = mass[block] + dense[s] / total
             for j in blocks:
                 share[j] = share[j] + scores.get((query.batch, query.index, head, j), 0)
         target = torch.stack([mass[j] for j in blocks]).detach()

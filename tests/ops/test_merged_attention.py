@@ -33,9 +33,9 @@ def by_definition(
     given = dict(zip(names, features, strict=True))
     block_scale, sinks = given.get('block_scale'), given.get('sinks')
     left, right = window_size
-    out, lse = definition.empty_results(q, v)
-    if sinks is not None:  # a row that reads no key has the log-sum-exp of the sinks
-        lse = lse.nan_to_num(neginf=0) + sinks[:, None]
+    results: definition.Results = {}
+    rows_q, rows_k, rows_v = map(definition.rows_of, (q, k, v))
+    rows_scale = None if block_scale is None else definition.rows_of(block_scale)
     for query in definition.locate_queries(q, k.shape[1], **where):
         for head in range(q.shape[2]):
             kv_head = head // (q.shape[2] // k.shape[2])
@@ -48,15 +48,21 @@ def by_definition(
                 is_selected = position // block_size in row and not (causal and distance < 0)
                 if not (is_near or is_selected) or (causal and distance < 0):
                     continue
-                keys.append(k[query.batch, query.first_key + position, kv_head].double())
-                values.append(v[query.batch, query.first_key + position, kv_head].double())
-                if block_scale is not None:
+                keys.append(rows_k[query.batch][query.first_key + position][kv_head])
+                values.append(rows_v[query.batch][query.first_key + position][kv_head])
+                if rows_scale is not None:
                     factor = torch.ones((), dtype=torch.float64)
                     if position // block_size in row:
-                        factor = block_scale[query.batch, query.index, index_head, row.index(position // block_size)]
-                    factors.append(factor.double())
-            result = definition.attend(q, query, head, keys, values, None, factors, softcap, sinks)
-            definition.write(out, lse, query, head, result)
+                        factor = rows_scale[query.batch][query.index][index_head][row.index(position // block_size)]
+                    factors.append(factor)
+            row_q, of_sinks = rows_q[query.batch][query.index][head], None if sinks is None else sinks[head]
+            scale = q.shape[-1] ** -0.5
+            results[query.batch, query.index, head] = definition.attend(
+                row_q, keys, values, scale, factors, softcap, of_sinks
+            )
+    out, lse = definition.collect(q, v, results)
+    if sinks is not None:  # a row that reads no key has the log-sum-exp of the sinks
+        lse = lse.where(~lse.isneginf(), sinks[:, None].double())
     return out + q[:0].sum(), lse  # differentiable where no key exists, too
 
 
