@@ -15,6 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -50,11 +51,14 @@ def one(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def call(folder: Path, arguments: list[str], code: int, prepare: Callable[[int], None]) -> None:
-    """Call the trainer in each process; what it prints goes to files."""
+    """Call the trainer in each process; what it prints goes to files. Figures are not rendered."""
     rank = int(os.environ['RANK'])
     prepare(rank)
     folder.mkdir(exist_ok=True)
+    from matplotlib.figure import Figure
+
     with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(Figure, 'savefig', lambda _, file, **__: file.write(b'no picture')))
         files = [stack.enter_context((folder / f'{name}-{rank}').open('w')) for name in ('out', 'err')]
         stack.enter_context(contextlib.redirect_stdout(files[0]))
         stack.enter_context(contextlib.redirect_stderr(files[1]))
