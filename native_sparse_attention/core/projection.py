@@ -5,19 +5,26 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+# Types of devices that have autocast in every version of PyTorch.
+_WITH_AUTOCAST = ('cuda', 'cpu')
+
 
 def projection_dtype(x: Tensor) -> torch.dtype:
     """Return the output dtype of a linear layer for x: that of autocast if it is on, which leaves float64 unchanged."""
-    if x.dtype == torch.float64 or not is_autocast(x.device):
-        return x.dtype
+    dtype = x.dtype
+    if dtype == torch.float64 or not is_autocast(x.device):
+        return dtype
     return torch.get_autocast_dtype(x.device.type)
 
 
 def is_autocast(device: torch.device) -> bool:
     """Return whether autocast is on for a device; a device without autocast, such as meta, raises nothing."""
+    kind = device.type
+    if kind in _WITH_AUTOCAST:
+        return torch.is_autocast_enabled(kind)
     # torch.compile cannot trace the first query in every version, and supports no device without autocast.
-    has_autocast = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device.type)
-    return has_autocast and torch.is_autocast_enabled(device.type)
+    has_autocast = torch.compiler.is_compiling() or torch.amp.is_autocast_available(kind)
+    return has_autocast and torch.is_autocast_enabled(kind)
 
 
 def floating_weight(module: nn.Module) -> Tensor | None:

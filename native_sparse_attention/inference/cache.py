@@ -184,9 +184,13 @@ class LayerCache(RowLengths):
 
     def storage(self) -> Storage:
         """Return the tensors as an argument of the decoding kernels."""
-        return Storage(
+        return Storage(*self.owned_tensors(), self.capacity)
+
+    def owned_tensors(self) -> tuple[Tensor | None, ...]:
+        """Return the tensors of `storage`, in its order."""
+        return (
             *(self.k, self.v, self.k_window, self.v_window, self.k_cmp, self.v_cmp, self.raw_k, self.raw_v),
-            *(self.lengths, self._peaks, self.block_table, self.block_table_cmp, self.capacity),
+            *(self.lengths, self._peaks, self.block_table, self.block_table_cmp),
         )
 
     def positions(self, num_tokens: int) -> Tensor:

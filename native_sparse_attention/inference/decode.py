@@ -118,7 +118,7 @@ def nsa_decode(
     phi, memory = Phi(networks, positions), None
     if mem_kv is not None:
         mem_k, mem_v = mem_kv
-        memory = mem_k.to(cache.dtype).contiguous(), None if mem_v is None else mem_v.to(cache.dtype).contiguous()
+        memory = _laid_out(mem_k, cache.dtype), None if mem_v is None else _laid_out(mem_v, cache.dtype)
     by_kernels = softcap is None and sinks is None and sinks_cmp is None
     by_launches = by_kernels and counts is None and not torch.compiler.is_compiling()
     is_mean = phi.is_mean
@@ -136,7 +136,7 @@ def nsa_decode(
     )
     launches = cache.session.launches
     if by_launches and launches and transformed('triton') is None:
-        looks, addresses = look_at(given, cache.storage()[:-1])
+        looks, addresses = look_at(given, cache.owned_tensors())
         recorded = launches.find((values, looks))
         if recorded is not None and cache.has_room(q.shape[1]) and not recorded.are_watched():
             return _replay(q, v, cache, phi, recorded, addresses)
@@ -178,9 +178,16 @@ def nsa_decode(
         mlps = mlps if q.dtype == cache.dtype else None
         out, recorded = _decode_by_kernels(tokens, *layer, settings, mlps, given)
     if recorded.is_complete:
-        looks, _ = look_at(given, cache.storage()[:-1])
+        looks, _ = look_at(given, cache.owned_tensors())
         launches.record((values, looks), recorded)
     return out
+
+
+def _laid_out(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the tensor contiguous in dtype: itself where it is, for which a step is spared two calls of PyTorch."""
+    if tensor.dtype == dtype and tensor.is_contiguous():
+        return tensor
+    return tensor.to(dtype).contiguous()
 
 
 def _decode_by_kernels(

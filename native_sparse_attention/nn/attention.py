@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -272,7 +273,7 @@ class SparseAttention(AttentionLayer):
         if not cached:
             out, block_loss = self._attend_whole(x, order, cu_seqlens, backend, return_block_loss)
             return (out, block_loss) if return_block_loss else out
-        with torch.no_grad():
+        with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
             cache = self._first_cache(x) if cache is None else cache
             out = self._attend_cached(x, order, cache, backend)
         return (out, cache) if return_cache else out
@@ -296,7 +297,7 @@ class SparseAttention(AttentionLayer):
         """Return the backend that a forward of x `[B, T, dim]` would take, the reason against each faster one, and in
         `ops` the backend of each op of `nsa`.
         """
-        check_input(x, None, None, self.norm, self.to_qkv, cached=False)
+        check_input(x, None, None, self, cached=False)
         trains = torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self.parameters()))
         kind: dict[str, Any] = {'dtype': projection_dtype(x), 'device': x.device, 'requires_grad': trains}
         return composition.backend_of(
@@ -427,12 +428,14 @@ class SparseAttention(AttentionLayer):
 
     def _project(self, x: Tensor) -> _Projected:
         x = self.norm(x)
-        rounded = x.to(projection_dtype(x))  # once, where autocast would do so for each of two linear layers
-        qkv, logits = (
-            None if m is None else m(rounded if rounded is not x and is_plain(m, *_LINEAR) else x)
-            for m in (self.to_qkv, self.to_strategy_combine)
-        )
-        assert qkv is not None
+        to_qkv, to_logits, dtype = self.to_qkv, self.to_strategy_combine, projection_dtype(x)
+        if dtype == x.dtype:
+            qkv, logits = to_qkv(x), None if to_logits is None else to_logits(x)
+        else:
+            rounded = x.to(dtype)  # once, where autocast would do so for each of two linear layers
+            qkv, logits = (
+                None if m is None else m(rounded if is_plain(m, *_LINEAR) else x) for m in (to_qkv, to_logits)
+            )
         q, pairs = self._split_heads(qkv)
         raw_k, raw_v = pairs[:2]
         k, v = pairs[2:4] if self.independent_branch_kv else (raw_k, raw_v)
@@ -446,7 +449,7 @@ class SparseAttention(AttentionLayer):
     @property
     def _memory(self) -> tuple[Tensor, Tensor | None] | None:
         """Memory pairs of the compressed branch, or their keys alone where it only scores blocks."""
-        return None if self.compress_mem_k is None else (self.compress_mem_k, self.compress_mem_v)
+        return None if (mem_k := self.compress_mem_k) is None else (mem_k, self.compress_mem_v)
 
     @property
     def _dropout_p(self) -> float:
@@ -485,7 +488,10 @@ class SparseAttention(AttentionLayer):
     def _combine(self, out: Tensor) -> Tensor:
         """Merge the heads and project them to `[B, T, dim]`."""
         out, combine = out.flatten(2), self.combine_heads
-        dtype = out.dtype if (weight := floating_weight(combine)) is None else projection_dtype(weight)
+        weight = floating_weight(combine)
+        if weight is None or weight.dtype == out.dtype:  # autocast casts both itself
+            return combine(out)
+        dtype = projection_dtype(weight)
         # Hooks of other modules may cast their weights.
         return combine(out.to(dtype) if dtype != out.dtype and is_plain(combine, nn.Linear) else out)
 

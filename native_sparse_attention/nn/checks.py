@@ -122,17 +122,16 @@ def _check_merged(layer: Any, compress_mlp: object, strategy_combine_mlp: object
         )
 
 
-def check_input(
-    x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, norm: nn.Module, to_qkv: nn.Linear, cached: bool
-) -> None:
-    """Check the tensors of a call. norm, to_qkv: the first modules of the layer. cached: the call has a cache."""
+def check_input(x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, layer: Any, cached: bool) -> None:
+    """Check the tensors of a call of an attention layer. cached: the call has a cache."""
     checks.check_tensors(x=x)
+    to_qkv = layer.to_qkv
     dim = to_qkv.in_features
     if x.dim() != 3 or x.shape[2] != dim:
         raise ValueError(f'x has shape {tuple(x.shape)}, but must be [B, T, {dim}]')
     if not x.is_floating_point():
         raise ValueError(f'x has dtype {x.dtype}, but must be a floating dtype')
-    _check_dtype(x, norm, to_qkv)
+    _check_dtype(x, layer, to_qkv)
     if mask is not None:
         kind = type(mask).__name__
         if not isinstance(mask, Tensor):
@@ -147,19 +146,16 @@ def check_input(
             raise ValueError('cu_seqlens is given, but a cache takes rows, not packed sequences')
 
 
-def _check_dtype(x: Tensor, norm: nn.Module, to_qkv: nn.Linear) -> None:
+def _check_dtype(x: Tensor, layer: Any, to_qkv: nn.Linear) -> None:
     """Raise ValueError unless x has the dtype of the weights or autocast casts both.
 
     Modules and weights of other kinds, such as quantised ones, may cast x themselves, and are not checked.
     """
     weight = floating_weight(to_qkv)
-    if (
-        weight is None
-        or weight.dtype == x.dtype
-        or not (is_plain(norm, nn.RMSNorm, nn.Identity) and is_plain(to_qkv, nn.Linear, BranchLinear, SplitLinear))
-    ):
+    if weight is None or weight.dtype == x.dtype:
         return
-    if projection_dtype(x) != projection_dtype(weight):
+    are_plain = is_plain(layer.norm, nn.RMSNorm, nn.Identity) and is_plain(to_qkv, nn.Linear, BranchLinear, SplitLinear)
+    if are_plain and projection_dtype(x) != projection_dtype(weight):
         raise ValueError(f'x has dtype {x.dtype}, but must have that of the weights, {weight.dtype}, or be autocast')
 
 
@@ -176,10 +172,11 @@ def check_undifferentiated(x: Tensor, module: nn.Module) -> None:
 def check_cache(cache: LayerCache, x: Tensor, layout: Mapping[str, Any]) -> None:
     """Raise ValueError unless cache fits x and `layout`, the layout of the layer's caches."""
     check_layer_cache(cache)
-    for name, size in layout.items():
-        held = cache.layout[name]
-        if held != size:
-            raise ValueError(f'cache was made for {name} = {held}, but the layer has {size}: use its init_cache')
+    if layout != cache.layout:  # which a dense layer shares in part
+        for name, size in layout.items():
+            held = cache.layout[name]
+            if held != size:
+                raise ValueError(f'cache was made for {name} = {held}, but the layer has {size}: use its init_cache')
     if cache.batch_size != x.shape[0]:
         raise ValueError(f'x has batch size {x.shape[0]}, but cache has {cache.batch_size}')
 

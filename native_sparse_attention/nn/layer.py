@@ -88,10 +88,14 @@ class AttentionLayer(nn.Module):
 
     def _split_heads(self, qkv: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, list[Tensor]]:
         """Return q `[B, T, HQ, D]`, and k and v of each branch, `[B, T, H, D or DV]`, of the output of to_qkv."""
-        # Methods of tensors that Python wraps cost the host twice as much.
-        q, *pairs = qkv if isinstance(qkv, tuple) else qkv.split_with_sizes(self.projection_sizes, dim=-1)
-        q, kv_sizes = torch.unflatten(q, -1, (self.heads, -1)), (self.kv_heads, -1)
-        pairs = [torch.unflatten(t, -1, kv_sizes) for t in pairs]
+        # Few operations, none of them a method that Python wraps: they cost the host of a step much.
+        if isinstance(qkv, Tensor) and self.dim_value_head == self.dim_head:
+            sizes = (self.heads, *[self.kv_heads] * (len(self.projection_sizes) - 1))
+            q, *pairs = torch.unflatten(qkv, -1, (-1, self.dim_head)).split_with_sizes(sizes, dim=-2)
+        else:
+            q, *pairs = qkv if isinstance(qkv, tuple) else qkv.split_with_sizes(self.projection_sizes, dim=-1)
+            q, kv_sizes = torch.unflatten(q, -1, (self.heads, -1)), (self.kv_heads, -1)
+            pairs = [torch.unflatten(t, -1, kv_sizes) for t in pairs]
         if (q_norm := self.q_norm) is None:
             return q, pairs
         pairs[::2] = [normalised(self.k_norm, k) for k in pairs[::2]]
@@ -140,7 +144,7 @@ class AttentionLayer(nn.Module):
         """Check the arguments of a forward; return whether it uses a cache."""
         check_flags(return_cache=return_cache)
         cached = cache is not None or return_cache
-        check_input(x, mask, cu_seqlens, self.norm, self.to_qkv, cached)
+        check_input(x, mask, cu_seqlens, self, cached)
         if cached:
             self._check_causal()
             check_undifferentiated(x, self)
