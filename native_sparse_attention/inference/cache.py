@@ -184,7 +184,7 @@ class LayerCache(RowLengths):
 
     def storage(self) -> Storage:
         """Return the tensors as an argument of the decoding kernels."""
-        return Storage(*self.owned_tensors(), self.capacity)
+        return Storage(*self.owned_tensors(), self.capacity)  # type: ignore[call-arg]
 
     def owned_tensors(self) -> tuple[Tensor | None, ...]:
         """Return the tensors of `storage`, in its order."""

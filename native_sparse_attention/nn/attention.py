@@ -428,21 +428,17 @@ class SparseAttention(AttentionLayer):
 
     def _project(self, x: Tensor) -> _Projected:
         x = self.norm(x)
-        to_qkv, to_logits, dtype = self.to_qkv, self.to_strategy_combine, projection_dtype(x)
-        if dtype == x.dtype:
-            qkv, logits = to_qkv(x), None if to_logits is None else to_logits(x)
-        else:
+        to_qkv, to_logits, x_qkv, x_logits = self.to_qkv, self.to_strategy_combine, x, x
+        if (dtype := projection_dtype(x)) != x.dtype:
             rounded = x.to(dtype)  # once, where autocast would do so for each of two linear layers
-            qkv, logits = (
-                None if m is None else m(rounded if is_plain(m, *_LINEAR) else x) for m in (to_qkv, to_logits)
-            )
-        q, pairs = self._split_heads(qkv)
+            x_qkv, x_logits = (rounded if m is not None and is_plain(m, *_LINEAR) else x for m in (to_qkv, to_logits))
+        q, pairs = self._split_heads(to_qkv(x_qkv))
         raw_k, raw_v = pairs[:2]
         k, v = pairs[2:4] if self.independent_branch_kv else (raw_k, raw_v)
         k_window, v_window = pairs[4:] if self.independent_branch_kv else (None, None)
         gates = None
-        if logits is not None:
-            logits = torch.unflatten(logits, -1, (self.heads, -1))
+        if to_logits is not None:
+            logits = torch.unflatten(to_logits(x_logits), -1, (self.heads, -1))
             gates = logits.to(torch.promote_types(logits.dtype, torch.float32)).sigmoid()
         return _Projected(q, k, v, raw_k, raw_v, k_window, v_window, gates)
 
@@ -487,13 +483,11 @@ class SparseAttention(AttentionLayer):
 
     def _combine(self, out: Tensor) -> Tensor:
         """Merge the heads and project them to `[B, T, dim]`."""
-        out, combine = out.flatten(2), self.combine_heads
-        weight = floating_weight(combine)
-        if weight is None or weight.dtype == out.dtype:  # autocast casts both itself
-            return combine(out)
-        dtype = projection_dtype(weight)
-        # Hooks of other modules may cast their weights.
-        return combine(out.to(dtype) if dtype != out.dtype and is_plain(combine, nn.Linear) else out)
+        combine = self.combine_heads
+        out, weight = out.flatten(2), floating_weight(combine)
+        if weight is not None and weight.dtype != out.dtype and is_plain(combine, nn.Linear):
+            out = out.to(projection_dtype(weight))  # of others hooks may cast the weights
+        return combine(out)
 
     def _branch_layout(self) -> dict[str, Any]:
         compress = (self.compress_block_size, self.compress_block_sliding_stride) if self._compresses else None
