@@ -1,3 +1,4 @@
 from native_sparse_attention.ops.rotary.api import rotary, shared_input
+from native_sparse_attention.ops.rotary.norm import norm_rotary
 
-__all__ = ['rotary', 'shared_input']
+__all__ = ['norm_rotary', 'rotary', 'shared_input']

@@ -31,15 +31,8 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, layout: str = 'interleaved', 
     Raises:
         ValueError: shapes or dtypes do not fit, or an explicit backend does not support the call.
     """
-    check_tensors(x=x, cos=cos, sin=sin)
-    if x.dim() != 4:
-        raise ValueError(f'x has shape {tuple(x.shape)}, but must have 4 dimensions (B, T, H, D)')
-    if not x.is_floating_point():
-        raise ValueError(f'x has dtype {x.dtype}, but must be a floating dtype')
-    for name, table in (('cos', cos), ('sin', sin)):
-        _check_table(name, table, x)
-    if sin.shape != cos.shape:
-        raise ValueError(f'sin has shape {tuple(sin.shape)}, but cos has {tuple(cos.shape)}')
+    check_input(x)
+    check_tables(cos, sin, x)
     is_half = check_layout(layout=layout)
     match backend_of(x, cos, sin, backend=backend).name:
         case 'triton':
@@ -50,6 +43,22 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, layout: str = 'interleaved', 
             from native_sparse_attention.ops.rotary import eager
 
             return eager.rotary(x, cos, sin, is_half)
+
+
+def check_input(x: Tensor) -> None:
+    check_tensors(x=x)
+    if x.dim() != 4:
+        raise ValueError(f'x has shape {tuple(x.shape)}, but must have 4 dimensions (B, T, H, D)')
+    if not x.is_floating_point():
+        raise ValueError(f'x has dtype {x.dtype}, but must be a floating dtype')
+
+
+def check_tables(cos: Tensor, sin: Tensor, x: Tensor) -> None:
+    check_tensors(cos=cos, sin=sin)
+    for name, table in (('cos', cos), ('sin', sin)):
+        _check_table(name, table, x)
+    if sin.shape != cos.shape:
+        raise ValueError(f'sin has shape {tuple(sin.shape)}, but cos has {tuple(cos.shape)}')
 
 
 def check_layout(**layout: object) -> bool:
@@ -99,11 +108,11 @@ def shared_input(
 
 def backend_of(x: Tensor, cos: Tensor, sin: Tensor, *, backend: str = 'auto') -> BackendChoice:
     """Return the backend that serves these inputs."""
-    candidates = {'triton': partial(_unsupported, x, cos, sin), 'eager': serves}
+    candidates = {'triton': partial(unsupported, x, cos, sin), 'eager': serves}
     return choose_backend('rotary', backend, x.device, candidates)
 
 
-def _unsupported(x: Tensor, cos: Tensor, sin: Tensor) -> str | None:
+def unsupported(x: Tensor, cos: Tensor, sin: Tensor) -> str | None:
     """Return the reason why the kernel does not support a call, or None."""
     if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
         return 'cos or sin requires a gradient, which its kernel does not compute'
