@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from native_sparse_attention.core.plain import is_plain, plain_weight
-from native_sparse_attention.nn.rotary import Tables, backend_of_op, rotate, rotated_and_plain
+from native_sparse_attention.nn.rotary import backend_of_op, rotate, rotated_and_plain
 from native_sparse_attention.ops.rotary import norm_rotary
-from native_sparse_attention.ops.rotary.norm import is_fused
+from native_sparse_attention.ops.rotary.api import Tables, is_fused
 
 
 class HeadNorm(nn.RMSNorm):

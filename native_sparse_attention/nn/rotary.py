@@ -14,10 +14,7 @@ from native_sparse_attention.core import private
 from native_sparse_attention.core.checks import is_readable
 from native_sparse_attention.nn.linear import set_values
 from native_sparse_attention.ops.rotary import shared_input
-from native_sparse_attention.ops.rotary.api import check_layout
-
-# Cosines and sines, float32 `[B or 1, T, F]`.
-Tables = tuple[Tensor, Tensor]
+from native_sparse_attention.ops.rotary.api import Tables, check_layout
 
 
 class Rotary(nn.Module):

@@ -120,8 +120,10 @@ def norm_rotary_backward_kernel(
             offsets = rows.to(tl.int64)[:, None] * HEAD_DIM + columns[None, :]
             tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask)
     if dweight_ptr is not None:
+        # In two steps, since a sum of many rows one after the other is less exact.
+        total = tl.sum(tl.sum(tl.reshape(dweight, [BLOCK_M // 8, 8, BLOCK_D]), 1), 0)
         offsets = tl.program_id(0).to(tl.int64) * HEAD_DIM + columns
-        tl.store(dweight_ptr + offsets, tl.sum(dweight, 0), mask=columns < HEAD_DIM)
+        tl.store(dweight_ptr + offsets, total, mask=columns < HEAD_DIM)
 
 
 @triton.jit
