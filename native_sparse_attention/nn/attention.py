@@ -80,6 +80,7 @@ class SparseAttention(AttentionLayer):
         backend: 'auto', 'triton', 'flex' or 'eager'. An explicit backend raises where it does not support a call.
         recompute: save neither branch outputs nor rotated queries and keys for the backward pass, which recomputes
             them. About half of the memory, the same gradients to the bit, and one more forward of the three attentions.
+            With qk_norm Triton saves rotated keys, and recomputes normalised queries.
         softcap: logits of all branches become softcap * tanh(logit / softcap).
         num_sinks: learned logits per head without values, in the softmax of the compressed and of the window branch (or
             the merged softmax), so that a query can attend to nothing. Without a compressed output its branch has none.
