@@ -192,7 +192,7 @@ def test_unused_outputs_and_frozen_inputs(device: torch.device) -> None:
         for trained in ('x', 'weight', 'both'):
             leaves = {'x': x.clone().requires_grad_(trained != 'weight')}
             leaves['weight'] = weight.clone().requires_grad_(trained != 'x')
-            outputs = norm_rotary(*leaves.values(), 1, 2, tables, eps=EPS, backend='triton')
+            outputs = norm_rotary(leaves['x'], leaves['weight'], 1, 2, tables, eps=EPS, backend='triton')
             torch.autograd.backward([outputs[i] for i in used], [grads[i] for i in used])
             for name, leaf in leaves.items():
                 if leaf.requires_grad:
@@ -273,7 +273,9 @@ def test_repeated_gradients_have_the_same_bits(device: torch.device) -> None:
 )
 def test_wrong_and_unsupported_calls(changes: dict[str, Tensor], message: str, device: torch.device) -> None:
     x, weight, tables = make_problem((1, 5, 2, 12), 6, torch.float32, device)
-    tensors = {'x': x, 'weight': weight} | {name: t if t.is_meta else t.to(device) for name, t in changes.items()}
+    tensors: dict[str, Any] = {'x': x, 'weight': weight} | {
+        name: t if t.is_meta else t.to(device) for name, t in changes.items()
+    }
     with pytest.raises(ValueError, match=message):
         norm_rotary(**tensors, num_plain=1, num_rotated=1, tables=tables, eps=EPS, backend='triton')
 
