@@ -486,7 +486,7 @@ class SparseAttention(AttentionLayer):
         combine = self.combine_heads
         out, weight = out.flatten(2), floating_weight(combine)
         if weight is not None and weight.dtype != out.dtype and is_plain(combine, nn.Linear):
-            out = out.to(projection_dtype(weight))  # of others hooks may cast the weights
+            out = out.to(projection_dtype(weight))  # hooks of other modules may cast their weights
         return combine(out)
 
     def _branch_layout(self) -> dict[str, Any]:
