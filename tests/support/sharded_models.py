@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from rotary_embedding_torch import RotaryEmbedding
 from torch import Tensor, nn
 
 from native_sparse_attention.nn import attention
+from native_sparse_attention.ops import select_blocks
 from native_sparse_attention.transformer import Transformer
 
 NUM_TOKENS, SEQLEN = 29, 33
@@ -63,16 +65,20 @@ def make_ids(batch: int, seqlen: int = SEQLEN, seed: int = 1) -> Tensor:
 
 @contextmanager
 def recorded_blocks(module: Any = attention) -> Iterator[list[Tensor]]:
-    """Collect the block indices `[B, T, H, n]` of every call inside the context. module: that selects blocks."""
+    """Collect the block indices `[B, T, H, n]` of every call inside the context. module: that selects blocks, or that
+    leaves the selection to `nsa`.
+    """
     blocks: list[Tensor] = []
-    select: Callable[..., Tensor] = module.select_blocks
 
     def record(*args: Any, **settings: Any) -> Tensor:
-        blocks.append(select(*args, **settings))
+        blocks.append(select_blocks(*args, **settings))
         return blocks[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, 'select_blocks', record)
+        if hasattr(module, 'select_blocks'):
+            patch.setattr(module, 'select_blocks', record)
+        else:
+            patch.setattr(module, 'nsa', partial(module.nsa, choose=record))
         yield blocks
 
 
