@@ -33,6 +33,7 @@ def train_and_generate(family: str) -> None:
     with recorded_blocks(attention) as blocks:
         loss = model(input_ids=ids[rank : rank + 1], labels=ids[rank : rank + 1]).loss
         loss.backward()
+    assert expected_blocks
     for found, wanted in zip(blocks, expected_blocks, strict=True):
         assert torch.equal(found, wanted[rank : rank + 1]), 'another block is selected'
     dist.all_reduce(mean := loss.detach() / ranks)
