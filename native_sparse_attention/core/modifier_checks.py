@@ -5,9 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from native_sparse_attention.core import checks
 from native_sparse_attention.core import random as _random
-from native_sparse_attention.core.checks import check_device, check_tensors
+from native_sparse_attention.core.checks import (
+    FLOAT_DTYPES,
+    INT_DTYPES,
+    check_device,
+    check_tensors,
+    checked_softcap,
+    is_readable,
+)
 from native_sparse_attention.core.modifiers import Modifiers
 
 SegmentIds = Tensor | tuple[Tensor, Tensor] | None
@@ -28,7 +34,7 @@ def make_modifiers(
     """Check the features of `window_attention` and return their record; a seed is drawn if one is
     needed and not given.
     """
-    softcap = checks.checked_softcap(softcap)
+    softcap = checked_softcap(softcap)
     sink_logits = reduce_sinks(sinks, q)
     query_segments, key_segments = _make_segments(q, k, segment_ids, mask)
     if bias is not None:
@@ -52,7 +58,7 @@ def reduce_sinks(sinks: Tensor | None, q: Tensor, name: str = 'sinks') -> Tensor
     heads = q.shape[2]
     if sinks.dim() not in (1, 2) or sinks.shape[0] != heads:
         raise ValueError(f'{name} has shape {tuple(sinks.shape)}, but must have ({heads},) or ({heads}, M)')
-    if sinks.dtype not in checks.FLOAT_DTYPES:
+    if sinks.dtype not in FLOAT_DTYPES:
         raise ValueError(f'{name} has dtype {sinks.dtype}, but must be float64, float32, bfloat16 or float16')
     check_device(name, sinks, q)
     logits = sinks.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
@@ -83,12 +89,12 @@ def _make_segments(
         query_ids, key_ids = segment_ids
         for name, ids, length in (('segment_ids', query_ids, seqlen_q), ('segment_ids[1]', key_ids, seqlen_k)):
             check_tensors(**{name: ids})
-            if ids.dtype not in checks.INT_DTYPES:
+            if ids.dtype not in INT_DTYPES:
                 raise ValueError(f'{name} has dtype {ids.dtype}, but must be int32 or int64')
             if ids.shape != (batch, length):
                 raise ValueError(f'{name} has shape {tuple(ids.shape)}, but must have {(batch, length)}')
             check_device(name, ids, q)
-            if ids.dtype == torch.int64 and checks.is_readable(ids) and ids.numel() and ids.max() >= 2**31:
+            if ids.dtype == torch.int64 and is_readable(ids) and ids.numel() and ids.max() >= 2**31:
                 raise ValueError(f'{name} has an id of {int(ids.max())}, but must have ids below 2 ** 31')
         query_segments, key_segments = (ids.clamp(min=-1).int() for ids in segment_ids)
     if mask is not None:

@@ -10,7 +10,6 @@ from torch import nn
 
 from native_sparse_attention.core import checks
 from native_sparse_attention.core.backend import check_backend
-from native_sparse_attention.core.checks import shown
 from native_sparse_attention.nn import compress
 
 # Networks φ by name, from (head size, block size, KV heads, expand factor).
@@ -91,11 +90,11 @@ class NSAConfig:
         for name, choices in _CHOICES.items():
             if (value := getattr(self, name)) not in choices:
                 rule = ', '.join(map(repr, choices))
-                raise ValueError(f'{name} is {shown(value)}, but must be one of {rule}')
+                raise ValueError(f'{name} is {checks.shown(value)}, but must be one of {rule}')
         if self.select_before_window and not self.merge_window:
             raise ValueError("select_before_window is True, but must be False unless init is 'dense'")
         if not checks.is_number(factor := self.compress_mlp_expand_factor) or not factor > 0:
-            raise ValueError(f'compress_mlp_expand_factor is {shown(factor)}, but must be a number above 0')
+            raise ValueError(f'compress_mlp_expand_factor is {checks.shown(factor)}, but must be a number above 0')
         check_backend(self.backend)
         if self.layers is not None:
             object.__setattr__(self, 'layers', checked_layers(self.layers))
@@ -112,7 +111,7 @@ class NSAConfig:
         known = [field.name for field in fields(cls)]
         for name in value:
             if name not in known:
-                raise ValueError(f'nsa has the setting {shown(name)}, but must have those of NSAConfig')
+                raise ValueError(f'nsa has the setting {checks.shown(name)}, but must have those of NSAConfig')
         return cls(**value)
 
     def to_dict(self) -> dict[str, Any]:
@@ -137,8 +136,10 @@ class NSAConfig:
 def checked_layers(layers: Sequence[int]) -> list[int]:
     """Return layer indices as an ascending list, or raise ValueError for repeated or negative ones and for none."""
     if isinstance(layers, str) or not isinstance(layers, Sequence) or len(layers) == 0:
-        raise ValueError(f'layers is {shown(layers)}, but must be a sequence of at least one layer index, or None')
+        raise ValueError(
+            f'layers is {checks.shown(layers)}, but must be a sequence of at least one layer index, or None'
+        )
     checks.check_not_negative(**{f'layers[{i}]': index for i, index in enumerate(layers)})
     if len(set(layers)) != len(layers):
-        raise ValueError(f'layers is {shown(layers)}, but must name each layer once')
+        raise ValueError(f'layers is {checks.shown(layers)}, but must name each layer once')
     return sorted(int(index) for index in layers)
