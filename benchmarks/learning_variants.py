@@ -208,6 +208,12 @@ def _variants() -> dict[str, Variant]:
             phi='block-mean',
             block_loss=0.1,
         ),
+        'merged-dense-mass-far-output-gate': Variant(
+            'merged-dense-mass-far, a gate per head on the output',
+            settings={**merged, **before},
+            layers=WithOutputGate,
+            block_loss=0.1,
+        ),
         'merged-scores-dense-mass': Variant(
             'merged-scores, block scores trained by `block_score_loss` alone',
             settings={**scores, 'use_diff_topk': False},
