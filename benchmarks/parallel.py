@@ -123,7 +123,7 @@ def make_cases(sizes: Sizes, device: str, gpus: int, data: str) -> list[Case]:
         *(trainer(count) for count in counts),
         *([{**trainer(1), 'graph': True}] if device == 'cuda' else []),
         *(layers(1, one_layer, {'tp': count} if count > 1 else {}) for count in counts),
-        attention(0, {'cp': gpus}, profile=True),
+        *(attention(0, layout, profile=True) for layout in ({}, {'cp': gpus})),
         trainer(gpus, profile=True),
         layers(1, one_layer, {'tp': gpus}, profile=True),
     ]
@@ -258,7 +258,7 @@ def with_ratios(rows: Sequence[Case]) -> list[Case]:
 
     `overhead` is the time beyond that of one GPU divided by the number of GPUs, relative to it.
     """
-    one = {row['op']: row for row in rows if row['gpus'] == 1 and not row['graph']}
+    one = {row['op']: row for row in rows if row['gpus'] == 1 and not row['graph'] and not row.get('profile')}
     found = []
     for row in rows:
         rate, base = tokens_per_s(row), one.get(row['op'], {})

@@ -88,7 +88,7 @@ def test_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert '| tp 2 | 64 | – | – | – | – | – | – | ValueError: a cause |' in table
     assert '| attention, 96 tokens | cp 2 | 1 | 6 | 3 | 4 | 2 | 1 | 1 |' in table
     rows = json.loads(text.with_suffix('.json').read_text())['rows']
-    assert [row.get('note') for row in rows[8:]] == [None] * 3  # after the error, in other processes
+    assert [row.get('note') for row in rows[8:]] == [None] * 4  # after the error, in other processes
 
 
 def test_targets() -> None:
