@@ -58,7 +58,7 @@ def make_model(device: str, merged: bool, depth: int = 2) -> Transformer:
 
 
 def train(kind: str, merged: bool, dtype: torch.dtype, device: str) -> None:
-    """kind: 'fsdp', 'tp', 'cp' or 'pp'."""
+    """kind: 'fsdp', 'tp', 'cp' or 'pp', or two of them, of two ranks each: 'fsdp x cp' or 'cp x tp'."""
     rank, ranks = int(os.environ['LOCAL_RANK']), int(os.environ['WORLD_SIZE'])
     if device == 'cuda':
         torch.cuda.set_device(rank)
@@ -76,7 +76,16 @@ def train(kind: str, merged: bool, dtype: torch.dtype, device: str) -> None:
         model.forward = autocast(device, dtype)(model.forward)  # the schedule runs forward and backward
     elif kind == 'cp':
         apply_fsdp(apply_cp(model, flat), flat)
-        mine = (slice(None), slice(SEQLEN * rank // ranks, SEQLEN * (rank + 1) // ranks))
+        mine = (slice(None), shard_of(rank, ranks))
+    elif kind == 'fsdp x cp':
+        mesh = init_device_mesh(device, (ranks // 2, 2), mesh_dim_names=('data', 'context'))
+        apply_fsdp(apply_cp(model, mesh['context']), mesh)
+        mine = (slice(rank // 2 * 2, rank // 2 * 2 + 2), shard_of(rank % 2, 2))
+    elif kind == 'cp x tp':
+        mesh = init_device_mesh(device, (2, ranks // 2), mesh_dim_names=('context', 'tensor'))
+        apply_cp(apply_tp(model, mesh['tensor']), mesh['context'])
+        apply_fsdp(model, mesh['context'])
+        mine = (slice(None), shard_of(rank // (ranks // 2), 2))
     else:
         apply_fsdp(model, flat)
         mine = (slice(rank, rank + 1), slice(None))
@@ -93,7 +102,7 @@ def train(kind: str, merged: bool, dtype: torch.dtype, device: str) -> None:
     total = loss.detach().clone()
     dist.all_reduce(total)
     assert_near(total / ranks, expected, dtype, f'{setting}: loss')
-    if kind != 'cp' and dtype == torch.float32:
+    if 'cp' not in kind and dtype == torch.float32:
         per_rank = expected_blocks[0].shape[2] // ranks
         heads = slice(rank * per_rank, (rank + 1) * per_rank) if kind == 'tp' else slice(None)
         share = [torch.equal(a, b[mine][:, :, heads]) for a, b in zip(blocks, expected_blocks, strict=True)]
@@ -103,6 +112,10 @@ def train(kind: str, merged: bool, dtype: torch.dtype, device: str) -> None:
     for name in found if kind == 'pp' else wanted:
         assert_near(found[name], wanted[name], dtype, f'{setting}: {name}', largest)
     dist.destroy_process_group()
+
+
+def shard_of(rank: int, ranks: int) -> slice:
+    return slice(SEQLEN * rank // ranks, SEQLEN * (rank + 1) // ranks)
 
 
 def autocast(device: str, dtype: torch.dtype) -> torch.autocast:
@@ -131,11 +144,11 @@ def assert_near(found: Tensor, expected: Tensor, dtype: torch.dtype, name: str, 
     assert difference <= LIMIT[dtype] * max(size, 0.01 * largest), f'{name}: relative error {difference / size:.2g}'
 
 
-@pytest.mark.parametrize('kind', ['fsdp', 'tp', 'cp', 'pp'])
+@pytest.mark.parametrize('kind', ['fsdp', 'tp', 'cp', 'pp', 'fsdp x cp', 'cp x tp'])
 def test_equals_one_gpu(kind: str, tmp_path: Path) -> None:
     ranks = min(torch.cuda.device_count(), 4)
-    if ranks < 2:
-        pytest.skip('one GPU')
+    if ranks < (needed := 4 if ' x ' in kind else 2):
+        pytest.skip(f'fewer than {needed} GPUs')
     ranks -= ranks % 2  # ranks divide the KV heads
 
     def run(merged: bool, dtype: torch.dtype) -> None:
