@@ -120,6 +120,7 @@ def make_cases(sizes: Sizes, device: str, gpus: int, data: str) -> list[Case]:
     one_layer, four_layers = sizes.layer
     cases = [
         *(attention(index, {'cp': count} if count > 1 else {}) for index in (0, 1) for count in counts),
+        *(attention(2, layout) for layout in ({'cp': 4}, {}) if gpus >= 4),
         *(trainer(count) for count in counts),
         *([{**trainer(1), 'graph': True}] if device == 'cuda' else []),
         *(layers(1, one_layer, {'tp': count} if count > 1 else {}) for count in counts),
@@ -130,7 +131,6 @@ def make_cases(sizes: Sizes, device: str, gpus: int, data: str) -> list[Case]:
     if gpus >= 4:
         mixed = ({}, {'cp': 2}, {'dp': 2, 'cp': 2}, {'cp': 2, 'tp': 2})
         cases += [layers(4, four_layers, layout) for layout in mixed]
-        cases += [attention(2, layout) for layout in ({'cp': 4}, {})]
     return cases
 
 
