@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from rotary_embedding_torch import RotaryEmbedding
@@ -26,10 +26,11 @@ from native_sparse_attention.nn.checks import check_block_loss, check_input, che
 from native_sparse_attention.nn.compress.apply import compress_pair, compress_tokens, with_zero_gradients
 from native_sparse_attention.nn.compress.build import make_networks
 from native_sparse_attention.nn.gate import GATE_START, MERGED_GATE_START, check_gate, make_gate
+from native_sparse_attention.nn.heads import BranchHeads, Projected
 from native_sparse_attention.nn.layer import AttentionLayer
 from native_sparse_attention.nn.linear import BranchLinear, FixedStartLinear, SplitLinear
 from native_sparse_attention.nn.padding import FrontOrder, from_front, to_front
-from native_sparse_attention.nn.rotary import layout_of, make_rotary, rotate, rotated_and_plain
+from native_sparse_attention.nn.rotary import layout_of, make_rotary
 from native_sparse_attention.ops import select_blocks
 
 # Beside those of every attention layer.
@@ -40,19 +41,6 @@ _WEIGHT_SETTINGS = (
 )
 # Linear layers that autocast gives the dtype of its input.
 _LINEAR = (nn.Linear, BranchLinear, SplitLinear, FixedStartLinear)
-
-
-class _Projected(NamedTuple):
-    """Tensors of new tokens before rotary, `[B, T, heads, head size]`, and gates `[B, T, HQ, 3 or 1]` or None."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    raw_k: Tensor
-    raw_v: Tensor
-    k_window: Tensor | None
-    v_window: Tensor | None
-    gates: Tensor | None
 
 
 class SparseAttention(AttentionLayer):
@@ -92,6 +80,7 @@ class SparseAttention(AttentionLayer):
         backend: 'auto', 'triton', 'flex' or 'eager'. An explicit backend raises where it does not support a call.
         recompute: save neither branch outputs nor rotated queries and keys for the backward pass, which recomputes
             them. About half of the memory, the same gradients to the bit, and one more forward of the three attentions.
+            With qk_norm Triton saves rotated keys, and recomputes normalised queries.
         softcap: logits of all branches become softcap * tanh(logit / softcap).
         num_sinks: learned logits per head without values, in the softmax of the compressed and of the window branch (or
             the merged softmax), so that a query can attend to nothing. Without a compressed output its branch has none.
@@ -325,10 +314,12 @@ class SparseAttention(AttentionLayer):
     ) -> tuple[Tensor, Tensor | None]:
         """Return the output for tokens without a cache, and the loss of the block scores or None."""
         x, positions = self._with_positions(x, cu_seqlens)
-        new = self._project(x)
-        k_cmp, v_cmp = self._compress(new, cu_seqlens, self.use_diff_topk or needs_block_loss)
         tables, layout = None if self.rotary is None else self.rotary.tables(positions), layout_of(self.rotary)
         recomputes = self.recompute and torch.is_grad_enabled()
+        readers: dict[str, bool] = {'merges': self.merge_window, 'compresses': self.k_compress is not None}
+        heads = BranchHeads(self._project(x), self._norms, tables, layout, backend, **readers, recomputes=recomputes)
+        new = heads.new
+        k_cmp, v_cmp = self._compress(new, cu_seqlens, self.use_diff_topk or needs_block_loss)
 
         def read(parameter: Tensor | None, dtype: torch.dtype | None = None) -> Tensor | None:
             # Copied, because parameters may have other values when `attend` is recomputed.
@@ -349,20 +340,12 @@ class SparseAttention(AttentionLayer):
         losses: list[Tensor] = []
 
         def attend(select: Callable[..., Tensor]) -> Tensor:
-            q_window = k_window = v_window = None
-            if self.merge_window:
-                q, q_cmp = rotated_and_plain(tables, backend, new.q, 1, 1, layout)
-                (k,) = rotate(tables, backend, new.k, layout=layout)
-            else:
-                q, q_window, q_cmp = rotated_and_plain(tables, backend, new.q, 2, 1, layout)
-                if new.k_window is None:
-                    (k, k_window), v_window = rotated_and_plain(tables, backend, new.k, 2, layout=layout), new.v
-                else:
-                    (k, k_window), v_window = rotate(tables, backend, new.k, new.k_window, layout=layout), new.v_window
+            (q, q_window, q_cmp), (k, k_window) = heads.queries(), heads.keys()
+            v_window = new.v if new.k_window is None and not self.merge_window else new.v_window
             if needs_block_loss:
                 assert k_cmp is not None
                 losses.append(self._block_loss(q, k, q_cmp, k_cmp, fixed))
-            with recompute_rotated(new.q, tables, backend, q, layout):
+            with recompute_rotated(q_cmp, tables, backend, q, layout):
                 of_branches = {'q_cmp': q_cmp, 'q_window': q_window, 'k_window': k_window, 'v_window': v_window}
                 return self._nsa(q, k, new.v, k_cmp, v_cmp, new.gates, **of_branches, choose=select, **fixed)
 
@@ -385,7 +368,7 @@ class SparseAttention(AttentionLayer):
         return block_score_loss(q, k, q_cmp, k_cmp, **self._whole_settings, **shared, **places)
 
     def _compress(
-        self, new: _Projected, cu_seqlens: Tensor | None, trains_scores: bool
+        self, new: Projected, cu_seqlens: Tensor | None, trains_scores: bool
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return compressed keys `[B, C, H, D]` and values `[B, C, H, DV]`, each None where nothing reads it."""
         if self.k_compress is None:
@@ -400,7 +383,8 @@ class SparseAttention(AttentionLayer):
 
     def _attend_cached(self, x: Tensor, order: FrontOrder | None, cache: LayerCache, backend: str) -> Tensor:
         """Return the output for the tokens after those in the cache, which advances."""
-        new, rotary, counts = self._project(x), self.rotary, None if order is None else order.lengths
+        new, rotary = self._project(x).normalised(self._norms), self.rotary
+        counts = None if order is None else order.lengths
         out = decoding.nsa_decode(
             *(new.q, new.k, new.v, new.gates, cache),
             raw_k=new.raw_k,
@@ -426,7 +410,7 @@ class SparseAttention(AttentionLayer):
             retract(cache, x.shape[1], counts)
             raise
 
-    def _project(self, x: Tensor) -> _Projected:
+    def _project(self, x: Tensor) -> Projected:
         x = self.norm(x)
         to_qkv, to_logits, x_qkv, x_logits = self.to_qkv, self.to_strategy_combine, x, x
         if (dtype := projection_dtype(x)) != x.dtype:
@@ -440,7 +424,7 @@ class SparseAttention(AttentionLayer):
         if to_logits is not None:
             logits = torch.unflatten(to_logits(x_logits), -1, (self.heads, -1))
             gates = logits.to(torch.promote_types(logits.dtype, torch.float32)).sigmoid()
-        return _Projected(q, k, v, raw_k, raw_v, k_window, v_window, gates)
+        return Projected(q, k, v, raw_k, raw_v, k_window, v_window, gates)
 
     @property
     def _memory(self) -> tuple[Tensor, Tensor | None] | None:

@@ -15,9 +15,10 @@ from native_sparse_attention.core.plain import refuse_context_parallel
 from native_sparse_attention.inference.cache import LayerCache
 from native_sparse_attention.inference.rollback import Checkpoint
 from native_sparse_attention.nn.gate import make_output_gate
+from native_sparse_attention.nn.heads import normalised_and_rotated
 from native_sparse_attention.nn.layer import AttentionLayer
 from native_sparse_attention.nn.padding import FrontOrder, from_front, to_front
-from native_sparse_attention.nn.rotary import make_rotary, rotate
+from native_sparse_attention.nn.rotary import layout_of, make_rotary
 
 
 class DenseAttention(AttentionLayer):
@@ -152,10 +153,8 @@ class DenseAttention(AttentionLayer):
     def _project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q `[B, T, HQ, D]` and k `[B, T, H, D]`, rotated, and v `[B, T, H, DV]` of the normalised input x."""
         q, (k, v) = self._split_heads(self.to_qkv(x))
-        if self.rotary is not None:
-            tables = self.rotary.tables(positions)
-            q, k = rotate(tables, 'auto', q, k, layout=self.rotary.layout)
-        return q, k, v
+        tables = None if self.rotary is None else self.rotary.tables(positions)
+        return *normalised_and_rotated(self._norms, tables, layout_of(self.rotary), q, k), v
 
     def _combine(self, out: Tensor, x: Tensor) -> Tensor:
         """Gate the heads `[B, T, HQ, DV]`, merge them and project to `[B, T, dim]`. x: the normalised input."""

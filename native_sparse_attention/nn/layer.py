@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from native_sparse_attention.core.checks import check_flags
@@ -13,24 +12,11 @@ from native_sparse_attention.core.projection import projection_dtype
 from native_sparse_attention.inference.cache import FIRST_CAPACITY, MAX_ROLLBACK, LayerCache
 from native_sparse_attention.inference.paged_cache import cache_kind, make_cache
 from native_sparse_attention.nn.checks import check_cache, check_input, check_undifferentiated
+from native_sparse_attention.nn.heads import HeadNorm, Norms
 from native_sparse_attention.nn.linear import join_loaded
 from native_sparse_attention.nn.rotary import Rotary, describe_rotary
 
 _KEY = 'settings'  # in the metadata of a state dict
-
-
-class HeadNorm(nn.RMSNorm):
-    """RMSNorm of queries or keys `[B, T, heads, D]` over the features of a head, with the weight in their dtype.
-
-    PyTorch has no fused kernel for a float32 weight beside bfloat16 inputs, as autocast leaves them. eps is that of
-    Qwen3 and OLMo 2; the default of `nn.RMSNorm` depends on the dtype of the input.
-    """
-
-    def __init__(self, dim_head: int) -> None:
-        super().__init__(dim_head, eps=1e-6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
 class AttentionLayer(nn.Module):
@@ -70,6 +56,10 @@ class AttentionLayer(nn.Module):
         self.q_norm, self.k_norm = (HeadNorm(self.dim_head) if qk_norm else None for _ in range(2))
 
     @property
+    def _norms(self) -> Norms:
+        return self.q_norm, self.k_norm
+
+    @property
     def weight_settings(self) -> dict[str, Any]:
         """Settings that determine the meaning of the weights, in addition to their shapes."""
         return {
@@ -87,7 +77,9 @@ class AttentionLayer(nn.Module):
         self.head_ranks, self.head_rank = ranks, rank
 
     def _split_heads(self, qkv: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, list[Tensor]]:
-        """Return q `[B, T, HQ, D]`, and k and v of each branch, `[B, T, H, D or DV]`, of the output of to_qkv."""
+        """Return q `[B, T, HQ, D]`, and k and v of each branch, `[B, T, H, D or DV]`, of the output of to_qkv, before
+        the norms.
+        """
         # Few operations, none of them a method that Python wraps: they cost the host of a step much.
         if isinstance(qkv, Tensor) and self.dim_value_head == self.dim_head:
             sizes = (self.heads, *[self.kv_heads] * (len(self.projection_sizes) - 1))
@@ -96,10 +88,7 @@ class AttentionLayer(nn.Module):
             q, *pairs = qkv if isinstance(qkv, tuple) else qkv.split_with_sizes(self.projection_sizes, dim=-1)
             q, kv_sizes = torch.unflatten(q, -1, (self.heads, -1)), (self.kv_heads, -1)
             pairs = [torch.unflatten(t, -1, kv_sizes) for t in pairs]
-        if (q_norm := self.q_norm) is None:
-            return q, pairs
-        pairs[::2] = [normalised(self.k_norm, k) for k in pairs[::2]]
-        return normalised(q_norm, q), pairs
+        return q, pairs
 
     def init_cache(
         self,
@@ -155,11 +144,6 @@ class AttentionLayer(nn.Module):
     def _check_causal(self) -> None:
         if not self.causal:
             raise ValueError('causal is False, but a cache needs causal=True')
-
-
-def normalised(norm: nn.Module | None, x: Tensor) -> Tensor:
-    """Return q or k `[B, T, heads, D]` after its norm in its own dtype, or itself without a norm."""
-    return x if norm is None else norm(x).to(x.dtype)
 
 
 def _record(layer: AttentionLayer, state_dict: Any, prefix: str, local_metadata: dict[str, Any]) -> None:

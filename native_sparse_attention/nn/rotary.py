@@ -14,7 +14,7 @@ from native_sparse_attention.core import private
 from native_sparse_attention.core.checks import is_readable
 from native_sparse_attention.nn.linear import set_values
 from native_sparse_attention.ops.rotary import shared_input
-from native_sparse_attention.ops.rotary.api import check_layout
+from native_sparse_attention.ops.rotary.api import Tables, check_layout
 
 
 class Rotary(nn.Module):
@@ -94,7 +94,7 @@ class Rotary(nn.Module):
             )
         return self._copy_to(device)
 
-    def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def tables(self, positions: Tensor) -> Tables:
         """Return cosines and sines of the angles at positions `[B, T]`, float32 `[B, T, F]`, for `rotate`."""
         return angle_tables(positions, self(positions.device), self.interpolate_factor)
 
@@ -210,25 +210,23 @@ def _default_frequencies(dim_head: int) -> Tensor:
     return 1.0 / 10000.0**exponents
 
 
-def angle_tables(positions: Tensor, freqs: Tensor, interpolate_factor: float = 1.0) -> tuple[Tensor, Tensor]:
+def angle_tables(positions: Tensor, freqs: Tensor, interpolate_factor: float = 1.0) -> Tables:
     """Return cosines and sines of position / interpolate_factor * freqs, float32; positions `[B, T]`, freqs `[F]`."""
     scaled = positions if interpolate_factor == 1 else positions.float() / interpolate_factor
     angles = scaled[..., None] * freqs
     return angles.cos(), angles.sin()
 
 
-def rotate(
-    tables: tuple[Tensor, Tensor] | None, backend: str, *tensors: Tensor | None, layout: str = 'interleaved'
-) -> list[Any]:
+def rotate(tables: Tables | None, backend: str, *tensors: Tensor | None, layout: str = 'interleaved') -> list[Any]:
     """Return the tensors `[B, T, heads, D]`, or None, rotated by tables if there are any. backend: of the layer."""
     if tables is None:
         return list(tensors)
-    backend = _backend_of_op(tables, backend)
+    backend = backend_of_op(tables, backend)
     return [None if t is None else ops.rotary(t, *tables, layout=layout, backend=backend) for t in tensors]
 
 
 def rotated_and_plain(
-    tables: tuple[Tensor, Tensor] | None,
+    tables: Tables | None,
     backend: str,
     x: Tensor,
     num_rotated: int,
@@ -239,11 +237,11 @@ def rotated_and_plain(
 
     Their gradients are added in one pass, by `ops.rotary.shared_input`.
     """
-    backend = _backend_of_op(tables, backend)
+    backend = backend_of_op(tables, backend)
     return shared_input(x, num_plain, num_rotated, tables, layout=layout, backend=backend)
 
 
-def _backend_of_op(tables: tuple[Tensor, Tensor] | None, backend: str) -> str:
+def backend_of_op(tables: Tables | None, backend: str) -> str:
     """Return the backend of the rotary op: eager serves flex and learned frequencies."""
     is_learned = tables is not None and tables[0].requires_grad
     return 'eager' if backend == 'flex' or is_learned else backend

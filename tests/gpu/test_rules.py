@@ -45,7 +45,10 @@ dlogits = pytest.importorskip('native_sparse_attention.ops.selected_attention.tr
 pytestmark = pytest.mark.gpu
 
 BACKEND = 'triton'
-COUNTS = {'window': 150, 'compressed': 130, 'selected': 180, 'chosen_scores': 70, 'block_mass': 60, 'gated_sum': 40}
+COUNTS = {
+    'window': 150, 'compressed': 130, 'selected': 180, 'chosen_scores': 70, 'block_mass': 60, 'gated_sum': 40,
+    'norm_rotary': 60,
+}  # fmt: skip
 SELECT_COUNT = 60
 
 

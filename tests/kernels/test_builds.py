@@ -36,7 +36,7 @@ KERNELS = {
         'block_selection': {'select_kernel', 'forward_kernel', 'dq_kernel'},
         'block_mass': {'block_lse_kernel', 'mass_kernel'},
         'gated_sum': {'forward_kernel', 'backward_kernel'},
-        'rotary': {'rotary_kernel', 'sum_kernel'},
+        'rotary': {'rotary_kernel', 'sum_kernel', 'norm_rotary_kernel', 'norm_rotary_backward_kernel'},
     },
 }
 # Kernels that are built with gates and without.

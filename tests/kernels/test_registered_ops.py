@@ -22,7 +22,7 @@ from native_sparse_attention.ops import (
     window_attention,
 )
 from native_sparse_attention.ops.block_mass import block_mass
-from native_sparse_attention.ops.rotary import shared_input
+from native_sparse_attention.ops.rotary import norm_rotary, shared_input
 from native_sparse_attention.testing import make_qkv
 from tests.support.harness import run_triton, same_bits
 
@@ -151,6 +151,16 @@ def shared(x: Tensor, positions: Tensor, **settings: Any) -> Tensor:
     return torch.stack(shared_input(x, 1, 2, (angles.cos(), angles.sin()), **settings))
 
 
+def normalised(x: Tensor, weight: Tensor, positions: Tensor, **settings: Any) -> Tensor:
+    angles = positions[..., None] / torch.arange(1, 7, device=x.device)
+    return torch.stack(norm_rotary(x, weight, 1, 2, (angles.cos(), angles.sin()), eps=1e-6, **settings))
+
+
+def make_normalised(device: torch.device) -> Tensors:
+    positions = torch.arange(T, device=device)[None]
+    return {'x': inputs(device)['q'], 'weight': torch.rand(16, device=device) + 0.5, 'positions': positions}
+
+
 # Every public op with a Triton backend: how to call it, and how to make its tensors.
 OPS: dict[str, tuple[Callable[..., Any], Callable[[torch.device], Tensors]]] = {
     'window': (windowed, inputs),
@@ -170,6 +180,7 @@ OPS: dict[str, tuple[Callable[..., Any], Callable[[torch.device], Tensors]]] = {
     'gated sum': (gated_sum, make_gated),
     'gated sum, gate in attention': (gate_in_attention, make_outs),
     'rotary': (rotated, lambda d: {'x': inputs(d)['q'], 'positions': torch.arange(T, device=d)[None]}),
+    'norm and rotary': (normalised, make_normalised),
     'shared input': (shared, lambda d: {'x': inputs(d)['q'], 'positions': torch.arange(T, device=d)[None]}),
 }
 DIFFERENTIABLE = [name for name in OPS if name not in ('choice', 'mass')]

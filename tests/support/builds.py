@@ -47,7 +47,7 @@ from native_sparse_attention.ops._triton.interval.modifiers import KernelModifie
 from native_sparse_attention.ops._triton.varlen import make_layout
 from native_sparse_attention.ops.block_mass import block_mass
 from native_sparse_attention.ops.decoding.triton import launch_cache
-from native_sparse_attention.ops.rotary import shared_input
+from native_sparse_attention.ops.rotary import norm_rotary, shared_input
 from native_sparse_attention.ops.selected_attention.triton import plan
 from native_sparse_attention.ops.selected_attention.triton import settings as selected_settings
 from native_sparse_attention.ops.selected_attention.triton.dkv.kernels import Gates
@@ -245,6 +245,11 @@ def build_rotary(dtype: torch.dtype, head_dim: int) -> None:
     differentiate(rotary(x, tables, tables, backend='triton'))
     differentiate(*shared_input(x, 1, 2, (tables, tables), backend='triton'))
     differentiate(*shared_input(x, 3, backend='triton'))
+    for weight_dtype, num_plain, num_rotated in ((dtype, 1, 2), (torch.float32, 1, 1), (torch.float32, 1, 0)):
+        weight = torch.zeros(head_dim, dtype=weight_dtype, requires_grad=True)
+        for layout in ('interleaved', 'half'):
+            settings: dict[str, Any] = {'eps': 1e-6, 'layout': layout, 'backend': 'triton'}
+            differentiate(*norm_rotary(x, weight, num_plain, num_rotated, (tables, tables), **settings))
 
 
 @torch.no_grad()

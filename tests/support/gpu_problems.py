@@ -23,6 +23,7 @@ from native_sparse_attention.ops import (
     window_attention,
 )
 from native_sparse_attention.ops.block_mass import block_mass
+from native_sparse_attention.ops.rotary import norm_rotary
 from native_sparse_attention.testing import (
     INDEX_KINDS,
     LAYOUTS,
@@ -49,7 +50,7 @@ DRAWN_ROWS = 512
 # The results that are float32 whatever the inputs are, and meet no rounding to a half type; of attention the
 # log-sum-exp and gradients of what joins the logits. A row of them is often one number, which nothing averages, and
 # tensor cores round their sums towards zero: the worst row on an H200 was 2^-13.7.
-UNROUNDED = {'chosen_scores': ('out0', 'grad of lse'), 'block_mass': ('out0',), 'gated_sum': ()}
+UNROUNDED = {'chosen_scores': ('out0', 'grad of lse'), 'block_mass': ('out0',), 'gated_sum': (), 'norm_rotary': ()}
 UNROUNDED_OF_ATTENTION = ('out1', 'grad of sinks', 'grad of bias')
 UNROUNDED_ROW_LIMIT = 2.0**-12
 
@@ -118,6 +119,7 @@ def draw_problem(op: str, index: int, device: torch.device) -> tuple[Problem, to
         'chosen_scores': draw_chosen_scores,
         'block_mass': draw_block_mass,
         'gated_sum': draw_gated_sum,
+        'norm_rotary': draw_norm_rotary,
     }
     generator = torch.Generator(device).manual_seed(index)
     # The dtypes take turns, so that each has its share.
@@ -390,6 +392,27 @@ def draw_gated_sum(random: Random, dtype: torch.dtype, device: torch.device, gen
         branch = torch.randn(shape, dtype=dtype, device=device, generator=generator)
         tensors[name] = lay_out(branch, random.choice(LAYOUTS))
     return Problem(gated_sum, tensors, {}, {}, {'grad of gates': dtype})
+
+
+def draw_norm_rotary(random: Random, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Problem:
+    drawn = draw_shape(random, dtype, device, generator)
+    seqlen = draw_seqlen(random)
+    batch = max(random.choice((1, 2, 3)), -(-DRAWN_ROWS // (seqlen * drawn.heads)))
+    x = torch.randn(batch, seqlen, drawn.heads, drawn.head_dim, dtype=dtype, device=device, generator=generator)
+    weight = (torch.rand(drawn.head_dim, device=device, generator=generator) + 0.5).to(dtype)
+    tensors = {'x': lay_out(x, drawn.layout), 'weight': weight.to(random.choice((torch.float32, dtype)))}
+    num_angles = random.choice((drawn.head_dim // 2, drawn.head_dim // 4))
+    rows = random.choice((1, batch))
+    angles = 1000 * torch.rand(rows, seqlen, num_angles, device=device, generator=generator)
+    num_plain, num_rotated = random.choice(((1, 1), (1, 2), (0, 1), (0, 2), (1, 0)))
+    settings = {
+        'num_plain': num_plain,
+        'num_rotated': num_rotated,
+        'tables': (angles.cos(), angles.sin()),
+        'eps': 1e-6,
+        'layout': random.choice(('interleaved', 'half')),
+    }
+    return Problem(norm_rotary, tensors, settings, {}, {'grad of weight': dtype})
 
 
 def attention_lse(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, settings: dict[str, Any]) -> Tensor:

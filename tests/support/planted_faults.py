@@ -69,6 +69,7 @@ TILE_ROWS = '_triton/tiles.py'
 SELECT, GATED_SUM = 'block_selection/triton/select.py', 'gated_sum/triton/kernels.py'
 RANKS, MEMBERS = 'block_selection/triton/topk.py', 'block_selection/triton/group_columns.py'
 ROTARY, ROTATION = 'rotary/triton/kernels.py', '_triton/rotation.py'
+HEAD_NORM, NORMS = 'rotary/triton/norm_kernels.py', ('test_norm_rotary.py',)
 SCORES_FORWARD = 'block_selection/triton/scores_forward.py'
 SCORES_BACKWARD = 'block_selection/triton/scores_backward.py'
 INTERVAL_TILES = ('test_interval_tiles.py',)
@@ -291,6 +292,14 @@ FAULTS = [
     Fault('rotary: sums of readers rotated forward', ROTARY, 'sum_kernel', ', -sin', ', sin', ('test_shared_input.py',)),
     Fault('rotary: a reader is left out', ROTARY, 'sum_kernel', '(NUM_ROTATED, NUM_GRADS)', '(NUM_ROTATED, max(NUM_ROTATED, NUM_GRADS - 1))', ('test_shared_input.py',)),
     Fault('rotary: features without rotation are multiplied', ROTATION, 'rotate', 'even * sin, odd)', 'even * sin, odd * cos + even * sin)', ('test_rotary.py',)),
+    Fault('head norm: mean over padded features', HEAD_NORM, '_inverse_rms', '/ HEAD_DIM', '/ x.shape[1]', NORMS),
+    Fault('head norm: eps dropped', HEAD_NORM, '_inverse_rms', '+ eps', '+ 0.0 * eps', NORMS),
+    Fault('head norm: rotated before rounding', HEAD_NORM, 'norm_rotary_kernel', 'normalised.to(x_ptr.dtype.element_ty)', 'normalised * 1.0', NORMS),
+    Fault('head norm: gradient without the weight', HEAD_NORM, 'norm_rotary_backward_kernel', 'grad *= weight[None, :]', 'grad *= 1.0', NORMS),
+    Fault('head norm: gradient along the row is left', HEAD_NORM, 'norm_rotary_backward_kernel', '(grad - x *', '(grad - 0.0 * x *', NORMS),
+    Fault('head norm: gradients rotated forward', HEAD_NORM, 'norm_rotary_backward_kernel', ', -sin', ', sin', NORMS),
+    Fault('head norm: a reader is left out', HEAD_NORM, 'norm_rotary_backward_kernel', '(NUM_ROTATED, NUM_GRADS)', '(NUM_ROTATED, max(NUM_ROTATED, NUM_GRADS - 1))', NORMS),
+    Fault('head norm: last tile left out', HEAD_NORM, 'norm_rotary_backward_kernel', 'range(num_tiles)', 'range(max(1, num_tiles - 1))', NORMS),
     # Sharing
     Fault('block union: flag of another tile', BLOCK_UNION, '_load_flag_of_query', 'union.block_t + sequence', 'union.block_t', UNION),
     Fault('block union: repeated indices count twice', BLOCK_UNION, 'union_kernel', '& (before // BLOCK_S != keys // BLOCK_S)', '', UNION),

@@ -24,7 +24,7 @@ LINES = (
     {'autograd', 'composition'},
     {'inference.lengths', 'inference.ring', 'inference.session', 'nn.linear'},
     {'functional', 'losses', 'testing', 'nn.compress', 'nn.gate', 'nn.padding', 'nn.rotary', 'inference.cache'},
-    {'inference.paged_cache', 'inference.model_cache', 'inference.phi', 'inference.rollback', 'nn.checks'},
+    {'inference.paged_cache', 'inference.model_cache', 'inference.phi', 'inference.rollback', 'nn.checks', 'nn.heads'},
     {'inference.decode_checks', 'nn.layer'},
     {'inference.decode'},
     {'nn.attention', 'nn.dense', 'inference.generation'},

@@ -164,5 +164,5 @@ def test_digests_of_a_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     )
     file = digest_tree(root, args)
     names = {kernel['kernel'].rsplit('.', 1)[1] for kernel in file['kernels']}
-    assert names == {'rotary_kernel', 'sum_kernel'}
+    assert names == {'rotary_kernel', 'sum_kernel', 'norm_rotary_kernel', 'norm_rotary_backward_kernel'}
     assert compare(file, file) == ([], [], [])

@@ -1,3 +1,3 @@
-from native_sparse_attention.ops.rotary.api import rotary, shared_input
+from native_sparse_attention.ops.rotary.api import norm_rotary, rotary, shared_input
 
-__all__ = ['rotary', 'shared_input']
+__all__ = ['norm_rotary', 'rotary', 'shared_input']

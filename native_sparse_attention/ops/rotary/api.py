@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al. 2021): rotate pairs of features by given angles."""
+"""Rotary position embedding (Su et al. 2021): rotate pairs of features by given angles. RMSNorm before it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from native_sparse_attention.core.checks import check_tensors, shown
 from native_sparse_attention.ops._triton import support
 
 LAYOUTS = ('interleaved', 'half')
+
+Tables = tuple[Tensor, Tensor]
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, layout: str = 'interleaved', backend: str = 'auto') -> Tensor:
@@ -31,15 +33,8 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, layout: str = 'interleaved', 
     Raises:
         ValueError: shapes or dtypes do not fit, or an explicit backend does not support the call.
     """
-    check_tensors(x=x, cos=cos, sin=sin)
-    if x.dim() != 4:
-        raise ValueError(f'x has shape {tuple(x.shape)}, but must have 4 dimensions (B, T, H, D)')
-    if not x.is_floating_point():
-        raise ValueError(f'x has dtype {x.dtype}, but must be a floating dtype')
-    for name, table in (('cos', cos), ('sin', sin)):
-        _check_table(name, table, x)
-    if sin.shape != cos.shape:
-        raise ValueError(f'sin has shape {tuple(sin.shape)}, but cos has {tuple(cos.shape)}')
+    _check_input(x)
+    _check_tables(cos, sin, x)
     is_half = check_layout(layout=layout)
     match backend_of(x, cos, sin, backend=backend).name:
         case 'triton':
@@ -50,6 +45,22 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, layout: str = 'interleaved', 
             from native_sparse_attention.ops.rotary import eager
 
             return eager.rotary(x, cos, sin, is_half)
+
+
+def _check_input(x: Tensor) -> None:
+    check_tensors(x=x)
+    if x.dim() != 4:
+        raise ValueError(f'x has shape {tuple(x.shape)}, but must have 4 dimensions (B, T, H, D)')
+    if not x.is_floating_point():
+        raise ValueError(f'x has dtype {x.dtype}, but must be a floating dtype')
+
+
+def _check_tables(cos: Tensor, sin: Tensor, x: Tensor) -> None:
+    check_tensors(cos=cos, sin=sin)
+    for name, table in (('cos', cos), ('sin', sin)):
+        _check_table(name, table, x)
+    if sin.shape != cos.shape:
+        raise ValueError(f'sin has shape {tuple(sin.shape)}, but cos has {tuple(cos.shape)}')
 
 
 def check_layout(**layout: object) -> bool:
@@ -64,7 +75,7 @@ def shared_input(
     x: Tensor,
     num_plain: int,
     num_rotated: int = 0,
-    tables: tuple[Tensor, Tensor] | None = None,
+    tables: Tables | None = None,
     *,
     layout: str = 'interleaved',
     backend: str = 'auto',
@@ -97,10 +108,82 @@ def shared_input(
     return triton.shared_input(x, rotated.detach(), tables, num_plain, num_rotated, layout == 'half')
 
 
+def norm_rotary(
+    x: Tensor,
+    weight: Tensor,
+    num_plain: int,
+    num_rotated: int = 0,
+    tables: Tables | None = None,
+    *,
+    eps: float,
+    layout: str = 'interleaved',
+    backend: str = 'auto',
+) -> tuple[Tensor, ...]:
+    """Return num_rotated outputs of x normalised and rotated, then num_plain outputs of x normalised.
+
+    The normalised x is x / sqrt(mean(x ** 2) + eps) * weight, with the mean over the features of a head. The rotated
+    outputs share memory, and so do the others: do not write to them. Triton reads x once for all outputs, and in the
+    backward pass all gradients once, as in `shared_input`.
+
+    Args:
+        x: `[B, T, H, D]`, queries or keys.
+        weight: `[D]`, any floating dtype; rounded to the dtype of x.
+        num_plain: outputs without rotation.
+        num_rotated: outputs with rotation, equal to those without where tables is None.
+        tables: cosines and sines, as `rotary` takes them.
+        eps: added to the mean of squares.
+        layout: as in `rotary`.
+        backend: 'auto', 'triton' or 'eager'. Triton has no second derivative.
+
+    Returns:
+        `[B, T, H, D]` each, in the dtype of x, computed in float32 (float64 for a float64 x). The normalised x is
+        rounded before the rotation.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit, or an explicit backend does not support the call.
+    """
+    _check_input(x)
+    check_tensors(weight=weight)
+    if weight.shape != x.shape[3:]:
+        raise ValueError(f'weight has shape {tuple(weight.shape)}, but must have ({x.shape[3]},)')
+    if not weight.is_floating_point():
+        raise ValueError(f'weight has dtype {weight.dtype}, but must be a floating dtype')
+    if weight.device != x.device:
+        raise ValueError(f'weight is on {weight.device}, but x is on {x.device}')
+    if tables is None:
+        num_plain, num_rotated = num_plain + num_rotated, 0
+    else:
+        _check_tables(*tables, x)
+    is_half = check_layout(layout=layout)
+    arguments = (x, weight, tables, eps, num_plain, num_rotated, is_half)
+    match backend_of_norm(x, weight, tables, backend=backend).name:
+        case 'triton':
+            from native_sparse_attention.ops.rotary import triton
+
+            return triton.norm_rotary(*arguments)
+        case _:
+            from native_sparse_attention.ops.rotary import eager
+
+            return eager.norm_rotary(*arguments)
+
+
 def backend_of(x: Tensor, cos: Tensor, sin: Tensor, *, backend: str = 'auto') -> BackendChoice:
     """Return the backend that serves these inputs."""
     candidates = {'triton': partial(_unsupported, x, cos, sin), 'eager': serves}
     return choose_backend('rotary', backend, x.device, candidates)
+
+
+def backend_of_norm(x: Tensor, weight: Tensor, tables: Tables | None, *, backend: str = 'auto') -> BackendChoice:
+    """Return the backend that serves these inputs."""
+    candidates = {'triton': partial(_unsupported_norm, x, weight, tables), 'eager': serves}
+    return choose_backend('norm_rotary', backend, x.device, candidates)
+
+
+def is_fused(x: Tensor, weight: Tensor, tables: Tables | None, backend: str) -> bool:
+    """Return whether the kernels compute this on a backend; where they cannot, nothing is raised."""
+    if backend == 'auto':
+        return backend_of_norm(x, weight, tables).name == 'triton'
+    return backend == 'triton' and transformed('triton') is None and _unsupported_norm(x, weight, tables) is None
 
 
 def _unsupported(x: Tensor, cos: Tensor, sin: Tensor) -> str | None:
@@ -110,6 +193,13 @@ def _unsupported(x: Tensor, cos: Tensor, sin: Tensor) -> str | None:
     if cos.dtype == torch.float64:
         return f'cos has dtype {cos.dtype}, but its kernel computes in float32'
     return support.unsupported(x, name='x')
+
+
+def _unsupported_norm(x: Tensor, weight: Tensor, tables: Tables | None) -> str | None:
+    """Return the reason why the kernels do not support a call, or None."""
+    if weight.dtype not in support.DTYPES:
+        return f'weight has dtype {weight.dtype}, but its kernels compute in float32'
+    return support.unsupported(x, name='x') if tables is None else _unsupported(x, *tables)
 
 
 def _check_table(name: str, table: Tensor, x: Tensor) -> None:
@@ -124,7 +214,7 @@ def _check_table(name: str, table: Tensor, x: Tensor) -> None:
         raise ValueError(f'{name} is on {table.device}, but x is on {x.device}')
 
 
-def _adds(x: Tensor, num_readers: int, tables: tuple[Tensor, Tensor] | None, backend: str) -> bool:
+def _adds(x: Tensor, num_readers: int, tables: Tables | None, backend: str) -> bool:
     """Return whether the kernel adds the gradients of x; with rotated outputs it needs the kernel of `rotary`."""
     if torch.compiler.is_compiling() or num_readers > support.MAX_READERS:
         return False
