@@ -30,6 +30,7 @@ from triton.runtime import JITFunction
 from benchmarks.shapes import PAPER, Shape, make_inputs
 from benchmarks.timing import measure_kernels, synchronize
 from native_sparse_attention import SparseAttention, composition, functional, nsa
+from native_sparse_attention.autograd import replay
 from native_sparse_attention.ops._triton import inverse_index, launch, support
 from native_sparse_attention.ops._triton.interval import keys as interval_keys
 from native_sparse_attention.ops.selected_attention.triton import plan
@@ -101,6 +102,7 @@ def without_kernels() -> Iterator[None]:
         mock.patch.object(launch.launcher, 'driver', SimpleNamespace(active=active)),
         mock.patch.object(launch.launcher, '_compiled', Launched),
         mock.patch.object(JITFunction, 'run', _run),
+        mock.patch.object(replay, 'DEVICE_TYPES', ('cpu',)),
         *(mock.patch.object(*limit) for limit in SMALL_LIMITS),
     ]
     with ExitStack() as stack:

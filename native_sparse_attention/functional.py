@@ -10,6 +10,7 @@ from torch import Tensor
 
 from native_sparse_attention import composition
 from native_sparse_attention.autograd.recompute import SavedSelection
+from native_sparse_attention.autograd.replay import replayed
 from native_sparse_attention.core.checks import shown
 from native_sparse_attention.ops import select_blocks
 from native_sparse_attention.ops.block_selection import api as block_selection
@@ -19,6 +20,7 @@ from native_sparse_attention.ops.selected_attention import api as selected_atten
 from native_sparse_attention.ops.window_attention import api as window_attention
 
 
+@replayed
 def nsa(
     q: Tensor,
     k: Tensor,

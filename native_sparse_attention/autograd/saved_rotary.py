@@ -34,13 +34,21 @@ def recompute_rotated(
         or backend_of(x, *tables, backend=backend).name != 'triton'
     ):
         return nullcontext()
-    # The hooks keep no reference to rotated.
-    memory, recomputed = _memory(rotated), _Recomputed(x, tables, backend, layout)
-
-    def pack(t: Tensor) -> _Saved | _Recomputed:
-        return recomputed.used() if type(t) is Tensor and _memory(t) == memory else _Saved.of(t)
-
+    pack = PackRotated(_memory(rotated), _Recomputed(x, tables, backend, layout))
     return saved_tensors_hooks(pack, lambda saved: saved.unpacked())
+
+
+class PackRotated(NamedTuple):
+    """Hook that saves the rotated tensor as one to be recomputed. It keeps no reference to it.
+
+    memory: address and layout of the rotated tensor.
+    """
+
+    memory: tuple[Any, ...]
+    recomputed: _Recomputed
+
+    def __call__(self, t: Tensor) -> _Saved | _Recomputed:
+        return self.recomputed.used() if type(t) is Tensor and _memory(t) == self.memory else _Saved.of(t)
 
 
 class _Saved(NamedTuple):

@@ -36,7 +36,7 @@ LINES = (
 )
 
 # Folders whose modules may import each other; the direction inside `ops` has a test of its own.
-SAME = (('core',), ('ops',), ('nn', 'compress'), ('integrations', 'transformers'), ('distributed',))
+SAME = (('core',), ('ops',), ('autograd',), ('nn', 'compress'), ('integrations', 'transformers'), ('distributed',))
 
 # Run in a process of its own. torch comes first: what it does to the process is not the package's doing.
 IMPORT = """

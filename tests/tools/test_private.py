@@ -23,12 +23,14 @@ from torch.nn.modules import module as module_hooks
 from native_sparse_attention import SparseAttention
 from native_sparse_attention.autograd.saved_rotary import recompute_rotated
 from native_sparse_attention.compress import CompressTransformer, ConvLinearCompress, GroupedMLP, MeanPool
-from native_sparse_attention.core import private
+from native_sparse_attention.core import private, private_recording
 from native_sparse_attention.nn.rotary import angle_tables, rotate
 from native_sparse_attention.ops import _flex
 from tests.tools.test_import import FILES, PACKAGE
 
 PRIVATE = PACKAGE / 'core' / 'private.py'
+# Recording calls needs interfaces of its own, and nothing is recorded without them.
+RECORDING = PACKAGE / 'core' / 'private_recording.py'
 # Of a namedtuple, where they are public.
 OF_TUPLES = {'_asdict', '_replace', '_fields', '_make'}
 # Of Triton's kernels, compiled ones and descriptors, undocumented.
@@ -82,9 +84,9 @@ def private_uses(source: str, file: str = '') -> Iterator[str]:
 
 
 @pytest.mark.parametrize('file', FILES, ids=[str(file.relative_to(PACKAGE)) for file in FILES])
-def test_private_interfaces_are_used_in_one_file(file: Path) -> None:
+def test_private_interfaces_are_used_in_two_files(file: Path) -> None:
     uses = list(private_uses(file.read_text(encoding='utf-8'), file.name))
-    assert bool(uses) == (file == PRIVATE), f'reaches into {uses}: use core/private.py'
+    assert bool(uses) == (file in (PRIVATE, RECORDING)), f'reaches into {uses}: use core/private.py'
 
 
 @pytest.mark.parametrize(
@@ -155,6 +157,15 @@ def test_a_missing_interface_has_a_fallback(owner: Any, name: str, changed: str)
 
     assert is_fast(here) == dict.fromkeys(kinds, True)
     assert is_fast(there) == {kind: kind != changed for kind in kinds}
+
+
+@pytest.mark.parametrize(
+    'name', ['_len_torch_dispatch_stack', '_get_tracing_state', '_are_functorch_transforms_active']
+)
+def test_nothing_is_recorded_without_an_interface(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert private_recording.find_recording() is not None
+    monkeypatch.delattr(torch._C, name)
+    assert private_recording.find_recording() is None
 
 
 def test_the_state_of_a_model_is_read_anew() -> None:
@@ -293,7 +304,7 @@ def test_a_python_without_compile_is_noticed(monkeypatch: pytest.MonkeyPatch) ->
 REGISTERED = """
 import sys
 import torch
-from native_sparse_attention.core import private
+from native_sparse_attention.core import private, private_recording
 if sys.argv[1] == 'fallback':
     private.register_derivative = lambda op, backward, save: False
 from native_sparse_attention.ops import gated_sum, window_attention

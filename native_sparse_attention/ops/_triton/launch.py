@@ -165,6 +165,8 @@ class CompiledKernel(NamedTuple):
 _COMPILED: dict[tuple[Any, ...], CompiledKernel] = {}
 MAX_COMPILED = 4096
 _NUMBERS = frozenset((int, type(None), float, bool))
+# Functions that record the launches of a call (`recorder`): (compiled kernel or None, grid, args).
+recorders: list[Callable[[CompiledKernel | None, tuple[int, ...], tuple[Any, ...]], None]] = []
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, device: torch.device, **meta: Any) -> Any:
@@ -185,6 +187,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, device: torch.device,
         with torch.cuda.device(device):
             return launch(kernel, grid, *args, device=device, **meta)
     if are_watched() or launcher is None:
+        for record in recorders:
+            record(None, grid, args)
         return kernel[grid](*args, enable_fp_fusion=False, **meta)
     values, keys = _specialize(args)
     key = (id(kernel), device, keys, *meta, *meta.values())
@@ -194,10 +198,13 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, device: torch.device,
         if launcher.is_compiled(compiled):
             if len(_COMPILED) == MAX_COMPILED:
                 _COMPILED.clear()
-            _COMPILED[key] = CompiledKernel(kernel, compiled, launcher.keep(kernel, compiled, len(args), meta))
-        return compiled
-    launcher.start(known.launch, grid, device, values)
-    return known.compiled
+            known = _COMPILED[key] = CompiledKernel(kernel, compiled, launcher.keep(kernel, compiled, len(args), meta))
+    else:
+        launcher.start(known.launch, grid, device, values)
+        compiled = known.compiled
+    for record in recorders:
+        record(known, grid, args)
+    return compiled
 
 
 def launch_rows(kernel: Any, out: Tensor, *args: Any, block_dv: int) -> None:

@@ -1,0 +1,106 @@
+"""Private interfaces of PyTorch for recording the operations of a call, beside those in `core.private`.
+
+Each has a feature test. Where one is missing, `find_recording` returns None, and no call is recorded or replayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Recording(NamedTuple):
+    """What recording needs of PyTorch.
+
+    Attributes:
+        mode: base class of dispatch modes, whose `__torch_dispatch__` receives every operation of a thread, and those
+            of the backward pass that the thread starts.
+        innermost_mode: the dispatch mode of this thread that receives operations first, or None.
+        storage_id: a number that identifies the memory of a tensor while something of `hold_id` is alive.
+        hold_id: an object that keeps the number from being reused, but does not keep the memory.
+        function_of: the Python function of a custom op, given its overload.
+        is_mutable: whether an operation changes an argument, given its overload.
+        is_plain: whether nothing but autograd and autocast takes part in a call: no mode, transform or trace.
+        hooks: the innermost hooks of saved tensors (pack, unpack), or None; raises RuntimeError if hooks are disabled.
+    """
+
+    mode: type
+    innermost_mode: Callable[[], Any]
+    storage_id: Callable[[Tensor], int]
+    hold_id: Callable[[Tensor], Any]
+    function_of: Callable[[Any], Callable[..., Any]]
+    is_mutable: Callable[[Any], bool]
+    is_plain: Callable[[], bool]
+    hooks: Callable[[], Any]
+
+
+def find_recording() -> Recording | None:
+    """Return the interfaces, or None where PyTorch lacks one."""
+    with suppress(Exception):
+        return _known_recording()
+    return None
+
+
+def _known_recording() -> Recording:
+    from torch._library.custom_ops import OPDEFS
+    from torch.autograd import forward_ad
+    from torch.multiprocessing.reductions import StorageWeakRef
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    c: Any = torch._C
+    count_modes, mode_at, count_functions = (
+        c._len_torch_dispatch_stack, c._get_dispatch_stack_at, c._len_torch_function_stack
+    )  # fmt: skip
+    is_transformed, tracing_state = c._are_functorch_transforms_active, c._get_tracing_state
+    hooks_enabled, innermost_hooks = (
+        c._autograd._saved_tensors_hooks_is_enabled, c._autograd._top_saved_tensors_default_hooks
+    )  # fmt: skip
+
+    def innermost_mode() -> Any:
+        count = count_modes()
+        return mode_at(count - 1) if count else None
+
+    def function_of(op: Any) -> Callable[..., Any]:
+        return OPDEFS[op._schema.name]._init_fn
+
+    def is_mutable(op: Any) -> bool:
+        return op._schema.is_mutable
+
+    def is_plain() -> bool:
+        return not (
+            count_modes() or count_functions() or is_transformed() or forward_ad._current_level >= 0 or tracing_state()
+        )
+
+    def hooks() -> Any:
+        if not hooks_enabled():
+            raise RuntimeError('hooks of saved tensors are disabled')
+        return innermost_hooks(True)
+
+    def storage_id(tensor: Tensor) -> int:
+        return tensor.untyped_storage()._cdata
+
+    def hold_id(tensor: Tensor) -> Any:
+        return StorageWeakRef(tensor.untyped_storage())
+
+    operations = (storage_id, hold_id, function_of, is_mutable)
+    found = Recording(TorchDispatchMode, innermost_mode, *operations, is_plain, hooks)
+    _test(found)
+    return found
+
+
+def _test(found: Recording) -> None:
+    # No mode runs here: the first one imports torch._dynamo, which takes seconds.
+    x, other = torch.zeros(4, device='cpu'), torch.zeros(4, device='cpu')
+    is_known = found.storage_id(x[1:]) == found.storage_id(x) != found.storage_id(other)
+    is_known = is_known and found.innermost_mode() is None and isinstance(found.is_plain(), bool)
+    is_known = is_known and not found.hold_id(x).expired()
+    if not is_known:
+        raise AssertionError
+    own: Any = repr
+    with torch.autograd.graph.saved_tensors_hooks(own, own):
+        if found.hooks() != (own, own):
+            raise AssertionError
