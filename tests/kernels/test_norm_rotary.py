@@ -157,6 +157,17 @@ def test_rows_of_zeros_and_of_large_numbers(device: torch.device) -> None:
     check(x, weight, tables, (1, 1), make_grads(shape, 2, device))
 
 
+def test_eps_of_zero(device: torch.device) -> None:
+    """Rows of a tile beyond the last row, whose mean of squares is 0, add nothing to the gradient of the weight."""
+    x, weight, tables = make_problem((1, 5, 3, 40), 20, torch.float32, device)
+    results = []
+    for backend in ('triton', 'eager'):
+        leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        outputs = norm_rotary(*leaves, 1, 1, tables, eps=0.0, backend=backend)
+        results.append([*outputs, *torch.autograd.grad(torch.stack(outputs).sin().sum(), leaves)])
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+
+
 def test_a_row_does_not_depend_on_its_neighbours(device: torch.device) -> None:
     x, weight, tables = make_problem((3, 37, 2, 20), 10, torch.float16, device)
     grads = [grad.half() for grad in make_grads((3, 37, 2, 20), 2, device)]

@@ -295,6 +295,7 @@ FAULTS = [
     Fault('head norm: mean over padded features', HEAD_NORM, '_inverse_rms', '/ HEAD_DIM', '/ x.shape[1]', NORMS),
     Fault('head norm: eps dropped', HEAD_NORM, '_inverse_rms', '+ eps', '+ 0.0 * eps', NORMS),
     Fault('head norm: rotated before rounding', HEAD_NORM, 'norm_rotary_kernel', 'normalised.to(x_ptr.dtype.element_ty)', 'normalised * 1.0', NORMS),
+    Fault('head norm: rows beyond the last', HEAD_NORM, 'norm_rotary_backward_kernel', 'tl.where(row_mask, _inverse_rms(x, eps, HEAD_DIM), 0.0)', '_inverse_rms(x, eps, HEAD_DIM)', NORMS),
     Fault('head norm: gradient without the weight', HEAD_NORM, 'norm_rotary_backward_kernel', 'grad *= weight[None, :]', 'grad *= 1.0', NORMS),
     Fault('head norm: gradient along the row is left', HEAD_NORM, 'norm_rotary_backward_kernel', '(grad - x *', '(grad - 0.0 * x *', NORMS),
     Fault('head norm: gradients rotated forward', HEAD_NORM, 'norm_rotary_backward_kernel', ', -sin', ', sin', NORMS),

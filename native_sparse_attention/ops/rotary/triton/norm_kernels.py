@@ -111,7 +111,8 @@ def norm_rotary_backward_kernel(
             pointers = _tile(grads[i], grads_strides[i], rows, seqlen, heads, columns)
             grad += tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
         x = tl.load(_tile(x_ptr, x_strides, rows, seqlen, heads, columns), mask=mask, other=0.0).to(tl.float32)
-        inverse = _inverse_rms(x, eps, HEAD_DIM)[:, None]
+        # 0 in rows that do not exist: with eps = 0 it would be infinite there, and 0 * infinity is NaN.
+        inverse = tl.where(row_mask, _inverse_rms(x, eps, HEAD_DIM), 0.0)[:, None]
         x *= inverse
         dweight += grad * x
         if dx_ptr is not None:
