@@ -53,7 +53,7 @@ class Projected(NamedTuple):
     def normalised(self, norms: Norms) -> Projected:
         """Return them with normalised queries and keys."""
         q_norm, k_norm = norms
-        if q_norm is None:
+        if q_norm is None and k_norm is None:
             return self
         raw_k = normalised(k_norm, self.raw_k)
         k = raw_k if self.k is self.raw_k else normalised(k_norm, self.k)

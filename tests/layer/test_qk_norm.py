@@ -216,6 +216,17 @@ def test_replaced_norms_are_called(name: str, device: torch.device) -> None:
     assert_same(*(run(layer, x)[0] for layer in layers))
 
 
+@pytest.mark.parametrize('name', ['q_norm', 'k_norm'])
+@pytest.mark.parametrize('kind', [SparseAttention, DenseAttention])
+def test_one_norm_alone(kind: type[nn.Module], name: str, device: torch.device) -> None:
+    results = []
+    for absent in (None, nn.Identity()):
+        layer = make_layer(kind).to(device)
+        setattr(layer, name, absent)
+        results.append(run(layer, make_input(device))[0])
+    assert_same(*results)
+
+
 def test_another_eps(device: torch.device) -> None:
     layer, x = make_layer(**MERGED).to(device), make_input(device)
     before = layer(x)
