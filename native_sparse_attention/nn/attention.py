@@ -411,7 +411,7 @@ class SparseAttention(AttentionLayer):
             raise
 
     def _project(self, x: Tensor) -> Projected:
-        x = self.norm(x)
+        x = self._normalise(x)
         to_qkv, to_logits, x_qkv, x_logits = self.to_qkv, self.to_strategy_combine, x, x
         if (dtype := projection_dtype(x)) != x.dtype:
             rounded = x.to(dtype)  # once, where autocast would do so for each of two linear layers

@@ -36,7 +36,8 @@ class DenseAttention(AttentionLayer):
         rotary_layout: as in `SparseAttention`.
         output_gate: multiply the output of each head by a sigmoid gate, a linear function of the normalised input. It
             starts at sigmoid(2) for every input, as the window gate of `SparseAttention` does.
-        qk_norm: RMSNorm of queries and keys, as in `SparseAttention`.
+        qk_norm: RMSNorm of queries and keys, as in `SparseAttention`. On NVIDIA GPUs, where Triton computes it, the
+            layer has no second derivative.
 
     Raises:
         ValueError: sizes do not fit; names argument, value and rule.
@@ -113,7 +114,7 @@ class DenseAttention(AttentionLayer):
             padded = Sequences(batch, seqlen, seqlen, x.device, q_offset=0, seqlens_k=order.lengths)
             return from_front(self._attend_layout(x, padded), order)
         positions = torch.arange(seqlen, device=x.device).expand(batch, -1)
-        x = self.norm(x)
+        x = self._normalise(x)
         q, k, v = self._project(x, positions)
         return self._combine(_sdpa(q, k, v, is_causal=self.causal), x)
 
@@ -121,7 +122,7 @@ class DenseAttention(AttentionLayer):
         """Return attention within the sequences of x; tokens outside of every sequence give 0."""
         layout = sequences.layout()
         real = (layout.position < layout.key_len)[..., None]
-        x = self.norm(x.masked_fill(~real, 0.0))
+        x = self._normalise(x.masked_fill(~real, 0.0))
         q, k, v = self._project(x, layout.position)
         out = _sdpa(q, k, v, _visible(sequences, self.causal))
         return self._combine(out, x).masked_fill(~real, 0.0)
@@ -130,7 +131,7 @@ class DenseAttention(AttentionLayer):
         seqlen = x.shape[1]
         cache.reserve(seqlen)
         offset = cache.lengths.clone()
-        x = self.norm(x)
+        x = self._normalise(x)
         q, k, v = self._project(x, cache.positions(seqlen))
         checkpoint = Checkpoint([cache], seqlen, offset)
         try:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from native_sparse_attention.core.checks import check_flags
-from native_sparse_attention.core.projection import projection_dtype
+from native_sparse_attention.core.plain import is_plain
+from native_sparse_attention.core.projection import floating_weight, projection_dtype
 from native_sparse_attention.inference.cache import FIRST_CAPACITY, MAX_ROLLBACK, LayerCache
 from native_sparse_attention.inference.paged_cache import cache_kind, make_cache
 from native_sparse_attention.nn.checks import check_cache, check_input, check_undifferentiated
@@ -75,6 +76,17 @@ class AttentionLayer(nn.Module):
         """Compute with one of `ranks` equal parts of the heads, whose weights the modules of the layer have."""
         self.heads, self.kv_heads = self.heads // ranks, self.kv_heads // ranks
         self.head_ranks, self.head_rank = ranks, rank
+
+    def _normalise(self, x: Tensor) -> Tensor:
+        """Return the input `[B, T, dim]` after the norm of the layer.
+
+        PyTorch has no fused kernel for a float32 weight beside an input of a half type, as autocast leaves them. In
+        float32 it has one, with the same single rounding to the half type.
+        """
+        norm = self.norm
+        if x.dtype.itemsize < 4 and (weight := floating_weight(norm)) is not None and weight.dtype == torch.float32:
+            return norm(x.float()).to(x.dtype) if is_plain(norm, nn.RMSNorm) else norm(x)
+        return norm(x)
 
     def _split_heads(self, qkv: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, list[Tensor]]:
         """Return q `[B, T, HQ, D]`, and k and v of each branch, `[B, T, H, D or DV]`, of the output of to_qkv, before

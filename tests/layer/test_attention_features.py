@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from native_sparse_attention import SparseAttention
@@ -255,6 +256,22 @@ def test_autocast() -> None:
     assert all(t.isfinite().all() for t in results.values())
     torch.testing.assert_close(steps, whole, rtol=0.05, atol=0.05)
     torch.testing.assert_close(whole.float(), layer(x), rtol=0.1, atol=0.1)
+
+
+@pytest.mark.parametrize('kind', [SparseAttention, DenseAttention])
+def test_float32_norm_of_a_half_input(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs in float32, where PyTorch has a fused kernel, and gives what a call gives, which a hook leaves it to."""
+    layer: Any = make_layer(torch.float32) if kind is SparseAttention else DenseAttention(DIM, 6, 4, 2)
+    inputs: list[torch.dtype] = []
+    rms_norm = F.rms_norm
+    monkeypatch.setattr(F, 'rms_norm', lambda x, *args: (inputs.append(x.dtype), rms_norm(x, *args))[1])
+    x = tokens(2, 17, torch.bfloat16)
+    with torch.autocast('cpu', torch.bfloat16):
+        results = run(layer, x)
+        layer.norm.register_forward_hook(lambda *_: None)
+        expected = run(layer, x)
+    assert inputs == [torch.float32, torch.bfloat16]
+    assert all(value.equal(expected[name]) for name, value in results.items())
 
 
 def test_half_layers() -> None:
