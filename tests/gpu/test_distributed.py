@@ -52,7 +52,7 @@ def make_model(device: str, merged: bool, depth: int = 2) -> Transformer:
         heads=8,
         kv_heads=4,
         use_sparse_attn=True,
-        sparse_attn_kwargs={**SPARSE, 'merge_window': merged},
+        sparse_attn_kwargs={**SPARSE, 'merge_window': merged, 'qk_norm': merged},
     )
     return model.to(device)
 

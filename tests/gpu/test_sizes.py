@@ -28,6 +28,7 @@ from native_sparse_attention.ops import (
     selected_attention,
     window_attention,
 )
+from native_sparse_attention.ops.rotary import norm_rotary
 from native_sparse_attention.testing import assert_matches, make_block_indices, make_qkv
 from tests.gpu.test_rules import assert_chooses_as_well
 from tests.support.gpu_problems import Problem, assert_obeys_the_rules, attention_lse, choose, make_nsa, with_memory
@@ -217,6 +218,30 @@ def test_gated_sum_past_2_31_elements(device: torch.device):
     for result, of_tail in ((out, expected), (gates.grad, tail[0].grad), (branches[0].grad, tail[1].grad)):
         assert result is not None
         torch.testing.assert_close(result[:, -TAIL:], of_tail, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.usefixtures('most_memory')
+def test_norm_and_rotary_past_2_31_elements(device: torch.device):
+    seqlen = many_tokens(16, 128)
+    x = torch.randn(1, seqlen, 16, 128, dtype=torch.bfloat16, device=device, requires_grad=True)
+    weight = (torch.rand(128, device=device) + 0.5).requires_grad_()
+    angles = 1000 * torch.rand(1, seqlen, 64, device=device)
+    tables = angles.cos(), angles.sin()
+    outputs = norm_rotary(x, weight, 1, 1, tables, eps=1e-6, backend=BACKEND)
+    # Only the last rows have gradients, so that they alone make up that of the weight.
+    grad = torch.zeros_like(x)
+    grad[:, -TAIL:] = torch.randn(1, TAIL, 16, 128, device=device)
+    torch.autograd.backward(outputs, [grad, grad])
+    leaves = x.detach()[:, -TAIL:].requires_grad_(), weight.detach().requires_grad_()
+    tail_tables = tables[0][:, -TAIL:], tables[1][:, -TAIL:]
+    expected = norm_rotary(*leaves, 1, 1, tail_tables, eps=1e-6, backend='eager')
+    torch.autograd.backward(expected, [grad[:, -TAIL:]] * 2)
+    for result, of_tail in ((outputs[0], expected[0]), (outputs[1], expected[1]), (x.grad, leaves[0].grad)):
+        assert result is not None
+        torch.testing.assert_close(result[:, -TAIL:], of_tail, rtol=2e-2, atol=2e-2)
+    assert weight.grad is not None
+    assert leaves[1].grad is not None
+    assert (weight.grad - leaves[1].grad).norm() <= 0.01 * leaves[1].grad.norm()
 
 
 def spread(tensor: Tensor, axis: int, buffer: Tensor, start: int) -> Tensor:
