@@ -187,7 +187,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, device: torch.device,
         with torch.cuda.device(device):
             return launch(kernel, grid, *args, device=device, **meta)
     if are_watched() or launcher is None:
-        for record in recorders:
+        for record in tuple(recorders):
             record(None, grid, args)
         return kernel[grid](*args, enable_fp_fusion=False, **meta)
     values, keys = _specialize(args)
@@ -202,7 +202,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, device: torch.device,
     else:
         launcher.start(known.launch, grid, device, values)
         compiled = known.compiled
-    for record in recorders:
+    for record in tuple(recorders):  # another thread may remove its own meanwhile
         record(known, grid, args)
     return compiled
 
