@@ -67,37 +67,47 @@ def _properties(tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, 
     """Return everything that the launches of a call depend on, and add its tensors to `tensors`; None for a call that
     is not replayed.
     """
-    if not _recording.is_plain() or kwargs.get('dropout_p') or kwargs.get('backend') in ('flex', 'eager'):
+    if not _recording.is_plain() or kwargs.get('backend') in ('flex', 'eager'):
         return None
     key: list[Any] = [*kwargs]
     try:
-        _describe((*args, *kwargs.values()), key, tensors)
-        device_type = tensors[0].device.type
-        if device_type not in DEVICE_TYPES or tensors[0].numel() > MAX_ELEMENTS:
+        q = _queries_of(args, kwargs)
+        device_type = q.device.type
+        if device_type not in DEVICE_TYPES or q.numel() > MAX_ELEMENTS or kwargs.get('dropout_p'):
             return None
+        if torch.is_grad_enabled():
+            hooks = _recording.hooks()
+            if _recording.is_below_autograd() or (hooks and type(hooks[0]) is not PackRotated):
+                return None
+        _describe((*args, *kwargs.values()), q.device, key, tensors)
         ids = [*map(id, tensors)]
         if len({*ids}) < len(ids) and any(ids.count(id(t)) > 2 for t in tensors if t.requires_grad):
             return None  # autograd would add its gradients in another order
-        if torch.is_grad_enabled() and (hooks := _recording.hooks()) and type(hooks[0]) is not PackRotated:
-            return None
-    except (TypeError, RuntimeError, IndexError):  # neither tensors nor plain values, or no strides, or no tensor
+    except (AttributeError, TypeError, RuntimeError):  # neither tensors nor plain values, or no strides
         return None
     is_cast = torch.is_autocast_enabled(device_type)
     flags = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.are_deterministic_algorithms_enabled())
-    return (*key, *flags, torch.get_default_dtype(), is_cast and torch.get_autocast_dtype(device_type))
+    return (*key, q.device, *flags, torch.get_default_dtype(), is_cast and torch.get_autocast_dtype(device_type))
 
 
-def _describe(values: Any, key: list[Any], tensors: list[Tensor]) -> None:
+def _queries_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[0] if args else kwargs.get('q')
+
+
+def _describe(values: Any, device: torch.device, key: list[Any], tensors: list[Tensor]) -> None:
     for value in values:
         kind = type(value)
         if kind is Tensor or kind is nn.Parameter:
+            address = value.data_ptr()
+            if value.device != device or value.is_neg() or not (address or 0 in value.shape):
+                raise TypeError  # its memory does not hold its values, or there is none
             tensors.append(value)
-            key += (value.shape, value.stride(), value.dtype, value.device, value.requires_grad, value.data_ptr() % 16)
+            key += (value.shape, value.stride(), value.dtype, value.requires_grad, address % 16)
         elif kind in _PLAIN:
             key += (kind, value)
         elif kind is tuple or kind is list:
             key.append(len(value))
-            _describe(value, key, tensors)
+            _describe(value, device, key, tensors)
         elif value is not select_blocks:
             raise TypeError
 
@@ -168,16 +178,19 @@ def _record_or_count(
     if len(_calls) >= MAX_CALLS and not count:
         _calls.clear()
     _calls[key] = count + 1
-    if count + 1 < MIN_CALLS or support.unsupported(tensors[0]) is not None or torch.version.hip is not None:
+    if count + 1 < MIN_CALLS:
         return None
-    if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
+    q, program = _queries_of(args, kwargs), None
+    if q.is_cuda and _on_device(q.device, torch.cuda.is_current_stream_capturing):
         return None
-    _calls[key] = None  # unless recording succeeds
+    _calls[key] = None  # unless recording succeeds; another thread does not record meanwhile
     try:
-        _calls[key] = _on_device(tensors[0].device, _record, function, args, kwargs, tensors)
+        if support.unsupported(q) is None and torch.version.hip is None:
+            program = _on_device(q.device, _record, function, args, kwargs, tensors)
     except Exception:
         return None  # the call itself raises what is wrong with it
-    return _calls[key]
+    _calls[key] = program
+    return program
 
 
 def _record(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:

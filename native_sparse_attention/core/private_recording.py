@@ -25,6 +25,7 @@ class Recording(NamedTuple):
         function_of: the Python function of a custom op, given its overload.
         is_mutable: whether an operation changes an argument, given its overload.
         is_plain: whether nothing but autograd and autocast takes part in a call: no mode, transform or trace.
+        is_below_autograd: whether autograd records nothing, as inside the kernel of an op, or in inference mode.
         hooks: the innermost hooks of saved tensors (pack, unpack), or None; raises RuntimeError if hooks are disabled.
     """
 
@@ -35,6 +36,7 @@ class Recording(NamedTuple):
     function_of: Callable[[Any], Callable[..., Any]]
     is_mutable: Callable[[Any], bool]
     is_plain: Callable[[], bool]
+    is_below_autograd: Callable[[], bool]
     hooks: Callable[[], Any]
 
 
@@ -56,6 +58,7 @@ def _known_recording() -> Recording:
         c._len_torch_dispatch_stack, c._get_dispatch_stack_at, c._len_torch_function_stack
     )  # fmt: skip
     is_transformed, tracing_state = c._are_functorch_transforms_active, c._get_tracing_state
+    is_excluded, autograd = c._dispatch_tls_is_dispatch_key_excluded, c.DispatchKey.AutogradFunctionality
     hooks_enabled, innermost_hooks = (
         c._autograd._saved_tensors_hooks_is_enabled, c._autograd._top_saved_tensors_default_hooks
     )  # fmt: skip
@@ -75,6 +78,9 @@ def _known_recording() -> Recording:
             count_modes() or count_functions() or is_transformed() or forward_ad._current_level >= 0 or tracing_state()
         )
 
+    def is_below_autograd() -> bool:
+        return is_excluded(autograd)
+
     def hooks() -> Any:
         if not hooks_enabled():
             raise RuntimeError('hooks of saved tensors are disabled')
@@ -87,7 +93,7 @@ def _known_recording() -> Recording:
         return StorageWeakRef(tensor.untyped_storage())
 
     operations = (storage_id, hold_id, function_of, is_mutable)
-    found = Recording(TorchDispatchMode, innermost_mode, *operations, is_plain, hooks)
+    found = Recording(TorchDispatchMode, innermost_mode, *operations, is_plain, is_below_autograd, hooks)
     _test(found)
     return found
 
@@ -98,6 +104,10 @@ def _test(found: Recording) -> None:
     is_known = found.storage_id(x[1:]) == found.storage_id(x) != found.storage_id(other)
     is_known = is_known and found.innermost_mode() is None and isinstance(found.is_plain(), bool)
     is_known = is_known and not found.hold_id(x).expired()
+    with torch.inference_mode(False):
+        is_known = is_known and not found.is_below_autograd()
+    with torch.inference_mode():
+        is_known = is_known and found.is_below_autograd()
     if not is_known:
         raise AssertionError
     own: Any = repr

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 
+from native_sparse_attention import nsa
+from native_sparse_attention.autograd import replay
 from native_sparse_attention.ops._triton import launch as launches
 from native_sparse_attention.ops._triton.support import is_interpreted
 from tests.support.replay_kernels import play
-from tests.support.replay_problems import SIZES, Problem, without_replay
+from tests.support.replay_problems import SIZES, Problem, assert_same, programs, without_replay
 
 pytestmark = [
     pytest.mark.skipif(not is_interpreted(), reason='a GPU has compiled kernels'),
@@ -42,3 +45,65 @@ def test_another_thread_may_end_a_recording(monkeypatch: pytest.MonkeyPatch) -> 
         launches.recorders[:] = recorders
         SMALL.results(SMALL.make(CPU))
     assert len(seen) == 2 * expected
+
+
+# --- Arguments ---
+
+
+@pytest.mark.parametrize('kind', ['negative', 'zero'])
+def test_values_that_memory_does_not_hold(kind: str, runs: list[str]) -> None:
+    """A view with the negative bit, and a tensor of zeros without memory."""
+    tensors = SMALL._replace(needs=()).make(CPU)
+    SMALL.call(tensors)
+    q = tensors['q'].neg()
+    tensors['q'] = torch._neg_view(q) if kind == 'negative' else torch._efficientzerotensor(q.shape)
+    with without_replay():
+        expected = SMALL.call(tensors)
+    runs.clear()
+    assert_same([SMALL.call(tensors)], [expected])
+    assert not runs
+    assert len(programs()) == 1
+
+
+def test_queries_by_keyword(runs: list[str]) -> None:
+    """The first argument need not be q, whose device, size and dtype decide."""
+    problem = SMALL._replace(features=True)
+    tensors = problem.make(CPU)
+    with without_replay():
+        expected = problem.call(tensors)
+    values = {'sinks': tensors.pop('sinks'), **tensors, **problem.sizes, 'softcap': 5.0, 'backend': 'triton'}
+    assert_same([nsa(**values).detach()], [expected.detach()])
+    assert runs
+    assert programs()
+
+
+def test_dropout_is_compared_where_it_can_be() -> None:
+    problem = SMALL._replace(settings={'dropout_p': torch.zeros(2)})
+    with pytest.raises(ValueError, match='dropout_p is'):
+        problem.call(problem.make(CPU))
+
+
+def test_programs_may_go_while_one_is_recorded(monkeypatch: pytest.MonkeyPatch, runs: list[str]) -> None:
+    """Another thread with calls of many sizes clears them."""
+    record = replay._record
+
+    def clears(*args: Any) -> Any:
+        program = record(*args)
+        replay._calls.clear()
+        return program
+
+    monkeypatch.setattr(replay, '_record', clears)
+    SMALL.call(SMALL.make(CPU))
+    assert runs
+
+
+# --- Autograd ---
+
+
+@pytest.mark.parametrize('first', ['below autograd', 'outside'])
+def test_below_autograd(first: str) -> None:
+    """Inside the kernel of an op no graph is recorded, though gradients are enabled and required."""
+    for is_below in (first != 'outside', first == 'outside') * 2:
+        with torch._C._AutoDispatchBelowAutograd() if is_below else nullcontext():
+            out = SMALL.call(SMALL.make(CPU))
+        assert out.requires_grad != is_below

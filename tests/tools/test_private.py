@@ -160,8 +160,12 @@ def test_a_missing_interface_has_a_fallback(owner: Any, name: str, changed: str)
 
 
 @pytest.mark.parametrize(
-    'name', ['_len_torch_dispatch_stack', '_get_tracing_state', '_are_functorch_transforms_active']
-)
+    'name',
+    [
+        '_len_torch_dispatch_stack', '_get_tracing_state', '_are_functorch_transforms_active',
+        '_dispatch_tls_is_dispatch_key_excluded',
+    ],
+)  # fmt: skip
 def test_nothing_is_recorded_without_an_interface(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert private_recording.find_recording() is not None
     monkeypatch.delattr(torch._C, name)
