@@ -58,7 +58,7 @@ def replayed(function: Function) -> Function:
         if program is None or program.are_watched():
             return function(*args, **kwargs)
         refuse_context_parallel()
-        return _on_device(program.device, _run, program, tensors)
+        return _execute(program.device, _run, program, tensors)
 
     return cast(Function, call)
 
@@ -126,6 +126,17 @@ def _on_device(device: torch.device, function: Callable[..., Any], *args: Any) -
         return function(*args)
 
 
+def _execute(device: torch.device, function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function of recorded operations, which autocast, if it is on, would cast a second time."""
+    if not torch.is_autocast_enabled(device.type):
+        return _on_device(device, function, *args)
+    torch.set_autocast_enabled(device.type, False)
+    try:
+        return _on_device(device, function, *args)
+    finally:
+        torch.set_autocast_enabled(device.type, True)
+
+
 class _Replay(torch.autograd.Function):
     """A recorded program as one node. The tensors that have gradients are given a second time."""
 
@@ -163,7 +174,7 @@ class _Derivative(torch.autograd.Function):
 def _differentiate(program: Any, dout: Tensor, *saved: Tensor) -> tuple[Tensor, ...]:
     if not dout.is_contiguous() or dout.data_ptr() % 16:
         dout = dout.clone(memory_format=torch.contiguous_format)
-    return _on_device(program.device, program.backward, dout, *saved)
+    return _execute(program.device, program.backward, dout, *saved)
 
 
 def _record_or_count(
@@ -209,7 +220,7 @@ def _record(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     dout = _own_storage(torch.zeros(out.shape, dtype=out.dtype, device=out.device))
     recorder.begin_backward(dout)
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
-    with recorder.recording():
+    with torch.autocast(out.device.type, enabled=False), recorder.recording():
         found = iter(torch.autograd.grad(out, wanted, dout, allow_unused=True))
     return recorder.finish(out, [next(found) if needs else None for needs in needed])
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from native_sparse_attention import nsa
+from native_sparse_attention import nsa, ops
 from native_sparse_attention.autograd import replay
 from native_sparse_attention.ops._triton import launch as launches
 from native_sparse_attention.ops._triton.support import is_interpreted
@@ -107,3 +108,34 @@ def test_below_autograd(first: str) -> None:
         with torch._C._AutoDispatchBelowAutograd() if is_below else nullcontext():
             out = SMALL.call(SMALL.make(CPU))
         assert out.requires_grad != is_below
+
+
+# --- Modes ---
+
+
+@replay.replayed
+def project_and_rotate(q: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """A call with a product outside autocast, as ops without kernels compute beside others with them."""
+    with torch.autocast('cpu', enabled=False):
+        q = q @ weight
+    return ops.rotary(q, cos, sin, backend='triton')
+
+
+@pytest.mark.parametrize('backward', [True, False], ids=['backward inside', 'backward outside'])
+@pytest.mark.parametrize('forward', [True, False], ids=['forward inside', 'forward outside'])
+def test_autocast(forward: bool, backward: bool, runs: list[str]) -> None:
+    """A recorded operation is not cast a second time, and gradients do not depend on where the call was recorded."""
+    tensors = [torch.randn(1, 8, 2, 16), torch.randn(16, 16), torch.randn(1, 8, 8), torch.randn(1, 8, 8)]
+
+    def results(forward: bool, backward: bool) -> list[Tensor | None]:
+        leaves = [t.clone().requires_grad_(i < 2) for i, t in enumerate(tensors)]
+        with torch.autocast('cpu', enabled=forward):
+            out = project_and_rotate(*leaves)
+        with torch.autocast('cpu', enabled=backward):
+            return [out.detach(), *torch.autograd.grad(out, leaves[:2], torch.ones_like(out))]
+
+    with without_replay():
+        expected = results(forward, False)
+    for _ in range(2):
+        assert_same(results(forward, backward), expected)
+    assert len(programs()) == 1
