@@ -139,3 +139,47 @@ def test_autocast(forward: bool, backward: bool, runs: list[str]) -> None:
     for _ in range(2):
         assert_same(results(forward, backward), expected)
     assert len(programs()) == 1
+
+
+# --- Operations ---
+
+
+def rotated(q: Tensor) -> Tensor:
+    angles = torch.zeros(1, q.shape[1], 8)
+    return ops.rotary(q, angles + 1, angles, backend='triton')
+
+
+def reads_values(q: Tensor) -> Tensor:
+    return rotated(q) * q.to('meta').shape[0]  # stands for a copy to the host, whose values PyTorch does not see read
+
+
+def changes_a_shape(q: Tensor) -> Tensor:
+    return rotated(q).unsqueeze_(0)[0] * 2
+
+
+def returns_an_input(q: Tensor) -> Tensor:
+    rotated(q)
+    return q[:, :1]
+
+
+@pytest.mark.parametrize('function', [reads_values, changes_a_shape, returns_an_input])
+def test_operations_that_are_not_recorded(function: Any, runs: list[str]) -> None:
+    q = torch.randn(1, 8, 2, 16)
+    assert_same([replay.replayed(function)(q)], [function(q)])
+    assert not runs
+    assert not programs()
+
+
+def test_other_results_are_released(runs: list[str]) -> None:
+    """A result that nothing reads does not live until the end of a program."""
+
+    @replay.replayed
+    def call(q: Tensor) -> Tensor:
+        return rotated(q.sort().values)
+
+    q = torch.randn(1, 8, 2, 16)
+    expected = rotated(q.sort().values)
+    assert_same([call(q)], [expected])
+    (program,) = programs()
+    lines = [line.strip() for line in program.source.splitlines()]
+    assert any(', _ = ' in line and 'del _' in lines[i + 1 :][:2] for i, line in enumerate(lines)), program.source

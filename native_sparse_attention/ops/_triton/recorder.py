@@ -23,8 +23,11 @@ _EMPTY = {
     aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default, aten.new_empty.default,
     aten.new_empty_strided.default,
 }  # fmt: skip
-# Operations whose results depend on values on the device, or on a random generator.
-_REFUSED = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded}
+# Operations whose results depend on values on the device, or on a random generator, or that change what a tensor is.
+_REFUSED = {
+    torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded,
+    torch.Tag.inplace_view,
+}  # fmt: skip
 private: Any = find_recording()
 
 
@@ -70,11 +73,12 @@ class Recorder(private.mode if private else object):  # type: ignore[misc]
             'empty_strided': torch.empty_strided,
             'describe': launches.make_descriptor,
             'driver': launches.launcher.driver,  # type: ignore[union-attr]
+            'kernels': [],  # Triton 3.8 unloads a kernel when it is collected
         }
         # The name of a tensor by storage, address and layout; and of the first tensor of a storage, with its address.
         self._names: dict[tuple[Any, ...], str] = {}
         self._roots: dict[int, tuple[str, int]] = {}
-        self._held: list[Any] = []
+        self._held: list[Any] = []  # keeps the ids of storages from being reused
         self.inputs = [self._define(t) for t in inputs]
 
     def begin_backward(self, dout: Tensor) -> None:
@@ -100,6 +104,8 @@ class Recorder(private.mode if private else object):  # type: ignore[misc]
         results = [result] if isinstance(result, Tensor) else result
         if not isinstance(results, tuple | list) or not all(isinstance(t, Tensor) for t in results):
             raise RuntimeError(f'{func} returns {type(result).__name__}, which may depend on values')
+        if any(t.device != self.device for t in results):
+            raise RuntimeError(f'{func} copies to another device, where values may be read')
         reads: list[str] = []
         if func in _EMPTY:
             text = self._allocation(result)
@@ -125,8 +131,7 @@ class Recorder(private.mode if private else object):  # type: ignore[misc]
         leading = [*map(str, (*grid, 1, 1)[:3]), 'stream', *map(self._constant, (function, metadata)), *['None'] * 3]
         values = [self._value(arg, reads) for arg in args] + [self._value(value, reads) for value in constants]
         text = f'{self._constant(run)}({", ".join((*leading, *values))})'
-        self._held.append(known)
-        self.constants['kernels'] = self._held  # Triton 3.8 unloads a kernel when it is collected
+        self.constants['kernels'].append(known)
         self.steps.append(Step(text, reads, [], True))
         self.num_launches += 1
 
@@ -135,8 +140,8 @@ class Recorder(private.mode if private else object):  # type: ignore[misc]
         if not self.num_launches:
             raise RuntimeError('nothing was launched')
         result, returned = self._name(out), [None if t is None else self._name(t) for t in grads or ()]
-        if result in self.inputs:
-            raise RuntimeError('the output is an input')
+        if self._roots[private.storage_id(out)][0] in self.inputs:
+            raise RuntimeError('the output shares the memory of an input')
         split = len(self.steps) if grads is None else self.num_forward
         gradients = [name for name in returned if name is not None]
         backward, needed = _used(self.steps[split:], gradients)
@@ -150,7 +155,6 @@ class Recorder(private.mode if private else object):  # type: ignore[misc]
             source += _render('backward', [self.dout, *saved], backward, _tuple(gradients), index)
         functions = dict(self.constants)
         exec(compile(source, '<recorded nsa>', 'exec'), functions)
-        self._held = []
         passes = functions['forward'], functions.get('backward')
         return Program(self.device, *passes, differentiable, launches.are_watched, source)
 
@@ -240,4 +244,5 @@ def _render(name: str, parameters: Iterable[str], steps: list[Step], result: str
         own.update(write for write in step.writes if write)
         ended = {read.lstrip('*') for read in step.reads} & own - returned
         lines += [f'    del {read}' for read in sorted(ended) if last[read] == number]
+        lines += ['    del _'] * (any(step.writes) and None in step.writes)
     return '\n'.join([*lines, f'    return {result}', '', ''])
