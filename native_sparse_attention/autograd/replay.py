@@ -23,6 +23,7 @@ from native_sparse_attention.core.plain import refuse_context_parallel
 from native_sparse_attention.core.private_recording import find_recording
 from native_sparse_attention.ops import select_blocks
 from native_sparse_attention.ops._triton import support
+from native_sparse_attention.ops._triton.program import Program, execute, on_device
 
 Function = TypeVar('Function', bound=Callable[..., Any])
 
@@ -30,7 +31,7 @@ Function = TypeVar('Function', bound=Callable[..., Any])
 DEVICE_TYPES = ('cuda',)
 # Calls of the same properties before one is recorded: recording takes as long as dozens of calls.
 MIN_CALLS = 32
-# Largest size of q: the kernels of larger calls take longer than the host, and single ops free their memory earlier.
+# Largest size of q: the kernels of larger calls take longer than the host.
 MAX_ELEMENTS = 2**27
 # Entries of `_calls`, which is cleared when it is full.
 MAX_CALLS = 1024
@@ -58,7 +59,7 @@ def replayed(function: Function) -> Function:
         if program is None or program.are_watched():
             return function(*args, **kwargs)
         refuse_context_parallel()
-        return _execute(program.device, _run, program, tensors)
+        return execute(program.device, _run, program, tensors)
 
     return cast(Function, call)
 
@@ -112,36 +113,18 @@ def _describe(values: Any, device: torch.device, key: list[Any], tensors: list[T
             raise TypeError
 
 
-def _run(program: Any, tensors: list[Tensor]) -> Tensor:
+def _run(program: Program, tensors: list[Tensor]) -> Tensor:
     if program.differentiable:
         return _Replay.apply(program, tensors, *(tensors[i] for i in program.differentiable))  # type: ignore[return-value]
     with torch.no_grad():
         return program.forward(*tensors)[0]
 
 
-def _on_device(device: torch.device, function: Callable[..., Any], *args: Any) -> Any:
-    if device.type != 'cuda' or device.index == torch.cuda.current_device():
-        return function(*args)
-    with torch.cuda.device(device):
-        return function(*args)
-
-
-def _execute(device: torch.device, function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function of recorded operations, which autocast, if it is on, would cast a second time."""
-    if not torch.is_autocast_enabled(device.type):
-        return _on_device(device, function, *args)
-    torch.set_autocast_enabled(device.type, False)
-    try:
-        return _on_device(device, function, *args)
-    finally:
-        torch.set_autocast_enabled(device.type, True)
-
-
 class _Replay(torch.autograd.Function):
     """A recorded program as one node. The tensors that have gradients are given a second time."""
 
     @staticmethod
-    def forward(ctx: Any, program: Any, tensors: list[Tensor], *_: Tensor) -> Tensor:
+    def forward(ctx: Any, program: Program, tensors: list[Tensor], *_: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.program = program
         out, saved = program.forward(*tensors)
@@ -150,31 +133,15 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None) -> tuple[Tensor | None, ...]:
-        saved, program = ctx.saved_tensors, ctx.program
+        saved, program = [*ctx.saved_tensors], ctx.program
         if dout is None:
             return None, None, *(None,) * len(program.differentiable)
-        differentiate = _Derivative.apply if torch.is_grad_enabled() else _differentiate
-        return None, None, *differentiate(program, dout, *saved)  # type: ignore[misc]
-
-
-class _Derivative(torch.autograd.Function):
-    """The backward pass as a node that refuses a second derivative."""
-
-    @staticmethod
-    def forward(ctx: Any, program: Any, dout: Tensor, *saved: Tensor) -> tuple[Tensor, ...]:
-        return _differentiate(program, dout, *saved)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise RuntimeError(
-            'native_sparse_attention::nsa_backward has no second derivative: use backend="eager" for double backward'
-        )
-
-
-def _differentiate(program: Any, dout: Tensor, *saved: Tensor) -> tuple[Tensor, ...]:
-    if not dout.is_contiguous() or dout.data_ptr() % 16:
-        dout = dout.clone(memory_format=torch.contiguous_format)
-    return _execute(program.device, program.backward, dout, *saved)
+        if torch.compiler.is_compiling() or torch.is_grad_enabled():
+            return None, None, *program.gradients(dout, saved)
+        if not (_recording.is_plain() and _recording.is_plain_tensor(dout)):
+            return None, None, *program.gradients(dout, saved)
+        _recording.release(ctx)
+        return None, None, *program.differentiate(dout, saved)
 
 
 def _record_or_count(
@@ -192,12 +159,12 @@ def _record_or_count(
     if count + 1 < MIN_CALLS:
         return None
     q, program = _queries_of(args, kwargs), None
-    if q.is_cuda and _on_device(q.device, torch.cuda.is_current_stream_capturing):
+    if q.is_cuda and on_device(q.device, torch.cuda.is_current_stream_capturing):
         return None
     _calls[key] = None  # unless recording succeeds; another thread does not record meanwhile
     try:
         if support.unsupported(q) is None and torch.version.hip is None:
-            program = _on_device(q.device, _record, function, args, kwargs, tensors)
+            program = on_device(q.device, _record, function, args, kwargs, tensors)
     except Exception:
         return None  # the call itself raises what is wrong with it
     _calls[key] = program

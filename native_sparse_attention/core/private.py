@@ -280,7 +280,7 @@ def find_graphs(settings: Iterable[str]) -> Graphs:
 
 _LIBRARY = Library('native_sparse_attention', 'FRAGMENT')
 # The dispatch keys of a call in which nothing but autograd and autocast takes part.
-_PLAIN_KEYS = ('CPU', 'CUDA', 'AutogradCPU', 'AutogradCUDA', 'ADInplaceOrView', 'AutocastCPU', 'AutocastCUDA')
+PLAIN_KEYS = ('CPU', 'CUDA', 'AutogradCPU', 'AutogradCUDA', 'ADInplaceOrView', 'AutocastCPU', 'AutocastCUDA')
 
 
 def qualified_name(op: CustomOpDef) -> str:
@@ -301,7 +301,7 @@ def register_derivative(op: CustomOpDef, backward: Callable[..., Any], save: Cal
         function = torch._disable_dynamo(op._init_fn)
         call = _make_differentiable(op, op._opoverload, backward, save, lambda derivative: derivative.apply)
         call_plain = _make_differentiable(op, function, backward, save, _plain_apply)
-        other_keys = ~_union_of_keys(_PLAIN_KEYS)
+        other_keys = ~union_of_keys(PLAIN_KEYS)
         is_transformed = torch._C._are_functorch_transforms_active
         name = op._name
     except (AttributeError, TypeError):
@@ -317,7 +317,7 @@ def register_derivative(op: CustomOpDef, backward: Callable[..., Any], save: Cal
     return True
 
 
-def _union_of_keys(names: Iterable[str]) -> int:
+def union_of_keys(names: Iterable[str]) -> int:
     keys = 0
     for name in names:
         keys |= torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name)).raw_repr()

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from native_sparse_attention.core.private import PLAIN_KEYS, union_of_keys
+
 
 class Recording(NamedTuple):
     """What recording needs of PyTorch.
@@ -25,8 +27,11 @@ class Recording(NamedTuple):
         function_of: the Python function of a custom op, given its overload.
         is_mutable: whether an operation changes an argument, given its overload.
         is_plain: whether nothing but autograd and autocast takes part in a call: no mode, transform or trace.
+        is_plain_tensor: the same of a tensor: it is not one of a transform, and its memory holds its values.
         is_below_autograd: whether autograd records nothing, as inside the kernel of an op, or in inference mode.
         hooks: the innermost hooks of saved tensors (pack, unpack), or None; raises RuntimeError if hooks are disabled.
+        release: releases the saved tensors of a node, given its context in its backward pass, unless the graph is kept.
+            Does nothing where PyTorch lacks the interface: it releases them after the node.
     """
 
     mode: type
@@ -36,8 +41,10 @@ class Recording(NamedTuple):
     function_of: Callable[[Any], Callable[..., Any]]
     is_mutable: Callable[[Any], bool]
     is_plain: Callable[[], bool]
+    is_plain_tensor: Callable[[Tensor], bool]
     is_below_autograd: Callable[[], bool]
     hooks: Callable[[], Any]
+    release: Callable[[Any], None]
 
 
 def find_recording() -> Recording | None:
@@ -78,6 +85,11 @@ def _known_recording() -> Recording:
             count_modes() or count_functions() or is_transformed() or forward_ad._current_level >= 0 or tracing_state()
         )
 
+    other_keys, keys_of = ~union_of_keys(PLAIN_KEYS), c._dispatch_keys
+
+    def is_plain_tensor(tensor: Tensor) -> bool:
+        return not keys_of(tensor).raw_repr() & other_keys
+
     def is_below_autograd() -> bool:
         return is_excluded(autograd)
 
@@ -92,8 +104,11 @@ def _known_recording() -> Recording:
     def hold_id(tensor: Tensor) -> Any:
         return StorageWeakRef(tensor.untyped_storage())
 
+    release = getattr(c._FunctionBase, 'maybe_clear_saved_tensors', lambda ctx: None)
     operations = (storage_id, hold_id, function_of, is_mutable)
-    found = Recording(TorchDispatchMode, innermost_mode, *operations, is_plain, is_below_autograd, hooks)
+    found = Recording(
+        TorchDispatchMode, innermost_mode, *operations, is_plain, is_plain_tensor, is_below_autograd, hooks, release
+    )
     _test(found)
     return found
 
@@ -104,6 +119,7 @@ def _test(found: Recording) -> None:
     is_known = found.storage_id(x[1:]) == found.storage_id(x) != found.storage_id(other)
     is_known = is_known and found.innermost_mode() is None and isinstance(found.is_plain(), bool)
     is_known = is_known and not found.hold_id(x).expired()
+    is_known = is_known and found.is_plain_tensor(x) and not found.is_plain_tensor(torch._neg_view(x))
     with torch.inference_mode(False):
         is_known = is_known and not found.is_below_autograd()
     with torch.inference_mode():

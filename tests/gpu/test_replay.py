@@ -246,7 +246,7 @@ def test_a_layer(device: torch.device, prepared: list[str]) -> None:
 
 
 def test_memory(device: torch.device) -> None:
-    """Saved tensors live until the backward pass ends, which takes less than half as much memory again."""
+    """Saved tensors are released after their last use, so replayed calls take no more memory (but for block sizes)."""
     record(LONG, device)
 
     def peak() -> tuple[int, int]:
@@ -261,7 +261,7 @@ def test_memory(device: torch.device) -> None:
         plain, _ = peak()
     replayed, left = peak()
     assert left == 0
-    assert replayed <= plain * 1.5, (replayed, plain)
+    assert replayed <= plain * 1.02, (replayed, plain)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason='needs two GPUs')

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo import compiled_autograd
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from native_sparse_attention import nsa, ops
 from native_sparse_attention.autograd import replay
@@ -108,6 +110,98 @@ def test_below_autograd(first: str) -> None:
         with torch._C._AutoDispatchBelowAutograd() if is_below else nullcontext():
             out = SMALL.call(SMALL.make(CPU))
         assert out.requires_grad != is_below
+
+
+@pytest.mark.parametrize('kind', ['is_grads_batched', 'vmap', 'compiled autograd', 'dispatch mode'])
+def test_what_sees_into_a_backward_pass(kind: str, runs: list[str]) -> None:
+    """It sees one op per gradient."""
+
+    def results() -> list[Tensor | None]:
+        tensors = SMALL.make(CPU)
+        leaves = [tensors['q'], tensors['v']]
+        out = SMALL.call(tensors)
+        douts = torch.randn(2, *out.shape, generator=torch.Generator().manual_seed(1))
+        match kind:
+            case 'is_grads_batched':
+                return [*torch.autograd.grad(out, leaves, douts, is_grads_batched=True)]
+            case 'vmap':
+                return [*torch.vmap(lambda dout: torch.autograd.grad(out, leaves, dout))(douts)]
+            case 'dispatch mode':
+                with Mode() as mode:
+                    grads = torch.autograd.grad(out, leaves, douts[0])
+                assert mode.calls
+                return [*grads]
+            case _:
+                with compiled_autograd._enable(torch.compile(backend='eager', fullgraph=True)):
+                    out.backward(douts[0])
+                return [t.grad for t in leaves]
+
+    with without_replay():
+        expected = results()
+    for _ in range(2):
+        assert_same(results(), expected)
+    assert len(programs()) == 1
+
+
+class Mode(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == 'native_sparse_attention':
+            self.calls.append((func, args))
+        return func(*args, **(kwargs or {}))
+
+
+def test_opcheck(runs: list[str]) -> None:
+    out = SMALL.call(SMALL.make(CPU))
+    with Mode() as mode:
+        out.sum().backward()
+    assert len(mode.calls) == len(programs()[0].differentiable)
+    for function, args in mode.calls:
+        torch.library.opcheck(function, tuple(t.detach() if isinstance(t, Tensor) else t for t in args))
+
+
+@pytest.mark.parametrize('kind', ['transposed', 'misaligned'])
+def test_saved_inputs_with_other_data(kind: str) -> None:
+    """Sharding and offload replace the `data` of a parameter after the forward pass by a tensor of other layout."""
+    problem = Problem(seqlen=16, memory=True, features=True)
+
+    def results() -> list[Tensor | None]:
+        tensors = problem.make(CPU)
+        out = problem.call(tensors)
+        for name in ('k', 'mem_k', 'sinks'):
+            data = tensors[name].detach()
+            if kind == 'misaligned':
+                data = torch.cat((data.new_zeros(1), data.flatten()))[1:].view(data.shape)
+            tensors[name].data = data.transpose(0, -1).contiguous().transpose(0, -1) if kind == 'transposed' else data
+        return [*torch.autograd.grad(out.sum(), [t for t in tensors.values() if t.requires_grad])]
+
+    with without_replay():
+        expected = results()
+    for _ in range(2):
+        assert_same(results(), expected)
+    assert len(programs()) == 1
+
+
+@pytest.mark.parametrize('merged', [None, 'gate', 'scores'])
+def test_saved_tensors_are_released_after_their_last_use(merged: str | None, runs: list[str]) -> None:
+    problem = Problem(merged, memory=True, features=True)
+    tensors = problem.make(CPU)
+    out = problem.call(tensors)
+    dout = torch.ones_like(out)
+    saved = [*out.grad_fn.saved_tensors]  # type: ignore[union-attr]
+    (program,) = programs()
+    body = program.source.partition('def backward')[2]
+    names = body.splitlines()[1].partition('=')[0].strip(' (),').split(', ')
+    assert len(names) == len(saved)
+    assert all(f'    del {name}\n' in body for name in names)
+    program.differentiate(dout, saved)
+    assert not saved
+    out.backward(dout)
+    with pytest.raises(RuntimeError, match='a second time'):
+        out.backward(dout)
 
 
 # --- Modes ---

@@ -6,7 +6,7 @@ operations of PyTorch. It depends on the shapes, strides, dtypes and alignment o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from native_sparse_attention.core.private_recording import find_recording
 from native_sparse_attention.ops._triton import launch as launches
+from native_sparse_attention.ops._triton.program import MAX_SAVED, Program
 
 aten = torch.ops.aten
 # Operations that return uninitialised memory.
@@ -42,22 +43,6 @@ class Step(NamedTuple):
     is_kept: bool
 
 
-class Program(NamedTuple):
-    """Recorded call. differentiable: indices of the inputs that have gradients. are_watched: whether a hook must be
-    called for every launch, which a program does not.
-
-    forward(*inputs) returns the output and the tuple of tensors that backward reads; backward(dout, *saved) returns the
-    gradients of the differentiable inputs. dout is contiguous and aligned to 16 bytes.
-    """
-
-    device: torch.device
-    forward: Callable[..., Any]
-    backward: Callable[..., Any] | None
-    differentiable: tuple[int, ...]
-    are_watched: Callable[[], bool]
-    source: str
-
-
 class Recorder(private.mode if private else object):  # type: ignore[misc]
     """A dispatch mode that records what runs inside it. Raises RuntimeError for what a program cannot repeat.
 
@@ -71,6 +56,7 @@ class Recorder(private.mode if private else object):  # type: ignore[misc]
         self.num_launches = 0
         self.constants: dict[str, Any] = {
             'empty_strided': torch.empty_strided,
+            'as_recorded': _as_recorded,
             'describe': launches.make_descriptor,
             'driver': launches.launcher.driver,  # type: ignore[union-attr]
             'kernels': [],  # Triton 3.8 unloads a kernel when it is collected
@@ -80,6 +66,9 @@ class Recorder(private.mode if private else object):  # type: ignore[misc]
         self._roots: dict[int, tuple[str, int]] = {}
         self._held: list[Any] = []  # keeps the ids of storages from being reused
         self.inputs = [self._define(t) for t in inputs]
+        self._layouts = {
+            name: (t.shape, t.stride(), t.data_ptr() % 16 == 0) for name, t in zip(self.inputs, inputs, strict=True)
+        }
 
     def begin_backward(self, dout: Tensor) -> None:
         self.num_forward, self.dout = len(self.steps), self._define(dout)
@@ -147,16 +136,26 @@ class Recorder(private.mode if private else object):  # type: ignore[misc]
         backward, needed = _used(self.steps[split:], gradients)
         defined = {*self.inputs, *(name for step in self.steps[:split] for name in step.writes)}
         saved = sorted(needed & defined)
+        if len(saved) > MAX_SAVED:
+            raise RuntimeError(f'the backward pass reads {len(saved)} tensors')
         forward, _ = _used(self.steps[:split], [result, *saved])
-        index = self.device.index
-        source = _render('forward', self.inputs, forward, f'{result}, {_tuple(saved)}', index)
+        head = f'    stream = driver.active.get_current_stream({self.device.index})'
+        lines = [f'def forward({", ".join(self.inputs)}):', head]
+        source = _render(lines, forward, (), f'{result}, {_tuple(saved)}')
         differentiable = tuple(i for i, name in enumerate(returned) if name is not None)
         if differentiable:
-            source += _render('backward', [self.dout, *saved], backward, _tuple(gradients), index)
+            lines = [f'def backward({self.dout}, saved):', f'    {_tuple(saved)} = saved', '    saved.clear()', head]
+            lines += [
+                f'    {name} = as_recorded({name}, {self._constant(self._layouts[name])})'
+                for name in saved
+                if name in self.inputs
+            ]
+            source += _render(lines, backward, saved, _tuple(gradients))
         functions = dict(self.constants)
         exec(compile(source, '<recorded nsa>', 'exec'), functions)
         passes = functions['forward'], functions.get('backward')
-        return Program(self.device, *passes, differentiable, launches.are_watched, source)
+        layouts = tuple((t.shape, t.stride(), t.dtype) for t in grads or () if t is not None)
+        return Program(self.device, *passes, differentiable, layouts, launches.are_watched, source)
 
     def _key(self, t: Tensor) -> tuple[Any, ...]:
         return private.storage_id(t), t.data_ptr(), t.shape, t.stride(), t.dtype
@@ -229,11 +228,14 @@ def _used(steps: list[Step], results: Iterable[str]) -> tuple[list[Step], set[st
     return used[::-1], needed
 
 
-def _render(name: str, parameters: Iterable[str], steps: list[Step], result: str, index: int | None) -> str:
-    """Return the source of a function. Memory is released after its last use, since later launches run after it."""
-    lines = [f'def {name}({", ".join(parameters)}):', f'    stream = driver.active.get_current_stream({index})']
+def _render(lines: list[str], steps: list[Step], own: Iterable[str], result: str) -> str:
+    """Return the source of a function. lines: its first ones. own: tensors that no caller holds.
+
+    Memory is released after its last use, since later launches run after it.
+    """
     last = {read.lstrip('*'): number for number, step in enumerate(steps) for read in step.reads}
-    returned, own, addressed = set(result.replace(',', ' ').replace('(', ' ').replace(')', ' ').split()), set(), set()
+    returned = set(result.replace(',', ' ').replace('(', ' ').replace(')', ' ').split())
+    own, addressed = {*own}, set()
     for number, step in enumerate(steps):
         for read in step.reads:
             if read.startswith('*') and read not in addressed:
@@ -246,3 +248,13 @@ def _render(name: str, parameters: Iterable[str], steps: list[Step], result: str
         lines += [f'    del {read}' for read in sorted(ended) if last[read] == number]
         lines += ['    del _'] * (any(step.writes) and None in step.writes)
     return '\n'.join([*lines, f'    return {result}', '', ''])
+
+
+def _as_recorded(t: Tensor, layout: tuple[torch.Size, tuple[int, ...], bool]) -> Tensor:
+    """Return a saved input, as a copy if it does not have the recorded layout: its `data` may be another tensor than in
+    the forward pass, as sharding and offload replace it. layout: shape, strides, whether it is aligned to 16 bytes.
+    """
+    shape, strides, is_aligned = layout
+    if t.shape == shape and t.stride() == strides and not (is_aligned and t.data_ptr() % 16):
+        return t
+    return torch.empty_strided(shape, strides, dtype=t.dtype, device=t.device).copy_(t)
