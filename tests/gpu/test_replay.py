@@ -245,6 +245,57 @@ def test_a_layer(device: torch.device, prepared: list[str]) -> None:
     assert len(programs()) == 1
 
 
+@pytest.mark.parametrize('kind', ['vmap', 'is_grads_batched'])
+def test_batched_gradients(kind: str, device: torch.device) -> None:
+    record(BASE, device)
+    tensors = BASE.make(device)
+    out, leaves = BASE.call(tensors), [tensors['q'], tensors['k_cmp']]
+    douts = torch.randn((2, *out.shape), device=device).to(out.dtype)
+    expected = [torch.autograd.grad(out, leaves, dout, retain_graph=True) for dout in douts]
+    if kind == 'vmap':
+        found = torch.vmap(lambda dout: torch.autograd.grad(out, leaves, dout))(douts)
+    else:
+        found = torch.autograd.grad(out, leaves, douts, is_grads_batched=True)
+    assert_same([*found], [torch.stack(grads) for grads in zip(*expected, strict=True)])
+
+
+def test_saved_inputs_with_other_data(device: torch.device) -> None:
+    """The data of parameters has another address and alignment in the backward pass."""
+    problem = BASE._replace(memory=True, features=True)
+
+    def results() -> list[Tensor | None]:
+        tensors = problem.make(device)
+        out = problem.call(tensors)
+        for name in ('mem_k', 'mem_v', 'k'):
+            data = tensors[name].detach()
+            tensors[name].data = torch.cat((data.new_zeros(1), data.flatten()))[1:].view(data.shape)
+        return [*torch.autograd.grad(out, [t for t in tensors.values() if t.requires_grad], torch.ones_like(out))]
+
+    record(problem, device)
+    with without_replay():
+        expected = results()
+    assert_same(results(), expected)
+
+
+@pytest.mark.parametrize('backward', [True, False], ids=['backward inside', 'backward outside'])
+def test_autocast(backward: bool, device: torch.device) -> None:
+    problem = BASE._replace(dtype=torch.float32, seqlen=600, features=True)
+
+    def results(backward: bool) -> list[Tensor | None]:
+        tensors = problem.make(device)
+        with torch.autocast('cuda', torch.bfloat16):
+            out = problem.call(tensors)
+        leaves = [t for t in tensors.values() if t.requires_grad]
+        with torch.autocast('cuda', torch.bfloat16, enabled=backward):
+            return [out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out), allow_unused=True)]
+
+    with without_replay():
+        expected = results(backward=False)
+    for _ in range(4):
+        assert_same(results(backward), expected)
+    assert programs()
+
+
 def test_memory(device: torch.device) -> None:
     """Saved tensors are released after their last use, so replayed calls take no more memory (but for block sizes)."""
     record(LONG, device)

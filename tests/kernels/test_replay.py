@@ -119,14 +119,23 @@ def test_few_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- Autograd ---
 
 
-def test_a_graph_that_is_kept(runs: list[str]) -> None:
-    tensors = SMALL.make(CPU)
-    leaves = [t for t in tensors.values() if t.requires_grad]
-    out = SMALL.call(tensors)
-    first = torch.autograd.grad(out.sum(), leaves, retain_graph=True)
-    assert_same([*torch.autograd.grad(out.sum(), leaves)], [*first])
+@pytest.mark.parametrize('name', PROBLEMS)
+def test_a_graph_that_is_kept(name: str, runs: list[str]) -> None:
+    """Two calls of one program before their backward passes, one of which runs twice."""
+    problem, calls = PROBLEMS[name], []
+    with without_replay():
+        expected = [problem.results(problem.make(CPU, seed))[1:] for seed in (0, 1)]
+    for seed in (0, 1):
+        tensors = problem.make(CPU, seed)
+        calls.append((problem.call(tensors), [t for t in tensors.values() if t.requires_grad]))
+    assert runs
+    dout = torch.randn(calls[0][0].shape, generator=torch.Generator().manual_seed(7)).to(calls[0][0])
+    for index, is_kept in ((0, True), (1, False), (0, False)):
+        out, leaves = calls[index]
+        grads = torch.autograd.grad(out, leaves, dout, retain_graph=is_kept, allow_unused=True)
+        assert_same([*grads], expected[index])
     with pytest.raises(RuntimeError, match='backward through the graph a second time'):
-        torch.autograd.grad(out.sum(), leaves)
+        calls[0][0].backward(dout)
 
 
 def test_no_second_derivative(runs: list[str]) -> None:
