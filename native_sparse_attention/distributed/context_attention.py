@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from native_sparse_attention.autograd.recompute import SavedSelection
 from native_sparse_attention.core.checks import check_integers, check_tensors
+from native_sparse_attention.core.geometry import num_compressed_blocks
 from native_sparse_attention.core.random import as_seed
 from native_sparse_attention.distributed.sequence import (
     DividedSequence,
@@ -115,7 +116,8 @@ def context_parallel_nsa(
     sizes = (compress_block_size, compress_stride)
     k_cmp, v_cmp = compress_divided(compress, sequence, sizes, to_compress[: len(networks)])
     moved |= {'k_cmp': k_cmp, 'v_cmp': v_cmp, 'gates': _map(sequence.spread, gates)}
-    return sequence.collect(attend_divided(nsa, sequence, **moved, **settings))
+    causal_sizes = sizes if settings.get('causal', True) else None
+    return sequence.collect(attend_divided(nsa, sequence, **moved, causal_sizes=causal_sizes, **settings))
 
 
 def _check(
@@ -228,12 +230,13 @@ def attend_divided(
     sinks_cmp: Tensor | None = None,
     dropout_seed: int | Tensor | None = None,
     choose: Callable[..., Tensor] = select_blocks,
+    causal_sizes: tuple[int, int] | None,
     **settings: Any,
 ) -> Tensor:
     """Return the output for the tokens of this rank, `[B, T, HQ, DV]`.
 
-    attend: `nsa`, called for each KV head and each range of tokens. k_cmp, v_cmp: of all ranks. The other arguments are
-    those of `nsa`, with the tokens of this rank.
+    attend: `nsa`, called for each KV head and each range of tokens. k_cmp, v_cmp: of all ranks. causal_sizes: (l, d),
+    or None where queries read later keys. The other arguments are those of `nsa`, with the tokens of this rank.
     """
     seqlen, kv_heads, group_size = q.shape[1], k.shape[2], q.shape[2] // k.shape[2]
     queries = {'q': q, 'q_cmp': q_cmp, 'q_window': q_window}
@@ -252,11 +255,10 @@ def attend_divided(
     of_heads = _split({'k_cmp': k_cmp, 'v_cmp': v_cmp}, 1, -2, kv_heads)
     memories = _split(mem_kv, 1, 0, kv_heads)
     head_sinks = _split({'sinks': sinks, 'sinks_cmp': sinks_cmp}, group_size, 0, kv_heads)
-    columns = []
+    columns, visible = [], [_count_visible(sequence, part, causal_sizes) for part in parts]
     for head in range(kv_heads):
         gathered = gather(list(own_keys[head].values()), sequence.group, sequence.held)
-        of_head = dict(zip(keys, gathered, strict=True))
-        of_head |= {**of_heads[head], 'mem_kv': memories[head], **head_sinks[head]}
+        of_head = {'mem_kv': memories[head], **head_sinks[head]}
         outs = []
         for index, part in enumerate(parts):
             of_part, part_gates = of_parts[index][head]
@@ -264,8 +266,11 @@ def attend_divided(
                 call = (sequence.rank * 2 + index) * kv_heads + head
                 of_part['dropout_seed'] = seed + (call * _SEED_STEP) % 2**63
             select = choose.part((head, index)) if isinstance(choose, SavedSelection) else choose
-            where = _placement(sequence, part)
-            outs.append(attend(**of_part, **of_head, gates=part_gates, choose=select, **where, **settings))
+            tokens, blocks = visible[index]
+            seen = {name: t[:, :tokens] for name, t in zip(keys, gathered, strict=True)}
+            seen |= {name: t if t is None else t[:, :blocks] for name, t in of_heads[head].items()}
+            where = _placement(sequence, part, tokens)
+            outs.append(attend(**of_part, **seen, **of_head, gates=part_gates, choose=select, **where, **settings))
         columns.append(torch.cat(outs, 1))
     return torch.cat(columns, 2)[:, :seqlen]
 
@@ -281,13 +286,24 @@ def _with_token(x: Tensor) -> Tensor:
     return torch.cat([x, x.new_zeros(x.shape[0], 1, *x.shape[2:])], 1)
 
 
-def _placement(sequence: DividedSequence, part: range) -> dict[str, Any]:
-    """Return the arguments of `nsa` that place a range of queries among the keys of the sequence."""
+def _count_visible(sequence: DividedSequence, part: range, causal_sizes: tuple[int, int] | None) -> tuple[int, Any]:
+    """Return the number of tokens, and of compressed blocks, that a range of queries may read.
+
+    Kernels divide the keys that they are given over programs, so keys that no query reads would leave many idle.
+    """
+    if causal_sizes is None:
+        return sequence.total, None
+    seen = [range(s.start, min(s.stop, part.stop)) for s in sequence.sequences if s.start < part.stop]
+    return part.stop, sum(num_compressed_blocks(len(s), *causal_sizes) for s in seen)
+
+
+def _placement(sequence: DividedSequence, part: range, tokens: int) -> dict[str, Any]:
+    """Return the arguments of `nsa` that place a range of queries among the first `tokens` of the sequence."""
     borders = sequence.cu_seqlens
     if borders is None:
         return {'q_offset': part.start}
     return {
         'q_offset': (part.start - borders[:-1]).clamp(min=0),
         'cu_seqlens': borders.clamp(part.start, part.stop) - part.start,
-        'cu_seqlens_k': borders,
+        'cu_seqlens_k': borders.clamp(max=tokens),
     }

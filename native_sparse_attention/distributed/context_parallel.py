@@ -191,4 +191,5 @@ class _Attention(SparseAttention):
         # Without projections of its own, the window branch reads k and v, which are gathered once.
         unused = ('q_offset', 'seqlens_k', *(() if self.independent_branch_kv else ('k_window', 'v_window')))
         settings = {name: value for name, value in settings.items() if name not in unused}
-        return attend_divided(super()._nsa, cu_seqlens, q, *tensors, **settings)
+        sizes = (self.compress_block_size, self.compress_block_sliding_stride) if self.causal else None
+        return attend_divided(super()._nsa, cu_seqlens, q, *tensors, causal_sizes=sizes, **settings)
