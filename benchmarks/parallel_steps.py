@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -55,7 +54,6 @@ class Process:
         return Call(step, facts), []
 
     def leave(self) -> None:
-        gc.collect()  # a group with a CUDA graph cannot be left
         if dist.is_initialized():
             dist.destroy_process_group()
 
