@@ -83,9 +83,9 @@ class AttentionLayer(nn.Module):
         PyTorch has no fused kernel for a float32 weight beside an input of a half type, as autocast leaves them. In
         float32 it has one, with the same single rounding to the half type.
         """
-        norm = self.norm
-        if x.dtype.itemsize < 4 and (weight := floating_weight(norm)) is not None and weight.dtype == torch.float32:
-            return norm(x.float()).to(x.dtype) if is_plain(norm, nn.RMSNorm) else norm(x)
+        norm, weight = self.norm, floating_weight(self.norm) if x.dtype.itemsize < 4 else None
+        if weight is not None and weight.dtype == torch.float32 and is_plain(norm, nn.RMSNorm):
+            return norm(x.float()).to(x.dtype)
         return norm(x)
 
     def _split_heads(self, qkv: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, list[Tensor]]:

@@ -17,7 +17,7 @@ from native_sparse_attention.autograd import replay
 from native_sparse_attention.ops._triton import launch as launches
 from native_sparse_attention.ops._triton.support import is_interpreted
 from tests.support.replay_kernels import play
-from tests.support.replay_problems import SIZES, Problem, assert_same, programs, without_replay
+from tests.support.replay_problems import SMALL, Problem, assert_same, programs, without_replay
 
 pytestmark = [
     pytest.mark.skipif(not is_interpreted(), reason='a GPU has compiled kernels'),
@@ -25,7 +25,6 @@ pytestmark = [
 ]
 
 CPU = torch.device('cpu')
-SMALL = Problem(seqlen=16, sizes={**SIZES, 'num_selected': 0})
 
 
 @pytest.fixture(autouse=True)

@@ -96,6 +96,10 @@ class Problem(NamedTuple):
         return [out.detach(), *torch.autograd.grad(out, leaves, dout, allow_unused=True)]
 
 
+# Few launches, where it does not matter which.
+SMALL = Problem(seqlen=16, sizes={**SIZES, 'num_selected': 0})
+
+
 @contextmanager
 def without_replay() -> Iterator[None]:
     with mock.patch.object(replay, 'DEVICE_TYPES', ()):
