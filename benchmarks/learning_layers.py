@@ -53,22 +53,6 @@ def _sigmoid(logits: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32)).sigmoid()[..., None]
 
 
-class WithOutputGate(SparseAttention):
-    """A sigmoid gate per query head on the whole output, like `DenseAttention(output_gate=True)`."""
-
-    def __init__(self, dim: int, dim_head: int, heads: int, **settings: Any) -> None:
-        super().__init__(dim, dim_head, heads, **settings)
-        self.output_gate = make_output_gate(dim, heads)
-
-    def _project(self, x: Tensor) -> Any:
-        self._gate = _sigmoid(self.output_gate(self.norm(x)))  # `_combine` reads it in the same forward
-        return super()._project(x)
-
-    def _combine(self, out: Tensor) -> Tensor:
-        gate, self._gate = self._gate, self._gate.detach()  # the autograd graph of a step must not outlive it
-        return super()._combine((out * gate).to(out.dtype))
-
-
 class WithWindow(SparseAttention):
     """The output of the layer plus a window branch with a softmax and a gate of its own; without a cache."""
 

@@ -22,7 +22,6 @@ from benchmarks.learning_layers import (
     RandomBlocks,
     RotatedScores,
     SharedGate,
-    WithOutputGate,
     WithWindow,
 )
 from native_sparse_attention import SparseAttention
@@ -210,8 +209,7 @@ def _variants() -> dict[str, Variant]:
         ),
         'merged-dense-mass-far-output-gate': Variant(
             'merged-dense-mass-far, a gate per head on the output',
-            settings={**merged, **before},
-            layers=WithOutputGate,
+            settings={**merged, **before, 'output_gate': True},
             block_loss=0.1,
         ),
         'merged-scores-dense-mass': Variant(
@@ -240,12 +238,8 @@ def _variants() -> dict[str, Variant]:
         'merged-scores-window-detached': Variant(
             'the same, plus a gated window', settings=scores, phi='mean', layers=DetachedScoresWithWindow
         ),
-        'merged-output-gate': Variant('merged, a gate per head on the output', settings=merged, layers=WithOutputGate),
-        'merged-scores-output-gate': Variant(
-            'merged-scores, a gate per head on the output', settings=scores, layers=WithOutputGate
-        ),
-        'merged-scores-all-output-gate': Variant(
-            'the same with every block selected', settings={**scores, **every}, layers=WithOutputGate
+        'merged-output-gate': Variant(
+            'merged, a gate per head on the output', settings={**merged, 'output_gate': True}
         ),
         'merged-local0': Variant('merged, no local blocks forced', settings={**merged, 'num_local_blocks': 0}),
         'merged-scores-local0': Variant('the same of merged-scores', settings={**scores, 'num_local_blocks': 0}),

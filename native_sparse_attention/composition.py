@@ -171,9 +171,9 @@ def check_merged(
     sinks_cmp: Tensor | None,
     **of_window: Tensor | None,
 ) -> Tensor | None:
-    """Return the gate `[B, T, HQ, 1]` of the compressed branch of merged attention, or None for its scores alone.
+    """Return the gates `[B, T, HQ, 1 or 2]` of merged attention, or None for scores of the compressed branch alone.
 
-    Raises ValueError for a gate of another shape, for queries, keys or values of a window branch, and, where gates is
+    Raises ValueError for gates of another shape, for queries, keys or values of a window branch, and, where gates is
     None, for memory values and compressed sinks.
     """
     for name, tensor in of_window.items():
@@ -182,7 +182,8 @@ def check_merged(
     if gates is not None:
         checks.check_tensors(gates=gates)
         assert isinstance(gates, Tensor)
-        checks.check_gate('gates', gates, (*q.shape[:3], 1), '(B, T, HQ, 1)', q)
+        num_gates = 2 if gates.shape[-1:] == (2,) else 1
+        checks.check_gate('gates', gates, (*q.shape[:3], num_gates), '(B, T, HQ, 1 or 2)', q)
         return gates
     if mem_kv is not None:
         if not isinstance(mem_kv, tuple | list) or len(mem_kv) != 2:

@@ -75,9 +75,10 @@ def nsa(
         v_cmp: `[B, C, H, DV]` compressed values. None as k_cmp, or together with gates in merged mode.
         gates: `[B, T, HQ, 3]` after the sigmoid, in the order compressed, selected, window. Or a triple of
             `[B, T, HQ]` and None, where None leaves a branch out. With merge_window: `[B, T, HQ, 1]`, the gate of the
-            compressed branch, or None together with v_cmp, for block scores alone.
-        merge_window: read selected blocks and window in one softmax, each key once, without a gate. Excludes
-            q_window, k_window and v_window.
+            compressed branch; `[B, T, HQ, 2]`, with a second one, which multiplies the sum of both outputs; or None
+            together with v_cmp, for block scores alone.
+        merge_window: read selected blocks and window in one softmax, each key once, without a gate of
+            its own. Excludes q_window, k_window and v_window.
         q_cmp: `[B, T, HQ, D]` queries without rotary embedding, of the compressed branch; default q.
         q_window: `[B, T, HQ, D]` queries of the window branch; default q.
         k_window: `[B, S, H, D]` keys of the window branch; default k. Given together with v_window.
@@ -176,10 +177,20 @@ def nsa(
     return gated_sum.add(stacked, *outs, gate_in_attention=gate_in_attention, backend=ops['gated_sum'])
 
 
-def _add_compressed(compressed: Tensor | None, merged: Any, gate: Any, ops: Mapping[str, str]) -> Tensor:
-    """Return merged `[B, T, HQ, DV]` plus gate `[B, T, HQ, 1]` times the compressed output."""
+def _add_compressed(compressed: Tensor | None, merged: Any, gates: Any, ops: Mapping[str, str]) -> Tensor:
+    """Return merged `[B, T, HQ, DV]` plus the compressed output times its gate; times the gate of the output, if any.
+
+    gates: `[B, T, HQ, 1 or 2]`.
+    """
     if compressed is None:
         return merged
-    gates = torch.cat((gate, torch.ones_like(gate), torch.zeros_like(gate)), -1)
+    if gates.shape[-1] == 1:
+        of_compressed, of_merged = gates, torch.ones_like(gates)
+    else:
+        # Without torch.promote_types, which a replayed call cannot contain.
+        gates = gates.float() if gates.dtype.itemsize < 4 else gates
+        of_compressed, of_merged = gates.split(1, -1)
+        of_compressed = of_compressed * of_merged
+    factors = torch.cat((of_compressed, of_merged, torch.zeros_like(of_merged)), -1)
     nothing = merged.new_zeros(merged.shape[-1]).expand(merged.shape)
-    return gated_sum.add(gates, compressed, merged, nothing, gate_in_attention=False, backend=ops['gated_sum'])
+    return gated_sum.add(factors, compressed, merged, nothing, gate_in_attention=False, backend=ops['gated_sum'])

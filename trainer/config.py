@@ -42,6 +42,7 @@ class Config:
         False, 'selected blocks and window in one softmax, a gate for the compressed branch alone', sparse=True
     )
     select_before_window: bool = flag(False, 'select blocks before the window alone, with --merge-window', sparse=True)
+    output_gate: bool = flag(False, 'a gate per head on the whole output, with --merge-window', sparse=True)
     num_compressed_mem_kv: int = flag(1, 'learned key/value pairs before the compressed ones', 0, sparse=True)
     qk_norm: bool = flag(False, 'RMSNorm of queries and keys, in dense attention too', sparse=True)
     use_diff_topk: bool = flag(True, 'teach the compressed branch what was worth selecting', sparse=True)
@@ -83,9 +84,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     'long': {
         'sliding_window_size': 512, 'compress_block_size': 32, 'compress_block_sliding_stride': 16,
         'selection_block_size': 64, 'num_selected_blocks': 16, 'compress_mlp_expand_factor': 0.125,
-        'merge_window': True, 'qk_norm': True, 'block_loss': 0.1, 'seq_len': 16_384, 'batch': 4, 'steps': 4580,
-        'lr': 1e-3, 'min_lr': 1e-4, 'warmup': 100, 'eval_every': 1000, 'save_every': 250, 'sample_every': 1000,
-        'prompt_bytes': 4096,
+        'merge_window': True, 'select_before_window': True, 'output_gate': True, 'qk_norm': True, 'block_loss': 0.1,
+        'seq_len': 16_384, 'batch': 4, 'steps': 4580, 'lr': 1e-3, 'min_lr': 1e-4, 'warmup': 100, 'eval_every': 1000,
+        'save_every': 250, 'sample_every': 1000, 'prompt_bytes': 4096,
     },
 }  # fmt: skip
 

@@ -71,7 +71,7 @@ def nsa_decode(
         q: `[B, T, HQ, D]` queries of the new tokens, without rotary embedding if freqs are given.
         k: `[B, T, H, D]` keys, like q.
         v: `[B, T, H, DV]` values.
-        gates: `[B, T, HQ, 3]` after the sigmoid; with merge_window `[B, T, HQ, 1]` or None, as in `nsa`.
+        gates: `[B, T, HQ, 3]` after the sigmoid; with merge_window `[B, T, HQ, 1 or 2]` or None, as in `nsa`.
         cache: advances by the new tokens. It has compressed keys, with `has_raw_k` where freqs are given. Where gates
             are None it has no compressed values (`has_v_cmp`), and where num_selected is 0 too, no compressed keys.
         networks: φ for keys and for values, `[B, H, C, l, D or DV]` to `[B, H, C, D or DV]`.

@@ -25,7 +25,7 @@ from native_sparse_attention.losses import block_score_loss
 from native_sparse_attention.nn.checks import check_block_loss, check_input, check_settings, refuse_unknown
 from native_sparse_attention.nn.compress.apply import compress_pair, compress_tokens, with_zero_gradients
 from native_sparse_attention.nn.compress.build import make_networks
-from native_sparse_attention.nn.gate import GATE_START, MERGED_GATE_START, check_gate, make_gate
+from native_sparse_attention.nn.gate import GATE_START, MERGED_GATE_START, OUTPUT_GATE_START, check_gate, make_gate
 from native_sparse_attention.nn.heads import BranchHeads, Projected
 from native_sparse_attention.nn.layer import AttentionLayer
 from native_sparse_attention.nn.linear import BranchLinear, FixedStartLinear, SplitLinear
@@ -69,7 +69,8 @@ class SparseAttention(AttentionLayer):
             `native_sparse_attention.compress` has others.
         compress_mlp_expand_factor: hidden units of the default MLP over l * D.
         strategy_combine_mlp: network from dim to 3 * heads gate logits, laid out (heads, 3); with merge_window to
-            heads. Default: a linear layer whose gates start with the window open.
+            heads, and with output_gate to 2 * heads, laid out (heads, 2). Default: a linear layer whose gates start
+            with the window, or the output, open.
         dim_value_head: DV, size of a value head; default dim_head.
         num_init_blocks: forced blocks at the start.
         num_local_blocks: forced blocks up to the query's own.
@@ -93,6 +94,8 @@ class SparseAttention(AttentionLayer):
             network, positions or memory of values; compress_mlp is one module then.
         select_before_window: only blocks with a key before the window are selected, and local blocks end with the
             newest of them. Requires merge_window and causal.
+        output_gate: a second gate per head multiplies the merged output, the gated compressed one included, as in
+            `DenseAttention`. Requires merge_window and compressed_output.
 
     Raises:
         ValueError: sizes do not fit; names argument, value and rule.
@@ -140,6 +143,7 @@ class SparseAttention(AttentionLayer):
         compressed_output: bool = True,
         select_before_window: bool = False,
         qk_norm: bool = False,
+        output_gate: bool = False,
         **unknown: NoReturn,
     ) -> None:
         super().__init__()
@@ -155,7 +159,7 @@ class SparseAttention(AttentionLayer):
         self.independent_branch_kv, self.select_before_window = independent_branch_kv, select_before_window
         self.backend, self.recompute = backend, recompute
         self.softcap, self.num_sinks, self.dropout = checked_softcap(softcap), num_sinks, dropout
-        self.merge_window, self.compressed_output = merge_window, compressed_output
+        self.merge_window, self.compressed_output, self.output_gate = merge_window, compressed_output, output_gate
         networks = {'compress_mlp': compress_mlp, 'strategy_combine_mlp': strategy_combine_mlp}
         check_settings(self, dim, num_compressed_mem_kv, norm, rotary_emb, **networks)
         check_flags(qk_norm=qk_norm)
@@ -194,6 +198,7 @@ class SparseAttention(AttentionLayer):
         self.to_strategy_combine = None
         if compressed_output:
             start = MERGED_GATE_START if merge_window else GATE_START
+            start = (*start, OUTPUT_GATE_START) if output_gate else start
             gate = make_gate(dim, heads, start) if strategy_combine_mlp is None else strategy_combine_mlp
             check_gate(gate, dim, heads, len(start))
             self.to_strategy_combine = gate
@@ -202,7 +207,7 @@ class SparseAttention(AttentionLayer):
     @property
     def weight_settings(self) -> dict[str, Any]:
         """Settings that weights depend on: not budgets, backends and dropout, which may change after training."""
-        num_gates = 3 if not self.merge_window else int(self.compressed_output)
+        num_gates = 3 if not self.merge_window else int(self.compressed_output) + int(self.output_gate)
         own = {name: getattr(self, name) for name in _WEIGHT_SETTINGS}
         return {**super().weight_settings, **own, 'gate': f'{num_gates} sigmoids per head'}
 
@@ -268,7 +273,7 @@ class SparseAttention(AttentionLayer):
         return (out, cache) if return_cache else out
 
     def extra_repr(self) -> str:
-        names = ('softcap', 'num_sinks', 'dropout', 'merge_window', 'select_before_window')
+        names = ('softcap', 'num_sinks', 'dropout', 'merge_window', 'select_before_window', 'output_gate')
         settings = {name: getattr(self, name) for name in names}
         if not self.compressed_output:
             settings['compressed_output'] = 'False'

@@ -22,7 +22,7 @@ _POSITIVE = ('dim_head', 'heads', 'kv_heads', 'dim_value_head', 'sliding_window_
 _NOT_NEGATIVE = ('num_selected_blocks', 'num_init_blocks', 'num_local_blocks', 'num_sinks')
 _FLAGS = (
     *('causal', 'use_diff_topk', 'query_heads_share_selected_kv', 'independent_branch_kv', 'recompute'),
-    *('merge_window', 'compressed_output', 'select_before_window'),
+    *('merge_window', 'compressed_output', 'select_before_window', 'output_gate'),
 )
 _FLAGS_OF_LUCIDRAINS = (
     *('use_triton_kernel', 'disable_triton_kernel', 'sliding_window_flex_mask', 'fine_selection_flex_mask'),
@@ -99,6 +99,10 @@ def _check_merged(layer: Any, compress_mlp: object, strategy_combine_mlp: object
         for name in ('merge_window', 'causal'):
             if not getattr(layer, name):
                 raise ValueError(f'select_before_window is True, but must be False unless {name} is set')
+    if layer.output_gate:
+        for name in ('merge_window', 'compressed_output'):
+            if not getattr(layer, name):
+                raise ValueError(f'output_gate is True, but must be False unless {name} is set')
     if layer.compressed_output:
         return
     if not layer.merge_window:

@@ -1,7 +1,7 @@
 """The gate of the branches: a map from the normalised input to the gate logits of each head.
 
 There are three gates per head: compressed, selected, window. With merged attention there is one, of the compressed
-branch.
+branch, and with `output_gate` a second one, of the whole output.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from native_sparse_attention.nn.linear import FixedStartLinear
 GATE_START = (-2.0, -2.0, 2.0)
 # Of the compressed output beside merged attention.
 MERGED_GATE_START = (-2.0,)
-OUTPUT_GATE_START = 2.0
+OUTPUT_GATE_START = 2.0  # of a whole output, which passes at first
 
 
 def make_gate(dim: int, heads: int, start: tuple[float, ...] = GATE_START) -> FixedStartLinear:

@@ -39,7 +39,7 @@ class FusedNorm(NamedTuple):
 
 
 class Projected(NamedTuple):
-    """Tensors of new tokens before rotary, `[B, T, heads, head size]`, and gates `[B, T, HQ, 3 or 1]` or None."""
+    """Tensors of new tokens before rotary, `[B, T, heads, head size]`, and gates `[B, T, HQ, 3, 2 or 1]` or None."""
 
     q: Tensor
     k: Tensor

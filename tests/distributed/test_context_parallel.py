@@ -166,7 +166,9 @@ def draw_model(seed: int) -> tuple[Transformer, Tensor, dict[str, Any]]:
     kv_heads, seqlen = draw([1, 2, 3]), draw([2, 5, 17, 33, 40])
     sizes = {'kv_heads': kv_heads, 'heads': kv_heads * draw([1, 2]), 'causal': draw([True, True, False])}
     sparse['select_before_window'] = sparse['merge_window'] and sizes['causal'] and draw([True, False])
-    model = make_model(sparse=sparse, seed=seed, depth=draw([1, 2]), tie_embeddings=draw([True, False]), **sizes)
+    settings = {'depth': draw([1, 2]), 'tie_embeddings': draw([True, False])}
+    sparse['output_gate'] = sparse['merge_window'] and sparse['compressed_output'] and draw([True, False])
+    model = make_model(sparse=sparse, seed=seed, **settings, **sizes)
     if draw([True, False]):
         model.gradient_checkpointing_enable()
     options: dict[str, Any] = draw([{}, {}, {'num_items_in_batch': 7}])
@@ -203,7 +205,7 @@ def draw_call(draw: Any, seqlen: int, batch: int) -> tuple[dict[str, Any], dict[
         return torch.randn(batch, seqlen, *sizes, dtype=torch.float64).requires_grad_()
 
     tokens: dict[str, Any] = {'q': token(heads, 8), 'k': token(kv_heads, 8), 'v': token(kv_heads, 6)}
-    tokens['gates'] = None if scores_only else token(heads, 1 if merged else 3)
+    tokens['gates'] = None if scores_only else token(heads, draw([1, 2]) if merged else 3)
     if not merged and draw([True, False]):
         tokens['gates'] = [token(heads), None, token(heads)]
     if draw([True, False]):

@@ -175,6 +175,7 @@ def train_drawn_settings(seeds: range) -> None:
         sparse['num_compressed_mem_kv'], sparse['num_sinks'] = draw([(1, 0), (0, 1), (3, 2)])
         sparse['rotary_emb'] = draw([None, False, learned_rotary()])
         sparse['compressed_output'] = not sparse['merge_window'] or draw([True, False])
+        sparse['output_gate'] = sparse['merge_window'] and sparse['compressed_output'] and draw([True, False])
         if sparse['compressed_output']:
             sparse['dim_value_head'] = draw([6, 8])
         kv_heads, seqlen = ranks * draw([1, 2, 3]), draw([2, 5, 33])

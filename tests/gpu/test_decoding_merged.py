@@ -35,7 +35,7 @@ from tests.support.gpu_decoding_problems import (
 
 pytestmark = pytest.mark.gpu
 
-MERGED = pytest.mark.parametrize('merged', ['gate', 'scores'])
+MERGED = pytest.mark.parametrize('merged', ['gate', 'output gate', 'scores'])
 
 
 @pytest.mark.parametrize('index', range(COUNT))

@@ -136,6 +136,13 @@ def test_dense_where_everything_is_read(num_selected: int, window_size: int, dev
     torch.testing.assert_close(out, expected.transpose(1, 2), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize('page_size', [None, 8])
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
+def test_output_gate(dtype: torch.dtype, page_size: int | None, device: torch.device) -> None:
+    check_steps(Case(merged='output gate', dtype=dtype, page_size=page_size), [29, 3], (1, 3), device)
+
+
 @MODES
 @pytest.mark.parametrize('value', [float('nan'), float('inf')])
 def test_later_tokens_change_nothing(merged: str, value: float, device: torch.device) -> None:
@@ -164,7 +171,13 @@ def test_rules_of_the_gpu_tests(page_size: int | None, merged: str, device: torc
 @pytest.mark.quick
 @pytest.mark.parametrize(
     'settings',
-    [{}, {'compressed_output': False}, {'compress_mlp': MeanPool()}, {'select_before_window': True}],
+    [
+        {},
+        {'compressed_output': False},
+        {'compress_mlp': MeanPool()},
+        {'select_before_window': True},
+        {'output_gate': True},
+    ],
     ids=str,
 )
 @torch.no_grad()

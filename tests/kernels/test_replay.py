@@ -39,6 +39,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 PROBLEMS = {
     'separate': Problem(batch=2),
     'merged': Problem('gate', heads=3, kv_heads=3),
+    'output gate': Problem('output gate'),
     'scores': Problem('scores', heads=4, memory=True),
     'packed': Problem(lengths=(17, 0, 23), memory=True),
     'packed, merged': Problem('gate', lengths=(17, 23)),

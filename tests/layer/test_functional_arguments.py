@@ -156,6 +156,7 @@ CALLS = {
     'trained': ({'q': Q.clone().requires_grad_()}, 40),
     'differentiable selection': ({'use_diff_topk': True}, 40),
     'merged': ({'merge_window': True, 'gates': torch.zeros(1, 8, 4, 1)}, 40),
+    'output gate': ({'merge_window': True, 'gates': torch.zeros(1, 8, 4, 2)}, 40),
     'packed': ({'cu_seqlens': row_integers([0, 3, 8])}, 46),
 }
 

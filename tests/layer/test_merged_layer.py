@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -43,6 +44,7 @@ modes = pytest.mark.parametrize(
         {'compressed_output': False, 'num_selected_blocks': 0},
         {'compressed_output': False, 'compress_mlp': MeanPool(), 'rotary_emb': False},
         {**SCORES, 'select_before_window': True, 'recompute': True},
+        {'output_gate': True, 'recompute': True},
     ],
     ids=[
         '',
@@ -55,6 +57,7 @@ modes = pytest.mark.parametrize(
         'scores, window',
         'scores by mean',
         'before',
+        'output gate',
     ],
 )
 
@@ -122,6 +125,35 @@ def test_equals_dense_where_every_block_is_selected(diff: bool, before: bool) ->
         torch.testing.assert_close(*grads, rtol=0, atol=1e-11)
 
 
+def test_equals_gated_dense_where_every_block_is_selected() -> None:
+    """With the compressed output shut, at any weights of the output gate."""
+    layer = make_layer(output_gate=True, num_selected_blocks=20)
+    shape = {name: SIZES[name] for name in ('dim', 'dim_head', 'heads', 'kv_heads', 'causal')}
+    dense = DenseAttention(**shape, output_gate=True).double()
+    weights = {name: t for name, t in layer.state_dict().items() if name in dense.state_dict()}
+    gate = layer.to_strategy_combine
+    with torch.no_grad():
+        gate.weight[::2], gate.bias[::2] = 0.0, -800.0
+    weights |= {'output_gate.weight': gate.weight[1::2], 'output_gate.bias': gate.bias[1::2]}
+    dense.load_state_dict(weights)
+    x = torch.randn(2, 41, 32, dtype=torch.float64, requires_grad=True)
+    out, expected = layer(x), dense(x)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+    grads = [torch.autograd.grad(y.square().sum(), x)[0] for y in (out, expected)]
+    torch.testing.assert_close(*grads, rtol=0, atol=1e-11)
+
+
+def test_second_gate_multiplies_the_sum() -> None:
+    inputs = {name: t.double() for name, t in make_nsa_inputs().items()}
+    gates = torch.rand(1, 16, 4, 2, dtype=torch.float64, requires_grad=True)
+    sizes = {'compress_block_size': 4, 'compress_stride': 2, 'selection_block_size': 4, 'num_selected': 2}
+    call = partial(nsa, **inputs, **sizes, window_size=(3, 0), merge_window=True)
+    out, expected = call(gates=gates), call(gates=gates[..., :1]) * gates[..., 1:]
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-14)
+    grads = [torch.autograd.grad(y.square().sum(), gates)[0] for y in (out, expected)]
+    torch.testing.assert_close(*grads, rtol=0, atol=1e-13)
+
+
 def test_no_block_inside_the_window_is_selected() -> None:
     layer, found = make_layer(select_before_window=True, num_selected_blocks=20), []
 
@@ -148,6 +180,8 @@ def test_gate_starts_nearly_shut() -> None:
     assert isinstance(layer.to_strategy_combine, torch.nn.Linear)
     assert layer.to_strategy_combine.bias.tolist() == [-2.0] * 4
     assert not layer.to_strategy_combine.weight.any()
+    gated = SparseAttention(**SIZES, output_gate=True)
+    assert gated.to_strategy_combine.bias.tolist() == [-2.0, 2.0] * 4
 
 
 def test_scores_alone_keep_nothing_of_values() -> None:
@@ -196,6 +230,10 @@ def test_deepcopy_and_state_dict() -> None:
         ({'compressed_output': False, 'strategy_combine_mlp': torch.nn.Linear(32, 4)}, 'strategy_combine_mlp is given'),
         ({'compressed_output': False, 'compress_mlp': (MeanPool(), MeanPool())}, 'compress_mlp is a pair'),
         ({'strategy_combine_mlp': torch.nn.Linear(32, 12)}, 'strategy_combine_mlp maps'),
+        ({'merge_window': False, 'output_gate': True}, 'output_gate is True, but must be False unless merge_window is'),
+        ({'compressed_output': False, 'output_gate': True}, 'output_gate is True, but must be False unless compressed'),
+        ({'output_gate': True, 'strategy_combine_mlp': torch.nn.Linear(32, 4)}, 'strategy_combine_mlp maps'),
+        ({'output_gate': 'no'}, "output_gate is 'no'"),
         ({'merge_window': 1}, 'merge_window is 1'),
         ({'compressed_output': None}, 'compressed_output is None'),
     ],

@@ -52,6 +52,7 @@ MODELS: dict[str, dict[str, Any]] = {
     'sparse': {},
     'dense': {'use_sparse_attn': False},
     'output gate': {'use_sparse_attn': False, 'dense_output_gate': True, 'ff_expansion_factor': 1.5},
+    'merged output gate': {'settings': {'merge_window': True, 'output_gate': True}},
     'tied': {'tie_embeddings': True},
     'scores alone': {'settings': {'merge_window': True, 'compressed_output': False, 'rotary_emb': False}},
     'own keys and values': {'settings': {'independent_branch_kv': True, 'softcap': 2.5, 'num_sinks': 1}},

@@ -43,6 +43,11 @@ DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {},
         "gate is '3 sigmoids per head', but must be '1 sigmoids per head'",
     ),
+    'gate of the output': (
+        {'merge_window': True},
+        {'merge_window': True, 'output_gate': True},
+        "gate is '2 sigmoids per head', but must be '1 sigmoids per head'",
+    ),
     'scores alone': (
         {'merge_window': True},
         {'merge_window': True, 'compressed_output': False},

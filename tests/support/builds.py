@@ -265,6 +265,7 @@ def build_decoding(dtype: torch.dtype, head_dim: int) -> None:
         (1, mlp, 3),
         (1, mean_and_mlp, 0),
         (1, grouped, 3),
+        (1, mean, 2),
     )
     for num_tokens, network, num_gates in cases:
         q, k, v = (t[:, :num_tokens] for t in make(dtype, head_dim, group=16))

@@ -30,6 +30,7 @@ from native_sparse_attention.inference.decode import nsa_decode
 from native_sparse_attention.inference.paged_cache import PagedLayerCache
 from native_sparse_attention.nn.compress import CompressMLP, GroupedMLP, MeanPool, MeanResidualMLP
 from native_sparse_attention.testing import assert_matches
+from tests.support.gate_problems import NUM_GATES
 from tests.support.harness import fence, same_bits
 from tests.support.problems import Heads
 
@@ -74,9 +75,9 @@ class Case:
     blocks: l, d, l'. num_angles: pairs of features that rotary turns, 0 for no rotary embedding, None for all. is_half:
     pairs are i and i + num_angles. network: 'mean', 'linear', 'own' or a name of MLPS. independent: k_window, v_window,
     raw_k and raw_v of their own. rotated: q_cmp and raw_k beside q and k, which the caller has rotated. merged: one
-    softmax of chosen blocks and window, 'gate' beside a compressed output, 'scores' without one, 'window' without
-    compressed keys. pairs: M. page_size: None for a contiguous cache; pages of a paged one lie scattered in pools that
-    have `spare_pages` more than rows need.
+    softmax of chosen blocks and window, 'gate' beside a compressed output, 'output gate' with a gate of the sum too,
+    'scores' without a compressed output, 'window' without compressed keys. pairs: M. page_size: None for a contiguous
+    cache; pages of a paged one lie scattered in pools that have `spare_pages` more than rows need.
     """
 
     heads: Heads = HEADS
@@ -104,7 +105,7 @@ class Case:
     @property
     def compresses(self) -> tuple[bool, bool]:
         """Whether keys and values are compressed."""
-        return self.merged != 'window', self.merged in ('', 'gate')
+        return self.merged != 'window', self.merged in NUM_GATES
 
     @property
     def angles(self) -> int:
@@ -166,7 +167,7 @@ def make_tokens(case: Case, batch: int, num_tokens: int, device: torch.device) -
     names = [('k', 'v'), *([('raw_k', 'raw_v'), ('k_window', 'v_window')] if case.independent else [])]
     tokens: dict[str, Any] = {'q': normal(heads.heads, heads.head_dim), 'gates': None}
     if case.compresses[1]:
-        tokens['gates'] = fence(torch.rand(*shape, heads.heads, 1 if case.merged else 3).to(device))
+        tokens['gates'] = fence(torch.rand(*shape, heads.heads, NUM_GATES[case.merged]).to(device))
     for of_keys, of_values in names:
         tokens[of_keys] = normal(heads.kv_heads, heads.head_dim)
         tokens[of_values] = normal(heads.kv_heads, heads.value_dim)

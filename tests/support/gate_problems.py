@@ -17,6 +17,9 @@ KINDS = ('above 0', 'some 0', 'any')
 every_kind = pytest.mark.parametrize('kind', KINDS)
 every_dtype = pytest.mark.parametrize('dtype', [torch.float32, torch.float16])
 
+# Gates per head, by the mode of a call: '' has three branches, the others are merged.
+NUM_GATES = {'': 3, 'gate': 1, 'output gate': 2}
+
 
 def make_gate(q: Tensor, kind: str = 'any', dtype: torch.dtype = torch.float32) -> Tensor:
     """Return a gate `[B, T, HQ]`. 'any': positive, 0 and negative among the heads of a query."""

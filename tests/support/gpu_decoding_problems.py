@@ -23,6 +23,7 @@ from native_sparse_attention.inference.phi import Phi
 from native_sparse_attention.nn.compress import CompressMLP, GroupedMLP, MeanPool
 from native_sparse_attention.ops import chosen_scores, compressed_attention, select_blocks
 from native_sparse_attention.testing import assert_matches
+from tests.support.gate_problems import NUM_GATES
 from tests.support.gpu_problems import DTYPES
 
 GROUPS = (1, 4, 16, 64)
@@ -42,8 +43,8 @@ SPARE_PAGES = 4
 class Shape:
     """Of a cache, whose rows have `lengths` tokens, and of the steps on it. sizes: l, d, l', n, W. learned: φ is a
     network that is called. mlp: class of φ whose layers the kernels compute. has_window: branches have keys and values
-    of their own. merged: one softmax for selected blocks and window, 'gate' beside a compressed output, 'scores'
-    without one.
+    of their own. merged: one softmax for selected blocks and window, 'gate' beside a compressed output, 'output
+    gate' with a gate of the sum too, 'scores' without a compressed output.
     """
 
     lengths: tuple[int, ...]
@@ -209,7 +210,7 @@ class Decoder:
             for name, size in sizes.items()
         }
         if shape.merged != 'scores':
-            size = (*start, shape.heads, 1 if shape.merged else 3)
+            size = (*start, shape.heads, NUM_GATES[shape.merged])
             tokens['gates'] = torch.rand(size, device=self.device, generator=generator)
         return {name: t[rows].contiguous() for name, t in tokens.items()}
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from native_sparse_attention import nsa
 from native_sparse_attention.autograd import replay
 from native_sparse_attention.core.geometry import num_compressed_blocks
+from tests.support.gate_problems import NUM_GATES
 
 SIZES: dict[str, Any] = {
     'compress_block_size': 8,
@@ -24,7 +25,7 @@ SIZES: dict[str, Any] = {
 
 
 class Problem(NamedTuple):
-    """A call of `nsa`. lengths: of packed sequences. merged: None, or 'gate' or 'scores'."""
+    """A call of `nsa`. lengths: of packed sequences. merged: None, 'gate', 'output gate' or 'scores'."""
 
     merged: str | None = None
     batch: int = 1
@@ -57,7 +58,7 @@ class Problem(NamedTuple):
         tensors['k_cmp'] = draw(self.batch, num_blocks, self.kv_heads, self.head_dim)
         if self.merged != 'scores':
             tensors['v_cmp'] = draw(self.batch, num_blocks, self.kv_heads, self.head_dim)
-            tensors['gates'] = draw(self.batch, seqlen, self.heads, 1 if self.merged else 3).sigmoid()
+            tensors['gates'] = draw(self.batch, seqlen, self.heads, NUM_GATES[self.merged or '']).sigmoid()
         if self.memory:
             tensors['mem_k'] = draw(self.kv_heads, 2, self.head_dim)
             if self.merged != 'scores':

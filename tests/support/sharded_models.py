@@ -27,7 +27,7 @@ SPARSE: dict[str, Any] = {
 # Settings of the attention by name, and of the model.
 KINDS: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
     'separate': ({'use_diff_topk': True, 'num_sinks': 1}, {}),
-    'merged': ({'merge_window': True, 'qk_norm': True}, {'tie_embeddings': True}),
+    'merged': ({'merge_window': True, 'output_gate': True, 'qk_norm': True}, {'tie_embeddings': True}),
     'scores': ({'merge_window': True, 'compressed_output': False, 'use_diff_topk': True}, {}),
     'branches': ({'independent_branch_kv': True, 'recompute': True, 'dim_value_head': 6}, {}),
     'dense': (None, {'dense_output_gate': True}),

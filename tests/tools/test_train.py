@@ -167,7 +167,7 @@ def test_lines_of_progress_without_a_terminal(
 def test_resumed_is_uninterrupted_bit_for_bit(text: Path, runs: Path, monkeypatch, stop: str) -> None:
     # The loss of the block scores draws some of the queries.
     monkeypatch.setattr(layers, 'block_score_loss', partial(layers.block_score_loss, num_queries=4))
-    flags = ['--merge-window', '--qk-norm', '--block-loss', '0.1']
+    flags = ['--merge-window', '--output-gate', '--qk-norm', '--block-loss', '0.1']
     assert main(command(text, runs, '--name', 'whole', *flags)) == 0
     with monkeypatch.context() as patch:
         code = arrange(patch, stop)

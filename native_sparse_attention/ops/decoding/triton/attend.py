@@ -202,6 +202,7 @@ def combine_kernel(
     GROUP: tl.constexpr,
     REPEATS: tl.constexpr,
     MERGED: tl.constexpr,
+    OUTPUT_GATE: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_P: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -212,8 +213,9 @@ def combine_kernel(
     add them with their gates. One program per row, token and head.
 
     gates: `[B, T, HQ, 3]`; with MERGED, where selected blocks and window are one branch without a gate, `[B, T, HQ, 1]`
-    or None. out: `[B, T, HQ, DV]`, contiguous. The first program of a row also updates its length and its peak length,
-    which no other program of this launch reads.
+    or None, and with OUTPUT_GATE `[B, T, HQ, 2]`, whose second gate multiplies the sum. out: `[B, T, HQ, DV]`,
+    contiguous. The first program of a row also updates its length and its peak length, which no other program of this
+    launch reads.
     """
     share: tl.constexpr = GROUP // REPEATS
     query_heads: tl.constexpr = step.kv_heads * GROUP
@@ -227,6 +229,8 @@ def combine_kernel(
     if gates.ptr is not None:
         gate_ptr = gate_ptr + row * gates.strides[0] + token * gates.strides[1] + head * gates.strides[2]
         gate_compressed = tl.load(gate_ptr).to(tl.float32)
+    if OUTPUT_GATE:
+        gate_out = tl.load(gate_ptr + gates.strides[3]).to(tl.float32)
     if not MERGED:
         gate_selected = tl.load(gate_ptr + gates.strides[3]).to(tl.float32)
         gate_window = tl.load(gate_ptr + 2 * gates.strides[3]).to(tl.float32)
@@ -243,6 +247,8 @@ def combine_kernel(
         out = _join(selected)
         if gates.ptr is not None:
             out += _join(compressed) * gate_compressed
+        if OUTPUT_GATE:
+            out *= gate_out
     else:
         first += share
         window = _load_parts(parts_ptr, parts_stats_ptr, first, stride, num_programs, BLOCK_P, VALUE_DIM, BLOCK_DV)

@@ -302,6 +302,7 @@ def attend(
         step=step,
         **groups,
         MERGED=settings.merge_window,
+        OUTPUT_GATE=gates is not None and gates.shape[-1] == 2,
         BLOCK_S=block_s,
         BLOCK_P=block_p,
         VALUE_DIM=value_dim,
