@@ -9,6 +9,7 @@ from statistics import mean
 from typing import Any
 
 from benchmarks import report
+from benchmarks.retrieval_run import VARIANTS
 
 RUNS = '*-seed*.json'
 TITLE = 'Far retrieval learnt from scratch'
@@ -21,8 +22,6 @@ def load(folder: Path) -> list[Run]:
     Raises:
         ValueError: if the folder has no run.
     """
-    from benchmarks.retrieval_run import VARIANTS
-
     runs = [json.loads(path.read_text(encoding='utf-8')) for path in sorted(folder.glob(RUNS))]
     if not runs:
         raise ValueError(f'report is {folder}, but must be a folder with runs, {RUNS}')
@@ -60,13 +59,14 @@ def tables(runs: Sequence[Run]) -> list[str]:
     lengths = sorted({stage['length'] for run in runs for stage in run['stages']} | {*config['lengths']})
     trained = config['lengths'][-1]
     far = [factor * trained for factor in config['factors']]
-    dense = {run['config']['seed']: steps_to_pass(run) for run in runs if run['config']['variant'] == 'dense'}
+    passed_after = {(run['config']['variant'], run['config']['seed']): steps_to_pass(run) for run in runs}
     stage_rows, result_rows = [], []
     for run in runs:
         name = [run['config']['variant'], run['config']['seed']]
         stages = {stage['length']: stage for stage in run['stages']}
         passed = steps_to_pass(run)
-        ratio = report.ratio(passed, dense.get(run['config']['seed']))
+        twin = VARIANTS[run['config']['variant']].twin
+        ratio = report.ratio(passed, passed_after.get((twin, run['config']['seed'])))
         stage_rows.append([*name, *(stage_cell(stages.get(length)) for length in lengths), passed, ratio])
         cells = []
         for length in far:

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,14 +24,33 @@ from train_enwik8 import Graph
 from trainer.folder import atomically
 from trainer.record import sparse_backend
 
-# Arguments of SparseAttention by variant; None is the dense twin.
-VARIANTS: Mapping[str, Mapping[str, Any] | None] = {
-    'dense': None,
-    'separate': {},
-    'merged': {'merge_window': True},
-    'merged-scores': {'merge_window': True, 'compressed_output': False},
-}
 Row = dict[str, Any]
+
+
+class Variant(NamedTuple):
+    """settings: arguments of SparseAttention. twin: the dense variant that it is compared with, itself if it is dense.
+    block_loss: weight of the loss of the block scores.
+    """
+
+    settings: Mapping[str, Any]
+    twin: str = 'dense'
+    block_loss: float = 0.0
+    is_sparse: bool = True
+
+
+# `long` is the form of the trainer's preset of that name.
+VARIANTS: Mapping[str, Variant] = {
+    'dense': Variant({}, is_sparse=False),
+    'dense-qk-norm': Variant({'qk_norm': True}, 'dense-qk-norm', is_sparse=False),
+    'separate': Variant({}),
+    'merged': Variant({'merge_window': True}),
+    'merged-scores': Variant({'merge_window': True, 'compressed_output': False}),
+    'long': Variant(
+        {'merge_window': True, 'select_before_window': True, 'output_gate': True, 'qk_norm': True},
+        'dense-qk-norm',
+        block_loss=0.1,
+    ),
+}
 
 
 def option(default: Any, text: str) -> Any:
@@ -91,7 +110,7 @@ class Config:
     def __post_init__(self) -> None:
         if self.variant not in VARIANTS:
             raise ValueError(f'variant is {self.variant!r}, but must be one of {", ".join(VARIANTS)}')
-        missing = (VARIANTS[self.variant] or {}).keys() - signature(SparseAttention).parameters.keys()
+        missing = VARIANTS[self.variant].settings.keys() - signature(SparseAttention).parameters.keys()
         if missing:
             raise ValueError(f'variant is {self.variant!r}, but SparseAttention has no {", ".join(sorted(missing))}')
         for name in ('lengths', 'first_lengths'):
@@ -155,7 +174,7 @@ class Config:
 
 def build_model(config: Config, device: torch.device) -> Transformer:
     torch.manual_seed(config.seed)
-    extra = VARIANTS[config.variant]
+    variant = VARIANTS[config.variant]
     sparse = {
         'sliding_window_size': config.window,
         'compress_block_size': config.compress_block,
@@ -171,8 +190,8 @@ def build_model(config: Config, device: torch.device) -> Transformer:
     return Transformer(
         config.num_tokens,
         **shape,
-        use_sparse_attn=extra is not None,
-        sparse_attn_kwargs={} if extra is None else {**sparse, **extra},
+        use_sparse_attn=variant.is_sparse,
+        sparse_attn_kwargs={**sparse, **variant.settings} if variant.is_sparse else variant.settings,
         backend=config.backend,
     ).to(device)
 
@@ -282,24 +301,29 @@ class Run:
     def differentiate(self, both: Tensor) -> Tensor:
         """Return loss, accuracy of recall and of needles, float32 [3], of ids and labels [2, B, L]; keep gradients.
 
-        The loss is the mean over sequences of the mean over answers, so that a needle counts as a whole sequence.
+        The loss is the mean over sequences of the mean over answers, so that a needle counts as a whole sequence. The
+        loss of the block scores is trained beside it, and not returned.
         """
-        ids, labels = both
-        logits = self.logits(ids)
+        (ids, labels), weight = both, VARIANTS[self.config.variant].block_loss
+        logits, block_loss = self.logits(ids, weight > 0)
         answers = labels != IGNORED
         count = answers.sum(1)
         nats = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction='none')
         loss = (nats.view_as(labels).sum(1) / count).mean()
-        loss.backward()
+        (loss + weight * block_loss).backward()
         right = ((logits.argmax(-1) == labels) & answers).sum(1) / count
         needles = self.config.num_needles(ids.shape[1])
         recall = right[: len(right) - needles].mean()
         needle = right[len(right) - needles :].mean()  # NaN without needles
         return torch.stack((loss.detach(), recall, needle))
 
-    def logits(self, ids: Tensor) -> Tensor:
+    def logits(self, ids: Tensor, needs_block_loss: bool = False) -> tuple[Tensor, Tensor | float]:
+        """Return the logits, float32, and the loss of the block scores or 0."""
         with self.autocast():
-            return self.model(ids).float()
+            if needs_block_loss:
+                logits, block_loss = self.model(ids, return_block_loss=True)
+                return logits.float(), block_loss
+            return self.model(ids).float(), 0.0
 
     def autocast(self) -> Any:
         enabled = self.config.amp and self.device.type == 'cuda'
@@ -349,7 +373,7 @@ class Run:
                     continue
                 self.save_if_due()
                 right = [
-                    is_right(self.logits(b.ids), b.labels, config.value_tokens) for b in self.problems(length, depth)
+                    is_right(self.logits(b.ids)[0], b.labels, config.value_tokens) for b in self.problems(length, depth)
                 ]
                 answers = torch.cat(right)
                 row = {'task': task, 'length': length, 'depth': depth, 'answers': len(answers)}
@@ -393,6 +417,9 @@ class Run:
             'model': self.model.state_dict(),
             'optimizer': self.optimizer.state_dict(),
             'recent': self.recent,
+            # The loss of the block scores draws queries.
+            'random': torch.get_rng_state(),
+            'random_cuda': torch.cuda.get_rng_state(self.device) if self.device.type == 'cuda' else None,
             **self.progress(),
         }
         with atomically(self.folder / f'{self.config.name}.pt') as file:
@@ -411,6 +438,10 @@ class Run:
         self.model.load_state_dict(state.pop('model'))
         self.optimizer.load_state_dict(state.pop('optimizer'))
         self.recent = [figures.to(self.device) for figures in state.pop('recent')]
+        torch.set_rng_state(state.pop('random'))
+        random_cuda = state.pop('random_cuda')
+        if self.device.type == 'cuda':
+            torch.cuda.set_rng_state(random_cuda, self.device)
         for name, value in state.items():
             setattr(self, name, value)
         say(f'{self.config.name}: resumed at step {self.step}')

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from benchmarks import retrieval, retrieval_report, retrieval_run
 from benchmarks.jobs import StopRequest
 from benchmarks.retrieval_run import Config, Run
 from benchmarks.retrieval_tasks import IGNORED, QUESTION, Batch, Task, is_right, make_needle, make_recall, seeded
+from native_sparse_attention.nn import attention as layers
 
 CPU = torch.device('cpu')
 TASKS = [Task(64, pairs=12, queries=5), Task(32, key_tokens=2, value_tokens=3, pairs=4, queries=4)]
@@ -129,7 +131,7 @@ def test_is_right_needs_the_whole_value():
         ({'needle_share': 1.0}, r'needle_share is 1.0, but must lie in \[0, 1\)'),
         ({'steps': 0}, 'steps is 0, but must be at least 1'),
         ({'pair_spacing': 2}, 'length is 16, but must be at least'),
-        ({'variant': 'other'}, "variant is 'other', but must be one of dense, separate, merged, merged-scores"),
+        ({'variant': 'other'}, "variant is 'other', but must be one of dense, dense-qk-norm, separate, merged, "),
     ],
 )
 def test_bad_settings(changes: dict[str, Any], message: str):
@@ -139,7 +141,7 @@ def test_bad_settings(changes: dict[str, Any], message: str):
 
 
 def test_variant_that_the_layer_does_not_know(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(retrieval_run, 'VARIANTS', {'new': {'no_such_option': True}})
+    monkeypatch.setattr(retrieval_run, 'VARIANTS', {'new': retrieval_run.Variant({'no_such_option': True})})
     with pytest.raises(ValueError, match="variant is 'new', but SparseAttention has no no_such_option"):
         Config('new', 0, **TINY)
 
@@ -187,9 +189,14 @@ class StopAfter(StopRequest):
         return self.count < 0
 
 
-@pytest.mark.parametrize('steps', [5, 14])  # in training (between two checks), and in the evaluation
-def test_interrupted_run_ends_like_an_uninterrupted_one(tmp_path: Path, steps: int):
-    config, results = Config('separate', 0, **TINY), []
+# In training (between two checks), and in the evaluation.
+@pytest.mark.parametrize(('variant', 'steps'), [('separate', 5), ('separate', 14), ('long', 5)])
+def test_interrupted_run_ends_like_an_uninterrupted_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variant: str, steps: int
+):
+    # The loss of the block scores draws some of the queries.
+    monkeypatch.setattr(layers, 'block_score_loss', partial(layers.block_score_loss, num_queries=4))
+    config, results = Config(variant, 0, **TINY), []
     for folder in (tmp_path / 'whole', tmp_path / 'parts'):
         folder.mkdir()
         if folder.name == 'parts':
@@ -258,6 +265,11 @@ def test_report_compares_steps_with_the_dense_twin():
     assert '| merged | 0 | > 4 | > 40 | – | – |' in text
     assert '| separate | 0 | 62.5 | 80.0 | 44 | 4 | 1,234 | dense |  |' in text
     assert '| 64 | 90.0 | 80.0 |' in text
+    # `long` has the norms, and so has its twin.
+    runs = [make_run('dense', 16, 1.0), make_run('dense-qk-norm', 36, 1.0), make_run('long', 16, 0.9)]
+    text = '\n\n'.join(retrieval_report.tables(runs))
+    assert '| dense-qk-norm | 0 | > 4 | 36 | 40 | 1 |' in text
+    assert '| long | 0 | > 4 | 16 | 20 | 0.5 |' in text
 
 
 def test_folder_without_runs(tmp_path: Path):
