@@ -18,7 +18,7 @@ from native_sparse_attention.integrations.transformers.dense_start import attend
 from native_sparse_attention.integrations.transformers.layout import Layout
 from native_sparse_attention.losses import block_score_loss
 from native_sparse_attention.nn.compress.apply import compress_tokens, with_zero_gradients
-from native_sparse_attention.nn.gate import GATE_START, make_gate
+from native_sparse_attention.nn.gate import GATE_START, MERGED_GATE_START, OUTPUT_GATE_START, make_gate
 from native_sparse_attention.nn.padding import from_front, move_to_front
 from native_sparse_attention.ops import rotary
 
@@ -45,7 +45,7 @@ class Compressor(nn.Module):
 
 class Tokens(NamedTuple):
     """Tensors of new tokens `[B, T, heads, D]`: rotated queries and keys, values, what the compressed branch reads, and
-    gates `[B, T, HQ, 3]` or None.
+    gates as `nsa` takes them, `[B, T, HQ, 3 or 2]` or None.
     """
 
     q: Tensor
@@ -101,9 +101,10 @@ class NSAAttention(nn.Module):
             return Compressor(network, kv_heads, nsa.compress_block_size, dim, nsa.compress_block_sliding_stride)
 
         self.k_compress, self.v_compress, self.to_strategy_combine = compressor(), None, None
-        if not nsa.merge_window:
+        if nsa.compressed_output:
             self.v_compress = compressor()
-            self.to_strategy_combine = make_gate(self.config.hidden_size, heads, GATE_START)
+            start = (*MERGED_GATE_START, OUTPUT_GATE_START) if nsa.merge_window else GATE_START
+            self.to_strategy_combine = make_gate(self.config.hidden_size, heads, start)
         for added in self.added_modules():
             added.train(self.training)
             if like is not None:

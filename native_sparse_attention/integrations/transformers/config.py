@@ -26,7 +26,11 @@ NETWORKS: dict[str, Callable[[int, int, int, float], nn.Module]] = {
 _POSITIVE = ('sliding_window_size', 'num_selected_blocks')
 _NOT_NEGATIVE = ('num_init_blocks', 'num_local_blocks', 'dense_below')
 _FLAGS = ('query_heads_share_selected_kv', 'select_before_window', 'use_diff_topk')
-_CHOICES = {'init': ('dense', 'paper'), 'block_scores': ('rotated', 'plain'), 'compress_mlp': tuple(NETWORKS)}
+_CHOICES = {
+    'init': ('dense', 'merged', 'paper'),
+    'block_scores': ('rotated', 'plain'),
+    'compress_mlp': tuple(NETWORKS),
+}
 
 
 @dataclass(frozen=True)
@@ -43,13 +47,14 @@ class NSAConfig:
         num_local_blocks: forced blocks that end with the query's own.
         query_heads_share_selected_kv: the heads of a group read the same blocks.
         select_before_window: only blocks with a key before the window are selected, and local blocks end with the
-            newest of them. Requires init='dense'.
+            newest of them. Requires init='dense' or 'merged'.
         use_diff_topk: gradients reach the block scores through the logits of the selected blocks. With init='dense',
             the network φ has no other gradient.
         init: 'dense', for pre-trained weights: one softmax over selected blocks and window, and a compressed branch
             for block scores alone. Where a query reads everything visible, the output is that of dense attention.
-            'paper', for training from scratch: three branches with a gate each.
-        dense_below: queries at positions below this one of their own sequence attend densely.
+            'merged', for training from scratch: one softmax over selected blocks and window, plus a gated compressed
+            output, and a gate on the sum. 'paper', the form of the paper: three branches with a gate each.
+        dense_below: queries at positions below this one of their own sequence attend densely, without gates.
         block_scores: 'rotated': φ compresses keys with rotary embedding, and queries with it score them; 'plain': keys
             and queries without. The logits of a dense model come from rotated ones.
         compress_mlp: network φ by name: 'mean', 'mean_residual', 'attention_pool', 'mlp', 'grouped_mlp', 'conv' or
@@ -92,7 +97,7 @@ class NSAConfig:
                 rule = ', '.join(map(repr, choices))
                 raise ValueError(f'{name} is {checks.shown(value)}, but must be one of {rule}')
         if self.select_before_window and not self.merge_window:
-            raise ValueError("select_before_window is True, but must be False unless init is 'dense'")
+            raise ValueError("select_before_window is True, but must be False unless init is 'dense' or 'merged'")
         if not checks.is_number(factor := self.compress_mlp_expand_factor) or not factor > 0:
             raise ValueError(f'compress_mlp_expand_factor is {checks.shown(factor)}, but must be a number above 0')
         check_backend(self.backend)
@@ -124,8 +129,13 @@ class NSAConfig:
 
     @property
     def merge_window(self) -> bool:
-        """Whether one softmax reads the selected blocks and the window, and compressed keys only score blocks."""
-        return self.init == 'dense'
+        """Whether one softmax reads the selected blocks and the window."""
+        return self.init != 'paper'
+
+    @property
+    def compressed_output(self) -> bool:
+        """Whether the compressed branch has an output, and layers have gates; else it computes block scores alone."""
+        return self.init != 'dense'
 
     def make_network(self, head_dim: int, kv_heads: int) -> nn.Module:
         """Return a new network φ, `[B, H, C, l, D]` to `[B, H, C, D]`."""
