@@ -5,7 +5,8 @@
     python -m benchmarks.converted_model --device cpu --shape tiny --out /tmp/results       to try the script
 
 A Llama with random bfloat16 weights, dense with scaled_dot_product_attention, and converted by `convert_to_nsa` with
-init='dense' (merged mode, block scores alone) and with init='paper' (three branches, use_diff_topk). Training: forward
+init='dense' (merged mode, block scores alone), with init='merged' (compressed output and a gate on the sum, blocks
+before the window, plain scores, use_diff_topk) and with init='paper' (three branches, use_diff_topk). Training: forward
 with a loss and backward of one row, without an optimizer. Generation: greedy, one row, milliseconds per token beyond
 the first, by subtraction of a run that generates one token. Runs of the models are interleaved, medians are shown.
 Writes <gpu>/converted-model.md and .json to --out.
@@ -65,7 +66,13 @@ SHAPES = {
     '1b-heads-of-128': Model(2048, 16, 16, 4, 128, 8192, 32_768, 32),
     'tiny': Model(32, 2, 4, 2, 8, 64, 200, 4, (8, 4, 8, 5, 16)),
 }
-KINDS = {'dense': None, 'init=dense': {'init': 'dense'}, 'init=paper': {'init': 'paper', 'use_diff_topk': True}}
+MERGED = {'init': 'merged', 'block_scores': 'plain', 'select_before_window': True, 'use_diff_topk': True}
+KINDS = {
+    'dense': None,
+    'init=dense': {'init': 'dense'},
+    'init=merged': MERGED,
+    'init=paper': {'init': 'paper', 'use_diff_topk': True},
+}
 
 
 def build(shape: Model, kind: str, device: str) -> Any:

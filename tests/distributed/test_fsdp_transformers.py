@@ -19,12 +19,14 @@ from torch.distributed import init_device_mesh
 
 from native_sparse_attention.distributed import apply_fsdp, hold_weights
 from native_sparse_attention.integrations.transformers import attention
-from tests.support.hf_models import nsa_model
+from tests.support.hf_models import MERGED, SPARSE, nsa_model
+
+CONFIGS = {'dense': SPARSE, 'merged': MERGED}
 
 
-def train_and_generate(family: str) -> None:
+def train_and_generate(family: str, config: str) -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    model: Any = nsa_model(family).train()  # its norms compute in float32
+    model: Any = nsa_model(family, CONFIGS[config]).train()  # its norms compute in float32
     one, ids = copy.deepcopy(model), make_ids(ranks, seqlen=48)
     apply_fsdp(model, init_device_mesh('cpu', (ranks,)))
     with recorded_blocks(attention) as expected_blocks:
@@ -49,6 +51,6 @@ def train_and_generate(family: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize('family', ['llama', 'gemma2'])
-def test_equals_one_process(family: str, tmp_path: Path) -> None:
-    run_processes(train_and_generate, 2, tmp_path, family)
+@pytest.mark.parametrize(('family', 'config'), [('llama', 'dense'), ('gemma2', 'dense'), ('llama', 'merged')])
+def test_equals_one_process(family: str, config: str, tmp_path: Path) -> None:
+    run_processes(train_and_generate, 2, tmp_path, family, config)

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from native_sparse_attention.distributed import apply_tp
 from native_sparse_attention.integrations.transformers import attention, collect_block_losses, dense_start
-from tests.support.hf_models import PAPER, SPARSE, left_padded, nsa_model
+from tests.support.hf_models import MERGED, PAPER, SPARSE, left_padded, nsa_model
 
 full = pytest.mark.full
 CONFIGS = {  # with enough hidden units, or compressed keys, and thus scores, would be equal
@@ -33,6 +33,7 @@ CONFIGS = {  # with enough hidden units, or compressed keys, and thus scores, wo
     ),
     'paper': PAPER.replace(compress_mlp='conv'),
     'heads': PAPER.replace(query_heads_share_selected_kv=False, compress_mlp='attention_pool'),
+    'merged': MERGED.replace(use_diff_topk=True, dense_below=5, compress_mlp_expand_factor=1.0),
 }
 
 

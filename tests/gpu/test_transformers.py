@@ -28,6 +28,7 @@ KINDS: dict[str, dict[str, Any]] = {
     'scores alone': {'init': 'dense'},
     'plain scores': {'init': 'dense', 'block_scores': 'plain'},
     'paper': {'init': 'paper', 'use_diff_topk': True},
+    'merged': {'init': 'merged', 'use_diff_topk': True, 'select_before_window': True, 'block_scores': 'plain'},
 }
 kinds = pytest.mark.parametrize('kind', KINDS.values(), ids=KINDS)
 

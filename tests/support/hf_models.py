@@ -55,6 +55,7 @@ SETTINGS: dict[str, Any] = {
 COVERING = NSAConfig(**{**SETTINGS, 'num_selected_blocks': 16})
 SPARSE = NSAConfig(**SETTINGS)
 PAPER = NSAConfig(**SETTINGS, init='paper')
+MERGED = NSAConfig(**SETTINGS, init='merged', select_before_window=True)
 
 
 def dense_model(family: str = 'llama', seed: int = 0, **settings: Any) -> Any:

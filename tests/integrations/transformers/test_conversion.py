@@ -20,6 +20,7 @@ from transformers import (
     PreTrainedConfig,
 )
 
+from native_sparse_attention import SparseAttention
 from native_sparse_attention.integrations.transformers import NSAConfig, change_settings, convert_to_nsa, families
 from native_sparse_attention.integrations.transformers.config import NETWORKS
 from native_sparse_attention.ops import rotary
@@ -27,6 +28,7 @@ from tests.support.hf_models import (
     COVERING,
     FAMILIES,
     LLAMA_FIRST,
+    MERGED,
     PAPER,
     SETTINGS,
     SIZES,
@@ -40,6 +42,7 @@ from tests.support.hf_models import (
 NEAR_DENSE = 3e-5  # of logits around 5, in float32
 every_family = pytest.mark.parametrize('family', FAMILIES)
 every_family_in_full = pytest.mark.parametrize('family', LLAMA_FIRST)
+every_start = pytest.mark.parametrize('config', [SPARSE, PAPER, MERGED], ids=['dense', 'paper', 'merged'])
 
 
 def worst(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -101,8 +104,43 @@ def test_yarn_scales_plain_scores_too():
     assert torch.equal(scale_rotary(x, 4, factor)[..., 4:], x[..., 4:])
 
 
+@every_start
+def test_a_layer_is_sparse_attention(config: NSAConfig):
+    """A converted layer computes what `SparseAttention` with its weights does."""
+    model = nsa_model(config=config.replace(block_scores='plain', use_diff_topk=True), attention_bias=False)
+    attention: Any = model.model.layers[0].self_attn
+    networks = [c.network for c in (attention.k_compress, attention.v_compress) if c is not None]
+    layer = SparseAttention(
+        **{'dim': 32, 'dim_head': 8, 'heads': 4, 'kv_heads': 2, **SETTINGS},
+        num_compressed_mem_kv=0,
+        causal=True,
+        norm=False,
+        use_diff_topk=True,
+        compress_mlp=networks if config.compressed_output else networks[0],
+        rotary_layout='half',
+        merge_window=config.merge_window,
+        compressed_output=config.compressed_output,
+        select_before_window=config.select_before_window,
+        output_gate=config.merge_window and config.compressed_output,
+    )
+    own: dict[str, torch.Tensor] = dict(layer.named_parameters())
+    own['to_qkv.weight'].data = torch.cat([getattr(attention, f'{name}_proj').weight for name in 'qkv'])
+    own['combine_heads.weight'].data = attention.o_proj.weight
+    own['k_intrablock_positions'].data = attention.k_compress.positions
+    if config.compressed_output:
+        own['v_intrablock_positions'].data = attention.v_compress.positions
+        layer.to_strategy_combine = attention.to_strategy_combine
+    seen: list[torch.Tensor] = []
+    attention.register_forward_hook(
+        lambda _, __, given, out: seen.extend((given['hidden_states'], out[0])), with_kwargs=True
+    )
+    logits_of(model, random_ids(2, 70))
+    hidden, expected = seen
+    torch.testing.assert_close(layer.eval()(hidden), expected, atol=2e-5, rtol=0)
+
+
 @every_family_in_full
-@pytest.mark.parametrize('config', [SPARSE, PAPER], ids=['dense', 'paper'])
+@every_start
 def test_reload_is_bit_equal(family: str, config: NSAConfig, tmp_path: Path):
     model, ids = nsa_model(family, config), random_ids(2, 50)
     model.save_pretrained(tmp_path)
@@ -115,14 +153,18 @@ def test_reload_is_bit_equal(family: str, config: NSAConfig, tmp_path: Path):
     assert changed.config.nsa == {**model.config.nsa, 'num_selected_blocks': 3}
 
 
-@pytest.mark.parametrize('config', [SPARSE, PAPER], ids=['dense', 'paper'])
+@every_start
 def test_a_dense_checkpoint_starts_as_conversion_does(config: NSAConfig, tmp_path: Path):
     model, ids = dense_model(), random_ids(1, 50)
     model.save_pretrained(tmp_path)
     loaded: Any = families.NSALlamaForCausalLM.from_pretrained(tmp_path, nsa=config).eval()
     converted = convert_to_nsa(model, config)
-    if not config.merge_window:  # the hidden layer of φ is random, but its output layer starts at 0
-        assert loaded.model.layers[0].self_attn.to_strategy_combine.bias[:3].tolist() == [-2, -2, 2]
+    gate = loaded.model.layers[0].self_attn.to_strategy_combine
+    assert (gate is not None) is config.compressed_output
+    if gate is not None:
+        start = [-2, 2] if config.merge_window else [-2, -2, 2]
+        assert gate.bias.tolist() == start * 4
+    # The hidden layer of φ is random, but its output layer starts at 0.
     assert torch.equal(logits_of(loaded, ids), logits_of(converted, ids))
     assert loaded.config.to_dict()['model_type'] == loaded.config.model_type == 'nsa_llama'
     assert families.NSALlamaForCausalLM.from_pretrained(tmp_path).config.nsa == NSAConfig().to_dict()
@@ -301,7 +343,7 @@ def test_a_changed_config_is_refused():
 @pytest.mark.parametrize(
     ('settings', 'message'),
     [
-        ({'init': 'sparse'}, "init is 'sparse', but must be one of 'dense', 'paper'"),
+        ({'init': 'sparse'}, "init is 'sparse', but must be one of 'dense', 'merged', 'paper'"),
         ({'selection_block_size': 40, 'compress_block_sliding_stride': 16}, 'selection_block_size is 40, but must be'),
         ({'compress_block_sliding_stride': 64}, 'compress_block_sliding_stride is 64, but must be at most'),
         ({'num_selected_blocks': 0}, 'num_selected_blocks is 0, but must be an integer of at least 1'),
@@ -313,7 +355,7 @@ def test_a_changed_config_is_refused():
         ({'use_diff_topk': 1}, 'use_diff_topk is 1, but must be True or False'),
         (
             {'select_before_window': True, 'init': 'paper'},
-            "select_before_window is True, but must be False unless init is 'dense'",
+            "select_before_window is True, but must be False unless init is 'dense' or 'merged'",
         ),
         ({'layers': [0, 0]}, 'layers is [0, 0], but must name each layer once'),
         ({'layers': []}, 'layers is [], but must be a sequence of at least one layer index'),

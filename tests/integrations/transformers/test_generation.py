@@ -21,6 +21,7 @@ from native_sparse_attention.integrations.transformers.cache import NSACacheLaye
 from tests.support.hf_models import (
     CACHE,
     FAMILIES,
+    MERGED,
     PAPER,
     SPARSE,
     dense_model,
@@ -38,6 +39,7 @@ CONFIGS = {
     'plain': SPARSE.replace(block_scores='plain'),
     'mean': SPARSE.replace(compress_mlp='mean'),
     'before': SPARSE.replace(select_before_window=True),
+    'merged': MERGED,
 }
 # Arguments of `generate` and the rows of the prompt. `generate` itself takes one row for candidates.
 WAYS: dict[str, tuple[dict[str, Any], int]] = {

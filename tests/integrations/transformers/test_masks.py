@@ -13,6 +13,7 @@ from tests.support.hf_models import (
     CACHE,
     COVERING,
     LLAMA_FIRST,
+    MERGED,
     PAPER,
     SPARSE,
     convert_to_nsa,
@@ -25,7 +26,7 @@ from tests.support.hf_models import (
 
 LENGTHS = (40, 3, 57, 20)
 every_family = pytest.mark.parametrize('family', LLAMA_FIRST)
-every_start = pytest.mark.parametrize('config', [SPARSE, PAPER], ids=['dense', 'paper'])
+every_start = pytest.mark.parametrize('config', [SPARSE, PAPER, MERGED], ids=['dense', 'paper', 'merged'])
 
 
 def alone(model: Any, ids: Tensor, lengths: tuple[int, ...] = LENGTHS) -> Tensor:
@@ -130,10 +131,10 @@ def test_skipped_positions():
     refused(model, 'position_ids skip positions, which does not say', position_ids=positions[:, 16:24])
 
 
-BELOW = [SPARSE.replace(dense_below=37), PAPER.replace(dense_below=37), SPARSE.replace(dense_below=500)]
+BELOW = [*(config.replace(dense_below=37) for config in (SPARSE, PAPER, MERGED)), SPARSE.replace(dense_below=500)]
 
 
-@pytest.mark.parametrize('config', BELOW, ids=['dense', 'paper', 'all'])
+@pytest.mark.parametrize('config', BELOW, ids=['dense', 'paper', 'merged', 'all'])
 class TestDenseBelow:
     def test_first_positions_are_dense(self, config: Any):
         model, ids = dense_model(), random_ids(2, 80)

@@ -17,6 +17,7 @@ from tests.support.hf_models import (
     CACHE,
     COVERING,
     LLAMA_FIRST,
+    MERGED,
     PAPER,
     SPARSE,
     convert_to_nsa,
@@ -32,9 +33,13 @@ CONFIGS = {
     'scores': SPARSE.replace(use_diff_topk=True),
     'plain': SPARSE.replace(use_diff_topk=True, block_scores='plain'),
     'paper': PAPER,
+    'merged': MERGED,
 }
 every_family = pytest.mark.parametrize('family', LLAMA_FIRST)
 every_config = pytest.mark.parametrize('config', CONFIGS)
+merged_in_full = pytest.mark.parametrize(
+    'config', [*list(CONFIGS)[:-1], pytest.param('merged', marks=pytest.mark.full)]
+)
 
 
 def gradients(model: Any, ids: Tensor, **arguments: Any) -> dict[str, Tensor]:
@@ -87,7 +92,7 @@ def test_an_empty_cache_takes_part_in_training(config: str):
     torch.testing.assert_close(out, logits_of(model, torch.cat((ids, more), 1))[:, -3:], atol=2e-5, rtol=0)
 
 
-@every_config
+@merged_in_full
 @pytest.mark.parametrize(('reentrant', 'use_cache'), [(False, True), (True, False)])
 def test_gradient_checkpointing(config: str, reentrant: bool, use_cache: bool):
     model, inputs = nsa_model(config=CONFIGS[config]).train(), left_padded([50, 31])
@@ -125,11 +130,11 @@ def test_bfloat16(config: str):
         torch.testing.assert_close(model(input_ids=ids, labels=ids).loss.float(), expected, atol=0.1, rtol=0)
 
 
-@every_config
+@merged_in_full
 def test_adapters(config: str, tmp_path: Path):
     settings = CONFIGS[config]
     model, ids = nsa_model(config=settings), random_ids(2, 50)
-    added = ['k_compress'] if settings.merge_window else ['k_compress', 'v_compress', 'to_strategy_combine']
+    added = ['k_compress', *(('v_compress', 'to_strategy_combine') if settings.compressed_output else ())]
     targets = ['q_proj', 'k_proj', 'v_proj', 'o_proj']
     before = logits_of(model, ids)
     adapted: Any = peft.get_peft_model(model, peft.LoraConfig(target_modules=targets, modules_to_save=added, r=4))
@@ -154,7 +159,7 @@ def test_adapters(config: str, tmp_path: Path):
     assert torch.equal(logits_of(reloaded, ids), logits_of(merged, ids))
 
 
-@pytest.mark.parametrize('config', ['dense', 'plain', 'paper'])
+@pytest.mark.parametrize('config', ['dense', 'plain', 'paper', pytest.param('merged', marks=pytest.mark.full)])
 def test_block_losses_train_the_scores(config: str):
     """With the other weights frozen, the scores approach the attention mass of the blocks."""
     settings = CONFIGS[config].replace(compress_mlp_expand_factor=1.0, dense_below=10)
@@ -233,7 +238,7 @@ def test_trainer(checkpointing: bool, tmp_path: Path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(('config', 'padded'), [('scores', False), ('paper', True)])
+@pytest.mark.parametrize(('config', 'padded'), [('scores', False), ('paper', True), ('merged', True)])
 def test_compiled(config: str, padded: bool):
     model = nsa_model(config=CONFIGS[config].replace(dense_below=20), num_hidden_layers=1).train()
     inputs = left_padded([50, 31] if padded else [50, 50])
