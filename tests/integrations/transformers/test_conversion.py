@@ -109,7 +109,7 @@ def test_a_layer_is_sparse_attention(config: NSAConfig):
     """A converted layer computes what `SparseAttention` with its weights does."""
     model = nsa_model(config=config.replace(block_scores='plain', use_diff_topk=True), attention_bias=False)
     attention: Any = model.model.layers[0].self_attn
-    networks = [c.network for c in (attention.k_compress, attention.v_compress) if c is not None]
+    networks: Any = [c.network for c in (attention.k_compress, attention.v_compress) if c is not None]
     layer = SparseAttention(
         **{'dim': 32, 'dim_head': 8, 'heads': 4, 'kv_heads': 2, **SETTINGS},
         num_compressed_mem_kv=0,
