@@ -139,8 +139,13 @@ CHANGES: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize('change', CHANGES.values(), ids=CHANGES)
-@pytest.mark.parametrize('max_rollback', [32, 0, None])
+@pytest.mark.parametrize(
+    ('change', 'max_rollback'),
+    [
+        *((change, 32) for change in CHANGES.values()),
+        *((CHANGES[name], max_rollback) for name in ('assign', 'a hook') for max_rollback in (0, None)),
+    ],
+)
 def test_a_changed_model_is_captured_anew(
     change: Callable[[Any, Any], Any], max_rollback: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

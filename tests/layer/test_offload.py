@@ -90,8 +90,7 @@ def test_networks(make: Callable[..., nn.Module], tmp_path: Path) -> None:
 
 
 @offloads
-@pytest.mark.parametrize('sparse', [False, True], ids=['dense', 'sparse'])
-@pytest.mark.parametrize('tie_embeddings', [False, True])
+@pytest.mark.parametrize(('sparse', 'tie_embeddings'), [(False, False), (True, True)], ids=['dense', 'sparse, tied'])
 def test_models(sparse: bool, tie_embeddings: bool, offload: Offload, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = random(

@@ -131,10 +131,10 @@ def test_export_of_every_length(strict: bool, recompute: bool) -> None:
         torch.testing.assert_close(exported(x), layer(x))
 
 
-@pytest.mark.parametrize('hint', ['AUTO', 'DYNAMIC'])
-def test_export_of_a_dimension_without_bounds(hint: str) -> None:
+def test_export_of_a_dimension_without_bounds() -> None:
+    """With `Dim.AUTO` a length that is built into the graph would not be noticed until another one is given."""
     layer = make_layer().eval()
-    shapes = ({1: getattr(torch.export.Dim, hint)},)
+    shapes = ({1: torch.export.Dim.DYNAMIC},)
     exported = torch.export.export(layer, (tokens(1, 40),), dynamic_shapes=shapes).module()
     for seqlen in (16, 77, 300):
         x = tokens(1, seqlen)
