@@ -24,7 +24,8 @@ SEPARATE = ('compressed', 'selected', 'window')
 def gate_means(model: Transformer, ids: Tensor, autocast: Callable[[], Any]) -> dict[str, list[list[float] | None]]:
     """Return the mean sigmoid of each kind of gate: a list over branches per layer, None if a layer lacks the gate.
 
-    ids: `[B, T + 1]`. Means are over heads and tokens.
+    ids: `[B, T + 1]`. Means are over heads and tokens. The second gate of `SparseAttention(output_gate=True)` counts as
+    'output_gate', as the gate of a dense layer does.
     """
     found: dict[str, list[list[float] | None]] = {}
     handles = []
@@ -46,7 +47,16 @@ def gate_means(model: Transformer, ids: Tensor, autocast: Callable[[], Any]) -> 
         model.train(was_training)
         for handle in handles:
             handle.remove()
+    for index, block in enumerate(model.blocks):
+        if has_output_gate(block.attention) and (means := found['to_strategy_combine'][index]) is not None:
+            found['to_strategy_combine'][index] = means[:1]
+            found.setdefault('output_gate', [None] * len(model.layers))[index] = means[1:]
     return found
+
+
+def has_output_gate(attention: nn.Module) -> bool:
+    """Return whether the layer is sparse and has the gate of the output beside that of the compressed branch."""
+    return isinstance(attention, SparseAttention) and attention.output_gate
 
 
 def _keep_means(means: list[Any], index: int, heads: int, _: nn.Module, __: Any, logits: Tensor) -> None:
@@ -64,7 +74,8 @@ def probe_layers(
     mass hold, as many as are selected, one choice per KV head. Dense layers have mass_window and mass_best, of sparse's
     sizes.
     selected_keys: mean share of visible keys that lie in selected blocks or window.
-    <branch>_out, <branch>_grad: root mean square of the gated output of a branch and of its gradient.
+    <branch>_out, <branch>_grad: root mean square of the gated output of a branch and of its gradient, both before the
+    gate of the whole output.
     """
     probes = [_probe(block.attention, sparse) for block in model.blocks]
     model.zero_grad()
@@ -134,14 +145,15 @@ class _SparseProbe:
         del self.attention._nsa
         layer, row = self.attention, {}
         assert self.out.grad is not None
+        grad = self.out.grad * self.inputs[-1][..., 1:] if has_output_gate(layer) else self.out.grad
         for name, gate, out in self.branches():
             row[f'{name}_out'] = _rms(gate * out)
-            row[f'{name}_grad'] = _rms(gate * self.out.grad)
+            row[f'{name}_grad'] = _rms(gate * grad)
         sizes = (layer.selection_block_size, layer.sliding_window_size, layer.num_selected_blocks)
         return row | attention_mass(self.q.detach(), self.k.detach(), self.blocks, *sizes)
 
     def branches(self) -> list[tuple[str, Any, Tensor]]:
-        """Yield name, gate and output before the gate: outputs of `nsa` under gates of 0 and 1."""
+        """Return name, gate and output before the gate: outputs of `nsa` under gates of 0 and 1."""
         *before, gates = self.inputs
         if gates is None:
             return [('merged', 1.0, self.out)]
@@ -149,11 +161,12 @@ class _SparseProbe:
         def under(values: tuple[float, ...]) -> Tensor:
             return self.nsa(*before, torch.tensor(values).to(gates).expand_as(gates), **self.settings).float()
 
-        if gates.shape[-1] == 1:
-            merged = under((0.0,))
-            return [('merged', 1.0, merged), ('compressed', gates, under((1.0,)) - merged)]
-        ones = torch.eye(3).tolist()
-        return [(name, gates[..., i, None], under(tuple(ones[i]))) for i, name in enumerate(SEPARATE)]
+        if gates.shape[-1] < 3:
+            ones = (1.0,) * (gates.shape[-1] - 1)
+            merged = under((0.0, *ones))
+            return [('merged', 1.0, merged), ('compressed', gates[..., :1], under((1.0, *ones)) - merged)]
+        alone = torch.eye(3).tolist()
+        return [(name, gates[..., i, None], under(tuple(alone[i]))) for i, name in enumerate(SEPARATE)]
 
 
 def _rms(x: Tensor) -> float:

@@ -265,7 +265,7 @@ def test_attention_mass_counts_keys_once():
     assert found['mass_best'] == pytest.approx(sum(min(n, 4) / n for n in visible) / 8)
 
 
-@pytest.mark.parametrize('name', ['separate', 'merged', 'merged-scores', 'dense-gated'])
+@pytest.mark.parametrize('name', ['separate', 'merged', 'merged-output-gate', 'merged-scores', 'dense-gated'])
 def test_probes(name: str):
     model = build(name, SHAPE, SMALL, 32, seed=0)
     ids = torch.randint(256, (2, 33), generator=torch.Generator().manual_seed(0))
@@ -274,10 +274,10 @@ def test_probes(name: str):
     assert torch.equal(model(ids), before)
     assert all(p.grad is None for p in model.parameters())
     gates = gate_means(model, ids, contextlib.nullcontext)
-    branches = {'separate': ('compressed', 'selected', 'window'), 'merged': ('merged', 'compressed')}
+    branches = {'separate': ('compressed', 'selected', 'window'), 'merged-scores': ('merged',), 'dense-gated': ()}
     for layer in layers:
         found = {key.removesuffix('_out') for key in layer if key.endswith('_out')}
-        assert found == set(branches.get(name, ('merged',) if name == 'merged-scores' else ()))
+        assert found == set(branches.get(name, ('merged', 'compressed')))
         assert 0 < layer['mass_window'] <= layer.get('mass', 1) <= 1 + 1e-6
         assert layer['mass_window'] <= layer['mass_best'] <= 1 + 1e-6
     if name == 'separate':
@@ -286,6 +286,27 @@ def test_probes(name: str):
         assert layers[0]['window_grad'] / layers[0]['selected_grad'] == pytest.approx(
             expected[2] / expected[1], rel=1e-3
         )
+    if name == 'merged-output-gate':
+        kinds = {'to_strategy_combine': -2.0, 'output_gate': 2.0}
+        starts = {kind: [[pytest.approx(torch.tensor(start).sigmoid().item())]] * 2 for kind, start in kinds.items()}
+        assert gates == starts
+
+
+def test_probes_of_branches_are_those_before_the_output_gate():
+    """In a model of one layer, an open output gate leaves them as they are without it."""
+    plain, gated = (build(name, {**SHAPE, 'depth': 1}, SMALL, 32, seed=0) for name in ('merged', 'merged-output-gate'))
+    gate = gated.blocks[0].attention.to_strategy_combine
+    ids = torch.randint(256, (2, 33), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        gate.bias[1::2] = 20.0
+    expected, found = (probe_layers(model, ids, contextlib.nullcontext, SMALL)[0] for model in (plain, gated))
+    for name in ('merged_out', 'merged_grad', 'compressed_out', 'compressed_grad'):
+        assert found[name] == pytest.approx(expected[name], rel=1e-4), name
+    with torch.no_grad():
+        gate.bias[1::2] = 0.0
+    halved = probe_layers(gated, ids, contextlib.nullcontext, SMALL)[0]
+    assert halved['merged_out'] == pytest.approx(expected['merged_out'], rel=1e-4)
+    assert halved['compressed_out'] == pytest.approx(expected['compressed_out'], rel=1e-4)
 
 
 def test_options_are_those_of_the_model():
