@@ -11,6 +11,7 @@ import socket
 import time
 import uuid
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -204,7 +205,8 @@ def load_checkpoint(folder: Path) -> dict[str, Any]:
         if missing:
             raise KeyError(f'no {", ".join(missing)}')
         config = Config(**state['config'])
-        lacking = sorted(set(vars(config)) - set(state['config']))
+        # A switch that is off by default may be younger than the run.
+        lacking = sorted({f.name for f in fields(Config) if f.default is not False} - set(state['config']))
         if lacking:
             raise KeyError(f'no config.{", config.".join(lacking)}')
         return {**state, 'config': config}

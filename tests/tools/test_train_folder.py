@@ -249,6 +249,17 @@ def test_checkpoint_without_a_key_is_refused_in_one_line(text: Path, runs: Path,
         assert f'config.{key}' in refused(['--sample', str(runs / 'one'), '--device', 'cpu'], capsys)
 
 
+def test_switches_younger_than_the_run_are_off(text: Path, runs: Path, capsys) -> None:
+    assert main(command(text, runs, '--name', 'one', '--merge-window', steps=2)) == 0
+    path = runs / 'one' / 'checkpoint.pt'
+    state = torch.load(path, weights_only=True)
+    del state['config']['output_gate'], state['config']['select_before_window']
+    torch.save(state, path)
+    assert main(['--name', 'one', '--runs-dir', str(runs), '--device', 'cpu', '--check-decode']) == 0
+    capsys.readouterr()
+    assert '--output-gate True: ' in refused(resume(runs, 'one', '--output-gate'), capsys)
+
+
 @pytest.mark.parametrize('name', ['../out', '/elsewhere', '.', 'a/../..', 'a/../../runs-2'])
 @pytest.mark.parametrize('more', [[], ['--resume'], ['--check-decode']])
 def test_name_stays_below_runs_dir(text: Path, runs: Path, capsys, name: str, more: list[str]) -> None:
