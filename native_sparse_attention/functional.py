@@ -77,8 +77,8 @@ def nsa(
             `[B, T, HQ]` and None, where None leaves a branch out. With merge_window: `[B, T, HQ, 1]`, the gate of the
             compressed branch; `[B, T, HQ, 2]`, with a second one, which multiplies the sum of both outputs; or None
             together with v_cmp, for block scores alone.
-        merge_window: read selected blocks and window in one softmax, each key once, without a gate of
-            its own. Excludes q_window, k_window and v_window.
+        merge_window: read selected blocks and window in one softmax, each key once, without a gate of its own. Excludes
+            q_window, k_window and v_window.
         q_cmp: `[B, T, HQ, D]` queries without rotary embedding, of the compressed branch; default q.
         q_window: `[B, T, HQ, D]` queries of the window branch; default q.
         k_window: `[B, S, H, D]` keys of the window branch; default k. Given together with v_window.
@@ -178,9 +178,9 @@ def nsa(
 
 
 def _add_compressed(compressed: Tensor | None, merged: Any, gates: Any, ops: Mapping[str, str]) -> Tensor:
-    """Return merged `[B, T, HQ, DV]` plus the compressed output times its gate; times the gate of the output, if any.
+    """Return merged `[B, T, HQ, DV]` plus the compressed output times its gate, or merged alone without that output.
 
-    gates: `[B, T, HQ, 1 or 2]`.
+    gates: `[B, T, HQ, 1]`, or `[B, T, HQ, 2]`, where the second gate multiplies the sum.
     """
     if compressed is None:
         return merged

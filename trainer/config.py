@@ -42,7 +42,7 @@ class Config:
         False, 'selected blocks and window in one softmax, a gate for the compressed branch alone', sparse=True
     )
     select_before_window: bool = flag(False, 'select blocks before the window alone, with --merge-window', sparse=True)
-    output_gate: bool = flag(False, 'a gate per head on the whole output, with --merge-window', sparse=True)
+    output_gate: bool = flag(False, 'a gate per head on the whole sparse output, with --merge-window', sparse=True)
     num_compressed_mem_kv: int = flag(1, 'learned key/value pairs before the compressed ones', 0, sparse=True)
     qk_norm: bool = flag(False, 'RMSNorm of queries and keys, in dense attention too', sparse=True)
     use_diff_topk: bool = flag(True, 'teach the compressed branch what was worth selecting', sparse=True)

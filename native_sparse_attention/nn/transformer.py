@@ -95,7 +95,7 @@ class Transformer(GeneratingModel):
         causal: tokens read no later token.
         sparse_attn_kwargs: further arguments of `SparseAttention`; by default windows of 32, and blocks of 4 of which 4
             are read. Every layer gets copies of the modules in it. The dense twin takes `norm`, `qk_norm`,
-            `dim_value_head` and `rotary_emb` from it.
+            `dim_value_head` and `rotary_emb` from it, and nothing else: `output_gate` gates sparse attention alone.
         tie_embeddings: one matrix is embedding and head.
         dense_output_gate: the dense twin has the `output_gate` of `DenseAttention`; refused with use_sparse_attn.
         backend: 'auto', 'triton', 'flex' or 'eager', for the sparse attention.
