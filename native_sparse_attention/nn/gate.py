@@ -16,7 +16,8 @@ from native_sparse_attention.nn.linear import FixedStartLinear
 GATE_START = (-2.0, -2.0, 2.0)
 # Of the compressed output beside merged attention.
 MERGED_GATE_START = (-2.0,)
-OUTPUT_GATE_START = 2.0  # of a whole output, which passes at first
+# Of a whole output: open.
+OUTPUT_GATE_START = 2.0
 
 
 def make_gate(dim: int, heads: int, start: tuple[float, ...] = GATE_START) -> FixedStartLinear:

@@ -154,6 +154,17 @@ def test_second_gate_multiplies_the_sum() -> None:
     torch.testing.assert_close(*grads, rtol=0, atol=1e-13)
 
 
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+def test_gates_of_half_precision_are_multiplied_in_float32(dtype: torch.dtype) -> None:
+    sizes = {'compress_block_size': 4, 'compress_stride': 2, 'selection_block_size': 4, 'num_selected': 2}
+    call = partial(nsa, **make_nsa_inputs(), **sizes, window_size=(3, 0), merge_window=True)
+    gates = torch.rand(1, 16, 4, 2).to(dtype).requires_grad_()
+    torch.testing.assert_close(call(gates=gates), call(gates=gates.float()), rtol=0, atol=0)
+    call(gates=gates).sum().backward()
+    assert gates.grad is not None
+    assert gates.grad.dtype == dtype
+
+
 def test_no_block_inside_the_window_is_selected() -> None:
     layer, found = make_layer(select_before_window=True, num_selected_blocks=20), []
 

@@ -7,7 +7,7 @@ import gzip
 import json
 import lzma
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -295,7 +295,7 @@ def test_probes(name: str):
 def test_probes_of_branches_are_those_before_the_output_gate():
     """In a model of one layer, an open output gate leaves them as they are without it."""
     plain, gated = (build(name, {**SHAPE, 'depth': 1}, SMALL, 32, seed=0) for name in ('merged', 'merged-output-gate'))
-    gate = gated.blocks[0].attention.to_strategy_combine
+    gate = cast(torch.nn.Linear, gated.blocks[0].attention.to_strategy_combine)
     ids = torch.randint(256, (2, 33), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         gate.bias[1::2] = 20.0
