@@ -162,7 +162,7 @@ def divergence_kernel(
     for first in tl.range(0, tl.maximum(near, end), BLOCK_J):
         columns = first + tl.arange(0, BLOCK_J)
         is_candidate = (columns < near) | ((columns >= beyond) & (columns < end))
-        _, score = _load_scores(block_lse_ptr, columns, is_candidate, is_head, lse, GROUP)
+        score = tl.sum(_load_scores(block_lse_ptr, columns, is_candidate, is_head, lse), 0) / GROUP + TINY
         mass = tl.load(mass_ptr + columns * mass_strides[3], mask=is_candidate, other=0.0)
         masses += mass
         mean_scores += tl.where(is_candidate, score, 0.0)
@@ -181,7 +181,8 @@ def divergence_kernel(
     for first in tl.range(0, sizes.num_blocks, BLOCK_J):
         columns = first + tl.arange(0, BLOCK_J)
         is_candidate = (columns < near) | ((columns >= beyond) & (columns < end))
-        scores, score = _load_scores(block_lse_ptr, columns, is_candidate, is_head, lse, GROUP)
+        scores = _load_scores(block_lse_ptr, columns, is_candidate, is_head, lse)
+        score = tl.sum(scores, 0) / GROUP + TINY
         mass = tl.load(mass_ptr + columns * mass_strides[3], mask=is_candidate, other=0.0)
         dscores = (1.0 / total_score - mass / total_mass / score) / GROUP
         dscores = tl.where(is_candidate, dscores, 0.0)
@@ -191,12 +192,11 @@ def divergence_kernel(
 
 
 @triton.jit
-def _load_scores(block_lse_ptr, columns, is_candidate, is_head, lse, GROUP: tl.constexpr):
-    """Return the scores of heads `[BLOCK_G, BLOCK_J]`, 0 where there is no candidate, and their mean, above 0."""
+def _load_scores(block_lse_ptr, columns, is_candidate, is_head, lse):
+    """Return the scores `[BLOCK_G, BLOCK_J]` of heads, 0 where there is no candidate."""
     mask = is_head[:, None] & is_candidate[None, :]
     block_lse = tl.load(block_lse_ptr + columns[None, :], mask=mask, other=float('-inf'))
-    scores = tl.exp2(block_lse - lse[:, None])
-    return scores, tl.sum(scores, 0) / GROUP + TINY
+    return tl.exp2(block_lse - lse[:, None])
 
 
 @triton.jit
