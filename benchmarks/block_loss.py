@@ -44,8 +44,8 @@ def make_parts(
     call, _ = make_call(q, k, None, None, None, None, None, True, None)
     rows = losses._draw_rows(batch, seqlen, num_queries, torch.zeros(1, dtype=torch.int64, device=device))
     compress = (SIZES['compress_block_size'], SIZES['compress_stride'])
-    tokens = losses._at_rows(call.sequences.layout(), rows)
-    compressed = losses._at_rows(call.sequences.compressed_layout(*compress)[0], rows)
+    tokens = call.sequences.layout(rows)
+    compressed, _ = call.sequences.compressed_layout(*compress, rows)
     drawn, rules = take_rows(q, rows), MassRules(SIZES['selection_block_size'], WINDOW, True)
     backend = backend_of(q, k).name
     mass = mass_at(drawn, k, tokens, rules, call, backend)

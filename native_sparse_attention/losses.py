@@ -8,7 +8,6 @@ from torch import Tensor
 from native_sparse_attention.core import checks
 from native_sparse_attention.core.backend import choose_backends
 from native_sparse_attention.core.call import MassRules, make_call
-from native_sparse_attention.core.geometry import QueryLayout
 from native_sparse_attention.core.random import as_seed, check_seed, split_mix
 from native_sparse_attention.ops._eager import take_rows
 from native_sparse_attention.ops.block_divergence.api import block_divergence
@@ -101,8 +100,8 @@ def block_score_loss(
     ops = {'block_mass': mass_candidates(q, k), 'block_divergence': divergence_candidates(q_cmp, k_cmp)}
     choices = choose_backends(backend, q.device, ops, flex_or_eager=True)
     rows = _draw_rows(q.shape[0], q.shape[1], num_queries, as_seed(seed, q.device))
-    tokens = _at_rows(call.sequences.layout(), rows)
-    compressed = _at_rows(call.sequences.compressed_layout(*compress)[0], rows)
+    tokens = call.sequences.layout(rows)
+    compressed, _ = call.sequences.compressed_layout(*compress, rows)
     rules = MassRules(selection_block_size, window_size, share_group)
     with torch.no_grad():
         mass = mass_at(take_rows(q, rows), k, tokens, rules, call, choices['block_mass'].name)
@@ -116,8 +115,3 @@ def _draw_rows(batch: int, seqlen: int, num_queries: int, seed: Tensor) -> Tenso
     part = torch.arange(count + 1, device=seed.device) * seqlen // max(1, count)
     numbers = split_mix(seed, torch.arange(batch * count, device=seed.device)).view(batch, count)
     return part[:-1] + numbers % part.diff().clamp(min=1)
-
-
-def _at_rows(layout: QueryLayout, rows: Tensor) -> QueryLayout:
-    fields = (layout.position, layout.key_start, layout.key_len, layout.covered)
-    return QueryLayout(*(field.gather(1, rows) for field in fields))

@@ -55,14 +55,13 @@ def make_problem(
     q_cmp, k_cmp = make_qkv(extents, heads)[0], make_compressed(extents, heads, block_size, stride)[0]
     sequences = make_sequences(extents, device)
     rows = losses._draw_rows(batch, extents.seqlen_q, num_queries, torch.zeros(1, dtype=torch.int64, device=device))
-    layouts = sequences.layout(), sequences.compressed_layout(block_size, stride)[0]
-    tokens, compressed = (losses._at_rows(layout, rows) for layout in layouts)
+    tokens, (compressed, _) = sequences.layout(rows), sequences.compressed_layout(block_size, stride, rows)
     index_heads = heads.kv_heads if share_group else heads.heads
     count = num_selection_blocks(extents.seqlen_k, selection_block_size)
     mass = torch.rand(batch, rows.shape[1], index_heads, count) ** 4
     mass = mass.where(torch.rand_like(mass) > 0.1, 0)
-    is_padding = layouts[0].position >= layouts[0].key_len
-    q_cmp[is_padding.cpu()] = torch.nan
+    every = sequences.layout()
+    q_cmp[(every.position >= every.key_len).cpu()] = torch.nan
     mass[(tokens.position >= tokens.key_len).cpu()] = torch.nan
     arguments = {
         'rows': rows,
@@ -220,12 +219,8 @@ def test_offsets_beyond_int32() -> None:
     tensors, arguments = make_problem(whole(33), num_queries=5)
     expected = run(tensors, arguments)
     for index in range(2):
-        far = [far_apart(t, 1) if index == place else t for place, t in enumerate(tensors)]
-        assert same_bits(run_without_gradient(far, arguments), expected[0])
-
-
-def run_without_gradient(tensors: list[Tensor], arguments: dict[str, Any]) -> Tensor:
-    return block_divergence(*tensors, **arguments, backend='triton')
+        q_cmp, k_cmp, mass = (far_apart(t, 1) if index == place else t for place, t in enumerate(tensors))
+        assert same_bits(block_divergence(q_cmp, k_cmp, mass, **arguments, backend='triton'), expected[0])
 
 
 def test_layouts() -> None:

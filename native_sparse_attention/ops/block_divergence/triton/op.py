@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ def _forward(q: Tensor, k_cmp: Tensor, mass: Tensor, *rest: Any) -> tuple[Tensor
     if mass.numel() == 0 or k_cmp.shape[1] == 0:
         return tuple(t.zero_() for t in outputs)
     q, k_cmp = last_dim_contiguous(q, k_cmp)
-    drawn, sizes, softcap, constants = _prepare(q, k_cmp, mass, rest)
+    drawn, sizes, (scale, softcap), constants = _prepare(q, k_cmp, mass, rest)
     shared = {name: constants[name] for name in ('blocks', 'CAUSAL', 'device')}
     heads, kv_heads = q.shape[2], k_cmp.shape[2]
     group = heads // index_heads
@@ -76,7 +77,7 @@ def _forward(q: Tensor, k_cmp: Tensor, mass: Tensor, *rest: Any) -> tuple[Tensor
         launch(
             block_lse_kernel,
             (batch * tiles * num_parts, kv_heads),
-            *(q, k_cmp, drawn, block_lse, part_lse, q.stride(), k_cmp.stride(), sizes, rest[-2], softcap),
+            *(q, k_cmp, drawn, block_lse, part_lse, q.stride(), k_cmp.stride(), sizes, scale, softcap),
             **constants,
             BLOCK_M=block_m,
             BLOCK_J=block_j,
@@ -112,13 +113,13 @@ def _forward(q: Tensor, k_cmp: Tensor, mass: Tensor, *rest: Any) -> tuple[Tensor
 )
 def _backward(dloss: Tensor, weight: Tensor, dscores: Tensor, lse: Tensor, delta: Tensor, *rest: Any) -> Any:
     """Return the gradients of q and k_cmp, empty where they are not needed."""
-    q, k_cmp, mass, *rest, needs_dq, needs_dk = rest
+    q, k_cmp, mass, *inputs, needs_dq, needs_dk = rest
     # Queries that are not drawn have no gradient.
     dq, dk = (t.new_zeros(t.shape if needed else 0) for t, needed in ((q, needs_dq), (k_cmp, needs_dk)))
     if mass.numel() == 0 or k_cmp.shape[1] == 0:
         return dq, dk
     q, k_cmp = last_dim_contiguous(q, k_cmp)
-    drawn, sizes, softcap, constants = _prepare(q, k_cmp, mass, tuple(rest))
+    drawn, sizes, (scale, softcap), constants = _prepare(q, k_cmp, mass, inputs)
     batch, num_queries, index_heads, _ = mass.shape
     kv_heads = k_cmp.shape[2]
     constants['SHARE_GROUP'] = index_heads == kv_heads
@@ -132,7 +133,7 @@ def _backward(dloss: Tensor, weight: Tensor, dscores: Tensor, lse: Tensor, delta
             kernel,
             (batch * tiles, kv_heads),
             *(q, k_cmp, drawn, (dscores, lse, delta), dloss, weight, grad),
-            *(q.stride(), k_cmp.stride(), grad.stride(), sizes, rest[-2], softcap),
+            *(q.stride(), k_cmp.stride(), grad.stride(), sizes, scale, softcap),
             **constants,
             BLOCK_M=block_m,
             BLOCK_N=block_n,
@@ -143,12 +144,12 @@ def _backward(dloss: Tensor, weight: Tensor, dscores: Tensor, lse: Tensor, delta
 
 
 def _prepare(
-    q: Tensor, k_cmp: Tensor, mass: Tensor, rest: tuple[Any, ...]
-) -> tuple[DrawnQueries, Sizes, float | None, dict[str, Any]]:
-    """Return the drawn queries, the sizes of a launch for all of them, the soft cap, and the constants that the kernels
-    share.
+    q: Tensor, k_cmp: Tensor, mass: Tensor, rest: Sequence[Any]
+) -> tuple[DrawnQueries, Sizes, tuple[float, float | None], dict[str, Any]]:
+    """Return the drawn queries, the sizes of a launch for all of them, scale and soft cap, and the constants that the
+    kernels share.
     """
-    block_size, stride, selection_block_size, left, right, _, causal, _, softcap = rest[5:]
+    block_size, stride, selection_block_size, left, right, _, causal, *logits = rest[5:]
     offsets = overlapping_blocks(block_size, stride, selection_block_size)
     constants: dict[str, Any] = {
         'blocks': Blocks(
@@ -163,7 +164,7 @@ def _prepare(
     }
     num_queries, num_blocks = mass.shape[1], mass.shape[3]
     sizes = Sizes(num_queries, k_cmp.shape[1], num_blocks, 0, num_queries, left, right)
-    return DrawnQueries(*(t.contiguous() for t in rest[:5])), sizes, softcap, constants
+    return DrawnQueries(*(t.contiguous() for t in rest[:5])), sizes, (logits[0], logits[1]), constants
 
 
 def _allocate(q: Tensor, k_cmp: Tensor, mass: Tensor) -> tuple[Tensor, ...]:
@@ -177,8 +178,8 @@ def _(q: Tensor, k_cmp: Tensor, mass: Tensor, *_: Any) -> tuple[Tensor, ...]:
 
 
 @_backward.register_fake
-def _(*arguments: Any) -> tuple[Tensor, ...]:
-    q, k_cmp, *_, needs_dq, needs_dk = arguments[5:]
+def _(*rest: Any) -> tuple[Tensor, ...]:
+    q, k_cmp, *_, needs_dq, needs_dk = rest[5:]
     return tuple(t.new_empty(t.shape if needed else 0) for t, needed in ((q, needs_dq), (k_cmp, needs_dk)))
 
 
@@ -186,8 +187,8 @@ def _differentiate(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple[Tensor | No
     needs = ctx.needs_input_grad[:2]
     if dloss is None:
         return (None,) * len(ctx.others)
-    (_, *saved), inputs = saved_inputs(ctx)
-    grads = _backward(dloss, *saved, *inputs, *needs)
+    outputs, inputs = saved_inputs(ctx)
+    grads = _backward(dloss, *outputs[1:], *inputs, *needs)
     return *(grad if needed else None for grad, needed in zip(grads, needs, strict=True)), *(None,) * (len(inputs) - 2)
 
 
