@@ -1,4 +1,4 @@
-"""Host time of `nsa` and of the layer by part, in microseconds.
+"""Host time of `nsa` and of the layer by part, and of the loss of the block scores, in microseconds.
 
     python -m benchmarks.host_time              on a GPU if there is one
     python -m benchmarks.host_time --device cpu --laps 100
