@@ -98,6 +98,21 @@ class OwnChoice(SparseAttention):
         return select_blocks(*scored, **settings)
 
 
+class FirstChoice(OwnChoice):
+    """The queries of every group of `num_queries` read the blocks that the first of them selects. Without padding."""
+
+    num_queries = 16
+
+    def _choose(self, *scored: Tensor, **settings: Any) -> Tensor:
+        blocks = select_blocks(*scored, **settings)
+        queries = torch.arange(blocks.shape[1], device=blocks.device)
+        return blocks[:, queries - queries % self.num_queries]
+
+
+class FirstChoiceOf64(FirstChoice):
+    num_queries = 64
+
+
 class FarField(OwnChoice):
     """Merged attention whose softmax also reads the block means of keys and values before the window.
 

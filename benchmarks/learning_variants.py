@@ -17,6 +17,8 @@ from benchmarks.learning_layers import (
     DetachedScoresWithWindow,
     EveryBlockRows,
     FarField,
+    FirstChoice,
+    FirstChoiceOf64,
     FlooredGate,
     HeaviestBlocks,
     RandomBlocks,
@@ -210,6 +212,18 @@ def _variants() -> dict[str, Variant]:
         'merged-dense-mass-far-output-gate': Variant(
             'merged-dense-mass-far, a gate per head on the output',
             settings={**merged, **before, 'output_gate': True},
+            block_loss=0.1,
+        ),
+        'merged-dense-mass-far-output-gate-first16': Variant(
+            'the same, 16 queries read the blocks that the first of them selects',
+            settings={**merged, **before, 'output_gate': True},
+            layers=FirstChoice,
+            block_loss=0.1,
+        ),
+        'merged-dense-mass-far-output-gate-first64': Variant(
+            'the same of 64 queries',
+            settings={**merged, **before, 'output_gate': True},
+            layers=FirstChoiceOf64,
             block_loss=0.1,
         ),
         'merged-scores-dense-mass': Variant(
