@@ -91,6 +91,7 @@ def _variants() -> dict[str, Variant]:
     every = {'num_selected_blocks': ALL}
     merged, scores = {'merge_window': True}, {'merge_window': True, 'compressed_output': False}
     before = {'select_before_window': True}
+    gated = {**merged, **before, 'output_gate': True}
     alone = {'settings': {**every, 'use_diff_topk': False}, 'gate_start': (-20.0, 20.0, -20.0), 'freeze_gates': True}
     variants = {
         'dense': Variant('full attention', 'dense'),
@@ -211,18 +212,18 @@ def _variants() -> dict[str, Variant]:
         ),
         'merged-dense-mass-far-output-gate': Variant(
             'merged-dense-mass-far, a gate per head on the output',
-            settings={**merged, **before, 'output_gate': True},
+            settings=gated,
             block_loss=0.1,
         ),
         'merged-dense-mass-far-output-gate-first16': Variant(
             'the same, 16 queries read the blocks that the first of them selects',
-            settings={**merged, **before, 'output_gate': True},
+            settings=gated,
             layers=FirstChoice,
             block_loss=0.1,
         ),
         'merged-dense-mass-far-output-gate-first64': Variant(
             'the same of 64 queries',
-            settings={**merged, **before, 'output_gate': True},
+            settings=gated,
             layers=FirstChoiceOf64,
             block_loss=0.1,
         ),

@@ -340,5 +340,5 @@ def test_compiles_into_one_graph(mode: dict[str, Any]) -> None:
     torch.compiler.reset()
     layer = make_layer(**mode)
     x = torch.randn(2, 23, 32, dtype=torch.float64)
-    compiled = torch.compile(layer, fullgraph=True, backend='eager')
+    compiled = torch.compile(layer, fullgraph=True, backend='aot_eager')
     torch.testing.assert_close(compiled(x), layer(x), rtol=0, atol=1e-12)

@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from benchmarks import learning, learning_data, learning_report, learning_train
+from benchmarks import learning, learning_data, learning_layers, learning_report, learning_train
 from benchmarks.jobs import Job
 from benchmarks.learning_probes import attention_mass, gate_means, probe_layers
 from benchmarks.learning_variants import SPARSE, VARIANTS, build, count, not_supported
@@ -307,6 +307,14 @@ def test_probes_of_branches_are_those_before_the_output_gate():
     halved = probe_layers(gated, ids, contextlib.nullcontext, SMALL)[0]
     assert halved['merged_out'] == pytest.approx(expected['merged_out'], rel=1e-4)
     assert halved['compressed_out'] == pytest.approx(expected['compressed_out'], rel=1e-4)
+
+
+def test_groups_of_queries_read_the_blocks_of_their_first(monkeypatch: pytest.MonkeyPatch):
+    selected = torch.arange(40)[None, :, None, None]
+    monkeypatch.setattr(learning_layers, 'select_blocks', lambda *scored, **settings: selected)
+    attention = build('merged-dense-mass-far-output-gate-first16', SHAPE, SMALL, 32, seed=0).blocks[0].attention
+    assert isinstance(attention, learning_layers.FirstChoice)
+    assert attention._choose().flatten().tolist() == [0] * 16 + [16] * 16 + [32] * 8
 
 
 def test_options_are_those_of_the_model():

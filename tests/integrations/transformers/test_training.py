@@ -245,7 +245,7 @@ def test_compiled(config: str, padded: bool):
     ids, arguments = inputs['input_ids'], {'attention_mask': inputs['attention_mask']} if padded else {}
     expected = gradients(model, ids, use_cache=False, **arguments)
     torch.compiler.reset()
-    compiled = torch.compile(copy.deepcopy(model), backend='eager', fullgraph=True)
+    compiled = torch.compile(copy.deepcopy(model), backend='aot_eager', fullgraph=True)
     found = gradients(compiled, ids, use_cache=False, **arguments)
     compare({name.removeprefix('_orig_mod.'): gradient for name, gradient in found.items()}, expected)
 
