@@ -1,4 +1,7 @@
-"""Tables and pictures of the runs that `benchmarks.learning` left in a folder."""
+"""Tables and pictures of the runs that `benchmarks.learning` left in a folder.
+
+A file notes.md in the folder, such as one about runs without a record, becomes part of the report.
+"""
 
 from __future__ import annotations
 
@@ -168,6 +171,7 @@ def make_text(folder: Path, against: str, pictures: bool = True) -> str:
         f'Δ is variant minus {against}, both from the same start on the same batches; negative is better. sd and the '
         '95 % interval (Student t) are over seeds. tokens/s are those of training steps.',
         summary_table(runs),
+        *(path.read_text(encoding='utf-8').strip() for path in folder.glob('notes.md')),
         f'Test text by position in the sequence: bits per byte of {against}, mean Δ of the others.',
         position_table(runs),
     ]

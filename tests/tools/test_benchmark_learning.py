@@ -217,8 +217,10 @@ def test_runs_and_report(text: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     with pytest.raises(SystemExit, match='of other settings'):
         learning.main(flags(out, text, '--steps', '8', '--variants', 'dense'))
     capsys.readouterr()
+    (out / 'notes.md').write_text('Seed 2 is not here.\n')
     assert learning.main(['--report', str(out)]) == 0
     report = (out / 'report.md').read_text()
+    assert '\n\nSeed 2 is not here.\n\n' in report
     assert report.strip() == capsys.readouterr().out.strip()
     found = results(out)
     delta = [found[f'separate-seed{seed}']['final_test'] - found[f'dense-seed{seed}']['final_test'] for seed in (0, 1)]
