@@ -120,7 +120,7 @@ def test_figures_are_those_that_the_script_draws():
     figures = load_figures()
     speed = figures.draw_speed(figures.read_speed())
     drawn = {'branches.svg': figures.draw_branches(), 'scores.svg': figures.draw_scores(), 'speed.svg': speed}
-    drawn['learning.svg'] = figures.draw_learning(*figures.read_learning())
+    drawn['learning.svg'] = figures.draw_learning(figures.read_learning())
     for name, text in drawn.items():
         assert (figures.ASSETS / name).read_text(encoding='utf-8') == text, f'run python docs/figures.py for {name}'
 
