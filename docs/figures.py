@@ -266,7 +266,7 @@ def draw_learning(lines: dict[str, dict[str, Any]]) -> str:
     parts += [
         label(16, bottom + 68, 'Means of starts; 16,384 tokens, 300 million bytes, QK-norm in all models. '
               'Left: the 100 training steps after a point.', 'small'),
-        label(16, bottom + 86, 'Right: without start 1 of merged attention on Python (0.033 below dense), '
+        label(16, bottom + 86, 'Right: without seed 1 of merged attention on Python (0.033 below dense), '
               'whose bits by position were lost.', 'small'),
     ]  # fmt: skip
     return svg(780, bottom + 100, 'Bits per byte of sparse minus dense attention', parts)
