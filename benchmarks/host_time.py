@@ -1,4 +1,4 @@
-"""Host time of `nsa` and of the layer by part, in microseconds.
+"""Host time of `nsa` and of the layer by part, and of the loss of the block scores, in microseconds.
 
     python -m benchmarks.host_time              on a GPU if there is one
     python -m benchmarks.host_time --device cpu --laps 100
@@ -31,6 +31,7 @@ from benchmarks.shapes import PAPER, Shape, make_inputs
 from benchmarks.timing import measure_kernels, synchronize
 from native_sparse_attention import SparseAttention, composition, functional, nsa
 from native_sparse_attention.autograd import replay
+from native_sparse_attention.losses import block_score_loss
 from native_sparse_attention.ops._triton import inverse_index, launch, support
 from native_sparse_attention.ops._triton.interval import keys as interval_keys
 from native_sparse_attention.ops.selected_attention.triton import plan
@@ -132,6 +133,16 @@ def make_layer(shape: Shape, device: str, merged: bool) -> Call:
     ).to(device, shape.dtype)  # fmt: skip
     x = torch.randn(shape.batch, shape.seqlen, dim, device=device, dtype=shape.dtype, requires_grad=True)
     return Call(partial(layer, x), [x, *layer.parameters()])
+
+
+def make_block_loss(shape: Shape, device: str) -> Call:
+    """Return a call of the loss of the block scores, of all queries of SMALL or 512 of longer rows."""
+    inputs, settings = make_inputs(shape, device)
+    q, k, k_cmp = (inputs[name] for name in ('q', 'k', 'k_cmp'))
+    q_cmp, k_cmp = (t.detach().clone().requires_grad_() for t in (q, k_cmp))
+    sizes = {name: settings[name] for name in ('compress_block_size', 'compress_stride', 'selection_block_size')}
+    window: dict[str, Any] = {'window_size': (shape.window - 1, 0), 'backend': 'triton'}
+    return Call(partial(block_score_loss, q, k, q_cmp, k_cmp, **sizes, **window), [q_cmp, k_cmp])
 
 
 def record_ops(call: Call) -> Iterator[tuple[str, Call]]:
@@ -239,7 +250,7 @@ def main() -> None:
         '--laps', type=int, default=50, help=f'laps of {CALLS} calls each; other processes slow most of them'
     )
     parser.add_argument('--seqlen', type=int, default=8192, help='tokens, on a GPU')
-    parser.add_argument('--cases', default='nsa,merged,layer,merged layer')
+    parser.add_argument('--cases', default='nsa,merged,layer,merged layer,block loss')
     options = parser.parse_args()
     device, laps = options.device, max(2, options.laps)
     shape = SMALL if device == 'cpu' else replace(PAPER, seqlen=options.seqlen)
@@ -248,6 +259,7 @@ def main() -> None:
         'merged': (partial(make_nsa, merged=True), True),
         'layer': (partial(make_layer, merged=False), False),
         'merged layer': (partial(make_layer, merged=True), False),
+        'block loss': (make_block_loss, False),
     }
     print('| µs: fastest lap (median, upper quartile) | forward, no gradients | forward | backward |')
     print('| --- | --- | --- | --- |')

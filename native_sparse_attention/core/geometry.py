@@ -128,19 +128,22 @@ class Sequences(NamedTuple):
             return True
         return self.cu_seqlens_k is self.cu_seqlens and not isinstance(self.q_offset, Tensor)
 
-    def layout(self) -> QueryLayout:
-        """Return the positions of the queries and the extents of their keys, in tokens."""
-        return self._layout(*self._token_extents())
+    def layout(self, rows: Tensor | None = None) -> QueryLayout:
+        """Return the positions of the queries and the extents of their keys, in tokens.
 
-    def compressed_layout(self, block_size: int, stride: int) -> tuple[QueryLayout, Tensor]:
+        rows: int64 `[B, R]`, the queries that the layout is of; default all of them.
+        """
+        return self._layout(*self._token_extents(), rows)
+
+    def compressed_layout(self, block_size: int, stride: int, rows: Tensor | None = None) -> tuple[QueryLayout, Tensor]:
         """Return the layout with `key_start` and `key_len` in compressed blocks, and the tokens `[B, T]` of each
-        query's sequence.
+        query's sequence. rows: as in `layout`.
         """
         starts, lengths = self._token_extents()
         blocks = num_compressed_blocks(lengths, block_size, stride)
         block_starts = blocks.cumsum(0) - blocks if self.cu_seqlens is not None else starts
-        tokens = self._layout(starts, lengths)
-        return self._layout(block_starts, blocks, tokens.position), tokens.key_len
+        tokens = self._layout(starts, lengths, rows)
+        return self._layout(block_starts, blocks, rows, tokens.position), tokens.key_len
 
     def _token_extents(self) -> tuple[Tensor, Tensor]:
         """Return first key and number of keys of every sequence: `[N]` if packed, else `[B]`."""
@@ -153,18 +156,20 @@ class Sequences(NamedTuple):
             lengths = torch.full((self.batch,), self.seqlen_k, dtype=torch.int64, device=self.device)
         return torch.zeros_like(lengths), lengths
 
-    def _layout(self, starts: Tensor, lengths: Tensor, position: Tensor | None = None) -> QueryLayout:
-        index = torch.arange(self.seqlen_q, device=self.device)
+    def _layout(
+        self, starts: Tensor, lengths: Tensor, rows: Tensor | None, position: Tensor | None = None
+    ) -> QueryLayout:
+        index = torch.arange(self.seqlen_q, device=self.device) if rows is None else rows
         if self.cu_seqlens is None:
             if position is None:
                 offset = lengths - self.seqlen_q if self.q_offset is None else self.q_offset
                 if isinstance(offset, Tensor):
                     offset = offset.long()[:, None]
                 position = (index + offset).expand(self.batch, -1)
-            shape = (self.batch, self.seqlen_q)
+            shape = (self.batch, index.shape[-1])
             covered = torch.ones(shape, dtype=torch.bool, device=self.device)
             return QueryLayout(position, starts[:, None].expand(shape), lengths[:, None].expand(shape), covered)
-        ends = self.cu_seqlens.long()
+        ends, index = self.cu_seqlens.long(), index.flatten()
         # Search in all boundaries, since inductor cannot search in a slice of a tensor.
         sequence = (torch.searchsorted(ends, index, right=True) - 1).clamp(0, len(ends) - 2)
         if position is None:

@@ -1,4 +1,4 @@
-"""Shared by the eager ops: masked softmax and attention, rounding of half types, query chunks.
+"""Shared by the eager ops: masked softmax and attention, rounding of half types, query chunks, drawn rows.
 
 Logits, softmax and log-sum-exp are float32 (float64 for float64 inputs). For half types, as in the kernels, the
 normalised weights are rounded before they are multiplied by v, and in the backward pass the gradients of the logits
@@ -151,6 +151,12 @@ def in_query_chunks(
     else:
         parts = [function(*r) for r in ranges]
     return tuple(torch.cat(part, dim) for part, dim in zip(zip(*parts, strict=True), dims, strict=True))
+
+
+def take_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """Return x `[B, T, ...]` at the rows `[B, R]`. Its gradient is deterministic where no row is taken twice."""
+    flat = rows + torch.arange(x.shape[0], device=x.device)[:, None] * x.shape[1]
+    return x.flatten(0, 1).index_select(0, flat.flatten()).unflatten(0, rows.shape)
 
 
 def without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:

@@ -31,6 +31,7 @@ from tests.support.gpu_problems import (
     Problem,
     assert_obeys_the_rules,
     attention_lse,
+    block_loss,
     choose,
     draw_problem,
     draw_select_blocks,
@@ -46,8 +47,8 @@ pytestmark = pytest.mark.gpu
 
 BACKEND = 'triton'
 COUNTS = {
-    'window': 150, 'compressed': 130, 'selected': 180, 'chosen_scores': 70, 'block_mass': 60, 'gated_sum': 40,
-    'norm_rotary': 60,
+    'window': 150, 'compressed': 130, 'selected': 180, 'chosen_scores': 70, 'block_mass': 60, 'block_loss': 60,
+    'gated_sum': 40, 'norm_rotary': 60,
 }  # fmt: skip
 SELECT_COUNT = 60
 
@@ -219,6 +220,10 @@ def problems_for(
         lse = attention_lse(q, k_cmp, v_cmp, sizes | {'seqlen_k': 333})
         tensors = {'q': q, 'k_cmp': k_cmp, 'lse': lse, 'block_indices': indices}
         yield Problem(chosen_scores, tensors, sizes, {'grad of lse': 0})
+    elif 'block_divergence' in module:
+        scored = {'q_cmp': q.flip(1), 'k_cmp': k_cmp}
+        for settings in ({'window_size': (100, 0)}, {'causal': False, 'softcap': 5.0}):
+            yield Problem(block_loss, scored, {**sizes, **settings, 'target': (q, k)}, {'out0': 0})
     elif 'block_mass' in module:
         for settings in ({'window_size': (100, 0)}, {'causal': False, 'softcap': 5.0}):
             yield Problem(block_mass, {'q': q, 'k': k}, {'block_size': 16, **settings})

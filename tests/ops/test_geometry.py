@@ -96,6 +96,10 @@ def test_layout_of_packed_sequences(lengths: list[tuple[int, int]], beyond: int,
         block_start += blocks
     assert layout.covered[0].tolist() == [True] * (total - beyond) + [False] * beyond
     assert layout.key_len[0, total - beyond :].eq(0).all()
+    rows = torch.arange(0, total, 2)[None]
+    drawn = sequences.layout(rows), sequences.compressed_layout(block_size, stride, rows)[0]
+    for some, every in zip(drawn, (layout, compressed), strict=True):
+        assert all(torch.equal(a, b[:, ::2]) for a, b in zip(vars(some).values(), vars(every).values(), strict=True))
 
 
 @given(
@@ -119,7 +123,8 @@ def test_starts_of_packed_blocks(lengths: list[int], beyond: int, stride: int, e
 @pytest.mark.parametrize('offset', [None, 3, torch.tensor([2, 5], dtype=torch.int32)])
 def test_layout_of_rows(offset: int | torch.Tensor | None) -> None:
     seqlens_k = torch.tensor([7, 9], dtype=torch.int32)
-    layout = geometry.Sequences(2, 4, 9, torch.device('cpu'), offset, seqlens_k).layout()
+    sequences = geometry.Sequences(2, 4, 9, torch.device('cpu'), offset, seqlens_k)
+    layout, rows = sequences.layout(), torch.tensor([[0, 3], [1, 2]])
     first = [3, 5] if offset is None else offset
     first = first.tolist() if isinstance(first, torch.Tensor) else [first] * 2 if isinstance(first, int) else first
     assert layout.position.tolist() == [[start + t for t in range(4)] for start in first]
@@ -127,3 +132,5 @@ def test_layout_of_rows(offset: int | torch.Tensor | None) -> None:
     position, own = layout.key_position(torch.arange(10)[None, None])
     assert own.sum(-1).tolist() == [[7] * 4, [9] * 4]
     assert position.shape == (2, 4, 10)
+    for some, every in zip(vars(sequences.layout(rows)).values(), vars(layout).values(), strict=True):
+        assert torch.equal(some, every.gather(1, rows))

@@ -31,6 +31,7 @@ from triton.runtime.jit import JITFunction
 from native_sparse_attention.core.geometry import Sequences
 from native_sparse_attention.inference.cache import LayerCache
 from native_sparse_attention.inference.decode import nsa_decode
+from native_sparse_attention.losses import block_score_loss
 from native_sparse_attention.nn.compress import CompressMLP, GroupedMLP, MeanPool, MeanResidualMLP, SingleProjection
 from native_sparse_attention.ops import (
     chosen_scores,
@@ -233,6 +234,18 @@ def build_mass(dtype: torch.dtype, head_dim: int) -> None:
         block_mass(q, k, block_size=block_size, **settings, backend='triton')
 
 
+def build_divergence(dtype: torch.dtype, head_dim: int) -> None:
+    cases: tuple[tuple[int, dict[str, Any]], ...] = (
+        (4, {**SIZES, 'window_size': (31, 0)}),
+        (16, {**SIZES, 'selection_block_size': 16, 'window_size': (31, 0), 'softcap': 20.0, 'share_group': False}),
+        (3, {**SIZES, 'selection_block_size': 48, 'causal': False, **PACKED}),
+    )
+    for group, settings in cases:
+        q, k, _ = make(dtype, head_dim, group=group)
+        k_cmp = torch.zeros(1, (SEQLEN - BLOCK) // STRIDE + 1, *k.shape[2:], dtype=dtype, requires_grad=True)
+        differentiate(block_score_loss(q, k, q, k_cmp, **settings, seed=0, backend='triton'))
+
+
 def build_gated_sum(dtype: torch.dtype, head_dim: int) -> None:
     outs = [torch.zeros(1, SEQLEN, 4, head_dim, dtype=dtype, requires_grad=True) for _ in range(3)]
     gates = torch.zeros(1, SEQLEN, 4, 3, requires_grad=True)
@@ -294,6 +307,7 @@ OPS: dict[str, Callable[[torch.dtype, int], None]] = {
     'features of both': build_features,
     'select_blocks and chosen_scores': build_choice,
     'block_mass': build_mass,
+    'block_divergence': build_divergence,
     'selected_attention': build_selected,
     'gated_sum': build_gated_sum,
     'rotary': build_rotary,

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from native_sparse_attention.losses import block_score_loss
 from native_sparse_attention.ops import (
     chosen_scores,
     compressed_attention,
@@ -50,7 +51,10 @@ DRAWN_ROWS = 512
 # The results that are float32 whatever the inputs are, and meet no rounding to a half type; of attention the
 # log-sum-exp and gradients of what joins the logits. A row of them is often one number, which nothing averages, and
 # tensor cores round their sums towards zero: the worst row on an H200 was 2^-13.7.
-UNROUNDED = {'chosen_scores': ('out0', 'grad of lse'), 'block_mass': ('out0',), 'gated_sum': (), 'norm_rotary': ()}
+UNROUNDED = {
+    'chosen_scores': ('out0', 'grad of lse'), 'block_mass': ('out0',), 'block_loss': ('out0',), 'gated_sum': (),
+    'norm_rotary': (),
+}  # fmt: skip
 UNROUNDED_OF_ATTENTION = ('out1', 'grad of sinks', 'grad of bias')
 UNROUNDED_ROW_LIMIT = 2.0**-12
 
@@ -118,6 +122,7 @@ def draw_problem(op: str, index: int, device: torch.device) -> tuple[Problem, to
         'selected': draw_selected,
         'chosen_scores': draw_chosen_scores,
         'block_mass': draw_block_mass,
+        'block_loss': draw_block_loss,
         'gated_sum': draw_gated_sum,
         'norm_rotary': draw_norm_rotary,
     }
@@ -341,6 +346,30 @@ def draw_block_mass(random: Random, dtype: torch.dtype, device: torch.device, ge
     if random.random() < 0.3:
         settings['softcap'] = random.choice((2.0, 30.0))
     return Problem(block_mass, {'q': q, 'k': k}, {**settings, **_draw_scale(random), **extents.where})
+
+
+def draw_block_loss(random: Random, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Problem:
+    drawn, extents, (block_size, stride, _), settings = draw_choice(random, dtype, device, generator)
+    q_cmp, k_cmp, _ = _draw_compressed_tensors(drawn, extents, block_size, stride)
+    q, k, _ = make_qkv(extents.batch, extents.seqlen_q, extents.seqlen_k, **drawn.shape)
+    del settings['seqlen_k']
+    settings |= {'target': (q, k), 'share_group': random.random() < 0.7, 'seed': random.randrange(2**32)}
+    settings['num_queries'] = random.choice((5, 64, 1000))
+    if random.random() < 0.8:
+        left, right = (random.choice((-1, 0, 1, 64, random.randint(0, MAX_SEQLEN))) for _ in range(2))
+        settings['window_size'] = (left, 0 if settings['causal'] else right)
+    if random.random() < 0.3:
+        settings['softcap'] = random.choice((2.0, 30.0))
+    return Problem(block_loss, {'q_cmp': q_cmp, 'k_cmp': k_cmp}, settings, {'out0': 0})
+
+
+def block_loss(q_cmp: Tensor, k_cmp: Tensor, *, target: tuple[Tensor, Tensor], **settings: Any) -> Tensor:
+    """Return 256 times the loss of the block scores: float16 has few digits for gradients of a mean over rows.
+
+    target: queries and keys of the mass.
+    """
+    q, k = (t.to(q_cmp.dtype) for t in target)
+    return 256 * block_score_loss(q, k, q_cmp, k_cmp, **settings)
 
 
 def draw_select_blocks(

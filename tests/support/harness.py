@@ -62,7 +62,7 @@ def far_apart(tensor: Tensor, dim: int) -> Tensor:
     strides = list(tensor.contiguous().stride())
     strides[dim] = 2**31 // (tensor.shape[dim] - 1) + 16
     size = 1 + sum((length - 1) * stride for length, stride in zip(tensor.shape, strides, strict=True))
-    return torch.empty(size, dtype=tensor.dtype).as_strided(tensor.shape, strides).copy_(tensor)
+    return torch.empty(size, dtype=tensor.dtype, device=tensor.device).as_strided(tensor.shape, strides).copy_(tensor)
 
 
 class Allocations:

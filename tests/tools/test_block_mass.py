@@ -38,8 +38,8 @@ def test_heaviest_blocks_hold_the_most(tensors: tuple[torch.Tensor, torch.Tensor
 def test_parts_of_the_loss() -> None:
     parts = block_loss.make_parts((2, 1200, 4, 2, 8), 16, 'cpu', torch.float32)
     results = {name: run() for name, run in parts.items()}
-    mass, scores = results['mass'], results['scores']
-    assert mass.shape == scores.shape == (2, 16, 2, 19)
-    assert results['loss'] > 0
-    for name in ('scores, forward and backward', 'loss, forward and backward'):
-        assert all(grad.abs().max() > 0 for grad in results[name])
+    assert results['mass'].shape == (2, 16, 2, 19)
+    assert results['divergence, eager'] > 0
+    assert results['loss, divergence eager'] > 0
+    for name in ('divergence, eager', 'loss, divergence eager'):
+        assert all(grad.abs().max() > 0 for grad in results[f'{name}, forward and backward'])

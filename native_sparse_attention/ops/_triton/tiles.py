@@ -24,6 +24,33 @@ def add_product(a, b, total):
 
 
 @triton.jit
+def dot_exact(a, b, out):
+    """Return out + a @ b for float32 a `[M, K]`. For a half type b, a is split into a high and a low part of that type.
+
+    Eager rounds only the result; with a rounded to a single part the result would fail the error rules.
+    """
+    if b.dtype == tl.float32:
+        out = add_product(a, b, out)
+    elif b.dtype == tl.bfloat16:
+        # Truncate to the upper bits: rounding would need a conversion back.
+        high = (a.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+        low = (a - high).to(tl.bfloat16)
+        out = tl.dot(high.to(tl.bfloat16), b, out, input_precision='ieee')
+        out = tl.dot(low, b, out, input_precision='ieee')
+    else:
+        # float16 has few exponents: divide each row by the power of two at or below its largest magnitude.
+        largest = tl.max(tl.abs(a), 1)
+        unit = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        unit = tl.where(unit == 0, 1.0, unit)[:, None]
+        scaled = a / unit
+        high = scaled.to(tl.float16)
+        low = (scaled - high.to(tl.float32)).to(tl.float16)
+        product = tl.dot(high, b, input_precision='ieee')
+        out += tl.dot(low, b, product, input_precision='ieee') * unit
+    return out
+
+
+@triton.jit
 def load_rows(ptr, rows, stride, mask, SIZE: tl.constexpr, BLOCK: tl.constexpr, INT64_OFFSETS=True):
     """Load rows of SIZE elements, padded to BLOCK with zeros; masked rows are 0. INT64_OFFSETS: element offsets may
     exceed int32.

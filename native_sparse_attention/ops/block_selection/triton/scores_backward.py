@@ -16,11 +16,10 @@ import triton
 import triton.language as tl
 
 from native_sparse_attention.ops._triton.inverse_index import find_block, load_entries
-from native_sparse_attention.ops._triton.tiles import load_rows, split_finite, store_rows
+from native_sparse_attention.ops._triton.tiles import dot_exact, load_rows, split_finite, store_rows
 from native_sparse_attention.ops._triton.varlen import find_tile, load_extent, load_num_keys, load_position
 from native_sparse_attention.ops.block_selection.triton.scores_tiles import (
     before_cap,
-    dot_exact,
     is_forced,
     locate_compressed,
     share_of,

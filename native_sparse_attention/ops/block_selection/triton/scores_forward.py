@@ -8,10 +8,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from native_sparse_attention.ops._triton.tiles import load_rows, store_rows
+from native_sparse_attention.ops._triton.tiles import dot_exact, load_rows, store_rows
 from native_sparse_attention.ops.block_selection.triton.scores_tiles import (
     before_cap,
-    dot_exact,
     is_forced,
     locate_query,
     overlapping_columns,

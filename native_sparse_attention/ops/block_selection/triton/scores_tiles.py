@@ -14,7 +14,6 @@ import triton.language as tl
 
 from native_sparse_attention.ops._triton.inverse_index import count_readable_blocks
 from native_sparse_attention.ops._triton.softcap import cap_logits, cap_slope
-from native_sparse_attention.ops._triton.tiles import add_product
 from native_sparse_attention.ops._triton.varlen import count_blocks, find_tile, floor_divide, load_extent, load_num_keys
 from native_sparse_attention.ops._triton.varlen import load_position as load_first_position
 
@@ -121,30 +120,3 @@ def before_cap(dlogits, products, seen, scale, softcap):
     if softcap is not None:
         dlogits = tl.where(seen, dlogits * cap_slope(products * scale, softcap), 0.0)
     return dlogits
-
-
-@triton.jit
-def dot_exact(a, b, out):
-    """Return out + a @ b for float32 a `[M, K]`. For a half type b, a is split into a high and a low part of that type.
-
-    Eager rounds only the result; with a rounded to a single part the result would fail the error rules.
-    """
-    if b.dtype == tl.float32:
-        out = add_product(a, b, out)
-    elif b.dtype == tl.bfloat16:
-        # Truncate to the upper bits: rounding would need a conversion back.
-        high = (a.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
-        low = (a - high).to(tl.bfloat16)
-        out = tl.dot(high.to(tl.bfloat16), b, out, input_precision='ieee')
-        out = tl.dot(low, b, out, input_precision='ieee')
-    else:
-        # float16 has few exponents: divide each row by the power of two at or below its largest magnitude.
-        largest = tl.max(tl.abs(a), 1)
-        unit = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-        unit = tl.where(unit == 0, 1.0, unit)[:, None]
-        scaled = a / unit
-        high = scaled.to(tl.float16)
-        low = (scaled - high.to(tl.float32)).to(tl.float16)
-        product = tl.dot(high, b, input_precision='ieee')
-        out += tl.dot(low, b, product, input_precision='ieee') * unit
-    return out
