@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -28,6 +30,7 @@ def block_score_loss(
     window_size: tuple[int, int] | None = None,
     share_group: bool = True,
     num_queries: int = 512,
+    min_position: int = 0,
     seed: int | Tensor | None = None,
     q_offset: int | Tensor | None = None,
     seqlens_k: Tensor | None = None,
@@ -45,7 +48,8 @@ def block_score_loss(
     of these keys by block, in full attention over all visible keys, averaged over the heads of the row, without
     gradient. Block scores are those of `select_blocks` with compressed attention over k_cmp alone, without memory pairs
     and sinks. Block scores and target are normalised over the candidates; the loss of the row is KL(target || scores).
-    Rows with fewer than two candidates do not count, nor do queries at positions beyond the keys, which are padding.
+    Rows with fewer than two candidates do not count, nor do queries at positions below min_position or beyond the keys,
+    which are padding.
     One query is drawn from each of num_queries equal parts of the T queries, the same for all heads, so time and memory
     are linear in S.
 
@@ -64,6 +68,7 @@ def block_score_loss(
             unbounded. None: no window.
         share_group: the query heads of a KV head select together.
         num_queries: queries drawn from each batch row, or all of them if T is not larger.
+        min_position: position in its sequence from which on a query counts; others may attend densely.
         seed: of the draw, an int or int64 `[1]`; default: drawn from PyTorch's generator.
         q_offset: position of the first query, an int or `[B]`; default: queries end where the keys end.
         seqlens_k: int32 `[B]`, number of real keys of each row.
@@ -90,6 +95,7 @@ def block_score_loss(
     checks.check_block_sizes(*compress, selection_block_size)
     checks.check_flags(share_group=share_group)
     checks.check_positive(num_queries=num_queries)
+    checks.check_not_negative(min_position=min_position)
     if window_size is not None:
         window_size = checks.check_window(window_size, causal)
     check_seed('seed', seed, q)
@@ -101,6 +107,8 @@ def block_score_loss(
     choices = choose_backends(backend, q.device, ops, flex_or_eager=True)
     rows = _draw_rows(q.shape[0], q.shape[1], num_queries, as_seed(seed, q.device))
     tokens = call.sequences.layout(rows)
+    if min_position:  # a query of no keys does not count
+        tokens = replace(tokens, key_len=tokens.key_len.where(tokens.position >= min_position, 0))
     compressed, _ = call.sequences.compressed_layout(*compress, rows)
     rules = MassRules(selection_block_size, window_size, share_group)
     with torch.no_grad():

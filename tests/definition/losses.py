@@ -26,6 +26,7 @@ def block_score_loss(
     *,
     selection_block_size: int,
     window_size: tuple[int, int] | None = None,
+    min_position: int = 0,
     share_group: bool = True,
     causal: bool = True,
     scale: float | None = None,
@@ -48,7 +49,7 @@ def block_score_loss(
     for query, index_head in itertools.product(
         locate_queries(q, settings.get('seqlen_k'), block_size, stride, **where), range(index_heads)
     ):
-        if query.position >= query.num_keys:
+        if query.position >= query.num_keys or 0 < min_position > query.position:
             continue
         visible = [s for s in range(query.num_keys) if not causal or s <= query.position]
         far = [s for s in visible if window_size is None or not in_window(query.position - s, window_size)]

@@ -47,6 +47,7 @@ def gradients(loss: Tensor, leaves: list[Tensor]) -> list[Tensor]:
     share_group=st.booleans(),
     causal=st.booleans(),
     window=st.sampled_from([None, (0, 0), (3, 0), (5, 2), (-1, 0)]),
+    min_position=st.sampled_from([0, 0, 7]),
     softcap=st.sampled_from([None, 2.0]),
     chunk=st.sampled_from([_eager.CHUNK_ELEMENTS, 100]),
 )
@@ -57,18 +58,20 @@ def test_definition(
     share_group: bool,
     causal: bool,
     window: tuple[int, int] | None,
+    min_position: int,
     softcap: float | None,
     chunk: int,
 ) -> None:
     window = window and (window[0], 0 if causal else window[1])
     heads = Heads(2 * group_size, 2, 4, 4)
-    tensors, options = make_problem(extents, heads, sizes, causal=causal, softcap=softcap, window_size=window)
+    changes = {'causal': causal, 'softcap': softcap, 'window_size': window, 'min_position': min_position}
+    tensors, options = make_problem(extents, heads, sizes, **changes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_eager, 'CHUNK_ELEMENTS', chunk)
         loss = block_score_loss(*tensors, **options, share_group=share_group)
         found = gradients(loss, tensors[2:])
     q, k, q_cmp, k_cmp = tensors
-    where = {name: value for name, value in options.items() if name not in (*SIZES, 'window_size')}
+    where = {name: value for name, value in options.items() if name not in (*SIZES, 'window_size', 'min_position')}
     seqlen_k = None if extents.packed else extents.seqlen_k
     compress = {'block_size': sizes['compress_block_size'], 'stride': sizes['compress_stride']}
     _, lse = compressed_attention(q_cmp, k_cmp, k_cmp, **compress, seqlen_k=seqlen_k, **where)
@@ -162,6 +165,7 @@ def test_scores_that_underflow_stay_finite() -> None:
     ('changes', 'message'),
     [
         ({'num_queries': 0}, 'num_queries is 0'),
+        ({'min_position': -1}, 'min_position is -1'),
         ({'seed': 0.5}, 'seed is 0.5, but must be an int of 64 bits'),
         ({'seed': 2**63}, 'seed is 9223372036854775808, but must be an int of 64 bits'),
         ({'seed': torch.tensor([1, 2])}, r'seed has dtype torch.int64 and shape \(2,\), but must be int64'),

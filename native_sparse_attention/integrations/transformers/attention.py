@@ -214,6 +214,7 @@ class NSAAttention(nn.Module):
                     name: self.sparse_settings[name] for name in ('selection_block_size', 'share_group')
                 }
                 shared |= {name: self.logit_settings[name] for name in ('scale', 'softcap', 'backend')}
+                shared['min_position'] = self.nsa.dense_below  # of packed sequences, whose queries are all in q_new
                 losses.append(block_score_loss(q_new, k, q_cmp_new, k_cmp, **shared, **sizes, **where))
             return nsa(
                 q_new,

@@ -187,6 +187,23 @@ def test_block_losses_train_the_scores(config: str):
     assert not losses
 
 
+@pytest.mark.parametrize('dense_below', [0, 40])
+def test_block_losses_of_packed_sequences(dense_below: int):
+    """Those of the sequences alone: dense queries do not count, in packed sequences either."""
+    model = nsa_model(config=SPARSE.replace(dense_below=dense_below)).train()
+    sequences = [random_ids(1, 70), random_ids(1, 70)]
+    positions = torch.arange(70)[None]
+    calls = [{'input_ids': ids, 'position_ids': positions} for ids in sequences]
+    calls.append({'input_ids': torch.cat(sequences, 1), 'position_ids': positions.repeat(1, 2)})
+    found = []
+    for call in calls:
+        with collect_block_losses(model) as losses:
+            model(**call, use_cache=False)
+        found.append(torch.stack(losses))
+    assert (found[2] > 0).all()
+    torch.testing.assert_close(found[2], (found[0] + found[1]) / 2, atol=1e-6, rtol=1e-4)
+
+
 def test_refused_block_losses():
     model = nsa_model().train()
     model.gradient_checkpointing_enable()
