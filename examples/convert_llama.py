@@ -55,30 +55,15 @@ SIZES = ('hidden_size', 'intermediate_size', 'num_hidden_layers', 'num_attention
 # Defaults of a preset. sizes: of the byte-level Llama, in the order of SIZES. budget: first arguments of NSAConfig.
 PRESETS: dict[str, dict[str, Any]] = {
     'default': {
-        'length': 8192,
-        'batch': 8,
-        'sizes': (512, 1536, 8, 8, 4),
-        'budget': (64, 16, 512, 32, 16),
-        'pretrain_tokens': 250_000_000,
-        'warm_up_steps': 300,
-        'pairs': 64,
-        'eval_rows': 32,
-        'max_bytes': 200_000_000,
+        'length': 8192, 'batch': 8, 'sizes': (512, 1536, 8, 8, 4), 'budget': (64, 16, 512, 32, 16),
+        'pretrain_tokens': 250_000_000, 'warm_up_steps': 300, 'pairs': 64, 'eval_rows': 32, 'max_bytes': 200_000_000,
     },
     'tiny': {
-        'length': 256,
-        'batch': 2,
-        'sizes': (32, 64, 2, 4, 2),
-        'budget': (16, 4, 16, 8, 4),
-        'pretrain_tokens': 102_400,
-        'tune_tokens': 3072,
-        'pretrain_rate': 1e-2,
-        'warm_up_steps': 6,
-        'pairs': 4,
-        'eval_rows': 2,
-        'max_bytes': 200_000,
+        'length': 256, 'batch': 2, 'sizes': (32, 64, 2, 4, 2), 'budget': (16, 4, 16, 8, 4),
+        'pretrain_tokens': 102_400, 'tune_tokens': 3072, 'pretrain_rate': 1e-2, 'warm_up_steps': 6, 'pairs': 4,
+        'eval_rows': 2, 'max_bytes': 200_000,
     },
-}
+}  # fmt: skip
 
 
 class Text(NamedTuple):
@@ -360,13 +345,18 @@ def steps_for(tokens: int, options: argparse.Namespace) -> int:
     return max(1, round(tokens / (options.batch * options.length)))
 
 
+def config_of(options: argparse.Namespace, **more: Any) -> NSAConfig:
+    return NSAConfig(*options.budget).replace(select_before_window=options.select_before_window, **more)
+
+
 def best_scores(run: Experiment, dense: Any, seed: int) -> tuple[str, Any]:
     """Convert with each kind of block scores, warm φ up, and return the kind and the model with more coverage."""
     options, best = run.options, ('', None, 0.0)
     for scores in options.block_scores:
-        config, where = NSAConfig(*options.budget).replace(block_scores=scores), {'seed': seed, 'block_scores': scores}
+        config, where = config_of(options, block_scores=scores), {'seed': seed, 'block_scores': scores}
         torch.manual_seed(seed)
-        model: Any = convert_to_nsa(copy.deepcopy(dense), config)
+        layers = [layer for layer in range(dense.config.num_hidden_layers) if layer not in options.dense_layers]
+        model: Any = convert_to_nsa(copy.deepcopy(dense), config, layers)
         change_settings(model, sliding_window_size=options.length)
         reading_all = run.loss(model, f'converted, {scores} scores, reading all keys')
         change_settings(model, sliding_window_size=config.sliding_window_size)
@@ -393,7 +383,7 @@ def tune(run: Experiment, model: Any, stage: str, seed: int, **more: Any) -> Any
         targets = ['q_proj', 'k_proj', 'v_proj', 'o_proj']
         adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=targets, modules_to_save=added, r=16))
         model = adapted.get_base_model()
-    config, schedule = NSAConfig(*options.budget), options.schedule
+    config, schedule = config_of(options), options.schedule
 
     def set_budget(factor: int) -> None:
         blocks, window = config.num_selected_blocks * factor, config.sliding_window_size * factor
@@ -446,6 +436,8 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.ArgumentParser, arg
     add('--length', type=int, help='tokens of a row')
     add('--batch', type=int, help='rows of a step')
     add('--budget', type=int, nargs=5, metavar=("l'", 'n', 'W', 'l', 'd'), help='first arguments of NSAConfig')
+    add('--dense-layers', type=int, nargs='+', default=[], help='layers that are not converted (none)')
+    add('--select-before-window', action='store_true', help='select blocks before the window alone')
     add('--pretrain-tokens', type=int, help='that train the dense model')
     add('--tune-tokens', type=int, help=f'that tune the models (with --model required, else {TUNED_SHARE} of them)')
     add('--warm-up-steps', type=int, help='that train φ alone')
@@ -480,9 +472,12 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.ArgumentParser, arg
 def main(arguments: Sequence[str] | None = None) -> int:
     parser, options = parse(arguments)
     try:
-        NSAConfig(*options.budget)
+        config_of(options)
         run = Experiment(options, load_text(options))
         dense = dense_model(run)
+        last = dense.config.num_hidden_layers - 1
+        if not set(options.dense_layers) < {*range(last + 1)}:
+            raise ValueError(f'--dense-layers is {options.dense_layers}, but must be some, not all, of 0 to {last}')
     except ValueError as error:
         parser.error(str(error))
     run.record('dense', dense)

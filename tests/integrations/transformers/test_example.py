@@ -62,14 +62,18 @@ def test_adapters_of_a_saved_model(flags: list[str]):
     main([*flags[:-1], first := flags[-1] + '0'])
     dense = rows_of([first])[0]
     tune = ['--tune-tokens', '1024', '--block-scores', 'plain', '--seeds', '0', '1', '--lora']
+    tune += ['--dense-layers', '0', '--select-before-window']
     assert main(['--model', f'{first}/dense', *tune, *flags]) == 0
     rows = rows_of(flags)
     assert [row['stage'] for row in rows] == ['dense', *(['converted', 'warm-up', 'tuned', 'dense-tuned'] * 2)]
     assert rows[0]['loss'] == dense['loss']
+    assert len(rows[3]['coverage']) == 1
     assert [row['seed'] for row in rows[1:]] == [0] * 4 + [1] * 4
     assert rows[3]['loss'] != rows[7]['loss']
     before = AutoModelForCausalLM.from_pretrained(f'{first}/dense').state_dict()
-    after = AutoModelForCausalLM.from_pretrained(Path(flags[-1]) / 'nsa').state_dict()
+    converted = AutoModelForCausalLM.from_pretrained(Path(flags[-1]) / 'nsa')
+    assert converted.config.nsa['select_before_window']
+    after = converted.state_dict()
     changed = {name.split('.')[-2] for name in before if not torch.equal(before[name], after[name])}
     assert changed == {'q_proj', 'k_proj', 'v_proj', 'o_proj'}
     assert any('k_compress' in name for name in after)
@@ -108,6 +112,8 @@ def test_a_loss_that_is_not_finite_ends_the_run(flags: list[str], rate: str, mes
         (['--recall-share', '2'], '--recall-share is 2.0, but must be from 0 to 1'),
         (['--schedule', '2', '0'], 'but must have positive factors'),
         (['--budget', '10', '4', '16', '8', '4'], 'selection_block_size is 10'),
+        (['--dense-layers', '2'], '--dense-layers is [2], but must be some, not all, of 0 to 1'),
+        (['--dense-layers', '0', '1'], '--dense-layers is [0, 1], but must be some, not all, of 0 to 1'),
         (['--data', 'no-such-file'], "--data is 'no-such-file', but must be a file"),
         (['--preset', 'default', '--model', 'x'], '--tune-tokens is missing'),
     ],
