@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from native_sparse_attention.nn.transformer import SHAPE_SETTINGS
 from trainer.console import UserError
 
 
@@ -91,9 +92,13 @@ PRESETS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+# Settings that a dense model does not have.
+SPARSE_ONLY = {*(f.name for f in fields(Config) if 'sparse' in f.metadata), 'block_loss'} - {*SHAPE_SETTINGS}
 # The options that act together with these two, which train nothing.
 WITH_SAMPLE = {'sample', 'prompt', 'tokens', 'backend', 'device', 'temperature', 'top_p', 'seed', 'traceback'}
 WITH_COMPARE = {'compare', 'runs_dir', 'traceback'}
+# Those that act in training alone.
+NOT_WITH_CHECK_DECODE = {'resume', 'compile', 'graph', 'wandb'}
 
 
 class Parser(argparse.ArgumentParser):
@@ -148,6 +153,8 @@ def parse(argv: list[str] | None, description: str = '') -> tuple[argparse.Names
         raise UserError(f'{", ".join(map(spelled, sorted(ignored)))}: not with --sample, which takes the run as it is')
     if options.compare and (ignored := changed - WITH_COMPARE):
         raise UserError(f'{", ".join(map(spelled, sorted(ignored)))}: not with --compare, which trains nothing')
+    if options.check_decode and (ignored := changed & NOT_WITH_CHECK_DECODE):
+        raise UserError(f'{", ".join(map(spelled, sorted(ignored)))}: not with --check-decode, which trains nothing')
     if not options.unpack_gib > 0:
         raise UserError(f'--unpack-gib {options.unpack_gib}: must be more than 0')
     given = {f.name: vars(options).pop(f.name) for f in fields(Config) if f.name in options}
@@ -155,6 +162,10 @@ def parse(argv: list[str] | None, description: str = '') -> tuple[argparse.Names
         least = f.metadata['least']
         if f.name in given and least is not None and not given[f.name] >= least:
             raise UserError(f'{spelled(f.name)} {given[f.name]}: must be at least {least}')
+    # A run that exists keeps its settings, and may have been started with such flags by an older version.
+    if given.get('attention') == 'dense' and not (options.resume or options.check_decode):
+        for name in SPARSE_ONLY & given.keys():
+            raise UserError(f'{spelled(name)} {given[name]}: must be left out with --attention dense')
     return options, given
 
 

@@ -10,6 +10,7 @@ from torch.distributed import checkpoint
 from torch.distributed.checkpoint import FileSystemReader
 
 import train_enwik8
+from trainer.config import SPARSE_ONLY
 from trainer.tensors import without_warnings
 
 TINY = {
@@ -28,7 +29,9 @@ def write_words(folder: Path) -> Path:
 
 
 def command(text: Path, runs: Path, *more: str, **settings: Any) -> list[str]:
-    flags = [f'{train_enwik8.spelled(name)}={value}' for name, value in {**TINY, **settings}.items()]
+    is_dense = 'dense' in (settings.get('attention'), *more)
+    tiny = {name: value for name, value in TINY.items() if not (is_dense and name in SPARSE_ONLY)}
+    flags = [f'{train_enwik8.spelled(name)}={value}' for name, value in {**tiny, **settings}.items()]
     return ['--data', str(text), '--runs-dir', str(runs), '--device', 'cpu', '--preset', 'cpu', *flags, *more]
 
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from native_sparse_attention.nn import attention as layers
 from tests.support.training_runs import assert_same_run, command, contents, rows, write_words
 from train_enwik8 import PRESETS, Config, Run, UserError, main
 from trainer import record
+from trainer.config import SPARSE_ONLY
 from trainer.tensors import load_tensors, read_newest
 
 pytestmark = pytest.mark.usefixtures('no_pictures')
@@ -307,6 +308,10 @@ def test_another_text_is_refused(finished: Path, text: Path, tmp_path: Path, cap
         (['--no-such-flag'], '--no-such-flag'),
         (['--kv-heads', '3'], 'kv_heads'),
         (['--backend', 'cudnn'], 'backend'),
+        (['--backend', 'eager', '--attention', 'dense'], '--backend eager: must be auto with --attention dense'),
+        (['--output-gate', '--attention', 'dense'], '--output-gate True: must be left out with --attention dense'),
+        (['--block-loss', '0.1', '--attention', 'dense'], '--block-loss 0.1: must be left out with --attention dense'),
+        (['--check-decode', '--wandb'], '--wandb: not with --check-decode, which trains nothing'),
         (['--device', 'abacus'], '--device abacus: '),
         (
             ['--dp', '2'],
@@ -323,6 +328,22 @@ def test_user_errors_are_one_line_and_write_nothing(
     monkeypatch.setitem(sys.modules, 'wandb', None)
     assert message in refused(command(text, runs, *more), capsys)
     assert not runs.exists()
+
+
+@pytest.mark.parametrize('name', sorted(f.name for f in fields(Config) if {'sparse', 'model'} & f.metadata.keys()))
+def test_flags_of_sparse_attention_are_those_that_a_dense_model_ignores(name: str) -> None:
+    config = replace(Config(**PRESETS['cpu']), attention='dense')
+    value = getattr(config, name)
+    other = replace(config, **{name: not value if isinstance(value, bool) else value * 2})
+    models = [train_enwik8.build_model(c, 'auto', torch.device('meta')) for c in (config, other)]
+    shapes = [[(name, p.shape) for name, p in model.named_parameters()] for model in models]
+    assert (shapes[0] == shapes[1]) == (name in SPARSE_ONLY)
+
+
+@pytest.mark.parametrize('old', ['--resume', '--check-decode'])
+def test_a_dense_run_may_have_been_started_with_flags_of_sparse_attention(old: str) -> None:
+    _, given = train_enwik8.parse([old, '--attention', 'dense', '--output-gate'])
+    assert given == {'attention': 'dense', 'output_gate': True}
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(text: Path, runs: Path, capsys, monkeypatch) -> None:

@@ -13,14 +13,15 @@ from train_enwik8 import draw, open_run, parse
 
 
 @pytest.mark.parametrize(
-    ('attention', 'weight', 'trained'), [('sparse', 0.5, 0.5), ('dense', 0.5, 0), ('sparse', 0, 0)]
+    ('flags', 'trained'),
+    [
+        (['--block-loss', '0.5'], 0.5),
+        (['--block-loss', '0'], 0),
+        (['--preset', 'long', '--attention', 'dense'], 0),  # the preset has a weight for sparse attention
+    ],
 )
-def test_the_loss_of_block_scores_is_trained_and_not_logged(
-    tmp_path: Path, attention: str, weight: float, trained: float
-) -> None:
-    options, given = parse(
-        command(write_words(tmp_path), tmp_path / 'runs', '--attention', attention, block_loss=weight)
-    )
+def test_the_loss_of_block_scores_is_trained_and_not_logged(tmp_path: Path, flags: list[str], trained: float) -> None:
+    options, given = parse(command(write_words(tmp_path), tmp_path / 'runs', *flags))
     with contextlib.ExitStack() as locks:
         run = open_run(options, given, locks)
     ids = draw(run.corpus.splits['train'], run.config, 0)[0]

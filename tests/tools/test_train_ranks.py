@@ -184,6 +184,7 @@ def call_each(folder: Path, cases: list[tuple[list[str], str]], ports: list[int]
 
 def test_errors_are_one_line_of_one_process(one: Path, text: Path, tmp_path: Path) -> None:
     new = command(text, tmp_path / 'runs', **SETTINGS)
+    dense = command(text, tmp_path / 'runs', '--attention', 'dense', **SETTINGS)
     cases = [
         (
             [*new, '--dp', '3'],
@@ -192,7 +193,7 @@ def test_errors_are_one_line_of_one_process(one: Path, text: Path, tmp_path: Pat
         ([*new, '--tp', '3'], '--cp 1 --tp 3: the number of processes is 2, but must be a multiple of 3'),
         ([*new, '--dp', '0'], '--dp 0: must be at least 1'),
         ([*new, '--tp', '2', '--kv-heads', '1'], '--tp 2: mesh has 2 ranks, but their number must divide'),
-        ([*new, '--cp', '2', '--attention', 'dense'], '--cp 2: use_sparse_attn of the model is False, but must be'),
+        ([*dense, '--cp', '2'], '--cp 2: use_sparse_attn of the model is False, but must be'),
         ([*new, '--batch', '3'], '--dp 2: must divide --batch 3'),
         ([*new, '--device', 'cuda:1'], '--device cuda:1: must be cuda or cpu for several processes'),
         ([*new, '--data', '/no/such/file'], '/no/such/file: No such file'),
