@@ -110,7 +110,8 @@ def nsa(
         sinks_cmp: the same for the compressed branch.
         dropout_p: probability with which the window branch (or the merged softmax) drops a weight.
         dropout_seed: an int or int64 `[1]`, as in `window_attention`.
-        choose: function that selects the blocks, called like `select_blocks`.
+        choose: function that selects the blocks, called like `select_blocks`, with all its arguments but segment_ids by
+            name. It may lack those that are at their default.
         backend: 'auto', 'triton', 'flex' (the three attentions; selection and sum run in eager) or 'eager'.
 
     Returns:
@@ -144,6 +145,9 @@ def nsa(
     # A custom selection may differentiate the log-sum-exp, too.
     gate_in_attention = is_known and not (use_diff_topk or merge_window) and composition.attentions_take_gates(q, ops)
     taken = [stacked[..., i] if gate_in_attention and branches[i] else None for i in range(3)]
+    select = block_selection.select if choose is select_blocks else choose
+    if branches.selected and block_indices is None and not is_known:
+        select = block_selection.selector(choose, sizes, call, rules, backend)
 
     out_compressed = out_selected = out_window = lse = None
     if op := ops.get('compressed_attention'):
@@ -155,8 +159,6 @@ def nsa(
     if branches.selected:
         scored: tuple[Any, Any, Any] = (*compressed[:2], lse)
         if block_indices is None:
-            select = block_selection.select if choose is select_blocks else choose
-            select = select if is_known else block_selection.selector(choose, backend)
             block_indices = select(*scored, sizes, call, rules, ops['select_blocks'])
         elif block_counts is not None:
             block_indices, _ = selected_attention.keep_first(block_counts, block_indices, None)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import native_sparse_attention
 from native_sparse_attention import nsa
@@ -36,6 +37,18 @@ GATE = torch.zeros(1, 8, 4)
 Q, K, V = (torch.zeros(PLAIN[name]) for name in 'qkv')
 INDICES = torch.zeros(1, 8, 2, 3, dtype=torch.int32)
 IDS = torch.zeros(1, 8, dtype=torch.int64)
+
+
+def old_choose(
+    q: Tensor, k_cmp: Tensor, lse: Tensor, compress_block_size: int, compress_stride: int, selection_block_size: int,
+    num_selected: int, *, num_local: int, seqlen_k: int, scale: float,
+) -> Tensor:  # fmt: skip
+    """A selection without the arguments that `select_blocks` has a default for."""
+    sizes = (compress_block_size, compress_stride, selection_block_size, num_selected, seqlen_k)
+    assert all(type(size) is int for size in sizes)
+    return INDICES
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     'no gate': ({'gates': (None, None, None)}, 'gates is None for every branch'),
     'two gates': ({'gates': (GATE, GATE)}, 'gates is 2 gates, but must be a tensor or 3 gates'),
@@ -81,6 +94,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     'q_window elsewhere': ({'q_window': Q.to('meta')}, 'q_window is on meta, but q is on cpu'),
     'k_window elsewhere': ({'k_window': K.to('meta'), 'v_window': V}, 'k_window is on meta, but q is on cpu'),
     'v_window elsewhere': ({'k_window': K, 'v_window': V.to('meta')}, 'v_window is on meta, but q is on cpu'),
+    'chosen without num_recent': (
+        {'choose': old_choose, 'num_recent': 4}, 'choose takes no num_recent, but must where that is 4'
+    ),
+    'chosen without counts': (
+        {'choose': old_choose, 'block_counts': torch.zeros(1, 8, 2, dtype=torch.int32)},
+        'choose takes no block_counts, but must where that is a Tensor',
+    ),
+    'chosen without arguments': ({'choose': lambda: INDICES}, 'choose takes no '),
     'chosen by text': ({'choose': 'x'}, "choose is 'x', but must be a function"),
     'segments and borders': (
         {'segment_ids': IDS, 'cu_seqlens': row_integers([0, 8])},
@@ -106,6 +127,9 @@ ALLOWED: dict[str, dict[str, Any]] = {
     'softcap': {'softcap': 1},
     'sinks': {'sinks': torch.zeros(4), 'sinks_cmp': torch.zeros(4, 2)},
     'dropout 0': {'dropout_p': 0, 'dropout_seed': 1},
+    'chosen by defaults': {'choose': old_choose},
+    'chosen by any': {'choose': lambda *_, **__: INDICES, 'num_recent': 4},
+    'no choice to make': {'choose': lambda: None, 'block_indices': INDICES, 'num_recent': 4},
     'count': {'block_counts': 9},
     'counts': {'block_counts': torch.zeros(1, 8, 2, dtype=torch.int64)},
     'segments': {'segment_ids': IDS},
@@ -128,6 +152,12 @@ def test_refused_before_anything_runs(changes: dict[str, Any], message: str, mon
     with pytest.raises(ValueError, match=message) as error:
         nsa(**plain_arguments() | changes)
     assert '\n' not in str(error.value)
+
+
+def test_a_function_that_selects_may_be_compiled() -> None:
+    arguments: Any = plain_arguments() | {'choose': old_choose}
+    compiled = torch.compile(nsa, backend='eager', fullgraph=True)
+    assert torch.equal(compiled(**arguments), nsa(**arguments))
 
 
 def test_the_backend_of_every_op_that_runs(device: torch.device) -> None:

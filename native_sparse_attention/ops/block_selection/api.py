@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -126,22 +127,44 @@ def select(
     return torch.nn.functional.pad(blocks, (0, missing), value=-1) if missing else blocks
 
 
-def selector(choose: Callable[..., Tensor], backend: str) -> Callable[..., Tensor]:
-    """Return a function like `select` that calls choose, a function like `select_blocks`, with this backend."""
+def selector(
+    choose: Callable[..., Tensor], sizes: tuple[int, int, int], call: Call, rules: SelectionRules, backend: str
+) -> Callable[..., Tensor]:
+    """Return a function like `select` that calls choose, a function like `select_blocks`, with these settings.
 
-    def select_by(
-        q: Tensor, k_cmp: Tensor, lse: Tensor, sizes: tuple[int, int, int], call: Call, rules: SelectionRules, _: str
-    ) -> Tensor:
-        names = ('compress_block_size', 'compress_stride', 'selection_block_size')
-        placed = ('seqlen_k', 'q_offset', 'seqlens_k', 'cu_seqlens', 'cu_seqlens_k')
-        settings = dict(zip(names, sizes, strict=True)) | rules._asdict()
-        settings |= {name: getattr(call.sequences, name) for name in placed}
-        settings |= {'causal': call.causal, 'scale': call.scale, 'softcap': call.softcap}
-        block_indices = choose(q, k_cmp, lse, **settings, backend='eager' if backend == 'flex' else backend)
+    Settings at the default of `select_blocks` are left out where choose does not take them. Raises ValueError for
+    others that it does not take.
+    """
+    names = ('compress_block_size', 'compress_stride', 'selection_block_size')
+    placed = ('seqlen_k', 'q_offset', 'seqlens_k', 'cu_seqlens', 'cu_seqlens_k')
+    settings = dict(zip(names, sizes, strict=True)) | rules._asdict()
+    settings |= {name: getattr(call.sequences, name) for name in placed}
+    settings |= {'causal': call.causal, 'scale': call.scale, 'softcap': call.softcap}
+    settings |= {'backend': 'eager' if backend == 'flex' else backend}
+    defaults, taken = _keywords(select_blocks), _keywords(choose)
+    if taken is not None and defaults is not None:
+        for name in settings.keys() - taken.keys():
+            value = settings.pop(name)
+            if isinstance(value, Tensor) or value != defaults[name]:
+                raise ValueError(f'choose takes no {name}, but must where that is {checks.shown(value)}')
+
+    def select_by(q: Tensor, k_cmp: Tensor, lse: Tensor, *_: Any) -> Tensor:
+        block_indices = choose(q, k_cmp, lse, **settings)
         checks.check_block_indices(block_indices, q, k_cmp)
         return block_indices
 
     return select_by
+
+
+def _keywords(function: Callable[..., Any]) -> dict[str, Any] | None:
+    """Return the arguments that a function takes by name, with their defaults, or None where it may take any."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # of builtins
+        return None
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return None
+    return {p.name: p.default for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
 
 
 def chosen_scores(
