@@ -320,7 +320,7 @@ class LayerCache(RowLengths):
         if self.compress is not None:
             count, ends = (num_compressed_blocks(n, *self.compress) for n in (source.max_length, self.lengths.long()))
             self._copy_entries(source, PAIRS, index, count, ends)
-        self.max_length, self._peak = source.max_length, source._peak
+        self.max_length, self._peak, self.row_crops = source.max_length, source._peak, source.row_crops
 
     def _copy_entries(self, source: LayerCache, names: Sequence[str], index: Tensor, count: Any, ends: Any) -> None:
         """Copy the first ends[b] entries of each row, none of which has more than `count`."""

@@ -31,6 +31,7 @@ class RowLengths:
         lengths: int32 `[B]` on the device.
         max_length: int on the host; no row is longer.
         max_rollback: tokens that `crop` can take back, or None for all.
+        row_crops: crops to a length per row since the cache was empty, which max_length does not show.
     """
 
     def __init__(self, batch_size: int, max_rollback: int | None, device: Any) -> None:
@@ -38,7 +39,7 @@ class RowLengths:
         # int32 [B]: the longest that each row has been since it was empty. Rings are overwritten up to there, even if
         # the row has been cropped since. _peak is the host's bound on all of them.
         self.lengths, self._peaks = (zeros((batch_size,), torch.int32, device) for _ in range(2))
-        self.max_length = self._peak = 0
+        self.max_length = self._peak = self.row_crops = 0
 
     def advance(self, num_tokens: int) -> None:
         """Move the host's bounds by `num_tokens`, as an append does.
@@ -53,7 +54,7 @@ class RowLengths:
         """Empty every row; the tensors stay allocated."""
         self.lengths.zero_()
         self._peaks.zero_()
-        self.max_length = self._peak = 0
+        self.max_length = self._peak = self.row_crops = 0
 
     def crop(self, length: int | Tensor, *, max_length: int | None = None) -> None:
         """Keep the first `length` tokens of every longer row, as speculative decoding needs it.
@@ -91,6 +92,7 @@ class RowLengths:
     def apply_crop(self, crop: Crop) -> None:
         if isinstance(crop.length, Tensor):
             self.lengths.copy_(torch.minimum(self.lengths, crop.length.to(self.lengths)))
+            self.row_crops += 1
         else:
             self.lengths.clamp_(max=crop.length)
         self.set_bounds(min(self.max_length, crop.max_length), crop.peak)
@@ -99,6 +101,7 @@ class RowLengths:
         """Set the host's bounds; rows that are empty forget what they have held."""
         self._peaks.masked_fill_(self.lengths == 0, 0)
         self.max_length, self._peak = max_length, peak if max_length else 0
+        self.row_crops = self.row_crops if max_length else 0
 
     def _check_rows(self, lengths: list[int]) -> tuple[int, int]:
         """Raise ValueError where row b cannot be cropped to lengths[b]; waits for the device.

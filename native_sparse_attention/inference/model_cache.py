@@ -17,8 +17,8 @@ class ModelCache(Sequence[LayerCache]):
     """The `LayerCache` of each layer of a model.
 
     Indexing returns the cache of a layer. Methods and properties are those of a `LayerCache`, for all layers. All
-    layers hold the same tokens: `check_even` refuses a cache that an interrupted call has left torn, and `crop` repairs
-    it.
+    layers hold the same tokens: `check_even` refuses a cache that an interrupted call or a crop of one layer has left
+    torn, and `crop` repairs it.
 
     Args:
         layers: a `LayerCache` per layer, all with the same number of rows.
@@ -73,12 +73,12 @@ class ModelCache(Sequence[LayerCache]):
         return sum(layer.nbytes for layer in self.layers)
 
     def check_even(self) -> None:
-        """Raise ValueError where layers hold different numbers of tokens, by the host's bounds."""
+        """Raise ValueError where layers hold different numbers of tokens, as far as the host knows."""
         if self._is_torn():
             shortest = min(layer.max_length for layer in self.layers)
             raise ValueError(
-                f'cache is torn by an interrupted call: {self._parts()} tokens a row; crop({shortest}) repairs it, or '
-                f'crop(0) where max_rollback does not reach that far'
+                f'cache is torn by an interrupted call or a crop of one layer: {self._parts()}; crop({shortest}) '
+                f'repairs it, or crop(0) where max_rollback does not reach that far'
             )
 
     def reserve(self, num_tokens: int) -> None:
@@ -121,23 +121,30 @@ class ModelCache(Sequence[LayerCache]):
         if torn:
             length, max_length = self._common(length, max_length)
         crops = [layer.plan_crop(length, max_length, reads=torn) for layer in self.layers]
+        row_crops = max(layer.row_crops for layer in self.layers)
         for layer, crop in zip(self.layers, crops, strict=True):
             layer.apply_crop(crop)
+            if torn:
+                layer.row_crops = row_crops + 1
 
     def _is_torn(self) -> bool:
-        first = self.layers[0].max_length
-        return any(layer.max_length != first for layer in self.layers)
+        first = self.layers[0]
+        return any(layer.max_length != first.max_length for layer in self.layers) or self._crops_differ()
+
+    def _crops_differ(self) -> bool:
+        return any(layer.row_crops != self.layers[0].row_crops for layer in self.layers)
 
     def _parts(self) -> str:
-        """Return which layers hold how many tokens, as in 'layers 0 to 2 hold up to 9, layer 3 holds up to 8'."""
-        parts, start = [], 0
-        for held, group in groupby(layer.max_length for layer in self.layers):
+        """Return which layers hold how many tokens, as in 'layers 0 to 2 hold up to 9, layer 3 holds up to 8 tokens a
+        row', and where they differ the crops to a length per row.
+        """
+        parts, start, differ = [], 0, self._crops_differ()
+        for (held, crops), group in groupby((layer.max_length, layer.row_crops) for layer in self.layers):
             end = start + len(list(group)) - 1
-            parts.append(
-                f'layer {start} holds up to {held}' if start == end else f'layers {start} to {end} hold up to {held}'
-            )
+            name = f'layer {start} holds' if start == end else f'layers {start} to {end} hold'
+            parts.append(f'{name} up to {held}' + (f' after {crops} crops by row' if differ else ''))
             start = end + 1
-        return ', '.join(parts)
+        return ', '.join(parts) + ' tokens a row'
 
     def _common(self, length: int | Tensor, max_length: int | None) -> tuple[Tensor, int]:
         """Return the lengths `[B]` that all layers can be cropped to, up to length, and the host's bound on them."""

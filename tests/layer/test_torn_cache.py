@@ -135,6 +135,29 @@ def test_a_torn_cache_is_refused(sparse: bool) -> None:
     assert 'torn: layers 0 to 1 hold up to 19, layer 2 holds up to 11' in repr(cache)
 
 
+@KINDS
+@pytest.mark.parametrize('number', [0, 2])
+def test_a_crop_by_row_of_one_layer_is_noticed(sparse: bool, number: int) -> None:
+    """Where the longest row stays, the host's bounds do not show it."""
+    model = make(sparse)
+    cache, never = (model.init_cache(2, 64) for _ in range(2))
+    for each in (cache, never):
+        model(make_ids(2, 11), cache=each)
+    cache[number].crop(torch.tensor([11, 8]))
+    with pytest.raises(ValueError, match=r'up to 11 after 0 crops by row.*after 1 crops|after 1 crops.*after 0 crops'):
+        model(make_ids(2, 1), cache=cache)
+    with pytest.raises(ValueError, match='cache is torn by an interrupted call or a crop of one layer'):
+        model(make_ids(1, 1), cache=cache.select(torch.tensor([1])))
+    cache.crop(11)
+    never.crop(torch.tensor([11, 8]))
+    assert [layer.lengths.tolist() for layer in cache] == [[11, 8]] * DEPTH
+    assert model(make_ids(2, 3), cache=cache).equal(model(make_ids(2, 3), cache=never))
+    for layer in cache:  # by row, all alike
+        layer.crop(torch.tensor([13, 9]))
+    never.crop(torch.tensor([13, 9]))
+    assert model(make_ids(2, 1), cache=cache).equal(model(make_ids(2, 1), cache=never))
+
+
 def test_a_call_that_cannot_be_taken_back_tears_the_cache() -> None:
     """Rings of 2 tokens more than a block, and 8 tokens: too few to copy rings, too many to take back."""
     model = make(True)

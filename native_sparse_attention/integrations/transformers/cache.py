@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, StaticLayer
 
+from native_sparse_attention.core.checks import is_int, shown
 from native_sparse_attention.inference.cache import FIRST_CAPACITY, LayerCache
 from native_sparse_attention.inference.decode import nsa_decode
 from native_sparse_attention.inference.lengths import repeated_rows
@@ -47,6 +48,7 @@ class NSACacheLayer(CacheLayerMixin):
 
     def _clear(self) -> None:
         self._columns = self.min_length = 0
+        self._held = (0, 0)  # max_length and row_crops of rows, as this layer left them
         self._real: Tensor | None = None  # bool [B, columns]; None where no column has padding
 
     @property  # type: ignore[override]
@@ -128,6 +130,16 @@ class NSACacheLayer(CacheLayerMixin):
             self._real = torch.cat((old, new), 1)
         self._columns += num_tokens
         self.min_length += layout.min_count
+        self._note_rows()
+
+    def _note_rows(self) -> None:
+        assert self.rows is not None
+        self._held = self.rows.max_length, self.rows.row_crops
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether tokens of rows are not those of the columns: after an interrupted call, or a crop of rows alone."""
+        return self.rows is not None and self._held != (self.rows.max_length, self.rows.row_crops)
 
     @property
     def padded_lengths(self) -> Tensor | None:
@@ -160,18 +172,26 @@ class NSACacheLayer(CacheLayerMixin):
         return (self._columns + query_length if self.max_cache_len is None else self.max_cache_len), 0
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove -n columns for n below 0, as transformers does; a positive n is the number of columns to keep."""
+        """Remove -n columns for n below 0, as transformers does; a positive n is the number of columns to keep.
+
+        Raises ValueError for a tensor: all rows lose the same columns.
+        """
+        if not is_int(tokens_to_remove):
+            raise ValueError(f'tokens_to_remove is {shown(tokens_to_remove)}, but must be an integer, for all rows')
         keep = min(self._columns, tokens_to_remove) if tokens_to_remove > 0 else self._columns + tokens_to_remove
         keep = max(0, keep)
         removed = self._columns - keep
         if removed == 0 or self.rows is None:
             return
+        was_torn = self.is_torn
         if self._real is None:
             self.rows.crop(keep)
         else:
             self._real = self._real[:, :keep]
             self.rows.crop(self._real.sum(1, dtype=torch.int32), max_length=min(keep, self.rows.max_length))
         self._columns, self.min_length = keep, max(0, self.min_length - removed)
+        if not was_torn:
+            self._note_rows()
 
     def reset(self) -> None:
         """Empty every row. A layer of fixed size keeps its memory."""
@@ -258,6 +278,27 @@ def check_cache(cache: Any) -> None:
         raise ValueError(f'cache is a {type(cache).__name__}, but must be a DynamicCache or a StaticCache')
     if getattr(cache, 'offloading', False):
         raise ValueError('the cache is offloaded, but the cache of sparse attention must stay on its device')
+
+
+def check_even(cache: Any, indices: Sequence[int]) -> None:
+    """Raise ValueError where the layers of a cache with sparse attention do not hold the same columns.
+
+    An interrupted call leaves such a cache, and so does a crop of one layer or of its `rows`.
+    """
+    layers = {i: cache.layers[i] for i in indices if i < len(cache.layers)}
+    held = {i: layer.get_seq_length() for i, layer in layers.items() if isinstance(layer, NSACacheLayer)}
+    for index, columns in held.items():
+        first = indices[0]
+        if columns != held.get(first, 0):
+            raise ValueError(
+                f'cache is torn by an interrupted call or a crop of one layer: layer {index} holds {columns} columns, '
+                f'but layer {first} holds {held.get(first, 0)}. Use a new cache'
+            )
+        if layers[index].is_torn:
+            raise ValueError(
+                f'cache is torn by an interrupted call or a crop of rows: those of layer {index} do not hold its '
+                f'{columns} columns. Use a new cache'
+            )
 
 
 def layer_of(cache: Any, index: int) -> NSACacheLayer:

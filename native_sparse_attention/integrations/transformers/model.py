@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from native_sparse_attention.core.checks import shown
 from native_sparse_attention.integrations.transformers.attention import NSAAttention
-from native_sparse_attention.integrations.transformers.cache import NSACacheLayer, check_cache
+from native_sparse_attention.integrations.transformers.cache import NSACacheLayer, check_cache, check_even
 from native_sparse_attention.integrations.transformers.config import NSAConfig
 from native_sparse_attention.integrations.transformers.layout import make_layout, real_positions
 
@@ -138,6 +138,8 @@ class NSAModel(NSAPreTrained):
             seen = past = None
             if cache is not None:
                 check_cache(cache)
+                if not torch.compiler.is_compiling():
+                    check_even(cache, self.sparse_layers)
                 seen = int(cache.get_seq_length(first))
             layout = make_layout(
                 *(tokens, mask, kwargs.get('position_ids')),

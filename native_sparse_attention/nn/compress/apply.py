@@ -125,7 +125,7 @@ def compress_pair(
 
 def _run_as_one(networks: tuple[nn.Module, nn.Module], tokens: Tensor) -> list[CompressMLP | GroupedMLP]:
     """Return both networks if they are MLPs of the same sizes that take `OverlappingBlocks`, and autocast casts their
-    weights to the dtype of the tokens; else none.
+    weights from float32 to the dtype of the tokens; else none. It cannot concatenate weights of the other half type.
     """
     if type(networks[0]) is not type(networks[1]) or not is_autocast(tokens.device):
         return []
@@ -134,7 +134,8 @@ def _run_as_one(networks: tuple[nn.Module, nn.Module], tokens: Tensor) -> list[C
         return []
     kinds = [[(w.shape, w.dtype, w.device) for w in mlp.weights()] for mlp in mlps]
     weight = mlps[0].weights()[0]
-    return mlps if kinds[0] == kinds[1] and weight.dtype != tokens.dtype == projection_dtype(weight) else []
+    is_cast = weight.dtype == torch.float32 and weight.dtype != tokens.dtype == projection_dtype(weight)
+    return mlps if kinds[0] == kinds[1] and is_cast else []
 
 
 def _nothing_compressed(network: nn.Module, *inputs: Tensor) -> Tensor:

@@ -214,6 +214,44 @@ def test_crop_to_a_length():
     assert layer.get_seq_length() == 30
 
 
+def interrupt(model: Any, cache: Any) -> None:
+    handle = model.model.layers[1].mlp.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with handle, pytest.raises(KeyboardInterrupt):
+        next_logits(model, cache, torch.ones(2, 40), random_ids(2, 1))
+
+
+@pytest.mark.parametrize(
+    ('tear', 'message'),
+    [
+        (lambda _, cache: cache.layers[0].crop(-3), 'layer 1 holds 40 columns, but layer 0 holds 37'),
+        (lambda _, cache: cache.layers[1].rows.crop(37), 'those of layer 1 do not hold its 40 columns'),
+        (lambda _, cache: cache.layers[1].rows.crop(torch.tensor([40, 37])), 'those of layer 1 do not hold its 40'),
+        (
+            lambda _, cache: [layer.rows.crop(torch.tensor([40, 37])) for layer in cache.layers],
+            'those of layer 0 do not hold its 40 columns',
+        ),
+        (interrupt, 'layer 2 holds 40 columns, but layer 0 holds 41'),
+    ],
+)
+def test_a_torn_cache_is_refused(tear: Any, message: str):
+    model = nsa_model(num_hidden_layers=3)
+    cache = filled(model, left_padded([40, 40]))
+    tear(model, cache)
+    with pytest.raises(ValueError, match=message):
+        next_logits(model, cache, torch.ones(2, 40), random_ids(2, 1))
+    cache.crop(-1)
+    with pytest.raises(ValueError, match='cache is torn'):
+        next_logits(model, cache, torch.ones(2, cache.get_seq_length()), random_ids(2, 1))
+
+
+def test_rows_are_not_cropped_one_by_one():
+    layer = filled(nsa_model(), left_padded([40, 40])).layers[0]
+    for lengths in (torch.tensor([-3, -5]), torch.tensor(-3), -3.0, None):
+        with pytest.raises(ValueError, match=r'tokens_to_remove is .*, but must be an integer, for all rows'):
+            layer.crop(lengths)
+    assert layer.get_seq_length() == layer.rows.max_length == 40
+
+
 @pytest.mark.parametrize('operation', ['reorder', 'select', 'mask', 'repeat', 'reset'])
 @pytest.mark.parametrize('static', [False, True], ids=['dynamic', 'static'])
 def test_operations_on_rows(operation: str, static: bool):
