@@ -17,6 +17,7 @@ from native_sparse_attention.core.geometry import num_compressed_blocks
 from native_sparse_attention.inference.lengths import RowLengths, checked_index, repeated_rows, zeros
 from native_sparse_attention.inference.ring import read_ring, rows_of, write_ring
 from native_sparse_attention.inference.session import Session
+from native_sparse_attention.ops._eager import concatenate
 from native_sparse_attention.ops.decoding.step import Storage
 
 FIRST_CAPACITY = 64  # tokens per row of a new cache that grows
@@ -219,7 +220,7 @@ class LayerCache(RowLengths):
         row = torch.arange(self.batch_size, device=self.device)[:, None, None]
         history = history_start[:, None] + torch.arange(block_size - 1, device=self.device)
         raw_k, raw_v = (
-            torch.cat((self._recent(name, history), new.to(self.dtype)), 1)[row, token]
+            concatenate((self._recent(name, history), new.to(self.dtype)), 1)[row, token]
             for name, new in (('k', k), ('v', v))
         )
         return blocks, raw_k, raw_v

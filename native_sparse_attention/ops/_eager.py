@@ -10,7 +10,7 @@ the queries and keys that read each other, and to no others.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -166,6 +166,12 @@ def without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
     if torch.compiler.is_compiling() or torch.amp.is_autocast_available(device_type):
         return torch.autocast(device_type, enabled=False)
     return nullcontext()
+
+
+def concatenate(tensors: Sequence[Tensor], dim: int) -> Tensor:
+    """Return `torch.cat` of tensors of any dtypes; under autocast it refuses the half type that is not autocast's."""
+    with without_autocast(tensors[0]):
+        return torch.cat(list(tensors), dim)
 
 
 def dropout_factors(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from native_sparse_attention.ops._eager import compute_dtype
+from native_sparse_attention.ops._eager import compute_dtype, concatenate
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, is_half: bool) -> Tensor:
@@ -14,7 +14,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, is_half: bool) -> Tensor:
     shape, dim = ((2, cos.shape[-1]), -2) if is_half else ((cos.shape[-1], 2), -1)
     first, second = x[..., :num_rotated].to(compute_dtype(x.dtype)).unflatten(-1, shape).unbind(dim)
     pairs = torch.stack((first * cos - second * sin, second * cos + first * sin), dim).flatten(-2).to(x.dtype)
-    return pairs if num_rotated == x.shape[-1] else torch.cat((pairs, x[..., num_rotated:]), -1)
+    return pairs if num_rotated == x.shape[-1] else concatenate((pairs, x[..., num_rotated:]), -1)
 
 
 def norm_rotary(

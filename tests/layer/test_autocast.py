@@ -1,0 +1,90 @@
+"""Autocast to a half type over weights, caches and tensors of the other one, which PyTorch does not concatenate."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from native_sparse_attention import SparseAttention, nsa, ops
+from native_sparse_attention.losses import block_score_loss
+from native_sparse_attention.nn.dense import DenseAttention
+
+HALVES = (torch.bfloat16, torch.float16)
+LAYERS: dict[str, dict[str, Any]] = {
+    'separate': {'use_diff_topk': True, 'qk_norm': True},
+    'merged': {'merge_window': True, 'output_gate': True, 'select_before_window': True, 'num_sinks': 1},
+    'scores alone': {'merge_window': True, 'compressed_output': False, 'use_diff_topk': True},
+    'branches': {'independent_branch_kv': True, 'recompute': True},
+    'dense': {'output_gate': True, 'qk_norm': True},
+}
+BLOCKS: dict[str, Any] = {'compress_block_size': 4, 'compress_stride': 2, 'selection_block_size': 4}
+
+every_dtype = pytest.mark.parametrize('dtype', [*HALVES, torch.float32], ids=str)
+every_autocast = pytest.mark.parametrize('autocast', HALVES, ids=str)
+
+
+def make_layer(kind: str) -> SparseAttention | DenseAttention:
+    torch.manual_seed(0)
+    if kind == 'dense':
+        return DenseAttention(16, 4, 4, 2, **LAYERS[kind])
+    return SparseAttention(16, 4, 4, 8, 4, 2, 4, 5, 2, causal=True, **LAYERS[kind])
+
+
+def relative_error(found: Tensor, gold: Tensor) -> float:
+    return ((found.float() - gold).norm() / gold.norm()).item()
+
+
+@pytest.mark.parametrize('kind', LAYERS)
+@every_dtype
+@every_autocast
+def test_weights_of_any_type(autocast: torch.dtype, dtype: torch.dtype, kind: str) -> None:
+    gold, x = make_layer(kind), torch.randn(2, 21, 16)
+    layer = deepcopy(gold).to(dtype)
+    has_loss = kind not in ('dense', 'branches')
+    with torch.autocast('cpu', autocast):
+        out, *loss = layer(x.to(dtype), return_block_loss=True) if has_loss else (layer(x.to(dtype)),)
+    assert out.dtype == autocast
+    assert relative_error(out, gold(x)) < 0.03
+    torch.stack([out.float().sum(), *loss]).sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
+
+
+@pytest.mark.parametrize('kind', LAYERS)
+@pytest.mark.parametrize('of_cache', [*HALVES, torch.float32], ids=str)
+@every_dtype
+@every_autocast
+@torch.no_grad()
+def test_caches_of_any_type(autocast: torch.dtype, dtype: torch.dtype, of_cache: torch.dtype, kind: str) -> None:
+    gold, x = make_layer(kind).eval(), torch.randn(2, 21, 16)
+    layer, cache = deepcopy(gold).to(dtype), gold.init_cache(2, 21, dtype=of_cache)
+    with torch.autocast('cpu', autocast):
+        out = torch.cat([layer(part, cache=cache) for part in x.to(dtype).split([9, 1, 1, 10], 1)], 1)
+    assert relative_error(out, gold(x)) < 0.03
+
+
+@every_dtype
+@every_autocast
+def test_tensors_of_any_type(autocast: torch.dtype, dtype: torch.dtype) -> None:
+    q, k, v = (torch.randn(2, 21, heads, 8, dtype=dtype) for heads in (4, 2, 2))
+    pairs = torch.randn(2, 9, 2, 8, dtype=dtype)
+    memory = tuple(torch.randn(2, 1, 8, dtype=dtype) for _ in range(2))
+    gates = tuple(torch.rand(2, 21, 4).to(kind) for kind in (dtype, *HALVES))
+    cos, sin = torch.rand(2, 1, 21, 3)
+
+    def results() -> list[Tensor]:
+        settings: dict[str, Any] = {'num_selected': 4, 'window_size': (7, 0), 'mem_kv': memory, **BLOCKS}
+        return [
+            *(nsa(q, k, v, pairs, pairs, gates, backend=backend, **settings) for backend in ('eager', 'flex')),
+            block_score_loss(q, k, q, pairs, seed=0, **BLOCKS),
+            *(ops.rotary(q, cos, sin, layout=layout) for layout in ('interleaved', 'half')),
+        ]
+
+    expected = results()
+    with torch.autocast('cpu', autocast):
+        found = results()
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
