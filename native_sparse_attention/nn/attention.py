@@ -355,7 +355,7 @@ class SparseAttention(AttentionLayer):
                 return self._nsa(q, k, new.v, k_cmp, v_cmp, new.gates, **of_branches, choose=select, **fixed)
 
         out = recompute(attend) if recomputes else attend(select_blocks)
-        if self.k_compress is not None and not self.compressed_output and not needs_block_loss:
+        if self.k_compress is not None and not self.compressed_output:
             out = with_zero_gradients(out, self.k_compress, self.k_intrablock_positions, self.compress_mem_k)
         return from_front(self._combine(out), order), losses[0] if losses else None
 

@@ -89,6 +89,16 @@ def test_gradients_reach_scores_alone() -> None:
     assert (values[-8:] == 0).all()
 
 
+@pytest.mark.parametrize('seqlen', [0, 1, 3, 40])
+@pytest.mark.parametrize('form', FORMS)
+def test_every_parameter_has_a_gradient(form: str, seqlen: int) -> None:
+    """Distributed training waits for it, also of memory that the loss does not read, and without blocks."""
+    layer = make_layer(form)
+    out, loss = run(layer, torch.randn(1, seqlen, 16, dtype=torch.float64))
+    (out.sum() + loss).backward()
+    assert not [name for name, p in layer.named_parameters() if p.grad is None]
+
+
 def test_training_lowers_the_loss() -> None:
     network = MeanResidualMLP(8, 4, 1.0)
     layer, x = make_layer(compress_mlp=network), torch.randn(4, 64, 16, dtype=torch.float64)
