@@ -229,6 +229,8 @@ class NSAAttention(nn.Module):
 
         below, settings = self.nsa.dense_below, {**self.logit_settings, **self._dropout(q.device)}
         out = attend_with_dense_start(sparse, (q, k, v), below, lengths, cu_seqlens, settings)
+        if losses is not None and below >= q.shape[1] and cu_seqlens is None:  # no query is sparse
+            losses.append(with_zero_gradients(q.new_zeros((), dtype=torch.promote_types(q.dtype, torch.float32)), self))
         if torch.is_grad_enabled() and (below > 0 or self.v_compress is None):
             out = with_zero_gradients(out, self)  # of what no query reads
         return out, k_cmp, v_cmp

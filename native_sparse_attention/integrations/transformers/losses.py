@@ -17,8 +17,9 @@ def collect_block_losses(model: Any) -> Iterator[list[Tensor]]:
     """Collect the `block_score_loss` of each converted layer, in the order of the layers.
 
     Forwards inside the context append one scalar per layer, differentiable in the network φ and the model. Dense
-    queries of `dense_below`, and forwards after a filled cache, have no loss. Add the mean of the losses, times a
-    weight, to the loss of the model; with the other weights frozen it trains φ alone, as a first stage may.
+    queries of `dense_below` do not count; a forward of such queries alone appends 0. Forwards after a filled cache
+    append nothing. Add the mean of the losses, times a weight, to the loss of the model; with the other weights frozen
+    it trains φ alone, as a first stage may.
 
     Args:
         model: a converted model.

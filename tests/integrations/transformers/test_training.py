@@ -204,6 +204,17 @@ def test_block_losses_of_packed_sequences(dense_below: int):
     torch.testing.assert_close(found[2], (found[0] + found[1]) / 2, atol=1e-6, rtol=1e-4)
 
 
+def test_dense_queries_alone_have_a_loss_of_0():
+    model = nsa_model(config=CONFIGS['dense'].replace(dense_below=30)).train()
+    for seqlen, is_zero in ((1, True), (30, True), (60, False)):
+        with collect_block_losses(model) as losses:
+            model(random_ids(2, seqlen), use_cache=False)
+        assert [loss == 0 for loss in losses] == [is_zero] * 2
+        model.zero_grad()
+        torch.stack(losses).mean().backward()
+        assert all(p.grad is not None for name, p in model.named_parameters() if 'k_compress' in name)
+
+
 def test_refused_block_losses():
     model = nsa_model().train()
     model.gradient_checkpointing_enable()
