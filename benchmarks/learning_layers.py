@@ -10,8 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from native_sparse_attention import SparseAttention
-from native_sparse_attention import compressed_regions as composed
-from native_sparse_attention.core.call import Regions, SelectionRules, make_call
 from native_sparse_attention.nn.gate import GATE_START, make_gate, make_output_gate
 from native_sparse_attention.nn.rotary import rotate
 from native_sparse_attention.ops import (
@@ -22,8 +20,6 @@ from native_sparse_attention.ops import (
     window_attention,
 )
 from native_sparse_attention.ops.block_mass import block_mass
-from native_sparse_attention.ops.block_selection import api as block_selection
-from native_sparse_attention.ops.compressed_regions.regions import RegionRules
 
 FAR_BLOCK = 16  # tokens of a block of `FarField`
 
@@ -168,58 +164,6 @@ class FarField(OwnChoice):
         logit = (far_lse - near_lse[..., window:]).mT + self.far_bias + math.log(FAR_BLOCK)
         weight = logit.sigmoid()[..., None].to(near.dtype)
         return torch.cat((near[:, :window], torch.lerp(near[:, window:], far, weight)), 1)
-
-
-class InRegions(SparseAttention):
-    """Merged attention whose compressed branch and block selection read the best regions of compressed blocks alone.
-
-    The block loss still scores all blocks. Without packing.
-    """
-
-    region_size = 16  # compressed blocks of a region
-    num_regions = 8  # that a query reads
-
-    def _nsa(self, q: Tensor, *tensors: Any, **settings: Any) -> Tensor:
-        k, v, k_cmp, v_cmp, gates = tensors
-        assert settings['cu_seqlens'] is None
-        assert gates.shape[-1] == 2
-        backend = settings['backend']
-        if backend == 'auto':
-            backend = 'triton' if q.is_cuda else 'eager'
-        offset, lengths = settings['q_offset'], settings['seqlens_k']
-        q_cmp, share, softcap = settings['q_cmp'], self.query_heads_share_selected_kv, self.softcap
-        sizes = (self.compress_block_size, self.compress_block_sliding_stride, self.selection_block_size)
-        call, _ = make_call(
-            *(q_cmp, k_cmp, None, offset, lengths, None, None, True, None, softcap),
-            compress=sizes[:2],
-            seqlen_k=k.shape[1],
-        )
-        rules = RegionRules(self.region_size, self.num_regions, share)
-        indices = composed.select_regions(q_cmp, k_cmp, sizes[:2], call, rules, backend=backend)
-        regions = Regions(indices, self.region_size)
-        of_compressed = (q_cmp, k_cmp, v_cmp, settings['mem_kv'], sizes[:2], call, regions)
-        compressed, lse = composed.attend_to_regions(*of_compressed, backend=backend)
-        common = self._common_settings
-        forced = (common['num_init'], common['num_local'], common['num_recent'])
-        selection = SelectionRules(self.num_selected_blocks, *forced, share)
-        blocks = block_selection.select(q_cmp, k_cmp, lse, sizes, call, selection, backend, regions)
-        factors = None
-        if self.use_diff_topk:
-            scored = (q_cmp, k_cmp, lse, blocks, sizes, call, forced)
-            factors = block_selection.score(*scored, backend=backend, regions=regions)
-        merged, _ = selected_attention(
-            *(q, k, v, blocks),
-            block_size=self.selection_block_size,
-            block_scale=factors,
-            unit_scale=factors is not None,
-            window_size=(self.sliding_window_size - 1, 0),
-            q_offset=offset,
-            seqlens_k=lengths,
-            softcap=softcap,
-            backend=backend,
-        )
-        of_compressed, of_output = gates.split(1, -1)
-        return ((merged + compressed * of_compressed) * of_output).to(merged.dtype)
 
 
 class RandomBlocks(OwnChoice):

@@ -21,7 +21,6 @@ from benchmarks.learning_layers import (
     FirstChoiceOf64,
     FlooredGate,
     HeaviestBlocks,
-    InRegions,
     RandomBlocks,
     RotatedScores,
     SharedGate,
@@ -226,12 +225,6 @@ def _variants() -> dict[str, Variant]:
             'the same of 64 queries',
             settings=gated,
             layers=FirstChoiceOf64,
-            block_loss=0.1,
-        ),
-        'merged-dense-mass-far-output-gate-regions': Variant(
-            'merged-dense-mass-far-output-gate, compressed attention and block selection read 8 regions of 16 blocks',
-            settings=gated,
-            layers=InRegions,
             block_loss=0.1,
         ),
         'merged-scores-dense-mass': Variant(

@@ -26,7 +26,6 @@ from native_sparse_attention.ops.block_mass import block_mass
 from native_sparse_attention.ops.rotary import norm_rotary, shared_input
 from native_sparse_attention.testing import make_qkv
 from tests.support.harness import run_triton, same_bits
-from tests.support.region_problems import scores_in_regions, select_in_regions
 
 NAMESPACE = 'native_sparse_attention'
 T, BLOCK, STRIDE, SELECTION_BLOCK = 20, 4, 2, 4
@@ -100,19 +99,6 @@ def scores(q: Tensor, k: Tensor, lse: Tensor, indices: Tensor, **settings: Any) 
 
 def scale_of(q: Tensor, k: Tensor, lse: Tensor, indices: Tensor, **settings: Any) -> Tensor:
     return straight_through_scale(q, k, lse, indices, num_init=1, num_local=0, **SIZES, **settings)
-
-
-def choice_in_regions(q: Tensor, k: Tensor, lse: Tensor, regions: Tensor, **settings: Any) -> Tensor:
-    return select_in_regions(q, k, lse, regions, region_size=4, num_selected=3, **SIZES, **settings)
-
-
-def scores_of_regions(q: Tensor, k: Tensor, lse: Tensor, indices: Tensor, regions: Tensor, **settings: Any) -> Tensor:
-    return scores_in_regions(q, k, lse, indices, regions, region_size=4, **SIZES, **settings)
-
-
-def make_regions(device: torch.device) -> Tensors:
-    regions = torch.tensor([0, 2, -1], dtype=torch.int32, device=device)
-    return make_choice(device) | {'regions': regions.expand(1, T, 1, 3).contiguous()}
 
 
 def make_indices(device: torch.device) -> Tensors:
@@ -198,15 +184,13 @@ OPS: dict[str, tuple[Callable[..., Any], Callable[[torch.device], Tensors]]] = {
     'divergence': (diverge, lambda d: {'q_cmp': inputs(d)['q'], 'k_cmp': inputs(d, C)['k']}),
     'scores': (scores, lambda d: make_choice(d) | {'indices': make_selected(d)['indices']}),
     'scale': (scale_of, lambda d: make_choice(d) | {'indices': make_selected(d)['indices']}),
-    'choice in regions': (choice_in_regions, make_regions),
-    'scores in regions': (scores_of_regions, lambda d: make_regions(d) | make_indices(d)),
     'gated sum': (gated_sum, make_gated),
     'gated sum, gate in attention': (gate_in_attention, make_outs),
     'rotary': (rotated, lambda d: {'x': inputs(d)['q'], 'positions': torch.arange(T, device=d)[None]}),
     'norm and rotary': (normalised, make_normalised),
     'shared input': (shared, lambda d: {'x': inputs(d)['q'], 'positions': torch.arange(T, device=d)[None]}),
 }
-DIFFERENTIABLE = [name for name in OPS if name not in ('choice', 'choice in regions', 'mass')]
+DIFFERENTIABLE = [name for name in OPS if name not in ('choice', 'mass')]
 # The loss of the block scores calls it, too.
 WITHOUT_GRADIENT = ('block_mass',)
 

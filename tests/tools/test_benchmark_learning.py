@@ -319,57 +319,6 @@ def test_groups_of_queries_read_the_blocks_of_their_first(monkeypatch: pytest.Mo
     assert attention._choose().flatten().tolist() == [0] * 16 + [16] * 16 + [32] * 8
 
 
-def test_with_every_region_the_variant_is_the_one_without_regions(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(learning_layers.InRegions, 'region_size', 4)
-    ids = torch.randint(256, (2, 129), generator=torch.Generator().manual_seed(0))
-
-    def run(name: str) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        model = build(f'merged-dense-mass-far-output-gate{name}-qk-norm', SHAPE, SMALL, 128, seed=0).double()
-        loss, block_loss = model(ids, return_loss=True, return_block_loss=True)
-        (loss + block_loss).backward()
-        return [loss, block_loss, *(p.grad for p in model.parameters() if p.grad is not None)]
-
-    expected = run('')
-    for result, gold in zip(run('-regions'), expected, strict=True):
-        torch.testing.assert_close(result, gold, rtol=1e-9, atol=1e-9)
-    monkeypatch.setattr(learning_layers.InRegions, 'num_regions', 3)
-    assert run('-regions')[0] != expected[0]
-
-
-def test_layer_in_regions_by_the_kernels(device: torch.device):
-    """Its output and gradients equal those of eager in float64."""
-    pytest.importorskip('triton')
-    torch.manual_seed(0)
-    layer = learning_layers.InRegions(
-        *(32, 16, 4),
-        kv_heads=2,
-        sliding_window_size=16,
-        compress_block_size=8,
-        compress_block_sliding_stride=4,
-        selection_block_size=16,
-        num_selected_blocks=5,
-        causal=True,
-        use_diff_topk=True,
-        merge_window=True,
-        select_before_window=True,
-        output_gate=True,
-        qk_norm=True,
-    ).to(device)
-    layer.region_size, layer.num_regions = 4, 3
-    x = torch.randn(2, 120, 32, device=device)
-
-    def attend(x: torch.Tensor, backend: str) -> tuple[torch.Tensor, ...]:
-        out = layer(x, backend=backend)
-        grads = torch.autograd.grad(out.square().sum(), list(layer.parameters()), retain_graph=True)
-        return out, *grads
-
-    found = attend(x, 'triton')
-    layer.double()
-    for result, expected in zip(found, attend(x.double(), 'eager'), strict=True):
-        torch.testing.assert_close(result.double(), expected, rtol=1e-4, atol=1e-4)
-
-
 def test_options_are_those_of_the_model():
     options = learning.make_parser().parse_args(['--window', '100', '--dim', '64'])
     assert (options.window, options.dim, options.lr, options.expand) == (100, 64, 1e-3, 0.125)
