@@ -127,8 +127,8 @@ def text_row(tokens: Tensor, length: int, rng: random.Random) -> Tensor:
 def recall_row(
     text: Text, tokens: Tensor, length: int, pairs: int, rng: random.Random
 ) -> tuple[Tensor, list[tuple[int, int]]]:
-    """Return a text `[T]` with pairs of key and value at random places and all of them again, in another order, at its
-    end; and where the values at the end stand, (start, stop).
+    """Return a text `[T]` with pairs of key and value, all of which come again at its end, and (start, stop) of the
+    values there.
     """
     values: dict[str, str] = {}
     while len(values) < pairs:
@@ -322,17 +322,14 @@ def dense_model(run: Experiment) -> Any:
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
         if model.config.vocab_size <= (largest := int(run.text.train.max())):
             raise ValueError(f'--model has {model.config.vocab_size} tokens, but the text has token {largest}')
+        layers_of(options, model.config)
         return model.to(options.device)
     torch.manual_seed(options.seeds[0])
-    config = transformers.LlamaConfig(
-        **dict(zip(SIZES, options.sizes, strict=True)),
-        vocab_size=256,
-        max_position_embeddings=options.length,
-        rope_parameters={'rope_type': 'default', 'rope_theta': 500_000.0},
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+    settings = {'vocab_size': 256, 'tie_word_embeddings': True, 'bos_token_id': None, 'eos_token_id': None}
+    rotary = {'rope_type': 'default', 'rope_theta': 500_000.0}
+    settings |= {'max_position_embeddings': options.length, 'rope_parameters': rotary}
+    config = transformers.LlamaConfig(**dict(zip(SIZES, options.sizes, strict=True)), **settings)
+    layers_of(options, config)  # before the training
     model = transformers.LlamaForCausalLM(config).to(options.device)
     steps = steps_for(options.pretrain_tokens, options)
     print(f'dense: {sum(p.numel() for p in model.parameters()):,} parameters, {steps} steps', flush=True)
@@ -345,6 +342,15 @@ def steps_for(tokens: int, options: argparse.Namespace) -> int:
     return max(1, round(tokens / (options.batch * options.length)))
 
 
+def layers_of(options: argparse.Namespace, config: Any) -> list[int] | None:
+    """Return the layers to convert, or None for all with full attention; refuses wrong --dense-layers."""
+    kinds = getattr(config, 'layer_types', None) or ['full_attention'] * config.num_hidden_layers
+    layers = [i for i, kind in enumerate(kinds) if kind == 'full_attention' and i not in options.dense_layers]
+    if options.dense_layers and not (layers and {*options.dense_layers} <= {*range(len(kinds))}):
+        raise ValueError(f'--dense-layers is {options.dense_layers}, but must leave some of 0 to {len(kinds) - 1}')
+    return layers if options.dense_layers else None
+
+
 def config_of(options: argparse.Namespace, **more: Any) -> NSAConfig:
     return NSAConfig(*options.budget).replace(select_before_window=options.select_before_window, **more)
 
@@ -355,8 +361,7 @@ def best_scores(run: Experiment, dense: Any, seed: int) -> tuple[str, Any]:
     for scores in options.block_scores:
         config, where = config_of(options, block_scores=scores), {'seed': seed, 'block_scores': scores}
         torch.manual_seed(seed)
-        layers = [layer for layer in range(dense.config.num_hidden_layers) if layer not in options.dense_layers]
-        model: Any = convert_to_nsa(copy.deepcopy(dense), config, layers)
+        model: Any = convert_to_nsa(copy.deepcopy(dense), config, layers_of(options, dense.config))
         change_settings(model, sliding_window_size=options.length)
         reading_all = run.loss(model, f'converted, {scores} scores, reading all keys')
         change_settings(model, sliding_window_size=config.sliding_window_size)
@@ -475,9 +480,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config_of(options)
         run = Experiment(options, load_text(options))
         dense = dense_model(run)
-        last = dense.config.num_hidden_layers - 1
-        if not set(options.dense_layers) < {*range(last + 1)}:
-            raise ValueError(f'--dense-layers is {options.dense_layers}, but must be some, not all, of 0 to {last}')
     except ValueError as error:
         parser.error(str(error))
     run.record('dense', dense)
