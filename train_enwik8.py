@@ -78,8 +78,8 @@ def build(config: Config, options: argparse.Namespace, ranks: Ranks) -> tuple[to
         raise UserError(f'--dp {ranks.dp}: must divide --batch {config.batch}')
     if ranks.cp > 1 and config.block_loss and config.attention == 'sparse':
         raise UserError(f'--cp {ranks.cp}: needs whole sequences for --block-loss {config.block_loss}, which must be 0')
-    if options.backend != 'auto' and config.attention == 'dense':
-        raise UserError(f'--backend {options.backend}: must be auto with --attention dense')
+    if options.backend != 'auto' and config.attention == 'dense' and not (options.resume or options.check_decode):
+        raise UserError(f'--backend {options.backend}: must be auto, since the model has dense attention')
     torch.set_num_threads(config.threads or torch.get_num_threads())
     with as_user_error(RuntimeError, AssertionError, of=f'--device {options.device}: '):
         device = torch.device(options.device)

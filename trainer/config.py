@@ -148,13 +148,15 @@ def parse(argv: list[str] | None, description: str = '') -> tuple[argparse.Names
     options = parser.parse_args(argv)
     if options.sample is None and (options.prompt is not None or options.tokens is not None):
         raise UserError('--prompt and --tokens: need --sample, the run that writes')
-    changed = {name for name, value in vars(options).items() if value != parser.get_default(name)}
-    if options.sample and (ignored := changed - WITH_SAMPLE):
-        raise UserError(f'{", ".join(map(spelled, sorted(ignored)))}: not with --sample, which takes the run as it is')
-    if options.compare and (ignored := changed - WITH_COMPARE):
-        raise UserError(f'{", ".join(map(spelled, sorted(ignored)))}: not with --compare, which trains nothing')
-    if options.check_decode and (ignored := changed & NOT_WITH_CHECK_DECODE):
-        raise UserError(f'{", ".join(map(spelled, sorted(ignored)))}: not with --check-decode, which trains nothing')
+    changed = {name: value for name, value in vars(options).items() if value != parser.get_default(name)}
+    for mode, ignored, why in (
+        ('sample', changed.keys() - WITH_SAMPLE, 'takes the run as it is'),
+        ('compare', changed.keys() - WITH_COMPARE, 'trains nothing'),
+        ('check_decode', changed.keys() & NOT_WITH_CHECK_DECODE, 'trains nothing'),
+    ):
+        if vars(options)[mode] and ignored:
+            flags = ', '.join(spelled(name, changed[name]) for name in sorted(ignored))
+            raise UserError(f'{flags}: not with {spelled(mode)}, which {why}')
     if not options.unpack_gib > 0:
         raise UserError(f'--unpack-gib {options.unpack_gib}: must be more than 0')
     given = {f.name: vars(options).pop(f.name) for f in fields(Config) if f.name in options}
@@ -164,10 +166,12 @@ def parse(argv: list[str] | None, description: str = '') -> tuple[argparse.Names
             raise UserError(f'{spelled(f.name)} {given[f.name]}: must be at least {least}')
     # A run that exists keeps its settings, and may have been started with such flags by an older version.
     if given.get('attention') == 'dense' and not (options.resume or options.check_decode):
-        for name in SPARSE_ONLY & given.keys():
-            raise UserError(f'{spelled(name)} {given[name]}: must be left out with --attention dense')
+        for name, value in given.items():
+            if name in SPARSE_ONLY:
+                shown = spelled(name, value) + ('' if isinstance(value, bool) else f' {value}')
+                raise UserError(f'{shown}: must be left out with --attention dense')
     return options, given
 
 
-def spelled(name: str) -> str:
-    return '--' + name.replace('_', '-')
+def spelled(name: str, value: Any = None) -> str:
+    return ('--no-' if value is False else '--') + name.replace('_', '-')

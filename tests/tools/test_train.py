@@ -308,10 +308,15 @@ def test_another_text_is_refused(finished: Path, text: Path, tmp_path: Path, cap
         (['--no-such-flag'], '--no-such-flag'),
         (['--kv-heads', '3'], 'kv_heads'),
         (['--backend', 'cudnn'], 'backend'),
-        (['--backend', 'eager', '--attention', 'dense'], '--backend eager: must be auto with --attention dense'),
-        (['--output-gate', '--attention', 'dense'], '--output-gate True: must be left out with --attention dense'),
+        (
+            ['--backend', 'eager', '--attention', 'dense'],
+            '--backend eager: must be auto, since the model has dense attention',
+        ),
+        (['--output-gate', '--attention', 'dense'], '--output-gate: must be left out with --attention dense'),
+        (['--no-output-gate', '--attention', 'dense'], '--no-output-gate: must be left out with --attention dense'),
         (['--block-loss', '0.1', '--attention', 'dense'], '--block-loss 0.1: must be left out with --attention dense'),
         (['--check-decode', '--wandb'], '--wandb: not with --check-decode, which trains nothing'),
+        (['--check-decode', '--no-graph'], '--no-graph: not with --check-decode, which trains nothing'),
         (['--device', 'abacus'], '--device abacus: '),
         (
             ['--dp', '2'],
