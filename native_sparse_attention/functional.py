@@ -110,8 +110,9 @@ def nsa(
         sinks_cmp: the same for the compressed branch.
         dropout_p: probability with which the window branch (or the merged softmax) drops a weight.
         dropout_seed: an int or int64 `[1]`, as in `window_attention`.
-        choose: function that selects the blocks, called like `select_blocks`, with all its arguments but segment_ids by
-            name. It may lack those that are at their default.
+        choose: function that selects the blocks. It is called as choose(q, k_cmp, lse, **settings) with the arguments
+            of `select_blocks` but segment_ids. It may lack the backend, and arguments at their default; sizes, scale
+            and seqlen_k are always given.
         backend: 'auto', 'triton', 'flex' (the three attentions; selection and sum run in eager) or 'eager'.
 
     Returns:

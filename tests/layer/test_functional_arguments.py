@@ -49,6 +49,10 @@ def old_choose(
     return INDICES
 
 
+class OldChoice(torch.nn.Module):
+    forward = staticmethod(old_choose)
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     'no gate': ({'gates': (None, None, None)}, 'gates is None for every branch'),
     'two gates': ({'gates': (GATE, GATE)}, 'gates is 2 gates, but must be a tensor or 3 gates'),
@@ -95,13 +99,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     'k_window elsewhere': ({'k_window': K.to('meta'), 'v_window': V}, 'k_window is on meta, but q is on cpu'),
     'v_window elsewhere': ({'k_window': K, 'v_window': V.to('meta')}, 'v_window is on meta, but q is on cpu'),
     'chosen without num_recent': (
-        {'choose': old_choose, 'num_recent': 4}, 'choose takes no num_recent, but must where that is 4'
+        {'choose': old_choose, 'num_recent': 4}, 'choose has no argument num_recent, but must have it: num_recent is 4'
     ),
     'chosen without counts': (
         {'choose': old_choose, 'block_counts': torch.zeros(1, 8, 2, dtype=torch.int32)},
-        'choose takes no block_counts, but must where that is a Tensor',
+        'choose has no argument block_counts, but must have it: block_counts is a Tensor',
     ),
-    'chosen without arguments': ({'choose': lambda: INDICES}, 'choose takes no '),
+    'chosen without arguments': ({'choose': lambda: INDICES}, 'choose has no argument compress_block_size'),
     'chosen by text': ({'choose': 'x'}, "choose is 'x', but must be a function"),
     'segments and borders': (
         {'segment_ids': IDS, 'cu_seqlens': row_integers([0, 8])},
@@ -128,6 +132,7 @@ ALLOWED: dict[str, dict[str, Any]] = {
     'sinks': {'sinks': torch.zeros(4), 'sinks_cmp': torch.zeros(4, 2)},
     'dropout 0': {'dropout_p': 0, 'dropout_seed': 1},
     'chosen by defaults': {'choose': old_choose},
+    'chosen by a module': {'choose': OldChoice()},
     'chosen by any': {'choose': lambda *_, **__: INDICES, 'num_recent': 4},
     'no choice to make': {'choose': lambda: None, 'block_indices': INDICES, 'num_recent': 4},
     'count': {'block_counts': 9},

@@ -132,8 +132,8 @@ def selector(
 ) -> Callable[..., Tensor]:
     """Return a function like `select` that calls choose, a function like `select_blocks`, with these settings.
 
-    Settings at the default of `select_blocks` are left out where choose does not take them. Raises ValueError for
-    others that it does not take.
+    The backend, and settings at the default of `select_blocks`, are left out where choose does not take them. Raises
+    ValueError for others that it does not take.
     """
     names = ('compress_block_size', 'compress_stride', 'selection_block_size')
     placed = ('seqlen_k', 'q_offset', 'seqlens_k', 'cu_seqlens', 'cu_seqlens_k')
@@ -143,10 +143,10 @@ def selector(
     settings |= {'backend': 'eager' if backend == 'flex' else backend}
     defaults, taken = _keywords(select_blocks), _keywords(choose)
     if taken is not None and defaults is not None:
-        for name in settings.keys() - taken.keys():
+        for name in [name for name in settings if name not in taken]:
             value = settings.pop(name)
-            if isinstance(value, Tensor) or value != defaults[name]:
-                raise ValueError(f'choose takes no {name}, but must where that is {checks.shown(value)}')
+            if name != 'backend' and (isinstance(value, Tensor) or value != defaults[name]):
+                raise ValueError(f'choose has no argument {name}, but must have it: {name} is {checks.shown(value)}')
 
     def select_by(q: Tensor, k_cmp: Tensor, lse: Tensor, *_: Any) -> Tensor:
         block_indices = choose(q, k_cmp, lse, **settings)
@@ -158,6 +158,7 @@ def selector(
 
 def _keywords(function: Callable[..., Any]) -> dict[str, Any] | None:
     """Return the arguments that a function takes by name, with their defaults, or None where it may take any."""
+    function = function.forward if isinstance(function, torch.nn.Module) else function
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # of builtins
