@@ -281,20 +281,20 @@ def check_cache(cache: Any) -> None:
 
 
 def check_even(cache: Any, indices: Sequence[int]) -> None:
-    """Raise ValueError where the layers of a cache with sparse attention do not hold the same columns.
+    """Raise ValueError where the layers at `indices`, with sparse attention, do not hold the same columns.
 
-    An interrupted call leaves such a cache, and so does a crop of one layer or of its `rows`.
+    An interrupted call leaves such a cache, and so does a crop of one layer or of its `rows`. A layer that no call has
+    reached is still a dense one, or missing, and holds 0 columns.
     """
-    layers = {i: cache.layers[i] for i in indices if i < len(cache.layers)}
-    held = {i: layer.get_seq_length() for i, layer in layers.items() if isinstance(layer, NSACacheLayer)}
-    for index, columns in held.items():
-        first = indices[0]
-        if columns != held.get(first, 0):
+    layers = [cache.layers[i] if i < len(cache.layers) else None for i in indices]
+    held = [layer.get_seq_length() if isinstance(layer, NSACacheLayer) else 0 for layer in layers]
+    for index, layer, columns in zip(indices, layers, held, strict=True):
+        if columns != held[0]:
             raise ValueError(
                 f'cache is torn by an interrupted call or a crop of one layer: layer {index} holds {columns} columns, '
-                f'but layer {first} holds {held.get(first, 0)}. Use a new cache'
+                f'but layer {indices[0]} holds {held[0]}. Use a new cache'
             )
-        if layers[index].is_torn:
+        if isinstance(layer, NSACacheLayer) and layer.is_torn:
             raise ValueError(
                 f'cache is torn by an interrupted call or a crop of rows: those of layer {index} do not hold its '
                 f'{columns} columns. Use a new cache'

@@ -121,8 +121,9 @@ class NSAModel(NSAPreTrained):
         and cu_seq_lens_k. No cache is made then. Positions that are not given count from the first real token of a row
         or sequence, because scores of rotated keys depend on them.
 
-        Raises ValueError for other masks, for packed sequences with a cache, for output_attentions, for a `config.nsa`
-        that is not that of the layers, and where `torch.jit` traces it.
+        Raises ValueError for other masks, for packed sequences with a cache, for a cache whose layers do not hold the
+        same tokens, for output_attentions, for a `config.nsa` that is not that of the layers, and where `torch.jit`
+        traces it.
         """
         if torch.jit.is_tracing():
             raise ValueError('the model is traced by torch.jit, but must be exported by torch.export')
@@ -139,7 +140,8 @@ class NSAModel(NSAPreTrained):
             if cache is not None:
                 check_cache(cache)
                 if not torch.compiler.is_compiling():
-                    check_even(cache, self.sparse_layers)
+                    # Without the layers that `assistant_early_exit` leaves out.
+                    check_even(cache, [i for i in self.sparse_layers if i < self.config.num_hidden_layers])
                 seen = int(cache.get_seq_length(first))
             layout = make_layout(
                 *(tokens, mask, kwargs.get('position_ids')),

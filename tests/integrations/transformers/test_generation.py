@@ -214,10 +214,10 @@ def test_crop_to_a_length():
     assert layer.get_seq_length() == 30
 
 
-def interrupt(model: Any, cache: Any) -> None:
+def interrupt(model: Any, cache: Any, num_tokens: int = 1) -> None:
     handle = model.model.layers[1].mlp.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with handle, pytest.raises(KeyboardInterrupt):
-        next_logits(model, cache, torch.ones(2, 40), random_ids(2, 1))
+        next_logits(model, cache, torch.ones(2, cache.get_seq_length()), random_ids(2, num_tokens))
 
 
 @pytest.mark.parametrize(
@@ -242,6 +242,29 @@ def test_a_torn_cache_is_refused(tear: Any, message: str):
     cache.crop(-1)
     with pytest.raises(ValueError, match='cache is torn'):
         next_logits(model, cache, torch.ones(2, cache.get_seq_length()), random_ids(2, 1))
+
+
+@pytest.mark.parametrize('kind', ['dynamic', 'growing', 'static'])
+def test_an_interrupted_first_call_tears_the_cache(kind: str):
+    """Layer 2 was not reached: its cache layer is an empty dense one, or missing."""
+    model = nsa_model(num_hidden_layers=3)
+    caches = {
+        'dynamic': lambda: DynamicCache(config=model.config),
+        'growing': DynamicCache,
+        'static': lambda: StaticCache(model.config, max_cache_len=90),
+    }
+    cache = caches[kind]()
+    interrupt(model, cache, 40)
+    with pytest.raises(ValueError, match='layer 2 holds 0 columns, but layer 0 holds 40'):
+        next_logits(model, cache, torch.ones(2, 40), random_ids(2, 1))
+
+
+@pytest.mark.parametrize('exit_layer', [1, 2])
+def test_assistant_early_exit(exit_layer: int):
+    """The assistant is the model without its later layers, whose cache layers stay empty."""
+    model, inputs = nsa_model(num_hidden_layers=3), prompt(1, padded=False)
+    found = generate(model, inputs, do_sample=False, assistant_early_exit=exit_layer)
+    assert torch.equal(found, reference(model, inputs, do_sample=False))
 
 
 def test_rows_are_not_cropped_one_by_one():
