@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, StaticLayer
 
-from native_sparse_attention.core.checks import is_int, shown
+from native_sparse_attention.core.checks import shown
 from native_sparse_attention.inference.cache import FIRST_CAPACITY, LayerCache
 from native_sparse_attention.inference.decode import nsa_decode
 from native_sparse_attention.inference.lengths import repeated_rows
@@ -174,11 +175,12 @@ class NSACacheLayer(CacheLayerMixin):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove -n columns for n below 0, as transformers does; a positive n is the number of columns to keep.
 
-        Raises ValueError for a tensor: all rows lose the same columns.
+        Raises ValueError for anything but an integer: all rows lose the same columns.
         """
-        if not is_int(tokens_to_remove):
+        if not isinstance(tokens_to_remove, Integral) or isinstance(tokens_to_remove, bool):
             raise ValueError(f'tokens_to_remove is {shown(tokens_to_remove)}, but must be an integer, for all rows')
-        keep = min(self._columns, tokens_to_remove) if tokens_to_remove > 0 else self._columns + tokens_to_remove
+        count = int(tokens_to_remove)
+        keep = min(self._columns, count) if count > 0 else self._columns + count
         keep = max(0, keep)
         removed = self._columns - keep
         if removed == 0 or self.rows is None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import accelerate
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -212,6 +213,9 @@ def test_crop_to_a_length():
     assert layer.get_seq_length() == layer.min_length == layer.rows.max_length == 30
     layer.crop(0)
     assert layer.get_seq_length() == 30
+    layer.crop(np.int64(-3))
+    assert layer.get_seq_length() == 27
+    assert type(layer.get_seq_length()) is int
 
 
 def interrupt(model: Any, cache: Any, num_tokens: int = 1) -> None:
@@ -269,7 +273,7 @@ def test_assistant_early_exit(exit_layer: int):
 
 def test_rows_are_not_cropped_one_by_one():
     layer = filled(nsa_model(), left_padded([40, 40])).layers[0]
-    for lengths in (torch.tensor([-3, -5]), torch.tensor(-3), -3.0, None):
+    for lengths in (torch.tensor([-3, -5]), torch.tensor(-3), -3.0, None, True):
         with pytest.raises(ValueError, match=r'tokens_to_remove is .*, but must be an integer, for all rows'):
             layer.crop(lengths)
     assert layer.get_seq_length() == layer.rows.max_length == 40
