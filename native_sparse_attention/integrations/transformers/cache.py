@@ -183,7 +183,7 @@ class NSACacheLayer(CacheLayerMixin):
         keep = min(self._columns, count) if count > 0 else self._columns + count
         keep = max(0, keep)
         removed = self._columns - keep
-        if removed == 0 or self.rows is None:
+        if self.rows is None or (removed == 0 and keep > 0):
             return
         was_torn = self.is_torn
         if self._real is None:
@@ -192,7 +192,7 @@ class NSACacheLayer(CacheLayerMixin):
             self._real = self._real[:, :keep]
             self.rows.crop(self._real.sum(1, dtype=torch.int32), max_length=min(keep, self.rows.max_length))
         self._columns, self.min_length = keep, max(0, self.min_length - removed)
-        if not was_torn:
+        if not was_torn or keep == 0:  # rows without tokens are those of no columns
             self._note_rows()
 
     def reset(self) -> None:

@@ -271,6 +271,29 @@ def test_assistant_early_exit(exit_layer: int):
     assert torch.equal(found, reference(model, inputs, do_sample=False))
 
 
+@pytest.mark.parametrize('rows', ['cropped', 'ahead'])
+@pytest.mark.parametrize('padded', [False, True], ids=['whole', 'padded'])
+def test_emptied_layers_are_not_torn(monkeypatch: pytest.MonkeyPatch, padded: bool, rows: str):
+    """Rows ahead of the columns: the first call was interrupted between their write and the count of columns."""
+    model, inputs = nsa_model(num_hidden_layers=3), with_positions(left_padded([40, 27 if padded else 40]))
+    cache: Any = filled(model, inputs) if rows == 'cropped' else DynamicCache(config=model.config)
+    if rows == 'cropped':
+        cache.layers[1].rows.crop(23)
+    else:
+        monkeypatch.setattr(NSACacheLayer, 'advance', lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            model(**inputs, use_cache=True, **{CACHE: cache})
+        monkeypatch.undo()
+        assert cache.layers[0].is_torn
+    for layer in cache.layers:
+        layer.crop(-40)
+    mask, more = inputs['attention_mask'], random_ids(2, 5, seed=9)
+    with torch.no_grad():
+        model(**inputs, use_cache=True, **{CACHE: cache})
+    expected = expected_logits(model, inputs['input_ids'], mask, more)
+    torch.testing.assert_close(next_logits(model, cache, mask, more), expected, atol=2e-5, rtol=0)
+
+
 def test_rows_are_not_cropped_one_by_one():
     layer = filled(nsa_model(), left_padded([40, 40])).layers[0]
     for lengths in (torch.tensor([-3, -5]), torch.tensor(-3), -3.0, None, True):
