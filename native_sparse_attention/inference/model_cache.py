@@ -124,7 +124,7 @@ class ModelCache(Sequence[LayerCache]):
         row_crops = max(layer.row_crops for layer in self.layers)
         for layer, crop in zip(self.layers, crops, strict=True):
             layer.apply_crop(crop)
-            if torn:
+            if torn and layer.max_length:
                 layer.row_crops = row_crops + 1
 
     def _is_torn(self) -> bool:

@@ -190,6 +190,18 @@ def test_a_crop_repairs(sparse: bool, length: Any, expected: list[int]) -> None:
         assert model(make_ids(2, count), cache=cache).equal(model(make_ids(2, count), cache=never))
 
 
+@KINDS
+def test_a_repair_to_0_leaves_no_trace(sparse: bool) -> None:
+    """The layers are empty, so a reset of one of them changes nothing."""
+    model = make(sparse)
+    cache = tear(model)
+    cache[2].crop(torch.tensor([11, 10]))
+    cache.crop(0)
+    assert [layer.row_crops for layer in cache] == [0] * DEPTH
+    cache[0].reset()
+    assert model(make_ids(2, 4), cache=cache).equal(model(make_ids(2, 4), cache=model.init_cache(2, 64, 2)))
+
+
 def test_a_repair_checks_its_arguments() -> None:
     cache = tear(make(False))
     with pytest.raises(ValueError, match='length has shape'):
