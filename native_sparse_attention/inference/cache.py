@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from native_sparse_attention.core import checks
+from native_sparse_attention.core.autocast import concatenate
 from native_sparse_attention.core.geometry import num_compressed_blocks
 from native_sparse_attention.inference.lengths import RowLengths, checked_index, repeated_rows, zeros
 from native_sparse_attention.inference.ring import read_ring, rows_of, write_ring
 from native_sparse_attention.inference.session import Session
-from native_sparse_attention.ops._eager import concatenate
 from native_sparse_attention.ops.decoding.step import Storage
 
 FIRST_CAPACITY = 64  # tokens per row of a new cache that grows

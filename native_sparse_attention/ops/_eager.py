@@ -10,8 +10,7 @@ the queries and keys that read each other, and to no others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -157,21 +156,6 @@ def take_rows(x: Tensor, rows: Tensor) -> Tensor:
     """Return x `[B, T, ...]` at the rows `[B, R]`. Its gradient is deterministic where no row is taken twice."""
     flat = rows + torch.arange(x.shape[0], device=x.device)[:, None] * x.shape[1]
     return x.flatten(0, 1).index_select(0, flat.flatten()).unflatten(0, rows.shape)
-
-
-def without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Disable autocast, which would turn the float32 products of an op into half ones."""
-    device_type = tensor.device.type
-    # torch.compile cannot trace this query in every version, and supports no device without autocast.
-    if torch.compiler.is_compiling() or torch.amp.is_autocast_available(device_type):
-        return torch.autocast(device_type, enabled=False)
-    return nullcontext()
-
-
-def concatenate(tensors: Sequence[Tensor], dim: int) -> Tensor:
-    """Return `torch.cat` of tensors of any dtypes; under autocast it refuses the half type that is not autocast's."""
-    with without_autocast(tensors[0]):
-        return torch.cat(list(tensors), dim)
 
 
 def dropout_factors(

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from native_sparse_attention.core import private
+from native_sparse_attention.core.autocast import without_autocast
 from native_sparse_attention.core.modifiers import OFF, Modifiers
 
 # With few queries, as in decoding, launches cost more than the attention, and a new setting compiles for seconds.
@@ -184,8 +185,7 @@ def with_a_key(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 def run(function: Callable[..., tuple[Tensor, Tensor]], q: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     """Return function(q, *arguments), which calls `attend`: compiled on GPUs, uncompiled on CPUs."""
-    # Autocast must not turn float32 tensors into half ones.
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q):
         if torch.compiler.is_compiling():
             # Inductor of PyTorch 2.11 has no masks that read expressions of symbolic sizes, such as a ratio of heads.
             return function(q, *(operator.index(a) if isinstance(a, int) else a for a in arguments))

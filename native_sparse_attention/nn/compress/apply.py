@@ -9,8 +9,9 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from native_sparse_attention.core import geometry
+from native_sparse_attention.core.autocast import concatenate, is_autocast
 from native_sparse_attention.core.plain import is_plain
-from native_sparse_attention.core.projection import is_autocast, projection_dtype
+from native_sparse_attention.core.projection import projection_dtype
 from native_sparse_attention.nn.compress.check import check_output
 from native_sparse_attention.nn.compress.networks import (
     CompressMLP,
@@ -148,7 +149,7 @@ def _nothing_compressed(network: nn.Module, *inputs: Tensor) -> Tensor:
         return like.new_empty(0)
     parameters: list[Any] = [p for p in network.parameters() if p.requires_grad and not p.is_meta]
     shards = [p.to_local() if hasattr(p, 'to_local') else p for p in parameters]
-    return torch.cat([t.flatten()[:0].to(like) for t in (*inputs, *shards)])
+    return concatenate([t.flatten()[:0].to(like) for t in (*inputs, *shards)], 0)
 
 
 def with_zero_gradients(out: Tensor, network: nn.Module, *tensors: Tensor | None) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from native_sparse_attention.core.autocast import without_autocast
 from native_sparse_attention.core.call import Call, MassRules
 from native_sparse_attention.core.geometry import (
     QueryLayout,
@@ -14,7 +15,7 @@ from native_sparse_attention.core.geometry import (
     overlapping_blocks,
     shared_tokens,
 )
-from native_sparse_attention.ops._eager import cap, compute_dtype, in_query_chunks, take_rows, without_autocast
+from native_sparse_attention.ops._eager import cap, compute_dtype, in_query_chunks, take_rows
 
 # Keeps the logarithm of a score finite that underflowed; every other score of a candidate is far above it.
 TINY = 1e-20

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from native_sparse_attention.core.autocast import without_autocast
 from native_sparse_attention.core.call import Call, MassRules
 from native_sparse_attention.core.geometry import QueryLayout, in_window, num_selection_blocks
-from native_sparse_attention.ops._eager import cap, compute_dtype, in_query_chunks, without_autocast
+from native_sparse_attention.ops._eager import cap, compute_dtype, in_query_chunks
 
 
 @torch.no_grad()

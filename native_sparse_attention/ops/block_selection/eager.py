@@ -6,6 +6,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from native_sparse_attention.core.autocast import without_autocast
 from native_sparse_attention.core.call import Call, SelectionRules
 from native_sparse_attention.core.geometry import (
     compressed_block_end,
@@ -15,7 +16,7 @@ from native_sparse_attention.core.geometry import (
     overlapping_blocks,
     shared_tokens,
 )
-from native_sparse_attention.ops._eager import cap, compute_dtype, in_query_chunks, without_autocast
+from native_sparse_attention.ops._eager import cap, compute_dtype, in_query_chunks
 
 # Larger than every index, so that padding is sorted behind the blocks.
 NO_BLOCK = 2**31 - 1

@@ -6,9 +6,10 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from native_sparse_attention.core.autocast import without_autocast
 from native_sparse_attention.core.call import Call
 from native_sparse_attention.core.geometry import compressed_block_end
-from native_sparse_attention.ops._eager import compute_dtype, in_query_chunks, masked_attention, without_autocast
+from native_sparse_attention.ops._eager import compute_dtype, in_query_chunks, masked_attention
 
 
 def compressed_attention(

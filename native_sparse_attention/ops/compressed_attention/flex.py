@@ -6,6 +6,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from native_sparse_attention.core.autocast import concatenate
 from native_sparse_attention.core.call import Call
 from native_sparse_attention.core.geometry import compressed_block_end, num_compressed_blocks
 from native_sparse_attention.ops import _flex
@@ -32,8 +33,7 @@ def compressed_attention(
     if mem_kv is not None:
         num_memory = mem_kv[0].shape[1]
         memory = (rearrange(mem, 'h m d -> 1 m h d').expand(len(q), -1, -1, -1) for mem in mem_kv)
-        with torch.autocast(q.device.type, enabled=False):  # which refuses the half type that is not its own
-            k, v = (torch.cat(pair, 1) for pair in zip(memory, (k, v), strict=True))
+        k, v = (concatenate(pair, 1) for pair in zip(memory, (k, v), strict=True))
     # [B, T]: memory pairs that a query reads.
     memory_read = layout.covered.long() * num_memory
     if num_memory:

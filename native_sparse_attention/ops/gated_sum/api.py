@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from native_sparse_attention.core.autocast import without_autocast
 from native_sparse_attention.core.backend import Candidates, resolver, without_gate
 from native_sparse_attention.core.checks import check_flags, check_gate, check_same_kind, check_tensors
-from native_sparse_attention.ops._eager import without_autocast
 from native_sparse_attention.ops._triton import support
 
 
@@ -116,6 +116,6 @@ def stack_gates(gates: Tensor | Sequence[Tensor | None], q: Tensor) -> tuple[Ten
     zeros = next((torch.zeros_like(gate) for gate in gates if gate is not None), None)
     if zeros is None:
         raise ValueError('gates is None for every branch, but must be a gate for at least one')
-    with without_autocast(q):  # which refuses the half type that is not its own
+    with without_autocast(q):  # `torch.stack` under autocast raises for the half type that is not autocast's
         stacked = torch.stack([zeros if gate is None else gate for gate in gates], -1)
     return stacked, (compressed is not None, selected is not None, window is not None)

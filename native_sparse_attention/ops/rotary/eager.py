@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from native_sparse_attention.ops._eager import compute_dtype, concatenate
+from native_sparse_attention.core.autocast import concatenate
+from native_sparse_attention.ops._eager import compute_dtype
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, is_half: bool) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from native_sparse_attention.core.autocast import without_autocast
 from native_sparse_attention.core.call import Call
 from native_sparse_attention.core.geometry import QueryLayout, in_window
 from native_sparse_attention.core.modifiers import Modifiers
@@ -55,7 +56,7 @@ def selected_attention(
         return rearrange(out, 'b t h g d -> b t (h g) d'), rearrange(lse, 'b t h g -> b (h g) t')
 
     elements = batch * index_heads * num_selected * block_size * max(head_dim, v.shape[-1], heads // index_heads)
-    with _eager.without_autocast(q):
+    with without_autocast(q):
         out, lse = _eager.in_query_chunks(attend, seqlen, elements, dims=(1, 2))
     return out, lse
 
@@ -103,7 +104,7 @@ def merged_attention(
             factor=None if factor is None else factor.repeat_interleave(per_head, 1),
         )
 
-    with _eager.without_autocast(q):
+    with without_autocast(q):
         out, lse = _eager.in_query_chunks(attend, seqlen, batch * heads * seqlen_k, dims=(1, 2))
     return out, lse
 

@@ -6,6 +6,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from native_sparse_attention.core.autocast import without_autocast
 from native_sparse_attention.core.call import Call
 from native_sparse_attention.core.geometry import in_window
 from native_sparse_attention.core.modifiers import Modifiers
@@ -62,7 +63,7 @@ def window_attention(
             kept=_eager.dropout_factors(modifiers, batch, heads, start, stop, in_memory, float_dtype),
         )
 
-    with _eager.without_autocast(q):
+    with without_autocast(q):
         out, lse = _eager.in_query_chunks(attend, seqlen, batch * heads * span, dims=(1, 2), chunk=chunk_queries)
     return out, lse
 
