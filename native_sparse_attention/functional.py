@@ -11,6 +11,7 @@ from torch import Tensor
 from native_sparse_attention import composition
 from native_sparse_attention.autograd.recompute import SavedSelection
 from native_sparse_attention.autograd.replay import replayed
+from native_sparse_attention.core.autocast import concatenate
 from native_sparse_attention.core.checks import shown
 from native_sparse_attention.ops import select_blocks
 from native_sparse_attention.ops.block_selection import api as block_selection
@@ -194,6 +195,6 @@ def _add_compressed(compressed: Tensor | None, merged: Any, gates: Any, ops: Map
         gates = gates.float() if gates.dtype.itemsize < 4 else gates
         of_compressed, of_merged = gates.split(1, -1)
         of_compressed = of_compressed * of_merged
-    factors = torch.cat((of_compressed, of_merged, torch.zeros_like(of_merged)), -1)
+    factors = concatenate((of_compressed, of_merged, torch.zeros_like(of_merged)), -1)
     nothing = merged.new_zeros(merged.shape[-1]).expand(merged.shape)
     return gated_sum.add(factors, compressed, merged, nothing, gate_in_attention=False, backend=ops['gated_sum'])

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from native_sparse_attention.autograd.recompute import SavedSelection
+from native_sparse_attention.core.autocast import concatenate
 from native_sparse_attention.core.checks import check_integers, check_tensors
 from native_sparse_attention.core.geometry import num_compressed_blocks
 from native_sparse_attention.core.random import as_seed
@@ -173,7 +174,7 @@ def _constant_block(x: Tensor, block_size: int) -> Tensor:
     """
     batch, _, heads, dim = x.shape
     values = torch.linspace(-1, 1, block_size * dim, dtype=x.dtype, device=x.device).view(1, block_size, 1, dim)
-    return torch.cat([x, values.expand(batch, -1, heads, -1)], 1)
+    return concatenate([x, values.expand(batch, -1, heads, -1)], 1)
 
 
 class _Function(nn.Module):
@@ -271,8 +272,8 @@ def attend_divided(
             seen |= {name: t if t is None else t[:, :blocks] for name, t in of_heads[head].items()}
             where = _placement(sequence, part, tokens)
             outs.append(attend(**of_part, **seen, **of_head, gates=part_gates, choose=select, **where, **settings))
-        columns.append(torch.cat(outs, 1))
-    return torch.cat(columns, 2)[:, :seqlen]
+        columns.append(concatenate(outs, 1))
+    return concatenate(columns, 2)[:, :seqlen]
 
 
 def _split(tensors: Any, size: int | list[int], dim: int, count: int) -> list[Any]:
@@ -283,7 +284,7 @@ def _split(tensors: Any, size: int | list[int], dim: int, count: int) -> list[An
 
 def _with_token(x: Tensor) -> Tensor:
     """Return x `[B, 0, ...]` with one token of 0, and the gradients of x."""
-    return torch.cat([x, x.new_zeros(x.shape[0], 1, *x.shape[2:])], 1)
+    return concatenate([x, x.new_zeros(x.shape[0], 1, *x.shape[2:])], 1)
 
 
 def _count_visible(sequence: DividedSequence, part: range, causal_sizes: tuple[int, int] | None) -> tuple[int, Any]:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from native_sparse_attention.core.autocast import concatenate
 from native_sparse_attention.core.checks import validate_packing
 from native_sparse_attention.core.geometry import num_compressed_blocks
 
@@ -169,7 +170,7 @@ def gather(tensors: Sequence[Tensor], group: Any, held: Held) -> tuple[Tensor, .
     """
     if num_tokens(held) == 0:
         return tuple(tensors)
-    out = _Gather.apply(torch.cat(list(tensors), -1), group, held)
+    out = _Gather.apply(concatenate(tensors, -1), group, held)
     return out.split([t.shape[-1] for t in tensors], -1)
 
 
@@ -200,7 +201,7 @@ class _Gather(torch.autograd.Function):
         tokens[: x.shape[1]] = x.transpose(0, 1)
         every = tokens.new_empty(len(held) * longest, *tokens.shape[1:])
         _all_gather(every, tokens, group=group)
-        return torch.cat([every[of.start : of.stop] for of, _ in _places(held)]).transpose(0, 1)
+        return concatenate([every[of.start : of.stop] for of, _ in _places(held)], 0).transpose(0, 1)
 
     @staticmethod
     @once_differentiable
@@ -231,13 +232,13 @@ def _exchange(tokens: Tensor, sent: list[Moves], received: list[Moves], seqlen: 
     parts = [tokens[of.start : of.stop] for moves in sent for of, _ in moves]
     sizes, sizes_sent = ([sum(len(of) for of, _ in moves) for moves in rank] for rank in (received, sent))
     buffer = tokens.new_empty(sum(sizes), *tokens.shape[1:])
-    dist.all_to_all_single(buffer, torch.cat([tokens[:0], *parts]), sizes, sizes_sent, group)
+    dist.all_to_all_single(buffer, concatenate([tokens[:0], *parts], 0), sizes, sizes_sent, group)
     places = [to for moves in received for _, to in moves]
     placed = zip(places, buffer.split([len(place) for place in places]), strict=True)
     in_order = sorted(placed, key=lambda item: item[0].start)
     is_sum = any(a.stop > b.start for (a, _), (b, _) in pairwise(in_order))
     if not is_sum and len(buffer) == seqlen:  # in one pass over memory
-        return torch.cat([part for _, part in in_order]) if in_order else buffer
+        return concatenate([part for _, part in in_order], 0) if in_order else buffer
     out = buffer.new_zeros(seqlen, *tokens.shape[1:], dtype=_sum_dtype(tokens.dtype) if is_sum else tokens.dtype)
     for to, part in in_order:
         out[to.start : to.stop] += part

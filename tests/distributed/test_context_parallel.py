@@ -303,8 +303,27 @@ def train_function_alone() -> None:
     assert_near(found, wanted, 'gradient of the function')
 
 
+def call_under_autocast() -> None:
+    """Half types under autocast to the other one; in turn all ranks, two and one have tokens."""
+    for seqlen, dtype in ((18, torch.float16), (2, torch.bfloat16), (1, torch.float16)):
+        shard = cut(seqlen)[dist.get_rank()]
+        sizes = {'q': (2, 8), 'k': (1, 8), 'v': (1, 6), 'gates': (2, 3)}
+        whole = {name: torch.randn(1, seqlen, *size) for name, size in sizes.items()}
+        tokens = {name: shard_of(t, shard).to(dtype).requires_grad_() for name, t in whole.items()}
+        settings: dict[str, Any] = {'compress_block_size': 4, 'compress_stride': 2, 'selection_block_size': 4}
+        settings |= {'num_selected': 2, 'window_size': (3, 0), 'backend': 'eager', 'group': dist.group.WORLD}
+        settings |= {'compress_k': mean_of_block, 'compress_v': mean_of_block}
+        expected = context_parallel_nsa(**tokens, **settings)
+        with torch.autocast('cpu', torch.bfloat16 if dtype == torch.float16 else torch.float16):
+            found = context_parallel_nsa(**tokens, **settings)
+        assert torch.equal(found, expected)
+        gradients = (torch.autograd.grad(t.float().square().sum(), list(tokens.values())) for t in (found, expected))
+        assert all(map(torch.equal, *gradients))
+
+
 def call_functions() -> None:
     train_function_alone()
+    call_under_autocast()
     call_drawn_functions()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch import Tensor
 from native_sparse_attention import SparseAttention, nsa, ops
 from native_sparse_attention.losses import block_score_loss
 from native_sparse_attention.nn.dense import DenseAttention
+from native_sparse_attention.ops._triton import support
 
 HALVES = (torch.bfloat16, torch.float16)
 LAYERS: dict[str, dict[str, Any]] = {
@@ -22,6 +25,7 @@ LAYERS: dict[str, dict[str, Any]] = {
     'dense': {'output_gate': True, 'qk_norm': True},
 }
 BLOCKS: dict[str, Any] = {'compress_block_size': 4, 'compress_stride': 2, 'selection_block_size': 4}
+SETTINGS: dict[str, Any] = {'num_selected': 4, 'window_size': (7, 0), **BLOCKS}
 
 every_dtype = pytest.mark.parametrize('dtype', [*HALVES, torch.float32], ids=str)
 every_autocast = pytest.mark.parametrize('autocast', HALVES, ids=str)
@@ -65,25 +69,68 @@ def test_caches_of_any_type(autocast: torch.dtype, dtype: torch.dtype, kind: str
     assert relative_error(out, gold(x)) < 0.03
 
 
+def make_tensors(dtype: torch.dtype) -> tuple[list[Tensor], tuple[Tensor, Tensor]]:
+    """Return q, k, v and compressed keys, and memory pairs."""
+    sizes = ((21, 4), (21, 2), (21, 2), (9, 2))
+    memory = (torch.randn(2, 1, 8, dtype=dtype), torch.randn(2, 1, 8, dtype=dtype))
+    return [torch.randn(2, *size, 8, dtype=dtype) for size in sizes], memory
+
+
+def assert_same_under(autocast: torch.dtype, results: Callable[[], list[Tensor]]) -> None:
+    expected = results()
+    with torch.autocast('cpu', autocast):
+        found = results()
+    assert all(one.equal(other) for one, other in zip(found, expected, strict=True))
+
+
 @every_dtype
 @every_autocast
 def test_tensors_of_any_type(autocast: torch.dtype, dtype: torch.dtype) -> None:
-    q, k, v = (torch.randn(2, 21, heads, 8, dtype=dtype) for heads in (4, 2, 2))
-    pairs = torch.randn(2, 9, 2, 8, dtype=dtype)
-    memory = tuple(torch.randn(2, 1, 8, dtype=dtype) for _ in range(2))
+    (q, k, v, pairs), memory = make_tensors(dtype)
     gates = tuple(torch.rand(2, 21, 4).to(kind) for kind in (dtype, *HALVES))
     cos, sin = torch.rand(2, 1, 21, 3)
 
     def results() -> list[Tensor]:
-        settings: dict[str, Any] = {'num_selected': 4, 'window_size': (7, 0), 'mem_kv': memory, **BLOCKS}
+        settings: dict[str, Any] = {'mem_kv': memory, **SETTINGS}
         return [
             *(nsa(q, k, v, pairs, pairs, gates, backend=backend, **settings) for backend in ('eager', 'flex')),
             block_score_loss(q, k, q, pairs, seed=0, **BLOCKS),
             *(ops.rotary(q, cos, sin, layout=layout) for layout in ('interleaved', 'half')),
         ]
 
-    expected = results()
-    with torch.autocast('cpu', autocast):
-        found = results()
-    for one, other in zip(found, expected, strict=True):
-        assert torch.equal(one, other)
+    assert_same_under(autocast, results)
+
+
+@pytest.mark.parametrize('num_gates', [1, 2])
+@every_dtype
+@every_autocast
+def test_merged_mode_with_gates_of_any_type(autocast: torch.dtype, dtype: torch.dtype, num_gates: int) -> None:
+    (q, k, v, pairs), memory = make_tensors(dtype)
+    gates = [torch.rand(2, 21, 4, num_gates).to(kind) for kind in (dtype, *HALVES)]
+
+    def results() -> list[Tensor]:
+        settings: dict[str, Any] = {'merge_window': True, 'mem_kv': memory, 'backend': 'eager', **SETTINGS}
+        return [nsa(q, k, v, pairs, pairs, gate, **settings) for gate in gates]
+
+    assert_same_under(autocast, results)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec('triton') is None or not support.is_interpreted(), reason="needs Triton's interpreter"
+)
+@every_autocast
+def test_kernels_with_float16(autocast: torch.dtype) -> None:
+    """The interpreter does not compute bfloat16."""
+    (q, k, v, pairs), memory = make_tensors(torch.float16)
+    gates, merged_gates = torch.rand(2, 21, 4, 3).half(), torch.rand(2, 21, 4, 1).half()
+
+    def results() -> list[Tensor]:
+        settings: dict[str, Any] = {'mem_kv': memory, 'backend': 'triton', **SETTINGS}
+        sizes: dict[str, Any] = {'block_size': 4, 'stride': 2, 'mem_kv': memory, 'backend': 'triton'}
+        return [
+            *ops.compressed_attention(q, pairs, pairs, **sizes),
+            nsa(q, k, v, pairs, pairs, gates, **settings),
+            nsa(q, k, v, pairs, pairs, merged_gates, merge_window=True, **settings),
+        ]
+
+    assert_same_under(autocast, results)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from native_sparse_attention.core.autocast import concatenate
 from native_sparse_attention.core.random import as_seed
 from native_sparse_attention.functional import nsa
 from native_sparse_attention.integrations.transformers.cache import NSACacheLayer, layer_of
@@ -265,4 +266,4 @@ def scale_rotary(x: Tensor, rotary_dim: int, factor: float) -> Tensor:
     """Multiply the first rotary_dim features of x `[..., D]` by the factor that cos and sin hold."""
     if factor == 1.0:
         return x
-    return torch.cat((x[..., :rotary_dim] * factor, x[..., rotary_dim:]), -1)
+    return concatenate((x[..., :rotary_dim] * factor, x[..., rotary_dim:]), -1)

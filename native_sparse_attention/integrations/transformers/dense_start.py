@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from native_sparse_attention.core.autocast import concatenate
 from native_sparse_attention.core.checks import make_sequences
 from native_sparse_attention.ops import window_attention
 
@@ -40,7 +41,7 @@ def attend_with_dense_start(
     lengths = None if lengths is None else lengths.clamp(max=first)
     starts = (t[:, :first] for t in qkv)
     dense, _ = window_attention(*starts, window_size=(-1, 0), q_offset=0, seqlens_k=lengths, **settings)
-    return dense if first == seqlen else torch.cat((dense, sparse(first)), 1)
+    return dense if first == seqlen else concatenate((dense, sparse(first)), 1)
 
 
 def replace_dense_start(

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
+from native_sparse_attention.integrations.transformers.attention import scale_rotary
+from native_sparse_attention.integrations.transformers.dense_start import attend_with_dense_start
 from tests.support.hf_models import (
     CACHE,
     COVERING,
@@ -183,6 +185,21 @@ def test_dense_below_stops_costing_where_no_query_is_below(monkeypatch: pytest.M
         for start, stop in ((0, 15), (15, 19), (19, 25), (25, 26), (26, 40)):
             model(input_ids=ids[:, start:stop], use_cache=True, **{CACHE: cache})
     assert len(calls) == 2 * len(model.model.layers)
+
+
+@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize('autocast', [torch.float16, torch.bfloat16], ids=str)
+def test_half_types_under_autocast_to_the_other(autocast: torch.dtype, dtype: torch.dtype):
+    q, k, v = (torch.randn(2, 9, heads, 8, dtype=dtype) for heads in (4, 2, 2))
+
+    def results() -> tuple[Tensor, Tensor]:
+        start = attend_with_dense_start(lambda first: q[:, first:], (q, k, v), 5, None, None, {'backend': 'eager'})
+        return start, scale_rotary(q, 4, 0.5)
+
+    expected = results()
+    with torch.autocast('cpu', autocast):
+        found = results()
+    assert all(one.equal(other) for one, other in zip(found, expected, strict=True))
 
 
 def refused(model: Any, message: str, **arguments: Any) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from native_sparse_attention.core.autocast import concatenate
 from native_sparse_attention.core.geometry import Sequences
 from native_sparse_attention.core.modifiers import OFF, Modifiers
 from native_sparse_attention.ops._triton import varlen
@@ -290,7 +291,7 @@ def _prepare(
     if mem_k is not None and mem_v is not None and mem_k.shape[1]:
         num_memory = mem_k.shape[1]
         k, v = (
-            torch.cat((memory.transpose(0, 1).expand(t.shape[0], -1, -1, -1), t), 1)
+            concatenate((memory.transpose(0, 1).expand(t.shape[0], -1, -1, -1), t), 1)
             for memory, t in ((mem_k, k), (mem_v, v))
         )
     layout = varlen.make_layout(varlen.unflatten(q, flat), block_size, stride)
