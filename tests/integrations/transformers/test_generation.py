@@ -286,7 +286,8 @@ def test_emptied_layers_are_not_torn(monkeypatch: pytest.MonkeyPatch, padded: bo
         monkeypatch.undo()
         assert cache.layers[0].is_torn
     for layer in cache.layers:
-        layer.crop(-40)
+        if isinstance(layer, NSACacheLayer):  # the others are dense ones of transformers, still empty
+            layer.crop(-40)
     mask, more = inputs['attention_mask'], random_ids(2, 5, seed=9)
     with torch.no_grad():
         model(**inputs, use_cache=True, **{CACHE: cache})
