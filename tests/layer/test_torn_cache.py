@@ -152,7 +152,7 @@ def test_a_crop_by_row_of_one_layer_is_noticed(sparse: bool, number: int) -> Non
     never.crop(torch.tensor([11, 8]))
     assert [layer.lengths.tolist() for layer in cache] == [[11, 8]] * DEPTH
     assert model(make_ids(2, 3), cache=cache).equal(model(make_ids(2, 3), cache=never))
-    for layer in cache:  # by row, all alike
+    for layer in cache:  # by row, the same in each layer
         layer.crop(torch.tensor([13, 9]))
     never.crop(torch.tensor([13, 9]))
     assert model(make_ids(2, 1), cache=cache).equal(model(make_ids(2, 1), cache=never))
