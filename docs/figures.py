@@ -27,7 +27,6 @@ LEARNING_LINES = {
     'three branches, C': (RESULTS / 'learning-16k-linux-c-qk-norm', 'separate-qk-norm', 'win', DASHED),
 }
 LEARNING_STEPS = (1000, 1200, 1400, 1600, 1800, 2000, 2400, 2800, 3200, 3600, 4000, 4400)
-PRINTED_RUNS = RESULTS / 'learning-screening' / 'screening-15.json'
 # Shapes of that result that differ in length alone: 64 query heads, 4 KV heads of 128, bfloat16.
 LENGTHS = {
     4096: 'short-4k-h4',
@@ -193,25 +192,20 @@ def read_learning() -> dict[str, dict[str, Any]]:
     """Return mean Δ bits per byte to dense attention from the same starts, for each line of the chart.
 
     A line is {'starts': number of starts, 'steps': {first step of 100: Δ in training}, 'ranges': {range of positions:
-    Δ on test}}. A start whose record was lost has no ranges; its Δ in training are in a screening.
+    Δ on test}}.
     """
-    printed = list(json.loads(PRINTED_RUNS.read_text(encoding='utf-8')).values())
     lines = {}
     for name, (folder, variant, _, _) in LEARNING_LINES.items():
         read = {path.stem: json.loads(path.read_text(encoding='utf-8')) for path in folder.glob('*-seed*.json')}
         runs = [record for record in read.values() if record['variant'] == variant]
         twins = {record['seed']: record for record in read.values() if record['variant'] == 'dense-qk-norm'}
-        text = twins[0]['settings']['text']['sha256']
-        lost = [r for r in printed if r['variant'] == variant and r['settings']['text']['sha256'] == text]
         steps = {}
         for first in LEARNING_STEPS:
-            deltas = [mean_loss(run, first) - mean_loss(twins[run['seed']], first) for run in runs]
-            deltas += [run['train_minus_dense'][f'{first}-{first + 100}'] for run in lost]
-            steps[first] = mean(deltas)
+            steps[first] = mean(mean_loss(run, first) - mean_loss(twins[run['seed']], first) for run in runs)
         ranges = {}
         for span in twins[0]['test_by_position']:
             ranges[span] = mean(r['test_by_position'][span] - twins[r['seed']]['test_by_position'][span] for r in runs)
-        lines[name] = {'starts': len(runs) + len(lost), 'steps': steps, 'ranges': ranges}
+        lines[name] = {'starts': len(runs), 'steps': steps, 'ranges': ranges}
     return lines
 
 
@@ -266,10 +260,8 @@ def draw_learning(lines: dict[str, dict[str, Any]]) -> str:
     parts += [
         label(16, bottom + 68, 'Means of starts; 16,384 tokens, 300 million bytes, QK-norm in all models. '
               'Left: the 100 training steps after a point.', 'small'),
-        label(16, bottom + 86, 'Right: without seed 1 of merged attention on Python (0.033 below dense), '
-              'whose bits by position were lost.', 'small'),
     ]  # fmt: skip
-    return svg(780, bottom + 100, 'Bits per byte of sparse minus dense attention', parts)
+    return svg(780, bottom + 82, 'Bits per byte of sparse minus dense attention', parts)
 
 
 def crossing(points: list[tuple[int, float]]) -> float:
