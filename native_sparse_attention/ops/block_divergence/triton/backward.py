@@ -19,8 +19,6 @@ def dq_kernel(
     k_ptr,
     drawn,
     saved,
-    dloss_ptr,
-    weight_ptr,
     dq_ptr,
     q_strides,
     k_strides,
@@ -28,39 +26,35 @@ def dq_kernel(
     sizes,
     scale,
     softcap,
-    blocks: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    GROUP: tl.constexpr,
+    meta: tl.constexpr,
     SHARE_GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    INT64_OFFSETS: tl.constexpr,
 ):
-    """q, dq: `[B, T, HQ, D]`. k: `[B, C, H, D]`. saved: dscores, lse and delta, as `divergence_kernel` writes them.
-    dloss, weight: of the mean, one number each. dq is written at the drawn queries alone.
+    """q, dq: `[B, T, HQ, D]`. k: `[B, C, H, D]`. saved: dscores, lse and delta, as `divergence_kernel` writes them,
+    and dloss and weight of the mean, one number each. dq is written at the drawn queries alone.
 
-    One program per tile of BLOCK_M queries, each with the GROUP heads of a KV head. Its tiles of compressed keys are
-    l' / d keys apart, so that the keys of a tile begin in BLOCK_N consecutive selection blocks.
+    One program per tile of BLOCK_M queries, each with the heads of a KV head. Its tiles of compressed keys are
+    l' / d keys apart, so that the keys of a tile begin in BLOCK_N consecutive selection meta.
     """
-    tiles = tl.cdiv(sizes.num_queries * GROUP, BLOCK_M)
+    tiles = tl.cdiv(sizes.num_queries * meta.group, BLOCK_M)
     batch_row, kv_head = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(1).to(tl.int64)
     places, tokens, heads, is_query, first_keys, visible = locate_rows(
-        tl.program_id(0) % tiles, drawn, batch_row, kv_head, sizes, blocks, CAUSAL, GROUP, BLOCK_M
+        tl.program_id(0) % tiles, drawn, batch_row, kv_head, sizes, meta, BLOCK_M
     )
     q_ptr += batch_row * q_strides[0] + heads[:, None] * q_strides[2]
-    q = load_rows(q_ptr, tokens, q_strides[1], visible > 0, HEAD_DIM, BLOCK_D)  # [BLOCK_M, BLOCK_D]
+    q = load_rows(q_ptr, tokens, q_strides[1], visible > 0, meta.head_dim, BLOCK_D)  # [BLOCK_M, BLOCK_D]
     k_ptr += batch_row * k_strides[0] + kv_head * k_strides[2]
-    dscores_ptr, lse, delta = _load_saved(saved, places, heads, kv_head, is_query, sizes, GROUP, SHARE_GROUP)
+    dscores_ptr, lse, delta = _load_saved(saved, places, heads, kv_head, is_query, sizes, meta, SHARE_GROUP)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     start = tl.min(tl.where(visible > 0, first_keys, NO_KEY), 0)
     stop = tl.max(tl.where(visible > 0, first_keys + visible, 0), 0)
-    span = BLOCK_N * blocks.per_selection
-    for tile in tl.range(0, tl.cdiv(stop - start, span) * blocks.per_selection):
-        first = start + tile // blocks.per_selection * span + tile % blocks.per_selection
-        keys = first + tl.arange(0, BLOCK_N) * blocks.per_selection
-        k = load_rows(k_ptr, keys, k_strides[1], keys < stop, HEAD_DIM, BLOCK_D, INT64_OFFSETS)
+    span = BLOCK_N * meta.per_selection
+    for tile in tl.range(0, tl.cdiv(stop - start, span) * meta.per_selection):
+        first = start + tile // meta.per_selection * span + tile % meta.per_selection
+        keys = first + tl.arange(0, BLOCK_N) * meta.per_selection
+        k = load_rows(k_ptr, keys, k_strides[1], keys < stop, meta.head_dim, BLOCK_D, meta.int64_offsets)
         products = tl.dot(q, tl.trans(k), input_precision='ieee')  # [BLOCK_M, BLOCK_N]
         dlogits = _differentiate_logits(
             products,
@@ -73,12 +67,12 @@ def dq_kernel(
             sizes,
             scale,
             softcap,
-            blocks,
+            meta,
         )
         dq = dot_exact(dlogits, k, dq)
-    dq *= tl.load(dloss_ptr) * tl.load(weight_ptr) * scale
+    dq *= tl.load(saved[3]) * tl.load(saved[4]) * scale
     dq_ptr += batch_row * dq_strides[0] + heads[:, None] * dq_strides[2]
-    store_rows(dq_ptr, tokens, dq_strides[1], dq, is_query, HEAD_DIM, BLOCK_D)
+    store_rows(dq_ptr, tokens, dq_strides[1], dq, is_query, meta.head_dim, BLOCK_D)
 
 
 @triton.jit
@@ -87,8 +81,6 @@ def dk_kernel(
     k_ptr,
     drawn,
     saved,
-    dloss_ptr,
-    weight_ptr,
     dk_ptr,
     q_strides,
     k_strides,
@@ -96,42 +88,38 @@ def dk_kernel(
     sizes,
     scale,
     softcap,
-    blocks: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    GROUP: tl.constexpr,
+    meta: tl.constexpr,
     SHARE_GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    INT64_OFFSETS: tl.constexpr,
 ):
     """dk: `[B, C, H, D]`; the rest as in `dq_kernel`.
 
     One program per BLOCK_N compressed keys of a KV head, l' / d keys apart. It loops over tiles of BLOCK_M queries with
     their heads.
     """
-    span = BLOCK_N * blocks.per_selection
-    key_tiles = tl.cdiv(sizes.num_compressed, span) * blocks.per_selection
+    span = BLOCK_N * meta.per_selection
+    key_tiles = tl.cdiv(sizes.num_compressed, span) * meta.per_selection
     batch_row, kv_head = (tl.program_id(0) // key_tiles).to(tl.int64), tl.program_id(1).to(tl.int64)
     tile = tl.program_id(0) % key_tiles
-    first = tile // blocks.per_selection * span + tile % blocks.per_selection
-    keys = first + tl.arange(0, BLOCK_N) * blocks.per_selection
+    first = tile // meta.per_selection * span + tile % meta.per_selection
+    keys = first + tl.arange(0, BLOCK_N) * meta.per_selection
     is_key = keys < sizes.num_compressed
     k_ptr += batch_row * k_strides[0] + kv_head * k_strides[2]
-    k = load_rows(k_ptr, keys, k_strides[1], is_key, HEAD_DIM, BLOCK_D, INT64_OFFSETS)  # [BLOCK_N, BLOCK_D]
+    k = load_rows(k_ptr, keys, k_strides[1], is_key, meta.head_dim, BLOCK_D, meta.int64_offsets)  # [BLOCK_N, BLOCK_D]
     q_ptr += batch_row * q_strides[0]
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    for tile in tl.range(0, tl.cdiv(sizes.num_queries * GROUP, BLOCK_M)):
+    for tile in tl.range(0, tl.cdiv(sizes.num_queries * meta.group, BLOCK_M)):
         places, tokens, heads, is_query, first_keys, visible = locate_rows(
-            tile, drawn, batch_row, kv_head, sizes, blocks, CAUSAL, GROUP, BLOCK_M
+            tile, drawn, batch_row, kv_head, sizes, meta, BLOCK_M
         )
         sees = (visible > 0) & (first_keys < first + span) & (first_keys + visible > first)
         if tl.max(sees.to(tl.int32), 0) > 0:
             rows_ptr = q_ptr + heads[:, None] * q_strides[2]
-            q = load_rows(rows_ptr, tokens, q_strides[1], sees, HEAD_DIM, BLOCK_D)  # [BLOCK_M, BLOCK_D]
+            q = load_rows(rows_ptr, tokens, q_strides[1], sees, meta.head_dim, BLOCK_D)  # [BLOCK_M, BLOCK_D]
             products = tl.dot(k, tl.trans(q), input_precision='ieee')  # [BLOCK_N, BLOCK_M]
-            dscores_ptr, lse, delta = _load_saved(saved, places, heads, kv_head, is_query, sizes, GROUP, SHARE_GROUP)
+            dscores_ptr, lse, delta = _load_saved(saved, places, heads, kv_head, is_query, sizes, meta, SHARE_GROUP)
             dlogits = _differentiate_logits(
                 products,
                 (first - first_keys)[None, :],
@@ -143,18 +131,18 @@ def dk_kernel(
                 sizes,
                 scale,
                 softcap,
-                blocks,
+                meta,
             )
             dk = dot_exact(dlogits, q, dk)
-    dk *= tl.load(dloss_ptr) * tl.load(weight_ptr) * scale
+    dk *= tl.load(saved[3]) * tl.load(saved[4]) * scale
     dk_ptr += batch_row * dk_strides[0] + kv_head * dk_strides[2]
-    store_rows(dk_ptr, keys, dk_strides[1], dk, is_key, HEAD_DIM, BLOCK_D, INT64_OFFSETS)
+    store_rows(dk_ptr, keys, dk_strides[1], dk, is_key, meta.head_dim, BLOCK_D, meta.int64_offsets)
 
 
 @triton.jit
-def _load_saved(saved, places, heads, kv_head, is_query, sizes, GROUP: tl.constexpr, SHARE_GROUP: tl.constexpr):
+def _load_saved(saved, places, heads, kv_head, is_query, sizes, meta: tl.constexpr, SHARE_GROUP: tl.constexpr):
     """Return for each row the pointer to its dscores, its log-sum-exp and its delta."""
-    num_heads = tl.num_programs(1) * GROUP
+    num_heads = tl.num_programs(1) * meta.group
     lse = tl.load(saved[1] + places * num_heads + heads, mask=is_query, other=0.0)
     delta = tl.load(saved[2] + places * num_heads + heads, mask=is_query, other=0.0)
     rows = places * tl.num_programs(1) + kv_head if SHARE_GROUP else places * num_heads + heads
@@ -163,7 +151,7 @@ def _load_saved(saved, places, heads, kv_head, is_query, sizes, GROUP: tl.conste
 
 @triton.jit
 def _differentiate_logits(
-    products, first, steps, visible, lse, delta, dscores_ptr, sizes, scale, softcap, blocks: tl.constexpr
+    products, first, steps, visible, lse, delta, dscores_ptr, sizes, scale, softcap, meta: tl.constexpr
 ):
     """Return the gradient of the divergence of a row by its logits, before the soft cap: weight * (dweight - delta).
 
@@ -171,18 +159,18 @@ def _differentiate_logits(
     sequence, negative before it. steps: 0, 1, ... for the keys of the tile, which are l' / d apart. visible, lse,
     delta, dscores_ptr: of each row. All as they are broadcast to products.
     """
-    keys = first + steps * blocks.per_selection
+    keys = first + steps * meta.per_selection
     seen = (keys >= 0) & (keys < visible)
     logits = products * scale
     if softcap is not None:
         logits = cap_logits(logits, softcap)
     weights = tl.exp2(tl.where(seen, logits * LOG2_E - lse, float('-inf')))
-    offset = first % blocks.per_selection
-    offset = tl.where(offset < 0, offset + blocks.per_selection, offset)
-    columns = (first - offset) // blocks.per_selection + steps
+    offset = first % meta.per_selection
+    offset = tl.where(offset < 0, offset + meta.per_selection, offset)
+    columns = (first - offset) // meta.per_selection + steps
     dweights = tl.zeros(products.shape, tl.float32)
-    for ahead in tl.static_range(blocks.reach + 1):
-        share = share_of(offset - ahead * blocks.per_selection, blocks)
+    for ahead in tl.static_range(meta.reach + 1):
+        share = share_of(offset - ahead * meta.per_selection, meta)
         mask = seen & (share > 0) & (columns < sizes.num_blocks - ahead)
         dweights += tl.load(dscores_ptr + columns + ahead, mask=mask, other=0.0) * share
     dlogits = weights * (dweights - delta)

@@ -34,34 +34,30 @@ def block_lse_kernel(
     sizes,
     scale,
     softcap,
-    blocks: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
+    meta: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_J: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    INT64_OFFSETS: tl.constexpr,
 ):
     """q: `[B, T, HQ, D]`. k: `[B, C, H, D]`. block_lse: `[B, queries of the launch, HQ, blocks]`, base 2, of the logits
     of compressed keys, weighted by their share of the block; written where a query counts. part_lse: `[B, queries of
-    the launch, HQ, parts]`, of the keys that begin in BLOCK_J blocks.
+    the launch, HQ, parts]`, of the keys that begin in BLOCK_J meta.
 
-    One program per BLOCK_J blocks and tile of BLOCK_M queries, each with the GROUP heads of a KV head.
+    One program per BLOCK_J blocks and tile of BLOCK_M queries, each with the heads of a KV head.
     """
     num_queries = sizes.stop_query - sizes.first_query
-    parts, tiles = tl.cdiv(sizes.num_blocks, BLOCK_J), tl.cdiv(num_queries * GROUP, BLOCK_M)
+    parts, tiles = tl.cdiv(sizes.num_blocks, BLOCK_J), tl.cdiv(num_queries * meta.group, BLOCK_M)
     part, tile = tl.program_id(0) % parts, tl.program_id(0) // parts % tiles
     batch_row = (tl.program_id(0) // (parts * tiles)).to(tl.int64)
     kv_head = tl.program_id(1).to(tl.int64)
     places, tokens, heads, is_query, first_keys, visible = locate_rows(
-        tile, drawn, batch_row, kv_head, sizes, blocks, CAUSAL, GROUP, BLOCK_M
+        tile, drawn, batch_row, kv_head, sizes, meta, BLOCK_M
     )
     q_ptr += batch_row * q_strides[0] + heads[:, None] * q_strides[2]
-    q = load_rows(q_ptr, tokens, q_strides[1], visible > 0, HEAD_DIM, BLOCK_D)  # [BLOCK_M, BLOCK_D]
+    q = load_rows(q_ptr, tokens, q_strides[1], visible > 0, meta.head_dim, BLOCK_D)  # [BLOCK_M, BLOCK_D]
     k_ptr += batch_row * k_strides[0] + kv_head * k_strides[2]
     places -= batch_row * (sizes.num_queries - num_queries) + sizes.first_query
-    out_rows = places * (tl.num_programs(1) * GROUP) + heads
+    out_rows = places * (tl.num_programs(1) * meta.group) + heads
     scale_log2 = (scale if softcap is None else 1.0) * LOG2_E
 
     columns = part * BLOCK_J + tl.arange(0, BLOCK_J)
@@ -74,13 +70,13 @@ def block_lse_kernel(
         num_seen = tl.max(members_see, 0)
         block_total = tl.zeros([BLOCK_M, BLOCK_J], tl.float32)
         reference = tl.zeros([BLOCK_M], tl.float32)
-        is_seen = part * BLOCK_J * blocks.per_selection + blocks.first_offset < num_seen
-        num_offsets = tl.where(is_seen, blocks.per_selection - blocks.first_offset, 0)
+        is_seen = part * BLOCK_J * meta.per_selection + meta.first_offset < num_seen
+        num_offsets = tl.where(is_seen, meta.per_selection - meta.first_offset, 0)
         for step in tl.range(0, num_offsets):
-            offset = blocks.first_offset + step
-            keys = columns * blocks.per_selection + offset
+            offset = meta.first_offset + step
+            keys = columns * meta.per_selection + offset
             exists = (keys >= 0) & (keys < num_seen)
-            k = load_rows(k_ptr, first + keys, k_strides[1], exists, HEAD_DIM, BLOCK_D, INT64_OFFSETS)
+            k = load_rows(k_ptr, first + keys, k_strides[1], exists, meta.head_dim, BLOCK_D, meta.int64_offsets)
             logits = tl.dot(q, tl.trans(k), input_precision='ieee')  # [BLOCK_M, BLOCK_J]
             if softcap is not None:
                 logits = cap_logits(logits * scale, softcap)
@@ -93,7 +89,7 @@ def block_lse_kernel(
             row_max = new_max
             # A key begins in one block, though it may reach into others.
             total = total * rescale + tl.where(offset >= 0, tl.sum(weights, 1), 0.0)
-            block_total = block_total * rescale[:, None] + weights * share_of(offset, blocks)
+            block_total = block_total * rescale[:, None] + weights * share_of(offset, meta)
         out = block_lse_ptr + out_rows[:, None] * sizes.num_blocks + columns[None, :]
         mask = is_member[:, None] & (columns < sizes.num_blocks)[None, :]
         tl.store(out, tl.log2(block_total) + reference[:, None], mask=mask)
@@ -114,16 +110,14 @@ def divergence_kernel(
     mass_strides,
     sizes,
     num_parts,
-    blocks: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    GROUP: tl.constexpr,
+    meta: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_J: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
     """block_lse, part_lse: as `block_lse_kernel` writes them. mass: `[B, R, HI, blocks]`. divergence: `[B, R, HI]`,
     -inf for a row that does not count. dscores: `[B, R, HI, blocks]`, the gradient of the divergence by the score of
-    each of the GROUP heads that select together. lse: `[B, R, HQ]`, base 2. delta: `[B, R, HQ]`, the sum of dscores
+    each of the heads that select together. lse: `[B, R, HQ]`, base 2. delta: `[B, R, HQ]`, the sum of dscores
     times the scores of the head.
 
     One program per row of an index head.
@@ -132,12 +126,12 @@ def divergence_kernel(
     local = tl.program_id(0).to(tl.int64)
     batch_row, query = local // num_queries, sizes.first_query + local % num_queries
     place, index_head = batch_row * sizes.num_queries + query, tl.program_id(1).to(tl.int64)
-    _, visible, near, beyond, end = load_extents(drawn, place, True, sizes, blocks, CAUSAL)
+    _, visible, near, beyond, end = load_extents(drawn, place, True, sizes, meta)
     heads = tl.arange(0, BLOCK_G)
-    is_head = heads < GROUP
-    num_heads = tl.num_programs(1) * GROUP
-    heads_in = local * num_heads + index_head * GROUP + heads
-    heads_out = place * num_heads + index_head * GROUP + heads
+    is_head = heads < meta.group
+    num_heads = tl.num_programs(1) * meta.group
+    heads_in = local * num_heads + index_head * meta.group + heads
+    heads_out = place * num_heads + index_head * meta.group + heads
 
     row_max = tl.full([BLOCK_G], float('-inf'), tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
@@ -162,7 +156,7 @@ def divergence_kernel(
     for first in tl.range(0, tl.maximum(near, end), BLOCK_J):
         columns = first + tl.arange(0, BLOCK_J)
         is_candidate = (columns < near) | ((columns >= beyond) & (columns < end))
-        score = tl.sum(_load_scores(block_lse_ptr, columns, is_candidate, is_head, lse), 0) / GROUP + TINY
+        score = tl.sum(_load_scores(block_lse_ptr, columns, is_candidate, is_head, lse), 0) / meta.group + TINY
         mass = tl.load(mass_ptr + columns * mass_strides[3], mask=is_candidate, other=0.0)
         masses += mass
         mean_scores += tl.where(is_candidate, score, 0.0)
@@ -182,9 +176,9 @@ def divergence_kernel(
         columns = first + tl.arange(0, BLOCK_J)
         is_candidate = (columns < near) | ((columns >= beyond) & (columns < end))
         scores = _load_scores(block_lse_ptr, columns, is_candidate, is_head, lse)
-        score = tl.sum(scores, 0) / GROUP + TINY
+        score = tl.sum(scores, 0) / meta.group + TINY
         mass = tl.load(mass_ptr + columns * mass_strides[3], mask=is_candidate, other=0.0)
-        dscores = (1.0 / total_score - mass / total_mass / score) / GROUP
+        dscores = (1.0 / total_score - mass / total_mass / score) / meta.group
         dscores = tl.where(is_candidate, dscores, 0.0)
         delta += tl.sum(dscores[None, :] * scores, 1)
         tl.store(dscores_ptr + columns, dscores, mask=columns < sizes.num_blocks)

@@ -16,7 +16,7 @@ from native_sparse_attention.ops._triton.varlen import last_dim_contiguous
 from native_sparse_attention.ops.block_divergence.triton import settings
 from native_sparse_attention.ops.block_divergence.triton.backward import dk_kernel, dq_kernel
 from native_sparse_attention.ops.block_divergence.triton.forward import block_lse_kernel, divergence_kernel, mean_kernel
-from native_sparse_attention.ops.block_divergence.triton.tiles import Blocks, DrawnQueries, Sizes
+from native_sparse_attention.ops.block_divergence.triton.tiles import DrawnQueries, Meta, Sizes
 
 # Bytes of the log-sum-exp of blocks by head; more queries take several passes.
 WORKSPACE = 2**28
@@ -59,8 +59,7 @@ def _forward(q: Tensor, k_cmp: Tensor, mass: Tensor, *rest: Any) -> tuple[Tensor
     if mass.numel() == 0 or k_cmp.shape[1] == 0:
         return tuple(t.zero_() for t in outputs)
     q, k_cmp = last_dim_contiguous(q, k_cmp)
-    drawn, sizes, (scale, softcap), constants = _prepare(q, k_cmp, mass, rest)
-    shared = {name: constants[name] for name in ('blocks', 'CAUSAL', 'device')}
+    drawn, sizes, (scale, softcap), meta = _prepare(q, k_cmp, mass, rest)
     heads, kv_heads = q.shape[2], k_cmp.shape[2]
     group = heads // index_heads
     block_m, block_j, num_warps, num_stages = settings_of(settings.FORWARD, q)
@@ -73,27 +72,29 @@ def _forward(q: Tensor, k_cmp: Tensor, mass: Tensor, *rest: Any) -> tuple[Tensor
     for first in range(0, num_queries, step):
         stop = min(num_queries, first + step)
         sizes = sizes._replace(first_query=first, stop_query=stop)
-        tiles = -(-(stop - first) * constants['GROUP'] // block_m)
+        tiles = -(-(stop - first) * meta.group // block_m)
         launch(
             block_lse_kernel,
             (batch * tiles * num_parts, kv_heads),
             *(q, k_cmp, drawn, block_lse, part_lse, q.stride(), k_cmp.stride(), sizes, scale, softcap),
-            **constants,
+            meta=meta,
             BLOCK_M=block_m,
             BLOCK_J=block_j,
+            BLOCK_D=head_block(q.shape[3]),
             num_warps=num_warps,
             num_stages=num_stages,
+            device=q.device,
         )
         launch(
             divergence_kernel,
             (batch * (stop - first), index_heads),
             *(block_lse, part_lse, mass, drawn, divergence, dscores, lse, delta, mass.stride(), sizes, num_parts),
-            **shared,
-            GROUP=group,
+            meta=meta._replace(group=group),
             BLOCK_G=block_g,
             BLOCK_J=min(ROW_BLOCKS, max(16, ROW_TILE // block_g), 1 << (num_blocks - 1).bit_length()),
             BLOCK_P=ROW_PARTS,
             num_warps=4,
+            device=q.device,
         )
     launch(
         mean_kernel,
@@ -119,55 +120,50 @@ def _backward(dloss: Tensor, weight: Tensor, dscores: Tensor, lse: Tensor, delta
     if mass.numel() == 0 or k_cmp.shape[1] == 0:
         return dq, dk
     q, k_cmp = last_dim_contiguous(q, k_cmp)
-    drawn, sizes, (scale, softcap), constants = _prepare(q, k_cmp, mass, inputs)
+    drawn, sizes, (scale, softcap), meta = _prepare(q, k_cmp, mass, inputs)
     batch, num_queries, index_heads, _ = mass.shape
     kv_heads = k_cmp.shape[2]
-    constants['SHARE_GROUP'] = index_heads == kv_heads
     for kernel, table, grad in ((dq_kernel, settings.DQ, dq), (dk_kernel, settings.DK, dk)):
         if grad.numel() == 0:
             continue
         block_m, block_n, num_warps, num_stages = settings_of(table, q)
         if kernel is dq_kernel:
-            tiles = -(-num_queries * constants['GROUP'] // block_m)
+            tiles = -(-num_queries * meta.group // block_m)
         else:
-            per_selection = constants['blocks'].per_selection
-            tiles = -(-k_cmp.shape[1] // (block_n * per_selection)) * per_selection
+            tiles = -(-k_cmp.shape[1] // (block_n * meta.per_selection)) * meta.per_selection
         launch(
             kernel,
             (batch * tiles, kv_heads),
-            *(q, k_cmp, drawn, (dscores, lse, delta), dloss, weight, grad),
+            *(q, k_cmp, drawn, (dscores, lse, delta, dloss, weight), grad),
             *(q.stride(), k_cmp.stride(), grad.stride(), sizes, scale, softcap),
-            **constants,
+            meta=meta,
+            SHARE_GROUP=index_heads == kv_heads,
             BLOCK_M=block_m,
             BLOCK_N=block_n,
+            BLOCK_D=head_block(q.shape[3]),
             num_warps=num_warps,
             num_stages=num_stages,
+            device=q.device,
         )
     return dq, dk
 
 
 def _prepare(
     q: Tensor, k_cmp: Tensor, mass: Tensor, rest: Sequence[Any]
-) -> tuple[DrawnQueries, Sizes, tuple[float, float | None], dict[str, Any]]:
-    """Return the drawn queries, the sizes of a launch for all of them, scale and soft cap, and the constants that the
-    kernels share.
-    """
+) -> tuple[DrawnQueries, Sizes, tuple[float, float | None], Meta]:
+    """Return the drawn queries, the sizes of a launch for all of them, scale and soft cap, and the constants."""
     block_size, stride, selection_block_size, left, right, _, causal, *logits = rest[5:]
     offsets = overlapping_blocks(block_size, stride, selection_block_size)
-    constants: dict[str, Any] = {
-        'blocks': Blocks(
-            block_size, stride, selection_block_size, offsets.stop, offsets.start, -(offsets.start // offsets.stop)
-        ),
-        'CAUSAL': causal,
-        'GROUP': q.shape[2] // k_cmp.shape[2],
-        'HEAD_DIM': q.shape[3],
-        'BLOCK_D': head_block(q.shape[3]),
-        'INT64_OFFSETS': is_wide(k_cmp),
-        'device': q.device,
-    }
+    meta = Meta(
+        *(block_size, stride, selection_block_size, offsets.stop, offsets.start, -(offsets.start // offsets.stop)),
+        causal=causal,
+        group=q.shape[2] // k_cmp.shape[2],
+        head_dim=q.shape[3],
+        int64_offsets=is_wide(k_cmp),
+    )
     num_queries, num_blocks = mass.shape[1], mass.shape[3]
     sizes = Sizes(num_queries, k_cmp.shape[1], num_blocks, 0, num_queries, left, right)
-    return DrawnQueries(*(t.contiguous() for t in rest[:5])), sizes, (logits[0], logits[1]), constants
+    return DrawnQueries(*(t.contiguous() for t in rest[:5])), sizes, (logits[0], logits[1]), meta
 
 
 def _allocate(q: Tensor, k_cmp: Tensor, mass: Tensor) -> tuple[Tensor, ...]:
