@@ -48,15 +48,21 @@ def text(data: str) -> Corpus:
     return load_corpus(data)
 
 
-def make_call(case: Case, ranks: Ranks = ONE_PROCESS) -> tuple[Call, list[Tensor]]:
-    """Return one step of the trainer."""
+def make_run(case: Case, ranks: Ranks = ONE_PROCESS, backend: str = 'auto') -> Run:
+    """Return a run of the trainer that has no folder. backend: of the sparse attention."""
     config, device = Config(**case['config']), torch.device(case['device'])
-    model = build_model(config, 'auto', device)
+    model = build_model(config, backend, device)
     ranks.divide(model, compiles=False)
     forward = torch.compile(model) if case['backend'].endswith(COMPILED) else model
     optimizer = build_optimizer(model, config)
     trainer = Run(config, 'long', Path(), text(case['data']), device, model, forward, optimizer, ranks)
     trainer.replays = case['graph'] and trainer.can_replay()
+    return trainer
+
+
+def make_call(case: Case, ranks: Ranks = ONE_PROCESS) -> tuple[Call, list[Tensor]]:
+    """Return one step of the trainer."""
+    trainer = make_run(case, ranks)
 
     def step() -> Tensor:
         trainer.train_step()
