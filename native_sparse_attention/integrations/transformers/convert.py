@@ -37,7 +37,8 @@ def convert_to_nsa(model: Model, config: NSAConfig | None = None, layers: Sequen
         layers: indices of the layers to convert; default those of config, or every layer with full attention.
 
     Raises:
-        ValueError: the model is of another class or converted already, or a layer has no full causal attention.
+        ValueError: the model is of another class or converted already, a layer has no full causal attention, or
+            modules have a forward that is not of their class, such as hooks of accelerate.
     """
     if config is not None and not isinstance(config, NSAConfig):
         raise ValueError(f'config is {shown(config)}, but must be an NSAConfig')
@@ -51,6 +52,7 @@ def convert_to_nsa(model: Model, config: NSAConfig | None = None, layers: Sequen
         families, kinds = (', '.join(names) for names in ((f.name for f in FAMILIES), KINDS))
         raise ValueError(f'model is a {type(model).__name__}, but must be one of {kinds} of {families}')
     new_class, config_class = converted[type(model)]
+    _check_forwards(model, new_class)
     dense_class, dense_config = type(model), model.config
     new_config: Any = copy.deepcopy(dense_config)
     new_config.__class__ = config_class
@@ -64,6 +66,18 @@ def convert_to_nsa(model: Model, config: NSAConfig | None = None, layers: Sequen
     for kind in {type(model), type(model.base_model)}:
         PreTrainedModel.__init__(kind.__new__(kind), new_config)  # registers the outputs that the class records
     return model
+
+
+def _check_forwards(model: PreTrainedModel, new_class: Any) -> None:
+    """Raise ValueError where a forward of the dense class is held by an instance: it would stay dense."""
+    replaced = {id(model.base_model), *(id(layer.self_attn) for layer in model.base_model.layers)}
+    for name, module in model.named_modules():
+        if hasattr(module, '_hf_hook') or (id(module) in replaced and 'forward' in vars(module)):
+            raise ValueError(
+                f'{name or "model"} has a forward of its own, as a device_map over several devices gives it, but must '
+                f'have that of its class: convert the model before accelerate dispatches it, or load the dense weights '
+                f'by {new_class.__name__}.from_pretrained(path, nsa=config, device_map=...)'
+            )
 
 
 def _take(model: Any, new_class: type, holders: list[Any], config: Any) -> None:
