@@ -36,6 +36,15 @@ class NSAModelConfig:
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, NSAConfig.of(value).to_dict() if name == 'nsa' else value)
 
+    def __post_init__(self, **kwargs: Any) -> None:
+        """Take `layer_types` as it is written out. kwargs: what is no field of the family, as it is none of Llama."""
+        types = getattr(self, 'layer_types', None) or kwargs.get('layer_types') or []
+        if _SPARSE in types:
+            self.num_hidden_layers = len(types)
+            if kwargs.pop('layer_types', None) is None:
+                self.layer_types = [_FULL if kind == _SPARSE else kind for kind in types]
+        super().__post_init__(**kwargs)  # type: ignore[misc]
+
     def to_dict(self) -> dict[str, Any]:
         output = super().to_dict()  # type: ignore[misc]
         types = list(output.get('layer_types') or [_FULL] * self.num_hidden_layers)
@@ -51,14 +60,7 @@ class NSAModelConfig:
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        config_dict = dict(config_dict)
-        types = config_dict.get('layer_types') or []
-        if _SPARSE in types:
-            config_dict.setdefault('num_hidden_layers', len(types))
-            config_dict['layer_types'] = [_FULL if kind == _SPARSE else kind for kind in types]
-            if not super(NSAModelConfig, cls()).to_dict().get('layer_types'):  # type: ignore[misc]
-                del config_dict['layer_types']
-        config_dict['model_type'] = cls.model_type  # type: ignore[attr-defined]
+        config_dict = {**config_dict, 'model_type': cls.model_type}  # type: ignore[attr-defined]
         if isinstance(kwargs.get('nsa'), Mapping):  # changes some of the settings
             kwargs['nsa'] = {**(config_dict.get('nsa') or {}), **kwargs['nsa']}
         return super().from_dict(config_dict, **kwargs)  # type: ignore[misc]

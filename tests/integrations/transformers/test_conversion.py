@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 import transformers
@@ -386,6 +387,50 @@ def test_refused_models():
     assert sliding.config.model_type == 'mistral'
     with pytest.raises(ValueError, match="nsa has the setting 'window', but must have those of NSAConfig"):
         families.NSALlamaConfig(**{**SIZES, 'nsa': {'window': 3}})
+
+
+def test_a_forward_of_an_instance_is_refused():
+    """Hooks of accelerate hold the forward of the dense class, so that the model would stay dense."""
+    model: Any = accelerate.dispatch_model(dense_model(), {'': 'cpu'}, force_hooks=True)
+    with pytest.raises(
+        ValueError, match=r'^model has a forward .* by NSALlamaForCausalLM\.from_pretrained\(path, nsa=c'
+    ):
+        convert_to_nsa(model)
+    assert type(model) is transformers.LlamaForCausalLM
+    model = dense_model()
+    attention = model.model.layers[1].self_attn
+    attention.forward = attention.forward
+    with pytest.raises(ValueError, match=r'model\.layers\.1\.self_attn has a forward of its own'):
+        convert_to_nsa(model)
+    del attention.forward
+    convert_to_nsa(model)
+
+
+def test_dense_weights_load_over_devices(tmp_path: Path):
+    """As the error for hooks advises."""
+    model, ids = dense_model(), random_ids(1, 50)
+    model.save_pretrained(tmp_path)
+    devices: Any = dict.fromkeys(('model.embed_tokens', 'model.layers', 'model.norm', 'model.rotary_emb', 'lm_head'), 'cpu')
+    loaded: Any = families.NSALlamaForCausalLM.from_pretrained(tmp_path, nsa=SPARSE, device_map=devices).eval()
+    loaded = accelerate.dispatch_model(loaded, devices, force_hooks=True)
+    assert torch.equal(logits_of(loaded, ids), logits_of(convert_to_nsa(model, SPARSE), ids))
+
+
+@pytest.mark.parametrize('family', ['llama', 'gemma2'])
+def test_a_config_is_made_of_what_it_writes(family: str, tmp_path: Path):
+    config = nsa_model(family).config
+    config.save_pretrained(tmp_path)
+    file = tmp_path / 'config.json'
+    ways = [
+        type(config).from_json_file(file),
+        type(config)(**json.loads(file.read_text())),
+        type(config).from_dict(config.to_dict()),
+    ]
+    for made in (*ways, type(config)(**config.to_dict())):
+        assert made.num_hidden_layers == 2
+        assert made.to_dict()['layer_types'] == config.to_dict()['layer_types']
+        assert made.nsa == config.nsa
+        AutoModelForCausalLM.from_config(made)
 
 
 def test_without_transformers():
