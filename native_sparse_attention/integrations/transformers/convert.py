@@ -68,7 +68,7 @@ def convert_to_nsa(model: Model, config: NSAConfig | None = None, layers: Sequen
     return model
 
 
-def _check_forwards(model: PreTrainedModel, new_class: Any) -> None:
+def _check_forwards(model: Any, new_class: type) -> None:
     """Raise ValueError where a forward of the dense class is held by an instance: it would stay dense."""
     replaced = {id(model.base_model), *(id(layer.self_attn) for layer in model.base_model.layers)}
     for name, module in model.named_modules():
