@@ -333,11 +333,48 @@ def test_operations_on_rows(operation: str, static: bool):
     torch.testing.assert_close(next_logits(model, cache, mask, more), expected, atol=2e-5, rtol=0)
 
 
-def test_embeddings_as_prompt():
-    model, inputs = nsa_model(), prompt(2, padded=True)
+@pytest.mark.parametrize('way', ['greedy', 'beam', 'static'])
+def test_embeddings_as_prompt(way: str):
+    model, inputs, arguments = nsa_model(), prompt(3, padded=True), WAYS[way][0]
     embeds = model.get_input_embeddings()(inputs['input_ids'])
-    out = generate(model, {'inputs_embeds': embeds, 'attention_mask': inputs['attention_mask']}, do_sample=False)
-    assert torch.equal(out, generate(model, inputs, do_sample=False)[:, -NEW_TOKENS:])
+    out = generate(model, {'inputs_embeds': embeds, 'attention_mask': inputs['attention_mask']}, **arguments)
+    assert torch.equal(out, reference(model, inputs, **arguments)[:, -NEW_TOKENS:])
+
+
+def test_embeddings_continue_a_cache():
+    model, inputs, embed = nsa_model(), prompt(3, padded=True), nsa_model().get_input_embeddings()
+    whole, mask, cache = reference(model, inputs, do_sample=False), inputs['attention_mask'], DynamicCache()
+    for ids, count in ((inputs['input_ids'], 4), (whole[:, :-6], 6)):
+        mask = torch.nn.functional.pad(mask, (0, ids.shape[1] - mask.shape[1]), value=1)
+        given = {'inputs_embeds': embed(ids), 'attention_mask': mask, CACHE: cache}
+        out = generate(model, given, do_sample=False, max_new_tokens=count, min_new_tokens=count)
+        assert torch.equal(out, whole[:, ids.shape[1] : ids.shape[1] + count])
+
+
+@pytest.mark.parametrize(
+    'arguments',
+    [{'guidance_scale': 1.5}, {'repetition_penalty': 1.4, 'no_repeat_ngram_size': 2}, {'logits_to_keep': 1}],
+)
+def test_options_of_generate(arguments: dict[str, Any]):
+    model, inputs = nsa_model(), prompt(3, padded=True)
+    found = generate(model, inputs, do_sample=False, **arguments)
+    assert torch.equal(found, reference(model, inputs, do_sample=False, **arguments))
+
+
+def test_without_a_prompt():
+    model = nsa_model()
+    assert torch.equal(generate(model, {}, do_sample=False), reference(model, {}, do_sample=False))
+
+
+def test_a_row_of_padding_alone():
+    """It has nothing to read, which is not NaN, and changes no other row."""
+    model, inputs = nsa_model(), prompt(3, padded=True)
+    expected = reference(model, inputs, do_sample=False)
+    inputs['attention_mask'][1] = 0
+    for way in ('greedy', 'static'):
+        found = generate(model, inputs, **WAYS[way][0])
+        assert torch.equal(found, reference(model, inputs, do_sample=False))
+        assert torch.equal(found[[0, 2]], expected[[0, 2]])
 
 
 def test_outputs_of_generate():
