@@ -31,6 +31,8 @@ from typing import Any, NamedTuple
 BUILD = ('sm90', 'bfloat16', '128', 'kinds')
 BUILDS_MODULE = 'tests.support.builds'
 STAGES = ('ttir', 'ptx')
+# Name of an SSA value; those of tuples have dots.
+VALUE = r'%\w+(?:\.\w+)*'
 # Launch options that the compiler reads beside the IR.
 OPTIONS = ('num_warps', 'num_stages', 'num_ctas', 'maxnreg', 'enable_fp_fusion', 'arch', 'ptx_options')
 
@@ -72,7 +74,7 @@ def normalize_ttir(ttir: str) -> str:
 
 
 def normalize_function(signature: str, body: str) -> str:
-    arguments = dict(re.findall(r'(%\w+): ([^%]*?)(?=, %|\))', signature))
+    arguments = dict(re.findall(rf'({VALUE}): ([^%]*?)(?=, %|\))', signature))
     body, numbers = number_values(body)
     used = [f'{arguments[name]} {number}' for name, number in numbers.items() if name in arguments]
     head = re.sub(r'\(.*?\)(?= attributes| ->| \{)', '()', signature, count=1)
@@ -88,9 +90,9 @@ def number_values(body: str) -> tuple[str, dict[str, str]]:
     count = itertools.count()
     lines: list[str] = []
     for line in body.splitlines():
-        parts = re.split(r'(%\w+)', line)
+        parts = re.split(rf'({VALUE})', line)
         # Results stand before the first ' =', arguments of a loop each before one of their own.
-        is_block, num_results = line.lstrip().startswith('^'), len(re.split(r'(%\w+)', line.split(' =')[0]))
+        is_block, num_results = line.lstrip().startswith('^'), len(re.split(rf'({VALUE})', line.split(' =')[0]))
         is_result = ' =' in line and line.lstrip().startswith('%')
         new: dict[str, str] = {}
         for i in range(1, len(parts), 2):

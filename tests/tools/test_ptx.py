@@ -137,7 +137,7 @@ def test_values_are_numbered_by_definition() -> None:
       }
       %11 = add %3#1, %0
     """
-    for name in ('%d', '%e'):
+    for name in ('%d', '%e', '%d.1_7'):
         assert number_values(loops.replace('%D', name))[0] == expected
 
 
