@@ -275,8 +275,8 @@ def _loaded(*compressors: Compressor | None) -> Iterator[None]:
 
 
 def check_cache(cache: Any) -> None:
-    """Raise ValueError for a cache that is not a transformers cache, or is offloaded."""
-    if not isinstance(cache, Cache):
+    """Raise ValueError for a cache that is not a transformers cache with layers of its own, or is offloaded."""
+    if not isinstance(cache, Cache) or not hasattr(cache, 'layers'):
         raise ValueError(f'cache is a {type(cache).__name__}, but must be a DynamicCache or a StaticCache')
     if getattr(cache, 'offloading', False):
         raise ValueError('the cache is offloaded, but the cache of sparse attention must stay on its device')

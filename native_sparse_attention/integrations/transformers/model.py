@@ -154,6 +154,8 @@ class NSAModel(NSAPreTrained):
             )
             if cache is not None and seen and isinstance(layer := cache.layers[first], NSACacheLayer):
                 past = layer.padded_lengths
+                if layer.batch_size != len(tokens):
+                    raise ValueError(f'the inputs have {len(tokens)} rows, but the cache holds {layer.batch_size}')
                 if mask is not None:
                     layer.check_past(mask)
             if kwargs.get('position_ids') is None:

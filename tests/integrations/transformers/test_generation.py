@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import CompileConfig, DynamicCache, StaticCache
+from transformers import CompileConfig, DynamicCache, EncoderDecoderCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
 from native_sparse_attention.integrations.transformers import NSAConfig
@@ -445,6 +445,11 @@ def test_refused_caches():
         generate(model, inputs, **{CACHE: offloaded})
     with pytest.raises(ValueError, match='cache is a tuple, but must be a DynamicCache or a StaticCache'):
         model(**inputs, **{CACHE: ()})
+    with pytest.raises(ValueError, match='cache is a EncoderDecoderCache, but must be a DynamicCache'):
+        model(**inputs, **{CACHE: EncoderDecoderCache(DynamicCache(), DynamicCache())})
+    for rows in (1, 3):
+        with pytest.raises(ValueError, match=f'the inputs have {rows} rows, but the cache holds 2'):
+            model(random_ids(rows, 1), **{CACHE: filled(model, prompt(2, padded=True))})
     layer: Any = filled(model, inputs).layers[0]
     for call in (layer.offload, layer.prefetch):
         with pytest.raises(ValueError, match='must stay on its device'):
