@@ -51,5 +51,6 @@ class SavedSelection:
 
 
 def _save_selection(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    is_selection = str(op) == 'native_sparse_attention.select_blocks.default'
+    names = ('select_blocks', 'select_in_regions')
+    is_selection = str(op) in [f'native_sparse_attention.{name}.default' for name in names]
     return CheckpointPolicy.MUST_SAVE if is_selection else CheckpointPolicy.PREFER_RECOMPUTE
