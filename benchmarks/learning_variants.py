@@ -227,11 +227,6 @@ def _variants() -> dict[str, Variant]:
             layers=FirstChoiceOf64,
             block_loss=0.1,
         ),
-        'merged-dense-mass-far-output-gate-regions': Variant(
-            'merged-dense-mass-far-output-gate, compressed attention and block selection read 8 regions of 16 blocks',
-            settings={**gated, 'compress_levels': 2, 'region_size': 16, 'num_regions': 8},
-            block_loss=0.1,
-        ),
         'merged-scores-dense-mass': Variant(
             'merged-scores, block scores trained by `block_score_loss` alone',
             settings={**scores, 'use_diff_topk': False},

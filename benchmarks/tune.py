@@ -37,7 +37,6 @@ import torch
 from torch import Tensor
 
 from benchmarks.attention.backends import first, make_call
-from benchmarks.regions import IN_REGIONS, make_part
 from benchmarks.report import ROOT
 from benchmarks.shapes import PAPER, SHAPES, Shape
 from benchmarks.timing import FLUSH_BYTES
@@ -52,11 +51,11 @@ DTYPES = {2: torch.bfloat16, 4: torch.float32}
 BLOCKS = (16, 32, 64, 128)
 WARPS = (1, 2, 4, 8)
 STAGES = {2: (1, 2, 3, 4, 5, 6), 4: (1, 2)}
-# Cases of suite `backends` and parts of `benchmarks.regions`, by the folder of the tables that their kernels use.
+# Cases of suite `backends` whose kernels take their settings from the tables of a folder.
 OPS = {
     'interval': ('window', 'compressed'),
     'selected_attention': ('selected', 'selected-overlapping'),
-    'block_selection': ('selection', 'scores', *IN_REGIONS),
+    'block_selection': ('selection', 'scores'),
 }
 # Least gain that changes a row.
 GAIN = 0.97
@@ -123,9 +122,8 @@ def make_phases(table: str, itemsize: int, head_dim: int, device: str) -> list[A
             heads = int(name[-2:])
             shapes = [replace(shape, heads=heads, kv_heads=1, num_selected=MAX_UNION_SELECTED + 1)]
     phases = []
-    for op, shape in ((op, shape) for op in OPS[table.split('.')[0]] for shape in shapes):
-        is_part = op in IN_REGIONS
-        forward, leaves = make_part(op, shape, device) if is_part else make_call(op, shape, 'triton', device)
+    for op, shape in itertools.product(OPS[table.split('.')[0]], shapes):
+        forward, leaves = make_call(op, shape, 'triton', device)
         phases.append(functools.partial(_forward, forward))
         if leaves:
             # With gradients some forwards compute more, with the same tables.

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from native_sparse_attention import compressed_regions
 from native_sparse_attention.core import checks
 from native_sparse_attention.core.backend import BackendChoice, Candidates, choose_backends, slowest
 from native_sparse_attention.core.call import Call, SelectionRules, make_call
@@ -20,7 +19,6 @@ from native_sparse_attention.core.plain import refuse_context_parallel
 from native_sparse_attention.core.random import as_seed, check_dropout
 from native_sparse_attention.ops.block_selection import api as block_selection
 from native_sparse_attention.ops.compressed_attention import api as compressed_attention
-from native_sparse_attention.ops.compressed_regions.regions import RegionRules, make_region_rules
 from native_sparse_attention.ops.gated_sum import api as gated_sum
 from native_sparse_attention.ops.rotary import shared_input
 from native_sparse_attention.ops.selected_attention import api as selected_attention
@@ -56,7 +54,6 @@ class Inputs(NamedTuple):
     window_size: tuple[int, int]
     modifiers: Modifiers
     sinks_cmp: Tensor | None
-    region_rules: RegionRules | None
 
 
 def prepare(
@@ -80,14 +77,12 @@ def prepare(
     dropout: tuple[float, int | Tensor | None],
     merge_window: bool,
     use_diff_topk: bool,
-    levels: tuple[int, int | None, int | None],
     backend: str,
 ) -> tuple[Inputs, dict[str, str]]:
     """Check the arguments of `nsa`; return them and the backend of each op.
 
     of_window: q_window, k_window and v_window. sizes: (l, d, l'). selection: the fields of `SelectionRules`. placed:
-    the arguments of `make_call` from segment_ids on. dropout: dropout_p and dropout_seed. levels: compress_levels,
-    region_size and num_regions.
+    the arguments of `make_call` from segment_ids on. dropout: dropout_p and dropout_seed.
     """
     num_selected, num_init, num_local, num_recent, share_group, block_counts = selection
     checks.check_flags(merge_window=merge_window, share_group=share_group, use_diff_topk=use_diff_topk)
@@ -101,7 +96,6 @@ def prepare(
     )
     call, padding = make_call(q, k, *placed)
     checks.check_num_recent(num_recent, call.causal)
-    region_rules = make_region_rules(*levels, share_group, sizes, call.causal)
     window_size = checks.check_window(window_size, call.causal)
     optional = {'q_cmp': q_cmp, **of_window}
     for (name, tensor), like in zip(optional.items(), (q, q, k, v), strict=True):
@@ -129,7 +123,6 @@ def prepare(
     settings: dict[str, Any] = {'num_selected': num_selected, 'share_group': share_group, 'softcap': call.softcap}
     settings |= {'dropout_p': dropout_p, 'causal': call.causal, 'merge_window': merge_window}
     settings |= {'compressed_output': branches.compressed, 'use_diff_topk': use_diff_topk}
-    settings['regions'] = None if region_rules is None else (region_rules, sizes)
     ops = {op: choice.name for op, choice in backend_of(q, k, v, **tensors, **settings, backend=backend).ops.items()}
     if q_cmp is None and (merge_window or q_window is None):
         by_kernels = 'triton' if 'triton' in ops.values() else 'eager'
@@ -139,8 +132,7 @@ def prepare(
     modifiers = Modifiers(call.softcap, sinks, dropout_p=dropout_p, dropout_seed=seed)
     rules = SelectionRules(num_selected, num_init, num_local, num_recent, share_group, block_counts)
     inputs = Inputs(
-        *(compressed, selected, window, mem_kv, stacked, branches, call, rules, window_size, modifiers, sinks_cmp),
-        region_rules,
+        *(compressed, selected, window, mem_kv, stacked, branches, call, rules, window_size, modifiers, sinks_cmp)
     )
     return inputs, ops
 
@@ -316,7 +308,6 @@ def backend_of(
     compressed: tuple[Tensor, Tensor, Tensor] | None = None,
     window: tuple[Tensor, Tensor, Tensor] | None = None,
     mem_kv: MemoryPairs = None,
-    regions: tuple[RegionRules, tuple[int, int, int]] | None = None,
     backend: str = 'auto',
 ) -> BackendChoice:
     """Return the backend that `nsa` would take, with the backend of each op in `ops`.
@@ -328,7 +319,6 @@ def backend_of(
         compressed_output: False where the compressed branch of merged attention computes block scores alone.
         compressed: q, k and v of the compressed branch; default those given.
         window: q, k and v of the window branch; default those given.
-        regions: rules and (l, d, l') of two levels of compression, or None with one level.
     """
     given = (True, True, True) if gates is None or isinstance(gates, Tensor) else [gate is not None for gate in gates]
     num_selected = num_selected if block_indices is None else block_indices.shape[3]
@@ -337,11 +327,8 @@ def backend_of(
     q_cmp, k_cmp, v_cmp = (q, k, v) if compressed is None else compressed
     attentions: dict[str, Candidates] = {}
     if has_compressed or (has_selected and (block_indices is None or use_diff_topk)):
-        of_compressed: dict[str, Any] = {'mem_kv': mem_kv, 'modifiers': Modifiers(softcap, sinks_cmp)}
-        attentions['compressed_attention'] = (
-            compressed_attention.candidates(q_cmp, k_cmp, v_cmp, **of_compressed, backend=backend)
-            if regions is None
-            else compressed_regions.candidates(q_cmp, k_cmp, v_cmp, *regions, **of_compressed)
+        attentions['compressed_attention'] = compressed_attention.candidates(
+            q_cmp, k_cmp, v_cmp, mem_kv=mem_kv, modifiers=Modifiers(softcap, sinks_cmp), backend=backend
         )
     if num_selected == 0 if merge_window else given[2]:
         of_window, modifiers = (q, k, v) if window is None else window, Modifiers(softcap, sinks, dropout_p=dropout_p)

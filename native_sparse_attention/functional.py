@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from native_sparse_attention import composition, compressed_regions
+from native_sparse_attention import composition
 from native_sparse_attention.autograd.recompute import SavedSelection
 from native_sparse_attention.autograd.replay import replayed
 from native_sparse_attention.core.autocast import concatenate
@@ -60,9 +60,6 @@ def nsa(
     sinks_cmp: Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
-    compress_levels: int = 1,
-    region_size: int | None = None,
-    num_regions: int | None = None,
     choose: Callable[..., Tensor] = select_blocks,
     backend: str = 'auto',
 ) -> Tensor:
@@ -114,12 +111,6 @@ def nsa(
         sinks_cmp: the same for the compressed branch.
         dropout_p: probability with which the window branch (or the merged softmax) drops a weight.
         dropout_seed: an int or int64 `[1]`, as in `window_attention`.
-        compress_levels: 1, or 2: the compressed branch and the block selection of a query read the compressed blocks of
-            some regions alone, chosen by the means of their keys. Always read are the region of the newest visible
-            compressed block, the one before it and the first. Where a query reads every region, nothing changes.
-            Requires causal and the `select_blocks` of this package.
-        region_size: m, compressed blocks of a region, default 64; m * d is a multiple of l'. None with one level.
-        num_regions: regions that a query reads, at least 3, default 16. None with one level.
         choose: function that selects the blocks. It is called as choose(q, k_cmp, lse, **settings) with the arguments
             of `select_blocks` but segment_ids. It may lack the backend, and arguments at their default; sizes, scale
             and seqlen_k are always given.
@@ -149,42 +140,33 @@ def nsa(
         dropout=(dropout_p, dropout_seed),
         merge_window=merge_window,
         use_diff_topk=use_diff_topk,
-        levels=(compress_levels, region_size, num_regions),
         backend=backend,
     )
-    compressed, selected, window, mem_kv, stacked, branches, call, rules = inputs[:8]
-    window_size, modifiers, sinks_cmp, region_rules = inputs[8:]
+    compressed, selected, window, mem_kv, stacked, branches, call, rules, window_size, modifiers, sinks_cmp = inputs
     is_known = choose is select_blocks or isinstance(choose, SavedSelection)
-    if region_rules is not None and not is_known:
-        raise ValueError(f'choose is {shown(choose)}, but must be select_blocks where compress_levels is 2')
     # A custom selection may differentiate the log-sum-exp, too.
-    takes_gates = is_known and region_rules is None and not (use_diff_topk or merge_window)
-    gate_in_attention = takes_gates and composition.attentions_take_gates(q, ops)
+    gate_in_attention = is_known and not (use_diff_topk or merge_window) and composition.attentions_take_gates(q, ops)
     taken = [stacked[..., i] if gate_in_attention and branches[i] else None for i in range(3)]
     select = block_selection.select if choose is select_blocks else choose
     if branches.selected and block_indices is None and not is_known:
         select = block_selection.selector(choose, sizes, call, rules, backend)
 
-    out_compressed = out_selected = out_window = lse = regions = None
+    out_compressed = out_selected = out_window = lse = None
     if op := ops.get('compressed_attention'):
-        of_compressed: Any = (*compressed, mem_kv, sizes[:2], call, sinks_cmp)
-        if region_rules is None:
-            out_compressed, lse = compressed_attention.attend(*of_compressed, gate=taken[0], backend=op)
-        else:
-            out_compressed, lse, regions = compressed_regions.attend(*of_compressed, rules=region_rules, backend=op)
+        out_compressed, lse = compressed_attention.attend(
+            *compressed, mem_kv, sizes[:2], call, sinks_cmp, gate=taken[0], backend=op
+        )
     if op := ops.get('window_attention'):
         out_window, _ = window_attention.attend(*window, window_size, call, modifiers, gate=taken[2], backend=op)
     if branches.selected:
         scored: tuple[Any, Any, Any] = (*compressed[:2], lse)
         if block_indices is None:
-            settings = (sizes, call, rules, ops['select_blocks'])
-            block_indices = select(*scored, *settings) if regions is None else select(*scored, *settings, regions)
+            block_indices = select(*scored, sizes, call, rules, ops['select_blocks'])
         elif block_counts is not None:
             block_indices, _ = selected_attention.keep_first(block_counts, block_indices, None)
         block_scale = None
         if op := ops.get('straight_through_scale'):
-            of_scores = (*scored, block_indices, sizes, call, rules[1:4])
-            block_scale = block_selection.score(*of_scores, backend=op, regions=regions)
+            block_scale = block_selection.score(*scored, block_indices, sizes, call, rules[1:4], backend=op)
         of_selected = (*selected, block_indices, block_scale, selection_block_size, call)
         op = ops['selected_attention']
         if merge_window:

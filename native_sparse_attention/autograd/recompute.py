@@ -51,6 +51,5 @@ class SavedSelection:
 
 
 def _save_selection(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    names = ('select_blocks', 'select_in_regions')
-    is_selection = str(op) in [f'native_sparse_attention.{name}.default' for name in names]
+    is_selection = str(op) == 'native_sparse_attention.select_blocks.default'
     return CheckpointPolicy.MUST_SAVE if is_selection else CheckpointPolicy.PREFER_RECOMPUTE

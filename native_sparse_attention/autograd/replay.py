@@ -70,8 +70,6 @@ def _properties(tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, 
     """
     if not _recording.is_plain() or kwargs.get('backend') in ('flex', 'eager'):
         return None
-    if kwargs.get('compress_levels', 1) != 1:
-        return None  # region keys are computed by PyTorch
     key: list[Any] = [*kwargs]
     try:
         q = _queries_of(args, kwargs)

@@ -33,16 +33,6 @@ class SelectionRules(NamedTuple):
     block_counts: Any = None
 
 
-class Regions(NamedTuple):
-    """Regions of compressed blocks that each query reads: region r of a sequence is its blocks [r * m, (r + 1) * m).
-
-    indices: int32 `[B, T, HI, R]`, ascending, padded at the end with -1; HQ is a multiple of HI. size: m.
-    """
-
-    indices: Tensor
-    size: int
-
-
 class MassRules(NamedTuple):
     """Settings of the mass of full attention by block. block_size: l'. window_size: (left, right) or None."""
 

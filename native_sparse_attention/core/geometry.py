@@ -145,33 +145,6 @@ class Sequences(NamedTuple):
         tokens = self._layout(starts, lengths, rows)
         return self._layout(block_starts, blocks, rows, tokens.position), tokens.key_len
 
-    def of_compressed(self, num_compressed: int, block_size: int, stride: int) -> Sequences:
-        """Return the sequences with their compressed blocks as keys: seqlen_k, seqlens_k and cu_seqlens_k count them.
-
-        q_offset still counts tokens and is never None. num_compressed: blocks that are stored per row, at least those
-        of the longest row.
-        """
-        offset = self.q_offset
-        if self.cu_seqlens is not None and self.cu_seqlens_k is not None:
-            blocks = num_compressed_blocks(self.cu_seqlens_k.diff(), block_size, stride)
-            starts = torch.cat((blocks.new_zeros(1), blocks.cumsum(0))).int()
-            if offset is None:
-                is_same = self.cu_seqlens_k is self.cu_seqlens
-                offset = 0 if is_same else self.cu_seqlens_k.diff() - self.cu_seqlens.diff()
-            return self._replace(seqlen_k=num_compressed, cu_seqlens_k=starts, q_offset=offset)
-        if self.seqlens_k is not None:
-            if offset is None:
-                offset = self.seqlens_k - self.seqlen_q
-            blocks = num_compressed_blocks(self.seqlens_k, block_size, stride)
-            return self._replace(seqlen_k=num_compressed, seqlens_k=blocks, q_offset=offset)
-        if offset is None:
-            offset = self.seqlen_k - self.seqlen_q
-        blocks = num_compressed_blocks(self.seqlen_k, block_size, stride)
-        lengths = None
-        if blocks < num_compressed:
-            lengths = torch.full((self.batch,), blocks, dtype=torch.int32, device=self.device)
-        return self._replace(seqlen_k=num_compressed, seqlens_k=lengths, q_offset=offset)
-
     def _token_extents(self) -> tuple[Tensor, Tensor]:
         """Return first key and number of keys of every sequence: `[N]` if packed, else `[B]`."""
         if self.cu_seqlens_k is not None:

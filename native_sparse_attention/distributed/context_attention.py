@@ -128,9 +128,6 @@ def _check(
     for name in _EXCLUDED:
         if settings.get(name) is not None:
             raise ValueError(f'{name} is given, but must be None where a sequence is divided over ranks')
-    if settings.get('compress_levels', 1) != 1:
-        levels = settings['compress_levels']
-        raise ValueError(f'compress_levels is {levels}, but must be 1 where a sequence is divided over ranks')
     for name, network in (('compress_k', compress_k), ('compress_v', compress_v)):
         if not callable(network) and (network is not None or name == 'compress_k'):
             raise ValueError(f'{name} is a {type(network).__name__}, but must be a module or a function')

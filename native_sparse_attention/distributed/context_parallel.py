@@ -58,8 +58,6 @@ def apply_cp(model: Transformer, mesh: DeviceMesh) -> Transformer:
         if not isinstance(block.attention, SparseAttention):
             kind = type(block.attention).__name__
             raise ValueError(f'attention of a block is a {kind}, but must be a SparseAttention')
-        if block.attention.compress_levels != 1:
-            raise ValueError('compress_levels of a layer is 2, but must be 1 where a sequence is divided over ranks')
     for block in model.blocks:
         with_behaviour(block.attention, _Attention)
     with_behaviour(model, _Model)

@@ -17,7 +17,6 @@ from native_sparse_attention.inference.decode_checks import check_layer, check_n
 from native_sparse_attention.inference.phi import Phi
 from native_sparse_attention.inference.rollback import Checkpoint, settle_peaks
 from native_sparse_attention.nn.rotary import angle_tables, rotate
-from native_sparse_attention.ops.compressed_regions.regions import make_region_rules
 from native_sparse_attention.ops.decoding import api
 from native_sparse_attention.ops.decoding.step import MAX_SPLITS, Mlps, Settings, Tokens, look_at
 from native_sparse_attention.ops.gated_sum.api import backend_of as sum_backend
@@ -59,9 +58,6 @@ def nsa_decode(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     sinks_cmp: Tensor | None = None,
-    compress_levels: int = 1,
-    region_size: int | None = None,
-    num_regions: int | None = None,
     num_splits: int = 0,
     tiles_of_program: int = 0,
     backend: str = 'auto',
@@ -103,9 +99,6 @@ def nsa_decode(
         softcap: as in `nsa`; steps with it run the ops of `nsa`.
         sinks: as in `nsa`; steps with it run the ops of `nsa`.
         sinks_cmp: as in `nsa`; steps with it run the ops of `nsa`.
-        compress_levels: as in `nsa`; steps with two levels run the ops of `nsa`.
-        region_size: as in `nsa`.
-        num_regions: as in `nsa`.
         num_splits: parts into which the kernels split a row, at most 64; 0: chosen by the number of rows.
         tiles_of_program: tiles that a program of the kernels reads; 0: chosen by the number of rows.
         backend: 'auto', 'triton', 'flex' or 'eager'. The Triton decode kernels take up to 16 tokens at a time; longer
@@ -126,7 +119,7 @@ def nsa_decode(
     if mem_kv is not None:
         mem_k, mem_v = mem_kv
         memory = _laid_out(mem_k, cache.dtype), None if mem_v is None else _laid_out(mem_v, cache.dtype)
-    by_kernels = softcap is None and sinks is None and sinks_cmp is None and compress_levels == 1
+    by_kernels = softcap is None and sinks is None and sinks_cmp is None
     by_launches = by_kernels and counts is None and not torch.compiler.is_compiling()
     is_mean = phi.is_mean
     mlps = phi.mlps(cache) if by_launches and not is_mean else None
@@ -160,10 +153,6 @@ def nsa_decode(
     needs_blocks = gates is not None or num_selected > 0
     check_rotary(tokens, cache, freqs, interpolate_factor, rotary_layout)
     check_layer(tokens, cache, phi, mem_kv, selection_block_size, needs_blocks)
-    blocks = (*_compressed_sizes(cache, selection_block_size), selection_block_size)
-    levels = {'compress_levels': compress_levels, 'region_size': region_size, 'num_regions': num_regions}
-    region_rules = make_region_rules(**levels, share_group=share_group, sizes=blocks, causal=True)
-    regions = None if region_rules is None else (region_rules, blocks)
     modifiers = {
         'softcap': checks.checked_softcap(softcap),
         'sinks': reduce_sinks(sinks, q),
@@ -177,15 +166,15 @@ def nsa_decode(
     with torch.no_grad():
         sizes = (selection_block_size, num_selected)
         has_sinks = sinks is not None or sinks_cmp is not None
-        features = {'softcap': softcap, 'has_sinks': has_sinks, 'compress_levels': compress_levels}
+        features = {'softcap': softcap, 'has_sinks': has_sinks}
         choice = backend_of(q, k, v, cache, *sizes, **features, backend=backend)
         by_ops = choice.name != 'triton' or not by_launches
         if by_ops and backend not in ('auto', 'eager'):
-            _check_ops(tokens, gates, cache, freqs, settings, modifiers | {'regions': regions}, backend)
+            _check_ops(tokens, gates, cache, freqs, settings, modifiers, backend)
         cache.reserve(q.shape[1])
         layer = (gates, cache, phi, freqs, interpolate_factor, memory)
         if by_ops:
-            return _decode_by_ops(tokens, *layer, counts, settings, modifiers | levels, backend).to(q.dtype)
+            return _decode_by_ops(tokens, *layer, counts, settings, modifiers, backend).to(q.dtype)
         mlps = mlps if q.dtype == cache.dtype else None
         out, recorded = _decode_by_kernels(tokens, *layer, settings, mlps, given)
     if recorded.is_complete:
@@ -279,13 +268,12 @@ def backend_of(
     *,
     softcap: float | None = None,
     has_sinks: bool = False,
-    compress_levels: int = 1,
     backend: str = 'auto',
 ) -> BackendChoice:
     """Return 'triton' where the decode kernels serve these new tokens in fixed launches, else 'eager'.
 
-    'eager' stands for the ops of `nsa` one by one, by whatever backend serves them. softcap, has_sinks,
-    compress_levels: features that only the ops have.
+    'eager' stands for the ops of `nsa` one by one, by whatever backend serves them. softcap, has_sinks: features that
+    only the ops have.
     """
     if backend == 'triton' and not 1 <= q.shape[1] <= api.MAX_NEW_TOKENS:
         backend = 'auto'
@@ -297,7 +285,6 @@ def backend_of(
         num_selected=num_selected,
         softcap=softcap,
         has_sinks=has_sinks,
-        compress_levels=compress_levels,
         backend=backend,
     )
 

@@ -22,7 +22,7 @@ from native_sparse_attention.inference import decode as decoding
 from native_sparse_attention.inference.cache import LayerCache
 from native_sparse_attention.inference.rollback import retract
 from native_sparse_attention.losses import block_score_loss
-from native_sparse_attention.nn.checks import check_block_loss, check_input, check_settings, refuse_unknown, regions_of
+from native_sparse_attention.nn.checks import check_block_loss, check_input, check_settings, refuse_unknown
 from native_sparse_attention.nn.compress.apply import compress_pair, compress_tokens, with_zero_gradients
 from native_sparse_attention.nn.compress.build import make_networks
 from native_sparse_attention.nn.gate import GATE_START, MERGED_GATE_START, OUTPUT_GATE_START, check_gate, make_gate
@@ -96,10 +96,6 @@ class SparseAttention(AttentionLayer):
             newest of them. Requires merge_window and causal.
         output_gate: a second gate per head multiplies the merged output, the gated compressed one included, as in
             `DenseAttention`. Requires merge_window and compressed_output.
-        compress_levels: as in `nsa`. With two levels decoding runs the ops of `nsa`, and `block_score_loss` scores all
-            blocks.
-        region_size: as in `nsa`.
-        num_regions: as in `nsa`.
 
     Raises:
         ValueError: sizes do not fit; names argument, value and rule.
@@ -148,9 +144,6 @@ class SparseAttention(AttentionLayer):
         select_before_window: bool = False,
         qk_norm: bool = False,
         output_gate: bool = False,
-        compress_levels: int = 1,
-        region_size: int | None = None,
-        num_regions: int | None = None,
         **unknown: NoReturn,
     ) -> None:
         super().__init__()
@@ -167,7 +160,6 @@ class SparseAttention(AttentionLayer):
         self.backend, self.recompute = backend, recompute
         self.softcap, self.num_sinks, self.dropout = checked_softcap(softcap), num_sinks, dropout
         self.merge_window, self.compressed_output, self.output_gate = merge_window, compressed_output, output_gate
-        self.compress_levels, self.region_size, self.num_regions = compress_levels, region_size, num_regions
         networks = {'compress_mlp': compress_mlp, 'strategy_combine_mlp': strategy_combine_mlp}
         check_settings(self, dim, num_compressed_mem_kv, norm, rotary_emb, **networks)
         check_flags(qk_norm=qk_norm)
@@ -291,7 +283,7 @@ class SparseAttention(AttentionLayer):
         """Return whether calls with so many new tokens make the same launches at every length, for a CUDA graph."""
         q, k, v = self._stand_ins(cache.batch_size, num_tokens, dtype=cache.dtype, device=cache.device)
         sizes = (self.selection_block_size, self.num_selected_blocks)
-        features = {'softcap': self.softcap, 'has_sinks': self.num_sinks > 0, 'compress_levels': self.compress_levels}
+        features = {'softcap': self.softcap, 'has_sinks': self.num_sinks > 0}
         choice = decoding.backend_of(q, k, v, cache, *sizes, **features, backend=self.backend)
         return choice.name == 'triton' and self.tensor_mesh is None  # addresses of DTensors are not compared
 
@@ -314,7 +306,6 @@ class SparseAttention(AttentionLayer):
             causal=self.causal,
             merge_window=self.merge_window,
             compressed_output=self.compressed_output,
-            regions=regions_of(self),
             backend=self.backend,
         )
 
@@ -461,7 +452,6 @@ class SparseAttention(AttentionLayer):
             'share_group': self.query_heads_share_selected_kv,
             'softcap': self.softcap,
             'merge_window': self.merge_window,
-            **{name: getattr(self, name) for name in ('compress_levels', 'region_size', 'num_regions')},
         }
 
     @property

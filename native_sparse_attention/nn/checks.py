@@ -17,7 +17,6 @@ from native_sparse_attention.core.warn import warn_user
 from native_sparse_attention.inference.cache import LayerCache, check_layer_cache
 from native_sparse_attention.nn.linear import BranchLinear, SplitLinear
 from native_sparse_attention.nn.padding import check_mask
-from native_sparse_attention.ops.compressed_regions.regions import RegionRules, make_region_rules
 
 _POSITIVE = ('dim_head', 'heads', 'kv_heads', 'dim_value_head', 'sliding_window_size')
 _NOT_NEGATIVE = ('num_selected_blocks', 'num_init_blocks', 'num_local_blocks', 'num_sinks')
@@ -75,18 +74,7 @@ def check_settings(
     check_backend(layer.backend)
     checks.check_flags(norm=norm, **{name: getattr(layer, name) for name in _FLAGS})
     _check_merged(layer, compress_mlp, strategy_combine_mlp)
-    regions_of(layer)
     _warn_of_forced_blocks(layer)
-
-
-def regions_of(layer: Any) -> tuple[RegionRules, tuple[int, int, int]] | None:
-    """Return the rules of two levels of compression with (l, d, l'), or None with one level. Raise ValueError for
-    settings that do not fit.
-    """
-    sizes = (layer.compress_block_size, layer.compress_block_sliding_stride, layer.selection_block_size)
-    levels = (layer.compress_levels, layer.region_size, layer.num_regions)
-    rules = make_region_rules(*levels, layer.query_heads_share_selected_kv, sizes, layer.causal)
-    return None if rules is None else (rules, sizes)
 
 
 def _warn_of_forced_blocks(layer: Any) -> None:

@@ -20,13 +20,10 @@ from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
 from native_sparse_attention.core import random as _random
-from native_sparse_attention.core.call import Regions
 from native_sparse_attention.core.modifiers import Modifiers
 
 # Elements of the largest intermediate tensor of a chunk of queries.
 CHUNK_ELEMENTS = 2**24
-# Larger than every index, so that padding is sorted behind the blocks.
-NO_BLOCK = 2**31 - 1
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -159,40 +156,6 @@ def take_rows(x: Tensor, rows: Tensor) -> Tensor:
     """Return x `[B, T, ...]` at the rows `[B, R]`. Its gradient is deterministic where no row is taken twice."""
     flat = rows + torch.arange(x.shape[0], device=x.device)[:, None] * x.shape[1]
     return x.flatten(0, 1).index_select(0, flat.flatten()).unflatten(0, rows.shape)
-
-
-def select_first(
-    scores: Tensor, priority: Tensor, selectable: Tensor, num_selected: int, counts: Tensor | None = None
-) -> Tensor:
-    """Return the first `num_selected` blocks by priority, then score, then index: int32 `[..., n]`, ascending, padded
-    with -1. counts `[..., 1]`: blocks per row, if fewer.
-    """
-    by_score = scores.sort(dim=-1, descending=True, stable=True).indices
-    priority = torch.where(selectable, priority, -1).expand_as(scores).gather(-1, by_score)
-    by_priority = priority.sort(dim=-1, descending=True, stable=True)
-    first = by_score.gather(-1, by_priority.indices)
-    first = torch.where(by_priority.values >= 0, first, NO_BLOCK)
-    # Pad at every number of blocks, so that torch.compile needs one graph for numbers below and above num_selected.
-    first = torch.nn.functional.pad(first, (0, num_selected), value=NO_BLOCK)[..., :num_selected]
-    if counts is not None:
-        first = torch.where(torch.arange(num_selected, device=first.device) < counts, first, NO_BLOCK)
-    first = first.sort(-1).values
-    return torch.where(first < NO_BLOCK, first, -1).int()
-
-
-def in_regions(regions: Regions, start: int, stop: int, block: Tensor, heads: int) -> Tensor:
-    """Return whether queries start ... stop read the regions of compressed blocks: bool `[B, T, HQ, C]`.
-
-    block: `[B, T, C]`, numbers of the compressed blocks in each query's sequence; those outside it may be anything.
-    """
-    indices = regions.indices[:, start:stop].long()
-    num_regions = -(-block.shape[-1] // regions.size)
-    # The last column takes the padding.
-    is_read = indices.new_zeros(*indices.shape[:3], num_regions + 1, dtype=torch.bool)
-    is_read = is_read.scatter(-1, indices.where((indices >= 0) & (indices < num_regions), num_regions), True)
-    region = (block // regions.size).clamp(0, max(0, num_regions - 1))
-    region = region[:, :, None].expand(*indices.shape[:3], -1)
-    return is_read.gather(-1, region).repeat_interleave(heads // indices.shape[2], 2)
 
 
 def dropout_factors(

@@ -434,15 +434,11 @@ def refuse_models() -> None:
     flat, named = line(), init_device_mesh('cpu', (3, 1), mesh_dim_names=('context', 'data'))
     other = make_model()
     other.blocks[1].attention = nn.Sequential(other.blocks[1].attention)  # type: ignore[assignment]
-    with_levels = make_model()
-    of_two_levels: Any = with_levels.blocks[1].attention
-    of_two_levels.compress_levels = 2
     cases: list[tuple[str, Any, Any]] = [
         ('mesh has 2 dimensions, but must have 1', make_model(), named),
         ("model is 'Linear', but must be a Transformer", nn.Linear(2, 2), flat),
         ('use_sparse_attn of the model is False, but must be True', make_model('dense'), flat),
         ('attention of a block is a Sequential', other, flat),
-        ('compress_levels of a layer is 2, but must be 1', with_levels, flat),
         ('model is divided already', apply_cp(make_model(), flat), flat),
         ('model is sharded already', apply_fsdp(make_model(), flat), flat),
     ]

@@ -40,7 +40,6 @@ from tests.support.gpu_problems import (
 )
 
 harness = pytest.importorskip('tests.support.harness', reason='triton is not installed')
-region_problems = pytest.importorskip('tests.support.region_problems', reason='triton is not installed')
 selected_plan = pytest.importorskip('native_sparse_attention.ops.selected_attention.triton.plan')
 dlogits = pytest.importorskip('native_sparse_attention.ops.selected_attention.triton.dlogits.storage')
 
@@ -221,13 +220,6 @@ def problems_for(
         lse = attention_lse(q, k_cmp, v_cmp, sizes | {'seqlen_k': 333})
         tensors = {'q': q, 'k_cmp': k_cmp, 'lse': lse, 'block_indices': indices}
         yield Problem(chosen_scores, tensors, sizes, {'grad of lse': 0})
-        regions = region_problems.draw_regions(({'q': q, 'k_cmp': k_cmp}, sizes), 4, 3, 2)
-        yield Problem(
-            region_problems.scores_in_regions,
-            {**tensors, 'regions': regions},
-            {**sizes, 'region_size': 4},
-            {'grad of lse': 0},
-        )
     elif 'block_divergence' in module:
         scored = {'q_cmp': q.flip(1), 'k_cmp': k_cmp}
         for settings in ({'window_size': (100, 0)}, {'causal': False, 'softcap': 5.0}):
@@ -312,12 +304,6 @@ def test_every_launch_setting(entry: Entry, device: torch.device, monkeypatch: p
                     blocks = choose(BACKEND, tensors, settings, choice)
                     assert torch.equal(blocks, choose(BACKEND, tensors, settings, choice))
                     assert_chooses_as_well(blocks, tensors, settings, choice)
-                    problem = choice_in_regions(head_dim, dtype, index, device)
-                    blocks = region_problems.select_in_regions(**problem[0], **problem[1], backend=BACKEND)
-                    assert torch.equal(
-                        blocks, region_problems.select_in_regions(**problem[0], **problem[1], backend=BACKEND)
-                    )
-                    region_problems.assert_selects_as_well(blocks, problem)
     except OutOfResources as error:
         if not foreign:
             raise
@@ -337,15 +323,6 @@ def choice_at(
     lse = attention_lse(q, k_cmp, v_cmp, settings)
     choice = {'num_selected': 8, 'num_init': 1, 'num_local': 2, 'share_group': index != 1}
     return {'q': q, 'k_cmp': k_cmp, 'lse': lse}, settings, choice
-
-
-def choice_in_regions(
-    head_dim: int, dtype: torch.dtype, index: int, device: torch.device
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The same choices of blocks, from three regions."""
-    tensors, settings, choice = choice_at(head_dim, dtype, index, device)
-    regions = region_problems.draw_regions((tensors, settings), 8, 3, 2 if choice['share_group'] else 8)
-    return {**tensors, 'regions': regions}, {**settings, **choice, 'region_size': 8}
 
 
 def test_what_is_tested_here_is_what_runs(device: torch.device):

@@ -21,7 +21,7 @@ MAX_SPILLED = 1024
 INTERVAL, SELECTED, OTHERS = (
     'window_attention,compressed_attention,features',
     'selected_attention,CSR index',
-    'select_blocks,selection in regions,block_mass,block_divergence,gated_sum,rotary,decoding',
+    'select_blocks,block_mass,block_divergence,gated_sum,rotary,decoding',
 )
 KERNELS = {
     INTERVAL: {'interval': {'forward_kernel', 'dq_kernel', 'dkv_kernel', 'dbias_kernel'}},
@@ -33,7 +33,7 @@ KERNELS = {
         'counting_sort': {'place_kernel'},
     },
     OTHERS: {
-        'block_selection': {'select_kernel', 'region_kernel', 'forward_kernel', 'dq_kernel', 'partial_kernel'},
+        'block_selection': {'select_kernel', 'forward_kernel', 'dq_kernel'},
         'block_mass': {'block_lse_kernel', 'mass_kernel'},
         'block_divergence': {'block_lse_kernel', 'divergence_kernel', 'mean_kernel', 'dq_kernel', 'dk_kernel'},
         'gated_sum': {'forward_kernel', 'backward_kernel'},

@@ -279,7 +279,7 @@ def test_opcheck_with_a_soft_cap(device: torch.device) -> None:
     q, k_cmp, lse, block_indices = tensors.values()
     where = (6, None, None, None, settings['cu_seqlens'], settings['cu_seqlens'])
     leaves = tuple(t.detach().clone().requires_grad_() for t in (q, k_cmp, lse))
-    arguments = (*leaves, block_indices, *where, *SIZES, True, 0.3, 1.5, 1, 2, 3, None, 0)
+    arguments = (*leaves, block_indices, *where, *SIZES, True, 0.3, 1.5, 1, 2, 3)
     torch.library.opcheck(scores.scores._forward, (*arguments, False))
     torch.library.opcheck(scores.scores._forward, (*arguments, True))
 

@@ -281,25 +281,7 @@ def test_index_rows_in_many_parts(alone: bool, device: torch.device, monkeypatch
     where = (20, None, None, None, settings['cu_seqlens'], settings['cu_seqlens'])
 
     def gradient_of_keys() -> Tensor:
-        arguments = (
-            *grads,
-            q,
-            k_cmp,
-            lse,
-            block_indices,
-            *where,
-            *sizes,
-            True,
-            0.25,
-            None,
-            0,
-            0,
-            0,
-            None,
-            0,
-            False,
-            True,
-        )
+        arguments = (*grads, q, k_cmp, lse, block_indices, *where, *sizes, True, 0.25, None, 0, 0, 0, False, True)
         return scores._backward(*arguments)[1]
 
     expected = run_eager(chosen_scores, tensors, grads, **settings)['grad of k_cmp']
@@ -394,8 +376,8 @@ def test_opcheck(device: torch.device) -> None:
     where = (6, None, None, None, settings['cu_seqlens'], settings['cu_seqlens'])
     leaves = tuple(t.detach().clone().requires_grad_() for t in (q, k_cmp, lse))
     arguments = (*leaves, block_indices, *where, *SIZES, True, 0.3, None)
-    torch.library.opcheck(scores._forward, (*arguments, 0, 0, 0, None, 0, False))
-    torch.library.opcheck(scores._forward, (*arguments, 1, 2, 3, None, 0, True))
+    torch.library.opcheck(scores._forward, (*arguments, 0, 0, 0, False))
+    torch.library.opcheck(scores._forward, (*arguments, 1, 2, 3, True))
     for needs in ((True, True), (True, False), (False, True)):
         arguments = (
             *make_grad(tensors),
@@ -408,8 +390,6 @@ def test_opcheck(device: torch.device) -> None:
             None,
             1,
             2,
-            0,
-            None,
             0,
             *needs,
         )

@@ -11,18 +11,8 @@ import torch
 
 from native_sparse_attention import ops
 from native_sparse_attention.ops._triton.launch import launch
-from tests.gpu.test_rules import (
-    BACKEND,
-    Entry,
-    block_sizes_for,
-    choice_at,
-    choice_in_regions,
-    every_entry,
-    problems_for,
-    take_settings,
-)
+from tests.gpu.test_rules import BACKEND, Entry, block_sizes_for, choice_at, every_entry, problems_for, take_settings
 from tests.support.gpu_problems import choose
-from tests.support.region_problems import select_in_regions
 
 
 @pytest.fixture
@@ -51,6 +41,4 @@ def test_settings_are_taken(entry: Entry, device: torch.device, monkeypatch: pyt
                 return
     if 'block_selection' in entry.module:
         choose(BACKEND, *choice_at(head_dim, dtype, 0, device))
-        tensors, settings = choice_in_regions(head_dim, dtype, 0, device)
-        select_in_regions(**tensors, **settings, backend=BACKEND)
     assert takes(asked), f'no problem takes settings from {entry.table}'

@@ -11,9 +11,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from native_sparse_attention import compressed_regions
-from native_sparse_attention.core.backend import choose_backend
-from native_sparse_attention.core.call import Regions, make_call
 from native_sparse_attention.losses import block_score_loss
 from native_sparse_attention.ops import (
     chosen_scores,
@@ -26,11 +23,9 @@ from native_sparse_attention.ops import (
     window_attention,
 )
 from native_sparse_attention.ops.block_mass import block_mass
-from native_sparse_attention.ops.compressed_regions.regions import RegionRules
 from native_sparse_attention.ops.rotary import norm_rotary, shared_input
 from native_sparse_attention.testing import make_qkv
 from tests.support.harness import run_triton, same_bits
-from tests.support.region_problems import scores_in_regions, select_in_regions
 
 NAMESPACE = 'native_sparse_attention'
 T, BLOCK, STRIDE, SELECTION_BLOCK = 20, 4, 2, 4
@@ -104,35 +99,6 @@ def scores(q: Tensor, k: Tensor, lse: Tensor, indices: Tensor, **settings: Any) 
 
 def scale_of(q: Tensor, k: Tensor, lse: Tensor, indices: Tensor, **settings: Any) -> Tensor:
     return straight_through_scale(q, k, lse, indices, num_init=1, num_local=0, **SIZES, **settings)
-
-
-def choice_in_regions(q: Tensor, k: Tensor, lse: Tensor, regions: Tensor, **settings: Any) -> Tensor:
-    return select_in_regions(q, k, lse, regions, region_size=4, num_selected=3, **SIZES, **settings)
-
-
-def scores_of_regions(q: Tensor, k: Tensor, lse: Tensor, indices: Tensor, regions: Tensor, **settings: Any) -> Tensor:
-    return scores_in_regions(q, k, lse, indices, regions, region_size=4, **SIZES, **settings)
-
-
-def with_memory(
-    q: Tensor, k: Tensor, v: Tensor, regions: Tensor, mem_k: Tensor, mem_v: Tensor, sinks: Tensor, backend: str
-) -> tuple[Tensor, Tensor]:
-    sizes, rules = (BLOCK, STRIDE), RegionRules(4, 3, share_group=True)
-    candidates = compressed_regions.candidates(q, k, v, rules, (*sizes, SELECTION_BLOCK), mem_kv=(mem_k, mem_v))
-    choose_backend('regions', backend, q.device, candidates)
-    call, _ = make_call(q, k, None, None, None, None, None, True, None, compress=sizes, seqlen_k=T)
-    memory, read = (mem_k, mem_v), Regions(regions, 4)
-    return compressed_regions.attend_to_regions(q, k, v, memory, sizes, call, sinks, read, backend=backend)
-
-
-def make_with_memory(device: torch.device) -> Tensors:
-    sinks = {'sinks': torch.zeros(2, device=device)}
-    return inputs(device, C) | {'regions': make_regions(device)['regions']} | make_memory(device) | sinks
-
-
-def make_regions(device: torch.device) -> Tensors:
-    regions = torch.tensor([0, 2, -1], dtype=torch.int32, device=device)
-    return make_choice(device) | {'regions': regions.expand(1, T, 1, 3).contiguous()}
 
 
 def make_indices(device: torch.device) -> Tensors:
@@ -218,16 +184,13 @@ OPS: dict[str, tuple[Callable[..., Any], Callable[[torch.device], Tensors]]] = {
     'divergence': (diverge, lambda d: {'q_cmp': inputs(d)['q'], 'k_cmp': inputs(d, C)['k']}),
     'scores': (scores, lambda d: make_choice(d) | {'indices': make_selected(d)['indices']}),
     'scale': (scale_of, lambda d: make_choice(d) | {'indices': make_selected(d)['indices']}),
-    'choice in regions': (choice_in_regions, make_regions),
-    'scores in regions': (scores_of_regions, lambda d: make_regions(d) | make_indices(d)),
-    'regions, memory': (with_memory, make_with_memory),
     'gated sum': (gated_sum, make_gated),
     'gated sum, gate in attention': (gate_in_attention, make_outs),
     'rotary': (rotated, lambda d: {'x': inputs(d)['q'], 'positions': torch.arange(T, device=d)[None]}),
     'norm and rotary': (normalised, make_normalised),
     'shared input': (shared, lambda d: {'x': inputs(d)['q'], 'positions': torch.arange(T, device=d)[None]}),
 }
-DIFFERENTIABLE = [name for name in OPS if name not in ('choice', 'choice in regions', 'mass')]
+DIFFERENTIABLE = [name for name in OPS if name not in ('choice', 'mass')]
 # The loss of the block scores calls it, too.
 WITHOUT_GRADIENT = ('block_mass',)
 

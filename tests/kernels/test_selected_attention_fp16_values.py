@@ -59,7 +59,7 @@ def forward(
     q, k, v, indices = (tensors[name] for name in ('q', 'k', 'v', 'block_indices'))
     sequences: Sequences = make_sequences(extents, q.device)
     options = (BLOCK_SIZE, settings.get('causal', True), settings.get('scale', q.shape[3] ** -0.5))
-    arguments = (q, k, v, indices, None, None, *flatten(sequences), *options, settings.get('softcap'), None, None)
+    arguments = (q, k, v, indices, None, None, *flatten(sequences), *options, settings.get('softcap'))
     out, lse, low, _, _ = op._forward(*arguments, False, design, False, True)
     if out.dtype == torch.bfloat16:
         return out, lse, (out.float().view(torch.int32) + low.int()).view(torch.float32)

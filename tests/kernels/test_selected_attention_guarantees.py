@@ -348,9 +348,9 @@ def test_opcheck(device: torch.device) -> None:
     tensors = make_inputs(whole(2), TWO_GROUPS, device, indices, scaled=True)
     q, k, v, factors = (tensors[name].detach().requires_grad_() for name in ('q', 'k', 'v', 'block_scale'))
     cu_seqlens = torch.tensor([0, 2], dtype=torch.int32, device=device)
-    for borders, softcap, compress in ((None, None, (1, 1)), (cu_seqlens, 3.0, (None, None))):
+    for borders, softcap in ((None, None), (cu_seqlens, 3.0)):
         flat = (2, None, None, None, borders, borders)
-        options = (1, True, 0.25, softcap, *compress, True, None, False, False)
+        options = (1, True, 0.25, softcap, True, None, False, False)
         inputs = (q, k, v, tensors['block_indices'], factors, None, *flat, *options)
         torch.library.opcheck(op._forward, inputs)
         detached = [t.detach() if isinstance(t, Tensor) else t for t in inputs]

@@ -28,8 +28,6 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from native_sparse_attention.compressed_regions import attend_to_regions
-from native_sparse_attention.core.call import Regions, SelectionRules, make_call
 from native_sparse_attention.core.geometry import Sequences
 from native_sparse_attention.inference.cache import LayerCache
 from native_sparse_attention.inference.decode import nsa_decode
@@ -49,7 +47,6 @@ from native_sparse_attention.ops._triton import inverse_index, launch, support
 from native_sparse_attention.ops._triton.interval.modifiers import KernelModifiers
 from native_sparse_attention.ops._triton.varlen import make_layout
 from native_sparse_attention.ops.block_mass import block_mass
-from native_sparse_attention.ops.block_selection import triton as block_selection
 from native_sparse_attention.ops.decoding.triton import launch_cache
 from native_sparse_attention.ops.rotary import norm_rotary, shared_input
 from native_sparse_attention.ops.selected_attention.triton import plan
@@ -209,15 +206,6 @@ def build_selected(dtype: torch.dtype, head_dim: int) -> None:
         differentiate(*selected_attention(q, k, v, indices, block_scale=block_scale, **merged, backend='triton'))
 
 
-def build_selected_in_regions(dtype: torch.dtype, head_dim: int) -> None:
-    sizes = (4, 2)
-    q, k, v = make(dtype, head_dim, keys=(SEQLEN - sizes[0]) // sizes[1] + 1)
-    call, _ = make_call(q, k, None, None, None, None, None, True, None, compress=sizes, seqlen_k=SEQLEN)
-    regions = Regions(torch.zeros(1, SEQLEN, 2, 2, dtype=torch.int32), 16)
-    for design in ('query', 'union', 'block', 'fused'):
-        differentiate(*attend_to_regions(q, k, v, None, sizes, call, None, regions, backend='triton', design=design))
-
-
 def differentiate_gated(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, **options: Any) -> None:
     differentiate(selected_attention(q, k, v, indices, gate=make_gate(q), **options)[0])
 
@@ -233,31 +221,6 @@ def build_inverse_index(dtype: torch.dtype, head_dim: int) -> None:
         sequences = Sequences(1, seqlen, seqlen_k, indices.device, None, None, borders, borders)
         sizes: dict[str, Any] = {'kv_heads': 2, 'block_size': SELECTION_BLOCK, 'causal': True, 'unique': True}
         inverse_index.make_inverse_index(indices, make_layout(sequences), range(2), **sizes)
-
-
-def build_regions(dtype: torch.dtype, head_dim: int) -> None:
-    cases: tuple[tuple[int, int, Any], ...] = ((16, 16, {}), (4, 3, {'softcap': 20.0, 'causal': False}))
-    for group, num_regions, features in cases:
-        q, k, _ = make(dtype, head_dim, group=group, keys=(SEQLEN - BLOCK) // STRIDE + 1)
-        lse = torch.zeros(1, q.shape[2], SEQLEN, requires_grad=True)
-        for index_heads in (2, q.shape[2]):
-            rows = torch.zeros(1, SEQLEN, index_heads, num_regions, dtype=torch.int32)
-            call, _ = make_call(
-                q, k, None, None, None, None, None, True, None, compress=(BLOCK, STRIDE), seqlen_k=SEQLEN
-            )
-            call, sizes = call._replace(**features), (BLOCK, STRIDE, SELECTION_BLOCK)
-            rules = SelectionRules(16, 1, 2, 0, index_heads == 2)
-            regions = Regions(rows, 64)
-            indices = block_selection.select_in_regions(q, k, lse, regions, sizes, call, rules)
-            block_selection.chosen_scores(q, k, lse, indices, sizes, call, regions)
-            scale = block_selection.straight_through_scale(q, k, lse, indices, sizes, call, (1, 2, 0), regions)
-            differentiate(scale)
-        # Parts of a region, several rankings, and tiles of less than a selection block.
-        for region_size, selection_block in ((256, SELECTION_BLOCK), (4096, 4096 * STRIDE)):
-            sizes = (BLOCK, STRIDE, selection_block)
-            regions = Regions(torch.zeros(1, SEQLEN, 2, 64, dtype=torch.int32), region_size)
-            rules = SelectionRules(16, 1, 2, 0, share_group=True)
-            block_selection.select_in_regions(q, k, lse, regions, sizes, call, rules)
 
 
 def build_mass(dtype: torch.dtype, head_dim: int) -> None:
@@ -343,11 +306,9 @@ OPS: dict[str, Callable[[torch.dtype, int], None]] = {
     'compressed_attention': build_compressed,
     'features of both': build_features,
     'select_blocks and chosen_scores': build_choice,
-    'selection in regions': build_regions,
     'block_mass': build_mass,
     'block_divergence': build_divergence,
     'selected_attention': build_selected,
-    'selected_attention in regions': build_selected_in_regions,
     'gated_sum': build_gated_sum,
     'rotary': build_rotary,
     'decoding': build_decoding,

@@ -52,12 +52,9 @@ DRAWN_ROWS = 512
 # log-sum-exp and gradients of what joins the logits. A row of them is often one number, which nothing averages, and
 # tensor cores round their sums towards zero: the worst row on an H200 was 2^-13.7.
 UNROUNDED = {
-    **dict.fromkeys(('chosen_scores', 'scores_in_regions'), ('out0', 'grad of lse')),
-    'block_mass': ('out0',),
-    'block_loss': ('out0',),
-    'gated_sum': (),
+    'chosen_scores': ('out0', 'grad of lse'), 'block_mass': ('out0',), 'block_loss': ('out0',), 'gated_sum': (),
     'norm_rotary': (),
-}
+}  # fmt: skip
 UNROUNDED_OF_ATTENTION = ('out1', 'grad of sinks', 'grad of bias')
 UNROUNDED_ROW_LIMIT = 2.0**-12
 

@@ -59,7 +59,6 @@ DELTA, DLOGITS = 'selected_attention/triton/dlogits/delta.py', 'selected_attenti
 PARTIALS = 'selected_attention/triton/by_block/partials.py'
 DLOGITS_DQ = 'selected_attention/triton/dlogits/dq.py'
 FP16_VALUES = 'selected_attention/triton/fp16_values.py'
-MERGED_MEMORY = 'selected_attention/triton/merged/memory.py'
 STORED, EXACT = ('test_selected_attention_dlogits.py',), ('test_selected_attention_delta.py',)
 FP16 = ('test_selected_attention_fp16_values.py',)
 CHUNKS = ('test_block_to_query.py',)
@@ -227,10 +226,10 @@ FAULTS = [
     Fault('tiles that some queries see in part go unmasked', SELECT, 'select_kernel', '((first_block + BLOCK_J) * SPREAD > seen)', '((first_block + BLOCK_J) * SPREAD > seen + 1)', CHOICE),
     Fault('ties go to the higher block', RANKS, '_replace', 'tl.min(tl.where(sort_keys == largest, block, 2**30), 1)', 'tl.max(tl.where(sort_keys == largest, block, -1), 1)', CHOICE),
     Fault('of equal blocks the lower one makes room', RANKS, '_replace', 'tl.max(tl.where(topk == smallest, topk_blocks, -(2**30)), 1)', 'tl.min(tl.where(topk == smallest, topk_blocks, 2**30), 1)', CHOICE),
-    Fault('a block of the future may be chosen', RANKS, 'force_blocks', 'choosable & (distance >= 0)', 'choosable & (distance >= -1)', CHOICE),
+    Fault('a block of the future may be chosen', RANKS, '_force_blocks', 'choosable & (distance >= 0)', 'choosable & (distance >= -1)', CHOICE),
     Fault('tiles with the first local block unforced', RANKS, 'make_sort_keys', 'selection.num_local + 1', 'selection.num_local + 2', CHOICE + COLUMNS),
     Fault('blocks of the window may be chosen', SELECT, 'select_kernel', 'offset + queries - selection.num_recent', 'offset + queries', CHOICE),
-    Fault('one local block too many', RANKS, 'force_blocks', 'reach < selection.num_local', 'reach <= selection.num_local', CHOICE),
+    Fault('one local block too many', RANKS, '_force_blocks', 'reach < selection.num_local', 'reach <= selection.num_local', CHOICE),
     Fault('compressed blocks seen early', SELECT, 'select_kernel', 'sizes.block_size - 1', 'sizes.block_size - 2', CHOICE),
     Fault('keys of another sequence', SELECT, 'select_kernel', ', key_start +', ',', CHOICE[1:]),
     Fault('keys of a step by descriptor: one row late', SELECT, '_load_step', '(tl.int32)', '(tl.int32) + 1', COLUMNS),
@@ -310,10 +309,7 @@ FAULTS = [
     Fault('block union: flags restart with each range of tiles', BLOCK_UNION, 'union_kernel', 'index.to(tl.int64) * tl.num_programs(1) + index_head', 'tile', UNION),
     Fault('by union: flags of the first range for all', UNION_LOOP, 'is_skipped', ', union.first_tile +', ',', UNION),
     Fault('block union: a block appears twice', BLOCK_UNION, 'union_kernel', '& (before // SIZE != blocks)', '', UNION),
-    Fault('by union: blocks with future keys not masked', BLOCK_UNION, 'union_kernel', 'layout) + 1, 0)', 'layout) + BLOCK_SIZE, 0)', UNION),
-    Fault('regions and memory: regions rounded first', MERGED_MEMORY, '_forward', 'False, torch.float32', 'False, q.dtype', ('test_compressed_regions.py',)),
-    Fault('regions and memory: sinks of the regions alone', MERGED_MEMORY, '_backward', '(numbers[:, :, 1], ', '(0 * numbers[:, :, 1], ', ('test_compressed_regions.py',)),
-    Fault('compressed keys: visible a token early', PLACEMENT, 'last_visible', 'positions + 1', 'positions + 2', ('test_compressed_regions.py',)),
+    Fault('by union: blocks with future keys not masked', BLOCK_UNION, 'union_kernel', 'first_query + 1,', 'first_query + BLOCK_SIZE,', UNION),
     Fault('by union: all queries read all blocks', UNION_LOOP, 'open_step', 'is_selected != 0', 'is_selected >= 0', UNION),
     Fault('by union: large keys not noticed', UNION_LOOP, 'count_steps', 'is_small(union.large, pair, union.num_chunks) and', '', SELECTED[1:]),
     Fault('by union: large queries not noticed', UNION_LOOP, 'count_steps', 'and is_small_query', '', SELECTED[1:]),

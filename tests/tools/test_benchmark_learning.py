@@ -319,21 +319,6 @@ def test_groups_of_queries_read_the_blocks_of_their_first(monkeypatch: pytest.Mo
     assert attention._choose().flatten().tolist() == [0] * 16 + [16] * 16 + [32] * 8
 
 
-def test_where_every_region_is_read_the_variant_is_the_one_without_regions():
-    ids = torch.randint(256, (2, 129), generator=torch.Generator().manual_seed(0))
-
-    def run(name: str) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        model = build(f'merged-dense-mass-far-output-gate{name}-qk-norm', SHAPE, SMALL, 128, seed=0).double()
-        assert model.blocks[-1].attention.compress_levels == (2 if name else 1)
-        loss, block_loss = model(ids, return_loss=True, return_block_loss=True)
-        (loss + block_loss).backward()
-        return [loss, block_loss, *(p.grad for p in model.parameters() if p.grad is not None)]
-
-    for result, gold in zip(run('-regions'), run(''), strict=True):
-        torch.testing.assert_close(result, gold, rtol=1e-9, atol=1e-9)
-
-
 def test_options_are_those_of_the_model():
     options = learning.make_parser().parse_args(['--window', '100', '--dim', '64'])
     assert (options.window, options.dim, options.lr, options.expand) == (100, 64, 1e-3, 0.125)

@@ -21,7 +21,6 @@ BACKENDS = {'eager', 'flex', 'triton'}
 LINES = (
     {'core'},
     {'ops'},
-    {'compressed_regions'},
     {'autograd', 'composition'},
     {'inference.lengths', 'inference.ring', 'inference.session', 'nn.linear'},
     {'functional', 'losses', 'testing', 'nn.compress', 'nn.gate', 'nn.padding', 'nn.rotary', 'inference.cache'},

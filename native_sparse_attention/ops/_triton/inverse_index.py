@@ -28,7 +28,6 @@ from native_sparse_attention.ops._triton.tiles import sort_tile
 from native_sparse_attention.ops._triton.varlen import (
     SequenceLayout,
     find_tile,
-    last_visible,
     load_num_keys,
     load_position,
     locate_tokens,
@@ -225,10 +224,7 @@ def _sort_lists(keys: Tensor, num_slots: int) -> InverseIndex:
 
 @triton.jit
 def count_readable_blocks(positions, num_keys, BLOCK_SIZE: tl.constexpr, CAUSAL: tl.constexpr):
-    """Return the number of blocks of a sequence with a key that a query may read: the first ones.
-
-    positions: of the queries, or their last keys where keys are compressed (`last_visible`).
-    """
+    """Return the number of blocks of a sequence with a key that the query at a position may read: the first ones."""
     readable = num_keys + positions * 0
     if CAUSAL:
         readable = tl.minimum(readable, tl.maximum(positions + 1, 0))
@@ -324,7 +320,7 @@ def slot_kernel(
     rows = indices_ptr + batch_row.to(tl.int64) * indices_strides[0]
     rows += tokens.to(tl.int64) * indices_strides[1] + heads.to(tl.int64) * indices_strides[2]
     blocks = tl.load(rows[:, None] + entry[None, :], mask=mask, other=-1)  # [BLOCK_ROWS, BLOCK_S]
-    num_blocks = count_readable_blocks(last_visible(positions, layout), num_keys, BLOCK_SIZE, CAUSAL)
+    num_blocks = count_readable_blocks(positions, num_keys, BLOCK_SIZE, CAUSAL)
     counts = mask & (blocks >= 0) & (blocks < num_blocks[:, None])
     if UNIQUE:
         for earlier in range(NUM_SELECTED - 1):

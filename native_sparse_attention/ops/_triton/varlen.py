@@ -27,8 +27,7 @@ class SequenceLayout(NamedTuple):
 
     num_sequences, seqlen_q, seqlen_k: N (not packed: B), T, S. q_offset: offset of all sequences, or None; q_offsets:
     one per sequence. cu_seqlens, cu_seqlens_k, seqlens_k: as the ops take them. cu_blocks: `[N + 1]`, packed only:
-    first compressed block of every sequence. compress_size, compress_stride: (l, d) where the keys are compressed
-    blocks, so that all lengths of keys count blocks and the positions of queries count tokens; otherwise None.
+    first compressed block of every sequence.
     """
 
     num_sequences: int
@@ -40,8 +39,6 @@ class SequenceLayout(NamedTuple):
     cu_seqlens: Tensor | None
     cu_seqlens_k: Tensor | None
     cu_blocks: Tensor | None
-    compress_size: int | None = None
-    compress_stride: int | None = None
 
 
 def make_layout(sequences: Sequences, block_size: int = 1, stride: int = 1) -> SequenceLayout:
@@ -238,14 +235,6 @@ def locate_queries(index, layout, TILE: tl.constexpr):
 def count_blocks(num_tokens, block_size, stride):
     """Return the number of compressed blocks that `num_tokens` tokens complete."""
     return tl.maximum(num_tokens - block_size + stride, 0) // stride
-
-
-@triton.jit
-def last_visible(positions, layout):
-    """Return the last key that a causal query at a position may read; below 0 if there is none."""
-    if layout.compress_stride is not None:
-        positions = count_blocks(positions + 1, layout.compress_size, layout.compress_stride) - 1
-    return positions
 
 
 @triton.jit

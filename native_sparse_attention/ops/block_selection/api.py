@@ -12,7 +12,7 @@ from torch import Tensor
 
 from native_sparse_attention.core import checks
 from native_sparse_attention.core.backend import BackendChoice, Candidates, choose_backend, serves
-from native_sparse_attention.core.call import Call, Regions, SelectionRules, make_call
+from native_sparse_attention.core.call import Call, SelectionRules, make_call
 from native_sparse_attention.ops._triton import support
 
 # A tile of the Triton kernel holds the heads that select together, and the blocks of a row.
@@ -111,20 +111,9 @@ def select_blocks(
 
 
 def select(
-    q: Tensor,
-    k_cmp: Tensor,
-    lse: Tensor,
-    sizes: tuple[int, int, int],
-    call: Call,
-    rules: SelectionRules,
-    backend: str,
-    regions: Regions | None = None,
+    q: Tensor, k_cmp: Tensor, lse: Tensor, sizes: tuple[int, int, int], call: Call, rules: SelectionRules, backend: str
 ) -> Tensor:
-    """Run `select_blocks` with checked arguments on a resolved backend.
-
-    sizes: (l, d, l'). regions: of compressed blocks, whose weights alone count, or None for all; lse is that of
-    compressed attention within them.
-    """
+    """Run `select_blocks` with checked arguments on a resolved backend. sizes: (l, d, l')."""
     missing = 0
     if rules.block_counts is not None and not isinstance(rules.block_counts, Tensor):
         num_read = max(0, min(rules.block_counts, rules.num_selected))
@@ -134,10 +123,7 @@ def select(
             from native_sparse_attention.ops.block_selection import triton as ops
         case _:
             from native_sparse_attention.ops.block_selection import eager as ops
-    if regions is None:
-        blocks = ops.select_blocks(q, k_cmp, lse, sizes, call, rules)
-    else:
-        blocks = ops.select_in_regions(q, k_cmp, lse, regions, sizes, call, rules)
+    blocks = ops.select_blocks(q, k_cmp, lse, sizes, call, rules)
     return torch.nn.functional.pad(blocks, (0, missing), value=-1) if missing else blocks
 
 
@@ -322,10 +308,9 @@ def score(
     straight_through: tuple[int, int, int] | None = None,
     *,
     backend: str,
-    regions: Regions | None = None,
 ) -> Tensor:
     """Run `chosen_scores`, or with straight_through = (num_init, num_local, num_recent) `straight_through_scale`, with
-    checked arguments on a resolved backend. regions: as in `select`.
+    checked arguments on a resolved backend.
     """
     match backend:
         case 'triton':
@@ -333,8 +318,8 @@ def score(
         case _:
             from native_sparse_attention.ops.block_selection import eager as ops
     if straight_through is None:
-        return ops.chosen_scores(q, k_cmp, lse, block_indices, sizes, call, regions)
-    return ops.straight_through_scale(q, k_cmp, lse, block_indices, sizes, call, straight_through, regions)
+        return ops.chosen_scores(q, k_cmp, lse, block_indices, sizes, call)
+    return ops.straight_through_scale(q, k_cmp, lse, block_indices, sizes, call, straight_through)
 
 
 def backend_of(op: str, q: Tensor, k_cmp: Tensor, *, backend: str = 'auto', **settings: Any) -> BackendChoice:

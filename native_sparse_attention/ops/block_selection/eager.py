@@ -7,7 +7,7 @@ from einops import rearrange
 from torch import Tensor
 
 from native_sparse_attention.core.autocast import without_autocast
-from native_sparse_attention.core.call import Call, Regions, SelectionRules
+from native_sparse_attention.core.call import Call, SelectionRules
 from native_sparse_attention.core.geometry import (
     compressed_block_end,
     forced_priority,
@@ -16,20 +16,16 @@ from native_sparse_attention.core.geometry import (
     overlapping_blocks,
     shared_tokens,
 )
-from native_sparse_attention.ops._eager import cap, compute_dtype, in_query_chunks, in_regions, select_first
+from native_sparse_attention.ops._eager import cap, compute_dtype, in_query_chunks
+
+# Larger than every index, so that padding is sorted behind the blocks.
+NO_BLOCK = 2**31 - 1
 
 
 @torch.no_grad()
 def select_blocks(
-    q: Tensor,
-    k_cmp: Tensor,
-    lse: Tensor,
-    sizes: tuple[int, int, int],
-    call: Call,
-    rules: SelectionRules,
-    regions: Regions | None = None,
+    q: Tensor, k_cmp: Tensor, lse: Tensor, sizes: tuple[int, int, int], call: Call, rules: SelectionRules
 ) -> Tensor:
-    """regions: as in `select_in_regions`, or None for all compressed blocks."""
     sequences, causal, scale, softcap = call
     num_selected, num_init, num_local, num_recent, share_group, block_counts = rules
     batch, seqlen, heads, _ = q.shape
@@ -53,17 +49,10 @@ def select_blocks(
             visible = visible & (compressed_block_end(compressed, block_size, stride) <= chunk.position[..., None])
         logits = torch.einsum('bthgd,bshd->bthgs', queries[:, start:stop].to(float_dtype), k_cmp) * scale
         exponent = cap(logits, softcap) - row_lse[:, start:stop].to(float_dtype)
-        is_read = visible[:, :, None, None]
-        if regions is not None:
-            in_read = in_regions(regions, start, stop, compressed, heads)
-            is_read = is_read & rearrange(in_read, 'b t (h g) s -> b t h g s', h=kv_heads)
-        weights = exponent.masked_fill(~is_read, -torch.inf).exp()
+        weights = exponent.masked_fill(~visible[:, :, None, None], -torch.inf).exp()
         # [B, T, HI, C]
         weights = weights.sum(3) if share_group else rearrange(weights, 'b t h g s -> b t (h g) s')
         scores = weights.new_zeros(*weights.shape[:3], block.shape[0])
-        has_visible = has_read = torch.zeros_like(scores, dtype=torch.bool)
-        if regions is not None:
-            is_read = is_read.any(3) if share_group else rearrange(is_read, 'b t h g s -> b t (h g) s')
         if num_compressed:
             for offset in overlapping_blocks(*sizes):
                 compressed = (block * blocks_per_selection + offset)[None, None]
@@ -72,50 +61,22 @@ def select_blocks(
                 weight = weights.gather(-1, slot[:, :, None].expand_as(scores))
                 share = shared_tokens(offset, *sizes) / stride
                 scores += torch.where(exists[:, :, None], weight * share, 0)
-                if regions is not None:
-                    has_visible = has_visible | (exists & visible.gather(-1, slot))[:, :, None]
-                    has_read = has_read | (exists[:, :, None] & is_read.gather(-1, slot[:, :, None].expand_as(scores)))
         own_block = (chunk.position[..., None] - num_recent) // selection_block_size
         selectable = block < num_selection_blocks(tokens[:, start:stop, None], selection_block_size)
         if causal:
             selectable = selectable & (block <= own_block)
-        priority = forced_priority(block, own_block, num_init, num_local, causal)[:, :, None]
-        selectable = selectable[:, :, None] & (has_read | ~has_visible | (priority > 0))
+        priority = forced_priority(block, own_block, num_init, num_local, causal)
         counts = None if block_counts is None else block_counts[:, start:stop, :, None]
-        return (select_first(scores, priority, selectable, num_selected, counts),)
+        return (_select_first(scores, priority[:, :, None], selectable[:, :, None], num_selected, counts),)
 
     with without_autocast(q):
         (blocks,) = in_query_chunks(select, seqlen, batch * heads * max(num_compressed, block.shape[0]), dims=(1,))
     return blocks
 
 
-def select_in_regions(
-    q: Tensor,
-    k_cmp: Tensor,
-    lse: Tensor,
-    regions: Regions,
-    sizes: tuple[int, int, int],
-    call: Call,
-    rules: SelectionRules,
-) -> Tensor:
-    """Select blocks as `select_blocks` does, where compressed blocks outside the regions have no weight.
-
-    A selection block that shares tokens with visible compressed blocks, none of which is in a region that the query
-    reads, is selected only if it is forced.
-    """
-    return select_blocks(q, k_cmp, lse, sizes, call, rules, regions)
-
-
 def chosen_scores(
-    q: Tensor,
-    k_cmp: Tensor,
-    lse: Tensor,
-    block_indices: Tensor,
-    sizes: tuple[int, int, int],
-    call: Call,
-    regions: Regions | None = None,
+    q: Tensor, k_cmp: Tensor, lse: Tensor, block_indices: Tensor, sizes: tuple[int, int, int], call: Call
 ) -> Tensor:
-    """regions: compressed blocks outside them have no weight."""
     sequences, causal, scale, softcap = call
     batch, seqlen, heads, head_dim = q.shape
     num_compressed, kv_heads = k_cmp.shape[1:3]
@@ -148,9 +109,6 @@ def chosen_scores(
         visible = exists & (compressed >= 0) & (compressed < key_len)
         if causal:
             visible = visible & (compressed_block_end(compressed, block_size, stride) <= position)
-        if regions is not None:
-            indices = regions.indices[:, start:stop].repeat_interleave(index_heads // regions.indices.shape[2], 2)
-            visible = visible & (indices[:, :, :, None, None] == (compressed // regions.size)[..., None]).any(-1)
         slot = (compressed + key_start).clamp(0, max(0, num_compressed - 1))
         keys = torch.where(visible[..., None], k_cmp[row, slot, kv_head], 0)
         logits = torch.einsum('bthgd,bthnod->bthgno', queries[:, start:stop].to(float_dtype), keys) * scale
@@ -164,9 +122,7 @@ def chosen_scores(
 
     if num_compressed == 0:
         return torch.zeros(block_indices.shape, dtype=float_dtype, device=q.device)
-    num_regions = 0 if regions is None else regions.indices.shape[3]
-    elements = batch * index_heads * num_selected * len(overlapping)
-    elements *= max(head_dim, heads // index_heads, num_regions)
+    elements = batch * index_heads * num_selected * len(overlapping) * max(head_dim, heads // index_heads)
     with without_autocast(q):
         (scores,) = in_query_chunks(score, seqlen, elements, dims=(1,))
     return scores
@@ -180,11 +136,29 @@ def straight_through_scale(
     sizes: tuple[int, int, int],
     call: Call,
     forced: tuple[int, int, int],
-    regions: Regions | None = None,
 ) -> Tensor:
-    scores = chosen_scores(q, k_cmp, lse, block_indices, sizes, call, regions)
+    scores = chosen_scores(q, k_cmp, lse, block_indices, sizes, call)
     layout, _ = call.sequences.compressed_layout(*sizes[:2])
     num_init, num_local, num_recent = forced
     own_block = (layout.position[..., None, None] - num_recent) // sizes[2]
     is_forced = forced_priority(block_indices, own_block, num_init, num_local, call.causal) > 0
     return 1 + (scores - scores.detach()).masked_fill(is_forced, 0)
+
+
+def _select_first(
+    scores: Tensor, priority: Tensor, selectable: Tensor, num_selected: int, counts: Tensor | None = None
+) -> Tensor:
+    """Return the first `num_selected` blocks by priority, then score, then index: int32 `[..., n]`, ascending, padded
+    with -1. counts `[..., 1]`: blocks per row, if fewer.
+    """
+    by_score = scores.sort(dim=-1, descending=True, stable=True).indices
+    priority = torch.where(selectable, priority, -1).expand_as(scores).gather(-1, by_score)
+    by_priority = priority.sort(dim=-1, descending=True, stable=True)
+    first = by_score.gather(-1, by_priority.indices)
+    first = torch.where(by_priority.values >= 0, first, NO_BLOCK)
+    # Pad at every number of blocks, so that torch.compile needs one graph for numbers below and above num_selected.
+    first = torch.nn.functional.pad(first, (0, num_selected), value=NO_BLOCK)[..., :num_selected]
+    if counts is not None:
+        first = torch.where(torch.arange(num_selected, device=first.device) < counts, first, NO_BLOCK)
+    first = first.sort(-1).values
+    return torch.where(first < NO_BLOCK, first, -1).int()

@@ -7,9 +7,9 @@ from einops import rearrange
 from torch import Tensor
 
 from native_sparse_attention.core.autocast import without_autocast
-from native_sparse_attention.core.call import Call, Regions
+from native_sparse_attention.core.call import Call
 from native_sparse_attention.core.geometry import compressed_block_end
-from native_sparse_attention.ops._eager import compute_dtype, in_query_chunks, in_regions, masked_attention
+from native_sparse_attention.ops._eager import compute_dtype, in_query_chunks, masked_attention
 
 
 def compressed_attention(
@@ -20,9 +20,7 @@ def compressed_attention(
     sizes: tuple[int, int],
     call: Call,
     sinks: Tensor | None,
-    regions: Regions | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """regions: the compressed blocks that a query reads beside the memory pairs, or None for all."""
     (block_size, stride), (sequences, causal, scale, softcap) = sizes, call
     batch, seqlen, heads, _ = q.shape
     num_compressed, kv_heads = k_cmp.shape[1:3]
@@ -44,15 +42,12 @@ def compressed_attention(
         block, visible = chunk.key_position(index[None, None])
         if causal:
             visible = visible & (compressed_block_end(block, block_size, stride) <= chunk.position[..., None])
-        visible = visible[:, None]
-        if regions is not None:
-            visible = visible & in_regions(regions, start, stop, block, heads).transpose(1, 2)
-        memory = chunk.covered[:, None, :, None].expand(-1, visible.shape[1], -1, num_memory)
+        visible = torch.cat((chunk.covered[..., None].expand(-1, -1, num_memory), visible), -1)
         return masked_attention(
             queries[:, start:stop].to(float_dtype),
             keys,
             values,
-            torch.cat((memory, visible), -1),
+            visible[:, None],
             scale,
             q.dtype,
             softcap=softcap,

@@ -32,7 +32,6 @@ def backend_of(
     num_selected: int,
     softcap: float | None = None,
     has_sinks: bool = False,
-    compress_levels: int = 1,
     backend: str = 'auto',
 ) -> BackendChoice:
     """Return the backend that serves a step of q `[B, T, HQ, D]`, k and v on a cache with blocks `compress` = (l, d):
@@ -45,8 +44,6 @@ def backend_of(
             return f'softcap is {softcap}, but its kernels cap no logits'
         if has_sinks:
             return 'there are sinks, but its kernels have none'
-        if compress_levels != 1:
-            return f'compress_levels is {compress_levels}, but its kernels have one level'
         return _unsupported(q, k, v, storage, sizes, num_selected)
 
     candidates = {'triton': unsupported, 'eager': serves}

@@ -153,25 +153,21 @@ def attend(
     backend: str,
     design: str | None = None,
     unit_scale: bool = False,
-    compress: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run `selected_attention` without a window, with checked arguments on a resolved backend.
 
-    unit_scale: block_scale is 1 everywhere. compress: (l, d) where k and v are compressed blocks, which the sequences
-    count (`Sequences.of_compressed`), on 'triton' and 'eager' alone.
+    unit_scale: block_scale is 1 everywhere.
     """
     arguments: Any = (q, k, v, block_indices, block_scale, block_size, call)
     match backend:
         case 'triton':
             from native_sparse_attention.ops.selected_attention import triton as ops
 
-            arguments = (*arguments, gate, design, unit_scale, compress)
+            arguments = (*arguments, gate, design, unit_scale)
         case 'flex':
             from native_sparse_attention.ops.selected_attention import flex as ops
         case _:
             from native_sparse_attention.ops.selected_attention import eager as ops
-
-            arguments = (*arguments, compress)
     return ops.selected_attention(*arguments)
 
 

@@ -8,22 +8,14 @@ from torch import Tensor
 
 from native_sparse_attention.core.autocast import without_autocast
 from native_sparse_attention.core.call import Call
-from native_sparse_attention.core.geometry import QueryLayout, in_window, num_compressed_blocks
+from native_sparse_attention.core.geometry import QueryLayout, in_window
 from native_sparse_attention.core.modifiers import Modifiers
 from native_sparse_attention.ops import _eager
 
 
 def selected_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_indices: Tensor,
-    block_scale: Tensor | None,
-    block_size: int,
-    call: Call,
-    compress: tuple[int, int] | None = None,
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_scale: Tensor | None, block_size: int, call: Call
 ) -> tuple[Tensor, Tensor]:
-    """compress: (l, d) where k and v are compressed blocks, which the sequences count (`Sequences.of_compressed`)."""
     sequences, causal, scale, softcap = call
     batch, seqlen, heads, head_dim = q.shape
     seqlen_k, kv_heads = k.shape[1:3]
@@ -49,8 +41,6 @@ def selected_attention(
         position, key_start, key_len = (t[..., None, None, None] for t in extents)
         visible = _counts(blocks, seqlen_k // block_size)[..., None] & (token < key_len)
         if causal:
-            if compress is not None:
-                position = num_compressed_blocks(position + 1, *compress) - 1
             visible = visible & (token <= position)
         visible, index = (rearrange(t, 'b t h n l -> b t h (n l)') for t in (visible, token + key_start))
         row = first_row + index.clamp(0, max(0, seqlen_k - 1)) * kv_heads

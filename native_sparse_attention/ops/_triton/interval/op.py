@@ -273,22 +273,6 @@ def prepare_window(
     return _prepare(q, k, v, None, None, flat, bound, 0, 1, 1, (softcap, sinks))
 
 
-def prepare_memory(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mem_k: Tensor | None,
-    mem_v: Tensor | None,
-    flat: Any,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Inputs:
-    """Return the inputs of `attend` for memory pairs and sinks alone. k, v: `[B, 0, H, D and DV]`. flat: the sequences,
-    without keys (`flatten`).
-    """
-    return _prepare(q, k, v, mem_k, mem_v, flat, None, None, 1, 1, (softcap, sinks))
-
-
 def _prepare(
     q: Tensor,
     k: Tensor,

@@ -1,7 +1,6 @@
 """Triton backend of block selection and of the scores of selected blocks."""
 
-from native_sparse_attention.ops.block_selection.triton.in_regions import select_in_regions
 from native_sparse_attention.ops.block_selection.triton.scores import chosen_scores, straight_through_scale
 from native_sparse_attention.ops.block_selection.triton.select import select_blocks
 
-__all__ = ['chosen_scores', 'select_blocks', 'select_in_regions', 'straight_through_scale']
+__all__ = ['chosen_scores', 'select_blocks', 'straight_through_scale']

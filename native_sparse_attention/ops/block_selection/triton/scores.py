@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from native_sparse_attention.core.call import Call, Regions
+from native_sparse_attention.core.call import Call
 from native_sparse_attention.core.geometry import max_length_of_compressed, overlapping_blocks
 from native_sparse_attention.ops._triton import varlen
 from native_sparse_attention.ops._triton.inverse_index import group_pairs, make_inverse_index, num_block_slots
@@ -26,7 +26,7 @@ from native_sparse_attention.ops.block_selection.triton.scores_backward import (
     partial_kernel,
 )
 from native_sparse_attention.ops.block_selection.triton.scores_forward import dq_kernel, forward_kernel
-from native_sparse_attention.ops.block_selection.triton.scores_tiles import Meta, RegionRows, Sizes
+from native_sparse_attention.ops.block_selection.triton.scores_tiles import Meta, Sizes
 
 # Queries times heads per program in the gradient of compressed keys, by bytes of an element. float32 sums are shorter
 # and so more exact.
@@ -36,17 +36,9 @@ WORKSPACE = 2**28
 
 
 def chosen_scores(
-    q: Tensor,
-    k_cmp: Tensor,
-    lse: Tensor,
-    block_indices: Tensor,
-    sizes: tuple[int, int, int],
-    call: Call,
-    regions: Regions | None = None,
+    q: Tensor, k_cmp: Tensor, lse: Tensor, block_indices: Tensor, sizes: tuple[int, int, int], call: Call
 ) -> Tensor:
-    """regions: compressed blocks outside of these have no weight."""
-    tensors, read = (q, k_cmp, lse, block_indices), regions or (None, 0)
-    return _forward(*tensors, *varlen.flatten(call.sequences), *sizes, *call[1:], 0, 0, 0, *read, False)
+    return _forward(q, k_cmp, lse, block_indices, *varlen.flatten(call.sequences), *sizes, *call[1:], 0, 0, 0, False)
 
 
 def straight_through_scale(
@@ -57,17 +49,15 @@ def straight_through_scale(
     sizes: tuple[int, int, int],
     call: Call,
     forced: tuple[int, int, int],
-    regions: Regions | None = None,
 ) -> Tensor:
-    tensors, read = (q, k_cmp, lse, block_indices), regions or (None, 0)
-    return _forward(*tensors, *varlen.flatten(call.sequences), *sizes, *call[1:], *forced, *read, True)
+    return _forward(q, k_cmp, lse, block_indices, *varlen.flatten(call.sequences), *sizes, *call[1:], *forced, True)
 
 
 # Arguments of the op without its last one, and of its backward op after the gradient.
 _INPUTS = (
     f'Tensor q, Tensor k_cmp, Tensor lse, Tensor block_indices, {SEQUENCES}, SymInt block_size, SymInt stride, '
     'SymInt selection_block_size, bool causal, float scale, float? softcap, SymInt num_init, SymInt num_local, '
-    'SymInt num_recent, Tensor? regions, SymInt region_size'
+    'SymInt num_recent'
 )
 
 
@@ -75,15 +65,15 @@ _INPUTS = (
 def _forward(q: Tensor, k_cmp: Tensor, lse: Tensor, block_indices: Tensor, *rest: Any) -> Tensor:
     """straight_through: return 1 in place of the scores, with the gradients of blocks that are not forced."""
     flat, (block_size, stride, selection_block_size) = rest[:6], rest[6:9]
-    causal, scale, softcap, *_, regions, region_size, straight_through = rest[9:]
+    causal, scale, softcap, *_, straight_through = rest[9:]
     if straight_through:
         return torch.ones(block_indices.shape, dtype=torch.float32, device=q.device)
-    q, k_cmp, block_indices, regions = varlen.last_dim_contiguous(q, k_cmp, block_indices, regions)
+    q, k_cmp, block_indices = varlen.last_dim_contiguous(q, k_cmp, block_indices)
     layout, sizes = _place(q, k_cmp, flat, block_size, stride)
     out = q.new_empty(block_indices.shape, dtype=torch.float32)
     if out.numel() == 0 or k_cmp.shape[1] == 0:
         return out.zero_()
-    meta = _meta(q, k_cmp, block_indices, block_size, stride, selection_block_size, causal, regions, region_size)
+    meta = _meta(q, k_cmp, block_indices, block_size, stride, selection_block_size, causal)
     tile = _query_tile(scores_settings.FORWARD, q, meta)
     tile |= _split_columns(tile.pop('BLOCK_N'), meta)
     launch(
@@ -91,7 +81,7 @@ def _forward(q: Tensor, k_cmp: Tensor, lse: Tensor, block_indices: Tensor, *rest
         (varlen.num_tiles(layout, q.shape[1], 1), block_indices.shape[2]),
         *(q, k_cmp, lse, block_indices, out),
         *(q.stride(), k_cmp.stride(), lse.stride(), block_indices.stride(), out.stride()),
-        *(layout, sizes, scale, softcap, _region_rows(regions)),
+        *(layout, sizes, scale, softcap),
         meta=meta,
         **tile,
         INT64_OFFSETS=is_wide(k_cmp),
@@ -108,8 +98,8 @@ def _backward(
     needs_dk. Scores of blocks forced by num_init and num_local have no gradient.
     """
     flat, (block_size, stride, selection_block_size) = rest[:6], rest[6:9]
-    causal, scale, softcap, num_init, num_local, num_recent, regions, region_size, needs_dq, needs_dk = rest[9:]
-    q, k_cmp, block_indices, regions = varlen.last_dim_contiguous(q, k_cmp, block_indices, regions)
+    causal, scale, softcap, num_init, num_local, num_recent, needs_dq, needs_dk = rest[9:]
+    q, k_cmp, block_indices = varlen.last_dim_contiguous(q, k_cmp, block_indices)
     layout, sizes = _place(q, k_cmp, flat, block_size, stride)
     sizes = sizes._replace(num_init=num_init, num_local=num_local, num_recent=num_recent)
     dq, dk, dlse = (
@@ -117,7 +107,7 @@ def _backward(
     )
     if dout.numel() == 0 or k_cmp.shape[1] == 0 or layout.seqlen_k == 0:
         return dq.zero_(), dk.zero_(), dlse.zero_()
-    meta = _meta(q, k_cmp, block_indices, block_size, stride, selection_block_size, causal, regions, region_size)
+    meta = _meta(q, k_cmp, block_indices, block_size, stride, selection_block_size, causal)
     if needs_dq:
         tile = _query_tile(scores_settings.DQ, q, meta)
         tiles_of_group = -(-meta.group // tile['BLOCK_G'])
@@ -127,14 +117,14 @@ def _backward(
             (varlen.num_tiles(layout, q.shape[1], 1), block_indices.shape[2] * tiles_of_group),
             *tensors,
             *(t.stride() for t in tensors),
-            *(layout, sizes, scale, softcap, _region_rows(regions)),
+            *(layout, sizes, scale, softcap),
             meta=meta,
             **tile,
             INT64_OFFSETS=is_wide(k_cmp),
             device=q.device,
         )
     if needs_dk:
-        _add_queries(dout, q, k_cmp, lse, block_indices, regions, dk.zero_(), layout, sizes, scale, softcap, meta)
+        _add_queries(dout, q, k_cmp, lse, block_indices, dk.zero_(), layout, sizes, scale, softcap, meta)
     return dq, dk, dlse
 
 
@@ -144,7 +134,6 @@ def _add_queries(
     k_cmp: Tensor,
     lse: Tensor,
     block_indices: Tensor,
-    regions: Tensor | None,
     dk: Tensor,
     layout: varlen.SequenceLayout,
     sizes: Sizes,
@@ -196,7 +185,7 @@ def _add_queries(
                 (len(pairs) * num_chunks, -(-num_offsets // block_c)),
                 *(*tensors, entries, starts, partial),
                 *(*(t.stride() for t in tensors), partial.stride()),
-                *(layout, sizes, index_range, scale, softcap, _region_rows(regions)),
+                *(layout, sizes, index_range, scale, softcap),
                 **constants,
                 BLOCK_M=block_m,
                 BLOCK_O=block_c,
@@ -257,25 +246,12 @@ def _place(q: Tensor, k_cmp: Tensor, flat: Any, block_size: int, stride: int) ->
 
 
 def _meta(
-    q: Tensor,
-    k_cmp: Tensor,
-    block_indices: Tensor,
-    block_size: int,
-    stride: int,
-    selection_block: int,
-    causal: bool,
-    regions: Tensor | None,
-    region_size: int,
+    q: Tensor, k_cmp: Tensor, block_indices: Tensor, block_size: int, stride: int, selection_block: int, causal: bool
 ) -> Meta:
     index_heads, num_selected = block_indices.shape[2:]
     offsets = overlapping_blocks(block_size, stride, selection_block)
     heads = (q.shape[2] // index_heads, index_heads // k_cmp.shape[2])
-    sizes = (num_selected, selection_block, offsets.stop, offsets.start, q.shape[3])
-    return Meta(causal, *heads, *sizes, 0 if regions is None else regions.shape[3], region_size)
-
-
-def _region_rows(regions: Tensor | None) -> RegionRows | None:
-    return None if regions is None else RegionRows(regions, *regions.stride()[:3])
+    return Meta(causal, *heads, num_selected, selection_block, offsets.stop, offsets.start, q.shape[3])
 
 
 def _query_tile(table: Table, q: Tensor, meta: Meta) -> dict[str, int]:

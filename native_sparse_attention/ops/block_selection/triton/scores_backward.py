@@ -21,9 +21,7 @@ from native_sparse_attention.ops._triton.varlen import find_tile, load_extent, l
 from native_sparse_attention.ops.block_selection.triton.scores_tiles import (
     before_cap,
     is_forced,
-    load_regions,
     locate_compressed,
-    read_by_queries,
     share_of,
     weigh,
 )
@@ -66,7 +64,6 @@ def partial_kernel(
     index_range,
     scale,
     softcap,
-    regions,
     meta: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -134,10 +131,6 @@ def partial_kernel(
         seen = key_mask[:, None] & row_mask[None, :]
         if meta.causal:
             seen = seen & (keys[:, None] * sizes.stride + sizes.block_size - 1 <= position[None, :])
-        if regions is not None:
-            index_rows = row * regions.batch_stride + tokens * regions.token_stride + index_head * regions.head_stride
-            query_regions = load_regions(regions.indices, index_rows, row_mask, meta)  # [BLOCK_M, R]
-            seen = seen & read_by_queries(block, keys, query_regions, meta)
         dlogits = before_cap(tl.where(seen, dlogits, 0.0), products, seen, scale, softcap)
         dk = dot_exact(dlogits, split_finite(q)[0], dk)
         entry = following

@@ -12,10 +12,8 @@ from native_sparse_attention.ops._triton.tiles import dot_exact, load_rows, stor
 from native_sparse_attention.ops.block_selection.triton.scores_tiles import (
     before_cap,
     is_forced,
-    load_regions_of_query,
     locate_query,
     overlapping_columns,
-    read_by_query,
     share_of,
     weigh,
 )
@@ -37,7 +35,6 @@ def forward_kernel(
     sizes,
     scale,
     softcap,
-    regions,
     meta: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_S: tl.constexpr,
@@ -45,10 +42,7 @@ def forward_kernel(
     BLOCK_D: tl.constexpr,
     INT64_OFFSETS: tl.constexpr,
 ):
-    """q: `[B, T, HQ, D]`. k: `[B, C, H, D]`. lse: `[B, HQ, T]`. indices, out: `[B, T, HI, n]`.
-
-    regions: `RegionRows`, or None where every query reads all compressed blocks.
-    """
+    """q: `[B, T, HQ, D]`. k: `[B, C, H, D]`. lse: `[B, HQ, T]`. indices, out: `[B, T, HI, n]`."""
     GROUP: tl.constexpr = meta.group
     HEAD_DIM: tl.constexpr = meta.head_dim
     row, token, is_query, position, num_tokens, key_start, num_keys = locate_query(tl.program_id(0), layout, sizes)
@@ -60,8 +54,6 @@ def forward_kernel(
     lse_ptr += row * lse_strides[0] + token * lse_strides[2]
     indices_ptr += row * indices_strides[0] + token * indices_strides[1] + head * indices_strides[2]
     out_ptr += row * out_strides[0] + token * out_strides[1] + head * out_strides[2]
-    if regions is not None:
-        query_regions = load_regions_of_query(regions, row, token, head, meta)  # [1, R]
     BLOCK_N: tl.constexpr = BLOCK_S * BLOCK_O
     for first_slot in range(0, meta.num_selected, BLOCK_S):
         slots = first_slot + tl.arange(0, BLOCK_S)
@@ -71,8 +63,6 @@ def forward_kernel(
             _, keys, seen = overlapping_columns(
                 indices_ptr, slots[:, None], offsets[None, :], position, num_tokens, num_keys, sizes, meta
             )
-            if regions is not None:
-                seen = seen & read_by_query(keys, query_regions, meta)
             columns = tl.reshape(seen, [BLOCK_N])
             k = load_rows(k_ptr, tl.reshape(keys, [BLOCK_N]), k_strides[1], columns, HEAD_DIM, BLOCK_D, INT64_OFFSETS)
             total = tl.zeros([BLOCK_N], tl.float32)
@@ -111,7 +101,6 @@ def dq_kernel(
     sizes,
     scale,
     softcap,
-    regions,
     meta: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -136,8 +125,6 @@ def dq_kernel(
     lse = tl.load(lse_ptr + heads * lse_strides[1], mask=row_mask, other=0.0).to(tl.float32)
     dq = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     dlse = tl.zeros([BLOCK_G], tl.float32)
-    if regions is not None:
-        query_regions = load_regions_of_query(regions, row, token, head, meta)  # [1, R]
     NUM_OFFSETS: tl.constexpr = meta.per_selection - meta.first_offset
     for first_column in range(0, meta.num_selected * NUM_OFFSETS, BLOCK_N):
         columns = first_column + tl.arange(0, BLOCK_N)  # every slot with every offset
@@ -147,8 +134,6 @@ def dq_kernel(
             indices_ptr, slots, offsets, position, num_tokens, num_keys, sizes, meta
         )
         learns = learns & ~is_forced(blocks, position, sizes, meta)
-        if regions is not None:
-            learns = learns & read_by_query(keys, query_regions, meta)
         k = load_rows(k_ptr, keys, k_strides[1], learns, meta.head_dim, BLOCK_D, INT64_OFFSETS)
         products = tl.dot(q, tl.trans(k), input_precision='ieee')  # [BLOCK_G, BLOCK_N]
         weights = weigh(products, lse[:, None], scale, softcap)

@@ -7,7 +7,7 @@ float32 with half types.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -35,8 +35,7 @@ class Meta(NamedTuple):
     """Sizes of the problem, a compile-time constant.
 
     The `group` heads of an index head share its row; a KV head has `repeats` index heads. A selection block overlaps
-    the compressed blocks at the offsets first_offset ... per_selection - 1. num_regions: R, or 0 where every query
-    reads all of them; region_size: m.
+    the compressed blocks at the offsets first_offset ... per_selection - 1.
     """
 
     causal: bool
@@ -47,17 +46,6 @@ class Meta(NamedTuple):
     per_selection: int
     first_offset: int
     head_dim: int
-    num_regions: int = 0
-    region_size: int = 0
-
-
-class RegionRows(NamedTuple):
-    """Regions that queries read: int32 `[B, T, HI, R]`, last dimension contiguous, and its strides."""
-
-    indices: Any
-    batch_stride: int
-    token_stride: int
-    head_stride: int
 
 
 @triton.jit
@@ -113,44 +101,6 @@ def overlapping_columns(indices_ptr, slots, offsets, position, num_tokens, num_k
     if meta.causal:
         seen = seen & (keys * sizes.stride + sizes.block_size - 1 <= position)
     return blocks, tl.where(seen, keys, 0), seen
-
-
-@triton.jit
-def load_regions(indices_ptr, rows, mask, meta: tl.constexpr):
-    """Load the regions `[M, R]` that queries read, -1 where masked or missing. rows: offsets of index rows."""
-    BLOCK_R: tl.constexpr = triton.next_power_of_2(max(1, meta.num_regions))
-    slots = tl.arange(0, BLOCK_R)
-    mask = mask[:, None] & (slots < meta.num_regions)[None, :]
-    return tl.load(indices_ptr + rows[:, None] + slots[None, :], mask=mask, other=-1)
-
-
-@triton.jit
-def load_regions_of_query(regions, row, token, head, meta: tl.constexpr):
-    """Load the regions `[1, R]` that one query reads. regions: `RegionRows`."""
-    first = row * regions.batch_stride + token * regions.token_stride + head * regions.head_stride
-    rows = first + tl.zeros([1], tl.int64)
-    return load_regions(regions.indices, rows, rows == first, meta)
-
-
-@triton.jit
-def read_by_query(keys, regions, meta: tl.constexpr):
-    """Return whether compressed blocks are in the regions `[1, R]` of one query."""
-    is_in_region = tl.ravel(keys // meta.region_size)[:, None] == regions
-    return tl.reshape(tl.max(is_in_region.to(tl.int32), 1) > 0, keys.shape)
-
-
-@triton.jit
-def read_by_queries(block, keys, regions, meta: tl.constexpr):
-    """Return `[O, M]`: whether compressed blocks `[O]`, which overlap selection block `block`, are in the regions
-    `[M, R]` of M queries.
-    """
-    own_region = block * meta.per_selection // meta.region_size
-    NUM_OVERLAPPED: tl.constexpr = 1 + (meta.region_size - 1 - meta.first_offset) // meta.region_size
-    read = tl.zeros([keys.shape[0], regions.shape[0]], tl.int1)
-    for back in tl.static_range(NUM_OVERLAPPED):
-        is_listed = tl.max((regions == own_region - back).to(tl.int32), 1) > 0
-        read = read | ((keys // meta.region_size == own_region - back)[:, None] & is_listed[None, :])
-    return read
 
 
 @triton.jit

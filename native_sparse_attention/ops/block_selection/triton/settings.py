@@ -19,15 +19,6 @@ SELECT: Table = read_table("""
     sm90 2: 128 64 4 2 | 128 64 4 2 | -
 """)
 
-# block_m: tiles of compressed blocks whose candidates are ranked at once. block_n: compressed blocks of a tile.
-IN_REGIONS: Table = read_table("""
-    sm80 2: 16 64 2 2 | 16 64 2 2 | 16 32 2 2
-    sm80 4: 16 32 4 1 | 16 32 4 1 | 16 16 8 1
-    sm86 2: 16 64 2 2 | 16 64 2 2 | 16 32 2 2
-    sm86 4: 16 32 4 1 | 16 32 4 1 | 16 16 8 1
-    sm90 2: 16 64 1 3 | 16 64 1 3 | 16 32 1 3
-""")
-
 
 def limit_registers(q: Tensor, levels: int) -> dict[str, int]:
     """Return the register limit that lets three programs of the kernel share an SM of Hopper.

@@ -50,14 +50,14 @@ def make_sort_keys(
     if is_first | (
         first_block + scores.shape[0] > tl.minimum(tl.min(own_block, 0) - selection.num_local + 1, num_blocks)
     ):
-        sort_keys = force_blocks(
+        sort_keys = _force_blocks(
             sort_keys, first_block + columns_of_tile, own_block[:, None], num_blocks, selection, CAUSAL
         )
     return sort_keys
 
 
 @triton.jit
-def force_blocks(sort_keys, block, own_block, num_blocks, selection, CAUSAL: tl.constexpr):
+def _force_blocks(sort_keys, block, own_block, num_blocks, selection, CAUSAL: tl.constexpr):
     """Replace the keys of forced blocks by those of geometry.forced_priority, above all scores, and the keys of blocks
     that must not be selected by -1.
     """

@@ -191,13 +191,8 @@ def make_arguments(
     causal: bool,
     scale: float,
     softcap: float | None,
-    compress: tuple[int, int] | None = None,
 ) -> Arguments:
-    """Return the arguments. tensors: q, k, v, block_indices and block_scale. compress: (l, d) where k and v hold
-    compressed blocks; sequences then count them (`Sequences.of_compressed`).
-    """
+    """Return the arguments. tensors: q, k, v, block_indices and block_scale."""
     q, k, v, block_indices, block_scale = last_dim_contiguous(*tensors)
     layout = make_layout(sequences)
-    if compress is not None:
-        layout = layout._replace(compress_size=compress[0], compress_stride=compress[1])
     return Arguments(q, k, v, block_indices, block_scale, layout, block_size, causal, scale, softcap)

@@ -44,14 +44,12 @@ def selected_attention(
     gate: Tensor | None = None,
     design: str | None = None,
     unit_scale: bool = False,
-    compress: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the output `[B, T, HQ, DV]` and the log-sum-exp `[B, HQ, T]`.
 
     gate: `[B, T, HQ]`, if the output's incoming gradient is that of gate * output; the log-sum-exp has no gradient
     then. design: one of `plan.DESIGNS` for forward and backward pass, None for the choice by shape. unit_scale:
-    block_scale is 1 everywhere, so block-major kernels do not load it. compress: (l, d) where k and v are compressed
-    blocks; the sequences then count them (`Sequences.of_compressed`).
+    block_scale is 1 everywhere, so block-major kernels do not load it.
 
     Raises:
         ValueError: if there is no such design.
@@ -59,7 +57,6 @@ def selected_attention(
     if design is not None and design not in plan.DESIGNS:
         raise ValueError(f'design is {design!r}, but must be one of {", ".join(plan.DESIGNS)}')
     arguments = (q, k, v, block_indices, block_scale, gate, *flatten(call.sequences), block_size, *call[1:])
-    arguments = (*arguments, *(compress or (None, None)))
     save_low_bits = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)
     save_low_bits = save_low_bits and stores_dlogits(
         q, k, v, block_indices, block_scale, block_size, plan.count_packed(call.sequences.cu_seqlens)
@@ -73,8 +70,8 @@ def selected_attention(
 # Arguments of the op, and of its backward op after what the forward pass returned.
 _INPUTS = (
     f'Tensor q, Tensor k, Tensor v, Tensor block_indices, Tensor? block_scale, Tensor? gate, {SEQUENCES}, '
-    'SymInt block_size, bool causal, float scale, float? softcap, SymInt? compress_size, SymInt? compress_stride, '
-    'bool unit_scale, str? design, bool save_index, bool save_low_bits'
+    'SymInt block_size, bool causal, float scale, float? softcap, bool unit_scale, str? design, bool save_index, '
+    'bool save_low_bits'
 )
 
 
@@ -91,10 +88,7 @@ def _forward(*inputs: Any) -> tuple[Tensor, ...]:
 
 def _arguments_of(q: Tensor, *inputs: Any) -> Arguments:
     k, v, block_indices, block_scale, _, *flat = inputs[:11]
-    block_size, causal, scale, softcap, size, stride = inputs[11:17]
-    compress = None if size is None or stride is None else (size, stride)
-    tensors = (q, k, v, block_indices, block_scale)
-    return make_arguments(tensors, unflatten(q, flat), block_size, causal, scale, softcap, compress)
+    return make_arguments((q, k, v, block_indices, block_scale), unflatten(q, flat), *inputs[11:15])
 
 
 def attend(

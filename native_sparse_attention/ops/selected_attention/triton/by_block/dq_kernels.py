@@ -17,7 +17,6 @@ import triton.language as tl
 from native_sparse_attention.ops._triton.inverse_index import load_entries, split_rows
 from native_sparse_attention.ops._triton.softcap import cap_logits, cap_slope
 from native_sparse_attention.ops._triton.tiles import add_product, load_rows, split_finite, store_rows
-from native_sparse_attention.ops._triton.varlen import last_visible
 from native_sparse_attention.ops.selected_attention.triton.by_block.partials import (
     find_unit,
     invert_power,
@@ -81,7 +80,7 @@ def block_dq_kernel(
     v_ptr = tensors.v + (row * strides.v[0] + kv_head * strides.v[2])
     k = load_rows(k_ptr, key_start + keys, strides.k[1], key_mask, sizes.head_dim, tile.block_d)  # [BLOCK_N, BLOCK_D]
     v = load_rows(v_ptr, key_start + keys, strides.v[1], key_mask, sizes.value_dim, tile.block_dv)
-    num_masked = count_masked_entries(entries_ptr, num_entries, keys, key_mask, offset, layout, csr, tile.chunk, sizes)
+    num_masked = count_masked_entries(entries_ptr, num_entries, keys, key_mask, offset, csr, tile.chunk, sizes)
     num_rows = num_entries * GROUP
     first_unmasked = tl.cdiv(num_masked * GROUP, BLOCK_M) * BLOCK_M
     num_heads = csr.kv_heads * sizes.repeats * GROUP
@@ -93,7 +92,7 @@ def block_dq_kernel(
     if inverse_units_ptr is not None:
         inverse_units_ptr += row * num_heads * layout.seqlen_q
     pointers = (q_ptr, dout_ptr, tensors.factors, strides)
-    block = (num_rows, pair, row, kv_head, keys, key_mask, offset, layout)
+    block = (num_rows, pair, row, kv_head, keys, key_mask, offset)
     row_sources = (entries_ptr, lse_ptr, delta_ptr, num_rows, kv_head, layout.seqlen_q)
     # For partial results, keys that some row does not read must be finite; all others are multiples of a unit.
     finite_k, largest, unit = k, 0.0, 1.0
@@ -173,12 +172,12 @@ def _differentiate(
     BLOCK_M: tl.constexpr = tile.block_m
     BLOCK_D: tl.constexpr = tile.block_d
     q_ptr, dout_ptr, factors_ptr, strides = pointers
-    num_rows, pair, row, kv_head, keys, key_mask, offset, layout = block
+    num_rows, pair, row, kv_head, keys, key_mask, offset = block
     entry, lse, delta, inverse = rows
     mask = first_row + tl.arange(0, BLOCK_M) < num_rows
     _, in_group = split_rows(first_row, GROUP, BLOCK_M)
     token, index_head, head = locate_entries(entry, in_group, kv_head, csr, sizes)
-    positions = last_visible(offset + token, layout)
+    positions = offset + token
     if tile.int64_offsets:
         token, head = token.to(tl.int64), head.to(tl.int64)
     offsets = token * strides.q[1] + head * strides.q[2]

@@ -29,7 +29,6 @@ from native_sparse_attention.ops._triton.inverse_index import (
 from native_sparse_attention.ops._triton.launch import head_block, is_wide, launch, row_block
 from native_sparse_attention.ops._triton.softcap import cap_logits
 from native_sparse_attention.ops._triton.tiles import add_product, load_rows, split_finite, store_rows
-from native_sparse_attention.ops._triton.varlen import last_visible
 from native_sparse_attention.ops.selected_attention.triton import settings
 from native_sparse_attention.ops.selected_attention.triton.arguments import Arguments, Tile, sizes_of, strides_of
 from native_sparse_attention.ops.selected_attention.triton.by_block.partials import (
@@ -141,12 +140,11 @@ def block_kernel(tensors, partials, strides, layout, csr, scale, softcap, sizes:
         # Weights are at most 1. The inverse is a power of two, so scaling loses no bits of a value.
         unit, inverse = find_unit(tl.max(largest, 0) * BLOCK_N)
         v = (v.to(tl.float32) * inverse).to(v.dtype)
-    num_masked = count_masked_entries(entries_ptr, num_entries, keys, key_mask, offset, layout, csr, tile.chunk, sizes)
+    num_masked = count_masked_entries(entries_ptr, num_entries, keys, key_mask, offset, csr, tile.chunk, sizes)
     num_rows = num_entries * GROUP
     first_unmasked = tl.cdiv(num_masked * GROUP, BLOCK_M) * BLOCK_M
     q_ptr = tensors.q + row * strides.q[0]
-    block = (num_rows, pair, row, kv_head, keys, key_mask, offset)
-    inputs = (q_ptr, tensors.factors, strides, block, layout, scale, softcap)
+    inputs = (q_ptr, tensors.factors, strides, num_rows, pair, row, kv_head, keys, key_mask, offset, scale, softcap)
     entry = load_entries(entries_ptr, 0, num_rows, GROUP, BLOCK_M)
     for first_row in tl.range(0, tl.minimum(first_unmasked, num_rows), BLOCK_M):
         following = load_entries(entries_ptr, first_row + BLOCK_M, num_rows, GROUP, BLOCK_M)
@@ -186,13 +184,12 @@ def _attend(
     GROUP: tl.constexpr = sizes.group
     BLOCK_M: tl.constexpr = tile.block_m
     BLOCK_DV: tl.constexpr = tile.block_dv
-    q_ptr, factors_ptr, strides, block, layout, scale, softcap = inputs
-    num_rows, pair, row, kv_head, keys, key_mask, offset = block
+    q_ptr, factors_ptr, strides, num_rows, pair, row, kv_head, keys, key_mask, offset, scale, softcap = inputs
     rows = first_row + tl.arange(0, BLOCK_M)
     mask = rows < num_rows
     _, in_group = split_rows(first_row, GROUP, BLOCK_M)
     token, index_head, head = locate_entries(entry, in_group, kv_head, csr, sizes)
-    positions = last_visible(offset + token, layout)
+    positions = offset + token
     if tile.int64_offsets:
         token, head = token.to(tl.int64), head.to(tl.int64)
     q_offsets = token * strides.q[1] + head * strides.q[2]

@@ -11,7 +11,7 @@ import triton.language as tl
 from native_sparse_attention.ops._triton.finite import is_small_tile
 from native_sparse_attention.ops._triton.softcap import cap_logits, cap_slope
 from native_sparse_attention.ops._triton.tiles import add_product, split_finite
-from native_sparse_attention.ops._triton.varlen import last_visible, load_extent, locate_queries
+from native_sparse_attention.ops._triton.varlen import load_extent, locate_queries
 from native_sparse_attention.ops.selected_attention.triton.arguments import KeySource
 from native_sparse_attention.ops.selected_attention.triton.loops.epilogue import load_for_gradients, store_gradients
 from native_sparse_attention.ops.selected_attention.triton.loops.union_loop import (
@@ -60,7 +60,7 @@ def union_dq_kernel(
     row, index_head = row.to(tl.int64), tl.program_id(1).to(tl.int64)
     queries, heads, mask = locate_rows(first_query, num_queries, index_head, sizes.group, BLOCK_G, BLOCK_M)
     tokens = (query_start + queries).to(tl.int64)
-    positions = last_visible(offset + queries, layout)
+    positions = offset + queries
     k_ptr = tensors.k + (row * strides.k[0] + index_head // sizes.repeats * strides.k[2])
     v_ptr = tensors.v + (row * strides.v[0] + index_head // sizes.repeats * strides.v[2])
     tile_tokens, token_mask = locate_tokens(query_start, first_query, num_queries, BLOCK_T)

@@ -16,7 +16,7 @@ import triton.language as tl
 from native_sparse_attention.ops._triton.finite import LARGE, is_small_tile
 from native_sparse_attention.ops._triton.softcap import cap_logits
 from native_sparse_attention.ops._triton.tiles import add_product, load_rows, split_finite
-from native_sparse_attention.ops._triton.varlen import last_visible, load_extent, locate_queries
+from native_sparse_attention.ops._triton.varlen import load_extent, locate_queries
 from native_sparse_attention.ops.selected_attention.triton.arguments import KeySource
 from native_sparse_attention.ops.selected_attention.triton.fp16_values import add_exact_product
 from native_sparse_attention.ops.selected_attention.triton.loops.epilogue import store_output
@@ -82,7 +82,7 @@ def union_forward_kernel(
     row, index_head = row.to(tl.int64), tl.program_id(1).to(tl.int64)
     queries, heads, mask = locate_rows(first_query, num_queries, index_head, sizes.group, tile.block_g, BLOCK_M)
     tokens = (query_start + queries).to(tl.int64)
-    positions = last_visible(offset + queries, layout)
+    positions = offset + queries
     k_ptr = tensors.k + (row * strides.k[0] + index_head // sizes.repeats * strides.k[2])
     v_ptr = tensors.v + (row * strides.v[0] + index_head // sizes.repeats * strides.v[2])
     q_ptr = tensors.q + row * strides.q[0]
@@ -108,7 +108,7 @@ def union_forward_kernel(
     row_max, is_read = tl.full([BLOCK_M], float('-inf'), tl.float32), tl.full([BLOCK_M], 0, tl.int1)
     if FIXED:
         row_max, is_read = find_reference(
-            q, source, blocks_ptr, bits_ptr, counts[0], offset + first_query, num_keys, layout, scale, softcap,
+            q, source, blocks_ptr, bits_ptr, counts[0], offset + first_query, num_keys, scale, softcap,
             KEYS_AS_ROWS=fp16_values is None, sizes=sizes, tile=tile,
         )  # fmt: skip
     EXACT: tl.constexpr = tensors.low_bits is not None

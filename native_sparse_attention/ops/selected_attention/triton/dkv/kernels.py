@@ -17,7 +17,7 @@ import triton.language as tl
 from native_sparse_attention.ops._triton.inverse_index import find_block, load_entries, split_rows
 from native_sparse_attention.ops._triton.softcap import cap_logits, cap_slope
 from native_sparse_attention.ops._triton.tiles import add_product, is_finite_tile, load_rows, split_finite, store_rows
-from native_sparse_attention.ops._triton.varlen import last_visible, load_extent
+from native_sparse_attention.ops._triton.varlen import load_extent
 from native_sparse_attention.ops.selected_attention.triton.by_block.partials import PartialResults, find_unit, store_dq
 from native_sparse_attention.ops.selected_attention.triton.dlogits.storage import store_dlogits
 from native_sparse_attention.ops.selected_attention.triton.index.block_to_query import (
@@ -131,7 +131,7 @@ def dkv_kernel(
 
     entries_ptr = csr.entries + pair.to(tl.int64) * csr.num_entries + begin + first_entry
     num_entries = tl.minimum(length - first_entry, CHUNK)
-    num_masked = count_masked_entries(entries_ptr, num_entries, keys, key_mask, offset, layout, csr, CHUNK, sizes)
+    num_masked = count_masked_entries(entries_ptr, num_entries, keys, key_mask, offset, csr, CHUNK, sizes)
     num_rows = num_entries * GROUP
     first_unmasked = tl.cdiv(num_masked * GROUP, BLOCK_M) * BLOCK_M
     q_ptr = tensors.q + row * strides.q[0]
@@ -221,7 +221,7 @@ def _add_rows(
     row_mask = rows < num_rows
     _, in_group = split_rows(first_row, GROUP, BLOCK_M)
     token, index_head, head = locate_entries(entry, in_group, kv_head, csr, sizes)
-    positions = last_visible(offset + token, layout)
+    positions = offset + token
     if tile.int64_offsets:
         token, head = token.to(tl.int64), head.to(tl.int64)
     q_offsets = token * strides.q[1] + head * strides.q[2]

@@ -20,7 +20,6 @@ from native_sparse_attention.ops._triton.inverse_index import InverseIndex, grou
 from native_sparse_attention.ops._triton.varlen import (
     SequenceLayout,
     find_tile,
-    last_visible,
     load_extent,
     load_num_keys,
     load_position,
@@ -155,7 +154,7 @@ def load_sequence(sequence, layout):
 
 @triton.jit
 def count_masked_entries(
-    entries_ptr, num_entries, keys, key_mask, offset, layout, csr, CHUNK: tl.constexpr, sizes: tl.constexpr
+    entries_ptr, num_entries, keys, key_mask, offset, csr, CHUNK: tl.constexpr, sizes: tl.constexpr
 ):
     """Return how many of a chunk's first entries need masks; the others read every key of the tile.
 
@@ -163,14 +162,12 @@ def count_masked_entries(
     """
     num_masked = num_entries * 0
     if sizes.causal:
-        # The queries of a block stand inside or behind it, in ascending order; of compressed keys, at most all.
-        INSIDE: tl.constexpr = sizes.block_size * sizes.repeats if layout.compress_stride is None else CHUNK
-        MOST: tl.constexpr = min(INSIDE, CHUNK)
+        # The queries of a block stand inside or behind it, in ascending order.
+        MOST: tl.constexpr = min(sizes.block_size * sizes.repeats, CHUNK)
         BLOCK: tl.constexpr = triton.next_power_of_2(MOST)
         lanes = tl.arange(0, BLOCK)
         entry = tl.load(entries_ptr + lanes, mask=lanes < num_entries, other=0)
         positions = offset + csr.first_token + entry // (sizes.repeats * sizes.num_selected)
-        positions = last_visible(positions, layout)
         num_masked = tl.sum(((lanes < num_entries) & (positions < tl.max(keys, 0))).to(tl.int32), 0)
     return tl.where(tl.min(key_mask.to(tl.int32), 0) == 0, num_entries, num_masked)
 

@@ -25,7 +25,6 @@ from native_sparse_attention.ops._triton.tiles import sort_tile
 from native_sparse_attention.ops._triton.varlen import (
     SequenceLayout,
     find_query,
-    last_visible,
     load_extent,
     locate_queries,
     num_tiles,
@@ -167,11 +166,11 @@ def union_kernel(
     blocks = tl.load(
         indices_ptr + (query_start + queries).to(tl.int64) * indices_strides[1] + slots, mask=mask, other=-1
     )
-    num_blocks = count_readable_blocks(last_visible(offset + queries, layout), num_keys, BLOCK_SIZE, CAUSAL)
+    num_blocks = count_readable_blocks(offset + queries, num_keys, BLOCK_SIZE, CAUSAL)
     counts = (blocks >= 0) & (blocks < num_blocks) & (blocks < (NO_BLOCK if fp16_values is None else LATE))
     num_full = num_keys // BLOCK_SIZE
     if CAUSAL:
-        num_full = tl.minimum(num_full, tl.maximum(last_visible(offset + first_query, layout) + 1, 0) // BLOCK_SIZE)
+        num_full = tl.minimum(num_full, tl.maximum(offset + first_query + 1, 0) // BLOCK_SIZE)
     counts_ptr = union.counts + tile * 3
     blocks = tl.where(counts, blocks, 0).to(tl.int32)
     if fp16_values is not None:

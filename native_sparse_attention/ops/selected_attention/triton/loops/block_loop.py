@@ -10,7 +10,7 @@ import triton.language as tl
 
 from native_sparse_attention.ops._triton.inverse_index import count_readable_blocks
 from native_sparse_attention.ops._triton.tiles import load_rows, load_tile
-from native_sparse_attention.ops._triton.varlen import last_visible, load_extent, load_num_keys, load_position
+from native_sparse_attention.ops._triton.varlen import load_extent, load_num_keys, load_position
 from native_sparse_attention.ops.selected_attention.triton.arguments import Selection
 
 # Kinds of loops over keys. FULL: blocks of which the query may read all keys. TAIL: the block of which it may read only
@@ -33,7 +33,7 @@ def find_keys(sequence, token, layout, CAUSAL: tl.constexpr):
         _, key_start, _ = load_extent(layout.cu_seqlens_k, sequence, layout.seqlen_k, layout.num_sequences)
     if CAUSAL:
         position = load_position(layout, sequence, num_queries, readable) + token - query_start
-        readable = tl.minimum(readable, tl.maximum(last_visible(position, layout) + 1, 0))
+        readable = tl.minimum(readable, tl.maximum(position + 1, 0))
     return key_start, readable
 
 

@@ -11,7 +11,6 @@ import triton.language as tl
 from native_sparse_attention.ops._triton.finite import is_small
 from native_sparse_attention.ops._triton.softcap import cap_logits
 from native_sparse_attention.ops._triton.tiles import load_rows, load_tile
-from native_sparse_attention.ops._triton.varlen import last_visible
 from native_sparse_attention.ops.selected_attention.triton.index.block_union import load_flag
 from native_sparse_attention.ops.selected_attention.triton.loops.block_loop import load_rows_of_indices
 
@@ -64,7 +63,6 @@ def find_reference(
     num_blocks,
     position,
     num_keys,
-    layout,
     scale,
     softcap,
     KEYS_AS_ROWS: tl.constexpr,
@@ -87,15 +85,13 @@ def find_reference(
     BLOCK_T: tl.constexpr = BLOCK_M // BLOCK_G
     NUM_KEYS: tl.constexpr = 16  # of either kind
     lanes = tl.arange(0, 2 * NUM_KEYS)
-    last_key = last_visible(position, layout)
-    own_block = last_key // BLOCK_SIZE
+    own_block = position // BLOCK_SIZE
     is_early = lanes < NUM_KEYS  # keys of the first block, which has at least as many
-    keys = tl.where(is_early, lanes, last_key + 1 - 2 * NUM_KEYS + lanes)
+    keys = tl.where(is_early, lanes, position + 1 - 2 * NUM_KEYS + lanes)
     exists = is_early
     if sizes.causal:
         # The own block is the last of the union if it is the own block of all queries and one of them selected it.
-        in_own = keys >= own_block * BLOCK_SIZE
-        exists |= in_own & (own_block == last_visible(position + BLOCK_T - 1, layout) // BLOCK_SIZE)
+        exists |= (keys >= own_block * BLOCK_SIZE) & (own_block == (position + BLOCK_T - 1) // BLOCK_SIZE)
     exists = exists & (keys >= 0) & (keys < num_keys)
     first_block, before_first, after_first = load_entry(blocks_ptr, bits_ptr, 0, num_blocks, 1)
     last = tl.maximum(num_blocks - 1, 0)

@@ -2,7 +2,8 @@
 
 A causal query at position t reads its window, the keys after t - W, and the keys of its selected blocks up to t - W:
 two disjoint sets. The second is selected attention of queries that stand W positions earlier, so both parts are
-computed by the kernels of the two branches and combined by their log-sum-exps (`parts`).
+computed by the kernels of the two branches and combined by their log-sum-exps. The weight of a part in the combination
+acts like a gate on its output; in the backward pass each part also receives the gradient of its log-sum-exp.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from native_sparse_attention.core.geometry import Sequences
 from native_sparse_attention.core.modifiers import Modifiers
 from native_sparse_attention.ops._triton.interval import op as interval
 from native_sparse_attention.ops._triton.interval.keys import differentiate_keys
+from native_sparse_attention.ops._triton.launch import head_block, launch_rows
 from native_sparse_attention.ops._triton.registered import SEQUENCES, register_gradients, register_op, saved_inputs
 from native_sparse_attention.ops._triton.support import MAX_TOKENS
-from native_sparse_attention.ops._triton.varlen import flatten, make_layout, unflatten
+from native_sparse_attention.ops._triton.varlen import flatten, last_dim_contiguous, make_layout, unflatten
 from native_sparse_attention.ops.selected_attention.triton import op as selected
 from native_sparse_attention.ops.selected_attention.triton.arguments import make_arguments
-from native_sparse_attention.ops.selected_attention.triton.merged import parts
+from native_sparse_attention.ops.selected_attention.triton.merged.combine import combine_kernel, split_kernel
 from native_sparse_attention.ops.selected_attention.triton.merged.dscale import differentiate_scale
 
 
@@ -61,7 +63,7 @@ def _forward(*inputs: Any) -> tuple[Tensor, ...]:
 
     That is the log-sum-exps of the window and of the selected part `[B, HQ, T]`, the difference of their outputs
     `[B, T, HQ, DV]` with its units `[B, HQ, T]` (empty unless save_difference), and the inverse index of the selected
-    part (`selected.attend`).
+    part (`selected.attend`). The gradients of the log-sum-exps need more bits of the difference than bfloat16 has.
     """
     (q, k, v, block_indices, _, sinks), flat = inputs[:6], inputs[6:12]
     left, block_size, scale, softcap, save_index, save_difference = inputs[12:]
@@ -70,8 +72,15 @@ def _forward(*inputs: Any) -> tuple[Tensor, ...]:
     far = _before_window(unflatten(q, flat), left)
     arguments = make_arguments((q, k, v, block_indices, None), far, block_size, True, scale, softcap)
     out_selected, lse_selected, _, entries, starts = selected.attend(arguments, None, save_index, False, torch.float32)
-    of_parts = ((out_window, lse_window), (out_selected, lse_selected))
-    out, lse, difference, units = parts.combine(q, *of_parts, save_difference)
+    out, lse = q.new_empty(out_window.shape), torch.empty_like(lse_window)
+    difference, units = _allocate_difference(q, out.shape, lse, save_difference)
+    launch_rows(
+        combine_kernel,
+        out,
+        *(out_window, out_selected, lse_window, lse_selected, out, lse),
+        *((difference, units) if save_difference else (None, None)),
+        block_dv=head_block(out.shape[3]),
+    )
     return out, lse, lse_window, lse_selected, difference, units, entries, starts
 
 
@@ -86,8 +95,13 @@ def _backward(*arguments: Any) -> tuple[Tensor, ...]:
     dout, dlse, out, lse, lse_window, lse_selected, difference, units, entries, starts, *inputs = arguments
     (q, k, v, block_indices, block_scale, sinks), flat = inputs[:6], inputs[6:12]
     left, block_size, scale, softcap, _, _, needs_dkv, needs_dscale, needs_dsinks = inputs[12:]
-    lses = [lse_window, lse_selected]
-    dout, outs, weights, dlses = parts.split(dout, dlse, out, lse, lses, difference, units)
+    (dout,) = last_dim_contiguous(dout)
+    outs = [out.new_empty(out.shape) for _ in range(2)]
+    weights = [lse.new_empty(out.shape[:3]) for _ in range(2)]
+    dlses = [torch.empty_like(lse) for _ in range(2)]
+    strides = (dout.stride(), None if dlse is None else dlse.stride())
+    rows = (out, difference, units, dout, lse_window, lse_selected, lse, dlse, *outs, *weights, *dlses)
+    launch_rows(split_kernel, out, *rows, *strides, block_dv=head_block(out.shape[3]))
     empty = q.new_empty(0)
 
     window = interval.prepare_window(q, k, v, flat, left, softcap, sinks)
@@ -106,16 +120,20 @@ def _backward(*arguments: Any) -> tuple[Tensor, ...]:
         arguments, dout, dlses[1], *saved, weights[1], None, False, needs_dkv, False, torch.float32
     )
     far_dq, far_dk, far_dv, _, far_delta = grads
-    dq = parts.add_gradients(dq, far_dq, q)
+    dq = _sum(dq, far_dq, q)
     if needs_dscale or needs_dsinks:
-        delta = parts.join_deltas((numbers[:, :, 1], far_delta.transpose(1, 2)), dlses, lse, lses, dlse)
+        # The sum of p * dp over all keys. Each part has the sum over its own keys, minus its dlse.
+        deltas = numbers[:, :, 1] + dlses[0], far_delta.transpose(1, 2) + dlses[1]
+        shares = ((t - lse).exp().masked_fill(t == -torch.inf, 0) for t in (lse_window, lse_selected))
+        of_window, of_selected = (delta * share for delta, share in zip(deltas, shares, strict=True))
+        delta = of_window + of_selected if dlse is None else of_window + of_selected - dlse
         if needs_dscale and block_scale is not None:
             arguments = arguments._replace(layout=make_layout(unflatten(q, flat)))
             dscale = differentiate_scale(arguments, lse, delta, dout).to(block_scale.dtype)
         if needs_dsinks and sinks is not None:
             dsinks = interval.differentiate_sinks(sinks, lse, delta)
     if needs_dkv:
-        dk, dv = parts.add_gradients(dk, far_dk, k), parts.add_gradients(dv, far_dv, v)
+        dk, dv = _sum(dk, far_dk, k), _sum(dv, far_dv, v)
     return dq, dk, dv, dscale, dsinks
 
 
@@ -124,7 +142,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     batch, seqlen, heads, _ = q.shape
     out = q.new_empty(batch, seqlen, heads, v.shape[3])
     lses = [q.new_empty(batch, heads, seqlen, dtype=torch.float32) for _ in range(3)]
-    return out, *lses, *parts.allocate_difference(q, out.shape, lses[0], rest[-1]), *selected.no_index(q)
+    return out, *lses, *_allocate_difference(q, out.shape, lses[0], rest[-1]), *selected.no_index(q)
 
 
 @_backward.register_fake
@@ -147,6 +165,17 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None)
 
 
 register_gradients(_forward, _backward, _differentiate)
+
+
+def _allocate_difference(q: Tensor, shape: torch.Size, lse: Tensor, needed: bool) -> tuple[Tensor, Tensor]:
+    """Allocate the difference of the outputs and its units, both empty if it is not needed."""
+    dtype = torch.float16 if q.element_size() == 2 else torch.float32
+    return q.new_empty(shape if needed else 0, dtype=dtype), lse.new_empty(lse.shape if needed else 0)
+
+
+def _sum(grad: Tensor, other: Tensor, like: Tensor) -> Tensor:
+    """Add two float32 gradients of a tensor and round the sum to its dtype, in one pass."""
+    return torch.add(grad, other, out=like.new_empty(grad.shape))
 
 
 def _before_window(sequences: Sequences, left: int) -> Sequences:

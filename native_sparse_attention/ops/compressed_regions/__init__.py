@@ -1,1 +1,0 @@
-"""Compressed attention and block selection that read some regions of the compressed blocks, chosen by region keys."""
