@@ -342,7 +342,8 @@ def test_embeddings_as_prompt(way: str):
 
 
 def test_embeddings_continue_a_cache():
-    model, inputs, embed = nsa_model(), prompt(3, padded=True), nsa_model().get_input_embeddings()
+    model, inputs = nsa_model(), prompt(3, padded=True)
+    embed = model.get_input_embeddings()
     whole, mask, cache = reference(model, inputs, do_sample=False), inputs['attention_mask'], DynamicCache()
     for ids, count in ((inputs['input_ids'], 4), (whole[:, :-6], 6)):
         mask = torch.nn.functional.pad(mask, (0, ids.shape[1] - mask.shape[1]), value=1)

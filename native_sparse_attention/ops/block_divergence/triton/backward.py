@@ -36,7 +36,7 @@ def dq_kernel(
     and dloss and weight of the mean, one number each. dq is written at the drawn queries alone.
 
     One program per tile of BLOCK_M queries, each with the heads of a KV head. Its tiles of compressed keys are
-    l' / d keys apart, so that the keys of a tile begin in BLOCK_N consecutive selection meta.
+    l' / d keys apart, so that the keys of a tile begin in BLOCK_N consecutive selection blocks.
     """
     tiles = tl.cdiv(sizes.num_queries * meta.group, BLOCK_M)
     batch_row, kv_head = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(1).to(tl.int64)

@@ -41,7 +41,7 @@ def block_lse_kernel(
 ):
     """q: `[B, T, HQ, D]`. k: `[B, C, H, D]`. block_lse: `[B, queries of the launch, HQ, blocks]`, base 2, of the logits
     of compressed keys, weighted by their share of the block; written where a query counts. part_lse: `[B, queries of
-    the launch, HQ, parts]`, of the keys that begin in BLOCK_J meta.
+    the launch, HQ, parts]`, of the keys that begin in BLOCK_J blocks.
 
     One program per BLOCK_J blocks and tile of BLOCK_M queries, each with the heads of a KV head.
     """

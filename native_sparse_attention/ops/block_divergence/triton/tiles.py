@@ -47,7 +47,7 @@ class Sizes(NamedTuple):
 class Meta(NamedTuple):
     """Sizes of the problem, a compile-time constant.
 
-    size, stride: l and d of compressed meta. selection_size: l'. per_selection: l' / d. first_offset: selection block
+    size, stride: l and d of compressed blocks. selection_size: l'. per_selection: l' / d. first_offset: selection block
     j shares tokens with the compressed blocks j * per_selection + o for the offsets first_offset <= o < per_selection.
     reach: selection blocks before j in which such compressed blocks begin. group: query heads of a KV head, or in
     `divergence_kernel` of an index head. int64_offsets: offsets into compressed keys need them.
