@@ -238,7 +238,8 @@ def open_run(
     corpus = ranks.from_first(lambda: start.corpus(only_prompt=options.check_decode))
     forward = torch.compile(model) if options.compile and ranks.mesh is None else model
     run = Run(start.config, start.preset, start.folder, corpus, device, model, forward, optimizer, ranks)
-    run.replays = options.graph and run.can_replay()
+    run.replays = options.graph and not options.compile and run.can_replay()
+    locks.callback(setattr, run, 'graph', None)  # before the processes leave their group
     if start.state:
         read_newest(run.folder, start.state, run.restore)
     return run

@@ -122,7 +122,7 @@ def make_cases(sizes: Sizes, device: str, gpus: int, data: str) -> list[Case]:
         *(attention(index, {'cp': count} if count > 1 else {}) for index in (0, 1) for count in counts),
         *(attention(2, layout) for layout in ({'cp': 4}, {}) if gpus >= 4),
         *(trainer(count) for count in counts),
-        *([{**trainer(1), 'graph': True}] if device == 'cuda' else []),
+        *({**trainer(count), 'graph': True} for count in counts if device == 'cuda'),
         *(layers(1, one_layer, {'tp': count} if count > 1 else {}) for count in counts),
         *(attention(0, layout, profile=True) for layout in ({}, {'cp': gpus})),
         trainer(gpus, profile=True),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -54,6 +55,7 @@ class Process:
         return Call(step, facts), []
 
     def leave(self) -> None:
+        gc.collect()  # a group with a CUDA graph cannot be left
         if dist.is_initialized():
             dist.destroy_process_group()
 

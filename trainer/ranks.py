@@ -57,6 +57,11 @@ class Ranks:
             if self.tp > 1:
                 _make_one_group(self.mesh[shards[-1], 'tensor'])
 
+    @property
+    def can_capture(self) -> bool:
+        """Whether the exchanges of a step can be part of a CUDA graph: context and tensor ranks compare on the host."""
+        return self.mesh is None or self.cp == self.tp == 1
+
     def holding(self, model: Transformer) -> contextlib.AbstractContextManager[None]:
         """Return a context in which the weights stay whole, for generation."""
         return hold_weights(model) if self.dp * self.cp > 1 else contextlib.nullcontext()

@@ -72,8 +72,8 @@ class Record:
 
     def can_replay(self) -> bool:
         """Return whether every step has the same launches and reads nothing back."""
-        is_whole = self.forward is self.model and self.ranks.mesh is None
-        return self.device.type == 'cuda' and is_whole and self.backend() in (None, 'triton')
+        is_eager = self.forward is self.model and self.ranks.can_capture
+        return self.device.type == 'cuda' and is_eager and self.backend() in (None, 'triton')
 
     def log(self, **row: Any) -> None:
         """Add a line to log.jsonl. A figure stands beside the text, the split and the number of bytes it covers."""

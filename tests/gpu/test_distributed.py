@@ -5,7 +5,9 @@ python -m pytest -m gpu tests/gpu/test_distributed.py
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,9 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import train_enwik8
 from native_sparse_attention.transformer import Transformer
 from tests.support.processes import run_processes
 from tests.support.sharded_models import gradients, joined, recorded_blocks
+from tests.support.training_runs import command, rows, write_words
 
 pytest.importorskip('torch.distributed.fsdp', exc_type=ImportError)
 from torch.distributed import init_device_mesh
@@ -158,3 +162,23 @@ def test_equals_one_gpu(kind: str, tmp_path: Path) -> None:
     # Compilation takes most of the time, so the settings run side by side.
     with ThreadPoolExecutor(len(SETTINGS)) as pool:
         list(pool.map(run, *zip(*SETTINGS, strict=True)))
+
+
+def call_trainer(flags: list[str]) -> None:
+    torch.cuda.set_device(int(os.environ['LOCAL_RANK']))
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert train_enwik8.main(flags) == 0
+
+
+def test_captured_steps(tmp_path: Path) -> None:
+    """A run of sharded data, with validation and samples, is the same if its steps are a CUDA graph, and it ends."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip('one GPU')
+    text, losses = write_words(tmp_path), []
+    for name, flag in (('captured', '--graph'), ('whole', '--no-graph')):
+        flags = command(text, tmp_path, flag, '--device', 'cuda', '--dp', '2', '--name', name, dim_head=16, log_every=1)
+        (folder := tmp_path / f'{name}-processes').mkdir()
+        run_processes(call_trainer, 2, folder, flags, joins=False, time_limit=240)
+        losses.append([row['bpb'] for row in rows(tmp_path / name) if 'bpb' in row])
+    assert len(losses[0]) > 12
+    torch.testing.assert_close(*map(torch.tensor, losses), rtol=1e-2, atol=0)
