@@ -229,16 +229,14 @@ def select_kernel(
     scale_log2 = (scale if softcap is None else 1.0) * 1.4426950408889634
 
     queries = first_query + tl.arange(0, BLOCK_T)
-    rows = row.to(tl.int64) * layout.seqlen_q + query_start + queries
-    rows = rows * tl.num_programs(1) + index_head
+    rows = (row.to(tl.int64) * layout.seqlen_q + query_start + queries) * tl.num_programs(1) + index_head
     limit = tl.where(queries < num_queries, selection.num_selected, 0)
     if counts_ptr is not None:
         counts = tl.load(counts_ptr + rows, mask=queries < num_queries, other=0)
         limit = tl.minimum(tl.maximum(counts, 0), limit).to(tl.int32)
     own_block = floor_divide(offset + queries - selection.num_recent, sizes.selection_block_size)
     num_blocks = tl.cdiv(num_tokens, sizes.selection_block_size)
-    last = num_blocks
-    seen = num_keys  # by all queries
+    last, seen = num_blocks, num_keys  # blocks that any query may select, compressed blocks that every query sees
     if CAUSAL:
         last_position = offset + tl.minimum(first_query + BLOCK_T, num_queries) - 1
         last = tl.minimum(last, floor_divide(last_position - selection.num_recent, sizes.selection_block_size) + 1)
@@ -259,9 +257,8 @@ def select_kernel(
             compressed = (first_block + tl.arange(0, BLOCK_J)) * SPREAD + step
             exists = (compressed >= 0) & (compressed < num_keys)
             k = _load_step(
-                keys_ptr, tiles, plane, key_start + step, first_block, exists, num_columns, HEAD_DIM, BLOCK_J, BLOCK_D,
-                SPREAD,
-            )  # fmt: skip
+                keys_ptr, tiles, plane, key_start + step, first_block, exists, num_columns, HEAD_DIM, BLOCK_D, SPREAD
+            )
             products = tl.dot(k, tl.trans(q), input_precision='ieee')  # [BLOCK_J, BLOCK_T * BLOCK_G]
             if softcap is not None:
                 products = cap_logits(products * scale, softcap)
@@ -303,7 +300,6 @@ def _load_step(
     exists,
     num_columns,
     HEAD_DIM: tl.constexpr,
-    BLOCK_J: tl.constexpr,
     BLOCK_D: tl.constexpr,
     SPREAD: tl.constexpr,
 ):
@@ -318,7 +314,7 @@ def _load_step(
         k = tiles.load([first.to(tl.int32), 0])
     else:
         keys_ptr += first * HEAD_DIM
-        k = load_rows(keys_ptr, tl.arange(0, BLOCK_J), HEAD_DIM, exists, HEAD_DIM, BLOCK_D, INT64_OFFSETS=False)
+        k = load_rows(keys_ptr, tl.arange(0, exists.shape[0]), HEAD_DIM, exists, HEAD_DIM, BLOCK_D, INT64_OFFSETS=False)
     return k
 
 
