@@ -91,8 +91,9 @@ def attend_kernel(
     largest_window = tl.full([BLOCK_M], float('-inf'), tl.float32)
     total_selected = tl.zeros([BLOCK_M], tl.float32)
     total_window = tl.zeros([BLOCK_M], tl.float32)
-    out_selected = tl.zeros([BLOCK_M, dims.block_dv], tl.float32)
-    out_window = tl.zeros([BLOCK_M, dims.block_dv], tl.float32)
+    BLOCK_DV: tl.constexpr = dims.block_dv
+    out_selected = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    out_window = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     first_tile = part * of_program
     scale_log2 = scale * 1.4426950408889634
     for tile in tl.range(first_tile, tl.minimum(first_tile + of_program, tiles_read.num_tiles)):

@@ -106,7 +106,8 @@ def compressed_kernel(
     offsets_q = row * q.strides[0] + tokens * q.strides[1] + heads * q.strides[2]
     q = load_at(q.ptr, offsets_q, is_row, dims.head_dim, dims.block_d)
     largest, total = tl.full([BLOCK_M], float('-inf'), tl.float32), tl.zeros([BLOCK_M], tl.float32)
-    out = tl.zeros([BLOCK_M, dims.block_dv], tl.float32)
+    BLOCK_DV: tl.constexpr = dims.block_dv
+    out = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     if NUM_MEM > 0:  # noqa: SIM102 - a constant, without which there is nothing to compile
         if part == 0:
             largest, total, out = _read_memory(
