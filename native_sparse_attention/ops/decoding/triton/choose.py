@@ -42,7 +42,8 @@ def choose_kernel(
     topk_ptr,
     counts_ptr,
     chosen_ptr,
-    lengths,
+    lengths_ptr,
+    capacity,
     num_splits,
     scratch,
     step: tl.constexpr,
@@ -72,7 +73,7 @@ def choose_kernel(
     index_head = query % index_heads
     token = query // index_heads % step.num_tokens
     row = query // index_heads // step.num_tokens
-    old, length = load_lengths(lengths, row, step)
+    old, length = load_lengths(lengths_ptr, row, capacity, step)
     position = old + token
     wait_for_launch_before(OVERLAPS)
 
