@@ -20,6 +20,8 @@ from native_sparse_attention.core.geometry import num_compressed_blocks
 from native_sparse_attention.core.random import as_seed
 from native_sparse_attention.distributed.sequence import (
     DividedSequence,
+    Division,
+    Held,
     exchange_objects,
     fetch,
     gather,
@@ -101,8 +103,7 @@ def context_parallel_nsa(
         exchange_objects(group, error)
         raise
     sequence = DividedSequence.agree(group, q.shape[1], cu_seqlens, described)
-    moved: Any = _map(sequence.spread, tokens)
-    to_compress = [moved[name] if t is None else t for name in 'kv' for t in (moved.pop(f'{name}_cmp_input'),)]
+    to_compress: Any = [tokens[name] if t is None else t for name in 'kv' for t in (tokens.pop(f'{name}_cmp_input'),)]
     networks = [n if isinstance(n, nn.Module) else _Function(n) for n in (compress_k, compress_v) if n is not None]
 
     def compress(tokens: list[Tensor], borders: Tensor | None) -> list[Tensor]:
@@ -115,10 +116,10 @@ def context_parallel_nsa(
         return out
 
     sizes = (compress_block_size, compress_stride)
-    k_cmp, v_cmp = compress_divided(compress, sequence, sizes, to_compress[: len(networks)])
-    moved |= {'k_cmp': k_cmp, 'v_cmp': v_cmp, 'gates': _map(sequence.spread, gates)}
+    k_cmp, v_cmp = compress_divided(compress, sequence, sequence.shards, sizes, to_compress[: len(networks)])
     causal_sizes = sizes if settings.get('causal', True) else None
-    return sequence.collect(attend_divided(nsa, sequence, **moved, causal_sizes=causal_sizes, **settings))
+    of_nsa: Any = {**tokens, 'k_cmp': k_cmp, 'v_cmp': v_cmp, 'gates': gates, **settings}
+    return attend_divided(nsa, sequence, sequence.shards, **of_nsa, causal_sizes=causal_sizes)
 
 
 def _check(
@@ -189,6 +190,7 @@ class _Function(nn.Module):
 def compress_divided(
     compress: Callable[[list[Tensor], Tensor | None], Sequence[Tensor | None]],
     sequence: DividedSequence,
+    layout: Held,
     sizes: tuple[int, int],
     tokens: Sequence[Tensor],
 ) -> tuple[Any, Any]:
@@ -197,11 +199,12 @@ def compress_divided(
     Args:
         compress: called with local tokens and their borders `[N + 1]` as packed sequences, or None for one sequence.
         sequence: of the tokens.
+        layout: of the tokens, one of those of the sequence.
         sizes: (l, d).
         tokens: `[B, T, H, D]` keys, and values if they are compressed, of this rank.
     """
     wanted, blocks = owned_blocks(sequence.held, sequence.sequences, *sizes)
-    local = [fetch(t, sequence.group, sequence.held, wanted) for t in tokens]
+    local = [fetch(t, sequence.group, layout, wanted) for t in tokens]
     parts, count = wanted[sequence.rank], sum(map(len, blocks[sequence.rank]))
     borders = None
     if len(parts) > 1:
@@ -215,6 +218,7 @@ def compress_divided(
 def attend_divided(
     attend: Callable[..., Tensor],
     sequence: DividedSequence,
+    layout: Held,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -236,28 +240,27 @@ def attend_divided(
 ) -> Tensor:
     """Return the output for the tokens of this rank, `[B, T, HQ, DV]`.
 
-    attend: `nsa`, called for each KV head and each range of tokens. k_cmp, v_cmp: of all ranks. causal_sizes: (l, d),
-    or None where queries read later keys. The other arguments are those of `nsa`, with the tokens of this rank.
+    attend: `nsa`, called for each KV head and each range of the tokens that this rank holds. layout: of the tokens and
+    of the output, one of those of the sequence. k_cmp, v_cmp: of all ranks. causal_sizes: (l, d), or None where queries
+    read later keys. The other arguments are those of `nsa`, with the tokens of this rank.
     """
-    seqlen, kv_heads, group_size = q.shape[1], k.shape[2], q.shape[2] // k.shape[2]
+    kv_heads, group_size = k.shape[2], q.shape[2] // k.shape[2]
     queries = {'q': q, 'q_cmp': q_cmp, 'q_window': q_window}
     keys: Any = {'k': k, 'v': v, 'k_window': k_window, 'v_window': v_window}
     keys = {name: t for name, t in keys.items() if t is not None}
-    parts = sequence.held[sequence.rank]
-    if not parts:  # The same operations as on other ranks, so that their backward passes make the same exchanges.
-        parts = (range(1),)
-        queries, gates = _map(_with_token, (queries, gates))
+    parts = sequence.held[sequence.rank] or (range(1),)
     seed = as_seed(dropout_seed, q.device) if settings.get('dropout_p') else None
+    division = Division.of(sequence.group, layout, sequence.held)
+    pieces = _map(lambda t: iter(division.split(t, kv_heads)), (queries, gates))
+    of_parts = [[_map(next, pieces) for _ in range(kv_heads)] for _ in parts]
     # Gradients of pieces of a split are concatenated. Those of slices would each be padded to the whole and added.
-    lengths = [len(part) for part in parts]
-    of_parts = _split((queries, gates), lengths, 1, len(parts))
-    of_parts = [_split(of_part, group_size, 2, kv_heads) for of_part in of_parts]
-    own_keys = _split(keys, 1, 2, kv_heads)
+    own_keys = _split(_map(lambda t: fetch(t, sequence.group, layout, sequence.held), keys), 1, 2, kv_heads)
     of_heads = _split({'k_cmp': k_cmp, 'v_cmp': v_cmp}, 1, -2, kv_heads)
     memories = _split(mem_kv, 1, 0, kv_heads)
     head_sinks = _split({'sinks': sinks, 'sinks_cmp': sinks_cmp}, group_size, 0, kv_heads)
-    columns, visible = [], [_count_visible(sequence, part, causal_sizes) for part in parts]
-    for head in range(kv_heads):
+    visible = [_count_visible(sequence, part, causal_sizes) for part in parts]
+
+    def attend_head(head: int) -> list[Tensor]:
         gathered = gather(list(own_keys[head].values()), sequence.group, sequence.held)
         of_head = {'mem_kv': memories[head], **head_sinks[head]}
         outs = []
@@ -272,19 +275,18 @@ def attend_divided(
             seen |= {name: t if t is None else t[:, :blocks] for name, t in of_heads[head].items()}
             where = _placement(sequence, part, tokens)
             outs.append(attend(**of_part, **seen, **of_head, gates=part_gates, choose=select, **where, **settings))
-        columns.append(concatenate(outs, 1))
-    return concatenate(columns, 2)[:, :seqlen]
+        return outs
+
+    out = q.new_empty(*q.shape[:3], v.shape[3])
+    for head in range(kv_heads):
+        out = division.join(out, attend_head(head), head)
+    return out
 
 
 def _split(tensors: Any, size: int | list[int], dim: int, count: int) -> list[Any]:
     """Return the `count` pieces of all tensors along a dimension."""
     pieces = _map(lambda t: iter(t.split(size, dim)), tensors)
     return [_map(next, pieces) for _ in range(count)]
-
-
-def _with_token(x: Tensor) -> Tensor:
-    """Return x `[B, 0, ...]` with one token of 0, and the gradients of x."""
-    return concatenate([x, x.new_zeros(x.shape[0], 1, *x.shape[2:])], 1)
 
 
 def _count_visible(sequence: DividedSequence, part: range, causal_sizes: tuple[int, int] | None) -> tuple[int, Any]:

@@ -183,13 +183,13 @@ class _Attention(SparseAttention):
             return inherited(new._replace(raw_k=raw_k, raw_v=raw_v), borders, trains_scores)
 
         tokens = (new.raw_k, new.raw_v)[: 1 if self.v_compress is None else 2]
-        return compress_divided(
-            compress, cu_seqlens, (self.compress_block_size, self.compress_block_sliding_stride), tokens
-        )
+        sizes = (self.compress_block_size, self.compress_block_sliding_stride)
+        return compress_divided(compress, cu_seqlens, cu_seqlens.held, sizes, tokens)
 
     def _nsa(self, q: Tensor, *tensors: Any, cu_seqlens: Any = None, **settings: Any) -> Tensor:
         # Without projections of its own, the window branch reads k and v, which are gathered once.
         unused = ('q_offset', 'seqlens_k', *(() if self.independent_branch_kv else ('k_window', 'v_window')))
         settings = {name: value for name, value in settings.items() if name not in unused}
         sizes = (self.compress_block_size, self.compress_block_sliding_stride) if self.causal else None
-        return attend_divided(super()._nsa, cu_seqlens, q, *tensors, causal_sizes=sizes, **settings)
+        inherited = super()._nsa
+        return attend_divided(inherited, cu_seqlens, cu_seqlens.held, q, *tensors, causal_sizes=sizes, **settings)

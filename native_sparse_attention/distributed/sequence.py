@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from native_sparse_attention.core.autocast import concatenate
+from native_sparse_attention.core.autocast import concatenate, without_autocast
 from native_sparse_attention.core.checks import validate_packing
 from native_sparse_attention.core.geometry import num_compressed_blocks
 
@@ -25,6 +25,9 @@ from native_sparse_attention.core.geometry import num_compressed_blocks
 Held = tuple[tuple[range, ...], ...]
 # Ranges of local tokens of a sender, and of the tokens that the receiver gets.
 Moves = list[tuple[range, range]]
+# Ranks with ranges of their local tokens, and ranks with tensors that are sent to them or received from them.
+Places = tuple[tuple[int, range], ...]
+Tensors = list[tuple[int, Tensor]]
 # PyTorch 2.13 has other names.
 _all_gather: Any = getattr(dist, 'all_gather_single', None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, 'reduce_scatter_single', None) or dist.reduce_scatter_tensor
@@ -174,21 +177,121 @@ def gather(tensors: Sequence[Tensor], group: Any, held: Held) -> tuple[Tensor, .
     return out.split([t.shape[-1] for t in tensors], -1)
 
 
+class Division(NamedTuple):
+    """Where the tokens that this rank holds are in another layout, in which the ranks are given tensors `[B, T, ...]`.
+
+    Attributes:
+        group: process group of the ranks.
+        rank: this rank.
+        taken: for each range that this rank holds, the rank that is given it, and its place there.
+        lent: for each range that this rank is given, the rank that holds it, and its place here.
+        is_local: each rank holds what it is given.
+    """
+
+    group: Any
+    rank: int
+    taken: Places
+    lent: Places
+    is_local: bool
+
+    @classmethod
+    def of(cls, group: Any, layout: Held, held: Held) -> Division:
+        """Return the division of a layout, in which each range of `held` lies in one range."""
+        rank = dist.get_rank(group)
+        return cls(group, rank, *_divided(layout, held, rank), layout == held)
+
+    def split(self, x: Tensor, kv_heads: int) -> tuple[Tensor, ...]:
+        """Return the tokens of x `[B, T, HQ, ...]` that this rank holds, `[B, N, G, ...]` of each range and KV head.
+
+        Tokens that the rank is given are views of x. A rank that holds no tokens gets one token of 0, so that it
+        performs the same operations as the others.
+        """
+        return _Split.apply(x, self, kv_heads)
+
+    def join(self, out: Tensor, pieces: Sequence[Tensor], head: int) -> Tensor:
+        """Write the pieces of one KV head, as `split` returns them, into out `[B, T, HQ, ...]` in place; return out."""
+        return _Join.apply(out, self, head, *pieces)
+
+    def parts_of(self, x: Tensor) -> list[Tensor]:
+        """Return `[B, N, ...]` for each range: a view of x, or new memory for tokens of another rank."""
+        batch, _, *sizes = x.shape
+        return [_cut(x, of) if rank == self.rank else x.new_empty(batch, len(of), *sizes) for rank, of in self.taken]
+
+    def fill_parts(self, parts: Sequence[Tensor], x: Tensor) -> None:
+        """Fill the parts of other ranks with tokens of x."""
+        if not self.is_local:
+            of_parts, of_x = self._of_others(parts, x)
+            _exchange(of_x, of_parts, self.group, x)
+
+    def fill_tokens(self, x: Tensor, parts: Sequence[Tensor]) -> None:
+        """Fill the tokens of x that other ranks hold with their parts."""
+        if not self.is_local:
+            of_parts, of_x = self._of_others(parts, x)
+            _exchange(of_parts, of_x, self.group, x)
+
+    def _of_others(self, parts: Sequence[Tensor], x: Tensor) -> tuple[Tensors, Tensors]:
+        of_parts = [(rank, t) for (rank, _), t in zip(self.taken, parts, strict=False) if rank != self.rank]
+        return of_parts, [(rank, _cut(x, of)) for rank, of in self.lent if rank != self.rank]
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, division: Division, kv_heads: int) -> tuple[Tensor, ...]:
+        ctx.division, ctx.kv_heads, ctx.shape = division, kv_heads, x.shape
+        parts = division.parts_of(x)
+        division.fill_parts(parts, x)
+        parts = parts or [x.new_zeros(x.shape[0], 1, *x.shape[2:])]
+        return tuple(piece for part in parts for piece in part.chunk(kv_heads, 2))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        out = grads[0].new_empty(ctx.shape)
+        parts = ctx.division.parts_of(out)
+        for index, part in enumerate(parts):
+            pieces = grads[index * ctx.kv_heads : (index + 1) * ctx.kv_heads]
+            with without_autocast(out):
+                torch.cat(pieces, 2, out=part)
+        ctx.division.fill_tokens(out, parts)
+        return out, None, None
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, division: Division, head: int, *pieces: Tensor) -> Tensor:
+        ctx.division, ctx.head, ctx.shapes = division, head, [t.shape for t in pieces]
+        ctx.mark_dirty(out)
+        # Each head is written, and its gradient fetched, by itself, so that no copy of all heads exists.
+        columns = out.split(pieces[0].shape[2], 2)[head]
+        for (rank, of), piece in zip(division.taken, pieces, strict=False):
+            if rank == division.rank:
+                _cut(columns, of).copy_(piece)
+        division.fill_tokens(columns, pieces)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        columns = grad.split(ctx.shapes[0][2], 2)[ctx.head]
+        parts = ctx.division.parts_of(columns)
+        ctx.division.fill_parts(parts, columns)
+        return grad, None, None, *(parts or map(grad.new_zeros, ctx.shapes))
+
+
 class _Fetch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any, held: Held, wanted: Held) -> Tensor:
         rank = dist.get_rank(group)
         sent = [_moves(held[rank], parts) for parts in wanted]
         received = [_moves(parts, wanted[rank]) for parts in held]
-        ctx.group, ctx.shape, ctx.sent, ctx.received = group, x.shape, sent, received
-        tokens = x.transpose(0, 1)
-        return _exchange(tokens, sent, received, _length(wanted[rank]), group).transpose(0, 1)
+        ctx.group, ctx.seqlen, ctx.sent, ctx.received = group, x.shape[1], sent, received
+        return _move(x.transpose(0, 1), sent, received, _length(wanted[rank]), group).transpose(0, 1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         back, received = ([[(to, of) for of, to in moves] for moves in rank] for rank in (ctx.received, ctx.sent))
-        out = _exchange(grad.transpose(0, 1), back, received, ctx.shape[1], ctx.group)
+        out = _move(grad.transpose(0, 1), back, received, ctx.seqlen, ctx.group)
         return out.transpose(0, 1), None, None, None
 
 
@@ -196,19 +299,23 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any, held: Held) -> Tensor:
         ctx.group, ctx.held, ctx.seqlen = group, held, x.shape[1]
-        longest = max(map(_length, held))
-        tokens = x.new_empty(longest, x.shape[0], *x.shape[2:])
-        tokens[: x.shape[1]] = x.transpose(0, 1)
+        longest, places = max(map(_length, held)), _places(held)
+        tokens = x.transpose(0, 1).contiguous()
+        if len(tokens) < longest:
+            tokens = concatenate([tokens, tokens.new_empty(longest - len(tokens), *tokens.shape[1:])], 0)
         every = tokens.new_empty(len(held) * longest, *tokens.shape[1:])
         _all_gather(every, tokens, group=group)
-        return concatenate([every[of.start : of.stop] for of, _ in _places(held)], 0).transpose(0, 1)
+        if any(of != to for of, to in places):
+            every = concatenate([every[of.start : of.stop] for of, _ in places], 0)
+        return every[: num_tokens(held)].transpose(0, 1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         longest, dtype = max(map(_length, ctx.held)), _sum_dtype(grad.dtype)
         tokens = grad.transpose(0, 1)
-        every = tokens.new_zeros(len(ctx.held) * longest, *tokens.shape[1:], dtype=dtype)
+        allocate = tokens.new_empty if len(ctx.held) * longest == len(tokens) else tokens.new_zeros
+        every = allocate(len(ctx.held) * longest, *tokens.shape[1:], dtype=dtype)
         for of, to in _places(ctx.held):
             every[of.start : of.stop] = tokens[to.start : to.stop]
         mine = every.new_empty(longest, *every.shape[1:])
@@ -224,25 +331,66 @@ def _length(parts: tuple[range, ...]) -> int:
     return sum(map(len, parts))
 
 
-def _exchange(tokens: Tensor, sent: list[Moves], received: list[Moves], seqlen: int, group: Any) -> Tensor:
-    """Return `[seqlen, ...]` with the tokens that other ranks send; those of one place are added.
+def _cut(x: Tensor, part: range) -> Tensor:
+    return x[:, part.start : part.stop]
+
+
+def _move(tokens: Tensor, sent: list[Moves], received: list[Moves], seqlen: int, group: Any) -> Tensor:
+    """Return `[seqlen, ...]` with the tokens that ranks send; those of one place are added.
 
     sent, received: the moves to and from each rank.
     """
-    parts = [tokens[of.start : of.stop] for moves in sent for of, _ in moves]
-    sizes, sizes_sent = ([sum(len(of) for of, _ in moves) for moves in rank] for rank in (received, sent))
-    buffer = tokens.new_empty(sum(sizes), *tokens.shape[1:])
-    dist.all_to_all_single(buffer, concatenate([tokens[:0], *parts], 0), sizes, sizes_sent, group)
-    places = [to for moves in received for _, to in moves]
-    placed = zip(places, buffer.split([len(place) for place in places]), strict=True)
-    in_order = sorted(placed, key=lambda item: item[0].start)
-    is_sum = any(a.stop > b.start for (a, _), (b, _) in pairwise(in_order))
-    if not is_sum and len(buffer) == seqlen:  # in one pass over memory
-        return concatenate([part for _, part in in_order], 0) if in_order else buffer
-    out = buffer.new_zeros(seqlen, *tokens.shape[1:], dtype=_sum_dtype(tokens.dtype) if is_sum else tokens.dtype)
-    for to, part in in_order:
-        out[to.start : to.stop] += part
-    return out.to(tokens.dtype)
+    sizes = tokens.shape[1:]
+    sources = [(rank, tokens[of.start : of.stop]) for rank, moves in enumerate(sent) for of, _ in moves]
+    places = [(rank, to) for rank, moves in enumerate(received) for _, to in moves]
+    in_order = sorted((to for _, to in places), key=lambda to: to.start)
+    if any(a.stop > b.start for a, b in pairwise(in_order)):
+        targets = [(rank, tokens.new_empty(len(to), *sizes)) for rank, to in places]
+        _exchange(sources, targets, group, tokens)
+        out = tokens.new_zeros(seqlen, *sizes, dtype=_sum_dtype(tokens.dtype))
+        for (_, to), (_, target) in sorted(zip(places, targets, strict=True), key=lambda pair: pair[0][1].start):
+            out[to.start : to.stop] += target
+        return out.to(tokens.dtype)
+    allocate = tokens.new_empty if sum(map(len, in_order)) == seqlen else tokens.new_zeros
+    out = allocate(seqlen, *sizes)
+    _exchange(sources, [(rank, out[to.start : to.stop]) for rank, to in places], group, tokens)
+    return out
+
+
+def _exchange(sent: Tensors, received: Tensors, group: Any, like: Tensor) -> None:
+    """Fill the tensors that this rank receives with those that ranks send to it, in the same order.
+
+    A single contiguous tensor that is sent to, or received from, another rank needs no memory beside its own. like: a
+    tensor of the same device and dtype.
+    """
+    rank, ranks = dist.get_rank(group), range(dist.get_world_size(group))
+    mine = ([t for peer, t in tensors if peer == rank] for tensors in (received, sent))
+    for target, source in zip(*mine, strict=True):
+        target.copy_(source)
+    sent, received = ([item for item in tensors if item[0] != rank] for tensors in (sent, received))
+    sizes, sizes_sent = (
+        [sum(t.numel() for peer, t in tensors if peer == other) for other in ranks] for tensors in (received, sent)
+    )
+    source, places_sent = _buffer(sent, like)
+    for place, t in places_sent:
+        place.copy_(t)
+    buffer, places = _buffer(received, like)
+    dist.all_to_all_single(buffer, source, sizes, sizes_sent, group)
+    for place, t in places:
+        t.copy_(place)
+
+
+def _buffer(tensors: Tensors, like: Tensor) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+    """Return memory `[numbers]` for tensors in the order of their ranks, and the place in it of each.
+
+    The memory of a single contiguous tensor is its own, which has no place.
+    """
+    in_order = [t for _, t in sorted(tensors, key=lambda item: item[0])]
+    if len(in_order) == 1 and in_order[0].is_contiguous():
+        return in_order[0].view(-1), []
+    buffer = like.new_empty(sum(t.numel() for t in in_order))
+    places = buffer.split([t.numel() for t in in_order])
+    return buffer, [(place.view(t.shape), t) for place, t in zip(places, in_order, strict=True)]
 
 
 def _moves(held: tuple[range, ...], wanted: tuple[range, ...]) -> Moves:
@@ -270,3 +418,17 @@ def _places(held: Held) -> Moves:
             moves.append((range(at, at + len(part)), part))
             at += len(part)
     return sorted((move for move in moves if move[1]), key=lambda move: move[1].start)
+
+
+@lru_cache(maxsize=64)
+def _divided(layout: Held, held: Held, rank: int) -> tuple[Places, Places]:
+    """Return the places taken and lent by a rank, as in `Division`."""
+    every = [
+        (taker, owner, of)
+        for taker, parts in enumerate(held)
+        for part in parts
+        for owner, given in enumerate(layout)
+        for of, _ in _moves(given, (part,))
+    ]
+    taken = tuple((owner, of) for taker, owner, of in every if taker == rank)
+    return taken, tuple((taker, of) for taker, owner, of in every if owner == rank)
