@@ -254,14 +254,14 @@ def attend_divided(
     pieces = _map(lambda t: iter(division.split(t, kv_heads)), (queries, gates))
     of_parts = [[_map(next, pieces) for _ in range(kv_heads)] for _ in parts]
     # Gradients of pieces of a split are concatenated. Those of slices would each be padded to the whole and added.
-    own_keys = _split(_map(lambda t: fetch(t, sequence.group, layout, sequence.held), keys), 1, 2, kv_heads)
+    own_keys = _split(keys, 1, 2, kv_heads)
     of_heads = _split({'k_cmp': k_cmp, 'v_cmp': v_cmp}, 1, -2, kv_heads)
     memories = _split(mem_kv, 1, 0, kv_heads)
     head_sinks = _split({'sinks': sinks, 'sinks_cmp': sinks_cmp}, group_size, 0, kv_heads)
     visible = [_count_visible(sequence, part, causal_sizes) for part in parts]
 
     def attend_head(head: int) -> list[Tensor]:
-        gathered = gather(list(own_keys[head].values()), sequence.group, sequence.held)
+        gathered = gather(list(own_keys[head].values()), sequence.group, layout)
         of_head = {'mem_kv': memories[head], **head_sinks[head]}
         outs = []
         for index, part in enumerate(parts):
