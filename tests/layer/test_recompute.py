@@ -377,6 +377,7 @@ def test_what_is_kept_is_not_changed_unseen(device: torch.device) -> None:
             out.backward()
 
 
+@pytest.mark.full
 def test_a_backward_pass_that_is_compiled(device: torch.device) -> None:
     torch._dynamo.reset()
     layer, x = make_layers(backend='triton')[0].to(device), torch.randn(1, 9, DIM).to(device).requires_grad_()

@@ -110,6 +110,7 @@ def test_known_random_numbers() -> None:
     assert numbers.tolist() == [number >> 32 for number in known]
 
 
+@pytest.mark.full
 @pytest.mark.skipif(shutil.which('g++') is None, reason='inductor needs a compiler')
 def test_queries_of_several_rows_are_drawn_alike_when_compiled() -> None:
     # Compiled, the numbers of the second row are computed from its index: products beyond 64 bits have to wrap around.
