@@ -121,6 +121,8 @@ def make_phases(table: str, itemsize: int, head_dim: int, device: str) -> list[A
         if name.endswith(('_32', '_64')):
             heads = int(name[-2:])
             shapes = [replace(shape, heads=heads, kv_heads=1, num_selected=MAX_UNION_SELECTED + 1)]
+    if name.endswith('_SMALL'):
+        shapes = [replace(shape, kv_heads=shape.heads // group, seqlen=2 * shape.seqlen) for group in (2, 4)]
     phases = []
     for op, shape in itertools.product(OPS[table.split('.')[0]], shapes):
         forward, leaves = make_call(op, shape, 'triton', device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
@@ -62,6 +63,13 @@ def settings_of(table: Table, q: Tensor, *others: Tensor) -> Settings:
     for tensor in others:
         head_dim = max(head_dim, tensor.shape[-1])
     return find_settings(table, architecture_of(q.device), q.element_size(), head_block(head_dim))
+
+
+def settings_of_first(special: Table, table: Table, q: Tensor, *others: Tensor) -> Settings:
+    """Return the settings from a special table, or from the general one where the special one has no row."""
+    with suppress(KeyError):
+        return settings_of(special, q, *others)
+    return settings_of(table, q, *others)
 
 
 def find_settings(table: Table, architecture: str, itemsize: int, block_d: int) -> Settings:

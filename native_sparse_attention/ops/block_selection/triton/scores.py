@@ -11,7 +11,7 @@ from native_sparse_attention.core.call import Call
 from native_sparse_attention.core.geometry import max_length_of_compressed, overlapping_blocks
 from native_sparse_attention.ops._triton import varlen
 from native_sparse_attention.ops._triton.inverse_index import group_pairs, make_inverse_index, num_block_slots
-from native_sparse_attention.ops._triton.launch import Table, head_block, is_wide, launch, row_block, settings_of
+from native_sparse_attention.ops._triton.launch import Settings, head_block, is_wide, launch, row_block, settings_of
 from native_sparse_attention.ops._triton.registered import (
     SEQUENCES,
     register_gradients,
@@ -27,6 +27,7 @@ from native_sparse_attention.ops.block_selection.triton.scores_backward import (
 )
 from native_sparse_attention.ops.block_selection.triton.scores_forward import dq_kernel, forward_kernel
 from native_sparse_attention.ops.block_selection.triton.scores_tiles import Meta, Sizes
+from native_sparse_attention.ops.block_selection.triton.settings import settings_of_group
 
 # Queries times heads per program in the gradient of compressed keys, by bytes of an element. float32 sums are shorter
 # and so more exact.
@@ -74,7 +75,7 @@ def _forward(q: Tensor, k_cmp: Tensor, lse: Tensor, block_indices: Tensor, *rest
     if out.numel() == 0 or k_cmp.shape[1] == 0:
         return out.zero_()
     meta = _meta(q, k_cmp, block_indices, block_size, stride, selection_block_size, causal)
-    tile = _query_tile(scores_settings.FORWARD, q, meta)
+    tile = _query_tile(settings_of(scores_settings.FORWARD, q), meta)
     tile |= _split_columns(tile.pop('BLOCK_N'), meta)
     launch(
         forward_kernel,
@@ -109,7 +110,7 @@ def _backward(
         return dq.zero_(), dk.zero_(), dlse.zero_()
     meta = _meta(q, k_cmp, block_indices, block_size, stride, selection_block_size, causal)
     if needs_dq:
-        tile = _query_tile(scores_settings.DQ, q, meta)
+        tile = _query_tile(settings_of_group(scores_settings.DQ_SMALL, scores_settings.DQ, meta.group, q), meta)
         tiles_of_group = -(-meta.group // tile['BLOCK_G'])
         tensors = (q, k_cmp, lse, block_indices, dout, dq, dlse)
         launch(
@@ -146,7 +147,8 @@ def _add_queries(
     Runs for some pairs at a time, and for some selection blocks at a time where the partial sums of one pair exceed the
     workspace. Neither changes the order of the sums.
     """
-    block_m, block_c, num_warps, num_stages = settings_of(scores_settings.DK, q)
+    of_group = settings_of_group(scores_settings.DK_SMALL, scores_settings.DK, meta.group, q)
+    block_m, block_c, num_warps, num_stages = of_group
     selection_block, per_selection = meta.selection_block, meta.per_selection
     num_offsets = per_selection - meta.first_offset
     head_dim, kv_heads = k_cmp.shape[2:][::-1]
@@ -254,9 +256,9 @@ def _meta(
     return Meta(causal, *heads, num_selected, selection_block, offsets.stop, offsets.start, q.shape[3])
 
 
-def _query_tile(table: Table, q: Tensor, meta: Meta) -> dict[str, int]:
+def _query_tile(settings: Settings, meta: Meta) -> dict[str, int]:
     """Return the tile of a query's kernel: heads of a group by (selected block, overlapping compressed block)."""
-    block_m, block_n, num_warps, num_stages = settings_of(table, q)
+    block_m, block_n, num_warps, num_stages = settings
     return {
         'BLOCK_G': min(block_m, row_block(meta.group)),
         'BLOCK_N': block_n,

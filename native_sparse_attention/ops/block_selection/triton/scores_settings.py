@@ -31,3 +31,12 @@ DK: Table = read_table("""
     sm86 4: 64 16 4 1 | 32 16 4 1 | 16 16 4 1
     sm90 2: 128 16 4 2 | 64 16 2 3 | -
 """)
+
+# Groups of at most `settings.SMALL_GROUP` query heads. The tables above are tuned for groups of 16.
+DQ_SMALL: Table = read_table("""
+    sm90 2: 64 32 1 1 | 64 32 1 2 | 32 64 4 1
+""")
+
+DK_SMALL: Table = read_table("""
+    sm90 2: 128 16 4 2 | 64 16 2 3 | -
+""")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from native_sparse_attention.core.call import Call, SelectionRules
 from native_sparse_attention.core.geometry import max_length_of_compressed
-from native_sparse_attention.ops._triton.launch import describe_rows, head_block, launch, settings_of
+from native_sparse_attention.ops._triton.launch import describe_rows, head_block, launch
 from native_sparse_attention.ops._triton.registered import SEQUENCES, register_op
 from native_sparse_attention.ops._triton.softcap import cap_logits
 from native_sparse_attention.ops._triton.support import MAX_TOKENS
@@ -106,7 +106,8 @@ def _select(q: Tensor, k_cmp: Tensor, lse: Tensor, *rest: Any) -> Tensor:
     per_selection = selection_block_size // stride
     keys = spread_keys(k_cmp, per_selection)
     max_tokens = min(max_length_of_compressed(num_compressed, block_size, stride), MAX_TOKENS)
-    block_m, block_j, num_warps, num_stages = settings_of(settings.SELECT, q)
+    of_group = settings.settings_of_group(settings.SELECT_SMALL, settings.SELECT, group, q)
+    block_m, block_j, num_warps, num_stages = of_group
     block_g = 1 << (group - 1).bit_length()
     block_n = max(block_j, 1 << (num_selected - 1).bit_length())
     levels = count_levels(num_selected, block_j) if group >= MIN_GROUP else 0

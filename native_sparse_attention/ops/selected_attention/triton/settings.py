@@ -6,11 +6,9 @@ block_n: keys per tile at most; BLOCK and BLOCK_DQ hold a whole block, and have 
 
 from __future__ import annotations
 
-from contextlib import suppress
-
 from torch import Tensor
 
-from native_sparse_attention.ops._triton.launch import Settings, Table, read_table, settings_of
+from native_sparse_attention.ops._triton.launch import Settings, Table, read_table, settings_of_first
 
 # Tables by group size, for kernels by query: any group, groups of 17 to 32, and larger groups.
 GroupTables = tuple[Table, Table, Table]
@@ -115,16 +113,9 @@ BLOCK_DQ_SHORT: Table = read_table("""
 def settings_of_group(tables: GroupTables, group: int, q: Tensor, v: Tensor) -> Settings:
     """Return the settings of a kernel by query, by the number of heads per group."""
     table, of_32, of_64 = tables
-    return _settings_of_first(of_64 if group > 32 else of_32 if group > 16 else table, table, q, v)
+    return settings_of_first(of_64 if group > 32 else of_32 if group > 16 else table, table, q, v)
 
 
 def settings_of_blocks(table: Table, short: Table, block_size: int, q: Tensor, v: Tensor) -> Settings:
     """Return the settings for a block size, from `short` if the block is short and `short` has a row."""
-    return _settings_of_first(short if block_size <= SHORT else table, table, q, v)
-
-
-def _settings_of_first(special: Table, table: Table, q: Tensor, v: Tensor) -> Settings:
-    """Return the settings from a special table, or from the general one where the special one has no row."""
-    with suppress(KeyError):
-        return settings_of(special, q, v)
-    return settings_of(table, q, v)
+    return settings_of_first(short if block_size <= SHORT else table, table, q, v)
