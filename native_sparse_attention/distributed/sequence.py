@@ -305,9 +305,10 @@ class _Gather(torch.autograd.Function):
             tokens = concatenate([tokens, tokens.new_empty(longest - len(tokens), *tokens.shape[1:])], 0)
         every = tokens.new_empty(len(held) * longest, *tokens.shape[1:])
         _all_gather(every, tokens, group=group)
-        if any(of != to for of, to in places):
+        # A view without the padding of shorter shards would keep its memory for the backward pass.
+        if len(every) > num_tokens(held) or any(of != to for of, to in places):
             every = concatenate([every[of.start : of.stop] for of, _ in places], 0)
-        return every[: num_tokens(held)].transpose(0, 1)
+        return every.transpose(0, 1)
 
     @staticmethod
     @once_differentiable

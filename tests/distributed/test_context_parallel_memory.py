@@ -16,6 +16,7 @@ from tests.support.processes import run_processes
 pytest.importorskip('torch.distributed.fsdp', exc_type=ImportError)
 
 from native_sparse_attention.distributed import context_attention, context_parallel_nsa
+from native_sparse_attention.distributed.sequence import gather
 
 
 class Attend(torch.autograd.Function):
@@ -61,6 +62,20 @@ def count_bytes() -> None:
     assert counted.peak < 8.7 * unit
     # Gradients of q, the output, and the half of dout that is sent: 2.5 units. The rest is of keys and values.
     assert counted.copied < 4 * unit
+
+
+def gather_unequal_shards() -> None:
+    """Of shards with 6 tokens and 1, and with 6 and none, gathered keys take the memory of their tokens alone."""
+    for length in (1, 0):
+        held = ((range(6),), (range(6, 6 + length),))
+        tokens = torch.arange(6.0 + length).view(1, -1, 1, 1)
+        (keys,) = gather([tokens.split([6, length], 1)[dist.get_rank()]], dist.group.WORLD, held)
+        assert keys.flatten().tolist() == list(range(6 + length))
+        assert keys.untyped_storage().nbytes() == keys.nbytes
+
+
+def test_no_padding_is_kept(tmp_path: Path) -> None:
+    run_processes(gather_unequal_shards, 2, tmp_path)
 
 
 def test_few_tensors_exist(tmp_path: Path) -> None:
