@@ -14,15 +14,19 @@ class Graph:
 
     A step is more than a thousand launches, many of which take the host longer than the GPU. What the function leaves
     elsewhere, such as gradients, every replay writes anew, to the same places. Exchanges between processes are replayed
-    too; their group can be left only once no graph of it is left.
+    too. A process can leave their group only after the graph is gone.
     """
 
     def __init__(self, function: Callable[[Tensor], Tensor], x: Tensor) -> None:
         self.input, self.graph = x.clone(), torch.cuda.CUDAGraph()
-        # NCCL asks for events in a thread of its own, at any time.
+        # A thread of PyTorch queries the events of NCCL at any time, which 'global' forbids during a capture.
         mode = 'thread_local' if dist.is_initialized() else 'global'
-        with torch.cuda.device(x.device), torch.cuda.graph(self.graph, capture_error_mode=mode):
-            self.output = function(self.input)
+        try:
+            with torch.cuda.device(x.device), torch.cuda.graph(self.graph, capture_error_mode=mode):
+                self.output = function(self.input)
+        except BaseException:
+            self.graph.reset()  # the traceback of the error holds this object while the process leaves the group
+            raise
 
     def __call__(self, x: Tensor) -> Tensor:
         self.input.copy_(x)

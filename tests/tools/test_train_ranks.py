@@ -23,7 +23,7 @@ import torch
 import train_enwik8
 from tests.support.processes import agent_store, run_processes
 from tests.support.training_runs import assert_same_run, command, rows, write_words
-from train_enwik8 import Run, load_checkpoint, main
+from train_enwik8 import Graph, Run, load_checkpoint, main
 
 full = pytest.mark.full
 SETTINGS = {'heads': 4, 'kv_heads': 2, 'batch': 4, 'steps': 6, 'log_every': 1, 'eval_every': 3, 'save_every': 2}
@@ -268,3 +268,18 @@ def test_sigkill_of_one_process_ends_all_and_loses_nothing(parallelism: str, tex
         again = train_enwik8.open_run(*flags, locks)
         assert again.step == step
         again.train_step()
+
+
+def test_a_failed_capture_leaves_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph with exchanges would block the process as it leaves the group, while the traceback holds the object."""
+    graph, kept = mock.Mock(), contextlib.nullcontext()
+    monkeypatch.setattr(torch.cuda, 'CUDAGraph', lambda: graph)
+    monkeypatch.setattr(torch.cuda, 'graph', lambda *_, **__: kept)
+    monkeypatch.setattr(torch.cuda, 'device', lambda _: kept)
+
+    def fail(x: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError('memory of the GPU is full')
+
+    with pytest.raises(torch.OutOfMemoryError, match='memory of the GPU is full'):
+        Graph(fail, torch.zeros(1))
+    graph.reset.assert_called_once_with()
