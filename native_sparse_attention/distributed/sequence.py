@@ -178,14 +178,18 @@ def gather(tensors: Sequence[Tensor], group: Any, held: Held) -> tuple[Tensor, .
 
 
 class Division(NamedTuple):
-    """Where the tokens that this rank holds are in another layout, in which the ranks are given tensors `[B, T, ...]`.
+    """Exchange between the layout of the tensors `[B, T, ...]` of a call and the tokens for which each rank computes.
+
+    A rank holds the tokens for which it computes, see `DividedSequence.held`. The tensor of a rank has those of its
+    part of the layout.
 
     Attributes:
         group: process group of the ranks.
         rank: this rank.
-        taken: for each range that this rank holds, the rank that is given it, and its place there.
-        lent: for each range that this rank is given, the rank that holds it, and its place here.
-        is_local: each rank holds what it is given.
+        taken: (rank, range) for each range of tokens that this rank holds: the rank whose tensor has them, and where.
+        lent: (rank, range) for each range of tokens of the tensor of this rank: the rank that holds them, and where
+            they are in this tensor.
+        is_local: each rank holds the tokens of its own tensor, so nothing is exchanged.
     """
 
     group: Any
@@ -196,14 +200,14 @@ class Division(NamedTuple):
 
     @classmethod
     def of(cls, group: Any, layout: Held, held: Held) -> Division:
-        """Return the division of a layout, in which each range of `held` lies in one range."""
+        """Return the division for a layout. Each range of `held` must lie in one range of the layout."""
         rank = dist.get_rank(group)
         return cls(group, rank, *_divided(layout, held, rank), layout == held)
 
     def split(self, x: Tensor, kv_heads: int) -> tuple[Tensor, ...]:
-        """Return the tokens of x `[B, T, HQ, ...]` that this rank holds, `[B, N, G, ...]` of each range and KV head.
+        """Return pieces `[B, N, G, ...]` of x `[B, T, HQ, ...]`, one per KV head for each range that this rank holds.
 
-        Tokens that the rank is given are views of x. A rank that holds no tokens gets one token of 0, so that it
+        Pieces of tokens of the own tensor are views of x. A rank that holds no tokens gets one token of 0, so that it
         performs the same operations as the others.
         """
         return _Split.apply(x, self, kv_heads)
@@ -213,7 +217,7 @@ class Division(NamedTuple):
         return _Join.apply(out, self, head, *pieces)
 
     def parts_of(self, x: Tensor) -> list[Tensor]:
-        """Return `[B, N, ...]` for each range: a view of x, or new memory for tokens of another rank."""
+        """Return `[B, N, ...]` for each range that this rank holds: a view of x, or new memory for tokens of others."""
         batch, _, *sizes = x.shape
         return [_cut(x, of) if rank == self.rank else x.new_empty(batch, len(of), *sizes) for rank, of in self.taken]
 
@@ -361,8 +365,8 @@ def _move(tokens: Tensor, sent: list[Moves], received: list[Moves], seqlen: int,
 def _exchange(sent: Tensors, received: Tensors, group: Any, like: Tensor) -> None:
     """Fill the tensors that this rank receives with those that ranks send to it, in the same order.
 
-    A single contiguous tensor that is sent to, or received from, another rank needs no memory beside its own. like: a
-    tensor of the same device and dtype.
+    A single contiguous tensor that is sent to, or received from, another rank needs no message buffer. like: a tensor
+    of the same device and dtype.
     """
     rank, ranks = dist.get_rank(group), range(dist.get_world_size(group))
     mine = ([t for peer, t in tensors if peer == rank] for tensors in (received, sent))
@@ -382,9 +386,9 @@ def _exchange(sent: Tensors, received: Tensors, group: Any, like: Tensor) -> Non
 
 
 def _buffer(tensors: Tensors, like: Tensor) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-    """Return memory `[numbers]` for tensors in the order of their ranks, and the place in it of each.
+    """Return a flat message buffer for tensors, in the order of their ranks, and pairs of a slice of it and its tensor.
 
-    The memory of a single contiguous tensor is its own, which has no place.
+    A single contiguous tensor is its own buffer. There are no pairs then, because nothing has to be copied.
     """
     in_order = [t for _, t in sorted(tensors, key=lambda item: item[0])]
     if len(in_order) == 1 and in_order[0].is_contiguous():
@@ -423,7 +427,7 @@ def _places(held: Held) -> Moves:
 
 @lru_cache(maxsize=64)
 def _divided(layout: Held, held: Held, rank: int) -> tuple[Places, Places]:
-    """Return the places taken and lent by a rank, as in `Division`."""
+    """Return `taken` and `lent` of a rank, see `Division`."""
     every = [
         (taker, owner, of)
         for taker, parts in enumerate(held)
