@@ -182,10 +182,25 @@ def make_text(folder: Path, against: str, pictures: bool = True) -> str:
             *(f'![gates of {name}](gates-{name}.png)' for name in runs.runs if has_gates(runs, name)),
             'Layers at the end, means over seeds, of a few validation sequences.',
             probe_table(runs),
-            'Settings: ' + ', '.join(f'{k} {v}' for k, v in (config | first['settings']['sparse']).items()) + '.',
+            f'Settings: {settings_of(records)}.',
             *sorted({f'`{r["command"]}`' for r in records if 'command' in r}),
         ]
     return '\n\n'.join(parts)
+
+
+def settings_of(records: Sequence[Record]) -> str:
+    """Return names and values of the settings. A setting that differs names the variants of each value."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for record in records:
+        for name, value in (record['settings']['config'] | record['settings']['sparse']).items():
+            variants = found.setdefault(name, {}).setdefault(str(value), [])
+            if record['variant'] not in variants:
+                variants.append(record['variant'])
+    texts = []
+    for name, values in found.items():
+        given = [f'{value} ({", ".join(of)})' if len(values) > 1 else value for value, of in values.items()]
+        texts.append(f'{name} {" or ".join(given)}')
+    return ', '.join(texts)
 
 
 def has_gates(runs: Runs, variant: str) -> bool:

@@ -235,6 +235,16 @@ def test_runs_and_report(text: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert record['parameters'] - found['dense-seed0']['parameters'] == record['parameters_sparse_only']
 
 
+def test_settings_that_differ_name_their_variants():
+    dense, sparse = (
+        {'variant': name, 'settings': {'config': {'dim': 8}, 'sparse': {'num_selected_blocks': count}}}
+        for name, count in (('dense', 16), ('merged', 32))
+    )
+    assert learning_report.settings_of([dense, dense]) == 'dim 8, num_selected_blocks 16'
+    expected = 'dim 8, num_selected_blocks 16 (dense) or 32 (merged)'
+    assert learning_report.settings_of([dense, sparse, sparse]) == expected
+
+
 @pytest.mark.usefixtures('in_process')
 def test_a_run_that_fails_is_named(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert learning.main(flags(tmp_path / 'out', text, '--lr', '1e30')) == 1
