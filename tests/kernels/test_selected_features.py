@@ -158,19 +158,19 @@ def test_full_blocks_of_other_queries_change_nothing(dtype: torch.dtype, device:
 
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float16])
-@pytest.mark.parametrize('name', ['q', 'k'])
-def test_infinite_logits_reach_the_cap(name: str, dtype: torch.dtype, device: torch.device) -> None:
+def test_infinite_logits_reach_the_cap(dtype: torch.dtype, device: torch.device) -> None:
     """One index is repeated, so its second load is in vain."""
     indices = torch.tensor([0, 0, 1], dtype=torch.int32).expand(1, 32, 1, 3)
-    tensors = make_inputs(whole(32), Heads(2, 1, 16, 16), device, indices, dtype=dtype)
-    for other in 'qk':
-        tensors[other] = tensors[other].abs() + 0.1
-    tensors[name][:, 20 if name == 'q' else 3, :, 0] = torch.inf
     settings: dict[str, Any] = {'block_size': 16, 'softcap': 2.0}
-    expected, found = (run(selected_attention, tensors, **settings) for run in (run_eager, run_triton))
-    for result in ('out0', 'out1'):
-        assert expected[result].isfinite().all()
-        torch.testing.assert_close(found[result], expected[result], rtol=2e-3, atol=2e-3)
+    for name, token in (('q', 20), ('k', 3)):
+        tensors = make_inputs(whole(32), Heads(2, 1, 16, 16), device, indices, dtype=dtype)
+        for other in 'qk':
+            tensors[other] = tensors[other].abs() + 0.1
+        tensors[name][:, token, :, 0] = torch.inf
+        expected, found = (run(selected_attention, tensors, **settings) for run in (run_eager, run_triton))
+        for result in ('out0', 'out1'):
+            assert expected[result].isfinite().all()
+            torch.testing.assert_close(found[result], expected[result], rtol=2e-3, atol=2e-3)
 
 
 @per_block

@@ -214,7 +214,7 @@ FAULTS = [
     Fault('fused: unit of a factor dropped', PARTIALS, 'store_dq', 'find_unit(tl.maximum(tl.abs(factor), 5.9604644775390625e-08) * 4096)[1]', '1.0', SELECTED[:1]),
     Fault('fused: units by keys of the future', PARTIALS, 'store_dq', 'tl.max(tl.where(read, unit_of_k[:, None], 0.0), 0)', 'tl.zeros([ROWS], tl.float32) + tl.max(unit_of_k, 0)', SELECTED[1:]),
     Fault('fused: delta missing in gradients of factors', BY_BLOCK_DQ, 'sum_kernel', 'dfactor -= delta *', 'dfactor -= 0.0 *', SELECTED[:1]),
-    Fault('fused: keys that are not read in gradients of factors', BY_BLOCK_DQ, '_differentiate', 'weights = tl.where(read, weights, 0.0)', 'weights *= 1.0', SELECTED[:1]),
+    Fault('fused: keys that are not read in gradients of factors', BY_BLOCK_DQ, '_differentiate', 'weights = tl.where(read, weights, 0.0)', 'weights *= 1.0', SELECTED[1:]),
     Fault('fused: gate applied to dq twice', BY_BLOCK_BACKWARD, 'BlockQueryGradients._add_partials', 'computes_dq != self.fused', 'computes_dq', SELECTED_GATES),
     Fault('merged: factors of some heads by block', BY_BLOCK_BACKWARD, '_add_heads', 'rows.view(*out.shape, group)', 'rows.view(*out.shape, group)[..., :1]', ('test_merged_attention.py',)),
     Fault('CSR index: token of the next entry', BLOCK_TO_QUERY, 'locate_entries', '(entry // (sizes.repeats * sizes.num_selected))', '((entry + 1) // (sizes.repeats * sizes.num_selected))', SELECTED[:1]),
