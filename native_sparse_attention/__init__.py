@@ -1,5 +1,6 @@
 """Native Sparse Attention (arXiv 2502.11089) as a drop-in PyTorch layer."""
 
+from native_sparse_attention.build import build_kernels
 from native_sparse_attention.functional import nsa
 from native_sparse_attention.inference.cache import LayerCache
 from native_sparse_attention.inference.decode import nsa_decode
@@ -9,4 +10,12 @@ from native_sparse_attention.nn.attention import SparseAttention
 
 __version__ = '0.1.0'  # the build reads it from here
 
-__all__ = ['LayerCache', 'ModelCache', 'PagedLayerCache', 'SparseAttention', 'nsa', 'nsa_decode']
+__all__ = [
+    'LayerCache',
+    'ModelCache',
+    'PagedLayerCache',
+    'SparseAttention',
+    'build_kernels',
+    'nsa',
+    'nsa_decode',
+]

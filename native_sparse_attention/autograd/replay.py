@@ -19,6 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import dlpack
 
 from native_sparse_attention.autograd.saved_rotary import PackRotated
+from native_sparse_attention.core.building import is_building
 from native_sparse_attention.core.plain import refuse_context_parallel
 from native_sparse_attention.core.private_recording import find_recording
 from native_sparse_attention.ops import select_blocks
@@ -47,7 +48,7 @@ def replayed(function: Function) -> Function:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or _recording is None:
+        if torch.compiler.is_compiling() or _recording is None or is_building.get():
             return function(*args, **kwargs)
         tensors: list[Tensor] = []
         key = _properties(tensors, args, kwargs)

@@ -326,6 +326,23 @@ def test_compiled_layer(amp: bool, device: torch.device):
     assert graphs[-1] == graphs[2], graphs
 
 
+BUILT = f"""
+import sys, torch, triton
+from {__name__} import make_layer
+from native_sparse_attention import build_kernels
+layer = make_layer(sys.argv[2], torch.device(sys.argv[1]))
+x = torch.randn(2, 500, 128, device=sys.argv[1])
+assert build_kernels(layer, x) > 10
+assert all(p.grad is None for p in layer.parameters())
+compiled = []
+triton.knobs.runtime.jit_post_compile_hook = lambda **found: compiled.append(found)
+layer(x).square().mean().backward()
+assert not compiled, len(compiled)
+assert all(p.grad is None or p.grad.isfinite().all() for p in layer.parameters())
+print('done')
+"""
+
+
 FRESH = f"""
 import sys, torch
 from {__name__} import assert_near, make_layer, train_step
@@ -337,8 +354,10 @@ print('done')
 """
 
 
-def test_compilation_is_the_first_call_of_a_process(device: torch.device):
-    command = [sys.executable, '-c', FRESH, device.type, BACKEND]
+@pytest.mark.parametrize('code', [BUILT, FRESH], ids=['build_kernels', 'torch.compile'])
+def test_first_call_of_a_process(code: str, device: torch.device):
+    """In a process of its own, `build_kernels` leaves nothing to compile, and compilation of a layer works."""
+    command = [sys.executable, '-c', code, device.type, BACKEND]
     environment = environment_here()
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.stdout.endswith('done\n'), done.stderr

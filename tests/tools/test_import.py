@@ -21,7 +21,7 @@ BACKENDS = {'eager', 'flex', 'triton'}
 LINES = (
     {'core'},
     {'ops'},
-    {'autograd', 'composition'},
+    {'autograd', 'build', 'composition'},
     {'inference.lengths', 'inference.ring', 'inference.session', 'nn.linear'},
     {'functional', 'losses', 'testing', 'nn.compress', 'nn.gate', 'nn.padding', 'nn.rotary', 'inference.cache'},
     {'inference.paged_cache', 'inference.model_cache', 'inference.phi', 'inference.rollback', 'nn.checks', 'nn.heads'},

@@ -10,6 +10,7 @@ from typing import Any, NoReturn, TypeVar, overload
 
 from triton.compiler import compile as compile
 from triton.runtime import JITFunction
+from triton.runtime._async_compile import AsyncCompileMode as AsyncCompileMode
 
 knobs: Any
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from native_sparse_attention.core import private
+from native_sparse_attention.core.building import is_building
 
 launcher = private.find_launcher()
 make_descriptor = private.find_describer()
@@ -179,7 +180,8 @@ recorders: list[Callable[[CompiledKernel | None, tuple[int, ...], tuple[Any, ...
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, device: torch.device, **meta: Any) -> Any:
     """Launch kernel[grid](*args, **meta) on the GPU of the tensors, which need not be current. Returns the compiled
-    kernel; an empty grid launches nothing and returns None.
+    kernel; an empty grid launches nothing and returns None. Inside `build_kernels` the kernel is compiled, nothing is
+    launched and None is returned.
 
     Triton finds the compiled kernel by binding and inspecting all arguments. It specialises on types and values of
     arguments that are not tensors, and on dtype and 16-byte alignment of tensors. Triton is called once for each
@@ -194,6 +196,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, device: torch.device,
     if device.type == 'cuda' and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             return launch(kernel, grid, *args, device=device, **meta)
+    if is_building.get():
+        kernel.warmup(*args, grid=grid, enable_fp_fusion=False, **meta)
+        return None
     if are_watched() or launcher is None:
         for record in tuple(recorders):
             record(None, grid, args)

@@ -1,0 +1,16 @@
+"""The mode of Triton in which threads compile kernels."""
+
+from __future__ import annotations
+
+from concurrent.futures import Executor
+from contextlib import AbstractContextManager
+from typing import Any
+
+import triton
+
+
+def compile_mode(pool: Executor) -> AbstractContextManager[Any] | None:
+    """Return a context in which kernels compile in the pool, and which waits for them at its end; None in Triton's
+    interpreter.
+    """
+    return None if triton.knobs.runtime.interpret else triton.AsyncCompileMode(pool)
