@@ -9,11 +9,9 @@
     torchrun --nproc-per-node 8 train_enwik8.py --dp 4 --tp 2    the same run on 8 GPUs: batches in 4 parts, layers in 2
     torchrun --nproc-per-node 8 train_enwik8.py --dp 4 --cp 2    batches in 4 parts, sequences in 2
 
-A run writes to runs/<name>/: log.jsonl, loss.png, sample-<step>.txt, checkpoint.pt and the folder of tensors that it
-names. Losses are bits per byte.
-Validation and test predict each byte of their region but the first exactly once, in windows of --seq-len bytes that
-do not overlap. data/README.md describes the text, trainer/config.py holds the settings, and trainer/ the rest that is
-not training.
+A run writes log.jsonl, loss.png, samples and checkpoints to runs/<name>/. Losses are bits per byte. Validation and test
+predict each byte but the first exactly once, in windows of --seq-len bytes that do not overlap. data/README.md is about
+the text, trainer/config.py holds the settings, and trainer/ the rest that is not training.
 """
 
 from __future__ import annotations
