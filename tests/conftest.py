@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import random
@@ -12,6 +13,9 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
+
+# With Python's thresholds a tenth of the time would go to searches for cycles among modules and traced graphs.
+gc.set_threshold(20_000, 20, 20)
 
 # The tensors of the tests are small, and threads would wait for each other longer than they compute.
 torch.set_num_threads(1)
@@ -100,6 +104,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         found = next((skips[marker] for marker in skips if item.get_closest_marker(marker)), None)
         if found:
             item.add_marker(found)
+
+
+def pytest_collection_finish() -> None:
+    """Leave modules and tests out of later searches for cycles."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
