@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import time
@@ -75,6 +76,8 @@ def _run(
     arguments: tuple[Any, ...],
     port: int | None,
 ) -> None:
+    gc.freeze()  # a search for cycles among the modules of the server would copy their pages
+    gc.set_threshold(20_000, 20, 20)
     torch.set_num_threads(1)
     if port is None:
         store = f'file://{folder}/store'
