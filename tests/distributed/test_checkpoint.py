@@ -18,7 +18,12 @@ from tests.support.sharded_models import joined, make_ids, make_model, whole
 pytest.importorskip('torch.distributed.fsdp', exc_type=ImportError)
 from torch.distributed import init_device_mesh
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 
 from native_sparse_attention.distributed import ProjectionLoadPlanner, apply_fsdp, apply_tp
 
@@ -26,13 +31,18 @@ KINDS = ('separate', 'branches')
 BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
-def make(kind: str, tp: int, seed: int, **settings: Any) -> tuple[Transformer, torch.optim.Optimizer]:
-    """A model after one step, on data x tp ranks, not divided by heads where tp is 1."""
+def make(kind: str, tp: int, seed: int, **settings: Any) -> Transformer:
+    """A model on data x tp ranks, not divided by heads where tp is 1."""
     mesh = init_device_mesh('cpu', (dist.get_world_size() // tp, tp), mesh_dim_names=('data', 'tensor'))
     model = make_model(kind, seed=seed, depth=1, **settings)
     if tp > 1:
         apply_tp(model, mesh['tensor'])
-    apply_fsdp(model, mesh['data'])
+    return apply_fsdp(model, mesh['data'])
+
+
+def train(kind: str, tp: int, seed: int) -> tuple[Transformer, torch.optim.Optimizer]:
+    """A model after one step."""
+    model = make(kind, tp, seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model(make_ids(2, seed=seed), return_loss=True).backward()
     optimizer.step()
@@ -48,7 +58,7 @@ def state_of(model: Transformer, optimizer: torch.optim.Optimizer) -> list[dict[
 
 def save(folder: Path, tp: int) -> None:
     for kind in KINDS:
-        model, optimizer = make(kind, tp, seed=3)
+        model, optimizer = train(kind, tp, seed=3)
         weights, states = get_state_dict(model, optimizer, options=BY_NAME)
         checkpoint.save({'model': weights, 'optimizer': states}, checkpoint_id=folder / kind)
         expected = state_of(model, optimizer)
@@ -58,7 +68,7 @@ def save(folder: Path, tp: int) -> None:
 
 def load(folder: Path, tp: int) -> None:
     for kind in KINDS:
-        model, optimizer = make(kind, tp, seed=5)
+        model, optimizer = train(kind, tp, seed=5)
         for group in optimizer.param_groups:
             group['lr'] = 1.0
         weights, states = get_state_dict(model, optimizer, options=BY_NAME)
@@ -73,8 +83,8 @@ def load(folder: Path, tp: int) -> None:
         for values, wanted in zip(found, expected, strict=True):
             assert values.keys() == wanted.keys()
             assert all(torch.equal(values[name], wanted[name]) for name in wanted)
-    model, optimizer = make('separate', tp, seed=5, heads=4)
-    weights, _ = get_state_dict(model, optimizer)
+    model = make('separate', tp, seed=5, heads=4)
+    weights = get_model_state_dict(model)
     with pytest.raises(CheckpointException, match=r'of a projection of .* rows, but the checkpoint has|Size mismatch'):
         checkpoint.load({'model': weights}, checkpoint_id=folder / 'separate', planner=ProjectionLoadPlanner())
 
