@@ -24,7 +24,8 @@ from tests.support.fast_functions import TENSOR, fast_functions, make_tensor
 UNKNOWN, UNCHANGED = object(), object()
 REVERSED = {'__radd__', '__rsub__', '__rmul__'}
 OVERFLOWING = REVERSED | {'__add__', '__sub__', '__mul__'}
-OPERATORS = OVERFLOWING | {'__lt__', '__le__', '__gt__', '__ge__', '__eq__', '__ne__', '__and__', '__or__'}
+COMPARISONS = {'__lt__', '__le__', '__gt__', '__ge__', '__eq__', '__ne__'}
+OPERATORS = OVERFLOWING | COMPARISONS | {'__and__', '__or__', '__floordiv__', '__mod__', '__truediv__'}
 
 
 def speed_up(patch: pytest.MonkeyPatch) -> None:
@@ -146,6 +147,7 @@ def _make_plan(function: Callable[..., Any], name: str, tensor: Any, other: Any)
     """
     calls: list[Any] = []
     binary_op, addptr = InterpreterBuilder.binary_op, InterpreterBuilder.create_addptr
+    idiv = InterpreterBuilder.create_idiv
 
     def note_operation(builder: Any, lhs: Any, rhs: Any, ufunc: Any) -> Any:
         calls.append((lhs, rhs, ufunc, binary_op(builder, lhs, rhs, ufunc)))
@@ -156,8 +158,13 @@ def _make_plan(function: Callable[..., Any], name: str, tensor: Any, other: Any)
         calls.append((ptr, offset, lambda p, o: p + width * o.astype(np.uint64), addptr(builder, ptr, offset)))
         return calls[-1][3]
 
+    def note_division(builder: Any, lhs: Any, rhs: Any) -> Any:
+        calls.append((lhs, rhs, lambda a, b: (a - np.fmod(a, b)) // b, idiv(builder, lhs, rhs)))
+        return calls[-1][3]
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(InterpreterBuilder, 'binary_op', note_operation)
+        patch.setattr(InterpreterBuilder, 'create_idiv', note_division)
         patch.setattr(InterpreterBuilder, 'create_addptr', note_offset)
         patch.setattr(TritonSemantic, 'binary_op_sanitize_overflow_impl', lambda *_: None)
         result = function(tensor, other, _semantic=interpreter.interpreter_semantic)
@@ -312,11 +319,11 @@ def _cast_others(cast: Callable[..., Any]) -> Callable[..., Any]:
         is_known = not any(word in f'{value.type} {type}' for word in ('bf16', 'fp8'))
         return (result.handle.data.dtype, result.handle.dtype, result.type) if is_one and is_known else None
 
-    def cast_others(self: Any, value: Any, type: Any, *rounding: Any) -> Any:
+    def cast_others(self: Any, value: Any, type: Any, rounding: Any = None) -> Any:
         if value.type.scalar is type.scalar:
             return value
-        if rounding:
-            return cast(self, value, type, *rounding)
+        if rounding is not None:
+            return cast(self, value, type, rounding)
         key = value.type.name, type.name
         if key not in plans:
             plans[key] = make_plan(self, value, type)
