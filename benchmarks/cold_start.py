@@ -3,9 +3,9 @@
     python -m benchmarks.cold_start                                   about 3 minutes on a GPU
     python -m benchmarks.cold_start --device cpu --out /tmp/results   to try the script; nothing is compiled
 
-Every row is a process of its own with an empty TRITON_CACHE_DIR: forward and backward of a layer of the trainer (512
-wide, 8/4 heads of 64, 16,384 tokens, bfloat16 autocast), as it is and after `build_kernels`. The import of PyTorch is
-not counted. Writes <gpu>/cold-start.md and .json to --out.
+Every row is a process of its own with an empty TRITON_CACHE_DIR: forward and backward of a layer of preset long of
+train_enwik8.py (16,384 tokens, bfloat16 autocast, with the loss of the block scores), as it is and after
+`build_kernels`. The import of PyTorch is not counted. Writes <gpu>/cold-start.md and .json to --out.
 """
 
 from __future__ import annotations
@@ -17,38 +17,33 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from benchmarks import report
-from native_sparse_attention import SparseAttention, build_kernels
+from benchmarks.step_parts import VARIANTS
+from benchmarks.training_speed import make_config
+from native_sparse_attention import build_kernels
+from train_enwik8 import build_model
 
 TITLE = 'First training step of a layer'
-SIZES: dict[str, Any] = {
-    'sliding_window_size': 512,
-    'compress_block_size': 32,
-    'compress_block_sliding_stride': 16,
-    'selection_block_size': 64,
-    'num_selected_blocks': 16,
-    'compress_mlp_expand_factor': 0.125,
-    'use_diff_topk': True,
-    'qk_norm': True,
-}
-MERGED: dict[str, Any] = {'merge_window': True, 'select_before_window': True, 'output_gate': True}
-FORMS: dict[str, dict[str, Any]] = {'three branches': {}, 'merged, with the loss of the block scores': MERGED}
+FORMS = {'three branches': 'separate', 'merged': 'long'}  # variants of benchmarks.step_parts
 LIMIT_SECONDS = 20.0
 
 
 def measure(form: str, builds: bool, device: str) -> dict[str, Any]:
     """Return the seconds of the first and of the second step, and of `build_kernels` before them."""
-    layer = SparseAttention(512, 64, heads=8, kv_heads=4, causal=True, **SIZES, **FORMS[form]).to(device)
-    x = torch.randn(1, 2**14 if device == 'cuda' else 128, 512, device=device)
-    settings = {'return_block_loss': True} if FORMS[form] else {}
+    attention, flags = VARIANTS[FORMS[form]]
+    length = 2**14 if device == 'cuda' else 128
+    config = replace(make_config(flags, attention, length, length), depth=1)
+    layer = build_model(config, 'auto', torch.device(device)).blocks[0].attention
+    x = torch.randn(config.batch, length, config.dim, device=device)
 
     def step() -> None:
-        results = layer(x, **settings)
-        torch.stack([t.sum() for t in (results if settings else (results,))]).sum().backward()
+        out, block_loss = layer(x, return_block_loss=True)
+        (out.sum() + block_loss).backward()
         if device == 'cuda':
             torch.cuda.synchronize()
 
@@ -60,7 +55,7 @@ def measure(form: str, builds: bool, device: str) -> dict[str, Any]:
     with torch.autocast(device, torch.bfloat16):
         row: dict[str, Any] = {'build_s': None, 'kernels': None}
         if builds:
-            row['build_s'] = seconds(lambda: row.update(kernels=build_kernels(layer, x, **settings)))
+            row['build_s'] = seconds(lambda: row.update(kernels=build_kernels(layer, x, return_block_loss=True)))
         return {**row, 'first_s': seconds(step), 'second_s': seconds(step)}
 
 
