@@ -5,12 +5,16 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from native_sparse_attention.ops._triton.rotation import NEIGHBOURS, cos_and_sin, rotate
 from native_sparse_attention.ops._triton.varlen import count_blocks
 from native_sparse_attention.ops.decoding.triton.storage import (
+    BlockSizes,
     let_next_launch_begin,
     load_at,
     load_lengths,
@@ -20,6 +24,28 @@ from native_sparse_attention.ops.decoding.triton.storage import (
 
 # Roles of programs: queries and new keys; blocks of keys; new values and their blocks.
 NUM_ROLES = 3
+
+
+class Angles(NamedTuple):
+    """freqs: float32 `[F]`, None without rotation. The angles are position / factor * freqs."""
+
+    freqs: Tensor | None
+    factor: float
+
+
+class Variant(NamedTuple):
+    """A compile-time constant. num_angles: F, 0 without rotation. half: as in `pair_columns`. is_mean: blocks become
+    their means. fills_blocks: blocks that are not complete become 0; otherwise they are not written. block_g, block_l:
+    group size and l, rounded up to tiles.
+    """
+
+    sizes: BlockSizes
+    num_angles: int
+    half: int
+    is_mean: bool
+    fills_blocks: bool
+    block_g: int
+    block_l: int
 
 
 @triton.jit
@@ -42,93 +68,76 @@ def append_kernel(
     blocks_v,
     positions_k_ptr,
     positions_v_ptr,
-    freqs_ptr,
-    lengths_ptr,
+    angles,
+    lengths,
     pages,
-    capacity,
-    factor,
     step: tl.constexpr,
-    sizes: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    NUM_ANGLES: tl.constexpr,
-    HALF: tl.constexpr,
-    MEAN: tl.constexpr,
-    FILLS_BLOCKS: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
+    dims: tl.constexpr,
+    variant: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """One program per row, KV head and role. New tokens: `[B, T, heads, D]`. Cache: `[B, S, H, D]` or pages. Rings:
-    `[B, R, H, D]`. blocks_k, blocks_v: `[B, K, H, l, D]`, with MEAN `[B, K, H, D]`.
+    `[B, R, H, D]`. blocks_k, blocks_v: `[B, K, H, l, D]`; their means: `[B, K, H, D]`.
 
-    Without freqs nothing is rotated. HALF: as in `pair_columns`. k_window, v_window: None if the window reads k and v.
-    A ring is None if the cache holds the inputs of the compression. blocks_k, blocks_v: None without compressed keys or
-    values. FILLS_BLOCKS: blocks that are not complete become 0; otherwise they are not written.
+    k_window, v_window: None if the window reads k and v. A ring is None if the cache holds the inputs of the
+    compression. blocks_k, blocks_v: None without compressed keys or values.
     """
-    if not FILLS_BLOCKS:
+    if not variant.fills_blocks:
         # Otherwise the next launch belongs to a network, which may begin early but does not wait.
         let_next_launch_begin(OVERLAPS)
     row = (tl.program_id(0) // step.kv_heads).to(tl.int64)
     head = (tl.program_id(0) % step.kv_heads).to(tl.int64)
-    old, length = load_lengths(lengths_ptr, row, capacity, step)
-    tokens_of_row = (row, head, old, length)
+    old, length = load_lengths(lengths, row, step)
+    of_row = (row, head, old, length)
     if tl.program_id(1) == 0:
-        angles = tl.arange(0, BLOCK_D // 2)
-        is_rotated = (angles < NUM_ANGLES)[None, :]
+        pairs = tl.arange(0, dims.block_d // 2)
+        is_rotated = (pairs < variant.num_angles)[None, :]
         for token in range(step.num_tokens):
-            cos = tl.full([1, BLOCK_D // 2], 1.0, tl.float32)
-            sin = tl.zeros([1, BLOCK_D // 2], tl.float32)
-            if freqs_ptr is not None:
-                freqs = tl.load(freqs_ptr + angles, mask=angles < NUM_ANGLES, other=0.0)
-                cos, sin = cos_and_sin((tl.div_rn((old + token).to(tl.float32), factor) * freqs)[None, :])
-                heads = tl.arange(0, BLOCK_G)
-                offsets = (head * GROUP + heads) * q.strides[2] + (row * q.strides[0] + token * q.strides[1])
-                x = load_at(q.ptr, offsets, heads < GROUP, HEAD_DIM, BLOCK_D, HALF)
+            cos = tl.full([1, dims.block_d // 2], 1.0, tl.float32)
+            sin = tl.zeros([1, dims.block_d // 2], tl.float32)
+            if angles.freqs is not None:
+                freqs = tl.load(angles.freqs + pairs, mask=pairs < variant.num_angles, other=0.0)
+                cos, sin = cos_and_sin((tl.div_rn((old + token).to(tl.float32), angles.factor) * freqs)[None, :])
+                heads = tl.arange(0, variant.block_g)
+                offsets = (head * dims.group + heads) * q.strides[2] + (row * q.strides[0] + token * q.strides[1])
+                x = load_at(q.ptr, offsets, heads < dims.group, dims.head_dim, dims.block_d, variant.half)
                 x = rotate(x, cos, sin, is_rotated)
                 to = rotated_q.strides
-                offsets = (head * GROUP + heads) * to[2] + (row * to[0] + token * to[1])
-                store_at(rotated_q.ptr, offsets, x, heads < GROUP, HEAD_DIM, BLOCK_D, HALF)
-            angles_of_pairs = (cos, sin, is_rotated)
-            _copy(k, cached_k, token, tokens_of_row, pages, angles_of_pairs, HEAD_DIM, BLOCK_D, HALF)
+                offsets = (head * dims.group + heads) * to[2] + (row * to[0] + token * to[1])
+                store_at(rotated_q.ptr, offsets, x, heads < dims.group, dims.head_dim, dims.block_d, variant.half)
+            rotation = (cos, sin, is_rotated)
+            _copy(k, cached_k, token, of_row, pages, rotation, dims.head_dim, dims.block_d, variant.half)
             if k_window.ptr is not None:
-                _copy(k_window, cached_k_window, token, tokens_of_row, pages, angles_of_pairs, HEAD_DIM, BLOCK_D, HALF)
+                _copy(
+                    k_window, cached_k_window, token, of_row, pages, rotation, dims.head_dim, dims.block_d, variant.half
+                )
     elif tl.program_id(1) == 1:
         if blocks_k.ptr is not None:
             _gather_blocks(
                 (raw_k, ring_k, cached_k),
                 (blocks_k, positions_k_ptr),
-                tokens_of_row,
+                of_row,
                 pages,
                 step,
-                sizes,
-                MEAN,
-                FILLS_BLOCKS,
-                HEAD_DIM,
-                BLOCK_L,
-                BLOCK_D,
+                variant,
+                dims.head_dim,
+                dims.block_d,
             )
     else:
         for token in range(step.num_tokens):
-            _copy(v, cached_v, token, tokens_of_row, pages, None, VALUE_DIM, BLOCK_DV, NEIGHBOURS)
+            _copy(v, cached_v, token, of_row, pages, None, dims.value_dim, dims.block_dv, NEIGHBOURS)
             if v_window.ptr is not None:
-                _copy(v_window, cached_v_window, token, tokens_of_row, pages, None, VALUE_DIM, BLOCK_DV, NEIGHBOURS)
+                _copy(v_window, cached_v_window, token, of_row, pages, None, dims.value_dim, dims.block_dv, NEIGHBOURS)
         if blocks_v.ptr is not None:
             _gather_blocks(
                 (raw_v, ring_v, cached_v),
                 (blocks_v, positions_v_ptr),
-                tokens_of_row,
+                of_row,
                 pages,
                 step,
-                sizes,
-                MEAN,
-                FILLS_BLOCKS,
-                VALUE_DIM,
-                BLOCK_L,
-                BLOCK_DV,
+                variant,
+                dims.value_dim,
+                dims.block_dv,
             )
 
 
@@ -155,29 +164,27 @@ def _gather_blocks(
     tokens_of_row,
     pages,
     step: tl.constexpr,
-    sizes: tl.constexpr,
-    MEAN: tl.constexpr,
-    FILLS_BLOCKS: tl.constexpr,
+    variant: tl.constexpr,
     SIZE: tl.constexpr,
-    BLOCK_L: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Store the blocks that the new tokens complete, then the new tokens in the ring. With FILLS_BLOCKS all blocks that
+    """Store the blocks that the new tokens complete, then the new tokens in the ring. With fills_blocks all blocks that
     they may complete are stored, incomplete ones as zeros.
 
     sources: new tokens, the ring, and the cache. blocks: indexed by row, block, head and token; and positions.
     """
+    sizes: tl.constexpr = variant.sizes
     new, ring, cached = sources
     blocks, positions_ptr = blocks
     row, head, old, length = tokens_of_row
     first = count_blocks(old, sizes.block_size, sizes.stride)
     num_complete = count_blocks(length, sizes.block_size, sizes.stride)
-    num_stored = step.num_new if FILLS_BLOCKS else num_complete - first
+    num_stored = step.num_new if variant.fills_blocks else num_complete - first
     for index in tl.range(num_stored):
         total = tl.zeros([BLOCK_D], tl.float32)
         base = row * blocks.strides[0] + index * blocks.strides[1] + head * blocks.strides[2]
-        for start in range(0, sizes.block_size, BLOCK_L):
-            in_block = start + tl.arange(0, BLOCK_L)
+        for start in range(0, sizes.block_size, variant.block_l):
+            in_block = start + tl.arange(0, variant.block_l)
             tokens = (first + index) * sizes.stride + in_block
             inside = in_block < sizes.block_size
             exists = inside & (first + index < num_complete)
@@ -193,12 +200,12 @@ def _gather_blocks(
             x = tl.where((tokens >= old)[:, None], x_new.to(x.dtype), x)
             offsets = (head * sizes.block_size + in_block) * SIZE
             added = load_at(positions_ptr, offsets, exists, SIZE, BLOCK_D).to(x.dtype)
-            x = (x.to(tl.float32) + added.to(tl.float32)).to(x.dtype)  # [BLOCK_L, BLOCK_D]
-            if MEAN:
+            x = (x.to(tl.float32) + added.to(tl.float32)).to(x.dtype)  # [block_l, BLOCK_D]
+            if variant.is_mean:
                 total += tl.sum(x.to(tl.float32), 0)
             else:
                 store_at(blocks.ptr, base + in_block.to(tl.int64) * blocks.strides[3], x, inside, SIZE, BLOCK_D)
-        if MEAN:
+        if variant.is_mean:
             columns = tl.arange(0, BLOCK_D)
             mean = tl.div_rn(total, tl.full([BLOCK_D], sizes.block_size, tl.float32))
             tl.store(blocks.ptr + base + columns, mean.to(blocks.ptr.dtype.element_ty), mask=columns < SIZE)

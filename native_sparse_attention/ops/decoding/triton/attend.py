@@ -12,13 +12,12 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from native_sparse_attention.ops.decoding.triton.compressed import soften
+from native_sparse_attention.ops.decoding.triton.compressed import soften, store_partial
 from native_sparse_attention.ops.decoding.triton.storage import (
     let_next_launch_begin,
     load_at,
     load_lengths,
     locate,
-    store_at,
     wait_for_launch_before,
 )
 
@@ -41,27 +40,22 @@ def attend_kernel(
     cached_k_window,
     cached_v_window,
     chosen_ptr,
-    lengths_ptr,
+    lengths,
     out_ptr,
     stats_ptr,
     pages,
-    capacity,
     scale,
     of_program,
     step: tl.constexpr,
     sizes: tl.constexpr,
+    dims: tl.constexpr,
     selection: tl.constexpr,
     tiles_read: tl.constexpr,
-    GROUP: tl.constexpr,
     REPEATS: tl.constexpr,
     MERGED: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """Attend to the selected blocks, one after the other, then to the window's blocks that are not among them.
@@ -71,14 +65,14 @@ def attend_kernel(
     `[B, T, HI, programs, 2, heads]`: out `[..., DV]`, not normalised, and stats `[..., 2]`, the largest logit and the
     sum of the weights. With MERGED all keys belong to one branch, of which results are `[B, T, HI, programs, heads]`.
     """
-    share: tl.constexpr = GROUP // REPEATS
+    share: tl.constexpr = dims.group // REPEATS
     index_heads: tl.constexpr = step.kv_heads * REPEATS
     query, part = tl.program_id(0), tl.program_id(1)
     index_head = query % index_heads
     token = (query // index_heads % step.num_tokens).to(tl.int64)
     row = (query // index_heads // step.num_tokens).to(tl.int64)
     head = (index_head // REPEATS).to(tl.int64)
-    old, length = load_lengths(lengths_ptr, row, capacity, step)
+    old, length = load_lengths(lengths, row, step)
     position = old + token.to(tl.int32)
     wait_for_launch_before(OVERLAPS)
 
@@ -90,13 +84,14 @@ def attend_kernel(
     is_row = tile_rows < share
     heads = (index_head * share + tile_rows).to(tl.int64)
     offsets = row * q.strides[0] + token * q.strides[1] + heads * q.strides[2]
-    q = load_at(q.ptr, offsets, is_row, HEAD_DIM, BLOCK_D)
+    q = load_at(q.ptr, offsets, is_row, dims.head_dim, dims.block_d)
     first_in_window = tl.maximum(position - tiles_read.window_size + 1, 0)
     first_block = first_in_window // sizes.selection_block_size
     largest_selected = tl.full([BLOCK_M], float('-inf'), tl.float32)
     largest_window = tl.full([BLOCK_M], float('-inf'), tl.float32)
     total_selected = tl.zeros([BLOCK_M], tl.float32)
     total_window = tl.zeros([BLOCK_M], tl.float32)
+    BLOCK_DV: tl.constexpr = dims.block_dv
     out_selected = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     out_window = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     first_tile = part * of_program
@@ -121,8 +116,8 @@ def attend_kernel(
             exists = exists & (is_chosen | (known == 0))
         else:
             in_window = in_window & (is_chosen == 0)
-        k, exists = _load_tokens(from_k, tokens, exists, row, head, pages, HEAD_DIM, BLOCK_D)
-        v, exists = _load_tokens(from_v, tokens, exists, row, head, pages, VALUE_DIM, BLOCK_DV)
+        k, exists = _load_tokens(from_k, tokens, exists, row, head, pages, dims.head_dim, dims.block_d)
+        v, exists = _load_tokens(from_v, tokens, exists, row, head, pages, dims.value_dim, dims.block_dv)
         if MERGED:
             in_selected = exists
         else:
@@ -140,9 +135,9 @@ def attend_kernel(
     branches: tl.constexpr = 1 if MERGED else 2
     results = ((query.to(tl.int64) * tl.num_programs(1) + part) * branches) * share + tile_rows
     of_selected, of_window = (largest_selected, total_selected), (largest_window, total_window)
-    _store(out_ptr, stats_ptr, results, of_selected, out_selected, is_row, VALUE_DIM, BLOCK_DV)
+    store_partial(out_ptr, stats_ptr, results, of_selected, out_selected, is_row, dims.value_dim, dims.block_dv)
     if not MERGED:
-        _store(out_ptr, stats_ptr, results + share, of_window, out_window, is_row, VALUE_DIM, BLOCK_DV)
+        store_partial(out_ptr, stats_ptr, results + share, of_window, out_window, is_row, dims.value_dim, dims.block_dv)
 
 
 @triton.jit
@@ -176,15 +171,6 @@ def _read(logits, v, mask, largest, total, out):
     return largest, total * shrink + tl.sum(weights, 1), out
 
 
-@triton.jit
-def _store(out_ptr, stats_ptr, results, stats, out, mask, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Store the partial result of a branch."""
-    largest, total = stats
-    tl.store(stats_ptr + 2 * results, largest, mask=mask)
-    tl.store(stats_ptr + 2 * results + 1, total, mask=mask)
-    store_at(out_ptr, results * SIZE, out, mask, SIZE, BLOCK)
-
-
 @triton.jit(do_not_specialize=['num_splits', 'num_programs'])
 def combine_kernel(
     gates,
@@ -193,9 +179,8 @@ def combine_kernel(
     parts_ptr,
     parts_stats_ptr,
     out_ptr,
-    lengths_ptr,
+    lengths,
     peaks_ptr,
-    capacity,
     num_splits,
     num_programs,
     step: tl.constexpr,
@@ -256,9 +241,9 @@ def combine_kernel(
     pointers = out_ptr + query.to(tl.int64) * VALUE_DIM + columns
     tl.store(pointers, out.to(out_ptr.dtype.element_ty), mask=columns < VALUE_DIM)
     if query % (query_heads * step.num_tokens) == 0:
-        _, length = load_lengths(lengths_ptr, row, capacity, step)
+        _, length = load_lengths(lengths, row, step)
         peak = tl.load(peaks_ptr + row)
-        tl.store(lengths_ptr + row, length)
+        tl.store(lengths.ptr + row, length)
         tl.store(peaks_ptr + row, tl.maximum(peak, length))
 
 

@@ -42,8 +42,7 @@ def choose_kernel(
     topk_ptr,
     counts_ptr,
     chosen_ptr,
-    lengths_ptr,
-    capacity,
+    lengths,
     num_splits,
     scratch,
     step: tl.constexpr,
@@ -73,7 +72,7 @@ def choose_kernel(
     index_head = query % index_heads
     token = query // index_heads % step.num_tokens
     row = query // index_heads // step.num_tokens
-    old, length = load_lengths(lengths_ptr, row, capacity, step)
+    old, length = load_lengths(lengths, row, step)
     position = old + token
     wait_for_launch_before(OVERLAPS)
 

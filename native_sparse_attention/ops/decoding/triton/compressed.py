@@ -46,27 +46,22 @@ def compressed_kernel(
     new_v,
     mem_k_ptr,
     mem_v_ptr,
-    lengths_ptr,
+    lengths,
     out_ptr,
     stats_ptr,
     sums_ptr,
     maxima_ptr,
     pages,
-    capacity,
     scratch,
     scale,
     step: tl.constexpr,
     sizes: tl.constexpr,
-    GROUP: tl.constexpr,
+    dims: tl.constexpr,
     NUM_MEM: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
     ADDS_TO_NEXT: tl.constexpr,
     STEPS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_J: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """One program per row, KV head, row tile and split. Row r of a KV head is token r / G with head r % G of the group.
@@ -79,17 +74,17 @@ def compressed_kernel(
     blocks; maxima `[..., tiles]`, the reference of the sums. cached_v, new_v, mem_v_ptr and out_ptr are None where
     blocks are only scored.
     """
-    num_rows: tl.constexpr = step.num_tokens * GROUP
+    num_rows: tl.constexpr = step.num_tokens * dims.group
     row_tiles: tl.constexpr = (num_rows + BLOCK_M - 1) // BLOCK_M
     part, num_splits = tl.program_id(1), tl.num_programs(1)
     unit = tl.program_id(0) // row_tiles
     tile_rows = (tl.program_id(0) % row_tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
     is_row = tile_rows < num_rows
     row, head = (unit // step.kv_heads).to(tl.int64), (unit % step.kv_heads).to(tl.int64)
-    old, length = load_lengths(lengths_ptr, row, capacity, step)
+    old, length = load_lengths(lengths, row, step)
     num_keys = count_blocks(length, sizes.block_size, sizes.stride)
     first_new = count_blocks(old, sizes.block_size, sizes.stride)
-    last_seen = old + tile_rows // GROUP - sizes.block_size + 1  # largest visible first token of a block
+    last_seen = old + tile_rows // dims.group - sizes.block_size + 1  # largest visible first token of a block
     scale_log2 = scale * 1.4426950408889634
     skipped: tl.constexpr = 0 if ADDS_TO_NEXT else (sizes.block_size - 1) // sizes.stride
     per_selection: tl.constexpr = sizes.selection_block_size // sizes.stride
@@ -103,26 +98,20 @@ def compressed_kernel(
         # Every program that reads a new block stores it itself.
         wait_for_launch_before(OVERLAPS)
         new = (first_new, num_keys, first_block, last_block)
-        _store_new(new_k, cached_k, new, row, head, pages, step, HEAD_DIM, BLOCK_D)
+        _store_new(new_k, cached_k, new, row, head, pages, step, dims.head_dim, dims.block_d)
         if cached_v.ptr is not None:
-            _store_new(new_v, cached_v, new, row, head, pages, step, VALUE_DIM, BLOCK_DV)
+            _store_new(new_v, cached_v, new, row, head, pages, step, dims.value_dim, dims.block_dv)
         tl.debug_barrier()
-
-    tokens, heads = (tile_rows // GROUP).to(tl.int64), head * GROUP + tile_rows % GROUP
-    q = load_at(
-        q.ptr,
-        row * q.strides[0] + tokens * q.strides[1] + heads * q.strides[2],
-        is_row,
-        HEAD_DIM,
-        BLOCK_D,
-    )
-    largest = tl.full([BLOCK_M], float('-inf'), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+    tokens, heads = (tile_rows // dims.group).to(tl.int64), head * dims.group + tile_rows % dims.group
+    offsets_q = row * q.strides[0] + tokens * q.strides[1] + heads * q.strides[2]
+    q = load_at(q.ptr, offsets_q, is_row, dims.head_dim, dims.block_d)
+    largest, total = tl.full([BLOCK_M], float('-inf'), tl.float32), tl.zeros([BLOCK_M], tl.float32)
+    BLOCK_DV: tl.constexpr = dims.block_dv
     out = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     if NUM_MEM > 0:  # noqa: SIM102 - a constant, without which there is nothing to compile
         if part == 0:
             largest, total, out = _read_memory(
-                q, mem_k_ptr, mem_v_ptr, head, scale_log2, NUM_MEM, HEAD_DIM, VALUE_DIM, largest, total, out
+                q, mem_k_ptr, mem_v_ptr, head, scale_log2, NUM_MEM, dims.head_dim, dims.value_dim, largest, total, out
             )
 
     KINDS: tl.constexpr = 2 if ADDS_TO_NEXT else 1
@@ -131,9 +120,7 @@ def compressed_kernel(
     # A tile has STEPS columns per selection block, of which some may be empty.
     tile_columns = tl.arange(0, BLOCK_J * STEPS)
     steps = tile_columns % STEPS - skipped
-    begins, ends = steps * sizes.stride, steps * sizes.stride + sizes.block_size
-    shared = tl.minimum(ends, sizes.selection_block_size) - tl.maximum(begins, 0)
-    beyond = tl.maximum(ends - sizes.selection_block_size, 0)
+    shared, beyond = _count_shared(steps, sizes)
     # Reduced over columns after the loop, since the reduction synchronises warps.
     totals = tl.zeros([BLOCK_M, BLOCK_J * STEPS], tl.float32)
     for tile in tl.range(first_tile, last_tile):
@@ -143,9 +130,9 @@ def compressed_kernel(
         offsets_k, found_k = locate(compressed, exists, row, pages, cached_k.strides)
         if cached_v.ptr is not None:
             offsets_v, found_v = locate(compressed, is_own, row, pages, cached_v.strides)
-        k = load_at(cached_k.ptr, offsets_k + head * cached_k.strides[2], found_k, HEAD_DIM, BLOCK_D)
+        k = load_at(cached_k.ptr, offsets_k + head * cached_k.strides[2], found_k, dims.head_dim, dims.block_d)
         if cached_v.ptr is not None:
-            v = load_at(cached_v.ptr, offsets_v + head * cached_v.strides[2], found_v, VALUE_DIM, BLOCK_DV)
+            v = load_at(cached_v.ptr, offsets_v + head * cached_v.strides[2], found_v, dims.value_dim, dims.block_dv)
         logits = tl.dot(q, tl.trans(k), input_precision='ieee') * scale_log2  # [BLOCK_M, BLOCK_J * STEPS]
         visible = exists[None, :] & ((compressed * sizes.stride)[None, :] <= last_seen[:, None])
         weights, shrink, largest = soften(tl.where(visible, logits, float('-inf')), largest)
@@ -166,15 +153,22 @@ def compressed_kernel(
                 v, spoiled = split_finite(v)
                 totals += tl.where(weights > 0, spoiled[None, :], 0.0)
             out = tl.dot(weights.to(v.dtype), v, out * shrink[:, None], input_precision='ieee')
-
     total += tl.sum(totals, 1)
     wait_for_launch_before(OVERLAPS)
     let_next_launch_begin(OVERLAPS)
     results = (unit.to(tl.int64) * num_rows + tile_rows) * num_splits + part
-    tl.store(stats_ptr + 2 * results, largest, mask=is_row)
-    tl.store(stats_ptr + 2 * results + 1, total, mask=is_row)
-    if out_ptr is not None:
-        store_at(out_ptr, results * VALUE_DIM, out, is_row, VALUE_DIM, BLOCK_DV)
+    store_partial(out_ptr, stats_ptr, results, (largest, total), out, is_row, dims.value_dim, dims.block_dv)
+
+
+@triton.jit
+def _count_shared(steps, sizes: tl.constexpr):
+    """Return how many tokens a compressed block shares with a selection block and with the next one.
+
+    steps: strides from the start of the selection block to the start of the compressed block.
+    """
+    begins, ends = steps * sizes.stride, steps * sizes.stride + sizes.block_size
+    shared = tl.minimum(ends, sizes.selection_block_size) - tl.maximum(begins, 0)
+    return shared, tl.maximum(ends - sizes.selection_block_size, 0)
 
 
 @triton.jit
@@ -223,6 +217,16 @@ def _store_new(new, cached, blocks, row, head, pages, step: tl.constexpr, SIZE: 
 def _add_steps(weights, STEPS: tl.constexpr):
     """Return the sums `[M, J]` of `[M, J * STEPS]`."""
     return tl.sum(tl.reshape(weights, [weights.shape[0], weights.shape[1] // STEPS, STEPS]), 2)
+
+
+@triton.jit
+def store_partial(out_ptr, stats_ptr, results, stats, out, mask, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Store the partial results of a branch; out_ptr may be None."""
+    largest, total = stats
+    tl.store(stats_ptr + 2 * results, largest, mask=mask)
+    tl.store(stats_ptr + 2 * results + 1, total, mask=mask)
+    if out_ptr is not None:
+        store_at(out_ptr, results * SIZE, out, mask, SIZE, BLOCK)
 
 
 @triton.jit

@@ -44,9 +44,8 @@ def linear_kernel(
     bias_v,
     out_v,
     blocks_v,
-    lengths_ptr,
+    lengths,
     batch,
-    capacity,
     step: tl.constexpr,
     sizes: tl.constexpr,
     sizes_k: tl.constexpr,
@@ -71,12 +70,12 @@ def linear_kernel(
     NUM_UNITS: tl.constexpr = step.kv_heads if OWN_WEIGHTS else 1
     HEADS: tl.constexpr = 1 if OWN_WEIGHTS else step.kv_heads
     row_tiles = tl.cdiv(batch * step.num_new * HEADS, BLOCK_R)
-    complete = _count_complete(lengths_ptr, batch, capacity, step, sizes, BLOCK_B) * HEADS
+    complete = _count_complete(lengths, batch, step, sizes, BLOCK_B) * HEADS
     ranks = tl.program_id(0) % row_tiles * BLOCK_R + tl.arange(0, BLOCK_R)
     features = tl.program_id(0) // row_tiles * BLOCK_F + tl.arange(0, BLOCK_F)
     wait_for_launch_before(OVERLAPS)
     if tl.program_id(0) % row_tiles * BLOCK_R < complete:
-        row, index = _find_blocks(ranks // HEADS, lengths_ptr, batch, capacity, step, sizes, BLOCK_B)
+        row, index = _find_blocks(ranks // HEADS, lengths, batch, step, sizes, BLOCK_B)
         unit = (tl.program_id(1) % NUM_UNITS).to(tl.int64)
         columns = (row.to(tl.int64), index.to(tl.int64), unit + ranks % HEADS, ranks < complete)
         # Two branches would need twice the shared memory.
@@ -151,30 +150,30 @@ def _offsets(picked, columns):
 
 
 @triton.jit
-def _count_new(lengths_ptr, first, batch, capacity, step: tl.constexpr, sizes: tl.constexpr, BLOCK_B: tl.constexpr):
+def _count_new(lengths, first, batch, step: tl.constexpr, sizes: tl.constexpr, BLOCK_B: tl.constexpr):
     """Return int32 `[BLOCK_B]`, the blocks that the step completes in the rows from `first` on."""
     rows = first + tl.arange(0, BLOCK_B)
-    old, length = load_lengths(lengths_ptr, tl.minimum(rows, batch - 1), capacity, step)
+    old, length = load_lengths(lengths, tl.minimum(rows, batch - 1), step)
     before = count_blocks(old, sizes.block_size, sizes.stride)
     return tl.where(rows < batch, count_blocks(length, sizes.block_size, sizes.stride) - before, 0)
 
 
 @triton.jit
-def _count_complete(lengths_ptr, batch, capacity, step: tl.constexpr, sizes: tl.constexpr, BLOCK_B: tl.constexpr):
+def _count_complete(lengths, batch, step: tl.constexpr, sizes: tl.constexpr, BLOCK_B: tl.constexpr):
     """Return the blocks that the step completes in all rows."""
     complete = tl.zeros([], tl.int32)
     for first in tl.range(0, batch, BLOCK_B):
-        complete += tl.sum(_count_new(lengths_ptr, first, batch, capacity, step, sizes, BLOCK_B), 0)
+        complete += tl.sum(_count_new(lengths, first, batch, step, sizes, BLOCK_B), 0)
     return complete
 
 
 @triton.jit
-def _find_blocks(ranks, lengths_ptr, batch, capacity, step: tl.constexpr, sizes: tl.constexpr, BLOCK_B: tl.constexpr):
+def _find_blocks(ranks, lengths, batch, step: tl.constexpr, sizes: tl.constexpr, BLOCK_B: tl.constexpr):
     """Return the row and the index among its new blocks of complete blocks `[R]`, numbered in the order of rows."""
     row, before = tl.zeros(ranks.shape, tl.int32), tl.zeros(ranks.shape, tl.int32)
     complete = tl.zeros([], tl.int32)
     for first in tl.range(0, batch, BLOCK_B):
-        new = _count_new(lengths_ptr, first, batch, capacity, step, sizes, BLOCK_B)
+        new = _count_new(lengths, first, batch, step, sizes, BLOCK_B)
         ends = complete + tl.cumsum(new, 0)
         is_before = ends[None, :] <= ranks[:, None]  # [R, BLOCK_B], whole rows
         row += tl.sum(is_before.to(tl.int32), 1)

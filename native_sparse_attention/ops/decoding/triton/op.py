@@ -13,7 +13,7 @@ from native_sparse_attention.ops._triton.launch import head_block, row_block
 from native_sparse_attention.ops._triton.support import MAX_TOKENS
 from native_sparse_attention.ops._triton.varlen import last_dim_contiguous
 from native_sparse_attention.ops.decoding.step import Mlps, Settings, Storage, Tokens
-from native_sparse_attention.ops.decoding.triton.append import NUM_ROLES, append_kernel
+from native_sparse_attention.ops.decoding.triton.append import NUM_ROLES, Angles, Variant, append_kernel
 from native_sparse_attention.ops.decoding.triton.attend import TilesRead, attend_kernel, combine_kernel
 from native_sparse_attention.ops.decoding.triton.choose import Selection, choose_kernel
 from native_sparse_attention.ops.decoding.triton.compressed import ScratchSizes, compressed_kernel
@@ -26,7 +26,16 @@ from native_sparse_attention.ops.decoding.triton.settings import (
     linear_tile,
     make_plan,
 )
-from native_sparse_attention.ops.decoding.triton.storage import BlockSizes, Pages, Step, Strided, ring_of, strided
+from native_sparse_attention.ops.decoding.triton.storage import (
+    BlockSizes,
+    HeadSizes,
+    Lengths,
+    Pages,
+    Step,
+    Strided,
+    ring_of,
+    strided,
+)
 
 # Scratch buffers by name and shape.
 Workspace = dict[tuple[Any, ...], Tensor]
@@ -79,21 +88,19 @@ def append(
         *(strided(t) for t in (storage.k, storage.v, storage.k_window, storage.v_window)),
         *(ring_of(storage.raw_k), ring_of(storage.raw_v)),
         *(strided(blocks_k), strided(blocks_v), *(None if p is None else p.contiguous() for p in positions)),
-        *(None if freqs is None else freqs.contiguous(), storage.lengths, _pages(storage.block_table, storage.k)),
-        *(storage.capacity, factor),
+        *(Angles(None if freqs is None else freqs.contiguous(), factor), _lengths(storage)),
+        _pages(storage.block_table, storage.k),
         step=Step(num_tokens, num_blocks, kv_heads),
-        sizes=BlockSizes(block_size, stride, settings.selection_block_size),
-        GROUP=heads // kv_heads,
-        HEAD_DIM=head_dim,
-        VALUE_DIM=value_dim,
-        NUM_ANGLES=0 if freqs is None else len(freqs),
-        HALF=len(freqs) if freqs is not None and settings.is_half else 0,
-        MEAN=is_mean,
-        FILLS_BLOCKS=fills_blocks,
-        BLOCK_G=1 << (heads // kv_heads - 1).bit_length(),
-        BLOCK_L=min(max(8, BLOCK_BYTES // row_bytes), 1 << (block_size - 1).bit_length()),
-        BLOCK_D=head_block(head_dim),
-        BLOCK_DV=head_block(value_dim),
+        dims=_head_sizes(heads // kv_heads, head_dim, value_dim),
+        variant=Variant(
+            BlockSizes(block_size, stride, settings.selection_block_size),
+            num_angles=0 if freqs is None else len(freqs),
+            half=len(freqs) if freqs is not None and settings.is_half else 0,
+            is_mean=is_mean,
+            fills_blocks=fills_blocks,
+            block_g=1 << (heads // kv_heads - 1).bit_length(),
+            block_l=min(max(8, BLOCK_BYTES // row_bytes), 1 << (block_size - 1).bit_length()),
+        ),
         **launch_options('append', device),
         device=device,
     )
@@ -137,7 +144,7 @@ def compress(
         launches.launch(
             linear_kernel,
             (-(-features // tile.features) * -(-rows // tile.rows), units),
-            *(*arguments[0], *arguments[-1], storage.lengths, batch, storage.capacity),
+            *(*arguments[0], *arguments[-1], _lengths(storage), batch),
             step=step,
             sizes=sizes,
             sizes_k=made[0][2],
@@ -207,7 +214,7 @@ def attend(
     num_recent = min(settings.num_recent, MAX_TOKENS)
     selection = Selection(settings.num_selected, settings.num_init, settings.num_local, num_recent)
     tiles_read = TilesRead(settings.window_size, plan.num_chosen, plan.num_reads)
-    capacity = storage.capacity
+    lengths = _lengths(storage)
     group = heads // kv_heads
     adds_to_next = adds_to_next_block(*sizes)
     rows, queries = batch * num_tokens * heads, batch * num_tokens * index_heads
@@ -226,31 +233,28 @@ def attend(
     out = q.new_empty(batch, num_tokens, heads, value_dim, dtype=dtype)
     launches.give(out)
     mem_k, mem_v = (None, None) if mem_kv is None else mem_kv
-    head_sizes = {'HEAD_DIM': head_dim, 'VALUE_DIM': value_dim}
-    head_blocks = {'BLOCK_D': head_block(head_dim), 'BLOCK_DV': head_block(value_dim)}
+    dims = _head_sizes(group, head_dim, value_dim)
     groups = {'GROUP': group, 'REPEATS': index_heads // kv_heads}
 
     block_s, block_p = (1 << (count - 1).bit_length() for count in (plan.num_splits, plan.num_programs))
     row_tiles, block_m = -(-num_tokens * group // plan.block_m), row_block(heads // index_heads)
-    row_bytes = max(head_blocks.values()) * itemsize
+    row_bytes = max(dims.block_d, dims.block_dv) * itemsize
     if storage.k_cmp is not None:
         launches.launch(
             compressed_kernel,
             (batch * kv_heads * row_tiles, plan.num_splits),
             *(strided(t) for t in (q_cmp, storage.k_cmp, storage.v_cmp, new_k, new_v)),
-            *(mem_k, mem_v, storage.lengths, out_compressed, stats, sums, maxima),
-            *(_pages(storage.block_table_cmp, storage.k_cmp), capacity, scratch, settings.scale),
+            *(mem_k, mem_v, lengths, out_compressed, stats, sums, maxima),
+            *(_pages(storage.block_table_cmp, storage.k_cmp), scratch, settings.scale),
             step=step,
             sizes=sizes,
-            GROUP=group,
+            dims=dims,
             NUM_MEM=0 if mem_k is None else mem_k.shape[1],
             ADDS_TO_NEXT=adds_to_next,
             BLOCK_M=plan.block_m,
             STEPS=plan.steps,
             BLOCK_J=plan.block_j,
-            **head_sizes,
-            **head_blocks,
-            **launch_options('compressed', device, plan.block_m * head_blocks['BLOCK_DV'], row_bytes),
+            **launch_options('compressed', device, plan.block_m * dims.block_dv, row_bytes),
             device=device,
         )
     if settings.num_selected:
@@ -258,7 +262,7 @@ def attend(
         launches.launch(
             choose_kernel,
             (queries, plan.num_chunks),
-            *(stats, sums, maxima, best, counts, chosen, storage.lengths, capacity, plan.num_splits, scratch),
+            *(stats, sums, maxima, best, counts, chosen, lengths, plan.num_splits, scratch),
             step=step,
             sizes=sizes,
             selection=selection,
@@ -278,27 +282,26 @@ def attend(
         attend_kernel,
         (queries, plan.num_programs),
         *(strided(t) for t in (q, storage.k, storage.v, storage.k_window, storage.v_window)),
-        *(chosen, storage.lengths, out_parts, parts_stats, _pages(storage.block_table, storage.k)),
-        *(capacity, settings.scale, plan.of_program),
+        *(chosen, lengths, out_parts, parts_stats, _pages(storage.block_table, storage.k)),
+        *(settings.scale, plan.of_program),
         step=step,
         sizes=sizes,
         selection=selection,
         tiles_read=tiles_read,
-        **groups,
+        dims=dims,
+        REPEATS=groups['REPEATS'],
         MERGED=settings.merge_window,
         BLOCK_S=row_block(max(settings.num_selected, 1)),
         BLOCK_M=block_m,
         BLOCK_N=plan.block_n,
-        **head_sizes,
-        **head_blocks,
-        **launch_options(variant, device, 2 * block_m * head_blocks['BLOCK_DV'], row_bytes),
+        **launch_options(variant, device, 2 * block_m * dims.block_dv, row_bytes),
         device=device,
     )
     launches.launch(
         combine_kernel,
         (rows,),
-        *(strided(gates), out_compressed, stats, out_parts, parts_stats, out, storage.lengths, storage.peaks),
-        *(capacity, plan.num_splits, plan.num_programs),
+        *(strided(gates), out_compressed, stats, out_parts, parts_stats, out, lengths, storage.peaks),
+        *(plan.num_splits, plan.num_programs),
         step=step,
         **groups,
         MERGED=settings.merge_window,
@@ -306,11 +309,19 @@ def attend(
         BLOCK_S=block_s,
         BLOCK_P=block_p,
         VALUE_DIM=value_dim,
-        BLOCK_DV=head_block(value_dim),
-        **launch_options('combine', device, (block_s + 2 * block_p) * head_blocks['BLOCK_DV']),
+        BLOCK_DV=dims.block_dv,
+        **launch_options('combine', device, (block_s + 2 * block_p) * dims.block_dv),
         device=device,
     )
     return out
+
+
+def _head_sizes(group: int, head_dim: int, value_dim: int) -> HeadSizes:
+    return HeadSizes(group, head_dim, value_dim, head_block(head_dim), head_block(value_dim))
+
+
+def _lengths(storage: Storage) -> Lengths:
+    return Lengths(storage.lengths, storage.capacity)
 
 
 def _pages(table: Tensor | None, pool: Tensor) -> Pages:

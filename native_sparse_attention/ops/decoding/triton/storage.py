@@ -43,6 +43,13 @@ class Pages(NamedTuple):
     num_pages: int
 
 
+class Lengths(NamedTuple):
+    """ptr: int32 `[B]`, tokens in the cache by row. capacity: the most tokens that a row holds."""
+
+    ptr: Tensor
+    capacity: int
+
+
 class Step(NamedTuple):
     """num_tokens: T, new tokens per row. num_new: K, compressed blocks that they may complete. kv_heads: H. A
     compile-time constant.
@@ -59,6 +66,18 @@ class BlockSizes(NamedTuple):
     block_size: int
     stride: int
     selection_block_size: int
+
+
+class HeadSizes(NamedTuple):
+    """group: query heads of a KV head. head_dim, value_dim: D and DV. block_d, block_dv: both rounded up to tiles. A
+    compile-time constant.
+    """
+
+    group: int
+    head_dim: int
+    value_dim: int
+    block_d: int
+    block_dv: int
 
 
 def strided(tensor: Tensor | None) -> Strided:
@@ -89,10 +108,10 @@ def let_next_launch_begin(OVERLAPS: tl.constexpr):
 
 
 @triton.jit
-def load_lengths(lengths_ptr, row, capacity, step: tl.constexpr):
+def load_lengths(lengths, row, step: tl.constexpr):
     """Return the tokens of a row before and after the step; tokens beyond the capacity are dropped."""
-    old = tl.minimum(tl.maximum(tl.load(lengths_ptr + row), 0), capacity)
-    return old, tl.minimum(old + step.num_tokens, capacity)
+    old = tl.minimum(tl.maximum(tl.load(lengths.ptr + row), 0), lengths.capacity)
+    return old, tl.minimum(old + step.num_tokens, lengths.capacity)
 
 
 @triton.jit
