@@ -25,6 +25,7 @@ from native_sparse_attention.nn.transformer import Transformer
 from train_enwik8 import Config, build_optimizer, learning_rate, windows
 from trainer.batches import draw_starts
 from trainer.folder import atomically
+from trainer.graph import build_ahead
 from trainer.record import sparse_backend
 
 LINE_SECONDS = 10  # at least, between two lines of progress
@@ -142,6 +143,7 @@ class Training:
         config, log_every = self.config, max(1, self.config.steps // 200)
         evals, said = eval_steps(config.steps, self.settings.evals), -math.inf
         self.model.train()
+        build_ahead(self._losses, self._losses, self.starts[0][0])
         while True:
             self._set_window(self.step < self.dense_steps)
             if self.step in evals and not any(row['step'] == self.step for row in self.record['valid']):
@@ -202,16 +204,21 @@ class Training:
 
     def _differentiate_and_update(self) -> None:
         for part in self.at:
-            ids, weight = self.text[part + self.offsets].long(), self.variant.block_loss
-            with self.autocast():
-                if weight:
-                    loss, block_loss = self.model(ids, return_loss=True, return_block_loss=True)
-                else:
-                    loss, block_loss = self.model(ids, return_loss=True), 0.0
-            ((loss + weight * block_loss) / len(self.at)).backward()
+            loss, total = self._losses(part)
+            (total / len(self.at)).backward()
             self.loss_sum += loss.detach() / len(self.at)
         nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
         self.optimizer.step()
+
+    def _losses(self, part: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the loss of sequences that start at `part`, and the sum that is trained."""
+        ids, weight = self.text[part + self.offsets].long(), self.variant.block_loss
+        with self.autocast():
+            if not weight:
+                loss = self.model(ids, return_loss=True)
+                return loss, loss
+            loss, block_loss = self.model(ids, return_loss=True, return_block_loss=True)
+        return loss, loss + weight * block_loss
 
     def _set_window(self, is_dense: bool) -> None:
         """Let the window of all sparse layers cover the sequence, or be that of the variant."""

@@ -1,4 +1,4 @@
-"""Replay of a step as a CUDA graph."""
+"""Kernels that are compiled before the first step, and replay of a step as a CUDA graph."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from native_sparse_attention import build_kernels
 
 
 class Graph:
@@ -32,3 +34,10 @@ class Graph:
         self.input.copy_(x)
         self.graph.replay()
         return self.output.clone()
+
+
+def build_ahead(losses: Callable[[Tensor], object], loss: Callable[[Tensor], object], ids: Tensor) -> None:
+    """Compile the kernels of training and of evaluation side by side. losses: of training. loss: of evaluation."""
+    build_kernels(losses, ids)
+    with torch.no_grad():
+        build_kernels(loss, ids)
