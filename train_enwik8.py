@@ -10,8 +10,7 @@
     torchrun --nproc-per-node 8 train_enwik8.py --dp 4 --cp 2    batches in 4 parts, sequences in 2
 
 A run writes log.jsonl, loss.png, samples and checkpoints to runs/<name>/. Losses are bits per byte. Validation and test
-predict each byte but the first exactly once, in windows of --seq-len bytes. data/README.md is about the text,
-trainer/config.py holds the settings, and trainer/ the rest that is not training.
+predict each byte but the first exactly once, in windows of --seq-len bytes. trainer/config.py holds the settings.
 """
 
 from __future__ import annotations
