@@ -19,8 +19,8 @@ def build_kernels(function: Callable[..., Any], *args: Any, num_workers: int | N
     """Compile the Triton kernels of a call and of its backward pass side by side.
 
     The first training step of a layer compiles its kernels one after the other, each when it is launched. Here threads
-    compile them, and Triton keeps them in memory and in its cache on disk (`TRITON_CACHE_DIR`), where other processes
-    on GPUs of the same kind find them.
+    compile them and the code that launches them. Triton keeps both in its cache on disk (`TRITON_CACHE_DIR`), where
+    other processes on GPUs of the same kind find them, and the kernels in memory.
 
         build_kernels(model, ids, return_loss=True)
 
@@ -51,10 +51,10 @@ def build_kernels(function: Callable[..., Any], *args: Any, num_workers: int | N
         raise ValueError('build_kernels is called inside another call of it, but must not be nested')
     if not support.IS_INSTALLED or not torch.cuda.is_available():
         return 0
-    from native_sparse_attention.ops._triton.compile_mode import compile_mode
+    from native_sparse_attention.ops._triton.compile_mode import build_launcher, compile_mode
 
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    with _Pool(num_workers) as pool:
+    with _Pool(num_workers, build_launcher) as pool:
         mode = compile_mode(pool)
         if mode is None:
             return 0
@@ -75,13 +75,20 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 
 class _Pool(ThreadPoolExecutor):
-    """A pool that counts its tasks."""
+    """A pool that counts its tasks, and calls `finish` on the result of each in the same thread."""
 
-    submitted = 0
+    def __init__(self, num_workers: int, finish: Callable[[Any], None]) -> None:
+        super().__init__(num_workers)
+        self.submitted, self.finish = 0, finish
 
-    def submit(self, *args: Any, **kwargs: Any) -> Any:
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         self.submitted += 1
-        return super().submit(*args, **kwargs)
+        return super().submit(self._run, function, *args, **kwargs)
+
+    def _run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        self.finish(result)
+        return result
 
 
 def _differentiate(results: Any) -> None:

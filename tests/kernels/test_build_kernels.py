@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from native_sparse_attention import build, build_kernels
 from native_sparse_attention.core.building import is_building
-from native_sparse_attention.ops._triton import launch
+from native_sparse_attention.ops._triton import compile_mode, launch
 
 CPU = torch.device('cpu')
 
@@ -44,11 +44,20 @@ class Kernel:
 
     def warmup(self, *args: Any, **kwargs: Any) -> None:
         self.calls.append((args, kwargs))
-        modes[-1].executor.submit(str, 0).result()
+        modes[-1].executor.submit(lambda: SimpleNamespace(src=self, metadata=len(self.calls))).result()
 
 
 @pytest.fixture
-def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def launchers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:
+    """What launchers are built for: kernels and their metadata."""
+    built: list[tuple[Any, Any]] = []
+    active = SimpleNamespace(launcher_cls=lambda src, metadata: built.append((src, metadata)))
+    monkeypatch.setattr(compile_mode, 'driver', SimpleNamespace(active=active))
+    return built
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch, launchers: list[Any]) -> None:
     knobs = SimpleNamespace(runtime=SimpleNamespace(interpret=False))
     monkeypatch.setattr(triton, 'knobs', knobs)
     monkeypatch.setattr(triton, 'AsyncCompileMode', Mode)
@@ -72,7 +81,7 @@ class Square(torch.autograd.Function):
 
 
 @pytest.mark.usefixtures('on_gpu')
-def test_forward_and_backward_are_compiled() -> None:
+def test_forward_and_backward_are_compiled(launchers: list[tuple[Any, Any]]) -> None:
     kernel, x, weight = Kernel(), torch.randn(3, requires_grad=True), torch.nn.Parameter(torch.randn(3))
     state = torch.get_rng_state()
 
@@ -87,6 +96,7 @@ def test_forward_and_backward_are_compiled() -> None:
     assert settings == {'grid': (2,), 'enable_fp_fusion': False, 'BLOCK': 32}
     assert x.grad is weight.grad is None
     assert torch.equal(torch.get_rng_state(), state)
+    assert launchers == [(kernel, 1), (kernel, 2)]
     assert not modes
     assert not is_building.get()
 
