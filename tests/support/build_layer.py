@@ -48,7 +48,8 @@ def main(merged: str) -> None:
     runtime: Any = knobs.runtime
     runtime.add_stages_inspection_hook = Recorder(builds, 'ttir', None).select_stages  # the rest takes long
     knobs.nvidia.dump_ptxas_log = False
-    builds.NoGpu.launcher_cls = staticmethod(lambda src, metadata: launchers.append((src, metadata)))
+    no_gpu: Any = builds.NoGpu
+    no_gpu.launcher_cls = staticmethod(lambda src, metadata: launchers.append((src, metadata)))
     torch.cuda.is_available = lambda: True
     layer = SparseAttention(
         64, 64, heads=2, kv_heads=1, causal=True, merge_window=merged == 'True', backend='triton', **SIZES
