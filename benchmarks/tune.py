@@ -52,10 +52,12 @@ BLOCKS = (16, 32, 64, 128)
 WARPS = (1, 2, 4, 8)
 STAGES = {2: (1, 2, 3, 4, 5, 6), 4: (1, 2)}
 # Cases of suite `backends` whose kernels take their settings from the tables of a folder.
-OPS = {
+OPS: dict[str, tuple[str, ...]] = {
     'interval': ('window', 'compressed'),
     'selected_attention': ('selected', 'selected-overlapping'),
     'block_selection': ('selection', 'scores'),
+    'block_mass': ('loss',),
+    'block_divergence': ('loss',),
 }
 # Least gain that changes a row.
 GAIN = 0.97
@@ -121,6 +123,8 @@ def make_phases(table: str, itemsize: int, head_dim: int, device: str) -> list[A
         if name.endswith(('_32', '_64')):
             heads = int(name[-2:])
             shapes = [replace(shape, heads=heads, kv_heads=1, num_selected=MAX_UNION_SELECTED + 1)]
+    if table.startswith(('block_mass', 'block_divergence')):
+        shapes += [replace(shape, kv_heads=shape.heads // 2)]
     if name.endswith('_SMALL'):
         shapes = [replace(shape, kv_heads=shape.heads // group, seqlen=2 * shape.seqlen) for group in (2, 4)]
     phases = []
@@ -285,7 +289,7 @@ def tune(table: str, itemsize: int, head_dim: int, options: argparse.Namespace, 
     # The compiling processes need the memory.
     make_phases.cache_clear()
     candidates = [c for c in candidates_for(itemsize, head_dim, device) if c != in_force]
-    if name.startswith('BLOCK'):
+    if table.startswith('selected') and name.startswith('BLOCK'):
         # The largest block that these tables serve: not a matter of speed.
         candidates = [c for c in candidates if c.block_n == in_force.block_n]
     candidates = candidates[: options.limit]

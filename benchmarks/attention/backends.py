@@ -29,12 +29,13 @@ OPS = {
     'selected': 'selected attention of random blocks',
     'selected-overlapping': 'the same, where 16 consecutive queries share most blocks, as in trained models',
     'sum': 'gated sum of the branches',
+    'loss': 'loss of the block scores, 512 queries of each batch row',
     'rotary': 'rotary embedding of the queries',
     'dense': 'dense attention of PyTorch',
     'nsa': '`nsa`: compress, select, attend, gate',
     **LAYERS,
 }
-WITHOUT_FLEX = ('selection', 'scores', 'sum', 'rotary')
+WITHOUT_FLEX = ('selection', 'scores', 'sum', 'loss', 'rotary')
 DIM = 2048
 
 
@@ -53,6 +54,7 @@ def first(function: Any) -> Tensor:
 def make_call(op: str, shape: Shape, backend: str, device: str) -> tuple[Any, list[Tensor]]:
     """Return a forward and the tensors to differentiate. The forward may return several outputs."""
     from native_sparse_attention import nsa, ops
+    from native_sparse_attention.losses import block_score_loss
 
     if op in LAYERS:
         layer = make_layer(op, shape, backend, device)
@@ -82,6 +84,9 @@ def make_call(op: str, shape: Shape, backend: str, device: str) -> tuple[Any, li
         branches = [torch.randn_like(q[..., :1].expand(*q.shape[:3], shape.value_dim)) for _ in range(3)]
         branches = [t.requires_grad_() for t in branches]
         return partial(ops.gated_sum, gates, *branches, backend=backend), [gates, *branches]
+    if op == 'loss':
+        settings = {'window_size': shape.window_size, 'share_group': shape.share_group, 'seed': 0, 'backend': backend}
+        return partial(block_score_loss, q, k, q, k_cmp, **settings, **sizes, **where), [q, k_cmp]
     blocks = partial(make_blocks, shape, device)
     if op.startswith('selected'):
         indices = blocks(16 if op == 'selected-overlapping' else 1)

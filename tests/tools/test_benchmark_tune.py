@@ -30,3 +30,16 @@ def test_a_table_without_a_row_is_left_out(capsys: pytest.CaptureFixture[str]) -
     options = argparse.Namespace(device='cpu')
     assert tune.tune('selected_attention.BLOCK_SHORT', 4, 256, options, tune.Pool(0)) is None
     assert capsys.readouterr().out.startswith('selected_attention.BLOCK_SHORT: no launch settings')
+
+
+@pytest.mark.parametrize('table', TABLES)
+def test_every_table_has_a_workload(table: str) -> None:
+    assert table.split('.')[0] in tune.OPS
+
+
+@pytest.mark.parametrize('table', [name for name in TABLES if name.startswith(('block_mass', 'block_divergence'))])
+def test_tables_of_the_loss_are_looked_up(table: str) -> None:
+    """Its forward, or its backward alone, asks for each of them."""
+    phases = tune.make_phases(table, 4, 64, 'cpu')
+    assert phases
+    assert all(t.isfinite().all() for phase in phases for t in phase())
