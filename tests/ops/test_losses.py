@@ -183,3 +183,14 @@ def test_bad_arguments(changes: dict[str, Any], message: str) -> None:
     names = ('q', 'k', 'q_cmp', 'k_cmp')
     with pytest.raises(ValueError, match=message):
         block_score_loss(**{**dict(zip(names, tensors, strict=True)), **options, **changes})
+
+
+@pytest.mark.parametrize('seqlen', [0, 1, 2])
+def test_no_row_has_a_gradient_of_zeros(seqlen: int) -> None:
+    """Without a query or without a compressed block, backward can be called as always."""
+    q, k = torch.randn(1, seqlen, 4, 8), torch.randn(1, seqlen, 2, 8)
+    q_cmp, k_cmp = q.clone().requires_grad_(), torch.randn(1, max(0, seqlen - 1), 2, 8, requires_grad=True)
+    loss = block_score_loss(q, k, q_cmp, k_cmp, **SIZES, window_size=(3, 0))
+    assert loss.item() == 0
+    loss.backward()
+    assert all(t.grad is not None and not t.grad.any() for t in (q_cmp, k_cmp))

@@ -86,7 +86,8 @@ def _block_scores(
     dtype, (num_compressed, kv_heads) = compute_dtype(q_cmp.dtype), k_cmp.shape[1:3]
     count = candidates.shape[2]
     if not num_compressed * num_rows:
-        return q_cmp.new_zeros((batch, num_rows, heads // group, count), dtype=dtype)
+        no_gradient = q_cmp[:0].sum(dtype=dtype) + k_cmp[:0].sum(dtype=dtype)  # 0, so that backward can be called
+        return q_cmp.new_zeros((batch, num_rows, heads // group, count), dtype=dtype) + no_gradient
     index = torch.arange(num_compressed, device=q_cmp.device)
     seen = index < (compressed.key_start + compressed.key_len).amax(1, keepdim=True)
     keys = k_cmp.to(dtype).where(seen[..., None, None], 0)
