@@ -32,7 +32,8 @@ from benchmarks.decode_steps import SETTINGS, Copy, Generation, Step, make_gener
 from benchmarks.peers import find_folder
 from benchmarks.runner import Case, Method, Plot, make_parser, measure_itself, run, serve
 from benchmarks.shapes import find_names
-from train_enwik8 import PRESETS, Config, parse
+from benchmarks.training_speed import refuse_decided
+from train_enwik8 import PRESETS, Config, UserError, parse
 
 WHAT = ('attention', 'generate')
 MODELS = ('sparse', 'dense')
@@ -67,6 +68,7 @@ def make_attention_cases(names: list[str], backends: list[str], device: str) -> 
 def make_generate_cases(options: argparse.Namespace) -> list[Case]:
     """Return cases of preset base with the flags, sparse and dense."""
     chosen, given = parse(['--preset', 'base', *options.flags])
+    refuse_decided(given, {'attention': 'this script'})
     cases = []
     for batch, model in product(map(int, options.batches.split(',')), MODELS):
         config = Config(**{**PRESETS[chosen.preset], **given, 'attention': model})
@@ -107,7 +109,10 @@ def main() -> None:
         backends = [*options.backends.split(','), *names]
         cases += make_attention_cases(find_names(SETTINGS, options.cases), backends, options.device)
     if 'generate' in options.what.split(','):
-        cases += make_generate_cases(options)
+        try:
+            cases += make_generate_cases(options)
+        except UserError as error:
+            raise SystemExit(f'decode: {error}') from None
     run(cases, options, 'decode', TITLE, make_tables, [Plot('Time of a token', plot, op='attention')], missing)
 
 

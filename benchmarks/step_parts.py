@@ -28,11 +28,11 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks import report
+from benchmarks import report, training_speed
 from benchmarks.kernel_parts import NOT_ASSIGNED, OPTIMIZER, PARTS, Kernel, Steps, marked, sum_kernels
 from benchmarks.runner import Case, Method, Plot, make_parser, measure_itself, run, serve
 from benchmarks.timing import measure, synchronize
-from benchmarks.training_speed import make_config, make_run
+from benchmarks.training_speed import make_config, make_run, refuse_decided
 from train_enwik8 import PRESETS, Run, UserError, parse, spelled
 from trainer.config import SPARSE_ONLY
 
@@ -48,8 +48,7 @@ VARIANTS: dict[str, tuple[str, list[str]]] = {
 }
 TITLE = 'A training step by part'
 # Fields of `Config` that options of this script decide.
-DECIDED = {'attention': '--variants', 'seq_len': '--lengths', 'batch': '--tokens', 'grad_accum': '--tokens'}
-DECIDED['kv_heads'] = '--kv-heads'
+DECIDED = {**training_speed.DECIDED, 'attention': '--variants', 'kv_heads': '--kv-heads'}
 # Kernels in a table, and in a row of the JSON file beside those that are not assigned.
 SHOWN_KERNELS, KEPT_KERNELS = 12, 40
 WHOLE_SECONDS = 2.0
@@ -66,8 +65,7 @@ def check_flags(flags: Sequence[str], variants: Sequence[str]) -> bool:
     for name, value in vars(options).items():
         if name != 'graph' and value != unchanged[name]:
             raise UserError(f'{spelled(name)} {value}: must not be given after --, where it does not act here')
-    for name in given.keys() & DECIDED.keys():
-        raise UserError(f'{spelled(name)} {given[name]}: must not be given after --; {DECIDED[name]} decides it')
+    refuse_decided(given, DECIDED)
     for variant in variants:
         if same := given.keys() & parse(VARIANTS[variant][1])[1].keys():
             raise UserError(f'{spelled(min(same))}: must not be given after --; variant {variant} decides it')

@@ -14,10 +14,13 @@ the end.
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Mapping
 from dataclasses import asdict
 from functools import cache
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +28,18 @@ from torch import Tensor
 from benchmarks import report
 from benchmarks.report import ratio
 from benchmarks.runner import Call, Case, Method, Plot, make_parser, run, serve
-from train_enwik8 import PRESETS, Config, Corpus, Run, build_model, build_optimizer, load_corpus, parse
+from train_enwik8 import (
+    PRESETS,
+    Config,
+    Corpus,
+    Run,
+    UserError,
+    build_model,
+    build_optimizer,
+    load_corpus,
+    parse,
+    spelled,
+)
 from trainer.ranks import ONE_PROCESS, Ranks
 
 LENGTHS = tuple(2**power for power in range(10, 17))
@@ -34,6 +48,14 @@ COMPILED = '-compiled'
 TITLE = 'Training speed, sparse and dense'
 # Length from which on sparse attention must train faster.
 BREAK_EVEN = 2**13
+# Settings of the trainer, and the option of this script that decides each.
+DECIDED = {'attention': '--models', 'seq_len': '--lengths', 'batch': '--tokens', 'grad_accum': '--tokens'}
+
+
+def refuse_decided(given: Mapping[str, Any], decided: Mapping[str, str]) -> None:
+    """Raise UserError for settings given after `--` that the script decides."""
+    for name in given.keys() & decided.keys():
+        raise UserError(f'{spelled(name)} {given[name]}: must not be given after --; {decided[name]} decides it')
 
 
 def make_config(flags: list[str], attention: str, length: int, tokens: int) -> Config:
@@ -141,6 +163,17 @@ def plot(path: Path, rows: list[Case], title: str) -> None:
     figure.savefig(path, dpi=120)
 
 
+def make_cases(options: argparse.Namespace) -> list[Case]:
+    chosen, given = parse(options.flags)
+    refuse_decided(given, DECIDED)
+    cases = []
+    for length, model in product(options.lengths.split(','), options.models.split(',')):
+        config = make_config(options.flags, model.removesuffix(COMPILED), int(length), options.tokens)
+        named = {'op': 'step', 'shape': f'{length} tokens', 'backend': model, 'device': options.device}
+        cases.append({**named, 'data': options.data, 'config': asdict(config), 'graph': chosen.graph})
+    return cases
+
+
 def main() -> None:
     parser = make_parser(__doc__, case_seconds=90)
     add = parser.add_argument
@@ -152,11 +185,10 @@ def main() -> None:
     options = parser.parse_args()
     if options.worker:
         return serve(lambda case: Method(make_call, seconds=3))
-    cases, graph = [], parse(options.flags)[0].graph
-    for length, model in product(options.lengths.split(','), options.models.split(',')):
-        config = make_config(options.flags, model.removesuffix(COMPILED), int(length), options.tokens)
-        named = {'op': 'step', 'shape': f'{length} tokens', 'backend': model, 'device': options.device}
-        cases.append({**named, 'data': options.data, 'config': asdict(config), 'graph': graph})
+    try:
+        cases = make_cases(options)
+    except UserError as error:
+        raise SystemExit(f'training_speed: {error}') from None
     run(cases, options, 'training', TITLE, make_tables, [Plot('Tokens per second', plot)])
 
 

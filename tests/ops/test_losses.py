@@ -18,13 +18,13 @@ from native_sparse_attention.ops import _eager, compressed_attention
 from tests.definition import losses as definition
 from tests.support.problems import Extents, Heads, drawn_extents, make_compressed, make_qkv, packed, whole
 
-SIZES = {'compress_block_size': 2, 'compress_stride': 1, 'selection_block_size': 2}
+SIZES: dict[str, Any] = {'compress_block_size': 2, 'compress_stride': 1, 'selection_block_size': 2}
 # In the second form the last blocks of a sequence, and those of a query without a window, may have no score.
 FORMS = [SIZES, {'compress_block_size': 4, 'compress_stride': 2, 'selection_block_size': 2}]
 
 
 def make_problem(
-    extents: Extents, heads: Heads, sizes: dict[str, int] = SIZES, **changes: Any
+    extents: Extents, heads: Heads, sizes: dict[str, Any] = SIZES, **changes: Any
 ) -> tuple[list[Tensor], dict[str, Any]]:
     """Tensors of the loss and its settings."""
     compress = sizes['compress_block_size'], sizes['compress_stride']
@@ -54,7 +54,7 @@ def gradients(loss: Tensor, leaves: list[Tensor]) -> list[Tensor]:
 def test_definition(
     extents: Extents,
     group_size: int,
-    sizes: dict[str, int],
+    sizes: dict[str, Any],
     share_group: bool,
     causal: bool,
     window: tuple[int, int] | None,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import runner, training_speed
+from benchmarks import decode, runner, training_speed
 from train_enwik8 import PRESETS, Config
 
 
@@ -69,3 +69,15 @@ def test_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert all(2 < case['loss'] < 8 for case in rows)
     assert [(case['attention'] or '').split(' ')[0] for case in rows] == ['eager', ''] * 2
     assert text.with_suffix('.png').exists()
+
+
+@pytest.mark.parametrize('flags', [['--attention', 'dense'], ['--seq-len', '64'], ['--batch', '2']])
+def test_flags_that_options_decide_are_refused(flags: list[str], monkeypatch: pytest.MonkeyPatch):
+    """Here and in the decode benchmark, which both measure sparse and dense models."""
+    monkeypatch.setattr('sys.argv', ['training_speed', '--', *flags])
+    with pytest.raises(SystemExit, match=rf'^training_speed: {flags[0]} {flags[1]}: must not be given after --; --'):
+        training_speed.main()
+    if flags[0] == '--attention':
+        monkeypatch.setattr('sys.argv', ['decode', '--what', 'generate', '--', *flags])
+        with pytest.raises(SystemExit, match=r'^decode: --attention dense: must not be given after --; this script'):
+            decode.main()
