@@ -99,6 +99,7 @@ class NSACacheLayer(CacheLayerMixin):
         rows, nsa = self.rows, attention.nsa
         assert rows is not None
         q, k, v, q_cmp, raw_k, gates = tokens
+        self._check_room(rows, q.shape[1])
         has_dense = self.min_length < nsa.dense_below
         offset = rows.lengths.clone() if has_dense else rows.lengths
         compress_k, compress_v = attention.k_compress, attention.v_compress
@@ -253,9 +254,18 @@ class NSACacheLayer(CacheLayerMixin):
                 device=k.device,
                 grows=self.max_cache_len is None,
             )
+        self._check_room(rows, num_tokens)
         rows.reserve(num_tokens)
         self.rows = rows
         return rows
+
+    def _check_room(self, rows: LayerCache, num_tokens: int) -> None:
+        """Raise ValueError where `num_tokens` more columns do not fit a static cache."""
+        if self.max_cache_len is not None and not rows.has_room(num_tokens):
+            raise ValueError(
+                f'max_cache_len of the cache is {self.max_cache_len}, but must be at least '
+                f'{rows.max_length + num_tokens} for the {num_tokens} next tokens'
+            )
 
 
 @contextmanager

@@ -438,6 +438,19 @@ def test_continuous_batching_is_refused():
         nsa_model().generate_batch([[5, 6, 7]])
 
 
+def test_a_static_cache_that_is_too_small():
+    model, ids = nsa_model(), random_ids(2, 30)
+    with torch.no_grad():
+        with pytest.raises(ValueError, match='max_cache_len of the cache is 20, but must be at least 30 for the 30'):
+            model(ids, **{CACHE: StaticCache(model.config, max_cache_len=20)})
+        cache = StaticCache(model.config, max_cache_len=32)
+        model(ids, **{CACHE: cache})
+        with pytest.raises(ValueError, match='max_cache_len of the cache is 32, but must be at least 33 for the 3'):
+            model(ids[:, :3], **{CACHE: cache})
+        assert cache.get_seq_length() == 30
+        model(ids[:, :2], **{CACHE: cache})  # what fits still does
+
+
 def test_refused_caches():
     model, inputs = nsa_model(), prompt(1, padded=False)
     offloaded = DynamicCache()
@@ -464,7 +477,7 @@ def test_refused_caches():
     quantized.layers[0] = type('QuantizedLayer', (DynamicLayer,), {})()
     with pytest.raises(ValueError, match='layer 0 of the cache is a QuantizedLayer, but must be a DynamicLayer'):
         next_logits(model, quantized, torch.ones(1, 0, dtype=torch.long), random_ids(1, 1))
-    with pytest.raises(ValueError, match='holds up to 45 tokens a row and gets 50 more, but its capacity is 90'):
+    with pytest.raises(ValueError, match='max_cache_len of the cache is 90, but must be at least 95 for the 50 next'):
         next_logits(model, filled(model, inputs, static=True), inputs['attention_mask'], random_ids(1, 50))
 
 
