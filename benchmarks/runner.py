@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
@@ -37,8 +38,10 @@ MARK = 'RESULT '
 START_SECONDS = 60
 # Backends and designs that compile, slowest compilation first.
 COMPILED = ('flex', 'triton', 'candidate', 'query', 'union', 'mixed', 'block', 'fused')
-# Largest case, in elements of q, that is compiled beside others: they share the memory of the GPU.
+# Largest case, in elements of q, that is compiled beside others: they share the memory of the GPU. The second limit is
+# for cases with `compiles`, of which the longest come last.
 WARM_ELEMENTS = 2**28
+WARM_ELEMENTS_NAMED = 2**29
 # Each compiling process has one core; inductor would start more processes in each.
 WARM_ENVIRONMENT = {'TORCHINDUCTOR_COMPILE_THREADS': '1'}
 NOT_RUN = 'not run'
@@ -324,15 +327,24 @@ def warm_up(cases: Iterable[Case], jobs: int, case_seconds: float, deadline: flo
 
 
 def cases_to_warm(cases: Iterable[Case]) -> list[Case]:
-    """Return the shortest of cases that differ only in length: no kernel is compiled for a length."""
-    shortest: dict[Hashable, Case] = {}
+    """Return the cases that compile kernels of their own: of cases that differ only in length, the shortest.
+
+    A case may name its kernels by `compiles` instead of its op. Where the design of a kernel depends on the length,
+    this name contains the length. The shortest cases of all head layouts come first: the others find most kernels in
+    the cache.
+    """
+    found: dict[Hashable, tuple[tuple[int, int], Case]] = {}
+    of_layout: Counter[Hashable] = Counter()
     compiled = [case for case in cases if case['backend'] in COMPILED]
     for case in sorted(compiled, key=lambda case: SHAPES[case['shape']].tokens):
-        shape = SHAPES[case['shape']]
-        if shape.tokens * shape.heads * shape.head_dim <= WARM_ELEMENTS:
-            kernels = (case['backend'], case.get('op'), replace(shape, name='', seqlen=0))
-            shortest.setdefault(kernels, case)
-    return sorted(shortest.values(), key=lambda case: COMPILED.index(case['backend']))
+        shape, backend = SHAPES[case['shape']], case['backend']
+        kernels = (backend, case.get('compiles', case.get('op')), replace(shape, name='', seqlen=0))
+        limit = WARM_ELEMENTS_NAMED if 'compiles' in case else WARM_ELEMENTS
+        if kernels not in found and shape.tokens * shape.heads * shape.head_dim <= limit:
+            layout = (backend, replace(shape, name='', seqlen=0, batch=0))
+            found[kernels] = (COMPILED.index(backend), of_layout[layout]), case
+            of_layout[layout] += 1
+    return [case for _, case in sorted(found.values(), key=lambda entry: entry[0])]
 
 
 def show(row: Case) -> None:
