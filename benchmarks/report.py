@@ -177,6 +177,11 @@ def judged(value: float | None, limit: float | None) -> str | None:
     return 'met' if value <= limit else f'missed by {100 * (value / limit - 1):.1f} %'
 
 
+def reached(value: float, least: float) -> str:
+    """Return 'met', or by how much a figure falls short of its least value."""
+    return 'met' if value >= least else f'missed by {100 * (1 - value / least):.1f} %'
+
+
 def best_of(times: Mapping[str, float | None]) -> tuple[float | None, str | None]:
     """Return the smallest time that was measured, and its name."""
     known = {name: time for name, time in times.items() if time}

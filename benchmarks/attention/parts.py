@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
 from typing import Any
@@ -99,16 +99,21 @@ def make_part(part: str, steps: Steps, problem: Problem, dense: bool = False) ->
         case _:
             attend = steps.whole or partial(attend_in_steps, steps)
             gold = judge.dense_row if dense else judge.nsa_row
-    reads = READS.get(part, steps.reads)
+    return make_judged(needed(attend), steps, problem, READS.get(part, steps.reads), gold, part.startswith('nsa'))
+
+
+def make_judged(
+    attend: Callable[..., Tensor], steps: Steps, problem: Problem, reads: Sequence[str], gold: judge.Row, typical: bool
+) -> tuple[Call, list[Tensor]]:
+    """Return a forward with outputs `[N, L, HQ, DV]`, whose facts come from `judge.judge`, and the tensors it reads."""
     changes = [(name, steps.lay_gates if name == 'gates' else steps.layout) for name in reads]
     leaves = [leaf for name, change in changes for leaf in problem.leaves(change, [name])]
-    attend, unlay = needed(attend), steps.unlay
+    unlay = steps.unlay
 
     def forward() -> Tensor:
         return unlay(attend(*leaves))
 
-    facts = partial(judge.judge, problem, forward, leaves, gold, typical=part.startswith('nsa'))
-    return Call(forward, facts), leaves
+    return Call(forward, partial(judge.judge, problem, forward, leaves, gold, typical=typical)), leaves
 
 
 def select_blocks(select: Callable[..., Tensor], blocks: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -151,8 +156,11 @@ def attend_in_steps(
     return needed(steps.add)(gates, compressed, selected, needed(steps.window)(q, k, v))
 
 
-def ours(problem: Problem, design: str | None = None) -> Steps:
-    """Return the steps of the package. design: of selected attention, None for its own choice."""
+def ours(problem: Problem, design: str | None = None, **options: Any) -> Steps:
+    """Return the steps of the package.
+
+    design: of selected attention, None for its own choice. options: further arguments of `nsa`, for the whole.
+    """
     from native_sparse_attention import nsa, ops
 
     shape, where = problem.shape, {'cu_seqlens': problem.borders()} if problem.packed else {}
@@ -196,7 +204,7 @@ def ours(problem: Problem, design: str | None = None) -> Steps:
         select=lambda *tensors: select(*tensors)[0],
         window=lambda *tensors: window(*tensors)[0],
         add=partial(ops.gated_sum, backend=OURS),
-        whole=partial(nsa, **settings, backend=OURS),
+        whole=partial(nsa, **{**settings, 'backend': OURS, **options}),
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
@@ -10,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report
-from benchmarks.attention.suite import verdict
+from benchmarks.attention.suite import cross_one, verdict
 from benchmarks.peers import PEERS
-from benchmarks.report import best_of, judged, ratio
+from benchmarks.report import best_of, judged, ratio, reached
 from benchmarks.runner import Case
 from benchmarks.shapes import PAPER, RHO, SHAPES, Shape
 from benchmarks.timing import KERNELS, PASSES, pass_of
@@ -160,9 +159,9 @@ def ratio_lines(found: Found) -> list[str]:
     for what, least in zip(PASSES, LEAST_GAIN, strict=True):
         gain = ratio(found.ms('nsa', TARGET_SHAPE, CUDNN, what), found.ours('nsa', TARGET_SHAPE, what))
         if gain:
-            met = 'met' if gain >= least else f'missed by {100 * (1 - gain / least):.1f} %'
             lines.append(
-                f'{what} of dense attention by cuDNN over `nsa`, 64k tokens: {gain:.2f}; at least {least}: {met}.'
+                f'{what} of dense attention by cuDNN over `nsa`, 64k tokens: {gain:.2f}; at least {least}: '
+                f'{reached(gain, least)}.'
             )
     tokens = break_even(found)
     if tokens:
@@ -182,22 +181,13 @@ def ratio_lines(found: Found) -> list[str]:
 
 
 def break_even(found: Found) -> float | None:
-    """Return the number of tokens from which on ours is the faster.
-
-    Between two measured lengths the ratio of the times is taken as a power of the length. If ours is always the faster,
-    the shortest length, provided that it is at most BREAK_EVEN; None if it never is.
-    """
+    """Return the number of tokens from which on `nsa` is faster than dense attention of cuDNN, by `cross_one`."""
     pairs = [
         (SHAPES[name].seqlen, gain)
         for name in found.lengths
         if (gain := ratio(found.ms('nsa', name, CUDNN, 'total'), found.ours('nsa', name, 'total')))
     ]
-    if not pairs or pairs[-1][1] < 1:
-        return None
-    for (short, low), (long, high) in reversed([*pairwise(pairs)]):
-        if low < 1:
-            return short * (long / short) ** (-math.log(low) / (math.log(high) - math.log(low)))
-    return pairs[0][0] if pairs[0][0] <= BREAK_EVEN else None
+    return cross_one(pairs, BREAK_EVEN)
 
 
 def compare(found: Found) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from benchmarks import report
 from benchmarks.runner import Case, Method, Plot
@@ -36,6 +38,20 @@ class Suite:
 
 def legend(names: Sequence[str]) -> str:
     return report.table(('shape', ''), [[name, SHAPES[name].described()] for name in names])
+
+
+def cross_one(gains: Sequence[tuple[int, float]], most: float) -> float | None:
+    """Return the number of tokens from which on the gain is at least 1. gains: (tokens, gain), ascending.
+
+    Between two measured lengths the gain is taken as a power of the length. If every gain is at least 1, the shortest
+    length, provided that it is at most `most`; None if the gain of the longest is below 1.
+    """
+    if not gains or gains[-1][1] < 1:
+        return None
+    for (short, low), (long, high) in reversed([*pairwise(gains)]):
+        if low < 1:
+            return short * (long / short) ** (-math.log(low) / (math.log(high) - math.log(low)))
+    return gains[0][0] if gains[0][0] <= most else None
 
 
 def verdict(compared: Mapping[str, Mapping[str, float | None]]) -> str:
