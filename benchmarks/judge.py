@@ -94,13 +94,18 @@ def compressed_row(problem: Problem, sequence: int, token: int) -> Tensor:
     return attend(problem, sequence, token, keys, values, visible_blocks(problem, token))
 
 
-def chosen_blocks(problem: Problem, sequence: int, token: int) -> Tensor:
-    """Return `[H, n]` by equation 9 of the paper, with the first and two local blocks forced, padded with -1."""
+def chosen_blocks(problem: Problem, sequence: int, token: int, num_recent: int = 0) -> Tensor:
+    """Return `[H, n]` by equation 9 of the paper, with the first and two local blocks forced, padded with -1.
+
+    num_recent: as in `select_blocks`.
+    """
     shape, keys = problem.shape, problem.tensors['k_cmp'][sequence]
+    own = (token - num_recent) // problem.block_size
+    if own < 0:
+        return torch.full((shape.kv_heads, shape.num_selected), -1, device=problem.device)
     # [H, C]
     weights = weigh_keys(problem, sequence, token, keys, visible_blocks(problem, token)).sum(1).double()
     start = torch.arange(problem.num_compressed, device=problem.device) * shape.compress_stride
-    own = token // problem.block_size
     # Each token of a compressed block has its weight; a selection block sums the weights of its tokens.
     edges = weights.new_zeros(len(weights), max(problem.size[1], (own + 1) * problem.block_size) + 1)
     edges.index_add_(1, start, weights).index_add_(1, start + shape.compress_block_size, -weights)
@@ -136,6 +141,21 @@ def nsa_row(problem: Problem, sequence: int, token: int) -> Tensor:
     chosen = selected_row(problem, *place, chosen_blocks(problem, *place))
     branches = torch.stack([compressed_row(problem, *place), chosen, window_row(problem, *place)])
     return torch.einsum('hi,ihd->hd', problem.tensors['gates'][place].float(), branches)
+
+
+def merged_row(problem: Problem, sequence: int, token: int) -> Tensor:
+    """Return one token of merged attention with blocks selected before the window.
+
+    The gate of the compressed output and the output gate are the first two of `gates`.
+    """
+    window, device = problem.shape.window, problem.device
+    keys, values = (t[sequence, : token + 1] for t in (problem.k, problem.v))
+    position = torch.arange(token + 1, device=device)
+    blocks = chosen_blocks(problem, sequence, token, num_recent=window)
+    chosen = torch.stack([torch.isin(position // problem.block_size, of_head) for of_head in blocks])
+    merged = attend(problem, sequence, token, keys, values, chosen | (position > token - window))
+    of_compressed, of_sum = problem.tensors['gates'][sequence, token, :, :2].float().split(1, -1)
+    return of_sum * (of_compressed * compressed_row(problem, sequence, token) + merged)
 
 
 def dense_row(problem: Problem, sequence: int, token: int) -> Tensor:

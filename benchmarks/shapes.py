@@ -79,6 +79,15 @@ TRAINER = Shape(
     compress_stride=8, selection_block_size=16, num_selected=5, window=64, use_diff_topk=True,
 )  # fmt: skip
 
+# HQ, H, D, and batch and length of the shapes `heads-<HQ>-<H>x<D>-<label>`.
+HEAD_LAYOUTS = (
+    (32, 8, 128, {'8k': (1, 8192), '64k': (1, 65536)}),
+    (8, 4, 64, {'4x8k': (4, 8192), '64k': (1, 65536)}),
+    (16, 16, 128, {'8k': (1, 8192), '16k': (1, 16384), '32k': (1, 32768)}),
+    (24, 4, 96, {'16k': (1, 16384), '48k': (1, 49152)}),
+    (24, 4, 80, {'16k': (1, 16384), '48k': (1, 49152)}),
+)
+
 SHAPES: dict[str, Shape] = {
     shape.name: shape
     for shape in (
@@ -120,6 +129,13 @@ SHAPES: dict[str, Shape] = {
             replace(PAPER, name=f'llama-{seqlen // 1024}k', seqlen=seqlen, heads=32, kv_heads=8)
             for seqlen in (16384, 32768)
         ),
+        # Further head layouts and lengths of suite `layouts`.
+        *(
+            replace(PAPER, name=f'heads-{heads}-{kv_heads}x{dim}-{label}', batch=batch, seqlen=seqlen, heads=heads,
+                    kv_heads=kv_heads, head_dim=dim, value_dim=dim)
+            for heads, kv_heads, dim, sizes in HEAD_LAYOUTS
+            for label, (batch, seqlen) in sizes.items()
+        ),
         # To try the scripts on a CPU.
         replace(TRAINER, name='tiny', batch=1, seqlen=96, heads=4, kv_heads=2, head_dim=16, value_dim=16, window=16,
                 dtype=torch.float32),
@@ -133,7 +149,7 @@ TENSORS = ('q', 'k', 'v', 'k_cmp', 'v_cmp', 'gates')
 # Correlation of consecutive tokens in make_tensors; at a distance of 64 tokens it is a half.
 RHO = 0.99
 # Prefixes of names that `*` does not match.
-BY_NAME_ONLY = ('tiny', 'many', 'long', 'short')
+BY_NAME_ONLY = ('tiny', 'many', 'long', 'short', 'heads')
 
 
 def find_names(names: Iterable[str], patterns: str) -> list[str]:
