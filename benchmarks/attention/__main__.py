@@ -1,8 +1,9 @@
-"""How fast is attention? The selected branch, the parts of `nsa` beside peers, every backend, features of windows.
+"""How fast is attention? The selected branch, the parts of `nsa` beside peers, head layouts, backends, features.
 
     python -m benchmarks.attention --list                                     suites, cases and shapes
     python -m benchmarks.attention --cases parts --missing                    one suite; again until all of it has run
     python -m benchmarks.attention --cases 'selected/64k*,features'           some cases, all cases of a suite
+    python -m benchmarks.attention --cases layouts --jobs 16 --missing        `nsa` over dense attention by head layout
     python -m benchmarks.attention --cases 'parts/nsa*' --shapes paper-64k-h4 --backends triton,cudnn
     python -m benchmarks.attention --cases backends/nsa --name backends-nsa --jobs 15
     TRITON_INTERPRET=1 python -m benchmarks.attention --device cpu --cases parts --shapes tiny --out /tmp/results
@@ -10,8 +11,8 @@
 
 `--list` says what the suites measure. Peers are the repositories of benchmarks/peers.py; those that are not on
 PYTHONPATH are listed in the result. Each backend has a process of its own. With --jobs, processes compile side by side
-before the first case. Suites `selected` and `parts` compare a few rows of each output with float32: an implementation
-that is wrong counts for nothing.
+before the first case. Suites `selected`, `parts` and `layouts` compare a few rows of each output with float32: an
+implementation that is wrong counts for nothing.
 
 Each suite writes <gpu>/<suite>.md and .json to --out after every case, and at the end its pictures. A run that is cut
 short keeps what it has; --missing continues it on the same GPU, commit and versions.
@@ -25,7 +26,7 @@ import time
 from pathlib import Path
 
 from benchmarks import peers
-from benchmarks.attention import backends, designs, features, parts, selected
+from benchmarks.attention import backends, designs, features, layouts, parts, selected
 from benchmarks.attention.suite import Suite
 from benchmarks.peers import PEERS
 from benchmarks.runner import Case, Method, make_parser, run, serve
@@ -34,6 +35,7 @@ from benchmarks.shapes import SHAPES, find_names
 SUITES: dict[str, Suite] = {
     'selected': selected.SUITE,
     'parts': parts.SUITE,
+    'layouts': layouts.SUITE,
     'backends': backends.SUITE,
     'features': features.SUITE,
     'designs': designs.SUITE,
@@ -88,7 +90,10 @@ def print_list() -> None:
 def main(argv: list[str] | None = None) -> None:
     parser = make_parser(__doc__, prog='benchmarks.attention')
     add = parser.add_argument
-    add('--cases', help='patterns SUITE or SUITE/CASE, separated by commas; tiny, short and long cases by name only')
+    add(
+        '--cases',
+        help='patterns SUITE or SUITE/CASE, separated by commas; tiny, short and long cases by name only',
+    )
     add('--list', action='store_true', help='measure nothing: print suites, cases and shapes')
     add('--shapes', help='patterns, separated by commas (default of the suite)')
     add('--backends', help='patterns, separated by commas (default of the suite)')
