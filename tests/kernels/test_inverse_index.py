@@ -74,12 +74,12 @@ def sorted_by(tile: Tile | None) -> Iterator[None]:
         patch.setattr(inverse_index, 'MAX_SHORT_ENTRIES', 0)
         if tile is None:
             patch.setattr(inverse_index, 'MAX_COUNTS', 0)
-            patch.delattr(inverse_index, 'lists_of_sorted_tiles')
+            patch.delattr(inverse_index, 'index_sorted_tiles')
         else:
-            sort_lists = inverse_index._sort_lists
+            sort_keys = inverse_index._sort_keys
             patch.setattr(inverse_index, 'MIN_COUNTED', 1)
             patch.setattr(inverse_index, 'TILES', (tile,))
-            patch.setattr(inverse_index, '_sort_lists', lambda keys, *rest: sort_lists(keys[:, :0], *rest))
+            patch.setattr(inverse_index, '_sort_keys', lambda keys, *rest: sort_keys(keys[:, :0], *rest))
         yield
 
 

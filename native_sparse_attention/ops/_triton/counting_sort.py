@@ -25,7 +25,7 @@ def make_counts(keys: Tensor, num_slots: int, tiles: int) -> Tensor:
     return torch.zeros(1 + len(keys) * (num_slots + 1) * tiles, dtype=torch.int32, device=keys.device)
 
 
-def lists_of_sorted_tiles(
+def index_sorted_tiles(
     keys: Tensor, counts: Tensor, num_slots: int, tile_size: int, tile_entries: int
 ) -> tuple[Tensor, Tensor]:
     """Return entries `[pairs, E]` and starts `[pairs, slots + 1]` of an `InverseIndex`.

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from native_sparse_attention.ops._triton.counting_sort import count_runs, lists_of_sorted_tiles, make_counts
+from native_sparse_attention.ops._triton.counting_sort import count_runs, index_sorted_tiles, make_counts
 from native_sparse_attention.ops._triton.launch import launch
 from native_sparse_attention.ops._triton.tiles import sort_tile
 from native_sparse_attention.ops._triton.varlen import (
@@ -157,8 +157,8 @@ def make_inverse_index(
         device=device,
     )
     if counts is None:
-        return _sort_lists(keys, num_slots)
-    return InverseIndex(*lists_of_sorted_tiles(keys, counts, num_slots, 2**log_tile, block_rows * num_selected))
+        return _sort_keys(keys, num_slots)
+    return InverseIndex(*index_sorted_tiles(keys, counts, num_slots, 2**log_tile, block_rows * num_selected))
 
 
 def _choose_tile(pairs: int, num_rows: int, num_selected: int, num_slots: int) -> Tile | None:
@@ -189,7 +189,7 @@ def _index_block(num_selected: int) -> int:
     return 1 << max(num_selected - 1, 0).bit_length()
 
 
-def _sort_lists(keys: Tensor, num_slots: int) -> InverseIndex:
+def _sort_keys(keys: Tensor, num_slots: int) -> InverseIndex:
     """Sort keys `[pairs, entries]`, which count over all pairs with num_slots + 1 slots each.
 
     The keys are sorted in parts, which bounds the memory of the sort. The entries of a slot are those of the parts, one

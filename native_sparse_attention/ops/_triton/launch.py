@@ -152,13 +152,13 @@ def _make_descriptor_layout(
     return {'shape': [*shape], 'strides': [*strides], 'block_shape': [*block_shape]}
 
 
-def is_wide(*tensors: Tensor | None) -> bool:
+def exceeds_int32(*tensors: Tensor | None) -> bool:
     """Return whether element offsets within one batch row may exceed int32, so that kernels need int64 offsets."""
-    return any(t is not None and _is_wide(t.shape, t.stride()) for t in tensors)
+    return any(t is not None and _exceeds_int32(t.shape, t.stride()) for t in tensors)
 
 
 @lru_cache(maxsize=1024)
-def _is_wide(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+def _exceeds_int32(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     return sum((size - 1) * abs(stride) for size, stride in zip(shape[1:], strides[1:], strict=True)) >= 2**31
 
 

@@ -21,7 +21,7 @@ MAX_READERS = 5
 # The second grid axis counts heads.
 MAX_HEADS = 65535
 # Selected blocks per KV head, which the CSR index from blocks to queries counts in int32.
-MAX_CHOICES = 2**30
+MAX_SELECTED_PER_HEAD = 2**30
 
 
 def unsupported(q: Tensor, *others: Tensor, name: str = 'q') -> str | None:
@@ -45,11 +45,11 @@ def unsupported(q: Tensor, *others: Tensor, name: str = 'q') -> str | None:
     return None
 
 
-def too_many_choices(q: Tensor, k: Tensor, num_selected: int) -> str | None:
+def too_many_selected(q: Tensor, k: Tensor, num_selected: int) -> str | None:
     """Return the reason why the CSR index from blocks to queries cannot be built, or None."""
-    choices = q.shape[1] * (q.shape[2] // k.shape[2]) * num_selected
-    if choices > MAX_CHOICES:
-        return f'up to {choices} blocks are selected per KV head, but its kernels count up to {MAX_CHOICES}'
+    count = q.shape[1] * (q.shape[2] // k.shape[2]) * num_selected
+    if count > MAX_SELECTED_PER_HEAD:
+        return f'up to {count} blocks are selected per KV head, but its kernels count up to {MAX_SELECTED_PER_HEAD}'
     return None
 
 

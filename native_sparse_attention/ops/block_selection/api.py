@@ -350,7 +350,7 @@ def _without_padding(block_indices: Tensor, padding: Tensor | None) -> Tensor:
 
 def _scores_unsupported(q: Tensor, k_cmp: Tensor, num_selected: int) -> str | None:
     """Return the reason why Triton does not support these scores, or None."""
-    return support.too_many_choices(q, k_cmp, num_selected) or support.unsupported(q, k_cmp)
+    return support.too_many_selected(q, k_cmp, num_selected) or support.unsupported(q, k_cmp)
 
 
 def _selection_unsupported(q: Tensor, k_cmp: Tensor, group_size: int, num_selected: int) -> str | None:

@@ -289,4 +289,4 @@ def _not_by_triton(q: Tensor, k: Tensor, v: Tensor, num_selected: int) -> str | 
     """Return the reason why the kernels do not support a call, or None."""
     if num_selected > MAX_SELECTED:
         return f'a query selects {num_selected} blocks, but its kernels hold rows of up to {MAX_SELECTED} indices'
-    return support.too_many_choices(q, k, num_selected) or support.unsupported(q, k, v)
+    return support.too_many_selected(q, k, num_selected) or support.unsupported(q, k, v)

@@ -15,8 +15,8 @@ from native_sparse_attention.ops._triton.interval.tiles import Interval, Tile
 from native_sparse_attention.ops._triton.launch import (
     Settings,
     describe_tiles,
+    exceeds_int32,
     head_block,
-    is_wide,
     launch,
     settings_of,
 )
@@ -225,4 +225,4 @@ def make_tile(q: Tensor, v: Tensor, block_m: int, block_n: int, *loaded: Tensor)
     """Return the tile of a launch. loaded: the tensors whose rows are loaded by offsets."""
     head_dim, value_dim = q.shape[3], v.shape[3]
     blocks = (block_m, block_n, head_block(head_dim), head_block(value_dim))
-    return Tile(head_dim, value_dim, *blocks, is_wide(*loaded))
+    return Tile(head_dim, value_dim, *blocks, exceeds_int32(*loaded))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from native_sparse_attention.core.call import Call, MassRules
 from native_sparse_attention.core.geometry import QueryLayout, overlapping_blocks
-from native_sparse_attention.ops._triton.launch import head_block, is_wide, launch, settings_of
+from native_sparse_attention.ops._triton.launch import exceeds_int32, head_block, launch, settings_of
 from native_sparse_attention.ops._triton.registered import register_gradients, register_op, save_inputs, saved_inputs
 from native_sparse_attention.ops._triton.varlen import last_dim_contiguous
 from native_sparse_attention.ops.block_divergence.triton import settings
@@ -159,7 +159,7 @@ def _prepare(
         causal=causal,
         group=q.shape[2] // k_cmp.shape[2],
         head_dim=q.shape[3],
-        int64_offsets=is_wide(k_cmp),
+        int64_offsets=exceeds_int32(k_cmp),
     )
     num_queries, num_blocks = mass.shape[1], mass.shape[3]
     sizes = Sizes(num_queries, k_cmp.shape[1], num_blocks, 0, num_queries, left, right)

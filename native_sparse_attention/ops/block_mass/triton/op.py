@@ -9,7 +9,7 @@ from torch import Tensor
 
 from native_sparse_attention.core.call import Call, MassRules
 from native_sparse_attention.core.geometry import QueryLayout, num_selection_blocks
-from native_sparse_attention.ops._triton.launch import head_block, is_wide, launch, settings_of
+from native_sparse_attention.ops._triton.launch import exceeds_int32, head_block, launch, settings_of
 from native_sparse_attention.ops._triton.registered import register_op
 from native_sparse_attention.ops._triton.varlen import last_dim_contiguous
 from native_sparse_attention.ops.block_mass.triton import settings
@@ -86,7 +86,7 @@ def _add_queries(
         HEAD_DIM=head_dim,
         BLOCK_M=block_m,
         BLOCK_D=head_block(head_dim),
-        INT64_OFFSETS=is_wide(k),
+        INT64_OFFSETS=exceeds_int32(k),
         num_warps=num_warps,
         num_stages=num_stages,
         device=q.device,

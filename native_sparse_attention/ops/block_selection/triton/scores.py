@@ -11,7 +11,14 @@ from native_sparse_attention.core.call import Call
 from native_sparse_attention.core.geometry import max_length_of_compressed, overlapping_blocks
 from native_sparse_attention.ops._triton import varlen
 from native_sparse_attention.ops._triton.inverse_index import group_pairs, make_inverse_index, num_block_slots
-from native_sparse_attention.ops._triton.launch import Settings, head_block, is_wide, launch, row_block, settings_of
+from native_sparse_attention.ops._triton.launch import (
+    Settings,
+    exceeds_int32,
+    head_block,
+    launch,
+    row_block,
+    settings_of,
+)
 from native_sparse_attention.ops._triton.registered import (
     SEQUENCES,
     register_gradients,
@@ -39,7 +46,8 @@ WORKSPACE = 2**28
 def chosen_scores(
     q: Tensor, k_cmp: Tensor, lse: Tensor, block_indices: Tensor, sizes: tuple[int, int, int], call: Call
 ) -> Tensor:
-    return _forward(q, k_cmp, lse, block_indices, *varlen.flatten(call.sequences), *sizes, *call[1:], 0, 0, 0, False)
+    flat = varlen.flatten(call.sequences)
+    return _forward(q, k_cmp, lse, block_indices, *flat, *sizes, *call[1:], 0, 0, 0, straight_through=False)
 
 
 def straight_through_scale(
@@ -51,7 +59,8 @@ def straight_through_scale(
     call: Call,
     forced: tuple[int, int, int],
 ) -> Tensor:
-    return _forward(q, k_cmp, lse, block_indices, *varlen.flatten(call.sequences), *sizes, *call[1:], *forced, True)
+    flat = varlen.flatten(call.sequences)
+    return _forward(q, k_cmp, lse, block_indices, *flat, *sizes, *call[1:], *forced, straight_through=True)
 
 
 # Arguments of the op without its last one, and of its backward op after the gradient.
@@ -85,7 +94,7 @@ def _forward(q: Tensor, k_cmp: Tensor, lse: Tensor, block_indices: Tensor, *rest
         *(layout, sizes, scale, softcap),
         meta=meta,
         **tile,
-        INT64_OFFSETS=is_wide(k_cmp),
+        INT64_OFFSETS=exceeds_int32(k_cmp),
         device=q.device,
     )
     return out
@@ -121,7 +130,7 @@ def _backward(
             *(layout, sizes, scale, softcap),
             meta=meta,
             **tile,
-            INT64_OFFSETS=is_wide(k_cmp),
+            INT64_OFFSETS=exceeds_int32(k_cmp),
             device=q.device,
         )
     if needs_dk:

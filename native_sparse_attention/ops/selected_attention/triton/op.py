@@ -9,7 +9,7 @@ from torch import Tensor
 
 from native_sparse_attention.core.call import Call
 from native_sparse_attention.ops._triton.inverse_index import InverseIndex
-from native_sparse_attention.ops._triton.launch import is_hopper, is_wide, launch, row_block
+from native_sparse_attention.ops._triton.launch import exceeds_int32, is_hopper, launch, row_block
 from native_sparse_attention.ops._triton.registered import SEQUENCES, register_gradients, register_op, saved_inputs
 from native_sparse_attention.ops._triton.varlen import flatten, last_dim_contiguous, unflatten
 from native_sparse_attention.ops.selected_attention.triton import plan, settings
@@ -127,7 +127,7 @@ def attend(
     for kernel, grid, union, chosen in launches:
         options: dict[str, Any] = {'NEGATIVE_SCALE': scale < 0} if kernel is union_forward_kernel else {}
         fp16_tiles = None if fp16 is None else plan.describe_key_tiles(k, fp16, chosen)[1]
-        if is_wide(fp16):
+        if exceeds_int32(fp16):
             chosen = chosen._replace(tile=chosen.tile._replace(int64_offsets=True))
         launch(
             kernel,

@@ -14,8 +14,8 @@ from native_sparse_attention.ops._triton.launch import (
     Settings,
     Table,
     describe_tiles,
+    exceeds_int32,
     head_block,
-    is_wide,
     row_block,
     settings_of,
 )
@@ -197,8 +197,8 @@ def plan_by_query(tables: settings.GroupTables, arguments: Arguments) -> tuple[t
 
 def _make_settings(tile: Settings, arguments: Arguments) -> LaunchSettings:
     shapes = (t.shape for t in arguments[:4])
-    wide = is_wide(arguments.k, arguments.v)
-    return _settings_of_shapes(tile, *shapes, arguments.block_size, arguments.causal, wide)
+    int64_offsets = exceeds_int32(arguments.k, arguments.v)
+    return _settings_of_shapes(tile, *shapes, arguments.block_size, arguments.causal, int64_offsets)
 
 
 @lru_cache(maxsize=1024)
@@ -210,7 +210,7 @@ def _settings_of_shapes(
     indices_shape: tuple[int, ...],
     block_size: int,
     causal: bool,
-    wide: bool,
+    int64_offsets: bool,
 ) -> LaunchSettings:
     index_heads, num_selected = indices_shape[2:]
     # A block has at most all keys.
@@ -219,7 +219,7 @@ def _settings_of_shapes(
     block_n = min(tile.block_n, row_block(block_size))
     block_s = 1 << max(num_selected - 1, 0).bit_length()
     sizes = Sizes(group, repeats, num_selected, block_size, causal, q_shape[3], v_shape[3])
-    tiles = Tile(tile.block_m, block_n, head_block(q_shape[3]), head_block(v_shape[3]), wide, block_s)
+    tiles = Tile(tile.block_m, block_n, head_block(q_shape[3]), head_block(v_shape[3]), int64_offsets, block_s)
     return LaunchSettings(sizes, tiles, tile.num_warps, tile.num_stages)
 
 

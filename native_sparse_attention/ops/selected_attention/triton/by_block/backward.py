@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from native_sparse_attention.ops._triton.inverse_index import group_pairs, num_block_slots
-from native_sparse_attention.ops._triton.launch import head_block, is_wide, launch, row_block
+from native_sparse_attention.ops._triton.launch import exceeds_int32, head_block, launch, row_block
 from native_sparse_attention.ops.selected_attention.triton import settings
 from native_sparse_attention.ops.selected_attention.triton.arguments import (
     Arguments,
@@ -176,7 +176,9 @@ def compute_partials(
         *(layout, csr._replace(num_programs=num_programs), scale, softcap),
         COMPUTE_DQ=computes_dq,
         sizes=sizes,
-        tile=Tile(block_m, row_block(sizes.block_size), *head_blocks, is_wide(q, dout, lse, block_scale), chunk=chunk),
+        tile=Tile(
+            block_m, row_block(sizes.block_size), *head_blocks, exceeds_int32(q, dout, lse, block_scale), chunk=chunk
+        ),
         num_warps=num_warps,
         num_stages=num_stages,
         device=q.device,

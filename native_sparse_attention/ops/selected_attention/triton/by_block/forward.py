@@ -26,7 +26,7 @@ from native_sparse_attention.ops._triton.inverse_index import (
     num_block_slots,
     split_rows,
 )
-from native_sparse_attention.ops._triton.launch import head_block, is_wide, launch, row_block
+from native_sparse_attention.ops._triton.launch import exceeds_int32, head_block, launch, row_block
 from native_sparse_attention.ops._triton.softcap import cap_logits
 from native_sparse_attention.ops._triton.tiles import add_product, load_rows, split_finite, store_rows
 from native_sparse_attention.ops.selected_attention.triton import settings
@@ -81,7 +81,7 @@ def attend_by_block(arguments: Arguments, out: Tensor, lse: Tensor) -> InverseIn
     index = make_index(block_indices, layout, num_slots=num_slots, **shape) if seqlen <= max_tokens else None
     groups = group_pairs(block_indices, kv_heads, num_slots, max(1, max_tokens // max(seqlen, 1)))
     head_blocks = (head_block(head_dim), head_block(value_dim))
-    tile = Tile(block_m, row_block(block_size), *head_blocks, is_wide(q, block_scale), chunk=chunk)
+    tile = Tile(block_m, row_block(block_size), *head_blocks, exceeds_int32(q, block_scale), chunk=chunk)
     block_s = 1 << max(num_selected - 1, 0).bit_length()
     for pairs, tokens in product(groups, split_evenly(seqlen, max_tokens)):
         csr = make_block_to_query(block_indices, layout, pairs, tokens, **shape, chunk=chunk, index=index)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from native_sparse_attention.ops._triton.inverse_index import InverseIndex, group_pairs, num_block_slots
-from native_sparse_attention.ops._triton.launch import head_block, is_wide, launch, row_block, settings_of
+from native_sparse_attention.ops._triton.launch import exceeds_int32, head_block, launch, row_block, settings_of
 from native_sparse_attention.ops.selected_attention.triton import settings
 from native_sparse_attention.ops.selected_attention.triton.arguments import Arguments, Tile, sizes_of, strides_of
 from native_sparse_attention.ops.selected_attention.triton.dkv.kernels import (
@@ -101,8 +101,8 @@ def differentiate_keys(
     block_n = row_block(block_size) if fused else min(block_n, row_block(block_size))
     tiles = -(-block_size // block_n)
     gate = None if gates is None else gates.gate
-    wide = is_wide(q, dout, lse, block_scale, gate)
-    tile = Tile(block_m, block_n, head_block(head_dim), head_block(value_dim), wide, chunk=chunk)
+    int64_offsets = exceeds_int32(q, dout, lse, block_scale, gate)
+    tile = Tile(block_m, block_n, head_block(head_dim), head_block(value_dim), int64_offsets, chunk=chunk)
     groups = group_pairs(block_indices, kv_heads, num_slots, max_pairs)
     shape = {'kv_heads': kv_heads, 'block_size': block_size, 'causal': causal}
     rows = len(groups[0]) * num_partials

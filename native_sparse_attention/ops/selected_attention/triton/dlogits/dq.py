@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from native_sparse_attention.ops._triton.finite import find_large, is_small
-from native_sparse_attention.ops._triton.launch import describe_tiles, head_block, is_wide, launch, settings_of
+from native_sparse_attention.ops._triton.launch import describe_tiles, exceeds_int32, head_block, launch, settings_of
 from native_sparse_attention.ops._triton.tiles import add_product, load_rows, load_tile, split_finite, store_rows
 from native_sparse_attention.ops._triton.varlen import load_extent, locate_queries
 from native_sparse_attention.ops.selected_attention.triton import settings
@@ -93,7 +93,7 @@ class DlogitsQueryGradients:
             *(tokens.stop, num_tiles, tiles_per_row, first, heads.start, len(heads), scale),
             sizes=Sizes(self.group, 1, num_selected, block_size, causal, k.shape[3], 0),
             tile=Tile(
-                *(block_t * self.group, block_n, block_d, 0, is_wide(k), block_s),
+                *(block_t * self.group, block_n, block_d, 0, exceeds_int32(k), block_s),
                 block_g=self.group,
                 union_size=union_size(num_selected, block_t),
             ),
@@ -239,18 +239,18 @@ def _add_keys(
     BLOCK_N: tl.constexpr = tile.block_n
     BLOCK_D: tl.constexpr = tile.block_d
     BLOCK_S: tl.constexpr = tile.block_s
-    WIDE: tl.constexpr = tile.int64_offsets
+    INT64_OFFSETS: tl.constexpr = tile.int64_offsets
     SPLIT: tl.constexpr = BLOCK_SIZE // BLOCK_N
     source, dlogits_ptr, blocks, entries, num_keys = inputs
     block, is_selected, first, keys, key_mask = open_step(
         entry, step, num_keys, MASKED, BLOCK_SIZE, BLOCK_M, GROUP, BLOCK_N
     )
     if MASKED:
-        k = load_rows(source.k, source.key_start + keys, source.k_stride, key_mask, HEAD_DIM, BLOCK_D, WIDE)
+        k = load_rows(source.k, source.key_start + keys, source.k_stride, key_mask, HEAD_DIM, BLOCK_D, INT64_OFFSETS)
     else:
         k = load_tile(
             source.k_tiles, source.k, source.row, source.key_start + first, source.kv_head, source.k_stride,
-            HEAD_DIM, BLOCK_N, BLOCK_D, WIDE,
+            HEAD_DIM, BLOCK_N, BLOCK_D, INT64_OFFSETS,
         )  # fmt: skip
     if CONTAIN_NONFINITE:
         # Their gradients of logits are 0 if no query may read them.

@@ -93,7 +93,7 @@ def load_step(
     BLOCK_SIZE: tl.constexpr = sizes.block_size
     HEAD_DIM: tl.constexpr = sizes.head_dim
     VALUE_DIM: tl.constexpr = sizes.value_dim
-    WIDE: tl.constexpr = tile.int64_offsets
+    INT64_OFFSETS: tl.constexpr = tile.int64_offsets
     if KIND == FULL:
         slot = selection.first_slot + step // SPLIT
         slot = tl.where(slot < selection.num_slots, slot, slot - selection.num_slots)
@@ -103,11 +103,11 @@ def load_step(
         first += source.key_start + step % SPLIT * BLOCK_N
         k = load_tile(
             source.k_tiles, source.k, source.row, first, source.kv_head, source.k_stride, HEAD_DIM, BLOCK_N,
-            tile.block_d, WIDE, is_read,
+            tile.block_d, INT64_OFFSETS, is_read,
         )  # fmt: skip
         v = load_tile(
             source.v_tiles, source.v, source.row, first, source.kv_head, source.v_stride, VALUE_DIM, BLOCK_N,
-            tile.block_dv, WIDE, is_read,
+            tile.block_dv, INT64_OFFSETS, is_read,
         )  # fmt: skip
         read = is_read
     else:
@@ -120,8 +120,12 @@ def load_step(
             first, last = _load_block(selection, slot, selection.readable, BLOCK_SIZE, tile.block_s)
             first += step % SPLIT * BLOCK_N
         keys = first + tl.arange(0, BLOCK_N)
-        k = load_rows(source.k, source.key_start + keys, source.k_stride, keys < last, HEAD_DIM, tile.block_d, WIDE)
-        v = load_rows(source.v, source.key_start + keys, source.v_stride, keys < last, VALUE_DIM, tile.block_dv, WIDE)
+        k = load_rows(
+            source.k, source.key_start + keys, source.k_stride, keys < last, HEAD_DIM, tile.block_d, INT64_OFFSETS
+        )
+        v = load_rows(
+            source.v, source.key_start + keys, source.v_stride, keys < last, VALUE_DIM, tile.block_dv, INT64_OFFSETS
+        )
         is_read = first < last
         read = (keys < last)[None, :]
     return k, v, slot, is_read, read

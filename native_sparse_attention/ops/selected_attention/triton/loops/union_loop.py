@@ -162,20 +162,20 @@ def load_keys(source, first, mask, MASKED: tl.constexpr, sizes: tl.constexpr, ti
     BLOCK_N: tl.constexpr = tile.block_n
     HEAD_DIM: tl.constexpr = sizes.head_dim
     VALUE_DIM: tl.constexpr = sizes.value_dim
-    WIDE: tl.constexpr = tile.int64_offsets
+    INT64_OFFSETS: tl.constexpr = tile.int64_offsets
     first += source.key_start
     if MASKED:
         rows = first + tl.arange(0, BLOCK_N)
-        k = load_rows(source.k, rows, source.k_stride, mask, HEAD_DIM, tile.block_d, WIDE)
-        v = load_rows(source.v, rows, source.v_stride, mask, VALUE_DIM, tile.block_dv, WIDE)
+        k = load_rows(source.k, rows, source.k_stride, mask, HEAD_DIM, tile.block_d, INT64_OFFSETS)
+        v = load_rows(source.v, rows, source.v_stride, mask, VALUE_DIM, tile.block_dv, INT64_OFFSETS)
     else:
         k = load_tile(
             source.k_tiles, source.k, source.row, first, source.kv_head, source.k_stride, HEAD_DIM, BLOCK_N,
-            tile.block_d, WIDE,
+            tile.block_d, INT64_OFFSETS,
         )  # fmt: skip
         v = load_tile(
             source.v_tiles, source.v, source.row, first, source.kv_head, source.v_stride, VALUE_DIM, BLOCK_N,
-            tile.block_dv, WIDE,
+            tile.block_dv, INT64_OFFSETS,
         )  # fmt: skip
     return k, v
 
