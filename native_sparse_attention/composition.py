@@ -161,7 +161,7 @@ def check_gates(
     if (v_cmp is None) != (gate is None):
         given, missing = ('v_cmp', 'gates') if gate is None else ('gates', 'v_cmp')
         raise ValueError(f'{missing} is None, but {given} is given: they must be None together')
-    return gate, Branches(gate is not None, True, False)
+    return gate, Branches(compressed=gate is not None, selected=True, window=False)
 
 
 def check_merged(

@@ -271,9 +271,9 @@ def find_graphs(settings: Iterable[str]) -> Graphs:
         config: Any = torch._dynamo.config
         _require(all(hasattr(config, name) for name in settings))
         with config.patch({}):
-            return Graphs(config.patch, True)
+            return Graphs(config.patch, are_unlimited=True)
 
-    return _first(known, lambda: Graphs(lambda _: nullcontext(), False))
+    return _first(known, lambda: Graphs(lambda _: nullcontext(), are_unlimited=False))
 
 
 # --- Registered ops ---

@@ -89,7 +89,7 @@ def _local_class(whole: type, names: tuple[str, ...], shared: frozenset[str], be
 def _weights_of_rank(module: nn.Module) -> list[Any]:
     """Return the tensors that the arithmetic of a divided module reads, see `core.plain.is_plain`."""
     with torch.no_grad():
-        return [_read(name, False, module) for name, _ in module.named_parameters(recurse=False)]
+        return [_read(name, is_shared=False, module=module) for name, _ in module.named_parameters(recurse=False)]
 
 
 def _read(name: str, is_shared: bool, module: nn.Module) -> Any:

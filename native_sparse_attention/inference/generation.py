@@ -164,7 +164,7 @@ class _CapturedState:
     """
 
     def __init__(self, model: Any) -> None:
-        no_state = private.ModelState([], [], False)
+        no_state = private.ModelState([], [], is_hooked=False)
         self._read = private.state_of(model) if isinstance(model, nn.Module) else lambda: no_state
         state = self._read()
         self._modules = state.modules

@@ -121,7 +121,7 @@ class Recorder(private.mode if private else object):  # type: ignore[misc]
         values = [self._value(arg, reads) for arg in args] + [self._value(value, reads) for value in constants]
         text = f'{self._constant(run)}({", ".join((*leading, *values))})'
         self.constants['kernels'].append(known)
-        self.steps.append(Step(text, reads, [], True))
+        self.steps.append(Step(text, reads, [], is_kept=True))
         self.num_launches += 1
 
     def finish(self, out: Tensor, grads: Sequence[Tensor | None] | None) -> Program:

@@ -79,7 +79,7 @@ def _attend(
 
     cap = _flex.capped(softcap)
     if block_scale is None:
-        return _flex.attend(q, k, v, tiles, mask_mod, scale, cap, tile_rows, num_selected <= FEW_BLOCKS)
+        return _flex.attend(q, k, v, tiles, mask_mod, scale, cap, tile_rows, pipelined=num_selected <= FEW_BLOCKS)
 
     def scale_block(score: Tensor, b: Tensor, h: Tensor, row: Tensor, s: Tensor) -> Tensor:
         t = row // rows_per_token
@@ -91,4 +91,4 @@ def _attend(
         score = score * block_scale[b, t, h, entry]
         return score if cap is None else cap(score, b, h, row, s)
 
-    return _flex.attend(q, k, v, tiles, mask_mod, scale, scale_block, tile_rows, False)
+    return _flex.attend(q, k, v, tiles, mask_mod, scale, scale_block, tile_rows, pipelined=False)

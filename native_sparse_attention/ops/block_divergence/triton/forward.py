@@ -126,7 +126,7 @@ def divergence_kernel(
     local = tl.program_id(0).to(tl.int64)
     batch_row, query = local // num_queries, sizes.first_query + local % num_queries
     place, index_head = batch_row * sizes.num_queries + query, tl.program_id(1).to(tl.int64)
-    _, visible, near, beyond, end = load_extents(drawn, place, True, sizes, meta)
+    _, visible, near, beyond, end = load_extents(drawn, place, mask=True, sizes=sizes, meta=meta)
     heads = tl.arange(0, BLOCK_G)
     is_head = heads < meta.group
     num_heads = tl.num_programs(1) * meta.group

@@ -18,7 +18,7 @@ NUM_WARPS = 4
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, is_half: bool) -> Tensor:
-    return _rotate(x, cos, sin, False, is_half)
+    return _rotate(x, cos, sin, inverse=False, is_half=is_half)
 
 
 def tile_of(head_dim: int) -> tuple[int, int]:

@@ -70,8 +70,12 @@ def _forward(*inputs: Any) -> tuple[Tensor, ...]:
     window = interval.prepare_window(q, k, v, flat, left, softcap, sinks)
     out_window, lse_window = interval.attend(window, scale, torch.float32)
     far = _before_window(unflatten(q, flat), left)
-    arguments = make_arguments((q, k, v, block_indices, None), far, block_size, True, scale, softcap)
-    out_selected, lse_selected, _, entries, starts = selected.attend(arguments, None, save_index, False, torch.float32)
+    arguments = make_arguments(
+        (q, k, v, block_indices, None), far, block_size, causal=True, scale=scale, softcap=softcap
+    )
+    out_selected, lse_selected, _, entries, starts = selected.attend(
+        arguments, None, save_index=save_index, save_low_bits=False, out_dtype=torch.float32
+    )
     out, lse = q.new_empty(out_window.shape), torch.empty_like(lse_window)
     difference, units = _allocate_difference(q, out.shape, lse, save_difference)
     launch_rows(
@@ -115,9 +119,15 @@ def _backward(*arguments: Any) -> tuple[Tensor, ...]:
 
     saved = (outs[1], lse_selected, empty, entries, starts)
     far = _before_window(unflatten(q, flat), left)
-    arguments = make_arguments((q, k, v, block_indices, None), far, block_size, True, scale, softcap)
+    arguments = make_arguments(
+        (q, k, v, block_indices, None), far, block_size, causal=True, scale=scale, softcap=softcap
+    )
     grads = selected.differentiate(
-        arguments, dout, dlses[1], *saved, weights[1], None, False, needs_dkv, False, torch.float32
+        *(arguments, dout, dlses[1], *saved, weights[1], None),
+        save_low_bits=False,
+        needs_dkv=needs_dkv,
+        needs_dscale=False,
+        grad_dtype=torch.float32,
     )
     far_dq, far_dk, far_dv, _, far_delta = grads
     dq = _sum(dq, far_dq, q)
